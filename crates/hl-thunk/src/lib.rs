@@ -1,0 +1,3 @@
+//! The Gaudi driver library `libhl-thunk.so`, bound at run time.
+
+pub mod sys;

@@ -55,6 +55,16 @@ impl SoftNode {
     }
 }
 
+impl Drop for SoftNode {
+    /// The folder of the machine-in-software outlives its processes, like a machine does.
+    fn drop(&mut self) {
+        let user = format!("soft-gaudi-{}", rustix::process::geteuid().as_raw());
+        for base in [PathBuf::from("/dev/shm"), std::env::temp_dir()] {
+            let _ = std::fs::remove_dir_all(base.join(&user).join(&self.name));
+        }
+    }
+}
+
 impl Device {
     /// A software Gaudi with default settings.
     pub fn software() -> Self {

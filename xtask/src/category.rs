@@ -51,15 +51,11 @@ impl Category {
         match self {
             Category::Gaudi => Selection {
                 packages: &["gaudi", "hl-thunk", "soft-gaudi", "uct", "uct-gaudi"],
-                end_to_end: &["listing", "perftest", "verify", "guest", "soft_machine"],
+                end_to_end: &["listing", "perftest", "verify", "guest", "generations"],
                 words: &[],
             },
             Category::Dmabuf => by_words(&["dmabuf", "dma_buf"]),
-            Category::Detection => Selection {
-                packages: &[],
-                end_to_end: &["detection"],
-                words: &["detect", "memtype", "mem_query"],
-            },
+            Category::Detection => by_words(&["detect", "memtype", "mem_query"]),
             Category::Ucm => by_words(&["ucm", "hooks"]),
             Category::Ipc => by_words(&["ipc"]),
             Category::Rcache => by_words(&["rcache", "registration_cache"]),

@@ -1,4 +1,6 @@
-//! The rows that `ucp-check pair --json` prints, one JSON object a line.
+//! The rows that `ucp-check pair --json FILE` writes: a JSON list, one object per case.
+
+use std::path::Path;
 
 use anyhow::{Context, Result};
 use serde::Deserialize;
@@ -6,7 +8,7 @@ use serde::Deserialize;
 /// One operation between two memory kinds at one size.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct Row {
-    /// `tag`, `stream`, `am`, `put`, `get`.
+    /// `tag`, `stream`, `am`, `put`, `get`, or a variant of one such as `am-rndv`.
     pub op: String,
     /// Memory of the sending side: `host` or `gaudi`.
     pub src: String,
@@ -16,42 +18,54 @@ pub struct Row {
     pub size: u64,
     /// Version of the UCX that ran it.
     pub ucx: String,
-    /// Median time of one operation in microseconds.
-    pub latency_us: f64,
-    /// Bandwidth in GB/s (10^9).
-    pub gbps: f64,
+    /// Time of one operation in microseconds, where it was measured.
+    pub latency_us: Option<f64>,
+    /// Bandwidth in GB/s (10^9), where it was measured.
+    pub gbps: Option<f64>,
     /// Whether every byte, and the bytes around, were checked and right.
     pub verified: bool,
+    /// What was wrong, if something was.
+    #[serde(default)]
+    pub error: Option<String>,
 }
 
-/// Reads all rows; other lines are none of ours.
-///
-/// # Errors
-/// When a line that looks like a row is not one.
-pub fn parse_rows(stdout: &str) -> Result<Vec<Row>> {
-    stdout
-        .lines()
-        .filter(|line| line.starts_with('{'))
-        .map(|line| serde_json::from_str(line).with_context(|| format!("not a result row: {line}")))
-        .collect()
+impl Row {
+    /// All rows in a file.
+    ///
+    /// # Errors
+    /// When the file cannot be read or holds something else.
+    pub fn read(path: &Path) -> Result<Vec<Row>> {
+        let text = std::fs::read_to_string(path)
+            .with_context(|| format!("ucp-check left no results in {}", path.display()))?;
+        Self::parse(&text)
+    }
+
+    fn parse(text: &str) -> Result<Vec<Row>> {
+        serde_json::from_str(text).context("these are not ucp-check's results")
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const ROW: &str = r#"{"op":"tag","src":"host","dst":"gaudi","size":8,"ucx":"1.22.0","latency_us":1.5,"gbps":0.005,"verified":true}"#;
-
     #[test]
-    fn rows_are_read_and_chatter_is_passed_over() {
-        let rows = parse_rows(&format!("hello\n{ROW}\n")).expect("well formed");
-        assert_eq!(rows.len(), 1);
-        assert_eq!((rows[0].op.as_str(), rows[0].size, rows[0].verified), ("tag", 8, true));
+    fn rows_with_and_without_timing_are_read() {
+        let rows = Row::parse(
+            r#"[{"op":"tag","src":"host","dst":"gaudi","size":8,"from":1,"ucx":"1.22.0",
+                 "latency_us":1.5,"gbps":0.005,"verified":true},
+                {"op":"am-rndv","src":"host","dst":"host","size":0,"from":0,"ucx":"1.22.0",
+                 "latency_us":null,"gbps":null,"verified":false,"error":"wrong"}]"#,
+        )
+        .expect("well formed");
+        assert_eq!(rows.len(), 2);
+        assert_eq!((rows[0].op.as_str(), rows[0].latency_us), ("tag", Some(1.5)));
+        assert_eq!((rows[1].verified, rows[1].error.as_deref()), (false, Some("wrong")));
     }
 
     #[test]
-    fn broken_row_is_an_error_that_quotes_it() {
-        let error = parse_rows("{\"op\":\"tag\"}").expect_err("fields are missing");
-        assert!(format!("{error:#}").contains("{\"op\":\"tag\"}"));
+    fn missing_fields_are_an_error() {
+        assert!(Row::parse(r#"[{"op":"tag"}]"#).is_err());
+        assert!(Row::parse("").is_err());
     }
 }

@@ -21,7 +21,7 @@ mod perftest;
 mod process;
 mod tool;
 
-pub use client::{Row, parse_rows};
+pub use client::Row;
 pub use device::{Device, SoftNode};
 pub use layout::{Layout, Ucx};
 pub use perftest::{Figures, Pair, Perftest};

@@ -55,6 +55,18 @@ impl Perftest {
         self
     }
 
+    /// Changes the two processes differently.
+    #[must_use]
+    pub fn sides(
+        mut self,
+        server: impl FnOnce(Tool) -> Tool,
+        client: impl FnOnce(Tool) -> Tool,
+    ) -> Self {
+        self.server = server(self.server);
+        self.client = client(self.client);
+        self
+    }
+
     /// Lets UCX find our plugin.
     #[must_use]
     pub fn plugin(self) -> Self {
@@ -121,7 +133,7 @@ impl Pair {
         parse_figures(&self.client.stdout).with_context(|| self.client.report())
     }
 
-    /// Neither process died of a signal.
+    /// Whether one of the two died of a signal.
     pub fn crashed(&self) -> bool {
         self.server.crashed() || self.client.crashed()
     }

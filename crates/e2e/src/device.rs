@@ -78,20 +78,22 @@ impl Device {
 
     /// The card of the machine whose file system is at `root`, if it has one and its driver library.
     pub fn hardware(root: &Path) -> Option<Self> {
-        if !has_card(root) {
-            return None;
-        }
+        let lib_dirs = Self::driver_library(root)?;
+        has_card(root).then_some(Self::Hardware { lib_dirs })
+    }
+
+    /// Where the machine at `root` keeps a driver library, as folders to add to the loader path (none
+    /// if the loader looks there anyway); `None` if it has no such library.
+    pub fn driver_library(root: &Path) -> Option<Vec<PathBuf>> {
         let inherited = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
         let mut candidates: Vec<PathBuf> = std::env::split_paths(&inherited).collect();
         candidates.push(PathBuf::from(HABANA_LIB_DIR));
-        if let Some(dir) = candidates.into_iter().find(|dir| has_driver_library(root, dir)) {
-            return Some(Self::Hardware { lib_dirs: vec![dir] });
+        let holds_library = |dir: &Path| under(root, dir).join("libhl-thunk.so").exists();
+        if let Some(dir) = candidates.into_iter().find(|dir| holds_library(dir)) {
+            return Some(vec![dir]);
         }
         let system = ["/lib", "/usr/lib", "/usr/lib64", "/lib/x86_64-linux-gnu", "/usr/local/lib"];
-        system
-            .iter()
-            .any(|dir| has_driver_library(root, Path::new(dir)))
-            .then(|| Self::Hardware { lib_dirs: Vec::new() })
+        system.iter().any(|dir| holds_library(Path::new(dir))).then(Vec::new)
     }
 
     /// What to call it in front of people: nobody shall take the software one for hardware.
@@ -115,10 +117,6 @@ impl Device {
             }
         }
     }
-}
-
-fn has_driver_library(root: &Path, dir: &Path) -> bool {
-    under(root, dir).join("libhl-thunk.so").exists()
 }
 
 fn has_card(root: &Path) -> bool {

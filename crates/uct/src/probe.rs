@@ -91,6 +91,14 @@ const EXPECTED: &[Expect] = &[
     must(c"uct_rkey_ptr", Object::Component, 4),
 ];
 
+/// Probes a libuct in a file, without a UCX around it. For tests and diagnosis.
+///
+/// # Errors
+/// Why the file cannot be loaded, or the first slot that differs.
+pub fn probe_library(path: &std::path::Path) -> Result<(), String> {
+    check(&Loaded::open(path)?)
+}
+
 /// Zeroed memory, larger than any structure a wrapper is handed.
 #[repr(C, align(64))]
 struct Scratch([u64; 512]);

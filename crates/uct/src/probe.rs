@@ -144,8 +144,10 @@ pub(crate) fn check(uct: &Loaded) -> Result<(), String> {
             Object::Component => component_ptr.cast(),
         };
         let fired = fire(wrapper, object);
-        if fired != Some(expect.slot) {
-            return Err(format!("{name} calls slot {fired:?}, expected {}", expect.slot));
+        match fired {
+            Some(slot) if slot == expect.slot => {}
+            Some(slot) => return Err(format!("{name} calls slot {slot}, not {}", expect.slot)),
+            None => return Err(format!("{name} calls no slot")),
         }
     }
     Ok(())

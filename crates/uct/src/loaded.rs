@@ -14,7 +14,8 @@ const UCS_WITNESS: &CStr = c"ucs_log_dispatch";
 /// A handle on a library that was mapped already; pinned, never closed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Loaded {
-    handle: *mut c_void,
+    /// Where symbols are looked up: the library, or the global scope if the library is in it.
+    scope: *mut c_void,
 }
 
 // SAFETY: a dlopen handle may be used from any thread.
@@ -26,16 +27,24 @@ impl Loaded {
     /// Takes hold of a library that is mapped under `path`, without loading anything.
     fn pin(path: &CStr) -> Option<Loaded> {
         // SAFETY: RTLD_NOLOAD only ever finds what is mapped; no constructor runs.
-        let handle = unsafe {
+        let scope = unsafe {
             libc::dlopen(path.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE)
         };
-        (!handle.is_null()).then_some(Loaded { handle })
+        (!scope.is_null()).then_some(Loaded { scope })
     }
 
-    /// The address of a symbol in the library or its dependencies.
+    /// Looks symbols up the way the library itself does. A program that is linked to UCX and uses
+    /// one of its variables has a copy of it ("copy relocation"), and from then on that copy *is*
+    /// the variable, also for the library: the library's own is dead, though its handle finds it.
+    fn as_seen_by_itself(self) -> Loaded {
+        let global = Loaded { scope: libc::RTLD_DEFAULT };
+        if global.symbol(UCS_WITNESS) == self.symbol(UCS_WITNESS) { global } else { self }
+    }
+
+    /// The address of a symbol of the library.
     pub(crate) fn symbol(self, name: &CStr) -> Option<*mut c_void> {
-        // SAFETY: the handle is valid for ever (never closed) and the name is a C string.
-        let address = unsafe { libc::dlsym(self.handle, name.as_ptr()) };
+        // SAFETY: the scope is valid for ever (never closed) and the name is a C string.
+        let address = unsafe { libc::dlsym(self.scope, name.as_ptr()) };
         (!address.is_null()).then_some(address)
     }
 }
@@ -88,7 +97,11 @@ pub(crate) fn find(caller: *const c_void) -> Result<Libraries, FindError> {
         return Err(FindError::NotUcs(name()));
     }
     let uct = belonging(ucs_base, "libuct").ok_or_else(|| FindError::NoUct(name()))?;
-    Ok(Libraries { ucs_base: ucs_base as usize, ucs, uct })
+    Ok(Libraries {
+        ucs_base: ucs_base as usize,
+        ucs: ucs.as_seen_by_itself(),
+        uct: uct.as_seen_by_itself(),
+    })
 }
 
 /// The mapped library called `prefix` (`libuct.so.0`, `libuct-1a2b3c.so.0.0.0`, but not

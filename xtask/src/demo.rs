@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use comfy_table::{CellAlignment, Table, presets};
-use e2e::{Bench, Device, Perftest, Row, Ucx};
+use e2e::{Device, Perftest, Row, Ucx, Workbench};
 
 use crate::dist::{self, Profile};
 use crate::progress::Work;
@@ -16,7 +16,7 @@ use crate::setup;
 pub(crate) fn run(repo: &Repo) -> Result<()> {
     setup::run(repo)?;
     dist::build(repo, Profile::Release)?;
-    let bench = Bench::new(repo.layout().clone());
+    let bench = Workbench::new(repo.layout().clone());
     if let Some(missing) = bench.missing() {
         bail!("{} is missing after set-up and build: a defect of xtask", missing.display());
     }
@@ -44,7 +44,7 @@ fn heading(text: &str) {
     println!("\n{text}\n{}", "─".repeat(text.chars().count()));
 }
 
-fn listing(bench: &Bench, device: &Device) -> Result<String> {
+fn listing(bench: &Workbench, device: &Device) -> Result<String> {
     let end = bench.tool(Ucx::V1_22, "ucx_info").plugin().device(device).arg("-d").run();
     ensure!(end.success(), "{}", end.report());
     let section = sections(&end.stdout, "gaudi_copy");
@@ -72,7 +72,7 @@ fn sections(listing: &str, domain: &str) -> String {
     lines.join("\n").trim_end_matches(['#', '\n']).to_owned()
 }
 
-fn transfers(bench: &Bench, device: &Device) -> Result<Vec<Row>> {
+fn transfers(bench: &Workbench, device: &Device) -> Result<Vec<Row>> {
     let work = Work::start("moving and checking data");
     let file = bench.layout().target().join(format!("demo-{}.json", std::process::id()));
     let end = bench
@@ -138,7 +138,7 @@ fn table(rows: &[Row]) -> Table {
     table
 }
 
-fn perftest(bench: &Bench, device: &Device) -> Result<Table> {
+fn perftest(bench: &Workbench, device: &Device) -> Result<Table> {
     let mut table = Table::new();
     table.load_preset(presets::NOTHING);
     table.set_header(["test", "memory", "size", "median µs", "MB/s"]);

@@ -6,9 +6,9 @@
 //! `UCX_PLUGIN_PATH`, the loader path and UCX's own output.
 //!
 //! ```no_run
-//! use e2e::{Bench, Device, Ucx};
+//! use e2e::{Workbench, Device, Ucx};
 //!
-//! let bench = Bench::from_env();
+//! let bench = Workbench::from_env();
 //! let device = Device::software();
 //! let listing = bench.tool(Ucx::V1_22, "ucx_info").plugin().device(&device).arg("-d").run();
 //! assert!(listing.ok().stdout.contains("Memory domain: gaudi_copy"));
@@ -26,4 +26,4 @@ pub use device::{Device, SoftNode};
 pub use layout::{Layout, Ucx};
 pub use perftest::{Figures, Pair, Perftest};
 pub use process::{Finished, Running};
-pub use tool::{Bench, Tool};
+pub use tool::{Tool, Workbench};

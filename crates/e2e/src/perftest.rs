@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use crate::{Bench, Device, Finished, Running, Tool, Ucx};
+use crate::{Device, Finished, Running, Tool, Ucx, Workbench};
 
 /// One `ucx_perftest` run, to be made of a server and a client.
 #[derive(Debug, Clone)]
@@ -39,7 +39,7 @@ pub struct Figures {
 
 impl Perftest {
     /// `ucx_perftest -t test -s size`, host memory, no plugin.
-    pub fn new(bench: &Bench, test: &str, size: usize) -> Self {
+    pub fn new(bench: &Workbench, test: &str, size: usize) -> Self {
         let tool = bench
             .tool(Ucx::V1_22, "ucx_perftest")
             .words("-f -v")

@@ -17,11 +17,11 @@ const DEFAULT_LIMIT: Duration = Duration::from_secs(60);
 
 /// Where programs are taken from.
 #[derive(Debug, Clone)]
-pub struct Bench {
+pub struct Workbench {
     layout: Layout,
 }
 
-impl Bench {
+impl Workbench {
     /// Checks that everything tests need was built and brought.
     ///
     /// # Panics
@@ -237,7 +237,7 @@ mod tests {
     use super::*;
 
     fn tool() -> Tool {
-        Bench::new(Layout::new("/t")).tool(Ucx::V1_22, "ucx_info")
+        Workbench::new(Layout::new("/t")).tool(Ucx::V1_22, "ucx_info")
     }
 
     fn value(command: &Command, name: &str) -> Option<String> {
@@ -275,7 +275,7 @@ mod tests {
 
     #[test]
     fn missing_names_the_first_absent_thing() {
-        let missing = Bench::new(Layout::new("/nonexistent")).missing();
+        let missing = Workbench::new(Layout::new("/nonexistent")).missing();
         assert!(missing.is_some_and(|path| path.ends_with("libucp.so.0")));
     }
 }

@@ -1,7 +1,7 @@
 //! No driver library, or no device: UCX works as if we were not there, silently, and says why on
 //! request, in one line.
 
-use e2e::{Bench, Device, Finished, SoftNode, Ucx};
+use e2e::{Device, Finished, SoftNode, Ucx, Workbench};
 
 /// The two ways of having no Gaudi. The first cannot be had where the loader finds a real driver
 /// library by itself.
@@ -17,7 +17,7 @@ fn absences() -> Vec<(&'static str, Device)> {
 }
 
 fn listing(device: &Device, level: Option<&str>, plugin: bool) -> Finished {
-    let mut tool = Bench::from_env().tool(Ucx::V1_22, "ucx_info").device(device).arg("-d");
+    let mut tool = Workbench::from_env().tool(Ucx::V1_22, "ucx_info").device(device).arg("-d");
     if plugin {
         tool = tool.plugin();
     }
@@ -57,7 +57,7 @@ fn reason_for_the_absence_is_one_line_at_info_level() {
 #[test]
 fn gaudi_memory_without_gaudi_is_refused_by_ucx_in_words() {
     for (what, device) in absences() {
-        let end = Bench::from_env()
+        let end = Workbench::from_env()
             .tool(Ucx::V1_22, "ucx_info")
             .plugin()
             .device(&device)
@@ -71,7 +71,7 @@ fn gaudi_memory_without_gaudi_is_refused_by_ucx_in_words() {
 #[test]
 fn host_traffic_runs_without_gaudi() {
     for (what, device) in absences() {
-        let pair = e2e::Perftest::new(&Bench::from_env(), "tag_bw", 65536)
+        let pair = e2e::Perftest::new(&Workbench::from_env(), "tag_bw", 65536)
             .iterations(1000, 10)
             .plugin()
             .device(&device)

@@ -1,6 +1,6 @@
 //! The same plugin on other generations of the card.
 
-use e2e::{Bench, Device, Perftest, SoftNode, Ucx};
+use e2e::{Device, Perftest, SoftNode, Ucx, Workbench};
 
 fn generation(name: &str) -> Device {
     Device::Software(SoftNode::unique().with("SOFT_GAUDI_GENERATION", name))
@@ -9,7 +9,7 @@ fn generation(name: &str) -> Device {
 #[test]
 fn gaudi1_copies() {
     for size in [8, 1 << 20] {
-        let pair = Perftest::new(&Bench::from_env(), "tag_bw", size)
+        let pair = Perftest::new(&Workbench::from_env(), "tag_bw", size)
             .iterations(100, 10)
             .plugin()
             .device(&generation("gaudi1"))
@@ -23,7 +23,7 @@ fn gaudi1_copies() {
 /// The driver of that generation takes no copies from us: no copy transport, and the reason.
 #[test]
 fn gaudi3_has_no_copy_transport_and_says_why() {
-    let bench = Bench::from_env();
+    let bench = Workbench::from_env();
     let device = generation("gaudi3");
     let info = |level: &str| {
         bench
@@ -46,7 +46,7 @@ fn gaudi3_has_no_copy_transport_and_says_why() {
 
 #[test]
 fn gaudi3_leaves_host_traffic_alone() {
-    let pair = Perftest::new(&Bench::from_env(), "tag_bw", 65536)
+    let pair = Perftest::new(&Workbench::from_env(), "tag_bw", 65536)
         .iterations(100, 10)
         .plugin()
         .device(&generation("gaudi3"))

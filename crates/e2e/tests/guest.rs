@@ -1,7 +1,7 @@
 //! A guest in UCX's house: programs that do not care about Gaudi, and features under which a careless
 //! transport is known to crash stock UCX, each as its regression test.
 
-use e2e::{Bench, Device, Perftest, SoftNode, Ucx};
+use e2e::{Device, Perftest, SoftNode, Ucx, Workbench};
 
 #[track_caller]
 fn works(test: Perftest) {
@@ -10,7 +10,7 @@ fn works(test: Perftest) {
 }
 
 fn tag(memory: &str, options: &str) -> Perftest {
-    Perftest::new(&Bench::from_env(), "tag_lat", 4096)
+    Perftest::new(&Workbench::from_env(), "tag_lat", 4096)
         .iterations(100, 10)
         .plugin()
         .both(|tool| tool.words(&format!("-m {memory}")).words(options))
@@ -47,7 +47,7 @@ fn host_only_program_is_not_disturbed() {
 fn peer_without_plugin_talks_to_peer_with_it() {
     let device = Device::software();
     for plugin_on_server in [true, false] {
-        works(Perftest::new(&Bench::from_env(), "tag_bw", 65536).iterations(100, 10).sides(
+        works(Perftest::new(&Workbench::from_env(), "tag_bw", 65536).iterations(100, 10).sides(
             |server| if plugin_on_server { server.plugin().device(&device) } else { server },
             |client| if plugin_on_server { client } else { client.plugin().device(&device) },
         ));
@@ -80,7 +80,7 @@ fn two_processes_started_alike_take_two_cards() {
 #[test]
 fn listing_opens_no_card() {
     let device = Device::Software(SoftNode::unique().with("SOFT_GAUDI_DEVICES", "1"));
-    let bench = Bench::from_env();
+    let bench = Workbench::from_env();
     let held = bench
         .tool(Ucx::V1_22, "ucx_perftest")
         .plugin()

@@ -1,9 +1,9 @@
 //! What stock `ucx_info` shows of us: names, memory types, options, an allocation.
 
-use e2e::{Bench, Device, Finished, Ucx};
+use e2e::{Device, Finished, Ucx, Workbench};
 
 fn info(device: &Device, arguments: &str) -> Finished {
-    Bench::from_env()
+    Workbench::from_env()
         .tool(Ucx::V1_22, "ucx_info")
         .plugin()
         .device(device)
@@ -93,7 +93,7 @@ fn listing_is_quiet_on_standard_error() {
 
 #[test]
 fn denied_module_leaves_no_trace() {
-    let bench = Bench::from_env();
+    let bench = Workbench::from_env();
     let device = Device::software();
     let without = bench.tool(Ucx::V1_22, "ucx_info").arg("-d").run().ok();
     let denied = bench

@@ -1,13 +1,13 @@
 //! Stock `ucx_perftest -m gaudi` between two processes: every UCP test with Gaudi memory on either
 //! side, small and large; and the UCT tests in one process.
 
-use e2e::{Bench, Device, Perftest, Ucx};
+use e2e::{Device, Perftest, Ucx, Workbench};
 
 const SIZES: [usize; 2] = [8, 1 << 20];
 
 #[track_caller]
 fn run(test: &str, memory: &str) {
-    let bench = Bench::from_env();
+    let bench = Workbench::from_env();
     let device = Device::software();
     for size in SIZES {
         let pair = Perftest::new(&bench, test, size)
@@ -65,7 +65,7 @@ matrix! {
 /// One UCT test on our transport, in loopback.
 #[track_caller]
 fn uct(arguments: &str) {
-    Bench::from_env()
+    Workbench::from_env()
         .tool(Ucx::V1_22, "ucx_perftest")
         .plugin()
         .device(&Device::software())

@@ -1,7 +1,7 @@
 //! `UCX_TLS`, `UCX_ACC_DEVICES` and `UCX_NET_DEVICES` select us as they do any accelerator; what
 //! leaves no copy path gives UCX's own message, never a crash.
 
-use e2e::{Bench, Device, Pair, Perftest};
+use e2e::{Device, Pair, Perftest, Workbench};
 
 fn gaudi_with(variables: &[(&str, &str)]) -> Pair {
     run("gaudi", variables)
@@ -13,7 +13,7 @@ fn host_with(variables: &[(&str, &str)]) -> Pair {
 
 fn run(memory: &str, variables: &[(&str, &str)]) -> Pair {
     let device = Device::software();
-    Perftest::new(&Bench::from_env(), "tag_bw", 65536)
+    Perftest::new(&Workbench::from_env(), "tag_bw", 65536)
         .iterations(100, 10)
         .plugin()
         .device(&device)

@@ -3,10 +3,10 @@
 
 use std::time::Duration;
 
-use e2e::{Bench, Device, Finished, Row, Ucx};
+use e2e::{Device, Finished, Row, Ucx, Workbench};
 
 fn ucp_check(ucx: Ucx, arguments: &str) -> Finished {
-    let bench = Bench::from_env();
+    let bench = Workbench::from_env();
     bench
         .ucp_check(ucx)
         .plugin()

@@ -3,7 +3,7 @@
 //! find. The variants take turns, so that a noisy minute hits all of them.
 
 use anyhow::{Context, Result};
-use e2e::{Bench, Device, Perftest};
+use e2e::{Device, Perftest, Workbench};
 
 use super::record::{Record, median};
 use crate::progress::Work;
@@ -44,7 +44,7 @@ impl Variant {
 
 /// All variants at all sizes.
 pub(super) fn run(repo: &Repo) -> Result<Vec<Record>> {
-    let bench = Bench::new(repo.layout().clone());
+    let bench = Workbench::new(repo.layout().clone());
     let device = Device::hardware_or_software();
     eprintln!("device: {}", device.title());
     let mut records = Vec::new();

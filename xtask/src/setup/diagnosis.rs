@@ -49,8 +49,8 @@ const CAUSES: &[(&[&str], &str)] = &[
     ),
     (
         &["No matching distribution", "Could not find a version"],
-        "the package index that pip is configured for does not offer it; check \
-         `python3 -m pip config list` and the variables PIP_INDEX_URL, PIP_NO_INDEX and \
+        "the package index that pip is configured for does not offer it, or does not answer; check \
+         the network, `python3 -m pip config list` and the variables PIP_INDEX_URL, PIP_NO_INDEX and \
          PIP_FIND_LINKS",
     ),
     (

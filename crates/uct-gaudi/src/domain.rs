@@ -2,9 +2,11 @@
 
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use gaudi::{Allocation, Device, DeviceAddr, DeviceChoice, DeviceInfo, Error, HostRegion};
+use gaudi::{
+    Allocation, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Error, HostRegion,
+};
 use uct::abi::md_flag;
 use uct::config::{Kind, Ternary, Values, Variable};
 use uct::{
@@ -116,6 +118,7 @@ impl<F: Flavour> Component for GaudiComponent<F> {
             dmabuf: config.ternary("DMABUF"),
             sys_device,
             device: Mutex::new(None),
+            first_sys_device: OnceLock::new(),
             flavour: PhantomData,
         })
     }
@@ -160,6 +163,8 @@ pub(crate) struct GaudiDomain<F> {
     pub(crate) sys_device: SysDevice,
     /// The card, once it was needed: kept open as long as the domain.
     device: Mutex<Option<Arc<Device>>>,
+    /// UCX's number of the first card asked about.
+    first_sys_device: OnceLock<(DeviceId, SysDevice)>,
     flavour: PhantomData<F>,
 }
 
@@ -195,9 +200,20 @@ impl<F: Flavour> GaudiDomain<F> {
         Ok(opened)
     }
 
-    fn fail(&self, what: &str, error: &Error) -> Status {
-        log!(self.ucx, Error, "{what}: {error}");
+    fn fail(&self, hidden: bool, what: &str, error: &Error) -> Status {
+        if hidden {
+            log!(self.ucx, Debug, "{what}: {error}");
+        } else {
+            log!(self.ucx, Error, "{what}: {error}");
+        }
         status::of(error)
+    }
+
+    /// UCX's number of a card. Nearly always it is the same card that is asked about.
+    fn sys_device_of(&self, device: &Device) -> SysDevice {
+        let look_up = || seeding::sys_device(self.ucx, device.info());
+        let (first, number) = *self.first_sys_device.get_or_init(|| (device.id(), look_up()));
+        if first == device.id() { number } else { look_up() }
     }
 }
 
@@ -225,14 +241,15 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
         if request.memory_type != MemoryType::GAUDI {
             return Err(Status::UNSUPPORTED);
         }
-        let fail = |error| self.fail("cannot allocate Gaudi memory", &error);
+        let hidden = request.hide_errors;
+        let fail = |error| self.fail(hidden, "cannot allocate Gaudi memory", &error);
         let device = self.device().map_err(fail)?;
         let length = request.length.max(1) as u64;
         let allocation = device.alloc(length, 1).map_err(fail)?;
         if self.dmabuf == Ternary::Yes {
             device
                 .export(allocation.addr(), length)
-                .map_err(|error| self.fail("DMABUF=yes, but the export failed", &error))?;
+                .map_err(|error| self.fail(hidden, "DMABUF=yes, but the export failed", &error))?;
         }
         Ok(Allocated {
             address: allocation.addr().0,
@@ -279,7 +296,7 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
         };
         Ok(MemoryAnswer {
             memory_type: MemoryType::GAUDI,
-            device: seeding::sys_device(self.ucx, device.info()),
+            device: self.sys_device_of(&device),
             base: place.base.0,
             length: place.length as usize,
             dmabuf,

@@ -45,4 +45,5 @@ pub use md::{
     AllocRequest, Allocated, DomainAttributes, MemoryAnswer, MemoryDomain, Region, Wants,
 };
 pub use plugin::enter;
+pub use probe::probe_library;
 pub use ucx::{Bound, Level, Refusal, SUPPORTED, Ucx};

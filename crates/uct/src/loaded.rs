@@ -33,6 +33,20 @@ impl Loaded {
         (!scope.is_null()).then_some(Loaded { scope })
     }
 
+    /// Loads a library, for ever.
+    pub(crate) fn open(path: &std::path::Path) -> Result<Loaded, String> {
+        use std::os::unix::ffi::OsStrExt;
+        let name = CString::new(path.as_os_str().as_bytes()).map_err(|error| error.to_string())?;
+        // SAFETY: the caller names a library of UCX, whose constructors may run at any time.
+        let scope = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        if scope.is_null() {
+            // SAFETY: dlopen failed on this thread, so there is a message.
+            let reason = unsafe { CStr::from_ptr(libc::dlerror()) };
+            return Err(reason.to_string_lossy().into_owned());
+        }
+        Ok(Loaded { scope })
+    }
+
     /// Looks symbols up the way the library itself does. A program that is linked to UCX and uses
     /// one of its variables has a copy of it ("copy relocation"), and from then on that copy *is*
     /// the variable, also for the library: the library's own is dead, though its handle finds it.

@@ -5,7 +5,7 @@ use std::os::fd::{IntoRawFd, OwnedFd};
 
 use crate::abi::{
     LinearFunc, MD_OP_SLOTS, MdAttr, MdOps, MemAllocFn, MemAttr, MemDeregParams, MemRegParams,
-    MemoryType, MemoryTypes, RawComponent, RawMd, Status, SysDevice, md_op,
+    MemoryType, MemoryTypes, REG_FLAG_HIDE_ERRORS, RawComponent, RawMd, Status, SysDevice, md_op,
     mem_attr_field as field,
 };
 use crate::border::{guarded, guarded_status};
@@ -95,6 +95,8 @@ pub struct AllocRequest<'a> {
     pub device: SysDevice,
     /// What it is for.
     pub name: &'a str,
+    /// Failure is expected by the caller and not to be logged.
+    pub hide_errors: bool,
 }
 
 /// Memory as allocated.
@@ -233,7 +235,7 @@ unsafe extern "C" fn mem_alloc<C: Component>(
     address_p: *mut *mut c_void,
     memory_type: MemoryType,
     device: SysDevice,
-    _flags: u32,
+    flags: u32,
     name: *const c_char,
     memh_p: *mut *mut c_void,
 ) -> Status {
@@ -248,7 +250,8 @@ unsafe extern "C" fn mem_alloc<C: Component>(
         };
         // SAFETY: in- and out-parameter of the caller.
         let length = unsafe { *length_p };
-        let request = AllocRequest { length, memory_type, device, name: &name };
+        let hide_errors = u64::from(flags) & REG_FLAG_HIDE_ERRORS != 0;
+        let request = AllocRequest { length, memory_type, device, name: &name, hide_errors };
         let allocated = object.domain.allocate(&request)?;
         // SAFETY: out-parameters of the caller.
         unsafe {
@@ -294,7 +297,7 @@ unsafe extern "C" fn mem_reg<C: Component>(
             address: address.addr() as u64,
             length,
             memory_type,
-            hide_errors: flags & crate::abi::REG_FLAG_HIDE_ERRORS != 0,
+            hide_errors: flags & REG_FLAG_HIDE_ERRORS != 0,
         })?;
         // SAFETY: out-parameter of the caller.
         unsafe { *memh_p = Box::into_raw(Box::new(memory)).cast() };

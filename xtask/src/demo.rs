@@ -79,7 +79,7 @@ fn transfers(bench: &Workbench, device: &Device) -> Result<Vec<Row>> {
         .ucp_check(Ucx::V1_22)
         .plugin()
         .device(device)
-        .words("pair --sizes 8,4K,64K,1M,16M --json")
+        .words("pair --plain --sizes 8,4K,64K,1M,16M --json")
         .arg(&file)
         .limit(Duration::from_secs(300))
         .run();
@@ -96,46 +96,61 @@ fn transfers(bench: &Workbench, device: &Device) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// One line per operation, memory pair and size: the slower of the two directions.
-fn measured(rows: &[Row]) -> Vec<Row> {
-    let mut lines: Vec<Row> = Vec::new();
-    for row in rows.iter().filter(|row| row.latency_us.is_some()) {
-        let same = |line: &&mut Row| {
-            (&line.op, &line.src, &line.dst, line.size) == (&row.op, &row.src, &row.dst, row.size)
-        };
-        match lines.iter_mut().find(same) {
-            None => lines.push(row.clone()),
-            Some(line) if line.latency_us < row.latency_us => *line = row.clone(),
-            Some(_) => {}
+/// One line per operation and memory pair, one column per size: time of a small message, bandwidth of
+/// a large one; of the two directions the slower.
+fn table(rows: &[Row]) -> Table {
+    let mut sizes: Vec<u64> = rows.iter().map(|row| row.size).collect();
+    sizes.sort_unstable();
+    sizes.dedup();
+    let mut lines: Vec<(&str, &str, &str)> = Vec::new();
+    for row in rows {
+        let line = (row.op.as_str(), row.src.as_str(), row.dst.as_str());
+        if !lines.contains(&line) {
+            lines.push(line);
         }
     }
-    lines
-}
-
-fn table(rows: &[Row]) -> Table {
     let mut table = Table::new();
     table.load_preset(presets::NOTHING);
-    table.set_header(["operation", "from", "to", "size", "latency µs", "GB/s", "verified"]);
-    let number = |value: Option<f64>, digits| {
-        value.map(|value| format!("{value:.digits$}")).unwrap_or_default()
-    };
-    for row in measured(rows) {
-        table.add_row([
-            row.op,
-            row.src,
-            row.dst,
-            size(row.size),
-            number(row.latency_us, 2),
-            number(row.gbps, 3),
-            if row.verified { "yes".to_owned() } else { "NO".to_owned() },
-        ]);
+    let titles = ["operation", "from", "to"].map(str::to_owned).into_iter();
+    table.set_header(
+        titles.chain(sizes.iter().map(|bytes| size(*bytes))).chain(["verified".to_owned()]),
+    );
+    for line in lines {
+        let of_line: Vec<&Row> = rows
+            .iter()
+            .filter(|row| (row.op.as_str(), row.src.as_str(), row.dst.as_str()) == line)
+            .collect();
+        let right = of_line.iter().filter(|row| row.verified).count();
+        let cells = sizes.iter().map(|bytes| figure(&of_line, *bytes));
+        table.add_row(
+            [line.0.to_owned(), line.1.to_owned(), line.2.to_owned()]
+                .into_iter()
+                .chain(cells)
+                .chain([format!("{right} of {}", of_line.len())]),
+        );
     }
-    for index in [3, 4, 5] {
-        if let Some(column) = table.column_mut(index) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
+    right_align(&mut table, 3);
     table
+}
+
+/// Above this, bandwidth says more than time.
+const LARGE: u64 = 64 << 10;
+
+fn figure(rows: &[&Row], bytes: u64) -> String {
+    let of_size = rows.iter().filter(|row| row.size == bytes);
+    if bytes < LARGE {
+        let slowest = of_size.filter_map(|row| row.latency_us).max_by(f64::total_cmp);
+        slowest.map(|us| format!("{us:.1} µs")).unwrap_or_default()
+    } else {
+        let slowest = of_size.filter_map(|row| row.gbps).min_by(f64::total_cmp);
+        slowest.map(|gbps| format!("{gbps:.2} GB/s")).unwrap_or_default()
+    }
+}
+
+fn right_align(table: &mut Table, from: usize) {
+    for column in table.column_iter_mut().skip(from) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
 }
 
 fn perftest(bench: &Workbench, device: &Device) -> Result<Table> {
@@ -168,11 +183,7 @@ fn perftest(bench: &Workbench, device: &Device) -> Result<Table> {
             format!("{:.0}", figures.bandwidth_mbs),
         ]);
     }
-    for index in [2, 3, 4] {
-        if let Some(column) = table.column_mut(index) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
+    right_align(&mut table, 2);
     Ok(table)
 }
 
@@ -200,21 +211,34 @@ mod tests {
         assert_eq!(sections(listing, "absent"), "");
     }
 
-    #[test]
-    fn slower_direction_is_shown() {
-        let row = |latency_us| Row {
+    fn row(size: u64, figure: f64, verified: bool) -> Row {
+        Row {
             op: "tag".into(),
             src: "host".into(),
             dst: "gaudi".into(),
-            size: 8,
+            size,
             ucx: "1.22.0".into(),
-            latency_us,
-            gbps: latency_us,
-            verified: true,
+            latency_us: Some(figure),
+            gbps: Some(figure),
+            verified,
             error: None,
-        };
-        let lines = measured(&[row(None), row(Some(1.0)), row(Some(3.0)), row(Some(2.0))]);
-        assert_eq!(lines, [row(Some(3.0))]);
+        }
+    }
+
+    #[test]
+    fn slower_direction_is_shown() {
+        let rows =
+            [row(8, 1.0, true), row(8, 3.0, true), row(LARGE, 5.0, true), row(LARGE, 4.0, true)];
+        let rows: Vec<&Row> = rows.iter().collect();
+        assert_eq!(figure(&rows, 8), "3.0 µs");
+        assert_eq!(figure(&rows, LARGE), "4.00 GB/s");
+        assert_eq!(figure(&rows, 9), "");
+    }
+
+    #[test]
+    fn unverified_transfers_are_counted_as_such() {
+        let table = table(&[row(8, 1.0, true), row(8, 1.0, false)]).to_string();
+        assert!(table.contains("1 of 2"), "{table}");
     }
 
     #[test]

@@ -55,13 +55,20 @@ impl SoftNode {
     }
 }
 
-impl Drop for SoftNode {
-    /// The folder of the machine-in-software outlives its processes, like a machine does.
-    fn drop(&mut self) {
+impl SoftNode {
+    /// Removes the machine with all its cards, whoever still uses them.
+    pub fn take_away(&self) {
         let user = format!("soft-gaudi-{}", rustix::process::geteuid().as_raw());
         for base in [PathBuf::from("/dev/shm"), std::env::temp_dir()] {
             let _ = std::fs::remove_dir_all(base.join(&user).join(&self.name));
         }
+    }
+}
+
+impl Drop for SoftNode {
+    /// The folder of a machine-in-software outlives its processes, like a machine does.
+    fn drop(&mut self) {
+        self.take_away();
     }
 }
 

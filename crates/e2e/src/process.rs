@@ -64,6 +64,21 @@ impl Running {
         self.poll(Duration::ZERO)
     }
 
+    /// Waits until `condition` holds for the process ids of the child and its descendants; `false` if
+    /// the child ended, or half a minute passed, before it did.
+    pub fn wait_until(&self, condition: impl Fn(&[u32]) -> bool) -> bool {
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while !self.has_ended() && Instant::now() < deadline {
+            let mut pids = vec![self.id()];
+            pids.extend(descendants(self.id()));
+            if condition(&pids) {
+                return true;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        false
+    }
+
     /// Waits until the child ends or `limit` has passed; in the latter case kills it.
     pub fn finish(mut self, limit: Duration) -> Finished {
         let ended = self.poll(limit);
@@ -105,7 +120,7 @@ impl Running {
     fn kill_tree(&self) {
         // Children first: once the parent is gone, they are nobody's and cannot be found any more.
         for pid in descendants(self.child.id()) {
-            if let Some(pid) = Pid::from_raw(pid) {
+            if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
                 let _ = kill_process(pid, Signal::KILL);
             }
         }
@@ -170,7 +185,7 @@ fn collect(reader: Option<JoinHandle<Vec<u8>>>) -> String {
 }
 
 /// All processes below `pid`, deepest last.
-fn descendants(pid: u32) -> Vec<i32> {
+fn descendants(pid: u32) -> Vec<u32> {
     let mut found = Vec::new();
     let mut queue = vec![pid];
     while let Some(parent) = queue.pop() {
@@ -179,7 +194,7 @@ fn descendants(pid: u32) -> Vec<i32> {
             let children = std::fs::read_to_string(task.path().join("children"));
             for child in children.unwrap_or_default().split_whitespace() {
                 if let Ok(child) = child.parse::<u32>() {
-                    found.push(child as i32);
+                    found.push(child);
                     queue.push(child);
                 }
             }

@@ -114,9 +114,10 @@ impl Context {
     }
 
     fn end(&self, submission: &Submission, outcome: Outcome) {
-        if !submission.end(outcome, realtime_ns()) {
+        if !submission.claim() {
             return;
         }
+        // The books first: who sees the end may ask whether the card is idle.
         self.last_end.store(self.epoch.elapsed().as_nanos() as u64, Ordering::Relaxed);
         self.state.in_flight.fetch_sub(1, Ordering::Relaxed);
         if self.in_flight.fetch_sub(1, Ordering::AcqRel) == 1 {
@@ -125,6 +126,7 @@ impl Context {
                 *hold = None;
             }
         }
+        submission.publish(outcome, realtime_ns());
     }
 
     /// Runs a queue until it has nothing to do, or the budget is spent and the workers take over.

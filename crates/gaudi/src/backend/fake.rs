@@ -2,7 +2,7 @@
 //! does its work only when the test says so, in the order the test says.
 
 use std::collections::BTreeMap;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
@@ -195,6 +195,14 @@ impl Backend for Fake {
         }
         let guard = Box::new(Arc::clone(&self.live_pins));
         Ok(HostPin { addr: DeviceAddr(HOST + ptr as u64), _guard: guard })
+    }
+
+    fn can_import(&self) -> Result<(), Error> {
+        Err(Error::unsupported("importing a dma-buf", "the fake device cannot", ""))
+    }
+
+    fn import(&self, _dmabuf: BorrowedFd<'_>, _len: u64) -> Result<HostPin, Error> {
+        Err(self.can_import().unwrap_err())
     }
 
     fn copy_limits(&self) -> Result<CopyLimits, Error> {

@@ -66,11 +66,18 @@ fn invalid(detail: String, remedy: &'static str) -> Error {
 
 /// Where a device side lies.
 enum Place {
+    /// Memory of the card that copies.
     Here,
+    /// Another card's, imported: this card's engines reach it as they reach host memory.
+    Imported,
+    /// Another open card's.
     Peer(Arc<Device>),
 }
 
 fn place(device: &Device, addr: DeviceAddr, len: usize) -> Result<Place, Error> {
+    if device.has_imported(addr, len) {
+        return Ok(Place::Imported);
+    }
     let gone = || {
         invalid(
             format!("{len} bytes at {addr} are not in one live allocation"),
@@ -136,10 +143,10 @@ pub(crate) unsafe fn plan(
     Ok(pieces)
 }
 
-/// The device side must be on the card that copies: only that card's engines reach it.
+/// The device side must be within reach of the card that copies.
 fn local(device: &Device, addr: DeviceAddr, len: usize) -> Result<(), Error> {
     match place(device, addr, len)? {
-        Place::Here => Ok(()),
+        Place::Here | Place::Imported => Ok(()),
         Place::Peer(peer) => Err(invalid(
             format!("{addr} is memory of {}", peer.info()),
             "let that device do the copy",
@@ -159,6 +166,14 @@ fn between(
             straight(dst, src, len, Direction::DeviceToDevice, None, pieces);
             Ok(())
         }
+        (Place::Here | Place::Imported, Place::Imported) => {
+            straight(dst, src, len, Direction::HostToDevice, None, pieces);
+            Ok(())
+        }
+        (Place::Imported, Place::Here) => {
+            straight(dst, src, len, Direction::DeviceToHost, None, pieces);
+            Ok(())
+        }
         (Place::Here, Place::Peer(peer)) => {
             peer.can_copy()?;
             let step = device.staging()?.slot_len();
@@ -170,6 +185,10 @@ fn between(
             }));
             Ok(())
         }
+        (Place::Imported, Place::Peer(peer)) => Err(invalid(
+            format!("{src} is memory of {} and {dst} is imported", peer.info()),
+            "let the source's device do the copy",
+        )),
         (Place::Peer(peer), _) => Err(invalid(
             format!("{dst} is memory of {}", peer.info()),
             "let the destination's device do the copy",

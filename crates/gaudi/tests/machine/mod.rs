@@ -10,7 +10,7 @@ use std::sync::{Arc, Once};
 
 use gaudi::{Device, DeviceAddr, DeviceChoice, Side};
 
-/// Set in programs that a test started: they share that test's machine.
+/// Set in programs that a test started.
 const CHILD: &str = "GAUDI_TEST_CHILD";
 
 /// The software device's library, which cargo builds next to this program.
@@ -37,6 +37,7 @@ extern "C" fn remove_node() {
 pub(crate) fn set_up(generation: &str) {
     static SET: Once = Once::new();
     SET.call_once(|| {
+        let own_machine = std::env::var_os("SOFT_GAUDI_NODE").is_none();
         let variables = [
             ("HL_THUNK_LIBRARY", library().into_os_string()),
             ("SOFT_GAUDI_NODE", node_name().into()),
@@ -50,7 +51,7 @@ pub(crate) fn set_up(generation: &str) {
                 unsafe { std::env::set_var(name, value) };
             }
         }
-        if std::env::var_os(CHILD).is_none() {
+        if own_machine {
             // SAFETY: the handler takes no arguments and may run at any time.
             unsafe { libc::atexit(remove_node) };
         }
@@ -67,10 +68,11 @@ pub(crate) fn open(index: u32) -> Arc<Device> {
     gaudi::runtime().open(&DeviceChoice::Index(index)).expect("the card opens")
 }
 
-/// This program again, to run one of its tests by itself with a different environment.
+/// This program again, to run one of its tests by itself, on a machine of its own.
 pub(crate) fn child(test: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().expect("a running program has a path"));
-    command.args(["--exact", test, "--nocapture", "--include-ignored"]).env(CHILD, "1");
+    command.args(["--exact", test, "--nocapture", "--include-ignored"]);
+    command.env(CHILD, "1").env_remove("SOFT_GAUDI_NODE");
     command
 }
 

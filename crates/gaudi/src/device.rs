@@ -204,8 +204,8 @@ impl Device {
     /// Starts a copy of all `segments` and returns at once. The segments are not ordered among
     /// themselves, nor with other transfers.
     ///
-    /// Device memory of another open device may be a source: it then travels through pinned host
-    /// memory.
+    /// Device sides may also be memory of other open devices, which then do their part; between
+    /// two of them the bytes travel through pinned host memory.
     ///
     /// # Safety
     /// Until the transfer has finished or was dropped, host sides must be valid for the access

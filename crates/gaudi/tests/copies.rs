@@ -90,15 +90,36 @@ fn between_two_devices_of_one_process() {
         let bytes = pattern(len, round as u64);
         write(&one, at(&source, 9), &bytes);
         let (dst, src) = (Side::Device(at(&target, 17)), Side::Device(at(&source, 9)));
-        // SAFETY: no host memory is involved.
-        unsafe { two.copy_blocking(dst, src, len) }.unwrap();
-        let whole = read(&two, target.addr(), len + 2 * MARGIN);
-        assert_same(&whole, &framed(&bytes, 17, whole.len()), "copied across");
-
-        // SAFETY: as above.
-        let error = unsafe { one.copy_blocking(dst, src, len) }.unwrap_err();
-        assert!(error.to_string().contains("destination's device"), "{error}");
+        // Whichever of them is asked, the bytes arrive.
+        for asked in [&one, &two] {
+            write(&two, target.addr(), &vec![POISON; len + 2 * MARGIN]);
+            // SAFETY: no host memory is involved.
+            unsafe { asked.copy_blocking(dst, src, len) }.unwrap();
+            let whole = read(&two, target.addr(), len + 2 * MARGIN);
+            assert_same(&whole, &framed(&bytes, 17, whole.len()), "copied across");
+        }
     }
+}
+
+#[test]
+fn one_transfer_may_touch_several_devices() {
+    let (one, two) = (setup(), fresh());
+    let bytes = pattern(200_000, 1);
+    let (a, b) = (poisoned(&one, 200_000), poisoned(&two, 200_000));
+    let host = Side::Host(bytes.as_ptr().cast_mut());
+    let segments = [
+        segment(Side::Device(at(&a, 1)), host, 100),
+        segment(Side::Device(at(&b, 2)), host, 200_000),
+        segment(Side::Device(at(&a, 101)), host, 150_000),
+    ];
+    // SAFETY: `bytes` lives until the transfer has finished, and is only read.
+    unsafe { one.copy(&segments) }.unwrap().wait().unwrap();
+    let mut on_a = bytes[..100].to_vec();
+    on_a.extend_from_slice(&bytes[..150_000]);
+    let whole = read(&one, a.addr(), 200_000 + 2 * MARGIN);
+    assert_same(&whole, &framed(&on_a, 1, whole.len()), "on the first");
+    let whole = read(&two, b.addr(), 200_000 + 2 * MARGIN);
+    assert_same(&whole, &framed(&bytes, 2, whole.len()), "on the second");
 }
 
 #[test]

@@ -74,7 +74,8 @@ fn an_imported_range_can_be_read_and_written_by_the_other_card() {
 fn cycles_of_import_leave_nothing_behind() {
     if !machine::is_child() {
         let output = machine::child("cycles_of_import_leave_nothing_behind").output().unwrap();
-        let text = String::from_utf8_lossy(&output.stdout);
+        let text =
+            String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success() && text.contains("1 passed"), "{text}");
         return;
     }
@@ -113,6 +114,6 @@ fn a_driver_without_import_says_so() {
     }
     let mut command = machine::child("a_driver_without_import_says_so");
     let output = command.env("SOFT_GAUDI_IMPORT", "no").output().unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
+    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && text.contains("1 passed"), "{text}");
 }

@@ -150,7 +150,7 @@ fn a_missing_library_is_named_once_and_for_all() {
     }
     let mut command = machine::child("a_missing_library_is_named_once_and_for_all");
     let output = command.env("HL_THUNK_LIBRARY", "libno-such-thunk.so").output().unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
+    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && text.contains("1 passed"), "{text}");
 }
 

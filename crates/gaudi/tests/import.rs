@@ -6,7 +6,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use gaudi::{Device, DeviceAddr, Segment, Side, runtime};
-use machine::{assert_same, fresh, pattern, read, write};
+use machine::{Footprint, assert_same, fresh, pattern, read, write};
 
 fn setup() -> (Arc<Device>, Arc<Device>) {
     machine::set_up("gaudi2");
@@ -86,9 +86,9 @@ fn cycles_of_import_leave_nothing_behind() {
         drop(importer.import(fd.as_fd(), 8192).unwrap());
     };
     (0..10).for_each(cycle);
-    let before = (machine::open_descriptors(), machine::mappings());
+    let before = Footprint::now();
     (0..500).for_each(cycle);
-    assert_eq!((machine::open_descriptors(), machine::mappings()), before);
+    before.assert_flat("import");
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::sync::{Arc, Mutex};
 
 use gaudi::{Allocation, Device, DeviceAddr, DeviceChoice, ErrorKind, WindowEvent, runtime};
-use machine::{assert_same, fresh, pattern, write};
+use machine::{Footprint, assert_same, fresh, pattern, write};
 use soft_gaudi::dmabuf::Exported;
 
 const DRIVER_PAGE: u64 = 768 << 20;
@@ -258,9 +258,10 @@ fn cycles_of_allocation_copy_and_export_leave_nothing_behind() {
     };
     // Everything that is made once and kept is there after a few rounds.
     (0..50).for_each(cycle);
-    let before = (machine::open_descriptors(), machine::mappings(), device.memory());
+    let (before, memory) = (Footprint::now(), device.memory());
     (0..2000).for_each(cycle);
-    assert_eq!((machine::open_descriptors(), machine::mappings(), device.memory()), before);
+    before.assert_flat("allocation, copy and export");
+    assert_eq!(device.memory(), memory);
 
     let index = device.info().index;
     drop(device);
@@ -270,10 +271,7 @@ fn cycles_of_allocation_copy_and_export_leave_nothing_behind() {
         write(&device, allocation.addr(), &bytes[..100_000]);
     };
     (0..3).for_each(|_| reopen());
-    let before = (machine::open_descriptors(), machine::mappings());
+    let before = Footprint::now();
     (0..40).for_each(|_| reopen());
-    let after = (machine::open_descriptors(), machine::mappings());
-    // The software card's own thread lets go of the last things a moment after the close.
-    let flat = after.0 <= before.0 + 3 && after.1 <= before.1 + 3;
-    assert!(flat, "open and close: {before:?} became {after:?}");
+    before.assert_flat("open and close");
 }

@@ -124,12 +124,27 @@ pub(crate) fn assert_same(found: &[u8], expected: &[u8], what: &str) {
     }
 }
 
-/// Entries of this process's descriptor table.
-pub(crate) fn open_descriptors() -> usize {
-    std::fs::read_dir("/proc/self/fd").expect("a Linux").count()
+/// Descriptors and mappings of this process.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Footprint {
+    descriptors: usize,
+    mappings: usize,
 }
 
-/// Mappings of this process.
-pub(crate) fn mappings() -> usize {
-    std::fs::read_to_string("/proc/self/maps").expect("a Linux").lines().count()
+impl Footprint {
+    pub(crate) fn now() -> Self {
+        Self {
+            descriptors: std::fs::read_dir("/proc/self/fd").expect("a Linux").count(),
+            mappings: std::fs::read_to_string("/proc/self/maps").expect("a Linux").lines().count(),
+        }
+    }
+
+    /// Fails if something grew since, beyond a thread's stack and what the software card's own
+    /// thread lets go of a moment later: hundreds of cycles with a leak in each show clearly.
+    #[track_caller]
+    pub(crate) fn assert_flat(self, what: &str) {
+        let now = Self::now();
+        let flat = now.descriptors <= self.descriptors + 3 && now.mappings <= self.mappings + 15;
+        assert!(flat, "{what}: {self:?} became {now:?}");
+    }
 }

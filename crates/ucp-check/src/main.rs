@@ -224,7 +224,7 @@ fn execute(cli: Cli) -> Result<()> {
             run::conclude(&report, args.json.as_deref())
         }
         Command::PeerErrors(args) => {
-            let defaults = Defaults { sizes: &[16 << 20], ..EVERYTHING };
+            let defaults = Defaults { sizes: &[4096, 16 << 20], ..EVERYTHING };
             let report = peer_errors::run(&args.plan(ucx, &defaults), &args.env)?;
             run::conclude(&report, args.plan.json.as_deref())
         }

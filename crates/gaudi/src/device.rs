@@ -1,11 +1,29 @@
 //! A card that this process owns: memory, copies and exports.
 
+use std::collections::HashMap;
+use std::fmt;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
+use hl_thunk::packet::{self, LinDma};
+
+use crate::backend::{Backend, HostPin};
+use crate::copy::BOUNCE_LEN;
+use crate::copy::engine::Engine;
+use crate::copy::ring::Ring;
+use crate::memory::{Entry, Memory};
+use crate::runtime::Registration;
+use crate::window::{Announcement, Blocked};
 use crate::{
-    Allocation, DeviceAddr, DeviceInfo, Error, Segment, Side, SubmitError, Transfer, Window,
+    Allocation, DeviceAddr, DeviceInfo, Direction, Error, ErrorKind, Segment, Side, SubmitError,
+    Transfer, Window, runtime,
 };
+
+/// Bounce slots of a device: [`BOUNCE_LEN`] bytes each.
+const BOUNCE_SLOTS: u32 = 64;
+/// Staging slots between two cards.
+const STAGING_LEN: usize = 1 << 20;
+const STAGING_SLOTS: u32 = 8;
 
 /// Identifies one opening of a card in this process; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -28,17 +46,62 @@ pub struct MemoryInfo {
 ///
 /// It is shared: as long as a handle or an allocation lives, the card is ours. When the last goes,
 /// the card is closed, so that another process can have it.
-#[derive(Debug)]
 pub struct Device {
     info: DeviceInfo,
     id: DeviceId,
+    window: Window,
+    announcement: Announcement,
+    engine: Engine,
+    // Closing goes down this list: pins and rings, then memory, then the card itself, then the
+    // place it had in this process.
+    pins: Mutex<HashMap<u64, Arc<HostPin>>>,
+    bounce: OnceLock<Result<Arc<Ring>, Error>>,
+    staging: OnceLock<Result<Arc<Ring>, Error>>,
+    memory: Memory,
+    backend: Arc<dyn Backend>,
+    _blocked: Option<Blocked>,
+    _registration: Registration,
 }
 
-fn unfinished(operation: &'static str) -> Error {
-    Error::unsupported(operation, "not built yet", "")
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Device")
+            .field("id", &self.id)
+            .field("info", &self.info)
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.info.fmt(f)
+    }
 }
 
 impl Device {
+    /// A device on this back end, in this window.
+    pub(crate) fn new(
+        backend: Arc<dyn Backend>,
+        window: Window,
+        blocked: Option<Blocked>,
+        registration: Registration,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            info: window.info.clone(),
+            id: window.device,
+            announcement: Announcement::default(),
+            engine: Engine::new(Arc::clone(&backend)),
+            pins: Mutex::default(),
+            bounce: OnceLock::new(),
+            staging: OnceLock::new(),
+            memory: Memory::new(window.range(), backend.geometry()),
+            window,
+            backend,
+            _blocked: blocked,
+            _registration: registration,
+        })
+    }
+
     /// Which card this is.
     pub fn info(&self) -> &DeviceInfo {
         &self.info
@@ -50,20 +113,30 @@ impl Device {
     }
 
     /// The addresses this device's memory has.
-    pub fn window(&self) -> Window {
-        Window { start: DeviceAddr(0), len: 0, device: self.id, info: self.info.clone() }
+    pub fn window(&self) -> &Window {
+        &self.window
     }
 
     /// How much memory there is.
     pub fn memory(&self) -> MemoryInfo {
-        MemoryInfo::default()
+        self.memory.info()
     }
 
     /// Allocates `len` bytes (not zero) aligned to `align` (a power of two; at least 4 KiB is
-    /// always given).
+    /// always given). The contents are not defined.
     pub fn alloc(self: &Arc<Self>, len: u64, align: u64) -> Result<Allocation, Error> {
-        let _ = (len, align);
-        Err(unfinished("allocating device memory"))
+        self.announcement.ensure(runtime().windows(), &self.window);
+        let taken = self.memory.take(&*self.backend, len, align);
+        let base = taken.map_err(|error| error.on(self))?;
+        runtime().table().insert(Entry { base, len, device: self.id });
+        Ok(Allocation::new(Arc::clone(self), DeviceAddr(base), len))
+    }
+
+    /// The other half of [`Allocation`].
+    pub(crate) fn free(&self, addr: DeviceAddr, len: u64) {
+        runtime().table().remove(addr.0);
+        self.engine.quiesce(&(addr.0..addr.0 + len));
+        self.memory.give(addr.0);
     }
 
     /// A dma-buf for `[addr, addr + len)`, which must lie in one live allocation: a close-on-exec
@@ -72,33 +145,50 @@ impl Device {
     /// All allocations in one driver page share the driver's export, so the descriptor may reach
     /// beyond the range: hand it to a NIC of this process, not to another process.
     pub fn export(&self, addr: DeviceAddr, len: u64) -> Result<(OwnedFd, u64), Error> {
-        let _ = (addr, len);
-        Err(unfinished("exporting a dma-buf"))
+        self.check_own(addr, len)?;
+        self.memory.export(addr.0, len, false).map_err(|error| error.on(self))
     }
 
     /// A dma-buf of its own for `[addr, addr + len)` alone, rounded out to 4 KiB, which nobody
-    /// else's memory shares: for what leaves the process.
+    /// else's memory shares: for what leaves the process. Freeing the allocation does not take it
+    /// back: whoever holds the descriptor reaches the range also when it has a new tenant.
     pub fn export_alone(&self, addr: DeviceAddr, len: u64) -> Result<(OwnedFd, u64), Error> {
-        let _ = (addr, len);
-        Err(unfinished("exporting a dma-buf"))
+        self.check_own(addr, len)?;
+        self.memory.export(addr.0, len, true).map_err(|error| error.on(self))
+    }
+
+    fn check_own(&self, addr: DeviceAddr, len: u64) -> Result<(), Error> {
+        let found = runtime().table().find(addr.0, len.max(1));
+        if found.is_some_and(|entry| entry.device == self.id) {
+            return Ok(());
+        }
+        let detail = format!("{len} bytes at {addr} are not in one live allocation of this device");
+        let remedy = "only device memory can be exported; a NIC registers host memory directly";
+        Err(Error::new(ErrorKind::InvalidParams, "exporting a dma-buf", detail, remedy).on(self))
     }
 
     /// Whether this device can copy; the error says why not.
     pub fn can_copy(&self) -> Result<(), Error> {
-        Err(unfinished("copying"))
+        self.engine.limits().map(drop).map_err(|error| error.on(self))
     }
 
     /// Starts a copy of all `segments` and returns at once. The segments are not ordered among
     /// themselves, nor with other transfers.
     ///
+    /// Device memory of another open device may be a source: it then travels through pinned host
+    /// memory.
+    ///
     /// # Safety
     /// Until the transfer has finished or was dropped, host sides must be valid for the access
     /// (reads for sources, writes for destinations), and nobody may write what is read or touch
-    /// what is written. Host memory of a dropped, unfinished transfer must stay allocated until
-    /// the device is idle ([`Device::drain`]), unless it is given up for good.
+    /// what is written. Host memory of a dropped, unfinished transfer must not be used for
+    /// anything else until the device is idle ([`Device::drain`]).
     pub unsafe fn copy(self: &Arc<Self>, segments: &[Segment]) -> Result<Transfer, SubmitError> {
-        let _ = segments;
-        Err(SubmitError::Failed(unfinished("copying")))
+        // SAFETY: the caller's promise.
+        unsafe { Transfer::start(self, segments, false) }.map_err(|error| match error {
+            SubmitError::Failed(error) => SubmitError::Failed(error.on(self)),
+            SubmitError::Busy => SubmitError::Busy,
+        })
     }
 
     /// Copies `len` bytes and returns when they have arrived. At least one side is on a device.
@@ -111,24 +201,95 @@ impl Device {
         src: Side,
         len: usize,
     ) -> Result<(), Error> {
-        let _ = (dst, src, len);
-        Err(unfinished("copying"))
+        let segment = Segment { dst, src, len, host_region: None };
+        // SAFETY: the caller's promise.
+        let started = unsafe { Transfer::start(self, &[segment], true) };
+        let finished = match started {
+            Ok(mut transfer) => transfer.wait(),
+            Err(SubmitError::Failed(error)) => Err(error),
+            Err(SubmitError::Busy) => unreachable!("a blocking transfer waits for room"),
+        };
+        finished.map_err(|error| error.on(self))
     }
 
     /// Sets `len` bytes of device memory to `byte` and returns when it is done.
     pub fn fill(self: &Arc<Self>, addr: DeviceAddr, len: u64, byte: u8) -> Result<(), Error> {
-        let _ = (addr, len, byte);
-        Err(unfinished("filling device memory"))
+        let moves = self.engine.limits().map_err(|error| error.on(self))?.moves;
+        if len == 0 {
+            return Ok(());
+        }
+        self.check_own(addr, len)?;
+        let pieces: Vec<LinDma> = packet::split(len)
+            .map(|(at, len)| LinDma::Fill { dst: DeviceAddr(addr.0 + at), len, byte })
+            .collect();
+        for batch in pieces.chunks(moves) {
+            let reservation = loop {
+                match self.engine.reserve() {
+                    Some(reservation) => break reservation,
+                    None => self.engine.wait_for_oldest(),
+                }
+            };
+            // SAFETY: only device memory of a live allocation is written; if the caller frees it
+            // meanwhile, freeing waits.
+            let flight =
+                unsafe { reservation.launch(Direction::DeviceToDevice, batch, Vec::new()) };
+            let finished = flight.and_then(|flight| self.engine.wait(&flight));
+            finished.map_err(|error| error.on(self))?;
+        }
+        Ok(())
     }
 
     /// Collects finished copies whose transfers were dropped; returns how many copies are still in
     /// flight. Never blocks.
     pub fn progress(&self) -> usize {
-        0
+        self.engine.reap()
     }
 
-    /// Waits until no copy is in flight.
+    /// Waits until no copy is in flight; the first failure among those that were.
     pub fn drain(&self) -> Result<(), Error> {
-        Ok(())
+        self.engine.drain().map_err(|error| error.on(self))
+    }
+
+    pub(crate) fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
+    /// Slots for small host buffers, made at the first copy that needs one.
+    pub(crate) fn bounce(&self) -> Result<&Arc<Ring>, Error> {
+        let made = self.bounce.get_or_init(|| Ring::new(BOUNCE_LEN, BOUNCE_SLOTS));
+        made.as_ref().map_err(Clone::clone)
+    }
+
+    /// Slots between two cards, made at the first copy that needs one.
+    pub(crate) fn staging(&self) -> Result<&Arc<Ring>, Error> {
+        let made = self.staging.get_or_init(|| Ring::new(STAGING_LEN, STAGING_SLOTS));
+        made.as_ref().map_err(Clone::clone)
+    }
+
+    /// Pins host memory for this device.
+    ///
+    /// # Safety
+    /// The memory must stay allocated as long as copies use the pin.
+    pub(crate) unsafe fn pin(&self, ptr: *mut u8, len: usize) -> Result<HostPin, Error> {
+        // SAFETY: the caller's promise.
+        unsafe { self.backend.pin(ptr, len) }.map_err(|error| error.on(self))
+    }
+
+    /// Keeps a region's pin until the region or the device goes.
+    pub(crate) fn keep_pin(&self, region: u64, pin: Arc<HostPin>) {
+        self.pins.lock().unwrap_or_else(PoisonError::into_inner).insert(region, pin);
+    }
+
+    pub(crate) fn forget_pin(&self, region: u64) {
+        let pin = self.pins.lock().unwrap_or_else(PoisonError::into_inner).remove(&region);
+        // Unpinning is a driver call; the lock is free again.
+        drop(pin);
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        // Nothing may be freed under the hardware's hands. Failures were told to whoever waited.
+        let _ = self.engine.drain();
     }
 }

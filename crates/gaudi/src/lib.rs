@@ -5,6 +5,7 @@
 //! [`Device::alloc`] and [`Device::copy`] use it, [`Runtime::locate`] says whether an address is
 //! Gaudi memory.
 
+mod backend;
 mod choice;
 mod copy;
 mod device;
@@ -13,6 +14,7 @@ mod error;
 mod host;
 mod memory;
 mod runtime;
+mod slots;
 mod window;
 
 pub use choice::{BusId, DeviceChoice};

@@ -1,1 +1,37 @@
-//! Placeholder.
+//! A Gaudi in software: the driver library's C functions, and behind them a machine with several
+//! cards, their memory, MMU, command processors and dma-bufs.
+//!
+//! Built as a shared object that programs load in place of `libhl-thunk.so`. Everything above the
+//! driver's C interface is real; everything below it is here. `docs/software-gaudi.md` says what is
+//! faithful, what is not, and how to configure it.
+//!
+//! From the outside in: [`api`] has the C functions; `context` is what an open card is; `engine`
+//! runs its queues with `processor` and `packet`; `address_space` says what device addresses mean;
+//! `node` is the machine that processes share.
+//!
+//! As a Rust library the crate offers one thing: [`dmabuf::Exported`], with which other software
+//! devices reach memory that was exported as a dma-buf.
+
+pub mod api;
+pub mod asic;
+pub mod config;
+pub mod dmabuf;
+pub mod dram;
+
+mod address_space;
+mod card_memory;
+mod command_buffers;
+mod context;
+mod engine;
+mod guarded;
+mod node;
+mod ownership;
+mod packet;
+mod parser;
+mod pinning;
+mod processor;
+mod queue;
+mod state;
+mod submission;
+mod va;
+mod workers;

@@ -1,6 +1,18 @@
 //! Copies between host and device memory by the device's DMA engines.
+//!
+//! [`plan`] decides how each segment travels, [`transfer`] carries a plan out step by step without
+//! ever blocking, [`engine`] keeps count of what the hardware is doing and holds on to everything
+//! it needs, [`ring`] is the pinned memory that small or unpinnable host buffers go through.
+
+pub(crate) mod engine;
+mod plan;
+pub(crate) mod ring;
+mod transfer;
 
 use std::sync::Arc;
+
+pub(crate) use plan::BOUNCE_LEN;
+pub use transfer::Transfer;
 
 use crate::{DeviceAddr, Error, HostRegion};
 
@@ -13,7 +25,7 @@ pub enum Side {
     Device(DeviceAddr),
 }
 
-/// One contiguous piece of a copy.
+/// One contiguous piece of a copy. The two sides must not overlap.
 #[derive(Clone, Debug)]
 pub struct Segment {
     /// Where to.
@@ -37,28 +49,4 @@ pub enum SubmitError {
     /// It will not work.
     #[error(transparent)]
     Failed(#[from] Error),
-}
-
-/// A copy under way.
-///
-/// Dropping it before it has finished lets go of the host side's bytes: nothing is written to host
-/// memory by the CPU any more, what the hardware was already told to do runs to its end, and
-/// everything it needs is kept until then.
-#[derive(Debug)]
-#[must_use = "a copy that nobody polls is never known to be complete"]
-pub struct Transfer {
-    _private: (),
-}
-
-impl Transfer {
-    /// Whether the copy has finished, and how. Never blocks. After the first `Some` the answer
-    /// stays the same.
-    pub fn poll(&mut self) -> Option<Result<(), Error>> {
-        Some(Ok(()))
-    }
-
-    /// Waits until the copy has finished.
-    pub fn wait(&mut self) -> Result<(), Error> {
-        Ok(())
-    }
 }

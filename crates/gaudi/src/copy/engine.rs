@@ -1,0 +1,310 @@
+//! What a device's hardware is doing: submissions in flight, their budget, and everything they need
+//! until they are done.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use hl_thunk::Direction;
+use hl_thunk::packet::LinDma;
+
+use crate::Error;
+use crate::backend::{Backend, CopyLimits, Ticket};
+
+/// How long one look at a submission may sleep in the driver when we have nothing else to do.
+const PATIENCE_US: u32 = 1_000_000;
+
+/// Something that must live until the hardware is done: a pin, a bounce slot.
+pub(crate) type Hold = Arc<dyn Any + Send + Sync>;
+
+/// One submission.
+pub(crate) struct Flight {
+    ticket: Ticket,
+    /// Addresses the device reads and writes.
+    touches: Vec<Range<u64>>,
+    state: Mutex<State>,
+}
+
+struct State {
+    outcome: Option<Result<(), Error>>,
+    holds: Vec<Hold>,
+}
+
+impl std::fmt::Debug for Flight {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Flight").field("ticket", &self.ticket).finish_non_exhaustive()
+    }
+}
+
+impl Flight {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn overlaps(&self, range: &Range<u64>) -> bool {
+        self.touches.iter().any(|touch| touch.start < range.end && range.start < touch.end)
+    }
+}
+
+/// The submissions of one device.
+#[derive(Debug)]
+pub(crate) struct Engine {
+    backend: Arc<dyn Backend>,
+    limits: Result<CopyLimits, Error>,
+    in_flight: Mutex<InFlight<Arc<Flight>>>,
+}
+
+impl Engine {
+    pub(crate) fn new(backend: Arc<dyn Backend>) -> Self {
+        let limits = backend.copy_limits();
+        Self { backend, limits, in_flight: Mutex::default() }
+    }
+
+    /// What a submission may be, or why there can be none.
+    pub(crate) fn limits(&self) -> Result<CopyLimits, Error> {
+        self.limits.clone()
+    }
+
+    fn in_flight(&self) -> MutexGuard<'_, InFlight<Arc<Flight>>> {
+        self.in_flight.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Room for one submission, or `None` if the device has as much as it can take.
+    pub(crate) fn reserve(&self) -> Option<Reservation<'_>> {
+        let budget = self.limits.as_ref().ok()?.in_flight;
+        let reserve = || self.in_flight().reserve(budget);
+        let floor = reserve().or_else(|| {
+            self.reap();
+            reserve()
+        })?;
+        Some(Reservation { engine: self, floor })
+    }
+
+    /// Looks at a submission, sleeping in the driver up to `timeout_us` if it is not done.
+    pub(crate) fn settle(&self, flight: &Flight, timeout_us: u32) -> Option<Result<(), Error>> {
+        if let Some(outcome) = &flight.state().outcome {
+            return Some(outcome.clone());
+        }
+        let outcome = match self.backend.wait(flight.ticket, timeout_us) {
+            Ok(false) => return None,
+            Ok(true) => Ok(()),
+            Err(error) => Err(error),
+        };
+        let holds = {
+            let mut state = flight.state();
+            if let Some(outcome) = &state.outcome {
+                // Another thread looked at the same time.
+                return Some(outcome.clone());
+            }
+            state.outcome = Some(outcome.clone());
+            std::mem::take(&mut state.holds)
+        };
+        self.backend.retire(flight.ticket);
+        self.in_flight().finish(flight.ticket.sequence);
+        // Unpinning is a driver call; no lock is held.
+        drop(holds);
+        Some(outcome)
+    }
+
+    /// Waits for a submission.
+    pub(crate) fn wait(&self, flight: &Flight) -> Result<(), Error> {
+        loop {
+            if let Some(outcome) = self.settle(flight, PATIENCE_US) {
+                return outcome;
+            }
+        }
+    }
+
+    /// Looks at everything in flight once; how much there still is.
+    pub(crate) fn reap(&self) -> usize {
+        let flights: Vec<_> = self.in_flight().running.values().cloned().collect();
+        let running = flights.iter().filter(|flight| self.settle(flight, 0).is_none());
+        running.count()
+    }
+
+    /// Waits until the oldest submission is done.
+    pub(crate) fn wait_for_oldest(&self) {
+        let oldest = self.in_flight().running.first_key_value().map(|(_, flight)| flight.clone());
+        match oldest {
+            // Whoever started it learns how it ended.
+            Some(flight) => drop(self.settle(&flight, PATIENCE_US)),
+            // Another thread is between making room and submitting.
+            None => std::thread::yield_now(),
+        }
+    }
+
+    /// Waits until nothing in flight touches `range`.
+    pub(crate) fn quiesce(&self, range: &Range<u64>) {
+        let flights: Vec<_> = {
+            let in_flight = self.in_flight();
+            let touching = in_flight.running.values().filter(|flight| flight.overlaps(range));
+            touching.cloned().collect()
+        };
+        for flight in flights {
+            let _ = self.wait(&flight);
+        }
+    }
+
+    /// Waits until nothing is in flight; the first failure among them.
+    pub(crate) fn drain(&self) -> Result<(), Error> {
+        let flights: Vec<_> = self.in_flight().running.values().cloned().collect();
+        flights.iter().map(|flight| self.wait(flight)).fold(Ok(()), Result::and)
+    }
+}
+
+/// The right to make one submission.
+pub(crate) struct Reservation<'a> {
+    engine: &'a Engine,
+    floor: u64,
+}
+
+impl Reservation<'_> {
+    /// Submits.
+    ///
+    /// # Safety
+    /// `holds` must keep everything the moves name, except the caller's own memory, for which the
+    /// caller answers until the flight is done.
+    pub(crate) unsafe fn launch(
+        self,
+        direction: Direction,
+        moves: &[LinDma],
+        holds: Vec<Hold>,
+    ) -> Result<Arc<Flight>, Error> {
+        // SAFETY: the caller's promise.
+        let ticket = unsafe { self.engine.backend.submit(direction, moves)? };
+        let mut touches = Vec::with_capacity(2 * moves.len());
+        for dma in moves {
+            let mut touch = |start: u64, len: u32| touches.push(start..start + u64::from(len));
+            match *dma {
+                LinDma::Copy { src, dst, len } => {
+                    touch(src.0, len);
+                    touch(dst.0, len);
+                }
+                LinDma::Fill { dst, len, .. } => touch(dst.0, len),
+            }
+        }
+        let state = Mutex::new(State { outcome: None, holds });
+        let flight = Arc::new(Flight { ticket, touches, state });
+        self.engine.in_flight().start(ticket.sequence, Arc::clone(&flight));
+        // The reservation ends here, after the submission is on record.
+        drop(self);
+        Ok(flight)
+    }
+}
+
+impl Drop for Reservation<'_> {
+    fn drop(&mut self) {
+        self.engine.in_flight().release(self.floor);
+    }
+}
+
+/// The window of sequence numbers in use. The driver takes a submission only when the one a fixed
+/// number before it has finished, and its library spins until then; so what counts is the distance
+/// from the oldest unfinished number, not how many are unfinished.
+#[derive(Debug)]
+struct InFlight<F> {
+    running: BTreeMap<u64, F>,
+    /// Smallest sequence number that each submission being made just now can get.
+    pending: Vec<u64>,
+    last: u64,
+}
+
+impl<F> Default for InFlight<F> {
+    fn default() -> Self {
+        Self { running: BTreeMap::new(), pending: Vec::new(), last: 0 }
+    }
+}
+
+impl<F> InFlight<F> {
+    fn reserve(&mut self, budget: u64) -> Option<u64> {
+        // Numbers start at 1; before the first submission `last` is 0.
+        let floor = self.last + 1;
+        let newest = floor + self.pending.len() as u64;
+        let oldest = self.running.keys().next().into_iter().chain(&self.pending).min();
+        if newest - oldest.copied().unwrap_or(newest) >= budget {
+            return None;
+        }
+        self.pending.push(floor);
+        Some(floor)
+    }
+
+    fn release(&mut self, floor: u64) {
+        if let Some(at) = self.pending.iter().position(|&pending| pending == floor) {
+            self.pending.swap_remove(at);
+        }
+    }
+
+    fn start(&mut self, sequence: u64, flight: F) {
+        self.last = self.last.max(sequence);
+        self.running.insert(sequence, flight);
+    }
+
+    fn finish(&mut self, sequence: u64) {
+        self.running.remove(&sequence);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Reserve,
+        Submit(usize),
+        Cancel(usize),
+        Finish(usize),
+    }
+
+    proptest! {
+        /// A driver that accepts number n only when n - slots has finished never has to wait.
+        #[test]
+        fn the_driver_never_has_to_spin(
+            budget in 1..20_u64,
+            steps in prop::collection::vec(prop_oneof![
+                4 => Just(Step::Reserve),
+                4 => any::<usize>().prop_map(Step::Submit),
+                1 => any::<usize>().prop_map(Step::Cancel),
+                3 => any::<usize>().prop_map(Step::Finish),
+            ], 1..300)
+        ) {
+            let mut window = InFlight::<()>::default();
+            let mut reserved = Vec::new();
+            let mut running: Vec<u64> = Vec::new();
+            let mut next = 1;
+            for step in steps {
+                match step {
+                    Step::Reserve => reserved.extend(window.reserve(budget)),
+                    Step::Submit(pick) if !reserved.is_empty() => {
+                        let floor = reserved.swap_remove(pick % reserved.len());
+                        if let Some(&oldest) = running.iter().min() {
+                            prop_assert!(next - oldest < budget, "the library would spin");
+                        }
+                        prop_assert!(next >= floor);
+                        window.start(next, ());
+                        window.release(floor);
+                        running.push(next);
+                        next += 1;
+                    }
+                    Step::Cancel(pick) if !reserved.is_empty() => {
+                        window.release(reserved.swap_remove(pick % reserved.len()));
+                    }
+                    Step::Finish(pick) if !running.is_empty() => {
+                        window.finish(running.swap_remove(pick % running.len()));
+                    }
+                    Step::Submit(_) | Step::Cancel(_) | Step::Finish(_) => {}
+                }
+            }
+            // With everything finished there is room again.
+            for floor in reserved {
+                window.release(floor);
+            }
+            for sequence in running {
+                window.finish(sequence);
+            }
+            prop_assert!(window.reserve(budget).is_some());
+        }
+    }
+}

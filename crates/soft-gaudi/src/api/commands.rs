@@ -1,0 +1,292 @@
+//! Command buffers, submissions and waits.
+
+use core::ffi::c_int;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hl_thunk::sys::{self, CsChunk, CsIn, CsOut};
+use rustix::io::Errno;
+
+use super::{borrow, get, put, status};
+use crate::asic::Generation;
+use crate::context::{self, Context};
+use crate::engine::Waited;
+use crate::guarded;
+use crate::parser::{self, QueueKind};
+use crate::processor::Program;
+use crate::state::Drop;
+use crate::submission::{Outcome, Submission};
+
+fn create_buffer(fd: c_int, size: u32, out: *mut u64, mapped: bool) -> Result<c_int, Errno> {
+    if out.is_null() {
+        return Err(Errno::INVAL);
+    }
+    let context = context::operational(borrow(fd)?)?;
+    if mapped && context.profile.mapped_cb_pool == 0 {
+        return Err(Errno::NOMEM);
+    }
+    let mut buffers = context.buffers();
+    let (handle, buffer) = buffers.create(size)?;
+    if mapped {
+        let va = context.space_mut().map_command_buffer(buffer.ptr, buffer.mapped_len());
+        match va {
+            Ok(va) => buffers.set_va(handle, va),
+            Err(errno) => {
+                let _ = buffers.destroy(handle);
+                return Err(errno);
+            }
+        }
+    }
+    put(out, handle)?;
+    Ok(0)
+}
+
+/// `hlthunk_request_command_buffer`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_request_command_buffer(fd: c_int, size: u32, out: *mut u64) -> c_int {
+    status("hlthunk_request_command_buffer", || create_buffer(fd, size, out, false))
+}
+
+/// `hlthunk_request_mapped_command_buffer`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_request_mapped_command_buffer(
+    fd: c_int,
+    size: u32,
+    out: *mut u64,
+) -> c_int {
+    status("hlthunk_request_mapped_command_buffer", || create_buffer(fd, size, out, true))
+}
+
+/// `hlthunk_destroy_command_buffer`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_destroy_command_buffer(fd: c_int, cb_handle: u64) -> c_int {
+    status("hlthunk_destroy_command_buffer", || {
+        let context = context::operational(borrow(fd)?)?;
+        let buffer = context.buffers().destroy(cb_handle)?;
+        if let Some(va) = buffer.va {
+            context.space_mut().unmap_command_buffer(va);
+        }
+        Ok(0)
+    })
+}
+
+/// `hlthunk_get_cb_usage_count`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_get_cb_usage_count(fd: c_int, cb_handle: u64, out: *mut u32) -> c_int {
+    status("hlthunk_get_cb_usage_count", || {
+        context::operational(borrow(fd)?)?.buffers().get(cb_handle)?;
+        put(out, 0)?;
+        Ok(0)
+    })
+}
+
+/// `hlthunk_get_mapped_cb_device_va_by_handle`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_get_mapped_cb_device_va_by_handle(
+    fd: c_int,
+    cb_handle: u64,
+    out: *mut u64,
+) -> c_int {
+    status("hlthunk_get_mapped_cb_device_va_by_handle", || {
+        let buffer = context::operational(borrow(fd)?)?.buffers().get(cb_handle)?;
+        put(out, buffer.va.ok_or(Errno::INVAL)?)?;
+        Ok(0)
+    })
+}
+
+/// Copies the chunk array out of the program's memory; `EFAULT` if it is not there.
+fn read_chunks(array: *const CsChunk, count: u32) -> Result<Vec<CsChunk>, Errno> {
+    if count > sys::MAX_JOBS_PER_CS {
+        return Err(Errno::INVAL);
+    }
+    let mut chunks = vec![CsChunk::default(); count as usize];
+    let len = size_of_val(&chunks[..]);
+    // SAFETY: the destination is ours; a bad source comes back as an error.
+    unsafe { guarded::copy(chunks.as_mut_ptr().cast(), array.cast(), len) }
+        .map_err(|_| Errno::FAULT)?;
+    Ok(chunks)
+}
+
+/// Checks a chunk and says which queue runs what.
+fn program(context: &Context, chunk: &CsChunk) -> Result<(u32, Program, QueueKind), Errno> {
+    let profile = context.profile;
+    let kind = parser::queue_kind(profile.generation, chunk.queue_index).ok_or(Errno::INVAL)?;
+    let user_buffer = chunk.cs_chunk_flags & sys::CS_CHUNK_USER_ALLOC_CB != 0;
+    if kind == QueueKind::Hardware && !user_buffer {
+        return Err(Errno::INVAL);
+    }
+    if chunk.cb_size < 8 {
+        return Err(Errno::INVAL);
+    }
+    let program = if kind == QueueKind::External {
+        let buffer = context.buffers().get(chunk.cb_handle)?;
+        if chunk.cb_size > buffer.size {
+            return Err(Errno::INVAL);
+        }
+        let mut bytes = vec![0; chunk.cb_size as usize];
+        // SAFETY: the source is in the mapping of command buffers, the destination ours.
+        unsafe { guarded::copy(bytes.as_mut_ptr(), buffer.ptr as *const u8, bytes.len()) }
+            .map_err(|_| Errno::FAULT)?;
+        parser::check_external(&bytes)?;
+        Program::Copied(bytes.into())
+    } else {
+        let (addr, size) = (chunk.cb_handle, chunk.cb_size);
+        if !parser::fetchable(profile, context.dram_size, addr, size.into()) {
+            return Err(Errno::FAULT);
+        }
+        Program::At { addr, size }
+    };
+    Ok((chunk.queue_index, program, kind))
+}
+
+/// One submission of plain chunks; its sequence number.
+fn submit_chunks(
+    fd: c_int,
+    context: &Arc<Context>,
+    chunks: &[CsChunk],
+    timeout: Duration,
+) -> Result<u64, Errno> {
+    let mut queues: Vec<u32> = chunks.iter().map(|chunk| chunk.queue_index).collect();
+    queues.sort_unstable();
+    queues.dedup();
+    let jobs = chunks.len() as u32;
+    let submission = context.enter(|seq| Submission::new(seq, queues.clone(), jobs, timeout))?;
+    let programs: Result<Vec<_>, Errno> =
+        chunks.iter().map(|chunk| program(context, chunk)).collect();
+    let checked = programs.and_then(|programs| {
+        let completes = |(_, _, kind): &(u32, Program, QueueKind)| *kind != QueueKind::Internal;
+        if programs.iter().any(completes) { Ok(programs) } else { Err(Errno::INVAL) }
+    });
+    match checked {
+        Ok(programs) => {
+            let programs = programs.into_iter().map(|(queue, p, _)| (queue, p)).collect();
+            let seq = submission.seq;
+            context.submit(borrow(fd)?, submission, programs);
+            Ok(seq)
+        }
+        Err(errno) => {
+            context.reject(&submission);
+            context.state.drop_submission(Drop::Validation);
+            Err(errno)
+        }
+    }
+}
+
+const FLAG_FORCE_RESTORE: u32 = 0x1;
+const FLAGS_STAGED: u32 = 0x40 | 0x80 | 0x100;
+/// Each of these makes a submission another kind of thing.
+const FLAGS_KINDS: u32 = 0x2 | 0x4 | 0x8 | 0x1000 | 0x2000 | 0x4000 | 0x8000 | 0x10000;
+
+fn submit(
+    fd: c_int,
+    input: *const CsIn,
+    out: *mut CsOut,
+    timeout: Option<u32>,
+) -> Result<c_int, Errno> {
+    let input = get(input)?;
+    let context = context::operational(borrow(fd)?)?;
+    if input.flags & FLAGS_STAGED != 0 && context.profile.generation != Generation::Gaudi1 {
+        return Err(Errno::PERM);
+    }
+    if (input.flags & FLAGS_KINDS).count_ones() > 1 || input.num_chunks_execute == 0 {
+        return Err(Errno::INVAL);
+    }
+    let timeout = match timeout {
+        Some(seconds) => Duration::from_secs(seconds.into()),
+        None => context.node.config.cs_timeout,
+    };
+    if input.flags & FLAG_FORCE_RESTORE != 0 && input.num_chunks_restore > 0 {
+        let chunks = read_chunks(input.chunks_restore.cast(), input.num_chunks_restore)?;
+        let seq = submit_chunks(fd, &context, &chunks, timeout)?;
+        match context.wait(seq, None)? {
+            Waited::Ended { outcome: Outcome::Completed, .. } | Waited::Gone => {}
+            _ => return Err(Errno::NOEXEC),
+        }
+    }
+    let chunks = read_chunks(input.chunks_execute.cast(), input.num_chunks_execute)?;
+    let seq = submit_chunks(fd, &context, &chunks, timeout)?;
+    put(out, CsOut { seq, status: 0, sob_count_before_submission: 0 })?;
+    Ok(0)
+}
+
+/// `hlthunk_command_submission`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_command_submission(
+    fd: c_int,
+    input: *const CsIn,
+    out: *mut CsOut,
+) -> c_int {
+    status("hlthunk_command_submission", || submit(fd, input, out, None))
+}
+
+/// `hlthunk_command_submission_timeout`: with a timeout in seconds of its own.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_command_submission_timeout(
+    fd: c_int,
+    input: *const CsIn,
+    out: *mut CsOut,
+    timeout: u32,
+) -> c_int {
+    status("hlthunk_command_submission_timeout", || submit(fd, input, out, Some(timeout)))
+}
+
+/// A timeout of the library: signed "for ever" and else the low 32 bits, in microseconds.
+fn wait_limit(timeout_us: u64) -> Option<Duration> {
+    const FOR_EVER: u64 = i64::MAX as u64;
+    match timeout_us {
+        FOR_EVER => None,
+        us => Some(Duration::from_micros(us & 0xffff_ffff)),
+    }
+}
+
+fn wait(fd: c_int, seq: u64, timeout_us: u64, status: *mut u32) -> Result<u64, Errno> {
+    if status.is_null() {
+        return Err(Errno::INVAL);
+    }
+    let context = context::of(borrow(fd)?)?;
+    let waited = match context.wait(seq, wait_limit(timeout_us)) {
+        Ok(waited) => waited,
+        Err(errno) => {
+            put(status, 0)?;
+            return Err(errno);
+        }
+    };
+    let (value, result) = match waited {
+        Waited::Ended { outcome: Outcome::Completed, at_ns } => (sys::WAIT_COMPLETED, Ok(at_ns)),
+        Waited::Ended { outcome: Outcome::TimedOut, .. } => {
+            (sys::WAIT_TIMEDOUT, Err(Errno::TIMEDOUT))
+        }
+        Waited::Ended { outcome: Outcome::Aborted, .. } => (sys::WAIT_ABORTED, Err(Errno::IO)),
+        Waited::Gone => (sys::WAIT_COMPLETED, Ok(0)),
+        Waited::Busy => (sys::WAIT_BUSY, Ok(0)),
+    };
+    put(status, value)?;
+    result
+}
+
+/// `hlthunk_wait_for_cs`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_wait_for_cs(
+    fd: c_int,
+    seq: u64,
+    timeout_us: u64,
+    out: *mut u32,
+) -> c_int {
+    status("hlthunk_wait_for_cs", || wait(fd, seq, timeout_us, out).map(|_| 0))
+}
+
+/// `hlthunk_wait_for_cs_with_timestamp`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_wait_for_cs_with_timestamp(
+    fd: c_int,
+    seq: u64,
+    timeout_us: u64,
+    out: *mut u32,
+    timestamp: *mut u64,
+) -> c_int {
+    status("hlthunk_wait_for_cs_with_timestamp", || {
+        let at = wait(fd, seq, timeout_us, out)?;
+        put(timestamp, at)?;
+        Ok(0)
+    })
+}

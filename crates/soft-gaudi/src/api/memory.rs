@@ -1,0 +1,150 @@
+//! Device and host memory, and dma-bufs.
+
+use core::ffi::{c_int, c_void};
+use std::os::fd::IntoRawFd;
+
+use hl_thunk::sys;
+use rustix::io::Errno;
+
+use super::{borrow, handle, put, status};
+use crate::context::{self, Context};
+use crate::dmabuf;
+use crate::pinning;
+use crate::va::Hint;
+
+/// `hlthunk_device_memory_alloc`; 0 on failure, and always on Gaudi1.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_device_memory_alloc(
+    fd: c_int,
+    size: u64,
+    _page_size: u64,
+    contiguous: bool,
+    _shared: bool,
+) -> u64 {
+    handle("hlthunk_device_memory_alloc", || {
+        let context = context::operational(borrow(fd)?)?;
+        let mut space = context.space_mut();
+        let handle = space.alloc(size, contiguous)?;
+        context.account(&space);
+        Ok(handle)
+    })
+}
+
+/// `hlthunk_device_memory_free`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_device_memory_free(fd: c_int, handle: u64) -> c_int {
+    status("hlthunk_device_memory_free", || {
+        let context = context::operational(borrow(fd)?)?;
+        let mut space = context.space_mut();
+        space.free(handle)?;
+        context.account(&space);
+        Ok(0)
+    })
+}
+
+/// `hlthunk_device_memory_map`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_device_memory_map(fd: c_int, alloc: u64, hint_addr: u64) -> u64 {
+    handle("hlthunk_device_memory_map", || {
+        let context = context::operational(borrow(fd)?)?;
+        let hint = Hint { addr: hint_addr, force: false };
+        context.space_mut().map_device(alloc, hint)
+    })
+}
+
+/// `hlthunk_host_memory_map`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_host_memory_map(
+    fd: c_int,
+    host_virt_addr: *mut c_void,
+    hint_addr: u64,
+    host_size: u64,
+) -> u64 {
+    hlthunk_host_memory_map_flags(fd, host_virt_addr, hint_addr, host_size, 0)
+}
+
+/// `hlthunk_host_memory_map_flags`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_host_memory_map_flags(
+    fd: c_int,
+    host_virt_addr: *mut c_void,
+    hint_addr: u64,
+    host_size: u64,
+    flags: u32,
+) -> u64 {
+    handle("hlthunk_host_memory_map_flags", || {
+        let context = context::operational(borrow(fd)?)?;
+        let ptr = host_virt_addr as u64;
+        let hint = Hint { addr: hint_addr, force: flags & sys::MEM_FORCE_HINT != 0 };
+        let huge = pinning::pin(ptr, host_size)?;
+        context.space_mut().map_host(ptr, host_size, huge, hint)
+    })
+}
+
+/// `hlthunk_memory_unmap`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_memory_unmap(fd: c_int, device_virt_addr: u64) -> c_int {
+    status("hlthunk_memory_unmap", || {
+        context::operational(borrow(fd)?)?.space_mut().unmap(device_virt_addr)?;
+        Ok(0)
+    })
+}
+
+fn export(context: &Context, addr: u64, size: u64, offset: u64) -> Result<c_int, Errno> {
+    let mut space = context.space_mut();
+    let range = space.export(addr, size, offset)?;
+    let (fd, path) = dmabuf::export(context.node, context.device, context.memory, &range.segments)?;
+    space.exported(addr, path);
+    Ok(fd.into_raw_fd())
+}
+
+/// `hlthunk_device_memory_export_dmabuf_fd`: by address; the flags are ignored.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_device_memory_export_dmabuf_fd(
+    fd: c_int,
+    addr: u64,
+    size: u64,
+    _flags: u32,
+) -> c_int {
+    status("hlthunk_device_memory_export_dmabuf_fd", || {
+        export(&*context::operational(borrow(fd)?)?, addr, size, 0)
+    })
+}
+
+/// `hlthunk_device_mapped_memory_export_dmabuf_fd`: a part of a mapping.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_device_mapped_memory_export_dmabuf_fd(
+    fd: c_int,
+    addr: u64,
+    size: u64,
+    offset: u64,
+    flags: u32,
+) -> c_int {
+    status("hlthunk_device_mapped_memory_export_dmabuf_fd", || {
+        if flags != sys::DMABUF_FLAGS {
+            return Err(Errno::INVAL);
+        }
+        export(&*context::operational(borrow(fd)?)?, addr, size, offset)
+    })
+}
+
+/// Import of a dma-buf, which the library does not wrap (see [`super::ioctl`]).
+pub(super) fn import(fd: c_int, dmabuf_fd: u64, length: u64) -> Result<u64, Errno> {
+    let context = context::operational(borrow(fd)?)?;
+    if !context.node.config.import {
+        return Err(Errno::INVAL);
+    }
+    let dmabuf_fd = c_int::try_from(dmabuf_fd).map_err(|_| Errno::BADF)?;
+    let exported = dmabuf::Exported::from_fd(borrow(dmabuf_fd)?)?;
+    context.space_mut().map_import(exported, length)
+}
+
+/// `hlthunk_get_dev_memalloc_page_orders`: no choice of page size on these generations.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_get_dev_memalloc_page_orders(fd: c_int, mask: *mut u64) -> c_int {
+    status("hlthunk_get_dev_memalloc_page_orders", || {
+        super::nodes::index_from_fd(fd)?;
+        put(mask, 0)?;
+        Ok(0)
+    })
+}

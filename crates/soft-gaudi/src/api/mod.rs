@@ -1,0 +1,80 @@
+//! The C functions of the driver library, by subject.
+//!
+//! Each one translates: C arguments in, a call into the crate, an errno out. Like the library
+//! over the kernel, they leave the cause in `errno` as well as in the result.
+
+#![allow(clippy::not_unsafe_ptr_arg_deref)] // C functions: their callers promise what C promises.
+
+mod commands;
+mod info;
+mod ioctl;
+mod memory;
+mod nodes;
+
+pub use commands::*;
+pub use info::*;
+pub use ioctl::*;
+pub use memory::*;
+pub use nodes::*;
+
+use core::ffi::c_int;
+use std::os::fd::BorrowedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use rustix::io::Errno;
+
+/// Sets `errno`.
+fn set_errno(errno: Errno) {
+    // SAFETY: the location is this thread's own.
+    unsafe { *libc::__errno_location() = errno.raw_os_error() };
+}
+
+/// Runs the body of a C function; a panic becomes `EIO` and a line on stderr.
+fn guard<T>(name: &str, body: impl FnOnce() -> Result<T, Errno>) -> Result<T, Errno> {
+    catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|_| {
+        eprintln!("soft-gaudi: {name} panicked; this is a bug in the software device");
+        Err(Errno::IO)
+    })
+}
+
+/// For functions that return 0 or a descriptor, or a negative errno.
+fn status(name: &str, body: impl FnOnce() -> Result<c_int, Errno>) -> c_int {
+    guard(name, body).unwrap_or_else(|errno| {
+        set_errno(errno);
+        -errno.raw_os_error()
+    })
+}
+
+/// For functions that return a handle or an address, or 0 with the cause in `errno`.
+fn handle(name: &str, body: impl FnOnce() -> Result<u64, Errno>) -> u64 {
+    guard(name, body).unwrap_or_else(|errno| {
+        set_errno(errno);
+        0
+    })
+}
+
+/// A descriptor as C hands it over.
+fn borrow<'a>(fd: c_int) -> Result<BorrowedFd<'a>, Errno> {
+    if fd < 0 {
+        return Err(Errno::BADF);
+    }
+    // SAFETY: not -1; whether it is open is found out by the first system call on it, and the
+    // borrow ends before the C function returns.
+    Ok(unsafe { BorrowedFd::borrow_raw(fd) })
+}
+
+/// Writes through an out pointer of C; `EINVAL` for NULL.
+fn put<T>(out: *mut T, value: T) -> Result<(), Errno> {
+    if out.is_null() {
+        return Err(Errno::INVAL);
+    }
+    // SAFETY: C's callers promise a valid pointer or NULL.
+    unsafe { out.write(value) };
+    Ok(())
+}
+
+/// A reference to an in structure of C; `EINVAL` for NULL.
+fn get<'a, T>(input: *const T) -> Result<&'a T, Errno> {
+    // SAFETY: C's callers promise a valid pointer or NULL, for the duration of the call.
+    unsafe { input.as_ref() }.ok_or(Errno::INVAL)
+}

@@ -1,0 +1,144 @@
+//! Command buffers that the driver allocates: handles that are offsets into the compute node's
+//! file, so that a plain `mmap` of the descriptor shows them.
+//!
+//! The library looks at them through one mapping of its own, made from a second open of the file:
+//! one made from the user's descriptor would keep the card busy after the user closed it.
+
+use std::collections::{HashMap, VecDeque};
+use std::os::fd::OwnedFd;
+
+use rustix::fs::FallocateFlags;
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, ProtFlags};
+
+use crate::address_space::HOST_PAGE;
+
+/// Marks a handle as a command buffer's; also where they begin in the file.
+pub(crate) const HANDLES: u64 = 0x1000_0000_0000_0000;
+/// Bytes of command buffers a context may have.
+const ROOM: u64 = 64 << 30;
+/// Destroyed buffers are not reused before this much has been destroyed after them, because the
+/// program may still have them mapped.
+const QUARANTINE: u64 = 64 << 20;
+
+/// A command buffer.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CommandBuffer {
+    /// Usable bytes.
+    pub(crate) size: u32,
+    /// Where this process sees it.
+    pub(crate) ptr: usize,
+    /// Where the card sees it, if it does.
+    pub(crate) va: Option<u64>,
+    pages: u64,
+}
+
+impl CommandBuffer {
+    /// Whole pages of it.
+    pub(crate) fn mapped_len(&self) -> u64 {
+        self.pages * HOST_PAGE
+    }
+}
+
+/// The command buffers of one context.
+#[derive(Debug)]
+pub(crate) struct CommandBuffers {
+    file: OwnedFd,
+    base: usize,
+    next_page: u64,
+    buffers: HashMap<u64, CommandBuffer>,
+    /// (first page, pages) in the order they were destroyed.
+    destroyed: VecDeque<(u64, u64)>,
+    quarantined: u64,
+    reusable: HashMap<u64, Vec<u64>>,
+}
+
+impl CommandBuffers {
+    /// Prepares the file behind `file`, which must not be the user's descriptor.
+    pub(crate) fn new(file: OwnedFd) -> Result<Self, Errno> {
+        rustix::fs::ftruncate(&file, 0)?;
+        rustix::fs::ftruncate(&file, HANDLES + ROOM)?;
+        // SAFETY: a fresh mapping at an address of the kernel's choice.
+        let base = unsafe {
+            rustix::mm::mmap(
+                core::ptr::null_mut(),
+                ROOM as usize,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED | MapFlags::NORESERVE,
+                &file,
+                HANDLES,
+            )
+        }?;
+        Ok(Self {
+            file,
+            base: base as usize,
+            next_page: 1,
+            buffers: HashMap::new(),
+            destroyed: VecDeque::new(),
+            quarantined: 0,
+            reusable: HashMap::new(),
+        })
+    }
+
+    /// Makes a buffer of at least a page.
+    pub(crate) fn create(&mut self, size: u32) -> Result<(u64, CommandBuffer), Errno> {
+        if size > hl_thunk::sys::MAX_CB_SIZE {
+            return Err(Errno::INVAL);
+        }
+        let size = size.max(HOST_PAGE as u32);
+        let pages = u64::from(size).div_ceil(HOST_PAGE);
+        let page = match self.reusable.get_mut(&pages).and_then(Vec::pop) {
+            Some(page) => {
+                let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                let at = HANDLES + page * HOST_PAGE;
+                rustix::fs::fallocate(&self.file, flags, at, pages * HOST_PAGE)
+                    .map_err(|_| Errno::NOMEM)?;
+                page
+            }
+            None => {
+                let page = self.next_page;
+                if (page + pages) * HOST_PAGE > ROOM {
+                    return Err(Errno::NOMEM);
+                }
+                self.next_page += pages;
+                page
+            }
+        };
+        let ptr = self.base + (page * HOST_PAGE) as usize;
+        let buffer = CommandBuffer { size, ptr, va: None, pages };
+        let handle = HANDLES + page * HOST_PAGE;
+        self.buffers.insert(handle, buffer);
+        Ok((handle, buffer))
+    }
+
+    /// Remembers where the card sees a buffer.
+    pub(crate) fn set_va(&mut self, handle: u64, va: u64) {
+        if let Some(buffer) = self.buffers.get_mut(&handle) {
+            buffer.va = Some(va);
+        }
+    }
+
+    pub(crate) fn get(&self, handle: u64) -> Result<CommandBuffer, Errno> {
+        self.buffers.get(&handle).copied().ok_or(Errno::INVAL)
+    }
+
+    /// Forgets a buffer; its memory stays for those who have it mapped.
+    pub(crate) fn destroy(&mut self, handle: u64) -> Result<CommandBuffer, Errno> {
+        let buffer = self.buffers.remove(&handle).ok_or(Errno::INVAL)?;
+        self.destroyed.push_back(((handle - HANDLES) / HOST_PAGE, buffer.pages));
+        self.quarantined += buffer.mapped_len();
+        while self.quarantined > QUARANTINE {
+            let Some((page, pages)) = self.destroyed.pop_front() else { break };
+            self.quarantined -= pages * HOST_PAGE;
+            self.reusable.entry(pages).or_default().push(page);
+        }
+        Ok(buffer)
+    }
+}
+
+impl Drop for CommandBuffers {
+    fn drop(&mut self) {
+        // SAFETY: the mapping made in `new`; no pointer into it is used after its context.
+        let _ = unsafe { rustix::mm::munmap(self.base as *mut _, ROOM as usize) };
+    }
+}

@@ -1,0 +1,172 @@
+//! The variables that describe the machine in software, read once per process.
+//!
+//! Nothing here is shared between processes: the generation is part of the folder's name, the
+//! number of cards is how many of them this process looks at, and the size of a card's memory is
+//! decided by whoever opens the card. So two processes can disagree without a conflict to settle.
+
+use std::path::PathBuf;
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use crate::asic::Generation;
+
+/// Most cards a machine may have (minors the driver library looks at).
+pub const MAX_DEVICES: u32 = 256;
+
+/// The machine as this process sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// Name of the machine: `SOFT_GAUDI_NODE`.
+    pub node: String,
+    /// Generation of all its cards: `SOFT_GAUDI_GENERATION`.
+    pub generation: Generation,
+    /// Number of cards: `SOFT_GAUDI_DEVICES`.
+    pub devices: u32,
+    /// Bytes of DRAM per card, a multiple of the page size: `SOFT_GAUDI_HBM`.
+    pub dram_size: u64,
+    /// Until a stuck submission resets the device: `SOFT_GAUDI_CS_TIMEOUT` (milliseconds).
+    pub cs_timeout: Duration,
+    /// Whether dma-bufs can be imported: `SOFT_GAUDI_IMPORT`.
+    pub import: bool,
+}
+
+/// The configuration of this process; `None` after complaining when a variable is malformed.
+pub fn config() -> Option<&'static Config> {
+    static CONFIG: OnceLock<Option<Config>> = OnceLock::new();
+    CONFIG
+        .get_or_init(|| match parse(|name| std::env::var(name).ok()) {
+            Ok(config) => Some(config),
+            Err(reason) => {
+                eprintln!("soft-gaudi: {reason}; this process sees no devices");
+                None
+            }
+        })
+        .as_ref()
+}
+
+/// Reads the variables through `var`.
+fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
+    let node = var("SOFT_GAUDI_NODE").unwrap_or_else(|| "default".to_owned());
+    let proper = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+    if node.is_empty() || node.len() > 64 || node.starts_with('.') || !node.chars().all(proper) {
+        return Err(format!(
+            "SOFT_GAUDI_NODE={node}: want 1 to 64 letters, digits, '.', '_' or '-', not starting with '.'"
+        ));
+    }
+    let generation = match var("SOFT_GAUDI_GENERATION").as_deref() {
+        None | Some("gaudi2") => Generation::Gaudi2,
+        Some("gaudi1") => Generation::Gaudi1,
+        Some("gaudi3") => Generation::Gaudi3,
+        Some(other) => {
+            return Err(format!("SOFT_GAUDI_GENERATION={other}: want gaudi1, gaudi2 or gaudi3"));
+        }
+    };
+    let devices = match var("SOFT_GAUDI_DEVICES") {
+        None => 8,
+        Some(text) => text.parse().ok().filter(|n| *n <= MAX_DEVICES).ok_or_else(|| {
+            format!("SOFT_GAUDI_DEVICES={text}: want a number from 0 to {MAX_DEVICES}")
+        })?,
+    };
+    let profile = generation.profile();
+    let dram_size = match var("SOFT_GAUDI_HBM") {
+        None => profile.dram_size,
+        Some(text) => {
+            let page = profile.dram_page;
+            let size = parse_size(&text).ok_or_else(|| {
+                format!("SOFT_GAUDI_HBM={text}: want a size such as 3g, 768m or 805306368")
+            })? / page
+                * page;
+            if size == 0 || size > profile.dram_size {
+                return Err(format!(
+                    "SOFT_GAUDI_HBM={text}: want at least one page of {} MiB and at most {} MiB",
+                    page >> 20,
+                    profile.dram_size >> 20
+                ));
+            }
+            size
+        }
+    };
+    let cs_timeout = match var("SOFT_GAUDI_CS_TIMEOUT") {
+        None => Duration::from_secs(profile.cs_timeout_s),
+        Some(text) => text
+            .parse()
+            .ok()
+            .filter(|ms| *ms > 0)
+            .map(Duration::from_millis)
+            .ok_or_else(|| format!("SOFT_GAUDI_CS_TIMEOUT={text}: want milliseconds above 0"))?,
+    };
+    let import = match var("SOFT_GAUDI_IMPORT").as_deref() {
+        None | Some("yes") => true,
+        Some("no") => false,
+        Some(other) => return Err(format!("SOFT_GAUDI_IMPORT={other}: want yes or no")),
+    };
+    Ok(Config { node, generation, devices, dram_size, cs_timeout, import })
+}
+
+/// A number of bytes with an optional k, m, g or t (binary).
+fn parse_size(text: &str) -> Option<u64> {
+    let lower = text.trim().to_ascii_lowercase();
+    let lower = lower.strip_suffix("ib").or(lower.strip_suffix('b')).unwrap_or(&lower);
+    let (digits, shift) = match lower.as_bytes().last()? {
+        b'k' => (&lower[..lower.len() - 1], 10),
+        b'm' => (&lower[..lower.len() - 1], 20),
+        b'g' => (&lower[..lower.len() - 1], 30),
+        b't' => (&lower[..lower.len() - 1], 40),
+        _ => (lower, 0),
+    };
+    digits.parse::<u64>().ok()?.checked_mul(1 << shift)
+}
+
+/// The folder of all machines of this user below `base`.
+pub(crate) fn user_folder(base: &std::path::Path) -> PathBuf {
+    base.join(format!("soft-gaudi-{}", rustix::process::geteuid().as_raw()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with(pairs: &[(&str, &str)]) -> Result<Config, String> {
+        parse(|name| pairs.iter().find(|(key, _)| *key == name).map(|(_, v)| (*v).to_owned()))
+    }
+
+    #[test]
+    fn no_variables_give_eight_gaudi2_of_hardware_size() {
+        let config = with(&[]).unwrap();
+        assert_eq!(config.generation, Generation::Gaudi2);
+        assert_eq!((config.devices, config.dram_size), (8, 0x17_d000_0000));
+        assert_eq!(config.cs_timeout, Duration::from_secs(30));
+    }
+
+    #[test]
+    fn memory_size_is_rounded_down_to_whole_pages() {
+        assert_eq!(with(&[("SOFT_GAUDI_HBM", "2g")]).unwrap().dram_size, 2 * (768 << 20));
+        assert_eq!(with(&[("SOFT_GAUDI_HBM", "3GiB")]).unwrap().dram_size, 4 * (768 << 20));
+        assert!(with(&[("SOFT_GAUDI_HBM", "767m")]).is_err());
+        assert!(with(&[("SOFT_GAUDI_HBM", "1000t")]).is_err());
+    }
+
+    #[test]
+    fn malformed_variables_are_named_in_the_reason() {
+        for (name, value) in [
+            ("SOFT_GAUDI_NODE", "../up"),
+            ("SOFT_GAUDI_NODE", ""),
+            ("SOFT_GAUDI_GENERATION", "goya"),
+            ("SOFT_GAUDI_DEVICES", "257"),
+            ("SOFT_GAUDI_DEVICES", "-1"),
+            ("SOFT_GAUDI_HBM", "lots"),
+            ("SOFT_GAUDI_CS_TIMEOUT", "0"),
+            ("SOFT_GAUDI_IMPORT", "maybe"),
+        ] {
+            let reason = with(&[(name, value)]).unwrap_err();
+            assert!(reason.contains(name), "{reason}");
+        }
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn sizes_never_panic(text in ".{0,12}") {
+            let _ = parse_size(&text);
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! A card's compute context: what a successful open creates and its last close ends.
+//!
+//! The state lives in the process that opened the card; the lock on the compute node's open file
+//! description ties the card to it ([`crate::ownership`]). A context whose descriptor was closed
+//! behind our back is noticed when the card is opened again or asked about.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::time::Instant;
+
+use rustix::io::Errno;
+
+use crate::address_space::AddressSpace;
+use crate::asic::Profile;
+use crate::card_memory::{self, CardMemory};
+use crate::command_buffers::CommandBuffers;
+use crate::node::{Node, Role, node};
+use crate::queue::Queue;
+use crate::state::{self, DeviceState};
+use crate::submission::Window;
+use crate::{dmabuf, guarded, ownership, workers};
+
+/// One open card.
+#[derive(Debug)]
+pub(crate) struct Context {
+    pub(crate) device: u32,
+    /// Number of this context on its card.
+    pub(crate) id: u64,
+    forks: u64,
+    pub(crate) node: &'static Node,
+    pub(crate) profile: &'static Profile,
+    pub(crate) memory: &'static CardMemory,
+    pub(crate) state: &'static DeviceState,
+    pub(crate) dram_size: u64,
+    space: RwLock<AddressSpace>,
+    buffers: Mutex<CommandBuffers>,
+    pub(crate) window: Window,
+    pub(crate) queues: Vec<Queue>,
+    /// Held while the jobs of one submission enter their queues.
+    pub(crate) entering: Mutex<()>,
+    /// Queues that a fence let go and nobody runs yet.
+    pub(crate) ready: Mutex<VecDeque<u32>>,
+    /// The card was reset: nothing works until it is closed and opened again.
+    pub(crate) down: AtomicBool,
+    /// Submissions not ended.
+    pub(crate) in_flight: AtomicU64,
+    /// Keeps the card while work goes on, even if the program closes its descriptor.
+    pub(crate) hold: Mutex<Option<OwnedFd>>,
+    pub(crate) epoch: Instant,
+    /// Nanoseconds since `epoch` when a submission last ended.
+    pub(crate) last_end: AtomicU64,
+}
+
+static CONTEXTS: [RwLock<Option<Arc<Context>>>; 256] = [const { RwLock::new(None) }; 256];
+
+fn slot(device: u32) -> Result<&'static RwLock<Option<Arc<Context>>>, Errno> {
+    CONTEXTS.get(device as usize).ok_or(Errno::NODEV)
+}
+
+/// Opens a card for computing.
+pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
+    let node = node()?;
+    let fd = node.open(device, Role::Compute)?;
+    let state = state::of(node, device)?;
+    match ownership::take(fd.as_fd()) {
+        Ok(()) => {}
+        Err(Errno::AGAIN | Errno::ACCESS) => {
+            let releasing = state.in_release.load(Ordering::Acquire) != 0;
+            return Err(if releasing { Errno::AGAIN } else { Errno::BUSY });
+        }
+        Err(other) => return Err(other),
+    }
+    if dmabuf::any_alive(node, device) {
+        return Err(Errno::BUSY);
+    }
+    guarded::install();
+    let mut slot = slot(device)?.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+    // Left over from a descriptor that was closed without telling us.
+    if let Some(stale) = slot.take() {
+        stale.stop();
+    }
+    let memory = card_memory::of(node, device)?;
+    memory.reset(node.config.dram_size)?;
+    // The library's own look at the command buffers, see `command_buffers`.
+    let second = node.open(device, Role::Compute)?;
+    let buffers = CommandBuffers::new(second)?;
+    let id = state.context.fetch_add(1, Ordering::AcqRel) + 1;
+    state.begin(node.config.dram_size);
+    let profile = node.profile;
+    let space = AddressSpace::new(profile, memory, node.config.dram_size);
+    *slot = Some(Arc::new(Context {
+        device,
+        id,
+        forks: workers::fork_generation(),
+        node,
+        profile,
+        memory,
+        state,
+        dram_size: node.config.dram_size,
+        space: RwLock::new(space),
+        buffers: Mutex::new(buffers),
+        window: Window::new(profile.max_pending),
+        queues: (0..profile.queues).map(|_| Queue::new(profile.generation)).collect(),
+        entering: Mutex::new(()),
+        ready: Mutex::default(),
+        down: AtomicBool::new(false),
+        in_flight: AtomicU64::new(0),
+        hold: Mutex::new(None),
+        epoch: Instant::now(),
+        last_end: AtomicU64::new(0),
+    }));
+    Ok(fd)
+}
+
+/// Closes a descriptor and, if it was the last of its card, ends the context.
+pub(crate) fn close(fd: OwnedFd) {
+    let identity = node().and_then(|node| Ok((node, node.identify(fd.as_fd())?)));
+    drop(fd);
+    if let Ok((node, identity)) = identity
+        && identity.role == Role::Compute
+    {
+        end_if_last(node, identity.device);
+    }
+}
+
+fn end_if_last(node: &Node, device: u32) {
+    let Ok(state) = state::of(node, device) else { return };
+    let Ok(own) = node.open(device, Role::Compute) else { return };
+    if ownership::is_taken(own.as_fd()).unwrap_or(true) || dmabuf::any_alive(node, device) {
+        return;
+    }
+    state.in_release.store(1, Ordering::Release);
+    if ownership::take(own.as_fd()).is_ok() {
+        if let Ok(slot) = slot(device) {
+            let mut slot = slot.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+            if slot.as_ref().is_some_and(|c| c.id == state.context.load(Ordering::Acquire))
+                && let Some(context) = slot.take()
+            {
+                context.stop();
+            }
+        }
+        state.end();
+        if let Ok(memory) = card_memory::of(node, device) {
+            let _ = memory.reset(0);
+        }
+    }
+    state.in_release.store(0, Ordering::Release);
+}
+
+/// The context behind a compute descriptor.
+///
+/// `EOPNOTSUPP` for a control node and for a compute node that another process opened (passed
+/// descriptors and forked children): contexts do not move between processes here.
+pub(crate) fn of(fd: BorrowedFd<'_>) -> Result<Arc<Context>, Errno> {
+    let node = node().map_err(|_| Errno::NOTTY)?;
+    let identity = node.identify(fd)?;
+    if identity.role == Role::Control {
+        return Err(Errno::NOTTY);
+    }
+    let slot = slot(identity.device)?.read().unwrap_or_else(|poisoned| poisoned.into_inner());
+    match &*slot {
+        Some(context)
+            if context.forks == workers::fork_generation()
+                && context.id == context.state.context.load(Ordering::Acquire) =>
+        {
+            Ok(context.clone())
+        }
+        _ => Err(Errno::OPNOTSUPP),
+    }
+}
+
+/// The context behind a compute descriptor of a card that works.
+pub(crate) fn operational(fd: BorrowedFd<'_>) -> Result<Arc<Context>, Errno> {
+    let context = of(fd)?;
+    if context.down.load(Ordering::Acquire) { Err(Errno::BUSY) } else { Ok(context) }
+}
+
+impl Context {
+    pub(crate) fn space(&self) -> RwLockReadGuard<'_, AddressSpace> {
+        self.space.read().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    pub(crate) fn space_mut(&self) -> RwLockWriteGuard<'_, AddressSpace> {
+        self.space.write().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    pub(crate) fn buffers(&self) -> MutexGuard<'_, CommandBuffers> {
+        self.buffers.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// Publishes how much DRAM is allocated.
+    pub(crate) fn account(&self, space: &AddressSpace) {
+        self.state.dram_used.store(space.dram_used(), Ordering::Relaxed);
+    }
+
+    /// Ends everything and waits until no thread works for this context any more.
+    fn stop(&self) {
+        self.take_down(None);
+        while self.queues.iter().any(Queue::is_running) {
+            std::thread::yield_now();
+        }
+    }
+}

@@ -1,0 +1,194 @@
+//! The machine: a folder that all processes of a user share, with a few files per card.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `accelN` | the compute node: its descriptor is what `hlthunk_open` returns; the lock on it is the ownership of the card, its content at the offsets of the handles are the command buffers |
+//! | `accel_controlDN` | the control node |
+//! | `hbmN` | the memory: SRAM, then DRAM, sparse |
+//! | `stateN` | one page that control nodes of other processes may ask ([`crate::state`]) |
+//! | `dmabuf/` | exported ranges ([`crate::dmabuf`]) |
+//!
+//! The folder is `soft-gaudi-<uid>/<node>/<generation>` in `/dev/shm`, or in the temporary folder
+//! where that is missing.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::{OnceLock, RwLock};
+
+use rustix::fs::{FileType, Mode, OFlags};
+use rustix::io::Errno;
+
+use crate::asic::Profile;
+use crate::config::{self, Config};
+
+/// Which of a card's two nodes a descriptor is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Role {
+    /// `accelN`.
+    Compute,
+    /// `accel_controlDN`.
+    Control,
+}
+
+/// A descriptor recognised as ours.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Identity {
+    pub(crate) device: u32,
+    pub(crate) role: Role,
+}
+
+/// The machine of this process.
+#[derive(Debug)]
+pub(crate) struct Node {
+    pub(crate) config: &'static Config,
+    pub(crate) profile: &'static Profile,
+    folder: PathBuf,
+    known: RwLock<HashMap<(u64, u64), Identity>>,
+}
+
+/// The machine, or `ENODEV` when the variables describe none.
+pub(crate) fn node() -> Result<&'static Node, Errno> {
+    static NODE: OnceLock<Option<Node>> = OnceLock::new();
+    NODE.get_or_init(|| {
+        let config = config::config()?;
+        let folder = base_folder()?.join(&config.node).join(config.generation.name());
+        let profile = config.generation.profile();
+        Some(Node { config, profile, folder, known: RwLock::default() })
+    })
+    .as_ref()
+    .ok_or(Errno::NODEV)
+}
+
+/// The user's folder in `/dev/shm` or the temporary folder, checked to be ours alone.
+fn base_folder() -> Option<PathBuf> {
+    let mut reasons = String::new();
+    for base in [PathBuf::from("/dev/shm"), std::env::temp_dir()] {
+        let folder = config::user_folder(&base);
+        match private_folder(&folder) {
+            Ok(()) => return Some(folder),
+            Err(reason) => reasons = format!("{reasons}; {}: {reason}", folder.display()),
+        }
+    }
+    eprintln!("soft-gaudi: no folder for the machine's state{reasons}; no devices");
+    None
+}
+
+fn private_folder(folder: &Path) -> Result<(), String> {
+    match std::fs::DirBuilder::new().mode(0o700).create(folder) {
+        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
+            return Err(error.to_string());
+        }
+        _ => {}
+    }
+    let meta = std::fs::symlink_metadata(folder).map_err(|error| error.to_string())?;
+    if !meta.is_dir() || meta.uid() != rustix::process::geteuid().as_raw() {
+        return Err("is not a folder of this user".to_owned());
+    }
+    if meta.mode() & 0o077 != 0 {
+        return Err(format!("others may look into it (mode {:o})", meta.mode() & 0o777));
+    }
+    Ok(())
+}
+
+impl Node {
+    /// Opens one of a card's files, creating it (and the folder, should someone have removed it).
+    fn open_file(&self, name: &str, flags: OFlags) -> Result<OwnedFd, Errno> {
+        let open = || {
+            rustix::fs::open(
+                self.folder.join(name),
+                flags | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW,
+                Mode::RUSR | Mode::WUSR,
+            )
+        };
+        match open() {
+            Err(Errno::NOENT) => {
+                std::fs::DirBuilder::new()
+                    .mode(0o700)
+                    .recursive(true)
+                    .create(self.dmabuf_folder())
+                    .map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
+                open()
+            }
+            other => other,
+        }
+    }
+
+    /// A fresh open file description of a card's node.
+    pub(crate) fn open(&self, device: u32, role: Role) -> Result<OwnedFd, Errno> {
+        if device >= self.config.devices {
+            return Err(Errno::NOENT);
+        }
+        let fd = self.open_file(&file_name(device, role), OFlags::RDWR)?;
+        let stat = rustix::fs::fstat(&fd)?;
+        let mut known = self.known.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+        known.insert((stat.st_dev, stat.st_ino), Identity { device, role });
+        Ok(fd)
+    }
+
+    /// The card's memory file.
+    pub(crate) fn open_memory(&self, device: u32) -> Result<OwnedFd, Errno> {
+        self.open_file(&format!("hbm{device}"), OFlags::RDWR)
+    }
+
+    /// Path of the card's memory file, for those who are handed a dma-buf.
+    pub(crate) fn memory_path(&self, device: u32) -> PathBuf {
+        self.folder.join(format!("hbm{device}"))
+    }
+
+    /// The card's page of shared state.
+    pub(crate) fn open_state(&self, device: u32) -> Result<OwnedFd, Errno> {
+        self.open_file(&format!("state{device}"), OFlags::RDWR)
+    }
+
+    /// Where exported ranges live.
+    pub(crate) fn dmabuf_folder(&self) -> PathBuf {
+        self.folder.join("dmabuf")
+    }
+
+    /// Which card a descriptor belongs to: `EBADF` if it is none, `ENOTTY` if it is not ours.
+    ///
+    /// It goes by the file, not by the number, so copies of a descriptor work and a number that
+    /// was closed behind our back and reused for something else is noticed.
+    pub(crate) fn identify(&self, fd: BorrowedFd<'_>) -> Result<Identity, Errno> {
+        let stat = rustix::fs::fstat(fd)?;
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return Err(Errno::NOTTY);
+        }
+        let key = (stat.st_dev, stat.st_ino);
+        let known = self.known.read().unwrap_or_else(|poisoned| poisoned.into_inner());
+        if let Some(identity) = known.get(&key) {
+            return Ok(*identity);
+        }
+        drop(known);
+        // Perhaps a descriptor that another process opened and passed on.
+        for device in 0..self.config.devices {
+            for role in [Role::Compute, Role::Control] {
+                let path = self.folder.join(file_name(device, role));
+                if let Ok(meta) = std::fs::symlink_metadata(path)
+                    && (meta.dev(), meta.ino()) == key
+                {
+                    let identity = Identity { device, role };
+                    let mut known =
+                        self.known.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+                    known.insert(key, identity);
+                    return Ok(identity);
+                }
+            }
+        }
+        Err(Errno::NOTTY)
+    }
+
+    /// Whether any process holds the card's compute node.
+    pub(crate) fn is_held(&self, device: u32) -> Result<bool, Errno> {
+        crate::ownership::is_taken(self.open(device, Role::Compute)?.as_fd())
+    }
+}
+
+fn file_name(device: u32, role: Role) -> String {
+    match role {
+        Role::Compute => format!("accel{device}"),
+        Role::Control => format!("accel_controlD{device}"),
+    }
+}

@@ -1,0 +1,70 @@
+//! Locks that belong to an open file, not to a process: who holds a card, and whether a dma-buf
+//! still lives.
+//!
+//! Linux's open-file-description locks follow the description through dup, SCM_RIGHTS,
+//! `pidfd_getfd` and `mmap`, end with its last reference (also by `kill -9`), and, unlike `flock`,
+//! can be asked about without taking them – a probe never makes someone else's open fail.
+
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+use rustix::io::Errno;
+
+fn whole_file(kind: libc::c_int) -> libc::flock {
+    // SAFETY: `flock` is plain data; zero is a valid value of every field (whole file, pid 0).
+    let mut lock: libc::flock = unsafe { core::mem::zeroed() };
+    lock.l_type = kind as libc::c_short;
+    lock.l_whence = libc::SEEK_SET as libc::c_short;
+    lock
+}
+
+/// Takes the file for this open file description; `EAGAIN` when another one has it.
+pub(crate) fn take(fd: BorrowedFd<'_>) -> Result<(), Errno> {
+    let lock = whole_file(libc::F_WRLCK);
+    // SAFETY: the descriptor is open and `lock` is a valid `struct flock` for the call.
+    match unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_SETLK, &lock) } {
+        0 => Ok(()),
+        _ => Err(last_errno()),
+    }
+}
+
+/// Whether a description other than `fd`'s holds the file.
+pub(crate) fn is_taken(fd: BorrowedFd<'_>) -> Result<bool, Errno> {
+    let mut lock = whole_file(libc::F_WRLCK);
+    // SAFETY: the descriptor is open and `lock` is a valid, writable `struct flock`.
+    match unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_GETLK, &mut lock) } {
+        0 => Ok(lock.l_type != libc::F_UNLCK as libc::c_short),
+        _ => Err(last_errno()),
+    }
+}
+
+fn last_errno() -> Errno {
+    Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::{Mode, OFlags};
+    use std::os::fd::{AsFd, OwnedFd};
+
+    fn open(path: &std::path::Path, flags: OFlags) -> OwnedFd {
+        rustix::fs::open(path, flags | OFlags::CREATE | OFlags::CLOEXEC, Mode::RWXU).unwrap()
+    }
+
+    #[test]
+    fn a_lock_follows_dup_and_ends_with_the_last_copy() {
+        let path = std::env::temp_dir().join(format!("soft-gaudi-lock-{}", std::process::id()));
+        let owner = open(&path, OFlags::WRONLY);
+        let other = open(&path, OFlags::RDWR);
+        take(owner.as_fd()).unwrap();
+        assert!(is_taken(other.as_fd()).unwrap());
+        assert!(!is_taken(owner.as_fd()).unwrap());
+        assert_eq!(take(other.as_fd()), Err(Errno::AGAIN));
+        let copy = owner.try_clone().unwrap();
+        drop(owner);
+        assert!(is_taken(other.as_fd()).unwrap());
+        drop(copy);
+        assert!(!is_taken(other.as_fd()).unwrap());
+        std::fs::remove_file(path).unwrap();
+    }
+}

@@ -1,0 +1,75 @@
+//! What a process can do in place of pinning its pages: make sure that they are there and
+//! writable when they are mapped for the card.
+//!
+//! The pages are not held: a program that unmaps them under a running copy gets a device fault
+//! where a real card would go on with the old pages. That difference is documented.
+
+use std::sync::OnceLock;
+
+use rustix::io::Errno;
+
+use crate::address_space::HOST_PAGE;
+
+/// Checks and faults in `[ptr, ptr + size)`; says whether it is made of huge pages.
+pub(crate) fn pin(ptr: u64, size: u64) -> Result<bool, Errno> {
+    if size == 0 {
+        return Err(Errno::INVAL);
+    }
+    let start = ptr - ptr % HOST_PAGE;
+    let end = ptr.checked_add(size).and_then(|end| end.checked_next_multiple_of(HOST_PAGE));
+    let len = end.ok_or(Errno::INVAL)? - start;
+    populate(start, len)?;
+    Ok(false)
+}
+
+/// Makes the pages present and private to this process where they are copy-on-write, as a pin for
+/// writing does, without changing them.
+fn populate(start: u64, len: u64) -> Result<(), Errno> {
+    static SUPPORTED: OnceLock<bool> = OnceLock::new();
+    let advise = |start: u64, len: u64| {
+        // SAFETY: populating changes no content, and fails on ranges that are not ours to write.
+        unsafe { libc::madvise(start as *mut _, len as usize, libc::MADV_POPULATE_WRITE) == 0 }
+    };
+    let supported = SUPPORTED.get_or_init(|| {
+        let probe = Box::new([0u8; 2 * HOST_PAGE as usize]);
+        advise((probe.as_ptr() as u64).next_multiple_of(HOST_PAGE), HOST_PAGE)
+    });
+    // Before Linux 5.14 bad memory shows only when it is used, as a device fault.
+    if !supported || advise(start, len) { Ok(()) } else { Err(Errno::FAULT) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::mm::{MapFlags, ProtFlags};
+
+    fn anonymous(pages: usize, protection: ProtFlags) -> u64 {
+        let len = pages * HOST_PAGE as usize;
+        // SAFETY: a fresh mapping, leaked.
+        let ptr = unsafe {
+            rustix::mm::mmap_anonymous(core::ptr::null_mut(), len, protection, MapFlags::PRIVATE)
+        };
+        ptr.unwrap() as u64
+    }
+
+    #[test]
+    fn writable_memory_is_kept_as_it_is() {
+        let ptr = anonymous(2, ProtFlags::READ | ProtFlags::WRITE);
+        // SAFETY: within the mapping just made.
+        unsafe { (ptr as *mut u8).add(5000).write(77) };
+        assert_eq!(pin(ptr + 123, 6000), Ok(false));
+        // SAFETY: as above.
+        assert_eq!(unsafe { (ptr as *const u8).add(5000).read() }, 77);
+    }
+
+    #[test]
+    fn read_only_missing_and_overflowing_ranges_are_refused() {
+        let ptr = anonymous(1, ProtFlags::READ);
+        assert_eq!(pin(ptr, 10), Err(Errno::FAULT));
+        static CONSTANT: [u8; 64] = [7; 64];
+        assert_eq!(pin(CONSTANT.as_ptr() as u64, 64), Err(Errno::FAULT));
+        assert_eq!(pin(0x10, 10), Err(Errno::FAULT));
+        assert_eq!(pin(ptr, 0), Err(Errno::INVAL));
+        assert_eq!(pin(u64::MAX - 5, 10), Err(Errno::INVAL));
+    }
+}

@@ -1,0 +1,319 @@
+//! The command processor of one queue: fetches packets, executes them, and can stop between any
+//! two of them (or in the middle of a long copy) to go on later, in another thread.
+//!
+//! What packets do to the world goes through [`Bus`], so this file knows neither memory nor locks.
+
+use std::sync::Arc;
+
+use crate::asic::Generation;
+use crate::packet::{self, Command, LinDma, LoadAndExe, Message, Packet};
+
+/// Largest piece of a copy done in one go; between pieces a reset is noticed.
+const SLICE: u64 = 1 << 20;
+/// What a packet costs of a budget besides the bytes it moves.
+const PACKET_COST: u64 = 64;
+/// Packets are fetched in blocks of this size.
+const FETCH: usize = 4096;
+/// Nesting of command buffers that run command buffers.
+const MAX_DEPTH: usize = 8;
+
+/// What ends a queue's work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fault {
+    /// No translation for an address.
+    Page { addr: u64 },
+    /// An access that no one answers, or that is not allowed.
+    Razwi { addr: u64 },
+    /// Bytes that are no packet, or one a user may not use.
+    Opcode,
+}
+
+/// The rest of the device, as a queue sees it.
+pub(crate) trait Bus {
+    /// Reads device memory.
+    fn read(&self, addr: u64, into: &mut [u8]) -> Result<(), Fault>;
+    /// Moves `len` bytes of a DMA from `done` on.
+    fn dma(&self, dma: &LinDma, done: u64, len: u64) -> Result<(), Fault>;
+    /// Writes a word anywhere: memory or registers.
+    fn write(&self, addr: u64, value: u32) -> Result<(), Fault>;
+    /// Writes a register of the queue's own engine block.
+    fn write_own(&self, offset: u16, value: u32) -> Result<(), Fault>;
+    /// Address behind one of the four bases of a short message.
+    fn message_base(&self, base: u8) -> u64;
+    /// Passes a fence if its counter has reached the target.
+    fn pass_fence(&self, lower: bool, id: u8, target: u8, decrement: u8) -> bool;
+    /// Adds to a fence counter of this queue.
+    fn raise_fence(&self, lower: bool, id: u8, increment: u8);
+    /// The device's clock.
+    fn time(&self) -> u32;
+    /// Whether the device is going away under the queue.
+    fn stopped(&self) -> bool;
+}
+
+/// Where packets come from.
+#[derive(Clone, Debug)]
+pub(crate) enum Program {
+    /// Copied by the driver when they were submitted.
+    Copied(Arc<[u8]>),
+    /// In device memory.
+    At { addr: u64, size: u32 },
+}
+
+impl Program {
+    fn len(&self) -> u64 {
+        match self {
+            Self::Copied(bytes) => bytes.len() as u64,
+            Self::At { size, .. } => u64::from(*size),
+        }
+    }
+}
+
+/// How far [`Processor::run`] got.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Pause {
+    /// The program is finished.
+    Done,
+    /// A fence does not let it pass.
+    Blocked,
+    /// The budget is spent.
+    Spent,
+    /// The device is going away.
+    Stopped,
+}
+
+enum Progress {
+    Next,
+    Blocked,
+    Spent,
+    Stopped,
+    Enter(Frame),
+}
+
+#[derive(Debug)]
+struct Frame {
+    program: Program,
+    pc: u64,
+    /// On the lower command processor, with fence counters of its own.
+    lower: bool,
+    fetched: Vec<u8>,
+    fetched_at: u64,
+}
+
+impl Frame {
+    fn new(program: Program, lower: bool) -> Self {
+        Self { program, pc: 0, lower, fetched: Vec::new(), fetched_at: 0 }
+    }
+
+    /// The packet at the program counter.
+    fn packet(&mut self, generation: Generation, bus: &impl Bus) -> Result<Packet, Fault> {
+        let left = self.program.len() - self.pc;
+        let bytes = match &self.program {
+            Program::Copied(bytes) => &bytes[self.pc as usize..],
+            Program::At { addr, .. } => {
+                let at = self.pc.wrapping_sub(self.fetched_at) as usize;
+                let have = self.fetched.len().saturating_sub(at);
+                if (have as u64) < left.min(packet::MAX_FIXED as u64) {
+                    self.fetched.resize(left.min(FETCH as u64) as usize, 0);
+                    self.fetched_at = self.pc;
+                    let from = addr.checked_add(self.pc).ok_or(Fault::Page { addr: *addr })?;
+                    bus.read(from, &mut self.fetched)?;
+                }
+                &self.fetched[(self.pc - self.fetched_at) as usize..]
+            }
+        };
+        packet::decode(generation, bytes).map_err(|_| Fault::Opcode)
+    }
+}
+
+/// State of one queue's command processor.
+#[derive(Debug)]
+pub(crate) struct Processor {
+    generation: Generation,
+    frames: Vec<Frame>,
+    /// Bytes done of the DMA at the program counter.
+    moved: u64,
+    predicates: u32,
+    scalars: [u8; 16],
+    /// The DMA just before the current packet, if nothing came in between.
+    previous: Option<LinDma>,
+}
+
+impl Processor {
+    pub(crate) fn new(generation: Generation) -> Self {
+        Self {
+            generation,
+            frames: Vec::new(),
+            moved: 0,
+            predicates: u32::MAX,
+            scalars: [0; 16],
+            previous: None,
+        }
+    }
+
+    /// Begins a program; the one before must be done.
+    pub(crate) fn start(&mut self, program: Program) {
+        self.frames.clear();
+        self.moved = 0;
+        self.previous = None;
+        self.frames.push(Frame::new(program, false));
+    }
+
+    /// Executes packets until something stops it.
+    pub(crate) fn run(&mut self, bus: &impl Bus, budget: &mut u64) -> Result<Pause, Fault> {
+        loop {
+            let depth = self.frames.len();
+            let Some(frame) = self.frames.last_mut() else { return Ok(Pause::Done) };
+            if frame.pc >= frame.program.len() {
+                self.frames.pop();
+                continue;
+            }
+            if bus.stopped() {
+                return Ok(Pause::Stopped);
+            }
+            let lower = frame.lower;
+            let packet = frame.packet(self.generation, bus)?;
+            if self.predicates >> packet.predicate & 1 == 0 {
+                frame.pc += u64::from(packet.len);
+                continue;
+            }
+            match self.execute(&packet.command, lower, bus, budget)? {
+                Progress::Next => self.frames[depth - 1].pc += u64::from(packet.len),
+                Progress::Enter(frame) => {
+                    if depth >= MAX_DEPTH {
+                        return Err(Fault::Opcode);
+                    }
+                    self.frames[depth - 1].pc += u64::from(packet.len);
+                    self.frames.push(frame);
+                }
+                Progress::Blocked => return Ok(Pause::Blocked),
+                Progress::Spent => return Ok(Pause::Spent),
+                Progress::Stopped => return Ok(Pause::Stopped),
+            }
+        }
+    }
+
+    fn execute(
+        &mut self,
+        command: &Command,
+        lower: bool,
+        bus: &impl Bus,
+        budget: &mut u64,
+    ) -> Result<Progress, Fault> {
+        if let Command::LinDma(dma) = command {
+            return self.dma(dma, bus, budget);
+        }
+        if *budget == 0 {
+            return Ok(Progress::Spent);
+        }
+        *budget = budget.saturating_sub(PACKET_COST);
+        self.previous = None;
+        let message = |value: Message| match value {
+            Message::Value(value) => value,
+            Message::Timestamp => bus.time(),
+        };
+        match *command {
+            Command::Nop | Command::Other(_) | Command::ArbPoint { .. } => {}
+            Command::MsgLong { addr, value } => bus.write(addr, message(value))?,
+            Command::MsgShort { base, offset, value } => {
+                bus.write(bus.message_base(base) + u64::from(offset), message(value))?;
+            }
+            Command::Wreg32 { offset, value } => bus.write_own(offset, value)?,
+            Command::Fence { id, target, decrement } => {
+                if !bus.pass_fence(lower, id, target, decrement) {
+                    return Ok(Progress::Blocked);
+                }
+            }
+            Command::Wait { id, increment, .. } => bus.raise_fence(lower, id, increment),
+            Command::CpDma { addr, size, upper } => return enter(addr, size, upper, lower),
+            Command::LoadAndExe(load) => return self.load(load, lower, bus, budget),
+            Command::CbList { index, table, long_entries } => {
+                let mut word = [0; 4];
+                bus.read(index, &mut word)?;
+                let stride = if long_entries { 32 } else { 16 };
+                let entry = u64::from(u32::from_le_bytes(word)) * stride;
+                let addr = table.checked_add(entry).ok_or(Fault::Page { addr: table })?;
+                let mut bytes = [0; 16];
+                bus.read(addr, &mut bytes)?;
+                match packet::decode(self.generation, &bytes) {
+                    Ok(Packet { command: Command::CpDma { addr, size, upper }, .. }) => {
+                        return enter(addr, size, upper, lower);
+                    }
+                    _ => return Err(Fault::Opcode),
+                }
+            }
+            // A stopped queue waits for someone to reset the device.
+            Command::Stop => return Ok(Progress::Blocked),
+            Command::LinDma(_)
+            | Command::MsgProt { .. }
+            | Command::WregBulk { .. }
+            | Command::Repeat { .. } => return Err(Fault::Opcode),
+        }
+        Ok(Progress::Next)
+    }
+
+    fn dma(&mut self, dma: &LinDma, bus: &impl Bus, budget: &mut u64) -> Result<Progress, Fault> {
+        let size = u64::from(dma.size);
+        // The same copy again, with nothing in between, leaves memory as it is: as fast as an
+        // engine that did it at once.
+        let repeated = self.moved == 0 && self.previous == Some(*dma) && !overlaps(dma);
+        while self.moved < size && !repeated {
+            if bus.stopped() {
+                return Ok(Progress::Stopped);
+            }
+            if size - self.moved > *budget {
+                return Ok(Progress::Spent);
+            }
+            let len = (size - self.moved).min(SLICE);
+            bus.dma(dma, self.moved, len)?;
+            self.moved += len;
+        }
+        *budget = budget.saturating_sub(PACKET_COST + if repeated { 0 } else { size });
+        self.moved = 0;
+        self.previous = Some(*dma);
+        Ok(Progress::Next)
+    }
+
+    fn load(
+        &mut self,
+        load: LoadAndExe,
+        lower: bool,
+        bus: &impl Bus,
+        budget: &mut u64,
+    ) -> Result<Progress, Fault> {
+        if load.load && load.scalars {
+            let half = if load.upper { 8 } else { 0 };
+            bus.read(load.addr + half as u64, &mut self.scalars[half..])?;
+        } else if load.load && load.packed {
+            let mut mask = [0; 4];
+            bus.read(load.addr, &mut mask)?;
+            self.predicates = u32::from_le_bytes(mask) | 1;
+        } else if load.load {
+            let mut words = [0; 128];
+            bus.read(load.addr, &mut words)?;
+            let bits = words.chunks_exact(4).enumerate().map(|(n, w)| u32::from(w[0] & 1) << n);
+            self.predicates = bits.fold(1, |mask, bit| mask | bit);
+        }
+        if !(load.execute && load.scalars) {
+            return Ok(Progress::Next);
+        }
+        let bytes = if load.upper { &self.scalars[8..] } else { &self.scalars[..] };
+        let packet = packet::decode(self.generation, bytes).map_err(|_| Fault::Opcode)?;
+        match packet.command {
+            Command::LoadAndExe(_) => Err(Fault::Opcode),
+            _ if self.predicates >> packet.predicate & 1 == 0 => Ok(Progress::Next),
+            command => self.execute(&command, lower, bus, budget),
+        }
+    }
+}
+
+/// Runs another buffer; only the upper command processor may.
+fn enter(addr: u64, size: u32, upper: bool, lower: bool) -> Result<Progress, Fault> {
+    if lower {
+        return Err(Fault::Opcode);
+    }
+    Ok(Progress::Enter(Frame::new(Program::At { addr, size }, !upper)))
+}
+
+fn overlaps(dma: &LinDma) -> bool {
+    !dma.memset && dma.src.abs_diff(dma.dst) < u64::from(dma.size)
+}

@@ -1,0 +1,228 @@
+//! Submissions: sequence numbers, the window of those in flight, and how one learns of their end.
+
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+use rustix::thread::futex;
+
+/// How a submission ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    /// All its jobs ran.
+    Completed,
+    /// It hit its own timeout.
+    TimedOut,
+    /// A reset of the device ended it.
+    Aborted,
+}
+
+const PENDING: u32 = 0;
+
+impl Outcome {
+    fn code(self) -> u32 {
+        match self {
+            Self::Completed => 1,
+            Self::TimedOut => 2,
+            Self::Aborted => 3,
+        }
+    }
+
+    fn from_code(code: u32) -> Option<Self> {
+        [Self::Completed, Self::TimedOut, Self::Aborted].into_iter().find(|o| o.code() == code)
+    }
+}
+
+/// One submission.
+#[derive(Debug)]
+pub(crate) struct Submission {
+    pub(crate) seq: u64,
+    /// Distinct queues it has jobs in.
+    pub(crate) queues: Vec<u32>,
+    pub(crate) submitted: Instant,
+    pub(crate) timeout: Duration,
+    jobs: AtomicU32,
+    /// Futex: [`PENDING`] or an outcome's code.
+    state: AtomicU32,
+    sleepers: AtomicU32,
+    finished_ns: AtomicU64,
+}
+
+impl Submission {
+    pub(crate) fn new(seq: u64, queues: Vec<u32>, jobs: u32, timeout: Duration) -> Self {
+        Self {
+            seq,
+            queues,
+            submitted: Instant::now(),
+            timeout,
+            jobs: AtomicU32::new(jobs),
+            state: AtomicU32::new(PENDING),
+            sleepers: AtomicU32::new(0),
+            finished_ns: AtomicU64::new(0),
+        }
+    }
+
+    /// One job is done; true if it was the last.
+    pub(crate) fn job_done(&self) -> bool {
+        self.jobs.fetch_sub(1, Ordering::AcqRel) == 1
+    }
+
+    /// Ends it, once; false if it had ended before.
+    pub(crate) fn end(&self, outcome: Outcome, now_ns: u64) -> bool {
+        // The time must be there for whoever sees the outcome; a loser of the race below may
+        // overwrite it with one as true.
+        self.finished_ns.store(now_ns, Ordering::Relaxed);
+        let ended = self
+            .state
+            .compare_exchange(PENDING, outcome.code(), Ordering::SeqCst, Ordering::Acquire)
+            .is_ok();
+        if ended && self.sleepers.load(Ordering::SeqCst) > 0 {
+            let _ = futex::wake(&self.state, futex::Flags::PRIVATE, i32::MAX as u32);
+        }
+        ended
+    }
+
+    pub(crate) fn outcome(&self) -> Option<Outcome> {
+        Outcome::from_code(self.state.load(Ordering::Acquire))
+    }
+
+    /// Nanoseconds of the realtime clock when it ended.
+    pub(crate) fn finished_ns(&self) -> u64 {
+        self.finished_ns.load(Ordering::Relaxed)
+    }
+
+    /// Sleeps until it ends, at most `limit`.
+    pub(crate) fn sleep(&self, limit: Duration) {
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        let limit = futex::Timespec {
+            tv_sec: limit.as_secs().min(i64::MAX as u64) as i64,
+            tv_nsec: limit.subsec_nanos().into(),
+        };
+        // Woken, timed out or interrupted: the caller looks again in all cases.
+        let _ = futex::wait(&self.state, futex::Flags::PRIVATE, PENDING, Some(&limit));
+        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// What a sequence number stands for.
+#[derive(Clone, Debug)]
+pub(crate) enum Lookup {
+    /// Known.
+    Known(Arc<Submission>),
+    /// So old that it has been forgotten; it had ended.
+    Gone,
+}
+
+/// The window of submissions.
+#[derive(Debug)]
+pub(crate) struct Window {
+    ring: Mutex<Ring>,
+}
+
+#[derive(Debug)]
+struct Ring {
+    next: u64,
+    slots: Vec<Option<Arc<Submission>>>,
+    /// Everything before this has ended.
+    oldest: u64,
+}
+
+impl Window {
+    pub(crate) fn new(size: u64) -> Self {
+        let ring = Ring { next: 1, slots: vec![None; size.max(1) as usize], oldest: 1 };
+        Self { ring: Mutex::new(ring) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Ring> {
+        self.ring.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// Gives a submission the next number, or returns the one whose place is still needed.
+    pub(crate) fn enter(
+        &self,
+        make: impl FnOnce(u64) -> Submission,
+    ) -> Result<Arc<Submission>, Arc<Submission>> {
+        let mut ring = self.lock();
+        let slot = (ring.next % ring.slots.len() as u64) as usize;
+        if let Some(old) = &ring.slots[slot]
+            && old.outcome().is_none()
+        {
+            return Err(old.clone());
+        }
+        let submission = Arc::new(make(ring.next));
+        ring.next += 1;
+        ring.slots[slot] = Some(submission.clone());
+        Ok(submission)
+    }
+
+    /// What `seq` stands for; `EINVAL` if it was never given out.
+    pub(crate) fn find(&self, seq: u64) -> Result<Lookup, Errno> {
+        let ring = self.lock();
+        if seq >= ring.next {
+            return Err(Errno::INVAL);
+        }
+        if seq == 0 || ring.next - seq > ring.slots.len() as u64 {
+            return Ok(Lookup::Gone);
+        }
+        let slot = (seq % ring.slots.len() as u64) as usize;
+        Ok(ring.slots[slot].clone().map_or(Lookup::Gone, Lookup::Known))
+    }
+
+    /// The oldest submission that has not ended.
+    pub(crate) fn oldest(&self) -> Option<Arc<Submission>> {
+        let mut ring = self.lock();
+        while ring.oldest < ring.next {
+            let slot = (ring.oldest % ring.slots.len() as u64) as usize;
+            match &ring.slots[slot] {
+                Some(s) if s.seq == ring.oldest && s.outcome().is_none() => return Some(s.clone()),
+                _ => ring.oldest += 1,
+            }
+        }
+        None
+    }
+
+    /// All that have not ended.
+    pub(crate) fn pending(&self) -> Vec<Arc<Submission>> {
+        let ring = self.lock();
+        ring.slots.iter().flatten().filter(|s| s.outcome().is_none()).cloned().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn make(seq: u64) -> Submission {
+        Submission::new(seq, Vec::new(), 1, Duration::from_secs(1))
+    }
+
+    #[test]
+    fn numbers_start_at_one_and_old_ones_are_gone() {
+        let window = Window::new(4);
+        for seq in 1..=9 {
+            let entered = window.enter(make).unwrap();
+            assert_eq!(entered.seq, seq);
+            assert!(entered.end(Outcome::Completed, 7));
+        }
+        assert!(matches!(window.find(0), Ok(Lookup::Gone)));
+        assert!(matches!(window.find(5), Ok(Lookup::Gone)));
+        assert!(matches!(window.find(6), Ok(Lookup::Known(s)) if s.seq == 6));
+        assert_eq!(window.find(10).unwrap_err(), Errno::INVAL);
+    }
+
+    #[test]
+    fn a_full_window_names_the_submission_in_the_way() {
+        let window = Window::new(2);
+        let first = window.enter(make).unwrap();
+        let second = window.enter(make).unwrap();
+        assert!(second.end(Outcome::Completed, 0));
+        assert_eq!(window.enter(make).unwrap_err().seq, 1);
+        assert_eq!(window.oldest().unwrap().seq, 1);
+        assert!(first.end(Outcome::Aborted, 0));
+        assert!(!first.end(Outcome::Completed, 0));
+        assert_eq!(first.outcome(), Some(Outcome::Aborted));
+        assert_eq!(window.enter(make).unwrap().seq, 3);
+        assert_eq!(window.pending().len(), 1);
+    }
+}

@@ -1,0 +1,185 @@
+//! A machine of its own for each test program, and the few C calls every test makes.
+
+#![allow(dead_code)] // Each test program uses its own part of this.
+
+use std::ffi::{CString, c_int, c_void};
+use std::path::PathBuf;
+use std::sync::Once;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use hl_thunk::sys::{self, CsChunk, CsIn, CsOut};
+use soft_gaudi::api::*;
+use soft_gaudi::asic::bus_id;
+
+/// Name of this program's machine.
+pub(crate) fn node_name() -> String {
+    std::env::var("SOFT_GAUDI_NODE").unwrap_or_else(|_| format!("test-{}", std::process::id()))
+}
+
+/// Folder of this program's machine.
+pub(crate) fn node_folder() -> PathBuf {
+    let user = rustix::process::geteuid().as_raw();
+    PathBuf::from(format!("/dev/shm/soft-gaudi-{user}")).join(node_name())
+}
+
+/// Sets the machine up, once; it is removed when the program ends.
+pub(crate) fn machine(generation: &str) {
+    static SET: Once = Once::new();
+    SET.call_once(|| {
+        let name = node_name();
+        // SAFETY: the variables are read by the library at its first call, which comes later; no
+        // test reads the environment meanwhile.
+        unsafe {
+            std::env::set_var("SOFT_GAUDI_NODE", name);
+            if std::env::var_os("SOFT_GAUDI_GENERATION").is_none() {
+                std::env::set_var("SOFT_GAUDI_GENERATION", generation);
+            }
+            std::env::set_var("SOFT_GAUDI_DEVICES", "64");
+        }
+        extern "C" fn remove() {
+            let _ = std::fs::remove_dir_all(node_folder());
+        }
+        // A program started by another test shares that one's machine and leaves it alone.
+        if std::env::var_os("SOFT_GAUDI_TEST_CHILD").is_none() {
+            // SAFETY: the handler takes no arguments and may run at any time.
+            unsafe { libc::atexit(remove) };
+        }
+    });
+}
+
+/// A card that no other test of this program uses.
+pub(crate) fn fresh_index() -> u32 {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+/// Opens a card by index.
+pub(crate) fn open(index: u32) -> c_int {
+    let busid = CString::new(bus_id(index)).unwrap();
+    hlthunk_open(sys::DEVICE_DONT_CARE, busid.as_ptr())
+}
+
+/// Opens a card of its own for a test.
+pub(crate) fn card() -> c_int {
+    let fd = open(fresh_index());
+    assert!(fd >= 0, "open: {fd}");
+    fd
+}
+
+/// `errno` of this thread.
+pub(crate) fn errno() -> i32 {
+    std::io::Error::last_os_error().raw_os_error().unwrap_or(0)
+}
+
+/// Maps host memory and checks that it worked.
+pub(crate) fn map_host(fd: c_int, memory: &mut [u8]) -> u64 {
+    let va = hlthunk_host_memory_map(fd, memory.as_mut_ptr().cast(), 0, memory.len() as u64);
+    assert_ne!(va, 0, "host_memory_map: errno {}", errno());
+    va
+}
+
+/// Allocates and maps device memory: handle and address.
+pub(crate) fn alloc(fd: c_int, size: u64) -> (u64, u64) {
+    let handle = hlthunk_device_memory_alloc(fd, size, 0, true, false);
+    assert_ne!(handle, 0, "device_memory_alloc: errno {}", errno());
+    let va = hlthunk_device_memory_map(fd, handle, 0);
+    assert_ne!(va, 0, "device_memory_map: errno {}", errno());
+    (handle, va)
+}
+
+/// Golden bytes of a Gaudi2 copy: size, control word 0x89000000, source, destination.
+pub(crate) fn gaudi2_copy(src: u64, dst: u64, size: u32) -> Vec<u8> {
+    let mut packet = size.to_le_bytes().to_vec();
+    packet.extend_from_slice(&[0x00, 0x00, 0x00, 0x89]);
+    packet.extend_from_slice(&src.to_le_bytes());
+    packet.extend_from_slice(&dst.to_le_bytes());
+    packet
+}
+
+/// Golden bytes of a Gaudi1 copy: size, control word 0xC9000008, source, destination.
+pub(crate) fn gaudi1_copy(src: u64, dst: u64, size: u32) -> Vec<u8> {
+    let mut packet = size.to_le_bytes().to_vec();
+    packet.extend_from_slice(&[0x08, 0x00, 0x00, 0xc9]);
+    packet.extend_from_slice(&src.to_le_bytes());
+    packet.extend_from_slice(&dst.to_le_bytes());
+    packet
+}
+
+/// Submits chunks: sequence number or negative errno.
+pub(crate) fn submit(fd: c_int, chunks: &mut [CsChunk]) -> Result<u64, c_int> {
+    let input = CsIn {
+        chunks_restore: core::ptr::null_mut(),
+        chunks_execute: chunks.as_mut_ptr().cast::<c_void>(),
+        num_chunks_restore: 0,
+        num_chunks_execute: chunks.len() as u32,
+        flags: 0,
+    };
+    let mut out = CsOut::default();
+    match hlthunk_command_submission(fd, &input, &mut out) {
+        0 => Ok(out.seq),
+        error => Err(error),
+    }
+}
+
+/// A chunk whose buffer is in memory that the card reaches.
+pub(crate) fn user_chunk(queue: u32, addr: u64, size: usize) -> CsChunk {
+    CsChunk {
+        cb_handle: addr,
+        queue_index: queue,
+        cb_size: size as u32,
+        cs_chunk_flags: sys::CS_CHUNK_USER_ALLOC_CB,
+        ..CsChunk::default()
+    }
+}
+
+/// Waits "for ever": result and status.
+pub(crate) fn wait(fd: c_int, seq: u64) -> (c_int, u32) {
+    let mut status = 99;
+    let rc = hlthunk_wait_for_cs(fd, seq, i64::MAX as u64, &mut status);
+    (rc, status)
+}
+
+/// A command buffer in host memory, for Gaudi2.
+pub(crate) struct UserBuffer {
+    fd: c_int,
+    memory: Box<[u8]>,
+    /// Where the card sees it.
+    pub(crate) va: u64,
+}
+
+impl UserBuffer {
+    /// Maps `packets` for the card.
+    pub(crate) fn new(fd: c_int, packets: &[u8]) -> Self {
+        let mut memory: Box<[u8]> = packets.into();
+        let va = map_host(fd, &mut memory);
+        Self { fd, memory, va }
+    }
+
+    /// Submits it to a queue.
+    pub(crate) fn submit(&self, queue: u32) -> Result<u64, c_int> {
+        submit(self.fd, &mut [user_chunk(queue, self.va, self.memory.len())])
+    }
+}
+
+impl Drop for UserBuffer {
+    fn drop(&mut self) {
+        hlthunk_memory_unmap(self.fd, self.va);
+    }
+}
+
+/// Runs packets on a Gaudi2 queue and waits for them.
+pub(crate) fn run(fd: c_int, queue: u32, packets: &[u8]) -> (c_int, u32) {
+    let buffer = UserBuffer::new(fd, packets);
+    wait(fd, buffer.submit(queue).unwrap())
+}
+
+/// Bytes that differ from place to place.
+pub(crate) fn pattern(len: usize, seed: u32) -> Vec<u8> {
+    let mut state = seed | 1;
+    (0..len)
+        .map(|_| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 24) as u8
+        })
+        .collect()
+}

@@ -21,6 +21,7 @@ use crate::interrupts::Interrupts;
 use crate::node::{Node, Role, node};
 use crate::queue::Queue;
 use crate::registers::Registers;
+use crate::signals::Signals;
 use crate::state::{self, DeviceState};
 use crate::submission::Window;
 use crate::{dmabuf, guarded, ownership, workers};
@@ -47,6 +48,7 @@ pub(crate) struct Context {
     pub(crate) ready: Mutex<VecDeque<u32>>,
     pub(crate) registers: Mutex<Registers>,
     pub(crate) interrupts: Interrupts,
+    signals: Mutex<Signals>,
     pub(crate) events: Events,
     /// Debug mode was entered.
     debugging: AtomicBool,
@@ -118,6 +120,7 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
         ready: Mutex::default(),
         registers: Mutex::new(Registers::new(profile)),
         interrupts: Interrupts::default(),
+        signals: Mutex::new(Signals::new(profile)),
         events: Events::default(),
         debugging: AtomicBool::new(false),
         any_waiters: AtomicU64::new(0),
@@ -205,6 +208,10 @@ impl Context {
 
     pub(crate) fn buffers(&self) -> MutexGuard<'_, CommandBuffers> {
         self.buffers.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    pub(crate) fn signals(&self) -> MutexGuard<'_, Signals> {
+        self.signals.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
     /// Publishes how much DRAM is allocated.

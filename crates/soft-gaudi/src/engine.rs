@@ -22,6 +22,7 @@ use crate::packet::LinDma;
 use crate::processor::{Bus, Fault, Pause, Program};
 use crate::queue::Job;
 use crate::registers::{Consequences, Registers};
+use crate::signals::Sob;
 use crate::state::Drop;
 use crate::submission::{Lookup, Outcome, Submission};
 use crate::sync_manager::Effect;
@@ -71,6 +72,7 @@ impl Context {
         fd: BorrowedFd<'_>,
         submission: Arc<Submission>,
         programs: Vec<(u32, Program)>,
+        sob: Option<Arc<Sob>>,
     ) {
         let mut idle = Vec::new();
         {
@@ -80,7 +82,7 @@ impl Context {
                 if target.len() == 0 {
                     idle.push(queue);
                 }
-                target.push(Job { submission: submission.clone(), program });
+                target.push(Job { submission: submission.clone(), program, sob: sob.clone() });
             }
         }
         // A queue that was not idle has someone to run it: a thread, the workers or a fence.
@@ -183,10 +185,10 @@ impl Context {
             let back = match turn.processor.run(&bus, budget) {
                 Ok(Pause::Done) => {
                     let (job, next) = target.finish(turn);
-                    if let Some(job) = job
-                        && job.submission.job_done()
-                    {
-                        self.end(&job.submission, Outcome::Completed);
+                    if let Some(Job { submission, sob, .. }) = job {
+                        // Free for reuse before anyone can know that it is.
+                        drop(sob);
+                        self.job_done(&submission);
                     }
                     next
                 }
@@ -355,6 +357,20 @@ impl Context {
             self.end(&submission, Outcome::Aborted);
         }
         self.interrupts.wake();
+    }
+
+    /// Writes a register on behalf of the driver.
+    pub(crate) fn set_register(&self, addr: u64, value: u32) {
+        let mut then = Consequences::default();
+        self.registers.lock().unwrap_or_else(|p| p.into_inner()).write(addr, value, &mut then);
+        debug_assert!(then.effects.is_empty());
+    }
+
+    /// One job of a submission is done, or a stage that was to come is not coming any more.
+    pub(crate) fn job_done(&self, submission: &Submission) {
+        if submission.job_done() {
+            self.end(submission, Outcome::Completed);
+        }
     }
 
     /// The card raises an interrupt of the user.

@@ -34,6 +34,7 @@ mod pinning;
 mod processor;
 mod queue;
 mod registers;
+mod signals;
 mod state;
 mod submission;
 mod sync_manager;

@@ -1,7 +1,7 @@
 //! Submissions: sequence numbers, the window of those in flight, and how one learns of their end.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
@@ -44,6 +44,8 @@ pub(crate) struct Submission {
     pub(crate) queues: Vec<u32>,
     pub(crate) submitted: Instant,
     pub(crate) timeout: Duration,
+    /// For a signal: the value its sync object has after it.
+    signal: OnceLock<u32>,
     jobs: AtomicU32,
     /// Futex: [`PENDING`] or an outcome's code.
     state: AtomicU32,
@@ -58,11 +60,27 @@ impl Submission {
             queues,
             submitted: Instant::now(),
             timeout,
+            signal: OnceLock::new(),
             jobs: AtomicU32::new(jobs),
             state: AtomicU32::new(PENDING),
             sleepers: AtomicU32::new(0),
             finished_ns: AtomicU64::new(0),
         }
+    }
+
+    /// Makes it a signal.
+    pub(crate) fn set_signal(&self, value: u32) {
+        let _ = self.signal.set(value);
+    }
+
+    /// For a signal: the value its sync object has after it.
+    pub(crate) fn signal(&self) -> Option<u32> {
+        self.signal.get().copied()
+    }
+
+    /// Another stage adds its jobs; the submission must not have ended.
+    pub(crate) fn add_jobs(&self, count: u32) {
+        self.jobs.fetch_add(count, Ordering::AcqRel);
     }
 
     /// One job is done; true if it was the last.

@@ -12,6 +12,7 @@ mod ioctl;
 mod memory;
 mod nodes;
 mod refused;
+mod signals;
 mod telemetry;
 mod waits;
 
@@ -22,6 +23,7 @@ pub use ioctl::*;
 pub use memory::*;
 pub use nodes::*;
 pub use refused::*;
+pub use signals::*;
 pub use telemetry::*;
 pub use waits::*;
 

@@ -129,8 +129,7 @@ impl Backend for Owner {
                 "another part of this process may use the card's address space; report this",
             ));
         }
-        let whole = Mutex::default();
-        Ok(Box::new(MappedPage { whole, mapping: Arc::new(mapping), len }))
+        Ok(Box::new(MappedPage::new(mapping, len)))
     }
 
     unsafe fn pin(&self, ptr: *mut u8, len: usize) -> Result<HostPin, Error> {
@@ -244,28 +243,45 @@ fn shared(
 /// Memory from the driver's allocator, mapped.
 #[derive(Debug)]
 struct MappedPage {
-    whole: Mutex<Option<DmaBuf>>,
+    /// Exports of all of it, by the call that made them.
+    by_mapped: Mutex<Option<DmaBuf>>,
+    by_whole: Mutex<Option<DmaBuf>>,
     mapping: Arc<DeviceMapping>,
     len: u64,
 }
 
+impl MappedPage {
+    fn new(mapping: DeviceMapping, len: u64) -> Self {
+        let (by_mapped, by_whole) = (Mutex::default(), Mutex::default());
+        Self { by_mapped, by_whole, mapping: Arc::new(mapping), len }
+    }
+
+    fn best(&self) -> ExportCall {
+        ExportCall::best(self.mapping.device().library())
+    }
+}
+
 impl Page for MappedPage {
-    fn export_whole(&self) -> Result<OwnedFd, Error> {
-        shared(&self.whole, || DmaBuf::export(&self.mapping, 0, self.len, ExportCall::Best))
+    fn export_whole(&self, call: Option<ExportCall>) -> Result<OwnedFd, Error> {
+        let call = call.unwrap_or_else(|| self.best());
+        let kept = match call {
+            ExportCall::Mapped => &self.by_mapped,
+            ExportCall::Whole => &self.by_whole,
+        };
+        shared(kept, || DmaBuf::export(&self.mapping, 0, self.len, call))
     }
 
     fn export_part(&self, offset: u64, len: u64) -> Result<OwnedFd, Error> {
-        let part = DmaBuf::export(&self.mapping, offset, len, ExportCall::Best);
+        let part = DmaBuf::export(&self.mapping, offset, len, self.best());
         duplicate(&part.map_err(export_failed)?)
     }
 
     fn give_back(self: Box<Self>) -> Result<(), Box<dyn Page>> {
-        let MappedPage { whole, mapping, len } = *self;
-        drop(whole);
+        let MappedPage { by_mapped, by_whole, mapping, len } = *self;
+        drop((by_mapped, by_whole));
         let mapping = Arc::into_inner(mapping).expect("exports are gone, nobody else holds it");
         mapping.unmap().map_err(|(mapping, _still_exported)| {
-            let (whole, mapping) = (Mutex::default(), Arc::new(mapping));
-            Box::new(MappedPage { whole, mapping, len }) as Box<dyn Page>
+            Box::new(MappedPage::new(mapping, len)) as Box<dyn Page>
         })
     }
 }
@@ -280,7 +296,8 @@ struct PhysicalPage {
 }
 
 impl Page for PhysicalPage {
-    fn export_whole(&self) -> Result<OwnedFd, Error> {
+    /// There is only one call for physical memory.
+    fn export_whole(&self, _call: Option<ExportCall>) -> Result<OwnedFd, Error> {
         shared(&self.whole, || DmaBuf::export_physical(&self.device, self.addr, self.len))
     }
 

@@ -4,6 +4,7 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use hl_thunk::Direction;
@@ -53,12 +54,26 @@ pub(crate) struct Engine {
     backend: Arc<dyn Backend>,
     limits: Result<CopyLimits, Error>,
     in_flight: Mutex<InFlight<Arc<Flight>>>,
+    lost: AtomicBool,
 }
 
 impl Engine {
     pub(crate) fn new(backend: Arc<dyn Backend>) -> Self {
         let limits = backend.copy_limits();
-        Self { backend, limits, in_flight: Mutex::default() }
+        Self { backend, limits, in_flight: Mutex::default(), lost: AtomicBool::new(false) }
+    }
+
+    /// Whether the hardware was lost.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.lost.load(Ordering::Relaxed)
+    }
+
+    /// Takes note of an error that means the hardware is gone.
+    fn note(&self, error: Error) -> Error {
+        if error.is_device_lost() {
+            self.lost.store(true, Ordering::Relaxed);
+        }
+        error
     }
 
     /// What a submission may be, or why there can be none.
@@ -89,7 +104,7 @@ impl Engine {
         let outcome = match self.backend.wait(flight.ticket, timeout_us) {
             Ok(false) => return None,
             Ok(true) => Ok(()),
-            Err(error) => Err(error),
+            Err(error) => Err(self.note(error)),
         };
         let holds = {
             let mut state = flight.state();
@@ -172,7 +187,8 @@ impl Reservation<'_> {
         holds: Vec<Hold>,
     ) -> Result<Arc<Flight>, Error> {
         // SAFETY: the caller's promise.
-        let ticket = unsafe { self.engine.backend.submit(direction, moves)? };
+        let submitted = unsafe { self.engine.backend.submit(direction, moves) };
+        let ticket = submitted.map_err(|error| self.engine.note(error))?;
         let mut touches = Vec::with_capacity(2 * moves.len());
         for dma in moves {
             let mut touch = |start: u64, len: u32| touches.push(start..start + u64::from(len));

@@ -9,6 +9,7 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use hl_thunk::ExportCall;
 pub(crate) use table::{Entry, Table};
 
 use crate::backend::{Backend, Geometry, Page};
@@ -72,6 +73,15 @@ impl Location {
     pub fn device(&self) -> Option<Arc<Device>> {
         crate::runtime().device(self.device_id)
     }
+}
+
+/// How much of a page an export covers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Extent {
+    /// All of it, shared by its tenants; made with this driver call, or the best there is.
+    Page(Option<ExportCall>),
+    /// The range alone, rounded out to 4 KiB.
+    Alone,
 }
 
 /// A device's memory: the driver's pages, and the pool over them.
@@ -197,7 +207,12 @@ impl Memory {
     }
 
     /// A descriptor for a range inside one allocation, and where in it the range starts.
-    pub(crate) fn export(&self, addr: u64, len: u64, alone: bool) -> Result<(OwnedFd, u64), Error> {
+    pub(crate) fn export(
+        &self,
+        addr: u64,
+        len: u64,
+        extent: Extent,
+    ) -> Result<(OwnedFd, u64), Error> {
         let state = self.state();
         let found = state.pool.span_at(addr).and_then(|span| {
             let page = state.pages.get(&span.start)?;
@@ -207,8 +222,8 @@ impl Memory {
             let detail = format!("{} is not device memory", DeviceAddr(addr));
             return Err(Error::new(ErrorKind::InvalidParams, EXPORTING, detail, ""));
         };
-        if !alone {
-            return Ok((page.export_whole()?, offset));
+        if let Extent::Page(call) = extent {
+            return Ok((page.export_whole(call)?, offset));
         }
         let start = offset & !(GRANULE - 1);
         let end = (offset + len).next_multiple_of(GRANULE);

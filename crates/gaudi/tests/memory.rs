@@ -104,6 +104,20 @@ fn pages_are_given_back_and_a_full_card_says_so() {
 }
 
 #[test]
+fn addresses_between_two_pages_in_use_can_be_used_again() {
+    let device = setup();
+    let mut pages: Vec<_> = (0..4).map(|_| device.alloc(DRIVER_PAGE, 1).unwrap()).collect();
+    // The kept spare first, then the hole.
+    drop(pages.remove(3));
+    drop(pages.remove(1));
+    let reserved = device.memory().reserved;
+    assert_eq!(reserved, 3 * DRIVER_PAGE);
+    let more: Vec<_> = (0..3).map(|_| device.alloc(DRIVER_PAGE, 1).unwrap()).collect();
+    assert_eq!(device.memory().reserved, 5 * DRIVER_PAGE);
+    drop((pages, more));
+}
+
+#[test]
 fn two_devices_never_have_the_same_addresses() {
     let (one, two) = (setup(), fresh());
     let (a, b) = (one.alloc(1 << 20, 1).unwrap(), two.alloc(1 << 20, 1).unwrap());

@@ -144,34 +144,35 @@ impl Memory {
         let Some(bytes) = whole.filter(|&bytes| bytes <= self.geometry.total) else {
             return Err(self.exhausted(state, len));
         };
-        match self.add_page(state, backend, bytes) {
-            Err(error) if error.kind() == ErrorKind::OutOfMemory => {
-                // Pages kept for later may be what is missing.
-                let spare = state.pool.empty_spans();
-                let freed = spare.into_iter().filter(|&span| give_back(state, span)).count();
-                if freed == 0 {
-                    return Err(self.exhausted(state, len));
-                }
-                self.add_page(state, backend, bytes).map_err(|error| {
-                    let full = error.kind() == ErrorKind::OutOfMemory;
-                    if full { self.exhausted(state, len) } else { error }
-                })
-            }
-            other => other,
+        let first = match self.add_page(state, backend, bytes) {
+            Err(error) if error.kind() == ErrorKind::OutOfMemory => error,
+            other => return other,
+        };
+        // Pages kept for later may be what is missing.
+        let spare = state.pool.empty_spans();
+        if spare.into_iter().filter(|&span| give_back(state, span)).count() == 0 {
+            return Err(first);
         }
+        self.add_page(state, backend, bytes)
     }
 
     fn add_page(&self, state: &mut State, backend: &dyn Backend, bytes: u64) -> Result<(), Error> {
-        let at = match self.geometry.physical_base {
+        let gap = || match self.geometry.physical_base {
             Some(_) if !state.pages.is_empty() => None,
             Some(base) => Some(base),
             None => {
-                let taken = state.pool.spans().map(|span| (span.start, span.len));
-                find_gap(&self.window, taken, self.geometry.page, bytes)
+                // The driver honours a hint only if the block of free addresses goes on beyond
+                // the mapping: keep a page of addresses free behind each.
+                let page = self.geometry.page;
+                let taken = state.pool.spans().map(|span| (span.start, span.len + page));
+                find_gap(&self.window, taken, page, bytes.checked_add(page)?)
             }
         };
-        let at = at.ok_or_else(|| self.exhausted(state, bytes))?;
-        let page = backend.take_page(DeviceAddr(at), bytes)?;
+        let at = gap().ok_or_else(|| self.exhausted(state, bytes))?;
+        let page = backend.take_page(DeviceAddr(at), bytes).map_err(|error| {
+            let usual = error.errno() == Some(libc::ENOMEM);
+            if usual { self.exhausted(state, bytes) } else { error }
+        })?;
         state.pages.insert(at, page);
         state.pool.add_span(at, bytes);
         Ok(())

@@ -12,6 +12,7 @@ use crate::backend::{Backend, HostPin};
 use crate::copy::BOUNCE_LEN;
 use crate::copy::engine::Engine;
 use crate::copy::ring::Ring;
+use crate::copy::short::copy_short;
 use crate::memory::{Entry, Extent, Memory, Table};
 use crate::runtime::Registration;
 use crate::window::{Announcement, Blocked};
@@ -256,6 +257,10 @@ impl Device {
         src: Side,
         len: usize,
     ) -> Result<(), Error> {
+        // SAFETY: the caller's promise.
+        if let Some(done) = unsafe { copy_short(self, dst, src, len) } {
+            return done.map_err(|error| error.on(self));
+        }
         let segment = Segment { dst, src, len, host_region: None };
         // SAFETY: the caller's promise.
         let started = unsafe { Transfer::start(self, &[segment], true) };
@@ -269,27 +274,20 @@ impl Device {
 
     /// Sets `len` bytes of device memory to `byte` and returns when it is done.
     pub fn fill(self: &Arc<Self>, addr: DeviceAddr, len: u64, byte: u8) -> Result<(), Error> {
-        let moves = self.engine.limits().map_err(|error| error.on(self))?.moves;
+        self.can_copy()?;
         if len == 0 {
             return Ok(());
         }
         self.check_own(addr, len, "filling device memory")?;
-        let pieces: Vec<LinDma> = packet::split(len)
-            .map(|(at, len)| LinDma::Fill { dst: DeviceAddr(addr.0 + at), len, byte })
-            .collect();
-        for batch in pieces.chunks(moves) {
-            let reservation = loop {
-                match self.engine.reserve() {
-                    Some(reservation) => break reservation,
-                    None => self.engine.wait_for_oldest(),
-                }
+        for (at, len) in packet::split(len) {
+            let dma = LinDma::Fill { dst: DeviceAddr(addr.0 + at), len, byte };
+            // On record while it runs, so that freeing the memory waits for it.
+            // SAFETY: only device memory is written, of an allocation that is live.
+            let flight = unsafe {
+                self.engine.make_room().launch(Direction::DeviceToDevice, &[dma], Vec::new())
             };
-            // SAFETY: only device memory of a live allocation is written; if the caller frees it
-            // meanwhile, freeing waits.
-            let flight =
-                unsafe { reservation.launch(Direction::DeviceToDevice, batch, Vec::new()) };
-            let finished = flight.and_then(|flight| self.engine.wait(&flight));
-            finished.map_err(|error| error.on(self))?;
+            let filled = flight.and_then(|flight| self.engine.wait(&flight));
+            filled.map_err(|error| error.on(self))?;
         }
         Ok(())
     }

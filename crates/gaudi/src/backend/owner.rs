@@ -65,6 +65,30 @@ impl Commands {
     }
 }
 
+/// A slot that is given back unless a submission keeps it.
+struct TakenSlot<'a> {
+    slots: &'a Slots,
+    index: u32,
+}
+
+impl<'a> TakenSlot<'a> {
+    fn new(slots: &'a Slots) -> Option<Self> {
+        slots.take().map(|index| Self { slots, index })
+    }
+
+    fn keep(self) -> u32 {
+        let index = self.index;
+        std::mem::forget(self);
+        index
+    }
+}
+
+impl Drop for TakenSlot<'_> {
+    fn drop(&mut self) {
+        self.slots.give(self.index);
+    }
+}
+
 impl Owner {
     pub(crate) fn new(device: hl_thunk::Device) -> Self {
         let queues = [Direction::HostToDevice, Direction::DeviceToHost, Direction::DeviceToDevice]
@@ -174,31 +198,25 @@ impl Backend for Owner {
     unsafe fn submit(&self, direction: Direction, moves: &[LinDma]) -> Result<Ticket, Error> {
         let operation = "submitting a copy";
         let commands = self.commands()?;
-        let mut packets = [0; SLOT_LEN];
-        let len = moves.len() * LIN_DMA_LEN;
-        for (packet, dma) in packets[..len].chunks_exact_mut(LIN_DMA_LEN).zip(moves) {
-            let encoded = dma.encode(self.device.generation()).ok_or_else(|| {
-                let detail = format!("an address of {dma:?} does not fit the packet");
-                Error::new(ErrorKind::InvalidParams, operation, detail, "report this")
-            })?;
-            packet.copy_from_slice(&encoded);
-        }
-        let slot = commands.slots.take().ok_or_else(|| {
+        let slot = TakenSlot::new(&commands.slots).ok_or_else(|| {
             let detail = "more submissions in flight than command buffers";
             Error::new(ErrorKind::DmaFailed, operation, detail, "report this")
         })?;
-        let (buffer, offset) = commands.place(slot);
-        let queue = self.queue(direction);
-        // SAFETY: the slot was free, so nothing in flight uses it, and is now ours.
-        unsafe { buffer.write(offset, &packets[..len]) };
-        // SAFETY: the slot stays taken until the ticket is retired; memory is the caller's promise.
-        match unsafe { self.device.submit(&[Chunk { buffer, offset, len, queue }]) } {
-            Ok(sequence) => Ok(Ticket { sequence, slot }),
-            Err(error) => {
-                commands.slots.give(slot);
-                Err(Error::driver(Phase::Copy, operation, error))
-            }
+        let (buffer, offset) = commands.place(slot.index);
+        let len = moves.len() * LIN_DMA_LEN;
+        for (at, dma) in moves.iter().enumerate() {
+            let packet = dma.encode(self.device.generation()).ok_or_else(|| {
+                let detail = format!("an address of {dma:?} does not fit the packet");
+                Error::new(ErrorKind::InvalidParams, operation, detail, "report this")
+            })?;
+            // SAFETY: the slot was free, so nothing in flight uses it, and is now ours.
+            unsafe { buffer.write(offset + at * LIN_DMA_LEN, &packet) };
         }
+        let queue = self.queue(direction);
+        // SAFETY: the slot stays taken until the ticket is retired; memory is the caller's promise.
+        let sequence = unsafe { self.device.submit(&[Chunk { buffer, offset, len, queue }]) }
+            .map_err(|error| Error::driver(Phase::Copy, operation, error))?;
+        Ok(Ticket { sequence, slot: slot.keep() })
     }
 
     fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error> {

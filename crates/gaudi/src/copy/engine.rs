@@ -96,6 +96,16 @@ impl Engine {
         Some(Reservation { engine: self, floor })
     }
 
+    /// Room for one submission, waiting for it if need be. Only for devices that can copy.
+    pub(crate) fn make_room(&self) -> Reservation<'_> {
+        loop {
+            match self.reserve() {
+                Some(reservation) => return reservation,
+                None => self.wait_for_oldest(),
+            }
+        }
+    }
+
     /// Looks at a submission, sleeping in the driver up to `timeout_us` if it is not done.
     pub(crate) fn settle(&self, flight: &Flight, timeout_us: u32) -> Option<Result<(), Error>> {
         if let Some(outcome) = &flight.state().outcome {
@@ -131,6 +141,28 @@ impl Engine {
         }
     }
 
+    /// One move, waited for. What would otherwise keep count of it, and keep what it needs, is this
+    /// call: the reservation stands for it until it has ended.
+    ///
+    /// # Safety
+    /// Everything the move names must stay valid until this returns.
+    pub(crate) unsafe fn run(&self, direction: Direction, dma: LinDma) -> Result<(), Error> {
+        let _reservation = self.make_room();
+        // SAFETY: the caller's promise.
+        let submitted = unsafe { self.backend.submit(direction, &[dma]) };
+        let ticket = submitted.map_err(|error| self.note(error))?;
+        let ended = loop {
+            match self.backend.wait(ticket, PATIENCE_US) {
+                Ok(false) => {}
+                Ok(true) => break Ok(()),
+                Err(error) => break Err(self.note(error)),
+            }
+        };
+        self.backend.retire(ticket);
+        self.in_flight().passed(ticket.sequence);
+        ended
+    }
+
     /// Looks at everything in flight once; how much there still is.
     pub(crate) fn reap(&self) -> usize {
         let flights: Vec<_> = self.in_flight().running.values().cloned().collect();
@@ -144,7 +176,7 @@ impl Engine {
         match oldest {
             // Whoever started it learns how it ended.
             Some(flight) => drop(self.settle(&flight, PATIENCE_US)),
-            // Another thread is between making room and submitting.
+            // Other threads are submitting, or wait for one move each.
             None => std::thread::yield_now(),
         }
     }
@@ -259,6 +291,11 @@ impl<F> InFlight<F> {
     fn finish(&mut self, sequence: u64) {
         self.running.remove(&sequence);
     }
+
+    /// A number was used by a submission that is not on record.
+    fn passed(&mut self, sequence: u64) {
+        self.last = self.last.max(sequence);
+    }
 }
 
 #[cfg(test)]
@@ -270,6 +307,9 @@ mod tests {
     enum Step {
         Reserve,
         Submit(usize),
+        /// Submitted, but kept as a reservation until it has ended.
+        SubmitUnrecorded(usize),
+        EndUnrecorded(usize),
         Cancel(usize),
         Finish(usize),
     }
@@ -282,6 +322,8 @@ mod tests {
             steps in prop::collection::vec(prop_oneof![
                 4 => Just(Step::Reserve),
                 4 => any::<usize>().prop_map(Step::Submit),
+                2 => any::<usize>().prop_map(Step::SubmitUnrecorded),
+                2 => any::<usize>().prop_map(Step::EndUnrecorded),
                 1 => any::<usize>().prop_map(Step::Cancel),
                 3 => any::<usize>().prop_map(Step::Finish),
             ], 1..300)
@@ -289,13 +331,15 @@ mod tests {
             let mut window = InFlight::<()>::default();
             let mut reserved = Vec::new();
             let mut running: Vec<u64> = Vec::new();
+            let mut unrecorded: Vec<(u64, u64)> = Vec::new();
             let mut next = 1;
             for step in steps {
                 match step {
                     Step::Reserve => reserved.extend(window.reserve(budget)),
                     Step::Submit(pick) if !reserved.is_empty() => {
                         let floor = reserved.swap_remove(pick % reserved.len());
-                        if let Some(&oldest) = running.iter().min() {
+                        let in_flight = running.iter().chain(unrecorded.iter().map(|(_, seq)| seq));
+                        if let Some(&oldest) = in_flight.min() {
                             prop_assert!(next - oldest < budget, "the library would spin");
                         }
                         prop_assert!(next >= floor);
@@ -304,13 +348,31 @@ mod tests {
                         running.push(next);
                         next += 1;
                     }
+                    Step::SubmitUnrecorded(pick) if !reserved.is_empty() => {
+                        let floor = reserved.swap_remove(pick % reserved.len());
+                        let in_flight = running.iter().chain(unrecorded.iter().map(|(_, seq)| seq));
+                        if let Some(&oldest) = in_flight.min() {
+                            prop_assert!(next - oldest < budget, "the library would spin");
+                        }
+                        unrecorded.push((floor, next));
+                        next += 1;
+                    }
+                    Step::EndUnrecorded(pick) if !unrecorded.is_empty() => {
+                        let (floor, seq) = unrecorded.swap_remove(pick % unrecorded.len());
+                        window.passed(seq);
+                        window.release(floor);
+                    }
                     Step::Cancel(pick) if !reserved.is_empty() => {
                         window.release(reserved.swap_remove(pick % reserved.len()));
                     }
                     Step::Finish(pick) if !running.is_empty() => {
                         window.finish(running.swap_remove(pick % running.len()));
                     }
-                    Step::Submit(_) | Step::Cancel(_) | Step::Finish(_) => {}
+                    Step::Submit(_)
+                    | Step::SubmitUnrecorded(_)
+                    | Step::EndUnrecorded(_)
+                    | Step::Cancel(_)
+                    | Step::Finish(_) => {}
                 }
             }
             // With everything finished there is room again.
@@ -319,6 +381,10 @@ mod tests {
             }
             for sequence in running {
                 window.finish(sequence);
+            }
+            for (floor, sequence) in unrecorded {
+                window.passed(sequence);
+                window.release(floor);
             }
             prop_assert!(window.reserve(budget).is_some());
         }

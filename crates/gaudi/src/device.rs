@@ -5,13 +5,15 @@ use std::fmt;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
+use hl_thunk::ExportCall;
 use hl_thunk::packet::{self, LinDma};
 
 use crate::backend::{Backend, HostPin};
 use crate::copy::BOUNCE_LEN;
 use crate::copy::engine::Engine;
 use crate::copy::ring::Ring;
-use crate::memory::{Entry, Memory, Table};
+use crate::copy::short::copy_short;
+use crate::memory::{Entry, Extent, Memory, Table};
 use crate::runtime::Registration;
 use crate::window::{Announcement, Blocked};
 use crate::{
@@ -148,16 +150,41 @@ impl Device {
     /// All allocations in one driver page share the driver's export, so the descriptor may reach
     /// beyond the range: hand it to a NIC of this process, not to another process.
     pub fn export(&self, addr: DeviceAddr, len: u64) -> Result<(OwnedFd, u64), Error> {
-        self.check_own(addr, len)?;
-        self.memory.export(addr.0, len, false).map_err(|error| error.on(self))
+        self.export_extent(addr, len, Extent::Page(None))
+    }
+
+    /// As [`Device::export`], but with this one of the driver library's two calls; an error where
+    /// the library does not have it.
+    pub fn export_with(
+        &self,
+        addr: DeviceAddr,
+        len: u64,
+        call: ExportCall,
+    ) -> Result<(OwnedFd, u64), Error> {
+        self.export_extent(addr, len, Extent::Page(Some(call)))
     }
 
     /// A dma-buf of its own for `[addr, addr + len)` alone, rounded out to 4 KiB, which nobody
     /// else's memory shares: for what leaves the process. Freeing the allocation does not take it
     /// back: whoever holds the descriptor reaches the range also when it has a new tenant.
     pub fn export_alone(&self, addr: DeviceAddr, len: u64) -> Result<(OwnedFd, u64), Error> {
-        self.check_own(addr, len)?;
-        self.memory.export(addr.0, len, true).map_err(|error| error.on(self))
+        self.export_extent(addr, len, Extent::Alone)
+    }
+
+    fn export_extent(
+        &self,
+        addr: DeviceAddr,
+        len: u64,
+        extent: Extent,
+    ) -> Result<(OwnedFd, u64), Error> {
+        self.check_own(addr, len, "exporting a dma-buf")?;
+        self.memory.export(addr.0, len, extent).map_err(|error| error.on(self))
+    }
+
+    /// Whether the device was reset or went away under our hands. Nothing works on it any more;
+    /// when its last handle and allocation are gone, the card can be opened again.
+    pub fn is_lost(&self) -> bool {
+        self.engine.is_lost()
     }
 
     /// Whether dma-bufs of other devices can be imported; the error says why not.
@@ -186,14 +213,14 @@ impl Device {
         self.imports.find(addr.0, len as u64).is_some()
     }
 
-    fn check_own(&self, addr: DeviceAddr, len: u64) -> Result<(), Error> {
+    fn check_own(&self, addr: DeviceAddr, len: u64, operation: &'static str) -> Result<(), Error> {
         let found = runtime().table().find(addr.0, len.max(1));
         if found.is_some_and(|entry| entry.device == self.id) {
             return Ok(());
         }
         let detail = format!("{len} bytes at {addr} are not in one live allocation of this device");
-        let remedy = "only device memory can be exported; a NIC registers host memory directly";
-        Err(Error::new(ErrorKind::InvalidParams, "exporting a dma-buf", detail, remedy).on(self))
+        let remedy = "only allocated device memory will do; a NIC registers host memory directly";
+        Err(Error::new(ErrorKind::InvalidParams, operation, detail, remedy).on(self))
     }
 
     /// Whether this device can copy; the error says why not.
@@ -230,6 +257,10 @@ impl Device {
         src: Side,
         len: usize,
     ) -> Result<(), Error> {
+        // SAFETY: the caller's promise.
+        if let Some(done) = unsafe { copy_short(self, dst, src, len) } {
+            return done.map_err(|error| error.on(self));
+        }
         let segment = Segment { dst, src, len, host_region: None };
         // SAFETY: the caller's promise.
         let started = unsafe { Transfer::start(self, &[segment], true) };
@@ -243,27 +274,20 @@ impl Device {
 
     /// Sets `len` bytes of device memory to `byte` and returns when it is done.
     pub fn fill(self: &Arc<Self>, addr: DeviceAddr, len: u64, byte: u8) -> Result<(), Error> {
-        let moves = self.engine.limits().map_err(|error| error.on(self))?.moves;
+        self.can_copy()?;
         if len == 0 {
             return Ok(());
         }
-        self.check_own(addr, len)?;
-        let pieces: Vec<LinDma> = packet::split(len)
-            .map(|(at, len)| LinDma::Fill { dst: DeviceAddr(addr.0 + at), len, byte })
-            .collect();
-        for batch in pieces.chunks(moves) {
-            let reservation = loop {
-                match self.engine.reserve() {
-                    Some(reservation) => break reservation,
-                    None => self.engine.wait_for_oldest(),
-                }
+        self.check_own(addr, len, "filling device memory")?;
+        for (at, len) in packet::split(len) {
+            let dma = LinDma::Fill { dst: DeviceAddr(addr.0 + at), len, byte };
+            // On record while it runs, so that freeing the memory waits for it.
+            // SAFETY: only device memory is written, of an allocation that is live.
+            let flight = unsafe {
+                self.engine.make_room().launch(Direction::DeviceToDevice, &[dma], Vec::new())
             };
-            // SAFETY: only device memory of a live allocation is written; if the caller frees it
-            // meanwhile, freeing waits.
-            let flight =
-                unsafe { reservation.launch(Direction::DeviceToDevice, batch, Vec::new()) };
-            let finished = flight.and_then(|flight| self.engine.wait(&flight));
-            finished.map_err(|error| error.on(self))?;
+            let filled = flight.and_then(|flight| self.engine.wait(&flight));
+            filled.map_err(|error| error.on(self))?;
         }
         Ok(())
     }

@@ -23,7 +23,7 @@ pub use copy::{Segment, Side, SubmitError, Transfer};
 pub use device::{Device, DeviceId, MemoryInfo};
 pub use discovery::DeviceInfo;
 pub use error::{Error, ErrorKind};
-pub use hl_thunk::{DeviceAddr, Direction, Generation};
+pub use hl_thunk::{DeviceAddr, Direction, ExportCall, Generation};
 pub use host::HostRegion;
 pub use import::Import;
 pub use memory::{Allocation, Location};

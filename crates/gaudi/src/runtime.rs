@@ -93,7 +93,16 @@ impl Runtime {
             return Err(no_match(choice, &all));
         }
         if let Some(device) = self.find_open(&candidates) {
-            return Ok(device);
+            if !device.is_lost() {
+                return Ok(device);
+            }
+            return Err(Error::new(
+                ErrorKind::DeviceBusy,
+                OPENING,
+                "it was reset, and this process still holds memory of it",
+                "free all memory of this card, then open it again",
+            )
+            .on(&device));
         }
         first_to_open(candidates, |card| self.open_card(card), std::thread::sleep)
     }
@@ -193,6 +202,15 @@ impl Runtime {
     /// no lock meanwhile: the observer may call back.
     pub fn subscribe(&self, observer: Box<dyn Fn(&WindowEvent) + Send + Sync>) {
         self.windows.subscribe(Arc::from(observer));
+    }
+
+    /// Failures of the driver while things were dropped, where nobody could be told, since the last
+    /// call. Whoever writes a log asks now and then.
+    pub fn take_drop_errors(&self) -> Vec<Error> {
+        let Some(Ok(library)) = self.library.get() else { return Vec::new() };
+        let (errors, _lost) = library.take_drop_errors();
+        let name = |error| Error::driver(Phase::Use, "giving something back to the driver", error);
+        errors.into_iter().map(name).collect()
     }
 
     /// Never drop a [`Device`] handle while holding this: closing takes it too.

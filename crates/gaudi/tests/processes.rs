@@ -5,7 +5,7 @@ mod machine;
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Command, Stdio};
 
-use gaudi::{DeviceChoice, ErrorKind, runtime};
+use gaudi::{DeviceChoice, ErrorKind, HostRegion, runtime};
 
 const CHOICE: &str = "GAUDI_TEST_CHOICE";
 
@@ -150,6 +150,27 @@ fn a_missing_library_is_named_once_and_for_all() {
     }
     let mut command = machine::child("a_missing_library_is_named_once_and_for_all");
     let output = command.env("HL_THUNK_LIBRARY", "libno-such-thunk.so").output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+}
+
+#[test]
+fn nothing_is_loaded_until_a_device_is_asked_for() {
+    if machine::is_child() {
+        let loaded = || std::fs::read_to_string("/proc/self/maps").unwrap().contains("soft_gaudi");
+        let mut host = vec![0_u8; 1 << 20];
+        runtime().subscribe(Box::new(|_| {}));
+        assert!(runtime().locate(host.as_ptr() as u64, host.len()).is_none());
+        drop(HostRegion::record(host.as_mut_ptr(), host.len()));
+        assert!(runtime().devices().is_empty());
+        assert!(!loaded());
+        machine::set_up("gaudi2");
+        runtime().discover().unwrap();
+        assert!(loaded());
+        return;
+    }
+    let mut command = machine::child("nothing_is_loaded_until_a_device_is_asked_for");
+    let output = command.output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && text.contains("1 passed"), "{text}");
 }

@@ -7,17 +7,25 @@ use std::sync::Arc;
 use crate::error::check;
 use crate::memory::unmap;
 use crate::sys::{self, MemArgs};
-use crate::{Device, DeviceAddr, DeviceMapping, Error};
+use crate::{Device, DeviceAddr, DeviceMapping, Error, Library};
 
 /// Which of the library's two export calls to use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExportCall {
-    /// The call that takes an offset, if the library has it, else the older one.
-    Best,
     /// The call that takes an offset into a mapping; `ENOSYS` where the library has none.
     Mapped,
     /// The older call, which exports from the start of a mapping.
     Whole,
+}
+
+impl ExportCall {
+    /// The call that takes an offset, if the library has it, else the older one.
+    pub fn best(library: &Library) -> Self {
+        match library.symbols.hlthunk_device_mapped_memory_export_dmabuf_fd {
+            Some(_) => ExportCall::Mapped,
+            None => ExportCall::Whole,
+        }
+    }
 }
 
 /// An exported piece of device memory. It keeps the mapping it was made from.
@@ -52,7 +60,7 @@ impl DmaBuf {
         let addr = mapping.addr().0;
         let mapped = symbols.hlthunk_device_mapped_memory_export_dmabuf_fd;
         let raw = match (call, mapped) {
-            (ExportCall::Best | ExportCall::Mapped, Some(export)) => {
+            (ExportCall::Mapped, Some(export)) => {
                 // SAFETY: plain numbers on an open fd.
                 check("hlthunk_device_mapped_memory_export_dmabuf_fd", || unsafe {
                     export(fd, addr, len, offset, sys::DMABUF_FLAGS)
@@ -62,11 +70,10 @@ impl DmaBuf {
                 let call = "hlthunk_device_mapped_memory_export_dmabuf_fd";
                 return Err(Error::new(call, libc::ENOSYS));
             }
-            // The older call has no offset.
-            _ if offset != 0 => {
+            (ExportCall::Whole, _) if offset != 0 => {
                 return Err(Error::new("hlthunk_device_memory_export_dmabuf_fd", libc::EINVAL));
             }
-            _ => export_from(device, mapping.addr(), len)?,
+            (ExportCall::Whole, _) => export_from(device, mapping.addr(), len)?,
         };
         // SAFETY: the library just opened it for us.
         let fd = unsafe { OwnedFd::from_raw_fd(raw) };

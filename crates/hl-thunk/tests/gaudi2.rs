@@ -88,7 +88,7 @@ fn a_second_opening_is_busy_until_everything_made_from_the_first_is_gone() {
     assert_eq!(busy(), Error { call: "hlthunk_open", errno: libc::EBUSY });
     let memory = DeviceMemory::alloc(&device, 1).unwrap();
     let mapping = Arc::new(memory.map(None).unwrap());
-    let dmabuf = DmaBuf::export(&mapping, 0, 4096, ExportCall::Best).unwrap();
+    let dmabuf = DmaBuf::export(&mapping, 0, 4096, ExportCall::best(library())).unwrap();
     drop((device, memory, mapping));
     assert_eq!(busy().errno, libc::EBUSY, "the dma-buf keeps mapping, memory and card");
     drop(dmabuf);
@@ -194,7 +194,7 @@ fn an_imported_dmabuf_is_copied_like_host_memory() {
     let down = Mapped::new(&exporter, &sent);
     let theirs = DeviceAddr(mapping.addr().0 + 4096);
     copy(&exporter, Direction::HostToDevice, theirs, down.mapping.addr(), 8192);
-    let dmabuf = DmaBuf::export(&mapping, 4096, 8192, ExportCall::Best).unwrap();
+    let dmabuf = DmaBuf::export(&mapping, 4096, 8192, ExportCall::best(library())).unwrap();
     let import = ImportedMapping::new(&importer, dmabuf.as_fd(), 8192).unwrap();
     drop(dmabuf);
     let ours = DeviceMemory::alloc(&importer, 1).unwrap().map(None).unwrap();

@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 use hl_thunk::packet::LinDma;
-use hl_thunk::{DeviceAddr, Direction, Generation};
+use hl_thunk::{DeviceAddr, Direction, ExportCall, Generation};
 
 use super::{Backend, CopyLimits, Geometry, HostPin, Page, Ticket};
 use crate::error::Phase;
@@ -166,12 +166,12 @@ impl State {
 struct FakePage;
 
 impl Page for FakePage {
-    fn export_whole(&self) -> Result<OwnedFd, Error> {
+    fn export_whole(&self, _call: Option<ExportCall>) -> Result<OwnedFd, Error> {
         Err(Error::unsupported("exporting a dma-buf", "the fake device has none", ""))
     }
 
     fn export_part(&self, _offset: u64, _len: u64) -> Result<OwnedFd, Error> {
-        self.export_whole()
+        self.export_whole(None)
     }
 
     fn give_back(self: Box<Self>) -> Result<(), Box<dyn Page>> {

@@ -13,7 +13,7 @@ use std::fmt;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 use hl_thunk::packet::LinDma;
-use hl_thunk::{DeviceAddr, Direction};
+use hl_thunk::{DeviceAddr, Direction, ExportCall};
 
 use crate::Error;
 
@@ -63,8 +63,9 @@ impl fmt::Debug for HostPin {
 
 /// One allocation of the driver's, mapped in the device's window.
 pub(crate) trait Page: Send + Sync + fmt::Debug {
-    /// A new descriptor of the dma-buf of the whole page; all callers share one export.
-    fn export_whole(&self) -> Result<OwnedFd, Error>;
+    /// A new descriptor of the dma-buf of the whole page, made with this driver call (`None`: the
+    /// best there is); all callers share one export per call.
+    fn export_whole(&self, call: Option<ExportCall>) -> Result<OwnedFd, Error>;
 
     /// A new export of `len` bytes from `offset`, both in whole 4 KiB.
     fn export_part(&self, offset: u64, len: u64) -> Result<OwnedFd, Error>;

@@ -65,6 +65,30 @@ impl Commands {
     }
 }
 
+/// A slot that is given back unless a submission keeps it.
+struct TakenSlot<'a> {
+    slots: &'a Slots,
+    index: u32,
+}
+
+impl<'a> TakenSlot<'a> {
+    fn new(slots: &'a Slots) -> Option<Self> {
+        slots.take().map(|index| Self { slots, index })
+    }
+
+    fn keep(self) -> u32 {
+        let index = self.index;
+        std::mem::forget(self);
+        index
+    }
+}
+
+impl Drop for TakenSlot<'_> {
+    fn drop(&mut self) {
+        self.slots.give(self.index);
+    }
+}
+
 impl Owner {
     pub(crate) fn new(device: hl_thunk::Device) -> Self {
         let queues = [Direction::HostToDevice, Direction::DeviceToHost, Direction::DeviceToDevice]
@@ -129,8 +153,7 @@ impl Backend for Owner {
                 "another part of this process may use the card's address space; report this",
             ));
         }
-        let whole = Mutex::default();
-        Ok(Box::new(MappedPage { whole, mapping: Arc::new(mapping), len }))
+        Ok(Box::new(MappedPage::new(mapping, len)))
     }
 
     unsafe fn pin(&self, ptr: *mut u8, len: usize) -> Result<HostPin, Error> {
@@ -175,31 +198,25 @@ impl Backend for Owner {
     unsafe fn submit(&self, direction: Direction, moves: &[LinDma]) -> Result<Ticket, Error> {
         let operation = "submitting a copy";
         let commands = self.commands()?;
-        let mut packets = [0; SLOT_LEN];
-        let len = moves.len() * LIN_DMA_LEN;
-        for (packet, dma) in packets[..len].chunks_exact_mut(LIN_DMA_LEN).zip(moves) {
-            let encoded = dma.encode(self.device.generation()).ok_or_else(|| {
-                let detail = format!("an address of {dma:?} does not fit the packet");
-                Error::new(ErrorKind::InvalidParams, operation, detail, "report this")
-            })?;
-            packet.copy_from_slice(&encoded);
-        }
-        let slot = commands.slots.take().ok_or_else(|| {
+        let slot = TakenSlot::new(&commands.slots).ok_or_else(|| {
             let detail = "more submissions in flight than command buffers";
             Error::new(ErrorKind::DmaFailed, operation, detail, "report this")
         })?;
-        let (buffer, offset) = commands.place(slot);
-        let queue = self.queue(direction);
-        // SAFETY: the slot was free, so nothing in flight uses it, and is now ours.
-        unsafe { buffer.write(offset, &packets[..len]) };
-        // SAFETY: the slot stays taken until the ticket is retired; memory is the caller's promise.
-        match unsafe { self.device.submit(&[Chunk { buffer, offset, len, queue }]) } {
-            Ok(sequence) => Ok(Ticket { sequence, slot }),
-            Err(error) => {
-                commands.slots.give(slot);
-                Err(Error::driver(Phase::Copy, operation, error))
-            }
+        let (buffer, offset) = commands.place(slot.index);
+        let len = moves.len() * LIN_DMA_LEN;
+        for (at, dma) in moves.iter().enumerate() {
+            let packet = dma.encode(self.device.generation()).ok_or_else(|| {
+                let detail = format!("an address of {dma:?} does not fit the packet");
+                Error::new(ErrorKind::InvalidParams, operation, detail, "report this")
+            })?;
+            // SAFETY: the slot was free, so nothing in flight uses it, and is now ours.
+            unsafe { buffer.write(offset + at * LIN_DMA_LEN, &packet) };
         }
+        let queue = self.queue(direction);
+        // SAFETY: the slot stays taken until the ticket is retired; memory is the caller's promise.
+        let sequence = unsafe { self.device.submit(&[Chunk { buffer, offset, len, queue }]) }
+            .map_err(|error| Error::driver(Phase::Copy, operation, error))?;
+        Ok(Ticket { sequence, slot: slot.keep() })
     }
 
     fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error> {
@@ -244,28 +261,45 @@ fn shared(
 /// Memory from the driver's allocator, mapped.
 #[derive(Debug)]
 struct MappedPage {
-    whole: Mutex<Option<DmaBuf>>,
+    /// Exports of all of it, by the call that made them.
+    by_mapped: Mutex<Option<DmaBuf>>,
+    by_whole: Mutex<Option<DmaBuf>>,
     mapping: Arc<DeviceMapping>,
     len: u64,
 }
 
+impl MappedPage {
+    fn new(mapping: DeviceMapping, len: u64) -> Self {
+        let (by_mapped, by_whole) = (Mutex::default(), Mutex::default());
+        Self { by_mapped, by_whole, mapping: Arc::new(mapping), len }
+    }
+
+    fn best(&self) -> ExportCall {
+        ExportCall::best(self.mapping.device().library())
+    }
+}
+
 impl Page for MappedPage {
-    fn export_whole(&self) -> Result<OwnedFd, Error> {
-        shared(&self.whole, || DmaBuf::export(&self.mapping, 0, self.len, ExportCall::Best))
+    fn export_whole(&self, call: Option<ExportCall>) -> Result<OwnedFd, Error> {
+        let call = call.unwrap_or_else(|| self.best());
+        let kept = match call {
+            ExportCall::Mapped => &self.by_mapped,
+            ExportCall::Whole => &self.by_whole,
+        };
+        shared(kept, || DmaBuf::export(&self.mapping, 0, self.len, call))
     }
 
     fn export_part(&self, offset: u64, len: u64) -> Result<OwnedFd, Error> {
-        let part = DmaBuf::export(&self.mapping, offset, len, ExportCall::Best);
+        let part = DmaBuf::export(&self.mapping, offset, len, self.best());
         duplicate(&part.map_err(export_failed)?)
     }
 
     fn give_back(self: Box<Self>) -> Result<(), Box<dyn Page>> {
-        let MappedPage { whole, mapping, len } = *self;
-        drop(whole);
+        let MappedPage { by_mapped, by_whole, mapping, len } = *self;
+        drop((by_mapped, by_whole));
         let mapping = Arc::into_inner(mapping).expect("exports are gone, nobody else holds it");
         mapping.unmap().map_err(|(mapping, _still_exported)| {
-            let (whole, mapping) = (Mutex::default(), Arc::new(mapping));
-            Box::new(MappedPage { whole, mapping, len }) as Box<dyn Page>
+            Box::new(MappedPage::new(mapping, len)) as Box<dyn Page>
         })
     }
 }
@@ -280,7 +314,8 @@ struct PhysicalPage {
 }
 
 impl Page for PhysicalPage {
-    fn export_whole(&self) -> Result<OwnedFd, Error> {
+    /// There is only one call for physical memory.
+    fn export_whole(&self, _call: Option<ExportCall>) -> Result<OwnedFd, Error> {
         shared(&self.whole, || DmaBuf::export_physical(&self.device, self.addr, self.len))
     }
 

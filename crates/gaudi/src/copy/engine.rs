@@ -4,6 +4,7 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use hl_thunk::Direction;
@@ -53,12 +54,26 @@ pub(crate) struct Engine {
     backend: Arc<dyn Backend>,
     limits: Result<CopyLimits, Error>,
     in_flight: Mutex<InFlight<Arc<Flight>>>,
+    lost: AtomicBool,
 }
 
 impl Engine {
     pub(crate) fn new(backend: Arc<dyn Backend>) -> Self {
         let limits = backend.copy_limits();
-        Self { backend, limits, in_flight: Mutex::default() }
+        Self { backend, limits, in_flight: Mutex::default(), lost: AtomicBool::new(false) }
+    }
+
+    /// Whether the hardware was lost.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.lost.load(Ordering::Relaxed)
+    }
+
+    /// Takes note of an error that means the hardware is gone.
+    fn note(&self, error: Error) -> Error {
+        if error.is_device_lost() {
+            self.lost.store(true, Ordering::Relaxed);
+        }
+        error
     }
 
     /// What a submission may be, or why there can be none.
@@ -81,6 +96,16 @@ impl Engine {
         Some(Reservation { engine: self, floor })
     }
 
+    /// Room for one submission, waiting for it if need be. Only for devices that can copy.
+    pub(crate) fn make_room(&self) -> Reservation<'_> {
+        loop {
+            match self.reserve() {
+                Some(reservation) => return reservation,
+                None => self.wait_for_oldest(),
+            }
+        }
+    }
+
     /// Looks at a submission, sleeping in the driver up to `timeout_us` if it is not done.
     pub(crate) fn settle(&self, flight: &Flight, timeout_us: u32) -> Option<Result<(), Error>> {
         if let Some(outcome) = &flight.state().outcome {
@@ -89,7 +114,7 @@ impl Engine {
         let outcome = match self.backend.wait(flight.ticket, timeout_us) {
             Ok(false) => return None,
             Ok(true) => Ok(()),
-            Err(error) => Err(error),
+            Err(error) => Err(self.note(error)),
         };
         let holds = {
             let mut state = flight.state();
@@ -116,6 +141,28 @@ impl Engine {
         }
     }
 
+    /// One move, waited for. What would otherwise keep count of it, and keep what it needs, is this
+    /// call: the reservation stands for it until it has ended.
+    ///
+    /// # Safety
+    /// Everything the move names must stay valid until this returns.
+    pub(crate) unsafe fn run(&self, direction: Direction, dma: LinDma) -> Result<(), Error> {
+        let _reservation = self.make_room();
+        // SAFETY: the caller's promise.
+        let submitted = unsafe { self.backend.submit(direction, &[dma]) };
+        let ticket = submitted.map_err(|error| self.note(error))?;
+        let ended = loop {
+            match self.backend.wait(ticket, PATIENCE_US) {
+                Ok(false) => {}
+                Ok(true) => break Ok(()),
+                Err(error) => break Err(self.note(error)),
+            }
+        };
+        self.backend.retire(ticket);
+        self.in_flight().passed(ticket.sequence);
+        ended
+    }
+
     /// Looks at everything in flight once; how much there still is.
     pub(crate) fn reap(&self) -> usize {
         let flights: Vec<_> = self.in_flight().running.values().cloned().collect();
@@ -129,7 +176,7 @@ impl Engine {
         match oldest {
             // Whoever started it learns how it ended.
             Some(flight) => drop(self.settle(&flight, PATIENCE_US)),
-            // Another thread is between making room and submitting.
+            // Other threads are submitting, or wait for one move each.
             None => std::thread::yield_now(),
         }
     }
@@ -172,7 +219,8 @@ impl Reservation<'_> {
         holds: Vec<Hold>,
     ) -> Result<Arc<Flight>, Error> {
         // SAFETY: the caller's promise.
-        let ticket = unsafe { self.engine.backend.submit(direction, moves)? };
+        let submitted = unsafe { self.engine.backend.submit(direction, moves) };
+        let ticket = submitted.map_err(|error| self.engine.note(error))?;
         let mut touches = Vec::with_capacity(2 * moves.len());
         for dma in moves {
             let mut touch = |start: u64, len: u32| touches.push(start..start + u64::from(len));
@@ -243,6 +291,11 @@ impl<F> InFlight<F> {
     fn finish(&mut self, sequence: u64) {
         self.running.remove(&sequence);
     }
+
+    /// A number was used by a submission that is not on record.
+    fn passed(&mut self, sequence: u64) {
+        self.last = self.last.max(sequence);
+    }
 }
 
 #[cfg(test)]
@@ -254,6 +307,9 @@ mod tests {
     enum Step {
         Reserve,
         Submit(usize),
+        /// Submitted, but kept as a reservation until it has ended.
+        SubmitUnrecorded(usize),
+        EndUnrecorded(usize),
         Cancel(usize),
         Finish(usize),
     }
@@ -266,6 +322,8 @@ mod tests {
             steps in prop::collection::vec(prop_oneof![
                 4 => Just(Step::Reserve),
                 4 => any::<usize>().prop_map(Step::Submit),
+                2 => any::<usize>().prop_map(Step::SubmitUnrecorded),
+                2 => any::<usize>().prop_map(Step::EndUnrecorded),
                 1 => any::<usize>().prop_map(Step::Cancel),
                 3 => any::<usize>().prop_map(Step::Finish),
             ], 1..300)
@@ -273,13 +331,15 @@ mod tests {
             let mut window = InFlight::<()>::default();
             let mut reserved = Vec::new();
             let mut running: Vec<u64> = Vec::new();
+            let mut unrecorded: Vec<(u64, u64)> = Vec::new();
             let mut next = 1;
             for step in steps {
                 match step {
                     Step::Reserve => reserved.extend(window.reserve(budget)),
                     Step::Submit(pick) if !reserved.is_empty() => {
                         let floor = reserved.swap_remove(pick % reserved.len());
-                        if let Some(&oldest) = running.iter().min() {
+                        let in_flight = running.iter().chain(unrecorded.iter().map(|(_, seq)| seq));
+                        if let Some(&oldest) = in_flight.min() {
                             prop_assert!(next - oldest < budget, "the library would spin");
                         }
                         prop_assert!(next >= floor);
@@ -288,13 +348,31 @@ mod tests {
                         running.push(next);
                         next += 1;
                     }
+                    Step::SubmitUnrecorded(pick) if !reserved.is_empty() => {
+                        let floor = reserved.swap_remove(pick % reserved.len());
+                        let in_flight = running.iter().chain(unrecorded.iter().map(|(_, seq)| seq));
+                        if let Some(&oldest) = in_flight.min() {
+                            prop_assert!(next - oldest < budget, "the library would spin");
+                        }
+                        unrecorded.push((floor, next));
+                        next += 1;
+                    }
+                    Step::EndUnrecorded(pick) if !unrecorded.is_empty() => {
+                        let (floor, seq) = unrecorded.swap_remove(pick % unrecorded.len());
+                        window.passed(seq);
+                        window.release(floor);
+                    }
                     Step::Cancel(pick) if !reserved.is_empty() => {
                         window.release(reserved.swap_remove(pick % reserved.len()));
                     }
                     Step::Finish(pick) if !running.is_empty() => {
                         window.finish(running.swap_remove(pick % running.len()));
                     }
-                    Step::Submit(_) | Step::Cancel(_) | Step::Finish(_) => {}
+                    Step::Submit(_)
+                    | Step::SubmitUnrecorded(_)
+                    | Step::EndUnrecorded(_)
+                    | Step::Cancel(_)
+                    | Step::Finish(_) => {}
                 }
             }
             // With everything finished there is room again.
@@ -303,6 +381,10 @@ mod tests {
             }
             for sequence in running {
                 window.finish(sequence);
+            }
+            for (floor, sequence) in unrecorded {
+                window.passed(sequence);
+                window.release(floor);
             }
             prop_assert!(window.reserve(budget).is_some());
         }

@@ -2,11 +2,13 @@
 //!
 //! [`plan`] decides how each segment travels, [`transfer`] carries a plan out step by step without
 //! ever blocking, [`engine`] keeps count of what the hardware is doing and holds on to everything
-//! it needs, [`ring`] is the pinned memory that small or unpinnable host buffers go through.
+//! it needs, [`ring`] is the pinned memory that small or unpinnable host buffers go through, and
+//! [`short`] is the quick way for small copies that are waited for.
 
 pub(crate) mod engine;
 mod plan;
 pub(crate) mod ring;
+pub(crate) mod short;
 #[cfg(test)]
 mod tests;
 mod transfer;

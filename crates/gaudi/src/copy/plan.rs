@@ -98,7 +98,11 @@ fn place(device: &Arc<Device>, addr: DeviceAddr, len: usize) -> Result<Place, Er
 }
 
 /// The card that reaches a device side whose other side is host memory.
-fn card_for(device: &Arc<Device>, addr: DeviceAddr, len: usize) -> Result<Arc<Device>, Error> {
+pub(crate) fn card_for(
+    device: &Arc<Device>,
+    addr: DeviceAddr,
+    len: usize,
+) -> Result<Arc<Device>, Error> {
     let card = match place(device, addr, len)? {
         Place::On(card) => card,
         Place::Imported => Arc::clone(device),
@@ -241,6 +245,21 @@ fn steps(
     })
 }
 
+/// Refuses what cannot be host memory.
+pub(crate) fn check_host(ptr: *mut u8, len: usize) -> Result<(), Error> {
+    let addr = ptr as usize;
+    if ptr.is_null() || addr.checked_add(len).is_none() {
+        return Err(invalid(format!("{len} bytes at {addr:#x} are no host memory"), ""));
+    }
+    if crate::runtime().locate(addr as u64, 0).is_some() {
+        return Err(invalid(
+            format!("{addr:#x} is device memory but was given as host memory"),
+            "pass the memory type UCX detected, or leave detection to UCX",
+        ));
+    }
+    Ok(())
+}
+
 enum HostPath {
     Pinned(DeviceAddr, Arc<HostPin>),
     /// `guarded`: pinning was refused, so the memory may not be what the caller thinks; touch it
@@ -258,16 +277,8 @@ unsafe fn host_path(
     len: usize,
     region: Option<&Arc<HostRegion>>,
 ) -> Result<HostPath, Error> {
+    check_host(ptr, len)?;
     let addr = ptr as usize;
-    if ptr.is_null() || addr.checked_add(len).is_none() {
-        return Err(invalid(format!("{len} bytes at {addr:#x} are no host memory"), ""));
-    }
-    if crate::runtime().locate(addr as u64, 0).is_some() {
-        return Err(invalid(
-            format!("{addr:#x} is device memory but was given as host memory"),
-            "pass the memory type UCX detected, or leave detection to UCX",
-        ));
-    }
     let region = region.filter(|region| region.contains(addr, len));
     let pinned = region.is_some_and(|region| region.is_pinned_for(device));
     if len <= BOUNCE_LEN && !pinned {

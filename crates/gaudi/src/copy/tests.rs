@@ -193,7 +193,7 @@ fn a_failure_in_the_middle_is_told_once_all_of_it_has_stopped() {
     fake.finish_all();
     let error = transfer.poll().unwrap().unwrap_err();
     assert_eq!((error.kind(), error.errno()), (ErrorKind::DmaFailed, Some(libc::EIO)));
-    assert!(error.is_device_lost());
+    assert!(error.is_device_lost() && device.is_lost());
     assert!(error.device().is_some_and(|name| name.contains("fa4e")), "{error}");
     assert_eq!(fake.retired(), BUDGET);
 }

@@ -9,6 +9,7 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use hl_thunk::ExportCall;
 pub(crate) use table::{Entry, Table};
 
 use crate::backend::{Backend, Geometry, Page};
@@ -74,6 +75,15 @@ impl Location {
     }
 }
 
+/// How much of a page an export covers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Extent {
+    /// All of it, shared by its tenants; made with this driver call, or the best there is.
+    Page(Option<ExportCall>),
+    /// The range alone, rounded out to 4 KiB.
+    Alone,
+}
+
 /// A device's memory: the driver's pages, and the pool over them.
 #[derive(Debug)]
 pub(crate) struct Memory {
@@ -134,34 +144,35 @@ impl Memory {
         let Some(bytes) = whole.filter(|&bytes| bytes <= self.geometry.total) else {
             return Err(self.exhausted(state, len));
         };
-        match self.add_page(state, backend, bytes) {
-            Err(error) if error.kind() == ErrorKind::OutOfMemory => {
-                // Pages kept for later may be what is missing.
-                let spare = state.pool.empty_spans();
-                let freed = spare.into_iter().filter(|&span| give_back(state, span)).count();
-                if freed == 0 {
-                    return Err(self.exhausted(state, len));
-                }
-                self.add_page(state, backend, bytes).map_err(|error| {
-                    let full = error.kind() == ErrorKind::OutOfMemory;
-                    if full { self.exhausted(state, len) } else { error }
-                })
-            }
-            other => other,
+        let first = match self.add_page(state, backend, bytes) {
+            Err(error) if error.kind() == ErrorKind::OutOfMemory => error,
+            other => return other,
+        };
+        // Pages kept for later may be what is missing.
+        let spare = state.pool.empty_spans();
+        if spare.into_iter().filter(|&span| give_back(state, span)).count() == 0 {
+            return Err(first);
         }
+        self.add_page(state, backend, bytes)
     }
 
     fn add_page(&self, state: &mut State, backend: &dyn Backend, bytes: u64) -> Result<(), Error> {
-        let at = match self.geometry.physical_base {
+        let gap = || match self.geometry.physical_base {
             Some(_) if !state.pages.is_empty() => None,
             Some(base) => Some(base),
             None => {
-                let taken = state.pool.spans().map(|span| (span.start, span.len));
-                find_gap(&self.window, taken, self.geometry.page, bytes)
+                // The driver honours a hint only if the block of free addresses goes on beyond
+                // the mapping: keep a page of addresses free behind each.
+                let page = self.geometry.page;
+                let taken = state.pool.spans().map(|span| (span.start, span.len + page));
+                find_gap(&self.window, taken, page, bytes.checked_add(page)?)
             }
         };
-        let at = at.ok_or_else(|| self.exhausted(state, bytes))?;
-        let page = backend.take_page(DeviceAddr(at), bytes)?;
+        let at = gap().ok_or_else(|| self.exhausted(state, bytes))?;
+        let page = backend.take_page(DeviceAddr(at), bytes).map_err(|error| {
+            let usual = error.errno() == Some(libc::ENOMEM);
+            if usual { self.exhausted(state, bytes) } else { error }
+        })?;
         state.pages.insert(at, page);
         state.pool.add_span(at, bytes);
         Ok(())
@@ -197,7 +208,12 @@ impl Memory {
     }
 
     /// A descriptor for a range inside one allocation, and where in it the range starts.
-    pub(crate) fn export(&self, addr: u64, len: u64, alone: bool) -> Result<(OwnedFd, u64), Error> {
+    pub(crate) fn export(
+        &self,
+        addr: u64,
+        len: u64,
+        extent: Extent,
+    ) -> Result<(OwnedFd, u64), Error> {
         let state = self.state();
         let found = state.pool.span_at(addr).and_then(|span| {
             let page = state.pages.get(&span.start)?;
@@ -207,8 +223,8 @@ impl Memory {
             let detail = format!("{} is not device memory", DeviceAddr(addr));
             return Err(Error::new(ErrorKind::InvalidParams, EXPORTING, detail, ""));
         };
-        if !alone {
-            return Ok((page.export_whole()?, offset));
+        if let Extent::Page(call) = extent {
+            return Ok((page.export_whole(call)?, offset));
         }
         let start = offset & !(GRANULE - 1);
         let end = (offset + len).next_multiple_of(GRANULE);

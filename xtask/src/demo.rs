@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use comfy_table::{CellAlignment, Table, presets};
-use e2e::{Device, Perftest, Row, Ucx, Workbench};
+use e2e::{Device, Listing, Perftest, Row, Ucx, Workbench};
 
 use crate::dist::{self, Profile};
 use crate::progress::Work;
@@ -47,7 +47,7 @@ fn heading(text: &str) {
 fn listing(bench: &Workbench, device: &Device) -> Result<String> {
     let end = bench.tool(Ucx::V1_22, "ucx_info").plugin().device(device).arg("-d").run();
     ensure!(end.success(), "{}", end.report());
-    let section = sections(&end.stdout, "gaudi_copy");
+    let section = Listing::of(&end.stdout).domain("gaudi_copy");
     ensure!(
         !section.is_empty(),
         "stock UCX did not list a Gaudi; the reason is in the log of \
@@ -55,21 +55,6 @@ fn listing(bench: &Workbench, device: &Device) -> Result<String> {
         end.report()
     );
     Ok(section)
-}
-
-/// The parts of `ucx_info -d` about one memory domain.
-fn sections(listing: &str, domain: &str) -> String {
-    let mut inside = false;
-    let lines: Vec<&str> = listing
-        .lines()
-        .filter(|line| {
-            if let Some(name) = line.strip_prefix("# Memory domain:") {
-                inside = name.trim() == domain;
-            }
-            inside
-        })
-        .collect();
-    lines.join("\n").trim_end_matches(['#', '\n']).to_owned()
 }
 
 fn transfers(bench: &Workbench, device: &Device) -> Result<Vec<Row>> {
@@ -199,17 +184,6 @@ fn size(bytes: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn section_ends_where_the_next_domain_begins() {
-        let listing = "#\n# Memory domain: self\n#     Component: self\n#\n\
-                       # Memory domain: gaudi_copy\n#     Component: gaudi_copy\n\
-                       #      Transport: gaudi_cpy\n#\n# Memory domain: tcp\n#     Component: tcp\n";
-        let section = sections(listing, "gaudi_copy");
-        assert!(section.starts_with("# Memory domain: gaudi_copy"), "{section}");
-        assert!(section.ends_with("Transport: gaudi_cpy"), "{section}");
-        assert_eq!(sections(listing, "absent"), "");
-    }
 
     fn row(size: u64, figure: f64, verified: bool) -> Row {
         Row {

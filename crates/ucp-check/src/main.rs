@@ -202,7 +202,8 @@ impl PairArgs {
     }
 }
 
-fn execute(cli: Cli) -> Result<()> {
+/// `Ok(false)`: it failed and has been told already.
+fn execute(cli: Cli) -> Result<bool> {
     let ucx = cli.ucx.first();
     let host: Defaults<'_> = Defaults { pairs: &[Pair::HOST], ..EVERYTHING };
     match cli.command {
@@ -246,17 +247,19 @@ fn execute(cli: Cli) -> Result<()> {
             run::conclude(&report, plan.json.as_deref())
         }
         Command::PairSide(side) => {
-            pair::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?)
+            return pair::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?);
         }
         Command::PeerErrorsSide(side) => {
-            peer_errors::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?)
+            return peer_errors::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?);
         }
-    }
+    }?;
+    Ok(true)
 }
 
 fn main() -> ExitCode {
     match execute(Cli::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
         Err(error) => {
             eprintln!("ucp-check: {error:#}");
             ExitCode::FAILURE

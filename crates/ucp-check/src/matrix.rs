@@ -290,11 +290,6 @@ impl Plan {
         };
         self.sizes.iter().map(|&size| (size, cases_of(size))).collect()
     }
-
-    /// Whether any buffer is on a Gaudi.
-    pub fn uses(&self, memory: Memory) -> bool {
-        self.pairs.iter().any(|pair| pair.src == memory || pair.dst == memory)
-    }
 }
 
 #[cfg(test)]

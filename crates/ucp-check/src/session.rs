@@ -92,11 +92,6 @@ impl<'a> Session<'a> {
         &self.endpoint
     }
 
-    /// The line to the other side, if that is another process.
-    pub fn control(&mut self) -> Option<&mut Control> {
-        self.peer.as_mut().map(|(control, _)| control)
-    }
-
     /// Runs all cases; `verdict` hears about each.
     pub fn run(&mut self, mut verdict: impl FnMut(Case, Verdict) -> Result<()>) -> Result<()> {
         for (size, cases) in self.plan.groups() {

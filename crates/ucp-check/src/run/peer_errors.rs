@@ -112,16 +112,10 @@ fn one(scenario: &Scenario, env: &[Variable]) -> Result<(String, String)> {
     survived.context("the survivor ended without a word")
 }
 
-/// One of the two processes.
-pub fn side(rank: u8, parent: u32, scenario: &Scenario) -> Result<()> {
+/// One of the two processes; `Ok(false)`: it failed and told the parent.
+pub fn side(rank: u8, parent: u32, scenario: &Scenario) -> Result<bool> {
     let twin = Twin::begin(rank, parent, Duration::from_secs_f64(scenario.plan.timeout_s))?;
-    let mut parent = twin.reporter()?;
-    let step = twin.dog.clone();
-    let outcome = run_side(rank, twin, scenario);
-    if let Err(error) = &outcome {
-        parent.tell(&Message::Error(format!("{error:#} (while: {})", step.current())))?;
-    }
-    outcome
+    twin.run(Message::Error, |twin| run_side(rank, twin, scenario))
 }
 
 fn run_side(rank: u8, twin: Twin, scenario: &Scenario) -> Result<()> {

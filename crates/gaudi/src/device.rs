@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use hl_thunk::packet::{self, LinDma};
@@ -11,12 +11,12 @@ use crate::backend::{Backend, HostPin};
 use crate::copy::BOUNCE_LEN;
 use crate::copy::engine::Engine;
 use crate::copy::ring::Ring;
-use crate::memory::{Entry, Memory};
+use crate::memory::{Entry, Memory, Table};
 use crate::runtime::Registration;
 use crate::window::{Announcement, Blocked};
 use crate::{
-    Allocation, DeviceAddr, DeviceInfo, Direction, Error, ErrorKind, Segment, Side, SubmitError,
-    Transfer, Window, runtime,
+    Allocation, DeviceAddr, DeviceInfo, Direction, Error, ErrorKind, Import, Segment, Side,
+    SubmitError, Transfer, Window, runtime,
 };
 
 /// Bounce slots of a device: [`BOUNCE_LEN`] bytes each.
@@ -51,6 +51,8 @@ pub struct Device {
     id: DeviceId,
     window: Window,
     announcement: Announcement,
+    /// Other devices' memory that this one can reach.
+    imports: Table,
     engine: Engine,
     // Closing goes down this list: pins and rings, then memory, then the card itself, then the
     // place it had in this process.
@@ -90,6 +92,7 @@ impl Device {
             info: window.info.clone(),
             id: window.device,
             announcement: Announcement::default(),
+            imports: Table::default(),
             engine: Engine::new(Arc::clone(&backend)),
             pins: Mutex::default(),
             bounce: OnceLock::new(),
@@ -157,6 +160,32 @@ impl Device {
         self.memory.export(addr.0, len, true).map_err(|error| error.on(self))
     }
 
+    /// Whether dma-bufs of other devices can be imported; the error says why not.
+    pub fn can_import(&self) -> Result<(), Error> {
+        self.backend.can_import().map_err(|error| error.on(self))
+    }
+
+    /// Makes the first `len` bytes of another device's dma-buf visible to this device's copies.
+    /// Between devices this is experimental in drivers that have it at all.
+    pub fn import(self: &Arc<Self>, dmabuf: BorrowedFd<'_>, len: u64) -> Result<Import, Error> {
+        Import::new(self, dmabuf, len)
+    }
+
+    pub(crate) fn map_dmabuf(&self, dmabuf: BorrowedFd<'_>, len: u64) -> Result<HostPin, Error> {
+        let mapped = self.backend.import(dmabuf, len).map_err(|error| error.on(self))?;
+        self.imports.insert(Entry { base: mapped.addr.0, len, device: self.id });
+        Ok(mapped)
+    }
+
+    pub(crate) fn forget_import(&self, addr: DeviceAddr, len: u64) {
+        self.imports.remove(addr.0);
+        self.engine.quiesce(&(addr.0..addr.0 + len));
+    }
+
+    pub(crate) fn has_imported(&self, addr: DeviceAddr, len: usize) -> bool {
+        self.imports.find(addr.0, len as u64).is_some()
+    }
+
     fn check_own(&self, addr: DeviceAddr, len: u64) -> Result<(), Error> {
         let found = runtime().table().find(addr.0, len.max(1));
         if found.is_some_and(|entry| entry.device == self.id) {
@@ -175,8 +204,8 @@ impl Device {
     /// Starts a copy of all `segments` and returns at once. The segments are not ordered among
     /// themselves, nor with other transfers.
     ///
-    /// Device memory of another open device may be a source: it then travels through pinned host
-    /// memory.
+    /// Device sides may also be memory of other open devices, which then do their part; between
+    /// two of them the bytes travel through pinned host memory.
     ///
     /// # Safety
     /// Until the transfer has finished or was dropped, host sides must be valid for the access

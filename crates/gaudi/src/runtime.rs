@@ -87,7 +87,7 @@ impl Runtime {
         let choice = &default_choice(choice, std::env::var(MODULE_ID).ok().as_deref())?;
         let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         let all = self.discover()?;
-        let mut candidates: Vec<DeviceInfo> =
+        let candidates: Vec<DeviceInfo> =
             all.iter().filter(|card| matches(choice, card)).cloned().collect();
         if candidates.is_empty() {
             return Err(no_match(choice, &all));
@@ -95,24 +95,7 @@ impl Runtime {
         if let Some(device) = self.find_open(&candidates) {
             return Ok(device);
         }
-        for pause in RETRY_PAUSES_MS.map(Some).into_iter().chain([None]) {
-            let mut failures = Vec::new();
-            for card in candidates {
-                match self.open_card(&card) {
-                    Ok(device) => return Ok(device),
-                    Err(error) => failures.push((card, error)),
-                }
-            }
-            let may_recover = |error: &Error| error.errno() == Some(libc::EAGAIN);
-            match pause {
-                Some(pause) if failures.iter().any(|(_, error)| may_recover(error)) => {
-                    std::thread::sleep(Duration::from_millis(pause));
-                    candidates = failures.into_iter().map(|(card, _)| card).collect();
-                }
-                _ => return Err(none_opened(failures)),
-            }
-        }
-        unreachable!("the last round has no pause and returns")
+        first_to_open(candidates, |card| self.open_card(card), std::thread::sleep)
     }
 
     /// A card of `candidates` that this process has open.
@@ -281,6 +264,31 @@ fn no_match(choice: &DeviceChoice, all: &[DeviceInfo]) -> Error {
     Error::new(ErrorKind::DeviceNotFound, OPENING, detail, "choose one of these")
 }
 
+/// Tries the cards in order until one opens. While at least one is in reset or being released, tries
+/// again after a pause, a bounded number of times.
+fn first_to_open<T>(
+    mut candidates: Vec<DeviceInfo>,
+    mut open: impl FnMut(&DeviceInfo) -> Result<T, Error>,
+    mut pause: impl FnMut(Duration),
+) -> Result<T, Error> {
+    let mut pauses = RETRY_PAUSES_MS.into_iter();
+    loop {
+        let mut failures = Vec::new();
+        for card in candidates {
+            match open(&card) {
+                Ok(opened) => return Ok(opened),
+                Err(error) => failures.push((card, error)),
+            }
+        }
+        let may_recover = failures.iter().any(|(_, error)| error.errno() == Some(libc::EAGAIN));
+        match pauses.next() {
+            Some(length) if may_recover => pause(Duration::from_millis(length)),
+            _ => return Err(none_opened(failures)),
+        }
+        candidates = failures.into_iter().map(|(card, _)| card).collect();
+    }
+}
+
 /// One error for all cards that did not open: the single one's own, or a summary.
 fn none_opened(mut failures: Vec<(DeviceInfo, Error)>) -> Error {
     if failures.len() == 1 {
@@ -306,6 +314,73 @@ fn none_opened(mut failures: Vec<(DeviceInfo, Error)>) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn cards(count: u32) -> Vec<DeviceInfo> {
+        let card = |index| DeviceInfo {
+            index,
+            module_id: index,
+            bus_id: format!("0000:{index:02x}:00.0").parse().unwrap(),
+            generation: Generation::Gaudi2,
+            card_name: String::new(),
+            driver_version: String::new(),
+            is_software: false,
+        };
+        (0..count).map(card).collect()
+    }
+
+    fn refused(card: &DeviceInfo, errno: i32) -> Result<u32, Error> {
+        Err(Error::os(Phase::Open, OPENING, "hlthunk_open", errno).on(card))
+    }
+
+    #[test]
+    fn a_busy_card_is_passed_over_without_a_pause() {
+        let opened = first_to_open(
+            cards(3),
+            |card| if card.index < 2 { refused(card, libc::EBUSY) } else { Ok(card.index) },
+            |_| panic!("no pause"),
+        );
+        assert_eq!(opened, Ok(2));
+    }
+
+    #[test]
+    fn a_card_in_reset_is_tried_again_with_growing_pauses() {
+        let mut tries = 0;
+        let mut pauses = Vec::new();
+        let opened = first_to_open(
+            cards(1),
+            |card| {
+                tries += 1;
+                if tries < 5 { refused(card, libc::EAGAIN) } else { Ok(card.index) }
+            },
+            |pause| pauses.push(pause.as_millis()),
+        );
+        assert_eq!(opened, Ok(0));
+        assert_eq!(pauses, [1, 2, 4, 8]);
+    }
+
+    #[test]
+    fn a_card_that_stays_in_reset_is_given_up_after_about_three_seconds() {
+        let mut waited = Duration::ZERO;
+        let opened =
+            first_to_open(cards(1), |card| refused(card, libc::EAGAIN), |pause| waited += pause);
+        let error = opened.unwrap_err();
+        assert_eq!((error.kind(), error.errno()), (ErrorKind::DeviceBusy, Some(libc::EAGAIN)));
+        assert!(error.to_string().contains("try again"), "{error}");
+        assert!((2000..4000).contains(&waited.as_millis()), "{waited:?}");
+    }
+
+    #[test]
+    fn if_all_are_busy_the_error_says_so_and_a_stranger_cause_is_not_hidden() {
+        let all_busy = first_to_open(cards(3), |card| refused(card, libc::EBUSY), |_| {});
+        let error = all_busy.unwrap_err();
+        assert_eq!((error.kind(), error.errno()), (ErrorKind::DeviceBusy, Some(libc::EBUSY)));
+        assert!(error.to_string().contains("all 3 cards"), "{error}");
+        let errno = |card: &DeviceInfo| if card.index == 1 { libc::EACCES } else { libc::EBUSY };
+        let mixed = first_to_open(cards(3), |card| refused(card, errno(card)), |_| {});
+        let error = mixed.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::PermissionDenied);
+        assert!(error.to_string().contains("0000:01:00.0"), "{error}");
+    }
 
     #[test]
     fn the_launchers_module_id_counts_only_without_a_choice() {

@@ -177,9 +177,18 @@ impl Announcement {
         }
         *state = Progress::By(me);
         drop(state);
+        // Also when an observer panics: others must not wait for ever.
+        let _done = Done(self);
         windows.opened(window);
-        *self.state.lock().unwrap_or_else(PoisonError::into_inner) = Progress::Done;
-        self.done.notify_all();
+    }
+}
+
+struct Done<'a>(&'a Announcement);
+
+impl Drop for Done<'_> {
+    fn drop(&mut self) {
+        *self.0.state.lock().unwrap_or_else(PoisonError::into_inner) = Progress::Done;
+        self.0.done.notify_all();
     }
 }
 

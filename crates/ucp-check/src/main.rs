@@ -5,7 +5,7 @@ use clap::{Args, Parser, Subcommand};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
-use ucp_check::matrix::{Op, Pair, Plan, SIZES, Size};
+use ucp_check::matrix::{Op, Pair, Plan, SIZES, Sabotage, Size};
 use ucp_check::run::{self, alloc, loopback, pair, peer_errors, threads};
 use ucp_check::ucp::{Features, Memory};
 
@@ -121,6 +121,9 @@ struct PlanArgs {
     /// Seconds that one step may take before it counts as hung
     #[arg(long, default_value_t = 60.0)]
     timeout: f64,
+    /// Damage one byte after every transfer: proves that the check can fail
+    #[arg(long, value_name = "WHERE")]
+    sabotage: Option<Sabotage>,
 }
 
 #[derive(Args)]
@@ -183,6 +186,7 @@ impl PlanArgs {
             peer_errors: false,
             hint: self.hint,
             timeout_s: self.timeout,
+            sabotage: self.sabotage,
         }
     }
 }
@@ -224,7 +228,7 @@ fn execute(cli: Cli) -> Result<()> {
             run::conclude(&report, args.json.as_deref())
         }
         Command::PeerErrors(args) => {
-            let defaults = Defaults { sizes: &[16 << 20], ..EVERYTHING };
+            let defaults = Defaults { sizes: &[4096, 16 << 20], ..EVERYTHING };
             let report = peer_errors::run(&args.plan(ucx, &defaults), &args.env)?;
             run::conclude(&report, args.plan.json.as_deref())
         }

@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use gaudi::{Device, DeviceAddr, Error, Segment, Side, SubmitError};
+use gaudi::{Device, DeviceAddr, Error, Segment, Side};
 use uct::abi::{event_flag, iface_flag};
 use uct::{
     Bandwidth, Buffer, Buffers, Completion, DeviceType, Interface, InterfaceAttributes, LinearFunc,
@@ -112,9 +112,6 @@ impl<F: Flavour> CopyInterface<F> {
         remote: u64,
         completion: Completion,
     ) -> Result<Posted, Status> {
-        if self.copies.is_fenced() {
-            return Err(Status::NO_RESOURCE);
-        }
         let mut device = None;
         let mut segments = Vec::new();
         let mut at = remote;
@@ -135,19 +132,11 @@ impl<F: Flavour> CopyInterface<F> {
             return Ok(Posted::Done(completion)); // no bytes at all
         };
         // SAFETY: UCX keeps the buffers of an operation valid and to itself until the completion.
-        let mut transfer = match unsafe { device.copy(&segments) } {
-            Ok(transfer) => transfer,
-            Err(SubmitError::Busy) => return Err(Status::NO_RESOURCE),
-            Err(SubmitError::Failed(error)) => return Err(self.copy_failed(&error)),
-        };
-        match transfer.poll() {
-            Some(Ok(())) => Ok(Posted::Done(completion)),
-            Some(Err(error)) => Err(self.copy_failed(&error)),
-            None => {
-                self.wake_sleeper();
-                Ok(self.copies.add(transfer, completion))
-            }
+        let posted = unsafe { self.copies.post(device, segments, completion) };
+        if matches!(posted, Ok(Posted::Later)) {
+            self.wake_sleeper();
         }
+        posted.map_err(|error| self.copy_failed(&error))
     }
 
     fn copy_failed(&self, error: &Error) -> Status {
@@ -335,11 +324,6 @@ impl<F: Flavour> Interface for CopyInterface<F> {
             completion.finish(result.map_err(|error| self.copy_failed(&error)));
         }
         count
-    }
-
-    fn has_room(&self) -> bool {
-        // The engine knows how much it can take and says so at each attempt.
-        !self.copies.is_fenced()
     }
 
     fn event_fd(&self) -> Option<BorrowedFd<'_>> {

@@ -10,7 +10,7 @@ pub(crate) mod owner;
 
 use std::any::Any;
 use std::fmt;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 
 use hl_thunk::packet::LinDma;
 use hl_thunk::{DeviceAddr, Direction};
@@ -46,7 +46,8 @@ pub(crate) struct Ticket {
     pub(crate) slot: u32,
 }
 
-/// Host memory pinned for a device, for as long as this lives.
+/// Host memory pinned for a device (or another device's memory, imported), for as long as this
+/// lives.
 pub(crate) struct HostPin {
     /// Where the device sees its first byte.
     pub(crate) addr: DeviceAddr,
@@ -86,6 +87,13 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
     /// # Safety
     /// The memory must stay allocated as long as copies use the pin.
     unsafe fn pin(&self, ptr: *mut u8, len: usize) -> Result<HostPin, Error>;
+
+    /// Whether dma-bufs can be imported; the error says why not.
+    fn can_import(&self) -> Result<(), Error>;
+
+    /// Maps the first `len` bytes of another device's dma-buf for this device, whose engines then
+    /// see them as they see host memory.
+    fn import(&self, dmabuf: BorrowedFd<'_>, len: u64) -> Result<HostPin, Error>;
 
     /// What a submission may be; the error says why this device cannot copy.
     fn copy_limits(&self) -> Result<CopyLimits, Error>;

@@ -1,13 +1,13 @@
 //! The back end for a card this process opened: memory and copies through the driver's own calls.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use hl_thunk::packet::{LIN_DMA_LEN, LinDma};
 use hl_thunk::{
     Chunk, CommandBuffer, DeviceAddr, DeviceMapping, DeviceMemory, Direction, DmaBuf, ExportCall,
-    HostMapping, WaitStatus,
+    HostMapping, ImportedMapping, WaitStatus,
 };
 
 use super::{Backend, CopyLimits, Geometry, HostPin, Page, Ticket};
@@ -30,6 +30,7 @@ pub(crate) struct Owner {
     making_commands: Mutex<()>,
     device: hl_thunk::Device,
     queues: [Queues; 3],
+    imports: OnceLock<bool>,
 }
 
 #[derive(Debug)]
@@ -71,7 +72,13 @@ impl Owner {
                 ids: device.generation().queues(direction, device.hw_info().edma_enabled_mask),
                 next: AtomicUsize::new(0),
             });
-        Self { commands: OnceLock::new(), making_commands: Mutex::new(()), device, queues }
+        Self {
+            commands: OnceLock::new(),
+            making_commands: Mutex::new(()),
+            device,
+            queues,
+            imports: OnceLock::new(),
+        }
     }
 
     /// The command buffers, made when the first copy needs them.
@@ -130,6 +137,24 @@ impl Backend for Owner {
         // SAFETY: the caller keeps the memory.
         let mapping = unsafe { HostMapping::new(&self.device, ptr, len as u64) }
             .map_err(|error| Error::driver(Phase::Use, "pinning host memory", error))?;
+        Ok(HostPin { addr: mapping.addr(), _guard: Box::new(mapping) })
+    }
+
+    fn can_import(&self) -> Result<(), Error> {
+        if *self.imports.get_or_init(|| ImportedMapping::supported(&self.device)) {
+            return Ok(());
+        }
+        Err(Error::unsupported(
+            "importing a dma-buf",
+            "the driver has no dma-buf import",
+            "transfers between devices go through host memory",
+        ))
+    }
+
+    fn import(&self, dmabuf: BorrowedFd<'_>, len: u64) -> Result<HostPin, Error> {
+        self.can_import()?;
+        let mapping = ImportedMapping::new(&self.device, dmabuf, len)
+            .map_err(|error| Error::driver(Phase::Share, "importing a dma-buf", error))?;
         Ok(HostPin { addr: mapping.addr(), _guard: Box::new(mapping) })
     }
 

@@ -7,6 +7,8 @@
 pub(crate) mod engine;
 mod plan;
 pub(crate) mod ring;
+#[cfg(test)]
+mod tests;
 mod transfer;
 
 use std::sync::Arc;

@@ -31,29 +31,34 @@ impl HostPtr {
     }
 }
 
-/// A step of a copy, small enough for one packet.
+/// A step of a copy, small enough for one packet, and the card that does it.
 #[derive(Clone, Debug)]
-pub(crate) enum Piece {
+pub(crate) struct Piece {
+    pub(crate) on: Arc<Device>,
+    pub(crate) step: Step,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) enum Step {
     /// One packet, nothing else to do.
     Direct { dma: LinDma, direction: Direction, pin: Option<Arc<HostPin>> },
     /// Into a bounce slot by the CPU, then to the device.
     In { from: HostPtr, dst: DeviceAddr, len: usize, guarded: bool },
     /// From the device to a bounce slot, then out by the CPU.
     Out { to: HostPtr, src: DeviceAddr, len: usize, guarded: bool },
-    /// From another card to a staging slot, then on to this one.
-    Cross { peer: Arc<Device>, src: DeviceAddr, dst: DeviceAddr, len: usize },
-    /// The second half of `Cross`: what is in the slot goes to this card.
+    /// From the device to a staging slot, then on to another card.
+    Cross { target: Arc<Device>, src: DeviceAddr, dst: DeviceAddr, len: usize },
+    /// The second half of `Cross`: what is in the slot goes to the device.
     Forward { slot: Arc<Slot>, dst: DeviceAddr, len: usize },
 }
 
-impl Piece {
-    /// Which way it goes on the copying card; `None` if it starts on another.
-    pub(crate) fn direction(&self) -> Option<Direction> {
+impl Step {
+    /// Which way it goes on the card that does it.
+    pub(crate) fn direction(&self) -> Direction {
         match self {
-            Piece::Direct { direction, .. } => Some(*direction),
-            Piece::In { .. } | Piece::Forward { .. } => Some(Direction::HostToDevice),
-            Piece::Out { .. } => Some(Direction::DeviceToHost),
-            Piece::Cross { .. } => None,
+            Step::Direct { direction, .. } => *direction,
+            Step::In { .. } | Step::Forward { .. } => Direction::HostToDevice,
+            Step::Out { .. } | Step::Cross { .. } => Direction::DeviceToHost,
         }
     }
 }
@@ -66,22 +71,40 @@ fn invalid(detail: String, remedy: &'static str) -> Error {
 
 /// Where a device side lies.
 enum Place {
-    Here,
-    Peer(Arc<Device>),
+    /// Memory of this open card.
+    On(Arc<Device>),
+    /// Another card's, imported by the one that was asked to copy: its engines reach it as they
+    /// reach host memory.
+    Imported,
 }
 
-fn place(device: &Device, addr: DeviceAddr, len: usize) -> Result<Place, Error> {
-    let gone = || {
+fn place(device: &Arc<Device>, addr: DeviceAddr, len: usize) -> Result<Place, Error> {
+    if device.has_imported(addr, len) {
+        return Ok(Place::Imported);
+    }
+    let location = crate::runtime().locate(addr.0, len);
+    let owner = location.and_then(|location| {
+        if location.device_id == device.id() {
+            return Some(Arc::clone(device));
+        }
+        location.device()
+    });
+    owner.map(Place::On).ok_or_else(|| {
         invalid(
             format!("{len} bytes at {addr} are not in one live allocation"),
             "copy within memory that is still allocated",
         )
+    })
+}
+
+/// The card that reaches a device side whose other side is host memory.
+fn card_for(device: &Arc<Device>, addr: DeviceAddr, len: usize) -> Result<Arc<Device>, Error> {
+    let card = match place(device, addr, len)? {
+        Place::On(card) => card,
+        Place::Imported => Arc::clone(device),
     };
-    let location = crate::runtime().locate(addr.0, len).ok_or_else(gone)?;
-    if location.device_id == device.id() {
-        return Ok(Place::Here);
-    }
-    location.device().map(Place::Peer).ok_or_else(gone)
+    card.can_copy()?;
+    Ok(card)
 }
 
 /// Plans all segments.
@@ -99,29 +122,39 @@ pub(crate) unsafe fn plan(
         match (segment.dst, segment.src) {
             (Side::Device(dst), Side::Device(src)) => between(device, dst, src, len, &mut pieces)?,
             (Side::Device(dst), Side::Host(src)) => {
-                local(device, dst, len)?;
+                let on = card_for(device, dst, len)?;
                 // SAFETY: the caller's promise.
-                match unsafe { host_path(device, src, len, region)? } {
+                match unsafe { host_path(&on, src, len, region)? } {
                     HostPath::Pinned(src, pin) => {
-                        straight(dst, src, len, Direction::HostToDevice, Some(pin), &mut pieces);
+                        let direction = Direction::HostToDevice;
+                        pieces.extend(straight(&on, dst, src, len, direction, Some(pin)));
                     }
-                    HostPath::Bounce { guarded } => pieces.extend(chunks(len).map(|(at, len)| {
-                        let dst = DeviceAddr(dst.0 + at as u64);
-                        Piece::In { from: HostPtr(src).add(at), dst, len, guarded }
-                    })),
+                    HostPath::Bounce { guarded } => {
+                        pieces.extend(steps(&on, len, BOUNCE_LEN, |at, len| Step::In {
+                            from: HostPtr(src).add(at),
+                            dst: DeviceAddr(dst.0 + at as u64),
+                            len,
+                            guarded,
+                        }));
+                    }
                 }
             }
             (Side::Host(dst), Side::Device(src)) => {
-                local(device, src, len)?;
+                let on = card_for(device, src, len)?;
                 // SAFETY: the caller's promise.
-                match unsafe { host_path(device, dst, len, region)? } {
+                match unsafe { host_path(&on, dst, len, region)? } {
                     HostPath::Pinned(dst, pin) => {
-                        straight(dst, src, len, Direction::DeviceToHost, Some(pin), &mut pieces);
+                        let direction = Direction::DeviceToHost;
+                        pieces.extend(straight(&on, dst, src, len, direction, Some(pin)));
                     }
-                    HostPath::Bounce { guarded } => pieces.extend(chunks(len).map(|(at, len)| {
-                        let src = DeviceAddr(src.0 + at as u64);
-                        Piece::Out { to: HostPtr(dst).add(at), src, len, guarded }
-                    })),
+                    HostPath::Bounce { guarded } => {
+                        pieces.extend(steps(&on, len, BOUNCE_LEN, |at, len| Step::Out {
+                            to: HostPtr(dst).add(at),
+                            src: DeviceAddr(src.0 + at as u64),
+                            len,
+                            guarded,
+                        }));
+                    }
                 }
             }
             (Side::Host(_), Side::Host(_)) => {
@@ -136,17 +169,7 @@ pub(crate) unsafe fn plan(
     Ok(pieces)
 }
 
-/// The device side must be on the card that copies: only that card's engines reach it.
-fn local(device: &Device, addr: DeviceAddr, len: usize) -> Result<(), Error> {
-    match place(device, addr, len)? {
-        Place::Here => Ok(()),
-        Place::Peer(peer) => Err(invalid(
-            format!("{addr} is memory of {}", peer.info()),
-            "let that device do the copy",
-        )),
-    }
-}
-
+/// Both sides are device memory.
 fn between(
     device: &Arc<Device>,
     dst: DeviceAddr,
@@ -154,47 +177,68 @@ fn between(
     len: usize,
     pieces: &mut VecDeque<Piece>,
 ) -> Result<(), Error> {
-    match (place(device, dst, len)?, place(device, src, len)?) {
-        (Place::Here, Place::Here) => {
-            straight(dst, src, len, Direction::DeviceToDevice, None, pieces);
-            Ok(())
+    let (on, direction) = match (place(device, dst, len)?, place(device, src, len)?) {
+        (Place::On(target), Place::On(source)) if target.id() == source.id() => {
+            (source, Direction::DeviceToDevice)
         }
-        (Place::Here, Place::Peer(peer)) => {
-            peer.can_copy()?;
+        (Place::On(target), Place::On(source)) => {
+            source.can_copy()?;
+            target.can_copy()?;
             let step = device.staging()?.slot_len();
-            pieces.extend((0..len).step_by(step).map(|at| Piece::Cross {
-                peer: Arc::clone(&peer),
+            pieces.extend(steps(&source, len, step, |at, len| Step::Cross {
+                target: Arc::clone(&target),
                 src: DeviceAddr(src.0 + at as u64),
                 dst: DeviceAddr(dst.0 + at as u64),
-                len: step.min(len - at),
+                len,
             }));
-            Ok(())
+            return Ok(());
         }
-        (Place::Peer(peer), _) => Err(invalid(
-            format!("{dst} is memory of {}", peer.info()),
-            "let the destination's device do the copy",
-        )),
-    }
+        (Place::On(card), Place::Imported) if card.id() == device.id() => {
+            (card, Direction::HostToDevice)
+        }
+        (Place::Imported, Place::On(card)) if card.id() == device.id() => {
+            (card, Direction::DeviceToHost)
+        }
+        (Place::Imported, Place::Imported) => (Arc::clone(device), Direction::HostToDevice),
+        (Place::On(card), Place::Imported) | (Place::Imported, Place::On(card)) => {
+            return Err(invalid(
+                format!("one side is memory of {card}, the other is imported by {device}"),
+                "import it for the card whose memory it is copied to or from",
+            ));
+        }
+    };
+    on.can_copy()?;
+    pieces.extend(straight(&on, dst, src, len, direction, None));
+    Ok(())
 }
 
 /// One packet, or several where one cannot hold the length.
 fn straight(
+    on: &Arc<Device>,
     dst: DeviceAddr,
     src: DeviceAddr,
     len: usize,
     direction: Direction,
     pin: Option<Arc<HostPin>>,
-    pieces: &mut VecDeque<Piece>,
-) {
-    pieces.extend(packet::split(len as u64).map(|(offset, len)| {
+) -> impl Iterator<Item = Piece> {
+    packet::split(len as u64).map(move |(offset, len)| {
         let (src, dst) = (DeviceAddr(src.0 + offset), DeviceAddr(dst.0 + offset));
-        Piece::Direct { dma: LinDma::Copy { src, dst, len }, direction, pin: pin.clone() }
-    }));
+        let dma = LinDma::Copy { src, dst, len };
+        Piece { on: Arc::clone(on), step: Step::Direct { dma, direction, pin: pin.clone() } }
+    })
 }
 
-/// Pieces of a bounce slot's size.
-fn chunks(len: usize) -> impl Iterator<Item = (usize, usize)> {
-    (0..len).step_by(BOUNCE_LEN).map(move |at| (at, BOUNCE_LEN.min(len - at)))
+/// Pieces of at most `size` bytes.
+fn steps(
+    on: &Arc<Device>,
+    len: usize,
+    size: usize,
+    step: impl Fn(usize, usize) -> Step,
+) -> impl Iterator<Item = Piece> {
+    (0..len).step_by(size).map(move |at| {
+        let step = step(at, size.min(len - at));
+        Piece { on: Arc::clone(on), step }
+    })
 }
 
 enum HostPath {

@@ -7,11 +7,11 @@ use std::sync::Arc;
 use hl_thunk::packet::LinDma;
 
 use super::engine::{Flight, Hold};
-use super::plan::{HostPtr, Piece};
+use super::plan::{HostPtr, Piece, Step};
 use super::ring::{Ring, Slot};
 use super::{Segment, SubmitError, plan};
 use crate::error::Phase;
-use crate::{Device, DeviceAddr, Direction, Error};
+use crate::{Device, DeviceAddr, Error};
 
 /// A copy under way.
 ///
@@ -45,7 +45,7 @@ struct Active {
 #[derive(Debug)]
 enum Then {
     CopyOut { slot: Arc<Slot>, to: HostPtr, len: usize, guarded: bool },
-    Forward { slot: Arc<Slot>, dst: DeviceAddr, len: usize },
+    Forward { slot: Arc<Slot>, target: Arc<Device>, dst: DeviceAddr, len: usize },
 }
 
 /// Moves of one submission and what comes with them.
@@ -111,18 +111,12 @@ impl Transfer {
             if let Some(outcome) = self.poll() {
                 return outcome;
             }
-            match self.active.first() {
-                Some(active) => drop(active.on.engine().wait(&active.flight)),
-                None => self.blocked_on().engine().wait_for_oldest(),
+            match (self.active.first(), self.waiting.front()) {
+                (Some(active), _) => drop(active.on.engine().wait(&active.flight)),
+                // Other transfers use up the budget of the card.
+                (None, Some(piece)) => piece.on.engine().wait_for_oldest(),
+                (None, None) => {}
             }
-        }
-    }
-
-    /// The card whose budget the next piece waits for.
-    fn blocked_on(&self) -> &Arc<Device> {
-        match self.waiting.front() {
-            Some(Piece::Cross { peer, .. }) => peer,
-            _ => &self.device,
         }
     }
 
@@ -142,7 +136,7 @@ impl Transfer {
             };
             let active = self.active.swap_remove(at);
             let finished = outcome
-                .map_err(|error| error.on(active.on.info()))
+                .map_err(|error| error.on(&active.on))
                 .and_then(|()| active.then.into_iter().try_for_each(|then| self.follow_up(then)));
             if let Err(error) = finished {
                 self.fail(error);
@@ -157,24 +151,19 @@ impl Transfer {
                 // lives; the slot is ours and the device is done with it.
                 unsafe { copy_out(slot.ptr(), to, len, guarded) }
             }
-            Then::Forward { slot, dst, len } => {
+            Then::Forward { slot, target, dst, len } => {
                 // Ahead of what has not started, so that its slot is soon free again.
-                self.waiting.push_front(Piece::Forward { slot, dst, len });
+                let step = Step::Forward { slot, dst, len };
+                self.waiting.push_front(Piece { on: target, step });
                 Ok(())
             }
         }
     }
 
-    /// Starts as much as the device and the slots have room for.
+    /// Starts as much as the devices and the slots have room for.
     fn launch(&mut self) {
-        while self.failure.is_none()
-            && let Some(front) = self.waiting.front()
-        {
-            let started = match front.direction() {
-                Some(direction) => self.launch_batch(direction),
-                None => self.launch_cross(),
-            };
-            match started {
+        while self.failure.is_none() && !self.waiting.is_empty() {
+            match self.launch_batch() {
                 Ok(Some(active)) => self.active.push(active),
                 Ok(None) => return,
                 Err(error) => self.fail(error),
@@ -182,18 +171,20 @@ impl Transfer {
         }
     }
 
-    /// One submission of pieces that go the same way. `None`: no room.
-    fn launch_batch(&mut self, direction: Direction) -> Result<Option<Active>, Error> {
-        let device = Arc::clone(&self.device);
-        let Some(reservation) = device.engine().reserve() else { return Ok(None) };
-        let limit = device.engine().limits()?.moves;
+    /// One submission of pieces that go the same way on the same card. `None`: no room.
+    fn launch_batch(&mut self) -> Result<Option<Active>, Error> {
+        let Some(front) = self.waiting.front() else { return Ok(None) };
+        let (on, direction) = (Arc::clone(&front.on), front.step.direction());
+        let Some(reservation) = on.engine().reserve() else { return Ok(None) };
+        let limit = on.engine().limits()?.moves;
         let mut batch = Batch::default();
+        let fits = |piece: &Piece| piece.on.id() == on.id() && piece.step.direction() == direction;
         while batch.moves.len() < limit
-            && self.waiting.front().and_then(Piece::direction) == Some(direction)
-            && let Some(piece) = self.waiting.pop_front()
+            && self.waiting.front().is_some_and(fits)
+            && let Some(Piece { step, .. }) = self.waiting.pop_front()
         {
-            if let Some(piece) = self.add(piece, &mut batch)? {
-                self.waiting.push_front(piece);
+            if let Some(step) = self.add(&on, step, &mut batch)? {
+                self.waiting.push_front(Piece { on: Arc::clone(&on), step });
                 break;
             }
         }
@@ -204,70 +195,71 @@ impl Transfer {
         // SAFETY: pins and slots are in `holds`; device memory was found live by the plan, and for
         // host memory the caller of the copy answers.
         let flight = unsafe { reservation.launch(direction, &moves, holds) }
-            .map_err(|error| error.on(device.info()))?;
-        Ok(Some(Active { flight, on: Arc::clone(&device), then }))
+            .map_err(|error| error.on(&on))?;
+        Ok(Some(Active { flight, on, then }))
     }
 
-    /// Adds a piece to a batch; gives it back if there is no slot for it.
-    fn add(&self, piece: Piece, batch: &mut Batch) -> Result<Option<Piece>, Error> {
-        let device = &self.device;
-        match piece {
-            Piece::Direct { dma, pin, .. } => {
+    /// Adds a step to a batch; gives it back if there is no slot for it.
+    fn add(&self, on: &Arc<Device>, step: Step, batch: &mut Batch) -> Result<Option<Step>, Error> {
+        match step {
+            Step::Direct { dma, pin, .. } => {
                 batch.moves.push(dma);
                 batch.holds.extend(pin.map(|pin| pin as Hold));
             }
-            Piece::In { from, dst, len, guarded } => {
-                let Some(slot) = self.slot(device.bounce()?, len)? else {
-                    return Ok(Some(Piece::In { from, dst, len, guarded }));
+            Step::In { from, dst, len, guarded } => {
+                let Some(slot) = self.slot(on.bounce()?, len, batch)? else {
+                    return Ok(Some(step));
                 };
                 // SAFETY: the caller of the copy answers for the host side; the slot is ours alone.
                 unsafe { copy_in(from, slot.ptr(), len, guarded)? };
-                let (src, pin) = slot.pin(device)?;
+                let (src, pin) = slot.pin(on)?;
                 batch.moves.push(LinDma::Copy { src, dst, len: len as u32 });
                 batch.holds.extend([pin as Hold, slot as Hold]);
             }
-            Piece::Out { to, src, len, guarded } => {
-                let Some(slot) = self.slot(device.bounce()?, len)? else {
-                    return Ok(Some(Piece::Out { to, src, len, guarded }));
+            Step::Out { to, src, len, guarded } => {
+                let Some(slot) = self.slot(on.bounce()?, len, batch)? else {
+                    return Ok(Some(step));
                 };
-                let (dst, pin) = slot.pin(device)?;
+                let (dst, pin) = slot.pin(on)?;
                 batch.moves.push(LinDma::Copy { src, dst, len: len as u32 });
                 batch.holds.extend([pin as Hold, Arc::clone(&slot) as Hold]);
                 batch.then.push(Then::CopyOut { slot, to, len, guarded });
             }
-            Piece::Forward { slot, dst, len } => {
-                let (src, pin) = slot.pin(device)?;
+            Step::Cross { ref target, src, dst, len } => {
+                // One piece per submission: the second half of it overlaps with the next.
+                if !batch.moves.is_empty() {
+                    return Ok(Some(step));
+                }
+                let Some(slot) = self.slot(self.device.staging()?, len, batch)? else {
+                    return Ok(Some(step));
+                };
+                let (stage, pin) = slot.pin(on)?;
+                batch.moves.push(LinDma::Copy { src, dst: stage, len: len as u32 });
+                batch.holds.extend([pin as Hold, Arc::clone(&slot) as Hold]);
+                let target = Arc::clone(target);
+                batch.then.push(Then::Forward { slot, target, dst, len });
+            }
+            Step::Forward { slot, dst, len } => {
+                let (src, pin) = slot.pin(on)?;
                 batch.moves.push(LinDma::Copy { src, dst, len: len as u32 });
                 batch.holds.extend([pin as Hold, slot as Hold]);
             }
-            Piece::Cross { .. } => unreachable!("goes alone, on another card"),
         }
         Ok(None)
     }
 
-    /// The first half of a piece from another card. `None`: no room.
-    fn launch_cross(&mut self) -> Result<Option<Active>, Error> {
-        let Some(Piece::Cross { peer, src, dst, len }) = self.waiting.front().cloned() else {
-            return Ok(None);
-        };
-        let Some(reservation) = peer.engine().reserve() else { return Ok(None) };
-        let Some(slot) = self.slot(self.device.staging()?, len)? else { return Ok(None) };
-        self.waiting.pop_front();
-        let (stage, pin) = slot.pin(&peer)?;
-        let dma = LinDma::Copy { src, dst: stage, len: len as u32 };
-        let holds = vec![pin as Hold, Arc::clone(&slot) as Hold];
-        // SAFETY: pin and slot are held; device memory was found live by the plan.
-        let flight = unsafe { reservation.launch(Direction::DeviceToHost, &[dma], holds) }
-            .map_err(|error| error.on(peer.info()))?;
-        Ok(Some(Active { flight, on: peer, then: vec![Then::Forward { slot, dst, len }] }))
-    }
-
     /// A slot of the ring, or, for someone who waits while others hold them all, one made for the
     /// occasion.
-    fn slot(&self, ring: &Arc<Ring>, len: usize) -> Result<Option<Arc<Slot>>, Error> {
+    fn slot(
+        &self,
+        ring: &Arc<Ring>,
+        len: usize,
+        batch: &Batch,
+    ) -> Result<Option<Arc<Slot>>, Error> {
+        let stuck = self.active.is_empty() && batch.moves.is_empty();
         match ring.take() {
             Some(slot) => Ok(Some(slot)),
-            None if self.blocking && self.active.is_empty() => Ok(Ring::new(len, 1)?.take()),
+            None if self.blocking && stuck => Ok(Ring::new(len, 1)?.take()),
             None => Ok(None),
         }
     }

@@ -157,6 +157,10 @@ fn submit_chunks(
         let completes = |(_, _, kind): &(u32, Program, QueueKind)| *kind != QueueKind::Internal;
         if programs.iter().any(completes) { Ok(programs) } else { Err(Errno::INVAL) }
     });
+    let checked = checked.and_then(|programs| {
+        context.wait_for_room(&submission)?;
+        Ok(programs)
+    });
     match checked {
         Ok(programs) => {
             let programs = programs.into_iter().map(|(queue, p, _)| (queue, p)).collect();
@@ -166,7 +170,9 @@ fn submit_chunks(
         }
         Err(errno) => {
             context.reject(&submission);
-            context.state.drop_submission(Drop::Validation);
+            let malformed = context.profile.generation == Generation::Gaudi1;
+            let cause = if malformed { Drop::Parsing } else { Drop::Validation };
+            context.state.drop_submission(cause);
             Err(errno)
         }
     }
@@ -231,7 +237,7 @@ pub extern "C" fn hlthunk_command_submission_timeout(
 }
 
 /// A timeout of the library: signed "for ever" and else the low 32 bits, in microseconds.
-fn wait_limit(timeout_us: u64) -> Option<Duration> {
+pub(super) fn wait_limit(timeout_us: u64) -> Option<Duration> {
     const FOR_EVER: u64 = i64::MAX as u64;
     match timeout_us {
         FOR_EVER => None,

@@ -23,7 +23,9 @@ pub(crate) fn run(repo: &Repo) -> Result<()> {
     let device = Device::hardware_or_software();
 
     heading("What stock UCX sees (ucx_info -d)");
-    println!("device: {}", device.title());
+    println!("UCX:    stock 1.22.0, from {}", repo.shown(&Ucx::V1_22.root(bench.layout())));
+    println!("plugin: {}", repo.shown(&bench.layout().plugins()));
+    println!("device: {}\n", device.title());
     println!("{}", listing(&bench, &device)?);
 
     heading("Verified transfers between two processes (ucp-check pair)");
@@ -33,7 +35,7 @@ pub(crate) fn run(repo: &Repo) -> Result<()> {
     heading("UCX's own benchmark, two processes (ucx_perftest -m gaudi)");
     println!("{}", perftest(&bench, &device)?);
     println!(
-        "All {} transfers were verified, every byte and the bytes around, on: {}.",
+        "\nAll {} transfers were verified, every byte and the bytes around, on: {}.",
         rows.len(),
         device.title()
     );
@@ -141,7 +143,7 @@ fn right_align(table: &mut Table, from: usize) {
 fn perftest(bench: &Workbench, device: &Device) -> Result<Table> {
     let mut table = Table::new();
     table.load_preset(presets::NOTHING);
-    table.set_header(["test", "memory", "size", "median µs", "MB/s"]);
+    table.set_header(["test", "memory", "size", "result"]);
     let runs = [
         ("tag_lat", "gaudi", 8, 1_000),
         ("tag_bw", "gaudi", 1 << 20, 200),
@@ -164,8 +166,11 @@ fn perftest(bench: &Workbench, device: &Device) -> Result<Table> {
             test.to_owned(),
             memory.to_owned(),
             size(bytes as u64),
-            format!("{:.2}", figures.latency_us),
-            format!("{:.0}", figures.bandwidth_mbs),
+            if test.ends_with("_lat") {
+                format!("{:.2} µs", figures.latency_us)
+            } else {
+                format!("{:.0} MB/s", figures.bandwidth_mbs)
+            },
         ]);
     }
     right_align(&mut table, 2);

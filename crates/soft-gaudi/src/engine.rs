@@ -30,6 +30,10 @@ use crate::workers;
 
 /// A submission is run by its submitter if it moves no more than this.
 const INLINE_BYTES: u64 = 64 << 10;
+/// Transfers of this size and more go past the caches.
+const STREAM_BYTES: u32 = 16 << 20;
+/// The most a waiting thread does in place of a worker before it looks around.
+const HELP_BYTES: u64 = 256 << 20;
 /// Entries of a queue's ring.
 const RING: usize = 4096;
 /// Monitors that set each other off for ever end as an error.
@@ -232,7 +236,8 @@ impl Context {
         if self.down.load(Ordering::Acquire) {
             return;
         }
-        let mut budget = budget;
+        // A program may loop for ever; a helper must come back to look at the clock.
+        let mut budget = budget.min(HELP_BYTES);
         for queue in &submission.queues {
             self.run(*queue, &mut budget);
         }
@@ -553,9 +558,11 @@ impl Bus for QueueBus<'_> {
             let moved = match from {
                 Some(from) => {
                     part = part.min(from.len);
+                    let copy =
+                        if dma.size >= STREAM_BYTES { guarded::stream } else { guarded::copy };
                     // SAFETY: both are memory the program mapped for the device; a vanished
                     // mapping comes back as an error.
-                    unsafe { guarded::copy(to.ptr, from.ptr, part as usize) }
+                    unsafe { copy(to.ptr, from.ptr, part as usize) }
                         .map_err(|_| Fault::Page { addr: src })
                 }
                 None => {

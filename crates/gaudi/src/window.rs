@@ -256,8 +256,11 @@ impl Drop for Blocked {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::fake::Fake;
+    use crate::runtime;
     use hl_thunk::Generation;
     use proptest::prelude::*;
+    use std::collections::HashSet;
 
     const GAUDI2_PAGE: u64 = 0x3000_0000;
     const GEOMETRY: Geometry =
@@ -337,5 +340,47 @@ mod tests {
         assert_eq!(Blocked::new(&range).unwrap_err().errno(), Some(libc::EEXIST));
         drop(blocked);
         Blocked::new(&range).unwrap();
+    }
+
+    #[test]
+    fn nobody_gets_an_address_before_the_observers_know_the_window() {
+        let told = Arc::new(Mutex::new(HashSet::new()));
+        let record = Arc::clone(&told);
+        runtime().subscribe(Box::new(move |event| {
+            if let WindowEvent::Opened(window) = event {
+                std::thread::yield_now();
+                record.lock().unwrap().insert(window.device);
+            }
+        }));
+        for _ in 0..8 {
+            let (_fake, device) = Fake::device();
+            std::thread::scope(|scope| {
+                for _ in 0..3 {
+                    scope.spawn(|| {
+                        let _allocation = device.alloc(1, 1).unwrap();
+                        assert!(told.lock().unwrap().contains(&device.id()));
+                    });
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn an_observer_may_allocate_from_the_device_it_is_told_about() {
+        let (_fake, device) = Fake::device();
+        let id = device.id();
+        let inner = Arc::new(Mutex::new(None));
+        let keep = Arc::clone(&inner);
+        runtime().subscribe(Box::new(move |event| {
+            if let WindowEvent::Opened(window) = event
+                && window.device == id
+            {
+                let device = runtime().device(id).unwrap();
+                *keep.lock().unwrap() = Some(device.alloc(1, 1).unwrap());
+            }
+        }));
+        let outer = device.alloc(1, 1).unwrap();
+        let inner = inner.lock().unwrap().take().unwrap();
+        assert_ne!(outer.addr(), inner.addr());
     }
 }

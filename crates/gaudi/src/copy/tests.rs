@@ -1,13 +1,12 @@
 //! The engine on hardware that does what the test says and when: orders and failures that a real
 //! device shows only sometimes.
 
-use std::collections::HashSet;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use crate::backend::fake::{BUDGET, Fake, MOVES};
 use crate::{
     Allocation, Device, DeviceAddr, Direction, ErrorKind, HostRegion, Segment, Side, SubmitError,
-    Transfer, WindowEvent, runtime,
+    Transfer,
 };
 
 const LARGE: usize = super::BOUNCE_LEN + 1;
@@ -309,46 +308,4 @@ fn a_fill_is_one_packet_of_device_work() {
     let mut expected = [0xab; 100];
     (expected[0], expected[99]) = (0, 0);
     assert_eq!(fake.peek(target.addr(), 100), expected);
-}
-
-#[test]
-fn nobody_gets_an_address_before_the_observers_know_the_window() {
-    let told = Arc::new(Mutex::new(HashSet::new()));
-    let record = Arc::clone(&told);
-    runtime().subscribe(Box::new(move |event| {
-        if let WindowEvent::Opened(window) = event {
-            std::thread::yield_now();
-            record.lock().unwrap().insert(window.device);
-        }
-    }));
-    for _ in 0..8 {
-        let (_fake, device) = Fake::device();
-        std::thread::scope(|scope| {
-            for _ in 0..3 {
-                scope.spawn(|| {
-                    let _allocation = device.alloc(1, 1).unwrap();
-                    assert!(told.lock().unwrap().contains(&device.id()));
-                });
-            }
-        });
-    }
-}
-
-#[test]
-fn an_observer_may_allocate_from_the_device_it_is_told_about() {
-    let (_fake, device) = Fake::device();
-    let id = device.id();
-    let inner = Arc::new(Mutex::new(None));
-    let keep = Arc::clone(&inner);
-    runtime().subscribe(Box::new(move |event| {
-        if let WindowEvent::Opened(window) = event
-            && window.device == id
-        {
-            let device = runtime().device(id).unwrap();
-            *keep.lock().unwrap() = Some(device.alloc(1, 1).unwrap());
-        }
-    }));
-    let outer = device.alloc(1, 1).unwrap();
-    let inner = inner.lock().unwrap().take().unwrap();
-    assert_ne!(outer.addr(), inner.addr());
 }

@@ -88,18 +88,21 @@ impl Windows {
         let hints = info.generation.hint_range().ok_or_else(full)?;
         let count = (hints.end - hints.start) / SLICE;
         let state = &mut *self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let next = state.slices.len() as u64;
         let slice = match state.slices.get(&info.bus_id) {
             Some(&slice) => slice,
-            None if next < count => {
-                state.slices.insert(info.bus_id.clone(), next);
-                next
+            None => {
+                // By the card's number, so that a second copy of this library in the process, which
+                // has other cards, has other addresses too. A framework places its own pool at the
+                // bottom of the range; start half way up.
+                let wanted = u64::from(info.index) + count / 2;
+                let mut slices = (0..count).map(|step| (wanted + step) % count);
+                let free = |slice: &u64| !state.slices.values().any(|taken| taken == slice);
+                let slice = slices.find(free).ok_or_else(full)?;
+                state.slices.insert(info.bus_id.clone(), slice);
+                slice
             }
-            None => return Err(full()),
         };
-        // A framework in this process places its own pool at the bottom of the range; start half
-        // way up.
-        let start = hints.start + (slice + count / 2) % count * SLICE;
+        let start = hints.start + slice * SLICE;
         Ok(start..start + SLICE)
     }
 
@@ -291,9 +294,54 @@ impl Drop for Blocked {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::fake::Fake;
+    use crate::runtime;
+    use hl_thunk::Generation;
     use proptest::prelude::*;
+    use std::collections::HashSet;
 
     const GAUDI2_PAGE: u64 = 0x3000_0000;
+    const GEOMETRY: Geometry =
+        Geometry { total: 127 * GAUDI2_PAGE, page: GAUDI2_PAGE, physical_base: None };
+
+    fn card(index: u32) -> DeviceInfo {
+        DeviceInfo {
+            index,
+            module_id: 0,
+            bus_id: format!("{index:04x}:00:00.0").parse().unwrap(),
+            generation: Generation::Gaudi2,
+            card_name: String::new(),
+            driver_version: String::new(),
+            is_software: false,
+        }
+    }
+
+    #[test]
+    fn every_card_has_a_window_of_its_own_for_ever() {
+        let windows = Windows::default();
+        let place = |index| windows.place(&card(index), GEOMETRY);
+        // Cards 3 and 67 would like the same one.
+        let mut placed = vec![place(67).unwrap()];
+        placed.extend((0..63).map(|index| place(index).unwrap()));
+        for (at, one) in placed.iter().enumerate() {
+            assert!(one.start >= 0x1001_5000_0000_0000 && one.end <= 0x1001_7000_0000_0000);
+            assert_eq!(one.start % SLICE, 0, "one entry in UCX's page table");
+            for other in &placed[at + 1..] {
+                assert!(one.end <= other.start || other.end <= one.start);
+            }
+        }
+        assert_eq!(place(67).unwrap(), placed[0], "opened again");
+        let error = place(63).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{error}");
+    }
+
+    #[test]
+    fn the_window_follows_from_the_cards_number_alone() {
+        let (one, another) = (Windows::default(), Windows::default());
+        one.place(&card(5), GEOMETRY).unwrap();
+        let place = |windows: &Windows| windows.place(&card(2), GEOMETRY).unwrap();
+        assert_eq!(place(&one), place(&another));
+    }
 
     proptest! {
         #[test]
@@ -344,5 +392,47 @@ mod tests {
         assert_eq!(Blocked::new(&range).unwrap_err().errno(), Some(libc::EEXIST));
         drop(blocked);
         Blocked::new(&range).unwrap();
+    }
+
+    #[test]
+    fn nobody_gets_an_address_before_the_observers_know_the_window() {
+        let told = Arc::new(Mutex::new(HashSet::new()));
+        let record = Arc::clone(&told);
+        runtime().subscribe(Box::new(move |event| {
+            if let WindowEvent::Opened(window) = event {
+                std::thread::yield_now();
+                record.lock().unwrap().insert(window.device);
+            }
+        }));
+        for _ in 0..8 {
+            let (_fake, device) = Fake::device();
+            std::thread::scope(|scope| {
+                for _ in 0..3 {
+                    scope.spawn(|| {
+                        let _allocation = device.alloc(1, 1).unwrap();
+                        assert!(told.lock().unwrap().contains(&device.id()));
+                    });
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn an_observer_may_allocate_from_the_device_it_is_told_about() {
+        let (_fake, device) = Fake::device();
+        let id = device.id();
+        let inner = Arc::new(Mutex::new(None));
+        let keep = Arc::clone(&inner);
+        runtime().subscribe(Box::new(move |event| {
+            if let WindowEvent::Opened(window) = event
+                && window.device == id
+            {
+                let device = runtime().device(id).unwrap();
+                *keep.lock().unwrap() = Some(device.alloc(1, 1).unwrap());
+            }
+        }));
+        let outer = device.alloc(1, 1).unwrap();
+        let inner = inner.lock().unwrap().take().unwrap();
+        assert_ne!(outer.addr(), inner.addr());
     }
 }

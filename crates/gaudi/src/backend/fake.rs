@@ -120,6 +120,11 @@ impl Fake {
         self.state().retired
     }
 
+    /// How many submissions were made.
+    pub(crate) fn submitted(&self) -> u64 {
+        self.state().last
+    }
+
     /// Device memory, read behind the engine's back.
     pub(crate) fn peek(&self, addr: DeviceAddr, len: usize) -> Vec<u8> {
         self.state().device_bytes(addr.0, len).to_vec()

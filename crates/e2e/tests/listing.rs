@@ -1,6 +1,6 @@
 //! What stock `ucx_info` shows of us: names, memory types, options, an allocation.
 
-use e2e::{Device, Finished, Ucx, Workbench};
+use e2e::{Device, Finished, Listing, Ucx, Workbench};
 
 fn info(device: &Device, arguments: &str) -> Finished {
     Workbench::from_env()
@@ -12,30 +12,16 @@ fn info(device: &Device, arguments: &str) -> Finished {
         .ok()
 }
 
-/// Lines of `ucx_info -d`, less the comment sign.
-fn lines(listing: &Finished) -> Vec<&str> {
-    listing.stdout.lines().map(|line| line.trim_start_matches('#').trim()).collect()
-}
-
 #[track_caller]
 fn assert_once(listing: &Finished, wanted: &str) {
-    let found = lines(listing).iter().filter(|line| **line == wanted).count();
+    let found = Listing::of(&listing.stdout).count(wanted);
     assert_eq!(found, 1, "`{wanted}` is there {found} times\n{}", listing.report());
 }
 
-/// The lines about one memory domain.
-fn domain<'a>(listing: &'a Finished, name: &str) -> Vec<&'a str> {
-    let title = format!("Memory domain: {name}");
-    let mut inside = false;
-    lines(listing)
-        .into_iter()
-        .filter(|line| {
-            if line.starts_with("Memory domain:") {
-                inside = *line == title;
-            }
-            inside
-        })
-        .collect()
+/// The lines about our memory domain.
+fn gaudi_copy(listing: &Finished) -> Vec<String> {
+    let domain = Listing::of(&listing.stdout).domain("gaudi_copy");
+    Listing::of(&domain).lines().map(str::to_owned).collect()
 }
 
 #[test]
@@ -49,8 +35,8 @@ fn listing_has_one_gaudi_copy_with_its_documented_names() {
     ] {
         assert_once(&listing, wanted);
     }
-    let domain = domain(&listing, "gaudi_copy");
-    assert!(domain.contains(&"Type: accelerator"), "{domain:?}");
+    let domain = gaudi_copy(&listing);
+    assert!(domain.contains(&"Type: accelerator".to_owned()), "{domain:?}");
 }
 
 #[test]
@@ -64,7 +50,7 @@ fn listing_has_one_gaudi_gdr_for_the_alias_gaudi() {
 #[test]
 fn memory_types_say_what_the_domain_can_do() {
     let listing = info(&Device::software(), "-d");
-    let domain = domain(&listing, "gaudi_copy");
+    let domain = gaudi_copy(&listing);
     let types = domain.iter().find(|line| line.starts_with("memory types:"));
     let types = types.unwrap_or_else(|| panic!("no memory types\n{}", listing.report()));
     assert!(types.contains("host (access,reg"), "{types}");
@@ -75,7 +61,7 @@ fn memory_types_say_what_the_domain_can_do() {
 #[test]
 fn transport_offers_the_four_copies() {
     let listing = info(&Device::software(), "-d");
-    let domain = domain(&listing, "gaudi_copy");
+    let domain = gaudi_copy(&listing);
     for operation in ["put_short", "put_zcopy", "get_short", "get_zcopy"] {
         assert!(
             domain.iter().any(|line| line.starts_with(&format!("{operation}:"))),
@@ -104,7 +90,7 @@ fn denied_module_leaves_no_trace() {
         .arg("-d")
         .run()
         .ok();
-    assert_eq!(denied.stdout, without.stdout);
+    assert_eq!(Listing::of(&denied.stdout).steady(), Listing::of(&without.stdout).steady());
     assert_eq!(denied.stderr, without.stderr);
 }
 

@@ -7,7 +7,8 @@ use e2e::{Device, Perftest, Workbench};
 fn measures(test: Perftest) {
     let pair = test.run().unwrap_or_else(|error| panic!("{error:#}"));
     let figures = pair.figures().unwrap_or_else(|error| panic!("{error:#}"));
-    for figure in [figures.latency_us, figures.bandwidth_mbs, figures.rate] {
+    // Not the bandwidth: of few small messages on a busy machine it is printed as 0.00.
+    for figure in [figures.latency_us, figures.rate] {
         assert!(figure.is_finite() && figure > 0.0, "{figures:?}");
     }
 }

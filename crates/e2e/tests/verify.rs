@@ -44,7 +44,8 @@ impl Drop for Results {
 #[track_caller]
 fn whole_matrix(ucx: Ucx, version: &str) {
     let results = Results::new(ucx);
-    let end = client(ucx, &Device::software(), "pair --iters 0 --json").arg(&results.0).run().ok();
+    let end =
+        client(ucx, &Device::software(), "pair --iters 0").arg("--json").arg(&results.0).run().ok();
     let rows = Row::read(&results.0).unwrap_or_else(|error| panic!("{error:#}\n{}", end.report()));
     for op in ["tag", "tag-unexpected", "stream", "am", "am-eager", "am-rndv", "put", "get"] {
         for (src, dst) in

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use hl_thunk::ExportCall;
 use hl_thunk::packet::{self, LinDma};
 
-use crate::backend::{Backend, HostPin};
+use crate::backend::{Backend, Geometry, HostPin};
 use crate::copy::BOUNCE_LEN;
 use crate::copy::engine::Engine;
 use crate::copy::ring::Ring;
@@ -87,6 +87,7 @@ impl Device {
     pub(crate) fn new(
         backend: Arc<dyn Backend>,
         window: Window,
+        geometry: Geometry,
         blocked: Option<Blocked>,
         registration: Registration,
     ) -> Arc<Self> {
@@ -99,7 +100,7 @@ impl Device {
             pins: Mutex::default(),
             bounce: OnceLock::new(),
             staging: OnceLock::new(),
-            memory: Memory::new(window.range(), backend.geometry()),
+            memory: Memory::new(window.range(), geometry),
             window,
             backend,
             _blocked: blocked,

@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
@@ -128,12 +129,16 @@ impl Runtime {
         info: &DeviceInfo,
         backend: Arc<dyn Backend>,
     ) -> Result<Arc<Device>, Error> {
-        let geometry = backend.geometry();
-        let range = self.windows.place(info, geometry).map_err(|error| error.on(info))?;
-        let blocked = match geometry.physical_base {
-            Some(_) => Some(self.block(info, &range)?),
-            None => None,
-        };
+        let mut geometry = backend.geometry();
+        let mut range = self.windows.place(info, geometry).map_err(|error| error.on(info))?;
+        let mut blocked = None;
+        if geometry.physical_base.is_some() {
+            let (block, part) = self.block(info, &range)?;
+            geometry.total = part.end - part.start;
+            geometry.page = geometry.total;
+            geometry.physical_base = Some(part.start);
+            (blocked, range) = (Some(block), part);
+        }
         let id = DeviceId(self.next_id.fetch_add(1, Ordering::Relaxed));
         let window = Window {
             start: DeviceAddr(range.start),
@@ -142,14 +147,14 @@ impl Runtime {
             info: info.clone(),
         };
         let registration = Registration { bus_id: info.bus_id.clone(), id };
-        let device = Device::new(backend, window, blocked, registration);
+        let device = Device::new(backend, window, geometry, blocked, registration);
         let open = OpenCard { id, info: info.clone(), device: Arc::downgrade(&device) };
         self.cards().insert(info.bus_id.clone(), open);
         Ok(device)
     }
 
     /// Keeps host memory out of a first-generation card's addresses.
-    fn block(&self, info: &DeviceInfo, range: &std::ops::Range<u64>) -> Result<Blocked, Error> {
+    fn block(&self, info: &DeviceInfo, range: &Range<u64>) -> Result<(Blocked, Range<u64>), Error> {
         let other = {
             let cards = self.cards();
             let mut open = cards.values().map(|card| &card.info);
@@ -163,7 +168,7 @@ impl Runtime {
             )
             .on(info));
         }
-        Blocked::new(range).map_err(|error| error.on(info))
+        Blocked::most_of(range).map_err(|error| error.on(info))
     }
 
     /// A card that another thread of this process is closing would look busy.

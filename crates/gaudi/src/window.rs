@@ -224,7 +224,45 @@ pub(crate) struct Blocked {
     len: usize,
 }
 
+/// The largest part of `range` that `maps` (the format of `/proc/self/maps`) leaves free, with both
+/// ends multiples of `align`.
+fn largest_free(range: &Range<u64>, maps: &str, align: u64) -> Option<Range<u64>> {
+    let number = |text: &str| u64::from_str_radix(text, 16).ok();
+    let mut used: Vec<(u64, u64)> = maps
+        .lines()
+        .filter_map(|line| {
+            let (start, end) = line.split_whitespace().next()?.split_once('-')?;
+            Some((number(start)?, number(end)?))
+        })
+        .collect();
+    used.push((range.end, range.end));
+    used.sort_unstable();
+    let mut free_from = range.start;
+    let mut best: Option<Range<u64>> = None;
+    for (start, end) in used {
+        let gap = free_from.next_multiple_of(align)..start.min(range.end) / align * align;
+        let size = |gap: &Range<u64>| gap.end.saturating_sub(gap.start);
+        if size(&gap) > best.as_ref().map_or(0, size) {
+            best = Some(gap);
+        }
+        free_from = free_from.max(end);
+        if free_from >= range.end {
+            break;
+        }
+    }
+    best
+}
+
 impl Blocked {
+    /// Blocks as much of `range` as is free in one piece: a program that is not position-independent
+    /// has its heap somewhere in the first gigabytes, and that part of the card stays unused.
+    pub(crate) fn most_of(range: &Range<u64>) -> Result<(Self, Range<u64>), Error> {
+        const ALIGN: u64 = 2 << 20;
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+        let part = largest_free(range, &maps, ALIGN).unwrap_or_else(|| range.clone());
+        Ok((Self::new(&part)?, part))
+    }
+
     /// Blocks `range`; fails if any of it is in use.
     pub(crate) fn new(range: &Range<u64>) -> Result<Self, Error> {
         let operation = "keeping host pointers out of the card's physical addresses";
@@ -331,6 +369,20 @@ mod tests {
         assert_eq!(find_gap(&window, [(0x1000, 0x4000)].into_iter(), 0x1000, 0x1000), None);
         assert_eq!(find_gap(&window, std::iter::empty(), 0x1000, 0x5000), None);
         assert_eq!(find_gap(&window, std::iter::empty(), 0x1000, u64::MAX), None);
+    }
+
+    #[test]
+    fn the_heap_of_the_program_is_left_alone() {
+        let maps = "00400000-00500000 r-xp 00000000 fe:00 1 /usr/bin/program\n\
+                    2f2b1000-2f400000 rw-p 00000000 00:00 0 [heap]\n\
+                    7f0000000000-7f0000001000 rw-p 00000000 00:00 0\n";
+        let card = 0x2000_0000..0x8_0000_0000_u64;
+        assert_eq!(largest_free(&card, maps, 2 << 20), Some(0x2f40_0000..0x8_0000_0000));
+        assert_eq!(largest_free(&card, "", 2 << 20), Some(card.clone()));
+        let all = "10000000-900000000 rw-p 00000000 00:00 0\n";
+        assert_eq!(largest_free(&card, all, 2 << 20), None);
+        let middle = "100000000-700000000 rw-p 00000000 00:00 0\n";
+        assert_eq!(largest_free(&card, middle, 2 << 20), Some(0x7_0000_0000..0x8_0000_0000));
     }
 
     #[test]

@@ -188,6 +188,259 @@ pub struct MemArgs {
     pub num_of_elements: u32,
 }
 
+/// `struct hlthunk_wait_multi_cs_in`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct WaitMultiCsIn {
+    pub seq: *const u64,
+    pub timeout_us: u64,
+    pub seq_len: u32,
+}
+
+/// `struct hlthunk_wait_multi_cs_out`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+#[allow(missing_docs)]
+pub struct WaitMultiCsOut {
+    pub status: u32,
+    pub seq_set: u32,
+    pub completed: u8,
+}
+
+/// `struct hlthunk_signal_in`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct SignalIn {
+    pub chunks_restore: *mut c_void,
+    pub num_chunks_restore: u32,
+    pub queue_index: u32,
+    pub flags: u32,
+}
+
+/// `struct hlthunk_signal_out`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+#[allow(missing_docs)]
+pub struct SignalOut {
+    pub seq: u64,
+    pub status: u32,
+    pub sob_base_addr_offset: u32,
+    pub sob_count_before_submission: u16,
+}
+
+/// `struct hlthunk_sig_res_in`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct SigResIn {
+    pub queue_index: u32,
+    pub count: u32,
+}
+
+/// `struct reserve_sig_handle`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+#[allow(missing_docs)]
+pub struct ReserveSigHandle {
+    pub id: u32,
+    pub sob_base_addr_offset: u32,
+    pub count: u32,
+}
+
+/// `struct hlthunk_sig_res_out`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+#[allow(missing_docs)]
+pub struct SigResOut {
+    pub handle: ReserveSigHandle,
+    pub status: u32,
+}
+
+/// `struct hlthunk_wait_for_signal_data`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct WaitForSignalData {
+    /// Array of sequence numbers, or the id of an encapsulated-signals handle.
+    pub signal_seq: u64,
+    pub signal_seq_nr: u32,
+    pub queue_index: u32,
+    pub flags: u32,
+    pub collective_engine_id: u32,
+    pub encaps_signal_offset: u32,
+}
+
+/// `struct hlthunk_wait_in`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct WaitIn {
+    pub chunks_restore: *mut c_void,
+    pub num_chunks_restore: u32,
+    pub wait_for_signal: *const WaitForSignalData,
+    pub num_wait_for_signal: u32,
+    pub flags: u32,
+}
+
+/// `struct hlthunk_wait_out`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+#[allow(missing_docs)]
+pub struct WaitOut {
+    pub seq: u64,
+    pub status: u32,
+}
+
+/// `struct hl_debug_args`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+#[allow(missing_docs)]
+pub struct DebugArgs {
+    pub input_ptr: u64,
+    pub output_ptr: u64,
+    pub input_size: u32,
+    pub output_size: u32,
+    pub op: u32,
+    pub reg_idx: u32,
+    pub enable: u32,
+    pub ctx_id: u32,
+}
+
+/// `struct hl_info_args`, the raw INFO ioctl.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+#[allow(missing_docs)]
+pub struct InfoArgs {
+    pub return_pointer: u64,
+    pub return_size: u32,
+    pub op: u32,
+    /// Meaning by operation: dcore, period, PLL, eventfd, array size …
+    pub argument: u32,
+    pub pad: u32,
+}
+
+/// `struct hl_info_cs_counters`: why submissions were turned away, in total and of this context.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+#[allow(missing_docs)]
+pub struct CsCounters {
+    pub total_out_of_mem: u64,
+    pub ctx_out_of_mem: u64,
+    pub total_parsing: u64,
+    pub ctx_parsing: u64,
+    pub total_queue_full: u64,
+    pub ctx_queue_full: u64,
+    pub total_device_in_reset: u64,
+    pub ctx_device_in_reset: u64,
+    pub total_max_cs_in_flight: u64,
+    pub ctx_max_cs_in_flight: u64,
+    pub total_validation: u64,
+    pub ctx_validation: u64,
+}
+
+/// `struct hlthunk_clk_throttle_info`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+#[allow(missing_docs)]
+pub struct ClkThrottleInfo {
+    pub reason: u32,
+    pub timestamp_us: [u64; 2],
+    pub duration_ns: [u64; 2],
+}
+
+/// `struct hlthunk_hw_asic_status`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+#[allow(missing_docs)]
+pub struct HwAsicStatus {
+    pub throttle: ClkThrottleInfo,
+    pub open_stats: OpenStatsInfo,
+    pub power: u64,
+    pub status: c_int,
+    pub timestamp_sec: u64,
+    pub valid: u8,
+}
+
+/// `struct hlthunk_engines_idle_info`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+#[allow(missing_docs)]
+pub struct EnginesIdleInfo {
+    pub is_idle: u32,
+    pub mask: [u64; 4],
+}
+
+/// `struct hlthunk_sync_manager_info`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+#[allow(missing_docs)]
+pub struct SyncManagerInfo {
+    pub first_available_sync_object: u32,
+    pub first_available_monitor: u32,
+    pub first_available_cq: u32,
+    pub reserved: u32,
+}
+
+/// `struct hlthunk_pci_counters_info`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+#[allow(missing_docs)]
+pub struct PciCountersInfo {
+    pub rx_throughput: u64,
+    pub tx_throughput: u64,
+    pub replay_cnt: u32,
+}
+
+/// `struct hlthunk_page_fault_info`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct PageFaultInfo {
+    pub timestamp: i64,
+    pub addr: u64,
+    pub engine_id: u16,
+    pub num_of_mappings: u32,
+    /// Elements of 16 bytes: device address, size.
+    pub mappings_buf: u64,
+}
+
+/// `struct hlthunk_event_record_cs_timeout`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+#[allow(missing_docs)]
+pub struct CsTimeoutRecord {
+    pub timestamp: i64,
+    pub seq: u64,
+}
+
+/// `struct hlthunk_event_record_razwi_event`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct RazwiRecord {
+    pub timestamp: i64,
+    pub addr: u64,
+    pub engine_id: [u16; 128],
+    pub num_of_possible_engines: u16,
+    pub flags: u8,
+}
+
+/// `struct hlthunk_event_record_undefined_opcode`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct UndefinedOpcodeRecord {
+    pub timestamp: i64,
+    pub cb_addr_streams: [[u64; 8]; 4],
+    pub cq_addr: u64,
+    pub cq_size: u32,
+    pub cb_addr_streams_len: u32,
+    pub engine_id: u32,
+    pub stream_id: u32,
+}
+
 macro_rules! assert_layout {
     ($type:ty, $size:expr $(, $field:ident @ $offset:expr)* $(,)?) => {
         const _: () = assert!(size_of::<$type>() == $size);
@@ -217,3 +470,35 @@ assert_layout!(CsIn, 32, chunks_restore @ 0, chunks_execute @ 8, num_chunks_rest
     num_chunks_execute @ 20, flags @ 24);
 assert_layout!(CsOut, 16, seq @ 0, status @ 8, sob_count_before_submission @ 12);
 assert_layout!(MemArgs, 40, fd_or_device_va @ 0, length @ 8, op @ 24, flags @ 28, ctx_id @ 32);
+assert_layout!(WaitMultiCsIn, 24, seq @ 0, timeout_us @ 8, seq_len @ 16);
+assert_layout!(WaitMultiCsOut, 12, status @ 0, seq_set @ 4, completed @ 8);
+assert_layout!(SignalIn, 24, chunks_restore @ 0, num_chunks_restore @ 8, queue_index @ 12,
+    flags @ 16);
+assert_layout!(SignalOut, 24, seq @ 0, status @ 8, sob_base_addr_offset @ 12,
+    sob_count_before_submission @ 16);
+assert_layout!(SigResIn, 8, queue_index @ 0, count @ 4);
+assert_layout!(ReserveSigHandle, 12, id @ 0, sob_base_addr_offset @ 4, count @ 8);
+assert_layout!(SigResOut, 16, handle @ 0, status @ 12);
+assert_layout!(WaitForSignalData, 32, signal_seq @ 0, signal_seq_nr @ 8, queue_index @ 12,
+    flags @ 16, collective_engine_id @ 20, encaps_signal_offset @ 24);
+assert_layout!(WaitIn, 32, chunks_restore @ 0, num_chunks_restore @ 8, wait_for_signal @ 16,
+    num_wait_for_signal @ 24, flags @ 28);
+assert_layout!(WaitOut, 16, seq @ 0, status @ 8);
+assert_layout!(DebugArgs, 40, input_ptr @ 0, output_ptr @ 8, input_size @ 16, output_size @ 20,
+    op @ 24, reg_idx @ 28, enable @ 32, ctx_id @ 36);
+assert_layout!(InfoArgs, 24, return_pointer @ 0, return_size @ 8, op @ 12, argument @ 16, pad @ 20);
+assert_layout!(CsCounters, 96, total_queue_full @ 32, ctx_validation @ 88);
+assert_layout!(ClkThrottleInfo, 40, reason @ 0, timestamp_us @ 8, duration_ns @ 24);
+assert_layout!(HwAsicStatus, 96, throttle @ 0, open_stats @ 40, power @ 64, status @ 72,
+    timestamp_sec @ 80, valid @ 88);
+assert_layout!(EnginesIdleInfo, 40, is_idle @ 0, mask @ 8);
+assert_layout!(SyncManagerInfo, 16, first_available_sync_object @ 0, first_available_monitor @ 4,
+    first_available_cq @ 8, reserved @ 12);
+assert_layout!(PciCountersInfo, 24, rx_throughput @ 0, tx_throughput @ 8, replay_cnt @ 16);
+assert_layout!(PageFaultInfo, 32, timestamp @ 0, addr @ 8, engine_id @ 16, num_of_mappings @ 20,
+    mappings_buf @ 24);
+assert_layout!(CsTimeoutRecord, 16, timestamp @ 0, seq @ 8);
+assert_layout!(RazwiRecord, 280, timestamp @ 0, addr @ 8, engine_id @ 16,
+    num_of_possible_engines @ 272, flags @ 274);
+assert_layout!(UndefinedOpcodeRecord, 288, timestamp @ 0, cb_addr_streams @ 8, cq_addr @ 264,
+    cq_size @ 272, cb_addr_streams_len @ 276, engine_id @ 280, stream_id @ 284);

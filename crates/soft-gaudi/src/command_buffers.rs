@@ -85,8 +85,13 @@ impl CommandBuffers {
         if size > hl_thunk::sys::MAX_CB_SIZE {
             return Err(Errno::INVAL);
         }
-        let size = size.max(HOST_PAGE as u32);
-        let pages = u64::from(size).div_ceil(HOST_PAGE);
+        self.create_any(size.into())
+    }
+
+    /// Makes a buffer of at least a page for the driver's own purposes, of any size.
+    pub(crate) fn create_any(&mut self, size: u64) -> Result<(u64, CommandBuffer), Errno> {
+        let size = size.max(HOST_PAGE);
+        let pages = size.div_ceil(HOST_PAGE);
         let page = match self.reusable.get_mut(&pages).and_then(Vec::pop) {
             Some(page) => {
                 let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
@@ -105,7 +110,7 @@ impl CommandBuffers {
             }
         };
         let ptr = self.base + (page * HOST_PAGE) as usize;
-        let buffer = CommandBuffer { size, ptr, va: None, pages };
+        let buffer = CommandBuffer { size: size as u32, ptr, va: None, pages };
         let handle = HANDLES + page * HOST_PAGE;
         self.buffers.insert(handle, buffer);
         Ok((handle, buffer))

@@ -28,6 +28,9 @@ pub struct Config {
     pub cs_timeout: Duration,
     /// Whether dma-bufs can be imported: `SOFT_GAUDI_IMPORT`.
     pub import: bool,
+    /// Whether Gaudi2's PDMA streams 0 to 5 are all the user's, as they were before Linux 6.1,
+    /// rather than 0, 1 and 4: `SOFT_GAUDI_PDMA=all|user`.
+    pub all_pdma_streams: bool,
 }
 
 /// The configuration of this process; `None` after complaining when a variable is malformed.
@@ -100,7 +103,14 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
         Some("no") => false,
         Some(other) => return Err(format!("SOFT_GAUDI_IMPORT={other}: want yes or no")),
     };
-    Ok(Config { node, generation, devices, dram_size, cs_timeout, import })
+    let all_pdma_streams = match var("SOFT_GAUDI_PDMA").as_deref() {
+        None | Some("user") => false,
+        Some("all") => true,
+        Some(other) => return Err(format!("SOFT_GAUDI_PDMA={other}: want user or all")),
+    };
+    let config =
+        Config { node, generation, devices, dram_size, cs_timeout, import, all_pdma_streams };
+    Ok(config)
 }
 
 /// A number of bytes with an optional k, m, g or t (binary).
@@ -157,6 +167,7 @@ mod tests {
             ("SOFT_GAUDI_HBM", "lots"),
             ("SOFT_GAUDI_CS_TIMEOUT", "0"),
             ("SOFT_GAUDI_IMPORT", "maybe"),
+            ("SOFT_GAUDI_PDMA", "2"),
         ] {
             let reason = with(&[(name, value)]).unwrap_err();
             assert!(reason.contains(name), "{reason}");

@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Instant;
 
 use rustix::io::Errno;
@@ -16,8 +16,12 @@ use crate::address_space::AddressSpace;
 use crate::asic::Profile;
 use crate::card_memory::{self, CardMemory};
 use crate::command_buffers::CommandBuffers;
+use crate::events::Events;
+use crate::interrupts::Interrupts;
 use crate::node::{Node, Role, node};
 use crate::queue::Queue;
+use crate::registers::Registers;
+use crate::signals::Signals;
 use crate::state::{self, DeviceState};
 use crate::submission::Window;
 use crate::{dmabuf, guarded, ownership, workers};
@@ -42,6 +46,15 @@ pub(crate) struct Context {
     pub(crate) entering: Mutex<()>,
     /// Queues that a fence let go and nobody runs yet.
     pub(crate) ready: Mutex<VecDeque<u32>>,
+    pub(crate) registers: Mutex<Registers>,
+    pub(crate) interrupts: Interrupts,
+    signals: Mutex<Signals>,
+    pub(crate) events: Events,
+    /// Debug mode was entered.
+    debugging: AtomicBool,
+    /// Threads that wait for any of several submissions, and how they are woken.
+    pub(crate) any_waiters: AtomicU64,
+    pub(crate) any_ended: (Mutex<()>, Condvar),
     /// The card was reset: nothing works until it is closed and opened again.
     pub(crate) down: AtomicBool,
     /// Submissions not ended.
@@ -105,6 +118,13 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
         queues: (0..profile.queues).map(|_| Queue::new(profile.generation)).collect(),
         entering: Mutex::new(()),
         ready: Mutex::default(),
+        registers: Mutex::new(Registers::new(profile)),
+        interrupts: Interrupts::default(),
+        signals: Mutex::new(Signals::new(profile)),
+        events: Events::default(),
+        debugging: AtomicBool::new(false),
+        any_waiters: AtomicU64::new(0),
+        any_ended: (Mutex::new(()), Condvar::new()),
         down: AtomicBool::new(false),
         in_flight: AtomicU64::new(0),
         hold: Mutex::new(None),
@@ -190,9 +210,22 @@ impl Context {
         self.buffers.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
+    pub(crate) fn signals(&self) -> MutexGuard<'_, Signals> {
+        self.signals.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
     /// Publishes how much DRAM is allocated.
     pub(crate) fn account(&self, space: &AddressSpace) {
         self.state.dram_used.store(space.dram_used(), Ordering::Relaxed);
+    }
+
+    /// The debug ioctl: entering and leaving the mode; anything else needs it and finds nothing.
+    pub(crate) fn debug(&self, set_mode: bool, enable: bool) -> Result<(), Errno> {
+        if set_mode {
+            self.debugging.store(enable, Ordering::Relaxed);
+            return Ok(());
+        }
+        Err(if self.debugging.load(Ordering::Relaxed) { Errno::INVAL } else { Errno::FAULT })
     }
 
     /// Ends everything and waits until no thread works for this context any more.

@@ -5,25 +5,53 @@
 //! that waits takes a queue over if nobody runs it yet. What a program sees is the same in all
 //! cases: each queue in order, queues independent of each other.
 
+use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
+use crate::asic::Generation;
 use crate::context::Context;
+use crate::events::bit;
 use crate::guarded;
+use crate::interrupts::Registration;
 use crate::packet::LinDma;
 use crate::processor::{Bus, Fault, Pause, Program};
 use crate::queue::Job;
+use crate::registers::{Consequences, Registers};
+use crate::signals::Sob;
+use crate::state::Drop;
 use crate::submission::{Lookup, Outcome, Submission};
+use crate::sync_manager::Effect;
 use crate::workers;
 
 /// A submission is run by its submitter if it moves no more than this.
 const INLINE_BYTES: u64 = 64 << 10;
+/// Transfers of this size and more go past the caches.
+const STREAM_BYTES: u32 = 16 << 20;
+/// The most a waiting thread does in place of a worker before it looks around.
+const HELP_BYTES: u64 = 256 << 20;
+/// Entries of a queue's ring.
+const RING: usize = 4096;
+/// Monitors that set each other off for ever end as an error.
+const MAX_EFFECTS: u32 = 1 << 16;
 /// What a waiter may do per microsecond of its timeout; about the speed of a copy.
 const BYTES_PER_US: u64 = 4096;
+
+/// A counter in a command buffer, which the card advances.
+pub(crate) fn counter(at: usize) -> u64 {
+    // SAFETY: callers pass aligned places inside the mapping of command buffers.
+    unsafe { (*(at as *const AtomicU64)).load(Ordering::Acquire) }
+}
+
+/// Writes a time where a program has asked for it.
+fn note(at: usize, now_ns: u64) {
+    // SAFETY: callers pass aligned places inside the mapping of command buffers.
+    unsafe { (*(at as *const AtomicU64)).store(now_ns, Ordering::Release) };
+}
 
 /// How a wait ended.
 #[derive(Clone, Debug)]
@@ -36,7 +64,7 @@ pub(crate) enum Waited {
     Busy,
 }
 
-fn realtime_ns() -> u64 {
+pub(crate) fn realtime_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Realtime);
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
@@ -48,6 +76,7 @@ impl Context {
         fd: BorrowedFd<'_>,
         submission: Arc<Submission>,
         programs: Vec<(u32, Program)>,
+        sob: Option<Arc<Sob>>,
     ) {
         let mut idle = Vec::new();
         {
@@ -57,7 +86,7 @@ impl Context {
                 if target.len() == 0 {
                     idle.push(queue);
                 }
-                target.push(Job { submission: submission.clone(), program });
+                target.push(Job { submission: submission.clone(), program, sob: sob.clone() });
             }
         }
         // A queue that was not idle has someone to run it: a thread, the workers or a fence.
@@ -78,6 +107,7 @@ impl Context {
     ) -> Result<Arc<Submission>, Errno> {
         loop {
             if self.down.load(Ordering::Acquire) {
+                self.state.drop_submission(Drop::InReset);
                 return Err(Errno::BUSY);
             }
             match self.window.enter(&make) {
@@ -87,6 +117,8 @@ impl Context {
                     return Ok(submission);
                 }
                 Err(in_the_way) => {
+                    // The driver says "again" and its library does; each try counts.
+                    self.state.drop_submission(Drop::InFlight);
                     self.help(&in_the_way, u64::MAX);
                     if in_the_way.outcome().is_none() {
                         in_the_way.sleep(self.until_timeout());
@@ -95,6 +127,21 @@ impl Context {
                 }
             }
         }
+    }
+
+    /// Waits until the rings of all queues have room, as the library does by trying again.
+    pub(crate) fn wait_for_room(self: &Arc<Self>, submission: &Submission) -> Result<(), Errno> {
+        let full = |queue: &u32| self.queues[*queue as usize].len() >= RING;
+        while submission.queues.iter().any(full) {
+            if self.down.load(Ordering::Acquire) {
+                return Err(Errno::PERM);
+            }
+            self.state.drop_submission(Drop::QueueFull);
+            self.help(submission, u64::MAX);
+            std::thread::sleep(Duration::from_micros(50));
+            self.check_timeout();
+        }
+        Ok(())
     }
 
     /// A submission that was rejected after it got its number.
@@ -114,9 +161,10 @@ impl Context {
     }
 
     fn end(&self, submission: &Submission, outcome: Outcome) {
-        if !submission.end(outcome, realtime_ns()) {
+        if !submission.claim() {
             return;
         }
+        // The books first: who sees the end may ask whether the card is idle.
         self.last_end.store(self.epoch.elapsed().as_nanos() as u64, Ordering::Relaxed);
         self.state.in_flight.fetch_sub(1, Ordering::Relaxed);
         if self.in_flight.fetch_sub(1, Ordering::AcqRel) == 1 {
@@ -124,6 +172,11 @@ impl Context {
             if self.in_flight.load(Ordering::Acquire) == 0 {
                 *hold = None;
             }
+        }
+        submission.publish(outcome, realtime_ns());
+        if self.any_waiters.load(Ordering::SeqCst) > 0 {
+            drop(self.any_ended.0.lock().unwrap_or_else(|p| p.into_inner()));
+            self.any_ended.1.notify_all();
         }
     }
 
@@ -136,10 +189,10 @@ impl Context {
             let back = match turn.processor.run(&bus, budget) {
                 Ok(Pause::Done) => {
                     let (job, next) = target.finish(turn);
-                    if let Some(job) = job
-                        && job.submission.job_done()
-                    {
-                        self.end(&job.submission, Outcome::Completed);
+                    if let Some(Job { submission, sob, .. }) = job {
+                        // Free for reuse before anyone can know that it is.
+                        drop(sob);
+                        self.job_done(&submission);
                     }
                     next
                 }
@@ -183,7 +236,8 @@ impl Context {
         if self.down.load(Ordering::Acquire) {
             return;
         }
-        let mut budget = budget;
+        // A program may loop for ever; a helper must come back to look at the clock.
+        let mut budget = budget.min(HELP_BYTES);
         for queue in &submission.queues {
             self.run(*queue, &mut budget);
         }
@@ -245,24 +299,47 @@ impl Context {
         let since = oldest
             .submitted
             .max(self.epoch + Duration::from_nanos(self.last_end.load(Ordering::Relaxed)));
-        if since.elapsed() >= oldest.timeout {
+        if since.elapsed() >= oldest.timeout && !self.down.load(Ordering::Acquire) {
+            self.state.cs_timeout.capture(realtime_ns(), oldest.seq, 0);
+            self.events.raise(bit::CS_TIMEOUT | bit::DEVICE_RESET);
             self.reset(Some(&oldest));
         }
     }
 
     /// A queue hit an error: the driver resets the card.
     fn fault(&self, queue: u32, fault: Fault) {
-        let what = match fault {
-            Fault::Page { addr } => format!("page fault at {addr:#x}"),
-            Fault::Razwi { addr } => format!("nobody answers at {addr:#x} (RAZWI)"),
-            Fault::Opcode => "undefined packet".to_owned(),
+        let now = realtime_ns();
+        let (what, bits) = match fault {
+            Fault::Page { addr } => {
+                self.state.page_fault.capture(now, self.fault_address(addr), queue.into());
+                (format!("page fault at {addr:#x}"), bit::PAGE_FAULT)
+            }
+            Fault::Razwi { addr } => {
+                self.state.razwi.capture(now, addr, queue.into());
+                (format!("nobody answers at {addr:#x} (RAZWI)"), bit::RAZWI)
+            }
+            Fault::Opcode => {
+                self.state.undefined_opcode.capture(now, 0, queue.into());
+                ("undefined packet".to_owned(), bit::UNDEFINED_OPCODE)
+            }
         };
+        self.events.raise(bits | bit::USER_ENGINE_ERROR | bit::DEVICE_RESET);
         eprintln!(
             "soft-gaudi: device {} ({}), queue {queue}: {what}; the device is reset",
             self.device,
             crate::asic::bus_id(self.device)
         );
         self.reset(None);
+    }
+
+    /// What the MMUs of a Gaudi2 can tell of an address.
+    fn fault_address(&self, addr: u64) -> u64 {
+        let lost = match self.profile.generation {
+            Generation::Gaudi1 => 0,
+            _ if self.profile.dram_va.contains(addr, 1) => (1 << 26) - 1,
+            _ => 0xff,
+        };
+        addr & !lost
     }
 
     /// Takes the card down: what is in flight ends, nothing new is accepted until it is reopened.
@@ -284,6 +361,93 @@ impl Context {
         for submission in self.window.pending() {
             self.end(&submission, Outcome::Aborted);
         }
+        self.interrupts.wake();
+    }
+
+    /// Writes a register on behalf of the driver.
+    pub(crate) fn set_register(&self, addr: u64, value: u32) {
+        let mut then = Consequences::default();
+        self.registers.lock().unwrap_or_else(|p| p.into_inner()).write(addr, value, &mut then);
+        debug_assert!(then.effects.is_empty());
+    }
+
+    /// One job of a submission is done, or a stage that was to come is not coming any more.
+    pub(crate) fn job_done(&self, submission: &Submission) {
+        if submission.job_done() {
+            self.end(submission, Outcome::Completed);
+        }
+    }
+
+    /// The card raises an interrupt of the user.
+    fn interrupt(&self, id: u32) {
+        let now = realtime_ns();
+        for due in self.interrupts.raise(id, |r| counter(r.counter) >= r.target) {
+            note(due.note, now);
+        }
+    }
+
+    /// Notes the time when a counter reaches its target, at once if it has.
+    pub(crate) fn register(&self, registration: Registration) {
+        if counter(registration.counter) >= registration.target {
+            note(registration.note, realtime_ns());
+        } else {
+            self.interrupts.register(registration);
+        }
+    }
+
+    /// Runs whatever can run, for a waiter that does not know what it depends on.
+    pub(crate) fn run_everything(self: &Arc<Self>) {
+        for submission in self.window.pending() {
+            self.help(&submission, u64::MAX);
+        }
+    }
+
+    /// Waits until one of several submissions has ended: which, and when the first did.
+    pub(crate) fn wait_any(
+        self: &Arc<Self>,
+        seqs: &[u64],
+        timeout: Option<Duration>,
+    ) -> Result<(u32, u64), Errno> {
+        let found: Vec<Lookup> =
+            seqs.iter().map(|seq| self.window.find(*seq)).collect::<Result<_, _>>()?;
+        let until = timeout.map(|timeout| Instant::now() + timeout);
+        self.any_waiters.fetch_add(1, Ordering::SeqCst);
+        let result = loop {
+            let guard = self.any_ended.0.lock().unwrap_or_else(|p| p.into_inner());
+            let mut set = 0;
+            let mut first = u64::MAX;
+            for (n, lookup) in found.iter().enumerate() {
+                match lookup {
+                    Lookup::Gone => set |= 1 << n,
+                    Lookup::Known(submission) if submission.outcome().is_some() => {
+                        set |= 1 << n;
+                        first = first.min(submission.finished_ns());
+                    }
+                    Lookup::Known(_) => {}
+                }
+            }
+            let now = Instant::now();
+            if set != 0 || until.is_some_and(|until| now >= until) {
+                break (set, if first == u64::MAX { 0 } else { first });
+            }
+            drop(guard);
+            for lookup in &found {
+                if let Lookup::Known(submission) = lookup {
+                    self.help(submission, u64::MAX);
+                }
+            }
+            let guard = self.any_ended.0.lock().unwrap_or_else(|p| p.into_inner());
+            let any = |l: &Lookup| matches!(l, Lookup::Known(s) if s.outcome().is_some());
+            if !found.iter().any(any) {
+                let left =
+                    until.map_or(Duration::MAX, |until| until.saturating_duration_since(now));
+                let left = left.min(self.until_timeout());
+                drop(self.any_ended.1.wait_timeout(guard, left));
+                self.check_timeout();
+            }
+        };
+        self.any_waiters.fetch_sub(1, Ordering::SeqCst);
+        Ok(result)
     }
 }
 
@@ -317,6 +481,37 @@ impl QueueBus<'_> {
         Ok(())
     }
 
+    fn registers(&self) -> MutexGuard<'_, Registers> {
+        self.context.registers.lock().unwrap_or_else(|p| p.into_inner())
+    }
+
+    /// Adds to a 64-bit counter in memory; the lock makes it one step.
+    fn add(&self, addr: u64, value: u32) -> Result<(), Fault> {
+        let _one_at_a_time = self.registers();
+        let mut bytes = [0; 8];
+        self.transfer(addr, bytes.as_mut_ptr(), bytes.len(), false)?;
+        bytes = u64::from_le_bytes(bytes).wrapping_add(u64::from(value)).to_le_bytes();
+        self.transfer(addr, bytes.as_mut_ptr(), bytes.len(), true)
+    }
+
+    /// Lets a queue go on whose fence moved.
+    fn kick(&self, queue: u32) {
+        if let Some(target) = self.context.queues.get(queue as usize)
+            && target.kick()
+        {
+            self.context.ready.lock().unwrap_or_else(|p| p.into_inner()).push_back(queue);
+        }
+    }
+
+    /// Before a long copy: others must not wait for it.
+    fn share_ready(&self) {
+        let ready =
+            core::mem::take(&mut *self.context.ready.lock().unwrap_or_else(|p| p.into_inner()));
+        for queue in ready {
+            workers::run_later(self.context.clone(), queue);
+        }
+    }
+
     /// Copies through a buffer, reversing the bytes of each unit.
     fn swap(&self, dma: &LinDma, done: u64, len: u64) -> Result<(), Fault> {
         let unit = 1usize << dma.swap;
@@ -339,6 +534,9 @@ impl Bus for QueueBus<'_> {
     }
 
     fn dma(&self, dma: &LinDma, done: u64, len: u64) -> Result<(), Fault> {
+        if len >= INLINE_BYTES {
+            self.share_ready();
+        }
         if dma.swap != 0 && !dma.memset {
             return self.swap(dma, done, len);
         }
@@ -360,9 +558,11 @@ impl Bus for QueueBus<'_> {
             let moved = match from {
                 Some(from) => {
                     part = part.min(from.len);
+                    let copy =
+                        if dma.size >= STREAM_BYTES { guarded::stream } else { guarded::copy };
                     // SAFETY: both are memory the program mapped for the device; a vanished
                     // mapping comes back as an error.
-                    unsafe { guarded::copy(to.ptr, from.ptr, part as usize) }
+                    unsafe { copy(to.ptr, from.ptr, part as usize) }
                         .map_err(|_| Fault::Page { addr: src })
                 }
                 None => {
@@ -379,28 +579,57 @@ impl Bus for QueueBus<'_> {
     }
 
     fn write(&self, addr: u64, value: u32) -> Result<(), Fault> {
-        if self.context.profile.cfg.contains(addr, 4) {
-            // Registers come with the sync manager.
-            return Err(Fault::Razwi { addr });
+        if !self.context.profile.cfg.contains(addr, 4) {
+            let mut bytes = value.to_le_bytes();
+            return self.transfer(addr, bytes.as_mut_ptr(), bytes.len(), true);
         }
-        let mut bytes = value.to_le_bytes();
-        self.transfer(addr, bytes.as_mut_ptr(), bytes.len(), true)
+        let mut then = Consequences::default();
+        self.registers().write(addr, value, &mut then);
+        // A monitor's payload may be another register, and so on.
+        let mut effects = VecDeque::from(then.effects);
+        let mut kicked = then.kicked;
+        let mut rounds = 0;
+        while let Some(effect) = effects.pop_front() {
+            rounds += 1;
+            if rounds > MAX_EFFECTS {
+                return Err(Fault::Razwi { addr });
+            }
+            match effect {
+                Effect::Write { addr, value } if self.context.profile.cfg.contains(addr, 4) => {
+                    let mut then = Consequences::default();
+                    self.registers().write(addr, value, &mut then);
+                    effects.extend(then.effects);
+                    kicked.extend(then.kicked);
+                }
+                Effect::Write { addr, value } => {
+                    let mut bytes = value.to_le_bytes();
+                    self.transfer(addr, bytes.as_mut_ptr(), bytes.len(), true)?;
+                }
+                Effect::Add { addr, value } => self.add(addr, value)?,
+                Effect::Interrupt { id } => self.context.interrupt(id),
+            }
+        }
+        for queue in kicked {
+            self.kick(queue);
+        }
+        Ok(())
     }
 
     fn write_own(&self, _offset: u16, _value: u32) -> Result<(), Fault> {
         Ok(())
     }
 
-    fn message_base(&self, _base: u8) -> u64 {
-        self.context.profile.cfg.first
+    fn message_base(&self, base: u8) -> u64 {
+        self.registers().message_base(base)
     }
 
-    fn pass_fence(&self, _lower: bool, _id: u8, target: u8, _decrement: u8) -> bool {
-        target == 0
+    fn pass_fence(&self, lower: bool, id: u8, target: u8, decrement: u8) -> bool {
+        self.registers().pass_fence(self.queue, lower, id, target, decrement)
     }
 
-    fn raise_fence(&self, _lower: bool, _id: u8, _increment: u8) {
-        self.context.queues[self.queue as usize].kick();
+    fn raise_fence(&self, lower: bool, id: u8, increment: u8) {
+        self.registers().raise_fence(self.queue, lower, id, increment);
+        self.kick(self.queue);
     }
 
     fn time(&self) -> u32 {

@@ -18,7 +18,9 @@ pub(crate) enum QueueKind {
 }
 
 /// The kind of a queue; `None` where a user may not submit.
-pub(crate) fn queue_kind(generation: Generation, queue: u32) -> Option<QueueKind> {
+///
+/// `all_pdma` opens the streams that the embedded cores of a Gaudi2 have had since Linux 6.1.
+pub(crate) fn queue_kind(generation: Generation, queue: u32, all_pdma: bool) -> Option<QueueKind> {
     match generation {
         Generation::Gaudi1 => match queue {
             0..=7 => Some(QueueKind::External),
@@ -28,6 +30,7 @@ pub(crate) fn queue_kind(generation: Generation, queue: u32) -> Option<QueueKind
         Generation::Gaudi2 => match queue {
             // The other PDMA streams belong to the embedded cores.
             0 | 1 | 4 => Some(QueueKind::Hardware),
+            2 | 3 | 5 if all_pdma => Some(QueueKind::Hardware),
             8..=155 | 252..=259 => Some(QueueKind::Hardware),
             _ => None,
         },
@@ -102,12 +105,12 @@ mod tests {
     #[test]
     fn gaudi2_users_have_three_pdma_queues() {
         let open: Vec<u32> =
-            (0..8).filter(|q| queue_kind(Generation::Gaudi2, *q).is_some()).collect();
+            (0..8).filter(|q| queue_kind(Generation::Gaudi2, *q, false).is_some()).collect();
         assert_eq!(open, [0, 1, 4]);
-        assert_eq!(queue_kind(Generation::Gaudi2, 260), None);
-        assert_eq!(queue_kind(Generation::Gaudi2, 200), None);
-        assert_eq!(queue_kind(Generation::Gaudi1, 8), None);
-        assert_eq!(queue_kind(Generation::Gaudi3, 0), None);
+        assert_eq!(queue_kind(Generation::Gaudi2, 260, true), None);
+        assert_eq!(queue_kind(Generation::Gaudi2, 200, true), None);
+        assert_eq!(queue_kind(Generation::Gaudi1, 8, false), None);
+        assert_eq!(queue_kind(Generation::Gaudi3, 0, true), None);
     }
 
     #[test]

@@ -179,10 +179,14 @@ impl Processor {
             match self.execute(&packet.command, lower, bus, budget)? {
                 Progress::Next => self.frames[depth - 1].pc += u64::from(packet.len),
                 Progress::Enter(frame) => {
-                    if depth >= MAX_DEPTH {
+                    let caller = &mut self.frames[depth - 1];
+                    caller.pc += u64::from(packet.len);
+                    // A jump at the end of a buffer never comes back: lists go on for ever.
+                    if caller.pc >= caller.program.len() {
+                        self.frames.pop();
+                    } else if depth >= MAX_DEPTH {
                         return Err(Fault::Opcode);
                     }
-                    self.frames[depth - 1].pc += u64::from(packet.len);
                     self.frames.push(frame);
                 }
                 Progress::Blocked => return Ok(Pause::Blocked),
@@ -293,7 +297,7 @@ impl Processor {
             let bits = words.chunks_exact(4).enumerate().map(|(n, w)| u32::from(w[0] & 1) << n);
             self.predicates = bits.fold(1, |mask, bit| mask | bit);
         }
-        if !(load.execute && load.scalars) {
+        if !load.execute {
             return Ok(Progress::Next);
         }
         let bytes = if load.upper { &self.scalars[8..] } else { &self.scalars[..] };

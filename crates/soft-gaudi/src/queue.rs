@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::asic::Generation;
 use crate::processor::{Processor, Program};
+use crate::signals::Sob;
 use crate::submission::Submission;
 
 /// One buffer of a submission.
@@ -16,6 +17,8 @@ use crate::submission::Submission;
 pub(crate) struct Job {
     pub(crate) submission: Arc<Submission>,
     pub(crate) program: Program,
+    /// The sync object it counts or waits for.
+    pub(crate) sob: Option<Arc<Sob>>,
 }
 
 #[derive(Debug)]
@@ -62,6 +65,13 @@ impl Queue {
     /// Adds a job at the end.
     pub(crate) fn push(&self, job: Job) {
         self.lock().jobs.push_back(job);
+    }
+
+    /// The sync object that a pending submission's job uses here.
+    pub(crate) fn sob_of(&self, submission: &Arc<Submission>) -> Option<Arc<Sob>> {
+        let state = self.lock();
+        let job = state.jobs.iter().find(|job| Arc::ptr_eq(&job.submission, submission))?;
+        job.sob.clone()
     }
 
     /// Jobs not finished.

@@ -43,12 +43,60 @@ pub(crate) struct DeviceState {
     pub(crate) context_drops: [AtomicU64; 6],
     /// Submissions not finished, for `is_device_idle` of others.
     pub(crate) in_flight: AtomicU64,
+    /// The first of each kind of error in this context: when (ns, 0 for never) and where.
+    pub(crate) cs_timeout: Record,
+    /// See `cs_timeout`.
+    pub(crate) page_fault: Record,
+    /// See `cs_timeout`.
+    pub(crate) razwi: Record,
+    /// See `cs_timeout`.
+    pub(crate) undefined_opcode: Record,
+}
+
+/// An error that was captured for later questions.
+#[repr(C)]
+#[derive(Debug)]
+pub(crate) struct Record {
+    when_ns: AtomicU64,
+    what: AtomicU64,
+    who: AtomicU64,
+}
+
+impl Record {
+    /// Keeps the first error only, as the driver does.
+    pub(crate) fn capture(&self, now_ns: u64, what: u64, who: u64) {
+        if self.when_ns.load(Ordering::Acquire) == 0 {
+            self.what.store(what, Ordering::Relaxed);
+            self.who.store(who, Ordering::Relaxed);
+            self.when_ns.store(now_ns, Ordering::Release);
+        }
+    }
+
+    /// When, what (an address or a sequence number), and which queue; zeros if nothing happened.
+    pub(crate) fn get(&self) -> (u64, u64, u64) {
+        let when = self.when_ns.load(Ordering::Acquire);
+        (when, self.what.load(Ordering::Relaxed), self.who.load(Ordering::Relaxed))
+    }
+
+    fn clear(&self) {
+        for part in [&self.when_ns, &self.what, &self.who] {
+            part.store(0, Ordering::Release);
+        }
+    }
 }
 
 /// Why a submission was turned away, in the order of `hl_info_cs_counters`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Drop {
-    /// A packet or chunk is not allowed.
+    /// The packets are malformed.
+    Parsing = 1,
+    /// The queue's ring has no room.
+    QueueFull = 2,
+    /// The card is being reset.
+    InReset = 3,
+    /// The window is full.
+    InFlight = 4,
+    /// A chunk is not allowed.
     Validation = 5,
 }
 
@@ -70,6 +118,9 @@ impl DeviceState {
         self.in_flight.store(0, Ordering::Relaxed);
         for counter in &self.context_drops {
             counter.store(0, Ordering::Relaxed);
+        }
+        for record in [&self.cs_timeout, &self.page_fault, &self.razwi, &self.undefined_opcode] {
+            record.clear();
         }
     }
 
@@ -124,8 +175,13 @@ pub(crate) fn of(node: &Node, device: u32) -> Result<&'static DeviceState, Errno
     Ok(state)
 }
 
-/// Milliseconds since boot, the same clock in every process.
-pub(crate) fn boot_ms() -> u64 {
+/// Nanoseconds since boot, the same clock in every process.
+pub(crate) fn boot_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
-    now.tv_sec as u64 * 1000 + now.tv_nsec as u64 / 1_000_000
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+/// Milliseconds since boot.
+pub(crate) fn boot_ms() -> u64 {
+    boot_ns() / 1_000_000
 }

@@ -1,7 +1,7 @@
 //! Submissions: sequence numbers, the window of those in flight, and how one learns of their end.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
@@ -19,6 +19,8 @@ pub(crate) enum Outcome {
 }
 
 const PENDING: u32 = 0;
+/// Someone is about to end it; for everyone else it is still pending.
+const CLAIMED: u32 = 4;
 
 impl Outcome {
     fn code(self) -> u32 {
@@ -42,6 +44,8 @@ pub(crate) struct Submission {
     pub(crate) queues: Vec<u32>,
     pub(crate) submitted: Instant,
     pub(crate) timeout: Duration,
+    /// For a signal: the value its sync object has after it.
+    signal: OnceLock<u32>,
     jobs: AtomicU32,
     /// Futex: [`PENDING`] or an outcome's code.
     state: AtomicU32,
@@ -56,6 +60,7 @@ impl Submission {
             queues,
             submitted: Instant::now(),
             timeout,
+            signal: OnceLock::new(),
             jobs: AtomicU32::new(jobs),
             state: AtomicU32::new(PENDING),
             sleepers: AtomicU32::new(0),
@@ -63,24 +68,38 @@ impl Submission {
         }
     }
 
+    /// Makes it a signal.
+    pub(crate) fn set_signal(&self, value: u32) {
+        let _ = self.signal.set(value);
+    }
+
+    /// For a signal: the value its sync object has after it.
+    pub(crate) fn signal(&self) -> Option<u32> {
+        self.signal.get().copied()
+    }
+
+    /// Another stage adds its jobs; the submission must not have ended.
+    pub(crate) fn add_jobs(&self, count: u32) {
+        self.jobs.fetch_add(count, Ordering::AcqRel);
+    }
+
     /// One job is done; true if it was the last.
     pub(crate) fn job_done(&self) -> bool {
         self.jobs.fetch_sub(1, Ordering::AcqRel) == 1
     }
 
-    /// Ends it, once; false if it had ended before.
-    pub(crate) fn end(&self, outcome: Outcome, now_ns: u64) -> bool {
-        // The time must be there for whoever sees the outcome; a loser of the race below may
-        // overwrite it with one as true.
+    /// Takes the right to end it; false if someone else has it.
+    pub(crate) fn claim(&self) -> bool {
+        self.state.compare_exchange(PENDING, CLAIMED, Ordering::SeqCst, Ordering::Acquire).is_ok()
+    }
+
+    /// Tells the world of its end; only for the one who has claimed it.
+    pub(crate) fn publish(&self, outcome: Outcome, now_ns: u64) {
         self.finished_ns.store(now_ns, Ordering::Relaxed);
-        let ended = self
-            .state
-            .compare_exchange(PENDING, outcome.code(), Ordering::SeqCst, Ordering::Acquire)
-            .is_ok();
-        if ended && self.sleepers.load(Ordering::SeqCst) > 0 {
+        self.state.store(outcome.code(), Ordering::SeqCst);
+        if self.sleepers.load(Ordering::SeqCst) > 0 {
             let _ = futex::wake(&self.state, futex::Flags::PRIVATE, i32::MAX as u32);
         }
-        ended
     }
 
     pub(crate) fn outcome(&self) -> Option<Outcome> {
@@ -100,7 +119,10 @@ impl Submission {
             tv_nsec: limit.subsec_nanos().into(),
         };
         // Woken, timed out or interrupted: the caller looks again in all cases.
-        let _ = futex::wait(&self.state, futex::Flags::PRIVATE, PENDING, Some(&limit));
+        let now = self.state.load(Ordering::SeqCst);
+        if now == PENDING || now == CLAIMED {
+            let _ = futex::wait(&self.state, futex::Flags::PRIVATE, now, Some(&limit));
+        }
         self.sleepers.fetch_sub(1, Ordering::SeqCst);
     }
 }
@@ -197,13 +219,19 @@ mod tests {
         Submission::new(seq, Vec::new(), 1, Duration::from_secs(1))
     }
 
+    fn end(submission: &Submission, outcome: Outcome) {
+        assert!(submission.claim());
+        assert_eq!(submission.outcome(), None);
+        submission.publish(outcome, 7);
+    }
+
     #[test]
     fn numbers_start_at_one_and_old_ones_are_gone() {
         let window = Window::new(4);
         for seq in 1..=9 {
             let entered = window.enter(make).unwrap();
             assert_eq!(entered.seq, seq);
-            assert!(entered.end(Outcome::Completed, 7));
+            end(&entered, Outcome::Completed);
         }
         assert!(matches!(window.find(0), Ok(Lookup::Gone)));
         assert!(matches!(window.find(5), Ok(Lookup::Gone)));
@@ -216,11 +244,11 @@ mod tests {
         let window = Window::new(2);
         let first = window.enter(make).unwrap();
         let second = window.enter(make).unwrap();
-        assert!(second.end(Outcome::Completed, 0));
+        end(&second, Outcome::Completed);
         assert_eq!(window.enter(make).unwrap_err().seq, 1);
         assert_eq!(window.oldest().unwrap().seq, 1);
-        assert!(first.end(Outcome::Aborted, 0));
-        assert!(!first.end(Outcome::Completed, 0));
+        end(&first, Outcome::Aborted);
+        assert!(!first.claim());
         assert_eq!(first.outcome(), Some(Outcome::Aborted));
         assert_eq!(window.enter(make).unwrap().seq, 3);
         assert_eq!(window.pending().len(), 1);

@@ -45,34 +45,47 @@ impl Buffer {
 
     /// Makes the whole allocation look like `image`.
     pub fn fill(&self, rig: &Rig, image: &Image) -> Result<()> {
-        let mut bytes = vec![0; self.region.length()];
-        image.write(&mut bytes);
-        match &self.ferry {
-            None => self.region.write(&bytes),
-            Some((key, staging)) => {
-                rig.step("filling device memory by ucp_put to ourselves");
-                staging.write(&bytes);
-                rig.ferry_in(staging, key)?;
-            }
-        }
-        Ok(())
+        assert_eq!(image.total(), self.region.length());
+        let host = self.ferry.as_ref().map_or(&self.region, |(_, staging)| staging);
+        image.write(|at, bytes| host.write(at, bytes));
+        self.unload(rig)
     }
 
     /// Compares the whole allocation with `image`. The outer error is UCX's, the inner one a wrong
     /// byte.
     pub fn verify(&self, rig: &Rig, image: &Image) -> Result<Result<(), Mismatch>> {
-        let mut bytes = vec![0; self.region.length()];
-        match &self.ferry {
-            None => self.region.read(&mut bytes),
-            Some((key, staging)) => {
-                rig.step("reading device memory by ucp_get from ourselves");
-                // Nothing of an earlier read may pass for what the device holds.
-                staging.write(&vec![0x5a; staging.length()]);
-                rig.ferry_out(staging, key)?;
-                staging.read(&mut bytes);
-            }
+        assert_eq!(image.total(), self.region.length());
+        let host = self.load(rig)?;
+        Ok(image.verify(|at, bytes| host.read(at, bytes)))
+    }
+
+    /// Flips one bit at `offset`: a test of the test.
+    pub fn damage(&self, rig: &Rig, offset: usize) -> Result<()> {
+        let host = self.load(rig)?;
+        let mut byte = [0];
+        host.read(offset, &mut byte);
+        host.write(offset, &[byte[0] ^ 0x10]);
+        self.unload(rig)
+    }
+
+    /// Host memory with the bytes of the allocation: itself, or the staging region after a copy.
+    fn load(&self, rig: &Rig) -> Result<&Arc<Region>> {
+        let Some((key, staging)) = &self.ferry else { return Ok(&self.region) };
+        rig.step("reading device memory by ucp_get from ourselves");
+        // Nothing of an earlier copy may pass for what the device holds.
+        let blank = [0x5a; 8192];
+        for at in (0..staging.length()).step_by(blank.len()) {
+            staging.write(at, &blank[..blank.len().min(staging.length() - at)]);
         }
-        Ok(image.verify(&bytes))
+        rig.ferry_out(staging, key)?;
+        Ok(staging)
+    }
+
+    /// Brings the bytes of the staging region, if there is one, to the device.
+    fn unload(&self, rig: &Rig) -> Result<()> {
+        let Some((key, staging)) = &self.ferry else { return Ok(()) };
+        rig.step("filling device memory by ucp_put to ourselves");
+        rig.ferry_in(staging, key)
     }
 
     /// Fills with `image` and reads it back: does the way into this memory work at all?

@@ -5,7 +5,7 @@ use clap::{Args, Parser, Subcommand};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
-use ucp_check::matrix::{Op, Pair, Plan, SIZES, Size};
+use ucp_check::matrix::{Op, Pair, Plan, SIZES, Sabotage, Size};
 use ucp_check::run::{self, alloc, loopback, pair, peer_errors, threads};
 use ucp_check::ucp::{Features, Memory};
 
@@ -121,6 +121,9 @@ struct PlanArgs {
     /// Seconds that one step may take before it counts as hung
     #[arg(long, default_value_t = 60.0)]
     timeout: f64,
+    /// Damage one byte after every transfer: proves that the check can fail
+    #[arg(long, value_name = "WHERE")]
+    sabotage: Option<Sabotage>,
 }
 
 #[derive(Args)]
@@ -183,6 +186,7 @@ impl PlanArgs {
             peer_errors: false,
             hint: self.hint,
             timeout_s: self.timeout,
+            sabotage: self.sabotage,
         }
     }
 }
@@ -198,7 +202,8 @@ impl PairArgs {
     }
 }
 
-fn execute(cli: Cli) -> Result<()> {
+/// `Ok(false)`: it failed and has been told already.
+fn execute(cli: Cli) -> Result<bool> {
     let ucx = cli.ucx.first();
     let host: Defaults<'_> = Defaults { pairs: &[Pair::HOST], ..EVERYTHING };
     match cli.command {
@@ -224,7 +229,7 @@ fn execute(cli: Cli) -> Result<()> {
             run::conclude(&report, args.json.as_deref())
         }
         Command::PeerErrors(args) => {
-            let defaults = Defaults { sizes: &[16 << 20], ..EVERYTHING };
+            let defaults = Defaults { sizes: &[4096, 16 << 20], ..EVERYTHING };
             let report = peer_errors::run(&args.plan(ucx, &defaults), &args.env)?;
             run::conclude(&report, args.plan.json.as_deref())
         }
@@ -242,17 +247,19 @@ fn execute(cli: Cli) -> Result<()> {
             run::conclude(&report, plan.json.as_deref())
         }
         Command::PairSide(side) => {
-            pair::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?)
+            return pair::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?);
         }
         Command::PeerErrorsSide(side) => {
-            peer_errors::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?)
+            return peer_errors::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?);
         }
-    }
+    }?;
+    Ok(true)
 }
 
 fn main() -> ExitCode {
     match execute(Cli::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
         Err(error) => {
             eprintln!("ucp-check: {error:#}");
             ExitCode::FAILURE

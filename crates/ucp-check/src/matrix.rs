@@ -198,6 +198,17 @@ pub const SIZES: [usize; 24] = [
     64 << 20,
 ];
 
+/// Damage done on purpose after each transfer: every case must then fail.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize, clap::ValueEnum)]
+pub enum Sabotage {
+    /// The last byte of what was received.
+    Message,
+    /// The first byte behind the message.
+    Guard,
+    /// The first guard byte of the sender's buffer.
+    Source,
+}
+
 /// Everything both processes must agree on.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Plan {
@@ -223,6 +234,8 @@ pub struct Plan {
     pub hint: bool,
     /// A step may take this long.
     pub timeout_s: f64,
+    /// Test of the test.
+    pub sabotage: Option<Sabotage>,
 }
 
 /// One message to be moved and checked.
@@ -277,11 +290,6 @@ impl Plan {
         };
         self.sizes.iter().map(|&size| (size, cases_of(size))).collect()
     }
-
-    /// Whether any buffer is on a Gaudi.
-    pub fn uses(&self, memory: Memory) -> bool {
-        self.pairs.iter().any(|pair| pair.src == memory || pair.dst == memory)
-    }
 }
 
 #[cfg(test)]
@@ -302,6 +310,7 @@ mod tests {
             peer_errors: false,
             hint: false,
             timeout_s: 1.0,
+            sabotage: Some(Sabotage::Guard),
         }
     }
 

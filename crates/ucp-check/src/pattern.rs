@@ -138,59 +138,72 @@ impl Image {
         Image { segments }
     }
 
-    /// Writes the image ("any" bytes stay as they are).
-    ///
-    /// # Panics
-    /// When `to` has not the length of the image.
-    pub fn write(&self, to: &mut [u8]) {
-        let mut rest = to;
-        for segment in &self.segments {
-            let (now, later) = rest.split_at_mut(segment.length);
-            if let Some(key) = segment.key {
-                fill(key, segment.start, now);
-            }
-            rest = later;
-        }
-        assert!(rest.is_empty());
+    /// Length of the allocation it describes.
+    pub fn total(&self) -> usize {
+        self.segments.iter().map(|segment| segment.length).sum()
     }
 
-    /// Compares every byte; reports the first difference and how many there are in its part.
-    ///
-    /// # Panics
-    /// When `actual` has not the length of the image.
-    pub fn verify(&self, actual: &[u8]) -> Result<(), Mismatch> {
-        let mut rest = actual;
-        for segment in &self.segments {
-            let (now, later) = rest.split_at(segment.length);
-            rest = later;
-            if let Some(key) = segment.key {
-                compare(segment.part, key, segment.start, now)?;
+    /// Hands the image to `put` in blocks: offset in the allocation, bytes. "Any" bytes are left
+    /// out.
+    pub fn write(&self, mut put: impl FnMut(usize, &[u8])) {
+        let mut bytes = [0; BLOCK];
+        for (segment, start) in self.placed() {
+            let Some(key) = segment.key else { continue };
+            for (at, length) in blocks(segment.length) {
+                let bytes = &mut bytes[..length];
+                fill(key, segment.start + at, bytes);
+                put(start + at, bytes);
             }
         }
-        assert!(rest.is_empty());
+    }
+
+    /// Compares every byte of the allocation, which `get` reads in blocks. Reports the first
+    /// difference and how many there are in its part.
+    pub fn verify(&self, mut get: impl FnMut(usize, &mut [u8])) -> Result<(), Mismatch> {
+        let (mut expected, mut actual) = ([0; BLOCK], [0; BLOCK]);
+        for (segment, start) in self.placed() {
+            let Some(key) = segment.key else { continue };
+            let mut found: Option<Mismatch> = None;
+            for (at, length) in blocks(segment.length) {
+                let (expected, actual) = (&mut expected[..length], &mut actual[..length]);
+                let offset = segment.start + at;
+                fill(key, offset, expected);
+                get(start + at, actual);
+                if expected != actual {
+                    note(&mut found, segment.part, offset, expected, actual);
+                }
+            }
+            if let Some(found) = found {
+                return Err(found);
+            }
+        }
         Ok(())
+    }
+
+    /// Segments and where they begin in the allocation.
+    fn placed(&self) -> impl Iterator<Item = (&Segment, usize)> {
+        self.segments.iter().scan(0, |at, segment| {
+            let start = *at;
+            *at += segment.length;
+            Some((segment, start))
+        })
     }
 }
 
-fn compare(part: Part, key: u64, start: usize, actual: &[u8]) -> Result<(), Mismatch> {
-    const CHUNK: usize = 4096;
-    let mut expected = [0; CHUNK];
-    let mut found: Option<Mismatch> = None;
-    for (n, actual) in actual.chunks(CHUNK).enumerate() {
-        let expected = &mut expected[..actual.len()];
-        fill(key, start + n * CHUNK, expected);
-        if *expected == *actual {
-            continue;
-        }
-        for (i, (&expected, &got)) in expected.iter().zip(actual).enumerate() {
-            if expected != got {
-                let offset = start + n * CHUNK + i;
-                let first = Mismatch { part, offset, expected, got, differing: 0 };
-                found.get_or_insert(first).differing += 1;
-            }
+/// What is compared at a time: fits the first-level cache, twice.
+const BLOCK: usize = 8192;
+
+fn blocks(length: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..length).step_by(BLOCK).map(move |at| (at, BLOCK.min(length - at)))
+}
+
+fn note(found: &mut Option<Mismatch>, part: Part, at: usize, expected: &[u8], actual: &[u8]) {
+    for (i, (&expected, &got)) in expected.iter().zip(actual).enumerate() {
+        if expected != got {
+            let first = Mismatch { part, offset: at + i, expected, got, differing: 0 };
+            found.get_or_insert(first).differing += 1;
         }
     }
-    found.map_or(Ok(()), Err)
 }
 
 /// The first byte that is not what it must be.
@@ -240,9 +253,14 @@ mod tests {
     use proptest::prelude::*;
 
     fn written(image: &Image, layout: Layout) -> Vec<u8> {
+        assert_eq!(image.total(), layout.total());
         let mut bytes = vec![0; layout.total()];
-        image.write(&mut bytes);
+        image.write(|at, block| bytes[at..at + block.len()].copy_from_slice(block));
         bytes
+    }
+
+    fn verify(image: &Image, bytes: &[u8]) -> Result<(), Mismatch> {
+        image.verify(|at, block| block.copy_from_slice(&bytes[at..at + block.len()]))
     }
 
     proptest! {
@@ -260,7 +278,7 @@ mod tests {
         }
 
         #[test]
-        fn what_was_written_verifies(body in 0usize..9000, case: u64, poison: u64, key: u64) {
+        fn what_was_written_verifies(body in 0usize..20_000, case: u64, poison: u64, key: u64) {
             let layout = Layout::new(body, case);
             prop_assert_eq!(layout.total(), Layout::allocation(body));
             prop_assert_eq!(layout.before % 2, 1);
@@ -269,13 +287,13 @@ mod tests {
                 Image::poisoned(layout, poison),
                 Image::truncated(layout, poison, body / 2),
             ] {
-                prop_assert_eq!(image.verify(&written(&image, layout)), Ok(()));
+                prop_assert_eq!(verify(&image, &written(&image, layout)), Ok(()));
             }
         }
 
         /// The verifier's own test: one changed byte anywhere is found, where it is.
         #[test]
-        fn a_single_changed_byte_is_found(body in 0usize..9000, at: u64, flip in 1u8.., key: u64) {
+        fn a_single_changed_byte_is_found(body in 0usize..20_000, at: u64, flip in 1u8.., key: u64) {
             let layout = Layout::new(body, 3);
             let image = Image::message(layout, 5, key);
             let mut bytes = written(&image, layout);
@@ -290,7 +308,7 @@ mod tests {
             };
             let expected = bytes[at] ^ flip;
             let found = Mismatch { part, offset, expected, got: bytes[at], differing: 1 };
-            prop_assert_eq!(image.verify(&bytes), Err(found));
+            prop_assert_eq!(verify(&image, &bytes), Err(found));
         }
 
         #[test]
@@ -305,7 +323,7 @@ mod tests {
     fn an_old_message_does_not_pass_for_a_new_one() {
         let layout = Layout::new(64, 1);
         let old = written(&Image::message(layout, 5, 1), layout);
-        let found = Image::message(layout, 5, 2).verify(&old).unwrap_err();
+        let found = verify(&Image::message(layout, 5, 2), &old).unwrap_err();
         assert_eq!(found.part, Part::Body);
         assert!(found.differing > 48, "{found}");
     }
@@ -316,7 +334,7 @@ mod tests {
         let image = Image::message(layout, 5, 1);
         let mut bytes = written(&image, layout);
         bytes.copy_within(layout.before..layout.before + 56, layout.before + 8);
-        let found = image.verify(&bytes).unwrap_err();
+        let found = verify(&image, &bytes).unwrap_err();
         assert!((8..16).contains(&found.offset) && found.differing > 48, "{found}");
     }
 
@@ -326,9 +344,9 @@ mod tests {
         let image = Image::truncated(layout, 5, 50);
         let mut bytes = written(&Image::poisoned(layout, 5), layout);
         bytes[layout.before..layout.before + 50].fill(0xab);
-        assert_eq!(image.verify(&bytes), Ok(()));
+        assert_eq!(verify(&image, &bytes), Ok(()));
         bytes[layout.before + 50] ^= 1;
-        let found = image.verify(&bytes).unwrap_err();
+        let found = verify(&image, &bytes).unwrap_err();
         assert_eq!((found.part, found.offset), (Part::Unreceived, 50));
     }
 
@@ -338,7 +356,7 @@ mod tests {
         let image = Image::message(layout, 5, 1);
         let mut bytes = written(&image, layout);
         bytes[layout.before + 8] ^= 0xff;
-        let text = image.verify(&bytes).unwrap_err().to_string();
+        let text = verify(&image, &bytes).unwrap_err().to_string();
         assert!(text.starts_with("guard behind the message violated: first at offset 0"), "{text}");
     }
 }

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Time measured for one case.
+/// Time measured for one case: medians.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Timing {
     /// From posting one message until a one-byte host reply (tag, stream, am) or the flush (put) is

@@ -59,8 +59,9 @@ impl Watchdog {
 }
 
 fn die(who: &str, what: &str, limit: Duration) -> ! {
-    let _ =
-        writeln!(std::io::stderr(), "HUNG  {who}: {what}: nothing for {} s", limit.as_secs_f32());
+    // In one piece: the other process may be saying the same.
+    let line = format!("HUNG  {who}: {what}: nothing for {} s\n", limit.as_secs_f32());
+    let _ = std::io::stderr().write_all(line.as_bytes());
     // SAFETY: ends the process without running destructors, which might wait for the hung thread.
     unsafe { libc::_exit(HUNG) }
 }

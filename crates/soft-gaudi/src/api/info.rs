@@ -21,7 +21,7 @@ fn fill(text: &str, out: &mut [u8]) {
 }
 
 /// The card's index and shared page.
-fn card(fd: c_int) -> Result<(u32, &'static DeviceState), Errno> {
+pub(super) fn card(fd: c_int) -> Result<(u32, &'static DeviceState), Errno> {
     let index = index_from_fd(fd)?;
     Ok((index, state::of(node()?, index)?))
 }

@@ -6,16 +6,26 @@
 #![allow(clippy::not_unsafe_ptr_arg_deref)] // C functions: their callers promise what C promises.
 
 mod commands;
+mod events;
 mod info;
 mod ioctl;
 mod memory;
 mod nodes;
+mod refused;
+mod signals;
+mod telemetry;
+mod waits;
 
 pub use commands::*;
+pub use events::*;
 pub use info::*;
 pub use ioctl::*;
 pub use memory::*;
 pub use nodes::*;
+pub use refused::*;
+pub use signals::*;
+pub use telemetry::*;
+pub use waits::*;
 
 use core::ffi::c_int;
 use std::os::fd::BorrowedFd;

@@ -183,3 +183,97 @@ pub(crate) fn pattern(len: usize, seed: u32) -> Vec<u8> {
         })
         .collect()
 }
+
+/// Another process with the same machine, running the `child` test of this program.
+pub(crate) struct Child {
+    process: std::process::Child,
+    /// The child's stdin: what is sent here (bytes, descriptors) it can receive.
+    pub(crate) socket: std::os::unix::net::UnixStream,
+}
+
+impl Child {
+    /// Starts this test program again to play `role`.
+    pub(crate) fn start(role: &str, argument: u32) -> Self {
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        let process = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "child", "--nocapture", "--test-threads=1"])
+            .env("SOFT_GAUDI_TEST_CHILD", format!("{role} {argument}"))
+            .stdin(std::os::fd::OwnedFd::from(theirs))
+            .stdout(std::process::Stdio::null())
+            .spawn()
+            .unwrap();
+        Self { process, socket: ours }
+    }
+
+    /// A number the child sent with [`tell`].
+    pub(crate) fn hear(&mut self) -> i64 {
+        let mut bytes = [0; 8];
+        std::io::Read::read_exact(&mut self.socket, &mut bytes).expect("the child has died");
+        i64::from_le_bytes(bytes)
+    }
+
+    /// A descriptor the child sent with [`pass`].
+    pub(crate) fn receive(&mut self) -> std::os::fd::OwnedFd {
+        receive(&self.socket)
+    }
+
+    /// Ends it without a chance to clean up.
+    pub(crate) fn kill(mut self) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
+    }
+
+    /// Lets it end by itself.
+    pub(crate) fn finish(mut self) {
+        drop(self.socket);
+        assert!(self.process.wait().unwrap().success());
+    }
+}
+
+/// In a child: its role and argument; `None` in a normal test run.
+pub(crate) fn child_role() -> Option<(String, u32)> {
+    let text = std::env::var("SOFT_GAUDI_TEST_CHILD").ok()?;
+    let (role, argument) = text.rsplit_once(' ')?;
+    Some((role.to_owned(), argument.parse().ok()?))
+}
+
+/// In a child: the socket to the parent.
+pub(crate) fn parent() -> std::os::unix::net::UnixStream {
+    std::os::fd::AsFd::as_fd(&std::io::stdin()).try_clone_to_owned().unwrap().into()
+}
+
+/// Sends a number.
+pub(crate) fn tell(mut to: &std::os::unix::net::UnixStream, number: i64) {
+    std::io::Write::write_all(&mut to, &number.to_le_bytes()).unwrap();
+}
+
+/// In a child: stays until the parent closes the socket.
+pub(crate) fn stay(mut with: &std::os::unix::net::UnixStream) {
+    let _ = std::io::Read::read(&mut with, &mut [0]);
+}
+
+/// Sends a descriptor by SCM_RIGHTS.
+pub(crate) fn pass(to: &std::os::unix::net::UnixStream, fd: c_int) {
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+    // SAFETY: open for the duration of the call.
+    let fds = [unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) }];
+    let mut space = [core::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    assert!(ancillary.push(SendAncillaryMessage::ScmRights(&fds)));
+    sendmsg(to, &[std::io::IoSlice::new(b"x")], &mut ancillary, SendFlags::empty()).unwrap();
+}
+
+/// Receives a descriptor.
+pub(crate) fn receive(from: &std::os::unix::net::UnixStream) -> std::os::fd::OwnedFd {
+    use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+    let mut space = [core::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let mut byte = [0];
+    let mut into = [std::io::IoSliceMut::new(&mut byte)];
+    recvmsg(from, &mut into, &mut ancillary, RecvFlags::CMSG_CLOEXEC).unwrap();
+    let fds = ancillary.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
+        _ => None,
+    });
+    fds.expect("no descriptor came")
+}

@@ -80,7 +80,7 @@ pub fn run(plan: &Plan, env: &[Variable]) -> Result<Report> {
             println!("FAIL  {line}");
         }
         println!("{passed} passed, {failed} failed, {} not run", cases.len() - passed - failed);
-        bail!("{}", trouble.join("; "));
+        bail!("the run broke off");
     }
     let (passed, failed) = report.counts();
     ensure!(passed + failed == cases.len(), "{} cases are missing", cases.len() - passed - failed);
@@ -100,16 +100,10 @@ fn join(one: Verdict, other: Verdict) -> (Option<String>, Option<Timing>) {
     (error, one.timing.or(other.timing))
 }
 
-/// One of the two processes.
-pub fn side(rank: u8, parent: u32, plan: &Plan) -> Result<()> {
+/// One of the two processes; `Ok(false)`: it failed and told the parent.
+pub fn side(rank: u8, parent: u32, plan: &Plan) -> Result<bool> {
     let twin = Twin::begin(rank, parent, Duration::from_secs_f64(plan.timeout_s))?;
-    let mut parent = twin.reporter()?;
-    let step = twin.dog.clone();
-    let outcome = run_side(rank, twin, plan);
-    if let Err(error) = &outcome {
-        parent.tell(&Message::Error(format!("{error:#} (while: {})", step.current())))?;
-    }
-    outcome
+    twin.run(Message::Error, |twin| run_side(rank, twin, plan))
 }
 
 fn run_side(rank: u8, twin: Twin, plan: &Plan) -> Result<()> {

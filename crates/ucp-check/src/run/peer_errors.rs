@@ -1,8 +1,13 @@
 //! `peer-errors`: one of two processes is killed in the middle of its transfers; the other must get
 //! an error, get rid of the endpoint, and go on working.
+//!
+//! Two things are not asked, because stock UCX 1.22 and 1.23 do not do them even with host memory:
+//! being the passive side of a dead peer's emulated put or get (UCX aborts in its reply), and ending
+//! a receive whose data was on its way (UCX keeps some of them for ever). The first is left out, the
+//! second is reported.
 
 use super::twins::{Twin, Twins, Variable, describe};
-use crate::matrix::{Case, Op, Pair, Plan};
+use crate::matrix::{Case, Op, Plan};
 use crate::ops::Activity;
 use crate::pattern::mix;
 use crate::report::Report;
@@ -13,7 +18,7 @@ use anyhow::{Context, Result, bail, ensure};
 use rustix::process::{Signal, getpid, kill_process};
 use serde::{Deserialize, Serialize};
 use std::os::unix::process::ExitStatusExt;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Name of the hidden subcommand that runs one side.
 pub const ROLE: &str = "peer-errors-side";
@@ -40,37 +45,42 @@ enum Message {
     Error(String),
 }
 
-/// Runs every operation and pair of `plan` (its largest size), with the victim receiving and sending.
+/// Runs every case of `plan`, with the victim receiving and sending.
 pub fn run(plan: &Plan, env: &[Variable]) -> Result<Report> {
-    let size = plan.sizes.iter().copied().max().unwrap_or(16 << 20);
     let mut report = Report::new("?");
-    let mut id = 0;
-    for &pair in &plan.pairs {
-        for &op in plan.ops.iter().filter(|op| Op::PLAIN.contains(op)) {
-            for from in [SURVIVOR, 1 - SURVIVOR] {
-                let case = Case { id, op, pair, size, from };
-                id += 1;
-                let scenario = Scenario { plan: only(plan, op, pair, size, id), from };
-                let outcome = one(&scenario, env);
-                if let Ok((version, how)) = &outcome {
-                    if report.counts() == (0, 0) {
-                        report = Report::new(version);
-                    }
-                    println!("ok    {case}: {how}");
-                }
-                report.add(case, outcome.err().map(|error| format!("{error:#}")), None);
+    // UCX warns of every message and request that a dead peer leaves behind: expected here.
+    let quiet = ("UCX_LOG_LEVEL".to_owned(), "error".to_owned());
+    let env: Vec<Variable> = [quiet].into_iter().chain(env.iter().cloned()).collect();
+    let cases = plan.groups().into_iter().flat_map(|(_, cases)| cases);
+    for case in cases.filter(|case| Op::PLAIN.contains(&case.op) && !survivor_is_passive(case)) {
+        let scenario = Scenario { plan: only(plan, case), from: case.from };
+        let outcome = one(&scenario, &env);
+        if let Ok((version, how)) = &outcome {
+            if report.counts() == (0, 0) {
+                report = Report::new(version);
             }
+            println!("ok    {case}: {how}");
         }
+        report.add(case, outcome.err().map(|error| format!("{error:#}")), None);
     }
     Ok(report)
 }
 
-fn only(plan: &Plan, op: Op, pair: Pair, size: usize, seed: u64) -> Plan {
+fn survivor_is_passive(case: &Case) -> bool {
+    match case.op {
+        Op::Put => case.to() == SURVIVOR,
+        Op::Get => case.from == SURVIVOR,
+        _ => false,
+    }
+}
+
+/// The plan for one case.
+fn only(plan: &Plan, case: Case) -> Plan {
     Plan {
-        ops: vec![op],
-        pairs: vec![pair],
-        sizes: vec![size],
-        seed: plan.seed ^ mix(seed),
+        ops: vec![case.op],
+        pairs: vec![case.pair],
+        sizes: vec![case.size],
+        seed: plan.seed ^ mix(case.id),
         iterations: 0,
         features: Features::ALL,
         peer_errors: true,
@@ -102,16 +112,10 @@ fn one(scenario: &Scenario, env: &[Variable]) -> Result<(String, String)> {
     survived.context("the survivor ended without a word")
 }
 
-/// One of the two processes.
-pub fn side(rank: u8, parent: u32, scenario: &Scenario) -> Result<()> {
+/// One of the two processes; `Ok(false)`: it failed and told the parent.
+pub fn side(rank: u8, parent: u32, scenario: &Scenario) -> Result<bool> {
     let twin = Twin::begin(rank, parent, Duration::from_secs_f64(scenario.plan.timeout_s))?;
-    let mut parent = twin.reporter()?;
-    let step = twin.dog.clone();
-    let outcome = run_side(rank, twin, scenario);
-    if let Err(error) = &outcome {
-        parent.tell(&Message::Error(format!("{error:#} (while: {})", step.current())))?;
-    }
-    outcome
+    twin.run(Message::Error, |twin| run_side(rank, twin, scenario))
 }
 
 fn run_side(rank: u8, twin: Twin, scenario: &Scenario) -> Result<()> {
@@ -136,6 +140,7 @@ fn run_side(rank: u8, twin: Twin, scenario: &Scenario) -> Result<()> {
     drop(buffers);
     drop(session);
     rig.step("working on after the peer's death");
+    while rig.worker().take_message().is_some() {} // what the dead still had to say
     let after = Plan { peer_errors: false, sizes: vec![1, 65537], ..plan.clone() };
     let mut alone = Session::loopback(&rig, &after)?;
     alone.run(|case, verdict| match verdict.error {
@@ -161,9 +166,7 @@ fn die_transferring(
     let mut finished = 0;
     let mut activity = session.start(case, buffers, session.plays(case.from), false)?;
     loop {
-        let passive = (case.op == Op::Put && !session.plays(case.from))
-            || (case.op == Op::Get && session.plays(case.from));
-        if passive || activity.poll()? {
+        if activity.poll()? {
             finished += 1;
             activity = session.start(case, buffers, session.plays(case.from), false)?;
         }
@@ -175,8 +178,8 @@ fn die_transferring(
     }
 }
 
-/// The survivor: transfers until an error shows, then closes the endpoint by force and waits for
-/// everything it had started.
+/// The survivor: transfers until an error shows, then closes the endpoint by force. Returns how the
+/// error showed.
 fn survive(rig: &Rig, session: &Session<'_>, case: Case, buffers: &Buffers) -> Result<String> {
     let endpoint = session.endpoint();
     let mut idle = Idle::default();
@@ -199,19 +202,20 @@ fn survive(rig: &Rig, session: &Session<'_>, case: Case, buffers: &Buffers) -> R
     rig.step(format_args!("{case}: closing the dead endpoint by force"));
     let closing = endpoint.close(true)?;
     rig.finish(closing)?;
-    rig.step(format_args!("{case}: waiting for the doomed operation to end"));
-    if let Some(activity) = activity {
-        end(rig, activity)?;
-    }
-    Ok(how)
+    let ended = activity.is_none_or(|activity| end(rig, activity));
+    Ok(if ended { how } else { how + "; UCX never ended the operation" })
 }
 
-/// Whatever its status: it must end.
-fn end(rig: &Rig, mut activity: Box<dyn Activity>) -> Result<()> {
-    let mut idle = Idle::default();
+/// Gives UCX a chance to end the doomed operation, with whatever status. `false`: it did not; the
+/// operation's memory is then never freed.
+fn end(rig: &Rig, mut activity: Box<dyn Activity>) -> bool {
     activity.cancel();
+    let patience = Instant::now();
     while let Ok(false) = activity.poll() {
-        rig.worker().wait(&mut idle, None)?;
+        if patience.elapsed() > Duration::from_secs(1) {
+            return false;
+        }
+        rig.worker().progress();
     }
-    Ok(())
+    true
 }

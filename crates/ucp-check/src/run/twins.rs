@@ -124,6 +124,21 @@ impl Twin {
         })
     }
 
+    /// Does the child's work; a failure is told to the parent as a `wrap`ped sentence with the step
+    /// it happened in. `Ok(false)`: that was the case.
+    pub(super) fn run<M: Serialize>(
+        self,
+        wrap: fn(String) -> M,
+        work: impl FnOnce(Twin) -> Result<()>,
+    ) -> Result<bool> {
+        let (mut parent, dog) = (self.reporter()?, self.dog.clone());
+        let outcome = work(self);
+        if let Err(error) = &outcome {
+            parent.tell(&wrap(format!("{error:#} (while: {})", dog.current())))?;
+        }
+        Ok(outcome.is_ok())
+    }
+
     /// A way to tell the parent things.
     pub(super) fn reporter(&self) -> Result<Reporter> {
         Ok(Reporter(self.parent.try_clone().context("our pipe to the parent")?))

@@ -195,9 +195,9 @@ impl Region {
     /// Copies bytes out of a host region.
     ///
     /// # Panics
-    /// When the region is device memory, or shorter than `to`.
-    pub fn read(&self, to: &mut [u8]) {
-        let from = self.host_pointer(to.len());
+    /// When the region is device memory, or the range is not inside it.
+    pub fn read(&self, offset: usize, to: &mut [u8]) {
+        let from = self.host_pointer(offset, to.len());
         // SAFETY: host pages owned by this region, long enough, not overlapping a Rust slice.
         unsafe { ptr::copy_nonoverlapping(from, to.as_mut_ptr(), to.len()) }
     }
@@ -205,17 +205,17 @@ impl Region {
     /// Copies bytes into a host region.
     ///
     /// # Panics
-    /// When the region is device memory, or shorter than `from`.
-    pub fn write(&self, from: &[u8]) {
-        let to = self.host_pointer(from.len());
+    /// When the region is device memory, or the range is not inside it.
+    pub fn write(&self, offset: usize, from: &[u8]) {
+        let to = self.host_pointer(offset, from.len());
         // SAFETY: as in `read`.
         unsafe { ptr::copy_nonoverlapping(from.as_ptr(), to, from.len()) }
     }
 
-    fn host_pointer(&self, length: usize) -> *mut u8 {
+    fn host_pointer(&self, offset: usize, length: usize) -> *mut u8 {
         assert_eq!(self.memory, Memory::Host, "device memory is never dereferenced");
-        assert!(length <= self.length);
-        self.address as *mut u8
+        assert!(offset.checked_add(length).is_some_and(|end| end <= self.length));
+        (self.address + offset) as *mut u8
     }
 
     /// Address and packed remote key, ready to be sent to a peer.

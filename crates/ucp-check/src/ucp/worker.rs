@@ -117,21 +117,34 @@ impl Worker {
     }
 
     /// One round of a waiting loop, to be called after the awaited condition was found false:
-    /// progress, and if there was none, rest. With the wakeup feature resting means sleeping until
-    /// the worker's event descriptor or `also` becomes readable, *without* a time limit, so a lost
-    /// event shows as a hang.
+    /// progress, and if there was none in the last round, rest. With the wakeup feature resting
+    /// means sleeping until the worker's event descriptor or `also` becomes readable, *without* a
+    /// time limit, so a lost event shows as a hang.
+    ///
+    /// Between a progress without result and the sleep the caller looks again: stock UCX completes
+    /// some requests (a flush on `cma`) in a progress call that reports nothing done, and sends no
+    /// event for them.
     pub fn wait(&self, idle: &mut Idle, also: Option<BorrowedFd<'_>>) -> Result<()> {
-        if self.progress() {
-            *idle = Idle::default();
-            return Ok(());
-        }
-        let Some(event_fd) = self.0.event_fd else {
-            idle.0 += 1;
-            if idle.0 > SPINS {
-                std::thread::yield_now();
+        match self.0.event_fd {
+            None => {
+                idle.0 = if self.progress() { 0 } else { idle.0 + 1 };
+                if idle.0 > SPINS {
+                    std::thread::yield_now();
+                }
+                Ok(())
             }
-            return Ok(());
-        };
+            Some(_) if idle.0 == 0 => {
+                idle.0 = u32::from(!self.progress());
+                Ok(())
+            }
+            Some(event_fd) => {
+                *idle = Idle::default();
+                self.sleep(event_fd, also)
+            }
+        }
+    }
+
+    fn sleep(&self, event_fd: RawFd, also: Option<BorrowedFd<'_>>) -> Result<()> {
         let ucx = self.0.ucx();
         // SAFETY: a live worker with the wakeup feature.
         match unsafe { (ucx.f.ucp_worker_arm)(self.0.raw()) } {

@@ -4,7 +4,7 @@
 //! information of the stock binaries; sizes and offsets are asserted where each type is defined.
 //! Tables that a plugin *fills* only ever grew at their tail between 1.22 and 1.23: they are
 //! declared here at (or above) their largest size with every slot populated, so that one table
-//! serves all of them. What a running libuct really calls is checked by [`crate::probe`] before
+//! serves all of them. What a running libuct really calls is checked by a probe before
 //! anything is registered.
 
 mod component;

@@ -1,0 +1,153 @@
+//! Notifications, and the records of what went wrong.
+
+use core::ffi::{c_int, c_void};
+use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
+
+use hl_thunk::sys::{CsTimeoutRecord, PageFaultInfo, RazwiRecord, UndefinedOpcodeRecord};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+
+use super::info::card;
+use super::{borrow, put, status};
+use crate::context::{self, Context};
+use crate::node::{Role, node};
+use std::sync::Arc;
+
+/// The context for an event operation: control nodes are refused in their own way.
+fn owner(fd: c_int) -> Result<Arc<Context>, Errno> {
+    let fd = borrow(fd)?;
+    match node().map_err(|_| Errno::NOTTY)?.identify(fd)?.role {
+        Role::Control => Err(Errno::OPNOTSUPP),
+        Role::Compute => context::of(fd),
+    }
+}
+
+/// `hlthunk_notifier_create`: an eventfd that is signalled when something happens.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_notifier_create(fd: c_int) -> c_int {
+    status("hlthunk_notifier_create", || {
+        let context = owner(fd)?;
+        let eventfd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?;
+        context.events.register(rustix::io::fcntl_dupfd_cloexec(&eventfd, 0)?)?;
+        Ok(eventfd.into_raw_fd())
+    })
+}
+
+/// `hlthunk_notifier_release`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_notifier_release(fd: c_int, handle: c_int) -> c_int {
+    status("hlthunk_notifier_release", || {
+        owner(fd)?.events.unregister()?;
+        rustix::io::fcntl_getfd(borrow(handle)?)?;
+        // SAFETY: open, and the caller gives it up.
+        drop(unsafe { OwnedFd::from_raw_fd(handle) });
+        Ok(0)
+    })
+}
+
+/// `hlthunk_notifier_recv`: what happened, within a timeout; nothing is not an error.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_notifier_recv(
+    fd: c_int,
+    handle: c_int,
+    events: *mut u64,
+    count: *mut u64,
+    _flags: u32,
+    timeout_ms: u32,
+) -> c_int {
+    status("hlthunk_notifier_recv", || {
+        let context = owner(fd)?;
+        let eventfd = borrow(handle)?;
+        if events.is_null() || count.is_null() {
+            return Err(Errno::INVAL);
+        }
+        context.check_timeout();
+        let limit = Timespec {
+            tv_sec: (timeout_ms / 1000).into(),
+            tv_nsec: i64::from(timeout_ms % 1000) * 1_000_000,
+        };
+        let mut ready = [PollFd::new(&eventfd, PollFlags::IN)];
+        put(count, 0)?;
+        if rustix::io::retry_on_intr(|| rustix::event::poll(&mut ready, Some(&limit)))? == 0 {
+            return Ok(0);
+        }
+        let mut bytes = [0; 8];
+        rustix::io::read(eventfd, &mut bytes)?;
+        put(count, u64::from_ne_bytes(bytes))?;
+        put(events, context.events.take())?;
+        Ok(0)
+    })
+}
+
+const OPEN_DEV: c_int = 0;
+const CS_TIMEOUT: c_int = 1;
+const RAZWI: c_int = 2;
+const UNDEFINED_OPCODE: c_int = 3;
+const HW_ERR: c_int = 4;
+const FW_ERR: c_int = 5;
+
+/// `hlthunk_get_event_record`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_get_event_record(fd: c_int, id: c_int, buf: *mut c_void) -> c_int {
+    status("hlthunk_get_event_record", || {
+        if buf.is_null() {
+            return Err(Errno::INVAL);
+        }
+        let (_, state) = card(fd)?;
+        match id {
+            OPEN_DEV => put(buf.cast::<i64>(), 0)?,
+            CS_TIMEOUT => {
+                let (when, seq, _) = state.cs_timeout.get();
+                put(buf.cast(), CsTimeoutRecord { timestamp: when as i64, seq })?;
+            }
+            RAZWI => {
+                let (when, addr, queue) = state.razwi.get();
+                let mut engine_id = [0; 128];
+                engine_id[0] = queue as u16;
+                let record = RazwiRecord {
+                    timestamp: when as i64,
+                    addr,
+                    engine_id,
+                    num_of_possible_engines: (when != 0).into(),
+                    flags: 0,
+                };
+                put(buf.cast(), record)?;
+            }
+            UNDEFINED_OPCODE => {
+                let (when, cb, queue) = state.undefined_opcode.get();
+                let record = UndefinedOpcodeRecord {
+                    timestamp: when as i64,
+                    cb_addr_streams: [[0; 8]; 4],
+                    cq_addr: cb,
+                    cq_size: 0,
+                    cb_addr_streams_len: 0,
+                    engine_id: queue as u32 / 4,
+                    stream_id: queue as u32 % 4,
+                };
+                put(buf.cast(), record)?;
+            }
+            HW_ERR | FW_ERR => put(buf.cast(), [0u64; 2])?,
+            _ => return Err(Errno::INVAL),
+        }
+        Ok(0)
+    })
+}
+
+/// `hlthunk_get_page_fault_info`: without the list of mappings.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_get_page_fault_info(
+    fd: c_int,
+    out: *mut PageFaultInfo,
+    _mappings: u32,
+) -> c_int {
+    status("hlthunk_get_page_fault_info", || {
+        // SAFETY: C's callers promise a valid pointer or NULL.
+        let out = unsafe { out.as_mut() }.ok_or(Errno::INVAL)?;
+        let (when, addr, queue) = card(fd)?.1.page_fault.get();
+        out.timestamp = when as i64;
+        out.addr = addr;
+        out.engine_id = queue as u16;
+        out.num_of_mappings = 0;
+        Ok(0)
+    })
+}

@@ -1,0 +1,326 @@
+//! Signals between queues, staged submissions and reserved ("encapsulated") signals.
+
+use core::ffi::c_int;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hl_thunk::sys::{
+    CsIn, CsOut, ReserveSigHandle, SigResIn, SigResOut, SignalIn, SignalOut, WaitForSignalData,
+    WaitIn, WaitOut,
+};
+use rustix::io::Errno;
+
+use super::commands::{self, Stage};
+use super::{borrow, get, put, status};
+use crate::asic::Generation;
+use crate::context::{self, Context};
+use crate::guarded;
+use crate::processor::Program;
+use crate::signals::{Given, Signals, Target};
+use crate::submission::{Lookup, Submission};
+
+fn timeout_of(context: &Context, seconds: Option<u32>) -> Duration {
+    seconds.map_or(context.node.config.cs_timeout, |s| Duration::from_secs(s.into()))
+}
+
+/// Sets a sync object that is used anew back to zero.
+fn begin(context: &Context, signals: &Signals, given: &Given) {
+    if given.fresh {
+        context.set_register(signals.address(&given.target.sob), 0);
+    }
+}
+
+/// A place in the window and in the ring of a queue, for packets that the driver makes.
+fn enter(
+    context: &Arc<Context>,
+    queue: u32,
+    timeout: Option<u32>,
+) -> Result<Arc<Submission>, Errno> {
+    if context.queues.len() <= queue as usize {
+        return Err(Errno::INVAL);
+    }
+    let timeout = timeout_of(context, timeout);
+    let submission = context.enter(|seq| Submission::new(seq, vec![queue], 1, timeout))?;
+    match context.wait_for_room(&submission) {
+        Ok(()) => Ok(submission),
+        Err(errno) => {
+            context.reject(&submission);
+            Err(errno)
+        }
+    }
+}
+
+fn signal(
+    fd: c_int,
+    input: *const SignalIn,
+    out: *mut SignalOut,
+    timeout: Option<u32>,
+) -> Result<c_int, Errno> {
+    let input = get(input)?;
+    if out.is_null() {
+        return Err(Errno::INVAL);
+    }
+    let context = context::operational(borrow(fd)?)?;
+    let queue = input.queue_index;
+    let submission = enter(&context, queue, timeout)?;
+    // Values must enter the queue in the order they are given out.
+    let mut signals = context.signals();
+    let given = match signals.give(queue, 1) {
+        Ok(given) => given,
+        Err(errno) => {
+            context.reject(&submission);
+            return Err(errno);
+        }
+    };
+    begin(&context, &signals, &given);
+    submission.set_signal(given.target.value);
+    let answer = SignalOut {
+        seq: submission.seq,
+        status: 0,
+        sob_base_addr_offset: signals.offset(&given.target.sob) as u32,
+        sob_count_before_submission: given.before as u16,
+    };
+    let program = Program::Copied(signals.signal_packets(&given.target).into());
+    context.submit(borrow(fd)?, submission, vec![(queue, program)], Some(given.target.sob));
+    put(out, answer)?;
+    Ok(0)
+}
+
+/// `hlthunk_signal_submission`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_signal_submission(
+    fd: c_int,
+    input: *const SignalIn,
+    out: *mut SignalOut,
+) -> c_int {
+    status("hlthunk_signal_submission", || signal(fd, input, out, None))
+}
+
+/// `hlthunk_signal_submission_timeout`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_signal_submission_timeout(
+    fd: c_int,
+    input: *const SignalIn,
+    out: *mut SignalOut,
+    timeout: u32,
+) -> c_int {
+    status("hlthunk_signal_submission_timeout", || signal(fd, input, out, Some(timeout)))
+}
+
+/// The value that a signal submission reaches; `None` if it has.
+fn signal_target(context: &Context, seq: u64) -> Result<Option<Target>, Errno> {
+    match context.window.find(seq)? {
+        Lookup::Gone => Ok(None),
+        Lookup::Known(submission) => {
+            let value = submission.signal().ok_or(Errno::INVAL)?;
+            if submission.outcome().is_some() {
+                return Ok(None);
+            }
+            let queue = *submission.queues.first().ok_or(Errno::INVAL)?;
+            // The object is in use by the pending signal, so it is one of the pair; which one is
+            // known to the job. It may end between the two looks: then there is nothing to wait for.
+            let sob = context.queues[queue as usize].sob_of(&submission);
+            Ok(sob.map(|sob| Target { sob, value }))
+        }
+    }
+}
+
+fn wait_signal(
+    fd: c_int,
+    input: *const WaitIn,
+    out: *mut WaitOut,
+    timeout: Option<u32>,
+    reserved: bool,
+) -> Result<c_int, Errno> {
+    let input = get(input)?;
+    if out.is_null() || input.num_wait_for_signal != 1 {
+        return Err(Errno::INVAL);
+    }
+    let data: &WaitForSignalData = get(input.wait_for_signal)?;
+    if data.signal_seq_nr != 1 {
+        return Err(Errno::INVAL);
+    }
+    let context = context::operational(borrow(fd)?)?;
+    let target = if reserved {
+        context.signals().reserved(data.signal_seq, data.encaps_signal_offset)
+    } else {
+        let mut seq = 0u64;
+        // SAFETY: the destination is ours; a bad source comes back as an error.
+        unsafe { guarded::copy((&raw mut seq).cast(), data.signal_seq as *const u8, 8) }
+            .map_err(|_| Errno::FAULT)?;
+        signal_target(&context, seq)?
+    };
+    let Some(target) = target else {
+        // Nothing to wait for; the driver says so with a sequence number that is none.
+        put(out, WaitOut { seq: u64::MAX, status: 0 })?;
+        return Ok(0);
+    };
+    let queue = data.queue_index;
+    let packets = context.signals().wait_packets(queue, &target)?;
+    let submission = enter(&context, queue, timeout)?;
+    let seq = submission.seq;
+    let program = Program::Copied(packets.into());
+    context.submit(borrow(fd)?, submission, vec![(queue, program)], Some(target.sob));
+    put(out, WaitOut { seq, status: 0 })?;
+    Ok(0)
+}
+
+/// `hlthunk_wait_for_signal`: a queue waits for another queue's signal.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_wait_for_signal(
+    fd: c_int,
+    input: *const WaitIn,
+    out: *mut WaitOut,
+) -> c_int {
+    status("hlthunk_wait_for_signal", || wait_signal(fd, input, out, None, false))
+}
+
+/// `hlthunk_wait_for_signal_timeout`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_wait_for_signal_timeout(
+    fd: c_int,
+    input: *const WaitIn,
+    out: *mut WaitOut,
+    timeout: u32,
+) -> c_int {
+    status("hlthunk_wait_for_signal_timeout", || wait_signal(fd, input, out, Some(timeout), false))
+}
+
+fn wait_collective(
+    fd: c_int,
+    input: *const WaitIn,
+    out: *mut WaitOut,
+    timeout: Option<u32>,
+    reserved: bool,
+) -> Result<c_int, Errno> {
+    if context::operational(borrow(fd)?)?.profile.generation != Generation::Gaudi1 {
+        return Err(Errno::INVAL);
+    }
+    wait_signal(fd, input, out, timeout, reserved)
+}
+
+/// `hlthunk_wait_for_collective_signal`: as a wait; there are no engines to reduce anything.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_wait_for_collective_signal(
+    fd: c_int,
+    input: *const WaitIn,
+    out: *mut WaitOut,
+) -> c_int {
+    status("hlthunk_wait_for_collective_signal", || wait_collective(fd, input, out, None, false))
+}
+
+/// `hlthunk_wait_for_collective_signal_timeout`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_wait_for_collective_signal_timeout(
+    fd: c_int,
+    input: *const WaitIn,
+    out: *mut WaitOut,
+    timeout: u32,
+) -> c_int {
+    status("hlthunk_wait_for_collective_signal_timeout", || {
+        wait_collective(fd, input, out, Some(timeout), false)
+    })
+}
+
+/// `hlthunk_wait_for_reserved_encaps_signals`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_wait_for_reserved_encaps_signals(
+    fd: c_int,
+    input: *const WaitIn,
+    out: *mut WaitOut,
+) -> c_int {
+    status("hlthunk_wait_for_reserved_encaps_signals", || wait_signal(fd, input, out, None, true))
+}
+
+/// `hlthunk_wait_for_reserved_encaps_collective_signals`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_wait_for_reserved_encaps_collective_signals(
+    fd: c_int,
+    input: *const WaitIn,
+    out: *mut WaitOut,
+) -> c_int {
+    status("hlthunk_wait_for_reserved_encaps_collective_signals", || {
+        wait_collective(fd, input, out, None, true)
+    })
+}
+
+/// `hlthunk_reserve_encaps_signals`: signals that the program will make itself.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_reserve_encaps_signals(
+    fd: c_int,
+    input: *const SigResIn,
+    out: *mut SigResOut,
+) -> c_int {
+    status("hlthunk_reserve_encaps_signals", || {
+        let input = get(input)?;
+        if out.is_null() {
+            return Err(Errno::INVAL);
+        }
+        let context = context::operational(borrow(fd)?)?;
+        let mut signals = context.signals();
+        let (id, given) = signals.reserve(input.queue_index, input.count)?;
+        begin(&context, &signals, &given);
+        let handle = ReserveSigHandle {
+            id,
+            sob_base_addr_offset: signals.offset(&given.target.sob) as u32,
+            count: input.count,
+        };
+        put(out, SigResOut { handle, status: 0 })?;
+        Ok(0)
+    })
+}
+
+/// `hlthunk_unreserve_encaps_signals`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_unreserve_encaps_signals(
+    fd: c_int,
+    handle: *const ReserveSigHandle,
+    out: *mut u32,
+) -> c_int {
+    status("hlthunk_unreserve_encaps_signals", || {
+        let handle = get(handle)?;
+        context::operational(borrow(fd)?)?.signals().unreserve(handle.id)?;
+        put(out, 0)?;
+        Ok(0)
+    })
+}
+
+/// `hlthunk_staged_command_submission`: a submission in several parts.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_staged_command_submission(
+    fd: c_int,
+    sequence: u64,
+    input: *const CsIn,
+    out: *mut CsOut,
+) -> c_int {
+    status("hlthunk_staged_command_submission", || {
+        commands::submit(fd, input, out, None, Stage::Sequence(sequence))
+    })
+}
+
+/// `hlthunk_staged_command_submission_timeout`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_staged_command_submission_timeout(
+    fd: c_int,
+    sequence: u64,
+    input: *const CsIn,
+    out: *mut CsOut,
+    timeout: u32,
+) -> c_int {
+    status("hlthunk_staged_command_submission_timeout", || {
+        commands::submit(fd, input, out, Some(timeout), Stage::Sequence(sequence))
+    })
+}
+
+/// `hlthunk_staged_command_submission_encaps_signals`: its packets make reserved signals.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_staged_command_submission_encaps_signals(
+    fd: c_int,
+    handle_id: u64,
+    input: *const CsIn,
+    out: *mut CsOut,
+) -> c_int {
+    status("hlthunk_staged_command_submission_encaps_signals", || {
+        commands::submit(fd, input, out, None, Stage::Reserved(handle_id as u32))
+    })
+}

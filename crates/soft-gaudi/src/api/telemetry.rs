@@ -1,0 +1,234 @@
+//! Counters, clocks, power: what monitoring tools ask. A card in software is cool and idle.
+
+use core::ffi::{c_char, c_int, c_void};
+use std::sync::atomic::Ordering;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use hl_thunk::sys::{
+    ClkThrottleInfo, CsCounters, EnginesIdleInfo, HwAsicStatus, PciCountersInfo, SyncManagerInfo,
+};
+use rustix::io::Errno;
+
+use super::info::{card, open_stats};
+use super::{put, status};
+use crate::asic::Generation;
+use crate::node::node;
+use crate::state::boot_ns;
+
+/// Fills an out structure for a descriptor of ours; NULL is `EINVAL` before anything else.
+fn answer<T>(
+    name: &str,
+    fd: c_int,
+    out: *mut T,
+    value: impl FnOnce(&'static crate::state::DeviceState) -> Result<T, Errno>,
+) -> c_int {
+    status(name, || {
+        if out.is_null() {
+            return Err(Errno::INVAL);
+        }
+        put(out, value(card(fd)?.1)?)?;
+        Ok(0)
+    })
+}
+
+/// `hlthunk_get_hw_asic_status`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_get_hw_asic_status(fd: c_int, out: *mut HwAsicStatus) -> c_int {
+    answer("hlthunk_get_hw_asic_status", fd, out, |_| {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+        Ok(HwAsicStatus {
+            open_stats: open_stats(fd)?,
+            status: super::hlthunk_get_device_status_info(fd),
+            timestamp_sec: now,
+            valid: 1,
+            ..HwAsicStatus::default()
+        })
+    })
+}
+
+/// `hlthunk_get_busy_engines_mask`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_get_busy_engines_mask(fd: c_int, out: *mut EnginesIdleInfo) -> c_int {
+    answer("hlthunk_get_busy_engines_mask", fd, out, |state| {
+        let busy = state.in_flight.load(Ordering::Relaxed) != 0;
+        Ok(EnginesIdleInfo { is_idle: (!busy).into(), mask: [busy.into(), 0, 0, 0] })
+    })
+}
+
+/// `hlthunk_get_pll_frequency`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_get_pll_frequency(fd: c_int, _index: u32, out: *mut [u16; 4]) -> c_int {
+    answer("hlthunk_get_pll_frequency", fd, out, |_| Ok([0; 4]))
+}
+
+/// `hlthunk_get_device_utilization`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_get_device_utilization(
+    fd: c_int,
+    period_ms: u32,
+    rate: *mut u32,
+) -> c_int {
+    answer("hlthunk_get_device_utilization", fd, rate, |_| {
+        if period_ms == 0 { Err(Errno::INVAL) } else { Ok(0) }
+    })
+}
+
+/// `hlthunk_get_hw_events_arr`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_get_hw_events_arr(
+    fd: c_int,
+    _aggregate: bool,
+    size: u32,
+    out: *mut u32,
+) -> c_int {
+    status("hlthunk_get_hw_events_arr", || {
+        if out.is_null() || size == 0 {
+            return Err(Errno::INVAL);
+        }
+        card(fd)?;
+        let len = (node()?.profile.events as usize * 4).min(size as usize);
+        // SAFETY: the caller promises `size` bytes.
+        unsafe { core::ptr::write_bytes(out.cast::<u8>(), 0, len) };
+        Ok(0)
+    })
+}
+
+/// `hlthunk_get_clk_rate`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_get_clk_rate(fd: c_int, current: *mut u32, most: *mut u32) -> c_int {
+    status("hlthunk_get_clk_rate", || {
+        if current.is_null() || most.is_null() {
+            return Err(Errno::INVAL);
+        }
+        card(fd)?;
+        put(current, 1000)?;
+        put(most, 1000)?;
+        Ok(0)
+    })
+}
+
+/// `hlthunk_get_reset_count_info`: hard and soft resets.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_get_reset_count_info(fd: c_int, out: *mut [u32; 2]) -> c_int {
+    answer("hlthunk_get_reset_count_info", fd, out, |state| {
+        Ok([state.hard_resets.load(Ordering::Relaxed), 0])
+    })
+}
+
+/// `hlthunk_get_time_sync_info`: device and host time, in ns.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_get_time_sync_info(fd: c_int, out: *mut [u64; 2]) -> c_int {
+    answer("hlthunk_get_time_sync_info", fd, out, |_| Ok([boot_ns(), boot_ns()]))
+}
+
+/// `hlthunk_get_sync_manager_info`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_get_sync_manager_info(
+    fd: c_int,
+    dcore: c_int,
+    out: *mut SyncManagerInfo,
+) -> c_int {
+    answer("hlthunk_get_sync_manager_info", fd, out, |_| {
+        if !(0..8).contains(&dcore) {
+            return Err(Errno::INVAL);
+        }
+        let profile = node()?.profile;
+        let no_queue = if profile.generation == Generation::Gaudi1 { 0xffff } else { 0 };
+        let [sob, monitor, cq] = if dcore == 0 { profile.first_free } else { [0, 0, no_queue] };
+        Ok(SyncManagerInfo {
+            first_available_sync_object: sob,
+            first_available_monitor: monitor,
+            first_available_cq: cq,
+            reserved: 0,
+        })
+    })
+}
+
+/// `hlthunk_get_cs_counters_info`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_get_cs_counters_info(fd: c_int, out: *mut CsCounters) -> c_int {
+    answer("hlthunk_get_cs_counters_info", fd, out, |state| {
+        let total = |n: usize| state.drops[n].load(Ordering::Relaxed);
+        let ctx = |n: usize| state.context_drops[n].load(Ordering::Relaxed);
+        Ok(CsCounters {
+            total_out_of_mem: total(0),
+            ctx_out_of_mem: ctx(0),
+            total_parsing: total(1),
+            ctx_parsing: ctx(1),
+            total_queue_full: total(2),
+            ctx_queue_full: ctx(2),
+            total_device_in_reset: total(3),
+            ctx_device_in_reset: ctx(3),
+            total_max_cs_in_flight: total(4),
+            ctx_max_cs_in_flight: ctx(4),
+            total_validation: total(5),
+            ctx_validation: ctx(5),
+        })
+    })
+}
+
+/// `hlthunk_get_pci_counters_info`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_get_pci_counters_info(fd: c_int, out: *mut PciCountersInfo) -> c_int {
+    answer("hlthunk_get_pci_counters_info", fd, out, |_| Ok(PciCountersInfo::default()))
+}
+
+/// `hlthunk_get_clk_throttle_info`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_get_clk_throttle_info(fd: c_int, out: *mut ClkThrottleInfo) -> c_int {
+    answer("hlthunk_get_clk_throttle_info", fd, out, |_| Ok(ClkThrottleInfo::default()))
+}
+
+/// `hlthunk_get_total_energy_consumption_info`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_get_total_energy_consumption_info(fd: c_int, out: *mut u64) -> c_int {
+    answer("hlthunk_get_total_energy_consumption_info", fd, out, |_| Ok(0))
+}
+
+/// `hlthunk_get_power_info`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_get_power_info(fd: c_int, out: *mut u64) -> c_int {
+    answer("hlthunk_get_power_info", fd, out, |_| Ok(0))
+}
+
+/// `hlthunk_get_dram_replaced_rows_info`: no rows were replaced.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_get_dram_replaced_rows_info(fd: c_int, out: *mut [u64; 33]) -> c_int {
+    answer("hlthunk_get_dram_replaced_rows_info", fd, out, |_| Ok([0; 33]))
+}
+
+/// `hlthunk_get_dram_pending_rows_info`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_get_dram_pending_rows_info(fd: c_int, out: *mut u32) -> c_int {
+    answer("hlthunk_get_dram_pending_rows_info", fd, out, |_| Ok(0))
+}
+
+/// `hlthunk_get_sec_attest_info`: there is no firmware to attest.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_get_sec_attest_info(fd: c_int, _nonce: u32, out: *mut c_void) -> c_int {
+    answer("hlthunk_get_sec_attest_info", fd, out.cast::<u8>(), |_| Err(Errno::PERM))
+}
+
+/// `hlthunk_get_engine_status`: a text for people.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_get_engine_status(
+    fd: c_int,
+    buf: *mut c_char,
+    size: u32,
+    actual: *mut c_int,
+) -> c_int {
+    status("hlthunk_get_engine_status", || {
+        if buf.is_null() || actual.is_null() || !(1 << 10..=1 << 20).contains(&size) {
+            return Err(Errno::INVAL);
+        }
+        let in_flight = card(fd)?.1.in_flight.load(Ordering::Relaxed);
+        let text = format!("soft-gaudi: no engines, {in_flight} submissions in flight\n");
+        // SAFETY: the caller promises `size` bytes, at least 1 KiB.
+        unsafe {
+            core::ptr::copy_nonoverlapping(text.as_ptr(), buf.cast(), text.len());
+            *buf.add(text.len()) = 0;
+        }
+        put(actual, text.len() as c_int)?;
+        Ok(0)
+    })
+}

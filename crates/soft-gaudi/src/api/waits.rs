@@ -1,0 +1,283 @@
+//! Waiting for several submissions, and for interrupts.
+
+use core::ffi::{c_int, c_void};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use hl_thunk::sys::{self, WaitMultiCsIn, WaitMultiCsOut};
+use rustix::io::Errno;
+
+use super::commands::wait_limit;
+use super::{borrow, get, put, status};
+use crate::asic::Generation;
+use crate::context::{self, Context};
+use crate::engine::{counter, realtime_ns};
+use crate::guarded;
+use crate::interrupts::Registration;
+
+/// Most sequence numbers one call may wait for.
+const MAX_MULTI: usize = 32;
+
+fn wait_multi(
+    fd: c_int,
+    input: *const WaitMultiCsIn,
+    out: *mut WaitMultiCsOut,
+    timestamp: Option<*mut u64>,
+) -> Result<c_int, Errno> {
+    let input = get(input)?;
+    if out.is_null() || input.seq.is_null() {
+        return Err(Errno::INVAL);
+    }
+    let context = context::operational(borrow(fd)?)?;
+    if context.profile.generation != Generation::Gaudi1 {
+        return Err(Errno::PERM);
+    }
+    // The library keeps the length in a byte.
+    let len = usize::from(input.seq_len as u8);
+    if len == 0 || len > MAX_MULTI {
+        return Err(Errno::INVAL);
+    }
+    let mut seqs = vec![0u64; len];
+    // SAFETY: the destination is ours; a bad source comes back as an error.
+    unsafe { guarded::copy(seqs.as_mut_ptr().cast(), input.seq.cast(), len * 8) }
+        .map_err(|_| Errno::FAULT)?;
+    let (set, first_ns) = context.wait_any(&seqs, wait_limit(input.timeout_us))?;
+    let status = if set == 0 { sys::WAIT_BUSY } else { sys::WAIT_COMPLETED };
+    put(out, WaitMultiCsOut { status, seq_set: set, completed: set.count_ones() as u8 })?;
+    if let Some(timestamp) = timestamp {
+        put(timestamp, first_ns)?;
+    }
+    Ok(0)
+}
+
+/// `hlthunk_wait_for_multi_cs`: until at least one of them has ended (Gaudi1).
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_wait_for_multi_cs(
+    fd: c_int,
+    input: *const WaitMultiCsIn,
+    out: *mut WaitMultiCsOut,
+) -> c_int {
+    status("hlthunk_wait_for_multi_cs", || wait_multi(fd, input, out, None))
+}
+
+/// `hlthunk_wait_for_multi_cs_with_timestamp`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_wait_for_multi_cs_with_timestamp(
+    fd: c_int,
+    input: *const WaitMultiCsIn,
+    out: *mut WaitMultiCsOut,
+    timestamp: *mut u64,
+) -> c_int {
+    status("hlthunk_wait_for_multi_cs_with_timestamp", || {
+        wait_multi(fd, input, out, Some(timestamp))
+    })
+}
+
+/// Whether an interrupt id exists: one of the user's, or "any queue" and "any decoder".
+fn check_interrupt(context: &Context, id: u32) -> Result<(), Errno> {
+    let profile = context.profile;
+    if profile.interrupts == 0 {
+        return Err(Errno::PERM);
+    }
+    let first = u32::from(profile.first_interrupt);
+    let own = first..first + u32::from(profile.interrupts);
+    if own.contains(&id) || matches!(id, 0xfff | 0xffe | u32::MAX) {
+        Ok(())
+    } else {
+        Err(Errno::INVAL)
+    }
+}
+
+/// A counter in a command buffer: `index` counts 64-bit words.
+fn counter_place(context: &Context, handle: u64, index: u64) -> Result<usize, Errno> {
+    let buffer = context.buffers().get(handle)?;
+    let offset = index.checked_mul(8).ok_or(Errno::INVAL)?;
+    if offset + 8 > buffer.mapped_len() {
+        return Err(Errno::INVAL);
+    }
+    Ok(buffer.ptr + offset as usize)
+}
+
+struct InterruptWait {
+    id: u32,
+    timeout_us: u64,
+    status: *mut u32,
+    timestamp: Option<*mut u64>,
+}
+
+fn wait_interrupt(
+    context: &Arc<Context>,
+    how: &InterruptWait,
+    reached: impl Fn() -> Result<bool, Errno>,
+) -> Result<c_int, Errno> {
+    check_interrupt(context, how.id)?;
+    let until = wait_limit(how.timeout_us).map(|limit| Instant::now() + limit);
+    // What the interrupt waits for may be work that nobody runs yet.
+    context.run_everything();
+    let failed = core::cell::Cell::new(None);
+    let there = context.interrupts.wait(until, || {
+        let down = context.down.load(Ordering::Acquire);
+        match reached() {
+            Ok(reached) => reached || down,
+            Err(errno) => {
+                failed.set(Some(errno));
+                true
+            }
+        }
+    });
+    if let Some(errno) = failed.get() {
+        return Err(errno);
+    }
+    if context.down.load(Ordering::Acquire) && !reached()? {
+        put(how.status, sys::WAIT_ABORTED)?;
+        return Err(Errno::IO);
+    }
+    put(how.status, if there { sys::WAIT_COMPLETED } else { sys::WAIT_BUSY })?;
+    if let Some(timestamp) = how.timestamp {
+        put(timestamp, realtime_ns())?;
+    }
+    Ok(0)
+}
+
+fn wait_at_address(
+    fd: c_int,
+    addr: *const c_void,
+    target: u64,
+    how: &InterruptWait,
+) -> Result<c_int, Errno> {
+    if how.status.is_null() || addr.is_null() {
+        return Err(Errno::INVAL);
+    }
+    let context = context::operational(borrow(fd)?)?;
+    wait_interrupt(&context, how, || {
+        let mut value = 0u64;
+        // SAFETY: the destination is ours; a bad source comes back as an error.
+        unsafe { guarded::copy((&raw mut value).cast(), addr.cast(), 8) }
+            .map_err(|_| Errno::FAULT)?;
+        Ok(value >= target)
+    })
+}
+
+fn wait_by_handle(
+    fd: c_int,
+    handle: u64,
+    index: u64,
+    target: u64,
+    how: &InterruptWait,
+) -> Result<c_int, Errno> {
+    if how.status.is_null() {
+        return Err(Errno::INVAL);
+    }
+    let context = context::operational(borrow(fd)?)?;
+    check_interrupt(&context, how.id)?;
+    let place = counter_place(&context, handle, index)?;
+    wait_interrupt(&context, how, || Ok(counter(place) >= target))
+}
+
+/// `hlthunk_wait_for_interrupt`: until the 64-bit word at `addr` reaches `target`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_wait_for_interrupt(
+    fd: c_int,
+    addr: *mut c_void,
+    target: u64,
+    id: u32,
+    timeout_us: u64,
+    out: *mut u32,
+) -> c_int {
+    let how = InterruptWait { id, timeout_us, status: out, timestamp: None };
+    status("hlthunk_wait_for_interrupt", || wait_at_address(fd, addr, target, &how))
+}
+
+/// `hlthunk_wait_for_interrupt_with_timestamp`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_wait_for_interrupt_with_timestamp(
+    fd: c_int,
+    addr: *mut c_void,
+    target: u64,
+    id: u32,
+    timeout_us: u64,
+    out: *mut u32,
+    timestamp: *mut u64,
+) -> c_int {
+    let how = InterruptWait { id, timeout_us, status: out, timestamp: Some(timestamp) };
+    status("hlthunk_wait_for_interrupt_with_timestamp", || wait_at_address(fd, addr, target, &how))
+}
+
+/// `hlthunk_wait_for_interrupt_by_handle`: the counter is in a command buffer.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_wait_for_interrupt_by_handle(
+    fd: c_int,
+    handle: u64,
+    index: u64,
+    target: u64,
+    id: u32,
+    timeout_us: u64,
+    out: *mut u32,
+) -> c_int {
+    let how = InterruptWait { id, timeout_us, status: out, timestamp: None };
+    status("hlthunk_wait_for_interrupt_by_handle", || {
+        wait_by_handle(fd, handle, index, target, &how)
+    })
+}
+
+/// `hlthunk_wait_for_interrupt_by_handle_with_timestamp`.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_wait_for_interrupt_by_handle_with_timestamp(
+    fd: c_int,
+    handle: u64,
+    index: u64,
+    target: u64,
+    id: u32,
+    timeout_us: u64,
+    out: *mut u32,
+    timestamp: *mut u64,
+) -> c_int {
+    let how = InterruptWait { id, timeout_us, status: out, timestamp: Some(timestamp) };
+    status("hlthunk_wait_for_interrupt_by_handle_with_timestamp", || {
+        wait_by_handle(fd, handle, index, target, &how)
+    })
+}
+
+/// `hlthunk_allocate_timestamp_elements`: memory for times, mapped by its handle.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_allocate_timestamp_elements(
+    fd: c_int,
+    count: u32,
+    handle: *mut u64,
+) -> c_int {
+    status("hlthunk_allocate_timestamp_elements", || {
+        if handle.is_null() || count > 1 << 20 {
+            return Err(Errno::INVAL);
+        }
+        let context = context::operational(borrow(fd)?)?;
+        let (made, _) = context.buffers().create_any(u64::from(count) * 8)?;
+        put(handle, made)?;
+        Ok(0)
+    })
+}
+
+/// `hlthunk_register_timestamp_interrupt`: notes the time when a counter reaches its target.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_register_timestamp_interrupt(
+    fd: c_int,
+    id: u32,
+    counter_handle: u64,
+    counter_index: u64,
+    target: u64,
+    note_handle: u64,
+    note_index: u64,
+) -> c_int {
+    status("hlthunk_register_timestamp_interrupt", || {
+        let context = context::operational(borrow(fd)?)?;
+        check_interrupt(&context, id)?;
+        let registration = Registration {
+            interrupt: id,
+            counter: counter_place(&context, counter_handle, counter_index)?,
+            target,
+            note: counter_place(&context, note_handle, note_index)?,
+        };
+        context.register(registration);
+        Ok(0)
+    })
+}

@@ -1,0 +1,131 @@
+//! The driver contract of a Gaudi1: physical DRAM addresses, parsed kernel command buffers.
+
+mod driver;
+
+use driver::*;
+use hl_thunk::sys::{self, CsChunk};
+use soft_gaudi::api::*;
+
+const DRAM: u64 = 0x2000_0000;
+
+/// A kernel command buffer with these packets, mapped, filled and unmapped again.
+fn buffer(fd: i32, packets: &[u8]) -> u64 {
+    let mut handle = 0;
+    assert_eq!(hlthunk_request_command_buffer(fd, packets.len() as u32, &mut handle), 0);
+    let len = packets.len();
+    // SAFETY: maps the buffer by its handle and writes within it.
+    unsafe {
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        let null = core::ptr::null_mut();
+        let mapped = libc::mmap(null, len, protection, libc::MAP_SHARED, fd, handle as i64);
+        assert_ne!(mapped, libc::MAP_FAILED);
+        core::ptr::copy_nonoverlapping(packets.as_ptr(), mapped.cast(), len);
+        libc::munmap(mapped, len);
+    }
+    handle
+}
+
+fn chunk(queue: u32, handle: u64, size: usize) -> CsChunk {
+    let (cb_handle, queue_index, cb_size) = (handle, queue, size as u32);
+    CsChunk { cb_handle, queue_index, cb_size, ..CsChunk::default() }
+}
+
+fn submit_packets(fd: i32, queue: u32, packets: &[u8]) -> Result<u64, i32> {
+    let handle = buffer(fd, packets);
+    let seq = submit(fd, &mut [chunk(queue, handle, packets.len())]);
+    // The driver has its own copy.
+    assert_eq!(hlthunk_destroy_command_buffer(fd, handle), 0);
+    seq
+}
+
+#[test]
+fn identity_and_memory_are_those_of_a_gaudi1() {
+    machine("gaudi1");
+    let fd = card();
+    // SAFETY: plain data.
+    let mut info: sys::HwIpInfo = unsafe { core::mem::zeroed() };
+    assert_eq!(hlthunk_get_hw_ip_info(fd, &mut info), 0);
+    assert_eq!(info.device_id, sys::PCI_ID_GAUDI);
+    assert_eq!((info.dram_base_address, info.dram_size), (DRAM, 0x7_e000_0000));
+    // Only accounting.
+    assert_eq!(hlthunk_device_memory_alloc(fd, 4096, 0, true, true), 0);
+    let mut usage = sys::DramUsageInfo::default();
+    assert_eq!(hlthunk_get_dram_usage(fd, &mut usage), 0);
+    assert_eq!(usage.ctx_dram_mem, 4096);
+    assert_eq!(hlthunk_device_memory_map(fd, 0, 0), 0);
+    assert_eq!(errno(), libc::EINVAL);
+    let mut handle = 0;
+    assert_eq!(hlthunk_request_mapped_command_buffer(fd, 64, &mut handle), -libc::ENOMEM);
+    let mut memory = vec![0u8; 3 * 4096];
+    let skip = memory.as_ptr().align_offset(4096);
+    let va = map_host(fd, &mut memory[skip + 9..skip + 20]);
+    assert_eq!(va, 0x1_0000_0020_0009);
+    hlthunk_close(fd);
+}
+
+#[test]
+fn copies_go_through_parsed_buffers() {
+    machine("gaudi1");
+    let fd = card();
+    for size in [1usize, 8, 4097, 300_001] {
+        let mut source = pattern(size, size as u32);
+        let mut target = vec![0x5au8; size + 64];
+        let (src, dst) = (map_host(fd, &mut source), map_host(fd, &mut target));
+        let place = DRAM + 0x1003;
+        let down = submit_packets(fd, 0, &gaudi1_copy(src, place, size as u32)).unwrap();
+        assert_eq!(wait(fd, down), (0, sys::WAIT_COMPLETED));
+        let up = submit_packets(fd, 5, &gaudi1_copy(place, dst + 32, size as u32)).unwrap();
+        assert_eq!(wait(fd, up), (0, sys::WAIT_COMPLETED));
+        assert_eq!(&target[32..32 + size], &source[..]);
+        assert!(target[..32].iter().chain(&target[32 + size..]).all(|b| *b == 0x5a));
+        hlthunk_memory_unmap(fd, src);
+        hlthunk_memory_unmap(fd, dst);
+    }
+    hlthunk_close(fd);
+}
+
+#[test]
+fn forbidden_and_broken_packets_are_refused_at_submission() {
+    machine("gaudi1");
+    let fd = card();
+    let words = |words: &[u32]| -> Vec<u8> { words.iter().flat_map(|w| w.to_le_bytes()).collect() };
+    let cases = [
+        (words(&[0, 0x0b00_0000]), -libc::EPERM),
+        (words(&[0, 0x0700_0000, 0, 0]), -libc::EPERM),
+        (words(&[0, 0x0500_0000, 0, 0]), -libc::EPERM),
+        (words(&[0, 0x0d00_0000]), -libc::EINVAL),
+        (words(&[0, 0x1f00_0000]), -libc::EINVAL),
+        (words(&[16, 0xc900_0008, 0, 0]), -libc::EINVAL),
+    ];
+    for (packets, expected) in cases {
+        assert_eq!(submit_packets(fd, 0, &packets), Err(expected), "{packets:x?}");
+    }
+    let nop = words(&[0, 0x0a00_0000]);
+    assert!(submit_packets(fd, 0, &nop).is_ok());
+    assert_eq!(submit_packets(fd, 8, &nop), Err(-libc::EINVAL));
+    // Only internal queues: nothing would complete it.
+    let mut memory = nop.clone();
+    let va = map_host(fd, &mut memory);
+    assert_eq!(submit(fd, &mut [chunk(9, va, 8)]), Err(-libc::EINVAL));
+    let handle = buffer(fd, &nop);
+    assert_eq!(submit(fd, &mut [chunk(0, handle, 4097)]), Err(-libc::EINVAL));
+    assert_eq!(submit(fd, &mut [chunk(0, handle + 4096, 8)]), Err(-libc::EINVAL));
+    let seq = submit(fd, &mut [chunk(9, va, 8), chunk(0, handle, 8)]).unwrap();
+    assert_eq!(wait(fd, seq), (0, sys::WAIT_COMPLETED));
+    hlthunk_close(fd);
+}
+
+#[test]
+fn physical_ranges_are_exported_without_a_mapping() {
+    machine("gaudi1");
+    let fd = card();
+    for (addr, size) in [(0, 4096), (DRAM - 4096, 8192), (DRAM, 100), (DRAM + 0x7_e000_0000, 4096)]
+    {
+        assert_eq!(hlthunk_device_memory_export_dmabuf_fd(fd, addr, size, 0), -libc::EINVAL);
+    }
+    let dmabuf = hlthunk_device_memory_export_dmabuf_fd(fd, DRAM + 8192, 4096, 0);
+    assert!(dmabuf >= 0);
+    // SAFETY: a descriptor of this test.
+    unsafe { libc::close(dmabuf) };
+    hlthunk_close(fd);
+}

@@ -1,0 +1,161 @@
+//! One machine, several processes: who owns a card, and until when.
+
+mod driver;
+
+use driver::*;
+use hl_thunk::sys;
+use soft_gaudi::api::*;
+
+/// What the second process does; in a normal run there is nothing to do.
+#[test]
+fn child() {
+    let Some((role, argument)) = child_role() else { return };
+    machine("gaudi2");
+    let parent = parent();
+    match role.as_str() {
+        "open" => {
+            tell(&parent, open(argument).into());
+            stay(&parent);
+        }
+        "open and exit" => {
+            tell(&parent, open(argument).into());
+            std::process::exit(0);
+        }
+        "pass" => {
+            let fd = open(argument);
+            let (_, va) = alloc(fd, 1);
+            tell(&parent, va as i64);
+            pass(&parent, fd);
+            hlthunk_close(fd);
+            stay(&parent);
+        }
+        other => panic!("no such role: {other}"),
+    }
+}
+
+fn open_stats(index: u32) -> sys::OpenStatsInfo {
+    let control = hlthunk_open_control(index as i32, core::ptr::null());
+    let mut stats = sys::OpenStatsInfo::default();
+    assert_eq!(hlthunk_get_open_stats(control, &mut stats), 0);
+    hlthunk_close(control);
+    stats
+}
+
+#[test]
+fn a_card_has_one_owner_and_any_number_of_control_nodes() {
+    machine("gaudi2");
+    let index = fresh_index();
+    let fd = open(index);
+    assert_eq!(open(index), -libc::EBUSY);
+    assert_eq!(errno(), libc::EBUSY);
+    let mut other = Child::start("open", index);
+    assert_eq!(other.hear(), i64::from(-libc::EBUSY));
+    other.finish();
+    assert_eq!(open_stats(index).is_compute_ctx_active, 1);
+    hlthunk_close(fd);
+    assert_eq!(open_stats(index).is_compute_ctx_active, 0);
+    let mut other = Child::start("open", index);
+    assert!(other.hear() >= 0);
+    assert_eq!(open(index), -libc::EBUSY);
+    assert_eq!(open_stats(index).open_counter, 2);
+    other.finish();
+    hlthunk_close(open(index));
+}
+
+#[test]
+fn kill_and_exit_release_the_card() {
+    machine("gaudi2");
+    let index = fresh_index();
+    for role in ["open", "open and exit"] {
+        let mut other = Child::start(role, index);
+        assert!(other.hear() >= 0);
+        if role == "open" {
+            assert_eq!(open(index), -libc::EBUSY);
+            other.kill();
+        } else {
+            other.finish();
+        }
+        let fd = open(index);
+        assert!(fd >= 0, "after {role}: {fd}");
+        hlthunk_close(fd);
+    }
+}
+
+#[test]
+fn copies_of_the_descriptor_share_the_context_and_keep_it() {
+    machine("gaudi2");
+    let index = fresh_index();
+    let fd = open(index);
+    let (_, va) = alloc(fd, 1);
+    // SAFETY: plain system calls on descriptors of this test.
+    let copy = unsafe { libc::dup(fd) };
+    hlthunk_close(fd);
+    assert_eq!(open(index), -libc::EBUSY);
+    assert_eq!(hlthunk_memory_unmap(copy, va), 0);
+    // A plain close, behind the library's back.
+    // SAFETY: as above.
+    unsafe { libc::close(copy) };
+    let again = open(index);
+    assert!(again >= 0);
+    // The new context knows nothing of the old one's memory.
+    assert_eq!(hlthunk_memory_unmap(again, va), -libc::EINVAL);
+    assert_eq!(hlthunk_device_memory_free(again, 1), -libc::EINVAL);
+    hlthunk_close(again);
+}
+
+#[test]
+fn a_reused_descriptor_number_is_not_mistaken_for_the_card() {
+    machine("gaudi2");
+    let fd = open(fresh_index());
+    // SAFETY: replaces the card's descriptor by one of another file.
+    unsafe {
+        let null = libc::open(c"/proc/self/maps".as_ptr(), libc::O_RDONLY);
+        libc::dup2(null, fd);
+        libc::close(null);
+    }
+    assert_eq!(hlthunk_device_memory_alloc(fd, 1, 0, false, false), 0);
+    assert_eq!(errno(), libc::ENOTTY);
+    // SAFETY: as above.
+    unsafe { libc::close(fd) };
+}
+
+#[test]
+fn a_mapped_command_buffer_keeps_the_card() {
+    machine("gaudi2");
+    let index = fresh_index();
+    let fd = open(index);
+    let mut handle = 0;
+    assert_eq!(hlthunk_request_command_buffer(fd, 4096, &mut handle), 0);
+    // SAFETY: maps the buffer by its handle.
+    let mapped = unsafe {
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        libc::mmap(core::ptr::null_mut(), 4096, protection, libc::MAP_SHARED, fd, handle as i64)
+    };
+    assert_ne!(mapped, libc::MAP_FAILED);
+    hlthunk_close(fd);
+    assert_eq!(open(index), -libc::EBUSY);
+    // SAFETY: the mapping of above.
+    unsafe { libc::munmap(mapped, 4096) };
+    let fd = open(index);
+    assert!(fd >= 0);
+    hlthunk_close(fd);
+}
+
+#[test]
+fn a_passed_descriptor_keeps_the_card_but_its_context_stays_at_home() {
+    machine("gaudi2");
+    let index = fresh_index();
+    let mut other = Child::start("pass", index);
+    let va = other.hear() as u64;
+    let fd = other.receive();
+    let raw = std::os::fd::AsRawFd::as_raw_fd(&fd);
+    assert_eq!(hlthunk_get_device_name_from_fd(raw), sys::DEVICE_GAUDI2);
+    // A documented difference: contexts do not move between processes.
+    assert_eq!(hlthunk_memory_unmap(raw, va), -libc::EOPNOTSUPP);
+    other.finish();
+    assert_eq!(open(index), -libc::EBUSY);
+    drop(fd);
+    let fd = open(index);
+    assert!(fd >= 0);
+    hlthunk_close(fd);
+}

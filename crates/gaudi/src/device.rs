@@ -285,7 +285,7 @@ impl Device {
             // On record while it runs, so that freeing the memory waits for it.
             // SAFETY: only device memory is written, of an allocation that is live.
             let flight = unsafe {
-                self.engine.make_room().launch(Direction::DeviceToDevice, &[dma], Vec::new())
+                self.engine.make_room().launch(Direction::DeviceToDevice, vec![dma], Vec::new())
             };
             let filled = flight.and_then(|flight| self.engine.wait(&flight));
             filled.map_err(|error| error.on(self))?;

@@ -2,7 +2,7 @@
 //! until they are done.
 
 use std::any::Any;
-use std::collections::BTreeMap;
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,8 +10,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use hl_thunk::Direction;
 use hl_thunk::packet::LinDma;
 
-use crate::Error;
 use crate::backend::{Backend, CopyLimits, Ticket};
+use crate::{DeviceAddr, Error};
 
 /// How long one look at a submission may sleep in the driver when we have nothing else to do.
 const PATIENCE_US: u32 = 1_000_000;
@@ -22,8 +22,7 @@ pub(crate) type Hold = Arc<dyn Any + Send + Sync>;
 /// One submission.
 pub(crate) struct Flight {
     ticket: Ticket,
-    /// Addresses the device reads and writes.
-    touches: Vec<Range<u64>>,
+    moves: Vec<LinDma>,
     state: Mutex<State>,
 }
 
@@ -43,8 +42,15 @@ impl Flight {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn overlaps(&self, range: &Range<u64>) -> bool {
-        self.touches.iter().any(|touch| touch.start < range.end && range.start < touch.end)
+    /// Whether the device reads or writes an address of `range`.
+    fn touches(&self, range: &Range<u64>) -> bool {
+        let overlaps = |start: DeviceAddr, len: u32| {
+            start.0 < range.end && range.start < start.0.saturating_add(u64::from(len))
+        };
+        self.moves.iter().any(|dma| match *dma {
+            LinDma::Copy { src, dst, len } => overlaps(src, len) || overlaps(dst, len),
+            LinDma::Fill { dst, len, .. } => overlaps(dst, len),
+        })
     }
 }
 
@@ -165,14 +171,14 @@ impl Engine {
 
     /// Looks at everything in flight once; how much there still is.
     pub(crate) fn reap(&self) -> usize {
-        let flights: Vec<_> = self.in_flight().running.values().cloned().collect();
+        let flights = self.in_flight().all();
         let running = flights.iter().filter(|flight| self.settle(flight, 0).is_none());
         running.count()
     }
 
     /// Waits until the oldest submission is done.
     pub(crate) fn wait_for_oldest(&self) {
-        let oldest = self.in_flight().running.first_key_value().map(|(_, flight)| flight.clone());
+        let oldest = self.in_flight().running.front().map(|(_, flight)| Arc::clone(flight));
         match oldest {
             // Whoever started it learns how it ended.
             Some(flight) => drop(self.settle(&flight, PATIENCE_US)),
@@ -183,11 +189,8 @@ impl Engine {
 
     /// Waits until nothing in flight touches `range`.
     pub(crate) fn quiesce(&self, range: &Range<u64>) {
-        let flights: Vec<_> = {
-            let in_flight = self.in_flight();
-            let touching = in_flight.running.values().filter(|flight| flight.overlaps(range));
-            touching.cloned().collect()
-        };
+        let mut flights = self.in_flight().all();
+        flights.retain(|flight| flight.touches(range));
         for flight in flights {
             let _ = self.wait(&flight);
         }
@@ -195,7 +198,7 @@ impl Engine {
 
     /// Waits until nothing is in flight; the first failure among them.
     pub(crate) fn drain(&self) -> Result<(), Error> {
-        let flights: Vec<_> = self.in_flight().running.values().cloned().collect();
+        let flights = self.in_flight().all();
         flights.iter().map(|flight| self.wait(flight)).fold(Ok(()), Result::and)
     }
 }
@@ -215,25 +218,14 @@ impl Reservation<'_> {
     pub(crate) unsafe fn launch(
         self,
         direction: Direction,
-        moves: &[LinDma],
+        moves: Vec<LinDma>,
         holds: Vec<Hold>,
     ) -> Result<Arc<Flight>, Error> {
         // SAFETY: the caller's promise.
-        let submitted = unsafe { self.engine.backend.submit(direction, moves) };
+        let submitted = unsafe { self.engine.backend.submit(direction, &moves) };
         let ticket = submitted.map_err(|error| self.engine.note(error))?;
-        let mut touches = Vec::with_capacity(2 * moves.len());
-        for dma in moves {
-            let mut touch = |start: u64, len: u32| touches.push(start..start + u64::from(len));
-            match *dma {
-                LinDma::Copy { src, dst, len } => {
-                    touch(src.0, len);
-                    touch(dst.0, len);
-                }
-                LinDma::Fill { dst, len, .. } => touch(dst.0, len),
-            }
-        }
         let state = Mutex::new(State { outcome: None, holds });
-        let flight = Arc::new(Flight { ticket, touches, state });
+        let flight = Arc::new(Flight { ticket, moves, state });
         self.engine.in_flight().start(ticket.sequence, Arc::clone(&flight));
         // The reservation ends here, after the submission is on record.
         drop(self);
@@ -252,7 +244,8 @@ impl Drop for Reservation<'_> {
 /// from the oldest unfinished number, not how many are unfinished.
 #[derive(Debug)]
 struct InFlight<F> {
-    running: BTreeMap<u64, F>,
+    /// By sequence number. New ones come at the end, or nearly.
+    running: VecDeque<(u64, F)>,
     /// Smallest sequence number that each submission being made just now can get.
     pending: Vec<u64>,
     last: u64,
@@ -260,7 +253,13 @@ struct InFlight<F> {
 
 impl<F> Default for InFlight<F> {
     fn default() -> Self {
-        Self { running: BTreeMap::new(), pending: Vec::new(), last: 0 }
+        Self { running: VecDeque::new(), pending: Vec::new(), last: 0 }
+    }
+}
+
+impl<F: Clone> InFlight<F> {
+    fn all(&self) -> Vec<F> {
+        self.running.iter().map(|(_, flight)| flight.clone()).collect()
     }
 }
 
@@ -269,7 +268,8 @@ impl<F> InFlight<F> {
         // Numbers start at 1; before the first submission `last` is 0.
         let floor = self.last + 1;
         let newest = floor + self.pending.len() as u64;
-        let oldest = self.running.keys().next().into_iter().chain(&self.pending).min();
+        let running = self.running.front().map(|(sequence, _)| sequence);
+        let oldest = running.into_iter().chain(&self.pending).min();
         if newest - oldest.copied().unwrap_or(newest) >= budget {
             return None;
         }
@@ -285,11 +285,14 @@ impl<F> InFlight<F> {
 
     fn start(&mut self, sequence: u64, flight: F) {
         self.last = self.last.max(sequence);
-        self.running.insert(sequence, flight);
+        let at = self.running.partition_point(|(other, _)| *other < sequence);
+        self.running.insert(at, (sequence, flight));
     }
 
     fn finish(&mut self, sequence: u64) {
-        self.running.remove(&sequence);
+        if let Ok(at) = self.running.binary_search_by_key(&sequence, |(other, _)| *other) {
+            self.running.remove(at);
+        }
     }
 
     /// A number was used by a submission that is not on record.

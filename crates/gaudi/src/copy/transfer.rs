@@ -193,7 +193,7 @@ impl Transfer {
         }
         // SAFETY: pins and slots are in `holds`; device memory was found live by the plan, and for
         // host memory the caller of the copy answers.
-        let flight = unsafe { reservation.launch(direction, &moves, holds) }
+        let flight = unsafe { reservation.launch(direction, moves, holds) }
             .map_err(|error| error.on(&on))?;
         Ok(Some(Active { flight, on, then }))
     }

@@ -16,6 +16,7 @@ use crate::address_space::AddressSpace;
 use crate::asic::Profile;
 use crate::card_memory::{self, CardMemory};
 use crate::command_buffers::CommandBuffers;
+use crate::dma_core::DmaCore;
 use crate::events::Events;
 use crate::interrupts::Interrupts;
 use crate::node::{Node, Role, node};
@@ -48,6 +49,10 @@ pub(crate) struct Context {
     pub(crate) ready: Mutex<VecDeque<u32>>,
     pub(crate) registers: Mutex<Registers>,
     pub(crate) interrupts: Interrupts,
+    /// Strided DMA of Gaudi1, by engine.
+    pub(crate) dma_cores: Mutex<[DmaCore; 8]>,
+    /// Queues that ask their engine's arbiter for a turn, with their priorities.
+    pub(crate) arbitrating: Mutex<Vec<(u32, u32)>>,
     signals: Mutex<Signals>,
     pub(crate) events: Events,
     /// Debug mode was entered.
@@ -120,6 +125,8 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
         ready: Mutex::default(),
         registers: Mutex::new(Registers::new(profile)),
         interrupts: Interrupts::default(),
+        dma_cores: Mutex::default(),
+        arbitrating: Mutex::default(),
         signals: Mutex::new(Signals::new(profile)),
         events: Events::default(),
         debugging: AtomicBool::new(false),

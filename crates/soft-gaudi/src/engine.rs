@@ -198,6 +198,12 @@ impl Context {
                 }
                 Ok(Pause::Blocked) => target.pause(turn, true),
                 Ok(Pause::Stopped) => target.pause(turn, false),
+                Ok(Pause::Arbitrate(priority)) => {
+                    target.pause(turn, false);
+                    let mut waiting = self.arbitrating.lock().unwrap_or_else(|p| p.into_inner());
+                    waiting.push((priority, queue));
+                    None
+                }
                 Ok(Pause::Spent) => {
                     target.pause(turn, false);
                     workers::run_later(self.clone(), queue);
@@ -220,15 +226,22 @@ impl Context {
         }
     }
 
-    /// Runs the queues that fences have let go.
+    /// Runs the queues that fences have let go, then those that the arbiter prefers.
     pub(crate) fn run_ready(self: &Arc<Self>, budget: &mut u64) {
         loop {
-            let next = self.ready.lock().unwrap_or_else(|p| p.into_inner()).pop_front();
-            match next {
+            let ready = self.ready.lock().unwrap_or_else(|p| p.into_inner()).pop_front();
+            match ready.or_else(|| self.arbitrate()) {
                 Some(queue) => self.run(queue, budget),
                 None => return,
             }
         }
+    }
+
+    /// The queue with the highest priority among those that ask for a turn.
+    fn arbitrate(&self) -> Option<u32> {
+        let mut waiting = self.arbitrating.lock().unwrap_or_else(|p| p.into_inner());
+        let best = (0..waiting.len()).max_by_key(|n| (waiting[*n].0, core::cmp::Reverse(*n)))?;
+        Some(waiting.remove(best).1)
     }
 
     /// Works for a submission in place of a worker.
@@ -615,8 +628,30 @@ impl Bus for QueueBus<'_> {
         Ok(())
     }
 
-    fn write_own(&self, _offset: u16, _value: u32) -> Result<(), Fault> {
-        Ok(())
+    fn write_own(&self, offset: u16, value: u32) -> Result<(), Fault> {
+        // Gaudi1's DMA engines: two of external queues, six of internal ones.
+        let engine = match (self.context.profile.generation, self.queue) {
+            (Generation::Gaudi1, queue @ 0..=7) => queue / 4,
+            (Generation::Gaudi1, queue @ 9..=32) => (queue - 1) / 4,
+            _ => return Ok(()),
+        };
+        let transfer = {
+            let mut cores = self.context.dma_cores.lock().unwrap_or_else(|p| p.into_inner());
+            cores[engine as usize].write(offset, value).map_err(|()| Fault::Opcode)?
+        };
+        let Some(transfer) = transfer else { return Ok(()) };
+        let size = transfer.row_len;
+        for (src, dst) in transfer.rows {
+            if self.stopped() {
+                return Ok(());
+            }
+            let row = LinDma { size, src, dst, memset: false, swap: 0, completion: false };
+            self.dma(&row, 0, size.into())?;
+        }
+        match transfer.completion {
+            Some((addr, value)) => self.write(addr, value),
+            None => Ok(()),
+        }
     }
 
     fn message_base(&self, base: u8) -> u64 {

@@ -22,6 +22,7 @@ mod address_space;
 mod card_memory;
 mod command_buffers;
 mod context;
+mod dma_core;
 mod engine;
 mod events;
 mod guarded;

@@ -180,8 +180,10 @@ fn submit_chunks(
     let (first, last) = (flags & FLAG_STAGED_FIRST != 0, flags & FLAG_STAGED_LAST != 0);
     // A first part that is not the last keeps the submission open with a job of its own.
     let open = u32::from(staged && first && !last);
-    let submission =
-        context.enter(|seq| Submission::new(seq, queues.clone(), jobs + open, timeout))?;
+    let submission = context.enter(|seq| {
+        Submission::new(seq, queues.clone(), jobs + open, timeout)
+            .remembered(flags & FLAG_TIMESTAMP != 0)
+    })?;
     let whole = if staged && !first {
         let Stage::Sequence(sequence) = stage else { return Err(Errno::INVAL) };
         match context.window.find(sequence) {
@@ -233,6 +235,7 @@ fn submit_chunks(
 }
 
 const FLAG_FORCE_RESTORE: u32 = 0x1;
+const FLAG_TIMESTAMP: u32 = 0x20;
 const FLAG_STAGED: u32 = 0x40;
 const FLAG_STAGED_FIRST: u32 = 0x80;
 const FLAG_STAGED_LAST: u32 = 0x100;

@@ -55,6 +55,8 @@ pub(crate) struct Context {
     pub(crate) arbitrating: Mutex<Vec<(u32, u32)>>,
     signals: Mutex<Signals>,
     pub(crate) events: Events,
+    /// A worker minds its timeouts.
+    pub(crate) watched: AtomicBool,
     /// Debug mode was entered.
     debugging: AtomicBool,
     /// Threads that wait for any of several submissions, and how they are woken.
@@ -94,6 +96,7 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
         return Err(Errno::BUSY);
     }
     guarded::install();
+    discard_at_exit();
     let mut slot = slot(device)?.write().unwrap_or_else(|poisoned| poisoned.into_inner());
     // Left over from a descriptor that was closed without telling us.
     if let Some(stale) = slot.take() {
@@ -129,6 +132,7 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
         arbitrating: Mutex::default(),
         signals: Mutex::new(Signals::new(profile)),
         events: Events::default(),
+        watched: AtomicBool::new(false),
         debugging: AtomicBool::new(false),
         any_waiters: AtomicU64::new(0),
         any_ended: (Mutex::new(()), Condvar::new()),
@@ -139,6 +143,31 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
         last_end: AtomicU64::new(0),
     }));
     Ok(fd)
+}
+
+/// Arranges for the memory of cards that are still open to be given back when the process ends.
+fn discard_at_exit() {
+    static ARRANGED: std::sync::Once = std::sync::Once::new();
+    // SAFETY: the handler takes no arguments; the library is never unloaded.
+    ARRANGED.call_once(|| unsafe {
+        libc::atexit(discard_open_cards);
+    });
+}
+
+extern "C" fn discard_open_cards() {
+    let _ = std::panic::catch_unwind(|| {
+        for slot in &CONTEXTS {
+            // Other threads may be anywhere; never wait for them here.
+            let Ok(slot) = slot.try_read() else { continue };
+            let Some(context) = &*slot else { continue };
+            let ours = context.forks == workers::fork_generation()
+                && context.id == context.state.context.load(Ordering::Acquire);
+            if ours && !dmabuf::any_alive(context.node, context.device) {
+                context.take_down(None);
+                context.memory.discard_all();
+            }
+        }
+    });
 }
 
 /// Closes a descriptor and, if it was the last of its card, ends the context.

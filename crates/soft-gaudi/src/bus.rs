@@ -7,6 +7,7 @@ use std::sync::{Arc, MutexGuard};
 use crate::asic::Generation;
 use crate::context::Context;
 use crate::engine::INLINE_BYTES;
+use crate::faults::Action;
 use crate::guarded;
 use crate::packet::LinDma;
 use crate::processor::{Bus, Fault};
@@ -102,6 +103,15 @@ impl Bus for QueueBus<'_> {
     }
 
     fn dma(&self, dma: &LinDma, done: u64, len: u64) -> Result<(), Fault> {
+        if done == 0 {
+            match self.context.node.fault("transfer") {
+                Some(Action::Fail(_)) => return Err(Fault::Page { addr: dma.src }),
+                Some(Action::Slow(time)) => std::thread::sleep(time),
+                Some(Action::Reset) => self.context.reset(None),
+                Some(Action::Remove) => crate::context::remove_all(),
+                Some(Action::Hang | Action::Late(_)) | None => {}
+            }
+        }
         if len >= INLINE_BYTES {
             self.share_ready();
         }

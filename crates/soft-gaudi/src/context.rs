@@ -24,7 +24,7 @@ use crate::queue::Queue;
 use crate::registers::Registers;
 use crate::signals::Signals;
 use crate::state::{self, DeviceState};
-use crate::submission::Window;
+use crate::submission::{Submission, Window};
 use crate::{dmabuf, guarded, ownership, workers};
 
 /// One open card.
@@ -69,6 +69,8 @@ pub(crate) struct Context {
     /// Keeps the card while work goes on, even if the program closes its descriptor.
     pub(crate) hold: Mutex<Option<OwnedFd>>,
     pub(crate) epoch: Instant,
+    /// Submissions whose end is to be told only after some others', and after how many.
+    pub(crate) late: Mutex<Vec<(Arc<Submission>, u64)>>,
     /// Nanoseconds since `epoch` when a submission last ended.
     pub(crate) last_end: AtomicU64,
 }
@@ -84,6 +86,9 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
     let node = node()?;
     let fd = node.open(device, Role::Compute)?;
     let state = state::of(node, device)?;
+    if state.removed.load(Ordering::Acquire) != 0 {
+        return Err(Errno::NODEV);
+    }
     match ownership::take(fd.as_fd()) {
         Ok(()) => {}
         Err(Errno::AGAIN | Errno::ACCESS) => {
@@ -140,9 +145,30 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
         in_flight: AtomicU64::new(0),
         hold: Mutex::new(None),
         epoch: Instant::now(),
+        late: Mutex::default(),
         last_end: AtomicU64::new(0),
     }));
     Ok(fd)
+}
+
+/// Every context of this process.
+fn all() -> impl Iterator<Item = Arc<Context>> {
+    CONTEXTS
+        .iter()
+        .filter_map(|slot| slot.read().unwrap_or_else(|poisoned| poisoned.into_inner()).clone())
+}
+
+/// Resets every card this process has open, as a fault that was ordered.
+pub(crate) fn reset_all() {
+    all().for_each(|context| context.reset(None));
+}
+
+/// Takes every card this process has open out of the machine.
+pub(crate) fn remove_all() {
+    for context in all() {
+        context.state.removed.store(1, Ordering::Release);
+        context.take_down(None);
+    }
 }
 
 /// Arranges for the memory of cards that are still open to be given back when the process ends.
@@ -221,6 +247,9 @@ pub(crate) fn of(fd: BorrowedFd<'_>) -> Result<Arc<Context>, Errno> {
             if context.forks == workers::fork_generation()
                 && context.id == context.state.context.load(Ordering::Acquire) =>
         {
+            if context.state.removed.load(Ordering::Acquire) != 0 {
+                return Err(Errno::NODEV);
+            }
             Ok(context.clone())
         }
         _ => Err(Errno::OPNOTSUPP),

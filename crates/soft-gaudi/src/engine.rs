@@ -16,6 +16,7 @@ use crate::asic::Generation;
 use crate::bus::QueueBus;
 use crate::context::Context;
 use crate::events::bit;
+use crate::faults::Action;
 use crate::interrupts::Registration;
 use crate::processor::{Fault, Pause, Program};
 use crate::queue::Job;
@@ -71,6 +72,24 @@ impl Context {
         programs: Vec<(u32, Program)>,
         sob: Option<Arc<Sob>>,
     ) {
+        let mut programs = programs;
+        match self.node.fault("submission") {
+            None => {}
+            Some(Action::Hang) => {
+                // STOP halts a queue until the card is reset.
+                let stop: Arc<[u8]> = [0, 0, 0, 0, 0, 0, 0, 0x0b].into();
+                programs.iter_mut().for_each(|(_, p)| *p = Program::Copied(stop.clone()));
+            }
+            Some(Action::Late(others)) => {
+                // One job more than there are: it is done when the others have ended.
+                submission.add_jobs(1);
+                let mut late = self.late.lock().unwrap_or_else(|p| p.into_inner());
+                late.push((submission.clone(), others));
+            }
+            Some(Action::Slow(time)) => std::thread::sleep(time),
+            Some(Action::Fail(_) | Action::Reset) => self.reset(None),
+            Some(Action::Remove) => crate::context::remove_all(),
+        }
         let mut idle = Vec::new();
         {
             let _entering = self.entering.lock().unwrap_or_else(|p| p.into_inner());
@@ -168,10 +187,30 @@ impl Context {
             }
         }
         submission.publish(outcome, realtime_ns());
+        self.count_for_late();
         if self.any_waiters.load(Ordering::SeqCst) > 0 {
             drop(self.any_ended.0.lock().unwrap_or_else(|p| p.into_inner()));
             self.any_ended.1.notify_all();
         }
+    }
+
+    /// One submission has ended: those that were ordered to be late come nearer.
+    fn count_for_late(&self) {
+        if !self.node.config.faults {
+            return;
+        }
+        let mut due = Vec::new();
+        {
+            let mut late = self.late.lock().unwrap_or_else(|p| p.into_inner());
+            late.iter_mut().for_each(|(_, others)| *others = others.saturating_sub(1));
+            late.retain(|(submission, others)| {
+                if *others == 0 {
+                    due.push(submission.clone());
+                }
+                *others != 0
+            });
+        }
+        due.iter().for_each(|submission| self.job_done(submission));
     }
 
     /// Runs a queue until it has nothing to do, or the budget is spent and the workers take over.

@@ -26,6 +26,7 @@ mod context;
 mod dma_core;
 mod engine;
 mod events;
+mod faults;
 mod guarded;
 mod interrupts;
 mod node;

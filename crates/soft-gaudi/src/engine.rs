@@ -35,12 +35,6 @@ const RING: usize = 4096;
 /// What a waiter may do per microsecond of its timeout; about the speed of a copy.
 const BYTES_PER_US: u64 = 4096;
 
-/// A counter in a command buffer, which the card advances.
-pub(crate) fn counter(at: usize) -> u64 {
-    // SAFETY: callers pass aligned places inside the mapping of command buffers.
-    unsafe { (*(at as *const AtomicU64)).load(Ordering::Acquire) }
-}
-
 /// Writes a time where a program has asked for it.
 fn note(at: usize, now_ns: u64) {
     // SAFETY: callers pass aligned places inside the mapping of command buffers.
@@ -407,7 +401,7 @@ impl Context {
         for submission in self.window.pending() {
             self.end(&submission, Outcome::Aborted);
         }
-        self.interrupts.wake();
+        self.interrupts.close();
     }
 
     /// Writes a register on behalf of the driver.
@@ -427,24 +421,17 @@ impl Context {
     /// The card raises an interrupt of the user.
     pub(crate) fn interrupt(&self, id: u32) {
         let now = realtime_ns();
-        for due in self.interrupts.raise(id, |r| counter(r.counter) >= r.target) {
+        for due in self.interrupts.raise(id) {
             note(due.note, now);
         }
     }
 
     /// Notes the time when a counter reaches its target, at once if it has.
-    pub(crate) fn register(&self, registration: Registration) {
-        if counter(registration.counter) >= registration.target {
+    pub(crate) fn register(&self, interrupt: u32, registration: Registration) {
+        if registration.goal.reached() == Ok(true) {
             note(registration.note, realtime_ns());
         } else {
-            self.interrupts.register(registration);
-        }
-    }
-
-    /// Runs whatever can run, for a waiter that does not know what it depends on.
-    pub(crate) fn run_everything(self: &Arc<Self>) {
-        for submission in self.window.pending() {
-            self.help(&submission, u64::MAX);
+            self.interrupts.register(interrupt, registration);
         }
     }
 

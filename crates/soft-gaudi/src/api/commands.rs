@@ -142,11 +142,15 @@ fn program(context: &Context, chunk: &CsChunk) -> Result<(u32, Program, QueueKin
 }
 
 /// Checks all chunks: which queue runs what.
-fn check(context: &Context, chunks: &[CsChunk]) -> Result<Vec<(u32, Program)>, Errno> {
+fn check(
+    context: &Context,
+    chunks: &[CsChunk],
+    staged: bool,
+) -> Result<Vec<(u32, Program)>, Errno> {
     let programs: Vec<_> =
         chunks.iter().map(|chunk| program(context, chunk)).collect::<Result<_, _>>()?;
-    // Internal queues do not report completion; someone has to.
-    if programs.iter().all(|(_, _, kind)| *kind == QueueKind::Internal) {
+    // Internal queues do not report completion; someone has to, in another stage if need be.
+    if !staged && programs.iter().all(|(_, _, kind)| *kind == QueueKind::Internal) {
         return Err(Errno::INVAL);
     }
     Ok(programs.into_iter().map(|(queue, program, _)| (queue, program)).collect())
@@ -196,7 +200,7 @@ fn submit_chunks(
     } else {
         None
     };
-    let checked = check(context, chunks).and_then(|programs| {
+    let checked = check(context, chunks, staged).and_then(|programs| {
         if let Stage::Reserved(id) = stage
             && !context.signals().is_reserved(id)
         {

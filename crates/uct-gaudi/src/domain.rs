@@ -143,11 +143,19 @@ pub(crate) struct GaudiDomain<F> {
 /// What stands behind a memory handle.
 pub(crate) enum Memory {
     /// Allocated here; dropping it frees it.
-    Device(#[expect(dead_code, reason = "held for its destructor")] Allocation),
+    Device(Allocation),
     /// Registered device memory: kept alive by whoever allocated it.
     Foreign,
     /// Registered host memory: recorded, and pinned when a copy first uses it.
     Host(Arc<HostRegion>),
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        if let Memory::Device(allocation) = self {
+            seeding::freeing(allocation);
+        }
+    }
 }
 
 impl Memory {

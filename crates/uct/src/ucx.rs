@@ -10,7 +10,10 @@ use std::ffi::CString;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicI32, Ordering};
 
-use crate::abi::{Class, MemoryInfo, MemoryType, RawComponent, RawMd, RawTl, Status, SysDevice};
+use crate::abi::{
+    Class, MemTypeEvent, MemoryInfo, MemoryType, RawComponent, RawMd, RawTl, Status, SysDevice,
+    UCM_EVENT_MEM_TYPE_FREE,
+};
 use crate::component::name_array;
 use crate::loaded::{self, FindError, Libraries};
 use crate::probe;
@@ -83,6 +86,9 @@ symbols! {
         ucs_memtype_cache_update:
             unsafe extern "C" fn(*const c_void, usize, MemoryType, SysDevice, u8),
         ucs_memtype_cache_remove: unsafe extern "C" fn(*const c_void, usize),
+        ucm_event_enter: unsafe extern "C" fn(),
+        ucm_event_leave: unsafe extern "C" fn(),
+        ucm_event_dispatch: unsafe extern "C" fn(u32, *mut MemTypeEvent),
         ucs_topo_find_device_by_bdf_name:
             unsafe extern "C" fn(*const c_char, *mut SysDevice) -> Status,
         ucs_topo_sys_device_set_name:
@@ -406,6 +412,26 @@ impl Ucx {
                 core::ptr::without_provenance(start as usize),
                 len,
             );
+        }
+    }
+
+    /// Tells everyone in UCX that device memory is about to be freed, so that registrations of it
+    /// (a network device's, say) are dropped. Also takes it out of the memory-type cache.
+    pub fn memory_freed(&self, start: u64, len: usize, memory_type: MemoryType) {
+        let mut event = MemTypeEvent {
+            address: core::ptr::without_provenance_mut(start as usize),
+            size: len,
+            mem_type: memory_type,
+            sys_dev: SysDevice::UNKNOWN,
+            mem_flags: 0,
+            spare: [0; 3],
+        };
+        // SAFETY: the event is as long as UCX's union; handlers may run between enter and leave
+        // only, and take addresses as numbers.
+        unsafe {
+            (self.symbols.ucm_event_enter)();
+            (self.symbols.ucm_event_dispatch)(UCM_EVENT_MEM_TYPE_FREE, &mut event);
+            (self.symbols.ucm_event_leave)();
         }
     }
 

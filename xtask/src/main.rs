@@ -1,2 +1,157 @@
-//! Placeholder.
-fn main() {}
+//! `cargo xtask`: everything one does with this repository besides editing it.
+//!
+//! Each subcommand is a module of its own; this file only knows their names and arguments. What
+//! people read goes to standard error, what programs read (`env`, tables, JSON) to standard output.
+
+mod bench;
+mod category;
+mod check;
+mod demo;
+mod dist;
+mod install;
+mod progress;
+mod repo;
+mod setup;
+mod shell;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand, ValueEnum};
+
+use crate::repo::Repo;
+
+/// Set-up, builds, tests, benches and the demo of ucx-gaudi
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Bring stock UCX (PyPI libucx-cu12, nixl-cu12) into target/stock
+    ///
+    /// Uses your ordinary pip configuration; the packages are pinned by hash. When they are
+    /// already there, it does nothing and needs no network.
+    Setup,
+    /// Build the plugin, the software Gaudi and the tools into target/dist
+    Build {
+        /// Optimised build (the default)
+        #[arg(long, conflicts_with = "debug")]
+        release: bool,
+        /// Unoptimised build with debug assertions
+        #[arg(long)]
+        debug: bool,
+    },
+    /// Print shell exports: eval "$(cargo xtask env --soft)"; ucx_info -d
+    ///
+    /// Only exports are printed on standard output. Without --soft the machine's own libhl-thunk.so
+    /// is used, if there is one.
+    Env {
+        /// Put the software Gaudi's libhl-thunk.so first on the loader path
+        #[arg(long)]
+        soft: bool,
+        /// Which stock UCX to put on the loader path
+        #[arg(long, value_enum, default_value_t = UcxChoice::V1_22)]
+        ucx: UcxChoice,
+    },
+    /// Show it all: build, list the Gaudi, move verified data, a table of results
+    ///
+    /// Uses the machine's Gaudi if it has a card and libhl-thunk.so, else the software Gaudi.
+    Demo,
+    /// Run all tests, lints and documentation checks, or the tests of one category
+    Test {
+        /// Only the tests of this category (no lints)
+        #[arg(value_enum)]
+        category: Option<category::Category>,
+    },
+    /// Measure, with a floor taken in the same run
+    Bench {
+        /// What to measure
+        #[arg(value_enum)]
+        name: bench::Name,
+        /// Also write the results there, as a JSON list
+        #[arg(long, value_name = "FILE")]
+        json: Option<PathBuf>,
+    },
+    /// Copy target/dist to a prefix
+    Install {
+        /// Where to: plugins go to PREFIX/lib/ucx-gaudi/plugins, programs to PREFIX/bin
+        #[arg(long)]
+        prefix: PathBuf,
+    },
+}
+
+/// `--ucx`: the stock UCX by the name people use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[allow(non_camel_case_types, reason = "a version number reads best with its separator")]
+enum UcxChoice {
+    /// libucx-cu12 1.22.0, with ucx_info and ucx_perftest
+    #[value(name = "1.22")]
+    V1_22,
+    /// The UCX 1.23 inside nixl-cu12 (libraries only)
+    #[value(name = "nixl")]
+    Nixl,
+}
+
+impl From<UcxChoice> for e2e::Ucx {
+    fn from(choice: UcxChoice) -> Self {
+        match choice {
+            UcxChoice::V1_22 => e2e::Ucx::V1_22,
+            UcxChoice::Nixl => e2e::Ucx::Nixl,
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    match run(Cli::parse().command) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(command: Command) -> Result<()> {
+    let repo = Repo::find()?;
+    match command {
+        Command::Setup => setup::run(&repo),
+        Command::Build { release: _, debug } => {
+            dist::build(&repo, if debug { dist::Profile::Debug } else { dist::Profile::Release })
+        }
+        Command::Env { soft, ucx } => shell::print_exports(&repo, soft, ucx.into()),
+        Command::Demo => demo::run(&repo),
+        Command::Test { category } => check::run(&repo, category),
+        Command::Bench { name, json } => bench::run(&repo, name, json.as_deref()),
+        Command::Install { prefix } => install::run(&repo, &prefix),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn release_and_debug_exclude_each_other() {
+        assert!(Cli::try_parse_from(["xtask", "build", "--release", "--debug"]).is_err());
+        assert!(Cli::try_parse_from(["xtask", "build", "--debug"]).is_ok());
+    }
+
+    #[test]
+    fn ucx_is_chosen_by_its_everyday_name() {
+        for name in ["1.22", "nixl"] {
+            assert!(Cli::try_parse_from(["xtask", "env", "--soft", "--ucx", name]).is_ok());
+        }
+        assert!(Cli::try_parse_from(["xtask", "env", "--ucx", "1.20"]).is_err());
+    }
+}

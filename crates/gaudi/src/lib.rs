@@ -1,1 +1,61 @@
-//! Placeholder.
+//! The engine: Gaudi devices, their memory, detection, copies and exports. It knows nothing of UCX.
+//!
+//! Start at [`runtime()`]: it loads nothing and opens nothing until asked. [`Runtime::discover`]
+//! lists the cards through their control nodes, [`Runtime::open`] takes one for this process,
+//! [`Device::alloc`] and [`Device::copy`] use it, [`Runtime::locate`] says whether an address is
+//! Gaudi memory.
+//!
+//! ```no_run
+//! use gaudi::{DeviceChoice, Side, runtime};
+//!
+//! let device = runtime().open(&DeviceChoice::Any)?;
+//! let there = device.alloc(5, 1)?;
+//! let mut here = *b"hello";
+//! // SAFETY: `here` lives across both calls, and nobody else has it.
+//! unsafe {
+//!     device.copy_blocking(Side::Device(there.addr()), Side::Host(here.as_mut_ptr()), 5)?;
+//!     device.copy_blocking(Side::Host(here.as_mut_ptr()), Side::Device(there.addr()), 5)?;
+//! }
+//! # Ok::<(), gaudi::Error>(())
+//! ```
+//!
+//! What holds what: an [`Allocation`], an [`Import`] and a [`Transfer`] hold their device open; a
+//! [`HostRegion`] and a [`Location`] do not. When the last holder lets go, the card is closed and
+//! another process can have it.
+
+mod backend;
+mod choice;
+mod copy;
+mod device;
+mod discovery;
+mod error;
+mod host;
+mod import;
+mod memory;
+mod runtime;
+mod slots;
+mod window;
+
+pub use choice::{BusId, DeviceChoice};
+pub use copy::{Segment, Side, SubmitError, Transfer};
+pub use device::{Device, DeviceId, MemoryInfo};
+pub use discovery::DeviceInfo;
+pub use error::{Error, ErrorKind};
+pub use hl_thunk::{DeviceAddr, Direction, ExportCall, Generation};
+pub use host::HostRegion;
+pub use import::Import;
+pub use memory::{Allocation, Location};
+pub use runtime::{Runtime, runtime};
+pub use window::{Window, WindowEvent};
+
+/// What may be used from any thread, checked when compiling.
+const _: () = {
+    const fn from_any_thread<T: Send + Sync>() {}
+    from_any_thread::<Runtime>();
+    from_any_thread::<Device>();
+    from_any_thread::<Allocation>();
+    from_any_thread::<HostRegion>();
+    from_any_thread::<Import>();
+    from_any_thread::<Transfer>();
+    from_any_thread::<Error>();
+};

@@ -1,3 +1,34 @@
 //! The Gaudi driver library `libhl-thunk.so`, bound at run time.
+//!
+//! Three layers, each usable alone:
+//! * [`sys`]: the C structures and constants;
+//! * [`Library`]: the symbols, found with the dynamic loader when asked for and not before;
+//! * owning types over them ([`Device`], [`DeviceMemory`], [`DeviceMapping`], [`HostMapping`],
+//!   [`CommandBuffer`], [`DmaBuf`]), and the [packets](packet) of each generation.
+//!
+//! Every child keeps its parent alive, so the order the driver demands (dma-buf, mapping,
+//! allocation, device) cannot be got wrong. A failure inside a `drop` is recorded with the
+//! library ([`Library::take_drop_errors`]).
 
+pub mod packet;
 pub mod sys;
+
+mod addr;
+mod command;
+mod device;
+mod dmabuf;
+mod error;
+mod generation;
+mod library;
+mod memory;
+mod pages;
+
+pub use addr::DeviceAddr;
+pub use command::{Chunk, CommandBuffer, WaitStatus};
+pub use device::{ControlDevice, Device};
+pub use dmabuf::{DmaBuf, ExportCall, ImportedMapping};
+pub use error::{Error, LoadError};
+pub use generation::{Direction, Generation};
+pub use library::Library;
+pub use memory::{DeviceMapping, DeviceMemory, HostMapping};
+pub use pages::HostPages;

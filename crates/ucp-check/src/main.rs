@@ -1,2 +1,330 @@
-//! Placeholder.
-fn main() {}
+//! The command line of the verifying UCP client.
+
+use anyhow::Result;
+use clap::{Args, Parser, Subcommand};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+use ucp_check::matrix::{Op, Pair, Plan, SIZES, Sabotage, Size};
+use ucp_check::run::{self, alloc, loopback, pair, peer_errors, threads};
+use ucp_check::ucp::{Features, Memory};
+
+/// Moves messages through a stock UCX and checks every byte, and the bytes around, on both sides.
+///
+/// Host and Gaudi memory, tag, stream, active message, put and get. Gaudi memory needs the plugin
+/// (UCX_PLUGIN_PATH) and a driver library, the real or the software one (LD_LIBRARY_PATH); it is
+/// allocated, filled and read back through UCX alone. Exit status 0 means that everything that was
+/// asked for was run and verified.
+#[derive(Parser)]
+#[command(name = "ucp-check", version)]
+struct Cli {
+    /// Folder with libucp (or the root of an unpacked wheel); default: what the loader path finds
+    #[arg(long, value_name = "DIR", global = true)]
+    ucx: Vec<PathBuf>,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Two processes, every operation and memory pair in both directions
+    Pair(PairArgs),
+    /// One process whose worker talks to itself
+    Loopback(PlanArgs),
+    /// Two processes with host memory only: a loaded plugin must disturb nothing
+    HostOnly(PairArgs),
+    /// Two processes, contexts with TAG and WAKEUP only, asleep on the event descriptor while waiting
+    Wakeup(PairArgs),
+    /// Two copies of UCX (--ucx A --ucx B) in one process, each in loopback, then taking turns
+    TwoUcx(PlanArgs),
+    /// A peer is killed in the middle of its transfers: the error must show, nothing may hang
+    PeerErrors(PairArgs),
+    /// Allocate and free device memory, many times and in many sizes
+    Alloc {
+        /// How many allocations
+        #[arg(long, default_value_t = 100)]
+        count: u64,
+        /// Which memory: gaudi or host
+        #[arg(long, default_value = "gaudi")]
+        memory: Memory,
+        /// Largest message size
+        #[arg(long, default_value = "8M")]
+        max: Size,
+        /// Makes sizes and patterns
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+        /// Seconds that one step may take
+        #[arg(long, default_value_t = 60.0)]
+        timeout: f64,
+    },
+    /// One multi-threaded worker used by several threads
+    Threads {
+        /// How many threads
+        #[arg(long, default_value_t = 3)]
+        count: u8,
+        #[command(flatten)]
+        plan: PlanArgs,
+    },
+    /// Like pair --plain, at a few sizes, with times: latency and bandwidth of verified messages
+    Bench(PairArgs),
+    #[command(name = pair::ROLE, hide = true)]
+    PairSide(SideArgs),
+    #[command(name = peer_errors::ROLE, hide = true)]
+    PeerErrorsSide(SideArgs),
+}
+
+#[derive(Args)]
+struct PairArgs {
+    #[command(flatten)]
+    plan: PlanArgs,
+    /// Variable for the two processes, e.g. UCX_TLS=tcp,gaudi_cpy
+    #[arg(long, value_name = "K=V", value_parser = variable)]
+    env: Vec<(String, String)>,
+    /// Endpoints with UCP_ERR_HANDLING_MODE_PEER
+    #[arg(long)]
+    peer_errors: bool,
+}
+
+#[derive(Args)]
+struct PlanArgs {
+    /// Operations: tag, stream, am, put, get (each with its variants), or a variant by name
+    /// (tag-unexpected, tag-many, tag-truncated, am-eager, am-rndv)
+    #[arg(long, value_delimiter = ',')]
+    ops: Vec<Op>,
+    /// Only the operations named, without their variants
+    #[arg(long)]
+    plain: bool,
+    /// Memory pairs SOURCE:DESTINATION of host and gaudi; default: all four
+    #[arg(long, value_delimiter = ',', value_name = "SRC:DST")]
+    mem: Vec<Pair>,
+    /// Message sizes, e.g. 0,1,7,64K,4M+13; default: 24 sizes from 0 to 64M
+    #[arg(long, value_delimiter = ',')]
+    sizes: Vec<Size>,
+    /// Leave out sizes above this
+    #[arg(long)]
+    max: Option<Size>,
+    /// Makes patterns, offsets and cuts
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Timed repetitions per case beside the verified message; default: 0, with --json 10
+    #[arg(long)]
+    iters: Option<u32>,
+    /// Write one row per case: op, src, dst, size, ucx, latency_us, gbps, verified
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Context with the WAKEUP feature: sleep on the event descriptor while waiting
+    #[arg(long)]
+    wakeup: bool,
+    /// Tell UCX the memory type of every buffer instead of letting it find out
+    #[arg(long)]
+    hint: bool,
+    /// Seconds that one step may take before it counts as hung
+    #[arg(long, default_value_t = 60.0)]
+    timeout: f64,
+    /// Damage one byte after every transfer: proves that the check can fail
+    #[arg(long, value_name = "WHERE")]
+    sabotage: Option<Sabotage>,
+}
+
+#[derive(Args)]
+struct SideArgs {
+    #[arg(long)]
+    rank: u8,
+    #[arg(long)]
+    parent: u32,
+    #[arg(long)]
+    plan: String,
+}
+
+fn variable(text: &str) -> Result<(String, String), String> {
+    let (key, value) = text.split_once('=').ok_or_else(|| format!("'{text}' is not K=V"))?;
+    Ok((key.to_owned(), value.to_owned()))
+}
+
+/// What a subcommand runs unless the user says otherwise.
+struct Defaults<'a> {
+    ops: &'a [Op],
+    pairs: &'a [Pair],
+    sizes: &'a [usize],
+    iterations: u32,
+    features: Features,
+}
+
+const EVERYTHING: Defaults<'static> = Defaults {
+    ops: &Op::PLAIN,
+    pairs: &Pair::ALL,
+    sizes: &SIZES,
+    iterations: 0,
+    features: Features::ALL,
+};
+
+impl PlanArgs {
+    fn plan(&self, ucx: Option<&PathBuf>, defaults: &Defaults<'_>) -> Plan {
+        fn or<T: Copy>(given: &[T], default: &[T]) -> Vec<T> {
+            if given.is_empty() { default.to_vec() } else { given.to_vec() }
+        }
+        let mut ops = or(&self.ops, defaults.ops);
+        if !self.plain {
+            ops = ops.iter().flat_map(|op| op.variants()).copied().collect();
+        }
+        ops.sort();
+        ops.dedup();
+        let given: Vec<usize> = self.sizes.iter().map(|size| size.0).collect();
+        let mut sizes = or(&given, defaults.sizes);
+        sizes.retain(|&size| self.max.is_none_or(|max| size <= max.0));
+        let timed = if self.json.is_some() { 10 } else { defaults.iterations };
+        let wakeup = self.wakeup;
+        Plan {
+            ucx: ucx.cloned(),
+            ops,
+            pairs: or(&self.mem, defaults.pairs),
+            sizes,
+            seed: self.seed,
+            first_case: 0,
+            iterations: self.iters.unwrap_or(timed),
+            features: if wakeup { defaults.features.with_wakeup() } else { defaults.features },
+            peer_errors: false,
+            hint: self.hint,
+            timeout_s: self.timeout,
+            sabotage: self.sabotage,
+        }
+    }
+}
+
+impl PairArgs {
+    fn plan(&self, ucx: Option<&PathBuf>, defaults: &Defaults<'_>) -> Plan {
+        Plan { peer_errors: self.peer_errors, ..self.plan.plan(ucx, defaults) }
+    }
+
+    fn run(&self, ucx: Option<&PathBuf>, defaults: &Defaults<'_>) -> Result<()> {
+        let report = pair::run(&self.plan(ucx, defaults), &self.env)?;
+        run::conclude(&report, self.plan.json.as_deref())
+    }
+}
+
+/// `Ok(false)`: it failed and has been told already.
+fn execute(cli: Cli) -> Result<bool> {
+    let ucx = cli.ucx.first();
+    let host: Defaults<'_> = Defaults { pairs: &[Pair::HOST], ..EVERYTHING };
+    match cli.command {
+        Command::Pair(args) => args.run(ucx, &EVERYTHING),
+        Command::HostOnly(args) => args.run(ucx, &host),
+        Command::Wakeup(args) => {
+            let features = Features::TAG.with_wakeup();
+            args.run(ucx, &Defaults { ops: &[Op::Tag], features, ..EVERYTHING })
+        }
+        Command::Bench(args) => {
+            let ops: Vec<Op> =
+                if args.plan.ops.is_empty() { Op::PLAIN.to_vec() } else { args.plan.ops.clone() };
+            let args = PairArgs { plan: PlanArgs { plain: true, ops, ..args.plan }, ..args };
+            let sizes = &[8, 4096, 65536, 1 << 20, 16 << 20];
+            args.run(ucx, &Defaults { sizes, iterations: 20, ..EVERYTHING })
+        }
+        Command::Loopback(args) => {
+            let report = loopback::run(&args.plan(ucx, &EVERYTHING))?;
+            run::conclude(&report, args.json.as_deref())
+        }
+        Command::TwoUcx(args) => {
+            let report = loopback::run_copies(&args.plan(ucx, &EVERYTHING), &cli.ucx)?;
+            run::conclude(&report, args.json.as_deref())
+        }
+        Command::PeerErrors(args) => {
+            let defaults = Defaults { sizes: &[4096, 16 << 20], ..EVERYTHING };
+            let report = peer_errors::run(&args.plan(ucx, &defaults), &args.env)?;
+            run::conclude(&report, args.plan.json.as_deref())
+        }
+        Command::Alloc { count, memory, max, seed, timeout } => alloc::run(&alloc::Options {
+            ucx: ucx.map(PathBuf::as_path),
+            memory,
+            count,
+            max: max.0,
+            seed,
+            timeout: Duration::from_secs_f64(timeout),
+        }),
+        Command::Threads { count, plan } => {
+            let defaults = Defaults { ops: &[Op::Tag, Op::Put, Op::Get], ..EVERYTHING };
+            let report = threads::run(&plan.plan(ucx, &defaults), count)?;
+            run::conclude(&report, plan.json.as_deref())
+        }
+        Command::PairSide(side) => {
+            return pair::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?);
+        }
+        Command::PeerErrorsSide(side) => {
+            return peer_errors::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?);
+        }
+    }?;
+    Ok(true)
+}
+
+fn main() -> ExitCode {
+    match execute(Cli::parse()) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("ucp-check: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    fn plan(args: &[&str]) -> Plan {
+        let cli = Cli::try_parse_from([&["ucp-check"], args].concat()).unwrap();
+        match &cli.command {
+            Command::Pair(args) => args.plan(cli.ucx.first(), &EVERYTHING),
+            _ => panic!("not a pair"),
+        }
+    }
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn by_default_everything_is_run_and_nothing_is_hinted() {
+        let plan = plan(&["pair"]);
+        assert_eq!(plan.ops.len(), 10);
+        assert_eq!(plan.pairs, Pair::ALL);
+        assert_eq!(plan.sizes, SIZES);
+        assert!(!plan.hint && !plan.peer_errors && plan.iterations == 0);
+        assert_eq!(plan.features, Features::ALL);
+    }
+
+    #[test]
+    fn lists_limits_and_flags_are_taken() {
+        let text = "--ucx A pair --ops tag,put --mem host:gaudi --sizes 0,7,64K,1M --max 64K \
+                    --wakeup --peer-errors --json F --seed 5";
+        let plan = plan(&text.split_whitespace().collect::<Vec<_>>());
+        assert_eq!(plan.ops, [Op::Tag, Op::TagUnexpected, Op::TagMany, Op::TagTruncated, Op::Put]);
+        assert_eq!(plan.pairs, [Pair::ALL[1]]);
+        assert_eq!(plan.sizes, [0, 7, 65536]);
+        assert_eq!((plan.seed, plan.iterations), (5, 10));
+        assert!(plan.peer_errors && plan.features.wakeup());
+        assert_eq!(plan.ucx, Some("A".into()));
+    }
+
+    #[test]
+    fn plain_leaves_the_variants_out() {
+        assert_eq!(plan(&["pair", "--plain", "--ops", "tag,am"]).ops, [Op::Tag, Op::Am]);
+    }
+
+    #[test]
+    fn nonsense_is_refused_with_what_would_do() {
+        for (args, hint) in [
+            (["pair", "--ops", "send"], "tag-many"),
+            (["pair", "--mem", "host"], "host:gaudi"),
+            (["pair", "--sizes", "big"], "4M+13"),
+            (["pair", "--env", "UCX_TLS"], "K=V"),
+        ] {
+            let Err(error) = Cli::try_parse_from([&["ucp-check"], &args[..]].concat()) else {
+                panic!("{args:?} was accepted");
+            };
+            assert!(error.to_string().contains(hint), "{error}");
+        }
+    }
+}

@@ -1,1 +1,51 @@
-//! Placeholder.
+//! The UCX plugin: Gaudi for an unmodified UCX.
+//!
+//! Little more than translation: UCX's words (`uct`) to the engine's (`gaudi`) and back. One
+//! library serves UCX's module frameworks `uct` and `ucx_perftest` through links to the same file.
+//!
+//! Loading it registers two components and nothing else: no thread, no hook, no driver library.
+//! The driver is looked for when UCX asks for memory domains, and a card is opened when the first
+//! byte is allocated on it.
+
+mod copies;
+mod domain;
+mod flavour;
+mod interface;
+mod perftest;
+mod seeding;
+mod settings;
+mod status;
+
+use flavour::{Copy, Gdr};
+use uct::{MemoryType, Registration, Status, Ucx, log};
+
+uct::plugin!("ucx-gaudi", register, perftest::offer);
+
+fn register(ucx: &'static Ucx) -> Result<(), Status> {
+    settings::early_log_level(ucx);
+    if ucx.memory_type_name(MemoryType::GAUDI).as_deref() != Some("gaudi") {
+        log!(
+            ucx,
+            Warn,
+            "ucx-gaudi: not loaded: UCX {} does not know Gaudi memory; this plugin supports UCX {}",
+            ucx.version(),
+            uct::SUPPORTED
+        );
+        return Err(Status::UNSUPPORTED);
+    }
+    // gaudi_copy first: UCX prefers what was registered first for allocation and dma-buf.
+    Registration::new(ucx, domain::GaudiComponent::<Copy>::new())
+        .transport::<interface::CopyInterface<Copy>>()
+        .register();
+    Registration::new(ucx, domain::GaudiComponent::<Gdr>::new())
+        .transport::<interface::CopyInterface<Gdr>>()
+        .register();
+    log!(
+        ucx,
+        Debug,
+        "ucx-gaudi {} registered with UCX {}",
+        env!("CARGO_PKG_VERSION"),
+        ucx.version()
+    );
+    Ok(())
+}

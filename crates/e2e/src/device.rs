@@ -1,0 +1,213 @@
+//! Which Gaudi a program meets: none, a software one of its own, or the machine's. The choice is made
+//! as for any drop-in library, by the loader path; the plugin never learns of it.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use crate::Layout;
+
+/// PCI vendor id of Habana Labs, as sysfs writes it.
+const HABANA_VENDOR: &str = "0x1da3";
+
+/// Folder where Habana's packages put the driver library.
+const HABANA_LIB_DIR: &str = "/usr/lib/habanalabs";
+
+/// A Gaudi, or its absence, as programs under test see it.
+#[derive(Debug)]
+pub enum Device {
+    /// No driver library on the loader path.
+    None,
+    /// The software Gaudi, a machine-in-software of its own.
+    Software(SoftNode),
+    /// The machine's own card and driver library.
+    Hardware {
+        /// Folders the loader needs to find the driver library; empty if it finds it by itself.
+        lib_dirs: Vec<PathBuf>,
+    },
+}
+
+/// A machine-in-software: its name separates it from all others, its settings are variables.
+#[derive(Debug)]
+pub struct SoftNode {
+    name: String,
+    settings: Vec<(OsString, OsString)>,
+}
+
+impl SoftNode {
+    /// A node no other test or run shares.
+    pub fn unique() -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let serial = NEXT.fetch_add(1, Ordering::Relaxed);
+        Self { name: format!("e2e-{}-{serial}", std::process::id()), settings: Vec::new() }
+    }
+
+    /// Adds a setting of the software Gaudi, for example `SOFT_GAUDI_DEVICES`.
+    #[must_use]
+    pub fn with(mut self, name: &str, value: &str) -> Self {
+        self.settings.push((name.into(), value.into()));
+        self
+    }
+
+    /// The value of `SOFT_GAUDI_NODE`.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+}
+
+impl SoftNode {
+    /// Removes the machine with all its cards, whoever still uses them.
+    pub fn take_away(&self) {
+        let user = format!("soft-gaudi-{}", rustix::process::geteuid().as_raw());
+        for base in [PathBuf::from("/dev/shm"), std::env::temp_dir()] {
+            let _ = std::fs::remove_dir_all(base.join(&user).join(&self.name));
+        }
+    }
+}
+
+impl Drop for SoftNode {
+    /// The folder of a machine-in-software outlives its processes, like a machine does.
+    fn drop(&mut self) {
+        self.take_away();
+    }
+}
+
+impl Device {
+    /// A software Gaudi with default settings.
+    pub fn software() -> Self {
+        Self::Software(SoftNode::unique())
+    }
+
+    /// The machine's own card if it has one and its driver library, else a software one.
+    pub fn hardware_or_software() -> Self {
+        Self::hardware(Path::new("/")).unwrap_or_else(Self::software)
+    }
+
+    /// The card of the machine whose file system is at `root`, if it has one and its driver library.
+    pub fn hardware(root: &Path) -> Option<Self> {
+        let lib_dirs = Self::driver_library(root)?;
+        has_card(root).then_some(Self::Hardware { lib_dirs })
+    }
+
+    /// Where the machine at `root` keeps a driver library, as folders to add to the loader path (none
+    /// if the loader looks there anyway); `None` if it has no such library.
+    pub fn driver_library(root: &Path) -> Option<Vec<PathBuf>> {
+        let inherited = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+        let mut candidates: Vec<PathBuf> = std::env::split_paths(&inherited).collect();
+        candidates.push(PathBuf::from(HABANA_LIB_DIR));
+        let holds_library = |dir: &Path| under(root, dir).join("libhl-thunk.so").exists();
+        if let Some(dir) = candidates.into_iter().find(|dir| holds_library(dir)) {
+            return Some(vec![dir]);
+        }
+        let system = ["/lib", "/usr/lib", "/usr/lib64", "/lib/x86_64-linux-gnu", "/usr/local/lib"];
+        system.iter().any(|dir| holds_library(Path::new(dir))).then(Vec::new)
+    }
+
+    /// What to call it in front of people: nobody shall take the software one for hardware.
+    pub fn title(&self) -> &'static str {
+        match self {
+            Device::None => "no Gaudi",
+            Device::Software(_) => "software Gaudi (no card involved)",
+            Device::Hardware { .. } => "Gaudi hardware",
+        }
+    }
+
+    /// Folders for the loader path, and variables.
+    pub fn loader(&self, layout: &Layout) -> (Vec<PathBuf>, Vec<(OsString, OsString)>) {
+        match self {
+            Device::None => (Vec::new(), Vec::new()),
+            Device::Hardware { lib_dirs } => (lib_dirs.clone(), Vec::new()),
+            Device::Software(node) => {
+                let mut envs = vec![("SOFT_GAUDI_NODE".into(), node.name.clone().into())];
+                envs.extend(node.settings.iter().cloned());
+                (vec![layout.soft_gaudi()], envs)
+            }
+        }
+    }
+}
+
+fn has_card(root: &Path) -> bool {
+    // Old drivers have a class of their own; new ones share `accel` with other vendors.
+    if under(root, Path::new("/dev/hl0")).exists() {
+        return true;
+    }
+    let Ok(entries) = std::fs::read_dir(under(root, Path::new("/sys/class/accel"))) else {
+        return false;
+    };
+    entries.flatten().any(|entry| {
+        std::fs::read_to_string(entry.path().join("device/vendor"))
+            .is_ok_and(|vendor| vendor.trim() == HABANA_VENDOR)
+    })
+}
+
+fn under(root: &Path, path: &Path) -> PathBuf {
+    root.join(path.strip_prefix("/").unwrap_or(path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Root(PathBuf);
+
+    impl Root {
+        fn new(name: &str) -> Self {
+            let dir = std::env::temp_dir().join(format!("e2e-{}-{name}", std::process::id()));
+            std::fs::create_dir_all(&dir).expect("temporary folder");
+            Self(dir)
+        }
+
+        fn file(&self, path: &str, text: &str) -> &Self {
+            let path = self.0.join(path);
+            std::fs::create_dir_all(path.parent().expect("has a parent")).expect("folders");
+            std::fs::write(path, text).expect("file");
+            self
+        }
+    }
+
+    impl Drop for Root {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+
+    #[test]
+    fn nodes_are_unique() {
+        assert_ne!(SoftNode::unique().name(), SoftNode::unique().name());
+    }
+
+    #[test]
+    fn card_without_driver_library_is_no_hardware() {
+        let root = Root::new("card-only");
+        root.file("sys/class/accel/accel0/device/vendor", "0x1da3\n");
+        assert!(Device::hardware(&root.0).is_none());
+    }
+
+    #[test]
+    fn driver_library_without_card_is_no_hardware() {
+        let root = Root::new("library-only");
+        root.file("usr/lib/habanalabs/libhl-thunk.so", "");
+        assert!(Device::hardware(&root.0).is_none());
+    }
+
+    #[test]
+    fn accelerator_of_another_vendor_is_no_hardware() {
+        let root = Root::new("other-vendor");
+        root.file("sys/class/accel/accel0/device/vendor", "0x8086\n")
+            .file("usr/lib/habanalabs/libhl-thunk.so", "");
+        assert!(Device::hardware(&root.0).is_none());
+    }
+
+    #[test]
+    fn card_and_library_are_hardware() {
+        let root = Root::new("both");
+        root.file("sys/class/accel/accel0/device/vendor", "0x1da3\n")
+            .file("usr/lib/habanalabs/libhl-thunk.so", "");
+        match Device::hardware(&root.0) {
+            Some(Device::Hardware { lib_dirs }) => {
+                assert_eq!(lib_dirs, [PathBuf::from(HABANA_LIB_DIR)]);
+            }
+            other => panic!("expected hardware, found {other:?}"),
+        }
+    }
+}

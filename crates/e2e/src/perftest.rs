@@ -1,0 +1,238 @@
+//! Stock `ucx_perftest` between two processes on one machine: start the server, wait until it
+//! listens, run the client, read the figures.
+
+use std::net::{Ipv4Addr, TcpListener};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use crate::{Device, Finished, Running, Tool, Ucx, Workbench};
+
+/// One `ucx_perftest` run, to be made of a server and a client.
+#[derive(Debug, Clone)]
+pub struct Perftest {
+    server: Tool,
+    client: Tool,
+}
+
+/// What both processes said.
+#[derive(Debug)]
+pub struct Pair {
+    /// The process that waited; it prints what is tested.
+    pub server: Finished,
+    /// The process that connected; it prints the figures.
+    pub client: Finished,
+}
+
+/// The last line of figures.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Figures {
+    /// Iterations made.
+    pub iterations: u64,
+    /// Median latency in microseconds.
+    pub latency_us: f64,
+    /// Mean bandwidth over the whole run, MB/s as UCX counts them (2^20).
+    pub bandwidth_mbs: f64,
+    /// Messages per second over the whole run.
+    pub rate: f64,
+}
+
+impl Perftest {
+    /// `ucx_perftest -t test -s size`, host memory, no plugin.
+    pub fn new(bench: &Workbench, test: &str, size: usize) -> Self {
+        let tool = bench
+            .tool(Ucx::V1_22, "ucx_perftest")
+            .words("-f -v")
+            .words(&format!("-t {test} -s {size}"));
+        Self { server: tool.clone(), client: tool }
+    }
+
+    /// Changes both processes alike.
+    #[must_use]
+    pub fn both(mut self, change: impl Fn(Tool) -> Tool) -> Self {
+        self.server = change(self.server);
+        self.client = change(self.client);
+        self
+    }
+
+    /// Changes the two processes differently.
+    #[must_use]
+    pub fn sides(
+        mut self,
+        server: impl FnOnce(Tool) -> Tool,
+        client: impl FnOnce(Tool) -> Tool,
+    ) -> Self {
+        self.server = server(self.server);
+        self.client = client(self.client);
+        self
+    }
+
+    /// Lets UCX find our plugin.
+    #[must_use]
+    pub fn plugin(self) -> Self {
+        self.both(Tool::plugin)
+    }
+
+    /// Puts a driver on the loader path of both.
+    #[must_use]
+    pub fn device(self, device: &Device) -> Self {
+        self.both(|tool| tool.device(device))
+    }
+
+    /// Number of iterations and of warm-up iterations.
+    #[must_use]
+    pub fn iterations(self, measured: u64, warm_up: u64) -> Self {
+        self.both(|tool| tool.words(&format!("-n {measured} -w {warm_up}")))
+    }
+
+    /// Runs the two processes.
+    ///
+    /// # Errors
+    /// When the server never listens. How the two ended is for the caller to judge.
+    pub fn run(&self) -> Result<Pair> {
+        // A free port may be taken between its choice and its use: then, and only then, try again.
+        let mut pair = self.run_once()?;
+        for _ in 0..3 {
+            if !pair.server.stderr.contains("Address already in use") {
+                break;
+            }
+            pair = self.run_once()?;
+        }
+        Ok(pair)
+    }
+
+    fn run_once(&self) -> Result<Pair> {
+        let port = free_port()?;
+        let server = self.server.clone().words(&format!("-p {port}"));
+        let client = server_address(&self.client, port);
+        let running = server.start();
+        if !wait_for_listener(&running, port, Duration::from_secs(30)) {
+            let server = running.finish(Duration::ZERO);
+            if server.stderr.contains("Address already in use") {
+                return Ok(Pair { client: server.clone(), server });
+            }
+            bail!("ucx_perftest never listened on port {port}:\n{}", server.report());
+        }
+        let client_end = client.run();
+        // A failed client leaves the server waiting for ever: give it a moment only.
+        let patience =
+            if client_end.success() { self.server.time_limit() } else { Duration::from_secs(2) };
+        Ok(Pair { server: running.finish(patience), client: client_end })
+    }
+}
+
+impl Pair {
+    /// Both succeeded: the figures.
+    ///
+    /// # Errors
+    /// With everything both said.
+    pub fn figures(&self) -> Result<Figures> {
+        if !self.server.success() || !self.client.success() {
+            bail!("{}\n{}", self.client.report(), self.server.report());
+        }
+        parse_figures(&self.client.stdout).with_context(|| self.client.report())
+    }
+
+    /// Whether one of the two died of a signal.
+    pub fn crashed(&self) -> bool {
+        self.server.crashed() || self.client.crashed()
+    }
+}
+
+fn server_address(client: &Tool, port: u16) -> Tool {
+    client.clone().arg("127.0.0.1").words(&format!("-p {port}"))
+}
+
+/// Reads the CSV that `-v` prints: a line of names, a line of numbers.
+fn parse_figures(stdout: &str) -> Result<Figures> {
+    let mut lines = stdout.lines().skip_while(|line| !line.starts_with("iterations,"));
+    let header = lines.next().context("no CSV header in the output")?;
+    let values = lines.last().context("no figures after the CSV header")?;
+    let columns: Vec<(&str, &str)> =
+        header.split(',').map(str::trim).zip(values.split(',').map(str::trim)).collect();
+    let column = |wanted: &dyn Fn(&str) -> bool, what: &str| -> Result<f64> {
+        let (_, text) = columns
+            .iter()
+            .find(|(name, _)| wanted(name))
+            .with_context(|| format!("no column for {what} in `{header}`"))?;
+        text.parse().with_context(|| format!("{what} is `{text}`, not a number"))
+    };
+    Ok(Figures {
+        iterations: column(&|name| name == "iterations", "iterations")? as u64,
+        latency_us: column(&|name| name.ends_with("percentile_lat"), "median latency")?,
+        bandwidth_mbs: column(&|name| name == "overall_bw", "bandwidth")?,
+        rate: column(&|name| name == "overall_mr", "message rate")?,
+    })
+}
+
+fn free_port() -> Result<u16> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("no free TCP port")?;
+    Ok(listener.local_addr().context("no free TCP port")?.port())
+}
+
+/// Waits until `port` is listened on. The port cannot be tried: the server accepts one connection.
+fn wait_for_listener(server: &Running, port: u16, limit: Duration) -> bool {
+    let deadline = Instant::now() + limit;
+    while Instant::now() < deadline && !server.has_ended() {
+        let tables = ["/proc/net/tcp", "/proc/net/tcp6"];
+        let tables = tables.map(|path| std::fs::read_to_string(path).unwrap_or_default());
+        if tables.iter().any(|table| listens(table, port)) {
+            return true;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    false
+}
+
+/// Whether a table of the kernel's sockets has a listener on `port`.
+fn listens(table: &str, port: u16) -> bool {
+    const LISTEN: &str = "0A";
+    let suffix = format!(":{port:04X}");
+    table.lines().skip(1).any(|line| {
+        let mut columns = line.split_whitespace().skip(1);
+        let local = columns.next().unwrap_or_default();
+        let state = columns.nth(1).unwrap_or_default();
+        local.ends_with(&suffix) && state == LISTEN
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_are_read_by_column_name() {
+        let out = "iterations,50.0_percentile_lat,avg_lat,overall_lat,avg_bw,overall_bw,avg_mr,overall_mr\n\
+                   1000,0.166,0.181,0.182,42.13,42.14,5522454,5522455\n";
+        let figures = parse_figures(out).expect("well formed");
+        assert_eq!(
+            figures,
+            Figures {
+                iterations: 1000,
+                latency_us: 0.166,
+                bandwidth_mbs: 42.14,
+                rate: 5_522_455.0
+            }
+        );
+    }
+
+    #[test]
+    fn output_without_figures_is_an_error() {
+        assert!(parse_figures("").is_err());
+        assert!(parse_figures("iterations,avg_lat\n").is_err());
+        assert!(
+            parse_figures("iterations,50.0_percentile_lat,overall_bw,overall_mr\n1,x,2,3\n")
+                .is_err()
+        );
+    }
+
+    #[test]
+    fn listener_is_told_from_connection() {
+        let table = "  sl  local_address rem_address   st tx_queue\n\
+                     0: 0100007F:5BA0 00000000:0000 0A 00000000:00000000\n\
+                     1: 0100007F:5BA1 0100007F:1234 01 00000000:00000000\n";
+        assert!(listens(table, 0x5BA0));
+        assert!(!listens(table, 0x5BA1));
+        assert!(!listens(table, 0x1234));
+    }
+}

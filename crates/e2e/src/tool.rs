@@ -1,0 +1,281 @@
+//! A program run against a stock UCX, with an environment in which nothing but what the test says
+//! decides: every UCX, Gaudi and software-Gaudi variable of the caller is dropped first.
+
+use std::ffi::{OsStr, OsString};
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+use crate::{Device, Finished, Layout, Running, Ucx};
+
+/// Variables with these beginnings never reach a program under test by accident.
+const FOREIGN_PREFIXES: [&str; 8] =
+    ["UCX_", "UCT_", "UCS_", "SOFT_GAUDI", "GAUDI_", "HABANA_", "HLS_", "HL_"];
+
+/// Longest a single program may run unless a test says otherwise.
+const DEFAULT_LIMIT: Duration = Duration::from_secs(60);
+
+/// Where programs are taken from.
+#[derive(Debug, Clone)]
+pub struct Workbench {
+    layout: Layout,
+}
+
+impl Workbench {
+    /// Checks that everything tests need was built and brought.
+    ///
+    /// # Panics
+    /// When it was not, with the command that does it.
+    #[track_caller]
+    pub fn from_env() -> Self {
+        let bench = Self::new(Layout::from_env());
+        if let Some(missing) = bench.missing() {
+            panic!(
+                "{} is not there: end-to-end tests need the built plugin and stock UCX; \
+                 run `cargo xtask test`, or `cargo xtask setup` and `cargo xtask build` first",
+                missing.display()
+            );
+        }
+        bench
+    }
+
+    /// Programs under the given layout, unchecked.
+    pub fn new(layout: Layout) -> Self {
+        Self { layout }
+    }
+
+    /// The first thing that `cargo xtask setup` or `cargo xtask build` should have made and is absent.
+    pub fn missing(&self) -> Option<PathBuf> {
+        [
+            Ucx::V1_22.libucp(&self.layout),
+            Ucx::Nixl.libucp(&self.layout),
+            self.layout.plugins().join("libuct_gaudi.so.0"),
+            self.layout.soft_gaudi().join("libhl-thunk.so"),
+            self.layout.bin().join("ucp-check"),
+        ]
+        .into_iter()
+        .find(|path| !path.exists())
+    }
+
+    /// The layout in use.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// A program of stock UCX.
+    ///
+    /// # Panics
+    /// When that UCX brings no programs: a mistake in the test.
+    #[track_caller]
+    pub fn tool(&self, ucx: Ucx, program: &str) -> Tool {
+        let Some(dir) = ucx.bin_dir(&self.layout) else {
+            panic!("the package with UCX {} has no programs", ucx.name());
+        };
+        Tool::new(self.layout.clone(), ucx, dir.join(program))
+    }
+
+    /// Our verifying client on the given UCX.
+    pub fn ucp_check(&self, ucx: Ucx) -> Tool {
+        Tool::new(self.layout.clone(), ucx, self.layout.bin().join("ucp-check"))
+    }
+}
+
+/// A program about to be run.
+#[derive(Debug, Clone)]
+pub struct Tool {
+    layout: Layout,
+    ucx: Ucx,
+    program: PathBuf,
+    args: Vec<OsString>,
+    envs: Vec<(OsString, OsString)>,
+    extra_libs: Vec<PathBuf>,
+    plugin: bool,
+    limit: Duration,
+}
+
+impl Tool {
+    fn new(layout: Layout, ucx: Ucx, program: PathBuf) -> Self {
+        Self {
+            layout,
+            ucx,
+            program,
+            args: Vec::new(),
+            envs: Vec::new(),
+            extra_libs: Vec::new(),
+            plugin: false,
+            limit: DEFAULT_LIMIT,
+        }
+    }
+
+    /// Lets UCX find our plugin.
+    #[must_use]
+    pub fn plugin(mut self) -> Self {
+        self.plugin = true;
+        self
+    }
+
+    /// Puts a driver library (or none) on the loader path.
+    #[must_use]
+    pub fn device(mut self, device: &Device) -> Self {
+        let (libs, envs) = device.loader(&self.layout);
+        self.extra_libs.extend(libs);
+        self.envs.extend(envs);
+        self
+    }
+
+    /// Adds an argument.
+    #[must_use]
+    pub fn arg(mut self, arg: impl AsRef<OsStr>) -> Self {
+        self.args.push(arg.as_ref().to_owned());
+        self
+    }
+
+    /// Adds arguments, separated by blanks, as they would be typed.
+    #[must_use]
+    pub fn words(mut self, words: &str) -> Self {
+        self.args.extend(words.split_whitespace().map(OsString::from));
+        self
+    }
+
+    /// Sets a variable.
+    #[must_use]
+    pub fn env(mut self, name: impl AsRef<OsStr>, value: impl AsRef<OsStr>) -> Self {
+        self.envs.push((name.as_ref().to_owned(), value.as_ref().to_owned()));
+        self
+    }
+
+    /// Changes the time limit.
+    #[must_use]
+    pub fn limit(mut self, limit: Duration) -> Self {
+        self.limit = limit;
+        self
+    }
+
+    /// The time limit.
+    pub fn time_limit(&self) -> Duration {
+        self.limit
+    }
+
+    /// Starts it in the background.
+    ///
+    /// # Panics
+    /// When it cannot be started.
+    #[track_caller]
+    pub fn start(&self) -> Running {
+        // Without the folder the start fails with a message of its own.
+        let _ = std::fs::create_dir_all(self.layout.scratch());
+        match Running::start(self.command(), self.line()) {
+            Ok(running) => running,
+            Err(error) => panic!("{error:#}"),
+        }
+    }
+
+    /// Runs it to its end or its time limit.
+    ///
+    /// # Panics
+    /// When it cannot be started.
+    #[track_caller]
+    pub fn run(&self) -> Finished {
+        self.start().finish(self.limit)
+    }
+
+    /// The command with its whole environment.
+    pub fn command(&self) -> Command {
+        let scratch = self.layout.scratch();
+        let mut command = Command::new(&self.program);
+        for (name, _) in std::env::vars_os() {
+            let foreign = name
+                .to_str()
+                .is_some_and(|name| FOREIGN_PREFIXES.iter().any(|prefix| name.starts_with(prefix)));
+            if foreign {
+                command.env_remove(name);
+            }
+        }
+        command.current_dir(&scratch).env("HOME", &scratch).env("LC_ALL", "C");
+        command.env("LD_LIBRARY_PATH", join_paths(&self.lib_dirs()));
+        if self.plugin {
+            command.env("UCX_PLUGIN_PATH", self.layout.plugins());
+        }
+        command.envs(self.envs.iter().map(|(name, value)| (name, value)));
+        command.args(&self.args);
+        command
+    }
+
+    fn lib_dirs(&self) -> Vec<PathBuf> {
+        // The driver first: whichever libhl-thunk.so the loader meets first is the device.
+        let mut dirs = self.extra_libs.clone();
+        dirs.extend(self.ucx.lib_dirs(&self.layout));
+        dirs
+    }
+
+    /// What to type to see the same by hand, less the paths.
+    pub fn line(&self) -> String {
+        let mut words: Vec<String> = self
+            .envs
+            .iter()
+            .map(|(name, value)| format!("{}={}", name.display(), value.display()))
+            .collect();
+        words.push(self.program.file_name().unwrap_or_default().display().to_string());
+        words.extend(self.args.iter().map(|arg| arg.display().to_string()));
+        words.join(" ")
+    }
+}
+
+fn join_paths(dirs: &[PathBuf]) -> OsString {
+    let mut joined = OsString::new();
+    for dir in dirs {
+        if !joined.is_empty() {
+            joined.push(":");
+        }
+        joined.push(dir);
+    }
+    joined
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tool() -> Tool {
+        Workbench::new(Layout::new("/t")).tool(Ucx::V1_22, "ucx_info")
+    }
+
+    fn value(command: &Command, name: &str) -> Option<String> {
+        command
+            .get_envs()
+            .find(|(key, _)| *key == name)
+            .and_then(|(_, value)| value)
+            .map(|value| value.display().to_string())
+    }
+
+    #[test]
+    fn without_plugin_ucx_is_not_told_of_it() {
+        assert_eq!(value(&tool().command(), "UCX_PLUGIN_PATH"), None);
+        let with = tool().plugin().command();
+        assert_eq!(
+            value(&with, "UCX_PLUGIN_PATH").as_deref(),
+            Some("/t/dist/lib/ucx-gaudi/plugins")
+        );
+    }
+
+    #[test]
+    fn software_driver_comes_first_on_the_loader_path() {
+        let device = Device::software();
+        let command = tool().device(&device).command();
+        let path = value(&command, "LD_LIBRARY_PATH").unwrap_or_default();
+        assert!(path.starts_with("/t/dist/lib/ucx-gaudi/soft/gaudi:"), "{path}");
+        assert!(value(&command, "SOFT_GAUDI_NODE").is_some());
+    }
+
+    #[test]
+    fn line_reads_as_typed() {
+        let line = tool().env("UCX_TLS", "all").words("-u t -e").line();
+        assert_eq!(line, "UCX_TLS=all ucx_info -u t -e");
+    }
+
+    #[test]
+    fn missing_names_the_first_absent_thing() {
+        let missing = Workbench::new(Layout::new("/nonexistent")).missing();
+        assert!(missing.is_some_and(|path| path.ends_with("libucp.so.0")));
+    }
+}

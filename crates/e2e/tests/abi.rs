@@ -1,0 +1,250 @@
+//! The layouts in `uct::abi` against the stock binaries themselves.
+//!
+//! The 1.22 package carries debug information, so every structure that `uct` declares is compared
+//! with it, field by field. NIXL's UCX is stripped; there, and on 1.22, the slots of the operation
+//! tables are found out by the same probe that the plugin runs before it registers.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use e2e::{Layout, Ucx};
+use object::{Object, ObjectSection};
+
+/// Size and field offsets of a C structure.
+#[derive(Debug, Default, Clone, PartialEq)]
+struct Shape {
+    size: u64,
+    fields: HashMap<String, u64>,
+}
+
+type Reader<'a> = gimli::EndianSlice<'a, gimli::LittleEndian>;
+
+/// Every typedef of a structure or union in a library's debug information.
+fn shapes(library: &Path) -> HashMap<String, Shape> {
+    let bytes = std::fs::read(library).unwrap_or_else(|e| panic!("{}: {e}", library.display()));
+    let file = object::File::parse(&*bytes).expect("an ELF file");
+    let section = |id: gimli::SectionId| -> Result<Reader<'_>, gimli::Error> {
+        let data = file.section_by_name(id.name()).and_then(|section| section.data().ok());
+        Ok(gimli::EndianSlice::new(data.unwrap_or(&[]), gimli::LittleEndian))
+    };
+    let dwarf = gimli::Dwarf::load(section).expect("debug information");
+    let mut found = HashMap::new();
+    let mut units = dwarf.units();
+    while let Some(header) = units.next().expect("a unit") {
+        let unit = dwarf.unit(header).expect("a unit");
+        collect(&dwarf, &unit, &mut found);
+    }
+    found
+}
+
+fn collect(
+    dwarf: &gimli::Dwarf<Reader<'_>>,
+    unit: &gimli::Unit<Reader<'_>>,
+    found: &mut HashMap<String, Shape>,
+) {
+    let name_of = |entry: &gimli::DebuggingInformationEntry<'_, '_, Reader<'_>>| {
+        let value = entry.attr_value(gimli::DW_AT_name).ok()??;
+        Some(dwarf.attr_string(unit, value).ok()?.to_string_lossy().into_owned())
+    };
+    let mut entries = unit.entries();
+    while let Ok(Some((_, entry))) = entries.next_dfs() {
+        if entry.tag() != gimli::DW_TAG_typedef {
+            continue;
+        }
+        let (Some(name), Ok(Some(gimli::AttributeValue::UnitRef(target)))) =
+            (name_of(entry), entry.attr_value(gimli::DW_AT_type))
+        else {
+            continue;
+        };
+        let Ok(mut tree) = unit.entries_tree(Some(target)) else { continue };
+        let Ok(root) = tree.root() else { continue };
+        let size = match root.entry().attr_value(gimli::DW_AT_byte_size) {
+            Ok(Some(size)) if root.entry().tag() == gimli::DW_TAG_structure_type => {
+                size.udata_value().unwrap_or(0)
+            }
+            _ => continue,
+        };
+        let mut shape = Shape { size, ..Shape::default() };
+        let mut children = root.children();
+        while let Ok(Some(child)) = children.next() {
+            let field = child.entry();
+            let offset = field.attr_value(gimli::DW_AT_data_member_location).ok().flatten();
+            if let (Some(name), Some(offset)) = (name_of(field), offset) {
+                shape.fields.insert(name, offset.udata_value().unwrap_or(u64::MAX));
+            }
+        }
+        found.insert(name, shape);
+    }
+}
+
+/// Compares one Rust type with one C type. `ours => theirs` where the names differ.
+macro_rules! same_shape {
+    ($shapes:expr, $c:literal, $rust:ty, { $($ours:ident $(=> $theirs:literal)?),* $(,)? }) => {{
+        let shape = $shapes.get($c).unwrap_or_else(|| panic!("no {} in the debug information", $c));
+        assert_eq!(shape.size, size_of::<$rust>() as u64, "size of {}", $c);
+        $(
+            let theirs = [$($theirs,)? stringify!($ours)][0];
+            let offset = shape.fields.get(theirs)
+                .unwrap_or_else(|| panic!("{} has no field {theirs}", $c));
+            assert_eq!(*offset, core::mem::offset_of!($rust, $ours) as u64, "{}.{theirs}", $c);
+        )*
+    }};
+}
+
+fn library(ucx: Ucx, prefix: &str) -> PathBuf {
+    let folder = &ucx.lib_dirs(&Layout::from_env())[0];
+    let mut candidates: Vec<PathBuf> = std::fs::read_dir(folder)
+        .unwrap_or_else(|error| panic!("{}: {error}; run `cargo xtask setup`", folder.display()))
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .filter(|path| {
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            name.starts_with(prefix) && name.contains(".so")
+        })
+        .collect();
+    candidates.sort();
+    candidates.pop().unwrap_or_else(|| panic!("no {prefix} in {}", folder.display()))
+}
+
+#[test]
+fn structures_equal_the_debug_information_of_the_stock_library() {
+    use uct::abi::*;
+    let shapes = shapes(&library(Ucx::V1_22, "libuct."));
+    same_shape!(shapes, "uct_component_t", RawComponent, {
+        name, query_md_resources, md_open, cm_open, rkey_unpack, rkey_ptr, rkey_release,
+        rkey_compare, md_config, cm_config, tl_list, list, flags, md_vfs_init,
+    });
+    same_shape!(shapes, "uct_tl_t", RawTl, { name, query_devices, iface_open, config, list });
+    same_shape!(shapes, "uct_md_resource_desc_t", MdResource, { md_name });
+    same_shape!(shapes, "uct_tl_device_resource_t", TlResource, {
+        name, device_type => "type", sys_device,
+    });
+    same_shape!(shapes, "uct_rkey_unpack_params_t", RkeyUnpackParams, { field_mask, sys_device });
+    same_shape!(shapes, "uct_md_t", RawMd, { ops, component });
+    same_shape!(shapes, "uct_md_attr_v2_t", MdAttr, {
+        field_mask, max_alloc, max_reg, flags, reg_mem_types, reg_nonblock_mem_types,
+        cache_mem_types, gva_mem_types, detect_mem_types, alloc_mem_types, access_mem_types,
+        dmabuf_mem_types, reg_cost, component_name, rkey_packed_size, local_cpus,
+        exported_mkey_packed_size, global_id, reg_alignment, required_mem_flags,
+    });
+    same_shape!(shapes, "uct_md_mem_attr_v2_t", MemAttr, {
+        field_mask, mem_type, sys_dev, base_address, alloc_length, dmabuf_fd, dmabuf_offset,
+        mem_flags,
+    });
+    same_shape!(shapes, "uct_md_mem_reg_params_t", MemRegParams, {
+        field_mask, flags, dmabuf_fd, dmabuf_offset, mem_type,
+    });
+    same_shape!(shapes, "uct_md_mem_dereg_params_t", MemDeregParams, {
+        field_mask, flags, memh, comp,
+    });
+    same_shape!(shapes, "uct_iface_attr_t", IfaceAttr, {
+        device_addr_len, iface_addr_len, ep_addr_len, max_conn_priv, overhead, bandwidth,
+        latency, priority, max_num_eps, dev_num_paths, ctl_device,
+    });
+    same_shape!(shapes, "uct_perf_attr_t", PerfAttr, {
+        field_mask, operation, local_memory_type, remote_memory_type, local_sys_device,
+        remote_sys_device, send_pre_overhead, send_post_overhead, recv_overhead, bandwidth,
+        path_bandwidth, latency, max_inflight_eps, flags,
+    });
+    same_shape!(shapes, "uct_ep_params_t", EpParams, {
+        field_mask, iface, user_data, dev_addr, iface_addr, sockaddr, dev_addr_length,
+        iface_addr_length,
+    });
+    same_shape!(shapes, "uct_iface_is_reachable_params_t", ReachableParams, {
+        field_mask, device_addr, iface_addr, info_string, info_string_length, scope,
+        device_addr_length, iface_addr_length,
+    });
+    same_shape!(shapes, "uct_iov_t", Iov, { buffer, length, memh, stride, count });
+    same_shape!(shapes, "uct_completion_t", RawCompletion, { func, count, status });
+    same_shape!(shapes, "uct_pending_req_t", PendingReq, { func, private => "priv" });
+    same_shape!(shapes, "ucs_class_t", Class, { name, size, superclass, init, cleanup });
+    same_shape!(shapes, "ucs_list_link_t", ListLink, { prev, next });
+    same_shape!(shapes, "ucs_linear_func_t", LinearFunc, { constant => "c", slope => "m" });
+    same_shape!(shapes, "uct_ppn_bandwidth_t", Bandwidth, { dedicated, shared });
+    same_shape!(shapes, "ucs_config_global_list_entry_t", ConfigEntry, {
+        name, prefix, table, size => "size", list, flags,
+    });
+    same_shape!(shapes, "ucs_config_parser_t", ConfigParser, {
+        read, write, clone, release, help, doc, arg,
+    });
+    same_shape!(shapes, "ucs_config_field_t", RawConfigField, {
+        name, dfl_value, doc, offset, parser,
+    });
+    // Tables that we fill longer than this version reads.
+    assert_eq!(shapes["uct_iface_ops_t"].size, 8 * IFACE_OP_SLOTS as u64);
+    assert!(shapes["uct_iface_internal_ops_t"].size <= 8 * INTERNAL_OP_SLOTS as u64);
+    assert!(shapes["uct_md_ops_t"].size <= 8 * MD_OP_SLOTS as u64);
+    // Structures of which we only declare the head.
+    assert_eq!(shapes["uct_iface_config_t"].size, IFACE_CONFIG_SIZE as u64);
+    assert!(shapes["uct_iface_params_t"].size >= size_of::<IfaceParams>() as u64);
+    let ucs = self::shapes(&library(Ucx::V1_22, "libucs."));
+    assert!(size_of::<MemoryInfo>() as u64 >= ucs["ucs_memory_info_t"].size);
+}
+
+#[test]
+fn operation_slots_have_their_names_where_the_stock_library_has_them() {
+    use uct::abi::{iface_op, internal_op, md_op};
+    let shapes = shapes(&library(Ucx::V1_22, "libuct."));
+    let slot = |table: &str, field: &str| (shapes[table].fields[field] / 8) as usize;
+    for (field, expected) in [
+        ("ep_put_short", iface_op::EP_PUT_SHORT),
+        ("ep_put_zcopy", iface_op::EP_PUT_ZCOPY),
+        ("ep_get_short", iface_op::EP_GET_SHORT),
+        ("ep_get_zcopy", iface_op::EP_GET_ZCOPY),
+        ("ep_tag_rndv_zcopy", iface_op::EP_TAG_RNDV_ZCOPY),
+        ("ep_pending_add", iface_op::EP_PENDING_ADD),
+        ("ep_pending_purge", iface_op::EP_PENDING_PURGE),
+        ("ep_flush", iface_op::EP_FLUSH),
+        ("ep_fence", iface_op::EP_FENCE),
+        ("ep_check", iface_op::EP_CHECK),
+        ("ep_create", iface_op::EP_CREATE),
+        ("ep_destroy", iface_op::EP_DESTROY),
+        ("iface_flush", iface_op::IFACE_FLUSH),
+        ("iface_fence", iface_op::IFACE_FENCE),
+        ("iface_progress_enable", iface_op::IFACE_PROGRESS_ENABLE),
+        ("iface_progress_disable", iface_op::IFACE_PROGRESS_DISABLE),
+        ("iface_progress", iface_op::IFACE_PROGRESS),
+        ("iface_event_fd_get", iface_op::IFACE_EVENT_FD_GET),
+        ("iface_event_arm", iface_op::IFACE_EVENT_ARM),
+        ("iface_close", iface_op::IFACE_CLOSE),
+        ("iface_query", iface_op::IFACE_QUERY),
+        ("iface_get_device_address", iface_op::IFACE_GET_DEVICE_ADDRESS),
+        ("iface_get_address", iface_op::IFACE_GET_ADDRESS),
+        ("iface_is_reachable", iface_op::IFACE_IS_REACHABLE),
+    ] {
+        assert_eq!(slot("uct_iface_ops_t", field), expected, "{field}");
+    }
+    for (field, expected) in [
+        ("iface_query_v2", internal_op::IFACE_QUERY_V2),
+        ("iface_estimate_perf", internal_op::IFACE_ESTIMATE_PERF),
+        ("iface_vfs_refresh", internal_op::IFACE_VFS_REFRESH),
+        ("iface_is_reachable_v2", internal_op::IFACE_IS_REACHABLE_V2),
+        ("ep_is_connected", internal_op::EP_IS_CONNECTED),
+    ] {
+        assert_eq!(slot("uct_iface_internal_ops_t", field), expected, "{field}");
+    }
+    for (field, expected) in [
+        ("close", md_op::CLOSE),
+        ("query", md_op::QUERY),
+        ("mem_alloc", md_op::MEM_ALLOC),
+        ("mem_free", md_op::MEM_FREE),
+        ("mem_advise", md_op::MEM_ADVISE),
+        ("mem_reg", md_op::MEM_REG),
+        ("mem_dereg", md_op::MEM_DEREG),
+        ("mem_query", md_op::MEM_QUERY),
+        ("mkey_pack", md_op::MKEY_PACK),
+        ("mem_attach", md_op::MEM_ATTACH),
+        ("detect_memory_type", md_op::DETECT_MEMORY_TYPE),
+        ("mem_elem_pack", md_op::MEM_ELEM_PACK),
+    ] {
+        assert_eq!(slot("uct_md_ops_t", field), expected, "{field}");
+    }
+}
+
+#[test]
+fn the_probe_agrees_with_both_stock_libraries() {
+    for ucx in Ucx::ALL {
+        let prefix = if ucx == Ucx::V1_22 { "libuct." } else { "libuct-" };
+        let path = library(ucx, prefix);
+        uct::probe_library(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    }
+}

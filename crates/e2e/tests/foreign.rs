@@ -1,0 +1,134 @@
+//! UCX that is not ours to serve, and plugins that are not ours: an old UCX is refused in one line,
+//! and the `uct` crate carries a transport that has nothing to do with Gaudi.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use e2e::{Layout, Ucx, Workbench};
+
+/// A folder that goes away with the test.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("ucx-gaudi-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+        Folder(path)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn link(from: &Path, to: &Path) {
+    std::os::unix::fs::symlink(from, to).unwrap_or_else(|e| panic!("{}: {e}", to.display()));
+}
+
+/// UCX 1.20 knows no plugin path, so the plugin takes the place of a module it does know. The
+/// program is this test itself: it opens the old libuct and asks for its components.
+#[test]
+fn ucx_too_old_is_refused_in_one_line_that_names_versions() {
+    let bench = Workbench::from_env();
+    let old = bench.layout().old_ucx();
+    let folder = Folder::new("old-ucx");
+    for entry in std::fs::read_dir(&old).unwrap_or_else(|e| panic!("{}: {e}", old.display())) {
+        let path = entry.expect("a directory entry").path();
+        if path.is_file() {
+            // Copied, not linked: UCX looks for its modules beside the file it was loaded from.
+            let name = path.file_name().expect("a file name");
+            std::fs::copy(&path, folder.0.join(name)).expect("copied");
+        }
+    }
+    std::fs::create_dir(folder.0.join("ucx")).expect("a folder");
+    link(
+        &bench.layout().plugins().join("libuct_gaudi.so.0"),
+        &folder.0.join("ucx/libuct_cma.so.0"),
+    );
+
+    let output = Command::new(std::env::current_exe().expect("this program"))
+        .args(["--exact", "asks_an_old_ucx_for_its_components", "--nocapture"])
+        .env("LD_LIBRARY_PATH", &folder.0)
+        .env("UCX_GAUDI_TEST_OLD_UCX", &folder.0)
+        .output()
+        .expect("run");
+    let text = String::from_utf8_lossy(&output.stdout).into_owned()
+        + &String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{text}");
+    let ours: Vec<&str> = text.lines().filter(|line| line.contains("ucx-gaudi")).collect();
+    assert_eq!(ours.len(), 1, "{text}");
+    assert!(ours[0].contains("WARN"), "{text}");
+    assert!(ours[0].contains("UCX 1.20.1"), "the version found\n{text}");
+    assert!(ours[0].contains("supports UCX 1.22"), "the versions supported\n{text}");
+    assert!(text.contains("component self") && !text.contains("component gaudi"), "{text}");
+}
+
+/// The second half of the test above, in a process of its own.
+#[test]
+fn asks_an_old_ucx_for_its_components() {
+    let Some(folder) = std::env::var_os("UCX_GAUDI_TEST_OLD_UCX") else {
+        println!("skipped: only meant to be run by the test above");
+        return;
+    };
+    let open = |name: &str| {
+        let path = Path::new(&folder).join(name);
+        let path = std::ffi::CString::new(path.to_str().expect("a plain path")).expect("no NUL");
+        // SAFETY: a library of UCX, whose constructors may run at any time.
+        let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        assert!(!handle.is_null(), "{path:?} does not load");
+        handle
+    };
+    // As in a real program, where the version can be asked for.
+    open("libucp.so.0");
+    let uct = open("libuct.so.0");
+    type Query = unsafe extern "C" fn(*mut *mut *const libc::c_char, *mut u32) -> i8;
+    // SAFETY: `uct_query_components` has had this type in every version; a component begins with
+    // its name.
+    unsafe {
+        let query = libc::dlsym(uct, c"uct_query_components".as_ptr());
+        let query = std::mem::transmute::<*mut libc::c_void, Query>(query);
+        let (mut list, mut count) = (std::ptr::null_mut(), 0);
+        assert_eq!(query(&mut list, &mut count), 0);
+        for index in 0..count as usize {
+            let name = std::ffi::CStr::from_ptr(*list.add(index));
+            println!("component {}", name.to_string_lossy());
+        }
+    }
+}
+
+/// `crates/uct/examples/loopback.rs` is what someone else's plugin would look like.
+#[test]
+fn example_transport_is_loaded_and_copies() {
+    let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../Cargo.toml");
+    let built = Command::new(env!("CARGO"))
+        .args(["build", "--quiet", "--locked", "--package", "uct", "--example", "loopback"])
+        .arg("--manifest-path")
+        .arg(&manifest)
+        .arg("--target-dir")
+        .arg(Layout::from_env().target())
+        .status()
+        .expect("cargo runs");
+    assert!(built.success());
+    let library = Layout::from_env().target().join("debug/examples/libloopback.so");
+    let library = library.canonicalize().unwrap_or_else(|e| panic!("{}: {e}", library.display()));
+    let folder = Folder::new("loopback");
+    link(&library, &folder.0.join("libuct_loopback.so.0"));
+
+    let bench = Workbench::from_env();
+    let listing = bench
+        .tool(Ucx::V1_22, "ucx_info")
+        .env("UCX_PLUGIN_PATH", &folder.0)
+        .words("-d -t rustloop")
+        .run()
+        .ok();
+    assert!(listing.stdout.contains("Transport: rustloop"), "{}", listing.report());
+    let run = bench
+        .tool(Ucx::V1_22, "ucx_perftest")
+        .env("UCX_PLUGIN_PATH", &folder.0)
+        .words("-t put_lat -x rustloop -d loop -l -D short -s 4096 -n 1000")
+        .run()
+        .ok();
+    assert!(run.stdout.contains("Final:"), "{}", run.report());
+}

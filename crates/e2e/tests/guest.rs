@@ -1,0 +1,165 @@
+//! A guest in UCX's house: programs that do not care about Gaudi, and features under which a careless
+//! transport is known to crash stock UCX, each as its regression test.
+
+use std::time::Duration;
+
+use e2e::{Device, Finished, Perftest, Running, SoftNode, Ucx, Workbench};
+
+#[track_caller]
+fn works(test: Perftest) {
+    let pair = test.run().unwrap_or_else(|error| panic!("{error:#}"));
+    pair.figures().unwrap_or_else(|error| panic!("{error:#}"));
+}
+
+fn tag(memory: &str, options: &str) -> Perftest {
+    Perftest::new(&Workbench::from_env(), "tag_lat", 4096)
+        .iterations(100, 10)
+        .plugin()
+        .both(|tool| tool.words(&format!("-m {memory}")).words(options))
+}
+
+/// A copy transport without an event fd leaves a lane empty that UCX then dereferences.
+#[test]
+fn wakeup_feature_with_gaudi_memory() {
+    works(tag("gaudi", "-I").device(&Device::software()));
+}
+
+#[test]
+fn wakeup_feature_with_host_memory_only() {
+    works(tag("host", "-I").device(&Device::software()));
+}
+
+#[test]
+fn sleeping_worker_with_gaudi_memory() {
+    works(tag("gaudi", "-E sleep").device(&Device::software()));
+}
+
+#[test]
+fn peer_error_mode_with_gaudi_memory() {
+    works(tag("gaudi", "-e").device(&Device::software()));
+}
+
+#[test]
+fn host_only_program_is_not_disturbed() {
+    works(tag("host", "").device(&Device::software()));
+}
+
+/// The plugin loaded on one side only: transports are compared by name and must not be mistaken.
+#[test]
+fn peer_without_plugin_talks_to_peer_with_it() {
+    let device = Device::software();
+    for plugin_on_server in [true, false] {
+        works(Perftest::new(&Workbench::from_env(), "tag_bw", 65536).iterations(100, 10).sides(
+            |server| if plugin_on_server { server.plugin().device(&device) } else { server },
+            |client| if plugin_on_server { client } else { client.plugin().device(&device) },
+        ));
+    }
+}
+
+#[test]
+fn two_processes_started_alike_take_two_cards() {
+    let device = Device::Software(SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2"));
+    works(tag("gaudi", "").device(&device));
+}
+
+/// One card and two processes that want one each: the second is refused in words.
+#[test]
+fn second_process_on_the_only_card_is_refused_in_words() {
+    let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "1");
+    let device = Device::Software(node);
+    let owner = hold_the_only_card(&device);
+    let second = allocate(&device);
+    assert!(!second.crashed(), "{}", second.report());
+    assert!(!second.stdout.contains("allocated 1M"), "two owners\n{}", second.report());
+    let said = second
+        .stdout
+        .lines()
+        .chain(second.stderr.lines())
+        .any(|line| line.contains("ERROR") && line.to_lowercase().contains("busy"));
+    assert!(said, "no reason given\n{}", second.report());
+
+    // A killed owner holds nothing.
+    drop(owner);
+    let third = allocate(&device).ok();
+    assert!(third.stdout.contains("allocated 1M"), "{}", third.report());
+}
+
+/// Nobody needs the card, so nobody may miss it.
+#[test]
+fn host_traffic_runs_while_another_process_owns_the_only_card() {
+    let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "1");
+    let device = Device::Software(node);
+    let _owner = hold_the_only_card(&device);
+    works(tag("host", "").device(&device));
+    works(tag("host", "-I").device(&device));
+}
+
+/// Loading and listing open no card: it is shown even while someone else owns it.
+#[test]
+fn listing_opens_no_card() {
+    let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "1");
+    let device = Device::Software(node);
+    let _owner = hold_the_only_card(&device);
+    let listing = Workbench::from_env()
+        .tool(Ucx::V1_22, "ucx_info")
+        .plugin()
+        .device(&device)
+        .arg("-d")
+        .run()
+        .ok();
+    assert!(listing.stdout.contains("Memory domain: gaudi_copy"), "{}", listing.report());
+}
+
+/// The machine's cards vanish while a program that never used them runs.
+#[test]
+fn host_only_program_survives_the_device_taken_away() {
+    let device = Device::software();
+    let running = Workbench::from_env()
+        .ucp_check(Ucx::V1_22)
+        .plugin()
+        .device(&device)
+        .words("host-only --max 1M --iters 100")
+        .start();
+    let plugin_is_loaded = running.wait_until(|pids| {
+        pids.iter().any(|pid| {
+            let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
+            maps.contains("libuct_gaudi")
+        })
+    });
+    if let Device::Software(node) = &device {
+        node.take_away();
+    }
+    running.finish(Duration::from_secs(120)).ok();
+    assert!(plugin_is_loaded, "the program ended before it loaded the plugin");
+}
+
+fn allocate(device: &Device) -> Finished {
+    Workbench::from_env()
+        .tool(Ucx::V1_22, "ucx_info")
+        .plugin()
+        .device(device)
+        .words("-u r -m 1m,gaudi")
+        .run()
+}
+
+/// A process that uses card 0 until it is dropped.
+fn hold_the_only_card(device: &Device) -> Running {
+    let owner = Workbench::from_env()
+        .tool(Ucx::V1_22, "ucx_perftest")
+        .plugin()
+        .device(device)
+        .words("-l -f -t tag_lat -m gaudi -s 8 -n 1000000000 -w 1")
+        .start();
+    let held = owner.wait_until(|pids| {
+        pids.iter().any(|pid| {
+            let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd"));
+            descriptors.into_iter().flatten().flatten().any(|descriptor| {
+                std::fs::read_link(descriptor.path()).is_ok_and(|path| path.ends_with("accel0"))
+            })
+        })
+    });
+    if !held {
+        panic!("the card was not taken\n{}", owner.finish(Duration::ZERO).report());
+    }
+    owner
+}

@@ -1,0 +1,247 @@
+//! A back end without a driver, for the engine's own tests: memory in a map, and hardware that
+//! does its work only when the test says so, in the order the test says.
+
+use std::collections::BTreeMap;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::Duration;
+
+use hl_thunk::packet::LinDma;
+use hl_thunk::{DeviceAddr, Direction, ExportCall, Generation};
+
+use super::{Backend, CopyLimits, Geometry, HostPin, Page, Ticket};
+use crate::error::Phase;
+use crate::{Device, DeviceInfo, Error, runtime};
+
+const PAGE: u64 = 16 << 20;
+/// The fake device sees host memory this far up.
+const HOST: u64 = 0xfff0_0000_0000_0000;
+
+/// Most moves of one submission on the fake device.
+pub(crate) const MOVES: usize = 8;
+/// Budget of the fake device.
+pub(crate) const BUDGET: u64 = 4;
+
+#[derive(Debug, Default)]
+pub(crate) struct Fake {
+    state: Mutex<State>,
+    changed: Condvar,
+    live_pins: Arc<()>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    pages: BTreeMap<u64, Vec<u8>>,
+    last: u64,
+    queued: BTreeMap<u64, (Direction, Vec<LinDma>)>,
+    finished: BTreeMap<u64, Result<(), i32>>,
+    retired: u64,
+    refuse_pins: Option<i32>,
+    refuse_submissions: Option<i32>,
+}
+
+impl Fake {
+    /// A device on a fake card of its own.
+    pub(crate) fn device() -> (Arc<Fake>, Arc<Device>) {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let index = NEXT.fetch_add(1, Ordering::Relaxed);
+        let info = DeviceInfo {
+            index,
+            module_id: index,
+            bus_id: format!("fa4e:{index:02x}:00.0").parse().unwrap(),
+            generation: Generation::Gaudi2,
+            card_name: "FAKE".into(),
+            driver_version: "fake".into(),
+            is_software: true,
+        };
+        let fake = Arc::new(Fake::default());
+        let device = runtime().adopt(&info, Arc::clone(&fake) as Arc<dyn Backend>).unwrap();
+        (fake, device)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap()
+    }
+
+    /// Sequence numbers of submissions the hardware has not done.
+    pub(crate) fn queued(&self) -> Vec<u64> {
+        self.state().queued.keys().copied().collect()
+    }
+
+    /// Number of moves and direction of a queued submission.
+    pub(crate) fn shape(&self, sequence: u64) -> (Direction, usize) {
+        let state = self.state();
+        let (direction, moves) = &state.queued[&sequence];
+        (*direction, moves.len())
+    }
+
+    /// The hardware does one submission.
+    pub(crate) fn finish(&self, sequence: u64) {
+        let mut state = self.state();
+        let (_, moves) = state.queued.remove(&sequence).expect("queued");
+        for dma in moves {
+            state.execute(dma);
+        }
+        state.finished.insert(sequence, Ok(()));
+        self.changed.notify_all();
+    }
+
+    /// The hardware gives one submission up.
+    pub(crate) fn fail(&self, sequence: u64, errno: i32) {
+        let mut state = self.state();
+        state.queued.remove(&sequence).expect("queued");
+        state.finished.insert(sequence, Err(errno));
+        self.changed.notify_all();
+    }
+
+    /// The hardware does everything it has.
+    pub(crate) fn finish_all(&self) {
+        for sequence in self.queued() {
+            self.finish(sequence);
+        }
+    }
+
+    pub(crate) fn refuse_pins(&self, errno: Option<i32>) {
+        self.state().refuse_pins = errno;
+    }
+
+    pub(crate) fn refuse_submissions(&self, errno: Option<i32>) {
+        self.state().refuse_submissions = errno;
+    }
+
+    /// Pins that someone still holds.
+    pub(crate) fn live_pins(&self) -> usize {
+        Arc::strong_count(&self.live_pins) - 1
+    }
+
+    /// How many submissions were retired.
+    pub(crate) fn retired(&self) -> u64 {
+        self.state().retired
+    }
+
+    /// How many submissions were made.
+    pub(crate) fn submitted(&self) -> u64 {
+        self.state().last
+    }
+
+    /// Device memory, read behind the engine's back.
+    pub(crate) fn peek(&self, addr: DeviceAddr, len: usize) -> Vec<u8> {
+        self.state().device_bytes(addr.0, len).to_vec()
+    }
+
+    /// Device memory, written behind the engine's back.
+    pub(crate) fn poke(&self, addr: DeviceAddr, bytes: &[u8]) {
+        self.state().device_bytes(addr.0, bytes.len()).copy_from_slice(bytes);
+    }
+}
+
+impl State {
+    fn device_bytes(&mut self, addr: u64, len: usize) -> &mut [u8] {
+        let (base, page) = self.pages.range_mut(..=addr).next_back().expect("a mapped address");
+        let offset = (addr - base) as usize;
+        &mut page[offset..offset + len]
+    }
+
+    fn execute(&mut self, dma: LinDma) {
+        match dma {
+            LinDma::Fill { dst, len, byte } => self.device_bytes(dst.0, len as usize).fill(byte),
+            LinDma::Copy { src, dst, len } => {
+                let len = len as usize;
+                let bytes = if src.0 >= HOST {
+                    // SAFETY: the engine pinned it, and must keep it until this is done.
+                    unsafe { std::slice::from_raw_parts((src.0 - HOST) as *const u8, len) }.to_vec()
+                } else {
+                    self.device_bytes(src.0, len).to_vec()
+                };
+                if dst.0 >= HOST {
+                    // SAFETY: as above.
+                    unsafe {
+                        ((dst.0 - HOST) as *mut u8).copy_from_nonoverlapping(bytes.as_ptr(), len);
+                    }
+                } else {
+                    self.device_bytes(dst.0, len).copy_from_slice(&bytes);
+                }
+            }
+        }
+    }
+}
+
+#[derive(Debug)]
+struct FakePage;
+
+impl Page for FakePage {
+    fn export_whole(&self, _call: Option<ExportCall>) -> Result<OwnedFd, Error> {
+        Err(Error::unsupported("exporting a dma-buf", "the fake device has none", ""))
+    }
+
+    fn export_part(&self, _offset: u64, _len: u64) -> Result<OwnedFd, Error> {
+        self.export_whole(None)
+    }
+
+    fn give_back(self: Box<Self>) -> Result<(), Box<dyn Page>> {
+        Ok(())
+    }
+}
+
+impl Backend for Fake {
+    fn geometry(&self) -> Geometry {
+        Geometry { total: 4 * PAGE, page: PAGE, physical_base: None }
+    }
+
+    fn take_page(&self, at: DeviceAddr, len: u64) -> Result<Box<dyn Page>, Error> {
+        self.state().pages.insert(at.0, vec![0; len as usize]);
+        Ok(Box::new(FakePage))
+    }
+
+    unsafe fn pin(&self, ptr: *mut u8, _len: usize) -> Result<HostPin, Error> {
+        if let Some(errno) = self.state().refuse_pins {
+            return Err(Error::os(Phase::Use, "pinning host memory", "fake", errno));
+        }
+        let guard = Box::new(Arc::clone(&self.live_pins));
+        Ok(HostPin { addr: DeviceAddr(HOST + ptr as u64), _guard: guard })
+    }
+
+    fn can_import(&self) -> Result<(), Error> {
+        Err(Error::unsupported("importing a dma-buf", "the fake device cannot", ""))
+    }
+
+    fn import(&self, _dmabuf: BorrowedFd<'_>, _len: u64) -> Result<HostPin, Error> {
+        Err(self.can_import().unwrap_err())
+    }
+
+    fn copy_limits(&self) -> Result<CopyLimits, Error> {
+        Ok(CopyLimits { moves: MOVES, in_flight: BUDGET })
+    }
+
+    unsafe fn submit(&self, direction: Direction, moves: &[LinDma]) -> Result<Ticket, Error> {
+        assert!(!moves.is_empty() && moves.len() <= MOVES);
+        let mut state = self.state();
+        if let Some(errno) = state.refuse_submissions {
+            return Err(Error::os(Phase::Copy, "submitting a copy", "fake", errno));
+        }
+        state.last += 1;
+        let sequence = state.last;
+        let oldest = state.queued.keys().next().copied().unwrap_or(sequence);
+        assert!(sequence - oldest < BUDGET, "over budget");
+        state.queued.insert(sequence, (direction, moves.to_vec()));
+        Ok(Ticket { sequence, slot: 0 })
+    }
+
+    fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error> {
+        let timeout = Duration::from_micros(timeout_us.into());
+        let pending = |state: &mut State| !state.finished.contains_key(&ticket.sequence);
+        let (state, _) = self.changed.wait_timeout_while(self.state(), timeout, pending).unwrap();
+        match state.finished.get(&ticket.sequence) {
+            None => Ok(false),
+            Some(Ok(())) => Ok(true),
+            Some(Err(errno)) => Err(Error::os(Phase::Copy, "waiting for a copy", "fake", *errno)),
+        }
+    }
+
+    fn retire(&self, ticket: Ticket) {
+        let mut state = self.state();
+        assert!(state.finished.contains_key(&ticket.sequence), "retired before its end");
+        state.retired += 1;
+    }
+}

@@ -1,0 +1,113 @@
+//! The seam under the engine: what it needs from whoever owns the card.
+//!
+//! The engine above divides memory, plans copies and keeps count; a back end below knows one way to
+//! reach the hardware. [`owner`] is the one for cards this process opened itself, through the
+//! driver's command submission. A fake one serves the engine's own tests.
+
+#[cfg(test)]
+pub(crate) mod fake;
+pub(crate) mod owner;
+
+use std::any::Any;
+use std::fmt;
+use std::os::fd::{BorrowedFd, OwnedFd};
+
+use hl_thunk::packet::LinDma;
+use hl_thunk::{DeviceAddr, Direction, ExportCall};
+
+use crate::Error;
+
+/// How a device's memory comes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Geometry {
+    /// Bytes that can be had at all.
+    pub(crate) total: u64,
+    /// The unit in which the driver gives memory.
+    pub(crate) page: u64,
+    /// `Some` where addresses are physical: all memory is one page, at this address.
+    pub(crate) physical_base: Option<u64>,
+}
+
+/// What one submission may be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct CopyLimits {
+    /// Most moves in one submission.
+    pub(crate) moves: usize,
+    /// A submission must not be this many sequence numbers ahead of the oldest unfinished one.
+    pub(crate) in_flight: u64,
+}
+
+/// A submission, as the back end knows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Ticket {
+    /// Grows with every submission on the device.
+    pub(crate) sequence: u64,
+    /// The back end's own note (its command-buffer slot).
+    pub(crate) slot: u32,
+}
+
+/// Host memory pinned for a device (or another device's memory, imported), for as long as this
+/// lives.
+pub(crate) struct HostPin {
+    /// Where the device sees its first byte.
+    pub(crate) addr: DeviceAddr,
+    /// Keeps the pin.
+    pub(crate) _guard: Box<dyn Any + Send + Sync>,
+}
+
+impl fmt::Debug for HostPin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostPin").field("addr", &self.addr).finish_non_exhaustive()
+    }
+}
+
+/// One allocation of the driver's, mapped in the device's window.
+pub(crate) trait Page: Send + Sync + fmt::Debug {
+    /// A new descriptor of the dma-buf of the whole page, made with this driver call (`None`: the
+    /// best there is); all callers share one export per call.
+    fn export_whole(&self, call: Option<ExportCall>) -> Result<OwnedFd, Error>;
+
+    /// A new export of `len` bytes from `offset`, both in whole 4 KiB.
+    fn export_part(&self, offset: u64, len: u64) -> Result<OwnedFd, Error>;
+
+    /// Gives the page back to the driver; the page itself if the driver will not take it (because
+    /// a dma-buf of it is still open somewhere), to be used further.
+    fn give_back(self: Box<Self>) -> Result<(), Box<dyn Page>>;
+}
+
+/// A way to reach the hardware.
+pub(crate) trait Backend: Send + Sync + fmt::Debug {
+    /// How memory comes.
+    fn geometry(&self) -> Geometry;
+
+    /// Takes `len` bytes (whole pages) from the driver, at exactly this address.
+    fn take_page(&self, at: DeviceAddr, len: u64) -> Result<Box<dyn Page>, Error>;
+
+    /// Pins host memory.
+    ///
+    /// # Safety
+    /// The memory must stay allocated as long as copies use the pin.
+    unsafe fn pin(&self, ptr: *mut u8, len: usize) -> Result<HostPin, Error>;
+
+    /// Whether dma-bufs can be imported; the error says why not.
+    fn can_import(&self) -> Result<(), Error>;
+
+    /// Maps the first `len` bytes of another device's dma-buf for this device, whose engines then
+    /// see them as they see host memory.
+    fn import(&self, dmabuf: BorrowedFd<'_>, len: u64) -> Result<HostPin, Error>;
+
+    /// What a submission may be; the error says why this device cannot copy.
+    fn copy_limits(&self) -> Result<CopyLimits, Error>;
+
+    /// Starts the moves, at most [`CopyLimits::moves`] of them. Does not wait.
+    ///
+    /// # Safety
+    /// All memory named must stay valid for the device until the ticket has completed.
+    unsafe fn submit(&self, direction: Direction, moves: &[LinDma]) -> Result<Ticket, Error>;
+
+    /// Whether a submission has completed, after waiting up to `timeout_us` for it.
+    fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error>;
+
+    /// The submission has completed or failed; called exactly once for each.
+    fn retire(&self, ticket: Ticket);
+}

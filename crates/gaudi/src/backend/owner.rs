@@ -1,0 +1,381 @@
+//! The back end for a card this process opened: memory and copies through the driver's own calls.
+
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use hl_thunk::packet::{LIN_DMA_LEN, LinDma};
+use hl_thunk::sys::HwIpInfo;
+use hl_thunk::{
+    Chunk, CommandBuffer, DeviceAddr, DeviceMapping, DeviceMemory, Direction, DmaBuf, ExportCall,
+    Generation, HostMapping, ImportedMapping, WaitStatus,
+};
+
+use super::{Backend, CopyLimits, Geometry, HostPin, Page, Ticket};
+use crate::error::{Error, ErrorKind, Phase};
+use crate::slots::Slots;
+
+/// Bytes of packets one submission may have.
+const SLOT_LEN: usize = 4096;
+/// Command-buffer slots; more than ever are in flight.
+const SLOT_COUNT: u32 = 64;
+/// Submission slots of the driver's that stay unused, so that its library never spins: rejected
+/// submissions use up sequence numbers too.
+const MARGIN: u64 = 4;
+
+/// The pool deals in pages of this size, as dma-bufs do.
+const POOL_GRANULE: u64 = 4096;
+/// A page where the driver does not say how large its own are; it rounds up what is asked for.
+const FALLBACK_PAGE: u64 = 32 << 20;
+
+/// A card through `libhl-thunk`.
+#[derive(Debug)]
+pub(crate) struct Owner {
+    // Before the device: command buffers are given back first.
+    commands: OnceLock<Commands>,
+    making_commands: Mutex<()>,
+    device: hl_thunk::Device,
+    queues: [Queues; 3],
+    imports: OnceLock<bool>,
+}
+
+#[derive(Debug)]
+struct Queues {
+    ids: Vec<u32>,
+    next: AtomicUsize,
+}
+
+/// Long-lived command buffers: one for all slots where it can be submitted in parts, else one each.
+#[derive(Debug)]
+struct Commands {
+    buffers: Vec<CommandBuffer>,
+    slots: Slots,
+}
+
+impl Commands {
+    fn new(device: &hl_thunk::Device) -> Result<Self, hl_thunk::Error> {
+        let buffers = if device.generation().has_dram_mmu() {
+            vec![CommandBuffer::new(device, SLOT_LEN as u32 * SLOT_COUNT)?]
+        } else {
+            let one = |_| CommandBuffer::new(device, SLOT_LEN as u32);
+            (0..SLOT_COUNT).map(one).collect::<Result<_, _>>()?
+        };
+        Ok(Self { buffers, slots: Slots::new(SLOT_COUNT) })
+    }
+
+    fn place(&self, slot: u32) -> (&CommandBuffer, usize) {
+        match self.buffers.as_slice() {
+            [shared] => (shared, slot as usize * SLOT_LEN),
+            each => (&each[slot as usize], 0),
+        }
+    }
+}
+
+/// A slot that is given back unless a submission keeps it.
+struct TakenSlot<'a> {
+    slots: &'a Slots,
+    index: u32,
+}
+
+impl<'a> TakenSlot<'a> {
+    fn new(slots: &'a Slots) -> Option<Self> {
+        slots.take().map(|index| Self { slots, index })
+    }
+
+    fn keep(self) -> u32 {
+        let index = self.index;
+        std::mem::forget(self);
+        index
+    }
+}
+
+impl Drop for TakenSlot<'_> {
+    fn drop(&mut self) {
+        self.slots.give(self.index);
+    }
+}
+
+impl Owner {
+    pub(crate) fn new(device: hl_thunk::Device) -> Self {
+        let queues = [Direction::HostToDevice, Direction::DeviceToHost, Direction::DeviceToDevice]
+            .map(|direction| Queues {
+                ids: device.generation().queues(direction, device.hw_info().edma_enabled_mask),
+                next: AtomicUsize::new(0),
+            });
+        Self {
+            commands: OnceLock::new(),
+            making_commands: Mutex::new(()),
+            device,
+            queues,
+            imports: OnceLock::new(),
+        }
+    }
+
+    /// The command buffers, made when the first copy needs them.
+    fn commands(&self) -> Result<&Commands, Error> {
+        if let Some(commands) = self.commands.get() {
+            return Ok(commands);
+        }
+        let _making = self.making_commands.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.commands.get().is_none() {
+            let made = Commands::new(&self.device)
+                .map_err(|error| Error::driver(Phase::Use, "making command buffers", error))?;
+            let _ = self.commands.set(made);
+        }
+        Ok(self.commands.get().expect("set just above"))
+    }
+
+    fn queue(&self, direction: Direction) -> u32 {
+        let queues = &self.queues[direction as usize];
+        queues.ids[queues.next.fetch_add(1, Ordering::Relaxed) % queues.ids.len()]
+    }
+}
+
+impl Backend for Owner {
+    fn geometry(&self) -> Geometry {
+        geometry_of(self.device.generation(), self.device.hw_info())
+    }
+
+    fn take_page(&self, at: DeviceAddr, len: u64) -> Result<Box<dyn Page>, Error> {
+        let operation = "allocating device memory";
+        if !self.device.generation().has_dram_mmu() {
+            let device = self.device.clone();
+            return Ok(Box::new(PhysicalPage { device, addr: at, len, whole: Mutex::default() }));
+        }
+        let failed = |error| Error::driver(Phase::Use, operation, error);
+        let memory = DeviceMemory::alloc(&self.device, len).map_err(failed)?;
+        let mapping = memory.map(Some(at)).map_err(failed)?;
+        if mapping.addr() != at {
+            return Err(Error::new(
+                ErrorKind::OutOfMemory,
+                operation,
+                format!("the driver mapped at {} instead of {at}", mapping.addr()),
+                "another part of this process may use the card's address space; report this",
+            ));
+        }
+        Ok(Box::new(MappedPage::new(mapping, len)))
+    }
+
+    unsafe fn pin(&self, ptr: *mut u8, len: usize) -> Result<HostPin, Error> {
+        // SAFETY: the caller keeps the memory.
+        let mapping = unsafe { HostMapping::new(&self.device, ptr, len as u64) }
+            .map_err(|error| Error::driver(Phase::Use, "pinning host memory", error))?;
+        Ok(HostPin { addr: mapping.addr(), _guard: Box::new(mapping) })
+    }
+
+    fn can_import(&self) -> Result<(), Error> {
+        if *self.imports.get_or_init(|| ImportedMapping::supported(&self.device)) {
+            return Ok(());
+        }
+        Err(Error::unsupported(
+            "importing a dma-buf",
+            "the driver has no dma-buf import",
+            "transfers between devices go through host memory",
+        ))
+    }
+
+    fn import(&self, dmabuf: BorrowedFd<'_>, len: u64) -> Result<HostPin, Error> {
+        self.can_import()?;
+        let mapping = ImportedMapping::new(&self.device, dmabuf, len)
+            .map_err(|error| Error::driver(Phase::Share, "importing a dma-buf", error))?;
+        Ok(HostPin { addr: mapping.addr(), _guard: Box::new(mapping) })
+    }
+
+    fn copy_limits(&self) -> Result<CopyLimits, Error> {
+        let generation = self.device.generation();
+        if !generation.accepts_submissions() {
+            return Err(Error::unsupported(
+                "copying",
+                format!("the {generation} driver takes no DMA submissions"),
+                "memory can be allocated, detected and exported; copies need the framework's \
+                 streams (Synapse)",
+            ));
+        }
+        let in_flight = generation.max_pending_submissions().min(u64::from(SLOT_COUNT)) - MARGIN;
+        Ok(CopyLimits { moves: SLOT_LEN / LIN_DMA_LEN, in_flight })
+    }
+
+    unsafe fn submit(&self, direction: Direction, moves: &[LinDma]) -> Result<Ticket, Error> {
+        let operation = "submitting a copy";
+        let commands = self.commands()?;
+        let slot = TakenSlot::new(&commands.slots).ok_or_else(|| {
+            let detail = "more submissions in flight than command buffers";
+            Error::new(ErrorKind::DmaFailed, operation, detail, "report this")
+        })?;
+        let (buffer, offset) = commands.place(slot.index);
+        let len = moves.len() * LIN_DMA_LEN;
+        for (at, dma) in moves.iter().enumerate() {
+            let packet = dma.encode(self.device.generation()).ok_or_else(|| {
+                let detail = format!("an address of {dma:?} does not fit the packet");
+                Error::new(ErrorKind::InvalidParams, operation, detail, "report this")
+            })?;
+            // SAFETY: the slot was free, so nothing in flight uses it, and is now ours.
+            unsafe { buffer.write(offset + at * LIN_DMA_LEN, &packet) };
+        }
+        let queue = self.queue(direction);
+        // SAFETY: the slot stays taken until the ticket is retired; memory is the caller's promise.
+        let sequence = unsafe { self.device.submit(&[Chunk { buffer, offset, len, queue }]) }
+            .map_err(|error| Error::driver(Phase::Copy, operation, error))?;
+        Ok(Ticket { sequence, slot: slot.keep() })
+    }
+
+    fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error> {
+        match self.device.wait(ticket.sequence, timeout_us) {
+            Ok(WaitStatus::Completed) => Ok(true),
+            Ok(WaitStatus::Busy) => Ok(false),
+            Err(error) => Err(Error::driver(Phase::Copy, "waiting for a copy", error)),
+        }
+    }
+
+    fn retire(&self, ticket: Ticket) {
+        if let Some(commands) = self.commands.get() {
+            commands.slots.give(ticket.slot);
+        }
+    }
+}
+
+/// How memory comes, from what the hardware says of itself.
+fn geometry_of(generation: Generation, hw: &HwIpInfo) -> Geometry {
+    if !generation.has_dram_mmu() {
+        let base = hw.dram_base_address.next_multiple_of(POOL_GRANULE);
+        let end = hw.dram_base_address.saturating_add(hw.dram_size) / POOL_GRANULE * POOL_GRANULE;
+        let total = end.saturating_sub(base);
+        return Geometry { total, page: total.max(POOL_GRANULE), physical_base: Some(base) };
+    }
+    let reported = [hw.device_mem_alloc_default_page_size, hw.dram_page_size];
+    let usable = |page: &u64| *page != 0 && page.is_multiple_of(POOL_GRANULE);
+    let page = reported.into_iter().find(usable).unwrap_or(FALLBACK_PAGE);
+    Geometry { total: hw.dram_size / page * page, page, physical_base: None }
+}
+
+fn duplicate(dmabuf: &DmaBuf) -> Result<OwnedFd, Error> {
+    dmabuf.duplicate().map_err(|error| {
+        Error::os(Phase::Share, EXPORTING, "dup", error.raw_os_error().unwrap_or(libc::EMFILE))
+    })
+}
+
+const EXPORTING: &str = "exporting a dma-buf";
+
+fn export_failed(error: hl_thunk::Error) -> Error {
+    Error::driver(Phase::Share, EXPORTING, error)
+}
+
+/// The one export that everyone in this process shares, made when first asked for.
+fn shared(
+    whole: &Mutex<Option<DmaBuf>>,
+    export: impl FnOnce() -> Result<DmaBuf, hl_thunk::Error>,
+) -> Result<OwnedFd, Error> {
+    let mut whole = whole.lock().unwrap_or_else(PoisonError::into_inner);
+    if whole.is_none() {
+        *whole = Some(export().map_err(export_failed)?);
+    }
+    duplicate(whole.as_ref().expect("set just above"))
+}
+
+/// Memory from the driver's allocator, mapped.
+#[derive(Debug)]
+struct MappedPage {
+    /// Exports of all of it, by the call that made them.
+    by_mapped: Mutex<Option<DmaBuf>>,
+    by_whole: Mutex<Option<DmaBuf>>,
+    mapping: Arc<DeviceMapping>,
+    len: u64,
+}
+
+impl MappedPage {
+    fn new(mapping: DeviceMapping, len: u64) -> Self {
+        let (by_mapped, by_whole) = (Mutex::default(), Mutex::default());
+        Self { by_mapped, by_whole, mapping: Arc::new(mapping), len }
+    }
+
+    fn best(&self) -> ExportCall {
+        ExportCall::best(self.mapping.device().library())
+    }
+}
+
+impl Page for MappedPage {
+    fn export_whole(&self, call: Option<ExportCall>) -> Result<OwnedFd, Error> {
+        let call = call.unwrap_or_else(|| self.best());
+        let kept = match call {
+            ExportCall::Mapped => &self.by_mapped,
+            ExportCall::Whole => &self.by_whole,
+        };
+        shared(kept, || DmaBuf::export(&self.mapping, 0, self.len, call))
+    }
+
+    fn export_part(&self, offset: u64, len: u64) -> Result<OwnedFd, Error> {
+        let part = DmaBuf::export(&self.mapping, offset, len, self.best());
+        duplicate(&part.map_err(export_failed)?)
+    }
+
+    fn give_back(self: Box<Self>) -> Result<(), Box<dyn Page>> {
+        let MappedPage { by_mapped, by_whole, mapping, len } = *self;
+        drop((by_mapped, by_whole));
+        let mapping = Arc::into_inner(mapping).expect("exports are gone, nobody else holds it");
+        mapping.unmap().map_err(|(mapping, _still_exported)| {
+            Box::new(MappedPage::new(mapping, len)) as Box<dyn Page>
+        })
+    }
+}
+
+/// All of a device's physical memory, where there is no allocator.
+#[derive(Debug)]
+struct PhysicalPage {
+    whole: Mutex<Option<DmaBuf>>,
+    device: hl_thunk::Device,
+    addr: DeviceAddr,
+    len: u64,
+}
+
+impl Page for PhysicalPage {
+    /// There is only one call for physical memory.
+    fn export_whole(&self, _call: Option<ExportCall>) -> Result<OwnedFd, Error> {
+        shared(&self.whole, || DmaBuf::export_physical(&self.device, self.addr, self.len))
+    }
+
+    fn export_part(&self, offset: u64, len: u64) -> Result<OwnedFd, Error> {
+        let addr = DeviceAddr(self.addr.0 + offset);
+        let part = DmaBuf::export_physical(&self.device, addr, len);
+        duplicate(&part.map_err(export_failed)?)
+    }
+
+    fn give_back(self: Box<Self>) -> Result<(), Box<dyn Page>> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hw() -> HwIpInfo {
+        // SAFETY: plain numbers; all zeroes is a value.
+        unsafe { std::mem::zeroed() }
+    }
+
+    #[test]
+    fn memory_comes_as_the_hardware_says() {
+        let mut gaudi2 = hw();
+        (gaudi2.dram_size, gaudi2.dram_page_size) = (0x17_d000_0000, 0x3000_0000);
+        let geometry = geometry_of(Generation::Gaudi2, &gaudi2);
+        assert_eq!((geometry.total, geometry.page), (0x17_d000_0000, 0x3000_0000));
+        assert_eq!(geometry.physical_base, None);
+
+        let mut gaudi = hw();
+        (gaudi.dram_base_address, gaudi.dram_size) = (0x2000_0000, 0x7_e000_0000);
+        let geometry = geometry_of(Generation::Gaudi, &gaudi);
+        assert_eq!((geometry.total, geometry.physical_base), (0x7_e000_0000, Some(0x2000_0000)));
+    }
+
+    #[test]
+    fn nonsense_from_the_driver_is_no_reason_to_divide_by_zero() {
+        for generation in [Generation::Gaudi, Generation::Gaudi2, Generation::Gaudi3] {
+            let geometry = geometry_of(generation, &hw());
+            assert!(geometry.page >= 4096 && geometry.total == 0);
+        }
+        let mut odd = hw();
+        (odd.dram_size, odd.dram_page_size) = (100 << 20, 12_345);
+        let geometry = geometry_of(Generation::Gaudi3, &odd);
+        assert_eq!((geometry.total, geometry.page), (96 << 20, 32 << 20));
+    }
+}

@@ -1,0 +1,144 @@
+//! Which card the user wants: the text of `UCX_GAUDI_COPY_DEVICE` as a type.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::{Error, ErrorKind};
+
+/// A PCI bus id in its full form, `dddd:bb:dd.f`, lower case.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct BusId(String);
+
+impl BusId {
+    /// The id as text, such as `0000:33:00.0`.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for BusId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl FromStr for BusId {
+    type Err = Error;
+
+    /// Accepts `dddd:bb:dd.f` and the short `bb:dd.f`, which means domain 0000.
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let full = if text.len() == 7 { format!("0000:{text}") } else { text.to_owned() };
+        let bytes = full.as_bytes();
+        let fits = bytes.len() == 12
+            && bytes.iter().enumerate().all(|(at, byte)| match at {
+                4 | 7 => *byte == b':',
+                10 => *byte == b'.',
+                11 => (b'0'..=b'7').contains(byte),
+                _ => byte.is_ascii_hexdigit(),
+            });
+        if !fits {
+            return Err(Error::new(
+                ErrorKind::InvalidParams,
+                "reading a PCI bus id",
+                format!("\"{}\" is not of the form dddd:bb:dd.f", text.escape_debug()),
+                "write it as lspci shows it, for example 0000:33:00.0",
+            ));
+        }
+        Ok(BusId(full.to_ascii_lowercase()))
+    }
+}
+
+/// Which card to open.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// No choice made: `HLS_MODULE_ID` where the launcher set it, else the first card that opens.
+    #[default]
+    Any,
+    /// The card with this index (N of `/dev/accel/accelN`).
+    Index(u32),
+    /// The card with this module id (its place in the server).
+    Module(u32),
+    /// The card at this PCI address.
+    Bus(BusId),
+}
+
+impl FromStr for DeviceChoice {
+    type Err = Error;
+
+    /// Reads `""`, `"<index>"`, `"module:<id>"` or `"<bus id>"`.
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let text = text.trim();
+        let number = |digits: &str| {
+            let plain = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
+            plain.then(|| digits.parse::<u32>().ok()).flatten()
+        };
+        let choice = if text.is_empty() {
+            Some(DeviceChoice::Any)
+        } else if let Some(id) = text.strip_prefix("module:") {
+            number(id).map(DeviceChoice::Module)
+        } else if text.contains(':') {
+            text.parse().ok().map(DeviceChoice::Bus)
+        } else {
+            number(text).map(DeviceChoice::Index)
+        };
+        choice.ok_or_else(|| {
+            Error::new(
+                ErrorKind::InvalidParams,
+                "choosing a device",
+                format!("\"{}\" names no device", text.escape_debug()),
+                "write an index (0), a module id (module:2) or a PCI bus id (0000:33:00.0)",
+            )
+        })
+    }
+}
+
+impl fmt::Display for DeviceChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            DeviceChoice::Any => Ok(()),
+            DeviceChoice::Index(index) => write!(f, "{index}"),
+            DeviceChoice::Module(id) => write!(f, "module:{id}"),
+            DeviceChoice::Bus(bus) => bus.fmt(f),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn every_documented_form_is_read() {
+        for (text, choice) in [
+            ("", DeviceChoice::Any),
+            ("0", DeviceChoice::Index(0)),
+            (" 7 ", DeviceChoice::Index(7)),
+            ("module:2", DeviceChoice::Module(2)),
+            ("0000:4D:00.0", DeviceChoice::Bus(BusId("0000:4d:00.0".into()))),
+            ("33:00.0", DeviceChoice::Bus(BusId("0000:33:00.0".into()))),
+        ] {
+            assert_eq!(text.parse::<DeviceChoice>().unwrap(), choice, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn everything_else_is_refused_with_the_text_quoted() {
+        for text in
+            ["-1", "+1", "module:", "module:x", "4294967296", "gaudi0", "0000:33:00", "33:00.8"]
+        {
+            let error = text.parse::<DeviceChoice>().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidParams);
+            assert!(error.to_string().contains(text), "{error}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_is_read_or_refused_without_a_panic(text in ".{0,40}") {
+            if let Ok(choice) = text.parse::<DeviceChoice>() {
+                prop_assert_eq!(choice.to_string().parse::<DeviceChoice>().unwrap(), choice);
+            }
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! Pinned memory of our own, in slots: what host buffers travel through that are too small to be
+//! worth pinning, or cannot be pinned.
+
+use std::sync::{Arc, OnceLock};
+
+use hl_thunk::HostPages;
+
+use crate::backend::HostPin;
+use crate::error::Phase;
+use crate::slots::Slots;
+use crate::{Device, DeviceAddr, Error, HostRegion};
+
+/// Slots of one size in one block of pinned memory.
+#[derive(Debug)]
+pub(crate) struct Ring {
+    // Unpinned before the pages go: fields drop in order.
+    region: Arc<HostRegion>,
+    pages: HostPages,
+    slot_len: usize,
+    slots: Slots,
+    /// Where the device whose ring this is sees the first slot, once it was asked for.
+    home: OnceLock<DeviceAddr>,
+}
+
+impl Ring {
+    /// `count` slots (at most 64) of `slot_len` bytes. Pinned at first use.
+    pub(crate) fn new(slot_len: usize, count: u32) -> Result<Arc<Self>, Error> {
+        let pages = HostPages::new(slot_len * count as usize).map_err(|error| {
+            let errno = error.raw_os_error().unwrap_or(libc::ENOMEM);
+            Error::os(Phase::Use, "making bounce buffers", "mmap", errno)
+        })?;
+        let region = HostRegion::record(pages.as_ptr(), pages.len());
+        Ok(Arc::new(Self {
+            region,
+            pages,
+            slot_len,
+            slots: Slots::new(count),
+            home: OnceLock::new(),
+        }))
+    }
+
+    /// A free slot, if there is one.
+    pub(crate) fn take(self: &Arc<Self>) -> Option<Arc<Slot>> {
+        let index = self.slots.take()?;
+        Some(Arc::new(Slot { ring: Arc::clone(self), index }))
+    }
+
+    /// A free slot for the length of a call.
+    pub(crate) fn borrow(&self) -> Option<BorrowedSlot<'_>> {
+        let index = self.slots.take()?;
+        Some(BorrowedSlot { ring: self, index })
+    }
+
+    fn pin(&self, device: &Arc<Device>, index: u32) -> Result<(DeviceAddr, Arc<HostPin>), Error> {
+        // SAFETY: whoever uses the pin holds the slot, and so the pages.
+        let pinned = unsafe { self.region.pin(device, self.slot_ptr(index) as usize)? };
+        pinned.ok_or_else(|| {
+            let call = "hlthunk_host_memory_map";
+            Error::os(Phase::Use, "pinning a bounce buffer", call, libc::ENOMEM)
+        })
+    }
+
+    fn slot_ptr(&self, index: u32) -> *mut u8 {
+        // SAFETY: every slot lies inside the pages.
+        unsafe { self.pages.as_ptr().add(index as usize * self.slot_len) }
+    }
+
+    pub(crate) fn slot_len(&self) -> usize {
+        self.slot_len
+    }
+}
+
+/// A slot; free again when the last holder lets go.
+#[derive(Debug)]
+pub(crate) struct Slot {
+    ring: Arc<Ring>,
+    index: u32,
+}
+
+impl Slot {
+    /// First byte. Valid for the ring's slot length, by whoever the slot's holders agree on.
+    pub(crate) fn ptr(&self) -> *mut u8 {
+        self.ring.slot_ptr(self.index)
+    }
+
+    /// Where `device` sees the first byte.
+    pub(crate) fn pin(&self, device: &Arc<Device>) -> Result<(DeviceAddr, Arc<HostPin>), Error> {
+        self.ring.pin(device, self.index)
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        self.ring.slots.give(self.index);
+    }
+}
+
+/// A slot for the length of a call, without a count of holders.
+#[derive(Debug)]
+pub(crate) struct BorrowedSlot<'a> {
+    ring: &'a Ring,
+    index: u32,
+}
+
+impl BorrowedSlot<'_> {
+    /// First byte, as for [`Slot::ptr`].
+    pub(crate) fn ptr(&self) -> *mut u8 {
+        self.ring.slot_ptr(self.index)
+    }
+
+    /// Where the device whose ring this is sees the first byte. The pin stays with the device.
+    pub(crate) fn home(&self, device: &Arc<Device>) -> Result<DeviceAddr, Error> {
+        let offset = self.index as u64 * self.ring.slot_len as u64;
+        let first = match self.ring.home.get() {
+            Some(first) => first.0,
+            None => {
+                let (addr, _kept_by_the_device) = self.ring.pin(device, self.index)?;
+                self.ring.home.get_or_init(|| DeviceAddr(addr.0 - offset)).0
+            }
+        };
+        Ok(DeviceAddr(first + offset))
+    }
+}
+
+impl Drop for BorrowedSlot<'_> {
+    fn drop(&mut self) {
+        self.ring.slots.give(self.index);
+    }
+}

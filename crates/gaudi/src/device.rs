@@ -1,0 +1,349 @@
+//! A card that this process owns: memory, copies and exports.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use hl_thunk::ExportCall;
+use hl_thunk::packet::{self, LinDma};
+
+use crate::backend::{Backend, Geometry, HostPin};
+use crate::copy::BOUNCE_LEN;
+use crate::copy::engine::Engine;
+use crate::copy::ring::Ring;
+use crate::copy::short::copy_short;
+use crate::memory::{Entry, Extent, Memory, Table};
+use crate::runtime::Registration;
+use crate::window::{Announcement, Blocked};
+use crate::{
+    Allocation, DeviceAddr, DeviceInfo, Direction, Error, ErrorKind, Import, Segment, Side,
+    SubmitError, Transfer, Window, runtime,
+};
+
+/// Bounce slots of a device: [`BOUNCE_LEN`] bytes each.
+const BOUNCE_SLOTS: u32 = 64;
+/// Staging slots between two cards.
+const STAGING_LEN: usize = 1 << 20;
+const STAGING_SLOTS: u32 = 8;
+
+/// Identifies one opening of a card in this process; never reused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct DeviceId(pub(crate) u32);
+
+/// How much memory a device has and how it is used.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryInfo {
+    /// Bytes of device memory that can be allocated at all.
+    pub total: u64,
+    /// Bytes taken from the driver.
+    pub reserved: u64,
+    /// Bytes in live allocations (rounded to the pool's granule).
+    pub used: u64,
+    /// Number of live allocations.
+    pub allocations: usize,
+}
+
+/// An open card.
+///
+/// It is shared: as long as a handle or an allocation lives, the card is ours. When the last goes,
+/// the card is closed, so that another process can have it.
+pub struct Device {
+    info: DeviceInfo,
+    id: DeviceId,
+    window: Window,
+    announcement: Announcement,
+    /// Other devices' memory that this one can reach.
+    imports: Table,
+    engine: Engine,
+    // Closing goes down this list: pins and rings, then memory, then the card itself, then the
+    // place it had in this process.
+    pins: Mutex<HashMap<u64, Arc<HostPin>>>,
+    bounce: OnceLock<Result<Arc<Ring>, Error>>,
+    staging: OnceLock<Result<Arc<Ring>, Error>>,
+    memory: Memory,
+    backend: Arc<dyn Backend>,
+    _blocked: Option<Blocked>,
+    _registration: Registration,
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Device")
+            .field("id", &self.id)
+            .field("info", &self.info)
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.info.fmt(f)
+    }
+}
+
+impl Device {
+    /// A device on this back end, in this window.
+    pub(crate) fn new(
+        backend: Arc<dyn Backend>,
+        window: Window,
+        geometry: Geometry,
+        blocked: Option<Blocked>,
+        registration: Registration,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            info: window.info.clone(),
+            id: window.device,
+            announcement: Announcement::default(),
+            imports: Table::default(),
+            engine: Engine::new(Arc::clone(&backend)),
+            pins: Mutex::default(),
+            bounce: OnceLock::new(),
+            staging: OnceLock::new(),
+            memory: Memory::new(window.range(), geometry),
+            window,
+            backend,
+            _blocked: blocked,
+            _registration: registration,
+        })
+    }
+
+    /// Which card this is.
+    pub fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    /// This opening of the card.
+    pub fn id(&self) -> DeviceId {
+        self.id
+    }
+
+    /// The addresses this device's memory has.
+    pub fn window(&self) -> &Window {
+        &self.window
+    }
+
+    /// How much memory there is.
+    pub fn memory(&self) -> MemoryInfo {
+        self.memory.info()
+    }
+
+    /// Allocates `len` bytes (not zero) aligned to `align` (a power of two; at least 4 KiB is
+    /// always given). The contents are not defined.
+    pub fn alloc(self: &Arc<Self>, len: u64, align: u64) -> Result<Allocation, Error> {
+        self.announcement.ensure(runtime().windows(), &self.window);
+        let taken = self.memory.take(&*self.backend, len, align);
+        let base = taken.map_err(|error| error.on(self))?;
+        runtime().table().insert(Entry { base, len, device: self.id });
+        Ok(Allocation::new(Arc::clone(self), DeviceAddr(base), len))
+    }
+
+    /// The other half of [`Allocation`].
+    pub(crate) fn free(&self, addr: DeviceAddr, len: u64) {
+        runtime().table().remove(addr.0);
+        self.engine.quiesce(&(addr.0..addr.0 + len));
+        self.memory.give(addr.0);
+    }
+
+    /// A dma-buf for `[addr, addr + len)`, which must lie in one live allocation: a close-on-exec
+    /// descriptor that the caller owns, and where in it the range starts.
+    ///
+    /// All allocations in one driver page share the driver's export, so the descriptor may reach
+    /// beyond the range: hand it to a NIC of this process, not to another process.
+    pub fn export(&self, addr: DeviceAddr, len: u64) -> Result<(OwnedFd, u64), Error> {
+        self.export_extent(addr, len, Extent::Page(None))
+    }
+
+    /// As [`Device::export`], but with this one of the driver library's two calls; an error where
+    /// the library does not have it.
+    pub fn export_with(
+        &self,
+        addr: DeviceAddr,
+        len: u64,
+        call: ExportCall,
+    ) -> Result<(OwnedFd, u64), Error> {
+        self.export_extent(addr, len, Extent::Page(Some(call)))
+    }
+
+    /// A dma-buf of its own for `[addr, addr + len)` alone, rounded out to 4 KiB, which nobody
+    /// else's memory shares: for what leaves the process. Freeing the allocation does not take it
+    /// back: whoever holds the descriptor reaches the range also when it has a new tenant.
+    pub fn export_alone(&self, addr: DeviceAddr, len: u64) -> Result<(OwnedFd, u64), Error> {
+        self.export_extent(addr, len, Extent::Alone)
+    }
+
+    fn export_extent(
+        &self,
+        addr: DeviceAddr,
+        len: u64,
+        extent: Extent,
+    ) -> Result<(OwnedFd, u64), Error> {
+        self.check_own(addr, len, "exporting a dma-buf")?;
+        self.memory.export(addr.0, len, extent).map_err(|error| error.on(self))
+    }
+
+    /// Whether the device was reset or went away under our hands. Nothing works on it any more;
+    /// when its last handle and allocation are gone, the card can be opened again.
+    pub fn is_lost(&self) -> bool {
+        self.engine.is_lost()
+    }
+
+    /// Whether dma-bufs of other devices can be imported; the error says why not.
+    pub fn can_import(&self) -> Result<(), Error> {
+        self.backend.can_import().map_err(|error| error.on(self))
+    }
+
+    /// Makes the first `len` bytes of another device's dma-buf visible to this device's copies.
+    /// Between devices this is experimental in drivers that have it at all.
+    pub fn import(self: &Arc<Self>, dmabuf: BorrowedFd<'_>, len: u64) -> Result<Import, Error> {
+        Import::new(self, dmabuf, len)
+    }
+
+    pub(crate) fn map_dmabuf(&self, dmabuf: BorrowedFd<'_>, len: u64) -> Result<HostPin, Error> {
+        let mapped = self.backend.import(dmabuf, len).map_err(|error| error.on(self))?;
+        self.imports.insert(Entry { base: mapped.addr.0, len, device: self.id });
+        Ok(mapped)
+    }
+
+    pub(crate) fn forget_import(&self, addr: DeviceAddr, len: u64) {
+        self.imports.remove(addr.0);
+        self.engine.quiesce(&(addr.0..addr.0 + len));
+    }
+
+    pub(crate) fn has_imported(&self, addr: DeviceAddr, len: usize) -> bool {
+        self.imports.find(addr.0, len as u64).is_some()
+    }
+
+    fn check_own(&self, addr: DeviceAddr, len: u64, operation: &'static str) -> Result<(), Error> {
+        let found = runtime().table().find(addr.0, len.max(1));
+        if found.is_some_and(|entry| entry.device == self.id) {
+            return Ok(());
+        }
+        let detail = format!("{len} bytes at {addr} are not in one live allocation of this device");
+        let remedy = "only allocated device memory will do; a NIC registers host memory directly";
+        Err(Error::new(ErrorKind::InvalidParams, operation, detail, remedy).on(self))
+    }
+
+    /// Whether this device can copy; the error says why not.
+    pub fn can_copy(&self) -> Result<(), Error> {
+        self.engine.limits().map(drop).map_err(|error| error.on(self))
+    }
+
+    /// Starts a copy of all `segments` and returns at once. The segments are not ordered among
+    /// themselves, nor with other transfers.
+    ///
+    /// Device sides may also be memory of other open devices, which then do their part; between
+    /// two of them the bytes travel through pinned host memory.
+    ///
+    /// # Safety
+    /// Until the transfer has finished or was dropped, host sides must be valid for the access
+    /// (reads for sources, writes for destinations), and nobody may write what is read or touch
+    /// what is written. Host memory of a dropped, unfinished transfer must not be used for
+    /// anything else until the device is idle ([`Device::drain`]).
+    pub unsafe fn copy(self: &Arc<Self>, segments: &[Segment]) -> Result<Transfer, SubmitError> {
+        // SAFETY: the caller's promise.
+        unsafe { Transfer::start(self, segments, false) }.map_err(|error| match error {
+            SubmitError::Failed(error) => SubmitError::Failed(error.on(self)),
+            SubmitError::Busy => SubmitError::Busy,
+        })
+    }
+
+    /// Copies `len` bytes and returns when they have arrived. At least one side is on a device.
+    ///
+    /// # Safety
+    /// As for [`Device::copy`].
+    pub unsafe fn copy_blocking(
+        self: &Arc<Self>,
+        dst: Side,
+        src: Side,
+        len: usize,
+    ) -> Result<(), Error> {
+        // SAFETY: the caller's promise.
+        if let Some(done) = unsafe { copy_short(self, dst, src, len) } {
+            return done.map_err(|error| error.on(self));
+        }
+        let segment = Segment { dst, src, len, host_region: None };
+        // SAFETY: the caller's promise.
+        let started = unsafe { Transfer::start(self, &[segment], true) };
+        let finished = match started {
+            Ok(mut transfer) => transfer.wait(),
+            Err(SubmitError::Failed(error)) => Err(error),
+            Err(SubmitError::Busy) => unreachable!("a blocking transfer waits for room"),
+        };
+        finished.map_err(|error| error.on(self))
+    }
+
+    /// Sets `len` bytes of device memory to `byte` and returns when it is done.
+    pub fn fill(self: &Arc<Self>, addr: DeviceAddr, len: u64, byte: u8) -> Result<(), Error> {
+        self.can_copy()?;
+        if len == 0 {
+            return Ok(());
+        }
+        self.check_own(addr, len, "filling device memory")?;
+        for (at, len) in packet::split(len) {
+            let dma = LinDma::Fill { dst: DeviceAddr(addr.0 + at), len, byte };
+            // On record while it runs, so that freeing the memory waits for it.
+            // SAFETY: only device memory is written, of an allocation that is live.
+            let flight = unsafe {
+                self.engine.make_room().launch(Direction::DeviceToDevice, vec![dma], Vec::new())
+            };
+            let filled = flight.and_then(|flight| self.engine.wait(&flight));
+            filled.map_err(|error| error.on(self))?;
+        }
+        Ok(())
+    }
+
+    /// Collects finished copies whose transfers were dropped; returns how many copies are still in
+    /// flight. Never blocks.
+    pub fn progress(&self) -> usize {
+        self.engine.reap()
+    }
+
+    /// Waits until no copy is in flight; the first failure among those that were.
+    pub fn drain(&self) -> Result<(), Error> {
+        self.engine.drain().map_err(|error| error.on(self))
+    }
+
+    pub(crate) fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
+    /// Slots for small host buffers, made at the first copy that needs one.
+    pub(crate) fn bounce(&self) -> Result<&Arc<Ring>, Error> {
+        let made = self.bounce.get_or_init(|| Ring::new(BOUNCE_LEN, BOUNCE_SLOTS));
+        made.as_ref().map_err(Clone::clone)
+    }
+
+    /// Slots between two cards, made at the first copy that needs one.
+    pub(crate) fn staging(&self) -> Result<&Arc<Ring>, Error> {
+        let made = self.staging.get_or_init(|| Ring::new(STAGING_LEN, STAGING_SLOTS));
+        made.as_ref().map_err(Clone::clone)
+    }
+
+    /// Pins host memory for this device.
+    ///
+    /// # Safety
+    /// The memory must stay allocated as long as copies use the pin.
+    pub(crate) unsafe fn pin(&self, ptr: *mut u8, len: usize) -> Result<HostPin, Error> {
+        // SAFETY: the caller's promise.
+        unsafe { self.backend.pin(ptr, len) }.map_err(|error| error.on(self))
+    }
+
+    /// Keeps a region's pin until the region or the device goes.
+    pub(crate) fn keep_pin(&self, region: u64, pin: Arc<HostPin>) {
+        self.pins.lock().unwrap_or_else(PoisonError::into_inner).insert(region, pin);
+    }
+
+    pub(crate) fn forget_pin(&self, region: u64) {
+        let pin = self.pins.lock().unwrap_or_else(PoisonError::into_inner).remove(&region);
+        // Unpinning is a driver call; the lock is free again.
+        drop(pin);
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        // Nothing may be freed under the hardware's hands. Failures were told to whoever waited.
+        let _ = self.engine.drain();
+    }
+}

@@ -1,0 +1,135 @@
+//! Host memory that was registered: recorded here, pinned for a device only when a DMA needs it.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use crate::backend::HostPin;
+use crate::{Device, DeviceAddr, DeviceId, Error};
+
+/// A range of host memory that will be used for copies, perhaps often.
+///
+/// Recording costs nothing: no device is opened, no page is pinned. The first large copy that uses
+/// the region on a device pins all of it for that device; dropping the last handle unpins it, once
+/// the copies that use it are done.
+#[derive(Debug)]
+pub struct HostRegion {
+    id: u64,
+    start: usize,
+    len: usize,
+    pins: Mutex<Vec<Pinned>>,
+}
+
+#[derive(Debug)]
+struct Pinned {
+    device_id: DeviceId,
+    /// The device holds the pin; a registration must not hold the card.
+    device: Weak<Device>,
+    /// `None`: this memory cannot be pinned; copies go through bounce buffers.
+    pin: Option<Weak<HostPin>>,
+}
+
+impl HostRegion {
+    /// Records `len` bytes from `ptr`. Drop the region before the memory goes away.
+    pub fn record(ptr: *mut u8, len: usize) -> Arc<Self> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        Arc::new(Self { id, start: ptr as usize, len, pins: Mutex::default() })
+    }
+
+    /// Whether all of `[addr, addr + len)` lies inside.
+    pub fn contains(&self, addr: usize, len: usize) -> bool {
+        addr >= self.start && len <= self.len && addr - self.start <= self.len - len
+    }
+
+    /// First byte.
+    pub fn start(&self) -> *mut u8 {
+        self.start as *mut u8
+    }
+
+    /// Length in bytes.
+    #[allow(clippy::len_without_is_empty, reason = "a length, not a collection")]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether a device has it pinned at the moment.
+    pub fn is_pinned_for(&self, device: &Device) -> bool {
+        let pins = self.pins.lock().unwrap_or_else(PoisonError::into_inner);
+        let here = pins.iter().find(|pinned| pinned.device_id == device.id());
+        here.is_some_and(|pinned| pinned.pin.as_ref().is_some_and(|pin| pin.strong_count() > 0))
+    }
+
+    /// Where the device sees `addr`, pinning the region if it was not yet. `None`: it cannot be
+    /// pinned.
+    ///
+    /// # Safety
+    /// The region's memory must stay allocated as long as copies use the pin.
+    pub(crate) unsafe fn pin(
+        &self,
+        device: &Arc<Device>,
+        addr: usize,
+    ) -> Result<Option<(DeviceAddr, Arc<HostPin>)>, Error> {
+        let mut pins = self.pins.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = pins.iter().position(|pinned| pinned.device_id == device.id());
+        let pin = match known.map(|at| &pins[at].pin) {
+            Some(None) => return Ok(None),
+            Some(Some(pin)) => pin.upgrade(),
+            None => None,
+        };
+        let pin = match pin {
+            Some(pin) => pin,
+            None => {
+                pins.retain(|pinned| pinned.device.strong_count() > 0);
+                // SAFETY: the caller keeps the memory.
+                let made = unsafe { device.pin(self.start as *mut u8, self.len) };
+                let pin = match made {
+                    Ok(pin) => Some(Arc::new(pin)),
+                    Err(error) if cannot_be_pinned(&error) => None,
+                    Err(error) => return Err(error),
+                };
+                pins.push(Pinned {
+                    device_id: device.id(),
+                    device: Arc::downgrade(device),
+                    pin: pin.as_ref().map(Arc::downgrade),
+                });
+                let Some(pin) = pin else { return Ok(None) };
+                device.keep_pin(self.id, Arc::clone(&pin));
+                pin
+            }
+        };
+        Ok(Some((DeviceAddr(pin.addr.0 + (addr - self.start) as u64), pin)))
+    }
+}
+
+impl Drop for HostRegion {
+    fn drop(&mut self) {
+        let pins = self.pins.get_mut().unwrap_or_else(PoisonError::into_inner);
+        for pinned in pins.drain(..) {
+            if let Some(device) = pinned.device.upgrade() {
+                device.forget_pin(self.id);
+            }
+        }
+    }
+}
+
+/// Whether pinning failed for a reason that lies in the memory (read-only, a file on disk, locked
+/// memory used up) and not in the device: then a copy through a bounce buffer still works.
+pub(crate) fn cannot_be_pinned(error: &Error) -> bool {
+    matches!(error.errno(), Some(libc::EFAULT | libc::EINVAL | libc::ENOMEM | libc::EOPNOTSUPP))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_region_contains_its_parts_and_nothing_that_sticks_out() {
+        let region = HostRegion::record(0x1000 as *mut u8, 0x100);
+        assert!(region.contains(0x1000, 0x100));
+        assert!(region.contains(0x10ff, 1));
+        assert!(region.contains(0x1100, 0));
+        assert!(!region.contains(0x10ff, 2));
+        assert!(!region.contains(0xfff, 1));
+        assert!(!region.contains(0x1001, usize::MAX));
+    }
+}

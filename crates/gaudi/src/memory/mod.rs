@@ -1,0 +1,256 @@
+//! Device memory: taken from the driver in its large pages, handed out in small pieces, found again
+//! by address.
+
+mod pool;
+mod table;
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use hl_thunk::ExportCall;
+pub(crate) use table::{Entry, Table};
+
+use crate::backend::{Backend, Geometry, Page};
+use crate::window::find_gap;
+use crate::{Device, DeviceAddr, DeviceId, Error, ErrorKind, MemoryInfo};
+use pool::{GRANULE, Pool, SpanInfo};
+
+/// Device memory owned by the holder; dropping it frees it.
+///
+/// It keeps its device open. Dropping waits for copies of this process that still use the memory.
+#[derive(Debug)]
+pub struct Allocation {
+    device: Arc<Device>,
+    addr: DeviceAddr,
+    len: u64,
+}
+
+impl Allocation {
+    pub(crate) fn new(device: Arc<Device>, addr: DeviceAddr, len: u64) -> Self {
+        Self { device, addr, len }
+    }
+
+    /// First address.
+    pub fn addr(&self) -> DeviceAddr {
+        self.addr
+    }
+
+    /// Length in bytes, as asked for.
+    #[allow(clippy::len_without_is_empty, reason = "there are no empty allocations")]
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// The device it lies on.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        self.device.free(self.addr, self.len);
+    }
+}
+
+/// What an address turned out to be: part of a live allocation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Location {
+    /// The open device.
+    pub device_id: DeviceId,
+    /// First address of the allocation.
+    pub base: DeviceAddr,
+    /// Length of the allocation.
+    pub length: u64,
+    /// Where in the allocation the address lies.
+    pub offset: u64,
+}
+
+impl Location {
+    /// The device, unless it is being closed right now.
+    pub fn device(&self) -> Option<Arc<Device>> {
+        crate::runtime().device(self.device_id)
+    }
+}
+
+/// How much of a page an export covers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Extent {
+    /// All of it, shared by its tenants; made with this driver call, or the best there is.
+    Page(Option<ExportCall>),
+    /// The range alone, rounded out to 4 KiB.
+    Alone,
+}
+
+/// A device's memory: the driver's pages, and the pool over them.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    window: Range<u64>,
+    geometry: Geometry,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    pool: Pool,
+    /// The driver's page under each span of the pool.
+    pages: BTreeMap<u64, Box<dyn Page>>,
+}
+
+const ALLOCATING: &str = "allocating device memory";
+const EXPORTING: &str = "exporting a dma-buf";
+
+impl Memory {
+    pub(crate) fn new(window: Range<u64>, geometry: Geometry) -> Self {
+        Self { window, geometry, state: Mutex::default() }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes `len` bytes, from the pool or with new pages from the driver.
+    pub(crate) fn take(&self, backend: &dyn Backend, len: u64, align: u64) -> Result<u64, Error> {
+        let invalid = |detail: String, remedy| {
+            Err(Error::new(ErrorKind::InvalidParams, ALLOCATING, detail, remedy))
+        };
+        if len == 0 {
+            return invalid("nothing was asked for".into(), "ask for at least one byte");
+        }
+        if !align.is_power_of_two() {
+            return invalid(format!("alignment {align} is not a power of two"), "");
+        }
+        let mut state = self.state();
+        if let Some(addr) = state.pool.take(len, align) {
+            return Ok(addr);
+        }
+        self.grow(&mut state, backend, len, align)?;
+        state.pool.take(len, align).ok_or_else(|| self.exhausted(&state, len))
+    }
+
+    /// Adds pages enough for `len` bytes.
+    fn grow(
+        &self,
+        state: &mut State,
+        backend: &dyn Backend,
+        len: u64,
+        align: u64,
+    ) -> Result<(), Error> {
+        let page = self.geometry.page;
+        // Pages start aligned to a large power of two, but not to any.
+        let whole = Pool::needed(len, align).and_then(|need| need.checked_next_multiple_of(page));
+        let Some(bytes) = whole.filter(|&bytes| bytes <= self.geometry.total) else {
+            return Err(self.exhausted(state, len));
+        };
+        let first = match self.add_page(state, backend, bytes) {
+            Err(error) if error.kind() == ErrorKind::OutOfMemory => error,
+            other => return other,
+        };
+        // Pages kept for later may be what is missing.
+        let spare = state.pool.empty_spans();
+        if spare.into_iter().filter(|&span| give_back(state, span)).count() == 0 {
+            return Err(first);
+        }
+        self.add_page(state, backend, bytes)
+    }
+
+    fn add_page(&self, state: &mut State, backend: &dyn Backend, bytes: u64) -> Result<(), Error> {
+        let gap = || match self.geometry.physical_base {
+            Some(_) if !state.pages.is_empty() => None,
+            Some(base) => Some(base),
+            None => {
+                // The driver honours a hint only if the block of free addresses goes on beyond
+                // the mapping: keep a page of addresses free behind each.
+                let page = self.geometry.page;
+                let taken = state.pool.spans().map(|span| (span.start, span.len + page));
+                find_gap(&self.window, taken, page, bytes.checked_add(page)?)
+            }
+        };
+        let at = gap().ok_or_else(|| self.exhausted(state, bytes))?;
+        let page = backend.take_page(DeviceAddr(at), bytes).map_err(|error| {
+            let usual = error.errno() == Some(libc::ENOMEM);
+            if usual { self.exhausted(state, bytes) } else { error }
+        })?;
+        state.pages.insert(at, page);
+        state.pool.add_span(at, bytes);
+        Ok(())
+    }
+
+    fn exhausted(&self, state: &State, len: u64) -> Error {
+        let detail = format!(
+            "no room for {len} bytes: {} of {} bytes are allocated in {} pieces",
+            state.pool.used(),
+            self.geometry.total,
+            state.pool.allocations()
+        );
+        let mut error = Error::new(
+            ErrorKind::OutOfMemory,
+            ALLOCATING,
+            detail,
+            "free device memory or use another card",
+        );
+        error.set_errno(libc::ENOMEM);
+        error
+    }
+
+    /// Gives an allocation back. One empty page is kept for the next allocation; others return to
+    /// the driver.
+    pub(crate) fn give(&self, addr: u64) {
+        let mut state = self.state();
+        if let Some(emptied) = state.pool.give(addr) {
+            let only_spare = state.pool.empty_spans().len() == 1;
+            if !(only_spare && emptied.len == self.geometry.page) {
+                give_back(&mut state, emptied);
+            }
+        }
+    }
+
+    /// A descriptor for a range inside one allocation, and where in it the range starts.
+    pub(crate) fn export(
+        &self,
+        addr: u64,
+        len: u64,
+        extent: Extent,
+    ) -> Result<(OwnedFd, u64), Error> {
+        let state = self.state();
+        let found = state.pool.span_at(addr).and_then(|span| {
+            let page = state.pages.get(&span.start)?;
+            Some((page, addr - span.start))
+        });
+        let Some((page, offset)) = found else {
+            let detail = format!("{} is not device memory", DeviceAddr(addr));
+            return Err(Error::new(ErrorKind::InvalidParams, EXPORTING, detail, ""));
+        };
+        if let Extent::Page(call) = extent {
+            return Ok((page.export_whole(call)?, offset));
+        }
+        let start = offset & !(GRANULE - 1);
+        let end = (offset + len).next_multiple_of(GRANULE);
+        Ok((page.export_part(start, end - start)?, offset - start))
+    }
+
+    pub(crate) fn info(&self) -> MemoryInfo {
+        let state = self.state();
+        MemoryInfo {
+            total: self.geometry.total,
+            reserved: state.pool.spans().map(|span| span.len).sum(),
+            used: state.pool.used(),
+            allocations: state.pool.allocations(),
+        }
+    }
+}
+
+/// Returns an unused span to the driver. If the driver will not have it, it stays in use: a dma-buf
+/// of it is still open somewhere.
+fn give_back(state: &mut State, span: SpanInfo) -> bool {
+    let Some(page) = state.pages.remove(&span.start) else { return false };
+    match page.give_back() {
+        Ok(()) => state.pool.remove_span(span.start),
+        Err(page) => {
+            state.pages.insert(span.start, page);
+            false
+        }
+    }
+}

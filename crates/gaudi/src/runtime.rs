@@ -1,0 +1,418 @@
+//! What a process has one of: the driver library, the open cards, their windows, the table that
+//! tells Gaudi addresses from others.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::Duration;
+
+use hl_thunk::{Generation, Library};
+
+use crate::backend::Backend;
+use crate::backend::owner::Owner;
+use crate::discovery::{self, MODULE_ID};
+use crate::error::Phase;
+use crate::memory::Table;
+use crate::window::{Blocked, Windows};
+use crate::{
+    BusId, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Error, ErrorKind, Location,
+    Window, WindowEvent,
+};
+
+/// Pauses between attempts while a card is in reset or being released, about three seconds in all.
+const RETRY_PAUSES_MS: [u64; 12] = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1024];
+const OPENING: &str = "opening a device";
+
+/// The engine of this process. See [`runtime()`].
+#[derive(Default)]
+pub struct Runtime {
+    library: OnceLock<Result<Arc<Library>, Error>>,
+    /// One card is opened at a time, so that two threads share it instead of racing for it.
+    opening: Mutex<()>,
+    cards: Mutex<HashMap<BusId, OpenCard>>,
+    card_closed: Condvar,
+    next_id: AtomicU32,
+    table: Table,
+    windows: Windows,
+}
+
+/// A card that is open, or just being closed (then `device` is gone and the entry soon will be).
+#[derive(Debug)]
+struct OpenCard {
+    id: DeviceId,
+    info: DeviceInfo,
+    device: Weak<Device>,
+}
+
+impl fmt::Debug for Runtime {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Runtime").field("cards", &self.cards()).finish_non_exhaustive()
+    }
+}
+
+/// The engine of this process. Touching it costs nothing: no library is loaded, no device opened,
+/// no thread started until a function is called that needs it.
+pub fn runtime() -> &'static Runtime {
+    static RUNTIME: OnceLock<Runtime> = OnceLock::new();
+    RUNTIME.get_or_init(Runtime::default)
+}
+
+impl Runtime {
+    /// Loads the driver library and lists the cards, through control nodes only, honouring
+    /// `HABANA_VISIBLE_MODULES`. No cards is an error of kind `DeviceNotFound` whose text says
+    /// whether the library or the cards are missing; a library that did not load is not tried
+    /// again.
+    pub fn discover(&self) -> Result<Vec<DeviceInfo>, Error> {
+        discovery::discover(self.library()?)
+    }
+
+    fn library(&self) -> Result<&Arc<Library>, Error> {
+        let loaded = self.library.get_or_init(|| {
+            Library::load().map_err(|error| {
+                Error::new(
+                    ErrorKind::DeviceNotFound,
+                    "loading the driver library",
+                    error.to_string(),
+                    "install habanalabs-thunk, or set HL_THUNK_LIBRARY",
+                )
+            })
+        });
+        loaded.as_ref().map_err(Clone::clone)
+    }
+
+    /// Takes a card for this process. One that is already open here and matches is shared. Without
+    /// a choice, the one that `HLS_MODULE_ID` names, else the first card that opens.
+    pub fn open(&self, choice: &DeviceChoice) -> Result<Arc<Device>, Error> {
+        let choice = &default_choice(choice, std::env::var(MODULE_ID).ok().as_deref())?;
+        let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+        let all = self.discover()?;
+        let candidates: Vec<DeviceInfo> =
+            all.iter().filter(|card| matches(choice, card)).cloned().collect();
+        if candidates.is_empty() {
+            return Err(no_match(choice, &all));
+        }
+        if let Some(device) = self.find_open(&candidates) {
+            if !device.is_lost() {
+                return Ok(device);
+            }
+            return Err(Error::new(
+                ErrorKind::DeviceBusy,
+                OPENING,
+                "it was reset, and this process still holds memory of it",
+                "free all memory of this card, then open it again",
+            )
+            .on(&device));
+        }
+        first_to_open(candidates, |card| self.open_card(card), std::thread::sleep)
+    }
+
+    /// A card of `candidates` that this process has open.
+    fn find_open(&self, candidates: &[DeviceInfo]) -> Option<Arc<Device>> {
+        let cards = self.cards();
+        let open = |card: &DeviceInfo| cards.get(&card.bus_id)?.device.upgrade();
+        candidates.iter().find_map(open)
+    }
+
+    fn open_card(&self, card: &DeviceInfo) -> Result<Arc<Device>, Error> {
+        self.wait_until_closed(&card.bus_id);
+        let library = self.library()?;
+        let opened = hl_thunk::Device::open(library, card.bus_id.as_str());
+        let device = opened.map_err(|error| Error::driver(Phase::Open, OPENING, error).on(card))?;
+        self.adopt(card, Arc::new(Owner::new(device)))
+    }
+
+    /// Makes a device of an opened card.
+    pub(crate) fn adopt(
+        &self,
+        info: &DeviceInfo,
+        backend: Arc<dyn Backend>,
+    ) -> Result<Arc<Device>, Error> {
+        let mut geometry = backend.geometry();
+        let mut range = self.windows.place(info, geometry).map_err(|error| error.on(info))?;
+        let mut blocked = None;
+        if geometry.physical_base.is_some() {
+            let (block, part) = self.block(info, &range)?;
+            geometry.total = part.end - part.start;
+            geometry.page = geometry.total;
+            geometry.physical_base = Some(part.start);
+            (blocked, range) = (Some(block), part);
+        }
+        let id = DeviceId(self.next_id.fetch_add(1, Ordering::Relaxed));
+        let window = Window {
+            start: DeviceAddr(range.start),
+            len: range.end - range.start,
+            device: id,
+            info: info.clone(),
+        };
+        let registration = Registration { bus_id: info.bus_id.clone(), id };
+        let device = Device::new(backend, window, geometry, blocked, registration);
+        let open = OpenCard { id, info: info.clone(), device: Arc::downgrade(&device) };
+        self.cards().insert(info.bus_id.clone(), open);
+        Ok(device)
+    }
+
+    /// Keeps host memory out of a first-generation card's addresses.
+    fn block(&self, info: &DeviceInfo, range: &Range<u64>) -> Result<(Blocked, Range<u64>), Error> {
+        let other = {
+            let cards = self.cards();
+            let mut open = cards.values().map(|card| &card.info);
+            open.find(|card| card.generation == Generation::Gaudi).cloned()
+        };
+        if let Some(other) = other {
+            return Err(Error::unsupported(
+                OPENING,
+                format!("{other} is open, and first-generation cards have the same addresses"),
+                "use one first-generation card per process",
+            )
+            .on(info));
+        }
+        Blocked::most_of(range).map_err(|error| error.on(info))
+    }
+
+    /// A card that another thread of this process is closing would look busy.
+    fn wait_until_closed(&self, bus_id: &BusId) {
+        let closing = |cards: &mut HashMap<BusId, OpenCard>| {
+            cards.get(bus_id).is_some_and(|card| card.device.strong_count() == 0)
+        };
+        let waited = self.card_closed.wait_while(self.cards(), closing);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// The open device with this id.
+    pub fn device(&self, id: DeviceId) -> Option<Arc<Device>> {
+        self.cards().values().find(|card| card.id == id)?.device.upgrade()
+    }
+
+    /// The cards this process has open.
+    pub fn devices(&self) -> Vec<Arc<Device>> {
+        self.cards().values().filter_map(|card| card.device.upgrade()).collect()
+    }
+
+    /// Whether all of `[addr, addr + len)` is memory of one live allocation, and which. Wait-free.
+    /// A length of zero asks about the address alone.
+    pub fn locate(&self, addr: u64, len: usize) -> Option<Location> {
+        let entry = self.table.find(addr, len as u64)?;
+        Some(Location {
+            device_id: entry.device,
+            base: DeviceAddr(entry.base),
+            length: entry.len,
+            offset: addr - entry.base,
+        })
+    }
+
+    /// Has `observer` called for every window: at once for those there are, later on the thread
+    /// that opens one, before an address in it is handed out. It stays for ever. The engine holds
+    /// no lock meanwhile: the observer may call back.
+    pub fn subscribe(&self, observer: Box<dyn Fn(&WindowEvent) + Send + Sync>) {
+        self.windows.subscribe(Arc::from(observer));
+    }
+
+    /// Failures of the driver while things were dropped, where nobody could be told, since the last
+    /// call. Whoever writes a log asks now and then.
+    pub fn take_drop_errors(&self) -> Vec<Error> {
+        let Some(Ok(library)) = self.library.get() else { return Vec::new() };
+        let (errors, _lost) = library.take_drop_errors();
+        let name = |error| Error::driver(Phase::Use, "giving something back to the driver", error);
+        errors.into_iter().map(name).collect()
+    }
+
+    /// Never drop a [`Device`] handle while holding this: closing takes it too.
+    fn cards(&self) -> MutexGuard<'_, HashMap<BusId, OpenCard>> {
+        self.cards.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn table(&self) -> &Table {
+        &self.table
+    }
+
+    pub(crate) fn windows(&self) -> &Windows {
+        &self.windows
+    }
+}
+
+/// A device's place in the process; the last part of it to go.
+#[derive(Debug)]
+pub(crate) struct Registration {
+    bus_id: BusId,
+    id: DeviceId,
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        let runtime = runtime();
+        runtime.windows.retired(self.id);
+        let mut cards = runtime.cards();
+        if cards.get(&self.bus_id).is_some_and(|card| card.id == self.id) {
+            cards.remove(&self.bus_id);
+        }
+        drop(cards);
+        runtime.card_closed.notify_all();
+    }
+}
+
+fn matches(choice: &DeviceChoice, card: &DeviceInfo) -> bool {
+    match choice {
+        DeviceChoice::Any => true,
+        DeviceChoice::Index(index) => card.index == *index,
+        DeviceChoice::Module(id) => card.module_id == *id,
+        DeviceChoice::Bus(bus) => card.bus_id == *bus,
+    }
+}
+
+/// Without a choice, what the launcher said.
+fn default_choice(choice: &DeviceChoice, module_id: Option<&str>) -> Result<DeviceChoice, Error> {
+    match (choice, module_id.map(str::trim)) {
+        (DeviceChoice::Any, Some(id)) if !id.is_empty() => {
+            id.parse().map(DeviceChoice::Module).map_err(|_| {
+                Error::new(
+                    ErrorKind::InvalidParams,
+                    OPENING,
+                    format!("{MODULE_ID}=\"{}\" is not a module id", id.escape_debug()),
+                    "unset it, or set it to a number",
+                )
+            })
+        }
+        _ => Ok(choice.clone()),
+    }
+}
+
+fn no_match(choice: &DeviceChoice, all: &[DeviceInfo]) -> Error {
+    let cards: Vec<String> = all
+        .iter()
+        .map(|card| format!("{} = module:{} = {}", card.index, card.module_id, card.bus_id))
+        .collect();
+    let detail = format!("no card is \"{choice}\"; there are {}", cards.join(", "));
+    Error::new(ErrorKind::DeviceNotFound, OPENING, detail, "choose one of these")
+}
+
+/// Tries the cards in order until one opens. While at least one is in reset or being released, tries
+/// again after a pause, a bounded number of times.
+fn first_to_open<T>(
+    mut candidates: Vec<DeviceInfo>,
+    mut open: impl FnMut(&DeviceInfo) -> Result<T, Error>,
+    mut pause: impl FnMut(Duration),
+) -> Result<T, Error> {
+    let mut pauses = RETRY_PAUSES_MS.into_iter();
+    loop {
+        let mut failures = Vec::new();
+        for card in candidates {
+            match open(&card) {
+                Ok(opened) => return Ok(opened),
+                Err(error) => failures.push((card, error)),
+            }
+        }
+        let may_recover = failures.iter().any(|(_, error)| error.errno() == Some(libc::EAGAIN));
+        match pauses.next() {
+            Some(length) if may_recover => pause(Duration::from_millis(length)),
+            _ => return Err(none_opened(failures)),
+        }
+        candidates = failures.into_iter().map(|(card, _)| card).collect();
+    }
+}
+
+/// One error for all cards that did not open: the single one's own, or a summary.
+fn none_opened(mut failures: Vec<(DeviceInfo, Error)>) -> Error {
+    if failures.len() == 1 {
+        return failures.remove(0).1;
+    }
+    let all_busy = failures.iter().all(|(_, error)| error.kind() == ErrorKind::DeviceBusy);
+    if !all_busy {
+        // The most telling one: not "busy", which is only how the others happen to be.
+        let at = failures.iter().position(|(_, error)| error.kind() != ErrorKind::DeviceBusy);
+        return failures.swap_remove(at.unwrap_or(0)).1;
+    }
+    let names: Vec<&str> = failures.iter().map(|(card, _)| card.bus_id.as_str()).collect();
+    let mut error = Error::new(
+        ErrorKind::DeviceBusy,
+        OPENING,
+        format!("all {} cards are owned by other processes ({})", names.len(), names.join(", ")),
+        "end one of their owners, or wait",
+    );
+    error.set_errno(libc::EBUSY);
+    error
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cards(count: u32) -> Vec<DeviceInfo> {
+        let card = |index| DeviceInfo {
+            index,
+            module_id: index,
+            bus_id: format!("0000:{index:02x}:00.0").parse().unwrap(),
+            generation: Generation::Gaudi2,
+            card_name: String::new(),
+            driver_version: String::new(),
+            is_software: false,
+        };
+        (0..count).map(card).collect()
+    }
+
+    fn refused(card: &DeviceInfo, errno: i32) -> Result<u32, Error> {
+        Err(Error::os(Phase::Open, OPENING, "hlthunk_open", errno).on(card))
+    }
+
+    #[test]
+    fn a_busy_card_is_passed_over_without_a_pause() {
+        let opened = first_to_open(
+            cards(3),
+            |card| if card.index < 2 { refused(card, libc::EBUSY) } else { Ok(card.index) },
+            |_| panic!("no pause"),
+        );
+        assert_eq!(opened, Ok(2));
+    }
+
+    #[test]
+    fn a_card_in_reset_is_tried_again_with_growing_pauses() {
+        let mut tries = 0;
+        let mut pauses = Vec::new();
+        let opened = first_to_open(
+            cards(1),
+            |card| {
+                tries += 1;
+                if tries < 5 { refused(card, libc::EAGAIN) } else { Ok(card.index) }
+            },
+            |pause| pauses.push(pause.as_millis()),
+        );
+        assert_eq!(opened, Ok(0));
+        assert_eq!(pauses, [1, 2, 4, 8]);
+    }
+
+    #[test]
+    fn a_card_that_stays_in_reset_is_given_up_after_about_three_seconds() {
+        let mut waited = Duration::ZERO;
+        let opened =
+            first_to_open(cards(1), |card| refused(card, libc::EAGAIN), |pause| waited += pause);
+        let error = opened.unwrap_err();
+        assert_eq!((error.kind(), error.errno()), (ErrorKind::DeviceBusy, Some(libc::EAGAIN)));
+        assert!(error.to_string().contains("try again"), "{error}");
+        assert!((2000..4000).contains(&waited.as_millis()), "{waited:?}");
+    }
+
+    #[test]
+    fn if_all_are_busy_the_error_says_so_and_a_stranger_cause_is_not_hidden() {
+        let all_busy = first_to_open(cards(3), |card| refused(card, libc::EBUSY), |_| {});
+        let error = all_busy.unwrap_err();
+        assert_eq!((error.kind(), error.errno()), (ErrorKind::DeviceBusy, Some(libc::EBUSY)));
+        assert!(error.to_string().contains("all 3 cards"), "{error}");
+        let errno = |card: &DeviceInfo| if card.index == 1 { libc::EACCES } else { libc::EBUSY };
+        let mixed = first_to_open(cards(3), |card| refused(card, errno(card)), |_| {});
+        let error = mixed.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::PermissionDenied);
+        assert!(error.to_string().contains("0000:01:00.0"), "{error}");
+    }
+
+    #[test]
+    fn the_launchers_module_id_counts_only_without_a_choice() {
+        let any = DeviceChoice::Any;
+        let index = DeviceChoice::Index(1);
+        assert_eq!(default_choice(&any, Some("3")).unwrap(), DeviceChoice::Module(3));
+        assert_eq!(default_choice(&index, Some("3")).unwrap(), index);
+        assert_eq!(default_choice(&any, Some("")).unwrap(), any);
+        assert_eq!(default_choice(&any, None).unwrap(), any);
+        assert!(default_choice(&any, Some("x")).unwrap_err().to_string().contains("HLS_MODULE_ID"));
+    }
+}

@@ -1,0 +1,64 @@
+//! A handful of numbered slots, taken and given back without a lock.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Up to 64 slots; a set bit is a free one.
+#[derive(Debug)]
+pub(crate) struct Slots(AtomicU64);
+
+impl Slots {
+    /// Slots `0..count`, all free.
+    pub(crate) fn new(count: u32) -> Self {
+        assert!((1..=64).contains(&count));
+        Self(AtomicU64::new(u64::MAX >> (64 - count)))
+    }
+
+    /// Takes the lowest free slot.
+    pub(crate) fn take(&self) -> Option<u32> {
+        // Acquire: what the last holder did with the slot's memory is visible to the next.
+        let taken = self.0.fetch_update(Ordering::Acquire, Ordering::Relaxed, |free| {
+            (free != 0).then(|| free & (free - 1))
+        });
+        taken.ok().map(u64::trailing_zeros)
+    }
+
+    /// Gives a slot back.
+    pub(crate) fn give(&self, slot: u32) {
+        let before = self.0.fetch_or(1 << slot, Ordering::Release);
+        debug_assert_eq!(before & (1 << slot), 0, "slot {slot} given back twice");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_are_handed_out_once_until_given_back() {
+        let slots = Slots::new(3);
+        assert_eq!([slots.take(), slots.take(), slots.take()], [Some(0), Some(1), Some(2)]);
+        assert_eq!(slots.take(), None);
+        slots.give(1);
+        assert_eq!(slots.take(), Some(1));
+    }
+
+    #[test]
+    fn no_slot_is_held_twice_by_concurrent_takers() {
+        let slots = Slots::new(64);
+        let holders: Vec<AtomicU64> = (0..64).map(|_| AtomicU64::new(0)).collect();
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..5000 {
+                        if let Some(slot) = slots.take() {
+                            let holders = &holders[slot as usize];
+                            assert_eq!(holders.fetch_add(1, Ordering::SeqCst), 0);
+                            holders.fetch_sub(1, Ordering::SeqCst);
+                            slots.give(slot);
+                        }
+                    }
+                });
+            }
+        });
+    }
+}

@@ -1,0 +1,438 @@
+//! Address windows: each device of a process has one range of addresses of its own, and those who
+//! must know about it (UCX's memory-type cache) are told before its first address is handed out.
+//!
+//! Every Gaudi2 has an MMU of its own, so two of them may answer with the same address. Each card
+//! gets a slice of the range that the driver leaves to callers' hints, for the life of the process:
+//! a slice is never given to another card, because someone may remember which card it was. Gaudi1
+//! has physical addresses, which a host pointer could equal: their range is blocked in the host's
+//! address space while the card is open.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::ops::Range;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::ThreadId;
+
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+
+use crate::backend::Geometry;
+use crate::error::Phase;
+use crate::{BusId, DeviceAddr, DeviceId, DeviceInfo, Error, ErrorKind};
+
+/// Size of a card's slice: several times the memory of any card, and a power of two so that UCX's
+/// page table holds it in one entry.
+const SLICE: u64 = 1 << 39;
+/// The driver aligns device addresses by their low 48 bits only.
+const ALIGNED_BITS: u64 = (1 << 48) - 1;
+
+/// A device's range of addresses. All its allocations lie inside, and nothing else does.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Window {
+    /// First address.
+    pub start: DeviceAddr,
+    /// Length in bytes.
+    pub len: u64,
+    /// The open device it belongs to.
+    pub device: DeviceId,
+    /// Which card that is.
+    pub info: DeviceInfo,
+}
+
+impl Window {
+    /// The addresses as plain numbers.
+    pub fn range(&self) -> Range<u64> {
+        self.start.0..self.start.0 + self.len
+    }
+}
+
+/// What happened to a window.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum WindowEvent {
+    /// Addresses of this window are about to be handed out, or were already when the observer
+    /// subscribed.
+    Opened(Window),
+    /// The card was closed: no address of this window is valid any more. The same card gets the
+    /// same window when it is opened again; no other card ever does.
+    Retired(Window),
+}
+
+type Observer = Arc<dyn Fn(&WindowEvent) + Send + Sync>;
+
+/// Which card has which slice, which windows are in use, and who wants to know.
+#[derive(Default)]
+pub(crate) struct Windows {
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    slices: HashMap<BusId, u64>,
+    open: Vec<Window>,
+    observers: Vec<Observer>,
+}
+
+impl Windows {
+    /// The addresses for a card's memory.
+    pub(crate) fn place(&self, info: &DeviceInfo, geometry: Geometry) -> Result<Range<u64>, Error> {
+        if let Some(base) = geometry.physical_base {
+            return Ok(base..base + geometry.total);
+        }
+        let full = || {
+            Error::new(
+                ErrorKind::OutOfMemory,
+                "choosing device addresses",
+                "every address window of this process has been given to a card",
+                "restart the process",
+            )
+        };
+        let hints = info.generation.hint_range().ok_or_else(full)?;
+        let count = (hints.end - hints.start) / SLICE;
+        let state = &mut *self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let slice = match state.slices.get(&info.bus_id) {
+            Some(&slice) => slice,
+            None => {
+                // By the card's number, so that a second copy of this library in the process, which
+                // has other cards, has other addresses too. A framework places its own pool at the
+                // bottom of the range; start half way up.
+                let wanted = u64::from(info.index) + count / 2;
+                let mut slices = (0..count).map(|step| (wanted + step) % count);
+                let free = |slice: &u64| !state.slices.values().any(|taken| taken == slice);
+                let slice = slices.find(free).ok_or_else(full)?;
+                state.slices.insert(info.bus_id.clone(), slice);
+                slice
+            }
+        };
+        let start = hints.start + slice * SLICE;
+        Ok(start..start + SLICE)
+    }
+
+    /// Adds an observer and tells it what is already there.
+    pub(crate) fn subscribe(&self, observer: Observer) {
+        let windows = {
+            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            state.observers.push(Arc::clone(&observer));
+            state.open.clone()
+        };
+        for window in windows {
+            observer(&WindowEvent::Opened(window));
+        }
+    }
+
+    fn opened(&self, window: &Window) {
+        let observers = {
+            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            state.open.push(window.clone());
+            state.observers.clone()
+        };
+        notify(&observers, &WindowEvent::Opened(window.clone()));
+    }
+
+    /// The device is closed; tells the observers if they had been told of it.
+    pub(crate) fn retired(&self, device: DeviceId) {
+        let (window, observers) = {
+            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            let Some(at) = state.open.iter().position(|window| window.device == device) else {
+                return;
+            };
+            (state.open.remove(at), state.observers.clone())
+        };
+        notify(&observers, &WindowEvent::Retired(window));
+    }
+}
+
+/// No lock is held here: observers may call back.
+fn notify(observers: &[Observer], event: &WindowEvent) {
+    for observer in observers {
+        observer(event);
+    }
+}
+
+/// Tells the observers of one device's window, once, before its first address is handed out.
+#[derive(Debug, Default)]
+pub(crate) struct Announcement {
+    state: Mutex<Progress>,
+    done: Condvar,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Progress {
+    #[default]
+    NotYet,
+    By(ThreadId),
+    Done,
+}
+
+impl Announcement {
+    /// Returns when all observers know the window. Other threads wait for the one that tells them;
+    /// an observer that calls back on the same thread does not.
+    pub(crate) fn ensure(&self, windows: &Windows, window: &Window) {
+        let me = std::thread::current().id();
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            match *state {
+                Progress::Done => return,
+                Progress::By(thread) if thread == me => return,
+                Progress::By(_) => {
+                    state = self.done.wait(state).unwrap_or_else(PoisonError::into_inner);
+                }
+                Progress::NotYet => break,
+            }
+        }
+        *state = Progress::By(me);
+        drop(state);
+        // Also when an observer panics: others must not wait for ever.
+        let _done = Done(self);
+        windows.opened(window);
+    }
+}
+
+struct Done<'a>(&'a Announcement);
+
+impl Drop for Done<'_> {
+    fn drop(&mut self) {
+        *self.0.state.lock().unwrap_or_else(PoisonError::into_inner) = Progress::Done;
+        self.0.done.notify_all();
+    }
+}
+
+/// The lowest place for `bytes` in `window` that overlaps none of `taken` (sorted) and is aligned
+/// as the driver wants it: the low 48 bits a multiple of `page`.
+pub(crate) fn find_gap(
+    window: &Range<u64>,
+    taken: impl Iterator<Item = (u64, u64)>,
+    page: u64,
+    bytes: u64,
+) -> Option<u64> {
+    let align = |addr: u64| {
+        let low = addr & ALIGNED_BITS;
+        addr.checked_add(low.checked_next_multiple_of(page)? - low)
+    };
+    let mut at = align(window.start)?;
+    for (start, len) in taken {
+        if at.checked_add(bytes)? <= start {
+            break;
+        }
+        at = at.max(align(start.checked_add(len)?)?);
+    }
+    (at.checked_add(bytes)? <= window.end).then_some(at)
+}
+
+/// Host addresses that nothing else may use while this lives.
+#[derive(Debug)]
+pub(crate) struct Blocked {
+    start: usize,
+    len: usize,
+}
+
+/// The largest part of `range` that `maps` (the format of `/proc/self/maps`) leaves free, with both
+/// ends multiples of `align`.
+fn largest_free(range: &Range<u64>, maps: &str, align: u64) -> Option<Range<u64>> {
+    let number = |text: &str| u64::from_str_radix(text, 16).ok();
+    let mut used: Vec<(u64, u64)> = maps
+        .lines()
+        .filter_map(|line| {
+            let (start, end) = line.split_whitespace().next()?.split_once('-')?;
+            Some((number(start)?, number(end)?))
+        })
+        .collect();
+    used.push((range.end, range.end));
+    used.sort_unstable();
+    let mut free_from = range.start;
+    let mut best: Option<Range<u64>> = None;
+    for (start, end) in used {
+        let gap = free_from.next_multiple_of(align)..start.min(range.end) / align * align;
+        let size = |gap: &Range<u64>| gap.end.saturating_sub(gap.start);
+        if size(&gap) > best.as_ref().map_or(0, size) {
+            best = Some(gap);
+        }
+        free_from = free_from.max(end);
+        if free_from >= range.end {
+            break;
+        }
+    }
+    best
+}
+
+impl Blocked {
+    /// Blocks as much of `range` as is free in one piece: a program that is not position-independent
+    /// has its heap somewhere in the first gigabytes, and that part of the card stays unused.
+    pub(crate) fn most_of(range: &Range<u64>) -> Result<(Self, Range<u64>), Error> {
+        const ALIGN: u64 = 2 << 20;
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+        let part = largest_free(range, &maps, ALIGN).unwrap_or_else(|| range.clone());
+        Ok((Self::new(&part)?, part))
+    }
+
+    /// Blocks `range`; fails if any of it is in use.
+    pub(crate) fn new(range: &Range<u64>) -> Result<Self, Error> {
+        let operation = "keeping host pointers out of the card's physical addresses";
+        let (start, len) = (range.start as usize, (range.end - range.start) as usize);
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED_NOREPLACE;
+        // SAFETY: no-replace: fails instead of touching an existing mapping.
+        let mapped =
+            unsafe { mmap_anonymous(start as *mut c_void, len, ProtFlags::empty(), flags) };
+        match mapped {
+            Ok(at) if at as usize == start => Ok(Self { start, len }),
+            Ok(at) => {
+                // A kernel without the flag treats the address as a hint.
+                // SAFETY: our own mapping from just above.
+                let _ = unsafe { munmap(at, len) };
+                Err(Error::os(Phase::Use, operation, "mmap", libc::EEXIST))
+            }
+            Err(errno) => Err(Error::os(Phase::Use, operation, "mmap", errno.raw_os_error())),
+        }
+    }
+}
+
+impl Drop for Blocked {
+    fn drop(&mut self) {
+        // SAFETY: our own inaccessible mapping.
+        let _ = unsafe { munmap(self.start as *mut c_void, self.len) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::fake::Fake;
+    use crate::runtime;
+    use hl_thunk::Generation;
+    use proptest::prelude::*;
+    use std::collections::HashSet;
+
+    const GAUDI2_PAGE: u64 = 0x3000_0000;
+    const GEOMETRY: Geometry =
+        Geometry { total: 127 * GAUDI2_PAGE, page: GAUDI2_PAGE, physical_base: None };
+
+    fn card(index: u32) -> DeviceInfo {
+        DeviceInfo {
+            index,
+            module_id: 0,
+            bus_id: format!("{index:04x}:00:00.0").parse().unwrap(),
+            generation: Generation::Gaudi2,
+            card_name: String::new(),
+            driver_version: String::new(),
+            is_software: false,
+        }
+    }
+
+    #[test]
+    fn every_card_has_a_window_of_its_own_for_ever() {
+        let windows = Windows::default();
+        let place = |index| windows.place(&card(index), GEOMETRY);
+        // Cards 3 and 67 would like the same one.
+        let mut placed = vec![place(67).unwrap()];
+        placed.extend((0..63).map(|index| place(index).unwrap()));
+        for (at, one) in placed.iter().enumerate() {
+            assert!(one.start >= 0x1001_5000_0000_0000 && one.end <= 0x1001_7000_0000_0000);
+            assert_eq!(one.start % SLICE, 0, "one entry in UCX's page table");
+            for other in &placed[at + 1..] {
+                assert!(one.end <= other.start || other.end <= one.start);
+            }
+        }
+        assert_eq!(place(67).unwrap(), placed[0], "opened again");
+        let error = place(63).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{error}");
+    }
+
+    #[test]
+    fn the_window_follows_from_the_cards_number_alone() {
+        let (one, another) = (Windows::default(), Windows::default());
+        one.place(&card(5), GEOMETRY).unwrap();
+        let place = |windows: &Windows| windows.place(&card(2), GEOMETRY).unwrap();
+        assert_eq!(place(&one), place(&another));
+    }
+
+    proptest! {
+        #[test]
+        fn gaps_are_aligned_inside_and_free(
+            page in prop_oneof![Just(GAUDI2_PAGE), Just(0x2800_0000_u64), Just(1_u64 << 25)],
+            slots in prop::collection::btree_set(0..40_u64, 0..30),
+            count in 1..5_u64
+        ) {
+            let window = 0x1001_6000_0000_0000..0x1001_6000_0000_0000 + SLICE;
+            let first = find_gap(&window, std::iter::empty(), page, page).unwrap();
+            prop_assert!(first - window.start < page);
+            let taken: Vec<_> = slots.iter().map(|slot| (first + slot * page, page)).collect();
+            let at = find_gap(&window, taken.iter().copied(), page, count * page).unwrap();
+            prop_assert_eq!((at & ALIGNED_BITS) % page, 0);
+            prop_assert!(at >= window.start && at + count * page <= window.end);
+            for (start, len) in taken {
+                prop_assert!(at + count * page <= start || start + len <= at);
+            }
+        }
+    }
+
+    #[test]
+    fn a_full_window_has_no_gap() {
+        let window = 0x1000..0x5000;
+        assert_eq!(find_gap(&window, [(0x1000, 0x4000)].into_iter(), 0x1000, 0x1000), None);
+        assert_eq!(find_gap(&window, std::iter::empty(), 0x1000, 0x5000), None);
+        assert_eq!(find_gap(&window, std::iter::empty(), 0x1000, u64::MAX), None);
+    }
+
+    #[test]
+    fn the_heap_of_the_program_is_left_alone() {
+        let maps = "00400000-00500000 r-xp 00000000 fe:00 1 /usr/bin/program\n\
+                    2f2b1000-2f400000 rw-p 00000000 00:00 0 [heap]\n\
+                    7f0000000000-7f0000001000 rw-p 00000000 00:00 0\n";
+        let card = 0x2000_0000..0x8_0000_0000_u64;
+        assert_eq!(largest_free(&card, maps, 2 << 20), Some(0x2f40_0000..0x8_0000_0000));
+        assert_eq!(largest_free(&card, "", 2 << 20), Some(card.clone()));
+        let all = "10000000-900000000 rw-p 00000000 00:00 0\n";
+        assert_eq!(largest_free(&card, all, 2 << 20), None);
+        let middle = "100000000-700000000 rw-p 00000000 00:00 0\n";
+        assert_eq!(largest_free(&card, middle, 2 << 20), Some(0x7_0000_0000..0x8_0000_0000));
+    }
+
+    #[test]
+    fn a_blocked_range_is_refused_a_second_time_and_free_afterwards() {
+        let range = 0x6_0000_0000..0x6_0010_0000;
+        let blocked = Blocked::new(&range).unwrap();
+        assert_eq!(Blocked::new(&range).unwrap_err().errno(), Some(libc::EEXIST));
+        drop(blocked);
+        Blocked::new(&range).unwrap();
+    }
+
+    #[test]
+    fn nobody_gets_an_address_before_the_observers_know_the_window() {
+        let told = Arc::new(Mutex::new(HashSet::new()));
+        let record = Arc::clone(&told);
+        runtime().subscribe(Box::new(move |event| {
+            if let WindowEvent::Opened(window) = event {
+                std::thread::yield_now();
+                record.lock().unwrap().insert(window.device);
+            }
+        }));
+        for _ in 0..8 {
+            let (_fake, device) = Fake::device();
+            std::thread::scope(|scope| {
+                for _ in 0..3 {
+                    scope.spawn(|| {
+                        let _allocation = device.alloc(1, 1).unwrap();
+                        assert!(told.lock().unwrap().contains(&device.id()));
+                    });
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn an_observer_may_allocate_from_the_device_it_is_told_about() {
+        let (_fake, device) = Fake::device();
+        let id = device.id();
+        let inner = Arc::new(Mutex::new(None));
+        let keep = Arc::clone(&inner);
+        runtime().subscribe(Box::new(move |event| {
+            if let WindowEvent::Opened(window) = event
+                && window.device == id
+            {
+                let device = runtime().device(id).unwrap();
+                *keep.lock().unwrap() = Some(device.alloc(1, 1).unwrap());
+            }
+        }));
+        let outer = device.alloc(1, 1).unwrap();
+        let inner = inner.lock().unwrap().take().unwrap();
+        assert_ne!(outer.addr(), inner.addr());
+    }
+}

@@ -1,0 +1,412 @@
+//! Copies on the software Gaudi2, every byte checked, with poisoned surroundings.
+
+mod machine;
+
+use std::sync::Arc;
+
+use gaudi::{
+    Allocation, Device, DeviceAddr, ErrorKind, HostRegion, Segment, Side, SubmitError, runtime,
+};
+use machine::{assert_same, fresh, pattern, read, write};
+
+const POISON: u8 = 0xee;
+const MARGIN: usize = 300;
+
+/// Around the interesting borders: one packet, the bounce slot (64 KiB), pinned, several slots.
+const SIZES: [usize; 14] =
+    [1, 2, 7, 8, 63, 127, 129, 4095, 4097, 65535, 65536, 65537, 1_000_003, (5 << 20) + 13];
+
+fn setup() -> Arc<Device> {
+    machine::set_up("gaudi2");
+    fresh()
+}
+
+fn at(allocation: &Allocation, offset: usize) -> DeviceAddr {
+    DeviceAddr(allocation.addr().0 + offset as u64)
+}
+
+/// Device memory with poison in it and room around `len` bytes at an odd offset.
+fn poisoned(device: &Arc<Device>, len: usize) -> Allocation {
+    let allocation = device.alloc((len + 2 * MARGIN) as u64, 1).unwrap();
+    write(device, allocation.addr(), &vec![POISON; len + 2 * MARGIN]);
+    allocation
+}
+
+/// `inner` in the middle of poison.
+fn framed(inner: &[u8], offset: usize, total: usize) -> Vec<u8> {
+    let mut whole = vec![POISON; total];
+    whole[offset..offset + inner.len()].copy_from_slice(inner);
+    whole
+}
+
+fn segment(dst: Side, src: Side, len: usize) -> Segment {
+    Segment { dst, src, len, host_region: None }
+}
+
+#[test]
+fn host_to_device_and_back_at_odd_sizes_and_offsets() {
+    let device = setup();
+    for (round, len) in SIZES.into_iter().enumerate() {
+        let offset = 1 + 37 * round % MARGIN;
+        let target = poisoned(&device, len);
+        let sent = pattern(len + 1, round as u64);
+        write(&device, at(&target, offset), &sent[1..]);
+        let whole = read(&device, target.addr(), len + 2 * MARGIN);
+        assert_same(&whole, &framed(&sent[1..], offset, whole.len()), "on the device");
+
+        let mut back = vec![POISON; len + 2 * MARGIN];
+        // SAFETY: the vector lives across the call; the offset stays inside.
+        unsafe {
+            let host = Side::Host(back.as_mut_ptr().add(offset));
+            device.copy_blocking(host, Side::Device(at(&target, offset)), len).unwrap();
+        }
+        assert_same(&back, &framed(&sent[1..], offset, back.len()), "back on the host");
+    }
+}
+
+#[test]
+fn within_the_device_at_odd_sizes_and_offsets() {
+    let device = setup();
+    for (round, len) in SIZES.into_iter().enumerate() {
+        let (from, to) = (3 + 11 * round % MARGIN, 5 + 7 * round % MARGIN);
+        let source = poisoned(&device, len);
+        let target = poisoned(&device, len);
+        let bytes = pattern(len, round as u64);
+        write(&device, at(&source, from), &bytes);
+        let (dst, src) = (Side::Device(at(&target, to)), Side::Device(at(&source, from)));
+        // SAFETY: no host memory is involved.
+        unsafe { device.copy_blocking(dst, src, len) }.unwrap();
+        let whole = read(&device, target.addr(), len + 2 * MARGIN);
+        assert_same(&whole, &framed(&bytes, to, whole.len()), "copied within");
+    }
+}
+
+#[test]
+fn between_two_devices_of_one_process() {
+    let (one, two) = (setup(), fresh());
+    for (round, len) in [1, 4097, 1 << 20, (1 << 20) + 1, (19 << 20) + 5].into_iter().enumerate() {
+        let source = poisoned(&one, len);
+        let target = poisoned(&two, len);
+        let bytes = pattern(len, round as u64);
+        write(&one, at(&source, 9), &bytes);
+        let (dst, src) = (Side::Device(at(&target, 17)), Side::Device(at(&source, 9)));
+        // Whichever of them is asked, the bytes arrive.
+        for asked in [&one, &two] {
+            write(&two, target.addr(), &vec![POISON; len + 2 * MARGIN]);
+            // SAFETY: no host memory is involved.
+            unsafe { asked.copy_blocking(dst, src, len) }.unwrap();
+            let whole = read(&two, target.addr(), len + 2 * MARGIN);
+            assert_same(&whole, &framed(&bytes, 17, whole.len()), "copied across");
+        }
+    }
+}
+
+#[test]
+fn one_transfer_may_touch_several_devices() {
+    let (one, two) = (setup(), fresh());
+    let bytes = pattern(200_000, 1);
+    let (a, b) = (poisoned(&one, 200_000), poisoned(&two, 200_000));
+    let host = Side::Host(bytes.as_ptr().cast_mut());
+    let segments = [
+        segment(Side::Device(at(&a, 1)), host, 100),
+        segment(Side::Device(at(&b, 2)), host, 200_000),
+        segment(Side::Device(at(&a, 101)), host, 150_000),
+    ];
+    // SAFETY: `bytes` lives until the transfer has finished, and is only read.
+    unsafe { one.copy(&segments) }.unwrap().wait().unwrap();
+    let mut on_a = bytes[..100].to_vec();
+    on_a.extend_from_slice(&bytes[..150_000]);
+    let whole = read(&one, a.addr(), 200_000 + 2 * MARGIN);
+    assert_same(&whole, &framed(&on_a, 1, whole.len()), "on the first");
+    let whole = read(&two, b.addr(), 200_000 + 2 * MARGIN);
+    assert_same(&whole, &framed(&bytes, 2, whole.len()), "on the second");
+}
+
+#[test]
+fn fill_sets_exactly_the_range() {
+    let device = setup();
+    for (round, len) in SIZES.into_iter().enumerate() {
+        let offset = 1 + 13 * round % MARGIN;
+        let target = poisoned(&device, len);
+        device.fill(at(&target, offset), len as u64, round as u8).unwrap();
+        let whole = read(&device, target.addr(), len + 2 * MARGIN);
+        assert_same(&whole, &framed(&vec![round as u8; len], offset, whole.len()), "filled");
+    }
+}
+
+#[test]
+fn an_asynchronous_copy_of_many_segments_both_ways() {
+    let device = setup();
+    let lens: Vec<usize> = (0..400).map(|at| 1 + (at * 977) % 9000).chain([200_000]).collect();
+    let sent: Vec<Vec<u8>> = lens.iter().map(|&len| pattern(len, len as u64)).collect();
+    let target = device.alloc(lens.iter().sum::<usize>() as u64, 1).unwrap();
+    let mut segments = Vec::new();
+    let mut offset = 0;
+    for bytes in &sent {
+        let host = Side::Host(bytes.as_ptr().cast_mut());
+        segments.push(segment(Side::Device(at(&target, offset)), host, bytes.len()));
+        offset += bytes.len();
+    }
+    // SAFETY: `sent` lives until the transfer has finished, and is only read.
+    let mut transfer = unsafe { device.copy(&segments) }.unwrap();
+    while transfer.poll().is_none() {}
+    assert!(transfer.poll().unwrap().is_ok(), "the answer stays");
+
+    let mut received: Vec<Vec<u8>> = lens.iter().map(|&len| vec![0; len]).collect();
+    for (segment, bytes) in segments.iter_mut().zip(&mut received) {
+        segment.src = segment.dst;
+        segment.dst = Side::Host(bytes.as_mut_ptr());
+    }
+    // SAFETY: `received` lives until the transfer has finished and nobody touches it.
+    let mut transfer = unsafe { device.copy(&segments) }.unwrap();
+    transfer.wait().unwrap();
+    for (received, sent) in received.iter().zip(&sent) {
+        assert_same(received, sent, "received");
+    }
+}
+
+#[test]
+fn a_registered_region_is_pinned_once_and_unpinned_when_dropped() {
+    let device = setup();
+    let mut host = pattern(1 << 20, 5);
+    let target = device.alloc(1 << 20, 1).unwrap();
+    let region = HostRegion::record(host.as_mut_ptr(), host.len());
+    assert!(!region.is_pinned_for(&device), "recording pins nothing");
+    let copy = |offset: usize, len: usize| {
+        let source = Side::Host(region.start().wrapping_add(offset));
+        let mut segment = segment(Side::Device(at(&target, offset)), source, len);
+        segment.host_region = Some(Arc::clone(&region));
+        // SAFETY: the buffer lives until the transfer has finished.
+        unsafe { device.copy(&[segment]) }.unwrap().wait().unwrap();
+    };
+    copy(0, 300_000);
+    assert!(region.is_pinned_for(&device));
+    copy(300_000, 7);
+    copy(300_007, (1 << 20) - 300_007);
+    assert_same(&read(&device, target.addr(), 1 << 20), &host, "by region");
+    drop(region);
+}
+
+#[test]
+fn dropping_the_device_drops_its_pins_though_regions_live_on() {
+    let device = setup();
+    let index = device.info().index;
+    let mut host = pattern(1 << 20, 5);
+    let region = HostRegion::record(host.as_mut_ptr(), host.len());
+    let use_region = |device: &Arc<Device>| {
+        let target = device.alloc(1 << 20, 1).unwrap();
+        let mut segment =
+            segment(Side::Device(target.addr()), Side::Host(region.start()), region.len());
+        segment.host_region = Some(Arc::clone(&region));
+        // SAFETY: the buffer lives until the transfer has finished.
+        unsafe { device.copy(&[segment]) }.unwrap().wait().unwrap();
+        assert_same(&read(device, target.addr(), 1 << 20), &host, "by region");
+    };
+    use_region(&device);
+    drop(device);
+    assert!(runtime().devices().iter().all(|device| device.info().index != index), "closed");
+    let again = machine::open(index);
+    assert!(!region.is_pinned_for(&again));
+    use_region(&again);
+}
+
+/// Memory that exists but may not be written, as a file's text or a constant is.
+struct ReadOnly {
+    start: *mut u8,
+    len: usize,
+}
+
+impl ReadOnly {
+    fn new(bytes: &[u8]) -> Self {
+        // SAFETY: a new private mapping, filled before it is made read-only.
+        unsafe {
+            let start = libc::mmap(
+                std::ptr::null_mut(),
+                bytes.len(),
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            );
+            assert_ne!(start, libc::MAP_FAILED);
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), start.cast(), bytes.len());
+            assert_eq!(libc::mprotect(start, bytes.len(), libc::PROT_READ), 0);
+            Self { start: start.cast(), len: bytes.len() }
+        }
+    }
+}
+
+impl Drop for ReadOnly {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping.
+        unsafe { libc::munmap(self.start.cast(), self.len) };
+    }
+}
+
+#[test]
+fn memory_that_cannot_be_pinned_is_copied_in_pieces() {
+    let device = setup();
+    let len = 5_000_001;
+    let bytes = pattern(len, 3);
+    let source = ReadOnly::new(&bytes);
+    let target = poisoned(&device, len);
+    let (dst, src) = (Side::Device(at(&target, 21)), Side::Host(source.start));
+    // SAFETY: the mapping lives across the call.
+    unsafe { device.copy_blocking(dst, src, len) }.unwrap();
+    let whole = read(&device, target.addr(), len + 2 * MARGIN);
+    assert_same(&whole, &framed(&bytes, 21, whole.len()), "from read-only memory");
+
+    let region = HostRegion::record(source.start, len);
+    for _ in 0..2 {
+        let mut segment = segment(dst, src, len);
+        segment.host_region = Some(Arc::clone(&region));
+        // SAFETY: the mapping lives until the transfer has finished.
+        unsafe { device.copy(&[segment]) }.unwrap().wait().unwrap();
+        assert!(!region.is_pinned_for(&device));
+    }
+}
+
+#[test]
+fn a_destination_that_cannot_be_written_is_an_error_and_no_signal() {
+    let device = setup();
+    let len = 1 << 20;
+    let target = ReadOnly::new(&vec![POISON; len]);
+    let source = poisoned(&device, len);
+    // SAFETY: the mapping lives across the call; the engine finds out that it cannot be written.
+    let error =
+        unsafe { device.copy_blocking(Side::Host(target.start), Side::Device(source.addr()), len) };
+    let error = error.unwrap_err();
+    assert_eq!((error.kind(), error.errno()), (ErrorKind::InvalidParams, Some(libc::EFAULT)));
+    assert!(error.to_string().contains("not writable"), "{error}");
+}
+
+#[test]
+fn the_budget_says_busy_and_recovers() {
+    let device = setup();
+    let len = 256 << 10;
+    let host = pattern(len, 11);
+    let target = device.alloc(128 * len as u64, 1).unwrap();
+    let mut transfers = Vec::new();
+    let mut refused = 0;
+    for slot in 0..128 {
+        let host = Side::Host(host.as_ptr().cast_mut());
+        let piece = segment(Side::Device(at(&target, slot * len)), host, len);
+        loop {
+            // SAFETY: `host` lives until all transfers have finished.
+            match unsafe { device.copy(std::slice::from_ref(&piece)) } {
+                Ok(transfer) => break transfers.push(transfer),
+                Err(SubmitError::Busy) => {
+                    refused += 1;
+                    device.progress();
+                    std::thread::yield_now();
+                }
+                Err(SubmitError::Failed(error)) => panic!("{error}"),
+            }
+        }
+    }
+    for transfer in &mut transfers {
+        transfer.wait().unwrap();
+    }
+    assert_eq!(device.progress(), 0);
+    println!("refused {refused} times");
+    for slot in 0..128 {
+        assert_same(&read(&device, at(&target, slot * len), len), &host, "after waiting");
+    }
+}
+
+#[test]
+fn a_blocking_copy_works_while_others_hold_every_bounce_slot() {
+    let device = setup();
+    let source = device.alloc(4096, 1).unwrap();
+    let bytes = pattern(4096, 1);
+    write(&device, source.addr(), &bytes);
+    let mut buffers = vec![vec![0; 4096]; 200];
+    let mut transfers = Vec::new();
+    for buffer in &mut buffers {
+        let dst = Side::Host(buffer.as_mut_ptr());
+        // SAFETY: the buffers live until the transfers have finished.
+        match unsafe { device.copy(&[segment(dst, Side::Device(source.addr()), 4096)]) } {
+            Ok(transfer) => transfers.push(transfer),
+            Err(SubmitError::Busy) => break,
+            Err(SubmitError::Failed(error)) => panic!("{error}"),
+        }
+    }
+    assert!(transfers.len() < 200, "slots are bounded");
+    assert_same(&read(&device, source.addr(), 4096), &bytes, "read meanwhile");
+    let started = transfers.len();
+    for transfer in &mut transfers {
+        transfer.wait().unwrap();
+    }
+    for buffer in &buffers[..started] {
+        assert_same(buffer, &bytes, "read before");
+    }
+}
+
+#[test]
+fn a_dropped_transfer_leaves_nothing_behind() {
+    let device = setup();
+    let bytes = pattern(1 << 20, 2);
+    let target = device.alloc(1 << 20, 1).unwrap();
+    for round in 0..200 {
+        let len = if round % 2 == 0 { 1 << 20 } else { 5000 };
+        let host = Side::Host(bytes.as_ptr().cast_mut());
+        // SAFETY: `bytes` lives until the device is idle, and is only read.
+        match unsafe { device.copy(&[segment(Side::Device(target.addr()), host, len)]) } {
+            Ok(transfer) => drop(transfer),
+            Err(SubmitError::Busy) => drop(device.progress()),
+            Err(SubmitError::Failed(error)) => panic!("{error}"),
+        }
+    }
+    // Freeing waits for the copies that still write there.
+    drop(target);
+    device.drain().unwrap();
+    assert_eq!(device.progress(), 0);
+}
+
+#[test]
+fn several_threads_copy_at_once() {
+    let device = setup();
+    std::thread::scope(|scope| {
+        for thread in 0..4_u64 {
+            let device = &device;
+            scope.spawn(move || {
+                for round in 0..40 {
+                    let len = 1 + ((thread * 7919 + round * 104_729) % 300_000) as usize;
+                    let target = poisoned(device, len);
+                    let bytes = pattern(len, thread * 1000 + round);
+                    write(device, at(&target, 3), &bytes);
+                    let whole = read(device, target.addr(), len + 2 * MARGIN);
+                    assert_same(&whole, &framed(&bytes, 3, whole.len()), "in a thread");
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn senseless_copies_are_refused_with_the_reason() {
+    let device = setup();
+    let target = device.alloc(1000, 1).unwrap();
+    let mut host = [0_u8; 16];
+    let host_side = Side::Host(host.as_mut_ptr());
+    let copy = |dst, src, len| {
+        // SAFETY: every one of these is refused before memory is touched.
+        unsafe { device.copy_blocking(dst, src, len) }.unwrap_err()
+    };
+    let error = copy(host_side, host_side, 16);
+    assert!(error.is_unsupported(), "{error}");
+    for (dst, src, len) in [
+        (Side::Device(at(&target, 992)), host_side, 16),
+        (Side::Device(DeviceAddr(0x1234)), host_side, 16),
+        (host_side, Side::Device(DeviceAddr(target.addr().0 - 1)), 16),
+        (Side::Device(target.addr()), Side::Host(std::ptr::null_mut()), 16),
+        (Side::Device(target.addr()), Side::Host(target.addr().0 as *mut u8), 16),
+    ] {
+        let error = copy(dst, src, len);
+        assert_eq!(error.kind(), ErrorKind::InvalidParams, "{error}");
+        assert!(error.device().is_some(), "{error}");
+    }
+    // Nothing to copy is not an error, wherever it points.
+    // SAFETY: no memory is touched.
+    unsafe { device.copy_blocking(Side::Device(DeviceAddr(1)), host_side, 0) }.unwrap();
+}

@@ -1,0 +1,150 @@
+//! A software machine of its own for each test program, and cards that no other test uses.
+
+#![allow(dead_code, reason = "each test program uses its own part of this")]
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Once};
+
+use gaudi::{Device, DeviceAddr, DeviceChoice, Side};
+
+/// Set in programs that a test started.
+const CHILD: &str = "GAUDI_TEST_CHILD";
+
+/// The software device's library, which cargo builds next to this program.
+pub(crate) fn library() -> PathBuf {
+    let program = std::env::current_exe().expect("a running program has a path");
+    let library = program.with_file_name("libsoft_gaudi.so");
+    assert!(library.exists(), "{} is missing: build with cargo", library.display());
+    library
+}
+
+fn node_name() -> String {
+    std::env::var("SOFT_GAUDI_NODE").unwrap_or_else(|_| format!("gaudi-{}", std::process::id()))
+}
+
+extern "C" fn remove_node() {
+    // SAFETY: asks for a number.
+    let user = unsafe { libc::geteuid() };
+    for base in [PathBuf::from("/dev/shm"), std::env::temp_dir()] {
+        let _ = std::fs::remove_dir_all(base.join(format!("soft-gaudi-{user}")).join(node_name()));
+    }
+}
+
+/// Sets up a machine with 64 cards of `generation`, once per program; it goes when the program ends.
+pub(crate) fn set_up(generation: &str) {
+    static SET: Once = Once::new();
+    SET.call_once(|| {
+        let own_machine = std::env::var_os("SOFT_GAUDI_NODE").is_none();
+        let variables = [
+            ("HL_THUNK_LIBRARY", library().into_os_string()),
+            ("SOFT_GAUDI_NODE", node_name().into()),
+            ("SOFT_GAUDI_GENERATION", generation.into()),
+            ("SOFT_GAUDI_DEVICES", OsString::from("64")),
+        ];
+        for (name, value) in variables {
+            if std::env::var_os(CHILD).is_none() || std::env::var_os(name).is_none() {
+                // SAFETY: all tests of this program come through here first, and nothing reads the
+                // environment before.
+                unsafe { std::env::set_var(name, value) };
+            }
+        }
+        if own_machine {
+            // SAFETY: the handler takes no arguments and may run at any time.
+            unsafe { libc::atexit(remove_node) };
+        }
+    });
+}
+
+/// Opens a card that no other test of this program uses.
+pub(crate) fn fresh() -> Arc<Device> {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    open(NEXT.fetch_add(1, Ordering::Relaxed))
+}
+
+pub(crate) fn open(index: u32) -> Arc<Device> {
+    gaudi::runtime().open(&DeviceChoice::Index(index)).expect("the card opens")
+}
+
+/// This program again, to run one of its tests by itself, on a machine of its own.
+pub(crate) fn child(test: &str) -> Command {
+    let mut command = Command::new(std::env::current_exe().expect("a running program has a path"));
+    command.args(["--exact", test, "--nocapture", "--include-ignored"]);
+    command.env(CHILD, "1").env_remove("SOFT_GAUDI_NODE");
+    command
+}
+
+/// Whether this program was started by a test.
+pub(crate) fn is_child() -> bool {
+    std::env::var_os(CHILD).is_some()
+}
+
+/// Bytes that are different everywhere for a while, and for each seed.
+pub(crate) fn pattern(len: usize, seed: u64) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    (0..len)
+        .map(|_| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state as u8
+        })
+        .collect()
+}
+
+/// Writes host bytes to the device.
+pub(crate) fn write(device: &Arc<Device>, to: DeviceAddr, bytes: &[u8]) {
+    let host = Side::Host(bytes.as_ptr().cast_mut());
+    // SAFETY: the slice lives across the call and is only read.
+    unsafe { device.copy_blocking(Side::Device(to), host, bytes.len()) }.expect("write");
+}
+
+/// Reads bytes from the device.
+pub(crate) fn read(device: &Arc<Device>, from: DeviceAddr, len: usize) -> Vec<u8> {
+    let mut bytes = vec![0x5c; len];
+    let host = Side::Host(bytes.as_mut_ptr());
+    // SAFETY: the vector lives across the call and nobody else has it.
+    unsafe { device.copy_blocking(host, Side::Device(from), len) }.expect("read");
+    bytes
+}
+
+/// Fails with the place and not with megabytes of text.
+#[track_caller]
+pub(crate) fn assert_same(found: &[u8], expected: &[u8], what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}: length");
+    if let Some(at) = found.iter().zip(expected).position(|(found, expected)| found != expected) {
+        panic!(
+            "{what}: byte {at} of {} is {:#04x}, not {:#04x}",
+            found.len(),
+            found[at],
+            expected[at]
+        );
+    }
+}
+
+/// Descriptors and mappings of this process.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Footprint {
+    descriptors: usize,
+    mappings: usize,
+}
+
+impl Footprint {
+    pub(crate) fn now() -> Self {
+        Self {
+            descriptors: std::fs::read_dir("/proc/self/fd").expect("a Linux").count(),
+            mappings: std::fs::read_to_string("/proc/self/maps").expect("a Linux").lines().count(),
+        }
+    }
+
+    /// Fails if something grew since, beyond a thread's stack and what the software card's own
+    /// thread lets go of a moment later: hundreds of cycles with a leak in each show clearly.
+    #[track_caller]
+    pub(crate) fn assert_flat(self, what: &str) {
+        let now = Self::now();
+        let flat = now.descriptors <= self.descriptors + 3 && now.mappings <= self.mappings + 15;
+        assert!(flat, "{what}: {self:?} became {now:?}");
+    }
+}

@@ -1,0 +1,190 @@
+//! Several processes and several ways to choose a card, each in a process of its own.
+
+mod machine;
+
+use std::io::{BufRead, BufReader, Read};
+use std::process::{Child, Command, Stdio};
+
+use gaudi::{DeviceChoice, ErrorKind, HostRegion, runtime};
+
+const CHOICE: &str = "GAUDI_TEST_CHOICE";
+
+/// Not a test of its own: opens a card as `GAUDI_TEST_CHOICE` says, prints what came of it and holds
+/// on to it until standard input ends.
+#[test]
+#[ignore = "run by the other tests as a process of its own"]
+fn open_and_hold() {
+    let choice = std::env::var(CHOICE).unwrap_or_default();
+    match choice.parse().and_then(|choice: DeviceChoice| runtime().open(&choice)) {
+        Ok(device) => {
+            let _allocation = device.alloc(4096, 1).unwrap();
+            println!("\nOPENED {} {}", device.info().index, device.info().module_id);
+            let _ = std::io::stdin().read_to_end(&mut Vec::new());
+        }
+        Err(error) => println!("\nFAILED {} {error}", error.kind().name()),
+    }
+}
+
+fn holder(choice: &str) -> Command {
+    machine::set_up("gaudi2");
+    let mut command = machine::child("open_and_hold");
+    command.env(CHOICE, choice).env("SOFT_GAUDI_DEVICES", "3");
+    command.env_remove("HLS_MODULE_ID").env_remove("HABANA_VISIBLE_MODULES");
+    command.stdin(Stdio::piped()).stdout(Stdio::piped());
+    command
+}
+
+/// A process with its own machine name, so that tests do not meet.
+fn on_node(mut command: Command, node: &str) -> Command {
+    command.env("SOFT_GAUDI_NODE", format!("gaudi-{}-{node}", std::process::id()));
+    command
+}
+
+/// What it says, and the process, which goes on until it is dropped.
+fn start(mut command: Command) -> (String, Holder) {
+    let mut child = command.spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let said = lines
+        .by_ref()
+        .map_while(Result::ok)
+        .find(|line| line.starts_with("OPENED") || line.starts_with("FAILED"))
+        .expect("the process says something");
+    // It must be able to finish writing.
+    std::thread::spawn(move || lines.for_each(drop));
+    (said, Holder(child))
+}
+
+struct Holder(Child);
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        drop(self.0.stdin.take());
+        let _ = self.0.wait();
+    }
+}
+
+struct Cleanup(&'static str);
+
+impl Drop for Cleanup {
+    fn drop(&mut self) {
+        // SAFETY: asks for a number.
+        let user = unsafe { libc::geteuid() };
+        let node = format!("gaudi-{}-{}", std::process::id(), self.0);
+        for base in [std::path::PathBuf::from("/dev/shm"), std::env::temp_dir()] {
+            let _ = std::fs::remove_dir_all(base.join(format!("soft-gaudi-{user}")).join(&node));
+        }
+    }
+}
+
+#[test]
+fn each_process_gets_the_next_card_until_all_are_taken() {
+    let _cleanup = Cleanup("next");
+    let open = || start(on_node(holder(""), "next"));
+    let (first, one) = open();
+    let (second, _two) = open();
+    let (third, _three) = open();
+    assert!(first.starts_with("OPENED 0"), "{first}");
+    assert!(second.starts_with("OPENED 1"), "{second}");
+    assert!(third.starts_with("OPENED 2"), "{third}");
+    let (refused, _) = open();
+    assert!(refused.starts_with("FAILED DEVICE_BUSY"), "{refused}");
+    assert!(refused.contains("all 3 cards are owned by other processes"), "{refused}");
+    let (by_choice, _) = start(on_node(holder("1"), "next"));
+    assert!(by_choice.starts_with("FAILED DEVICE_BUSY"), "{by_choice}");
+    assert!(by_choice.contains("choose another card"), "{by_choice}");
+    drop(one);
+    let (again, _holder) = open();
+    assert!(again.starts_with("OPENED 0"), "the card of a process that ended is free: {again}");
+}
+
+#[test]
+fn a_card_is_free_at_once_when_its_owner_is_killed() {
+    let _cleanup = Cleanup("killed");
+    let (first, mut one) = start(on_node(holder("2"), "killed"));
+    assert!(first.starts_with("OPENED 2"), "{first}");
+    one.0.kill().unwrap();
+    one.0.wait().unwrap();
+    let (second, _two) = start(on_node(holder("2"), "killed"));
+    assert!(second.starts_with("OPENED 2"), "{second}");
+}
+
+#[test]
+fn cards_are_chosen_by_index_module_and_bus_id() {
+    let _cleanup = Cleanup("chosen");
+    let run = |choice: &str, variables: &[(&str, &str)]| {
+        let mut command = on_node(holder(choice), "chosen");
+        // Eight cards have the module ids 0 to 7, in another order than their indices.
+        command.env("SOFT_GAUDI_DEVICES", "8").envs(variables.iter().copied());
+        start(command).0
+    };
+    assert!(run("2", &[]).starts_with("OPENED 2 "));
+    assert!(run("module:1", &[]).ends_with(" 1"));
+    assert!(run("", &[("HLS_MODULE_ID", "2")]).ends_with(" 2"));
+    assert!(run("module:0", &[("HLS_MODULE_ID", "2")]).ends_with(" 0"), "a choice comes first");
+    let visible = run("", &[("HABANA_VISIBLE_MODULES", "5,6")]);
+    assert!(visible.ends_with(" 5") || visible.ends_with(" 6"), "{visible}");
+    let missing = run("8", &[]);
+    assert!(missing.starts_with("FAILED DEVICE_NOT_FOUND"), "{missing}");
+    assert!(missing.contains("there are 0 = module:"), "{missing}");
+    let hidden = run("module:0", &[("HABANA_VISIBLE_MODULES", "1,2")]);
+    assert!(hidden.starts_with("FAILED DEVICE_NOT_FOUND"), "{hidden}");
+    let all_hidden = run("", &[("HABANA_VISIBLE_MODULES", "77")]);
+    assert!(all_hidden.contains("HABANA_VISIBLE_MODULES hides all 8 cards"), "{all_hidden}");
+    let no_card = run("", &[("SOFT_GAUDI_DEVICES", "0")]);
+    assert!(no_card.starts_with("FAILED DEVICE_NOT_FOUND"), "{no_card}");
+    assert!(no_card.contains("no card"), "{no_card}");
+}
+
+#[test]
+fn a_missing_library_is_named_once_and_for_all() {
+    if machine::is_child() {
+        let first = runtime().discover().unwrap_err();
+        assert_eq!(first.kind(), ErrorKind::DeviceNotFound);
+        let text = first.to_string();
+        assert!(text.contains("libno-such-thunk.so") && !text.contains('\n'), "{text}");
+        // SAFETY: this process has no other thread that reads the environment.
+        unsafe { std::env::set_var("HL_THUNK_LIBRARY", machine::library()) };
+        assert_eq!(runtime().discover().unwrap_err(), first, "not tried again");
+        assert_eq!(runtime().open(&DeviceChoice::Any).unwrap_err(), first);
+        return;
+    }
+    let mut command = machine::child("a_missing_library_is_named_once_and_for_all");
+    let output = command.env("HL_THUNK_LIBRARY", "libno-such-thunk.so").output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+}
+
+#[test]
+fn nothing_is_loaded_until_a_device_is_asked_for() {
+    if machine::is_child() {
+        let loaded = || std::fs::read_to_string("/proc/self/maps").unwrap().contains("soft_gaudi");
+        let mut host = vec![0_u8; 1 << 20];
+        runtime().subscribe(Box::new(|_| {}));
+        assert!(runtime().locate(host.as_ptr() as u64, host.len()).is_none());
+        drop(HostRegion::record(host.as_mut_ptr(), host.len()));
+        assert!(runtime().devices().is_empty());
+        assert!(!loaded());
+        machine::set_up("gaudi2");
+        runtime().discover().unwrap();
+        assert!(loaded());
+        return;
+    }
+    let mut command = machine::child("nothing_is_loaded_until_a_device_is_asked_for");
+    let output = command.output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+}
+
+#[test]
+fn discovery_opens_no_card_and_sees_the_software() {
+    machine::set_up("gaudi2");
+    let cards = runtime().discover().unwrap();
+    assert_eq!(cards.len(), 64);
+    for (at, card) in cards.iter().enumerate() {
+        assert_eq!(card.index as usize, at);
+        assert!(card.is_software, "{card:?}");
+        assert!(card.to_string().starts_with("software Gaudi2 "), "{card}");
+        assert!(!card.card_name.is_empty());
+    }
+    assert!(runtime().devices().is_empty());
+}

@@ -1,0 +1,243 @@
+//! Command buffers, their submission, and waiting for the device to have carried them out.
+
+use std::ptr::NonNull;
+
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+use crate::error::check;
+use crate::sys::{self, CsChunk, CsIn, CsOut};
+use crate::{Device, Error, HostMapping, HostPages};
+
+/// Memory for packets, in the form the device's generation wants it: on a Gaudi a buffer of the
+/// kernel's, on later ones host memory of ours that is mapped for the device.
+#[derive(Debug)]
+pub struct CommandBuffer {
+    memory: Memory,
+}
+
+#[derive(Debug)]
+enum Memory {
+    Kernel(KernelBuffer),
+    // The mapping goes before the pages it maps: fields drop in order.
+    Mapped { mapping: HostMapping, pages: HostPages },
+}
+
+impl CommandBuffer {
+    /// A buffer of at least `size` bytes, zeroed.
+    pub fn new(device: &Device, size: u32) -> Result<Self, Error> {
+        let memory = if device.generation().has_dram_mmu() {
+            let pages = HostPages::new(size as usize).map_err(|error| {
+                Error::new("mmap", error.raw_os_error().unwrap_or(libc::ENOMEM))
+            })?;
+            // SAFETY: the pages are kept beside the mapping and outlive it.
+            let mapping = unsafe { HostMapping::new(device, pages.as_ptr(), pages.len() as u64)? };
+            Memory::Mapped { mapping, pages }
+        } else {
+            Memory::Kernel(KernelBuffer::new(device, size)?)
+        };
+        Ok(Self { memory })
+    }
+
+    /// Bytes it holds.
+    #[allow(clippy::len_without_is_empty, reason = "never empty")]
+    pub fn len(&self) -> usize {
+        match &self.memory {
+            Memory::Kernel(buffer) => buffer.len,
+            Memory::Mapped { pages, .. } => pages.len(),
+        }
+    }
+
+    /// Writes packets at `offset`.
+    ///
+    /// # Panics
+    /// If they do not fit.
+    ///
+    /// # Safety
+    /// No submission that is still in flight may contain these bytes, and no other thread may
+    /// write them at the same time.
+    pub unsafe fn write(&self, offset: usize, packets: &[u8]) {
+        let end = offset.checked_add(packets.len());
+        assert!(end.is_some_and(|end| end <= self.len()), "packets beyond the command buffer");
+        let start = match &self.memory {
+            Memory::Kernel(buffer) => buffer.start.as_ptr(),
+            Memory::Mapped { pages, .. } => pages.as_ptr(),
+        };
+        // SAFETY: inside the buffer by the check above; exclusive by the caller's promise.
+        unsafe { start.add(offset).copy_from_nonoverlapping(packets.as_ptr(), packets.len()) };
+    }
+}
+
+/// A command buffer of the kernel's, visible to us through a mapping of the device's descriptor.
+#[derive(Debug)]
+struct KernelBuffer {
+    device: Device,
+    handle: u64,
+    start: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: an address that only `CommandBuffer::write` uses, whose callers answer for exclusivity.
+unsafe impl Send for KernelBuffer {}
+// SAFETY: as above.
+unsafe impl Sync for KernelBuffer {}
+
+impl KernelBuffer {
+    fn new(device: &Device, size: u32) -> Result<Self, Error> {
+        let mut handle = 0;
+        let request = device.library().symbols.hlthunk_request_command_buffer;
+        // SAFETY: the fd is open and the handle is a place to write to.
+        check("hlthunk_request_command_buffer", || unsafe {
+            request(device.raw_fd(), size, &mut handle)
+        })?;
+        let len = (size as usize).max(1).next_multiple_of(crate::pages::PAGE);
+        // SAFETY: a new mapping at an address of the kernel's choice; the handle is the offset.
+        let start = unsafe {
+            mmap(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                device,
+                handle,
+            )
+        };
+        match start {
+            Ok(start) => {
+                let start = NonNull::new(start.cast()).expect("mmap does not return null");
+                Ok(Self { device: device.clone(), handle, start, len })
+            }
+            Err(errno) => {
+                destroy(device, handle);
+                Err(Error::new("mmap of a command buffer", errno.raw_os_error()))
+            }
+        }
+    }
+}
+
+impl Drop for KernelBuffer {
+    fn drop(&mut self) {
+        // The mapping would hold the device file open, and with it the card.
+        // SAFETY: our own mapping, which nobody references any more.
+        let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
+        destroy(&self.device, self.handle);
+    }
+}
+
+fn destroy(device: &Device, handle: u64) {
+    let destroy = device.library().symbols.hlthunk_destroy_command_buffer;
+    // SAFETY: plain numbers on an open fd; the handle is ours.
+    let destroyed =
+        check("hlthunk_destroy_command_buffer", || unsafe { destroy(device.raw_fd(), handle) });
+    if let Err(error) = destroyed {
+        device.library().record_drop_error(error);
+    }
+}
+
+/// A piece of a command buffer for one queue.
+#[derive(Clone, Copy, Debug)]
+pub struct Chunk<'a> {
+    /// The buffer.
+    pub buffer: &'a CommandBuffer,
+    /// Where in it the packets start. Must be zero for a kernel buffer (Gaudi).
+    pub offset: usize,
+    /// Bytes of packets.
+    pub len: usize,
+    /// The queue that carries them out.
+    pub queue: u32,
+}
+
+impl Chunk<'_> {
+    fn to_raw(self) -> Result<CsChunk, Error> {
+        let invalid = Error::new("hlthunk_command_submission", libc::EINVAL);
+        let inside = self.offset.checked_add(self.len).is_some_and(|end| end <= self.buffer.len());
+        let (cb_handle, cs_chunk_flags) = match &self.buffer.memory {
+            Memory::Kernel(buffer) if self.offset == 0 => (buffer.handle, 0),
+            Memory::Kernel(_) => return Err(invalid),
+            Memory::Mapped { mapping, .. } => {
+                (mapping.addr().0 + self.offset as u64, sys::CS_CHUNK_USER_ALLOC_CB)
+            }
+        };
+        if !inside {
+            return Err(invalid);
+        }
+        Ok(CsChunk {
+            cb_handle,
+            queue_index: self.queue,
+            cb_size: self.len as u32,
+            cs_chunk_flags,
+            ..CsChunk::default()
+        })
+    }
+}
+
+/// What waiting found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WaitStatus {
+    /// The device is done.
+    Completed,
+    /// Not yet.
+    Busy,
+}
+
+impl Device {
+    /// Hands packets to the device and returns the submission's sequence number.
+    ///
+    /// The library spins when the driver already has [`max_pending_submissions`] in flight: keep
+    /// below that.
+    ///
+    /// [`max_pending_submissions`]: crate::Generation::max_pending_submissions
+    ///
+    /// # Safety
+    /// The packets make the device read and write memory. All of it, and the command buffers, must
+    /// stay mapped and unchanged until the submission has completed.
+    pub unsafe fn submit(&self, chunks: &[Chunk<'_>]) -> Result<u64, Error> {
+        let mut one = [CsChunk::default()];
+        let mut many = Vec::new();
+        // The usual submission has one chunk; it costs no allocation.
+        let raw: &mut [CsChunk] = if let [chunk] = chunks {
+            one[0] = chunk.to_raw()?;
+            &mut one
+        } else {
+            for chunk in chunks {
+                many.push(chunk.to_raw()?);
+            }
+            &mut many
+        };
+        let mut cs_in = CsIn {
+            chunks_restore: std::ptr::null_mut(),
+            chunks_execute: raw.as_mut_ptr().cast(),
+            num_chunks_restore: 0,
+            num_chunks_execute: raw.len() as u32,
+            flags: 0,
+        };
+        let mut out = CsOut::default();
+        let submit = self.library().symbols.hlthunk_command_submission;
+        // The packets must be in memory before the device is told of them.
+        std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
+        // SAFETY: both structures and the chunk array live across the call; what the packets do is
+        // the caller's promise.
+        check("hlthunk_command_submission", || unsafe {
+            submit(self.raw_fd(), &mut cs_in, &mut out)
+        })?;
+        Ok(out.seq)
+    }
+
+    /// Waits up to `timeout_us` microseconds (zero: only looks) for a submission.
+    ///
+    /// `ETIMEDOUT`: the driver gave the submission up. `EIO`: it was aborted by a reset.
+    pub fn wait(&self, sequence: u64, timeout_us: u32) -> Result<WaitStatus, Error> {
+        let call = "hlthunk_wait_for_cs";
+        let mut status = sys::WAIT_BUSY;
+        let wait = self.library().symbols.hlthunk_wait_for_cs;
+        // SAFETY: the fd is open and the status is a place to write to.
+        check(call, || unsafe {
+            wait(self.raw_fd(), sequence, u64::from(timeout_us), &mut status)
+        })?;
+        match status {
+            sys::WAIT_COMPLETED => Ok(WaitStatus::Completed),
+            sys::WAIT_BUSY => Ok(WaitStatus::Busy),
+            sys::WAIT_TIMEDOUT => Err(Error::new(call, libc::ETIMEDOUT)),
+            _ => Err(Error::new(call, libc::EIO)),
+        }
+    }
+}

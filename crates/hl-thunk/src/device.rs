@@ -1,0 +1,176 @@
+//! Open nodes: the control node, which anyone may ask, and the compute node, which one process
+//! owns.
+
+use std::ffi::{CStr, CString, c_char};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
+use std::sync::Arc;
+
+use crate::error::check;
+use crate::sys::{self, HwIpInfo};
+use crate::{Error, Generation, Library};
+
+/// An open descriptor that is closed through the library.
+#[derive(Debug)]
+struct Node {
+    library: Arc<Library>,
+    fd: Option<OwnedFd>,
+}
+
+impl Node {
+    fn new(
+        library: &Arc<Library>,
+        call: &'static str,
+        open: impl FnOnce() -> i32,
+    ) -> Result<Self, Error> {
+        let fd = check(call, open)?;
+        // SAFETY: the library just opened it for us.
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        Ok(Self { library: Arc::clone(library), fd: Some(fd) })
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_ref().expect("taken only in drop").as_fd()
+    }
+
+    fn hw_info(&self) -> Result<HwIpInfo, Error> {
+        // SAFETY: the structure is plain numbers; all zeroes is a value of it.
+        let mut info: HwIpInfo = unsafe { std::mem::zeroed() };
+        let call = self.library.symbols.hlthunk_get_hw_ip_info;
+        // SAFETY: the fd is open and the structure has the size of all known library versions.
+        check("hlthunk_get_hw_ip_info", || unsafe { call(self.fd().as_raw_fd(), &mut info) })?;
+        Ok(info)
+    }
+
+    fn bus_id(&self) -> Result<String, Error> {
+        let name = "hlthunk_get_pci_bus_id_from_fd";
+        let mut text = [0 as c_char; 16];
+        let call = self.library.symbols.hlthunk_get_pci_bus_id_from_fd;
+        // SAFETY: the fd is open; the buffer's length is passed with it, and its last byte is
+        // kept zero whatever the library writes.
+        check(name, || unsafe {
+            call(self.fd().as_raw_fd(), text.as_mut_ptr(), text.len() as i32 - 1)
+        })?;
+        // SAFETY: at least the last byte is zero.
+        let text = unsafe { CStr::from_ptr(text.as_ptr()) };
+        Ok(text.to_string_lossy().trim().to_owned())
+    }
+
+    /// `HL_DEVICE_STATUS_*`, or `None` where the library cannot tell.
+    fn status(&self) -> Option<Result<i32, Error>> {
+        let call = self.library.symbols.hlthunk_get_device_status_info?;
+        // SAFETY: the fd is open.
+        Some(check("hlthunk_get_device_status_info", || unsafe { call(self.fd().as_raw_fd()) }))
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        let Some(fd) = self.fd.take() else { return };
+        let close = self.library.symbols.hlthunk_close;
+        // SAFETY: ours, and given up here.
+        if let Err(error) = check("hlthunk_close", || unsafe { close(fd.into_raw_fd()) }) {
+            self.library.record_drop_error(error);
+        }
+    }
+}
+
+/// A card's control node: open to everyone, good for questions only.
+#[derive(Debug)]
+pub struct ControlDevice {
+    node: Node,
+}
+
+impl ControlDevice {
+    /// Opens the control node with this index.
+    pub fn open(library: &Arc<Library>, index: u32) -> Result<Self, Error> {
+        let open = library.symbols.hlthunk_open_control;
+        // SAFETY: a number and no string.
+        let node = Node::new(library, "hlthunk_open_control", || unsafe {
+            open(index as i32, std::ptr::null())
+        })?;
+        Ok(Self { node })
+    }
+
+    /// What the hardware is.
+    pub fn hw_info(&self) -> Result<HwIpInfo, Error> {
+        self.node.hw_info()
+    }
+
+    /// PCI address, `dddd:bb:dd.f`.
+    pub fn bus_id(&self) -> Result<String, Error> {
+        self.node.bus_id()
+    }
+
+    /// `HL_DEVICE_STATUS_*` (0 is operational); `None` where the library has no such call.
+    pub fn status(&self) -> Option<Result<i32, Error>> {
+        self.node.status()
+    }
+}
+
+/// A card's compute node, owned by this process. Cloning is cheap; the node is closed when the
+/// last clone, and everything made from it, is gone.
+#[derive(Clone, Debug)]
+pub struct Device {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    node: Node,
+    generation: Generation,
+    hw: HwIpInfo,
+}
+
+impl Device {
+    /// Opens the compute node of the card at this PCI address.
+    ///
+    /// `EBUSY`: another process (or another opening in this one) has it. `EAGAIN`: it is in reset
+    /// or being released; worth another try. A card of unknown generation gives `ENODEV`.
+    pub fn open(library: &Arc<Library>, bus_id: &str) -> Result<Self, Error> {
+        let name = "hlthunk_open";
+        let bus_id = CString::new(bus_id).map_err(|_| Error::new(name, libc::EINVAL))?;
+        let open = library.symbols.hlthunk_open;
+        // SAFETY: the string is terminated and outlives the call.
+        let node =
+            Node::new(library, name, || unsafe { open(sys::DEVICE_DONT_CARE, bus_id.as_ptr()) })?;
+        let hw = node.hw_info()?;
+        let generation =
+            Generation::from_pci_id(hw.device_id).ok_or(Error::new(name, libc::ENODEV))?;
+        Ok(Self { inner: Arc::new(Inner { node, generation, hw }) })
+    }
+
+    /// The library it was opened with.
+    pub fn library(&self) -> &Arc<Library> {
+        &self.inner.node.library
+    }
+
+    /// Its generation.
+    pub fn generation(&self) -> Generation {
+        self.inner.generation
+    }
+
+    /// What the hardware said when it was opened.
+    pub fn hw_info(&self) -> &HwIpInfo {
+        &self.inner.hw
+    }
+
+    /// PCI address, `dddd:bb:dd.f`.
+    pub fn bus_id(&self) -> Result<String, Error> {
+        self.inner.node.bus_id()
+    }
+
+    /// `HL_DEVICE_STATUS_*` (0 is operational); `None` where the library has no such call.
+    pub fn status(&self) -> Option<Result<i32, Error>> {
+        self.inner.node.status()
+    }
+
+    pub(crate) fn raw_fd(&self) -> i32 {
+        self.inner.node.fd().as_raw_fd()
+    }
+}
+
+impl AsFd for Device {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.inner.node.fd()
+    }
+}

@@ -1,0 +1,182 @@
+//! dma-bufs: device memory as a file descriptor that a NIC, another device or another process can
+//! use.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::sync::Arc;
+
+use crate::error::check;
+use crate::memory::unmap;
+use crate::sys::{self, MemArgs};
+use crate::{Device, DeviceAddr, DeviceMapping, Error, Library};
+
+/// Which of the library's two export calls to use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExportCall {
+    /// The call that takes an offset into a mapping; `ENOSYS` where the library has none.
+    Mapped,
+    /// The older call, which exports from the start of a mapping.
+    Whole,
+}
+
+impl ExportCall {
+    /// The call that takes an offset, if the library has it, else the older one.
+    pub fn best(library: &Library) -> Self {
+        match library.symbols.hlthunk_device_mapped_memory_export_dmabuf_fd {
+            Some(_) => ExportCall::Mapped,
+            None => ExportCall::Whole,
+        }
+    }
+}
+
+/// An exported piece of device memory. It keeps the mapping it was made from.
+///
+/// While any copy of the descriptor is open, here or elsewhere, the driver refuses to unmap the
+/// memory, and the card stays busy.
+#[derive(Debug)]
+pub struct DmaBuf {
+    // Closed before the source is let go: fields drop in this order.
+    fd: OwnedFd,
+    len: u64,
+    _source: Source,
+}
+
+#[derive(Debug)]
+enum Source {
+    Mapping(#[allow(dead_code, reason = "held, not read")] Arc<DeviceMapping>),
+    Device(#[allow(dead_code, reason = "held, not read")] Device),
+}
+
+impl DmaBuf {
+    /// Exports `len` bytes from `offset` of a mapping; both multiples of 4 KiB.
+    pub fn export(
+        mapping: &Arc<DeviceMapping>,
+        offset: u64,
+        len: u64,
+        call: ExportCall,
+    ) -> Result<Self, Error> {
+        let device = mapping.device();
+        let symbols = &device.library().symbols;
+        let fd = device.raw_fd();
+        let addr = mapping.addr().0;
+        let mapped = symbols.hlthunk_device_mapped_memory_export_dmabuf_fd;
+        let raw = match (call, mapped) {
+            (ExportCall::Mapped, Some(export)) => {
+                // SAFETY: plain numbers on an open fd.
+                check("hlthunk_device_mapped_memory_export_dmabuf_fd", || unsafe {
+                    export(fd, addr, len, offset, sys::DMABUF_FLAGS)
+                })?
+            }
+            (ExportCall::Mapped, None) => {
+                let call = "hlthunk_device_mapped_memory_export_dmabuf_fd";
+                return Err(Error::new(call, libc::ENOSYS));
+            }
+            (ExportCall::Whole, _) if offset != 0 => {
+                return Err(Error::new("hlthunk_device_memory_export_dmabuf_fd", libc::EINVAL));
+            }
+            (ExportCall::Whole, _) => export_from(device, mapping.addr(), len)?,
+        };
+        // SAFETY: the library just opened it for us.
+        let fd = unsafe { OwnedFd::from_raw_fd(raw) };
+        Ok(Self { fd, len, _source: Source::Mapping(Arc::clone(mapping)) })
+    }
+
+    /// Exports physical device memory, on devices without an MMU for it.
+    pub fn export_physical(device: &Device, addr: DeviceAddr, len: u64) -> Result<Self, Error> {
+        if device.generation().has_dram_mmu() {
+            return Err(Error::new("hlthunk_device_memory_export_dmabuf_fd", libc::EOPNOTSUPP));
+        }
+        let raw = export_from(device, addr, len)?;
+        // SAFETY: the library just opened it for us.
+        let fd = unsafe { OwnedFd::from_raw_fd(raw) };
+        Ok(Self { fd, len, _source: Source::Device(device.clone()) })
+    }
+
+    /// Length in bytes.
+    #[allow(clippy::len_without_is_empty, reason = "never empty")]
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Another descriptor of the same dma-buf, close-on-exec, for someone else to own.
+    pub fn duplicate(&self) -> std::io::Result<OwnedFd> {
+        self.fd.try_clone()
+    }
+}
+
+impl AsFd for DmaBuf {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+fn export_from(device: &Device, addr: DeviceAddr, len: u64) -> Result<i32, Error> {
+    let export = device.library().symbols.hlthunk_device_memory_export_dmabuf_fd;
+    // SAFETY: plain numbers on an open fd. The library ignores the flags.
+    check("hlthunk_device_memory_export_dmabuf_fd", || unsafe {
+        export(device.raw_fd(), addr.0, len, sys::DMABUF_FLAGS)
+    })
+}
+
+/// Another device's or process's dma-buf, mapped for this device.
+#[derive(Debug)]
+pub struct ImportedMapping {
+    device: Device,
+    addr: DeviceAddr,
+    len: u64,
+}
+
+impl ImportedMapping {
+    const CALL: &'static str = "ioctl(HL_MEM_OP_REG_DMABUF_FD)";
+
+    /// Maps the first `len` bytes of `dmabuf`. For the DMA engines they look like host memory.
+    pub fn new(device: &Device, dmabuf: BorrowedFd<'_>, len: u64) -> Result<Self, Error> {
+        let addr = import(device, dmabuf.as_raw_fd(), len)?;
+        if addr == 0 {
+            return Err(Error::new(Self::CALL, libc::EIO));
+        }
+        Ok(Self { device: device.clone(), addr: DeviceAddr(addr), len })
+    }
+
+    /// Whether the driver can import at all: most cannot. Asks with a descriptor that is none;
+    /// only a driver that knows the operation looks at it.
+    pub fn supported(device: &Device) -> bool {
+        matches!(import(device, -1, 4096), Err(Error { errno: libc::EBADF, .. }))
+    }
+
+    /// Where the device sees the first byte.
+    pub fn addr(&self) -> DeviceAddr {
+        self.addr
+    }
+
+    /// Length in bytes.
+    #[allow(clippy::len_without_is_empty, reason = "never empty")]
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+}
+
+impl Drop for ImportedMapping {
+    fn drop(&mut self) {
+        if let Err(error) = unmap(&self.device, self.addr) {
+            self.device.library().record_drop_error(error);
+        }
+    }
+}
+
+fn import(device: &Device, dmabuf: i32, length: u64) -> Result<u64, Error> {
+    let mut args = MemArgs {
+        fd_or_device_va: i64::from(dmabuf) as u64,
+        length,
+        op: sys::MEM_OP_REG_DMABUF_FD,
+        ..MemArgs::default()
+    };
+    let fd = device.raw_fd();
+    let args_ptr: *mut MemArgs = &mut args;
+    check(ImportedMapping::CALL, || match device.library().symbols.ioctl {
+        // SAFETY: the structure is the one this request takes and lives on this stack frame.
+        Some(ioctl) => unsafe { ioctl(fd, sys::IOCTL_MEMORY, args_ptr) },
+        // SAFETY: as above.
+        None => unsafe { libc::ioctl(fd, sys::IOCTL_MEMORY as _, args_ptr) },
+    })?;
+    Ok(args.fd_or_device_va)
+}

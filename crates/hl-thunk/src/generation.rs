@@ -1,0 +1,125 @@
+//! The generations of Gaudi and what sets them apart, as one table keyed by the PCI device id.
+
+use std::fmt;
+use std::ops::Range;
+
+use crate::sys;
+
+/// Which way a copy goes, seen from the device; decides the queues that may carry it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Direction {
+    /// Host memory to device memory.
+    HostToDevice,
+    /// Device memory to host memory.
+    DeviceToHost,
+    /// Within one device.
+    DeviceToDevice,
+}
+
+/// A generation of Gaudi.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Generation {
+    /// First generation: physical device addresses, command buffers from the kernel.
+    Gaudi,
+    /// Second generation: device MMU, command buffers in mapped host memory.
+    Gaudi2,
+    /// Third generation: no copies through the kernel's submission call.
+    Gaudi3,
+}
+
+impl fmt::Display for Generation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Generation::Gaudi => "Gaudi",
+            Generation::Gaudi2 => "Gaudi2",
+            Generation::Gaudi3 => "Gaudi3",
+        })
+    }
+}
+
+impl Generation {
+    /// The generation with this PCI device id; `None` for anything else (such as Goya).
+    pub fn from_pci_id(id: u32) -> Option<Self> {
+        match id {
+            sys::PCI_ID_GAUDI | sys::PCI_ID_GAUDI_SEC | 0x1001 | 0x1011 | 0xff02 => {
+                Some(Generation::Gaudi)
+            }
+            sys::PCI_ID_GAUDI2 | 0xff07 => Some(Generation::Gaudi2),
+            sys::PCI_ID_GAUDI3 | 0x1061 | 0x1062 | 0xff0b => Some(Generation::Gaudi3),
+            _ => None,
+        }
+    }
+
+    /// Whether device memory is allocated and mapped by the driver. Without it addresses are
+    /// physical and the driver's allocator only counts.
+    pub fn has_dram_mmu(self) -> bool {
+        self != Generation::Gaudi
+    }
+
+    /// Whether copies can be submitted as command buffers.
+    pub fn accepts_submissions(self) -> bool {
+        self != Generation::Gaudi3
+    }
+
+    /// How many submissions the driver keeps before its library starts to spin.
+    pub fn max_pending_submissions(self) -> u64 {
+        match self {
+            Generation::Gaudi => 16384,
+            Generation::Gaudi2 | Generation::Gaudi3 => 64,
+        }
+    }
+
+    /// Device addresses that the driver leaves to callers' hints.
+    pub fn hint_range(self) -> Option<Range<u64>> {
+        match self {
+            Generation::Gaudi => None,
+            Generation::Gaudi2 => Some(0x1001_5000_0000_0000..0x1001_7000_0000_0000),
+            Generation::Gaudi3 => Some(0x0201_e000_0000_0000..0x0202_0000_0000_0000),
+        }
+    }
+
+    /// The queues that may carry copies in `direction`; empty where there are none.
+    ///
+    /// `edma_enabled_mask` is the field of that name in the hardware information: engines that
+    /// were fused off take no work.
+    pub fn queues(self, direction: Direction, edma_enabled_mask: u32) -> Vec<u32> {
+        match (self, direction) {
+            (Generation::Gaudi, Direction::DeviceToHost) => vec![4, 5, 6, 7],
+            (Generation::Gaudi, _) => vec![0, 1, 2, 3],
+            // Streams 2 and 3 of the first and 1 to 3 of the second PDMA belong to the firmware.
+            (Generation::Gaudi2, Direction::HostToDevice) => vec![0, 1],
+            (Generation::Gaudi2, Direction::DeviceToHost) => vec![4],
+            (Generation::Gaudi2, Direction::DeviceToDevice) => {
+                let first_of_dcore = [8, 48, 84, 120];
+                let engines: Vec<u32> = (0..8)
+                    .filter(|engine| edma_enabled_mask & (1 << engine) != 0)
+                    .map(|engine| first_of_dcore[engine as usize / 2] + 4 * (engine % 2))
+                    .collect();
+                if engines.is_empty() { vec![0, 1] } else { engines }
+            }
+            (Generation::Gaudi3, _) => Vec::new(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pci_ids_name_their_generation() {
+        assert_eq!(Generation::from_pci_id(0x1000), Some(Generation::Gaudi));
+        assert_eq!(Generation::from_pci_id(0x1010), Some(Generation::Gaudi));
+        assert_eq!(Generation::from_pci_id(0x1020), Some(Generation::Gaudi2));
+        assert_eq!(Generation::from_pci_id(0x1060), Some(Generation::Gaudi3));
+        assert_eq!(Generation::from_pci_id(0x0001), None, "Goya");
+    }
+
+    #[test]
+    fn gaudi2_device_copies_avoid_engines_that_were_fused_off() {
+        let queues = |mask| Generation::Gaudi2.queues(Direction::DeviceToDevice, mask);
+        assert_eq!(queues(0xff), [8, 12, 48, 52, 84, 88, 120, 124]);
+        assert_eq!(queues(0xfd), [8, 48, 52, 84, 88, 120, 124]);
+        assert_eq!(queues(0), [0, 1]);
+    }
+}

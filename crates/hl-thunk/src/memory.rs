@@ -1,0 +1,166 @@
+//! Device memory, and the device's view of host memory.
+
+use std::sync::Arc;
+
+use crate::error::{check, check_nonzero};
+use crate::{Device, DeviceAddr, Error};
+
+/// Device memory from the driver's allocator. It has no address until it is mapped.
+#[derive(Debug)]
+pub struct DeviceMemory {
+    device: Device,
+    handle: u64,
+    size: u64,
+}
+
+impl DeviceMemory {
+    /// Allocates `size` bytes; the driver rounds up to its page ([`HwIpInfo::dram_page_size`],
+    /// 768 MiB on a Gaudi2).
+    ///
+    /// Where the device has no MMU for its memory the driver allocates nothing and the call fails
+    /// with `EOPNOTSUPP`: addresses are physical and whoever opened the card divides them up.
+    ///
+    /// [`HwIpInfo::dram_page_size`]: crate::sys::HwIpInfo::dram_page_size
+    pub fn alloc(device: &Device, size: u64) -> Result<Arc<Self>, Error> {
+        let call = "hlthunk_device_memory_alloc";
+        if !device.generation().has_dram_mmu() {
+            return Err(Error::new(call, libc::EOPNOTSUPP));
+        }
+        let alloc = device.library().symbols.hlthunk_device_memory_alloc;
+        // SAFETY: plain numbers on an open fd. Default page size, any pages, nobody to share with:
+        // a device has one context.
+        let handle =
+            check_nonzero(call, || unsafe { alloc(device.raw_fd(), size, 0, false, false) })?;
+        Ok(Arc::new(Self { device: device.clone(), handle, size }))
+    }
+
+    /// Bytes asked for.
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Maps it. The driver takes `hint` if it is free and aligned as the device needs it, and
+    /// otherwise any address: compare.
+    pub fn map(self: &Arc<Self>, hint: Option<DeviceAddr>) -> Result<DeviceMapping, Error> {
+        let map = self.device.library().symbols.hlthunk_device_memory_map;
+        let hint = hint.map_or(0, |addr| addr.0);
+        // SAFETY: plain numbers on an open fd; the handle is live.
+        let addr = check_nonzero("hlthunk_device_memory_map", || unsafe {
+            map(self.device.raw_fd(), self.handle, hint)
+        })?;
+        Ok(DeviceMapping { memory: Arc::clone(self), addr: DeviceAddr(addr), unmapped: false })
+    }
+}
+
+impl Drop for DeviceMemory {
+    fn drop(&mut self) {
+        let free = self.device.library().symbols.hlthunk_device_memory_free;
+        // SAFETY: the handle is ours; mappings hold this object, so none is left.
+        let freed = check("hlthunk_device_memory_free", || unsafe {
+            free(self.device.raw_fd(), self.handle)
+        });
+        if let Err(error) = freed {
+            self.device.library().record_drop_error(error);
+        }
+    }
+}
+
+/// Device memory at a device address.
+#[derive(Debug)]
+pub struct DeviceMapping {
+    memory: Arc<DeviceMemory>,
+    addr: DeviceAddr,
+    unmapped: bool,
+}
+
+impl DeviceMapping {
+    /// First address.
+    pub fn addr(&self) -> DeviceAddr {
+        self.addr
+    }
+
+    /// The memory mapped.
+    pub fn memory(&self) -> &Arc<DeviceMemory> {
+        &self.memory
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Device {
+        &self.memory.device
+    }
+
+    /// Unmaps it. Fails with `EINVAL`, and gives the mapping back, while a dma-buf exported from it
+    /// is open anywhere.
+    pub fn unmap(mut self) -> Result<(), (Self, Error)> {
+        match unmap(&self.memory.device, self.addr) {
+            Ok(()) => {
+                self.unmapped = true;
+                Ok(())
+            }
+            Err(error) => Err((self, error)),
+        }
+    }
+}
+
+impl Drop for DeviceMapping {
+    fn drop(&mut self) {
+        if self.unmapped {
+            return;
+        }
+        if let Err(error) = unmap(&self.memory.device, self.addr) {
+            self.memory.device.library().record_drop_error(error);
+        }
+    }
+}
+
+pub(crate) fn unmap(device: &Device, addr: DeviceAddr) -> Result<(), Error> {
+    let unmap = device.library().symbols.hlthunk_memory_unmap;
+    // SAFETY: plain numbers on an open fd; the caller owns the mapping at this address.
+    check("hlthunk_memory_unmap", || unsafe { unmap(device.raw_fd(), addr.0) }).map(drop)
+}
+
+/// Host memory pinned and mapped for a device.
+#[derive(Debug)]
+pub struct HostMapping {
+    device: Device,
+    addr: DeviceAddr,
+    len: u64,
+}
+
+impl HostMapping {
+    /// Pins `len` bytes from `ptr` and maps them. Neither needs to be aligned; the address keeps
+    /// the pointer's place in its page.
+    ///
+    /// `EFAULT`: not (all) mapped, or not writable: pages are always pinned for writing.
+    ///
+    /// # Safety
+    /// The memory must stay allocated as long as the mapping lives and the device may use it:
+    /// copies read and write it behind the compiler's back.
+    pub unsafe fn new(device: &Device, ptr: *mut u8, len: u64) -> Result<Self, Error> {
+        let map = device.library().symbols.hlthunk_host_memory_map;
+        // SAFETY: the driver checks the range before it pins it.
+        let addr = check_nonzero("hlthunk_host_memory_map", || unsafe {
+            map(device.raw_fd(), ptr.cast(), 0, len)
+        })?;
+        Ok(Self { device: device.clone(), addr: DeviceAddr(addr), len })
+    }
+
+    /// Where the device sees the first byte.
+    pub fn addr(&self) -> DeviceAddr {
+        self.addr
+    }
+
+    /// Length in bytes.
+    #[allow(clippy::len_without_is_empty, reason = "never empty")]
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+}
+
+impl Drop for HostMapping {
+    fn drop(&mut self) {
+        if let Err(error) = unmap(&self.device, self.addr) {
+            self.device.library().record_drop_error(error);
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! What a DMA engine is told: the bytes of its packets, per generation. Pure functions.
+//!
+//! The layouts are the vendor's; the tests hold them against bytes written down independently and
+//! against a second, bit-by-bit reading of the specification.
+
+pub mod gaudi;
+pub mod gaudi2;
+
+use crate::{DeviceAddr, Generation};
+
+/// Bytes of a linear DMA packet, on every generation that has them.
+pub const LIN_DMA_LEN: usize = 24;
+/// Most bytes one packet of [`split`] moves: below the 32-bit limit of the length field, and a
+/// multiple of the device's cache line so that the next piece starts aligned.
+pub const MAX_PIECE: u64 = (1 << 32) - 128;
+
+const OPCODE_SHIFT: u32 = 24;
+const OPCODE_LIN_DMA: u32 = 0x9;
+const OPCODE_NOP: u32 = 0xa;
+/// The engine finishes earlier work before it goes on.
+const ENGINE_BARRIER: u32 = 1 << 29;
+/// Messages that follow wait for this packet's writes.
+const MESSAGE_BARRIER: u32 = 1 << 31;
+
+/// One linear DMA.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LinDma {
+    /// Copies `len` bytes.
+    Copy {
+        /// Where from.
+        src: DeviceAddr,
+        /// Where to.
+        dst: DeviceAddr,
+        /// Bytes.
+        len: u32,
+    },
+    /// Sets `len` bytes to `byte`.
+    Fill {
+        /// Where.
+        dst: DeviceAddr,
+        /// Bytes.
+        len: u32,
+        /// The value.
+        byte: u8,
+    },
+}
+
+impl LinDma {
+    /// The packet, with the conservative barriers (engine and message) set.
+    ///
+    /// `None` where the generation has no such packet, or the address does not fit its field.
+    pub fn encode(self, generation: Generation) -> Option<[u8; LIN_DMA_LEN]> {
+        match generation {
+            Generation::Gaudi => gaudi::lin_dma(self),
+            Generation::Gaudi2 => Some(gaudi2::lin_dma(self)),
+            Generation::Gaudi3 => None,
+        }
+    }
+
+    /// Length, source field and destination of the packet. For a fill the source field carries the
+    /// value, repeated to 64 bits so that it does not matter how wide the engine reads it.
+    fn fields(self) -> (u32, u64, u64) {
+        match self {
+            LinDma::Copy { src, dst, len } => (len, src.0, dst.0),
+            LinDma::Fill { dst, len, byte } => (len, u64::from_ne_bytes([byte; 8]), dst.0),
+        }
+    }
+}
+
+fn pack(tsize: u32, ctl: u32, src: u64, dst: u64) -> [u8; LIN_DMA_LEN] {
+    let mut packet = [0; LIN_DMA_LEN];
+    packet[0..4].copy_from_slice(&tsize.to_le_bytes());
+    packet[4..8].copy_from_slice(&ctl.to_le_bytes());
+    packet[8..16].copy_from_slice(&src.to_le_bytes());
+    packet[16..24].copy_from_slice(&dst.to_le_bytes());
+    packet
+}
+
+/// A packet that does nothing: eight bytes, the same on every generation.
+pub fn nop() -> [u8; 8] {
+    let mut packet = [0; 8];
+    packet[4..8].copy_from_slice(&(OPCODE_NOP << OPCODE_SHIFT).to_le_bytes());
+    packet
+}
+
+/// Cuts a transfer of `len` bytes into pieces that fit a packet: offset and length of each.
+pub fn split(len: u64) -> impl Iterator<Item = (u64, u32)> {
+    (0..len.div_ceil(MAX_PIECE)).map(move |piece| {
+        let offset = piece * MAX_PIECE;
+        (offset, (len - offset).min(MAX_PIECE) as u32)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn nop_is_the_documented_word() {
+        assert_eq!(nop(), [0, 0, 0, 0, 0, 0, 0, 0x0a]);
+    }
+
+    #[test]
+    fn gaudi3_has_no_packets() {
+        let copy = LinDma::Copy { src: DeviceAddr(0), dst: DeviceAddr(0), len: 1 };
+        assert_eq!(copy.encode(Generation::Gaudi3), None);
+    }
+
+    #[test]
+    fn nothing_is_split_into_nothing() {
+        assert_eq!(split(0).count(), 0);
+    }
+
+    proptest! {
+        #[test]
+        fn pieces_cover_the_transfer_in_order_without_gap(
+            len in prop_oneof![0..4096_u64, MAX_PIECE - 200..MAX_PIECE + 200, 0..1_u64 << 40]
+        ) {
+            let mut next = 0;
+            for (offset, piece) in split(len) {
+                prop_assert_eq!(offset, next);
+                prop_assert_eq!(offset % 128, 0);
+                prop_assert!(piece > 0);
+                next += u64::from(piece);
+            }
+            prop_assert_eq!(next, len);
+        }
+    }
+}

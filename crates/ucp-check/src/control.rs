@@ -1,0 +1,87 @@
+//! The line between the two processes of a pair: small JSON messages over a Unix socket.
+//!
+//! Beside the data path on purpose: addresses, keys and barriers do not depend on what is tested.
+//! Whoever waits here keeps its worker going, because the peer's operation may need it.
+
+use crate::ucp::{Idle, Worker};
+use anyhow::{Context, Result, bail};
+use serde::{Serialize, de::DeserializeOwned};
+use std::io::{ErrorKind, Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+
+/// One end of the line.
+pub struct Control {
+    socket: UnixStream,
+    received: Vec<u8>,
+}
+
+impl Control {
+    /// Takes a connected socket.
+    pub fn new(socket: UnixStream) -> Result<Control> {
+        socket.set_nonblocking(true).context("control socket")?;
+        Ok(Control { socket, received: Vec::new() })
+    }
+
+    /// Sends one message. Messages are small and answered, so the socket never stays full.
+    pub fn send(&mut self, message: &impl Serialize) -> Result<()> {
+        let mut line = serde_json::to_vec(message)?;
+        line.push(b'\n');
+        let mut rest = &line[..];
+        while !rest.is_empty() {
+            match self.socket.write(rest) {
+                Ok(n) => rest = &rest[n..],
+                Err(e) if e.kind() == ErrorKind::WouldBlock => std::thread::yield_now(),
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) => return Err(e).context("the other process is gone"),
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for one message while `worker` progresses.
+    pub fn receive<T: DeserializeOwned>(&mut self, worker: &Worker) -> Result<T> {
+        let mut idle = Idle::default();
+        loop {
+            if let Some(line) = self.line()? {
+                return serde_json::from_slice(&line).context("unexpected control message");
+            }
+            worker.wait(&mut idle, Some(self.socket.as_fd()))?;
+        }
+    }
+
+    /// Sends a message and waits for the peer's counterpart.
+    pub fn exchange<T: Serialize + DeserializeOwned>(
+        &mut self,
+        worker: &Worker,
+        mine: &T,
+    ) -> Result<T> {
+        self.send(mine)?;
+        self.receive(worker)
+    }
+
+    /// Both have arrived at `step`.
+    pub fn barrier(&mut self, worker: &Worker, step: u64) -> Result<()> {
+        let theirs = self.exchange(worker, &step)?;
+        if theirs != step {
+            bail!("out of step: we are at {step}, the other process at {theirs}");
+        }
+        Ok(())
+    }
+
+    fn line(&mut self) -> Result<Option<Vec<u8>>> {
+        let mut chunk = [0; 4096];
+        loop {
+            if let Some(end) = self.received.iter().position(|&byte| byte == b'\n') {
+                return Ok(Some(self.received.drain(..=end).collect()));
+            }
+            match self.socket.read(&mut chunk) {
+                Ok(0) => bail!("the other process is gone"),
+                Ok(n) => self.received.extend_from_slice(&chunk[..n]),
+                Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(None),
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) => return Err(e).context("the other process is gone"),
+            }
+        }
+    }
+}

@@ -1,0 +1,149 @@
+//! What a run found: rows for people, rows for programs, and the verdict.
+
+use crate::matrix::{Case, Op, Pair};
+use crate::ucp::Memory;
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Time measured for one case: medians.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Timing {
+    /// From posting one message until a one-byte host reply (tag, stream, am) or the flush (put) is
+    /// back, or until the data is here (get).
+    pub latency_us: f64,
+    /// 10^9 bytes per second with several messages outstanding.
+    pub gbps: f64,
+}
+
+/// What one process says about one case.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Verdict {
+    /// [`Case::id`]
+    pub case: u64,
+    /// What was wrong, `None` if nothing.
+    pub error: Option<String>,
+    /// From the process that measured.
+    pub timing: Option<Timing>,
+}
+
+/// One row of the JSON file.
+#[derive(Clone, PartialEq, Debug, Serialize)]
+pub struct Row {
+    op: Op,
+    src: Memory,
+    dst: Memory,
+    size: usize,
+    /// Rank of the sender: both directions are run.
+    from: u8,
+    ucx: String,
+    latency_us: Option<f64>,
+    gbps: Option<f64>,
+    verified: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<String>,
+}
+
+/// Collects the verdicts of a run.
+pub struct Report {
+    ucx: String,
+    rows: Vec<Row>,
+}
+
+impl Report {
+    /// For a run on the UCX with this version.
+    pub fn new(ucx: impl Into<String>) -> Report {
+        Report { ucx: ucx.into(), rows: Vec::new() }
+    }
+
+    /// Adds a case; failures are printed at once.
+    pub fn add(&mut self, case: Case, error: Option<String>, timing: Option<Timing>) {
+        if let Some(error) = &error {
+            println!("FAIL  {case}, UCX {}: {error}", self.ucx);
+        }
+        self.rows.push(Row {
+            op: case.op,
+            src: case.pair.src,
+            dst: case.pair.dst,
+            size: case.size,
+            from: case.from,
+            ucx: self.ucx.clone(),
+            latency_us: timing.map(|t| t.latency_us),
+            gbps: timing.map(|t| t.gbps),
+            verified: error.is_none(),
+            error,
+        });
+    }
+
+    /// Cases that passed and failed.
+    pub fn counts(&self) -> (usize, usize) {
+        let passed = self.rows.iter().filter(|row| row.verified).count();
+        (passed, self.rows.len() - passed)
+    }
+
+    /// Appends the rows of another run.
+    pub fn merge(&mut self, other: Report) {
+        self.rows.extend(other.rows);
+    }
+
+    /// One line per operation and memory pair.
+    pub fn print_summary(&self) {
+        let mut lines: BTreeMap<(Op, Pair), (usize, usize)> = BTreeMap::new();
+        for row in &self.rows {
+            let counts = lines.entry((row.op, Pair { src: row.src, dst: row.dst })).or_default();
+            if row.verified { counts.0 += 1 } else { counts.1 += 1 }
+        }
+        for ((op, pair), (passed, failed)) in lines {
+            let word = if failed == 0 { "ok  " } else { "FAIL" };
+            println!("{word}  {op:<15} {pair:<12} {passed:>4} passed, {failed} failed");
+        }
+    }
+
+    /// The measured rows as a table; the slower of the two directions counts.
+    pub fn print_timings(&self) {
+        let mut lines: BTreeMap<(Op, Pair, usize), (f64, f64, bool)> = BTreeMap::new();
+        for row in &self.rows {
+            let (Some(latency), Some(gbps)) = (row.latency_us, row.gbps) else { continue };
+            let pair = Pair { src: row.src, dst: row.dst };
+            let line = lines.entry((row.op, pair, row.size)).or_insert((0.0, f64::MAX, true));
+            *line = (line.0.max(latency), line.1.min(gbps), line.2 && row.verified);
+        }
+        if lines.is_empty() {
+            return;
+        }
+        println!("{:<8} {:<12} {:>10} {:>12} {:>9}  bytes", "op", "memory", "size", "µs", "GB/s");
+        for ((op, pair, size), (latency, gbps, verified)) in lines {
+            let word = if verified { "verified" } else { "WRONG" };
+            println!("{op:<8} {pair:<12} {size:>10} {latency:>12.2} {gbps:>9.3}  {word}");
+        }
+    }
+
+    /// Writes the rows as a JSON list.
+    pub fn write_json(&self, path: &Path) -> Result<()> {
+        let text = serde_json::to_string_pretty(&self.rows)?;
+        std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_has_the_fields_the_demo_reads() {
+        let case = Case { id: 0, op: Op::AmRndv, pair: Pair::ALL[1], size: 8, from: 1 };
+        let mut report = Report::new("1.22.0");
+        report.add(case, None, Some(Timing { latency_us: 1.5, gbps: 2.0 }));
+        report.add(case, Some("wrong".into()), None);
+        assert_eq!(report.counts(), (1, 1));
+        let rows = serde_json::to_value(&report.rows).unwrap();
+        let good = serde_json::json!({
+            "op": "am-rndv", "src": "host", "dst": "gaudi", "size": 8, "from": 1,
+            "ucx": "1.22.0", "latency_us": 1.5, "gbps": 2.0, "verified": true
+        });
+        assert_eq!(rows[0], good);
+        assert_eq!(rows[1]["verified"], false);
+        assert_eq!(rows[1]["error"], "wrong");
+    }
+}

@@ -1,0 +1,67 @@
+//! Bounded waiting: whoever waits says what for, and a hang ends the process with that sentence.
+//!
+//! UCX may spin inside one call, so the watch is kept by a thread of its own.
+
+use std::fmt::Display;
+use std::io::Write;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Exit status of a process that hung.
+pub const HUNG: i32 = 3;
+
+/// Ends the process if one step takes longer than the limit. Clones watch the same steps.
+#[derive(Clone)]
+pub struct Watchdog {
+    step: Arc<Mutex<Step>>,
+    limit: Duration,
+}
+
+struct Step {
+    what: String,
+    since: Instant,
+}
+
+impl Watchdog {
+    /// Starts watching; `who` begins the message of a hang.
+    pub fn start(who: &str, limit: Duration) -> Watchdog {
+        let step = Step { what: "starting".into(), since: Instant::now() };
+        let dog = Watchdog { step: Arc::new(Mutex::new(step)), limit };
+        let (watch, who) = (dog.clone(), who.to_owned());
+        thread::spawn(move || {
+            loop {
+                thread::sleep(watch.limit.min(Duration::from_millis(200)));
+                let step = watch.lock();
+                if step.since.elapsed() > watch.limit {
+                    die(&who, &step.what, watch.limit);
+                }
+            }
+        });
+        dog
+    }
+
+    /// Says what begins now; the clock starts anew.
+    pub fn step(&self, what: impl Display) {
+        let mut step = self.lock();
+        step.what = what.to_string();
+        step.since = Instant::now();
+    }
+
+    /// What was said last.
+    pub fn current(&self) -> String {
+        self.lock().what.clone()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Step> {
+        self.step.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+fn die(who: &str, what: &str, limit: Duration) -> ! {
+    // In one piece: the other process may be saying the same.
+    let line = format!("HUNG  {who}: {what}: nothing for {} s\n", limit.as_secs_f32());
+    let _ = std::io::stderr().write_all(line.as_bytes());
+    // SAFETY: ends the process without running destructors, which might wait for the hung thread.
+    unsafe { libc::_exit(HUNG) }
+}

@@ -1,0 +1,361 @@
+//! Transports `gaudi_cpy` and `gaudi_gdr`: copies between host and Gaudi memory of one process.
+
+use std::cell::Cell;
+use std::marker::PhantomData;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use gaudi::{Device, DeviceAddr, Error, Segment, Side};
+use uct::abi::{event_flag, iface_flag};
+use uct::{
+    Bandwidth, Buffer, Buffers, Completion, DeviceType, Interface, InterfaceAttributes, LinearFunc,
+    MemoryType, OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, Status, Ucx, log,
+};
+
+use crate::copies::Copies;
+use crate::domain::{GaudiComponent, GaudiDomain, Memory};
+use crate::flavour::Flavour;
+use crate::status;
+
+/// Bytes per second between host and device: what a Gaudi2 on PCIe 4.0 x16 can move.
+const HOST_BANDWIDTH: f64 = 22e9;
+/// Bytes per second inside a device.
+const DEVICE_BANDWIDTH: f64 = 200e9;
+/// Seconds until a copy that was posted has ended, beyond its bytes.
+const LATENCY: f64 = 3e-6;
+/// Seconds of CPU to post one.
+const OVERHEAD: f64 = 2e-6;
+
+/// An open interface.
+pub(crate) struct CopyInterface<F> {
+    ucx: &'static Ucx,
+    /// Random: an interface reaches itself and nobody else.
+    address: [u8; 8],
+    copies_possible: bool,
+    copies: Copies,
+    /// Absent where the process is out of descriptors; then no event flag is advertised.
+    event_fd: Option<OwnedFd>,
+    /// A sleeper has to be woken when a copy is posted.
+    armed: Cell<bool>,
+    /// The loss of a device was logged.
+    lost: Cell<bool>,
+    flavour: PhantomData<F>,
+}
+
+/// Which way a copy goes, seen from the local buffer.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Way {
+    Put,
+    Get,
+}
+
+impl Way {
+    fn sides(self, local: Side, remote: Side) -> (Side, Side) {
+        match self {
+            Way::Put => (remote, local),
+            Way::Get => (local, remote),
+        }
+    }
+}
+
+/// What an address is, and the device it lies on if it is a device address.
+fn classify(address: u64, length: usize) -> (Side, Option<Arc<Device>>) {
+    match gaudi::runtime().locate(address, length).and_then(|place| place.device()) {
+        Some(device) => (Side::Device(DeviceAddr(address)), Some(device)),
+        None => {
+            let host = core::ptr::with_exposed_provenance_mut::<u8>(address as usize);
+            (Side::Host(host), None)
+        }
+    }
+}
+
+impl<F: Flavour> CopyInterface<F> {
+    /// Copies and returns when the bytes have arrived.
+    fn copy_now(&self, way: Way, local: Buffer, remote: u64) -> Result<(), Status> {
+        if local.length == 0 {
+            return Ok(());
+        }
+        while self.copies.is_fenced() {
+            self.progress();
+        }
+        let (local_side, local_device) = classify(local.address, local.length);
+        let (remote_side, remote_device) = classify(remote, local.length);
+        let (dst, src) = way.sides(local_side, remote_side);
+        let Some(device) = local_device.or(remote_device) else {
+            return Err(self.refuse_host_only(local, remote));
+        };
+        // SAFETY: UCX keeps the buffers of an operation valid until it returns, and nobody else
+        // touches what it writes; device addresses were found in a live allocation.
+        unsafe { device.copy_blocking(dst, src, local.length) }.map_err(|error| {
+            // UCP aborts the process when a short copy fails: the reason must be in the log first.
+            log!(self.ucx, Error, "copy of {} bytes failed: {error}", local.length);
+            status::of(&error)
+        })
+    }
+
+    fn refuse_host_only(&self, local: Buffer, remote: u64) -> Status {
+        log!(
+            self.ucx,
+            Error,
+            "{} cannot copy {:#x} to or from {remote:#x} ({} bytes): neither lies inside one Gaudi \
+             allocation of this process",
+            F::TRANSPORT,
+            local.address,
+            local.length
+        );
+        Status::UNSUPPORTED
+    }
+
+    /// Starts a copy between local pieces and consecutive remote addresses.
+    fn start(
+        &self,
+        way: Way,
+        local: &Buffers<'_, Memory>,
+        remote: u64,
+        completion: Completion,
+    ) -> Result<Posted, Status> {
+        let mut device = None;
+        let mut segments = Vec::new();
+        let mut at = remote;
+        for (buffer, memory) in local.iter().filter(|(buffer, _)| buffer.length != 0) {
+            let (local_side, local_device) = classify(buffer.address, buffer.length);
+            let (remote_side, remote_device) = classify(at, buffer.length);
+            let here = local_device.or(remote_device);
+            if here.is_none() {
+                return Err(self.refuse_host_only(buffer, at));
+            }
+            device = device.or(here);
+            let (dst, src) = way.sides(local_side, remote_side);
+            let host_region = memory.and_then(Memory::host_region).cloned();
+            segments.push(Segment { dst, src, len: buffer.length, host_region });
+            at += buffer.length as u64;
+        }
+        let Some(device) = device else {
+            return Ok(Posted::Done(completion)); // no bytes at all
+        };
+        // SAFETY: UCX keeps the buffers of an operation valid and to itself until the completion.
+        let posted = unsafe { self.copies.post(device, segments, completion) };
+        if matches!(posted, Ok(Posted::Later)) {
+            self.wake_sleeper();
+        }
+        posted.map_err(|error| self.copy_failed(&error))
+    }
+
+    fn copy_failed(&self, error: &Error) -> Status {
+        // A device that went away fails every copy there is: one line is enough.
+        if error.is_device_lost() && self.lost.replace(true) {
+            log!(self.ucx, Debug, "copy failed: {error}");
+        } else {
+            log!(self.ucx, Error, "copy failed: {error}");
+        }
+        status::of(error)
+    }
+
+    /// A thread may sleep on the event fd since before this copy: it has to come and progress it.
+    fn wake_sleeper(&self) {
+        if self.armed.replace(false)
+            && let Some(fd) = &self.event_fd
+        {
+            // A full counter means that the sleeper is being woken already.
+            let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
+        }
+    }
+}
+
+impl<F: Flavour> Interface for CopyInterface<F> {
+    type Component = GaudiComponent<F>;
+    type Endpoint = ();
+
+    const TRANSPORT: &'static str = F::TRANSPORT;
+    const CONFIG_PREFIX: &'static str = F::TRANSPORT_PREFIX;
+
+    fn devices(_: &'static Ucx, md: &GaudiDomain<F>) -> Vec<uct::Device> {
+        // Without copies gaudi_gdr still offers its device, with no operation: UCP closes a memory
+        // domain that no transport uses, and detection and dma-bufs with it.
+        if F::LEADS && !md.copies {
+            return Vec::new();
+        }
+        vec![uct::Device {
+            name: F::COMPONENT.to_owned(),
+            kind: DeviceType::ACC,
+            sys_device: md.sys_device,
+        }]
+    }
+
+    fn open(md: &GaudiDomain<F>, request: &OpenRequest<'_>) -> Result<Self, Status> {
+        let mut address = [0; 8];
+        random(&mut address);
+        let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
+        let event_fd = rustix::event::eventfd(0, flags)
+            .inspect_err(|error| {
+                log!(request.ucx, Info, "{}: no event fd: {error}", F::TRANSPORT);
+            })
+            .ok();
+        Ok(CopyInterface {
+            ucx: request.ucx,
+            address,
+            copies_possible: md.copies,
+            copies: Copies::default(),
+            event_fd,
+            armed: Cell::new(false),
+            lost: Cell::new(false),
+            flavour: PhantomData,
+        })
+    }
+
+    fn attributes(&self) -> InterfaceAttributes {
+        let limits = RmaLimits {
+            max_short: u32::MAX as usize,
+            max_bcopy: 0,
+            min_zcopy: 0,
+            max_zcopy: usize::MAX,
+            opt_zcopy_align: 1,
+            align_mtu: 1,
+            max_iov: 16,
+        };
+        if !self.copies_possible {
+            return InterfaceAttributes {
+                flags: iface_flag::CONNECT_TO_IFACE,
+                // UCX packs the bandwidth into addresses, where nothing at all is not allowed.
+                bandwidth: Bandwidth { dedicated: 0.0, shared: 1e6 },
+                max_endpoints: Some(0),
+                ..InterfaceAttributes::default()
+            };
+        }
+        InterfaceAttributes {
+            flags: iface_flag::CONNECT_TO_IFACE
+                | iface_flag::PUT_SHORT
+                | iface_flag::GET_SHORT
+                | iface_flag::PUT_ZCOPY
+                | iface_flag::GET_ZCOPY
+                | iface_flag::PENDING,
+            // UCX picks no copy lane for a sleeping worker without these, and then crashes.
+            event_flags: match self.event_fd {
+                Some(_) => event_flag::SEND_COMP | event_flag::RECV | event_flag::FD,
+                None => 0,
+            },
+            put: limits,
+            get: limits,
+            bandwidth: Bandwidth { dedicated: 0.0, shared: HOST_BANDWIDTH / F::COST },
+            latency: LinearFunc { constant: LATENCY * F::COST, slope: 0.0 },
+            overhead: OVERHEAD * F::COST,
+            max_endpoints: None,
+        }
+    }
+
+    fn estimate(&self, query: &PerfQuery) -> Result<Perf, Status> {
+        use MemoryType as M;
+        let ours = |memory_type| matches!(memory_type, M::HOST | M::GAUDI | M::UNKNOWN);
+        let host_only = query.local == M::HOST && query.remote == M::HOST;
+        if !self.copies_possible || host_only || !ours(query.local) || !ours(query.remote) {
+            return Err(Status::UNSUPPORTED);
+        }
+        let inside = query.local == M::GAUDI && query.remote == M::GAUDI;
+        let bandwidth = if inside { DEVICE_BANDWIDTH } else { HOST_BANDWIDTH };
+        // A short copy is waited for, so what would be latency is the caller's own time.
+        let asynchronous = query.operation.is_none_or(|operation| operation.is_zcopy());
+        let (latency, waiting) = if asynchronous { (LATENCY, 0.0) } else { (0.0, LATENCY) };
+        Ok(Perf {
+            send_pre_overhead: OVERHEAD * F::COST,
+            send_post_overhead: waiting * F::COST,
+            recv_overhead: 0.0,
+            bandwidth: Bandwidth { dedicated: 0.0, shared: bandwidth / F::COST },
+            latency: LinearFunc { constant: latency * F::COST, slope: 0.0 },
+        })
+    }
+
+    fn address(&self) -> Vec<u8> {
+        self.address.to_vec()
+    }
+
+    fn reachable(&self, peer: &Peer<'_>) -> Result<(), String> {
+        if !self.copies_possible {
+            return Err(format!("{} cannot copy on this generation of Gaudi", F::TRANSPORT));
+        }
+        if peer.interface != self.address {
+            return Err(format!("{} copies inside one process only", F::TRANSPORT));
+        }
+        Ok(())
+    }
+
+    fn connect(&self, _: &Peer<'_>) -> Result<(), Status> {
+        Ok(())
+    }
+
+    fn put_short(&self, (): &(), at: Buffer, remote: u64, _: Option<&()>) -> Result<(), Status> {
+        self.copy_now(Way::Put, at, remote)
+    }
+
+    fn get_short(&self, (): &(), at: Buffer, remote: u64, _: Option<&()>) -> Result<(), Status> {
+        self.copy_now(Way::Get, at, remote)
+    }
+
+    fn put_zcopy(
+        &self,
+        (): &(),
+        local: Buffers<'_, Memory>,
+        remote: u64,
+        _: Option<&()>,
+        completion: Completion,
+    ) -> Result<Posted, Status> {
+        self.start(Way::Put, &local, remote, completion)
+    }
+
+    fn get_zcopy(
+        &self,
+        (): &(),
+        local: Buffers<'_, Memory>,
+        remote: u64,
+        _: Option<&()>,
+        completion: Completion,
+    ) -> Result<Posted, Status> {
+        self.start(Way::Get, &local, remote, completion)
+    }
+
+    fn flush(&self, _: Option<&()>, completion: Completion) -> Result<Posted, Status> {
+        // Endpoints of an interface all lead to itself, so one list of copies serves them all.
+        Ok(self.copies.flush(completion))
+    }
+
+    fn fence(&self) -> Result<(), Status> {
+        self.copies.fence();
+        Ok(())
+    }
+
+    fn progress(&self) -> u32 {
+        if self.copies.is_idle() {
+            return 0;
+        }
+        let ended = self.copies.reap();
+        let count = ended.len() as u32;
+        for (completion, result) in ended {
+            completion.finish(result.map_err(|error| self.copy_failed(&error)));
+        }
+        count
+    }
+
+    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.event_fd.as_ref().map(AsFd::as_fd)
+    }
+
+    fn arm(&self) -> Result<(), Status> {
+        let fd = self.event_fd.as_ref().ok_or(Status::UNSUPPORTED)?;
+        // Clear what woke the last sleeper; an empty counter is fine.
+        let _ = rustix::io::read(fd, &mut [0; 8]);
+        if !self.copies.is_idle() {
+            return Err(Status::BUSY);
+        }
+        self.armed.set(true);
+        Ok(())
+    }
+}
+
+/// Fills with random bytes; a counter and the clock serve where the kernel refuses.
+fn random(bytes: &mut [u8; 8]) {
+    // SAFETY: the buffer is valid for its length.
+    let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
+    if got != bytes.len() as isize {
+        let nanos = std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos() as u64);
+        *bytes = (nanos ^ core::ptr::from_ref(bytes).addr() as u64).to_ne_bytes();
+    }
+}

@@ -1,0 +1,221 @@
+//! `ucx_perftest -m gaudi`: the allocator that the stock program asks its modules for.
+//!
+//! The program keeps an array of allocators, one slot per memory type, and loads modules to fill
+//! it. UCP tests only need the slot to be filled (their buffers come from the memory domain); UCT
+//! tests allocate, copy and fill through these functions.
+
+use core::ffi::{c_int, c_void};
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use gaudi::{Allocation, Device, DeviceAddr, Error, Side};
+use uct::{MemoryType, Status, Ucx, log};
+
+use crate::domain::configured_device;
+use crate::{seeding, status};
+
+/// `ucx_perf_allocator_t`.
+#[repr(C)]
+struct Allocator {
+    memory_type: MemoryType,
+    init: unsafe extern "C" fn(*mut c_void) -> Status,
+    uct_alloc: unsafe extern "C" fn(*const c_void, usize, u32, *mut AllocatedMemory) -> Status,
+    uct_free: unsafe extern "C" fn(*const c_void, *mut AllocatedMemory),
+    memcpy: unsafe extern "C" fn(*mut c_void, MemoryType, *const c_void, MemoryType, usize),
+    memset: unsafe extern "C" fn(*mut c_void, c_int, usize) -> *mut c_void,
+}
+const _: () = assert!(size_of::<Allocator>() == 48);
+
+/// `uct_allocated_memory_t`.
+#[repr(C)]
+struct AllocatedMemory {
+    address: *mut c_void,
+    length: usize,
+    method: u32,
+    memory_type: MemoryType,
+    md: *mut c_void,
+    memh: *mut c_void,
+    sys_device: u8,
+}
+const _: () = assert!(size_of::<AllocatedMemory>() == 48);
+
+static ALLOCATOR: Allocator =
+    Allocator { memory_type: MemoryType::GAUDI, init, uct_alloc, uct_free, memcpy, memset };
+
+/// Where the test's memory domain is in `ucx_perf_context_t`.
+const PERF_UCT_MD: usize = 17464;
+
+type RegisterFn =
+    unsafe extern "C" fn(*mut c_void, *mut c_void, usize, u32, *mut *mut c_void) -> Status;
+type DeregisterFn = unsafe extern "C" fn(*mut c_void, *mut c_void) -> Status;
+
+/// What the allocator needs of the UCX in the perftest process.
+struct Bench {
+    ucx: &'static Ucx,
+    register: RegisterFn,
+    deregister: DeregisterFn,
+    /// UCT buffers by address, until the test frees them.
+    buffers: Mutex<HashMap<usize, Allocation>>,
+}
+
+static BENCH: OnceLock<Bench> = OnceLock::new();
+
+/// Puts the allocator into the program's array, if this program is `ucx_perftest`.
+pub(crate) fn offer(ucx: &'static Ucx) -> Result<(), Status> {
+    // SAFETY: a look-up by name in the global scope.
+    let array =
+        unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"ucx_perf_mem_type_allocators".as_ptr()) }
+            .cast::<*const Allocator>();
+    if array.is_null() {
+        return Ok(());
+    }
+    let (Some(register), Some(deregister)) =
+        (ucx.symbol(c"uct_md_mem_reg"), ucx.symbol(c"uct_md_mem_dereg"))
+    else {
+        log!(ucx, Info, "ucx_perftest -m gaudi is not available: libuct has no uct_md_mem_reg");
+        return Ok(());
+    };
+    // SAFETY: public functions of libuct, of these types since long before 1.22.
+    let bench = unsafe {
+        Bench {
+            ucx,
+            register: core::mem::transmute::<*mut c_void, RegisterFn>(register),
+            deregister: core::mem::transmute::<*mut c_void, DeregisterFn>(deregister),
+            buffers: Mutex::default(),
+        }
+    };
+    BENCH.get_or_init(|| bench);
+    // SAFETY: the array has a slot for every memory type that its UCX knows, and this UCX knows
+    // Gaudi's (checked when the plugin registered).
+    unsafe {
+        let slot = array.add(MemoryType::GAUDI.0 as usize);
+        if (*slot).is_null() {
+            *slot = &ALLOCATOR;
+        }
+    }
+    Ok(())
+}
+
+/// Runs a callback of the test program: panics and errors become a log line and `None`.
+fn attempt<T>(
+    what: &str,
+    body: impl FnOnce(&'static Bench) -> Result<T, Error>,
+) -> Result<T, Status> {
+    let bench = BENCH.get().ok_or(Status::NO_DEVICE)?;
+    match catch_unwind(AssertUnwindSafe(|| body(bench))) {
+        Ok(Ok(value)) => Ok(value),
+        Ok(Err(error)) => {
+            log!(bench.ucx, Error, "{what}: {error}");
+            Err(status::of(&error))
+        }
+        Err(panic) => {
+            core::mem::forget(panic);
+            log!(bench.ucx, Error, "internal error: {what} (please report)");
+            Err(Status::IO_ERROR)
+        }
+    }
+}
+
+unsafe extern "C" fn init(_perf: *mut c_void) -> Status {
+    // UCP tests bring their own memory domain, which opens the card when it is needed: here it is
+    // enough that there is one.
+    match attempt("ucx_perftest -m gaudi", |_| gaudi::runtime().discover()) {
+        Ok(_) => Status::OK,
+        Err(error) => error,
+    }
+}
+
+unsafe extern "C" fn uct_alloc(
+    perf: *const c_void,
+    length: usize,
+    flags: u32,
+    out: *mut AllocatedMemory,
+) -> Status {
+    let allocated = attempt("cannot allocate a test buffer", |bench| {
+        let allocation = configured_device()?.alloc(length.max(1) as u64, 1)?;
+        let address = allocation.addr().0 as usize;
+        bench.buffers.lock().unwrap_or_else(PoisonError::into_inner).insert(address, allocation);
+        Ok((bench, address))
+    });
+    let (bench, address) = match allocated {
+        Ok(allocated) => allocated,
+        Err(error) => return error,
+    };
+    let pointer = core::ptr::without_provenance_mut::<c_void>(address);
+    // SAFETY: the context is the test program's, with the domain of a UCT test at this offset;
+    // the out-parameter is the caller's; the address is registered, never accessed.
+    unsafe {
+        let md = *perf.byte_add(PERF_UCT_MD).cast::<*mut c_void>();
+        let mut memh = core::ptr::null_mut();
+        let registered = (bench.register)(md, pointer, length, flags, &mut memh);
+        if registered != Status::OK {
+            bench.buffers.lock().unwrap_or_else(PoisonError::into_inner).remove(&address);
+            return registered;
+        }
+        (*out).address = pointer;
+        (*out).memory_type = MemoryType::GAUDI;
+        (*out).md = md;
+        (*out).memh = memh;
+    }
+    Status::OK
+}
+
+unsafe extern "C" fn uct_free(_perf: *const c_void, memory: *mut AllocatedMemory) {
+    let Some(bench) = BENCH.get() else { return };
+    // SAFETY: what `uct_alloc` filled in, freed once.
+    let address = unsafe {
+        (bench.deregister)((*memory).md, (*memory).memh);
+        (*memory).address.addr()
+    };
+    let freed = bench.buffers.lock().unwrap_or_else(PoisonError::into_inner).remove(&address);
+    if let Some(allocation) = freed {
+        seeding::freeing(&allocation);
+    }
+}
+
+/// The device that a Gaudi address lies on.
+fn device_at(address: u64, length: usize) -> Option<Arc<Device>> {
+    gaudi::runtime().locate(address, length)?.device()
+}
+
+unsafe extern "C" fn memcpy(
+    dst: *mut c_void,
+    dst_type: MemoryType,
+    src: *const c_void,
+    src_type: MemoryType,
+    length: usize,
+) {
+    if length == 0 {
+        return;
+    }
+    let side = |pointer: *mut c_void, memory_type| match memory_type {
+        MemoryType::GAUDI => Side::Device(DeviceAddr(pointer.addr() as u64)),
+        _ => Side::Host(pointer.cast()),
+    };
+    let copied = attempt("ucx_perftest copy", |_| {
+        let device = device_at(dst.addr() as u64, length)
+            .or_else(|| device_at(src.addr() as u64, length))
+            .map_or_else(configured_device, Ok)?;
+        // SAFETY: the test program's own buffers of the types it names.
+        unsafe { device.copy_blocking(side(dst, dst_type), side(src.cast_mut(), src_type), length) }
+    });
+    // The program has no way to hear of a failure, and wrong bytes must not pass for right ones.
+    if copied.is_err() {
+        std::process::abort();
+    }
+}
+
+unsafe extern "C" fn memset(dst: *mut c_void, value: c_int, length: usize) -> *mut c_void {
+    if length != 0 {
+        let filled = attempt("ucx_perftest fill", |_| {
+            let address = dst.addr() as u64;
+            let device = device_at(address, length).map_or_else(configured_device, Ok)?;
+            device.fill(DeviceAddr(address), length as u64, value as u8)
+        });
+        if filled.is_err() {
+            std::process::abort();
+        }
+    }
+    dst
+}

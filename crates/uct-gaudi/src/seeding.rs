@@ -1,0 +1,69 @@
+//! Feeding UCX's memory-type cache.
+//!
+//! UCP asks that cache what an address is and takes a miss for host memory, without asking any
+//! memory domain. So each UCX copy is told of a device's whole window before its first address is
+//! handed out. Not earlier: a region in that cache also costs UCP its short path for host memory,
+//! which a program that never touches a Gaudi must not pay for.
+//!
+//! And the other way round: UCX remembers registrations of memory, and is told when memory is freed.
+
+use std::sync::Mutex;
+
+use gaudi::{Allocation, Window, WindowEvent};
+use uct::{MemoryType, SysDevice, Ucx, log};
+
+/// The UCX copies that are being told.
+static TOLD: Mutex<Vec<&'static Ucx>> = Mutex::new(Vec::new());
+
+/// Has `ucx` told of the windows there are and of those that come.
+pub(crate) fn begin(ucx: &'static Ucx) {
+    let mut told = TOLD.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    if told.iter().any(|known| core::ptr::eq(*known, ucx)) {
+        return;
+    }
+    told.push(ucx);
+    drop(told);
+    gaudi::runtime().subscribe(Box::new(move |event| match event {
+        WindowEvent::Opened(window) => {
+            log!(
+                ucx,
+                Debug,
+                "memory of {} is at {:#x}, {:#x} bytes",
+                window.info,
+                window.start.0,
+                window.len
+            );
+            ucx.memory_type_cache_insert(
+                window.start.0,
+                length(window),
+                MemoryType::GAUDI,
+                sys_device(ucx, &window.info),
+            );
+        }
+        WindowEvent::Retired(window) => {
+            ucx.memory_type_cache_remove(window.start.0, length(window));
+        }
+    }));
+}
+
+/// Has every UCX copy drop what it remembers of memory that is about to be freed: a network
+/// device's registration would keep the driver's page in use, and reach its next tenant.
+pub(crate) fn freeing(allocation: &Allocation) {
+    let (start, len) = (allocation.addr().0, allocation.len() as usize);
+    let told = TOLD.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).clone();
+    for ucx in told {
+        ucx.memory_freed(start, len, MemoryType::GAUDI);
+        // That took a hole out of the window; it is ours again before its next tenant comes.
+        let device = sys_device(ucx, allocation.device().info());
+        ucx.memory_type_cache_insert(start, len, MemoryType::GAUDI, device);
+    }
+}
+
+fn length(window: &Window) -> usize {
+    usize::try_from(window.len).unwrap_or(usize::MAX)
+}
+
+/// UCX's topology number of a card, under the name `ucx_info -T` shows.
+pub(crate) fn sys_device(ucx: &Ucx, card: &gaudi::DeviceInfo) -> SysDevice {
+    ucx.sys_device(card.bus_id.as_str(), &format!("GAUDI_{}", card.index))
+}

@@ -1,0 +1,317 @@
+//! Transports: interfaces, their endpoints and the operations on them.
+//!
+//! [`Interface`] is what a transport implements. UCX calls an interface and its endpoints under
+//! the worker's lock, one call at a time, but completion callbacks re-enter: implementations take
+//! `&self` and must hold no borrow while they finish a [`Completion`].
+
+mod data;
+mod object;
+
+use core::marker::PhantomData;
+use std::os::fd::BorrowedFd;
+
+pub(crate) use object::{TransportObject, raw_transport};
+
+use crate::abi::{
+    Bandwidth, DeviceType, Iov, LinearFunc, MemoryType, Operation, RmaLimits, Status, SysDevice,
+};
+use crate::completion::{Completion, Posted};
+use crate::component::Component;
+use crate::config::{Values, Variable};
+use crate::md::MemoryDomain;
+use crate::ucx::Ucx;
+
+/// The memory domain of a transport.
+pub type MdOf<I> = <<I as Interface>::Component as Component>::Md;
+/// Its memory handles.
+pub type MemoryOf<I> = <MdOf<I> as MemoryDomain>::Memory;
+/// Its remote keys.
+pub type KeyOf<I> = <<I as Interface>::Component as Component>::RemoteKey;
+
+/// A transport; a value of the type is one opened interface.
+pub trait Interface: Send + Sized + 'static {
+    /// The component it belongs to.
+    type Component: Component;
+    /// What an endpoint remembers of its peer.
+    type Endpoint: Send + 'static;
+
+    /// Name, at most 9 characters.
+    const TRANSPORT: &'static str;
+    /// Prefix of the variables, behind `UCX_`.
+    const CONFIG_PREFIX: &'static str;
+    /// Configuration of the interface.
+    const VARIABLES: &'static [Variable] = &[];
+
+    /// The devices this transport offers on a domain. None is an answer.
+    fn devices(ucx: &'static Ucx, md: &MdOf<Self>) -> Vec<Device>;
+
+    /// Opens an interface. An error here makes `ucp_worker_create` fail for the whole program,
+    /// also for those who never wanted this transport: degrade instead.
+    ///
+    /// # Errors
+    /// Only what truly cannot go on.
+    fn open(md: &MdOf<Self>, request: &OpenRequest<'_>) -> Result<Self, Status>;
+
+    /// What the interface can do.
+    fn attributes(&self) -> InterfaceAttributes;
+
+    /// What an operation costs, and whether it is possible at all.
+    ///
+    /// # Errors
+    /// [`Status::UNSUPPORTED`] for a pair of memory types that cannot be done.
+    fn estimate(&self, query: &PerfQuery) -> Result<Perf, Status>;
+
+    /// Address of the device, equal for all interfaces on it.
+    fn device_address(&self) -> Vec<u8> {
+        Vec::new()
+    }
+
+    /// Address of this interface, always of the same length.
+    fn address(&self) -> Vec<u8>;
+
+    /// Whether a peer can be reached.
+    ///
+    /// # Errors
+    /// The reason why not, for people.
+    fn reachable(&self, peer: &Peer<'_>) -> Result<(), String>;
+
+    /// Makes an endpoint.
+    ///
+    /// # Errors
+    /// [`Status::UNREACHABLE`] and the like.
+    fn connect(&self, peer: &Peer<'_>) -> Result<Self::Endpoint, Status>;
+
+    /// Takes an endpoint down; operations still going on must not touch it afterwards.
+    fn disconnect(&self, endpoint: Self::Endpoint) {
+        drop(endpoint);
+    }
+
+    /// Copies to the remote address before it returns. UCP aborts the process on an error.
+    ///
+    /// # Errors
+    /// What went wrong; say why in the log first.
+    fn put_short(
+        &self,
+        endpoint: &Self::Endpoint,
+        local: Buffer,
+        remote: u64,
+        key: Option<&KeyOf<Self>>,
+    ) -> Result<(), Status>;
+
+    /// Copies from the remote address before it returns.
+    ///
+    /// # Errors
+    /// As for [`put_short`](Interface::put_short).
+    fn get_short(
+        &self,
+        endpoint: &Self::Endpoint,
+        local: Buffer,
+        remote: u64,
+        key: Option<&KeyOf<Self>>,
+    ) -> Result<(), Status>;
+
+    /// Copies local buffers to consecutive remote addresses.
+    ///
+    /// # Errors
+    /// [`Status::NO_RESOURCE`] when there is no room now.
+    fn put_zcopy(
+        &self,
+        endpoint: &Self::Endpoint,
+        local: Buffers<'_, MemoryOf<Self>>,
+        remote: u64,
+        key: Option<&KeyOf<Self>>,
+        completion: Completion,
+    ) -> Result<Posted, Status> {
+        let _ = (endpoint, local, remote, key, completion);
+        Err(Status::UNSUPPORTED)
+    }
+
+    /// Copies from consecutive remote addresses to local buffers.
+    ///
+    /// # Errors
+    /// [`Status::NO_RESOURCE`] when there is no room now.
+    fn get_zcopy(
+        &self,
+        endpoint: &Self::Endpoint,
+        local: Buffers<'_, MemoryOf<Self>>,
+        remote: u64,
+        key: Option<&KeyOf<Self>>,
+        completion: Completion,
+    ) -> Result<Posted, Status> {
+        let _ = (endpoint, local, remote, key, completion);
+        Err(Status::UNSUPPORTED)
+    }
+
+    /// Ends when everything posted before on the endpoint (or, for `None`, the interface) ended.
+    ///
+    /// # Errors
+    /// What went wrong.
+    fn flush(
+        &self,
+        endpoint: Option<&Self::Endpoint>,
+        completion: Completion,
+    ) -> Result<Posted, Status>;
+
+    /// Orders what follows after what was posted before.
+    ///
+    /// # Errors
+    /// What went wrong.
+    fn fence(&self) -> Result<(), Status>;
+
+    /// Makes progress; returns how many operations ended.
+    fn progress(&self) -> u32 {
+        0
+    }
+
+    /// Whether an operation posted now would find room.
+    fn has_room(&self) -> bool {
+        true
+    }
+
+    /// A descriptor that becomes readable when there is something to progress.
+    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    /// Prepares the descriptor for sleeping.
+    ///
+    /// # Errors
+    /// [`Status::BUSY`] when there is something to progress already: do not sleep.
+    fn arm(&self) -> Result<(), Status> {
+        Err(Status::UNSUPPORTED)
+    }
+}
+
+/// A device a transport offers.
+#[derive(Clone, Debug)]
+pub struct Device {
+    /// Name, at most 31 characters.
+    pub name: String,
+    /// Type in UCX's sense.
+    pub kind: DeviceType,
+    /// Number in UCX's topology.
+    pub sys_device: SysDevice,
+}
+
+/// What UCX passes when it opens an interface.
+pub struct OpenRequest<'a> {
+    /// The copy of UCX.
+    pub ucx: &'static Ucx,
+    /// Name of the device chosen.
+    pub device: String,
+    /// Configuration.
+    pub config: Values<'a>,
+}
+
+/// What an interface can do.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct InterfaceAttributes {
+    /// Bits of [`iface_flag`](crate::abi::iface_flag).
+    pub flags: u64,
+    /// Bits of [`event_flag`](crate::abi::event_flag).
+    pub event_flags: u64,
+    /// Limits of put.
+    pub put: RmaLimits,
+    /// Limits of get.
+    pub get: RmaLimits,
+    /// Bandwidth for wire addresses; constants only, peers must agree.
+    pub bandwidth: Bandwidth,
+    /// Latency, likewise.
+    pub latency: LinearFunc,
+    /// Overhead per message in seconds, likewise.
+    pub overhead: f64,
+    /// Most endpoints of an interface; UCX's own limit where `None`.
+    pub max_endpoints: Option<usize>,
+}
+
+/// What UCX wants to know the cost of.
+#[derive(Clone, Copy, Debug)]
+pub struct PerfQuery {
+    /// The operation, if one is named.
+    pub operation: Option<Operation>,
+    /// Type of the local buffer.
+    pub local: MemoryType,
+    /// Type of the remote buffer.
+    pub remote: MemoryType,
+}
+
+/// What an operation costs.
+#[derive(Clone, Copy, Debug)]
+pub struct Perf {
+    /// Seconds before the transfer starts.
+    pub send_pre_overhead: f64,
+    /// Seconds of CPU after it was posted.
+    pub send_post_overhead: f64,
+    /// Seconds at the receiver.
+    pub recv_overhead: f64,
+    /// Bytes per second.
+    pub bandwidth: Bandwidth,
+    /// Seconds until the data is there.
+    pub latency: LinearFunc,
+}
+
+/// A peer's address as it came over the wire: not to be trusted.
+#[derive(Clone, Copy, Debug)]
+pub struct Peer<'a> {
+    /// Device address.
+    pub device: &'a [u8],
+    /// Interface address.
+    pub interface: &'a [u8],
+}
+
+/// A local buffer: a host pointer or a device address, valid while the operation runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Buffer {
+    /// First byte.
+    pub address: u64,
+    /// Bytes.
+    pub length: usize,
+}
+
+/// The local buffers of a zero-copy operation.
+pub struct Buffers<'a, M> {
+    iov: &'a [Iov],
+    memory: PhantomData<&'a M>,
+}
+
+impl<'a, M> Buffers<'a, M> {
+    /// # Safety
+    /// The handles in `iov` are null or live handles of memory type `M`.
+    pub(crate) unsafe fn new(iov: &'a [Iov]) -> Self {
+        Buffers { iov, memory: PhantomData }
+    }
+
+    /// The pieces in order, strided entries spelt out, with their handles.
+    pub fn iter(&self) -> impl Iterator<Item = (Buffer, Option<&'a M>)> + use<'a, M> {
+        self.iov.iter().flat_map(|iov| {
+            // SAFETY: as promised at construction.
+            let memory = unsafe { iov.memh.cast::<M>().as_ref() };
+            (0..iov.count as u64).map(move |index| {
+                let address = (iov.buffer.addr() as u64).wrapping_add(index * iov.stride as u64);
+                (Buffer { address, length: iov.length }, memory)
+            })
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn strided_buffers_are_spelt_out_and_empty_ones_left_out() {
+        let null = core::ptr::null_mut();
+        let at = |address, length, stride, count| Iov {
+            buffer: core::ptr::without_provenance_mut(address),
+            length,
+            memh: null,
+            stride,
+            count,
+        };
+        let iov = [at(0x1000, 8, 64, 3), at(0x9000, 5, 0, 1), at(0xa000, 7, 0, 0)];
+        // SAFETY: all handles are null.
+        let buffers = unsafe { Buffers::<u8>::new(&iov) };
+        let pieces: Vec<_> = buffers.iter().map(|(b, _)| (b.address, b.length)).collect();
+        assert_eq!(pieces, [(0x1000, 8), (0x1040, 8), (0x1080, 8), (0x9000, 5)]);
+    }
+}

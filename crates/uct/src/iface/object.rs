@@ -1,0 +1,545 @@
+//! Opened interfaces and endpoints as UCX sees them, and the calls that make, query and end them.
+//!
+//! UCX's base structures have a size only the running library knows (builds with statistics
+//! differ). Our part therefore lies *in front of* the base structure, at a distance known at
+//! compile time; UCX gets the address of the base.
+
+use core::alloc::Layout;
+use core::cell::UnsafeCell;
+use core::ffi::{CStr, c_char, c_int, c_void};
+use std::alloc::{alloc_zeroed, dealloc};
+use std::os::fd::AsRawFd;
+
+use super::{Device, Interface, OpenRequest, Peer, PerfQuery, data};
+use crate::abi::{
+    BaseEp, EP_PARAM_DEV_ADDR, EP_PARAM_IFACE_ADDR, EpParams, IFACE_CONFIG_SIZE, IFACE_OP_SLOTS,
+    IFACE_PARAM_DEVICE, INTERNAL_OP_SLOTS, IfaceAttr, IfaceOps, IfaceParams, InternalOps, ListLink,
+    MemoryType, PerfAttr, RawMd, RawTl, ReachableParams, Status, TlResource, iface_op, internal_op,
+    perf_field, reachable_field,
+};
+use crate::border::{guarded, guarded_status};
+use crate::component::name_array;
+use crate::config::Table;
+use crate::md::MdObject;
+use crate::pending::PendingQueue;
+use crate::ucx::{Symbols, Ucx};
+
+/// A registered transport.
+#[repr(C)]
+pub(crate) struct TransportObject<I: Interface> {
+    raw: UnsafeCell<RawTl>,
+    ucx: &'static Ucx,
+    config: Table,
+    operations: IfaceOps,
+    internal: InternalOps,
+    interface: core::marker::PhantomData<fn() -> I>,
+}
+
+impl<I: Interface> TransportObject<I> {
+    pub(crate) fn new(ucx: &'static Ucx) -> Self {
+        let symbols = &ucx.symbols;
+        TransportObject {
+            raw: UnsafeCell::new(RawTl {
+                name: name_array(I::TRANSPORT),
+                query_devices: query_devices::<I>,
+                iface_open: iface_open::<I>,
+                config: Table::empty_entry(),
+                list: ListLink { prev: core::ptr::null_mut(), next: core::ptr::null_mut() },
+            }),
+            ucx,
+            config: Table::new(
+                symbols,
+                &format!("{} transport", I::TRANSPORT),
+                (I::CONFIG_PREFIX, None),
+                I::VARIABLES,
+                (symbols.uct_iface_config_table, IFACE_CONFIG_SIZE),
+            ),
+            operations: operations::<I>(symbols),
+            internal: internal_operations::<I>(symbols),
+            interface: core::marker::PhantomData,
+        }
+    }
+
+    /// Links the configuration entry to the table, now that both have their final address.
+    pub(crate) fn attach_config(&'static self) {
+        // SAFETY: called once, before UCX or another thread knows the object.
+        unsafe { (*self.raw.get()).config = self.config.entry() };
+    }
+}
+
+/// The raw structure of a transport whose type was forgotten.
+pub(crate) fn raw_transport<I: Interface>(object: *const c_void) -> *mut RawTl {
+    // SAFETY: the pointer is a leaked `TransportObject<I>`.
+    unsafe { (*object.cast::<TransportObject<I>>()).raw.get() }
+}
+
+/// Our part of an interface, in front of UCX's.
+pub(crate) struct IfaceHead<I: Interface> {
+    pub(crate) ucx: &'static Ucx,
+    pub(crate) interface: I,
+    pub(crate) pending: PendingQueue,
+    /// Length of addresses, learnt once.
+    address_lengths: (usize, usize),
+    allocation: Layout,
+}
+
+/// Our part of an endpoint, in front of UCX's.
+pub(crate) struct EpHead<I: Interface> {
+    pub(crate) endpoint: I::Endpoint,
+    allocation: Layout,
+}
+
+/// Everything is aligned to cache lines.
+const ALIGN: usize = 64;
+
+/// Distance from a head of type `T` to the base structure behind it.
+const fn distance<T>() -> usize {
+    assert!(align_of::<T>() <= ALIGN);
+    size_of::<T>().next_multiple_of(ALIGN)
+}
+
+/// The head in front of a base structure.
+///
+/// # Safety
+/// `base` was made by [`place`] with the same `T` and its head was written.
+pub(crate) unsafe fn head<'a, T>(base: *mut c_void) -> &'a T {
+    // SAFETY: as the caller promises.
+    unsafe { &*base.byte_sub(distance::<T>()).cast::<T>() }
+}
+
+/// Room for a head and a zeroed base structure of `size` bytes; returns the base.
+fn place<T>(size: usize) -> Option<(*mut c_void, Layout)> {
+    let layout = Layout::from_size_align(distance::<T>() + size, ALIGN).ok()?;
+    // SAFETY: the size is not zero.
+    let memory = unsafe { alloc_zeroed(layout) };
+    // SAFETY: inside the allocation.
+    (!memory.is_null()).then(|| (unsafe { memory.add(distance::<T>()) }.cast(), layout))
+}
+
+/// # Safety
+/// `base` and `layout` came from [`place`] with the same `T`; nothing uses it any more.
+unsafe fn unplace<T>(base: *mut c_void, layout: Layout) {
+    // SAFETY: as the caller promises.
+    unsafe { dealloc(base.byte_sub(distance::<T>()).cast(), layout) };
+}
+
+/// # Safety
+/// `iface` is an open interface of type `I`.
+pub(crate) unsafe fn iface_head<'a, I: Interface>(iface: *mut c_void) -> &'a IfaceHead<I> {
+    // SAFETY: as the caller promises.
+    unsafe { head(iface) }
+}
+
+/// # Safety
+/// `ep` is a live endpoint of an interface of type `I`.
+pub(crate) unsafe fn ep_heads<'a, I: Interface>(
+    ep: *mut c_void,
+) -> (&'a IfaceHead<I>, &'a EpHead<I>) {
+    // SAFETY: as the caller promises; UCX's endpoint begins with its interface.
+    unsafe { (iface_head((*ep.cast::<BaseEp>()).iface), head(ep)) }
+}
+
+fn operations<I: Interface>(symbols: &Symbols) -> IfaceOps {
+    let mut slots = [symbols.ucs_empty_function_return_unsupported; IFACE_OP_SLOTS];
+    slots[iface_op::EP_TAG_RNDV_ZCOPY] = symbols.ucs_empty_function_return_ptr_unsupported;
+    data::fill::<I>(&mut slots);
+    slots[iface_op::EP_CHECK] = symbols.ucs_empty_function_return_success;
+    slots[iface_op::EP_CREATE] = ep_create::<I> as *const c_void;
+    slots[iface_op::EP_DESTROY] = ep_destroy::<I> as *const c_void;
+    slots[iface_op::IFACE_PROGRESS_ENABLE] = symbols.uct_base_iface_progress_enable;
+    slots[iface_op::IFACE_PROGRESS_DISABLE] =
+        symbols.uct_base_iface_progress_disable as *const c_void;
+    slots[iface_op::IFACE_EVENT_FD_GET] = event_fd_get::<I> as *const c_void;
+    slots[iface_op::IFACE_EVENT_ARM] = event_arm::<I> as *const c_void;
+    slots[iface_op::IFACE_CLOSE] = iface_close::<I> as *const c_void;
+    slots[iface_op::IFACE_QUERY] = iface_query::<I> as *const c_void;
+    slots[iface_op::IFACE_GET_DEVICE_ADDRESS] = get_device_address::<I> as *const c_void;
+    slots[iface_op::IFACE_GET_ADDRESS] = get_address::<I> as *const c_void;
+    slots[iface_op::IFACE_IS_REACHABLE] = symbols.uct_base_iface_is_reachable;
+    IfaceOps(slots)
+}
+
+fn internal_operations<I: Interface>(symbols: &Symbols) -> InternalOps {
+    let mut slots = [symbols.ucs_empty_function_return_unsupported; INTERNAL_OP_SLOTS];
+    slots[internal_op::IFACE_QUERY_V2] = symbols.uct_iface_base_query_v2;
+    slots[internal_op::IFACE_ESTIMATE_PERF] = estimate_perf::<I> as *const c_void;
+    slots[internal_op::IFACE_VFS_REFRESH] = symbols.ucs_empty_function;
+    slots[internal_op::IFACE_IS_REACHABLE_V2] = is_reachable_v2::<I> as *const c_void;
+    slots[internal_op::EP_IS_CONNECTED] = symbols.uct_base_ep_is_connected;
+    InternalOps(slots)
+}
+
+unsafe extern "C" fn query_devices<I: Interface>(
+    md: *mut RawMd,
+    resources: *mut *mut TlResource,
+    count: *mut u32,
+) -> Status {
+    // SAFETY: an open domain of the transport's component.
+    let md = unsafe { MdObject::<I::Component>::from_raw(md) };
+    let ucx = md.component.ucx;
+    guarded_status(ucx, "query_devices", || {
+        let list = I::devices(ucx, &md.domain)
+            .into_iter()
+            .map(|Device { name, kind, sys_device }| TlResource {
+                name: name_array(&name),
+                device_type: kind,
+                sys_device,
+            })
+            .collect();
+        let (array, length) = ucx.array(list).ok_or(Status::NO_MEMORY)?;
+        // SAFETY: out-parameters of the caller.
+        unsafe {
+            *resources = array;
+            *count = length;
+        }
+        Ok(Status::OK)
+    })
+}
+
+unsafe extern "C" fn iface_open<I: Interface>(
+    raw_md: *mut RawMd,
+    worker: *mut c_void,
+    params: *const IfaceParams,
+    config: *const c_void,
+    iface_p: *mut *mut c_void,
+) -> Status {
+    // SAFETY: an open domain of the transport's component.
+    let md = unsafe { MdObject::<I::Component>::from_raw(raw_md) };
+    let ucx = md.component.ucx;
+    guarded_status(ucx, "iface_open", || {
+        let transport = md.component.transport::<I>().ok_or(Status::NO_DEVICE)?;
+        // SAFETY: the mask tells whether the device name is there; it is a C string.
+        let device = unsafe {
+            if (*params).field_mask & IFACE_PARAM_DEVICE != 0 && !(*params).dev_name.is_null() {
+                CStr::from_ptr((*params).dev_name).to_string_lossy().into_owned()
+            } else {
+                String::new()
+            }
+        };
+        // SAFETY: UCX parsed these values with the transport's table.
+        let values = unsafe { transport.config.values(ucx, config) };
+        let interface = I::open(&md.domain, &OpenRequest { ucx, device, config: values })?;
+        let address_lengths = (interface.device_address().len(), interface.address().len());
+
+        let class = ucx.symbols.uct_base_iface_t_class;
+        // SAFETY: a class object of libuct: its size is that of this build's base structure.
+        let size = unsafe { (*class).size };
+        let (base, allocation) = place::<IfaceHead<I>>(size).ok_or(Status::NO_MEMORY)?;
+        let mut initialised: c_int = 1;
+        // SAFETY: `base` is zeroed memory of the class's size; the tables live for ever. The two
+        // last arguments exist in builds with statistics only; others ignore them.
+        let status = unsafe {
+            (ucx.symbols.uct_base_iface_t_init)(
+                base,
+                class,
+                &mut initialised,
+                (&raw const transport.operations).cast(),
+                (&raw const transport.internal).cast(),
+                raw_md,
+                worker,
+                params.cast(),
+                config,
+                core::ptr::null_mut(),
+                c"plugin".as_ptr(),
+            )
+        };
+        if status != Status::OK {
+            // SAFETY: undoes what the constructor did, as UCX's own callers do; then frees.
+            unsafe {
+                (ucx.symbols.ucs_class_call_cleanup_chain)(class, base, initialised);
+                unplace::<IfaceHead<I>>(base, allocation);
+            }
+            return Err(status);
+        }
+        let pending = PendingQueue::default();
+        let head = IfaceHead { ucx, interface, pending, address_lengths, allocation };
+        // SAFETY: `place` left room for the head in front; out-parameter of the caller.
+        unsafe {
+            base.byte_sub(distance::<IfaceHead<I>>()).cast::<IfaceHead<I>>().write(head);
+            *iface_p = base;
+        }
+        Ok(Status::OK)
+    })
+}
+
+unsafe extern "C" fn iface_close<I: Interface>(iface: *mut c_void) {
+    const SEND_AND_RECEIVE: u32 = 0b11;
+    // SAFETY: an open interface, closed once; its endpoints are gone.
+    unsafe {
+        let head_ptr = iface.byte_sub(distance::<IfaceHead<I>>()).cast::<IfaceHead<I>>();
+        let (ucx, allocation) = ((*head_ptr).ucx, (*head_ptr).allocation);
+        // Progress must end before what it works on.
+        (ucx.symbols.uct_base_iface_progress_disable)(iface, SEND_AND_RECEIVE);
+        let head = head_ptr.read();
+        guarded(ucx, "iface_close", (), || drop(head));
+        let class = ucx.symbols.uct_base_iface_t_class;
+        (ucx.symbols.ucs_class_call_cleanup_chain)(class, iface, -1);
+        unplace::<IfaceHead<I>>(iface, allocation);
+    }
+}
+
+unsafe extern "C" fn iface_query<I: Interface>(iface: *mut c_void, attr: *mut IfaceAttr) -> Status {
+    // SAFETY: an open interface of this type.
+    let head = unsafe { iface_head::<I>(iface) };
+    guarded_status(head.ucx, "iface_query", || {
+        let attributes = head.interface.attributes();
+        // SAFETY: UCX's structure, zeroed and given defaults by UCX first.
+        unsafe {
+            (head.ucx.symbols.uct_base_iface_query)(iface, attr.cast());
+            (*attr).put = attributes.put;
+            (*attr).get = attributes.get;
+            (*attr).flags = attributes.flags;
+            (*attr).event_flags = attributes.event_flags;
+            (*attr).device_addr_len = head.address_lengths.0;
+            (*attr).iface_addr_len = head.address_lengths.1;
+            (*attr).bandwidth = attributes.bandwidth;
+            (*attr).latency = attributes.latency;
+            (*attr).overhead = attributes.overhead;
+            if let Some(most) = attributes.max_endpoints {
+                (*attr).max_num_eps = most;
+            }
+        }
+        Ok(Status::OK)
+    })
+}
+
+unsafe extern "C" fn estimate_perf<I: Interface>(
+    iface: *mut c_void,
+    attr: *mut PerfAttr,
+) -> Status {
+    // SAFETY: an open interface of this type.
+    let head = unsafe { iface_head::<I>(iface) };
+    guarded_status(head.ucx, "estimate_perf", || {
+        // SAFETY: the caller's structure; only fields in its mask are initialised or written.
+        let attr = unsafe { &mut *attr };
+        let asked = |bit: u64| attr.field_mask & bit != 0;
+        let query = PerfQuery {
+            operation: asked(perf_field::OPERATION).then_some(attr.operation),
+            local: if asked(perf_field::LOCAL_MEMORY_TYPE) {
+                attr.local_memory_type
+            } else {
+                MemoryType::UNKNOWN
+            },
+            remote: if asked(perf_field::REMOTE_MEMORY_TYPE) {
+                attr.remote_memory_type
+            } else {
+                MemoryType::UNKNOWN
+            },
+        };
+        let perf = head.interface.estimate(&query)?;
+        let mask = attr.field_mask;
+        macro_rules! answer {
+            ($($bit:ident => $field:ident = $value:expr;)*) => {
+                $(if mask & perf_field::$bit != 0 { attr.$field = $value; })*
+            };
+        }
+        answer! {
+            SEND_PRE_OVERHEAD => send_pre_overhead = perf.send_pre_overhead;
+            SEND_POST_OVERHEAD => send_post_overhead = perf.send_post_overhead;
+            RECV_OVERHEAD => recv_overhead = perf.recv_overhead;
+            BANDWIDTH => bandwidth = perf.bandwidth;
+            PATH_BANDWIDTH => path_bandwidth = perf.bandwidth;
+            LATENCY => latency = perf.latency;
+            MAX_INFLIGHT_EPS => max_inflight_eps = usize::MAX;
+            FLAGS => flags = 0;
+        }
+        Ok(Status::OK)
+    })
+}
+
+/// Bytes at `address`, or nothing where it is absent or of no length.
+///
+/// # Safety
+/// `address` is null or valid for `length` bytes while the result is used.
+unsafe fn bytes<'a>(address: *const c_void, length: usize) -> &'a [u8] {
+    if address.is_null() || length == 0 {
+        return &[];
+    }
+    // SAFETY: as the caller promises.
+    unsafe { core::slice::from_raw_parts(address.cast(), length) }
+}
+
+unsafe extern "C" fn is_reachable_v2<I: Interface>(
+    iface: *mut c_void,
+    params: *const ReachableParams,
+) -> c_int {
+    // SAFETY: an open interface of this type.
+    let head = unsafe { iface_head::<I>(iface) };
+    guarded(head.ucx, "is_reachable", 0, || {
+        // SAFETY: the caller's structure; fields count only where the mask names them.
+        let params_ref = unsafe { &*params };
+        let has = |bit: u64| params_ref.field_mask & bit != 0;
+        let length = |bit: u64, given: usize, own: usize| if has(bit) { given } else { own };
+        let device_length = length(
+            reachable_field::DEVICE_ADDR_LENGTH,
+            params_ref.device_addr_length,
+            head.address_lengths.0,
+        );
+        let interface_length = length(
+            reachable_field::IFACE_ADDR_LENGTH,
+            params_ref.iface_addr_length,
+            head.address_lengths.1,
+        );
+        let pick = |bit, address| if has(bit) { address } else { core::ptr::null() };
+        // SAFETY: addresses packed by a transport of the same name, of the length given or ours.
+        let peer = unsafe {
+            Peer {
+                device: bytes(
+                    pick(reachable_field::DEVICE_ADDR, params_ref.device_addr),
+                    device_length,
+                ),
+                interface: bytes(
+                    pick(reachable_field::IFACE_ADDR, params_ref.iface_addr),
+                    interface_length,
+                ),
+            }
+        };
+        match head.interface.reachable(&peer) {
+            // SAFETY: UCX's own check of the scope, on UCX's own parameters.
+            Ok(()) => unsafe {
+                (head.ucx.symbols.uct_iface_scope_is_reachable)(iface, params.cast())
+            },
+            Err(reason) => {
+                explain(params_ref, &reason);
+                0
+            }
+        }
+    })
+}
+
+/// Puts the reason into the caller's info string, if it has one.
+fn explain(params: &ReachableParams, reason: &str) {
+    let wanted = reachable_field::INFO_STRING | reachable_field::INFO_STRING_LENGTH;
+    if params.field_mask & wanted != wanted
+        || params.info_string.is_null()
+        || params.info_string_length == 0
+    {
+        return;
+    }
+    let length = reason.len().min(params.info_string_length - 1);
+    // SAFETY: the caller gave `info_string_length` bytes, and the text plus NUL fits.
+    unsafe {
+        core::ptr::copy_nonoverlapping(
+            reason.as_ptr().cast::<c_char>(),
+            params.info_string,
+            length,
+        );
+        *params.info_string.add(length) = 0;
+    }
+}
+
+unsafe extern "C" fn get_device_address<I: Interface>(
+    iface: *mut c_void,
+    to: *mut c_void,
+) -> Status {
+    // SAFETY: an open interface of this type.
+    let head = unsafe { iface_head::<I>(iface) };
+    guarded_status(head.ucx, "get_device_address", || {
+        // SAFETY: the caller gives as many bytes as `iface_query` said.
+        unsafe { store(&head.interface.device_address(), head.address_lengths.0, to) }
+    })
+}
+
+unsafe extern "C" fn get_address<I: Interface>(iface: *mut c_void, to: *mut c_void) -> Status {
+    // SAFETY: an open interface of this type.
+    let head = unsafe { iface_head::<I>(iface) };
+    guarded_status(head.ucx, "get_address", || {
+        // SAFETY: the caller gives as many bytes as `iface_query` said.
+        unsafe { store(&head.interface.address(), head.address_lengths.1, to) }
+    })
+}
+
+/// # Safety
+/// `to` has room for `length` bytes.
+unsafe fn store(address: &[u8], length: usize, to: *mut c_void) -> Result<Status, Status> {
+    if address.len() != length {
+        return Err(Status::INVALID_ADDR);
+    }
+    // SAFETY: as the caller promises.
+    unsafe { core::ptr::copy_nonoverlapping(address.as_ptr(), to.cast::<u8>(), length) };
+    Ok(Status::OK)
+}
+
+unsafe extern "C" fn event_fd_get<I: Interface>(iface: *mut c_void, fd_p: *mut c_int) -> Status {
+    // SAFETY: an open interface of this type.
+    let head = unsafe { iface_head::<I>(iface) };
+    guarded_status(head.ucx, "event_fd_get", || {
+        let fd = head.interface.event_fd().ok_or(Status::UNSUPPORTED)?;
+        // SAFETY: out-parameter of the caller; the descriptor stays ours.
+        unsafe { *fd_p = fd.as_raw_fd() };
+        Ok(Status::OK)
+    })
+}
+
+unsafe extern "C" fn event_arm<I: Interface>(iface: *mut c_void, _events: u32) -> Status {
+    // SAFETY: an open interface of this type.
+    let head = unsafe { iface_head::<I>(iface) };
+    guarded_status(head.ucx, "event_arm", || {
+        if !head.pending.is_empty() {
+            return Err(Status::BUSY);
+        }
+        head.interface.arm().map(|()| Status::OK)
+    })
+}
+
+unsafe extern "C" fn ep_create<I: Interface>(
+    params: *const EpParams,
+    ep_p: *mut *mut c_void,
+) -> Status {
+    // SAFETY: UCX names an open interface of this type in every call.
+    let (params, head) = unsafe { (&*params, iface_head::<I>((*params).iface)) };
+    guarded_status(head.ucx, "ep_create", || {
+        let pick = |bit: u64, address| {
+            if params.field_mask & bit != 0 { address } else { core::ptr::null() }
+        };
+        // SAFETY: addresses of a transport of the same name, thus of our lengths.
+        let peer = unsafe {
+            Peer {
+                device: bytes(pick(EP_PARAM_DEV_ADDR, params.dev_addr), head.address_lengths.0),
+                interface: bytes(
+                    pick(EP_PARAM_IFACE_ADDR, params.iface_addr),
+                    head.address_lengths.1,
+                ),
+            }
+        };
+        let endpoint = head.interface.connect(&peer)?;
+        let class = head.ucx.symbols.uct_base_ep_t_class;
+        // SAFETY: a class object of libuct: its size is that of this build's base structure.
+        let size = unsafe { (*class).size };
+        let (base, allocation) = place::<EpHead<I>>(size).ok_or(Status::NO_MEMORY)?;
+        let mut initialised: c_int = 1;
+        // SAFETY: `base` is zeroed memory of the class's size, `iface` an open interface.
+        let status = unsafe {
+            (head.ucx.symbols.uct_base_ep_t_init)(base, class, &mut initialised, params.iface)
+        };
+        if status != Status::OK {
+            // SAFETY: undoes what the constructor did; then frees.
+            unsafe {
+                (head.ucx.symbols.ucs_class_call_cleanup_chain)(class, base, initialised);
+                unplace::<EpHead<I>>(base, allocation);
+            }
+            return Err(status);
+        }
+        // SAFETY: `place` left room for the head in front; out-parameter of the caller.
+        unsafe {
+            base.byte_sub(distance::<EpHead<I>>())
+                .cast::<EpHead<I>>()
+                .write(EpHead { endpoint, allocation });
+            *ep_p = base;
+        }
+        Ok(Status::OK)
+    })
+}
+
+unsafe extern "C" fn ep_destroy<I: Interface>(ep: *mut c_void) {
+    // SAFETY: a live endpoint, destroyed once, before its interface.
+    unsafe {
+        let (iface, _) = ep_heads::<I>(ep);
+        let EpHead { endpoint, allocation } =
+            ep.byte_sub(distance::<EpHead<I>>()).cast::<EpHead<I>>().read();
+        guarded(iface.ucx, "ep_destroy", (), || iface.interface.disconnect(endpoint));
+        let class = iface.ucx.symbols.uct_base_ep_t_class;
+        (iface.ucx.symbols.ucs_class_call_cleanup_chain)(class, ep, -1);
+        unplace::<EpHead<I>>(ep, allocation);
+    }
+}

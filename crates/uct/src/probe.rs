@@ -1,0 +1,176 @@
+//! The layout self-probe: which slot of our tables does *this* libuct really call?
+//!
+//! libuct exports thin wrappers that do nothing but jump through a slot of an operation table.
+//! The probe builds fake objects whose every slot is a function that reports its own index, calls
+//! the wrappers and compares. It runs before anything is registered, needs no initialised UCX,
+//! and is what decides whether a UCX is supported; version strings are only for messages.
+
+use core::cell::Cell;
+use core::ffi::{CStr, c_void};
+
+use crate::abi::{RawComponent, md_op};
+use crate::loaded::Loaded;
+
+thread_local! {
+    static FIRED: Cell<Option<usize>> = const { Cell::new(None) };
+}
+
+/// Slots of the largest table probed.
+const SLOTS: usize = 64;
+
+/// Reports its index. Returns a status that is neither success nor "in progress", so that no
+/// wrapper goes on to look at results.
+unsafe extern "C" fn slot<const INDEX: usize>() -> i8 {
+    FIRED.set(Some(INDEX));
+    crate::abi::Status::UNSUPPORTED.0
+}
+
+macro_rules! slots {
+    ($($index:literal)*) => { [$(slot::<$index> as *const c_void),*] };
+}
+
+/// `slot::<0> … slot::<63>`.
+fn slots() -> [*const c_void; SLOTS] {
+    slots!(0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31
+           32 33 34 35 36 37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60
+           61 62 63)
+}
+
+/// Where the wrapper's object points its table.
+#[derive(Clone, Copy, Debug)]
+enum Object {
+    /// An interface: public operations.
+    Iface,
+    /// An endpoint of that interface.
+    Ep,
+    /// A memory domain.
+    Md,
+    /// A component; its slots start behind the name.
+    Component,
+}
+
+/// One wrapper, the object it takes, and the slot it must fire. `required` ones must exist.
+struct Expect {
+    wrapper: &'static CStr,
+    object: Object,
+    slot: usize,
+    required: bool,
+}
+
+/// Internal operations sit behind their own pointer; their indices are reported with this offset
+/// so that a public slot cannot be mistaken for an internal one.
+const INTERNAL: usize = 50;
+
+const fn must(wrapper: &'static CStr, object: Object, slot: usize) -> Expect {
+    Expect { wrapper, object, slot, required: true }
+}
+
+const fn may(wrapper: &'static CStr, object: Object, slot: usize) -> Expect {
+    Expect { wrapper, object, slot, required: false }
+}
+
+const EXPECTED: &[Expect] = &[
+    must(c"uct_iface_query", Object::Iface, 46),
+    must(c"uct_iface_event_fd_get", Object::Iface, 43),
+    must(c"uct_iface_get_address", Object::Iface, 48),
+    must(c"uct_ep_check", Object::Ep, 28),
+    must(c"uct_iface_query_v2", Object::Iface, INTERNAL),
+    must(c"uct_iface_estimate_perf", Object::Iface, INTERNAL + 1),
+    must(c"uct_ep_query", Object::Ep, INTERNAL + 3),
+    must(c"uct_ep_invalidate", Object::Ep, INTERNAL + 4),
+    must(c"uct_iface_is_reachable_v2", Object::Iface, INTERNAL + 6),
+    may(c"uct_ep_get_device_ep", Object::Ep, INTERNAL + 8),
+    must(c"uct_md_query_v2", Object::Md, md_op::QUERY),
+    must(c"uct_md_mem_advise", Object::Md, md_op::MEM_ADVISE),
+    must(c"uct_md_mem_dereg_v2", Object::Md, md_op::MEM_DEREG),
+    must(c"uct_md_mem_query_v2", Object::Md, md_op::MEM_QUERY),
+    must(c"uct_md_mkey_pack_v2", Object::Md, md_op::MKEY_PACK),
+    must(c"uct_md_mem_attach", Object::Md, md_op::MEM_ATTACH),
+    must(c"uct_md_detect_memory_type", Object::Md, md_op::DETECT_MEMORY_TYPE),
+    may(c"uct_md_mem_elem_release", Object::Md, md_op::MEM_ELEM_RELEASE),
+    must(c"uct_rkey_ptr", Object::Component, 4),
+];
+
+/// Probes a libuct in a file, without a UCX around it. For tests and diagnosis.
+///
+/// # Errors
+/// Why the file cannot be loaded, or the first slot that differs.
+pub fn probe_library(path: &std::path::Path) -> Result<(), String> {
+    check(&Loaded::open(path)?)
+}
+
+/// Zeroed memory, larger than any structure a wrapper is handed.
+#[repr(C, align(64))]
+struct Scratch([u64; 512]);
+
+/// Checks a libuct against the layouts of [`crate::abi`].
+pub(crate) fn check(uct: &Loaded) -> Result<(), String> {
+    let slots = slots();
+    // The internal table's slot 0 must report INTERNAL: it points into the middle of the array.
+    let internal: *const *const c_void = &slots[INTERNAL];
+    let mut iface = Box::new(Scratch([0; 512]));
+    let (public, rest) = iface.0.split_at_mut(50);
+    for (word, function) in public.iter_mut().zip(&slots) {
+        *word = *function as u64;
+    }
+    rest[0] = internal as u64;
+    let iface_ptr: *mut c_void = (&raw mut *iface).cast();
+
+    let mut ep = Box::new(Scratch([0; 512]));
+    ep.0[0] = iface_ptr as u64;
+
+    let mut component = Box::new(Scratch([0; 512]));
+    for (word, function) in component.0[2..9].iter_mut().zip(&slots) {
+        *word = *function as u64;
+    }
+    let component_ptr = (&raw mut *component).cast::<RawComponent>();
+
+    let mut md = Box::new(Scratch([0; 512]));
+    md.0[0] = slots.as_ptr() as u64;
+    md.0[1] = component_ptr as u64;
+
+    for expect in EXPECTED {
+        let name = expect.wrapper.to_string_lossy();
+        let Some(wrapper) = uct.symbol(expect.wrapper) else {
+            if expect.required {
+                return Err(format!("no {name}"));
+            }
+            continue;
+        };
+        let object: *mut c_void = match expect.object {
+            Object::Iface => iface_ptr,
+            Object::Ep => (&raw mut *ep).cast(),
+            Object::Md => (&raw mut *md).cast(),
+            Object::Component => component_ptr.cast(),
+        };
+        let fired = fire(wrapper, object);
+        match fired {
+            Some(slot) if slot == expect.slot => {}
+            Some(slot) => return Err(format!("{name} calls slot {slot}, not {}", expect.slot)),
+            None => return Err(format!("{name} calls no slot")),
+        }
+    }
+    Ok(())
+}
+
+/// Calls a wrapper with the fake object and scratch memory for everything else it may look at.
+fn fire(wrapper: *mut c_void, object: *mut c_void) -> Option<usize> {
+    type Six = unsafe extern "C" fn(
+        *mut c_void,
+        *mut c_void,
+        *mut c_void,
+        *mut c_void,
+        *mut c_void,
+        *mut c_void,
+    ) -> i8;
+    let mut scratch = Box::new(Scratch([0; 512]));
+    let memory: *mut c_void = (&raw mut *scratch).cast();
+    // SAFETY: every wrapper takes at most six pointer-sized arguments and, apart from the object,
+    // reads or writes only structures that fit into the scratch memory before (and not after) it
+    // jumps through the slot; extra arguments are ignored by the C calling convention.
+    let call = unsafe { core::mem::transmute::<*mut c_void, Six>(wrapper) };
+    FIRED.set(None);
+    // SAFETY: as above.
+    unsafe { call(object, memory, memory, memory, memory, memory) };
+    FIRED.take()
+}

@@ -1,0 +1,270 @@
+//! `cargo xtask test`: everything CI checks, step by step, with a summary. `.ci/run` is this.
+//!
+//! A failing lint does not hide a failing test: independent steps all run, and the exit code tells
+//! whether all passed. Only what later steps stand on (packages, the build) stops the run.
+
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use crate::category::{Category, Selection};
+use crate::dist::{self, Profile};
+use crate::progress::seconds;
+use crate::repo::Repo;
+use crate::setup;
+
+/// Exit code of cargo-nextest when a filter matches no test.
+const NEXTEST_NO_TESTS: i32 = 4;
+
+/// Runs all steps, or the tests of one category.
+pub(crate) fn run(repo: &Repo, category: Option<Category>) -> Result<()> {
+    let mut steps = Steps::default();
+    steps.required("stock UCX", || setup::run(repo))?;
+    if category.is_none() {
+        steps.step("formatting", || {
+            cargo(repo, &["fmt", "--all", "--", "--check"], &[]).map(passed)
+        });
+        steps.step("clippy", || {
+            let arguments =
+                ["clippy", "--workspace", "--all-targets", "--locked", "--", "-Dwarnings"];
+            cargo(repo, &arguments, &[]).map(passed)
+        });
+        steps.step("documentation", || {
+            let arguments = ["doc", "--workspace", "--no-deps", "--locked"];
+            cargo(repo, &arguments, &[("RUSTDOCFLAGS", "-Dwarnings")]).map(passed)
+        });
+    }
+    steps.required("build", || dist::build(repo, Profile::Release))?;
+    match category {
+        None => {
+            steps.step("tests", || all_tests(repo));
+            steps.step("documentation tests", || {
+                cargo(repo, &["test", "--workspace", "--doc", "--locked"], &[]).map(passed)
+            });
+            steps.step("dependencies", || dependencies(repo));
+        }
+        Some(category) => {
+            steps.step(&format!("tests: {}", category.name()), || category_tests(repo, category))
+        }
+    }
+    steps.summary()
+}
+
+fn all_tests(repo: &Repo) -> Result<Outcome> {
+    if has_nextest(repo) {
+        cargo(repo, &["nextest", "run", "--workspace", "--locked"], &[]).map(passed)
+    } else {
+        let arguments = ["test", "--workspace", "--lib", "--bins", "--tests", "--locked"];
+        cargo(repo, &arguments, ONE_AT_A_TIME).map(|()| without_nextest())
+    }
+}
+
+/// Two processes of an end-to-end test already fill a small machine; libtest knows no such weights.
+const ONE_AT_A_TIME: &[(&str, &str)] = &[("RUST_TEST_THREADS", "1")];
+
+fn without_nextest() -> Outcome {
+    Outcome::Passed("with `cargo test`; cargo-nextest is not installed, so no time limits".into())
+}
+
+fn category_tests(repo: &Repo, category: Category) -> Result<Outcome> {
+    let selection = category.selection();
+    let none =
+        || format!("category `{}` has no tests yet: nothing was shown to work", category.name());
+    if has_nextest(repo) {
+        let filter = selection.nextest_filter();
+        let mut command = repo.cargo();
+        command.args(["nextest", "run", "--workspace", "--locked", "--no-tests=fail"]);
+        command.args(["--filterset", &filter]);
+        let status = command.status().context("cannot run cargo")?;
+        return match status.code() {
+            Some(0) => Ok(Outcome::Passed(String::new())),
+            Some(NEXTEST_NO_TESTS) => bail!(none()),
+            _ => bail!("cargo nextest: {status}"),
+        };
+    }
+    if count_with_cargo_test(repo, &selection)? == 0 {
+        bail!(none());
+    }
+    for call in selection.cargo_test_calls() {
+        let mut arguments = vec!["test", "--locked"];
+        arguments.extend(call.iter().map(String::as_str));
+        cargo(repo, &arguments, ONE_AT_A_TIME)?;
+    }
+    Ok(without_nextest())
+}
+
+fn count_with_cargo_test(repo: &Repo, selection: &Selection) -> Result<usize> {
+    let mut count = 0;
+    for call in selection.cargo_test_calls() {
+        let mut command = repo.cargo();
+        command.args(["test", "--locked"]).args(&call);
+        if !call.iter().any(|argument| argument == "--") {
+            command.arg("--");
+        }
+        let output = command.args(["--list", "--format=terse"]).stderr(Stdio::inherit()).output();
+        let output = output.context("cannot run cargo")?;
+        if !output.status.success() {
+            bail!("the tests cannot be listed (cargo says why above)");
+        }
+        let listing = String::from_utf8_lossy(&output.stdout).into_owned();
+        count += listing.lines().filter(|line| line.ends_with(": test")).count();
+    }
+    Ok(count)
+}
+
+fn dependencies(repo: &Repo) -> Result<Outcome> {
+    if !succeeds(repo.cargo().args(["deny", "--version"])) {
+        return Ok(Outcome::Skipped(
+            "cargo-deny is not installed; licences and sources of dependencies were not checked"
+                .into(),
+        ));
+    }
+    // Advisories are left to a scheduled job: they need a database from the network, and a new
+    // one must not turn yesterday's good commit bad.
+    cargo(repo, &["deny", "--offline", "--locked", "check", "bans", "licenses", "sources"], &[])
+        .map(passed)
+}
+
+fn has_nextest(repo: &Repo) -> bool {
+    succeeds(repo.cargo().args(["nextest", "--version"]))
+}
+
+fn succeeds(command: &mut Command) -> bool {
+    command
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status()
+        .is_ok_and(|status| status.success())
+}
+
+fn cargo(repo: &Repo, arguments: &[&str], envs: &[(&str, &str)]) -> Result<()> {
+    let status = repo
+        .cargo()
+        .args(arguments)
+        .envs(envs.iter().copied())
+        .status()
+        .context("cannot run cargo")?;
+    if !status.success() {
+        bail!("cargo {}: {status}", arguments.join(" "));
+    }
+    Ok(())
+}
+
+/// How a step ended, when nothing went wrong.
+#[derive(Debug, PartialEq, Eq)]
+enum Outcome {
+    Passed(String),
+    Skipped(String),
+}
+
+fn passed((): ()) -> Outcome {
+    Outcome::Passed(String::new())
+}
+
+#[derive(Debug, Default)]
+struct Steps {
+    lines: Vec<(String, Duration, Result<Outcome, String>)>,
+}
+
+impl Steps {
+    /// Runs a step and goes on whatever happens.
+    fn step(&mut self, name: &str, work: impl FnOnce() -> Result<Outcome>) {
+        eprintln!("\n── {name} ──");
+        let started = Instant::now();
+        let result = work().map_err(|error| format!("{error:#}"));
+        if let Err(error) = &result {
+            eprintln!("{name}: {error}");
+        }
+        let took = started.elapsed();
+        eprintln!("── {name}: {} ({}) ──", word(&result), seconds(took));
+        self.lines.push((name.to_owned(), took, result));
+    }
+
+    /// Runs a step without which the rest makes no sense.
+    fn required(&mut self, name: &str, work: impl FnOnce() -> Result<()>) -> Result<()> {
+        let mut failed = false;
+        self.step(name, || {
+            let result = work();
+            failed = result.is_err();
+            result.map(passed)
+        });
+        if failed { self.summary() } else { Ok(()) }
+    }
+
+    /// Prints the table; an error if a step failed.
+    fn summary(&self) -> Result<()> {
+        eprintln!("\n{}", self.table());
+        let failed: Vec<&str> = self
+            .lines
+            .iter()
+            .filter(|(_, _, result)| result.is_err())
+            .map(|(name, _, _)| name.as_str())
+            .collect();
+        if !failed.is_empty() {
+            bail!("failed: {}", failed.join(", "));
+        }
+        Ok(())
+    }
+
+    fn table(&self) -> String {
+        let width = self.lines.iter().map(|(name, _, _)| name.len()).max().unwrap_or(0);
+        let lines: Vec<String> = self
+            .lines
+            .iter()
+            .map(|(name, took, result)| {
+                let note = match result {
+                    Ok(Outcome::Passed(note) | Outcome::Skipped(note)) => note.as_str(),
+                    Err(error) => error.lines().next().unwrap_or_default(),
+                };
+                let line =
+                    format!("{:<8}{name:<width$}  {:>10}  {note}", word(result), seconds(*took));
+                line.trim_end().to_owned()
+            })
+            .collect();
+        lines.join("\n")
+    }
+}
+
+fn word(result: &Result<Outcome, String>) -> &'static str {
+    match result {
+        Ok(Outcome::Passed(_)) => "ok",
+        Ok(Outcome::Skipped(_)) => "skipped",
+        Err(_) => "FAILED",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failure_does_not_stop_later_steps_but_fails_the_run() {
+        let mut steps = Steps::default();
+        let mut ran = false;
+        steps.step("first", || bail!("no"));
+        steps.step("second", || {
+            ran = true;
+            Ok(Outcome::Skipped("not installed".into()))
+        });
+        assert!(ran);
+        assert_eq!(steps.summary().expect_err("one failed").to_string(), "failed: first");
+        let table = steps.table();
+        assert!(table.contains("FAILED  first"), "{table}");
+        assert!(table.contains("skipped second") && table.contains("not installed"), "{table}");
+    }
+
+    #[test]
+    fn required_step_stops_the_run() {
+        let mut steps = Steps::default();
+        assert!(steps.required("build", || bail!("broken")).is_err());
+        assert!(steps.required("next", || Ok(())).is_ok());
+    }
+
+    #[test]
+    fn all_passed_is_a_success() {
+        let mut steps = Steps::default();
+        steps.step("only", || Ok(Outcome::Passed(String::new())));
+        steps.summary().expect("passed");
+    }
+}

@@ -1,0 +1,232 @@
+//! `cargo xtask build`: builds what users get and lays it out as `target/dist`.
+//!
+//! UCX matches plugin files by the suffix under which its own libucs was opened (`.so`, `.so.0` or
+//! `.so.0.0.0`), so each plugin has all three names. The plugin for UCT and the one for ucx_perftest
+//! are one file: two mappings of it would be two engines on one card.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use anyhow::{Context, Result, bail};
+use rustix::fs::{CWD, RenameFlags};
+
+use crate::progress::Work;
+use crate::repo::Repo;
+
+/// How to compile.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Profile {
+    Release,
+    Debug,
+}
+
+/// Frameworks of UCX that load our one shared object, by the name each gives to it.
+const PLUGIN_NAMES: [&str; 2] = ["libuct_gaudi", "libucx_perftest_gaudi"];
+const REAL_SUFFIX: &str = ".so.0.0.0";
+const LINK_SUFFIXES: [&str; 2] = [".so.0", ".so"];
+
+/// What cargo built, wherever it put it.
+#[derive(Debug)]
+struct Artifacts {
+    plugin: PathBuf,
+    soft_gaudi: PathBuf,
+    ucp_check: PathBuf,
+}
+
+/// Builds, then puts a whole new `target/dist` in the place of the old one.
+pub(crate) fn build(repo: &Repo, profile: Profile) -> Result<()> {
+    let artifacts = compile(repo, profile)?;
+    let dist = repo.layout().dist();
+    let work = Work::start(format!("laying out {}", repo.shown(&dist)));
+    replace_folder(&dist, |staging| lay_out(staging, &artifacts))?;
+    work.done("");
+    Ok(())
+}
+
+fn compile(repo: &Repo, profile: Profile) -> Result<Artifacts> {
+    let mut cargo = repo.cargo();
+    cargo.args(["build", "--message-format=json-render-diagnostics"]);
+    cargo.args(["--package=uct-gaudi", "--package=soft-gaudi", "--package=ucp-check"]);
+    if profile == Profile::Release {
+        cargo.arg("--release");
+    }
+    let output = cargo.stderr(Stdio::inherit()).output().context("cannot run cargo")?;
+    if !output.status.success() {
+        bail!("the build failed (cargo says why above)");
+    }
+    let messages = String::from_utf8_lossy(&output.stdout);
+    Ok(Artifacts {
+        plugin: artifact(&messages, "uct_gaudi", ".so")?,
+        soft_gaudi: artifact(&messages, "soft_gaudi", ".so")?,
+        ucp_check: artifact(&messages, "ucp-check", "")?,
+    })
+}
+
+/// The file cargo reports for a target: a library by its extension, a program by having none.
+fn artifact(messages: &str, target: &str, extension: &str) -> Result<PathBuf> {
+    messages
+        .lines()
+        .filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok())
+        .filter(|message| message["reason"] == "compiler-artifact")
+        .filter(|message| {
+            // Cargo has changed its mind on `-` and `_` in target names before.
+            message["target"]["name"].as_str().map(|name| name.replace('-', "_"))
+                == Some(target.replace('-', "_"))
+        })
+        .filter_map(|message| match extension {
+            "" => message["executable"].as_str().map(PathBuf::from),
+            _ => message["filenames"]
+                .as_array()?
+                .iter()
+                .filter_map(|name| name.as_str())
+                .find(|name| name.ends_with(extension))
+                .map(PathBuf::from),
+        })
+        .next_back()
+        .with_context(|| format!("cargo built no {target}{extension}"))
+}
+
+fn lay_out(dist: &Path, artifacts: &Artifacts) -> Result<()> {
+    let layout = e2e::Layout::new(dist.parent().context("no parent")?);
+    // The layout names its folders below `dist`; here that folder still has another name.
+    let place = |path: PathBuf| -> Result<PathBuf> {
+        let below = path.strip_prefix(layout.dist()).context("not below dist")?.to_owned();
+        let path = dist.join(below);
+        fs::create_dir_all(&path).with_context(|| format!("cannot create {}", path.display()))?;
+        Ok(path)
+    };
+
+    let plugins = place(layout.plugins())?;
+    let real = format!("{}{REAL_SUFFIX}", PLUGIN_NAMES[0]);
+    copy(&artifacts.plugin, &plugins.join(&real))?;
+    for name in PLUGIN_NAMES {
+        for suffix in [REAL_SUFFIX].iter().chain(&LINK_SUFFIXES) {
+            let link = format!("{name}{suffix}");
+            if link != real {
+                let path = plugins.join(link);
+                symlink(&real, &path).with_context(|| format!("cannot link {}", path.display()))?;
+            }
+        }
+    }
+    copy(&artifacts.soft_gaudi, &place(layout.soft_gaudi())?.join("libhl-thunk.so"))?;
+    copy(&artifacts.ucp_check, &place(layout.bin())?.join("ucp-check"))
+}
+
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    fs::copy(from, to)
+        .with_context(|| format!("cannot copy {} to {}", from.display(), to.display()))?;
+    Ok(())
+}
+
+/// Fills a folder beside `place`, then exchanges the two in one step: programs that have the old
+/// files mapped keep them, and nobody ever sees half a folder.
+fn replace_folder(place: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+    let staging = place.with_extension(format!("new-{}", std::process::id()));
+    let _ = fs::remove_dir_all(&staging);
+    fs::create_dir_all(&staging).with_context(|| format!("cannot create {}", staging.display()))?;
+    let filled = fill(&staging).and_then(|()| {
+        if place.exists() {
+            rustix::fs::renameat_with(CWD, &staging, CWD, place, RenameFlags::EXCHANGE)
+                .or_else(|_| {
+                    // Some file systems cannot exchange.
+                    fs::remove_dir_all(place)?;
+                    fs::rename(&staging, place)
+                })
+                .with_context(|| format!("cannot replace {}", place.display()))
+        } else {
+            fs::rename(&staging, place)
+                .with_context(|| format!("cannot create {}", place.display()))
+        }
+    });
+    // Now the old folder, or what a failure left.
+    let _ = fs::remove_dir_all(&staging);
+    filled
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::MetadataExt;
+
+    fn folder(name: &str) -> PathBuf {
+        let path = std::env::temp_dir().join(format!("xtask-dist-{}-{name}", std::process::id()));
+        let _ = fs::remove_dir_all(&path);
+        fs::create_dir_all(&path).expect("temporary folder");
+        path
+    }
+
+    fn artifacts(root: &Path) -> Artifacts {
+        let file = |name: &str| {
+            let path = root.join(name);
+            fs::write(&path, name).expect("file");
+            path
+        };
+        Artifacts { plugin: file("plugin"), soft_gaudi: file("soft"), ucp_check: file("ucp-check") }
+    }
+
+    #[test]
+    fn all_plugin_names_are_one_file() {
+        let root = folder("names");
+        let dist = root.join("dist");
+        let artifacts = artifacts(&root);
+        replace_folder(&dist, |staging| lay_out(staging, &artifacts)).expect("laid out");
+
+        let plugins = dist.join("lib/ucx-gaudi/plugins");
+        let mut inodes = Vec::new();
+        for name in ["libuct_gaudi", "libucx_perftest_gaudi"] {
+            for suffix in [".so", ".so.0", ".so.0.0.0"] {
+                let path = plugins.join(format!("{name}{suffix}"));
+                inodes.push(fs::metadata(&path).expect("exists").ino());
+                if let Ok(target) = fs::read_link(&path) {
+                    assert!(target.is_relative(), "{} survives a move", path.display());
+                }
+            }
+        }
+        assert_eq!(inodes.len(), 6);
+        assert!(inodes.windows(2).all(|pair| pair[0] == pair[1]), "{inodes:?}");
+        assert_eq!(fs::read_dir(&plugins).expect("folder").count(), 6, "and nothing else");
+        assert!(dist.join("lib/ucx-gaudi/soft/gaudi/libhl-thunk.so").exists());
+        assert!(dist.join("bin/ucp-check").exists());
+        let _ = fs::remove_dir_all(root);
+    }
+
+    #[test]
+    fn rebuilding_drops_files_of_the_past() {
+        let root = folder("stale");
+        let dist = root.join("dist");
+        replace_folder(&dist, |staging| Ok(fs::write(staging.join("old"), "")?)).expect("first");
+        replace_folder(&dist, |staging| Ok(fs::write(staging.join("new"), "")?)).expect("second");
+        assert!(dist.join("new").exists() && !dist.join("old").exists());
+        assert_eq!(fs::read_dir(&root).expect("folder").count(), 1, "no staging folder stays");
+        let _ = fs::remove_dir_all(root);
+    }
+
+    #[test]
+    fn failed_layout_keeps_the_old_folder() {
+        let root = folder("failed");
+        let dist = root.join("dist");
+        replace_folder(&dist, |staging| Ok(fs::write(staging.join("old"), "")?)).expect("first");
+        replace_folder(&dist, |_| bail!("no")).expect_err("fails");
+        assert!(dist.join("old").exists());
+        let _ = fs::remove_dir_all(root);
+    }
+
+    #[test]
+    fn artifacts_are_read_from_cargos_messages() {
+        let messages = concat!(
+            r#"{"reason":"compiler-artifact","target":{"name":"soft_gaudi"},"filenames":["/t/libsoft_gaudi.so","/t/libsoft_gaudi.rlib"],"executable":null}"#,
+            "\n",
+            r#"{"reason":"compiler-artifact","target":{"name":"ucp-check"},"filenames":["/t/ucp-check"],"executable":"/t/ucp-check"}"#,
+            "\n",
+            r#"{"reason":"build-finished","success":true}"#,
+        );
+        assert_eq!(
+            artifact(messages, "soft_gaudi", ".so").expect("found"),
+            Path::new("/t/libsoft_gaudi.so")
+        );
+        assert_eq!(artifact(messages, "ucp-check", "").expect("found"), Path::new("/t/ucp-check"));
+        assert!(artifact(messages, "uct_gaudi", ".so").is_err());
+    }
+}

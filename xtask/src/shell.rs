@@ -1,0 +1,129 @@
+//! `cargo xtask env`: shell exports with which stock tools run by hand as they run in the tests.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::PathBuf;
+
+use anyhow::{Result, bail};
+use e2e::{Layout, Ucx};
+
+use crate::repo::Repo;
+
+/// Prints exports, and nothing else, on standard output.
+pub(crate) fn print_exports(repo: &Repo, soft: bool, ucx: Ucx) -> Result<()> {
+    let layout = repo.layout();
+    let libucp = ucx.libucp(layout);
+    if !libucp.exists() {
+        bail!("stock UCX {} is not there; run `cargo xtask setup` first", ucx.name());
+    }
+    if !layout.plugins().exists() {
+        bail!("the plugin is not built; run `cargo xtask build` first");
+    }
+    print!("{}", exports(layout, soft, ucx)?);
+    Ok(())
+}
+
+fn exports(layout: &Layout, soft: bool, ucx: Ucx) -> Result<String> {
+    let mut programs = vec![layout.bin()];
+    programs.extend(ucx.bin_dir(layout));
+    let mut libraries = Vec::new();
+    if soft {
+        libraries.push(layout.soft_gaudi());
+    }
+    libraries.extend(ucx.lib_dirs(layout));
+
+    let mut lines = vec![
+        prepend("PATH", &programs)?,
+        prepend("LD_LIBRARY_PATH", &libraries)?,
+        format!("export UCX_PLUGIN_PATH={}", quote(&text(&layout.plugins())?)),
+    ];
+    if soft {
+        lines.push(format!("export SOFT_GAUDI_NODE={}", quote(&node(layout))));
+    }
+    lines.push(String::new());
+    Ok(lines.join("\n"))
+}
+
+/// One machine-in-software per checkout: two terminals shall meet on it, two checkouts not.
+fn node(layout: &Layout) -> String {
+    let mut hasher = DefaultHasher::new();
+    layout.target().hash(&mut hasher);
+    format!("env-{:08x}", hasher.finish() as u32)
+}
+
+/// The old value is expanded by the shell: ours is not the user's, because `cargo run` adds to it.
+fn prepend(name: &str, dirs: &[PathBuf]) -> Result<String> {
+    let mut joined = Vec::new();
+    for dir in dirs {
+        let dir = text(dir)?;
+        if dir.contains(':') {
+            bail!("{dir}: a colon separates folders in {name}; move the checkout elsewhere");
+        }
+        joined.push(dir);
+    }
+    Ok(format!("export {name}={}\"${{{name}:+:${name}}}\"", quote(&joined.join(":"))))
+}
+
+fn text(path: &std::path::Path) -> Result<String> {
+    match path.to_str() {
+        Some(text) => Ok(text.to_owned()),
+        None => bail!("{}: not UTF-8; move the checkout elsewhere", path.display()),
+    }
+}
+
+/// One word for any POSIX shell.
+fn quote(value: &str) -> String {
+    format!("'{}'", value.replace('\'', r"'\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+
+    /// What a shell makes of our exports.
+    fn shell_value(exports: &str, before: &str, name: &str) -> String {
+        let script = format!("{before}\n{exports}\nprintf %s \"${name}\"");
+        let output = Command::new("/bin/sh").args(["-euc", &script]).output().expect("sh");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).expect("text")
+    }
+
+    #[test]
+    fn odd_paths_survive_the_shell() {
+        let layout = Layout::new("/a b/it's $HOME/`x`/\"q\"");
+        let exports = exports(&layout, true, Ucx::V1_22).expect("exports");
+        let value = shell_value(&exports, "", "UCX_PLUGIN_PATH");
+        assert_eq!(value, "/a b/it's $HOME/`x`/\"q\"/dist/lib/ucx-gaudi/plugins");
+    }
+
+    #[test]
+    fn loader_path_of_the_user_is_kept_behind_ours() {
+        let exports = exports(&Layout::new("/t"), false, Ucx::V1_22).expect("exports");
+        let before = "unset LD_LIBRARY_PATH";
+        let ours = "/t/stock/ucx/libucx/lib:/t/stock/ucx/libucx_cu12.libs";
+        // No empty entry: the loader would take it for the working directory.
+        assert_eq!(shell_value(&exports, before, "LD_LIBRARY_PATH"), ours);
+        let before = "export LD_LIBRARY_PATH=/theirs";
+        assert_eq!(shell_value(&exports, before, "LD_LIBRARY_PATH"), format!("{ours}:/theirs"));
+    }
+
+    #[test]
+    fn software_gaudi_is_opt_in() {
+        let plain = exports(&Layout::new("/t"), false, Ucx::Nixl).expect("exports");
+        assert!(!plain.contains("soft") && !plain.contains("SOFT_GAUDI_NODE"), "{plain}");
+        let soft = exports(&Layout::new("/t"), true, Ucx::Nixl).expect("exports");
+        assert!(soft.contains("LD_LIBRARY_PATH='/t/dist/lib/ucx-gaudi/soft/gaudi:"), "{soft}");
+        assert!(soft.lines().all(|line| line.starts_with("export ")), "{soft}");
+    }
+
+    #[test]
+    fn checkouts_do_not_share_a_node() {
+        assert_ne!(node(&Layout::new("/a")), node(&Layout::new("/b")));
+        assert_eq!(node(&Layout::new("/a")), node(&Layout::new("/a")));
+    }
+
+    #[test]
+    fn colon_in_a_path_is_refused() {
+        assert!(exports(&Layout::new("/a:b"), false, Ucx::V1_22).is_err());
+    }
+}

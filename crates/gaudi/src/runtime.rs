@@ -1,7 +1,7 @@
 //! What a process has one of: the driver library, the open cards, their windows, the table that
 //! tells Gaudi addresses from others.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -12,7 +12,8 @@ use hl_thunk::{Generation, Library};
 
 use crate::backend::Backend;
 use crate::backend::owner::Owner;
-use crate::discovery::{self, MODULE_ID};
+use crate::discovery;
+use crate::environment::{self, MODULE_ID, number};
 use crate::error::Phase;
 use crate::memory::Table;
 use crate::window::{Blocked, Windows};
@@ -34,6 +35,7 @@ pub struct Runtime {
     cards: Mutex<HashMap<BusId, OpenCard>>,
     card_closed: Condvar,
     next_id: AtomicU32,
+    notes: Mutex<Notes>,
     table: Table,
     windows: Windows,
 }
@@ -44,6 +46,13 @@ struct OpenCard {
     id: DeviceId,
     info: DeviceInfo,
     device: Weak<Device>,
+}
+
+/// What a log should hear once.
+#[derive(Debug, Default)]
+struct Notes {
+    waiting: Vec<String>,
+    known: BTreeSet<String>,
 }
 
 impl fmt::Debug for Runtime {
@@ -60,12 +69,36 @@ pub fn runtime() -> &'static Runtime {
 }
 
 impl Runtime {
-    /// Loads the driver library and lists the cards, through control nodes only, honouring
-    /// `HABANA_VISIBLE_MODULES`. No cards is an error of kind `DeviceNotFound` whose text says
-    /// whether the library or the cards are missing; a library that did not load is not tried
-    /// again.
+    /// Loads the driver library and lists the cards this process may use, through control nodes
+    /// only: those of `GAUDI_MAPPING_TABLE` where it is set, else all, less what
+    /// `HABANA_VISIBLE_MODULES` hides. No cards is an error of kind `DeviceNotFound` whose text
+    /// says whether the library or the cards are missing; a library that did not load is not tried
+    /// again. A variable that makes no sense is an error, not ignored.
     pub fn discover(&self) -> Result<Vec<DeviceInfo>, Error> {
-        discovery::discover(self.library()?)
+        let found = discovery::discover(self.library()?)?;
+        let notes = &mut *self.notes.lock().unwrap_or_else(PoisonError::into_inner);
+        for note in found.notes {
+            if notes.known.insert(note.clone()) {
+                notes.waiting.push(note);
+            }
+        }
+        Ok(found.cards)
+    }
+
+    /// What discovery ignored, each once, since the last call: for a log.
+    pub fn take_notes(&self) -> Vec<String> {
+        std::mem::take(&mut self.notes.lock().unwrap_or_else(PoisonError::into_inner).waiting)
+    }
+
+    /// The cards that [`Runtime::open`] would try for this choice, in this order; at least one.
+    /// Opens none of them.
+    pub fn candidates(&self, choice: &DeviceChoice) -> Result<Vec<DeviceInfo>, Error> {
+        let launcher = environment::read(MODULE_ID)?;
+        let (choice, named_by) = default_choice(choice, launcher.as_deref())?;
+        let all = self.discover()?;
+        let candidates: Vec<DeviceInfo> =
+            all.iter().filter(|card| choice.selects(card)).cloned().collect();
+        if candidates.is_empty() { Err(no_match(&choice, named_by, &all)) } else { Ok(candidates) }
     }
 
     fn library(&self) -> Result<&Arc<Library>, Error> {
@@ -85,14 +118,8 @@ impl Runtime {
     /// Takes a card for this process. One that is already open here and matches is shared. Without
     /// a choice, the one that `HLS_MODULE_ID` names, else the first card that opens.
     pub fn open(&self, choice: &DeviceChoice) -> Result<Arc<Device>, Error> {
-        let choice = &default_choice(choice, std::env::var(MODULE_ID).ok().as_deref())?;
         let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
-        let all = self.discover()?;
-        let candidates: Vec<DeviceInfo> =
-            all.iter().filter(|card| matches(choice, card)).cloned().collect();
-        if candidates.is_empty() {
-            return Err(no_match(choice, &all));
-        }
+        let candidates = self.candidates(choice)?;
         if let Some(device) = self.find_open(&candidates) {
             if !device.is_lost() {
                 return Ok(device);
@@ -252,38 +279,32 @@ impl Drop for Registration {
     }
 }
 
-fn matches(choice: &DeviceChoice, card: &DeviceInfo) -> bool {
-    match choice {
-        DeviceChoice::Any => true,
-        DeviceChoice::Index(index) => card.index == *index,
-        DeviceChoice::Module(id) => card.module_id == *id,
-        DeviceChoice::Bus(bus) => card.bus_id == *bus,
-    }
+/// Without a choice, what the launcher said; and by which variable.
+fn default_choice(
+    choice: &DeviceChoice,
+    module_id: Option<&str>,
+) -> Result<(DeviceChoice, Option<&'static str>), Error> {
+    let (DeviceChoice::Any, Some(id)) = (choice, module_id) else {
+        return Ok((choice.clone(), None));
+    };
+    let module = number(id).map(DeviceChoice::Module).ok_or_else(|| {
+        Error::new(
+            ErrorKind::InvalidParams,
+            OPENING,
+            format!("{MODULE_ID}=\"{}\" is not a module id", id.escape_debug()),
+            "unset it, or set it to a number",
+        )
+    })?;
+    Ok((module, Some(MODULE_ID)))
 }
 
-/// Without a choice, what the launcher said.
-fn default_choice(choice: &DeviceChoice, module_id: Option<&str>) -> Result<DeviceChoice, Error> {
-    match (choice, module_id.map(str::trim)) {
-        (DeviceChoice::Any, Some(id)) if !id.is_empty() => {
-            id.parse().map(DeviceChoice::Module).map_err(|_| {
-                Error::new(
-                    ErrorKind::InvalidParams,
-                    OPENING,
-                    format!("{MODULE_ID}=\"{}\" is not a module id", id.escape_debug()),
-                    "unset it, or set it to a number",
-                )
-            })
-        }
-        _ => Ok(choice.clone()),
-    }
-}
-
-fn no_match(choice: &DeviceChoice, all: &[DeviceInfo]) -> Error {
+fn no_match(choice: &DeviceChoice, named_by: Option<&str>, all: &[DeviceInfo]) -> Error {
     let cards: Vec<String> = all
         .iter()
         .map(|card| format!("{} = module:{} = {}", card.index, card.module_id, card.bus_id))
         .collect();
-    let detail = format!("no card is \"{choice}\"; there are {}", cards.join(", "));
+    let by = named_by.map(|variable| format!(" (from {variable})")).unwrap_or_default();
+    let detail = format!("no card is \"{choice}\"{by}; there are {}", cards.join(", "));
     Error::new(ErrorKind::DeviceNotFound, OPENING, detail, "choose one of these")
 }
 
@@ -339,16 +360,7 @@ mod tests {
     use super::*;
 
     fn cards(count: u32) -> Vec<DeviceInfo> {
-        let card = |index| DeviceInfo {
-            index,
-            module_id: index,
-            bus_id: format!("0000:{index:02x}:00.0").parse().unwrap(),
-            generation: Generation::Gaudi2,
-            card_name: String::new(),
-            driver_version: String::new(),
-            is_software: false,
-        };
-        (0..count).map(card).collect()
+        (0..count).map(DeviceInfo::example).collect()
     }
 
     fn refused(card: &DeviceInfo, errno: i32) -> Result<u32, Error> {
@@ -402,17 +414,20 @@ mod tests {
         let mixed = first_to_open(cards(3), |card| refused(card, errno(card)), |_| {});
         let error = mixed.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::PermissionDenied);
-        assert!(error.to_string().contains("0000:01:00.0"), "{error}");
+        assert!(error.to_string().contains("0001:00:00.0"), "{error}");
     }
 
     #[test]
     fn the_launchers_module_id_counts_only_without_a_choice() {
         let any = DeviceChoice::Any;
         let index = DeviceChoice::Index(1);
-        assert_eq!(default_choice(&any, Some("3")).unwrap(), DeviceChoice::Module(3));
-        assert_eq!(default_choice(&index, Some("3")).unwrap(), index);
-        assert_eq!(default_choice(&any, Some("")).unwrap(), any);
-        assert_eq!(default_choice(&any, None).unwrap(), any);
-        assert!(default_choice(&any, Some("x")).unwrap_err().to_string().contains("HLS_MODULE_ID"));
+        let launched = (DeviceChoice::Module(3), Some("HLS_MODULE_ID"));
+        assert_eq!(default_choice(&any, Some("3")).unwrap(), launched);
+        assert_eq!(default_choice(&index, Some("3")).unwrap(), (index, None));
+        assert_eq!(default_choice(&any, None).unwrap(), (any.clone(), None));
+        for text in ["x", "-1", "+3", "3,4"] {
+            let error = default_choice(&any, Some(text)).unwrap_err().to_string();
+            assert!(error.contains("HLS_MODULE_ID") && error.contains(text), "{error}");
+        }
     }
 }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 use hl_thunk::packet::LinDma;
-use hl_thunk::{DeviceAddr, Direction, ExportCall, Generation};
+use hl_thunk::{DeviceAddr, Direction, ExportCall};
 
 use super::{Backend, CopyLimits, Geometry, HostPin, Page, Ticket};
 use crate::error::Phase;
@@ -47,13 +47,11 @@ impl Fake {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let index = NEXT.fetch_add(1, Ordering::Relaxed);
         let info = DeviceInfo {
-            index,
-            module_id: index,
             bus_id: format!("fa4e:{index:02x}:00.0").parse().unwrap(),
-            generation: Generation::Gaudi2,
             card_name: "FAKE".into(),
             driver_version: "fake".into(),
             is_software: true,
+            ..DeviceInfo::example(index)
         };
         let fake = Arc::new(Fake::default());
         let device = runtime().adopt(&info, Arc::clone(&fake) as Arc<dyn Backend>).unwrap();

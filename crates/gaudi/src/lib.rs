@@ -30,6 +30,7 @@ mod device;
 mod discovery;
 mod environment;
 mod error;
+mod holders;
 mod host;
 mod import;
 mod mapping_table;

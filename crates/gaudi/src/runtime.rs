@@ -15,6 +15,7 @@ use crate::backend::owner::Owner;
 use crate::discovery;
 use crate::environment::{self, MODULE_ID, number};
 use crate::error::Phase;
+use crate::holders::{self, Holders};
 use crate::memory::Table;
 use crate::window::{Blocked, Windows};
 use crate::{
@@ -133,6 +134,12 @@ impl Runtime {
             .on(&device));
         }
         first_to_open(candidates, |card| self.open_card(card), std::thread::sleep)
+            .map_err(|failures| none_opened(failures, |nodes| self.holders(nodes)))
+    }
+
+    /// Who has these nodes open; asked only when an open has failed.
+    fn holders(&self, nodes: &[u32]) -> Vec<Holders> {
+        self.library().map(|library| holders::of_cards(library, nodes)).unwrap_or_default()
     }
 
     /// A card of `candidates` that this process has open.
@@ -308,13 +315,16 @@ fn no_match(choice: &DeviceChoice, named_by: Option<&str>, all: &[DeviceInfo]) -
     Error::new(ErrorKind::DeviceNotFound, OPENING, detail, "choose one of these")
 }
 
+/// Cards that did not open, and why.
+type Failures = Vec<(DeviceInfo, Error)>;
+
 /// Tries the cards in order until one opens. While at least one is in reset or being released, tries
 /// again after a pause, a bounded number of times.
 fn first_to_open<T>(
     mut candidates: Vec<DeviceInfo>,
     mut open: impl FnMut(&DeviceInfo) -> Result<T, Error>,
     mut pause: impl FnMut(Duration),
-) -> Result<T, Error> {
+) -> Result<T, Failures> {
     let mut pauses = RETRY_PAUSES_MS.into_iter();
     loop {
         let mut failures = Vec::new();
@@ -327,29 +337,39 @@ fn first_to_open<T>(
         let may_recover = failures.iter().any(|(_, error)| error.errno() == Some(libc::EAGAIN));
         match pauses.next() {
             Some(length) if may_recover => pause(Duration::from_millis(length)),
-            _ => return Err(none_opened(failures)),
+            _ => return Err(failures),
         }
         candidates = failures.into_iter().map(|(card, _)| card).collect();
     }
 }
 
-/// One error for all cards that did not open: the single one's own, or a summary.
-fn none_opened(mut failures: Vec<(DeviceInfo, Error)>) -> Error {
+/// One error for all cards that did not open: the most telling one's own, or a summary. Busy cards
+/// are named with their owners, whom `holders` finds by node number.
+fn none_opened(mut failures: Failures, holders: impl FnOnce(&[u32]) -> Vec<Holders>) -> Error {
+    // Not "busy", which is only how the others happen to be.
+    let telling = failures.iter().position(|(_, error)| error.kind() != ErrorKind::DeviceBusy);
+    if let Some(at) = telling {
+        return failures.swap_remove(at).1;
+    }
+    let is_owned = |error: &Error| error.errno() == Some(libc::EBUSY);
+    let owned = failures.iter().filter(|(_, error)| is_owned(error));
+    let nodes: Vec<u32> = owned.map(|(card, _)| card.node).collect();
+    let mut found = if nodes.is_empty() { Vec::new() } else { holders(&nodes) }.into_iter();
+    for (_, error) in failures.iter_mut().filter(|(_, error)| is_owned(error)) {
+        if let Some(holders) = found.next() {
+            error.add_detail(&holders);
+        }
+    }
     if failures.len() == 1 {
         return failures.remove(0).1;
     }
-    let all_busy = failures.iter().all(|(_, error)| error.kind() == ErrorKind::DeviceBusy);
-    if !all_busy {
-        // The most telling one: not "busy", which is only how the others happen to be.
-        let at = failures.iter().position(|(_, error)| error.kind() != ErrorKind::DeviceBusy);
-        return failures.swap_remove(at.unwrap_or(0)).1;
-    }
-    let names: Vec<&str> = failures.iter().map(|(card, _)| card.bus_id.as_str()).collect();
+    let cards: Vec<String> =
+        failures.iter().map(|(card, error)| format!("{card}: {}", error.detail())).collect();
     let mut error = Error::new(
         ErrorKind::DeviceBusy,
         OPENING,
-        format!("all {} cards are owned by other processes ({})", names.len(), names.join(", ")),
-        "end one of their owners, or wait",
+        format!("none of {} cards is free ({})", cards.len(), cards.join("; ")),
+        "wait for one of the owners or end it",
     );
     error.set_errno(libc::EBUSY);
     error
@@ -398,7 +418,7 @@ mod tests {
         let mut waited = Duration::ZERO;
         let opened =
             first_to_open(cards(1), |card| refused(card, libc::EAGAIN), |pause| waited += pause);
-        let error = opened.unwrap_err();
+        let error = none_opened(opened.unwrap_err(), |_| panic!("nobody owns it"));
         assert_eq!((error.kind(), error.errno()), (ErrorKind::DeviceBusy, Some(libc::EAGAIN)));
         assert!(error.to_string().contains("try again"), "{error}");
         assert!((2000..4000).contains(&waited.as_millis()), "{waited:?}");
@@ -406,15 +426,25 @@ mod tests {
 
     #[test]
     fn if_all_are_busy_the_error_says_so_and_a_stranger_cause_is_not_hidden() {
-        let all_busy = first_to_open(cards(3), |card| refused(card, libc::EBUSY), |_| {});
-        let error = all_busy.unwrap_err();
-        assert_eq!((error.kind(), error.errno()), (ErrorKind::DeviceBusy, Some(libc::EBUSY)));
-        assert!(error.to_string().contains("all 3 cards"), "{error}");
-        let errno = |card: &DeviceInfo| if card.index == 1 { libc::EACCES } else { libc::EBUSY };
-        let mixed = first_to_open(cards(3), |card| refused(card, errno(card)), |_| {});
-        let error = mixed.unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::PermissionDenied);
-        assert!(error.to_string().contains("0001:00:00.0"), "{error}");
+        let error = |errno_of: fn(&DeviceInfo) -> i32| {
+            let opened =
+                first_to_open(cards(3), |card| refused(card, errno_of(card)), |_| {}).unwrap_err();
+            none_opened(opened, |nodes| vec![Holders::default(); nodes.len()])
+        };
+        let all_busy = error(|_| libc::EBUSY);
+        assert_eq!((all_busy.kind(), all_busy.errno()), (ErrorKind::DeviceBusy, Some(libc::EBUSY)));
+        let text = all_busy.to_string();
+        assert!(text.contains("none of 3 cards is free"), "{text}");
+        assert_eq!(text.matches("no process here has it open").count(), 3, "{text}");
+
+        let one_in_reset =
+            error(|card| if card.node == 1 { libc::EAGAIN } else { libc::EBUSY }).to_string();
+        let named = one_in_reset.matches("no process here has it open").count();
+        assert_eq!(named, 2, "a card in reset has no owner: {one_in_reset}");
+
+        let mixed = error(|card| if card.node == 1 { libc::EACCES } else { libc::EBUSY });
+        assert_eq!(mixed.kind(), ErrorKind::PermissionDenied);
+        assert!(mixed.to_string().contains("0001:00:00.0"), "{mixed}");
     }
 
     #[test]

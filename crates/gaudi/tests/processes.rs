@@ -88,16 +88,22 @@ fn each_process_gets_the_next_card_until_all_are_taken() {
     let _cleanup = Cleanup("next");
     let open = || start(on_node(holder(""), "next"));
     let (first, one) = open();
-    let (second, _two) = open();
-    let (third, _three) = open();
+    let (second, two) = open();
+    let (third, three) = open();
     assert!(first.starts_with("OPENED 0"), "{first}");
     assert!(second.starts_with("OPENED 1"), "{second}");
     assert!(third.starts_with("OPENED 2"), "{third}");
     let (refused, _) = open();
     assert!(refused.starts_with("FAILED DEVICE_BUSY"), "{refused}");
-    assert!(refused.contains("all 3 cards are owned by other processes"), "{refused}");
+    assert!(refused.contains("none of 3 cards is free"), "{refused}");
+    for owner in [&one, &two, &three] {
+        assert!(refused.contains(&format!("(pid {})", owner.0.id())), "{refused}");
+    }
     let (by_choice, _) = start(on_node(holder("1"), "next"));
     assert!(by_choice.starts_with("FAILED DEVICE_BUSY"), "{by_choice}");
+    assert!(by_choice.contains("it is held by "), "{by_choice}");
+    assert!(by_choice.contains(&format!("(pid {})", two.0.id())), "{by_choice}");
+    assert!(!by_choice.contains(&format!("(pid {})", three.0.id())), "{by_choice}");
     assert!(by_choice.contains("choose another card"), "{by_choice}");
     drop(one);
     let (again, _holder) = open();

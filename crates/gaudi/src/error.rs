@@ -164,6 +164,14 @@ impl Error {
         self.detail = format!("{}, {more}", self.detail);
     }
 
+    /// Says what to do, where the errno alone did not.
+    pub(crate) fn advise(mut self, remedy: &'static str) -> Self {
+        if self.remedy.is_empty() {
+            self.remedy = remedy;
+        }
+        self
+    }
+
     pub(crate) fn set_errno(&mut self, errno: i32) {
         self.errno = Some(errno);
     }

@@ -19,8 +19,8 @@
 //! # Ok::<(), gaudi::Error>(())
 //! ```
 //!
-//! What holds what: an [`Allocation`], an [`Import`] and a [`Transfer`] hold their device open; a
-//! [`HostRegion`] and a [`Location`] do not. When the last holder lets go, the card is closed and
+//! What holds what: an [`Allocation`], an [`Import`], a [`Transfer`] and a [`RegisterBlock`] hold
+//! their device open; a [`HostRegion`] and a [`Location`] do not. When the last holder lets go, the card is closed and
 //! another process can have it.
 
 mod backend;
@@ -35,6 +35,7 @@ mod host;
 mod import;
 mod mapping_table;
 mod memory;
+mod registers;
 mod runtime;
 mod slots;
 mod window;
@@ -49,6 +50,7 @@ pub use host::HostRegion;
 pub use import::Import;
 pub use mapping_table::{MappedCard, MappingTable};
 pub use memory::{Allocation, Location};
+pub use registers::RegisterBlock;
 pub use runtime::{Runtime, runtime};
 pub use window::{Window, WindowEvent};
 
@@ -60,6 +62,7 @@ const _: () = {
     from_any_thread::<Allocation>();
     from_any_thread::<HostRegion>();
     from_any_thread::<Import>();
+    from_any_thread::<RegisterBlock>();
     from_any_thread::<Transfer>();
     from_any_thread::<Error>();
 };

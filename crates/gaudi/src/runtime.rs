@@ -4,7 +4,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
@@ -37,6 +37,7 @@ pub struct Runtime {
     card_closed: Condvar,
     next_id: AtomicU32,
     notes: Mutex<Notes>,
+    register_access: AtomicBool,
     table: Table,
     windows: Windows,
 }
@@ -212,6 +213,17 @@ impl Runtime {
         };
         let waited = self.card_closed.wait_while(self.cards(), closing);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Says whether [`Device::map_block`] may map registers in this process; not until it is
+    /// allowed.
+    pub fn allow_register_access(&self, allowed: bool) {
+        self.register_access.store(allowed, Ordering::Relaxed);
+    }
+
+    /// Whether registers may be mapped in this process.
+    pub fn allows_register_access(&self) -> bool {
+        self.register_access.load(Ordering::Relaxed)
     }
 
     /// The open device with this id.

@@ -79,9 +79,12 @@ pub(crate) enum Pause {
     Spent,
     /// The device is going away.
     Stopped,
+    /// It asks the arbiter, with this priority, and goes on when run again.
+    Arbitrate(u32),
 }
 
 enum Progress {
+    Arbitrate(u32),
     Next,
     Blocked,
     Spent,
@@ -134,6 +137,8 @@ pub(crate) struct Processor {
     moved: u64,
     predicates: u32,
     scalars: [u8; 16],
+    /// The arbiter has been asked and said yes.
+    granted: bool,
     /// The DMA just before the current packet, if nothing came in between.
     previous: Option<LinDma>,
 }
@@ -146,6 +151,7 @@ impl Processor {
             moved: 0,
             predicates: u32::MAX,
             scalars: [0; 16],
+            granted: false,
             previous: None,
         }
     }
@@ -154,6 +160,7 @@ impl Processor {
     pub(crate) fn start(&mut self, program: Program) {
         self.frames.clear();
         self.moved = 0;
+        self.granted = false;
         self.previous = None;
         self.frames.push(Frame::new(program, false));
     }
@@ -189,6 +196,10 @@ impl Processor {
                     }
                     self.frames.push(frame);
                 }
+                Progress::Arbitrate(priority) => {
+                    self.granted = true;
+                    return Ok(Pause::Arbitrate(priority));
+                }
                 Progress::Blocked => return Ok(Pause::Blocked),
                 Progress::Spent => return Ok(Pause::Spent),
                 Progress::Stopped => return Ok(Pause::Stopped),
@@ -216,7 +227,12 @@ impl Processor {
             Message::Timestamp => bus.time(),
         };
         match *command {
-            Command::Nop | Command::Other(_) | Command::ArbPoint { .. } => {}
+            Command::Nop | Command::Other(_) | Command::ArbPoint { release: true, .. } => {}
+            Command::ArbPoint { priority, release: false } => {
+                if !core::mem::take(&mut self.granted) {
+                    return Ok(Progress::Arbitrate(priority));
+                }
+            }
             Command::MsgLong { addr, value } => bus.write(addr, message(value))?,
             Command::MsgShort { base, offset, value } => {
                 bus.write(bus.message_base(base) + u64::from(offset), message(value))?;

@@ -1,5 +1,6 @@
 //! Submissions: sequence numbers, the window of those in flight, and how one learns of their end.
 
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
@@ -46,6 +47,8 @@ pub(crate) struct Submission {
     pub(crate) timeout: Duration,
     /// For a signal: the value its sync object has after it.
     signal: OnceLock<u32>,
+    /// Its end is remembered longer than its place in the window.
+    remembered: bool,
     jobs: AtomicU32,
     /// Futex: [`PENDING`] or an outcome's code.
     state: AtomicU32,
@@ -61,11 +64,18 @@ impl Submission {
             submitted: Instant::now(),
             timeout,
             signal: OnceLock::new(),
+            remembered: false,
             jobs: AtomicU32::new(jobs),
             state: AtomicU32::new(PENDING),
             sleepers: AtomicU32::new(0),
             finished_ns: AtomicU64::new(0),
         }
+    }
+
+    /// Asks for its end to be remembered, as those with timestamps are.
+    pub(crate) fn remembered(mut self, yes: bool) -> Self {
+        self.remembered = yes;
+        self
     }
 
     /// Makes it a signal.
@@ -148,11 +158,21 @@ struct Ring {
     slots: Vec<Option<Arc<Submission>>>,
     /// Everything before this has ended.
     oldest: u64,
+    /// The last ones with timestamps that have lost their place.
+    remembered: VecDeque<Arc<Submission>>,
 }
+
+/// How many of those.
+const REMEMBERED: usize = 256;
 
 impl Window {
     pub(crate) fn new(size: u64) -> Self {
-        let ring = Ring { next: 1, slots: vec![None; size.max(1) as usize], oldest: 1 };
+        let ring = Ring {
+            next: 1,
+            slots: vec![None; size.max(1) as usize],
+            oldest: 1,
+            remembered: VecDeque::new(),
+        };
         Self { ring: Mutex::new(ring) }
     }
 
@@ -174,7 +194,14 @@ impl Window {
         }
         let submission = Arc::new(make(ring.next));
         ring.next += 1;
-        ring.slots[slot] = Some(submission.clone());
+        if let Some(old) = ring.slots[slot].replace(submission.clone())
+            && old.remembered
+        {
+            ring.remembered.push_back(old);
+            if ring.remembered.len() > REMEMBERED {
+                ring.remembered.pop_front();
+            }
+        }
         Ok(submission)
     }
 
@@ -185,7 +212,8 @@ impl Window {
             return Err(Errno::INVAL);
         }
         if seq == 0 || ring.next - seq > ring.slots.len() as u64 {
-            return Ok(Lookup::Gone);
+            let old = ring.remembered.iter().find(|old| old.seq == seq);
+            return Ok(old.cloned().map_or(Lookup::Gone, Lookup::Known));
         }
         let slot = (seq % ring.slots.len() as u64) as usize;
         Ok(ring.slots[slot].clone().map_or(Lookup::Gone, Lookup::Known))

@@ -11,6 +11,7 @@ use soft_gaudi::api::*;
 fn child() {
     let Some((role, argument)) = child_role() else { return };
     machine("gaudi2");
+    let _alone = alone();
     let parent = parent();
     match role.as_str() {
         "open" => {
@@ -44,6 +45,7 @@ fn open_stats(index: u32) -> sys::OpenStatsInfo {
 #[test]
 fn a_card_has_one_owner_and_any_number_of_control_nodes() {
     machine("gaudi2");
+    let _alone = alone();
     let index = fresh_index();
     let fd = open(index);
     assert_eq!(open(index), -libc::EBUSY);
@@ -65,6 +67,7 @@ fn a_card_has_one_owner_and_any_number_of_control_nodes() {
 #[test]
 fn kill_and_exit_release_the_card() {
     machine("gaudi2");
+    let _alone = alone();
     let index = fresh_index();
     for role in ["open", "open and exit"] {
         let mut other = Child::start(role, index);
@@ -84,6 +87,7 @@ fn kill_and_exit_release_the_card() {
 #[test]
 fn copies_of_the_descriptor_share_the_context_and_keep_it() {
     machine("gaudi2");
+    let _alone = alone();
     let index = fresh_index();
     let fd = open(index);
     let (_, va) = alloc(fd, 1);
@@ -106,6 +110,7 @@ fn copies_of_the_descriptor_share_the_context_and_keep_it() {
 #[test]
 fn a_reused_descriptor_number_is_not_mistaken_for_the_card() {
     machine("gaudi2");
+    let _alone = alone();
     let fd = open(fresh_index());
     // SAFETY: replaces the card's descriptor by one of another file.
     unsafe {
@@ -122,6 +127,7 @@ fn a_reused_descriptor_number_is_not_mistaken_for_the_card() {
 #[test]
 fn a_mapped_command_buffer_keeps_the_card() {
     machine("gaudi2");
+    let _alone = alone();
     let index = fresh_index();
     let fd = open(index);
     let mut handle = 0;
@@ -144,6 +150,7 @@ fn a_mapped_command_buffer_keeps_the_card() {
 #[test]
 fn a_passed_descriptor_keeps_the_card_but_its_context_stays_at_home() {
     machine("gaudi2");
+    let _alone = alone();
     let index = fresh_index();
     let mut other = Child::start("pass", index);
     let va = other.hear() as u64;

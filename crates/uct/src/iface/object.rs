@@ -50,7 +50,7 @@ impl<I: Interface> TransportObject<I> {
             config: Table::new(
                 symbols,
                 &format!("{} transport", I::TRANSPORT),
-                I::CONFIG_PREFIX,
+                (I::CONFIG_PREFIX, None),
                 I::VARIABLES,
                 (symbols.uct_iface_config_table, IFACE_CONFIG_SIZE),
             ),
@@ -217,7 +217,7 @@ unsafe extern "C" fn iface_open<I: Interface>(
             }
         };
         // SAFETY: UCX parsed these values with the transport's table.
-        let values = unsafe { transport.config.values(config) };
+        let values = unsafe { transport.config.values(ucx, config) };
         let interface = I::open(&md.domain, &OpenRequest { ucx, device, config: values })?;
         let address_lengths = (interface.device_address().len(), interface.address().len());
 

@@ -1,30 +1,72 @@
 //! The copies an interface has under way, in the order they were posted.
 //!
-//! UCP's staging protocols take a copy transport's word that there is always room: a refusal
-//! (`NO_RESOURCE`) is counted as success, with whatever bytes were there before. So a copy for which
-//! the device has no room waits here, and starts from progress.
+//! UCP's staging protocols take a copy transport's word that copies succeed: neither a refusal
+//! (`NO_RESOURCE`) nor an error of a copy in progress is looked at, and the message goes on with
+//! whatever bytes were there before. So a copy for which the device has no room waits here and
+//! starts from progress, and one that failed is tried once more before anyone hears of it.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
 use gaudi::{Device, Error, Segment, SubmitError, Transfer};
 use uct::{Completion, Posted};
 
-/// A copy that the device has no room for yet, or that a fence holds back.
-struct Waiting {
+/// What to copy, kept until it is done.
+struct Copy {
     device: Arc<Device>,
     segments: Vec<Segment>,
 }
 
 // SAFETY: the host pointers in the segments belong to an operation of UCX, which keeps them valid
 // until its completion, whichever thread progresses the worker.
-unsafe impl Send for Waiting {}
+unsafe impl Send for Copy {}
 
-#[expect(clippy::large_enum_variant, reason = "nearly all entries are running copies")]
+/// How far starting a copy got.
+enum Start {
+    Ended(Result<(), Error>),
+    Running(Box<Transfer>),
+    NoRoom,
+}
+
+impl Copy {
+    /// # Safety
+    /// As for [`Device::copy`].
+    unsafe fn start(&self) -> Start {
+        // SAFETY: as the caller promises.
+        match unsafe { self.device.copy(&self.segments) } {
+            Ok(mut transfer) => match transfer.poll() {
+                // SAFETY: as the caller promises.
+                Some(result) => Start::Ended(unsafe { self.settle(result) }),
+                None => Start::Running(Box::new(transfer)),
+            },
+            Err(SubmitError::Busy) => Start::NoRoom,
+            // SAFETY: as the caller promises.
+            Err(SubmitError::Failed(error)) => Start::Ended(unsafe { self.settle(Err(error)) }),
+        }
+    }
+
+    /// Takes a result for good, or tries once more, waiting for the end, if it is a failure.
+    ///
+    /// # Safety
+    /// As for [`Device::copy`].
+    unsafe fn settle(&self, result: Result<(), Error>) -> Result<(), Error> {
+        let Err(first) = result else { return Ok(()) };
+        let again = self.segments.iter().try_for_each(|segment| {
+            // SAFETY: as the caller promises.
+            unsafe { self.device.copy_blocking(segment.dst, segment.src, segment.len) }
+        });
+        // What went wrong first says more than what went wrong after it.
+        again.map_err(|_| first)
+    }
+}
+
 enum Entry {
-    Running(Transfer, Completion),
-    Waiting(Waiting, Completion),
+    Running(Box<Transfer>, Copy, Completion),
+    /// The device has no room for it yet, or a fence holds it back.
+    Waiting(Copy, Completion),
+    /// Over; its completion waits for progress.
+    Ended(Result<(), Error>, Completion),
     /// Ends when everything in front of it has ended.
     Flush(Completion),
     /// Nothing behind it starts before everything in front of it has ended.
@@ -39,27 +81,9 @@ pub(crate) type Ended = (Completion, Result<(), Error>);
 #[derive(Default)]
 pub(crate) struct Copies {
     entries: RefCell<VecDeque<Entry>>,
-}
-
-/// How far starting a copy got.
-enum Start {
-    Ended(Result<(), Error>),
-    Running(Transfer),
-    NoRoom,
-}
-
-/// # Safety
-/// As for [`Device::copy`].
-unsafe fn start(waiting: &Waiting) -> Start {
-    // SAFETY: as the caller promises.
-    match unsafe { waiting.device.copy(&waiting.segments) } {
-        Ok(mut transfer) => match transfer.poll() {
-            Some(result) => Start::Ended(result),
-            None => Start::Running(transfer),
-        },
-        Err(SubmitError::Busy) => Start::NoRoom,
-        Err(SubmitError::Failed(error)) => Start::Ended(Err(error)),
-    }
+    /// Waiting copies and fences among the entries: while there are any, new copies wait too.
+    holding_back: Cell<usize>,
+    fences: Cell<usize>,
 }
 
 impl Copies {
@@ -67,16 +91,13 @@ impl Copies {
         self.entries.borrow().is_empty()
     }
 
-    /// Whether a fence holds back what is posted now.
-    pub(crate) fn is_fenced(&self) -> bool {
-        self.entries.borrow().iter().any(|entry| matches!(entry, Entry::Fence))
-    }
-
     /// Holds back what comes until what is under way has ended.
     pub(crate) fn fence(&self) {
         let mut entries = self.entries.borrow_mut();
         if !matches!(entries.back(), None | Some(Entry::Fence)) {
             entries.push_back(Entry::Fence);
+            self.holding_back.set(self.holding_back.get() + 1);
+            self.fences.set(self.fences.get() + 1);
         }
     }
 
@@ -90,17 +111,22 @@ impl Copies {
         segments: Vec<Segment>,
         completion: Completion,
     ) -> Result<Posted, Error> {
-        let waiting = Waiting { device, segments };
-        let mut entries = self.entries.borrow_mut();
-        let held_back =
-            entries.iter().any(|entry| matches!(entry, Entry::Waiting(..) | Entry::Fence));
-        // SAFETY: as the caller promises.
-        let started = if held_back { Start::NoRoom } else { unsafe { start(&waiting) } };
-        match started {
+        let copy = Copy { device, segments };
+        let started = if self.holding_back.get() > 0 {
+            Start::NoRoom
+        } else {
+            // SAFETY: as the caller promises.
+            unsafe { copy.start() }
+        };
+        let entry = match started {
             Start::Ended(result) => return result.map(|()| Posted::Done(completion)),
-            Start::Running(transfer) => entries.push_back(Entry::Running(transfer, completion)),
-            Start::NoRoom => entries.push_back(Entry::Waiting(waiting, completion)),
-        }
+            Start::Running(transfer) => Entry::Running(transfer, copy, completion),
+            Start::NoRoom => {
+                self.holding_back.set(self.holding_back.get() + 1);
+                Entry::Waiting(copy, completion)
+            }
+        };
+        self.entries.borrow_mut().push_back(entry);
         Ok(Posted::Later)
     }
 
@@ -115,51 +141,84 @@ impl Copies {
         Posted::Later
     }
 
+    /// Waits until no fence holds anything back. Completions wait for progress: a caller that must
+    /// not return before the copies have ended may be inside an operation of another transport.
+    pub(crate) fn wait_for_fences(&self) {
+        while self.fences.get() > 0 {
+            self.advance();
+        }
+    }
+
     /// Takes out what has ended and starts what there is room for. Never blocks.
     pub(crate) fn reap(&self) -> Vec<Ended> {
+        self.advance();
         let mut ended = Vec::new();
-        let mut entries = self.entries.borrow_mut();
-        let mut kept = VecDeque::with_capacity(entries.len());
         let mut running_before = false;
-        let mut held_back = false;
-        for entry in entries.drain(..) {
+        self.entries.borrow_mut().retain_mut(|entry| {
             let keep = match entry {
-                Entry::Running(mut transfer, completion) => match transfer.poll() {
-                    Some(result) => {
-                        ended.push((completion, result));
-                        None
-                    }
-                    None => Some(Entry::Running(transfer, completion)),
-                },
-                Entry::Waiting(waiting, completion) if !held_back => {
-                    // SAFETY: promised when the copy was posted, until its completion.
-                    match unsafe { start(&waiting) } {
-                        Start::Ended(result) => {
-                            ended.push((completion, result));
-                            None
-                        }
-                        Start::Running(transfer) => Some(Entry::Running(transfer, completion)),
-                        Start::NoRoom => {
-                            held_back = true;
-                            Some(Entry::Waiting(waiting, completion))
-                        }
-                    }
-                }
-                Entry::Flush(completion) if !running_before => {
-                    ended.push((completion, Ok(())));
-                    None
-                }
-                Entry::Fence if running_before => {
-                    held_back = true;
-                    Some(Entry::Fence)
-                }
-                Entry::Fence => None,
-                entry @ (Entry::Waiting(..) | Entry::Flush(_)) => Some(entry),
+                Entry::Ended(..) => false,
+                Entry::Flush(_) => running_before,
+                Entry::Running(..) | Entry::Waiting(..) | Entry::Fence => true,
             };
-            running_before |= matches!(keep, Some(Entry::Running(..) | Entry::Waiting(..)));
-            kept.extend(keep);
-        }
-        *entries = kept;
+            running_before |= matches!(entry, Entry::Running(..) | Entry::Waiting(..));
+            if !keep {
+                match core::mem::replace(entry, Entry::Fence) {
+                    Entry::Ended(result, completion) => ended.push((completion, result)),
+                    Entry::Flush(completion) => ended.push((completion, Ok(()))),
+                    Entry::Running(..) | Entry::Waiting(..) | Entry::Fence => {}
+                }
+            }
+            keep
+        });
         ended
+    }
+
+    /// Looks at what is running, starts what can start, takes fences down.
+    fn advance(&self) {
+        let (mut running_before, mut held_back) = (false, false);
+        let (mut holding_back, mut fences) = (0, 0);
+        self.entries.borrow_mut().retain_mut(|entry| {
+            // Looked at through a stand-in, so that an entry can turn into another.
+            let next = match core::mem::replace(entry, Entry::Fence) {
+                Entry::Running(mut transfer, copy, completion) => match transfer.poll() {
+                    Some(result) => {
+                        // SAFETY: promised when the copy was posted, until its completion.
+                        Entry::Ended(unsafe { copy.settle(result) }, completion)
+                    }
+                    None => Entry::Running(transfer, copy, completion),
+                },
+                Entry::Waiting(copy, completion) if !held_back => {
+                    // SAFETY: promised when the copy was posted, until its completion.
+                    match unsafe { copy.start() } {
+                        Start::Ended(result) => Entry::Ended(result, completion),
+                        Start::Running(transfer) => Entry::Running(transfer, copy, completion),
+                        Start::NoRoom => Entry::Waiting(copy, completion),
+                    }
+                }
+                Entry::Fence if !running_before => return false,
+                other => other,
+            };
+            running_before |= matches!(next, Entry::Running(..) | Entry::Waiting(..));
+            held_back |= matches!(next, Entry::Waiting(..) | Entry::Fence);
+            holding_back += usize::from(matches!(next, Entry::Waiting(..) | Entry::Fence));
+            fences += usize::from(matches!(next, Entry::Fence));
+            *entry = next;
+            true
+        });
+        self.holding_back.set(holding_back);
+        self.fences.set(fences);
+    }
+}
+
+impl Drop for Copies {
+    /// The interface is closed, and with it the memory of its operations may go: what the hardware
+    /// was told to do must be over first.
+    fn drop(&mut self) {
+        for entry in self.entries.get_mut() {
+            if let Entry::Running(transfer, ..) = entry {
+                // Nobody is left to hear of a failure.
+                let _ = transfer.wait();
+            }
+        }
     }
 }

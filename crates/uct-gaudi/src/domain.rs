@@ -5,7 +5,10 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use gaudi::{Allocation, Device, DeviceAddr, DeviceId, Error, ErrorKind, ExportCall, HostRegion};
+use gaudi::{
+    Allocation, Device, DeviceAddr, DeviceChoice, DeviceId, Error, ErrorKind, ExportCall,
+    HostRegion,
+};
 use uct::abi::md_flag;
 use uct::config::{Ternary, Values, Variable};
 use uct::{
@@ -15,7 +18,7 @@ use uct::{
 
 use crate::flavour::Flavour;
 use crate::settings::{self, Settings};
-use crate::{seeding, status};
+use crate::{cards, seeding, status};
 
 /// The component of one flavour.
 pub(crate) struct GaudiComponent<F> {
@@ -43,11 +46,11 @@ impl<F: Flavour> Component for GaudiComponent<F> {
 
     const NAME: &'static str = F::COMPONENT;
     const CONFIG_PREFIX: &'static str = F::DOMAIN_PREFIX;
-    const CONFIG_ALIAS: Option<&'static str> = Some("UCT_GAUDI_COPY_");
+    const CONFIG_ALIAS: Option<&'static str> = if F::LEADS { Some(settings::ALIAS) } else { None };
     const VARIABLES: &'static [Variable] = if F::LEADS { settings::VARIABLES } else { &[] };
 
     fn domains(&self, ucx: &'static Ucx) -> Vec<String> {
-        let found = gaudi::runtime().discover();
+        let found = cards::discover();
         for note in gaudi::runtime().take_notes() {
             log!(ucx, Info, "{note}");
         }
@@ -56,9 +59,12 @@ impl<F: Flavour> Component for GaudiComponent<F> {
             Err(reason) => {
                 if F::LEADS && !self.explained.swap(true, Ordering::Relaxed) {
                     // No Gaudi is nothing to bother anyone with; a mistake in a variable is.
-                    match reason.kind() {
-                        ErrorKind::InvalidParams => log!(ucx, Warn, "no Gaudi: {reason}"),
-                        _ => log!(ucx, Info, "no Gaudi here: {reason}"),
+                    let mistake = reason.kind() == ErrorKind::InvalidParams
+                        || reason.operation().contains("GAUDI_MAPPING_TABLE");
+                    if mistake {
+                        log!(ucx, Warn, "no Gaudi: {reason}");
+                    } else {
+                        log!(ucx, Info, "no Gaudi here: {reason}");
                     }
                 }
                 Vec::new()
@@ -77,20 +83,16 @@ impl<F: Flavour> Component for GaudiComponent<F> {
         } else {
             Settings::current().ok_or(Status::INVALID_PARAM)?
         };
-        let choice = &settings.device;
-        let cards = gaudi::runtime().discover().map_err(|error| status::of(&error))?;
-        let candidates = cards.iter().filter(|card| choice.selects(card));
-        let card = candidates.clone().next().ok_or_else(|| {
+        let candidates = gaudi::runtime().candidates(&settings.device).map_err(|error| {
             if F::LEADS {
-                log!(
-                    ucx,
-                    Warn,
-                    "UCX_GAUDI_COPY_DEVICE={choice}: there is no such Gaudi; found: {}",
-                    cards.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
-                );
+                match &settings.device {
+                    DeviceChoice::Any => log!(ucx, Warn, "no Gaudi: {error}"),
+                    choice => log!(ucx, Warn, "UCX_GAUDI_COPY_DEVICE={choice}: {error}"),
+                }
             }
-            Status::NO_DEVICE
+            status::of(&error)
         })?;
+        let card = candidates.first().ok_or(Status::NO_DEVICE)?;
         let copies = card.generation.accepts_submissions();
         if !copies && F::LEADS {
             log!(
@@ -102,8 +104,10 @@ impl<F: Flavour> Component for GaudiComponent<F> {
                 card.generation
             );
         }
-        let only = candidates.clone().count() == 1;
-        let sys_device = if only { seeding::sys_device(ucx, card) } else { SysDevice::UNKNOWN };
+        let sys_device = match candidates.as_slice() {
+            [only] => seeding::sys_device(ucx, only),
+            _ => SysDevice::UNKNOWN,
+        };
         seeding::begin(ucx);
         Ok(GaudiDomain {
             ucx,
@@ -124,7 +128,7 @@ impl<F: Flavour> Component for GaudiComponent<F> {
 /// An open memory domain. Opening it opens no card; the first allocation does.
 pub(crate) struct GaudiDomain<F> {
     pub(crate) ucx: &'static Ucx,
-    settings: Settings,
+    pub(crate) settings: Settings,
     /// Whether this generation copies through the driver.
     pub(crate) copies: bool,
     pub(crate) sys_device: SysDevice,
@@ -143,6 +147,15 @@ pub(crate) enum Memory {
     Foreign,
     /// Registered host memory: recorded, and pinned when a copy first uses it.
     Host(Arc<HostRegion>),
+}
+
+impl<F> Drop for GaudiDomain<F> {
+    fn drop(&mut self) {
+        drop(self.device.get_mut().unwrap_or_else(PoisonError::into_inner).take());
+        for error in gaudi::runtime().take_drop_errors() {
+            log!(self.ucx, Warn, "{error}");
+        }
+    }
 }
 
 impl Drop for Memory {
@@ -166,13 +179,29 @@ impl Memory {
 impl<F: Flavour> GaudiDomain<F> {
     fn device(&self) -> Result<Arc<Device>, Error> {
         let mut device = self.device.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(device) = &*device {
-            return Ok(Arc::clone(device));
+        match &*device {
+            Some(device) if !device.is_lost() => return Ok(Arc::clone(device)),
+            // Our handle is one of those that keep a lost card from being opened again.
+            _ => drop(device.take()),
         }
         let opened = gaudi::runtime().open(&self.settings.device)?;
         log!(self.ucx, Info, "{} uses {}", F::COMPONENT, opened.info());
         *device = Some(Arc::clone(&opened));
         Ok(opened)
+    }
+
+    /// The card that UCX names, or the one that was chosen where UCX names none.
+    fn device_for(&self, wanted: SysDevice) -> Result<Arc<Device>, Error> {
+        if wanted == SysDevice::UNKNOWN || wanted == self.sys_device {
+            return self.device();
+        }
+        let cards = gaudi::runtime().candidates(&self.settings.device)?;
+        let named = cards.iter().find(|card| seeding::sys_device(self.ucx, card) == wanted);
+        match named {
+            Some(card) => gaudi::runtime().open(&DeviceChoice::Bus(card.bus_id.clone())),
+            // Not one of ours: a device of another kind near which the memory is wanted.
+            None => self.device(),
+        }
     }
 
     fn fail(&self, hidden: bool, what: &str, error: &Error) -> Status {
@@ -232,7 +261,7 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
         }
         let hidden = request.hide_errors;
         let fail = |error| self.fail(hidden, "cannot allocate Gaudi memory", &error);
-        let device = self.device().map_err(fail)?;
+        let device = self.device_for(request.device).map_err(fail)?;
         let length = request.length.max(1) as u64;
         let allocation = device.alloc(length, 1).map_err(fail)?;
         if self.settings.dmabuf == Ternary::Yes {

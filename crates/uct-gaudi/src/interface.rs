@@ -32,6 +32,7 @@ pub(crate) struct CopyInterface<F> {
     /// Random: an interface reaches itself and nobody else.
     address: [u8; 8],
     copies_possible: bool,
+    abort_on_error: bool,
     copies: Copies,
     /// Absent where the process is out of descriptors; then no event flag is advertised.
     event_fd: Option<OwnedFd>,
@@ -75,9 +76,7 @@ impl<F: Flavour> CopyInterface<F> {
         if local.length == 0 {
             return Ok(());
         }
-        while self.copies.is_fenced() {
-            self.progress();
-        }
+        self.copies.wait_for_fences();
         let (local_side, local_device) = classify(local.address, local.length);
         let (remote_side, remote_device) = classify(remote, local.length);
         let (dst, src) = way.sides(local_side, remote_side);
@@ -141,7 +140,18 @@ impl<F: Flavour> CopyInterface<F> {
         posted.map_err(|error| self.copy_failed(&error))
     }
 
+    /// A copy has failed, for the second time. UCP does not look at the outcome of the copies its
+    /// protocols are made of, so going on could deliver a message with wrong bytes.
     fn copy_failed(&self, error: &Error) -> Status {
+        if self.abort_on_error {
+            log!(
+                self.ucx,
+                Error,
+                "fatal: copy failed: {error} (UCX would go on with wrong bytes; \
+                 UCX_GAUDI_COPY_ABORT_ON_ERROR=n lets it)"
+            );
+            std::process::abort();
+        }
         // A device that went away fails every copy there is: one line is enough.
         if error.is_device_lost() && self.lost.replace(true) {
             log!(self.ucx, Debug, "copy failed: {error}");
@@ -195,6 +205,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
             ucx: request.ucx,
             address,
             copies_possible: md.copies,
+            abort_on_error: md.settings.abort_on_error,
             copies: Copies::default(),
             event_fd,
             armed: Cell::new(false),

@@ -7,6 +7,7 @@
 //! The driver is looked for when UCX asks for memory domains, and a card is opened when the first
 //! byte is allocated on it.
 
+mod cards;
 mod copies;
 mod domain;
 mod flavour;

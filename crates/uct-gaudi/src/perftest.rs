@@ -97,7 +97,7 @@ pub(crate) fn offer(ucx: &'static Ucx) -> Result<(), Status> {
     Ok(())
 }
 
-/// Runs a callback of the test program: panics and errors become a log line and `None`.
+/// Runs a callback of the test program: panics and errors become a log line and a status.
 fn attempt<T>(
     what: &str,
     body: impl FnOnce(&'static Bench) -> Result<T, Error>,

@@ -22,7 +22,8 @@ pub(crate) fn begin(ucx: &'static Ucx) {
         return;
     }
     told.push(ucx);
-    drop(told);
+    // The list stays locked until the observer is there: another thread that finds `ucx` in it may
+    // allocate at once.
     gaudi::runtime().subscribe(Box::new(move |event| match event {
         WindowEvent::Opened(window) => {
             log!(
@@ -49,13 +50,18 @@ pub(crate) fn begin(ucx: &'static Ucx) {
 /// Has every UCX copy drop what it remembers of memory that is about to be freed: a network
 /// device's registration would keep the driver's page in use, and reach its next tenant.
 pub(crate) fn freeing(allocation: &Allocation) {
-    let (start, len) = (allocation.addr().0, allocation.len() as usize);
+    let window = allocation.device().window();
     let told = TOLD.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).clone();
     for ucx in told {
-        ucx.memory_freed(start, len, MemoryType::GAUDI);
-        // That took a hole out of the window; it is ours again before its next tenant comes.
-        let device = sys_device(ucx, allocation.device().info());
-        ucx.memory_type_cache_insert(start, len, MemoryType::GAUDI, device);
+        ucx.memory_freed(allocation.addr().0, allocation.len() as usize, MemoryType::GAUDI);
+        // That took a hole out of the window. The whole window goes in again: pieces that only touch
+        // are never joined, and an allocation across two of them would not be recognised.
+        ucx.memory_type_cache_insert(
+            window.start.0,
+            length(window),
+            MemoryType::GAUDI,
+            sys_device(ucx, &window.info),
+        );
     }
 }
 

@@ -9,6 +9,9 @@ use gaudi::{DeviceChoice, Error};
 use uct::config::{Kind, Ternary, Values, Variable};
 use uct::{Level, Status, Ucx, log};
 
+/// Second spelling of the variables' prefix.
+pub(crate) const ALIAS: &str = "UCT_GAUDI_COPY_";
+
 /// Words of LOG_LEVEL: follow UCX, or the levels in the order of [`Level::ALL`].
 const LOG_LEVELS: &[&str] = &["inherit", "error", "warn", "diag", "info", "debug", "trace"];
 
@@ -46,6 +49,14 @@ pub(crate) const VARIABLES: &[Variable] = &[
         kind: Kind::Time,
     },
     Variable {
+        name: "ABORT_ON_ERROR",
+        default: "y",
+        help: "Abort the process when a copy fails for good. UCX does not look at the outcome of\n\
+               the copies that its protocols are made of: without this, a message may arrive\n\
+               with wrong bytes.",
+        kind: Kind::Bool,
+    },
+    Variable {
         name: "LOG_LEVEL",
         default: "inherit",
         help: "Which lines of the plugin are logged, whatever UCX_LOG_LEVEL says;\n\
@@ -62,6 +73,7 @@ pub(crate) struct Settings {
     pub(crate) mapped_dmabuf: Ternary,
     /// Seconds.
     pub(crate) reg_cost: f64,
+    pub(crate) abort_on_error: bool,
 }
 
 /// What was last configured in this process; `None` if that made no sense.
@@ -70,6 +82,7 @@ static CURRENT: Mutex<Option<Settings>> = Mutex::new(Some(Settings {
     dmabuf: Ternary::Try,
     mapped_dmabuf: Ternary::Try,
     reg_cost: 7e-6,
+    abort_on_error: true,
 }));
 
 impl Settings {
@@ -97,6 +110,7 @@ impl Settings {
             dmabuf: values.ternary("DMABUF"),
             mapped_dmabuf: values.ternary("ENABLE_MAPPED_DMABUF"),
             reg_cost: values.real("REG_COST"),
+            abort_on_error: values.bool("ABORT_ON_ERROR"),
         })
     }
 }

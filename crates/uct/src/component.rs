@@ -156,7 +156,8 @@ impl<C: Component> Registration<C> {
         let registered = self.transports.iter().map(|(id, object, _)| (*id, *object)).collect();
         // Cannot be set already: the object was made three lines above.
         let _ = object.transports.set(registered);
-        let raw = object.raw.get();
+        // Of the whole object, since callbacks find the rest of it from this pointer.
+        let raw: *mut RawComponent = core::ptr::from_ref(object).cast_mut().cast();
         // SAFETY: nobody else knows the object yet; it has its final address, so the list head
         // may point at itself; it is never freed, as UCX requires.
         unsafe {

@@ -187,32 +187,50 @@ impl Table {
     /// # Safety
     /// `block` was filled by UCX from this table and lives as long as the result.
     pub(crate) unsafe fn values<'a>(&'a self, ucx: &Ucx, block: *const c_void) -> Values<'a> {
-        let aliased = (0..self.variables.len()).map(|index| self.aliased(ucx, index)).collect();
-        Values { table: self, block: block.cast(), aliased }
+        let mut values = Values { table: self, block: block.cast(), aliased: Vec::new() };
+        let aliased = (0..self.variables.len()).map(|index| self.aliased(ucx, &values, index));
+        values.aliased = aliased.collect();
+        values
     }
 
-    /// The value of a variable that is set under its second name only.
-    fn aliased(&self, ucx: &Ucx, index: usize) -> Option<Box<Slot>> {
-        type Read = unsafe extern "C" fn(*const c_char, *mut c_void, *const c_void) -> c_int;
-        let name = self.variables[index].name;
+    /// The value of a variable that is set under its second name only: not in the environment, nor
+    /// to anything but its default in a configuration file or by the program.
+    fn aliased(&self, ucx: &Ucx, values: &Values<'_>, index: usize) -> Option<Box<Slot>> {
+        let Variable { name, default, .. } = self.variables[index];
         let alias = format!("{}{name}", self.alias?);
         let value = std::env::var(&alias).ok()?;
         let usual = format!("UCX_{}{name}", self.prefix.to_string_lossy());
-        if std::env::var_os(&usual).is_some() {
+        if std::env::var_os(&usual).is_some()
+            || values.shown(index) != self.shown(index, default)?
+        {
             return None;
         }
+        let slot = self.parse(index, &value);
+        if slot.is_none() {
+            log!(ucx, Warn, "{alias}={value} makes no sense and is ignored");
+        }
+        slot
+    }
+
+    fn parse(&self, index: usize, text: &str) -> Option<Box<Slot>> {
+        type Read = unsafe extern "C" fn(*const c_char, *mut c_void, *const c_void) -> c_int;
         let parser = &self.fields[index + 1].parser;
         let mut slot = Box::new(Slot([0; VALUE_SIZE]));
-        let text = c_string(&value);
+        let text = c_string(text);
         // SAFETY: a parser of UCX with its own argument; each stores at most eight bytes.
         let understood = unsafe {
             let read = core::mem::transmute::<*const c_void, Read>(parser.read);
             read(text.as_ptr(), (&raw mut *slot).cast(), parser.arg) == 1
         };
-        if !understood {
-            log!(ucx, Warn, "{alias}={value} makes no sense and is ignored");
-        }
         understood.then_some(slot)
+    }
+
+    /// How UCX writes what it understands of `text`.
+    fn shown(&self, index: usize, text: &str) -> Option<String> {
+        let aliased = (0..self.variables.len()).map(|_| None).collect();
+        let mut values = Values { table: self, block: core::ptr::null(), aliased };
+        values.aliased[index] = Some(self.parse(index, text)?);
+        Some(values.shown(index))
     }
 }
 
@@ -314,6 +332,30 @@ impl Drop for Values<'_> {
 }
 
 impl Values<'_> {
+    /// Where the value of the variable of this index is.
+    fn place(&self, index: usize) -> *const u8 {
+        if let Some(Some(slot)) = self.aliased.get(index) {
+            return slot.0.as_ptr();
+        }
+        // SAFETY: the block has `table.size` bytes, and declared values lie inside.
+        unsafe { self.block.add(self.table.base + index * VALUE_SIZE) }
+    }
+
+    /// How UCX writes a value.
+    fn shown(&self, index: usize) -> String {
+        type Write =
+            unsafe extern "C" fn(*mut c_char, usize, *const c_void, *const c_void) -> c_int;
+        let parser = &self.table.fields[index + 1].parser;
+        let mut text = [0 as c_char; 256];
+        // SAFETY: UCX's own function for a value its parser stored; it is given the room there is,
+        // less a byte that stays zero.
+        unsafe {
+            let write = core::mem::transmute::<*const c_void, Write>(parser.write);
+            write(text.as_mut_ptr(), text.len() - 1, self.place(index).cast(), parser.arg);
+            CStr::from_ptr(text.as_ptr()).to_string_lossy().into_owned()
+        }
+    }
+
     /// Where the value of a variable is. Asking for what was not declared, or as another type, is
     /// a mistake in the plugin and panics (the panic stops at the border to C).
     fn slot(&self, name: &str, wanted: impl Fn(Kind) -> bool) -> *const u8 {
@@ -323,11 +365,7 @@ impl Values<'_> {
             .iter()
             .position(|variable| variable.name == name && wanted(variable.kind))
             .unwrap_or_else(|| panic!("no configuration variable {name} of that type is declared"));
-        if let Some(slot) = &self.aliased[index] {
-            return slot.0.as_ptr();
-        }
-        // SAFETY: the block has `table.size` bytes, and declared values lie inside.
-        unsafe { self.block.add(self.table.base + index * VALUE_SIZE) }
+        self.place(index)
     }
 
     /// A [`Kind::Bool`].

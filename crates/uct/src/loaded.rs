@@ -10,6 +10,8 @@ use std::ffi::CString;
 
 /// A symbol of libucs that every build exports.
 const UCS_WITNESS: &CStr = c"ucs_log_dispatch";
+/// The same of libuct.
+const UCT_WITNESS: &CStr = c"uct_component_register";
 
 /// A handle on a library that was mapped already; pinned, never closed.
 #[derive(Clone, Copy, Debug)]
@@ -24,13 +26,20 @@ unsafe impl Send for Loaded {}
 unsafe impl Sync for Loaded {}
 
 impl Loaded {
-    /// Takes hold of a library that is mapped under `path`, without loading anything.
-    fn pin(path: &CStr) -> Option<Loaded> {
-        // SAFETY: RTLD_NOLOAD only ever finds what is mapped; no constructor runs.
-        let scope = unsafe {
-            libc::dlopen(path.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE)
+    /// Looks at a library that is mapped under `path` and keeps it, for ever, if `wanted` says so.
+    /// Loads nothing.
+    fn pin_if(path: &CStr, wanted: impl FnOnce(Loaded) -> bool) -> Option<Loaded> {
+        let look = |more| {
+            // SAFETY: RTLD_NOLOAD only ever finds what is mapped; no constructor runs.
+            let scope =
+                unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD | more) };
+            (!scope.is_null()).then_some(Loaded { scope })
         };
-        (!scope.is_null()).then_some(Loaded { scope })
+        let library = look(0)?;
+        let pinned = if wanted(library) { look(libc::RTLD_NODELETE) } else { None };
+        // SAFETY: gives back the reference taken above; a pinned library has another.
+        unsafe { libc::dlclose(library.scope) };
+        pinned
     }
 
     /// Loads a library, for ever.
@@ -50,9 +59,12 @@ impl Loaded {
     /// Looks symbols up the way the library itself does. A program that is linked to UCX and uses
     /// one of its variables has a copy of it ("copy relocation"), and from then on that copy *is*
     /// the variable, also for the library: the library's own is dead, though its handle finds it.
-    fn as_seen_by_itself(self) -> Loaded {
+    ///
+    /// `own` is a function of the library: where the global scope has that very one, the library is
+    /// in the global scope.
+    fn as_seen_by_itself(self, own: &CStr) -> Loaded {
         let global = Loaded { scope: libc::RTLD_DEFAULT };
-        if global.symbol(UCS_WITNESS) == self.symbol(UCS_WITNESS) { global } else { self }
+        if global.symbol(own) == self.symbol(own) { global } else { self }
     }
 
     /// The address of a symbol of the library.
@@ -106,15 +118,13 @@ pub(crate) fn find(caller: *const c_void) -> Result<Libraries, FindError> {
     let unknown = || FindError::NotUcs(String::from("an address in no library"));
     let (ucs_base, path) = object_of(caller).ok_or_else(unknown)?;
     let name = || path.to_string_lossy().into_owned();
-    let ucs = Loaded::pin(&path).ok_or_else(|| FindError::NotUcs(name()))?;
-    if witness_base(ucs) != Some(ucs_base) {
-        return Err(FindError::NotUcs(name()));
-    }
+    let is_ucs = |library| witness_base(library) == Some(ucs_base);
+    let ucs = Loaded::pin_if(&path, is_ucs).ok_or_else(|| FindError::NotUcs(name()))?;
     let uct = belonging(ucs_base, "libuct").ok_or_else(|| FindError::NoUct(name()))?;
     Ok(Libraries {
         ucs_base: ucs_base as usize,
-        ucs: ucs.as_seen_by_itself(),
-        uct: uct.as_seen_by_itself(),
+        ucs: ucs.as_seen_by_itself(UCS_WITNESS),
+        uct: uct.as_seen_by_itself(UCT_WITNESS),
     })
 }
 
@@ -124,8 +134,7 @@ pub(crate) fn belonging(ucs_base: *mut c_void, prefix: &str) -> Option<Loaded> {
     mapped_paths()
         .iter()
         .filter(|path| is_library(path, prefix))
-        .filter_map(|path| Loaded::pin(path))
-        .find(|library| witness_base(*library) == Some(ucs_base))
+        .find_map(|path| Loaded::pin_if(path, |library| witness_base(library) == Some(ucs_base)))
 }
 
 fn witness_base(library: Loaded) -> Option<*mut c_void> {

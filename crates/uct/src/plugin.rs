@@ -19,7 +19,7 @@ pub fn enter(
 ) -> Status {
     match Ucx::bind(caller, name) {
         Ok(Bound::New(ucx)) => guarded_status(ucx, "plugin initialisation", || {
-            register(ucx)?;
+            register(ucx).inspect_err(|_| Ucx::forget(ucx))?;
             again(ucx).map(|()| Status::OK)
         }),
         Ok(Bound::Known(ucx)) => {

@@ -8,7 +8,9 @@
 use core::cell::Cell;
 use core::ffi::{CStr, c_void};
 
-use crate::abi::{RawComponent, md_op};
+use crate::abi::{
+    IFACE_CONFIG_SIZE, MD_CONFIG_SIZE, REG_FLAG_HIDE_ERRORS, RawComponent, RawConfigField, md_op,
+};
 use crate::loaded::Loaded;
 
 thread_local! {
@@ -81,7 +83,9 @@ const EXPECTED: &[Expect] = &[
     must(c"uct_iface_is_reachable_v2", Object::Iface, INTERNAL + 6),
     may(c"uct_ep_get_device_ep", Object::Ep, INTERNAL + 8),
     must(c"uct_md_query_v2", Object::Md, md_op::QUERY),
+    must(c"uct_md_mem_free", Object::Md, md_op::MEM_FREE),
     must(c"uct_md_mem_advise", Object::Md, md_op::MEM_ADVISE),
+    must(c"uct_md_mem_reg_v2", Object::Md, md_op::MEM_REG),
     must(c"uct_md_mem_dereg_v2", Object::Md, md_op::MEM_DEREG),
     must(c"uct_md_mem_query_v2", Object::Md, md_op::MEM_QUERY),
     must(c"uct_md_mkey_pack_v2", Object::Md, md_op::MKEY_PACK),
@@ -129,6 +133,8 @@ pub(crate) fn check(uct: &Loaded) -> Result<(), String> {
     md.0[0] = slots.as_ptr() as u64;
     md.0[1] = component_ptr as u64;
 
+    check_config(uct, c"uct_md_config_table", MD_CONFIG_SIZE)?;
+    check_config(uct, c"uct_iface_config_table", IFACE_CONFIG_SIZE)?;
     for expect in EXPECTED {
         let name = expect.wrapper.to_string_lossy();
         let Some(wrapper) = uct.symbol(expect.wrapper) else {
@@ -153,6 +159,23 @@ pub(crate) fn check(uct: &Loaded) -> Result<(), String> {
     Ok(())
 }
 
+/// Our own configuration values lie behind UCX's, whose size is not exported: no field of UCX's may
+/// reach into them.
+fn check_config(uct: &Loaded, table: &CStr, size: usize) -> Result<(), String> {
+    let name = table.to_string_lossy();
+    let mut field = uct.symbol(table).ok_or_else(|| format!("no {name}"))?.cast::<RawConfigField>();
+    // SAFETY: a table of UCX, which ends with a field without a name.
+    while let (false, offset) = unsafe { ((*field).name.is_null(), (*field).offset) } {
+        // Variables of the past are listed with no place at all.
+        if offset >= size && offset != usize::MAX {
+            return Err(format!("{name} has a field at {offset}, not below {size}"));
+        }
+        // SAFETY: not the end of the table yet.
+        field = unsafe { field.add(1) };
+    }
+    Ok(())
+}
+
 /// Calls a wrapper with the fake object and scratch memory for everything else it may look at.
 fn fire(wrapper: *mut c_void, object: *mut c_void) -> Option<usize> {
     type Six = unsafe extern "C" fn(
@@ -164,6 +187,8 @@ fn fire(wrapper: *mut c_void, object: *mut c_void) -> Option<usize> {
         *mut c_void,
     ) -> i8;
     let mut scratch = Box::new(Scratch([0; 512]));
+    // To the registration wrapper these are parameters that ask it not to log the failure.
+    scratch.0[..2].copy_from_slice(&[1, REG_FLAG_HIDE_ERRORS]);
     let memory: *mut c_void = (&raw mut *scratch).cast();
     // SAFETY: every wrapper takes at most six pointer-sized arguments and, apart from the object,
     // reads or writes only structures that fit into the scratch memory before (and not after) it

@@ -210,7 +210,7 @@ impl fmt::Debug for Ucx {
     }
 }
 
-/// Copies bound so far. Never shrinks: UCX keeps pointers into what was registered.
+/// Copies bound so far; what was registered with one stays for ever.
 static COPIES: Mutex<Vec<&'static Ucx>> = Mutex::new(Vec::new());
 
 /// What [`Ucx::bind`] found.
@@ -253,6 +253,12 @@ impl Ucx {
         }));
         copies.push(ucx);
         Ok(Bound::New(ucx))
+    }
+
+    /// Takes back that a copy is known, because nothing was registered with it.
+    pub(crate) fn forget(ucx: &'static Ucx) {
+        let mut copies = COPIES.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        copies.retain(|copy| !core::ptr::eq(*copy, ucx));
     }
 
     /// Every copy bound in this process.

@@ -169,13 +169,17 @@ pub struct IfaceParams {
     pub open_mode: u64,
     pub tl_name: *const c_char,
     pub dev_name: *const c_char,
+    pub other_modes: [u64; 3],
+    pub stats_root: *mut c_void,
 }
-assert_layout!(IfaceParams, 160, cpu_mask @ 8, open_mode @ 136, tl_name @ 144, dev_name @ 152);
+assert_layout!(IfaceParams, 192, cpu_mask @ 8, open_mode @ 136, tl_name @ 144, dev_name @ 152,
+    stats_root @ 184);
 
-/// `UCT_IFACE_PARAM_FIELD_OPEN_MODE`.
-pub const IFACE_PARAM_OPEN_MODE: u64 = 1 << 1;
 /// `UCT_IFACE_PARAM_FIELD_DEVICE`.
 pub const IFACE_PARAM_DEVICE: u64 = 1 << 2;
+
+/// `UCT_IFACE_PARAM_FIELD_STATS_ROOT`.
+pub const IFACE_PARAM_STATS_ROOT: u64 = 1 << 4;
 
 /// The head of `uct_ep_params_t`.
 #[repr(C)]

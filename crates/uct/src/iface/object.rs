@@ -13,9 +13,9 @@ use std::os::fd::AsRawFd;
 use super::{Device, Interface, OpenRequest, Peer, PerfQuery, data};
 use crate::abi::{
     BaseEp, EP_PARAM_DEV_ADDR, EP_PARAM_IFACE_ADDR, EpParams, IFACE_CONFIG_SIZE, IFACE_OP_SLOTS,
-    IFACE_PARAM_DEVICE, INTERNAL_OP_SLOTS, IfaceAttr, IfaceOps, IfaceParams, InternalOps, ListLink,
-    MemoryType, PerfAttr, RawMd, RawTl, ReachableParams, Status, TlResource, iface_op, internal_op,
-    perf_field, reachable_field,
+    IFACE_PARAM_DEVICE, IFACE_PARAM_STATS_ROOT, INTERNAL_OP_SLOTS, IfaceAttr, IfaceOps,
+    IfaceParams, InternalOps, ListLink, MemoryType, PerfAttr, RawMd, RawTl, ReachableParams,
+    Status, TlResource, iface_op, internal_op, perf_field, reachable_field,
 };
 use crate::border::{guarded, guarded_status};
 use crate::component::name_array;
@@ -235,6 +235,11 @@ unsafe extern "C" fn iface_open<I: Interface>(
                 String::new()
             }
         };
+        // SAFETY: the mask tells whether the root is there. Builds with statistics need it.
+        let stats_root = unsafe {
+            let given = (*params).field_mask & IFACE_PARAM_STATS_ROOT != 0;
+            if given { (*params).stats_root } else { core::ptr::null_mut() }
+        };
         // SAFETY: UCX parsed these values with the transport's table.
         let values = unsafe { transport.config.values(ucx, config) };
         let interface = I::open(&md.domain, &OpenRequest { ucx, device, config: values })?;
@@ -258,7 +263,7 @@ unsafe extern "C" fn iface_open<I: Interface>(
                 worker,
                 params.cast(),
                 config,
-                core::ptr::null_mut(),
+                stats_root,
                 c"plugin".as_ptr(),
             )
         };

@@ -56,12 +56,12 @@ impl Category {
             },
             Category::Dmabuf => by_words(&["dmabuf", "dma_buf"]),
             Category::Detection => by_words(&["detect", "memtype", "mem_query"]),
-            Category::Ucm => by_words(&["ucm", "hooks"]),
+            Category::Ucm => Selection { packages: &[], end_to_end: &["ucm"], words: &["hooks"] },
             Category::Ipc => by_words(&["ipc"]),
             Category::Rcache => by_words(&["rcache", "registration_cache"]),
             Category::Errors => Selection {
                 packages: &[],
-                end_to_end: &["absent", "foreign"],
+                end_to_end: &["absent", "foreign", "faults"],
                 words: &["error", "errno", "refus"],
             },
             Category::Config => {

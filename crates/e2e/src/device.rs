@@ -56,13 +56,42 @@ impl SoftNode {
 }
 
 impl SoftNode {
+    /// Has calls of the (Gaudi2) machine's driver go wrong: rules as `docs/software-gaudi.md` has them.
+    ///
+    /// # Panics
+    /// When the rules cannot be written.
+    #[must_use]
+    #[track_caller]
+    pub fn with_faults(self, rules: &str) -> Self {
+        let [in_memory, on_disk] = self.folders();
+        let folder =
+            if Path::new("/dev/shm").is_dir() { in_memory } else { on_disk }.join("gaudi2");
+        let written = private_folders(&folder)
+            .and_then(|()| std::fs::write(folder.join("faults"), format!("{rules}\n")));
+        if let Err(error) = written {
+            panic!("{}: {error}", folder.display());
+        }
+        self.with("SOFT_GAUDI_FAULTS", "yes")
+    }
+
     /// Removes the machine with all its cards, whoever still uses them.
     pub fn take_away(&self) {
-        let user = format!("soft-gaudi-{}", rustix::process::geteuid().as_raw());
-        for base in [PathBuf::from("/dev/shm"), std::env::temp_dir()] {
-            let _ = std::fs::remove_dir_all(base.join(&user).join(&self.name));
+        for folder in self.folders() {
+            let _ = std::fs::remove_dir_all(folder);
         }
     }
+
+    /// Where the machine may be.
+    fn folders(&self) -> [PathBuf; 2] {
+        let user = format!("soft-gaudi-{}", rustix::process::geteuid().as_raw());
+        [PathBuf::from("/dev/shm"), std::env::temp_dir()]
+            .map(|base| base.join(&user).join(&self.name))
+    }
+}
+
+fn private_folders(path: &Path) -> std::io::Result<()> {
+    use std::os::unix::fs::DirBuilderExt;
+    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path)
 }
 
 impl Drop for SoftNode {

@@ -304,6 +304,10 @@ impl Device {
         self.engine.drain().map_err(|error| error.on(self))
     }
 
+    pub(crate) fn backend(&self) -> &dyn Backend {
+        &*self.backend
+    }
+
     pub(crate) fn engine(&self) -> &Engine {
         &self.engine
     }

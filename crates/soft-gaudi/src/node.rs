@@ -13,6 +13,7 @@
 //! where that is missing.
 
 use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -41,13 +42,31 @@ pub(crate) struct Identity {
     pub(crate) role: Role,
 }
 
+/// Hashes device and inode numbers: looked up at every call, and nobody chooses them to collide.
+#[derive(Default)]
+struct FileHasher(u64);
+
+impl Hasher for FileHasher {
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|byte| self.write_u64((*byte).into()));
+    }
+
+    fn write_u64(&mut self, number: u64) {
+        self.0 = (self.0.rotate_left(5) ^ number).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
 /// The machine of this process.
 #[derive(Debug)]
 pub(crate) struct Node {
     pub(crate) config: &'static Config,
     pub(crate) profile: &'static Profile,
     folder: PathBuf,
-    known: RwLock<HashMap<(u64, u64), Identity>>,
+    known: RwLock<HashMap<(u64, u64), Identity, BuildHasherDefault<FileHasher>>>,
 }
 
 /// The machine, or `ENODEV` when the variables describe none.

@@ -20,7 +20,7 @@ use crate::memory::Table;
 use crate::window::{Blocked, Windows};
 use crate::{
     BusId, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Error, ErrorKind, Location,
-    Window, WindowEvent,
+    ScaleOut, Sysfs, Window, WindowEvent,
 };
 
 /// Pauses between attempts while a card is in reset or being released, about three seconds in all.
@@ -136,6 +136,12 @@ impl Runtime {
         }
         first_to_open(candidates, |card| self.open_card(card), std::thread::sleep)
             .map_err(|failures| none_opened(failures, |nodes| self.holders(nodes)))
+    }
+
+    /// Which NICs are near which of the cards this process may use, and their state, as sysfs has
+    /// it now. Opens no card.
+    pub fn scale_out(&self) -> Result<ScaleOut, Error> {
+        Ok(ScaleOut::read(&Sysfs::default(), &self.discover()?))
     }
 
     /// Who has these nodes open; asked only when an open has failed.

@@ -74,7 +74,15 @@ pub(crate) fn discover(library: &Arc<Library>) -> Result<Discovered, Error> {
     let visible = visible.as_deref().map(read_modules).transpose()?.flatten();
     let Enumerated { cards, last_problem } = enumerate(library)?;
     let (mut cards, notes) = match &table {
-        Some(table) => (table.apply(&cards)?, table.notes().to_vec()),
+        Some(table) => {
+            let listed = table.apply(&cards).map_err(|mut error| {
+                if let Some(problem) = &last_problem {
+                    error.add_detail(&format_args!("and a card did not answer: {problem}"));
+                }
+                error
+            });
+            (listed?, table.notes().to_vec())
+        }
         None => (cards, Vec::new()),
     };
     let before = cards.len();

@@ -152,8 +152,14 @@ fn read_card(fields: &Map<String, Value>) -> Result<MappedCard, String> {
     Ok(MappedCard { index: number("index")?, module_id: number("module_id")?, bus_id })
 }
 
+/// As people write it: the parser forgets the order of keys.
 fn quote(value: &Value) -> String {
-    shortened(value.to_string())
+    let Value::Object(fields) = value else { return shortened(value.to_string()) };
+    let known = KEYS.iter().filter_map(|key| fields.get_key_value(*key));
+    let others = fields.iter().filter(|(key, _)| !KEYS.contains(&key.as_str()));
+    let pair = |(key, value): (&String, &Value)| format!("{}:{value}", Value::from(key.as_str()));
+    let pairs: Vec<String> = known.chain(others).map(pair).collect();
+    shortened(format!("{{{}}}", pairs.join(",")))
 }
 
 fn shortened(mut text: String) -> String {
@@ -237,7 +243,7 @@ mod tests {
     #[test]
     fn what_is_wrong_is_quoted() {
         let good = r#"{"index":0,"module_id":2,"bus_id":"0000:33:00.0"}"#;
-        for (entries, quoted) in [
+        for (entry, quoted) in [
             (r#"{"index":0,"module_id":1,"bus_id":"0000:4d:00.0"}"#, "index 0 is already"),
             (r#"{"index":1,"module_id":2,"bus_id":"33:00.0"}"#, "0000:33:00.0 is already"),
             (r#"{"index":1,"module_id":1,"bus_id":"0000:4d:00"}"#, r#""0000:4d:00", which"#),
@@ -252,10 +258,11 @@ mod tests {
             ("17", "17: not an object"),
             ("null", "null: not an object"),
         ] {
-            let error = table(&format!("[{good},{entries}]")).unwrap_err();
+            let error = table(&format!("[{good},{entry}]")).unwrap_err();
             let text = error.to_string();
             assert_eq!(error.kind(), ErrorKind::InvalidParams, "{text}");
-            assert!(text.contains("entry 2 of 2") && text.contains(quoted), "{text}");
+            assert!(text.contains(&format!("entry 2 of 2, {entry}: ")), "{text}");
+            assert!(text.contains(quoted), "{text}");
             assert!(text.contains("GAUDI_MAPPING_TABLE") && !text.contains('\n'), "{text}");
         }
     }

@@ -373,16 +373,18 @@ fn none_opened(mut failures: Failures, holders: impl FnOnce(&[u32]) -> Vec<Holde
     let owned = failures.iter().filter(|(_, error)| is_owned(error));
     let nodes: Vec<u32> = owned.map(|(card, _)| card.node).collect();
     let mut found = if nodes.is_empty() { Vec::new() } else { holders(&nodes) }.into_iter();
-    for (_, error) in failures.iter_mut().filter(|(_, error)| is_owned(error)) {
-        if let Some(holders) = found.next() {
+    let mut why = |error: &Error| if is_owned(error) { found.next() } else { None };
+    if let [(_, error)] = &mut failures[..] {
+        if let Some(holders) = why(error) {
             error.add_detail(&holders);
         }
-    }
-    if failures.len() == 1 {
         return failures.remove(0).1;
     }
-    let cards: Vec<String> =
-        failures.iter().map(|(card, error)| format!("{card}: {}", error.detail())).collect();
+    let reason = |(card, error): &(DeviceInfo, Error)| match why(error) {
+        Some(holders) => format!("{}: {holders}", card.bus_id),
+        None => format!("{}: {}", card.bus_id, error.detail()),
+    };
+    let cards: Vec<String> = failures.iter().map(reason).collect();
     let mut error = Error::new(
         ErrorKind::DeviceBusy,
         OPENING,

@@ -31,6 +31,8 @@ pub struct Config {
     /// Whether Gaudi2's PDMA streams 0 to 5 are all the user's, as they were before Linux 6.1,
     /// rather than 0, 1 and 4: `SOFT_GAUDI_PDMA=all|user`.
     pub all_pdma_streams: bool,
+    /// Whether the machine's file of faults is looked at: `SOFT_GAUDI_FAULTS`.
+    pub faults: bool,
 }
 
 /// The configuration of this process; `None` after complaining when a variable is malformed.
@@ -108,9 +110,21 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
         Some("all") => true,
         Some(other) => return Err(format!("SOFT_GAUDI_PDMA={other}: want user or all")),
     };
-    let config =
-        Config { node, generation, devices, dram_size, cs_timeout, import, all_pdma_streams };
-    Ok(config)
+    let faults = match var("SOFT_GAUDI_FAULTS").as_deref() {
+        None | Some("no") => false,
+        Some("yes") => true,
+        Some(other) => return Err(format!("SOFT_GAUDI_FAULTS={other}: want yes or no")),
+    };
+    Ok(Config {
+        node,
+        generation,
+        devices,
+        dram_size,
+        cs_timeout,
+        import,
+        all_pdma_streams,
+        faults,
+    })
 }
 
 /// A number of bytes with an optional k, m, g or t (binary).
@@ -168,6 +182,7 @@ mod tests {
             ("SOFT_GAUDI_CS_TIMEOUT", "0"),
             ("SOFT_GAUDI_IMPORT", "maybe"),
             ("SOFT_GAUDI_PDMA", "2"),
+            ("SOFT_GAUDI_FAULTS", "many"),
         ] {
             let reason = with(&[(name, value)]).unwrap_err();
             assert!(reason.contains(name), "{reason}");

@@ -16,6 +16,7 @@ use crate::address_space::AddressSpace;
 use crate::asic::Profile;
 use crate::card_memory::{self, CardMemory};
 use crate::command_buffers::CommandBuffers;
+use crate::dma_core::DmaCore;
 use crate::events::Events;
 use crate::interrupts::Interrupts;
 use crate::node::{Node, Role, node};
@@ -23,7 +24,7 @@ use crate::queue::Queue;
 use crate::registers::Registers;
 use crate::signals::Signals;
 use crate::state::{self, DeviceState};
-use crate::submission::Window;
+use crate::submission::{Submission, Window};
 use crate::{dmabuf, guarded, ownership, workers};
 
 /// One open card.
@@ -48,8 +49,14 @@ pub(crate) struct Context {
     pub(crate) ready: Mutex<VecDeque<u32>>,
     pub(crate) registers: Mutex<Registers>,
     pub(crate) interrupts: Interrupts,
+    /// Strided DMA of Gaudi1, by engine.
+    pub(crate) dma_cores: Mutex<[DmaCore; 8]>,
+    /// Queues that ask their engine's arbiter for a turn, with their priorities.
+    pub(crate) arbitrating: Mutex<Vec<(u32, u32)>>,
     signals: Mutex<Signals>,
     pub(crate) events: Events,
+    /// A worker minds its timeouts.
+    pub(crate) watched: AtomicBool,
     /// Debug mode was entered.
     debugging: AtomicBool,
     /// Threads that wait for any of several submissions, and how they are woken.
@@ -61,7 +68,11 @@ pub(crate) struct Context {
     pub(crate) in_flight: AtomicU64,
     /// Keeps the card while work goes on, even if the program closes its descriptor.
     pub(crate) hold: Mutex<Option<OwnedFd>>,
+    /// `hold` may have something: spares the lock on the way of small submissions.
+    pub(crate) holding: AtomicBool,
     pub(crate) epoch: Instant,
+    /// Submissions whose end is to be told only after some others', and after how many.
+    pub(crate) late: Mutex<Vec<(Arc<Submission>, u64)>>,
     /// Nanoseconds since `epoch` when a submission last ended.
     pub(crate) last_end: AtomicU64,
 }
@@ -77,6 +88,9 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
     let node = node()?;
     let fd = node.open(device, Role::Compute)?;
     let state = state::of(node, device)?;
+    if state.removed.load(Ordering::Acquire) != 0 {
+        return Err(Errno::NODEV);
+    }
     match ownership::take(fd.as_fd()) {
         Ok(()) => {}
         Err(Errno::AGAIN | Errno::ACCESS) => {
@@ -89,6 +103,7 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
         return Err(Errno::BUSY);
     }
     guarded::install();
+    discard_at_exit();
     let mut slot = slot(device)?.write().unwrap_or_else(|poisoned| poisoned.into_inner());
     // Left over from a descriptor that was closed without telling us.
     if let Some(stale) = slot.take() {
@@ -120,18 +135,68 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
         ready: Mutex::default(),
         registers: Mutex::new(Registers::new(profile)),
         interrupts: Interrupts::default(),
+        dma_cores: Mutex::default(),
+        arbitrating: Mutex::default(),
         signals: Mutex::new(Signals::new(profile)),
         events: Events::default(),
+        watched: AtomicBool::new(false),
         debugging: AtomicBool::new(false),
         any_waiters: AtomicU64::new(0),
         any_ended: (Mutex::new(()), Condvar::new()),
         down: AtomicBool::new(false),
         in_flight: AtomicU64::new(0),
         hold: Mutex::new(None),
+        holding: AtomicBool::new(false),
         epoch: Instant::now(),
+        late: Mutex::default(),
         last_end: AtomicU64::new(0),
     }));
     Ok(fd)
+}
+
+/// Every context of this process.
+fn all() -> impl Iterator<Item = Arc<Context>> {
+    CONTEXTS
+        .iter()
+        .filter_map(|slot| slot.read().unwrap_or_else(|poisoned| poisoned.into_inner()).clone())
+}
+
+/// Resets every card this process has open, as a fault that was ordered.
+pub(crate) fn reset_all() {
+    all().for_each(|context| context.reset(None));
+}
+
+/// Takes every card this process has open out of the machine.
+pub(crate) fn remove_all() {
+    for context in all() {
+        context.state.removed.store(1, Ordering::Release);
+        context.take_down(None);
+    }
+}
+
+/// Arranges for the memory of cards that are still open to be given back when the process ends.
+fn discard_at_exit() {
+    static ARRANGED: std::sync::Once = std::sync::Once::new();
+    // SAFETY: the handler takes no arguments; the library is never unloaded.
+    ARRANGED.call_once(|| unsafe {
+        libc::atexit(discard_open_cards);
+    });
+}
+
+extern "C" fn discard_open_cards() {
+    let _ = std::panic::catch_unwind(|| {
+        for slot in &CONTEXTS {
+            // Other threads may be anywhere; never wait for them here.
+            let Ok(slot) = slot.try_read() else { continue };
+            let Some(context) = &*slot else { continue };
+            let ours = context.forks == workers::fork_generation()
+                && context.id == context.state.context.load(Ordering::Acquire);
+            if ours && !dmabuf::any_alive(context.node, context.device) {
+                context.take_down(None);
+                context.memory.discard_all();
+            }
+        }
+    });
 }
 
 /// Closes a descriptor and, if it was the last of its card, ends the context.
@@ -185,6 +250,9 @@ pub(crate) fn of(fd: BorrowedFd<'_>) -> Result<Arc<Context>, Errno> {
             if context.forks == workers::fork_generation()
                 && context.id == context.state.context.load(Ordering::Acquire) =>
         {
+            if context.state.removed.load(Ordering::Acquire) != 0 {
+                return Err(Errno::NODEV);
+            }
             Ok(context.clone())
         }
         _ => Err(Errno::OPNOTSUPP),

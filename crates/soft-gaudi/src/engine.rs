@@ -5,47 +5,35 @@
 //! that waits takes a queue over if nobody runs it yet. What a program sees is the same in all
 //! cases: each queue in order, queues independent of each other.
 
-use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
 use crate::asic::Generation;
+use crate::bus::QueueBus;
 use crate::context::Context;
 use crate::events::bit;
-use crate::guarded;
+use crate::faults::Action;
 use crate::interrupts::Registration;
-use crate::packet::LinDma;
-use crate::processor::{Bus, Fault, Pause, Program};
+use crate::processor::{Fault, Pause, Program};
 use crate::queue::Job;
-use crate::registers::{Consequences, Registers};
+use crate::registers::Consequences;
 use crate::signals::Sob;
 use crate::state::Drop;
 use crate::submission::{Lookup, Outcome, Submission};
-use crate::sync_manager::Effect;
 use crate::workers;
 
 /// A submission is run by its submitter if it moves no more than this.
-const INLINE_BYTES: u64 = 64 << 10;
-/// Transfers of this size and more go past the caches.
-const STREAM_BYTES: u32 = 16 << 20;
+pub(crate) const INLINE_BYTES: u64 = 64 << 10;
 /// The most a waiting thread does in place of a worker before it looks around.
 const HELP_BYTES: u64 = 256 << 20;
 /// Entries of a queue's ring.
 const RING: usize = 4096;
-/// Monitors that set each other off for ever end as an error.
-const MAX_EFFECTS: u32 = 1 << 16;
 /// What a waiter may do per microsecond of its timeout; about the speed of a copy.
 const BYTES_PER_US: u64 = 4096;
-
-/// A counter in a command buffer, which the card advances.
-pub(crate) fn counter(at: usize) -> u64 {
-    // SAFETY: callers pass aligned places inside the mapping of command buffers.
-    unsafe { (*(at as *const AtomicU64)).load(Ordering::Acquire) }
-}
 
 /// Writes a time where a program has asked for it.
 fn note(at: usize, now_ns: u64) {
@@ -78,6 +66,24 @@ impl Context {
         programs: Vec<(u32, Program)>,
         sob: Option<Arc<Sob>>,
     ) {
+        let mut programs = programs;
+        match self.node.fault("submission") {
+            None => {}
+            Some(Action::Hang) => {
+                // STOP halts a queue until the card is reset.
+                let stop: Arc<[u8]> = [0, 0, 0, 0, 0, 0, 0, 0x0b].into();
+                programs.iter_mut().for_each(|(_, p)| *p = Program::Copied(stop.clone()));
+            }
+            Some(Action::Late(others)) => {
+                // One job more than there are: it is done when the others have ended.
+                submission.add_jobs(1);
+                let mut late = self.late.lock().unwrap_or_else(|p| p.into_inner());
+                late.push((submission.clone(), others));
+            }
+            Some(Action::Slow(time)) => std::thread::sleep(time),
+            Some(Action::Fail(_) | Action::Reset) => self.reset(None),
+            Some(Action::Remove) => crate::context::remove_all(),
+        }
         let mut idle = Vec::new();
         {
             let _entering = self.entering.lock().unwrap_or_else(|p| p.into_inner());
@@ -97,20 +103,22 @@ impl Context {
         self.run_ready(&mut budget);
         if submission.outcome().is_none() {
             self.keep(fd);
+            workers::watch(self);
         }
     }
 
     /// Takes a place in the window, waiting for one as the library does.
     pub(crate) fn enter(
         self: &Arc<Self>,
-        make: impl Fn(u64) -> Submission,
+        make: impl FnOnce(u64) -> Submission,
     ) -> Result<Arc<Submission>, Errno> {
+        let mut make = Some(make);
         loop {
             if self.down.load(Ordering::Acquire) {
                 self.state.drop_submission(Drop::InReset);
                 return Err(Errno::BUSY);
             }
-            match self.window.enter(&make) {
+            match self.window.enter(&mut make) {
                 Ok(submission) => {
                     self.in_flight.fetch_add(1, Ordering::AcqRel);
                     self.state.in_flight.fetch_add(1, Ordering::Relaxed);
@@ -155,7 +163,8 @@ impl Context {
         if hold.is_none() {
             *hold = fd.try_clone_to_owned().ok();
         }
-        if self.in_flight.load(Ordering::Acquire) == 0 {
+        self.holding.store(true, Ordering::SeqCst);
+        if self.in_flight.load(Ordering::SeqCst) == 0 {
             *hold = None;
         }
     }
@@ -167,17 +176,39 @@ impl Context {
         // The books first: who sees the end may ask whether the card is idle.
         self.last_end.store(self.epoch.elapsed().as_nanos() as u64, Ordering::Relaxed);
         self.state.in_flight.fetch_sub(1, Ordering::Relaxed);
-        if self.in_flight.fetch_sub(1, Ordering::AcqRel) == 1 {
+        if self.in_flight.fetch_sub(1, Ordering::SeqCst) == 1
+            && self.holding.swap(false, Ordering::SeqCst)
+        {
             let mut hold = self.hold.lock().unwrap_or_else(|p| p.into_inner());
             if self.in_flight.load(Ordering::Acquire) == 0 {
                 *hold = None;
             }
         }
         submission.publish(outcome, realtime_ns());
+        self.count_for_late();
         if self.any_waiters.load(Ordering::SeqCst) > 0 {
             drop(self.any_ended.0.lock().unwrap_or_else(|p| p.into_inner()));
             self.any_ended.1.notify_all();
         }
+    }
+
+    /// One submission has ended: those that were ordered to be late come nearer.
+    fn count_for_late(&self) {
+        if !self.node.config.faults {
+            return;
+        }
+        let mut due = Vec::new();
+        {
+            let mut late = self.late.lock().unwrap_or_else(|p| p.into_inner());
+            late.iter_mut().for_each(|(_, others)| *others = others.saturating_sub(1));
+            late.retain(|(submission, others)| {
+                if *others == 0 {
+                    due.push(submission.clone());
+                }
+                *others != 0
+            });
+        }
+        due.iter().for_each(|submission| self.job_done(submission));
     }
 
     /// Runs a queue until it has nothing to do, or the budget is spent and the workers take over.
@@ -198,6 +229,12 @@ impl Context {
                 }
                 Ok(Pause::Blocked) => target.pause(turn, true),
                 Ok(Pause::Stopped) => target.pause(turn, false),
+                Ok(Pause::Arbitrate(priority)) => {
+                    target.pause(turn, false);
+                    let mut waiting = self.arbitrating.lock().unwrap_or_else(|p| p.into_inner());
+                    waiting.push((priority, queue));
+                    None
+                }
                 Ok(Pause::Spent) => {
                     target.pause(turn, false);
                     workers::run_later(self.clone(), queue);
@@ -220,15 +257,22 @@ impl Context {
         }
     }
 
-    /// Runs the queues that fences have let go.
+    /// Runs the queues that fences have let go, then those that the arbiter prefers.
     pub(crate) fn run_ready(self: &Arc<Self>, budget: &mut u64) {
         loop {
-            let next = self.ready.lock().unwrap_or_else(|p| p.into_inner()).pop_front();
-            match next {
+            let ready = self.ready.lock().unwrap_or_else(|p| p.into_inner()).pop_front();
+            match ready.or_else(|| self.arbitrate()) {
                 Some(queue) => self.run(queue, budget),
                 None => return,
             }
         }
+    }
+
+    /// The queue with the highest priority among those that ask for a turn.
+    fn arbitrate(&self) -> Option<u32> {
+        let mut waiting = self.arbitrating.lock().unwrap_or_else(|p| p.into_inner());
+        let best = (0..waiting.len()).max_by_key(|n| (waiting[*n].0, core::cmp::Reverse(*n)))?;
+        Some(waiting.remove(best).1)
     }
 
     /// Works for a submission in place of a worker.
@@ -284,7 +328,7 @@ impl Context {
     }
 
     /// How long the oldest submission may still take.
-    fn until_timeout(&self) -> Duration {
+    pub(crate) fn until_timeout(&self) -> Duration {
         let Some(oldest) = self.window.oldest() else { return Duration::from_secs(1) };
         let since = oldest
             .submitted
@@ -361,7 +405,7 @@ impl Context {
         for submission in self.window.pending() {
             self.end(&submission, Outcome::Aborted);
         }
-        self.interrupts.wake();
+        self.interrupts.close();
     }
 
     /// Writes a register on behalf of the driver.
@@ -379,26 +423,19 @@ impl Context {
     }
 
     /// The card raises an interrupt of the user.
-    fn interrupt(&self, id: u32) {
+    pub(crate) fn interrupt(&self, id: u32) {
         let now = realtime_ns();
-        for due in self.interrupts.raise(id, |r| counter(r.counter) >= r.target) {
+        for due in self.interrupts.raise(id) {
             note(due.note, now);
         }
     }
 
     /// Notes the time when a counter reaches its target, at once if it has.
-    pub(crate) fn register(&self, registration: Registration) {
-        if counter(registration.counter) >= registration.target {
+    pub(crate) fn register(&self, interrupt: u32, registration: Registration) {
+        if registration.goal.reached() == Ok(true) {
             note(registration.note, realtime_ns());
         } else {
-            self.interrupts.register(registration);
-        }
-    }
-
-    /// Runs whatever can run, for a waiter that does not know what it depends on.
-    pub(crate) fn run_everything(self: &Arc<Self>) {
-        for submission in self.window.pending() {
-            self.help(&submission, u64::MAX);
+            self.interrupts.register(interrupt, registration);
         }
     }
 
@@ -449,205 +486,4 @@ impl Context {
         self.any_waiters.fetch_sub(1, Ordering::SeqCst);
         Ok(result)
     }
-}
-
-/// The device as one queue of it sees it.
-struct QueueBus<'a> {
-    context: &'a Arc<Context>,
-    queue: u32,
-}
-
-impl QueueBus<'_> {
-    /// Moves bytes between this process and device memory, piece by piece.
-    fn transfer(&self, addr: u64, ptr: *mut u8, len: usize, write: bool) -> Result<(), Fault> {
-        let mut done = 0;
-        while done < len {
-            let at = addr.checked_add(done as u64).ok_or(Fault::Page { addr })?;
-            let place = self.context.space().translate(at).ok_or(Fault::Page { addr: at })?;
-            let part = place.len.min((len - done) as u64) as usize;
-            // SAFETY: `place` is memory the program mapped for the device, `ptr` the caller's
-            // buffer of `len` bytes; a vanished mapping comes back as an error.
-            let moved = unsafe {
-                let here = ptr.add(done);
-                if write {
-                    guarded::copy(place.ptr, here, part)
-                } else {
-                    guarded::copy(here, place.ptr, part)
-                }
-            };
-            moved.map_err(|_| Fault::Page { addr: at })?;
-            done += part;
-        }
-        Ok(())
-    }
-
-    fn registers(&self) -> MutexGuard<'_, Registers> {
-        self.context.registers.lock().unwrap_or_else(|p| p.into_inner())
-    }
-
-    /// Adds to a 64-bit counter in memory; the lock makes it one step.
-    fn add(&self, addr: u64, value: u32) -> Result<(), Fault> {
-        let _one_at_a_time = self.registers();
-        let mut bytes = [0; 8];
-        self.transfer(addr, bytes.as_mut_ptr(), bytes.len(), false)?;
-        bytes = u64::from_le_bytes(bytes).wrapping_add(u64::from(value)).to_le_bytes();
-        self.transfer(addr, bytes.as_mut_ptr(), bytes.len(), true)
-    }
-
-    /// Lets a queue go on whose fence moved.
-    fn kick(&self, queue: u32) {
-        if let Some(target) = self.context.queues.get(queue as usize)
-            && target.kick()
-        {
-            self.context.ready.lock().unwrap_or_else(|p| p.into_inner()).push_back(queue);
-        }
-    }
-
-    /// Before a long copy: others must not wait for it.
-    fn share_ready(&self) {
-        let ready =
-            core::mem::take(&mut *self.context.ready.lock().unwrap_or_else(|p| p.into_inner()));
-        for queue in ready {
-            workers::run_later(self.context.clone(), queue);
-        }
-    }
-
-    /// Copies through a buffer, reversing the bytes of each unit.
-    fn swap(&self, dma: &LinDma, done: u64, len: u64) -> Result<(), Fault> {
-        let unit = 1usize << dma.swap;
-        let mut bounce = vec![0u8; len.min(64 << 10) as usize];
-        let mut at = 0;
-        while at < len {
-            let part = &mut bounce[..(len - at).min(64 << 10) as usize];
-            self.transfer(dma.src.wrapping_add(done + at), part.as_mut_ptr(), part.len(), false)?;
-            part.chunks_exact_mut(unit).for_each(<[u8]>::reverse);
-            self.transfer(dma.dst.wrapping_add(done + at), part.as_mut_ptr(), part.len(), true)?;
-            at += part.len() as u64;
-        }
-        Ok(())
-    }
-}
-
-impl Bus for QueueBus<'_> {
-    fn read(&self, addr: u64, into: &mut [u8]) -> Result<(), Fault> {
-        self.transfer(addr, into.as_mut_ptr(), into.len(), false)
-    }
-
-    fn dma(&self, dma: &LinDma, done: u64, len: u64) -> Result<(), Fault> {
-        if len >= INLINE_BYTES {
-            self.share_ready();
-        }
-        if dma.swap != 0 && !dma.memset {
-            return self.swap(dma, done, len);
-        }
-        let mut at = done;
-        while at < done + len {
-            let dst = dma.dst.checked_add(at).ok_or(Fault::Page { addr: dma.dst })?;
-            let src = dma.src.wrapping_add(at);
-            let (to, from) = {
-                let space = self.context.space();
-                let to = space.translate(dst).ok_or(Fault::Page { addr: dst })?;
-                let from = if dma.memset {
-                    None
-                } else {
-                    Some(space.translate(src).ok_or(Fault::Page { addr: src })?)
-                };
-                (to, from)
-            };
-            let mut part = (done + len - at).min(to.len);
-            let moved = match from {
-                Some(from) => {
-                    part = part.min(from.len);
-                    let copy =
-                        if dma.size >= STREAM_BYTES { guarded::stream } else { guarded::copy };
-                    // SAFETY: both are memory the program mapped for the device; a vanished
-                    // mapping comes back as an error.
-                    unsafe { copy(to.ptr, from.ptr, part as usize) }
-                        .map_err(|_| Fault::Page { addr: src })
-                }
-                None => {
-                    let pattern = fill_pattern(dma, self.context.profile.dram_mmu, at);
-                    // SAFETY: as above.
-                    unsafe { guarded::fill(to.ptr, pattern, part as usize) }
-                        .map_err(|_| Fault::Page { addr: dst })
-                }
-            };
-            moved?;
-            at += part;
-        }
-        Ok(())
-    }
-
-    fn write(&self, addr: u64, value: u32) -> Result<(), Fault> {
-        if !self.context.profile.cfg.contains(addr, 4) {
-            let mut bytes = value.to_le_bytes();
-            return self.transfer(addr, bytes.as_mut_ptr(), bytes.len(), true);
-        }
-        let mut then = Consequences::default();
-        self.registers().write(addr, value, &mut then);
-        // A monitor's payload may be another register, and so on.
-        let mut effects = VecDeque::from(then.effects);
-        let mut kicked = then.kicked;
-        let mut rounds = 0;
-        while let Some(effect) = effects.pop_front() {
-            rounds += 1;
-            if rounds > MAX_EFFECTS {
-                return Err(Fault::Razwi { addr });
-            }
-            match effect {
-                Effect::Write { addr, value } if self.context.profile.cfg.contains(addr, 4) => {
-                    let mut then = Consequences::default();
-                    self.registers().write(addr, value, &mut then);
-                    effects.extend(then.effects);
-                    kicked.extend(then.kicked);
-                }
-                Effect::Write { addr, value } => {
-                    let mut bytes = value.to_le_bytes();
-                    self.transfer(addr, bytes.as_mut_ptr(), bytes.len(), true)?;
-                }
-                Effect::Add { addr, value } => self.add(addr, value)?,
-                Effect::Interrupt { id } => self.context.interrupt(id),
-            }
-        }
-        for queue in kicked {
-            self.kick(queue);
-        }
-        Ok(())
-    }
-
-    fn write_own(&self, _offset: u16, _value: u32) -> Result<(), Fault> {
-        Ok(())
-    }
-
-    fn message_base(&self, base: u8) -> u64 {
-        self.registers().message_base(base)
-    }
-
-    fn pass_fence(&self, lower: bool, id: u8, target: u8, decrement: u8) -> bool {
-        self.registers().pass_fence(self.queue, lower, id, target, decrement)
-    }
-
-    fn raise_fence(&self, lower: bool, id: u8, increment: u8) {
-        self.registers().raise_fence(self.queue, lower, id, increment);
-        self.kick(self.queue);
-    }
-
-    fn time(&self) -> u32 {
-        self.context.epoch.elapsed().as_nanos() as u32
-    }
-
-    fn stopped(&self) -> bool {
-        self.context.down.load(Ordering::Relaxed)
-    }
-}
-
-/// The eight bytes to repeat from byte `at` of a fill on. Gaudi2's driver fills with 32-bit values.
-fn fill_pattern(dma: &LinDma, gaudi2: bool, at: u64) -> u64 {
-    let pattern = if gaudi2 {
-        let low = dma.src & 0xffff_ffff;
-        low << 32 | low
-    } else {
-        dma.src
-    };
-    pattern.rotate_right((at % 8) as u32 * 8)
 }

@@ -1,84 +1,145 @@
 //! Interrupts of the card that a program waits for: a counter in memory has reached a value.
+//!
+//! An interrupt wakes exactly the waiters whose counter has got there; thousands may wait.
 
-use std::sync::{Condvar, Mutex, MutexGuard};
+use std::collections::HashMap;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Instant;
+
+use rustix::io::Errno;
+
+use crate::guarded;
+
+/// A 64-bit counter somewhere in this process, and the value waited for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Goal {
+    pub(crate) counter: usize,
+    pub(crate) target: u64,
+}
+
+impl Goal {
+    /// Whether the counter is there; `EFAULT` if its memory is gone.
+    pub(crate) fn reached(&self) -> Result<bool, Errno> {
+        let mut value = 0u64;
+        // SAFETY: the destination is ours; a bad source comes back as an error.
+        unsafe { guarded::copy((&raw mut value).cast(), self.counter as *const u8, 8) }
+            .map_err(|_| Errno::FAULT)?;
+        Ok(value >= self.target)
+    }
+}
 
 /// A time to be noted when a counter reaches its target.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Registration {
-    pub(crate) interrupt: u32,
-    /// Where the counter is in this process.
-    pub(crate) counter: usize,
-    pub(crate) target: u64,
+    pub(crate) goal: Goal,
     /// Where the time goes.
     pub(crate) note: usize,
 }
 
+#[derive(Debug)]
+struct Waiter {
+    goal: Goal,
+    woken: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Line {
+    waiters: Vec<Arc<Waiter>>,
+    registrations: Vec<Registration>,
+}
+
 #[derive(Debug, Default)]
 struct State {
-    /// Counts interrupts; waiters look again when it changes.
-    raised: u64,
-    registrations: Vec<Registration>,
+    /// By interrupt.
+    lines: HashMap<u32, Line>,
+    closed: bool,
 }
 
 /// Waiters and registrations of one context.
 #[derive(Debug, Default)]
 pub(crate) struct Interrupts {
     state: Mutex<State>,
-    raised: Condvar,
 }
+
+/// Interrupts of any completion queue and of any decoder: raised with every other.
+pub(crate) const ANY: [u32; 2] = [0xfff, 0xffe];
 
 impl Interrupts {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// An interrupt: wakes waiters and hands out the registrations that `reached` says are due.
-    pub(crate) fn raise(
-        &self,
-        interrupt: u32,
-        reached: impl Fn(&Registration) -> bool,
-    ) -> Vec<Registration> {
+    /// An interrupt: wakes those who are there and hands out the registrations that are due.
+    pub(crate) fn raise(&self, interrupt: u32) -> Vec<Registration> {
         let mut state = self.lock();
-        state.raised += 1;
-        let due = |r: &Registration| r.interrupt == interrupt && reached(r);
-        let (done, left) = state.registrations.iter().partition(|r| due(r));
-        state.registrations = left;
-        drop(state);
-        self.raised.notify_all();
-        done
+        let mut due = Vec::new();
+        for id in [interrupt, ANY[0], ANY[1]] {
+            let Some(line) = state.lines.get_mut(&id) else { continue };
+            line.registrations.retain(|registration| {
+                let reached = registration.goal.reached() != Ok(false);
+                if reached {
+                    due.push(*registration);
+                }
+                !reached
+            });
+            // One whose memory is gone is woken too, to find that out.
+            line.waiters.retain(|waiter| {
+                let reached = waiter.goal.reached() != Ok(false);
+                if reached {
+                    waiter.woken.notify_one();
+                }
+                !reached
+            });
+        }
+        due
     }
 
     /// Notes a registration.
-    pub(crate) fn register(&self, registration: Registration) {
+    pub(crate) fn register(&self, interrupt: u32, registration: Registration) {
         let mut state = self.lock();
+        let line = state.lines.entry(interrupt).or_default();
         // The driver lets a new registration for the same place replace the old one.
-        state.registrations.retain(|r| r.note != registration.note);
-        state.registrations.push(registration);
+        line.registrations.retain(|r| r.note != registration.note);
+        line.registrations.push(registration);
     }
 
-    /// Waits until `reached`, looking again at every interrupt; false when time is up.
-    pub(crate) fn wait(&self, until: Option<Instant>, reached: impl Fn() -> bool) -> bool {
+    /// Waits for a goal; false when time is up or the card has gone.
+    pub(crate) fn wait(
+        &self,
+        interrupt: u32,
+        goal: Goal,
+        until: Option<Instant>,
+    ) -> Result<bool, Errno> {
+        let waiter = Arc::new(Waiter { goal, woken: Condvar::new() });
         let mut state = self.lock();
         loop {
-            if reached() {
-                return true;
+            if goal.reached()? {
+                return Ok(true);
             }
             let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            if state.closed || left.is_some_and(|left| left.is_zero()) {
+                return Ok(false);
+            }
+            state.lines.entry(interrupt).or_default().waiters.push(waiter.clone());
             state = match left {
-                Some(left) if left.is_zero() => return false,
                 Some(left) => {
-                    let waited = self.raised.wait_timeout(state, left);
+                    let waited = waiter.woken.wait_timeout(state, left);
                     waited.unwrap_or_else(|poisoned| poisoned.into_inner()).0
                 }
-                None => self.raised.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner()),
+                None => waiter.woken.wait(state).unwrap_or_else(|p| p.into_inner()),
             };
+            if let Some(line) = state.lines.get_mut(&interrupt) {
+                line.waiters.retain(|other| !Arc::ptr_eq(other, &waiter));
+            }
         }
     }
 
-    /// Wakes everyone, for the end of the card.
-    pub(crate) fn wake(&self) {
-        drop(self.lock());
-        self.raised.notify_all();
+    /// Wakes everyone for good: the card is gone.
+    pub(crate) fn close(&self) {
+        let mut state = self.lock();
+        state.closed = true;
+        for line in state.lines.values() {
+            line.waiters.iter().for_each(|waiter| waiter.woken.notify_one());
+        }
     }
 }

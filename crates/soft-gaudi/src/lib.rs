@@ -19,11 +19,14 @@ pub mod dmabuf;
 pub mod dram;
 
 mod address_space;
+mod bus;
 mod card_memory;
 mod command_buffers;
 mod context;
+mod dma_core;
 mod engine;
 mod events;
+mod faults;
 mod guarded;
 mod interrupts;
 mod node;

@@ -6,6 +6,7 @@
 //! | `accel_controlDN` | the control node |
 //! | `hbmN` | the memory: SRAM, then DRAM, sparse |
 //! | `stateN` | one page that control nodes of other processes may ask ([`crate::state`]) |
+//! | `faults` | what shall go wrong ([`crate::faults`]) |
 //! | `dmabuf/` | exported ranges ([`crate::dmabuf`]) |
 //!
 //! The folder is `soft-gaudi-<uid>/<node>/<generation>` in `/dev/shm`, or in the temporary folder
@@ -22,6 +23,7 @@ use rustix::io::Errno;
 
 use crate::asic::Profile;
 use crate::config::{self, Config};
+use crate::faults::{self, Action};
 
 /// Which of a card's two nodes a descriptor is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -140,6 +142,11 @@ impl Node {
     /// The card's page of shared state.
     pub(crate) fn open_state(&self, device: u32) -> Result<OwnedFd, Errno> {
         self.open_file(&format!("state{device}"), OFlags::RDWR)
+    }
+
+    /// The fault that someone ordered for this point, if any.
+    pub(crate) fn fault(&self, point: &str) -> Option<Action> {
+        if self.config.faults { faults::take(&self.folder.join("faults"), point) } else { None }
     }
 
     /// Where exported ranges live.

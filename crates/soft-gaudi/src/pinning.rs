@@ -19,7 +19,23 @@ pub(crate) fn pin(ptr: u64, size: u64) -> Result<bool, Errno> {
     let end = ptr.checked_add(size).and_then(|end| end.checked_next_multiple_of(HOST_PAGE));
     let len = end.ok_or(Errno::INVAL)? - start;
     populate(start, len)?;
-    Ok(false)
+    Ok(start.is_multiple_of(HUGE_PAGE) && len.is_multiple_of(HUGE_PAGE) && is_huge(start))
+}
+
+const HUGE_PAGE: u64 = 2 << 20;
+
+/// Whether memory comes from the pool of huge pages, by the name the kernel gives its mapping.
+///
+/// Transparent huge pages count as ordinary ones: a process cannot see cheaply where it has them.
+fn is_huge(start: u64) -> bool {
+    let Ok(maps) = std::fs::read_to_string("/proc/self/maps") else { return false };
+    maps.lines().any(|line| {
+        let Some((range, rest)) = line.split_once(' ') else { return false };
+        let Some((first, end)) = range.split_once('-') else { return false };
+        let number = |text| u64::from_str_radix(text, 16).unwrap_or(0);
+        (number(first)..number(end)).contains(&start)
+            && (rest.contains("/anon_hugepage") || rest.contains("hugetlb"))
+    })
 }
 
 /// Makes the pages present and private to this process where they are copy-on-write, as a pin for

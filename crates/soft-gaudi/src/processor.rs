@@ -79,9 +79,12 @@ pub(crate) enum Pause {
     Spent,
     /// The device is going away.
     Stopped,
+    /// It asks the arbiter, with this priority, and goes on when run again.
+    Arbitrate(u32),
 }
 
 enum Progress {
+    Arbitrate(u32),
     Next,
     Blocked,
     Spent,
@@ -102,6 +105,13 @@ struct Frame {
 impl Frame {
     fn new(program: Program, lower: bool) -> Self {
         Self { program, pc: 0, lower, fetched: Vec::new(), fetched_at: 0 }
+    }
+
+    /// With a buffer that an earlier one has left behind.
+    fn reusing(mut self, mut buffer: Vec<u8>) -> Self {
+        buffer.clear();
+        self.fetched = buffer;
+        self
     }
 
     /// The packet at the program counter.
@@ -130,10 +140,14 @@ impl Frame {
 pub(crate) struct Processor {
     generation: Generation,
     frames: Vec<Frame>,
+    /// A fetch buffer for the next frame.
+    spare: Vec<u8>,
     /// Bytes done of the DMA at the program counter.
     moved: u64,
     predicates: u32,
     scalars: [u8; 16],
+    /// The arbiter has been asked and said yes.
+    granted: bool,
     /// The DMA just before the current packet, if nothing came in between.
     previous: Option<LinDma>,
 }
@@ -143,9 +157,11 @@ impl Processor {
         Self {
             generation,
             frames: Vec::new(),
+            spare: Vec::new(),
             moved: 0,
             predicates: u32::MAX,
             scalars: [0; 16],
+            granted: false,
             previous: None,
         }
     }
@@ -154,8 +170,10 @@ impl Processor {
     pub(crate) fn start(&mut self, program: Program) {
         self.frames.clear();
         self.moved = 0;
+        self.granted = false;
         self.previous = None;
-        self.frames.push(Frame::new(program, false));
+        let buffer = core::mem::take(&mut self.spare);
+        self.frames.push(Frame::new(program, false).reusing(buffer));
     }
 
     /// Executes packets until something stops it.
@@ -164,7 +182,7 @@ impl Processor {
             let depth = self.frames.len();
             let Some(frame) = self.frames.last_mut() else { return Ok(Pause::Done) };
             if frame.pc >= frame.program.len() {
-                self.frames.pop();
+                self.spare = self.frames.pop().map(|frame| frame.fetched).unwrap_or_default();
                 continue;
             }
             if bus.stopped() {
@@ -188,6 +206,10 @@ impl Processor {
                         return Err(Fault::Opcode);
                     }
                     self.frames.push(frame);
+                }
+                Progress::Arbitrate(priority) => {
+                    self.granted = true;
+                    return Ok(Pause::Arbitrate(priority));
                 }
                 Progress::Blocked => return Ok(Pause::Blocked),
                 Progress::Spent => return Ok(Pause::Spent),
@@ -216,7 +238,12 @@ impl Processor {
             Message::Timestamp => bus.time(),
         };
         match *command {
-            Command::Nop | Command::Other(_) | Command::ArbPoint { .. } => {}
+            Command::Nop | Command::Other(_) | Command::ArbPoint { release: true, .. } => {}
+            Command::ArbPoint { priority, release: false } => {
+                if !core::mem::take(&mut self.granted) {
+                    return Ok(Progress::Arbitrate(priority));
+                }
+            }
             Command::MsgLong { addr, value } => bus.write(addr, message(value))?,
             Command::MsgShort { base, offset, value } => {
                 bus.write(bus.message_base(base) + u64::from(offset), message(value))?;

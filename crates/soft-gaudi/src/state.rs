@@ -33,6 +33,8 @@ pub(crate) struct DeviceState {
     pub(crate) dram_size: AtomicU64,
     /// Of it allocated.
     pub(crate) dram_used: AtomicU64,
+    /// 1 after the card was taken out of the machine.
+    pub(crate) removed: AtomicU32,
     /// `hl_device_status` of the current context.
     pub(crate) status: AtomicU32,
     /// Resets since the machine was made.

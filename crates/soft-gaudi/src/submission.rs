@@ -1,5 +1,6 @@
 //! Submissions: sequence numbers, the window of those in flight, and how one learns of their end.
 
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
@@ -46,6 +47,8 @@ pub(crate) struct Submission {
     pub(crate) timeout: Duration,
     /// For a signal: the value its sync object has after it.
     signal: OnceLock<u32>,
+    /// Its end is remembered longer than its place in the window.
+    remembered: bool,
     jobs: AtomicU32,
     /// Futex: [`PENDING`] or an outcome's code.
     state: AtomicU32,
@@ -61,11 +64,18 @@ impl Submission {
             submitted: Instant::now(),
             timeout,
             signal: OnceLock::new(),
+            remembered: false,
             jobs: AtomicU32::new(jobs),
             state: AtomicU32::new(PENDING),
             sleepers: AtomicU32::new(0),
             finished_ns: AtomicU64::new(0),
         }
+    }
+
+    /// Asks for its end to be remembered, as those with timestamps are.
+    pub(crate) fn remembered(mut self, yes: bool) -> Self {
+        self.remembered = yes;
+        self
     }
 
     /// Makes it a signal.
@@ -148,11 +158,21 @@ struct Ring {
     slots: Vec<Option<Arc<Submission>>>,
     /// Everything before this has ended.
     oldest: u64,
+    /// The last ones with timestamps that have lost their place.
+    remembered: VecDeque<Arc<Submission>>,
 }
+
+/// How many of those.
+const REMEMBERED: usize = 256;
 
 impl Window {
     pub(crate) fn new(size: u64) -> Self {
-        let ring = Ring { next: 1, slots: vec![None; size.max(1) as usize], oldest: 1 };
+        let ring = Ring {
+            next: 1,
+            slots: vec![None; size.max(1) as usize],
+            oldest: 1,
+            remembered: VecDeque::new(),
+        };
         Self { ring: Mutex::new(ring) }
     }
 
@@ -160,10 +180,11 @@ impl Window {
         self.ring.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Gives a submission the next number, or returns the one whose place is still needed.
+    /// Gives a submission the next number, or returns the one whose place is still needed; `make`
+    /// is used up only when there is room, and must be there.
     pub(crate) fn enter(
         &self,
-        make: impl FnOnce(u64) -> Submission,
+        make: &mut Option<impl FnOnce(u64) -> Submission>,
     ) -> Result<Arc<Submission>, Arc<Submission>> {
         let mut ring = self.lock();
         let slot = (ring.next % ring.slots.len() as u64) as usize;
@@ -172,9 +193,17 @@ impl Window {
         {
             return Err(old.clone());
         }
+        let Some(make) = make.take() else { unreachable!("entered twice") };
         let submission = Arc::new(make(ring.next));
         ring.next += 1;
-        ring.slots[slot] = Some(submission.clone());
+        if let Some(old) = ring.slots[slot].replace(submission.clone())
+            && old.remembered
+        {
+            ring.remembered.push_back(old);
+            if ring.remembered.len() > REMEMBERED {
+                ring.remembered.pop_front();
+            }
+        }
         Ok(submission)
     }
 
@@ -185,7 +214,8 @@ impl Window {
             return Err(Errno::INVAL);
         }
         if seq == 0 || ring.next - seq > ring.slots.len() as u64 {
-            return Ok(Lookup::Gone);
+            let old = ring.remembered.iter().find(|old| old.seq == seq);
+            return Ok(old.cloned().map_or(Lookup::Gone, Lookup::Known));
         }
         let slot = (seq % ring.slots.len() as u64) as usize;
         Ok(ring.slots[slot].clone().map_or(Lookup::Gone, Lookup::Known))
@@ -229,7 +259,7 @@ mod tests {
     fn numbers_start_at_one_and_old_ones_are_gone() {
         let window = Window::new(4);
         for seq in 1..=9 {
-            let entered = window.enter(make).unwrap();
+            let entered = window.enter(&mut Some(make)).unwrap();
             assert_eq!(entered.seq, seq);
             end(&entered, Outcome::Completed);
         }
@@ -242,15 +272,15 @@ mod tests {
     #[test]
     fn a_full_window_names_the_submission_in_the_way() {
         let window = Window::new(2);
-        let first = window.enter(make).unwrap();
-        let second = window.enter(make).unwrap();
+        let first = window.enter(&mut Some(make)).unwrap();
+        let second = window.enter(&mut Some(make)).unwrap();
         end(&second, Outcome::Completed);
-        assert_eq!(window.enter(make).unwrap_err().seq, 1);
+        assert_eq!(window.enter(&mut Some(make)).unwrap_err().seq, 1);
         assert_eq!(window.oldest().unwrap().seq, 1);
         end(&first, Outcome::Aborted);
         assert!(!first.claim());
         assert_eq!(first.outcome(), Some(Outcome::Aborted));
-        assert_eq!(window.enter(make).unwrap().seq, 3);
+        assert_eq!(window.enter(&mut Some(make)).unwrap().seq, 3);
         assert_eq!(window.pending().len(), 1);
     }
 }

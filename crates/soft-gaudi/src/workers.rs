@@ -5,7 +5,8 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
+use std::time::Duration;
 
 use crate::context::Context;
 
@@ -18,6 +19,8 @@ struct Pool {
 #[derive(Default)]
 struct PoolState {
     tasks: VecDeque<(Arc<Context>, u32)>,
+    /// Contexts with submissions in flight, whose timeouts an idle worker minds.
+    watched: Vec<Weak<Context>>,
     threads: usize,
     idle: usize,
 }
@@ -64,9 +67,24 @@ pub(crate) fn run_later(context: Arc<Context>, queue: u32) {
     let pool = pool();
     let mut state = pool.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     state.tasks.push_back((context, queue));
+    wake_or_start(pool, state, most_threads());
+}
+
+/// Lets an idle worker mind a context's timeouts until nothing is in flight any more.
+pub(crate) fn watch(context: &Arc<Context>) {
+    if context.watched.swap(true, Ordering::AcqRel) {
+        return;
+    }
+    let pool = pool();
+    let mut state = pool.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    state.watched.push(Arc::downgrade(context));
+    wake_or_start(pool, state, 1);
+}
+
+fn wake_or_start(pool: &'static Pool, mut state: MutexGuard<'_, PoolState>, most: usize) {
     if state.idle > 0 {
         pool.work.notify_one();
-    } else if state.threads < most_threads() {
+    } else if state.threads < most {
         state.threads += 1;
         let started = start(pool, state.threads);
         if !started {
@@ -118,10 +136,37 @@ fn work(pool: &'static Pool) {
                 state = pool.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
             }
             None => {
+                let (limit, busy) = next_timeout(&mut state);
                 state.idle += 1;
-                state = pool.work.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
+                state = match limit {
+                    Some(limit) => {
+                        let waited = pool.work.wait_timeout(state, limit);
+                        waited.unwrap_or_else(|poisoned| poisoned.into_inner()).0
+                    }
+                    None => pool.work.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner()),
+                };
                 state.idle -= 1;
+                for context in busy {
+                    context.check_timeout();
+                }
             }
         }
     }
+}
+
+/// When to look at timeouts again, and the contexts with work in flight; forgets the others.
+fn next_timeout(state: &mut PoolState) -> (Option<Duration>, Vec<Arc<Context>>) {
+    let mut busy = Vec::new();
+    state.watched.retain(|watched| {
+        let Some(context) = watched.upgrade() else { return false };
+        context.watched.store(false, Ordering::Release);
+        // Checked after the flag is down: whoever submits now either is seen or watches anew.
+        if context.in_flight.load(Ordering::Acquire) == 0 {
+            return false;
+        }
+        context.watched.store(true, Ordering::Release);
+        busy.push(context);
+        true
+    });
+    (busy.iter().map(|context| context.until_timeout()).min(), busy)
 }

@@ -48,6 +48,7 @@ fn get(fd: i32, from: u64, len: usize) -> Vec<u8> {
 fn child() {
     let Some((role, argument)) = child_role() else { return };
     machine("gaudi2");
+    let _alone = alone();
     let parent = parent();
     match role.as_str() {
         "export" => {
@@ -76,6 +77,7 @@ fn child() {
 #[test]
 fn exports_are_checked_as_the_driver_does() {
     machine("gaudi2");
+    let _alone = alone();
     let fd = card();
     let (handle, va) = alloc(fd, 1);
     let mut host = vec![0u8; 8192];
@@ -114,6 +116,7 @@ fn exports_are_checked_as_the_driver_does() {
 #[test]
 fn exported_memory_stays_until_the_last_descriptor_is_closed() {
     machine("gaudi2");
+    let _alone = alone();
     let index = fresh_index();
     let fd = open(index);
     let (handle, va) = alloc(fd, 1);
@@ -145,6 +148,7 @@ fn exported_memory_stays_until_the_last_descriptor_is_closed() {
 #[test]
 fn a_second_card_reaches_the_memory_of_the_first() {
     machine("gaudi2");
+    let _alone = alone();
     let (one, two) = (card(), card());
     let (_, va) = alloc(one, 1);
     let size = 300_000;
@@ -172,6 +176,7 @@ fn a_second_card_reaches_the_memory_of_the_first() {
 #[test]
 fn a_dmabuf_outlives_the_process_that_exported_it() {
     machine("gaudi2");
+    let _alone = alone();
     let index = fresh_index();
     let mut other = Child::start("export", index);
     let dmabuf = other.receive();
@@ -198,6 +203,7 @@ fn a_dmabuf_outlives_the_process_that_exported_it() {
 #[test]
 fn an_importer_in_another_process_writes_and_dies() {
     machine("gaudi2");
+    let _alone = alone();
     let (mine, theirs) = (fresh_index(), fresh_index());
     let fd = open(mine);
     let (_, va) = alloc(fd, 1);
@@ -217,6 +223,7 @@ fn an_importer_in_another_process_writes_and_dies() {
 #[test]
 fn other_ioctls_reach_the_kernel() {
     machine("gaudi2");
+    let _alone = alone();
     let (reader, writer) = rustix::pipe::pipe().unwrap();
     rustix::io::write(&writer, b"12345").unwrap();
     let mut waiting = 0i32;

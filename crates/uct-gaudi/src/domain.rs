@@ -1,20 +1,20 @@
 //! Memory domains `gaudi_copy` and `gaudi_gdr`: allocation, registration, detection, dma-buf.
 
 use std::marker::PhantomData;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use gaudi::{
-    Allocation, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Error, HostRegion,
-};
+use gaudi::{Allocation, Device, DeviceAddr, DeviceId, Error, ErrorKind, ExportCall, HostRegion};
 use uct::abi::md_flag;
-use uct::config::{Kind, Ternary, Values, Variable};
+use uct::config::{Ternary, Values, Variable};
 use uct::{
     AllocRequest, Allocated, Component, DomainAttributes, LinearFunc, MemoryAnswer, MemoryDomain,
     MemoryType, MemoryTypes, Region, Status, SysDevice, Ucx, Wants, log,
 };
 
 use crate::flavour::Flavour;
+use crate::settings::{self, Settings};
 use crate::{seeding, status};
 
 /// The component of one flavour.
@@ -30,12 +30,9 @@ impl<F> GaudiComponent<F> {
     }
 }
 
-/// The card that `gaudi_copy` was configured for: what the rest of the process means by "the" card.
-static CHOICE: Mutex<DeviceChoice> = Mutex::new(DeviceChoice::Any);
-
 /// Opens (or shares) the card this process is configured for.
 pub(crate) fn configured_device() -> Result<Arc<Device>, Error> {
-    let choice = CHOICE.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let choice = Settings::current().map(|settings| settings.device).unwrap_or_default();
     gaudi::runtime().open(&choice)
 }
 
@@ -46,32 +43,23 @@ impl<F: Flavour> Component for GaudiComponent<F> {
 
     const NAME: &'static str = F::COMPONENT;
     const CONFIG_PREFIX: &'static str = F::DOMAIN_PREFIX;
-    const VARIABLES: &'static [Variable] = &[
-        Variable {
-            name: "DEVICE",
-            default: "",
-            help: "Which Gaudi to use: an index (0), a module id (module:2) or a PCI bus id\n\
-                   (0000:33:00.0). Empty: HLS_MODULE_ID if set, else the first that opens.\n\
-                   For gaudi_gdr, empty means the card chosen for gaudi_copy.",
-            kind: Kind::Text,
-        },
-        Variable {
-            name: "DMABUF",
-            default: "try",
-            help: "Offer Gaudi memory as dma-buf, so that network devices access it directly.\n\
-                   yes: export at allocation, which fails where it is impossible;\n\
-                   try: export when first needed;\n\
-                   no: never.",
-            kind: Kind::Ternary,
-        },
-    ];
+    const CONFIG_ALIAS: Option<&'static str> = Some("UCT_GAUDI_COPY_");
+    const VARIABLES: &'static [Variable] = if F::LEADS { settings::VARIABLES } else { &[] };
 
     fn domains(&self, ucx: &'static Ucx) -> Vec<String> {
-        match gaudi::runtime().discover() {
+        let found = gaudi::runtime().discover();
+        for note in gaudi::runtime().take_notes() {
+            log!(ucx, Info, "{note}");
+        }
+        match found {
             Ok(_) => vec![F::COMPONENT.to_owned()],
             Err(reason) => {
                 if F::LEADS && !self.explained.swap(true, Ordering::Relaxed) {
-                    log!(ucx, Info, "no Gaudi here: {reason}");
+                    // No Gaudi is nothing to bother anyone with; a mistake in a variable is.
+                    match reason.kind() {
+                        ErrorKind::InvalidParams => log!(ucx, Warn, "no Gaudi: {reason}"),
+                        _ => log!(ucx, Info, "no Gaudi here: {reason}"),
+                    }
                 }
                 Vec::new()
             }
@@ -84,17 +72,23 @@ impl<F: Flavour> Component for GaudiComponent<F> {
         _domain: &str,
         config: &Values<'_>,
     ) -> Result<GaudiDomain<F>, Status> {
-        let choice = choice::<F>(ucx, &config.text("DEVICE"))?;
+        let settings = if F::LEADS {
+            Settings::configure(ucx, config)?
+        } else {
+            Settings::current().ok_or(Status::INVALID_PARAM)?
+        };
+        let choice = &settings.device;
         let cards = gaudi::runtime().discover().map_err(|error| status::of(&error))?;
-        let candidates = cards.iter().filter(|card| selects(&choice, card));
+        let candidates = cards.iter().filter(|card| choice.selects(card));
         let card = candidates.clone().next().ok_or_else(|| {
-            log!(
-                ucx,
-                Warn,
-                "UCX_{}DEVICE={choice}: there is no such Gaudi; found: {}",
-                F::DOMAIN_PREFIX,
-                cards.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
-            );
+            if F::LEADS {
+                log!(
+                    ucx,
+                    Warn,
+                    "UCX_GAUDI_COPY_DEVICE={choice}: there is no such Gaudi; found: {}",
+                    cards.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+                );
+            }
             Status::NO_DEVICE
         })?;
         let copies = card.generation.accepts_submissions();
@@ -113,9 +107,8 @@ impl<F: Flavour> Component for GaudiComponent<F> {
         seeding::begin(ucx);
         Ok(GaudiDomain {
             ucx,
-            choice,
+            settings,
             copies,
-            dmabuf: config.ternary("DMABUF"),
             sys_device,
             device: Mutex::new(None),
             first_sys_device: OnceLock::new(),
@@ -128,38 +121,12 @@ impl<F: Flavour> Component for GaudiComponent<F> {
     }
 }
 
-/// Whether a card may be meant by a choice.
-fn selects(choice: &DeviceChoice, card: &DeviceInfo) -> bool {
-    match choice {
-        DeviceChoice::Any => true,
-        DeviceChoice::Index(index) => card.index == *index,
-        DeviceChoice::Module(module) => card.module_id == *module,
-        DeviceChoice::Bus(bus_id) => card.bus_id == *bus_id,
-    }
-}
-
-/// Reads the DEVICE variable, and settles what it means for the process.
-fn choice<F: Flavour>(ucx: &'static Ucx, text: &str) -> Result<DeviceChoice, Status> {
-    let choice: DeviceChoice = text.parse().map_err(|error: Error| {
-        log!(ucx, Warn, "UCX_{}DEVICE: {error}", F::DOMAIN_PREFIX);
-        Status::INVALID_PARAM
-    })?;
-    let mut settled = CHOICE.lock().unwrap_or_else(PoisonError::into_inner);
-    if F::LEADS {
-        *settled = choice.clone();
-    } else if choice == DeviceChoice::Any {
-        return Ok(settled.clone());
-    }
-    Ok(choice)
-}
-
 /// An open memory domain. Opening it opens no card; the first allocation does.
 pub(crate) struct GaudiDomain<F> {
     pub(crate) ucx: &'static Ucx,
-    choice: DeviceChoice,
+    settings: Settings,
     /// Whether this generation copies through the driver.
     pub(crate) copies: bool,
-    dmabuf: Ternary,
     pub(crate) sys_device: SysDevice,
     /// The card, once it was needed: kept open as long as the domain.
     device: Mutex<Option<Arc<Device>>>,
@@ -171,11 +138,19 @@ pub(crate) struct GaudiDomain<F> {
 /// What stands behind a memory handle.
 pub(crate) enum Memory {
     /// Allocated here; dropping it frees it.
-    Device(#[expect(dead_code, reason = "held for its destructor")] Allocation),
+    Device(Allocation),
     /// Registered device memory: kept alive by whoever allocated it.
     Foreign,
     /// Registered host memory: recorded, and pinned when a copy first uses it.
     Host(Arc<HostRegion>),
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        if let Memory::Device(allocation) = self {
+            seeding::freeing(allocation);
+        }
+    }
 }
 
 impl Memory {
@@ -194,7 +169,7 @@ impl<F: Flavour> GaudiDomain<F> {
         if let Some(device) = &*device {
             return Ok(Arc::clone(device));
         }
-        let opened = gaudi::runtime().open(&self.choice)?;
+        let opened = gaudi::runtime().open(&self.settings.device)?;
         log!(self.ucx, Info, "{} uses {}", F::COMPONENT, opened.info());
         *device = Some(Arc::clone(&opened));
         Ok(opened)
@@ -207,6 +182,20 @@ impl<F: Flavour> GaudiDomain<F> {
             log!(self.ucx, Error, "{what}: {error}");
         }
         status::of(error)
+    }
+
+    /// A dma-buf, by the driver call that the user wants.
+    fn export(
+        &self,
+        device: &Device,
+        address: DeviceAddr,
+        length: u64,
+    ) -> Result<(OwnedFd, u64), Error> {
+        match self.settings.mapped_dmabuf {
+            Ternary::Try => device.export(address, length),
+            Ternary::Yes => device.export_with(address, length, ExportCall::Mapped),
+            Ternary::No => device.export_with(address, length, ExportCall::Whole),
+        }
     }
 
     /// UCX's number of a card. Nearly always it is the same card that is asked about.
@@ -231,9 +220,9 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
             allocate: gaudi,
             // A domain that cannot copy must not claim access: UCP would build a copy endpoint.
             access: if self.copies { both } else { MemoryTypes::NONE },
-            dmabuf: if self.dmabuf == Ternary::No { MemoryTypes::NONE } else { gaudi },
+            dmabuf: if self.settings.dmabuf == Ternary::No { MemoryTypes::NONE } else { gaudi },
             max_alloc: u64::MAX,
-            register_cost: LinearFunc::default(),
+            register_cost: LinearFunc { constant: self.settings.reg_cost, slope: 0.0 },
         }
     }
 
@@ -246,9 +235,8 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
         let device = self.device().map_err(fail)?;
         let length = request.length.max(1) as u64;
         let allocation = device.alloc(length, 1).map_err(fail)?;
-        if self.dmabuf == Ternary::Yes {
-            device
-                .export(allocation.addr(), length)
+        if self.settings.dmabuf == Ternary::Yes {
+            self.export(&device, allocation.addr(), length)
                 .map_err(|error| self.fail(hidden, "DMABUF=yes, but the export failed", &error))?;
         }
         Ok(Allocated {
@@ -282,8 +270,8 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
     fn query(&self, address: u64, length: usize, wants: Wants) -> Result<MemoryAnswer, Status> {
         let place = gaudi::runtime().locate(address, length).ok_or(Status::OUT_OF_RANGE)?;
         let device = place.device().ok_or(Status::OUT_OF_RANGE)?;
-        let dmabuf = if wants.dmabuf && self.dmabuf != Ternary::No {
-            match device.export(DeviceAddr(address), length as u64) {
+        let dmabuf = if wants.dmabuf && self.settings.dmabuf != Ternary::No {
+            match self.export(&device, DeviceAddr(address), length as u64) {
                 Ok(export) => Some(export),
                 Err(error) => {
                     // UCX goes on without a dma-buf and stages through host memory.

@@ -37,6 +37,8 @@ pub(crate) struct CopyInterface<F> {
     event_fd: Option<OwnedFd>,
     /// A sleeper has to be woken when a copy is posted.
     armed: Cell<bool>,
+    /// The loss of a device was logged.
+    lost: Cell<bool>,
     flavour: PhantomData<F>,
 }
 
@@ -140,7 +142,12 @@ impl<F: Flavour> CopyInterface<F> {
     }
 
     fn copy_failed(&self, error: &Error) -> Status {
-        log!(self.ucx, Error, "copy failed: {error}");
+        // A device that went away fails every copy there is: one line is enough.
+        if error.is_device_lost() && self.lost.replace(true) {
+            log!(self.ucx, Debug, "copy failed: {error}");
+        } else {
+            log!(self.ucx, Error, "copy failed: {error}");
+        }
         status::of(error)
     }
 
@@ -191,6 +198,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
             copies: Copies::default(),
             event_fd,
             armed: Cell::new(false),
+            lost: Cell::new(false),
             flavour: PhantomData,
         })
     }
@@ -324,6 +332,10 @@ impl<F: Flavour> Interface for CopyInterface<F> {
             completion.finish(result.map_err(|error| self.copy_failed(&error)));
         }
         count
+    }
+
+    fn is_busy(&self) -> bool {
+        !self.copies.is_idle()
     }
 
     fn event_fd(&self) -> Option<BorrowedFd<'_>> {

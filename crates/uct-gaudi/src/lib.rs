@@ -13,6 +13,7 @@ mod flavour;
 mod interface;
 mod perftest;
 mod seeding;
+mod settings;
 mod status;
 
 use flavour::{Copy, Gdr};
@@ -21,6 +22,7 @@ use uct::{MemoryType, Registration, Status, Ucx, log};
 uct::plugin!("ucx-gaudi", register, perftest::offer);
 
 fn register(ucx: &'static Ucx) -> Result<(), Status> {
+    settings::early_log_level(ucx);
     if ucx.memory_type_name(MemoryType::GAUDI).as_deref() != Some("gaudi") {
         log!(
             ucx,

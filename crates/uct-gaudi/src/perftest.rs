@@ -13,7 +13,7 @@ use gaudi::{Allocation, Device, DeviceAddr, Error, Side};
 use uct::{MemoryType, Status, Ucx, log};
 
 use crate::domain::configured_device;
-use crate::status;
+use crate::{seeding, status};
 
 /// `ucx_perf_allocator_t`.
 #[repr(C)]
@@ -169,7 +169,9 @@ unsafe extern "C" fn uct_free(_perf: *const c_void, memory: *mut AllocatedMemory
         (*memory).address.addr()
     };
     let freed = bench.buffers.lock().unwrap_or_else(PoisonError::into_inner).remove(&address);
-    drop(freed);
+    if let Some(allocation) = freed {
+        seeding::freeing(&allocation);
+    }
 }
 
 /// The device that a Gaudi address lies on.

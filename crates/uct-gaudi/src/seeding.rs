@@ -4,10 +4,12 @@
 //! memory domain. So each UCX copy is told of a device's whole window before its first address is
 //! handed out. Not earlier: a region in that cache also costs UCP its short path for host memory,
 //! which a program that never touches a Gaudi must not pay for.
+//!
+//! And the other way round: UCX remembers registrations of memory, and is told when memory is freed.
 
 use std::sync::Mutex;
 
-use gaudi::{Window, WindowEvent};
+use gaudi::{Allocation, Window, WindowEvent};
 use uct::{MemoryType, SysDevice, Ucx, log};
 
 /// The UCX copies that are being told.
@@ -42,6 +44,19 @@ pub(crate) fn begin(ucx: &'static Ucx) {
             ucx.memory_type_cache_remove(window.start.0, length(window));
         }
     }));
+}
+
+/// Has every UCX copy drop what it remembers of memory that is about to be freed: a network
+/// device's registration would keep the driver's page in use, and reach its next tenant.
+pub(crate) fn freeing(allocation: &Allocation) {
+    let (start, len) = (allocation.addr().0, allocation.len() as usize);
+    let told = TOLD.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).clone();
+    for ucx in told {
+        ucx.memory_freed(start, len, MemoryType::GAUDI);
+        // That took a hole out of the window; it is ours again before its next tenant comes.
+        let device = sys_device(ucx, allocation.device().info());
+        ucx.memory_type_cache_insert(start, len, MemoryType::GAUDI, device);
+    }
 }
 
 fn length(window: &Window) -> usize {

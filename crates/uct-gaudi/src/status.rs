@@ -8,6 +8,10 @@ pub(crate) fn of(error: &Error) -> Status {
     if error.is_unsupported() {
         return Status::UNSUPPORTED;
     }
+    if error.is_device_lost() {
+        // Not "busy": the descriptor we hold is dead, and trying again would never succeed.
+        return Status::IO_ERROR;
+    }
     match error.kind() {
         ErrorKind::DeviceNotFound => Status::NO_DEVICE,
         ErrorKind::OutOfMemory => Status::NO_MEMORY,

@@ -25,6 +25,8 @@ pub trait Component: Send + Sync + Sized + 'static {
     const NAME: &'static str;
     /// Prefix of the variables, behind `UCX_`.
     const CONFIG_PREFIX: &'static str;
+    /// A second prefix, whole, under which the variables are accepted; the first one wins.
+    const CONFIG_ALIAS: Option<&'static str> = None;
     /// Configuration of the memory domains.
     const VARIABLES: &'static [Variable] = &[];
     /// Bytes of a packed remote key; also what [`MemoryDomain::pack_key`] fills.
@@ -145,7 +147,7 @@ impl<C: Component> Registration<C> {
             config: Table::new(
                 symbols,
                 &format!("{} memory domain", C::NAME),
-                C::CONFIG_PREFIX,
+                (C::CONFIG_PREFIX, C::CONFIG_ALIAS),
                 C::VARIABLES,
                 (symbols.uct_md_config_table, MD_CONFIG_SIZE),
             ),
@@ -208,7 +210,8 @@ unsafe extern "C" fn md_open<C: Component>(
     let object = unsafe { ComponentObject::<C>::from_raw(component) };
     guarded_status(object.ucx, "md_open", || {
         // SAFETY: UCX passes a C string, and values it parsed with our table.
-        let (name, values) = unsafe { (CStr::from_ptr(name), object.config.values(config)) };
+        let (name, values) =
+            unsafe { (CStr::from_ptr(name), object.config.values(object.ucx, config)) };
         let domain = object.component.open(object.ucx, &name.to_string_lossy(), &values)?;
         let md = MdObject::<C>::new(object, component, domain);
         // SAFETY: out-parameter of the caller.

@@ -3,12 +3,16 @@
 //! A component or transport declares its variables as a slice of [`Variable`]s; UCX then reads
 //! them from `UCX_<PREFIX><NAME>`, and `ucx_info -c -f` lists them with their help. When UCX opens
 //! the object it hands over the parsed values, which a [`Values`] reads.
+//!
+//! A component may accept its variables under a second prefix. UCX knows nothing of that: the
+//! values are taken from the environment here, but it is still UCX's parsers that read them.
 
 use core::ffi::{CStr, c_char, c_int, c_void};
 use std::ffi::CString;
 
 use crate::abi::{ConfigEntry, ConfigParser, ListLink, RawConfigField};
-use crate::ucx::{Symbols, c_string};
+use crate::log;
+use crate::ucx::{Symbols, Ucx, c_string};
 
 /// Declares one configuration variable.
 #[derive(Clone, Copy, Debug)]
@@ -61,6 +65,8 @@ pub(crate) struct Table {
     variables: &'static [Variable],
     name: CString,
     prefix: CString,
+    /// Second spelling of the variables, prefix included.
+    alias: Option<&'static str>,
     size: usize,
     base: usize,
     /// What the fields point to.
@@ -77,7 +83,7 @@ impl Table {
     pub(crate) fn new(
         symbols: &Symbols,
         name: &str,
-        prefix: &str,
+        (prefix, alias): (&str, Option<&'static str>),
         variables: &'static [Variable],
         (base_table, base_size): (*const c_void, usize),
     ) -> Table {
@@ -144,6 +150,7 @@ impl Table {
             variables,
             name: c_string(name),
             prefix: c_string(prefix),
+            alias,
             size: base + variables.len() * VALUE_SIZE,
             base,
             _strings: strings,
@@ -179,10 +186,39 @@ impl Table {
     ///
     /// # Safety
     /// `block` was filled by UCX from this table and lives as long as the result.
-    pub(crate) unsafe fn values<'a>(&'a self, block: *const c_void) -> Values<'a> {
-        Values { table: self, block: block.cast() }
+    pub(crate) unsafe fn values<'a>(&'a self, ucx: &Ucx, block: *const c_void) -> Values<'a> {
+        let aliased = (0..self.variables.len()).map(|index| self.aliased(ucx, index)).collect();
+        Values { table: self, block: block.cast(), aliased }
+    }
+
+    /// The value of a variable that is set under its second name only.
+    fn aliased(&self, ucx: &Ucx, index: usize) -> Option<Box<Slot>> {
+        type Read = unsafe extern "C" fn(*const c_char, *mut c_void, *const c_void) -> c_int;
+        let name = self.variables[index].name;
+        let alias = format!("{}{name}", self.alias?);
+        let value = std::env::var(&alias).ok()?;
+        let usual = format!("UCX_{}{name}", self.prefix.to_string_lossy());
+        if std::env::var_os(&usual).is_some() {
+            return None;
+        }
+        let parser = &self.fields[index + 1].parser;
+        let mut slot = Box::new(Slot([0; VALUE_SIZE]));
+        let text = c_string(&value);
+        // SAFETY: a parser of UCX with its own argument; each stores at most eight bytes.
+        let understood = unsafe {
+            let read = core::mem::transmute::<*const c_void, Read>(parser.read);
+            read(text.as_ptr(), (&raw mut *slot).cast(), parser.arg) == 1
+        };
+        if !understood {
+            log!(ucx, Warn, "{alias}={value} makes no sense and is ignored");
+        }
+        understood.then_some(slot)
     }
 }
+
+/// Room for one value.
+#[repr(C, align(8))]
+struct Slot([u8; VALUE_SIZE]);
 
 fn parser(symbols: &Symbols, kind: Kind, words: *const *const c_char) -> ConfigParser {
     let (read, write, clone, release, help, arg): (_, _, _, _, _, *const c_void) = match kind {
@@ -258,6 +294,23 @@ fn parser(symbols: &Symbols, kind: Kind, words: *const *const c_char) -> ConfigP
 pub struct Values<'a> {
     table: &'a Table,
     block: *const u8,
+    /// Values that were set under their second name, by index of the variable.
+    aliased: Vec<Option<Box<Slot>>>,
+}
+
+impl Drop for Values<'_> {
+    fn drop(&mut self) {
+        type Release = unsafe extern "C" fn(*mut c_void, *const c_void);
+        for (index, slot) in self.aliased.iter_mut().enumerate() {
+            let Some(slot) = slot else { continue };
+            let parser = &self.table.fields[index + 1].parser;
+            // SAFETY: UCX's own release function for what its parser stored, called once.
+            unsafe {
+                let release = core::mem::transmute::<*const c_void, Release>(parser.release);
+                release((&raw mut **slot).cast(), parser.arg);
+            }
+        }
+    }
 }
 
 impl Values<'_> {
@@ -270,6 +323,9 @@ impl Values<'_> {
             .iter()
             .position(|variable| variable.name == name && wanted(variable.kind))
             .unwrap_or_else(|| panic!("no configuration variable {name} of that type is declared"));
+        if let Some(slot) = &self.aliased[index] {
+            return slot.0.as_ptr();
+        }
         // SAFETY: the block has `table.size` bytes, and declared values lie inside.
         unsafe { self.block.add(self.table.base + index * VALUE_SIZE) }
     }

@@ -17,7 +17,7 @@ pub fn enter(
     register: fn(&'static Ucx) -> Result<(), Status>,
     again: fn(&'static Ucx) -> Result<(), Status>,
 ) -> Status {
-    match Ucx::bind(caller) {
+    match Ucx::bind(caller, name) {
         Ok(Bound::New(ucx)) => guarded_status(ucx, "plugin initialisation", || {
             register(ucx)?;
             again(ucx).map(|()| Status::OK)

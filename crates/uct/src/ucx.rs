@@ -8,8 +8,13 @@ use core::ffi::{CStr, c_char, c_int, c_void};
 use core::fmt;
 use std::ffi::CString;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicI32, Ordering};
 
-use crate::abi::{Class, MemoryInfo, MemoryType, RawComponent, RawMd, RawTl, Status, SysDevice};
+use crate::abi::{
+    Class, MemTypeEvent, MemoryInfo, MemoryType, RawComponent, RawMd, RawTl, Status, SysDevice,
+    UCM_EVENT_MEM_TYPE_FREE,
+};
+use crate::component::name_array;
 use crate::loaded::{self, FindError, Libraries};
 use crate::probe;
 
@@ -81,6 +86,9 @@ symbols! {
         ucs_memtype_cache_update:
             unsafe extern "C" fn(*const c_void, usize, MemoryType, SysDevice, u8),
         ucs_memtype_cache_remove: unsafe extern "C" fn(*const c_void, usize),
+        ucm_event_enter: unsafe extern "C" fn(),
+        ucm_event_leave: unsafe extern "C" fn(),
+        ucm_event_dispatch: unsafe extern "C" fn(u32, *mut MemTypeEvent),
         ucs_topo_find_device_by_bdf_name:
             unsafe extern "C" fn(*const c_char, *mut SysDevice) -> Status,
         ucs_topo_sys_device_set_name:
@@ -134,7 +142,7 @@ symbols! {
             unsafe extern "C" fn(*mut c_void, *mut Class, *mut c_int, *mut c_void) -> Status,
         uct_md_base_md_query: unsafe extern "C" fn(*mut c_void),
         uct_base_iface_query: unsafe extern "C" fn(*mut c_void, *mut c_void),
-        uct_base_iface_progress_enable: Opaque,
+        uct_base_iface_progress_enable: unsafe extern "C" fn(*mut c_void, u32),
         uct_base_iface_progress_disable: unsafe extern "C" fn(*mut c_void, u32),
         uct_base_iface_is_reachable: Opaque,
         uct_iface_base_query_v2: Opaque,
@@ -156,11 +164,38 @@ pub enum Level {
     Trace = 6,
 }
 
+impl Level {
+    /// All levels with the names UCX gives them, the quietest first.
+    pub const ALL: [(Level, &'static str); 6] = [
+        (Level::Error, "error"),
+        (Level::Warn, "warn"),
+        (Level::Diag, "diag"),
+        (Level::Info, "info"),
+        (Level::Debug, "debug"),
+        (Level::Trace, "trace"),
+    ];
+}
+
+/// `ucs_log_component_config_t`: level, name and file filter of a part of the program.
+#[repr(C)]
+struct LogComponent {
+    level: c_int,
+    name: [c_char; 16],
+    file_filter: *const c_char,
+}
+
+/// No level of our own: UCX's applies.
+const AS_UCX: c_int = -1;
+
 /// One loaded copy of UCX.
 pub struct Ucx {
     libraries: Libraries,
     pub(crate) symbols: Symbols,
     version: String,
+    /// How the plugin's lines are marked in the log, where UCX's own say "UCX".
+    plugin: [c_char; 16],
+    /// The plugin's own log level, or [`AS_UCX`].
+    level: AtomicI32,
 }
 
 // SAFETY: the pointers inside are addresses of functions and tables of a pinned library; UCX's
@@ -188,12 +223,12 @@ pub enum Bound {
 }
 
 impl Ucx {
-    /// Binds the UCX copy that `caller`, a return address, lies in.
+    /// Binds the UCX copy that `caller`, a return address, lies in, for the plugin of this name.
     ///
     /// # Errors
     /// A [`Refusal`] that says what is missing or different. A line about it has *not* been
     /// logged; see [`Ucx::report_refusal`].
-    pub fn bind(caller: *const c_void) -> Result<Bound, Refusal> {
+    pub fn bind(caller: *const c_void, plugin: &str) -> Result<Bound, Refusal> {
         let libraries = loaded::find(caller)?;
         let mut copies = COPIES.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         if let Some(known) =
@@ -209,7 +244,13 @@ impl Ucx {
         if let Err(detail) = probe::check(&libraries.uct) {
             return Err(Refusal::Layout { version, detail });
         }
-        let ucx: &'static Ucx = Box::leak(Box::new(Ucx { libraries, symbols, version }));
+        let ucx: &'static Ucx = Box::leak(Box::new(Ucx {
+            libraries,
+            symbols,
+            version,
+            plugin: name_array(plugin),
+            level: AtomicI32::new(AS_UCX),
+        }));
         copies.push(ucx);
         Ok(Bound::New(ucx))
     }
@@ -278,11 +319,23 @@ impl Ucx {
         }
     }
 
+    /// Gives the plugin a log level of its own; `None` follows UCX's.
+    pub fn set_log_level(&self, level: Option<Level>) {
+        self.level.store(level.map_or(AS_UCX, |level| level as c_int), Ordering::Relaxed);
+    }
+
+    fn log_level(&self) -> c_int {
+        match self.level.load(Ordering::Relaxed) {
+            // SAFETY: UCX's options begin with its own log component, and that with the level, an
+            // int that nobody changes while UCX is in use.
+            AS_UCX => unsafe { self.symbols.ucs_global_opts.read_volatile() },
+            own => own,
+        }
+    }
+
     /// Whether lines of this level are printed now.
     pub fn logs(&self, level: Level) -> bool {
-        // SAFETY: the first member of ucs_global_opts is the current log level, an int that other
-        // threads do not change while UCX is in use.
-        level as c_int <= unsafe { self.symbols.ucs_global_opts.read_volatile() }
+        level as c_int <= self.log_level()
     }
 
     /// Writes a line to UCX's log. Use the [`log!`](crate::log) macro.
@@ -290,16 +343,19 @@ impl Ucx {
         if !self.logs(level) {
             return;
         }
+        // SAFETY: as in `log_level`; the filter is a C string that UCX keeps, or null.
+        let file_filter =
+            unsafe { (*self.symbols.ucs_global_opts.cast::<LogComponent>()).file_filter };
+        let component = LogComponent { level: self.log_level(), name: self.plugin, file_filter };
         let (file, text) = (c_string(file), c_string(&message.to_string()));
-        // SAFETY: C strings that live through the call; "%s" takes exactly one of them. The
-        // component configuration is the first member of UCX's global options.
+        // SAFETY: C strings and a component that live through the call; "%s" takes one of them.
         unsafe {
             (self.symbols.ucs_log_dispatch)(
                 file.as_ptr(),
                 line,
                 c"".as_ptr(),
                 level as u32,
-                self.symbols.ucs_global_opts.cast(),
+                (&raw const component).cast(),
                 c"%s".as_ptr(),
                 text.as_ptr(),
             );
@@ -356,6 +412,26 @@ impl Ucx {
                 core::ptr::without_provenance(start as usize),
                 len,
             );
+        }
+    }
+
+    /// Tells everyone in UCX that device memory is about to be freed, so that registrations of it
+    /// (a network device's, say) are dropped. Also takes it out of the memory-type cache.
+    pub fn memory_freed(&self, start: u64, len: usize, memory_type: MemoryType) {
+        let mut event = MemTypeEvent {
+            address: core::ptr::without_provenance_mut(start as usize),
+            size: len,
+            mem_type: memory_type,
+            sys_dev: SysDevice::UNKNOWN,
+            mem_flags: 0,
+            spare: [0; 3],
+        };
+        // SAFETY: the event is as long as UCX's union; handlers may run between enter and leave
+        // only, and take addresses as numbers.
+        unsafe {
+            (self.symbols.ucm_event_enter)();
+            (self.symbols.ucm_event_dispatch)(UCM_EVENT_MEM_TYPE_FREE, &mut event);
+            (self.symbols.ucm_event_leave)();
         }
     }
 

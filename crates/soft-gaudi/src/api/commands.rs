@@ -142,11 +142,15 @@ fn program(context: &Context, chunk: &CsChunk) -> Result<(u32, Program, QueueKin
 }
 
 /// Checks all chunks: which queue runs what.
-fn check(context: &Context, chunks: &[CsChunk]) -> Result<Vec<(u32, Program)>, Errno> {
+fn check(
+    context: &Context,
+    chunks: &[CsChunk],
+    staged: bool,
+) -> Result<Vec<(u32, Program)>, Errno> {
     let programs: Vec<_> =
         chunks.iter().map(|chunk| program(context, chunk)).collect::<Result<_, _>>()?;
-    // Internal queues do not report completion; someone has to.
-    if programs.iter().all(|(_, _, kind)| *kind == QueueKind::Internal) {
+    // Internal queues do not report completion; someone has to, in another stage if need be.
+    if !staged && programs.iter().all(|(_, _, kind)| *kind == QueueKind::Internal) {
         return Err(Errno::INVAL);
     }
     Ok(programs.into_iter().map(|(queue, program, _)| (queue, program)).collect())
@@ -180,8 +184,9 @@ fn submit_chunks(
     let (first, last) = (flags & FLAG_STAGED_FIRST != 0, flags & FLAG_STAGED_LAST != 0);
     // A first part that is not the last keeps the submission open with a job of its own.
     let open = u32::from(staged && first && !last);
-    let submission =
-        context.enter(|seq| Submission::new(seq, queues.clone(), jobs + open, timeout))?;
+    let submission = context.enter(|seq| {
+        Submission::new(seq, queues, jobs + open, timeout).remembered(flags & FLAG_TIMESTAMP != 0)
+    })?;
     let whole = if staged && !first {
         let Stage::Sequence(sequence) = stage else { return Err(Errno::INVAL) };
         match context.window.find(sequence) {
@@ -194,7 +199,7 @@ fn submit_chunks(
     } else {
         None
     };
-    let checked = check(context, chunks).and_then(|programs| {
+    let checked = check(context, chunks, staged).and_then(|programs| {
         if let Stage::Reserved(id) = stage
             && !context.signals().is_reserved(id)
         {
@@ -233,6 +238,7 @@ fn submit_chunks(
 }
 
 const FLAG_FORCE_RESTORE: u32 = 0x1;
+const FLAG_TIMESTAMP: u32 = 0x20;
 const FLAG_STAGED: u32 = 0x40;
 const FLAG_STAGED_FIRST: u32 = 0x80;
 const FLAG_STAGED_LAST: u32 = 0x100;

@@ -26,7 +26,7 @@ pub(super) fn card(fd: c_int) -> Result<(u32, &'static DeviceState), Errno> {
     Ok((index, state::of(node()?, index)?))
 }
 
-fn hw_ip_info(fd: c_int) -> Result<HwIpInfo, Errno> {
+pub(super) fn hw_ip_info(fd: c_int) -> Result<HwIpInfo, Errno> {
     let (index, state) = card(fd)?;
     let node = node()?;
     let profile = node.profile;

@@ -7,20 +7,30 @@
 
 use core::ffi::{c_int, c_ulong, c_void};
 
-use hl_thunk::sys::{IOCTL_MEMORY, MEM_OP_REG_DMABUF_FD, MemArgs};
+use hl_thunk::sys::{IOCTL_MEMORY, InfoArgs, MEM_OP_REG_DMABUF_FD, MemArgs};
 use rustix::io::Errno;
 
-use super::{borrow, guard, memory, set_errno};
+use super::raw_info::info_ioctl;
+use super::{borrow, get, guard, memory, set_errno};
 use crate::node::node;
+
+/// `DRM_IOCTL_HL_INFO`.
+const IOCTL_INFO: c_ulong = 0xc018_6440;
 
 /// `ioctl(2)`.
 #[unsafe(no_mangle)]
 pub extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
-    if request == IOCTL_MEMORY
+    // The kernel looks at 32 bits; C callers may have sign-extended them.
+    let request = request & 0xffff_ffff;
+    if (request == IOCTL_MEMORY || request == IOCTL_INFO)
         && let Ok(done) = guard("ioctl", || {
             let node = node()?;
             node.identify(borrow(fd)?)?;
-            Ok(memory_ioctl(fd, argument.cast()))
+            Ok(if request == IOCTL_MEMORY {
+                memory_ioctl(fd, argument.cast())
+            } else {
+                get(argument.cast::<InfoArgs>()).and_then(|args| info_ioctl(fd, args))
+            })
         })
     {
         return match done {

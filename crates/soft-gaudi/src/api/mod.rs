@@ -11,6 +11,7 @@ mod info;
 mod ioctl;
 mod memory;
 mod nodes;
+mod raw_info;
 mod refused;
 mod signals;
 mod telemetry;
@@ -22,6 +23,7 @@ pub use info::*;
 pub use ioctl::*;
 pub use memory::*;
 pub use nodes::*;
+pub use raw_info::*;
 pub use refused::*;
 pub use signals::*;
 pub use telemetry::*;
@@ -33,6 +35,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use rustix::io::Errno;
 
+use crate::faults::Action;
+
 /// Sets `errno`.
 fn set_errno(errno: Errno) {
     // SAFETY: the location is this thread's own.
@@ -41,10 +45,39 @@ fn set_errno(errno: Errno) {
 
 /// Runs the body of a C function; a panic becomes `EIO` and a line on stderr.
 fn guard<T>(name: &str, body: impl FnOnce() -> Result<T, Errno>) -> Result<T, Errno> {
+    let body = || {
+        ordered_fault(name)?;
+        body()
+    };
     catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|_| {
         eprintln!("soft-gaudi: {name} panicked; this is a bug in the software device");
         Err(Errno::IO)
     })
+}
+
+/// Carries out a fault that was ordered for this function.
+fn ordered_fault(name: &str) -> Result<(), Errno> {
+    let Ok(node) = crate::node::node() else { return Ok(()) };
+    match node.fault(name) {
+        None => Ok(()),
+        Some(Action::Fail(errno)) => Err(errno),
+        Some(Action::Slow(time)) => {
+            std::thread::sleep(time);
+            Ok(())
+        }
+        Some(Action::Reset) => {
+            crate::context::reset_all();
+            Ok(())
+        }
+        Some(Action::Remove) => {
+            crate::context::remove_all();
+            Ok(())
+        }
+        Some(Action::Hang | Action::Late(_)) => {
+            eprintln!("soft-gaudi: faults: {name} can fail or be slow, not hang or be late");
+            Ok(())
+        }
+    }
 }
 
 /// For functions that return 0 or a descriptor, or a negative errno.

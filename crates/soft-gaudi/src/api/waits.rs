@@ -12,9 +12,9 @@ use super::commands::wait_limit;
 use super::{borrow, get, put, status};
 use crate::asic::Generation;
 use crate::context::{self, Context};
-use crate::engine::{counter, realtime_ns};
+use crate::engine::realtime_ns;
 use crate::guarded;
-use crate::interrupts::Registration;
+use crate::interrupts::{ANY, Goal, Registration};
 
 /// Most sequence numbers one call may wait for.
 const MAX_MULTI: usize = 32;
@@ -106,34 +106,17 @@ struct InterruptWait {
     timestamp: Option<*mut u64>,
 }
 
-fn wait_interrupt(
-    context: &Arc<Context>,
-    how: &InterruptWait,
-    reached: impl Fn() -> Result<bool, Errno>,
-) -> Result<c_int, Errno> {
+fn wait_interrupt(context: &Arc<Context>, how: &InterruptWait, goal: Goal) -> Result<c_int, Errno> {
     check_interrupt(context, how.id)?;
     let until = wait_limit(how.timeout_us).map(|limit| Instant::now() + limit);
-    // What the interrupt waits for may be work that nobody runs yet.
-    context.run_everything();
-    let failed = core::cell::Cell::new(None);
-    let there = context.interrupts.wait(until, || {
-        let down = context.down.load(Ordering::Acquire);
-        match reached() {
-            Ok(reached) => reached || down,
-            Err(errno) => {
-                failed.set(Some(errno));
-                true
-            }
-        }
-    });
-    if let Some(errno) = failed.get() {
-        return Err(errno);
-    }
-    if context.down.load(Ordering::Acquire) && !reached()? {
+    // The library writes "any queue" as the largest number, the driver as one of twelve bits.
+    let id = if how.id == u32::MAX { ANY[0] } else { how.id };
+    let reached = context.interrupts.wait(id, goal, until)?;
+    if !reached && context.down.load(Ordering::Acquire) {
         put(how.status, sys::WAIT_ABORTED)?;
         return Err(Errno::IO);
     }
-    put(how.status, if there { sys::WAIT_COMPLETED } else { sys::WAIT_BUSY })?;
+    put(how.status, if reached { sys::WAIT_COMPLETED } else { sys::WAIT_BUSY })?;
     if let Some(timestamp) = how.timestamp {
         put(timestamp, realtime_ns())?;
     }
@@ -150,13 +133,7 @@ fn wait_at_address(
         return Err(Errno::INVAL);
     }
     let context = context::operational(borrow(fd)?)?;
-    wait_interrupt(&context, how, || {
-        let mut value = 0u64;
-        // SAFETY: the destination is ours; a bad source comes back as an error.
-        unsafe { guarded::copy((&raw mut value).cast(), addr.cast(), 8) }
-            .map_err(|_| Errno::FAULT)?;
-        Ok(value >= target)
-    })
+    wait_interrupt(&context, how, Goal { counter: addr as usize, target })
 }
 
 fn wait_by_handle(
@@ -171,8 +148,8 @@ fn wait_by_handle(
     }
     let context = context::operational(borrow(fd)?)?;
     check_interrupt(&context, how.id)?;
-    let place = counter_place(&context, handle, index)?;
-    wait_interrupt(&context, how, || Ok(counter(place) >= target))
+    let counter = counter_place(&context, handle, index)?;
+    wait_interrupt(&context, how, Goal { counter, target })
 }
 
 /// `hlthunk_wait_for_interrupt`: until the 64-bit word at `addr` reaches `target`.
@@ -271,13 +248,9 @@ pub extern "C" fn hlthunk_register_timestamp_interrupt(
     status("hlthunk_register_timestamp_interrupt", || {
         let context = context::operational(borrow(fd)?)?;
         check_interrupt(&context, id)?;
-        let registration = Registration {
-            interrupt: id,
-            counter: counter_place(&context, counter_handle, counter_index)?,
-            target,
-            note: counter_place(&context, note_handle, note_index)?,
-        };
-        context.register(registration);
+        let counter = counter_place(&context, counter_handle, counter_index)?;
+        let note = counter_place(&context, note_handle, note_index)?;
+        context.register(id, Registration { goal: Goal { counter, target }, note });
         Ok(0)
     })
 }

@@ -47,6 +47,13 @@ pub(crate) fn machine(generation: &str) {
     });
 }
 
+/// Keeps other tests of this program away: a process being started has copies of all descriptors
+/// until it becomes another program, and they keep cards and dma-bufs as any copy does.
+pub(crate) fn alone() -> std::sync::MutexGuard<'static, ()> {
+    static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
 /// A card that no other test of this program uses.
 pub(crate) fn fresh_index() -> u32 {
     static NEXT: AtomicU32 = AtomicU32::new(0);

@@ -221,6 +221,23 @@ assert_layout!(MemoryInfo, 64, mem_type @ 0, sys_dev @ 4, base_address @ 8, allo
 /// `UCS_MEM_FLAG_REGISTRABLE`.
 pub const MEM_FLAG_REGISTRABLE: u8 = 1;
 
+/// `ucm_event_t` as memory-type events use it, at the full size of the union.
+#[repr(C)]
+#[derive(Debug)]
+#[allow(missing_docs)]
+pub struct MemTypeEvent {
+    pub address: *mut c_void,
+    pub size: usize,
+    pub mem_type: MemoryType,
+    pub sys_dev: SysDevice,
+    pub mem_flags: u8,
+    pub spare: [u64; 3],
+}
+assert_layout!(MemTypeEvent, 48, address @ 0, size @ 8, mem_type @ 16, sys_dev @ 20, mem_flags @ 21);
+
+/// `UCM_EVENT_MEM_TYPE_FREE`: device memory is about to be freed.
+pub const UCM_EVENT_MEM_TYPE_FREE: u32 = 1 << 21;
+
 /// `uct_iov_t`.
 #[repr(C)]
 #[derive(Debug)]

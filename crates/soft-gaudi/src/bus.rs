@@ -1,0 +1,253 @@
+//! What the packets of a queue do to the world: device memory, registers, fences, other queues.
+
+use std::collections::VecDeque;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, MutexGuard};
+
+use crate::asic::Generation;
+use crate::context::Context;
+use crate::engine::INLINE_BYTES;
+use crate::faults::Action;
+use crate::guarded;
+use crate::packet::LinDma;
+use crate::processor::{Bus, Fault};
+use crate::registers::{Consequences, Registers};
+use crate::sync_manager::Effect;
+use crate::workers;
+
+/// Transfers of this size and more go past the caches.
+const STREAM_BYTES: u32 = 16 << 20;
+/// Monitors that set each other off for ever end as an error.
+const MAX_EFFECTS: u32 = 1 << 16;
+
+/// The device as one queue of it sees it.
+pub(crate) struct QueueBus<'a> {
+    pub(crate) context: &'a Arc<Context>,
+    pub(crate) queue: u32,
+}
+
+impl QueueBus<'_> {
+    /// Moves bytes between this process and device memory, piece by piece.
+    fn transfer(&self, addr: u64, ptr: *mut u8, len: usize, write: bool) -> Result<(), Fault> {
+        let mut done = 0;
+        while done < len {
+            let at = addr.checked_add(done as u64).ok_or(Fault::Page { addr })?;
+            let place = self.context.space().translate(at).ok_or(Fault::Page { addr: at })?;
+            let part = place.len.min((len - done) as u64) as usize;
+            // SAFETY: `place` is memory the program mapped for the device, `ptr` the caller's
+            // buffer of `len` bytes; a vanished mapping comes back as an error.
+            let moved = unsafe {
+                let here = ptr.add(done);
+                if write {
+                    guarded::copy(place.ptr, here, part)
+                } else {
+                    guarded::copy(here, place.ptr, part)
+                }
+            };
+            moved.map_err(|_| Fault::Page { addr: at })?;
+            done += part;
+        }
+        Ok(())
+    }
+
+    fn registers(&self) -> MutexGuard<'_, Registers> {
+        self.context.registers.lock().unwrap_or_else(|p| p.into_inner())
+    }
+
+    /// Adds to a 64-bit counter in memory; the lock makes it one step.
+    fn add(&self, addr: u64, value: u32) -> Result<(), Fault> {
+        let _one_at_a_time = self.registers();
+        let mut bytes = [0; 8];
+        self.transfer(addr, bytes.as_mut_ptr(), bytes.len(), false)?;
+        bytes = u64::from_le_bytes(bytes).wrapping_add(u64::from(value)).to_le_bytes();
+        self.transfer(addr, bytes.as_mut_ptr(), bytes.len(), true)
+    }
+
+    /// Lets a queue go on whose fence moved.
+    fn kick(&self, queue: u32) {
+        if let Some(target) = self.context.queues.get(queue as usize)
+            && target.kick()
+        {
+            self.context.ready.lock().unwrap_or_else(|p| p.into_inner()).push_back(queue);
+        }
+    }
+
+    /// Before a long copy: others must not wait for it.
+    fn share_ready(&self) {
+        let ready =
+            core::mem::take(&mut *self.context.ready.lock().unwrap_or_else(|p| p.into_inner()));
+        for queue in ready {
+            workers::run_later(self.context.clone(), queue);
+        }
+    }
+
+    /// Copies through a buffer, reversing the bytes of each unit.
+    fn swap(&self, dma: &LinDma, done: u64, len: u64) -> Result<(), Fault> {
+        let unit = 1usize << dma.swap;
+        let mut bounce = vec![0u8; len.min(64 << 10) as usize];
+        let mut at = 0;
+        while at < len {
+            let part = &mut bounce[..(len - at).min(64 << 10) as usize];
+            self.transfer(dma.src.wrapping_add(done + at), part.as_mut_ptr(), part.len(), false)?;
+            part.chunks_exact_mut(unit).for_each(<[u8]>::reverse);
+            self.transfer(dma.dst.wrapping_add(done + at), part.as_mut_ptr(), part.len(), true)?;
+            at += part.len() as u64;
+        }
+        Ok(())
+    }
+}
+
+impl Bus for QueueBus<'_> {
+    fn read(&self, addr: u64, into: &mut [u8]) -> Result<(), Fault> {
+        self.transfer(addr, into.as_mut_ptr(), into.len(), false)
+    }
+
+    fn dma(&self, dma: &LinDma, done: u64, len: u64) -> Result<(), Fault> {
+        if done == 0 {
+            match self.context.node.fault("transfer") {
+                Some(Action::Fail(_)) => return Err(Fault::Page { addr: dma.src }),
+                Some(Action::Slow(time)) => std::thread::sleep(time),
+                Some(Action::Reset) => self.context.reset(None),
+                Some(Action::Remove) => crate::context::remove_all(),
+                Some(Action::Hang | Action::Late(_)) | None => {}
+            }
+        }
+        if len >= INLINE_BYTES {
+            self.share_ready();
+        }
+        if dma.swap != 0 && !dma.memset {
+            return self.swap(dma, done, len);
+        }
+        let mut at = done;
+        while at < done + len {
+            let dst = dma.dst.checked_add(at).ok_or(Fault::Page { addr: dma.dst })?;
+            let src = dma.src.wrapping_add(at);
+            let (to, from) = {
+                let space = self.context.space();
+                let to = space.translate(dst).ok_or(Fault::Page { addr: dst })?;
+                let from = if dma.memset {
+                    None
+                } else {
+                    Some(space.translate(src).ok_or(Fault::Page { addr: src })?)
+                };
+                (to, from)
+            };
+            let mut part = (done + len - at).min(to.len);
+            let moved = match from {
+                Some(from) => {
+                    part = part.min(from.len);
+                    let copy =
+                        if dma.size >= STREAM_BYTES { guarded::stream } else { guarded::copy };
+                    // SAFETY: both are memory the program mapped for the device; a vanished
+                    // mapping comes back as an error.
+                    unsafe { copy(to.ptr, from.ptr, part as usize) }
+                        .map_err(|_| Fault::Page { addr: src })
+                }
+                None => {
+                    let pattern = fill_pattern(dma, self.context.profile.dram_mmu, at);
+                    // SAFETY: as above.
+                    unsafe { guarded::fill(to.ptr, pattern, part as usize) }
+                        .map_err(|_| Fault::Page { addr: dst })
+                }
+            };
+            moved?;
+            at += part;
+        }
+        Ok(())
+    }
+
+    fn write(&self, addr: u64, value: u32) -> Result<(), Fault> {
+        if !self.context.profile.cfg.contains(addr, 4) {
+            let mut bytes = value.to_le_bytes();
+            return self.transfer(addr, bytes.as_mut_ptr(), bytes.len(), true);
+        }
+        let mut then = Consequences::default();
+        self.registers().write(addr, value, &mut then);
+        // A monitor's payload may be another register, and so on.
+        let mut effects = VecDeque::from(then.effects);
+        let mut kicked = then.kicked;
+        let mut rounds = 0;
+        while let Some(effect) = effects.pop_front() {
+            rounds += 1;
+            if rounds > MAX_EFFECTS {
+                return Err(Fault::Razwi { addr });
+            }
+            match effect {
+                Effect::Write { addr, value } if self.context.profile.cfg.contains(addr, 4) => {
+                    let mut then = Consequences::default();
+                    self.registers().write(addr, value, &mut then);
+                    effects.extend(then.effects);
+                    kicked.extend(then.kicked);
+                }
+                Effect::Write { addr, value } => {
+                    let mut bytes = value.to_le_bytes();
+                    self.transfer(addr, bytes.as_mut_ptr(), bytes.len(), true)?;
+                }
+                Effect::Add { addr, value } => self.add(addr, value)?,
+                Effect::Interrupt { id } => self.context.interrupt(id),
+            }
+        }
+        for queue in kicked {
+            self.kick(queue);
+        }
+        Ok(())
+    }
+
+    fn write_own(&self, offset: u16, value: u32) -> Result<(), Fault> {
+        // Gaudi1's DMA engines: two of external queues, six of internal ones.
+        let engine = match (self.context.profile.generation, self.queue) {
+            (Generation::Gaudi1, queue @ 0..=7) => queue / 4,
+            (Generation::Gaudi1, queue @ 9..=32) => (queue - 1) / 4,
+            _ => return Ok(()),
+        };
+        let transfer = {
+            let mut cores = self.context.dma_cores.lock().unwrap_or_else(|p| p.into_inner());
+            cores[engine as usize].write(offset, value).map_err(|()| Fault::Opcode)?
+        };
+        let Some(transfer) = transfer else { return Ok(()) };
+        let size = transfer.row_len;
+        for (src, dst) in transfer.rows {
+            if self.stopped() {
+                return Ok(());
+            }
+            let row = LinDma { size, src, dst, memset: false, swap: 0, completion: false };
+            self.dma(&row, 0, size.into())?;
+        }
+        match transfer.completion {
+            Some((addr, value)) => self.write(addr, value),
+            None => Ok(()),
+        }
+    }
+
+    fn message_base(&self, base: u8) -> u64 {
+        self.registers().message_base(base)
+    }
+
+    fn pass_fence(&self, lower: bool, id: u8, target: u8, decrement: u8) -> bool {
+        self.registers().pass_fence(self.queue, lower, id, target, decrement)
+    }
+
+    fn raise_fence(&self, lower: bool, id: u8, increment: u8) {
+        self.registers().raise_fence(self.queue, lower, id, increment);
+        self.kick(self.queue);
+    }
+
+    fn time(&self) -> u32 {
+        self.context.epoch.elapsed().as_nanos() as u32
+    }
+
+    fn stopped(&self) -> bool {
+        self.context.down.load(Ordering::Relaxed)
+    }
+}
+
+/// The eight bytes to repeat from byte `at` of a fill on. Gaudi2's driver fills with 32-bit values.
+fn fill_pattern(dma: &LinDma, gaudi2: bool, at: u64) -> u64 {
+    let pattern = if gaudi2 {
+        let low = dma.src & 0xffff_ffff;
+        low << 32 | low
+    } else {
+        dma.src
+    };
+    pattern.rotate_right((at % 8) as u32 * 8)
+}

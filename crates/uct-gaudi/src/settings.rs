@@ -1,0 +1,133 @@
+//! The plugin's configuration: `UCX_GAUDI_COPY_*`, with the spelling `UCT_GAUDI_COPY_*` accepted.
+//!
+//! There is one set of variables. `gaudi_gdr` is another name of the same thing and follows what
+//! was set for `gaudi_copy`, which UCX opens first.
+
+use std::sync::{Mutex, PoisonError};
+
+use gaudi::{DeviceChoice, Error};
+use uct::config::{Kind, Ternary, Values, Variable};
+use uct::{Level, Status, Ucx, log};
+
+/// Words of LOG_LEVEL: follow UCX, or the levels in the order of [`Level::ALL`].
+const LOG_LEVELS: &[&str] = &["inherit", "error", "warn", "diag", "info", "debug", "trace"];
+
+/// What `ucx_info -c -f` lists.
+pub(crate) const VARIABLES: &[Variable] = &[
+    Variable {
+        name: "DEVICE",
+        default: "",
+        help: "Which Gaudi to use: an index (0), a module id (module:2) or a PCI bus id\n\
+               (0000:33:00.0). Empty: HLS_MODULE_ID if set, else the first that opens.",
+        kind: Kind::Text,
+    },
+    Variable {
+        name: "DMABUF",
+        default: "try",
+        help: "Offer Gaudi memory as dma-buf, so that network devices access it directly.\n\
+               yes: export at allocation, which fails where it is impossible;\n\
+               try: export when first needed;\n\
+               no: never.",
+        kind: Kind::Ternary,
+    },
+    Variable {
+        name: "ENABLE_MAPPED_DMABUF",
+        default: "try",
+        help: "Export with the driver call that takes an offset into mapped memory.\n\
+               yes: always, which fails where the driver library lacks it;\n\
+               try: where the library has it;\n\
+               no: with the older call, on the whole mapping.",
+        kind: Kind::Ternary,
+    },
+    Variable {
+        name: "REG_COST",
+        default: "7000ns",
+        help: "What UCX assumes the registration of a buffer to cost.",
+        kind: Kind::Time,
+    },
+    Variable {
+        name: "LOG_LEVEL",
+        default: "inherit",
+        help: "Which lines of the plugin are logged, whatever UCX_LOG_LEVEL says;\n\
+               inherit: as UCX_LOG_LEVEL says.",
+        kind: Kind::Choice(LOG_LEVELS),
+    },
+];
+
+/// The values of [`VARIABLES`].
+#[derive(Clone, Debug)]
+pub(crate) struct Settings {
+    pub(crate) device: DeviceChoice,
+    pub(crate) dmabuf: Ternary,
+    pub(crate) mapped_dmabuf: Ternary,
+    /// Seconds.
+    pub(crate) reg_cost: f64,
+}
+
+/// What was last configured in this process; `None` if that made no sense.
+static CURRENT: Mutex<Option<Settings>> = Mutex::new(Some(Settings {
+    device: DeviceChoice::Any,
+    dmabuf: Ternary::Try,
+    mapped_dmabuf: Ternary::Try,
+    reg_cost: 7e-6,
+}));
+
+impl Settings {
+    /// What was last configured, if it made sense.
+    pub(crate) fn current() -> Option<Settings> {
+        CURRENT.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Takes over what UCX parsed.
+    pub(crate) fn configure(ucx: &'static Ucx, values: &Values<'_>) -> Result<Settings, Status> {
+        let settings = Self::read(ucx, values);
+        *CURRENT.lock().unwrap_or_else(PoisonError::into_inner) = settings.clone().ok();
+        settings
+    }
+
+    fn read(ucx: &'static Ucx, values: &Values<'_>) -> Result<Settings, Status> {
+        ucx.set_log_level(level(values.choice("LOG_LEVEL")));
+        let text = values.text("DEVICE");
+        let device = text.parse().map_err(|error: Error| {
+            log!(ucx, Warn, "UCX_GAUDI_COPY_DEVICE={text}: {error}");
+            Status::INVALID_PARAM
+        })?;
+        Ok(Settings {
+            device,
+            dmabuf: values.ternary("DMABUF"),
+            mapped_dmabuf: values.ternary("ENABLE_MAPPED_DMABUF"),
+            reg_cost: values.real("REG_COST"),
+        })
+    }
+}
+
+fn level(choice: usize) -> Option<Level> {
+    choice.checked_sub(1).and_then(|index| Level::ALL.get(index)).map(|(level, _)| *level)
+}
+
+/// Lines may have to be written before UCX hands over the configuration: looks at the environment
+/// for the level meanwhile.
+pub(crate) fn early_log_level(ucx: &Ucx) {
+    let names = ["UCX_GAUDI_COPY_LOG_LEVEL", "UCT_GAUDI_COPY_LOG_LEVEL"];
+    let word = names.iter().find_map(|name| std::env::var(name).ok());
+    let known =
+        |word: &String| LOG_LEVELS.iter().position(|known| word.eq_ignore_ascii_case(known));
+    if let Some(choice) = word.as_ref().and_then(known) {
+        ucx.set_log_level(level(choice));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn log_level_words_name_the_levels_of_ucx() {
+        assert_eq!(level(0), None);
+        for (index, word) in LOG_LEVELS.iter().enumerate().skip(1) {
+            let (expected, name) = Level::ALL[index - 1];
+            assert_eq!((*word, level(index)), (name, Some(expected)));
+        }
+        assert_eq!(LOG_LEVELS.len(), Level::ALL.len() + 1);
+    }
+}

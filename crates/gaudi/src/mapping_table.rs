@@ -55,7 +55,8 @@ impl MappingTable {
                     READING,
                     format!("{listed}: there is no card at {}{}", listed.bus_id, others(found)),
                     "correct the table, or unset it to have the cards discovered",
-                ));
+                )
+                .blame_setting());
             };
             if card.module_id != listed.module_id {
                 return Err(wrong(format!(
@@ -85,7 +86,7 @@ impl std::fmt::Display for MappedCard {
 }
 
 fn wrong(detail: String) -> Error {
-    Error::new(ErrorKind::InvalidParams, READING, detail, SHAPE)
+    Error::new(ErrorKind::InvalidParams, READING, detail, SHAPE).blame_setting()
 }
 
 impl FromStr for MappingTable {
@@ -310,6 +311,7 @@ mod tests {
             found(&[(0, 0, "0000:4d:00.0"), (1, 1, "0000:4e:00.0"), (2, 2, "0000:33:00.0")]);
         let error = table(FIELD).unwrap().apply(&three).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::DeviceNotFound);
+        assert!(error.is_setting_wrong());
         let text = error.to_string();
         let entry = r#"{"index":3,"module_id":3,"bus_id":"0000:34:00.0"}"#;
         assert!(text.contains(entry) && text.contains("found 0000:4d:00.0"), "{text}");
@@ -340,6 +342,7 @@ mod tests {
             }
             Err(error) => {
                 prop_assert_eq!(error.kind(), ErrorKind::InvalidParams);
+                prop_assert!(error.is_setting_wrong());
                 prop_assert!(!error.detail().is_empty() && error.detail().len() < 600);
                 prop_assert!(!error.to_string().contains('\n'));
             }

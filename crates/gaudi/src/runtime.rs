@@ -319,6 +319,7 @@ fn default_choice(
             format!("{MODULE_ID}=\"{}\" is not a module id", id.escape_debug()),
             "unset it, or set it to a number",
         )
+        .blame_setting()
     })?;
     Ok((module, Some(MODULE_ID)))
 }
@@ -330,7 +331,7 @@ fn no_match(choice: &DeviceChoice, named_by: Option<&str>, all: &[DeviceInfo]) -
         .collect();
     let by = named_by.map(|variable| format!(" (from {variable})")).unwrap_or_default();
     let detail = format!("no card is \"{choice}\"{by}; there are {}", cards.join(", "));
-    Error::new(ErrorKind::DeviceNotFound, OPENING, detail, "choose one of these")
+    Error::new(ErrorKind::DeviceNotFound, OPENING, detail, "choose one of these").blame_setting()
 }
 
 /// Cards that did not open, and why.

@@ -74,17 +74,28 @@ pub(crate) fn discover(library: &Arc<Library>) -> Result<Discovered, Error> {
     let visible = visible.as_deref().map(read_modules).transpose()?.flatten();
     let Enumerated { cards, last_problem } = enumerate(library)?;
     let (mut cards, notes) = match &table {
-        Some(table) => (table.apply(&cards)?, table.notes().to_vec()),
+        Some(table) => {
+            let listed = table.apply(&cards).map_err(|mut error| {
+                if let Some(problem) = &last_problem {
+                    error.add_detail(&format_args!("and a card did not answer: {problem}"));
+                }
+                error
+            });
+            (listed?, table.notes().to_vec())
+        }
         None => (cards, Vec::new()),
     };
     let before = cards.len();
     cards.retain(|card| visible.as_ref().is_none_or(|set| set.contains(&card.module_id)));
     if cards.is_empty() {
-        return Err(none(match last_problem {
-            _ if before > 0 => format!("{VISIBLE_MODULES} hides all {before} cards"),
-            Some(problem) => problem,
-            None => String::from("there is no Gaudi in this machine"),
-        }));
+        if before > 0 {
+            let detail = format!("{VISIBLE_MODULES} hides all {before} cards");
+            let remedy = "list module ids of cards that are there";
+            let hidden = Error::new(ErrorKind::DeviceNotFound, LOOKING, detail, remedy);
+            return Err(hidden.blame_setting());
+        }
+        let nothing = || String::from("there is no Gaudi in this machine");
+        return Err(none(last_problem.unwrap_or_else(nothing)));
     }
     Ok(Discovered { cards, notes })
 }
@@ -175,6 +186,7 @@ fn read_modules(text: &str) -> Result<Option<BTreeSet<u32>>, Error> {
             format!("{VISIBLE_MODULES}=\"{}\" is not a list of module ids", text.escape_debug()),
             "write numbers with commas between them, for example 0,2,3",
         )
+        .blame_setting()
     })
 }
 
@@ -208,6 +220,7 @@ mod tests {
         for text in ["0;1", "-1", "+1", "0,,1", "0,", "x", "4294967296"] {
             let error = read_modules(text).unwrap_err();
             assert!(error.to_string().contains(text), "{error}");
+            assert!(error.is_setting_wrong(), "{error}");
         }
     }
 

@@ -86,6 +86,7 @@ pub struct Error {
     detail: String,
     remedy: &'static str,
     device_lost: bool,
+    setting_wrong: bool,
 }
 
 impl std::error::Error for Error {}
@@ -119,6 +120,7 @@ impl Error {
             detail: detail.into(),
             remedy,
             device_lost: false,
+            setting_wrong: false,
         }
     }
 
@@ -139,6 +141,7 @@ impl Error {
             remedy,
             device_lost: phase != Phase::Open
                 && matches!(errno, libc::EBUSY | libc::EIO | libc::ENODEV | libc::ETIMEDOUT),
+            setting_wrong: false,
         }
     }
 
@@ -156,6 +159,12 @@ impl Error {
     /// Names the device the error happened on, unless it was named where the error arose.
     pub(crate) fn on(mut self, device: impl fmt::Display) -> Self {
         self.device.get_or_insert_with(|| device.to_string());
+        self
+    }
+
+    /// Says that the user's settings are the cause.
+    pub(crate) fn blame_setting(mut self) -> Self {
+        self.setting_wrong = true;
         self
     }
 
@@ -209,6 +218,12 @@ impl Error {
     /// Whether the operation does not exist here (as opposed to: was used wrongly).
     pub fn is_unsupported(&self) -> bool {
         matches!(self.errno, Some(libc::EOPNOTSUPP | libc::ENOTTY | libc::ENOSYS))
+    }
+
+    /// Whether something the user set (a variable, a table, a choice of card) is the cause: worth a
+    /// warning, where the mere absence of a card is not.
+    pub fn is_setting_wrong(&self) -> bool {
+        self.setting_wrong
     }
 
     /// Whether the open device is of no more use: it was reset or went away, and this process must

@@ -125,7 +125,7 @@ fn search(proc: &Path, wanted: &[Option<Wanted>]) -> Vec<Holders> {
             continue;
         };
         let mut counted = vec![false; wanted.len()];
-        for descriptor in descriptors.flatten() {
+        for descriptor in descriptors.flatten().take(MAX_LOOKS - looks) {
             looks += 1;
             let link = descriptor.path();
             let Ok(target) = std::fs::read_link(&link) else { continue };
@@ -141,7 +141,7 @@ fn search(proc: &Path, wanted: &[Option<Wanted>]) -> Vec<Holders> {
                 }
             }
         }
-        if looks > MAX_LOOKS {
+        if looks == MAX_LOOKS {
             incomplete = true;
             break;
         }
@@ -194,6 +194,17 @@ mod tests {
         assert!(holders[0].to_string().contains("this very process"), "{}", holders[0]);
         drop(open);
         std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn a_device_is_the_same_under_any_path() {
+        let (null, zero) = (Path::new("/dev/null"), Path::new("/dev/zero"));
+        let identity = |path: &Path| Identity::of(&std::fs::metadata(path).unwrap());
+        let open = std::fs::File::open(null).unwrap();
+        let link = format!("/proc/self/fd/{}", open.as_raw_fd());
+        assert!(matches!(identity(null), Identity::Device(_)));
+        assert_eq!(identity(null), identity(Path::new(&link)));
+        assert_ne!(identity(null), identity(zero));
     }
 
     #[test]

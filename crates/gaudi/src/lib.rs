@@ -37,7 +37,10 @@ mod mapping_table;
 mod memory;
 mod registers;
 mod runtime;
+pub mod scale_out;
 mod slots;
+mod sysfs;
+pub mod topology;
 mod window;
 
 pub use choice::{BusId, DeviceChoice};
@@ -52,6 +55,8 @@ pub use mapping_table::{MappedCard, MappingTable};
 pub use memory::{Allocation, Location};
 pub use registers::RegisterBlock;
 pub use runtime::{Runtime, runtime};
+pub use scale_out::ScaleOut;
+pub use sysfs::Sysfs;
 pub use window::{Window, WindowEvent};
 
 /// What may be used from any thread, checked when compiling.

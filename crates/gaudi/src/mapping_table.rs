@@ -55,7 +55,8 @@ impl MappingTable {
                     READING,
                     format!("{listed}: there is no card at {}{}", listed.bus_id, others(found)),
                     "correct the table, or unset it to have the cards discovered",
-                ));
+                )
+                .blame_setting());
             };
             if card.module_id != listed.module_id {
                 return Err(wrong(format!(
@@ -85,7 +86,7 @@ impl std::fmt::Display for MappedCard {
 }
 
 fn wrong(detail: String) -> Error {
-    Error::new(ErrorKind::InvalidParams, READING, detail, SHAPE)
+    Error::new(ErrorKind::InvalidParams, READING, detail, SHAPE).blame_setting()
 }
 
 impl FromStr for MappingTable {
@@ -152,8 +153,14 @@ fn read_card(fields: &Map<String, Value>) -> Result<MappedCard, String> {
     Ok(MappedCard { index: number("index")?, module_id: number("module_id")?, bus_id })
 }
 
+/// As people write it: the parser forgets the order of keys.
 fn quote(value: &Value) -> String {
-    shortened(value.to_string())
+    let Value::Object(fields) = value else { return shortened(value.to_string()) };
+    let known = KEYS.iter().filter_map(|key| fields.get_key_value(*key));
+    let others = fields.iter().filter(|(key, _)| !KEYS.contains(&key.as_str()));
+    let pair = |(key, value): (&String, &Value)| format!("{}:{value}", Value::from(key.as_str()));
+    let pairs: Vec<String> = known.chain(others).map(pair).collect();
+    shortened(format!("{{{}}}", pairs.join(",")))
 }
 
 fn shortened(mut text: String) -> String {
@@ -237,7 +244,7 @@ mod tests {
     #[test]
     fn what_is_wrong_is_quoted() {
         let good = r#"{"index":0,"module_id":2,"bus_id":"0000:33:00.0"}"#;
-        for (entries, quoted) in [
+        for (entry, quoted) in [
             (r#"{"index":0,"module_id":1,"bus_id":"0000:4d:00.0"}"#, "index 0 is already"),
             (r#"{"index":1,"module_id":2,"bus_id":"33:00.0"}"#, "0000:33:00.0 is already"),
             (r#"{"index":1,"module_id":1,"bus_id":"0000:4d:00"}"#, r#""0000:4d:00", which"#),
@@ -252,10 +259,11 @@ mod tests {
             ("17", "17: not an object"),
             ("null", "null: not an object"),
         ] {
-            let error = table(&format!("[{good},{entries}]")).unwrap_err();
+            let error = table(&format!("[{good},{entry}]")).unwrap_err();
             let text = error.to_string();
             assert_eq!(error.kind(), ErrorKind::InvalidParams, "{text}");
-            assert!(text.contains("entry 2 of 2") && text.contains(quoted), "{text}");
+            assert!(text.contains(&format!("entry 2 of 2, {entry}: ")), "{text}");
+            assert!(text.contains(quoted), "{text}");
             assert!(text.contains("GAUDI_MAPPING_TABLE") && !text.contains('\n'), "{text}");
         }
     }
@@ -303,6 +311,7 @@ mod tests {
             found(&[(0, 0, "0000:4d:00.0"), (1, 1, "0000:4e:00.0"), (2, 2, "0000:33:00.0")]);
         let error = table(FIELD).unwrap().apply(&three).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::DeviceNotFound);
+        assert!(error.is_setting_wrong());
         let text = error.to_string();
         let entry = r#"{"index":3,"module_id":3,"bus_id":"0000:34:00.0"}"#;
         assert!(text.contains(entry) && text.contains("found 0000:4d:00.0"), "{text}");
@@ -333,6 +342,7 @@ mod tests {
             }
             Err(error) => {
                 prop_assert_eq!(error.kind(), ErrorKind::InvalidParams);
+                prop_assert!(error.is_setting_wrong());
                 prop_assert!(!error.detail().is_empty() && error.detail().len() < 600);
                 prop_assert!(!error.to_string().contains('\n'));
             }

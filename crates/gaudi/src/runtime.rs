@@ -20,7 +20,7 @@ use crate::memory::Table;
 use crate::window::{Blocked, Windows};
 use crate::{
     BusId, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Error, ErrorKind, Location,
-    Window, WindowEvent,
+    ScaleOut, Sysfs, Window, WindowEvent,
 };
 
 /// Pauses between attempts while a card is in reset or being released, about three seconds in all.
@@ -136,6 +136,12 @@ impl Runtime {
         }
         first_to_open(candidates, |card| self.open_card(card), std::thread::sleep)
             .map_err(|failures| none_opened(failures, |nodes| self.holders(nodes)))
+    }
+
+    /// Which NICs are near which of the cards this process may use, and their state, as sysfs has
+    /// it now. Opens no card.
+    pub fn scale_out(&self) -> Result<ScaleOut, Error> {
+        Ok(ScaleOut::read(&Sysfs::default(), &self.discover()?))
     }
 
     /// Who has these nodes open; asked only when an open has failed.
@@ -313,6 +319,7 @@ fn default_choice(
             format!("{MODULE_ID}=\"{}\" is not a module id", id.escape_debug()),
             "unset it, or set it to a number",
         )
+        .blame_setting()
     })?;
     Ok((module, Some(MODULE_ID)))
 }
@@ -324,7 +331,7 @@ fn no_match(choice: &DeviceChoice, named_by: Option<&str>, all: &[DeviceInfo]) -
         .collect();
     let by = named_by.map(|variable| format!(" (from {variable})")).unwrap_or_default();
     let detail = format!("no card is \"{choice}\"{by}; there are {}", cards.join(", "));
-    Error::new(ErrorKind::DeviceNotFound, OPENING, detail, "choose one of these")
+    Error::new(ErrorKind::DeviceNotFound, OPENING, detail, "choose one of these").blame_setting()
 }
 
 /// Cards that did not open, and why.
@@ -367,16 +374,18 @@ fn none_opened(mut failures: Failures, holders: impl FnOnce(&[u32]) -> Vec<Holde
     let owned = failures.iter().filter(|(_, error)| is_owned(error));
     let nodes: Vec<u32> = owned.map(|(card, _)| card.node).collect();
     let mut found = if nodes.is_empty() { Vec::new() } else { holders(&nodes) }.into_iter();
-    for (_, error) in failures.iter_mut().filter(|(_, error)| is_owned(error)) {
-        if let Some(holders) = found.next() {
+    let mut why = |error: &Error| if is_owned(error) { found.next() } else { None };
+    if let [(_, error)] = &mut failures[..] {
+        if let Some(holders) = why(error) {
             error.add_detail(&holders);
         }
-    }
-    if failures.len() == 1 {
         return failures.remove(0).1;
     }
-    let cards: Vec<String> =
-        failures.iter().map(|(card, error)| format!("{card}: {}", error.detail())).collect();
+    let reason = |(card, error): &(DeviceInfo, Error)| match why(error) {
+        Some(holders) => format!("{}: {holders}", card.bus_id),
+        None => format!("{}: {}", card.bus_id, error.detail()),
+    };
+    let cards: Vec<String> = failures.iter().map(reason).collect();
     let mut error = Error::new(
         ErrorKind::DeviceBusy,
         OPENING,

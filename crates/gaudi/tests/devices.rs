@@ -71,3 +71,30 @@ fn a_card_that_another_library_of_this_process_holds_is_said_to_be_ours() {
     drop(elsewhere);
     runtime().open(&DeviceChoice::Bus(bus_id)).unwrap();
 }
+
+#[test]
+fn the_place_of_a_card_is_read_from_the_sysfs_that_the_variable_names() {
+    machine::set_up("gaudi2");
+    if machine::is_child() {
+        let view = runtime().scale_out().unwrap();
+        let place = view.cards()[0].place.as_ref().expect("the first card is there");
+        assert_eq!((place.numa_node, place.path().len()), (Some(5), 2));
+        assert!(view.cards()[1].place.is_none());
+        assert!(runtime().devices().is_empty(), "no card was opened");
+        return;
+    }
+    let bus_id = runtime().discover().unwrap()[0].bus_id.clone();
+    let root = std::env::temp_dir().join(format!("gaudi-devices-sysfs-{}", std::process::id()));
+    let device = root.join("devices/pci0000:00").join(bus_id.as_str());
+    std::fs::create_dir_all(&device).unwrap();
+    std::fs::create_dir_all(root.join("bus/pci/devices")).unwrap();
+    std::fs::write(device.join("numa_node"), "5\n").unwrap();
+    std::os::unix::fs::symlink(&device, root.join("bus/pci/devices").join(bus_id.as_str()))
+        .unwrap();
+    let mut command =
+        machine::child("the_place_of_a_card_is_read_from_the_sysfs_that_the_variable_names");
+    let output = command.env("GAUDI_SYSFS_ROOT", &root).output().unwrap();
+    std::fs::remove_dir_all(root).unwrap();
+    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+}

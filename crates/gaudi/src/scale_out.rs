@@ -1,0 +1,326 @@
+//! The way out of the server: which NICs are near which Gaudi, what ports the cards have themselves,
+//! and the state of all of them.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use crate::sysfs::{entries, line};
+use crate::topology::{Distance, PciPlace};
+use crate::{BusId, DeviceInfo, Sysfs};
+
+/// PCI vendor id of the cards.
+const HABANA: u32 = 0x1da3;
+
+/// State of an RDMA port, as its driver reports it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PortState {
+    /// No link.
+    Down,
+    /// A link, not yet configured by a subnet manager.
+    Initialising,
+    /// Configured, not yet carrying data.
+    Armed,
+    /// Ready.
+    Active,
+    /// Something else, or nothing at all.
+    Unknown,
+}
+
+impl PortState {
+    /// From the text in sysfs, such as `4: ACTIVE`.
+    fn read(text: &str) -> Self {
+        match text.split(':').next().map(str::trim) {
+            Some("1") => PortState::Down,
+            Some("2") => PortState::Initialising,
+            Some("3") => PortState::Armed,
+            Some("4") => PortState::Active,
+            _ => PortState::Unknown,
+        }
+    }
+}
+
+impl fmt::Display for PortState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            PortState::Down => "down",
+            PortState::Initialising => "initialising",
+            PortState::Armed => "armed",
+            PortState::Active => "active",
+            PortState::Unknown => "state unknown",
+        })
+    }
+}
+
+/// One port of a NIC.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NicPort {
+    /// Its number, from 1.
+    pub number: u32,
+    /// Whether it can carry data.
+    pub state: PortState,
+    /// `InfiniBand` or `Ethernet`.
+    pub link_layer: Option<String>,
+    /// Such as `400 Gb/sec (4X NDR)`.
+    pub rate: Option<String>,
+    /// Names of its network interfaces.
+    pub netdevs: Vec<String>,
+}
+
+impl fmt::Display for NicPort {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "port {} {}", self.number, self.state)?;
+        for known in [&self.link_layer, &self.rate].into_iter().flatten().chain(&self.netdevs) {
+            write!(f, ", {known}")?;
+        }
+        Ok(())
+    }
+}
+
+/// An RDMA device (a host channel adapter).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Nic {
+    /// Such as `mlx5_0`.
+    pub name: String,
+    /// Where it sits; `None` for one that is no PCI device.
+    pub place: Option<PciPlace>,
+    /// Its ports.
+    pub ports: Vec<NicPort>,
+}
+
+impl Nic {
+    /// Whether a port of it can carry data.
+    pub fn is_active(&self) -> bool {
+        self.ports.iter().any(|port| port.state == PortState::Active)
+    }
+}
+
+/// A network interface.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NetDevice {
+    /// Such as `eth0`.
+    pub name: String,
+    /// Such as `up` or `down`.
+    pub state: Option<String>,
+    /// Which port of its device it is, from 0.
+    pub port: Option<u32>,
+    /// Where its device sits; `None` for virtual ones.
+    pub place: Option<PciPlace>,
+}
+
+impl fmt::Display for NetDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.name, self.state.as_deref().unwrap_or("state unknown"))
+    }
+}
+
+/// What the machine has, as read at one moment.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Network {
+    /// RDMA devices, the cards' own included.
+    pub nics: Vec<Nic>,
+    /// Network interfaces.
+    pub netdevs: Vec<NetDevice>,
+}
+
+impl Network {
+    /// Reads all there is; what cannot be read is left out.
+    pub fn read(sysfs: &Sysfs) -> Self {
+        let netdevs: Vec<NetDevice> = sysfs
+            .class("net")
+            .into_iter()
+            .map(|(name, folder)| NetDevice {
+                name,
+                state: line(&folder.join("operstate")),
+                port: line(&folder.join("dev_port")).and_then(|text| text.parse().ok()),
+                place: sysfs.place_of(&folder.join("device")),
+            })
+            .collect();
+        let nic = |(name, folder): (String, PathBuf)| {
+            let place = sysfs.place_of(&folder.join("device"));
+            let ports = read_ports(&folder.join("ports"), place.as_ref(), &netdevs);
+            Nic { name, place, ports }
+        };
+        let nics = sysfs.class("infiniband").into_iter().map(nic).collect();
+        Self { nics, netdevs }
+    }
+}
+
+fn read_ports(folder: &Path, place: Option<&PciPlace>, netdevs: &[NetDevice]) -> Vec<NicPort> {
+    let numbered = |(name, folder): (String, _)| Some((name.parse::<u32>().ok()?, folder));
+    let ports: Vec<(u32, PathBuf)> = entries(folder).into_iter().filter_map(numbered).collect();
+    let only = ports.len() == 1;
+    let of_device = |netdev: &&NetDevice| {
+        place.is_some_and(|place| is_at(netdev.place.as_ref(), place.bus_id()))
+    };
+    let interfaces = |number: u32| {
+        let names = |fits: &dyn Fn(&NetDevice) -> bool| -> Vec<String> {
+            let fitting = netdevs.iter().filter(of_device).filter(|netdev| fits(netdev));
+            fitting.map(|netdev| netdev.name.clone()).collect()
+        };
+        let same_port =
+            |netdev: &NetDevice| netdev.port.and_then(|port| port.checked_add(1)) == Some(number);
+        match names(&same_port) {
+            // Not every driver numbers them within the device.
+            none if none.is_empty() && only => names(&|_| true),
+            found => found,
+        }
+    };
+    let port = |(number, folder): (u32, PathBuf)| NicPort {
+        number,
+        state: line(&folder.join("state"))
+            .map_or(PortState::Unknown, |text| PortState::read(&text)),
+        link_layer: line(&folder.join("link_layer")),
+        rate: line(&folder.join("rate")),
+        netdevs: interfaces(number),
+    };
+    ports.into_iter().map(port).collect()
+}
+
+fn is_at(place: Option<&PciPlace>, bus_id: &str) -> bool {
+    place.is_some_and(|place| place.bus_id() == bus_id)
+}
+
+/// A NIC as one card sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Near {
+    /// Its place in [`ScaleOut::nics`].
+    pub nic: usize,
+    /// How far it is.
+    pub distance: Distance,
+}
+
+/// A card and its ways out.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CardView {
+    /// The card.
+    pub card: DeviceInfo,
+    /// Where it sits; `None` if sysfs does not have it.
+    pub place: Option<PciPlace>,
+    /// The host's NICs, nearest first.
+    pub near: Vec<Near>,
+    /// The card's own ports as RDMA devices, where the driver shows them.
+    pub own_nics: Vec<Nic>,
+    /// The card's own ports as network interfaces, where the driver shows them.
+    pub own_netdevs: Vec<NetDevice>,
+}
+
+/// All cards of this process and the ways out of the server. Its `Display` is for people.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ScaleOut {
+    cards: Vec<CardView>,
+    nics: Vec<Nic>,
+}
+
+impl ScaleOut {
+    /// Reads what sysfs has about these cards and their NICs.
+    pub fn read(sysfs: &Sysfs, cards: &[DeviceInfo]) -> Self {
+        let placed = cards.iter().map(|card| (card.clone(), sysfs.place(&card.bus_id)));
+        Self::assemble(placed.collect(), Network::read(sysfs))
+    }
+
+    /// Relates cards to NICs.
+    pub fn assemble(cards: Vec<(DeviceInfo, Option<PciPlace>)>, network: Network) -> Self {
+        // Also those of cards that this process may not use: they are nobody else's way out.
+        let is_of_a_card = |nic: &Nic| {
+            let place = nic.place.as_ref();
+            place.is_some_and(|place| place.vendor == Some(HABANA))
+                || cards.iter().any(|(card, _)| is_at(place, card.bus_id.as_str()))
+        };
+        let (own, nics): (Vec<Nic>, Vec<Nic>) = network.nics.into_iter().partition(is_of_a_card);
+        let view = |(card, place): (DeviceInfo, Option<PciPlace>)| {
+            let bus_id = card.bus_id.as_str();
+            let distance = |nic: &Nic| match (&place, &nic.place) {
+                (Some(card), Some(nic)) => Distance::between(card, nic),
+                _ => Distance::Unknown,
+            };
+            let near = |(at, nic)| Near { nic: at, distance: distance(nic) };
+            let mut near: Vec<Near> = nics.iter().enumerate().map(near).collect();
+            near.sort_by_key(|near| near.distance);
+            let own_nics = own.iter().filter(|nic| is_at(nic.place.as_ref(), bus_id));
+            let own_netdevs =
+                network.netdevs.iter().filter(|netdev| is_at(netdev.place.as_ref(), bus_id));
+            CardView {
+                near,
+                own_nics: own_nics.cloned().collect(),
+                own_netdevs: own_netdevs.cloned().collect(),
+                card,
+                place,
+            }
+        };
+        let cards = cards.clone().into_iter().map(view).collect();
+        Self { cards, nics }
+    }
+
+    /// The cards, in the order they were given.
+    pub fn cards(&self) -> &[CardView] {
+        &self.cards
+    }
+
+    /// The host's NICs.
+    pub fn nics(&self) -> &[Nic] {
+        &self.nics
+    }
+
+    /// The NICs that can carry data and are nearest to a card; several if they are equally near.
+    pub fn nearest(&self, card: &BusId) -> Vec<&Nic> {
+        let Some(view) = self.cards.iter().find(|view| view.card.bus_id == *card) else {
+            return Vec::new();
+        };
+        let active = view.near.iter().filter(|near| self.nics[near.nic].is_active());
+        let best = active.clone().next().map(|near| near.distance);
+        active.filter(|near| Some(near.distance) == best).map(|near| &self.nics[near.nic]).collect()
+    }
+
+    fn write_card(&self, f: &mut fmt::Formatter<'_>, view: &CardView) -> fmt::Result {
+        write!(f, "{}, module {}, ", view.card, view.card.module_id)?;
+        match &view.place {
+            Some(place) => writeln!(f, "{place}")?,
+            None => writeln!(f, "not in sysfs")?,
+        }
+        // One line for each class of distance: eight cards and eight NICs are 64 pairs.
+        for class in view.near.chunk_by(|one, next| same_class(one.distance, next.distance)) {
+            let names: Vec<&str> = class.iter().map(|near| &*self.nics[near.nic].name).collect();
+            writeln!(f, "    {:<19}{}", class[0].distance, names.join(", "))?;
+        }
+        let masks = view.card.ports;
+        if masks.all != 0 {
+            let (all, external) = (masks.all.count_ones(), masks.external.count_ones());
+            writeln!(f, "    {:<19}{all}, {external} of them external", "own ports")?;
+        }
+        for nic in &view.own_nics {
+            writeln!(f, "    {:<19}{}: {}", "own RDMA device", nic.name, joined(&nic.ports))?;
+        }
+        if !view.own_netdevs.is_empty() {
+            writeln!(f, "    {:<19}{}", "own interfaces", joined(&view.own_netdevs))?;
+        }
+        Ok(())
+    }
+}
+
+fn same_class(one: Distance, other: Distance) -> bool {
+    std::mem::discriminant(&one) == std::mem::discriminant(&other)
+}
+
+fn joined(items: &[impl fmt::Display]) -> String {
+    items.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
+}
+
+impl fmt::Display for ScaleOut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for view in &self.cards {
+            self.write_card(f, view)?;
+        }
+        if self.nics.is_empty() {
+            return writeln!(f, "no RDMA devices in this machine");
+        }
+        for nic in &self.nics {
+            let address = nic.place.as_ref().map_or("not a PCI device", PciPlace::bus_id);
+            let node = nic.place.as_ref().and_then(|place| place.numa_node);
+            let node = node.map_or(String::from("-"), |node| node.to_string());
+            let ports = joined(&nic.ports);
+            let ports = if ports.is_empty() { "no ports" } else { &ports };
+            writeln!(f, "{:<10} {address:<14} NUMA node {node}  {ports}", nic.name)?;
+        }
+        Ok(())
+    }
+}

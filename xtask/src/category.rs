@@ -51,11 +51,25 @@ impl Category {
         match self {
             Category::Gaudi => Selection {
                 packages: &["gaudi", "hl-thunk", "soft-gaudi", "uct", "uct-gaudi"],
-                end_to_end: &["listing", "perftest", "verify", "guest", "generations", "abi"],
+                end_to_end: &[
+                    "listing",
+                    "perftest",
+                    "verify",
+                    "guest",
+                    "generations",
+                    "abi",
+                    "registration",
+                ],
                 words: &[],
             },
-            Category::Dmabuf => by_words(&["dmabuf", "dma_buf"]),
-            Category::Detection => by_words(&["detect", "memtype", "mem_query"]),
+            Category::Dmabuf => {
+                Selection { packages: &[], end_to_end: &["dmabuf"], words: &["dmabuf", "dma_buf"] }
+            }
+            Category::Detection => Selection {
+                packages: &[],
+                end_to_end: &["detection"],
+                words: &["detect", "memtype", "mem_query"],
+            },
             Category::Ucm => Selection { packages: &[], end_to_end: &["ucm"], words: &["hooks"] },
             Category::Ipc => by_words(&["ipc"]),
             Category::Rcache => by_words(&["rcache", "registration_cache"]),
@@ -64,9 +78,11 @@ impl Category {
                 end_to_end: &["absent", "foreign", "faults"],
                 words: &["error", "errno", "refus"],
             },
-            Category::Config => {
-                Selection { packages: &[], end_to_end: &["selection"], words: &["config"] }
-            }
+            Category::Config => Selection {
+                packages: &[],
+                end_to_end: &["selection", "config"],
+                words: &["config"],
+            },
             Category::Ib => by_words(&["ib::", "verbs", "rdma"]),
             Category::PerformanceSmoke => by_words(&["performance_smoke"]),
         }

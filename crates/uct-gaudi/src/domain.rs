@@ -6,8 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use gaudi::{
-    Allocation, Device, DeviceAddr, DeviceChoice, DeviceId, Error, ErrorKind, ExportCall,
-    HostRegion,
+    Allocation, Device, DeviceAddr, DeviceChoice, DeviceId, Error, ExportCall, HostRegion,
 };
 use uct::abi::md_flag;
 use uct::config::{Ternary, Values, Variable};
@@ -59,9 +58,7 @@ impl<F: Flavour> Component for GaudiComponent<F> {
             Err(reason) => {
                 if F::LEADS && !self.explained.swap(true, Ordering::Relaxed) {
                     // No Gaudi is nothing to bother anyone with; a mistake in a variable is.
-                    let mistake = reason.kind() == ErrorKind::InvalidParams
-                        || reason.operation().contains("GAUDI_MAPPING_TABLE");
-                    if mistake {
+                    if reason.is_setting_wrong() {
                         log!(ucx, Warn, "no Gaudi: {reason}");
                     } else {
                         log!(ucx, Info, "no Gaudi here: {reason}");

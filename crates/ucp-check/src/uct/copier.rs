@@ -1,8 +1,8 @@
 //! Moving bytes through a copy transport: a worker, an interface and an endpoint to itself.
 
 use super::sys::{
-    self, Completion, EpParams, GetShort, IfaceAttr, IfaceOps, IfaceParams, Iov, Progress,
-    PutShort, Raw, Zcopy, slot,
+    self, AllocatedMemory, Completion, EpParams, GetShort, IfaceAttr, IfaceOps, IfaceParams, Iov,
+    Progress, PutShort, Raw, Zcopy, slot,
 };
 use super::{Domain, Registration, Result};
 use std::ffi::{CString, c_void};
@@ -106,6 +106,21 @@ impl<'d> Copier<'d> {
         let status = unsafe { (self.domain.uct.f.uct_iface_query)(self.iface, &mut attr) };
         self.domain.uct.check("uct_iface_query", status)?;
         Ok(attr[sys::IFACE_ATTR_MAX_NUM_EPS])
+    }
+
+    /// By which method the interface gets host memory for its own buffers.
+    pub fn allocation_method(&self) -> Result<&'static str> {
+        let f = &self.domain.uct.f;
+        // SAFETY: plain data.
+        let mut memory: AllocatedMemory = unsafe { zeroed() };
+        let (flags, name) = (sys::ACCESS_ALL as u32, c"ucp-check".as_ptr());
+        // SAFETY: an open interface, and an out-parameter.
+        let status =
+            unsafe { (f.uct_iface_mem_alloc)(self.iface, 65_536, flags, name, &mut memory) };
+        self.domain.uct.check("uct_iface_mem_alloc", status)?;
+        // SAFETY: allocated just now, freed once.
+        unsafe { (f.uct_iface_mem_free)(&memory) };
+        Ok(sys::ALLOC_METHODS.get(memory.method as usize).copied().unwrap_or("another"))
     }
 
     fn operation(&self, slot: usize) -> *const c_void {

@@ -55,6 +55,8 @@ pub struct Attributes {
     pub dmabuf: MemoryTypes,
     /// Bytes of a packed remote key.
     pub key_size: usize,
+    /// What a registration is said to cost, in seconds, however long it is.
+    pub register_cost: f64,
 }
 
 /// What UCX calls a text in a fixed array.
@@ -172,6 +174,7 @@ impl Domain {
             allocate: MemoryTypes(attr.alloc_mem_types),
             dmabuf: MemoryTypes(attr.dmabuf_mem_types),
             key_size: attr.rkey_packed_size,
+            register_cost: attr.reg_cost[0],
         })
     }
 }

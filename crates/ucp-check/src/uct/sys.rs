@@ -124,6 +124,9 @@ pub(super) struct AllocatedMemory {
     pub(super) sys_device: u8,
 }
 
+/// Names of `uct_alloc_method_t`.
+pub(super) const ALLOC_METHODS: [&str; 5] = ["thp", "md", "heap", "mmap", "huge"];
+
 /// The failure of an operation is expected, not to be logged as an error.
 pub(super) const FLAG_HIDE_ERRORS: u64 = 1 << 3;
 /// Read and write, local and remote.
@@ -313,6 +316,8 @@ functions! {
     uct_md_iface_config_read(Raw, *const c_char, *const c_char, *const c_char, *mut Raw) -> RawStatus;
     uct_iface_open(Raw, Raw, *const IfaceParams, Raw, *mut Raw) -> RawStatus;
     uct_iface_close(Raw);
+    uct_iface_mem_alloc(Raw, usize, c_uint, *const c_char, *mut AllocatedMemory) -> RawStatus;
+    uct_iface_mem_free(*const AllocatedMemory);
     uct_iface_query(Raw, *mut IfaceAttr) -> RawStatus;
     uct_iface_get_device_address(Raw, *mut c_void) -> RawStatus;
     uct_iface_get_address(Raw, *mut c_void) -> RawStatus;

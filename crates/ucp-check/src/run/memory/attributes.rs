@@ -1,6 +1,7 @@
-//! `attributes`: components, memory domains, and what they say of themselves.
+//! `attributes` and `transport`: components, memory domains, and what they say of themselves.
 
 use super::{Scene, Tally};
+use crate::uct::Copier;
 use anyhow::Result;
 
 pub(super) fn run(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
@@ -27,6 +28,17 @@ pub(super) fn run(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
         }
         let offers = if is.dmabuf.gaudi() { "offers" } else { "does not offer" };
         println!("{component} {offers} dma-bufs of Gaudi memory");
+        println!("{component} registers in {:.0} ns", is.register_cost * 1e9);
     }
+    Ok(())
+}
+
+/// What the copy transport says of itself, beyond its memory domain.
+pub(super) fn transport(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
+    let copier = Copier::open(scene.domain, scene.transport())?;
+    let (endpoints, method) = (copier.max_endpoints()?, copier.allocation_method()?);
+    println!("{} takes {endpoints} endpoints", scene.transport());
+    println!("{} gets host memory by {method}", scene.transport());
+    tally.expect(endpoints > 0, || "no endpoint at all".into());
     Ok(())
 }

@@ -34,6 +34,8 @@ pub enum Check {
     All,
     /// Components, memory domains and what they say of themselves
     Attributes,
+    /// What the copy transport says of itself
+    Transport,
     /// Allocate and free: sizes, disjoint ranges, any order, more than there is
     Alloc,
     /// Which address ranges are Gaudi memory, and which are not
@@ -61,8 +63,9 @@ pub enum Check {
 }
 
 impl Check {
-    const OF_ALL: [Check; 9] = [
+    const OF_ALL: [Check; 10] = [
         Check::Attributes,
+        Check::Transport,
         Check::Alloc,
         Check::Detect,
         Check::Dmabuf,
@@ -145,6 +148,7 @@ fn one(check: Check, scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
     match check {
         Check::All => unreachable!("is a list of the others"),
         Check::Attributes => attributes::run(scene, tally),
+        Check::Transport => attributes::transport(scene, tally),
         Check::Alloc => alloc::run(scene, tally),
         Check::Detect => detect::run(scene, tally),
         Check::Dmabuf => dmabuf::run(scene, tally),

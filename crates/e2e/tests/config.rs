@@ -1,0 +1,325 @@
+//! Configuration: every variable that `ucx_info` lists for us changes something, and the test below
+//! knows what.
+
+mod memory;
+
+use std::collections::BTreeSet;
+
+use e2e::{Finished, Perftest, Ucx, Workbench};
+use memory::Machine;
+
+/// Bus ids of the software Gaudi's cards.
+const CARD_0: &str = "memory lies on card 0000:33:00.0";
+const CARD_1: &str = "memory lies on card 0000:4d:00.0";
+const CARD_3: &str = "memory lies on card 0000:34:00.0";
+
+/// How the effect of a variable is shown: what the client prints with and without it.
+struct Effect {
+    variable: &'static str,
+    value: &'static str,
+    /// The client's memory check that shows it.
+    check: &'static str,
+    /// Printed with the variable set, and not without.
+    shows: &'static str,
+    /// More variables, set in both runs.
+    with: &'static [(&'static str, &'static str)],
+    /// Whether the run with the variable set must succeed.
+    succeeds: bool,
+    /// Faults of the driver, in both runs.
+    faults: &'static str,
+}
+
+const PLAIN: Effect = Effect {
+    variable: "",
+    value: "",
+    check: "attributes",
+    shows: "",
+    with: &[],
+    succeeds: true,
+    faults: "",
+};
+
+/// Without this driver call there is nothing to export with, unless the other one is asked for.
+const NO_MAPPED_EXPORT: &str =
+    "hlthunk_device_mapped_memory_export_dmabuf_fd fail:EINVAL times=0\n";
+
+/// A row for each variable. The last three of each transport are UCX's own, which all have.
+const EFFECTS: &[Effect] = &[
+    Effect {
+        variable: "UCX_GAUDI_COPY_DEVICE",
+        value: "1",
+        check: "where",
+        shows: CARD_1,
+        ..PLAIN
+    },
+    Effect {
+        variable: "UCX_GAUDI_COPY_DMABUF",
+        value: "no",
+        shows: "gaudi_copy does not offer dma-bufs",
+        ..PLAIN
+    },
+    Effect {
+        variable: "UCX_GAUDI_COPY_ENABLE_MAPPED_DMABUF",
+        value: "no",
+        check: "churn --cycles 1",
+        shows: "1 exports:",
+        faults: NO_MAPPED_EXPORT,
+        ..PLAIN
+    },
+    Effect {
+        variable: "UCX_GAUDI_COPY_REG_COST",
+        value: "31us",
+        shows: "gaudi_copy registers in 31000 ns",
+        ..PLAIN
+    },
+    Effect {
+        variable: "UCX_GAUDI_COPY_LOG_LEVEL",
+        value: "info",
+        check: "where",
+        shows: "gaudi_copy uses ",
+        with: &[("UCX_LOG_LEVEL", "warn")],
+        ..PLAIN
+    },
+    Effect {
+        variable: "UCX_GAUDI_CPY_ALLOC",
+        value: "heap",
+        check: "transport",
+        shows: "gaudi_cpy gets host memory by heap",
+        ..PLAIN
+    },
+    Effect {
+        variable: "UCX_GAUDI_CPY_MAX_NUM_EPS",
+        value: "77",
+        check: "transport",
+        shows: "gaudi_cpy takes 77 endpoints",
+        ..PLAIN
+    },
+    // The level of messages about peers that fail. Our endpoints lead to ourselves and have no such
+    // message, nor have those of UCX's own copy transports; UCX reads the variable all the same.
+    Effect {
+        variable: "UCX_GAUDI_CPY_FAILURE",
+        value: "nonsense",
+        check: "transport",
+        shows: "Invalid value for FAILURE",
+        succeeds: false,
+        ..PLAIN
+    },
+    Effect {
+        variable: "UCX_GAUDI_GDR_ALLOC",
+        value: "heap",
+        check: "transport --component gaudi_gdr",
+        shows: "gaudi_gdr gets host memory by heap",
+        ..PLAIN
+    },
+    Effect {
+        variable: "UCX_GAUDI_GDR_MAX_NUM_EPS",
+        value: "77",
+        check: "transport --component gaudi_gdr",
+        shows: "gaudi_gdr takes 77 endpoints",
+        ..PLAIN
+    },
+    Effect {
+        variable: "UCX_GAUDI_GDR_FAILURE",
+        value: "nonsense",
+        check: "transport --component gaudi_gdr",
+        shows: "Invalid value for FAILURE",
+        succeeds: false,
+        ..PLAIN
+    },
+];
+
+impl Effect {
+    fn run(&self, ucx: Ucx, variables: &[(&str, &str)]) -> Finished {
+        let machine = Machine::with("Gaudi2 with eight cards", "gaudi2", 8, |node| {
+            node.with("SOFT_GAUDI_FAULTS", "yes")
+        });
+        machine.faults(self.faults);
+        let tool = machine.check(ucx, self.check);
+        let set = self.with.iter().chain(variables);
+        set.fold(tool, |tool, (name, value)| tool.env(name, value)).run()
+    }
+
+    fn is_shown(&self, end: &Finished) -> bool {
+        end.stdout.contains(self.shows) || end.stderr.contains(self.shows)
+    }
+}
+
+/// The variables of ours that `ucx_info -c -f` lists.
+fn listed() -> BTreeSet<String> {
+    let machine = Machine::eight_cards();
+    let tool = Workbench::from_env().tool(Ucx::V1_22, "ucx_info").plugin().device(&machine.device);
+    let end = tool.words("-c -f").run().ok();
+    let names = end.stdout.lines().filter_map(|line| line.split_once('=')).map(|(name, _)| name);
+    names.filter(|name| name.starts_with("UCX_GAUDI_")).map(str::to_owned).collect()
+}
+
+#[test]
+fn every_listed_variable_has_a_row_here_and_every_row_is_listed() {
+    let rows: BTreeSet<String> = EFFECTS.iter().map(|row| row.variable.to_owned()).collect();
+    assert_eq!(rows.len(), EFFECTS.len(), "a variable has two rows");
+    let listed = listed();
+    let unknown: Vec<_> = listed.difference(&rows).collect();
+    assert!(unknown.is_empty(), "listed, but no row says what they do: {unknown:?}");
+    let gone: Vec<_> = rows.difference(&listed).collect();
+    assert!(gone.is_empty(), "not listed any more: {gone:?}");
+}
+
+#[test]
+fn every_variable_changes_behaviour() {
+    for ucx in Ucx::ALL {
+        for row in EFFECTS {
+            let what = format!("{}={}, UCX {}", row.variable, row.value, ucx.name());
+            let without = row.run(ucx, &[]);
+            assert!(!row.is_shown(&without), "{what}: shown without it: {}", without.report());
+            let with = row.run(ucx, &[(row.variable, row.value)]);
+            assert!(row.is_shown(&with), "{what}: no effect: {}", with.report());
+            assert!(!with.crashed(), "{what}: {}", with.report());
+            assert_eq!(with.success(), row.succeeds, "{what}: {}", with.report());
+        }
+    }
+}
+
+/// `UCT_GAUDI_COPY_…` is the spelling of this product's predecessors.
+fn aliased(variable: &str) -> Option<String> {
+    variable.strip_prefix("UCX_GAUDI_COPY_").map(|name| format!("UCT_GAUDI_COPY_{name}"))
+}
+
+#[test]
+fn the_alias_does_what_the_variable_does() {
+    for ucx in Ucx::ALL {
+        let mut tried = 0;
+        for row in EFFECTS {
+            let Some(alias) = aliased(row.variable) else { continue };
+            let end = row.run(ucx, &[(&alias, row.value)]);
+            assert!(row.is_shown(&end) && end.success(), "{alias}: {}", end.report());
+            tried += 1;
+        }
+        assert!(tried >= 5, "{tried} aliases");
+    }
+}
+
+#[test]
+fn of_two_spellings_the_one_of_ucx_wins() {
+    for ucx in Ucx::ALL {
+        let run = |variables: &[(&str, &str)]| {
+            let tool = Machine::eight_cards().check(ucx, "where");
+            let set = variables.iter();
+            set.fold(tool, |tool, (name, value)| tool.env(name, value)).run().ok()
+        };
+        let end = run(&[("UCX_GAUDI_COPY_DEVICE", "3"), ("UCT_GAUDI_COPY_DEVICE", "1")]);
+        assert!(end.stdout.contains(CARD_3), "{}", end.report());
+        let end =
+            run(&[("UCX_GAUDI_COPY_LOG_LEVEL", "error"), ("UCT_GAUDI_COPY_LOG_LEVEL", "info")]);
+        assert!(!end.stdout.contains("gaudi_copy uses"), "{}", end.report());
+    }
+}
+
+#[test]
+fn nonsense_in_an_alias_is_a_warning_that_names_it() {
+    let tool = Machine::eight_cards().check(Ucx::V1_22, "where");
+    let end = tool.env("UCT_GAUDI_COPY_DMABUF", "perhaps").run().ok();
+    assert!(says(&end, "WARN", &["UCT_GAUDI_COPY_DMABUF", "perhaps"]), "{}", end.report());
+}
+
+/// Whether a line of this level holds all the words.
+fn says(end: &Finished, level: &str, words: &[&str]) -> bool {
+    let mut lines = end.stdout.lines().chain(end.stderr.lines());
+    lines.any(|line| line.contains(level) && words.iter().all(|word| line.contains(word)))
+}
+
+#[test]
+fn the_card_is_chosen_by_index_module_id_and_bus_id() {
+    for ucx in Ucx::ALL {
+        for (value, card) in [
+            ("", CARD_0),
+            ("0", CARD_0),
+            ("1", CARD_1),
+            ("3", CARD_3),
+            ("module:2", CARD_0),
+            ("module:3", CARD_1),
+            ("module:0", CARD_3),
+            ("0000:34:00.0", CARD_3),
+            ("34:00.0", CARD_3),
+            ("0000:4D:00.0", CARD_1),
+        ] {
+            let tool = Machine::eight_cards().check(ucx, "where");
+            let end = tool.env("UCX_GAUDI_COPY_DEVICE", value).run().ok();
+            assert!(end.stdout.contains(card), "{value:?}: {}", end.report());
+        }
+    }
+}
+
+/// What names no card: a warning with variable and value, no Gaudi, and host traffic unharmed.
+#[test]
+fn a_card_that_is_not_there_is_named_in_a_warning() {
+    for value in ["8", "module:9", "0000:99:00.0", "gaudi0", "-1", "module:", "nonsense"] {
+        for ucx in Ucx::ALL {
+            let tool = Machine::eight_cards().check(ucx, "where");
+            let end = tool.env("UCX_GAUDI_COPY_DEVICE", value).run();
+            assert!(!end.success() && !end.crashed(), "{value}: {}", end.report());
+            let named = says(&end, "WARN", &["UCX_GAUDI_COPY_DEVICE", value]);
+            assert!(named, "{value}: {}", end.report());
+        }
+    }
+    for value in ["8", "nonsense"] {
+        let machine = Machine::eight_cards();
+        let tool = Workbench::from_env().tool(Ucx::V1_22, "ucx_info").plugin();
+        let end = tool
+            .device(&machine.device)
+            .env("UCX_GAUDI_COPY_DEVICE", value)
+            .words("-u t -w")
+            .run()
+            .ok();
+        assert!(!end.stdout.contains("gaudi_cpy/"), "{value}: {}", end.report());
+        let pair = Perftest::new(&Workbench::from_env(), "tag_bw", 65536)
+            .iterations(100, 10)
+            .plugin()
+            .device(&machine.device)
+            .both(|tool| tool.env("UCX_GAUDI_COPY_DEVICE", value))
+            .run()
+            .unwrap_or_else(|error| panic!("{value}: {error:#}"));
+        pair.figures().unwrap_or_else(|error| panic!("{value}: {error:#}"));
+    }
+}
+
+/// A card that another process has: without a choice the next one serves, with one it is an error
+/// that names the card.
+#[test]
+fn a_busy_card_is_passed_over_or_named() {
+    let machine = Machine::eight_cards();
+    let holder = machine.check(Ucx::V1_22, "hold").start();
+    assert!(holder.wait_until(|_| machine.cards_opened() == 1), "the card was not taken");
+    for ucx in Ucx::ALL {
+        let end = machine.check(ucx, "where").run().ok();
+        assert!(end.stdout.contains(CARD_1), "{}", end.report());
+        let tool = machine.check(ucx, "where");
+        let end = tool.env("UCX_GAUDI_COPY_DEVICE", "0").run();
+        assert!(!end.success() && !end.crashed(), "{}", end.report());
+        assert!(says(&end, "ERROR", &["0000:33:00.0", "DEVICE_BUSY"]), "{}", end.report());
+    }
+}
+
+#[test]
+fn log_level_of_our_own_hides_and_shows_our_lines_only() {
+    for ucx in Ucx::ALL {
+        let machine = Machine::eight_cards();
+        let warns = |end: &Finished| says(end, "WARN", &["UCX_GAUDI_COPY_DEVICE"]);
+        let run = |ours: &str| {
+            let tool = machine.check(ucx, "where").env("UCX_GAUDI_COPY_DEVICE", "99");
+            tool.env("UCX_GAUDI_COPY_LOG_LEVEL", ours).run()
+        };
+        let (loud, quiet) = (run("inherit"), run("error"));
+        assert!(warns(&loud) && !warns(&quiet), "{}\n{}", loud.report(), quiet.report());
+        // Ours at debug level, UCX's stay as they are.
+        let tool = machine.check(ucx, "where").env("UCX_LOG_LEVEL", "warn");
+        let end = tool.env("UCX_GAUDI_COPY_LOG_LEVEL", "trace").run().ok();
+        let debug: Vec<&str> = end
+            .stdout
+            .lines()
+            .filter(|line| line.contains("DEBUG") || line.contains("INFO"))
+            .collect();
+        assert!(!debug.is_empty(), "{}", end.report());
+        let foreign: Vec<_> = debug.iter().filter(|line| !line.contains("ucx-gaudi")).collect();
+        assert!(foreign.is_empty(), "lines of others: {foreign:#?}");
+    }
+}

@@ -1,0 +1,107 @@
+//! dma-bufs of Gaudi memory, taken from memory domains through stock libuct and mapped by somebody
+//! who knows nothing of UCX.
+
+mod importer;
+mod memory;
+
+use e2e::Ucx;
+use importer::Importer;
+use memory::Machine;
+
+#[track_caller]
+fn checked_by_an_importer(machine: &Machine, ucx: Ucx, words: &str) {
+    let importer = Importer::start();
+    let end = machine.check(ucx, words).arg("--importer").arg(importer.socket()).run();
+    assert!(end.success(), "{}, UCX {}: {}", machine.name, ucx.name(), end.report());
+    assert!(end.stdout.contains("the importer read and wrote"), "{}", end.report());
+}
+
+#[test]
+fn descriptor_offset_and_content_of_any_range() {
+    for ucx in Ucx::ALL {
+        for machine in Machine::all() {
+            checked_by_an_importer(&machine, ucx, "dmabuf");
+        }
+    }
+}
+
+#[test]
+fn gaudi_gdr_offers_the_same() {
+    checked_by_an_importer(&Machine::eight_cards(), Ucx::V1_22, "dmabuf --component gaudi_gdr");
+}
+
+/// The older driver call knows no offset: the whole mapping, and an offset of our own.
+#[test]
+fn both_driver_calls_give_the_right_bytes() {
+    for choice in ["yes", "no", "try"] {
+        let set = format!("dmabuf --set GAUDI_COPY_ENABLE_MAPPED_DMABUF={choice}");
+        checked_by_an_importer(&Machine::eight_cards(), Ucx::Nixl, &set);
+    }
+}
+
+#[test]
+fn dmabuf_try_exports_when_first_asked() {
+    for ucx in Ucx::ALL {
+        let end = Machine::eight_cards().check(ucx, "dmabuf").run().ok();
+        assert!(end.stdout.contains("the first export added 1 descriptors"), "{}", end.report());
+    }
+}
+
+#[test]
+fn dmabuf_yes_exports_at_allocation() {
+    for ucx in Ucx::ALL {
+        let tool = Machine::eight_cards().check(ucx, "dmabuf").env("UCX_GAUDI_COPY_DMABUF", "yes");
+        let end = tool.run().ok();
+        assert!(end.stdout.contains("the first export added 0 descriptors"), "{}", end.report());
+    }
+}
+
+#[test]
+fn dmabuf_no_offers_none() {
+    for ucx in Ucx::ALL {
+        let machine = Machine::eight_cards();
+        let run = |what| machine.check(ucx, what).env("UCX_GAUDI_COPY_DMABUF", "no").run().ok();
+        let attributes = run("attributes");
+        let says = attributes.stdout.contains("gaudi_copy does not offer dma-bufs");
+        assert!(says, "{}", attributes.report());
+        let end = run("dmabuf");
+        assert!(end.stdout.contains("no dma-bufs are offered"), "{}", end.report());
+    }
+}
+
+/// A machine whose driver refuses every export.
+fn without_exports() -> Machine {
+    let machine = Machine::with("Gaudi2 without exports", "gaudi2", 1, |node| {
+        node.with("SOFT_GAUDI_FAULTS", "yes")
+    });
+    machine.faults(
+        "hlthunk_device_mapped_memory_export_dmabuf_fd fail:EINVAL times=0\n\
+         hlthunk_device_memory_export_dmabuf_fd fail:EINVAL times=0\n",
+    );
+    machine
+}
+
+#[test]
+fn dmabuf_yes_fails_loudly_where_the_driver_refuses() {
+    for ucx in Ucx::ALL {
+        let machine = without_exports();
+        let end = machine.check(ucx, "where").env("UCX_GAUDI_COPY_DMABUF", "yes").run();
+        assert!(!end.success() && !end.crashed(), "{}", end.report());
+        let loud =
+            end.stdout.lines().any(|line| line.contains("ERROR") && line.contains("DMABUF=yes"));
+        assert!(loud, "{}", end.report());
+    }
+}
+
+#[test]
+fn dmabuf_try_goes_on_without_and_says_why_at_info_level() {
+    for ucx in Ucx::ALL {
+        let machine = without_exports();
+        machine.check(ucx, "where").run().ok();
+        let end = machine.check(ucx, "dmabuf").env("UCX_LOG_LEVEL", "info").run();
+        assert!(!end.crashed(), "{}", end.report());
+        let why =
+            end.stdout.lines().any(|line| line.contains("INFO") && line.contains("no dma-buf"));
+        assert!(why, "{}", end.report());
+    }
+}

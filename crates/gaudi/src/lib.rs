@@ -34,6 +34,7 @@ mod import;
 mod memory;
 mod runtime;
 mod slots;
+pub mod stats;
 mod window;
 
 pub use choice::{BusId, DeviceChoice};

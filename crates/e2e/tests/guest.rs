@@ -163,3 +163,47 @@ fn hold_the_only_card(device: &Device) -> Running {
     }
     owner
 }
+
+/// What a process holds: threads, and open files that look like a card's.
+fn footprint(process: u32) -> (usize, Vec<String>) {
+    let count = |folder: &str| std::fs::read_dir(format!("/proc/{process}/{folder}"));
+    let threads = count("task").map_or(0, Iterator::count);
+    let cards = count("fd").map_or_else(
+        |_| Vec::new(),
+        |files| {
+            files
+                .filter_map(|file| std::fs::read_link(file.ok()?.path()).ok())
+                .map(|path| path.to_string_lossy().into_owned())
+                .filter(|path| path.contains("accel") || path.contains("hbm"))
+                .collect()
+        },
+    );
+    (threads, cards)
+}
+
+/// A host-only program in the middle of its traffic has no thread and no card more than without us.
+#[test]
+fn loaded_and_unused_plugin_adds_no_thread_and_opens_no_card() {
+    let device = Device::software();
+    let run = |plugin: bool| {
+        let tool = Workbench::from_env().tool(Ucx::V1_22, "ucx_perftest");
+        let tool = if plugin { tool.plugin().device(&device) } else { tool };
+        let running = tool.words("-l -f -t tag_lat -s 8 -n 1000000000 -w 1").start();
+        let in_traffic = running.wait_until(|processes| {
+            processes.iter().any(|process| {
+                let stat = std::fs::read_to_string(format!("/proc/{process}/stat"));
+                // User time, in ticks of 10 ms: half a second of it is long after start-up.
+                let ticks = stat.ok().and_then(|stat| {
+                    stat.rsplit(')').next()?.split_whitespace().nth(11)?.parse::<u64>().ok()
+                });
+                ticks.is_some_and(|ticks| ticks > 50)
+            })
+        });
+        assert!(in_traffic, "no traffic");
+        footprint(running.id())
+    };
+    let (threads_without, _) = run(false);
+    let (threads_with, cards) = run(true);
+    assert_eq!(threads_with, threads_without);
+    assert_eq!(cards, Vec::<String>::new());
+}

@@ -3,7 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::{Error, ErrorKind};
+use crate::environment::number;
+use crate::{DeviceInfo, Error, ErrorKind};
 
 /// A PCI bus id in its full form, `dddd:bb:dd.f`, lower case.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -54,12 +55,25 @@ pub enum DeviceChoice {
     /// No choice made: `HLS_MODULE_ID` where the launcher set it, else the first card that opens.
     #[default]
     Any,
-    /// The card with this index (N of `/dev/accel/accelN`).
+    /// The card with this logical index: the one `GAUDI_MAPPING_TABLE` gives it, or without a
+    /// table N of `/dev/accel/accelN`.
     Index(u32),
     /// The card with this module id (its place in the server).
     Module(u32),
     /// The card at this PCI address.
     Bus(BusId),
+}
+
+impl DeviceChoice {
+    /// Whether a card may be meant.
+    pub fn selects(&self, card: &DeviceInfo) -> bool {
+        match self {
+            DeviceChoice::Any => true,
+            DeviceChoice::Index(index) => card.index == *index,
+            DeviceChoice::Module(id) => card.module_id == *id,
+            DeviceChoice::Bus(bus) => card.bus_id == *bus,
+        }
+    }
 }
 
 impl FromStr for DeviceChoice {
@@ -68,10 +82,6 @@ impl FromStr for DeviceChoice {
     /// Reads `""`, `"<index>"`, `"module:<id>"` or `"<bus id>"`.
     fn from_str(text: &str) -> Result<Self, Error> {
         let text = text.trim();
-        let number = |digits: &str| {
-            let plain = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
-            plain.then(|| digits.parse::<u32>().ok()).flatten()
-        };
         let choice = if text.is_empty() {
             Some(DeviceChoice::Any)
         } else if let Some(id) = text.strip_prefix("module:") {
@@ -131,6 +141,16 @@ mod tests {
             assert_eq!(error.kind(), ErrorKind::InvalidParams);
             assert!(error.to_string().contains(text), "{error}");
         }
+    }
+
+    #[test]
+    fn a_choice_goes_by_logical_index_module_id_or_bus_id() {
+        let card = DeviceInfo { index: 1, module_id: 2, ..DeviceInfo::example(3) };
+        let selects = |text: &str| text.parse::<DeviceChoice>().unwrap().selects(&card);
+        assert!(selects("") && selects("1") && selects("module:2"));
+        assert!(selects(card.bus_id.as_str()));
+        assert!(!selects("3"), "the node number is not the index");
+        assert!(!selects("module:1") && !selects("0000:77:00.0"));
     }
 
     proptest! {

@@ -332,6 +332,10 @@ impl Device {
         error.on(self)
     }
 
+    pub(crate) fn backend(&self) -> &dyn Backend {
+        &*self.backend
+    }
+
     pub(crate) fn engine(&self) -> &Engine {
         &self.engine
     }

@@ -1,4 +1,5 @@
-//! Which cards there are, learnt from their control nodes: nobody's compute node is touched.
+//! Which cards there are, learnt from their control nodes: nobody's compute node is touched. Which of
+//! them this process may use, and under which numbers, is then the environment's word.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -6,12 +7,9 @@ use std::sync::Arc;
 
 use hl_thunk::{ControlDevice, Generation, Library};
 
-use crate::{BusId, Error, ErrorKind};
+use crate::environment::{self, MAPPING_TABLE, VISIBLE_MODULES, number};
+use crate::{BusId, Error, ErrorKind, MappingTable};
 
-/// Lists module ids this process may see, as the container tools set it.
-pub(crate) const VISIBLE_MODULES: &str = "HABANA_VISIBLE_MODULES";
-/// The module a launcher meant for this process.
-pub(crate) const MODULE_ID: &str = "HLS_MODULE_ID";
 /// Control nodes are numbered below this.
 const MAX_INDEX: u32 = 256;
 /// What the software Gaudi calls itself in its version.
@@ -20,20 +18,34 @@ const SOFTWARE: &str = "soft-gaudi";
 /// A card as discovery sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
-    /// N of `/dev/accel/accelN`.
+    /// The number that chooses it: what `GAUDI_MAPPING_TABLE` says, or without a table the same as
+    /// `node`.
     pub index: u32,
+    /// N of `/dev/accel/accelN`.
+    pub node: u32,
     /// The card's place in the server.
     pub module_id: u32,
     /// Its PCI address.
     pub bus_id: BusId,
     /// Its generation.
     pub generation: Generation,
+    /// The card's own network ports.
+    pub ports: PortMasks,
     /// The card's name, such as `HL225`.
     pub card_name: String,
     /// Version of the driver library, as it describes itself.
     pub driver_version: String,
     /// Whether this is the software Gaudi and no hardware.
     pub is_software: bool,
+}
+
+/// A card's own network ports, a bit each; zero where the driver does not tell.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PortMasks {
+    /// All ports in use.
+    pub all: u64,
+    /// Those that leave the server; the others lead to the cards beside it.
+    pub external: u64,
 }
 
 impl fmt::Display for DeviceInfo {
@@ -45,23 +57,59 @@ impl fmt::Display for DeviceInfo {
 
 const LOOKING: &str = "looking for Gaudi devices";
 
-/// Lists the cards this process may see; at least one.
-pub(crate) fn discover(library: &Arc<Library>) -> Result<Vec<DeviceInfo>, Error> {
-    let visible = std::env::var(VISIBLE_MODULES).ok();
+/// What discovery brought.
+#[derive(Debug)]
+pub(crate) struct Discovered {
+    /// The cards this process may use, at least one, in the order of their indices.
+    pub(crate) cards: Vec<DeviceInfo>,
+    /// What was ignored on the way, for a log.
+    pub(crate) notes: Vec<String>,
+}
+
+/// Lists the cards this process may use.
+pub(crate) fn discover(library: &Arc<Library>) -> Result<Discovered, Error> {
+    let table = environment::read(MAPPING_TABLE)?;
+    let table = table.as_deref().map(str::parse::<MappingTable>).transpose()?;
+    let visible = environment::read(VISIBLE_MODULES)?;
     let visible = visible.as_deref().map(read_modules).transpose()?.flatten();
+    let Enumerated { cards, last_problem } = enumerate(library)?;
+    let (mut cards, notes) = match &table {
+        Some(table) => (table.apply(&cards)?, table.notes().to_vec()),
+        None => (cards, Vec::new()),
+    };
+    let before = cards.len();
+    cards.retain(|card| visible.as_ref().is_none_or(|set| set.contains(&card.module_id)));
+    if cards.is_empty() {
+        return Err(none(match last_problem {
+            _ if before > 0 => format!("{VISIBLE_MODULES} hides all {before} cards"),
+            Some(problem) => problem,
+            None => String::from("there is no Gaudi in this machine"),
+        }));
+    }
+    Ok(Discovered { cards, notes })
+}
+
+/// Every card of the machine, numbered by its node.
+struct Enumerated {
+    cards: Vec<DeviceInfo>,
+    /// Why the last of those that did not answer did not.
+    last_problem: Option<String>,
+}
+
+fn enumerate(library: &Arc<Library>) -> Result<Enumerated, Error> {
     // Every open of a node is a search for the vendor's profiler: do not try 256 of them.
     let expected = match library.device_count() {
         Some(Ok(0)) => return Err(none(String::from("the driver reports no card"))),
         Some(Ok(count)) => count,
         Some(Err(_)) | None => MAX_INDEX,
     };
-    let (mut cards, mut hidden, mut last_problem) = (Vec::new(), 0, None);
+    let (mut cards, mut last_problem) = (Vec::new(), None);
     let mut seen = 0;
-    for index in 0..MAX_INDEX {
+    for node in 0..MAX_INDEX {
         if seen == expected {
             break;
         }
-        let control = match ControlDevice::open(library, index) {
+        let control = match ControlDevice::open(library, node) {
             Ok(control) => control,
             Err(error) => {
                 if !matches!(error.errno, libc::ENOENT | libc::ENXIO | libc::ENODEV) {
@@ -71,23 +119,12 @@ pub(crate) fn discover(library: &Arc<Library>) -> Result<Vec<DeviceInfo>, Error>
             }
         };
         seen += 1;
-        match describe(library, index, &control) {
-            Ok(Some(card)) if visible.as_ref().is_none_or(|set| set.contains(&card.module_id)) => {
-                cards.push(card);
-            }
-            Ok(Some(_)) => hidden += 1,
-            Ok(None) => {}
+        match describe(library, node, &control) {
+            Ok(card) => cards.extend(card),
             Err(reason) => last_problem = Some(reason),
         }
     }
-    if cards.is_empty() {
-        return Err(none(match last_problem {
-            _ if hidden > 0 => format!("{VISIBLE_MODULES} hides all {hidden} cards"),
-            Some(problem) => problem,
-            None => String::from("there is no Gaudi in this machine"),
-        }));
-    }
-    Ok(cards)
+    Ok(Enumerated { cards, last_problem })
 }
 
 fn none(detail: String) -> Error {
@@ -98,7 +135,7 @@ fn none(detail: String) -> Error {
 /// `None` for a card of a generation we do not know.
 fn describe(
     library: &Library,
-    index: u32,
+    node: u32,
     control: &ControlDevice,
 ) -> Result<Option<DeviceInfo>, String> {
     let hw = control.hw_info().map_err(|error| error.to_string())?;
@@ -106,10 +143,12 @@ fn describe(
     let bus_id = control.bus_id().map_err(|error| error.to_string())?;
     let driver_version = library.version().unwrap_or("unknown").to_owned();
     Ok(Some(DeviceInfo {
-        index,
+        index: node,
+        node,
         module_id: hw.module_id,
         bus_id: bus_id.parse().map_err(|error: Error| error.to_string())?,
         generation,
+        ports: PortMasks { all: hw.nic_ports_mask, external: hw.nic_ports_external_mask },
         card_name: text(&hw.card_name),
         is_software: driver_version.contains(SOFTWARE),
         driver_version,
@@ -128,7 +167,7 @@ fn read_modules(text: &str) -> Result<Option<BTreeSet<u32>>, Error> {
     if text.is_empty() || text.eq_ignore_ascii_case("all") {
         return Ok(None);
     }
-    let ids: Option<BTreeSet<u32>> = text.split(',').map(|id| id.trim().parse().ok()).collect();
+    let ids: Option<BTreeSet<u32>> = text.split(',').map(|id| number(id.trim())).collect();
     ids.map(Some).ok_or_else(|| {
         Error::new(
             ErrorKind::InvalidParams,
@@ -140,6 +179,24 @@ fn read_modules(text: &str) -> Result<Option<BTreeSet<u32>>, Error> {
 }
 
 #[cfg(test)]
+impl DeviceInfo {
+    /// A card that is nowhere, for tests.
+    pub(crate) fn example(node: u32) -> Self {
+        Self {
+            index: node,
+            node,
+            module_id: node,
+            bus_id: format!("{node:04x}:00:00.0").parse().expect("a bus id"),
+            generation: Generation::Gaudi2,
+            ports: PortMasks::default(),
+            card_name: String::from("HL225"),
+            driver_version: String::new(),
+            is_software: false,
+        }
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
 
@@ -148,7 +205,7 @@ mod tests {
         assert_eq!(read_modules("").unwrap(), None);
         assert_eq!(read_modules("all").unwrap(), None);
         assert_eq!(read_modules(" 3, 0 ").unwrap(), Some(BTreeSet::from([0, 3])));
-        for text in ["0;1", "-1", "0,,1", "x"] {
+        for text in ["0;1", "-1", "+1", "0,,1", "0,", "x", "4294967296"] {
             let error = read_modules(text).unwrap_err();
             assert!(error.to_string().contains(text), "{error}");
         }

@@ -159,6 +159,19 @@ impl Error {
         self
     }
 
+    /// Says more about what went wrong.
+    pub(crate) fn add_detail(&mut self, more: &dyn fmt::Display) {
+        self.detail = format!("{}, {more}", self.detail);
+    }
+
+    /// Says what to do, where the errno alone did not.
+    pub(crate) fn advise(mut self, remedy: &'static str) -> Self {
+        if self.remedy.is_empty() {
+            self.remedy = remedy;
+        }
+        self
+    }
+
     pub(crate) fn set_errno(&mut self, errno: i32) {
         self.errno = Some(errno);
     }
@@ -212,8 +225,7 @@ fn kind_of(phase: Phase, errno: i32) -> (ErrorKind, &'static str) {
     match (phase, errno) {
         (Open, libc::EBUSY) => (
             DeviceBusy,
-            "another process owns the card: end it, or choose another card \
-             (UCX_GAUDI_COPY_DEVICE)",
+            "wait for the owner or end it, or choose another card (UCX_GAUDI_COPY_DEVICE)",
         ),
         (Open, libc::EAGAIN) => (
             DeviceBusy,

@@ -19,8 +19,8 @@
 //! # Ok::<(), gaudi::Error>(())
 //! ```
 //!
-//! What holds what: an [`Allocation`], an [`Import`] and a [`Transfer`] hold their device open; a
-//! [`HostRegion`] and a [`Location`] do not. When the last holder lets go, the card is closed and
+//! What holds what: an [`Allocation`], an [`Import`], a [`Transfer`] and a [`RegisterBlock`] hold
+//! their device open; a [`HostRegion`] and a [`Location`] do not. When the last holder lets go, the card is closed and
 //! another process can have it.
 
 mod backend;
@@ -28,10 +28,14 @@ mod choice;
 mod copy;
 mod device;
 mod discovery;
+mod environment;
 mod error;
+mod holders;
 mod host;
 mod import;
+mod mapping_table;
 mod memory;
+mod registers;
 mod runtime;
 mod slots;
 pub mod stats;
@@ -40,12 +44,14 @@ mod window;
 pub use choice::{BusId, DeviceChoice};
 pub use copy::{Segment, Side, SubmitError, Transfer};
 pub use device::{Device, DeviceId, MemoryInfo};
-pub use discovery::DeviceInfo;
+pub use discovery::{DeviceInfo, PortMasks};
 pub use error::{Error, ErrorKind};
 pub use hl_thunk::{DeviceAddr, Direction, ExportCall, Generation};
 pub use host::HostRegion;
 pub use import::Import;
+pub use mapping_table::{MappedCard, MappingTable};
 pub use memory::{Allocation, Location};
+pub use registers::RegisterBlock;
 pub use runtime::{Runtime, runtime};
 pub use window::{Window, WindowEvent};
 
@@ -57,6 +63,7 @@ const _: () = {
     from_any_thread::<Allocation>();
     from_any_thread::<HostRegion>();
     from_any_thread::<Import>();
+    from_any_thread::<RegisterBlock>();
     from_any_thread::<Transfer>();
     from_any_thread::<Error>();
 };

@@ -1,10 +1,10 @@
 //! What a process has one of: the driver library, the open cards, their windows, the table that
 //! tells Gaudi addresses from others.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
@@ -12,8 +12,10 @@ use hl_thunk::{Generation, Library};
 
 use crate::backend::Backend;
 use crate::backend::owner::Owner;
-use crate::discovery::{self, MODULE_ID};
+use crate::discovery;
+use crate::environment::{self, MODULE_ID, number};
 use crate::error::Phase;
+use crate::holders::{self, Holders};
 use crate::memory::Table;
 use crate::window::{Blocked, Windows};
 use crate::{
@@ -34,6 +36,8 @@ pub struct Runtime {
     cards: Mutex<HashMap<BusId, OpenCard>>,
     card_closed: Condvar,
     next_id: AtomicU32,
+    notes: Mutex<Notes>,
+    register_access: AtomicBool,
     table: Table,
     windows: Windows,
 }
@@ -44,6 +48,13 @@ struct OpenCard {
     id: DeviceId,
     info: DeviceInfo,
     device: Weak<Device>,
+}
+
+/// What a log should hear once.
+#[derive(Debug, Default)]
+struct Notes {
+    waiting: Vec<String>,
+    known: BTreeSet<String>,
 }
 
 impl fmt::Debug for Runtime {
@@ -60,12 +71,36 @@ pub fn runtime() -> &'static Runtime {
 }
 
 impl Runtime {
-    /// Loads the driver library and lists the cards, through control nodes only, honouring
-    /// `HABANA_VISIBLE_MODULES`. No cards is an error of kind `DeviceNotFound` whose text says
-    /// whether the library or the cards are missing; a library that did not load is not tried
-    /// again.
+    /// Loads the driver library and lists the cards this process may use, through control nodes
+    /// only: those of `GAUDI_MAPPING_TABLE` where it is set, else all, less what
+    /// `HABANA_VISIBLE_MODULES` hides. No cards is an error of kind `DeviceNotFound` whose text
+    /// says whether the library or the cards are missing; a library that did not load is not tried
+    /// again. A variable that makes no sense is an error, not ignored.
     pub fn discover(&self) -> Result<Vec<DeviceInfo>, Error> {
-        discovery::discover(self.library()?)
+        let found = discovery::discover(self.library()?)?;
+        let notes = &mut *self.notes.lock().unwrap_or_else(PoisonError::into_inner);
+        for note in found.notes {
+            if notes.known.insert(note.clone()) {
+                notes.waiting.push(note);
+            }
+        }
+        Ok(found.cards)
+    }
+
+    /// What discovery ignored, each once, since the last call: for a log.
+    pub fn take_notes(&self) -> Vec<String> {
+        std::mem::take(&mut self.notes.lock().unwrap_or_else(PoisonError::into_inner).waiting)
+    }
+
+    /// The cards that [`Runtime::open`] would try for this choice, in this order; at least one.
+    /// Opens none of them.
+    pub fn candidates(&self, choice: &DeviceChoice) -> Result<Vec<DeviceInfo>, Error> {
+        let launcher = environment::read(MODULE_ID)?;
+        let (choice, named_by) = default_choice(choice, launcher.as_deref())?;
+        let all = self.discover()?;
+        let candidates: Vec<DeviceInfo> =
+            all.iter().filter(|card| choice.selects(card)).cloned().collect();
+        if candidates.is_empty() { Err(no_match(&choice, named_by, &all)) } else { Ok(candidates) }
     }
 
     fn library(&self) -> Result<&Arc<Library>, Error> {
@@ -85,14 +120,8 @@ impl Runtime {
     /// Takes a card for this process. One that is already open here and matches is shared. Without
     /// a choice, the one that `HLS_MODULE_ID` names, else the first card that opens.
     pub fn open(&self, choice: &DeviceChoice) -> Result<Arc<Device>, Error> {
-        let choice = &default_choice(choice, std::env::var(MODULE_ID).ok().as_deref())?;
         let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
-        let all = self.discover()?;
-        let candidates: Vec<DeviceInfo> =
-            all.iter().filter(|card| matches(choice, card)).cloned().collect();
-        if candidates.is_empty() {
-            return Err(no_match(choice, &all));
-        }
+        let candidates = self.candidates(choice)?;
         if let Some(device) = self.find_open(&candidates) {
             if !device.is_lost() {
                 return Ok(device);
@@ -106,6 +135,12 @@ impl Runtime {
             .on(&device));
         }
         first_to_open(candidates, |card| self.open_card(card), std::thread::sleep)
+            .map_err(|failures| none_opened(failures, |nodes| self.holders(nodes)))
+    }
+
+    /// Who has these nodes open; asked only when an open has failed.
+    fn holders(&self, nodes: &[u32]) -> Vec<Holders> {
+        self.library().map(|library| holders::of_cards(library, nodes)).unwrap_or_default()
     }
 
     /// A card of `candidates` that this process has open.
@@ -180,6 +215,17 @@ impl Runtime {
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 
+    /// Says whether [`Device::map_block`] may map registers in this process; not until it is
+    /// allowed.
+    pub fn allow_register_access(&self, allowed: bool) {
+        self.register_access.store(allowed, Ordering::Relaxed);
+    }
+
+    /// Whether registers may be mapped in this process.
+    pub fn allows_register_access(&self) -> bool {
+        self.register_access.load(Ordering::Relaxed)
+    }
+
     /// The open device with this id.
     pub fn device(&self, id: DeviceId) -> Option<Arc<Device>> {
         self.cards().values().find(|card| card.id == id)?.device.upgrade()
@@ -252,40 +298,37 @@ impl Drop for Registration {
     }
 }
 
-fn matches(choice: &DeviceChoice, card: &DeviceInfo) -> bool {
-    match choice {
-        DeviceChoice::Any => true,
-        DeviceChoice::Index(index) => card.index == *index,
-        DeviceChoice::Module(id) => card.module_id == *id,
-        DeviceChoice::Bus(bus) => card.bus_id == *bus,
-    }
+/// Without a choice, what the launcher said; and by which variable.
+fn default_choice(
+    choice: &DeviceChoice,
+    module_id: Option<&str>,
+) -> Result<(DeviceChoice, Option<&'static str>), Error> {
+    let (DeviceChoice::Any, Some(id)) = (choice, module_id) else {
+        return Ok((choice.clone(), None));
+    };
+    let module = number(id).map(DeviceChoice::Module).ok_or_else(|| {
+        Error::new(
+            ErrorKind::InvalidParams,
+            OPENING,
+            format!("{MODULE_ID}=\"{}\" is not a module id", id.escape_debug()),
+            "unset it, or set it to a number",
+        )
+    })?;
+    Ok((module, Some(MODULE_ID)))
 }
 
-/// Without a choice, what the launcher said.
-fn default_choice(choice: &DeviceChoice, module_id: Option<&str>) -> Result<DeviceChoice, Error> {
-    match (choice, module_id.map(str::trim)) {
-        (DeviceChoice::Any, Some(id)) if !id.is_empty() => {
-            id.parse().map(DeviceChoice::Module).map_err(|_| {
-                Error::new(
-                    ErrorKind::InvalidParams,
-                    OPENING,
-                    format!("{MODULE_ID}=\"{}\" is not a module id", id.escape_debug()),
-                    "unset it, or set it to a number",
-                )
-            })
-        }
-        _ => Ok(choice.clone()),
-    }
-}
-
-fn no_match(choice: &DeviceChoice, all: &[DeviceInfo]) -> Error {
+fn no_match(choice: &DeviceChoice, named_by: Option<&str>, all: &[DeviceInfo]) -> Error {
     let cards: Vec<String> = all
         .iter()
         .map(|card| format!("{} = module:{} = {}", card.index, card.module_id, card.bus_id))
         .collect();
-    let detail = format!("no card is \"{choice}\"; there are {}", cards.join(", "));
+    let by = named_by.map(|variable| format!(" (from {variable})")).unwrap_or_default();
+    let detail = format!("no card is \"{choice}\"{by}; there are {}", cards.join(", "));
     Error::new(ErrorKind::DeviceNotFound, OPENING, detail, "choose one of these")
 }
+
+/// Cards that did not open, and why.
+type Failures = Vec<(DeviceInfo, Error)>;
 
 /// Tries the cards in order until one opens. While at least one is in reset or being released, tries
 /// again after a pause, a bounded number of times.
@@ -293,7 +336,7 @@ fn first_to_open<T>(
     mut candidates: Vec<DeviceInfo>,
     mut open: impl FnMut(&DeviceInfo) -> Result<T, Error>,
     mut pause: impl FnMut(Duration),
-) -> Result<T, Error> {
+) -> Result<T, Failures> {
     let mut pauses = RETRY_PAUSES_MS.into_iter();
     loop {
         let mut failures = Vec::new();
@@ -306,29 +349,39 @@ fn first_to_open<T>(
         let may_recover = failures.iter().any(|(_, error)| error.errno() == Some(libc::EAGAIN));
         match pauses.next() {
             Some(length) if may_recover => pause(Duration::from_millis(length)),
-            _ => return Err(none_opened(failures)),
+            _ => return Err(failures),
         }
         candidates = failures.into_iter().map(|(card, _)| card).collect();
     }
 }
 
-/// One error for all cards that did not open: the single one's own, or a summary.
-fn none_opened(mut failures: Vec<(DeviceInfo, Error)>) -> Error {
+/// One error for all cards that did not open: the most telling one's own, or a summary. Busy cards
+/// are named with their owners, whom `holders` finds by node number.
+fn none_opened(mut failures: Failures, holders: impl FnOnce(&[u32]) -> Vec<Holders>) -> Error {
+    // Not "busy", which is only how the others happen to be.
+    let telling = failures.iter().position(|(_, error)| error.kind() != ErrorKind::DeviceBusy);
+    if let Some(at) = telling {
+        return failures.swap_remove(at).1;
+    }
+    let is_owned = |error: &Error| error.errno() == Some(libc::EBUSY);
+    let owned = failures.iter().filter(|(_, error)| is_owned(error));
+    let nodes: Vec<u32> = owned.map(|(card, _)| card.node).collect();
+    let mut found = if nodes.is_empty() { Vec::new() } else { holders(&nodes) }.into_iter();
+    for (_, error) in failures.iter_mut().filter(|(_, error)| is_owned(error)) {
+        if let Some(holders) = found.next() {
+            error.add_detail(&holders);
+        }
+    }
     if failures.len() == 1 {
         return failures.remove(0).1;
     }
-    let all_busy = failures.iter().all(|(_, error)| error.kind() == ErrorKind::DeviceBusy);
-    if !all_busy {
-        // The most telling one: not "busy", which is only how the others happen to be.
-        let at = failures.iter().position(|(_, error)| error.kind() != ErrorKind::DeviceBusy);
-        return failures.swap_remove(at.unwrap_or(0)).1;
-    }
-    let names: Vec<&str> = failures.iter().map(|(card, _)| card.bus_id.as_str()).collect();
+    let cards: Vec<String> =
+        failures.iter().map(|(card, error)| format!("{card}: {}", error.detail())).collect();
     let mut error = Error::new(
         ErrorKind::DeviceBusy,
         OPENING,
-        format!("all {} cards are owned by other processes ({})", names.len(), names.join(", ")),
-        "end one of their owners, or wait",
+        format!("none of {} cards is free ({})", cards.len(), cards.join("; ")),
+        "wait for one of the owners or end it",
     );
     error.set_errno(libc::EBUSY);
     error
@@ -339,16 +392,7 @@ mod tests {
     use super::*;
 
     fn cards(count: u32) -> Vec<DeviceInfo> {
-        let card = |index| DeviceInfo {
-            index,
-            module_id: index,
-            bus_id: format!("0000:{index:02x}:00.0").parse().unwrap(),
-            generation: Generation::Gaudi2,
-            card_name: String::new(),
-            driver_version: String::new(),
-            is_software: false,
-        };
-        (0..count).map(card).collect()
+        (0..count).map(DeviceInfo::example).collect()
     }
 
     fn refused(card: &DeviceInfo, errno: i32) -> Result<u32, Error> {
@@ -386,7 +430,7 @@ mod tests {
         let mut waited = Duration::ZERO;
         let opened =
             first_to_open(cards(1), |card| refused(card, libc::EAGAIN), |pause| waited += pause);
-        let error = opened.unwrap_err();
+        let error = none_opened(opened.unwrap_err(), |_| panic!("nobody owns it"));
         assert_eq!((error.kind(), error.errno()), (ErrorKind::DeviceBusy, Some(libc::EAGAIN)));
         assert!(error.to_string().contains("try again"), "{error}");
         assert!((2000..4000).contains(&waited.as_millis()), "{waited:?}");
@@ -394,25 +438,38 @@ mod tests {
 
     #[test]
     fn if_all_are_busy_the_error_says_so_and_a_stranger_cause_is_not_hidden() {
-        let all_busy = first_to_open(cards(3), |card| refused(card, libc::EBUSY), |_| {});
-        let error = all_busy.unwrap_err();
-        assert_eq!((error.kind(), error.errno()), (ErrorKind::DeviceBusy, Some(libc::EBUSY)));
-        assert!(error.to_string().contains("all 3 cards"), "{error}");
-        let errno = |card: &DeviceInfo| if card.index == 1 { libc::EACCES } else { libc::EBUSY };
-        let mixed = first_to_open(cards(3), |card| refused(card, errno(card)), |_| {});
-        let error = mixed.unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::PermissionDenied);
-        assert!(error.to_string().contains("0000:01:00.0"), "{error}");
+        let error = |errno_of: fn(&DeviceInfo) -> i32| {
+            let opened =
+                first_to_open(cards(3), |card| refused(card, errno_of(card)), |_| {}).unwrap_err();
+            none_opened(opened, |nodes| vec![Holders::default(); nodes.len()])
+        };
+        let all_busy = error(|_| libc::EBUSY);
+        assert_eq!((all_busy.kind(), all_busy.errno()), (ErrorKind::DeviceBusy, Some(libc::EBUSY)));
+        let text = all_busy.to_string();
+        assert!(text.contains("none of 3 cards is free"), "{text}");
+        assert_eq!(text.matches("no process here has it open").count(), 3, "{text}");
+
+        let one_in_reset =
+            error(|card| if card.node == 1 { libc::EAGAIN } else { libc::EBUSY }).to_string();
+        let named = one_in_reset.matches("no process here has it open").count();
+        assert_eq!(named, 2, "a card in reset has no owner: {one_in_reset}");
+
+        let mixed = error(|card| if card.node == 1 { libc::EACCES } else { libc::EBUSY });
+        assert_eq!(mixed.kind(), ErrorKind::PermissionDenied);
+        assert!(mixed.to_string().contains("0001:00:00.0"), "{mixed}");
     }
 
     #[test]
     fn the_launchers_module_id_counts_only_without_a_choice() {
         let any = DeviceChoice::Any;
         let index = DeviceChoice::Index(1);
-        assert_eq!(default_choice(&any, Some("3")).unwrap(), DeviceChoice::Module(3));
-        assert_eq!(default_choice(&index, Some("3")).unwrap(), index);
-        assert_eq!(default_choice(&any, Some("")).unwrap(), any);
-        assert_eq!(default_choice(&any, None).unwrap(), any);
-        assert!(default_choice(&any, Some("x")).unwrap_err().to_string().contains("HLS_MODULE_ID"));
+        let launched = (DeviceChoice::Module(3), Some("HLS_MODULE_ID"));
+        assert_eq!(default_choice(&any, Some("3")).unwrap(), launched);
+        assert_eq!(default_choice(&index, Some("3")).unwrap(), (index, None));
+        assert_eq!(default_choice(&any, None).unwrap(), (any.clone(), None));
+        for text in ["x", "-1", "+3", "3,4"] {
+            let error = default_choice(&any, Some(text)).unwrap_err().to_string();
+            assert!(error.contains("HLS_MODULE_ID") && error.contains(text), "{error}");
+        }
     }
 }

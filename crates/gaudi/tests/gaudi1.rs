@@ -91,3 +91,13 @@ fn exports_have_the_right_bytes() {
         assert_same(found, &bytes[5000..5100], "exported");
     }
 }
+
+#[test]
+fn the_driver_maps_no_register_block_of_this_generation() {
+    let (_guard, device) = setup();
+    runtime().allow_register_access(true);
+    let refused = device.map_block(DeviceAddr(0x7f_fc00_0000)).unwrap_err();
+    runtime().allow_register_access(false);
+    assert_eq!(refused.errno(), Some(libc::EPERM), "{refused}");
+    assert_eq!(refused.kind(), gaudi::ErrorKind::PermissionDenied, "{refused}");
+}

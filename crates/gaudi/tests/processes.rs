@@ -18,7 +18,12 @@ fn open_and_hold() {
     match choice.parse().and_then(|choice: DeviceChoice| runtime().open(&choice)) {
         Ok(device) => {
             let _allocation = device.alloc(4096, 1).unwrap();
-            println!("\nOPENED {} {}", device.info().index, device.info().module_id);
+            let info = device.info();
+            let notes = runtime().take_notes().join("; ");
+            println!(
+                "\nOPENED {} node {} module {} {notes}",
+                info.index, info.node, info.module_id
+            );
             let _ = std::io::stdin().read_to_end(&mut Vec::new());
         }
         Err(error) => println!("\nFAILED {} {error}", error.kind().name()),
@@ -29,7 +34,9 @@ fn holder(choice: &str) -> Command {
     machine::set_up("gaudi2");
     let mut command = machine::child("open_and_hold");
     command.env(CHOICE, choice).env("SOFT_GAUDI_DEVICES", "3");
-    command.env_remove("HLS_MODULE_ID").env_remove("HABANA_VISIBLE_MODULES");
+    for variable in ["HLS_MODULE_ID", "HABANA_VISIBLE_MODULES", "GAUDI_MAPPING_TABLE"] {
+        command.env_remove(variable);
+    }
     command.stdin(Stdio::piped()).stdout(Stdio::piped());
     command
 }
@@ -81,16 +88,22 @@ fn each_process_gets_the_next_card_until_all_are_taken() {
     let _cleanup = Cleanup("next");
     let open = || start(on_node(holder(""), "next"));
     let (first, one) = open();
-    let (second, _two) = open();
-    let (third, _three) = open();
+    let (second, two) = open();
+    let (third, three) = open();
     assert!(first.starts_with("OPENED 0"), "{first}");
     assert!(second.starts_with("OPENED 1"), "{second}");
     assert!(third.starts_with("OPENED 2"), "{third}");
     let (refused, _) = open();
     assert!(refused.starts_with("FAILED DEVICE_BUSY"), "{refused}");
-    assert!(refused.contains("all 3 cards are owned by other processes"), "{refused}");
+    assert!(refused.contains("none of 3 cards is free"), "{refused}");
+    for owner in [&one, &two, &three] {
+        assert!(refused.contains(&format!("(pid {})", owner.0.id())), "{refused}");
+    }
     let (by_choice, _) = start(on_node(holder("1"), "next"));
     assert!(by_choice.starts_with("FAILED DEVICE_BUSY"), "{by_choice}");
+    assert!(by_choice.contains("it is held by "), "{by_choice}");
+    assert!(by_choice.contains(&format!("(pid {})", two.0.id())), "{by_choice}");
+    assert!(!by_choice.contains(&format!("(pid {})", three.0.id())), "{by_choice}");
     assert!(by_choice.contains("choose another card"), "{by_choice}");
     drop(one);
     let (again, _holder) = open();
@@ -118,11 +131,21 @@ fn cards_are_chosen_by_index_module_and_bus_id() {
         start(command).0
     };
     assert!(run("2", &[]).starts_with("OPENED 2 "));
-    assert!(run("module:1", &[]).ends_with(" 1"));
-    assert!(run("", &[("HLS_MODULE_ID", "2")]).ends_with(" 2"));
-    assert!(run("module:0", &[("HLS_MODULE_ID", "2")]).ends_with(" 0"), "a choice comes first");
+    assert!(run("module:1", &[]).contains("module 1 "));
+    assert!(run("", &[("HLS_MODULE_ID", "2")]).contains("module 2 "));
+    let both = run("module:0", &[("HLS_MODULE_ID", "2")]);
+    assert!(both.contains("module 0 "), "a choice comes first: {both}");
     let visible = run("", &[("HABANA_VISIBLE_MODULES", "5,6")]);
-    assert!(visible.ends_with(" 5") || visible.ends_with(" 6"), "{visible}");
+    assert!(visible.contains("module 5 ") || visible.contains("module 6 "), "{visible}");
+    let contradiction = [("HABANA_VISIBLE_MODULES", "5,6"), ("HLS_MODULE_ID", "2")];
+    let nothing = run("", &contradiction);
+    assert!(nothing.starts_with("FAILED DEVICE_NOT_FOUND"), "{nothing}");
+    assert!(nothing.contains("\"module:2\" (from HLS_MODULE_ID)"), "{nothing}");
+    for (variable, text) in [("HABANA_VISIBLE_MODULES", "0;1"), ("HLS_MODULE_ID", "first")] {
+        let malformed = run("", &[(variable, text)]);
+        assert!(malformed.starts_with("FAILED INVALID_PARAMS"), "{malformed}");
+        assert!(malformed.contains(&format!("{variable}=\"{text}\"")), "{malformed}");
+    }
     let missing = run("8", &[]);
     assert!(missing.starts_with("FAILED DEVICE_NOT_FOUND"), "{missing}");
     assert!(missing.contains("there are 0 = module:"), "{missing}");
@@ -133,6 +156,60 @@ fn cards_are_chosen_by_index_module_and_bus_id() {
     let no_card = run("", &[("SOFT_GAUDI_DEVICES", "0")]);
     assert!(no_card.starts_with("FAILED DEVICE_NOT_FOUND"), "{no_card}");
     assert!(no_card.contains("no card"), "{no_card}");
+}
+
+#[test]
+fn a_mapping_table_names_the_cards_and_nothing_stands_in_for_it() {
+    machine::set_up("gaudi2");
+    let _cleanup = Cleanup("table");
+    let run = |choice: &str, table: &str, visible: &str| {
+        let mut command = on_node(holder(choice), "table");
+        command.env("SOFT_GAUDI_DEVICES", "8").env("GAUDI_MAPPING_TABLE", table);
+        command.env("HABANA_VISIBLE_MODULES", visible);
+        start(command).0
+    };
+    let cards = runtime().discover().unwrap();
+    let row = |index: u32, node: usize| {
+        let card = &cards[node];
+        format!(
+            r#"{{"index":{index},"module_id":{},"bus_id":"{}","model":"HL225"}}"#,
+            card.module_id, card.bus_id
+        )
+    };
+    let table = format!("[{},{},{}]", row(9, 0), row(4, 5), row(0, 2));
+
+    let first = run("", &table, "");
+    assert!(first.starts_with("OPENED 0 node 2 "), "{first}");
+    assert!(first.contains(r#"key "model" is unknown and ignored (in 3 entries)"#), "{first}");
+    assert!(run("4", &table, "").starts_with("OPENED 4 node 5 "));
+    let by_module = run(&format!("module:{}", cards[0].module_id), &table, "");
+    assert!(by_module.starts_with("OPENED 9 node 0 "), "{by_module}");
+    let by_bus = run(cards[5].bus_id.as_str(), &table, "");
+    assert!(by_bus.starts_with("OPENED 4 node 5 "), "{by_bus}");
+    let hidden = run("", &table, &cards[5].module_id.to_string());
+    assert!(hidden.starts_with("OPENED 4 node 5 "), "both variables count: {hidden}");
+
+    let not_listed = run("2", &table, "");
+    assert!(not_listed.starts_with("FAILED DEVICE_NOT_FOUND"), "{not_listed}");
+    assert!(not_listed.contains("there are 0 = module:"), "{not_listed}");
+    let absent = run("", &format!("[{},{}]", row(0, 0), row(1, 8)), "");
+    assert!(absent.starts_with("FAILED DEVICE_NOT_FOUND"), "{absent}");
+    assert!(absent.contains(&format!("no card at {}", cards[8].bus_id)), "{absent}");
+    let contradicting = format!(r#"[{{"index":0,"module_id":99,"bus_id":"{}"}}]"#, cards[1].bus_id);
+    let contradicting = run("", &contradicting, "");
+    assert!(contradicting.starts_with("FAILED INVALID_PARAMS"), "{contradicting}");
+    assert!(contradicting.contains("not 99"), "{contradicting}");
+    for (broken, quoted) in [
+        ("0=0000:33:00.0", "not JSON"),
+        ("[]", "lists no card"),
+        (r#"[{"index":0,"module_id":2,"bus_id":"33:00"}]"#, r#""33:00""#),
+    ] {
+        let refused = run("", broken, "");
+        assert!(refused.starts_with("FAILED INVALID_PARAMS"), "{refused}");
+        assert!(refused.contains("GAUDI_MAPPING_TABLE"), "{refused}");
+        assert!(refused.contains(quoted), "{refused}");
+    }
+    assert!(run("", "  ", "").starts_with("OPENED 0 node 0 "), "empty is unset");
 }
 
 #[test]

@@ -107,6 +107,12 @@ impl ControlDevice {
     }
 }
 
+impl AsFd for ControlDevice {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.node.fd()
+    }
+}
+
 /// A card's compute node, owned by this process. Cloning is cheap; the node is closed when the
 /// last clone, and everything made from it, is gone.
 #[derive(Clone, Debug)]

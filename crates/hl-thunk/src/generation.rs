@@ -61,6 +61,11 @@ impl Generation {
         self != Generation::Gaudi3
     }
 
+    /// Whether the driver maps any register block at all for user programs.
+    pub fn maps_register_blocks(self) -> bool {
+        self != Generation::Gaudi
+    }
+
     /// How many submissions the driver keeps before its library starts to spin.
     pub fn max_pending_submissions(self) -> u64 {
         match self {

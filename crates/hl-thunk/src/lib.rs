@@ -4,7 +4,7 @@
 //! * [`sys`]: the C structures and constants;
 //! * [`Library`]: the symbols, found with the dynamic loader when asked for and not before;
 //! * owning types over them ([`Device`], [`DeviceMemory`], [`DeviceMapping`], [`HostMapping`],
-//!   [`CommandBuffer`], [`DmaBuf`]), and the [packets](packet) of each generation.
+//!   [`CommandBuffer`], [`DmaBuf`], [`HwBlock`]), and the [packets](packet) of each generation.
 //!
 //! Every child keeps its parent alive, so the order the driver demands (dma-buf, mapping,
 //! allocation, device) cannot be got wrong. A failure inside a `drop` is recorded with the
@@ -19,6 +19,7 @@ mod device;
 mod dmabuf;
 mod error;
 mod generation;
+mod hw_block;
 mod library;
 mod memory;
 mod pages;
@@ -29,6 +30,7 @@ pub use device::{ControlDevice, Device};
 pub use dmabuf::{DmaBuf, ExportCall, ImportedMapping};
 pub use error::{Error, LoadError};
 pub use generation::{Direction, Generation};
+pub use hw_block::HwBlock;
 pub use library::Library;
 pub use memory::{DeviceMapping, DeviceMemory, HostMapping};
 pub use pages::HostPages;

@@ -76,6 +76,7 @@ symbols! {
             unsafe extern "C" fn(c_int, u64, u64, u64, u32) -> c_int;
         hlthunk_get_device_count: unsafe extern "C" fn(DeviceName) -> c_int;
         hlthunk_get_device_status_info: unsafe extern "C" fn(c_int) -> c_int;
+        hlthunk_get_hw_block: unsafe extern "C" fn(c_int, u64, *mut u32, *mut u64) -> c_int;
         hlthunk_get_version: unsafe extern "C" fn() -> *mut c_char;
         hlthunk_free: unsafe extern "C" fn(*mut c_void);
         // Not the library's own, but what its calls use: libc's behind the real library, the

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use hl_thunk::packet::LinDma;
 use hl_thunk::{
     Chunk, CommandBuffer, Device, DeviceAddr, DeviceMemory, DmaBuf, Generation, HostMapping,
-    HostPages, Library, WaitStatus,
+    HostPages, HwBlock, Library, WaitStatus,
 };
 
 fn library() -> &'static Arc<Library> {
@@ -76,4 +76,11 @@ fn an_unmapped_command_buffer_does_not_keep_the_card() {
     assert_eq!(Device::open(library(), &bus_id).unwrap_err().errno, libc::EBUSY);
     drop(buffer);
     Device::open(library(), &bus_id).expect("mapping and buffer are gone");
+}
+
+#[test]
+fn no_register_block_is_mappable_and_the_errno_says_so() {
+    let device = machine::open(library());
+    let error = HwBlock::map(&device, DeviceAddr(0x7f_fc00_0000)).unwrap_err();
+    assert_eq!((error.call, error.errno), ("hlthunk_get_hw_block", libc::EPERM));
 }

@@ -216,7 +216,8 @@ fn main() {
     assert!(fd >= 0, "cannot open the card: {fd}");
     let mut bench = Bench { fd, figures: Vec::new() };
     bench.latency();
-    bench.bandwidth(64 << 10, 512 << 10, "512 KiB set");
+    bench.bandwidth(64 << 10, 8 << 20, "8 MiB set");
+    bench.bandwidth(1 << 20, 8 << 20, "8 MiB set");
     bench.bandwidth(64 << 10, 256 << 20, "256 MiB set");
     bench.bandwidth(1 << 20, 256 << 20, "256 MiB set");
     bench.bandwidth(64 << 20, 256 << 20, "256 MiB set");

@@ -1,8 +1,9 @@
 //! A card's SRAM and DRAM: one sparse file, mapped once into each process that needs it.
 //!
-//! The mapping covers the largest memory the generation can have and is never undone, so a pointer
-//! into it stays valid for the process's life; what lies beyond the end of the file, or a page that
-//! a full tmpfs cannot provide, answers with a fault that [`crate::guarded`] turns into an error.
+//! The mapping is never undone, so a pointer into it stays valid for the process's life; what lies
+//! beyond the end of the file (another process may have given it another size since), or a page
+//! that a full tmpfs cannot provide, answers with a fault that [`crate::guarded`] turns into an
+//! error.
 
 use std::os::fd::OwnedFd;
 use std::sync::Mutex;
@@ -11,7 +12,6 @@ use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
-use crate::asic::Profile;
 use crate::node::Node;
 
 /// Room for SRAM at the start of the file, the largest generation's.
@@ -33,15 +33,16 @@ pub(crate) fn of(node: &Node, device: u32) -> Result<&'static CardMemory, Errno>
     match slot {
         Some(memory) if memory.is_current(node, device) => Ok(memory),
         _ => {
-            let memory = Box::leak(Box::new(map(node.open_memory(device)?, node.profile)?));
+            let memory =
+                Box::leak(Box::new(map(node.open_memory(device)?, node.config.dram_size)?));
             *slot = Some(memory);
             Ok(memory)
         }
     }
 }
 
-fn map(file: OwnedFd, profile: &Profile) -> Result<CardMemory, Errno> {
-    let len = SRAM_ROOM + profile.dram_size;
+fn map(file: OwnedFd, dram_size: u64) -> Result<CardMemory, Errno> {
+    let len = SRAM_ROOM + dram_size;
     // SAFETY: a fresh mapping at an address of the kernel's choice.
     let base = unsafe {
         rustix::mm::mmap(

@@ -16,7 +16,7 @@ use crate::address_space::HOST_PAGE;
 /// Marks a handle as a command buffer's; also where they begin in the file.
 pub(crate) const HANDLES: u64 = 0x1000_0000_0000_0000;
 /// Bytes of command buffers a context may have.
-const ROOM: u64 = 64 << 30;
+const ROOM: u64 = 16 << 30;
 /// Destroyed buffers are not reused before this much has been destroyed after them, because the
 /// program may still have them mapped.
 const QUARANTINE: u64 = 64 << 20;

@@ -68,6 +68,8 @@ pub(crate) struct Context {
     pub(crate) in_flight: AtomicU64,
     /// Keeps the card while work goes on, even if the program closes its descriptor.
     pub(crate) hold: Mutex<Option<OwnedFd>>,
+    /// `hold` may have something: spares the lock on the way of small submissions.
+    pub(crate) holding: AtomicBool,
     pub(crate) epoch: Instant,
     /// Submissions whose end is to be told only after some others', and after how many.
     pub(crate) late: Mutex<Vec<(Arc<Submission>, u64)>>,
@@ -144,6 +146,7 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
         down: AtomicBool::new(false),
         in_flight: AtomicU64::new(0),
         hold: Mutex::new(None),
+        holding: AtomicBool::new(false),
         epoch: Instant::now(),
         late: Mutex::default(),
         last_end: AtomicU64::new(0),

@@ -110,14 +110,15 @@ impl Context {
     /// Takes a place in the window, waiting for one as the library does.
     pub(crate) fn enter(
         self: &Arc<Self>,
-        make: impl Fn(u64) -> Submission,
+        make: impl FnOnce(u64) -> Submission,
     ) -> Result<Arc<Submission>, Errno> {
+        let mut make = Some(make);
         loop {
             if self.down.load(Ordering::Acquire) {
                 self.state.drop_submission(Drop::InReset);
                 return Err(Errno::BUSY);
             }
-            match self.window.enter(&make) {
+            match self.window.enter(&mut make) {
                 Ok(submission) => {
                     self.in_flight.fetch_add(1, Ordering::AcqRel);
                     self.state.in_flight.fetch_add(1, Ordering::Relaxed);
@@ -162,7 +163,8 @@ impl Context {
         if hold.is_none() {
             *hold = fd.try_clone_to_owned().ok();
         }
-        if self.in_flight.load(Ordering::Acquire) == 0 {
+        self.holding.store(true, Ordering::SeqCst);
+        if self.in_flight.load(Ordering::SeqCst) == 0 {
             *hold = None;
         }
     }
@@ -174,7 +176,9 @@ impl Context {
         // The books first: who sees the end may ask whether the card is idle.
         self.last_end.store(self.epoch.elapsed().as_nanos() as u64, Ordering::Relaxed);
         self.state.in_flight.fetch_sub(1, Ordering::Relaxed);
-        if self.in_flight.fetch_sub(1, Ordering::AcqRel) == 1 {
+        if self.in_flight.fetch_sub(1, Ordering::SeqCst) == 1
+            && self.holding.swap(false, Ordering::SeqCst)
+        {
             let mut hold = self.hold.lock().unwrap_or_else(|p| p.into_inner());
             if self.in_flight.load(Ordering::Acquire) == 0 {
                 *hold = None;

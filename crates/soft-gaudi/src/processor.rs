@@ -107,6 +107,13 @@ impl Frame {
         Self { program, pc: 0, lower, fetched: Vec::new(), fetched_at: 0 }
     }
 
+    /// With a buffer that an earlier one has left behind.
+    fn reusing(mut self, mut buffer: Vec<u8>) -> Self {
+        buffer.clear();
+        self.fetched = buffer;
+        self
+    }
+
     /// The packet at the program counter.
     fn packet(&mut self, generation: Generation, bus: &impl Bus) -> Result<Packet, Fault> {
         let left = self.program.len() - self.pc;
@@ -133,6 +140,8 @@ impl Frame {
 pub(crate) struct Processor {
     generation: Generation,
     frames: Vec<Frame>,
+    /// A fetch buffer for the next frame.
+    spare: Vec<u8>,
     /// Bytes done of the DMA at the program counter.
     moved: u64,
     predicates: u32,
@@ -148,6 +157,7 @@ impl Processor {
         Self {
             generation,
             frames: Vec::new(),
+            spare: Vec::new(),
             moved: 0,
             predicates: u32::MAX,
             scalars: [0; 16],
@@ -162,7 +172,8 @@ impl Processor {
         self.moved = 0;
         self.granted = false;
         self.previous = None;
-        self.frames.push(Frame::new(program, false));
+        let buffer = core::mem::take(&mut self.spare);
+        self.frames.push(Frame::new(program, false).reusing(buffer));
     }
 
     /// Executes packets until something stops it.
@@ -171,7 +182,7 @@ impl Processor {
             let depth = self.frames.len();
             let Some(frame) = self.frames.last_mut() else { return Ok(Pause::Done) };
             if frame.pc >= frame.program.len() {
-                self.frames.pop();
+                self.spare = self.frames.pop().map(|frame| frame.fetched).unwrap_or_default();
                 continue;
             }
             if bus.stopped() {

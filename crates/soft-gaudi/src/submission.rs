@@ -180,10 +180,11 @@ impl Window {
         self.ring.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Gives a submission the next number, or returns the one whose place is still needed.
+    /// Gives a submission the next number, or returns the one whose place is still needed; `make`
+    /// is used up only when there is room, and must be there.
     pub(crate) fn enter(
         &self,
-        make: impl FnOnce(u64) -> Submission,
+        make: &mut Option<impl FnOnce(u64) -> Submission>,
     ) -> Result<Arc<Submission>, Arc<Submission>> {
         let mut ring = self.lock();
         let slot = (ring.next % ring.slots.len() as u64) as usize;
@@ -192,6 +193,7 @@ impl Window {
         {
             return Err(old.clone());
         }
+        let Some(make) = make.take() else { unreachable!("entered twice") };
         let submission = Arc::new(make(ring.next));
         ring.next += 1;
         if let Some(old) = ring.slots[slot].replace(submission.clone())
@@ -257,7 +259,7 @@ mod tests {
     fn numbers_start_at_one_and_old_ones_are_gone() {
         let window = Window::new(4);
         for seq in 1..=9 {
-            let entered = window.enter(make).unwrap();
+            let entered = window.enter(&mut Some(make)).unwrap();
             assert_eq!(entered.seq, seq);
             end(&entered, Outcome::Completed);
         }
@@ -270,15 +272,15 @@ mod tests {
     #[test]
     fn a_full_window_names_the_submission_in_the_way() {
         let window = Window::new(2);
-        let first = window.enter(make).unwrap();
-        let second = window.enter(make).unwrap();
+        let first = window.enter(&mut Some(make)).unwrap();
+        let second = window.enter(&mut Some(make)).unwrap();
         end(&second, Outcome::Completed);
-        assert_eq!(window.enter(make).unwrap_err().seq, 1);
+        assert_eq!(window.enter(&mut Some(make)).unwrap_err().seq, 1);
         assert_eq!(window.oldest().unwrap().seq, 1);
         end(&first, Outcome::Aborted);
         assert!(!first.claim());
         assert_eq!(first.outcome(), Some(Outcome::Aborted));
-        assert_eq!(window.enter(make).unwrap().seq, 3);
+        assert_eq!(window.enter(&mut Some(make)).unwrap().seq, 3);
         assert_eq!(window.pending().len(), 1);
     }
 }

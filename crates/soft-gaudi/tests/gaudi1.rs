@@ -129,3 +129,82 @@ fn physical_ranges_are_exported_without_a_mapping() {
     unsafe { libc::close(dmabuf) };
     hlthunk_close(fd);
 }
+
+fn nop() -> Vec<u8> {
+    vec![0, 0, 0, 0, 0, 0, 0, 0x0a]
+}
+
+fn staged(fd: i32, sequence: u64, queue: u32, handle: u64, flags: u32) -> Result<u64, i32> {
+    let mut chunks = [chunk(queue, handle, 8)];
+    let input = sys::CsIn {
+        chunks_restore: core::ptr::null_mut(),
+        chunks_execute: chunks.as_mut_ptr().cast(),
+        num_chunks_restore: 0,
+        num_chunks_execute: 1,
+        flags,
+    };
+    let mut out = sys::CsOut::default();
+    match hlthunk_staged_command_submission(fd, sequence, &input, &mut out) {
+        0 => Ok(out.seq),
+        error => Err(error),
+    }
+}
+
+#[test]
+fn a_staged_submission_ends_with_its_last_part() {
+    machine("gaudi1");
+    let fd = card();
+    let handle = buffer(fd, &nop());
+    let first = staged(fd, 0, 0, handle, 0x40 | 0x80).unwrap();
+    let mut status = 99;
+    assert_eq!(hlthunk_wait_for_cs(fd, first, 1000, &mut status), 0);
+    assert_eq!(status, sys::WAIT_BUSY);
+    assert_eq!(staged(fd, first, 1, handle, 0x40), Ok(first));
+    assert_eq!(staged(fd, first + 1000, 1, handle, 0x40), Err(-libc::EINVAL));
+    assert_eq!(hlthunk_wait_for_cs(fd, first, 0, &mut status), 0);
+    assert_eq!(status, sys::WAIT_BUSY);
+    assert_eq!(staged(fd, first, 4, handle, 0x40 | 0x100), Ok(first));
+    assert_eq!(wait(fd, first), (0, sys::WAIT_COMPLETED));
+    // Closed: no further parts.
+    assert_eq!(staged(fd, first, 4, handle, 0x40), Err(-libc::EINVAL));
+    hlthunk_close(fd);
+}
+
+#[test]
+fn a_multi_wait_tells_which_have_ended() {
+    machine("gaudi1");
+    let fd = card();
+    let handle = buffer(fd, &nop());
+    let open_end = staged(fd, 0, 0, handle, 0x40 | 0x80).unwrap();
+    let done = submit_packets(fd, 4, &nop()).unwrap();
+    let seqs = [open_end, done];
+    let mut input = sys::WaitMultiCsIn { seq: seqs.as_ptr(), timeout_us: 1_000_000, seq_len: 2 };
+    let mut out = sys::WaitMultiCsOut::default();
+    assert_eq!(hlthunk_wait_for_multi_cs(fd, &input, &mut out), 0);
+    assert_eq!((out.status, out.seq_set, out.completed), (sys::WAIT_COMPLETED, 0b10, 1));
+    input.seq_len = 1;
+    input.timeout_us = 1000;
+    assert_eq!(hlthunk_wait_for_multi_cs(fd, &input, &mut out), 0);
+    assert_eq!((out.status, out.seq_set, out.completed), (sys::WAIT_BUSY, 0, 0));
+    input.seq_len = 33;
+    assert_eq!(hlthunk_wait_for_multi_cs(fd, &input, &mut out), -libc::EINVAL);
+    staged(fd, open_end, 0, handle, 0x40 | 0x100).unwrap();
+    assert_eq!(wait(fd, open_end), (0, sys::WAIT_COMPLETED));
+    hlthunk_close(fd);
+}
+
+#[test]
+fn a_copy_may_be_larger_than_a_queue_runs_at_once_and_the_buffer_is_the_drivers() {
+    machine("gaudi1");
+    let fd = card();
+    let size = 20 << 20;
+    let mut source = pattern(size, 77);
+    let mut target = vec![0u8; size];
+    let (src, dst) = (map_host(fd, &mut source), map_host(fd, &mut target));
+    let mut packets = gaudi1_copy(src, DRAM, size as u32);
+    packets.extend(gaudi1_copy(DRAM, dst, size as u32));
+    let seq = submit_packets(fd, 0, &packets).unwrap();
+    assert_eq!(wait(fd, seq), (0, sys::WAIT_COMPLETED));
+    assert_eq!(source, target);
+    hlthunk_close(fd);
+}

@@ -30,6 +30,25 @@ fn child() {
             hlthunk_close(fd);
             stay(&parent);
         }
+        "copy for ever" => {
+            let fd = open(argument);
+            let mut memory = vec![0xabu8; 32 << 20];
+            let host = map_host(fd, &mut memory);
+            let (_, va) = alloc(fd, 1);
+            let packets = gaudi2_copy(host, va, 32 << 20);
+            assert_eq!(run(fd, 0, &packets), (0, 0));
+            tell(&parent, 0);
+            loop {
+                assert_eq!(run(fd, 0, &packets), (0, 0));
+            }
+        }
+        "first free" => {
+            let fd = hlthunk_open(sys::DEVICE_DONT_CARE, core::ptr::null());
+            let mut bus = [0i8; 13];
+            assert_eq!(hlthunk_get_pci_bus_id_from_fd(fd, bus.as_mut_ptr(), 13), 0);
+            tell(&parent, hlthunk_get_device_index_from_pci_bus_id(bus.as_ptr()).into());
+            stay(&parent);
+        }
         other => panic!("no such role: {other}"),
     }
 }
@@ -162,6 +181,66 @@ fn a_passed_descriptor_keeps_the_card_but_its_context_stays_at_home() {
     other.finish();
     assert_eq!(open(index), -libc::EBUSY);
     drop(fd);
+    let fd = open(index);
+    assert!(fd >= 0);
+    hlthunk_close(fd);
+}
+
+#[test]
+fn a_card_whose_owner_was_killed_in_the_middle_of_copies_is_clean() {
+    machine("gaudi2");
+    let _alone = alone();
+    let index = fresh_index();
+    let mut other = Child::start("copy for ever", index);
+    assert_eq!(other.hear(), 0);
+    other.kill();
+    let fd = open(index);
+    assert!(fd >= 0, "{fd}");
+    let mut usage = sys::DramUsageInfo::default();
+    assert_eq!(hlthunk_get_dram_usage(fd, &mut usage), 0);
+    assert_eq!(usage.ctx_dram_mem, 0);
+    assert!(hlthunk_is_device_idle(fd));
+    let (_, va) = alloc(fd, 1);
+    let mut memory = vec![1u8; 1 << 20];
+    let host = map_host(fd, &mut memory);
+    assert_eq!(run(fd, 4, &gaudi2_copy(va, host, 1 << 20)), (0, 0));
+    assert!(memory.iter().all(|b| *b == 0));
+    hlthunk_close(fd);
+}
+
+#[test]
+fn processes_that_race_for_cards_get_different_ones() {
+    machine("gaudi2");
+    let _alone = alone();
+    let mut others: Vec<Child> = (0..6).map(|_| Child::start("first free", 0)).collect();
+    let mut cards: Vec<i64> = others.iter_mut().map(Child::hear).collect();
+    others.into_iter().for_each(Child::finish);
+    cards.sort_unstable();
+    cards.dedup();
+    assert_eq!(cards.len(), 6);
+}
+
+#[test]
+fn a_forked_child_is_refused_and_does_not_disturb_its_parent() {
+    machine("gaudi2");
+    let _alone = alone();
+    let index = fresh_index();
+    let fd = open(index);
+    let (_, va) = alloc(fd, 1);
+    // SAFETY: the child makes two calls and leaves without running anything of the parent's.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let refused = hlthunk_memory_unmap(fd, va) == -libc::EOPNOTSUPP;
+        let busy = open(index) == -libc::EBUSY;
+        // SAFETY: ends the child at once.
+        unsafe { libc::_exit(if refused && busy { 0 } else { 1 }) };
+    }
+    let mut status = -1;
+    // SAFETY: waits for the child of above.
+    unsafe { libc::waitpid(child, &mut status, 0) };
+    assert_eq!(status, 0);
+    assert_eq!(hlthunk_memory_unmap(fd, va), 0);
+    hlthunk_close(fd);
     let fd = open(index);
     assert!(fd >= 0);
     hlthunk_close(fd);

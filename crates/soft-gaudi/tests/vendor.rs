@@ -17,10 +17,10 @@ const GROUPS: [(&str, &[&str], [usize; 2]); 9] = [
     ("command_submission", &["-s", "test_cs_*"], [13, 18]),
     ("dma", &[], [5, 11]),
     ("dma_sram", &[], [69, 77]),
-    ("dma_dram", &["-s", "test_dma_dram_*"], [92, 88]),
+    ("dma_dram", &["-s", "test_dma_dram_*"], [92, 87]),
     ("gaudi_dma", &[], [1, 0]),
     ("gaudi2_dma", &[], [0, 3]),
-    ("sync_manager", &["-s", "test_sm*"], [0, 0]),
+    ("sync_manager", &["-s", "test_s[mi]*"], [0, 0]),
 ];
 
 #[test]
@@ -47,7 +47,7 @@ fn vendor_programs_pass() {
                 .env("LD_LIBRARY_PATH", path)
                 .env("SOFT_GAUDI_NODE", &node)
                 .env("SOFT_GAUDI_GENERATION", generation)
-                .env("SOFT_GAUDI_HBM", "3g")
+                .env("SOFT_GAUDI_HBM", ["30g", "3g"][which])
                 .env("SOFT_GAUDI_PDMA", "all")
                 .output()
                 .expect("the program does not start");

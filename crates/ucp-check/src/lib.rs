@@ -6,8 +6,12 @@
 //! ([`matrix`]), how one case runs ([`ops`], [`session`]) and who runs it (the subcommands under
 //! [`run`]).
 //!
+//! Below UCP, [`uct`] binds the memory domains of libuct the same way; `run::memory` checks with it
+//! what allocation, detection, dma-bufs and registration promise.
+//!
 //! Device memory is never dereferenced here: it is filled and read back by `ucp_put`/`ucp_get`.
 
+mod bind;
 pub mod buffer;
 pub mod control;
 pub mod matrix;
@@ -18,4 +22,5 @@ pub mod rig;
 pub mod run;
 pub mod session;
 pub mod ucp;
+pub mod uct;
 pub mod watchdog;

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 use ucp_check::matrix::{Op, Pair, Plan, SIZES, Sabotage, Size};
-use ucp_check::run::{self, alloc, loopback, pair, peer_errors, threads};
+use ucp_check::run::{self, alloc, loopback, memory, pair, peer_errors, threads};
 use ucp_check::ucp::{Features, Memory};
 
 /// Moves messages through a stock UCX and checks every byte, and the bytes around, on both sides.
@@ -57,6 +57,8 @@ enum Command {
         #[arg(long, default_value_t = 60.0)]
         timeout: f64,
     },
+    /// What memory domains promise, asked through libuct: allocation, detection, dma-bufs, registration
+    Memory(MemoryArgs),
     /// One multi-threaded worker used by several threads
     Threads {
         /// How many threads
@@ -71,6 +73,37 @@ enum Command {
     PairSide(SideArgs),
     #[command(name = peer_errors::ROLE, hide = true)]
     PeerErrorsSide(SideArgs),
+}
+
+#[derive(Args)]
+struct MemoryArgs {
+    /// What to check
+    #[arg(value_enum)]
+    check: memory::Check,
+    /// The component: gaudi_copy or gaudi_gdr
+    #[arg(long, default_value = "gaudi_copy")]
+    component: String,
+    /// Setting of the memory domain, e.g. GAUDI_COPY_DEVICE=1; stronger than the environment
+    #[arg(long, value_name = "K=V", value_parser = variable)]
+    set: Vec<(String, String)>,
+    /// Largest allocation
+    #[arg(long, default_value = "256M")]
+    max: Size,
+    /// Cycles of churn
+    #[arg(long, default_value_t = 10_000)]
+    cycles: u32,
+    /// Steps of model, and of each of the threads
+    #[arg(long, default_value_t = 2000)]
+    steps: u32,
+    /// Unix socket of a program that maps dma-bufs
+    #[arg(long, value_name = "SOCKET")]
+    importer: Option<PathBuf>,
+    /// Makes sizes, orders and patterns
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Seconds that one step may take
+    #[arg(long, default_value_t = 120.0)]
+    timeout: f64,
 }
 
 #[derive(Args)]
@@ -241,6 +274,20 @@ fn execute(cli: Cli) -> Result<bool> {
             seed,
             timeout: Duration::from_secs_f64(timeout),
         }),
+        Command::Memory(args) => memory::run(
+            args.check,
+            &memory::Options {
+                ucx: ucx.map(PathBuf::as_path),
+                component: args.component,
+                settings: args.set,
+                seed: args.seed,
+                max: args.max.0,
+                cycles: args.cycles,
+                steps: args.steps,
+                importer: args.importer.as_deref(),
+                timeout: Duration::from_secs_f64(args.timeout),
+            },
+        ),
         Command::Threads { count, plan } => {
             let defaults = Defaults { ops: &[Op::Tag, Op::Put, Op::Get], ..EVERYTHING };
             let report = threads::run(&plan.plan(ucx, &defaults), count)?;

@@ -5,10 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use gaudi::{
-    Allocation, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Error, ExportCall,
-    HostRegion,
-};
+use gaudi::{Allocation, Device, DeviceAddr, DeviceId, Error, ErrorKind, ExportCall, HostRegion};
 use uct::abi::md_flag;
 use uct::config::{Ternary, Values, Variable};
 use uct::{
@@ -50,11 +47,19 @@ impl<F: Flavour> Component for GaudiComponent<F> {
     const VARIABLES: &'static [Variable] = if F::LEADS { settings::VARIABLES } else { &[] };
 
     fn domains(&self, ucx: &'static Ucx) -> Vec<String> {
-        match gaudi::runtime().discover() {
+        let found = gaudi::runtime().discover();
+        for note in gaudi::runtime().take_notes() {
+            log!(ucx, Info, "{note}");
+        }
+        match found {
             Ok(_) => vec![F::COMPONENT.to_owned()],
             Err(reason) => {
                 if F::LEADS && !self.explained.swap(true, Ordering::Relaxed) {
-                    log!(ucx, Info, "no Gaudi here: {reason}");
+                    // No Gaudi is nothing to bother anyone with; a mistake in a variable is.
+                    match reason.kind() {
+                        ErrorKind::InvalidParams => log!(ucx, Warn, "no Gaudi: {reason}"),
+                        _ => log!(ucx, Info, "no Gaudi here: {reason}"),
+                    }
                 }
                 Vec::new()
             }
@@ -74,7 +79,7 @@ impl<F: Flavour> Component for GaudiComponent<F> {
         };
         let choice = &settings.device;
         let cards = gaudi::runtime().discover().map_err(|error| status::of(&error))?;
-        let candidates = cards.iter().filter(|card| selects(choice, card));
+        let candidates = cards.iter().filter(|card| choice.selects(card));
         let card = candidates.clone().next().ok_or_else(|| {
             if F::LEADS {
                 log!(
@@ -113,16 +118,6 @@ impl<F: Flavour> Component for GaudiComponent<F> {
 
     fn unpack_key(&self, _: &'static Ucx, _: &[u8], _: SysDevice) -> Result<(), Status> {
         Ok(())
-    }
-}
-
-/// Whether a card may be meant by a choice.
-fn selects(choice: &DeviceChoice, card: &DeviceInfo) -> bool {
-    match choice {
-        DeviceChoice::Any => true,
-        DeviceChoice::Index(index) => card.index == *index,
-        DeviceChoice::Module(module) => card.module_id == *module,
-        DeviceChoice::Bus(bus_id) => card.bus_id == *bus_id,
     }
 }
 

@@ -334,6 +334,10 @@ impl<F: Flavour> Interface for CopyInterface<F> {
         count
     }
 
+    fn is_busy(&self) -> bool {
+        !self.copies.is_idle()
+    }
+
     fn event_fd(&self) -> Option<BorrowedFd<'_>> {
         self.event_fd.as_ref().map(AsFd::as_fd)
     }

@@ -142,7 +142,7 @@ symbols! {
             unsafe extern "C" fn(*mut c_void, *mut Class, *mut c_int, *mut c_void) -> Status,
         uct_md_base_md_query: unsafe extern "C" fn(*mut c_void),
         uct_base_iface_query: unsafe extern "C" fn(*mut c_void, *mut c_void),
-        uct_base_iface_progress_enable: Opaque,
+        uct_base_iface_progress_enable: unsafe extern "C" fn(*mut c_void, u32),
         uct_base_iface_progress_disable: unsafe extern "C" fn(*mut c_void, u32),
         uct_base_iface_is_reachable: Opaque,
         uct_iface_base_query_v2: Opaque,

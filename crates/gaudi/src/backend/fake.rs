@@ -8,9 +8,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 use hl_thunk::packet::LinDma;
-use hl_thunk::{DeviceAddr, Direction, ExportCall, Generation};
+use hl_thunk::{DeviceAddr, Direction, ExportCall};
 
-use super::{Backend, CopyLimits, Geometry, HostPin, Page, Ticket};
+use super::{Backend, CopyLimits, Geometry, HostPin, Page, Registers, Ticket};
 use crate::error::Phase;
 use crate::stats::Counts;
 use crate::{Device, DeviceInfo, Error, runtime};
@@ -21,6 +21,8 @@ const HOST: u64 = 0xfff0_0000_0000_0000;
 
 /// Most moves of one submission on the fake device.
 pub(crate) const MOVES: usize = 8;
+/// The fake device's only register block.
+pub(crate) const BLOCK: DeviceAddr = DeviceAddr(0x1000_007f_f800_0000);
 /// Budget of the fake device.
 pub(crate) const BUDGET: u64 = 4;
 
@@ -48,13 +50,11 @@ impl Fake {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let index = NEXT.fetch_add(1, Ordering::Relaxed);
         let info = DeviceInfo {
-            index,
-            module_id: index,
             bus_id: format!("fa4e:{index:02x}:00.0").parse().unwrap(),
-            generation: Generation::Gaudi2,
             card_name: "FAKE".into(),
             driver_version: "fake".into(),
             is_software: true,
+            ..DeviceInfo::example(index)
         };
         let fake = Arc::new(Fake::default());
         let device = runtime().adopt(&info, Arc::clone(&fake) as Arc<dyn Backend>).unwrap();
@@ -185,6 +185,25 @@ impl Page for FakePage {
     }
 }
 
+/// Two registers.
+#[derive(Debug, Default)]
+struct FakeBlock([AtomicU32; 2]);
+
+impl Registers for FakeBlock {
+    fn len(&self) -> usize {
+        8
+    }
+
+    fn read(&self, offset: usize) -> Option<u32> {
+        Some(self.0.get(offset / 4)?.load(Ordering::Relaxed))
+    }
+
+    unsafe fn write(&self, offset: usize, value: u32) -> Option<()> {
+        self.0.get(offset / 4)?.store(value, Ordering::Relaxed);
+        Some(())
+    }
+}
+
 impl Backend for Fake {
     fn geometry(&self) -> Geometry {
         Geometry { total: 4 * PAGE, page: PAGE, physical_base: None }
@@ -208,6 +227,13 @@ impl Backend for Fake {
 
     fn import(&self, _dmabuf: BorrowedFd<'_>, _len: u64) -> Result<HostPin, Error> {
         Err(self.can_import().unwrap_err())
+    }
+
+    fn map_block(&self, address: DeviceAddr) -> Result<Box<dyn Registers>, Error> {
+        if address != BLOCK {
+            return Err(Error::os(Phase::Use, "mapping a register block", "fake", libc::EINVAL));
+        }
+        Ok(Box::new(FakeBlock::default()))
     }
 
     fn copy_limits(&self) -> Result<CopyLimits, Error> {

@@ -90,6 +90,21 @@ pub(crate) trait Page: Send + Sync + fmt::Debug {
     fn give_back(self: Box<Self>) -> Result<(), Box<dyn Page>>;
 }
 
+/// A register block of the device, mapped.
+pub(crate) trait Registers: Send + Sync + fmt::Debug {
+    /// Bytes it has.
+    fn len(&self) -> usize;
+
+    /// The register at this byte offset; `None` if there is none.
+    fn read(&self, offset: usize) -> Option<u32>;
+
+    /// Writes the register at this byte offset; `None` if there is none.
+    ///
+    /// # Safety
+    /// The caller answers for what the value makes the device do.
+    unsafe fn write(&self, offset: usize, value: u32) -> Option<()>;
+}
+
 /// A way to reach the hardware.
 pub(crate) trait Backend: Send + Sync + fmt::Debug {
     /// How memory comes.
@@ -110,6 +125,9 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
     /// Maps the first `len` bytes of another device's dma-buf for this device, whose engines then
     /// see them as they see host memory.
     fn import(&self, dmabuf: BorrowedFd<'_>, len: u64) -> Result<HostPin, Error>;
+
+    /// Maps the register block at this address, if the driver has it on its list.
+    fn map_block(&self, address: DeviceAddr) -> Result<Box<dyn Registers>, Error>;
 
     /// What a submission may be; the error says why this device cannot copy.
     fn copy_limits(&self) -> Result<CopyLimits, Error>;

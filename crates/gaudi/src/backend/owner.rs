@@ -8,10 +8,10 @@ use hl_thunk::packet::{LIN_DMA_LEN, LinDma};
 use hl_thunk::sys::HwIpInfo;
 use hl_thunk::{
     Chunk, CommandBuffer, DeviceAddr, DeviceMapping, DeviceMemory, Direction, DmaBuf, ExportCall,
-    Generation, HostMapping, ImportedMapping, WaitStatus,
+    Generation, HostMapping, HwBlock, ImportedMapping, WaitStatus,
 };
 
-use super::{Backend, CopyLimits, Geometry, HostPin, Page, Ticket};
+use super::{Backend, CopyLimits, Geometry, HostPin, Page, Registers, Ticket};
 use crate::error::{Error, ErrorKind, Phase};
 use crate::slots::Slots;
 use crate::stats::{Counter, Counts, Held, Holding};
@@ -182,6 +182,13 @@ impl Backend for Owner {
         Ok(HostPin::new(mapping.addr(), mapping))
     }
 
+    fn map_block(&self, address: DeviceAddr) -> Result<Box<dyn Registers>, Error> {
+        let mapped = HwBlock::map(&self.device, address);
+        let mapped =
+            mapped.map_err(|error| Error::driver(Phase::Use, "mapping a register block", error))?;
+        Ok(Box::new(mapped))
+    }
+
     fn copy_limits(&self) -> Result<CopyLimits, Error> {
         let generation = self.device.generation();
         if !generation.accepts_submissions() {
@@ -232,6 +239,21 @@ impl Backend for Owner {
         if let Some(commands) = self.commands.get() {
             commands.slots.give(ticket.slot);
         }
+    }
+}
+
+impl Registers for HwBlock {
+    fn len(&self) -> usize {
+        self.len()
+    }
+
+    fn read(&self, offset: usize) -> Option<u32> {
+        self.read(offset)
+    }
+
+    unsafe fn write(&self, offset: usize, value: u32) -> Option<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.write(offset, value) }
     }
 }
 

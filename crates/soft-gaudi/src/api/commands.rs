@@ -185,8 +185,7 @@ fn submit_chunks(
     // A first part that is not the last keeps the submission open with a job of its own.
     let open = u32::from(staged && first && !last);
     let submission = context.enter(|seq| {
-        Submission::new(seq, queues.clone(), jobs + open, timeout)
-            .remembered(flags & FLAG_TIMESTAMP != 0)
+        Submission::new(seq, queues, jobs + open, timeout).remembered(flags & FLAG_TIMESTAMP != 0)
     })?;
     let whole = if staged && !first {
         let Stage::Sequence(sequence) = stage else { return Err(Errno::INVAL) };

@@ -20,6 +20,8 @@ const IOCTL_INFO: c_ulong = 0xc018_6440;
 /// `ioctl(2)`.
 #[unsafe(no_mangle)]
 pub extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
+    // The kernel looks at 32 bits; C callers may have sign-extended them.
+    let request = request & 0xffff_ffff;
     if (request == IOCTL_MEMORY || request == IOCTL_INFO)
         && let Ok(done) = guard("ioctl", || {
             let node = node()?;

@@ -2,6 +2,7 @@
 
 pub mod alloc;
 pub mod loopback;
+pub mod memory;
 pub mod pair;
 pub mod peer_errors;
 pub mod threads;

@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 /// One loaded libucp. Lives as long as the process.
 pub struct Ucx {
     pub(super) f: Functions,
+    library: &'static libloading::Library,
     version: String,
     path: PathBuf,
 }
@@ -55,12 +56,17 @@ impl Ucx {
         // SAFETY: returns a static string.
         let version = unsafe { CStr::from_ptr((f.ucp_get_version_string)()) };
         let version = version.to_string_lossy().into_owned();
-        Ok(Box::leak(Box::new(Ucx { f, version, path })))
+        Ok(Box::leak(Box::new(Ucx { f, library, version, path })))
     }
 
     /// What `ucp_get_version_string` says.
     pub fn version(&self) -> &str {
         &self.version
+    }
+
+    /// The library, through which those it is linked to are reached as well.
+    pub(crate) fn library(&self) -> &'static libloading::Library {
+        self.library
     }
 
     /// The file that was loaded.

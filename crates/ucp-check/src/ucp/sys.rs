@@ -5,8 +5,8 @@
 //! not set are never read, which is what keeps this valid on later versions. The layouts are
 //! asserted at compile time; nothing here is `safe`, that is the business of the files beside it.
 
+use crate::bind::{functions, layout};
 use std::ffi::{c_char, c_int, c_uint, c_void};
-use std::mem::{offset_of, size_of};
 
 /// `ucs_status_t`: a *packed* enum, one byte wide. Upper bits of the return register are garbage.
 pub(super) type RawStatus = i8;
@@ -209,14 +209,6 @@ impl AmHandlerParam {
     pub(super) const ALL: u64 = 0b1111;
 }
 
-macro_rules! layout {
-    ($($t:ty: $size:literal { $($field:ident @ $at:literal),* $(,)? })*) => {
-        $(const _: () = {
-            assert!(size_of::<$t>() == $size);
-            $(assert!(offset_of!($t, $field) == $at);)*
-        };)*
-    };
-}
 layout! {
     Params: 88 { features @ 8, tag_sender_mask @ 40, mt_workers_shared @ 48, estimated_num_eps @ 56, name @ 72, node_local_id @ 80 }
     WorkerParams: 200 { thread_mode @ 8, cpu_mask @ 16, events @ 144, user_data @ 152, event_fd @ 160, flags @ 168, name @ 176, am_alignment @ 184, client_id @ 192 }
@@ -229,31 +221,6 @@ layout! {
     AmRecvParam: 16 { recv_attr @ 0, reply_ep @ 8 }
 }
 
-macro_rules! functions {
-    ($($name:ident($($arg:ty),* $(,)?) $(-> $ret:ty)?;)*) => {
-        /// The functions we call, each found by name in one libucp (or the libraries it needs).
-
-        pub(super) struct Functions {
-            $(pub(super) $name: unsafe extern "C" fn($($arg),*) $(-> $ret)?,)*
-        }
-
-        impl Functions {
-            /// Looks every function up; the error names the first one that is missing.
-            ///
-            /// # Safety
-            /// `library` must be a libucp whose functions have the signatures of the public
-            /// header, and must never be unloaded while the table is in use.
-            pub(super) unsafe fn load(library: &libloading::Library) -> Result<Self, libloading::Error> {
-                // SAFETY: the caller vouches for the signatures.
-                unsafe {
-                    Ok(Self {
-                        $($name: *library.get(concat!(stringify!($name), "\0").as_bytes())?,)*
-                    })
-                }
-            }
-        }
-    };
-}
 functions! {
     ucp_get_version_string() -> *const c_char;
     ucs_status_string(RawStatus) -> *const c_char;

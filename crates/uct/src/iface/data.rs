@@ -2,7 +2,7 @@
 
 use core::ffi::{c_uint, c_void};
 
-use super::object::{ep_heads, iface_head};
+use super::object::{ep_heads, iface_head, iface_of, needs_progress};
 use super::{Buffer, Buffers, Interface};
 use crate::abi::{IFACE_OP_SLOTS, Iov, PendingReq, PurgeCallback, RawCompletion, Status, iface_op};
 use crate::border::{guarded, guarded_status};
@@ -24,11 +24,17 @@ pub(super) fn fill<I: Interface>(slots: &mut [*const c_void; IFACE_OP_SLOTS]) {
     slots[iface_op::IFACE_PROGRESS] = progress::<I> as *const c_void;
 }
 
-fn status_of(posted: Posted) -> Status {
+/// # Safety
+/// The caller is an operation on the open interface `iface` of type `I`.
+unsafe fn status_of<I: Interface>(iface: *mut c_void, posted: Posted) -> Status {
     match posted {
         // The operation is complete and the completion was never used: UCX must not hear of it.
         Posted::Done(_unused) => Status::OK,
-        Posted::Later => Status::INPROGRESS,
+        Posted::Later => {
+            // SAFETY: as the caller promises.
+            unsafe { needs_progress::<I>(iface) };
+            Status::INPROGRESS
+        }
     }
 }
 
@@ -85,7 +91,7 @@ unsafe extern "C" fn put_zcopy<I: Interface>(
     completion: *mut RawCompletion,
 ) -> Status {
     // SAFETY: a live endpoint of this type.
-    let (iface, ep) = unsafe { ep_heads::<I>(ep) };
+    let (raw, (iface, ep)) = unsafe { (iface_of(ep), ep_heads::<I>(ep)) };
     guarded_status(iface.ucx, "put_zcopy", || {
         // SAFETY: UCX passes handles and keys of this domain and component, and a completion
         // that lives until it is finished.
@@ -96,7 +102,9 @@ unsafe extern "C" fn put_zcopy<I: Interface>(
                 Completion::from_raw(completion),
             )
         };
-        iface.interface.put_zcopy(&ep.endpoint, local, remote, key, completion).map(status_of)
+        let posted = iface.interface.put_zcopy(&ep.endpoint, local, remote, key, completion)?;
+        // SAFETY: this is an operation on that interface.
+        Ok(unsafe { status_of::<I>(raw, posted) })
     })
 }
 
@@ -109,7 +117,7 @@ unsafe extern "C" fn get_zcopy<I: Interface>(
     completion: *mut RawCompletion,
 ) -> Status {
     // SAFETY: a live endpoint of this type.
-    let (iface, ep) = unsafe { ep_heads::<I>(ep) };
+    let (raw, (iface, ep)) = unsafe { (iface_of(ep), ep_heads::<I>(ep)) };
     guarded_status(iface.ucx, "get_zcopy", || {
         // SAFETY: as for put_zcopy.
         let (local, key, completion) = unsafe {
@@ -119,7 +127,9 @@ unsafe extern "C" fn get_zcopy<I: Interface>(
                 Completion::from_raw(completion),
             )
         };
-        iface.interface.get_zcopy(&ep.endpoint, local, remote, key, completion).map(status_of)
+        let posted = iface.interface.get_zcopy(&ep.endpoint, local, remote, key, completion)?;
+        // SAFETY: this is an operation on that interface.
+        Ok(unsafe { status_of::<I>(raw, posted) })
     })
 }
 
@@ -129,11 +139,13 @@ unsafe extern "C" fn ep_flush<I: Interface>(
     completion: *mut RawCompletion,
 ) -> Status {
     // SAFETY: a live endpoint of this type.
-    let (iface, ep) = unsafe { ep_heads::<I>(ep) };
+    let (raw, (iface, ep)) = unsafe { (iface_of(ep), ep_heads::<I>(ep)) };
     guarded_status(iface.ucx, "ep_flush", || {
         // SAFETY: a completion that lives until it is finished, or null.
         let completion = unsafe { Completion::from_raw(completion) };
-        iface.interface.flush(Some(&ep.endpoint), completion).map(status_of)
+        let posted = iface.interface.flush(Some(&ep.endpoint), completion)?;
+        // SAFETY: this is an operation on that interface.
+        Ok(unsafe { status_of::<I>(raw, posted) })
     })
 }
 
@@ -142,6 +154,7 @@ unsafe extern "C" fn iface_flush<I: Interface>(
     _flags: c_uint,
     completion: *mut RawCompletion,
 ) -> Status {
+    let raw = iface;
     // SAFETY: an open interface of this type.
     let iface = unsafe { iface_head::<I>(iface) };
     guarded_status(iface.ucx, "iface_flush", || {
@@ -151,7 +164,9 @@ unsafe extern "C" fn iface_flush<I: Interface>(
         }
         // SAFETY: a null completion is one nobody waits for.
         let completion = unsafe { Completion::from_raw(completion) };
-        iface.interface.flush(None, completion).map(status_of)
+        let posted = iface.interface.flush(None, completion)?;
+        // SAFETY: this is an operation on that interface.
+        Ok(unsafe { status_of::<I>(raw, posted) })
     })
 }
 
@@ -186,13 +201,15 @@ unsafe extern "C" fn pending_add<I: Interface>(
     _flags: c_uint,
 ) -> Status {
     // SAFETY: a live endpoint of this type.
-    let (iface, _) = unsafe { ep_heads::<I>(ep) };
+    let (raw, (iface, _)) = unsafe { (iface_of(ep), ep_heads::<I>(ep)) };
     guarded_status(iface.ucx, "pending_add", || {
         if iface.pending.is_empty() && iface.interface.has_room() {
             // Room appeared meanwhile: UCX is to try again at once.
             return Err(Status::BUSY);
         }
         iface.pending.add(ep, request);
+        // SAFETY: this is an operation on that interface.
+        unsafe { needs_progress::<I>(raw) };
         Ok(Status::OK)
     })
 }

@@ -163,6 +163,13 @@ pub trait Interface: Send + Sized + 'static {
         0
     }
 
+    /// Whether there is anything to progress. An interface that has never had anything is not called
+    /// by the worker at all, so that programs which do not use it do not pay for it; from its first
+    /// operation in progress on it is.
+    fn is_busy(&self) -> bool {
+        true
+    }
+
     /// Whether an operation posted now would find room.
     fn has_room(&self) -> bool {
         true

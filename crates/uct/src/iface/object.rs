@@ -5,7 +5,7 @@
 //! compile time; UCX gets the address of the base.
 
 use core::alloc::Layout;
-use core::cell::UnsafeCell;
+use core::cell::{Cell, UnsafeCell};
 use core::ffi::{CStr, c_char, c_int, c_void};
 use std::alloc::{alloc_zeroed, dealloc};
 use std::os::fd::AsRawFd;
@@ -78,10 +78,23 @@ pub(crate) struct IfaceHead<I: Interface> {
     pub(crate) ucx: &'static Ucx,
     pub(crate) interface: I,
     pub(crate) pending: PendingQueue,
+    progress: Progress,
     /// Length of addresses, learnt once.
     address_lengths: (usize, usize),
     allocation: Layout,
 }
+
+/// Whether the worker calls the interface's progress.
+#[derive(Default)]
+struct Progress {
+    /// For what UCX wants it (sending, receiving).
+    wanted: Cell<u32>,
+    /// Whether it is so already.
+    enabled: Cell<bool>,
+}
+
+/// `UCT_PROGRESS_SEND | UCT_PROGRESS_RECV`.
+const SEND_AND_RECEIVE: u32 = 0b11;
 
 /// Our part of an endpoint, in front of UCX's.
 pub(crate) struct EpHead<I: Interface> {
@@ -131,12 +144,19 @@ pub(crate) unsafe fn iface_head<'a, I: Interface>(iface: *mut c_void) -> &'a Ifa
 }
 
 /// # Safety
+/// `ep` is a live endpoint.
+pub(crate) unsafe fn iface_of(ep: *mut c_void) -> *mut c_void {
+    // SAFETY: as the caller promises; UCX's endpoint begins with its interface.
+    unsafe { (*ep.cast::<BaseEp>()).iface }
+}
+
+/// # Safety
 /// `ep` is a live endpoint of an interface of type `I`.
 pub(crate) unsafe fn ep_heads<'a, I: Interface>(
     ep: *mut c_void,
 ) -> (&'a IfaceHead<I>, &'a EpHead<I>) {
-    // SAFETY: as the caller promises; UCX's endpoint begins with its interface.
-    unsafe { (iface_head((*ep.cast::<BaseEp>()).iface), head(ep)) }
+    // SAFETY: as the caller promises.
+    unsafe { (iface_head(iface_of(ep)), head(ep)) }
 }
 
 fn operations<I: Interface>(symbols: &Symbols) -> IfaceOps {
@@ -146,9 +166,8 @@ fn operations<I: Interface>(symbols: &Symbols) -> IfaceOps {
     slots[iface_op::EP_CHECK] = symbols.ucs_empty_function_return_success;
     slots[iface_op::EP_CREATE] = ep_create::<I> as *const c_void;
     slots[iface_op::EP_DESTROY] = ep_destroy::<I> as *const c_void;
-    slots[iface_op::IFACE_PROGRESS_ENABLE] = symbols.uct_base_iface_progress_enable;
-    slots[iface_op::IFACE_PROGRESS_DISABLE] =
-        symbols.uct_base_iface_progress_disable as *const c_void;
+    slots[iface_op::IFACE_PROGRESS_ENABLE] = progress_enable::<I> as *const c_void;
+    slots[iface_op::IFACE_PROGRESS_DISABLE] = progress_disable::<I> as *const c_void;
     slots[iface_op::IFACE_EVENT_FD_GET] = event_fd_get::<I> as *const c_void;
     slots[iface_op::IFACE_EVENT_ARM] = event_arm::<I> as *const c_void;
     slots[iface_op::IFACE_CLOSE] = iface_close::<I> as *const c_void;
@@ -251,8 +270,8 @@ unsafe extern "C" fn iface_open<I: Interface>(
             }
             return Err(status);
         }
-        let pending = PendingQueue::default();
-        let head = IfaceHead { ucx, interface, pending, address_lengths, allocation };
+        let (pending, progress) = (PendingQueue::default(), Progress::default());
+        let head = IfaceHead { ucx, interface, pending, progress, address_lengths, allocation };
         // SAFETY: `place` left room for the head in front; out-parameter of the caller.
         unsafe {
             base.byte_sub(distance::<IfaceHead<I>>()).cast::<IfaceHead<I>>().write(head);
@@ -263,7 +282,6 @@ unsafe extern "C" fn iface_open<I: Interface>(
 }
 
 unsafe extern "C" fn iface_close<I: Interface>(iface: *mut c_void) {
-    const SEND_AND_RECEIVE: u32 = 0b11;
     // SAFETY: an open interface, closed once; its endpoints are gone.
     unsafe {
         let head_ptr = iface.byte_sub(distance::<IfaceHead<I>>()).cast::<IfaceHead<I>>();
@@ -275,6 +293,50 @@ unsafe extern "C" fn iface_close<I: Interface>(iface: *mut c_void) {
         let class = ucx.symbols.uct_base_iface_t_class;
         (ucx.symbols.ucs_class_call_cleanup_chain)(class, iface, -1);
         unplace::<IfaceHead<I>>(iface, allocation);
+    }
+}
+
+unsafe extern "C" fn progress_enable<I: Interface>(iface: *mut c_void, flags: u32) {
+    // SAFETY: an open interface of this type.
+    let head = unsafe { iface_head::<I>(iface) };
+    guarded(head.ucx, "progress_enable", (), || {
+        let progress = &head.progress;
+        progress.wanted.set(progress.wanted.get() | flags & SEND_AND_RECEIVE);
+        if head.interface.is_busy() || progress.enabled.get() {
+            progress.enabled.set(true);
+            // SAFETY: UCX's own function on an open interface.
+            unsafe { (head.ucx.symbols.uct_base_iface_progress_enable)(iface, flags) };
+        }
+    });
+}
+
+unsafe extern "C" fn progress_disable<I: Interface>(iface: *mut c_void, flags: u32) {
+    // SAFETY: an open interface of this type.
+    let head = unsafe { iface_head::<I>(iface) };
+    guarded(head.ucx, "progress_disable", (), || {
+        let progress = &head.progress;
+        progress.wanted.set(progress.wanted.get() & !flags);
+        if progress.enabled.get() {
+            progress.enabled.set(progress.wanted.get() != 0);
+            // SAFETY: UCX's own function on an open interface.
+            unsafe { (head.ucx.symbols.uct_base_iface_progress_disable)(iface, flags) };
+        }
+    });
+}
+
+/// Something is in progress now: has the worker call the interface, if it does not do so yet.
+///
+/// # Safety
+/// `iface` is an open interface of type `I`, and the caller is an operation on it (so that it holds
+/// the worker's lock).
+pub(crate) unsafe fn needs_progress<I: Interface>(iface: *mut c_void) {
+    // SAFETY: as the caller promises.
+    let head = unsafe { iface_head::<I>(iface) };
+    let progress = &head.progress;
+    if progress.wanted.get() != 0 && !progress.enabled.replace(true) {
+        let wanted = progress.wanted.get();
+        // SAFETY: UCX's own function on an open interface.
+        unsafe { (head.ucx.symbols.uct_base_iface_progress_enable)(iface, wanted) };
     }
 }
 

@@ -1,0 +1,217 @@
+//! Who has a card open, so that "device busy" can name a process instead of a riddle.
+//!
+//! Only asked when an open has failed. The answer is a best effort: descriptors of other users'
+//! processes are not ours to see, and a process may end while we look. It opens nothing but a
+//! control node, and follows no link before its name fits, so that a dead network mount somewhere
+//! in the system cannot hang us.
+
+use std::fmt;
+use std::fs::Metadata;
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use hl_thunk::{ControlDevice, Library};
+
+/// Most descriptors looked at in one search.
+const MAX_LOOKS: usize = 100_000;
+/// Most holders named.
+const MAX_NAMED: usize = 4;
+
+/// A process that has the node open.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Holder {
+    pid: u32,
+    command: String,
+}
+
+/// What a search for one node's holders brought.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Holders {
+    found: Vec<Holder>,
+    /// Whether some processes could not be looked into.
+    incomplete: bool,
+}
+
+impl fmt::Display for Holders {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.found.is_empty() {
+            return f.write_str(if self.incomplete {
+                "its owner is not among the processes this user may look into"
+            } else {
+                "no process here has it open: a dma-buf of it may still be in use, or its owner \
+                 is in another container"
+            });
+        }
+        f.write_str("it is held by ")?;
+        for (at, Holder { pid, command }) in self.found.iter().take(MAX_NAMED).enumerate() {
+            let comma = if at == 0 { "" } else { ", " };
+            if *pid == std::process::id() {
+                write!(f, "{comma}this very process (pid {pid}), through another library")?;
+            } else {
+                write!(f, "{comma}{command} (pid {pid})")?;
+            }
+        }
+        match self.found.len().saturating_sub(MAX_NAMED) {
+            0 => Ok(()),
+            more => write!(f, " and {more} more"),
+        }
+    }
+}
+
+/// Who has the compute nodes of these cards open, by their node numbers.
+pub(crate) fn of_cards(library: &Arc<Library>, nodes: &[u32]) -> Vec<Holders> {
+    let wanted: Vec<Option<Wanted>> = nodes
+        .iter()
+        .map(|&node| {
+            let control = ControlDevice::open(library, node).ok()?;
+            let link = format!("/proc/self/fd/{}", control.as_fd().as_raw_fd());
+            Wanted::at(&compute_node(&std::fs::read_link(link).ok()?)?)
+        })
+        .collect();
+    search(Path::new("/proc"), &wanted)
+}
+
+/// The compute node beside a control node: the driver has named them two ways.
+fn compute_node(control: &Path) -> Option<PathBuf> {
+    let name = control.file_name()?.to_str()?;
+    let (kind, number) = name.split_once("_controlD")?;
+    Some(control.with_file_name(format!("{kind}{number}")))
+}
+
+/// A node that is searched for.
+#[derive(Debug)]
+struct Wanted {
+    name: std::ffi::OsString,
+    identity: Identity,
+}
+
+/// The same file under any path: a device by its number, another file by its place on the disk.
+#[derive(Debug, PartialEq, Eq)]
+enum Identity {
+    Device(u64),
+    File(u64, u64),
+}
+
+impl Identity {
+    fn of(meta: &Metadata) -> Self {
+        if meta.file_type().is_char_device() {
+            Identity::Device(meta.rdev())
+        } else {
+            Identity::File(meta.dev(), meta.ino())
+        }
+    }
+}
+
+impl Wanted {
+    fn at(path: &Path) -> Option<Self> {
+        let identity = Identity::of(&std::fs::metadata(path).ok()?);
+        Some(Self { name: path.file_name()?.to_owned(), identity })
+    }
+}
+
+/// Looks through the processes under `proc`, once for all nodes.
+fn search(proc: &Path, wanted: &[Option<Wanted>]) -> Vec<Holders> {
+    let mut answers = vec![Holders::default(); wanted.len()];
+    let mut looks = 0;
+    let mut incomplete = false;
+    let processes = std::fs::read_dir(proc).into_iter().flatten().flatten();
+    for process in processes {
+        let name = process.file_name();
+        let Some(pid) = name.to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
+        let Ok(descriptors) = std::fs::read_dir(process.path().join("fd")) else {
+            incomplete = true;
+            continue;
+        };
+        let mut counted = vec![false; wanted.len()];
+        for descriptor in descriptors.flatten() {
+            looks += 1;
+            let link = descriptor.path();
+            let Ok(target) = std::fs::read_link(&link) else { continue };
+            for ((wanted, answer), counted) in wanted.iter().zip(&mut answers).zip(&mut counted) {
+                let is_it = |wanted: &Wanted| {
+                    target.file_name() == Some(&wanted.name)
+                        && std::fs::metadata(&link)
+                            .is_ok_and(|meta| Identity::of(&meta) == wanted.identity)
+                };
+                if !*counted && wanted.as_ref().is_some_and(is_it) {
+                    *counted = true;
+                    answer.found.push(Holder { pid, command: command(&process.path()) });
+                }
+            }
+        }
+        if looks > MAX_LOOKS {
+            incomplete = true;
+            break;
+        }
+    }
+    for (answer, wanted) in answers.iter_mut().zip(wanted) {
+        answer.incomplete = incomplete || wanted.is_none();
+    }
+    answers
+}
+
+/// The name a process gave itself, made fit for one line of text.
+fn command(process: &Path) -> String {
+    let name = std::fs::read(process.join("comm")).unwrap_or_default();
+    let name = String::from_utf8_lossy(&name);
+    match name.trim() {
+        "" => String::from("a process"),
+        name => name.escape_debug().to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn compute_nodes_are_beside_their_control_nodes() {
+        let node = |path: &str| compute_node(Path::new(path));
+        assert_eq!(node("/dev/accel/accel_controlD11"), Some("/dev/accel/accel11".into()));
+        assert_eq!(node("/dev/hl_controlD3"), Some("/dev/hl3".into()));
+        assert_eq!(node("/dev/null"), None);
+        assert_eq!(node("/"), None);
+    }
+
+    #[test]
+    fn a_holder_is_found_by_the_file_and_not_by_its_name() {
+        let folder = std::env::temp_dir().join(format!("gaudi-holders-{}", std::process::id()));
+        std::fs::create_dir_all(folder.join("other")).unwrap();
+        let paths =
+            [folder.join("accel0"), folder.join("accel1"), folder.join("other").join("accel1")];
+        for path in &paths {
+            std::fs::write(path, "").unwrap();
+        }
+        let open = [std::fs::File::open(&paths[0]), std::fs::File::open(&paths[2])];
+        let wanted: Vec<_> = paths[..2].iter().map(|path| Wanted::at(path)).collect();
+        let holders = search(Path::new("/proc"), &wanted);
+        let mine =
+            |holders: &Holders| holders.found.iter().any(|holder| holder.pid == std::process::id());
+        assert!(mine(&holders[0]), "{holders:?}");
+        assert!(!mine(&holders[1]), "the same name in another folder: {holders:?}");
+        assert!(holders[0].to_string().contains("this very process"), "{}", holders[0]);
+        drop(open);
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn what_is_known_is_said() {
+        let holder = |pid| Holder { pid, command: String::from("python3") };
+        let holders = |count, incomplete| {
+            Holders { found: (0..count).map(|at| holder(4_200_000 + at)).collect(), incomplete }
+                .to_string()
+        };
+        assert_eq!(holders(1, true), "it is held by python3 (pid 4200000)");
+        assert!(holders(6, false).ends_with("python3 (pid 4200003) and 2 more"));
+        assert!(holders(0, true).contains("may look into"));
+        assert!(holders(0, false).contains("dma-buf"));
+    }
+
+    #[test]
+    fn a_system_without_proc_is_no_reason_to_fail() {
+        let nothing = search(Path::new("/nonexistent"), &[None]);
+        assert_eq!(nothing, [Holders { found: Vec::new(), incomplete: true }]);
+    }
+}

@@ -1,0 +1,73 @@
+//! Several devices of one process on the software Gaudi2: their addresses, their registers, and who
+//! holds them.
+
+mod machine;
+
+use std::sync::Arc;
+
+use gaudi::{Device, DeviceAddr, DeviceChoice, ErrorKind, runtime};
+use hl_thunk::{DeviceMemory, Library};
+use machine::{assert_same, pattern, read, write};
+
+fn setup() -> Arc<Device> {
+    machine::set_up("gaudi2");
+    machine::fresh()
+}
+
+#[test]
+fn cards_whose_driver_answers_with_equal_addresses_are_kept_apart() {
+    let cards = [setup(), setup()].map(|device| device.info().bus_id.clone());
+    // Without a wish for an address, the driver answers the same for both cards.
+    let library = Library::load().unwrap();
+    let addresses = cards.each_ref().map(|bus_id| {
+        let card = hl_thunk::Device::open(&library, bus_id.as_str()).unwrap();
+        let memory = DeviceMemory::alloc(&card, 4096).unwrap();
+        memory.map(None).unwrap().addr()
+    });
+    assert_eq!(addresses[0], addresses[1], "or this test shows nothing");
+
+    let devices = cards.map(|bus_id| runtime().open(&DeviceChoice::Bus(bus_id)).unwrap());
+    let memory = devices.each_ref().map(|device| device.alloc(8192, 1).unwrap());
+    let contents = [pattern(8192, 1), pattern(8192, 2)];
+    for (at, device) in devices.iter().enumerate() {
+        write(device, memory[at].addr(), &contents[at]);
+    }
+    for (at, device) in devices.iter().enumerate() {
+        let (mine, other) = (memory[at].addr().0, memory[1 - at].addr().0);
+        assert!(device.window().range().contains(&mine));
+        assert!(!device.window().range().contains(&other));
+        let found = runtime().locate(mine, 8192).unwrap();
+        assert_eq!((found.device_id, found.base.0), (device.id(), mine));
+        assert_same(&read(device, memory[at].addr(), 8192), &contents[at], "each its own bytes");
+        let foreign = device.export(memory[1 - at].addr(), 8192).unwrap_err();
+        assert_eq!(foreign.kind(), ErrorKind::InvalidParams, "{foreign}");
+    }
+}
+
+#[test]
+fn registers_are_refused_by_us_and_then_by_the_driver() {
+    let device = setup();
+    // Inside the configuration space, but no block starts there.
+    let address = DeviceAddr(0x1000_007f_f800_0004);
+    let off = device.map_block(address).unwrap_err();
+    assert_eq!((off.kind(), off.errno()), (ErrorKind::PermissionDenied, None));
+    runtime().allow_register_access(true);
+    let unlisted = device.map_block(address).unwrap_err();
+    runtime().allow_register_access(false);
+    assert_eq!((unlisted.kind(), unlisted.errno()), (ErrorKind::InvalidParams, Some(libc::EINVAL)));
+    let text = unlisted.to_string();
+    assert!(text.contains("hlthunk_get_hw_block") && text.contains("on its list"), "{text}");
+    assert!(!device.is_lost());
+}
+
+#[test]
+fn a_card_that_another_library_of_this_process_holds_is_said_to_be_ours() {
+    let bus_id = setup().info().bus_id.clone();
+    let library = Library::load().unwrap();
+    let elsewhere = hl_thunk::Device::open(&library, bus_id.as_str()).unwrap();
+    let busy = runtime().open(&DeviceChoice::Bus(bus_id.clone())).unwrap_err();
+    assert_eq!((busy.kind(), busy.errno()), (ErrorKind::DeviceBusy, Some(libc::EBUSY)));
+    assert!(busy.to_string().contains("this very process"), "{busy}");
+    drop(elsewhere);
+    runtime().open(&DeviceChoice::Bus(bus_id)).unwrap();
+}

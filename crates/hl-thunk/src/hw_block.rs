@@ -1,0 +1,216 @@
+//! Register blocks of the device, mapped into this process.
+//!
+//! The driver decides which blocks there are: none on a Gaudi, a list of them on later generations.
+//! A register is device state, not memory: every access is one volatile 32-bit load or store, and
+//! no reference into a block is ever made.
+
+use std::os::fd::AsFd;
+use std::ptr::NonNull;
+
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+use crate::error::check;
+use crate::{Device, DeviceAddr, Error};
+
+/// Bytes of a register.
+const REGISTER: usize = size_of::<u32>();
+
+/// A register block, mapped as long as this lives.
+#[derive(Debug)]
+pub struct HwBlock {
+    // The mapping goes first: it holds the device file open, and with it the card.
+    mapping: Mapping,
+    address: DeviceAddr,
+    _device: Device,
+}
+
+impl HwBlock {
+    /// Maps the whole block that starts at this address of the device's configuration space.
+    ///
+    /// `EPERM`: this generation has no such blocks. `EINVAL`: the block is not on the driver's
+    /// list. `EOPNOTSUPP`: the library has no such call.
+    pub fn map(device: &Device, address: DeviceAddr) -> Result<Self, Error> {
+        let name = "hlthunk_get_hw_block";
+        let get = device.library().symbols.hlthunk_get_hw_block;
+        let get = get.ok_or(Error::new(name, libc::EOPNOTSUPP))?;
+        let (mut size, mut handle) = (0, 0);
+        // SAFETY: the fd is open, and both results have a place to go to.
+        check(name, || unsafe { get(device.raw_fd(), address.0, &mut size, &mut handle) })?;
+        let mapping = Mapping::new(device, size as usize, handle)?;
+        Ok(Self { mapping, address, _device: device.clone() })
+    }
+
+    /// Where the block starts on the device.
+    pub fn address(&self) -> DeviceAddr {
+        self.address
+    }
+
+    /// Bytes it has.
+    #[allow(clippy::len_without_is_empty, reason = "never empty")]
+    pub fn len(&self) -> usize {
+        self.mapping.len
+    }
+
+    /// Reads the register at this byte offset; `None` if there is none.
+    pub fn read(&self, offset: usize) -> Option<u32> {
+        let register = self.mapping.register(offset)?;
+        // SAFETY: aligned and inside the mapping, which lives as long as `self`.
+        Some(unsafe { register.as_ptr().read_volatile() })
+    }
+
+    /// Writes the register at this byte offset; `None` if there is none.
+    ///
+    /// # Safety
+    /// Registers command the hardware, which can read and write any memory it is pointed at: the
+    /// caller answers for what this value makes the device do.
+    #[must_use = "the register may not exist"]
+    pub unsafe fn write(&self, offset: usize, value: u32) -> Option<()> {
+        let register = self.mapping.register(offset)?;
+        // SAFETY: aligned and inside the mapping; the effect is the caller's promise.
+        unsafe { register.as_ptr().write_volatile(value) };
+        Some(())
+    }
+}
+
+/// Registers in this process's address space.
+#[derive(Debug)]
+struct Mapping {
+    start: NonNull<u32>,
+    len: usize,
+}
+
+// SAFETY: an address; every access is a single volatile load or store, which the hardware orders.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    fn new(node: impl AsFd, len: usize, handle: u64) -> Result<Self, Error> {
+        let failed = |errno| Error::new("mmap of a register block", errno);
+        if len == 0 {
+            return Err(failed(libc::EINVAL));
+        }
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at an address of the kernel's choice; the handle is the offset.
+        let start =
+            unsafe { mmap(std::ptr::null_mut(), len, protection, MapFlags::SHARED, node, handle) };
+        let start = start.map_err(|errno| failed(errno.raw_os_error()))?;
+        Ok(Self { start: NonNull::new(start.cast()).expect("mmap does not return null"), len })
+    }
+
+    fn register(&self, offset: usize) -> Option<NonNull<u32>> {
+        let inside = offset.is_multiple_of(REGISTER) && offset.checked_add(REGISTER)? <= self.len;
+        // SAFETY: inside the mapping by the check.
+        inside.then(|| unsafe { self.start.add(offset / REGISTER) })
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping, which nobody references any more.
+        let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Library;
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+    use std::ffi::c_int;
+    use std::os::fd::BorrowedFd;
+    use std::sync::Arc;
+
+    #[test]
+    fn registers_are_read_and_written_inside_the_block_only() {
+        let file = memfd_create("registers", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&file, 3 * 4096).unwrap();
+        let mapping = Mapping::new(&file, 4096, 8192).unwrap();
+        for (offset, exists) in
+            [(0, true), (4092, true), (4096, false), (4094, false), (2, false), (usize::MAX, false)]
+        {
+            assert_eq!(mapping.register(offset).is_some(), exists, "{offset}");
+        }
+        let last = mapping.register(4092).unwrap();
+        // SAFETY: inside the mapping, which nobody else uses.
+        unsafe { last.write_volatile(0x1234_5678) };
+        let mut bytes = [0; 4];
+        rustix::io::pread(&file, &mut bytes, 8192 + 4092).unwrap();
+        assert_eq!(u32::from_le_bytes(bytes), 0x1234_5678, "the handle is the offset");
+    }
+
+    #[test]
+    fn a_block_without_a_size_is_refused() {
+        let file = memfd_create("registers", MemfdFlags::CLOEXEC).unwrap();
+        assert_eq!(Mapping::new(&file, 0, 0).unwrap_err().errno, libc::EINVAL);
+    }
+
+    const BLOCK: DeviceAddr = DeviceAddr(0x1000_007f_f84a_0000);
+    const HANDLE: u64 = 1 << 32;
+
+    /// A driver that has one block, behind everything else in the node.
+    unsafe extern "C" fn one_block(
+        fd: c_int,
+        address: u64,
+        size: *mut u32,
+        handle: *mut u64,
+    ) -> c_int {
+        if address != BLOCK.0 {
+            return -libc::EINVAL;
+        }
+        // SAFETY: the caller's device is open, and both results have a place to go to.
+        unsafe {
+            ftruncate(BorrowedFd::borrow_raw(fd), HANDLE + 8192).unwrap();
+            (*size, *handle) = (8192, HANDLE);
+        }
+        0
+    }
+
+    /// The software Gaudi has no mappable block, but a node of its own: lent one, the whole way is
+    /// walked, from the driver's answer to the end of the mapping.
+    #[test]
+    fn a_block_that_the_driver_has_is_mapped_until_dropped() {
+        let program = std::env::current_exe().unwrap();
+        let path = program.with_file_name("libsoft_gaudi.so");
+        let node = format!("hl-thunk-block-{}", std::process::id());
+        // SAFETY: no other test of this program reads the environment.
+        unsafe {
+            std::env::set_var("SOFT_GAUDI_NODE", &node);
+            std::env::set_var("SOFT_GAUDI_GENERATION", "gaudi2");
+            std::env::set_var("SOFT_GAUDI_DEVICES", "1");
+        }
+        let mut library = Library::load_first(&[path.to_str().unwrap()]).unwrap();
+        let symbols = &mut Arc::get_mut(&mut library).unwrap().symbols;
+        assert!(symbols.hlthunk_get_hw_block.is_some());
+        symbols.hlthunk_get_hw_block = Some(one_block);
+        let bus_id = crate::ControlDevice::open(&library, 0).unwrap().bus_id().unwrap();
+        let device = Device::open(&library, &bus_id).unwrap();
+
+        let other = HwBlock::map(&device, DeviceAddr(BLOCK.0 + 4)).unwrap_err();
+        assert_eq!((other.call, other.errno), ("hlthunk_get_hw_block", libc::EINVAL));
+        let block = HwBlock::map(&device, BLOCK).unwrap();
+        assert_eq!((block.len(), block.address()), (8192, BLOCK));
+        // SAFETY: only memory stands behind these registers.
+        unsafe {
+            assert_eq!(block.write(8188, 7), Some(()));
+            assert_eq!(block.write(8192, 7), None);
+        }
+        assert_eq!((block.read(8188), block.read(0), block.read(8190)), (Some(7), Some(0), None));
+
+        // The mapping keeps the card, and lets it go.
+        drop(device);
+        assert_eq!(Device::open(&library, &bus_id).unwrap_err().errno, libc::EBUSY);
+        drop(block);
+        drop(Device::open(&library, &bus_id).unwrap());
+
+        Arc::get_mut(&mut library).unwrap().symbols.hlthunk_get_hw_block = None;
+        let device = Device::open(&library, &bus_id).unwrap();
+        assert_eq!(HwBlock::map(&device, BLOCK).unwrap_err().errno, libc::EOPNOTSUPP);
+        drop(device);
+        let user = rustix::process::geteuid().as_raw();
+        for base in ["/dev/shm".into(), std::env::temp_dir()] {
+            let base: std::path::PathBuf = base;
+            let _ = std::fs::remove_dir_all(base.join(format!("soft-gaudi-{user}")).join(&node));
+        }
+    }
+}

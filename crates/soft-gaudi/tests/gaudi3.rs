@@ -1,0 +1,39 @@
+//! A Gaudi3 to its driver's users: memory and dma-bufs, but no DMA of their own.
+
+mod driver;
+
+use driver::*;
+use hl_thunk::sys;
+use soft_gaudi::api::*;
+
+#[test]
+fn memory_is_there_but_submissions_are_refused() {
+    machine("gaudi3");
+    let fd = card();
+    assert_eq!(hlthunk_get_device_name_from_fd(fd), sys::DEVICE_GAUDI3);
+    // SAFETY: plain data.
+    let mut info: sys::HwIpInfo = unsafe { core::mem::zeroed() };
+    assert_eq!(hlthunk_get_hw_ip_info(fd, &mut info), 0);
+    assert_eq!(info.device_id, sys::PCI_ID_GAUDI3);
+    let (handle, va) = alloc(fd, info.dram_page_size + 1);
+    assert_eq!(va >> 48, 0x0201);
+    let mut usage = sys::DramUsageInfo::default();
+    assert_eq!(hlthunk_get_dram_usage(fd, &mut usage), 0);
+    assert_eq!(usage.ctx_dram_mem, 2 * info.dram_page_size);
+    // The framework places its pool in the range that is kept for hints.
+    let hint = 0x0201_e000_0000_0000;
+    assert_eq!(hlthunk_device_memory_map(fd, handle, hint), hint);
+    let flags = sys::DMABUF_FLAGS;
+    let dmabuf = hlthunk_device_mapped_memory_export_dmabuf_fd(fd, hint, 8192, 4096, flags);
+    assert!(dmabuf >= 0);
+    assert_eq!(hlthunk_memory_unmap(fd, hint), -libc::EINVAL);
+    // SAFETY: a descriptor of this test.
+    unsafe { libc::close(dmabuf) };
+    assert_eq!(hlthunk_memory_unmap(fd, hint), 0);
+    let mut packets = vec![0u8; 64];
+    let cb = map_host(fd, &mut packets);
+    for queue in [0, 1, 4, 8] {
+        assert_eq!(submit(fd, &mut [user_chunk(queue, cb, 24)]), Err(-libc::EINVAL));
+    }
+    hlthunk_close(fd);
+}

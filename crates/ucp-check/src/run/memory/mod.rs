@@ -1,0 +1,161 @@
+//! `memory`: what a memory domain promises, asked of it through stock UCX's own libuct.
+//!
+//! Every check is a file of its own and counts what it found right and wrong in a [`Tally`]. The
+//! checks know Gaudi memory by its type only: they run as well on a card as on the software one.
+
+mod alloc;
+mod attributes;
+mod cards;
+mod churn;
+mod detect;
+mod dmabuf;
+mod importer;
+mod keys;
+mod ledger;
+mod mapping;
+mod model;
+mod process;
+mod register;
+mod tally;
+
+use crate::ucp::Ucx;
+use crate::uct::{Domain, Uct};
+use crate::watchdog::Watchdog;
+use anyhow::{Result, bail};
+use clap::ValueEnum;
+use std::path::Path;
+use std::time::Duration;
+use tally::Tally;
+
+/// What to check.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum Check {
+    /// Every check that needs nothing but one free card
+    All,
+    /// Components, memory domains and what they say of themselves
+    Attributes,
+    /// Allocate and free: sizes, disjoint ranges, any order, more than there is
+    Alloc,
+    /// Which address ranges are Gaudi memory, and which are not
+    Detect,
+    /// Descriptors and offsets of dma-bufs; with --importer also their content
+    Dmabuf,
+    /// Register host and device memory, and copy with it
+    Register,
+    /// Register gigabytes of host memory: no card is opened, no page is touched
+    HostOnly,
+    /// Thousands of cycles of registration, export and allocation: nothing may be left behind
+    Churn,
+    /// Pack, unpack and release remote keys
+    Keys,
+    /// Random allocations, frees, queries and exports, compared with a model
+    Model,
+    /// The same from several threads at once, each with a worker of its own
+    Threads,
+    /// Two cards in one process (the first two)
+    TwoCards,
+    /// Allocate, and say on which card
+    Where,
+    /// Allocate, and keep the card until killed
+    Hold,
+}
+
+impl Check {
+    const OF_ALL: [Check; 9] = [
+        Check::Attributes,
+        Check::Alloc,
+        Check::Detect,
+        Check::Dmabuf,
+        Check::Register,
+        Check::Churn,
+        Check::Keys,
+        Check::Model,
+        Check::Threads,
+    ];
+}
+
+/// How to check it.
+pub struct Options<'a> {
+    /// Where UCX is.
+    pub ucx: Option<&'a Path>,
+    /// The component to open.
+    pub component: String,
+    /// Settings of its memory domain, on top of the environment.
+    pub settings: Vec<(String, String)>,
+    /// Makes sizes, orders and patterns.
+    pub seed: u64,
+    /// Largest allocation.
+    pub max: usize,
+    /// Cycles of `churn`.
+    pub cycles: u32,
+    /// Steps of `model`, and of each of the `threads`.
+    pub steps: u32,
+    /// Socket of somebody who maps dma-bufs.
+    pub importer: Option<&'a Path>,
+    /// A check may take this long.
+    pub timeout: Duration,
+}
+
+/// What a check works with.
+struct Scene<'a> {
+    domain: &'a Domain,
+    options: &'a Options<'a>,
+    dog: Watchdog,
+}
+
+impl Scene<'_> {
+    /// The copy transport of the component under test.
+    fn transport(&self) -> &'static str {
+        if self.options.component == "gaudi_gdr" { "gaudi_gdr" } else { "gaudi_cpy" }
+    }
+}
+
+/// Runs a check, or all of them, and prints the verdict.
+pub fn run(check: Check, options: &Options<'_>) -> Result<()> {
+    let dog = Watchdog::start("memory", options.timeout);
+    let ucx = Ucx::load(options.ucx)?;
+    let uct = Uct::of(ucx)?;
+    println!("UCX {}, seed {}", ucx.version(), options.seed);
+    let domain = uct.open(&options.component, &options.settings)?;
+    let scene = Scene { domain: &domain, options, dog };
+    let checks = if check == Check::All { &Check::OF_ALL[..] } else { &[check] };
+    let (mut passed, mut failed) = (0, 0);
+    for &check in checks {
+        let name = check.to_possible_value().map_or_else(String::new, |v| v.get_name().to_owned());
+        scene.dog.step(&name);
+        let mut tally = Tally::new(&name);
+        one(check, &scene, &mut tally)?;
+        tally.print();
+        passed += tally.passed();
+        failed += tally.failed();
+    }
+    scene.dog.step("uct_md_close");
+    drop(domain);
+    println!("{passed} passed, {failed} failed");
+    if failed > 0 {
+        bail!("{failed} expectations failed");
+    }
+    if passed == 0 {
+        bail!("nothing was checked");
+    }
+    Ok(())
+}
+
+fn one(check: Check, scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
+    match check {
+        Check::All => unreachable!("is a list of the others"),
+        Check::Attributes => attributes::run(scene, tally),
+        Check::Alloc => alloc::run(scene, tally),
+        Check::Detect => detect::run(scene, tally),
+        Check::Dmabuf => dmabuf::run(scene, tally),
+        Check::Register => register::run(scene, tally),
+        Check::HostOnly => register::host_only(scene, tally),
+        Check::Churn => churn::run(scene, tally),
+        Check::Keys => keys::run(scene, tally),
+        Check::Model => model::run(scene, tally),
+        Check::Threads => model::threads(scene, tally),
+        Check::TwoCards => cards::two(scene, tally),
+        Check::Where => cards::whereabouts(scene, tally),
+        Check::Hold => cards::hold(scene),
+    }
+}

@@ -1,0 +1,208 @@
+//! Moving bytes through a copy transport: a worker, an interface and an endpoint to itself.
+
+use super::sys::{
+    self, Completion, EpParams, GetShort, IfaceAttr, IfaceOps, IfaceParams, Iov, Progress,
+    PutShort, Raw, Zcopy, slot,
+};
+use super::{Domain, Registration, Result};
+use std::ffi::{CString, c_void};
+use std::mem::{transmute, zeroed};
+use std::ptr;
+use std::time::{Duration, Instant};
+
+/// How long a copy may take before it counts as hung.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// A copy transport connected to itself; for one thread.
+pub struct Copier<'d> {
+    domain: &'d Domain,
+    background: Raw,
+    worker: Raw,
+    iface: Raw,
+    ep: Raw,
+}
+
+/// Which way the bytes go, seen from the host.
+#[derive(Clone, Copy)]
+enum Way {
+    Put,
+    Get,
+}
+
+unsafe extern "C" fn completed(_: *mut Completion) {}
+
+impl<'d> Copier<'d> {
+    /// Opens the transport `tl` on the device of the domain's name.
+    pub fn open(domain: &'d Domain, tl: &str) -> anyhow::Result<Copier<'d>> {
+        let uct = domain.uct;
+        let null = ptr::null_mut();
+        // What is opened is closed by `drop`, also when a later step fails.
+        let mut copier = Copier { domain, background: null, worker: null, iface: null, ep: null };
+        let (c_tl, c_device) = (CString::new(tl)?, CString::new(domain.name())?);
+        // SAFETY: out-parameters.
+        let status = unsafe {
+            (uct.f.ucs_async_context_create)(sys::ASYNC_MODE_THREAD, &mut copier.background)
+        };
+        uct.check("ucs_async_context_create", status)?;
+        // SAFETY: the context was just made.
+        let status = unsafe {
+            let mode = sys::THREAD_MODE_SINGLE;
+            (uct.f.uct_worker_create)(copier.background, mode, &mut copier.worker)
+        };
+        uct.check("uct_worker_create", status)?;
+        let mut config = null;
+        // SAFETY: the environment and the defaults, for a transport of this domain.
+        let status = unsafe {
+            let name = c_tl.as_ptr();
+            let none = ptr::null();
+            (uct.f.uct_md_iface_config_read)(domain.md, name, none, none, &mut config)
+        };
+        uct.check("uct_md_iface_config_read", status)?;
+        // SAFETY: plain data.
+        let mut params: IfaceParams = unsafe { zeroed() };
+        params.field_mask = IfaceParams::OPEN_MODE | IfaceParams::DEVICE;
+        params.open_mode = sys::OPEN_MODE_DEVICE;
+        params.tl_name = c_tl.as_ptr();
+        params.dev_name = c_device.as_ptr();
+        // SAFETY: all parts belong together; the configuration is released once.
+        let status = unsafe {
+            let status = (uct.f.uct_iface_open)(
+                domain.md,
+                copier.worker,
+                &params,
+                config,
+                &mut copier.iface,
+            );
+            (uct.f.uct_config_release)(config);
+            status
+        };
+        uct.check("uct_iface_open", status)?;
+        let (mut device, mut address) = ([0u64; 32], [0u64; 32]);
+        // SAFETY: addresses of copy transports are a few bytes long.
+        let (first, second) = unsafe {
+            (
+                (uct.f.uct_iface_get_device_address)(copier.iface, device.as_mut_ptr().cast()),
+                (uct.f.uct_iface_get_address)(copier.iface, address.as_mut_ptr().cast()),
+            )
+        };
+        uct.check("uct_iface_get_device_address", first)?;
+        uct.check("uct_iface_get_address", second)?;
+        // SAFETY: plain data.
+        let mut params: EpParams = unsafe { zeroed() };
+        params.field_mask = EpParams::IFACE | EpParams::DEV_ADDR | EpParams::IFACE_ADDR;
+        params.iface = copier.iface;
+        params.dev_addr = device.as_ptr().cast();
+        params.iface_addr = address.as_ptr().cast();
+        // SAFETY: the interface's own addresses.
+        let status = unsafe { (uct.f.uct_ep_create)(&params, &mut copier.ep) };
+        uct.check("uct_ep_create", status)?;
+        Ok(copier)
+    }
+
+    /// Most endpoints the interface says it can have.
+    pub fn max_endpoints(&self) -> Result<u64> {
+        let mut attr: IfaceAttr = [0; 128];
+        // SAFETY: an open interface, and room for its attributes.
+        let status = unsafe { (self.domain.uct.f.uct_iface_query)(self.iface, &mut attr) };
+        self.domain.uct.check("uct_iface_query", status)?;
+        Ok(attr[sys::IFACE_ATTR_MAX_NUM_EPS])
+    }
+
+    fn operation(&self, slot: usize) -> *const c_void {
+        // SAFETY: an open interface begins with its operations.
+        unsafe { (*self.iface.cast::<IfaceOps>())[slot] }
+    }
+
+    /// Host to device, waited for.
+    pub fn put(&self, from: &[u8], to: u64) -> Result<()> {
+        // SAFETY: the slot holds a function of this type.
+        let put: PutShort = unsafe { transmute(self.operation(slot::PUT_SHORT)) };
+        // SAFETY: the source is a slice; the device checks the destination.
+        let status =
+            unsafe { put(self.ep, from.as_ptr().cast(), from.len() as u32, to, sys::INVALID_RKEY) };
+        self.domain.uct.check("uct_ep_put_short", status)
+    }
+
+    /// Device to host, waited for.
+    pub fn get(&self, from: u64, to: &mut [u8]) -> Result<()> {
+        // SAFETY: the slot holds a function of this type.
+        let get: GetShort = unsafe { transmute(self.operation(slot::GET_SHORT)) };
+        // SAFETY: the destination is a slice; the device checks the source.
+        let status = unsafe {
+            get(self.ep, to.as_mut_ptr().cast(), to.len() as u32, from, sys::INVALID_RKEY)
+        };
+        self.domain.uct.check("uct_ep_get_short", status)
+    }
+
+    /// Host to device by the engine, straight from registered memory where it can be pinned.
+    pub fn put_registered(&self, from: &[u8], by: &Registration<'_>, to: u64) -> Result<()> {
+        // SAFETY: the buffer lives until the copy is done, which is waited for.
+        unsafe { self.zcopy(Way::Put, from.as_ptr().cast_mut(), from.len(), by, to) }
+    }
+
+    /// Device to host by the engine.
+    pub fn get_registered(&self, from: u64, to: &mut [u8], by: &Registration<'_>) -> Result<()> {
+        // SAFETY: the buffer lives until the copy is done, which is waited for.
+        unsafe { self.zcopy(Way::Get, to.as_mut_ptr(), to.len(), by, from) }
+    }
+
+    /// Starts a copy and waits for it.
+    ///
+    /// # Safety
+    /// The local buffer must be valid, and writable for a get.
+    unsafe fn zcopy(
+        &self,
+        way: Way,
+        local: *mut u8,
+        length: usize,
+        by: &Registration<'_>,
+        remote: u64,
+    ) -> Result<()> {
+        let (slot, name) = match way {
+            Way::Put => (slot::PUT_ZCOPY, "uct_ep_put_zcopy"),
+            Way::Get => (slot::GET_ZCOPY, "uct_ep_get_zcopy"),
+        };
+        // SAFETY: the slot holds a function of this type.
+        let copy: Zcopy = unsafe { transmute(self.operation(slot)) };
+        // SAFETY: the slot holds a function of this type.
+        let progress: Progress = unsafe { transmute(self.operation(slot::PROGRESS)) };
+        let iov = Iov { buffer: local.cast(), length, memh: by.handle(), stride: 0, count: 1 };
+        // Not on the stack: were the copy given up, UCX would still write to it.
+        let completion =
+            Box::into_raw(Box::new(Completion { func: completed, count: 1, status: sys::OK }));
+        // SAFETY: the buffer as promised; the completion lives until its count is zero.
+        let status = unsafe { copy(self.ep, &iov, 1, remote, sys::INVALID_RKEY, completion) };
+        let status = if status == sys::INPROGRESS {
+            let since = Instant::now();
+            // SAFETY: as above; progress of an open interface, on its only thread.
+            unsafe {
+                while ptr::read_volatile(&raw const (*completion).count) > 0 {
+                    progress(self.iface);
+                    assert!(since.elapsed() < LIMIT, "{name} of {length} bytes hangs");
+                }
+                (*completion).status
+            }
+        } else {
+            status
+        };
+        // SAFETY: made above; UCX is done with it.
+        drop(unsafe { Box::from_raw(completion) });
+        self.domain.uct.check(name, status)
+    }
+}
+
+impl Drop for Copier<'_> {
+    fn drop(&mut self) {
+        let f = &self.domain.uct.f;
+        let close: [(Raw, unsafe extern "C" fn(Raw)); 4] = [
+            (self.ep, f.uct_ep_destroy),
+            (self.iface, f.uct_iface_close),
+            (self.worker, f.uct_worker_destroy),
+            (self.background, f.ucs_async_context_destroy),
+        ];
+        for (handle, close) in close.into_iter().filter(|(handle, _)| !handle.is_null()) {
+            // SAFETY: opened in the opposite order, closed once.
+            unsafe { close(handle) };
+        }
+    }
+}

@@ -287,6 +287,76 @@ fn the_card_is_chosen_by_index_module_id_and_bus_id() {
     }
 }
 
+/// Variables of the launcher and of the container tools.
+#[test]
+fn the_launchers_variables_are_respected() {
+    for ucx in Ucx::ALL {
+        for (variables, card) in [
+            (&[("HLS_MODULE_ID", "0")][..], CARD_3),
+            (&[("HLS_MODULE_ID", "0"), ("UCX_GAUDI_COPY_DEVICE", "1")], CARD_1),
+            (&[("HABANA_VISIBLE_MODULES", "3,0")], CARD_1),
+            (&[("HABANA_VISIBLE_MODULES", "0")], CARD_3),
+            (&[("HABANA_VISIBLE_MODULES", "all")], CARD_0),
+        ] {
+            let tool = Machine::eight_cards().check(ucx, "where");
+            let set = variables.iter();
+            let end = set.fold(tool, |tool, (name, value)| tool.env(name, value)).run().ok();
+            assert!(end.stdout.contains(card), "{variables:?}: {}", end.report());
+        }
+    }
+}
+
+/// A table that renumbers: its indices count, and cards it leaves out do not exist.
+#[test]
+fn the_mapping_table_decides_what_an_index_means() {
+    let table = r#"[{"index":0,"module_id":0,"bus_id":"0000:34:00.0"},
+                    {"index":5,"module_id":3,"bus_id":"0000:4d:00.0"}]"#;
+    for ucx in Ucx::ALL {
+        let run = |device: &str| {
+            let tool = Machine::eight_cards().check(ucx, "where");
+            tool.env("GAUDI_MAPPING_TABLE", table).env("UCX_GAUDI_COPY_DEVICE", device).run()
+        };
+        for (device, card) in [("", CARD_3), ("0", CARD_3), ("5", CARD_1), ("module:3", CARD_1)] {
+            let end = run(device).ok();
+            assert!(end.stdout.contains(card), "{device:?}: {}", end.report());
+        }
+        let end = run("1");
+        assert!(!end.success() && !end.crashed(), "{}", end.report());
+        assert!(says(&end, "WARN", &["UCX_GAUDI_COPY_DEVICE=1"]), "{}", end.report());
+    }
+}
+
+/// A table that makes no sense is quoted, and nothing is used in its place.
+#[test]
+fn a_broken_mapping_table_is_quoted_and_means_no_gaudi() {
+    for (table, quoted) in [
+        ("index 0 is the first", "index 0 is the first"),
+        (r#"[{"index":0,"module_id":0,"bus_id":"34:zz"}]"#, "34:zz"),
+        (r#"[{"index":0,"module_id":0,"bus_id":"0000:77:00.0"}]"#, "0000:77:00.0"),
+        (
+            r#"[{"index":4,"module_id":0,"bus_id":"0000:34:00.0"},
+                {"index":4,"module_id":3,"bus_id":"0000:4d:00.0"}]"#,
+            "0000:4d:00.0",
+        ),
+    ] {
+        for ucx in Ucx::ALL {
+            let tool = Machine::eight_cards().check(ucx, "where");
+            let end = tool.env("GAUDI_MAPPING_TABLE", table).run();
+            assert!(!end.success() && !end.crashed(), "{table}: {}", end.report());
+            assert!(says(&end, "WARN", &["GAUDI_MAPPING_TABLE", quoted]), "{}", end.report());
+            assert!(!end.stdout.contains("memory lies on"), "{table}: {}", end.report());
+        }
+        let pair = Perftest::new(&Workbench::from_env(), "tag_bw", 65536)
+            .iterations(100, 10)
+            .plugin()
+            .device(&Machine::eight_cards().device)
+            .both(|tool| tool.env("GAUDI_MAPPING_TABLE", table))
+            .run()
+            .unwrap_or_else(|error| panic!("{table}: {error:#}"));
+        pair.figures().unwrap_or_else(|error| panic!("{table}: {error:#}"));
+    }
+}
+
 /// What names no card: a warning with variable and value, no Gaudi, and host traffic unharmed.
 #[test]
 fn a_card_that_is_not_there_is_named_in_a_warning() {

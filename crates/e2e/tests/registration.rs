@@ -16,6 +16,20 @@ fn allocations_are_disjoint_and_freed_in_any_order() {
     passes_everywhere("alloc");
 }
 
+/// Whatever was freed can be had again, also after a dma-buf of it was open: the pool gives its
+/// pages back, and counts right.
+#[test]
+fn all_memory_of_a_card_again_and_again() {
+    for ucx in Ucx::ALL {
+        for (generation, pieces) in [("gaudi2", "12 pieces"), ("gaudi1", "12 pieces")] {
+            let machine =
+                Machine::with("3 GiB", generation, 1, |node| node.with("SOFT_GAUDI_HBM", "3g"));
+            let end = machine.check(ucx, "exhaust --max 256M").run().ok();
+            assert!(end.stdout.contains(pieces), "{generation}: {}", end.report());
+        }
+    }
+}
+
 /// Unaligned, overlapping, twice, zero bytes, unmapped, read-only, device memory whole and in part.
 #[test]
 fn odd_ranges_of_host_and_device_memory() {

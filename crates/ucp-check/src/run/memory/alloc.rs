@@ -1,4 +1,5 @@
 //! `alloc`: every size, all alive at once, disjoint, freed in any order, and again.
+//! `exhaust`: as much as there is, again and again.
 
 use super::ledger::Ledger;
 use super::{Scene, Tally};
@@ -65,6 +66,46 @@ pub(super) fn run(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
     tally.equal(&too_much, &Some(Status::NO_MEMORY), "allocating more than there is");
     let after = scene.domain.allocate(4096, false);
     tally.expect(after.is_ok(), || format!("allocating after a refusal: {:?}", after.err()));
+    Ok(())
+}
+
+/// Fills the card in pieces until there is no more, gives all back, and gets as many again.
+pub(super) fn exhaust(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
+    let piece = scene.options.max;
+    let mut counts = Vec::new();
+    for round in 0..4 {
+        let mut ledger = Ledger::default();
+        let mut live = Vec::new();
+        let refused = loop {
+            match scene.domain.allocate(piece, true) {
+                Ok(memory) => live.push(memory),
+                Err(error) => break error.status,
+            }
+            let (address, length) = live.last().map_or((0, 0), |m| (m.address(), m.len()));
+            tally.expect(ledger.add(address, length), || {
+                format!("{length} bytes at {address:#x} overlap live memory")
+            });
+        };
+        tally.equal(&refused, &Status::NO_MEMORY, "the end of the card's memory");
+        counts.push(live.len());
+        // Another order each time, with a dma-buf left open across the frees now and then.
+        let mut kept = None;
+        while !live.is_empty() {
+            let at = mix(scene.options.seed ^ (live.len() as u64) << round) as usize % live.len();
+            let memory = live.swap_remove(at);
+            if round % 2 == 1 && kept.is_none() {
+                kept = scene.domain.export(memory.address(), 1)?;
+            }
+        }
+        if kept.is_some() {
+            // The driver keeps what is exported; the rest is to be had again.
+            let some = scene.domain.allocate(piece, false);
+            tally.expect(some.is_ok(), || format!("beside an open dma-buf: {:?}", some.err()));
+        }
+    }
+    let same = counts.windows(2).all(|pair| pair[0] == pair[1]) && counts[0] > 0;
+    tally.expect(same, || format!("pieces of {piece} bytes, round by round: {counts:?}"));
+    println!("{} pieces of {piece} bytes, each round", counts[0]);
     Ok(())
 }
 

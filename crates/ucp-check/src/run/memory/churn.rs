@@ -2,6 +2,7 @@
 
 use super::{Scene, Tally, process};
 use crate::pattern::mix;
+use crate::uct::Copier;
 use anyhow::{Context, Result};
 
 /// Cycles until everything that is kept on purpose has been made.
@@ -17,24 +18,31 @@ pub(super) fn run(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
         (at as u64, 1 + (draw >> 20) % (1 << 19))
     };
     let start = host.as_ptr().addr() as u64;
-    cycles(scene, tally, "host registrations", |n| {
+    cycles(scene, tally, scene.options.cycles, "host registrations", |n| {
         let (at, length) = place(n);
         drop(scene.domain.register(start + at, length, None)?);
         Ok(())
     })?;
-    cycles(scene, tally, "device registrations", |n| {
+    cycles(scene, tally, scene.options.cycles, "device registrations", |n| {
         let (at, length) = place(n);
         drop(scene.domain.register(memory.address() + at, length, None)?);
         Ok(())
     })?;
+    // A copy pins what was registered: that has to end with the registration as well.
+    let copier = Copier::open(scene.domain, scene.transport())?;
+    cycles(scene, tally, scene.options.cycles / 8, "registrations with a copy", |n| {
+        let part = &host[place(n).0 as usize..][..1 << 17];
+        let by = scene.domain.register(part.as_ptr().addr() as u64, part.len(), None)?;
+        Ok(copier.put_registered(part, &by, memory.address())?)
+    })?;
     if offers {
-        cycles(scene, tally, "exports", |n| {
+        cycles(scene, tally, scene.options.cycles, "exports", |n| {
             let (at, length) = place(n);
             let exported = scene.domain.export(memory.address() + at, length)?;
             exported.context("no dma-buf").map(drop)
         })?;
     }
-    cycles(scene, tally, "allocations", |n| {
+    cycles(scene, tally, scene.options.cycles, "allocations", |n| {
         let (_, length) = place(n);
         let memory = scene.domain.allocate(length, false)?;
         if offers && n % 16 == 0 {
@@ -47,19 +55,24 @@ pub(super) fn run(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
 fn cycles(
     scene: &Scene<'_>,
     tally: &mut Tally,
+    count: u32,
     what: &str,
     mut cycle: impl FnMut(u32) -> Result<()>,
 ) -> Result<()> {
     scene.dog.step(format_args!("churn: {what}"));
     (0..WARM_UP).try_for_each(&mut cycle)?;
     let (descriptors, mappings) = (process::descriptors()?, process::mappings()?.len());
-    (0..scene.options.cycles).try_for_each(&mut cycle)?;
+    let resident = process::resident()?;
+    (0..count).try_for_each(&mut cycle)?;
     tally.equal(&process::descriptors()?, &descriptors, format_args!("descriptors after {what}"));
     // The C library's heap may take or return a piece; a leak would be thousands.
     let now = process::mappings()?.len();
     tally.expect(now.abs_diff(mappings) <= 2, || {
-        format!("{mappings} mappings before, {now} after {} {what}", scene.options.cycles)
+        format!("{mappings} mappings before, {now} after {count} {what}")
     });
-    println!("{} {what}: {now} mappings, {descriptors} descriptors", scene.options.cycles);
+    let grown = process::resident()?.saturating_sub(resident);
+    // Ten thousand of the smallest things there are would be more.
+    tally.expect(grown <= 256 << 10, || format!("{grown} bytes more are resident after {what}"));
+    println!("{count} {what}: {now} mappings, {descriptors} descriptors, {grown} bytes more");
     Ok(())
 }

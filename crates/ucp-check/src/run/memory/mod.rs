@@ -38,6 +38,8 @@ pub enum Check {
     Transport,
     /// Allocate and free: sizes, disjoint ranges, any order, more than there is
     Alloc,
+    /// Allocate all there is, free it, and get as much again
+    Exhaust,
     /// Which address ranges are Gaudi memory, and which are not
     Detect,
     /// Descriptors and offsets of dma-bufs; with --importer also their content
@@ -150,6 +152,7 @@ fn one(check: Check, scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
         Check::Attributes => attributes::run(scene, tally),
         Check::Transport => attributes::transport(scene, tally),
         Check::Alloc => alloc::run(scene, tally),
+        Check::Exhaust => alloc::exhaust(scene, tally),
         Check::Detect => detect::run(scene, tally),
         Check::Dmabuf => dmabuf::run(scene, tally),
         Check::Register => register::run(scene, tally),

@@ -83,6 +83,23 @@ const EFFECTS: &[Effect] = &[
         ..PLAIN
     },
     Effect {
+        variable: "UCX_GAUDI_COPY_ENABLE_NIC_SCALE_OUT",
+        value: "yes",
+        check: "where",
+        shows: "no active NIC is near",
+        // A machine without any NIC, whatever this one has.
+        with: &[("GAUDI_SYSFS_ROOT", "/nonexistent")],
+        ..PLAIN
+    },
+    Effect {
+        variable: "UCX_GAUDI_COPY_ENABLE_HW_BLOCK_ACCESS",
+        value: "y",
+        check: "where",
+        shows: "may be mapped",
+        with: &[("UCX_LOG_LEVEL", "info")],
+        ..PLAIN
+    },
+    Effect {
         variable: "UCX_GAUDI_COPY_LOG_LEVEL",
         value: "info",
         check: "where",
@@ -163,10 +180,20 @@ fn listed() -> BTreeSet<String> {
     names.filter(|name| name.starts_with("UCX_GAUDI_")).map(str::to_owned).collect()
 }
 
+/// Variables whose effect another file of these tests shows.
+const ELSEWHERE: &[(&str, &str)] = &[("UCX_GAUDI_COPY_ABORT_ON_ERROR", "faults.rs")];
+
 #[test]
 fn every_listed_variable_has_a_row_here_and_every_row_is_listed() {
     let rows: BTreeSet<String> = EFFECTS.iter().map(|row| row.variable.to_owned()).collect();
     assert_eq!(rows.len(), EFFECTS.len(), "a variable has two rows");
+    let mut rows = rows;
+    for (variable, file) in ELSEWHERE {
+        let path = format!("{}/tests/{file}", env!("CARGO_MANIFEST_DIR"));
+        let text = std::fs::read_to_string(&path).expect("a file of these tests");
+        assert!(text.contains(variable), "{file} says nothing of {variable}");
+        rows.insert((*variable).to_owned());
+    }
     let listed = listed();
     let unknown: Vec<_> = listed.difference(&rows).collect();
     assert!(unknown.is_empty(), "listed, but no row says what they do: {unknown:?}");

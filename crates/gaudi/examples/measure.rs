@@ -1,5 +1,5 @@
-//! Times the engine on whatever card the driver library offers: small copies, the border between
-//! bounce slots and pinning, allocation and detection. `cargo run --release -p gaudi --example
+//! Times the engine on whatever card the driver library offers: small copies, and the border between
+//! bounce slots and pinning (`memory_costs` is for memory). `cargo run --release -p gaudi --example
 //! measure`, with `HL_THUNK_LIBRARY` naming the software Gaudi where there is no card.
 
 use std::collections::VecDeque;
@@ -143,26 +143,4 @@ fn main() {
     }
 
     many_in_flight(&device);
-    println!(
-        "{:>10} {:>14} {:>14} {:>14} {:>14}",
-        "live", "alloc+free ns", "hit ns", "miss ns", "export ns"
-    );
-    let mut live = Vec::new();
-    for count in [16, 1024, 65536] {
-        while live.len() < count {
-            live.push(device.alloc(4096, 1).expect("memory"));
-        }
-        let alloc = time(|| drop(device.alloc(4096, 1).expect("memory")));
-        let mut at = 0;
-        let hit = time(|| {
-            at = (at + 7919) % live.len();
-            assert!(std::hint::black_box(runtime().locate(live[at].addr().0 + 9, 100)).is_some());
-        });
-        let stack = &raw const at as u64;
-        let miss = time(|| {
-            assert!(std::hint::black_box(runtime().locate(stack, 8)).is_none());
-        });
-        let export = time(|| drop(device.export(live[0].addr(), 4096).expect("export")));
-        println!("{count:>10} {alloc:>14.0} {hit:>14.1} {miss:>14.1} {export:>14.0}");
-    }
 }

@@ -15,6 +15,7 @@ use crate::copy::ring::Ring;
 use crate::copy::short::copy_short;
 use crate::memory::{Entry, Extent, Memory, Table};
 use crate::runtime::Registration;
+use crate::stats::{Counter, Counts, Holding, Path, Tally};
 use crate::window::{Announcement, Blocked};
 use crate::{
     Allocation, DeviceAddr, DeviceInfo, Direction, Error, ErrorKind, Import, Segment, Side,
@@ -53,6 +54,7 @@ pub struct Device {
     id: DeviceId,
     window: Window,
     announcement: Announcement,
+    counts: Counts,
     /// Other devices' memory that this one can reach.
     imports: Table,
     engine: Engine,
@@ -91,16 +93,19 @@ impl Device {
         blocked: Option<Blocked>,
         registration: Registration,
     ) -> Arc<Self> {
+        let counts = Counts::of(&window.info);
+        counts.opened();
         Arc::new(Self {
             info: window.info.clone(),
             id: window.device,
             announcement: Announcement::default(),
+            counts,
             imports: Table::default(),
-            engine: Engine::new(Arc::clone(&backend)),
+            engine: Engine::new(Arc::clone(&backend), counts),
             pins: Mutex::default(),
             bounce: OnceLock::new(),
             staging: OnceLock::new(),
-            memory: Memory::new(window.range(), geometry),
+            memory: Memory::new(window.range(), geometry, counts),
             window,
             backend,
             _blocked: blocked,
@@ -133,7 +138,8 @@ impl Device {
     pub fn alloc(self: &Arc<Self>, len: u64, align: u64) -> Result<Allocation, Error> {
         self.announcement.ensure(runtime().windows(), &self.window);
         let taken = self.memory.take(&*self.backend, len, align);
-        let base = taken.map_err(|error| error.on(self))?;
+        let base = taken.map_err(|error| self.failed(error))?;
+        self.counts.allocated(len);
         runtime().table().insert(Entry { base, len, device: self.id });
         Ok(Allocation::new(Arc::clone(self), DeviceAddr(base), len))
     }
@@ -143,6 +149,7 @@ impl Device {
         runtime().table().remove(addr.0);
         self.engine.quiesce(&(addr.0..addr.0 + len));
         self.memory.give(addr.0);
+        self.counts.freed(len);
     }
 
     /// A dma-buf for `[addr, addr + len)`, which must lie in one live allocation: a close-on-exec
@@ -178,8 +185,13 @@ impl Device {
         len: u64,
         extent: Extent,
     ) -> Result<(OwnedFd, u64), Error> {
-        self.check_own(addr, len, "exporting a dma-buf")?;
-        self.memory.export(addr.0, len, extent).map_err(|error| error.on(self))
+        let checked = self.check_own(addr, len, "exporting a dma-buf");
+        let exported = checked.and_then(|()| self.memory.export(addr.0, len, extent));
+        match exported {
+            Ok(_) => self.counts.add(Counter::DmabufDescriptors, 1),
+            Err(ref error) => self.counts.dmabuf_failed(error),
+        }
+        exported.map_err(|error| self.failed(error))
     }
 
     /// Whether the device was reset or went away under our hands. Nothing works on it any more;
@@ -200,9 +212,12 @@ impl Device {
     }
 
     pub(crate) fn map_dmabuf(&self, dmabuf: BorrowedFd<'_>, len: u64) -> Result<HostPin, Error> {
-        let mapped = self.backend.import(dmabuf, len).map_err(|error| error.on(self))?;
+        let mapped = self.backend.import(dmabuf, len).map_err(|error| {
+            self.counts.dmabuf_failed(&error);
+            self.failed(error)
+        })?;
         self.imports.insert(Entry { base: mapped.addr.0, len, device: self.id });
-        Ok(mapped)
+        Ok(mapped.counted(self.counts.hold(Holding::Import, len)))
     }
 
     pub(crate) fn forget_import(&self, addr: DeviceAddr, len: u64) {
@@ -243,8 +258,11 @@ impl Device {
     pub unsafe fn copy(self: &Arc<Self>, segments: &[Segment]) -> Result<Transfer, SubmitError> {
         // SAFETY: the caller's promise.
         unsafe { Transfer::start(self, segments, false) }.map_err(|error| match error {
-            SubmitError::Failed(error) => SubmitError::Failed(error.on(self)),
-            SubmitError::Busy => SubmitError::Busy,
+            SubmitError::Failed(error) => SubmitError::Failed(self.failed(error)),
+            SubmitError::Busy => {
+                self.counts.add(Counter::CopiesBusy, 1);
+                SubmitError::Busy
+            }
         })
     }
 
@@ -260,21 +278,24 @@ impl Device {
     ) -> Result<(), Error> {
         // SAFETY: the caller's promise.
         if let Some(done) = unsafe { copy_short(self, dst, src, len) } {
-            return done.map_err(|error| error.on(self));
+            return done.map_err(|error| self.failed(error));
         }
         let segment = Segment { dst, src, len, host_region: None };
         // SAFETY: the caller's promise.
         let started = unsafe { Transfer::start(self, &[segment], true) };
-        let finished = match started {
-            Ok(mut transfer) => transfer.wait(),
-            Err(SubmitError::Failed(error)) => Err(error),
+        match started {
+            Ok(mut transfer) => transfer.wait().map_err(|error| error.on(self)),
+            Err(SubmitError::Failed(error)) => Err(self.failed(error)),
             Err(SubmitError::Busy) => unreachable!("a blocking transfer waits for room"),
-        };
-        finished.map_err(|error| error.on(self))
+        }
     }
 
     /// Sets `len` bytes of device memory to `byte` and returns when it is done.
     pub fn fill(self: &Arc<Self>, addr: DeviceAddr, len: u64, byte: u8) -> Result<(), Error> {
+        self.try_fill(addr, len, byte).map_err(|error| self.failed(error))
+    }
+
+    fn try_fill(&self, addr: DeviceAddr, len: u64, byte: u8) -> Result<(), Error> {
         self.can_copy()?;
         if len == 0 {
             return Ok(());
@@ -285,10 +306,11 @@ impl Device {
             // On record while it runs, so that freeing the memory waits for it.
             // SAFETY: only device memory is written, of an allocation that is live.
             let flight = unsafe {
-                self.engine.make_room().launch(Direction::DeviceToDevice, vec![dma], Vec::new())
+                let way = Direction::DeviceToDevice;
+                let tally = Tally::one(way, Path::Fill, len.into());
+                self.engine.make_room().launch(way, vec![dma], Vec::new(), tally)
             };
-            let filled = flight.and_then(|flight| self.engine.wait(&flight));
-            filled.map_err(|error| error.on(self))?;
+            flight.and_then(|flight| self.engine.wait(&flight))?;
         }
         Ok(())
     }
@@ -302,6 +324,12 @@ impl Device {
     /// Waits until no copy is in flight; the first failure among those that were.
     pub fn drain(&self) -> Result<(), Error> {
         self.engine.drain().map_err(|error| error.on(self))
+    }
+
+    /// Whoever asked is told that it failed.
+    pub(crate) fn failed(&self, error: Error) -> Error {
+        self.counts.failed(error.kind());
+        error.on(self)
     }
 
     pub(crate) fn backend(&self) -> &dyn Backend {
@@ -330,7 +358,13 @@ impl Device {
     /// The memory must stay allocated as long as copies use the pin.
     pub(crate) unsafe fn pin(&self, ptr: *mut u8, len: usize) -> Result<HostPin, Error> {
         // SAFETY: the caller's promise.
-        unsafe { self.backend.pin(ptr, len) }.map_err(|error| error.on(self))
+        match unsafe { self.backend.pin(ptr, len) } {
+            Ok(pin) => Ok(pin.counted(self.counts.hold(Holding::Pin, len as u64))),
+            Err(error) => {
+                self.counts.add(Counter::PinsRefused, 1);
+                Err(error.on(self))
+            }
+        }
     }
 
     /// Keeps a region's pin until the region or the device goes.
@@ -349,5 +383,6 @@ impl Drop for Device {
     fn drop(&mut self) {
         // Nothing may be freed under the hardware's hands. Failures were told to whoever waited.
         let _ = self.engine.drain();
+        self.counts.closed();
     }
 }

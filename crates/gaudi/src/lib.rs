@@ -39,6 +39,7 @@ mod registers;
 mod runtime;
 pub mod scale_out;
 mod slots;
+pub mod stats;
 mod sysfs;
 pub mod topology;
 mod window;

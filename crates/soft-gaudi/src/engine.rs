@@ -88,11 +88,10 @@ impl Context {
         {
             let _entering = self.entering.lock().unwrap_or_else(|p| p.into_inner());
             for (queue, program) in programs {
-                let target = &self.queues[queue as usize];
-                if target.len() == 0 {
+                let job = Job { submission: submission.clone(), program, sob: sob.clone() };
+                if self.queues[queue as usize].push(job) {
                     idle.push(queue);
                 }
-                target.push(Job { submission: submission.clone(), program, sob: sob.clone() });
             }
         }
         // A queue that was not idle has someone to run it: a thread, the workers or a fence.

@@ -62,9 +62,13 @@ impl Queue {
         self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Adds a job at the end.
-    pub(crate) fn push(&self, job: Job) {
-        self.lock().jobs.push_back(job);
+    /// Adds a job at the end. True if the queue was empty, so that nobody runs it or will: to be
+    /// known under the same lock, since whoever runs the queue leaves it when it has become empty.
+    #[must_use]
+    pub(crate) fn push(&self, job: Job) -> bool {
+        let mut state = self.lock();
+        state.jobs.push_back(job);
+        state.jobs.len() == 1
     }
 
     /// The sync object that a pending submission's job uses here.

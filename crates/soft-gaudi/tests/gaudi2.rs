@@ -297,6 +297,36 @@ fn mapped_command_buffers_are_seen_by_program_and_card() {
     unsafe { libc::munmap(packets, 77) };
 }
 
+/// A program that only ever looks, and never waits, depends on the workers alone: a submission that
+/// arrives just as a worker leaves the queue must not be left behind.
+#[test]
+fn work_is_done_also_for_those_who_only_poll() {
+    machine("gaudi2");
+    let fd = card();
+    let (_, device) = alloc(fd, 1);
+    // Just too large to be done by the submitting call.
+    let size = (64 << 10) + 8;
+    let mut source = pattern(size, 7);
+    let src = map_host(fd, &mut source);
+    let buffer = UserBuffer::new(fd, &gaudi2_copy(src, device, size as u32));
+    for round in 0..20_000 {
+        let first = buffer.submit(0).unwrap();
+        // The second arrives at every moment of the first one's life, its end above all.
+        for _ in 0..round % 4000 {
+            std::hint::spin_loop();
+        }
+        for seq in [first, buffer.submit(0).unwrap()] {
+            let mut status = sys::WAIT_BUSY;
+            while status == sys::WAIT_BUSY {
+                assert_eq!(hlthunk_wait_for_cs(fd, seq, 0, &mut status), 0, "the card was reset");
+                std::hint::spin_loop();
+            }
+            assert_eq!(status, sys::WAIT_COMPLETED);
+        }
+    }
+    hlthunk_close(fd);
+}
+
 #[test]
 fn threads_share_a_card_and_the_window_holds_64() {
     machine("gaudi2");

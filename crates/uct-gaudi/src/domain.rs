@@ -182,9 +182,36 @@ impl<F: Flavour> GaudiDomain<F> {
             _ => drop(device.take()),
         }
         let opened = gaudi::runtime().open(&self.settings.device)?;
-        log!(self.ucx, Info, "{} uses {}", F::COMPONENT, opened.info());
+        self.introduce(&opened);
         *device = Some(Arc::clone(&opened));
         Ok(opened)
+    }
+
+    /// Says which card is used, and what the user wanted to know or allow about it.
+    fn introduce(&self, device: &Device) {
+        let card = device.info();
+        log!(self.ucx, Info, "{} uses {card}", F::COMPONENT);
+        gaudi::runtime().allow_register_access(self.settings.hw_block_access);
+        if self.settings.hw_block_access {
+            if card.generation.maps_register_blocks() {
+                log!(self.ucx, Info, "register blocks of {card} may be mapped");
+            } else {
+                log!(self.ucx, Warn, "a {} lets nobody map register blocks", card.generation);
+            }
+        }
+        if self.settings.nic_scale_out == Ternary::No {
+            return;
+        }
+        let view = gaudi::runtime().scale_out();
+        let near = view.as_ref().map(|view| view.nearest(&card.bus_id)).unwrap_or_default();
+        let names: Vec<&str> = near.iter().map(|nic| nic.name.as_str()).collect();
+        match (names.is_empty(), self.settings.nic_scale_out) {
+            (false, _) => log!(self.ucx, Info, "nearest to {card}: {}", names.join(", ")),
+            (true, Ternary::Yes) => {
+                log!(self.ucx, Warn, "ENABLE_NIC_SCALE_OUT=yes, but no active NIC is near {card}");
+            }
+            (true, _) => log!(self.ucx, Info, "no active NIC is near {card}"),
+        }
     }
 
     /// The card that UCX names, or the one that was chosen where UCX names none.

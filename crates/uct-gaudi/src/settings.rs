@@ -49,6 +49,22 @@ pub(crate) const VARIABLES: &[Variable] = &[
         kind: Kind::Time,
     },
     Variable {
+        name: "ENABLE_NIC_SCALE_OUT",
+        default: "try",
+        help: "Look which network devices are near the Gaudi that is used, and say so at info level.\n\
+               yes: warn if there is none that is active;\n\
+               try: only say so;\n\
+               no: do not look.",
+        kind: Kind::Ternary,
+    },
+    Variable {
+        name: "ENABLE_HW_BLOCK_ACCESS",
+        default: "n",
+        help: "Permit the mapping of a Gaudi's register blocks, for debugging and profiling tools in\n\
+               this process. The driver decides which blocks.",
+        kind: Kind::Bool,
+    },
+    Variable {
         name: "ABORT_ON_ERROR",
         default: "y",
         help: "Abort the process when a copy fails for good. UCX does not look at the outcome of\n\
@@ -73,6 +89,8 @@ pub(crate) struct Settings {
     pub(crate) mapped_dmabuf: Ternary,
     /// Seconds.
     pub(crate) reg_cost: f64,
+    pub(crate) nic_scale_out: Ternary,
+    pub(crate) hw_block_access: bool,
     pub(crate) abort_on_error: bool,
 }
 
@@ -82,6 +100,8 @@ static CURRENT: Mutex<Option<Settings>> = Mutex::new(Some(Settings {
     dmabuf: Ternary::Try,
     mapped_dmabuf: Ternary::Try,
     reg_cost: 7e-6,
+    nic_scale_out: Ternary::Try,
+    hw_block_access: false,
     abort_on_error: true,
 }));
 
@@ -110,6 +130,8 @@ impl Settings {
             dmabuf: values.ternary("DMABUF"),
             mapped_dmabuf: values.ternary("ENABLE_MAPPED_DMABUF"),
             reg_cost: values.real("REG_COST"),
+            nic_scale_out: values.ternary("ENABLE_NIC_SCALE_OUT"),
+            hw_block_access: values.bool("ENABLE_HW_BLOCK_ACCESS"),
             abort_on_error: values.bool("ABORT_ON_ERROR"),
         })
     }

@@ -2,6 +2,7 @@
 //! table and, on request, as JSON.
 
 mod host_latency;
+mod memory;
 mod record;
 
 use std::path::Path;
@@ -18,14 +19,28 @@ use crate::setup;
 pub(crate) enum Name {
     /// Host-only latency of stock UCX with the plugin absent, loaded, and in use
     HostLatency,
+    /// Allocation, detection and export with few and many live allocations
+    Memory,
+}
+
+impl Name {
+    fn needs_stock_ucx(self) -> bool {
+        match self {
+            Name::HostLatency => true,
+            Name::Memory => false,
+        }
+    }
 }
 
 /// Measures, prints, writes.
 pub(crate) fn run(repo: &Repo, name: Name, json: Option<&Path>) -> Result<()> {
-    setup::run(repo)?;
+    if name.needs_stock_ucx() {
+        setup::run(repo)?;
+    }
     dist::build(repo, Profile::Release)?;
     let records = match name {
         Name::HostLatency => host_latency::run(repo)?,
+        Name::Memory => memory::run(repo)?,
     };
     println!("{}", record::table(&records));
     if let Some(path) = json {

@@ -35,6 +35,20 @@ impl Record {
         let met = target.map(|target| ratio <= target);
         Self { name: name.into(), value, unit, floor, ratio, target, met }
     }
+
+    /// A figure where less is better and must not exceed `limit`, whatever the floor; the target is
+    /// the ratio at which it would.
+    pub(crate) fn within(
+        name: impl Into<String>,
+        value: f64,
+        unit: &'static str,
+        floor: f64,
+        limit: f64,
+    ) -> Self {
+        let name = format!("{} (at most {limit} {unit})", name.into());
+        let met = Some(value <= limit);
+        Self { met, ..Self::at_most(name, value, unit, floor, Some(limit / floor)) }
+    }
 }
 
 /// The middle of an odd number of samples, the mean of the two middle ones of an even number.
@@ -98,6 +112,14 @@ mod tests {
             assert!(json.get(field).is_some(), "{field}");
         }
         assert_eq!(json["met"], false);
+    }
+
+    #[test]
+    fn a_limit_holds_whatever_the_floor() {
+        let record = Record::within("x", 49.0, "ns", 2.0, 50.0);
+        assert_eq!((record.met, record.target, record.ratio), (Some(true), Some(25.0), 24.5));
+        assert_eq!(record.name, "x (at most 50 ns)");
+        assert_eq!(Record::within("x", 51.0, "ns", 2.0, 50.0).met, Some(false));
     }
 
     #[test]

@@ -12,6 +12,7 @@ use hl_thunk::{DeviceAddr, Direction, ExportCall};
 
 use super::{Backend, CopyLimits, Geometry, HostPin, Page, Registers, Ticket};
 use crate::error::Phase;
+use crate::stats::Counts;
 use crate::{Device, DeviceInfo, Error, runtime};
 
 const PAGE: u64 = 16 << 20;
@@ -171,12 +172,12 @@ impl State {
 struct FakePage;
 
 impl Page for FakePage {
-    fn export_whole(&self, _call: Option<ExportCall>) -> Result<OwnedFd, Error> {
+    fn export_whole(&self, _: Option<ExportCall>, _: Counts) -> Result<OwnedFd, Error> {
         Err(Error::unsupported("exporting a dma-buf", "the fake device has none", ""))
     }
 
-    fn export_part(&self, _offset: u64, _len: u64) -> Result<OwnedFd, Error> {
-        self.export_whole(None)
+    fn export_part(&self, _offset: u64, _len: u64, counts: Counts) -> Result<OwnedFd, Error> {
+        self.export_whole(None, counts)
     }
 
     fn give_back(self: Box<Self>) -> Result<(), Box<dyn Page>> {
@@ -217,8 +218,7 @@ impl Backend for Fake {
         if let Some(errno) = self.state().refuse_pins {
             return Err(Error::os(Phase::Use, "pinning host memory", "fake", errno));
         }
-        let guard = Box::new(Arc::clone(&self.live_pins));
-        Ok(HostPin { addr: DeviceAddr(HOST + ptr as u64), _guard: guard })
+        Ok(HostPin::new(DeviceAddr(HOST + ptr as u64), Arc::clone(&self.live_pins)))
     }
 
     fn can_import(&self) -> Result<(), Error> {

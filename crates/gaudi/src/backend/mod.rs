@@ -16,6 +16,7 @@ use hl_thunk::packet::LinDma;
 use hl_thunk::{DeviceAddr, Direction, ExportCall};
 
 use crate::Error;
+use crate::stats::{Counts, Held};
 
 /// How a device's memory comes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,7 +53,21 @@ pub(crate) struct HostPin {
     /// Where the device sees its first byte.
     pub(crate) addr: DeviceAddr,
     /// Keeps the pin.
-    pub(crate) _guard: Box<dyn Any + Send + Sync>,
+    _guard: Box<dyn Any + Send + Sync>,
+    /// Counts it, until after it has gone.
+    _held: Option<Held>,
+}
+
+impl HostPin {
+    /// A pin that lasts as long as `guard`.
+    pub(crate) fn new(addr: DeviceAddr, guard: impl Any + Send + Sync) -> Self {
+        Self { addr, _guard: Box::new(guard), _held: None }
+    }
+
+    /// The same, counted while it lasts.
+    pub(crate) fn counted(self, held: Held) -> Self {
+        Self { _held: Some(held), ..self }
+    }
 }
 
 impl fmt::Debug for HostPin {
@@ -65,10 +80,10 @@ impl fmt::Debug for HostPin {
 pub(crate) trait Page: Send + Sync + fmt::Debug {
     /// A new descriptor of the dma-buf of the whole page, made with this driver call (`None`: the
     /// best there is); all callers share one export per call.
-    fn export_whole(&self, call: Option<ExportCall>) -> Result<OwnedFd, Error>;
+    fn export_whole(&self, call: Option<ExportCall>, counts: Counts) -> Result<OwnedFd, Error>;
 
     /// A new export of `len` bytes from `offset`, both in whole 4 KiB.
-    fn export_part(&self, offset: u64, len: u64) -> Result<OwnedFd, Error>;
+    fn export_part(&self, offset: u64, len: u64, counts: Counts) -> Result<OwnedFd, Error>;
 
     /// Gives the page back to the driver; the page itself if the driver will not take it (because
     /// a dma-buf of it is still open somewhere), to be used further.

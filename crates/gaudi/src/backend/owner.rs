@@ -14,6 +14,7 @@ use hl_thunk::{
 use super::{Backend, CopyLimits, Geometry, HostPin, Page, Registers, Ticket};
 use crate::error::{Error, ErrorKind, Phase};
 use crate::slots::Slots;
+use crate::stats::{Counter, Counts, Held, Holding};
 
 /// Bytes of packets one submission may have.
 const SLOT_LEN: usize = 4096;
@@ -160,7 +161,7 @@ impl Backend for Owner {
         // SAFETY: the caller keeps the memory.
         let mapping = unsafe { HostMapping::new(&self.device, ptr, len as u64) }
             .map_err(|error| Error::driver(Phase::Use, "pinning host memory", error))?;
-        Ok(HostPin { addr: mapping.addr(), _guard: Box::new(mapping) })
+        Ok(HostPin::new(mapping.addr(), mapping))
     }
 
     fn can_import(&self) -> Result<(), Error> {
@@ -178,7 +179,7 @@ impl Backend for Owner {
         self.can_import()?;
         let mapping = ImportedMapping::new(&self.device, dmabuf, len)
             .map_err(|error| Error::driver(Phase::Share, "importing a dma-buf", error))?;
-        Ok(HostPin { addr: mapping.addr(), _guard: Box::new(mapping) })
+        Ok(HostPin::new(mapping.addr(), mapping))
     }
 
     fn map_block(&self, address: DeviceAddr) -> Result<Box<dyn Registers>, Error> {
@@ -283,23 +284,35 @@ fn export_failed(error: hl_thunk::Error) -> Error {
 }
 
 /// The one export that everyone in this process shares, made when first asked for.
+type Shared = Mutex<Option<(DmaBuf, Held)>>;
+
 fn shared(
-    whole: &Mutex<Option<DmaBuf>>,
+    whole: &Shared,
+    counts: Counts,
     export: impl FnOnce() -> Result<DmaBuf, hl_thunk::Error>,
 ) -> Result<OwnedFd, Error> {
     let mut whole = whole.lock().unwrap_or_else(PoisonError::into_inner);
     if whole.is_none() {
-        *whole = Some(export().map_err(export_failed)?);
+        let made = export().map_err(export_failed)?;
+        let held = counts.hold(Holding::Export, made.len());
+        *whole = Some((made, held));
     }
-    duplicate(whole.as_ref().expect("set just above"))
+    duplicate(&whole.as_ref().expect("set just above").0)
+}
+
+/// An export of its own, for the caller alone.
+fn alone(part: Result<DmaBuf, hl_thunk::Error>, counts: Counts) -> Result<OwnedFd, Error> {
+    let part = part.map_err(export_failed)?;
+    counts.add(Counter::DmabufExports, 1);
+    duplicate(&part)
 }
 
 /// Memory from the driver's allocator, mapped.
 #[derive(Debug)]
 struct MappedPage {
     /// Exports of all of it, by the call that made them.
-    by_mapped: Mutex<Option<DmaBuf>>,
-    by_whole: Mutex<Option<DmaBuf>>,
+    by_mapped: Shared,
+    by_whole: Shared,
     mapping: Arc<DeviceMapping>,
     len: u64,
 }
@@ -316,18 +329,17 @@ impl MappedPage {
 }
 
 impl Page for MappedPage {
-    fn export_whole(&self, call: Option<ExportCall>) -> Result<OwnedFd, Error> {
+    fn export_whole(&self, call: Option<ExportCall>, counts: Counts) -> Result<OwnedFd, Error> {
         let call = call.unwrap_or_else(|| self.best());
         let kept = match call {
             ExportCall::Mapped => &self.by_mapped,
             ExportCall::Whole => &self.by_whole,
         };
-        shared(kept, || DmaBuf::export(&self.mapping, 0, self.len, call))
+        shared(kept, counts, || DmaBuf::export(&self.mapping, 0, self.len, call))
     }
 
-    fn export_part(&self, offset: u64, len: u64) -> Result<OwnedFd, Error> {
-        let part = DmaBuf::export(&self.mapping, offset, len, self.best());
-        duplicate(&part.map_err(export_failed)?)
+    fn export_part(&self, offset: u64, len: u64, counts: Counts) -> Result<OwnedFd, Error> {
+        alone(DmaBuf::export(&self.mapping, offset, len, self.best()), counts)
     }
 
     fn give_back(self: Box<Self>) -> Result<(), Box<dyn Page>> {
@@ -343,7 +355,7 @@ impl Page for MappedPage {
 /// All of a device's physical memory, where there is no allocator.
 #[derive(Debug)]
 struct PhysicalPage {
-    whole: Mutex<Option<DmaBuf>>,
+    whole: Shared,
     device: hl_thunk::Device,
     addr: DeviceAddr,
     len: u64,
@@ -351,14 +363,13 @@ struct PhysicalPage {
 
 impl Page for PhysicalPage {
     /// There is only one call for physical memory.
-    fn export_whole(&self, _call: Option<ExportCall>) -> Result<OwnedFd, Error> {
-        shared(&self.whole, || DmaBuf::export_physical(&self.device, self.addr, self.len))
+    fn export_whole(&self, _call: Option<ExportCall>, counts: Counts) -> Result<OwnedFd, Error> {
+        shared(&self.whole, counts, || DmaBuf::export_physical(&self.device, self.addr, self.len))
     }
 
-    fn export_part(&self, offset: u64, len: u64) -> Result<OwnedFd, Error> {
+    fn export_part(&self, offset: u64, len: u64, counts: Counts) -> Result<OwnedFd, Error> {
         let addr = DeviceAddr(self.addr.0 + offset);
-        let part = DmaBuf::export_physical(&self.device, addr, len);
-        duplicate(&part.map_err(export_failed)?)
+        alone(DmaBuf::export_physical(&self.device, addr, len), counts)
     }
 
     fn give_back(self: Box<Self>) -> Result<(), Box<dyn Page>> {

@@ -11,6 +11,7 @@ use hl_thunk::Direction;
 use hl_thunk::packet::LinDma;
 
 use crate::backend::{Backend, CopyLimits, Ticket};
+use crate::stats::{Counter, Counts, Tally};
 use crate::{DeviceAddr, Error};
 
 /// How long one look at a submission may sleep in the driver when we have nothing else to do.
@@ -23,6 +24,7 @@ pub(crate) type Hold = Arc<dyn Any + Send + Sync>;
 pub(crate) struct Flight {
     ticket: Ticket,
     moves: Vec<LinDma>,
+    tally: Tally,
     state: Mutex<State>,
 }
 
@@ -61,12 +63,14 @@ pub(crate) struct Engine {
     limits: Result<CopyLimits, Error>,
     in_flight: Mutex<InFlight<Arc<Flight>>>,
     lost: AtomicBool,
+    counts: Counts,
 }
 
 impl Engine {
-    pub(crate) fn new(backend: Arc<dyn Backend>) -> Self {
+    pub(crate) fn new(backend: Arc<dyn Backend>, counts: Counts) -> Self {
         let limits = backend.copy_limits();
-        Self { backend, limits, in_flight: Mutex::default(), lost: AtomicBool::new(false) }
+        let lost = AtomicBool::new(false);
+        Self { backend, limits, in_flight: Mutex::default(), lost, counts }
     }
 
     /// Whether the hardware was lost.
@@ -131,6 +135,7 @@ impl Engine {
             state.outcome = Some(outcome.clone());
             std::mem::take(&mut state.holds)
         };
+        self.counts.ended(&outcome, &flight.tally);
         self.backend.retire(flight.ticket);
         self.in_flight().finish(flight.ticket.sequence);
         // Unpinning is a driver call; no lock is held.
@@ -152,11 +157,15 @@ impl Engine {
     ///
     /// # Safety
     /// Everything the move names must stay valid until this returns.
-    pub(crate) unsafe fn run(&self, direction: Direction, dma: LinDma) -> Result<(), Error> {
+    pub(crate) unsafe fn run(
+        &self,
+        direction: Direction,
+        dma: LinDma,
+        tally: Tally,
+    ) -> Result<(), Error> {
         let _reservation = self.make_room();
         // SAFETY: the caller's promise.
-        let submitted = unsafe { self.backend.submit(direction, &[dma]) };
-        let ticket = submitted.map_err(|error| self.note(error))?;
+        let ticket = unsafe { self.submit(direction, &[dma])? };
         let ended = loop {
             match self.backend.wait(ticket, PATIENCE_US) {
                 Ok(false) => {}
@@ -164,9 +173,26 @@ impl Engine {
                 Err(error) => break Err(self.note(error)),
             }
         };
+        self.counts.ended(&ended, &tally);
         self.backend.retire(ticket);
         self.in_flight().passed(ticket.sequence);
         ended
+    }
+
+    /// # Safety
+    /// As for [`Backend::submit`].
+    unsafe fn submit(&self, direction: Direction, moves: &[LinDma]) -> Result<Ticket, Error> {
+        // SAFETY: the caller's promise.
+        match unsafe { self.backend.submit(direction, moves) } {
+            Ok(ticket) => {
+                self.counts.submitted();
+                Ok(ticket)
+            }
+            Err(error) => {
+                self.counts.add(Counter::DmaErrors, 1);
+                Err(self.note(error))
+            }
+        }
     }
 
     /// Looks at everything in flight once; how much there still is.
@@ -220,12 +246,12 @@ impl Reservation<'_> {
         direction: Direction,
         moves: Vec<LinDma>,
         holds: Vec<Hold>,
+        tally: Tally,
     ) -> Result<Arc<Flight>, Error> {
         // SAFETY: the caller's promise.
-        let submitted = unsafe { self.engine.backend.submit(direction, &moves) };
-        let ticket = submitted.map_err(|error| self.engine.note(error))?;
+        let ticket = unsafe { self.engine.submit(direction, &moves)? };
         let state = Mutex::new(State { outcome: None, holds });
-        let flight = Arc::new(Flight { ticket, moves, state });
+        let flight = Arc::new(Flight { ticket, moves, tally, state });
         self.engine.in_flight().start(ticket.sequence, Arc::clone(&flight));
         // The reservation ends here, after the submission is on record.
         drop(self);

@@ -10,6 +10,7 @@ use super::{Segment, Side};
 use crate::backend::HostPin;
 use crate::copy::ring::Slot;
 use crate::host::cannot_be_pinned;
+use crate::stats::Path;
 use crate::{Device, DeviceAddr, Direction, Error, ErrorKind, HostRegion};
 
 /// A host side up to this size is copied through a bounce slot unless its region is pinned already:
@@ -59,6 +60,31 @@ impl Step {
             Step::Direct { direction, .. } => *direction,
             Step::In { .. } | Step::Forward { .. } => Direction::HostToDevice,
             Step::Out { .. } | Step::Cross { .. } => Direction::DeviceToHost,
+        }
+    }
+
+    /// By what way the bytes travel.
+    pub(crate) fn path(&self) -> Path {
+        match self {
+            Step::Direct { pin: Some(_), .. } => Path::Pinned,
+            Step::Direct { direction: Direction::DeviceToDevice, .. } => Path::Within,
+            Step::Direct { .. } => Path::Imported,
+            Step::In { .. } | Step::Out { .. } => Path::Bounced,
+            Step::Cross { .. } => Path::Staging,
+            Step::Forward { .. } => Path::Staged,
+        }
+    }
+
+    /// How many bytes.
+    pub(crate) fn len(&self) -> u64 {
+        match *self {
+            Step::Direct { dma: LinDma::Copy { len, .. } | LinDma::Fill { len, .. }, .. } => {
+                len.into()
+            }
+            Step::In { len, .. }
+            | Step::Out { len, .. }
+            | Step::Cross { len, .. }
+            | Step::Forward { len, .. } => len as u64,
         }
     }
 }

@@ -8,6 +8,7 @@ use hl_thunk::packet::LinDma;
 use super::Side;
 use super::plan::{BOUNCE_LEN, HostPtr, card_for, check_host};
 use super::transfer::{copy_in, copy_out};
+use crate::stats::{Path, Tally};
 use crate::{Device, Direction, Error};
 
 /// Copies and waits, if this is a small copy between host and device and a slot is free; `None`,
@@ -47,9 +48,10 @@ pub(crate) unsafe fn copy_short(
                 LinDma::Copy { src: stage, dst: addr, len: len as u32 }
             }
         };
+        let tally = Tally::one(direction, Path::Bounced, len as u64);
         // SAFETY: the slot is held, and stays pinned with the device; the device side was found
         // live, and its owner must not free it under a running copy.
-        unsafe { on.engine().run(direction, dma)? };
+        unsafe { on.engine().run(direction, dma, tally)? };
         if direction == Direction::DeviceToHost {
             // SAFETY: as above, and the device is done.
             unsafe { copy_out(slot.ptr(), HostPtr(host), len, false)? };

@@ -11,6 +11,7 @@ use super::plan::{HostPtr, Piece, Step};
 use super::ring::{Ring, Slot};
 use super::{Segment, SubmitError, plan};
 use crate::error::Phase;
+use crate::stats::Tally;
 use crate::{Device, DeviceAddr, Error};
 
 /// A copy under way.
@@ -54,6 +55,7 @@ struct Batch {
     moves: Vec<LinDma>,
     holds: Vec<Hold>,
     then: Vec<Then>,
+    tally: Tally,
 }
 
 impl Transfer {
@@ -187,19 +189,20 @@ impl Transfer {
                 break;
             }
         }
-        let Batch { moves, holds, then } = batch;
+        let Batch { moves, holds, then, tally } = batch;
         if moves.is_empty() {
             return Ok(None);
         }
         // SAFETY: pins and slots are in `holds`; device memory was found live by the plan, and for
         // host memory the caller of the copy answers.
-        let flight = unsafe { reservation.launch(direction, moves, holds) }
+        let flight = unsafe { reservation.launch(direction, moves, holds, tally) }
             .map_err(|error| error.on(&on))?;
         Ok(Some(Active { flight, on, then }))
     }
 
     /// Adds a step to a batch; gives it back if there is no slot for it.
     fn add(&self, on: &Arc<Device>, step: Step, batch: &mut Batch) -> Result<Option<Step>, Error> {
+        let (direction, path, bytes) = (step.direction(), step.path(), step.len());
         match step {
             Step::Direct { dma, pin, .. } => {
                 batch.moves.push(dma);
@@ -244,6 +247,7 @@ impl Transfer {
                 batch.holds.extend([pin as Hold, slot as Hold]);
             }
         }
+        batch.tally.add(direction, path, bytes);
         Ok(None)
     }
 
@@ -265,7 +269,8 @@ impl Transfer {
 
     fn conclude(&mut self) {
         if self.active.is_empty() && self.waiting.is_empty() && self.outcome.is_none() {
-            self.outcome = Some(self.failure.take().map_or(Ok(()), Err));
+            let failure = self.failure.take().map(|error| self.device.failed(error));
+            self.outcome = Some(failure.map_or(Ok(()), Err));
         }
     }
 }

@@ -13,6 +13,7 @@ use hl_thunk::ExportCall;
 pub(crate) use table::{Entry, Table};
 
 use crate::backend::{Backend, Geometry, Page};
+use crate::stats::{Counter, Counts};
 use crate::window::find_gap;
 use crate::{Device, DeviceAddr, DeviceId, Error, ErrorKind, MemoryInfo};
 use pool::{GRANULE, Pool, SpanInfo};
@@ -89,6 +90,7 @@ pub(crate) enum Extent {
 pub(crate) struct Memory {
     window: Range<u64>,
     geometry: Geometry,
+    counts: Counts,
     state: Mutex<State>,
 }
 
@@ -103,8 +105,8 @@ const ALLOCATING: &str = "allocating device memory";
 const EXPORTING: &str = "exporting a dma-buf";
 
 impl Memory {
-    pub(crate) fn new(window: Range<u64>, geometry: Geometry) -> Self {
-        Self { window, geometry, state: Mutex::default() }
+    pub(crate) fn new(window: Range<u64>, geometry: Geometry, counts: Counts) -> Self {
+        Self { window, geometry, counts, state: Mutex::default() }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -150,7 +152,7 @@ impl Memory {
         };
         // Pages kept for later may be what is missing.
         let spare = state.pool.empty_spans();
-        if spare.into_iter().filter(|&span| give_back(state, span)).count() == 0 {
+        if spare.into_iter().filter(|&span| self.give_back(state, span)).count() == 0 {
             return Err(first);
         }
         self.add_page(state, backend, bytes)
@@ -175,6 +177,7 @@ impl Memory {
         })?;
         state.pages.insert(at, page);
         state.pool.add_span(at, bytes);
+        self.counts.add(Counter::ReservedBytes, bytes);
         Ok(())
     }
 
@@ -202,7 +205,7 @@ impl Memory {
         if let Some(emptied) = state.pool.give(addr) {
             let only_spare = state.pool.empty_spans().len() == 1;
             if !(only_spare && emptied.len == self.geometry.page) {
-                give_back(&mut state, emptied);
+                self.give_back(&mut state, emptied);
             }
         }
     }
@@ -224,11 +227,11 @@ impl Memory {
             return Err(Error::new(ErrorKind::InvalidParams, EXPORTING, detail, ""));
         };
         if let Extent::Page(call) = extent {
-            return Ok((page.export_whole(call)?, offset));
+            return Ok((page.export_whole(call, self.counts)?, offset));
         }
         let start = offset & !(GRANULE - 1);
         let end = (offset + len).next_multiple_of(GRANULE);
-        Ok((page.export_part(start, end - start)?, offset - start))
+        Ok((page.export_part(start, end - start, self.counts)?, offset - start))
     }
 
     pub(crate) fn info(&self) -> MemoryInfo {
@@ -240,17 +243,27 @@ impl Memory {
             allocations: state.pool.allocations(),
         }
     }
+
+    /// Returns an unused span to the driver. If the driver will not have it, it stays in use: a
+    /// dma-buf of it is still open somewhere.
+    fn give_back(&self, state: &mut State, span: SpanInfo) -> bool {
+        let Some(page) = state.pages.remove(&span.start) else { return false };
+        match page.give_back() {
+            Ok(()) => {
+                self.counts.subtract(Counter::ReservedBytes, span.len);
+                state.pool.remove_span(span.start)
+            }
+            Err(page) => {
+                state.pages.insert(span.start, page);
+                false
+            }
+        }
+    }
 }
 
-/// Returns an unused span to the driver. If the driver will not have it, it stays in use: a dma-buf
-/// of it is still open somewhere.
-fn give_back(state: &mut State, span: SpanInfo) -> bool {
-    let Some(page) = state.pages.remove(&span.start) else { return false };
-    match page.give_back() {
-        Ok(()) => state.pool.remove_span(span.start),
-        Err(page) => {
-            state.pages.insert(span.start, page);
-            false
-        }
+impl Drop for Memory {
+    fn drop(&mut self) {
+        let reserved = self.info().reserved;
+        self.counts.subtract(Counter::ReservedBytes, reserved);
     }
 }

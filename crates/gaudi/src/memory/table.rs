@@ -1,10 +1,12 @@
 //! The table that tells Gaudi addresses from others: immutable, swapped as a whole, read without
 //! waiting.
 //!
-//! Live allocations are kept sorted in leaves of at most [`LEAF`] entries. A change copies one leaf
-//! and the list of leaves, never all entries, so that it stays cheap with tens of thousands of
-//! allocations.
+//! A tree over the address itself, down to 4 KiB: a lookup takes a handful of steps and touches
+//! hardly more memory than the answer, however many allocations there are. A place that belongs to
+//! one allocation entirely says so and ends the search, so that large allocations need few places. A
+//! change copies two nodes and a leaf on its way down, and the short list of gigabytes in use.
 
+use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -12,8 +14,15 @@ use arc_swap::ArcSwap;
 
 use crate::DeviceId;
 
-/// Most entries of a leaf.
-const LEAF: usize = 512;
+/// No two allocations share an aligned piece of this size: the unit of the pool and of the driver.
+/// Sizes are in bits of the address.
+const UNIT_BITS: u32 = 12;
+/// What a leaf stands for: 256 units.
+const LEAF_BITS: u32 = UNIT_BITS + 8;
+/// Places of a node.
+const NODE_BITS: u32 = 5;
+/// What a place of the root stands for: two nodes above the leaves.
+const ROOT_BITS: u32 = LEAF_BITS + 2 * NODE_BITS;
 
 /// A live allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,61 +32,122 @@ pub(crate) struct Entry {
     pub(crate) device: DeviceId,
 }
 
+/// The same, with a length that cannot be zero, which keeps a leaf small.
+#[derive(Clone, Copy, Debug)]
+struct Tenant {
+    base: u64,
+    len: NonZeroU64,
+    device: DeviceId,
+}
+
+impl Tenant {
+    /// First and last address of all units it touches.
+    fn units(&self) -> (u64, u64) {
+        let mask = (1 << UNIT_BITS) - 1;
+        (self.base & !mask, self.base.saturating_add(self.len.get() - 1) | mask)
+    }
+}
+
+/// What a piece of the address space belongs to.
+#[derive(Clone, Debug)]
+enum Place {
+    /// Nobody.
+    Free,
+    /// One tenant, all of it.
+    Tenant(Tenant),
+    /// Several; larger than a leaf.
+    Node(Arc<Node>),
+    /// Several; as large as a leaf.
+    Leaf(Arc<Leaf>),
+}
+
+type Node = [Place; 1 << NODE_BITS];
+/// The tenant of each unit. Copied as plain bytes: most changes change little else.
+type Leaf = [Option<Tenant>; LEAF_UNITS];
+const LEAF_UNITS: usize = 1 << (LEAF_BITS - UNIT_BITS);
+
+impl Place {
+    /// This place, which starts at `start` and has `1 << bits` bytes, with `[first, last]` given to
+    /// `tenant`, or freed.
+    fn with(&self, start: u64, bits: u32, first: u64, last: u64, tenant: Option<Tenant>) -> Place {
+        let end = start + ((1 << bits) - 1);
+        if first <= start && end <= last {
+            return tenant.map_or(Place::Free, Place::Tenant);
+        }
+        let (first, last) = (first.max(start), last.min(end));
+        if bits == LEAF_BITS {
+            let mut leaf = match self {
+                Place::Leaf(leaf) => Arc::clone(leaf),
+                Place::Tenant(whole) => Arc::new([Some(*whole); LEAF_UNITS]),
+                Place::Free | Place::Node(_) => Arc::new([None; LEAF_UNITS]),
+            };
+            let at = |addr: u64| ((addr - start) >> UNIT_BITS) as usize;
+            let units = Arc::make_mut(&mut leaf);
+            units[at(first)..=at(last)].fill(tenant);
+            let free = units.iter().all(Option::is_none);
+            return if free { Place::Free } else { Place::Leaf(leaf) };
+        }
+        let mut node = match self {
+            Place::Node(node) => Arc::clone(node),
+            whole => Arc::new(std::array::from_fn(|_| whole.clone())),
+        };
+        let bits = bits - NODE_BITS;
+        let at = |addr: u64| ((addr - start) >> bits) as usize;
+        let parts = Arc::make_mut(&mut node);
+        for (number, part) in (at(first)..).zip(&mut parts[at(first)..=at(last)]) {
+            let part_start = start + ((number as u64) << bits);
+            *part = part.with(part_start, bits, first, last, tenant);
+        }
+        let free = parts.iter().all(|part| matches!(part, Place::Free));
+        if free { Place::Free } else { Place::Node(node) }
+    }
+}
+
+/// All tenants at one time.
 #[derive(Clone, Debug, Default)]
 struct Snapshot {
-    /// First address of each leaf, for the search.
-    firsts: Vec<u64>,
-    /// Never empty, sorted, disjoint.
-    leaves: Vec<Arc<[Entry]>>,
+    /// Pieces of `1 << ROOT_BITS` bytes by their number; those with nobody in them are left out.
+    root: Vec<(u64, Place)>,
 }
 
 impl Snapshot {
-    /// The entry with the greatest base at or below `addr`.
-    fn below(&self, addr: u64) -> Option<&Entry> {
-        let leaf = self.firsts.partition_point(|&first| first <= addr).checked_sub(1)?;
-        let entries = &self.leaves[leaf];
-        let at = entries.partition_point(|entry| entry.base <= addr).checked_sub(1)?;
-        Some(&entries[at])
-    }
-
-    fn inserted(&self, entry: Entry) -> Self {
-        let mut next = self.clone();
-        let place = self.firsts.partition_point(|&first| first <= entry.base).saturating_sub(1);
-        let Some(old) = self.leaves.get(place) else {
-            next.put(0..0, &[entry]);
-            return next;
-        };
-        let mut entries = old.to_vec();
-        let at = entries.partition_point(|other| other.base < entry.base);
-        entries.insert(at, entry);
-        next.put(place..place + 1, &entries);
-        next
-    }
-
-    fn removed(&self, base: u64) -> Self {
-        let mut next = self.clone();
-        let place = self.firsts.partition_point(|&first| first <= base).saturating_sub(1);
-        let Some(old) = self.leaves.get(place) else { return next };
-        let mut entries: Vec<Entry> =
-            old.iter().copied().filter(|entry| entry.base != base).collect();
-        // Leaves that shrank join their neighbour, so that few allocations never need many leaves.
-        match self.leaves.get(place + 1) {
-            Some(neighbour) if entries.len() + neighbour.len() <= LEAF / 2 => {
-                entries.extend_from_slice(neighbour);
-                next.put(place..place + 2, &entries);
+    /// The tenant of the unit that `addr` lies in.
+    fn at(&self, addr: u64) -> Option<&Tenant> {
+        let at = self.root.binary_search_by_key(&(addr >> ROOT_BITS), |(piece, _)| *piece).ok()?;
+        let mut place = &self.root[at].1;
+        let mut bits = ROOT_BITS;
+        loop {
+            match place {
+                Place::Free => return None,
+                Place::Tenant(tenant) => return Some(tenant),
+                Place::Leaf(leaf) => {
+                    return leaf[(addr >> UNIT_BITS) as usize % leaf.len()].as_ref();
+                }
+                Place::Node(node) => {
+                    bits -= NODE_BITS;
+                    place = &node[(addr >> bits) as usize % node.len()];
+                }
             }
-            _ => next.put(place..place + 1, &entries),
+        }
+    }
+
+    /// The tenant gets its units, or loses them.
+    fn with(&self, tenant: Tenant, is_there: bool) -> Self {
+        let mut next = self.clone();
+        let (first, last) = tenant.units();
+        for piece in first >> ROOT_BITS..=last >> ROOT_BITS {
+            let known = next.root.binary_search_by_key(&piece, |(piece, _)| *piece);
+            let old = known.map_or(&Place::Free, |at| &next.root[at].1);
+            let start = piece << ROOT_BITS;
+            let place = old.with(start, ROOT_BITS, first, last, is_there.then_some(tenant));
+            match (known, place) {
+                (Ok(at), Place::Free) => drop(next.root.remove(at)),
+                (Ok(at), place) => next.root[at].1 = place,
+                (Err(_), Place::Free) => {}
+                (Err(at), place) => next.root.insert(at, (piece, place)),
+            }
         }
         next
-    }
-
-    /// Replaces a range of leaves by `entries`, in two leaves if one would be too large.
-    fn put(&mut self, range: std::ops::Range<usize>, entries: &[Entry]) {
-        let size = if entries.len() > LEAF { LEAF / 2 } else { LEAF };
-        let leaves: Vec<Arc<[Entry]>> = entries.chunks(size).map(Arc::from).collect();
-        let firsts: Vec<u64> = leaves.iter().map(|leaf| leaf[0].base).collect();
-        self.firsts.splice(range.clone(), firsts);
-        self.leaves.splice(range, leaves);
     }
 }
 
@@ -115,23 +185,31 @@ impl Table {
             return None;
         }
         let snapshot = self.current.load();
-        let entry = snapshot.below(addr)?;
-        let offset = addr - entry.base;
-        (offset < entry.len && len <= entry.len - offset).then_some(*entry)
+        let tenant = snapshot.at(addr)?;
+        let (base, size, device) = (tenant.base, tenant.len.get(), tenant.device);
+        let offset = addr.checked_sub(base)?;
+        (offset < size && len <= size - offset).then_some(Entry { base, len: size, device })
     }
 
+    /// Adds an allocation. It must not share a unit of 4 KiB with another; an empty one is nowhere.
     pub(crate) fn insert(&self, entry: Entry) {
+        let Some(len) = NonZeroU64::new(entry.len) else { return };
+        let tenant = Tenant { base: entry.base, len, device: entry.device };
         self.lowest.fetch_min(entry.base, Ordering::Relaxed);
         self.highest.fetch_max(entry.base + entry.len, Ordering::Relaxed);
         let _writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
-        let next = self.current.load().inserted(entry);
+        let next = self.current.load().with(tenant, true);
         self.current.store(Arc::new(next));
     }
 
+    /// Removes the allocation that starts at `base`, if there is one.
     pub(crate) fn remove(&self, base: u64) {
         let _writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
-        let next = self.current.load().removed(base);
-        self.current.store(Arc::new(next));
+        let current = self.current.load();
+        let tenant = current.at(base).filter(|tenant| tenant.base == base);
+        if let Some(&tenant) = tenant {
+            self.current.store(Arc::new(current.with(tenant, false)));
+        }
     }
 }
 
@@ -141,7 +219,30 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::BTreeMap;
 
-    const UNIT: u64 = 1 << 12;
+    const UNIT: u64 = 1 << UNIT_BITS;
+
+    /// Every address of `[first, last]` that some node could get wrong: the ends of what is asked
+    /// about, and of all tenants.
+    fn check(table: &Table, model: &BTreeMap<u64, (u64, DeviceId)>, probes: &[(u64, u64)]) {
+        let ends = model.iter().flat_map(|(&base, &(len, _))| {
+            let end = base + len;
+            [
+                (base, len),
+                (base, len + 1),
+                (end - 1, 1),
+                (end, 0),
+                (base - 1, 1),
+                (base + len / 2, 1),
+            ]
+        });
+        for (addr, len) in ends.chain(probes.iter().copied()) {
+            let expected = model.range(..=addr).next_back().and_then(|(&base, &(size, device))| {
+                let inside = addr < base + size && addr + len <= base + size;
+                inside.then_some(Entry { base, len: size, device })
+            });
+            assert_eq!(table.find(addr, len), expected, "{len} bytes at {addr:#x}");
+        }
+    }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(40))]
@@ -162,17 +263,60 @@ mod tests {
                     model.remove(&base);
                 }
             }
-            for (addr, len) in probes {
-                let expected = model.range(..=addr).next_back().and_then(|(&base, &(size, device))| {
-                    let inside = addr < base + size && addr + len <= base + size;
-                    inside.then_some(Entry { base, len: size, device })
-                });
-                prop_assert_eq!(table.find(addr, len), expected);
-            }
-            let snapshot = table.current.load();
-            prop_assert!(snapshot.leaves.iter().all(|leaf| !leaf.is_empty() && leaf.len() <= LEAF));
-            prop_assert_eq!(snapshot.leaves.iter().map(|leaf| leaf.len()).sum::<usize>(), model.len());
+            check(&table, &model, &probes);
         }
+
+        /// Tenants of all sizes, up to many gigabytes, one behind the other with or without gaps.
+        #[test]
+        fn tenants_of_all_sizes_lie_side_by_side(
+            start in (1..1_u64 << 50).prop_map(|unit| unit * UNIT),
+            sizes in prop::collection::vec((0..36_u32, any::<u64>(), 0..3_u64), 1..60),
+            removed in prop::collection::vec(any::<usize>(), 0..60),
+            probes in prop::collection::vec((any::<u64>(), 0..1_u64 << 40), 50)
+        ) {
+            let table = Table::default();
+            let mut model = BTreeMap::new();
+            let mut base = start;
+            for (number, (magnitude, random, gap)) in sizes.into_iter().enumerate() {
+                let len = (1 << magnitude) + random % (1 << magnitude);
+                let device = DeviceId(number as u32);
+                table.insert(Entry { base, len, device });
+                model.insert(base, (len, device));
+                base += len.next_multiple_of(UNIT) + gap * UNIT;
+            }
+            let probes: Vec<(u64, u64)> =
+                probes.into_iter().map(|(at, len)| (start + at % (base - start), len)).collect();
+            check(&table, &model, &probes);
+            for pick in removed {
+                let Some(&base) = model.keys().nth(pick % model.len().max(1)) else { break };
+                table.remove(base + 1);
+                table.remove(base);
+                model.remove(&base);
+            }
+            check(&table, &model, &probes);
+            for base in model.into_keys() {
+                table.remove(base);
+            }
+            prop_assert!(table.current.load().root.is_empty(), "nothing is left behind");
+        }
+    }
+
+    #[test]
+    fn a_large_tenant_needs_few_places() {
+        let table = Table::default();
+        table.insert(Entry { base: 3 << 30, len: 96 << 30, device: DeviceId(0) });
+        let snapshot = table.current.load();
+        assert_eq!(snapshot.root.len(), 96);
+        assert!(snapshot.root.iter().all(|(_, place)| matches!(place, Place::Tenant(_))));
+        assert!(table.find((99 << 30) - 1, 1).is_some() && table.find(99 << 30, 0).is_none());
+    }
+
+    #[test]
+    fn an_empty_tenant_is_nowhere() {
+        let table = Table::default();
+        table.insert(Entry { base: UNIT, len: 0, device: DeviceId(0) });
+        assert_eq!(table.find(UNIT, 0), None);
+        table.remove(UNIT);
     }
 
     #[test]

@@ -1,0 +1,332 @@
+//! What the engine says when something happened.
+//!
+//! Additions are relaxed: a counter is a number of its own, and orders nothing. What exists for a
+//! while (a pin, an export, an import) is counted by a guard that lives exactly as long, so that no
+//! path can forget the other half.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::layout::{Counter, NAMES};
+use crate::{DeviceInfo, Direction, Error, ErrorKind};
+
+/// Failures, in the order of [`ErrorKind::ALL`].
+const FAILURES: [Counter; ErrorKind::ALL.len()] = [
+    Counter::FailuresDeviceNotFound,
+    Counter::FailuresOutOfMemory,
+    Counter::FailuresInvalidParams,
+    Counter::FailuresDeviceBusy,
+    Counter::FailuresDmaFailed,
+    Counter::FailuresTimeout,
+    Counter::FailuresPermissionDenied,
+    Counter::FailuresChannelFailed,
+];
+
+/// Operations and bytes of each way in a [`Tally`].
+const WAYS: [(Counter, Counter); 5] = [
+    (Counter::HostToDeviceOperations, Counter::HostToDeviceBytes),
+    (Counter::DeviceToHostOperations, Counter::DeviceToHostBytes),
+    (Counter::DeviceToDeviceOperations, Counter::DeviceToDeviceBytes),
+    (Counter::CrossCardOperations, Counter::CrossCardBytes),
+    (Counter::FillOperations, Counter::FillBytes),
+];
+
+/// Operations of each path in a [`Tally`].
+const PATHS: [Counter; 3] =
+    [Counter::PinnedOperations, Counter::BouncedOperations, Counter::StagedOperations];
+
+/// The counters of one card.
+#[derive(Clone, Copy)]
+pub(crate) struct Counts(&'static [AtomicU64; NAMES.len()]);
+
+impl fmt::Debug for Counts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Counts").finish_non_exhaustive()
+    }
+}
+
+impl Counts {
+    pub(super) fn new(words: &'static [AtomicU64; NAMES.len()]) -> Self {
+        Self(words)
+    }
+
+    /// The counters of a card; the first call makes this process's page.
+    pub(crate) fn of(info: &DeviceInfo) -> Self {
+        super::page::of_card(info)
+    }
+
+    pub(crate) fn add(self, counter: Counter, amount: u64) {
+        self.0[counter as usize].fetch_add(amount, Ordering::Relaxed);
+    }
+
+    pub(crate) fn subtract(self, counter: Counter, amount: u64) {
+        self.0[counter as usize].fetch_sub(amount, Ordering::Relaxed);
+    }
+
+    #[cfg(test)]
+    pub(crate) fn get(self, counter: Counter) -> u64 {
+        self.0[counter as usize].load(Ordering::Relaxed)
+    }
+
+    /// The card was opened.
+    pub(crate) fn opened(self) {
+        self.add(Counter::Opens, 1);
+        self.add(Counter::Open, 1);
+    }
+
+    /// The card was closed.
+    pub(crate) fn closed(self) {
+        self.subtract(Counter::Open, 1);
+    }
+
+    /// Memory of `len` bytes was handed out.
+    pub(crate) fn allocated(self, len: u64) {
+        self.add(Counter::Allocations, 1);
+        self.add(Counter::AllocationsLive, 1);
+        self.add(Counter::AllocatedBytes, len);
+    }
+
+    /// Memory of `len` bytes came back.
+    pub(crate) fn freed(self, len: u64) {
+        self.add(Counter::Frees, 1);
+        self.subtract(Counter::AllocationsLive, 1);
+        self.subtract(Counter::AllocatedBytes, len);
+    }
+
+    /// A submission was accepted.
+    pub(crate) fn submitted(self) {
+        self.add(Counter::Submissions, 1);
+        let now = self.0[Counter::InFlight as usize].fetch_add(1, Ordering::Relaxed) + 1;
+        let most = &self.0[Counter::InFlightMost as usize];
+        if most.load(Ordering::Relaxed) < now {
+            most.fetch_max(now, Ordering::Relaxed);
+        }
+    }
+
+    /// A submission ended: with its moves done, or in an error.
+    pub(crate) fn ended(self, outcome: &Result<(), Error>, tally: &Tally) {
+        self.subtract(Counter::InFlight, 1);
+        match outcome {
+            Ok(()) => tally.count(self),
+            Err(_) => self.add(Counter::DmaErrors, 1),
+        }
+    }
+
+    /// Someone was told of a failure.
+    pub(crate) fn failed(self, kind: ErrorKind) {
+        self.add(FAILURES[(-1 - kind.code()) as usize], 1);
+    }
+
+    /// An export or an import failed, and why.
+    pub(crate) fn dmabuf_failed(self, cause: &Error) {
+        let counter = match cause.kind() {
+            _ if cause.is_unsupported() => Counter::DmabufFailuresUnsupported,
+            _ if cause.is_device_lost() => Counter::DmabufFailuresDeviceLost,
+            ErrorKind::DeviceNotFound => Counter::DmabufFailuresDeviceLost,
+            ErrorKind::OutOfMemory => Counter::DmabufFailuresResources,
+            ErrorKind::PermissionDenied => Counter::DmabufFailuresPermission,
+            ErrorKind::InvalidParams => Counter::DmabufFailuresRange,
+            _ => Counter::DmabufFailuresRefused,
+        };
+        self.add(counter, 1);
+    }
+
+    /// Counts something that exists until the guard is dropped.
+    pub(crate) fn hold(self, holding: Holding, len: u64) -> Held {
+        let (made, live, bytes) = match holding {
+            Holding::Pin => (Counter::Pins, None, Counter::PinnedBytes),
+            Holding::Export => {
+                (Counter::DmabufExports, Some(Counter::DmabufLive), Counter::DmabufBytes)
+            }
+            Holding::Import => (
+                Counter::DmabufImports,
+                Some(Counter::DmabufImportsLive),
+                Counter::DmabufImportsBytes,
+            ),
+        };
+        self.add(made, 1);
+        self.add(bytes, len);
+        if let Some(live) = live {
+            self.add(live, 1);
+        }
+        Held { counts: self, live, bytes, len }
+    }
+}
+
+/// What exists for a while.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Holding {
+    /// Host memory pinned for the card.
+    Pin,
+    /// A dma-buf of the card's memory that the engine keeps.
+    Export,
+    /// Another card's dma-buf, mapped for this one.
+    Import,
+}
+
+/// Something counted as existing. Put it after what it counts: fields drop in order.
+#[derive(Debug)]
+pub(crate) struct Held {
+    counts: Counts,
+    live: Option<Counter>,
+    bytes: Counter,
+    len: u64,
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.counts.subtract(self.bytes, self.len);
+        match self.live {
+            Some(live) => self.counts.subtract(live, 1),
+            None => self.counts.add(Counter::Unpins, 1),
+        }
+    }
+}
+
+/// How a move of a submission travels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Path {
+    /// From or to pinned host memory.
+    Pinned,
+    /// Through a bounce slot.
+    Bounced,
+    /// The first half of a move between cards: it has not arrived anywhere yet.
+    Staging,
+    /// The second half.
+    Staged,
+    /// Within the card.
+    Within,
+    /// To or from another card's imported memory.
+    Imported,
+    /// Not a copy: memory set to a value.
+    Fill,
+}
+
+/// What a submission moves, to be counted when it is done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Tally {
+    /// Operations and bytes.
+    ways: [(u32, u64); WAYS.len()],
+    paths: [u32; PATHS.len()],
+}
+
+impl Tally {
+    /// A single move.
+    pub(crate) fn one(direction: Direction, path: Path, len: u64) -> Self {
+        let mut tally = Self::default();
+        tally.add(direction, path, len);
+        tally
+    }
+
+    /// Another move.
+    pub(crate) fn add(&mut self, direction: Direction, path: Path, len: u64) {
+        let way = match path {
+            Path::Staging => return,
+            Path::Staged | Path::Imported => 3,
+            Path::Fill => 4,
+            Path::Pinned | Path::Bounced | Path::Within => match direction {
+                Direction::HostToDevice => 0,
+                Direction::DeviceToHost => 1,
+                Direction::DeviceToDevice => 2,
+            },
+        };
+        self.ways[way].0 += 1;
+        self.ways[way].1 += len;
+        match path {
+            Path::Pinned => self.paths[0] += 1,
+            Path::Bounced => self.paths[1] += 1,
+            Path::Staged => self.paths[2] += 1,
+            Path::Staging | Path::Within | Path::Imported | Path::Fill => {}
+        }
+    }
+
+    fn count(&self, counts: Counts) {
+        for ((number, length), &(operations, bytes)) in WAYS.into_iter().zip(&self.ways) {
+            if operations > 0 {
+                counts.add(number, operations.into());
+                counts.add(length, bytes);
+            }
+        }
+        for (number, &operations) in PATHS.into_iter().zip(&self.paths) {
+            if operations > 0 {
+                counts.add(number, operations.into());
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_kind_of_failure_has_its_counter() {
+        for (kind, counter) in ErrorKind::ALL.into_iter().zip(FAILURES) {
+            let name = format!("failures_{}", kind.name().to_ascii_lowercase());
+            assert_eq!(NAMES[counter as usize], name);
+        }
+    }
+
+    #[test]
+    fn a_tally_counts_each_move_where_its_name_says() {
+        use Counter::*;
+        let words: [AtomicU64; NAMES.len()] = std::array::from_fn(|_| AtomicU64::new(0));
+        let counts = Counts::new(Box::leak(Box::new(words)));
+        let (down, up) = (Direction::HostToDevice, Direction::DeviceToHost);
+        let moves = [
+            (
+                down,
+                Path::Pinned,
+                1,
+                [HostToDeviceOperations, HostToDeviceBytes],
+                Some(PinnedOperations),
+            ),
+            (
+                down,
+                Path::Bounced,
+                2,
+                [HostToDeviceOperations, HostToDeviceBytes],
+                Some(BouncedOperations),
+            ),
+            (
+                up,
+                Path::Pinned,
+                4,
+                [DeviceToHostOperations, DeviceToHostBytes],
+                Some(PinnedOperations),
+            ),
+            (
+                up,
+                Path::Bounced,
+                8,
+                [DeviceToHostOperations, DeviceToHostBytes],
+                Some(BouncedOperations),
+            ),
+            (
+                Direction::DeviceToDevice,
+                Path::Within,
+                16,
+                [DeviceToDeviceOperations, DeviceToDeviceBytes],
+                None,
+            ),
+            (down, Path::Staged, 32, [CrossCardOperations, CrossCardBytes], Some(StagedOperations)),
+            (up, Path::Imported, 64, [CrossCardOperations, CrossCardBytes], None),
+            (Direction::DeviceToDevice, Path::Fill, 128, [FillOperations, FillBytes], None),
+        ];
+        for (direction, path, len, [operations, bytes], by) in moves {
+            let watched = [Some(operations), by].into_iter().flatten();
+            let before: Vec<(Counter, u64)> =
+                watched.map(|counter| (counter, counts.get(counter))).collect();
+            let bytes_before = counts.get(bytes);
+            Tally::one(direction, path, len).count(counts);
+            for (counter, before) in before {
+                assert_eq!(counts.get(counter), before + 1, "{path:?} {counter:?}");
+            }
+            assert_eq!(counts.get(bytes), bytes_before + len, "{path:?}");
+        }
+        // The first half of a move between cards counts for nothing.
+        Tally::one(up, Path::Staging, 1 << 40).count(counts);
+        let all: u64 = (0..NAMES.len()).map(|at| counts.0[at].load(Ordering::Relaxed)).sum();
+        assert_eq!(all, 255 + 8 + 5, "bytes, operations, and by path; nothing else");
+    }
+}

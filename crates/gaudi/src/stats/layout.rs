@@ -1,0 +1,184 @@
+//! The format of the page: a header, the names of the counters, and one slot of numbers per card.
+//!
+//! It describes itself. A reader takes sizes and places from the header and finds counters by name,
+//! so that counters can be added without a new version. Everything is in the machine's own byte
+//! order, at multiples of its size. `docs/statistics.md` has the tables.
+
+/// First bytes of a page; written last, so that a page without them is not finished.
+pub(super) const MAGIC: [u8; 8] = *b"ucxgstat";
+/// Changes when the header or the meaning of a place in it changes, not when counters are added.
+pub(super) const VERSION: u32 = 1;
+/// Name of the memory file, as `/proc/PID/fd` shows it after `/memfd:`.
+pub(super) const FILE_NAME: &str = "ucx-gaudi-stats";
+
+/// Places in the header.
+pub(super) mod header {
+    pub(crate) const MAGIC: usize = 0;
+    pub(crate) const VERSION: usize = 8;
+    pub(crate) const HEADER_LEN: usize = 12;
+    pub(crate) const SIZE: usize = 16;
+    pub(crate) const PID: usize = 24;
+    pub(crate) const COUNTERS: usize = 28;
+    pub(crate) const START_TIME: usize = 32;
+    pub(crate) const CREATED: usize = 40;
+    pub(crate) const DESCRIPTIONS_AT: usize = 48;
+    pub(crate) const DESCRIPTION_LEN: usize = 52;
+    pub(crate) const SLOTS_AT: usize = 56;
+    pub(crate) const SLOT_LEN: usize = 60;
+    pub(crate) const SLOTS: usize = 64;
+    pub(crate) const SLOT_HEADER_LEN: usize = 68;
+    pub(crate) const LEN: usize = 128;
+}
+
+/// Places in the description of a counter.
+pub(super) mod description {
+    pub(crate) const NAME: usize = 0;
+    pub(crate) const NAME_LEN: usize = 40;
+    pub(crate) const KIND: usize = 40;
+    pub(crate) const UNIT: usize = 44;
+    pub(crate) const LEN: usize = 48;
+}
+
+/// Places in a slot.
+pub(super) mod slot {
+    /// 0: free. 1: what belongs to no card, or to cards beyond the last slot. 2: a card.
+    pub(crate) const STATE: usize = 0;
+    pub(crate) const INDEX: usize = 4;
+    pub(crate) const BUS_ID: usize = 8;
+    pub(crate) const BUS_ID_LEN: usize = 32;
+    pub(crate) const HEADER_LEN: usize = 64;
+
+    pub(crate) const PROCESS: u32 = 1;
+    pub(crate) const CARD: u32 = 2;
+}
+
+/// How a counter behaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u32)]
+pub enum Kind {
+    /// Only grows.
+    Sum = 1,
+    /// How much there is at the moment.
+    Now = 2,
+    /// The most there ever was at one time.
+    Most = 3,
+}
+
+/// What a counter counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u32)]
+pub enum Unit {
+    /// Things.
+    Number = 1,
+    /// Bytes.
+    Bytes = 2,
+}
+
+macro_rules! counters {
+    ($($counter:ident $name:literal $kind:ident $unit:ident,)*) => {
+        /// Every counter, in the order of the page.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[repr(usize)]
+        pub(crate) enum Counter { $($counter),* }
+
+        /// The names of all counters, in the order of the page.
+        pub const NAMES: &[&str] = &[$($name),*];
+
+        pub(super) const KINDS: [(Kind, Unit); NAMES.len()] = [$((Kind::$kind, Unit::$unit)),*];
+    };
+}
+
+counters! {
+    Opens "opens" Sum Number,
+    Open "open" Now Number,
+
+    Allocations "allocations" Sum Number,
+    Frees "frees" Sum Number,
+    AllocationsLive "allocations_live" Now Number,
+    AllocatedBytes "allocated_bytes" Now Bytes,
+    ReservedBytes "reserved_bytes" Now Bytes,
+
+    DmabufExports "dmabuf_exports" Sum Number,
+    DmabufDescriptors "dmabuf_descriptors" Sum Number,
+    DmabufLive "dmabuf_live" Now Number,
+    DmabufBytes "dmabuf_bytes" Now Bytes,
+    DmabufImports "dmabuf_imports" Sum Number,
+    DmabufImportsLive "dmabuf_imports_live" Now Number,
+    DmabufImportsBytes "dmabuf_imports_bytes" Now Bytes,
+    DmabufFailuresRange "dmabuf_failures_range" Sum Number,
+    DmabufFailuresUnsupported "dmabuf_failures_unsupported" Sum Number,
+    DmabufFailuresResources "dmabuf_failures_resources" Sum Number,
+    DmabufFailuresPermission "dmabuf_failures_permission" Sum Number,
+    DmabufFailuresDeviceLost "dmabuf_failures_device_lost" Sum Number,
+    DmabufFailuresRefused "dmabuf_failures_refused" Sum Number,
+
+    Pins "pins" Sum Number,
+    Unpins "unpins" Sum Number,
+    PinnedBytes "pinned_bytes" Now Bytes,
+    PinsRefused "pins_refused" Sum Number,
+
+    Submissions "submissions" Sum Number,
+    InFlight "in_flight" Now Number,
+    InFlightMost "in_flight_max" Most Number,
+    CopiesBusy "copies_busy" Sum Number,
+    DmaErrors "dma_errors" Sum Number,
+
+    HostToDeviceOperations "h2d_operations" Sum Number,
+    HostToDeviceBytes "h2d_bytes" Sum Bytes,
+    DeviceToHostOperations "d2h_operations" Sum Number,
+    DeviceToHostBytes "d2h_bytes" Sum Bytes,
+    DeviceToDeviceOperations "d2d_operations" Sum Number,
+    DeviceToDeviceBytes "d2d_bytes" Sum Bytes,
+    CrossCardOperations "cross_card_operations" Sum Number,
+    CrossCardBytes "cross_card_bytes" Sum Bytes,
+    FillOperations "fill_operations" Sum Number,
+    FillBytes "fill_bytes" Sum Bytes,
+    PinnedOperations "pinned_operations" Sum Number,
+    BouncedOperations "bounced_operations" Sum Number,
+    StagedOperations "staged_operations" Sum Number,
+
+    FailuresDeviceNotFound "failures_device_not_found" Sum Number,
+    FailuresOutOfMemory "failures_out_of_memory" Sum Number,
+    FailuresInvalidParams "failures_invalid_params" Sum Number,
+    FailuresDeviceBusy "failures_device_busy" Sum Number,
+    FailuresDmaFailed "failures_dma_failed" Sum Number,
+    FailuresTimeout "failures_timeout" Sum Number,
+    FailuresPermissionDenied "failures_permission_denied" Sum Number,
+    FailuresChannelFailed "failures_channel_failed" Sum Number,
+}
+
+/// Slots: the first for what belongs to no card, the others for one card each.
+pub(super) const SLOTS: usize = 65;
+pub(super) const DESCRIPTIONS_AT: usize = header::LEN;
+pub(super) const SLOTS_AT: usize =
+    (DESCRIPTIONS_AT + NAMES.len() * description::LEN).next_multiple_of(64);
+/// Whole cache lines, so that two cards never share one.
+pub(super) const SLOT_LEN: usize = (slot::HEADER_LEN + NAMES.len() * 8).next_multiple_of(64);
+pub(super) const SIZE: usize = (SLOTS_AT + SLOTS * SLOT_LEN).next_multiple_of(4096);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_distinct_and_fit() {
+        let mut names = NAMES.to_vec();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), NAMES.len());
+        for name in NAMES {
+            assert!(name.len() < description::NAME_LEN, "{name}");
+            assert!(name.bytes().all(|byte| byte.is_ascii_lowercase() || b"_2".contains(&byte)));
+        }
+    }
+
+    #[test]
+    fn the_documentation_lists_every_counter_and_no_other() {
+        let text = include_str!("../../../../docs/statistics.md");
+        let table = text.split("## Counters").nth(1).and_then(|rest| rest.split("\n## ").next());
+        let rows = table.expect("a chapter on counters").lines();
+        let listed: Vec<&str> =
+            rows.filter_map(|row| row.strip_prefix("| `")?.split('`').next()).collect();
+        assert_eq!(listed, NAMES);
+    }
+}

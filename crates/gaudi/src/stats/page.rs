@@ -1,0 +1,217 @@
+//! The page of this process: a sealed memory file that lives as long as the process and a few
+//! machine instructions per update.
+//!
+//! It is made when the first card is opened. Nobody has to name it, remove it or agree on a folder:
+//! readers find it through `/proc/PID/fd`, and the kernel removes it with the process. A process
+//! that never opens a card makes none.
+//!
+//! A forked child must not count into its parent's page: in the child, private memory takes the
+//! place of the shared one at the same address (a `fork` handler does it), so that what is inherited
+//! counts on, unseen. The descriptor is inherited too; readers tell by the process id in the header.
+
+use std::ffi::c_void;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
+
+use super::count::Counts;
+use super::layout::{
+    self, KINDS, NAMES, SIZE, SLOT_LEN, SLOTS, SLOTS_AT, description, header, slot,
+};
+use crate::DeviceInfo;
+
+/// Where the shared page lies, for the handler in a forked child.
+static SHARED_AT: AtomicUsize = AtomicUsize::new(0);
+
+#[derive(Debug)]
+struct Page {
+    at: NonNull<u8>,
+    /// Held open: this is how others find the page.
+    _file: Option<OwnedFd>,
+    unreadable: Option<String>,
+    /// Bus ids of the cards that have a slot, from the second slot on.
+    cards: Mutex<Vec<String>>,
+}
+
+// SAFETY: the memory is mapped for ever and, once published, changed through atomics only.
+unsafe impl Send for Page {}
+// SAFETY: as above.
+unsafe impl Sync for Page {}
+
+fn page() -> &'static Page {
+    static PAGE: OnceLock<Page> = OnceLock::new();
+    PAGE.get_or_init(Page::new)
+}
+
+/// The counters of a card; the same for every opening of it.
+pub(super) fn of_card(info: &DeviceInfo) -> Counts {
+    page().of_card(info)
+}
+
+/// Why nobody outside can read this process's counters, if a card was opened and they cannot.
+pub fn why_unreadable() -> Option<String> {
+    (SHARED_AT.load(Ordering::Relaxed) == 0).then(|| page().unreadable.clone())?
+}
+
+/// In a forked child: private memory of the same kind in place of the parent's page.
+extern "C" fn in_child() {
+    let at = SHARED_AT.load(Ordering::Relaxed);
+    // SAFETY: replaces our own mapping, which nobody holds plain references into; all zeroes are
+    // counters. A system call, allowed here.
+    unsafe {
+        libc::mmap(
+            at as *mut c_void,
+            SIZE,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED,
+            -1,
+            0,
+        );
+    }
+}
+
+impl Page {
+    fn new() -> Self {
+        match shared() {
+            Ok((file, at)) => {
+                let page =
+                    Self { at, _file: Some(file), unreadable: None, cards: Mutex::default() };
+                page.describe();
+                SHARED_AT.store(at.as_ptr() as usize, Ordering::Relaxed);
+                // SAFETY: the handler may run at any time, and the plugin is never unloaded.
+                unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+                page
+            }
+            Err(errno) => Self {
+                at: private(),
+                _file: None,
+                unreadable: Some(format!("statistics cannot be read from outside: {errno}")),
+                cards: Mutex::default(),
+            },
+        }
+    }
+
+    /// Writes everything but the counters; the magic at the very end.
+    fn describe(&self) {
+        let started = super::snapshot::start_time("self").unwrap_or(0);
+        let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        self.put32(header::VERSION, layout::VERSION);
+        self.put32(header::HEADER_LEN, header::LEN as u32);
+        self.put64(header::SIZE, SIZE as u64);
+        self.put32(header::PID, std::process::id());
+        self.put32(header::COUNTERS, NAMES.len() as u32);
+        self.put64(header::START_TIME, started);
+        self.put64(header::CREATED, since_epoch.as_nanos() as u64);
+        self.put32(header::DESCRIPTIONS_AT, layout::DESCRIPTIONS_AT as u32);
+        self.put32(header::DESCRIPTION_LEN, description::LEN as u32);
+        self.put32(header::SLOTS_AT, SLOTS_AT as u32);
+        self.put32(header::SLOT_LEN, SLOT_LEN as u32);
+        self.put32(header::SLOTS, SLOTS as u32);
+        self.put32(header::SLOT_HEADER_LEN, slot::HEADER_LEN as u32);
+        for (at, (name, (kind, unit))) in NAMES.iter().zip(KINDS).enumerate() {
+            let place = layout::DESCRIPTIONS_AT + at * description::LEN;
+            self.put_text(place + description::NAME, name, description::NAME_LEN);
+            self.put32(place + description::KIND, kind as u32);
+            self.put32(place + description::UNIT, unit as u32);
+        }
+        self.put32(SLOTS_AT + slot::STATE, slot::PROCESS);
+        let magic = u64::from_ne_bytes(layout::MAGIC);
+        self.word64(header::MAGIC).store(magic, Ordering::Release);
+    }
+
+    fn of_card(&self, info: &DeviceInfo) -> Counts {
+        let bus_id = info.bus_id.as_str();
+        let mut cards = self.cards.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = cards.iter().position(|card| card == bus_id);
+        let at = known.unwrap_or_else(|| {
+            cards.push(bus_id.to_owned());
+            cards.len() - 1
+        });
+        // More cards than slots: together in the slot that is nobody's.
+        let number = if at + 1 < SLOTS { at + 1 } else { 0 };
+        let place = SLOTS_AT + number * SLOT_LEN;
+        if known.is_none() && number > 0 {
+            self.put32(place + slot::INDEX, info.index);
+            self.put_text(place + slot::BUS_ID, bus_id, slot::BUS_ID_LEN);
+            self.word32(place + slot::STATE).store(slot::CARD, Ordering::Release);
+        }
+        let first = self.word64(place + slot::HEADER_LEN);
+        // SAFETY: as many words follow each other in every slot, mapped for ever.
+        Counts::new(unsafe { &*ptr::from_ref(first).cast() })
+    }
+
+    fn word32(&self, at: usize) -> &'static AtomicU32 {
+        assert!(at.is_multiple_of(4) && at + 4 <= SIZE);
+        // SAFETY: inside the mapping, aligned, mapped for ever, changed through atomics only.
+        unsafe { AtomicU32::from_ptr(self.at.as_ptr().add(at).cast()) }
+    }
+
+    fn word64(&self, at: usize) -> &'static AtomicU64 {
+        assert!(at.is_multiple_of(8) && at + 8 <= SIZE);
+        // SAFETY: as above.
+        unsafe { AtomicU64::from_ptr(self.at.as_ptr().add(at).cast()) }
+    }
+
+    fn put32(&self, at: usize, value: u32) {
+        self.word32(at).store(value, Ordering::Relaxed);
+    }
+
+    fn put64(&self, at: usize, value: u64) {
+        self.word64(at).store(value, Ordering::Relaxed);
+    }
+
+    /// Text with zeroes behind it; what does not fit is cut off.
+    fn put_text(&self, at: usize, text: &str, len: usize) {
+        for (word, bytes) in text.as_bytes()[..text.len().min(len - 1)].chunks(4).enumerate() {
+            let mut padded = [0; 4];
+            padded[..bytes.len()].copy_from_slice(bytes);
+            self.put32(at + word * 4, u32::from_ne_bytes(padded));
+        }
+    }
+}
+
+/// A sealed memory file and where it is mapped.
+fn shared() -> Result<(OwnedFd, NonNull<u8>), String> {
+    let failed = |call: &'static str| move |errno: Errno| format!("{call}: {errno}");
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    // Some systems insist that memory files say they hold no code; older kernels do not know how.
+    let file = match memfd_create(layout::FILE_NAME, flags | MemfdFlags::NOEXEC_SEAL) {
+        Err(Errno::INVAL) => memfd_create(layout::FILE_NAME, flags),
+        made => made,
+    }
+    .map_err(failed("memfd_create"))?;
+    ftruncate(&file, SIZE as u64).map_err(failed("ftruncate"))?;
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: a new mapping wherever there is room.
+    let at = unsafe { mmap(ptr::null_mut(), SIZE, access, MapFlags::SHARED, &file, 0) }
+        .map_err(failed("mmap"))?;
+    // Readers map it: it must not shrink under them. Nobody who opens it may write, where the
+    // kernel can forbid that (5.1).
+    let size = SealFlags::SHRINK | SealFlags::GROW;
+    fcntl_add_seals(&file, size | SealFlags::FUTURE_WRITE)
+        .or_else(|_| fcntl_add_seals(&file, size))
+        .map_err(failed("fcntl(F_ADD_SEALS)"))?;
+    let _ = fcntl_add_seals(&file, SealFlags::SEAL);
+    debug_assert!(file.as_raw_fd() >= 0);
+    Ok((file, NonNull::new(at.cast()).expect("mmap gives no null")))
+}
+
+/// Memory to count in where there is no page; nobody reads it.
+fn private() -> NonNull<u8> {
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: a new mapping wherever there is room.
+    let mapped = unsafe { mmap_anonymous(ptr::null_mut(), SIZE, access, MapFlags::PRIVATE) };
+    match mapped {
+        Ok(at) => NonNull::new(at.cast()).expect("mmap gives no null"),
+        Err(_) => {
+            let words = Box::leak(vec![0_u64; SIZE / 8].into_boxed_slice());
+            NonNull::from(&mut words[0]).cast()
+        }
+    }
+}

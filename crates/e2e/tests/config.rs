@@ -252,6 +252,16 @@ fn of_two_spellings_the_one_of_ucx_wins() {
     }
 }
 
+/// What a program sets through UCX's API is stronger than the environment, whatever the spelling.
+#[test]
+fn what_the_program_sets_wins() {
+    for variable in ["UCX_GAUDI_COPY_DEVICE", "UCT_GAUDI_COPY_DEVICE"] {
+        let tool = Machine::eight_cards().check(Ucx::V1_22, "where --set GAUDI_COPY_DEVICE=1");
+        let end = tool.env(variable, "3").run().ok();
+        assert!(end.stdout.contains(CARD_1), "{variable}: {}", end.report());
+    }
+}
+
 #[test]
 fn nonsense_in_an_alias_is_a_warning_that_names_it() {
     let tool = Machine::eight_cards().check(Ucx::V1_22, "where");
@@ -391,7 +401,7 @@ fn a_card_that_is_not_there_is_named_in_a_warning() {
 }
 
 /// A card that another process has: without a choice the next one serves, with one it is an error
-/// that names the card.
+/// that names the card and its owner.
 #[test]
 fn a_busy_card_is_passed_over_or_named() {
     let machine = Machine::eight_cards();
@@ -403,7 +413,9 @@ fn a_busy_card_is_passed_over_or_named() {
         let tool = machine.check(ucx, "where");
         let end = tool.env("UCX_GAUDI_COPY_DEVICE", "0").run();
         assert!(!end.success() && !end.crashed(), "{}", end.report());
-        assert!(says(&end, "ERROR", &["0000:33:00.0", "DEVICE_BUSY"]), "{}", end.report());
+        let owner = format!("pid {}", holder.id());
+        let named = says(&end, "ERROR", &["0000:33:00.0", "DEVICE_BUSY", &owner]);
+        assert!(named, "{}", end.report());
     }
 }
 

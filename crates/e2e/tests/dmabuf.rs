@@ -62,8 +62,10 @@ fn dmabuf_no_offers_none() {
         let machine = Machine::eight_cards();
         let run = |what| machine.check(ucx, what).env("UCX_GAUDI_COPY_DMABUF", "no").run().ok();
         let attributes = run("attributes");
-        let says = attributes.stdout.contains("gaudi_copy does not offer dma-bufs");
-        assert!(says, "{}", attributes.report());
+        for component in ["gaudi_copy", "gaudi_gdr"] {
+            let line = format!("{component} does not offer dma-bufs");
+            assert!(attributes.stdout.contains(&line), "{}", attributes.report());
+        }
         let end = run("dmabuf");
         assert!(end.stdout.contains("no dma-bufs are offered"), "{}", end.report());
     }

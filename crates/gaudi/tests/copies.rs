@@ -81,6 +81,26 @@ fn within_the_device_at_odd_sizes_and_offsets() {
     }
 }
 
+/// Whoever looks a freed address up finds no device memory and may take it for a host pointer: that
+/// must be an error, not a load from an address no host memory can have.
+#[test]
+fn a_freed_device_address_taken_for_a_host_pointer_is_refused() {
+    let device = setup();
+    let live = poisoned(&device, 4096);
+    let freed = device.alloc(8192, 1).unwrap();
+    let stale = Side::Host(std::ptr::without_provenance_mut(freed.addr().0 as usize));
+    drop(freed);
+    for len in [1, 8, 4096] {
+        // SAFETY: that the host side is no memory is what is tested; it is not touched.
+        let error = unsafe { device.copy_blocking(Side::Device(live.addr()), stale, len) };
+        assert_eq!(error.unwrap_err().kind(), ErrorKind::InvalidParams);
+        let segments = [segment(stale, Side::Device(live.addr()), len)];
+        // SAFETY: as above.
+        let refused = unsafe { device.copy(&segments) };
+        assert!(matches!(refused, Err(SubmitError::Failed(_))), "{refused:?}");
+    }
+}
+
 #[test]
 fn between_two_devices_of_one_process() {
     let (one, two) = (setup(), fresh());

@@ -271,6 +271,9 @@ fn steps(
     })
 }
 
+/// Linux gives programs at most this many bits of address (with five-level page tables).
+const USER_ADDRESS_BITS: u32 = 56;
+
 /// Refuses what cannot be host memory.
 pub(crate) fn check_host(ptr: *mut u8, len: usize) -> Result<(), Error> {
     let addr = ptr as usize;
@@ -281,6 +284,13 @@ pub(crate) fn check_host(ptr: *mut u8, len: usize) -> Result<(), Error> {
         return Err(invalid(
             format!("{addr:#x} is device memory but was given as host memory"),
             "pass the memory type UCX detected, or leave detection to UCX",
+        ));
+    }
+    // No process has memory up there; the cards with an MMU have theirs.
+    if addr >> USER_ADDRESS_BITS != 0 {
+        return Err(invalid(
+            format!("{addr:#x} is no host memory, nor in a live device allocation"),
+            "this may be device memory that was freed",
         ));
     }
     Ok(())

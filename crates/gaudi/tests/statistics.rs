@@ -176,6 +176,8 @@ fn a_forked_child_does_not_count_into_its_parents_page() {
         let mut byte = [u8::from(refused)];
         // SAFETY: a byte each, on open descriptors.
         unsafe {
+            // So that reading ends should the parent fail.
+            libc::close(go[1]);
             libc::write(done[1], byte.as_ptr().cast(), 1);
             libc::read(go[0], byte.as_mut_ptr().cast(), 1);
             libc::_exit(0);

@@ -10,7 +10,7 @@
 //! counts on, unseen. The descriptor is inherited too; readers tell by the process id in the header.
 
 use std::ffi::c_void;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -44,19 +44,16 @@ unsafe impl Send for Page {}
 // SAFETY: as above.
 unsafe impl Sync for Page {}
 
-fn page() -> &'static Page {
-    static PAGE: OnceLock<Page> = OnceLock::new();
-    PAGE.get_or_init(Page::new)
-}
+static PAGE: OnceLock<Page> = OnceLock::new();
 
 /// The counters of a card; the same for every opening of it.
 pub(super) fn of_card(info: &DeviceInfo) -> Counts {
-    page().of_card(info)
+    PAGE.get_or_init(Page::new).of_card(info)
 }
 
 /// Why nobody outside can read this process's counters, if a card was opened and they cannot.
 pub fn why_unreadable() -> Option<String> {
-    (SHARED_AT.load(Ordering::Relaxed) == 0).then(|| page().unreadable.clone())?
+    PAGE.get()?.unreadable.clone()
 }
 
 /// In a forked child: private memory of the same kind in place of the parent's page.
@@ -198,7 +195,6 @@ fn shared() -> Result<(OwnedFd, NonNull<u8>), String> {
         .or_else(|_| fcntl_add_seals(&file, size))
         .map_err(failed("fcntl(F_ADD_SEALS)"))?;
     let _ = fcntl_add_seals(&file, SealFlags::SEAL);
-    debug_assert!(file.as_raw_fd() >= 0);
     Ok((file, NonNull::new(at.cast()).expect("mmap gives no null")))
 }
 

@@ -191,6 +191,9 @@ impl<F: Flavour> GaudiDomain<F> {
     fn introduce(&self, device: &Device) {
         let card = device.info();
         log!(self.ucx, Info, "{} uses {card}", F::COMPONENT);
+        if let Some(reason) = gaudi::stats::why_unreadable() {
+            log!(self.ucx, Info, "statistics cannot be read from outside: {reason}");
+        }
         gaudi::runtime().allow_register_access(self.settings.hw_block_access);
         if self.settings.hw_block_access {
             if card.generation.maps_register_blocks() {

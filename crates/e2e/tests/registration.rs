@@ -47,6 +47,48 @@ fn ten_thousand_cycles_leave_nothing_behind() {
     passes_everywhere("churn");
 }
 
+/// The plugin's own counters of a process that has just gone through so many cycles and still has
+/// the memory domain open.
+fn counters_after(ucx: Ucx, cycles: u32) -> gaudi::stats::Snapshot {
+    let name = format!("e2e-churn-{}-{}-{cycles}", std::process::id(), ucx.name());
+    let file = std::env::temp_dir().join(name);
+    let _ = std::fs::remove_file(&file);
+    let machine = Machine::eight_cards();
+    let words = format!("churn --cycles {cycles}");
+    let client = machine.check(ucx, &words).arg("--stay").arg(&file).start();
+    let done = || std::fs::read_to_string(&file).is_ok_and(|text| text.ends_with('\n'));
+    let in_time = client.wait_until(|_| done());
+    let verdict = std::fs::read_to_string(&file).unwrap_or_default();
+    let _ = std::fs::remove_file(&file);
+    assert!(in_time && verdict.contains(" 0 failed"), "{verdict}");
+    gaudi::stats::read(client.id()).expect("the client has a card open")
+}
+
+/// What is counted as being there is the same after a hundred and after ten thousand cycles.
+#[test]
+fn ten_thousand_cycles_leave_the_counters_of_device_memory_flat() {
+    for ucx in Ucx::ALL {
+        let (few, many) = (counters_after(ucx, 100), counters_after(ucx, 10_000));
+        for now in [
+            "allocations_live",
+            "allocated_bytes",
+            "reserved_bytes",
+            "dmabuf_live",
+            "dmabuf_bytes",
+            "pinned_bytes",
+            "in_flight",
+        ] {
+            assert_eq!(few.get(now), many.get(now), "{now}");
+        }
+        assert_eq!(many.get("allocations_live"), Some(0));
+        // One export of the driver's page serves all who ask.
+        assert_eq!(few.get("dmabuf_exports"), many.get("dmabuf_exports"));
+        for worked in ["allocations", "dmabuf_descriptors"] {
+            assert!(many.get(worked) >= Some(10_000), "{worked}: {:?}", many.get(worked));
+        }
+    }
+}
+
 #[test]
 fn gigabytes_of_host_memory_open_no_card() {
     for ucx in Ucx::ALL {

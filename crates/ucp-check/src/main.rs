@@ -98,6 +98,9 @@ struct MemoryArgs {
     /// Unix socket of a program that maps dma-bufs
     #[arg(long, value_name = "SOCKET")]
     importer: Option<PathBuf>,
+    /// When done, write the verdict to this file and wait to be killed, with the domain open
+    #[arg(long, value_name = "FILE")]
+    stay: Option<PathBuf>,
     /// Makes sizes, orders and patterns
     #[arg(long, default_value_t = 1)]
     seed: u64,
@@ -285,6 +288,7 @@ fn execute(cli: Cli) -> Result<bool> {
                 cycles: args.cycles,
                 steps: args.steps,
                 importer: args.importer.as_deref(),
+                stay: args.stay.as_deref(),
                 timeout: Duration::from_secs_f64(args.timeout),
             },
         ),

@@ -20,8 +20,13 @@ pub(super) fn whereabouts(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
 pub(super) fn hold(scene: &Scene<'_>) -> Result<()> {
     let memory = scene.domain.allocate(4096, false)?;
     println!("holding card {}", card(scene.domain, memory.address())?);
+    stay(scene)
+}
+
+/// Does nothing until the process is killed.
+pub(super) fn stay(scene: &Scene<'_>) -> ! {
     loop {
-        scene.dog.step("hold");
+        scene.dog.step("waiting to be killed");
         std::thread::sleep(Duration::from_secs(1));
     }
 }

@@ -97,6 +97,8 @@ pub struct Options<'a> {
     pub steps: u32,
     /// Socket of somebody who maps dma-bufs.
     pub importer: Option<&'a Path>,
+    /// When the checks are done: write the verdict here and stay, with the domain open, until killed.
+    pub stay: Option<&'a Path>,
     /// A check may take this long.
     pub timeout: Duration,
 }
@@ -133,6 +135,10 @@ pub fn run(check: Check, options: &Options<'_>) -> Result<()> {
         tally.print();
         passed += tally.passed();
         failed += tally.failed();
+    }
+    if let Some(file) = options.stay {
+        std::fs::write(file, format!("{passed} passed, {failed} failed\n"))?;
+        cards::stay(&scene);
     }
     scene.dog.step("uct_md_close");
     drop(domain);

@@ -240,7 +240,8 @@ fn the_alias_does_what_the_variable_does() {
 fn of_two_spellings_the_one_of_ucx_wins() {
     for ucx in Ucx::ALL {
         let run = |variables: &[(&str, &str)]| {
-            let tool = Machine::eight_cards().check(ucx, "where");
+            let machine = Machine::eight_cards();
+            let tool = machine.check(ucx, "where");
             let set = variables.iter();
             set.fold(tool, |tool, (name, value)| tool.env(name, value)).run().ok()
         };
@@ -256,7 +257,8 @@ fn of_two_spellings_the_one_of_ucx_wins() {
 #[test]
 fn what_the_program_sets_wins() {
     for variable in ["UCX_GAUDI_COPY_DEVICE", "UCT_GAUDI_COPY_DEVICE"] {
-        let tool = Machine::eight_cards().check(Ucx::V1_22, "where --set GAUDI_COPY_DEVICE=1");
+        let machine = Machine::eight_cards();
+        let tool = machine.check(Ucx::V1_22, "where --set GAUDI_COPY_DEVICE=1");
         let end = tool.env(variable, "3").run().ok();
         assert!(end.stdout.contains(CARD_1), "{variable}: {}", end.report());
     }
@@ -264,7 +266,8 @@ fn what_the_program_sets_wins() {
 
 #[test]
 fn nonsense_in_an_alias_is_a_warning_that_names_it() {
-    let tool = Machine::eight_cards().check(Ucx::V1_22, "where");
+    let machine = Machine::eight_cards();
+    let tool = machine.check(Ucx::V1_22, "where");
     let end = tool.env("UCT_GAUDI_COPY_DMABUF", "perhaps").run().ok();
     assert!(says(&end, "WARN", &["UCT_GAUDI_COPY_DMABUF", "perhaps"]), "{}", end.report());
 }
@@ -290,7 +293,8 @@ fn the_card_is_chosen_by_index_module_id_and_bus_id() {
             ("34:00.0", CARD_3),
             ("0000:4D:00.0", CARD_1),
         ] {
-            let tool = Machine::eight_cards().check(ucx, "where");
+            let machine = Machine::eight_cards();
+            let tool = machine.check(ucx, "where");
             let end = tool.env("UCX_GAUDI_COPY_DEVICE", value).run().ok();
             assert!(end.stdout.contains(card), "{value:?}: {}", end.report());
         }
@@ -308,7 +312,8 @@ fn the_launchers_variables_are_respected() {
             (&[("HABANA_VISIBLE_MODULES", "0")], CARD_3),
             (&[("HABANA_VISIBLE_MODULES", "all")], CARD_0),
         ] {
-            let tool = Machine::eight_cards().check(ucx, "where");
+            let machine = Machine::eight_cards();
+            let tool = machine.check(ucx, "where");
             let set = variables.iter();
             let end = set.fold(tool, |tool, (name, value)| tool.env(name, value)).run().ok();
             assert!(end.stdout.contains(card), "{variables:?}: {}", end.report());
@@ -323,7 +328,8 @@ fn the_mapping_table_decides_what_an_index_means() {
                     {"index":5,"module_id":3,"bus_id":"0000:4d:00.0"}]"#;
     for ucx in Ucx::ALL {
         let run = |device: &str| {
-            let tool = Machine::eight_cards().check(ucx, "where");
+            let machine = Machine::eight_cards();
+            let tool = machine.check(ucx, "where");
             tool.env("GAUDI_MAPPING_TABLE", table).env("UCX_GAUDI_COPY_DEVICE", device).run()
         };
         for (device, card) in [("", CARD_3), ("0", CARD_3), ("5", CARD_1), ("module:3", CARD_1)] {
@@ -350,16 +356,18 @@ fn a_broken_mapping_table_is_quoted_and_means_no_gaudi() {
         ),
     ] {
         for ucx in Ucx::ALL {
-            let tool = Machine::eight_cards().check(ucx, "where");
+            let machine = Machine::eight_cards();
+            let tool = machine.check(ucx, "where");
             let end = tool.env("GAUDI_MAPPING_TABLE", table).run();
             assert!(!end.success() && !end.crashed(), "{table}: {}", end.report());
             assert!(says(&end, "WARN", &["GAUDI_MAPPING_TABLE", quoted]), "{}", end.report());
             assert!(!end.stdout.contains("memory lies on"), "{table}: {}", end.report());
         }
+        let machine = Machine::eight_cards();
         let pair = Perftest::new(&Workbench::from_env(), "tag_bw", 65536)
             .iterations(100, 10)
             .plugin()
-            .device(&Machine::eight_cards().device)
+            .device(&machine.device)
             .both(|tool| tool.env("GAUDI_MAPPING_TABLE", table))
             .run()
             .unwrap_or_else(|error| panic!("{table}: {error:#}"));
@@ -372,7 +380,8 @@ fn a_broken_mapping_table_is_quoted_and_means_no_gaudi() {
 fn a_card_that_is_not_there_is_named_in_a_warning() {
     for value in ["8", "module:9", "0000:99:00.0", "gaudi0", "-1", "module:", "nonsense"] {
         for ucx in Ucx::ALL {
-            let tool = Machine::eight_cards().check(ucx, "where");
+            let machine = Machine::eight_cards();
+            let tool = machine.check(ucx, "where");
             let end = tool.env("UCX_GAUDI_COPY_DEVICE", value).run();
             assert!(!end.success() && !end.crashed(), "{value}: {}", end.report());
             let named = says(&end, "WARN", &["UCX_GAUDI_COPY_DEVICE", value]);

@@ -50,7 +50,8 @@ fn dmabuf_try_exports_when_first_asked() {
 #[test]
 fn dmabuf_yes_exports_at_allocation() {
     for ucx in Ucx::ALL {
-        let tool = Machine::eight_cards().check(ucx, "dmabuf").env("UCX_GAUDI_COPY_DMABUF", "yes");
+        let machine = Machine::eight_cards();
+        let tool = machine.check(ucx, "dmabuf").env("UCX_GAUDI_COPY_DMABUF", "yes");
         let end = tool.run().ok();
         assert!(end.stdout.contains("the first export added 0 descriptors"), "{}", end.report());
     }

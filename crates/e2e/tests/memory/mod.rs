@@ -3,10 +3,12 @@
 // Each test file uses its part of this.
 #![allow(dead_code)]
 
+use std::ffi::OsStr;
+use std::marker::PhantomData;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use e2e::{Device, SoftNode, Tool, Ucx, Workbench};
+use e2e::{Device, Finished, Running, SoftNode, Tool, Ucx, Workbench};
 
 /// A machine in software, and what to call it.
 pub(crate) struct Machine {
@@ -49,9 +51,9 @@ impl Machine {
     }
 
     /// The client's memory checks on this machine.
-    pub(crate) fn check(&self, ucx: Ucx, words: &str) -> Tool {
+    pub(crate) fn check(&self, ucx: Ucx, words: &str) -> Check<'_> {
         let bench = Workbench::from_env();
-        bench
+        let tool = bench
             .ucp_check(ucx)
             .plugin()
             .device(&self.device)
@@ -59,7 +61,8 @@ impl Machine {
             .words(words)
             .arg("--ucx")
             .arg(ucx.root(bench.layout()))
-            .limit(Duration::from_secs(200))
+            .limit(Duration::from_secs(200));
+        Check { tool, machine: PhantomData }
     }
 
     /// The folder that is this machine, where the software Gaudi would make it.
@@ -89,6 +92,33 @@ impl Machine {
             .create(folder.join("dmabuf"))
             .expect("the machine's folder");
         std::fs::write(folder.join("faults"), rules).expect("the file of faults");
+    }
+}
+
+/// The client about to be run. It borrows the machine, which is removed when dropped: a program
+/// that ran after that would make it anew and leave it behind.
+pub(crate) struct Check<'a> {
+    tool: Tool,
+    machine: PhantomData<&'a Machine>,
+}
+
+impl Check<'_> {
+    pub(crate) fn env(self, name: impl AsRef<OsStr>, value: impl AsRef<OsStr>) -> Self {
+        Self { tool: self.tool.env(name, value), ..self }
+    }
+
+    pub(crate) fn arg(self, arg: impl AsRef<OsStr>) -> Self {
+        Self { tool: self.tool.arg(arg), ..self }
+    }
+
+    #[track_caller]
+    pub(crate) fn run(&self) -> Finished {
+        self.tool.run()
+    }
+
+    #[track_caller]
+    pub(crate) fn start(&self) -> Running {
+        self.tool.start()
     }
 }
 

@@ -324,7 +324,18 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
     }
 
     fn query(&self, address: u64, length: usize, wants: Wants) -> Result<MemoryAnswer, Status> {
-        let place = gaudi::runtime().locate(address, length).ok_or(Status::OUT_OF_RANGE)?;
+        let place = gaudi::runtime().locate(address, length).ok_or_else(|| {
+            if wants.dmabuf {
+                log!(
+                    self.ucx,
+                    Info,
+                    "no dma-buf for {address:#x}, {length} bytes: not in a Gaudi allocation of this \
+                     process (the driver exports device memory only; network devices register host \
+                     memory directly)"
+                );
+            }
+            Status::OUT_OF_RANGE
+        })?;
         let device = place.device().ok_or(Status::OUT_OF_RANGE)?;
         let dmabuf = if wants.dmabuf && self.settings.dmabuf != Ternary::No {
             match self.export(&device, DeviceAddr(address), length as u64) {

@@ -103,8 +103,18 @@ fn dmabuf_try_goes_on_without_and_says_why_at_info_level() {
         machine.check(ucx, "where").run().ok();
         let end = machine.check(ucx, "dmabuf").env("UCX_LOG_LEVEL", "info").run();
         assert!(!end.crashed(), "{}", end.report());
-        let why =
-            end.stdout.lines().any(|line| line.contains("INFO") && line.contains("no dma-buf"));
+        let why = end.stdout.lines().any(|line| {
+            line.contains("INFO") && line.contains("no dma-buf") && line.contains("exporting")
+        });
         assert!(why, "{}", end.report());
     }
+}
+
+/// The driver exports device memory only; whoever asks for more hears so.
+#[test]
+fn host_memory_as_dmabuf_is_refused_with_the_reason() {
+    let machine = Machine::eight_cards();
+    let end = machine.check(Ucx::V1_22, "dmabuf").env("UCX_LOG_LEVEL", "info").run().ok();
+    let text = format!("{}{}", end.stdout, end.stderr);
+    assert!(text.contains("the driver exports device memory only"), "{}", end.report());
 }

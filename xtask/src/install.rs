@@ -8,6 +8,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::progress::Work;
 use crate::repo::Repo;
+use crate::shell::quote;
 
 /// Copies, then says how to use it from there.
 pub(crate) fn run(repo: &Repo, prefix: &Path) -> Result<()> {
@@ -21,8 +22,8 @@ pub(crate) fn run(repo: &Repo, prefix: &Path) -> Result<()> {
         "\nStock UCX (1.22 or later) loads the plugin with\n\n    export UCX_PLUGIN_PATH={}\n\n\
          and, on a machine without a Gaudi, the software one with\n\n    \
          export LD_LIBRARY_PATH={}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}",
-        lib.join("plugins").display(),
-        lib.join("soft/gaudi").display()
+        quote(&lib.join("plugins").to_string_lossy()),
+        quote(&lib.join("soft/gaudi").to_string_lossy())
     );
     Ok(())
 }
@@ -34,6 +35,9 @@ fn check(dist: &Path, prefix: &Path) -> Result<PathBuf> {
     }
     if prefix.as_os_str().is_empty() {
         bail!("the prefix is empty; give a folder, for example --prefix /opt/ucx-gaudi");
+    }
+    if prefix.starts_with("~") {
+        bail!("the shell did not expand ~ in the prefix; write --prefix \"$HOME/…\"");
     }
     let absolute = std::path::absolute(prefix)
         .with_context(|| format!("cannot make {} an absolute path", prefix.display()))?;

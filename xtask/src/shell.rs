@@ -71,7 +71,7 @@ fn text(path: &std::path::Path) -> Result<String> {
 }
 
 /// One word for any POSIX shell.
-fn quote(value: &str) -> String {
+pub(crate) fn quote(value: &str) -> String {
     format!("'{}'", value.replace('\'', r"'\''"))
 }
 

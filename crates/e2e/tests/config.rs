@@ -452,3 +452,23 @@ fn log_level_of_our_own_hides_and_shows_our_lines_only() {
         assert!(foreign.is_empty(), "lines of others: {foreign:#?}");
     }
 }
+
+/// A value that UCX does not understand must not leave the other name on a card nobody meant.
+#[test]
+fn a_value_without_sense_takes_both_names_away() {
+    for (variable, value) in
+        [("UCX_GAUDI_COPY_DMABUF", "banana"), ("UCX_GAUDI_COPY_REG_COST", "banana")]
+    {
+        let machine = Machine::eight_cards();
+        let tool = Workbench::from_env().tool(Ucx::V1_22, "ucx_perftest").plugin();
+        let end = tool
+            .device(&machine.device)
+            .env("UCX_GAUDI_COPY_DEVICE", "3")
+            .env(variable, value)
+            .words("-l -t tag_lat -m gaudi -s 8 -n 10")
+            .run();
+        assert!(!end.success() && !end.crashed(), "{}", end.report());
+        assert!(end.stdout.contains("Invalid value for"), "{}", end.report());
+        assert_eq!(machine.cards_opened(), 0, "{}", end.report());
+    }
+}

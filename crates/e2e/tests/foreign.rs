@@ -132,3 +132,24 @@ fn example_transport_is_loaded_and_copies() {
         .ok();
     assert!(run.stdout.contains("Final:"), "{}", run.report());
 }
+
+/// `cp -rL` makes two plugins of one; using both would end in an error that misleads.
+#[test]
+fn plugin_copied_without_its_links_is_noticed() {
+    let bench = Workbench::from_env();
+    let folder = Folder::new("copied");
+    for name in ["libuct_gaudi.so.0", "libucx_perftest_gaudi.so.0"] {
+        std::fs::copy(bench.layout().plugins().join(name), folder.0.join(name)).expect("copied");
+    }
+    let end = bench
+        .tool(Ucx::V1_22, "ucx_perftest")
+        .device(&e2e::Device::software())
+        .env("UCX_PLUGIN_PATH", &folder.0)
+        .words("-l -t tag_lat -m gaudi -s 8 -n 10")
+        .run();
+    assert!(
+        end.stdout.contains("WARN") && end.stdout.contains("loaded 2 times"),
+        "{}",
+        end.report()
+    );
+}

@@ -54,3 +54,16 @@ fn gaudi3_leaves_host_traffic_alone() {
         .unwrap_or_else(|error| panic!("{error:#}"));
     pair.figures().unwrap_or_else(|error| panic!("{error:#}"));
 }
+
+/// Without a copy transport stock `ucx_perftest` would try for ever: our allocator refuses first.
+#[test]
+fn gaudi3_perftest_is_refused_with_the_reason() {
+    let end = Workbench::from_env()
+        .tool(Ucx::V1_22, "ucx_perftest")
+        .plugin()
+        .device(&generation("gaudi3"))
+        .words("-l -t tag_lat -m gaudi -s 8 -n 10")
+        .run();
+    assert!(!end.success() && !end.crashed(), "{}", end.report());
+    assert!(end.stdout.contains("a Gaudi3 takes none"), "{}", end.report());
+}

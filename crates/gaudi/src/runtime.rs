@@ -106,12 +106,15 @@ impl Runtime {
     fn library(&self) -> Result<&Arc<Library>, Error> {
         let loaded = self.library.get_or_init(|| {
             Library::load().map_err(|error| {
-                Error::new(
-                    ErrorKind::DeviceNotFound,
-                    "loading the driver library",
-                    error.to_string(),
-                    "install habanalabs-thunk, or set HL_THUNK_LIBRARY",
-                )
+                let named = std::env::var_os("HL_THUNK_LIBRARY").is_some();
+                let remedy = if named {
+                    "correct or unset HL_THUNK_LIBRARY, which names the file of the driver library"
+                } else {
+                    "install habanalabs-thunk, or set HL_THUNK_LIBRARY"
+                };
+                let what = "loading the driver library";
+                let error = Error::new(ErrorKind::DeviceNotFound, what, error.to_string(), remedy);
+                if named { error.blame_setting() } else { error }
             })
         });
         loaded.as_ref().map_err(Clone::clone)

@@ -15,9 +15,11 @@
 //! `after=N` lets N matches pass first; `times=N` repeats (default 1, 0 is for ever).
 //! A rule that is used up disappears from the file, so a test can see that it was hit.
 
+use std::collections::BTreeSet;
 use std::io::{Read, Seek, Write};
 use std::os::fd::AsFd;
 use std::path::Path;
+use std::sync::Mutex;
 use std::time::Duration;
 
 use rustix::io::Errno;
@@ -124,6 +126,9 @@ fn step(rules: &[Rule], point: &str) -> (Option<Action>, Vec<Rule>) {
     (Some(action), left)
 }
 
+/// Lines that made no sense and were complained about.
+static TOLD: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+
 /// Whether a rule of the file says that this match goes wrong; uses the rule up.
 pub(crate) fn take(file: &Path, point: &str) -> Option<Action> {
     let mut file = std::fs::OpenOptions::new().read(true).write(true).open(file).ok()?;
@@ -136,8 +141,15 @@ pub(crate) fn take(file: &Path, point: &str) -> Option<Action> {
     for line in text.lines().filter(|line| !line.trim().is_empty() && !line.starts_with('#')) {
         match parse(line) {
             Ok(rule) => rules.push(rule),
+            // The file is read at every call: once is enough to be told.
             Err(reason) => {
-                eprintln!("soft-gaudi: faults: {reason}; the line is dropped");
+                let mut told = TOLD.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+                if told.insert(line.to_owned()) {
+                    eprintln!(
+                        "soft-gaudi: faults: {reason}; the line is ignored (a rule is: \
+                         <point> <action> [after=N] [times=N])"
+                    );
+                }
             }
         }
     }

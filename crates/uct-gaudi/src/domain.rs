@@ -34,8 +34,7 @@ impl<F> GaudiComponent<F> {
 
 /// Opens (or shares) the card this process is configured for.
 pub(crate) fn configured_device() -> Result<Arc<Device>, Error> {
-    let choice = Settings::current().map(|settings| settings.device).unwrap_or_default();
-    gaudi::runtime().open(&choice)
+    gaudi::runtime().open(&settings::chosen_device())
 }
 
 impl<F: Flavour> Component for GaudiComponent<F> {
@@ -44,9 +43,9 @@ impl<F: Flavour> Component for GaudiComponent<F> {
     type RemoteKey = ();
 
     const NAME: &'static str = F::COMPONENT;
-    const CONFIG_PREFIX: &'static str = F::DOMAIN_PREFIX;
-    const CONFIG_ALIAS: Option<&'static str> = if F::LEADS { Some(settings::ALIAS) } else { None };
-    const VARIABLES: &'static [Variable] = if F::LEADS { settings::VARIABLES } else { &[] };
+    const CONFIG_PREFIX: &'static str = settings::PREFIX;
+    const CONFIG_ALIAS: Option<&'static str> = Some(settings::ALIAS);
+    const VARIABLES: &'static [Variable] = settings::VARIABLES;
 
     fn domains(&self, ucx: &'static Ucx) -> Vec<String> {
         let found = cards::discover();
@@ -75,11 +74,7 @@ impl<F: Flavour> Component for GaudiComponent<F> {
         _domain: &str,
         config: &Values<'_>,
     ) -> Result<GaudiDomain<F>, Status> {
-        let settings = if F::LEADS {
-            Settings::configure(ucx, config)?
-        } else {
-            Settings::current().ok_or(Status::INVALID_PARAM)?
-        };
+        let settings = Settings::read(ucx, config, F::LEADS)?;
         let candidates = gaudi::runtime().candidates(&settings.device).map_err(|error| {
             if F::LEADS {
                 match &settings.device {

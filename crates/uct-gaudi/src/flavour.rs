@@ -11,8 +11,6 @@ pub(crate) trait Flavour: Send + Sync + 'static {
     const COMPONENT: &'static str;
     /// Transport name (nine characters at most, hence not the component's).
     const TRANSPORT: &'static str;
-    /// Prefix of the memory domain's variables.
-    const DOMAIN_PREFIX: &'static str;
     /// Prefix of the transport's variables.
     const TRANSPORT_PREFIX: &'static str;
     /// Factor on every estimated cost.
@@ -28,7 +26,6 @@ pub(crate) enum Copy {}
 impl Flavour for Copy {
     const COMPONENT: &'static str = "gaudi_copy";
     const TRANSPORT: &'static str = "gaudi_cpy";
-    const DOMAIN_PREFIX: &'static str = "GAUDI_COPY_";
     const TRANSPORT_PREFIX: &'static str = "GAUDI_CPY_";
     const COST: f64 = 1.0;
     const LEADS: bool = true;
@@ -40,7 +37,6 @@ pub(crate) enum Gdr {}
 impl Flavour for Gdr {
     const COMPONENT: &'static str = "gaudi_gdr";
     const TRANSPORT: &'static str = "gaudi_gdr";
-    const DOMAIN_PREFIX: &'static str = "GAUDI_GDR_";
     const TRANSPORT_PREFIX: &'static str = "GAUDI_GDR_";
     const COST: f64 = 1.1;
     const LEADS: bool = false;

@@ -16,6 +16,7 @@ mod perftest;
 mod seeding;
 mod settings;
 mod status;
+mod twins;
 
 use flavour::{Copy, Gdr};
 use uct::{MemoryType, Registration, Status, Ucx, log};
@@ -24,6 +25,7 @@ uct::plugin!("ucx-gaudi", register, perftest::offer);
 
 fn register(ucx: &'static Ucx) -> Result<(), Status> {
     settings::early_log_level(ucx);
+    twins::warn(ucx);
     if ucx.memory_type_name(MemoryType::GAUDI).as_deref() != Some("gaudi") {
         log!(
             ucx,

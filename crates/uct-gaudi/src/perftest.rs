@@ -13,6 +13,7 @@ use gaudi::{Allocation, Device, DeviceAddr, Error, Side};
 use uct::{MemoryType, Status, Ucx, log};
 
 use crate::domain::configured_device;
+use crate::settings::chosen_device;
 use crate::{seeding, status};
 
 /// `ucx_perf_allocator_t`.
@@ -119,8 +120,20 @@ fn attempt<T>(
 
 unsafe extern "C" fn init(_perf: *mut c_void) -> Status {
     // UCP tests bring their own memory domain, which opens the card when it is needed: here it is
-    // enough that there is one.
-    match attempt("ucx_perftest -m gaudi", |_| gaudi::runtime().discover()) {
+    // enough that there is one, and that it copies. Without copies the program would try for ever.
+    let found = attempt("ucx_perftest -m gaudi", |bench| {
+        let cards = gaudi::runtime().candidates(&chosen_device())?;
+        Ok((bench.ucx, cards.first().map(|card| card.generation)))
+    });
+    match found {
+        Ok((ucx, Some(generation))) if !generation.accepts_submissions() => {
+            log!(
+                ucx,
+                Error,
+                "ucx_perftest -m gaudi needs copies, and a {generation} takes none through the driver"
+            );
+            Status::UNSUPPORTED
+        }
         Ok(_) => Status::OK,
         Err(error) => error,
     }

@@ -1,7 +1,8 @@
 //! The plugin's configuration: `UCX_GAUDI_COPY_*`, with the spelling `UCT_GAUDI_COPY_*` accepted.
 //!
-//! There is one set of variables. `gaudi_gdr` is another name of the same thing and follows what
-//! was set for `gaudi_copy`, which UCX opens first.
+//! There is one set of variables for both names: UCX reads the same table for `gaudi_gdr`. A value
+//! that UCX does not understand thus takes both away, and never leaves one of them on a card that
+//! nobody meant.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -9,7 +10,10 @@ use gaudi::{DeviceChoice, Error};
 use uct::config::{Kind, Ternary, Values, Variable};
 use uct::{Level, Status, Ucx, log};
 
-/// Second spelling of the variables' prefix.
+/// Prefix of the variables, behind `UCX_`.
+pub(crate) const PREFIX: &str = "GAUDI_COPY_";
+
+/// Second spelling of it, whole.
 pub(crate) const ALIAS: &str = "UCT_GAUDI_COPY_";
 
 /// Words of LOG_LEVEL: follow UCX, or the levels in the order of [`Level::ALL`].
@@ -94,37 +98,30 @@ pub(crate) struct Settings {
     pub(crate) abort_on_error: bool,
 }
 
-/// What was last configured in this process; `None` if that made no sense.
-static CURRENT: Mutex<Option<Settings>> = Mutex::new(Some(Settings {
-    device: DeviceChoice::Any,
-    dmabuf: Ternary::Try,
-    mapped_dmabuf: Ternary::Try,
-    reg_cost: 7e-6,
-    nic_scale_out: Ternary::Try,
-    hw_block_access: false,
-    abort_on_error: true,
-}));
+/// The card that was last chosen in this process.
+static CHOICE: Mutex<DeviceChoice> = Mutex::new(DeviceChoice::Any);
+
+/// The card that was last chosen in this process, for those who have no memory domain at hand.
+pub(crate) fn chosen_device() -> DeviceChoice {
+    CHOICE.lock().unwrap_or_else(PoisonError::into_inner).clone()
+}
 
 impl Settings {
-    /// What was last configured, if it made sense.
-    pub(crate) fn current() -> Option<Settings> {
-        CURRENT.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    /// Takes over what UCX parsed.
-    pub(crate) fn configure(ucx: &'static Ucx, values: &Values<'_>) -> Result<Settings, Status> {
-        let settings = Self::read(ucx, values);
-        *CURRENT.lock().unwrap_or_else(PoisonError::into_inner) = settings.clone().ok();
-        settings
-    }
-
-    fn read(ucx: &'static Ucx, values: &Values<'_>) -> Result<Settings, Status> {
+    /// Takes over what UCX parsed. `aloud`: say what is wrong with it.
+    pub(crate) fn read(
+        ucx: &'static Ucx,
+        values: &Values<'_>,
+        aloud: bool,
+    ) -> Result<Settings, Status> {
         ucx.set_log_level(level(values.choice("LOG_LEVEL")));
         let text = values.text("DEVICE");
-        let device = text.parse().map_err(|error: Error| {
-            log!(ucx, Warn, "UCX_GAUDI_COPY_DEVICE={text}: {error}");
+        let device: DeviceChoice = text.parse().map_err(|error: Error| {
+            if aloud {
+                log!(ucx, Warn, "UCX_GAUDI_COPY_DEVICE={text}: {error}");
+            }
             Status::INVALID_PARAM
         })?;
+        *CHOICE.lock().unwrap_or_else(PoisonError::into_inner) = device.clone();
         Ok(Settings {
             device,
             dmabuf: values.ternary("DMABUF"),

@@ -21,13 +21,15 @@ pub(crate) enum Name {
     HostLatency,
     /// Allocation, detection and export with few and many live allocations
     Memory,
+    /// The software card itself: latency and bandwidth of submissions beside memcpy and a futex
+    SoftGaudi,
 }
 
 impl Name {
     fn needs_stock_ucx(self) -> bool {
         match self {
             Name::HostLatency => true,
-            Name::Memory => false,
+            Name::Memory | Name::SoftGaudi => false,
         }
     }
 }
@@ -37,10 +39,17 @@ pub(crate) fn run(repo: &Repo, name: Name, json: Option<&Path>) -> Result<()> {
     if name.needs_stock_ucx() {
         setup::run(repo)?;
     }
-    dist::build(repo, Profile::Release)?;
     let records = match name {
-        Name::HostLatency => host_latency::run(repo)?,
-        Name::Memory => memory::run(repo)?,
+        // The crate's own bench, which prints and writes by itself.
+        Name::SoftGaudi => return soft_gaudi(repo, json),
+        Name::HostLatency => {
+            dist::build(repo, Profile::Release)?;
+            host_latency::run(repo)?
+        }
+        Name::Memory => {
+            dist::build(repo, Profile::Release)?;
+            memory::run(repo)?
+        }
     };
     println!("{}", record::table(&records));
     if let Some(path) = json {
@@ -49,5 +58,18 @@ pub(crate) fn run(repo: &Repo, name: Name, json: Option<&Path>) -> Result<()> {
             .with_context(|| format!("cannot write {}", path.display()))?;
         eprintln!("written: {}", path.display());
     }
+    Ok(())
+}
+
+fn soft_gaudi(repo: &Repo, json: Option<&Path>) -> Result<()> {
+    let mut command = repo.cargo();
+    command.args(["bench", "--quiet", "--locked", "--package", "soft-gaudi", "--bench", "copies"]);
+    if let Some(path) = json {
+        // The bench runs in the folder of its crate.
+        let path = std::path::absolute(path).context("cannot make the path absolute")?;
+        command.args(["--", "--json"]).arg(path);
+    }
+    let status = command.status().context("cannot run cargo")?;
+    anyhow::ensure!(status.success(), "the bench of soft-gaudi: {status}");
     Ok(())
 }

@@ -65,9 +65,10 @@ fn cycles(
     let resident = process::resident()?;
     (0..count).try_for_each(&mut cycle)?;
     tally.equal(&process::descriptors()?, &descriptors, format_args!("descriptors after {what}"));
-    // The C library's heap may take or return a piece; a leak would be thousands.
+    // A thread of the driver library may start meanwhile (a stack and an arena of the C library's heap
+    // are five mappings); a leak would be thousands.
     let now = process::mappings()?.len();
-    tally.expect(now.abs_diff(mappings) <= 2, || {
+    tally.expect(now.abs_diff(mappings) <= 32, || {
         format!("{mappings} mappings before, {now} after {count} {what}")
     });
     let grown = process::resident()?.saturating_sub(resident);

@@ -12,6 +12,12 @@ use std::sync::Mutex;
 use gaudi::{Allocation, Window, WindowEvent};
 use uct::{MemoryType, SysDevice, Ucx, log};
 
+/// A place that no memory of ours or of a host can have (a Gaudi2's on-chip memory lies there). It
+/// stays in the cache for good: UCP looks without a lock whether the cache is empty, and changing a
+/// region means that it is gone for a moment. A cache with one region would then look empty, and
+/// another thread's Gaudi buffer pass for host memory.
+const SENTINEL: (u64, usize) = (0x1000_0000_0000_0000, 4096);
+
 /// The UCX copies that are being told.
 static TOLD: Mutex<Vec<&'static Ucx>> = Mutex::new(Vec::new());
 
@@ -34,12 +40,10 @@ pub(crate) fn begin(ucx: &'static Ucx) {
                 window.start.0,
                 window.len
             );
-            ucx.memory_type_cache_insert(
-                window.start.0,
-                length(window),
-                MemoryType::GAUDI,
-                sys_device(ucx, &window.info),
-            );
+            let device = sys_device(ucx, &window.info);
+            let (start, len) = SENTINEL;
+            ucx.memory_type_cache_insert(start, len, MemoryType::GAUDI, device);
+            ucx.memory_type_cache_insert(window.start.0, length(window), MemoryType::GAUDI, device);
         }
         WindowEvent::Retired(window) => {
             ucx.memory_type_cache_remove(window.start.0, length(window));

@@ -1,6 +1,6 @@
 //! `memory`: what a memory domain promises, asked of it through stock UCX's own libuct.
 //!
-//! Every check is a file of its own and counts what it found right and wrong in a [`Tally`]. The
+//! Every check is a file of its own and counts what it found right and wrong in a `Tally`. The
 //! checks know Gaudi memory by its type only: they run as well on a card as on the software one.
 
 mod alloc;

@@ -17,7 +17,7 @@ use uct::{
 
 use crate::flavour::Flavour;
 use crate::settings::{self, Settings};
-use crate::{cards, seeding, status};
+use crate::{cards, memory_events, seeding, status};
 
 /// The component of one flavour.
 pub(crate) struct GaudiComponent<F> {
@@ -101,6 +101,7 @@ impl<F: Flavour> Component for GaudiComponent<F> {
             _ => SysDevice::UNKNOWN,
         };
         seeding::begin(ucx);
+        memory_events::begin(ucx, &settings, F::LEADS)?;
         Ok(GaudiDomain {
             ucx,
             settings,

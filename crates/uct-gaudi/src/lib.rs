@@ -12,6 +12,7 @@ mod copies;
 mod domain;
 mod flavour;
 mod interface;
+mod memory_events;
 mod perftest;
 mod seeding;
 mod settings;

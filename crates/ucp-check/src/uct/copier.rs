@@ -149,16 +149,28 @@ impl<'d> Copier<'d> {
         self.domain.uct.check("uct_ep_get_short", status)
     }
 
+    /// Host to device by the engine, from memory that is not registered.
+    pub fn put_unregistered(&self, from: &[u8], to: u64) -> Result<()> {
+        // SAFETY: the buffer lives until the copy is done, which is waited for.
+        unsafe { self.zcopy(Way::Put, from.as_ptr().cast_mut(), from.len(), None, to) }
+    }
+
+    /// Device to host by the engine, to memory that is not registered.
+    pub fn get_unregistered(&self, from: u64, to: &mut [u8]) -> Result<()> {
+        // SAFETY: the buffer lives until the copy is done, which is waited for.
+        unsafe { self.zcopy(Way::Get, to.as_mut_ptr(), to.len(), None, from) }
+    }
+
     /// Host to device by the engine, straight from registered memory where it can be pinned.
     pub fn put_registered(&self, from: &[u8], by: &Registration<'_>, to: u64) -> Result<()> {
         // SAFETY: the buffer lives until the copy is done, which is waited for.
-        unsafe { self.zcopy(Way::Put, from.as_ptr().cast_mut(), from.len(), by, to) }
+        unsafe { self.zcopy(Way::Put, from.as_ptr().cast_mut(), from.len(), Some(by), to) }
     }
 
     /// Device to host by the engine.
     pub fn get_registered(&self, from: u64, to: &mut [u8], by: &Registration<'_>) -> Result<()> {
         // SAFETY: the buffer lives until the copy is done, which is waited for.
-        unsafe { self.zcopy(Way::Get, to.as_mut_ptr(), to.len(), by, from) }
+        unsafe { self.zcopy(Way::Get, to.as_mut_ptr(), to.len(), Some(by), from) }
     }
 
     /// Starts a copy and waits for it.
@@ -170,7 +182,7 @@ impl<'d> Copier<'d> {
         way: Way,
         local: *mut u8,
         length: usize,
-        by: &Registration<'_>,
+        by: Option<&Registration<'_>>,
         remote: u64,
     ) -> Result<()> {
         let (slot, name) = match way {
@@ -181,7 +193,8 @@ impl<'d> Copier<'d> {
         let copy: Zcopy = unsafe { transmute(self.operation(slot)) };
         // SAFETY: the slot holds a function of this type.
         let progress: Progress = unsafe { transmute(self.operation(slot::PROGRESS)) };
-        let iov = Iov { buffer: local.cast(), length, memh: by.handle(), stride: 0, count: 1 };
+        let memh = by.map_or(ptr::null_mut(), Registration::handle);
+        let iov = Iov { buffer: local.cast(), length, memh, stride: 0, count: 1 };
         // Not on the stack: were the copy given up, UCX would still write to it.
         let completion =
             Box::into_raw(Box::new(Completion { func: completed, count: 1, status: sys::OK }));

@@ -85,6 +85,9 @@ enum Costs {
         /// Only show that it works: the figures mean nothing
         #[arg(long)]
         quick: bool,
+        /// Only these sizes (and always the short ones)
+        #[arg(long, value_delimiter = ',')]
+        sizes: Vec<Size>,
     },
     /// The first ucp_init of a process
     Init,
@@ -312,7 +315,10 @@ fn execute(cli: Cli) -> Result<bool> {
             let report = threads::run(&plan.plan(ucx, &defaults), count)?;
             run::conclude(&report, plan.json.as_deref())
         }
-        Command::Costs(Costs::Copies { quick }) => costs::copies(ucx.map(PathBuf::as_path), quick),
+        Command::Costs(Costs::Copies { quick, sizes }) => {
+            let sizes: Vec<usize> = sizes.iter().map(|size| size.0).collect();
+            costs::copies(ucx.map(PathBuf::as_path), quick, &sizes)
+        }
         Command::Costs(Costs::Init) => costs::init(ucx.map(PathBuf::as_path)),
         Command::PairSide(side) => {
             return pair::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?);

@@ -201,8 +201,10 @@ fn short(scene: &Scene<'_>, rounds: usize, count: usize) -> Result<()> {
     Ok(())
 }
 
-/// Measures. `quick` only shows that it works: small sets, few rounds, figures without meaning.
-pub fn run(ucx: Option<&Path>, quick: bool) -> Result<()> {
+/// Measures copies of these sizes, or of the usual ones. `quick` only shows that it works: small
+/// sets, few rounds, figures without meaning.
+pub fn run(ucx: Option<&Path>, quick: bool, sizes: &[usize]) -> Result<()> {
+    let sizes = if sizes.is_empty() { &SIZES } else { sizes };
     let dog = Watchdog::start("costs", Duration::from_secs(300));
     let uct = Uct::of(Ucx::load(ucx)?)?;
     let domain = uct.open("gaudi_copy", &[])?;
@@ -210,7 +212,7 @@ pub fn run(ucx: Option<&Path>, quick: bool) -> Result<()> {
     let (cache, most, rounds) =
         if quick { (0, 64 << 20, 1) } else { (cache, usable_memory(), ROUNDS) };
     let rotations: Vec<Rotation> =
-        SIZES.iter().map(|&size| Rotation::new(size, cache, most)).collect();
+        sizes.iter().map(|&size| Rotation::new(size, cache, most)).collect();
     let largest = |of: fn(&Rotation) -> usize| rotations.iter().map(of).max().unwrap_or(0);
     let (bytes, outstanding) = (largest(Rotation::bytes), largest(|r| r.outstanding));
     eprintln!("  {} MiB on each side …", bytes >> 20);

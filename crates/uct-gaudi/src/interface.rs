@@ -9,7 +9,7 @@ use gaudi::{Device, DeviceAddr, Error, Segment, Side};
 use uct::abi::{event_flag, iface_flag};
 use uct::{
     Bandwidth, Buffer, Buffers, Completion, DeviceType, Interface, InterfaceAttributes, LinearFunc,
-    MemoryType, OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, Status, Ucx, log,
+    Link, MemoryType, OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, Status, Ucx, log,
 };
 
 use crate::copies::Copies;
@@ -289,7 +289,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
         Ok(())
     }
 
-    fn connect(&self, _: &Peer<'_>) -> Result<(), Status> {
+    fn connect(&self, _: &Peer<'_>, _: Link) -> Result<(), Status> {
         Ok(())
     }
 

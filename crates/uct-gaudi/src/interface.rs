@@ -8,8 +8,13 @@ use std::sync::Arc;
 use gaudi::{Device, DeviceAddr, Error, Segment, Side};
 use uct::abi::{event_flag, iface_flag};
 use uct::{
+<<<<<<< HEAD
     Bandwidth, Buffer, Buffers, Completion, DeviceType, Interface, InterfaceAttributes,
     OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, Status, Ucx, log,
+=======
+    Bandwidth, Buffer, Buffers, Completion, DeviceType, Interface, InterfaceAttributes, LinearFunc,
+    Link, MemoryType, OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, Status, Ucx, log,
+>>>>>>> main
 };
 
 use crate::copies::Copies;
@@ -267,7 +272,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
         Ok(())
     }
 
-    fn connect(&self, _: &Peer<'_>) -> Result<(), Status> {
+    fn connect(&self, _: &Peer<'_>, _: Link) -> Result<(), Status> {
         Ok(())
     }
 

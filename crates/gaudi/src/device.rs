@@ -15,6 +15,7 @@ use crate::copy::flight::Load;
 use crate::copy::ring::Ring;
 use crate::copy::short::copy_short;
 use crate::memory::{Entry, Extent, Memory, Table};
+use crate::rcache::{Cache, CacheInfo};
 use crate::runtime::Registration;
 use crate::stats::{Counter, Counts, Holding, Path, Tally};
 use crate::window::{Announcement, Blocked};
@@ -62,6 +63,7 @@ pub struct Device {
     // Closing goes down this list: pins and rings, then memory, then the card itself, then the
     // place it had in this process.
     pins: Mutex<HashMap<u64, Arc<HostPin>>>,
+    registrations: Cache,
     bounce: OnceLock<Result<Arc<Ring>, Error>>,
     staging: OnceLock<Result<Arc<Ring>, Error>>,
     memory: Memory,
@@ -104,6 +106,7 @@ impl Device {
             imports: Table::default(),
             engine: Engine::new(Arc::clone(&backend), counts),
             pins: Mutex::default(),
+            registrations: Cache::new(counts),
             bounce: OnceLock::new(),
             staging: OnceLock::new(),
             memory: Memory::new(window.range(), geometry, counts),
@@ -364,6 +367,15 @@ impl Device {
     pub(crate) fn staging(&self) -> Result<&Arc<Ring>, Error> {
         let made = self.staging.get_or_init(|| Ring::new(STAGING_LEN, STAGING_SLOTS));
         made.as_ref().map_err(Clone::clone)
+    }
+
+    /// What the registration cache of this device holds.
+    pub fn registration_cache(&self) -> CacheInfo {
+        self.registrations.info()
+    }
+
+    pub(crate) fn registrations(&self) -> &Cache {
+        &self.registrations
     }
 
     /// Pins host memory for this device.

@@ -36,6 +36,7 @@ mod host;
 mod import;
 mod mapping_table;
 mod memory;
+pub mod rcache;
 mod registers;
 mod runtime;
 pub mod scale_out;

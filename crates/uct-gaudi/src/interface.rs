@@ -8,13 +8,8 @@ use std::sync::Arc;
 use gaudi::{Bell, Device, DeviceAddr, Error, Segment, Side};
 use uct::abi::{event_flag, iface_flag};
 use uct::{
-<<<<<<< HEAD
-    Bandwidth, Buffer, Buffers, Completion, DeviceType, Interface, InterfaceAttributes,
+    Bandwidth, Buffer, Buffers, Completion, DeviceType, Interface, InterfaceAttributes, Link,
     OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, Status, Ucx, log,
-=======
-    Bandwidth, Buffer, Buffers, Completion, DeviceType, Interface, InterfaceAttributes, LinearFunc,
-    Link, MemoryType, OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, Status, Ucx, log,
->>>>>>> main
 };
 
 use crate::copies::Copies;

@@ -78,7 +78,8 @@ impl Peer {
         Ok(peer)
     }
 
-    fn answer(&mut self) -> String {
+    /// Waits for an answer.
+    pub(crate) fn answer(&mut self) -> String {
         self.output
             .by_ref()
             .map_while(Result::ok)
@@ -119,6 +120,12 @@ impl Peer {
 
     pub(crate) fn stat(&mut self, counter: &str) -> u64 {
         self.ask(&format!("stat {counter}")).parse().expect("a number")
+    }
+
+    /// Asks until the answer is this one.
+    #[track_caller]
+    pub(crate) fn until(&mut self, line: &str, answer: &str) {
+        until(line, || self.ask(line) == answer);
     }
 
     pub(crate) fn id(&self) -> u32 {
@@ -302,11 +309,31 @@ impl State {
             "close" => drop(self.opened.remove(&slot())),
             "gone" => return Ok(format!("ok {}", self.opened[&slot()].is_peer_gone())),
             "stat" => {
-                let counters = gaudi::stats::read(std::process::id()).expect("a page");
-                return Ok(format!("ok {}", counters.get(words[1]).expect("a counter")));
+                return Ok(format!("ok {}", stat(words[1])));
             }
             "identity" => return Ok(format!("ok {}", hex(&identity().pack()))),
             "broker" => gaudi::share::start_broker()?,
+            "limits" => {
+                let limits = gaudi::share::Limits { handles: number(1) as usize, bytes: number(2) };
+                self.device().set_handle_limits(limits);
+            }
+            "used" => return Ok(format!("ok {}", self.device().memory().used)),
+            // A child that has inherited everything and does nothing, until we have ended and it
+            // is told to end by its standard input.
+            "fork" => {
+                // SAFETY: the child only makes system calls.
+                let child = unsafe { libc::fork() };
+                if child == 0 {
+                    // SAFETY: as above.
+                    unsafe {
+                        libc::prctl(libc::PR_SET_PDEATHSIG, 0);
+                        libc::close(1);
+                        libc::sleep(3600);
+                        libc::_exit(0);
+                    }
+                }
+                return Ok(format!("ok {child}"));
+            }
             "fds" => {
                 let fds = std::fs::read_dir("/proc/self/fd").expect("a Linux").count();
                 return Ok(format!("ok {fds}"));
@@ -326,6 +353,25 @@ impl State {
         let theirs = opened.translate(key.base(), len).expect("all of it");
         (Side::Device(ours.addr()), Side::Device(theirs), len)
     }
+}
+
+/// Waits for something that must happen soon.
+#[track_caller]
+pub(crate) fn until(what: &str, mut happened: impl FnMut() -> bool) {
+    let start = std::time::Instant::now();
+    while !happened() {
+        assert!(start.elapsed().as_secs() < 30, "never: {what}");
+        std::thread::sleep(std::time::Duration::from_millis(2));
+    }
+}
+
+/// A counter of this process.
+pub(crate) fn stat(counter: &str) -> u64 {
+    // By the number that this /proc has for us: it may be another pid namespace's.
+    let own = std::fs::read_link("/proc/self").expect("a Linux");
+    let own = own.to_str().and_then(|pid| pid.parse().ok()).expect("a number");
+    let counters = gaudi::stats::read(own).expect("a page");
+    counters.get(counter).expect("a counter")
 }
 
 pub(crate) fn identity() -> &'static gaudi::Identity {

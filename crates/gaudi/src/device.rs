@@ -15,7 +15,9 @@ use crate::copy::flight::Load;
 use crate::copy::ring::Ring;
 use crate::copy::short::copy_short;
 use crate::memory::{Entry, Extent, Memory, Table};
+use crate::rcache::{Cache, CacheInfo};
 use crate::runtime::Registration;
+use crate::share::{self, Handles};
 use crate::stats::{Counter, Counts, Holding, Path, Tally};
 use crate::window::{Announcement, Blocked};
 use crate::{
@@ -62,6 +64,8 @@ pub struct Device {
     // Closing goes down this list: pins and rings, then memory, then the card itself, then the
     // place it had in this process.
     pins: Mutex<HashMap<u64, Arc<HostPin>>>,
+    registrations: Cache,
+    handles: Handles,
     bounce: OnceLock<Result<Arc<Ring>, Error>>,
     staging: OnceLock<Result<Arc<Ring>, Error>>,
     memory: Memory,
@@ -104,6 +108,8 @@ impl Device {
             imports: Table::default(),
             engine: Engine::new(Arc::clone(&backend), counts),
             pins: Mutex::default(),
+            registrations: Cache::new(counts),
+            handles: Handles::default(),
             bounce: OnceLock::new(),
             staging: OnceLock::new(),
             memory: Memory::new(window.range(), geometry, counts),
@@ -138,19 +144,33 @@ impl Device {
     /// always given). The contents are not defined.
     pub fn alloc(self: &Arc<Self>, len: u64, align: u64) -> Result<Allocation, Error> {
         self.announcement.ensure(runtime().windows(), &self.window);
-        let taken = self.memory.take(&*self.backend, len, align);
+        let take = || self.memory.take(&*self.backend, len, align);
+        let taken = take().or_else(|error| match error.kind() {
+            // Freed memory may be waiting for peers that have let it go meanwhile.
+            ErrorKind::OutOfMemory => {
+                share::settle();
+                take()
+            }
+            _ => Err(error),
+        });
         let base = taken.map_err(|error| self.failed(error))?;
         self.counts.allocated(len);
         runtime().table().insert(Entry { base, len, device: self.id });
         Ok(Allocation::new(Arc::clone(self), DeviceAddr(base), len))
     }
 
-    /// The other half of [`Allocation`].
-    pub(crate) fn free(&self, addr: DeviceAddr, len: u64) {
+    /// The other half of [`Allocation`]. Memory that another process has open waits until it has let
+    /// go; the card may be closed before that.
+    pub(crate) fn free(self: &Arc<Self>, addr: DeviceAddr, len: u64) {
         runtime().table().remove(addr.0);
         self.engine.quiesce(&(addr.0..addr.0 + len));
-        self.memory.give(addr.0);
         self.counts.freed(len);
+        let device = Arc::downgrade(self);
+        share::freed(addr, len, self.counts, move || {
+            if let Some(device) = device.upgrade() {
+                device.memory.give(addr.0);
+            }
+        });
     }
 
     /// A dma-buf for `[addr, addr + len)`, which must lie in one live allocation: a close-on-exec
@@ -209,13 +229,13 @@ impl Device {
     /// Makes the first `len` bytes of another device's dma-buf visible to this device's copies.
     /// Between devices this is experimental in drivers that have it at all.
     pub fn import(self: &Arc<Self>, dmabuf: BorrowedFd<'_>, len: u64) -> Result<Import, Error> {
-        Import::new(self, dmabuf, len)
+        Import::new(self, dmabuf, len).map_err(|error| self.failed(error))
     }
 
     pub(crate) fn map_dmabuf(&self, dmabuf: BorrowedFd<'_>, len: u64) -> Result<HostPin, Error> {
         let mapped = self.backend.import(dmabuf, len).map_err(|error| {
             self.counts.dmabuf_failed(&error);
-            self.failed(error)
+            error.on(self)
         })?;
         self.imports.insert(Entry { base: mapped.addr.0, len, device: self.id });
         Ok(mapped.counted(self.counts.hold(Holding::Import, len)))
@@ -230,7 +250,12 @@ impl Device {
         self.imports.find(addr.0, len as u64).is_some()
     }
 
-    fn check_own(&self, addr: DeviceAddr, len: u64, operation: &'static str) -> Result<(), Error> {
+    pub(crate) fn check_own(
+        &self,
+        addr: DeviceAddr,
+        len: u64,
+        operation: &'static str,
+    ) -> Result<(), Error> {
         let found = runtime().table().find(addr.0, len.max(1));
         if found.is_some_and(|entry| entry.device == self.id) {
             return Ok(());
@@ -346,6 +371,15 @@ impl Device {
         error.on(self)
     }
 
+    pub(crate) fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    /// Peers' memory that this device keeps open.
+    pub(crate) fn handles(&self) -> &Handles {
+        &self.handles
+    }
+
     pub(crate) fn backend(&self) -> &dyn Backend {
         &*self.backend
     }
@@ -364,6 +398,15 @@ impl Device {
     pub(crate) fn staging(&self) -> Result<&Arc<Ring>, Error> {
         let made = self.staging.get_or_init(|| Ring::new(STAGING_LEN, STAGING_SLOTS));
         made.as_ref().map_err(Clone::clone)
+    }
+
+    /// What the registration cache of this device holds.
+    pub fn registration_cache(&self) -> CacheInfo {
+        self.registrations.info()
+    }
+
+    pub(crate) fn registrations(&self) -> &Cache {
+        &self.registrations
     }
 
     /// Pins host memory for this device.

@@ -2,6 +2,7 @@
 //! does its work only when the test says so, in the order the test says.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -45,6 +46,14 @@ struct State {
     one_lane: bool,
     looks: u64,
     refuse_pins: Option<i32>,
+    /// Pins that hold this address are refused.
+    unpinnable: Option<u64>,
+    /// Only so many pins at a time.
+    most_pins: Option<usize>,
+    /// All that was pinned: address and length.
+    pins: Vec<(u64, usize)>,
+    /// Addresses whose pages are known under another address, which outlives them.
+    pages_elsewhere: Vec<(Range<u64>, u64)>,
     refuse_submissions: Option<i32>,
 }
 
@@ -123,6 +132,31 @@ impl Fake {
     /// How often someone asked about a submission.
     pub(crate) fn looks(&self) -> u64 {
         self.state().looks
+    }
+
+    /// Has pins refused that hold this address.
+    pub(crate) fn refuse_pins_of(&self, addr: *const u8) {
+        self.state().unpinnable = Some(addr as u64);
+    }
+
+    /// Has pins refused, for lack of memory, while there are so many.
+    pub(crate) fn allow_pins(&self, count: usize) {
+        self.state().most_pins = Some(count);
+    }
+
+    /// All that was pinned so far: address and length.
+    pub(crate) fn pins(&self) -> Vec<(u64, usize)> {
+        self.state().pins.clone()
+    }
+
+    /// Says that the pages at `addr` can also be reached at `elsewhere`, as long as a pin of them
+    /// lives. A pin is of pages, not of addresses: with this the fake device keeps using the pages
+    /// it pinned when the program maps others in their place, as hardware does.
+    pub(crate) fn pages_are_at(&self, addr: *const u8, len: usize, elsewhere: *const u8) {
+        let addr = addr as u64;
+        let mut state = self.state();
+        state.pages_elsewhere.retain(|(range, _)| range.start != addr);
+        state.pages_elsewhere.push((addr..addr + len as u64, elsewhere as u64));
     }
 
     /// Pins that someone still holds.
@@ -228,11 +262,23 @@ impl Backend for Fake {
         Ok(Box::new(FakePage))
     }
 
-    unsafe fn pin(&self, ptr: *mut u8, _len: usize) -> Result<HostPin, Error> {
-        if let Some(errno) = self.state().refuse_pins {
+    unsafe fn pin(&self, ptr: *mut u8, len: usize) -> Result<HostPin, Error> {
+        let mut state = self.state();
+        let addr = ptr as u64;
+        let holds = |other: u64| (addr..addr + len as u64).contains(&other);
+        let full = state.most_pins.is_some_and(|most| self.live_pins() >= most);
+        let refused = state
+            .refuse_pins
+            .or(state.unpinnable.is_some_and(holds).then_some(libc::EFAULT))
+            .or(full.then_some(libc::ENOMEM));
+        if let Some(errno) = refused {
             return Err(Error::os(Phase::Use, "pinning host memory", "fake", errno));
         }
-        Ok(HostPin::new(DeviceAddr(HOST + ptr as u64), Arc::clone(&self.live_pins)))
+        state.pins.push((addr, len));
+        let mut places = state.pages_elsewhere.iter();
+        let place = places.find(|(range, _)| range.contains(&addr));
+        let pages = place.map_or(addr, |(range, elsewhere)| elsewhere + (addr - range.start));
+        Ok(HostPin::new(DeviceAddr(HOST + pages), Arc::clone(&self.live_pins)))
     }
 
     fn can_import(&self) -> Result<(), Error> {

@@ -138,6 +138,14 @@ impl<'d> Copier<'d> {
         Ok(copier)
     }
 
+    pub(super) fn uct(&self) -> &'static super::Uct {
+        self.domain.uct
+    }
+
+    pub(super) fn iface(&self) -> Raw {
+        self.iface
+    }
+
     /// Most endpoints the interface says it can have.
     pub fn max_endpoints(&self) -> Result<u64> {
         let mut attr: IfaceAttr = [0; 128];

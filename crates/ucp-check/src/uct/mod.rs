@@ -6,6 +6,7 @@
 
 mod copier;
 mod domain;
+pub mod estimate;
 mod library;
 mod memory;
 mod sys;

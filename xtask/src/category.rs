@@ -55,6 +55,7 @@ impl Category {
                     "listing",
                     "perftest",
                     "verify",
+                    "soak",
                     "guest",
                     "generations",
                     "abi",
@@ -79,12 +80,12 @@ impl Category {
             },
             Category::Errors => Selection {
                 packages: &[],
-                end_to_end: &["absent", "foreign", "faults"],
+                end_to_end: &["absent", "foreign", "faults", "atomics"],
                 words: &["error", "errno", "refus"],
             },
             Category::Config => Selection {
                 packages: &[],
-                end_to_end: &["selection", "config"],
+                end_to_end: &["selection", "config", "estimates"],
                 words: &["config"],
             },
             Category::Ib => by_words(&["ib::", "verbs", "rdma"]),

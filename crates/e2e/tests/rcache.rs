@@ -45,7 +45,7 @@ fn memory_that_comes_and_goes_is_pinned_anew_and_memory_that_stays_is_found() {
     for ucx in Ucx::ALL {
         for component in ["gaudi_copy", "gaudi_gdr"] {
             let counters = counters(ucx, component, &[]);
-            let count = |name| get(&counters, name);
+            let count = |name: &str| get(&counters, name);
             let (hits, misses) = (count("reg_cache_hits"), count("reg_cache_misses"));
             // munmap, mmap over it, madvise: each cycle took memory away that was in the cache.
             let gone = 3 * CYCLES;
@@ -70,7 +70,7 @@ fn without_the_cache_every_copy_pins_and_unpins() {
     for ucx in Ucx::ALL {
         for off in [("UCX_GAUDI_COPY_ENABLE_RCACHE", "no"), ("UCX_MEM_EVENTS", "n")] {
             let counters = counters(ucx, "gaudi_copy", &[off]);
-            let count = |name| get(&counters, name);
+            let count = |name: &str| get(&counters, name);
             for name in ["hits", "misses", "invalidations", "evictions", "regions", "bytes"] {
                 assert_eq!(count(&format!("reg_cache_{name}")), 0, "{off:?} {name}: {counters}");
             }
@@ -91,7 +91,7 @@ fn the_bounds_are_kept_and_the_bytes_are_right_all_the_same() {
         ("UCX_GAUDI_COPY_RCACHE_MAX_REGIONS", "0", 0, 0),
     ] {
         let counters = counters(Ucx::V1_22, "gaudi_copy", &[(variable, value)]);
-        let count = |name| get(&counters, name);
+        let count = |name: &str| get(&counters, name);
         assert!(count("reg_cache_regions") <= regions, "{variable}={value}: {counters}");
         assert!(count("reg_cache_bytes") <= bytes, "{variable}={value}: {counters}");
         if regions > 0 {

@@ -18,6 +18,7 @@ use crate::error::Phase;
 use crate::holders::{self, Holders};
 use crate::memory::Table;
 use crate::rcache::{CacheLimits, Switch, Watch};
+use crate::topology::PciLink;
 use crate::window::{Blocked, Windows};
 use crate::{
     BusId, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Error, ErrorKind, Location,
@@ -147,6 +148,15 @@ impl Runtime {
     /// it now. Opens no card.
     pub fn scale_out(&self) -> Result<ScaleOut, Error> {
         Ok(ScaleOut::read(&Sysfs::default(), &self.discover()?))
+    }
+
+    /// How a card is connected to the host, as sysfs has it now. `None` where it does not say, or
+    /// has something else at the card's address: a card in software is none of the machine's
+    /// devices.
+    pub fn link(&self, card: &DeviceInfo) -> Option<PciLink> {
+        let sysfs = Sysfs::default();
+        let there = sysfs.place(&card.bus_id).is_some_and(|place| place.is_gaudi());
+        if there { sysfs.link(&card.bus_id) } else { None }
     }
 
     /// Who has these nodes open; asked only when an open has failed.

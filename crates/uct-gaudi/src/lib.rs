@@ -10,6 +10,7 @@
 mod cards;
 mod copies;
 mod domain;
+mod estimates;
 mod flavour;
 mod interface;
 mod memory_events;

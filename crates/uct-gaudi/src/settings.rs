@@ -11,6 +11,8 @@ use gaudi::{DeviceChoice, Error};
 use uct::config::{Kind, Ternary, Values, Variable};
 use uct::{Level, Status, Ucx, log};
 
+use crate::estimates::{self, Wishes};
+
 /// Prefix of the variables, behind `UCX_`.
 pub(crate) const PREFIX: &str = "GAUDI_COPY_";
 
@@ -53,6 +55,9 @@ pub(crate) const VARIABLES: &[Variable] = &[
         help: "What UCX assumes the registration of a buffer to cost.",
         kind: Kind::Time,
     },
+    estimates::BANDWIDTH,
+    estimates::LATENCY,
+    estimates::OVERHEAD,
     Variable {
         name: "ENABLE_RCACHE",
         default: "try",
@@ -119,6 +124,7 @@ pub(crate) struct Settings {
     pub(crate) reg_cost: f64,
     pub(crate) rcache: Ternary,
     pub(crate) rcache_limits: CacheLimits,
+    pub(crate) estimates: Wishes,
     pub(crate) nic_scale_out: Ternary,
     pub(crate) hw_block_access: bool,
     pub(crate) abort_on_error: bool,
@@ -158,6 +164,7 @@ impl Settings {
                 regions: values.uint("RCACHE_MAX_REGIONS") as usize,
                 bytes: cache_size(values.bytes("RCACHE_MAX_SIZE")),
             },
+            estimates: Wishes::read(values),
             nic_scale_out: values.ternary("ENABLE_NIC_SCALE_OUT"),
             hw_block_access: values.bool("ENABLE_HW_BLOCK_ACCESS"),
             abort_on_error: values.bool("ABORT_ON_ERROR"),

@@ -38,8 +38,8 @@ pub use abi::{
 pub use completion::{Completion, Posted};
 pub use component::{Component, Registration};
 pub use iface::{
-    Buffer, Buffers, Device, Interface, InterfaceAttributes, KeyOf, MdOf, MemoryOf, OpenRequest,
-    Peer, Perf, PerfQuery,
+    Buffer, Buffers, Device, Interface, InterfaceAttributes, KeyOf, Link, MdOf, MemoryOf,
+    OpenRequest, Peer, Perf, PerfQuery,
 };
 pub use loaded::FindError;
 pub use md::{

@@ -26,6 +26,8 @@ pub(crate) const MOVES: usize = 8;
 pub(crate) const BLOCK: DeviceAddr = DeviceAddr(0x1000_007f_f800_0000);
 /// Budget of the fake device.
 pub(crate) const BUDGET: u64 = 4;
+/// As many lanes as can be in flight: the hardware may finish in any order.
+const LANES: u64 = BUDGET;
 
 #[derive(Debug, Default)]
 pub(crate) struct Fake {
@@ -41,6 +43,8 @@ struct State {
     queued: BTreeMap<u64, (Direction, Vec<LinDma>)>,
     finished: BTreeMap<u64, Result<(), i32>>,
     retired: u64,
+    one_lane: bool,
+    looks: u64,
     refuse_pins: Option<i32>,
     /// Pins that hold this address are refused.
     unpinnable: Option<u64>,
@@ -118,6 +122,16 @@ impl Fake {
 
     pub(crate) fn refuse_submissions(&self, errno: Option<i32>) {
         self.state().refuse_submissions = errno;
+    }
+
+    /// All submissions go to one queue from now on.
+    pub(crate) fn use_one_lane(&self) {
+        self.state().one_lane = true;
+    }
+
+    /// How often someone asked about a submission.
+    pub(crate) fn looks(&self) -> u64 {
+        self.state().looks
     }
 
     /// Has pins refused that hold this address.
@@ -283,7 +297,7 @@ impl Backend for Fake {
     }
 
     fn copy_limits(&self) -> Result<CopyLimits, Error> {
-        Ok(CopyLimits { moves: MOVES, in_flight: BUDGET })
+        Ok(CopyLimits { moves: MOVES, in_flight: BUDGET, lanes: LANES as usize })
     }
 
     unsafe fn submit(&self, direction: Direction, moves: &[LinDma]) -> Result<Ticket, Error> {
@@ -297,11 +311,13 @@ impl Backend for Fake {
         let oldest = state.queued.keys().next().copied().unwrap_or(sequence);
         assert!(sequence - oldest < BUDGET, "over budget");
         state.queued.insert(sequence, (direction, moves.to_vec()));
-        Ok(Ticket { sequence, slot: 0 })
+        let lane = if state.one_lane { 0 } else { sequence % LANES };
+        Ok(Ticket { sequence, lane: lane as u32, slot: 0 })
     }
 
     fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error> {
         let timeout = Duration::from_micros(timeout_us.into());
+        self.state().looks += 1;
         let pending = |state: &mut State| !state.finished.contains_key(&ticket.sequence);
         let (state, _) = self.changed.wait_timeout_while(self.state(), timeout, pending).unwrap();
         match state.finished.get(&ticket.sequence) {

@@ -1,10 +1,13 @@
 //! The subcommands: who runs which cases, in how many processes, threads and copies of UCX.
 
 pub mod alloc;
+pub mod atomics;
+pub mod costs;
 pub mod loopback;
 pub mod memory;
 pub mod pair;
 pub mod peer_errors;
+pub mod soak;
 pub mod threads;
 mod twins;
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use gaudi::{Device, DeviceAddr, Error, Segment, Side};
 use uct::abi::{event_flag, iface_flag};
 use uct::{
-    Bandwidth, Buffer, Buffers, Completion, DeviceType, Interface, InterfaceAttributes,
+    Bandwidth, Buffer, Buffers, Completion, DeviceType, Interface, InterfaceAttributes, Link,
     OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, Status, Ucx, log,
 };
 
@@ -267,7 +267,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
         Ok(())
     }
 
-    fn connect(&self, _: &Peer<'_>) -> Result<(), Status> {
+    fn connect(&self, _: &Peer<'_>, _: Link) -> Result<(), Status> {
         Ok(())
     }
 

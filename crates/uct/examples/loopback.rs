@@ -11,8 +11,8 @@ use uct::abi::{iface_flag, md_flag};
 use uct::config::Values;
 use uct::{
     Bandwidth, Buffer, Completion, Component, Device, DeviceType, DomainAttributes, Interface,
-    InterfaceAttributes, LinearFunc, MemoryDomain, MemoryType, MemoryTypes, OpenRequest, Peer,
-    Perf, PerfQuery, Posted, Region, Registration, RmaLimits, Status, SysDevice, Ucx,
+    InterfaceAttributes, LinearFunc, Link, MemoryDomain, MemoryType, MemoryTypes, OpenRequest,
+    Peer, Perf, PerfQuery, Posted, Region, Registration, RmaLimits, Status, SysDevice, Ucx,
 };
 
 uct::plugin!("rust_loop", register);
@@ -110,7 +110,7 @@ impl Interface for LoopInterface {
         if same { Ok(()) } else { Err(String::from("another process")) }
     }
 
-    fn connect(&self, _: &Peer<'_>) -> Result<(), Status> {
+    fn connect(&self, _: &Peer<'_>, _: Link) -> Result<(), Status> {
         Ok(())
     }
 

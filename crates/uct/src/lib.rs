@@ -28,6 +28,7 @@ mod md;
 mod pending;
 mod plugin;
 mod probe;
+mod ucm;
 mod ucx;
 
 pub use abi::{
@@ -37,8 +38,8 @@ pub use abi::{
 pub use completion::{Completion, Posted};
 pub use component::{Component, Registration};
 pub use iface::{
-    Buffer, Buffers, Device, Interface, InterfaceAttributes, KeyOf, MdOf, MemoryOf, OpenRequest,
-    Peer, Perf, PerfQuery,
+    Buffer, Buffers, Device, Interface, InterfaceAttributes, KeyOf, Link, MdOf, MemoryOf,
+    OpenRequest, Peer, Perf, PerfQuery,
 };
 pub use loaded::FindError;
 pub use md::{
@@ -46,4 +47,5 @@ pub use md::{
 };
 pub use plugin::enter;
 pub use probe::probe_library;
+pub use ucm::Unmapped;
 pub use ucx::{Bound, Level, Refusal, SUPPORTED, Ucx};

@@ -4,11 +4,12 @@ use core::ffi::{CStr, c_char, c_void};
 use std::os::fd::{IntoRawFd, OwnedFd};
 
 use crate::abi::{
-    LinearFunc, MD_OP_SLOTS, MdAttr, MdOps, MemAllocFn, MemAttr, MemDeregParams, MemRegParams,
-    MemoryType, MemoryTypes, REG_FLAG_HIDE_ERRORS, RawComponent, RawMd, Status, SysDevice, md_op,
-    mem_attr_field as field,
+    LinearFunc, MD_OP_SLOTS, MdAttr, MdOps, MemAllocFn, MemAttachParams, MemAttr, MemDeregParams,
+    MemRegParams, MemoryType, MemoryTypes, REG_FLAG_HIDE_ERRORS, RawComponent, RawMd, Status,
+    SysDevice, md_flag, md_op, mem_attr_field as field,
 };
 use crate::border::{guarded, guarded_status};
+use crate::completion::Completion;
 use crate::component::{Component, ComponentObject};
 use crate::ucx::{Symbols, Ucx};
 
@@ -42,6 +43,22 @@ pub trait MemoryDomain: Send + Sync + Sized + 'static {
     fn query(&self, address: u64, length: usize, wants: Wants) -> Result<MemoryAnswer, Status> {
         let _ = (address, length, wants);
         Err(Status::OUT_OF_RANGE)
+    }
+
+    /// Deregisters memory so that no key of it opens anything any more. UCX asks only where the
+    /// domain's flags say INVALIDATE.
+    fn invalidate(&self, memory: Self::Memory) {
+        drop(memory);
+    }
+
+    /// Maps the memory that a packed key of a peer describes, as if it were registered here. The key
+    /// comes from another process: nothing in it is to be trusted.
+    ///
+    /// # Errors
+    /// [`Status::UNREACHABLE`] and the like for a key that cannot be used here.
+    fn attach(&self, key: &[u8], hide_errors: bool) -> Result<Self::Memory, Status> {
+        let _ = (key, hide_errors);
+        Err(Status::UNSUPPORTED)
     }
 
     /// Packs a remote key of exactly [`Component::KEY_SIZE`] bytes.
@@ -192,6 +209,7 @@ pub(crate) fn operations<C: Component>(symbols: &Symbols) -> MdOps {
     slots[md_op::MEM_DEREG] = mem_dereg::<C> as *const c_void;
     slots[md_op::MEM_QUERY] = mem_query::<C> as *const c_void;
     slots[md_op::MKEY_PACK] = mkey_pack::<C> as *const c_void;
+    slots[md_op::MEM_ATTACH] = mem_attach::<C> as *const c_void;
     slots[md_op::DETECT_MEMORY_TYPE] = detect_memory_type::<C> as *const c_void;
     slots[md_op::MEM_ELEM_RELEASE] = symbols.ucs_empty_function;
     MdOps(slots)
@@ -311,24 +329,37 @@ unsafe extern "C" fn mem_dereg<C: Component>(
 ) -> Status {
     const MEMH: u64 = 1 << 0;
     const FLAGS: u64 = 1 << 1;
+    const COMPLETION: u64 = 1 << 2;
     const INVALIDATE: u32 = 1 << 0;
     // SAFETY: an open domain of ours.
     let object = unsafe { MdObject::<C>::from_raw(md) };
     guarded_status(object.ucx(), "mem_dereg", || {
+        let null = core::ptr::null_mut();
         // SAFETY: the mask tells which fields the caller's structure carries.
-        let memh = unsafe {
+        let (memh, flags, completion) = unsafe {
             let mask = (*params).field_mask;
-            if mask & FLAGS != 0 && (*params).flags & INVALIDATE != 0 {
-                // No domain of this crate claims to invalidate, so UCX never asks.
-                return Err(Status::UNSUPPORTED);
-            }
-            if mask & MEMH != 0 { (*params).memh } else { core::ptr::null_mut() }
+            (
+                if mask & MEMH != 0 { (*params).memh } else { null },
+                if mask & FLAGS != 0 { (*params).flags } else { 0 },
+                if mask & COMPLETION != 0 { (*params).comp } else { core::ptr::null_mut() },
+            )
         };
-        if memh.is_null() {
+        let invalidate = flags & INVALIDATE != 0;
+        if invalidate && object.domain.attributes().flags & md_flag::INVALIDATE == 0 {
+            return Err(Status::UNSUPPORTED);
+        }
+        if memh.is_null() || invalidate && completion.is_null() {
             return Err(Status::INVALID_PARAM);
         }
-        // SAFETY: made by `mem_reg`, deregistered once.
-        drop(unsafe { Box::from_raw(memh.cast::<MemoryOf<C>>()) });
+        // SAFETY: made by `mem_reg` or `mem_attach`, deregistered once.
+        let memory = *unsafe { Box::from_raw(memh.cast::<MemoryOf<C>>()) };
+        if invalidate {
+            object.domain.invalidate(memory);
+            // SAFETY: UCX's completion, which counts this one operation.
+            unsafe { Completion::from_raw(completion) }.finish(Ok(()));
+        } else {
+            drop(memory);
+        }
         Ok(Status::OK)
     })
 }
@@ -397,6 +428,41 @@ unsafe extern "C" fn detect_memory_type<C: Component>(
             .map_err(|_| Status::INVALID_ADDR)?;
         // SAFETY: out-parameter of the caller.
         unsafe { *memory_type_p = answer.memory_type };
+        Ok(Status::OK)
+    })
+}
+
+unsafe extern "C" fn mem_attach<C: Component>(
+    md: *mut RawMd,
+    key: *const c_void,
+    params: *const MemAttachParams,
+    memh_p: *mut *mut c_void,
+) -> Status {
+    const FLAGS: u64 = 1 << 0;
+    const MKEY_SIZE: u64 = 1 << 1;
+    const HIDE_ERRORS: u64 = 1 << 0;
+    // SAFETY: an open domain of ours.
+    let object = unsafe { MdObject::<C>::from_raw(md) };
+    guarded_status(object.ucx(), "mem_attach", || {
+        if C::KEY_SIZE == 0 {
+            return Err(Status::UNSUPPORTED);
+        }
+        // SAFETY: the mask tells which fields the caller's structure carries.
+        let (hide_errors, length) = unsafe {
+            let mask = (*params).field_mask;
+            (
+                mask & FLAGS != 0 && (*params).flags & HIDE_ERRORS != 0,
+                if mask & MKEY_SIZE != 0 { (*params).mkey_size } else { C::KEY_SIZE },
+            )
+        };
+        if key.is_null() || length < C::KEY_SIZE {
+            return Err(Status::INVALID_PARAM);
+        }
+        // SAFETY: the caller has at least as many bytes as our keys have.
+        let key = unsafe { core::slice::from_raw_parts(key.cast::<u8>(), C::KEY_SIZE) };
+        let memory = object.domain.attach(key, hide_errors)?;
+        // SAFETY: out-parameter of the caller.
+        unsafe { *memh_p = Box::into_raw(Box::new(memory)).cast() };
         Ok(Status::OK)
     })
 }

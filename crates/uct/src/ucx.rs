@@ -95,7 +95,6 @@ symbols! {
             unsafe extern "C" fn(SysDevice, *const c_char, u32) -> Status,
         ucs_empty_function: Opaque,
         ucs_empty_function_return_unsupported: Opaque,
-        ucs_empty_function_return_success: Opaque,
         ucs_empty_function_return_ptr_unsupported: Opaque,
         ucs_config_sscanf_table: Opaque,
         ucs_config_clone_table: Opaque,
@@ -152,7 +151,8 @@ symbols! {
         uct_base_iface_progress_disable: unsafe extern "C" fn(*mut c_void, u32),
         uct_base_iface_is_reachable: Opaque,
         uct_iface_base_query_v2: Opaque,
-        uct_base_ep_is_connected: Opaque,
+        uct_base_ep_is_connected: unsafe extern "C" fn(*mut c_void, *const c_void) -> c_int,
+        uct_iface_handle_ep_err: unsafe extern "C" fn(*mut c_void, *mut c_void, Status) -> Status,
         uct_iface_scope_is_reachable: unsafe extern "C" fn(*mut c_void, *const c_void) -> c_int,
     }
 }

@@ -231,6 +231,24 @@ pub mod reachable_field {
     pub const IFACE_ADDR_LENGTH: u64 = 1 << 6;
 }
 
+/// `uct_ep_is_connected_params_t`.
+#[repr(C)]
+#[allow(missing_docs)]
+pub struct IsConnectedParams {
+    pub field_mask: u64,
+    pub device_addr: *const c_void,
+    pub iface_addr: *const c_void,
+    pub ep_addr: *const c_void,
+}
+assert_layout!(IsConnectedParams, 32, device_addr @ 8, iface_addr @ 16, ep_addr @ 24);
+
+/// Bits of [`IsConnectedParams::field_mask`].
+#[allow(missing_docs)]
+pub mod is_connected_field {
+    pub const DEVICE_ADDR: u64 = 1 << 0;
+    pub const IFACE_ADDR: u64 = 1 << 1;
+}
+
 /// The start of a `uct_base_iface_t` and of a `uct_base_ep_t`, as far as this crate looks inside.
 #[repr(C)]
 #[allow(missing_docs)]

@@ -48,6 +48,7 @@ pub mod md_flag {
     pub const NEED_MEMH: u64 = 1 << 2;
     pub const NEED_RKEY: u64 = 1 << 3;
     pub const INVALIDATE: u64 = 1 << 8;
+    pub const EXPORTED_MKEY: u64 = 1 << 9;
     pub const INVALIDATE_RMA: u64 = 1 << 11;
     pub const INVALIDATE_AMO: u64 = 1 << 12;
 }
@@ -135,6 +136,16 @@ pub struct MemDeregParams {
     pub comp: *mut RawCompletion,
 }
 assert_layout!(MemDeregParams, 32, field_mask @ 0, flags @ 8, memh @ 16, comp @ 24);
+
+/// `uct_md_mem_attach_params_t`.
+#[repr(C)]
+#[allow(missing_docs)]
+pub struct MemAttachParams {
+    pub field_mask: u64,
+    pub flags: u64,
+    pub mkey_size: usize,
+}
+assert_layout!(MemAttachParams, 24, flags @ 8, mkey_size @ 16);
 
 /// Registration flag: the caller does not want errors logged (`UCT_MD_MEM_FLAG_HIDE_ERRORS`).
 pub const REG_FLAG_HIDE_ERRORS: u64 = 1 << 3;

@@ -2,7 +2,8 @@
 
 use core::ffi::{c_uint, c_void};
 
-use super::object::{ep_heads, iface_head, iface_of, needs_progress};
+use super::endpoint::{ep_heads, iface_of};
+use super::object::{iface_head, needs_progress};
 use super::{Buffer, Buffers, Interface};
 use crate::abi::{IFACE_OP_SLOTS, Iov, PendingReq, PurgeCallback, RawCompletion, Status, iface_op};
 use crate::border::{guarded, guarded_status};

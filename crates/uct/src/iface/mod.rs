@@ -5,11 +5,13 @@
 //! `&self` and must hold no borrow while they finish a [`Completion`].
 
 mod data;
+mod endpoint;
 mod object;
 
 use core::marker::PhantomData;
 use std::os::fd::BorrowedFd;
 
+pub use endpoint::Link;
 pub(crate) use object::{TransportObject, raw_transport};
 
 use crate::abi::{
@@ -75,11 +77,27 @@ pub trait Interface: Send + Sized + 'static {
     /// The reason why not, for people.
     fn reachable(&self, peer: &Peer<'_>) -> Result<(), String>;
 
-    /// Makes an endpoint.
+    /// Makes an endpoint. The link is how to tell UCX later that the endpoint failed.
     ///
     /// # Errors
     /// [`Status::UNREACHABLE`] and the like.
-    fn connect(&self, peer: &Peer<'_>) -> Result<Self::Endpoint, Status>;
+    fn connect(&self, peer: &Peer<'_>, link: Link) -> Result<Self::Endpoint, Status>;
+
+    /// Whether an endpoint leads to this peer, which can be reached.
+    fn leads_to(&self, endpoint: &Self::Endpoint, peer: &Peer<'_>) -> bool {
+        let _ = (endpoint, peer);
+        true
+    }
+
+    /// Looks whether the peer is still there. UCX asks where the flags say EP_CHECK, and is told of
+    /// a failure through its error handler.
+    ///
+    /// # Errors
+    /// [`Status::CONNECTION_RESET`] and the like.
+    fn check(&self, endpoint: &Self::Endpoint) -> Result<(), Status> {
+        let _ = endpoint;
+        Ok(())
+    }
 
     /// Takes an endpoint down; operations still going on must not touch it afterwards.
     fn disconnect(&self, endpoint: Self::Endpoint) {
@@ -96,7 +114,10 @@ pub trait Interface: Send + Sized + 'static {
         local: Buffer,
         remote: u64,
         key: Option<&KeyOf<Self>>,
-    ) -> Result<(), Status>;
+    ) -> Result<(), Status> {
+        let _ = (endpoint, local, remote, key);
+        Err(Status::UNSUPPORTED)
+    }
 
     /// Copies from the remote address before it returns.
     ///
@@ -108,7 +129,10 @@ pub trait Interface: Send + Sized + 'static {
         local: Buffer,
         remote: u64,
         key: Option<&KeyOf<Self>>,
-    ) -> Result<(), Status>;
+    ) -> Result<(), Status> {
+        let _ = (endpoint, local, remote, key);
+        Err(Status::UNSUPPORTED)
+    }
 
     /// Copies local buffers to consecutive remote addresses.
     ///

@@ -1,4 +1,4 @@
-//! Opened interfaces and endpoints as UCX sees them, and the calls that make, query and end them.
+//! Opened interfaces as UCX sees them, and the calls that make, query and end them.
 //!
 //! UCX's base structures have a size only the running library knows (builds with statistics
 //! differ). Our part therefore lies *in front of* the base structure, at a distance known at
@@ -10,12 +10,12 @@ use core::ffi::{CStr, c_char, c_int, c_void};
 use std::alloc::{alloc_zeroed, dealloc};
 use std::os::fd::AsRawFd;
 
-use super::{Device, Interface, OpenRequest, Peer, PerfQuery, data};
+use super::{Device, Interface, OpenRequest, Peer, PerfQuery, data, endpoint};
 use crate::abi::{
-    BaseEp, EP_PARAM_DEV_ADDR, EP_PARAM_IFACE_ADDR, EpParams, IFACE_CONFIG_SIZE, IFACE_OP_SLOTS,
-    IFACE_PARAM_DEVICE, IFACE_PARAM_STATS_ROOT, INTERNAL_OP_SLOTS, IfaceAttr, IfaceOps,
-    IfaceParams, InternalOps, ListLink, MemoryType, PerfAttr, RawMd, RawTl, ReachableParams,
-    Status, TlResource, iface_op, internal_op, perf_field, reachable_field,
+    IFACE_CONFIG_SIZE, IFACE_OP_SLOTS, IFACE_PARAM_DEVICE, IFACE_PARAM_STATS_ROOT,
+    INTERNAL_OP_SLOTS, IfaceAttr, IfaceOps, IfaceParams, InternalOps, ListLink, MemoryType,
+    PerfAttr, RawMd, RawTl, ReachableParams, Status, TlResource, iface_op, internal_op, perf_field,
+    reachable_field,
 };
 use crate::border::{guarded, guarded_status};
 use crate::component::name_array;
@@ -80,7 +80,7 @@ pub(crate) struct IfaceHead<I: Interface> {
     pub(crate) pending: PendingQueue,
     progress: Progress,
     /// Length of addresses, learnt once.
-    address_lengths: (usize, usize),
+    pub(super) address_lengths: (usize, usize),
     allocation: Layout,
 }
 
@@ -96,17 +96,11 @@ struct Progress {
 /// `UCT_PROGRESS_SEND | UCT_PROGRESS_RECV`.
 const SEND_AND_RECEIVE: u32 = 0b11;
 
-/// Our part of an endpoint, in front of UCX's.
-pub(crate) struct EpHead<I: Interface> {
-    pub(crate) endpoint: I::Endpoint,
-    allocation: Layout,
-}
-
 /// Everything is aligned to cache lines.
 const ALIGN: usize = 64;
 
 /// Distance from a head of type `T` to the base structure behind it.
-const fn distance<T>() -> usize {
+pub(super) const fn distance<T>() -> usize {
     assert!(align_of::<T>() <= ALIGN);
     size_of::<T>().next_multiple_of(ALIGN)
 }
@@ -121,7 +115,7 @@ pub(crate) unsafe fn head<'a, T>(base: *mut c_void) -> &'a T {
 }
 
 /// Room for a head and a zeroed base structure of `size` bytes; returns the base.
-fn place<T>(size: usize) -> Option<(*mut c_void, Layout)> {
+pub(super) fn place<T>(size: usize) -> Option<(*mut c_void, Layout)> {
     let layout = Layout::from_size_align(distance::<T>() + size, ALIGN).ok()?;
     // SAFETY: the size is not zero.
     let memory = unsafe { alloc_zeroed(layout) };
@@ -131,7 +125,7 @@ fn place<T>(size: usize) -> Option<(*mut c_void, Layout)> {
 
 /// # Safety
 /// `base` and `layout` came from [`place`] with the same `T`; nothing uses it any more.
-unsafe fn unplace<T>(base: *mut c_void, layout: Layout) {
+pub(super) unsafe fn unplace<T>(base: *mut c_void, layout: Layout) {
     // SAFETY: as the caller promises.
     unsafe { dealloc(base.byte_sub(distance::<T>()).cast(), layout) };
 }
@@ -143,29 +137,11 @@ pub(crate) unsafe fn iface_head<'a, I: Interface>(iface: *mut c_void) -> &'a Ifa
     unsafe { head(iface) }
 }
 
-/// # Safety
-/// `ep` is a live endpoint.
-pub(crate) unsafe fn iface_of(ep: *mut c_void) -> *mut c_void {
-    // SAFETY: as the caller promises; UCX's endpoint begins with its interface.
-    unsafe { (*ep.cast::<BaseEp>()).iface }
-}
-
-/// # Safety
-/// `ep` is a live endpoint of an interface of type `I`.
-pub(crate) unsafe fn ep_heads<'a, I: Interface>(
-    ep: *mut c_void,
-) -> (&'a IfaceHead<I>, &'a EpHead<I>) {
-    // SAFETY: as the caller promises.
-    unsafe { (iface_head(iface_of(ep)), head(ep)) }
-}
-
 fn operations<I: Interface>(symbols: &Symbols) -> IfaceOps {
     let mut slots = [symbols.ucs_empty_function_return_unsupported; IFACE_OP_SLOTS];
     slots[iface_op::EP_TAG_RNDV_ZCOPY] = symbols.ucs_empty_function_return_ptr_unsupported;
     data::fill::<I>(&mut slots);
-    slots[iface_op::EP_CHECK] = symbols.ucs_empty_function_return_success;
-    slots[iface_op::EP_CREATE] = ep_create::<I> as *const c_void;
-    slots[iface_op::EP_DESTROY] = ep_destroy::<I> as *const c_void;
+    endpoint::fill::<I>(&mut slots);
     slots[iface_op::IFACE_PROGRESS_ENABLE] = progress_enable::<I> as *const c_void;
     slots[iface_op::IFACE_PROGRESS_DISABLE] = progress_disable::<I> as *const c_void;
     slots[iface_op::IFACE_EVENT_FD_GET] = event_fd_get::<I> as *const c_void;
@@ -184,7 +160,7 @@ fn internal_operations<I: Interface>(symbols: &Symbols) -> InternalOps {
     slots[internal_op::IFACE_ESTIMATE_PERF] = estimate_perf::<I> as *const c_void;
     slots[internal_op::IFACE_VFS_REFRESH] = symbols.ucs_empty_function;
     slots[internal_op::IFACE_IS_REACHABLE_V2] = is_reachable_v2::<I> as *const c_void;
-    slots[internal_op::EP_IS_CONNECTED] = symbols.uct_base_ep_is_connected;
+    slots[internal_op::EP_IS_CONNECTED] = endpoint::is_connected::<I> as *const c_void;
     InternalOps(slots)
 }
 
@@ -418,7 +394,7 @@ unsafe extern "C" fn estimate_perf<I: Interface>(
 ///
 /// # Safety
 /// `address` is null or valid for `length` bytes while the result is used.
-unsafe fn bytes<'a>(address: *const c_void, length: usize) -> &'a [u8] {
+pub(super) unsafe fn bytes<'a>(address: *const c_void, length: usize) -> &'a [u8] {
     if address.is_null() || length == 0 {
         return &[];
     }
@@ -547,66 +523,4 @@ unsafe extern "C" fn event_arm<I: Interface>(iface: *mut c_void, _events: u32) -
         }
         head.interface.arm().map(|()| Status::OK)
     })
-}
-
-unsafe extern "C" fn ep_create<I: Interface>(
-    params: *const EpParams,
-    ep_p: *mut *mut c_void,
-) -> Status {
-    // SAFETY: UCX names an open interface of this type in every call.
-    let (params, head) = unsafe { (&*params, iface_head::<I>((*params).iface)) };
-    guarded_status(head.ucx, "ep_create", || {
-        let pick = |bit: u64, address| {
-            if params.field_mask & bit != 0 { address } else { core::ptr::null() }
-        };
-        // SAFETY: addresses of a transport of the same name, thus of our lengths.
-        let peer = unsafe {
-            Peer {
-                device: bytes(pick(EP_PARAM_DEV_ADDR, params.dev_addr), head.address_lengths.0),
-                interface: bytes(
-                    pick(EP_PARAM_IFACE_ADDR, params.iface_addr),
-                    head.address_lengths.1,
-                ),
-            }
-        };
-        let endpoint = head.interface.connect(&peer)?;
-        let class = head.ucx.symbols.uct_base_ep_t_class;
-        // SAFETY: a class object of libuct: its size is that of this build's base structure.
-        let size = unsafe { (*class).size };
-        let (base, allocation) = place::<EpHead<I>>(size).ok_or(Status::NO_MEMORY)?;
-        let mut initialised: c_int = 1;
-        // SAFETY: `base` is zeroed memory of the class's size, `iface` an open interface.
-        let status = unsafe {
-            (head.ucx.symbols.uct_base_ep_t_init)(base, class, &mut initialised, params.iface)
-        };
-        if status != Status::OK {
-            // SAFETY: undoes what the constructor did; then frees.
-            unsafe {
-                (head.ucx.symbols.ucs_class_call_cleanup_chain)(class, base, initialised);
-                unplace::<EpHead<I>>(base, allocation);
-            }
-            return Err(status);
-        }
-        // SAFETY: `place` left room for the head in front; out-parameter of the caller.
-        unsafe {
-            base.byte_sub(distance::<EpHead<I>>())
-                .cast::<EpHead<I>>()
-                .write(EpHead { endpoint, allocation });
-            *ep_p = base;
-        }
-        Ok(Status::OK)
-    })
-}
-
-unsafe extern "C" fn ep_destroy<I: Interface>(ep: *mut c_void) {
-    // SAFETY: a live endpoint, destroyed once, before its interface.
-    unsafe {
-        let (iface, _) = ep_heads::<I>(ep);
-        let EpHead { endpoint, allocation } =
-            ep.byte_sub(distance::<EpHead<I>>()).cast::<EpHead<I>>().read();
-        guarded(iface.ucx, "ep_destroy", (), || iface.interface.disconnect(endpoint));
-        let class = iface.ucx.symbols.uct_base_ep_t_class;
-        (iface.ucx.symbols.ucs_class_call_cleanup_chain)(class, ep, -1);
-        unplace::<EpHead<I>>(ep, allocation);
-    }
 }

@@ -17,6 +17,7 @@ use crate::environment::{self, MODULE_ID, number};
 use crate::error::Phase;
 use crate::holders::{self, Holders};
 use crate::memory::Table;
+use crate::rcache::{CacheLimits, Switch, Watch};
 use crate::topology::PciLink;
 use crate::window::{Blocked, Windows};
 use crate::{
@@ -41,6 +42,7 @@ pub struct Runtime {
     register_access: AtomicBool,
     table: Table,
     windows: Windows,
+    rcache: Switch,
 }
 
 /// A card that is open, or just being closed (then `device` is gone and the entry soon will be).
@@ -290,6 +292,24 @@ impl Runtime {
 
     pub(crate) fn table(&self) -> &Table {
         &self.table
+    }
+
+    /// Has every card keep the pins that copies from and to host memory need, for the next copy.
+    /// `watch` is called before the first pin is kept: it begins to call [`rcache::invalidate`] for
+    /// memory that goes away, or says that it cannot; then nothing is kept.
+    ///
+    /// [`rcache::invalidate`]: crate::rcache::invalidate
+    pub fn cache_registrations(&self, limits: CacheLimits, watch: Watch) {
+        self.rcache.want(limits, watch);
+    }
+
+    /// Has no card keep pins any more. What is kept is not used, and goes with the card.
+    pub fn stop_caching_registrations(&self) {
+        self.rcache.off();
+    }
+
+    pub(crate) fn rcache(&self) -> &Switch {
+        &self.rcache
     }
 
     pub(crate) fn windows(&self) -> &Windows {

@@ -6,7 +6,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 use ucp_check::matrix::{Op, Pair, Plan, SIZES, Sabotage, Size};
-use ucp_check::run::{self, alloc, atomics, loopback, memory, pair, peer_errors, soak, threads};
+use ucp_check::run::{
+    self, alloc, atomics, costs, loopback, memory, pair, peer_errors, soak, threads,
+};
 use ucp_check::ucp::{Features, Memory};
 
 /// Moves messages through a stock UCX and checks every byte, and the bytes around, on both sides.
@@ -108,12 +110,30 @@ enum Command {
     },
     /// Like pair --plain, at a few sizes, with times: latency and bandwidth of verified messages
     Bench(PairArgs),
+    /// Figures for `cargo xtask bench`: a name, a tab and a number a line
+    #[command(subcommand)]
+    Costs(Costs),
     #[command(name = pair::ROLE, hide = true)]
     PairSide(SideArgs),
     #[command(name = peer_errors::ROLE, hide = true)]
     PeerErrorsSide(SideArgs),
     #[command(name = atomics::ROLE, hide = true)]
     AtomicsSide(SideArgs),
+}
+
+#[derive(Subcommand)]
+enum Costs {
+    /// Copies through libuct beside memcpy, short ones beside the driver's submission
+    Copies {
+        /// Only show that it works: the figures mean nothing
+        #[arg(long)]
+        quick: bool,
+        /// Only these sizes (and always the short ones)
+        #[arg(long, value_delimiter = ',')]
+        sizes: Vec<Size>,
+    },
+    /// The first ucp_init of a process
+    Init,
 }
 
 #[derive(Args)]
@@ -354,6 +374,11 @@ fn execute(cli: Cli) -> Result<bool> {
                 sabotage,
             })
         }
+        Command::Costs(Costs::Copies { quick, sizes }) => {
+            let sizes: Vec<usize> = sizes.iter().map(|size| size.0).collect();
+            costs::copies(ucx.map(PathBuf::as_path), quick, &sizes)
+        }
+        Command::Costs(Costs::Init) => costs::init(ucx.map(PathBuf::as_path)),
         Command::PairSide(side) => {
             return pair::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?);
         }

@@ -2,10 +2,10 @@
 
 use std::cell::Cell;
 use std::marker::PhantomData;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use gaudi::{Device, DeviceAddr, Error, Segment, Side};
+use gaudi::{Bell, Device, DeviceAddr, Error, Segment, Side};
 use uct::abi::{event_flag, iface_flag};
 use uct::{
     Bandwidth, Buffer, Buffers, Completion, DeviceType, Interface, InterfaceAttributes, Link,
@@ -28,7 +28,7 @@ pub(crate) struct CopyInterface<F> {
     abort_on_error: bool,
     copies: Copies,
     /// Absent where the process is out of descriptors; then no event flag is advertised.
-    event_fd: Option<OwnedFd>,
+    bell: Option<Arc<Bell>>,
     /// A sleeper has to be woken when a copy is posted.
     armed: Cell<bool>,
     /// The loss of a device was logged.
@@ -157,10 +157,9 @@ impl<F: Flavour> CopyInterface<F> {
     /// A thread may sleep on the event fd since before this copy: it has to come and progress it.
     fn wake_sleeper(&self) {
         if self.armed.replace(false)
-            && let Some(fd) = &self.event_fd
+            && let Some(bell) = &self.bell
         {
-            // A full counter means that the sleeper is being woken already.
-            let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
+            bell.ring();
         }
     }
 }
@@ -188,8 +187,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
     fn open(md: &GaudiDomain<F>, request: &OpenRequest<'_>) -> Result<Self, Status> {
         let mut address = [0; 8];
         random(&mut address);
-        let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
-        let event_fd = rustix::event::eventfd(0, flags)
+        let bell = Bell::new()
             .inspect_err(|error| {
                 log!(request.ucx, Info, "{}: no event fd: {error}", F::TRANSPORT);
             })
@@ -201,7 +199,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
             estimates: md.estimates,
             abort_on_error: md.settings.abort_on_error,
             copies: Copies::default(),
-            event_fd,
+            bell,
             armed: Cell::new(false),
             lost: Cell::new(false),
             flavour: PhantomData,
@@ -235,7 +233,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
                 | iface_flag::GET_ZCOPY
                 | iface_flag::PENDING,
             // UCX picks no copy lane for a sleeping worker without these, and then crashes.
-            event_flags: match self.event_fd {
+            event_flags: match self.bell {
                 Some(_) => event_flag::SEND_COMP | event_flag::RECV | event_flag::FD,
                 None => 0,
             },
@@ -328,14 +326,14 @@ impl<F: Flavour> Interface for CopyInterface<F> {
     }
 
     fn event_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.event_fd.as_ref().map(AsFd::as_fd)
+        self.bell.as_ref().map(|bell| bell.as_fd())
     }
 
     fn arm(&self) -> Result<(), Status> {
-        let fd = self.event_fd.as_ref().ok_or(Status::UNSUPPORTED)?;
-        // Clear what woke the last sleeper; an empty counter is fine.
-        let _ = rustix::io::read(fd, &mut [0; 8]);
-        if !self.copies.is_idle() {
+        let bell = self.bell.as_ref().ok_or(Status::UNSUPPORTED)?;
+        // What woke the last sleeper.
+        bell.silence();
+        if !self.copies.is_idle() && !self.copies.ring_when_ready(bell) {
             return Err(Status::BUSY);
         }
         self.armed.set(true);

@@ -2,6 +2,7 @@
 
 pub mod alloc;
 pub mod atomics;
+pub mod costs;
 pub mod loopback;
 pub mod memory;
 pub mod pair;

@@ -10,7 +10,7 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 /// `ucs_status_t`: one byte wide.
 pub(super) type RawStatus = i8;
 /// Any opaque UCT handle.
-pub(super) type Raw = *mut c_void;
+pub(crate) type Raw = *mut c_void;
 
 pub(super) const OK: RawStatus = 0;
 pub(super) const INPROGRESS: RawStatus = 1;

@@ -100,6 +100,14 @@ const EFFECTS: &[Effect] = &[
         ..PLAIN
     },
     Effect {
+        variable: "UCX_GAUDI_COPY_MEM_HOOKS",
+        value: "yes",
+        check: "where",
+        shows: "maps on a Gaudi by itself is noticed",
+        with: &[("UCX_LOG_LEVEL", "info")],
+        ..PLAIN
+    },
+    Effect {
         variable: "UCX_GAUDI_COPY_LOG_LEVEL",
         value: "info",
         check: "where",
@@ -181,7 +189,8 @@ fn listed() -> BTreeSet<String> {
 }
 
 /// Variables whose effect another file of these tests shows.
-const ELSEWHERE: &[(&str, &str)] = &[("UCX_GAUDI_COPY_ABORT_ON_ERROR", "faults.rs")];
+const ELSEWHERE: &[(&str, &str)] =
+    &[("UCX_GAUDI_COPY_ABORT_ON_ERROR", "faults.rs"), ("UCX_GAUDI_COPY_ADOPT", "hooks.rs")];
 
 #[test]
 fn every_listed_variable_has_a_row_here_and_every_row_is_listed() {

@@ -33,6 +33,7 @@ mod error;
 mod holders;
 mod host;
 mod import;
+mod lent;
 mod mapping_table;
 mod memory;
 mod registers;
@@ -52,13 +53,14 @@ pub use error::{Error, ErrorKind};
 pub use hl_thunk::{DeviceAddr, Direction, ExportCall, Generation};
 pub use host::HostRegion;
 pub use import::Import;
+pub use lent::Unmapping;
 pub use mapping_table::{MappedCard, MappingTable};
 pub use memory::{Allocation, Location};
 pub use registers::RegisterBlock;
 pub use runtime::{Runtime, runtime};
 pub use scale_out::ScaleOut;
 pub use sysfs::Sysfs;
-pub use window::{Window, WindowEvent};
+pub use window::{ForeignMemory, Window, WindowEvent};
 
 /// What may be used from any thread, checked when compiling.
 const _: () = {

@@ -76,12 +76,12 @@ impl Category {
             Category::Rcache => by_words(&["rcache", "registration_cache"]),
             Category::Errors => Selection {
                 packages: &[],
-                end_to_end: &["absent", "foreign", "faults"],
+                end_to_end: &["absent", "foreign", "faults", "atomics"],
                 words: &["error", "errno", "refus"],
             },
             Category::Config => Selection {
                 packages: &[],
-                end_to_end: &["selection", "config"],
+                end_to_end: &["selection", "config", "estimates"],
                 words: &["config"],
             },
             Category::Ib => by_words(&["ib::", "verbs", "rdma"]),

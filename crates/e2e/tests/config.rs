@@ -72,6 +72,27 @@ const EFFECTS: &[Effect] = &[
         shows: "gaudi_copy registers in 31000 ns",
         ..PLAIN
     },
+    Effect {
+        variable: "UCX_GAUDI_COPY_BW",
+        value: "auto,d2h:5GBs",
+        check: "transport",
+        shows: "gaudi_cpy get_zcopy host:gaudi at 5.37 GB/s",
+        ..PLAIN
+    },
+    Effect {
+        variable: "UCX_GAUDI_COPY_LATENCY",
+        value: "short:500ns,zcopy:123us",
+        check: "transport",
+        shows: "latency 123000 ns",
+        ..PLAIN
+    },
+    Effect {
+        variable: "UCX_GAUDI_COPY_OVERHEAD",
+        value: "321us",
+        check: "transport",
+        shows: "overhead 321000 ns",
+        ..PLAIN
+    },
     // By default the process ends where the error was; if not, the client is told of it.
     Effect {
         variable: "UCX_GAUDI_COPY_ABORT_ON_ERROR",

@@ -11,14 +11,17 @@ use hl_thunk::packet::{self, LinDma};
 use crate::backend::{Backend, Geometry, HostPin};
 use crate::copy::BOUNCE_LEN;
 use crate::copy::engine::Engine;
+use crate::copy::flight::Load;
 use crate::copy::ring::Ring;
 use crate::copy::short::copy_short;
 use crate::memory::{Entry, Extent, Memory, Table};
+use crate::rcache::{Cache, CacheInfo};
 use crate::runtime::Registration;
+use crate::share::{self, Handles};
 use crate::stats::{Counter, Counts, Holding, Path, Tally};
 use crate::window::{Announcement, Blocked};
 use crate::{
-    Allocation, DeviceAddr, DeviceInfo, Direction, Error, ErrorKind, Import, Segment, Side,
+    Allocation, Bell, DeviceAddr, DeviceInfo, Direction, Error, ErrorKind, Import, Segment, Side,
     SubmitError, Transfer, Window, runtime,
 };
 
@@ -57,10 +60,12 @@ pub struct Device {
     counts: Counts,
     /// Other devices' memory that this one can reach.
     imports: Table,
-    engine: Engine,
+    engine: Arc<Engine>,
     // Closing goes down this list: pins and rings, then memory, then the card itself, then the
     // place it had in this process.
     pins: Mutex<HashMap<u64, Arc<HostPin>>>,
+    registrations: Cache,
+    handles: Handles,
     bounce: OnceLock<Result<Arc<Ring>, Error>>,
     staging: OnceLock<Result<Arc<Ring>, Error>>,
     memory: Memory,
@@ -103,6 +108,8 @@ impl Device {
             imports: Table::default(),
             engine: Engine::new(Arc::clone(&backend), counts),
             pins: Mutex::default(),
+            registrations: Cache::new(counts),
+            handles: Handles::default(),
             bounce: OnceLock::new(),
             staging: OnceLock::new(),
             memory: Memory::new(window.range(), geometry, counts),
@@ -137,19 +144,41 @@ impl Device {
     /// always given). The contents are not defined.
     pub fn alloc(self: &Arc<Self>, len: u64, align: u64) -> Result<Allocation, Error> {
         self.announcement.ensure(runtime().windows(), &self.window);
-        let taken = self.memory.take(&*self.backend, len, align);
+        let take = || self.memory.take(&*self.backend, len, align);
+        let taken = take().or_else(|error| match error.kind() {
+            // Freed memory may be waiting for peers that have let it go meanwhile.
+            ErrorKind::OutOfMemory => {
+                share::settle();
+                take()
+            }
+            _ => Err(error),
+        });
         let base = taken.map_err(|error| self.failed(error))?;
         self.counts.allocated(len);
         runtime().table().insert(Entry { base, len, device: self.id });
         Ok(Allocation::new(Arc::clone(self), DeviceAddr(base), len))
     }
 
-    /// The other half of [`Allocation`].
-    pub(crate) fn free(&self, addr: DeviceAddr, len: u64) {
+    /// The other half of [`Allocation`]. Memory that another process has open waits until it has let
+    /// go; the card may be closed before that.
+    pub(crate) fn free(self: &Arc<Self>, addr: DeviceAddr, len: u64) {
         runtime().table().remove(addr.0);
         self.engine.quiesce(&(addr.0..addr.0 + len));
-        self.memory.give(addr.0);
         self.counts.freed(len);
+        let device = Arc::downgrade(self);
+        share::freed(addr, len, self.counts, move || {
+            if let Some(device) = device.upgrade() {
+                device.memory.give(addr.0);
+            }
+        });
+    }
+
+    /// Forgets memory that the application is about to unmap: nobody finds it or can open it from now
+    /// on, and no copy of ours uses it. A peer that has it open keeps the driver from unmapping it.
+    pub(crate) fn forget_foreign(&self, addr: DeviceAddr, len: u64) {
+        runtime().table().remove(addr.0);
+        self.engine.quiesce(&(addr.0..addr.0 + len));
+        share::freed(addr, len, self.counts, || {});
     }
 
     /// A dma-buf for `[addr, addr + len)`, which must lie in one live allocation: a close-on-exec
@@ -214,13 +243,13 @@ impl Device {
     /// Makes the first `len` bytes of another device's dma-buf visible to this device's copies.
     /// Between devices this is experimental in drivers that have it at all.
     pub fn import(self: &Arc<Self>, dmabuf: BorrowedFd<'_>, len: u64) -> Result<Import, Error> {
-        Import::new(self, dmabuf, len)
+        Import::new(self, dmabuf, len).map_err(|error| self.failed(error))
     }
 
     pub(crate) fn map_dmabuf(&self, dmabuf: BorrowedFd<'_>, len: u64) -> Result<HostPin, Error> {
         let mapped = self.backend.import(dmabuf, len).map_err(|error| {
             self.counts.dmabuf_failed(&error);
-            self.failed(error)
+            error.on(self)
         })?;
         self.imports.insert(Entry { base: mapped.addr.0, len, device: self.id });
         Ok(mapped.counted(self.counts.hold(Holding::Import, len)))
@@ -252,7 +281,7 @@ impl Device {
         Ok((fd, offset - start))
     }
 
-    fn check_own(
+    pub(crate) fn check_own(
         &self,
         addr: DeviceAddr,
         len: u64,
@@ -271,7 +300,7 @@ impl Device {
 
     /// Whether this device can copy; the error says why not.
     pub fn can_copy(&self) -> Result<(), Error> {
-        self.engine.limits().map(drop).map_err(|error| error.on(self))
+        self.engine.limits().map(drop).map_err(|error| error.clone().on(self))
     }
 
     /// Starts a copy of all `segments` and returns at once. The segments are not ordered among
@@ -338,7 +367,7 @@ impl Device {
             let flight = unsafe {
                 let way = Direction::DeviceToDevice;
                 let tally = Tally::one(way, Path::Fill, len.into());
-                self.engine.make_room().launch(way, vec![dma], Vec::new(), tally)
+                self.engine.make_room().launch(way, vec![dma], Load::default(), tally)
             };
             flight.and_then(|flight| self.engine.wait(&flight))?;
         }
@@ -356,10 +385,32 @@ impl Device {
         self.engine.drain().map_err(|error| error.on(self))
     }
 
+    /// Has the bell rung when the next of the copies in flight on this device ends, whosever it is.
+    /// `false`, and no bell will ring, if there are none.
+    ///
+    /// The first call starts a thread that sleeps in the driver; it ends with the device.
+    pub fn ring_on_completion(&self, bell: &Arc<Bell>) -> bool {
+        self.engine.ring_on_completion(bell)
+    }
+
+    /// Whether a copy that is started now finds room. Never blocks.
+    pub fn has_room(&self) -> bool {
+        self.engine.reserve().is_some()
+    }
+
     /// Whoever asked is told that it failed.
     pub(crate) fn failed(&self, error: Error) -> Error {
         self.counts.failed(error.kind());
         error.on(self)
+    }
+
+    pub(crate) fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    /// Peers' memory that this device keeps open.
+    pub(crate) fn handles(&self) -> &Handles {
+        &self.handles
     }
 
     pub(crate) fn backend(&self) -> &dyn Backend {
@@ -380,6 +431,15 @@ impl Device {
     pub(crate) fn staging(&self) -> Result<&Arc<Ring>, Error> {
         let made = self.staging.get_or_init(|| Ring::new(STAGING_LEN, STAGING_SLOTS));
         made.as_ref().map_err(Clone::clone)
+    }
+
+    /// What the registration cache of this device holds.
+    pub fn registration_cache(&self) -> CacheInfo {
+        self.registrations.info()
+    }
+
+    pub(crate) fn registrations(&self) -> &Cache {
+        &self.registrations
     }
 
     /// Pins host memory for this device.
@@ -413,6 +473,7 @@ impl Drop for Device {
     fn drop(&mut self) {
         // Nothing may be freed under the hardware's hands. Failures were told to whoever waited.
         let _ = self.engine.drain();
+        self.engine.stop();
         self.counts.closed();
     }
 }

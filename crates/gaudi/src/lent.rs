@@ -293,8 +293,7 @@ impl Runtime {
 
     fn forget_memory(&self, device: &Device, start: u64, len: u64) {
         self.windows().unmapping(DeviceAddr(start));
-        self.table().remove(start);
-        device.engine().quiesce(&(start..start + len));
+        device.forget_foreign(DeviceAddr(start), len);
     }
 
     fn bus_id_of(&self, fd: BorrowedFd<'_>) -> Result<BusId, Error> {

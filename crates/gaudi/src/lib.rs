@@ -19,11 +19,12 @@
 //! # Ok::<(), gaudi::Error>(())
 //! ```
 //!
-//! What holds what: an [`Allocation`], an [`Import`], a [`Transfer`] and a [`RegisterBlock`] hold
-//! their device open; a [`HostRegion`] and a [`Location`] do not. When the last holder lets go, the card is closed and
+//! What holds what: an [`Allocation`], an [`Import`], a [`Share`], an [`Opened`], a [`Transfer`] and
+//! a [`RegisterBlock`] hold their device open; a [`HostRegion`] and a [`Location`] do not. When the last holder lets go, the card is closed and
 //! another process can have it.
 
 mod backend;
+mod bell;
 mod choice;
 mod copy;
 mod device;
@@ -36,15 +37,18 @@ mod import;
 mod lent;
 mod mapping_table;
 mod memory;
+pub mod rcache;
 mod registers;
 mod runtime;
 pub mod scale_out;
+pub mod share;
 mod slots;
 pub mod stats;
 mod sysfs;
 pub mod topology;
 mod window;
 
+pub use bell::Bell;
 pub use choice::{BusId, DeviceChoice};
 pub use copy::{Segment, Side, SubmitError, Transfer};
 pub use device::{Device, DeviceId, MemoryInfo};
@@ -59,6 +63,7 @@ pub use memory::{Allocation, Location};
 pub use registers::RegisterBlock;
 pub use runtime::{Runtime, runtime};
 pub use scale_out::ScaleOut;
+pub use share::{Identity, KEY_LEN, KeyError, Opened, Relation, RemoteKey, Share};
 pub use sysfs::Sysfs;
 pub use window::{ForeignMemory, Window, WindowEvent};
 
@@ -68,8 +73,11 @@ const _: () = {
     from_any_thread::<Runtime>();
     from_any_thread::<Device>();
     from_any_thread::<Allocation>();
+    from_any_thread::<Bell>();
     from_any_thread::<HostRegion>();
     from_any_thread::<Import>();
+    from_any_thread::<Opened>();
+    from_any_thread::<Share>();
     from_any_thread::<RegisterBlock>();
     from_any_thread::<Transfer>();
     from_any_thread::<Error>();

@@ -124,8 +124,10 @@ fn exports_of_the_applications_memory_do_not_keep_it_mapped() {
     assert!(runtime().locate(theirs.addr().0, 1 << 20).is_some());
 
     drop(dmabuf);
+    let share = device.share(at, 100).unwrap();
     runtime().remove_memory(fd, theirs.addr()).unwrap();
-    theirs.unmap().expect("no export of ours is left");
+    theirs.unmap().expect("no export of ours is left, not even the shared one");
+    drop(share);
     runtime().take_back(fd).unwrap();
 }
 

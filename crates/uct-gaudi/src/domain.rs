@@ -15,6 +15,7 @@ use uct::{
     MemoryType, MemoryTypes, Region, Status, SysDevice, Ucx, Wants, log,
 };
 
+use crate::estimates::Estimates;
 use crate::flavour::Flavour;
 use crate::settings::{self, Settings};
 use crate::{cards, hooks, seeding, status};
@@ -100,6 +101,14 @@ impl<F: Flavour> Component for GaudiComponent<F> {
             [only] => seeding::sys_device(ucx, only),
             _ => SysDevice::UNKNOWN,
         };
+        let link = gaudi::runtime().link(card);
+        if F::LEADS {
+            match link {
+                Some(link) => log!(ucx, Info, "link of {card}: {link}"),
+                None => log!(ucx, Debug, "the link of {card} is not in sysfs"),
+            }
+        }
+        let estimates = Estimates::new(&settings.estimates, card.generation, link, F::COST);
         seeding::begin(ucx);
         gaudi::runtime().adopt_own_cards(settings.adopt);
         hooks::configure(ucx, settings.mem_hooks);
@@ -107,6 +116,7 @@ impl<F: Flavour> Component for GaudiComponent<F> {
             ucx,
             settings,
             copies,
+            estimates,
             sys_device,
             device: Mutex::new(None),
             first_sys_device: OnceLock::new(),
@@ -125,6 +135,8 @@ pub(crate) struct GaudiDomain<F> {
     pub(crate) settings: Settings,
     /// Whether this generation copies through the driver.
     pub(crate) copies: bool,
+    /// What copies cost.
+    pub(crate) estimates: Estimates,
     pub(crate) sys_device: SysDevice,
     /// The card, once it was needed.
     device: Mutex<Option<Card>>,

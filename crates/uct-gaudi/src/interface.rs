@@ -2,29 +2,21 @@
 
 use std::cell::Cell;
 use std::marker::PhantomData;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use gaudi::{Device, DeviceAddr, Error, Segment, Side};
+use gaudi::{Bell, Device, DeviceAddr, Error, Segment, Side};
 use uct::abi::{event_flag, iface_flag};
 use uct::{
-    Bandwidth, Buffer, Buffers, Completion, DeviceType, Interface, InterfaceAttributes, LinearFunc,
-    Link, MemoryType, OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, Status, Ucx, log,
+    Bandwidth, Buffer, Buffers, Completion, DeviceType, Interface, InterfaceAttributes, Link,
+    OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, Status, Ucx, log,
 };
 
 use crate::copies::Copies;
 use crate::domain::{GaudiComponent, GaudiDomain, Memory};
+use crate::estimates::Estimates;
 use crate::flavour::Flavour;
 use crate::status;
-
-/// Bytes per second between host and device: what a Gaudi2 on PCIe 4.0 x16 can move.
-const HOST_BANDWIDTH: f64 = 22e9;
-/// Bytes per second inside a device.
-const DEVICE_BANDWIDTH: f64 = 200e9;
-/// Seconds until a copy that was posted has ended, beyond its bytes.
-const LATENCY: f64 = 3e-6;
-/// Seconds of CPU to post one.
-const OVERHEAD: f64 = 2e-6;
 
 /// An open interface.
 pub(crate) struct CopyInterface<F> {
@@ -32,10 +24,11 @@ pub(crate) struct CopyInterface<F> {
     /// Random: an interface reaches itself and nobody else.
     address: [u8; 8],
     copies_possible: bool,
+    estimates: Estimates,
     abort_on_error: bool,
     copies: Copies,
     /// Absent where the process is out of descriptors; then no event flag is advertised.
-    event_fd: Option<OwnedFd>,
+    bell: Option<Arc<Bell>>,
     /// A sleeper has to be woken when a copy is posted.
     armed: Cell<bool>,
     /// The loss of a device was logged.
@@ -164,10 +157,9 @@ impl<F: Flavour> CopyInterface<F> {
     /// A thread may sleep on the event fd since before this copy: it has to come and progress it.
     fn wake_sleeper(&self) {
         if self.armed.replace(false)
-            && let Some(fd) = &self.event_fd
+            && let Some(bell) = &self.bell
         {
-            // A full counter means that the sleeper is being woken already.
-            let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
+            bell.ring();
         }
     }
 }
@@ -195,8 +187,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
     fn open(md: &GaudiDomain<F>, request: &OpenRequest<'_>) -> Result<Self, Status> {
         let mut address = [0; 8];
         random(&mut address);
-        let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
-        let event_fd = rustix::event::eventfd(0, flags)
+        let bell = Bell::new()
             .inspect_err(|error| {
                 log!(request.ucx, Info, "{}: no event fd: {error}", F::TRANSPORT);
             })
@@ -205,9 +196,10 @@ impl<F: Flavour> Interface for CopyInterface<F> {
             ucx: request.ucx,
             address,
             copies_possible: md.copies,
+            estimates: md.estimates,
             abort_on_error: md.settings.abort_on_error,
             copies: Copies::default(),
-            event_fd,
+            bell,
             armed: Cell::new(false),
             lost: Cell::new(false),
             flavour: PhantomData,
@@ -241,38 +233,22 @@ impl<F: Flavour> Interface for CopyInterface<F> {
                 | iface_flag::GET_ZCOPY
                 | iface_flag::PENDING,
             // UCX picks no copy lane for a sleeping worker without these, and then crashes.
-            event_flags: match self.event_fd {
+            event_flags: match self.bell {
                 Some(_) => event_flag::SEND_COMP | event_flag::RECV | event_flag::FD,
                 None => 0,
             },
             put: limits,
             get: limits,
-            bandwidth: Bandwidth { dedicated: 0.0, shared: HOST_BANDWIDTH / F::COST },
-            latency: LinearFunc { constant: LATENCY * F::COST, slope: 0.0 },
-            overhead: OVERHEAD * F::COST,
+            bandwidth: self.estimates.bandwidth(),
+            latency: self.estimates.latency(),
+            overhead: self.estimates.overhead(),
             max_endpoints: None,
         }
     }
 
     fn estimate(&self, query: &PerfQuery) -> Result<Perf, Status> {
-        use MemoryType as M;
-        let ours = |memory_type| matches!(memory_type, M::HOST | M::GAUDI | M::UNKNOWN);
-        let host_only = query.local == M::HOST && query.remote == M::HOST;
-        if !self.copies_possible || host_only || !ours(query.local) || !ours(query.remote) {
-            return Err(Status::UNSUPPORTED);
-        }
-        let inside = query.local == M::GAUDI && query.remote == M::GAUDI;
-        let bandwidth = if inside { DEVICE_BANDWIDTH } else { HOST_BANDWIDTH };
-        // A short copy is waited for, so what would be latency is the caller's own time.
-        let asynchronous = query.operation.is_none_or(|operation| operation.is_zcopy());
-        let (latency, waiting) = if asynchronous { (LATENCY, 0.0) } else { (0.0, LATENCY) };
-        Ok(Perf {
-            send_pre_overhead: OVERHEAD * F::COST,
-            send_post_overhead: waiting * F::COST,
-            recv_overhead: 0.0,
-            bandwidth: Bandwidth { dedicated: 0.0, shared: bandwidth / F::COST },
-            latency: LinearFunc { constant: latency * F::COST, slope: 0.0 },
-        })
+        let known = if self.copies_possible { self.estimates.of(query) } else { None };
+        known.ok_or(Status::UNSUPPORTED)
     }
 
     fn address(&self) -> Vec<u8> {
@@ -350,14 +326,14 @@ impl<F: Flavour> Interface for CopyInterface<F> {
     }
 
     fn event_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.event_fd.as_ref().map(AsFd::as_fd)
+        self.bell.as_ref().map(|bell| bell.as_fd())
     }
 
     fn arm(&self) -> Result<(), Status> {
-        let fd = self.event_fd.as_ref().ok_or(Status::UNSUPPORTED)?;
-        // Clear what woke the last sleeper; an empty counter is fine.
-        let _ = rustix::io::read(fd, &mut [0; 8]);
-        if !self.copies.is_idle() {
+        let bell = self.bell.as_ref().ok_or(Status::UNSUPPORTED)?;
+        // What woke the last sleeper.
+        bell.silence();
+        if !self.copies.is_idle() && !self.copies.ring_when_ready(bell) {
             return Err(Status::BUSY);
         }
         self.armed.set(true);

@@ -11,6 +11,7 @@
 mod cards;
 mod copies;
 mod domain;
+mod estimates;
 mod flavour;
 mod hooks;
 mod interface;

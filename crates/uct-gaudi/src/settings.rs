@@ -10,6 +10,8 @@ use gaudi::{DeviceChoice, Error};
 use uct::config::{Kind, Ternary, Values, Variable};
 use uct::{Level, Status, Ucx, log};
 
+use crate::estimates::{self, Wishes};
+
 /// Prefix of the variables, behind `UCX_`.
 pub(crate) const PREFIX: &str = "GAUDI_COPY_";
 
@@ -52,6 +54,9 @@ pub(crate) const VARIABLES: &[Variable] = &[
         help: "What UCX assumes the registration of a buffer to cost.",
         kind: Kind::Time,
     },
+    estimates::BANDWIDTH,
+    estimates::LATENCY,
+    estimates::OVERHEAD,
     Variable {
         name: "ENABLE_NIC_SCALE_OUT",
         default: "try",
@@ -111,6 +116,7 @@ pub(crate) struct Settings {
     pub(crate) mapped_dmabuf: Ternary,
     /// Seconds.
     pub(crate) reg_cost: f64,
+    pub(crate) estimates: Wishes,
     pub(crate) nic_scale_out: Ternary,
     pub(crate) hw_block_access: bool,
     pub(crate) mem_hooks: Ternary,
@@ -147,6 +153,7 @@ impl Settings {
             dmabuf: values.ternary("DMABUF"),
             mapped_dmabuf: values.ternary("ENABLE_MAPPED_DMABUF"),
             reg_cost: values.real("REG_COST"),
+            estimates: Wishes::read(values),
             nic_scale_out: values.ternary("ENABLE_NIC_SCALE_OUT"),
             hw_block_access: values.bool("ENABLE_HW_BLOCK_ACCESS"),
             mem_hooks: values.ternary("MEM_HOOKS"),

@@ -22,14 +22,53 @@ pub struct Copier<'d> {
     ep: Raw,
 }
 
-/// Which way the bytes go, seen from the host.
-#[derive(Clone, Copy)]
-enum Way {
+/// Which way the bytes go, seen from the local buffer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Way {
+    /// From the local buffer.
     Put,
+    /// To the local buffer.
     Get,
 }
 
+impl Way {
+    fn slot(self) -> (usize, &'static str) {
+        match self {
+            Way::Put => (slot::PUT_ZCOPY, "uct_ep_put_zcopy"),
+            Way::Get => (slot::GET_ZCOPY, "uct_ep_get_zcopy"),
+        }
+    }
+}
+
 unsafe extern "C" fn completed(_: *mut Completion) {}
+
+/// Where UCX tells of the end of one copy at a time; used again and again.
+pub struct Ticket(*mut Completion);
+
+impl Default for Ticket {
+    fn default() -> Self {
+        // Not inside a value that moves: UCX knows the address while a copy is under way.
+        let completion = Completion { func: completed, count: 0, status: sys::OK };
+        Ticket(Box::into_raw(Box::new(completion)))
+    }
+}
+
+impl Ticket {
+    /// Whether the copy it was last given to has ended, or there was none.
+    pub fn is_free(&self) -> bool {
+        // SAFETY: ours; UCX writes it on this thread, in progress.
+        unsafe { ptr::read_volatile(&raw const (*self.0).count) == 0 }
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        if self.is_free() {
+            // SAFETY: made in `default`; UCX is done with it. Else it is left to UCX.
+            drop(unsafe { Box::from_raw(self.0) });
+        }
+    }
+}
 
 impl<'d> Copier<'d> {
     /// Opens the transport `tl` on the device of the domain's name.
@@ -97,6 +136,14 @@ impl<'d> Copier<'d> {
         let status = unsafe { (uct.f.uct_ep_create)(&params, &mut copier.ep) };
         uct.check("uct_ep_create", status)?;
         Ok(copier)
+    }
+
+    pub(super) fn uct(&self) -> &'static super::Uct {
+        self.domain.uct
+    }
+
+    pub(super) fn iface(&self) -> Raw {
+        self.iface
     }
 
     /// Most endpoints the interface says it can have.
@@ -173,36 +220,65 @@ impl<'d> Copier<'d> {
         by: &Registration<'_>,
         remote: u64,
     ) -> Result<()> {
-        let (slot, name) = match way {
-            Way::Put => (slot::PUT_ZCOPY, "uct_ep_put_zcopy"),
-            Way::Get => (slot::GET_ZCOPY, "uct_ep_get_zcopy"),
-        };
+        let name = way.slot().1;
+        let ticket = Ticket::default();
+        // SAFETY: as the caller promises.
+        unsafe { self.start(way, (local as u64, length), by.handle(), remote, &ticket)? };
+        let since = Instant::now();
+        while !ticket.is_free() {
+            self.progress();
+            assert!(since.elapsed() < LIMIT, "{name} of {length} bytes hangs");
+        }
+        self.outcome(way, &ticket)
+    }
+
+    /// Starts a copy between a local buffer (address and length) and a remote address; `ticket`,
+    /// which must be free, is busy until it has ended.
+    ///
+    /// # Safety
+    /// Both sides must be valid until the end, and left alone; `memh` is null or a live handle for
+    /// the local buffer.
+    pub(crate) unsafe fn start(
+        &self,
+        way: Way,
+        (local, length): (u64, usize),
+        memh: Raw,
+        remote: u64,
+        ticket: &Ticket,
+    ) -> Result<()> {
+        assert!(ticket.is_free(), "a ticket serves one copy at a time");
+        let (slot, name) = way.slot();
         // SAFETY: the slot holds a function of this type.
         let copy: Zcopy = unsafe { transmute(self.operation(slot)) };
-        // SAFETY: the slot holds a function of this type.
-        let progress: Progress = unsafe { transmute(self.operation(slot::PROGRESS)) };
-        let iov = Iov { buffer: local.cast(), length, memh: by.handle(), stride: 0, count: 1 };
-        // Not on the stack: were the copy given up, UCX would still write to it.
-        let completion =
-            Box::into_raw(Box::new(Completion { func: completed, count: 1, status: sys::OK }));
-        // SAFETY: the buffer as promised; the completion lives until its count is zero.
-        let status = unsafe { copy(self.ep, &iov, 1, remote, sys::INVALID_RKEY, completion) };
-        let status = if status == sys::INPROGRESS {
-            let since = Instant::now();
-            // SAFETY: as above; progress of an open interface, on its only thread.
-            unsafe {
-                while ptr::read_volatile(&raw const (*completion).count) > 0 {
-                    progress(self.iface);
-                    assert!(since.elapsed() < LIMIT, "{name} of {length} bytes hangs");
-                }
-                (*completion).status
-            }
-        } else {
-            status
+        let buffer = ptr::with_exposed_provenance_mut(local as usize);
+        let iov = Iov { buffer, length, memh, stride: 0, count: 1 };
+        // SAFETY: as the caller promises; the completion lives until its count is zero.
+        let status = unsafe {
+            (*ticket.0).status = sys::OK;
+            (*ticket.0).count = 1;
+            copy(self.ep, &iov, 1, remote, sys::INVALID_RKEY, ticket.0)
         };
-        // SAFETY: made above; UCX is done with it.
-        drop(unsafe { Box::from_raw(completion) });
-        self.domain.uct.check(name, status)
+        if status != sys::INPROGRESS {
+            // SAFETY: UCX has not kept it.
+            unsafe { (*ticket.0).count = 0 };
+            self.domain.uct.check(name, status)?;
+        }
+        Ok(())
+    }
+
+    /// How the last copy of a free ticket ended.
+    pub(crate) fn outcome(&self, way: Way, ticket: &Ticket) -> Result<()> {
+        // SAFETY: ours, and free.
+        self.domain.uct.check(way.slot().1, unsafe { (*ticket.0).status })
+    }
+
+    /// Lets the interface work; how many operations ended.
+    pub fn progress(&self) -> u32 {
+        // SAFETY: the slot holds a function of this type; an open interface, on its only thread.
+        unsafe {
+            let progress: Progress = transmute(self.operation(slot::PROGRESS));
+            progress(self.iface)
+        }
     }
 }
 

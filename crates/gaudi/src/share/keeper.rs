@@ -7,16 +7,18 @@
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 
 use super::fork::{PerProcess, Private};
+use super::handover::Failure;
 use super::message::{MESSAGE_LEN, Offered, Reply, Request};
+use super::watch::NotWatched;
 use super::{Identity, Watch, conversation, socket, thread};
-use crate::{Error, ErrorKind, runtime};
+use crate::runtime;
 
 /// How long a broker may take to make room in its queue.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -25,8 +27,10 @@ const PATIENCE: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(super) struct Peer {
     identity: Identity,
-    /// Tells its end.
-    watch: Option<Watch>,
+    /// Tells its end; or why it cannot be watched so.
+    watch: Result<Watch, String>,
+    /// What it shares, where it may be looked into.
+    ledger: OnceLock<OwnedFd>,
     /// Connected to its broker: tells its end too, and what is withdrawn. At least one of the two is
     /// there.
     session: Option<Private>,
@@ -36,16 +40,44 @@ pub(super) struct Peer {
 }
 
 impl Peer {
-    fn meet(identity: &Identity) -> Result<Self, Error> {
-        let session = conversation::ask(identity, Request::Stay);
-        let session = session.ok().and_then(|(connection, _)| Private::new(connection));
-        let watch = match &session {
-            // The session will tell, where the process id does not.
-            Some(_) => identity.watch_pid().ok(),
-            None => Some(identity.watch()?),
+    fn meet(identity: &Identity) -> Result<Self, Failure> {
+        let asked = conversation::ask(identity, Request::Stay);
+        let refusal = asked.as_ref().err().copied();
+        let session = asked.ok().and_then(|(connection, _)| Private::new(connection));
+        let watch = match identity.watch_pid() {
+            Ok(watch) => Ok(watch),
+            Err(NotWatched::Ended) => return Err(Failure::Ended),
+            // The session will tell, if there is one.
+            Err(NotWatched::NoWay(why)) if session.is_some() => Err(why),
+            Err(NotWatched::NoWay(why)) => {
+                let broker = refusal.map_or("too many peers".to_owned(), |why| why.to_string());
+                return Err(Failure::NoWay(format!(
+                    "its end could not be seen: {why}; broker: {broker}"
+                )));
+            }
         };
         let (ended, hung_up) = (AtomicBool::new(false), AtomicBool::new(false));
-        Ok(Self { identity: *identity, watch, session, ended, hung_up })
+        let ledger = OnceLock::new();
+        Ok(Self { identity: *identity, watch, ledger, session, ended, hung_up })
+    }
+
+    /// Its pidfd; or why there is none.
+    pub(super) fn process(&self) -> Result<BorrowedFd<'_>, &str> {
+        self.watch.as_ref().map(AsFd::as_fd).map_err(String::as_str)
+    }
+
+    /// Its ledger, which `fetch` gets the first time.
+    pub(super) fn ledger<E>(
+        &self,
+        fetch: impl FnOnce() -> Result<OwnedFd, E>,
+    ) -> Result<&OwnedFd, E> {
+        match self.ledger.get() {
+            Some(ledger) => Ok(ledger),
+            None => {
+                let fetched = fetch()?;
+                Ok(self.ledger.get_or_init(|| fetched))
+            }
+        }
     }
 
     /// Whether it was seen to end.
@@ -98,16 +130,15 @@ impl Peer {
     fn news(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let hung_up = self.hung_up.load(Ordering::Acquire);
         let session = self.session.as_ref().filter(|_| !hung_up);
-        let watch = self.watch.as_ref().map(AsFd::as_fd);
-        watch.into_iter().chain(session.map(AsFd::as_fd))
+        self.process().into_iter().chain(session.map(AsFd::as_fd))
     }
 
     /// Whether it lives, as far as is known now.
     fn look(&self) -> bool {
         self.hear();
         match &self.watch {
-            Some(watch) => !watch.has_ended(),
-            None => !self.hung_up.load(Ordering::Acquire),
+            Ok(watch) => !watch.has_ended(),
+            Err(_) => !self.hung_up.load(Ordering::Acquire),
         }
     }
 }
@@ -129,7 +160,7 @@ struct Keeper {
 static KEEPER: PerProcess<Keeper> = PerProcess::new();
 
 /// The peer with this identity, watched from now on.
-pub(super) fn keep(identity: &Identity) -> Result<Arc<Peer>, Error> {
+pub(super) fn keep(identity: &Identity) -> Result<Arc<Peer>, Failure> {
     let keeper = match KEEPER.get() {
         Some(keeper) => keeper,
         None => start()?,
@@ -144,21 +175,18 @@ pub(super) fn keep(identity: &Identity) -> Result<Arc<Peer>, Error> {
     Ok(peer)
 }
 
-fn start() -> Result<&'static Keeper, Error> {
+fn start() -> Result<&'static Keeper, Failure> {
     static STARTING: Mutex<()> = Mutex::new(());
-    let failed = |detail: String| {
-        Error::new(ErrorKind::ChannelFailed, "watching a peer", detail, "raise the limits (ulimit)")
-    };
     let _one_thread = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(keeper) = KEEPER.get() {
         return Ok(keeper);
     }
     let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-    let changed = eventfd(0, flags).map_err(|errno| failed(format!("eventfd: {errno}")))?;
-    let made = || Ok::<_, Error>(Keeper { peers: Mutex::default(), changed });
+    let changed = eventfd(0, flags).map_err(|errno| Failure::NoWay(format!("eventfd: {errno}")))?;
+    let made = || Ok::<_, Failure>(Keeper { peers: Mutex::default(), changed });
     let keeper = KEEPER.get_or_make(made)?;
     thread::start("gaudi-peers", || keeper.watch())
-        .map_err(|error| failed(format!("no thread: {error}")))?;
+        .map_err(|error| Failure::NoWay(format!("no thread: {error}")))?;
     Ok(keeper)
 }
 

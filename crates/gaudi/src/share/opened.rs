@@ -104,12 +104,16 @@ impl RemoteKey {
                 return Err(Error::unsupported(OPENING, detail, "use another card"));
             }
             // Who knows the token may use it, here as elsewhere.
-            handover::fetch(key).map_err(|failure| failed(device.counts(), &failure, key))?;
+            handover::fetch(key, None).map_err(|failure| failed(device.counts(), &failure, key))?;
             let place = Place::Local;
             return Ok(Opened { place, device: Arc::clone(device), peer: None, base, len });
         }
         device.can_import()?;
-        let peer = if own { None } else { Some(keeper::keep(&key.peer)?) };
+        let refused = |failure: Failure| failed(device.counts(), &failure, key);
+        let peer = match own {
+            true => None,
+            false => Some(keeper::keep(&key.peer).map_err(refused)?),
+        };
         let name = HandleKey { peer: key.peer, offered: key.offered() };
         let import = || Handle::import(key, device, peer.clone());
         let lease = device.handles().open(name, device.counts(), import)?;
@@ -250,7 +254,7 @@ impl Handle {
     ) -> Result<(Self, u64), Error> {
         let counts = device.counts();
         let hold = Hold::new(peer, key.offered());
-        let fetched = handover::fetch(key);
+        let fetched = handover::fetch(key, hold.peer.as_deref());
         let (dmabuf, way) = fetched.map_err(|failure| failed(counts, &failure, key))?;
         match way {
             Way::Own => {}

@@ -60,6 +60,7 @@ impl Category {
                     "generations",
                     "abi",
                     "registration",
+                    "staging",
                 ],
                 words: &[],
             },

@@ -130,6 +130,14 @@ const EFFECTS: &[Effect] = &[
         ..PLAIN
     },
     Effect {
+        variable: "UCX_GAUDI_COPY_MEM_HOOKS",
+        value: "yes",
+        check: "where",
+        shows: "maps on a Gaudi by itself is noticed",
+        with: &[("UCX_LOG_LEVEL", "info")],
+        ..PLAIN
+    },
+    Effect {
         variable: "UCX_GAUDI_COPY_LOG_LEVEL",
         value: "info",
         check: "where",
@@ -213,6 +221,7 @@ fn listed() -> BTreeSet<String> {
 /// Variables whose effect another file of these tests shows.
 const ELSEWHERE: &[(&str, &str)] = &[
     ("UCX_GAUDI_COPY_ABORT_ON_ERROR", "faults.rs"),
+    ("UCX_GAUDI_COPY_ADOPT", "hooks.rs"),
     ("UCX_GAUDI_COPY_RCACHE_MAX_REGIONS", "rcache.rs"),
     ("UCX_GAUDI_COPY_RCACHE_MAX_SIZE", "rcache.rs"),
 ];

@@ -15,6 +15,7 @@ use crate::copy::ring::Ring;
 use crate::copy::short::copy_short;
 use crate::memory::{Entry, Extent, Memory, Table};
 use crate::runtime::Registration;
+use crate::share::{self, Handles};
 use crate::stats::{Counter, Counts, Holding, Path, Tally};
 use crate::window::{Announcement, Blocked};
 use crate::{
@@ -61,6 +62,7 @@ pub struct Device {
     // Closing goes down this list: pins and rings, then memory, then the card itself, then the
     // place it had in this process.
     pins: Mutex<HashMap<u64, Arc<HostPin>>>,
+    handles: Handles,
     bounce: OnceLock<Result<Arc<Ring>, Error>>,
     staging: OnceLock<Result<Arc<Ring>, Error>>,
     memory: Memory,
@@ -103,6 +105,7 @@ impl Device {
             imports: Table::default(),
             engine: Engine::new(Arc::clone(&backend), counts),
             pins: Mutex::default(),
+            handles: Handles::default(),
             bounce: OnceLock::new(),
             staging: OnceLock::new(),
             memory: Memory::new(window.range(), geometry, counts),
@@ -147,6 +150,7 @@ impl Device {
     /// The other half of [`Allocation`].
     pub(crate) fn free(&self, addr: DeviceAddr, len: u64) {
         runtime().table().remove(addr.0);
+        share::withdraw(addr);
         self.engine.quiesce(&(addr.0..addr.0 + len));
         self.memory.give(addr.0);
         self.counts.freed(len);
@@ -208,13 +212,13 @@ impl Device {
     /// Makes the first `len` bytes of another device's dma-buf visible to this device's copies.
     /// Between devices this is experimental in drivers that have it at all.
     pub fn import(self: &Arc<Self>, dmabuf: BorrowedFd<'_>, len: u64) -> Result<Import, Error> {
-        Import::new(self, dmabuf, len)
+        Import::new(self, dmabuf, len).map_err(|error| self.failed(error))
     }
 
     pub(crate) fn map_dmabuf(&self, dmabuf: BorrowedFd<'_>, len: u64) -> Result<HostPin, Error> {
         let mapped = self.backend.import(dmabuf, len).map_err(|error| {
             self.counts.dmabuf_failed(&error);
-            self.failed(error)
+            error.on(self)
         })?;
         self.imports.insert(Entry { base: mapped.addr.0, len, device: self.id });
         Ok(mapped.counted(self.counts.hold(Holding::Import, len)))
@@ -229,7 +233,12 @@ impl Device {
         self.imports.find(addr.0, len as u64).is_some()
     }
 
-    fn check_own(&self, addr: DeviceAddr, len: u64, operation: &'static str) -> Result<(), Error> {
+    pub(crate) fn check_own(
+        &self,
+        addr: DeviceAddr,
+        len: u64,
+        operation: &'static str,
+    ) -> Result<(), Error> {
         let found = runtime().table().find(addr.0, len.max(1));
         if found.is_some_and(|entry| entry.device == self.id) {
             return Ok(());
@@ -330,6 +339,15 @@ impl Device {
     pub(crate) fn failed(&self, error: Error) -> Error {
         self.counts.failed(error.kind());
         error.on(self)
+    }
+
+    pub(crate) fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    /// Peers' memory that this device keeps open.
+    pub(crate) fn handles(&self) -> &Handles {
+        &self.handles
     }
 
     pub(crate) fn backend(&self) -> &dyn Backend {

@@ -19,8 +19,8 @@
 //! # Ok::<(), gaudi::Error>(())
 //! ```
 //!
-//! What holds what: an [`Allocation`], an [`Import`], a [`Transfer`] and a [`RegisterBlock`] hold
-//! their device open; a [`HostRegion`] and a [`Location`] do not. When the last holder lets go, the card is closed and
+//! What holds what: an [`Allocation`], an [`Import`], a [`Share`], an [`Opened`], a [`Transfer`] and
+//! a [`RegisterBlock`] hold their device open; a [`HostRegion`] and a [`Location`] do not. When the last holder lets go, the card is closed and
 //! another process can have it.
 
 mod backend;
@@ -38,6 +38,7 @@ mod memory;
 mod registers;
 mod runtime;
 pub mod scale_out;
+pub mod share;
 mod slots;
 pub mod stats;
 mod sysfs;
@@ -57,6 +58,7 @@ pub use memory::{Allocation, Location};
 pub use registers::RegisterBlock;
 pub use runtime::{Runtime, runtime};
 pub use scale_out::ScaleOut;
+pub use share::{Identity, KEY_LEN, KeyError, Opened, Relation, RemoteKey, Share};
 pub use sysfs::Sysfs;
 pub use window::{Window, WindowEvent};
 
@@ -68,6 +70,8 @@ const _: () = {
     from_any_thread::<Allocation>();
     from_any_thread::<HostRegion>();
     from_any_thread::<Import>();
+    from_any_thread::<Opened>();
+    from_any_thread::<Share>();
     from_any_thread::<RegisterBlock>();
     from_any_thread::<Transfer>();
     from_any_thread::<Error>();

@@ -55,6 +55,11 @@ impl Counts {
         super::page::of_card(info)
     }
 
+    /// The counters of what belongs to no card, once a card was opened.
+    pub(crate) fn process() -> Option<Self> {
+        super::page::of_process()
+    }
+
     pub(crate) fn add(self, counter: Counter, amount: u64) {
         self.0[counter as usize].fetch_add(amount, Ordering::Relaxed);
     }
@@ -133,15 +138,25 @@ impl Counts {
 
     /// Counts something that exists until the guard is dropped.
     pub(crate) fn hold(self, holding: Holding, len: u64) -> Held {
-        let (made, live, bytes) = match holding {
-            Holding::Pin => (Counter::Pins, None, Counter::PinnedBytes),
+        let (made, live, bytes, ended) = match holding {
+            Holding::Pin => (Counter::Pins, None, Counter::PinnedBytes, Some(Counter::Unpins)),
             Holding::Export => {
-                (Counter::DmabufExports, Some(Counter::DmabufLive), Counter::DmabufBytes)
+                (Counter::DmabufExports, Some(Counter::DmabufLive), Counter::DmabufBytes, None)
             }
             Holding::Import => (
                 Counter::DmabufImports,
                 Some(Counter::DmabufImportsLive),
                 Counter::DmabufImportsBytes,
+                None,
+            ),
+            Holding::Share => {
+                (Counter::IpcShares, Some(Counter::IpcSharesLive), Counter::IpcSharesBytes, None)
+            }
+            Holding::Handle => (
+                Counter::IpcHandlesOpened,
+                Some(Counter::IpcHandlesLive),
+                Counter::IpcHandlesBytes,
+                Some(Counter::IpcHandlesClosed),
             ),
         };
         self.add(made, 1);
@@ -149,7 +164,7 @@ impl Counts {
         if let Some(live) = live {
             self.add(live, 1);
         }
-        Held { counts: self, live, bytes, len }
+        Held { counts: self, live, bytes, ended, len }
     }
 }
 
@@ -162,6 +177,10 @@ pub(crate) enum Holding {
     Export,
     /// Another card's dma-buf, mapped for this one.
     Import,
+    /// An allocation that other processes may open.
+    Share,
+    /// Another process's allocation, opened.
+    Handle,
 }
 
 /// Something counted as existing. Put it after what it counts: fields drop in order.
@@ -170,15 +189,19 @@ pub(crate) struct Held {
     counts: Counts,
     live: Option<Counter>,
     bytes: Counter,
+    /// What counts the ends.
+    ended: Option<Counter>,
     len: u64,
 }
 
 impl Drop for Held {
     fn drop(&mut self) {
         self.counts.subtract(self.bytes, self.len);
-        match self.live {
-            Some(live) => self.counts.subtract(live, 1),
-            None => self.counts.add(Counter::Unpins, 1),
+        if let Some(live) = self.live {
+            self.counts.subtract(live, 1);
+        }
+        if let Some(ended) = self.ended {
+            self.counts.add(ended, 1);
         }
     }
 }

@@ -17,4 +17,5 @@ pub(crate) use count::{Counts, Held, Holding, Path, Tally};
 pub(crate) use layout::Counter;
 pub use layout::{Kind, NAMES, Unit};
 pub use page::why_unreadable;
+pub(crate) use snapshot::start_time;
 pub use snapshot::{CardCounters, Counters, Description, Malformed, ReadError, Snapshot, read};

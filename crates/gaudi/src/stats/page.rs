@@ -51,6 +51,11 @@ pub(super) fn of_card(info: &DeviceInfo) -> Counts {
     PAGE.get_or_init(Page::new).of_card(info)
 }
 
+/// The counters of what belongs to no card, if there is a page.
+pub(super) fn of_process() -> Option<Counts> {
+    PAGE.get().map(|page| page.slot(0))
+}
+
 /// Why nobody outside can read this process's counters, if a card was opened and they cannot.
 pub fn why_unreadable() -> Option<String> {
     PAGE.get()?.unreadable.clone()
@@ -138,7 +143,11 @@ impl Page {
             self.put_text(place + slot::BUS_ID, bus_id, slot::BUS_ID_LEN);
             self.word32(place + slot::STATE).store(slot::CARD, Ordering::Release);
         }
-        let first = self.word64(place + slot::HEADER_LEN);
+        self.slot(number)
+    }
+
+    fn slot(&self, number: usize) -> Counts {
+        let first = self.word64(SLOTS_AT + number * SLOT_LEN + slot::HEADER_LEN);
         // SAFETY: as many words follow each other in every slot, mapped for ever.
         Counts::new(unsafe { &*ptr::from_ref(first).cast() })
     }

@@ -244,7 +244,7 @@ fn is_of(snapshot: &Snapshot, process: &str) -> bool {
 }
 
 /// When a process started, from its line in `/proc`.
-pub(super) fn start_time(process: &str) -> Option<u64> {
+pub(crate) fn start_time(process: &str) -> Option<u64> {
     let line = fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
     start_time_of(&line)
 }

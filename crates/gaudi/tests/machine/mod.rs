@@ -110,6 +110,31 @@ pub(crate) fn read(device: &Arc<Device>, from: DeviceAddr, len: usize) -> Vec<u8
     bytes
 }
 
+/// Reads bytes from a side of a copy that is on the device.
+pub(crate) fn read_side(device: &Arc<Device>, side: Side, len: usize) -> Vec<u8> {
+    match side {
+        Side::Device(addr) => read(device, addr, len),
+        Side::Host(_) => unreachable!("on the device"),
+    }
+}
+
+/// Runs a test in a process of its own, on a machine of its own with so many Gaudi2: `true` there.
+/// Counters, descriptors and limits are then the test's alone.
+#[track_caller]
+pub(crate) fn alone(test: &str, cards: u32) -> bool {
+    if is_child() {
+        set_up("gaudi2");
+        return true;
+    }
+    let mut command = child(test);
+    let output = command.env("SOFT_GAUDI_DEVICES", cards.to_string()).output().expect("it starts");
+    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+    // What was skipped says so here too.
+    text.lines().filter(|line| line.contains("skipped")).for_each(|line| println!("{line}"));
+    false
+}
+
 /// Fails with the place and not with megabytes of text.
 #[track_caller]
 pub(crate) fn assert_same(found: &[u8], expected: &[u8], what: &str) {

@@ -1,0 +1,115 @@
+//! The importer's end of a talk with a broker. It waits, but not for ever: the exporter may be
+//! stopped, flooded or hostile.
+
+use std::fmt;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+
+use super::message::{REPLY_LEN, Reply, Request};
+use super::{Identity, socket};
+
+/// How long an exporter may take to answer.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Between two attempts at a queue that is full.
+const PAUSE: Duration = Duration::from_millis(2);
+
+/// Why a broker gave nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Refusal {
+    /// No such socket, or not for us.
+    NobodyListens(Errno),
+    /// The process that listens is not the exporter, or not of our user.
+    NotTheExporter,
+    /// No answer in time.
+    Silent,
+    /// It ended, or does not talk to us: it sends other users away without a word.
+    HungUp,
+    /// Memory that is not shared, or no more.
+    Unknown,
+    /// An answer we do not understand, or it does not understand us.
+    NotUnderstood,
+    /// Too many at once.
+    Crowded,
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Refusal::NobodyListens(Errno::CONNREFUSED) => f.write_str("nobody listens"),
+            Refusal::NobodyListens(errno) => write!(f, "nobody listens ({errno})"),
+            Refusal::NotTheExporter => f.write_str("the listener is not the exporter"),
+            Refusal::Silent => write!(f, "no answer in {} s", PATIENCE.as_secs()),
+            Refusal::HungUp => f.write_str("it hung up"),
+            Refusal::Unknown => f.write_str("this memory is not shared (any more)"),
+            Refusal::NotUnderstood => f.write_str("it speaks another version"),
+            Refusal::Crowded => f.write_str("too many peers at once"),
+        }
+    }
+}
+
+/// Asks the broker of `peer`; the connection, and the descriptor it sent.
+pub(super) fn ask(
+    peer: &Identity,
+    request: Request,
+) -> Result<(OwnedFd, Option<OwnedFd>), Refusal> {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        match ask_once(peer, request, end) {
+            // Its queue is full: others are being served or sent away.
+            Err(Refusal::NobodyListens(Errno::AGAIN) | Refusal::Crowded)
+                if Instant::now() < end =>
+            {
+                std::thread::sleep(PAUSE);
+            }
+            answer => return answer,
+        }
+    }
+}
+
+fn ask_once(
+    peer: &Identity,
+    request: Request,
+    end: Instant,
+) -> Result<(OwnedFd, Option<OwnedFd>), Refusal> {
+    let connection = socket::connect(peer).map_err(Refusal::NobodyListens)?;
+    let listener = socket::credentials(connection.as_fd()).map_err(|_| Refusal::NotTheExporter)?;
+    let is_exporter = !peer.is_in_our_pid_namespace() || listener.pid == peer.pid;
+    if !is_exporter || !socket::is_same_user(listener) {
+        return Err(Refusal::NotTheExporter);
+    }
+    match socket::send(connection.as_fd(), &request.pack(), None) {
+        // It may have said why before it hung up.
+        Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => {}
+        Err(_) => return Err(Refusal::HungUp),
+    }
+    let mut message = [0; REPLY_LEN];
+    let (len, dmabuf) = loop {
+        wait(&connection, end)?;
+        match socket::receive(connection.as_fd(), &mut message) {
+            Ok((0, _)) => return Err(Refusal::HungUp),
+            Ok(received) => break received,
+            Err(Errno::AGAIN | Errno::INTR) => {}
+            Err(Errno::MSGSIZE) => return Err(Refusal::NotUnderstood),
+            Err(_) => return Err(Refusal::HungUp),
+        }
+    };
+    match Reply::parse(&message[..len]) {
+        Some(Reply::Granted) => Ok((connection, dmabuf)),
+        Some(Reply::Unknown) => Err(Refusal::Unknown),
+        Some(Reply::Crowded) => Err(Refusal::Crowded),
+        Some(Reply::NotUnderstood) | None => Err(Refusal::NotUnderstood),
+    }
+}
+
+fn wait(connection: &OwnedFd, end: Instant) -> Result<(), Refusal> {
+    let left = end.saturating_duration_since(Instant::now());
+    let timeout = Timespec::try_from(left).map_err(|_| Refusal::Silent)?;
+    match poll(&mut [PollFd::new(connection, PollFlags::IN)], Some(&timeout)) {
+        Ok(0) => Err(Refusal::Silent),
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(_) => Err(Refusal::HungUp),
+    }
+}

@@ -1,0 +1,110 @@
+//! What a forked child must not take for its own: its parent's state, and some descriptors.
+//!
+//! A child inherits every descriptor. If it kept its parent's sockets, peers would not see them hang
+//! up when the parent dies, and new ones would connect to a listener that nobody serves. A `fork`
+//! handler closes in the child what is noted here; it may only make system calls, so the notes are
+//! a fixed table of atomics.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::Once;
+use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering};
+use std::{process, ptr};
+
+/// Something that each process makes for itself, once; a forked child does not see its parent's,
+/// whose locks may be held and whose threads are not there.
+#[derive(Debug)]
+pub(super) struct PerProcess<T: 'static>(AtomicPtr<(u32, T)>);
+
+impl<T: Send + Sync> PerProcess<T> {
+    pub(super) const fn new() -> Self {
+        Self(AtomicPtr::new(ptr::null_mut()))
+    }
+
+    /// This process's, if it has made one.
+    pub(super) fn get(&self) -> Option<&'static T> {
+        // SAFETY: only leaked boxes are ever stored.
+        let stored = unsafe { self.0.load(Ordering::Acquire).as_ref() };
+        stored.filter(|(pid, _)| *pid == process::id()).map(|(_, value)| value)
+    }
+
+    /// This process's, made now if it has none. Two threads may both make one; only one is kept.
+    pub(super) fn get_or_make<E>(
+        &self,
+        make: impl FnOnce() -> Result<T, E>,
+    ) -> Result<&'static T, E> {
+        let before = self.0.load(Ordering::Acquire);
+        if let Some(value) = self.get() {
+            return Ok(value);
+        }
+        let made = Box::into_raw(Box::new((process::id(), make()?)));
+        let kept = match self.0.compare_exchange(before, made, Ordering::AcqRel, Ordering::Acquire)
+        {
+            Ok(_) => made,
+            Err(first) => {
+                // SAFETY: ours still: another thread was faster.
+                drop(unsafe { Box::from_raw(made) });
+                first
+            }
+        };
+        // SAFETY: shared, and never freed.
+        Ok(unsafe { &(*kept).1 })
+    }
+}
+
+/// More than a process ever has of these: listeners, connections, watched peers.
+const ROOM: usize = 2048;
+const FREE: i32 = -1;
+
+static NOTED: [AtomicI32; ROOM] = [const { AtomicI32::new(FREE) }; ROOM];
+
+/// A descriptor that forked children do not keep.
+#[derive(Debug)]
+pub(super) struct Private {
+    note: usize,
+    // Closed after the note is gone: its number may be somebody else's at once.
+    fd: Option<OwnedFd>,
+}
+
+impl Private {
+    /// `None` if there are too many.
+    pub(super) fn new(fd: OwnedFd) -> Option<Self> {
+        static HANDLER: Once = Once::new();
+        // SAFETY: the handler may run at any time, and the plugin is never unloaded.
+        HANDLER.call_once(|| unsafe {
+            libc::pthread_atfork(None, None, Some(in_child));
+        });
+        let take = |note: &AtomicI32| {
+            note.compare_exchange(FREE, fd.as_raw_fd(), Ordering::AcqRel, Ordering::Relaxed).is_ok()
+        };
+        let note = NOTED.iter().position(take)?;
+        Some(Self { note, fd: Some(fd) })
+    }
+}
+
+impl AsFd for Private {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_ref().expect("taken only when dropped").as_fd()
+    }
+}
+
+impl Drop for Private {
+    fn drop(&mut self) {
+        let fd = self.fd.take().expect("taken only here");
+        let own = fd.as_raw_fd();
+        let note = &NOTED[self.note];
+        if note.compare_exchange(own, FREE, Ordering::AcqRel, Ordering::Relaxed).is_err() {
+            // A forked child drops what it inherited: closed already, the number is not ours.
+            std::mem::forget(fd);
+        }
+    }
+}
+
+extern "C" fn in_child() {
+    for note in &NOTED {
+        let fd = note.swap(FREE, Ordering::AcqRel);
+        if fd != FREE {
+            // SAFETY: a system call on a number. Its owner in this process notices and lets it be.
+            unsafe { libc::close(fd) };
+        }
+    }
+}

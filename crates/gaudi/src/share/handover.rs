@@ -1,0 +1,169 @@
+//! How the descriptor of a dma-buf gets here: taken with `pidfd_getfd` where that is permitted, else
+//! asked for at the exporter's broker.
+//!
+//! A key is only a claim. What is fetched must be what the exporter itself says belongs to the token,
+//! whichever way it comes.
+
+use std::fs;
+use std::os::fd::{AsFd, OwnedFd};
+use std::process;
+
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
+
+use super::Identity;
+use super::conversation::{self, Refusal};
+use super::export::Exporter;
+use super::identity::start_time;
+use super::key::{Fields, Line};
+use super::ledger::{self, File};
+use super::message::Request;
+use super::watch;
+use crate::{Error, ErrorKind};
+
+pub(super) const OPENING: &str = "opening a peer's memory";
+
+/// The way a descriptor came.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    /// It is this process's own.
+    Own,
+    Pidfd,
+    Broker,
+}
+
+/// Why nothing was handed over.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Failure {
+    /// The exporter has ended.
+    Ended,
+    /// The exporter says that no such memory is shared: the token is wrong, or the offer was taken
+    /// back.
+    Withdrawn,
+    /// Neither way is open; why.
+    NoWay(String),
+    /// What came is not what the key says.
+    Mismatch(&'static str),
+}
+
+impl Failure {
+    pub(super) fn error(&self, peer: &Identity) -> Error {
+        let (kind, detail, remedy) = match self {
+            Failure::Ended => (ErrorKind::ChannelFailed, format!("{peer} has ended"), ""),
+            Failure::Withdrawn => (
+                ErrorKind::ChannelFailed,
+                format!("{peer} does not share this memory (any more)"),
+                "use the keys of memory that is still registered there",
+            ),
+            Failure::NoWay(why) => (
+                ErrorKind::PermissionDenied,
+                format!("{peer} cannot hand over its dma-buf: {why}"),
+                "run both as the same user, with a common network namespace or /dev/shm",
+            ),
+            Failure::Mismatch(what) => {
+                (ErrorKind::ChannelFailed, format!("{peer} sent something else: {what}"), "")
+            }
+        };
+        Error::new(kind, OPENING, detail, remedy)
+    }
+}
+
+/// Fetches the dma-buf that a key names.
+pub(super) fn fetch(key: &Fields) -> Result<(OwnedFd, Way), Failure> {
+    let (dmabuf, way) = if key.peer.is_own() {
+        let exporter = Exporter::if_any().ok_or(Failure::Withdrawn)?;
+        (exporter.fetch(key.base, &key.token).ok_or(Failure::Withdrawn)?, Way::Own)
+    } else {
+        fetch_from_peer(key)?
+    };
+    match File::of(dmabuf.as_fd()) {
+        Ok(file) if file.size() == key.dmabuf_len() => Ok((dmabuf, way)),
+        Ok(_) => Err(Failure::Mismatch("a file of another length")),
+        Err(_) => Err(Failure::Mismatch("not a file")),
+    }
+}
+
+fn fetch_from_peer(key: &Fields) -> Result<(OwnedFd, Way), Failure> {
+    let not_taken = match key.line {
+        None => "it has no ledger".to_owned(),
+        Some(_) if !key.peer.is_in_our_pid_namespace() => "another pid namespace".to_owned(),
+        Some(line) => match take(key, line) {
+            Ok(dmabuf) => return Ok((dmabuf, Way::Pidfd)),
+            Err(NotTaken::Ended) => return Err(Failure::Ended),
+            // The broker knows; and its answer may differ, if the ledger is just being written.
+            Err(NotTaken::Unconfirmed) => "its ledger does not list it".to_owned(),
+            Err(NotTaken::Os(call, errno)) => format!("{call}: {errno}"),
+        },
+    };
+    let fetch = Request::Fetch { base: key.base, token: key.token };
+    match conversation::ask(&key.peer, fetch) {
+        Ok((_, Some(dmabuf))) => Ok((dmabuf, Way::Broker)),
+        Ok((_, None)) => Err(Failure::Mismatch("an answer without a descriptor")),
+        Err(Refusal::Unknown) => Err(Failure::Withdrawn),
+        Err(_) if watch::has_surely_ended(&key.peer) => Err(Failure::Ended),
+        Err(refusal) => Err(Failure::NoWay(format!("pidfd_getfd: {not_taken}; broker: {refusal}"))),
+    }
+}
+
+enum NotTaken {
+    Ended,
+    /// The ledger does not confirm what the key says.
+    Unconfirmed,
+    Os(&'static str, Errno),
+}
+
+/// Takes the dma-buf out of the exporter, if the exporter's ledger says so.
+fn take(key: &Fields, line: Line) -> Result<OwnedFd, NotTaken> {
+    let process = open_process(&key.peer)?;
+    let get = |number: i32| {
+        pidfd_getfd(&process, number, PidfdGetfdFlags::empty()).map_err(|errno| match errno {
+            Errno::SRCH => NotTaken::Ended,
+            Errno::BADF => NotTaken::Unconfirmed,
+            errno => NotTaken::Os("not permitted", errno),
+        })
+    };
+    let book = get(line.ledger as i32)?;
+    let entry = ledger::read(&book, &key.peer, line.number).ok_or(NotTaken::Unconfirmed)?;
+    if entry.base != key.base || !entry.token.matches(&key.token) {
+        return Err(NotTaken::Unconfirmed);
+    }
+    let dmabuf = get(entry.fd)?;
+    // The number may have a new meaning since the line was read.
+    let is_it = File::of(dmabuf.as_fd()) == Ok(entry.file);
+    is_it.then_some(dmabuf).ok_or(NotTaken::Unconfirmed)
+}
+
+/// A handle of exactly this process: not of one that has its number now.
+fn open_process(peer: &Identity) -> Result<OwnedFd, NotTaken> {
+    let pid = i32::try_from(peer.pid).ok().and_then(Pid::from_raw).ok_or(NotTaken::Ended)?;
+    let process = pidfd_open(pid, PidfdFlags::empty()).map_err(|errno| match errno {
+        Errno::SRCH => NotTaken::Ended,
+        errno => NotTaken::Os("pidfd_open", errno),
+    })?;
+    // If the number was reused before the handle was opened, the start time differs; if after, the
+    // handle is of a process that has ended, and gives nothing.
+    if !proc_is_ours() {
+        return Err(NotTaken::Os("/proc is another namespace's", Errno::NOENT));
+    }
+    match start_time(&peer.pid.to_string()) {
+        Some(start) if start as u32 == peer.start => Ok(process),
+        Some(_) => Err(NotTaken::Ended),
+        None => Err(NotTaken::Os("/proc shows no start time", Errno::NOENT)),
+    }
+}
+
+/// The same, for watching.
+pub(super) fn pidfd_of(peer: &Identity) -> Result<Option<OwnedFd>, String> {
+    match open_process(peer) {
+        Ok(process) => Ok(Some(process)),
+        Err(NotTaken::Ended) => Ok(None),
+        Err(NotTaken::Os(call, errno)) => Err(format!("{call}: {errno}")),
+        Err(NotTaken::Unconfirmed) => unreachable!("only ledgers confirm"),
+    }
+}
+
+/// Whether `/proc` has the numbers of our own pid namespace.
+fn proc_is_ours() -> bool {
+    let own = fs::read_link("/proc/self");
+    own.is_ok_and(|link| link.to_str().and_then(|pid| pid.parse().ok()) == Some(process::id()))
+}

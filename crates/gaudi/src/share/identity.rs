@@ -1,0 +1,217 @@
+//! Who a process is: enough to find it again, to know it is still the same, and to say why it cannot
+//! be reached.
+//!
+//! An identity travels: in keys, and as what a transport packs as its address. Everything in it is
+//! the word of whoever sent it until the kernel has confirmed it (see `handover`).
+
+use std::fmt;
+use std::fs;
+use std::process;
+
+use rustix::rand::{GetRandomFlags, getrandom};
+
+use super::KeyError;
+use super::field::{Reader, Writer};
+use super::fork::PerProcess;
+
+/// Version of the packed form.
+const VERSION: u8 = 1;
+
+/// A process, as other processes of the machine can name it.
+///
+/// Two are equal only if they are the same process: a reused process id differs in start time and in
+/// the random instance number, and so does a forked child.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Identity {
+    /// From the boot id: no two boots of any machines have the same.
+    pub(super) host: [u8; 6],
+    /// Drawn at random by the process; its broker's socket is named after it.
+    pub(super) instance: [u8; 6],
+    pub(super) pid: u32,
+    /// In clock ticks since the machine started, modulo 2³².
+    pub(super) start: u32,
+    pub(super) pid_ns: u32,
+    pub(super) user_ns: u32,
+    pub(super) uid: u32,
+}
+
+impl Identity {
+    /// Bytes of the fields, without the version.
+    pub(super) const FIELDS_LEN: usize = 32;
+    /// Bytes of the packed form.
+    pub const LEN: usize = 1 + Self::FIELDS_LEN;
+
+    /// This process. A forked child is another one. The error says what the system withholds
+    /// (mostly: `/proc` is not mounted).
+    pub fn own() -> Result<&'static Identity, KeyError> {
+        static OWN: PerProcess<Identity> = PerProcess::new();
+        OWN.get_or_make(Self::look)
+    }
+
+    fn look() -> Result<Self, KeyError> {
+        let withheld =
+            |what: &str, why: &dyn fmt::Display| KeyError::OwnIdentity(format!("{what}: {why}"));
+        let read = |path: &str| fs::read_to_string(path).map_err(|error| withheld(path, &error));
+        let boot = read("/proc/sys/kernel/random/boot_id")?;
+        let host = host_of(&boot).ok_or_else(|| withheld("boot_id", &"not a boot id"))?;
+        let namespace = |kind: &str| {
+            let path = format!("/proc/self/ns/{kind}");
+            let link = fs::read_link(&path).map_err(|error| withheld(&path, &error))?;
+            let number = link.to_str().and_then(namespace_of);
+            number.ok_or_else(|| withheld(&path, &"not a namespace"))
+        };
+        let start = start_time("self").ok_or_else(|| withheld("/proc/self/stat", &"unreadable"))?;
+        let mut instance = [0; 6];
+        getrandom(&mut instance[..], GetRandomFlags::empty())
+            .map_err(|error| withheld("getrandom", &error))?;
+        Ok(Self {
+            host,
+            instance,
+            pid: process::id(),
+            start: start as u32,
+            pid_ns: namespace("pid")?,
+            user_ns: namespace("user")?,
+            uid: rustix::process::geteuid().as_raw(),
+        })
+    }
+
+    /// The packed form: what a transport sends as its address.
+    pub fn pack(&self) -> [u8; Self::LEN] {
+        let mut bytes = [0; Self::LEN];
+        let mut writer = Writer::new(&mut bytes);
+        writer.number(VERSION.into(), 1);
+        self.write(&mut writer);
+        bytes
+    }
+
+    /// Takes a packed identity apart; looks at its form only, see [`Identity::check_reachable`].
+    pub fn parse(bytes: &[u8]) -> Result<Self, KeyError> {
+        if bytes.len() != Self::LEN {
+            return Err(KeyError::Length { found: bytes.len(), expected: Self::LEN });
+        }
+        let mut reader = Reader::new(bytes);
+        let version = reader.number(1) as u8;
+        if version != VERSION {
+            return Err(KeyError::Version { found: version, expected: VERSION });
+        }
+        Ok(Self::read(&mut reader))
+    }
+
+    pub(super) fn write(&self, to: &mut Writer<'_>) {
+        to.bytes(&self.host);
+        to.bytes(&self.instance);
+        for number in [self.pid, self.start, self.pid_ns, self.user_ns, self.uid] {
+            to.number(number.into(), 4);
+        }
+    }
+
+    pub(super) fn read(from: &mut Reader<'_>) -> Self {
+        let host = from.bytes();
+        let instance = from.bytes();
+        let mut number = || from.number(4) as u32;
+        let (pid, start, pid_ns, user_ns, uid) = (number(), number(), number(), number(), number());
+        Self { host, instance, pid, start, pid_ns, user_ns, uid }
+    }
+
+    /// Whether memory can be shared with that process at all: it is on this machine, in this boot,
+    /// and belongs to this user. The reason, where not.
+    pub fn check_reachable(&self) -> Result<(), KeyError> {
+        let own = Self::own()?;
+        if self.host != own.host {
+            return Err(KeyError::OtherHost);
+        }
+        // In another user namespace numbers mean other users: the kernel decides at the hand-over.
+        if self.user_ns == own.user_ns && self.uid != own.uid {
+            return Err(KeyError::OtherUser { theirs: self.uid, ours: own.uid });
+        }
+        Ok(())
+    }
+
+    /// Whether it is this process.
+    pub fn is_own(&self) -> bool {
+        Self::own().is_ok_and(|own| own == self)
+    }
+
+    /// Its process id, in its own pid namespace.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Whether its process id means the same process to us.
+    pub(super) fn is_in_our_pid_namespace(&self) -> bool {
+        Self::own().is_ok_and(|own| own.host == self.host && own.pid_ns == self.pid_ns)
+    }
+}
+
+impl fmt::Display for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "process {}", self.pid)?;
+        if !self.is_in_our_pid_namespace() {
+            f.write_str(" of another pid namespace")?;
+        }
+        Ok(())
+    }
+}
+
+/// The first six bytes of a boot id, which is a random UUID.
+fn host_of(boot_id: &str) -> Option<[u8; 6]> {
+    let digits: String = boot_id.trim().chars().filter(|c| *c != '-').collect();
+    let mut host = [0; 6];
+    for (byte, at) in host.iter_mut().zip((0..).step_by(2)) {
+        *byte = u8::from_str_radix(digits.get(at..at + 2)?, 16).ok()?;
+    }
+    Some(host)
+}
+
+/// The number in `pid:[4026531836]`.
+fn namespace_of(link: &str) -> Option<u32> {
+    let (_, number) = link.split_once(":[")?;
+    number.strip_suffix(']')?.parse().ok()
+}
+
+/// When a process started, from its line in `/proc`.
+pub(super) fn start_time(process: &str) -> Option<u64> {
+    crate::stats::start_time(process)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_is_itself_and_can_be_reached() {
+        let own = Identity::own().unwrap();
+        assert_eq!(Identity::own().unwrap(), own);
+        assert!(own.is_own() && own.is_in_our_pid_namespace());
+        own.check_reachable().unwrap();
+        assert_eq!(Identity::parse(&own.pack()).as_ref(), Ok(own));
+        assert_eq!(own.to_string(), format!("process {}", process::id()));
+    }
+
+    #[test]
+    fn who_cannot_be_reached_is_told_why() {
+        let own = *Identity::own().unwrap();
+        let elsewhere = Identity { host: [0; 6], ..own };
+        assert_eq!(elsewhere.check_reachable(), Err(KeyError::OtherHost));
+        let stranger = Identity { uid: own.uid + 1, ..own };
+        let refused = KeyError::OtherUser { theirs: own.uid + 1, ours: own.uid };
+        assert_eq!(stranger.check_reachable(), Err(refused));
+        let mapped = Identity { user_ns: 1, ..stranger };
+        assert_eq!(mapped.check_reachable(), Ok(()), "numbers of another namespace say nothing");
+        let mut packed = own.pack();
+        packed[0] = 9;
+        assert_eq!(Identity::parse(&packed), Err(KeyError::Version { found: 9, expected: 1 }));
+        let short = KeyError::Length { found: 3, expected: Identity::LEN };
+        assert_eq!(Identity::parse(&packed[..3]), Err(short));
+    }
+
+    #[test]
+    fn what_the_kernel_writes_is_understood() {
+        let host = host_of("0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0\n");
+        assert_eq!(host, Some([0x0f, 0x1e, 0x2d, 0x3c, 0x4b, 0x5a]));
+        assert_eq!(host_of("0f1e"), None);
+        assert_eq!(host_of("zz1e2d3c-4b5a"), None);
+        assert_eq!(namespace_of("pid:[4026531836]"), Some(4_026_531_836));
+        assert_eq!(namespace_of("pid:4026531836"), None);
+    }
+}

@@ -1,0 +1,241 @@
+//! The key: what an exporter gives its peers so that they can open its memory.
+//!
+//! | at | bytes | |
+//! |---|---|---|
+//! | 0 | 1 | version |
+//! | 1 | 32 | the exporter: boot, instance, pid, start time, pid namespace, user namespace, user |
+//! | 33 | 8 | token: random, drawn anew each time memory is shared, so it is the generation as well |
+//! | 41 | 4 | source device: PCI domain, bus, device and function |
+//! | 45 | 7 | first address of the allocation, in units of 4 KiB |
+//! | 52 | 5 | its length in bytes |
+//! | 57 | 3 | descriptor of the exporter's ledger, in the exporter; all ones: none |
+//! | 60 | 4 | the share's line in the ledger |
+//!
+//! The dma-buf's own descriptor number, device and inode are in the ledger (see `ledger`), because
+//! whoever knows them could otherwise make a key without knowing the token.
+
+use super::field::{Reader, Writer};
+use super::{Identity, KeyError};
+use crate::BusId;
+
+/// Bytes of a key.
+pub const KEY_LEN: usize = 64;
+
+/// Version of the format; a key of another is refused.
+const VERSION: u8 = 1;
+/// The unit of addresses: allocations start at multiples of it, and dma-bufs are this long or a
+/// multiple.
+pub(super) const PAGE: u64 = 4096;
+const NO_LEDGER: u64 = 0xff_ffff;
+/// More than any card has, and what five bytes can say.
+const LONGEST: u64 = 1 << 40;
+
+/// A random secret: who knows it was given it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Token(pub(super) [u8; 8]);
+
+impl std::fmt::Debug for Token {
+    /// A secret does not belong in a log.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Token(…)")
+    }
+}
+
+impl Token {
+    /// Compares in a time that does not depend on where the first difference is.
+    pub(super) fn matches(&self, other: &Token) -> bool {
+        let differs = self.0.iter().zip(&other.0).fold(0, |differs, (a, b)| differs | (a ^ b));
+        std::hint::black_box(differs) == 0
+    }
+}
+
+/// Where a share stands in its exporter's ledger.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Line {
+    /// The ledger's descriptor number in the exporter.
+    pub(super) ledger: u32,
+    pub(super) number: u32,
+}
+
+/// What a key says. Nothing of it is confirmed yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Fields {
+    pub(super) peer: Identity,
+    pub(super) token: Token,
+    pub(super) source: Bus,
+    pub(super) base: u64,
+    pub(super) len: u64,
+    pub(super) line: Option<Line>,
+}
+
+impl Fields {
+    pub(super) fn pack(&self) -> [u8; KEY_LEN] {
+        let mut bytes = [0; KEY_LEN];
+        let mut to = Writer::new(&mut bytes);
+        to.number(VERSION.into(), 1);
+        self.peer.write(&mut to);
+        to.bytes(&self.token.0);
+        to.number(self.source.0.into(), 4);
+        to.number(self.base / PAGE, 7);
+        to.number(self.len, 5);
+        let line = self.line.filter(|line| u64::from(line.ledger) < NO_LEDGER);
+        to.number(line.map_or(NO_LEDGER, |line| line.ledger.into()), 3);
+        to.number(line.map_or(0, |line| line.number.into()), 4);
+        debug_assert!(to.is_full());
+        bytes
+    }
+
+    /// Takes any bytes apart, or says why they are no key.
+    pub(super) fn parse(bytes: &[u8]) -> Result<Self, KeyError> {
+        // The version first: a newer key may have another length.
+        if let Some(&version) = bytes.first()
+            && version != VERSION
+        {
+            return Err(KeyError::Version { found: version, expected: VERSION });
+        }
+        if bytes.len() != KEY_LEN {
+            return Err(KeyError::Length { found: bytes.len(), expected: KEY_LEN });
+        }
+        let mut from = Reader::new(&bytes[1..]);
+        let peer = Identity::read(&mut from);
+        let token = Token(from.bytes());
+        let source = Bus(from.number(4) as u32);
+        let (pages, len) = (from.number(7), from.number(5));
+        let (ledger, number) = (from.number(3), from.number(4) as u32);
+        if len == 0 {
+            return Err(KeyError::Malformed("it is of no length"));
+        }
+        let base = pages.checked_mul(PAGE);
+        let base = base.filter(|base| base.checked_add(LONGEST).is_some());
+        let base = base.ok_or(KeyError::Malformed("its address is beyond all memory"))?;
+        if ledger == NO_LEDGER && number != 0 {
+            return Err(KeyError::Malformed("it names a line of no ledger"));
+        }
+        let line = (ledger != NO_LEDGER).then_some(Line { ledger: ledger as u32, number });
+        Ok(Self { peer, token, source, base, len, line })
+    }
+
+    /// Length of the dma-buf: the range, rounded up.
+    pub(super) fn dmabuf_len(&self) -> u64 {
+        self.len.next_multiple_of(PAGE)
+    }
+}
+
+/// Whether a key can say this.
+pub(super) fn fits(base: u64, len: u64) -> bool {
+    base.is_multiple_of(PAGE) && len < LONGEST && base.checked_add(LONGEST).is_some()
+}
+
+/// A PCI address in four bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Bus(u32);
+
+impl Bus {
+    /// `None` if it does not fit: no such device exists.
+    pub(super) fn new(id: &BusId) -> Option<Self> {
+        let text = id.as_str();
+        let part = |range| u32::from_str_radix(text.get(range)?, 16).ok();
+        let (domain, bus) = (part(0..4)?, part(5..7)?);
+        let (device, function) = (part(8..10)?, part(11..12)?);
+        (device < 32).then_some(Self(domain << 16 | bus << 8 | device << 3 | function))
+    }
+
+    pub(super) fn id(self) -> BusId {
+        let number = self.0;
+        let (domain, bus) = (number >> 16, number >> 8 & 0xff);
+        let text = format!("{domain:04x}:{bus:02x}:{:02x}.{:x}", number >> 3 & 31, number & 7);
+        text.parse().expect("written in the form that is read")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn any_identity() -> impl Strategy<Value = Identity> {
+        any::<([u8; 6], [u8; 6], [u32; 5])>().prop_map(|(host, instance, numbers)| {
+            let [pid, start, pid_ns, user_ns, uid] = numbers;
+            Identity { host, instance, pid, start, pid_ns, user_ns, uid }
+        })
+    }
+
+    fn any_fields() -> impl Strategy<Value = Fields> {
+        let line = prop::option::of((0..NO_LEDGER as u32, any::<u32>()));
+        let base = 0..(u64::MAX - LONGEST) / PAGE;
+        (any_identity(), any::<[u8; 8]>(), any::<u32>(), base, 1..LONGEST, line).prop_map(
+            |(peer, token, source, pages, len, line)| Fields {
+                peer,
+                token: Token(token),
+                source: Bus(source),
+                base: pages * PAGE,
+                len,
+                line: line.map(|(ledger, number)| Line { ledger, number }),
+            },
+        )
+    }
+
+    proptest! {
+        #[test]
+        fn a_key_says_what_was_put_into_it(fields in any_fields()) {
+            prop_assert_eq!(Fields::parse(&fields.pack()), Ok(fields));
+        }
+
+        #[test]
+        fn any_bytes_are_a_key_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..130)) {
+            let _ = Fields::parse(&bytes);
+            let mut dressed = bytes;
+            dressed.resize(KEY_LEN, 0);
+            dressed[0] = VERSION;
+            if let Ok(fields) = Fields::parse(&dressed) {
+                prop_assert_eq!(&fields.pack()[..], &dressed[..], "nothing is ignored");
+                prop_assert!(fields.base.checked_add(fields.dmabuf_len()).is_some());
+            }
+        }
+
+        #[test]
+        fn every_bus_id_comes_back(number in any::<u32>()) {
+            let bus = Bus(number);
+            prop_assert_eq!(Bus::new(&bus.id()), Some(bus));
+        }
+
+        #[test]
+        fn tokens_match_only_themselves(one in any::<[u8; 8]>(), other in any::<[u8; 8]>()) {
+            prop_assert!(Token(one).matches(&Token(one)));
+            prop_assert_eq!(Token(one).matches(&Token(other)), one == other);
+        }
+    }
+
+    #[test]
+    fn what_is_no_key_is_refused_with_the_reason() {
+        let own = *Identity::own().unwrap();
+        let fields = Fields {
+            peer: own,
+            token: Token([7; 8]),
+            source: Bus(0x0000_3300),
+            base: 0x1001_0000_0000_0000,
+            len: 5000,
+            line: None,
+        };
+        let good = fields.pack();
+        assert_eq!(fields.source.id().as_str(), "0000:33:00.0");
+        let with = |at: usize, byte| {
+            let mut key = good;
+            key[at] = byte;
+            Fields::parse(&key).unwrap_err()
+        };
+        assert_eq!(with(0, 2), KeyError::Version { found: 2, expected: 1 });
+        assert_eq!(with(51, 0xff), KeyError::Malformed("its address is beyond all memory"));
+        assert_eq!(with(60, 1), KeyError::Malformed("it names a line of no ledger"));
+        let empty = Fields { len: 0, ..fields };
+        let refused = KeyError::Malformed("it is of no length");
+        assert_eq!(Fields::parse(&empty.pack()), Err(refused));
+        for len in [0, 1, 63, 65] {
+            let mut bytes = good.to_vec();
+            bytes.resize(len, 0);
+            let length = KeyError::Length { found: len, expected: KEY_LEN };
+            assert_eq!(Fields::parse(&bytes), Err(length));
+        }
+        assert_eq!(format!("{:?}", fields.token), "Token(…)", "no secret in a log");
+    }
+}

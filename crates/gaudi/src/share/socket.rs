@@ -1,0 +1,211 @@
+//! The broker's sockets: where they are, who is at the other end, and descriptors through them.
+//!
+//! A broker has two. The abstract one needs no file, and is found by everyone in the same network
+//! namespace. The one in the file system is found by everyone who sees the same `/dev/shm` (or
+//! `/tmp`), also from another network namespace. Both are named after the exporter's random
+//! instance number: process ids mean nothing in another pid namespace.
+
+use std::fs;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+};
+
+use super::Identity;
+
+/// Folders for the socket in the file system, in this order.
+const FOLDERS: [&str; 2] = ["/dev/shm", "/tmp"];
+const PREFIX: &str = "ucx-gaudi-";
+const SUFFIX: &str = ".sock";
+const BACKLOG: i32 = 128;
+/// Most leftovers looked at when a broker starts.
+const MAX_LEFTOVERS: usize = 64;
+
+fn name(of: &Identity) -> String {
+    let digits: String = of.instance.iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("{PREFIX}{digits}")
+}
+
+fn abstract_address(of: &Identity) -> Result<SocketAddrUnix, Errno> {
+    SocketAddrUnix::new_abstract_name(name(of).as_bytes())
+}
+
+fn paths(of: &Identity) -> [PathBuf; 2] {
+    FOLDERS.map(|folder| Path::new(folder).join(name(of) + SUFFIX))
+}
+
+fn socket() -> Result<OwnedFd, Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+}
+
+fn listen_at(address: &SocketAddrUnix) -> Result<OwnedFd, Errno> {
+    let socket = socket()?;
+    rustix::net::bind(&socket, address)?;
+    rustix::net::listen(&socket, BACKLOG)?;
+    Ok(socket)
+}
+
+/// A listening socket in no file.
+pub(super) fn listen_abstract(own: &Identity) -> Result<OwnedFd, Errno> {
+    listen_at(&abstract_address(own)?)
+}
+
+/// A listening socket in the first folder that takes one, for this user alone.
+pub(super) fn listen_in_folder(own: &Identity) -> Result<(OwnedFd, PathBuf), Errno> {
+    let mut last = Errno::NOENT;
+    for path in paths(own) {
+        let made = SocketAddrUnix::new(&path).and_then(|address| listen_at(&address));
+        match made {
+            // Who connects before this is refused by its credentials.
+            Ok(socket) => match fs::set_permissions(&path, fs::Permissions::from_mode(0o600)) {
+                Ok(()) => return Ok((socket, path)),
+                Err(_) => {
+                    let _ = fs::remove_file(&path);
+                    last = Errno::PERM;
+                }
+            },
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
+/// Removes sockets of this user's processes that ended without doing so themselves.
+pub(super) fn remove_leftovers() {
+    for folder in FOLDERS {
+        let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+        let ours = entries.filter(|entry| {
+            let name = entry.file_name();
+            let name = name.to_string_lossy();
+            name.starts_with(PREFIX) && name.ends_with(SUFFIX)
+        });
+        for entry in ours.take(MAX_LEFTOVERS) {
+            let Ok(address) = SocketAddrUnix::new(entry.path()) else { continue };
+            let Ok(socket) = socket() else { return };
+            // Refused means that nobody listens any more. Another user's file stays: it cannot be
+            // asked, and could not be removed.
+            if rustix::net::connect(&socket, &address) == Err(Errno::CONNREFUSED) {
+                let _ = fs::remove_file(entry.path());
+            }
+        }
+    }
+}
+
+/// Tries each of a process's sockets once; `EAGAIN` if one exists whose queue is full.
+pub(super) fn connect(to: &Identity) -> Result<OwnedFd, Errno> {
+    let abstract_one = abstract_address(to);
+    let in_folders = paths(to).map(SocketAddrUnix::new);
+    let mut last = Errno::CONNREFUSED;
+    for address in [abstract_one].into_iter().chain(in_folders).flatten() {
+        let socket = socket()?;
+        match rustix::net::connect(&socket, &address) {
+            Ok(()) => return Ok(socket),
+            Err(Errno::AGAIN) => last = Errno::AGAIN,
+            // Nothing there, or not for us.
+            Err(Errno::CONNREFUSED | Errno::NOENT) => {}
+            Err(error) if last != Errno::AGAIN => last = error,
+            Err(_) => {}
+        }
+    }
+    Err(last)
+}
+
+/// Who is at the other end, as the kernel noted it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Credentials {
+    /// 0 if it has no number in our pid namespace.
+    pub(super) pid: u32,
+    pub(super) uid: u32,
+}
+
+/// The credentials of the other end.
+pub(super) fn credentials(socket: BorrowedFd<'_>) -> Result<Credentials, Errno> {
+    // Not rustix's: its process id cannot be 0, and here it can.
+    let mut found = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
+    let mut len = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: the structure is the one this option fills, and `len` says how long it is.
+    let done = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut found).cast(),
+            &raw mut len,
+        )
+    };
+    if done != 0 || len as usize != size_of::<libc::ucred>() {
+        return Err(Errno::IO);
+    }
+    Ok(Credentials { pid: found.pid.max(0) as u32, uid: found.uid })
+}
+
+/// Whether these are the credentials of a process of our own user.
+pub(super) fn is_same_user(credentials: Credentials) -> bool {
+    let own = rustix::process::geteuid().as_raw();
+    // Users without a number in our user namespace all show as one: it proves nothing, unless it is
+    // a user like any other, as where nothing is mapped.
+    let overflow = || {
+        let number = fs::read_to_string("/proc/sys/kernel/overflowuid");
+        number.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(65534)
+    };
+    let is_plain = || {
+        let map = fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+        map.split_whitespace().eq(["0", "0", "4294967295"])
+    };
+    credentials.uid == own && (own != overflow() || is_plain())
+}
+
+/// Sends a message, with a descriptor if there is one. Never blocks.
+pub(super) fn send(
+    socket: BorrowedFd<'_>,
+    message: &[u8],
+    fd: Option<BorrowedFd<'_>>,
+) -> Result<(), Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds = fd.map(|fd| [fd]);
+    if let Some(fds) = &fds {
+        let pushed = control.push(SendAncillaryMessage::ScmRights(fds));
+        debug_assert!(pushed, "there is room for one");
+    }
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    let parts = [std::io::IoSlice::new(message)];
+    match rustix::net::sendmsg(socket, &parts, &mut control, flags)? {
+        sent if sent == message.len() => Ok(()),
+        _ => Err(Errno::MSGSIZE),
+    }
+}
+
+/// Receives a message and at most one descriptor. Never blocks. No bytes: the other end hung up.
+pub(super) fn receive(
+    socket: BorrowedFd<'_>,
+    message: &mut [u8],
+) -> Result<(usize, Option<OwnedFd>), Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let mut parts = [std::io::IoSliceMut::new(message)];
+    let received = rustix::net::recvmsg(socket, &mut parts, &mut control, flags)?;
+    let mut fd = None;
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(fds) = message {
+            fd = fds.into_iter().last().or(fd);
+        }
+    }
+    if received.flags.contains(ReturnFlags::TRUNC) {
+        return Err(Errno::MSGSIZE);
+    }
+    Ok((received.bytes, fd))
+}
+
+/// Receives a message where no descriptors are wanted: the kernel closes what comes along.
+pub(super) fn receive_plain(socket: &impl AsFd, message: &mut [u8]) -> Result<usize, Errno> {
+    rustix::net::recv(socket, message, RecvFlags::DONTWAIT).map(|(_, len)| len)
+}

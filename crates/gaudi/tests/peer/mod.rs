@@ -1,0 +1,338 @@
+//! Another process on the same software machine, which does as it is told: a line in, a line out.
+
+#![allow(dead_code, reason = "each test program uses its own part of this")]
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Lines, Write, stdin};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::Arc;
+
+use gaudi::{Allocation, Device, Error, Opened, RemoteKey, Share, Side};
+
+use crate::machine::{self, pattern};
+
+/// Marks answers among what the test harness prints.
+const MARK: &str = "@ ";
+
+/// A hash of bytes, to compare memory across processes.
+pub(crate) fn hash(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |sum, byte| {
+        (sum ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3)
+    })
+}
+
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+pub(crate) fn unhex(text: &str) -> Vec<u8> {
+    let digits = |at: usize| u8::from_str_radix(&text[at..at + 2], 16).expect("hex digits");
+    (0..text.len() / 2).map(|at| digits(2 * at)).collect()
+}
+
+/// How the process is different from the one that starts it.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Set {
+    /// Another user.
+    pub(crate) uid: Option<u32>,
+    /// A seccomp filter that refuses `pidfd_getfd`, as Docker's does.
+    pub(crate) no_getfd: bool,
+    /// … and `pidfd_open`, as older ones do.
+    pub(crate) no_pidfd: bool,
+    /// Namespaces of its own (`CLONE_NEW…`).
+    pub(crate) namespaces: i32,
+}
+
+/// A process that does as it is told.
+pub(crate) struct Peer {
+    child: Child,
+    input: Option<ChildStdin>,
+    output: Lines<BufReader<ChildStdout>>,
+}
+
+impl Peer {
+    /// Starts the test `serve` of this program; the same machine, another process.
+    pub(crate) fn start(set: Set) -> Self {
+        Self::try_start(set).expect("the process starts")
+    }
+
+    /// As [`Peer::start`]; the system's refusal of what was to be different.
+    pub(crate) fn try_start(set: Set) -> std::io::Result<Self> {
+        let mut command = machine::child("serve");
+        for variable in ["SOFT_GAUDI_NODE", "SOFT_GAUDI_DEVICES"] {
+            command.env(variable, std::env::var_os(variable).expect("the machine is set up"));
+        }
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        // SAFETY: system calls only, in a process that has one thread.
+        unsafe { command.pre_exec(move || become_it(set)) };
+        Self::of(command)
+    }
+
+    fn of(mut command: Command) -> std::io::Result<Self> {
+        let mut child = command.spawn()?;
+        let input = child.stdin.take();
+        let output = BufReader::new(child.stdout.take().expect("piped")).lines();
+        let mut peer = Self { child, input, output };
+        assert_eq!(peer.answer(), "ready");
+        Ok(peer)
+    }
+
+    fn answer(&mut self) -> String {
+        self.output
+            .by_ref()
+            .map_while(Result::ok)
+            .find_map(|line| Some(line.split_once(MARK)?.1.to_owned()))
+            .unwrap_or_else(|| "ended".to_owned())
+    }
+
+    /// Says a line and waits for the answer.
+    pub(crate) fn tell(&mut self, line: &str) -> String {
+        self.say(line);
+        self.answer()
+    }
+
+    /// Says a line, and does not wait.
+    pub(crate) fn say(&mut self, line: &str) {
+        if let Some(input) = &mut self.input {
+            let _ = writeln!(input, "{line}");
+        }
+    }
+
+    /// Says a line that must be answered with `ok`, and what else the answer has.
+    #[track_caller]
+    pub(crate) fn ask(&mut self, line: &str) -> String {
+        let answer = self.tell(line);
+        let rest = answer.strip_prefix("ok");
+        rest.unwrap_or_else(|| panic!("{line}: {answer}")).trim().to_owned()
+    }
+
+    /// Has it allocate, fill and share memory; the key.
+    pub(crate) fn share(&mut self, slot: u32, len: usize, seed: u64) -> Vec<u8> {
+        unhex(&self.ask(&format!("share {slot} {len} {seed}")))
+    }
+
+    /// The hash of what it has in its memory.
+    pub(crate) fn sum(&mut self, slot: u32) -> u64 {
+        self.ask(&format!("sum {slot}")).parse().expect("a number")
+    }
+
+    pub(crate) fn stat(&mut self, counter: &str) -> u64 {
+        self.ask(&format!("stat {counter}")).parse().expect("a number")
+    }
+
+    pub(crate) fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub(crate) fn kill(&mut self) {
+        self.child.kill().expect("it can be killed");
+        self.child.wait().expect("it ends");
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        drop(self.input.take());
+        let _ = self.child.wait();
+    }
+}
+
+/// Makes the process different, between fork and exec.
+fn become_it(set: Set) -> std::io::Result<()> {
+    let check = |done: libc::c_long| match done {
+        0.. => Ok(()),
+        _ => Err(std::io::Error::last_os_error()),
+    };
+    // SAFETY: system calls on plain numbers and on structures that live across them.
+    unsafe {
+        check(libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL).into())?;
+        if set.namespaces != 0 {
+            let (uid, gid) = (libc::geteuid(), libc::getegid());
+            check(libc::unshare(set.namespaces).into())?;
+            if set.namespaces & libc::CLONE_NEWUSER != 0 {
+                write_file(c"/proc/self/setgroups", "deny")?;
+                write_file(c"/proc/self/uid_map", &format!("{uid} {uid} 1"))?;
+                write_file(c"/proc/self/gid_map", &format!("{gid} {gid} 1"))?;
+            }
+        }
+        if set.namespaces & libc::CLONE_NEWPID != 0 {
+            // Only children are in the new namespace.
+            let inner = libc::fork();
+            check(inner.into())?;
+            if inner != 0 {
+                // Whoever started us waits until this is closed.
+                libc::syscall(libc::SYS_close_range, 3, u32::MAX, 0);
+                let mut status = 0;
+                libc::waitpid(inner, &raw mut status, 0);
+                libc::_exit(if libc::WIFEXITED(status) { libc::WEXITSTATUS(status) } else { 1 });
+            }
+            check(libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL).into())?;
+        }
+        if set.namespaces & libc::CLONE_NEWNS != 0 {
+            // As a container has it: a /proc of its own.
+            let private = libc::MS_REC | libc::MS_PRIVATE;
+            let (root, none) = (c"/".as_ptr(), std::ptr::null());
+            check(libc::mount(none, root, none, private, none.cast()).into())?;
+            let proc = c"proc".as_ptr();
+            check(libc::mount(proc, c"/proc".as_ptr(), proc, 0, none.cast()).into())?;
+        }
+        if let Some(uid) = set.uid {
+            check(libc::setgroups(0, std::ptr::null()).into())?;
+            check(libc::setresgid(uid, uid, uid).into())?;
+            check(libc::setresuid(uid, uid, uid).into())?;
+        }
+    }
+    if set.no_getfd || set.no_pidfd {
+        refuse(set.no_pidfd)?;
+    }
+    Ok(())
+}
+
+fn write_file(path: &std::ffi::CStr, text: &str) -> std::io::Result<()> {
+    std::fs::write(path.to_str().expect("ASCII"), text)
+}
+
+/// Installs a filter that answers `pidfd_getfd` (and `pidfd_open`) with `EPERM`.
+fn refuse(open_too: bool) -> std::io::Result<()> {
+    let statement = |code: u32, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: 0, k };
+    let jump = |k: u32, jt: u8| {
+        let code = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+        libc::sock_filter { code, jt, jf: 0, k }
+    };
+    let open = if open_too { libc::SYS_pidfd_open } else { libc::SYS_pidfd_getfd };
+    let refused = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+    let mut program = [
+        statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0),
+        jump(libc::SYS_pidfd_getfd as u32, 2),
+        jump(open as u32, 1),
+        statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW),
+        statement(libc::BPF_RET | libc::BPF_K, refused),
+    ];
+    let filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
+    // SAFETY: the program lives across the call.
+    let done = unsafe {
+        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+        libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const filter)
+    };
+    if done == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+}
+
+/// The other side: does what standard input says, until it ends.
+pub(crate) fn serve() {
+    if std::env::var_os("SOFT_GAUDI_NODE").is_none() {
+        // Run by hand with all other ignored tests: there is nobody to serve.
+        return;
+    }
+    machine::set_up("gaudi2");
+    println!("\n{MARK}ready");
+    let mut state = State::default();
+    for line in stdin().lines().map_while(Result::ok) {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let answer = state.obey(&words);
+        println!("\n{MARK}{}", answer.unwrap_or_else(|error| failure(&error)));
+    }
+}
+
+fn failure(error: &Error) -> String {
+    format!("failed {} {error}", error.kind().name())
+}
+
+#[derive(Default)]
+struct State {
+    opened: BTreeMap<u32, Arc<Opened>>,
+    keys: BTreeMap<u32, RemoteKey>,
+    shares: BTreeMap<u32, Share>,
+    memory: BTreeMap<u32, Allocation>,
+    device: Option<Arc<Device>>,
+}
+
+impl State {
+    fn device(&self) -> &Arc<Device> {
+        self.device.as_ref().expect("open first")
+    }
+
+    fn obey(&mut self, words: &[&str]) -> Result<String, Error> {
+        let number = |at: usize| words[at].parse::<u64>().expect("a number");
+        let slot = || number(1) as u32;
+        match words[0] {
+            "card" => self.device = Some(gaudi::runtime().open(&words[1].parse()?)?),
+            "closecard" => *self = Self::default(),
+            "alloc" => {
+                let memory = self.device().alloc(number(2), 1)?;
+                self.memory.insert(slot(), memory);
+            }
+            "share" => {
+                let (len, seed) = (number(2) as usize, number(3));
+                let memory = self.device().alloc(len as u64, 1)?;
+                machine::write(self.device(), memory.addr(), &pattern(len, seed));
+                let share = self.device().share(memory.addr(), 1)?;
+                let key = hex(&share.key());
+                self.shares.insert(slot(), share);
+                self.memory.insert(slot(), memory);
+                return Ok(format!("ok {key}"));
+            }
+            "unshare" => drop(self.shares.remove(&slot())),
+            "free" => drop(self.memory.remove(&slot())),
+            "addr" => return Ok(format!("ok {}", self.memory[&slot()].addr().0)),
+            "sum" => {
+                let memory = &self.memory[&slot()];
+                let bytes = machine::read(self.device(), memory.addr(), memory.len() as usize);
+                return Ok(format!("ok {}", hash(&bytes)));
+            }
+            "open" => {
+                let key = RemoteKey::parse(&unhex(words[2])).map_err(|error| error.into_error())?;
+                self.opened.insert(slot(), key.open(self.device())?);
+                self.keys.insert(slot(), key);
+            }
+            // From the peer's memory into our own, by one copy.
+            "pull" => {
+                let (dst, src, len) = self.sides(slot());
+                copy(self.device(), dst, src, len)?;
+                return Ok(format!("ok {}", hash(&machine::read_side(self.device(), dst, len))));
+            }
+            // From our own into the peer's.
+            "push" => {
+                let (src, dst, len) = self.sides(slot());
+                if let Side::Device(addr) = src {
+                    machine::write(self.device(), addr, &pattern(len, number(2)));
+                }
+                copy(self.device(), dst, src, len)?;
+            }
+            "close" => drop(self.opened.remove(&slot())),
+            "gone" => return Ok(format!("ok {}", self.opened[&slot()].is_peer_gone())),
+            "stat" => {
+                let counters = gaudi::stats::read(std::process::id()).expect("a page");
+                return Ok(format!("ok {}", counters.get(words[1]).expect("a counter")));
+            }
+            "identity" => return Ok(format!("ok {}", hex(&identity().pack()))),
+            "broker" => gaudi::share::start_broker()?,
+            "fds" => {
+                let fds = std::fs::read_dir("/proc/self/fd").expect("a Linux").count();
+                return Ok(format!("ok {fds}"));
+            }
+            other => panic!("no such word: {other}"),
+        }
+        Ok("ok".to_owned())
+    }
+
+    /// Our memory and the peer's under the same number, and how long both are.
+    fn sides(&mut self, slot: u32) -> (Side, Side, usize) {
+        let (key, opened) = (self.keys[&slot], Arc::clone(&self.opened[&slot]));
+        let len = key.len() as usize;
+        let device = Arc::clone(self.device());
+        let ours = self.memory.entry(slot);
+        let ours = ours.or_insert_with(|| device.alloc(len as u64, 1).expect("memory"));
+        let theirs = opened.translate(key.base(), len).expect("all of it");
+        (Side::Device(ours.addr()), Side::Device(theirs), len)
+    }
+}
+
+pub(crate) fn identity() -> &'static gaudi::Identity {
+    gaudi::Identity::own().expect("a Linux")
+}
+
+pub(crate) fn copy(device: &Arc<Device>, dst: Side, src: Side, len: usize) -> Result<(), Error> {
+    // SAFETY: device memory on both sides.
+    unsafe { device.copy_blocking(dst, src, len) }
+}

@@ -55,6 +55,7 @@ impl Category {
                     "listing",
                     "perftest",
                     "verify",
+                    "soak",
                     "guest",
                     "generations",
                     "abi",

@@ -16,12 +16,16 @@ pub struct Buffer {
 
 impl Buffer {
     /// Allocates for messages of `body` bytes. Device buffers share the host region `staging`,
-    /// which must have the same length.
+    /// which must be at least as long.
     pub fn new(rig: &Rig, memory: Memory, body: usize, staging: &Arc<Region>) -> Result<Buffer> {
         rig.step(format_args!("allocating {memory} memory for {body} bytes"));
-        let region = rig.region(memory, Layout::allocation(body))?;
-        assert_eq!(region.length(), staging.length());
-        let ferry = match memory {
+        Buffer::of(rig, rig.region(memory, Layout::allocation(body))?, staging)
+    }
+
+    /// A buffer that is this region; `staging` as for [`Buffer::new`].
+    pub fn of(rig: &Rig, region: Arc<Region>, staging: &Arc<Region>) -> Result<Buffer> {
+        assert!(region.length() <= staging.length());
+        let ferry = match region.memory() {
             Memory::Host => None,
             Memory::Gaudi => Some((rig.own_key(&region)?, staging.clone())),
         };
@@ -36,6 +40,11 @@ impl Buffer {
     /// For a peer's put and get.
     pub fn pack(&self) -> Result<PackedRegion> {
         Ok(self.region.pack()?)
+    }
+
+    /// Length of the allocation.
+    pub fn length(&self) -> usize {
+        self.region.length()
     }
 
     /// Address of the allocation.
@@ -73,11 +82,11 @@ impl Buffer {
         let Some((key, staging)) = &self.ferry else { return Ok(&self.region) };
         rig.step("reading device memory by ucp_get from ourselves");
         // Nothing of an earlier copy may pass for what the device holds.
-        let blank = [0x5a; 8192];
-        for at in (0..staging.length()).step_by(blank.len()) {
-            staging.write(at, &blank[..blank.len().min(staging.length() - at)]);
+        let (blank, length) = ([0x5a; 8192], self.region.length());
+        for at in (0..length).step_by(blank.len()) {
+            staging.write(at, &blank[..blank.len().min(length - at)]);
         }
-        rig.ferry_out(staging, key)?;
+        rig.ferry_out(&staging.span(0, length), key)?;
         Ok(staging)
     }
 
@@ -85,7 +94,7 @@ impl Buffer {
     fn unload(&self, rig: &Rig) -> Result<()> {
         let Some((key, staging)) = &self.ferry else { return Ok(()) };
         rig.step("filling device memory by ucp_put to ourselves");
-        rig.ferry_in(staging, key)
+        rig.ferry_in(&staging.span(0, self.region.length()), key)
     }
 
     /// Fills with `image` and reads it back: does the way into this memory work at all?

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 use ucp_check::matrix::{Op, Pair, Plan, SIZES, Sabotage, Size};
-use ucp_check::run::{self, alloc, loopback, memory, pair, peer_errors, threads};
+use ucp_check::run::{self, alloc, loopback, memory, pair, peer_errors, soak, threads};
 use ucp_check::ucp::{Features, Memory};
 
 /// Moves messages through a stock UCX and checks every byte, and the bytes around, on both sides.
@@ -66,6 +66,30 @@ enum Command {
         count: u8,
         #[command(flatten)]
         plan: PlanArgs,
+    },
+    /// Random messages from many threads for a given time, buffers coming and going meanwhile
+    Soak {
+        /// For how long
+        #[arg(long, default_value_t = 60.0)]
+        seconds: f64,
+        /// How many threads
+        #[arg(long, default_value_t = 8)]
+        threads: u8,
+        /// Every thread its own worker, one shared by all, or the last quarter sharing one
+        #[arg(long, value_enum, default_value = "mixed")]
+        workers: soak::Workers,
+        /// Largest message size
+        #[arg(long, default_value = "16M")]
+        max: Size,
+        /// Makes everything that is random
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+        /// Seconds that one step may take before it counts as hung
+        #[arg(long, default_value_t = 120.0)]
+        timeout: f64,
+        /// Damage one byte after every transfer: proves that the check can fail
+        #[arg(long, value_name = "WHERE")]
+        sabotage: Option<Sabotage>,
     },
     /// Like pair --plain, at a few sizes, with times: latency and bandwidth of verified messages
     Bench(PairArgs),
@@ -296,6 +320,18 @@ fn execute(cli: Cli) -> Result<bool> {
             let defaults = Defaults { ops: &[Op::Tag, Op::Put, Op::Get], ..EVERYTHING };
             let report = threads::run(&plan.plan(ucx, &defaults), count)?;
             run::conclude(&report, plan.json.as_deref())
+        }
+        Command::Soak { seconds, threads, workers, max, seed, timeout, sabotage } => {
+            soak::run(&soak::Options {
+                ucx: ucx.map(PathBuf::as_path),
+                threads,
+                workers,
+                time: Duration::from_secs_f64(seconds),
+                max: max.0,
+                seed,
+                timeout: Duration::from_secs_f64(timeout),
+                sabotage,
+            })
         }
         Command::PairSide(side) => {
             return pair::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?);

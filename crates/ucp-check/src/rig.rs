@@ -7,7 +7,7 @@
 use crate::ops::Activity;
 use crate::ucp::{
     Completion, Context, Endpoint, EndpointOptions, Features, Idle, Memory, Region, RemoteKey,
-    Request, Ucx, Worker, WorkerOptions,
+    Request, Span, Ucx, Worker, WorkerOptions,
 };
 use crate::watchdog::Watchdog;
 use anyhow::{Context as _, Result};
@@ -46,10 +46,26 @@ impl Rig {
         };
         let worker = make(features)?;
         let ferry = if features.rma() { worker.clone() } else { make(Features::RMA)? };
+        Rig::with(worker, ferry, dog)
+    }
+
+    /// One more worker in a context that several threads share; it must have RMA.
+    pub fn in_context(context: &Context, multi: bool, dog: &Watchdog) -> Result<Rig> {
+        dog.step("ucp_worker_create");
+        let worker = Worker::new(context, WorkerOptions { multi, hint: false })?;
+        Rig::with(worker.clone(), worker, dog)
+    }
+
+    fn with(worker: Worker, ferry: Worker, dog: &Watchdog) -> Result<Rig> {
         let address = ferry.address()?;
         // SAFETY: the address of a worker of this very UCX.
         let to_myself = unsafe { Endpoint::connect(&ferry, &address, EndpointOptions::default()) }?;
         Ok(Rig { worker, ferry, to_myself, dog: dog.clone() })
+    }
+
+    /// The same worker, watched by another watchdog: for the other threads that use it.
+    pub fn watched_by(&self, dog: &Watchdog) -> Rig {
+        Rig { dog: dog.clone(), ..self.clone() }
     }
 
     /// The worker under test.
@@ -94,8 +110,8 @@ impl Rig {
     }
 
     /// Copies `staging` (host) over the start of the region behind `key`.
-    pub fn ferry_in(&self, staging: &Arc<Region>, key: &RemoteKey) -> Result<()> {
-        let put = self.to_myself.put(&staging.whole(), key, 0)?;
+    pub fn ferry_in(&self, staging: &Span, key: &RemoteKey) -> Result<()> {
+        let put = self.to_myself.put(staging, key, 0)?;
         let flush = self.to_myself.flush()?;
         self.finish_on(&self.ferry, put)?;
         self.finish_on(&self.ferry, flush)?;
@@ -103,8 +119,8 @@ impl Rig {
     }
 
     /// Copies the start of the region behind `key` into `staging` (host).
-    pub fn ferry_out(&self, staging: &Arc<Region>, key: &RemoteKey) -> Result<()> {
-        let get = self.to_myself.get(&staging.whole(), key, 0)?;
+    pub fn ferry_out(&self, staging: &Span, key: &RemoteKey) -> Result<()> {
+        let get = self.to_myself.get(staging, key, 0)?;
         self.finish_on(&self.ferry, get)?;
         Ok(())
     }

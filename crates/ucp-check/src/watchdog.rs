@@ -21,18 +21,23 @@ pub struct Watchdog {
 struct Step {
     what: String,
     since: Instant,
+    /// Nothing is left to be watched.
+    over: bool,
 }
 
 impl Watchdog {
     /// Starts watching; `who` begins the message of a hang.
     pub fn start(who: &str, limit: Duration) -> Watchdog {
-        let step = Step { what: "starting".into(), since: Instant::now() };
+        let step = Step { what: "starting".into(), since: Instant::now(), over: false };
         let dog = Watchdog { step: Arc::new(Mutex::new(step)), limit };
         let (watch, who) = (dog.clone(), who.to_owned());
         thread::spawn(move || {
             loop {
                 thread::sleep(watch.limit.min(Duration::from_millis(200)));
                 let step = watch.lock();
+                if step.over {
+                    return;
+                }
                 if step.since.elapsed() > watch.limit {
                     die(&who, &step.what, watch.limit);
                 }
@@ -46,6 +51,11 @@ impl Watchdog {
         let mut step = self.lock();
         step.what = what.to_string();
         step.since = Instant::now();
+    }
+
+    /// Ends the watch: the last step is done.
+    pub fn retire(&self) {
+        self.lock().over = true;
     }
 
     /// What was said last.

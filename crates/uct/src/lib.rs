@@ -28,6 +28,7 @@ mod md;
 mod pending;
 mod plugin;
 mod probe;
+mod ucm;
 mod ucx;
 
 pub use abi::{
@@ -46,4 +47,5 @@ pub use md::{
 };
 pub use plugin::enter;
 pub use probe::probe_library;
+pub use ucm::Unmapped;
 pub use ucx::{Bound, Level, Refusal, SUPPORTED, Ucx};

@@ -5,6 +5,7 @@ pub mod loopback;
 pub mod memory;
 pub mod pair;
 pub mod peer_errors;
+pub mod soak;
 pub mod threads;
 mod twins;
 

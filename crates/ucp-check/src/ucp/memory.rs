@@ -1,4 +1,4 @@
-//! Memory that UCP knows: host pages we map and register, device memory that UCP allocates.
+//! Memory for UCP: host pages we map (and register, or not), device memory that UCP allocates.
 //!
 //! A device address is a number here, never a pointer: nobody can read or write a device region
 //! through this type, only `ucp_put`/`ucp_get` can.
@@ -6,7 +6,6 @@
 use super::context::{Context, ContextInner};
 use super::sys::{self, MemAttr, MemMapParams, Raw};
 use super::{Error, Result};
-use rustix::mm::{MapFlags, ProtFlags};
 use std::ffi::{c_uint, c_void};
 use std::fmt;
 use std::ptr;
@@ -57,7 +56,8 @@ impl FromStr for Memory {
 /// A piece of memory mapped in a context; unmapped (and freed) when the last reference goes.
 pub struct Region {
     context: Arc<ContextInner>,
-    memh: Raw,
+    /// `None`: UCX was not told of these pages.
+    memh: Option<Raw>,
     address: usize,
     length: usize,
     memory: Memory,
@@ -90,17 +90,25 @@ impl Region {
         }
     }
 
+    /// `length` bytes of zero pages that UCX is not told about, as an application that registers
+    /// nothing has them; at the address `at` if it is given and free.
+    ///
+    /// # Errors
+    /// When there is no such memory.
+    pub fn pages(
+        context: &Context,
+        length: usize,
+        at: Option<u64>,
+    ) -> std::io::Result<Arc<Region>> {
+        let length = length.max(1);
+        let address = map_pages(length, at)? as usize;
+        let (context, memory) = (context.0.clone(), Memory::Host);
+        Ok(Arc::new(Region { context, memh: None, address, length, memory }))
+    }
+
     fn host(context: &Context, length: usize) -> Result<Arc<Region>> {
-        // SAFETY: a new anonymous mapping at an address of the kernel's choice.
-        let pages = unsafe {
-            rustix::mm::mmap_anonymous(
-                ptr::null_mut(),
-                length,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::PRIVATE,
-            )
-        };
-        let pages = pages.unwrap_or_else(|e| panic!("no {length} bytes of host memory: {e}"));
+        let pages = map_pages(length, None)
+            .unwrap_or_else(|e| panic!("no {length} bytes of host memory: {e}"));
         let params = MemMapParams {
             field_mask: MemMapParams::ADDRESS | MemMapParams::LENGTH,
             address: pages,
@@ -116,11 +124,10 @@ impl Region {
         let status = unsafe { (inner.ucx.f.ucp_mem_map)(inner.raw(), &params, &mut memh) };
         if let Err(error) = inner.ucx.check("ucp_mem_map of host memory", status) {
             // SAFETY: nobody knows these pages.
-            let _ = unsafe { rustix::mm::munmap(pages, length) };
+            unsafe { unmap_pages(pages, length) };
             return Err(error);
         }
-        let address = pages as usize;
-        let memory = Memory::Host;
+        let (memh, address, memory) = (Some(memh), pages as usize, Memory::Host);
         Ok(Arc::new(Region { context: inner.clone(), memh, address, length, memory }))
     }
 
@@ -148,6 +155,7 @@ impl Region {
         let status = unsafe { (inner.ucx.f.ucp_mem_query)(memh, &mut attr) };
         let address = attr.address as usize;
         // From here the region owns `memh` and gives it back on every path.
+        let memh = Some(memh);
         let region = Region { context: inner.clone(), memh, address, length, memory };
         inner.ucx.check("ucp_mem_query", status)?;
         if attr.mem_type != memory.raw() || attr.length < length {
@@ -219,12 +227,16 @@ impl Region {
     }
 
     /// Address and packed remote key, ready to be sent to a peer.
+    ///
+    /// # Panics
+    /// When UCX was not told of the region.
     pub fn pack(&self) -> Result<PackedRegion> {
+        let memh = self.memh.expect("only registered memory has a key");
         let ucx = self.context.ucx;
         let (mut buffer, mut size) = (ptr::null_mut(), 0);
         // SAFETY: `memh` belongs to this context.
         let status =
-            unsafe { (ucx.f.ucp_rkey_pack)(self.context.raw(), self.memh, &mut buffer, &mut size) };
+            unsafe { (ucx.f.ucp_rkey_pack)(self.context.raw(), memh, &mut buffer, &mut size) };
         ucx.check("ucp_rkey_pack", status)?;
         // SAFETY: UCX returned `size` readable bytes, ours until released.
         let rkey = unsafe { std::slice::from_raw_parts(buffer.cast::<u8>(), size) }.to_vec();
@@ -239,15 +251,46 @@ impl Drop for Region {
         if !self.context.threads.allowed() {
             return; // leaked rather than touched from a foreign thread
         }
-        // SAFETY: requests hold their region, so no operation is under way.
-        let status = unsafe { (self.context.ucx.f.ucp_mem_unmap)(self.context.raw(), self.memh) };
-        if let Err(error) = self.context.ucx.check("ucp_mem_unmap", status) {
-            eprintln!("ucp-check: {} memory at {:#x}: {error}", self.memory, self.address);
+        if let Some(memh) = self.memh {
+            // SAFETY: requests hold their region, so no operation is under way.
+            let status = unsafe { (self.context.ucx.f.ucp_mem_unmap)(self.context.raw(), memh) };
+            if let Err(error) = self.context.ucx.check("ucp_mem_unmap", status) {
+                eprintln!("ucp-check: {} memory at {:#x}: {error}", self.memory, self.address);
+            }
         }
         if self.memory == Memory::Host {
-            // SAFETY: our own mapping, unknown to UCX by now.
-            let _ = unsafe { rustix::mm::munmap(self.address as *mut c_void, self.length) };
+            // SAFETY: our own mapping, of which no operation is under way.
+            unsafe { unmap_pages(self.address as *mut c_void, self.length) };
         }
+    }
+}
+
+/// Fresh zero pages. By libc's `mmap` as applications call it, not by a bare system call: that is
+/// where UCX listens.
+fn map_pages(length: usize, at: Option<u64>) -> std::io::Result<*mut c_void> {
+    let fixed = at.map_or(0, |_| libc::MAP_FIXED_NOREPLACE);
+    // SAFETY: a new anonymous mapping that replaces nothing.
+    let pages = unsafe {
+        libc::mmap(
+            at.unwrap_or(0) as *mut c_void,
+            length,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | fixed,
+            -1,
+            0,
+        )
+    };
+    if pages == libc::MAP_FAILED { Err(std::io::Error::last_os_error()) } else { Ok(pages) }
+}
+
+/// Gives pages back, by libc's `munmap` for the same reason.
+///
+/// # Safety
+/// They came from [`map_pages`], with this length, and nobody uses them any more.
+unsafe fn unmap_pages(pages: *mut c_void, length: usize) {
+    // SAFETY: as the caller promises.
+    if unsafe { libc::munmap(pages, length) } != 0 {
+        eprintln!("ucp-check: munmap of {length} bytes: {}", std::io::Error::last_os_error());
     }
 }
 

@@ -1,0 +1,83 @@
+//! Being told of memory that goes away: the events of UCX's libucm.
+//!
+//! libucm hooks the calls by which a process gives memory back (`munmap`, `brk`, `madvise`, …) and
+//! tells whoever asked, before the kernel does it. Every copy of UCX has a libucm of its own; the
+//! functions are found through the libucs that belongs to the copy, whatever the file is called.
+
+use core::ffi::{c_int, c_void};
+use std::panic::catch_unwind;
+
+use crate::abi::Status;
+use crate::ucx::Ucx;
+
+/// `UCM_EVENT_VM_UNMAPPED`: a range of addresses is about to lose its memory.
+const VM_UNMAPPED: c_int = 1 << 17;
+
+/// `ucm_event_t` as far as [`VM_UNMAPPED`] fills it.
+#[repr(C)]
+struct UnmappedEvent {
+    address: *mut c_void,
+    size: usize,
+}
+
+type Callback = unsafe extern "C" fn(c_int, *mut UnmappedEvent, *mut c_void);
+type SetEventHandler = unsafe extern "C" fn(c_int, c_int, Callback, *mut c_void) -> Status;
+
+/// What is called with the start and the length of memory that is about to go.
+///
+/// It runs inside `munmap`, `free` and the like, on any thread, perhaps with the lock of the memory
+/// allocator held, and at any time until the process ends. So it must not allocate or free memory,
+/// must not wait for a lock that anyone holds while allocating, and must not panic.
+pub type Unmapped = fn(usize, usize);
+
+impl Ucx {
+    /// Has `unmapped` called for memory that is about to be unmapped, from now on and for ever.
+    ///
+    /// # Errors
+    /// UCX's reason: [`Status::UNSUPPORTED`] where memory events are turned off
+    /// (`UCX_MEM_EVENTS=n`), or this UCX has no libucm.
+    pub fn watch_unmapped(&'static self, priority: i32, unmapped: Unmapped) -> Result<(), Status> {
+        let set = self.symbol(c"ucm_set_event_handler").ok_or(Status::UNSUPPORTED)?;
+        // SAFETY: the function has had this type in every UCX since 1.3.
+        let set = unsafe { core::mem::transmute::<*mut c_void, SetEventHandler>(set) };
+        // SAFETY: the callback has UCX's type, and its argument is the function that it takes it for.
+        let status = unsafe { set(VM_UNMAPPED, priority, forward, unmapped as *mut c_void) };
+        if status == Status::OK { Ok(()) } else { Err(status) }
+    }
+}
+
+unsafe extern "C" fn forward(_: c_int, event: *mut UnmappedEvent, unmapped: *mut c_void) {
+    // SAFETY: libucm passes an event of the kind that was asked for, and the argument it was given.
+    let (start, len, unmapped) = unsafe {
+        let unmapped = core::mem::transmute::<*mut c_void, Unmapped>(unmapped);
+        ((*event).address.addr(), (*event).size, unmapped)
+    };
+    // A panic must not pass into libucm. There is nobody to tell: writing a log allocates.
+    let _ = catch_unwind(|| unmapped(start, len));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    #[test]
+    fn an_event_reaches_the_function_with_its_range_and_panics_stop_here() {
+        static SEEN: [AtomicUsize; 2] = [AtomicUsize::new(0), AtomicUsize::new(0)];
+        fn note(start: usize, len: usize) {
+            SEEN[0].store(start, Ordering::Relaxed);
+            SEEN[1].store(len, Ordering::Relaxed);
+            assert_ne!(len, 13, "a panic, to see that it goes no further");
+        }
+        let tell = |address, size| {
+            let address = core::ptr::without_provenance_mut(address);
+            let mut event = UnmappedEvent { address, size };
+            // SAFETY: an event and a function of the types that the callback expects.
+            unsafe { forward(VM_UNMAPPED, &mut event, note as *mut c_void) };
+        };
+        tell(0x5000, 13);
+        tell(0x7000, 4096);
+        let seen = SEEN.each_ref().map(|number| number.load(Ordering::Relaxed));
+        assert_eq!(seen, [0x7000, 4096]);
+    }
+}

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 use ucp_check::matrix::{Op, Pair, Plan, SIZES, Sabotage, Size};
-use ucp_check::run::{self, alloc, loopback, memory, pair, peer_errors, soak, threads};
+use ucp_check::run::{self, alloc, loopback, memory, pair, peer_errors, reconnect, soak, threads};
 use ucp_check::ucp::{Features, Memory};
 
 /// Moves messages through a stock UCX and checks every byte, and the bytes around, on both sides.
@@ -39,6 +39,17 @@ enum Command {
     TwoUcx(PlanArgs),
     /// A peer is killed in the middle of its transfers: the error must show, nothing may hang
     PeerErrors(PairArgs),
+    /// Two processes connect, transfer and disconnect, many times: nothing may be left behind
+    Reconnect {
+        /// How many times
+        #[arg(long, default_value_t = 1000)]
+        count: u32,
+        /// A context and a worker of its own each time
+        #[arg(long)]
+        fresh: bool,
+        #[command(flatten)]
+        pair: PairArgs,
+    },
     /// Allocate and free device memory, many times and in many sizes
     Alloc {
         /// How many allocations
@@ -95,6 +106,8 @@ enum Command {
     Bench(PairArgs),
     #[command(name = pair::ROLE, hide = true)]
     PairSide(SideArgs),
+    #[command(name = reconnect::ROLE, hide = true)]
+    ReconnectSide(SideArgs),
     #[command(name = peer_errors::ROLE, hide = true)]
     PeerErrorsSide(SideArgs),
 }
@@ -293,6 +306,12 @@ fn execute(cli: Cli) -> Result<bool> {
             let report = peer_errors::run(&args.plan(ucx, &defaults), &args.env)?;
             run::conclude(&report, args.plan.json.as_deref())
         }
+        Command::Reconnect { count, fresh, pair } => {
+            let ops = &[Op::Tag, Op::Put, Op::Get];
+            let defaults = Defaults { ops, sizes: &[65537], ..EVERYTHING };
+            let plan = pair.plan(ucx, &defaults);
+            reconnect::run(&reconnect::Rounds { plan, count, fresh }, &pair.env)
+        }
         Command::Alloc { count, memory, max, seed, timeout } => alloc::run(&alloc::Options {
             ucx: ucx.map(PathBuf::as_path),
             memory,
@@ -335,6 +354,9 @@ fn execute(cli: Cli) -> Result<bool> {
         }
         Command::PairSide(side) => {
             return pair::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?);
+        }
+        Command::ReconnectSide(side) => {
+            return reconnect::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?);
         }
         Command::PeerErrorsSide(side) => {
             return peer_errors::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?);

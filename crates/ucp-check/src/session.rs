@@ -112,13 +112,14 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Closes the endpoint in good order.
-    pub fn close(mut self) -> Result<()> {
+    /// Closes the endpoint in good order, and gives the control line back.
+    pub fn close(mut self) -> Result<Option<Control>> {
         self.meet("closing", u64::MAX)?;
         self.rig.step("ucp_ep_close");
         let closing = self.endpoint.close(false)?;
         self.rig.finish(closing)?;
-        self.meet("closed", u64::MAX - 2)
+        self.meet("closed", u64::MAX - 2)?;
+        Ok(self.peer.map(|(control, _)| control))
     }
 
     pub(crate) fn plays(&self, rank: u8) -> bool {

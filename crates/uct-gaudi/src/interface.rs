@@ -2,19 +2,20 @@
 
 use std::cell::Cell;
 use std::marker::PhantomData;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
+use std::os::fd::BorrowedFd;
 
-use gaudi::{Device, DeviceAddr, Error, Segment, Side};
-use uct::abi::{event_flag, iface_flag};
+use gaudi::{Error, Segment};
+use uct::abi::iface_flag;
 use uct::{
     Bandwidth, Buffer, Buffers, Completion, DeviceType, Interface, InterfaceAttributes, LinearFunc,
     Link, MemoryType, OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, Status, Ucx, log,
 };
 
-use crate::copies::Copies;
+use crate::copies::{Copies, Failure, NotStarted, OnFailure};
 use crate::domain::{GaudiComponent, GaudiDomain, Memory};
 use crate::flavour::Flavour;
+use crate::sides::{Way, classify};
+use crate::sleeper::Sleeper;
 use crate::status;
 
 /// Bytes per second between host and device: what a Gaudi2 on PCIe 4.0 x16 can move.
@@ -33,41 +34,11 @@ pub(crate) struct CopyInterface<F> {
     address: [u8; 8],
     copies_possible: bool,
     abort_on_error: bool,
-    copies: Copies,
-    /// Absent where the process is out of descriptors; then no event flag is advertised.
-    event_fd: Option<OwnedFd>,
-    /// A sleeper has to be woken when a copy is posted.
-    armed: Cell<bool>,
+    copies: Copies<()>,
+    sleeper: Sleeper,
     /// The loss of a device was logged.
     lost: Cell<bool>,
     flavour: PhantomData<F>,
-}
-
-/// Which way a copy goes, seen from the local buffer.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Way {
-    Put,
-    Get,
-}
-
-impl Way {
-    fn sides(self, local: Side, remote: Side) -> (Side, Side) {
-        match self {
-            Way::Put => (remote, local),
-            Way::Get => (local, remote),
-        }
-    }
-}
-
-/// What an address is, and the device it lies on if it is a device address.
-fn classify(address: u64, length: usize) -> (Side, Option<Arc<Device>>) {
-    match gaudi::runtime().locate(address, length).and_then(|place| place.device()) {
-        Some(device) => (Side::Device(DeviceAddr(address)), Some(device)),
-        None => {
-            let host = core::ptr::with_exposed_provenance_mut::<u8>(address as usize);
-            (Side::Host(host), None)
-        }
-    }
 }
 
 impl<F: Flavour> CopyInterface<F> {
@@ -133,11 +104,11 @@ impl<F: Flavour> CopyInterface<F> {
             return Ok(Posted::Done(completion)); // no bytes at all
         };
         // SAFETY: UCX keeps the buffers of an operation valid and to itself until the completion.
-        let posted = unsafe { self.copies.post(device, segments, completion) };
+        let posted = unsafe { self.copies.post(device, segments, (), completion) };
         if matches!(posted, Ok(Posted::Later)) {
-            self.wake_sleeper();
+            self.sleeper.wake();
         }
-        posted.map_err(|error| self.copy_failed(&error))
+        posted.map_err(|NotStarted { error, .. }| self.copy_failed(&error))
     }
 
     /// A copy has failed, for the second time. UCP does not look at the outcome of the copies its
@@ -159,16 +130,6 @@ impl<F: Flavour> CopyInterface<F> {
             log!(self.ucx, Error, "copy failed: {error}");
         }
         status::of(error)
-    }
-
-    /// A thread may sleep on the event fd since before this copy: it has to come and progress it.
-    fn wake_sleeper(&self) {
-        if self.armed.replace(false)
-            && let Some(fd) = &self.event_fd
-        {
-            // A full counter means that the sleeper is being woken already.
-            let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
-        }
     }
 }
 
@@ -195,20 +156,13 @@ impl<F: Flavour> Interface for CopyInterface<F> {
     fn open(md: &GaudiDomain<F>, request: &OpenRequest<'_>) -> Result<Self, Status> {
         let mut address = [0; 8];
         random(&mut address);
-        let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
-        let event_fd = rustix::event::eventfd(0, flags)
-            .inspect_err(|error| {
-                log!(request.ucx, Info, "{}: no event fd: {error}", F::TRANSPORT);
-            })
-            .ok();
         Ok(CopyInterface {
             ucx: request.ucx,
             address,
             copies_possible: md.copies,
             abort_on_error: md.settings.abort_on_error,
-            copies: Copies::default(),
-            event_fd,
-            armed: Cell::new(false),
+            copies: Copies::new(OnFailure::TryAgain),
+            sleeper: Sleeper::new(request.ucx, F::TRANSPORT),
             lost: Cell::new(false),
             flavour: PhantomData,
         })
@@ -240,11 +194,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
                 | iface_flag::PUT_ZCOPY
                 | iface_flag::GET_ZCOPY
                 | iface_flag::PENDING,
-            // UCX picks no copy lane for a sleeping worker without these, and then crashes.
-            event_flags: match self.event_fd {
-                Some(_) => event_flag::SEND_COMP | event_flag::RECV | event_flag::FD,
-                None => 0,
-            },
+            event_flags: self.sleeper.event_flags(),
             put: limits,
             get: limits,
             bandwidth: Bandwidth { dedicated: 0.0, shared: HOST_BANDWIDTH / F::COST },
@@ -339,8 +289,11 @@ impl<F: Flavour> Interface for CopyInterface<F> {
         }
         let ended = self.copies.reap();
         let count = ended.len() as u32;
-        for (completion, result) in ended {
-            completion.finish(result.map_err(|error| self.copy_failed(&error)));
+        for copy in ended {
+            copy.completion.finish(copy.result.map_err(|failure| match failure {
+                Failure::Copy(error) => self.copy_failed(&error),
+                Failure::Refused(status) => status,
+            }));
         }
         count
     }
@@ -350,18 +303,11 @@ impl<F: Flavour> Interface for CopyInterface<F> {
     }
 
     fn event_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.event_fd.as_ref().map(AsFd::as_fd)
+        self.sleeper.fd()
     }
 
     fn arm(&self) -> Result<(), Status> {
-        let fd = self.event_fd.as_ref().ok_or(Status::UNSUPPORTED)?;
-        // Clear what woke the last sleeper; an empty counter is fine.
-        let _ = rustix::io::read(fd, &mut [0; 8]);
-        if !self.copies.is_idle() {
-            return Err(Status::BUSY);
-        }
-        self.armed.set(true);
-        Ok(())
+        self.sleeper.arm(self.copies.is_idle())
     }
 }
 

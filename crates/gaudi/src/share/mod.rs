@@ -34,10 +34,11 @@ mod watch;
 pub use cache::Limits;
 pub use export::Share;
 pub(crate) use export::withdraw;
+pub use handover::{Handover, allow_handover};
 pub use identity::Identity;
 pub use key::KEY_LEN;
 pub(crate) use opened::Handles;
-pub use opened::{DEFAULT_LIMITS, Opened, Relation, RemoteKey};
+pub use opened::{DEFAULT_LIMITS, Opened, Relation, RemoteKey, set_handle_limits};
 pub use watch::Watch;
 
 use std::sync::Arc;

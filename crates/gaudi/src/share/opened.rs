@@ -1,7 +1,7 @@
 //! The importer's side: a key becomes addresses that this process's card can copy from and to.
 
 use std::fmt;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use super::cache::{Cache, Limits};
 use super::handover::{self, Failure, OPENING, Way};
@@ -242,7 +242,21 @@ pub(crate) struct Handles(Cache<HandleKey, Handle>);
 
 impl Default for Handles {
     fn default() -> Self {
-        Self(Cache::new(DEFAULT_LIMITS))
+        Self(Cache::new(*default_limits()))
+    }
+}
+
+/// What a device begins with.
+fn default_limits() -> MutexGuard<'static, Limits> {
+    static LIMITS: Mutex<Limits> = Mutex::new(DEFAULT_LIMITS);
+    LIMITS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Bounds the handles of all devices of this process, of those there are and of those that come.
+pub fn set_handle_limits(limits: Limits) {
+    *default_limits() = limits;
+    for device in runtime().devices() {
+        device.set_handle_limits(limits);
     }
 }
 

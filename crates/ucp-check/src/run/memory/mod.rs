@@ -14,10 +14,10 @@ mod keys;
 mod ledger;
 mod mapping;
 mod model;
-mod process;
 mod register;
 mod tally;
 
+use super::process;
 use crate::ucp::Ucx;
 use crate::uct::{Domain, Uct};
 use crate::watchdog::Watchdog;

@@ -140,20 +140,33 @@ impl Device {
     /// always given). The contents are not defined.
     pub fn alloc(self: &Arc<Self>, len: u64, align: u64) -> Result<Allocation, Error> {
         self.announcement.ensure(runtime().windows(), &self.window);
-        let taken = self.memory.take(&*self.backend, len, align);
+        let take = || self.memory.take(&*self.backend, len, align);
+        let taken = take().or_else(|error| match error.kind() {
+            // Freed memory may be waiting for peers that have let it go meanwhile.
+            ErrorKind::OutOfMemory => {
+                share::settle();
+                take()
+            }
+            _ => Err(error),
+        });
         let base = taken.map_err(|error| self.failed(error))?;
         self.counts.allocated(len);
         runtime().table().insert(Entry { base, len, device: self.id });
         Ok(Allocation::new(Arc::clone(self), DeviceAddr(base), len))
     }
 
-    /// The other half of [`Allocation`].
-    pub(crate) fn free(&self, addr: DeviceAddr, len: u64) {
+    /// The other half of [`Allocation`]. Memory that another process has open waits until it has let
+    /// go; the card may be closed before that.
+    pub(crate) fn free(self: &Arc<Self>, addr: DeviceAddr, len: u64) {
         runtime().table().remove(addr.0);
-        share::withdraw(addr);
         self.engine.quiesce(&(addr.0..addr.0 + len));
-        self.memory.give(addr.0);
         self.counts.freed(len);
+        let device = Arc::downgrade(self);
+        share::freed(addr, len, self.counts, move || {
+            if let Some(device) = device.upgrade() {
+                device.memory.give(addr.0);
+            }
+        });
     }
 
     /// A dma-buf for `[addr, addr + len)`, which must lie in one live allocation: a close-on-exec

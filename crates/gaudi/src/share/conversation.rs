@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-use super::message::{REPLY_LEN, Reply, Request};
+use super::message::{MESSAGE_LEN, Reply, Request};
 use super::{Identity, socket};
 
 /// How long an exporter may take to answer.
@@ -85,7 +85,7 @@ fn ask_once(
         Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => {}
         Err(_) => return Err(Refusal::HungUp),
     }
-    let mut message = [0; REPLY_LEN];
+    let mut message = [0; MESSAGE_LEN];
     let (len, dmabuf) = loop {
         wait(&connection, end)?;
         match socket::receive(connection.as_fd(), &mut message) {
@@ -100,7 +100,7 @@ fn ask_once(
         Some(Reply::Granted) => Ok((connection, dmabuf)),
         Some(Reply::Unknown) => Err(Refusal::Unknown),
         Some(Reply::Crowded) => Err(Refusal::Crowded),
-        Some(Reply::NotUnderstood) | None => Err(Refusal::NotUnderstood),
+        Some(Reply::NotUnderstood | Reply::Withdrawn(_)) | None => Err(Refusal::NotUnderstood),
     }
 }
 

@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::process;
-use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use rustix::rand::{GetRandomFlags, getrandom};
@@ -12,8 +11,10 @@ use rustix::rand::{GetRandomFlags, getrandom};
 use super::fork::PerProcess;
 use super::key::{self, Bus, Fields, Line, Token};
 use super::ledger::{Entry, File, Ledger};
+use super::message::Offered;
+use super::sessions::{Holder, Offers, Released, Sessions};
 use super::{Identity, KEY_LEN, broker};
-use crate::stats::{Counts, Held, Holding};
+use crate::stats::{Counter, Counts, Held, Holding};
 use crate::{Device, DeviceAddr, Error, ErrorKind, Location};
 
 const SHARING: &str = "sharing device memory";
@@ -23,7 +24,7 @@ const SHARING: &str = "sharing device memory";
 /// It stands for the whole allocation; all shares of one allocation have the same key and the same
 /// dma-buf. When the last is dropped, or the allocation freed, the key is worth nothing any more:
 /// the broker forgets it, the ledger's line is struck out, the descriptor closed. Who has opened it
-/// before keeps what he has until he lets go.
+/// before keeps what he has until he lets go; only then does freed memory go to somebody else.
 ///
 /// It keeps its device open.
 #[derive(Clone)]
@@ -34,7 +35,8 @@ pub struct Share {
 
 impl fmt::Debug for Share {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Share").field("export", &self.export).finish_non_exhaustive()
+        let (base, len) = (self.base(), self.len());
+        f.debug_struct("Share").field("base", &base).field("len", &len).finish_non_exhaustive()
     }
 }
 
@@ -42,18 +44,18 @@ impl Share {
     /// What to give to peers. Who has it can read and write the allocation: send it only to those
     /// who may.
     pub fn key(&self) -> [u8; KEY_LEN] {
-        self.export.fields().pack()
+        self.export.fields.pack()
     }
 
     /// First address of the allocation.
     pub fn base(&self) -> DeviceAddr {
-        DeviceAddr(self.export.base)
+        DeviceAddr(self.export.fields.base)
     }
 
     /// Length of the allocation in bytes.
     #[allow(clippy::len_without_is_empty, reason = "there are no empty allocations")]
     pub fn len(&self) -> u64 {
-        self.export.len
+        self.export.fields.len
     }
 
     /// The device it lies on.
@@ -62,65 +64,41 @@ impl Share {
     }
 }
 
-/// The dma-buf of one allocation alone, on offer.
+/// What all shares of an allocation have in common. The offer ends with the last of them.
 #[derive(Debug)]
 struct Export {
     exporter: &'static Exporter,
-    base: u64,
-    len: u64,
-    token: Token,
-    source: Bus,
-    line: Option<u32>,
-    /// Gone when the offer is withdrawn.
-    dmabuf: Mutex<Option<(OwnedFd, Held)>>,
-}
-
-impl Export {
-    fn fields(&self) -> Fields {
-        let ledger = self.exporter.ledger.as_ref();
-        let line = ledger.zip(self.line);
-        Fields {
-            peer: *self.exporter.identity,
-            token: self.token,
-            source: self.source,
-            base: self.base,
-            len: self.len,
-            line: line.map(|(ledger, number)| Line { ledger: ledger.number(), number }),
-        }
-    }
-
-    fn dmabuf(&self) -> MutexGuard<'_, Option<(OwnedFd, Held)>> {
-        self.dmabuf.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Takes the offer back; the dma-buf, if it was not taken back before.
-    fn withdraw(&self) -> Option<(OwnedFd, Held)> {
-        let taken = self.dmabuf().take()?;
-        // A forked child has inherited the ledger, but not the say in it.
-        if self.exporter.is_here()
-            && let (Some(ledger), Some(line)) = (&self.exporter.ledger, self.line)
-        {
-            ledger.strike(line);
-        }
-        Some(taken)
-    }
+    fields: Fields,
 }
 
 impl Drop for Export {
     fn drop(&mut self) {
+        // A forked child has inherited the offer, but not the say in it.
         if self.exporter.is_here() {
-            self.exporter.forget(self);
+            let Fields { base, token, .. } = self.fields;
+            self.exporter.take_back(base, Some(token)).run();
         }
-        drop(self.withdraw());
     }
 }
 
-/// This process as an exporter.
+/// An allocation on offer.
+#[derive(Debug)]
+struct Offer {
+    token: Token,
+    /// None once the offer is being taken back.
+    dmabuf: Option<OwnedFd>,
+    line: Option<u32>,
+    export: Weak<Export>,
+    _held: Held,
+}
+
+/// This process as an exporter. Locks are taken in this order: sessions, offers.
 #[derive(Debug)]
 pub(super) struct Exporter {
     identity: &'static Identity,
     ledger: Option<Ledger>,
-    exports: Mutex<BTreeMap<u64, Weak<Export>>>,
+    sessions: Mutex<Sessions>,
+    offers: Mutex<BTreeMap<u64, Offer>>,
     broker: OnceLock<Result<(), String>>,
 }
 
@@ -139,17 +117,14 @@ impl Exporter {
 
     fn new() -> Result<Self, Error> {
         let identity = Identity::own().map_err(|error| {
-            Error::new(
-                ErrorKind::ChannelFailed,
-                SHARING,
-                error.to_string(),
-                "mount /proc in this container",
-            )
+            let remedy = "mount /proc in this container";
+            Error::new(ErrorKind::ChannelFailed, SHARING, error.to_string(), remedy)
         })?;
         Ok(Self {
             identity,
             ledger: Ledger::new(identity).ok(),
-            exports: Mutex::default(),
+            sessions: Mutex::default(),
+            offers: Mutex::default(),
             broker: OnceLock::new(),
         })
     }
@@ -159,12 +134,16 @@ impl Exporter {
     }
 
     /// Whether this is the process it was made for, and not a forked child of it.
-    pub(super) fn is_here(&self) -> bool {
+    fn is_here(&self) -> bool {
         self.identity.pid == process::id()
     }
 
-    fn exports(&self) -> MutexGuard<'_, BTreeMap<u64, Weak<Export>>> {
-        self.exports.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn sessions(&self) -> MutexGuard<'_, Sessions> {
+        self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn offers(&self) -> MutexGuard<'_, BTreeMap<u64, Offer>> {
+        self.offers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Starts the broker, once; the reason if there can be none.
@@ -176,28 +155,40 @@ impl Exporter {
         })
     }
 
+    /// Deals with what peers have said.
+    pub(super) fn listen(&self, spoke: &[bool]) {
+        let released = self.sessions().listen(spoke, self, Counts::process());
+        released.run();
+    }
+
     fn share(
         &'static self,
         device: &Arc<Device>,
         location: Location,
-        counts: Counts,
     ) -> Result<Arc<Export>, Error> {
-        let mut exports = self.exports();
         let base = location.base.0;
-        if let Some(export) = exports.get(&base).and_then(Weak::upgrade) {
-            return Ok(export);
+        loop {
+            let mut offers = self.offers();
+            let Some(offer) = offers.get(&base) else {
+                let (export, offer) = self.export(device, location)?;
+                offers.insert(base, offer);
+                return Ok(export);
+            };
+            if let Some(export) = offer.export.upgrade() {
+                return Ok(export);
+            }
+            // Its last share is just being dropped by another thread.
+            let token = offer.token;
+            drop(offers);
+            self.take_back(base, Some(token)).run();
         }
-        let made = self.export(device, location, counts)?;
-        exports.insert(base, Arc::downgrade(&made));
-        Ok(made)
     }
 
     fn export(
         &'static self,
         device: &Arc<Device>,
         location: Location,
-        counts: Counts,
-    ) -> Result<Arc<Export>, Error> {
+    ) -> Result<(Arc<Export>, Offer), Error> {
         let (base, len) = (location.base.0, location.length);
         let failed = |detail: String| Error::new(ErrorKind::ChannelFailed, SHARING, detail, "");
         let source = Bus::new(&device.info().bus_id).filter(|_| key::fits(base, len));
@@ -216,55 +207,111 @@ impl Exporter {
         getrandom(&mut token.0[..], GetRandomFlags::empty())
             .map_err(|error| failed(format!("getrandom: {error}")))?;
         let entry = Entry { base, token, file, fd: dmabuf.as_raw_fd() };
-        let line = self.ledger.as_ref().and_then(|ledger| ledger.add(entry));
-        let held = counts.hold(Holding::Share, len);
-        let dmabuf = Mutex::new(Some((dmabuf, held)));
-        Ok(Arc::new(Export { exporter: self, base, len, token, source, line, dmabuf }))
+        let line = self.ledger.as_ref().and_then(|ledger| {
+            let number = ledger.add(entry)?;
+            Some(Line { ledger: ledger.number(), number })
+        });
+        let fields = Fields { peer: *self.identity, token, source, base, len, line };
+        let export = Arc::new(Export { exporter: self, fields });
+        let offer = Offer {
+            token,
+            dmabuf: Some(dmabuf),
+            line: line.map(|line| line.number),
+            export: Arc::downgrade(&export),
+            _held: device.counts().hold(Holding::Share, len),
+        };
+        Ok((export, offer))
     }
 
-    /// Takes an export that goes out of the list, unless a newer one has its place.
-    fn forget(&self, export: &Export) {
-        let mut exports = self.exports();
-        let listed = exports.get(&export.base);
-        if listed.is_some_and(|listed| ptr::eq(listed.as_ptr(), export)) {
-            exports.remove(&export.base);
-        }
+    /// Ends the offer at `base`, if there is one (with this token): nobody can open it from now on,
+    /// who has it open is known and told.
+    fn take_back(&self, base: u64, token: Option<Token>) -> Released {
+        let mut sessions = self.sessions();
+        let is_it = |offer: &Offer| token.is_none_or(|token| offer.token == token);
+        let token = match self.offers().get_mut(&base).filter(|offer| is_it(offer)) {
+            Some(offer) => {
+                if let (Some(ledger), Some(line)) = (&self.ledger, offer.line.take()) {
+                    ledger.strike(line);
+                }
+                drop(offer.dmabuf.take());
+                offer.token
+            }
+            None => return Released::default(),
+        };
+        // Who got hold of it said so before, while the offer was listed.
+        let released = sessions.catch_up(self, Counts::process());
+        let offer = self.offers().remove(&base);
+        sessions.withdrawn(&Offered { base, token });
+        drop(sessions);
+        drop(offer);
+        released
     }
 
-    /// A descriptor for who knows the token; `None` for all others, and after the offer was taken
-    /// back.
-    pub(super) fn fetch(&self, base: u64, token: &Token) -> Option<OwnedFd> {
-        // Not under the lock: dropping the last handle takes it again.
-        let export = self.exports().get(&base).and_then(Weak::upgrade)?;
-        if !export.token.matches(token) {
+    /// Another card of this very process has the memory open.
+    pub(super) fn hold_own(&self, offered: Offered) {
+        self.sessions().hold(Holder::OWN, offered);
+    }
+
+    pub(super) fn let_go_own(&self, offered: &Offered) {
+        let mut released = Released::default();
+        self.sessions().let_go(Holder::OWN, offered, &mut released);
+        released.run();
+    }
+}
+
+impl Offers for Exporter {
+    fn fetch(&self, offered: &Offered) -> Option<OwnedFd> {
+        let offers = self.offers();
+        let offer = offers.get(&offered.base)?;
+        if !offer.token.matches(&offered.token) {
             return None;
         }
-        let dmabuf = export.dmabuf();
-        dmabuf.as_ref().and_then(|(fd, _)| fd.try_clone().ok())
+        offer.dmabuf.as_ref()?.try_clone().ok()
+    }
+
+    fn knows(&self, offered: &Offered) -> bool {
+        let offers = self.offers();
+        offers.get(&offered.base).is_some_and(|offer| offer.token.matches(&offered.token))
     }
 }
 
 /// Shares the allocation at `location` of `device`.
-pub(super) fn share(
-    device: &Arc<Device>,
-    location: Location,
-    counts: Counts,
-) -> Result<Share, Error> {
+pub(super) fn share(device: &Arc<Device>, location: Location) -> Result<Share, Error> {
     let exporter = Exporter::here()?;
     let broker = exporter.start_broker();
     if exporter.ledger.is_none() {
         // One of the two ways must be there.
         broker?;
     }
-    let export = exporter.share(device, location, counts)?;
+    let export = exporter.share(device, location)?;
     Ok(Share { export, device: Arc::clone(device) })
 }
 
-/// The allocation at `base` is being freed: nobody gets it from now on.
-pub(crate) fn withdraw(base: DeviceAddr) {
-    let Some(exporter) = Exporter::if_any() else { return };
-    let export = exporter.exports().remove(&base.0).and_then(|export| export.upgrade());
-    if let Some(export) = export {
-        drop(export.withdraw());
+/// The allocation at `base` is being freed: nobody can open it from now on. `release` gives the
+/// memory to others: it is called at once, or when the last peer that has it open has let it go.
+pub(crate) fn freed(
+    base: DeviceAddr,
+    len: u64,
+    counts: Counts,
+    release: impl FnOnce() + Send + 'static,
+) {
+    let Some(exporter) = Exporter::if_any() else { return release() };
+    exporter.take_back(base.0, None).run();
+    counts.add(Counter::IpcQuarantinedBytes, len);
+    let release = move || {
+        counts.subtract(Counter::IpcQuarantinedBytes, len);
+        release();
+    };
+    let now = exporter.sessions().freed(base.0, Box::new(release));
+    if let Some(release) = now {
+        release();
+    }
+}
+
+/// Takes in which memory peers have let go by now, without waiting for the broker's thread.
+pub(crate) fn settle() {
+    if let Some(exporter) = Exporter::if_any() {
+        let released = exporter.sessions().catch_up(exporter, Counts::process());
+        released.run();
     }
 }

@@ -19,6 +19,7 @@ use super::identity::start_time;
 use super::key::{Fields, Line};
 use super::ledger::{self, File};
 use super::message::Request;
+use super::sessions::Offers;
 use super::watch;
 use crate::{Error, ErrorKind};
 
@@ -98,7 +99,7 @@ impl Failure {
 pub(super) fn fetch(key: &Fields) -> Result<(OwnedFd, Way), Failure> {
     let (dmabuf, way) = if key.peer.is_own() {
         let exporter = Exporter::if_any().ok_or(Failure::Withdrawn)?;
-        (exporter.fetch(key.base, &key.token).ok_or(Failure::Withdrawn)?, Way::Own)
+        (exporter.fetch(&key.offered()).ok_or(Failure::Withdrawn)?, Way::Own)
     } else {
         fetch_from_peer(key)?
     };
@@ -125,8 +126,7 @@ fn fetch_from_peer(key: &Fields) -> Result<(OwnedFd, Way), Failure> {
     if is_switched_off(Way::Broker) {
         return Err(Failure::NoWay(format!("pidfd_getfd: {not_taken}; broker: switched off")));
     }
-    let fetch = Request::Fetch { base: key.base, token: key.token };
-    match conversation::ask(&key.peer, fetch) {
+    match conversation::ask(&key.peer, Request::Fetch(key.offered())) {
         Ok((_, Some(dmabuf))) => Ok((dmabuf, Way::Broker)),
         Ok((_, None)) => Err(Failure::Mismatch("an answer without a descriptor")),
         Err(Refusal::Unknown) => Err(Failure::Withdrawn),

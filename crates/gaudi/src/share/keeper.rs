@@ -1,32 +1,121 @@
-//! The importer's memory of its peers: who they are, and that they still live.
+//! The importer's memory of its peers: who they are, that they still live, and what they take back.
 //!
-//! Importing keeps a peer's memory, and with it the peer's whole card, alive beyond the peer's end.
-//! So when a peer ends, everything cached of it is let go at once: one thread, started with the first
-//! import from another process, sleeps until a watched process ends.
+//! Importing keeps a peer's memory, and with it the peer's whole card, in use beyond the peer's end.
+//! So when a peer ends or withdraws memory, what is cached of it is let go at once: one thread,
+//! started with the first import from another process, sleeps until something of this happens.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::Errno;
 
-use super::fork::PerProcess;
-use super::{Identity, Watch, thread};
+use super::fork::{PerProcess, Private};
+use super::message::{MESSAGE_LEN, Offered, Reply, Request};
+use super::{Identity, Watch, conversation, socket, thread};
 use crate::{Error, ErrorKind, runtime};
+
+/// How long a broker may take to make room in its queue.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// A process whose memory we use.
 #[derive(Debug)]
 pub(super) struct Peer {
     identity: Identity,
-    watch: Watch,
+    /// Tells its end.
+    watch: Option<Watch>,
+    /// Connected to its broker: tells its end too, and what is withdrawn. At least one of the two is
+    /// there.
+    session: Option<Private>,
     ended: AtomicBool,
+    /// The broker has hung up: no more news from it.
+    hung_up: AtomicBool,
 }
 
 impl Peer {
+    fn meet(identity: &Identity) -> Result<Self, Error> {
+        let session = conversation::ask(identity, Request::Stay);
+        let session = session.ok().and_then(|(connection, _)| Private::new(connection));
+        let watch = match &session {
+            // The session will tell, where the process id does not.
+            Some(_) => identity.watch_pid().ok(),
+            None => Some(identity.watch()?),
+        };
+        let (ended, hung_up) = (AtomicBool::new(false), AtomicBool::new(false));
+        Ok(Self { identity: *identity, watch, session, ended, hung_up })
+    }
+
     /// Whether it was seen to end.
     pub(super) fn has_ended(&self) -> bool {
         self.ended.load(Ordering::Acquire)
+    }
+
+    /// Says that we are about to open its memory. To be said before it is fetched.
+    pub(super) fn hold(&self, offered: Offered) {
+        self.say(Request::Hold(offered));
+    }
+
+    /// Says that we have closed it.
+    pub(super) fn let_go(&self, offered: Offered) {
+        self.say(Request::LetGo(offered));
+    }
+
+    /// What cannot be said is lost: memory that was let go then waits for us to hang up.
+    fn say(&self, request: Request) {
+        let Some(session) = &self.session else { return };
+        let end = Instant::now() + PATIENCE;
+        while socket::send(session.as_fd(), &request.pack(), None) == Err(Errno::AGAIN) {
+            let left = end.saturating_duration_since(Instant::now());
+            let timeout = Timespec::try_from(left).unwrap_or(Timespec { tv_sec: 0, tv_nsec: 0 });
+            let ready = poll(&mut [PollFd::new(session, PollFlags::OUT)], Some(&timeout));
+            if ready == Ok(0) {
+                return;
+            }
+        }
+    }
+
+    /// Takes in what its broker has said.
+    fn hear(&self) {
+        let Some(session) = &self.session else { return };
+        let mut message = [0; MESSAGE_LEN];
+        loop {
+            match socket::receive_plain(session, &mut message) {
+                Err(Errno::AGAIN | Errno::INTR) => return,
+                Ok(0) | Err(_) => return self.hung_up.store(true, Ordering::Release),
+                Ok(len) => {
+                    if let Some(Reply::Withdrawn(offered)) = Reply::parse(&message[..len]) {
+                        forget(|peer, held| *peer == self.identity && *held == offered);
+                    }
+                }
+            }
+        }
+    }
+
+    /// What to sleep on.
+    fn news(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let hung_up = self.hung_up.load(Ordering::Acquire);
+        let session = self.session.as_ref().filter(|_| !hung_up);
+        let watch = self.watch.as_ref().map(AsFd::as_fd);
+        watch.into_iter().chain(session.map(AsFd::as_fd))
+    }
+
+    /// Whether it lives, as far as is known now.
+    fn look(&self) -> bool {
+        self.hear();
+        match &self.watch {
+            Some(watch) => !watch.has_ended(),
+            None => !self.hung_up.load(Ordering::Acquire),
+        }
+    }
+}
+
+/// Lets go of what is kept of some peer's memory.
+fn forget(which: impl Fn(&Identity, &Offered) -> bool) {
+    for device in runtime().devices() {
+        device.handles().evict(|key| which(&key.peer, &key.offered));
     }
 }
 
@@ -48,13 +137,9 @@ pub(super) fn keep(identity: &Identity) -> Result<Arc<Peer>, Error> {
     if let Some(peer) = keeper.peers().get(identity) {
         return Ok(Arc::clone(peer));
     }
-    let watch = identity.watch()?;
-    let mut peers = keeper.peers();
-    let peer = peers.entry(*identity).or_insert_with(|| {
-        Arc::new(Peer { identity: *identity, watch, ended: AtomicBool::new(false) })
-    });
-    let peer = Arc::clone(peer);
-    drop(peers);
+    let met = Arc::new(Peer::meet(identity)?);
+    // Another thread may have met it meanwhile: then ours hangs up again.
+    let peer = Arc::clone(keeper.peers().entry(*identity).or_insert(met));
     keeper.wake();
     Ok(peer)
 }
@@ -70,8 +155,8 @@ fn start() -> Result<&'static Keeper, Error> {
     }
     let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
     let changed = eventfd(0, flags).map_err(|errno| failed(format!("eventfd: {errno}")))?;
-    let keeper =
-        KEEPER.get_or_make(|| Ok::<_, Error>(Keeper { peers: Mutex::default(), changed }))?;
+    let made = || Ok::<_, Error>(Keeper { peers: Mutex::default(), changed });
+    let keeper = KEEPER.get_or_make(made)?;
     thread::start("gaudi-peers", || keeper.watch())
         .map_err(|error| failed(format!("no thread: {error}")))?;
     Ok(keeper)
@@ -90,19 +175,16 @@ impl Keeper {
     fn watch(&self) {
         loop {
             let peers: Vec<Arc<Peer>> = self.peers().values().cloned().collect();
-            let watched = peers.iter().map(|peer| peer.watch.as_fd());
-            let all: Vec<BorrowedFd<'_>> = watched.chain([self.changed.as_fd()]).collect();
-            let mut fds: Vec<PollFd<'_>> =
-                all.into_iter().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+            let news = peers.iter().flat_map(|peer| peer.news());
+            let mut fds: Vec<PollFd<'_>> = news
+                .chain([self.changed.as_fd()])
+                .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
+                .collect();
             if poll(&mut fds, None).is_err() {
                 continue;
             }
             let _ = rustix::io::read(&self.changed, &mut [0; 8]);
-            for (peer, fd) in peers.iter().zip(&fds) {
-                if !fd.revents().is_empty() {
-                    self.bury(peer);
-                }
-            }
+            peers.iter().filter(|peer| !peer.look()).for_each(|peer| self.bury(peer));
         }
     }
 
@@ -110,8 +192,6 @@ impl Keeper {
     fn bury(&self, peer: &Peer) {
         peer.ended.store(true, Ordering::Release);
         self.peers().remove(&peer.identity);
-        for device in runtime().devices() {
-            device.handles().evict(|key| key.peer == peer.identity);
-        }
+        forget(|identity, _| *identity == peer.identity);
     }
 }

@@ -15,6 +15,7 @@
 //! whoever knows them could otherwise make a key without knowing the token.
 
 use super::field::{Reader, Writer};
+use super::message::Offered;
 use super::{Identity, KeyError};
 use crate::BusId;
 
@@ -113,6 +114,11 @@ impl Fields {
         }
         let line = (ledger != NO_LEDGER).then_some(Line { ledger: ledger as u32, number });
         Ok(Self { peer, token, source, base, len, line })
+    }
+
+    /// The memory, as its exporter's broker knows it.
+    pub(super) fn offered(&self) -> Offered {
+        Offered { base: self.base, token: self.token }
     }
 
     /// Length of the dma-buf: the range, rounded up.

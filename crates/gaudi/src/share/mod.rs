@@ -8,7 +8,7 @@
 //! | file | what |
 //! |---|---|
 //! | `identity`, `key`, `field`, `message` | what travels; pure, total functions over bytes |
-//! | `export`, `ledger`, `broker`, `socket` | the exporter: what is shared, and handing it out |
+//! | `export`, `ledger`, `broker`, `sessions`, `socket` | the exporter: what is shared, handing it out, and who has it |
 //! | `handover`, `conversation`, `opened`, `cache` | the importer: fetching, importing, keeping |
 //! | `watch`, `keeper` | noticing that a peer has ended |
 //! | `fork`, `thread`, `sync` | being a guest in a program that forks, takes signals and is model-checked |
@@ -26,6 +26,7 @@ mod key;
 mod ledger;
 mod message;
 mod opened;
+mod sessions;
 mod socket;
 mod sync;
 mod thread;
@@ -33,7 +34,7 @@ mod watch;
 
 pub use cache::Limits;
 pub use export::Share;
-pub(crate) use export::withdraw;
+pub(crate) use export::{freed, settle};
 pub use handover::{Handover, allow_handover};
 pub use identity::Identity;
 pub use key::KEY_LEN;
@@ -94,7 +95,7 @@ impl Device {
         let shared = self.check_own(addr, len, "sharing device memory").and_then(|()| {
             let location = runtime().locate(addr.0, len.max(1) as usize);
             let location = location.ok_or_else(|| self.gone(addr))?;
-            export::share(self, location, self.counts())
+            export::share(self, location)
         });
         shared.map_err(|error| self.failed(error))
     }

@@ -1,12 +1,15 @@
 //! The importer's side: a key becomes addresses that this process's card can copy from and to.
 
 use std::fmt;
+use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use super::cache::{Cache, Limits};
+use super::export::Exporter;
 use super::handover::{self, Failure, OPENING, Way};
 use super::keeper::{self, Peer};
-use super::key::{Bus, Fields, Token};
+use super::key::{Bus, Fields};
+use super::message::Offered;
 use super::{Identity, KeyError};
 use crate::backend::HostPin;
 use crate::stats::{Counter, Counts, Held, Holding};
@@ -107,8 +110,9 @@ impl RemoteKey {
         }
         device.can_import()?;
         let peer = if own { None } else { Some(keeper::keep(&key.peer)?) };
-        let name = HandleKey { peer: key.peer, base, token: key.token };
-        let lease = device.handles().open(name, device.counts(), || Handle::import(key, device))?;
+        let name = HandleKey { peer: key.peer, offered: key.offered() };
+        let import = || Handle::import(key, device, peer.clone());
+        let lease = device.handles().open(name, device.counts(), import)?;
         let place = Place::Imported { handle: lease.0, name, serial: lease.1 };
         Ok(Opened { place, device: Arc::clone(device), peer, base, len })
     }
@@ -193,8 +197,36 @@ impl Drop for Opened {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct HandleKey {
     pub(crate) peer: Identity,
-    base: u64,
-    token: Token,
+    pub(crate) offered: Offered,
+}
+
+/// What the exporter was told: that we hold its memory. Dropped, it is told that we do not.
+#[derive(Debug)]
+struct Hold {
+    /// `None`: this process itself.
+    peer: Option<Arc<Peer>>,
+    offered: Offered,
+}
+
+impl Hold {
+    fn new(peer: Option<Arc<Peer>>, offered: Offered) -> Self {
+        match (&peer, Exporter::if_any()) {
+            (Some(peer), _) => peer.hold(offered),
+            (None, Some(exporter)) => exporter.hold_own(offered),
+            (None, None) => {}
+        }
+        Self { peer, offered }
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        match (&self.peer, Exporter::if_any()) {
+            (Some(peer), _) => peer.let_go(self.offered),
+            (None, Some(exporter)) => exporter.let_go_own(&self.offered),
+            (None, None) => {}
+        }
+    }
 }
 
 /// An import that is unmapped exactly once: when the cache and all users have let go.
@@ -204,14 +236,20 @@ pub(crate) struct Handle {
     len: u64,
     /// The device owns the cache that owns this, and must be able to go.
     device: Weak<Device>,
-    // Unmapped, then counted.
+    // Unmapped, then counted, then the exporter is told.
     _pin: HostPin,
     _held: Held,
+    _hold: Hold,
 }
 
 impl Handle {
-    fn import(key: &Fields, device: &Arc<Device>) -> Result<(Self, u64), Error> {
+    fn import(
+        key: &Fields,
+        device: &Arc<Device>,
+        peer: Option<Arc<Peer>>,
+    ) -> Result<(Self, u64), Error> {
         let counts = device.counts();
+        let hold = Hold::new(peer, key.offered());
         let fetched = handover::fetch(key);
         let (dmabuf, way) = fetched.map_err(|failure| failed(counts, &failure, key))?;
         match way {
@@ -220,10 +258,10 @@ impl Handle {
             Way::Broker => counts.add(Counter::IpcHandoversBroker, 1),
         }
         let len = key.dmabuf_len();
-        let pin = device.map_dmabuf(std::os::fd::AsFd::as_fd(&dmabuf), len)?;
-        let held = counts.hold(Holding::Handle, len);
+        let pin = device.map_dmabuf(dmabuf.as_fd(), len)?;
+        let (addr, held) = (pin.addr, counts.hold(Holding::Handle, len));
         let device = Arc::downgrade(device);
-        Ok((Self { addr: pin.addr, len, device, _pin: pin, _held: held }, len))
+        Ok((Self { addr, len, device, _pin: pin, _held: held, _hold: hold }, len))
     }
 }
 

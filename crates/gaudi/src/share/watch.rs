@@ -1,6 +1,7 @@
 //! Noticing that a process has ended: through a pidfd, or where its number means nothing, through a
 //! connection to its broker that hangs up.
 
+use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -42,29 +43,33 @@ impl Identity {
     ///
     /// [`start_broker`]: super::start_broker
     pub fn watch(&self) -> Result<Watch, Error> {
-        let failed = |detail: String| {
-            let remedy = "run both in one pid namespace, network namespace or /dev/shm";
-            Error::new(ErrorKind::ChannelFailed, WATCHING, detail, remedy)
+        let why = match self.watch_pid() {
+            Ok(watch) => return Ok(watch),
+            Err(NotWatched::Ended) => return Err(self.watching_failed("it has ended", "")),
+            Err(NotWatched::NoWay(why)) => why,
         };
-        let ended =
-            || Error::new(ErrorKind::ChannelFailed, WATCHING, format!("{self} has ended"), "");
-        let mut why = "another pid namespace".to_owned();
-        if self.is_in_our_pid_namespace() {
-            match handover::pidfd_of(self) {
-                Ok(Some(process)) => {
-                    let fd = Private::new(process).ok_or_else(|| failed("too many".into()))?;
-                    let watch = Watch { fd };
-                    return if watch.has_ended() { Err(ended()) } else { Ok(watch) };
-                }
-                Ok(None) => return Err(ended()),
-                Err(reason) => why = reason,
-            }
+        let (connection, _) = conversation::ask(self, Request::Stay).map_err(|refusal| {
+            let remedy = "run both in one pid namespace, network namespace or /dev/shm";
+            self.watching_failed(format!("{why}; broker: {refusal}"), remedy)
+        })?;
+        let fd = Private::new(connection);
+        Ok(Watch { fd: fd.ok_or_else(|| self.watching_failed("too many watches", ""))? })
+    }
+
+    fn watching_failed(&self, why: impl fmt::Display, remedy: &'static str) -> Error {
+        Error::new(ErrorKind::ChannelFailed, WATCHING, format!("{self}: {why}"), remedy)
+    }
+
+    /// Watches the process by its number.
+    pub(super) fn watch_pid(&self) -> Result<Watch, NotWatched> {
+        if !self.is_in_our_pid_namespace() {
+            return Err(NotWatched::NoWay("another pid namespace".to_owned()));
         }
-        let asked = conversation::ask(self, Request::Watch);
-        let (connection, _) =
-            asked.map_err(|refusal| failed(format!("{self}: {why}; broker: {refusal}")))?;
-        let fd = Private::new(connection).ok_or_else(|| failed("too many".into()))?;
-        Ok(Watch { fd })
+        let process = handover::pidfd_of(self).map_err(NotWatched::NoWay)?;
+        let process = process.ok_or(NotWatched::Ended)?;
+        let fd = Private::new(process);
+        let watch = Watch { fd: fd.ok_or(NotWatched::NoWay("too many watches".to_owned()))? };
+        if watch.has_ended() { Err(NotWatched::Ended) } else { Ok(watch) }
     }
 
     /// Whether the process lives; an error if there is no way to know.
@@ -79,14 +84,14 @@ impl Identity {
     }
 }
 
+/// Why a process is not watched by its number.
+#[derive(Debug)]
+pub(super) enum NotWatched {
+    Ended,
+    NoWay(String),
+}
+
 /// Whether the kernel says that the process has ended. `false` where it cannot be asked.
 pub(super) fn has_surely_ended(peer: &Identity) -> bool {
-    if !peer.is_in_our_pid_namespace() {
-        return false;
-    }
-    match handover::pidfd_of(peer) {
-        Ok(None) => true,
-        Ok(Some(process)) => Private::new(process).is_some_and(|fd| Watch { fd }.has_ended()),
-        Err(_) => false,
-    }
+    matches!(peer.watch_pid(), Err(NotWatched::Ended))
 }

@@ -115,6 +115,7 @@ counters! {
     IpcShares "ipc_shares" Sum Number,
     IpcSharesLive "ipc_shares_live" Now Number,
     IpcSharesBytes "ipc_shares_bytes" Now Bytes,
+    IpcQuarantinedBytes "ipc_quarantined_bytes" Now Bytes,
     BrokerGranted "ipc_broker_granted" Sum Number,
     BrokerWatched "ipc_broker_watched" Sum Number,
     BrokerRefusedUser "ipc_broker_refused_user" Sum Number,

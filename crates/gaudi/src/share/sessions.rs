@@ -1,0 +1,308 @@
+//! Who has what open: the peers that are connected to the broker, what they hold, and memory that was
+//! freed meanwhile and waits for them.
+//!
+//! The driver cannot take an export back. Memory that a peer has open and that is freed here must
+//! therefore not become somebody else's before the peer has let it go: a late copy of the peer's
+//! would land in it. Peers say what they hold ([`Request::Hold`]) before they fetch it, and when they
+//! let go; a peer that ends hangs up. Peers that lie, or that cannot reach the broker, are not
+//! covered: see `docs/ipc.md`.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+
+use super::fork::Private;
+use super::message::{MESSAGE_LEN, Offered, Reply, Request};
+use super::socket;
+use crate::stats::{Counter, Counts};
+
+/// How long a peer may take to ask.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// Most peers that have not asked yet, or not enough.
+const MAX_ASKING: usize = 64;
+/// Most peers that stay connected.
+const MAX_STAYING: usize = 512;
+/// Most requests of a connection that does not stay.
+const MAX_REQUESTS: u32 = 64;
+/// Most messages taken from one connection before others have their turn.
+const MAX_AT_ONCE: u32 = 256;
+/// Most holds of all peers together; who holds more is not told of withdrawals.
+const MAX_HOLDS: usize = 1 << 16;
+
+/// Says when memory may be given to others.
+type Release = Box<dyn FnOnce() + Send>;
+
+/// What a connection may be given: the exporter's answers.
+pub(super) trait Offers {
+    /// The dma-buf, for who knows the token.
+    fn fetch(&self, offered: &Offered) -> Option<OwnedFd>;
+    /// Whether this is on offer.
+    fn knows(&self, offered: &Offered) -> bool;
+}
+
+/// Whoever holds memory: a connection, or this process itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Holder(u64);
+
+impl Holder {
+    /// This process, for another card of its own.
+    pub(super) const OWN: Holder = Holder(0);
+}
+
+#[derive(Default)]
+pub(super) struct Sessions {
+    peers: Vec<Peer>,
+    last: u64,
+    /// By address.
+    holds: BTreeMap<u64, Vec<(Holder, Offered)>>,
+    hold_count: usize,
+    /// Freed, and held by somebody.
+    waiting: HashMap<u64, Release>,
+}
+
+impl fmt::Debug for Sessions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Sessions").field("holds", &self.holds).finish_non_exhaustive()
+    }
+}
+
+struct Peer {
+    holder: Holder,
+    connection: Arc<Private>,
+    stage: Stage,
+    requests: u32,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// Must say something by then.
+    Asking(Instant),
+    /// Stays until it hangs up.
+    Staying,
+    /// To be removed by the broker.
+    Over,
+}
+
+/// Memory that nobody holds any more: call each without a lock.
+#[must_use]
+#[derive(Default)]
+pub(super) struct Released(Vec<Release>);
+
+impl Released {
+    pub(super) fn run(self) {
+        self.0.into_iter().for_each(|release| release());
+    }
+}
+
+impl Sessions {
+    /// The connections, in the order in which [`Sessions::listen`] wants to know about them.
+    pub(super) fn connections(&self) -> Vec<Arc<Private>> {
+        self.peers.iter().map(|peer| Arc::clone(&peer.connection)).collect()
+    }
+
+    /// How long until somebody's patience is at its end.
+    pub(super) fn patience(&self) -> Option<Duration> {
+        let now = Instant::now();
+        let ends = self.peers.iter().filter_map(|peer| match peer.stage {
+            Stage::Asking(end) => Some(end.saturating_duration_since(now)),
+            Stage::Staying => None,
+            Stage::Over => Some(Duration::ZERO),
+        });
+        ends.min().map(|left| left + Duration::from_millis(1))
+    }
+
+    /// Whether the newcomer may stay.
+    pub(super) fn welcome(&mut self, connection: OwnedFd, counts: Option<Counts>) -> bool {
+        let known = socket::credentials(connection.as_fd());
+        if !known.is_ok_and(socket::is_same_user) {
+            count(counts, Counter::BrokerRefusedUser);
+            return false;
+        }
+        let asking = self.peers.iter().filter(|peer| matches!(peer.stage, Stage::Asking(_)));
+        if asking.count() >= MAX_ASKING {
+            count(counts, Counter::BrokerRefusedCrowded);
+            let _ = socket::send(connection.as_fd(), &Reply::Crowded.pack(), None);
+            return false;
+        }
+        let Some(connection) = Private::new(connection) else { return false };
+        self.last += 1;
+        let stage = Stage::Asking(Instant::now() + PATIENCE);
+        let (holder, connection) = (Holder(self.last), Arc::new(connection));
+        self.peers.push(Peer { holder, connection, stage, requests: 0 });
+        true
+    }
+
+    /// Answers those who spoke, and parts with those who hung up or said nothing for too long.
+    pub(super) fn listen(
+        &mut self,
+        spoke: &[bool],
+        offers: &impl Offers,
+        counts: Option<Counts>,
+    ) -> Released {
+        let mut released = Released::default();
+        for (at, _) in spoke.iter().enumerate().filter(|(_, spoke)| **spoke) {
+            self.hear(at, offers, counts, &mut released);
+        }
+        let now = Instant::now();
+        let is_over = |peer: &Peer| match peer.stage {
+            Stage::Asking(end) => end <= now,
+            Stage::Staying => false,
+            Stage::Over => true,
+        };
+        let gone: Vec<Holder> =
+            self.peers.iter().filter(|peer| is_over(peer)).map(|peer| peer.holder).collect();
+        self.peers.retain(|peer| !gone.contains(&peer.holder));
+        if !gone.is_empty() {
+            let held: Vec<(Holder, Offered)> = self.holds.values().flatten().copied().collect();
+            for (holder, offered) in held.into_iter().filter(|(holder, _)| gone.contains(holder)) {
+                self.let_go(holder, &offered, &mut released);
+            }
+        }
+        released
+    }
+
+    /// Takes in what everybody has said by now: a hold that was sent before is known after.
+    pub(super) fn catch_up(&mut self, offers: &impl Offers, counts: Option<Counts>) -> Released {
+        let mut released = Released::default();
+        for at in 0..self.peers.len() {
+            if self.peers[at].stage == Stage::Staying {
+                self.hear(at, offers, counts, &mut released);
+            }
+        }
+        released
+    }
+
+    /// Deals with all that one connection has said.
+    fn hear(
+        &mut self,
+        at: usize,
+        offers: &impl Offers,
+        counts: Option<Counts>,
+        released: &mut Released,
+    ) {
+        for _ in 0..MAX_AT_ONCE {
+            let peer = &self.peers[at];
+            // One byte more than a message, so that a longer one is seen to be.
+            let mut message = [0; MESSAGE_LEN + 1];
+            let heard = match socket::receive_plain(&*peer.connection, &mut message) {
+                Err(Errno::AGAIN | Errno::INTR) => return,
+                Ok(0) | Err(_) => None,
+                Ok(len) => Some(message.get(..len).and_then(Request::parse)),
+            };
+            let goes_on =
+                heard.is_some_and(|request| self.answer(at, request, offers, counts, released));
+            if !goes_on {
+                self.peers[at].stage = Stage::Over;
+                return;
+            }
+        }
+    }
+
+    /// Whether the conversation goes on.
+    fn answer(
+        &mut self,
+        at: usize,
+        request: Option<Request>,
+        offers: &impl Offers,
+        counts: Option<Counts>,
+        released: &mut Released,
+    ) -> bool {
+        let staying = self.peers.iter().filter(|peer| peer.stage == Stage::Staying).count();
+        let peer = &mut self.peers[at];
+        let mut dmabuf = None;
+        let (reply, counter) = match request {
+            Some(Request::Hold(offered)) if peer.stage == Stage::Staying => {
+                let holder = peer.holder;
+                if offers.knows(&offered) {
+                    self.hold(holder, offered);
+                }
+                return true;
+            }
+            Some(Request::LetGo(offered)) if peer.stage == Stage::Staying => {
+                let holder = peer.holder;
+                self.let_go(holder, &offered, released);
+                return true;
+            }
+            Some(Request::Fetch(offered)) => {
+                dmabuf = offers.fetch(&offered);
+                match dmabuf {
+                    Some(_) => (Reply::Granted, Counter::BrokerGranted),
+                    None => (Reply::Unknown, Counter::BrokerRefusedToken),
+                }
+            }
+            Some(Request::Stay) if peer.stage == Stage::Staying || staying < MAX_STAYING => {
+                peer.stage = Stage::Staying;
+                (Reply::Granted, Counter::BrokerWatched)
+            }
+            Some(Request::Stay) => (Reply::Crowded, Counter::BrokerRefusedCrowded),
+            Some(Request::Hold(_) | Request::LetGo(_)) | None => {
+                (Reply::NotUnderstood, Counter::BrokerRefusedMessage)
+            }
+        };
+        count(counts, counter);
+        let fd = dmabuf.as_ref().map(AsFd::as_fd);
+        // Who does not take its answers has had them all.
+        let sent = socket::send(peer.connection.as_fd(), &reply.pack(), fd).is_ok();
+        peer.requests += 1;
+        let enough = match &mut peer.stage {
+            Stage::Asking(end) => {
+                *end = Instant::now() + PATIENCE;
+                peer.requests >= MAX_REQUESTS
+            }
+            Stage::Staying | Stage::Over => false,
+        };
+        sent && reply == Reply::Granted && !enough
+    }
+
+    /// Notes that somebody has memory open.
+    pub(super) fn hold(&mut self, holder: Holder, offered: Offered) {
+        if self.hold_count < MAX_HOLDS {
+            self.holds.entry(offered.base).or_default().push((holder, offered));
+            self.hold_count += 1;
+        }
+    }
+
+    /// Notes that somebody has closed it, once.
+    pub(super) fn let_go(&mut self, holder: Holder, offered: &Offered, released: &mut Released) {
+        let Some(holds) = self.holds.get_mut(&offered.base) else { return };
+        let Some(at) = holds.iter().position(|hold| *hold == (holder, *offered)) else { return };
+        holds.swap_remove(at);
+        self.hold_count -= 1;
+        if holds.is_empty() {
+            self.holds.remove(&offered.base);
+            released.0.extend(self.waiting.remove(&offered.base));
+        }
+    }
+
+    /// Tells who holds it that it is not shared any more.
+    pub(super) fn withdrawn(&self, offered: &Offered) {
+        let holds = self.holds.get(&offered.base).into_iter().flatten();
+        for (holder, _) in holds.filter(|(_, held)| held == offered) {
+            if let Some(peer) = self.peers.iter().find(|peer| peer.holder == *holder) {
+                let message = Reply::Withdrawn(*offered).pack();
+                // Who does not read its messages keeps the memory longer than it could.
+                let _ = socket::send(peer.connection.as_fd(), &message, None);
+            }
+        }
+    }
+
+    /// The memory at `base` is free: `release` is called when nobody holds it. `Some` gives it back
+    /// if nobody does.
+    pub(super) fn freed(&mut self, base: u64, release: Release) -> Option<Release> {
+        if self.holds.contains_key(&base) {
+            self.waiting.insert(base, release);
+            return None;
+        }
+        Some(release)
+    }
+}
+
+fn count(counts: Option<Counts>, counter: Counter) {
+    if let Some(counts) = counts {
+        counts.add(counter, 1);
+    }
+}

@@ -20,6 +20,7 @@ mod layout;
 mod listing;
 mod perftest;
 mod process;
+mod protocols;
 mod tool;
 
 pub use client::Row;
@@ -28,4 +29,5 @@ pub use layout::{Layout, Ucx};
 pub use listing::Listing;
 pub use perftest::{Figures, Pair, Perftest};
 pub use process::{Finished, Running};
+pub use protocols::{Protocols, Table};
 pub use tool::{Tool, Workbench};

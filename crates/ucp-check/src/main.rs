@@ -38,7 +38,17 @@ enum Command {
     /// Two copies of UCX (--ucx A --ucx B) in one process, each in loopback, then taking turns
     TwoUcx(PlanArgs),
     /// A peer is killed in the middle of its transfers: the error must show, nothing may hang
-    PeerErrors(PairArgs),
+    PeerErrors {
+        /// A third process must get the dead one's card while the survivor lives; needs exactly two
+        /// cards
+        #[arg(long)]
+        heir: bool,
+        /// How often to run each case, each time with another point of death
+        #[arg(long, default_value_t = 1)]
+        times: u32,
+        #[command(flatten)]
+        pair: PairArgs,
+    },
     /// Two processes connect, transfer and disconnect, many times: nothing may be left behind
     Reconnect {
         /// How many times
@@ -301,9 +311,10 @@ fn execute(cli: Cli) -> Result<bool> {
             let report = loopback::run_copies(&args.plan(ucx, &EVERYTHING), &cli.ucx)?;
             run::conclude(&report, args.json.as_deref())
         }
-        Command::PeerErrors(args) => {
+        Command::PeerErrors { heir, times, pair: args } => {
             let defaults = Defaults { sizes: &[4096, 16 << 20], ..EVERYTHING };
-            let report = peer_errors::run(&args.plan(ucx, &defaults), &args.env)?;
+            let options = peer_errors::Options { heir, times };
+            let report = peer_errors::run(&args.plan(ucx, &defaults), &args.env, options)?;
             run::conclude(&report, args.plan.json.as_deref())
         }
         Command::Reconnect { count, fresh, pair } => {

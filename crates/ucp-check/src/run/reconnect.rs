@@ -1,5 +1,9 @@
 //! `reconnect`: two processes connect, move verified messages, disconnect, many times over; what they
 //! hold afterwards is what they held after the first rounds.
+//!
+//! Within one worker only descriptors are counted, and TCP is left out: stock UCX keeps the mappings of
+//! the peer's shared memory (and with TCP, connections) for as long as the worker lives, also with host
+//! memory and without any plugin. With a worker per round everything is counted.
 
 use super::process;
 use super::twins::{Twin, Twins, Variable, describe};
@@ -86,7 +90,7 @@ fn run_side(rank: u8, twin: Twin, rounds: &Rounds) -> Result<()> {
     let before = Held::now()?;
     (0..rounds.count).try_for_each(|_| round())?;
     let after = Held::now()?;
-    after.compare(&before, rounds.count)?;
+    after.compare(&before, rounds)?;
     drop(kept);
     twin.dog.step("leaving");
     let held = format!("{before:?} before, {after:?} after");
@@ -119,20 +123,18 @@ impl Held {
         })
     }
 
-    fn compare(&self, before: &Held, rounds: u32) -> Result<()> {
+    fn compare(&self, before: &Held, rounds: &Rounds) -> Result<()> {
         // A cache may hold something at one moment and not at the next; a leak grows with the rounds.
-        let few = (rounds as usize / 10).max(8);
+        let few = (rounds.count as usize / 10).max(8);
         let grown = |now: usize, then: usize| now.saturating_sub(then);
-        ensure!(
-            grown(self.descriptors, before.descriptors) < few,
-            "descriptors: {before:?}, {self:?}"
-        );
-        ensure!(
-            grown(self.mappings, before.mappings) < few.max(32),
-            "mappings: {before:?}, {self:?}"
-        );
-        let bytes = self.resident.saturating_sub(before.resident);
-        ensure!(bytes < (8 << 20) + u64::from(rounds) * 1024, "memory: {before:?}, {self:?}");
+        let (then, now) = (before, self);
+        ensure!(grown(now.descriptors, then.descriptors) < few, "descriptors: {then:?}, {now:?}");
+        if !rounds.fresh {
+            return Ok(());
+        }
+        ensure!(grown(now.mappings, then.mappings) < few.max(32), "mappings: {then:?}, {now:?}");
+        let bytes = now.resident.saturating_sub(then.resident);
+        ensure!(bytes < (4 << 20) + u64::from(rounds.count) * 4096, "memory: {then:?}, {now:?}");
         Ok(())
     }
 }

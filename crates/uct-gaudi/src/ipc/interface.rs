@@ -43,6 +43,12 @@ struct Prepared {
     opened: Arc<Opened>,
 }
 
+/// Why memory of peers cannot be imported, if that is known already: a card has to be open.
+fn why_no_import() -> Option<String> {
+    let cards = gaudi::runtime().devices();
+    cards.iter().find_map(|card| card.can_import().err()).map(|error| error.detail().to_owned())
+}
+
 impl IpcInterface {
     /// Starts a copy between a local buffer and a peer's memory. Whatever is wrong shows in the
     /// completion, where UCX looks.
@@ -236,7 +242,9 @@ impl Interface for IpcInterface {
         use MemoryType as M;
         let local = matches!(query.local, M::HOST | M::GAUDI | M::UNKNOWN);
         let remote = matches!(query.remote, M::GAUDI | M::UNKNOWN);
-        if !local || !remote {
+        // Lanes may have been made before the first card was open. Where it cannot import, a sender
+        // must not count on a receiver that could.
+        if !local || !remote || why_no_import().is_some() {
             return Err(Status::UNSUPPORTED);
         }
         Ok(Perf {
@@ -259,9 +267,8 @@ impl Interface for IpcInterface {
                 return Err(String::from("same process"));
             }
             identity.check_reachable().map_err(|error| error.to_string())?;
-            // Not known before a card is open: then it shows when the first key is unpacked.
-            match gaudi::runtime().devices().iter().find_map(|card| card.can_import().err()) {
-                Some(error) => Err(error.detail().to_owned()),
+            match why_no_import() {
+                Some(reason) => Err(reason),
                 None => Ok(()),
             }
         };

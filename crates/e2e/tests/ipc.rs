@@ -1,0 +1,275 @@
+//! `gaudi_ipc` on stock UCX: chosen wherever Gaudi memory of another process is reached, right to the
+//! byte, gone without a trace when it cannot be or must not be used, and honest when a peer dies.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use e2e::{Device, Finished, Perftest, Protocols, SoftNode, Tool, Ucx, Workbench};
+
+/// A machine with this many cards.
+fn cards(count: u32) -> SoftNode {
+    SoftNode::unique().with("SOFT_GAUDI_DEVICES", &count.to_string())
+}
+
+fn client(ucx: Ucx, device: &Device, arguments: &str) -> Tool {
+    let bench = Workbench::from_env();
+    bench
+        .ucp_check(ucx)
+        .plugin()
+        .device(device)
+        .words(arguments)
+        .arg("--ucx")
+        .arg(ucx.root(bench.layout()))
+        .limit(Duration::from_secs(300))
+}
+
+/// What UCX logs, one file per process: in one stream the lines would be mixed.
+struct Logs(PathBuf);
+
+impl Logs {
+    fn new(name: &str) -> Self {
+        let folder = std::env::temp_dir().join(format!("e2e-{}-{name}", std::process::id()));
+        std::fs::create_dir_all(&folder).expect("a temporary folder");
+        Self(folder)
+    }
+
+    /// Has the program write here.
+    fn of(&self, tool: Tool) -> Tool {
+        tool.env("UCX_LOG_FILE", self.0.join("%p.log"))
+    }
+
+    fn texts(&self) -> Vec<String> {
+        let files = std::fs::read_dir(&self.0).expect("the folder of logs");
+        let read = |path: &Path| std::fs::read_to_string(path).expect("a log");
+        files.map(|file| read(&file.expect("a log").path())).collect()
+    }
+
+    fn protocols(&self) -> Protocols {
+        let mut all = Protocols::default();
+        self.texts().iter().for_each(|text| all.extend(Protocols::of(text)));
+        all
+    }
+
+    #[track_caller]
+    fn assert_say(&self, words: &str) {
+        let texts = self.texts();
+        assert!(
+            texts.iter().any(|text| text.contains(words)),
+            "no log says `{words}`:\n{texts:#?}"
+        );
+    }
+}
+
+impl Drop for Logs {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Every kind of message with Gaudi memory on a side that a transport could reach directly. Left out:
+/// streams, which UCX always copies, and put and get with *host* memory of the peer, which no card of
+/// another process can reach.
+const KINDS: [&[&str]; 9] = [
+    &["ucp_put* from host memory to gaudi"],
+    &["ucp_put* from gaudi", "to gaudi"],
+    &["ucp_get* into host memory from gaudi"],
+    &["ucp_get* into gaudi", "from gaudi"],
+    &["ucp_tag_send* from gaudi"],
+    &["ucp_am_send* from gaudi"],
+    &["rendezvous data fetch into host memory from gaudi"],
+    &["rendezvous data fetch into gaudi", "from gaudi"],
+    &["rendezvous data fetch into gaudi", "from host"],
+];
+
+/// UCX lists choices for talking to itself as well; there the memory is reached with `gaudi_cpy`.
+#[track_caller]
+fn assert_chosen_everywhere(protocols: &Protocols) {
+    for kind in KINDS {
+        let tables = protocols.about(kind);
+        let by_ipc = tables.iter().filter(|t| t.for_large_messages().contains("gaudi_ipc")).count();
+        let staged = tables.iter().find(|table| {
+            let with = table.for_large_messages();
+            !with.contains("gaudi_ipc") && !with.contains("gaudi_cpy/gaudi_copy")
+        });
+        assert!(by_ipc > 0, "{kind:?} never by gaudi_ipc: {tables:?}\n{}", protocols.titles());
+        assert!(staged.is_none(), "{kind:?} is staged: {staged:?}");
+    }
+}
+
+fn chosen(ucx: Ucx) {
+    let device = Device::Software(cards(2));
+    let logs = Logs::new(&format!("chosen-{}", ucx.name()));
+    let tool = client(ucx, &device, "pair --sizes 1,4K,64K,1M+3,8M --env UCX_PROTO_INFO=y");
+    logs.of(tool).run().ok();
+    assert_chosen_everywhere(&logs.protocols());
+}
+
+#[test]
+fn ipc_is_chosen_for_every_message_it_can_carry_on_1_22() {
+    chosen(Ucx::V1_22);
+}
+
+#[test]
+fn ipc_is_chosen_for_every_message_it_can_carry_on_the_ucx_inside_nixl() {
+    chosen(Ucx::Nixl);
+}
+
+/// The condition under which NIXL uses a transport at all.
+#[test]
+fn ipc_is_chosen_with_error_handling_and_for_sleeping_workers() {
+    for (ucx, options) in
+        [(Ucx::V1_22, "--peer-errors"), (Ucx::Nixl, "--peer-errors"), (Ucx::V1_22, "--wakeup")]
+    {
+        let device = Device::Software(cards(2));
+        let logs = Logs::new(&format!("options-{}{options}", ucx.name()));
+        let arguments = "pair --plain --sizes 1,64K,1M+3 --env UCX_PROTO_INFO=y";
+        logs.of(client(ucx, &device, &format!("{arguments} {options}"))).run().ok();
+        assert_chosen_everywhere(&logs.protocols());
+    }
+}
+
+#[test]
+fn perftest_with_gaudi_memory_selects_ipc() {
+    for test in ["tag_bw", "tag_lat", "ucp_put_bw", "ucp_get", "ucp_am_bw"] {
+        let device = Device::Software(cards(2));
+        let logs = Logs::new(&format!("perftest-{test}"));
+        let pair = Perftest::new(&Workbench::from_env(), test, 1 << 20)
+            .iterations(50, 5)
+            .plugin()
+            .device(&device)
+            .both(|tool| logs.of(tool.words("-m gaudi").env("UCX_PROTO_INFO", "y")))
+            .run()
+            .expect("both processes run");
+        pair.figures().unwrap_or_else(|error| panic!("{error:#}"));
+        assert!(logs.protocols().mention("gaudi_ipc"), "{test}: {}", logs.protocols().titles());
+    }
+}
+
+/// Without UCP: the operations themselves.
+#[test]
+fn perftest_of_the_transport_alone() {
+    for test in ["put_bw", "get_bw"] {
+        let device = Device::Software(cards(2));
+        let pair = Perftest::new(&Workbench::from_env(), test, 65536)
+            .iterations(200, 20)
+            .plugin()
+            .device(&device)
+            .both(|tool| tool.words("-m gaudi -x gaudi_ipc -d gaudi_ipc -D zcopy"))
+            .run()
+            .expect("both processes run");
+        pair.figures().unwrap_or_else(|error| panic!("{test}: {error:#}"));
+    }
+}
+
+/// Eight processes with a card each, in four pairs at once on one machine.
+#[test]
+fn eight_processes_with_eight_cards_at_once() {
+    let device = Device::Software(cards(8));
+    let running: Vec<_> = (0..4)
+        .map(|seed| {
+            let arguments = format!("pair --plain --sizes 1,64K,1M+3 --seed {seed}");
+            client(Ucx::V1_22, &device, &arguments).start()
+        })
+        .collect();
+    for pair in running {
+        pair.finish(Duration::from_secs(300)).ok();
+    }
+}
+
+fn staged(name: &str, device: &Device, variables: &str) -> (Logs, Finished) {
+    let logs = Logs::new(name);
+    let arguments = "pair --sizes 0,1,4K,1M+3,8M --env UCX_PROTO_INFO=y --env UCX_LOG_LEVEL=debug";
+    let end = logs.of(client(Ucx::V1_22, device, &format!("{arguments} {variables}"))).run().ok();
+    (logs, end)
+}
+
+#[test]
+fn without_import_in_the_driver_ipc_is_not_used_and_the_log_says_why() {
+    let device = Device::Software(cards(2).with("SOFT_GAUDI_IMPORT", "no"));
+    let (logs, _) = staged("no-import", &device, "");
+    assert!(!logs.protocols().mention("gaudi_ipc"), "{}", logs.protocols().titles());
+    logs.assert_say("the driver has no dma-buf import");
+}
+
+/// The card is known when the endpoint is made: then the lane is not even built.
+#[test]
+fn without_import_in_the_driver_a_peer_is_not_reachable_by_ipc() {
+    let device = Device::Software(cards(2).with("SOFT_GAUDI_IMPORT", "no"));
+    let logs = Logs::new("not-reachable");
+    let pair = Perftest::new(&Workbench::from_env(), "tag_bw", 1 << 20)
+        .iterations(50, 5)
+        .plugin()
+        .device(&device)
+        .both(|tool| logs.of(tool.words("-m gaudi").env("UCX_LOG_LEVEL", "debug")))
+        .run()
+        .expect("both processes run");
+    pair.figures().unwrap_or_else(|error| panic!("{error:#}"));
+    logs.assert_say("not reachable: the driver has no dma-buf import");
+}
+
+#[test]
+fn ipc_left_out_of_ucx_tls_is_not_used() {
+    let device = Device::Software(cards(2));
+    let (logs, _) = staged("left-out", &device, "--env UCX_TLS=^gaudi_ipc");
+    assert!(!logs.protocols().mention("gaudi_ipc"), "{}", logs.protocols().titles());
+}
+
+/// A lane to oneself would take the place of the copies that UCX's protocols are made of.
+#[test]
+fn a_process_does_not_reach_itself_by_ipc() {
+    for ucx in Ucx::ALL {
+        let device = Device::software();
+        let logs = Logs::new(&format!("loopback-{}", ucx.name()));
+        let tool = client(ucx, &device, "loopback --plain --sizes 1,64K,1M+3");
+        logs.of(tool.env("UCX_PROTO_INFO", "y").env("UCX_LOG_LEVEL", "debug")).run().ok();
+        assert!(!logs.protocols().mention("gaudi_ipc"), "{}", logs.protocols().titles());
+        logs.assert_say("gaudi_ipc: not reachable: same process");
+    }
+}
+
+/// How often a test that draws its own points of failure does so: few in every run, as many as
+/// `UCX_GAUDI_TEST_DEATHS` says (the acceptance run: 100) when asked.
+fn deaths() -> u32 {
+    let asked = std::env::var("UCX_GAUDI_TEST_DEATHS").ok().and_then(|text| text.parse().ok());
+    let deaths = asked.unwrap_or(6);
+    println!("{deaths} deaths (UCX_GAUDI_TEST_DEATHS=100 for the acceptance run)");
+    deaths
+}
+
+/// A peer is killed at a random point of its transfers, as receiver and as sender; the survivor gets
+/// its error, and while it lives a third process gets the dead one's card.
+#[test]
+fn killed_peer_is_an_error_and_its_card_is_free_again() {
+    // Ten deaths in a round: tag, am, as both sides, put and get as one.
+    let rounds = deaths().div_ceil(6);
+    let arguments = format!(
+        "peer-errors --heir --times {rounds} --ops tag,am,put,get --mem gaudi:gaudi --sizes 4M"
+    );
+    let device = Device::Software(cards(2));
+    client(Ucx::V1_22, &device, &arguments).limit(Duration::from_secs(600)).run().ok();
+}
+
+#[test]
+fn killed_peer_leaves_a_survivor_that_works_on() {
+    for ucx in Ucx::ALL {
+        let device = Device::Software(cards(2));
+        let arguments = "peer-errors --ops put,get,tag --mem gaudi:gaudi,host:gaudi,gaudi:host \
+                         --sizes 4096,4M";
+        client(ucx, &device, arguments).run().ok();
+    }
+}
+
+#[test]
+fn thousand_connections_leave_no_descriptor_behind() {
+    let device = Device::Software(cards(2));
+    let arguments = "reconnect --count 1000 --plain --ops tag,put --mem gaudi:gaudi --sizes 64K+1";
+    client(Ucx::V1_22, &device, arguments).run().ok();
+}
+
+#[test]
+fn many_contexts_leave_nothing_behind() {
+    for ucx in Ucx::ALL {
+        let device = Device::Software(cards(2));
+        client(ucx, &device, "reconnect --count 30 --fresh --plain").run().ok();
+    }
+}

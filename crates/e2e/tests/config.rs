@@ -132,6 +132,20 @@ const EFFECTS: &[Effect] = &[
         ..PLAIN
     },
     Effect {
+        variable: "UCX_GAUDI_IPC_ALLOC",
+        value: "heap",
+        check: "transport --component gaudi_ipc",
+        shows: "gaudi_ipc gets host memory by heap",
+        ..PLAIN
+    },
+    Effect {
+        variable: "UCX_GAUDI_IPC_MAX_NUM_EPS",
+        value: "77",
+        check: "transport --component gaudi_ipc",
+        shows: "gaudi_ipc takes 77 endpoints",
+        ..PLAIN
+    },
+    Effect {
         variable: "UCX_GAUDI_GDR_ALLOC",
         value: "heap",
         check: "transport --component gaudi_gdr",
@@ -181,7 +195,17 @@ fn listed() -> BTreeSet<String> {
 }
 
 /// Variables whose effect another file of these tests shows.
-const ELSEWHERE: &[(&str, &str)] = &[("UCX_GAUDI_COPY_ABORT_ON_ERROR", "faults.rs")];
+const ELSEWHERE: &[(&str, &str)] = &[
+    ("UCX_GAUDI_COPY_ABORT_ON_ERROR", "faults.rs"),
+    ("UCX_GAUDI_IPC_HANDOVER", "ipc.rs"),
+    ("UCX_GAUDI_IPC_CACHE_MAX_REGIONS", "ipc.rs"),
+    ("UCX_GAUDI_IPC_CACHE_MAX_SIZE", "ipc.rs"),
+    ("UCX_GAUDI_IPC_OPEN_DEVICE", "ipc.rs"),
+    ("UCX_GAUDI_IPC_BW", "ipc.rs"),
+    ("UCX_GAUDI_IPC_LAT", "ipc.rs"),
+    ("UCX_GAUDI_IPC_OVERHEAD", "ipc.rs"),
+    ("UCX_GAUDI_IPC_FAILURE", "ipc.rs"),
+];
 
 #[test]
 fn every_listed_variable_has_a_row_here_and_every_row_is_listed() {

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use e2e::{Device, Finished, Perftest, Protocols, SoftNode, Tool, Ucx, Workbench};
+use gaudi::stats;
 
 /// A machine with this many cards.
 fn cards(count: u32) -> SoftNode {
@@ -272,4 +273,134 @@ fn many_contexts_leave_nothing_behind() {
         let device = Device::Software(cards(2));
         client(ucx, &device, "reconnect --count 30 --fresh --plain").run().ok();
     }
+}
+
+/// Only process 0 has Gaudi memory; process 1 fetches it into host memory.
+fn one_sided(name: &str, node: SoftNode, variables: &str) -> Logs {
+    let device = Device::Software(node);
+    let logs = Logs::new(name);
+    let arguments = "pair --one-way --mem gaudi:host --plain --ops tag,am,get --sizes 1,64K,1M+3 \
+                     --env UCX_PROTO_INFO=y --env UCX_LOG_LEVEL=info";
+    logs.of(client(Ucx::V1_22, &device, &format!("{arguments} {variables}"))).run().ok();
+    logs
+}
+
+/// Whether a receiver fetches into host memory by DMA.
+fn fetches_by_dma(logs: &Logs) -> bool {
+    let protocols = logs.protocols();
+    let tables = protocols.about(&["into host memory from gaudi"]);
+    tables.iter().any(|table| table.for_large_messages().contains("gaudi_ipc"))
+}
+
+#[test]
+fn process_with_host_memory_only_opens_a_card_to_fetch_gaudi_memory() {
+    assert!(fetches_by_dma(&one_sided("lazy", cards(2), "")));
+}
+
+#[test]
+fn config_open_device_no_keeps_cards_closed_and_says_so() {
+    let logs = one_sided("closed", cards(2), "--env UCX_GAUDI_IPC_OPEN_DEVICE=n");
+    assert!(!fetches_by_dma(&logs), "{}", logs.protocols().titles());
+    logs.assert_say("UCX_GAUDI_IPC_OPEN_DEVICE=n");
+}
+
+#[test]
+fn process_that_finds_no_free_card_is_served_another_way() {
+    let logs = one_sided("one-card", cards(1), "");
+    assert!(!fetches_by_dma(&logs), "{}", logs.protocols().titles());
+    logs.assert_say("gaudi_ipc: a peer's memory is not reachable: ");
+}
+
+/// Runs messages of `size` bytes for ever, and waits until `condition` holds for the counters of one of
+/// the two processes.
+#[track_caller]
+fn counters(
+    size: usize,
+    variables: &[(&str, &str)],
+    condition: impl Fn(&dyn Fn(&str) -> u64) -> bool,
+) {
+    let device = Device::Software(cards(2));
+    let arguments =
+        format!("pair --plain --ops tag --mem gaudi:gaudi --sizes {size} --iters 1000000");
+    let tool = client(Ucx::V1_22, &device, &arguments);
+    let running = variables.iter().fold(tool, |tool, (name, value)| tool.env(name, value)).start();
+    let seen = running.wait_until(|processes| {
+        processes.iter().any(|process| {
+            let Ok(page) = stats::read(*process) else { return false };
+            condition(&|name| page.get(name).unwrap_or_else(|| panic!("no counter {name}")))
+        })
+    });
+    assert!(seen, "{variables:?}: {}", running.finish(Duration::ZERO).report());
+}
+
+#[test]
+fn config_handover_decides_how_descriptors_come() {
+    counters(1 << 20, &[], |count| count("ipc_handovers_pidfd") > 0);
+    let pidfd = [("UCX_GAUDI_IPC_HANDOVER", "pidfd")];
+    counters(1 << 20, &pidfd, |count| count("ipc_handovers_pidfd") > 0);
+    let broker = [("UCX_GAUDI_IPC_HANDOVER", "broker")];
+    counters(1 << 20, &broker, |count| {
+        assert_eq!(count("ipc_handovers_pidfd"), 0);
+        count("ipc_handovers_broker") > 0
+    });
+}
+
+#[test]
+fn config_cache_bounds_decide_what_stays_mapped() {
+    let warm = |count: &dyn Fn(&str) -> u64| {
+        assert!(count("ipc_cache_misses") < 8, "one allocation, mapped again and again");
+        count("ipc_cache_hits") > 100
+    };
+    counters(1 << 20, &[], warm);
+    for tight in [("UCX_GAUDI_IPC_CACHE_MAX_REGIONS", "0"), ("UCX_GAUDI_IPC_CACHE_MAX_SIZE", "64k")]
+    {
+        counters(1 << 20, &[tight], |count| {
+            count("ipc_cache_misses") > 20 && count("ipc_cache_evictions") > 20
+        });
+    }
+}
+
+/// By default all sizes go by `gaudi_ipc`; with an estimate bad enough some do not.
+#[test]
+fn config_estimates_decide_what_ucx_chooses() {
+    let goes_always = |variables: &[(&str, &str)]| {
+        let device = Device::Software(cards(2));
+        let logs = Logs::new("estimates");
+        let arguments =
+            "pair --plain --ops tag --mem gaudi:gaudi --sizes 1M --env UCX_PROTO_INFO=y";
+        let tool = client(Ucx::V1_22, &device, arguments);
+        let tool = variables.iter().fold(tool, |tool, (name, value)| tool.env(name, value));
+        logs.of(tool).run().ok();
+        let protocols = logs.protocols();
+        let tables = protocols.about(&["ucp_tag_send* from gaudi"]);
+        assert!(!tables.is_empty(), "{}", protocols.titles());
+        tables.iter().any(|table| {
+            table.rows.iter().any(|row| row[0] == "1..inf" && row[2].contains("gaudi_ipc"))
+        })
+    };
+    assert!(goes_always(&[]));
+    for (variable, value) in [
+        ("UCX_GAUDI_IPC_BW", "1MBs"),
+        ("UCX_GAUDI_IPC_LAT", "1s"),
+        ("UCX_GAUDI_IPC_OVERHEAD", "1s"),
+    ] {
+        assert!(!goes_always(&[(variable, value)]), "{variable}={value} changes nothing");
+    }
+}
+
+#[test]
+fn config_failure_is_the_level_at_which_a_lost_peer_is_told() {
+    let words = "gaudi_ipc: copy to or from memory of process";
+    let run = |level: &str| {
+        let device = Device::Software(cards(2));
+        let arguments = "peer-errors --ops put --mem gaudi:gaudi --sizes 4M";
+        client(Ucx::V1_22, &device, arguments).env("UCX_GAUDI_IPC_FAILURE", level).run().ok()
+    };
+    // The client asks for errors only; whether a death shows as a failed copy is chance.
+    assert!(!run("diag").stderr.contains(words));
+    let told = (0..10).any(|_| {
+        let end = run("error");
+        end.stderr.contains(words) || end.stdout.contains(words)
+    });
+    assert!(told, "ten deaths, and never a word at level error");
 }

@@ -166,6 +166,9 @@ struct PairArgs {
     /// Endpoints with UCP_ERR_HANDLING_MODE_PEER
     #[arg(long)]
     peer_errors: bool,
+    /// Process 0 sends and process 1 receives: with --mem gaudi:host only process 0 has Gaudi memory
+    #[arg(long)]
+    one_way: bool,
 }
 
 #[derive(Args)]
@@ -267,6 +270,7 @@ impl PlanArgs {
             iterations: self.iters.unwrap_or(timed),
             features: if wakeup { defaults.features.with_wakeup() } else { defaults.features },
             peer_errors: false,
+            one_way: false,
             hint: self.hint,
             timeout_s: self.timeout,
             sabotage: self.sabotage,
@@ -276,7 +280,8 @@ impl PlanArgs {
 
 impl PairArgs {
     fn plan(&self, ucx: Option<&PathBuf>, defaults: &Defaults<'_>) -> Plan {
-        Plan { peer_errors: self.peer_errors, ..self.plan.plan(ucx, defaults) }
+        let Self { peer_errors, one_way, .. } = *self;
+        Plan { peer_errors, one_way, ..self.plan.plan(ucx, defaults) }
     }
 
     fn run(&self, ucx: Option<&PathBuf>, defaults: &Defaults<'_>) -> Result<()> {

@@ -106,8 +106,12 @@ impl MemoryDomain for IpcDomain {
         DomainAttributes {
             // UCP takes no lane for large messages that cannot invalidate when it has to handle
             // errors. An invalidated key opens nothing any more.
+            // RKEY_PTR is what tells UCP that this domain is for other processes' memory: without it,
+            // where no copy transport is allowed, UCP builds its copies inside the process on this
+            // one, and fails. No pointer is ever given out: the component does not offer it.
             flags: md_flag::REG
                 | md_flag::NEED_RKEY
+                | md_flag::RKEY_PTR
                 | md_flag::INVALIDATE
                 | md_flag::INVALIDATE_RMA
                 | md_flag::INVALIDATE_AMO,

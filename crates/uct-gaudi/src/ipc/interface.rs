@@ -8,8 +8,9 @@ use gaudi::{Device, Segment, Side};
 use uct::abi::iface_flag;
 use uct::config::Variable;
 use uct::{
-    Bandwidth, Buffers, Completion, DeviceType, Interface, InterfaceAttributes, LinearFunc, Link,
-    MemoryType, OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, Status, SysDevice, Ucx, log,
+    Bandwidth, Buffers, Completion, DeviceType, Interface, InterfaceAttributes, Level, LinearFunc,
+    Link, MemoryType, OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, Status, SysDevice,
+    Ucx, log,
 };
 
 use super::NAME;
@@ -34,6 +35,7 @@ pub(crate) struct IpcInterface {
     estimates: Estimates,
     copies: Copies<InFlight>,
     sleeper: Sleeper,
+    failure_level: Level,
 }
 
 /// What to copy, with which card.
@@ -165,16 +167,14 @@ impl IpcInterface {
         };
         let Some((status, why)) = failed else { return completion.finish(Ok(())) };
         completion.finish(Err(status));
-        if remote.link.is_up() {
-            let handled = remote.link.fail(status);
-            if handled {
-                log!(self.ucx, Info, "{NAME}: endpoint to {remote} failed: {why}");
-            } else {
-                log!(self.ucx, Error, "{NAME}: copy to or from {remote} failed: {why}");
-            }
-        } else {
-            log!(self.ucx, Debug, "{NAME}: copy to or from {remote} failed: {why}");
-        }
+        // Of several copies that fail with one endpoint, the first is what the user wants to know.
+        let level = match remote.link.is_up() {
+            false => Level::Debug,
+            true if remote.link.fail(status) => self.failure_level,
+            true => Level::Error,
+        };
+        let text = format_args!("{NAME}: copy to or from memory of {remote} failed: {why}");
+        self.ucx.log(level, file!(), line!(), text);
     }
 }
 
@@ -208,6 +208,7 @@ impl Interface for IpcInterface {
             estimates: Estimates::read(&request.config),
             copies: Copies::new(OnFailure::Report),
             sleeper: Sleeper::new(request.ucx, NAME),
+            failure_level: request.failure_level,
         })
     }
 

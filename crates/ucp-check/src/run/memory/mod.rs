@@ -113,7 +113,11 @@ struct Scene<'a> {
 impl Scene<'_> {
     /// The copy transport of the component under test.
     fn transport(&self) -> &'static str {
-        if self.options.component == "gaudi_gdr" { "gaudi_gdr" } else { "gaudi_cpy" }
+        match self.options.component.as_str() {
+            "gaudi_gdr" => "gaudi_gdr",
+            "gaudi_ipc" => "gaudi_ipc",
+            _ => "gaudi_cpy",
+        }
     }
 }
 

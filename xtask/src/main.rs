@@ -76,6 +76,12 @@ enum Command {
         /// Also write the results there, as a JSON list
         #[arg(long, value_name = "FILE")]
         json: Option<PathBuf>,
+        /// Also draw the results there (copy)
+        #[arg(long, value_name = "FILE")]
+        svg: Option<PathBuf>,
+        /// Only show that it runs, on what is built already; the figures mean nothing (copy)
+        #[arg(long)]
+        quick: bool,
     },
     /// Copy target/dist to a prefix
     Install {
@@ -126,7 +132,10 @@ fn run(command: Command) -> Result<()> {
         Command::Env { soft, ucx } => shell::print_exports(&repo, soft, ucx.into()),
         Command::Demo => demo::run(&repo),
         Command::Test { category } => check::run(&repo, category),
-        Command::Bench { name, json } => bench::run(&repo, name, json.as_deref()),
+        Command::Bench { name, json, svg, quick } => {
+            let (json, svg) = (json.as_deref(), svg.as_deref());
+            bench::run(&repo, name, bench::Options { json, svg, quick })
+        }
         Command::Install { prefix } => install::run(&repo, &prefix),
     }
 }

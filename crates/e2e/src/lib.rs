@@ -29,5 +29,5 @@ pub use layout::{Layout, Ucx};
 pub use listing::Listing;
 pub use perftest::{Figures, Pair, Perftest};
 pub use process::{Finished, Running};
-pub use protocols::{Protocols, Table};
+pub use protocols::{Choice, ProtocolLogs, Protocols};
 pub use tool::{Tool, Workbench};

@@ -1,102 +1,253 @@
-//! Reading what `UCX_PROTO_INFO=y` prints: a table for each kind of message, with the protocol and the
-//! transports that UCX chose for each range of sizes.
+//! Which protocols UCP chose: the tables that it prints with `UCX_PROTO_INFO=y`.
+//!
+//! A table is for one sort of operation between two workers and says for each range of message sizes
+//! what UCP does:
+//!
+//! ```text
+//! | ucp_context_0 intra-node cfg#2                     |
+//! | tagged message by ucp_tag_send* from gaudi/GAUDI_0 |
+//! +---------+------------------------+-----------------+
+//! |  Range  |      Description       |     Config      |
+//! +---------+------------------------+-----------------+
+//! | 0..8248 | eager copy-in copy-out | sysv/memory     |
+//! ```
+//!
+//! Let every process write to a file of its own (`UCX_LOG_FILE`): lines of two processes in one
+//! stream cut each other.
 
-/// The tables in a program's output.
-#[derive(Debug, Clone, Default)]
-pub struct Protocols {
-    tables: Vec<Table>,
+use std::ops::RangeInclusive;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use anyhow::{Context, Result};
+
+use crate::Tool;
+
+/// The tables of one process.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Protocols(Vec<Table>);
+
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+struct Table {
+    /// `intra-node`, `inter-node` or `self`.
+    scope: String,
+    /// As UCX says it, less the devices: `tagged message by ucp_tag_send* from gaudi`.
+    operation: String,
+    rows: Vec<Choice>,
 }
 
-/// The choices for one kind of message between one pair of processes.
-#[derive(Debug, Clone, Default)]
-pub struct Table {
-    /// For example `remote memory write by ucp_put* from host memory to gaudi/GAUDI_1`.
-    pub title: String,
-    /// Range of sizes, what is done, and with which transports.
-    pub rows: Vec<[String; 3]>,
+/// What UCP does for a range of message sizes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Choice {
+    /// Message sizes.
+    pub sizes: RangeInclusive<usize>,
+    /// The protocol, as UCX describes it.
+    pub protocol: String,
+    /// Transports and devices, where UCX names any.
+    pub transports: String,
+    /// The other side decides on the details.
+    pub depends: bool,
 }
 
 impl Protocols {
-    /// Of everything a program wrote. Two programs must not share one file: UCX's lines would be mixed.
-    pub fn of(text: &str) -> Self {
+    /// From all that one process logged.
+    pub fn parse(log: &str) -> Self {
         let mut tables: Vec<Table> = Vec::new();
-        for line in text.lines() {
-            let Some(at) = line.find("  | ") else { continue };
-            let cells: Vec<&str> =
-                line[at..].trim().trim_matches('|').split('|').map(str::trim).collect();
-            match cells[..] {
-                [title] if title.contains(" from ") => {
-                    tables.push(Table { title: title.to_owned(), rows: Vec::new() });
-                }
-                [range, ..] if range.starts_with(|c: char| c.is_ascii_digit()) => {
-                    let cell = |at: usize| cells.get(at).unwrap_or(&"").to_string();
-                    if let Some(table) = tables.last_mut() {
-                        table.rows.push([cell(0), cell(1), cell(2)]);
-                    }
-                }
-                _ => {}
+        let mut title_follows = false;
+        for line in log.lines() {
+            let Some((_, cells)) = line.split_once("  | ") else { continue };
+            let cells = cells.trim_end().trim_end_matches('|');
+            if let Some((scope, _)) = cells.split_once(" cfg#") {
+                let scope = scope.split_whitespace().next_back().unwrap_or_default();
+                tables.push(Table { scope: scope.to_owned(), ..Table::default() });
+                title_follows = true;
+            } else if title_follows {
+                title_follows = false;
+                tables.last_mut().expect("a table began").operation = without_devices(cells.trim());
+            } else if let (Some(table), Some(row)) = (tables.last_mut(), row(cells)) {
+                table.rows.push(row);
             }
         }
-        Self { tables }
+        Protocols(tables)
     }
 
-    /// The tables with all these words in their title.
-    pub fn about(&self, words: &[&str]) -> Vec<&Table> {
-        let fits = |table: &&Table| words.iter().all(|word| table.title.contains(word));
-        self.tables.iter().filter(fits).collect()
+    /// What is done for a message of this size. `operation` as UCX says it, less the devices.
+    pub fn choice(&self, scope: &str, operation: &str, size: usize) -> Option<&Choice> {
+        // The same operation may be asked about again, for another device; the last counts.
+        let tables = self.0.iter().rev();
+        let mut fitting =
+            tables.filter(|table| table.scope == scope && table.operation == operation);
+        fitting.find_map(|table| table.rows.iter().find(|row| row.sizes.contains(&size)))
     }
 
-    /// Whether any choice names this transport.
+    /// Whether a transport is part of any choice.
+    pub fn name_transport(&self, transport: &str) -> bool {
+        let mut rows = self.0.iter().flat_map(|table| &table.rows);
+        rows.any(|row| row.transports.contains(transport) || row.protocol.contains(transport))
+    }
+
+    /// Whether this transport is chosen for anything.
     pub fn mention(&self, transport: &str) -> bool {
-        self.tables.iter().flat_map(|table| &table.rows).any(|row| row[2].contains(transport))
+        self.0.iter().flat_map(|table| &table.rows).any(|row| row.transports.contains(transport))
     }
 
-    /// Adds those of another program.
-    pub fn extend(&mut self, other: Protocols) {
-        self.tables.extend(other.tables);
-    }
-
-    /// All titles, for messages.
-    pub fn titles(&self) -> String {
-        self.tables.iter().map(|table| table.title.as_str()).collect::<Vec<_>>().join("\n")
+    /// The operations there are tables for, with where to.
+    pub fn operations(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.0.iter().map(|table| (table.scope.as_str(), table.operation.as_str()))
     }
 }
 
-impl Table {
-    /// The transports for the largest messages.
-    pub fn for_large_messages(&self) -> &str {
-        let unbounded = self.rows.iter().rev().find(|row| row[0].ends_with("inf"));
-        unbounded.map_or("", |row| row[2].as_str())
+/// A folder into which each process of a tool writes what UCX logs, protocols included.
+#[derive(Debug)]
+pub struct ProtocolLogs(PathBuf);
+
+impl ProtocolLogs {
+    /// A folder of its own in `place`.
+    ///
+    /// # Errors
+    /// When it cannot be made.
+    pub fn in_folder(place: &Path) -> Result<Self> {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let serial = NEXT.fetch_add(1, Ordering::Relaxed);
+        let folder = place.join(format!("protocols-{}-{serial}", std::process::id()));
+        std::fs::create_dir_all(&folder)
+            .with_context(|| format!("cannot create {}", folder.display()))?;
+        Ok(Self(folder))
     }
+
+    /// Has a tool write there.
+    #[must_use]
+    pub fn of(&self, tool: Tool) -> Tool {
+        tool.env("UCX_LOG_FILE", self.0.join("%p")).env("UCX_PROTO_INFO", "y")
+    }
+
+    /// Whether one of its processes logged this.
+    ///
+    /// # Errors
+    /// When the logs cannot be read.
+    pub fn say(&self, words: &str) -> Result<bool> {
+        let mut said = false;
+        for entry in std::fs::read_dir(&self.0)? {
+            let log = std::fs::read(entry?.path())?;
+            said |= String::from_utf8_lossy(&log).contains(words);
+        }
+        Ok(said)
+    }
+
+    /// What its processes chose, all together.
+    ///
+    /// # Errors
+    /// When nothing was written.
+    pub fn read(&self) -> Result<Protocols> {
+        let mut all = Vec::new();
+        for entry in std::fs::read_dir(&self.0)? {
+            let log = std::fs::read(entry?.path())?;
+            all.append(&mut Protocols::parse(&String::from_utf8_lossy(&log)).0);
+        }
+        anyhow::ensure!(!all.is_empty(), "UCX told of no protocol");
+        Ok(Protocols(all))
+    }
+}
+
+impl Drop for ProtocolLogs {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// `gaudi/GAUDI_0` and `gaudi/dev[0]` are `gaudi`.
+fn without_devices(operation: &str) -> String {
+    let words = operation.split(' ').map(|word| match word.split_once('/') {
+        Some((memory, _)) if !memory.contains('*') => memory,
+        _ => word,
+    });
+    words.collect::<Vec<_>>().join(" ")
+}
+
+fn row(cells: &str) -> Option<Choice> {
+    let mut cells = cells.split('|').map(str::trim);
+    let (range, description) = (cells.next()?, cells.next()?);
+    let (from, to) = range.split_once("..").unwrap_or((range, range));
+    let sizes = size(from)?..=size(to)?;
+    let protocol = description.trim_start_matches("(?) ");
+    Some(Choice {
+        sizes,
+        protocol: protocol.to_owned(),
+        transports: cells.next().unwrap_or_default().to_owned(),
+        depends: protocol.len() < description.len(),
+    })
+}
+
+/// `8240`, `512K`, `inf`.
+fn size(text: &str) -> Option<usize> {
+    if text == "inf" {
+        return Some(usize::MAX);
+    }
+    let digits = text.trim_end_matches(|letter: char| letter.is_ascii_alphabetic());
+    let shift = match &text[digits.len()..] {
+        "" => 0,
+        "K" => 10,
+        "M" => 20,
+        "G" => 30,
+        _ => return None,
+    };
+    digits.parse::<usize>().ok()?.checked_mul(1 << shift)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const TEXT: &str = "\
-[1.0] [vm:1 :0]   +--------+-------------+---------------------+
-[1.0] [vm:1 :0]   | ucp_context_0 intra-node cfg#2             |
-[1.0] [vm:1 :0]   | tagged message by ucp_tag_send* from gaudi/GAUDI_1 |
-[1.0] [vm:1 :0]   +--------+-------------+---------------------+
-[1.0] [vm:1 :0]   | Range  | Description | Config              |
-[1.0] [vm:1 :0]   |      0 | short       | sysv/memory         |
-[1.0] [vm:1 :0]   | 1..inf | (?) rendezvous zero-copy read from remote | gaudi_ipc/gaudi_ipc |
-[1.0] [vm:1 :0]   | stream message by ucp_stream_send* from host memory |
-[1.0] [vm:1 :0]   | 0..inf | multi-frag | sysv/memory |
-something else | 1..2 | of no table |
+    /// From stock UCX 1.22, shortened.
+    const LOG: &str = "\
+[1794723443.302774] [vm:16846:0]   +-----------+-------------------+-------------+
+[1794723443.302774] [vm:16846:0]   | ucp_context_0 self cfg#1                    |
+[1794723443.302774] [vm:16846:0]   | tagged message by ucp_tag_send* from gaudi/GAUDI_1 |
+[1794723443.302774] [vm:16846:0]   +-----------+-------------------+-------------+
+[1794723443.302774] [vm:16846:0]   |   Range   |    Description    |   Config    |
+[1794723443.302774] [vm:16846:0]   +-----------+-------------------+-------------+
+[1794723443.302774] [vm:16846:0]   |   0..2284 | eager short       | self/memory |
+[1794723443.302774] [vm:16846:0]   +-----------+-------------------+-------------+
+[1794723443.302774] [vm:16846:0] some other line | with a bar
+[1794723443.302774] [vm:16846 :0]   | ucp_context_0 intra-node cfg#2                    |
+[1794723443.302774] [vm:16846 :0]   | tagged message by ucp_tag_send* from gaudi/GAUDI_1 |
+[1794723443.302774] [vm:16846 :0]   |   Range   |    Description    |   Config    |
+[1794723443.302774] [vm:16846 :0]   |           0 | eager short            | sysv/memory |
+[1794723443.302774] [vm:16846 :0]   |      1..512K | (?) rendezvous gaudi_cpy, copy to attached, frag host |   |
+[1794723443.302774] [vm:16846 :0]   | 524289..inf | (?) rendezvous pipeline | cma/memory |
 ";
 
     #[test]
-    fn tables_are_read_with_their_rows() {
-        let protocols = Protocols::of(TEXT);
-        let tag = protocols.about(&["ucp_tag_send*", "from gaudi"]);
-        assert_eq!(tag.len(), 1, "{}", protocols.titles());
-        assert_eq!(tag[0].rows.len(), 2, "{:?}", tag[0]);
-        assert_eq!(tag[0].rows[0], ["0", "short", "sysv/memory"]);
-        assert_eq!(tag[0].for_large_messages(), "gaudi_ipc/gaudi_ipc");
-        assert_eq!(protocols.about(&["ucp_stream"])[0].for_large_messages(), "sysv/memory");
-        assert!(protocols.mention("gaudi_ipc") && !protocols.mention("tcp"));
-        assert!(protocols.about(&["ucp_put"]).is_empty());
+    fn the_row_of_a_size_is_found_in_the_table_of_its_operation() {
+        let protocols = Protocols::parse(LOG);
+        let operation = "tagged message by ucp_tag_send* from gaudi";
+        let choice = |size| protocols.choice("intra-node", operation, size).expect("a row");
+        assert_eq!((choice(0).protocol.as_str(), choice(0).depends), ("eager short", false));
+        assert_eq!(choice(0).transports, "sysv/memory");
+        let middle = choice(512 << 10);
+        assert_eq!(middle.protocol, "rendezvous gaudi_cpy, copy to attached, frag host");
+        assert!(middle.depends && middle.transports.is_empty());
+        assert_eq!(choice((512 << 10) + 1).protocol, "rendezvous pipeline");
+        assert_eq!(choice(1 << 40).protocol, "rendezvous pipeline");
+        let own = protocols.choice("self", operation, 8).expect("a row");
+        assert_eq!(own.transports, "self/memory");
+        assert_eq!(protocols.choice("self", operation, 5000), None);
+        assert_eq!(protocols.choice("inter-node", operation, 8), None);
+        assert_eq!(protocols.operations().count(), 2);
+        assert!(protocols.mention("cma/") && !protocols.mention("tcp/"));
+        assert!(protocols.name_transport("gaudi_cpy") && protocols.name_transport("cma"));
+        assert!(!protocols.name_transport("gaudi_ipc"));
+    }
+
+    #[test]
+    fn sizes_are_as_ucx_writes_them() {
+        let written = [("0", 0), ("8248", 8248), ("256K", 1 << 18), ("4M", 4 << 20)];
+        for (text, bytes) in written {
+            assert_eq!(size(text), Some(bytes));
+        }
+        assert_eq!(size("inf"), Some(usize::MAX));
+        for text in ["", "Range", "4X", "99999999999999999999"] {
+            assert_eq!(size(text), None, "{text}");
+        }
     }
 }

@@ -169,6 +169,8 @@ fn structures_equal_the_debug_information_of_the_stock_library() {
     same_shape!(shapes, "ucs_config_field_t", RawConfigField, {
         name, dfl_value, doc, offset, parser,
     });
+    same_shape!(shapes, "ucs_config_key_field_t", ConfigKeyField, { name, doc, offset });
+    same_shape!(shapes, "ucs_config_key_value_param_t", ConfigKeyValue, { parser, keys });
     // Tables that we fill longer than this version reads.
     assert_eq!(shapes["uct_iface_ops_t"].size, 8 * IFACE_OP_SLOTS as u64);
     assert!(shapes["uct_iface_internal_ops_t"].size <= 8 * INTERNAL_OP_SLOTS as u64);

@@ -72,6 +72,36 @@ const EFFECTS: &[Effect] = &[
         shows: "gaudi_copy registers in 31000 ns",
         ..PLAIN
     },
+    // By default it is done without, at info level; rcache.rs has the rest.
+    Effect {
+        variable: "UCX_GAUDI_COPY_ENABLE_RCACHE",
+        value: "yes",
+        shows: "UCX_GAUDI_COPY_ENABLE_RCACHE=yes, but UCX's memory events",
+        with: &[("UCX_MEM_EVENTS", "n")],
+        succeeds: false,
+        ..PLAIN
+    },
+    Effect {
+        variable: "UCX_GAUDI_COPY_BW",
+        value: "auto,d2h:5GBs",
+        check: "transport",
+        shows: "gaudi_cpy get_zcopy host:gaudi at 5.37 GB/s",
+        ..PLAIN
+    },
+    Effect {
+        variable: "UCX_GAUDI_COPY_LATENCY",
+        value: "short:500ns,zcopy:123us",
+        check: "transport",
+        shows: "latency 123000 ns",
+        ..PLAIN
+    },
+    Effect {
+        variable: "UCX_GAUDI_COPY_OVERHEAD",
+        value: "321us",
+        check: "transport",
+        shows: "overhead 321000 ns",
+        ..PLAIN
+    },
     // By default the process ends where the error was; if not, the client is told of it.
     Effect {
         variable: "UCX_GAUDI_COPY_ABORT_ON_ERROR",
@@ -205,6 +235,8 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ("UCX_GAUDI_IPC_LAT", "ipc.rs"),
     ("UCX_GAUDI_IPC_OVERHEAD", "ipc.rs"),
     ("UCX_GAUDI_IPC_FAILURE", "ipc.rs"),
+    ("UCX_GAUDI_COPY_RCACHE_MAX_REGIONS", "rcache.rs"),
+    ("UCX_GAUDI_COPY_RCACHE_MAX_SIZE", "rcache.rs"),
 ];
 
 #[test]

@@ -1,10 +1,9 @@
 //! `gaudi_ipc` on stock UCX: chosen wherever Gaudi memory of another process is reached, right to the
 //! byte, gone without a trace when it cannot be or must not be used, and honest when a peer dies.
 
-use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use e2e::{Device, Finished, Perftest, Protocols, SoftNode, Tool, Ucx, Workbench};
+use e2e::{Device, Perftest, ProtocolLogs, Protocols, SoftNode, Tool, Ucx, Workbench};
 use gaudi::stats;
 
 /// A machine with this many cards.
@@ -24,85 +23,60 @@ fn client(ucx: Ucx, device: &Device, arguments: &str) -> Tool {
         .limit(Duration::from_secs(300))
 }
 
-/// What UCX logs, one file per process: in one stream the lines would be mixed.
-struct Logs(PathBuf);
-
-impl Logs {
-    fn new(name: &str) -> Self {
-        let folder = std::env::temp_dir().join(format!("e2e-{}-{name}", std::process::id()));
-        std::fs::create_dir_all(&folder).expect("a temporary folder");
-        Self(folder)
-    }
-
-    /// Has the program write here.
-    fn of(&self, tool: Tool) -> Tool {
-        tool.env("UCX_LOG_FILE", self.0.join("%p.log"))
-    }
-
-    fn texts(&self) -> Vec<String> {
-        let files = std::fs::read_dir(&self.0).expect("the folder of logs");
-        let read = |path: &Path| std::fs::read_to_string(path).expect("a log");
-        files.map(|file| read(&file.expect("a log").path())).collect()
-    }
-
-    fn protocols(&self) -> Protocols {
-        let mut all = Protocols::default();
-        self.texts().iter().for_each(|text| all.extend(Protocols::of(text)));
-        all
-    }
-
-    #[track_caller]
-    fn assert_say(&self, words: &str) {
-        let texts = self.texts();
-        assert!(
-            texts.iter().any(|text| text.contains(words)),
-            "no log says `{words}`:\n{texts:#?}"
-        );
-    }
+/// What UCX logs, one file per process.
+fn logs() -> ProtocolLogs {
+    ProtocolLogs::in_folder(&std::env::temp_dir()).expect("a temporary folder")
 }
 
-impl Drop for Logs {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
+#[track_caller]
+fn protocols(logs: &ProtocolLogs) -> Protocols {
+    logs.read().unwrap_or_else(|error| panic!("{error:#}"))
+}
+
+#[track_caller]
+fn assert_say(logs: &ProtocolLogs, words: &str) {
+    assert!(logs.say(words).expect("logs"), "no process said `{words}`");
+}
+
+/// Transports for messages of one size to another process of the machine; empty where UCX names none.
+#[track_caller]
+fn transports(protocols: &Protocols, operation: &str, size: usize) -> String {
+    let choice = protocols.choice("intra-node", operation, size);
+    let all = || protocols.operations().collect::<Vec<_>>();
+    choice.unwrap_or_else(|| panic!("nothing about `{operation}`: {:#?}", all())).transports.clone()
 }
 
 /// Every kind of message with Gaudi memory on a side that a transport could reach directly. Left out:
 /// streams, which UCX always copies, and put and get with *host* memory of the peer, which no card of
 /// another process can reach.
-const KINDS: [&[&str]; 9] = [
-    &["ucp_put* from host memory to gaudi"],
-    &["ucp_put* from gaudi", "to gaudi"],
-    &["ucp_get* into host memory from gaudi"],
-    &["ucp_get* into gaudi", "from gaudi"],
-    &["ucp_tag_send* from gaudi"],
-    &["ucp_am_send* from gaudi"],
-    &["rendezvous data fetch into host memory from gaudi"],
-    &["rendezvous data fetch into gaudi", "from gaudi"],
-    &["rendezvous data fetch into gaudi", "from host"],
+const KINDS: [&str; 9] = [
+    "remote memory write by ucp_put* from host memory to gaudi",
+    "remote memory write by ucp_put* from gaudi to gaudi",
+    "remote memory read by ucp_get* into host memory from gaudi",
+    "remote memory read by ucp_get* into gaudi from gaudi",
+    "tagged message by ucp_tag_send* from gaudi",
+    "active message by ucp_am_send* from gaudi",
+    "rendezvous data fetch into host memory from gaudi",
+    "rendezvous data fetch into gaudi from gaudi",
+    "rendezvous data fetch into gaudi from host",
 ];
 
-/// UCX lists choices for talking to itself as well; there the memory is reached with `gaudi_cpy`.
 #[track_caller]
 fn assert_chosen_everywhere(protocols: &Protocols) {
     for kind in KINDS {
-        let tables = protocols.about(kind);
-        let by_ipc = tables.iter().filter(|t| t.for_large_messages().contains("gaudi_ipc")).count();
-        let staged = tables.iter().find(|table| {
-            let with = table.for_large_messages();
-            !with.contains("gaudi_ipc") && !with.contains("gaudi_cpy/gaudi_copy")
-        });
-        assert!(by_ipc > 0, "{kind:?} never by gaudi_ipc: {tables:?}\n{}", protocols.titles());
-        assert!(staged.is_none(), "{kind:?} is staged: {staged:?}");
+        for size in [64 << 10, 1 << 20, 64 << 20] {
+            let with = transports(protocols, kind, size);
+            assert!(with.contains("gaudi_ipc"), "{kind}, {size} bytes: `{with}`");
+        }
     }
 }
 
 fn chosen(ucx: Ucx) {
     let device = Device::Software(cards(2));
-    let logs = Logs::new(&format!("chosen-{}", ucx.name()));
-    let tool = client(ucx, &device, "pair --sizes 1,4K,64K,1M+3,8M --env UCX_PROTO_INFO=y");
+    let logs = logs();
+    let tool = client(ucx, &device, "pair --sizes 1,4K,64K,1M+3,8M");
     logs.of(tool).run().ok();
-    assert_chosen_everywhere(&logs.protocols());
+    assert_chosen_everywhere(&protocols(&logs));
 }
 
 #[test]
@@ -122,10 +96,10 @@ fn ipc_is_chosen_with_error_handling_and_for_sleeping_workers() {
         [(Ucx::V1_22, "--peer-errors"), (Ucx::Nixl, "--peer-errors"), (Ucx::V1_22, "--wakeup")]
     {
         let device = Device::Software(cards(2));
-        let logs = Logs::new(&format!("options-{}{options}", ucx.name()));
-        let arguments = "pair --plain --sizes 1,64K,1M+3 --env UCX_PROTO_INFO=y";
+        let logs = logs();
+        let arguments = "pair --plain --sizes 1,64K,1M+3";
         logs.of(client(ucx, &device, &format!("{arguments} {options}"))).run().ok();
-        assert_chosen_everywhere(&logs.protocols());
+        assert_chosen_everywhere(&protocols(&logs));
     }
 }
 
@@ -133,16 +107,16 @@ fn ipc_is_chosen_with_error_handling_and_for_sleeping_workers() {
 fn perftest_with_gaudi_memory_selects_ipc() {
     for test in ["tag_bw", "tag_lat", "ucp_put_bw", "ucp_get", "ucp_am_bw"] {
         let device = Device::Software(cards(2));
-        let logs = Logs::new(&format!("perftest-{test}"));
+        let logs = logs();
         let pair = Perftest::new(&Workbench::from_env(), test, 1 << 20)
             .iterations(50, 5)
             .plugin()
             .device(&device)
-            .both(|tool| logs.of(tool.words("-m gaudi").env("UCX_PROTO_INFO", "y")))
+            .both(|tool| logs.of(tool.words("-m gaudi")))
             .run()
             .expect("both processes run");
         pair.figures().unwrap_or_else(|error| panic!("{error:#}"));
-        assert!(logs.protocols().mention("gaudi_ipc"), "{test}: {}", logs.protocols().titles());
+        assert!(protocols(&logs).mention("gaudi_ipc"), "{test}");
     }
 }
 
@@ -177,26 +151,26 @@ fn eight_processes_with_eight_cards_at_once() {
     }
 }
 
-fn staged(name: &str, device: &Device, variables: &str) -> (Logs, Finished) {
-    let logs = Logs::new(name);
-    let arguments = "pair --sizes 0,1,4K,1M+3,8M --env UCX_PROTO_INFO=y --env UCX_LOG_LEVEL=debug";
-    let end = logs.of(client(Ucx::V1_22, device, &format!("{arguments} {variables}"))).run().ok();
-    (logs, end)
+fn staged(device: &Device, variables: &str) -> ProtocolLogs {
+    let logs = logs();
+    let arguments = "pair --sizes 0,1,4K,1M+3,8M --env UCX_LOG_LEVEL=debug";
+    logs.of(client(Ucx::V1_22, device, &format!("{arguments} {variables}"))).run().ok();
+    logs
 }
 
 #[test]
 fn without_import_in_the_driver_ipc_is_not_used_and_the_log_says_why() {
     let device = Device::Software(cards(2).with("SOFT_GAUDI_IMPORT", "no"));
-    let (logs, _) = staged("no-import", &device, "");
-    assert!(!logs.protocols().mention("gaudi_ipc"), "{}", logs.protocols().titles());
-    logs.assert_say("the driver has no dma-buf import");
+    let logs = staged(&device, "");
+    assert!(!protocols(&logs).mention("gaudi_ipc"));
+    assert_say(&logs, "the driver has no dma-buf import");
 }
 
 /// The card is known when the endpoint is made: then the lane is not even built.
 #[test]
 fn without_import_in_the_driver_a_peer_is_not_reachable_by_ipc() {
     let device = Device::Software(cards(2).with("SOFT_GAUDI_IMPORT", "no"));
-    let logs = Logs::new("not-reachable");
+    let logs = logs();
     let pair = Perftest::new(&Workbench::from_env(), "tag_bw", 1 << 20)
         .iterations(50, 5)
         .plugin()
@@ -205,14 +179,14 @@ fn without_import_in_the_driver_a_peer_is_not_reachable_by_ipc() {
         .run()
         .expect("both processes run");
     pair.figures().unwrap_or_else(|error| panic!("{error:#}"));
-    logs.assert_say("not reachable: the driver has no dma-buf import");
+    assert_say(&logs, "not reachable: the driver has no dma-buf import");
 }
 
 #[test]
 fn ipc_left_out_of_ucx_tls_is_not_used() {
     let device = Device::Software(cards(2));
-    let (logs, _) = staged("left-out", &device, "--env UCX_TLS=^gaudi_ipc");
-    assert!(!logs.protocols().mention("gaudi_ipc"), "{}", logs.protocols().titles());
+    let logs = staged(&device, "--env UCX_TLS=^gaudi_ipc");
+    assert!(!protocols(&logs).mention("gaudi_ipc"));
 }
 
 /// A lane to oneself would take the place of the copies that UCX's protocols are made of.
@@ -220,11 +194,11 @@ fn ipc_left_out_of_ucx_tls_is_not_used() {
 fn a_process_does_not_reach_itself_by_ipc() {
     for ucx in Ucx::ALL {
         let device = Device::software();
-        let logs = Logs::new(&format!("loopback-{}", ucx.name()));
+        let logs = logs();
         let tool = client(ucx, &device, "loopback --plain --sizes 1,64K,1M+3");
-        logs.of(tool.env("UCX_PROTO_INFO", "y").env("UCX_LOG_LEVEL", "debug")).run().ok();
-        assert!(!logs.protocols().mention("gaudi_ipc"), "{}", logs.protocols().titles());
-        logs.assert_say("gaudi_ipc: not reachable: same process");
+        logs.of(tool.env("UCX_LOG_LEVEL", "debug")).run().ok();
+        assert!(!protocols(&logs).mention("gaudi_ipc"));
+        assert_say(&logs, "gaudi_ipc: not reachable: same process");
     }
 }
 
@@ -276,39 +250,38 @@ fn many_contexts_leave_nothing_behind() {
 }
 
 /// Only process 0 has Gaudi memory; process 1 fetches it into host memory.
-fn one_sided(name: &str, node: SoftNode, variables: &str) -> Logs {
+fn one_sided(node: SoftNode, variables: &str) -> ProtocolLogs {
     let device = Device::Software(node);
-    let logs = Logs::new(name);
+    let logs = logs();
     let arguments = "pair --one-way --mem gaudi:host --plain --ops tag,am,get --sizes 1,64K,1M+3 \
-                     --env UCX_PROTO_INFO=y --env UCX_LOG_LEVEL=info";
+                     --env UCX_LOG_LEVEL=info";
     logs.of(client(Ucx::V1_22, &device, &format!("{arguments} {variables}"))).run().ok();
     logs
 }
 
-/// Whether a receiver fetches into host memory by DMA.
-fn fetches_by_dma(logs: &Logs) -> bool {
-    let protocols = logs.protocols();
-    let tables = protocols.about(&["into host memory from gaudi"]);
-    tables.iter().any(|table| table.for_large_messages().contains("gaudi_ipc"))
+/// Whether the receiver fetches into host memory by DMA.
+fn fetches_by_dma(logs: &ProtocolLogs) -> bool {
+    let fetch = "remote memory read by ucp_get* into host memory from gaudi";
+    transports(&protocols(logs), fetch, 1 << 20).contains("gaudi_ipc")
 }
 
 #[test]
 fn process_with_host_memory_only_opens_a_card_to_fetch_gaudi_memory() {
-    assert!(fetches_by_dma(&one_sided("lazy", cards(2), "")));
+    assert!(fetches_by_dma(&one_sided(cards(2), "")));
 }
 
 #[test]
 fn config_open_device_no_keeps_cards_closed_and_says_so() {
-    let logs = one_sided("closed", cards(2), "--env UCX_GAUDI_IPC_OPEN_DEVICE=n");
-    assert!(!fetches_by_dma(&logs), "{}", logs.protocols().titles());
-    logs.assert_say("UCX_GAUDI_IPC_OPEN_DEVICE=n");
+    let logs = one_sided(cards(2), "--env UCX_GAUDI_IPC_OPEN_DEVICE=n");
+    assert!(!fetches_by_dma(&logs));
+    assert_say(&logs, "UCX_GAUDI_IPC_OPEN_DEVICE=n");
 }
 
 #[test]
 fn process_that_finds_no_free_card_is_served_another_way() {
-    let logs = one_sided("one-card", cards(1), "");
-    assert!(!fetches_by_dma(&logs), "{}", logs.protocols().titles());
-    logs.assert_say("gaudi_ipc: a peer's memory is not reachable: ");
+    let logs = one_sided(cards(1), "");
+    assert!(!fetches_by_dma(&logs));
+    assert_say(&logs, "gaudi_ipc: a peer's memory is not reachable: ");
 }
 
 /// Runs messages of `size` bytes for ever, and waits until `condition` holds for the counters of one of
@@ -365,17 +338,15 @@ fn config_cache_bounds_decide_what_stays_mapped() {
 fn config_estimates_decide_what_ucx_chooses() {
     let goes_always = |variables: &[(&str, &str)]| {
         let device = Device::Software(cards(2));
-        let logs = Logs::new("estimates");
-        let arguments =
-            "pair --plain --ops tag --mem gaudi:gaudi --sizes 1M --env UCX_PROTO_INFO=y";
-        let tool = client(Ucx::V1_22, &device, arguments);
+        let logs = logs();
+        let tool =
+            client(Ucx::V1_22, &device, "pair --plain --ops tag --mem gaudi:gaudi --sizes 1M");
         let tool = variables.iter().fold(tool, |tool, (name, value)| tool.env(name, value));
         logs.of(tool).run().ok();
-        let protocols = logs.protocols();
-        let tables = protocols.about(&["ucp_tag_send* from gaudi"]);
-        assert!(!tables.is_empty(), "{}", protocols.titles());
-        tables.iter().any(|table| {
-            table.rows.iter().any(|row| row[0] == "1..inf" && row[2].contains("gaudi_ipc"))
+        let protocols = protocols(&logs);
+        [1, 100, 64 << 10, 1 << 20].iter().all(|size| {
+            transports(&protocols, "tagged message by ucp_tag_send* from gaudi", *size)
+                .contains("gaudi_ipc")
         })
     };
     assert!(goes_always(&[]));

@@ -35,3 +35,56 @@ fn performance_smoke_of_gaudi_bandwidth() {
         );
     }
 }
+
+/// The whole bench, briefly: a figure for everything it promises, a JSON list and a drawing.
+#[test]
+fn performance_smoke_of_the_copy_bench() {
+    // Panics with the remedy if something is not built.
+    let bench = Workbench::from_env();
+    let file = |ending: &str| {
+        std::env::temp_dir().join(format!("copy-bench-{}.{ending}", std::process::id()))
+    };
+    let (json, svg) = (file("json"), file("svg"));
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut command = std::process::Command::new(cargo);
+    // They describe this package; handed on, they make cargo rebuild crates that watch them.
+    for (name, _) in std::env::vars_os() {
+        if name.to_str().is_some_and(|name| name.starts_with("CARGO_")) {
+            command.env_remove(name);
+        }
+    }
+    let output = command
+        .args(["xtask", "bench", "copy", "--quick", "--json"])
+        .arg(&json)
+        .arg("--svg")
+        .arg(&svg)
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .env("CARGO_TARGET_DIR", bench.layout().target())
+        .output()
+        .expect("cargo runs");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let (results, drawing) = (std::fs::read_to_string(&json), std::fs::read_to_string(&svg));
+    let _ = (std::fs::remove_file(&json), std::fs::remove_file(&svg));
+    assert!(output.status.success(), "{said}");
+
+    let results: serde_json::Value =
+        serde_json::from_str(&results.expect("JSON was written")).expect("well formed");
+    let results = results.as_array().expect("a list");
+    for name in ["host to device, 64 KiB", "device to host, 1 MiB", "device to device, 64 MiB"] {
+        let found = |row: &&serde_json::Value| {
+            row["name"].as_str().is_some_and(|title| title.starts_with(name))
+        };
+        // With many outstanding, and alone.
+        assert_eq!(results.iter().filter(found).count(), 2, "{name}\n{said}");
+    }
+    for row in results {
+        let positive = |field: &str| row[field].as_f64().is_some_and(|value| value > 0.0);
+        assert!(["value", "floor", "ratio"].into_iter().all(positive), "{row}");
+    }
+    let shown = String::from_utf8_lossy(&output.stdout);
+    assert!(shown.contains("of memcpy") && shown.contains("put_short"), "{shown}");
+    let drawing = drawing.expect("SVG was written");
+    assert_eq!(drawing.matches("<polyline").count(), 4, "{drawing}");
+    assert!(drawing.starts_with("<svg ") && drawing.trim_end().ends_with("</svg>"), "{drawing}");
+    assert!(!drawing.contains("NaN"), "{drawing}");
+}

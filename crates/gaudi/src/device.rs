@@ -11,15 +11,17 @@ use hl_thunk::packet::{self, LinDma};
 use crate::backend::{Backend, Geometry, HostPin};
 use crate::copy::BOUNCE_LEN;
 use crate::copy::engine::Engine;
+use crate::copy::flight::Load;
 use crate::copy::ring::Ring;
 use crate::copy::short::copy_short;
 use crate::memory::{Entry, Extent, Memory, Table};
+use crate::rcache::{Cache, CacheInfo};
 use crate::runtime::Registration;
 use crate::share::{self, Handles};
 use crate::stats::{Counter, Counts, Holding, Path, Tally};
 use crate::window::{Announcement, Blocked};
 use crate::{
-    Allocation, DeviceAddr, DeviceInfo, Direction, Error, ErrorKind, Import, Segment, Side,
+    Allocation, Bell, DeviceAddr, DeviceInfo, Direction, Error, ErrorKind, Import, Segment, Side,
     SubmitError, Transfer, Window, runtime,
 };
 
@@ -58,10 +60,11 @@ pub struct Device {
     counts: Counts,
     /// Other devices' memory that this one can reach.
     imports: Table,
-    engine: Engine,
+    engine: Arc<Engine>,
     // Closing goes down this list: pins and rings, then memory, then the card itself, then the
     // place it had in this process.
     pins: Mutex<HashMap<u64, Arc<HostPin>>>,
+    registrations: Cache,
     handles: Handles,
     bounce: OnceLock<Result<Arc<Ring>, Error>>,
     staging: OnceLock<Result<Arc<Ring>, Error>>,
@@ -105,6 +108,7 @@ impl Device {
             imports: Table::default(),
             engine: Engine::new(Arc::clone(&backend), counts),
             pins: Mutex::default(),
+            registrations: Cache::new(counts),
             handles: Handles::default(),
             bounce: OnceLock::new(),
             staging: OnceLock::new(),
@@ -263,7 +267,7 @@ impl Device {
 
     /// Whether this device can copy; the error says why not.
     pub fn can_copy(&self) -> Result<(), Error> {
-        self.engine.limits().map(drop).map_err(|error| error.on(self))
+        self.engine.limits().map(drop).map_err(|error| error.clone().on(self))
     }
 
     /// Starts a copy of all `segments` and returns at once. The segments are not ordered among
@@ -330,7 +334,7 @@ impl Device {
             let flight = unsafe {
                 let way = Direction::DeviceToDevice;
                 let tally = Tally::one(way, Path::Fill, len.into());
-                self.engine.make_room().launch(way, vec![dma], Vec::new(), tally)
+                self.engine.make_room().launch(way, vec![dma], Load::default(), tally)
             };
             flight.and_then(|flight| self.engine.wait(&flight))?;
         }
@@ -346,6 +350,19 @@ impl Device {
     /// Waits until no copy is in flight; the first failure among those that were.
     pub fn drain(&self) -> Result<(), Error> {
         self.engine.drain().map_err(|error| error.on(self))
+    }
+
+    /// Has the bell rung when the next of the copies in flight on this device ends, whosever it is.
+    /// `false`, and no bell will ring, if there are none.
+    ///
+    /// The first call starts a thread that sleeps in the driver; it ends with the device.
+    pub fn ring_on_completion(&self, bell: &Arc<Bell>) -> bool {
+        self.engine.ring_on_completion(bell)
+    }
+
+    /// Whether a copy that is started now finds room. Never blocks.
+    pub fn has_room(&self) -> bool {
+        self.engine.reserve().is_some()
     }
 
     /// Whoever asked is told that it failed.
@@ -383,6 +400,15 @@ impl Device {
         made.as_ref().map_err(Clone::clone)
     }
 
+    /// What the registration cache of this device holds.
+    pub fn registration_cache(&self) -> CacheInfo {
+        self.registrations.info()
+    }
+
+    pub(crate) fn registrations(&self) -> &Cache {
+        &self.registrations
+    }
+
     /// Pins host memory for this device.
     ///
     /// # Safety
@@ -414,6 +440,7 @@ impl Drop for Device {
     fn drop(&mut self) {
         // Nothing may be freed under the hardware's hands. Failures were told to whoever waited.
         let _ = self.engine.drain();
+        self.engine.stop();
         self.counts.closed();
     }
 }

@@ -1,5 +1,6 @@
 //! Host memory that was registered: recorded here, pinned for a device only when a DMA needs it.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
@@ -9,8 +10,9 @@ use crate::{Device, DeviceAddr, DeviceId, Error};
 /// A range of host memory that will be used for copies, perhaps often.
 ///
 /// Recording costs nothing: no device is opened, no page is pinned. The first large copy that uses
-/// the region on a device pins all of it for that device; dropping the last handle unpins it, once
-/// the copies that use it are done.
+/// the region on a device pins all of it for that device. Where registrations are cached, the pin
+/// stays in the cache, for this region or the next one over the same memory; where they are not,
+/// dropping the last handle unpins it, once the copies that use it are done.
 #[derive(Debug)]
 pub struct HostRegion {
     id: u64,
@@ -52,7 +54,12 @@ impl HostRegion {
         self.len
     }
 
-    /// Whether a device has it pinned at the moment.
+    /// All addresses of it.
+    pub(crate) fn range(&self) -> Range<usize> {
+        self.start..self.start.saturating_add(self.len)
+    }
+
+    /// Whether a device has it pinned for this registration at the moment.
     pub fn is_pinned_for(&self, device: &Device) -> bool {
         let pins = self.pins.lock().unwrap_or_else(PoisonError::into_inner);
         let here = pins.iter().find(|pinned| pinned.device_id == device.id());

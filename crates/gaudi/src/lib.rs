@@ -24,6 +24,7 @@
 //! another process can have it.
 
 mod backend;
+mod bell;
 mod choice;
 mod copy;
 mod device;
@@ -35,6 +36,7 @@ mod host;
 mod import;
 mod mapping_table;
 mod memory;
+pub mod rcache;
 mod registers;
 mod runtime;
 pub mod scale_out;
@@ -45,6 +47,7 @@ mod sysfs;
 pub mod topology;
 mod window;
 
+pub use bell::Bell;
 pub use choice::{BusId, DeviceChoice};
 pub use copy::{Segment, Side, SubmitError, Transfer};
 pub use device::{Device, DeviceId, MemoryInfo};
@@ -68,6 +71,7 @@ const _: () = {
     from_any_thread::<Runtime>();
     from_any_thread::<Device>();
     from_any_thread::<Allocation>();
+    from_any_thread::<Bell>();
     from_any_thread::<HostRegion>();
     from_any_thread::<Import>();
     from_any_thread::<Opened>();

@@ -17,6 +17,8 @@ use crate::environment::{self, MODULE_ID, number};
 use crate::error::Phase;
 use crate::holders::{self, Holders};
 use crate::memory::Table;
+use crate::rcache::{CacheLimits, Switch, Watch};
+use crate::topology::PciLink;
 use crate::window::{Blocked, Windows};
 use crate::{
     BusId, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Error, ErrorKind, Location,
@@ -40,6 +42,7 @@ pub struct Runtime {
     register_access: AtomicBool,
     table: Table,
     windows: Windows,
+    rcache: Switch,
 }
 
 /// A card that is open, or just being closed (then `device` is gone and the entry soon will be).
@@ -145,6 +148,15 @@ impl Runtime {
     /// it now. Opens no card.
     pub fn scale_out(&self) -> Result<ScaleOut, Error> {
         Ok(ScaleOut::read(&Sysfs::default(), &self.discover()?))
+    }
+
+    /// How a card is connected to the host, as sysfs has it now. `None` where it does not say, or
+    /// has something else at the card's address: a card in software is none of the machine's
+    /// devices.
+    pub fn link(&self, card: &DeviceInfo) -> Option<PciLink> {
+        let sysfs = Sysfs::default();
+        let there = sysfs.place(&card.bus_id).is_some_and(|place| place.is_gaudi());
+        if there { sysfs.link(&card.bus_id) } else { None }
     }
 
     /// Who has these nodes open; asked only when an open has failed.
@@ -280,6 +292,24 @@ impl Runtime {
 
     pub(crate) fn table(&self) -> &Table {
         &self.table
+    }
+
+    /// Has every card keep the pins that copies from and to host memory need, for the next copy.
+    /// `watch` is called before the first pin is kept: it begins to call [`rcache::invalidate`] for
+    /// memory that goes away, or says that it cannot; then nothing is kept.
+    ///
+    /// [`rcache::invalidate`]: crate::rcache::invalidate
+    pub fn cache_registrations(&self, limits: CacheLimits, watch: Watch) {
+        self.rcache.want(limits, watch);
+    }
+
+    /// Has no card keep pins any more. What is kept is not used, and goes with the card.
+    pub fn stop_caching_registrations(&self) {
+        self.rcache.off();
+    }
+
+    pub(crate) fn rcache(&self) -> &Switch {
+        &self.rcache
     }
 
     pub(crate) fn windows(&self) -> &Windows {

@@ -8,9 +8,6 @@ use crate::sysfs::{entries, line};
 use crate::topology::{Distance, PciPlace};
 use crate::{BusId, DeviceInfo, Sysfs};
 
-/// PCI vendor id of the cards.
-const HABANA: u32 = 0x1da3;
-
 /// State of an RDMA port, as its driver reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PortState {
@@ -223,7 +220,7 @@ impl ScaleOut {
         // Also those of cards that this process may not use: they are nobody else's way out.
         let is_of_a_card = |nic: &Nic| {
             let place = nic.place.as_ref();
-            place.is_some_and(|place| place.vendor == Some(HABANA))
+            place.is_some_and(PciPlace::is_gaudi)
                 || cards.iter().any(|(card, _)| is_at(place, card.bus_id.as_str()))
         };
         let (own, nics): (Vec<Nic>, Vec<Nic>) = network.nics.into_iter().partition(is_of_a_card);

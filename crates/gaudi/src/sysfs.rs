@@ -10,7 +10,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use crate::BusId;
-use crate::topology::PciPlace;
+use crate::topology::{PciLink, PciPlace};
 
 /// Names another root than `/sys`.
 const ROOT_VARIABLE: &str = "GAUDI_SYSFS_ROOT";
@@ -42,6 +42,13 @@ impl Sysfs {
     /// Where a PCI device sits; `None` if it is not there.
     pub fn place(&self, bus_id: &BusId) -> Option<PciPlace> {
         self.place_of(&self.root.join("bus/pci/devices").join(bus_id.as_str()))
+    }
+
+    /// How a PCI device is connected; `None` where sysfs does not say.
+    pub fn link(&self, bus_id: &BusId) -> Option<PciLink> {
+        let folder = self.root.join("bus/pci/devices").join(bus_id.as_str());
+        let attribute = |name: &str| line(&folder.join(name));
+        PciLink::from_words(&attribute("current_link_speed")?, &attribute("current_link_width")?)
     }
 
     /// Where the PCI device that a folder (or a link) lies in sits.
@@ -109,6 +116,7 @@ mod tests {
     fn what_is_not_there_says_nothing() {
         let nowhere = Sysfs::at("/nonexistent");
         assert_eq!(nowhere.place(&"0000:33:00.0".parse().unwrap()), None);
+        assert_eq!(nowhere.link(&"0000:33:00.0".parse().unwrap()), None);
         assert!(nowhere.class("net").is_empty());
         assert_eq!(line(Path::new("/dev/null")), None);
         assert_eq!(line(Path::new("/")), None, "a folder is no attribute");

@@ -4,6 +4,9 @@
 use std::fmt;
 use std::path::Path;
 
+/// PCI vendor id of Habana Labs.
+const HABANA: u32 = 0x1da3;
+
 /// A PCI device's place in the machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PciPlace {
@@ -33,6 +36,11 @@ impl PciPlace {
     /// The device's own PCI address.
     pub fn bus_id(&self) -> &str {
         self.path.last().expect("never empty")
+    }
+
+    /// Whether the device is one of Habana Labs'.
+    pub fn is_gaudi(&self) -> bool {
+        self.vendor == Some(HABANA)
     }
 
     /// From the host bridge over every bridge down to the device itself.
@@ -74,6 +82,39 @@ fn is_bus_id(name: &str) -> bool {
 
 fn is_hex(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_hexdigit())
+}
+
+/// A PCI Express link as it was negotiated.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PciLink {
+    /// Transfers a second on one lane, in billions: 8 for PCIe 3.0, 16 for 4.0, 32 for 5.0.
+    pub gigatransfers: f64,
+    /// Lanes.
+    pub width: u32,
+}
+
+impl PciLink {
+    /// From the kernel's words for speed (`16.0 GT/s PCIe`) and width (`16`).
+    pub(crate) fn from_words(speed: &str, width: &str) -> Option<Self> {
+        let (gigatransfers, unit) = speed.split_once(' ')?;
+        let gigatransfers: f64 = gigatransfers.parse().ok()?;
+        let width = width.parse().ok().filter(|width| (1..=64).contains(width))?;
+        let sensible = unit.starts_with("GT/s") && (1.0..=1000.0).contains(&gigatransfers);
+        sensible.then_some(Self { gigatransfers, width })
+    }
+
+    /// Bytes a second in one direction, before packet headers.
+    pub fn bandwidth(self) -> f64 {
+        // Up to PCIe 2.0 eight bits travel as ten, later 128 as 130.
+        let coding = if self.gigatransfers < 8.0 { 8.0 / 10.0 } else { 128.0 / 130.0 };
+        self.gigatransfers * 1e9 / 8.0 * coding * f64::from(self.width)
+    }
+}
+
+impl fmt::Display for PciLink {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} GT/s x{}", self.gigatransfers, self.width)
+    }
 }
 
 /// How far two devices are from each other, nearest first.
@@ -195,6 +236,25 @@ mod tests {
             assert_eq!(Distance::between(&nic, &card), *distance, "{path}");
         }
         assert!(distances.is_sorted_by_key(|(_, _, distance)| distance));
+    }
+
+    #[test]
+    fn a_link_is_read_from_the_kernels_words() {
+        let link = |speed, width| PciLink::from_words(speed, width);
+        let bandwidth = |speed, width| link(speed, width).expect("a link").bandwidth() / 1e9;
+        assert!((bandwidth("16.0 GT/s PCIe", "16") - 31.5).abs() < 0.1);
+        assert!((bandwidth("8.0 GT/s PCIe", "8") - 7.88).abs() < 0.1);
+        assert!((bandwidth("2.5 GT/s", "16") - 4.0).abs() < 0.1, "as older kernels write it");
+        for (speed, width) in [
+            ("Unknown", "16"),
+            ("16.0 GT/s PCIe", "0"),
+            ("16.0 GT/s PCIe", "255"),
+            ("inf GT/s PCIe", "16"),
+            ("-2.5 GT/s", "16"),
+            ("16.0 furlongs", "16"),
+        ] {
+            assert_eq!(link(speed, width), None, "{speed} x{width}");
+        }
     }
 
     proptest! {

@@ -13,6 +13,9 @@ use crate::asic::Generation;
 /// Most cards a machine may have (minors the driver library looks at).
 pub const MAX_DEVICES: u32 = 256;
 
+/// Longest [`Config::latency`], in microseconds.
+const MAX_LATENCY_US: u64 = 1_000_000;
+
 /// The machine as this process sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
@@ -31,6 +34,9 @@ pub struct Config {
     /// Whether Gaudi2's PDMA streams 0 to 5 are all the user's, as they were before Linux 6.1,
     /// rather than 0, 1 and 4: `SOFT_GAUDI_PDMA=all|user`.
     pub all_pdma_streams: bool,
+    /// How long a queue that was idle takes before it begins: `SOFT_GAUDI_LATENCY` (microseconds).
+    /// Zero is as quick as can be, in the submitting thread if the work is small.
+    pub latency: Duration,
     /// Whether the machine's file of faults is looked at: `SOFT_GAUDI_FAULTS`.
     pub faults: bool,
 }
@@ -110,6 +116,17 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
         Some("all") => true,
         Some(other) => return Err(format!("SOFT_GAUDI_PDMA={other}: want user or all")),
     };
+    let latency = match var("SOFT_GAUDI_LATENCY") {
+        None => Duration::ZERO,
+        Some(text) => text
+            .parse()
+            .ok()
+            .filter(|us| *us <= MAX_LATENCY_US)
+            .map(Duration::from_micros)
+            .ok_or_else(|| {
+                format!("SOFT_GAUDI_LATENCY={text}: want microseconds up to {MAX_LATENCY_US}")
+            })?,
+    };
     let faults = match var("SOFT_GAUDI_FAULTS").as_deref() {
         None | Some("no") => false,
         Some("yes") => true,
@@ -123,6 +140,7 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
         cs_timeout,
         import,
         all_pdma_streams,
+        latency,
         faults,
     })
 }
@@ -160,6 +178,7 @@ mod tests {
         assert_eq!(config.generation, Generation::Gaudi2);
         assert_eq!((config.devices, config.dram_size), (8, 0x17_d000_0000));
         assert_eq!(config.cs_timeout, Duration::from_secs(30));
+        assert_eq!(config.latency, Duration::ZERO);
     }
 
     #[test]
@@ -182,6 +201,8 @@ mod tests {
             ("SOFT_GAUDI_CS_TIMEOUT", "0"),
             ("SOFT_GAUDI_IMPORT", "maybe"),
             ("SOFT_GAUDI_PDMA", "2"),
+            ("SOFT_GAUDI_LATENCY", "-1"),
+            ("SOFT_GAUDI_LATENCY", "1000001"),
             ("SOFT_GAUDI_FAULTS", "many"),
         ] {
             let reason = with(&[(name, value)]).unwrap_err();

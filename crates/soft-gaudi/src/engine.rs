@@ -30,6 +30,8 @@ use crate::workers;
 pub(crate) const INLINE_BYTES: u64 = 64 << 10;
 /// The most a waiting thread does in place of a worker before it looks around.
 const HELP_BYTES: u64 = 256 << 20;
+/// The most a thread does that only looks whether something is done.
+const POLL_BYTES: u64 = 1 << 20;
 /// Entries of a queue's ring.
 const RING: usize = 4096;
 /// What a waiter may do per microsecond of its timeout; about the speed of a copy.
@@ -95,11 +97,18 @@ impl Context {
             }
         }
         // A queue that was not idle has someone to run it: a thread, the workers or a fence.
-        let mut budget = INLINE_BYTES;
-        for queue in idle {
-            self.run(queue, &mut budget);
+        let latency = self.node.config.latency;
+        if latency.is_zero() {
+            let mut budget = INLINE_BYTES;
+            for queue in idle {
+                self.run(queue, &mut budget);
+            }
+            self.run_ready(&mut budget);
+        } else {
+            for queue in idle {
+                workers::run_after(self.clone(), queue, latency);
+            }
         }
-        self.run_ready(&mut budget);
         if submission.outcome().is_none() {
             self.keep(fd);
             workers::watch(self);
@@ -276,7 +285,7 @@ impl Context {
 
     /// Works for a submission in place of a worker.
     fn help(self: &Arc<Self>, submission: &Submission, budget: u64) {
-        if self.down.load(Ordering::Acquire) {
+        if self.down.load(Ordering::Acquire) || !self.node.config.latency.is_zero() {
             return;
         }
         // A program may loop for ever; a helper must come back to look at the clock.
@@ -307,7 +316,13 @@ impl Context {
                 Some((timeout, since)) => match timeout.checked_sub(since.elapsed()) {
                     Some(left) if !left.is_zero() => left,
                     _ => {
-                        self.check_timeout();
+                        // Someone has to do the work, and a thread that looks again and again
+                        // keeps a processor from those who would.
+                        self.help(&submission, POLL_BYTES);
+                        if submission.outcome().is_none() {
+                            std::thread::yield_now();
+                            self.check_timeout();
+                        }
                         return Ok(match submission.outcome() {
                             Some(outcome) => {
                                 Waited::Ended { outcome, at_ns: submission.finished_ns() }

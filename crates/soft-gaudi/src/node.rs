@@ -19,7 +19,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::{OnceLock, RwLock};
 
-use rustix::fs::{FileType, Mode, OFlags};
+use rustix::fs::{FileType, Mode, OFlags, SeekFrom};
 use rustix::io::Errno;
 
 use crate::asic::Profile;
@@ -67,6 +67,35 @@ pub(crate) struct Node {
     pub(crate) profile: &'static Profile,
     folder: PathBuf,
     known: RwLock<HashMap<(u64, u64), Identity, BuildHasherDefault<FileHasher>>>,
+    /// A random number: descriptions that this process opened are recognised by their position.
+    mark: u64,
+}
+
+/// Positions that carry a mark: the number of the card and the role are in the lowest bits.
+const MARK_BITS: u64 = !0x3ff & (i64::MAX as u64) >> 1;
+
+impl Identity {
+    /// The position of a description of this node.
+    fn position(self, mark: u64) -> u64 {
+        mark | u64::from(self.device) << 1 | u64::from(self.role == Role::Control)
+    }
+
+    fn from_position(position: u64, mark: u64) -> Option<Self> {
+        let role = if position & 1 == 0 { Role::Compute } else { Role::Control };
+        let device = (position & !MARK_BITS) >> 1;
+        (position & MARK_BITS == mark)
+            .then_some(Identity { device: u32::try_from(device).ok()?, role })
+    }
+}
+
+/// A number that no file has as its position by chance.
+fn random_mark() -> u64 {
+    let mut bytes = [0; 8];
+    // Without randomness there is no mark, and files are recognised by their inode.
+    match rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()) {
+        Ok(8) => u64::from_ne_bytes(bytes) & MARK_BITS,
+        _ => 0,
+    }
 }
 
 /// The machine, or `ENODEV` when the variables describe none.
@@ -76,7 +105,7 @@ pub(crate) fn node() -> Result<&'static Node, Errno> {
         let config = config::config()?;
         let folder = base_folder()?.join(&config.node).join(config.generation.name());
         let profile = config.generation.profile();
-        Some(Node { config, profile, folder, known: RwLock::default() })
+        Some(Node { config, profile, folder, known: RwLock::default(), mark: random_mark() })
     })
     .as_ref()
     .ok_or(Errno::NODEV)
@@ -143,8 +172,13 @@ impl Node {
         }
         let fd = self.open_file(&file_name(device, role), OFlags::RDWR)?;
         let stat = rustix::fs::fstat(&fd)?;
+        let identity = Identity { device, role };
         let mut known = self.known.write().unwrap_or_else(|poisoned| poisoned.into_inner());
-        known.insert((stat.st_dev, stat.st_ino), Identity { device, role });
+        known.insert((stat.st_dev, stat.st_ino), identity);
+        if self.mark != 0 {
+            // If it does not work, the inode is looked at.
+            let _ = rustix::fs::seek(&fd, SeekFrom::Start(identity.position(self.mark)));
+        }
         Ok(fd)
     }
 
@@ -176,8 +210,16 @@ impl Node {
     /// Which card a descriptor belongs to: `EBADF` if it is none, `ENOTTY` if it is not ours.
     ///
     /// It goes by the file, not by the number, so copies of a descriptor work and a number that
-    /// was closed behind our back and reused for something else is noticed.
+    /// was closed behind our back and reused for something else is noticed. The position of an open
+    /// file is the cheapest question about it, and what we open stands at a random one; nobody
+    /// reads or writes a card's node.
     pub(crate) fn identify(&self, fd: BorrowedFd<'_>) -> Result<Identity, Errno> {
+        if self.mark != 0
+            && let Ok(position) = rustix::fs::tell(fd)
+            && let Some(identity) = Identity::from_position(position, self.mark)
+        {
+            return Ok(identity);
+        }
         let stat = rustix::fs::fstat(fd)?;
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
             return Err(Errno::NOTTY);
@@ -216,5 +258,27 @@ fn file_name(device: u32, role: Role) -> String {
     match role {
         Role::Compute => format!("accel{device}"),
         Role::Control => format!("accel_controlD{device}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_position_says_which_node_it_is_and_others_say_nothing() {
+        let mark = 0x1234_5678_9abc_d400 & MARK_BITS;
+        for device in [0, 7, 255] {
+            for role in [Role::Compute, Role::Control] {
+                let identity = Identity { device, role };
+                let position = identity.position(mark);
+                assert!(i64::try_from(position).is_ok());
+                assert_eq!(Identity::from_position(position, mark), Some(identity));
+                assert_eq!(Identity::from_position(position, mark ^ 0x400), None);
+            }
+        }
+        for position in [0, 1, 4096, u64::MAX] {
+            assert_eq!(Identity::from_position(position, mark), None);
+        }
     }
 }

@@ -291,14 +291,17 @@ impl Processor {
             if bus.stopped() {
                 return Ok(Progress::Stopped);
             }
-            if size - self.moved > *budget {
+            let left = size - self.moved;
+            // Begun only if it can be finished, or at least a whole slice of it.
+            if left > *budget && *budget < SLICE {
                 return Ok(Progress::Spent);
             }
-            let len = (size - self.moved).min(SLICE);
+            let len = left.min(SLICE);
             bus.dma(dma, self.moved, len)?;
             self.moved += len;
+            *budget = budget.saturating_sub(len);
         }
-        *budget = budget.saturating_sub(PACKET_COST + if repeated { 0 } else { size });
+        *budget = budget.saturating_sub(PACKET_COST);
         self.moved = 0;
         self.previous = Some(*dma);
         Ok(Progress::Next)

@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::context::Context;
 
@@ -19,6 +19,8 @@ struct Pool {
 #[derive(Default)]
 struct PoolState {
     tasks: VecDeque<(Arc<Context>, u32)>,
+    /// Tasks whose time has not come yet; the first is the next.
+    later: VecDeque<(Instant, Arc<Context>, u32)>,
     /// Contexts with submissions in flight, whose timeouts an idle worker minds.
     watched: Vec<Weak<Context>>,
     threads: usize,
@@ -68,6 +70,26 @@ pub(crate) fn run_later(context: Arc<Context>, queue: u32) {
     let mut state = pool.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     state.tasks.push_back((context, queue));
     wake_or_start(pool, state, most_threads());
+}
+
+/// Leaves a queue to the workers after some time, the same for all tasks of a process.
+pub(crate) fn run_after(context: Arc<Context>, queue: u32, delay: Duration) {
+    let pool = pool();
+    let mut state = pool.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    state.later.push_back((Instant::now() + delay, context, queue));
+    wake_or_start(pool, state, most_threads());
+}
+
+/// Makes tasks of those whose time has come; how long until the next.
+fn promote(state: &mut PoolState) -> Option<Duration> {
+    let now = Instant::now();
+    while let Some((due, ..)) = state.later.front() {
+        if *due > now {
+            return Some(*due - now);
+        }
+        state.tasks.extend(state.later.pop_front().map(|(_, context, queue)| (context, queue)));
+    }
+    None
 }
 
 /// Lets an idle worker mind a context's timeouts until nothing is in flight any more.
@@ -126,6 +148,7 @@ fn block_signals() -> libc::sigset_t {
 fn work(pool: &'static Pool) {
     let mut state = pool.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     loop {
+        let next = if state.later.is_empty() { None } else { promote(&mut state) };
         match state.tasks.pop_front() {
             Some((context, queue)) => {
                 drop(state);
@@ -137,6 +160,7 @@ fn work(pool: &'static Pool) {
             }
             None => {
                 let (limit, busy) = next_timeout(&mut state);
+                let limit = limit.into_iter().chain(next).min();
                 state.idle += 1;
                 state = match limit {
                     Some(limit) => {

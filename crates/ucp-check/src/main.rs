@@ -6,7 +6,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 use ucp_check::matrix::{Op, Pair, Plan, SIZES, Sabotage, Size};
-use ucp_check::run::{self, alloc, loopback, memory, pair, peer_errors, reconnect, soak, threads};
+use ucp_check::run::{
+    self, alloc, atomics, costs, loopback, memory, pair, peer_errors, reconnect, soak, threads,
+};
 use ucp_check::ucp::{Features, Memory};
 
 /// Moves messages through a stock UCX and checks every byte, and the bytes around, on both sides.
@@ -88,6 +90,21 @@ enum Command {
         #[command(flatten)]
         plan: PlanArgs,
     },
+    /// Every atomic operation on a peer's memory, or our own
+    Atomics {
+        /// Where the variable is: gaudi or host
+        #[arg(long, default_value = "gaudi")]
+        memory: Memory,
+        /// In this process, not in another
+        #[arg(long)]
+        alone: bool,
+        /// Variable for the two processes
+        #[arg(long, value_name = "K=V", value_parser = variable)]
+        env: Vec<(String, String)>,
+        /// Seconds that one step may take
+        #[arg(long, default_value_t = 60.0)]
+        timeout: f64,
+    },
     /// Random messages from many threads for a given time, buffers coming and going meanwhile
     Soak {
         /// For how long
@@ -114,12 +131,32 @@ enum Command {
     },
     /// Like pair --plain, at a few sizes, with times: latency and bandwidth of verified messages
     Bench(PairArgs),
+    /// Figures for `cargo xtask bench`: a name, a tab and a number a line
+    #[command(subcommand)]
+    Costs(Costs),
     #[command(name = pair::ROLE, hide = true)]
     PairSide(SideArgs),
     #[command(name = reconnect::ROLE, hide = true)]
     ReconnectSide(SideArgs),
     #[command(name = peer_errors::ROLE, hide = true)]
     PeerErrorsSide(SideArgs),
+    #[command(name = atomics::ROLE, hide = true)]
+    AtomicsSide(SideArgs),
+}
+
+#[derive(Subcommand)]
+enum Costs {
+    /// Copies through libuct beside memcpy, short ones beside the driver's submission
+    Copies {
+        /// Only show that it works: the figures mean nothing
+        #[arg(long)]
+        quick: bool,
+        /// Only these sizes (and always the short ones)
+        #[arg(long, value_delimiter = ',')]
+        sizes: Vec<Size>,
+    },
+    /// The first ucp_init of a process
+    Init,
 }
 
 #[derive(Args)]
@@ -136,7 +173,7 @@ struct MemoryArgs {
     /// Largest allocation
     #[arg(long, default_value = "256M")]
     max: Size,
-    /// Cycles of churn
+    /// Cycles of churn; rcache makes a hundredth of it
     #[arg(long, default_value_t = 10_000)]
     cycles: u32,
     /// Steps of model, and of each of the threads
@@ -336,6 +373,10 @@ fn execute(cli: Cli) -> Result<bool> {
             seed,
             timeout: Duration::from_secs_f64(timeout),
         }),
+        Command::Atomics { memory, alone, env, timeout } => {
+            let options = atomics::Options { ucx: ucx.cloned(), memory, timeout_s: timeout };
+            if alone { atomics::run_alone(&options) } else { atomics::run(&options, &env) }
+        }
         Command::Memory(args) => memory::run(
             args.check,
             &memory::Options {
@@ -368,11 +409,19 @@ fn execute(cli: Cli) -> Result<bool> {
                 sabotage,
             })
         }
+        Command::Costs(Costs::Copies { quick, sizes }) => {
+            let sizes: Vec<usize> = sizes.iter().map(|size| size.0).collect();
+            costs::copies(ucx.map(PathBuf::as_path), quick, &sizes)
+        }
+        Command::Costs(Costs::Init) => costs::init(ucx.map(PathBuf::as_path)),
         Command::PairSide(side) => {
             return pair::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?);
         }
         Command::ReconnectSide(side) => {
             return reconnect::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?);
+        }
+        Command::AtomicsSide(side) => {
+            return atomics::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?);
         }
         Command::PeerErrorsSide(side) => {
             return peer_errors::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?);

@@ -11,7 +11,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use gaudi::{Device, Error, Segment, SubmitError, Transfer};
+use gaudi::{Bell, Device, Error, Segment, SubmitError, Transfer};
 use uct::{Completion, Posted, Status};
 
 /// What becomes of a copy that failed.
@@ -97,6 +97,30 @@ enum Entry<T> {
     Flush(Completion),
     /// Nothing behind it starts before everything in front of it has ended.
     Fence,
+}
+
+/// An entry that only the hardware can get on.
+#[derive(Clone, Copy)]
+enum UnderWay<'a> {
+    Running(&'a Transfer),
+    /// Room for it comes when something on its device ends.
+    Waiting(&'a Device),
+}
+
+impl UnderWay<'_> {
+    fn ring(self, bell: &Arc<Bell>) -> bool {
+        match self {
+            UnderWay::Running(transfer) => transfer.ring_when_done(bell),
+            UnderWay::Waiting(device) => device.ring_on_completion(bell),
+        }
+    }
+
+    fn has_news(self) -> bool {
+        match self {
+            UnderWay::Running(transfer) => transfer.has_news(),
+            UnderWay::Waiting(device) => device.has_room(),
+        }
+    }
 }
 
 /// What came of an operation that ended.
@@ -233,6 +257,26 @@ impl<T> Copies<T> {
             keep
         });
         ended
+    }
+
+    /// Whether the bell will ring when there is something for [`Copies::reap`] to do. `false`: do not
+    /// sleep, reap.
+    pub(crate) fn ring_when_ready(&self, bell: &Arc<Bell>) -> bool {
+        self.advance();
+        let entries = self.entries.borrow();
+        let mut under_way = entries.iter().filter_map(|entry| match entry {
+            Entry::Running(transfer, ..) => Some(UnderWay::Running(transfer)),
+            Entry::Waiting(copy, _) => Some(UnderWay::Waiting(&copy.device)),
+            // Over when the others are.
+            Entry::Ended(..) | Entry::Flush(_) | Entry::Fence => None,
+        });
+        let ended = entries.iter().any(|entry| matches!(entry, Entry::Ended(..)));
+        let nothing = under_way.clone().next().is_none();
+        // Looked at again after the bell is in place: what happens from there on rings.
+        !ended
+            && !nothing
+            && under_way.clone().all(|entry| entry.ring(bell))
+            && !under_way.any(|entry| entry.has_news())
     }
 
     /// Looks at what is running, starts what can start, takes fences down.

@@ -15,9 +15,10 @@ use uct::{
     MemoryType, MemoryTypes, Region, Status, SysDevice, Ucx, Wants, log,
 };
 
+use crate::estimates::Estimates;
 use crate::flavour::Flavour;
 use crate::settings::{self, Settings};
-use crate::{cards, seeding, status};
+use crate::{cards, memory_events, seeding, status};
 
 /// The component of one flavour.
 pub(crate) struct GaudiComponent<F> {
@@ -100,11 +101,21 @@ impl<F: Flavour> Component for GaudiComponent<F> {
             [only] => seeding::sys_device(ucx, only),
             _ => SysDevice::UNKNOWN,
         };
+        let link = gaudi::runtime().link(card);
+        if F::LEADS {
+            match link {
+                Some(link) => log!(ucx, Info, "link of {card}: {link}"),
+                None => log!(ucx, Debug, "the link of {card} is not in sysfs"),
+            }
+        }
+        let estimates = Estimates::new(&settings.estimates, card.generation, link, F::COST);
         seeding::begin(ucx);
+        memory_events::begin(ucx, &settings, F::LEADS)?;
         Ok(GaudiDomain {
             ucx,
             settings,
             copies,
+            estimates,
             sys_device,
             device: Mutex::new(None),
             first_sys_device: OnceLock::new(),
@@ -123,6 +134,8 @@ pub(crate) struct GaudiDomain<F> {
     pub(crate) settings: Settings,
     /// Whether this generation copies through the driver.
     pub(crate) copies: bool,
+    /// What copies cost.
+    pub(crate) estimates: Estimates,
     pub(crate) sys_device: SysDevice,
     /// The card, once it was needed: kept open as long as the domain.
     device: Mutex<Option<Arc<Device>>>,

@@ -7,25 +7,17 @@ use std::os::fd::BorrowedFd;
 use gaudi::{Error, Segment};
 use uct::abi::iface_flag;
 use uct::{
-    Bandwidth, Buffer, Buffers, Completion, DeviceType, Interface, InterfaceAttributes, LinearFunc,
-    Link, MemoryType, OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, Status, Ucx, log,
+    Bandwidth, Buffer, Buffers, Completion, DeviceType, Interface, InterfaceAttributes, Link,
+    OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, Status, Ucx, log,
 };
 
 use crate::copies::{Copies, Failure, NotStarted, OnFailure};
 use crate::domain::{GaudiComponent, GaudiDomain, Memory};
+use crate::estimates::Estimates;
 use crate::flavour::Flavour;
 use crate::sides::{Way, classify};
 use crate::sleeper::Sleeper;
 use crate::status;
-
-/// Bytes per second between host and device: what a Gaudi2 on PCIe 4.0 x16 can move.
-const HOST_BANDWIDTH: f64 = 22e9;
-/// Bytes per second inside a device.
-const DEVICE_BANDWIDTH: f64 = 200e9;
-/// Seconds until a copy that was posted has ended, beyond its bytes.
-const LATENCY: f64 = 3e-6;
-/// Seconds of CPU to post one.
-const OVERHEAD: f64 = 2e-6;
 
 /// An open interface.
 pub(crate) struct CopyInterface<F> {
@@ -33,6 +25,7 @@ pub(crate) struct CopyInterface<F> {
     /// Random: an interface reaches itself and nobody else.
     address: [u8; 8],
     copies_possible: bool,
+    estimates: Estimates,
     abort_on_error: bool,
     copies: Copies<()>,
     sleeper: Sleeper,
@@ -160,6 +153,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
             ucx: request.ucx,
             address,
             copies_possible: md.copies,
+            estimates: md.estimates,
             abort_on_error: md.settings.abort_on_error,
             copies: Copies::new(OnFailure::TryAgain),
             sleeper: Sleeper::new(request.ucx, F::TRANSPORT),
@@ -197,32 +191,16 @@ impl<F: Flavour> Interface for CopyInterface<F> {
             event_flags: self.sleeper.event_flags(),
             put: limits,
             get: limits,
-            bandwidth: Bandwidth { dedicated: 0.0, shared: HOST_BANDWIDTH / F::COST },
-            latency: LinearFunc { constant: LATENCY * F::COST, slope: 0.0 },
-            overhead: OVERHEAD * F::COST,
+            bandwidth: self.estimates.bandwidth(),
+            latency: self.estimates.latency(),
+            overhead: self.estimates.overhead(),
             max_endpoints: None,
         }
     }
 
     fn estimate(&self, query: &PerfQuery) -> Result<Perf, Status> {
-        use MemoryType as M;
-        let ours = |memory_type| matches!(memory_type, M::HOST | M::GAUDI | M::UNKNOWN);
-        let host_only = query.local == M::HOST && query.remote == M::HOST;
-        if !self.copies_possible || host_only || !ours(query.local) || !ours(query.remote) {
-            return Err(Status::UNSUPPORTED);
-        }
-        let inside = query.local == M::GAUDI && query.remote == M::GAUDI;
-        let bandwidth = if inside { DEVICE_BANDWIDTH } else { HOST_BANDWIDTH };
-        // A short copy is waited for, so what would be latency is the caller's own time.
-        let asynchronous = query.operation.is_none_or(|operation| operation.is_zcopy());
-        let (latency, waiting) = if asynchronous { (LATENCY, 0.0) } else { (0.0, LATENCY) };
-        Ok(Perf {
-            send_pre_overhead: OVERHEAD * F::COST,
-            send_post_overhead: waiting * F::COST,
-            recv_overhead: 0.0,
-            bandwidth: Bandwidth { dedicated: 0.0, shared: bandwidth / F::COST },
-            latency: LinearFunc { constant: latency * F::COST, slope: 0.0 },
-        })
+        let known = if self.copies_possible { self.estimates.of(query) } else { None };
+        known.ok_or(Status::UNSUPPORTED)
     }
 
     fn address(&self) -> Vec<u8> {
@@ -307,7 +285,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
     }
 
     fn arm(&self) -> Result<(), Status> {
-        self.sleeper.arm(self.copies.is_idle())
+        self.sleeper.arm(&self.copies)
     }
 }
 

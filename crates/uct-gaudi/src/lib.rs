@@ -10,9 +10,11 @@
 mod cards;
 mod copies;
 mod domain;
+mod estimates;
 mod flavour;
 mod interface;
 mod ipc;
+mod memory_events;
 mod perftest;
 mod seeding;
 mod settings;

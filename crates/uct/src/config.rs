@@ -10,7 +10,9 @@
 use core::ffi::{CStr, c_char, c_int, c_void};
 use std::ffi::CString;
 
-use crate::abi::{ConfigEntry, ConfigParser, ListLink, RawConfigField};
+use crate::abi::{
+    ConfigEntry, ConfigKeyField, ConfigKeyValue, ConfigParser, ListLink, RawConfigField,
+};
 use crate::log;
 use crate::ucx::{Symbols, Ucx, c_string};
 
@@ -46,6 +48,28 @@ pub enum Kind {
     Text,
     /// One of a fixed list of words.
     Choice(&'static [&'static str]),
+    /// A value for each of a few keys, such as `10GBs,d2h:8GBs`: the one without a key is for the
+    /// keys that are not named.
+    Keyed(&'static Keyed),
+}
+
+impl Kind {
+    /// How many values UCX stores for it.
+    fn slots(self) -> usize {
+        match self {
+            Kind::Keyed(keyed) => keyed.keys.len(),
+            _ => 1,
+        }
+    }
+}
+
+/// What a [`Kind::Keyed`] variable consists of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Keyed {
+    /// The keys, each with its help.
+    pub keys: &'static [(&'static str, &'static str)],
+    /// [`Kind::Time`] or [`Kind::Bandwidth`].
+    pub value: Kind,
 }
 
 /// A `yes`/`no`/`try` answer.
@@ -68,10 +92,10 @@ pub(crate) struct Table {
     /// Second spelling of the variables, prefix included.
     alias: Option<&'static str>,
     size: usize,
-    base: usize,
     /// What the fields point to.
     _strings: Vec<CString>,
     _choices: Vec<Box<[*const c_char]>>,
+    _keyed: Vec<(Box<[ConfigKeyField]>, Box<ConfigKeyValue>)>,
 }
 
 /// Each value gets this much room in the block.
@@ -90,6 +114,7 @@ impl Table {
         let base = base_size.next_multiple_of(VALUE_SIZE);
         let mut strings = Vec::new();
         let mut choices = Vec::new();
+        let mut all_keyed = Vec::new();
         let mut keep = |text: &str| {
             let text = c_string(text);
             let pointer = text.as_ptr();
@@ -112,7 +137,8 @@ impl Table {
             },
         };
         let mut fields = vec![inherited];
-        for (index, variable) in variables.iter().enumerate() {
+        let mut end = base;
+        for variable in variables {
             let words = match variable.kind {
                 Kind::Choice(words) => words
                     .iter()
@@ -121,13 +147,27 @@ impl Table {
                     .collect::<Box<[_]>>(),
                 _ => Box::default(),
             };
+            let parser = match variable.kind {
+                Kind::Keyed(keyed) => {
+                    let keys = key_fields(keyed, &mut keep);
+                    let value = Box::new(ConfigKeyValue {
+                        parser: parser(symbols, keyed.value, core::ptr::null()),
+                        keys: keys.as_ptr(),
+                    });
+                    let parser = key_value_parser(symbols, &value);
+                    all_keyed.push((keys, value));
+                    parser
+                }
+                kind => parser(symbols, kind, words.as_ptr().cast()),
+            };
             fields.push(RawConfigField {
                 name: keep(variable.name),
                 dfl_value: keep(variable.default),
                 doc: keep(variable.help),
-                offset: base + index * VALUE_SIZE,
-                parser: parser(symbols, variable.kind, words.as_ptr()),
+                offset: end,
+                parser,
             });
+            end += variable.kind.slots() * VALUE_SIZE;
             choices.push(words);
         }
         fields.push(RawConfigField {
@@ -151,10 +191,10 @@ impl Table {
             name: c_string(name),
             prefix: c_string(prefix),
             alias,
-            size: base + variables.len() * VALUE_SIZE,
-            base,
+            size: end,
             _strings: strings,
             _choices: choices,
+            _keyed: all_keyed,
         }
     }
 
@@ -195,7 +235,7 @@ impl Table {
 
     /// The value of a variable that is set under its second name only: not in the environment, nor
     /// to anything but its default in a configuration file or by the program.
-    fn aliased(&self, ucx: &Ucx, values: &Values<'_>, index: usize) -> Option<Box<Slot>> {
+    fn aliased(&self, ucx: &Ucx, values: &Values<'_>, index: usize) -> Option<Slots> {
         let Variable { name, default, .. } = self.variables[index];
         let alias = format!("{}{name}", self.alias?);
         let value = std::env::var(&alias).ok()?;
@@ -212,17 +252,17 @@ impl Table {
         slot
     }
 
-    fn parse(&self, index: usize, text: &str) -> Option<Box<Slot>> {
+    fn parse(&self, index: usize, text: &str) -> Option<Slots> {
         type Read = unsafe extern "C" fn(*const c_char, *mut c_void, *const c_void) -> c_int;
         let parser = &self.fields[index + 1].parser;
-        let mut slot = Box::new(Slot([0; VALUE_SIZE]));
+        let mut slots: Slots = vec![0; self.variables[index].kind.slots()].into();
         let text = c_string(text);
-        // SAFETY: a parser of UCX with its own argument; each stores at most eight bytes.
+        // SAFETY: a parser of UCX with its own argument; each value takes at most eight bytes.
         let understood = unsafe {
             let read = core::mem::transmute::<*const c_void, Read>(parser.read);
-            read(text.as_ptr(), (&raw mut *slot).cast(), parser.arg) == 1
+            read(text.as_ptr(), slots.as_mut_ptr().cast(), parser.arg) == 1
         };
-        understood.then_some(slot)
+        understood.then_some(slots)
     }
 
     /// How UCX writes what it understands of `text`.
@@ -234,11 +274,37 @@ impl Table {
     }
 }
 
-/// Room for one value.
-#[repr(C, align(8))]
-struct Slot([u8; VALUE_SIZE]);
+/// Room for the values of one variable.
+type Slots = Box<[u64]>;
 
-fn parser(symbols: &Symbols, kind: Kind, words: *const *const c_char) -> ConfigParser {
+/// The keys of a variable in UCX's format: each has its value behind that of the key before.
+fn key_fields(
+    keyed: &Keyed,
+    keep: &mut impl FnMut(&str) -> *const c_char,
+) -> Box<[ConfigKeyField]> {
+    let keys = keyed.keys.iter().enumerate().map(|(index, (name, help))| ConfigKeyField {
+        name: keep(name),
+        doc: keep(help),
+        offset: index * VALUE_SIZE,
+    });
+    let end = ConfigKeyField { name: core::ptr::null(), doc: core::ptr::null(), offset: 0 };
+    keys.chain([end]).collect()
+}
+
+fn key_value_parser(symbols: &Symbols, value: &ConfigKeyValue) -> ConfigParser {
+    ConfigParser {
+        read: symbols.ucs_config_sscanf_key_value,
+        write: symbols.ucs_config_sprintf_key_value,
+        clone: symbols.ucs_config_clone_key_value,
+        release: symbols.ucs_config_release_key_value,
+        help: symbols.ucs_config_help_key_value,
+        doc: symbols.ucs_config_doc_key_value,
+        arg: core::ptr::from_ref(value).cast(),
+    }
+}
+
+/// The parser of a single value.
+fn parser(symbols: &Symbols, kind: Kind, words: *const c_void) -> ConfigParser {
     let (read, write, clone, release, help, arg): (_, _, _, _, _, *const c_void) = match kind {
         Kind::Bool => (
             symbols.ucs_config_sscanf_bool,
@@ -302,8 +368,9 @@ fn parser(symbols: &Symbols, kind: Kind, words: *const *const c_char) -> ConfigP
             symbols.ucs_config_clone_uint,
             symbols.ucs_config_release_nop,
             symbols.ucs_config_help_enum,
-            words.cast(),
+            words,
         ),
+        Kind::Keyed(_) => panic!("the values of a keyed variable are times or bandwidths"),
     };
     ConfigParser { read, write, clone, release, help, doc: symbols.ucs_config_doc_nop, arg }
 }
@@ -313,19 +380,19 @@ pub struct Values<'a> {
     table: &'a Table,
     block: *const u8,
     /// Values that were set under their second name, by index of the variable.
-    aliased: Vec<Option<Box<Slot>>>,
+    aliased: Vec<Option<Slots>>,
 }
 
 impl Drop for Values<'_> {
     fn drop(&mut self) {
         type Release = unsafe extern "C" fn(*mut c_void, *const c_void);
-        for (index, slot) in self.aliased.iter_mut().enumerate() {
-            let Some(slot) = slot else { continue };
+        for (index, slots) in self.aliased.iter_mut().enumerate() {
+            let Some(slots) = slots else { continue };
             let parser = &self.table.fields[index + 1].parser;
             // SAFETY: UCX's own release function for what its parser stored, called once.
             unsafe {
                 let release = core::mem::transmute::<*const c_void, Release>(parser.release);
-                release((&raw mut **slot).cast(), parser.arg);
+                release(slots.as_mut_ptr().cast(), parser.arg);
             }
         }
     }
@@ -334,11 +401,11 @@ impl Drop for Values<'_> {
 impl Values<'_> {
     /// Where the value of the variable of this index is.
     fn place(&self, index: usize) -> *const u8 {
-        if let Some(Some(slot)) = self.aliased.get(index) {
-            return slot.0.as_ptr();
+        if let Some(Some(slots)) = self.aliased.get(index) {
+            return slots.as_ptr().cast();
         }
         // SAFETY: the block has `table.size` bytes, and declared values lie inside.
-        unsafe { self.block.add(self.table.base + index * VALUE_SIZE) }
+        unsafe { self.block.add(self.table.fields[index + 1].offset) }
     }
 
     /// How UCX writes a value.
@@ -358,7 +425,7 @@ impl Values<'_> {
 
     /// Where the value of a variable is. Asking for what was not declared, or as another type, is
     /// a mistake in the plugin and panics (the panic stops at the border to C).
-    fn slot(&self, name: &str, wanted: impl Fn(Kind) -> bool) -> *const u8 {
+    fn slot(&self, name: &str, mut wanted: impl FnMut(Kind) -> bool) -> *const u8 {
         let index = self
             .table
             .variables
@@ -398,6 +465,20 @@ impl Values<'_> {
         let slot = self.slot(name, |kind| matches!(kind, Kind::Time | Kind::Bandwidth));
         // SAFETY: UCX's parsers store a double.
         unsafe { slot.cast::<f64>().read() }
+    }
+
+    /// What a [`Kind::Keyed`] has for a key: seconds, or bytes per second; less than zero for a
+    /// bandwidth of `auto`.
+    pub fn keyed(&self, name: &str, key: &str) -> f64 {
+        let mut position = 0;
+        let slot = self.slot(name, |kind| {
+            let Kind::Keyed(keyed) = kind else { return false };
+            let found = keyed.keys.iter().position(|(known, _)| *known == key);
+            position = found.unwrap_or_default();
+            found.is_some()
+        });
+        // SAFETY: UCX's parsers store a double for each key, in the order of the keys.
+        unsafe { slot.cast::<f64>().add(position).read() }
     }
 
     /// A [`Kind::MemUnits`] in bytes; `usize::MAX` is "inf", one less "auto".

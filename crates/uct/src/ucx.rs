@@ -126,6 +126,12 @@ symbols! {
         ucs_config_sscanf_enum: Opaque,
         ucs_config_sprintf_enum: Opaque,
         ucs_config_help_enum: Opaque,
+        ucs_config_sscanf_key_value: Opaque,
+        ucs_config_sprintf_key_value: Opaque,
+        ucs_config_clone_key_value: Opaque,
+        ucs_config_release_key_value: Opaque,
+        ucs_config_help_key_value: Opaque,
+        ucs_config_doc_key_value: Opaque,
     }
     uct {
         uct_component_register: unsafe extern "C" fn(*mut RawComponent),

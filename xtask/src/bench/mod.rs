@@ -1,13 +1,16 @@
 //! `cargo xtask bench NAME`: measurements whose floor is taken in the same run, on the terminal as a
 //! table and, on request, as JSON.
 
+mod cliffs;
+mod copy;
 mod host_latency;
 mod memory;
 mod record;
+mod svg;
 
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
 
 use crate::dist::{self, Profile};
@@ -17,6 +20,10 @@ use crate::setup;
 /// What can be measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Name {
+    /// Every operation between two processes with Gaudi memory staged: protocols and what they give
+    Cliffs,
+    /// Copies through UCT beside memcpy, short ones beside the driver, ucp_init with the plugin
+    Copy,
     /// Host-only latency of stock UCX with the plugin absent, loaded, and in use
     HostLatency,
     /// Allocation, detection and export with few and many live allocations
@@ -28,20 +35,48 @@ pub(crate) enum Name {
 impl Name {
     fn needs_stock_ucx(self) -> bool {
         match self {
-            Name::HostLatency => true,
+            Name::Cliffs | Name::Copy | Name::HostLatency => true,
             Name::Memory | Name::SoftGaudi => false,
         }
     }
 }
 
+/// What the command line asks for besides the name.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Options<'a> {
+    /// Where results go as JSON.
+    pub(crate) json: Option<&'a Path>,
+    /// Where the plot goes.
+    pub(crate) svg: Option<&'a Path>,
+    /// Only show that it runs.
+    pub(crate) quick: bool,
+}
+
 /// Measures, prints, writes.
-pub(crate) fn run(repo: &Repo, name: Name, json: Option<&Path>) -> Result<()> {
-    if name.needs_stock_ucx() {
+pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
+    let Options { json, svg, quick } = options;
+    ensure!(svg.is_none() || name == Name::Copy, "--svg is for `bench copy`");
+    let has_quick = matches!(name, Name::Cliffs | Name::Copy);
+    ensure!(!quick || has_quick, "--quick is for `bench copy` and `bench cliffs`");
+    if name.needs_stock_ucx() && !quick {
         setup::run(repo)?;
     }
     let records = match name {
         // The crate's own bench, which prints and writes by itself.
         Name::SoftGaudi => return soft_gaudi(repo, json),
+        Name::Cliffs => {
+            if !quick {
+                dist::build(repo, Profile::Release)?;
+            }
+            cliffs::run(repo, quick)?
+        }
+        Name::Copy => {
+            // A smoke test runs on what was built for the tests.
+            if !quick {
+                dist::build(repo, Profile::Release)?;
+            }
+            copy::run(repo, quick, svg)?
+        }
         Name::HostLatency => {
             dist::build(repo, Profile::Release)?;
             host_latency::run(repo)?
@@ -51,7 +86,12 @@ pub(crate) fn run(repo: &Repo, name: Name, json: Option<&Path>) -> Result<()> {
             memory::run(repo)?
         }
     };
-    println!("{}", record::table(&records));
+    // A map of hundreds of figures was printed as such; what has a target is shown again.
+    let shown: Vec<record::Record> = match name {
+        Name::Cliffs => records.iter().filter(|record| record.target.is_some()).cloned().collect(),
+        _ => records.clone(),
+    };
+    println!("{}", record::table(&shown));
     if let Some(path) = json {
         let text = serde_json::to_string_pretty(&records).context("cannot write JSON")?;
         std::fs::write(path, text + "\n")
@@ -70,6 +110,6 @@ fn soft_gaudi(repo: &Repo, json: Option<&Path>) -> Result<()> {
         command.args(["--", "--json"]).arg(path);
     }
     let status = command.status().context("cannot run cargo")?;
-    anyhow::ensure!(status.success(), "the bench of soft-gaudi: {status}");
+    ensure!(status.success(), "the bench of soft-gaudi: {status}");
     Ok(())
 }

@@ -36,6 +36,18 @@ impl Record {
         Self { name: name.into(), value, unit, floor, ratio, target, met }
     }
 
+    /// A figure where more is better and `ratio` must not fall below `target`.
+    pub(crate) fn at_least(
+        name: impl Into<String>,
+        value: f64,
+        unit: &'static str,
+        floor: f64,
+        target: Option<f64>,
+    ) -> Self {
+        let record = Self::at_most(name, value, unit, floor, target);
+        Self { met: target.map(|target| record.ratio >= target), ..record }
+    }
+
     /// A figure where less is better and must not exceed `limit`, whatever the floor; the target is
     /// the ratio at which it would.
     pub(crate) fn within(
@@ -120,6 +132,12 @@ mod tests {
         assert_eq!((record.met, record.target, record.ratio), (Some(true), Some(25.0), 24.5));
         assert_eq!(record.name, "x (at most 50 ns)");
         assert_eq!(Record::within("x", 51.0, "ns", 2.0, 50.0).met, Some(false));
+    }
+
+    #[test]
+    fn more_is_better_where_it_is_a_rate() {
+        assert_eq!(Record::at_least("x", 9.0, "GB/s", 10.0, Some(0.8)).met, Some(true));
+        assert_eq!(Record::at_least("x", 7.0, "GB/s", 10.0, Some(0.8)).met, Some(false));
     }
 
     #[test]

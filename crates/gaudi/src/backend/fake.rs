@@ -2,6 +2,7 @@
 //! does its work only when the test says so, in the order the test says.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -25,6 +26,8 @@ pub(crate) const MOVES: usize = 8;
 pub(crate) const BLOCK: DeviceAddr = DeviceAddr(0x1000_007f_f800_0000);
 /// Budget of the fake device.
 pub(crate) const BUDGET: u64 = 4;
+/// As many lanes as can be in flight: the hardware may finish in any order.
+const LANES: u64 = BUDGET;
 
 #[derive(Debug, Default)]
 pub(crate) struct Fake {
@@ -40,7 +43,17 @@ struct State {
     queued: BTreeMap<u64, (Direction, Vec<LinDma>)>,
     finished: BTreeMap<u64, Result<(), i32>>,
     retired: u64,
+    one_lane: bool,
+    looks: u64,
     refuse_pins: Option<i32>,
+    /// Pins that hold this address are refused.
+    unpinnable: Option<u64>,
+    /// Only so many pins at a time.
+    most_pins: Option<usize>,
+    /// All that was pinned: address and length.
+    pins: Vec<(u64, usize)>,
+    /// Addresses whose pages are known under another address, which outlives them.
+    pages_elsewhere: Vec<(Range<u64>, u64)>,
     refuse_submissions: Option<i32>,
 }
 
@@ -109,6 +122,41 @@ impl Fake {
 
     pub(crate) fn refuse_submissions(&self, errno: Option<i32>) {
         self.state().refuse_submissions = errno;
+    }
+
+    /// All submissions go to one queue from now on.
+    pub(crate) fn use_one_lane(&self) {
+        self.state().one_lane = true;
+    }
+
+    /// How often someone asked about a submission.
+    pub(crate) fn looks(&self) -> u64 {
+        self.state().looks
+    }
+
+    /// Has pins refused that hold this address.
+    pub(crate) fn refuse_pins_of(&self, addr: *const u8) {
+        self.state().unpinnable = Some(addr as u64);
+    }
+
+    /// Has pins refused, for lack of memory, while there are so many.
+    pub(crate) fn allow_pins(&self, count: usize) {
+        self.state().most_pins = Some(count);
+    }
+
+    /// All that was pinned so far: address and length.
+    pub(crate) fn pins(&self) -> Vec<(u64, usize)> {
+        self.state().pins.clone()
+    }
+
+    /// Says that the pages at `addr` can also be reached at `elsewhere`, as long as a pin of them
+    /// lives. A pin is of pages, not of addresses: with this the fake device keeps using the pages
+    /// it pinned when the program maps others in their place, as hardware does.
+    pub(crate) fn pages_are_at(&self, addr: *const u8, len: usize, elsewhere: *const u8) {
+        let addr = addr as u64;
+        let mut state = self.state();
+        state.pages_elsewhere.retain(|(range, _)| range.start != addr);
+        state.pages_elsewhere.push((addr..addr + len as u64, elsewhere as u64));
     }
 
     /// Pins that someone still holds.
@@ -214,11 +262,23 @@ impl Backend for Fake {
         Ok(Box::new(FakePage))
     }
 
-    unsafe fn pin(&self, ptr: *mut u8, _len: usize) -> Result<HostPin, Error> {
-        if let Some(errno) = self.state().refuse_pins {
+    unsafe fn pin(&self, ptr: *mut u8, len: usize) -> Result<HostPin, Error> {
+        let mut state = self.state();
+        let addr = ptr as u64;
+        let holds = |other: u64| (addr..addr + len as u64).contains(&other);
+        let full = state.most_pins.is_some_and(|most| self.live_pins() >= most);
+        let refused = state
+            .refuse_pins
+            .or(state.unpinnable.is_some_and(holds).then_some(libc::EFAULT))
+            .or(full.then_some(libc::ENOMEM));
+        if let Some(errno) = refused {
             return Err(Error::os(Phase::Use, "pinning host memory", "fake", errno));
         }
-        Ok(HostPin::new(DeviceAddr(HOST + ptr as u64), Arc::clone(&self.live_pins)))
+        state.pins.push((addr, len));
+        let mut places = state.pages_elsewhere.iter();
+        let place = places.find(|(range, _)| range.contains(&addr));
+        let pages = place.map_or(addr, |(range, elsewhere)| elsewhere + (addr - range.start));
+        Ok(HostPin::new(DeviceAddr(HOST + pages), Arc::clone(&self.live_pins)))
     }
 
     fn can_import(&self) -> Result<(), Error> {
@@ -237,7 +297,7 @@ impl Backend for Fake {
     }
 
     fn copy_limits(&self) -> Result<CopyLimits, Error> {
-        Ok(CopyLimits { moves: MOVES, in_flight: BUDGET })
+        Ok(CopyLimits { moves: MOVES, in_flight: BUDGET, lanes: LANES as usize })
     }
 
     unsafe fn submit(&self, direction: Direction, moves: &[LinDma]) -> Result<Ticket, Error> {
@@ -251,11 +311,13 @@ impl Backend for Fake {
         let oldest = state.queued.keys().next().copied().unwrap_or(sequence);
         assert!(sequence - oldest < BUDGET, "over budget");
         state.queued.insert(sequence, (direction, moves.to_vec()));
-        Ok(Ticket { sequence, slot: 0 })
+        let lane = if state.one_lane { 0 } else { sequence % LANES };
+        Ok(Ticket { sequence, lane: lane as u32, slot: 0 })
     }
 
     fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error> {
         let timeout = Duration::from_micros(timeout_us.into());
+        self.state().looks += 1;
         let pending = |state: &mut State| !state.finished.contains_key(&ticket.sequence);
         let (state, _) = self.changed.wait_timeout_while(self.state(), timeout, pending).unwrap();
         match state.finished.get(&ticket.sequence) {

@@ -36,6 +36,8 @@ pub(crate) struct CopyLimits {
     pub(crate) moves: usize,
     /// A submission must not be this many sequence numbers ahead of the oldest unfinished one.
     pub(crate) in_flight: u64,
+    /// Lanes are numbered from 0 to this.
+    pub(crate) lanes: usize,
 }
 
 /// A submission, as the back end knows it.
@@ -43,6 +45,8 @@ pub(crate) struct CopyLimits {
 pub(crate) struct Ticket {
     /// Grows with every submission on the device.
     pub(crate) sequence: u64,
+    /// The queue it went to: submissions in one lane end in the order in which they were made.
+    pub(crate) lane: u32,
     /// The back end's own note (its command-buffer slot).
     pub(crate) slot: u32,
 }

@@ -44,6 +44,8 @@ pub(crate) struct Owner {
 struct Queues {
     ids: Vec<u32>,
     next: AtomicUsize,
+    /// Lane of the first of them.
+    lane: u32,
 }
 
 /// Long-lived command buffers: one for all slots where it can be submitted in parts, else one each.
@@ -98,10 +100,14 @@ impl Drop for TakenSlot<'_> {
 
 impl Owner {
     pub(crate) fn new(device: hl_thunk::Device) -> Self {
+        let mut lane = 0;
         let queues = [Direction::HostToDevice, Direction::DeviceToHost, Direction::DeviceToDevice]
-            .map(|direction| Queues {
-                ids: device.generation().queues(direction, device.hw_info().edma_enabled_mask),
-                next: AtomicUsize::new(0),
+            .map(|direction| {
+                let mask = device.hw_info().edma_enabled_mask;
+                let ids = device.generation().queues(direction, mask);
+                let queues = Queues { next: AtomicUsize::new(0), lane, ids };
+                lane += queues.ids.len() as u32;
+                queues
             });
         Self {
             commands: OnceLock::new(),
@@ -126,9 +132,11 @@ impl Owner {
         Ok(self.commands.get().expect("set just above"))
     }
 
-    fn queue(&self, direction: Direction) -> u32 {
+    /// The next queue in turn for this direction, and its lane.
+    fn queue(&self, direction: Direction) -> (u32, u32) {
         let queues = &self.queues[direction as usize];
-        queues.ids[queues.next.fetch_add(1, Ordering::Relaxed) % queues.ids.len()]
+        let turn = queues.next.fetch_add(1, Ordering::Relaxed) % queues.ids.len();
+        (queues.ids[turn], queues.lane + turn as u32)
     }
 }
 
@@ -200,7 +208,8 @@ impl Backend for Owner {
             ));
         }
         let in_flight = generation.max_pending_submissions().min(u64::from(SLOT_COUNT)) - MARGIN;
-        Ok(CopyLimits { moves: SLOT_LEN / LIN_DMA_LEN, in_flight })
+        let lanes = self.queues.iter().map(|queues| queues.ids.len()).sum();
+        Ok(CopyLimits { moves: SLOT_LEN / LIN_DMA_LEN, in_flight, lanes })
     }
 
     unsafe fn submit(&self, direction: Direction, moves: &[LinDma]) -> Result<Ticket, Error> {
@@ -220,11 +229,11 @@ impl Backend for Owner {
             // SAFETY: the slot was free, so nothing in flight uses it, and is now ours.
             unsafe { buffer.write(offset + at * LIN_DMA_LEN, &packet) };
         }
-        let queue = self.queue(direction);
+        let (queue, lane) = self.queue(direction);
         // SAFETY: the slot stays taken until the ticket is retired; memory is the caller's promise.
         let sequence = unsafe { self.device.submit(&[Chunk { buffer, offset, len, queue }]) }
             .map_err(|error| Error::driver(Phase::Copy, operation, error))?;
-        Ok(Ticket { sequence, slot: slot.keep() })
+        Ok(Ticket { sequence, lane, slot: slot.keep() })
     }
 
     fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error> {

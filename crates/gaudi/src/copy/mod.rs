@@ -1,12 +1,18 @@
 //! Copies between host and device memory by the device's DMA engines.
 //!
 //! [`plan`] decides how each segment travels, [`transfer`] carries a plan out step by step without
-//! ever blocking, [`engine`] keeps count of what the hardware is doing and holds on to everything
-//! it needs, [`ring`] is the pinned memory that small or unpinnable host buffers go through, and
-//! [`short`] is the quick way for small copies that are waited for.
+//! ever blocking, [`engine`] keeps count of what the hardware is doing ([`budget`]), of what it needs
+//! meanwhile ([`flight`]) and of who sleeps until it is done ([`waiter`]), [`ring`] is the pinned
+//! memory that small or unpinnable host buffers go through, with the help of the CPU
+//! ([`host_copy`]), and [`short`] is the quick way for small copies that are waited for.
 
+mod budget;
 pub(crate) mod engine;
+pub(crate) mod flight;
+mod host_copy;
 mod plan;
+#[cfg(test)]
+mod reaping_tests;
 pub(crate) mod ring;
 #[cfg(test)]
 mod schedule_tests;
@@ -14,6 +20,9 @@ pub(crate) mod short;
 #[cfg(test)]
 mod tests;
 mod transfer;
+mod waiter;
+#[cfg(test)]
+mod waiter_tests;
 
 use std::sync::Arc;
 

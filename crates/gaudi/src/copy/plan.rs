@@ -13,8 +13,8 @@ use crate::host::cannot_be_pinned;
 use crate::stats::Path;
 use crate::{Device, DeviceAddr, Direction, Error, ErrorKind, HostRegion};
 
-/// A host side up to this size is copied through a bounce slot unless its region is pinned already:
-/// pinning and unpinning costs the driver more than the CPU needs to copy it.
+/// A host side up to this size is copied through a bounce slot unless it is pinned already: pinning
+/// and unpinning costs the driver more than the CPU needs to copy it.
 pub(crate) const BOUNCE_LEN: usize = 64 * 1024;
 
 /// An address in host memory, which the caller of the copy answers for.
@@ -315,12 +315,21 @@ unsafe fn host_path(
 ) -> Result<HostPath, Error> {
     check_host(ptr, len)?;
     let addr = ptr as usize;
+    let cache = device.registrations();
+    if let Some((addr, pin)) = cache.find(addr, len) {
+        return Ok(HostPath::Pinned(addr, pin));
+    }
     let region = region.filter(|region| region.contains(addr, len));
     let pinned = region.is_some_and(|region| region.is_pinned_for(device));
     if len <= BOUNCE_LEN && !pinned {
         return Ok(HostPath::Bounce { guarded: false });
     }
+    let whole = region.map_or(addr..addr + len, |region| region.range());
     let made = match region {
+        _ if !pinned && cache.keeps(whole.len()) => {
+            // SAFETY: the caller keeps the memory while copies use it.
+            unsafe { cache.pin(device, (addr, len), whole)? }
+        }
         // SAFETY: the caller keeps the memory while copies use it.
         Some(region) => unsafe { region.pin(device, addr)? },
         // SAFETY: as above.

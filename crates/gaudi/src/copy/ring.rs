@@ -1,6 +1,7 @@
 //! Pinned memory of our own, in slots: what host buffers travel through that are too small to be
 //! worth pinning, or cannot be pinned.
 
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use hl_thunk::HostPages;
@@ -18,6 +19,8 @@ pub(crate) struct Ring {
     pages: HostPages,
     slot_len: usize,
     slots: Slots,
+    /// Slots that the hardware is using.
+    flying: AtomicU32,
     /// Where the device whose ring this is sees the first slot, once it was asked for.
     home: OnceLock<DeviceAddr>,
 }
@@ -35,6 +38,7 @@ impl Ring {
             pages,
             slot_len,
             slots: Slots::new(count),
+            flying: AtomicU32::new(0),
             home: OnceLock::new(),
         }))
     }
@@ -43,6 +47,12 @@ impl Ring {
     pub(crate) fn take(self: &Arc<Self>) -> Option<Arc<Slot>> {
         let index = self.slots.take()?;
         Some(Arc::new(Slot { ring: Arc::clone(self), index }))
+    }
+
+    /// Whether the hardware uses none of the slots. If none is free either, they are all with
+    /// transfers that have something to do, and only those who poll them can free them.
+    pub(crate) fn is_parked(&self) -> bool {
+        self.flying.load(Ordering::Acquire) == 0
     }
 
     /// A free slot for the length of a call.
@@ -83,6 +93,12 @@ impl Slot {
         self.ring.slot_ptr(self.index)
     }
 
+    /// The slot as the hardware uses it: kept, and counted as such.
+    pub(crate) fn fly(self: &Arc<Self>) -> Arc<FlyingSlot> {
+        self.ring.flying.fetch_add(1, Ordering::AcqRel);
+        Arc::new(FlyingSlot { slot: Arc::clone(self) })
+    }
+
     /// Where `device` sees the first byte.
     pub(crate) fn pin(&self, device: &Arc<Device>) -> Result<(DeviceAddr, Arc<HostPin>), Error> {
         self.ring.pin(device, self.index)
@@ -92,6 +108,18 @@ impl Slot {
 impl Drop for Slot {
     fn drop(&mut self) {
         self.ring.slots.give(self.index);
+    }
+}
+
+/// A slot that the hardware is using.
+#[derive(Debug)]
+pub(crate) struct FlyingSlot {
+    slot: Arc<Slot>,
+}
+
+impl Drop for FlyingSlot {
+    fn drop(&mut self) {
+        self.slot.ring.flying.fetch_sub(1, Ordering::AcqRel);
     }
 }
 

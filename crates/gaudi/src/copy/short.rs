@@ -6,8 +6,8 @@ use std::sync::Arc;
 use hl_thunk::packet::LinDma;
 
 use super::Side;
+use super::host_copy::{copy_in, copy_out};
 use super::plan::{BOUNCE_LEN, HostPtr, card_for, check_host};
-use super::transfer::{copy_in, copy_out};
 use crate::stats::{Path, Tally};
 use crate::{Device, Direction, Error};
 

@@ -6,11 +6,12 @@ use std::sync::Arc;
 
 use hl_thunk::packet::LinDma;
 
-use super::engine::{Flight, Hold};
-use super::plan::{HostPtr, Piece, Step};
+use super::flight::{CopyOut, Flight, Hold, Load};
+use super::host_copy::copy_in;
+use super::plan::{Piece, Step};
 use super::ring::{Ring, Slot};
 use super::{Segment, SubmitError, plan};
-use crate::error::Phase;
+use crate::bell::Bell;
 use crate::stats::Tally;
 use crate::{Device, DeviceAddr, Error};
 
@@ -29,9 +30,6 @@ pub struct Transfer {
     active: Vec<Active>,
     failure: Option<Error>,
     outcome: Option<Result<(), Error>>,
-    /// Someone waits for this transfer and for nothing else: it must not depend on slots that only
-    /// other transfers can free.
-    blocking: bool,
 }
 
 #[derive(Debug)]
@@ -39,23 +37,31 @@ struct Active {
     flight: Arc<Flight>,
     /// The card that does it.
     on: Arc<Device>,
-    then: Vec<Then>,
+    forward: Option<Forward>,
 }
 
-/// What remains to be done when the hardware is finished.
+/// What another card has to do when this one is finished.
 #[derive(Debug)]
-enum Then {
-    CopyOut { slot: Arc<Slot>, to: HostPtr, len: usize, guarded: bool },
-    Forward { slot: Arc<Slot>, target: Arc<Device>, dst: DeviceAddr, len: usize },
+struct Forward {
+    slot: Arc<Slot>,
+    target: Arc<Device>,
+    dst: DeviceAddr,
+    len: usize,
 }
 
 /// Moves of one submission and what comes with them.
 #[derive(Default)]
 struct Batch {
     moves: Vec<LinDma>,
-    holds: Vec<Hold>,
-    then: Vec<Then>,
+    load: Load,
+    forward: Option<Forward>,
     tally: Tally,
+}
+
+impl Batch {
+    fn hold(&mut self, hold: Hold) {
+        self.load.holds.push(hold);
+    }
 }
 
 impl Transfer {
@@ -81,7 +87,6 @@ impl Transfer {
             active: Vec::new(),
             failure: None,
             outcome: None,
-            blocking,
         };
         transfer.launch();
         match transfer.failure.take() {
@@ -108,7 +113,6 @@ impl Transfer {
 
     /// Waits until the copy has finished.
     pub fn wait(&mut self) -> Result<(), Error> {
-        self.blocking = true;
         loop {
             if let Some(outcome) = self.poll() {
                 return outcome;
@@ -122,6 +126,39 @@ impl Transfer {
         }
     }
 
+    /// Has the bell rung when there may be something new for [`Transfer::poll`] to see. `false`, and
+    /// no bell will ring, if only polling gets this transfer on.
+    ///
+    /// What happened before does not ring: look at [`Transfer::has_news`] after this, and only then
+    /// sleep.
+    pub fn ring_when_done(&self, bell: &Arc<Bell>) -> bool {
+        let mut cards: Vec<&Arc<Device>> = Vec::new();
+        for card in self.working() {
+            if !cards.iter().any(|other| other.id() == card.id()) {
+                cards.push(card);
+            }
+        }
+        !cards.is_empty() && cards.into_iter().all(|card| card.ring_on_completion(bell))
+    }
+
+    /// Whether [`Transfer::poll`] would get it on. Never blocks.
+    pub fn has_news(&self) -> bool {
+        let ended = |active: &Active| active.on.engine().settle(&active.flight, 0).is_some();
+        match self.waiting.front() {
+            _ if self.active.iter().any(ended) => true,
+            Some(piece) if self.active.is_empty() => piece.on.has_room(),
+            Some(_) => false,
+            None => self.active.is_empty(),
+        }
+    }
+
+    /// The cards with work in flight for this transfer; without any, the one that has no room.
+    fn working(&self) -> impl Iterator<Item = &Arc<Device>> {
+        let waiting = self.waiting.front().filter(|_| self.active.is_empty());
+        let active = self.active.iter().map(|active| &active.on);
+        active.chain(waiting.map(|piece| &piece.on))
+    }
+
     /// Takes in what the hardware has finished.
     fn collect(&mut self) {
         let mut at = 0;
@@ -131,28 +168,15 @@ impl Transfer {
                 at += 1;
                 continue;
             };
-            let active = self.active.swap_remove(at);
-            let finished = outcome
-                .map_err(|error| error.on(&active.on))
-                .and_then(|()| active.then.into_iter().try_for_each(|then| self.follow_up(then)));
-            if let Err(error) = finished {
+            if let Err(error) = outcome {
+                let error = error.clone().on(&active.on);
                 self.failure.get_or_insert(error);
             }
-        }
-    }
-
-    fn follow_up(&mut self, then: Then) -> Result<(), Error> {
-        match then {
-            Then::CopyOut { slot, to, len, guarded } => {
-                // SAFETY: the caller of the copy answers for the host side as long as the transfer
-                // lives; the slot is ours and the device is done with it.
-                unsafe { copy_out(slot.ptr(), to, len, guarded) }
-            }
-            Then::Forward { slot, target, dst, len } => {
+            let active = self.active.swap_remove(at);
+            if let Some(Forward { slot, target, dst, len }) = active.forward {
                 // Ahead of what has not started, so that its slot is soon free again.
                 let step = Step::Forward { slot, dst, len };
                 self.waiting.push_front(Piece { on: target, step });
-                Ok(())
             }
         }
     }
@@ -177,7 +201,7 @@ impl Transfer {
         let Some(front) = self.waiting.front() else { return Ok(None) };
         let (on, direction) = (Arc::clone(&front.on), front.step.direction());
         let Some(reservation) = on.engine().reserve() else { return Ok(None) };
-        let limit = on.engine().limits()?.moves;
+        let limit = on.engine().limits().map_err(Clone::clone)?.moves;
         let mut batch = Batch::default();
         let fits = |piece: &Piece| piece.on.id() == on.id() && piece.step.direction() == direction;
         while batch.moves.len() < limit
@@ -189,15 +213,15 @@ impl Transfer {
                 break;
             }
         }
-        let Batch { moves, holds, then, tally } = batch;
+        let Batch { moves, load, forward, tally } = batch;
         if moves.is_empty() {
             return Ok(None);
         }
-        // SAFETY: pins and slots are in `holds`; device memory was found live by the plan, and for
+        // SAFETY: pins and slots are in `load`; device memory was found live by the plan, and for
         // host memory the caller of the copy answers.
-        let flight = unsafe { reservation.launch(direction, moves, holds, tally) }
+        let flight = unsafe { reservation.launch(direction, moves, load, tally) }
             .map_err(|error| error.on(&on))?;
-        Ok(Some(Active { flight, on, then }))
+        Ok(Some(Active { flight, on, forward }))
     }
 
     /// Adds a step to a batch; gives it back if there is no slot for it.
@@ -206,65 +230,53 @@ impl Transfer {
         match step {
             Step::Direct { dma, pin, .. } => {
                 batch.moves.push(dma);
-                batch.holds.extend(pin.map(|pin| pin as Hold));
+                batch.load.holds.extend(pin.map(|pin| pin as Hold));
             }
             Step::In { from, dst, len, guarded } => {
-                let Some(slot) = self.slot(on.bounce()?, len, batch)? else {
+                let Some(slot) = slot(on.bounce()?, len)? else {
                     return Ok(Some(step));
                 };
                 // SAFETY: the caller of the copy answers for the host side; the slot is ours alone.
                 unsafe { copy_in(from, slot.ptr(), len, guarded)? };
                 let (src, pin) = slot.pin(on)?;
                 batch.moves.push(LinDma::Copy { src, dst, len: len as u32 });
-                batch.holds.extend([pin as Hold, slot as Hold]);
+                batch.hold(pin);
+                batch.hold(slot.fly());
             }
             Step::Out { to, src, len, guarded } => {
-                let Some(slot) = self.slot(on.bounce()?, len, batch)? else {
+                let Some(slot) = slot(on.bounce()?, len)? else {
                     return Ok(Some(step));
                 };
                 let (dst, pin) = slot.pin(on)?;
                 batch.moves.push(LinDma::Copy { src, dst, len: len as u32 });
-                batch.holds.extend([pin as Hold, Arc::clone(&slot) as Hold]);
-                batch.then.push(Then::CopyOut { slot, to, len, guarded });
+                batch.hold(pin);
+                batch.hold(slot.fly());
+                batch.load.outs.push(CopyOut { slot, to, len, guarded });
             }
             Step::Cross { ref target, src, dst, len } => {
                 // One piece per submission: the second half of it overlaps with the next.
                 if !batch.moves.is_empty() {
                     return Ok(Some(step));
                 }
-                let Some(slot) = self.slot(self.device.staging()?, len, batch)? else {
+                let Some(slot) = slot(self.device.staging()?, len)? else {
                     return Ok(Some(step));
                 };
                 let (stage, pin) = slot.pin(on)?;
                 batch.moves.push(LinDma::Copy { src, dst: stage, len: len as u32 });
-                batch.holds.extend([pin as Hold, Arc::clone(&slot) as Hold]);
+                batch.hold(pin);
+                batch.hold(slot.fly());
                 let target = Arc::clone(target);
-                batch.then.push(Then::Forward { slot, target, dst, len });
+                batch.forward = Some(Forward { slot, target, dst, len });
             }
             Step::Forward { slot, dst, len } => {
                 let (src, pin) = slot.pin(on)?;
                 batch.moves.push(LinDma::Copy { src, dst, len: len as u32 });
-                batch.holds.extend([pin as Hold, slot as Hold]);
+                batch.hold(pin);
+                batch.hold(slot.fly());
             }
         }
         batch.tally.add(direction, path, bytes);
         Ok(None)
-    }
-
-    /// A slot of the ring, or, for someone who waits while others hold them all, one made for the
-    /// occasion.
-    fn slot(
-        &self,
-        ring: &Arc<Ring>,
-        len: usize,
-        batch: &Batch,
-    ) -> Result<Option<Arc<Slot>>, Error> {
-        let stuck = self.active.is_empty() && batch.moves.is_empty();
-        match ring.take() {
-            Some(slot) => Ok(Some(slot)),
-            None if self.blocking && stuck => Ok(Ring::new(len, 1)?.take()),
-            None => Ok(None),
-        }
     }
 
     fn conclude(&mut self) {
@@ -275,79 +287,25 @@ impl Transfer {
     }
 }
 
-/// Fills a slot from host memory.
-///
-/// # Safety
-/// `to` must be valid for `len` bytes and ours; so must `from`, unless `guarded`.
-pub(crate) unsafe fn copy_in(
-    from: HostPtr,
-    to: *mut u8,
-    len: usize,
-    guarded: bool,
-) -> Result<(), Error> {
-    if guarded && let Some(done) = guarded_copy(from.0, to, len, Access::Read) {
-        return done;
+impl Drop for Transfer {
+    fn drop(&mut self) {
+        self.active.iter().for_each(|active| active.flight.abandon());
     }
-    // SAFETY: the caller's promise; a slot and the user's memory never overlap.
-    unsafe { from.0.copy_to_nonoverlapping(to, len) };
-    Ok(())
 }
 
-/// Empties a slot to host memory.
-///
-/// # Safety
-/// `from` must be valid for `len` bytes; so must `to`, for writing, unless `guarded`.
-pub(crate) unsafe fn copy_out(
-    from: *mut u8,
-    to: HostPtr,
-    len: usize,
-    guarded: bool,
-) -> Result<(), Error> {
-    if guarded && let Some(done) = guarded_copy(to.0, from, len, Access::Write) {
-        return done;
-    }
-    // SAFETY: the caller's promise; a slot and the user's memory never overlap.
-    unsafe { from.copy_to_nonoverlapping(to.0, len) };
-    Ok(())
-}
-
-enum Access {
-    Read,
-    Write,
-}
-
-/// Copies between `theirs` and `ours` with the kernel's help, so that memory which is not mapped,
-/// or read-only, gives an error and not a signal. `None` where the kernel will not do it for us.
-fn guarded_copy(
-    theirs: *mut u8,
-    ours: *mut u8,
-    len: usize,
-    access: Access,
-) -> Option<Result<(), Error>> {
-    let local = libc::iovec { iov_base: ours.cast(), iov_len: len };
-    let remote = libc::iovec { iov_base: theirs.cast(), iov_len: len };
-    // SAFETY: our own process; the kernel checks both ranges.
-    let (call, copied) = unsafe {
-        let me = libc::getpid();
-        match access {
-            Access::Read => {
-                ("process_vm_readv", libc::process_vm_readv(me, &local, 1, &remote, 1, 0))
-            }
-            Access::Write => {
-                ("process_vm_writev", libc::process_vm_writev(me, &local, 1, &remote, 1, 0))
-            }
+/// A slot of the ring; one made for the occasion if all of them are with transfers that wait for
+/// someone to poll them, which may never happen.
+fn slot(ring: &Arc<Ring>, len: usize) -> Result<Option<Arc<Slot>>, Error> {
+    let taken = ring.take().or_else(|| {
+        // Finished copies that nobody has looked at hold slots as well, on any card.
+        for card in crate::runtime().devices() {
+            card.progress();
         }
-    };
-    if copied == len as isize {
-        return Some(Ok(()));
+        ring.take()
+    });
+    match taken {
+        Some(slot) => Ok(Some(slot)),
+        None if ring.is_parked() => Ok(Ring::new(len, 1)?.take()),
+        None => Ok(None),
     }
-    let errno = if copied >= 0 {
-        libc::EFAULT
-    } else {
-        std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EFAULT)
-    };
-    if matches!(errno, libc::ENOSYS | libc::EPERM) {
-        return None;
-    }
-    Some(Err(Error::os(Phase::Copy, "copying host memory that cannot be pinned", call, errno)))
 }

@@ -15,6 +15,8 @@
 
 mod broker;
 mod cache;
+#[cfg(test)]
+mod cache_tests;
 mod conversation;
 mod export;
 mod field;

@@ -142,6 +142,13 @@ counters! {
     PinnedBytes "pinned_bytes" Now Bytes,
     PinsRefused "pins_refused" Sum Number,
 
+    RegCacheHits "reg_cache_hits" Sum Number,
+    RegCacheMisses "reg_cache_misses" Sum Number,
+    RegCacheEvictions "reg_cache_evictions" Sum Number,
+    RegCacheInvalidations "reg_cache_invalidations" Sum Number,
+    RegCacheRegions "reg_cache_regions" Now Number,
+    RegCacheBytes "reg_cache_bytes" Now Bytes,
+
     Submissions "submissions" Sum Number,
     InFlight "in_flight" Now Number,
     InFlightMost "in_flight_max" Most Number,

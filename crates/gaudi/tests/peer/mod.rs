@@ -78,7 +78,8 @@ impl Peer {
         Ok(peer)
     }
 
-    fn answer(&mut self) -> String {
+    /// Waits for an answer.
+    pub(crate) fn answer(&mut self) -> String {
         self.output
             .by_ref()
             .map_while(Result::ok)
@@ -119,6 +120,12 @@ impl Peer {
 
     pub(crate) fn stat(&mut self, counter: &str) -> u64 {
         self.ask(&format!("stat {counter}")).parse().expect("a number")
+    }
+
+    /// Asks until the answer is this one.
+    #[track_caller]
+    pub(crate) fn until(&mut self, line: &str, answer: &str) {
+        until(line, || self.ask(line) == answer);
     }
 
     pub(crate) fn id(&self) -> u32 {
@@ -302,11 +309,38 @@ impl State {
             "close" => drop(self.opened.remove(&slot())),
             "gone" => return Ok(format!("ok {}", self.opened[&slot()].is_peer_gone())),
             "stat" => {
-                let counters = gaudi::stats::read(std::process::id()).expect("a page");
-                return Ok(format!("ok {}", counters.get(words[1]).expect("a counter")));
+                return Ok(format!("ok {}", stat(words[1])));
             }
             "identity" => return Ok(format!("ok {}", hex(&identity().pack()))),
             "broker" => gaudi::share::start_broker()?,
+            "limits" => {
+                let limits = gaudi::share::Limits { handles: number(1) as usize, bytes: number(2) };
+                self.device().set_handle_limits(limits);
+            }
+            "used" => return Ok(format!("ok {}", self.device().memory().used)),
+            // A child that has inherited everything and does nothing, until we have ended and it
+            // is told to end by its standard input.
+            "fork" => {
+                // SAFETY: the child only makes system calls.
+                let child = unsafe { libc::fork() };
+                if child == 0 {
+                    // SAFETY: as above.
+                    unsafe {
+                        libc::prctl(libc::PR_SET_PDEATHSIG, 0);
+                        libc::close(1);
+                        libc::sleep(3600);
+                        libc::_exit(0);
+                    }
+                }
+                return Ok(format!("ok {child}"));
+            }
+            // Connects to a socket (abstract if it starts with @), says something, and reports what
+            // comes back: nothing, or bytes, or bytes and a descriptor.
+            "knock" => return Ok(format!("ok {}", knock(words[1], &unhex(words[2])))),
+            "handover" => gaudi::share::allow_handover(match words[1] {
+                "pidfd" => gaudi::share::Handover::Pidfd,
+                _ => gaudi::share::Handover::Broker,
+            }),
             "fds" => {
                 let fds = std::fs::read_dir("/proc/self/fd").expect("a Linux").count();
                 return Ok(format!("ok {fds}"));
@@ -328,6 +362,25 @@ impl State {
     }
 }
 
+/// Waits for something that must happen soon.
+#[track_caller]
+pub(crate) fn until(what: &str, mut happened: impl FnMut() -> bool) {
+    let start = std::time::Instant::now();
+    while !happened() {
+        assert!(start.elapsed().as_secs() < 30, "never: {what}");
+        std::thread::sleep(std::time::Duration::from_millis(2));
+    }
+}
+
+/// A counter of this process.
+pub(crate) fn stat(counter: &str) -> u64 {
+    // By the number that this /proc has for us: it may be another pid namespace's.
+    let own = std::fs::read_link("/proc/self").expect("a Linux");
+    let own = own.to_str().and_then(|pid| pid.parse().ok()).expect("a number");
+    let counters = gaudi::stats::read(own).expect("a page");
+    counters.get(counter).expect("a counter")
+}
+
 pub(crate) fn identity() -> &'static gaudi::Identity {
     gaudi::Identity::own().expect("a Linux")
 }
@@ -335,4 +388,41 @@ pub(crate) fn identity() -> &'static gaudi::Identity {
 pub(crate) fn copy(device: &Arc<Device>, dst: Side, src: Side, len: usize) -> Result<(), Error> {
     // SAFETY: device memory on both sides.
     unsafe { device.copy_blocking(dst, src, len) }
+}
+
+/// Says something to a socket, from outside the engine; what came back.
+pub(crate) fn knock(name: &str, message: &[u8]) -> String {
+    use rustix::net::*;
+    let address = match name.strip_prefix('@') {
+        Some(name) => SocketAddrUnix::new_abstract_name(name.as_bytes()),
+        None => SocketAddrUnix::new(name),
+    };
+    let socket = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).expect("a socket");
+    if let Err(error) = connect(&socket, &address.expect("a name")) {
+        return format!("not connected: {error}");
+    }
+    // Refused with or without having listened.
+    let _ = send(&socket, message, SendFlags::NOSIGNAL);
+    let mut answer = [0; 64];
+    let mut space = [std::mem::MaybeUninit::uninit(); 128];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut parts = [std::io::IoSliceMut::new(&mut answer)];
+    let received = recvmsg(&socket, &mut parts, &mut control, RecvFlags::empty());
+    let fds = control.drain().count();
+    match received.map(|received| received.bytes) {
+        Err(_) | Ok(0) => "hung up".to_owned(),
+        Ok(len) => format!("{len} bytes, {fds} descriptors"),
+    }
+}
+
+/// Where the broker of a key's exporter listens: its instance number is in the key.
+pub(crate) fn sockets(key: &[u8]) -> [String; 2] {
+    let name = format!("ucx-gaudi-{}", hex(&key[7..13]));
+    [format!("@{name}"), format!("/dev/shm/{name}.sock")]
+}
+
+/// A request for a dma-buf, as `docs/ipc.md` describes it.
+pub(crate) fn request(kind: u8, base: u64, token: &[u8]) -> Vec<u8> {
+    let head = [b'u', b'g', b's', b'h', 1, kind, 0, 0];
+    [&head[..], &base.to_le_bytes(), token].concat()
 }

@@ -1,6 +1,8 @@
 //! The subcommands: who runs which cases, in how many processes, threads and copies of UCX.
 
 pub mod alloc;
+pub mod atomics;
+pub mod costs;
 pub mod loopback;
 pub mod memory;
 pub mod pair;

@@ -19,6 +19,10 @@ impl Features {
     /// Put and get only.
     pub const RMA: Features = Features(sys::FEATURE_RMA);
 
+    /// Put, get, and atomic operations of both widths.
+    pub const ATOMIC: Features =
+        Features(sys::FEATURE_RMA | sys::FEATURE_AMO32 | sys::FEATURE_AMO64);
+
     /// The same with `ucp_worker_get_efd` and `ucp_worker_arm` usable.
     pub const fn with_wakeup(self) -> Features {
         Features(self.0 | sys::FEATURE_WAKEUP)

@@ -28,6 +28,19 @@ pub enum AmMode {
     Rendezvous,
 }
 
+/// An atomic operation.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+#[allow(missing_docs)]
+pub enum Atomic {
+    Add = 0,
+    Swap = 1,
+    CompareSwap = 2,
+    And = 3,
+    Or = 4,
+    Xor = 5,
+}
+
 /// An endpoint; clones are handles to the same one.
 #[derive(Clone)]
 pub struct Endpoint(Arc<Inner>);
@@ -168,6 +181,41 @@ impl Endpoint {
             unsafe { (f.ucp_get_nbx)(ep, into.pointer(), into.len(), address, key, param) }
         })?;
         Ok(request.keeping(from))
+    }
+
+    /// An atomic operation on the peer's memory, as wide as the operand. With `reply` the old value
+    /// comes back into it, which lies in the operand's region; for [`Atomic::CompareSwap`] it has the
+    /// new value before.
+    pub fn atomic(
+        &self,
+        operation: Atomic,
+        operand: &Span,
+        to: &RemoteKey,
+        offset: usize,
+        reply: Option<&Span>,
+    ) -> Result<Request> {
+        let (address, key) = (to.at(offset, operand.len()), self.checked(to));
+        let worker = &self.0.worker;
+        let mut param = parameters(Some(operand), 0, worker.hint);
+        param.op_attr_mask |= sys::OP_ATTR_FIELD_DATATYPE | sys::OP_ATTR_FLAG_NO_IMM_CMPL;
+        param.datatype = sys::contiguous(operand.len());
+        if let Some(reply) = reply {
+            assert_eq!(reply.len(), operand.len(), "the reply is as wide as the operand");
+            assert!(reply.shares_region(operand), "the reply lies beside the operand");
+            param.op_attr_mask |= sys::OP_ATTR_FIELD_REPLY_BUFFER;
+            param.reply_buffer = reply.pointer();
+        }
+        let (op, value) = (operation as u32, operand.pointer());
+        // SAFETY: a live endpoint and complete parameters; the request keeps the key alive, and the
+        // region of the operand and the reply.
+        let returned = unsafe {
+            let f = &worker.ucx().f;
+            (f.ucp_atomic_op_nbx)(self.raw(), op, value, 1, address, key, &param)
+        };
+        let done = Completion::default();
+        let call = "ucp_atomic_op_nbx";
+        let request = Request::started(worker, call, Kind::Plain, returned, done, Some(operand))?;
+        Ok(request.keeping(to))
     }
 
     /// Finished when everything sent before is complete at the peer.

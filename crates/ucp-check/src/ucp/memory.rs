@@ -326,6 +326,11 @@ impl Span {
         self.region.memory
     }
 
+    /// Whether what keeps this one alive keeps the other alive, too.
+    pub(super) fn shares_region(&self, other: &Span) -> bool {
+        Arc::ptr_eq(&self.region, &other.region)
+    }
+
     /// What UCX gets: for device memory a number in a pointer's clothes.
     pub(super) fn pointer(&self) -> *mut c_void {
         (self.region.address + self.offset) as *mut c_void

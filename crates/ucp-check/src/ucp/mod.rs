@@ -15,7 +15,7 @@ mod sys;
 mod worker;
 
 pub use context::{Context, Features};
-pub use endpoint::{AmMode, Endpoint, EndpointOptions, RemoteKey};
+pub use endpoint::{AmMode, Atomic, Endpoint, EndpointOptions, RemoteKey};
 pub use library::Ucx;
 pub use memory::{Memory, PackedRegion, Region, Span};
 pub use request::{Completion, Request};

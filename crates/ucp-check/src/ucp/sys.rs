@@ -31,6 +31,8 @@ pub(super) const API_MINOR: c_uint = 21;
 
 pub(super) const FEATURE_TAG: u64 = 1 << 0;
 pub(super) const FEATURE_RMA: u64 = 1 << 1;
+pub(super) const FEATURE_AMO32: u64 = 1 << 2;
+pub(super) const FEATURE_AMO64: u64 = 1 << 3;
 pub(super) const FEATURE_WAKEUP: u64 = 1 << 4;
 pub(super) const FEATURE_STREAM: u64 = 1 << 5;
 pub(super) const FEATURE_AM: u64 = 1 << 6;
@@ -53,9 +55,18 @@ pub(super) const AM_FLAG_PERSISTENT_DATA: u32 = 2;
 
 pub(super) const MEM_MAP_ALLOCATE: c_uint = 2;
 
+pub(super) const OP_ATTR_FIELD_DATATYPE: u32 = 1 << 3;
 pub(super) const OP_ATTR_FIELD_FLAGS: u32 = 1 << 4;
+pub(super) const OP_ATTR_FIELD_REPLY_BUFFER: u32 = 1 << 5;
 pub(super) const OP_ATTR_FIELD_MEMORY_TYPE: u32 = 1 << 6;
 pub(super) const OP_ATTR_FIELD_RECV_INFO: u32 = 1 << 7;
+/// An error of an operation without a reply is told only if the request is wanted.
+pub(super) const OP_ATTR_FLAG_NO_IMM_CMPL: u32 = 1 << 16;
+
+/// `ucp_dt_make_contig`: elements of so many bytes.
+pub(super) const fn contiguous(bytes: usize) -> u64 {
+    (bytes as u64) << 3
+}
 
 /// `ucp_params_t`
 #[repr(C)]
@@ -255,6 +266,7 @@ functions! {
     ucp_tag_recv_request_test(*mut c_void, *mut TagRecvInfo) -> RawStatus;
     ucp_put_nbx(Raw, *const c_void, usize, u64, Raw, *const RequestParam) -> StatusPtr;
     ucp_get_nbx(Raw, *mut c_void, usize, u64, Raw, *const RequestParam) -> StatusPtr;
+    ucp_atomic_op_nbx(Raw, c_uint, *const c_void, usize, u64, Raw, *const RequestParam) -> StatusPtr;
     ucp_request_check_status(*mut c_void) -> RawStatus;
     ucp_request_cancel(Raw, *mut c_void);
     ucp_request_free(*mut c_void);

@@ -22,14 +22,53 @@ pub struct Copier<'d> {
     ep: Raw,
 }
 
-/// Which way the bytes go, seen from the host.
-#[derive(Clone, Copy)]
-enum Way {
+/// Which way the bytes go, seen from the local buffer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Way {
+    /// From the local buffer.
     Put,
+    /// To the local buffer.
     Get,
 }
 
+impl Way {
+    fn slot(self) -> (usize, &'static str) {
+        match self {
+            Way::Put => (slot::PUT_ZCOPY, "uct_ep_put_zcopy"),
+            Way::Get => (slot::GET_ZCOPY, "uct_ep_get_zcopy"),
+        }
+    }
+}
+
 unsafe extern "C" fn completed(_: *mut Completion) {}
+
+/// Where UCX tells of the end of one copy at a time; used again and again.
+pub struct Ticket(*mut Completion);
+
+impl Default for Ticket {
+    fn default() -> Self {
+        // Not inside a value that moves: UCX knows the address while a copy is under way.
+        let completion = Completion { func: completed, count: 0, status: sys::OK };
+        Ticket(Box::into_raw(Box::new(completion)))
+    }
+}
+
+impl Ticket {
+    /// Whether the copy it was last given to has ended, or there was none.
+    pub fn is_free(&self) -> bool {
+        // SAFETY: ours; UCX writes it on this thread, in progress.
+        unsafe { ptr::read_volatile(&raw const (*self.0).count) == 0 }
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        if self.is_free() {
+            // SAFETY: made in `default`; UCX is done with it. Else it is left to UCX.
+            drop(unsafe { Box::from_raw(self.0) });
+        }
+    }
+}
 
 impl<'d> Copier<'d> {
     /// Opens the transport `tl` on the device of the domain's name.
@@ -99,6 +138,14 @@ impl<'d> Copier<'d> {
         Ok(copier)
     }
 
+    pub(super) fn uct(&self) -> &'static super::Uct {
+        self.domain.uct
+    }
+
+    pub(super) fn iface(&self) -> Raw {
+        self.iface
+    }
+
     /// Most endpoints the interface says it can have.
     pub fn max_endpoints(&self) -> Result<u64> {
         let mut attr: IfaceAttr = [0; 128];
@@ -149,16 +196,28 @@ impl<'d> Copier<'d> {
         self.domain.uct.check("uct_ep_get_short", status)
     }
 
+    /// Host to device by the engine, from memory that is not registered.
+    pub fn put_unregistered(&self, from: &[u8], to: u64) -> Result<()> {
+        // SAFETY: the buffer lives until the copy is done, which is waited for.
+        unsafe { self.zcopy(Way::Put, from.as_ptr().cast_mut(), from.len(), None, to) }
+    }
+
+    /// Device to host by the engine, to memory that is not registered.
+    pub fn get_unregistered(&self, from: u64, to: &mut [u8]) -> Result<()> {
+        // SAFETY: the buffer lives until the copy is done, which is waited for.
+        unsafe { self.zcopy(Way::Get, to.as_mut_ptr(), to.len(), None, from) }
+    }
+
     /// Host to device by the engine, straight from registered memory where it can be pinned.
     pub fn put_registered(&self, from: &[u8], by: &Registration<'_>, to: u64) -> Result<()> {
         // SAFETY: the buffer lives until the copy is done, which is waited for.
-        unsafe { self.zcopy(Way::Put, from.as_ptr().cast_mut(), from.len(), by, to) }
+        unsafe { self.zcopy(Way::Put, from.as_ptr().cast_mut(), from.len(), Some(by), to) }
     }
 
     /// Device to host by the engine.
     pub fn get_registered(&self, from: u64, to: &mut [u8], by: &Registration<'_>) -> Result<()> {
         // SAFETY: the buffer lives until the copy is done, which is waited for.
-        unsafe { self.zcopy(Way::Get, to.as_mut_ptr(), to.len(), by, from) }
+        unsafe { self.zcopy(Way::Get, to.as_mut_ptr(), to.len(), Some(by), from) }
     }
 
     /// Starts a copy and waits for it.
@@ -170,39 +229,69 @@ impl<'d> Copier<'d> {
         way: Way,
         local: *mut u8,
         length: usize,
-        by: &Registration<'_>,
+        by: Option<&Registration<'_>>,
         remote: u64,
     ) -> Result<()> {
-        let (slot, name) = match way {
-            Way::Put => (slot::PUT_ZCOPY, "uct_ep_put_zcopy"),
-            Way::Get => (slot::GET_ZCOPY, "uct_ep_get_zcopy"),
-        };
+        let name = way.slot().1;
+        let memh = by.map_or(ptr::null_mut(), Registration::handle);
+        let ticket = Ticket::default();
+        // SAFETY: as the caller promises.
+        unsafe { self.start(way, (local as u64, length), memh, remote, &ticket)? };
+        let since = Instant::now();
+        while !ticket.is_free() {
+            self.progress();
+            assert!(since.elapsed() < LIMIT, "{name} of {length} bytes hangs");
+        }
+        self.outcome(way, &ticket)
+    }
+
+    /// Starts a copy between a local buffer (address and length) and a remote address; `ticket`,
+    /// which must be free, is busy until it has ended.
+    ///
+    /// # Safety
+    /// Both sides must be valid until the end, and left alone; `memh` is null or a live handle for
+    /// the local buffer.
+    pub(crate) unsafe fn start(
+        &self,
+        way: Way,
+        (local, length): (u64, usize),
+        memh: Raw,
+        remote: u64,
+        ticket: &Ticket,
+    ) -> Result<()> {
+        assert!(ticket.is_free(), "a ticket serves one copy at a time");
+        let (slot, name) = way.slot();
         // SAFETY: the slot holds a function of this type.
         let copy: Zcopy = unsafe { transmute(self.operation(slot)) };
-        // SAFETY: the slot holds a function of this type.
-        let progress: Progress = unsafe { transmute(self.operation(slot::PROGRESS)) };
-        let iov = Iov { buffer: local.cast(), length, memh: by.handle(), stride: 0, count: 1 };
-        // Not on the stack: were the copy given up, UCX would still write to it.
-        let completion =
-            Box::into_raw(Box::new(Completion { func: completed, count: 1, status: sys::OK }));
-        // SAFETY: the buffer as promised; the completion lives until its count is zero.
-        let status = unsafe { copy(self.ep, &iov, 1, remote, sys::INVALID_RKEY, completion) };
-        let status = if status == sys::INPROGRESS {
-            let since = Instant::now();
-            // SAFETY: as above; progress of an open interface, on its only thread.
-            unsafe {
-                while ptr::read_volatile(&raw const (*completion).count) > 0 {
-                    progress(self.iface);
-                    assert!(since.elapsed() < LIMIT, "{name} of {length} bytes hangs");
-                }
-                (*completion).status
-            }
-        } else {
-            status
+        let buffer = ptr::with_exposed_provenance_mut(local as usize);
+        let iov = Iov { buffer, length, memh, stride: 0, count: 1 };
+        // SAFETY: as the caller promises; the completion lives until its count is zero.
+        let status = unsafe {
+            (*ticket.0).status = sys::OK;
+            (*ticket.0).count = 1;
+            copy(self.ep, &iov, 1, remote, sys::INVALID_RKEY, ticket.0)
         };
-        // SAFETY: made above; UCX is done with it.
-        drop(unsafe { Box::from_raw(completion) });
-        self.domain.uct.check(name, status)
+        if status != sys::INPROGRESS {
+            // SAFETY: UCX has not kept it.
+            unsafe { (*ticket.0).count = 0 };
+            self.domain.uct.check(name, status)?;
+        }
+        Ok(())
+    }
+
+    /// How the last copy of a free ticket ended.
+    pub(crate) fn outcome(&self, way: Way, ticket: &Ticket) -> Result<()> {
+        // SAFETY: ours, and free.
+        self.domain.uct.check(way.slot().1, unsafe { (*ticket.0).status })
+    }
+
+    /// Lets the interface work; how many operations ended.
+    pub fn progress(&self) -> u32 {
+        // SAFETY: the slot holds a function of this type; an open interface, on its only thread.
+        unsafe {
+            let progress: Progress = transmute(self.operation(slot::PROGRESS));
+            progress(self.iface)
+        }
     }
 }
 

@@ -227,6 +227,10 @@ impl Memory<'_> {
         self.allocated.length
     }
 
+    pub(crate) fn handle(&self) -> Raw {
+        self.allocated.memh
+    }
+
     /// Packs its remote key.
     pub fn pack(&self, buffer: &mut [u8]) -> Result<()> {
         let (address, length) = (self.address(), self.len());
@@ -246,7 +250,7 @@ impl Drop for Memory<'_> {
 }
 
 impl Registration<'_> {
-    pub(super) fn handle(&self) -> Raw {
+    pub(crate) fn handle(&self) -> Raw {
         self.memh
     }
 

@@ -6,14 +6,16 @@
 
 mod copier;
 mod domain;
+pub mod estimate;
 mod library;
 mod memory;
 mod sys;
 
-pub use copier::Copier;
+pub use copier::{Copier, Ticket, Way};
 pub use domain::{Attributes, Domain, MemoryTypes};
 pub use library::Uct;
 pub use memory::{Answer, Key, Memory, Registration};
+pub(crate) use sys::Raw;
 
 use std::fmt;
 

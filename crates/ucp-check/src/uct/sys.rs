@@ -10,7 +10,7 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 /// `ucs_status_t`: one byte wide.
 pub(super) type RawStatus = i8;
 /// Any opaque UCT handle.
-pub(super) type Raw = *mut c_void;
+pub(crate) type Raw = *mut c_void;
 
 pub(super) const OK: RawStatus = 0;
 pub(super) const INPROGRESS: RawStatus = 1;
@@ -40,6 +40,37 @@ impl ComponentAttr {
     pub(super) const MD_RESOURCE_COUNT: u64 = 1 << 1;
     pub(super) const MD_RESOURCES: u64 = 1 << 2;
 }
+
+/// `uct_perf_attr_t`, with room for what later versions append.
+#[repr(C)]
+pub(super) struct PerfAttr {
+    pub(super) field_mask: u64,
+    pub(super) operation: u32,
+    pub(super) local_memory_type: u32,
+    pub(super) remote_memory_type: u32,
+    pub(super) local_sys_device: u8,
+    pub(super) remote_sys_device: u8,
+    pub(super) send_pre_overhead: f64,
+    pub(super) send_post_overhead: f64,
+    pub(super) recv_overhead: f64,
+    pub(super) bandwidth: [f64; 2],
+    pub(super) path_bandwidth: [f64; 2],
+    pub(super) latency: [f64; 2],
+    pub(super) room: [u64; 16],
+}
+impl PerfAttr {
+    pub(super) const OPERATION: u64 = 1 << 0;
+    pub(super) const LOCAL_MEMORY_TYPE: u64 = 1 << 1;
+    pub(super) const REMOTE_MEMORY_TYPE: u64 = 1 << 2;
+    pub(super) const SEND_PRE_OVERHEAD: u64 = 1 << 5;
+    pub(super) const SEND_POST_OVERHEAD: u64 = 1 << 6;
+    pub(super) const BANDWIDTH: u64 = 1 << 8;
+    pub(super) const LATENCY: u64 = 1 << 10;
+}
+pub(super) const PUT_SHORT: u32 = 3;
+pub(super) const PUT_ZCOPY: u32 = 5;
+pub(super) const GET_SHORT: u32 = 6;
+pub(super) const GET_ZCOPY: u32 = 8;
 
 /// `uct_md_resource_desc_t`
 #[repr(C)]
@@ -248,6 +279,7 @@ pub(super) struct MemoryInfo {
 layout! {
     ComponentAttr: 48 { name @ 8, md_resource_count @ 24, md_resources @ 32, flags @ 40 }
     MdResource: 16 { name @ 0 }
+    PerfAttr: 224 { operation @ 8, local_memory_type @ 12, remote_memory_type @ 16, send_pre_overhead @ 24, bandwidth @ 48, latency @ 80, room @ 96 }
     MdAttr: 1056 { max_alloc @ 8, flags @ 24, reg_mem_types @ 32, detect_mem_types @ 64, alloc_mem_types @ 72, access_mem_types @ 80, dmabuf_mem_types @ 88, component_name @ 112, rkey_packed_size @ 128, required_mem_flags @ 536 }
     MemAttr: 56 { mem_type @ 8, sys_dev @ 12, base_address @ 16, alloc_length @ 24, dmabuf_fd @ 32, dmabuf_offset @ 40, mem_flags @ 48 }
     MemAllocParams: 64 { flags @ 8, address @ 16, mem_type @ 24, mds @ 32, md_count @ 40, name @ 48, sys_device @ 56 }
@@ -319,6 +351,7 @@ functions! {
     uct_iface_mem_alloc(Raw, usize, c_uint, *const c_char, *mut AllocatedMemory) -> RawStatus;
     uct_iface_mem_free(*const AllocatedMemory);
     uct_iface_query(Raw, *mut IfaceAttr) -> RawStatus;
+    uct_iface_estimate_perf(Raw, *mut PerfAttr) -> RawStatus;
     uct_iface_get_device_address(Raw, *mut c_void) -> RawStatus;
     uct_iface_get_address(Raw, *mut c_void) -> RawStatus;
     uct_ep_create(*const EpParams, *mut Raw) -> RawStatus;

@@ -346,6 +346,6 @@ impl Interface for IpcInterface {
     }
 
     fn arm(&self) -> Result<(), Status> {
-        self.sleeper.arm(self.copies.is_idle())
+        self.sleeper.arm(&self.copies)
     }
 }

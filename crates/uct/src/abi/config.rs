@@ -45,6 +45,25 @@ pub struct RawConfigField {
 }
 assert_layout!(RawConfigField, 88, name @ 0, dfl_value @ 8, doc @ 16, offset @ 24, parser @ 32);
 
+/// `ucs_config_key_field_t`; an array of them ends with one whose name is null.
+#[repr(C)]
+#[allow(missing_docs)]
+pub struct ConfigKeyField {
+    pub name: *const c_char,
+    pub doc: *const c_char,
+    pub offset: usize,
+}
+assert_layout!(ConfigKeyField, 24, name @ 0, doc @ 8, offset @ 16);
+
+/// `ucs_config_key_value_param_t`: what the parser of `key:value` lists works with.
+#[repr(C)]
+#[allow(missing_docs)]
+pub struct ConfigKeyValue {
+    pub parser: ConfigParser,
+    pub keys: *const ConfigKeyField,
+}
+assert_layout!(ConfigKeyValue, 64, parser @ 0, keys @ 56);
+
 /// Bytes of `uct_md_config_t`, which every memory domain's configuration begins with.
 pub const MD_CONFIG_SIZE: usize = 1;
 /// Bytes of `uct_iface_config_t`, which every transport's configuration begins with.

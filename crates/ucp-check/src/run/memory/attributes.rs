@@ -1,7 +1,7 @@
 //! `attributes` and `transport`: components, memory domains, and what they say of themselves.
 
 use super::{Scene, Tally};
-use crate::uct::Copier;
+use crate::uct::{Copier, estimate};
 use anyhow::Result;
 
 pub(super) fn run(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
@@ -40,5 +40,19 @@ pub(super) fn transport(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
     println!("{} takes {endpoints} endpoints", scene.transport());
     println!("{} gets host memory by {method}", scene.transport());
     tally.expect(endpoints > 0, || "no endpoint at all".into());
+    for copy in estimate::Copy::all() {
+        let estimate::Estimate { bandwidth, overhead, latency } = copier.estimate(copy)?;
+        println!(
+            "{} {copy} at {:.2} GB/s, overhead {:.0} ns, latency {:.0} ns",
+            scene.transport(),
+            bandwidth / 1e9,
+            overhead * 1e9,
+            latency * 1e9
+        );
+        // UCX divides by the bandwidth, and adds the rest up.
+        let sensible =
+            bandwidth > 1.0 && bandwidth.is_finite() && overhead >= 0.0 && latency >= 0.0;
+        tally.expect(sensible, || format!("{copy}: an estimate that UCX cannot use"));
+    }
     Ok(())
 }

@@ -1,0 +1,161 @@
+//! What UCX is told that copies cost: from the card's link, or as the user says; and what UCP makes
+//! of it.
+
+mod memory;
+
+use std::collections::BTreeMap;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+
+use e2e::{Listing, ProtocolLogs, Protocols, Ucx, Workbench};
+use memory::Machine;
+
+/// The estimates of every copy, by its name (`put_short host:gaudi`).
+fn estimates(ucx: Ucx, variables: &[(&str, &str)]) -> BTreeMap<String, String> {
+    let machine = Machine::new("Gaudi2 with one card", "gaudi2", 1);
+    let tool = machine.check(ucx, "transport");
+    let end = variables.iter().fold(tool, |tool, (name, value)| tool.env(name, value)).run().ok();
+    let lines = end.stdout.lines().filter_map(|line| line.strip_prefix("gaudi_cpy "));
+    let named = lines.filter_map(|line| line.split_once(" at "));
+    named.map(|(name, cost)| (name.to_owned(), cost.to_owned())).collect()
+}
+
+/// The copies whose estimates differ.
+fn changed(ucx: Ucx, variable: &str, value: &str) -> Vec<String> {
+    let (before, after) = (estimates(ucx, &[]), estimates(ucx, &[(variable, value)]));
+    assert_eq!((before.len(), after.len()), (12, 12));
+    before.into_iter().filter(|(name, cost)| after[name] != *cost).map(|(name, _)| name).collect()
+}
+
+#[test]
+fn each_part_of_each_variable_changes_its_own_copies_and_no_others() {
+    let to_device = [
+        "get_short gaudi:host",
+        "get_zcopy gaudi:host",
+        "put_short host:gaudi",
+        "put_zcopy host:gaudi",
+    ];
+    let from_device = [
+        "get_short host:gaudi",
+        "get_zcopy host:gaudi",
+        "put_short gaudi:host",
+        "put_zcopy gaudi:host",
+    ];
+    let inside = [
+        "get_short gaudi:gaudi",
+        "get_zcopy gaudi:gaudi",
+        "put_short gaudi:gaudi",
+        "put_zcopy gaudi:gaudi",
+    ];
+    for ucx in Ucx::ALL {
+        let bandwidth = |value| changed(ucx, "UCX_GAUDI_COPY_BW", value);
+        assert_eq!(bandwidth("auto,h2d:5GBs"), to_device);
+        assert_eq!(bandwidth("auto,d2h:5GBs"), from_device);
+        assert_eq!(bandwidth("auto,d2d:5GBs"), inside);
+        assert_eq!(bandwidth("5GBs").len(), 12);
+        let latency = |value| changed(ucx, "UCX_GAUDI_COPY_LATENCY", value);
+        let names = |part: &str, changed: Vec<String>| {
+            changed.len() == 6 && changed.iter().all(|name| name.contains(part))
+        };
+        assert!(names("_short", latency("short:9us,zcopy:2us")));
+        assert!(names("_zcopy", latency("short:500ns,zcopy:9us")));
+        assert_eq!(changed(ucx, "UCX_GAUDI_COPY_OVERHEAD", "9us").len(), 12);
+    }
+}
+
+#[test]
+fn the_listing_shows_them() {
+    let machine = Machine::new("Gaudi2 with one card", "gaudi2", 1);
+    let bench = Workbench::from_env();
+    let tool = bench.tool(Ucx::V1_22, "ucx_info").plugin().device(&machine.device).arg("-d");
+    let tool = tool
+        .env("UCX_GAUDI_COPY_BW", "auto,d2h:5GBs")
+        .env("UCX_GAUDI_COPY_LATENCY", "short:1us,zcopy:77us")
+        .env("UCX_GAUDI_COPY_OVERHEAD", "88us");
+    let listing = tool.run().ok().stdout;
+    let domain = Listing::of(&listing).domain("gaudi_copy");
+    for line in ["bandwidth: 5120.00/ppn", "latency: 77000 nsec", "overhead: 88000 nsec"] {
+        assert!(domain.contains(line), "{line}: {domain}");
+    }
+}
+
+/// A sysfs with the first card of the software Gaudi in it.
+struct Sysfs(PathBuf);
+
+impl Sysfs {
+    fn new(name: &str, attributes: &[(&str, &str)]) -> Self {
+        let root = std::env::temp_dir().join(format!("e2e-sysfs-{}-{name}", std::process::id()));
+        let card = root.join("devices/pci0000:30/0000:33:00.0");
+        std::fs::create_dir_all(&card).unwrap();
+        std::fs::create_dir_all(root.join("bus/pci/devices")).unwrap();
+        symlink(&card, root.join("bus/pci/devices/0000:33:00.0")).unwrap();
+        for (attribute, text) in attributes {
+            std::fs::write(card.join(attribute), format!("{text}\n")).unwrap();
+        }
+        Self(root)
+    }
+
+    fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for Sysfs {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+#[test]
+fn the_link_of_the_card_is_what_its_copies_are_reckoned_with() {
+    let gaudi = ("vendor", "0x1da3");
+    let (slow, width) = (("current_link_speed", "8.0 GT/s PCIe"), ("current_link_width", "4"));
+    let put = |sysfs: &Sysfs| {
+        let root = sysfs.path().to_str().expect("a path that is text").to_owned();
+        let estimates = estimates(Ucx::V1_22, &[("GAUDI_SYSFS_ROOT", &root)]);
+        estimates["put_zcopy host:gaudi"].clone()
+    };
+    let usual = put(&Sysfs::new("empty", &[]));
+    assert!(usual.starts_with("22.06 GB/s"), "Gaudi2's own, less packet headers: {usual}");
+    let narrow = put(&Sysfs::new("narrow", &[gaudi, slow, width]));
+    assert!(narrow.starts_with("2.76 GB/s"), "{narrow}");
+    // What sits at the software card's address in the real machine is not that card.
+    let other = put(&Sysfs::new("other", &[("vendor", "0x15b3"), slow, width]));
+    assert_eq!(other, usual);
+    let unknown = ("current_link_speed", "Unknown");
+    assert_eq!(put(&Sysfs::new("unknown", &[gaudi, unknown, width])), usual);
+}
+
+/// The protocols between two processes that send each other Gaudi memory.
+fn chosen(ucx: Ucx, variables: &[(&str, &str)]) -> Protocols {
+    let machine = Machine::new("Gaudi2 with two cards", "gaudi2", 2);
+    let bench = Workbench::from_env();
+    let logs = ProtocolLogs::in_folder(&std::env::temp_dir()).expect("a folder");
+    let tool = bench.ucp_check(ucx).plugin().device(&machine.device);
+    let tool = tool.words("pair --plain --ops tag --mem gaudi:gaudi --sizes 8,1M");
+    let tool = tool.arg("--ucx").arg(ucx.root(bench.layout()));
+    let tool = variables.iter().fold(tool, |tool, (name, value)| tool.env(name, value));
+    logs.of(tool).run().ok();
+    logs.read().expect("protocols")
+}
+
+const TAG: &str = "tagged message by ucp_tag_send* from gaudi";
+
+#[test]
+fn ucp_chooses_by_them() {
+    for ucx in Ucx::ALL {
+        let protocol = |variables: &[(&str, &str)], size| {
+            let protocols = chosen(ucx, variables);
+            let choice = protocols.choice("intra-node", TAG, size);
+            choice.unwrap_or_else(|| panic!("{protocols:?}")).protocol.clone()
+        };
+        let small = protocol(&[("UCX_GAUDI_COPY_REG_COST", "0")], 8);
+        assert_eq!(small, "eager copy-in copy-out", "UCX {}", ucx.name());
+        // Waiting for copies is dear: better have them done in the background.
+        let waiting = protocol(&[("UCX_GAUDI_COPY_LATENCY", "short:50us,zcopy:2us")], 8);
+        assert!(waiting.starts_with("rendezvous gaudi_cpy"), "{waiting}");
+        // Large messages are staged in pieces, each under way while the next is fetched.
+        let large = protocol(&[], 1 << 20);
+        assert!(large.starts_with("rendezvous pipeline gaudi_cpy"), "{large}");
+    }
+}

@@ -1,0 +1,105 @@
+//! One submission: what it moves, what it needs until it is done, and how it ended.
+
+use std::any::Any;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use hl_thunk::packet::LinDma;
+
+use super::host_copy::copy_out;
+use super::plan::HostPtr;
+use super::ring::Slot;
+use crate::backend::Ticket;
+use crate::stats::Tally;
+use crate::{DeviceAddr, Error};
+
+/// Something that must live until the hardware is done: a pin, a bounce slot.
+pub(crate) type Hold = Arc<dyn Any + Send + Sync>;
+
+/// What has to be taken out of a bounce slot when the hardware has filled it.
+#[derive(Debug)]
+pub(crate) struct CopyOut {
+    pub(crate) slot: Arc<Slot>,
+    pub(crate) to: HostPtr,
+    pub(crate) len: usize,
+    pub(crate) guarded: bool,
+}
+
+/// One submission.
+pub(crate) struct Flight {
+    pub(crate) ticket: Ticket,
+    moves: Vec<LinDma>,
+    tally: Tally,
+    outcome: OnceLock<Result<(), Error>>,
+    load: Mutex<Load>,
+}
+
+/// What a submission carries with it until it has ended.
+#[derive(Default)]
+pub(crate) struct Load {
+    pub(crate) holds: Vec<Hold>,
+    pub(crate) outs: Vec<CopyOut>,
+}
+
+impl std::fmt::Debug for Flight {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Flight").field("ticket", &self.ticket).finish_non_exhaustive()
+    }
+}
+
+impl Flight {
+    pub(crate) fn new(ticket: Ticket, moves: Vec<LinDma>, tally: Tally, load: Load) -> Self {
+        Self { ticket, moves, tally, outcome: OnceLock::new(), load: Mutex::new(load) }
+    }
+
+    fn load(&self) -> MutexGuard<'_, Load> {
+        self.load.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How it ended, if it has.
+    pub(crate) fn outcome(&self) -> Option<&Result<(), Error>> {
+        self.outcome.get()
+    }
+
+    pub(crate) fn tally(&self) -> &Tally {
+        &self.tally
+    }
+
+    /// The hardware is done. Empties the bounce slots, whoever's thread this is, so that a transfer
+    /// which nobody polls does not keep them from others; gives what was needed, to be dropped
+    /// without a lock. `None` if another thread has been here already.
+    pub(crate) fn land(&self, ended: Result<(), Error>) -> Option<Vec<Hold>> {
+        let mut load = self.load();
+        if self.outcome.get().is_some() {
+            return None;
+        }
+        let outs = std::mem::take(&mut load.outs);
+        let outcome = ended.and_then(|()| {
+            outs.iter().try_for_each(|out| {
+                // SAFETY: the caller of the copy answers for the host side as long as the transfer
+                // lives, and a transfer that goes takes this away first, under the lock we hold;
+                // the slot is ours and the device is done with it.
+                unsafe { copy_out(out.slot.ptr(), out.to, out.len, out.guarded) }
+            })
+        });
+        let _ = self.outcome.set(outcome);
+        Some(std::mem::take(&mut load.holds))
+    }
+
+    /// Its transfer goes: nothing may be written to host memory by the CPU from now on.
+    pub(crate) fn abandon(&self) {
+        let outs = std::mem::take(&mut self.load().outs);
+        drop(outs);
+    }
+
+    /// Whether the device reads or writes an address of `range`.
+    pub(crate) fn touches(&self, range: &Range<u64>) -> bool {
+        let overlaps = |start: DeviceAddr, len: u32| {
+            start.0 < range.end && range.start < start.0.saturating_add(u64::from(len))
+        };
+        self.moves.iter().any(|dma| match *dma {
+            LinDma::Copy { src, dst, len } => overlaps(src, len) || overlaps(dst, len),
+            LinDma::Fill { dst, len, .. } => overlaps(dst, len),
+        })
+    }
+}

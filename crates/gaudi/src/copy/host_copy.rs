@@ -1,0 +1,82 @@
+//! The CPU's part of a copy through a slot: between the slot and memory of the caller's.
+
+use super::plan::HostPtr;
+use crate::Error;
+use crate::error::Phase;
+
+/// Fills a slot from host memory.
+///
+/// # Safety
+/// `to` must be valid for `len` bytes and ours; so must `from`, unless `guarded`.
+pub(crate) unsafe fn copy_in(
+    from: HostPtr,
+    to: *mut u8,
+    len: usize,
+    guarded: bool,
+) -> Result<(), Error> {
+    if guarded && let Some(done) = guarded_copy(from.0, to, len, Access::Read) {
+        return done;
+    }
+    // SAFETY: the caller's promise; a slot and the user's memory never overlap.
+    unsafe { from.0.copy_to_nonoverlapping(to, len) };
+    Ok(())
+}
+
+/// Empties a slot to host memory.
+///
+/// # Safety
+/// `from` must be valid for `len` bytes; so must `to`, for writing, unless `guarded`.
+pub(crate) unsafe fn copy_out(
+    from: *mut u8,
+    to: HostPtr,
+    len: usize,
+    guarded: bool,
+) -> Result<(), Error> {
+    if guarded && let Some(done) = guarded_copy(to.0, from, len, Access::Write) {
+        return done;
+    }
+    // SAFETY: the caller's promise; a slot and the user's memory never overlap.
+    unsafe { from.copy_to_nonoverlapping(to.0, len) };
+    Ok(())
+}
+
+enum Access {
+    Read,
+    Write,
+}
+
+/// Copies between `theirs` and `ours` with the kernel's help, so that memory which is not mapped,
+/// or read-only, gives an error and not a signal. `None` where the kernel will not do it for us.
+fn guarded_copy(
+    theirs: *mut u8,
+    ours: *mut u8,
+    len: usize,
+    access: Access,
+) -> Option<Result<(), Error>> {
+    let local = libc::iovec { iov_base: ours.cast(), iov_len: len };
+    let remote = libc::iovec { iov_base: theirs.cast(), iov_len: len };
+    // SAFETY: our own process; the kernel checks both ranges.
+    let (call, copied) = unsafe {
+        let me = libc::getpid();
+        match access {
+            Access::Read => {
+                ("process_vm_readv", libc::process_vm_readv(me, &local, 1, &remote, 1, 0))
+            }
+            Access::Write => {
+                ("process_vm_writev", libc::process_vm_writev(me, &local, 1, &remote, 1, 0))
+            }
+        }
+    };
+    if copied == len as isize {
+        return Some(Ok(()));
+    }
+    let errno = if copied >= 0 {
+        libc::EFAULT
+    } else {
+        std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EFAULT)
+    };
+    if matches!(errno, libc::ENOSYS | libc::EPERM) {
+        return None;
+    }
+    Some(Err(Error::os(Phase::Copy, "copying host memory that cannot be pinned", call, errno)))
+}

@@ -1,0 +1,158 @@
+//! Someone starts copies and never comes back to look at them: others must not suffer for it.
+
+use std::sync::Arc;
+
+use crate::backend::fake::{BUDGET, Fake, MOVES};
+use crate::{Allocation, Device, DeviceAddr, Segment, Side, SubmitError, Transfer};
+
+fn pattern(len: usize, seed: usize) -> Vec<u8> {
+    (0..len).map(|at| (at * 31 + seed * 17 + at / 251) as u8).collect()
+}
+
+fn to_host(host: &mut [u8], source: &Allocation) -> Segment {
+    let dst = Side::Host(host.as_mut_ptr());
+    Segment { dst, src: Side::Device(source.addr()), len: host.len(), host_region: None }
+}
+
+fn start(device: &Arc<Device>, segments: &[Segment]) -> Result<Transfer, SubmitError> {
+    // SAFETY: tests keep their buffers until the fake hardware is done.
+    unsafe { device.copy(segments) }
+}
+
+/// As many small reads, of one byte each, as the device takes at once.
+fn reads_that_use_up_the_budget(
+    device: &Arc<Device>,
+    source: &Allocation,
+    host: &mut [u8],
+) -> Transfer {
+    let segments: Vec<Segment> = (0..MOVES * BUDGET as usize)
+        .map(|at| {
+            let src = Side::Device(DeviceAddr(source.addr().0 + at as u64));
+            let dst = Side::Host(host.as_mut_ptr().wrapping_add(at));
+            Segment { dst, src, len: 1, host_region: None }
+        })
+        .collect();
+    start(device, &segments).unwrap()
+}
+
+#[test]
+fn finished_reads_that_nobody_polls_give_their_room_and_slots_to_others() {
+    let (fake, device) = Fake::device();
+    let len = MOVES * BUDGET as usize;
+    let source = device.alloc(len as u64, 1).unwrap();
+    let sent = pattern(len, 1);
+    fake.poke(source.addr(), &sent);
+    let mut forgotten = vec![0; len];
+    let mut unpolled = reads_that_use_up_the_budget(&device, &source, &mut forgotten);
+    assert_eq!(fake.queued().len(), BUDGET as usize);
+    fake.finish_all();
+
+    let mut host = [0; 8];
+    let mut other = start(&device, &[to_host(&mut host, &source)]).expect("there is room");
+    fake.finish_all();
+    assert_eq!(other.poll(), Some(Ok(())));
+    assert_eq!(host, sent[..8]);
+    assert_eq!(forgotten, sent, "whoever made room has emptied the slots, too");
+    assert_eq!(unpolled.poll(), Some(Ok(())));
+}
+
+#[test]
+fn one_after_another_many_forgotten_reads_do_not_use_up_the_slots() {
+    let (fake, device) = Fake::device();
+    let len = MOVES * BUDGET as usize;
+    let source = device.alloc(len as u64, 1).unwrap();
+    let mut forgotten = vec![vec![0; len]; 8];
+    // Far more slots than the ring has, were they not given back.
+    let transfers: Vec<Transfer> = forgotten
+        .iter_mut()
+        .map(|host| {
+            let transfer = reads_that_use_up_the_budget(&device, &source, host);
+            fake.finish_all();
+            transfer
+        })
+        .collect();
+    assert_eq!(fake.submitted(), 8 * BUDGET, "none of them had to wait");
+    drop(transfers);
+}
+
+#[test]
+fn staging_slots_of_transfers_that_nobody_polls_are_replaced() {
+    let (one_fake, one) = Fake::device();
+    let (two_fake, two) = Fake::device();
+    // Four pieces in flight at a time, and eight slots between two cards.
+    let len = (BUDGET as usize) << 20;
+    let (source, target) = (one.alloc(len as u64, 1).unwrap(), two.alloc(len as u64, 1).unwrap());
+    let bytes = pattern(len, 3);
+    one_fake.poke(source.addr(), &bytes);
+    let across = Segment {
+        dst: Side::Device(target.addr()),
+        src: Side::Device(source.addr()),
+        len,
+        host_region: None,
+    };
+    let halfway = || {
+        let transfer = start(&two, std::slice::from_ref(&across)).unwrap();
+        assert_eq!(one_fake.queued().len(), BUDGET as usize);
+        one_fake.finish_all();
+        assert_eq!(one.progress(), 0);
+        transfer
+    };
+    let mut parked = [halfway(), halfway()];
+    assert!(two_fake.queued().is_empty(), "their second halves wait to be polled");
+
+    let mut other = start(&two, std::slice::from_ref(&across)).expect("a slot of its own");
+    while other.poll().is_none() {
+        one_fake.finish_all();
+        two_fake.finish_all();
+    }
+    assert_eq!(other.poll(), Some(Ok(())));
+    assert!(two_fake.peek(target.addr(), len) == bytes);
+    for transfer in &mut parked {
+        while transfer.poll().is_none() {
+            two_fake.finish_all();
+        }
+        assert_eq!(transfer.poll(), Some(Ok(())));
+    }
+}
+
+#[test]
+fn a_read_dropped_while_another_thread_reaps_it_leaves_the_host_alone_afterwards() {
+    let (fake, device) = Fake::device();
+    let source = device.alloc(4096, 1).unwrap();
+    fake.poke(source.addr(), &[9; 4096]);
+    for _ in 0..200 {
+        let mut host = vec![1; 4096];
+        let transfer = start(&device, &[to_host(&mut host, &source)]).unwrap();
+        fake.finish_all();
+        std::thread::scope(|scope| {
+            let reaping = scope.spawn(|| device.progress());
+            drop(transfer);
+            // From here on the bytes are ours, whatever they are.
+            let seen = host.clone();
+            reaping.join().unwrap();
+            assert!(seen == host, "written after the transfer was dropped");
+        });
+    }
+}
+
+#[test]
+fn later_submissions_of_a_lane_are_not_asked_about_before_the_first_has_ended() {
+    let (fake, device) = Fake::device();
+    fake.use_one_lane();
+    let target = device.alloc(8, 1).unwrap();
+    let host = [7_u8; 8];
+    let write = Segment {
+        dst: Side::Device(target.addr()),
+        src: Side::Host(host.as_ptr().cast_mut()),
+        len: 8,
+        host_region: None,
+    };
+    let mut transfers: Vec<Transfer> =
+        (0..3).map(|_| start(&device, std::slice::from_ref(&write)).unwrap()).collect();
+    let before = fake.looks();
+    assert!(transfers.iter_mut().all(|transfer| transfer.poll().is_none()));
+    assert_eq!(fake.looks() - before, 1, "one look at the oldest says it for all");
+    fake.finish_all();
+    assert!(transfers.iter_mut().all(|transfer| transfer.poll() == Some(Ok(()))));
+    assert_eq!(fake.looks() - before, 4);
+}

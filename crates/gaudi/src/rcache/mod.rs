@@ -1,0 +1,271 @@
+//! The registration cache: host memory that was pinned for a card stays pinned, for the next copy.
+//!
+//! Pinning 16 MiB takes the driver longer than copying it; programs use the same buffers again and
+//! again. So the pins that copies make are kept, one [`Cache`] for each open card, and found by
+//! address. What makes that hard is memory that goes away: the program may free a buffer, and get
+//! other memory at the same address, without telling anyone here.
+//!
+//! * `table` (threads meet here): lookups that never wait, invalidation that may run inside `free`.
+//! * `roster`: which caches there are, for whoever has no right to wait.
+//! * `switch`: whether pins are kept at all.
+//! * this file: what pins are, what they cost, what happens in `fork`.
+//!
+//! A copy holds the pins it uses ([`HostPin`] in an [`Arc`]): a pin that leaves the cache meanwhile
+//! is given back when the last copy that uses it has ended.
+//!
+//! Memory that cannot be pinned is not remembered: pinning is tried again each time. A refusal costs
+//! far less than the copy through bounce buffers that follows, and what was read-only or too much
+//! a moment ago may be pinnable now; no event would tell.
+
+mod roster;
+mod switch;
+mod sync;
+mod table;
+#[cfg(test)]
+mod table_tests;
+#[cfg(test)]
+mod tests;
+
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
+
+use crate::backend::HostPin;
+use crate::host::cannot_be_pinned;
+use crate::stats::{Counter, Counts};
+use crate::{Device, DeviceAddr, Error, runtime};
+use roster::Roster;
+pub(crate) use switch::Switch;
+pub use switch::{CacheLimits, Watch};
+use table::{Found, Inserted, Swept, Table, Value};
+
+/// More cards than a process has open at a time; further ones keep nothing.
+const CARDS: usize = 64;
+
+/// The caches of this process. Made before the first one, so that [`invalidate`] never makes it.
+static CACHES: OnceLock<Roster<Shared, CARDS>> = OnceLock::new();
+
+/// Tells all caches that memory of `[start, start + len)` is about to go away: no copy that starts
+/// after this returns uses a pin of it that was made before.
+///
+/// May be called anywhere, also inside `munmap` or `free`, by any thread: it takes no lock, waits
+/// for nobody, allocates and frees nothing, and calls no driver. The pins are given back later, by a
+/// thread that copies.
+pub fn invalidate(start: usize, len: usize) {
+    let Some(caches) = CACHES.get() else { return };
+    let end = (start as u64).saturating_add(len as u64);
+    caches.each(|cache| {
+        let lost = cache.table.invalidate(start as u64, end);
+        if lost > 0 {
+            cache.counts.add(Counter::RegCacheInvalidations, lost);
+        }
+    });
+}
+
+/// What a card's cache holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CacheInfo {
+    /// Ranges that are kept, with those that were invalidated and not given back yet.
+    pub regions: usize,
+    /// Their length together.
+    pub bytes: u64,
+    /// Bytes that the cache itself takes.
+    pub overhead: usize,
+}
+
+/// What others reach.
+struct Shared {
+    table: Table<Arc<HostPin>>,
+    counts: Counts,
+}
+
+/// The kept pins of one card.
+pub(crate) struct Cache {
+    shared: Box<Shared>,
+    /// On the list of those who hear of memory that goes. Nothing is kept without.
+    place: Option<usize>,
+    /// The process that pinned. A forked child has a copy of all this, but not the pins.
+    process: u32,
+    /// In place of the process's, so that tests do not meet.
+    #[cfg(test)]
+    switch: OnceLock<&'static Switch>,
+}
+
+impl std::fmt::Debug for Cache {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Cache").field("place", &self.place).finish_non_exhaustive()
+    }
+}
+
+impl Value for Arc<HostPin> {
+    fn is_idle(&self) -> bool {
+        Arc::strong_count(self) == 1
+    }
+}
+
+impl Cache {
+    pub(crate) fn new(counts: Counts) -> Self {
+        let caches = CACHES.get_or_init(|| {
+            // SAFETY: both handlers may run in any process state: they take no lock and no memory.
+            unsafe { libc::pthread_atfork(Some(before_fork), None, Some(in_child)) };
+            Roster::new()
+        });
+        let shared = Box::new(Shared { table: Table::new(), counts });
+        // SAFETY: the box stays until it has left the list.
+        let place = unsafe { caches.enter(&raw const *shared) };
+        Self {
+            shared,
+            place,
+            process: std::process::id(),
+            #[cfg(test)]
+            switch: OnceLock::new(),
+        }
+    }
+
+    fn switch(&self) -> &Switch {
+        #[cfg(test)]
+        if let Some(switch) = self.switch.get() {
+            return switch;
+        }
+        runtime().rcache()
+    }
+
+    /// Where the device sees host memory that is pinned already, and the pin. Wait-free.
+    pub(crate) fn find(&self, addr: usize, len: usize) -> Option<(DeviceAddr, Arc<HostPin>)> {
+        if !self.switch().is_wanted() {
+            return None;
+        }
+        if self.shared.table.has_marked() {
+            self.tidy();
+        }
+        let found = self.shared.table.find(addr as u64, len as u64)?;
+        self.shared.counts.add(Counter::RegCacheHits, 1);
+        Some(at(found, addr))
+    }
+
+    /// Whether a pin of this length can be kept.
+    pub(crate) fn keeps(&self, len: usize) -> bool {
+        let bounds = self.place.and_then(|_| self.switch().bounds());
+        bounds.is_some_and(|bounds| len as u64 <= bounds.bytes)
+    }
+
+    /// The same for memory that was not found: pins all pages of `whole`, which holds the memory,
+    /// and keeps the pin. `None`: it cannot be pinned.
+    ///
+    /// # Safety
+    /// The memory must stay allocated as long as the copy that uses the pin lasts.
+    pub(crate) unsafe fn pin(
+        &self,
+        device: &Device,
+        (addr, len): (usize, usize),
+        whole: Range<usize>,
+    ) -> Result<Option<(DeviceAddr, Arc<HostPin>)>, Error> {
+        let counts = self.shared.counts;
+        // SAFETY: the caller's promise; pages are there as long as a byte of them is.
+        let pin = |start: u64, len: u64| unsafe { device.pin(start as *mut u8, len as usize) };
+        let (addr64, len64) = (addr as u64, len as u64);
+        let mut swept = Swept::default();
+        let whole = whole.start as u64..whole.end as u64;
+        let made = match self.place.and_then(|_| self.switch().bounds()) {
+            None => Ok(Inserted::NoRoom),
+            Some(bounds) => {
+                let table = &self.shared.table;
+                table.insert((addr64, len64), &whole, bounds, &mut swept, |range, others, swept| {
+                    let len = range.end - range.start;
+                    let mut pinned = pin(range.start, len);
+                    let full = |error: &Error| error.errno() == Some(libc::ENOMEM);
+                    if pinned.as_ref().is_err_and(full) {
+                        // Perhaps what is kept is what is missing.
+                        others.evict_idle(swept);
+                        swept.values.clear();
+                        pinned = pin(range.start, len);
+                    }
+                    let pinned = pinned?;
+                    // Under the table's lock: nobody can take it out again before it is counted.
+                    counts.add(Counter::RegCacheRegions, 1);
+                    counts.add(Counter::RegCacheBytes, len);
+                    Ok(Arc::new(pinned))
+                })
+            }
+        };
+        self.account(&swept);
+        drop(swept);
+        match made {
+            Ok(Inserted::Hit(found)) => {
+                counts.add(Counter::RegCacheHits, 1);
+                Ok(Some(at(found, addr)))
+            }
+            Ok(Inserted::Made(found)) => {
+                counts.add(Counter::RegCacheMisses, 1);
+                Ok(Some(at(found, addr)))
+            }
+            Ok(Inserted::NoRoom) => {
+                counts.add(Counter::RegCacheMisses, 1);
+                match pin(addr64, len64) {
+                    Ok(pin) => Ok(Some((pin.addr, Arc::new(pin)))),
+                    Err(error) if cannot_be_pinned(&error) => Ok(None),
+                    Err(error) => Err(error),
+                }
+            }
+            Err(error) if cannot_be_pinned(&error) => {
+                counts.add(Counter::RegCacheMisses, 1);
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Gives back what was invalidated, unless another thread is at it.
+    #[cold]
+    fn tidy(&self) {
+        let mut swept = Swept::default();
+        if let Some(mut writing) = self.shared.table.try_lock() {
+            writing.sweep(&mut swept);
+        }
+        self.account(&swept);
+    }
+
+    fn account(&self, swept: &Swept<Arc<HostPin>>) {
+        let counts = self.shared.counts;
+        counts.subtract(Counter::RegCacheRegions, swept.regions);
+        counts.subtract(Counter::RegCacheBytes, swept.bytes);
+        counts.add(Counter::RegCacheEvictions, swept.evicted);
+    }
+
+    pub(crate) fn info(&self) -> CacheInfo {
+        let (regions, bytes) = self.shared.table.lock().size();
+        CacheInfo { regions, bytes, overhead: self.shared.table.memory() }
+    }
+}
+
+impl Drop for Cache {
+    fn drop(&mut self) {
+        if let (Some(place), Some(caches)) = (self.place, CACHES.get()) {
+            caches.leave(place);
+        }
+        let mut swept = Swept::default();
+        self.shared.table.lock().clear(&mut swept);
+        if self.process != std::process::id() {
+            // The driver would take these for the parent's, and unpin under its copies.
+            std::mem::forget(std::mem::take(&mut swept.values));
+        }
+        self.account(&swept);
+    }
+}
+
+/// Where the device sees `addr` in what was found.
+fn at(found: Found<Arc<HostPin>>, addr: usize) -> (DeviceAddr, Arc<HostPin>) {
+    (DeviceAddr(found.value.addr.0 + (addr as u64 - found.start)), found.value)
+}
+
+/// Before a fork: the child and the parent share all pages until one writes, and it depends on the
+/// kernel who then keeps the pinned ones. So nothing that was pinned before is used after; UCX does
+/// the same.
+extern "C" fn before_fork() {
+    invalidate(0, usize::MAX);
+}
+
+extern "C" fn in_child() {
+    if let Some(caches) = CACHES.get() {
+        caches.forget_tellers();
+    }
+}

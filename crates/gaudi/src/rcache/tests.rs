@@ -1,0 +1,326 @@
+//! The cache under the engine, on hardware that does what the test says and that keeps using the
+//! pages it pinned, whatever the program maps in their place.
+
+use std::ptr::null_mut;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use rustix::fs::MemfdFlags;
+use rustix::mm::{MapFlags, ProtFlags};
+
+use super::{CacheLimits, Switch, invalidate};
+use crate::backend::fake::Fake;
+use crate::copy::BOUNCE_LEN;
+use crate::{Allocation, Device, HostRegion, Segment, Side, Transfer};
+
+const LARGE: usize = 128 * 1024;
+const PLENTY: CacheLimits = CacheLimits { regions: 1000, bytes: 1 << 40 };
+
+/// A fake device whose pins are kept within these limits.
+fn device(limits: CacheLimits) -> (Arc<Fake>, Arc<Device>) {
+    let (fake, device) = Fake::device();
+    let switch = Box::leak(Box::<Switch>::default());
+    switch.want(limits, Box::new(|| true));
+    assert!(device.registrations().switch.set(switch).is_ok());
+    (fake, device)
+}
+
+/// Memory with pages that have an address of their own, as if they were physical.
+struct Pages {
+    addr: *mut u8,
+    len: usize,
+}
+
+impl Pages {
+    fn new(len: usize) -> Self {
+        // SAFETY: a new mapping.
+        let addr = unsafe {
+            let access = ProtFlags::READ | ProtFlags::WRITE;
+            rustix::mm::mmap_anonymous(null_mut(), len, access, MapFlags::PRIVATE)
+        };
+        Self { addr: addr.unwrap().cast(), len }
+    }
+
+    /// Other pages at the same address, full of `byte`: as `munmap` and `mmap` give a program. The
+    /// old ones stay for whoever pinned them.
+    fn replace(&self, fake: &Fake, byte: u8) {
+        let file = rustix::fs::memfd_create("pages", MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, self.len as u64).unwrap();
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping, leaked; and one in the place of ours.
+        let elsewhere = unsafe {
+            let at = self.addr.cast();
+            let fixed = MapFlags::SHARED | MapFlags::FIXED;
+            rustix::mm::mmap(at, self.len, access, fixed, &file, 0).unwrap();
+            rustix::mm::mmap(null_mut(), self.len, access, MapFlags::SHARED, &file, 0).unwrap()
+        };
+        fake.pages_are_at(self.addr, self.len, elsewhere.cast());
+        // SAFETY: our own memory.
+        unsafe { self.addr.write_bytes(byte, self.len) };
+    }
+
+    fn at(&self, offset: usize) -> *mut u8 {
+        self.addr.wrapping_add(offset)
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping.
+        unsafe { rustix::mm::munmap(self.addr.cast(), self.len) }.unwrap();
+    }
+}
+
+fn start(device: &Arc<Device>, target: &Allocation, from: *mut u8, len: usize) -> Transfer {
+    let (dst, src) = (Side::Device(target.addr()), Side::Host(from));
+    // SAFETY: tests keep their buffers until the fake hardware is done.
+    unsafe { device.copy(&[Segment { dst, src, len, host_region: None }]) }.unwrap()
+}
+
+/// A copy to the device, done.
+fn copy(fake: &Fake, device: &Arc<Device>, target: &Allocation, from: *mut u8, len: usize) {
+    let mut transfer = start(device, target, from, len);
+    fake.finish_all();
+    assert_eq!(transfer.poll(), Some(Ok(())));
+}
+
+#[test]
+fn a_buffer_is_pinned_once_however_often_it_is_copied() {
+    let (fake, device) = device(PLENTY);
+    let target = device.alloc(LARGE as u64, 1).unwrap();
+    let host = Pages::new(4 * LARGE);
+    for round in 0..10 {
+        copy(&fake, &device, &target, host.at(100), LARGE);
+        copy(&fake, &device, &target, host.at(100 + round), LARGE - round);
+        copy(&fake, &device, &target, host.at(200), 1000);
+    }
+    let first_page = host.addr as u64;
+    assert_eq!(fake.pins(), [(first_page, LARGE + 4096)], "whole pages, once");
+    assert_eq!(fake.live_pins(), 1);
+    drop((target, device));
+    assert_eq!(fake.live_pins(), 0, "the pins go with the card");
+}
+
+#[test]
+fn new_memory_at_the_same_address_is_pinned_anew() {
+    let (fake, device) = device(PLENTY);
+    let target = device.alloc(LARGE as u64, 1).unwrap();
+    let host = Pages::new(LARGE);
+    host.replace(&fake, 0xaa);
+    copy(&fake, &device, &target, host.addr, LARGE);
+    assert_eq!(fake.peek(target.addr(), LARGE), [0xaa; LARGE]);
+
+    // This is what goes wrong when nobody tells: the test would notice.
+    host.replace(&fake, 0xbb);
+    copy(&fake, &device, &target, host.addr, LARGE);
+    assert_eq!(fake.peek(target.addr(), LARGE), [0xaa; LARGE], "the old pages");
+
+    for byte in 0..50 {
+        invalidate(host.addr as usize + 4096, 4096);
+        host.replace(&fake, byte);
+        copy(&fake, &device, &target, host.addr, LARGE);
+        assert_eq!(fake.peek(target.addr(), LARGE), [byte; LARGE]);
+    }
+    assert_eq!(fake.live_pins(), 1, "nothing piles up");
+}
+
+#[test]
+fn a_running_copy_keeps_the_pages_it_was_started_with() {
+    let (fake, device) = device(PLENTY);
+    let targets = [0, 1].map(|_| device.alloc(LARGE as u64, 1).unwrap());
+    let host = Pages::new(LARGE);
+    host.replace(&fake, 1);
+    let mut running = start(&device, &targets[0], host.addr, LARGE);
+    invalidate(host.addr as usize, LARGE);
+    host.replace(&fake, 2);
+    let mut next = start(&device, &targets[1], host.addr, LARGE);
+    assert_eq!(fake.live_pins(), 2, "both copies have theirs");
+    fake.finish_all();
+    assert_eq!((running.poll(), next.poll()), (Some(Ok(())), Some(Ok(()))));
+    assert_eq!(fake.live_pins(), 1, "the old pin went with its last user");
+    assert_eq!(fake.peek(targets[0].addr(), LARGE), [1; LARGE]);
+    assert_eq!(fake.peek(targets[1].addr(), LARGE), [2; LARGE]);
+}
+
+#[test]
+fn registering_again_finds_the_old_pin() {
+    let (fake, device) = device(PLENTY);
+    let target = device.alloc(LARGE as u64, 1).unwrap();
+    let host = Pages::new(16 * LARGE);
+    for round in 0..5 {
+        let host_region = Some(HostRegion::record(host.addr, host.len));
+        let (dst, src) = (Side::Device(target.addr()), Side::Host(host.at(round * LARGE)));
+        // SAFETY: the buffer lives until the fake hardware is done.
+        let mut transfer =
+            unsafe { device.copy(&[Segment { dst, src, len: LARGE, host_region }]) }.unwrap();
+        fake.finish_all();
+        assert_eq!(transfer.poll(), Some(Ok(())));
+    }
+    assert_eq!(fake.pins(), [(host.addr as u64, host.len)], "all of the region, once");
+}
+
+#[test]
+fn ranges_that_overlap_become_one_and_ranges_that_touch_do_not() {
+    let (fake, device) = device(PLENTY);
+    let target = device.alloc(3 * LARGE as u64, 1).unwrap();
+    let host = Pages::new(3 * LARGE);
+    copy(&fake, &device, &target, host.addr, LARGE);
+    copy(&fake, &device, &target, host.at(LARGE), LARGE);
+    assert_eq!(fake.live_pins(), 2, "they only touch");
+    copy(&fake, &device, &target, host.at(LARGE / 2), 2 * LARGE);
+    assert_eq!(fake.pins()[2], (host.addr as u64, 5 * LARGE / 2), "both and the new one");
+    assert_eq!(fake.live_pins(), 1);
+    copy(&fake, &device, &target, host.addr, LARGE);
+    copy(&fake, &device, &target, host.at(LARGE), LARGE);
+    copy(&fake, &device, &target, host.at(LARGE / 2), 2 * LARGE);
+    assert_eq!(fake.pins().len(), 3, "all of them hit");
+}
+
+/// As buffers from `malloc` do: were these joined, a hundred of them would become one, pinned a
+/// hundred times over.
+#[test]
+fn buffers_that_share_a_page_with_their_neighbours_stay_apart() {
+    let (fake, device) = device(PLENTY);
+    let target = device.alloc(LARGE as u64, 1).unwrap();
+    let host = Pages::new(10 * LARGE);
+    let step = LARGE + 16;
+    for _ in 0..3 {
+        for number in [0, 2, 4, 3, 1, 5, 6] {
+            copy(&fake, &device, &target, host.at(number * step), LARGE);
+        }
+    }
+    assert_eq!(fake.pins().len(), 7);
+    assert!(fake.pins().iter().all(|(_, len)| *len == LARGE + 4096 || *len == LARGE));
+    // The page that numbers 1 and 2 share goes: both are pinned anew, the others are not.
+    invalidate(host.at(2 * step) as usize & !4095, 4096);
+    for number in 0..7 {
+        copy(&fake, &device, &target, host.at(number * step), LARGE);
+    }
+    assert_eq!(fake.pins().len(), 9);
+    assert_eq!(fake.live_pins(), 7);
+}
+
+#[test]
+fn what_cannot_be_joined_goes_alone() {
+    let (fake, device) = device(PLENTY);
+    let target = device.alloc(2 * LARGE as u64, 1).unwrap();
+    let host = Pages::new(2 * LARGE);
+    copy(&fake, &device, &target, host.addr, LARGE);
+    // Memory of the first range turns bad, and nobody tells.
+    fake.refuse_pins_of(host.addr);
+    copy(&fake, &device, &target, host.at(LARGE / 2), LARGE);
+    assert_eq!(fake.pins()[1], ((host.addr as usize + LARGE / 2) as u64, LARGE));
+    assert_eq!(fake.live_pins(), 1, "the first had to leave");
+}
+
+#[test]
+fn the_least_recently_used_leave_when_there_are_too_many() {
+    let (fake, device) = device(CacheLimits { regions: 3, bytes: 1 << 40 });
+    let target = device.alloc(LARGE as u64, 1).unwrap();
+    let host = Pages::new(20 * LARGE);
+    let use_buffer =
+        |number: usize| copy(&fake, &device, &target, host.at(number * 2 * LARGE), LARGE);
+    for number in 0..3 {
+        use_buffer(number);
+    }
+    assert_eq!(fake.live_pins(), 3);
+    use_buffer(3);
+    assert_eq!((fake.live_pins(), fake.pins().len()), (3, 4), "one had to leave");
+    // One that is used all the time stays, however many others come.
+    for number in 4..9 {
+        use_buffer(3);
+        use_buffer(number);
+    }
+    assert_eq!((fake.live_pins(), fake.pins().len()), (3, 9));
+    assert_eq!(device.registration_cache().regions, 3);
+}
+
+#[test]
+fn the_bound_on_bytes_holds_and_what_is_larger_is_not_kept() {
+    let (fake, device) = device(CacheLimits { regions: 1000, bytes: 3 * LARGE as u64 });
+    let target = device.alloc(8 * LARGE as u64, 1).unwrap();
+    let host = Pages::new(20 * LARGE);
+    for number in 0..5 {
+        copy(&fake, &device, &target, host.at(number * 2 * LARGE), LARGE);
+        assert!(device.registration_cache().bytes <= 3 * LARGE as u64);
+    }
+    assert_eq!(fake.live_pins(), 3);
+    copy(&fake, &device, &target, host.at(12 * LARGE), 4 * LARGE);
+    assert_eq!(fake.live_pins(), 3, "pinned for its copy only");
+    copy(&fake, &device, &target, host.at(16 * LARGE), 3 * LARGE);
+    assert_eq!(fake.live_pins(), 1, "all others left");
+}
+
+#[test]
+fn what_running_copies_use_is_not_evicted() {
+    let (fake, device) = device(CacheLimits { regions: 2, bytes: 1 << 40 });
+    let target = device.alloc(LARGE as u64, 1).unwrap();
+    let host = Pages::new(8 * LARGE);
+    let running = [0, 1].map(|number| start(&device, &target, host.at(number * 2 * LARGE), LARGE));
+    let third = start(&device, &target, host.at(4 * LARGE), LARGE);
+    assert_eq!((device.registration_cache().regions, fake.live_pins()), (2, 3));
+    fake.finish_all();
+    for mut transfer in running.into_iter().chain([third]) {
+        assert_eq!(transfer.poll(), Some(Ok(())));
+    }
+    assert_eq!(fake.live_pins(), 2, "the third was not kept");
+}
+
+#[test]
+fn when_pins_run_out_the_cache_gives_its_own_back() {
+    let (fake, device) = device(PLENTY);
+    let target = device.alloc(LARGE as u64, 1).unwrap();
+    let host = Pages::new(20 * LARGE);
+    fake.allow_pins(3);
+    for number in 0..9 {
+        copy(&fake, &device, &target, host.at(number * 2 * LARGE), LARGE);
+    }
+    assert_eq!(fake.pins().len(), 9, "none had to go through bounce buffers");
+    assert!(fake.live_pins() <= 3);
+}
+
+#[test]
+fn memory_that_cannot_be_pinned_is_bounced_and_tried_again() {
+    let (fake, device) = device(PLENTY);
+    let target = device.alloc(LARGE as u64, 1).unwrap();
+    let host = Pages::new(LARGE);
+    copy(&fake, &device, &target, host.addr, 8); // pins the bounce buffers
+    fake.refuse_pins(Some(libc::EFAULT));
+    let bounced = start(&device, &target, host.addr, LARGE);
+    assert_eq!(fake.shape(fake.queued()[0]).1, LARGE / BOUNCE_LEN, "in pieces");
+    fake.finish_all();
+    drop(bounced);
+    fake.refuse_pins(None);
+    copy(&fake, &device, &target, host.addr, LARGE);
+    assert_eq!(fake.pins()[1..], [(host.addr as u64, LARGE)]);
+}
+
+#[test]
+fn nothing_is_kept_unless_someone_watches_and_the_watch_is_asked_once() {
+    static ASKED: AtomicUsize = AtomicUsize::new(0);
+    let (fake, device) = device(PLENTY);
+    let switch = device.registrations().switch.get().unwrap();
+    let target = device.alloc(LARGE as u64, 1).unwrap();
+    let host = Pages::new(LARGE);
+    switch.want(
+        PLENTY,
+        Box::new(|| {
+            ASKED.fetch_add(1, Ordering::Relaxed);
+            false
+        }),
+    );
+    copy(&fake, &device, &target, host.addr, 1000);
+    assert_eq!(ASKED.load(Ordering::Relaxed), 0, "a small copy needs no pin");
+    for _ in 0..3 {
+        copy(&fake, &device, &target, host.addr, LARGE);
+        assert_eq!(device.registration_cache().regions, 0);
+    }
+    assert_eq!(ASKED.load(Ordering::Relaxed), 1);
+    switch.want(PLENTY, Box::new(|| true));
+    copy(&fake, &device, &target, host.addr, LARGE);
+    assert_eq!(device.registration_cache().regions, 1);
+    switch.off();
+    let pins = fake.pins().len();
+    copy(&fake, &device, &target, host.addr, LARGE);
+    assert_eq!(fake.pins().len(), pins + 1, "what is kept is not used any more");
+}

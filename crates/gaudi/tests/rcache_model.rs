@@ -1,0 +1,247 @@
+//! The lock-free parts of the registration cache, run by loom in every order of events that matters:
+//! all interleavings of a few threads (with a bound on how often one is interrupted) and all values
+//! that the memory model lets a load see.
+//!
+//! The files are those of the library, compiled a second time with loom's atomics and with a tree of
+//! sixteen pages. `LOOM_MAX_PREEMPTIONS=4` explores further than the usual two; see CONTRIBUTING.md.
+
+#[path = "../src/rcache/roster.rs"]
+#[allow(dead_code, reason = "a part of the library; the models use a part of that")]
+mod roster;
+#[path = "../src/rcache/table/mod.rs"]
+#[allow(dead_code, reason = "a part of the library; the models use a part of that")]
+mod table;
+
+/// What `src/rcache/sync.rs` is in the library.
+mod sync {
+    pub(crate) use loom::cell::UnsafeCell;
+    pub(crate) use loom::sync::atomic::{
+        AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering, fence,
+    };
+    pub(crate) use loom::sync::{Mutex, MutexGuard};
+    pub(crate) use loom::thread::yield_now;
+
+    pub(crate) const FANOUT_BITS: u32 = 1;
+    pub(crate) const CHUNK: usize = 2;
+}
+
+use std::convert::Infallible;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use loom::sync::Arc as Shared;
+use loom::thread;
+use table::{Bounds, Found, Inserted, Swept, Table, Value};
+
+const PAGE: u64 = 4096;
+const PLENTY: Bounds = Bounds { regions: 100, bytes: 1 << 40 };
+
+/// A pin: the pages it was made for.
+#[derive(Clone, Debug)]
+struct Pin(Arc<Range<u64>>);
+
+impl Value for Pin {
+    fn is_idle(&self) -> bool {
+        Arc::strong_count(&self.0) == 1
+    }
+}
+
+fn pages(first: u64, end: u64) -> Range<u64> {
+    first * PAGE..end * PAGE
+}
+
+/// Finds the pages or pins them.
+fn get(table: &Table<Pin>, range: &Range<u64>, bounds: Bounds) -> Option<Found<Pin>> {
+    let mut swept = Swept::default();
+    let wanted = (range.start, range.end - range.start);
+    let Ok(made) = table.insert(wanted, range, bounds, &mut swept, |range, _, _| {
+        Ok::<_, Infallible>(Pin(Arc::new(range.clone())))
+    });
+    match made {
+        Inserted::Hit(found) | Inserted::Made(found) => {
+            assert_right(&found, range);
+            Some(found)
+        }
+        Inserted::NoRoom => None,
+    }
+}
+
+fn find(table: &Table<Pin>, range: &Range<u64>) -> Option<Found<Pin>> {
+    let found = table.find(range.start, range.end - range.start)?;
+    assert_right(&found, range);
+    Some(found)
+}
+
+/// What was found is whole, and is for the pages that were asked for.
+#[track_caller]
+fn assert_right(found: &Found<Pin>, wanted: &Range<u64>) {
+    let Pin(pinned) = &found.value;
+    assert_eq!(found.start, pinned.start, "a start and a pin that do not belong together");
+    assert!(pinned.start <= wanted.start && wanted.end <= pinned.end, "{wanted:?} in {pinned:?}");
+}
+
+fn model(check: impl Fn() + Send + Sync + 'static) {
+    let mut model = loom::model::Builder::new();
+    model.max_branches = 100_000;
+    if model.preemption_bound.is_none() {
+        model.preemption_bound = Some(2);
+    }
+    let runs = Arc::new(AtomicUsize::new(0));
+    let counter = Arc::clone(&runs);
+    model.check(move || {
+        counter.fetch_add(1, Ordering::Relaxed);
+        check();
+    });
+    let runs = runs.load(Ordering::Relaxed);
+    println!("{runs} orders of events");
+    assert!(runs > 1, "the threads did not meet");
+}
+
+#[test]
+fn what_was_invalidated_is_never_found_again() {
+    model(|| {
+        let table = Shared::new(Table::<Pin>::new());
+        let buffer = pages(1, 3);
+        get(&table, &buffer, PLENTY);
+        let looking = {
+            let (table, buffer) = (Shared::clone(&table), buffer.clone());
+            thread::spawn(move || drop(find(&table, &buffer)))
+        };
+        let sweeping = {
+            let table = Shared::clone(&table);
+            thread::spawn(move || table.lock().sweep(&mut Swept::default()))
+        };
+        table.invalidate(2 * PAGE, 3 * PAGE);
+        assert!(find(&table, &buffer).is_none());
+        looking.join().unwrap();
+        sweeping.join().unwrap();
+        assert!(find(&table, &buffer).is_none());
+    });
+}
+
+#[test]
+fn a_range_that_swallows_memory_which_goes_away_is_not_found_after() {
+    model(|| {
+        let table = Shared::new(Table::<Pin>::new());
+        get(&table, &pages(0, 2), PLENTY);
+        let growing = {
+            let table = Shared::clone(&table);
+            // Overlaps the first in page 1, which stays; page 0 goes.
+            thread::spawn(move || drop(get(&table, &pages(1, 3), PLENTY)))
+        };
+        table.invalidate(0, PAGE);
+        assert!(find(&table, &pages(0, 1)).is_none(), "right after the event");
+        growing.join().unwrap();
+        assert!(find(&table, &pages(0, 1)).is_none(), "later");
+    });
+}
+
+#[test]
+fn memory_at_the_end_of_a_range_that_is_swallowed_goes_away() {
+    model(|| {
+        let table = Shared::new(Table::<Pin>::new());
+        // The first and the last page of a range may belong to a neighbour: page 4 does.
+        get(&table, &pages(4, 8), PLENTY);
+        get(&table, &pages(1, 5), PLENTY);
+        let growing = {
+            let table = Shared::clone(&table);
+            // Takes both in.
+            thread::spawn(move || drop(get(&table, &pages(3, 7), PLENTY)))
+        };
+        table.invalidate(PAGE, 2 * PAGE);
+        assert!(find(&table, &pages(1, 5)).is_none(), "right after the event");
+        growing.join().unwrap();
+        assert!(find(&table, &pages(1, 5)).is_none(), "later");
+        assert!(find(&table, &pages(3, 7)).is_some());
+        table.invalidate(4 * PAGE, 5 * PAGE);
+        assert!(find(&table, &pages(4, 8)).is_none() && find(&table, &pages(3, 5)).is_none());
+    });
+}
+
+#[test]
+fn an_entry_that_is_used_again_is_not_taken_for_the_old_one() {
+    model(|| {
+        let table = Shared::new(Table::<Pin>::new());
+        let one = Bounds { regions: 1, bytes: 1 << 40 };
+        get(&table, &pages(0, 1), one);
+        let looking = {
+            let table = Shared::clone(&table);
+            // `find` checks that a pin is for the pages that were asked for.
+            thread::spawn(move || drop(find(&table, &pages(0, 1))))
+        };
+        let telling = {
+            let table = Shared::clone(&table);
+            thread::spawn(move || table.invalidate(0, PAGE))
+        };
+        // Evicts the first, unless someone has it, and may get its entry.
+        if get(&table, &pages(4, 5), one).is_some() {
+            assert!(find(&table, &pages(0, 1)).is_none());
+        }
+        looking.join().unwrap();
+        telling.join().unwrap();
+        // An entry may be lost to a late teller, but never for good.
+        get(&table, &pages(4, 5), one);
+        assert!(find(&table, &pages(4, 5)).is_some());
+    });
+}
+
+#[test]
+fn every_pin_comes_out_exactly_once() {
+    model(|| {
+        let table = Shared::new(Table::<Pin>::new());
+        get(&table, &pages(0, 2), PLENTY);
+        let telling = {
+            let table = Shared::clone(&table);
+            thread::spawn(move || table.invalidate(PAGE, 2 * PAGE))
+        };
+        let lost = table.invalidate(0, PAGE);
+        let mut swept = Swept::default();
+        table.lock().sweep(&mut swept);
+        let both = lost + telling.join().unwrap();
+        assert_eq!(both, 1, "one of the two was first");
+        table.lock().sweep(&mut swept);
+        assert_eq!((swept.values.len(), swept.regions, swept.bytes), (1, 1, 2 * PAGE));
+        assert_eq!(table.lock().size(), (0, 0));
+    });
+}
+
+#[test]
+fn two_threads_that_miss_share_one_pin() {
+    model(|| {
+        let table = Shared::new(Table::<Pin>::new());
+        let other = {
+            let table = Shared::clone(&table);
+            thread::spawn(move || get(&table, &pages(1, 2), PLENTY))
+        };
+        let mine = get(&table, &pages(1, 2), PLENTY).expect("room");
+        let theirs = other.join().unwrap().expect("room");
+        assert!(Arc::ptr_eq(&mine.value.0, &theirs.value.0));
+    });
+}
+
+#[test]
+fn whoever_leaves_the_roster_is_not_looked_at_any_more() {
+    struct Item(loom::cell::UnsafeCell<u32>);
+    // SAFETY: that two threads never meet in the cell is what loom checks here.
+    unsafe impl Sync for Item {}
+    // SAFETY: as above.
+    unsafe impl Send for Item {}
+    model(|| {
+        let roster = Shared::new(roster::Roster::<Item, 2>::new());
+        let item = Shared::new(Item(loom::cell::UnsafeCell::new(1)));
+        // SAFETY: the item outlives its stay.
+        let place = unsafe { roster.enter(&raw const *item) }.expect("a place");
+        let telling = {
+            let roster = Shared::clone(&roster);
+            thread::spawn(move || {
+                // SAFETY: as loom checks.
+                roster.each(|item| item.0.with(|value| assert_eq!(unsafe { *value }, 1)));
+            })
+        };
+        roster.leave(place);
+        // SAFETY: as loom checks.
+        item.0.with_mut(|value| unsafe { *value = 2 });
+        telling.join().unwrap();
+    });
+}

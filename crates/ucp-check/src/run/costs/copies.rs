@@ -1,0 +1,231 @@
+//! Copies through stock UCX's own libuct: bandwidth with many outstanding, the time of one alone,
+//! and short ones beside the driver's bare submission.
+
+use super::driver::Driver;
+use super::median;
+use super::working_set::{Rotation, last_level_cache, usable_memory};
+use crate::ucp::Ucx;
+use crate::uct::{Copier, Domain, Memory, Raw, Registration, Ticket, Uct, Way};
+use crate::watchdog::Watchdog;
+use anyhow::{Result, ensure};
+use hl_thunk::HostPages;
+use std::hint::black_box;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+const SIZES: [usize; 5] = [64 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20];
+const ROUNDS: usize = 9;
+/// Copies of a sample that are waited for one by one.
+const ALONE: usize = 8;
+/// Short copies: their length, and how many are a sample.
+const SHORT: u32 = 8;
+const SHORTS: usize = 2000;
+
+/// Directions, by the names of the figures.
+const DIRECTIONS: [&str; 3] = ["h2d", "d2d", "d2h"];
+
+/// Both sides on the host and both on the device.
+struct Scene<'d> {
+    copier: Copier<'d>,
+    from: HostPages,
+    to: HostPages,
+    from_handle: Registration<'d>,
+    to_handle: Registration<'d>,
+    first: Memory<'d>,
+    second: Memory<'d>,
+    tickets: Vec<Ticket>,
+}
+
+/// Where copies of one direction go: way, local side, its handle, remote side.
+struct Course {
+    way: Way,
+    local: u64,
+    handle: Raw,
+    remote: u64,
+}
+
+impl<'d> Scene<'d> {
+    fn new(domain: &'d Domain, bytes: usize, outstanding: usize) -> Result<Scene<'d>> {
+        let (from, to) = (HostPages::new(bytes)?, HostPages::new(bytes)?);
+        // SAFETY: fresh memory of this length, ours alone.
+        let words = unsafe { std::slice::from_raw_parts_mut(from.as_ptr().cast(), bytes / 8) };
+        for (at, word) in words.iter_mut().enumerate() {
+            *word = (at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        }
+        let scene = Scene {
+            copier: Copier::open(domain, "gaudi_cpy")?,
+            from_handle: domain.register(from.as_ptr() as u64, bytes, Some(false))?,
+            to_handle: domain.register(to.as_ptr() as u64, bytes, Some(false))?,
+            first: domain.allocate(bytes, false)?,
+            second: domain.allocate(bytes, false)?,
+            tickets: (0..outstanding).map(|_| Ticket::default()).collect(),
+            from,
+            to,
+        };
+        Ok(scene)
+    }
+
+    fn path(&self, direction: usize) -> Course {
+        let (first, second) = (self.first.address(), self.second.address());
+        let (way, local, handle, remote) = match DIRECTIONS[direction] {
+            "h2d" => (Way::Put, self.from.as_ptr() as u64, self.from_handle.handle(), first),
+            "d2d" => (Way::Put, first, self.first.handle(), second),
+            _ => (Way::Get, self.to.as_ptr() as u64, self.to_handle.handle(), second),
+        };
+        Course { way, local, handle, remote }
+    }
+
+    /// Copies in the given places, so many at a time.
+    fn copy(
+        &self,
+        direction: usize,
+        size: usize,
+        places: impl Iterator<Item = usize>,
+        outstanding: usize,
+    ) -> Result<()> {
+        let path = self.path(direction);
+        let wait = |ticket: &Ticket| {
+            while !ticket.is_free() {
+                self.copier.progress();
+            }
+            self.copier.outcome(path.way, ticket)
+        };
+        for (n, place) in places.enumerate() {
+            let ticket = &self.tickets[n % outstanding];
+            wait(ticket)?;
+            let at = (place * size) as u64;
+            // SAFETY: inside the sets; places under way at the same time differ, and nobody else
+            // touches them.
+            unsafe {
+                let (local, remote) = ((path.local + at, size), path.remote + at);
+                self.copier.start(path.way, local, path.handle, remote, ticket)?;
+            }
+        }
+        self.tickets.iter().try_for_each(wait)?;
+        Ok(())
+    }
+
+    fn memcpy(&self, rotation: Rotation) {
+        for place in 0..rotation.places {
+            let at = place * rotation.size;
+            // SAFETY: inside two different mappings of this length.
+            unsafe {
+                let (from, to) = (self.from.as_ptr().add(at), self.to.as_ptr().add(at));
+                to.copy_from_nonoverlapping(black_box(from), rotation.size);
+            }
+        }
+    }
+
+    /// Whether the bytes that went out have come back.
+    fn verify(&self, rotation: Rotation) -> Result<()> {
+        let bytes = rotation.bytes();
+        // SAFETY: ours, of this length; nothing is under way.
+        unsafe { self.to.as_ptr().write_bytes(0xa5, bytes) };
+        let all = |direction| self.copy(direction, rotation.size, 0..rotation.places, 1);
+        (0..DIRECTIONS.len()).try_for_each(all)?;
+        // SAFETY: as above.
+        let (sent, back) = unsafe {
+            (
+                std::slice::from_raw_parts(self.from.as_ptr(), bytes),
+                std::slice::from_raw_parts(self.to.as_ptr(), bytes),
+            )
+        };
+        ensure!(sent == back, "copies of {} bytes brought back other bytes", rotation.size);
+        Ok(())
+    }
+}
+
+fn seconds(work: impl FnOnce() -> Result<()>) -> Result<f64> {
+    let start = Instant::now();
+    work()?;
+    Ok(start.elapsed().as_secs_f64())
+}
+
+/// Measures copies of one size, in all directions.
+fn measure(scene: &Scene<'_>, rotation: Rotation, rounds: usize) -> Result<()> {
+    let Rotation { size, places, outstanding } = rotation;
+    scene.verify(rotation)?;
+    let mut floor = Vec::new();
+    let mut many = [const { Vec::new() }; DIRECTIONS.len()];
+    let mut alone = [const { Vec::new() }; DIRECTIONS.len()];
+    for round in 0..rounds {
+        floor.push(seconds(|| {
+            scene.memcpy(rotation);
+            Ok(())
+        })?);
+        for direction in 0..DIRECTIONS.len() {
+            many[direction].push(seconds(|| scene.copy(direction, size, 0..places, outstanding))?);
+            let some = (0..ALONE).map(|n| (round * ALONE + n) % places);
+            alone[direction].push(seconds(|| scene.copy(direction, size, some, 1))?);
+        }
+    }
+    println!("places {size}\t{places}");
+    println!("outstanding {size}\t{outstanding}");
+    println!("memcpy {size}\t{}", rotation.bytes() as f64 / median(floor) / 1e9);
+    for (name, times) in DIRECTIONS.into_iter().zip(many) {
+        println!("{name} {size}\t{}", rotation.bytes() as f64 / median(times) / 1e9);
+    }
+    for (name, times) in DIRECTIONS.into_iter().zip(alone) {
+        println!("{name} alone {size}\t{}", median(times) / ALONE as f64 * 1e6);
+    }
+    Ok(())
+}
+
+/// Short copies, complete when the call returns, in turn with the driver's own.
+fn short(scene: &Scene<'_>, rounds: usize, count: usize) -> Result<()> {
+    let driver = Driver::open(SHORT)?;
+    let mut bytes = [7; SHORT as usize];
+    let device = scene.first.address();
+    let mut figures = [const { Vec::new() }; 4];
+    // One round more, to warm up.
+    for round in 0..=rounds {
+        let times = [
+            seconds(|| (0..count).try_for_each(|_| driver.copy(0)))?,
+            seconds(|| {
+                (0..count).try_for_each(|_| Ok(scene.copier.put(black_box(&bytes), device)?))
+            })?,
+            seconds(|| (0..count).try_for_each(|_| driver.copy(1)))?,
+            seconds(|| {
+                (0..count).try_for_each(|_| Ok(scene.copier.get(device, black_box(&mut bytes))?))
+            })?,
+        ];
+        if round > 0 {
+            figures.iter_mut().zip(times).for_each(|(figure, time)| figure.push(time));
+        }
+    }
+    for (name, times) in
+        ["driver put", "put_short", "driver get", "get_short"].into_iter().zip(figures)
+    {
+        println!("{name}\t{}", median(times) / count as f64 * 1e9);
+    }
+    Ok(())
+}
+
+/// Measures copies of these sizes, or of the usual ones. `quick` only shows that it works: small
+/// sets, few rounds, figures without meaning.
+pub fn run(ucx: Option<&Path>, quick: bool, sizes: &[usize]) -> Result<()> {
+    let sizes = if sizes.is_empty() { &SIZES } else { sizes };
+    let dog = Watchdog::start("costs", Duration::from_secs(300));
+    let uct = Uct::of(Ucx::load(ucx)?)?;
+    let domain = uct.open("gaudi_copy", &[])?;
+    let cache = last_level_cache();
+    let (cache, most, rounds) =
+        if quick { (0, 64 << 20, 1) } else { (cache, usable_memory(), ROUNDS) };
+    let rotations: Vec<Rotation> =
+        sizes.iter().map(|&size| Rotation::new(size, cache, most)).collect();
+    let largest = |of: fn(&Rotation) -> usize| rotations.iter().map(of).max().unwrap_or(0);
+    let (bytes, outstanding) = (largest(Rotation::bytes), largest(|r| r.outstanding));
+    eprintln!("  {} MiB on each side …", bytes >> 20);
+    let scene = Scene::new(&domain, bytes, outstanding)?;
+    println!("cache\t{cache}");
+    dog.step("short copies");
+    eprintln!("  copies of {SHORT} B …");
+    short(&scene, rounds, if quick { 10 } else { SHORTS })?;
+    for rotation in rotations {
+        dog.step(format_args!("copies of {} bytes", rotation.size));
+        eprintln!("  copies of {} KiB …", rotation.size >> 10);
+        measure(&scene, rotation, rounds)?;
+    }
+    dog.step("closing");
+    Ok(())
+}

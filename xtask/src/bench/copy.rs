@@ -1,0 +1,265 @@
+//! Copies through UCT on stock UCX, beside memcpy over the same memory; short ones beside the driver's
+//! own submission; `ucp_init` beside one without the plugin.
+//!
+//! The figures come from `ucp-check costs`, which prints a name and a number a line.
+
+use std::collections::HashMap;
+use std::io::Read;
+use std::path::Path;
+use std::process::Stdio;
+
+use anyhow::{Context, Result, ensure};
+use e2e::{Device, Tool, Ucx, Workbench};
+
+use super::record::{Record, median};
+use super::svg::{self, Series, size_name};
+use crate::progress::Work;
+use crate::repo::Repo;
+
+const SIZES: [u64; 5] = [64 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20];
+
+/// Name in the output, name for people.
+const DIRECTIONS: [(&str, &str); 3] =
+    [("h2d", "host to device"), ("d2h", "device to host"), ("d2d", "device to device")];
+
+/// A short copy may cost this many times what the driver alone does.
+const SHORT_TARGET: f64 = 1.3;
+/// Milliseconds that `ucp_init` may take longer with the plugin.
+const INIT_TARGET_MS: f64 = 5.0;
+/// Processes that do nothing but `ucp_init`, of each kind.
+const INIT_ROUNDS: usize = 9;
+
+/// The share of memcpy's bandwidth that a size should reach; 16 MiB has no target.
+fn target(size: u64) -> Option<f64> {
+    match size {
+        _ if size >= 64 << 20 => Some(0.95),
+        _ if size <= 1 << 20 => Some(0.80),
+        _ => None,
+    }
+}
+
+type Figures = HashMap<String, f64>;
+
+/// The lines of `ucp-check costs`.
+fn parse(text: &str) -> Result<Figures> {
+    let figure = |line: &str| {
+        let (name, value) = line.split_once('\t')?;
+        Some((name.to_owned(), value.parse().ok()?))
+    };
+    text.lines()
+        .map(|line| figure(line).with_context(|| format!("not a figure: {line:?}")))
+        .collect()
+}
+
+fn get(figures: &Figures, name: &str) -> Result<f64> {
+    figures.get(name).copied().with_context(|| format!("no figure for {name:?}"))
+}
+
+/// What the terminal and the JSON file show.
+fn records(figures: &Figures) -> Result<Vec<Record>> {
+    let mut records = Vec::new();
+    for (name, people) in DIRECTIONS {
+        for size in SIZES {
+            let (value, floor) = (
+                get(figures, &format!("{name} {size}"))?,
+                get(figures, &format!("memcpy {size}"))?,
+            );
+            let outstanding = get(figures, &format!("outstanding {size}"))?;
+            let title = format!("{people}, {}, {outstanding} outstanding", size_name(size));
+            records.push(Record::at_least(title, value, "GB/s", floor, target(size)));
+        }
+    }
+    for (name, people) in DIRECTIONS {
+        for size in SIZES {
+            let value = get(figures, &format!("{name} alone {size}"))?;
+            let floor = size as f64 / get(figures, &format!("memcpy {size}"))? / 1e3;
+            let title = format!("{people}, {}, alone", size_name(size));
+            records.push(Record::at_most(title, value, "µs", floor, None));
+        }
+    }
+    for (name, floor) in [("put_short", "driver put"), ("get_short", "driver get")] {
+        let (value, floor) = (get(figures, name)?, get(figures, floor)?);
+        let title = format!("{name}, 8 B, beside the driver's submit and wait");
+        records.push(Record::at_most(title, value, "ns", floor, Some(SHORT_TARGET)));
+    }
+    Ok(records)
+}
+
+/// The bandwidths as bars.
+fn bars(figures: &Figures) -> Result<String> {
+    const WIDTH: f64 = 48.0;
+    let mut rows = Vec::new();
+    for size in SIZES {
+        let floor = get(figures, &format!("memcpy {size}"))?;
+        rows.push((size_name(size), "memcpy", floor, None));
+        for (name, _) in DIRECTIONS {
+            let value = get(figures, &format!("{name} {size}"))?;
+            rows.push((String::new(), name, value, Some(value / floor)));
+        }
+    }
+    let longest = rows.iter().map(|row| row.2).fold(0.0, f64::max);
+    let bar = |value: f64| {
+        let eighths = (value / longest * WIDTH * 8.0).round().max(0.0) as usize;
+        let part = ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"][eighths % 8];
+        format!("{}{part}", "█".repeat(eighths / 8))
+    };
+    let lines = rows.into_iter().map(|(size, name, value, ratio)| {
+        let ratio = ratio.map(|ratio| format!("  {ratio:.2} of memcpy")).unwrap_or_default();
+        format!("{size:>8} {name:<6} {} {value:.1} GB/s{ratio}\n", bar(value))
+    });
+    Ok(lines.collect())
+}
+
+/// The bandwidths as curves.
+fn plot(figures: &Figures, title: &str) -> Result<String> {
+    let curve = |name: &str, people: &str| {
+        let point = |size: u64| Ok((size, get(figures, &format!("{name} {size}"))?));
+        let points = SIZES.into_iter().map(point).collect::<Result<_>>()?;
+        anyhow::Ok(Series { name: people.to_owned(), points })
+    };
+    let mut series = vec![curve("memcpy", "memcpy (floor)")?];
+    for (name, people) in DIRECTIONS {
+        series.push(curve(name, people)?);
+    }
+    Ok(svg::chart(title, "GB/s", &series))
+}
+
+/// Runs the client with its progress shown; its figures.
+fn figures(tool: &Tool) -> Result<Figures> {
+    let mut child = tool
+        .command()
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("cannot start `{}`", tool.line()))?;
+    let mut text = String::new();
+    if let Some(mut stdout) = child.stdout.take() {
+        stdout.read_to_string(&mut text).context("cannot read figures")?;
+    }
+    let status = child.wait().context("cannot wait")?;
+    ensure!(status.success(), "`{}`: {status}", tool.line());
+    parse(&text)
+}
+
+/// `ucp_init` with the plugin absent, without a device, and with one that is not used.
+fn init_records(bench: &Workbench, device: &Device, rounds: usize) -> Result<Vec<Record>> {
+    let work = Work::start(format!("ucp_init, {rounds} rounds"));
+    let client = || bench.ucp_check(Ucx::V1_22).words("costs init");
+    let variants = [
+        ("", client()),
+        ("ucp_init, plugin loaded, no driver library", client().plugin()),
+        ("ucp_init, plugin loaded, Gaudi there and unused", client().plugin().device(device)),
+    ];
+    let mut samples = [const { Vec::new() }; 3];
+    for round in 0..rounds {
+        for turn in 0..variants.len() {
+            // Another order each round: whoever runs first must not always be the same.
+            let index = (turn + round) % variants.len();
+            samples[index].push(get(&figures(&variants[index].1)?, "ucp_init")?);
+        }
+    }
+    work.done("");
+    let floor = median(&samples[0]);
+    let record = |index: usize| {
+        let name = format!("{} (at most {INIT_TARGET_MS} ms longer)", variants[index].0);
+        let most = (floor + INIT_TARGET_MS) / floor;
+        Record::at_most(name, median(&samples[index]), "ms", floor, Some(most))
+    };
+    Ok(vec![record(1), record(2)])
+}
+
+/// Measures everything; `quick` only shows that it runs.
+pub(super) fn run(repo: &Repo, quick: bool, svg: Option<&Path>) -> Result<Vec<Record>> {
+    let bench = Workbench::new(repo.layout().clone());
+    let device = Device::hardware_or_software();
+    eprintln!("device: {}", device.title());
+    if quick {
+        eprintln!("quick: it shows that everything runs, the figures mean nothing");
+    }
+    let words = if quick { "costs copies --quick" } else { "costs copies" };
+    let client = bench.ucp_check(Ucx::V1_22).words(words).plugin().device(&device);
+    let work = Work::start("copies through UCT");
+    let figures = figures(&client)?;
+    work.done("");
+    let mut records = records(&figures)?;
+    records.extend(init_records(&bench, &device, if quick { 1 } else { INIT_ROUNDS })?);
+    println!("{}", bars(&figures)?);
+    if let Some(path) = svg {
+        let title = format!("Copies through UCT, {}", device.title());
+        std::fs::write(path, plot(&figures, &title)?)
+            .with_context(|| format!("cannot write {}", path.display()))?;
+        eprintln!("written: {}", path.display());
+    }
+    Ok(records)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn made_up() -> Figures {
+        let mut figures = Figures::new();
+        for size in SIZES {
+            figures.insert(format!("memcpy {size}"), 10.0);
+            figures.insert(format!("outstanding {size}"), 16.0);
+            for (name, _) in DIRECTIONS {
+                figures.insert(format!("{name} {size}"), 9.0);
+                figures.insert(format!("{name} alone {size}"), 100.0);
+            }
+        }
+        for (name, value) in [
+            ("put_short", 1300.0),
+            ("driver put", 1000.0),
+            ("get_short", 1400.0),
+            ("driver get", 1000.0),
+        ] {
+            figures.insert(name.to_owned(), value);
+        }
+        figures
+    }
+
+    #[test]
+    fn figures_stand_beside_floors_and_targets() {
+        let records = records(&made_up()).expect("records");
+        assert_eq!(records.len(), 15 + 15 + 2);
+        let find = |name: &str| {
+            records.iter().find(|record| record.name.starts_with(name)).expect(name).clone()
+        };
+        assert_eq!(find("host to device, 64 KiB, 16").met, Some(true));
+        assert_eq!(find("device to device, 64 MiB, 16").met, Some(false), "0.9 is below 0.95");
+        assert_eq!(find("device to host, 16 MiB, 16").met, None);
+        assert_eq!(find("put_short").met, Some(true));
+        assert_eq!(find("get_short").met, Some(false));
+        // 64 KiB at 10 GB/s are 6.5 µs.
+        assert!((find("host to device, 64 KiB, alone").floor - 6.5536).abs() < 1e-9);
+    }
+
+    #[test]
+    fn bars_are_as_long_as_the_values() {
+        let mut figures = made_up();
+        figures.insert(format!("h2d {}", 1 << 20), 5.0);
+        let text = bars(&figures).expect("bars");
+        let length = |name: &str, at: usize| {
+            let bar = format!("{name:<6} █");
+            let lines: Vec<&str> = text.lines().filter(|line| line.contains(&bar)).collect();
+            lines[at].matches('█').count()
+        };
+        assert_eq!((length("memcpy", 2), length("h2d", 2)), (48, 24));
+        assert!(text.contains("0.50 of memcpy"), "{text}");
+    }
+
+    #[test]
+    fn the_plot_has_the_floor_and_every_direction() {
+        let svg = plot(&made_up(), "title").expect("plot");
+        assert_eq!(svg.matches("<polyline").count(), 4);
+        assert!(svg.contains("memcpy (floor)") && svg.contains("device to device"));
+    }
+
+    #[test]
+    fn a_missing_figure_is_named() {
+        let mut figures = made_up();
+        figures.remove("get_short");
+        assert!(records(&figures).expect_err("incomplete").to_string().contains("get_short"));
+        assert!(parse("h2d 64 5").is_err());
+    }
+}

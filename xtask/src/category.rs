@@ -61,6 +61,7 @@ impl Category {
                     "abi",
                     "asynchronous",
                     "registration",
+                    "staging",
                 ],
                 words: &[],
             },
@@ -74,7 +75,11 @@ impl Category {
             },
             Category::Ucm => Selection { packages: &[], end_to_end: &["ucm"], words: &["hooks"] },
             Category::Ipc => by_words(&["ipc"]),
-            Category::Rcache => by_words(&["rcache", "registration_cache"]),
+            Category::Rcache => Selection {
+                packages: &[],
+                end_to_end: &["rcache"],
+                words: &["rcache", "registration_cache"],
+            },
             Category::Errors => Selection {
                 packages: &[],
                 end_to_end: &["absent", "foreign", "faults", "atomics"],

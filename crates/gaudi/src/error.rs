@@ -181,8 +181,20 @@ impl Error {
         self
     }
 
+    /// Says what to do here, whatever the errno alone would advise.
+    pub(crate) fn advise_instead(self, remedy: &'static str) -> Self {
+        Self { remedy, ..self }
+    }
+
     pub(crate) fn set_errno(&mut self, errno: i32) {
         self.errno = Some(errno);
+    }
+
+    /// Nobody mapped anything at this address, as far as we were told.
+    pub fn unknown_memory(start: impl fmt::Display) -> Self {
+        let detail = format!("no memory that starts at {start} was noted");
+        let remedy = "give the address that hlthunk_device_memory_map returned";
+        Self::new(ErrorKind::InvalidParams, "forgetting memory of the application", detail, remedy)
     }
 
     /// Which of the eight kinds this is.

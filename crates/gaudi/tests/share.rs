@@ -84,6 +84,26 @@ fn where_pidfd_getfd_is_refused_the_broker_hands_over() {
 }
 
 #[test]
+fn the_ways_of_handing_over_can_be_chosen() {
+    if !alone("the_ways_of_handing_over_can_be_chosen", 2) {
+        return;
+    }
+    let (mut exporter, mut importer) = (Peer::start(Set::default()), Peer::start(Set::default()));
+    importer.ask("handover broker");
+    assert_eq!(exchange(&mut exporter, &mut importer), (0, 1));
+    drop((exporter, importer));
+    let filtered = Set { no_getfd: true, ..Set::default() };
+    let (mut exporter, mut importer) = (Peer::start(Set::default()), Peer::start(filtered));
+    exporter.ask("card 1");
+    importer.ask("card 0");
+    importer.ask("handover pidfd");
+    let refused = importer.tell(&format!("open 1 {}", hex(&exporter.share(1, 5000, 1))));
+    assert!(refused.contains("Operation not permitted"), "{refused}");
+    assert!(refused.contains("broker: switched off"), "{refused}");
+    assert_eq!(importer.stat("ipc_refused_unreachable"), 1);
+}
+
+#[test]
 fn namespaces_do_not_keep_processes_apart() {
     if !alone("namespaces_do_not_keep_processes_apart", 2) {
         return;

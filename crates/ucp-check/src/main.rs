@@ -166,7 +166,7 @@ struct MemoryArgs {
     /// Largest allocation
     #[arg(long, default_value = "256M")]
     max: Size,
-    /// Cycles of churn
+    /// Cycles of churn; rcache makes a hundredth of it
     #[arg(long, default_value_t = 10_000)]
     cycles: u32,
     /// Steps of model, and of each of the threads

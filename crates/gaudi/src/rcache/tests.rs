@@ -176,6 +176,30 @@ fn ranges_that_overlap_become_one_and_ranges_that_touch_do_not() {
     assert_eq!(fake.pins().len(), 3, "all of them hit");
 }
 
+/// As buffers from `malloc` do: were these joined, a hundred of them would become one, pinned a
+/// hundred times over.
+#[test]
+fn buffers_that_share_a_page_with_their_neighbours_stay_apart() {
+    let (fake, device) = device(PLENTY);
+    let target = device.alloc(LARGE as u64, 1).unwrap();
+    let host = Pages::new(10 * LARGE);
+    let step = LARGE + 16;
+    for _ in 0..3 {
+        for number in [0, 2, 4, 3, 1, 5, 6] {
+            copy(&fake, &device, &target, host.at(number * step), LARGE);
+        }
+    }
+    assert_eq!(fake.pins().len(), 7);
+    assert!(fake.pins().iter().all(|(_, len)| *len == LARGE + 4096 || *len == LARGE));
+    // The page that numbers 1 and 2 share goes: both are pinned anew, the others are not.
+    invalidate(host.at(2 * step) as usize & !4095, 4096);
+    for number in 0..7 {
+        copy(&fake, &device, &target, host.at(number * step), LARGE);
+    }
+    assert_eq!(fake.pins().len(), 9);
+    assert_eq!(fake.live_pins(), 7);
+}
+
 #[test]
 fn what_cannot_be_joined_goes_alone() {
     let (fake, device) = device(PLENTY);

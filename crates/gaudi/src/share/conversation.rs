@@ -86,12 +86,15 @@ fn ask_once(
         Err(_) => return Err(Refusal::HungUp),
     }
     let mut message = [0; MESSAGE_LEN];
+    let mut was_reset = false;
     let (len, dmabuf) = loop {
         wait(&connection, end)?;
         match socket::receive(connection.as_fd(), &mut message) {
             Ok((0, _)) => return Err(Refusal::HungUp),
             Ok(received) => break received,
             Err(Errno::AGAIN | Errno::INTR) => {}
+            // It hung up without reading what we said; what it said comes after this error.
+            Err(Errno::CONNRESET) if !was_reset => was_reset = true,
             Err(Errno::MSGSIZE) => return Err(Refusal::NotUnderstood),
             Err(_) => return Err(Refusal::HungUp),
         }

@@ -5,8 +5,9 @@
 //! whichever way it comes.
 
 use std::fs;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process;
+use std::sync::atomic::{AtomicU8, Ordering};
 
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
@@ -15,6 +16,7 @@ use super::Identity;
 use super::conversation::{self, Refusal};
 use super::export::Exporter;
 use super::identity::start_time;
+use super::keeper::Peer;
 use super::key::{Fields, Line};
 use super::ledger::{self, File};
 use super::message::Request;
@@ -23,6 +25,31 @@ use super::watch;
 use crate::{Error, ErrorKind};
 
 pub(super) const OPENING: &str = "opening a peer's memory";
+
+/// Which ways a descriptor may come.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Handover {
+    /// With `pidfd_getfd` where that is permitted, else from the exporter's broker.
+    #[default]
+    Try,
+    /// With `pidfd_getfd` only.
+    Pidfd,
+    /// From the exporter's broker only.
+    Broker,
+}
+
+static ALLOWED: AtomicU8 = AtomicU8::new(Handover::Try as u8);
+
+/// Says which ways this process may fetch descriptors; both, unless told otherwise.
+pub fn allow_handover(ways: Handover) {
+    ALLOWED.store(ways as u8, Ordering::Relaxed);
+}
+
+fn is_switched_off(way: Way) -> bool {
+    let allowed = ALLOWED.load(Ordering::Relaxed);
+    allowed == Handover::Pidfd as u8 && way == Way::Broker
+        || allowed == Handover::Broker as u8 && way == Way::Pidfd
+}
 
 /// The way a descriptor came.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,13 +96,14 @@ impl Failure {
     }
 }
 
-/// Fetches the dma-buf that a key names.
-pub(super) fn fetch(key: &Fields) -> Result<(OwnedFd, Way), Failure> {
-    let (dmabuf, way) = if key.peer.is_own() {
-        let exporter = Exporter::if_any().ok_or(Failure::Withdrawn)?;
-        (exporter.fetch(&key.offered()).ok_or(Failure::Withdrawn)?, Way::Own)
-    } else {
-        fetch_from_peer(key)?
+/// Fetches the dma-buf that a key names, from this process itself or from `peer`.
+pub(super) fn fetch(key: &Fields, peer: Option<&Peer>) -> Result<(OwnedFd, Way), Failure> {
+    let (dmabuf, way) = match peer {
+        Some(peer) => fetch_from(peer, key)?,
+        None => {
+            let exporter = Exporter::if_any().ok_or(Failure::Withdrawn)?;
+            (exporter.fetch(&key.offered()).ok_or(Failure::Withdrawn)?, Way::Own)
+        }
     };
     match File::of(dmabuf.as_fd()) {
         Ok(file) if file.size() == key.dmabuf_len() => Ok((dmabuf, way)),
@@ -84,18 +112,22 @@ pub(super) fn fetch(key: &Fields) -> Result<(OwnedFd, Way), Failure> {
     }
 }
 
-fn fetch_from_peer(key: &Fields) -> Result<(OwnedFd, Way), Failure> {
-    let not_taken = match key.line {
-        None => "it has no ledger".to_owned(),
-        Some(_) if !key.peer.is_in_our_pid_namespace() => "another pid namespace".to_owned(),
-        Some(line) => match take(key, line) {
+fn fetch_from(peer: &Peer, key: &Fields) -> Result<(OwnedFd, Way), Failure> {
+    let not_taken = match (key.line, peer.process()) {
+        _ if is_switched_off(Way::Pidfd) => "switched off".to_owned(),
+        (None, _) => "it has no ledger".to_owned(),
+        (_, Err(why)) => why.to_owned(),
+        (Some(line), Ok(process)) => match take(key, line, process, peer) {
             Ok(dmabuf) => return Ok((dmabuf, Way::Pidfd)),
             Err(NotTaken::Ended) => return Err(Failure::Ended),
             // The broker knows; and its answer may differ, if the ledger is just being written.
             Err(NotTaken::Unconfirmed) => "its ledger does not list it".to_owned(),
-            Err(NotTaken::Os(call, errno)) => format!("{call}: {errno}"),
+            Err(NotTaken::Os(errno)) => errno.to_string(),
         },
     };
+    if is_switched_off(Way::Broker) {
+        return Err(Failure::NoWay(format!("pidfd_getfd: {not_taken}; broker: switched off")));
+    }
     match conversation::ask(&key.peer, Request::Fetch(key.offered())) {
         Ok((_, Some(dmabuf))) => Ok((dmabuf, Way::Broker)),
         Ok((_, None)) => Err(Failure::Mismatch("an answer without a descriptor")),
@@ -109,21 +141,28 @@ enum NotTaken {
     Ended,
     /// The ledger does not confirm what the key says.
     Unconfirmed,
-    Os(&'static str, Errno),
+    Os(Errno),
 }
 
 /// Takes the dma-buf out of the exporter, if the exporter's ledger says so.
-fn take(key: &Fields, line: Line) -> Result<OwnedFd, NotTaken> {
-    let process = open_process(&key.peer)?;
+fn take(
+    key: &Fields,
+    line: Line,
+    process: BorrowedFd<'_>,
+    peer: &Peer,
+) -> Result<OwnedFd, NotTaken> {
     let get = |number: i32| {
-        pidfd_getfd(&process, number, PidfdGetfdFlags::empty()).map_err(|errno| match errno {
+        pidfd_getfd(process, number, PidfdGetfdFlags::empty()).map_err(|errno| match errno {
             Errno::SRCH => NotTaken::Ended,
             Errno::BADF => NotTaken::Unconfirmed,
-            errno => NotTaken::Os("not permitted", errno),
+            errno => NotTaken::Os(errno),
         })
     };
-    let book = get(line.ledger as i32)?;
-    let entry = ledger::read(&book, &key.peer, line.number).ok_or(NotTaken::Unconfirmed)?;
+    let book = peer.ledger(|| {
+        let book = get(line.ledger as i32)?;
+        ledger::belongs_to(&book, &key.peer).then_some(book).ok_or(NotTaken::Unconfirmed)
+    })?;
+    let entry = ledger::read(book, line.number).ok_or(NotTaken::Unconfirmed)?;
     if entry.base != key.base || !entry.token.matches(&key.token) {
         return Err(NotTaken::Unconfirmed);
     }
@@ -133,32 +172,25 @@ fn take(key: &Fields, line: Line) -> Result<OwnedFd, NotTaken> {
     is_it.then_some(dmabuf).ok_or(NotTaken::Unconfirmed)
 }
 
-/// A handle of exactly this process: not of one that has its number now.
-fn open_process(peer: &Identity) -> Result<OwnedFd, NotTaken> {
-    let pid = i32::try_from(peer.pid).ok().and_then(Pid::from_raw).ok_or(NotTaken::Ended)?;
-    let process = pidfd_open(pid, PidfdFlags::empty()).map_err(|errno| match errno {
-        Errno::SRCH => NotTaken::Ended,
-        errno => NotTaken::Os("pidfd_open", errno),
-    })?;
+/// A handle of exactly this process, not of one that has its number now; `None` if it has ended.
+/// Or why there can be none.
+pub(super) fn pidfd_of(peer: &Identity) -> Result<Option<OwnedFd>, String> {
+    let Some(pid) = i32::try_from(peer.pid).ok().and_then(Pid::from_raw) else { return Ok(None) };
+    let process = match pidfd_open(pid, PidfdFlags::empty()) {
+        Ok(process) => process,
+        // Nobody, or (as newer and older kernels say it) only a thread has this number.
+        Err(Errno::SRCH | Errno::NOENT | Errno::INVAL) => return Ok(None),
+        Err(errno) => return Err(format!("pidfd_open: {errno}")),
+    };
     // If the number was reused before the handle was opened, the start time differs; if after, the
     // handle is of a process that has ended, and gives nothing.
     if !proc_is_ours() {
-        return Err(NotTaken::Os("/proc is another namespace's", Errno::NOENT));
+        return Err("/proc is another pid namespace's".to_owned());
     }
     match start_time(&peer.pid.to_string()) {
-        Some(start) if start as u32 == peer.start => Ok(process),
-        Some(_) => Err(NotTaken::Ended),
-        None => Err(NotTaken::Os("/proc shows no start time", Errno::NOENT)),
-    }
-}
-
-/// The same, for watching.
-pub(super) fn pidfd_of(peer: &Identity) -> Result<Option<OwnedFd>, String> {
-    match open_process(peer) {
-        Ok(process) => Ok(Some(process)),
-        Err(NotTaken::Ended) => Ok(None),
-        Err(NotTaken::Os(call, errno)) => Err(format!("{call}: {errno}")),
-        Err(NotTaken::Unconfirmed) => unreachable!("only ledgers confirm"),
+        Some(start) if start as u32 == peer.start => Ok(Some(process)),
+        Some(_) => Ok(None),
+        None => Err("/proc does not show it".to_owned()),
     }
 }
 

@@ -6,17 +6,20 @@
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 
 use super::fork::{PerProcess, Private};
+use super::handover::Failure;
 use super::message::{MESSAGE_LEN, Offered, Reply, Request};
+use super::watch::NotWatched;
 use super::{Identity, Watch, conversation, socket, thread};
-use crate::{Error, ErrorKind, runtime};
+use crate::runtime;
 
 /// How long a broker may take to make room in its queue.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -25,8 +28,10 @@ const PATIENCE: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(super) struct Peer {
     identity: Identity,
-    /// Tells its end.
-    watch: Option<Watch>,
+    /// Tells its end; or why it cannot be watched so.
+    watch: Result<Watch, String>,
+    /// What it shares, where it may be looked into.
+    ledger: OnceLock<OwnedFd>,
     /// Connected to its broker: tells its end too, and what is withdrawn. At least one of the two is
     /// there.
     session: Option<Private>,
@@ -36,16 +41,44 @@ pub(super) struct Peer {
 }
 
 impl Peer {
-    fn meet(identity: &Identity) -> Result<Self, Error> {
-        let session = conversation::ask(identity, Request::Stay);
-        let session = session.ok().and_then(|(connection, _)| Private::new(connection));
-        let watch = match &session {
-            // The session will tell, where the process id does not.
-            Some(_) => identity.watch_pid().ok(),
-            None => Some(identity.watch()?),
+    fn meet(identity: &Identity) -> Result<Self, Failure> {
+        let asked = conversation::ask(identity, Request::Stay);
+        let refusal = asked.as_ref().err().copied();
+        let session = asked.ok().and_then(|(connection, _)| Private::new(connection));
+        let watch = match identity.watch_pid() {
+            Ok(watch) => Ok(watch),
+            Err(NotWatched::Ended) => return Err(Failure::Ended),
+            // The session will tell, if there is one.
+            Err(NotWatched::NoWay(why)) if session.is_some() => Err(why),
+            Err(NotWatched::NoWay(why)) => {
+                let broker = refusal.map_or("too many peers".to_owned(), |why| why.to_string());
+                return Err(Failure::NoWay(format!(
+                    "its end could not be seen: {why}; broker: {broker}"
+                )));
+            }
         };
         let (ended, hung_up) = (AtomicBool::new(false), AtomicBool::new(false));
-        Ok(Self { identity: *identity, watch, session, ended, hung_up })
+        let ledger = OnceLock::new();
+        Ok(Self { identity: *identity, watch, ledger, session, ended, hung_up })
+    }
+
+    /// Its pidfd; or why there is none.
+    pub(super) fn process(&self) -> Result<BorrowedFd<'_>, &str> {
+        self.watch.as_ref().map(AsFd::as_fd).map_err(String::as_str)
+    }
+
+    /// Its ledger, which `fetch` gets the first time.
+    pub(super) fn ledger<E>(
+        &self,
+        fetch: impl FnOnce() -> Result<OwnedFd, E>,
+    ) -> Result<&OwnedFd, E> {
+        match self.ledger.get() {
+            Some(ledger) => Ok(ledger),
+            None => {
+                let fetched = fetch()?;
+                Ok(self.ledger.get_or_init(|| fetched))
+            }
+        }
     }
 
     /// Whether it was seen to end.
@@ -98,18 +131,29 @@ impl Peer {
     fn news(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let hung_up = self.hung_up.load(Ordering::Acquire);
         let session = self.session.as_ref().filter(|_| !hung_up);
-        let watch = self.watch.as_ref().map(AsFd::as_fd);
-        watch.into_iter().chain(session.map(AsFd::as_fd))
+        self.process().into_iter().chain(session.map(AsFd::as_fd))
     }
 
-    /// Whether it lives, as far as is known now.
-    fn look(&self) -> bool {
+    /// How it is, as far as is known now.
+    fn look(&self) -> Health {
         self.hear();
+        let hung_up = self.hung_up.load(Ordering::Acquire);
         match &self.watch {
-            Some(watch) => !watch.has_ended(),
-            None => !self.hung_up.load(Ordering::Acquire),
+            Ok(watch) if watch.has_ended() => Health::Ended,
+            Err(_) if hung_up => Health::Ended,
+            _ if hung_up => Health::Estranged,
+            _ => Health::Well,
         }
     }
+}
+
+/// How a peer is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Health {
+    Well,
+    /// It lives, but its broker has hung up, and takes it that we hold nothing any more.
+    Estranged,
+    Ended,
 }
 
 /// Lets go of what is kept of some peer's memory.
@@ -119,9 +163,18 @@ fn forget(which: impl Fn(&Identity, &Offered) -> bool) {
     }
 }
 
+#[derive(Debug, Default)]
+struct Peers {
+    known: HashMap<Identity, Arc<Peer>>,
+    /// Met anew since, but some of their memory is still in use: their end is of interest.
+    former: Vec<Weak<Peer>>,
+}
+
 #[derive(Debug)]
 struct Keeper {
-    peers: Mutex<HashMap<Identity, Arc<Peer>>>,
+    peers: Mutex<Peers>,
+    /// Whether its thread was started.
+    runs: Mutex<bool>,
     /// Tells the thread that there is one more.
     changed: OwnedFd,
 }
@@ -129,41 +182,36 @@ struct Keeper {
 static KEEPER: PerProcess<Keeper> = PerProcess::new();
 
 /// The peer with this identity, watched from now on.
-pub(super) fn keep(identity: &Identity) -> Result<Arc<Peer>, Error> {
-    let keeper = match KEEPER.get() {
-        Some(keeper) => keeper,
-        None => start()?,
-    };
-    if let Some(peer) = keeper.peers().get(identity) {
+pub(super) fn keep(identity: &Identity) -> Result<Arc<Peer>, Failure> {
+    let keeper = keeper()?;
+    if let Some(peer) = keeper.peers().known.get(identity) {
         return Ok(Arc::clone(peer));
     }
     let met = Arc::new(Peer::meet(identity)?);
     // Another thread may have met it meanwhile: then ours hangs up again.
-    let peer = Arc::clone(keeper.peers().entry(*identity).or_insert(met));
+    let peer = Arc::clone(keeper.peers().known.entry(*identity).or_insert(met));
     keeper.wake();
     Ok(peer)
 }
 
-fn start() -> Result<&'static Keeper, Error> {
-    static STARTING: Mutex<()> = Mutex::new(());
-    let failed = |detail: String| {
-        Error::new(ErrorKind::ChannelFailed, "watching a peer", detail, "raise the limits (ulimit)")
-    };
-    let _one_thread = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(keeper) = KEEPER.get() {
-        return Ok(keeper);
+fn keeper() -> Result<&'static Keeper, Failure> {
+    let keeper = KEEPER.get_or_make(|| {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let changed = eventfd(0, flags);
+        let changed = changed.map_err(|errno| Failure::NoWay(format!("eventfd: {errno}")))?;
+        Ok(Keeper { peers: Mutex::default(), runs: Mutex::default(), changed })
+    })?;
+    let mut runs = keeper.runs.lock().unwrap_or_else(PoisonError::into_inner);
+    if !*runs {
+        thread::start("gaudi-peers", || keeper.watch())
+            .map_err(|error| Failure::NoWay(format!("no thread: {error}")))?;
+        *runs = true;
     }
-    let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-    let changed = eventfd(0, flags).map_err(|errno| failed(format!("eventfd: {errno}")))?;
-    let made = || Ok::<_, Error>(Keeper { peers: Mutex::default(), changed });
-    let keeper = KEEPER.get_or_make(made)?;
-    thread::start("gaudi-peers", || keeper.watch())
-        .map_err(|error| failed(format!("no thread: {error}")))?;
     Ok(keeper)
 }
 
 impl Keeper {
-    fn peers(&self) -> MutexGuard<'_, HashMap<Identity, Arc<Peer>>> {
+    fn peers(&self) -> MutexGuard<'_, Peers> {
         self.peers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -174,7 +222,7 @@ impl Keeper {
 
     fn watch(&self) {
         loop {
-            let peers: Vec<Arc<Peer>> = self.peers().values().cloned().collect();
+            let peers = self.peers().all();
             let news = peers.iter().flat_map(|peer| peer.news());
             let mut fds: Vec<PollFd<'_>> = news
                 .chain([self.changed.as_fd()])
@@ -184,14 +232,38 @@ impl Keeper {
                 continue;
             }
             let _ = rustix::io::read(&self.changed, &mut [0; 8]);
-            peers.iter().filter(|peer| !peer.look()).for_each(|peer| self.bury(peer));
+            for peer in &peers {
+                let health = peer.look();
+                if health == Health::Ended {
+                    peer.ended.store(true, Ordering::Release);
+                }
+                if health != Health::Well && self.peers().part_with(peer) {
+                    forget(|identity, _| *identity == peer.identity);
+                }
+            }
         }
     }
+}
 
-    /// Lets go of everything of a peer that has ended.
-    fn bury(&self, peer: &Peer) {
-        peer.ended.store(true, Ordering::Release);
-        self.peers().remove(&peer.identity);
-        forget(|identity, _| *identity == peer.identity);
+impl Peers {
+    /// All whose end is of interest.
+    fn all(&mut self) -> Vec<Arc<Peer>> {
+        self.former.retain(|peer| peer.strong_count() > 0);
+        let former = self.former.iter().filter_map(Weak::upgrade);
+        self.known.values().cloned().chain(former).collect()
+    }
+
+    /// Should it be needed again, it is met anew. Whether that is news.
+    fn part_with(&mut self, peer: &Arc<Peer>) -> bool {
+        let is_it = |known: &Arc<Peer>| Arc::ptr_eq(known, peer);
+        let is_known = self.known.get(&peer.identity).is_some_and(is_it);
+        if is_known {
+            self.known.remove(&peer.identity);
+        }
+        self.former.retain(|former| !ptr::eq(former.as_ptr(), Arc::as_ptr(peer)));
+        if !peer.has_ended() {
+            self.former.push(Arc::downgrade(peer));
+        }
+        is_known
     }
 }

@@ -156,15 +156,16 @@ impl Ledger {
     }
 }
 
-/// Reads a line of somebody's ledger. `None` if this is not the owner's ledger, or if the line is
-/// empty.
-pub(super) fn read(ledger: &impl AsFd, owner: &Identity, line: u32) -> Option<Entry> {
+/// Whether this is the ledger of that process.
+pub(super) fn belongs_to(ledger: &impl AsFd, owner: &Identity) -> bool {
     let sealed = fcntl_get_seals(ledger).is_ok_and(|seals| seals.contains(SEALS));
-    let whose = read_line(ledger, 0)?;
-    if !sealed || words_of(&whose) != title(owner) || line == 0 || line as usize >= LINES {
-        return None;
-    }
-    Entry::parse(&read_line(ledger, line)?)
+    sealed && read_line(ledger, 0).is_some_and(|line| words_of(&line) == title(owner))
+}
+
+/// Reads a line of a ledger; `None` if it is empty.
+pub(super) fn read(ledger: &impl AsFd, line: u32) -> Option<Entry> {
+    let exists = line != 0 && (line as usize) < LINES;
+    exists.then(|| read_line(ledger, line)).flatten().and_then(|line| Entry::parse(&line))
 }
 
 fn read_line(ledger: &impl AsFd, line: u32) -> Option<[u8; LINE_LEN]> {
@@ -184,14 +185,15 @@ mod tests {
         let file = File { device: 1, inode: 2, size: 4096 };
         let entry = Entry { base: 0x1001_0000_0000_0000, token: Token([7; 8]), file, fd: 9 };
         let line = ledger.add(entry).unwrap();
-        assert_eq!(read(&ledger.file, &own, line), Some(entry));
+        assert!(belongs_to(&ledger.file, &own));
         let other = Identity { instance: [1; 6], ..own };
-        assert_eq!(read(&ledger.file, &other, line), None, "not that process's ledger");
+        assert!(!belongs_to(&ledger.file, &other));
+        assert_eq!(read(&ledger.file, line), Some(entry));
         for wrong in [0, line + 1, LINES as u32, u32::MAX] {
-            assert_eq!(read(&ledger.file, &own, wrong), None);
+            assert_eq!(read(&ledger.file, wrong), None);
         }
         ledger.strike(line);
-        assert_eq!(read(&ledger.file, &own, line), None);
+        assert_eq!(read(&ledger.file, line), None);
         assert_eq!(ledger.add(entry), Some(line), "used again");
         for _ in 2..LINES {
             ledger.add(entry).unwrap();
@@ -203,9 +205,10 @@ mod tests {
     fn what_is_no_ledger_is_not_read() {
         let own = *Identity::own().unwrap();
         let null = std::fs::File::open("/dev/null").unwrap();
-        assert_eq!(read(&null, &own, 1), None);
+        assert!(!belongs_to(&null, &own));
+        assert_eq!(read(&null, 1), None);
         let plain = memfd_create("plain", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&plain, SIZE as u64).unwrap();
-        assert_eq!(read(&plain, &own, 1), None);
+        assert!(!belongs_to(&plain, &own));
     }
 }

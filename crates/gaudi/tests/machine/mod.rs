@@ -169,7 +169,11 @@ impl Footprint {
     #[track_caller]
     pub(crate) fn assert_flat(self, what: &str) {
         let now = Self::now();
-        let flat = now.descriptors <= self.descriptors + 3 && now.mappings <= self.mappings + 15;
-        assert!(flat, "{what}: {self:?} became {now:?}");
+        assert!(now.is_flat(self), "{what}: {self:?} became {now:?}");
+    }
+
+    /// Whether nothing grew since `before`, as above.
+    pub(crate) fn is_flat(self, before: Self) -> bool {
+        self.descriptors <= before.descriptors + 3 && self.mappings <= before.mappings + 15
     }
 }

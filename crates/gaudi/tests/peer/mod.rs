@@ -334,6 +334,13 @@ impl State {
                 }
                 return Ok(format!("ok {child}"));
             }
+            // Connects to a socket (abstract if it starts with @), says something, and reports what
+            // comes back: nothing, or bytes, or bytes and a descriptor.
+            "knock" => return Ok(format!("ok {}", knock(words[1], &unhex(words[2])))),
+            "handover" => gaudi::share::allow_handover(match words[1] {
+                "pidfd" => gaudi::share::Handover::Pidfd,
+                _ => gaudi::share::Handover::Broker,
+            }),
             "fds" => {
                 let fds = std::fs::read_dir("/proc/self/fd").expect("a Linux").count();
                 return Ok(format!("ok {fds}"));
@@ -381,4 +388,41 @@ pub(crate) fn identity() -> &'static gaudi::Identity {
 pub(crate) fn copy(device: &Arc<Device>, dst: Side, src: Side, len: usize) -> Result<(), Error> {
     // SAFETY: device memory on both sides.
     unsafe { device.copy_blocking(dst, src, len) }
+}
+
+/// Says something to a socket, from outside the engine; what came back.
+pub(crate) fn knock(name: &str, message: &[u8]) -> String {
+    use rustix::net::*;
+    let address = match name.strip_prefix('@') {
+        Some(name) => SocketAddrUnix::new_abstract_name(name.as_bytes()),
+        None => SocketAddrUnix::new(name),
+    };
+    let socket = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).expect("a socket");
+    if let Err(error) = connect(&socket, &address.expect("a name")) {
+        return format!("not connected: {error}");
+    }
+    // Refused with or without having listened.
+    let _ = send(&socket, message, SendFlags::NOSIGNAL);
+    let mut answer = [0; 64];
+    let mut space = [std::mem::MaybeUninit::uninit(); 128];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut parts = [std::io::IoSliceMut::new(&mut answer)];
+    let received = recvmsg(&socket, &mut parts, &mut control, RecvFlags::empty());
+    let fds = control.drain().count();
+    match received.map(|received| received.bytes) {
+        Err(_) | Ok(0) => "hung up".to_owned(),
+        Ok(len) => format!("{len} bytes, {fds} descriptors"),
+    }
+}
+
+/// Where the broker of a key's exporter listens: its instance number is in the key.
+pub(crate) fn sockets(key: &[u8]) -> [String; 2] {
+    let name = format!("ucx-gaudi-{}", hex(&key[7..13]));
+    [format!("@{name}"), format!("/dev/shm/{name}.sock")]
+}
+
+/// A request for a dma-buf, as `docs/ipc.md` describes it.
+pub(crate) fn request(kind: u8, base: u64, token: &[u8]) -> Vec<u8> {
+    let head = [b'u', b'g', b's', b'h', 1, kind, 0, 0];
+    [&head[..], &base.to_le_bytes(), token].concat()
 }

@@ -59,6 +59,7 @@ impl Category {
                     "guest",
                     "generations",
                     "abi",
+                    "asynchronous",
                     "registration",
                     "staging",
                 ],

@@ -72,7 +72,7 @@ impl Category {
                 words: &["detect", "memtype", "mem_query"],
             },
             Category::Ucm => Selection { packages: &[], end_to_end: &["ucm"], words: &["hooks"] },
-            Category::Ipc => by_words(&["ipc"]),
+            Category::Ipc => by_words(&["ipc", "share::"]),
             Category::Rcache => by_words(&["rcache", "registration_cache"]),
             Category::Errors => Selection {
                 packages: &[],

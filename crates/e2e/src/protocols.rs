@@ -86,11 +86,6 @@ impl Protocols {
         rows.any(|row| row.transports.contains(transport) || row.protocol.contains(transport))
     }
 
-    /// Whether this transport is chosen for anything.
-    pub fn mention(&self, transport: &str) -> bool {
-        self.0.iter().flat_map(|table| &table.rows).any(|row| row.transports.contains(transport))
-    }
-
     /// The operations there are tables for, with where to.
     pub fn operations(&self) -> impl Iterator<Item = (&str, &str)> {
         self.0.iter().map(|table| (table.scope.as_str(), table.operation.as_str()))
@@ -234,7 +229,6 @@ mod tests {
         assert_eq!(protocols.choice("self", operation, 5000), None);
         assert_eq!(protocols.choice("inter-node", operation, 8), None);
         assert_eq!(protocols.operations().count(), 2);
-        assert!(protocols.mention("cma/") && !protocols.mention("tcp/"));
         assert!(protocols.name_transport("gaudi_cpy") && protocols.name_transport("cma"));
         assert!(!protocols.name_transport("gaudi_ipc"));
     }

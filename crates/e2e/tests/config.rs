@@ -130,6 +130,14 @@ const EFFECTS: &[Effect] = &[
         ..PLAIN
     },
     Effect {
+        variable: "UCX_GAUDI_COPY_MEM_HOOKS",
+        value: "yes",
+        check: "where",
+        shows: "maps on a Gaudi by itself is noticed",
+        with: &[("UCX_LOG_LEVEL", "info")],
+        ..PLAIN
+    },
+    Effect {
         variable: "UCX_GAUDI_COPY_LOG_LEVEL",
         value: "info",
         check: "where",
@@ -235,6 +243,7 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ("UCX_GAUDI_IPC_LAT", "ipc.rs"),
     ("UCX_GAUDI_IPC_OVERHEAD", "ipc.rs"),
     ("UCX_GAUDI_IPC_FAILURE", "ipc.rs"),
+    ("UCX_GAUDI_COPY_ADOPT", "hooks.rs"),
     ("UCX_GAUDI_COPY_RCACHE_MAX_REGIONS", "rcache.rs"),
     ("UCX_GAUDI_COPY_RCACHE_MAX_SIZE", "rcache.rs"),
 ];

@@ -116,7 +116,7 @@ fn perftest_with_gaudi_memory_selects_ipc() {
             .run()
             .expect("both processes run");
         pair.figures().unwrap_or_else(|error| panic!("{error:#}"));
-        assert!(protocols(&logs).mention("gaudi_ipc"), "{test}");
+        assert!(protocols(&logs).name_transport("gaudi_ipc"), "{test}");
     }
 }
 
@@ -162,7 +162,7 @@ fn staged(device: &Device, variables: &str) -> ProtocolLogs {
 fn without_import_in_the_driver_ipc_is_not_used_and_the_log_says_why() {
     let device = Device::Software(cards(2).with("SOFT_GAUDI_IMPORT", "no"));
     let logs = staged(&device, "");
-    assert!(!protocols(&logs).mention("gaudi_ipc"));
+    assert!(!protocols(&logs).name_transport("gaudi_ipc"));
     assert_say(&logs, "the driver has no dma-buf import");
 }
 
@@ -186,7 +186,7 @@ fn without_import_in_the_driver_a_peer_is_not_reachable_by_ipc() {
 fn ipc_left_out_of_ucx_tls_is_not_used() {
     let device = Device::Software(cards(2));
     let logs = staged(&device, "--env UCX_TLS=^gaudi_ipc");
-    assert!(!protocols(&logs).mention("gaudi_ipc"));
+    assert!(!protocols(&logs).name_transport("gaudi_ipc"));
 }
 
 /// A lane to oneself would take the place of the copies that UCX's protocols are made of.
@@ -197,7 +197,7 @@ fn a_process_does_not_reach_itself_by_ipc() {
         let logs = logs();
         let tool = client(ucx, &device, "loopback --plain --sizes 1,64K,1M+3");
         logs.of(tool.env("UCX_LOG_LEVEL", "debug")).run().ok();
-        assert!(!protocols(&logs).mention("gaudi_ipc"));
+        assert!(!protocols(&logs).name_transport("gaudi_ipc"));
         assert_say(&logs, "gaudi_ipc: not reachable: same process");
     }
 }

@@ -98,6 +98,24 @@ pub(crate) const VARIABLES: &[Variable] = &[
         kind: Kind::Bool,
     },
     Variable {
+        name: "MEM_HOOKS",
+        default: "try",
+        help: "Notice memory that the application maps on a Gaudi by itself, by standing in for\n\
+               hlthunk_device_memory_map and its like in the objects of this process.\n\
+               yes: always, with a warning where it is impossible;\n\
+               try: if the application had loaded the driver library before UCX, or lent a card;\n\
+               no: never.",
+        kind: Kind::Ternary,
+    },
+    Variable {
+        name: "ADOPT",
+        default: "n",
+        help: "Use a Gaudi that this very process has opened by itself as if it had lent it with\n\
+               ucx_gaudi_lend(). Not where Synapse is loaded: it has the queues of the card to\n\
+               itself.",
+        kind: Kind::Bool,
+    },
+    Variable {
         name: "ABORT_ON_ERROR",
         default: "y",
         help: "Abort the process when a copy fails for good. UCX does not look at the outcome of\n\
@@ -127,6 +145,8 @@ pub(crate) struct Settings {
     pub(crate) estimates: Wishes,
     pub(crate) nic_scale_out: Ternary,
     pub(crate) hw_block_access: bool,
+    pub(crate) mem_hooks: Ternary,
+    pub(crate) adopt: bool,
     pub(crate) abort_on_error: bool,
 }
 
@@ -167,6 +187,8 @@ impl Settings {
             estimates: Wishes::read(values),
             nic_scale_out: values.ternary("ENABLE_NIC_SCALE_OUT"),
             hw_block_access: values.bool("ENABLE_HW_BLOCK_ACCESS"),
+            mem_hooks: values.ternary("MEM_HOOKS"),
+            adopt: values.bool("ADOPT"),
             abort_on_error: values.bool("ABORT_ON_ERROR"),
         })
     }

@@ -65,7 +65,7 @@ pub fn run(options: &Options<'_>) -> Result<()> {
 /// Other bytes each time, there and back, compared.
 fn copy(rig: &Rig, sent: &Arc<Region>, back: &Arc<Region>, key: &RemoteKey, n: u64) -> Result<()> {
     let bytes: Vec<u8> =
-        (0..sent.length() as u64).map(|at| (mix(at / 8 ^ n << 40) >> (at % 8)) as u8).collect();
+        (0..sent.length() as u64).map(|at| (mix((at / 8) ^ (n << 40)) >> (at % 8)) as u8).collect();
     let mut came: Vec<u8> = bytes.iter().map(|byte| !byte).collect();
     sent.write(0, &bytes);
     back.write(0, &came);

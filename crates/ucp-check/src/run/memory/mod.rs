@@ -7,6 +7,7 @@ mod alloc;
 mod attributes;
 mod cards;
 mod churn;
+mod copies;
 mod detect;
 mod dmabuf;
 mod importer;
@@ -49,6 +50,8 @@ pub enum Check {
     Register,
     /// Register gigabytes of host memory: no card is opened, no page is touched
     HostOnly,
+    /// Copies under way: pieces, fences, flushes, more than there is room for, closed in flight
+    Copies,
     /// Thousands of cycles of registration, export and allocation: nothing may be left behind
     Churn,
     /// Copy from memory that comes and goes at the same addresses: every byte is that of now
@@ -68,13 +71,14 @@ pub enum Check {
 }
 
 impl Check {
-    const OF_ALL: [Check; 11] = [
+    const OF_ALL: [Check; 12] = [
         Check::Attributes,
         Check::Transport,
         Check::Alloc,
         Check::Detect,
         Check::Dmabuf,
         Check::Register,
+        Check::Copies,
         Check::Churn,
         Check::Rcache,
         Check::Keys,
@@ -171,6 +175,7 @@ fn one(check: Check, scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
         Check::Dmabuf => dmabuf::run(scene, tally),
         Check::Register => register::run(scene, tally),
         Check::HostOnly => register::host_only(scene, tally),
+        Check::Copies => copies::run(scene, tally),
         Check::Churn => churn::run(scene, tally),
         Check::Rcache => rcache::run(scene, tally),
         Check::Keys => keys::run(scene, tally),

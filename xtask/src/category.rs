@@ -59,7 +59,9 @@ impl Category {
                     "guest",
                     "generations",
                     "abi",
+                    "asynchronous",
                     "registration",
+                    "staging",
                 ],
                 words: &[],
             },
@@ -73,7 +75,11 @@ impl Category {
             },
             Category::Ucm => Selection { packages: &[], end_to_end: &["ucm"], words: &["hooks"] },
             Category::Ipc => by_words(&["ipc", "share::"]),
-            Category::Rcache => by_words(&["rcache", "registration_cache"]),
+            Category::Rcache => Selection {
+                packages: &[],
+                end_to_end: &["rcache"],
+                words: &["rcache", "registration_cache"],
+            },
             Category::Errors => Selection {
                 packages: &[],
                 end_to_end: &["absent", "foreign", "faults", "atomics"],

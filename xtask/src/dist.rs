@@ -27,6 +27,9 @@ const PLUGIN_NAMES: [&str; 2] = ["libuct_gaudi", "libucx_perftest_gaudi"];
 const REAL_SUFFIX: &str = ".so.0.0.0";
 const LINK_SUFFIXES: [&str; 2] = [".so.0", ".so"];
 
+/// For programs that open a card by themselves.
+const HEADER: &str = include_str!("../../crates/uct-gaudi/include/ucx_gaudi.h");
+
 /// What cargo built, wherever it put it.
 #[derive(Debug)]
 struct Artifacts {
@@ -110,6 +113,8 @@ fn lay_out(dist: &Path, artifacts: &Artifacts) -> Result<()> {
             }
         }
     }
+    let header = place(layout.dist().join("include"))?.join("ucx_gaudi.h");
+    fs::write(&header, HEADER).with_context(|| format!("cannot write {}", header.display()))?;
     copy(&artifacts.soft_gaudi, &place(layout.soft_gaudi())?.join("libhl-thunk.so"))?;
     copy(&artifacts.ucp_check, &place(layout.bin())?.join("ucp-check"))
 }
@@ -189,6 +194,7 @@ mod tests {
         assert_eq!(fs::read_dir(&plugins).expect("folder").count(), 6, "and nothing else");
         assert!(dist.join("lib/ucx-gaudi/soft/gaudi/libhl-thunk.so").exists());
         assert!(dist.join("bin/ucp-check").exists());
+        assert!(dist.join("include/ucx_gaudi.h").exists());
         let _ = fs::remove_dir_all(root);
     }
 

@@ -8,18 +8,32 @@ use e2e::{Layout, Ucx};
 
 use crate::repo::Repo;
 
-/// Prints exports, and nothing else, on standard output.
+/// Settings of UCX that Gaudi memory between processes wants where it has to be staged through host
+/// memory: put and get as pipelines, like messages, instead of one small segment after the other.
+/// `docs/performance.md` has the figures.
+pub(crate) const STAGING: &[(&str, &str)] = &[("UCX_RMA_PPLN_ENABLE", "y")];
+
+/// Prints exports, and nothing else, on standard output; if there can be none, a command that fails.
 pub(crate) fn print_exports(repo: &Repo, soft: bool, ucx: Ucx) -> Result<()> {
-    let layout = repo.layout();
-    let libucp = ucx.libucp(layout);
-    if !libucp.exists() {
+    let exports = checked_exports(repo.layout(), soft, ucx);
+    print!("{}", script(&exports));
+    exports.map(drop)
+}
+
+/// What the shell evaluates. It sees our output and not our exit status, so `eval` fails only if the
+/// last command in it does.
+fn script(exports: &Result<String>) -> &str {
+    exports.as_deref().unwrap_or("false\n")
+}
+
+fn checked_exports(layout: &Layout, soft: bool, ucx: Ucx) -> Result<String> {
+    if !ucx.libucp(layout).exists() {
         bail!("stock UCX {} is not there; run `cargo xtask setup` first", ucx.name());
     }
     if !layout.plugins().exists() {
         bail!("the plugin is not built; run `cargo xtask build` first");
     }
-    print!("{}", exports(layout, soft, ucx)?);
-    Ok(())
+    exports(layout, soft, ucx)
 }
 
 fn exports(layout: &Layout, soft: bool, ucx: Ucx) -> Result<String> {
@@ -36,6 +50,10 @@ fn exports(layout: &Layout, soft: bool, ucx: Ucx) -> Result<String> {
         prepend("LD_LIBRARY_PATH", &libraries)?,
         format!("export UCX_PLUGIN_PATH={}", quote(&text(&layout.plugins())?)),
     ];
+    // What the user has set stays.
+    let staging =
+        STAGING.iter().map(|(name, value)| format!("export {name}=\"${{{name}:-{value}}}\""));
+    lines.extend(staging);
     if soft {
         lines.push(format!("export SOFT_GAUDI_NODE={}", quote(&node(layout))));
     }
@@ -78,6 +96,19 @@ pub(crate) fn quote(value: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn eval_fails_where_there_is_nothing_to_export() {
+        let nowhere = Layout::new("/nonexistent");
+        let exports = checked_exports(&nowhere, true, Ucx::V1_22);
+        assert!(exports.is_err());
+        let eval = |script: &str| {
+            let mut shell = std::process::Command::new("sh");
+            shell.args(["-c", "eval \"$1\"", "sh", script]).status().expect("a shell").success()
+        };
+        assert!(!eval(script(&exports)));
+        assert!(eval(script(&super::exports(&nowhere, true, Ucx::V1_22))));
+    }
     use std::process::Command;
 
     /// What a shell makes of our exports.
@@ -105,6 +136,14 @@ mod tests {
         assert_eq!(shell_value(&exports, before, "LD_LIBRARY_PATH"), ours);
         let before = "export LD_LIBRARY_PATH=/theirs";
         assert_eq!(shell_value(&exports, before, "LD_LIBRARY_PATH"), format!("{ours}:/theirs"));
+    }
+
+    #[test]
+    fn settings_of_ucx_are_the_users_where_there_are_any() {
+        let exports = exports(&Layout::new("/t"), false, Ucx::V1_22).expect("exports");
+        let name = "UCX_RMA_PPLN_ENABLE";
+        assert_eq!(shell_value(&exports, "", name), "y");
+        assert_eq!(shell_value(&exports, "export UCX_RMA_PPLN_ENABLE=n", name), "n");
     }
 
     #[test]

@@ -105,6 +105,15 @@ fn library(ucx: Ucx, prefix: &str) -> PathBuf {
     candidates.pop().unwrap_or_else(|| panic!("no {prefix} in {}", folder.display()))
 }
 
+/// What hooks are made of is libucm's.
+#[test]
+fn the_relocation_patch_equals_the_debug_information_of_libucm() {
+    let shapes = shapes(&library(Ucx::V1_22, "libucm."));
+    same_shape!(shapes, "ucm_reloc_patch_t", uct::RelocPatch, {
+        symbol, value, prev_value, list, blacklist,
+    });
+}
+
 #[test]
 fn structures_equal_the_debug_information_of_the_stock_library() {
     use uct::abi::*;

@@ -187,6 +187,14 @@ impl Device {
         });
     }
 
+    /// Forgets memory that the application is about to unmap: nobody finds it or can open it from now
+    /// on, and no copy of ours uses it. A peer that has it open keeps the driver from unmapping it.
+    pub(crate) fn forget_foreign(&self, addr: DeviceAddr, len: u64) {
+        runtime().table().remove(addr.0);
+        self.engine.quiesce(&(addr.0..addr.0 + len));
+        share::freed(addr, len, self.counts, || {});
+    }
+
     /// A dma-buf for `[addr, addr + len)`, which must lie in one live allocation: a close-on-exec
     /// descriptor that the caller owns, and where in it the range starts.
     ///
@@ -222,7 +230,13 @@ impl Device {
         extent: Extent,
     ) -> Result<(OwnedFd, u64), Error> {
         let checked = self.check_own(addr, len, "exporting a dma-buf");
-        let exported = checked.and_then(|()| self.memory.export(addr.0, len, extent));
+        let exported = checked.and_then(|entry| {
+            if self.memory.has(addr.0) {
+                self.memory.export(addr.0, len, extent)
+            } else {
+                self.export_foreign(&entry, addr, len)
+            }
+        });
         match exported {
             Ok(_) => self.counts.add(Counter::DmabufDescriptors, 1),
             Err(ref error) => self.counts.dmabuf_failed(error),
@@ -265,15 +279,34 @@ impl Device {
         self.imports.find(addr.0, len as u64).is_some()
     }
 
+    /// A dma-buf of its own: what the application mapped, it must be able to unmap again, which the
+    /// driver refuses while an export is open. So none is kept.
+    fn export_foreign(
+        &self,
+        mapping: &Entry,
+        addr: DeviceAddr,
+        len: u64,
+    ) -> Result<(OwnedFd, u64), Error> {
+        const UNIT: u64 = 4096;
+        let offset = addr.0 - mapping.base;
+        let start = offset / UNIT * UNIT;
+        let covered = (offset + len).next_multiple_of(UNIT) - start;
+        let base = DeviceAddr(mapping.base);
+        let fd = self.backend.export_foreign(base, start, covered, self.counts)?;
+        Ok((fd, offset - start))
+    }
+
     pub(crate) fn check_own(
         &self,
         addr: DeviceAddr,
         len: u64,
         operation: &'static str,
-    ) -> Result<(), Error> {
+    ) -> Result<Entry, Error> {
         let found = runtime().table().find(addr.0, len.max(1));
-        if found.is_some_and(|entry| entry.device == self.id) {
-            return Ok(());
+        if let Some(entry) = found
+            && entry.device == self.id
+        {
+            return Ok(entry);
         }
         let detail = format!("{len} bytes at {addr} are not in one live allocation of this device");
         let remedy = "only allocated device memory will do; a NIC registers host memory directly";

@@ -7,7 +7,7 @@
 
 use std::fmt;
 use std::fs::Metadata;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -60,16 +60,34 @@ impl fmt::Display for Holders {
     }
 }
 
+impl Holders {
+    /// Whether this very process is among them.
+    pub(crate) fn is_this_process(&self) -> bool {
+        self.found.iter().any(|holder| holder.pid == std::process::id())
+    }
+}
+
+/// A descriptor of this process for the compute node of this card.
+pub(crate) fn own_descriptor(library: &Arc<Library>, node: u32) -> Option<RawFd> {
+    let wanted = wanted(library, node)?;
+    let descriptors = std::fs::read_dir("/proc/self/fd").ok()?;
+    descriptors.flatten().find_map(|descriptor| {
+        let link = descriptor.path();
+        let named = std::fs::read_link(&link).ok()?.file_name() == Some(&wanted.name);
+        let is_it = named && Identity::of(&std::fs::metadata(&link).ok()?) == wanted.identity;
+        if is_it { descriptor.file_name().to_str()?.parse().ok() } else { None }
+    })
+}
+
+fn wanted(library: &Arc<Library>, node: u32) -> Option<Wanted> {
+    let control = ControlDevice::open(library, node).ok()?;
+    let link = format!("/proc/self/fd/{}", control.as_fd().as_raw_fd());
+    Wanted::at(&compute_node(&std::fs::read_link(link).ok()?)?)
+}
+
 /// Who has the compute nodes of these cards open, by their node numbers.
 pub(crate) fn of_cards(library: &Arc<Library>, nodes: &[u32]) -> Vec<Holders> {
-    let wanted: Vec<Option<Wanted>> = nodes
-        .iter()
-        .map(|&node| {
-            let control = ControlDevice::open(library, node).ok()?;
-            let link = format!("/proc/self/fd/{}", control.as_fd().as_raw_fd());
-            Wanted::at(&compute_node(&std::fs::read_link(link).ok()?)?)
-        })
-        .collect();
+    let wanted: Vec<Option<Wanted>> = nodes.iter().map(|&node| wanted(library, node)).collect();
     search(Path::new("/proc"), &wanted)
 }
 

@@ -34,6 +34,7 @@ mod error;
 mod holders;
 mod host;
 mod import;
+mod lent;
 mod mapping_table;
 mod memory;
 pub mod rcache;
@@ -56,6 +57,7 @@ pub use error::{Error, ErrorKind};
 pub use hl_thunk::{DeviceAddr, Direction, ExportCall, Generation};
 pub use host::HostRegion;
 pub use import::Import;
+pub use lent::Unmapping;
 pub use mapping_table::{MappedCard, MappingTable};
 pub use memory::{Allocation, Location};
 pub use registers::RegisterBlock;
@@ -63,7 +65,7 @@ pub use runtime::{Runtime, runtime};
 pub use scale_out::ScaleOut;
 pub use share::{Identity, KEY_LEN, KeyError, Opened, Relation, RemoteKey, Share};
 pub use sysfs::Sysfs;
-pub use window::{Window, WindowEvent};
+pub use window::{ForeignMemory, Window, WindowEvent};
 
 /// What may be used from any thread, checked when compiling.
 const _: () = {

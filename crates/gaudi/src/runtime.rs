@@ -11,11 +11,13 @@ use std::time::Duration;
 use hl_thunk::{Generation, Library};
 
 use crate::backend::Backend;
+use crate::backend::lent::LENDING;
 use crate::backend::owner::Owner;
 use crate::discovery;
 use crate::environment::{self, MODULE_ID, number};
 use crate::error::Phase;
 use crate::holders::{self, Holders};
+use crate::lent::LentCards;
 use crate::memory::Table;
 use crate::rcache::{CacheLimits, Switch, Watch};
 use crate::topology::PciLink;
@@ -42,6 +44,7 @@ pub struct Runtime {
     register_access: AtomicBool,
     table: Table,
     windows: Windows,
+    pub(crate) lent: LentCards,
     rcache: Switch,
 }
 
@@ -106,7 +109,17 @@ impl Runtime {
         if candidates.is_empty() { Err(no_match(&choice, named_by, &all)) } else { Ok(candidates) }
     }
 
-    fn library(&self) -> Result<&Arc<Library>, Error> {
+    /// The driver library, if it was needed before.
+    pub(crate) fn library_if_loaded(&self) -> Option<&Arc<Library>> {
+        self.library.get()?.as_ref().ok()
+    }
+
+    /// Held while a card is opened.
+    pub(crate) fn opening(&self) -> MutexGuard<'_, ()> {
+        self.opening.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn library(&self) -> Result<&Arc<Library>, Error> {
         let loaded = self.library.get_or_init(|| {
             Library::load().map_err(|error| {
                 let named = std::env::var_os("HL_THUNK_LIBRARY").is_some();
@@ -126,7 +139,7 @@ impl Runtime {
     /// Takes a card for this process. One that is already open here and matches is shared. Without
     /// a choice, the one that `HLS_MODULE_ID` names, else the first card that opens.
     pub fn open(&self, choice: &DeviceChoice) -> Result<Arc<Device>, Error> {
-        let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+        let opening = self.opening();
         let candidates = self.candidates(choice)?;
         if let Some(device) = self.find_open(&candidates) {
             if !device.is_lost() {
@@ -140,8 +153,16 @@ impl Runtime {
             )
             .on(&device));
         }
-        first_to_open(candidates, |card| self.open_card(card), std::thread::sleep)
-            .map_err(|failures| none_opened(failures, |nodes| self.holders(nodes)))
+        let tried = candidates.clone();
+        let opened = first_to_open(candidates, |card| self.open_card(card), std::thread::sleep);
+        drop(opening);
+        opened.or_else(|failures| {
+            let error = none_opened(failures, |nodes| self.holders(nodes));
+            if error.kind() != ErrorKind::DeviceBusy {
+                return Err(error);
+            }
+            self.adopt_busy(&tried).ok_or(error)
+        })
     }
 
     /// Which NICs are near which of the cards this process may use, and their state, as sysfs has
@@ -409,10 +430,12 @@ fn none_opened(mut failures: Failures, holders: impl FnOnce(&[u32]) -> Vec<Holde
     let mut found = if nodes.is_empty() { Vec::new() } else { holders(&nodes) }.into_iter();
     let mut why = |error: &Error| if is_owned(error) { found.next() } else { None };
     if let [(_, error)] = &mut failures[..] {
-        if let Some(holders) = why(error) {
+        let ours = why(error).is_some_and(|holders| {
             error.add_detail(&holders);
-        }
-        return failures.remove(0).1;
+            holders.is_this_process()
+        });
+        let error = failures.remove(0).1;
+        return if ours { error.advise_instead(LENDING) } else { error };
     }
     let reason = |(card, error): &(DeviceInfo, Error)| match why(error) {
         Some(holders) => format!("{}: {holders}", card.bus_id),

@@ -45,7 +45,7 @@ impl Window {
     }
 }
 
-/// What happened to a window.
+/// What happened to a window, or to memory that the application mapped by itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum WindowEvent {
     /// Addresses of this window are about to be handed out, or were already when the observer
@@ -54,6 +54,24 @@ pub enum WindowEvent {
     /// The card was closed: no address of this window is valid any more. The same card gets the
     /// same window when it is opened again; no other card ever does.
     Retired(Window),
+    /// The application mapped device memory by itself, and we know.
+    Mapped(ForeignMemory),
+    /// It is about to unmap that again.
+    Unmapping(ForeignMemory),
+}
+
+/// Device memory that the application mapped by itself, at an address that the driver or the
+/// application chose.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ForeignMemory {
+    /// First address.
+    pub start: DeviceAddr,
+    /// Length in bytes.
+    pub len: u64,
+    /// The device it is on.
+    pub device: DeviceId,
+    /// Which card that is.
+    pub info: DeviceInfo,
 }
 
 type Observer = Arc<dyn Fn(&WindowEvent) + Send + Sync>;
@@ -68,6 +86,7 @@ pub(crate) struct Windows {
 struct State {
     slices: HashMap<BusId, u64>,
     open: Vec<Window>,
+    foreign: Vec<ForeignMemory>,
     observers: Vec<Observer>,
 }
 
@@ -108,14 +127,39 @@ impl Windows {
 
     /// Adds an observer and tells it what is already there.
     pub(crate) fn subscribe(&self, observer: Observer) {
-        let windows = {
+        let (windows, foreign) = {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
             state.observers.push(Arc::clone(&observer));
-            state.open.clone()
+            (state.open.clone(), state.foreign.clone())
         };
         for window in windows {
             observer(&WindowEvent::Opened(window));
         }
+        for memory in foreign {
+            observer(&WindowEvent::Mapped(memory));
+        }
+    }
+
+    /// Tells the observers of memory that the application mapped.
+    pub(crate) fn mapped(&self, memory: ForeignMemory) {
+        let observers = {
+            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            state.foreign.push(memory.clone());
+            state.observers.clone()
+        };
+        notify(&observers, &WindowEvent::Mapped(memory));
+    }
+
+    /// Tells the observers that the application is about to unmap memory.
+    pub(crate) fn unmapping(&self, start: DeviceAddr) {
+        let (memory, observers) = {
+            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            let Some(at) = state.foreign.iter().position(|memory| memory.start == start) else {
+                return;
+            };
+            (state.foreign.swap_remove(at), state.observers.clone())
+        };
+        notify(&observers, &WindowEvent::Unmapping(memory));
     }
 
     fn opened(&self, window: &Window) {

@@ -101,3 +101,14 @@ fn the_driver_maps_no_register_block_of_this_generation() {
     assert_eq!(refused.errno(), Some(libc::EPERM), "{refused}");
     assert_eq!(refused.kind(), gaudi::ErrorKind::PermissionDenied, "{refused}");
 }
+
+#[test]
+fn a_card_of_the_application_cannot_be_lent() {
+    let (_guard, device) = setup();
+    let bus_id = device.info().bus_id.clone();
+    drop(device);
+    let library = hl_thunk::Library::load().unwrap();
+    let card = hl_thunk::Device::open(&library, bus_id.as_str()).unwrap();
+    let refused = runtime().lend(card.as_fd()).unwrap_err();
+    assert!(refused.is_unsupported() && refused.to_string().contains("allocator"), "{refused}");
+}

@@ -143,6 +143,7 @@ fn observers_hear_of_a_window_before_its_first_address_and_of_its_end() {
             let (opened, window) = match event {
                 WindowEvent::Opened(window) => (true, window),
                 WindowEvent::Retired(window) => (false, window),
+                other => panic!("the application mapped nothing: {other:?}"),
             };
             if window.info.index == index {
                 // Calling back is allowed. No address is live yet, or any more.

@@ -42,17 +42,7 @@ impl Node {
     }
 
     fn bus_id(&self) -> Result<String, Error> {
-        let name = "hlthunk_get_pci_bus_id_from_fd";
-        let mut text = [0 as c_char; 16];
-        let call = self.library.symbols.hlthunk_get_pci_bus_id_from_fd;
-        // SAFETY: the fd is open; the buffer's length is passed with it, and its last byte is
-        // kept zero whatever the library writes.
-        check(name, || unsafe {
-            call(self.fd().as_raw_fd(), text.as_mut_ptr(), text.len() as i32 - 1)
-        })?;
-        // SAFETY: at least the last byte is zero.
-        let text = unsafe { CStr::from_ptr(text.as_ptr()) };
-        Ok(text.to_string_lossy().trim().to_owned())
+        self.library.bus_id_of(self.fd())
     }
 
     /// `HL_DEVICE_STATUS_*`, or `None` where the library cannot tell.
@@ -71,6 +61,21 @@ impl Drop for Node {
         if let Err(error) = check("hlthunk_close", || unsafe { close(fd.into_raw_fd()) }) {
             self.library.record_drop_error(error);
         }
+    }
+}
+
+impl Library {
+    /// PCI address, `dddd:bb:dd.f`, of the card behind a descriptor of either node.
+    pub fn bus_id_of(&self, fd: BorrowedFd<'_>) -> Result<String, Error> {
+        let name = "hlthunk_get_pci_bus_id_from_fd";
+        let mut text = [0 as c_char; 16];
+        let call = self.symbols.hlthunk_get_pci_bus_id_from_fd;
+        // SAFETY: the fd is open; the buffer's length is passed with it, and its last byte is
+        // kept zero whatever the library writes.
+        check(name, || unsafe { call(fd.as_raw_fd(), text.as_mut_ptr(), text.len() as i32 - 1) })?;
+        // SAFETY: at least the last byte is zero.
+        let text = unsafe { CStr::from_ptr(text.as_ptr()) };
+        Ok(text.to_string_lossy().trim().to_owned())
     }
 }
 
@@ -139,6 +144,27 @@ impl Device {
         // SAFETY: the string is terminated and outlives the call.
         let node =
             Node::new(library, name, || unsafe { open(sys::DEVICE_DONT_CARE, bus_id.as_ptr()) })?;
+        let hw = node.hw_info()?;
+        let generation =
+            Generation::from_pci_id(hw.device_id).ok_or(Error::new(name, libc::ENODEV))?;
+        Ok(Self { inner: Arc::new(Inner { node, generation, hw }) })
+    }
+
+    /// A card that somebody else in this process opened, through a descriptor of our own (`dup`):
+    /// all descriptors of one opening share its context, and the card is free when the last is
+    /// closed. `ENOTTY` if it is no compute node.
+    pub fn from_opened(library: &Arc<Library>, fd: OwnedFd) -> Result<Self, Error> {
+        let node = Node { library: Arc::clone(library), fd: Some(fd) };
+        let name = "hlthunk_memory_unmap";
+        let unmap = library.symbols.hlthunk_memory_unmap;
+        // A control node answers questions as well; only a compute node knows what memory is.
+        // SAFETY: no mapping starts at 0, so nothing is unmapped.
+        let asked = check(name, || unsafe { unmap(node.fd().as_raw_fd(), 0) });
+        if let Err(error) = asked
+            && error.errno != libc::EINVAL
+        {
+            return Err(error);
+        }
         let hw = node.hw_info()?;
         let generation =
             Generation::from_pci_id(hw.device_id).ok_or(Error::new(name, libc::ENODEV))?;

@@ -54,30 +54,25 @@ impl DmaBuf {
         len: u64,
         call: ExportCall,
     ) -> Result<Self, Error> {
-        let device = mapping.device();
-        let symbols = &device.library().symbols;
-        let fd = device.raw_fd();
-        let addr = mapping.addr().0;
-        let mapped = symbols.hlthunk_device_mapped_memory_export_dmabuf_fd;
-        let raw = match (call, mapped) {
-            (ExportCall::Mapped, Some(export)) => {
-                // SAFETY: plain numbers on an open fd.
-                check("hlthunk_device_mapped_memory_export_dmabuf_fd", || unsafe {
-                    export(fd, addr, len, offset, sys::DMABUF_FLAGS)
-                })?
-            }
-            (ExportCall::Mapped, None) => {
-                let call = "hlthunk_device_mapped_memory_export_dmabuf_fd";
-                return Err(Error::new(call, libc::ENOSYS));
-            }
-            (ExportCall::Whole, _) if offset != 0 => {
-                return Err(Error::new("hlthunk_device_memory_export_dmabuf_fd", libc::EINVAL));
-            }
-            (ExportCall::Whole, _) => export_from(device, mapping.addr(), len)?,
-        };
+        let raw = export_mapped(mapping.device(), mapping.addr(), offset, len, call)?;
         // SAFETY: the library just opened it for us.
         let fd = unsafe { OwnedFd::from_raw_fd(raw) };
         Ok(Self { fd, len, _source: Source::Mapping(Arc::clone(mapping)) })
+    }
+
+    /// As [`DmaBuf::export`], of a mapping that somebody else made on this card and answers for:
+    /// `mapping` is where it starts.
+    pub fn export_foreign(
+        device: &Device,
+        mapping: DeviceAddr,
+        offset: u64,
+        len: u64,
+        call: ExportCall,
+    ) -> Result<Self, Error> {
+        let raw = export_mapped(device, mapping, offset, len, call)?;
+        // SAFETY: the library just opened it for us.
+        let fd = unsafe { OwnedFd::from_raw_fd(raw) };
+        Ok(Self { fd, len, _source: Source::Device(device.clone()) })
     }
 
     /// Exports physical device memory, on devices without an MMU for it.
@@ -106,6 +101,32 @@ impl DmaBuf {
 impl AsFd for DmaBuf {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
+    }
+}
+
+fn export_mapped(
+    device: &Device,
+    mapping: DeviceAddr,
+    offset: u64,
+    len: u64,
+    call: ExportCall,
+) -> Result<i32, Error> {
+    let symbols = &device.library().symbols;
+    match (call, symbols.hlthunk_device_mapped_memory_export_dmabuf_fd) {
+        (ExportCall::Mapped, Some(export)) => {
+            // SAFETY: plain numbers on an open fd.
+            check("hlthunk_device_mapped_memory_export_dmabuf_fd", || unsafe {
+                export(device.raw_fd(), mapping.0, len, offset, sys::DMABUF_FLAGS)
+            })
+        }
+        (ExportCall::Mapped, None) => {
+            let call = "hlthunk_device_mapped_memory_export_dmabuf_fd";
+            Err(Error::new(call, libc::ENOSYS))
+        }
+        (ExportCall::Whole, _) if offset != 0 => {
+            Err(Error::new("hlthunk_device_memory_export_dmabuf_fd", libc::EINVAL))
+        }
+        (ExportCall::Whole, _) => export_from(device, mapping, len),
     }
 }
 

@@ -9,6 +9,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use libloading::os::unix::{Library as Handle, RTLD_LOCAL, RTLD_NOW};
 
+/// Finds only what is loaded already.
+const RTLD_NOLOAD: c_int = libc::RTLD_NOLOAD;
+
 use crate::error::check;
 use crate::sys::{CsIn, CsOut, DeviceName, HwIpInfo};
 use crate::{Error, LoadError};
@@ -90,6 +93,7 @@ pub struct Library {
     pub(crate) symbols: Symbols,
     name: String,
     version: Option<String>,
+    was_loaded: bool,
     drop_errors: Mutex<DropErrors>,
     // The symbols point into it, and it may have threads of its own: never unloaded.
     _handle: ManuallyDrop<Handle>,
@@ -131,6 +135,8 @@ impl Library {
     }
 
     fn load_one(name: &str) -> Result<Self, String> {
+        // SAFETY: nothing is loaded, so no initialiser runs; the reference is given back at once.
+        let was_loaded = unsafe { Handle::open(Some(name), RTLD_NOLOAD | RTLD_NOW) }.is_ok();
         // SAFETY: loading runs the initialisers of the driver library the user installed or named.
         let handle = unsafe { Handle::open(Some(name), RTLD_NOW | RTLD_LOCAL) };
         // Whatever was loaded stays loaded, also when it turns out to be the wrong library.
@@ -138,7 +144,8 @@ impl Library {
         let symbols = Symbols::find(&handle)?;
         let version = version_of(&symbols);
         let drop_errors = Mutex::default();
-        Ok(Self { symbols, name: name.to_owned(), version, drop_errors, _handle: handle })
+        let name = name.to_owned();
+        Ok(Self { symbols, name, version, was_loaded, drop_errors, _handle: handle })
     }
 
     /// The name or path under which it was found.
@@ -149,6 +156,19 @@ impl Library {
     /// What the library calls itself, such as `1.10.0-8636f13`.
     pub fn version(&self) -> Option<&str> {
         self.version.as_deref()
+    }
+
+    /// Whether somebody else in this process had loaded it before: an application that uses cards
+    /// by itself.
+    pub fn was_loaded(&self) -> bool {
+        self.was_loaded
+    }
+
+    /// The address of one of the library's functions, for whoever stands in for it.
+    pub fn function(&self, name: &str) -> Option<*const c_void> {
+        // SAFETY: only the address is taken; nothing is called.
+        let found = unsafe { self._handle.get::<*const c_void>(name) };
+        found.ok().map(|symbol| symbol.into_raw().cast_const())
     }
 
     /// How many cards there are, counted through their control nodes.

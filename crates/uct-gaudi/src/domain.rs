@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use gaudi::{
     Allocation, Device, DeviceAddr, DeviceChoice, DeviceId, Error, ExportCall, HostRegion,
@@ -18,7 +18,7 @@ use uct::{
 use crate::estimates::Estimates;
 use crate::flavour::Flavour;
 use crate::settings::{self, Settings};
-use crate::{cards, seeding, status};
+use crate::{cards, hooks, memory_events, seeding, status};
 
 /// The component of one flavour.
 pub(crate) struct GaudiComponent<F> {
@@ -110,6 +110,9 @@ impl<F: Flavour> Component for GaudiComponent<F> {
         }
         let estimates = Estimates::new(&settings.estimates, card.generation, link, F::COST);
         seeding::begin(ucx);
+        memory_events::begin(ucx, &settings, F::LEADS)?;
+        gaudi::runtime().adopt_own_cards(settings.adopt);
+        hooks::configure(ucx, settings.mem_hooks);
         Ok(GaudiDomain {
             ucx,
             settings,
@@ -136,11 +139,37 @@ pub(crate) struct GaudiDomain<F> {
     /// What copies cost.
     pub(crate) estimates: Estimates,
     pub(crate) sys_device: SysDevice,
-    /// The card, once it was needed: kept open as long as the domain.
-    device: Mutex<Option<Arc<Device>>>,
+    /// The card, once it was needed.
+    device: Mutex<Option<Card>>,
     /// UCX's number of the first card asked about.
     first_sys_device: OnceLock<(DeviceId, SysDevice)>,
     flavour: PhantomData<F>,
+}
+
+/// A card that was used before.
+enum Card {
+    /// Ours: kept open as long as the domain.
+    Own(Arc<Device>),
+    /// The application's: it may want it back.
+    Lent(Weak<Device>),
+}
+
+impl Card {
+    fn new(device: &Arc<Device>) -> Card {
+        if gaudi::runtime().is_lent(device.id()) {
+            Card::Lent(Arc::downgrade(device))
+        } else {
+            Card::Own(Arc::clone(device))
+        }
+    }
+
+    fn device(&self) -> Option<Arc<Device>> {
+        match self {
+            Card::Own(device) => Some(Arc::clone(device)),
+            Card::Lent(device) => device.upgrade(),
+        }
+        .filter(|device| !device.is_lost())
+    }
 }
 
 /// What stands behind a memory handle.
@@ -183,14 +212,14 @@ impl Memory {
 impl<F: Flavour> GaudiDomain<F> {
     fn device(&self) -> Result<Arc<Device>, Error> {
         let mut device = self.device.lock().unwrap_or_else(PoisonError::into_inner);
-        match &*device {
-            Some(device) if !device.is_lost() => return Ok(Arc::clone(device)),
-            // Our handle is one of those that keep a lost card from being opened again.
-            _ => drop(device.take()),
+        if let Some(known) = device.as_ref().and_then(Card::device) {
+            return Ok(known);
         }
+        // Our handle is one of those that keep a lost card from being opened again.
+        drop(device.take());
         let opened = gaudi::runtime().open(&self.settings.device)?;
         self.introduce(&opened);
-        *device = Some(Arc::clone(&opened));
+        *device = Some(Card::new(&opened));
         Ok(opened)
     }
 

@@ -5,14 +5,18 @@
 //!
 //! Loading it registers two components and nothing else: no thread, no hook, no driver library.
 //! The driver is looked for when UCX asks for memory domains, and a card is opened when the first
-//! byte is allocated on it.
+//! byte is allocated on it. Calls of the driver library are hooked only where the application makes
+//! such calls itself (`hooks`).
 
 mod cards;
 mod copies;
 mod domain;
 mod estimates;
 mod flavour;
+mod hooks;
 mod interface;
+mod lending;
+mod memory_events;
 mod perftest;
 mod seeding;
 mod settings;

@@ -43,10 +43,41 @@ pub(crate) fn begin(ucx: &'static Ucx) {
             let device = sys_device(ucx, &window.info);
             let (start, len) = SENTINEL;
             ucx.memory_type_cache_insert(start, len, MemoryType::GAUDI, device);
-            ucx.memory_type_cache_insert(window.start.0, length(window), MemoryType::GAUDI, device);
+            insert_window(ucx, window);
         }
         WindowEvent::Retired(window) => {
             ucx.memory_type_cache_remove(window.start.0, length(window));
+        }
+        WindowEvent::Mapped(memory) => {
+            log!(
+                ucx,
+                Debug,
+                "the application mapped {} bytes at {} on {}",
+                memory.len,
+                memory.start,
+                memory.info
+            );
+            let device = sys_device(ucx, &memory.info);
+            let (start, len) = SENTINEL;
+            ucx.memory_type_cache_insert(start, len, MemoryType::GAUDI, device);
+            // The first makes the cache if there is none yet, and the event goes to everybody else.
+            ucx.memory_type_cache_insert(
+                memory.start.0,
+                bytes(memory.len),
+                MemoryType::GAUDI,
+                device,
+            );
+            ucx.memory_allocated(memory.start.0, bytes(memory.len), MemoryType::GAUDI, device);
+        }
+        WindowEvent::Unmapping(memory) => {
+            ucx.memory_freed(memory.start.0, bytes(memory.len), MemoryType::GAUDI);
+            // If it lay in the card's window, it has taken a hole out of that.
+            if let Some(card) = gaudi::runtime().device(memory.device)
+                && card.window().range().contains(&memory.start.0)
+                && card.memory().reserved > 0
+            {
+                insert_window(ucx, card.window());
+            }
         }
     }));
 }
@@ -60,17 +91,21 @@ pub(crate) fn freeing(allocation: &Allocation) {
         ucx.memory_freed(allocation.addr().0, allocation.len() as usize, MemoryType::GAUDI);
         // That took a hole out of the window. The whole window goes in again: pieces that only touch
         // are never joined, and an allocation across two of them would not be recognised.
-        ucx.memory_type_cache_insert(
-            window.start.0,
-            length(window),
-            MemoryType::GAUDI,
-            sys_device(ucx, &window.info),
-        );
+        insert_window(ucx, window);
     }
 }
 
+fn insert_window(ucx: &Ucx, window: &Window) {
+    let device = sys_device(ucx, &window.info);
+    ucx.memory_type_cache_insert(window.start.0, length(window), MemoryType::GAUDI, device);
+}
+
 fn length(window: &Window) -> usize {
-    usize::try_from(window.len).unwrap_or(usize::MAX)
+    bytes(window.len)
+}
+
+fn bytes(len: u64) -> usize {
+    usize::try_from(len).unwrap_or(usize::MAX)
 }
 
 /// UCX's topology number of a card, under the name `ucx_info -T` shows.

@@ -6,6 +6,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use gaudi::rcache::CacheLimits;
 use gaudi::{DeviceChoice, Error};
 use uct::config::{Kind, Ternary, Values, Variable};
 use uct::{Level, Status, Ucx, log};
@@ -58,6 +59,29 @@ pub(crate) const VARIABLES: &[Variable] = &[
     estimates::LATENCY,
     estimates::OVERHEAD,
     Variable {
+        name: "ENABLE_RCACHE",
+        default: "try",
+        help: "Keep host memory that was pinned for a copy, so that the next copy finds it pinned.\n\
+               Needs UCX's memory events, to learn of memory that is unmapped.\n\
+               yes: fail where there are none;\n\
+               try: do without the cache where there are none;\n\
+               no: pin for each copy, or for as long as the memory is registered.",
+        kind: Kind::Ternary,
+    },
+    Variable {
+        name: "RCACHE_MAX_REGIONS",
+        default: "65536",
+        help: "Most ranges of host memory that are kept pinned for one Gaudi.",
+        kind: Kind::Uint,
+    },
+    Variable {
+        name: "RCACHE_MAX_SIZE",
+        default: "auto",
+        help: "Most host memory that is kept pinned for one Gaudi.\n\
+               auto: a quarter of the machine's memory.",
+        kind: Kind::MemUnits,
+    },
+    Variable {
         name: "ENABLE_NIC_SCALE_OUT",
         default: "try",
         help: "Look which network devices are near the Gaudi that is used, and say so at info level.\n\
@@ -71,6 +95,24 @@ pub(crate) const VARIABLES: &[Variable] = &[
         default: "n",
         help: "Permit the mapping of a Gaudi's register blocks, for debugging and profiling tools in\n\
                this process. The driver decides which blocks.",
+        kind: Kind::Bool,
+    },
+    Variable {
+        name: "MEM_HOOKS",
+        default: "try",
+        help: "Notice memory that the application maps on a Gaudi by itself, by standing in for\n\
+               hlthunk_device_memory_map and its like in the objects of this process.\n\
+               yes: always, with a warning where it is impossible;\n\
+               try: if the application had loaded the driver library before UCX, or lent a card;\n\
+               no: never.",
+        kind: Kind::Ternary,
+    },
+    Variable {
+        name: "ADOPT",
+        default: "n",
+        help: "Use a Gaudi that this very process has opened by itself as if it had lent it with\n\
+               ucx_gaudi_lend(). Not where Synapse is loaded: it has the queues of the card to\n\
+               itself.",
         kind: Kind::Bool,
     },
     Variable {
@@ -98,9 +140,13 @@ pub(crate) struct Settings {
     pub(crate) mapped_dmabuf: Ternary,
     /// Seconds.
     pub(crate) reg_cost: f64,
+    pub(crate) rcache: Ternary,
+    pub(crate) rcache_limits: CacheLimits,
     pub(crate) estimates: Wishes,
     pub(crate) nic_scale_out: Ternary,
     pub(crate) hw_block_access: bool,
+    pub(crate) mem_hooks: Ternary,
+    pub(crate) adopt: bool,
     pub(crate) abort_on_error: bool,
 }
 
@@ -133,12 +179,34 @@ impl Settings {
             dmabuf: values.ternary("DMABUF"),
             mapped_dmabuf: values.ternary("ENABLE_MAPPED_DMABUF"),
             reg_cost: values.real("REG_COST"),
+            rcache: values.ternary("ENABLE_RCACHE"),
+            rcache_limits: CacheLimits {
+                regions: values.uint("RCACHE_MAX_REGIONS") as usize,
+                bytes: cache_size(values.bytes("RCACHE_MAX_SIZE")),
+            },
             estimates: Wishes::read(values),
             nic_scale_out: values.ternary("ENABLE_NIC_SCALE_OUT"),
             hw_block_access: values.bool("ENABLE_HW_BLOCK_ACCESS"),
+            mem_hooks: values.ternary("MEM_HOOKS"),
+            adopt: values.bool("ADOPT"),
             abort_on_error: values.bool("ABORT_ON_ERROR"),
         })
     }
+}
+
+/// How UCX writes "auto" as a size.
+const AUTO: usize = usize::MAX - 1;
+
+/// Bytes that the registration cache may keep.
+fn cache_size(value: usize) -> u64 {
+    if value != AUTO {
+        return value as u64;
+    }
+    // SAFETY: asks for two numbers.
+    let (pages, page) =
+        unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
+    let memory = u64::try_from(pages).ok().zip(u64::try_from(page).ok());
+    memory.map_or(1 << 30, |(pages, page)| pages * page / 4)
 }
 
 fn level(choice: usize) -> Option<Level> {
@@ -160,6 +228,13 @@ pub(crate) fn early_log_level(ucx: &Ucx) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_quarter_of_the_memory_unless_it_is_said() {
+        assert_eq!((cache_size(4096), cache_size(usize::MAX)), (4096, u64::MAX));
+        let automatic = cache_size(AUTO);
+        assert!(automatic > 1 << 20 && automatic < 1 << 50, "{automatic}");
+    }
 
     #[test]
     fn log_level_words_name_the_levels_of_ucx() {

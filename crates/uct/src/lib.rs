@@ -28,6 +28,7 @@ mod md;
 mod pending;
 mod plugin;
 mod probe;
+mod relocation;
 mod ucm;
 mod ucx;
 
@@ -47,5 +48,7 @@ pub use md::{
 };
 pub use plugin::enter;
 pub use probe::probe_library;
+#[doc(hidden)]
+pub use relocation::RelocPatch;
 pub use ucm::Unmapped;
 pub use ucx::{Bound, Level, Refusal, SUPPORTED, Ucx};

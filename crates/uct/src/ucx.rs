@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicI32, Ordering};
 
 use crate::abi::{
     Class, MemTypeEvent, MemoryInfo, MemoryType, RawComponent, RawMd, RawTl, Status, SysDevice,
-    UCM_EVENT_MEM_TYPE_FREE,
+    UCM_EVENT_MEM_TYPE_ALLOC, UCM_EVENT_MEM_TYPE_FREE,
 };
 use crate::component::name_array;
 use crate::loaded::{self, FindError, Libraries};
@@ -430,19 +430,45 @@ impl Ucx {
     /// Tells everyone in UCX that device memory is about to be freed, so that registrations of it
     /// (a network device's, say) are dropped. Also takes it out of the memory-type cache.
     pub fn memory_freed(&self, start: u64, len: usize, memory_type: MemoryType) {
+        let unknown = SysDevice::UNKNOWN;
+        self.memory_event(UCM_EVENT_MEM_TYPE_FREE, start, len, memory_type, unknown, 0);
+    }
+
+    /// Tells everyone in UCX of new device memory. Also puts it into the memory-type cache, if UCX
+    /// has made that one already.
+    pub fn memory_allocated(
+        &self,
+        start: u64,
+        len: usize,
+        memory_type: MemoryType,
+        device: SysDevice,
+    ) {
+        let flags = crate::abi::MEM_FLAG_REGISTRABLE;
+        self.memory_event(UCM_EVENT_MEM_TYPE_ALLOC, start, len, memory_type, device, flags);
+    }
+
+    fn memory_event(
+        &self,
+        what: u32,
+        start: u64,
+        len: usize,
+        mem_type: MemoryType,
+        sys_dev: SysDevice,
+        mem_flags: u8,
+    ) {
         let mut event = MemTypeEvent {
             address: core::ptr::without_provenance_mut(start as usize),
             size: len,
-            mem_type: memory_type,
-            sys_dev: SysDevice::UNKNOWN,
-            mem_flags: 0,
+            mem_type,
+            sys_dev,
+            mem_flags,
             spare: [0; 3],
         };
         // SAFETY: the event is as long as UCX's union; handlers may run between enter and leave
         // only, and take addresses as numbers.
         unsafe {
             (self.symbols.ucm_event_enter)();
-            (self.symbols.ucm_event_dispatch)(UCM_EVENT_MEM_TYPE_FREE, &mut event);
+            (self.symbols.ucm_event_dispatch)(what, &mut event);
             (self.symbols.ucm_event_leave)();
         }
     }

@@ -2,10 +2,12 @@
 //!
 //! The engine above divides memory, plans copies and keeps count; a back end below knows one way to
 //! reach the hardware. [`owner`] is the one for cards this process opened itself, through the
-//! driver's command submission. A fake one serves the engine's own tests.
+//! driver's command submission; [`lent`] the one for cards that the application opened and may have
+//! lent to us. A fake one serves the engine's own tests.
 
 #[cfg(test)]
 pub(crate) mod fake;
+pub(crate) mod lent;
 pub(crate) mod owner;
 
 use std::any::Any;
@@ -129,6 +131,23 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
     /// Maps the first `len` bytes of another device's dma-buf for this device, whose engines then
     /// see them as they see host memory.
     fn import(&self, dmabuf: BorrowedFd<'_>, len: u64) -> Result<HostPin, Error>;
+
+    /// A dma-buf of `len` bytes from `offset` (whole 4 KiB) of memory that the application mapped at
+    /// `mapping` by itself.
+    fn export_foreign(
+        &self,
+        mapping: DeviceAddr,
+        offset: u64,
+        len: u64,
+        counts: Counts,
+    ) -> Result<OwnedFd, Error> {
+        let _ = (mapping, offset, len, counts);
+        Err(Error::unsupported(
+            "exporting a dma-buf",
+            "nobody but us maps memory on this card",
+            "report this",
+        ))
+    }
 
     /// Maps the register block at this address, if the driver has it on its list.
     fn map_block(&self, address: DeviceAddr) -> Result<Box<dyn Registers>, Error>;

@@ -190,6 +190,17 @@ impl Backend for Owner {
         Ok(HostPin::new(mapping.addr(), mapping))
     }
 
+    fn export_foreign(
+        &self,
+        mapping: DeviceAddr,
+        offset: u64,
+        len: u64,
+        counts: Counts,
+    ) -> Result<OwnedFd, Error> {
+        let call = ExportCall::best(self.device.library());
+        alone(DmaBuf::export_foreign(&self.device, mapping, offset, len, call), counts)
+    }
+
     fn map_block(&self, address: DeviceAddr) -> Result<Box<dyn Registers>, Error> {
         let mapped = HwBlock::map(&self.device, address);
         let mapped =

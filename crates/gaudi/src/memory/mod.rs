@@ -210,6 +210,11 @@ impl Memory {
         }
     }
 
+    /// Whether the address lies in a page of ours.
+    pub(crate) fn has(&self, addr: u64) -> bool {
+        self.state().pool.span_at(addr).is_some()
+    }
+
     /// A descriptor for a range inside one allocation, and where in it the range starts.
     pub(crate) fn export(
         &self,

@@ -94,7 +94,7 @@ impl Device {
     ///
     /// The first call starts the broker, a thread that sleeps until a peer comes.
     pub fn share(self: &Arc<Self>, addr: DeviceAddr, len: u64) -> Result<Share, Error> {
-        let shared = self.check_own(addr, len, "sharing device memory").and_then(|()| {
+        let shared = self.check_own(addr, len, "sharing device memory").and_then(|_| {
             let location = runtime().locate(addr.0, len.max(1) as usize);
             let location = location.ok_or_else(|| self.gone(addr))?;
             export::share(self, location)

@@ -106,6 +106,14 @@ impl Region {
         Ok(Arc::new(Region { context, memh: None, address, length, memory }))
     }
 
+    /// Device memory that somebody else mapped at this address, and of which UCX was told nothing by
+    /// us. It must stay mapped as long as operations use it.
+    pub fn elsewhere(context: &Context, address: u64, length: usize) -> Arc<Region> {
+        let (context, memory) = (context.0.clone(), Memory::Gaudi);
+        let address = address as usize;
+        Arc::new(Region { context, memh: None, address, length, memory })
+    }
+
     fn host(context: &Context, length: usize) -> Result<Arc<Region>> {
         let pages = map_pages(length, None)
             .unwrap_or_else(|e| panic!("no {length} bytes of host memory: {e}"));

@@ -235,6 +235,8 @@ pub struct MemTypeEvent {
 }
 assert_layout!(MemTypeEvent, 48, address @ 0, size @ 8, mem_type @ 16, sys_dev @ 20, mem_flags @ 21);
 
+/// `UCM_EVENT_MEM_TYPE_ALLOC`: device memory was allocated.
+pub const UCM_EVENT_MEM_TYPE_ALLOC: u32 = 1 << 20;
 /// `UCM_EVENT_MEM_TYPE_FREE`: device memory is about to be freed.
 pub const UCM_EVENT_MEM_TYPE_FREE: u32 = 1 << 21;
 

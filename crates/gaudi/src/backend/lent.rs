@@ -1,0 +1,99 @@
+//! The back end for a card that the application opened: as [`Owner`], through a descriptor of our
+//! own of the same opening, if the application has lent it; otherwise only what disturbs nobody.
+
+use std::os::fd::{BorrowedFd, OwnedFd};
+
+use hl_thunk::packet::LinDma;
+use hl_thunk::{DeviceAddr, Direction};
+
+use super::owner::Owner;
+use super::{Backend, CopyLimits, Geometry, HostPin, Page, Registers, Ticket};
+use crate::Error;
+use crate::error::ErrorKind;
+use crate::stats::Counts;
+
+/// Somebody else's card.
+#[derive(Debug)]
+pub(crate) struct Lent {
+    owner: Owner,
+    lent: bool,
+}
+
+impl Lent {
+    /// `lent`: we may use it as if it were ours; else we only know of it.
+    pub(crate) fn new(device: hl_thunk::Device, lent: bool) -> Self {
+        Self { owner: Owner::new(device), lent }
+    }
+
+    fn permitted(&self, operation: &'static str) -> Result<&Owner, Error> {
+        if self.lent {
+            return Ok(&self.owner);
+        }
+        Err(Error::new(
+            ErrorKind::PermissionDenied,
+            operation,
+            "this very process opened the card by itself and has not lent it",
+            LENDING,
+        ))
+    }
+}
+
+/// How a program gives us its card.
+pub(crate) const LENDING: &str = "call ucx_gaudi_lend(fd) with its descriptor, or set \
+                                  UCX_GAUDI_COPY_ADOPT=y";
+
+impl Backend for Lent {
+    fn geometry(&self) -> Geometry {
+        self.owner.geometry()
+    }
+
+    fn take_page(&self, at: DeviceAddr, len: u64) -> Result<Box<dyn Page>, Error> {
+        self.permitted("allocating device memory")?.take_page(at, len)
+    }
+
+    unsafe fn pin(&self, ptr: *mut u8, len: usize) -> Result<HostPin, Error> {
+        // SAFETY: the caller's promise.
+        unsafe { self.permitted("pinning host memory")?.pin(ptr, len) }
+    }
+
+    fn can_import(&self) -> Result<(), Error> {
+        self.permitted("importing a dma-buf")?.can_import()
+    }
+
+    fn import(&self, dmabuf: BorrowedFd<'_>, len: u64) -> Result<HostPin, Error> {
+        self.permitted("importing a dma-buf")?.import(dmabuf, len)
+    }
+
+    fn export_foreign(
+        &self,
+        mapping: DeviceAddr,
+        offset: u64,
+        len: u64,
+        counts: Counts,
+    ) -> Result<OwnedFd, Error> {
+        self.owner.export_foreign(mapping, offset, len, counts)
+    }
+
+    fn map_block(&self, address: DeviceAddr) -> Result<Box<dyn Registers>, Error> {
+        self.permitted("mapping a register block")?.map_block(address)
+    }
+
+    fn copy_limits(&self) -> Result<CopyLimits, Error> {
+        let limits = self.permitted("copying")?.copy_limits()?;
+        // The application submits work, too, and the driver has room for so much of both.
+        Ok(CopyLimits { in_flight: (limits.in_flight / 2).max(1), ..limits })
+    }
+
+    unsafe fn submit(&self, direction: Direction, moves: &[LinDma]) -> Result<Ticket, Error> {
+        // SAFETY: the caller's promise.
+        unsafe { self.permitted("submitting a copy")?.submit(direction, moves) }
+    }
+
+    fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error> {
+        self.owner.wait(ticket, timeout_us)
+    }
+
+    fn retire(&self, ticket: Ticket) {
+        self.owner.retire(ticket);
+    }
+}

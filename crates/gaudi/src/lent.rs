@@ -1,0 +1,347 @@
+//! Cards that the application opened by itself, and the memory it mapped on them.
+//!
+//! A card has one context, so a program that opened it keeps us out, unless it lends us the card:
+//! then we work through a duplicate of its descriptor, which is the same context. Memory that it
+//! mapped by itself is told to us, by the program or by hooks on the driver library's calls, and is
+//! from then on Gaudi memory like any other: detected, exported and, on a card that was lent, copied.
+//!
+//! Called from any thread, also from inside a driver call of the application. Observers are told
+//! with no lock held.
+
+use std::collections::{BTreeMap, HashMap};
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::backend::lent::Lent;
+use crate::error::Phase;
+use crate::memory::Entry;
+use crate::window::ForeignMemory;
+use crate::{BusId, Device, DeviceAddr, DeviceId, DeviceInfo, Error, ErrorKind, Runtime};
+
+const LENDING: &str = "taking a card that the application lends";
+const NOTING: &str = "noting memory that the application mapped";
+
+/// What the application has, as far as we know.
+#[derive(Debug, Default)]
+pub(crate) struct LentCards {
+    /// A card that is found busy in this very process is taken as lent.
+    adopting: AtomicBool,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    cards: HashMap<BusId, Card>,
+    /// How much memory is behind the driver's handles, by card.
+    sizes: HashMap<(BusId, u64), u64>,
+}
+
+#[derive(Debug)]
+struct Card {
+    device: Arc<Device>,
+    lent: bool,
+    /// Mappings of the application: first address and length.
+    memory: BTreeMap<u64, u64>,
+}
+
+/// Memory that is about to be unmapped; see [`Runtime::keep_memory`].
+#[derive(Debug)]
+pub struct Unmapping {
+    card: BusId,
+    start: u64,
+    len: u64,
+}
+
+impl LentCards {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Runtime {
+    /// Uses a card that the application opened, through a descriptor of our own, until it is taken
+    /// back or (seen by the hooks) closed. `fd` is its compute node.
+    pub fn lend(&self, fd: BorrowedFd<'_>) -> Result<(), Error> {
+        let info = self.card_of(fd)?;
+        self.know(&info, fd, true).map(drop)
+    }
+
+    /// The application wants its card back: forgets its memory and, once nothing of ours on the
+    /// card is left, the card.
+    pub fn take_back(&self, fd: BorrowedFd<'_>) -> Result<(), Error> {
+        let info = self.card_of(fd)?;
+        if self.forget_card(&info.bus_id) {
+            return Ok(());
+        }
+        let detail = "it was not lent";
+        Err(Error::new(ErrorKind::InvalidParams, "giving a card back", detail, "").on(&info))
+    }
+
+    /// The application mapped `len` bytes of device memory at `start`, which is where the driver's
+    /// answer said. A card that was not lent is known from now on, but not used for copies.
+    pub fn add_memory(&self, fd: BorrowedFd<'_>, start: DeviceAddr, len: u64) -> Result<(), Error> {
+        let info = self.card_of(fd)?;
+        let device = self.know(&info, fd, self.lent.adopting.load(Ordering::Relaxed))?;
+        let end = start.0.checked_add(len).filter(|_| start.0 != 0 && len != 0);
+        let refuse = |detail: String, remedy| {
+            Err(Error::new(ErrorKind::InvalidParams, NOTING, detail, remedy).on(&info))
+        };
+        let Some(end) = end else {
+            return refuse(format!("{len} bytes at {start} are no memory"), "");
+        };
+        let overlaps = |from: u64, to: u64| from < end && start.0 < to;
+        {
+            let mut state = self.lent.state();
+            let mut known = state.cards.iter().flat_map(|(bus_id, card)| {
+                card.memory.iter().map(move |(&from, &len)| (bus_id, from, len))
+            });
+            if let Some((bus_id, from, _)) =
+                known.find(|&(_, from, len)| overlaps(from, from + len))
+            {
+                let other =
+                    format!("{len} bytes at {start} overlap memory at {from:#x} of {bus_id}");
+                return refuse(other, "two cards must not have memory at one address: use a hint");
+            }
+            // Our own windows on other cards; on this one the driver keeps the two apart.
+            let taken = self.devices().into_iter().any(|other| {
+                let window = other.window().range();
+                other.id() != device.id() && overlaps(window.start, window.end)
+            });
+            if taken {
+                let detail = format!("{start} is in another card's window");
+                return refuse(detail, "let the driver choose the address");
+            }
+            if let Some(card) = state.cards.get_mut(&info.bus_id) {
+                card.memory.insert(start.0, len);
+            }
+        }
+        self.table().insert(Entry { base: start.0, len, device: device.id() });
+        let memory = ForeignMemory { start, len, device: device.id(), info };
+        self.windows().mapped(memory);
+        Ok(())
+    }
+
+    /// The application is about to unmap the memory at `start`. When this returns, no copy of ours
+    /// uses it, and whoever cached something about it was told. `None`: it is none that we know.
+    pub fn remove_memory(&self, fd: BorrowedFd<'_>, start: DeviceAddr) -> Option<Unmapping> {
+        let card = self.bus_id_of(fd).ok()?;
+        let (device, len) = {
+            let mut state = self.lent.state();
+            let known = state.cards.get_mut(&card)?;
+            let len = known.memory.remove(&start.0)?;
+            (Arc::clone(&known.device), len)
+        };
+        self.forget_memory(&device, start.0, len);
+        Some(Unmapping { card, start: start.0, len })
+    }
+
+    /// The driver would not unmap it: it is there still.
+    pub fn keep_memory(&self, fd: BorrowedFd<'_>, unmapping: Unmapping) -> Result<(), Error> {
+        debug_assert_eq!(self.bus_id_of(fd).ok(), Some(unmapping.card));
+        self.add_memory(fd, DeviceAddr(unmapping.start), unmapping.len)
+    }
+
+    /// The application allocated device memory; where it lies is said when it is mapped.
+    pub fn memory_allocated(&self, fd: BorrowedFd<'_>, handle: u64, len: u64) {
+        if let Ok(card) = self.bus_id_of(fd) {
+            self.lent.state().sizes.insert((card, handle), len);
+        }
+    }
+
+    /// The application freed device memory.
+    pub fn memory_freed(&self, fd: BorrowedFd<'_>, handle: u64) {
+        if let Ok(card) = self.bus_id_of(fd) {
+            self.lent.state().sizes.remove(&(card, handle));
+        }
+    }
+
+    /// The application mapped device memory. How much follows from its handle, if we saw that.
+    pub fn memory_mapped(
+        &self,
+        fd: BorrowedFd<'_>,
+        handle: u64,
+        start: DeviceAddr,
+    ) -> Result<(), Error> {
+        let card = self.bus_id_of(fd)?;
+        let size = self.lent.state().sizes.get(&(card, handle)).copied();
+        let len = size.ok_or_else(|| {
+            Error::new(
+                ErrorKind::InvalidParams,
+                NOTING,
+                format!("the memory at {start} was allocated before anyone was watching"),
+                "say how much it is: ucx_gaudi_memory_mapped()",
+            )
+        })?;
+        self.add_memory(fd, start, len)
+    }
+
+    /// The application is about to close the card.
+    pub fn card_closing(&self, fd: BorrowedFd<'_>) {
+        if let Ok(card) = self.bus_id_of(fd) {
+            self.forget_card(&card);
+            self.lent.state().sizes.retain(|(of, _), _| *of != card);
+        }
+    }
+
+    /// Whether this device is the application's.
+    pub fn is_lent(&self, device: DeviceId) -> bool {
+        self.lent.state().cards.values().any(|card| card.device.id() == device)
+    }
+
+    /// Whether a card that is busy in this very process may be used without being asked for.
+    pub fn adopt_own_cards(&self, adopt: bool) {
+        self.lent.adopting.store(adopt, Ordering::Relaxed);
+    }
+
+    /// Whether the application uses the driver by itself: it had the library before us, or has told
+    /// us of a card.
+    pub fn application_uses_driver(&self) -> bool {
+        let library = self.library_if_loaded();
+        library.is_some_and(|library| library.was_loaded()) || !self.lent.state().cards.is_empty()
+    }
+
+    /// The address of a function of the driver library, for whoever stands in for it.
+    pub fn driver_function(&self, name: &str) -> Option<*const std::ffi::c_void> {
+        self.library_if_loaded()?.function(name)
+    }
+
+    /// Takes a card that did not open because this very process has it, if that is wanted.
+    pub(crate) fn adopt_busy(&self, candidates: &[DeviceInfo]) -> Option<Arc<Device>> {
+        if !self.lent.adopting.load(Ordering::Relaxed) || synapse_is_there() {
+            return None;
+        }
+        let library = self.library_if_loaded()?;
+        candidates.iter().find_map(|card| {
+            let fd = crate::holders::own_descriptor(library, card.node)?;
+            // SAFETY: open just now; whoever closes it meanwhile makes the duplication fail.
+            let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+            self.know(card, fd, true).ok()
+        })
+    }
+
+    /// The device of the application's card, made if this is the first we hear of it.
+    fn know(
+        &self,
+        info: &DeviceInfo,
+        fd: BorrowedFd<'_>,
+        lend: bool,
+    ) -> Result<Arc<Device>, Error> {
+        let _opening = self.opening();
+        let old = {
+            let mut state = self.lent.state();
+            match state.cards.get(&info.bus_id) {
+                Some(card) if card.lent || !lend => return Ok(Arc::clone(&card.device)),
+                Some(_) => state.cards.remove(&info.bus_id),
+                None => None,
+            }
+        };
+        if old.is_none() && self.devices().iter().any(|open| open.info().bus_id == info.bus_id) {
+            let detail = "it is open already";
+            return Err(Error::new(ErrorKind::DeviceBusy, LENDING, detail, "lend it once").on(info));
+        }
+        if !info.generation.has_dram_mmu() {
+            return Err(Error::unsupported(
+                LENDING,
+                format!(
+                    "a {} has no allocator: nobody knows which memory is free",
+                    info.generation
+                ),
+                "let UCX open it and allocate",
+            )
+            .on(info));
+        }
+        let device = self.duplicate(info, fd, lend)?;
+        let memory = old.map(|card| card.memory).unwrap_or_default();
+        for (&base, &len) in &memory {
+            self.table().insert(Entry { base, len, device: device.id() });
+        }
+        let card = Card { device: Arc::clone(&device), lent: lend, memory };
+        self.lent.state().cards.insert(info.bus_id.clone(), card);
+        Ok(device)
+    }
+
+    fn duplicate(
+        &self,
+        info: &DeviceInfo,
+        fd: BorrowedFd<'_>,
+        lend: bool,
+    ) -> Result<Arc<Device>, Error> {
+        let fd = fd.try_clone_to_owned().map_err(|error| {
+            let errno = error.raw_os_error().unwrap_or(libc::EMFILE);
+            Error::os(Phase::Use, LENDING, "dup", errno).on(info)
+        })?;
+        let device = hl_thunk::Device::from_opened(self.library()?, fd).map_err(|error| {
+            let compute = error.errno != libc::ENOTTY;
+            let error = Error::driver(Phase::Use, LENDING, error).on(info);
+            if compute {
+                error
+            } else {
+                error.advise_instead("lend the compute node, not the control node")
+            }
+        })?;
+        self.adopt(info, Arc::new(Lent::new(device, lend)))
+    }
+
+    fn forget_card(&self, bus_id: &BusId) -> bool {
+        let Some(card) = self.lent.state().cards.remove(bus_id) else { return false };
+        for (start, len) in card.memory {
+            self.forget_memory(&card.device, start, len);
+        }
+        true
+    }
+
+    fn forget_memory(&self, device: &Device, start: u64, len: u64) {
+        self.windows().unmapping(DeviceAddr(start));
+        device.forget_foreign(DeviceAddr(start), len);
+    }
+
+    fn bus_id_of(&self, fd: BorrowedFd<'_>) -> Result<BusId, Error> {
+        let driver = |error| Error::driver(Phase::Use, "finding the card of a descriptor", error);
+        self.library()?.bus_id_of(fd).map_err(driver)?.parse()
+    }
+
+    /// Which card a descriptor is of, among those this process may use.
+    fn card_of(&self, fd: BorrowedFd<'_>) -> Result<DeviceInfo, Error> {
+        let bus_id = self.bus_id_of(fd)?;
+        if let Some(card) = self.lent.state().cards.get(&bus_id) {
+            return Ok(card.device.info().clone());
+        }
+        self.discover()?.into_iter().find(|card| card.bus_id == bus_id).ok_or_else(|| {
+            Error::new(
+                ErrorKind::DeviceNotFound,
+                LENDING,
+                format!("descriptor {} is of {bus_id}, which is hidden here", fd.as_raw_fd()),
+                "check GAUDI_MAPPING_TABLE and HABANA_VISIBLE_MODULES",
+            )
+        })
+    }
+}
+
+/// Whether Habana's own stack is in this process: then the card's queues are its, and work of ours
+/// beside it is not safe.
+fn synapse_is_there() -> bool {
+    has_synapse(&std::fs::read_to_string("/proc/self/maps").unwrap_or_default())
+}
+
+/// The same, of the text of `/proc/self/maps`.
+fn has_synapse(maps: &str) -> bool {
+    let files = maps.lines().filter_map(|line| line.get(line.find('/')?..)?.rsplit('/').next());
+    files
+        .into_iter()
+        .any(|name| name.starts_with("libSynapse.so") || name.starts_with("libscal.so"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn synapse_is_recognised_by_its_libraries() {
+        let line = |path: &str| format!("7f00-7f01 r-xp 00000000 fe:00 11 {path}\n");
+        assert!(has_synapse(&line("/usr/lib/habanalabs/libSynapse.so")));
+        assert!(has_synapse(&(line("/usr/bin/python3") + &line("/opt/libscal.so.1.20"))));
+        assert!(!has_synapse(&line("/home/libSynapse.so/libhl-thunk.so")));
+        assert!(!has_synapse("7f00-7f01 rw-p 00000000 00:00 0\n"));
+    }
+}

@@ -1,0 +1,218 @@
+//! A card that the application opened by itself, on the software Gaudi2. The application is played
+//! by `hl_thunk`, which knows nothing of the engine.
+
+mod machine;
+
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use gaudi::{Device, DeviceAddr, DeviceChoice, ErrorKind, Side, runtime};
+use hl_thunk::{ControlDevice, DeviceMapping, DeviceMemory, Library};
+use machine::{assert_same, pattern, read, write};
+
+/// What the application has.
+struct Application {
+    card: hl_thunk::Device,
+    choice: DeviceChoice,
+    index: u32,
+}
+
+impl Application {
+    /// Opens a card that no other test uses.
+    fn start() -> Application {
+        static NEXT: AtomicU32 = AtomicU32::new(32);
+        machine::set_up("gaudi2");
+        let index = NEXT.fetch_add(1, Ordering::Relaxed);
+        let cards = runtime().discover().unwrap();
+        let bus_id = cards[index as usize].bus_id.clone();
+        let library = Library::load().unwrap();
+        let card = hl_thunk::Device::open(&library, bus_id.as_str()).unwrap();
+        Application { card, choice: DeviceChoice::Bus(bus_id), index }
+    }
+
+    fn map(&self, len: u64, hint: Option<DeviceAddr>) -> DeviceMapping {
+        DeviceMemory::alloc(&self.card, len).unwrap().map(hint).unwrap()
+    }
+
+    /// Somewhere no other test's card has memory: the engine refuses two cards at one address.
+    fn map_apart(&self, len: u64) -> DeviceMapping {
+        const PAGE: u64 = 0x3000_0000;
+        let aligned = 0x5000_0000_0000_u64.next_multiple_of(PAGE);
+        let hint = (0x1001 << 48) + aligned + u64::from(self.index) * 64 * PAGE;
+        let mapping = self.map(len, Some(DeviceAddr(hint)));
+        assert_eq!(mapping.addr().0, hint, "the driver takes the hint");
+        mapping
+    }
+
+    fn device(&self) -> Arc<Device> {
+        runtime().open(&self.choice).unwrap()
+    }
+}
+
+/// Whether cards are adopted is a setting of the process: tests about it take turns.
+fn adopting(adopt: bool) -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    runtime().adopt_own_cards(adopt);
+    turn
+}
+
+fn copy(device: &Arc<Device>, dst: DeviceAddr, src: DeviceAddr, len: usize) {
+    // SAFETY: no host memory is involved.
+    unsafe { device.copy_blocking(Side::Device(dst), Side::Device(src), len) }.unwrap();
+}
+
+#[test]
+fn memory_of_the_application_on_a_lent_card_is_like_our_own() {
+    let _turn = adopting(false);
+    let application = Application::start();
+    let theirs = application.map_apart(1 << 20);
+    let fd = application.card.as_fd();
+    runtime().lend(fd).unwrap();
+    runtime().lend(fd).expect("lending twice is lending");
+    assert!(runtime().locate(theirs.addr().0, 1).is_none(), "nobody said so yet");
+    runtime().add_memory(fd, theirs.addr(), 1 << 20).unwrap();
+
+    let device = application.device();
+    let found = runtime().locate(theirs.addr().0 + 5, 100).unwrap();
+    assert_eq!((found.device_id, found.base, found.offset), (device.id(), theirs.addr(), 5));
+    assert!(runtime().locate(theirs.addr().0 + (1 << 20) - 1, 2).is_none(), "beyond its end");
+
+    let bytes = pattern(300_001, 7);
+    write(&device, DeviceAddr(theirs.addr().0 + 3), &bytes);
+    let ours = device.alloc(400_000, 1).unwrap();
+    copy(&device, ours.addr(), DeviceAddr(theirs.addr().0 + 3), bytes.len());
+    assert_same(&read(&device, ours.addr(), bytes.len()), &bytes, "their memory to ours");
+
+    assert!(runtime().remove_memory(fd, theirs.addr()).is_some());
+    assert!(runtime().remove_memory(fd, theirs.addr()).is_none());
+    assert!(runtime().locate(theirs.addr().0, 1).is_none());
+    theirs.unmap().expect("nothing of ours keeps it");
+
+    runtime().take_back(fd).unwrap();
+    assert_eq!(runtime().take_back(fd).unwrap_err().kind(), ErrorKind::InvalidParams);
+    assert_same(
+        &read(&device, ours.addr(), 8),
+        &bytes[..8],
+        "what we have on it stays until freed",
+    );
+    drop((ours, device));
+    let choice = application.choice.clone();
+    drop(application);
+    runtime().open(&choice).expect("the card is free again");
+}
+
+#[test]
+fn exports_of_the_applications_memory_do_not_keep_it_mapped() {
+    let application = Application::start();
+    let theirs = application.map_apart(1 << 20);
+    let fd = application.card.as_fd();
+    runtime().lend(fd).unwrap();
+    runtime().add_memory(fd, theirs.addr(), 1 << 20).unwrap();
+    let device = application.device();
+    let at = DeviceAddr(theirs.addr().0 + 0x5123);
+    let (dmabuf, offset) = device.export(at, 0x2000).unwrap();
+    let size = rustix::fs::seek(&dmabuf, rustix::fs::SeekFrom::End(0)).unwrap();
+    assert_eq!((size, offset), (0x3000, 0x123), "whole pages around the range");
+
+    // While the descriptor is open the driver will not unmap; the memory is then still known.
+    let unmapping = runtime().remove_memory(fd, theirs.addr()).unwrap();
+    let (theirs, refused) = theirs.unmap().unwrap_err();
+    assert_eq!(refused.errno, libc::EINVAL);
+    runtime().keep_memory(fd, unmapping).unwrap();
+    assert!(runtime().locate(theirs.addr().0, 1 << 20).is_some());
+
+    drop(dmabuf);
+    let share = device.share(at, 100).unwrap();
+    runtime().remove_memory(fd, theirs.addr()).unwrap();
+    theirs.unmap().expect("no export of ours is left, not even the shared one");
+    drop(share);
+    runtime().take_back(fd).unwrap();
+}
+
+#[test]
+fn a_card_that_was_not_lent_is_known_but_not_used() {
+    let _turn = adopting(false);
+    let application = Application::start();
+    let theirs = application.map_apart(1 << 20);
+    let fd = application.card.as_fd();
+    runtime().add_memory(fd, theirs.addr(), 1 << 20).unwrap();
+    let device = application.device();
+    assert!(runtime().locate(theirs.addr().0, 1 << 20).is_some());
+    device.export(theirs.addr(), 4096).expect("the driver exports on any descriptor of the card");
+    for refused in [device.can_copy().unwrap_err(), device.alloc(1, 1).unwrap_err()] {
+        assert_eq!(refused.kind(), ErrorKind::PermissionDenied, "{refused}");
+        assert!(refused.to_string().contains("ucx_gaudi_lend"), "{refused}");
+    }
+
+    // Lent after all: what was known stays known.
+    runtime().lend(fd).unwrap();
+    drop(device);
+    let device = application.device();
+    let bytes = pattern(5000, 3);
+    write(&device, theirs.addr(), &bytes);
+    assert_same(&read(&device, theirs.addr(), 5000), &bytes, "on the card that is lent now");
+    runtime().take_back(fd).unwrap();
+    assert!(runtime().locate(theirs.addr().0, 1).is_none(), "taken back with its memory");
+}
+
+#[test]
+fn a_card_that_is_busy_in_this_process_says_how_to_lend_it_or_is_adopted() {
+    let turn = adopting(false);
+    let application = Application::start();
+    let busy = runtime().open(&application.choice).unwrap_err();
+    assert_eq!((busy.kind(), busy.errno()), (ErrorKind::DeviceBusy, Some(libc::EBUSY)));
+    let text = busy.to_string();
+    assert!(text.contains("this very process") && text.contains("ucx_gaudi_lend"), "{text}");
+    drop(turn);
+
+    let _turn = adopting(true);
+    let device = application.device();
+    let memory = device.alloc(100, 1).unwrap();
+    write(&device, memory.addr(), &pattern(100, 1));
+    drop((memory, device));
+    runtime().take_back(application.card.as_fd()).unwrap();
+    runtime().adopt_own_cards(false);
+}
+
+#[test]
+fn what_makes_no_sense_is_refused() {
+    let _turn = adopting(false);
+    let [one, other] = [Application::start(), Application::start()];
+    let library = Library::load().unwrap();
+    let control = ControlDevice::open(&library, one.index).unwrap();
+    let refused = runtime().lend(control.as_fd()).unwrap_err();
+    assert!(refused.to_string().contains("compute node"), "{refused}");
+    let no_card = std::fs::File::open("/dev/null").unwrap();
+    runtime().lend(no_card.as_fd()).unwrap_err();
+
+    // Without a hint both drivers answer with the same address.
+    let same = [&one, &other].map(|application| application.map(4096, None));
+    assert_eq!(same[0].addr(), same[1].addr(), "or this test shows nothing");
+    runtime().add_memory(one.card.as_fd(), same[0].addr(), 4096).unwrap();
+    let refused = runtime().add_memory(other.card.as_fd(), same[1].addr(), 4096).unwrap_err();
+    assert!(refused.to_string().contains("overlap"), "{refused}");
+    for (start, len) in [(DeviceAddr(0), 4096), (same[1].addr(), 0), (same[1].addr(), u64::MAX)] {
+        runtime().add_memory(other.card.as_fd(), start, len).unwrap_err();
+    }
+    for application in [&one, &other] {
+        runtime().take_back(application.card.as_fd()).unwrap();
+    }
+}
+
+#[test]
+fn a_handle_that_was_seen_says_how_much_was_mapped() {
+    let application = Application::start();
+    let fd = application.card.as_fd();
+    let theirs = application.map_apart(8192);
+    let unknown = runtime().memory_mapped(fd, 77, theirs.addr()).unwrap_err();
+    assert!(unknown.to_string().contains("ucx_gaudi_memory_mapped"), "{unknown}");
+    runtime().memory_allocated(fd, 77, 8192);
+    runtime().memory_mapped(fd, 77, theirs.addr()).unwrap();
+    assert_eq!(runtime().locate(theirs.addr().0, 8192).unwrap().length, 8192);
+    runtime().card_closing(fd);
+    assert!(runtime().locate(theirs.addr().0, 1).is_none(), "closed with its memory");
+    runtime().memory_mapped(fd, 77, theirs.addr()).expect_err("handles are forgotten, too");
+    assert!(fd.as_raw_fd() >= 0);
+}

@@ -1,0 +1,179 @@
+//! Noticing memory that the application maps on a card by itself.
+//!
+//! libucm has the objects of the process call the functions below instead of the driver library's
+//! (see `uct::Ucx::redirect`), and only if the application uses that library on its own account, or
+//! the user wants it. Each does what the original does, tells the engine, and leaves `errno` alone.
+//! Our own calls do not come through here: we have found the library's functions with `dlsym`.
+
+use core::ffi::{CStr, c_int, c_void};
+use core::mem::transmute;
+use std::os::fd::BorrowedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use gaudi::{DeviceAddr, Runtime, runtime};
+use uct::config::Ternary;
+use uct::{Ucx, log};
+
+type Alloc = unsafe extern "C" fn(c_int, u64, u64, bool, bool) -> u64;
+type Map = unsafe extern "C" fn(c_int, u64, u64) -> u64;
+/// Free and unmap.
+type Give = unsafe extern "C" fn(c_int, u64) -> c_int;
+type Close = unsafe extern "C" fn(c_int) -> c_int;
+
+/// The driver library's own functions.
+struct Originals {
+    alloc: Alloc,
+    free: Give,
+    map: Map,
+    unmap: Give,
+    close: Close,
+}
+
+static ORIGINALS: OnceLock<Originals> = OnceLock::new();
+
+/// Through which UCX hooks are set, and whether they are wanted.
+static WANTED: Mutex<Option<(&'static Ucx, Ternary)>> = Mutex::new(None);
+
+/// Takes the user's wish; sets the hooks if they are due.
+pub(crate) fn configure(ucx: &'static Ucx, wanted: Ternary) {
+    *WANTED.lock().unwrap_or_else(PoisonError::into_inner) = Some((ucx, wanted));
+    consider();
+}
+
+/// Sets the hooks if they are wanted, there is a reason, and it was not done before.
+pub(crate) fn consider() {
+    static DONE: Mutex<bool> = Mutex::new(false);
+    let wanted = *WANTED.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some((ucx, wanted)) = wanted else { return };
+    let due = match wanted {
+        Ternary::Yes => true,
+        Ternary::Try => runtime().application_uses_driver(),
+        Ternary::No => false,
+    };
+    let mut done = DONE.lock().unwrap_or_else(PoisonError::into_inner);
+    if !due || *done {
+        return;
+    }
+    // Once, whatever comes of it: half of the functions may be redirected already.
+    *done = true;
+    match install(ucx) {
+        Ok(()) => log!(ucx, Info, "memory that this program maps on a Gaudi by itself is noticed"),
+        Err(reason) if wanted == Ternary::Yes => {
+            log!(ucx, Warn, "MEM_HOOKS=yes, but {reason}");
+        }
+        Err(reason) => log!(ucx, Info, "memory that this program maps is not noticed: {reason}"),
+    }
+}
+
+fn install(ucx: &Ucx) -> Result<(), String> {
+    let find = |name: &str| {
+        let found = runtime().driver_function(name);
+        found.ok_or_else(|| format!("the driver library has no {name}"))
+    };
+    // SAFETY: the types are those of hlthunk.h.
+    let originals = unsafe {
+        Originals {
+            alloc: transmute::<*const c_void, Alloc>(find("hlthunk_device_memory_alloc")?),
+            free: transmute::<*const c_void, Give>(find("hlthunk_device_memory_free")?),
+            map: transmute::<*const c_void, Map>(find("hlthunk_device_memory_map")?),
+            unmap: transmute::<*const c_void, Give>(find("hlthunk_memory_unmap")?),
+            close: transmute::<*const c_void, Close>(find("hlthunk_close")?),
+        }
+    };
+    let _ = ORIGINALS.set(originals);
+    let functions: [(&CStr, *const c_void); 5] = [
+        (c"hlthunk_device_memory_alloc", alloc as *const c_void),
+        (c"hlthunk_device_memory_free", free as *const c_void),
+        (c"hlthunk_memory_unmap", unmap as *const c_void),
+        (c"hlthunk_close", close as *const c_void),
+        // Last: whoever is seen mapping is seen unmapping.
+        (c"hlthunk_device_memory_map", map as *const c_void),
+    ];
+    for (name, function) in functions {
+        // SAFETY: same type, same effect, and this library is never unloaded.
+        unsafe { ucx.redirect(name, function) }.map_err(|status| {
+            format!("UCX could not redirect {}: {status:?}", name.to_string_lossy())
+        })?;
+    }
+    Ok(())
+}
+
+fn originals() -> &'static Originals {
+    ORIGINALS.get().expect("set before the first redirection")
+}
+
+/// Tells the engine of a successful call; what goes wrong with that is the log's, not the caller's.
+fn tell<T>(fd: c_int, what: impl FnOnce(&'static Runtime, BorrowedFd<'_>) -> T) -> Option<T> {
+    if fd < 0 {
+        return None;
+    }
+    // SAFETY: errno is this thread's own.
+    let errno = unsafe { *libc::__errno_location() };
+    // SAFETY: not negative; the caller of the driver has it open.
+    let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+    let told = catch_unwind(AssertUnwindSafe(|| what(runtime(), fd))).ok();
+    // SAFETY: as above.
+    unsafe { *libc::__errno_location() = errno };
+    told
+}
+
+fn complain(what: &str, error: &gaudi::Error) {
+    let wanted = *WANTED.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((ucx, _)) = wanted {
+        log!(ucx, Warn, "{what}: {error}");
+    }
+}
+
+unsafe extern "C" fn alloc(fd: c_int, size: u64, page: u64, near: bool, shared: bool) -> u64 {
+    // SAFETY: the caller's own arguments.
+    let handle = unsafe { (originals().alloc)(fd, size, page, near, shared) };
+    if handle != 0 {
+        tell(fd, |runtime, fd| runtime.memory_allocated(fd, handle, size));
+    }
+    handle
+}
+
+unsafe extern "C" fn free(fd: c_int, handle: u64) -> c_int {
+    // SAFETY: the caller's own arguments.
+    let answer = unsafe { (originals().free)(fd, handle) };
+    if answer == 0 {
+        tell(fd, |runtime, fd| runtime.memory_freed(fd, handle));
+    }
+    answer
+}
+
+unsafe extern "C" fn map(fd: c_int, handle: u64, hint: u64) -> u64 {
+    // SAFETY: the caller's own arguments.
+    let address = unsafe { (originals().map)(fd, handle, hint) };
+    if address != 0 {
+        tell(fd, |runtime, fd| {
+            if let Err(error) = runtime.memory_mapped(fd, handle, DeviceAddr(address)) {
+                complain("UCX will take this for host memory", &error);
+            }
+        });
+    }
+    address
+}
+
+unsafe extern "C" fn unmap(fd: c_int, address: u64) -> c_int {
+    let known = tell(fd, |runtime, fd| runtime.remove_memory(fd, DeviceAddr(address))).flatten();
+    // SAFETY: the caller's own arguments.
+    let answer = unsafe { (originals().unmap)(fd, address) };
+    if answer != 0
+        && let Some(memory) = known
+    {
+        tell(fd, |runtime, fd| {
+            if let Err(error) = runtime.keep_memory(fd, memory) {
+                complain("memory that could not be unmapped", &error);
+            }
+        });
+    }
+    answer
+}
+
+unsafe extern "C" fn close(fd: c_int) -> c_int {
+    tell(fd, |runtime, fd| runtime.card_closing(fd));
+    // SAFETY: the caller's own arguments.
+    unsafe { (originals().close)(fd) }
+}

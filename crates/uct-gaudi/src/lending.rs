@@ -1,0 +1,81 @@
+//! The C functions for programs that open a card by themselves: `include/ucx_gaudi.h`.
+//!
+//! They are found in this very library, which the program may load before UCX does
+//! (`dlopen("libuct_gaudi.so.0", RTLD_NOW)`): nothing happens by that.
+
+use core::ffi::{c_char, c_int};
+use std::cell::RefCell;
+use std::ffi::CString;
+use std::os::fd::BorrowedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use gaudi::{DeviceAddr, Error, ErrorKind, runtime};
+
+use crate::hooks;
+
+thread_local! {
+    /// What went wrong last on this thread.
+    static REASON: RefCell<CString> = RefCell::new(CString::default());
+}
+
+fn answer(outcome: Result<(), (c_int, String)>) -> c_int {
+    let (code, text) = match outcome {
+        Ok(()) => (0, String::new()),
+        Err(failure) => failure,
+    };
+    let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
+    REASON.with(|reason| *reason.borrow_mut() = text);
+    code
+}
+
+fn run(fd: c_int, body: impl FnOnce(BorrowedFd<'_>) -> Result<(), Error>) -> c_int {
+    let invalid = ErrorKind::InvalidParams.code();
+    if fd < 0 {
+        return answer(Err((invalid, format!("{fd} is no descriptor"))));
+    }
+    let outcome = catch_unwind(AssertUnwindSafe(|| {
+        // SAFETY: not negative; whether it is open, the first call on it finds out.
+        let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+        body(fd).map_err(|error| (error.kind().code(), error.to_string()))
+    }));
+    let bug = || (invalid, String::from("internal error (please report)"));
+    answer(outcome.unwrap_or_else(|_| Err(bug())))
+}
+
+/// Lends a card.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn ucx_gaudi_lend(fd: c_int) -> c_int {
+    run(fd, |fd| {
+        runtime().lend(fd)?;
+        hooks::consider();
+        Ok(())
+    })
+}
+
+/// Ends the loan.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn ucx_gaudi_take_back(fd: c_int) -> c_int {
+    run(fd, |fd| runtime().take_back(fd))
+}
+
+/// Says that `length` bytes of device memory are mapped at `address`.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn ucx_gaudi_memory_mapped(fd: c_int, address: u64, length: u64) -> c_int {
+    run(fd, |fd| runtime().add_memory(fd, DeviceAddr(address), length))
+}
+
+/// Says that the memory at `address` is about to be unmapped.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn ucx_gaudi_memory_unmapping(fd: c_int, address: u64) -> c_int {
+    let start = DeviceAddr(address);
+    run(fd, |fd| {
+        let known = runtime().remove_memory(fd, start);
+        known.map(drop).ok_or_else(|| Error::unknown_memory(start))
+    })
+}
+
+/// Why the last call on this thread failed; empty if it did not. Good until the next one.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn ucx_gaudi_error() -> *const c_char {
+    REASON.with(|reason| reason.borrow().as_ptr())
+}

@@ -1,0 +1,54 @@
+//! Standing in for a function of some library: libucm's relocation patches.
+//!
+//! libucm rewrites the entries by which loaded objects call the function, and those of objects that
+//! are loaded later. Code is not touched, and whoever found the function with `dlsym` calls it as
+//! before. It is what UCX itself does for memory functions (`UCX_MEM_MMAP_HOOK_MODE=reloc`).
+
+use core::ffi::{CStr, c_char, c_void};
+
+use crate::abi::Status;
+use crate::ucx::Ucx;
+
+/// `ucm_reloc_patch_t`.
+#[doc(hidden)]
+#[repr(C)]
+pub struct RelocPatch {
+    pub symbol: *const c_char,
+    pub value: *const c_void,
+    pub prev_value: *const c_void,
+    pub list: [*mut c_void; 2],
+    pub blacklist: *const *const c_char,
+}
+
+type Modify = unsafe extern "C" fn(*mut RelocPatch) -> Status;
+
+impl Ucx {
+    /// Has every object of the process call `instead` where it calls `symbol`, for ever.
+    ///
+    /// # Safety
+    /// `instead` must be a function of `symbol`'s type that does for its callers what `symbol` does,
+    /// and must never be unloaded.
+    ///
+    /// # Errors
+    /// UCX's reason; [`Status::UNSUPPORTED`] where libucm has no such function.
+    pub unsafe fn redirect(
+        &self,
+        symbol: &'static CStr,
+        instead: *const c_void,
+    ) -> Result<(), Status> {
+        let modify = self.symbol(c"ucm_reloc_modify").ok_or(Status::UNSUPPORTED)?;
+        // SAFETY: the function has had this type since UCX 1.3.
+        let modify = unsafe { core::mem::transmute::<*mut c_void, Modify>(modify) };
+        // libucm keeps it in a list.
+        let patch = Box::leak(Box::new(RelocPatch {
+            symbol: symbol.as_ptr(),
+            value: instead,
+            prev_value: core::ptr::null(),
+            list: [core::ptr::null_mut(); 2],
+            blacklist: core::ptr::null(),
+        }));
+        // SAFETY: the patch lives for ever; the caller vouches for the function.
+        let status = unsafe { modify(patch) };
+        if status == Status::OK { Ok(()) } else { Err(status) }
+    }
+}

@@ -59,6 +59,7 @@ impl Category {
                     "guest",
                     "generations",
                     "abi",
+                    "asynchronous",
                     "registration",
                     "staging",
                 ],
@@ -73,7 +74,7 @@ impl Category {
                 words: &["detect", "memtype", "mem_query"],
             },
             Category::Ucm => Selection { packages: &[], end_to_end: &["ucm"], words: &["hooks"] },
-            Category::Ipc => by_words(&["ipc"]),
+            Category::Ipc => by_words(&["ipc", "share::"]),
             Category::Rcache => Selection {
                 packages: &[],
                 end_to_end: &["rcache"],

@@ -14,10 +14,10 @@ use crate::setup;
 
 /// Set-up, build, listing, verified transfers, UCX's own benchmark.
 pub(crate) fn run(repo: &Repo) -> Result<()> {
-    setup::run(repo)?;
+    setup::run_programs_only(repo)?;
     dist::build(repo, Profile::Release)?;
     let bench = Workbench::new(repo.layout().clone());
-    if let Some(missing) = bench.missing() {
+    if let Some(missing) = bench.missing_for(&[Ucx::V1_22]) {
         bail!("{} is missing after set-up and build: a defect of xtask", missing.display());
     }
     let device = Device::hardware_or_software();

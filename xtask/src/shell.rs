@@ -13,18 +13,27 @@ use crate::repo::Repo;
 /// `docs/performance.md` has the figures.
 pub(crate) const STAGING: &[(&str, &str)] = &[("UCX_RMA_PPLN_ENABLE", "y")];
 
-/// Prints exports, and nothing else, on standard output.
+/// Prints exports, and nothing else, on standard output; if there can be none, a command that fails.
 pub(crate) fn print_exports(repo: &Repo, soft: bool, ucx: Ucx) -> Result<()> {
-    let layout = repo.layout();
-    let libucp = ucx.libucp(layout);
-    if !libucp.exists() {
+    let exports = checked_exports(repo.layout(), soft, ucx);
+    print!("{}", script(&exports));
+    exports.map(drop)
+}
+
+/// What the shell evaluates. It sees our output and not our exit status, so `eval` fails only if the
+/// last command in it does.
+fn script(exports: &Result<String>) -> &str {
+    exports.as_deref().unwrap_or("false\n")
+}
+
+fn checked_exports(layout: &Layout, soft: bool, ucx: Ucx) -> Result<String> {
+    if !ucx.libucp(layout).exists() {
         bail!("stock UCX {} is not there; run `cargo xtask setup` first", ucx.name());
     }
     if !layout.plugins().exists() {
         bail!("the plugin is not built; run `cargo xtask build` first");
     }
-    print!("{}", exports(layout, soft, ucx)?);
-    Ok(())
+    exports(layout, soft, ucx)
 }
 
 fn exports(layout: &Layout, soft: bool, ucx: Ucx) -> Result<String> {
@@ -87,6 +96,19 @@ pub(crate) fn quote(value: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn eval_fails_where_there_is_nothing_to_export() {
+        let nowhere = Layout::new("/nonexistent");
+        let exports = checked_exports(&nowhere, true, Ucx::V1_22);
+        assert!(exports.is_err());
+        let eval = |script: &str| {
+            let mut shell = std::process::Command::new("sh");
+            shell.args(["-c", "eval \"$1\"", "sh", script]).status().expect("a shell").success()
+        };
+        assert!(!eval(script(&exports)));
+        assert!(eval(script(&super::exports(&nowhere, true, Ucx::V1_22))));
+    }
     use std::process::Command;
 
     /// What a shell makes of our exports.

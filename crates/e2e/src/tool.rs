@@ -46,15 +46,18 @@ impl Workbench {
 
     /// The first thing that `cargo xtask setup` or `cargo xtask build` should have made and is absent.
     pub fn missing(&self) -> Option<PathBuf> {
-        [
-            Ucx::V1_22.libucp(&self.layout),
-            Ucx::Nixl.libucp(&self.layout),
+        self.missing_for(&Ucx::ALL)
+    }
+
+    /// The same, where only these UCXes are used.
+    pub fn missing_for(&self, ucx: &[Ucx]) -> Option<PathBuf> {
+        let built = [
             self.layout.plugins().join("libuct_gaudi.so.0"),
             self.layout.soft_gaudi().join("libhl-thunk.so"),
             self.layout.bin().join("ucp-check"),
-        ]
-        .into_iter()
-        .find(|path| !path.exists())
+        ];
+        let libraries = ucx.iter().map(|ucx| ucx.libucp(&self.layout));
+        libraries.chain(built).find(|path| !path.exists())
     }
 
     /// The layout in use.

@@ -95,7 +95,7 @@ pub(crate) fn discover(library: &Arc<Library>) -> Result<Discovered, Error> {
             return Err(hidden.blame_setting());
         }
         let nothing = || String::from("there is no Gaudi in this machine");
-        return Err(none(last_problem.unwrap_or_else(nothing)));
+        return Err(none(library, last_problem.unwrap_or_else(nothing)));
     }
     Ok(Discovered { cards, notes })
 }
@@ -110,7 +110,7 @@ struct Enumerated {
 fn enumerate(library: &Arc<Library>) -> Result<Enumerated, Error> {
     // Every open of a node is a search for the vendor's profiler: do not try 256 of them.
     let expected = match library.device_count() {
-        Some(Ok(0)) => return Err(none(String::from("the driver reports no card"))),
+        Some(Ok(0)) => return Err(none(library, String::from("the driver reports no card"))),
         Some(Ok(count)) => count,
         Some(Err(_)) | None => MAX_INDEX,
     };
@@ -138,9 +138,11 @@ fn enumerate(library: &Arc<Library>) -> Result<Enumerated, Error> {
     Ok(Enumerated { cards, last_problem })
 }
 
-fn none(detail: String) -> Error {
+fn none(library: &Library, detail: String) -> Error {
     let remedy = "check with hl-smi that the card is there and the driver is loaded";
-    Error::new(ErrorKind::DeviceNotFound, LOOKING, detail, remedy)
+    let error = Error::new(ErrorKind::DeviceNotFound, LOOKING, detail, remedy);
+    let is_software = library.version().is_some_and(|version| version.contains(SOFTWARE));
+    if is_software { error.on_software() } else { error }
 }
 
 /// `None` for a card of a generation we do not know.

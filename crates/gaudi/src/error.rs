@@ -158,7 +158,17 @@ impl Error {
 
     /// Names the device the error happened on, unless it was named where the error arose.
     pub(crate) fn on(mut self, device: impl fmt::Display) -> Self {
-        self.device.get_or_insert_with(|| device.to_string());
+        let device = self.device.get_or_insert_with(|| device.to_string());
+        if device.starts_with("software ") { self.on_software() } else { self }
+    }
+
+    /// The error is the software Gaudi's: it has neither the vendor's tool nor a kernel log.
+    pub(crate) fn on_software(self) -> Self {
+        if ["hl-smi", "kernel log"].iter().any(|advice| self.remedy.contains(advice)) {
+            let remedy = "it is a software Gaudi: look at SOFT_GAUDI_NODE, SOFT_GAUDI_DEVICES and the \
+                          faults that were ordered";
+            return self.advise_instead(remedy);
+        }
         self
     }
 
@@ -316,6 +326,21 @@ fn kind_of(phase: Phase, errno: i32) -> (ErrorKind, &'static str) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn nobody_is_sent_to_the_vendors_tools_because_of_a_software_card() {
+        for (phase, errno) in
+            [(Phase::Open, libc::EPERM), (Phase::Open, libc::ENODEV), (Phase::Copy, libc::EIO)]
+        {
+            let error = |card: &str| Error::os(phase, "opening", "hlthunk_open", errno).on(card);
+            let advice = |text: String| text.contains("hl-smi") || text.contains("kernel log");
+            assert!(advice(error("Gaudi2 0 (0000:33:00.0)").to_string()));
+            let text = error("software Gaudi2 0 (0000:33:00.0)").to_string();
+            assert!(text.contains("SOFT_GAUDI_NODE") && !advice(text.clone()), "{text}");
+        }
+        let busy = Error::os(Phase::Open, "opening", "hlthunk_open", libc::EBUSY);
+        assert_eq!(busy.clone().on("software Gaudi2 0").remedy(), busy.remedy());
+    }
 
     #[test]
     fn codes_and_names_are_the_public_ones() {

@@ -10,6 +10,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use gaudi::{Allocation, Device, DeviceAddr, Error, Side};
+use uct::abi::RawMd;
 use uct::{MemoryType, Status, Ucx, log};
 
 use crate::domain::configured_device;
@@ -44,11 +45,15 @@ const _: () = assert!(size_of::<AllocatedMemory>() == 48);
 static ALLOCATOR: Allocator =
     Allocator { memory_type: MemoryType::GAUDI, init, uct_alloc, uct_free, memcpy, memset };
 
-/// Where the test's memory domain is in `ucx_perf_context_t`.
-const PERF_UCT_MD: usize = 17464;
+/// Where the component and, behind it, the memory domain of a UCT test are in
+/// `ucx_perf_context_t`. No header has that structure: what is found there is checked before it is
+/// used, see [`domain_in`].
+const PERF_UCT_COMPONENT: usize = 17456;
 
 type RegisterFn =
     unsafe extern "C" fn(*mut c_void, *mut c_void, usize, u32, *mut *mut c_void) -> Status;
+type QueryComponentsFn = unsafe extern "C" fn(*mut *mut *mut c_void, *mut u32) -> Status;
+type ReleaseComponentsFn = unsafe extern "C" fn(*mut *mut c_void);
 type DeregisterFn = unsafe extern "C" fn(*mut c_void, *mut c_void) -> Status;
 
 /// What the allocator needs of the UCX in the perftest process.
@@ -56,8 +61,40 @@ struct Bench {
     ucx: &'static Ucx,
     register: RegisterFn,
     deregister: DeregisterFn,
+    query_components: QueryComponentsFn,
+    release_components: ReleaseComponentsFn,
     /// UCT buffers by address, until the test frees them.
     buffers: Mutex<HashMap<usize, Allocation>>,
+}
+
+/// The memory domain of a UCT test; `None` if the context is not laid out as we know it.
+///
+/// # Safety
+/// `perf` must be the context of a UCT test of `ucx_perftest`, and the functions libuct's.
+unsafe fn domain_in(
+    perf: *const c_void,
+    query_components: QueryComponentsFn,
+    release_components: ReleaseComponentsFn,
+) -> Option<*mut c_void> {
+    // SAFETY: inside the structure: the part for UCT tests begins with 17 KB of parameters and
+    // the asynchronous context in every UCX that has this allocator interface.
+    let [component, md] = unsafe { *perf.byte_add(PERF_UCT_COMPONENT).cast::<[*mut c_void; 2]>() };
+    let (mut list, mut count) = (core::ptr::null_mut(), 0);
+    // SAFETY: libuct's own function; the list is given back below.
+    if unsafe { query_components(&mut list, &mut count) } != Status::OK {
+        return None;
+    }
+    // SAFETY: libuct made a list of that length.
+    let known = unsafe { core::slice::from_raw_parts(list, count as usize) }.contains(&component);
+    // SAFETY: given back once.
+    unsafe { release_components(list) };
+    if !known || md.is_null() || !md.cast::<RawMd>().is_aligned() {
+        return None;
+    }
+    // SAFETY: what stands in front of it is a live component, so this is a memory domain, which
+    // names its component.
+    let its_component = unsafe { (*md.cast::<RawMd>()).component };
+    (its_component.cast() == component).then_some(md)
 }
 
 static BENCH: OnceLock<Bench> = OnceLock::new();
@@ -71,10 +108,16 @@ pub(crate) fn offer(ucx: &'static Ucx) -> Result<(), Status> {
     if array.is_null() {
         return Ok(());
     }
-    let (Some(register), Some(deregister)) =
-        (ucx.symbol(c"uct_md_mem_reg"), ucx.symbol(c"uct_md_mem_dereg"))
+    let names = [
+        c"uct_md_mem_reg",
+        c"uct_md_mem_dereg",
+        c"uct_query_components",
+        c"uct_release_component_list",
+    ];
+    let [Some(register), Some(deregister), Some(query), Some(release)] =
+        names.map(|name| ucx.symbol(name))
     else {
-        log!(ucx, Info, "ucx_perftest -m gaudi is not available: libuct has no uct_md_mem_reg");
+        log!(ucx, Info, "ucx_perftest -m gaudi is not available: libuct lacks one of {names:?}");
         return Ok(());
     };
     // SAFETY: public functions of libuct, of these types since long before 1.22.
@@ -83,6 +126,8 @@ pub(crate) fn offer(ucx: &'static Ucx) -> Result<(), Status> {
             ucx,
             register: core::mem::transmute::<*mut c_void, RegisterFn>(register),
             deregister: core::mem::transmute::<*mut c_void, DeregisterFn>(deregister),
+            query_components: core::mem::transmute::<*mut c_void, QueryComponentsFn>(query),
+            release_components: core::mem::transmute::<*mut c_void, ReleaseComponentsFn>(release),
             buffers: Mutex::default(),
         }
     };
@@ -156,10 +201,21 @@ unsafe extern "C" fn uct_alloc(
         Err(error) => return error,
     };
     let pointer = core::ptr::without_provenance_mut::<c_void>(address);
-    // SAFETY: the context is the test program's, with the domain of a UCT test at this offset;
-    // the out-parameter is the caller's; the address is registered, never accessed.
+    // SAFETY: the context is the test program's, and this is called for UCT tests only.
+    let Some(md) = (unsafe { domain_in(perf, bench.query_components, bench.release_components) })
+    else {
+        bench.buffers.lock().unwrap_or_else(PoisonError::into_inner).remove(&address);
+        log!(
+            bench.ucx,
+            Error,
+            "UCT tests of this ucx_perftest cannot use Gaudi memory: its test context is laid out \
+             differently than in UCX {}; UCP tests can",
+            uct::SUPPORTED
+        );
+        return Status::UNSUPPORTED;
+    };
+    // SAFETY: the out-parameter is the caller's; the address is registered, never accessed.
     unsafe {
-        let md = *perf.byte_add(PERF_UCT_MD).cast::<*mut c_void>();
         let mut memh = core::ptr::null_mut();
         let registered = (bench.register)(md, pointer, length, flags, &mut memh);
         if registered != Status::OK {
@@ -231,4 +287,41 @@ unsafe extern "C" fn memset(dst: *mut c_void, value: c_int, length: usize) -> *m
         }
     }
     dst
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use core::ptr::without_provenance_mut;
+
+    static COMPONENTS: [usize; 2] = [0x1000, 0x2000];
+
+    unsafe extern "C" fn query(list: *mut *mut *mut c_void, count: *mut u32) -> Status {
+        // SAFETY: both are the caller's.
+        unsafe {
+            *list = COMPONENTS.as_ptr().cast_mut().cast();
+            *count = 2;
+        }
+        Status::OK
+    }
+
+    unsafe extern "C" fn release(_list: *mut *mut c_void) {}
+
+    #[test]
+    fn a_domain_is_taken_only_where_it_and_its_component_are() {
+        let domain_of = |component: usize, md: *const RawMd| {
+            let mut context = vec![0usize; PERF_UCT_COMPONENT / 8 + 2];
+            context[PERF_UCT_COMPONENT / 8] = component;
+            context[PERF_UCT_COMPONENT / 8 + 1] = md.expose_provenance();
+            // SAFETY: a context of our own making, whose domain is one or is not looked into.
+            let found = unsafe { domain_in(context.as_ptr().cast(), query, release) };
+            found.map(|md| md.addr())
+        };
+        let md = RawMd { ops: core::ptr::null(), component: without_provenance_mut(0x2000) };
+        assert_eq!(domain_of(0x2000, &md), Some((&raw const md).addr()));
+        assert_eq!(domain_of(0x1000, &md), None, "another component's");
+        assert_eq!(domain_of(0x3000, &md), None, "no component");
+        assert_eq!(domain_of(0x2000, core::ptr::null()), None);
+        assert_eq!(domain_of(0x2000, core::ptr::without_provenance(3)), None);
+    }
 }

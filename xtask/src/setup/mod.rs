@@ -27,7 +27,12 @@ const PIP_LIMIT: Duration = Duration::from_secs(30 * 60);
 
 /// Brings what is missing.
 pub(crate) fn run(repo: &Repo) -> Result<()> {
-    Setup { stock: repo.layout().stock(), python: "python3".into() }.run(&PACKAGES)
+    Setup::of(repo).run(&PACKAGES)
+}
+
+/// Brings only the UCX with programs: what the demo runs.
+pub(crate) fn run_programs_only(repo: &Repo) -> Result<()> {
+    Setup::of(repo).run(&PACKAGES[..1])
 }
 
 struct Setup {
@@ -36,6 +41,10 @@ struct Setup {
 }
 
 impl Setup {
+    fn of(repo: &Repo) -> Setup {
+        Setup { stock: repo.layout().stock(), python: "python3".into() }
+    }
+
     fn run(&self, packages: &[Package]) -> Result<()> {
         if packages.iter().all(|package| self.is_there(package)) {
             eprintln!("stock UCX is in place: {}", names(packages));

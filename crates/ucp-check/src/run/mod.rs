@@ -1,12 +1,15 @@
 //! The subcommands: who runs which cases, in how many processes, threads and copies of UCX.
 
 pub mod alloc;
+pub mod asleep;
 pub mod atomics;
 pub mod costs;
 pub mod loopback;
 pub mod memory;
 pub mod pair;
 pub mod peer_errors;
+mod process;
+pub mod reconnect;
 pub mod soak;
 pub mod threads;
 mod twins;

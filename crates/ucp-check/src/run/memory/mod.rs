@@ -7,18 +7,20 @@ mod alloc;
 mod attributes;
 mod cards;
 mod churn;
+mod copies;
 mod detect;
 mod dmabuf;
+mod ends;
 mod importer;
 mod keys;
 mod ledger;
 mod mapping;
 mod model;
-mod process;
 mod rcache;
 mod register;
 mod tally;
 
+use super::process;
 use crate::ucp::Ucx;
 use crate::uct::{Domain, Uct};
 use crate::watchdog::Watchdog;
@@ -49,6 +51,8 @@ pub enum Check {
     Register,
     /// Register gigabytes of host memory: no card is opened, no page is touched
     HostOnly,
+    /// Copies under way: pieces, fences, flushes, more than there is room for, closed in flight
+    Copies,
     /// Thousands of cycles of registration, export and allocation: nothing may be left behind
     Churn,
     /// Copy from memory that comes and goes at the same addresses: every byte is that of now
@@ -61,6 +65,14 @@ pub enum Check {
     Threads,
     /// Two cards in one process (the first two)
     TwoCards,
+    /// Memory on the card that UCX names (the first three)
+    Named,
+    /// Close an interface with copies under way; needs a card that takes its time
+    Closing,
+    /// Go on after a reset of the card, which the machine's faults must order for the first copy
+    Lost,
+    /// What UCX's memory-type cache says around freed memory
+    Holes,
     /// Allocate, and say on which card
     Where,
     /// Allocate, and keep the card until killed
@@ -68,13 +80,14 @@ pub enum Check {
 }
 
 impl Check {
-    const OF_ALL: [Check; 11] = [
+    const OF_ALL: [Check; 12] = [
         Check::Attributes,
         Check::Transport,
         Check::Alloc,
         Check::Detect,
         Check::Dmabuf,
         Check::Register,
+        Check::Copies,
         Check::Churn,
         Check::Rcache,
         Check::Keys,
@@ -117,7 +130,11 @@ struct Scene<'a> {
 impl Scene<'_> {
     /// The copy transport of the component under test.
     fn transport(&self) -> &'static str {
-        if self.options.component == "gaudi_gdr" { "gaudi_gdr" } else { "gaudi_cpy" }
+        match self.options.component.as_str() {
+            "gaudi_gdr" => "gaudi_gdr",
+            "gaudi_ipc" => "gaudi_ipc",
+            _ => "gaudi_cpy",
+        }
     }
 }
 
@@ -167,12 +184,17 @@ fn one(check: Check, scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
         Check::Dmabuf => dmabuf::run(scene, tally),
         Check::Register => register::run(scene, tally),
         Check::HostOnly => register::host_only(scene, tally),
+        Check::Copies => copies::run(scene, tally),
         Check::Churn => churn::run(scene, tally),
         Check::Rcache => rcache::run(scene, tally),
         Check::Keys => keys::run(scene, tally),
         Check::Model => model::run(scene, tally),
         Check::Threads => model::threads(scene, tally),
         Check::TwoCards => cards::two(scene, tally),
+        Check::Named => cards::named(scene, tally),
+        Check::Closing => ends::closing(scene, tally),
+        Check::Lost => ends::lost(scene, tally),
+        Check::Holes => ends::holes(scene, tally),
         Check::Where => cards::whereabouts(scene, tally),
         Check::Hold => cards::hold(scene),
     }

@@ -74,7 +74,11 @@ impl Category {
                 words: &["detect", "memtype", "mem_query"],
             },
             Category::Ucm => Selection { packages: &[], end_to_end: &["ucm"], words: &["hooks"] },
-            Category::Ipc => by_words(&["ipc", "share::"]),
+            Category::Ipc => Selection {
+                packages: &[],
+                end_to_end: &["ipc", "staging"],
+                words: &["ipc", "share::"],
+            },
             Category::Rcache => Selection {
                 packages: &[],
                 end_to_end: &["rcache"],

@@ -61,7 +61,9 @@ impl Category {
                     "guest",
                     "generations",
                     "abi",
+                    "asynchronous",
                     "registration",
+                    "staging",
                 ],
                 words: &[],
             },
@@ -76,8 +78,12 @@ impl Category {
             Category::Ucm => {
                 Selection { packages: &[], end_to_end: &["ucm", "hooks"], words: &["hooks"] }
             }
-            Category::Ipc => by_words(&["ipc"]),
-            Category::Rcache => by_words(&["rcache", "registration_cache"]),
+            Category::Ipc => by_words(&["ipc", "share::"]),
+            Category::Rcache => Selection {
+                packages: &[],
+                end_to_end: &["rcache"],
+                words: &["rcache", "registration_cache"],
+            },
             Category::Errors => Selection {
                 packages: &[],
                 end_to_end: &["absent", "foreign", "faults", "atomics"],

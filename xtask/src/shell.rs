@@ -8,6 +8,11 @@ use e2e::{Layout, Ucx};
 
 use crate::repo::Repo;
 
+/// Settings of UCX that Gaudi memory between processes wants where it has to be staged through host
+/// memory: put and get as pipelines, like messages, instead of one small segment after the other.
+/// `docs/performance.md` has the figures.
+pub(crate) const STAGING: &[(&str, &str)] = &[("UCX_RMA_PPLN_ENABLE", "y")];
+
 /// Prints exports, and nothing else, on standard output; if there can be none, a command that fails.
 pub(crate) fn print_exports(repo: &Repo, soft: bool, ucx: Ucx) -> Result<()> {
     let exports = checked_exports(repo.layout(), soft, ucx);
@@ -45,6 +50,10 @@ fn exports(layout: &Layout, soft: bool, ucx: Ucx) -> Result<String> {
         prepend("LD_LIBRARY_PATH", &libraries)?,
         format!("export UCX_PLUGIN_PATH={}", quote(&text(&layout.plugins())?)),
     ];
+    // What the user has set stays.
+    let staging =
+        STAGING.iter().map(|(name, value)| format!("export {name}=\"${{{name}:-{value}}}\""));
+    lines.extend(staging);
     if soft {
         lines.push(format!("export SOFT_GAUDI_NODE={}", quote(&node(layout))));
     }
@@ -127,6 +136,14 @@ mod tests {
         assert_eq!(shell_value(&exports, before, "LD_LIBRARY_PATH"), ours);
         let before = "export LD_LIBRARY_PATH=/theirs";
         assert_eq!(shell_value(&exports, before, "LD_LIBRARY_PATH"), format!("{ours}:/theirs"));
+    }
+
+    #[test]
+    fn settings_of_ucx_are_the_users_where_there_are_any() {
+        let exports = exports(&Layout::new("/t"), false, Ucx::V1_22).expect("exports");
+        let name = "UCX_RMA_PPLN_ENABLE";
+        assert_eq!(shell_value(&exports, "", name), "y");
+        assert_eq!(shell_value(&exports, "export UCX_RMA_PPLN_ENABLE=n", name), "n");
     }
 
     #[test]

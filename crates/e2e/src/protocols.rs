@@ -80,6 +80,12 @@ impl Protocols {
         fitting.find_map(|table| table.rows.iter().find(|row| row.sizes.contains(&size)))
     }
 
+    /// Whether a transport is part of any choice.
+    pub fn name_transport(&self, transport: &str) -> bool {
+        let mut rows = self.0.iter().flat_map(|table| &table.rows);
+        rows.any(|row| row.transports.contains(transport) || row.protocol.contains(transport))
+    }
+
     /// The operations there are tables for, with where to.
     pub fn operations(&self) -> impl Iterator<Item = (&str, &str)> {
         self.0.iter().map(|table| (table.scope.as_str(), table.operation.as_str()))
@@ -210,6 +216,8 @@ mod tests {
         assert_eq!(protocols.choice("self", operation, 5000), None);
         assert_eq!(protocols.choice("inter-node", operation, 8), None);
         assert_eq!(protocols.operations().count(), 2);
+        assert!(protocols.name_transport("gaudi_cpy") && protocols.name_transport("cma"));
+        assert!(!protocols.name_transport("gaudi_ipc"));
     }
 
     #[test]

@@ -72,6 +72,15 @@ const EFFECTS: &[Effect] = &[
         shows: "gaudi_copy registers in 31000 ns",
         ..PLAIN
     },
+    // By default it is done without, at info level; rcache.rs has the rest.
+    Effect {
+        variable: "UCX_GAUDI_COPY_ENABLE_RCACHE",
+        value: "yes",
+        shows: "UCX_GAUDI_COPY_ENABLE_RCACHE=yes, but UCX's memory events",
+        with: &[("UCX_MEM_EVENTS", "n")],
+        succeeds: false,
+        ..PLAIN
+    },
     Effect {
         variable: "UCX_GAUDI_COPY_BW",
         value: "auto,d2h:5GBs",
@@ -210,8 +219,12 @@ fn listed() -> BTreeSet<String> {
 }
 
 /// Variables whose effect another file of these tests shows.
-const ELSEWHERE: &[(&str, &str)] =
-    &[("UCX_GAUDI_COPY_ABORT_ON_ERROR", "faults.rs"), ("UCX_GAUDI_COPY_ADOPT", "hooks.rs")];
+const ELSEWHERE: &[(&str, &str)] = &[
+    ("UCX_GAUDI_COPY_ABORT_ON_ERROR", "faults.rs"),
+    ("UCX_GAUDI_COPY_ADOPT", "hooks.rs"),
+    ("UCX_GAUDI_COPY_RCACHE_MAX_REGIONS", "rcache.rs"),
+    ("UCX_GAUDI_COPY_RCACHE_MAX_SIZE", "rcache.rs"),
+];
 
 #[test]
 fn every_listed_variable_has_a_row_here_and_every_row_is_listed() {

@@ -203,7 +203,8 @@ impl Device {
 
     /// A dma-buf of its own for `[addr, addr + len)` alone, rounded out to 4 KiB, which nobody
     /// else's memory shares: for what leaves the process. Freeing the allocation does not take it
-    /// back: whoever holds the descriptor reaches the range also when it has a new tenant.
+    /// back: whoever holds the descriptor reaches the range also when it has a new tenant. For
+    /// processes that tell what they hold there is [`Device::share`].
     pub fn export_alone(&self, addr: DeviceAddr, len: u64) -> Result<(OwnedFd, u64), Error> {
         self.export_extent(addr, len, Extent::Alone)
     }

@@ -138,6 +138,28 @@ fn a_range_that_swallows_memory_which_goes_away_is_not_found_after() {
 }
 
 #[test]
+fn memory_at_the_end_of_a_range_that_is_swallowed_goes_away() {
+    model(|| {
+        let table = Shared::new(Table::<Pin>::new());
+        // The first and the last page of a range may belong to a neighbour: page 4 does.
+        get(&table, &pages(4, 8), PLENTY);
+        get(&table, &pages(1, 5), PLENTY);
+        let growing = {
+            let table = Shared::clone(&table);
+            // Takes both in.
+            thread::spawn(move || drop(get(&table, &pages(3, 7), PLENTY)))
+        };
+        table.invalidate(PAGE, 2 * PAGE);
+        assert!(find(&table, &pages(1, 5)).is_none(), "right after the event");
+        growing.join().unwrap();
+        assert!(find(&table, &pages(1, 5)).is_none(), "later");
+        assert!(find(&table, &pages(3, 7)).is_some());
+        table.invalidate(4 * PAGE, 5 * PAGE);
+        assert!(find(&table, &pages(4, 8)).is_none() && find(&table, &pages(3, 5)).is_none());
+    });
+}
+
+#[test]
 fn an_entry_that_is_used_again_is_not_taken_for_the_old_one() {
     model(|| {
         let table = Shared::new(Table::<Pin>::new());

@@ -15,318 +15,345 @@ fn serve() {
     peer::serve();
 }
 
-#[test]
-fn a_peers_memory_is_read_and_written_by_one_copy() {
-    if !alone("a_peers_memory_is_read_and_written_by_one_copy", 2) {
-        return;
-    }
-    let mut peer = Peer::start(Set::default());
-    peer.ask("card 1");
-    let len = 300_001_usize;
-    let bytes = pattern(len, 1);
-    let key = RemoteKey::parse(&peer.share(1, len, 1)).unwrap();
-    assert_eq!(key.len(), len as u64);
-    assert_eq!(key.peer().pid(), peer.id());
-    assert_eq!(key.relation(), Relation::OtherDevice);
-    let device = open(0);
-    let ours = device.alloc(len as u64, 1).unwrap();
-    let opened = key.open(&device).unwrap();
-    let at = |offset: usize, len: usize| {
-        Side::Device(opened.translate(key.base() + offset as u64, len).unwrap())
-    };
-    copy(&device, Side::Device(ours.addr()), at(0, len), len).unwrap();
-    assert_same(&read(&device, ours.addr(), len), &bytes, "read from the peer");
-    let other = pattern(len, 2);
-    write(&device, ours.addr(), &other);
-    copy(&device, at(5, len - 5), Side::Device(ours.addr()), len - 5).unwrap();
-    let mut expected = bytes;
-    expected[5..].copy_from_slice(&other[..len - 5]);
-    assert_eq!(peer.sum(1), hash(&expected), "written to the peer");
+/// A word by which `cargo xtask test ipc` finds them.
+mod ipc {
+    use super::*;
 
-    for (addr, len) in [(key.base(), len + 1), (key.base() - 1, 1), (u64::MAX, 2)] {
-        assert_eq!(opened.translate(addr, len), None);
-    }
-    let there = opened.translate(key.base(), 1).unwrap();
-    assert_eq!(runtime().locate(there.0, 1), None, "a peer's memory is no allocation of ours");
-    assert!(!opened.is_peer_gone());
-    assert_eq!((stat("ipc_handovers_pidfd"), stat("ipc_handovers_broker")), (1, 0));
-    assert_eq!((stat("staged_operations"), stat("cross_card_operations")), (0, 2));
-}
+    #[test]
+    fn a_peers_memory_is_read_and_written_by_one_copy() {
+        if !alone("ipc::a_peers_memory_is_read_and_written_by_one_copy", 2) {
+            return;
+        }
+        let mut peer = Peer::start(Set::default());
+        peer.ask("card 1");
+        let len = 300_001_usize;
+        let bytes = pattern(len, 1);
+        let key = RemoteKey::parse(&peer.share(1, len, 1)).unwrap();
+        assert_eq!(key.len(), len as u64);
+        assert_eq!(key.peer().pid(), peer.id());
+        assert_eq!(key.relation(), Relation::OtherDevice);
+        let device = open(0);
+        let ours = device.alloc(len as u64, 1).unwrap();
+        let opened = key.open(&device).unwrap();
+        let at = |offset: usize, len: usize| {
+            Side::Device(opened.translate(key.base() + offset as u64, len).unwrap())
+        };
+        copy(&device, Side::Device(ours.addr()), at(0, len), len).unwrap();
+        assert_same(&read(&device, ours.addr(), len), &bytes, "read from the peer");
+        let other = pattern(len, 2);
+        write(&device, ours.addr(), &other);
+        copy(&device, at(5, len - 5), Side::Device(ours.addr()), len - 5).unwrap();
+        let mut expected = bytes;
+        expected[5..].copy_from_slice(&other[..len - 5]);
+        assert_eq!(peer.sum(1), hash(&expected), "written to the peer");
 
-/// Has one process use another's memory, both ways, and returns how the descriptor came.
-fn exchange(exporter: &mut Peer, importer: &mut Peer) -> (u64, u64) {
-    exporter.ask("card 1");
-    importer.ask("card 0");
-    let len = 100_000;
-    let key = exporter.share(1, len, 7);
-    importer.ask(&format!("open 1 {}", hex(&key)));
-    assert_eq!(importer.ask("pull 1"), hash(&pattern(len, 7)).to_string(), "pulled");
-    importer.ask("push 1 8");
-    assert_eq!(exporter.sum(1), hash(&pattern(len, 8)), "pushed");
-    (importer.stat("ipc_handovers_pidfd"), importer.stat("ipc_handovers_broker"))
-}
+        for (addr, len) in [(key.base(), len + 1), (key.base() - 1, 1), (u64::MAX, 2)] {
+            assert_eq!(opened.translate(addr, len), None);
+        }
+        let there = opened.translate(key.base(), 1).unwrap();
+        assert_eq!(runtime().locate(there.0, 1), None, "a peer's memory is no allocation of ours");
+        assert!(!opened.is_peer_gone());
+        assert_eq!((stat("ipc_handovers_pidfd"), stat("ipc_handovers_broker")), (1, 0));
+        assert_eq!((stat("staged_operations"), stat("cross_card_operations")), (0, 2));
+    }
 
-#[test]
-fn where_pidfd_getfd_is_refused_the_broker_hands_over() {
-    if !alone("where_pidfd_getfd_is_refused_the_broker_hands_over", 2) {
-        return;
+    /// Has one process use another's memory, both ways, and returns how the descriptor came.
+    fn exchange(exporter: &mut Peer, importer: &mut Peer) -> (u64, u64) {
+        exporter.ask("card 1");
+        importer.ask("card 0");
+        let len = 100_000;
+        let key = exporter.share(1, len, 7);
+        importer.ask(&format!("open 1 {}", hex(&key)));
+        assert_eq!(importer.ask("pull 1"), hash(&pattern(len, 7)).to_string(), "pulled");
+        importer.ask("push 1 8");
+        assert_eq!(exporter.sum(1), hash(&pattern(len, 8)), "pushed");
+        (importer.stat("ipc_handovers_pidfd"), importer.stat("ipc_handovers_broker"))
     }
-    let plain = Set::default();
-    for filtered in [Set { no_getfd: true, ..plain }, Set { no_pidfd: true, ..plain }] {
-        let (mut exporter, mut importer) = (Peer::start(plain), Peer::start(filtered));
-        assert_eq!(exchange(&mut exporter, &mut importer), (0, 1), "{filtered:?}");
-        assert_eq!(exporter.stat("ipc_broker_granted"), 1);
-        // Without a pidfd, the end is seen all the same.
-        assert_eq!(importer.ask("gone 1"), "false");
-        exporter.kill();
-        importer.until("gone 1", "true");
-    }
-}
 
-#[test]
-fn namespaces_do_not_keep_processes_apart() {
-    if !alone("namespaces_do_not_keep_processes_apart", 2) {
-        return;
+    #[test]
+    fn where_pidfd_getfd_is_refused_the_broker_hands_over() {
+        if !alone("ipc::where_pidfd_getfd_is_refused_the_broker_hands_over", 2) {
+            return;
+        }
+        let plain = Set::default();
+        for filtered in [Set { no_getfd: true, ..plain }, Set { no_pidfd: true, ..plain }] {
+            let (mut exporter, mut importer) = (Peer::start(plain), Peer::start(filtered));
+            assert_eq!(exchange(&mut exporter, &mut importer), (0, 1), "{filtered:?}");
+            assert_eq!(exporter.stat("ipc_broker_granted"), 1);
+            // Without a pidfd, the end is seen all the same.
+            assert_eq!(importer.ask("gone 1"), "false");
+            exporter.kill();
+            importer.until("gone 1", "true");
+        }
     }
-    let (pid, net, user) = (libc::CLONE_NEWPID, libc::CLONE_NEWNET, libc::CLONE_NEWUSER);
-    let proc = libc::CLONE_NEWNS | pid;
-    let cases = [
-        ("pid", pid, (0, 1)),
-        ("pid, with its own /proc", proc, (0, 1)),
-        ("network", net, (1, 0)),
-        ("pid and network, with its own /proc", proc | net, (0, 1)),
-        ("user", user, (0, 1)),
-        ("user, pid and network, with its own /proc", user | proc | net, (0, 1)),
-    ];
-    for (name, namespaces, ways) in cases {
-        let different = Set { namespaces, ..Set::default() };
-        let start = |set| match Peer::try_start(set) {
-            Ok(peer) => Some(peer),
-            Err(error) => {
-                println!("skipped: a namespace of its own ({name}): {error}");
-                None
+
+    #[test]
+    fn the_ways_of_handing_over_can_be_chosen() {
+        if !alone("ipc::the_ways_of_handing_over_can_be_chosen", 2) {
+            return;
+        }
+        let (mut exporter, mut importer) =
+            (Peer::start(Set::default()), Peer::start(Set::default()));
+        importer.ask("handover broker");
+        assert_eq!(exchange(&mut exporter, &mut importer), (0, 1));
+        drop((exporter, importer));
+        let filtered = Set { no_getfd: true, ..Set::default() };
+        let (mut exporter, mut importer) = (Peer::start(Set::default()), Peer::start(filtered));
+        exporter.ask("card 1");
+        importer.ask("card 0");
+        importer.ask("handover pidfd");
+        let refused = importer.tell(&format!("open 1 {}", hex(&exporter.share(1, 5000, 1))));
+        assert!(refused.contains("Operation not permitted"), "{refused}");
+        assert!(refused.contains("broker: switched off"), "{refused}");
+        assert_eq!(importer.stat("ipc_refused_unreachable"), 1);
+    }
+
+    #[test]
+    fn namespaces_do_not_keep_processes_apart() {
+        if !alone("ipc::namespaces_do_not_keep_processes_apart", 2) {
+            return;
+        }
+        let (pid, net, user) = (libc::CLONE_NEWPID, libc::CLONE_NEWNET, libc::CLONE_NEWUSER);
+        let proc = libc::CLONE_NEWNS | pid;
+        let cases = [
+            ("pid", pid, (0, 1)),
+            ("pid, with its own /proc", proc, (0, 1)),
+            ("network", net, (1, 0)),
+            ("pid and network, with its own /proc", proc | net, (0, 1)),
+            ("user", user, (0, 1)),
+            ("user, pid and network, with its own /proc", user | proc | net, (0, 1)),
+        ];
+        for (name, namespaces, ways) in cases {
+            let different = Set { namespaces, ..Set::default() };
+            let start = |set| match Peer::try_start(set) {
+                Ok(peer) => Some(peer),
+                Err(error) => {
+                    println!("skipped: a namespace of its own ({name}): {error}");
+                    None
+                }
+            };
+            let (Some(mut inside), Some(mut outside)) = (start(different), start(Set::default()))
+            else {
+                continue;
+            };
+            let came = exchange(&mut outside, &mut inside);
+            // A child user namespace may not look into its parent; a root outside may look in.
+            assert_eq!(came, ways, "importer in another {name} namespace");
+            drop((inside, outside));
+
+            let (Some(mut inside), Some(mut outside)) = (start(different), start(Set::default()))
+            else {
+                continue;
+            };
+            let (by_pidfd, by_broker) = exchange(&mut inside, &mut outside);
+            assert_eq!(by_pidfd + by_broker, 1, "exporter in another {name} namespace");
+            assert_eq!(outside.ask("gone 1"), "false");
+            drop(inside);
+            outside.until("gone 1", "true");
+        }
+    }
+
+    #[test]
+    fn eight_processes_reach_each_other() {
+        if !alone("ipc::eight_processes_reach_each_other", 8) {
+            return;
+        }
+        const LEN: usize = 70_000;
+        let mut peers: Vec<Peer> = (0..8).map(|_| Peer::start(Set::default())).collect();
+        let mut keys = Vec::new();
+        for (at, peer) in peers.iter_mut().enumerate() {
+            peer.ask(&format!("card {at}"));
+            keys.push(hex(&peer.share(99, LEN, at as u64)));
+        }
+        for (at, peer) in peers.iter_mut().enumerate() {
+            for (from, key) in keys.iter().enumerate().filter(|(from, _)| *from != at) {
+                peer.ask(&format!("open {from} {key}"));
+                let pulled = peer.ask(&format!("pull {from}"));
+                assert_eq!(pulled, hash(&pattern(LEN, from as u64)).to_string(), "{from} to {at}");
             }
-        };
-        let (Some(mut inside), Some(mut outside)) = (start(different), start(Set::default()))
-        else {
-            continue;
-        };
-        let came = exchange(&mut outside, &mut inside);
-        // A child user namespace may not look into its parent; a root outside may look in.
-        assert_eq!(came, ways, "importer in another {name} namespace");
-        drop((inside, outside));
-
-        let (Some(mut inside), Some(mut outside)) = (start(different), start(Set::default()))
-        else {
-            continue;
-        };
-        let (by_pidfd, by_broker) = exchange(&mut inside, &mut outside);
-        assert_eq!(by_pidfd + by_broker, 1, "exporter in another {name} namespace");
-        assert_eq!(outside.ask("gone 1"), "false");
-        drop(inside);
-        outside.until("gone 1", "true");
-    }
-}
-
-#[test]
-fn eight_processes_reach_each_other() {
-    if !alone("eight_processes_reach_each_other", 8) {
-        return;
-    }
-    const LEN: usize = 70_000;
-    let mut peers: Vec<Peer> = (0..8).map(|_| Peer::start(Set::default())).collect();
-    let mut keys = Vec::new();
-    for (at, peer) in peers.iter_mut().enumerate() {
-        peer.ask(&format!("card {at}"));
-        keys.push(hex(&peer.share(99, LEN, at as u64)));
-    }
-    for (at, peer) in peers.iter_mut().enumerate() {
-        for (from, key) in keys.iter().enumerate().filter(|(from, _)| *from != at) {
-            peer.ask(&format!("open {from} {key}"));
-            let pulled = peer.ask(&format!("pull {from}"));
-            assert_eq!(pulled, hash(&pattern(LEN, from as u64)).to_string(), "{from} to {at}");
+        }
+        // Each writes into the next, all at once.
+        for (at, peer) in peers.iter_mut().enumerate() {
+            peer.say(&format!("push {} {}", (at + 1) % 8, 100 + at));
+        }
+        for peer in &mut peers {
+            assert_eq!(peer.answer(), "ok");
+        }
+        for (at, peer) in peers.iter_mut().enumerate() {
+            let from = 100 + (at as u64 + 7) % 8;
+            assert_eq!(peer.sum(99), hash(&pattern(LEN, from)), "into {at}");
+            assert_eq!((peer.stat("ipc_handles_live"), peer.stat("ipc_shares_live")), (7, 1));
         }
     }
-    // Each writes into the next, all at once.
-    for (at, peer) in peers.iter_mut().enumerate() {
-        peer.say(&format!("push {} {}", (at + 1) % 8, 100 + at));
-    }
-    for peer in &mut peers {
-        assert_eq!(peer.answer(), "ok");
-    }
-    for (at, peer) in peers.iter_mut().enumerate() {
-        let from = 100 + (at as u64 + 7) % 8;
-        assert_eq!(peer.sum(99), hash(&pattern(LEN, from)), "into {at}");
-        assert_eq!((peer.stat("ipc_handles_live"), peer.stat("ipc_shares_live")), (7, 1));
-    }
-}
 
-#[test]
-fn keys_that_are_not_for_us_are_refused_with_the_reason() {
-    if !alone("keys_that_are_not_for_us_are_refused_with_the_reason", 1) {
-        return;
-    }
-    let device = open(0);
-    let memory = device.alloc(5000, 1).unwrap();
-    let good = device.share(memory.addr(), 1).unwrap().key();
-    RemoteKey::parse(&good).unwrap();
-    let refused = |at: usize| {
-        let mut key = good;
-        key[at] ^= 1;
-        RemoteKey::parse(&key).unwrap_err()
-    };
-    assert!(matches!(refused(0), KeyError::Version { found: 0, .. }), "version");
-    assert_eq!(refused(1), KeyError::OtherHost, "host or boot");
-    assert!(matches!(refused(29), KeyError::OtherUser { .. }), "user");
-    assert!(matches!(RemoteKey::parse(&good[1..]), Err(KeyError::Version { .. })));
-    assert_eq!(RemoteKey::parse(&[]).unwrap_err().to_string(), "it has 0 bytes, not 64");
-    assert_eq!(stat("ipc_keys_refused"), 5);
-}
-
-#[test]
-fn a_process_knows_its_own_keys() {
-    if !alone("a_process_knows_its_own_keys", 2) {
-        return;
-    }
-    let (one, other) = (open(0), open(1));
-    let len = 20_000;
-    let memory = one.alloc(len as u64, 1).unwrap();
-    let bytes = pattern(len, 3);
-    write(&one, memory.addr(), &bytes);
-    let share = one.share(memory.addr(), 1).unwrap();
-    let again = one.share(memory.addr(), len as u64).unwrap();
-    assert_eq!(share.key(), again.key(), "one allocation, one key");
-    let key = RemoteKey::parse(&share.key()).unwrap();
-    assert_eq!(key.relation(), Relation::SameProcess);
-    assert_eq!(key.source_device(), one.info().bus_id);
-
-    let local = key.open(&one).unwrap();
-    assert_eq!(
-        local.translate(memory.addr().0 + 5, 10),
-        Some(gaudi::DeviceAddr(memory.addr().0 + 5))
-    );
-    let imported = key.open(&other).unwrap();
-    let here = other.alloc(len as u64, 1).unwrap();
-    let there = imported.translate(memory.addr().0, len).unwrap();
-    copy(&other, Side::Device(here.addr()), Side::Device(there), len).unwrap();
-    assert_same(&read(&other, here.addr(), len), &bytes, "through the import");
-
-    // Freed while another card of ours has it open: not given to anybody before.
-    let addr = memory.addr();
-    drop((share, again, memory, local));
-    assert_eq!(stat("ipc_quarantined_bytes"), len as u64);
-    assert_ne!(one.alloc(len as u64, 1).unwrap().addr(), addr);
-    let error = key.open(&one).unwrap_err();
-    assert!(error.to_string().contains("does not share this memory"), "{error}");
-    drop(imported);
-    // Kept by the cache, until it is bounded.
-    other.set_handle_limits(Limits { handles: 0, bytes: 0 });
-    assert_eq!(stat("ipc_quarantined_bytes"), 0);
-    assert_eq!(one.alloc(len as u64, 1).unwrap().addr(), addr);
-}
-
-#[test]
-fn a_driver_without_import_says_so_and_why() {
-    if !alone("a_driver_without_import_says_so_and_why", 2) {
-        return;
-    }
-    let mut peer = Peer::start(Set::default());
-    peer.ask("card 1");
-    let key = RemoteKey::parse(&peer.share(1, 5000, 1)).unwrap();
-    // SAFETY: no other thread of this process reads the environment.
-    unsafe { std::env::set_var("SOFT_GAUDI_IMPORT", "no") };
-    let mut old = Peer::start(Set::default());
-    old.ask("card 0");
-    let refused = old.tell(&format!("open 1 {}", hex(&peer.share(2, 5000, 1))));
-    assert!(refused.starts_with("failed INVALID_PARAMS"), "{refused}");
-    assert!(refused.contains("the driver has no dma-buf import"), "{refused}");
-    let _ = key;
-}
-
-#[test]
-fn handles_are_kept_within_bounds_and_opened_once() {
-    if !alone("handles_are_kept_within_bounds_and_opened_once", 2) {
-        return;
-    }
-    let mut peer = Peer::start(Set::default());
-    peer.ask("card 1");
-    let keys: Vec<RemoteKey> =
-        (0..4).map(|slot| RemoteKey::parse(&peer.share(slot, 8192, 1)).unwrap()).collect();
-    let device = open(0);
-    std::thread::scope(|scope| {
-        for _ in 0..8 {
-            scope.spawn(|| {
-                let opened: Vec<_> = keys.iter().map(|key| key.open(&device).unwrap()).collect();
-                assert_eq!(opened.len(), 4);
-            });
+    #[test]
+    fn keys_that_are_not_for_us_are_refused_with_the_reason() {
+        if !alone("ipc::keys_that_are_not_for_us_are_refused_with_the_reason", 1) {
+            return;
         }
-    });
-    assert_eq!((stat("ipc_cache_misses"), stat("ipc_cache_hits")), (4, 28));
-    assert_eq!((stat("ipc_handles_live"), stat("ipc_handles_bytes")), (4, 4 * 8192));
-    assert_eq!(stat("dmabuf_imports_live"), 4);
-
-    device.set_handle_limits(Limits { handles: 2, bytes: 1 << 30 });
-    assert_eq!((stat("ipc_handles_live"), stat("ipc_cache_evictions")), (2, 2));
-    let in_use: Vec<_> = keys.iter().map(|key| key.open(&device).unwrap()).collect();
-    assert_eq!(stat("ipc_handles_live"), 4, "what is in use stays");
-    drop(in_use);
-    assert_eq!(stat("ipc_handles_live"), 2);
-    device.set_handle_limits(Limits { handles: 9, bytes: 8192 });
-    assert_eq!(stat("ipc_handles_live"), 1, "bounded by bytes too");
-    assert_eq!(device.handle_limits(), Limits { handles: 9, bytes: 8192 });
-}
-
-#[test]
-fn a_new_tenant_at_the_same_address_has_a_key_of_its_own() {
-    if !alone("a_new_tenant_at_the_same_address_has_a_key_of_its_own", 2) {
-        return;
+        let device = open(0);
+        let memory = device.alloc(5000, 1).unwrap();
+        let good = device.share(memory.addr(), 1).unwrap().key();
+        RemoteKey::parse(&good).unwrap();
+        let refused = |at: usize| {
+            let mut key = good;
+            key[at] ^= 1;
+            RemoteKey::parse(&key).unwrap_err()
+        };
+        assert!(matches!(refused(0), KeyError::Version { found: 0, .. }), "version");
+        assert_eq!(refused(1), KeyError::OtherHost, "host or boot");
+        assert!(matches!(refused(29), KeyError::OtherUser { .. }), "user");
+        assert!(matches!(RemoteKey::parse(&good[1..]), Err(KeyError::Version { .. })));
+        assert_eq!(RemoteKey::parse(&[]).unwrap_err().to_string(), "it has 0 bytes, not 64");
+        assert_eq!(stat("ipc_keys_refused"), 5);
     }
-    let mut peer = Peer::start(Set::default());
-    peer.ask("card 1");
-    let device = open(0);
-    let old = RemoteKey::parse(&peer.share(1, 9000, 1)).unwrap();
-    drop(old.open(&device).unwrap());
-    assert_eq!(stat("ipc_handles_live"), 1, "kept");
-    peer.ask("unshare 1");
-    peer.ask("free 1");
-    // We are told, and let go what we only kept.
-    peer::until("the handle is let go", || stat("ipc_handles_live") == 0);
-    peer.until("stat ipc_quarantined_bytes", "0");
 
-    let new = RemoteKey::parse(&peer.share(2, 9000, 2)).unwrap();
-    assert_eq!(new.base(), old.base(), "the same address again");
-    let error = old.open(&device).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::ChannelFailed);
-    assert!(error.to_string().contains("does not share this memory (any more)"), "{error}");
-    assert_eq!(stat("ipc_refused_withdrawn"), 1);
-    let opened = new.open(&device).unwrap();
-    let here = device.alloc(9000, 1).unwrap();
-    let there = opened.translate(new.base(), 9000).unwrap();
-    copy(&device, Side::Device(here.addr()), Side::Device(there), 9000).unwrap();
-    assert_same(&read(&device, here.addr(), 9000), &pattern(9000, 2), "the new tenant's bytes");
-}
+    #[test]
+    fn a_process_knows_its_own_keys() {
+        if !alone("ipc::a_process_knows_its_own_keys", 2) {
+            return;
+        }
+        let (one, other) = (open(0), open(1));
+        let len = 20_000;
+        let memory = one.alloc(len as u64, 1).unwrap();
+        let bytes = pattern(len, 3);
+        write(&one, memory.addr(), &bytes);
+        let share = one.share(memory.addr(), 1).unwrap();
+        let again = one.share(memory.addr(), len as u64).unwrap();
+        assert_eq!(share.key(), again.key(), "one allocation, one key");
+        let key = RemoteKey::parse(&share.key()).unwrap();
+        assert_eq!(key.relation(), Relation::SameProcess);
+        assert_eq!(key.source_device(), one.info().bus_id);
 
-#[test]
-fn freed_memory_waits_for_who_has_it_open() {
-    if !alone("freed_memory_waits_for_who_has_it_open", 2) {
-        return;
+        let local = key.open(&one).unwrap();
+        assert_eq!(
+            local.translate(memory.addr().0 + 5, 10),
+            Some(gaudi::DeviceAddr(memory.addr().0 + 5))
+        );
+        let imported = key.open(&other).unwrap();
+        let here = other.alloc(len as u64, 1).unwrap();
+        let there = imported.translate(memory.addr().0, len).unwrap();
+        copy(&other, Side::Device(here.addr()), Side::Device(there), len).unwrap();
+        assert_same(&read(&other, here.addr(), len), &bytes, "through the import");
+
+        // Freed while another card of ours has it open: not given to anybody before.
+        let addr = memory.addr();
+        drop((share, again, memory, local));
+        assert_eq!(stat("ipc_quarantined_bytes"), len as u64);
+        assert_ne!(one.alloc(len as u64, 1).unwrap().addr(), addr);
+        let error = key.open(&one).unwrap_err();
+        assert!(error.to_string().contains("does not share this memory"), "{error}");
+        drop(imported);
+        // Kept by the cache, until it is bounded.
+        other.set_handle_limits(Limits { handles: 0, bytes: 0 });
+        assert_eq!(stat("ipc_quarantined_bytes"), 0);
+        assert_eq!(one.alloc(len as u64, 1).unwrap().addr(), addr);
     }
-    let mut peer = Peer::start(Set::default());
-    peer.ask("card 1");
-    let device = open(0);
-    let key = RemoteKey::parse(&peer.share(1, 9000, 1)).unwrap();
-    let opened = key.open(&device).unwrap();
-    peer.ask("free 1");
-    assert_eq!(peer.stat("ipc_quarantined_bytes"), 9000);
-    let other = RemoteKey::parse(&peer.share(2, 9000, 2)).unwrap();
-    assert_ne!(other.base(), key.base(), "nobody else's memory while we have it open");
-    // A late copy harms nobody.
-    let there = Side::Device(opened.translate(key.base(), 9000).unwrap());
-    let here = device.alloc(9000, 1).unwrap();
-    copy(&device, there, Side::Device(here.addr()), 9000).unwrap();
-    assert_eq!(peer.sum(2), hash(&pattern(9000, 2)));
-    drop(opened);
-    peer.until("stat ipc_quarantined_bytes", "0");
-    let next = RemoteKey::parse(&peer.share(3, 9000, 3)).unwrap();
-    assert_eq!(next.base(), key.base(), "then it is used again");
+
+    #[test]
+    fn a_driver_without_import_says_so_and_why() {
+        if !alone("ipc::a_driver_without_import_says_so_and_why", 2) {
+            return;
+        }
+        let mut peer = Peer::start(Set::default());
+        peer.ask("card 1");
+        let key = RemoteKey::parse(&peer.share(1, 5000, 1)).unwrap();
+        // SAFETY: no other thread of this process reads the environment.
+        unsafe { std::env::set_var("SOFT_GAUDI_IMPORT", "no") };
+        let mut old = Peer::start(Set::default());
+        old.ask("card 0");
+        let refused = old.tell(&format!("open 1 {}", hex(&peer.share(2, 5000, 1))));
+        assert!(refused.starts_with("failed INVALID_PARAMS"), "{refused}");
+        assert!(refused.contains("the driver has no dma-buf import"), "{refused}");
+        let _ = key;
+    }
+
+    #[test]
+    fn handles_are_kept_within_bounds_and_opened_once() {
+        if !alone("ipc::handles_are_kept_within_bounds_and_opened_once", 2) {
+            return;
+        }
+        let mut peer = Peer::start(Set::default());
+        peer.ask("card 1");
+        let keys: Vec<RemoteKey> =
+            (0..4).map(|slot| RemoteKey::parse(&peer.share(slot, 8192, 1)).unwrap()).collect();
+        let device = open(0);
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    let opened: Vec<_> =
+                        keys.iter().map(|key| key.open(&device).unwrap()).collect();
+                    assert_eq!(opened.len(), 4);
+                });
+            }
+        });
+        assert_eq!((stat("ipc_cache_misses"), stat("ipc_cache_hits")), (4, 28));
+        assert_eq!((stat("ipc_handles_live"), stat("ipc_handles_bytes")), (4, 4 * 8192));
+        assert_eq!(stat("dmabuf_imports_live"), 4);
+
+        device.set_handle_limits(Limits { handles: 2, bytes: 1 << 30 });
+        assert_eq!((stat("ipc_handles_live"), stat("ipc_cache_evictions")), (2, 2));
+        let in_use: Vec<_> = keys.iter().map(|key| key.open(&device).unwrap()).collect();
+        assert_eq!(stat("ipc_handles_live"), 4, "what is in use stays");
+        drop(in_use);
+        assert_eq!(stat("ipc_handles_live"), 2);
+        device.set_handle_limits(Limits { handles: 9, bytes: 8192 });
+        assert_eq!(stat("ipc_handles_live"), 1, "bounded by bytes too");
+        assert_eq!(device.handle_limits(), Limits { handles: 9, bytes: 8192 });
+    }
+
+    #[test]
+    fn a_new_tenant_at_the_same_address_has_a_key_of_its_own() {
+        if !alone("ipc::a_new_tenant_at_the_same_address_has_a_key_of_its_own", 2) {
+            return;
+        }
+        let mut peer = Peer::start(Set::default());
+        peer.ask("card 1");
+        let device = open(0);
+        let old = RemoteKey::parse(&peer.share(1, 9000, 1)).unwrap();
+        drop(old.open(&device).unwrap());
+        assert_eq!(stat("ipc_handles_live"), 1, "kept");
+        peer.ask("unshare 1");
+        peer.ask("free 1");
+        // We are told, and let go what we only kept.
+        peer::until("the handle is let go", || stat("ipc_handles_live") == 0);
+        peer.until("stat ipc_quarantined_bytes", "0");
+
+        let new = RemoteKey::parse(&peer.share(2, 9000, 2)).unwrap();
+        assert_eq!(new.base(), old.base(), "the same address again");
+        let error = old.open(&device).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::ChannelFailed);
+        assert!(error.to_string().contains("does not share this memory (any more)"), "{error}");
+        assert_eq!(stat("ipc_refused_withdrawn"), 1);
+        let opened = new.open(&device).unwrap();
+        let here = device.alloc(9000, 1).unwrap();
+        let there = opened.translate(new.base(), 9000).unwrap();
+        copy(&device, Side::Device(here.addr()), Side::Device(there), 9000).unwrap();
+        assert_same(&read(&device, here.addr(), 9000), &pattern(9000, 2), "the new tenant's bytes");
+    }
+
+    #[test]
+    fn freed_memory_waits_for_who_has_it_open() {
+        if !alone("ipc::freed_memory_waits_for_who_has_it_open", 2) {
+            return;
+        }
+        let mut peer = Peer::start(Set::default());
+        peer.ask("card 1");
+        let device = open(0);
+        let key = RemoteKey::parse(&peer.share(1, 9000, 1)).unwrap();
+        let opened = key.open(&device).unwrap();
+        peer.ask("free 1");
+        assert_eq!(peer.stat("ipc_quarantined_bytes"), 9000);
+        let other = RemoteKey::parse(&peer.share(2, 9000, 2)).unwrap();
+        assert_ne!(other.base(), key.base(), "nobody else's memory while we have it open");
+        // A late copy harms nobody.
+        let there = Side::Device(opened.translate(key.base(), 9000).unwrap());
+        let here = device.alloc(9000, 1).unwrap();
+        copy(&device, there, Side::Device(here.addr()), 9000).unwrap();
+        assert_eq!(peer.sum(2), hash(&pattern(9000, 2)));
+        drop(opened);
+        peer.until("stat ipc_quarantined_bytes", "0");
+        let next = RemoteKey::parse(&peer.share(3, 9000, 3)).unwrap();
+        assert_eq!(next.base(), key.base(), "then it is used again");
+    }
 }

@@ -18,200 +18,208 @@ fn serve() {
     peer::serve();
 }
 
-/// Pauses that look random and are the same every time.
-fn pause(round: u32) {
-    let micros = (u64::from(round) * 7919) % 3000;
-    std::thread::sleep(Duration::from_micros(micros));
-}
+/// A word by which `cargo xtask test ipc` finds them.
+mod ipc {
+    use super::*;
 
-#[test]
-fn an_exporter_killed_at_any_point_leaves_nothing_behind() {
-    if !alone("an_exporter_killed_at_any_point_leaves_nothing_behind", 2) {
-        return;
+    /// Pauses that look random and are the same every time.
+    fn pause(round: u32) {
+        let micros = (u64::from(round) * 7919) % 3000;
+        std::thread::sleep(Duration::from_micros(micros));
     }
-    let device = open(0);
-    let here = device.alloc(LEN as u64, 1).unwrap();
-    let mut before = None;
-    for round in 0..50 {
-        // That the card opens shows that the survivor holds nothing of its last owner.
-        let mut exporter = Peer::start(Set::default());
-        until("the dead owner's card is free", || exporter.tell("card 1") == "ok");
-        let keys: Vec<RemoteKey> =
-            (0..3).map(|slot| RemoteKey::parse(&exporter.share(slot, LEN, 1)).unwrap()).collect();
-        std::thread::scope(|scope| {
-            let work = scope.spawn(|| {
-                let mut gone = Vec::new();
-                for key in &keys {
-                    let Ok(opened) = key.open(&device) else { continue };
-                    let there = opened.translate(key.base(), LEN).unwrap();
-                    for _ in 0..20 {
-                        copy(&device, Side::Device(here.addr()), Side::Device(there), LEN).unwrap();
-                        copy(&device, Side::Device(there), Side::Device(here.addr()), LEN).unwrap();
+
+    #[test]
+    fn an_exporter_killed_at_any_point_leaves_nothing_behind() {
+        if !alone("ipc::an_exporter_killed_at_any_point_leaves_nothing_behind", 2) {
+            return;
+        }
+        let device = open(0);
+        let here = device.alloc(LEN as u64, 1).unwrap();
+        let mut before = None;
+        for round in 0..50 {
+            // That the card opens shows that the survivor holds nothing of its last owner.
+            let mut exporter = Peer::start(Set::default());
+            until("the dead owner's card is free", || exporter.tell("card 1") == "ok");
+            let keys: Vec<RemoteKey> = (0..3)
+                .map(|slot| RemoteKey::parse(&exporter.share(slot, LEN, 1)).unwrap())
+                .collect();
+            std::thread::scope(|scope| {
+                let work = scope.spawn(|| {
+                    let mut gone = Vec::new();
+                    for key in &keys {
+                        let Ok(opened) = key.open(&device) else { continue };
+                        let there = opened.translate(key.base(), LEN).unwrap();
+                        for _ in 0..20 {
+                            copy(&device, Side::Device(here.addr()), Side::Device(there), LEN)
+                                .unwrap();
+                            copy(&device, Side::Device(there), Side::Device(here.addr()), LEN)
+                                .unwrap();
+                        }
+                        gone.push(opened);
                     }
-                    gone.push(opened);
+                    gone
+                });
+                pause(round);
+                exporter.kill();
+                let opened = work.join().unwrap();
+                for opened in &opened {
+                    until("the end is seen", || opened.is_peer_gone());
                 }
-                gone
             });
+            until("all handles are let go", || stat("ipc_handles_live") == 0);
+            assert_eq!(stat("dmabuf_imports_live"), 0);
+            if round == 5 {
+                before = Some(Footprint::now());
+            }
+        }
+        until("the last peer is forgotten", || stat("ipc_handles_live") == 0);
+        before.unwrap().assert_flat("45 killed exporters");
+    }
+
+    #[test]
+    fn an_importer_killed_at_any_point_leaves_nothing_behind() {
+        if !alone("ipc::an_importer_killed_at_any_point_leaves_nothing_behind", 2) {
+            return;
+        }
+        let device = open(1);
+        let mut before = None;
+        for round in 0..50 {
+            let memory = device.alloc(LEN as u64, 1).unwrap();
+            let share = device.share(memory.addr(), 1).unwrap();
+            // Every other one may not use pidfd_getfd.
+            let mut importer = Peer::start(Set { no_getfd: round % 2 == 0, ..Set::default() });
+            until("the dead owner's card is free", || importer.tell("card 0") == "ok");
+            importer.say(&format!("open 1 {}", peer::hex(&share.key())));
+            for _ in 0..20 {
+                importer.say("push 1 1");
+            }
             pause(round);
-            exporter.kill();
-            let opened = work.join().unwrap();
-            for opened in &opened {
-                until("the end is seen", || opened.is_peer_gone());
+            if round % 3 == 0 {
+                // Freed while the other is at it.
+                drop((share, memory));
             }
-        });
-        until("all handles are let go", || stat("ipc_handles_live") == 0);
-        assert_eq!(stat("dmabuf_imports_live"), 0);
-        if round == 5 {
-            before = Some(Footprint::now());
-        }
-    }
-    until("the last peer is forgotten", || stat("ipc_handles_live") == 0);
-    before.unwrap().assert_flat("45 killed exporters");
-}
-
-#[test]
-fn an_importer_killed_at_any_point_leaves_nothing_behind() {
-    if !alone("an_importer_killed_at_any_point_leaves_nothing_behind", 2) {
-        return;
-    }
-    let device = open(1);
-    let mut before = None;
-    for round in 0..50 {
-        let memory = device.alloc(LEN as u64, 1).unwrap();
-        let share = device.share(memory.addr(), 1).unwrap();
-        // Every other one may not use pidfd_getfd.
-        let mut importer = Peer::start(Set { no_getfd: round % 2 == 0, ..Set::default() });
-        until("the dead owner's card is free", || importer.tell("card 0") == "ok");
-        importer.say(&format!("open 1 {}", peer::hex(&share.key())));
-        for _ in 0..20 {
-            importer.say("push 1 1");
-        }
-        pause(round);
-        if round % 3 == 0 {
-            // Freed while the other is at it.
-            drop((share, memory));
-        }
-        importer.kill();
-        until("its memory is given to others", || stat("ipc_quarantined_bytes") == 0);
-        if round == 5 {
-            before = Some((Footprint::now(), device.memory().used));
-        }
-    }
-    let (before, used) = before.unwrap();
-    assert_eq!((stat("ipc_shares_live"), stat("allocations_live")), (0, 0));
-    assert!(device.memory().used <= used);
-    // The broker's thread hears of the last hang-up a moment later.
-    until("connections are closed", || Footprint::now().is_flat(before));
-}
-
-#[test]
-fn a_forked_child_neither_answers_for_its_parent_nor_hides_its_end() {
-    if !alone("a_forked_child_neither_answers_for_its_parent_nor_hides_its_end", 2) {
-        return;
-    }
-    let mut exporter = Peer::start(Set::default());
-    exporter.ask("card 1");
-    let key = exporter.share(1, LEN, 1);
-    // One that has only the broker to go by, connected before the fork.
-    let mut importer = Peer::start(Set { no_pidfd: true, ..Set::default() });
-    importer.ask("card 0");
-    let opened = importer.tell(&format!("open 1 {}", peer::hex(&key)));
-    let child: i32 = exporter.ask("fork").parse().unwrap();
-    assert_eq!(opened, "ok");
-    assert_eq!(importer.ask("gone 1"), "false");
-    exporter.kill();
-    importer.until("gone 1", "true");
-    importer.ask("close 1");
-    let refused = importer.tell(&format!("open 1 {}", peer::hex(&key)));
-    assert!(refused.contains("nobody listens"), "{refused}");
-    // SAFETY: our own grandchild, which sleeps for an hour.
-    unsafe { libc::kill(child, libc::SIGKILL) };
-}
-
-#[test]
-fn the_socket_of_a_killed_exporter_is_removed_by_the_next() {
-    if !alone("the_socket_of_a_killed_exporter_is_removed_by_the_next", 2) {
-        return;
-    }
-    let mut exporter = Peer::start(Set::default());
-    exporter.ask("card 1");
-    let [_, first] = peer::sockets(&exporter.share(1, LEN, 1));
-    assert!(std::path::Path::new(&first).exists(), "{first}");
-    exporter.kill();
-    let mut exporter = Peer::start(Set::default());
-    exporter.ask("card 1");
-    let [_, second] = peer::sockets(&exporter.share(1, LEN, 1));
-    assert!(!std::path::Path::new(&first).exists(), "{first} is left");
-    assert!(std::path::Path::new(&second).exists(), "{second}");
-    drop(exporter);
-    assert!(!std::path::Path::new(&second).exists(), "{second} is left by who ended in order");
-}
-
-#[test]
-fn a_watch_tells_the_end_and_an_identity_is_one_process_s_only() {
-    if !alone("a_watch_tells_the_end_and_an_identity_is_one_process_s_only", 1) {
-        return;
-    }
-    for namespaces in [0, libc::CLONE_NEWPID] {
-        let mut peer = match Peer::try_start(Set { namespaces, ..Set::default() }) {
-            Ok(peer) => peer,
-            Err(error) => {
-                println!("skipped: a pid namespace: {error}");
-                continue;
+            importer.kill();
+            until("its memory is given to others", || stat("ipc_quarantined_bytes") == 0);
+            if round == 5 {
+                before = Some((Footprint::now(), device.memory().used));
             }
-        };
-        peer.ask("broker");
-        let identity = Identity::parse(&unhex(&peer.ask("identity"))).unwrap();
-        identity.check_reachable().unwrap();
-        assert!(!identity.is_own());
-        assert_eq!(identity.is_alive(), Ok(true));
-        let watch = identity.watch().unwrap();
-        assert!(!watch.has_ended());
-        drop(peer);
-        until("the end is seen", || watch.has_ended());
-        if namespaces == 0 {
-            assert_eq!(identity.is_alive(), Ok(false));
         }
-        assert!(identity.watch().is_err());
+        let (before, used) = before.unwrap();
+        assert_eq!((stat("ipc_shares_live"), stat("allocations_live")), (0, 0));
+        assert!(device.memory().used <= used);
+        // The broker's thread hears of the last hang-up a moment later.
+        until("connections are closed", || Footprint::now().is_flat(before));
     }
-}
 
-#[test]
-fn a_thousand_cycles_leave_nothing_behind() {
-    if !alone("a_thousand_cycles_leave_nothing_behind", 2) {
-        return;
+    #[test]
+    fn a_forked_child_neither_answers_for_its_parent_nor_hides_its_end() {
+        if !alone("ipc::a_forked_child_neither_answers_for_its_parent_nor_hides_its_end", 2) {
+            return;
+        }
+        let mut exporter = Peer::start(Set::default());
+        exporter.ask("card 1");
+        let key = exporter.share(1, LEN, 1);
+        // One that has only the broker to go by, connected before the fork.
+        let mut importer = Peer::start(Set { no_pidfd: true, ..Set::default() });
+        importer.ask("card 0");
+        let opened = importer.tell(&format!("open 1 {}", peer::hex(&key)));
+        let child: i32 = exporter.ask("fork").parse().unwrap();
+        assert_eq!(opened, "ok");
+        assert_eq!(importer.ask("gone 1"), "false");
+        exporter.kill();
+        importer.until("gone 1", "true");
+        importer.ask("close 1");
+        let refused = importer.tell(&format!("open 1 {}", peer::hex(&key)));
+        assert!(refused.contains("nobody listens"), "{refused}");
+        // SAFETY: our own grandchild, which sleeps for an hour.
+        unsafe { libc::kill(child, libc::SIGKILL) };
     }
-    let mut peer = Peer::start(Set::default());
-    peer.ask("card 1");
-    let device = open(0);
-    let keep_none = Limits { handles: 0, bytes: 0 };
-    let key = RemoteKey::parse(&peer.share(1, LEN, 1)).unwrap();
-    let cycle = |_: u32| drop(key.open(&device).unwrap());
-    device.set_handle_limits(keep_none);
-    (0..20).for_each(cycle);
-    let before = Footprint::now();
-    (0..1000).for_each(cycle);
-    before.assert_flat("opened and closed");
-    assert_eq!((stat("ipc_handles_opened"), stat("ipc_handles_closed")), (1020, 1020));
 
-    // New memory each time, by both ways.
-    let used: u64 = peer.ask("used").parse().unwrap();
-    let fds: usize = peer.ask("fds").parse().unwrap();
-    let mut filtered = Peer::start(Set { no_getfd: true, ..Set::default() });
-    drop(device);
-    until("our card is free", || filtered.tell("card 0") == "ok");
-    filtered.ask("limits 3 1000000000");
-    for round in 0..200 {
-        let key = peer::hex(&peer.share(2, 8192, round));
-        filtered.ask(&format!("open 1 {key}"));
-        peer.ask("unshare 2");
-        peer.ask("free 2");
-        filtered.ask("close 1");
+    #[test]
+    fn the_socket_of_a_killed_exporter_is_removed_by_the_next() {
+        if !alone("ipc::the_socket_of_a_killed_exporter_is_removed_by_the_next", 2) {
+            return;
+        }
+        let mut exporter = Peer::start(Set::default());
+        exporter.ask("card 1");
+        let [_, first] = peer::sockets(&exporter.share(1, LEN, 1));
+        assert!(std::path::Path::new(&first).exists(), "{first}");
+        exporter.kill();
+        let mut exporter = Peer::start(Set::default());
+        exporter.ask("card 1");
+        let [_, second] = peer::sockets(&exporter.share(1, LEN, 1));
+        assert!(!std::path::Path::new(&first).exists(), "{first} is left");
+        assert!(std::path::Path::new(&second).exists(), "{second}");
+        drop(exporter);
+        assert!(!std::path::Path::new(&second).exists(), "{second} is left by who ended in order");
     }
-    peer.until("used", &used.to_string());
-    filtered.until("stat ipc_handles_live", "0");
-    assert_eq!(filtered.stat("ipc_handovers_broker"), 200);
-    assert_eq!(peer.stat("ipc_shares"), 201);
-    drop(filtered);
-    until("descriptors are closed", || peer.ask("fds").parse::<usize>().unwrap() <= fds);
+
+    #[test]
+    fn a_watch_tells_the_end_and_an_identity_is_one_process_s_only() {
+        if !alone("ipc::a_watch_tells_the_end_and_an_identity_is_one_process_s_only", 1) {
+            return;
+        }
+        for namespaces in [0, libc::CLONE_NEWPID] {
+            let mut peer = match Peer::try_start(Set { namespaces, ..Set::default() }) {
+                Ok(peer) => peer,
+                Err(error) => {
+                    println!("skipped: a pid namespace: {error}");
+                    continue;
+                }
+            };
+            peer.ask("broker");
+            let identity = Identity::parse(&unhex(&peer.ask("identity"))).unwrap();
+            identity.check_reachable().unwrap();
+            assert!(!identity.is_own());
+            assert_eq!(identity.is_alive(), Ok(true));
+            let watch = identity.watch().unwrap();
+            assert!(!watch.has_ended());
+            drop(peer);
+            until("the end is seen", || watch.has_ended());
+            if namespaces == 0 {
+                assert_eq!(identity.is_alive(), Ok(false));
+            }
+            assert!(identity.watch().is_err());
+        }
+    }
+
+    #[test]
+    fn a_thousand_cycles_leave_nothing_behind() {
+        if !alone("ipc::a_thousand_cycles_leave_nothing_behind", 2) {
+            return;
+        }
+        let mut peer = Peer::start(Set::default());
+        peer.ask("card 1");
+        let device = open(0);
+        let keep_none = Limits { handles: 0, bytes: 0 };
+        let key = RemoteKey::parse(&peer.share(1, LEN, 1)).unwrap();
+        let cycle = |_: u32| drop(key.open(&device).unwrap());
+        device.set_handle_limits(keep_none);
+        (0..20).for_each(cycle);
+        let before = Footprint::now();
+        (0..1000).for_each(cycle);
+        before.assert_flat("opened and closed");
+        assert_eq!((stat("ipc_handles_opened"), stat("ipc_handles_closed")), (1020, 1020));
+
+        // New memory each time, by both ways.
+        let used: u64 = peer.ask("used").parse().unwrap();
+        let fds: usize = peer.ask("fds").parse().unwrap();
+        let mut filtered = Peer::start(Set { no_getfd: true, ..Set::default() });
+        drop(device);
+        until("our card is free", || filtered.tell("card 0") == "ok");
+        filtered.ask("limits 3 1000000000");
+        for round in 0..200 {
+            let key = peer::hex(&peer.share(2, 8192, round));
+            filtered.ask(&format!("open 1 {key}"));
+            peer.ask("unshare 2");
+            peer.ask("free 2");
+            filtered.ask("close 1");
+        }
+        peer.until("used", &used.to_string());
+        filtered.until("stat ipc_handles_live", "0");
+        assert_eq!(filtered.stat("ipc_handovers_broker"), 200);
+        assert_eq!(peer.stat("ipc_shares"), 201);
+        drop(filtered);
+        until("descriptors are closed", || peer.ask("fds").parse::<usize>().unwrap() <= fds);
+    }
 }

@@ -19,199 +19,211 @@ fn serve() {
     peer::serve();
 }
 
-/// Numbers that look random and are the same every time.
-struct Dice(u64);
+/// A word by which `cargo xtask test ipc` finds them.
+mod ipc {
+    use super::*;
 
-impl Dice {
-    fn below(&mut self, end: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 % end as u64) as usize
+    /// Numbers that look random and are the same every time.
+    struct Dice(u64);
+
+    impl Dice {
+        fn below(&mut self, end: usize) -> usize {
+            self.0 ^= self.0 << 13;
+            self.0 ^= self.0 >> 7;
+            self.0 ^= self.0 << 17;
+            (self.0 % end as u64) as usize
+        }
+
+        fn bytes(&mut self, len: usize) -> Vec<u8> {
+            (0..len).map(|_| self.below(256) as u8).collect()
+        }
     }
 
-    fn bytes(&mut self, len: usize) -> Vec<u8> {
-        (0..len).map(|_| self.below(256) as u8).collect()
+    /// An exporter with one piece of memory, and its key.
+    fn exporter() -> (Peer, Vec<u8>) {
+        let mut exporter = Peer::start(Set::default());
+        exporter.ask("card 1");
+        let key = exporter.share(1, LEN, 5);
+        (exporter, key)
     }
-}
 
-/// An exporter with one piece of memory, and its key.
-fn exporter() -> (Peer, Vec<u8>) {
-    let mut exporter = Peer::start(Set::default());
-    exporter.ask("card 1");
-    let key = exporter.share(1, LEN, 5);
-    (exporter, key)
-}
-
-#[test]
-fn another_user_gets_nothing() {
-    if !alone("another_user_gets_nothing", 2) {
-        return;
-    }
-    const NOBODY: u32 = 65_500;
-    let (mut exporter, key) = exporter();
-    let stranger = Set { uid: Some(NOBODY), ..Set::default() };
-    let mut stranger = match Peer::try_start(stranger) {
-        Ok(stranger) => stranger,
-        Err(error) => {
-            println!("skipped: another user's process: {error}");
+    #[test]
+    fn another_user_gets_nothing() {
+        if !alone("ipc::another_user_gets_nothing", 2) {
             return;
         }
-    };
-    // Cards of its own: the software machine is per user.
-    stranger.ask("card 0");
-    let refused = stranger.tell(&format!("open 1 {}", hex(&key)));
-    assert!(refused.starts_with("failed PERMISSION_DENIED"), "{refused}");
-    assert!(refused.contains("it is user "), "{refused}");
-    // It knows the token, and lies about the user.
-    let mut forged = key.clone();
-    forged[UID].copy_from_slice(&NOBODY.to_le_bytes());
-    let refused = stranger.tell(&format!("open 1 {}", hex(&forged)));
-    assert!(refused.starts_with("failed PERMISSION_DENIED"), "{refused}");
-    assert!(refused.contains("pidfd_getfd: ") && refused.contains("broker: "), "{refused}");
-    // It talks to the sockets itself.
-    let base = RemoteKey::parse(&key).unwrap().base();
-    let fetch = hex(&request(FETCH, base, &key[TOKEN]));
-    let [in_no_file, in_folder] = sockets(&key);
-    assert_eq!(stranger.ask(&format!("knock {in_no_file} {fetch}")), "hung up");
-    let answer = stranger.ask(&format!("knock {in_folder} {fetch}"));
-    assert!(answer.starts_with("not connected"), "{answer}");
-    assert!(exporter.stat("ipc_broker_refused_user") >= 2);
-    assert_eq!(exporter.stat("ipc_broker_granted"), 0);
-    assert_eq!(stranger.stat("ipc_handles_opened"), 0);
-    assert_eq!(exporter.sum(1), hash(&pattern(LEN, 5)), "untouched");
-    drop(stranger);
-    let _ = std::fs::remove_dir_all(format!("/dev/shm/soft-gaudi-{NOBODY}"));
-    // The same words from the same user are understood.
-    assert_eq!(knock(&in_no_file, &request(FETCH, base, &key[TOKEN])), "24 bytes, 1 descriptors");
-    assert_eq!(knock(&in_folder, &request(FETCH, base, &key[TOKEN])), "24 bytes, 1 descriptors");
-}
-
-#[test]
-fn a_damaged_key_opens_nothing_else() {
-    if !alone("a_damaged_key_opens_nothing_else", 2) {
-        return;
-    }
-    let (mut exporter, key) = exporter();
-    let other = exporter.share(2, LEN, 6);
-    let device = open(0);
-    let here = device.alloc(LEN as u64, 1).unwrap();
-    let mut dice = Dice(0x9e37_79b9_7f4a_7c15);
-    let mut opened_some = 0;
-    for round in 0..300 {
+        const NOBODY: u32 = 65_500;
+        let (mut exporter, key) = exporter();
+        let stranger = Set { uid: Some(NOBODY), ..Set::default() };
+        let mut stranger = match Peer::try_start(stranger) {
+            Ok(stranger) => stranger,
+            Err(error) => {
+                println!("skipped: another user's process: {error}");
+                return;
+            }
+        };
+        // Cards of its own: the software machine is per user.
+        stranger.ask("card 0");
+        let refused = stranger.tell(&format!("open 1 {}", hex(&key)));
+        assert!(refused.starts_with("failed PERMISSION_DENIED"), "{refused}");
+        assert!(refused.contains("it is user "), "{refused}");
+        // It knows the token, and lies about the user.
         let mut forged = key.clone();
-        for _ in 0..=dice.below(3) {
-            let at = dice.below(forged.len());
-            // Random, or a part of the other key: nearly right.
-            forged[at] = if dice.below(2) == 0 { other[at] } else { dice.below(256) as u8 };
+        forged[UID].copy_from_slice(&NOBODY.to_le_bytes());
+        let refused = stranger.tell(&format!("open 1 {}", hex(&forged)));
+        assert!(refused.starts_with("failed PERMISSION_DENIED"), "{refused}");
+        assert!(refused.contains("pidfd_getfd: ") && refused.contains("broker: "), "{refused}");
+        // It talks to the sockets itself.
+        let base = RemoteKey::parse(&key).unwrap().base();
+        let fetch = hex(&request(FETCH, base, &key[TOKEN]));
+        let [in_no_file, in_folder] = sockets(&key);
+        assert_eq!(stranger.ask(&format!("knock {in_no_file} {fetch}")), "hung up");
+        let answer = stranger.ask(&format!("knock {in_folder} {fetch}"));
+        assert!(answer.starts_with("not connected"), "{answer}");
+        assert!(exporter.stat("ipc_broker_refused_user") >= 2);
+        assert_eq!(exporter.stat("ipc_broker_granted"), 0);
+        assert_eq!(stranger.stat("ipc_handles_opened"), 0);
+        assert_eq!(exporter.sum(1), hash(&pattern(LEN, 5)), "untouched");
+        drop(stranger);
+        let _ = std::fs::remove_dir_all(format!("/dev/shm/soft-gaudi-{NOBODY}"));
+        // The same words from the same user are understood.
+        assert_eq!(
+            knock(&in_no_file, &request(FETCH, base, &key[TOKEN])),
+            "24 bytes, 1 descriptors"
+        );
+        assert_eq!(
+            knock(&in_folder, &request(FETCH, base, &key[TOKEN])),
+            "24 bytes, 1 descriptors"
+        );
+    }
+
+    #[test]
+    fn a_damaged_key_opens_nothing_else() {
+        if !alone("ipc::a_damaged_key_opens_nothing_else", 2) {
+            return;
         }
-        let is_token_right = forged[TOKEN] == key[TOKEN];
-        let Ok(parsed) = RemoteKey::parse(&forged) else { continue };
-        let Ok(opened) = parsed.open(&device) else { continue };
-        // Only what does not matter was changed, such as the line in the ledger: the broker knows
-        // better.
-        opened_some += 1;
-        assert!(is_token_right, "round {round}");
-        let there = opened.translate(parsed.base(), LEN.min(parsed.len() as usize)).unwrap();
-        let len = LEN.min(parsed.len() as usize);
-        copy(&device, Side::Device(here.addr()), Side::Device(there), len).unwrap();
-        assert_eq!(read(&device, here.addr(), len), pattern(LEN, 5)[..len], "round {round}");
-    }
-    println!("{opened_some} of 300 opened the memory they are a key of");
-    // The token alone.
-    for at in TOKEN {
-        let mut forged = key.clone();
-        forged[at] ^= 0x10;
-        let error = RemoteKey::parse(&forged).unwrap().open(&device).unwrap_err();
-        assert!(error.to_string().contains("does not share this memory"), "{error}");
-    }
-    let mut mixed = key.clone();
-    mixed[TOKEN].copy_from_slice(&other[TOKEN]);
-    RemoteKey::parse(&mixed).unwrap().open(&device).unwrap_err();
-    // A process id that was reused, or never was.
-    for (at, what) in [(13, "pid"), (17, "start time")] {
-        let mut forged = key.clone();
-        forged[at] ^= 1;
-        let error = RemoteKey::parse(&forged).unwrap().open(&device).unwrap_err();
-        assert!(error.to_string().contains("has ended"), "{what}: {error}");
-    }
-    assert!(stat("ipc_refused_withdrawn") >= 9 && stat("ipc_refused_ended") >= 2);
-    assert_eq!(exporter.sum(2), hash(&pattern(LEN, 6)), "untouched");
-}
-
-#[test]
-fn a_replayed_key_opens_nothing_after_the_memory_was_freed() {
-    if !alone("a_replayed_key_opens_nothing_after_the_memory_was_freed", 2) {
-        return;
-    }
-    let (mut exporter, key) = exporter();
-    let base = RemoteKey::parse(&key).unwrap().base();
-    let device = open(0);
-    exporter.ask("free 1");
-    let again = exporter.share(2, LEN, 6);
-    assert_eq!(RemoteKey::parse(&again).unwrap().base(), base, "the same place");
-    RemoteKey::parse(&key).unwrap().open(&device).unwrap_err();
-    let [socket, _] = sockets(&key);
-    assert_eq!(knock(&socket, &request(FETCH, base, &key[TOKEN])), "24 bytes, 0 descriptors");
-    // The exporter ends, and somebody listens where it did.
-    exporter.kill();
-    let name = rustix::net::SocketAddrUnix::new_abstract_name(&socket.as_bytes()[1..]).unwrap();
-    use rustix::net::{AddressFamily, SocketType};
-    let squatter = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
-    rustix::net::bind(&squatter, &name).unwrap();
-    rustix::net::listen(&squatter, 8).unwrap();
-    let error = RemoteKey::parse(&again).unwrap().open(&device).unwrap_err();
-    assert!(error.to_string().contains("has ended"), "{error}");
-    assert_eq!(stat("ipc_handles_opened"), 0);
-}
-
-#[test]
-fn garbage_and_crowds_do_not_keep_the_broker_from_its_work() {
-    if !alone("garbage_and_crowds_do_not_keep_the_broker_from_its_work", 2) {
-        return;
-    }
-    let (mut exporter, key) = exporter();
-    let [in_no_file, in_folder] = sockets(&key);
-    let before: usize = exporter.ask("fds").parse().unwrap();
-    let mut dice = Dice(77);
-    for round in 0..300 {
-        let mut message = dice.bytes(round % 60);
-        if round % 3 == 0 && message.len() >= 8 {
-            message[..8].copy_from_slice(&request(dice.below(6) as u8, 0, &[])[..8]);
+        let (mut exporter, key) = exporter();
+        let other = exporter.share(2, LEN, 6);
+        let device = open(0);
+        let here = device.alloc(LEN as u64, 1).unwrap();
+        let mut dice = Dice(0x9e37_79b9_7f4a_7c15);
+        let mut opened_some = 0;
+        for round in 0..300 {
+            let mut forged = key.clone();
+            for _ in 0..=dice.below(3) {
+                let at = dice.below(forged.len());
+                // Random, or a part of the other key: nearly right.
+                forged[at] = if dice.below(2) == 0 { other[at] } else { dice.below(256) as u8 };
+            }
+            let is_token_right = forged[TOKEN] == key[TOKEN];
+            let Ok(parsed) = RemoteKey::parse(&forged) else { continue };
+            let Ok(opened) = parsed.open(&device) else { continue };
+            // Only what does not matter was changed, such as the line in the ledger: the broker knows
+            // better.
+            opened_some += 1;
+            assert!(is_token_right, "round {round}");
+            let there = opened.translate(parsed.base(), LEN.min(parsed.len() as usize)).unwrap();
+            let len = LEN.min(parsed.len() as usize);
+            copy(&device, Side::Device(here.addr()), Side::Device(there), len).unwrap();
+            assert_eq!(read(&device, here.addr(), len), pattern(LEN, 5)[..len], "round {round}");
         }
-        let socket = if round % 2 == 0 { &in_no_file } else { &in_folder };
-        let answer = knock(socket, &message);
-        assert!(!answer.contains("1 descriptors"), "round {round}: {answer}");
-        assert!(!answer.contains("not connected"), "round {round}: {answer}");
+        println!("{opened_some} of 300 opened the memory they are a key of");
+        // The token alone.
+        for at in TOKEN {
+            let mut forged = key.clone();
+            forged[at] ^= 0x10;
+            let error = RemoteKey::parse(&forged).unwrap().open(&device).unwrap_err();
+            assert!(error.to_string().contains("does not share this memory"), "{error}");
+        }
+        let mut mixed = key.clone();
+        mixed[TOKEN].copy_from_slice(&other[TOKEN]);
+        RemoteKey::parse(&mixed).unwrap().open(&device).unwrap_err();
+        // A process id that was reused, or never was.
+        for (at, what) in [(13, "pid"), (17, "start time")] {
+            let mut forged = key.clone();
+            forged[at] ^= 1;
+            let error = RemoteKey::parse(&forged).unwrap().open(&device).unwrap_err();
+            assert!(error.to_string().contains("has ended"), "{what}: {error}");
+        }
+        assert!(stat("ipc_refused_withdrawn") >= 9 && stat("ipc_refused_ended") >= 2);
+        assert_eq!(exporter.sum(2), hash(&pattern(LEN, 6)), "untouched");
     }
-    // A crowd that connects and says nothing, more than there is room for, on both sockets.
-    let crowd: Vec<_> = (0..200)
-        .map(|at| {
-            use rustix::net::*;
-            let socket = socket_with(
-                AddressFamily::UNIX,
-                SocketType::SEQPACKET,
-                SocketFlags::NONBLOCK,
-                None,
-            )
-            .unwrap();
-            let address = match at % 2 {
-                0 => SocketAddrUnix::new_abstract_name(&in_no_file.as_bytes()[1..]),
-                _ => SocketAddrUnix::new(in_folder.as_str()),
-            };
-            // Whoever finds the queue full is part of the crowd too.
-            let _ = connect(&socket, &address.unwrap());
-            socket
-        })
-        .collect();
-    let mut importer = Peer::start(Set { no_getfd: true, ..Set::default() });
-    importer.ask("card 0");
-    importer.ask(&format!("open 1 {}", hex(&key)));
-    assert_eq!(importer.ask("pull 1"), hash(&pattern(LEN, 5)).to_string());
-    assert_eq!(importer.stat("ipc_handovers_broker"), 1);
-    assert!(exporter.stat("ipc_broker_refused_message") > 100);
-    drop((crowd, importer));
-    let flat = |exporter: &mut Peer| exporter.ask("fds").parse::<usize>().unwrap() <= before;
-    until("the broker has closed all connections", || flat(&mut exporter));
-    assert_eq!(exporter.sum(1), hash(&pattern(LEN, 5)), "untouched");
+
+    #[test]
+    fn a_replayed_key_opens_nothing_after_the_memory_was_freed() {
+        if !alone("ipc::a_replayed_key_opens_nothing_after_the_memory_was_freed", 2) {
+            return;
+        }
+        let (mut exporter, key) = exporter();
+        let base = RemoteKey::parse(&key).unwrap().base();
+        let device = open(0);
+        exporter.ask("free 1");
+        let again = exporter.share(2, LEN, 6);
+        assert_eq!(RemoteKey::parse(&again).unwrap().base(), base, "the same place");
+        RemoteKey::parse(&key).unwrap().open(&device).unwrap_err();
+        let [socket, _] = sockets(&key);
+        assert_eq!(knock(&socket, &request(FETCH, base, &key[TOKEN])), "24 bytes, 0 descriptors");
+        // The exporter ends, and somebody listens where it did.
+        exporter.kill();
+        let name = rustix::net::SocketAddrUnix::new_abstract_name(&socket.as_bytes()[1..]).unwrap();
+        use rustix::net::{AddressFamily, SocketType};
+        let squatter =
+            rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+        rustix::net::bind(&squatter, &name).unwrap();
+        rustix::net::listen(&squatter, 8).unwrap();
+        let error = RemoteKey::parse(&again).unwrap().open(&device).unwrap_err();
+        assert!(error.to_string().contains("has ended"), "{error}");
+        assert_eq!(stat("ipc_handles_opened"), 0);
+    }
+
+    #[test]
+    fn garbage_and_crowds_do_not_keep_the_broker_from_its_work() {
+        if !alone("ipc::garbage_and_crowds_do_not_keep_the_broker_from_its_work", 2) {
+            return;
+        }
+        let (mut exporter, key) = exporter();
+        let [in_no_file, in_folder] = sockets(&key);
+        let before: usize = exporter.ask("fds").parse().unwrap();
+        let mut dice = Dice(77);
+        for round in 0..300 {
+            let mut message = dice.bytes(round % 60);
+            if round % 3 == 0 && message.len() >= 8 {
+                message[..8].copy_from_slice(&request(dice.below(6) as u8, 0, &[])[..8]);
+            }
+            let socket = if round % 2 == 0 { &in_no_file } else { &in_folder };
+            let answer = knock(socket, &message);
+            assert!(!answer.contains("1 descriptors"), "round {round}: {answer}");
+            assert!(!answer.contains("not connected"), "round {round}: {answer}");
+        }
+        // A crowd that connects and says nothing, more than there is room for, on both sockets.
+        let crowd: Vec<_> = (0..200)
+            .map(|at| {
+                use rustix::net::*;
+                let socket = socket_with(
+                    AddressFamily::UNIX,
+                    SocketType::SEQPACKET,
+                    SocketFlags::NONBLOCK,
+                    None,
+                )
+                .unwrap();
+                let address = match at % 2 {
+                    0 => SocketAddrUnix::new_abstract_name(&in_no_file.as_bytes()[1..]),
+                    _ => SocketAddrUnix::new(in_folder.as_str()),
+                };
+                // Whoever finds the queue full is part of the crowd too.
+                let _ = connect(&socket, &address.unwrap());
+                socket
+            })
+            .collect();
+        let mut importer = Peer::start(Set { no_getfd: true, ..Set::default() });
+        importer.ask("card 0");
+        importer.ask(&format!("open 1 {}", hex(&key)));
+        assert_eq!(importer.ask("pull 1"), hash(&pattern(LEN, 5)).to_string());
+        assert_eq!(importer.stat("ipc_handovers_broker"), 1);
+        assert!(exporter.stat("ipc_broker_refused_message") > 100);
+        drop((crowd, importer));
+        let flat = |exporter: &mut Peer| exporter.ask("fds").parse::<usize>().unwrap() <= before;
+        until("the broker has closed all connections", || flat(&mut exporter));
+        assert_eq!(exporter.sum(1), hash(&pattern(LEN, 5)), "untouched");
+    }
 }

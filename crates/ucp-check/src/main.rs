@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 use ucp_check::matrix::{Op, Pair, Plan, SIZES, Sabotage, Size};
 use ucp_check::run::{
-    self, alloc, atomics, costs, loopback, memory, pair, peer_errors, soak, threads,
+    self, alloc, asleep, atomics, costs, loopback, memory, pair, peer_errors, soak, threads,
 };
 use ucp_check::ucp::{Features, Memory};
 
@@ -37,6 +37,22 @@ enum Command {
     HostOnly(PairArgs),
     /// Two processes, contexts with TAG and WAKEUP only, asleep on the event descriptor while waiting
     Wakeup(PairArgs),
+    /// One process, asleep on the event descriptor while copies to and from Gaudi memory are all that is
+    /// under way; fails if it goes round and round instead
+    Asleep {
+        /// Bytes of the copies
+        #[arg(long, value_delimiter = ',', default_value = "8,4K,64K,1M,16M")]
+        sizes: Vec<Size>,
+        /// How often, there and back
+        #[arg(long, default_value_t = 10)]
+        count: u64,
+        /// The device takes its time (SOFT_GAUDI_LATENCY): most copies must be slept for
+        #[arg(long)]
+        slow: bool,
+        /// Seconds that one step may take
+        #[arg(long, default_value_t = 60.0)]
+        timeout: f64,
+    },
     /// Two copies of UCX (--ucx A --ucx B) in one process, each in loopback, then taking turns
     TwoUcx(PlanArgs),
     /// A peer is killed in the middle of its transfers: the error must show, nothing may hang
@@ -150,7 +166,7 @@ struct MemoryArgs {
     /// Largest allocation
     #[arg(long, default_value = "256M")]
     max: Size,
-    /// Cycles of churn
+    /// Cycles of churn; rcache makes a hundredth of it
     #[arg(long, default_value_t = 10_000)]
     cycles: u32,
     /// Steps of model, and of each of the threads
@@ -317,6 +333,13 @@ fn execute(cli: Cli) -> Result<bool> {
             let sizes = &[8, 4096, 65536, 1 << 20, 16 << 20];
             args.run(ucx, &Defaults { sizes, iterations: 20, ..EVERYTHING })
         }
+        Command::Asleep { sizes, count, slow, timeout } => asleep::run(&asleep::Options {
+            ucx: ucx.map(PathBuf::as_path),
+            sizes: &sizes.iter().map(|size| size.0).collect::<Vec<_>>(),
+            count,
+            slow,
+            timeout: Duration::from_secs_f64(timeout),
+        }),
         Command::Loopback(args) => {
             let report = loopback::run(&args.plan(ucx, &EVERYTHING))?;
             run::conclude(&report, args.json.as_deref())

@@ -18,7 +18,7 @@ use uct::{
 use crate::estimates::Estimates;
 use crate::flavour::Flavour;
 use crate::settings::{self, Settings};
-use crate::{cards, hooks, seeding, status};
+use crate::{cards, hooks, memory_events, seeding, status};
 
 /// The component of one flavour.
 pub(crate) struct GaudiComponent<F> {
@@ -110,6 +110,7 @@ impl<F: Flavour> Component for GaudiComponent<F> {
         }
         let estimates = Estimates::new(&settings.estimates, card.generation, link, F::COST);
         seeding::begin(ucx);
+        memory_events::begin(ucx, &settings, F::LEADS)?;
         gaudi::runtime().adopt_own_cards(settings.adopt);
         hooks::configure(ucx, settings.mem_hooks);
         Ok(GaudiDomain {

@@ -16,6 +16,7 @@ mod flavour;
 mod hooks;
 mod interface;
 mod lending;
+mod memory_events;
 mod perftest;
 mod seeding;
 mod settings;

@@ -6,6 +6,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use gaudi::rcache::CacheLimits;
 use gaudi::{DeviceChoice, Error};
 use uct::config::{Kind, Ternary, Values, Variable};
 use uct::{Level, Status, Ucx, log};
@@ -57,6 +58,29 @@ pub(crate) const VARIABLES: &[Variable] = &[
     estimates::BANDWIDTH,
     estimates::LATENCY,
     estimates::OVERHEAD,
+    Variable {
+        name: "ENABLE_RCACHE",
+        default: "try",
+        help: "Keep host memory that was pinned for a copy, so that the next copy finds it pinned.\n\
+               Needs UCX's memory events, to learn of memory that is unmapped.\n\
+               yes: fail where there are none;\n\
+               try: do without the cache where there are none;\n\
+               no: pin for each copy, or for as long as the memory is registered.",
+        kind: Kind::Ternary,
+    },
+    Variable {
+        name: "RCACHE_MAX_REGIONS",
+        default: "65536",
+        help: "Most ranges of host memory that are kept pinned for one Gaudi.",
+        kind: Kind::Uint,
+    },
+    Variable {
+        name: "RCACHE_MAX_SIZE",
+        default: "auto",
+        help: "Most host memory that is kept pinned for one Gaudi.\n\
+               auto: a quarter of the machine's memory.",
+        kind: Kind::MemUnits,
+    },
     Variable {
         name: "ENABLE_NIC_SCALE_OUT",
         default: "try",
@@ -116,6 +140,8 @@ pub(crate) struct Settings {
     pub(crate) mapped_dmabuf: Ternary,
     /// Seconds.
     pub(crate) reg_cost: f64,
+    pub(crate) rcache: Ternary,
+    pub(crate) rcache_limits: CacheLimits,
     pub(crate) estimates: Wishes,
     pub(crate) nic_scale_out: Ternary,
     pub(crate) hw_block_access: bool,
@@ -153,6 +179,11 @@ impl Settings {
             dmabuf: values.ternary("DMABUF"),
             mapped_dmabuf: values.ternary("ENABLE_MAPPED_DMABUF"),
             reg_cost: values.real("REG_COST"),
+            rcache: values.ternary("ENABLE_RCACHE"),
+            rcache_limits: CacheLimits {
+                regions: values.uint("RCACHE_MAX_REGIONS") as usize,
+                bytes: cache_size(values.bytes("RCACHE_MAX_SIZE")),
+            },
             estimates: Wishes::read(values),
             nic_scale_out: values.ternary("ENABLE_NIC_SCALE_OUT"),
             hw_block_access: values.bool("ENABLE_HW_BLOCK_ACCESS"),
@@ -161,6 +192,21 @@ impl Settings {
             abort_on_error: values.bool("ABORT_ON_ERROR"),
         })
     }
+}
+
+/// How UCX writes "auto" as a size.
+const AUTO: usize = usize::MAX - 1;
+
+/// Bytes that the registration cache may keep.
+fn cache_size(value: usize) -> u64 {
+    if value != AUTO {
+        return value as u64;
+    }
+    // SAFETY: asks for two numbers.
+    let (pages, page) =
+        unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
+    let memory = u64::try_from(pages).ok().zip(u64::try_from(page).ok());
+    memory.map_or(1 << 30, |(pages, page)| pages * page / 4)
 }
 
 fn level(choice: usize) -> Option<Level> {
@@ -182,6 +228,13 @@ pub(crate) fn early_log_level(ucx: &Ucx) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_quarter_of_the_memory_unless_it_is_said() {
+        assert_eq!((cache_size(4096), cache_size(usize::MAX)), (4096, u64::MAX));
+        let automatic = cache_size(AUTO);
+        assert!(automatic > 1 << 20 && automatic < 1 << 50, "{automatic}");
+    }
 
     #[test]
     fn log_level_words_name_the_levels_of_ucx() {

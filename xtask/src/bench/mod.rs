@@ -1,6 +1,7 @@
 //! `cargo xtask bench NAME`: measurements whose floor is taken in the same run, on the terminal as a
 //! table and, on request, as JSON.
 
+mod cliffs;
 mod copy;
 mod host_latency;
 mod memory;
@@ -19,6 +20,8 @@ use crate::setup;
 /// What can be measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Name {
+    /// Every operation between two processes with Gaudi memory staged: protocols and what they give
+    Cliffs,
     /// Copies through UCT beside memcpy, short ones beside the driver, ucp_init with the plugin
     Copy,
     /// Host-only latency of stock UCX with the plugin absent, loaded, and in use
@@ -32,7 +35,7 @@ pub(crate) enum Name {
 impl Name {
     fn needs_stock_ucx(self) -> bool {
         match self {
-            Name::Copy | Name::HostLatency => true,
+            Name::Cliffs | Name::Copy | Name::HostLatency => true,
             Name::Memory | Name::SoftGaudi => false,
         }
     }
@@ -52,15 +55,21 @@ pub(crate) struct Options<'a> {
 /// Measures, prints, writes.
 pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
     let Options { json, svg, quick } = options;
-    if name != Name::Copy {
-        ensure!(svg.is_none() && !quick, "--svg and --quick are for `bench copy`");
-    }
+    ensure!(svg.is_none() || name == Name::Copy, "--svg is for `bench copy`");
+    let has_quick = matches!(name, Name::Cliffs | Name::Copy);
+    ensure!(!quick || has_quick, "--quick is for `bench copy` and `bench cliffs`");
     if name.needs_stock_ucx() && !quick {
         setup::run(repo)?;
     }
     let records = match name {
         // The crate's own bench, which prints and writes by itself.
         Name::SoftGaudi => return soft_gaudi(repo, json),
+        Name::Cliffs => {
+            if !quick {
+                dist::build(repo, Profile::Release)?;
+            }
+            cliffs::run(repo, quick)?
+        }
         Name::Copy => {
             // A smoke test runs on what was built for the tests.
             if !quick {
@@ -77,7 +86,12 @@ pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
             memory::run(repo)?
         }
     };
-    println!("{}", record::table(&records));
+    // A map of hundreds of figures was printed as such; what has a target is shown again.
+    let shown: Vec<record::Record> = match name {
+        Name::Cliffs => records.iter().filter(|record| record.target.is_some()).cloned().collect(),
+        _ => records.clone(),
+    };
+    println!("{}", record::table(&shown));
     if let Some(path) = json {
         let text = serde_json::to_string_pretty(&records).context("cannot write JSON")?;
         std::fs::write(path, text + "\n")

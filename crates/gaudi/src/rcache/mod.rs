@@ -187,8 +187,7 @@ impl Cache {
                 })
             }
         };
-        self.account(&swept);
-        drop(swept);
+        self.release(swept);
         match made {
             Ok(Inserted::Hit(found)) => {
                 counts.add(Counter::RegCacheHits, 1);
@@ -221,14 +220,19 @@ impl Cache {
         if let Some(mut writing) = self.shared.table.try_lock() {
             writing.sweep(&mut swept);
         }
-        self.account(&swept);
+        self.release(swept);
     }
 
-    fn account(&self, swept: &Swept<Arc<HostPin>>) {
+    /// Gives back what came out of the table, with no lock held: unpinning is a driver call.
+    fn release(&self, swept: Swept<Arc<HostPin>>) {
         let counts = self.shared.counts;
         counts.subtract(Counter::RegCacheRegions, swept.regions);
         counts.subtract(Counter::RegCacheBytes, swept.bytes);
         counts.add(Counter::RegCacheEvictions, swept.evicted);
+        if swept.regions > 0 && self.process != std::process::id() {
+            // The driver would take these for the parent's, and unpin under its copies.
+            std::mem::forget(swept.values);
+        }
     }
 
     pub(crate) fn info(&self) -> CacheInfo {
@@ -244,11 +248,7 @@ impl Drop for Cache {
         }
         let mut swept = Swept::default();
         self.shared.table.lock().clear(&mut swept);
-        if self.process != std::process::id() {
-            // The driver would take these for the parent's, and unpin under its copies.
-            std::mem::forget(std::mem::take(&mut swept.values));
-        }
-        self.account(&swept);
+        self.release(swept);
     }
 }
 

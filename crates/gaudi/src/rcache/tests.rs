@@ -8,9 +8,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags};
 
-use super::{CacheLimits, Switch, invalidate};
+use super::{Cache, CacheLimits, Switch, invalidate};
 use crate::backend::fake::Fake;
 use crate::copy::BOUNCE_LEN;
+use crate::stats::Counts;
 use crate::{Allocation, Device, HostRegion, Segment, Side, Transfer};
 
 const LARGE: usize = 128 * 1024;
@@ -176,6 +177,30 @@ fn ranges_that_overlap_become_one_and_ranges_that_touch_do_not() {
     assert_eq!(fake.pins().len(), 3, "all of them hit");
 }
 
+/// As buffers from `malloc` do: were these joined, a hundred of them would become one, pinned a
+/// hundred times over.
+#[test]
+fn buffers_that_share_a_page_with_their_neighbours_stay_apart() {
+    let (fake, device) = device(PLENTY);
+    let target = device.alloc(LARGE as u64, 1).unwrap();
+    let host = Pages::new(10 * LARGE);
+    let step = LARGE + 16;
+    for _ in 0..3 {
+        for number in [0, 2, 4, 3, 1, 5, 6] {
+            copy(&fake, &device, &target, host.at(number * step), LARGE);
+        }
+    }
+    assert_eq!(fake.pins().len(), 7);
+    assert!(fake.pins().iter().all(|(_, len)| *len == LARGE + 4096 || *len == LARGE));
+    // The page that numbers 1 and 2 share goes: both are pinned anew, the others are not.
+    invalidate(host.at(2 * step) as usize & !4095, 4096);
+    for number in 0..7 {
+        copy(&fake, &device, &target, host.at(number * step), LARGE);
+    }
+    assert_eq!(fake.pins().len(), 9);
+    assert_eq!(fake.live_pins(), 7);
+}
+
 #[test]
 fn what_cannot_be_joined_goes_alone() {
     let (fake, device) = device(PLENTY);
@@ -269,6 +294,27 @@ fn memory_that_cannot_be_pinned_is_bounced_and_tried_again() {
     fake.refuse_pins(None);
     copy(&fake, &device, &target, host.addr, LARGE);
     assert_eq!(fake.pins()[1..], [(host.addr as u64, LARGE)]);
+}
+
+#[test]
+fn a_forked_child_leaves_the_pins_of_its_parent_alone() {
+    let (fake, device) = device(PLENTY);
+    let host = Pages::new(LARGE);
+    let mut cache = Cache::new(Counts::of(device.info()));
+    assert!(cache.switch.set(device.registrations().switch.get().unwrap()).is_ok());
+    let range = host.addr as usize..host.addr as usize + LARGE;
+    // SAFETY: the memory stays, and nothing uses the pin.
+    let pinned = unsafe { cache.pin(&device, (range.start, LARGE), range.clone()) };
+    drop(pinned.unwrap().expect("pinned"));
+    assert!(cache.find(range.start, LARGE).is_some());
+    cache.process += 1;
+    invalidate(range.start, LARGE);
+    assert!(cache.find(range.start, LARGE).is_none());
+    assert_eq!(fake.live_pins(), 1, "it came out of the cache, and stays pinned");
+    // SAFETY: as above.
+    drop(unsafe { cache.pin(&device, (range.start, LARGE), range.clone()) });
+    drop(cache);
+    assert_eq!(fake.live_pins(), 2, "so does what is left in the end");
 }
 
 #[test]

@@ -76,6 +76,11 @@ impl<K: Copy + Eq + Hash, V> Cache<K, V> {
         self.state.lock().expect("never poisoned")
     }
 
+    /// The value under `key`, if it is open, and its serial number; to be given back.
+    pub(crate) fn find(&self, key: &K) -> Option<(Arc<V>, u64)> {
+        self.state().use_open(key)
+    }
+
     /// The value under `key`, which `open` makes if nobody has; while it does, others wait for it.
     /// `open` runs without the lock, and says how many bytes the value stands for.
     pub(crate) fn open<E>(
@@ -85,19 +90,13 @@ impl<K: Copy + Eq + Hash, V> Cache<K, V> {
     ) -> Result<Lease<V>, E> {
         let mut state = self.state();
         loop {
-            let now = state.tick();
-            match state.entries.get_mut(&key) {
-                Some(Entry::Open(entry)) => {
-                    entry.users += 1;
-                    entry.last_used = now;
-                    let (value, serial) = (Arc::clone(&entry.value), entry.serial);
-                    return Ok(Lease { value, serial, hit: true, evicted: Vec::new() });
-                }
-                Some(Entry::Opening { .. }) => {
-                    state = self.opened.wait(state).expect("never poisoned");
-                }
-                None => break,
+            if let Some((value, serial)) = state.use_open(&key) {
+                return Ok(Lease { value, serial, hit: true, evicted: Vec::new() });
             }
+            if !state.entries.contains_key(&key) {
+                break;
+            }
+            state = self.opened.wait(state).expect("never poisoned");
         }
         let serial = state.tick();
         state.entries.insert(key, Entry::Opening { serial, dead: false });
@@ -203,6 +202,19 @@ impl<K: Copy + Eq + Hash, V> State<K, V> {
     fn tick(&mut self) -> u64 {
         self.clock += 1;
         self.clock
+    }
+
+    /// One more user for what is open.
+    fn use_open(&mut self, key: &K) -> Option<(Arc<V>, u64)> {
+        let now = self.tick();
+        match self.entries.get_mut(key) {
+            Some(Entry::Open(open)) => {
+                open.users += 1;
+                open.last_used = now;
+                Some((Arc::clone(&open.value), open.serial))
+            }
+            _ => None,
+        }
     }
 
     /// Takes out what nobody uses, longest unused first, until the bounds are kept.

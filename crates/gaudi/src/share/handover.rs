@@ -7,6 +7,7 @@
 use std::fs;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process;
+use std::sync::atomic::{AtomicU8, Ordering};
 
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
@@ -24,6 +25,31 @@ use super::watch;
 use crate::{Error, ErrorKind};
 
 pub(super) const OPENING: &str = "opening a peer's memory";
+
+/// Which ways a descriptor may come.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Handover {
+    /// With `pidfd_getfd` where that is permitted, else from the exporter's broker.
+    #[default]
+    Try,
+    /// With `pidfd_getfd` only.
+    Pidfd,
+    /// From the exporter's broker only.
+    Broker,
+}
+
+static ALLOWED: AtomicU8 = AtomicU8::new(Handover::Try as u8);
+
+/// Says which ways this process may fetch descriptors; both, unless told otherwise.
+pub fn allow_handover(ways: Handover) {
+    ALLOWED.store(ways as u8, Ordering::Relaxed);
+}
+
+fn is_switched_off(way: Way) -> bool {
+    let allowed = ALLOWED.load(Ordering::Relaxed);
+    allowed == Handover::Pidfd as u8 && way == Way::Broker
+        || allowed == Handover::Broker as u8 && way == Way::Pidfd
+}
 
 /// The way a descriptor came.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -88,6 +114,7 @@ pub(super) fn fetch(key: &Fields, peer: Option<&Peer>) -> Result<(OwnedFd, Way),
 
 fn fetch_from(peer: &Peer, key: &Fields) -> Result<(OwnedFd, Way), Failure> {
     let not_taken = match (key.line, peer.process()) {
+        _ if is_switched_off(Way::Pidfd) => "switched off".to_owned(),
         (None, _) => "it has no ledger".to_owned(),
         (_, Err(why)) => why.to_owned(),
         (Some(line), Ok(process)) => match take(key, line, process, peer) {
@@ -98,6 +125,9 @@ fn fetch_from(peer: &Peer, key: &Fields) -> Result<(OwnedFd, Way), Failure> {
             Err(NotTaken::Os(errno)) => errno.to_string(),
         },
     };
+    if is_switched_off(Way::Broker) {
+        return Err(Failure::NoWay(format!("pidfd_getfd: {not_taken}; broker: switched off")));
+    }
     match conversation::ask(&key.peer, Request::Fetch(key.offered())) {
         Ok((_, Some(dmabuf))) => Ok((dmabuf, Way::Broker)),
         Ok((_, None)) => Err(Failure::Mismatch("an answer without a descriptor")),

@@ -6,8 +6,9 @@
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
@@ -133,14 +134,26 @@ impl Peer {
         self.process().into_iter().chain(session.map(AsFd::as_fd))
     }
 
-    /// Whether it lives, as far as is known now.
-    fn look(&self) -> bool {
+    /// How it is, as far as is known now.
+    fn look(&self) -> Health {
         self.hear();
+        let hung_up = self.hung_up.load(Ordering::Acquire);
         match &self.watch {
-            Ok(watch) => !watch.has_ended(),
-            Err(_) => !self.hung_up.load(Ordering::Acquire),
+            Ok(watch) if watch.has_ended() => Health::Ended,
+            Err(_) if hung_up => Health::Ended,
+            _ if hung_up => Health::Estranged,
+            _ => Health::Well,
         }
     }
+}
+
+/// How a peer is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Health {
+    Well,
+    /// It lives, but its broker has hung up, and takes it that we hold nothing any more.
+    Estranged,
+    Ended,
 }
 
 /// Lets go of what is kept of some peer's memory.
@@ -150,9 +163,18 @@ fn forget(which: impl Fn(&Identity, &Offered) -> bool) {
     }
 }
 
+#[derive(Debug, Default)]
+struct Peers {
+    known: HashMap<Identity, Arc<Peer>>,
+    /// Met anew since, but some of their memory is still in use: their end is of interest.
+    former: Vec<Weak<Peer>>,
+}
+
 #[derive(Debug)]
 struct Keeper {
-    peers: Mutex<HashMap<Identity, Arc<Peer>>>,
+    peers: Mutex<Peers>,
+    /// Whether its thread was started.
+    runs: Mutex<bool>,
     /// Tells the thread that there is one more.
     changed: OwnedFd,
 }
@@ -161,37 +183,35 @@ static KEEPER: PerProcess<Keeper> = PerProcess::new();
 
 /// The peer with this identity, watched from now on.
 pub(super) fn keep(identity: &Identity) -> Result<Arc<Peer>, Failure> {
-    let keeper = match KEEPER.get() {
-        Some(keeper) => keeper,
-        None => start()?,
-    };
-    if let Some(peer) = keeper.peers().get(identity) {
+    let keeper = keeper()?;
+    if let Some(peer) = keeper.peers().known.get(identity) {
         return Ok(Arc::clone(peer));
     }
     let met = Arc::new(Peer::meet(identity)?);
     // Another thread may have met it meanwhile: then ours hangs up again.
-    let peer = Arc::clone(keeper.peers().entry(*identity).or_insert(met));
+    let peer = Arc::clone(keeper.peers().known.entry(*identity).or_insert(met));
     keeper.wake();
     Ok(peer)
 }
 
-fn start() -> Result<&'static Keeper, Failure> {
-    static STARTING: Mutex<()> = Mutex::new(());
-    let _one_thread = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(keeper) = KEEPER.get() {
-        return Ok(keeper);
+fn keeper() -> Result<&'static Keeper, Failure> {
+    let keeper = KEEPER.get_or_make(|| {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let changed = eventfd(0, flags);
+        let changed = changed.map_err(|errno| Failure::NoWay(format!("eventfd: {errno}")))?;
+        Ok(Keeper { peers: Mutex::default(), runs: Mutex::default(), changed })
+    })?;
+    let mut runs = keeper.runs.lock().unwrap_or_else(PoisonError::into_inner);
+    if !*runs {
+        thread::start("gaudi-peers", || keeper.watch())
+            .map_err(|error| Failure::NoWay(format!("no thread: {error}")))?;
+        *runs = true;
     }
-    let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-    let changed = eventfd(0, flags).map_err(|errno| Failure::NoWay(format!("eventfd: {errno}")))?;
-    let made = || Ok::<_, Failure>(Keeper { peers: Mutex::default(), changed });
-    let keeper = KEEPER.get_or_make(made)?;
-    thread::start("gaudi-peers", || keeper.watch())
-        .map_err(|error| Failure::NoWay(format!("no thread: {error}")))?;
     Ok(keeper)
 }
 
 impl Keeper {
-    fn peers(&self) -> MutexGuard<'_, HashMap<Identity, Arc<Peer>>> {
+    fn peers(&self) -> MutexGuard<'_, Peers> {
         self.peers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -202,7 +222,7 @@ impl Keeper {
 
     fn watch(&self) {
         loop {
-            let peers: Vec<Arc<Peer>> = self.peers().values().cloned().collect();
+            let peers = self.peers().all();
             let news = peers.iter().flat_map(|peer| peer.news());
             let mut fds: Vec<PollFd<'_>> = news
                 .chain([self.changed.as_fd()])
@@ -212,14 +232,38 @@ impl Keeper {
                 continue;
             }
             let _ = rustix::io::read(&self.changed, &mut [0; 8]);
-            peers.iter().filter(|peer| !peer.look()).for_each(|peer| self.bury(peer));
+            for peer in &peers {
+                let health = peer.look();
+                if health == Health::Ended {
+                    peer.ended.store(true, Ordering::Release);
+                }
+                if health != Health::Well && self.peers().part_with(peer) {
+                    forget(|identity, _| *identity == peer.identity);
+                }
+            }
         }
     }
+}
 
-    /// Lets go of everything of a peer that has ended.
-    fn bury(&self, peer: &Peer) {
-        peer.ended.store(true, Ordering::Release);
-        self.peers().remove(&peer.identity);
-        forget(|identity, _| *identity == peer.identity);
+impl Peers {
+    /// All whose end is of interest.
+    fn all(&mut self) -> Vec<Arc<Peer>> {
+        self.former.retain(|peer| peer.strong_count() > 0);
+        let former = self.former.iter().filter_map(Weak::upgrade);
+        self.known.values().cloned().chain(former).collect()
+    }
+
+    /// Should it be needed again, it is met anew. Whether that is news.
+    fn part_with(&mut self, peer: &Arc<Peer>) -> bool {
+        let is_it = |known: &Arc<Peer>| Arc::ptr_eq(known, peer);
+        let is_known = self.known.get(&peer.identity).is_some_and(is_it);
+        if is_known {
+            self.known.remove(&peer.identity);
+        }
+        self.former.retain(|former| !ptr::eq(former.as_ptr(), Arc::as_ptr(peer)));
+        if !peer.has_ended() {
+            self.former.push(Arc::downgrade(peer));
+        }
+        is_known
     }
 }

@@ -15,6 +15,8 @@
 
 mod broker;
 mod cache;
+#[cfg(test)]
+mod cache_tests;
 mod conversation;
 mod export;
 mod field;
@@ -35,10 +37,11 @@ mod watch;
 pub use cache::Limits;
 pub use export::Share;
 pub(crate) use export::{freed, settle};
+pub use handover::{Handover, allow_handover};
 pub use identity::Identity;
 pub use key::KEY_LEN;
 pub(crate) use opened::Handles;
-pub use opened::{DEFAULT_LIMITS, Opened, Relation, RemoteKey};
+pub use opened::{DEFAULT_LIMITS, Opened, Relation, RemoteKey, set_handle_limits};
 pub use watch::Watch;
 
 use std::sync::Arc;

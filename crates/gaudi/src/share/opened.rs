@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::os::fd::AsFd;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use super::cache::{Cache, Limits};
 use super::export::Exporter;
@@ -96,29 +96,37 @@ impl RemoteKey {
 
     fn try_open(&self, device: &Arc<Device>) -> Result<Opened, Error> {
         let key = &self.0;
+        let name = HandleKey { peer: key.peer, offered: key.offered() };
+        let handles = device.handles();
+        // Every operation of a transport comes through here: what is open costs a lock and a look.
+        let place = match handles.find(&name, device.counts()) {
+            Some((handle, serial)) => Place::Imported { handle, name, serial },
+            None => self.open_anew(device, name)?,
+        };
+        Ok(Opened { place, device: Arc::clone(device), base: key.base, len: key.len })
+    }
+
+    fn open_anew(&self, device: &Arc<Device>, name: HandleKey) -> Result<Place, Error> {
+        let key = &self.0;
+        let refused = |failure: Failure| failed(device.counts(), &failure, key);
         let own = key.peer.is_own();
-        let (base, len) = (key.base, key.len);
         if Bus::new(&device.info().bus_id) == Some(key.source) {
             if !own {
                 let detail = format!("{} has the card this process uses itself", key.peer);
                 return Err(Error::unsupported(OPENING, detail, "use another card"));
             }
             // Who knows the token may use it, here as elsewhere.
-            handover::fetch(key, None).map_err(|failure| failed(device.counts(), &failure, key))?;
-            let place = Place::Local;
-            return Ok(Opened { place, device: Arc::clone(device), peer: None, base, len });
+            handover::fetch(key, None).map_err(refused)?;
+            return Ok(Place::Local);
         }
         device.can_import()?;
-        let refused = |failure: Failure| failed(device.counts(), &failure, key);
         let peer = match own {
             true => None,
             false => Some(keeper::keep(&key.peer).map_err(refused)?),
         };
-        let name = HandleKey { peer: key.peer, offered: key.offered() };
-        let import = || Handle::import(key, device, peer.clone());
-        let lease = device.handles().open(name, device.counts(), import)?;
-        let place = Place::Imported { handle: lease.0, name, serial: lease.1 };
-        Ok(Opened { place, device: Arc::clone(device), peer, base, len })
+        let import = || Handle::import(key, device, peer);
+        let (handle, serial) = device.handles().open(name, device.counts(), import)?;
+        Ok(Place::Imported { handle, name, serial })
     }
 }
 
@@ -141,7 +149,6 @@ pub struct Opened {
     place: Place,
     // After the place, which is given back to it.
     device: Arc<Device>,
-    peer: Option<Arc<Peer>>,
     base: u64,
     len: u64,
 }
@@ -185,7 +192,12 @@ impl Opened {
     /// Whether the exporter has ended. Known within moments, without asking the system: an atomic
     /// flag. What was opened can still be copied, but nobody is there to make use of it.
     pub fn is_peer_gone(&self) -> bool {
-        self.peer.as_ref().is_some_and(|peer| peer.has_ended())
+        match &self.place {
+            Place::Local => false,
+            Place::Imported { handle, .. } => {
+                handle.hold.peer.as_ref().is_some_and(|peer| peer.has_ended())
+            }
+        }
     }
 }
 
@@ -243,7 +255,7 @@ pub(crate) struct Handle {
     // Unmapped, then counted, then the exporter is told.
     _pin: HostPin,
     _held: Held,
-    _hold: Hold,
+    hold: Hold,
 }
 
 impl Handle {
@@ -265,7 +277,7 @@ impl Handle {
         let pin = device.map_dmabuf(dmabuf.as_fd(), len)?;
         let (addr, held) = (pin.addr, counts.hold(Holding::Handle, len));
         let device = Arc::downgrade(device);
-        Ok((Self { addr, len, device, _pin: pin, _held: held, _hold: hold }, len))
+        Ok((Self { addr, len, device, _pin: pin, _held: held, hold }, len))
     }
 }
 
@@ -284,7 +296,21 @@ pub(crate) struct Handles(Cache<HandleKey, Handle>);
 
 impl Default for Handles {
     fn default() -> Self {
-        Self(Cache::new(DEFAULT_LIMITS))
+        Self(Cache::new(*default_limits()))
+    }
+}
+
+/// What a device begins with.
+fn default_limits() -> MutexGuard<'static, Limits> {
+    static LIMITS: Mutex<Limits> = Mutex::new(DEFAULT_LIMITS);
+    LIMITS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Bounds the handles of all devices of this process, of those there are and of those that come.
+pub fn set_handle_limits(limits: Limits) {
+    *default_limits() = limits;
+    for device in runtime().devices() {
+        device.set_handle_limits(limits);
     }
 }
 
@@ -300,6 +326,13 @@ impl Handles {
         counts.add(counter, 1);
         evicted(lease.evicted, counts);
         Ok((lease.value, lease.serial))
+    }
+
+    /// One that is open already.
+    fn find(&self, name: &HandleKey, counts: Counts) -> Option<(Arc<Handle>, u64)> {
+        let found = self.0.find(name)?;
+        counts.add(Counter::IpcCacheHits, 1);
+        Some(found)
     }
 
     fn release(&self, name: &HandleKey, serial: u64, counts: Counts) {

@@ -337,6 +337,10 @@ impl State {
             // Connects to a socket (abstract if it starts with @), says something, and reports what
             // comes back: nothing, or bytes, or bytes and a descriptor.
             "knock" => return Ok(format!("ok {}", knock(words[1], &unhex(words[2])))),
+            "handover" => gaudi::share::allow_handover(match words[1] {
+                "pidfd" => gaudi::share::Handover::Pidfd,
+                _ => gaudi::share::Handover::Broker,
+            }),
             "fds" => {
                 let fds = std::fs::read_dir("/proc/self/fd").expect("a Linux").count();
                 return Ok(format!("ok {fds}"));

@@ -1,6 +1,7 @@
 //! The subcommands: who runs which cases, in how many processes, threads and copies of UCX.
 
 pub mod alloc;
+pub mod asleep;
 pub mod atomics;
 pub mod costs;
 pub mod loopback;

@@ -19,7 +19,7 @@ pub use endpoint::{AmMode, Atomic, Endpoint, EndpointOptions, RemoteKey};
 pub use library::Ucx;
 pub use memory::{Memory, PackedRegion, Region, Span};
 pub use request::{Completion, Request};
-pub use worker::{AmMessage, Idle, Worker, WorkerOptions};
+pub use worker::{AmMessage, Idle, Waiting, Worker, WorkerOptions};
 
 use std::fmt;
 

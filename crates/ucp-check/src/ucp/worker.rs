@@ -37,6 +37,8 @@ pub(super) struct WorkerInner {
     pub(super) hint: bool,
     event_fd: Option<RawFd>,
     sleeps: AtomicU64,
+    busy: AtomicU64,
+    progressed: AtomicU64,
     /// Boxed: its address is known to UCX.
     inbox: Box<Inbox>,
     /// Where error handlers of endpoints leave their status; UCX knows the addresses.
@@ -48,6 +50,29 @@ pub(super) struct WorkerInner {
 unsafe impl Send for WorkerInner {}
 // SAFETY: as above.
 unsafe impl Sync for WorkerInner {}
+
+/// What waiting took.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Waiting {
+    /// Sleeps.
+    pub slept: u64,
+    /// Times that UCX said not to sleep.
+    pub busy: u64,
+    /// Calls of progress.
+    pub progressed: u64,
+}
+
+impl std::ops::Sub for Waiting {
+    type Output = Waiting;
+
+    fn sub(self, before: Waiting) -> Waiting {
+        Waiting {
+            slept: self.slept - before.slept,
+            busy: self.busy - before.busy,
+            progressed: self.progressed - before.progressed,
+        }
+    }
+}
 
 /// How long a waiting loop has found nothing to do.
 #[derive(Default, Debug)]
@@ -89,6 +114,8 @@ impl Worker {
             hint: options.hint,
             event_fd: None,
             sleeps: AtomicU64::new(0),
+            busy: AtomicU64::new(0),
+            progressed: AtomicU64::new(0),
             inbox: Box::default(),
             failures: Mutex::default(),
         };
@@ -134,6 +161,7 @@ impl Worker {
                 Ok(())
             }
             Some(_) if idle.0 == 0 => {
+                self.0.progressed.fetch_add(1, Ordering::Relaxed);
                 idle.0 = u32::from(!self.progress());
                 Ok(())
             }
@@ -148,7 +176,10 @@ impl Worker {
         let ucx = self.0.ucx();
         // SAFETY: a live worker with the wakeup feature.
         match unsafe { (ucx.f.ucp_worker_arm)(self.0.raw()) } {
-            sys::ERR_BUSY => return Ok(()),
+            sys::ERR_BUSY => {
+                self.0.busy.fetch_add(1, Ordering::Relaxed);
+                return Ok(());
+            }
             status => ucx.check("ucp_worker_arm", status)?,
         }
         // SAFETY: UCX keeps the descriptor open as long as the worker lives.
@@ -167,6 +198,16 @@ impl Worker {
     /// How often [`Worker::wait`] really slept.
     pub fn sleeps(&self) -> u64 {
         self.0.sleeps.load(Ordering::Relaxed)
+    }
+
+    /// What [`Worker::wait`] did so far, in workers that sleep.
+    pub fn waiting(&self) -> Waiting {
+        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        Waiting {
+            slept: count(&self.0.sleeps),
+            busy: count(&self.0.busy),
+            progressed: count(&self.0.progressed),
+        }
     }
 
     /// The address by which others (or we ourselves) connect to it.

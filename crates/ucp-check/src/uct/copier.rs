@@ -196,16 +196,28 @@ impl<'d> Copier<'d> {
         self.domain.uct.check("uct_ep_get_short", status)
     }
 
+    /// Host to device by the engine, from memory that is not registered.
+    pub fn put_unregistered(&self, from: &[u8], to: u64) -> Result<()> {
+        // SAFETY: the buffer lives until the copy is done, which is waited for.
+        unsafe { self.zcopy(Way::Put, from.as_ptr().cast_mut(), from.len(), None, to) }
+    }
+
+    /// Device to host by the engine, to memory that is not registered.
+    pub fn get_unregistered(&self, from: u64, to: &mut [u8]) -> Result<()> {
+        // SAFETY: the buffer lives until the copy is done, which is waited for.
+        unsafe { self.zcopy(Way::Get, to.as_mut_ptr(), to.len(), None, from) }
+    }
+
     /// Host to device by the engine, straight from registered memory where it can be pinned.
     pub fn put_registered(&self, from: &[u8], by: &Registration<'_>, to: u64) -> Result<()> {
         // SAFETY: the buffer lives until the copy is done, which is waited for.
-        unsafe { self.zcopy(Way::Put, from.as_ptr().cast_mut(), from.len(), by, to) }
+        unsafe { self.zcopy(Way::Put, from.as_ptr().cast_mut(), from.len(), Some(by), to) }
     }
 
     /// Device to host by the engine.
     pub fn get_registered(&self, from: u64, to: &mut [u8], by: &Registration<'_>) -> Result<()> {
         // SAFETY: the buffer lives until the copy is done, which is waited for.
-        unsafe { self.zcopy(Way::Get, to.as_mut_ptr(), to.len(), by, from) }
+        unsafe { self.zcopy(Way::Get, to.as_mut_ptr(), to.len(), Some(by), from) }
     }
 
     /// Starts a copy and waits for it.
@@ -217,13 +229,14 @@ impl<'d> Copier<'d> {
         way: Way,
         local: *mut u8,
         length: usize,
-        by: &Registration<'_>,
+        by: Option<&Registration<'_>>,
         remote: u64,
     ) -> Result<()> {
         let name = way.slot().1;
+        let memh = by.map_or(ptr::null_mut(), Registration::handle);
         let ticket = Ticket::default();
         // SAFETY: as the caller promises.
-        unsafe { self.start(way, (local as u64, length), by.handle(), remote, &ticket)? };
+        unsafe { self.start(way, (local as u64, length), memh, remote, &ticket)? };
         let since = Instant::now();
         while !ticket.is_free() {
             self.progress();

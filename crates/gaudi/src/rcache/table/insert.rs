@@ -1,9 +1,9 @@
 //! The way of a miss: what a new range does to those that are there already.
 //!
 //! * A range that overlaps others is made together with them, as one: buffers that overlap then
-//!   share it instead of driving each other out. Ranges that only touch stay apart. If the whole
-//!   cannot be had (too large, or part of it not pinnable), the new range goes alone and the others
-//!   leave.
+//!   share it instead of driving each other out. Ranges that only touch, or share a page at their
+//!   ends, stay apart. If the whole cannot be had (too large, or part of it not pinnable), the new
+//!   range goes alone and the others leave.
 //! * Where the bounds are reached, the least recently used leave: approximately, by a hand that goes
 //!   round and passes over what was found since it last came by (the "clock" of operating systems).
 //!   What a copy is using stays; if nothing else is left, the new range is not kept.
@@ -12,7 +12,7 @@ use core::ops::Range;
 
 use super::super::sync::Ordering;
 use super::entry::Entry;
-use super::{Found, Swept, Table, Writing, pages};
+use super::{Found, Swept, Table, Writing, inner, pages};
 
 /// What the table keeps.
 pub(crate) trait Value: Clone {
@@ -96,7 +96,7 @@ impl<'a, P: Value> Writing<'a, P> {
         bounds: Bounds,
         alone: bool,
     ) -> (Range<u64>, Vec<&'a Entry<P>>) {
-        let joined = self.overlapping(own);
+        let joined = self.overlapping(&inner(own));
         let range = joined.iter().fold(own.clone(), |range, entry| {
             let other = entry.range();
             range.start.min(other.start)..range.end.max(other.end)

@@ -10,6 +10,11 @@
 //! * Everything else happens under one lock, which nobody of the above needs. It is held while a
 //!   value is made (a driver call), so the same range is never pinned by two threads at once.
 //!
+//! Every page has at most one owner in the tree. An entry owns all pages between its first and its
+//! last; those two only if they were free, because buffers from `malloc` share such pages with their
+//! neighbours. So whoever looks for an entry by an address looks at the next page too, and whoever
+//! looks for all entries with a page looks at both pages beside it.
+//!
 //! What the table must not lose: a new range may swallow an old one whose memory is just going away.
 //! [`Writing::claim`] puts the new entry in the place of the old ones, *then* looks whether one of
 //! them was lost; `invalidate` marks what it finds, *then* looks whether new entries came. In every
@@ -27,6 +32,8 @@ use entry::{DROPPED, Entry};
 pub(crate) use insert::{Bounds, Inserted, Value};
 pub(crate) use tree::ADDRESS_BITS;
 use tree::{PAGE_BITS, Tree};
+
+const PAGE: u64 = 1 << PAGE_BITS;
 
 /// Something found: the start of its range, and the value.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -93,20 +100,30 @@ impl<P> Table<P> {
         if last >> ADDRESS_BITS != 0 {
             return None;
         }
-        let (start, value) = self.tree.find(addr)?.read(addr, last)?;
+        let at = |page: u64| self.tree.find(page)?.read(addr, last);
+        let (start, value) = at(addr).or_else(|| {
+            // Its first page may belong to a neighbour.
+            let next = (addr | (PAGE - 1)) + 1;
+            if next >> ADDRESS_BITS != 0 { None } else { at(next) }
+        })?;
         Some(Found { start, value })
     }
 
     /// Memory of `[start, end)` is about to go: what has a part of it is not found any more. Returns
     /// how many ranges that were. See the [module](self) for where this may be called.
     pub(crate) fn invalidate(&self, start: u64, end: u64) -> u64 {
-        let range = start.max(self.lowest.load(Ordering::Relaxed))
-            ..end.min(self.highest.load(Ordering::Relaxed));
+        let (lowest, highest) =
+            (self.lowest.load(Ordering::Relaxed), self.highest.load(Ordering::Relaxed));
+        if start >= end || end <= lowest || highest <= start {
+            return 0;
+        }
+        let range = start..end;
+        let around = start.saturating_sub(PAGE).max(lowest)..end.saturating_add(PAGE).min(highest);
         let mut lost = 0;
         loop {
             let arrivals = self.arrivals.load(Ordering::Acquire);
             let mut last = ptr::null();
-            self.tree.visit(&range, &mut |entry| {
+            self.tree.visit(&around, &mut |entry| {
                 let again = ptr::eq(last, entry);
                 last = entry;
                 if !again && entry.lose(&range) {
@@ -197,11 +214,17 @@ impl<P> Default for Swept<P> {
 }
 
 /// Whole pages around a range; none where it is beyond what the table can hold.
-pub(crate) fn pages(range: &Range<u64>) -> Option<Range<u64>> {
-    let page = 1 << PAGE_BITS;
-    let end = range.end.checked_next_multiple_of(page)?;
-    let start = range.start & !(page - 1);
+fn pages(range: &Range<u64>) -> Option<Range<u64>> {
+    let end = range.end.checked_next_multiple_of(PAGE)?;
+    let start = range.start & !(PAGE - 1);
     (start < end && end <= 1 << ADDRESS_BITS).then_some(start..end)
+}
+
+/// The pages that an entry with these pages must own: all between the first and the last, or all
+/// where there is none between.
+fn inner(pages: &Range<u64>) -> Range<u64> {
+    let inner = pages.start + PAGE..pages.end - PAGE;
+    if inner.start < inner.end { inner } else { pages.clone() }
 }
 
 impl<'a, P> Writing<'a, P> {
@@ -242,7 +265,7 @@ impl<'a, P> Writing<'a, P> {
         }
     }
 
-    /// The ready entries with a page of `range`, by address.
+    /// The ready entries that own a page of `range`, by address.
     fn overlapping(&self, range: &Range<u64>) -> Vec<&'a Entry<P>> {
         let mut found: Vec<&'a Entry<P>> = Vec::new();
         self.table.tree.visit(range, &mut |entry| {
@@ -263,7 +286,7 @@ impl<'a, P> Writing<'a, P> {
     }
 
     /// A new entry for `range`, of whole pages, which must hold all of the ranges of `swallowed`; it
-    /// takes their places. It is not found until it is [filled](Entry::fill). `None`: memory of one
+    /// takes their places. Nobody else may own a page of its [`inner`] ones. It is not found until it is [filled](Entry::fill). `None`: memory of one
     /// of those is just going away, so the range is not what it was; none of them is left.
     fn claim(&mut self, range: &Range<u64>, swallowed: &[&Entry<P>]) -> Option<&'a Entry<P>> {
         let entry = self.unused_entry();
@@ -275,7 +298,13 @@ impl<'a, P> Writing<'a, P> {
         table.highest.fetch_max(range.end, Ordering::Relaxed);
         // SAFETY: the range is of whole pages within the tree, the entry lives as long as the table,
         // and the lock is held.
-        unsafe { table.tree.give(range, entry) };
+        unsafe {
+            table.tree.give(range, entry, |owner| {
+                owner.is_none_or(|owner| swallowed.iter().any(|old| ptr::eq(*old, owner)))
+            });
+            // Also where an entry that is marked, and not swept yet, is in the way.
+            table.tree.give(&inner(range), entry, |_| true);
+        }
         table.arrivals.fetch_add(1, Ordering::Release);
         // Whoever marks a swallowed entry from here on sees the arrival: compare `invalidate`.
         fence(Ordering::SeqCst);

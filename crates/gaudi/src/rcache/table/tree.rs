@@ -83,14 +83,24 @@ impl<E> Tree<E> {
         }
     }
 
-    /// Gives all pages of `range` to `entry`.
+    /// Gives the pages of `range` to `entry` whose owner, or having none, `may` be replaced.
     ///
     /// # Safety
     /// `range` must be of whole pages, not empty, and within [`ADDRESS_BITS`]. The entry must live
     /// as long as the tree. Nobody else changes the tree meanwhile.
-    pub(super) unsafe fn give(&self, range: &Range<u64>, entry: &E) {
+    pub(super) unsafe fn give(
+        &self,
+        range: &Range<u64>,
+        entry: &E,
+        may: impl Fn(Option<&E>) -> bool,
+    ) {
         let word = ptr::from_ref(entry).cast_mut().cast::<()>().map_addr(|addr| addr | ENTRY);
-        self.change(&self.root, LEVELS - 1, range, &|_| word);
+        let new = |old: *mut ()| match self.place(old) {
+            Place::Entry(owner) if !may(Some(owner)) => old,
+            Place::Free if !may(None) => old,
+            _ => word,
+        };
+        self.change(&self.root, LEVELS - 1, range, &new);
     }
 
     /// Takes the pages of `range` that `entry` still has away from it.

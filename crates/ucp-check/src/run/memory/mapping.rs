@@ -49,7 +49,8 @@ impl Map {
 
 impl Drop for Map {
     fn drop(&mut self) {
+        // The C library's function, as programs call it: that is what UCX hooks to learn of it.
         // SAFETY: mapped by us, and nothing refers to it.
-        let _ = unsafe { rustix::mm::munmap(self.start, self.length) };
+        unsafe { libc::munmap(self.start, self.length) };
     }
 }

@@ -16,6 +16,7 @@ mod ledger;
 mod mapping;
 mod model;
 mod process;
+mod rcache;
 mod register;
 mod tally;
 
@@ -51,6 +52,8 @@ pub enum Check {
     HostOnly,
     /// Thousands of cycles of registration, export and allocation: nothing may be left behind
     Churn,
+    /// Copy from memory that comes and goes at the same addresses: every byte is that of now
+    Rcache,
     /// Pack, unpack and release remote keys
     Keys,
     /// Random allocations, frees, queries and exports, compared with a model
@@ -74,7 +77,7 @@ pub enum Check {
 }
 
 impl Check {
-    const OF_ALL: [Check; 10] = [
+    const OF_ALL: [Check; 11] = [
         Check::Attributes,
         Check::Transport,
         Check::Alloc,
@@ -82,6 +85,7 @@ impl Check {
         Check::Dmabuf,
         Check::Register,
         Check::Churn,
+        Check::Rcache,
         Check::Keys,
         Check::Model,
         Check::Threads,
@@ -100,7 +104,7 @@ pub struct Options<'a> {
     pub seed: u64,
     /// Largest allocation.
     pub max: usize,
-    /// Cycles of `churn`.
+    /// Cycles of `churn`; `rcache` makes a hundredth of it.
     pub cycles: u32,
     /// Steps of `model`, and of each of the `threads`.
     pub steps: u32,
@@ -173,6 +177,7 @@ fn one(check: Check, scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
         Check::Register => register::run(scene, tally),
         Check::HostOnly => register::host_only(scene, tally),
         Check::Churn => churn::run(scene, tally),
+        Check::Rcache => rcache::run(scene, tally),
         Check::Keys => keys::run(scene, tally),
         Check::Model => model::run(scene, tally),
         Check::Threads => model::threads(scene, tally),

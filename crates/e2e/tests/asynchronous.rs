@@ -1,0 +1,63 @@
+//! Copies that take their time: the software card does nothing inside the calls that submit or wait
+//! (`SOFT_GAUDI_LATENCY`), as a real one does not. Every protocol of UCX then runs on copies that are
+//! still under way when it goes on, and sleeping workers have something to sleep for.
+
+use std::time::Duration;
+
+use e2e::{Device, SoftNode, Ucx, Workbench};
+
+#[track_caller]
+fn passes(ucx: Ucx, latency_us: u32, arguments: &str) -> String {
+    let bench = Workbench::from_env();
+    let node = SoftNode::unique()
+        .with("SOFT_GAUDI_DEVICES", "2")
+        .with("SOFT_GAUDI_LATENCY", &latency_us.to_string());
+    let client = bench
+        .ucp_check(ucx)
+        .plugin()
+        .device(&Device::Software(node))
+        .words(arguments)
+        .arg("--ucx")
+        .arg(ucx.root(bench.layout()))
+        .limit(Duration::from_secs(300));
+    client.run().ok().stdout
+}
+
+#[test]
+fn every_operation_and_memory_pair() {
+    for ucx in Ucx::ALL {
+        let said = passes(ucx, 300, "pair --plain --sizes 0,1,4K,64K+1,1M+3");
+        assert!(said.contains(" passed, 0 failed"), "{said}");
+    }
+}
+
+#[test]
+fn sleeping_workers() {
+    for ucx in Ucx::ALL {
+        let said = passes(ucx, 300, "wakeup --sizes 0,1,4K,64K+1,1M+3");
+        assert!(said.contains(" passed, 0 failed"), "{said}");
+    }
+}
+
+/// `asleep` fails if waiting takes more than a dozen calls per copy; a worker that cannot be armed
+/// while a copy runs makes thousands.
+#[test]
+fn a_worker_with_nothing_but_a_copy_under_way_sleeps_until_it_is_done() {
+    for ucx in Ucx::ALL {
+        let said = passes(ucx, 20_000, "asleep --slow --count 4 --sizes 8,4K,64K,1M+3,8M");
+        assert_eq!(said.lines().count(), 6, "a line for each size\n{said}");
+    }
+}
+
+/// Without a latency small copies are over when the call returns: no event is missed, none is needed.
+#[test]
+fn copies_that_are_over_at_once_need_no_sleep() {
+    let said = passes(Ucx::V1_22, 0, "asleep --count 4 --sizes 8,4K,64K");
+    assert_eq!(said.lines().count(), 4, "{said}");
+}
+
+#[test]
+fn several_threads_on_one_worker() {
+    let said = passes(Ucx::V1_22, 300, "threads --plain --count 4 --sizes 1,4K,64K+1,1M+3");
+    assert!(said.contains(" passed, 0 failed"), "{said}");
+}

@@ -1,0 +1,70 @@
+//! Two processes, each with a card of its own, whose driver cannot import dma-bufs: everything works
+//! through host memory, and UCP does it in pipelines.
+
+use e2e::{Device, ProtocolLogs, Protocols, SoftNode, Ucx, Workbench};
+
+/// What `cargo xtask env` sets (and `docs/performance.md` recommends) for put and get.
+const PIPELINED_RMA: (&str, &str) = ("UCX_RMA_PPLN_ENABLE", "y");
+
+/// All operations between all memories, every byte verified.
+fn moved(ucx: Ucx, variables: &[(&str, &str)]) -> Protocols {
+    let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2").with("SOFT_GAUDI_IMPORT", "no");
+    let device = Device::Software(node);
+    let bench = Workbench::from_env();
+    let logs = ProtocolLogs::in_folder(&std::env::temp_dir()).expect("a folder");
+    let tool = bench.ucp_check(ucx).plugin().device(&device);
+    let tool = tool.arg("--ucx").arg(ucx.root(bench.layout()));
+    let tool = tool.words("pair --plain --sizes 1,4097,65536,2M+13");
+    let tool = variables.iter().fold(tool, |tool, (name, value)| tool.env(name, value));
+    let end = logs.of(tool).run().ok();
+    // Five operations, four pairs of memories, four sizes, two directions.
+    assert!(end.stdout.contains("160 passed, 0 failed"), "{}", end.report());
+    logs.read().expect("protocols")
+}
+
+#[track_caller]
+fn protocol(protocols: &Protocols, operation: &str, size: usize) -> String {
+    let choice = protocols.choice("intra-node", operation, size);
+    let told =
+        || panic!("nothing of {operation} in {:?}", protocols.operations().collect::<Vec<_>>());
+    choice.unwrap_or_else(told).protocol.clone()
+}
+
+const LARGE: usize = (2 << 20) + 13;
+
+#[test]
+fn messages_are_staged_in_pipelines() {
+    for ucx in Ucx::ALL {
+        let protocols = moved(ucx, &[]);
+        for (into, from) in [("gaudi", "gaudi"), ("gaudi", "host"), ("host memory", "gaudi")] {
+            let fetch = format!("rendezvous data fetch into {into} from {from}");
+            let chosen = protocol(&protocols, &fetch, LARGE);
+            let staged = chosen.starts_with("pipeline ") && chosen.contains("frag host");
+            assert!(staged, "UCX {}, {fetch}: {chosen}", ucx.name());
+        }
+        // Straight into the receiver's fragments: one copy at each end and none between.
+        let between = protocol(&protocols, "rendezvous data fetch into gaudi from gaudi", LARGE);
+        assert!(between.contains("copy to attached"), "{between}");
+        assert!(protocols.name_transport("gaudi_cpy") && !protocols.name_transport("gaudi_ipc"));
+    }
+}
+
+/// UCX's own choice: segment by segment in active messages. With one of its variables they become
+/// pipelines, too.
+#[test]
+fn put_and_get_are_emulated_unless_ucx_is_told_to_pipeline_them() {
+    let operations = [
+        "remote memory write by ucp_put* from gaudi to gaudi",
+        "remote memory write by ucp_put* from host memory to gaudi",
+        "remote memory read by ucp_get* into gaudi from gaudi",
+        "remote memory read by ucp_get* into host memory from gaudi",
+    ];
+    for ucx in Ucx::ALL {
+        let (plain, pipelined) = (moved(ucx, &[]), moved(ucx, &[PIPELINED_RMA]));
+        for operation in operations {
+            assert_eq!(protocol(&plain, operation, LARGE), "software emulation");
+            let chosen = protocol(&pipelined, operation, LARGE);
+            assert!(chosen.starts_with("rndv using pipeline "), "{operation}: {chosen}");
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! A fuzz target for what other processes send: keys, identities, and messages to the broker, on the
+//! stable toolchain. Needs no card.
+//!
+//! * `fuzz_share [ROUNDS [SEED]]` damages keys, identities and messages in ever new ways. Keys and
+//!   identities are parsed; messages go to a real broker, through its socket. A failure prints the
+//!   seed and round that make it again.
+//! * `fuzz_share --file F...` does the same with files: what a fuzzer that runs programs (AFL,
+//!   honggfuzz) calls, and how a finding is looked at again.
+
+use std::mem::MaybeUninit;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::ExitCode;
+
+use gaudi::share::start_broker;
+use gaudi::{Identity, KEY_LEN, RemoteKey};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvFlags, SendFlags, SocketAddrUnix, SocketType, connect,
+    recvmsg, send, socket,
+};
+
+/// Bytes of a message, either way, and the kinds of answers a stranger may get (`docs/ipc.md`).
+const MESSAGE_LEN: usize = 24;
+const MAGIC: [u8; 5] = [b'u', b'g', b's', b'h', 1];
+const GRANTED: u8 = 0x80;
+const ANSWERS: [u8; 4] = [GRANTED, 0x81, 0x82, 0x83];
+const STAY: u8 = 2;
+
+/// A key of this process for memory that is not shared, and everything else right.
+fn key() -> [u8; KEY_LEN] {
+    let mut key = [0; KEY_LEN];
+    key[..Identity::LEN].copy_from_slice(&own().pack());
+    key[33..41].copy_from_slice(&[7; 8]);
+    key[45..52].copy_from_slice(&0x1_0010_0000_0000_u64.to_le_bytes()[..7]);
+    key[52] = 1;
+    key[57..60].fill(0xff);
+    key
+}
+
+fn own() -> &'static Identity {
+    Identity::own().expect("a Linux with /proc")
+}
+
+fn message(kind: u8) -> [u8; MESSAGE_LEN] {
+    let mut message = [0; MESSAGE_LEN];
+    message[..5].copy_from_slice(&MAGIC);
+    message[5] = kind;
+    message
+}
+
+/// What must hold for any bytes at all, as a key and as an identity. Whether they are one.
+fn check_parsers(bytes: &[u8]) -> bool {
+    let identity = Identity::parse(bytes);
+    match &identity {
+        Ok(identity) => {
+            assert_eq!(identity.pack(), bytes);
+            let _ = identity.check_reachable();
+        }
+        Err(error) => assert!(!error.to_string().contains('\n')),
+    }
+    match RemoteKey::parse(bytes) {
+        Ok(key) => {
+            assert_eq!(bytes.len(), KEY_LEN);
+            key.peer().check_reachable().expect("checked before");
+            assert!(key.len() > 0 && key.base().checked_add(key.len()).is_some());
+            let _ = (key.source_device(), key.relation());
+            true
+        }
+        Err(error) => {
+            let text = error.to_string();
+            assert!(!text.is_empty() && text.len() < 200 && !text.contains('\n'), "{text}");
+            identity.is_ok()
+        }
+    }
+}
+
+/// What must hold for any bytes at all, as a message: an answer of the right form or none, and never
+/// a descriptor. Whether there was an answer.
+fn check_broker(bytes: &[u8]) -> bool {
+    let name: String = own().pack()[7..13].iter().map(|byte| format!("{byte:02x}")).collect();
+    let address = SocketAddrUnix::new_abstract_name(format!("ucx-gaudi-{name}").as_bytes());
+    let connection = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).expect("a socket");
+    connect(&connection, &address.expect("a name")).expect("the broker listens");
+    send(&connection, bytes, SendFlags::NOSIGNAL).expect("the broker takes messages");
+    // Not everything is answered: this is, whatever came before, or the broker hangs up.
+    let _ = send(&connection, &message(STAY), SendFlags::NOSIGNAL);
+    let mut answer = [0; 2 * MESSAGE_LEN];
+    let mut space = [MaybeUninit::uninit(); 256];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut parts = [std::io::IoSliceMut::new(&mut answer)];
+    let received = recvmsg(&connection, &mut parts, &mut control, RecvFlags::empty());
+    assert_eq!(control.drain().count(), 0, "a descriptor for nothing");
+    let len = received.map_or(0, |received| received.bytes);
+    if len == 0 {
+        return false;
+    }
+    assert_eq!(len, MESSAGE_LEN);
+    assert!(ANSWERS.map(message).contains(&answer[..len].try_into().expect("so long")));
+    true
+}
+
+/// Numbers that look random and are the same every time.
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, end: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 % end.max(1) as u64) as usize
+    }
+
+    fn damage(&mut self, bytes: &mut Vec<u8>) {
+        for _ in 0..=self.below(4) {
+            let at = self.below(bytes.len());
+            match self.below(8) {
+                0 => bytes.truncate(at.max(1)),
+                1 => bytes.push(self.below(256) as u8),
+                2 => bytes[at] = [0, 1, 0x7f, 0x80, 0xff][self.below(5)],
+                _ => bytes[at] ^= 1 << self.below(8),
+            }
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    start_broker().expect("a broker");
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if let Some((first, files)) = arguments.split_first()
+        && first == "--file"
+    {
+        for file in files {
+            let Ok(bytes) = std::fs::read(file) else {
+                eprintln!("{file}: cannot be read");
+                return ExitCode::FAILURE;
+            };
+            let answer = if bytes.is_empty() { false } else { check_broker(&bytes) };
+            println!("{file}: parsed {}, answered {answer}", check_parsers(&bytes));
+        }
+        return ExitCode::SUCCESS;
+    }
+    let number = |at: usize, default| arguments.get(at).map_or(Some(default), |n| n.parse().ok());
+    let (Some(rounds), Some(seed)) = (number(0, 100_000_u64), number(1, 1_u64)) else {
+        eprintln!("usage: fuzz_share [ROUNDS [SEED]] | --file FILE...");
+        return ExitCode::FAILURE;
+    };
+    assert!(check_parsers(&key()) && check_parsers(&own().pack()), "the seeds are good");
+    assert!(check_broker(&message(STAY)), "the broker answers");
+    let mut dice = Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+    let (mut parsed, mut answered, mut messages) = (0_u64, 0_u64, 0_u64);
+    for round in 0..rounds {
+        let mut bytes = match dice.below(8) {
+            0 => own().pack().to_vec(),
+            1 => message(dice.below(6) as u8).to_vec(),
+            _ => key().to_vec(),
+        };
+        dice.damage(&mut bytes);
+        let is_message = bytes[0] == MAGIC[0];
+        let checked = catch_unwind(AssertUnwindSafe(|| {
+            (check_parsers(&bytes), is_message && check_broker(&bytes))
+        }));
+        let Ok((is_known, is_answered)) = checked else {
+            eprintln!("seed {seed}, round {round}: {bytes:02x?}");
+            return ExitCode::FAILURE;
+        };
+        parsed += u64::from(is_known);
+        messages += u64::from(is_message);
+        answered += u64::from(is_answered);
+    }
+    println!(
+        "{rounds} rounds: {parsed} parsed; {messages} messages to the broker, {answered} answered; \
+         all as they should be"
+    );
+    ExitCode::SUCCESS
+}

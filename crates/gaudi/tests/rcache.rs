@@ -1,0 +1,200 @@
+//! The registration cache on a whole machine: memory that comes and goes, from several threads, on
+//! the software Gaudi; every byte compared, and nothing left behind.
+
+mod machine;
+
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use gaudi::rcache::{self, CacheLimits};
+use gaudi::{Device, HostRegion, Segment, Side};
+use machine::{Footprint, assert_same, pattern};
+
+const SIZE: usize = 256 << 10;
+
+/// A card with a cache, one test at a time: a fork, say, is felt by all cards of the process.
+fn fresh() -> (MutexGuard<'static, ()>, Arc<Device>) {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    machine::set_up("gaudi2");
+    // For all tests of this program: who unmaps memory says so.
+    let limits = CacheLimits { regions: 64, bytes: 1 << 30 };
+    gaudi::runtime().cache_registrations(limits, Box::new(|| true));
+    (alone, machine::fresh())
+}
+
+/// Counters of the card.
+fn counter(device: &Device, name: &str) -> u64 {
+    let page = gaudi::stats::read(std::process::id()).expect("our own page");
+    let card = page.card(device.info().bus_id.as_str());
+    card.and_then(|card| card.get(name)).unwrap_or_else(|| panic!("no counter {name}"))
+}
+
+/// Memory of a fixed place, mapped anew each time, that tells when it goes.
+struct Mapping(*mut u8);
+
+impl Mapping {
+    fn new(at: *mut u8) -> Self {
+        let fixed = if at.is_null() { 0 } else { libc::MAP_FIXED_NOREPLACE };
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | fixed;
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: nothing is there.
+        let start = unsafe { libc::mmap(at.cast(), SIZE, access, flags, -1, 0) };
+        assert!(start != libc::MAP_FAILED && (at.is_null() || start == at.cast()));
+        Self(start.cast())
+    }
+
+    fn bytes(&mut self) -> &mut [u8] {
+        // SAFETY: mapped, and ours.
+        unsafe { std::slice::from_raw_parts_mut(self.0, SIZE) }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        rcache::invalidate(self.0 as usize, SIZE);
+        // SAFETY: our own mapping.
+        unsafe { libc::munmap(self.0.cast(), SIZE) };
+    }
+}
+
+fn put(device: &Arc<Device>, to: gaudi::DeviceAddr, from: &[u8], region: Option<Arc<HostRegion>>) {
+    let (dst, src) = (Side::Device(to), Side::Host(from.as_ptr().cast_mut()));
+    let segment = Segment { dst, src, len: from.len(), host_region: region };
+    let mut transfer = loop {
+        // SAFETY: the buffer lives until the copy has ended, which is waited for.
+        match unsafe { device.copy(std::slice::from_ref(&segment)) } {
+            Ok(transfer) => break transfer,
+            Err(gaudi::SubmitError::Busy) => std::thread::yield_now(),
+            Err(gaudi::SubmitError::Failed(error)) => panic!("{error}"),
+        }
+    };
+    transfer.wait().expect("copied");
+}
+
+/// Reads from the device, into memory that is about to be freed.
+fn read(device: &Arc<Device>, from: gaudi::DeviceAddr, len: usize) -> Vec<u8> {
+    let bytes = machine::read(device, from, len);
+    rcache::invalidate(bytes.as_ptr() as usize, len);
+    bytes
+}
+
+#[test]
+fn ten_thousand_mappings_at_one_address_leave_nothing_pinned() {
+    let (_alone, device) = fresh();
+    let target = device.alloc(SIZE as u64, 1).expect("memory");
+    let place = Mapping::new(null_mut()).0;
+    let cycle = |number: u64| {
+        let mut mapping = Mapping::new(place);
+        let host = mapping.bytes();
+        host[..8].copy_from_slice(&number.to_ne_bytes());
+        host[SIZE - 8..].copy_from_slice(&number.to_ne_bytes());
+        let region = number.is_multiple_of(2).then(|| HostRegion::record(host.as_mut_ptr(), SIZE));
+        put(&device, target.addr(), host, region);
+        if number.is_multiple_of(100) {
+            assert_same(&read(&device, target.addr(), SIZE), host, "new memory, old address");
+        }
+    };
+    (0..100).for_each(cycle);
+    let before = Footprint::now();
+    (100..10_000).for_each(cycle);
+    before.assert_flat("10 000 mappings");
+    assert!(counter(&device, "reg_cache_invalidations") >= 10_000);
+    assert!(counter(&device, "reg_cache_misses") >= 10_000);
+    let held = counter(&device, "pins") - counter(&device, "unpins");
+    assert!(held <= 3, "{held} pins are left: one of a buffer, and the bounce buffers'");
+    assert!(device.registration_cache().regions <= 1);
+}
+
+#[test]
+fn copies_are_right_while_another_thread_invalidates_what_they_use() {
+    let (_alone, device) = fresh();
+    let stop = AtomicBool::new(false);
+    let invalidated = AtomicU64::new(0);
+    let buffers: Vec<Vec<u8>> = (0..4).map(|seed| pattern(SIZE + 100, seed + 1)).collect();
+    let ranges: Vec<(usize, usize)> =
+        buffers.iter().map(|buffer| (buffer.as_ptr() as usize, buffer.len())).collect();
+    std::thread::scope(|scope| {
+        // The memory stays; that it is said to go must do no harm to those who copy it.
+        scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                for &(start, len) in &ranges {
+                    rcache::invalidate(start + len / 2, 4096);
+                    invalidated.fetch_add(1, Ordering::Relaxed);
+                }
+                std::thread::yield_now();
+            }
+        });
+        let copying: Vec<_> = (0..2)
+            .map(|thread| {
+                let (device, buffers) = (&device, &buffers);
+                scope.spawn(move || {
+                    let target = device.alloc(SIZE as u64, 1).expect("memory");
+                    for round in 0..300 {
+                        let buffer = &buffers[(round + thread) % buffers.len()];
+                        let part = &buffer[round % 100..][..SIZE - round];
+                        put(device, target.addr(), part, None);
+                        assert_same(&read(device, target.addr(), part.len()), part, "copied");
+                    }
+                })
+            })
+            .collect();
+        for thread in copying {
+            thread.join().expect("a thread that copies");
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    assert!(invalidated.load(Ordering::Relaxed) > 0);
+    rcache::invalidate(0, usize::MAX);
+    let mut one = Mapping::new(null_mut());
+    let target = device.alloc(SIZE as u64, 1).expect("memory");
+    put(&device, target.addr(), one.bytes(), None);
+    assert_eq!(device.registration_cache().regions, 1, "all others were given back");
+    let held = counter(&device, "pins") - counter(&device, "unpins");
+    assert!(held <= 3, "{held} pins are left");
+}
+
+#[test]
+fn more_buffers_than_the_cache_may_keep() {
+    let (_alone, device) = fresh();
+    let target = device.alloc(SIZE as u64, 1).expect("memory");
+    let mut buffers: Vec<Mapping> = (0..100).map(|_| Mapping::new(null_mut())).collect();
+    for round in 0..3_u64 {
+        for (number, buffer) in buffers.iter_mut().enumerate() {
+            let host = buffer.bytes();
+            host[..8].copy_from_slice(&(round << 32 | number as u64).to_ne_bytes());
+            put(&device, target.addr(), host, None);
+            assert_same(&read(&device, target.addr(), 8), &host[..8], "evicted or not");
+            assert!(device.registration_cache().regions <= 64);
+        }
+    }
+    assert!(counter(&device, "reg_cache_evictions") >= 36);
+    assert_eq!(counter(&device, "reg_cache_regions"), 64);
+    assert_eq!(counter(&device, "reg_cache_bytes"), 64 * SIZE as u64);
+}
+
+#[test]
+fn after_a_fork_the_parent_pins_anew() {
+    let (_alone, device) = fresh();
+    let target = device.alloc(SIZE as u64, 1).expect("memory");
+    let mut host = Mapping::new(null_mut());
+    put(&device, target.addr(), host.bytes(), None);
+    put(&device, target.addr(), host.bytes(), None);
+    let before = (counter(&device, "reg_cache_misses"), counter(&device, "pins"));
+    // SAFETY: the child ends at once, with nothing of ours run.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: ends the process.
+        unsafe { libc::_exit(0) };
+    }
+    assert!(child > 0);
+    let mut status = 0;
+    // SAFETY: waits for our own child.
+    assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+    host.bytes().copy_from_slice(&pattern(SIZE, 77));
+    put(&device, target.addr(), host.bytes(), None);
+    assert_same(&read(&device, target.addr(), SIZE), host.bytes(), "after the fork");
+    let after = (counter(&device, "reg_cache_misses"), counter(&device, "pins"));
+    assert!(after.0 > before.0 && after.1 > before.1, "{before:?}, {after:?}");
+}

@@ -79,7 +79,11 @@ impl Category {
             Category::Ucm => {
                 Selection { packages: &[], end_to_end: &["ucm", "hooks"], words: &["hooks"] }
             }
-            Category::Ipc => by_words(&["ipc", "share::"]),
+            Category::Ipc => Selection {
+                packages: &[],
+                end_to_end: &["ipc", "staging"],
+                words: &["ipc", "share::"],
+            },
             Category::Rcache => Selection {
                 packages: &[],
                 end_to_end: &["rcache"],

@@ -116,6 +116,19 @@ impl ProtocolLogs {
         tool.env("UCX_LOG_FILE", self.0.join("%p")).env("UCX_PROTO_INFO", "y")
     }
 
+    /// Whether one of its processes logged this.
+    ///
+    /// # Errors
+    /// When the logs cannot be read.
+    pub fn say(&self, words: &str) -> Result<bool> {
+        let mut said = false;
+        for entry in std::fs::read_dir(&self.0)? {
+            let log = std::fs::read(entry?.path())?;
+            said |= String::from_utf8_lossy(&log).contains(words);
+        }
+        Ok(said)
+    }
+
     /// What its processes chose, all together.
     ///
     /// # Errors

@@ -61,3 +61,15 @@ fn several_threads_on_one_worker() {
     let said = passes(Ucx::V1_22, 300, "threads --plain --count 4 --sizes 1,4K,64K+1,1M+3");
     assert!(said.contains(" passed, 0 failed"), "{said}");
 }
+
+/// Pieces, fences, flushes, more copies than there is room for, and an interface closed too early:
+/// with copies that end at once, and with some that do not.
+#[test]
+fn order_and_end_of_copies_through_uct() {
+    for latency_us in [0, 300] {
+        for ucx in Ucx::ALL {
+            let said = passes(ucx, latency_us, "memory copies");
+            assert!(said.contains(" passed, 0 failed"), "{said}");
+        }
+    }
+}

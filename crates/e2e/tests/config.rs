@@ -70,6 +70,8 @@ const EFFECTS: &[Effect] = &[
         variable: "UCX_GAUDI_COPY_REG_COST",
         value: "31us",
         shows: "gaudi_copy registers in 31000 ns",
+        // With it, UCX is told what finding pinned memory costs.
+        with: &[("UCX_GAUDI_COPY_ENABLE_RCACHE", "no")],
         ..PLAIN
     },
     // By default it is done without, at info level; rcache.rs has the rest.
@@ -170,6 +172,20 @@ const EFFECTS: &[Effect] = &[
         ..PLAIN
     },
     Effect {
+        variable: "UCX_GAUDI_IPC_ALLOC",
+        value: "heap",
+        check: "transport --component gaudi_ipc",
+        shows: "gaudi_ipc gets host memory by heap",
+        ..PLAIN
+    },
+    Effect {
+        variable: "UCX_GAUDI_IPC_MAX_NUM_EPS",
+        value: "77",
+        check: "transport --component gaudi_ipc",
+        shows: "gaudi_ipc takes 77 endpoints",
+        ..PLAIN
+    },
+    Effect {
         variable: "UCX_GAUDI_GDR_ALLOC",
         value: "heap",
         check: "transport --component gaudi_gdr",
@@ -221,6 +237,14 @@ fn listed() -> BTreeSet<String> {
 /// Variables whose effect another file of these tests shows.
 const ELSEWHERE: &[(&str, &str)] = &[
     ("UCX_GAUDI_COPY_ABORT_ON_ERROR", "faults.rs"),
+    ("UCX_GAUDI_IPC_HANDOVER", "ipc.rs"),
+    ("UCX_GAUDI_IPC_CACHE_MAX_REGIONS", "ipc.rs"),
+    ("UCX_GAUDI_IPC_CACHE_MAX_SIZE", "ipc.rs"),
+    ("UCX_GAUDI_IPC_OPEN_DEVICE", "ipc.rs"),
+    ("UCX_GAUDI_IPC_BW", "ipc.rs"),
+    ("UCX_GAUDI_IPC_LAT", "ipc.rs"),
+    ("UCX_GAUDI_IPC_OVERHEAD", "ipc.rs"),
+    ("UCX_GAUDI_IPC_FAILURE", "ipc.rs"),
     ("UCX_GAUDI_COPY_ADOPT", "hooks.rs"),
     ("UCX_GAUDI_COPY_RCACHE_MAX_REGIONS", "rcache.rs"),
     ("UCX_GAUDI_COPY_RCACHE_MAX_SIZE", "rcache.rs"),

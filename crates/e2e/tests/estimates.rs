@@ -126,7 +126,7 @@ fn the_link_of_the_card_is_what_its_copies_are_reckoned_with() {
     assert_eq!(put(&Sysfs::new("unknown", &[gaudi, unknown, width])), usual);
 }
 
-/// The protocols between two processes that send each other Gaudi memory.
+/// The protocols between two processes that send each other Gaudi memory by staging it.
 fn chosen(ucx: Ucx, variables: &[(&str, &str)]) -> Protocols {
     let machine = Machine::new("Gaudi2 with two cards", "gaudi2", 2);
     let bench = Workbench::from_env();
@@ -135,7 +135,7 @@ fn chosen(ucx: Ucx, variables: &[(&str, &str)]) -> Protocols {
     let tool = tool.words("pair --plain --ops tag --mem gaudi:gaudi --sizes 8,1M");
     let tool = tool.arg("--ucx").arg(ucx.root(bench.layout()));
     let tool = variables.iter().fold(tool, |tool, (name, value)| tool.env(name, value));
-    logs.of(tool).run().ok();
+    logs.of(tool.env("UCX_TLS", "^gaudi_ipc")).run().ok();
     logs.read().expect("protocols")
 }
 
@@ -149,7 +149,7 @@ fn ucp_chooses_by_them() {
             let choice = protocols.choice("intra-node", TAG, size);
             choice.unwrap_or_else(|| panic!("{protocols:?}")).protocol.clone()
         };
-        let small = protocol(&[("UCX_GAUDI_COPY_REG_COST", "0")], 8);
+        let small = protocol(&[], 8);
         assert_eq!(small, "eager copy-in copy-out", "UCX {}", ucx.name());
         // Waiting for copies is dear: better have them done in the background.
         let waiting = protocol(&[("UCX_GAUDI_COPY_LATENCY", "short:50us,zcopy:2us")], 8);

@@ -7,7 +7,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 use ucp_check::matrix::{Op, Pair, Plan, SIZES, Sabotage, Size};
 use ucp_check::run::{
-    self, alloc, asleep, atomics, costs, loopback, memory, pair, peer_errors, soak, threads,
+    self, alloc, asleep, atomics, costs, loopback, memory, pair, peer_errors, reconnect, soak,
+    threads,
 };
 use ucp_check::ucp::{Features, Memory};
 
@@ -56,7 +57,28 @@ enum Command {
     /// Two copies of UCX (--ucx A --ucx B) in one process, each in loopback, then taking turns
     TwoUcx(PlanArgs),
     /// A peer is killed in the middle of its transfers: the error must show, nothing may hang
-    PeerErrors(PairArgs),
+    PeerErrors {
+        /// A third process must get the dead one's card while the survivor lives; needs exactly two
+        /// cards
+        #[arg(long)]
+        heir: bool,
+        /// How often to run each case, each time with another point of death
+        #[arg(long, default_value_t = 1)]
+        times: u32,
+        #[command(flatten)]
+        pair: PairArgs,
+    },
+    /// Two processes connect, transfer and disconnect, many times: nothing may be left behind
+    Reconnect {
+        /// How many times
+        #[arg(long, default_value_t = 1000)]
+        count: u32,
+        /// A context and a worker of its own each time
+        #[arg(long)]
+        fresh: bool,
+        #[command(flatten)]
+        pair: PairArgs,
+    },
     /// Allocate and free device memory, many times and in many sizes
     Alloc {
         /// How many allocations
@@ -131,6 +153,8 @@ enum Command {
     Costs(Costs),
     #[command(name = pair::ROLE, hide = true)]
     PairSide(SideArgs),
+    #[command(name = reconnect::ROLE, hide = true)]
+    ReconnectSide(SideArgs),
     #[command(name = peer_errors::ROLE, hide = true)]
     PeerErrorsSide(SideArgs),
     #[command(name = atomics::ROLE, hide = true)]
@@ -196,6 +220,9 @@ struct PairArgs {
     /// Endpoints with UCP_ERR_HANDLING_MODE_PEER
     #[arg(long)]
     peer_errors: bool,
+    /// Process 0 sends and process 1 receives: with --mem gaudi:host only process 0 has Gaudi memory
+    #[arg(long)]
+    one_way: bool,
 }
 
 #[derive(Args)]
@@ -297,6 +324,7 @@ impl PlanArgs {
             iterations: self.iters.unwrap_or(timed),
             features: if wakeup { defaults.features.with_wakeup() } else { defaults.features },
             peer_errors: false,
+            one_way: false,
             hint: self.hint,
             timeout_s: self.timeout,
             sabotage: self.sabotage,
@@ -306,7 +334,8 @@ impl PlanArgs {
 
 impl PairArgs {
     fn plan(&self, ucx: Option<&PathBuf>, defaults: &Defaults<'_>) -> Plan {
-        Plan { peer_errors: self.peer_errors, ..self.plan.plan(ucx, defaults) }
+        let Self { peer_errors, one_way, .. } = *self;
+        Plan { peer_errors, one_way, ..self.plan.plan(ucx, defaults) }
     }
 
     fn run(&self, ucx: Option<&PathBuf>, defaults: &Defaults<'_>) -> Result<()> {
@@ -348,10 +377,17 @@ fn execute(cli: Cli) -> Result<bool> {
             let report = loopback::run_copies(&args.plan(ucx, &EVERYTHING), &cli.ucx)?;
             run::conclude(&report, args.json.as_deref())
         }
-        Command::PeerErrors(args) => {
+        Command::PeerErrors { heir, times, pair: args } => {
             let defaults = Defaults { sizes: &[4096, 16 << 20], ..EVERYTHING };
-            let report = peer_errors::run(&args.plan(ucx, &defaults), &args.env)?;
+            let options = peer_errors::Options { heir, times };
+            let report = peer_errors::run(&args.plan(ucx, &defaults), &args.env, options)?;
             run::conclude(&report, args.plan.json.as_deref())
+        }
+        Command::Reconnect { count, fresh, pair } => {
+            let ops = &[Op::Tag, Op::Put, Op::Get];
+            let defaults = Defaults { ops, sizes: &[65537], ..EVERYTHING };
+            let plan = pair.plan(ucx, &defaults);
+            reconnect::run(&reconnect::Rounds { plan, count, fresh }, &pair.env)
         }
         Command::Alloc { count, memory, max, seed, timeout } => alloc::run(&alloc::Options {
             ucx: ucx.map(PathBuf::as_path),
@@ -404,6 +440,9 @@ fn execute(cli: Cli) -> Result<bool> {
         Command::Costs(Costs::Init) => costs::init(ucx.map(PathBuf::as_path)),
         Command::PairSide(side) => {
             return pair::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?);
+        }
+        Command::ReconnectSide(side) => {
+            return reconnect::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?);
         }
         Command::AtomicsSide(side) => {
             return atomics::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?);

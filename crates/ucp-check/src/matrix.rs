@@ -230,6 +230,8 @@ pub struct Plan {
     pub features: Features,
     /// Endpoints report the death of a peer.
     pub peer_errors: bool,
+    /// Process 0 sends and process 1 receives; neither has other memory than that takes.
+    pub one_way: bool,
     /// Pass the memory type with every operation.
     pub hint: bool,
     /// A step may take this long.
@@ -280,7 +282,7 @@ impl Plan {
             let mut cases = Vec::new();
             for &pair in &self.pairs {
                 for &op in self.ops.iter().filter(|op| op.applies_to(size)) {
-                    for from in [0, 1] {
+                    for from in if self.one_way { 0..=0 } else { 0..=1 } {
                         cases.push(Case { id, op, pair, size, from });
                         id += 1;
                     }
@@ -308,6 +310,7 @@ mod tests {
             iterations: 0,
             features: Features::ALL,
             peer_errors: false,
+            one_way: false,
             hint: false,
             timeout_s: 1.0,
             sabotage: Some(Sabotage::Guard),
@@ -355,6 +358,14 @@ mod tests {
         let keys: HashSet<_> =
             cases.iter().flat_map(|case| (0..4).map(|what| case.key(7, what))).collect();
         assert_eq!(keys.len(), 4 * cases.len());
+    }
+
+    #[test]
+    fn one_way_has_one_sender() {
+        let plan = Plan { one_way: true, ..plan() };
+        let cases: Vec<Case> = plan.groups().into_iter().flat_map(|(_, cases)| cases).collect();
+        assert_eq!(cases.len(), 4 * (2 + 3 + 3));
+        assert!(cases.iter().all(|case| case.from == 0));
     }
 
     #[test]

@@ -112,13 +112,14 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Closes the endpoint in good order.
-    pub fn close(mut self) -> Result<()> {
+    /// Closes the endpoint in good order, and gives the control line back.
+    pub fn close(mut self) -> Result<Option<Control>> {
         self.meet("closing", u64::MAX)?;
         self.rig.step("ucp_ep_close");
         let closing = self.endpoint.close(false)?;
         self.rig.finish(closing)?;
-        self.meet("closed", u64::MAX - 2)
+        self.meet("closed", u64::MAX - 2)?;
+        Ok(self.peer.map(|(control, _)| control))
     }
 
     pub(crate) fn plays(&self, rank: u8) -> bool {
@@ -140,6 +141,7 @@ impl<'a> Session<'a> {
             .pairs
             .iter()
             .flat_map(|pair| [(Role::Source, pair.src), (Role::Destination, pair.dst)])
+            .filter(|(role, _)| !self.plan.one_way || self.plays(u8::from(*role != Role::Source)))
             .collect();
         let mut here = BTreeMap::new();
         for place in places {
@@ -166,8 +168,8 @@ impl<'a> Session<'a> {
     pub(crate) fn case(&mut self, case: Case, buffers: &Buffers) -> Result<Verdict> {
         let seed = self.plan.seed;
         let layouts = self.layouts(case);
-        let source = &buffers.here[&(Role::Source, case.pair.src)];
-        let destination = &buffers.here[&(Role::Destination, case.pair.dst)];
+        let source = || &buffers.here[&(Role::Source, case.pair.src)];
+        let destination = || &buffers.here[&(Role::Destination, case.pair.dst)];
         let sent = Image::message(
             layouts[0],
             case.key(seed, key::SRC_POISON),
@@ -175,7 +177,7 @@ impl<'a> Session<'a> {
         );
         let (sending, receiving) = (self.plays(case.from), self.plays(case.to()));
         if sending {
-            source.fill(self.rig, &sent)?;
+            source().fill(self.rig, &sent)?;
         }
 
         let mut errors = Vec::new();
@@ -187,7 +189,7 @@ impl<'a> Session<'a> {
             }
             let poison = case.key(seed, poison);
             if receiving {
-                destination.fill(self.rig, &Image::poisoned(layouts[1], poison))?;
+                destination().fill(self.rig, &Image::poisoned(layouts[1], poison))?;
             }
             if measure {
                 timing = self.measure(case, buffers)?;
@@ -196,12 +198,12 @@ impl<'a> Session<'a> {
             }
             match self.plan.sabotage {
                 Some(Sabotage::Message) if receiving && case.size > 0 => {
-                    destination.damage(self.rig, layouts[1].before + case.size - 1)?;
+                    destination().damage(self.rig, layouts[1].before + case.size - 1)?;
                 }
                 Some(Sabotage::Guard) if receiving => {
-                    destination.damage(self.rig, layouts[1].before + case.size)?;
+                    destination().damage(self.rig, layouts[1].before + case.size)?;
                 }
-                Some(Sabotage::Source) if sending => source.damage(self.rig, 0)?,
+                Some(Sabotage::Source) if sending => source().damage(self.rig, 0)?,
                 _ => {}
             }
             let received = if case.op == Op::TagTruncated {
@@ -217,10 +219,10 @@ impl<'a> Session<'a> {
                 Ok(())
             };
             if receiving {
-                check("destination", destination, &received)?;
+                check("destination", destination(), &received)?;
             }
             if sending {
-                check("source (must not change)", source, &sent)?;
+                check("source (must not change)", source(), &sent)?;
             }
         }
         let error = if errors.is_empty() { None } else { Some(errors.join("; ")) };

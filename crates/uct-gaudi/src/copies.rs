@@ -4,23 +4,44 @@
 //! (`NO_RESOURCE`) nor an error of a copy in progress is looked at, and the message goes on with
 //! whatever bytes were there before. So a copy for which the device has no room waits here and
 //! starts from progress, and one that failed is tried once more before anyone hears of it.
+//!
+//! Between processes failures are looked at: [`OnFailure::Report`] hands every one of them on.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
 use gaudi::{Bell, Device, Error, Segment, SubmitError, Transfer};
-use uct::{Completion, Posted};
+use uct::{Completion, Posted, Status};
 
-/// What to copy, kept until it is done.
-struct Copy {
+/// What becomes of a copy that failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OnFailure {
+    /// It is tried once more.
+    TryAgain,
+    /// Whoever posted it hears of it.
+    Report,
+}
+
+/// Why an operation failed.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// The engine could not do it.
+    Copy(Error),
+    /// It was refused before the engine heard of it, and the reason logged.
+    Refused(Status),
+}
+
+/// What to copy, and what has to live until it is done.
+struct Copy<T> {
     device: Arc<Device>,
     segments: Vec<Segment>,
+    companion: T,
 }
 
 // SAFETY: the host pointers in the segments belong to an operation of UCX, which keeps them valid
 // until its completion, whichever thread progresses the worker.
-unsafe impl Send for Copy {}
+unsafe impl<T: Send> Send for Copy<T> {}
 
 /// How far starting a copy got.
 enum Start {
@@ -29,20 +50,22 @@ enum Start {
     NoRoom,
 }
 
-impl Copy {
+impl<T> Copy<T> {
     /// # Safety
     /// As for [`Device::copy`].
-    unsafe fn start(&self) -> Start {
+    unsafe fn start(&self, on_failure: OnFailure) -> Start {
         // SAFETY: as the caller promises.
         match unsafe { self.device.copy(&self.segments) } {
             Ok(mut transfer) => match transfer.poll() {
                 // SAFETY: as the caller promises.
-                Some(result) => Start::Ended(unsafe { self.settle(result) }),
+                Some(result) => Start::Ended(unsafe { self.settle(result, on_failure) }),
                 None => Start::Running(Box::new(transfer)),
             },
             Err(SubmitError::Busy) => Start::NoRoom,
-            // SAFETY: as the caller promises.
-            Err(SubmitError::Failed(error)) => Start::Ended(unsafe { self.settle(Err(error)) }),
+            Err(SubmitError::Failed(error)) => {
+                // SAFETY: as the caller promises.
+                Start::Ended(unsafe { self.settle(Err(error), on_failure) })
+            }
         }
     }
 
@@ -50,8 +73,11 @@ impl Copy {
     ///
     /// # Safety
     /// As for [`Device::copy`].
-    unsafe fn settle(&self, result: Result<(), Error>) -> Result<(), Error> {
+    unsafe fn settle(&self, result: Result<(), Error>, on_failure: OnFailure) -> Result<(), Error> {
         let Err(first) = result else { return Ok(()) };
+        if on_failure == OnFailure::Report {
+            return Err(first);
+        }
         let again = self.segments.iter().try_for_each(|segment| {
             // SAFETY: as the caller promises.
             unsafe { self.device.copy_blocking(segment.dst, segment.src, segment.len) }
@@ -61,12 +87,12 @@ impl Copy {
     }
 }
 
-enum Entry {
-    Running(Box<Transfer>, Copy, Completion),
+enum Entry<T> {
+    Running(Box<Transfer>, Copy<T>, Completion),
     /// The device has no room for it yet, or a fence holds it back.
-    Waiting(Copy, Completion),
+    Waiting(Copy<T>, Completion),
     /// Over; its completion waits for progress.
-    Ended(Result<(), Error>, Completion),
+    Ended(Result<(), Failure>, Completion, T),
     /// Ends when everything in front of it has ended.
     Flush(Completion),
     /// Nothing behind it starts before everything in front of it has ended.
@@ -98,19 +124,40 @@ impl UnderWay<'_> {
 }
 
 /// What came of an operation that ended.
-pub(crate) type Ended = (Completion, Result<(), Error>);
+pub(crate) struct Ended<T> {
+    pub(crate) completion: Completion,
+    pub(crate) result: Result<(), Failure>,
+    /// What was posted with the copy; a flush has none.
+    pub(crate) companion: Option<T>,
+}
+
+/// A copy that could not be started.
+pub(crate) struct NotStarted<T> {
+    pub(crate) error: Error,
+    pub(crate) companion: T,
+    pub(crate) completion: Completion,
+}
 
 /// Operations under way. Used under the worker's lock; no borrow outlives a call here, so that
-/// UCX's callbacks may post more.
-#[derive(Default)]
-pub(crate) struct Copies {
-    entries: RefCell<VecDeque<Entry>>,
+/// UCX's callbacks may post more. `T` goes with each copy until it has ended.
+pub(crate) struct Copies<T> {
+    on_failure: OnFailure,
+    entries: RefCell<VecDeque<Entry<T>>>,
     /// Waiting copies and fences among the entries: while there are any, new copies wait too.
     holding_back: Cell<usize>,
     fences: Cell<usize>,
 }
 
-impl Copies {
+impl<T> Copies<T> {
+    pub(crate) fn new(on_failure: OnFailure) -> Self {
+        Copies {
+            on_failure,
+            entries: RefCell::default(),
+            holding_back: Cell::new(0),
+            fences: Cell::new(0),
+        }
+    }
+
     pub(crate) fn is_idle(&self) -> bool {
         self.entries.borrow().is_empty()
     }
@@ -125,7 +172,7 @@ impl Copies {
         }
     }
 
-    /// Starts a copy, now or when there is room.
+    /// Starts a copy, now or when there is room. One that cannot be started is given back.
     ///
     /// # Safety
     /// As for [`Device::copy`], until the completion is finished.
@@ -133,17 +180,22 @@ impl Copies {
         &self,
         device: Arc<Device>,
         segments: Vec<Segment>,
+        companion: T,
         completion: Completion,
-    ) -> Result<Posted, Error> {
-        let copy = Copy { device, segments };
+    ) -> Result<Posted, NotStarted<T>> {
+        let copy = Copy { device, segments, companion };
         let started = if self.holding_back.get() > 0 {
             Start::NoRoom
         } else {
             // SAFETY: as the caller promises.
-            unsafe { copy.start() }
+            unsafe { copy.start(self.on_failure) }
         };
         let entry = match started {
-            Start::Ended(result) => return result.map(|()| Posted::Done(completion)),
+            Start::Ended(Ok(())) => return Ok(Posted::Done(completion)),
+            Start::Ended(Err(error)) => {
+                let companion = copy.companion;
+                return Err(NotStarted { error, companion, completion });
+            }
             Start::Running(transfer) => Entry::Running(transfer, copy, completion),
             Start::NoRoom => {
                 self.holding_back.set(self.holding_back.get() + 1);
@@ -152,6 +204,12 @@ impl Copies {
         };
         self.entries.borrow_mut().push_back(entry);
         Ok(Posted::Later)
+    }
+
+    /// Takes an operation that has failed already: its completion hears of it from progress.
+    pub(crate) fn fail(&self, why: Failure, companion: T, completion: Completion) -> Posted {
+        self.entries.borrow_mut().push_back(Entry::Ended(Err(why), completion, companion));
+        Posted::Later
     }
 
     /// Completes when everything so far has.
@@ -174,7 +232,7 @@ impl Copies {
     }
 
     /// Takes out what has ended and starts what there is room for. Never blocks.
-    pub(crate) fn reap(&self) -> Vec<Ended> {
+    pub(crate) fn reap(&self) -> Vec<Ended<T>> {
         self.advance();
         let mut ended = Vec::new();
         let mut running_before = false;
@@ -187,8 +245,12 @@ impl Copies {
             running_before |= matches!(entry, Entry::Running(..) | Entry::Waiting(..));
             if !keep {
                 match core::mem::replace(entry, Entry::Fence) {
-                    Entry::Ended(result, completion) => ended.push((completion, result)),
-                    Entry::Flush(completion) => ended.push((completion, Ok(()))),
+                    Entry::Ended(result, completion, companion) => {
+                        ended.push(Ended { completion, result, companion: Some(companion) });
+                    }
+                    Entry::Flush(completion) => {
+                        ended.push(Ended { completion, result: Ok(()), companion: None });
+                    }
                     Entry::Running(..) | Entry::Waiting(..) | Entry::Fence => {}
                 }
             }
@@ -227,14 +289,17 @@ impl Copies {
                 Entry::Running(mut transfer, copy, completion) => match transfer.poll() {
                     Some(result) => {
                         // SAFETY: promised when the copy was posted, until its completion.
-                        Entry::Ended(unsafe { copy.settle(result) }, completion)
+                        let result = unsafe { copy.settle(result, self.on_failure) };
+                        Entry::Ended(result.map_err(Failure::Copy), completion, copy.companion)
                     }
                     None => Entry::Running(transfer, copy, completion),
                 },
                 Entry::Waiting(copy, completion) if !held_back => {
                     // SAFETY: promised when the copy was posted, until its completion.
-                    match unsafe { copy.start() } {
-                        Start::Ended(result) => Entry::Ended(result, completion),
+                    match unsafe { copy.start(self.on_failure) } {
+                        Start::Ended(result) => {
+                            Entry::Ended(result.map_err(Failure::Copy), completion, copy.companion)
+                        }
                         Start::Running(transfer) => Entry::Running(transfer, copy, completion),
                         Start::NoRoom => Entry::Waiting(copy, completion),
                     }
@@ -254,7 +319,7 @@ impl Copies {
     }
 }
 
-impl Drop for Copies {
+impl<T> Drop for Copies<T> {
     /// The interface is closed, and with it the memory of its operations may go: what the hardware
     /// was told to do must be over first.
     fn drop(&mut self) {

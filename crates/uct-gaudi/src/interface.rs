@@ -2,20 +2,21 @@
 
 use std::cell::Cell;
 use std::marker::PhantomData;
-use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
+use std::os::fd::BorrowedFd;
 
-use gaudi::{Bell, Device, DeviceAddr, Error, Segment, Side};
-use uct::abi::{event_flag, iface_flag};
+use gaudi::{Error, Segment};
+use uct::abi::iface_flag;
 use uct::{
     Bandwidth, Buffer, Buffers, Completion, DeviceType, Interface, InterfaceAttributes, Link,
     OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, Status, Ucx, log,
 };
 
-use crate::copies::Copies;
+use crate::copies::{Copies, Failure, NotStarted, OnFailure};
 use crate::domain::{GaudiComponent, GaudiDomain, Memory};
 use crate::estimates::Estimates;
 use crate::flavour::Flavour;
+use crate::sides::{Way, classify};
+use crate::sleeper::Sleeper;
 use crate::status;
 
 /// An open interface.
@@ -26,41 +27,11 @@ pub(crate) struct CopyInterface<F> {
     copies_possible: bool,
     estimates: Estimates,
     abort_on_error: bool,
-    copies: Copies,
-    /// Absent where the process is out of descriptors; then no event flag is advertised.
-    bell: Option<Arc<Bell>>,
-    /// A sleeper has to be woken when a copy is posted.
-    armed: Cell<bool>,
+    copies: Copies<()>,
+    sleeper: Sleeper,
     /// The loss of a device was logged.
     lost: Cell<bool>,
     flavour: PhantomData<F>,
-}
-
-/// Which way a copy goes, seen from the local buffer.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Way {
-    Put,
-    Get,
-}
-
-impl Way {
-    fn sides(self, local: Side, remote: Side) -> (Side, Side) {
-        match self {
-            Way::Put => (remote, local),
-            Way::Get => (local, remote),
-        }
-    }
-}
-
-/// What an address is, and the device it lies on if it is a device address.
-fn classify(address: u64, length: usize) -> (Side, Option<Arc<Device>>) {
-    match gaudi::runtime().locate(address, length).and_then(|place| place.device()) {
-        Some(device) => (Side::Device(DeviceAddr(address)), Some(device)),
-        None => {
-            let host = core::ptr::with_exposed_provenance_mut::<u8>(address as usize);
-            (Side::Host(host), None)
-        }
-    }
 }
 
 impl<F: Flavour> CopyInterface<F> {
@@ -126,11 +97,11 @@ impl<F: Flavour> CopyInterface<F> {
             return Ok(Posted::Done(completion)); // no bytes at all
         };
         // SAFETY: UCX keeps the buffers of an operation valid and to itself until the completion.
-        let posted = unsafe { self.copies.post(device, segments, completion) };
+        let posted = unsafe { self.copies.post(device, segments, (), completion) };
         if matches!(posted, Ok(Posted::Later)) {
-            self.wake_sleeper();
+            self.sleeper.wake();
         }
-        posted.map_err(|error| self.copy_failed(&error))
+        posted.map_err(|NotStarted { error, .. }| self.copy_failed(&error))
     }
 
     /// A copy has failed, for the second time. UCP does not look at the outcome of the copies its
@@ -152,15 +123,6 @@ impl<F: Flavour> CopyInterface<F> {
             log!(self.ucx, Error, "copy failed: {error}");
         }
         status::of(error)
-    }
-
-    /// A thread may sleep on the event fd since before this copy: it has to come and progress it.
-    fn wake_sleeper(&self) {
-        if self.armed.replace(false)
-            && let Some(bell) = &self.bell
-        {
-            bell.ring();
-        }
     }
 }
 
@@ -187,20 +149,14 @@ impl<F: Flavour> Interface for CopyInterface<F> {
     fn open(md: &GaudiDomain<F>, request: &OpenRequest<'_>) -> Result<Self, Status> {
         let mut address = [0; 8];
         random(&mut address);
-        let bell = Bell::new()
-            .inspect_err(|error| {
-                log!(request.ucx, Info, "{}: no event fd: {error}", F::TRANSPORT);
-            })
-            .ok();
         Ok(CopyInterface {
             ucx: request.ucx,
             address,
             copies_possible: md.copies,
             estimates: md.estimates,
             abort_on_error: md.settings.abort_on_error,
-            copies: Copies::default(),
-            bell,
-            armed: Cell::new(false),
+            copies: Copies::new(OnFailure::TryAgain),
+            sleeper: Sleeper::new(request.ucx, F::TRANSPORT),
             lost: Cell::new(false),
             flavour: PhantomData,
         })
@@ -232,11 +188,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
                 | iface_flag::PUT_ZCOPY
                 | iface_flag::GET_ZCOPY
                 | iface_flag::PENDING,
-            // UCX picks no copy lane for a sleeping worker without these, and then crashes.
-            event_flags: match self.bell {
-                Some(_) => event_flag::SEND_COMP | event_flag::RECV | event_flag::FD,
-                None => 0,
-            },
+            event_flags: self.sleeper.event_flags(),
             put: limits,
             get: limits,
             bandwidth: self.estimates.bandwidth(),
@@ -315,8 +267,11 @@ impl<F: Flavour> Interface for CopyInterface<F> {
         }
         let ended = self.copies.reap();
         let count = ended.len() as u32;
-        for (completion, result) in ended {
-            completion.finish(result.map_err(|error| self.copy_failed(&error)));
+        for copy in ended {
+            copy.completion.finish(copy.result.map_err(|failure| match failure {
+                Failure::Copy(error) => self.copy_failed(&error),
+                Failure::Refused(status) => status,
+            }));
         }
         count
     }
@@ -326,18 +281,11 @@ impl<F: Flavour> Interface for CopyInterface<F> {
     }
 
     fn event_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.bell.as_ref().map(|bell| bell.as_fd())
+        self.sleeper.fd()
     }
 
     fn arm(&self) -> Result<(), Status> {
-        let bell = self.bell.as_ref().ok_or(Status::UNSUPPORTED)?;
-        // What woke the last sleeper.
-        bell.silence();
-        if !self.copies.is_idle() && !self.copies.ring_when_ready(bell) {
-            return Err(Status::BUSY);
-        }
-        self.armed.set(true);
-        Ok(())
+        self.sleeper.arm(&self.copies)
     }
 }
 

@@ -3,7 +3,7 @@
 //! Little more than translation: UCX's words (`uct`) to the engine's (`gaudi`) and back. One
 //! library serves UCX's module frameworks `uct` and `ucx_perftest` through links to the same file.
 //!
-//! Loading it registers two components and nothing else: no thread, no hook, no driver library.
+//! Loading it registers three components and nothing else: no thread, no hook, no driver library.
 //! The driver is looked for when UCX asks for memory domains, and a card is opened when the first
 //! byte is allocated on it. Calls of the driver library are hooked only where the application makes
 //! such calls itself (`hooks`).
@@ -15,11 +15,14 @@ mod estimates;
 mod flavour;
 mod hooks;
 mod interface;
+mod ipc;
 mod lending;
 mod memory_events;
 mod perftest;
 mod seeding;
 mod settings;
+mod sides;
+mod sleeper;
 mod status;
 mod twins;
 
@@ -48,6 +51,7 @@ fn register(ucx: &'static Ucx) -> Result<(), Status> {
     Registration::new(ucx, domain::GaudiComponent::<Gdr>::new())
         .transport::<interface::CopyInterface<Gdr>>()
         .register();
+    Registration::new(ucx, ipc::IpcComponent::new()).transport::<ipc::IpcInterface>().register();
     log!(
         ucx,
         Debug,

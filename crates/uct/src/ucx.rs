@@ -180,6 +180,13 @@ impl Level {
         (Level::Debug, "debug"),
         (Level::Trace, "trace"),
     ];
+
+    /// UCX's number of a level; what is quieter than an error counts as one, what is more talkative
+    /// than this crate's levels as the last of them.
+    pub(crate) fn of_number(number: c_int) -> Level {
+        let at_most = |(level, _): &&(Level, _)| *level as c_int <= number;
+        Self::ALL.iter().rev().find(at_most).map_or(Level::Error, |(level, _)| *level)
+    }
 }
 
 /// `ucs_log_component_config_t`: level, name and file filter of a part of the program.

@@ -24,6 +24,9 @@ use crate::runtime;
 /// How long a broker may take to make room in its queue.
 const PATIENCE: Duration = Duration::from_secs(1);
 
+/// Most of a peer's allocations that it takes us to hold though they are not open.
+const MAX_HOLDS: usize = 4096;
+
 /// A process whose memory we use.
 #[derive(Debug)]
 pub(super) struct Peer {
@@ -35,9 +38,19 @@ pub(super) struct Peer {
     /// Connected to its broker: tells its end too, and what is withdrawn. At least one of the two is
     /// there.
     session: Option<Private>,
+    /// What its broker takes us to hold.
+    holds: Mutex<HashMap<Offered, Hold>>,
     ended: AtomicBool,
     /// The broker has hung up: no more news from it.
     hung_up: AtomicBool,
+}
+
+/// Memory that a peer's broker takes us to hold: from before it is first opened until it is withdrawn
+/// and closed. In between it may be closed and opened again without a word.
+#[derive(Clone, Copy, Debug, Default)]
+struct Hold {
+    users: usize,
+    withdrawn: bool,
 }
 
 impl Peer {
@@ -58,8 +71,8 @@ impl Peer {
             }
         };
         let (ended, hung_up) = (AtomicBool::new(false), AtomicBool::new(false));
-        let ledger = OnceLock::new();
-        Ok(Self { identity: *identity, watch, ledger, session, ended, hung_up })
+        let (ledger, holds) = (OnceLock::new(), Mutex::default());
+        Ok(Self { identity: *identity, watch, ledger, session, holds, ended, hung_up })
     }
 
     /// Its pidfd; or why there is none.
@@ -86,14 +99,58 @@ impl Peer {
         self.ended.load(Ordering::Acquire)
     }
 
-    /// Says that we are about to open its memory. To be said before it is fetched.
-    pub(super) fn hold(&self, offered: Offered) {
-        self.say(Request::Hold(offered));
+    fn holds(&self) -> MutexGuard<'_, HashMap<Offered, Hold>> {
+        self.holds.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Says that we have closed it.
-    pub(super) fn let_go(&self, offered: Offered) {
-        self.say(Request::LetGo(offered));
+    /// We are about to open its memory; its broker must know before it is fetched.
+    pub(super) fn hold(&self, offered: Offered) {
+        let mut holds = self.holds();
+        if !holds.contains_key(&offered) {
+            // Under the lock: nobody may take it for said before it is.
+            self.say(Request::Hold(offered));
+            self.thin_out(&mut holds);
+        }
+        holds.entry(offered).or_default().users += 1;
+    }
+
+    /// We have closed it, or (`opened` is false) not opened it after all.
+    pub(super) fn let_go(&self, offered: Offered, opened: bool) {
+        let mut holds = self.holds();
+        let Some(hold) = holds.get_mut(&offered) else { return };
+        hold.users -= 1;
+        if hold.users == 0 && (hold.withdrawn || !opened) {
+            holds.remove(&offered);
+            self.say(Request::LetGo(offered));
+        }
+    }
+
+    /// It is not shared any more.
+    fn withdrawn(&self, offered: Offered) {
+        let mut holds = self.holds();
+        match holds.get_mut(&offered) {
+            Some(hold) if hold.users > 0 => hold.withdrawn = true,
+            Some(_) => {
+                holds.remove(&offered);
+                self.say(Request::LetGo(offered));
+            }
+            None => {}
+        }
+        drop(holds);
+        // What was only kept for later is closed by this, and let go.
+        forget(|peer, held| *peer == self.identity && *held == offered);
+    }
+
+    /// Gives up something that is not open, where too much is held.
+    fn thin_out(&self, holds: &mut HashMap<Offered, Hold>) {
+        if holds.len() < MAX_HOLDS {
+            return;
+        }
+        let idle = holds.iter().find(|(_, hold)| hold.users == 0).map(|(offered, _)| *offered);
+        if let Some(offered) = idle {
+            holds.remove(&offered);
+            self.say(Request::LetGo(offered));
+        }
     }
 
     /// What cannot be said is lost: memory that was let go then waits for us to hang up.
@@ -120,7 +177,7 @@ impl Peer {
                 Ok(0) | Err(_) => return self.hung_up.store(true, Ordering::Release),
                 Ok(len) => {
                     if let Some(Reply::Withdrawn(offered)) = Reply::parse(&message[..len]) {
-                        forget(|peer, held| *peer == self.identity && *held == offered);
+                        self.withdrawn(offered);
                     }
                 }
             }

@@ -56,7 +56,7 @@ fn in_turn(rigs: &[Rig], plan: &Plan) -> Result<Vec<Report>> {
             }
         }
     }
-    sessions.into_iter().try_for_each(Session::close)?;
+    sessions.into_iter().try_for_each(|session| session.close().map(drop))?;
     Ok(reports)
 }
 

@@ -8,6 +8,8 @@ pub mod loopback;
 pub mod memory;
 pub mod pair;
 pub mod peer_errors;
+mod process;
+pub mod reconnect;
 pub mod soak;
 pub mod threads;
 mod twins;

@@ -33,6 +33,18 @@ pub struct Scenario {
     plan: Plan,
     /// Rank of the sender.
     from: u8,
+    /// The survivor waits to be killed, with its card open, instead of ending.
+    stays: bool,
+}
+
+/// What else is asked of a survivor.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options {
+    /// With every case, that a third process gets the dead one's card while the survivor still has
+    /// its own: there must be two cards only.
+    pub heir: bool,
+    /// How often each case is run, each time with another point of death.
+    pub times: u32,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -46,14 +58,19 @@ enum Message {
 }
 
 /// Runs every case of `plan`, with the victim receiving and sending.
-pub fn run(plan: &Plan, env: &[Variable]) -> Result<Report> {
+pub fn run(plan: &Plan, env: &[Variable], options: Options) -> Result<Report> {
     let mut report = Report::new("?");
     // UCX warns of every message and request that a dead peer leaves behind: expected here.
     let quiet = ("UCX_LOG_LEVEL".to_owned(), "error".to_owned());
     let env: Vec<Variable> = [quiet].into_iter().chain(env.iter().cloned()).collect();
     let cases = plan.groups().into_iter().flat_map(|(_, cases)| cases);
-    for case in cases.filter(|case| Op::PLAIN.contains(&case.op) && !survivor_is_passive(case)) {
-        let scenario = Scenario { plan: only(plan, case), from: case.from };
+    let cases: Vec<Case> =
+        cases.filter(|case| Op::PLAIN.contains(&case.op) && !survivor_is_passive(case)).collect();
+    let deaths = (0..u64::from(options.times)).flat_map(|time| {
+        cases.iter().map(move |case| Case { id: case.id + (time << 32), ..*case })
+    });
+    for case in deaths {
+        let scenario = Scenario { plan: only(plan, case), from: case.from, stays: options.heir };
         let outcome = one(&scenario, &env);
         if let Ok((version, how)) = &outcome {
             if report.counts() == (0, 0) {
@@ -95,12 +112,18 @@ fn one(scenario: &Scenario, env: &[Variable]) -> Result<(String, String)> {
     let mut ends = 0;
     while ends < 2 {
         match twins.next(limit)? {
-            (_, Some(Message::Survived { version, how })) => survived = Some((version, how)),
+            (rank, Some(Message::Survived { version, how })) => {
+                survived = Some((version, how));
+                if scenario.stays {
+                    inherit(&scenario.plan, env)?;
+                    twins.kill(rank)?;
+                }
+            }
             (rank, Some(Message::Error(error))) => bail!("process {rank}: {error}"),
             (rank, None) => {
                 ends += 1;
                 let status = twins.ended(rank)?;
-                let as_planned = if rank == SURVIVOR {
+                let as_planned = if rank == SURVIVOR && !scenario.stays {
                     status.success()
                 } else {
                     status.signal() == Some(Signal::KILL.as_raw())
@@ -112,6 +135,21 @@ fn one(scenario: &Scenario, env: &[Variable]) -> Result<(String, String)> {
     survived.context("the survivor ended without a word")
 }
 
+/// A third process allocates on a card: of two, one is the survivor's, so the dead one's must be free.
+fn inherit(plan: &Plan, env: &[Variable]) -> Result<()> {
+    let exe = std::env::current_exe().context("finding our own program")?;
+    let mut command = std::process::Command::new(exe);
+    command.args(["alloc", "--count", "1", "--max", "64K"]);
+    if let Some(ucx) = &plan.ucx {
+        command.arg("--ucx").arg(ucx);
+    }
+    command.envs(env.iter().map(|(name, value)| (name, value)));
+    let end = command.output().context("starting the heir")?;
+    let said = String::from_utf8_lossy(&end.stderr);
+    ensure!(end.status.success(), "the dead process's card is not free again: {}", said.trim());
+    Ok(())
+}
+
 /// One of the two processes; `Ok(false)`: it failed and told the parent.
 pub fn side(rank: u8, parent: u32, scenario: &Scenario) -> Result<bool> {
     let twin = Twin::begin(rank, parent, Duration::from_secs_f64(scenario.plan.timeout_s))?;
@@ -119,7 +157,7 @@ pub fn side(rank: u8, parent: u32, scenario: &Scenario) -> Result<bool> {
 }
 
 fn run_side(rank: u8, twin: Twin, scenario: &Scenario) -> Result<()> {
-    let Scenario { plan, from } = scenario;
+    let Scenario { plan, from, stays } = scenario;
     let mut parent = twin.reporter()?;
     let ucx = Ucx::load(plan.ucx.as_deref())?;
     let options = RigOptions { features: plan.features, hint: plan.hint, multi: false };
@@ -137,6 +175,14 @@ fn run_side(rank: u8, twin: Twin, scenario: &Scenario) -> Result<()> {
         die_transferring(&rig, &session, case, &buffers, mix(plan.seed))?;
     }
     let how = survive(&rig, &session, case, &buffers)?;
+    if *stays {
+        // With endpoints, keys and buffers as an application would still have them.
+        parent.tell(&Message::Survived { version: ucx.version().to_owned(), how })?;
+        twin.dog.step("waiting to be killed");
+        loop {
+            std::thread::park();
+        }
+    }
     drop(buffers);
     drop(session);
     rig.step("working on after the peer's death");

@@ -69,6 +69,11 @@ impl<M: DeserializeOwned + Send + 'static> Twins<M> {
         }
     }
 
+    /// Kills a child that waits for it.
+    pub(super) fn kill(&mut self, rank: u8) -> Result<()> {
+        self.children[usize::from(rank)].kill().context("killing a process")
+    }
+
     /// Waits for a child that closed its pipe.
     pub(super) fn ended(&mut self, rank: u8) -> Result<ExitStatus> {
         self.children[usize::from(rank)].wait().context("waiting for a process")

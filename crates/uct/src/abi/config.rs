@@ -68,3 +68,15 @@ assert_layout!(ConfigKeyValue, 64, parser @ 0, keys @ 56);
 pub const MD_CONFIG_SIZE: usize = 1;
 /// Bytes of `uct_iface_config_t`, which every transport's configuration begins with.
 pub const IFACE_CONFIG_SIZE: usize = 32;
+
+/// `uct_iface_config_t`, as far as this crate looks inside.
+#[repr(C)]
+#[allow(missing_docs)]
+pub struct IfaceConfig {
+    pub alloc_methods: *const c_void,
+    /// A structure of its own in UCX, hence the padding behind it.
+    pub alloc_method_count: u64,
+    pub failure: i32,
+    pub max_num_eps: usize,
+}
+assert_layout!(IfaceConfig, IFACE_CONFIG_SIZE, failure @ 16, max_num_eps @ 24);

@@ -47,6 +47,7 @@ pub mod md_flag {
     pub const REG: u64 = 1 << 1;
     pub const NEED_MEMH: u64 = 1 << 2;
     pub const NEED_RKEY: u64 = 1 << 3;
+    pub const RKEY_PTR: u64 = 1 << 6;
     pub const INVALIDATE: u64 = 1 << 8;
     pub const EXPORTED_MKEY: u64 = 1 << 9;
     pub const INVALIDATE_RMA: u64 = 1 << 11;

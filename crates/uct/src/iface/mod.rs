@@ -21,7 +21,7 @@ use crate::completion::{Completion, Posted};
 use crate::component::Component;
 use crate::config::{Values, Variable};
 use crate::md::MemoryDomain;
-use crate::ucx::Ucx;
+use crate::ucx::{Level, Ucx};
 
 /// The memory domain of a transport.
 pub type MdOf<I> = <<I as Interface>::Component as Component>::Md;
@@ -232,6 +232,8 @@ pub struct OpenRequest<'a> {
     pub device: String,
     /// Configuration.
     pub config: Values<'a>,
+    /// The level at which the user wants to hear of peers that fail (`UCX_<PREFIX>FAILURE`).
+    pub failure_level: Level,
 }
 
 /// What an interface can do.

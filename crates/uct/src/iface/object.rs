@@ -13,16 +13,16 @@ use std::os::fd::AsRawFd;
 use super::{Device, Interface, OpenRequest, Peer, PerfQuery, data, endpoint};
 use crate::abi::{
     IFACE_CONFIG_SIZE, IFACE_OP_SLOTS, IFACE_PARAM_DEVICE, IFACE_PARAM_STATS_ROOT,
-    INTERNAL_OP_SLOTS, IfaceAttr, IfaceOps, IfaceParams, InternalOps, ListLink, MemoryType,
-    PerfAttr, RawMd, RawTl, ReachableParams, Status, TlResource, iface_op, internal_op, perf_field,
-    reachable_field,
+    INTERNAL_OP_SLOTS, IfaceAttr, IfaceConfig, IfaceOps, IfaceParams, InternalOps, ListLink,
+    MemoryType, PerfAttr, RawMd, RawTl, ReachableParams, Status, TlResource, iface_op, internal_op,
+    perf_field, reachable_field,
 };
 use crate::border::{guarded, guarded_status};
 use crate::component::name_array;
 use crate::config::Table;
 use crate::md::MdObject;
 use crate::pending::PendingQueue;
-use crate::ucx::{Symbols, Ucx};
+use crate::ucx::{Level, Symbols, Ucx};
 
 /// A registered transport.
 #[repr(C)]
@@ -218,7 +218,10 @@ unsafe extern "C" fn iface_open<I: Interface>(
         };
         // SAFETY: UCX parsed these values with the transport's table.
         let values = unsafe { transport.config.values(ucx, config) };
-        let interface = I::open(&md.domain, &OpenRequest { ucx, device, config: values })?;
+        // SAFETY: every such block begins with UCX's own part.
+        let failure_level = Level::of_number(unsafe { (*config.cast::<IfaceConfig>()).failure });
+        let request = OpenRequest { ucx, device, config: values, failure_level };
+        let interface = I::open(&md.domain, &request)?;
         let address_lengths = (interface.device_address().len(), interface.address().len());
 
         let class = ucx.symbols.uct_base_iface_t_class;

@@ -7,6 +7,7 @@ mod alloc;
 mod attributes;
 mod cards;
 mod churn;
+mod copies;
 mod detect;
 mod dmabuf;
 mod ends;
@@ -15,11 +16,11 @@ mod keys;
 mod ledger;
 mod mapping;
 mod model;
-mod process;
 mod rcache;
 mod register;
 mod tally;
 
+use super::process;
 use crate::ucp::Ucx;
 use crate::uct::{Domain, Uct};
 use crate::watchdog::Watchdog;
@@ -50,6 +51,8 @@ pub enum Check {
     Register,
     /// Register gigabytes of host memory: no card is opened, no page is touched
     HostOnly,
+    /// Copies under way: pieces, fences, flushes, more than there is room for, closed in flight
+    Copies,
     /// Thousands of cycles of registration, export and allocation: nothing may be left behind
     Churn,
     /// Copy from memory that comes and goes at the same addresses: every byte is that of now
@@ -77,13 +80,14 @@ pub enum Check {
 }
 
 impl Check {
-    const OF_ALL: [Check; 11] = [
+    const OF_ALL: [Check; 12] = [
         Check::Attributes,
         Check::Transport,
         Check::Alloc,
         Check::Detect,
         Check::Dmabuf,
         Check::Register,
+        Check::Copies,
         Check::Churn,
         Check::Rcache,
         Check::Keys,
@@ -126,7 +130,11 @@ struct Scene<'a> {
 impl Scene<'_> {
     /// The copy transport of the component under test.
     fn transport(&self) -> &'static str {
-        if self.options.component == "gaudi_gdr" { "gaudi_gdr" } else { "gaudi_cpy" }
+        match self.options.component.as_str() {
+            "gaudi_gdr" => "gaudi_gdr",
+            "gaudi_ipc" => "gaudi_ipc",
+            _ => "gaudi_cpy",
+        }
     }
 }
 
@@ -176,6 +184,7 @@ fn one(check: Check, scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
         Check::Dmabuf => dmabuf::run(scene, tally),
         Check::Register => register::run(scene, tally),
         Check::HostOnly => register::host_only(scene, tally),
+        Check::Copies => copies::run(scene, tally),
         Check::Churn => churn::run(scene, tally),
         Check::Rcache => rcache::run(scene, tally),
         Check::Keys => keys::run(scene, tally),

@@ -1,0 +1,377 @@
+//! `gaudi_ipc` on stock UCX: chosen wherever Gaudi memory of another process is reached, right to the
+//! byte, gone without a trace when it cannot be or must not be used, and honest when a peer dies.
+
+use std::time::Duration;
+
+use e2e::{Device, Perftest, ProtocolLogs, Protocols, SoftNode, Tool, Ucx, Workbench};
+use gaudi::stats;
+
+/// A machine with this many cards.
+fn cards(count: u32) -> SoftNode {
+    SoftNode::unique().with("SOFT_GAUDI_DEVICES", &count.to_string())
+}
+
+fn client(ucx: Ucx, device: &Device, arguments: &str) -> Tool {
+    let bench = Workbench::from_env();
+    bench
+        .ucp_check(ucx)
+        .plugin()
+        .device(device)
+        .words(arguments)
+        .arg("--ucx")
+        .arg(ucx.root(bench.layout()))
+        .limit(Duration::from_secs(300))
+}
+
+/// What UCX logs, one file per process.
+fn logs() -> ProtocolLogs {
+    ProtocolLogs::in_folder(&std::env::temp_dir()).expect("a temporary folder")
+}
+
+#[track_caller]
+fn protocols(logs: &ProtocolLogs) -> Protocols {
+    logs.read().unwrap_or_else(|error| panic!("{error:#}"))
+}
+
+#[track_caller]
+fn assert_say(logs: &ProtocolLogs, words: &str) {
+    assert!(logs.say(words).expect("logs"), "no process said `{words}`");
+}
+
+/// Transports for messages of one size to another process of the machine; empty where UCX names none.
+#[track_caller]
+fn transports(protocols: &Protocols, operation: &str, size: usize) -> String {
+    let choice = protocols.choice("intra-node", operation, size);
+    let all = || protocols.operations().collect::<Vec<_>>();
+    choice.unwrap_or_else(|| panic!("nothing about `{operation}`: {:#?}", all())).transports.clone()
+}
+
+/// Every kind of message with Gaudi memory on a side that a transport could reach directly. Left out:
+/// streams, which UCX always copies, and put and get with *host* memory of the peer, which no card of
+/// another process can reach.
+const KINDS: [&str; 9] = [
+    "remote memory write by ucp_put* from host memory to gaudi",
+    "remote memory write by ucp_put* from gaudi to gaudi",
+    "remote memory read by ucp_get* into host memory from gaudi",
+    "remote memory read by ucp_get* into gaudi from gaudi",
+    "tagged message by ucp_tag_send* from gaudi",
+    "active message by ucp_am_send* from gaudi",
+    "rendezvous data fetch into host memory from gaudi",
+    "rendezvous data fetch into gaudi from gaudi",
+    "rendezvous data fetch into gaudi from host",
+];
+
+#[track_caller]
+fn assert_chosen_everywhere(protocols: &Protocols) {
+    for kind in KINDS {
+        for size in [64 << 10, 1 << 20, 64 << 20] {
+            let with = transports(protocols, kind, size);
+            assert!(with.contains("gaudi_ipc"), "{kind}, {size} bytes: `{with}`");
+        }
+    }
+}
+
+fn chosen(ucx: Ucx) {
+    let device = Device::Software(cards(2));
+    let logs = logs();
+    let tool = client(ucx, &device, "pair --sizes 1,4K,64K,1M+3,8M");
+    logs.of(tool).run().ok();
+    assert_chosen_everywhere(&protocols(&logs));
+}
+
+#[test]
+fn ipc_is_chosen_for_every_message_it_can_carry_on_1_22() {
+    chosen(Ucx::V1_22);
+}
+
+#[test]
+fn ipc_is_chosen_for_every_message_it_can_carry_on_the_ucx_inside_nixl() {
+    chosen(Ucx::Nixl);
+}
+
+/// The condition under which NIXL uses a transport at all.
+#[test]
+fn ipc_is_chosen_with_error_handling_and_for_sleeping_workers() {
+    for (ucx, options) in
+        [(Ucx::V1_22, "--peer-errors"), (Ucx::Nixl, "--peer-errors"), (Ucx::V1_22, "--wakeup")]
+    {
+        let device = Device::Software(cards(2));
+        let logs = logs();
+        let arguments = "pair --plain --sizes 1,64K,1M+3";
+        logs.of(client(ucx, &device, &format!("{arguments} {options}"))).run().ok();
+        assert_chosen_everywhere(&protocols(&logs));
+    }
+}
+
+#[test]
+fn perftest_with_gaudi_memory_selects_ipc() {
+    for test in ["tag_bw", "tag_lat", "ucp_put_bw", "ucp_get", "ucp_am_bw"] {
+        let device = Device::Software(cards(2));
+        let logs = logs();
+        let pair = Perftest::new(&Workbench::from_env(), test, 1 << 20)
+            .iterations(50, 5)
+            .plugin()
+            .device(&device)
+            .both(|tool| logs.of(tool.words("-m gaudi")))
+            .run()
+            .expect("both processes run");
+        pair.figures().unwrap_or_else(|error| panic!("{error:#}"));
+        assert!(protocols(&logs).name_transport("gaudi_ipc"), "{test}");
+    }
+}
+
+/// Without UCP: the operations themselves.
+#[test]
+fn perftest_of_the_transport_alone() {
+    for test in ["put_bw", "get_bw"] {
+        let device = Device::Software(cards(2));
+        let pair = Perftest::new(&Workbench::from_env(), test, 65536)
+            .iterations(200, 20)
+            .plugin()
+            .device(&device)
+            .both(|tool| tool.words("-m gaudi -x gaudi_ipc -d gaudi_ipc -D zcopy"))
+            .run()
+            .expect("both processes run");
+        pair.figures().unwrap_or_else(|error| panic!("{test}: {error:#}"));
+    }
+}
+
+/// Eight processes with a card each, in four pairs at once on one machine.
+#[test]
+fn eight_processes_with_eight_cards_at_once() {
+    let device = Device::Software(cards(8));
+    let running: Vec<_> = (0..4)
+        .map(|seed| {
+            let arguments = format!("pair --plain --sizes 1,64K,1M+3 --seed {seed}");
+            client(Ucx::V1_22, &device, &arguments).start()
+        })
+        .collect();
+    for pair in running {
+        pair.finish(Duration::from_secs(300)).ok();
+    }
+}
+
+fn staged(device: &Device, variables: &str) -> ProtocolLogs {
+    let logs = logs();
+    let arguments = "pair --sizes 0,1,4K,1M+3,8M --env UCX_LOG_LEVEL=debug";
+    logs.of(client(Ucx::V1_22, device, &format!("{arguments} {variables}"))).run().ok();
+    logs
+}
+
+#[test]
+fn without_import_in_the_driver_ipc_is_not_used_and_the_log_says_why() {
+    let device = Device::Software(cards(2).with("SOFT_GAUDI_IMPORT", "no"));
+    let logs = staged(&device, "");
+    assert!(!protocols(&logs).name_transport("gaudi_ipc"));
+    assert_say(&logs, "the driver has no dma-buf import");
+}
+
+/// The card is known when the endpoint is made: then the lane is not even built.
+#[test]
+fn without_import_in_the_driver_a_peer_is_not_reachable_by_ipc() {
+    let device = Device::Software(cards(2).with("SOFT_GAUDI_IMPORT", "no"));
+    let logs = logs();
+    let pair = Perftest::new(&Workbench::from_env(), "tag_bw", 1 << 20)
+        .iterations(50, 5)
+        .plugin()
+        .device(&device)
+        .both(|tool| logs.of(tool.words("-m gaudi").env("UCX_LOG_LEVEL", "debug")))
+        .run()
+        .expect("both processes run");
+    pair.figures().unwrap_or_else(|error| panic!("{error:#}"));
+    assert_say(&logs, "not reachable: the driver has no dma-buf import");
+}
+
+#[test]
+fn ipc_left_out_of_ucx_tls_is_not_used() {
+    let device = Device::Software(cards(2));
+    let logs = staged(&device, "--env UCX_TLS=^gaudi_ipc");
+    assert!(!protocols(&logs).name_transport("gaudi_ipc"));
+}
+
+/// A lane to oneself would take the place of the copies that UCX's protocols are made of.
+#[test]
+fn a_process_does_not_reach_itself_by_ipc() {
+    for ucx in Ucx::ALL {
+        let device = Device::software();
+        let logs = logs();
+        let tool = client(ucx, &device, "loopback --plain --sizes 1,64K,1M+3");
+        logs.of(tool.env("UCX_LOG_LEVEL", "debug")).run().ok();
+        assert!(!protocols(&logs).name_transport("gaudi_ipc"));
+        assert_say(&logs, "gaudi_ipc: not reachable: same process");
+    }
+}
+
+/// How often a test that draws its own points of failure does so: few in every run, as many as
+/// `UCX_GAUDI_TEST_DEATHS` says (the acceptance run: 100) when asked.
+fn deaths() -> u32 {
+    let asked = std::env::var("UCX_GAUDI_TEST_DEATHS").ok().and_then(|text| text.parse().ok());
+    let deaths = asked.unwrap_or(6);
+    println!("{deaths} deaths (UCX_GAUDI_TEST_DEATHS=100 for the acceptance run)");
+    deaths
+}
+
+/// A peer is killed at a random point of its transfers, as receiver and as sender; the survivor gets
+/// its error, and while it lives a third process gets the dead one's card.
+#[test]
+fn killed_peer_is_an_error_and_its_card_is_free_again() {
+    // Ten deaths in a round: tag, am, as both sides, put and get as one.
+    let rounds = deaths().div_ceil(6);
+    let arguments = format!(
+        "peer-errors --heir --times {rounds} --ops tag,am,put,get --mem gaudi:gaudi --sizes 4M"
+    );
+    let device = Device::Software(cards(2));
+    client(Ucx::V1_22, &device, &arguments).limit(Duration::from_secs(600)).run().ok();
+}
+
+#[test]
+fn killed_peer_leaves_a_survivor_that_works_on() {
+    for ucx in Ucx::ALL {
+        let device = Device::Software(cards(2));
+        let arguments = "peer-errors --ops put,get,tag --mem gaudi:gaudi,host:gaudi,gaudi:host \
+                         --sizes 4096,4M";
+        client(ucx, &device, arguments).run().ok();
+    }
+}
+
+#[test]
+fn thousand_connections_leave_no_descriptor_behind() {
+    let device = Device::Software(cards(2));
+    let arguments = "reconnect --count 1000 --plain --ops tag,put --mem gaudi:gaudi --sizes 64K+1";
+    client(Ucx::V1_22, &device, arguments).run().ok();
+}
+
+#[test]
+fn many_contexts_leave_nothing_behind() {
+    for ucx in Ucx::ALL {
+        let device = Device::Software(cards(2));
+        client(ucx, &device, "reconnect --count 30 --fresh --plain").run().ok();
+    }
+}
+
+/// Only process 0 has Gaudi memory; process 1 fetches it into host memory.
+fn one_sided(node: SoftNode, variables: &str) -> ProtocolLogs {
+    let device = Device::Software(node);
+    let logs = logs();
+    let arguments = "pair --one-way --mem gaudi:host --plain --ops tag,am,get --sizes 1,64K,1M+3 \
+                     --env UCX_LOG_LEVEL=info";
+    logs.of(client(Ucx::V1_22, &device, &format!("{arguments} {variables}"))).run().ok();
+    logs
+}
+
+/// Whether the receiver fetches into host memory by DMA.
+fn fetches_by_dma(logs: &ProtocolLogs) -> bool {
+    let fetch = "remote memory read by ucp_get* into host memory from gaudi";
+    transports(&protocols(logs), fetch, 1 << 20).contains("gaudi_ipc")
+}
+
+#[test]
+fn process_with_host_memory_only_opens_a_card_to_fetch_gaudi_memory() {
+    assert!(fetches_by_dma(&one_sided(cards(2), "")));
+}
+
+#[test]
+fn config_open_device_no_keeps_cards_closed_and_says_so() {
+    let logs = one_sided(cards(2), "--env UCX_GAUDI_IPC_OPEN_DEVICE=n");
+    assert!(!fetches_by_dma(&logs));
+    assert_say(&logs, "UCX_GAUDI_IPC_OPEN_DEVICE=n");
+}
+
+#[test]
+fn process_that_finds_no_free_card_is_served_another_way() {
+    let logs = one_sided(cards(1), "");
+    assert!(!fetches_by_dma(&logs));
+    assert_say(&logs, "gaudi_ipc: a peer's memory is not reachable: ");
+}
+
+/// Runs messages of `size` bytes for ever, and waits until `condition` holds for the counters of one of
+/// the two processes.
+#[track_caller]
+fn counters(
+    size: usize,
+    variables: &[(&str, &str)],
+    condition: impl Fn(&dyn Fn(&str) -> u64) -> bool,
+) {
+    let device = Device::Software(cards(2));
+    let arguments =
+        format!("pair --plain --ops tag --mem gaudi:gaudi --sizes {size} --iters 1000000");
+    let tool = client(Ucx::V1_22, &device, &arguments);
+    let running = variables.iter().fold(tool, |tool, (name, value)| tool.env(name, value)).start();
+    let seen = running.wait_until(|processes| {
+        processes.iter().any(|process| {
+            let Ok(page) = stats::read(*process) else { return false };
+            condition(&|name| page.get(name).unwrap_or_else(|| panic!("no counter {name}")))
+        })
+    });
+    assert!(seen, "{variables:?}: {}", running.finish(Duration::ZERO).report());
+}
+
+#[test]
+fn config_handover_decides_how_descriptors_come() {
+    counters(1 << 20, &[], |count| count("ipc_handovers_pidfd") > 0);
+    let pidfd = [("UCX_GAUDI_IPC_HANDOVER", "pidfd")];
+    counters(1 << 20, &pidfd, |count| count("ipc_handovers_pidfd") > 0);
+    let broker = [("UCX_GAUDI_IPC_HANDOVER", "broker")];
+    counters(1 << 20, &broker, |count| {
+        assert_eq!(count("ipc_handovers_pidfd"), 0);
+        count("ipc_handovers_broker") > 0
+    });
+}
+
+#[test]
+fn config_cache_bounds_decide_what_stays_mapped() {
+    let warm = |count: &dyn Fn(&str) -> u64| {
+        assert!(count("ipc_cache_misses") < 8, "one allocation, mapped again and again");
+        count("ipc_cache_hits") > 100
+    };
+    counters(1 << 20, &[], warm);
+    for tight in [("UCX_GAUDI_IPC_CACHE_MAX_REGIONS", "0"), ("UCX_GAUDI_IPC_CACHE_MAX_SIZE", "64k")]
+    {
+        counters(1 << 20, &[tight], |count| {
+            count("ipc_cache_misses") > 20 && count("ipc_cache_evictions") > 20
+        });
+    }
+}
+
+/// By default all sizes go by `gaudi_ipc`; with an estimate bad enough some do not.
+#[test]
+fn config_estimates_decide_what_ucx_chooses() {
+    let goes_always = |variables: &[(&str, &str)]| {
+        let device = Device::Software(cards(2));
+        let logs = logs();
+        let tool =
+            client(Ucx::V1_22, &device, "pair --plain --ops tag --mem gaudi:gaudi --sizes 1M");
+        let tool = variables.iter().fold(tool, |tool, (name, value)| tool.env(name, value));
+        logs.of(tool).run().ok();
+        let protocols = protocols(&logs);
+        [1, 100, 64 << 10, 1 << 20].iter().all(|size| {
+            transports(&protocols, "tagged message by ucp_tag_send* from gaudi", *size)
+                .contains("gaudi_ipc")
+        })
+    };
+    assert!(goes_always(&[]));
+    for (variable, value) in [
+        ("UCX_GAUDI_IPC_BW", "1MBs"),
+        ("UCX_GAUDI_IPC_LAT", "1s"),
+        ("UCX_GAUDI_IPC_OVERHEAD", "1s"),
+    ] {
+        assert!(!goes_always(&[(variable, value)]), "{variable}={value} changes nothing");
+    }
+}
+
+#[test]
+fn config_failure_is_the_level_at_which_a_lost_peer_is_told() {
+    let words = "gaudi_ipc: copy to or from memory of process";
+    let run = |level: &str| {
+        let device = Device::Software(cards(2));
+        let arguments = "peer-errors --ops put --mem gaudi:gaudi --sizes 4M";
+        client(Ucx::V1_22, &device, arguments).env("UCX_GAUDI_IPC_FAILURE", level).run().ok()
+    };
+    // The client asks for errors only; whether a death shows as a failed copy is chance.
+    assert!(!run("diag").stderr.contains(words));
+    let told = (0..10).any(|_| {
+        let end = run("error");
+        end.stderr.contains(words) || end.stdout.contains(words)
+    });
+    assert!(told, "ten deaths, and never a word at level error");
+}

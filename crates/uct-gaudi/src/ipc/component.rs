@@ -1,0 +1,101 @@
+//! The component: whether there is a domain at all, and what a peer's key opens.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use gaudi::Device;
+use uct::config::{Values, Variable};
+use uct::{Component, Status, SysDevice, Ucx, log};
+
+use super::domain::IpcDomain;
+use super::key::{KEY_LEN, OpenKey, Unusable};
+use super::{NAME, settings};
+use crate::{cards, domain, seeding};
+
+/// The component.
+pub(crate) struct IpcComponent {
+    /// Whether it was logged that no card can do it.
+    explained: AtomicBool,
+}
+
+impl IpcComponent {
+    pub(crate) fn new() -> Self {
+        IpcComponent { explained: AtomicBool::new(false) }
+    }
+}
+
+impl Component for IpcComponent {
+    type Md = IpcDomain;
+    type RemoteKey = OpenKey;
+
+    const NAME: &'static str = NAME;
+    const CONFIG_PREFIX: &'static str = settings::PREFIX;
+    const VARIABLES: &'static [Variable] = settings::DOMAIN_VARIABLES;
+    const KEY_SIZE: usize = KEY_LEN;
+
+    fn domains(&self, ucx: &'static Ucx) -> Vec<String> {
+        // Why there is no Gaudi is for gaudi_copy to say.
+        let Ok(found) = cards::discover() else { return Vec::new() };
+        if found.iter().any(|card| card.generation.accepts_submissions()) {
+            return vec![NAME.to_owned()];
+        }
+        if !self.explained.swap(true, Ordering::Relaxed) {
+            log!(ucx, Info, "no {NAME}: no Gaudi here takes copies through the driver");
+        }
+        Vec::new()
+    }
+
+    fn open(
+        &self,
+        ucx: &'static Ucx,
+        _domain: &str,
+        config: &Values<'_>,
+    ) -> Result<IpcDomain, Status> {
+        settings::take_over(config);
+        seeding::begin(ucx);
+        Ok(IpcDomain::new(ucx))
+    }
+
+    fn unpack_key(
+        &self,
+        ucx: &'static Ucx,
+        key: &[u8],
+        device: SysDevice,
+    ) -> Result<OpenKey, Status> {
+        OpenKey::new(key, || card_near(ucx, device)).map_err(|why| unreachable(ucx, &why))
+    }
+}
+
+/// Says why a key is of no use; UCX then finds another way.
+pub(super) fn unreachable(ucx: &Ucx, why: &Unusable) -> Status {
+    match why {
+        // Nothing is wrong: UCX asks for every buffer.
+        Unusable::None(_) | Unusable::OwnMemory => {
+            log!(ucx, Debug, "{NAME}: a peer's memory is not reachable: {why}");
+        }
+        Unusable::Key(_) | Unusable::NoCard | Unusable::Engine(_) => {
+            log!(ucx, Info, "{NAME}: a peer's memory is not reachable: {why}");
+        }
+    }
+    Status::UNREACHABLE
+}
+
+/// The card that shall copy: the one UCX names (of the local buffer), else one that is open, else
+/// the one this process is configured for, which is opened now.
+pub(super) fn card_near(ucx: &Ucx, wanted: SysDevice) -> Result<Arc<Device>, Unusable> {
+    let mut open = gaudi::runtime().devices();
+    open.retain(|card| !card.is_lost());
+    if wanted != SysDevice::UNKNOWN
+        && let Some(card) = open.iter().find(|card| seeding::sys_device(ucx, card.info()) == wanted)
+    {
+        return Ok(Arc::clone(card));
+    }
+    // Of several, the one that was opened first: always the same.
+    if let Some(card) = open.into_iter().min_by_key(|card| card.id()) {
+        return Ok(card);
+    }
+    if settings::may_open_device() {
+        return domain::configured_device().map_err(Unusable::Engine);
+    }
+    Err(Unusable::NoCard)
+}

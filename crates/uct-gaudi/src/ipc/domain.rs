@@ -1,0 +1,181 @@
+//! The memory domain: keys for memory of this process, and attached memory of others.
+
+use std::sync::{Arc, OnceLock};
+
+use gaudi::share::Share;
+use gaudi::{DeviceAddr, DeviceId, HostRegion, Location};
+use uct::abi::md_flag;
+use uct::{
+    DomainAttributes, LinearFunc, MemoryDomain, MemoryType, MemoryTypes, Region, Status, SysDevice,
+    Ucx, log,
+};
+
+use super::NAME;
+use super::component::{card_near, unreachable};
+use super::key::{NoKey, OpenKey};
+
+/// Allocations never share this many bytes.
+const GRANULE: u64 = 4096;
+
+/// An open memory domain. It opens no card.
+pub(crate) struct IpcDomain {
+    pub(super) ucx: &'static Ucx,
+}
+
+/// What stands behind a memory handle.
+pub(crate) enum Memory {
+    /// Gaudi memory of this process.
+    Device(Shareable),
+    /// Host memory: of use on the local side only.
+    Host(Arc<HostRegion>),
+    /// A peer's memory.
+    Attached(OpenKey),
+}
+
+/// Gaudi memory that was registered, and shared when the first key was packed.
+pub(crate) struct Shareable {
+    device: DeviceId,
+    base: DeviceAddr,
+    length: u64,
+    /// Taken back when it is deregistered.
+    share: OnceLock<Result<Share, NoKey>>,
+}
+
+impl Shareable {
+    fn new(place: &Location) -> Self {
+        Shareable {
+            device: place.device_id,
+            base: place.base,
+            length: place.length,
+            share: OnceLock::new(),
+        }
+    }
+
+    /// The allocation is shared as a whole, so that all keys of it open the same mapping.
+    fn share(&self, ucx: &Ucx) -> Result<Share, NoKey> {
+        let device = gaudi::runtime().device(self.device).ok_or(NoKey::Refused)?;
+        if let Err(error) = device.can_import() {
+            // What this driver cannot do here, it cannot do for the peer either.
+            log!(ucx, Info, "{NAME}: Gaudi memory is not shared: {error}");
+            return Err(NoKey::NoImport);
+        }
+        device.share(self.base, self.length).map_err(|error| {
+            log!(ucx, Warn, "{NAME}: Gaudi memory is not shared: {error}");
+            NoKey::Refused
+        })
+    }
+}
+
+impl IpcDomain {
+    pub(super) fn new(ucx: &'static Ucx) -> Self {
+        IpcDomain { ucx }
+    }
+}
+
+impl Memory {
+    /// The registration of a host buffer.
+    pub(super) fn host_region(&self) -> Option<&Arc<HostRegion>> {
+        match self {
+            Memory::Host(region) => Some(region),
+            Memory::Device(_) | Memory::Attached(_) => None,
+        }
+    }
+
+    /// A peer's memory that serves as the local buffer.
+    pub(super) fn attached(&self) -> Option<&OpenKey> {
+        match self {
+            Memory::Attached(key) => Some(key),
+            Memory::Device(_) | Memory::Host(_) => None,
+        }
+    }
+}
+
+/// The allocation a region lies in. UCX's cache of registrations rounds regions up a little: to what
+/// belongs to the allocation and to nobody else.
+fn allocation_of(region: &Region) -> Option<Location> {
+    let place = gaudi::runtime().locate(region.address, 1)?;
+    let room = place.length.next_multiple_of(GRANULE) - place.offset;
+    (region.length as u64 <= room).then_some(place)
+}
+
+impl MemoryDomain for IpcDomain {
+    type Memory = Memory;
+
+    fn attributes(&self) -> DomainAttributes {
+        let gaudi = MemoryTypes::only(MemoryType::GAUDI);
+        DomainAttributes {
+            // UCP takes no lane for large messages that cannot invalidate when it has to handle
+            // errors. An invalidated key opens nothing any more.
+            // RKEY_PTR is what tells UCP that this domain is for other processes' memory: without it,
+            // where no copy transport is allowed, UCP builds its copies inside the process on this
+            // one, and fails. No pointer is ever given out: the component does not offer it.
+            flags: md_flag::REG
+                | md_flag::NEED_RKEY
+                | md_flag::RKEY_PTR
+                | md_flag::INVALIDATE
+                | md_flag::INVALIDATE_RMA
+                | md_flag::INVALIDATE_AMO,
+            register: gaudi,
+            // UCX is told when memory is freed, and deregisters it then.
+            cache: gaudi,
+            detect: MemoryTypes::NONE,
+            allocate: MemoryTypes::NONE,
+            access: gaudi.with(MemoryType::HOST),
+            dmabuf: MemoryTypes::NONE,
+            max_alloc: 0,
+            register_cost: LinearFunc::default(),
+        }
+    }
+
+    fn register(&self, region: &Region) -> Result<Memory, Status> {
+        if let Some(place) = allocation_of(region) {
+            return Ok(Memory::Device(Shareable::new(&place)));
+        }
+        if region.memory_type == Some(MemoryType::GAUDI) {
+            if !region.hide_errors {
+                log!(
+                    self.ucx,
+                    Error,
+                    "{NAME}: cannot register {:#x}, {} bytes: not inside one Gaudi allocation of \
+                     this process",
+                    region.address,
+                    region.length
+                );
+            }
+            return Err(Status::INVALID_ADDR);
+        }
+        let start = core::ptr::with_exposed_provenance_mut::<u8>(region.address as usize);
+        Ok(Memory::Host(HostRegion::record(start, region.length)))
+    }
+
+    fn pack_key(
+        &self,
+        memory: &Memory,
+        _address: u64,
+        _length: usize,
+        key: &mut [u8],
+    ) -> Result<(), Status> {
+        let packed = match memory {
+            Memory::Device(memory) => match memory.share.get_or_init(|| memory.share(self.ucx)) {
+                Ok(share) => share.key(),
+                Err(reason) => reason.pack(),
+            },
+            Memory::Host(_) => NoKey::HostMemory.pack(),
+            // Whoever owns it hands out its keys.
+            Memory::Attached(_) => return Err(Status::UNSUPPORTED),
+        };
+        key.copy_from_slice(&packed);
+        Ok(())
+    }
+
+    fn attach(&self, key: &[u8], hide_errors: bool) -> Result<Memory, Status> {
+        match OpenKey::new(key, || card_near(self.ucx, SysDevice::UNKNOWN)) {
+            Ok(key) => Ok(Memory::Attached(key)),
+            Err(why) if hide_errors => Err(unreachable(self.ucx, &why)),
+            Err(why) => {
+                log!(self.ucx, Error, "{NAME}: cannot attach a peer's memory: {why}");
+                Err(Status::UNREACHABLE)
+            }
+        }
+    }
+}

@@ -1,0 +1,351 @@
+//! The transport: copies between local memory and Gaudi memory of other processes.
+
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+use gaudi::share::{Identity, Opened};
+use gaudi::{Device, Segment, Side};
+use uct::abi::iface_flag;
+use uct::config::Variable;
+use uct::{
+    Bandwidth, Buffers, Completion, DeviceType, Interface, InterfaceAttributes, Level, LinearFunc,
+    Link, MemoryType, OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, Status, SysDevice,
+    Ucx, log,
+};
+
+use super::NAME;
+use super::component::IpcComponent;
+use super::domain::{IpcDomain, Memory};
+use super::key::OpenKey;
+use super::remote::{InFlight, Remote};
+use super::settings::{self, Estimates};
+use crate::copies::{Copies, Ended, Failure, NotStarted, OnFailure};
+use crate::sides::{Way, classify};
+use crate::sleeper::Sleeper;
+use crate::status;
+
+/// What goes into addresses, where all processes must agree.
+const WIRE: Estimates = Estimates { bandwidth: 22e9, latency: 3e-6, overhead: 2e-6 };
+
+/// An open interface.
+pub(crate) struct IpcInterface {
+    ucx: &'static Ucx,
+    /// Who we are, packed; zeros where the system does not say.
+    address: [u8; Identity::LEN],
+    estimates: Estimates,
+    copies: Copies<InFlight>,
+    sleeper: Sleeper,
+    failure_level: Level,
+}
+
+/// What to copy, with which card.
+struct Prepared {
+    device: Arc<Device>,
+    segments: Vec<Segment>,
+    opened: Arc<Opened>,
+}
+
+/// Why memory of peers cannot be imported, if that is known already: a card has to be open.
+fn why_no_import() -> Option<String> {
+    let cards = gaudi::runtime().devices();
+    cards.iter().find_map(|card| card.can_import().err()).map(|error| error.detail().to_owned())
+}
+
+impl IpcInterface {
+    /// Starts a copy between a local buffer and a peer's memory. Whatever is wrong shows in the
+    /// completion, where UCX looks.
+    fn start(
+        &self,
+        way: Way,
+        remote: &Arc<Remote>,
+        local: &Buffers<'_, Memory>,
+        address: u64,
+        key: Option<&OpenKey>,
+        completion: Completion,
+    ) -> Posted {
+        let posted = match self.prepare(way, local, address, key) {
+            Ok(None) => return Posted::Done(completion), // no bytes at all
+            Ok(Some(Prepared { device, segments, opened })) => {
+                let in_flight = InFlight::new(remote, Some(opened));
+                // SAFETY: UCX keeps the buffers of an operation valid and to itself until the
+                // completion; the peer's memory stays mapped as long as `in_flight` lives.
+                unsafe { self.copies.post(device, segments, in_flight, completion) }.unwrap_or_else(
+                    |NotStarted { error, companion, completion }| {
+                        self.copies.fail(Failure::Copy(error), companion, completion)
+                    },
+                )
+            }
+            Err(status) => {
+                let in_flight = InFlight::new(remote, None);
+                self.copies.fail(Failure::Refused(status), in_flight, completion)
+            }
+        };
+        if matches!(posted, Posted::Later) {
+            self.sleeper.wake();
+        }
+        posted
+    }
+
+    fn prepare(
+        &self,
+        way: Way,
+        local: &Buffers<'_, Memory>,
+        address: u64,
+        key: Option<&OpenKey>,
+    ) -> Result<Option<Prepared>, Status> {
+        let key = key.ok_or(Status::INVALID_PARAM)?;
+        let mut at = address;
+        let mut prepared: Option<Prepared> = None;
+        for (buffer, memory) in local.iter().filter(|(buffer, _)| buffer.length != 0) {
+            let (side, device) = match memory.and_then(Memory::attached) {
+                Some(attached) => {
+                    let card = Arc::clone(attached.card());
+                    (
+                        Side::Device(self.see(attached, &card, buffer.address, buffer.length)?.1),
+                        Some(card),
+                    )
+                }
+                None => classify(buffer.address, buffer.length),
+            };
+            let device = device.unwrap_or_else(|| Arc::clone(key.card()));
+            let (opened, there) = self.see(key, &device, at, buffer.length)?;
+            let (dst, src) = way.sides(side, Side::Device(there));
+            let host_region = memory.and_then(Memory::host_region).cloned();
+            let segment = Segment { dst, src, len: buffer.length, host_region };
+            match &mut prepared {
+                None => prepared = Some(Prepared { device, segments: vec![segment], opened }),
+                // One buffer is all that the attributes allow; strided ones lie on one card.
+                Some(prepared) => prepared.segments.push(segment),
+            }
+            at += buffer.length as u64;
+        }
+        Ok(prepared)
+    }
+
+    /// Where a card sees a range of a peer's memory.
+    fn see(
+        &self,
+        key: &OpenKey,
+        device: &Arc<Device>,
+        address: u64,
+        length: usize,
+    ) -> Result<(Arc<Opened>, gaudi::DeviceAddr), Status> {
+        let opened = key.on(device).map_err(|error| {
+            log!(self.ucx, Error, "{NAME}: {error}");
+            status::of(&error)
+        })?;
+        match opened.translate(address, length) {
+            Some(there) => Ok((opened, there)),
+            None => {
+                log!(
+                    self.ucx,
+                    Error,
+                    "{NAME}: {length} bytes at {address:#x} are not in the memory that the remote \
+                     key is for"
+                );
+                Err(Status::INVALID_ADDR)
+            }
+        }
+    }
+
+    /// Hands the end of an operation to UCX.
+    fn conclude(&self, Ended { completion, result, companion }: Ended<InFlight>) {
+        let Some(in_flight) = companion else {
+            return completion.finish(Ok(())); // a flush
+        };
+        let remote = Arc::clone(&in_flight.remote);
+        // The memory of a process that died stays as long as we have it mapped, and copies on it
+        // succeed: but nobody is there any more.
+        let gone = in_flight.was_orphaned() || result.is_err() && remote.is_gone();
+        // What is mapped no longer keeps the peer's card busy when UCX hears of it.
+        drop(in_flight);
+        let failed = match result {
+            _ if gone => Some((Status::CONNECTION_RESET, format!("{remote} has ended"))),
+            Ok(()) => None,
+            Err(Failure::Copy(error)) => Some((status::of(&error), error.to_string())),
+            Err(Failure::Refused(status)) => Some((status, status.to_string())),
+        };
+        let Some((status, why)) = failed else { return completion.finish(Ok(())) };
+        completion.finish(Err(status));
+        // Of several copies that fail with one endpoint, the first is what the user wants to know.
+        let level = match remote.link.is_up() {
+            false => Level::Debug,
+            true if remote.link.fail(status) => self.failure_level,
+            true => Level::Error,
+        };
+        let text = format_args!("{NAME}: copy to or from memory of {remote} failed: {why}");
+        self.ucx.log(level, file!(), line!(), text);
+    }
+}
+
+impl Interface for IpcInterface {
+    type Component = IpcComponent;
+    type Endpoint = Arc<Remote>;
+
+    const TRANSPORT: &'static str = NAME;
+    const CONFIG_PREFIX: &'static str = settings::PREFIX;
+    const VARIABLES: &'static [Variable] = settings::TRANSPORT_VARIABLES;
+
+    fn devices(_: &'static Ucx, _: &IpcDomain) -> Vec<uct::Device> {
+        vec![uct::Device {
+            name: NAME.to_owned(),
+            kind: DeviceType::ACC,
+            sys_device: SysDevice::UNKNOWN,
+        }]
+    }
+
+    fn open(_: &IpcDomain, request: &OpenRequest<'_>) -> Result<Self, Status> {
+        let address = match Identity::own() {
+            Ok(own) => own.pack(),
+            Err(reason) => {
+                log!(request.ucx, Info, "{NAME} reaches nobody: {reason}");
+                [0; Identity::LEN]
+            }
+        };
+        Ok(IpcInterface {
+            ucx: request.ucx,
+            address,
+            estimates: Estimates::read(&request.config),
+            copies: Copies::new(OnFailure::Report),
+            sleeper: Sleeper::new(request.ucx, NAME),
+            failure_level: request.failure_level,
+        })
+    }
+
+    fn attributes(&self) -> InterfaceAttributes {
+        let limits = RmaLimits {
+            max_short: 0,
+            max_bcopy: 0,
+            min_zcopy: 0,
+            max_zcopy: usize::MAX,
+            opt_zcopy_align: 1,
+            align_mtu: 1,
+            max_iov: 1,
+        };
+        InterfaceAttributes {
+            flags: iface_flag::CONNECT_TO_IFACE
+                | iface_flag::PUT_ZCOPY
+                | iface_flag::GET_ZCOPY
+                | iface_flag::PENDING
+                | iface_flag::ERRHANDLE_PEER_FAILURE
+                | iface_flag::EP_CHECK,
+            event_flags: self.sleeper.event_flags(),
+            put: limits,
+            get: limits,
+            bandwidth: Bandwidth { dedicated: 0.0, shared: WIRE.bandwidth },
+            latency: LinearFunc { constant: WIRE.latency, slope: 0.0 },
+            overhead: WIRE.overhead,
+            max_endpoints: None,
+        }
+    }
+
+    fn estimate(&self, query: &PerfQuery) -> Result<Perf, Status> {
+        use MemoryType as M;
+        let local = matches!(query.local, M::HOST | M::GAUDI | M::UNKNOWN);
+        let remote = matches!(query.remote, M::GAUDI | M::UNKNOWN);
+        // Lanes may have been made before the first card was open. Where it cannot import, a sender
+        // must not count on a receiver that could.
+        if !local || !remote || why_no_import().is_some() {
+            return Err(Status::UNSUPPORTED);
+        }
+        Ok(Perf {
+            send_pre_overhead: self.estimates.overhead,
+            send_post_overhead: 0.0,
+            recv_overhead: 0.0,
+            bandwidth: Bandwidth { dedicated: 0.0, shared: self.estimates.bandwidth },
+            latency: LinearFunc { constant: self.estimates.latency, slope: 0.0 },
+        })
+    }
+
+    fn address(&self) -> Vec<u8> {
+        self.address.to_vec()
+    }
+
+    fn reachable(&self, peer: &Peer<'_>) -> Result<(), String> {
+        let why_not = || -> Result<(), String> {
+            let identity = Identity::parse(peer.interface).map_err(|error| error.to_string())?;
+            if identity.is_own() {
+                return Err(String::from("same process"));
+            }
+            identity.check_reachable().map_err(|error| error.to_string())?;
+            match why_no_import() {
+                Some(reason) => Err(reason),
+                None => Ok(()),
+            }
+        };
+        why_not().map_err(|reason| {
+            let reason = format!("not reachable: {reason}");
+            log!(self.ucx, Debug, "{NAME}: {reason}");
+            reason
+        })
+    }
+
+    fn connect(&self, peer: &Peer<'_>, link: Link) -> Result<Arc<Remote>, Status> {
+        let identity = Identity::parse(peer.interface).map_err(|_| Status::UNREACHABLE)?;
+        Ok(Arc::new(Remote::new(identity, link)))
+    }
+
+    fn leads_to(&self, remote: &Arc<Remote>, peer: &Peer<'_>) -> bool {
+        Identity::parse(peer.interface).is_ok_and(|identity| remote.is(&identity))
+    }
+
+    fn check(&self, remote: &Arc<Remote>) -> Result<(), Status> {
+        if remote.is_gone() { Err(Status::CONNECTION_RESET) } else { Ok(()) }
+    }
+
+    fn put_zcopy(
+        &self,
+        remote: &Arc<Remote>,
+        local: Buffers<'_, Memory>,
+        address: u64,
+        key: Option<&OpenKey>,
+        completion: Completion,
+    ) -> Result<Posted, Status> {
+        Ok(self.start(Way::Put, remote, &local, address, key, completion))
+    }
+
+    fn get_zcopy(
+        &self,
+        remote: &Arc<Remote>,
+        local: Buffers<'_, Memory>,
+        address: u64,
+        key: Option<&OpenKey>,
+        completion: Completion,
+    ) -> Result<Posted, Status> {
+        Ok(self.start(Way::Get, remote, &local, address, key, completion))
+    }
+
+    fn flush(&self, _: Option<&Arc<Remote>>, completion: Completion) -> Result<Posted, Status> {
+        // Waits for the copies of other endpoints as well: they are not kept apart.
+        Ok(self.copies.flush(completion))
+    }
+
+    fn fence(&self) -> Result<(), Status> {
+        self.copies.fence();
+        Ok(())
+    }
+
+    fn progress(&self) -> u32 {
+        if self.copies.is_idle() {
+            return 0;
+        }
+        let ended = self.copies.reap();
+        let count = ended.len() as u32;
+        for operation in ended {
+            self.conclude(operation);
+        }
+        count
+    }
+
+    fn is_busy(&self) -> bool {
+        !self.copies.is_idle()
+    }
+
+    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.sleeper.fd()
+    }
+
+    fn arm(&self) -> Result<(), Status> {
+        self.sleeper.arm(&self.copies)
+    }
+}

@@ -1,0 +1,54 @@
+//! The process behind an endpoint, and what copies under way to it hold.
+
+use std::fmt;
+use std::sync::Arc;
+
+use gaudi::share::{Identity, Opened};
+use uct::Link;
+
+/// A peer, shared by its endpoint and the copies under way to it.
+pub(crate) struct Remote {
+    identity: Identity,
+    /// The endpoint as UCX knows it.
+    pub(super) link: Link,
+}
+
+impl Remote {
+    pub(super) fn new(identity: Identity, link: Link) -> Self {
+        Remote { identity, link }
+    }
+
+    pub(super) fn is(&self, identity: &Identity) -> bool {
+        self.identity == *identity
+    }
+
+    /// Whether the process is known to have ended. Asks the system.
+    pub(super) fn is_gone(&self) -> bool {
+        matches!(self.identity.is_alive(), Ok(false))
+    }
+}
+
+impl fmt::Display for Remote {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.identity.fmt(f)
+    }
+}
+
+/// What goes with a copy until it has ended.
+pub(super) struct InFlight {
+    pub(super) remote: Arc<Remote>,
+    /// Keeps the peer's memory mapped; there is none if it could not be opened.
+    opened: Option<Arc<Opened>>,
+}
+
+impl InFlight {
+    pub(super) fn new(remote: &Arc<Remote>, opened: Option<Arc<Opened>>) -> Self {
+        InFlight { remote: Arc::clone(remote), opened }
+    }
+
+    /// Whether the peer has ended, as far as the engine has noticed: it does within moments, and
+    /// asking costs nothing.
+    pub(super) fn was_orphaned(&self) -> bool {
+        self.opened.as_ref().is_some_and(|opened| opened.is_peer_gone())
+    }
+}

@@ -1,0 +1,129 @@
+//! Configuration of `gaudi_ipc`: `UCX_GAUDI_IPC_*`. What decides how memory is shared belongs to the
+//! memory domain, what UCX shall think of the speed to the transport.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use gaudi::share::{self, Handover, Limits};
+use uct::config::{Kind, Values, Variable};
+
+/// Prefix of the variables, behind `UCX_`, of the memory domain and of the transport.
+pub(super) const PREFIX: &str = "GAUDI_IPC_";
+
+/// Words of HANDOVER, in the order of [`handover`].
+const HANDOVERS: &[&str] = &["try", "pidfd", "broker"];
+
+/// Of the memory domain.
+pub(super) const DOMAIN_VARIABLES: &[Variable] = &[
+    Variable {
+        name: "HANDOVER",
+        default: "try",
+        help: "How the descriptor of a peer's memory reaches this process.\n\
+               try: with pidfd_getfd where the system permits it, else from the peer's broker;\n\
+               pidfd: with pidfd_getfd only;\n\
+               broker: from the peer's broker only, over a Unix socket.",
+        kind: Kind::Choice(HANDOVERS),
+    },
+    Variable {
+        name: "CACHE_MAX_REGIONS",
+        default: "1024",
+        help: "How many of the peers' allocations stay mapped while no operation uses them. Those\n\
+               used longest ago go first. 0: none.",
+        kind: Kind::Uint,
+    },
+    Variable {
+        name: "CACHE_MAX_SIZE",
+        default: "1024g",
+        help: "How many bytes of the peers' memory stay mapped while no operation uses them.",
+        kind: Kind::MemUnits,
+    },
+    Variable {
+        name: "OPEN_DEVICE",
+        default: "y",
+        help: "Open a Gaudi when a peer's Gaudi memory is to be copied to or from host memory and\n\
+               this process has none open. n: such transfers are left to the peer, or staged.",
+        kind: Kind::Bool,
+    },
+];
+
+/// Of the transport. The defaults are what a Gaudi2 on PCIe 4.0 x16 can do.
+pub(super) const TRANSPORT_VARIABLES: &[Variable] = &[
+    Variable {
+        name: "BW",
+        default: "22000MBs",
+        help: "Bandwidth between the memory of two processes, as UCX shall estimate it.",
+        kind: Kind::Bandwidth,
+    },
+    Variable {
+        name: "LAT",
+        default: "3us",
+        help: "Latency of a copy, as UCX shall estimate it.",
+        kind: Kind::Time,
+    },
+    Variable {
+        name: "OVERHEAD",
+        default: "2us",
+        help: "CPU time to start a copy, as UCX shall estimate it.",
+        kind: Kind::Time,
+    },
+];
+
+/// OPEN_DEVICE of the domain that was opened last.
+static OPEN_DEVICE: AtomicBool = AtomicBool::new(true);
+
+/// Takes over what UCX parsed for a domain. Hand-over, cache and cards are the process's: keys are
+/// unpacked without a domain. The domain that was opened last decides.
+pub(super) fn take_over(values: &Values<'_>) {
+    share::allow_handover(handover(values.choice("HANDOVER")));
+    share::set_handle_limits(Limits {
+        handles: values.uint("CACHE_MAX_REGIONS") as usize,
+        bytes: values.bytes("CACHE_MAX_SIZE") as u64,
+    });
+    OPEN_DEVICE.store(values.bool("OPEN_DEVICE"), Ordering::Relaxed);
+}
+
+/// Whether a card may be opened for the sake of a peer's memory.
+pub(super) fn may_open_device() -> bool {
+    OPEN_DEVICE.load(Ordering::Relaxed)
+}
+
+fn handover(choice: usize) -> Handover {
+    match choice {
+        1 => Handover::Pidfd,
+        2 => Handover::Broker,
+        _ => Handover::Try,
+    }
+}
+
+/// What UCX shall think an operation costs.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Estimates {
+    /// Bytes per second.
+    pub(super) bandwidth: f64,
+    /// Seconds.
+    pub(super) latency: f64,
+    /// Seconds.
+    pub(super) overhead: f64,
+}
+
+impl Estimates {
+    pub(super) fn read(values: &Values<'_>) -> Estimates {
+        Estimates {
+            bandwidth: values.real("BW"),
+            latency: values.real("LAT"),
+            overhead: values.real("OVERHEAD"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_word_of_handover_means_what_it_says() {
+        let meant: Vec<String> = (0..HANDOVERS.len())
+            .map(|choice| format!("{:?}", handover(choice)).to_lowercase())
+            .collect();
+        assert_eq!(meant, HANDOVERS);
+    }
+}

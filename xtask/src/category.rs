@@ -56,6 +56,9 @@ impl Category {
                     "perftest",
                     "verify",
                     "soak",
+                    "ends",
+                    "loading",
+                    "names",
                     "guest",
                     "generations",
                     "abi",
@@ -73,8 +76,14 @@ impl Category {
                 end_to_end: &["detection"],
                 words: &["detect", "memtype", "mem_query"],
             },
-            Category::Ucm => Selection { packages: &[], end_to_end: &["ucm"], words: &["hooks"] },
-            Category::Ipc => by_words(&["ipc", "share::"]),
+            Category::Ucm => {
+                Selection { packages: &[], end_to_end: &["ucm", "hooks"], words: &["hooks"] }
+            }
+            Category::Ipc => Selection {
+                packages: &[],
+                end_to_end: &["ipc", "staging"],
+                words: &["ipc", "share::"],
+            },
             Category::Rcache => Selection {
                 packages: &[],
                 end_to_end: &["rcache"],

@@ -32,8 +32,8 @@ const BOUNCE_SLOTS: u32 = 64;
 const STAGING_LEN: usize = 1 << 20;
 const STAGING_SLOTS: u32 = 8;
 
-/// Pauses while memory waits for peers to let it go, a quarter of a second in all.
-const PEERS_PAUSES_MS: [u64; 9] = [0, 1, 2, 4, 8, 16, 32, 64, 128];
+/// Pauses while memory waits for peers to let it go, a second in all.
+const PEERS_PAUSES_MS: [u64; 11] = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512];
 
 /// Identifies one opening of a card in this process; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

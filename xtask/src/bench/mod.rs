@@ -4,6 +4,7 @@
 mod cliffs;
 mod copy;
 mod host_latency;
+mod ipc;
 mod memory;
 mod rcache;
 mod record;
@@ -27,6 +28,8 @@ pub(crate) enum Name {
     Copy,
     /// Host-only latency of stock UCX with the plugin absent, loaded, and in use
     HostLatency,
+    /// Gaudi memory between two processes by gaudi_ipc, beside cma, posix and memcpy
+    Ipc,
     /// Allocation, detection and export with few and many live allocations
     Memory,
     /// The registration cache: hits with few and many regions, registering again, a steady loop
@@ -38,7 +41,7 @@ pub(crate) enum Name {
 impl Name {
     fn needs_stock_ucx(self) -> bool {
         match self {
-            Name::Cliffs | Name::Copy | Name::HostLatency => true,
+            Name::Cliffs | Name::Copy | Name::HostLatency | Name::Ipc => true,
             Name::Memory | Name::Rcache | Name::SoftGaudi => false,
         }
     }
@@ -59,8 +62,8 @@ pub(crate) struct Options<'a> {
 pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
     let Options { json, svg, quick } = options;
     ensure!(svg.is_none() || name == Name::Copy, "--svg is for `bench copy`");
-    let has_quick = matches!(name, Name::Cliffs | Name::Copy);
-    ensure!(!quick || has_quick, "--quick is for `bench copy` and `bench cliffs`");
+    let has_quick = matches!(name, Name::Cliffs | Name::Copy | Name::Ipc);
+    ensure!(!quick || has_quick, "--quick is for `bench copy`, `cliffs` and `ipc`");
     if name.needs_stock_ucx() && !quick {
         setup::run(repo)?;
     }
@@ -83,6 +86,12 @@ pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
         Name::HostLatency => {
             dist::build(repo, Profile::Release)?;
             host_latency::run(repo)?
+        }
+        Name::Ipc => {
+            if !quick {
+                dist::build(repo, Profile::Release)?;
+            }
+            ipc::run(repo, quick)?
         }
         Name::Memory => {
             dist::build(repo, Profile::Release)?;

@@ -141,6 +141,7 @@ impl MemAllocParams {
     pub(super) const MEM_TYPE: u64 = 1 << 2;
     pub(super) const MDS: u64 = 1 << 3;
     pub(super) const NAME: u64 = 1 << 4;
+    pub(super) const SYS_DEVICE: u64 = 1 << 5;
 }
 
 /// `uct_allocated_memory_t`

@@ -10,6 +10,7 @@ mod churn;
 mod copies;
 mod detect;
 mod dmabuf;
+mod ends;
 mod importer;
 mod keys;
 mod ledger;
@@ -64,6 +65,14 @@ pub enum Check {
     Threads,
     /// Two cards in one process (the first two)
     TwoCards,
+    /// Memory on the card that UCX names (the first three)
+    Named,
+    /// Close an interface with copies under way; needs a card that takes its time
+    Closing,
+    /// Go on after a reset of the card, which the machine's faults must order for the first copy
+    Lost,
+    /// What UCX's memory-type cache says around freed memory
+    Holes,
     /// Allocate, and say on which card
     Where,
     /// Allocate, and keep the card until killed
@@ -182,6 +191,10 @@ fn one(check: Check, scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
         Check::Model => model::run(scene, tally),
         Check::Threads => model::threads(scene, tally),
         Check::TwoCards => cards::two(scene, tally),
+        Check::Named => cards::named(scene, tally),
+        Check::Closing => ends::closing(scene, tally),
+        Check::Lost => ends::lost(scene, tally),
+        Check::Holes => ends::holes(scene, tally),
         Check::Where => cards::whereabouts(scene, tally),
         Check::Hold => cards::hold(scene),
     }

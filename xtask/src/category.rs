@@ -64,6 +64,7 @@ impl Category {
                     "asynchronous",
                     "registration",
                     "staging",
+                    "one_sided",
                 ],
                 words: &[],
             },

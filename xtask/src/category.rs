@@ -58,6 +58,7 @@ impl Category {
                     "soak",
                     "ends",
                     "loading",
+                    "names",
                     "guest",
                     "generations",
                     "abi",

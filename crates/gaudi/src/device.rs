@@ -453,6 +453,12 @@ impl Device {
         self.registrations.info()
     }
 
+    /// Whether a copy would find all of this host memory in the registration cache. Takes and counts
+    /// what the copy's own lookup would.
+    pub fn is_cached(&self, ptr: *const u8, len: usize) -> bool {
+        self.registrations.find(ptr as usize, len).is_some()
+    }
+
     pub(crate) fn registrations(&self) -> &Cache {
         &self.registrations
     }

@@ -450,8 +450,12 @@ fn none_opened(mut failures: Failures, holders: impl FnOnce(&[u32]) -> Vec<Holde
         let error = failures.remove(0).1;
         return if ours { error.advise_instead(LENDING) } else { error };
     }
+    let mut ours = false;
     let reason = |(card, error): &(DeviceInfo, Error)| match why(error) {
-        Some(holders) => format!("{}: {holders}", card.bus_id),
+        Some(holders) => {
+            ours |= holders.is_this_process();
+            format!("{}: {holders}", card.bus_id)
+        }
         None => format!("{}: {}", card.bus_id, error.detail()),
     };
     let cards: Vec<String> = failures.iter().map(reason).collect();
@@ -459,7 +463,7 @@ fn none_opened(mut failures: Failures, holders: impl FnOnce(&[u32]) -> Vec<Holde
         ErrorKind::DeviceBusy,
         OPENING,
         format!("none of {} cards is free ({})", cards.len(), cards.join("; ")),
-        "wait for one of the owners or end it",
+        if ours { LENDING } else { "wait for one of the owners or end it" },
     );
     error.set_errno(libc::EBUSY);
     error
@@ -523,6 +527,9 @@ mod tests {
         };
         let all_busy = error(|_| libc::EBUSY);
         assert_eq!((all_busy.kind(), all_busy.errno()), (ErrorKind::DeviceBusy, Some(libc::EBUSY)));
+        let ours = first_to_open(cards(3), |card| refused(card, libc::EBUSY), |_| {}).unwrap_err();
+        let ours = none_opened(ours, |nodes| vec![Holders::ourselves(); nodes.len()]);
+        assert!(ours.to_string().contains("ucx_gaudi_lend"), "{ours}");
         let text = all_busy.to_string();
         assert!(text.contains("none of 3 cards is free"), "{text}");
         assert_eq!(text.matches("no process here has it open").count(), 3, "{text}");

@@ -244,8 +244,6 @@ mod ipc {
         let error = key.open(&one).unwrap_err();
         assert!(error.to_string().contains("does not share this memory"), "{error}");
         drop(imported);
-        // Kept by the cache, until it is bounded.
-        other.set_handle_limits(Limits { handles: 0, bytes: 0 });
         assert_eq!(stat("ipc_quarantined_bytes"), 0);
         assert_eq!(one.alloc(len as u64, 1).unwrap().addr(), addr);
     }

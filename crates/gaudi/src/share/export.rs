@@ -13,7 +13,7 @@ use super::key::{self, Bus, Fields, Line, Token};
 use super::ledger::{Entry, File, Ledger};
 use super::message::Offered;
 use super::sessions::{Holder, Offers, Released, Sessions};
-use super::{Identity, KEY_LEN, broker};
+use super::{Identity, KEY_LEN, broker, keeper};
 use crate::stats::{Counter, Counts, Held, Holding};
 use crate::{Device, DeviceAddr, Error, ErrorKind, Location};
 
@@ -242,7 +242,12 @@ impl Exporter {
         }
         drop(dmabuf);
         // Who got hold of it before has written it down before.
-        sessions.withdrawn(&Offered { base, token });
+        let offered = Offered { base, token };
+        let by_us = sessions.withdrawn(&offered);
+        drop(sessions);
+        if by_us {
+            keeper::forget(|peer, held| peer == self.identity && *held == offered);
+        }
     }
 
     /// Another card of this very process has the memory open.

@@ -241,8 +241,8 @@ enum Health {
     Ended,
 }
 
-/// Lets go of what is kept of some peer's memory.
-fn forget(which: impl Fn(&Identity, &Offered) -> bool) {
+/// Lets go of what is kept of some process's memory: at once, or when its last user has.
+pub(super) fn forget(which: impl Fn(&Identity, &Offered) -> bool) {
     for device in runtime().devices() {
         device.handles().evict(|key| which(&key.peer, &key.offered));
     }

@@ -4,8 +4,8 @@
 //! The driver cannot take an export back. Memory that a peer has open and that is freed here must
 //! therefore not become somebody else's before the peer has let it go: a late copy of the peer's
 //! would land in it. Peers write down what they hold before they fetch it ([`HeldByPeer`]); when memory
-//! is taken back, those that hold it are told, and say when they have let go. A peer that ends hangs up. Peers that lie, or that cannot reach the broker, are not
-//! covered: see `docs/ipc.md`.
+//! is taken back, those that hold it are told, and say when they have let go. A peer that ends hangs
+//! up. Peers that lie, or that cannot reach the broker, are not covered: see `docs/ipc.md`.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -267,8 +267,11 @@ impl Sessions {
         }
     }
 
-    /// Nobody can open this any more. Notes which peers have it open, and tells them.
-    pub(super) fn withdrawn(&mut self, offered: &Offered) {
+    /// Nobody can open this any more. Notes which peers have it open, and tells them; whether this
+    /// process itself has.
+    pub(super) fn withdrawn(&mut self, offered: &Offered) -> bool {
+        let holds = self.holds.get(&offered.base).into_iter().flatten();
+        let own = holds.into_iter().any(|hold| *hold == (Holder::OWN, *offered));
         let has_it = |peer: &&Peer| peer.held.as_ref().is_some_and(|held| held.lists(offered));
         let tell = |peer: &Peer| {
             let message = Reply::Withdrawn(*offered).pack();
@@ -278,6 +281,7 @@ impl Sessions {
         };
         let holders: Vec<Holder> = self.peers.iter().filter(has_it).map(tell).collect();
         holders.into_iter().for_each(|holder| self.hold(holder, *offered));
+        own
     }
 
     /// The memory at `base` is free: `release` is called when nobody holds it. `Some` gives it back

@@ -288,16 +288,20 @@ impl Bench {
                 let was_pinned = host_region.is_pinned_for(&self.cards[card]);
                 let dst = Side::Device(allocation.addr());
                 let src = Side::Host(start);
-                let segment = Segment { dst, src, len, host_region: Some(host_region) };
+                let segment =
+                    Segment { dst, src, len, host_region: Some(Arc::clone(&host_region)) };
                 // SAFETY: as above.
                 unsafe { self.cards[card].copy(&[segment]) }.unwrap().wait().unwrap();
                 self.copied(card, len, true);
-                if len <= BOUNCE && !was_pinned {
-                    self.bounced(card);
-                } else {
+                // Copies that fit a bounce slot have the region pinned when it has earned that.
+                let is_pinned = host_region.is_pinned_for(&self.cards[card]);
+                assert!(is_pinned || len <= BOUNCE && !was_pinned);
+                if is_pinned {
                     self.expect(card, &[("pinned_operations", 1)]);
+                } else {
+                    self.bounced(card);
                 }
-                if len > BOUNCE && !was_pinned {
+                if is_pinned && !was_pinned {
                     self.expect(card, &[("pins", 1), ("pinned_bytes", whole as i64)]);
                 }
             }

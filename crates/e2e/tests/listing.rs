@@ -48,6 +48,21 @@ fn listing_has_one_gaudi_gdr_for_the_alias_gaudi() {
 }
 
 #[test]
+fn listing_has_one_gaudi_ipc_with_its_documented_names() {
+    let listing = info(&Device::software(), "-d");
+    for wanted in [
+        "Memory domain: gaudi_ipc",
+        "Component: gaudi_ipc",
+        "Transport: gaudi_ipc",
+        "Device: gaudi_ipc",
+        "remote key: 64 bytes",
+        "error handling: peer failure, ep_check",
+    ] {
+        assert_once(&listing, wanted);
+    }
+}
+
+#[test]
 fn memory_types_say_what_the_domain_can_do() {
     let listing = info(&Device::software(), "-d");
     let domain = gaudi_copy(&listing);

@@ -32,8 +32,8 @@ const BOUNCE_SLOTS: u32 = 64;
 const STAGING_LEN: usize = 1 << 20;
 const STAGING_SLOTS: u32 = 8;
 
-/// Pauses while memory waits for peers to let it go, a quarter of a second in all.
-const PEERS_PAUSES_MS: [u64; 9] = [0, 1, 2, 4, 8, 16, 32, 64, 128];
+/// Pauses while memory waits for peers to let it go, a second in all.
+const PEERS_PAUSES_MS: [u64; 11] = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512];
 
 /// Identifies one opening of a card in this process; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -451,6 +451,12 @@ impl Device {
     /// What the registration cache of this device holds.
     pub fn registration_cache(&self) -> CacheInfo {
         self.registrations.info()
+    }
+
+    /// Whether a copy would find all of this host memory in the registration cache. Takes and counts
+    /// what the copy's own lookup would.
+    pub fn is_cached(&self, ptr: *const u8, len: usize) -> bool {
+        self.registrations.find(ptr as usize, len).is_some()
     }
 
     pub(crate) fn registrations(&self) -> &Cache {

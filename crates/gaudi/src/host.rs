@@ -85,6 +85,25 @@ impl HostRegion {
         here.is_some_and(|pinned| pinned.pin.as_ref().is_some_and(|pin| pin.strong_count() > 0))
     }
 
+    /// Has the device pin the region now and not at the first copy; whether it can be pinned.
+    ///
+    /// # Safety
+    /// The region's memory must be there, and stay as long as the region or copies from it do.
+    pub unsafe fn prepare(&self, device: &Arc<Device>) -> Result<bool, Error> {
+        let cache = device.registrations();
+        if cache.find(self.start, self.len).is_some() {
+            return Ok(true);
+        }
+        let pinned = if cache.keeps(self.len) {
+            // SAFETY: the caller's promise.
+            unsafe { cache.pin(device, (self.start, self.len), self.range())? }
+        } else {
+            // SAFETY: as above.
+            unsafe { self.pin(device, self.start)? }
+        };
+        Ok(pinned.is_some())
+    }
+
     /// Where the device sees `addr`, pinning the region if it was not yet. `None`: it cannot be
     /// pinned.
     ///

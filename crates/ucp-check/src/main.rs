@@ -7,8 +7,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 use ucp_check::matrix::{Op, Pair, Plan, SIZES, Sabotage, Size};
 use ucp_check::run::{
-    self, alloc, asleep, atomics, costs, loopback, memory, pair, peer_errors, reconnect, soak,
-    threads,
+    self, alloc, asleep, atomics, costs, loopback, memory, pair, peer_errors, reconnect, rotate,
+    soak, threads,
 };
 use ucp_check::ucp::{Features, Memory};
 
@@ -153,6 +153,19 @@ enum Command {
     Costs(Costs),
     #[command(name = pair::ROLE, hide = true)]
     PairSide(SideArgs),
+    /// Bandwidth of put and get over a working set that no cache holds, beside memcpy
+    Rotate {
+        /// Operations under way at any time
+        #[arg(long, default_value_t = 16)]
+        outstanding: usize,
+        /// Working set of each process
+        #[arg(long, default_value = "256M")]
+        set: Size,
+        #[command(flatten)]
+        pair: PairArgs,
+    },
+    #[command(name = rotate::ROLE, hide = true)]
+    RotateSide(SideArgs),
     #[command(name = reconnect::ROLE, hide = true)]
     ReconnectSide(SideArgs),
     #[command(name = peer_errors::ROLE, hide = true)]
@@ -440,6 +453,15 @@ fn execute(cli: Cli) -> Result<bool> {
         Command::Costs(Costs::Init) => costs::init(ucx.map(PathBuf::as_path)),
         Command::PairSide(side) => {
             return pair::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?);
+        }
+        Command::Rotate { outstanding, set, pair } => {
+            let (ops, sizes) = (&[Op::Get, Op::Put], &[1 << 20, 4 << 20, 16 << 20]);
+            let gaudi = Pair { src: Memory::Gaudi, dst: Memory::Gaudi };
+            let plan = pair.plan(ucx, &Defaults { ops, sizes, pairs: &[gaudi], ..EVERYTHING });
+            rotate::run(&rotate::Rotation { plan, outstanding, set: set.0 }, &pair.env)
+        }
+        Command::RotateSide(side) => {
+            return rotate::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?);
         }
         Command::ReconnectSide(side) => {
             return reconnect::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?);

@@ -4,7 +4,9 @@
 mod cliffs;
 mod copy;
 mod host_latency;
+mod ipc;
 mod memory;
+mod rcache;
 mod record;
 mod svg;
 
@@ -26,8 +28,12 @@ pub(crate) enum Name {
     Copy,
     /// Host-only latency of stock UCX with the plugin absent, loaded, and in use
     HostLatency,
+    /// Gaudi memory between two processes by gaudi_ipc, beside cma, posix and memcpy
+    Ipc,
     /// Allocation, detection and export with few and many live allocations
     Memory,
+    /// The registration cache: hits with few and many regions, registering again, a steady loop
+    Rcache,
     /// The software card itself: latency and bandwidth of submissions beside memcpy and a futex
     SoftGaudi,
 }
@@ -35,8 +41,8 @@ pub(crate) enum Name {
 impl Name {
     fn needs_stock_ucx(self) -> bool {
         match self {
-            Name::Cliffs | Name::Copy | Name::HostLatency => true,
-            Name::Memory | Name::SoftGaudi => false,
+            Name::Cliffs | Name::Copy | Name::HostLatency | Name::Ipc => true,
+            Name::Memory | Name::Rcache | Name::SoftGaudi => false,
         }
     }
 }
@@ -56,8 +62,8 @@ pub(crate) struct Options<'a> {
 pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
     let Options { json, svg, quick } = options;
     ensure!(svg.is_none() || name == Name::Copy, "--svg is for `bench copy`");
-    let has_quick = matches!(name, Name::Cliffs | Name::Copy);
-    ensure!(!quick || has_quick, "--quick is for `bench copy` and `bench cliffs`");
+    let has_quick = matches!(name, Name::Cliffs | Name::Copy | Name::Ipc);
+    ensure!(!quick || has_quick, "--quick is for `bench copy`, `cliffs` and `ipc`");
     if name.needs_stock_ucx() && !quick {
         setup::run(repo)?;
     }
@@ -81,9 +87,19 @@ pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
             dist::build(repo, Profile::Release)?;
             host_latency::run(repo)?
         }
+        Name::Ipc => {
+            if !quick {
+                dist::build(repo, Profile::Release)?;
+            }
+            ipc::run(repo, quick)?
+        }
         Name::Memory => {
             dist::build(repo, Profile::Release)?;
             memory::run(repo)?
+        }
+        Name::Rcache => {
+            dist::build(repo, Profile::Release)?;
+            rcache::run(repo)?
         }
     };
     // A map of hundreds of figures was printed as such; what has a target is shown again.

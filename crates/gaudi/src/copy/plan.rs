@@ -247,7 +247,7 @@ fn between(
 }
 
 /// One packet, or several where one cannot hold the length.
-fn straight(
+pub(super) fn straight(
     on: &Arc<Device>,
     dst: DeviceAddr,
     src: DeviceAddr,

@@ -133,7 +133,7 @@ fn fetch_from(peer: &Peer, key: &Fields) -> Result<(OwnedFd, File, Way), Failure
     if is_switched_off(Way::Broker) {
         return Err(Failure::NoWay(format!("pidfd_getfd: {not_taken}; broker: switched off")));
     }
-    match conversation::ask(&key.peer, Request::Fetch(key.offered())) {
+    match conversation::ask(&key.peer, Request::Fetch(key.offered()), None) {
         Ok((_, Some(dmabuf))) => looked_at(dmabuf, Way::Broker),
         Ok((_, None)) => Err(Failure::Mismatch("an answer without a descriptor")),
         Err(Refusal::Unknown) => Err(Failure::Withdrawn),

@@ -10,6 +10,7 @@ pub mod pair;
 pub mod peer_errors;
 mod process;
 pub mod reconnect;
+pub mod rotate;
 pub mod soak;
 pub mod threads;
 mod twins;

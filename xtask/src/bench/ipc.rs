@@ -1,0 +1,172 @@
+//! Gaudi memory between two processes by `gaudi_ipc`, beside what the machine does without a card: UCX's
+//! own `cma` and `posix` between host memories, and memcpy. All in one run.
+//!
+//! Bandwidth is that of put and get with 16 outstanding over a working set beyond the caches. Whether
+//! there are cliffs is asked of every operation and pair of memories, over the buffers of `ucp-check`.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, ensure};
+use e2e::{Device, Row, SoftNode, Tool, Ucx, Workbench};
+
+use super::record::Record;
+use crate::progress::Work;
+use crate::repo::Repo;
+use crate::shell::STAGING;
+
+/// Sizes in MiB whose bandwidth is held against the floors.
+const SIZES: [usize; 3] = [1, 4, 16];
+const QUICK: [usize; 1] = [1];
+
+const OF_CMA: f64 = 1.5;
+const OF_MEMCPY: f64 = 0.90;
+/// The worst operation beside the best, and streams beside those of host memory.
+const NO_CLIFF: f64 = 0.5;
+
+/// The figures that one run of the client printed, by name.
+type Figures = BTreeMap<String, f64>;
+
+fn figures(text: &str) -> Figures {
+    let lines = text.lines().filter_map(|line| line.split_once('\t'));
+    lines.filter_map(|(name, value)| Some((name.to_owned(), value.parse().ok()?))).collect()
+}
+
+fn figure(figures: &Figures, name: &str) -> Result<f64> {
+    figures.get(name).copied().with_context(|| format!("no figure `{name}`"))
+}
+
+fn machine() -> Device {
+    Device::Software(SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2"))
+}
+
+fn client(bench: &Workbench, device: &Device, words: &str) -> Tool {
+    let ucx = Ucx::V1_22;
+    let tool = bench.ucp_check(ucx).plugin().device(device).words(words);
+    let tool = tool.arg("--ucx").arg(ucx.root(bench.layout()));
+    tool.limit(std::time::Duration::from_secs(600))
+}
+
+/// Put and get over a working set that no cache holds.
+fn rotate(bench: &Workbench, mem: &str, tls: Option<&str>, sizes: &[usize]) -> Result<Figures> {
+    let sizes: Vec<String> = sizes.iter().map(|size| format!("{size}M")).collect();
+    let words = format!("rotate --mem {mem} --sizes {}", sizes.join(","));
+    let device = machine();
+    let tool = client(bench, &device, &words);
+    let end = tls.iter().fold(tool, |tool, tls| tool.env("UCX_TLS", tls)).run();
+    ensure!(end.success(), "{}", end.report());
+    Ok(figures(&end.stdout))
+}
+
+/// GB/s of every operation and pair at 1 MiB and more, the better of the two directions.
+fn matrix(bench: &Workbench, quick: bool) -> Result<BTreeMap<(String, String, u64), f64>> {
+    let (sizes, iterations) = if quick { ("1M", 2) } else { ("1M,4M,16M", 10) };
+    let file = bench.layout().target().join(format!("ipc-{}.json", std::process::id()));
+    let words = format!("pair --plain --sizes {sizes} --iters {iterations} --json");
+    let device = machine();
+    let tool = client(bench, &device, &words).arg(&file);
+    let end = STAGING.iter().fold(tool, |tool, (name, value)| tool.env(name, value)).run();
+    let rows = Row::read(&file);
+    let _ = std::fs::remove_file(&file);
+    ensure!(end.success(), "{}", end.report());
+    let mut best = BTreeMap::new();
+    for row in rows? {
+        let Some(gbps) = row.gbps else { continue };
+        let name = (row.op.clone(), format!("{}:{}", row.src, row.dst), row.size);
+        let known: &mut f64 = best.entry(name).or_default();
+        *known = known.max(gbps);
+    }
+    Ok(best)
+}
+
+/// The worst of put, get, tag and active message beside the best, and streams beside host streams.
+fn cliffs(cells: &BTreeMap<(String, String, u64), f64>) -> Result<Vec<Record>> {
+    let mut sizes: Vec<u64> = cells.keys().map(|(_, _, size)| *size).collect();
+    sizes.sort_unstable();
+    sizes.dedup();
+    let mut records = Vec::new();
+    for size in sizes {
+        let mib = size >> 20;
+        let of_size = || cells.iter().filter(|((_, _, other), _)| *other == size);
+        let plain = || of_size().filter(|((op, _, _), _)| op != "stream");
+        let by_speed = |a: &(_, &f64), b: &(_, &f64)| a.1.total_cmp(b.1);
+        let ((op, pair, _), worst) = plain().min_by(by_speed).context("nothing was measured")?;
+        let (_, best) = plain().max_by(by_speed).context("nothing was measured")?;
+        let name = format!("{mib} MiB: the worst operation ({op} {pair}) beside the best");
+        records.push(Record::at_least(name, *worst, "GB/s", *best, Some(NO_CLIFF)));
+        let streams = || of_size().filter(|((op, _, _), _)| op == "stream");
+        let host = streams().find(|((_, pair, _), _)| pair == "host:host");
+        let (_, host) = host.context("no stream between host memories")?;
+        for ((_, pair, _), gbps) in streams().filter(|((_, pair, _), _)| pair != "host:host") {
+            let name = format!("{mib} MiB: stream {pair} beside host:host");
+            records.push(Record::at_least(name, *gbps, "GB/s", *host, Some(NO_CLIFF)));
+        }
+    }
+    Ok(records)
+}
+
+/// `gaudi_ipc` beside its floors.
+fn beside(ipc: &Figures, cma: &Figures, posix: &Figures, sizes: &[usize]) -> Result<Vec<Record>> {
+    let mut records = Vec::new();
+    for op in ["get", "put"] {
+        for size in sizes {
+            let bytes = size << 20;
+            let value = figure(ipc, &format!("{op} {bytes}"))?;
+            let mut held = |floor: f64, what: &str, target| {
+                let name = format!("{op}, {size} MiB, beside {what}");
+                records.push(Record::at_least(name, value, "GB/s", floor, target));
+            };
+            held(figure(ipc, &format!("memcpy {bytes}"))?, "memcpy", Some(OF_MEMCPY));
+            held(figure(cma, &format!("{op} {bytes}"))?, "cma between host memories", Some(OF_CMA));
+            held(figure(posix, &format!("{op} {bytes}"))?, "posix between host memories", None);
+        }
+        let latency = |from: &Figures| figure(from, &format!("{op} latency"));
+        let name = format!("{op}, 8 bytes, one at a time, beside cma");
+        records.push(Record::at_most(name, latency(ipc)?, "µs", latency(cma)?, None));
+    }
+    Ok(records)
+}
+
+pub(super) fn run(repo: &Repo, quick: bool) -> Result<Vec<Record>> {
+    let bench = Workbench::new(repo.layout().clone());
+    let sizes: &[usize] = if quick { &QUICK } else { &SIZES };
+    let work = Work::start("gaudi_ipc, cma, posix".to_owned());
+    let ipc = rotate(&bench, "gaudi:gaudi", None, sizes)?;
+    let cma = rotate(&bench, "host:host", Some("self,sysv,cma"), sizes)?;
+    let posix = rotate(&bench, "host:host", Some("self,posix"), sizes)?;
+    work.done("");
+    let work = Work::start("every operation and pair of memories".to_owned());
+    let cells = matrix(&bench, quick)?;
+    work.done("");
+    let mut records = beside(&ipc, &cma, &posix, sizes)?;
+    records.extend(cliffs(&cells)?);
+    Ok(records)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_are_read_line_by_line() {
+        let read = figures("put first unpack\t12.5\nnoise\nget 1048576\t3\nbad\tx\n");
+        assert_eq!(read.len(), 2);
+        assert_eq!(figure(&read, "get 1048576").expect("there"), 3.0);
+        assert!(figure(&read, "get 1").is_err());
+    }
+
+    #[test]
+    fn a_cliff_is_found_and_named() {
+        let cell = |op: &str, pair: &str, gbps| ((op.to_owned(), pair.to_owned(), 1 << 20), gbps);
+        let cells = BTreeMap::from([
+            cell("get", "gaudi:gaudi", 10.0),
+            cell("put", "gaudi:host", 1.0),
+            cell("stream", "host:host", 4.0),
+            cell("stream", "gaudi:gaudi", 3.0),
+        ]);
+        let records = cliffs(&cells).expect("complete");
+        assert_eq!(records.len(), 2);
+        assert!(records[0].name.contains("put gaudi:host"), "{}", records[0].name);
+        assert_eq!((records[0].ratio, records[0].met), (0.1, Some(false)));
+        assert_eq!((records[1].ratio, records[1].met), (0.75, Some(true)));
+    }
+}

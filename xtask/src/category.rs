@@ -65,6 +65,7 @@ impl Category {
                     "asynchronous",
                     "registration",
                     "staging",
+                    "one_sided",
                 ],
                 words: &[],
             },

@@ -61,7 +61,27 @@ pub(super) fn run(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
     fences(scene, tally)?;
     flushes(scene, tally)?;
     more_than_there_is_room_for(scene, tally)?;
+    beside_one_that_does_not_progress(scene, tally)?;
     closed_in_flight(scene, tally)
+}
+
+/// Some copies fail: each ends all the same, and those that failed say so.
+pub(super) fn failing(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
+    let stage = Stage::new(scene, 6)?;
+    let tickets: Vec<Ticket> = (0..32).map(|_| Ticket::default()).collect();
+    let mut failed = 0;
+    for (n, ticket) in tickets.iter().enumerate() {
+        failed += usize::from(stage.put(n * 30_000, n * 30_000, 30_000, ticket).is_err());
+    }
+    let flushed = Ticket::default();
+    stage.copier.flush(&flushed)?;
+    for ticket in &tickets {
+        failed += usize::from(stage.wait(ticket).is_err());
+    }
+    stage.wait(&flushed)?;
+    check(tally, "those that failed say so", failed > 0);
+    println!("{failed} of {} copies failed", tickets.len());
+    Ok(())
 }
 
 /// Many pieces, strided ones, odd lengths, none at all: they arrive one behind the other.
@@ -157,6 +177,34 @@ fn more_than_there_is_room_for(scene: &Scene<'_>, tally: &mut Tally) -> Result<(
         stage.wait(ticket)?;
     }
     check(tally, "300 copies at once arrive", stage.read(0, 900_000)? == stage.host[..900_000]);
+    Ok(())
+}
+
+/// An interface that posts copies and is never called again keeps nothing from others.
+fn beside_one_that_does_not_progress(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
+    let (stuck, other) = (Stage::new(scene, 7)?, Stage::new(scene, 8)?);
+    let tickets: Vec<Ticket> = (0..300).map(|_| Ticket::default()).collect();
+    let (local, memh) = (stuck.host.as_ptr() as u64, stuck.handle.handle());
+    stuck.copier.put(&stuck.host, stuck.device.address())?;
+    for (n, ticket) in tickets.iter().enumerate() {
+        let at = (n * 3000) as u64;
+        // The same bytes back to where they came from, through bounce slots.
+        // SAFETY: inside the buffers; waited for below.
+        unsafe {
+            let from = stuck.device.address() + at;
+            stuck.copier.start(Way::Get, (local + at, 3000), memh, from, ticket)?;
+        }
+    }
+    let ticket = Ticket::default();
+    for n in 0..100 {
+        other.put(n * 9000, n * 9000, if n % 2 == 0 { 9000 } else { 500 }, &ticket)?;
+        other.wait(&ticket)?;
+    }
+    let right = other.read(99 * 9000, 500)? == other.host[99 * 9000..99 * 9000 + 500];
+    check(tally, "others go on beside an interface that does not progress", right);
+    for ticket in &tickets {
+        stuck.wait(ticket)?;
+    }
     Ok(())
 }
 

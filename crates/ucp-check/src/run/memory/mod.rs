@@ -53,6 +53,8 @@ pub enum Check {
     HostOnly,
     /// Copies under way: pieces, fences, flushes, more than there is room for, closed in flight
     Copies,
+    /// Copies of which some fail, as someone has arranged for: all end, and the failed ones say so
+    FailingCopies,
     /// Thousands of cycles of registration, export and allocation: nothing may be left behind
     Churn,
     /// Copy from memory that comes and goes at the same addresses: every byte is that of now
@@ -185,6 +187,7 @@ fn one(check: Check, scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
         Check::Register => register::run(scene, tally),
         Check::HostOnly => register::host_only(scene, tally),
         Check::Copies => copies::run(scene, tally),
+        Check::FailingCopies => copies::failing(scene, tally),
         Check::Churn => churn::run(scene, tally),
         Check::Rcache => rcache::run(scene, tally),
         Check::Keys => keys::run(scene, tally),

@@ -4,7 +4,7 @@ use super::sys::{
     self, AllocatedMemory, Completion, EpParams, GetShort, IfaceAttr, IfaceOps, IfaceParams, Iov,
     Progress, PutShort, Raw, Zcopy, slot,
 };
-use super::{Domain, Registration, Result};
+use super::{Domain, Key, Registration, Result};
 use std::ffi::{CString, c_void};
 use std::mem::{transmute, zeroed};
 use std::ptr;
@@ -220,6 +220,28 @@ impl<'d> Copier<'d> {
         unsafe { self.zcopy(Way::Get, to.as_mut_ptr(), to.len(), Some(by), from) }
     }
 
+    /// Copies from a peer's memory, attached as `by`, to what `key` is for. Both are the peer's
+    /// addresses.
+    pub fn put_attached(
+        &self,
+        from: u64,
+        length: usize,
+        by: &Registration<'_>,
+        to: u64,
+        key: &Key<'_>,
+    ) -> Result<()> {
+        let ticket = Ticket::default();
+        let ends = (from, length);
+        // SAFETY: no memory of this process takes part.
+        unsafe { self.start_with(Way::Put, ends, by.handle(), to, key.raw(), &ticket)? };
+        let since = Instant::now();
+        while !ticket.is_free() {
+            self.progress();
+            assert!(since.elapsed() < LIMIT, "put of {length} bytes hangs");
+        }
+        self.outcome(Way::Put, &ticket)
+    }
+
     /// Starts a copy and waits for it.
     ///
     /// # Safety
@@ -254,9 +276,26 @@ impl<'d> Copier<'d> {
     pub(crate) unsafe fn start(
         &self,
         way: Way,
+        local: (u64, usize),
+        memh: Raw,
+        remote: u64,
+        ticket: &Ticket,
+    ) -> Result<()> {
+        // SAFETY: as the caller promises.
+        unsafe { self.start_with(way, local, memh, remote, sys::INVALID_RKEY, ticket) }
+    }
+
+    /// The same with a remote key.
+    ///
+    /// # Safety
+    /// As for [`Copier::start`]; `rkey` is invalid or live.
+    unsafe fn start_with(
+        &self,
+        way: Way,
         (local, length): (u64, usize),
         memh: Raw,
         remote: u64,
+        rkey: usize,
         ticket: &Ticket,
     ) -> Result<()> {
         assert!(ticket.is_free(), "a ticket serves one copy at a time");
@@ -269,7 +308,7 @@ impl<'d> Copier<'d> {
         let status = unsafe {
             (*ticket.0).status = sys::OK;
             (*ticket.0).count = 1;
-            copy(self.ep, &iov, 1, remote, sys::INVALID_RKEY, ticket.0)
+            copy(self.ep, &iov, 1, remote, rkey, ticket.0)
         };
         if status != sys::INPROGRESS {
             // SAFETY: UCX has not kept it.

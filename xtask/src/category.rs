@@ -56,12 +56,16 @@ impl Category {
                     "perftest",
                     "verify",
                     "soak",
+                    "ends",
+                    "loading",
+                    "names",
                     "guest",
                     "generations",
                     "abi",
                     "asynchronous",
                     "registration",
                     "staging",
+                    "one_sided",
                 ],
                 words: &[],
             },
@@ -73,7 +77,9 @@ impl Category {
                 end_to_end: &["detection"],
                 words: &["detect", "memtype", "mem_query"],
             },
-            Category::Ucm => Selection { packages: &[], end_to_end: &["ucm"], words: &["hooks"] },
+            Category::Ucm => {
+                Selection { packages: &[], end_to_end: &["ucm", "hooks"], words: &["hooks"] }
+            }
             Category::Ipc => Selection {
                 packages: &[],
                 end_to_end: &["ipc", "staging"],

@@ -6,19 +6,30 @@ use std::time::Duration;
 
 use e2e::{Device, SoftNode, Ucx, Workbench};
 
+fn node(latency_us: u32) -> SoftNode {
+    SoftNode::unique()
+        .with("SOFT_GAUDI_DEVICES", "2")
+        .with("SOFT_GAUDI_LATENCY", &latency_us.to_string())
+}
+
 #[track_caller]
 fn passes(ucx: Ucx, latency_us: u32, arguments: &str) -> String {
+    passes_on(ucx, node(latency_us), arguments)
+}
+
+#[track_caller]
+fn passes_on(ucx: Ucx, node: SoftNode, arguments: &str) -> String {
     let bench = Workbench::from_env();
-    let node = SoftNode::unique()
-        .with("SOFT_GAUDI_DEVICES", "2")
-        .with("SOFT_GAUDI_LATENCY", &latency_us.to_string());
+    // Its folder goes with it, and the faults in there.
+    let device = Device::Software(node);
     let client = bench
         .ucp_check(ucx)
         .plugin()
-        .device(&Device::Software(node))
+        .device(&device)
         .words(arguments)
         .arg("--ucx")
         .arg(ucx.root(bench.layout()))
+        .env("UCX_GAUDI_COPY_ABORT_ON_ERROR", "n")
         .limit(Duration::from_secs(300));
     client.run().ok().stdout
 }
@@ -60,4 +71,27 @@ fn copies_that_are_over_at_once_need_no_sleep() {
 fn several_threads_on_one_worker() {
     let said = passes(Ucx::V1_22, 300, "threads --plain --count 4 --sizes 1,4K,64K+1,1M+3");
     assert!(said.contains(" passed, 0 failed"), "{said}");
+}
+
+/// Pieces, fences, flushes, more copies than there is room for, and an interface closed too early:
+/// with copies that end at once, and with some that do not.
+#[test]
+fn order_and_end_of_copies_through_uct() {
+    for latency_us in [0, 300] {
+        for ucx in Ucx::ALL {
+            let said = passes(ucx, latency_us, "memory copies");
+            assert!(said.contains(" passed, 0 failed"), "{said}");
+        }
+    }
+}
+
+/// The card is reset in the middle of it all: each completion is called, with the error where there
+/// was one, and the flush behind them ends.
+#[test]
+fn copies_that_fail_under_way_say_so_in_their_completions() {
+    for latency_us in [0, 300] {
+        let node = node(latency_us).with_faults("transfer fail:EIO after=7");
+        let said = passes_on(Ucx::V1_22, node, "memory failing-copies");
+        assert!(said.contains(" of 32 copies failed"), "{said}");
+    }
 }

@@ -70,6 +70,8 @@ const EFFECTS: &[Effect] = &[
         variable: "UCX_GAUDI_COPY_REG_COST",
         value: "31us",
         shows: "gaudi_copy registers in 31000 ns",
+        // With it, UCX is told what finding pinned memory costs.
+        with: &[("UCX_GAUDI_COPY_ENABLE_RCACHE", "no")],
         ..PLAIN
     },
     // By default it is done without, at info level; rcache.rs has the rest.

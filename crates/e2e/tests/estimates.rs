@@ -149,7 +149,7 @@ fn ucp_chooses_by_them() {
             let choice = protocols.choice("intra-node", TAG, size);
             choice.unwrap_or_else(|| panic!("{protocols:?}")).protocol.clone()
         };
-        let small = protocol(&[("UCX_GAUDI_COPY_REG_COST", "0")], 8);
+        let small = protocol(&[], 8);
         assert_eq!(small, "eager copy-in copy-out", "UCX {}", ucx.name());
         // Waiting for copies is dear: better have them done in the background.
         let waiting = protocol(&[("UCX_GAUDI_COPY_LATENCY", "short:50us,zcopy:2us")], 8);

@@ -1,6 +1,9 @@
 //! What the benches measure, measured briefly: that there are figures, not how good they are (a shared
 //! machine's clock proves nothing in a test).
 
+use std::path::Path;
+use std::process::Command;
+
 use e2e::{Device, Perftest, Workbench};
 
 #[track_caller]
@@ -36,6 +39,22 @@ fn performance_smoke_of_gaudi_bandwidth() {
     }
 }
 
+/// `cargo xtask bench NAME --quick --json FILE`.
+fn quick_bench(bench: &Workbench, name: &str, json: &Path) -> Command {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut command = Command::new(cargo);
+    // They describe this package; handed on, they make cargo rebuild crates that watch them.
+    for (name, _) in std::env::vars_os() {
+        if name.to_str().is_some_and(|name| name.starts_with("CARGO_")) {
+            command.env_remove(name);
+        }
+    }
+    command.args(["xtask", "bench", name, "--quick", "--json"]).arg(json);
+    command.current_dir(env!("CARGO_MANIFEST_DIR"));
+    command.env("CARGO_TARGET_DIR", bench.layout().target());
+    command
+}
+
 /// The whole bench, briefly: a figure for everything it promises, a JSON list and a drawing.
 #[test]
 fn performance_smoke_of_the_copy_bench() {
@@ -45,23 +64,8 @@ fn performance_smoke_of_the_copy_bench() {
         std::env::temp_dir().join(format!("copy-bench-{}.{ending}", std::process::id()))
     };
     let (json, svg) = (file("json"), file("svg"));
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let mut command = std::process::Command::new(cargo);
-    // They describe this package; handed on, they make cargo rebuild crates that watch them.
-    for (name, _) in std::env::vars_os() {
-        if name.to_str().is_some_and(|name| name.starts_with("CARGO_")) {
-            command.env_remove(name);
-        }
-    }
-    let output = command
-        .args(["xtask", "bench", "copy", "--quick", "--json"])
-        .arg(&json)
-        .arg("--svg")
-        .arg(&svg)
-        .current_dir(env!("CARGO_MANIFEST_DIR"))
-        .env("CARGO_TARGET_DIR", bench.layout().target())
-        .output()
-        .expect("cargo runs");
+    let output = quick_bench(&bench, "copy", &json).arg("--svg").arg(&svg).output();
+    let output = output.expect("cargo runs");
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     let (results, drawing) = (std::fs::read_to_string(&json), std::fs::read_to_string(&svg));
     let _ = (std::fs::remove_file(&json), std::fs::remove_file(&svg));
@@ -87,4 +91,48 @@ fn performance_smoke_of_the_copy_bench() {
     assert_eq!(drawing.matches("<polyline").count(), 4, "{drawing}");
     assert!(drawing.starts_with("<svg ") && drawing.trim_end().ends_with("</svg>"), "{drawing}");
     assert!(!drawing.contains("NaN"), "{drawing}");
+}
+
+/// A figure and a protocol for every operation, pair of memories, size, UCX and variant.
+#[test]
+fn performance_smoke_of_the_cliffs_bench() {
+    let bench = Workbench::from_env();
+    let json = std::env::temp_dir().join(format!("cliffs-bench-{}.json", std::process::id()));
+    let output = quick_bench(&bench, "cliffs", &json).output().expect("cargo runs");
+    let results = std::fs::read_to_string(&json);
+    let _ = std::fs::remove_file(&json);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{said}");
+    let results: serde_json::Value =
+        serde_json::from_str(&results.expect("JSON was written")).expect("well formed");
+    let results = results.as_array().expect("a list");
+    assert_eq!(results.len(), 5 * 4 * 2 * 2 * 2, "{said}");
+    for row in results {
+        let positive = |field: &str| row[field].as_f64().is_some_and(|value| value > 0.0);
+        assert!(["value", "floor", "ratio"].into_iter().all(positive), "{row}");
+        let name = row["name"].as_str().expect("a name");
+        assert!(!name.ends_with("not told"), "no protocol: {name}");
+    }
+    let shown = String::from_utf8_lossy(&output.stdout);
+    assert!(shown.contains("worst:") && shown.contains("software emulation"), "{shown}");
+}
+
+/// Put and get beside three floors, their latency, the worst operation and the streams.
+#[test]
+fn performance_smoke_of_the_ipc_bench() {
+    let bench = Workbench::from_env();
+    let json = std::env::temp_dir().join(format!("ipc-bench-{}.json", std::process::id()));
+    let output = quick_bench(&bench, "ipc", &json).output().expect("cargo runs");
+    let results = std::fs::read_to_string(&json);
+    let _ = std::fs::remove_file(&json);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{said}");
+    let results: serde_json::Value =
+        serde_json::from_str(&results.expect("JSON was written")).expect("well formed");
+    let results = results.as_array().expect("a list");
+    assert_eq!(results.len(), 2 * (3 + 1) + 1 + 3, "{said}");
+    for row in results {
+        let positive = |field: &str| row[field].as_f64().is_some_and(|value| value > 0.0);
+        assert!(["value", "floor", "ratio"].into_iter().all(positive), "{row}");
+    }
 }

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
 use hl_thunk::ExportCall;
 use hl_thunk::packet::{self, LinDma};
@@ -30,6 +31,9 @@ const BOUNCE_SLOTS: u32 = 64;
 /// Staging slots between two cards.
 const STAGING_LEN: usize = 1 << 20;
 const STAGING_SLOTS: u32 = 8;
+
+/// Pauses while memory waits for peers to let it go, a second in all.
+const PEERS_PAUSES_MS: [u64; 11] = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512];
 
 /// Identifies one opening of a card in this process; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -144,19 +148,29 @@ impl Device {
     /// always given). The contents are not defined.
     pub fn alloc(self: &Arc<Self>, len: u64, align: u64) -> Result<Allocation, Error> {
         self.announcement.ensure(runtime().windows(), &self.window);
-        let take = || self.memory.take(&*self.backend, len, align);
-        let taken = take().or_else(|error| match error.kind() {
-            // Freed memory may be waiting for peers that have let it go meanwhile.
-            ErrorKind::OutOfMemory => {
-                share::settle();
-                take()
-            }
-            _ => Err(error),
-        });
+        let taken = self.take(len, align);
         let base = taken.map_err(|error| self.failed(error))?;
         self.counts.allocated(len);
         runtime().table().insert(Entry { base, len, device: self.id });
         Ok(Allocation::new(Arc::clone(self), DeviceAddr(base), len))
+    }
+
+    /// Takes memory from the pool. Where there is none left, and freed memory waits for peers to let
+    /// it go, waits a moment for them too.
+    fn take(&self, len: u64, align: u64) -> Result<u64, Error> {
+        let mut pauses = PEERS_PAUSES_MS.into_iter();
+        loop {
+            let error = match self.memory.take(&*self.backend, len, align) {
+                Err(error) if error.kind() == ErrorKind::OutOfMemory => error,
+                taken => return taken,
+            };
+            if self.counts.get(Counter::IpcQuarantinedBytes) == 0 {
+                return Err(error);
+            }
+            let Some(pause) = pauses.next() else { return Err(error) };
+            std::thread::sleep(Duration::from_millis(pause));
+            share::settle();
+        }
     }
 
     /// The other half of [`Allocation`]. Memory that another process has open waits until it has let
@@ -437,6 +451,12 @@ impl Device {
     /// What the registration cache of this device holds.
     pub fn registration_cache(&self) -> CacheInfo {
         self.registrations.info()
+    }
+
+    /// Whether a copy would find all of this host memory in the registration cache. Takes and counts
+    /// what the copy's own lookup would.
+    pub fn is_cached(&self, ptr: *const u8, len: usize) -> bool {
+        self.registrations.find(ptr as usize, len).is_some()
     }
 
     pub(crate) fn registrations(&self) -> &Cache {

@@ -61,6 +61,13 @@ impl fmt::Display for Holders {
 }
 
 impl Holders {
+    /// This process alone.
+    #[cfg(test)]
+    pub(crate) fn ourselves() -> Self {
+        let holder = Holder { pid: std::process::id(), command: String::from("test") };
+        Holders { found: vec![holder], incomplete: false }
+    }
+
     /// Whether this very process is among them.
     pub(crate) fn is_this_process(&self) -> bool {
         self.found.iter().any(|holder| holder.pid == std::process::id())

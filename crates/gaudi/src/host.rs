@@ -1,7 +1,7 @@
 //! Host memory that was registered: recorded here, pinned for a device only when a DMA needs it.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::backend::HostPin;
@@ -19,7 +19,12 @@ pub struct HostRegion {
     start: usize,
     len: usize,
     pins: Mutex<Vec<Pinned>>,
+    /// Bytes of medium-sized copies that went through bounce slots, see [`HostRegion::earns_pin`].
+    bounced: AtomicUsize,
 }
+
+/// A region is worth pinning when this part of its length was copied without.
+const EARNING_SHARE: usize = 16;
 
 #[derive(Debug)]
 struct Pinned {
@@ -35,7 +40,21 @@ impl HostRegion {
     pub fn record(ptr: *mut u8, len: usize) -> Arc<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        Arc::new(Self { id, start: ptr as usize, len, pins: Mutex::default() })
+        Arc::new(Self {
+            id,
+            start: ptr as usize,
+            len,
+            pins: Mutex::default(),
+            bounced: AtomicUsize::new(0),
+        })
+    }
+
+    /// Whether the region is worth pinning for one more copy that a bounce slot would do as well.
+    /// Pinning costs by the length of the region, which may be a program's whole memory: it pays
+    /// when a fair share of it was copied.
+    pub(crate) fn earns_pin(&self, len: usize) -> bool {
+        let before = self.bounced.fetch_add(len, Ordering::Relaxed);
+        before.saturating_add(len) >= self.len / EARNING_SHARE
     }
 
     /// Whether all of `[addr, addr + len)` lies inside.
@@ -64,6 +83,25 @@ impl HostRegion {
         let pins = self.pins.lock().unwrap_or_else(PoisonError::into_inner);
         let here = pins.iter().find(|pinned| pinned.device_id == device.id());
         here.is_some_and(|pinned| pinned.pin.as_ref().is_some_and(|pin| pin.strong_count() > 0))
+    }
+
+    /// Has the device pin the region now and not at the first copy; whether it can be pinned.
+    ///
+    /// # Safety
+    /// The region's memory must be there, and stay as long as the region or copies from it do.
+    pub unsafe fn prepare(&self, device: &Arc<Device>) -> Result<bool, Error> {
+        let cache = device.registrations();
+        if cache.find(self.start, self.len).is_some() {
+            return Ok(true);
+        }
+        let pinned = if cache.keeps(self.len) {
+            // SAFETY: the caller's promise.
+            unsafe { cache.pin(device, (self.start, self.len), self.range())? }
+        } else {
+            // SAFETY: as above.
+            unsafe { self.pin(device, self.start)? }
+        };
+        Ok(pinned.is_some())
     }
 
     /// Where the device sees `addr`, pinning the region if it was not yet. `None`: it cannot be
@@ -128,6 +166,16 @@ pub(crate) fn cannot_be_pinned(error: &Error) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_region_is_pinned_for_medium_copies_when_they_have_earned_it() {
+        let small = HostRegion::record(0x1000 as *mut u8, 256 << 10);
+        assert!(small.earns_pin(16 << 10), "a sixteenth at once");
+        let large = HostRegion::record(0x1000 as *mut u8, 1 << 30);
+        let copies = (0..).take_while(|_| !large.earns_pin(64 << 10)).count();
+        assert_eq!(copies, 1023);
+        assert!(large.earns_pin(64 << 10), "for good");
+    }
 
     #[test]
     fn a_region_contains_its_parts_and_nothing_that_sticks_out() {

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
+use arc_swap::ArcSwap;
 use hl_thunk::{Generation, Library};
 
 use crate::backend::Backend;
@@ -38,6 +39,8 @@ pub struct Runtime {
     /// One card is opened at a time, so that two threads share it instead of racing for it.
     opening: Mutex<()>,
     cards: Mutex<HashMap<BusId, OpenCard>>,
+    /// The same devices again, for those who ask at every copy. Changed under the lock of `cards`.
+    directory: ArcSwap<Vec<(DeviceId, Weak<Device>)>>,
     card_closed: Condvar,
     next_id: AtomicU32,
     notes: Mutex<Notes>,
@@ -226,7 +229,10 @@ impl Runtime {
         let registration = Registration { bus_id: info.bus_id.clone(), id };
         let device = Device::new(backend, window, geometry, blocked, registration);
         let open = OpenCard { id, info: info.clone(), device: Arc::downgrade(&device) };
-        self.cards().insert(info.bus_id.clone(), open);
+        let mut cards = self.cards();
+        cards.insert(info.bus_id.clone(), open);
+        self.list(&cards);
+        drop(cards);
         Ok(device)
     }
 
@@ -268,9 +274,10 @@ impl Runtime {
         self.register_access.load(Ordering::Relaxed)
     }
 
-    /// The open device with this id.
+    /// The open device with this id. Wait-free.
     pub fn device(&self, id: DeviceId) -> Option<Arc<Device>> {
-        self.cards().values().find(|card| card.id == id)?.device.upgrade()
+        let directory = self.directory.load();
+        directory.iter().find(|(other, _)| *other == id)?.1.upgrade()
     }
 
     /// The cards this process has open.
@@ -304,6 +311,11 @@ impl Runtime {
         let (errors, _lost) = library.take_drop_errors();
         let name = |error| Error::driver(Phase::Use, "giving something back to the driver", error);
         errors.into_iter().map(name).collect()
+    }
+
+    fn list(&self, cards: &HashMap<BusId, OpenCard>) {
+        let devices = cards.values().map(|card| (card.id, card.device.clone()));
+        self.directory.store(Arc::new(devices.collect()));
     }
 
     /// Never drop a [`Device`] handle while holding this: closing takes it too.
@@ -352,6 +364,7 @@ impl Drop for Registration {
         let mut cards = runtime.cards();
         if cards.get(&self.bus_id).is_some_and(|card| card.id == self.id) {
             cards.remove(&self.bus_id);
+            runtime.list(&cards);
         }
         drop(cards);
         runtime.card_closed.notify_all();
@@ -437,8 +450,12 @@ fn none_opened(mut failures: Failures, holders: impl FnOnce(&[u32]) -> Vec<Holde
         let error = failures.remove(0).1;
         return if ours { error.advise_instead(LENDING) } else { error };
     }
+    let mut ours = false;
     let reason = |(card, error): &(DeviceInfo, Error)| match why(error) {
-        Some(holders) => format!("{}: {holders}", card.bus_id),
+        Some(holders) => {
+            ours |= holders.is_this_process();
+            format!("{}: {holders}", card.bus_id)
+        }
         None => format!("{}: {}", card.bus_id, error.detail()),
     };
     let cards: Vec<String> = failures.iter().map(reason).collect();
@@ -446,7 +463,7 @@ fn none_opened(mut failures: Failures, holders: impl FnOnce(&[u32]) -> Vec<Holde
         ErrorKind::DeviceBusy,
         OPENING,
         format!("none of {} cards is free ({})", cards.len(), cards.join("; ")),
-        "wait for one of the owners or end it",
+        if ours { LENDING } else { "wait for one of the owners or end it" },
     );
     error.set_errno(libc::EBUSY);
     error
@@ -510,6 +527,9 @@ mod tests {
         };
         let all_busy = error(|_| libc::EBUSY);
         assert_eq!((all_busy.kind(), all_busy.errno()), (ErrorKind::DeviceBusy, Some(libc::EBUSY)));
+        let ours = first_to_open(cards(3), |card| refused(card, libc::EBUSY), |_| {}).unwrap_err();
+        let ours = none_opened(ours, |nodes| vec![Holders::ourselves(); nodes.len()]);
+        assert!(ours.to_string().contains("ucx_gaudi_lend"), "{ours}");
         let text = all_busy.to_string();
         assert!(text.contains("none of 3 cards is free"), "{text}");
         assert_eq!(text.matches("no process here has it open").count(), 3, "{text}");

@@ -45,7 +45,7 @@ fn cards_whose_driver_answers_with_equal_addresses_are_kept_apart() {
 }
 
 #[test]
-fn registers_are_refused_by_us_and_then_by_the_driver() {
+fn registers_are_refused_by_us_and_then_by_the_driver_unless_on_its_list() {
     let device = setup();
     // Inside the configuration space, but no block starts there.
     let address = DeviceAddr(0x1000_007f_f800_0004);
@@ -53,7 +53,11 @@ fn registers_are_refused_by_us_and_then_by_the_driver() {
     assert_eq!((off.kind(), off.errno()), (ErrorKind::PermissionDenied, None));
     runtime().allow_register_access(true);
     let unlisted = device.map_block(address).unwrap_err();
+    let listed = DeviceAddr(0x1000_007f_fc31_e000);
+    let block = device.map_block(listed).unwrap();
     runtime().allow_register_access(false);
+    assert_eq!((block.address(), block.len(), block.device().id()), (listed, 4096, device.id()));
+    assert_eq!(block.read(0), Ok(u32::from_le_bytes(*b"soft")), "says that it is no hardware");
     assert_eq!((unlisted.kind(), unlisted.errno()), (ErrorKind::InvalidParams, Some(libc::EINVAL)));
     let text = unlisted.to_string();
     assert!(text.contains("hlthunk_get_hw_block") && text.contains("on its list"), "{text}");

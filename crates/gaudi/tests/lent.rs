@@ -21,7 +21,7 @@ struct Application {
 impl Application {
     /// Opens a card that no other test uses.
     fn start() -> Application {
-        static NEXT: AtomicU32 = AtomicU32::new(32);
+        static NEXT: AtomicU32 = AtomicU32::new(0);
         machine::set_up("gaudi2");
         let index = NEXT.fetch_add(1, Ordering::Relaxed);
         let cards = runtime().discover().unwrap();
@@ -35,7 +35,8 @@ impl Application {
         DeviceMemory::alloc(&self.card, len).unwrap().map(hint).unwrap()
     }
 
-    /// Somewhere no other test's card has memory: the engine refuses two cards at one address.
+    /// Somewhere no other card has memory or a window (those of the first cards are in the upper half
+    /// of the range): the engine refuses two cards at one address.
     fn map_apart(&self, len: u64) -> DeviceMapping {
         const PAGE: u64 = 0x3000_0000;
         let aligned = 0x5000_0000_0000_u64.next_multiple_of(PAGE);

@@ -8,7 +8,8 @@ use std::sync::Arc;
 use hl_thunk::packet::LinDma;
 use hl_thunk::{
     Chunk, CommandBuffer, ControlDevice, Device, DeviceAddr, DeviceMemory, Direction, DmaBuf,
-    Error, ExportCall, Generation, HostMapping, HostPages, ImportedMapping, Library, WaitStatus,
+    Error, ExportCall, Generation, HostMapping, HostPages, HwBlock, ImportedMapping, Library,
+    WaitStatus,
 };
 
 const PAGE: u64 = 768 << 20;
@@ -204,4 +205,41 @@ fn an_imported_dmabuf_is_copied_like_host_memory() {
     assert_eq!(up.bytes(8192), sent);
     let file = std::fs::File::open("/dev/null").unwrap();
     assert!(ImportedMapping::new(&importer, file.as_fd(), 4096).is_err());
+}
+
+/// Globals of a sync manager: on the driver's list.
+const BLOCK: DeviceAddr = DeviceAddr(0x1000_007f_fc31_e000);
+
+#[test]
+fn a_register_block_on_the_drivers_list_is_mapped_until_dropped() {
+    let library = library();
+    let bus_id = machine::fresh(library);
+    let device = Device::open(library, &bus_id).unwrap();
+    // Inside it, and the same of dcore 0, which is the kernel's.
+    for address in [BLOCK.0 + 4, 0x1000_007f_fc11_e000, 0] {
+        let other = HwBlock::map(&device, DeviceAddr(address)).unwrap_err();
+        assert_eq!((other.call, other.errno), ("hlthunk_get_hw_block", libc::EINVAL));
+    }
+    let block = HwBlock::map(&device, BLOCK).unwrap();
+    assert_eq!((block.len(), block.address()), (4096, BLOCK));
+    let words: Vec<u8> =
+        (0..16).step_by(4).flat_map(|at| block.read(at).unwrap().to_le_bytes()).collect();
+    assert_eq!(words, b"software Gaudi  ", "nobody takes it for hardware");
+    // SAFETY: only memory stands behind these registers.
+    unsafe {
+        assert_eq!(block.write(4092, 7), Some(()));
+        assert_eq!(block.write(4096, 7), None);
+    }
+    assert_eq!((block.read(4092), block.read(64), block.read(4094)), (Some(7), Some(0), None));
+    let again = HwBlock::map(&device, BLOCK).unwrap();
+    assert_eq!(again.read(4092), Some(7), "the same registers");
+    let neighbour = HwBlock::map(&device, DeviceAddr(BLOCK.0 + 0x20_0000)).unwrap();
+    assert_eq!(neighbour.read(4092), Some(0), "another dcore's");
+
+    // The mapping keeps the card, and lets it go; the next owner finds nothing of it.
+    drop((device, again, neighbour));
+    assert_eq!(Device::open(library, &bus_id).unwrap_err().errno, libc::EBUSY);
+    drop(block);
+    let device = Device::open(library, &bus_id).unwrap();
+    assert_eq!(HwBlock::map(&device, BLOCK).unwrap().read(4092), Some(0));
 }

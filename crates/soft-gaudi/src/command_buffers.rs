@@ -5,7 +5,7 @@
 //! one made from the user's descriptor would keep the card busy after the user closed it.
 
 use std::collections::{HashMap, VecDeque};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
@@ -80,6 +80,11 @@ impl CommandBuffers {
             quarantined: 0,
             reusable: HashMap::new(),
         })
+    }
+
+    /// The node's file, by a descriptor that does not hold the card.
+    pub(crate) fn file(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
     }
 
     /// Makes a buffer of at least a page.

@@ -25,7 +25,7 @@ use crate::registers::Registers;
 use crate::signals::Signals;
 use crate::state::{self, DeviceState};
 use crate::submission::{Submission, Window};
-use crate::{dmabuf, guarded, ownership, workers};
+use crate::{blocks, dmabuf, guarded, ownership, workers};
 
 /// One open card.
 #[derive(Debug)]
@@ -114,6 +114,7 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
     // The library's own look at the command buffers, see `command_buffers`.
     let second = node.open(device, Role::Compute)?;
     let buffers = CommandBuffers::new(second)?;
+    blocks::prepare(buffers.file(), node.profile)?;
     let id = state.context.fetch_add(1, Ordering::AcqRel) + 1;
     state.begin(node.config.dram_size);
     let profile = node.profile;

@@ -19,6 +19,7 @@ pub mod dmabuf;
 pub mod dram;
 
 mod address_space;
+mod blocks;
 mod bus;
 mod card_memory;
 mod command_buffers;

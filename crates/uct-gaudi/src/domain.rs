@@ -11,11 +11,11 @@ use gaudi::{
 use uct::abi::md_flag;
 use uct::config::{Ternary, Values, Variable};
 use uct::{
-    AllocRequest, Allocated, Component, DomainAttributes, LinearFunc, MemoryAnswer, MemoryDomain,
-    MemoryType, MemoryTypes, Region, Status, SysDevice, Ucx, Wants, log,
+    AllocRequest, Allocated, Component, DomainAttributes, MemoryAnswer, MemoryDomain, MemoryType,
+    MemoryTypes, Region, Status, SysDevice, Ucx, Wants, log,
 };
 
-use crate::estimates::Estimates;
+use crate::estimates::{self, Estimates};
 use crate::flavour::Flavour;
 use crate::settings::{self, Settings};
 use crate::{cards, hooks, memory_events, seeding, status};
@@ -314,7 +314,7 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
             access: if self.copies { both } else { MemoryTypes::NONE },
             dmabuf: if self.settings.dmabuf == Ternary::No { MemoryTypes::NONE } else { gaudi },
             max_alloc: u64::MAX,
-            register_cost: LinearFunc { constant: self.settings.reg_cost, slope: 0.0 },
+            register_cost: estimates::register_cost(&self.settings),
         }
     }
 

@@ -7,8 +7,10 @@
 
 use gaudi::Generation;
 use gaudi::topology::PciLink;
-use uct::config::{Keyed, Kind, Values, Variable};
+use uct::config::{Keyed, Kind, Ternary, Values, Variable};
 use uct::{Bandwidth, LinearFunc, MemoryType, Perf, PerfQuery};
+
+use crate::settings::Settings;
 
 /// What is left of a link's bandwidth for data of large copies: packet headers, requests and
 /// acknowledgements take the rest. UCX's CUDA transport reckons with 0.53 to 0.74.
@@ -106,6 +108,17 @@ fn usual_link(generation: Generation) -> PciLink {
         Generation::Gaudi3 => 32.0,
     };
     PciLink { gigatransfers, width: 16 }
+}
+
+/// Seconds to find memory that is pinned already.
+const CACHE_HIT: f64 = 50e-9;
+
+/// What UCX shall reckon a registration with. UCP adds it to the estimate of *every* copy, as if each
+/// had to register its buffers. That is so only where nothing is kept pinned: with the registration
+/// cache a copy pays for a look-up.
+pub(crate) fn register_cost(settings: &Settings) -> LinearFunc {
+    let constant = if settings.rcache == Ternary::No { settings.reg_cost } else { CACHE_HIT };
+    LinearFunc { constant, slope: 0.0 }
 }
 
 impl Estimates {

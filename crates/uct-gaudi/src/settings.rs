@@ -52,7 +52,8 @@ pub(crate) const VARIABLES: &[Variable] = &[
     Variable {
         name: "REG_COST",
         default: "7000ns",
-        help: "What UCX assumes the registration of a buffer to cost.",
+        help: "What UCX assumes the registration of a buffer to cost with ENABLE_RCACHE=no. UCX adds it\n\
+               to its estimate of every copy, so with the cache it is told the cost of a look-up.",
         kind: Kind::Time,
     },
     estimates::BANDWIDTH,

@@ -6,6 +6,7 @@ mod copy;
 mod host_latency;
 mod ipc;
 mod memory;
+mod rcache;
 mod record;
 mod svg;
 
@@ -31,6 +32,8 @@ pub(crate) enum Name {
     Ipc,
     /// Allocation, detection and export with few and many live allocations
     Memory,
+    /// The registration cache: hits with few and many regions, registering again, a steady loop
+    Rcache,
     /// The software card itself: latency and bandwidth of submissions beside memcpy and a futex
     SoftGaudi,
 }
@@ -39,7 +42,7 @@ impl Name {
     fn needs_stock_ucx(self) -> bool {
         match self {
             Name::Cliffs | Name::Copy | Name::HostLatency | Name::Ipc => true,
-            Name::Memory | Name::SoftGaudi => false,
+            Name::Memory | Name::Rcache | Name::SoftGaudi => false,
         }
     }
 }
@@ -93,6 +96,10 @@ pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
         Name::Memory => {
             dist::build(repo, Profile::Release)?;
             memory::run(repo)?
+        }
+        Name::Rcache => {
+            dist::build(repo, Profile::Release)?;
+            rcache::run(repo)?
         }
     };
     // A map of hundreds of figures was printed as such; what has a target is shown again.

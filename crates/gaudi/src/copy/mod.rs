@@ -18,6 +18,8 @@ pub(crate) mod ring;
 mod schedule_tests;
 pub(crate) mod short;
 #[cfg(test)]
+mod split_tests;
+#[cfg(test)]
 mod tests;
 mod transfer;
 mod waiter;

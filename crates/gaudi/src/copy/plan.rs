@@ -17,6 +17,10 @@ use crate::{Device, DeviceAddr, Direction, Error, ErrorKind, HostRegion};
 /// and unpinning costs the driver more than the CPU needs to copy it.
 pub(crate) const BOUNCE_LEN: usize = 64 * 1024;
 
+/// Up to this size the CPU's part of a bounced copy is hardly noticed beside the submission, and a
+/// registered region is not pinned for it.
+const SMALL_LEN: usize = 8 * 1024;
+
 /// An address in host memory, which the caller of the copy answers for.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HostPtr(pub(crate) *mut u8);
@@ -243,7 +247,7 @@ fn between(
 }
 
 /// One packet, or several where one cannot hold the length.
-fn straight(
+pub(super) fn straight(
     on: &Arc<Device>,
     dst: DeviceAddr,
     src: DeviceAddr,
@@ -321,7 +325,8 @@ unsafe fn host_path(
     }
     let region = region.filter(|region| region.contains(addr, len));
     let pinned = region.is_some_and(|region| region.is_pinned_for(device));
-    if len <= BOUNCE_LEN && !pinned {
+    let earned = len > SMALL_LEN && region.is_some_and(|region| region.earns_pin(len));
+    if len <= BOUNCE_LEN && !pinned && !earned {
         return Ok(HostPath::Bounce { guarded: false });
     }
     let whole = region.map_or(addr..addr + len, |region| region.range());
@@ -341,6 +346,6 @@ unsafe fn host_path(
     };
     Ok(match made {
         Some((addr, pin)) => HostPath::Pinned(addr, pin),
-        None => HostPath::Bounce { guarded: true },
+        None => HostPath::Bounce { guarded: len > BOUNCE_LEN },
     })
 }

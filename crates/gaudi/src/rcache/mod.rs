@@ -1,7 +1,7 @@
 //! The registration cache: host memory that was pinned for a card stays pinned, for the next copy.
 //!
-//! Pinning 16 MiB takes the driver longer than copying it; programs use the same buffers again and
-//! again. So the pins that copies make are kept, one [`Cache`] for each open card, and found by
+//! Pinning takes a driver call and work for every page, and programs use the same buffers again and
+//! again. So the pins that copies make are kept, in one cache for each open card, and found by
 //! address. What makes that hard is memory that goes away: the program may free a buffer, and get
 //! other memory at the same address, without telling anyone here.
 //!
@@ -10,7 +10,7 @@
 //! * `switch`: whether pins are kept at all.
 //! * this file: what pins are, what they cost, what happens in `fork`.
 //!
-//! A copy holds the pins it uses ([`HostPin`] in an [`Arc`]): a pin that leaves the cache meanwhile
+//! A copy holds the pins it uses: a pin that leaves the cache meanwhile
 //! is given back when the last copy that uses it has ended.
 //!
 //! Memory that cannot be pinned is not remembered: pinning is tried again each time. A refusal costs

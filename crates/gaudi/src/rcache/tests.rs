@@ -161,6 +161,28 @@ fn registering_again_finds_the_old_pin() {
 }
 
 #[test]
+fn a_region_can_be_pinned_before_the_first_copy() {
+    let (fake, device) = device(PLENTY);
+    let host = Pages::new(LARGE);
+    let prepare = || {
+        let region = HostRegion::record(host.addr, host.len);
+        // SAFETY: the memory stays until the end.
+        unsafe { region.prepare(&device) }
+    };
+    assert_eq!((prepare(), prepare()), (Ok(true), Ok(true)));
+    assert!(device.is_cached(host.at(5), LARGE - 5) && !device.is_cached(host.at(5), LARGE));
+    assert_eq!(fake.pins(), [(host.addr as u64, LARGE)]);
+    invalidate(host.addr as usize, 1);
+    assert!(!device.is_cached(host.addr, 1));
+    fake.refuse_pins(Some(libc::EFAULT));
+    assert_eq!(prepare(), Ok(false));
+    device.registrations().switch.get().unwrap().off();
+    fake.refuse_pins(None);
+    assert_eq!(prepare(), Ok(true), "by the region itself");
+    assert_eq!(fake.live_pins(), 0, "and for as long as that lives");
+}
+
+#[test]
 fn ranges_that_overlap_become_one_and_ranges_that_touch_do_not() {
     let (fake, device) = device(PLENTY);
     let target = device.alloc(3 * LARGE as u64, 1).unwrap();

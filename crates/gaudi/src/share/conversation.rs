@@ -2,7 +2,7 @@
 //! stopped, flooded or hostile.
 
 use std::fmt;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -50,14 +50,16 @@ impl fmt::Display for Refusal {
     }
 }
 
-/// Asks the broker of `peer`; the connection, and the descriptor it sent.
+/// Asks the broker of `peer`, and sends a descriptor along; the connection, and the descriptor that
+/// came back.
 pub(super) fn ask(
     peer: &Identity,
     request: Request,
+    enclosed: Option<BorrowedFd<'_>>,
 ) -> Result<(OwnedFd, Option<OwnedFd>), Refusal> {
     let end = Instant::now() + PATIENCE;
     loop {
-        match ask_once(peer, request, end) {
+        match ask_once(peer, request, enclosed, end) {
             // Its queue is full: others are being served or sent away.
             Err(Refusal::NobodyListens(Errno::AGAIN) | Refusal::Crowded)
                 if Instant::now() < end =>
@@ -72,6 +74,7 @@ pub(super) fn ask(
 fn ask_once(
     peer: &Identity,
     request: Request,
+    enclosed: Option<BorrowedFd<'_>>,
     end: Instant,
 ) -> Result<(OwnedFd, Option<OwnedFd>), Refusal> {
     let connection = socket::connect(peer).map_err(Refusal::NobodyListens)?;
@@ -80,7 +83,7 @@ fn ask_once(
     if !is_exporter || !socket::is_same_user(listener) {
         return Err(Refusal::NotTheExporter);
     }
-    match socket::send(connection.as_fd(), &request.pack(), None) {
+    match socket::send(connection.as_fd(), &request.pack(), enclosed) {
         // It may have said why before it hung up.
         Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => {}
         Err(_) => return Err(Refusal::HungUp),

@@ -13,7 +13,7 @@ use super::key::{self, Bus, Fields, Line, Token};
 use super::ledger::{Entry, File, Ledger};
 use super::message::Offered;
 use super::sessions::{Holder, Offers, Released, Sessions};
-use super::{Identity, KEY_LEN, broker};
+use super::{Identity, KEY_LEN, broker, keeper};
 use crate::stats::{Counter, Counts, Held, Holding};
 use crate::{Device, DeviceAddr, Error, ErrorKind, Location};
 
@@ -76,7 +76,7 @@ impl Drop for Export {
         // A forked child has inherited the offer, but not the say in it.
         if self.exporter.is_here() {
             let Fields { base, token, .. } = self.fields;
-            self.exporter.take_back(base, Some(token)).run();
+            self.exporter.take_back(base, Some(token));
         }
     }
 }
@@ -85,8 +85,7 @@ impl Drop for Export {
 #[derive(Debug)]
 struct Offer {
     token: Token,
-    /// None once the offer is being taken back.
-    dmabuf: Option<OwnedFd>,
+    dmabuf: OwnedFd,
     line: Option<u32>,
     export: Weak<Export>,
     _held: Held,
@@ -180,7 +179,7 @@ impl Exporter {
             // Its last share is just being dropped by another thread.
             let token = offer.token;
             drop(offers);
-            self.take_back(base, Some(token)).run();
+            self.take_back(base, Some(token));
         }
     }
 
@@ -204,8 +203,11 @@ impl Exporter {
             )));
         }
         let mut token = Token([0; 8]);
-        getrandom(&mut token.0[..], GetRandomFlags::empty())
-            .map_err(|error| failed(format!("getrandom: {error}")))?;
+        // All zeroes is no token: it means an empty line.
+        while token.0 == [0; 8] {
+            getrandom(&mut token.0[..], GetRandomFlags::empty())
+                .map_err(|error| failed(format!("getrandom: {error}")))?;
+        }
         let entry = Entry { base, token, file, fd: dmabuf.as_raw_fd() };
         let line = self.ledger.as_ref().and_then(|ledger| {
             let number = ledger.add(entry)?;
@@ -215,7 +217,7 @@ impl Exporter {
         let export = Arc::new(Export { exporter: self, fields });
         let offer = Offer {
             token,
-            dmabuf: Some(dmabuf),
+            dmabuf,
             line: line.map(|line| line.number),
             export: Arc::downgrade(&export),
             _held: device.counts().hold(Holding::Share, len),
@@ -225,26 +227,27 @@ impl Exporter {
 
     /// Ends the offer at `base`, if there is one (with this token): nobody can open it from now on,
     /// who has it open is known and told.
-    fn take_back(&self, base: u64, token: Option<Token>) -> Released {
+    fn take_back(&self, base: u64, token: Option<Token>) {
+        // Held throughout: who frees the memory meanwhile must learn who has it open.
         let mut sessions = self.sessions();
-        let is_it = |offer: &Offer| token.is_none_or(|token| offer.token == token);
-        let token = match self.offers().get_mut(&base).filter(|offer| is_it(offer)) {
-            Some(offer) => {
-                if let (Some(ledger), Some(line)) = (&self.ledger, offer.line.take()) {
-                    ledger.strike(line);
-                }
-                drop(offer.dmabuf.take());
-                offer.token
-            }
-            None => return Released::default(),
-        };
-        // Who got hold of it said so before, while the offer was listed.
-        let released = sessions.catch_up(self, Counts::process());
-        let offer = self.offers().remove(&base);
-        sessions.withdrawn(&Offered { base, token });
+        let mut offers = self.offers();
+        let listed = offers.get(&base);
+        if !listed.is_some_and(|offer| token.is_none_or(|token| offer.token == token)) {
+            return;
+        }
+        let Some(Offer { token, dmabuf, line, .. }) = offers.remove(&base) else { return };
+        drop(offers);
+        if let (Some(ledger), Some(line)) = (&self.ledger, line) {
+            ledger.strike(line);
+        }
+        drop(dmabuf);
+        // Who got hold of it before has written it down before.
+        let offered = Offered { base, token };
+        let by_us = sessions.withdrawn(&offered);
         drop(sessions);
-        drop(offer);
-        released
+        if by_us {
+            keeper::forget(|peer, held| peer == self.identity && *held == offered);
+        }
     }
 
     /// Another card of this very process has the memory open.
@@ -266,12 +269,7 @@ impl Offers for Exporter {
         if !offer.token.matches(&offered.token) {
             return None;
         }
-        offer.dmabuf.as_ref()?.try_clone().ok()
-    }
-
-    fn knows(&self, offered: &Offered) -> bool {
-        let offers = self.offers();
-        offers.get(&offered.base).is_some_and(|offer| offer.token.matches(&offered.token))
+        offer.dmabuf.try_clone().ok()
     }
 }
 
@@ -296,7 +294,7 @@ pub(crate) fn freed(
     release: impl FnOnce() + Send + 'static,
 ) {
     let Some(exporter) = Exporter::if_any() else { return release() };
-    exporter.take_back(base.0, None).run();
+    exporter.take_back(base.0, None);
     counts.add(Counter::IpcQuarantinedBytes, len);
     let release = move || {
         counts.subtract(Counter::IpcQuarantinedBytes, len);

@@ -98,27 +98,32 @@ impl Failure {
 
 /// Fetches the dma-buf that a key names, from this process itself or from `peer`.
 pub(super) fn fetch(key: &Fields, peer: Option<&Peer>) -> Result<(OwnedFd, Way), Failure> {
-    let (dmabuf, way) = match peer {
+    let (dmabuf, file, way) = match peer {
         Some(peer) => fetch_from(peer, key)?,
         None => {
             let exporter = Exporter::if_any().ok_or(Failure::Withdrawn)?;
-            (exporter.fetch(&key.offered()).ok_or(Failure::Withdrawn)?, Way::Own)
+            let dmabuf = exporter.fetch(&key.offered()).ok_or(Failure::Withdrawn)?;
+            looked_at(dmabuf, Way::Own)?
         }
     };
-    match File::of(dmabuf.as_fd()) {
-        Ok(file) if file.size() == key.dmabuf_len() => Ok((dmabuf, way)),
-        Ok(_) => Err(Failure::Mismatch("a file of another length")),
-        Err(_) => Err(Failure::Mismatch("not a file")),
+    match file.size() == key.dmabuf_len() {
+        true => Ok((dmabuf, way)),
+        false => Err(Failure::Mismatch("a file of another length")),
     }
 }
 
-fn fetch_from(peer: &Peer, key: &Fields) -> Result<(OwnedFd, Way), Failure> {
+fn looked_at(dmabuf: OwnedFd, way: Way) -> Result<(OwnedFd, File, Way), Failure> {
+    let file = File::of(dmabuf.as_fd()).map_err(|_| Failure::Mismatch("not a file"))?;
+    Ok((dmabuf, file, way))
+}
+
+fn fetch_from(peer: &Peer, key: &Fields) -> Result<(OwnedFd, File, Way), Failure> {
     let not_taken = match (key.line, peer.process()) {
         _ if is_switched_off(Way::Pidfd) => "switched off".to_owned(),
         (None, _) => "it has no ledger".to_owned(),
         (_, Err(why)) => why.to_owned(),
         (Some(line), Ok(process)) => match take(key, line, process, peer) {
-            Ok(dmabuf) => return Ok((dmabuf, Way::Pidfd)),
+            Ok((dmabuf, file)) => return Ok((dmabuf, file, Way::Pidfd)),
             Err(NotTaken::Ended) => return Err(Failure::Ended),
             // The broker knows; and its answer may differ, if the ledger is just being written.
             Err(NotTaken::Unconfirmed) => "its ledger does not list it".to_owned(),
@@ -128,8 +133,8 @@ fn fetch_from(peer: &Peer, key: &Fields) -> Result<(OwnedFd, Way), Failure> {
     if is_switched_off(Way::Broker) {
         return Err(Failure::NoWay(format!("pidfd_getfd: {not_taken}; broker: switched off")));
     }
-    match conversation::ask(&key.peer, Request::Fetch(key.offered())) {
-        Ok((_, Some(dmabuf))) => Ok((dmabuf, Way::Broker)),
+    match conversation::ask(&key.peer, Request::Fetch(key.offered()), None) {
+        Ok((_, Some(dmabuf))) => looked_at(dmabuf, Way::Broker),
         Ok((_, None)) => Err(Failure::Mismatch("an answer without a descriptor")),
         Err(Refusal::Unknown) => Err(Failure::Withdrawn),
         Err(_) if watch::has_surely_ended(&key.peer) => Err(Failure::Ended),
@@ -150,7 +155,7 @@ fn take(
     line: Line,
     process: BorrowedFd<'_>,
     peer: &Peer,
-) -> Result<OwnedFd, NotTaken> {
+) -> Result<(OwnedFd, File), NotTaken> {
     let get = |number: i32| {
         pidfd_getfd(process, number, PidfdGetfdFlags::empty()).map_err(|errno| match errno {
             Errno::SRCH => NotTaken::Ended,
@@ -169,7 +174,7 @@ fn take(
     let dmabuf = get(entry.fd)?;
     // The number may have a new meaning since the line was read.
     let is_it = File::of(dmabuf.as_fd()) == Ok(entry.file);
-    is_it.then_some(dmabuf).ok_or(NotTaken::Unconfirmed)
+    is_it.then_some((dmabuf, entry.file)).ok_or(NotTaken::Unconfirmed)
 }
 
 /// A handle of exactly this process, not of one that has its number now; `None` if it has ended.

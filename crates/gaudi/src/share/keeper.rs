@@ -16,6 +16,7 @@ use rustix::io::Errno;
 
 use super::fork::{PerProcess, Private};
 use super::handover::Failure;
+use super::holds::{self, HoldLine, Holds};
 use super::message::{MESSAGE_LEN, Offered, Reply, Request};
 use super::watch::NotWatched;
 use super::{Identity, Watch, conversation, socket, thread};
@@ -35,14 +36,55 @@ pub(super) struct Peer {
     /// Connected to its broker: tells its end too, and what is withdrawn. At least one of the two is
     /// there.
     session: Option<Private>,
+    /// What it must not give to others.
+    held: Mutex<Held>,
     ended: AtomicBool,
     /// The broker has hung up: no more news from it.
     hung_up: AtomicBool,
 }
 
+/// Memory of a peer that we hold: from before it is first opened until it is withdrawn and closed. In
+/// between it may be closed and opened again without a word.
+#[derive(Debug)]
+struct Held {
+    holds: HashMap<Offered, Hold>,
+    /// Where the peer looks; `None` if there could be none.
+    sheet: Option<Holds>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Hold {
+    users: usize,
+    withdrawn: bool,
+    /// Where it is written down.
+    line: Option<HoldLine>,
+}
+
+impl Held {
+    fn remove(&mut self, offered: &Offered) {
+        let line = self.holds.remove(offered).and_then(|hold| hold.line);
+        if let (Some(sheet), Some(line)) = (&mut self.sheet, line) {
+            sheet.strike(line);
+        }
+    }
+
+    /// Writes down that this is held; in place of something that is not open, if the sheet is full.
+    fn write_down(&mut self, offered: Offered) -> Option<HoldLine> {
+        if self.holds.len() >= holds::LINES {
+            let idle = self.holds.iter().find(|(_, hold)| hold.users == 0);
+            if let Some(idle) = idle.map(|(offered, _)| *offered) {
+                self.remove(&idle);
+            }
+        }
+        self.sheet.as_mut()?.add(offered)
+    }
+}
+
 impl Peer {
     fn meet(identity: &Identity) -> Result<Self, Failure> {
-        let asked = conversation::ask(identity, Request::Stay);
+        let sheet = Holds::new().ok();
+        let enclosed = sheet.as_ref().map(AsFd::as_fd);
+        let asked = conversation::ask(identity, Request::Stay, enclosed);
         let refusal = asked.as_ref().err().copied();
         let session = asked.ok().and_then(|(connection, _)| Private::new(connection));
         let watch = match identity.watch_pid() {
@@ -58,8 +100,9 @@ impl Peer {
             }
         };
         let (ended, hung_up) = (AtomicBool::new(false), AtomicBool::new(false));
+        let held = Mutex::new(Held { holds: HashMap::new(), sheet });
         let ledger = OnceLock::new();
-        Ok(Self { identity: *identity, watch, ledger, session, ended, hung_up })
+        Ok(Self { identity: *identity, watch, ledger, session, held, ended, hung_up })
     }
 
     /// Its pidfd; or why there is none.
@@ -86,14 +129,56 @@ impl Peer {
         self.ended.load(Ordering::Acquire)
     }
 
-    /// Says that we are about to open its memory. To be said before it is fetched.
-    pub(super) fn hold(&self, offered: Offered) {
-        self.say(Request::Hold(offered));
+    fn held(&self) -> MutexGuard<'_, Held> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Says that we have closed it.
-    pub(super) fn let_go(&self, offered: Offered) {
-        self.say(Request::LetGo(offered));
+    /// We are about to open its memory: written down before it is fetched.
+    pub(super) fn hold(&self, offered: Offered) {
+        let mut held = self.held();
+        if let Some(hold) = held.holds.get_mut(&offered) {
+            hold.users += 1;
+            return;
+        }
+        let line = held.write_down(offered);
+        held.holds.insert(offered, Hold { users: 1, withdrawn: false, line });
+    }
+
+    /// We have closed it, or (`opened` is false) not opened it after all.
+    pub(super) fn let_go(&self, offered: Offered, opened: bool) {
+        let mut held = self.held();
+        let Some(hold) = held.holds.get_mut(&offered) else { return };
+        hold.users -= 1;
+        let Hold { users, withdrawn, .. } = *hold;
+        if users == 0 && (withdrawn || !opened) {
+            held.remove(&offered);
+        }
+        drop(held);
+        if users == 0 && withdrawn {
+            self.say(Request::LetGo(offered));
+        }
+    }
+
+    /// It is not shared any more, and its owner waits for us to let it go.
+    fn withdrawn(&self, offered: Offered) {
+        let mut held = self.held();
+        let in_use = match held.holds.get_mut(&offered) {
+            Some(hold) => {
+                hold.withdrawn = true;
+                hold.users > 0
+            }
+            None => false,
+        };
+        if !in_use {
+            held.remove(&offered);
+        }
+        drop(held);
+        if in_use {
+            // What was only kept for later is closed by this, and let go.
+            forget(|peer, held| *peer == self.identity && *held == offered);
+        } else {
+            self.say(Request::LetGo(offered));
+        }
     }
 
     /// What cannot be said is lost: memory that was let go then waits for us to hang up.
@@ -120,7 +205,7 @@ impl Peer {
                 Ok(0) | Err(_) => return self.hung_up.store(true, Ordering::Release),
                 Ok(len) => {
                     if let Some(Reply::Withdrawn(offered)) = Reply::parse(&message[..len]) {
-                        forget(|peer, held| *peer == self.identity && *held == offered);
+                        self.withdrawn(offered);
                     }
                 }
             }
@@ -156,8 +241,8 @@ enum Health {
     Ended,
 }
 
-/// Lets go of what is kept of some peer's memory.
-fn forget(which: impl Fn(&Identity, &Offered) -> bool) {
+/// Lets go of what is kept of some process's memory: at once, or when its last user has.
+pub(super) fn forget(which: impl Fn(&Identity, &Offered) -> bool) {
     for device in runtime().devices() {
         device.handles().evict(|key| which(&key.peer, &key.offered));
     }

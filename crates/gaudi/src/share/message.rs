@@ -24,12 +24,11 @@ const NONE: Offered = Offered { base: 0, token: Token([0; 8]) };
 pub(super) enum Request {
     /// Send me this dma-buf.
     Fetch(Offered),
-    /// Let this connection stay, so that I see you end; answered with `Granted`.
+    /// Let this connection stay, so that I see you end; answered with `Granted`. With a descriptor:
+    /// here I write what I am about to open (see `holds`). Do not give it to anybody else before I
+    /// let it go or hang up.
     Stay,
-    /// I am about to open this memory, by whatever way: do not give it to anybody else before I let
-    /// it go or hang up. Not answered.
-    Hold(Offered),
-    /// I have closed it again. Not answered.
+    /// I do not have this open any more; the answer to `Withdrawn`. Not answered.
     LetGo(Offered),
 }
 
@@ -38,8 +37,7 @@ impl Request {
         match self {
             Request::Fetch(offered) => pack(1, offered),
             Request::Stay => pack(2, NONE),
-            Request::Hold(offered) => pack(3, offered),
-            Request::LetGo(offered) => pack(4, offered),
+            Request::LetGo(offered) => pack(3, offered),
         }
     }
 
@@ -48,8 +46,7 @@ impl Request {
         match parse(bytes)? {
             (1, offered) => Some(Request::Fetch(offered)),
             (2, NONE) => Some(Request::Stay),
-            (3, offered) => Some(Request::Hold(offered)),
-            (4, offered) => Some(Request::LetGo(offered)),
+            (3, offered) => Some(Request::LetGo(offered)),
             _ => None,
         }
     }
@@ -124,8 +121,7 @@ mod tests {
         #[test]
         fn messages_survive_the_wire(base in any::<u64>(), token in any::<[u8; 8]>()) {
             let offered = Offered { base, token: Token(token) };
-            for request in
-                [Request::Fetch(offered), Request::Stay, Request::Hold(offered), Request::LetGo(offered)]
+            for request in [Request::Fetch(offered), Request::Stay, Request::LetGo(offered)]
             {
                 prop_assert_eq!(Request::parse(&request.pack()), Some(request));
                 prop_assert_eq!(Reply::parse(&request.pack()), None);

@@ -8,9 +8,9 @@
 //! | file | what |
 //! |---|---|
 //! | `identity`, `key`, `field`, `message` | what travels; pure, total functions over bytes |
-//! | `export`, `ledger`, `broker`, `sessions`, `socket` | the exporter: what is shared, handing it out, and who has it |
+//! | `export`, `ledger`, `sheet`, `broker`, `sessions`, `socket` | the exporter: what is shared, handing it out, and who has it |
 //! | `handover`, `conversation`, `opened`, `cache` | the importer: fetching, importing, keeping |
-//! | `watch`, `keeper` | noticing that a peer has ended |
+//! | `watch`, `keeper`, `holds` | noticing that a peer has ended or takes memory back |
 //! | `fork`, `thread`, `sync` | being a guest in a program that forks, takes signals and is model-checked |
 
 mod broker;
@@ -22,6 +22,7 @@ mod export;
 mod field;
 mod fork;
 mod handover;
+mod holds;
 mod identity;
 mod keeper;
 mod key;
@@ -29,6 +30,7 @@ mod ledger;
 mod message;
 mod opened;
 mod sessions;
+mod sheet;
 mod socket;
 mod sync;
 mod thread;

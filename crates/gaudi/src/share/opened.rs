@@ -89,7 +89,8 @@ impl RemoteKey {
     /// is kept for the next who opens the same, within bounds ([`Device::set_handle_limits`]).
     ///
     /// Fails where the driver cannot import, where the exporter has ended, does not share the memory
-    /// (any more) or cannot be asked. May wait for the exporter's broker, a few seconds at most.
+    /// (any more) or cannot be asked. The first time it may wait for the exporter's broker, seconds if
+    /// that does not answer.
     pub fn open(&self, device: &Arc<Device>) -> Result<Arc<Opened>, Error> {
         self.try_open(device).map(Arc::new).map_err(|error| device.failed(error))
     }
@@ -216,31 +217,31 @@ pub(crate) struct HandleKey {
     pub(crate) offered: Offered,
 }
 
-/// What the exporter was told: that we hold its memory. Dropped, it is told that we do not.
+/// What the exporter was told: that we hold its memory.
 #[derive(Debug)]
 struct Hold {
     /// `None`: this process itself.
     peer: Option<Arc<Peer>>,
     offered: Offered,
+    /// Whether it was opened.
+    opened: bool,
 }
 
 impl Hold {
     fn new(peer: Option<Arc<Peer>>, offered: Offered) -> Self {
-        match (&peer, Exporter::if_any()) {
-            (Some(peer), _) => peer.hold(offered),
-            (None, Some(exporter)) => exporter.hold_own(offered),
-            (None, None) => {}
+        match &peer {
+            Some(peer) => peer.hold(offered),
+            None => Exporter::if_any().into_iter().for_each(|own| own.hold_own(offered)),
         }
-        Self { peer, offered }
+        Self { peer, offered, opened: false }
     }
 }
 
 impl Drop for Hold {
     fn drop(&mut self) {
-        match (&self.peer, Exporter::if_any()) {
-            (Some(peer), _) => peer.let_go(self.offered),
-            (None, Some(exporter)) => exporter.let_go_own(&self.offered),
-            (None, None) => {}
+        match &self.peer {
+            Some(peer) => peer.let_go(self.offered, self.opened),
+            None => Exporter::if_any().into_iter().for_each(|own| own.let_go_own(&self.offered)),
         }
     }
 }
@@ -265,7 +266,7 @@ impl Handle {
         peer: Option<Arc<Peer>>,
     ) -> Result<(Self, u64), Error> {
         let counts = device.counts();
-        let hold = Hold::new(peer, key.offered());
+        let mut hold = Hold::new(peer, key.offered());
         let fetched = handover::fetch(key, hold.peer.as_deref());
         let (dmabuf, way) = fetched.map_err(|failure| failed(counts, &failure, key))?;
         match way {
@@ -275,6 +276,7 @@ impl Handle {
         }
         let len = key.dmabuf_len();
         let pin = device.map_dmabuf(dmabuf.as_fd(), len)?;
+        hold.opened = true;
         let (addr, held) = (pin.addr, counts.hold(Holding::Handle, len));
         let device = Arc::downgrade(device);
         Ok((Self { addr, len, device, _pin: pin, _held: held, hold }, len))

@@ -3,9 +3,9 @@
 //!
 //! The driver cannot take an export back. Memory that a peer has open and that is freed here must
 //! therefore not become somebody else's before the peer has let it go: a late copy of the peer's
-//! would land in it. Peers say what they hold ([`Request::Hold`]) before they fetch it, and when they
-//! let go; a peer that ends hangs up. Peers that lie, or that cannot reach the broker, are not
-//! covered: see `docs/ipc.md`.
+//! would land in it. Peers write down what they hold before they fetch it ([`HeldByPeer`]); when memory
+//! is taken back, those that hold it are told, and say when they have let go. A peer that ends hangs
+//! up. Peers that lie, or that cannot reach the broker, are not covered: see `docs/ipc.md`.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 
 use super::fork::Private;
+use super::holds::HeldByPeer;
 use super::message::{MESSAGE_LEN, Offered, Reply, Request};
 use super::socket;
 use crate::stats::{Counter, Counts};
@@ -30,8 +31,6 @@ const MAX_STAYING: usize = 512;
 const MAX_REQUESTS: u32 = 64;
 /// Most messages taken from one connection before others have their turn.
 const MAX_AT_ONCE: u32 = 256;
-/// Most holds of all peers together; who holds more is not told of withdrawals.
-const MAX_HOLDS: usize = 1 << 16;
 
 /// Says when memory may be given to others.
 type Release = Box<dyn FnOnce() + Send>;
@@ -40,8 +39,6 @@ type Release = Box<dyn FnOnce() + Send>;
 pub(super) trait Offers {
     /// The dma-buf, for who knows the token.
     fn fetch(&self, offered: &Offered) -> Option<OwnedFd>;
-    /// Whether this is on offer.
-    fn knows(&self, offered: &Offered) -> bool;
 }
 
 /// Whoever holds memory: a connection, or this process itself.
@@ -57,9 +54,8 @@ impl Holder {
 pub(super) struct Sessions {
     peers: Vec<Peer>,
     last: u64,
-    /// By address.
+    /// What was taken back while peers held it, and what this process holds itself; by address.
     holds: BTreeMap<u64, Vec<(Holder, Offered)>>,
-    hold_count: usize,
     /// Freed, and held by somebody.
     waiting: HashMap<u64, Release>,
 }
@@ -75,6 +71,7 @@ struct Peer {
     connection: Arc<Private>,
     stage: Stage,
     requests: u32,
+    held: Option<HeldByPeer>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -132,7 +129,7 @@ impl Sessions {
         self.last += 1;
         let stage = Stage::Asking(Instant::now() + PATIENCE);
         let (holder, connection) = (Holder(self.last), Arc::new(connection));
-        self.peers.push(Peer { holder, connection, stage, requests: 0 });
+        self.peers.push(Peer { holder, connection, stage, requests: 0, held: None });
         true
     }
 
@@ -165,7 +162,7 @@ impl Sessions {
         released
     }
 
-    /// Takes in what everybody has said by now: a hold that was sent before is known after.
+    /// Takes in what everybody has said by now.
     pub(super) fn catch_up(&mut self, offers: &impl Offers, counts: Option<Counts>) -> Released {
         let mut released = Released::default();
         for at in 0..self.peers.len() {
@@ -188,13 +185,16 @@ impl Sessions {
             let peer = &self.peers[at];
             // One byte more than a message, so that a longer one is seen to be.
             let mut message = [0; MESSAGE_LEN + 1];
-            let heard = match socket::receive_plain(&*peer.connection, &mut message) {
+            let heard = match socket::receive(peer.connection.as_fd(), &mut message) {
                 Err(Errno::AGAIN | Errno::INTR) => return,
-                Ok(0) | Err(_) => None,
-                Ok(len) => Some(message.get(..len).and_then(Request::parse)),
+                // What does not even fit is no message.
+                Err(Errno::MSGSIZE) => Some((None, None)),
+                Ok((0, _)) | Err(_) => None,
+                Ok((len, file)) => Some((message.get(..len).and_then(Request::parse), file)),
             };
-            let goes_on =
-                heard.is_some_and(|request| self.answer(at, request, offers, counts, released));
+            let goes_on = heard.is_some_and(|(request, file)| {
+                self.answer(at, request, file, offers, counts, released)
+            });
             if !goes_on {
                 self.peers[at].stage = Stage::Over;
                 return;
@@ -207,6 +207,7 @@ impl Sessions {
         &mut self,
         at: usize,
         request: Option<Request>,
+        file: Option<OwnedFd>,
         offers: &impl Offers,
         counts: Option<Counts>,
         released: &mut Released,
@@ -215,13 +216,6 @@ impl Sessions {
         let peer = &mut self.peers[at];
         let mut dmabuf = None;
         let (reply, counter) = match request {
-            Some(Request::Hold(offered)) if peer.stage == Stage::Staying => {
-                let holder = peer.holder;
-                if offers.knows(&offered) {
-                    self.hold(holder, offered);
-                }
-                return true;
-            }
             Some(Request::LetGo(offered)) if peer.stage == Stage::Staying => {
                 let holder = peer.holder;
                 self.let_go(holder, &offered, released);
@@ -236,12 +230,11 @@ impl Sessions {
             }
             Some(Request::Stay) if peer.stage == Stage::Staying || staying < MAX_STAYING => {
                 peer.stage = Stage::Staying;
+                peer.held = file.and_then(HeldByPeer::new);
                 (Reply::Granted, Counter::BrokerWatched)
             }
             Some(Request::Stay) => (Reply::Crowded, Counter::BrokerRefusedCrowded),
-            Some(Request::Hold(_) | Request::LetGo(_)) | None => {
-                (Reply::NotUnderstood, Counter::BrokerRefusedMessage)
-            }
+            Some(Request::LetGo(_)) | None => (Reply::NotUnderstood, Counter::BrokerRefusedMessage),
         };
         count(counts, counter);
         let fd = dmabuf.as_ref().map(AsFd::as_fd);
@@ -260,10 +253,7 @@ impl Sessions {
 
     /// Notes that somebody has memory open.
     pub(super) fn hold(&mut self, holder: Holder, offered: Offered) {
-        if self.hold_count < MAX_HOLDS {
-            self.holds.entry(offered.base).or_default().push((holder, offered));
-            self.hold_count += 1;
-        }
+        self.holds.entry(offered.base).or_default().push((holder, offered));
     }
 
     /// Notes that somebody has closed it, once.
@@ -271,23 +261,27 @@ impl Sessions {
         let Some(holds) = self.holds.get_mut(&offered.base) else { return };
         let Some(at) = holds.iter().position(|hold| *hold == (holder, *offered)) else { return };
         holds.swap_remove(at);
-        self.hold_count -= 1;
         if holds.is_empty() {
             self.holds.remove(&offered.base);
             released.0.extend(self.waiting.remove(&offered.base));
         }
     }
 
-    /// Tells who holds it that it is not shared any more.
-    pub(super) fn withdrawn(&self, offered: &Offered) {
+    /// Nobody can open this any more. Notes which peers have it open, and tells them; whether this
+    /// process itself has.
+    pub(super) fn withdrawn(&mut self, offered: &Offered) -> bool {
         let holds = self.holds.get(&offered.base).into_iter().flatten();
-        for (holder, _) in holds.filter(|(_, held)| held == offered) {
-            if let Some(peer) = self.peers.iter().find(|peer| peer.holder == *holder) {
-                let message = Reply::Withdrawn(*offered).pack();
-                // Who does not read its messages keeps the memory longer than it could.
-                let _ = socket::send(peer.connection.as_fd(), &message, None);
-            }
-        }
+        let own = holds.into_iter().any(|hold| *hold == (Holder::OWN, *offered));
+        let has_it = |peer: &&Peer| peer.held.as_ref().is_some_and(|held| held.lists(offered));
+        let tell = |peer: &Peer| {
+            let message = Reply::Withdrawn(*offered).pack();
+            // Who does not read its messages keeps the memory longer than it could.
+            let _ = socket::send(peer.connection.as_fd(), &message, None);
+            peer.holder
+        };
+        let holders: Vec<Holder> = self.peers.iter().filter(has_it).map(tell).collect();
+        holders.into_iter().for_each(|holder| self.hold(holder, *offered));
+        own
     }
 
     /// The memory at `base` is free: `release` is called when nobody holds it. `Some` gives it back

@@ -61,20 +61,24 @@ pub(super) fn listen_abstract(own: &Identity) -> Result<OwnedFd, Errno> {
 pub(super) fn listen_in_folder(own: &Identity) -> Result<(OwnedFd, PathBuf), Errno> {
     let mut last = Errno::NOENT;
     for path in paths(own) {
-        let made = SocketAddrUnix::new(&path).and_then(|address| listen_at(&address));
-        match made {
-            // Who connects before this is refused by its credentials.
-            Ok(socket) => match fs::set_permissions(&path, fs::Permissions::from_mode(0o600)) {
-                Ok(()) => return Ok((socket, path)),
-                Err(_) => {
-                    let _ = fs::remove_file(&path);
-                    last = Errno::PERM;
-                }
-            },
+        match listen_at_path(&path) {
+            Ok(socket) => return Ok((socket, path)),
             Err(error) => last = error,
         }
     }
     Err(last)
+}
+
+/// It gets its name when it is ready: one that does not listen yet looks like a leftover.
+fn listen_at_path(path: &Path) -> Result<OwnedFd, Errno> {
+    let unready = path.with_extension("new");
+    let socket = listen_at(&SocketAddrUnix::new(&unready)?)?;
+    let ready = fs::set_permissions(&unready, fs::Permissions::from_mode(0o600))
+        .and_then(|()| fs::rename(&unready, path));
+    ready.map(|()| socket).map_err(|error| {
+        let _ = fs::remove_file(&unready);
+        Errno::from_io_error(&error).unwrap_or(Errno::IO)
+    })
 }
 
 /// Removes sockets of this user's processes that ended without doing so themselves.

@@ -48,7 +48,7 @@ impl Identity {
             Err(NotWatched::Ended) => return Err(self.watching_failed("it has ended", "")),
             Err(NotWatched::NoWay(why)) => why,
         };
-        let (connection, _) = conversation::ask(self, Request::Stay).map_err(|refusal| {
+        let (connection, _) = conversation::ask(self, Request::Stay, None).map_err(|refusal| {
             let remedy = "run both in one pid namespace, network namespace or /dev/shm";
             self.watching_failed(format!("{why}; broker: {refusal}"), remedy)
         })?;

@@ -68,7 +68,6 @@ impl Counts {
         self.0[counter as usize].fetch_sub(amount, Ordering::Relaxed);
     }
 
-    #[cfg(test)]
     pub(crate) fn get(self, counter: Counter) -> u64 {
         self.0[counter as usize].load(Ordering::Relaxed)
     }

@@ -7,6 +7,8 @@ use hl_thunk::sys;
 use rustix::io::Errno;
 
 use super::{borrow, handle, put, status};
+use crate::asic::Generation;
+use crate::blocks;
 use crate::context::{self, Context};
 use crate::dmabuf;
 use crate::pinning;
@@ -145,6 +147,29 @@ pub extern "C" fn hlthunk_get_dev_memalloc_page_orders(fd: c_int, mask: *mut u64
     status("hlthunk_get_dev_memalloc_page_orders", || {
         super::nodes::index_from_fd(fd)?;
         put(mask, 0)?;
+        Ok(0)
+    })
+}
+
+/// `hlthunk_get_hw_block`: how large a register block is, and where in the descriptor to map it.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_get_hw_block(
+    fd: c_int,
+    block_address: u64,
+    block_size: *mut u32,
+    handle: *mut u64,
+) -> c_int {
+    status("hlthunk_get_hw_block", || {
+        if block_size.is_null() || handle.is_null() {
+            return Err(Errno::INVAL);
+        }
+        let context = context::operational(borrow(fd)?)?;
+        if context.profile.generation == Generation::Gaudi1 {
+            return Err(Errno::PERM);
+        }
+        let (size, offset) = blocks::find(context.profile, block_address)?;
+        put(block_size, size)?;
+        put(handle, offset)?;
         Ok(0)
     })
 }

@@ -16,22 +16,6 @@ fn not_on_gaudi1(fd: c_int, otherwise: Result<c_int, Errno>) -> Result<c_int, Er
     if context.profile.generation == Generation::Gaudi1 { Err(Errno::PERM) } else { otherwise }
 }
 
-/// `hlthunk_get_hw_block`: no register block is mappable here.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_get_hw_block(
-    fd: c_int,
-    _block_address: u64,
-    block_size: *mut u32,
-    handle: *mut u64,
-) -> c_int {
-    status("hlthunk_get_hw_block", || {
-        if block_size.is_null() || handle.is_null() {
-            return Err(Errno::INVAL);
-        }
-        not_on_gaudi1(fd, Err(Errno::INVAL))
-    })
-}
-
 const DEBUG_OP_SET_MODE: u32 = 7;
 
 /// `hlthunk_debug`: debug mode can be entered and left; there are no trace units to set up.

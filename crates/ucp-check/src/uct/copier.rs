@@ -1,8 +1,8 @@
 //! Moving bytes through a copy transport: a worker, an interface and an endpoint to itself.
 
 use super::sys::{
-    self, AllocatedMemory, Completion, EpParams, GetShort, IfaceAttr, IfaceOps, IfaceParams, Iov,
-    Progress, PutShort, Raw, Zcopy, slot,
+    self, AllocatedMemory, Completion, EpParams, Fence, Flush, GetShort, IfaceAttr, IfaceOps,
+    IfaceParams, Iov, Progress, PutShort, Raw, RawStatus, Zcopy, slot,
 };
 use super::{Domain, Key, Registration, Result};
 use std::ffi::{CString, c_void};
@@ -41,6 +41,19 @@ impl Way {
 }
 
 unsafe extern "C" fn completed(_: *mut Completion) {}
+
+/// A part of a local buffer: `count` times `length` bytes, `stride` apart.
+#[derive(Clone, Copy, Debug)]
+pub struct Piece {
+    /// First byte.
+    pub address: u64,
+    /// Bytes of one.
+    pub length: usize,
+    /// From the start of one to the start of the next.
+    pub stride: usize,
+    /// How many.
+    pub count: u32,
+}
 
 /// Where UCX tells of the end of one copy at a time; used again and again.
 pub struct Ticket(*mut Completion);
@@ -220,28 +233,6 @@ impl<'d> Copier<'d> {
         unsafe { self.zcopy(Way::Get, to.as_mut_ptr(), to.len(), Some(by), from) }
     }
 
-    /// Copies from a peer's memory, attached as `by`, to what `key` is for. Both are the peer's
-    /// addresses.
-    pub fn put_attached(
-        &self,
-        from: u64,
-        length: usize,
-        by: &Registration<'_>,
-        to: u64,
-        key: &Key<'_>,
-    ) -> Result<()> {
-        let ticket = Ticket::default();
-        let ends = (from, length);
-        // SAFETY: no memory of this process takes part.
-        unsafe { self.start_with(Way::Put, ends, by.handle(), to, key.raw(), &ticket)? };
-        let since = Instant::now();
-        while !ticket.is_free() {
-            self.progress();
-            assert!(since.elapsed() < LIMIT, "put of {length} bytes hangs");
-        }
-        self.outcome(Way::Put, &ticket)
-    }
-
     /// Starts a copy and waits for it.
     ///
     /// # Safety
@@ -276,40 +267,105 @@ impl<'d> Copier<'d> {
     pub(crate) unsafe fn start(
         &self,
         way: Way,
-        local: (u64, usize),
-        memh: Raw,
-        remote: u64,
-        ticket: &Ticket,
-    ) -> Result<()> {
-        // SAFETY: as the caller promises.
-        unsafe { self.start_with(way, local, memh, remote, sys::INVALID_RKEY, ticket) }
-    }
-
-    /// The same with a remote key.
-    ///
-    /// # Safety
-    /// As for [`Copier::start`]; `rkey` is invalid or live.
-    unsafe fn start_with(
-        &self,
-        way: Way,
         (local, length): (u64, usize),
         memh: Raw,
         remote: u64,
-        rkey: usize,
         ticket: &Ticket,
     ) -> Result<()> {
-        assert!(ticket.is_free(), "a ticket serves one copy at a time");
+        let piece = Piece { address: local, length, stride: 0, count: 1 };
+        // SAFETY: as the caller promises.
+        unsafe { self.start_pieces(way, &[piece], memh, remote, ticket) }
+    }
+
+    /// The same with several local pieces, which all have the handle.
+    ///
+    /// # Safety
+    /// As for [`Copier::start`].
+    pub(crate) unsafe fn start_pieces(
+        &self,
+        way: Way,
+        pieces: &[Piece],
+        memh: Raw,
+        remote: u64,
+        ticket: &Ticket,
+    ) -> Result<()> {
         let (slot, name) = way.slot();
         // SAFETY: the slot holds a function of this type.
         let copy: Zcopy = unsafe { transmute(self.operation(slot)) };
-        let buffer = ptr::with_exposed_provenance_mut(local as usize);
-        let iov = Iov { buffer, length, memh, stride: 0, count: 1 };
-        // SAFETY: as the caller promises; the completion lives until its count is zero.
+        let iov: Vec<Iov> = pieces
+            .iter()
+            .map(|&Piece { address, length, stride, count }| {
+                let buffer = ptr::with_exposed_provenance_mut(address as usize);
+                Iov { buffer, length, memh, stride, count }
+            })
+            .collect();
+        self.post(name, ticket, |completion| {
+            // SAFETY: as the caller promises; the completion lives until its count is zero.
+            unsafe { copy(self.ep, iov.as_ptr(), iov.len(), remote, sys::INVALID_RKEY, completion) }
+        })
+    }
+
+    /// Copies from a peer's memory, attached as `by`, to what `key` is for. Both are the peer's
+    /// addresses.
+    pub fn put_attached(
+        &self,
+        from: u64,
+        length: usize,
+        by: &Registration<'_>,
+        to: u64,
+        key: &Key<'_>,
+    ) -> Result<()> {
+        let (slot, name) = Way::Put.slot();
+        // SAFETY: the slot holds a function of this type.
+        let put: Zcopy = unsafe { transmute(self.operation(slot)) };
+        let buffer = ptr::with_exposed_provenance_mut(from as usize);
+        let iov = Iov { buffer, length, memh: by.handle(), stride: 0, count: 1 };
+        let ticket = Ticket::default();
+        self.post(name, &ticket, |completion| {
+            // SAFETY: no memory of this process takes part; handle and key are live, and the
+            // completion lives until its count is zero.
+            unsafe { put(self.ep, &iov, 1, to, key.raw(), completion) }
+        })?;
+        let since = Instant::now();
+        while !ticket.is_free() {
+            self.progress();
+            assert!(since.elapsed() < LIMIT, "{name} of {length} bytes hangs");
+        }
+        self.outcome(Way::Put, &ticket)
+    }
+
+    /// Ends when everything posted before has ended.
+    pub(crate) fn flush(&self, ticket: &Ticket) -> Result<()> {
+        // SAFETY: the slot holds a function of this type.
+        let flush: Flush = unsafe { transmute(self.operation(slot::FLUSH)) };
+        // SAFETY: a live endpoint; the completion lives until its count is zero.
+        self.post("uct_ep_flush", ticket, |completion| unsafe { flush(self.ep, 0, completion) })
+    }
+
+    /// Orders what follows after what was posted before.
+    pub(crate) fn fence(&self) -> Result<()> {
+        // SAFETY: the slot holds a function of this type; a live endpoint.
         let status = unsafe {
+            let fence: Fence = transmute(self.operation(slot::FENCE));
+            fence(self.ep, 0)
+        };
+        self.domain.uct.check("uct_ep_fence", status)
+    }
+
+    /// Posts an operation whose ticket is busy until it has ended.
+    fn post(
+        &self,
+        name: &'static str,
+        ticket: &Ticket,
+        operation: impl FnOnce(*mut Completion) -> RawStatus,
+    ) -> Result<()> {
+        assert!(ticket.is_free(), "a ticket serves one operation at a time");
+        // SAFETY: ours, and free.
+        unsafe {
             (*ticket.0).status = sys::OK;
             (*ticket.0).count = 1;
-            copy(self.ep, &iov, 1, remote, rkey, ticket.0)
-        };
+        }
+        let status = operation(ticket.0);
         if status != sys::INPROGRESS {
             // SAFETY: UCX has not kept it.
             unsafe { (*ticket.0).count = 0 };

@@ -62,8 +62,20 @@ fn nothing() -> MemAttr {
 impl Domain {
     /// Allocates Gaudi memory through `uct_mem_alloc`; `quiet` failures are not logged as errors.
     pub fn allocate(&self, length: usize, quiet: bool) -> Result<Memory<'_>> {
+        self.allocate_on(length, quiet, None)
+    }
+
+    /// The same, on the card with this system device if one is given.
+    pub fn allocate_on(
+        &self,
+        length: usize,
+        quiet: bool,
+        sys_device: Option<u8>,
+    ) -> Result<Memory<'_>> {
+        let named = if sys_device.is_some() { MemAllocParams::SYS_DEVICE } else { 0 };
         let params = MemAllocParams {
-            field_mask: MemAllocParams::FLAGS
+            field_mask: named
+                | MemAllocParams::FLAGS
                 | MemAllocParams::MEM_TYPE
                 | MemAllocParams::MDS
                 | MemAllocParams::NAME,
@@ -73,7 +85,7 @@ impl Domain {
             mds: &self.md,
             md_count: 1,
             name: c"ucp-check".as_ptr(),
-            sys_device: sys::SYS_DEVICE_UNKNOWN,
+            sys_device: sys_device.unwrap_or(sys::SYS_DEVICE_UNKNOWN),
         };
         // SAFETY: plain data.
         let mut allocated: AllocatedMemory = unsafe { zeroed() };

@@ -11,7 +11,7 @@ mod library;
 mod memory;
 mod sys;
 
-pub use copier::{Copier, Ticket, Way};
+pub use copier::{Copier, Piece, Ticket, Way};
 pub use domain::{Attributes, Domain, MemoryTypes};
 pub use library::Uct;
 pub use memory::{Answer, Key, Memory, Registration};

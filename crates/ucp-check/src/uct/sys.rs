@@ -141,6 +141,7 @@ impl MemAllocParams {
     pub(super) const MEM_TYPE: u64 = 1 << 2;
     pub(super) const MDS: u64 = 1 << 3;
     pub(super) const NAME: u64 = 1 << 4;
+    pub(super) const SYS_DEVICE: u64 = 1 << 5;
 }
 
 /// `uct_allocated_memory_t`
@@ -321,6 +322,8 @@ pub(super) mod slot {
     pub(in crate::uct) const PUT_ZCOPY: usize = 2;
     pub(in crate::uct) const GET_SHORT: usize = 3;
     pub(in crate::uct) const GET_ZCOPY: usize = 5;
+    pub(in crate::uct) const FLUSH: usize = 26;
+    pub(in crate::uct) const FENCE: usize = 27;
     pub(in crate::uct) const PROGRESS: usize = 42;
 }
 pub(super) type PutShort =
@@ -328,6 +331,8 @@ pub(super) type PutShort =
 pub(super) type GetShort = unsafe extern "C" fn(Raw, *mut c_void, c_uint, u64, usize) -> RawStatus;
 pub(super) type Zcopy =
     unsafe extern "C" fn(Raw, *const Iov, usize, u64, usize, *mut Completion) -> RawStatus;
+pub(super) type Flush = unsafe extern "C" fn(Raw, c_uint, *mut Completion) -> RawStatus;
+pub(super) type Fence = unsafe extern "C" fn(Raw, c_uint) -> RawStatus;
 pub(super) type Progress = unsafe extern "C" fn(Raw) -> c_uint;
 
 functions! {

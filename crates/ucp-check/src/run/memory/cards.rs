@@ -69,6 +69,27 @@ pub(super) fn two(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
     contents(scene, tally, &domains, &live)
 }
 
+/// Memory on the card that UCX names, from a domain that may use any.
+pub(super) fn named(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
+    let mut numbers = Vec::new();
+    for index in ["0", "1", "2"] {
+        let name = format!("{}_DEVICE", scene.options.component.to_uppercase());
+        let settings = [(name, index.to_owned())];
+        let domain = scene.domain.uct().open(&scene.options.component, &settings)?;
+        let memory = domain.allocate(4096, false)?;
+        numbers.push(domain.query(memory.address(), 1)?.sys_device);
+    }
+    // Not in the order in which they were opened.
+    for wanted in [2, 0, 1, 2] {
+        let wanted = numbers[wanted];
+        let memory = scene.domain.allocate_on(4096, false, Some(wanted))?;
+        let found = scene.domain.query(memory.address(), 1)?.sys_device;
+        tally.equal(&found, &wanted, "the system device of memory that was wanted on one");
+    }
+    println!("memory came from system devices {numbers:?} as UCX named them");
+    Ok(())
+}
+
 /// Patterns written through one card are not seen through the other.
 fn contents(
     scene: &Scene<'_>,

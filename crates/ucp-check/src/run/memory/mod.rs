@@ -8,8 +8,10 @@ mod attach;
 mod attributes;
 mod cards;
 mod churn;
+mod copies;
 mod detect;
 mod dmabuf;
+mod ends;
 mod importer;
 mod keys;
 mod ledger;
@@ -50,6 +52,10 @@ pub enum Check {
     Register,
     /// Register gigabytes of host memory: no card is opened, no page is touched
     HostOnly,
+    /// Copies under way: pieces, fences, flushes, more than there is room for, closed in flight
+    Copies,
+    /// Copies of which some fail, as someone has arranged for: all end, and the failed ones say so
+    FailingCopies,
     /// Thousands of cycles of registration, export and allocation: nothing may be left behind
     Churn,
     /// Copy from memory that comes and goes at the same addresses: every byte is that of now
@@ -67,6 +73,14 @@ pub enum Check {
     /// The other process of attach
     #[value(hide = true)]
     Attached,
+    /// Memory on the card that UCX names (the first three)
+    Named,
+    /// Close an interface with copies under way; needs a card that takes its time
+    Closing,
+    /// Go on after a reset of the card, which the machine's faults must order for the first copy
+    Lost,
+    /// What UCX's memory-type cache says around freed memory
+    Holes,
     /// Allocate, and say on which card
     Where,
     /// Allocate, and keep the card until killed
@@ -74,13 +88,14 @@ pub enum Check {
 }
 
 impl Check {
-    const OF_ALL: [Check; 11] = [
+    const OF_ALL: [Check; 12] = [
         Check::Attributes,
         Check::Transport,
         Check::Alloc,
         Check::Detect,
         Check::Dmabuf,
         Check::Register,
+        Check::Copies,
         Check::Churn,
         Check::Rcache,
         Check::Keys,
@@ -177,6 +192,8 @@ fn one(check: Check, scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
         Check::Dmabuf => dmabuf::run(scene, tally),
         Check::Register => register::run(scene, tally),
         Check::HostOnly => register::host_only(scene, tally),
+        Check::Copies => copies::run(scene, tally),
+        Check::FailingCopies => copies::failing(scene, tally),
         Check::Churn => churn::run(scene, tally),
         Check::Rcache => rcache::run(scene, tally),
         Check::Keys => keys::run(scene, tally),
@@ -185,6 +202,10 @@ fn one(check: Check, scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
         Check::TwoCards => cards::two(scene, tally),
         Check::Attach => attach::run(scene, tally),
         Check::Attached => attach::attached(scene, tally),
+        Check::Named => cards::named(scene, tally),
+        Check::Closing => ends::closing(scene, tally),
+        Check::Lost => ends::lost(scene, tally),
+        Check::Holes => ends::holes(scene, tally),
         Check::Where => cards::whereabouts(scene, tally),
         Check::Hold => cards::hold(scene),
     }

@@ -1,0 +1,45 @@
+//! What is left when something ends, on both stock UCXes: an interface with copies under way, a card
+//! that was reset, an allocation among others. And memory on the very card that UCX names.
+
+mod memory;
+
+use e2e::Ucx;
+use memory::Machine;
+
+#[test]
+fn copies_under_way_are_waited_for_when_an_interface_closes() {
+    for ucx in Ucx::ALL {
+        // Nothing is done before the interface closes.
+        let slow = |node: e2e::SoftNode| node.with("SOFT_GAUDI_LATENCY", "100000");
+        let machine = Machine::with("a Gaudi2 that takes its time", "gaudi2", 1, slow);
+        let end = machine.check(ucx, "closing").run().ok();
+        assert!(end.stdout.contains("copies under way"), "{}", end.report());
+    }
+}
+
+#[test]
+fn a_card_that_was_reset_is_opened_again_when_its_memory_is_freed() {
+    for ucx in Ucx::ALL {
+        let machine = Machine::with("a Gaudi2 that is reset", "gaudi2", 1, |node| {
+            node.with("SOFT_GAUDI_FAULTS", "yes")
+        });
+        machine.faults("hlthunk_command_submission reset times=1\n");
+        let tool = machine.check(ucx, "lost").env("UCX_GAUDI_COPY_ABORT_ON_ERROR", "n");
+        let end = tool.run().ok();
+        assert!(end.stdout.contains("opened again after its reset"), "{}", end.report());
+    }
+}
+
+#[test]
+fn the_memory_type_cache_has_no_holes_where_memory_was_freed() {
+    for ucx in Ucx::ALL {
+        Machine::new("Gaudi2 with one card", "gaudi2", 1).check(ucx, "holes").run().ok();
+    }
+}
+
+#[test]
+fn memory_is_allocated_on_the_card_that_ucx_names() {
+    for ucx in Ucx::ALL {
+        Machine::eight_cards().check(ucx, "named").run().ok();
+    }
+}

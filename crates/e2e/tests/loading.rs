@@ -1,0 +1,79 @@
+//! Ways in which a program may have loaded UCX. Which of its libraries are in the global scope
+//! differs, and with it where the plugin must look for UCX's functions and variables.
+
+use std::ffi::CString;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use e2e::{Device, Ucx, Workbench};
+use ucp_check::buffer::Buffer;
+use ucp_check::pattern::{Image, Layout};
+use ucp_check::rig::{Rig, RigOptions};
+use ucp_check::ucp::{self, Features, Memory};
+use ucp_check::watchdog::Watchdog;
+
+/// The file of one of UCX's libraries, beside libucp.
+fn library(libucp: &Path, prefix: &str) -> PathBuf {
+    let suffix = |name: &str| name.find(".so").map(|at| name[at..].to_owned());
+    let libucp_name = libucp.file_name().and_then(|name| name.to_str()).expect("a plain name");
+    let folder = std::fs::read_dir(libucp.parent().expect("a folder")).expect("a folder");
+    let found = folder.flatten().map(|entry| entry.path()).find(|path| {
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let rest = name.strip_prefix(prefix);
+        rest.is_some_and(|rest| rest.starts_with(['.', '-'])) && suffix(name) == suffix(libucp_name)
+    });
+    found.unwrap_or_else(|| panic!("no {prefix} beside {}", libucp.display()))
+}
+
+/// Python's `ctypes.CDLL(..., RTLD_GLOBAL)`, for example, with some of the libraries and not others.
+#[test]
+fn some_libraries_of_ucx_in_the_global_scope() {
+    for ucx in Ucx::ALL {
+        for global in ["", "libucs", "libuct", "libucs libuct"] {
+            let bench = Workbench::from_env();
+            let device = Device::software();
+            let template = bench.ucp_check(ucx).plugin().device(&device).command();
+            let output = Command::new(std::env::current_exe().expect("this program"))
+                .args(["--exact", "allocates_and_copies", "--nocapture"])
+                .envs(template.get_envs().filter_map(|(name, value)| Some((name, value?))))
+                .env("UCX_GAUDI_TEST_UCP", ucx.libucp(bench.layout()))
+                .env("UCX_GAUDI_TEST_GLOBAL", global)
+                .env("UCX_MODULES", "^ib")
+                .output()
+                .expect("run");
+            let text = String::from_utf8_lossy(&output.stdout).into_owned()
+                + &String::from_utf8_lossy(&output.stderr);
+            let well = output.status.success() && text.contains("every byte is right");
+            assert!(well, "{ucx:?}, global: {global:?}\n{text}");
+        }
+    }
+}
+
+/// The second half of the test above.
+#[test]
+fn allocates_and_copies() {
+    let Some(path) = std::env::var_os("UCX_GAUDI_TEST_UCP").map(PathBuf::from) else {
+        println!("skipped: only meant to be run by the test above");
+        return;
+    };
+    let global = std::env::var("UCX_GAUDI_TEST_GLOBAL").expect("set by the test");
+    for name in global.split_whitespace() {
+        let file = library(&path, name);
+        let file = CString::new(file.to_str().expect("a plain path")).expect("no NUL");
+        // SAFETY: a library of UCX, as any program may load it.
+        let handle = unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
+        assert!(!handle.is_null(), "{file:?} does not load");
+    }
+    let ucx = ucp::Ucx::load(path.parent()).expect("UCX loads");
+    let dog = Watchdog::start("loading", Duration::from_secs(60));
+    let options = RigOptions { features: Features::ALL, hint: false, multi: false };
+    let rig = Rig::new(ucx, options, &dog).expect("UCP starts");
+    for body in [8, 100_000, 3 << 20] {
+        let staging = rig.region(Memory::Host, Layout::allocation(body)).expect("host memory");
+        let buffer = Buffer::new(&rig, Memory::Gaudi, body, &staging).expect("Gaudi memory");
+        let image = Image::message(Layout::new(body, 1), 2, 3);
+        buffer.prove(&rig, &image).expect("what was written");
+    }
+    println!("every byte is right");
+}

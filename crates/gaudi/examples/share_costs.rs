@@ -1,0 +1,133 @@
+//! What opening another process's memory costs: cold by both ways, warm, and beside them the bare
+//! system calls that a cold open cannot do without.
+//!
+//! Prints one figure a line: its name, a tab, nanoseconds. Needs a driver library with two cards,
+//! which `HL_THUNK_LIBRARY` may name.
+
+use std::io::{BufRead, BufReader, Read};
+use std::os::fd::{AsFd, AsRawFd};
+use std::process::{Command, ExitCode, Stdio};
+use std::time::Instant;
+
+use gaudi::share::{Handover, Limits, allow_handover};
+use gaudi::{DeviceChoice, Error, RemoteKey, Share, runtime};
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
+
+const LEN: u64 = 1 << 20;
+/// Allocations that are opened for the first time.
+const FRESH: usize = 1000;
+
+/// Nanoseconds per call in the fastest of several batches: other work on the machine only adds.
+fn time(mut f: impl FnMut()) -> f64 {
+    const CALLS: u32 = 50;
+    let batch = |_| {
+        let start = Instant::now();
+        (0..CALLS).for_each(|_| f());
+        start.elapsed().as_nanos() as f64 / f64::from(CALLS)
+    };
+    (0..40).map(batch).fold(f64::INFINITY, f64::min)
+}
+
+fn hex(share: &Share) -> String {
+    share.key().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn key_of(line: &str) -> Result<RemoteKey, Box<dyn std::error::Error>> {
+    let bytes = (0..line.len() / 2)
+        .map(|at| u8::from_str_radix(&line[2 * at..2 * at + 2], 16))
+        .collect::<Result<Vec<u8>, _>>()?;
+    Ok(RemoteKey::parse(&bytes)?)
+}
+
+/// The other process: shares memory, says how to open it, and waits until it is told to end.
+fn export() -> Result<(), Error> {
+    let device = runtime().open(&DeviceChoice::Index(1))?;
+    let memory = device.alloc(LEN, 1)?;
+    let share = device.share(memory.addr(), LEN)?;
+    let (alone, _) = device.export_alone(memory.addr(), LEN)?;
+    println!("{}", alone.as_raw_fd());
+    println!("{}", hex(&share));
+    let mut fresh = Vec::new();
+    for _ in 0..FRESH {
+        let memory = device.alloc(LEN, 1)?;
+        let share = device.share(memory.addr(), LEN)?;
+        println!("{}", hex(&share));
+        fresh.push((share, memory));
+    }
+    let _ = std::io::stdin().read_to_end(&mut Vec::new());
+    Ok(())
+}
+
+fn measure() -> Result<(), Box<dyn std::error::Error>> {
+    let mut exporter = Command::new(std::env::current_exe()?)
+        .arg("export")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()?;
+    let mut lines = BufReader::new(exporter.stdout.take().ok_or("piped")?).lines();
+    let mut line = || match lines.next() {
+        Some(line) => line,
+        None => Err(std::io::Error::other("the other process failed")),
+    };
+    let number: i32 = line()?.parse()?;
+    let key = key_of(&line()?)?;
+    let fresh = (0..FRESH).map(|_| key_of(&line()?)).collect::<Result<Vec<_>, _>>()?;
+    let device = runtime().open(&DeviceChoice::Index(0))?;
+
+    let process = Pid::from_child(&exporter);
+    let process = pidfd_open(process, PidfdFlags::empty())?;
+    let fetch = || pidfd_getfd(&process, number, PidfdGetfdFlags::empty()).expect("a descriptor");
+    let dmabuf = fetch();
+    let bare = time(|| drop(device.import(fetch().as_fd(), LEN).expect("an import")));
+    println!("pidfd_getfd alone\t{:.0}", time(|| drop(fetch())));
+    println!(
+        "import alone\t{:.0}",
+        time(|| drop(device.import(dmabuf.as_fd(), LEN).expect("an import")))
+    );
+    println!("pidfd_getfd and import\t{bare:.0}");
+    let open = || drop(key.open(&device).expect("it opens"));
+    let limits = device.handle_limits();
+    device.set_handle_limits(Limits { handles: 0, bytes: 0 });
+    open();
+    // Each can be opened for the first time only once: a median, beside one of the bare calls.
+    let once = |f: &mut dyn FnMut()| {
+        let start = Instant::now();
+        f();
+        start.elapsed().as_nanos() as u64
+    };
+    let median = |mut times: Vec<u64>| {
+        times.sort_unstable();
+        times[times.len() / 2]
+    };
+    let bare = || drop(device.import(fetch().as_fd(), LEN).expect("an import"));
+    let mut times = (Vec::new(), Vec::new());
+    for key in &fresh {
+        times.0.push(once(&mut { bare }));
+        times.1.push(once(&mut || drop(key.open(&device).expect("it opens"))));
+    }
+    println!("pidfd_getfd and import, median\t{}", median(times.0));
+    println!("first open by pidfd, median\t{}", median(times.1));
+    for (name, ways) in [("pidfd", Handover::Pidfd), ("broker", Handover::Broker)] {
+        allow_handover(ways);
+        println!("cold open by {name}\t{:.0}", time(open));
+    }
+    device.set_handle_limits(limits);
+    println!("warm open\t{:.0}", time(open));
+    drop(exporter.stdin.take());
+    exporter.wait()?;
+    Ok(())
+}
+
+fn main() -> ExitCode {
+    let done = match std::env::args().nth(1).as_deref() {
+        Some("export") => export().map_err(Into::into),
+        _ => measure(),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}

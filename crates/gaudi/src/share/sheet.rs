@@ -1,0 +1,101 @@
+//! A sheet of numbers that another process may read: a sealed memory file, written here through a
+//! mapping, read there with `pread`. The reader maps nothing, so nothing that the owner does to the
+//! file can hurt it.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rustix::fs::{
+    MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, ftruncate, memfd_create,
+};
+use rustix::io::{Errno, pread};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
+
+/// A sheet of this process's.
+#[derive(Debug)]
+pub(super) struct Sheet {
+    file: OwnedFd,
+    at: NonNull<AtomicU64>,
+    words: usize,
+}
+
+// SAFETY: the memory is mapped as long as this lives, and changed through atomics only.
+unsafe impl Send for Sheet {}
+// SAFETY: as above.
+unsafe impl Sync for Sheet {}
+
+impl Sheet {
+    /// A sheet of zeroes.
+    pub(super) fn new(name: &str, words: usize) -> Result<Self, Errno> {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let file = match memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
+            Err(Errno::INVAL) => memfd_create(name, flags)?,
+            made => made?,
+        };
+        let len = words * 8;
+        ftruncate(&file, len as u64)?;
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping wherever there is room.
+        let at = unsafe { mmap(ptr::null_mut(), len, access, MapFlags::SHARED, &file, 0) }?;
+        let at = NonNull::new(at.cast()).expect("mmap gives no null");
+        let sheet = Self { file, at, words };
+        // Nobody who gets it may write, where the kernel can forbid that (5.1).
+        fcntl_add_seals(&sheet.file, SEALS | SealFlags::FUTURE_WRITE)
+            .or_else(|_| fcntl_add_seals(&sheet.file, SEALS))?;
+        Ok(sheet)
+    }
+
+    /// Its descriptor number.
+    pub(super) fn number(&self) -> u32 {
+        self.file.as_raw_fd() as u32
+    }
+
+    /// Writes words from `first` on, the first of them last, and zero while the others are written:
+    /// whoever reads a first word that is not zero has the others with it, or (if it changed in
+    /// between) something that does not fit together.
+    pub(super) fn put(&self, first: usize, words: &[u64]) {
+        assert!(first + words.len() <= self.words);
+        let place = |word: usize| {
+            // SAFETY: inside the mapping, aligned, and changed through atomics only.
+            unsafe { self.at.add(first + word).as_ref() }
+        };
+        place(0).store(0, Ordering::SeqCst);
+        for (at, word) in words.iter().enumerate().skip(1) {
+            place(at).store(word.to_le(), Ordering::SeqCst);
+        }
+        place(0).store(words[0].to_le(), Ordering::SeqCst);
+    }
+}
+
+impl AsFd for Sheet {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+impl Drop for Sheet {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping, which nobody refers into any more. Nothing can be done if it fails.
+        let _ = unsafe { munmap(self.at.as_ptr().cast(), self.words * 8) };
+    }
+}
+
+/// Whether this is a sheet: a file in memory, which can be read without waiting for anybody.
+pub(super) fn is_sheet(file: &impl AsFd) -> bool {
+    fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SEALS))
+}
+
+/// Reads words of somebody's sheet into `words`; `false` if there are not so many.
+pub(super) fn read(sheet: &impl AsFd, first: usize, words: &mut [u64]) -> bool {
+    let mut bytes = vec![0; words.len() * 8];
+    if pread(sheet, &mut bytes[..], first as u64 * 8) != Ok(bytes.len()) {
+        return false;
+    }
+    for (word, bytes) in words.iter_mut().zip(bytes.chunks_exact(8)) {
+        *word = u64::from_le_bytes(bytes.try_into().expect("eight bytes"));
+    }
+    true
+}

@@ -1,0 +1,188 @@
+//! The registration cache in the engine: what a hit costs with 1 024 and with 65 536 ranges, what
+//! registering a buffer again costs beside the first time, and how a steady loop fares.
+//!
+//! The figures come from the example `registration_costs` of the crate `gaudi`, which prints a name
+//! and a number a line; here each is put beside its floor.
+
+use std::collections::HashMap;
+use std::process::Stdio;
+
+use anyhow::{Context, Result, bail};
+use e2e::Device;
+
+use super::record::{Record, median};
+use crate::progress::Work;
+use crate::repo::Repo;
+
+const ROUNDS: usize = 5;
+
+/// A copy looks up each host side: this must not be felt.
+const HIT_LIMIT_NS: f64 = 50.0;
+/// The same with 64 times as many ranges: three times that.
+const MANY_LIMIT_NS: f64 = 3.0 * HIT_LIMIT_NS;
+/// Registering again may cost this part of the first time.
+const AGAIN: f64 = 0.01;
+/// Copies in a steady loop that may have to pin, in percent; and the cache's own memory beside what
+/// it keeps.
+const PERCENT: f64 = 1.0;
+
+type Figures = HashMap<String, f64>;
+
+fn parse(text: &str) -> Result<Figures> {
+    let figure = |line: &str| {
+        let (name, value) = line.split_once('\t')?;
+        Some((name.to_owned(), value.parse().ok()?))
+    };
+    let line = |line| figure(line).with_context(|| format!("not a figure: {line:?}"));
+    text.lines().map(line).collect()
+}
+
+/// Each figure beside its floor, the median of the rounds for both.
+fn records(rounds: &[Figures]) -> Result<Vec<Record>> {
+    let middle = |name: &str| {
+        let samples = rounds.iter().map(|round| round.get(name).copied());
+        let samples: Option<Vec<f64>> = samples.collect();
+        samples.map(|samples| median(&samples)).with_context(|| format!("no figure for {name:?}"))
+    };
+    let call = middle("floor call")?;
+    let (few, many) = (middle("hit 1024")?, middle("hit 65536")?);
+    let told = |live: u32| {
+        let title = format!("hearing of other memory that goes, beside a call, {live} ranges");
+        Ok::<_, anyhow::Error>(Record::at_most(
+            title,
+            middle(&format!("told {live}"))?,
+            "ns",
+            call,
+            None,
+        ))
+    };
+    Ok(vec![
+        Record::within("hit, beside a call, 1024 ranges", few, "ns", call, HIT_LIMIT_NS),
+        Record::within("hit, 65536 ranges beside 1024", many, "ns", few, MANY_LIMIT_NS),
+        Record::at_most(
+            "reading a line, of 65536 beside 1024",
+            middle("floor line 65536")?,
+            "ns",
+            middle("floor line 1024")?,
+            None,
+        ),
+        Record::at_most(
+            "registering 16 MiB again, beside the first time",
+            middle("again")?,
+            "ns",
+            middle("first")?,
+            Some(AGAIN),
+        ),
+        Record::at_most(
+            "pinning 80 KiB and giving it back, 65536 ranges beside 1024",
+            middle("one more 65536")?,
+            "ns",
+            middle("one more 1024")?,
+            None,
+        ),
+        told(1024)?,
+        told(65536)?,
+        Record::within(
+            "misses in a steady loop over 100 buffers",
+            middle("steady miss rate")?,
+            "%",
+            100.0,
+            PERCENT,
+        ),
+        Record::within(
+            "the cache's own memory beside 100 buffers of 256 KiB",
+            middle("steady overhead")?,
+            "%",
+            100.0,
+            PERCENT,
+        ),
+    ])
+}
+
+/// Builds the example, runs it a few times, and compares.
+pub(super) fn run(repo: &Repo) -> Result<Vec<Record>> {
+    let device = Device::hardware_or_software();
+    eprintln!("device: {}", device.title());
+    let (folders, variables) = device.loader(repo.layout());
+    let example = ["--release", "--package=gaudi", "--example=registration_costs"];
+    let built = repo.cargo().arg("build").args(example).status().context("cannot run cargo")?;
+    if !built.success() {
+        bail!("the build failed (cargo says why above)");
+    }
+    let mut rounds = Vec::new();
+    for round in 1..=ROUNDS {
+        let work = Work::start(format!("costs of registrations, round {round} of {ROUNDS}"));
+        let mut cargo = repo.cargo();
+        cargo.args(["run", "--quiet"]).args(example).envs(variables.iter().cloned());
+        if let Some(folder) = folders.first() {
+            cargo.env("HL_THUNK_LIBRARY", folder.join("libhl-thunk.so"));
+        }
+        let output = cargo.stderr(Stdio::piped()).output().context("cannot run cargo")?;
+        if !output.status.success() {
+            bail!("it failed:\n{}", String::from_utf8_lossy(&output.stderr).trim_end());
+        }
+        rounds.push(parse(&String::from_utf8_lossy(&output.stdout))?);
+        work.done("");
+    }
+    records(&rounds)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NAMES: [&str; 13] = [
+        "floor call",
+        "floor line 1024",
+        "floor line 65536",
+        "hit 1024",
+        "hit 65536",
+        "first",
+        "again",
+        "one more 1024",
+        "one more 65536",
+        "told 1024",
+        "told 65536",
+        "steady miss rate",
+        "steady overhead",
+    ];
+
+    fn figures(changes: &[(&str, f64)]) -> Figures {
+        let all = NAMES.iter().map(|name| ((*name).to_owned(), 0.5));
+        let changes = changes.iter().map(|(name, value)| ((*name).to_owned(), *value));
+        all.chain(changes).collect()
+    }
+
+    fn unmet(changes: &[(&str, f64)]) -> Vec<String> {
+        let records = records(&[figures(changes)]).expect("records");
+        records.into_iter().filter(|record| record.met == Some(false)).map(|r| r.name).collect()
+    }
+
+    #[test]
+    fn each_target_can_be_missed() {
+        let good = [("first", 1e6), ("again", 100.0)];
+        assert_eq!(unmet(&good), [""; 0]);
+        for (name, value, words) in [
+            ("hit 1024", 51.0, "1024 ranges"),
+            ("hit 65536", 151.0, "65536 beside 1024"),
+            ("again", 10_001.0, "again"),
+            ("steady miss rate", 1.1, "misses"),
+            ("steady overhead", 1.1, "memory"),
+        ] {
+            let mut changes = good.to_vec();
+            changes.push((name, value));
+            let unmet = unmet(&changes);
+            assert_eq!(unmet.len(), 1, "{name}: {unmet:?}");
+            let words: Vec<&str> = words.split(" beside ").collect();
+            assert!(words.iter().all(|word| unmet[0].contains(word)), "{name}: {unmet:?}");
+        }
+    }
+
+    #[test]
+    fn a_missing_figure_is_named() {
+        let mut incomplete = figures(&[]);
+        incomplete.remove("again");
+        let error = records(&[incomplete]).expect_err("incomplete");
+        assert!(error.to_string().contains("again"), "{error}");
+    }
+}

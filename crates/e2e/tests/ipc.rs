@@ -136,6 +136,15 @@ fn perftest_of_the_transport_alone() {
     }
 }
 
+/// Without UCP: a peer attaches memory by its key and copies inside it. A forged key and a range beyond
+/// the memory get nothing.
+#[test]
+fn attached_memory_of_a_peer_is_a_local_buffer() {
+    for ucx in Ucx::ALL {
+        client(ucx, &Device::Software(cards(2)), "memory attach").run().ok();
+    }
+}
+
 /// Eight processes with a card each, in four pairs at once on one machine.
 #[test]
 fn eight_processes_with_eight_cards_at_once() {

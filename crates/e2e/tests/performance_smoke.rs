@@ -116,3 +116,23 @@ fn performance_smoke_of_the_cliffs_bench() {
     let shown = String::from_utf8_lossy(&output.stdout);
     assert!(shown.contains("worst:") && shown.contains("software emulation"), "{shown}");
 }
+
+/// Put and get beside three floors, their latency, the worst operation and the streams.
+#[test]
+fn performance_smoke_of_the_ipc_bench() {
+    let bench = Workbench::from_env();
+    let json = std::env::temp_dir().join(format!("ipc-bench-{}.json", std::process::id()));
+    let output = quick_bench(&bench, "ipc", &json).output().expect("cargo runs");
+    let results = std::fs::read_to_string(&json);
+    let _ = std::fs::remove_file(&json);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{said}");
+    let results: serde_json::Value =
+        serde_json::from_str(&results.expect("JSON was written")).expect("well formed");
+    let results = results.as_array().expect("a list");
+    assert_eq!(results.len(), 2 * (3 + 1) + 1 + 3, "{said}");
+    for row in results {
+        let positive = |field: &str| row[field].as_f64().is_some_and(|value| value > 0.0);
+        assert!(["value", "floor", "ratio"].into_iter().all(positive), "{row}");
+    }
+}

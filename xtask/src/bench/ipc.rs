@@ -61,9 +61,9 @@ fn rotate(bench: &Workbench, mem: &str, tls: Option<&str>, sizes: &[usize]) -> R
 fn matrix(bench: &Workbench, quick: bool) -> Result<BTreeMap<(String, String, u64), f64>> {
     let (sizes, iterations) = if quick { ("1M", 2) } else { ("1M,4M,16M", 10) };
     let file = bench.layout().target().join(format!("ipc-{}.json", std::process::id()));
-    let words = format!("pair --plain --sizes {sizes} --iters {iterations} --json");
+    let words = format!("pair --plain --sizes {sizes} --iters {iterations}");
     let device = machine();
-    let tool = client(bench, &device, &words).arg(&file);
+    let tool = client(bench, &device, &words).arg("--json").arg(&file);
     let end = STAGING.iter().fold(tool, |tool, (name, value)| tool.env(name, value)).run();
     let rows = Row::read(&file);
     let _ = std::fs::remove_file(&file);

@@ -6,7 +6,7 @@
 use super::twins::{Twin, Twins, Variable, describe};
 use crate::matrix::{Op, Pair, Plan};
 use crate::rig::{Rig, RigOptions};
-use crate::ucp::{Endpoint, Idle, PackedRegion, Region, RemoteKey, Request, Ucx};
+use crate::ucp::{Endpoint, Idle, Memory, PackedRegion, Region, RemoteKey, Request, Ucx};
 use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
@@ -81,6 +81,8 @@ fn run_side(rank: u8, mut twin: Twin, rotation: &Rotation) -> Result<()> {
         let local_is_source = op == Op::Put;
         let memory = if local_is_source == (rank == 0) { src } else { dst };
         let region = rig.region(memory, *set)?;
+        twin.dog.step("writing the working set");
+        fill(&rig, &region)?;
         let address: Vec<u8> = control.exchange(rig.worker(), &rig.worker().address()?)?;
         // SAFETY: the address of the worker of our twin, which runs the same UCX.
         let endpoint = unsafe { rig.connect(&address, false) }?;
@@ -105,6 +107,27 @@ fn run_side(rank: u8, mut twin: Twin, rotation: &Rotation) -> Result<()> {
         control.barrier(rig.worker(), 2)?;
     }
     twin.dog.step("leaving");
+    Ok(())
+}
+
+/// Writes all of it: memory that nobody has written yet is read faster than memory.
+fn fill(rig: &Rig, region: &Arc<Region>) -> Result<()> {
+    let piece = rig.region(Memory::Host, region.length().min(16 << 20))?;
+    piece.write(0, &vec![0x5a; piece.length()]);
+    let address = rig.worker().address()?;
+    // SAFETY: the address of our own worker.
+    let to_myself = unsafe { rig.connect(&address, false) }?;
+    // SAFETY: our own region, which outlives the key.
+    let key = unsafe { to_myself.unpack(&region.pack()?) }?;
+    for at in (0..region.length()).step_by(piece.length()) {
+        let length = piece.length().min(region.length() - at);
+        let put = to_myself.put(&piece.span(0, length), &key, at)?;
+        rig.finish(put)?;
+    }
+    let flush = to_myself.flush()?;
+    rig.finish(flush)?;
+    let closing = to_myself.close(false)?;
+    rig.finish(closing)?;
     Ok(())
 }
 

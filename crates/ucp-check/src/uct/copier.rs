@@ -4,7 +4,7 @@ use super::sys::{
     self, AllocatedMemory, Completion, EpParams, Fence, Flush, GetShort, IfaceAttr, IfaceOps,
     IfaceParams, Iov, Progress, PutShort, Raw, RawStatus, Zcopy, slot,
 };
-use super::{Domain, Registration, Result};
+use super::{Domain, Key, Registration, Result};
 use std::ffi::{CString, c_void};
 use std::mem::{transmute, zeroed};
 use std::ptr;
@@ -303,6 +303,35 @@ impl<'d> Copier<'d> {
             // SAFETY: as the caller promises; the completion lives until its count is zero.
             unsafe { copy(self.ep, iov.as_ptr(), iov.len(), remote, sys::INVALID_RKEY, completion) }
         })
+    }
+
+    /// Copies from a peer's memory, attached as `by`, to what `key` is for. Both are the peer's
+    /// addresses.
+    pub fn put_attached(
+        &self,
+        from: u64,
+        length: usize,
+        by: &Registration<'_>,
+        to: u64,
+        key: &Key<'_>,
+    ) -> Result<()> {
+        let (slot, name) = Way::Put.slot();
+        // SAFETY: the slot holds a function of this type.
+        let put: Zcopy = unsafe { transmute(self.operation(slot)) };
+        let buffer = ptr::with_exposed_provenance_mut(from as usize);
+        let iov = Iov { buffer, length, memh: by.handle(), stride: 0, count: 1 };
+        let ticket = Ticket::default();
+        self.post(name, &ticket, |completion| {
+            // SAFETY: no memory of this process takes part; handle and key are live, and the
+            // completion lives until its count is zero.
+            unsafe { put(self.ep, &iov, 1, to, key.raw(), completion) }
+        })?;
+        let since = Instant::now();
+        while !ticket.is_free() {
+            self.progress();
+            assert!(since.elapsed() < LIMIT, "{name} of {length} bytes hangs");
+        }
+        self.outcome(Way::Put, &ticket)
     }
 
     /// Ends when everything posted before has ended.

@@ -1,8 +1,8 @@
 //! What memory domains do: allocate, register, say what an address is, pack keys.
 
 use super::sys::{
-    self, AllocatedMemory, MemAllocParams, MemAttr, MemDeregParams, MemRegParams, MkeyPackParams,
-    Raw, RkeyBundle, RkeyUnpackParams,
+    self, AllocatedMemory, MemAllocParams, MemAttachParams, MemAttr, MemDeregParams, MemRegParams,
+    MkeyPackParams, Raw, RkeyBundle, RkeyUnpackParams,
 };
 use super::{Domain, Result};
 use std::mem::zeroed;
@@ -208,6 +208,23 @@ impl Domain {
         unsafe { self.pack(ptr::null_mut(), 0, 0, &mut vec![0; key_size.max(1)]) }
     }
 
+    /// Attaches the memory of a peer by its packed key. Failures are expected, so they are not logged
+    /// as errors.
+    pub fn attach(&self, key: &[u8]) -> Result<Registration<'_>> {
+        let params = MemAttachParams {
+            field_mask: MemAttachParams::FLAGS,
+            flags: MemAttachParams::HIDE_ERRORS,
+            mkey_size: 0,
+        };
+        let mut memh = ptr::null_mut();
+        // SAFETY: the key is as long as the component's keys are.
+        let status = unsafe {
+            (self.uct.f.uct_md_mem_attach)(self.md, key.as_ptr().cast(), &params, &mut memh)
+        };
+        self.uct.check("uct_md_mem_attach", status)?;
+        Ok(Registration { domain: self, memh })
+    }
+
     /// Unpacks a key that came from this component.
     pub fn unpack(&self, key: &[u8], sys_device: Option<u8>) -> Result<Key<'_>> {
         let mut params = RkeyUnpackParams::default();
@@ -286,6 +303,12 @@ impl Drop for Registration<'_> {
         if let Err(error) = self.domain.uct.check("uct_md_mem_dereg_v2", status) {
             panic!("{error}");
         }
+    }
+}
+
+impl Key<'_> {
+    pub(super) fn raw(&self) -> usize {
+        self.bundle.rkey
     }
 }
 

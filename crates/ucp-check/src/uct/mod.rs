@@ -40,6 +40,8 @@ impl Status {
     pub const INVALID_PARAM: Status = Status(-5);
     /// The range is not memory of the kind it was said to be.
     pub const INVALID_ADDR: Status = Status(-7);
+    /// `UCS_ERR_UNREACHABLE`
+    pub const UNREACHABLE: Status = Status(-6);
     /// There is no such thing.
     pub const NO_ELEM: Status = Status(-12);
     /// The device is taken.

@@ -198,6 +198,18 @@ pub(super) struct MkeyPackParams {
     pub(super) flags: c_uint,
 }
 
+/// `uct_md_mem_attach_params_t`
+#[repr(C)]
+pub(super) struct MemAttachParams {
+    pub(super) field_mask: u64,
+    pub(super) flags: u64,
+    pub(super) mkey_size: usize,
+}
+impl MemAttachParams {
+    pub(super) const FLAGS: u64 = 1 << 0;
+    pub(super) const HIDE_ERRORS: u64 = 1 << 0;
+}
+
 /// `uct_rkey_unpack_params_t`
 #[repr(C)]
 #[derive(Default)]
@@ -346,6 +358,7 @@ functions! {
     uct_md_mem_reg_v2(Raw, u64, usize, *const MemRegParams, *mut Raw) -> RawStatus;
     uct_md_mem_dereg_v2(Raw, *const MemDeregParams) -> RawStatus;
     uct_md_mkey_pack_v2(Raw, Raw, u64, usize, *const MkeyPackParams, *mut c_void) -> RawStatus;
+    uct_md_mem_attach(Raw, *const c_void, *const MemAttachParams, *mut Raw) -> RawStatus;
     uct_rkey_unpack_v2(Raw, *const c_void, *const RkeyUnpackParams, *mut RkeyBundle) -> RawStatus;
     uct_rkey_release(Raw, *const RkeyBundle) -> RawStatus;
     uct_worker_create(Raw, u32, *mut Raw) -> RawStatus;

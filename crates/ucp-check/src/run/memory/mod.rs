@@ -4,6 +4,7 @@
 //! checks know Gaudi memory by its type only: they run as well on a card as on the software one.
 
 mod alloc;
+mod attach;
 mod attributes;
 mod cards;
 mod churn;
@@ -67,6 +68,11 @@ pub enum Check {
     Threads,
     /// Two cards in one process (the first two)
     TwoCards,
+    /// Another process attaches our memory and copies in it (two cards)
+    Attach,
+    /// The other process of attach
+    #[value(hide = true)]
+    Attached,
     /// Memory on the card that UCX names (the first three)
     Named,
     /// Close an interface with copies under way; needs a card that takes its time
@@ -194,6 +200,8 @@ fn one(check: Check, scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
         Check::Model => model::run(scene, tally),
         Check::Threads => model::threads(scene, tally),
         Check::TwoCards => cards::two(scene, tally),
+        Check::Attach => attach::run(scene, tally),
+        Check::Attached => attach::attached(scene, tally),
         Check::Named => cards::named(scene, tally),
         Check::Closing => ends::closing(scene, tally),
         Check::Lost => ends::lost(scene, tally),

@@ -30,6 +30,8 @@ mod ledger;
 mod message;
 mod opened;
 mod sessions;
+#[cfg(test)]
+mod sessions_tests;
 mod sheet;
 mod socket;
 mod sync;

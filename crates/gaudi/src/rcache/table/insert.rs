@@ -71,12 +71,14 @@ impl<P: Value> Table<P> {
                 Ok(value) => {
                     // SAFETY: the lock is held, and the entry was claimed just above.
                     unsafe { entry.fill(value.clone()) };
+                    writing.settle();
                     writing.sweep(swept);
                     let found = Found { start: range.start, value };
                     return Ok(Inserted::Made(found));
                 }
                 Err(error) => {
                     writing.drop_entry(entry);
+                    writing.settle();
                     writing.sweep(swept);
                     if swallowed.is_empty() {
                         return Err(error);

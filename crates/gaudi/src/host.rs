@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::backend::HostPin;
-use crate::{Device, DeviceAddr, DeviceId, Error};
+use crate::{Device, DeviceAddr, DeviceId, Error, rcache};
 
 /// A range of host memory that will be used for copies, perhaps often.
 ///
@@ -154,6 +154,8 @@ impl Drop for HostRegion {
                 device.forget_pin(self.id);
             }
         }
+        // Who is done with memory often frees it next, or has freed other memory just before.
+        rcache::tidy();
     }
 }
 

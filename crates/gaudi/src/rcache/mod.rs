@@ -27,6 +27,7 @@ mod table_tests;
 mod tests;
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use crate::backend::HostPin;
@@ -44,12 +45,15 @@ const CARDS: usize = 64;
 /// The caches of this process. Made before the first one, so that [`invalidate`] never makes it.
 static CACHES: OnceLock<Roster<Shared, CARDS>> = OnceLock::new();
 
+/// Whether pins of memory that went away may wait to be given back: a hint for [`tidy`].
+static LOST: AtomicBool = AtomicBool::new(false);
+
 /// Tells all caches that memory of `[start, start + len)` is about to go away: no copy that starts
 /// after this returns uses a pin of it that was made before.
 ///
 /// May be called anywhere, also inside `munmap` or `free`, by any thread: it takes no lock, waits
 /// for nobody, allocates and frees nothing, and calls no driver. The pins are given back later, by a
-/// thread that copies.
+/// thread that copies, or in [`tidy`].
 pub fn invalidate(start: usize, len: usize) {
     let Some(caches) = CACHES.get() else { return };
     let end = (start as u64).saturating_add(len as u64);
@@ -57,8 +61,28 @@ pub fn invalidate(start: usize, len: usize) {
         let lost = cache.table.invalidate(start as u64, end);
         if lost > 0 {
             cache.counts.add(Counter::RegCacheInvalidations, lost);
+            LOST.store(true, Ordering::Relaxed);
         }
     });
+}
+
+/// Gives back the pins of memory that went away, of all open cards, where no other thread is at it.
+/// Copies do that by themselves; this is for moments when there may be no further copy. One load
+/// where there is nothing to do. Not for places where one may not wait: unpinning is a driver call.
+pub fn tidy() {
+    if LOST.load(Ordering::Relaxed)
+        && LOST.swap(false, Ordering::Relaxed)
+        && let Some(caches) = CACHES.get()
+    {
+        caches.each(Shared::tidy);
+    }
+}
+
+/// Gives all pins back that any card keeps; those that copies are using, when these end.
+pub(crate) fn clear() {
+    if let Some(caches) = CACHES.get() {
+        caches.each(Shared::clear);
+    }
 }
 
 /// What a card's cache holds.
@@ -76,6 +100,52 @@ pub struct CacheInfo {
 struct Shared {
     table: Table<Arc<HostPin>>,
     counts: Counts,
+    /// The process that pinned. A forked child has a copy of all this, but not the pins.
+    process: AtomicU32,
+}
+
+impl Shared {
+    /// Gives back what was invalidated, unless another thread is at it.
+    #[cold]
+    fn tidy(&self) {
+        let mut swept = Swept::default();
+        let all = match self.table.try_lock() {
+            Some(mut writing) => writing.sweep(&mut swept),
+            None => false,
+        };
+        if !all {
+            LOST.store(true, Ordering::Relaxed);
+        }
+        self.release(swept);
+    }
+
+    /// The same, at the price of one load where there is nothing to do.
+    fn tidy_if_lost(&self) {
+        if self.table.has_marked() {
+            self.tidy();
+        }
+    }
+
+    /// Gives everything back; what copies are using, when they end.
+    fn clear(&self) {
+        let mut swept = Swept::default();
+        if !self.table.lock().clear(&mut swept) {
+            LOST.store(true, Ordering::Relaxed);
+        }
+        self.release(swept);
+    }
+
+    /// Gives back what came out of the table, with no lock held: unpinning is a driver call.
+    fn release(&self, swept: Swept<Arc<HostPin>>) {
+        let counts = self.counts;
+        counts.subtract(Counter::RegCacheRegions, swept.regions);
+        counts.subtract(Counter::RegCacheBytes, swept.bytes);
+        counts.add(Counter::RegCacheEvictions, swept.evicted);
+        if swept.regions > 0 && self.process.load(Ordering::Relaxed) != std::process::id() {
+            // The driver would take these for the parent's, and unpin under its copies.
+            std::mem::forget(swept.values);
+        }
+    }
 }
 
 /// The kept pins of one card.
@@ -83,8 +153,6 @@ pub(crate) struct Cache {
     shared: Box<Shared>,
     /// On the list of those who hear of memory that goes. Nothing is kept without.
     place: Option<usize>,
-    /// The process that pinned. A forked child has a copy of all this, but not the pins.
-    process: u32,
     /// In place of the process's, so that tests do not meet.
     #[cfg(test)]
     switch: OnceLock<&'static Switch>,
@@ -109,13 +177,16 @@ impl Cache {
             unsafe { libc::pthread_atfork(Some(before_fork), None, Some(in_child)) };
             Roster::new()
         });
-        let shared = Box::new(Shared { table: Table::new(), counts });
+        let shared = Box::new(Shared {
+            table: Table::new(),
+            counts,
+            process: AtomicU32::new(std::process::id()),
+        });
         // SAFETY: the box stays until it has left the list.
         let place = unsafe { caches.enter(&raw const *shared) };
         Self {
             shared,
             place,
-            process: std::process::id(),
             #[cfg(test)]
             switch: OnceLock::new(),
         }
@@ -134,9 +205,7 @@ impl Cache {
         if !self.switch().is_wanted() {
             return None;
         }
-        if self.shared.table.has_marked() {
-            self.tidy();
-        }
+        self.shared.tidy_if_lost();
         let found = self.shared.table.find(addr as u64, len as u64)?;
         self.shared.counts.add(Counter::RegCacheHits, 1);
         Some(at(found, addr))
@@ -187,7 +256,11 @@ impl Cache {
                 })
             }
         };
-        self.release(swept);
+        self.shared.release(swept);
+        if !self.switch().is_wanted() {
+            // Turned off meanwhile, and perhaps cleared before this came in.
+            self.shared.clear();
+        }
         match made {
             Ok(Inserted::Hit(found)) => {
                 counts.add(Counter::RegCacheHits, 1);
@@ -213,26 +286,9 @@ impl Cache {
         }
     }
 
-    /// Gives back what was invalidated, unless another thread is at it.
-    #[cold]
-    fn tidy(&self) {
-        let mut swept = Swept::default();
-        if let Some(mut writing) = self.shared.table.try_lock() {
-            writing.sweep(&mut swept);
-        }
-        self.release(swept);
-    }
-
-    /// Gives back what came out of the table, with no lock held: unpinning is a driver call.
-    fn release(&self, swept: Swept<Arc<HostPin>>) {
-        let counts = self.shared.counts;
-        counts.subtract(Counter::RegCacheRegions, swept.regions);
-        counts.subtract(Counter::RegCacheBytes, swept.bytes);
-        counts.add(Counter::RegCacheEvictions, swept.evicted);
-        if swept.regions > 0 && self.process != std::process::id() {
-            // The driver would take these for the parent's, and unpin under its copies.
-            std::mem::forget(swept.values);
-        }
+    /// Gives back what was invalidated, at the price of one load where there is nothing to do.
+    pub(crate) fn tidy_if_lost(&self) {
+        self.shared.tidy_if_lost();
     }
 
     pub(crate) fn info(&self) -> CacheInfo {
@@ -246,9 +302,7 @@ impl Drop for Cache {
         if let (Some(place), Some(caches)) = (self.place, CACHES.get()) {
             caches.leave(place);
         }
-        let mut swept = Swept::default();
-        self.shared.table.lock().clear(&mut swept);
-        self.release(swept);
+        self.shared.clear();
     }
 }
 

@@ -144,6 +144,38 @@ fn a_running_copy_keeps_the_pages_it_was_started_with() {
 }
 
 #[test]
+fn pins_of_memory_that_went_away_are_given_back_without_a_further_copy() {
+    let (fake, device) = device(PLENTY);
+    let target = device.alloc(LARGE as u64, 1).unwrap();
+    let host = Pages::new(LARGE);
+    copy(&fake, &device, &target, host.addr, LARGE);
+    invalidate(host.addr as usize, LARGE);
+    device.progress();
+    assert_eq!(fake.live_pins(), 0);
+    copy(&fake, &device, &target, host.addr, LARGE);
+    // Also while pins are not kept any more.
+    device.registrations().switch.get().unwrap().off();
+    invalidate(host.addr as usize, LARGE);
+    device.progress();
+    assert_eq!(fake.live_pins(), 0);
+}
+
+#[test]
+fn clearing_gives_back_what_is_idle_now_and_what_is_used_when_its_copy_ends() {
+    let (fake, device) = device(PLENTY);
+    let target = device.alloc(LARGE as u64, 1).unwrap();
+    let host = Pages::new(4 * LARGE);
+    copy(&fake, &device, &target, host.addr, LARGE);
+    let mut running = start(&device, &target, host.at(2 * LARGE), LARGE);
+    device.registrations().switch.get().unwrap().off();
+    device.registrations().shared.clear();
+    assert_eq!((device.registration_cache().regions, fake.live_pins()), (0, 1));
+    fake.finish_all();
+    assert_eq!(running.poll(), Some(Ok(())));
+    assert_eq!(fake.live_pins(), 0);
+}
+
+#[test]
 fn registering_again_finds_the_old_pin() {
     let (fake, device) = device(PLENTY);
     let target = device.alloc(LARGE as u64, 1).unwrap();
@@ -322,14 +354,14 @@ fn memory_that_cannot_be_pinned_is_bounced_and_tried_again() {
 fn a_forked_child_leaves_the_pins_of_its_parent_alone() {
     let (fake, device) = device(PLENTY);
     let host = Pages::new(LARGE);
-    let mut cache = Cache::new(Counts::of(device.info()));
+    let cache = Cache::new(Counts::of(device.info()));
     assert!(cache.switch.set(device.registrations().switch.get().unwrap()).is_ok());
     let range = host.addr as usize..host.addr as usize + LARGE;
     // SAFETY: the memory stays, and nothing uses the pin.
     let pinned = unsafe { cache.pin(&device, (range.start, LARGE), range.clone()) };
     drop(pinned.unwrap().expect("pinned"));
     assert!(cache.find(range.start, LARGE).is_some());
-    cache.process += 1;
+    cache.shared.process.fetch_add(1, Ordering::Relaxed);
     invalidate(range.start, LARGE);
     assert!(cache.find(range.start, LARGE).is_none());
     assert_eq!(fake.live_pins(), 1, "it came out of the cache, and stays pinned");

@@ -164,10 +164,10 @@ impl<'a, P: Value> Writing<'a, P> {
         None
     }
 
-    /// Makes everything leave, used or not.
-    pub(crate) fn clear(&mut self, swept: &mut Swept<P>) {
+    /// Makes everything leave, used or not. Whether all has, see [`Writing::sweep`].
+    pub(crate) fn clear(&mut self, swept: &mut Swept<P>) -> bool {
         let table = self.table;
         table.invalidate(0, table.highest.load(Ordering::Relaxed));
-        self.sweep(swept);
+        self.sweep(swept)
     }
 }

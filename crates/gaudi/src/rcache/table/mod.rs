@@ -238,8 +238,8 @@ impl<'a, P> Writing<'a, P> {
     }
 
     /// Takes marked entries out, except those where someone is looking just now, and the one whose
-    /// value is being made.
-    pub(crate) fn sweep(&mut self, swept: &mut Swept<P>) {
+    /// value is being made. Whether none is left.
+    pub(crate) fn sweep(&mut self, swept: &mut Swept<P>) -> bool {
         let mut next = self.table.marked.swap(ptr::null_mut(), Ordering::Acquire);
         while let Some(entry) = NonNull::new(next) {
             // SAFETY: an entry of this table.
@@ -272,6 +272,7 @@ impl<'a, P> Writing<'a, P> {
             self.writer.regions -= 1;
             self.writer.bytes -= range.end - range.start;
         }
+        self.writer.retiring.is_empty()
     }
 
     /// The ready entries that own a page of `range`, by address.

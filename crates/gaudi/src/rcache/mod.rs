@@ -37,7 +37,7 @@ use crate::{Device, DeviceAddr, Error, runtime};
 use roster::Roster;
 pub(crate) use switch::Switch;
 pub use switch::{CacheLimits, Watch};
-use table::{Found, Inserted, Swept, Table, Value};
+use table::{Found, Inserted, PAGE, Swept, Table, Value, Writing};
 
 /// More cards than a process has open at a time; further ones keep nothing.
 const CARDS: usize = 64;
@@ -141,10 +141,17 @@ impl Shared {
         counts.subtract(Counter::RegCacheRegions, swept.regions);
         counts.subtract(Counter::RegCacheBytes, swept.bytes);
         counts.add(Counter::RegCacheEvictions, swept.evicted);
-        if swept.regions > 0 && self.process.load(Ordering::Relaxed) != std::process::id() {
+        self.drop_values(swept.values);
+    }
+
+    /// Whether there were any.
+    fn drop_values(&self, values: Vec<Arc<HostPin>>) -> bool {
+        let any = !values.is_empty();
+        if any && self.process.load(Ordering::Relaxed) != std::process::id() {
             // The driver would take these for the parent's, and unpin under its copies.
-            std::mem::forget(swept.values);
+            std::mem::forget(values);
         }
+        any
     }
 }
 
@@ -240,15 +247,10 @@ impl Cache {
                 let table = &self.shared.table;
                 table.insert((addr64, len64), &whole, bounds, &mut swept, |range, others, swept| {
                     let len = range.end - range.start;
-                    let mut pinned = pin(range.start, len);
-                    let full = |error: &Error| error.errno() == Some(libc::ENOMEM);
-                    if pinned.as_ref().is_err_and(full) {
-                        // Perhaps what is kept is what is missing.
-                        others.evict_idle(swept);
-                        swept.values.clear();
-                        pinned = pin(range.start, len);
-                    }
-                    let pinned = pinned?;
+                    let pin = || pin(range.start, len);
+                    // Nothing but the pages of the copy itself.
+                    let needed = addr64 - range.start < PAGE && range.end - (addr64 + len64) < PAGE;
+                    let pinned = self.pin_or_evict(pin, (len, needed), others, swept)?;
                     // Under the table's lock: nobody can take it out again before it is counted.
                     counts.add(Counter::RegCacheRegions, 1);
                     counts.add(Counter::RegCacheBytes, len);
@@ -289,6 +291,37 @@ impl Cache {
     /// Gives back what was invalidated, at the price of one load where there is nothing to do.
     pub(crate) fn tidy_if_lost(&self) {
         self.shared.tidy_if_lost();
+    }
+
+    /// Pins, and has others leave where pins have run out: perhaps what is kept is what is missing.
+    /// As few as will do, about: more at a time each time. For more than a copy needs, only if that
+    /// much is kept at all: it could empty the cache in vain.
+    fn pin_or_evict(
+        &self,
+        pin: impl Fn() -> Result<HostPin, Error>,
+        (len, needed): (u64, bool),
+        others: &mut Writing<'_, Arc<HostPin>>,
+        swept: &mut Swept<Arc<HostPin>>,
+    ) -> Result<HostPin, Error> {
+        let mut pinned = pin();
+        // At first those that wait to leave, and nobody else.
+        let mut batch = 0;
+        while pinned.as_ref().is_err_and(|error| error.errno() == Some(libc::ENOMEM)) {
+            others.evict_idle(batch, swept);
+            let gave_back = self.shared.drop_values(std::mem::take(&mut swept.values));
+            // The new range is on the books already.
+            let kept = others.size().1.saturating_sub(len);
+            if gave_back {
+                pinned = pin();
+            } else if batch > 0 {
+                break;
+            }
+            if batch == 0 && !needed && kept < len {
+                break;
+            }
+            batch = (2 * batch).max(1);
+        }
+        pinned
     }
 
     pub(crate) fn info(&self) -> CacheInfo {

@@ -269,7 +269,7 @@ impl Beside {
                 }
                 Step::EvictIdle if self.model.is_none() => {
                     let mut swept = Swept::default();
-                    self.table.lock().evict_idle(&mut swept);
+                    self.table.lock().evict_idle(usize::MAX, &mut swept);
                     self.swept(swept);
                 }
                 Step::Sweep | Step::EvictIdle => {
@@ -349,7 +349,7 @@ fn an_entry_that_is_lost_while_it_is_made_stands_for_nothing_else_until_it_is_sw
                 if lose {
                     assert_eq!(table.invalidate(range.start, range.end), 1);
                 }
-                others.evict_idle(swept);
+                others.evict_idle(usize::MAX, swept);
                 assert!(table.find(range.start, PAGE).is_none(), "found before it is made");
                 Ok::<_, ()>(Pin(Arc::new((0, range.clone()))))
             },

@@ -136,13 +136,18 @@ impl<'a, P: Value> Writing<'a, P> {
         true
     }
 
-    /// Makes all leave that nobody uses.
-    pub(crate) fn evict_idle(&mut self, swept: &mut Swept<P>) {
-        while let Some(victim) = self.least_used(&[]) {
+    /// Makes up to `count` leave that nobody uses, and all that wait to leave; how many of the first.
+    pub(crate) fn evict_idle(&mut self, count: usize, swept: &mut Swept<P>) -> usize {
+        let mut evicted = 0;
+        while evicted < count
+            && let Some(victim) = self.least_used(&[])
+        {
             self.drop_entry(victim);
             swept.evicted += 1;
+            evicted += 1;
         }
         self.sweep(swept);
+        evicted
     }
 
     /// Something that nobody uses, and that was not found for longest, about.

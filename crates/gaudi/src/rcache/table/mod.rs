@@ -33,7 +33,7 @@ pub(crate) use insert::{Bounds, Inserted, Value};
 pub(crate) use tree::ADDRESS_BITS;
 use tree::{PAGE_BITS, Tree};
 
-const PAGE: u64 = 1 << PAGE_BITS;
+pub(crate) const PAGE: u64 = 1 << PAGE_BITS;
 
 /// Something found: the start of its range, and the value.
 #[derive(Clone, Debug, PartialEq, Eq)]

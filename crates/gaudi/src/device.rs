@@ -389,9 +389,10 @@ impl Device {
         Ok(())
     }
 
-    /// Collects finished copies whose transfers were dropped; returns how many copies are still in
-    /// flight. Never blocks.
+    /// Collects finished copies whose transfers were dropped, and gives back the kept pins of host
+    /// memory that went away; returns how many copies are still in flight. Never waits for a copy.
     pub fn progress(&self) -> usize {
+        self.registrations.tidy_if_lost();
         self.engine.reap()
     }
 

@@ -1,16 +1,17 @@
 //! Host memory that was registered: recorded here, pinned for a device only when a DMA needs it.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::backend::HostPin;
-use crate::{Device, DeviceAddr, DeviceId, Error};
+use crate::{Device, DeviceAddr, DeviceId, Error, rcache};
 
 /// A range of host memory that will be used for copies, perhaps often.
 ///
 /// Recording costs nothing: no device is opened, no page is pinned. The first large copy that uses
-/// the region on a device pins all of it for that device. Where registrations are cached, the pin
+/// the region on a device pins all of it for that device; if that cannot be, or is more than the
+/// registration cache may keep, copies pin what they need of it. Where registrations are cached, the pin
 /// stays in the cache, for this region or the next one over the same memory; where they are not,
 /// dropping the last handle unpins it, once the copies that use it are done.
 #[derive(Debug)]
@@ -21,6 +22,8 @@ pub struct HostRegion {
     pins: Mutex<Vec<Pinned>>,
     /// Bytes of medium-sized copies that went through bounce slots, see [`HostRegion::earns_pin`].
     bounced: AtomicUsize,
+    /// All of it at once could not be pinned, see [`HostRegion::pin_in_parts`].
+    in_parts: AtomicBool,
 }
 
 /// A region is worth pinning when this part of its length was copied without.
@@ -46,6 +49,7 @@ impl HostRegion {
             len,
             pins: Mutex::default(),
             bounced: AtomicUsize::new(0),
+            in_parts: AtomicBool::new(false),
         })
     }
 
@@ -55,6 +59,16 @@ impl HostRegion {
     pub(crate) fn earns_pin(&self, len: usize) -> bool {
         let before = self.bounced.fetch_add(len, Ordering::Relaxed);
         before.saturating_add(len) >= self.len / EARNING_SHARE
+    }
+
+    /// Takes note that all of it at once cannot be pinned, or is more than may be kept: from now on
+    /// copies pin what they need.
+    pub(crate) fn pin_in_parts(&self) {
+        self.in_parts.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_pinned_in_parts(&self) -> bool {
+        self.in_parts.load(Ordering::Relaxed)
     }
 
     /// Whether all of `[addr, addr + len)` lies inside.
@@ -154,6 +168,8 @@ impl Drop for HostRegion {
                 device.forget_pin(self.id);
             }
         }
+        // Who is done with memory often frees it next, or has freed other memory just before.
+        rcache::tidy();
     }
 }
 

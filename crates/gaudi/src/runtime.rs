@@ -20,7 +20,7 @@ use crate::error::Phase;
 use crate::holders::{self, Holders};
 use crate::lent::LentCards;
 use crate::memory::Table;
-use crate::rcache::{CacheLimits, Switch, Watch};
+use crate::rcache::{self, CacheLimits, Switch, Watch};
 use crate::topology::PciLink;
 use crate::window::{Blocked, Windows};
 use crate::{
@@ -336,9 +336,11 @@ impl Runtime {
         self.rcache.want(limits, watch);
     }
 
-    /// Has no card keep pins any more. What is kept is not used, and goes with the card.
+    /// Has no card keep pins any more. Those that are kept are given back: now, or when the copies
+    /// that use them have ended.
     pub fn stop_caching_registrations(&self) {
         self.rcache.off();
+        rcache::clear();
     }
 
     pub(crate) fn rcache(&self) -> &Switch {

@@ -198,3 +198,25 @@ fn after_a_fork_the_parent_pins_anew() {
     let after = (counter(&device, "reg_cache_misses"), counter(&device, "pins"));
     assert!(after.0 > before.0 && after.1 > before.1, "{before:?}, {after:?}");
 }
+
+#[test]
+fn nothing_stays_pinned_for_memory_that_was_freed_or_a_cache_that_was_turned_off() {
+    let (_alone, device) = fresh();
+    let target = device.alloc(SIZE as u64, 1).expect("memory");
+    let held = || counter(&device, "pins") - counter(&device, "unpins");
+    let put_from = |host: &mut Mapping| put(&device, target.addr(), host.bytes(), None);
+    let mut stays = Mapping::new(null_mut());
+    put_from(&mut stays);
+    let with_one = held();
+    let mut goes = Mapping::new(null_mut());
+    put_from(&mut goes);
+    assert_eq!(held(), with_one + 1);
+    drop(goes);
+    assert_eq!(held(), with_one + 1, "nothing is unpinned inside `munmap`");
+    // A registration that has nothing to do with it ends.
+    drop(HostRegion::record(stays.0, SIZE));
+    assert_eq!(held(), with_one, "the pin of what was freed went");
+    gaudi::runtime().stop_caching_registrations();
+    assert_eq!((held(), device.registration_cache().regions), (with_one - 1, 0));
+    assert_eq!(counter(&device, "reg_cache_regions"), 0);
+}

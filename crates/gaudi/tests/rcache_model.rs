@@ -187,6 +187,40 @@ fn an_entry_that_is_used_again_is_not_taken_for_the_old_one() {
 }
 
 #[test]
+fn an_entry_whose_memory_goes_while_it_is_made_is_not_used_for_another() {
+    model(|| {
+        let table = Shared::new(Table::<Pin>::new());
+        let telling = {
+            let table = Shared::clone(&table);
+            thread::spawn(move || table.invalidate(PAGE, 2 * PAGE))
+        };
+        // Each pin is refused once: whoever makes it evicts what is idle and tries again.
+        let get = |range: Range<u64>| {
+            let mut swept = Swept::default();
+            let wanted = (range.start, PAGE);
+            let Ok(made) =
+                table.insert(wanted, &range, PLENTY, &mut swept, |range, others, swept| {
+                    others.evict_idle(usize::MAX, swept);
+                    assert!(table.find(range.start, PAGE).is_none(), "found before it is made");
+                    Ok::<_, Infallible>(Pin(Arc::new(range.clone())))
+                });
+            let (Inserted::Hit(found) | Inserted::Made(found)) = made else { panic!("no room") };
+            assert_right(&found, &range);
+            assert_eq!(swept.values.len() as u64, swept.regions);
+            swept.regions
+        };
+        let mut came_out = get(pages(1, 2));
+        came_out += get(pages(4, 5));
+        find(&table, &pages(4, 5));
+        telling.join().unwrap();
+        let mut swept = Swept::default();
+        table.lock().clear(&mut swept);
+        assert_eq!(came_out + swept.regions, 2, "each came out once");
+        assert_eq!(table.lock().size(), (0, 0));
+    });
+}
+
+#[test]
 fn every_pin_comes_out_exactly_once() {
     model(|| {
         let table = Shared::new(Table::<Pin>::new());

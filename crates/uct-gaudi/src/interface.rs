@@ -262,6 +262,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
     }
 
     fn progress(&self) -> u32 {
+        gaudi::rcache::tidy();
         if self.copies.is_idle() {
             return 0;
         }

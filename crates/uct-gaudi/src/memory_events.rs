@@ -48,26 +48,50 @@ pub(crate) fn begin(ucx: &'static Ucx, settings: &Settings, aloud: bool) -> Resu
 
 /// Begins to listen, unless we do already; the error says why there is nothing to hear.
 fn watch(ucx: &'static Ucx) -> Result<(), String> {
-    static WATCHING: Mutex<bool> = Mutex::new(false);
-    let mut watching = WATCHING.lock().unwrap_or_else(PoisonError::into_inner);
-    if *watching {
-        return Ok(());
+    static LISTENING: Mutex<Listening> = Mutex::new(Listening { asked: Vec::new(), heard: false });
+    let mut listening = LISTENING.lock().unwrap_or_else(PoisonError::into_inner);
+    let ask = || ucx.watch_unmapped(PRIORITY, unmapped);
+    listening.begin(core::ptr::from_ref(ucx).addr(), ask, events_arrive)
+}
+
+/// Whom we asked to tell us, and whether someone does.
+struct Listening {
+    /// Copies of UCX that have our handler. There is no need to take it back: one that says nothing
+    /// does no harm; but each would call it as often as it was given.
+    asked: Vec<usize>,
+    heard: bool,
+}
+
+impl Listening {
+    /// `ask` gives our handler to the copy of UCX of this name; `try_out` says whether we are told.
+    fn begin(
+        &mut self,
+        ucx: usize,
+        ask: impl FnOnce() -> Result<(), Status>,
+        try_out: impl FnOnce() -> bool,
+    ) -> Result<(), String> {
+        if self.heard {
+            return Ok(());
+        }
+        if !self.asked.contains(&ucx) {
+            ask().map_err(|status| match status {
+                Status::UNSUPPORTED => String::from(
+                    "UCX's memory events, which tell of memory that is unmapped, are turned off \
+                     (they need UCX_MEM_EVENTS=y, and an UCX_MEM_MMAP_HOOK_MODE that is not none)",
+                ),
+                other => format!("UCX cannot hook the calls that unmap memory ({other:?})"),
+            })?;
+            self.asked.push(ucx);
+        }
+        self.heard = try_out();
+        if !self.heard {
+            return Err(String::from(
+                "UCX does not notice when memory is unmapped in this process \
+                 (UCX_MEM_MMAP_HOOK_MODE says how it would)",
+            ));
+        }
+        Ok(())
     }
-    ucx.watch_unmapped(PRIORITY, unmapped).map_err(|status| match status {
-        Status::UNSUPPORTED => String::from(
-            "UCX's memory events, which tell of memory that is unmapped, are turned off (they need \
-             UCX_MEM_EVENTS=y, and an UCX_MEM_MMAP_HOOK_MODE that is not none)",
-        ),
-        other => format!("UCX cannot hook the calls that unmap memory ({other:?})"),
-    })?;
-    if !events_arrive() {
-        return Err(String::from(
-            "UCX does not notice when memory is unmapped in this process (UCX_MEM_MMAP_HOOK_MODE \
-             says how it would)",
-        ));
-    }
-    *watching = true;
-    Ok(())
 }
 
 /// The address that [`events_arrive`] unmaps; zero once it was heard of.
@@ -96,4 +120,31 @@ fn events_arrive() -> bool {
     // SAFETY: our own mapping. This is the C library's function, which is what UCX hooks.
     unsafe { libc::munmap(page, LEN) };
     PROBE.swap(0, Ordering::Relaxed) == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+
+    #[test]
+    fn each_copy_of_ucx_gets_one_handler_however_often_it_is_tried() {
+        let mut listening = Listening { asked: Vec::new(), heard: false };
+        let asked = Cell::new(0);
+        let ask = || {
+            asked.set(asked.get() + 1);
+            Ok(())
+        };
+        let refuse = || Err(Status::UNSUPPORTED);
+        assert!(listening.begin(1, refuse, || true).unwrap_err().contains("UCX_MEM_EVENTS"));
+        for _ in 0..3 {
+            assert!(listening.begin(1, ask, || false).is_err());
+        }
+        assert_eq!(asked.get(), 1, "refused at first, then asked once");
+        assert!(listening.begin(2, ask, || false).is_err());
+        assert_eq!(asked.get(), 2, "another copy may be able to tell");
+        assert!(listening.begin(1, ask, || true).is_ok());
+        assert!(listening.begin(3, ask, || panic!("known already")).is_ok());
+        assert_eq!(asked.get(), 2);
+    }
 }

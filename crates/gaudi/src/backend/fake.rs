@@ -50,6 +50,8 @@ struct State {
     unpinnable: Option<u64>,
     /// Only so many pins at a time.
     most_pins: Option<usize>,
+    /// Only pins of so many bytes.
+    longest_pin: Option<usize>,
     /// All that was pinned: address and length.
     pins: Vec<(u64, usize)>,
     /// Addresses whose pages are known under another address, which outlives them.
@@ -142,6 +144,11 @@ impl Fake {
     /// Has pins refused, for lack of memory, while there are so many.
     pub(crate) fn allow_pins(&self, count: usize) {
         self.state().most_pins = Some(count);
+    }
+
+    /// Has pins refused, for lack of memory, that are longer than this.
+    pub(crate) fn allow_pins_up_to(&self, len: usize) {
+        self.state().longest_pin = Some(len);
     }
 
     /// All that was pinned so far: address and length.
@@ -266,7 +273,8 @@ impl Backend for Fake {
         let mut state = self.state();
         let addr = ptr as u64;
         let holds = |other: u64| (addr..addr + len as u64).contains(&other);
-        let full = state.most_pins.is_some_and(|most| self.live_pins() >= most);
+        let full = state.most_pins.is_some_and(|most| self.live_pins() >= most)
+            || state.longest_pin.is_some_and(|longest| len > longest);
         let refused = state
             .refuse_pins
             .or(state.unpinnable.is_some_and(holds).then_some(libc::EFAULT))

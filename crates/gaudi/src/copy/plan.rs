@@ -329,23 +329,56 @@ unsafe fn host_path(
     if len <= BOUNCE_LEN && !pinned && !earned {
         return Ok(HostPath::Bounce { guarded: false });
     }
-    let whole = region.map_or(addr..addr + len, |region| region.range());
-    let made = match region {
-        _ if !pinned && cache.keeps(whole.len()) => {
-            // SAFETY: the caller keeps the memory while copies use it.
-            unsafe { cache.pin(device, (addr, len), whole)? }
-        }
-        // SAFETY: the caller keeps the memory while copies use it.
-        Some(region) => unsafe { region.pin(device, addr)? },
-        // SAFETY: as above.
-        None => match unsafe { device.pin(ptr, len) } {
-            Ok(pin) => Some((pin.addr, Arc::new(pin))),
-            Err(error) if cannot_be_pinned(&error) => None,
-            Err(error) => return Err(error),
-        },
-    };
+    // SAFETY: the caller keeps the memory while copies use it.
+    let made = unsafe { pin_host(device, ptr, len, region, pinned)? };
     Ok(match made {
         Some((addr, pin)) => HostPath::Pinned(addr, pin),
         None => HostPath::Bounce { guarded: len > BOUNCE_LEN },
     })
+}
+
+/// Pins the region, if there is one and it can be had, or else the memory alone. `None`: it cannot be
+/// pinned. `pinned`: the region holds a pin of its own.
+///
+/// # Safety
+/// As for [`Device::copy`].
+unsafe fn pin_host(
+    device: &Arc<Device>,
+    ptr: *mut u8,
+    len: usize,
+    region: Option<&Arc<HostRegion>>,
+    pinned: bool,
+) -> Result<Option<(DeviceAddr, Arc<HostPin>)>, Error> {
+    let addr = ptr as usize;
+    let cache = device.registrations();
+    if let Some(region) = region.filter(|region| pinned || !region.is_pinned_in_parts()) {
+        let made = if !pinned && cache.keeps(region.len()) {
+            // SAFETY: the caller keeps the memory while copies use it.
+            unsafe { cache.pin(device, (addr, len), region.range())? }
+        } else if pinned || !cache.keeps(0) {
+            // SAFETY: as above.
+            unsafe { region.pin(device, addr)? }
+        } else {
+            // More than the cache may keep.
+            None
+        };
+        if made.is_some() || region.len() == len {
+            return Ok(made);
+        }
+        region.pin_in_parts();
+    }
+    if len <= BOUNCE_LEN {
+        // Not worth a pin of its own.
+        return Ok(None);
+    }
+    if cache.keeps(len) {
+        // SAFETY: as above.
+        return unsafe { cache.pin(device, (addr, len), addr..addr + len) };
+    }
+    // SAFETY: as above.
+    match unsafe { device.pin(ptr, len) } {
+        Ok(pin) => Ok(Some((pin.addr, Arc::new(pin)))),
+        Err(error) if cannot_be_pinned(&error) => Ok(None),
+        Err(error) => Err(error),
+    }
 }

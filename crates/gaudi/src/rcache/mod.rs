@@ -27,6 +27,7 @@ mod table_tests;
 mod tests;
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use crate::backend::HostPin;
@@ -36,7 +37,7 @@ use crate::{Device, DeviceAddr, Error, runtime};
 use roster::Roster;
 pub(crate) use switch::Switch;
 pub use switch::{CacheLimits, Watch};
-use table::{Found, Inserted, Swept, Table, Value};
+use table::{Found, Inserted, PAGE, Swept, Table, Value, Writing};
 
 /// More cards than a process has open at a time; further ones keep nothing.
 const CARDS: usize = 64;
@@ -44,12 +45,15 @@ const CARDS: usize = 64;
 /// The caches of this process. Made before the first one, so that [`invalidate`] never makes it.
 static CACHES: OnceLock<Roster<Shared, CARDS>> = OnceLock::new();
 
+/// Whether pins of memory that went away may wait to be given back: a hint for [`tidy`].
+static LOST: AtomicBool = AtomicBool::new(false);
+
 /// Tells all caches that memory of `[start, start + len)` is about to go away: no copy that starts
 /// after this returns uses a pin of it that was made before.
 ///
 /// May be called anywhere, also inside `munmap` or `free`, by any thread: it takes no lock, waits
 /// for nobody, allocates and frees nothing, and calls no driver. The pins are given back later, by a
-/// thread that copies.
+/// thread that copies, or in [`tidy`].
 pub fn invalidate(start: usize, len: usize) {
     let Some(caches) = CACHES.get() else { return };
     let end = (start as u64).saturating_add(len as u64);
@@ -57,8 +61,28 @@ pub fn invalidate(start: usize, len: usize) {
         let lost = cache.table.invalidate(start as u64, end);
         if lost > 0 {
             cache.counts.add(Counter::RegCacheInvalidations, lost);
+            LOST.store(true, Ordering::Relaxed);
         }
     });
+}
+
+/// Gives back the pins of memory that went away, of all open cards, where no other thread is at it.
+/// Copies do that by themselves; this is for moments when there may be no further copy. One load
+/// where there is nothing to do. Not for places where one may not wait: unpinning is a driver call.
+pub fn tidy() {
+    if LOST.load(Ordering::Relaxed)
+        && LOST.swap(false, Ordering::Relaxed)
+        && let Some(caches) = CACHES.get()
+    {
+        caches.each(Shared::tidy);
+    }
+}
+
+/// Gives all pins back that any card keeps; those that copies are using, when these end.
+pub(crate) fn clear() {
+    if let Some(caches) = CACHES.get() {
+        caches.each(Shared::clear);
+    }
 }
 
 /// What a card's cache holds.
@@ -76,6 +100,59 @@ pub struct CacheInfo {
 struct Shared {
     table: Table<Arc<HostPin>>,
     counts: Counts,
+    /// The process that pinned. A forked child has a copy of all this, but not the pins.
+    process: AtomicU32,
+}
+
+impl Shared {
+    /// Gives back what was invalidated, unless another thread is at it.
+    #[cold]
+    fn tidy(&self) {
+        let mut swept = Swept::default();
+        let all = match self.table.try_lock() {
+            Some(mut writing) => writing.sweep(&mut swept),
+            None => false,
+        };
+        if !all {
+            LOST.store(true, Ordering::Relaxed);
+        }
+        self.release(swept);
+    }
+
+    /// The same, at the price of one load where there is nothing to do.
+    fn tidy_if_lost(&self) {
+        if self.table.has_marked() {
+            self.tidy();
+        }
+    }
+
+    /// Gives everything back; what copies are using, when they end.
+    fn clear(&self) {
+        let mut swept = Swept::default();
+        if !self.table.lock().clear(&mut swept) {
+            LOST.store(true, Ordering::Relaxed);
+        }
+        self.release(swept);
+    }
+
+    /// Gives back what came out of the table, with no lock held: unpinning is a driver call.
+    fn release(&self, swept: Swept<Arc<HostPin>>) {
+        let counts = self.counts;
+        counts.subtract(Counter::RegCacheRegions, swept.regions);
+        counts.subtract(Counter::RegCacheBytes, swept.bytes);
+        counts.add(Counter::RegCacheEvictions, swept.evicted);
+        self.drop_values(swept.values);
+    }
+
+    /// Whether there were any.
+    fn drop_values(&self, values: Vec<Arc<HostPin>>) -> bool {
+        let any = !values.is_empty();
+        if any && self.process.load(Ordering::Relaxed) != std::process::id() {
+            // The driver would take these for the parent's, and unpin under its copies.
+            std::mem::forget(values);
+        }
+        any
+    }
 }
 
 /// The kept pins of one card.
@@ -83,8 +160,6 @@ pub(crate) struct Cache {
     shared: Box<Shared>,
     /// On the list of those who hear of memory that goes. Nothing is kept without.
     place: Option<usize>,
-    /// The process that pinned. A forked child has a copy of all this, but not the pins.
-    process: u32,
     /// In place of the process's, so that tests do not meet.
     #[cfg(test)]
     switch: OnceLock<&'static Switch>,
@@ -109,13 +184,16 @@ impl Cache {
             unsafe { libc::pthread_atfork(Some(before_fork), None, Some(in_child)) };
             Roster::new()
         });
-        let shared = Box::new(Shared { table: Table::new(), counts });
+        let shared = Box::new(Shared {
+            table: Table::new(),
+            counts,
+            process: AtomicU32::new(std::process::id()),
+        });
         // SAFETY: the box stays until it has left the list.
         let place = unsafe { caches.enter(&raw const *shared) };
         Self {
             shared,
             place,
-            process: std::process::id(),
             #[cfg(test)]
             switch: OnceLock::new(),
         }
@@ -134,9 +212,7 @@ impl Cache {
         if !self.switch().is_wanted() {
             return None;
         }
-        if self.shared.table.has_marked() {
-            self.tidy();
-        }
+        self.shared.tidy_if_lost();
         let found = self.shared.table.find(addr as u64, len as u64)?;
         self.shared.counts.add(Counter::RegCacheHits, 1);
         Some(at(found, addr))
@@ -171,15 +247,10 @@ impl Cache {
                 let table = &self.shared.table;
                 table.insert((addr64, len64), &whole, bounds, &mut swept, |range, others, swept| {
                     let len = range.end - range.start;
-                    let mut pinned = pin(range.start, len);
-                    let full = |error: &Error| error.errno() == Some(libc::ENOMEM);
-                    if pinned.as_ref().is_err_and(full) {
-                        // Perhaps what is kept is what is missing.
-                        others.evict_idle(swept);
-                        swept.values.clear();
-                        pinned = pin(range.start, len);
-                    }
-                    let pinned = pinned?;
+                    let pin = || pin(range.start, len);
+                    // Nothing but the pages of the copy itself.
+                    let needed = addr64 - range.start < PAGE && range.end - (addr64 + len64) < PAGE;
+                    let pinned = self.pin_or_evict(pin, (len, needed), others, swept)?;
                     // Under the table's lock: nobody can take it out again before it is counted.
                     counts.add(Counter::RegCacheRegions, 1);
                     counts.add(Counter::RegCacheBytes, len);
@@ -187,7 +258,11 @@ impl Cache {
                 })
             }
         };
-        self.release(swept);
+        self.shared.release(swept);
+        if !self.switch().is_wanted() {
+            // Turned off meanwhile, and perhaps cleared before this came in.
+            self.shared.clear();
+        }
         match made {
             Ok(Inserted::Hit(found)) => {
                 counts.add(Counter::RegCacheHits, 1);
@@ -213,26 +288,40 @@ impl Cache {
         }
     }
 
-    /// Gives back what was invalidated, unless another thread is at it.
-    #[cold]
-    fn tidy(&self) {
-        let mut swept = Swept::default();
-        if let Some(mut writing) = self.shared.table.try_lock() {
-            writing.sweep(&mut swept);
-        }
-        self.release(swept);
+    /// Gives back what was invalidated, at the price of one load where there is nothing to do.
+    pub(crate) fn tidy_if_lost(&self) {
+        self.shared.tidy_if_lost();
     }
 
-    /// Gives back what came out of the table, with no lock held: unpinning is a driver call.
-    fn release(&self, swept: Swept<Arc<HostPin>>) {
-        let counts = self.shared.counts;
-        counts.subtract(Counter::RegCacheRegions, swept.regions);
-        counts.subtract(Counter::RegCacheBytes, swept.bytes);
-        counts.add(Counter::RegCacheEvictions, swept.evicted);
-        if swept.regions > 0 && self.process != std::process::id() {
-            // The driver would take these for the parent's, and unpin under its copies.
-            std::mem::forget(swept.values);
+    /// Pins, and has others leave where pins have run out: perhaps what is kept is what is missing.
+    /// As few as will do, about: more at a time each time. For more than a copy needs, only if that
+    /// much is kept at all: it could empty the cache in vain.
+    fn pin_or_evict(
+        &self,
+        pin: impl Fn() -> Result<HostPin, Error>,
+        (len, needed): (u64, bool),
+        others: &mut Writing<'_, Arc<HostPin>>,
+        swept: &mut Swept<Arc<HostPin>>,
+    ) -> Result<HostPin, Error> {
+        let mut pinned = pin();
+        // At first those that wait to leave, and nobody else.
+        let mut batch = 0;
+        while pinned.as_ref().is_err_and(|error| error.errno() == Some(libc::ENOMEM)) {
+            others.evict_idle(batch, swept);
+            let gave_back = self.shared.drop_values(std::mem::take(&mut swept.values));
+            // The new range is on the books already.
+            let kept = others.size().1.saturating_sub(len);
+            if gave_back {
+                pinned = pin();
+            } else if batch > 0 {
+                break;
+            }
+            if batch == 0 && !needed && kept < len {
+                break;
+            }
+            batch = (2 * batch).max(1);
         }
+        pinned
     }
 
     pub(crate) fn info(&self) -> CacheInfo {
@@ -246,9 +335,7 @@ impl Drop for Cache {
         if let (Some(place), Some(caches)) = (self.place, CACHES.get()) {
             caches.leave(place);
         }
-        let mut swept = Swept::default();
-        self.shared.table.lock().clear(&mut swept);
-        self.release(swept);
+        self.shared.clear();
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Whoever tells counts itself in at each place before it looks who is there; whoever leaves takes
 //! itself off the list and then waits until nobody is counted in. The first never waits for anyone;
-//! the second waits for a few instructions of others.
+//! the second waits for what others do with it just now.
 
 use core::ptr;
 

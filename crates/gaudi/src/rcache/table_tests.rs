@@ -269,7 +269,7 @@ impl Beside {
                 }
                 Step::EvictIdle if self.model.is_none() => {
                     let mut swept = Swept::default();
-                    self.table.lock().evict_idle(&mut swept);
+                    self.table.lock().evict_idle(usize::MAX, &mut swept);
                     self.swept(swept);
                 }
                 Step::Sweep | Step::EvictIdle => {
@@ -330,4 +330,41 @@ fn large_ranges_take_few_nodes_and_addresses_beyond_the_tree_are_not_kept() {
     assert!(matches!(get(&beyond), Ok(Inserted::NoRoom)));
     assert!(table.find(u64::MAX, 1).is_none() && table.find(u64::MAX, 2).is_none());
     assert_eq!(table.invalidate(0, u64::MAX), 1);
+}
+
+/// Whoever makes a value may evict others for it; memory goes at any moment, also then.
+#[test]
+fn an_entry_that_is_lost_while_it_is_made_stands_for_nothing_else_until_it_is_swept() {
+    let table = Table::<Pin>::new();
+    let bounds = Bounds { regions: 10, bytes: 1 << 30 };
+    let range = |page: u64| address(page)..address(page) + PAGE;
+    let mut swept = Swept::default();
+    let mut get = |page: u64, lose: bool| {
+        let made = table.insert(
+            (address(page), PAGE),
+            &range(page),
+            bounds,
+            &mut swept,
+            |range, others, swept| {
+                if lose {
+                    assert_eq!(table.invalidate(range.start, range.end), 1);
+                }
+                others.evict_idle(usize::MAX, swept);
+                assert!(table.find(range.start, PAGE).is_none(), "found before it is made");
+                Ok::<_, ()>(Pin(Arc::new((0, range.clone()))))
+            },
+        );
+        let Ok(Inserted::Made(found)) = made else { panic!("not made") };
+        assert_eq!((found.start, &found.value.0.1), (address(page), &range(page)));
+    };
+    get(3, true);
+    assert!(table.find(address(3), PAGE).is_none(), "its memory went away");
+    for page in [5, 7] {
+        get(page, false);
+        let found = table.find(address(page), PAGE).expect("kept");
+        assert_eq!(found.value.0.1, range(page));
+    }
+    table.lock().clear(&mut swept);
+    assert_eq!((swept.values.len(), swept.regions), (3, 3), "each came out once");
+    assert_eq!(table.lock().size(), (0, 0));
 }

@@ -144,6 +144,38 @@ fn a_running_copy_keeps_the_pages_it_was_started_with() {
 }
 
 #[test]
+fn pins_of_memory_that_went_away_are_given_back_without_a_further_copy() {
+    let (fake, device) = device(PLENTY);
+    let target = device.alloc(LARGE as u64, 1).unwrap();
+    let host = Pages::new(LARGE);
+    copy(&fake, &device, &target, host.addr, LARGE);
+    invalidate(host.addr as usize, LARGE);
+    device.progress();
+    assert_eq!(fake.live_pins(), 0);
+    copy(&fake, &device, &target, host.addr, LARGE);
+    // Also while pins are not kept any more.
+    device.registrations().switch.get().unwrap().off();
+    invalidate(host.addr as usize, LARGE);
+    device.progress();
+    assert_eq!(fake.live_pins(), 0);
+}
+
+#[test]
+fn clearing_gives_back_what_is_idle_now_and_what_is_used_when_its_copy_ends() {
+    let (fake, device) = device(PLENTY);
+    let target = device.alloc(LARGE as u64, 1).unwrap();
+    let host = Pages::new(4 * LARGE);
+    copy(&fake, &device, &target, host.addr, LARGE);
+    let mut running = start(&device, &target, host.at(2 * LARGE), LARGE);
+    device.registrations().switch.get().unwrap().off();
+    device.registrations().shared.clear();
+    assert_eq!((device.registration_cache().regions, fake.live_pins()), (0, 1));
+    fake.finish_all();
+    assert_eq!(running.poll(), Some(Ok(())));
+    assert_eq!(fake.live_pins(), 0);
+}
+
+#[test]
 fn registering_again_finds_the_old_pin() {
     let (fake, device) = device(PLENTY);
     let target = device.alloc(LARGE as u64, 1).unwrap();
@@ -299,7 +331,78 @@ fn when_pins_run_out_the_cache_gives_its_own_back() {
         copy(&fake, &device, &target, host.at(number * 2 * LARGE), LARGE);
     }
     assert_eq!(fake.pins().len(), 9, "none had to go through bounce buffers");
-    assert!(fake.live_pins() <= 3);
+    assert_eq!(fake.live_pins(), 3, "as few as need be");
+}
+
+/// A copy of `len` bytes at `offset` of memory that is registered as a whole.
+fn copy_of_region(
+    (fake, device): (&Fake, &Arc<Device>),
+    target: &Allocation,
+    region: &Arc<HostRegion>,
+    (offset, len): (usize, usize),
+) {
+    let (dst, src) = (Side::Device(target.addr()), Side::Host(region.start().wrapping_add(offset)));
+    let segment = Segment { dst, src, len, host_region: Some(Arc::clone(region)) };
+    // SAFETY: the buffer lives until the fake hardware is done.
+    let mut transfer = unsafe { device.copy(&[segment]) }.unwrap();
+    fake.finish_all();
+    assert_eq!(transfer.poll(), Some(Ok(())));
+}
+
+#[test]
+fn of_a_region_that_is_more_than_may_be_kept_copies_pin_their_part() {
+    let (fake, device) = device(CacheLimits { regions: 1000, bytes: 4 * LARGE as u64 });
+    let target = device.alloc(8 * LARGE as u64, 1).unwrap();
+    let host = Pages::new(16 * LARGE);
+    let region = HostRegion::record(host.addr, host.len);
+    for number in [1, 1, 5, 1] {
+        let part = (number * LARGE + 100, LARGE);
+        copy_of_region((&fake, &device), &target, &region, part);
+        assert!(device.registration_cache().bytes <= 4 * LARGE as u64);
+    }
+    let part = |number: usize| (host.at(number * LARGE) as u64, LARGE + 4096);
+    assert_eq!(fake.pins(), [part(1), part(5)], "and keep it");
+    copy_of_region((&fake, &device), &target, &region, (0, 8 * LARGE));
+    assert_eq!(fake.pins()[2], (host.addr as u64, 8 * LARGE), "a part that is too much is");
+    assert_eq!(fake.live_pins(), 2, "pinned for its copy alone");
+}
+
+#[test]
+fn of_a_region_that_cannot_be_pinned_whole_copies_pin_their_part() {
+    for keep in [true, false] {
+        let (fake, device) = device(PLENTY);
+        if !keep {
+            device.registrations().switch.get().unwrap().off();
+        }
+        let target = device.alloc(LARGE as u64, 1).unwrap();
+        let host = Pages::new(16 * LARGE);
+        let region = HostRegion::record(host.addr, host.len);
+        fake.refuse_pins_of(host.at(9 * LARGE));
+        for number in [1, 1, 5] {
+            copy_of_region((&fake, &device), &target, &region, (number * LARGE, LARGE));
+        }
+        let part = |number: usize| (host.at(number * LARGE) as u64, LARGE);
+        let pins = if keep { vec![part(1), part(5)] } else { vec![part(1), part(1), part(5)] };
+        assert_eq!(fake.pins(), pins);
+        assert_eq!(fake.live_pins(), if keep { 2 } else { 0 });
+    }
+}
+
+#[test]
+fn a_region_that_is_too_much_to_pin_does_not_empty_the_cache() {
+    let (fake, device) = device(PLENTY);
+    let target = device.alloc(LARGE as u64, 1).unwrap();
+    let host = Pages::new(40 * LARGE);
+    for number in [0, 2, 4] {
+        copy(&fake, &device, &target, host.at(number * LARGE), LARGE);
+    }
+    fake.allow_pins_up_to(4 * LARGE);
+    fake.allow_pins(4);
+    let region = HostRegion::record(host.at(8 * LARGE), 32 * LARGE);
+    copy_of_region((&fake, &device), &target, &region, (0, LARGE));
+    assert_eq!((fake.pins().len(), fake.live_pins()), (4, 4), "its part, and the three");
+    copy_of_region((&fake, &device), &target, &region, (2 * LARGE, LARGE));
+    assert_eq!((fake.pins().len(), fake.live_pins()), (5, 4), "one had to leave");
 }
 
 #[test]
@@ -322,14 +425,14 @@ fn memory_that_cannot_be_pinned_is_bounced_and_tried_again() {
 fn a_forked_child_leaves_the_pins_of_its_parent_alone() {
     let (fake, device) = device(PLENTY);
     let host = Pages::new(LARGE);
-    let mut cache = Cache::new(Counts::of(device.info()));
+    let cache = Cache::new(Counts::of(device.info()));
     assert!(cache.switch.set(device.registrations().switch.get().unwrap()).is_ok());
     let range = host.addr as usize..host.addr as usize + LARGE;
     // SAFETY: the memory stays, and nothing uses the pin.
     let pinned = unsafe { cache.pin(&device, (range.start, LARGE), range.clone()) };
     drop(pinned.unwrap().expect("pinned"));
     assert!(cache.find(range.start, LARGE).is_some());
-    cache.process += 1;
+    cache.shared.process.fetch_add(1, Ordering::Relaxed);
     invalidate(range.start, LARGE);
     assert!(cache.find(range.start, LARGE).is_none());
     assert_eq!(fake.live_pins(), 1, "it came out of the cache, and stays pinned");

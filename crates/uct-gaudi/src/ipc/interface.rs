@@ -326,6 +326,7 @@ impl Interface for IpcInterface {
     }
 
     fn progress(&self) -> u32 {
+        gaudi::rcache::tidy();
         if self.copies.is_idle() {
             return 0;
         }

@@ -71,12 +71,14 @@ impl<P: Value> Table<P> {
                 Ok(value) => {
                     // SAFETY: the lock is held, and the entry was claimed just above.
                     unsafe { entry.fill(value.clone()) };
+                    writing.settle();
                     writing.sweep(swept);
                     let found = Found { start: range.start, value };
                     return Ok(Inserted::Made(found));
                 }
                 Err(error) => {
                     writing.drop_entry(entry);
+                    writing.settle();
                     writing.sweep(swept);
                     if swallowed.is_empty() {
                         return Err(error);
@@ -134,13 +136,18 @@ impl<'a, P: Value> Writing<'a, P> {
         true
     }
 
-    /// Makes all leave that nobody uses.
-    pub(crate) fn evict_idle(&mut self, swept: &mut Swept<P>) {
-        while let Some(victim) = self.least_used(&[]) {
+    /// Makes up to `count` leave that nobody uses, and all that wait to leave; how many of the first.
+    pub(crate) fn evict_idle(&mut self, count: usize, swept: &mut Swept<P>) -> usize {
+        let mut evicted = 0;
+        while evicted < count
+            && let Some(victim) = self.least_used(&[])
+        {
             self.drop_entry(victim);
             swept.evicted += 1;
+            evicted += 1;
         }
         self.sweep(swept);
+        evicted
     }
 
     /// Something that nobody uses, and that was not found for longest, about.
@@ -162,10 +169,10 @@ impl<'a, P: Value> Writing<'a, P> {
         None
     }
 
-    /// Makes everything leave, used or not.
-    pub(crate) fn clear(&mut self, swept: &mut Swept<P>) {
+    /// Makes everything leave, used or not. Whether all has, see [`Writing::sweep`].
+    pub(crate) fn clear(&mut self, swept: &mut Swept<P>) -> bool {
         let table = self.table;
         table.invalidate(0, table.highest.load(Ordering::Relaxed));
-        self.sweep(swept);
+        self.sweep(swept)
     }
 }

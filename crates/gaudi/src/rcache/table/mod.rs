@@ -33,7 +33,7 @@ pub(crate) use insert::{Bounds, Inserted, Value};
 pub(crate) use tree::ADDRESS_BITS;
 use tree::{PAGE_BITS, Tree};
 
-const PAGE: u64 = 1 << PAGE_BITS;
+pub(crate) const PAGE: u64 = 1 << PAGE_BITS;
 
 /// Something found: the start of its range, and the value.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -62,6 +62,9 @@ struct Writer<P> {
     unused: Vec<NonNull<Entry<P>>>,
     /// Marked, and taken from the list.
     retiring: Vec<NonNull<Entry<P>>>,
+    /// The entry whose value is just being made. It stays what it is until then, marked or not:
+    /// whoever makes the value may sweep and evict meanwhile.
+    claimed: Option<NonNull<Entry<P>>>,
     /// Where the next search for something to evict begins.
     hand: usize,
     /// Entries with a range, and the length of these.
@@ -84,6 +87,7 @@ impl<P> Table<P> {
                 chunks: Vec::new(),
                 unused: Vec::new(),
                 retiring: Vec::new(),
+                claimed: None,
                 hand: 0,
                 regions: 0,
                 bytes: 0,
@@ -233,8 +237,9 @@ impl<'a, P> Writing<'a, P> {
         (self.writer.regions, self.writer.bytes)
     }
 
-    /// Takes marked entries out, except those where someone is looking just now.
-    pub(crate) fn sweep(&mut self, swept: &mut Swept<P>) {
+    /// Takes marked entries out, except those where someone is looking just now, and the one whose
+    /// value is being made. Whether none is left.
+    pub(crate) fn sweep(&mut self, swept: &mut Swept<P>) -> bool {
         let mut next = self.table.marked.swap(ptr::null_mut(), Ordering::Acquire);
         while let Some(entry) = NonNull::new(next) {
             // SAFETY: an entry of this table.
@@ -243,6 +248,10 @@ impl<'a, P> Writing<'a, P> {
         }
         let mut at = 0;
         while let Some(&pointer) = self.writer.retiring.get(at) {
+            if self.writer.claimed == Some(pointer) {
+                at += 1;
+                continue;
+            }
             // SAFETY: an entry of this table, which outlives the borrow of it.
             let entry = unsafe { pointer.as_ref() };
             let range = entry.range();
@@ -263,6 +272,7 @@ impl<'a, P> Writing<'a, P> {
             self.writer.regions -= 1;
             self.writer.bytes -= range.end - range.start;
         }
+        self.writer.retiring.is_empty()
     }
 
     /// The ready entries that own a page of `range`, by address.
@@ -286,8 +296,9 @@ impl<'a, P> Writing<'a, P> {
     }
 
     /// A new entry for `range`, of whole pages, which must hold all of the ranges of `swallowed`; it
-    /// takes their places. Nobody else may own a page of its [`inner`] ones. It is not found until it is [filled](Entry::fill). `None`: memory of one
-    /// of those is just going away, so the range is not what it was; none of them is left.
+    /// takes their places. Nobody else may own a page of its [`inner`] ones. It is not found until it
+    /// is [filled](Entry::fill), nor swept before [`Writing::settle`]. `None`: memory of one of those
+    /// is just going away, so the range is not what it was; none of them is left.
     fn claim(&mut self, range: &Range<u64>, swallowed: &[&Entry<P>]) -> Option<&'a Entry<P>> {
         let entry = self.unused_entry();
         entry.begin(range);
@@ -316,7 +327,13 @@ impl<'a, P> Writing<'a, P> {
             self.drop_entry(entry);
             return None;
         }
+        self.writer.claimed = Some(NonNull::from(entry));
         Some(entry)
+    }
+
+    /// The claimed entry got its value, or was given up: from now on it may be swept.
+    fn settle(&mut self) {
+        self.writer.claimed = None;
     }
 
     fn unused_entry(&mut self) -> &'a Entry<P> {

@@ -188,7 +188,7 @@ impl Device {
     }
 
     /// Forgets memory that the application is about to unmap: nobody finds it or can open it from now
-    /// on, and no copy of ours uses it. A peer that has it open keeps the driver from unmapping it.
+    /// on, and copies with the hardware are waited for. A peer that has it open keeps the driver from unmapping it.
     pub(crate) fn forget_foreign(&self, addr: DeviceAddr, len: u64) {
         runtime().table().remove(addr.0);
         self.engine.quiesce(&(addr.0..addr.0 + len));

@@ -122,8 +122,11 @@ impl Runtime {
         Ok(())
     }
 
-    /// The application is about to unmap the memory at `start`. When this returns, no copy of ours
-    /// uses it, and whoever cached something about it was told. `None`: it is none that we know.
+    /// The application is about to unmap the memory at `start`. When this returns, the copies that
+    /// were with the hardware have ended, those that were not fail instead of starting, and whoever
+    /// cached something about it was told. A copy that another thread is just submitting, or a small
+    /// one that it waits for, is not seen: its caller still uses memory that is being unmapped.
+    /// `None`: it is none that we know.
     pub fn remove_memory(&self, fd: BorrowedFd<'_>, start: DeviceAddr) -> Option<Unmapping> {
         let card = self.bus_id_of(fd).ok()?;
         let (device, len) = {

@@ -46,6 +46,11 @@ impl<F: Clone> InFlight<F> {
         heads
     }
 
+    /// The oldest of one lane.
+    pub(crate) fn head_of(&self, lane: u32) -> Option<F> {
+        self.in_lane(lane).map(|running| running.flight.clone())
+    }
+
     /// The oldest of all.
     pub(crate) fn oldest(&self) -> Option<F> {
         self.running.front().map(|running| running.flight.clone())
@@ -98,8 +103,11 @@ impl<F> InFlight<F> {
     }
 
     fn head(&self, lane: u32) -> Option<u64> {
-        let of_lane = |running: &&Running<F>| running.lane == lane;
-        self.running.iter().find(of_lane).map(|running| running.sequence)
+        self.in_lane(lane).map(|running| running.sequence)
+    }
+
+    fn in_lane(&self, lane: u32) -> Option<&Running<F>> {
+        self.running.iter().find(|running| running.lane == lane)
     }
 
     /// A number was used by a submission that is not on record.
@@ -133,6 +141,7 @@ mod tests {
         // Two threads may submit in one order and note it in the other.
         assert_eq!(window.start(3, 0, "c"), 1);
         assert_eq!(window.heads(), ["a", "b"]);
+        assert_eq!([0, 1, 2].map(|lane| window.head_of(lane)), [Some("a"), Some("b"), None]);
         assert_eq!(window.finish(1), Some(3));
         assert_eq!(window.finish(2), None);
         assert_eq!((window.heads(), window.oldest(), window.len()), (vec!["c"], Some("c"), 2));

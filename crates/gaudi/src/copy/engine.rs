@@ -24,15 +24,23 @@ const PATIENCE_US: u32 = 1_000_000;
 /// How long the waiter sleeps for one lane while others may end as well.
 const SHARED_PATIENCE_US: u32 = 1_000;
 
+/// What ends in the order it was submitted. While the oldest in flight runs, so do those behind it,
+/// and the driver need not be asked about them.
+#[derive(Debug, Default)]
+struct Lane {
+    /// Number of the oldest submission in flight.
+    head: AtomicU64,
+    /// How often the oldest was looked at and still ran.
+    looks: AtomicU64,
+}
+
 /// The submissions of one device.
 #[derive(Debug)]
 pub(crate) struct Engine {
     backend: Arc<dyn Backend>,
     limits: Result<CopyLimits, Error>,
     in_flight: Mutex<InFlight<Arc<Flight>>>,
-    /// Number of the oldest submission in flight of each lane. Those behind it have not ended, so
-    /// the driver need not be asked about them.
-    heads: Box<[AtomicU64]>,
+    lanes: Box<[Lane]>,
     lost: AtomicBool,
     counts: Counts,
     waiter: Waiter,
@@ -46,7 +54,7 @@ impl Engine {
             backend,
             limits,
             in_flight: Mutex::default(),
-            heads: (0..lanes).map(|_| AtomicU64::new(0)).collect(),
+            lanes: (0..lanes).map(|_| Lane::default()).collect(),
             lost: AtomicBool::new(false),
             counts,
             waiter: Waiter::default(),
@@ -96,10 +104,39 @@ impl Engine {
         }
     }
 
-    /// Whether older submissions in the same lane are still in flight.
+    fn lane(&self, ticket: Ticket) -> Option<&Lane> {
+        self.lanes.get(ticket.lane as usize)
+    }
+
+    /// Whether older submissions in the same lane are on record.
     fn is_behind(&self, flight: &Flight) -> bool {
-        let head = self.heads.get(flight.ticket.lane as usize);
-        head.is_some_and(|head| head.load(Ordering::Acquire) < flight.ticket.sequence)
+        let lane = self.lane(flight.ticket);
+        lane.is_some_and(|lane| lane.head.load(Ordering::Acquire) < flight.ticket.sequence)
+    }
+
+    /// How often the oldest of a lane was looked at in vain.
+    fn looks(&self, ticket: Ticket) -> u64 {
+        self.lane(ticket).map_or(0, |lane| lane.looks.load(Ordering::Relaxed))
+    }
+
+    /// Takes in what has ended of the older ones in the same lane: nobody else may look at them,
+    /// their owners being elsewhere or gone. Whether there are none left.
+    ///
+    /// Where many are looked at in turn, one look at the oldest does for all of them.
+    fn overtake(&self, flight: &Flight) -> bool {
+        while self.is_behind(flight) {
+            if flight.was_preceded(self.looks(flight.ticket)) {
+                return false;
+            }
+            let head = self.in_flight().head_of(flight.ticket.lane);
+            // One that has ended already is about to be taken off the record by another thread.
+            let Some(head) = head.filter(|head| head.outcome().is_none()) else { return false };
+            if head.ticket.sequence < flight.ticket.sequence && self.look(&head, 0).is_none() {
+                flight.was_preceded(self.looks(flight.ticket));
+                return false;
+            }
+        }
+        true
     }
 
     /// Looks at a submission, sleeping in the driver up to `timeout_us` if it is not done.
@@ -108,14 +145,24 @@ impl Engine {
         flight: &'f Flight,
         timeout_us: u32,
     ) -> Option<&'f Result<(), Error>> {
+        if flight.outcome().is_none() && timeout_us == 0 && !self.overtake(flight) {
+            return None;
+        }
+        self.look(flight, timeout_us)
+    }
+
+    /// Asks the driver about a submission, whatever there is in front of it.
+    fn look<'f>(&self, flight: &'f Flight, timeout_us: u32) -> Option<&'f Result<(), Error>> {
         if let Some(outcome) = flight.outcome() {
             return Some(outcome);
         }
-        if timeout_us == 0 && self.is_behind(flight) {
-            return None;
-        }
         let ended = match self.backend.wait(flight.ticket, timeout_us) {
-            Ok(false) => return None,
+            Ok(false) => {
+                if let Some(lane) = self.lane(flight.ticket).filter(|_| !self.is_behind(flight)) {
+                    lane.looks.fetch_add(1, Ordering::Relaxed);
+                }
+                return None;
+            }
             Ok(true) => Ok(()),
             Err(error) => Err(self.note(error)),
         };
@@ -139,9 +186,9 @@ impl Engine {
     }
 
     fn set_head(&self, ticket: Ticket, head: Option<u64>) {
-        if let Some(place) = self.heads.get(ticket.lane as usize) {
+        if let Some(lane) = self.lane(ticket) {
             // With nothing in flight the next number of the lane is not known, but is larger.
-            place.store(head.unwrap_or(u64::MAX), Ordering::Release);
+            lane.head.store(head.unwrap_or(u64::MAX), Ordering::Release);
         }
     }
 
@@ -225,7 +272,8 @@ impl Engine {
         }
     }
 
-    /// Waits until nothing in flight touches `range`.
+    /// Waits until nothing on record touches `range`. What [`Engine::run`] does is not on record, nor
+    /// is what another thread is just submitting: callers of copies must not free what they copy.
     pub(crate) fn quiesce(&self, range: &Range<u64>) {
         let mut flights = self.in_flight().all();
         flights.retain(|flight| flight.touches(range));
@@ -300,7 +348,8 @@ impl Reservation<'_> {
     ) -> Result<Arc<Flight>, Error> {
         // SAFETY: the caller's promise.
         let ticket = unsafe { self.engine.submit(direction, &moves)? };
-        let flight = Arc::new(Flight::new(ticket, moves, tally, load));
+        let looks = self.engine.looks(ticket);
+        let flight = Arc::new(Flight::new(ticket, moves, tally, load, looks));
         {
             let mut in_flight = self.engine.in_flight();
             let head = in_flight.start(ticket.sequence, ticket.lane, Arc::clone(&flight));

@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use hl_thunk::packet::LinDma;
@@ -32,6 +33,8 @@ pub(crate) struct Flight {
     tally: Tally,
     outcome: OnceLock<Result<(), Error>>,
     load: Mutex<Load>,
+    /// How often the oldest of the lane had been looked at when this one was last asked about.
+    seen: AtomicU64,
 }
 
 /// What a submission carries with it until it has ended.
@@ -48,8 +51,22 @@ impl std::fmt::Debug for Flight {
 }
 
 impl Flight {
-    pub(crate) fn new(ticket: Ticket, moves: Vec<LinDma>, tally: Tally, load: Load) -> Self {
-        Self { ticket, moves, tally, outcome: OnceLock::new(), load: Mutex::new(load) }
+    /// `looks`: how often the oldest of the lane was looked at so far.
+    pub(crate) fn new(
+        ticket: Ticket,
+        moves: Vec<LinDma>,
+        tally: Tally,
+        load: Load,
+        looks: u64,
+    ) -> Self {
+        let (outcome, seen) = (OnceLock::new(), AtomicU64::new(looks));
+        Self { ticket, moves, tally, outcome, load: Mutex::new(load), seen }
+    }
+
+    /// Whether the oldest of the lane was looked at, which makes `looks` times, since this one was
+    /// last asked about.
+    pub(crate) fn was_preceded(&self, looks: u64) -> bool {
+        self.seen.swap(looks, Ordering::Relaxed) != looks
     }
 
     fn load(&self) -> MutexGuard<'_, Load> {

@@ -79,6 +79,26 @@ impl Step {
         }
     }
 
+    /// Whether the device memory it names is live: it may have been freed since the copy was planned
+    /// for `device`.
+    pub(crate) fn check_live(&self, device: &Arc<Device>) -> Result<(), Error> {
+        let (dst, src) = match *self {
+            Step::Direct { dma: LinDma::Copy { src, dst, .. }, direction, ref pin } => {
+                // The other side is pinned host memory.
+                let pinned = |way| pin.is_some() && direction == way;
+                let dst = (!pinned(Direction::DeviceToHost)).then_some(dst);
+                (dst, (!pinned(Direction::HostToDevice)).then_some(src))
+            }
+            Step::Direct { dma: LinDma::Fill { dst, .. }, .. }
+            | Step::In { dst, .. }
+            | Step::Forward { dst, .. } => (Some(dst), None),
+            Step::Out { src, .. } => (None, Some(src)),
+            Step::Cross { src, dst, .. } => (Some(dst), Some(src)),
+        };
+        let len = self.len() as usize;
+        dst.into_iter().chain(src).try_for_each(|addr| place(device, addr, len).map(drop))
+    }
+
     /// How many bytes.
     pub(crate) fn len(&self) -> u64 {
         match *self {

@@ -156,3 +156,48 @@ fn later_submissions_of_a_lane_are_not_asked_about_before_the_first_has_ended() 
     assert!(transfers.iter_mut().all(|transfer| transfer.poll() == Some(Ok(()))));
     assert_eq!(fake.looks() - before, 4);
 }
+
+#[test]
+fn a_finished_copy_is_seen_though_nobody_looks_at_those_in_front_of_it() {
+    let (fake, device) = Fake::device();
+    fake.use_one_lane();
+    let source = device.alloc(8, 1).unwrap();
+    fake.poke(source.addr(), b"gaudi 2!");
+    let mut hosts = [[0_u8; 8]; 4];
+    let mut transfers: Vec<Transfer> = hosts
+        .iter_mut()
+        .map(|host| start(&device, &[to_host(host, &source)]).expect("there is room"))
+        .collect();
+    let mut last = transfers.pop().unwrap();
+    // The first is given up, the second and the third belong to someone who does something else.
+    drop(transfers.remove(0));
+    assert_eq!(last.poll(), None);
+    fake.finish(fake.queued()[0]);
+    assert_eq!(last.poll(), None, "one of four has ended");
+    fake.finish_all();
+    assert_eq!(last.poll(), Some(Ok(())));
+    assert_eq!(fake.retired(), 4, "whoever looks cleans up");
+    assert_eq!(device.progress(), 0);
+    drop((last, transfers));
+    assert_eq!(hosts, [[0; 8], *b"gaudi 2!", *b"gaudi 2!", *b"gaudi 2!"], "but not after a drop");
+}
+
+#[test]
+fn those_behind_one_that_nobody_polls_share_the_looks_at_it() {
+    let (fake, device) = Fake::device();
+    fake.use_one_lane();
+    let source = device.alloc(8, 1).unwrap();
+    let mut hosts = [[0_u8; 8]; 4];
+    let mut transfers: Vec<Transfer> = hosts
+        .iter_mut()
+        .map(|host| start(&device, &[to_host(host, &source)]).expect("there is room"))
+        .collect();
+    let before = fake.looks();
+    for _ in 0..10 {
+        assert!(transfers[1..].iter_mut().all(|transfer| transfer.poll().is_none()));
+    }
+    assert_eq!(fake.looks() - before, 10, "one in each round");
+    fake.finish_all();
+    let seen = [transfers[3].poll(), transfers[3].poll()];
+    assert_eq!(seen[1], Some(Ok(())), "the look of another is trusted once");
+}

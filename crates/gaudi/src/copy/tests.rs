@@ -145,6 +145,22 @@ fn freeing_memory_waits_for_the_copies_that_use_it() {
 }
 
 #[test]
+fn what_has_not_started_when_its_memory_is_freed_never_does() {
+    let (fake, device) = Fake::device();
+    let target = device.alloc(8, 1).unwrap();
+    let host = [7; 8];
+    let segments: Vec<Segment> =
+        (0..MOVES * BUDGET as usize + 1).map(|_| to_device(&target, &host)).collect();
+    // SAFETY: the buffer lives until the fake hardware is done.
+    let mut transfer = unsafe { device.copy(&segments) }.unwrap();
+    fake.finish_all();
+    drop(target);
+    let error = transfer.poll().unwrap().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidParams, "{error}");
+    assert_eq!(fake.submitted(), BUDGET, "the last piece was not submitted");
+}
+
+#[test]
 fn segments_are_batched_by_direction() {
     let (fake, device) = Fake::device();
     let target = device.alloc(4096, 1).unwrap();

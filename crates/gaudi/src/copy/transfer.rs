@@ -217,8 +217,8 @@ impl Transfer {
         if moves.is_empty() {
             return Ok(None);
         }
-        // SAFETY: pins and slots are in `load`; device memory was found live by the plan, and for
-        // host memory the caller of the copy answers.
+        // SAFETY: pins and slots are in `load`; device memory was found live just now, and for host
+        // memory the caller of the copy answers.
         let flight = unsafe { reservation.launch(direction, moves, load, tally) }
             .map_err(|error| error.on(&on))?;
         Ok(Some(Active { flight, on, forward }))
@@ -227,6 +227,7 @@ impl Transfer {
     /// Adds a step to a batch; gives it back if there is no slot for it.
     fn add(&self, on: &Arc<Device>, step: Step, batch: &mut Batch) -> Result<Option<Step>, Error> {
         let (direction, path, bytes) = (step.direction(), step.path(), step.len());
+        step.check_live(&self.device)?;
         match step {
             Step::Direct { dma, pin, .. } => {
                 batch.moves.push(dma);

@@ -82,7 +82,7 @@ impl Runtime {
     /// answer said. A card that was not lent is known from now on, but not used for copies.
     pub fn add_memory(&self, fd: BorrowedFd<'_>, start: DeviceAddr, len: u64) -> Result<(), Error> {
         let info = self.card_of(fd)?;
-        let device = self.know(&info, fd, self.lent.adopting.load(Ordering::Relaxed))?;
+        self.know(&info, fd, self.lent.adopting.load(Ordering::Relaxed))?;
         let end = start.0.checked_add(len).filter(|_| start.0 != 0 && len != 0);
         let refuse = |detail: String, remedy| {
             Err(Error::new(ErrorKind::InvalidParams, NOTING, detail, remedy).on(&info))
@@ -91,7 +91,12 @@ impl Runtime {
             return refuse(format!("{len} bytes at {start} are no memory"), "");
         };
         let overlaps = |from: u64, to: u64| from < end && start.0 < to;
-        {
+        // Our own windows on other cards; on this one the driver keeps the two apart.
+        let in_a_window = self.devices().into_iter().any(|other| {
+            let window = other.window().range();
+            other.info().bus_id != info.bus_id && overlaps(window.start, window.end)
+        });
+        let device = {
             let mut state = self.lent.state();
             let mut known = state.cards.iter().flat_map(|(bus_id, card)| {
                 card.memory.iter().map(move |(&from, &len)| (bus_id, from, len))
@@ -103,22 +108,20 @@ impl Runtime {
                     format!("{len} bytes at {start} overlap memory at {from:#x} of {bus_id}");
                 return refuse(other, "two cards must not have memory at one address: use a hint");
             }
-            // Our own windows on other cards; on this one the driver keeps the two apart.
-            let taken = self.devices().into_iter().any(|other| {
-                let window = other.window().range();
-                other.id() != device.id() && overlaps(window.start, window.end)
-            });
-            if taken {
+            if in_a_window {
                 let detail = format!("{start} is in another card's window");
                 return refuse(detail, "let the driver choose the address");
             }
-            if let Some(card) = state.cards.get_mut(&info.bus_id) {
-                card.memory.insert(start.0, len);
-            }
-        }
-        self.table().insert(Entry { base: start.0, len, device: device.id() });
-        let memory = ForeignMemory { start, len, device: device.id(), info };
-        self.windows().mapped(memory);
+            let Some(card) = state.cards.get_mut(&info.bus_id) else {
+                return refuse(String::from("the card was taken back meanwhile"), "");
+            };
+            card.memory.insert(start.0, len);
+            // Another device by now, if the card was lent meanwhile.
+            let device = card.device.id();
+            self.table().insert(Entry { base: start.0, len, device });
+            device
+        };
+        self.windows().mapped(ForeignMemory { start, len, device, info });
         Ok(())
     }
 
@@ -228,15 +231,11 @@ impl Runtime {
         lend: bool,
     ) -> Result<Arc<Device>, Error> {
         let _opening = self.opening();
-        let old = {
-            let mut state = self.lent.state();
-            match state.cards.get(&info.bus_id) {
-                Some(card) if card.lent || !lend => return Ok(Arc::clone(&card.device)),
-                Some(_) => state.cards.remove(&info.bus_id),
-                None => None,
-            }
+        let known = match self.lent.state().cards.get(&info.bus_id) {
+            Some(card) if card.lent || !lend => return Ok(Arc::clone(&card.device)),
+            card => card.is_some(),
         };
-        if old.is_none() && self.devices().iter().any(|open| open.info().bus_id == info.bus_id) {
+        if !known && self.devices().iter().any(|open| open.info().bus_id == info.bus_id) {
             let detail = "it is open already";
             return Err(Error::new(ErrorKind::DeviceBusy, LENDING, detail, "lend it once").on(info));
         }
@@ -252,12 +251,20 @@ impl Runtime {
             .on(info));
         }
         let device = self.duplicate(info, fd, lend)?;
-        let memory = old.map(|card| card.memory).unwrap_or_default();
-        for (&base, &len) in &memory {
+        let mut state = self.lent.state();
+        // What became known meanwhile counts, too: the list changes under the lock only.
+        let mut card = Card { device: Arc::clone(&device), lent: lend, memory: BTreeMap::new() };
+        let old = state.cards.remove(&info.bus_id).map(|old| {
+            card.memory = old.memory;
+            old.device
+        });
+        for (&base, &len) in &card.memory {
             self.table().insert(Entry { base, len, device: device.id() });
         }
-        let card = Card { device: Arc::clone(&device), lent: lend, memory };
-        self.lent.state().cards.insert(info.bus_id.clone(), card);
+        state.cards.insert(info.bus_id.clone(), card);
+        drop(state);
+        // Closing is a driver call; the lock is free again.
+        drop(old);
         Ok(device)
     }
 

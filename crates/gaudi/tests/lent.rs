@@ -147,6 +147,15 @@ fn a_card_that_was_not_lent_is_known_but_not_used() {
         assert!(refused.to_string().contains("ucx_gaudi_lend"), "{refused}");
     }
 
+    // A loan that fails changes nothing.
+    let control = ControlDevice::open(&Library::load().unwrap(), application.index).unwrap();
+    runtime().lend(control.as_fd()).unwrap_err();
+    let found = runtime().locate(theirs.addr().0, 1 << 20).expect("known as before");
+    assert_eq!(found.device_id, device.id());
+    assert!(runtime().is_lent(device.id()), "the application's card as before");
+    let refused = device.can_copy().unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::PermissionDenied, "{refused}");
+
     // Lent after all: what was known stays known.
     runtime().lend(fd).unwrap();
     drop(device);

@@ -152,11 +152,12 @@ impl Runtime {
         }
     }
 
-    /// The application freed device memory.
-    pub fn memory_freed(&self, fd: BorrowedFd<'_>, handle: u64) {
-        if let Ok(card) = self.bus_id_of(fd) {
-            self.lent.state().sizes.remove(&(card, handle));
-        }
+    /// The application is about to free device memory: once that is done, another thread may be
+    /// given the same handle. How much it was, if we saw that: where the driver refuses, say it
+    /// again with [`Runtime::memory_allocated`].
+    pub fn memory_freeing(&self, fd: BorrowedFd<'_>, handle: u64) -> Option<u64> {
+        let card = self.bus_id_of(fd).ok()?;
+        self.lent.state().sizes.remove(&(card, handle))
     }
 
     /// The application mapped device memory. How much follows from its handle, if we saw that.

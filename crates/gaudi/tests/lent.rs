@@ -218,6 +218,10 @@ fn a_handle_that_was_seen_says_how_much_was_mapped() {
     let theirs = application.map_apart(8192);
     let unknown = runtime().memory_mapped(fd, 77, theirs.addr()).unwrap_err();
     assert!(unknown.to_string().contains("ucx_gaudi_memory_mapped"), "{unknown}");
+    runtime().memory_allocated(fd, 77, 4096);
+    // While the driver frees it, another thread is given the same handle; or the driver refuses.
+    assert_eq!(runtime().memory_freeing(fd, 77), Some(4096));
+    runtime().memory_mapped(fd, 77, theirs.addr()).expect_err("freed");
     runtime().memory_allocated(fd, 77, 8192);
     runtime().memory_mapped(fd, 77, theirs.addr()).unwrap();
     assert_eq!(runtime().locate(theirs.addr().0, 8192).unwrap().length, 8192);

@@ -103,7 +103,7 @@ fn originals() -> &'static Originals {
     ORIGINALS.get().expect("set before the first redirection")
 }
 
-/// Tells the engine of a successful call; what goes wrong with that is the log's, not the caller's.
+/// Tells the engine of a call; what goes wrong with that is the log's, not the caller's.
 fn tell<T>(fd: c_int, what: impl FnOnce(&'static Runtime, BorrowedFd<'_>) -> T) -> Option<T> {
     if fd < 0 {
         return None;
@@ -135,10 +135,14 @@ unsafe extern "C" fn alloc(fd: c_int, size: u64, page: u64, near: bool, shared: 
 }
 
 unsafe extern "C" fn free(fd: c_int, handle: u64) -> c_int {
+    // Before the driver can give the handle to another thread.
+    let size = tell(fd, |runtime, fd| runtime.memory_freeing(fd, handle)).flatten();
     // SAFETY: the caller's own arguments.
     let answer = unsafe { (originals().free)(fd, handle) };
-    if answer == 0 {
-        tell(fd, |runtime, fd| runtime.memory_freed(fd, handle));
+    if answer != 0
+        && let Some(size) = size
+    {
+        tell(fd, |runtime, fd| runtime.memory_allocated(fd, handle, size));
     }
     answer
 }

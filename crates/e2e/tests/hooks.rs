@@ -171,14 +171,21 @@ impl Driver {
         assert_eq!(answer, 0, "{name:?}");
     }
 
-    fn close(self) {
+    fn call(&self, name: &CStr) {
         // SAFETY: the types are those of application.c.
         let answer = unsafe {
-            function::<unsafe extern "C" fn(c_int) -> c_int>(&self.library, c"application_close", 0)(
-                self.fd,
-            )
+            function::<unsafe extern "C" fn(c_int) -> c_int>(&self.library, name, 0)(self.fd)
         };
-        assert_eq!(answer, 0);
+        assert_eq!(answer, 0, "{name:?}");
+    }
+
+    /// Opens the card's control node, and closes it with the call that also closes the card.
+    fn glance(&self) {
+        self.call(c"application_glance");
+    }
+
+    fn close(self) {
+        self.call(c"application_close");
     }
 }
 
@@ -290,6 +297,7 @@ fn the_application() {
         if say {
             plugin(c"ucx_gaudi_memory_mapped", driver.fd, address, LEN as u64);
         }
+        driver.glance();
         for len in [100, 5000, LEN] {
             exchange(&rig, &to_myself, address, len, round * 100 + len as u64);
         }

@@ -9,7 +9,7 @@
 //! with no lock held.
 
 use std::collections::{BTreeMap, HashMap};
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -33,14 +33,33 @@ pub(crate) struct LentCards {
 #[derive(Debug, Default)]
 struct State {
     cards: HashMap<BusId, Card>,
-    /// How much memory is behind the driver's handles, by card.
-    sizes: HashMap<(BusId, u64), u64>,
+    /// How much memory is behind the driver's handles, by card, and through which descriptor it was
+    /// allocated.
+    sizes: HashMap<(BusId, u64), (u64, Descriptor)>,
+}
+
+/// One of the application's descriptors: its number, and the file behind it, since the number may
+/// be another file's by the time we see it again. Duplicates are others: closing one of them ends
+/// nothing, no more than closing a control node does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Descriptor {
+    number: RawFd,
+    file: (u64, u64, u64),
+}
+
+impl Descriptor {
+    fn of(fd: BorrowedFd<'_>) -> Option<Descriptor> {
+        let stat = rustix::fs::fstat(fd).ok()?;
+        Some(Descriptor { number: fd.as_raw_fd(), file: (stat.st_dev, stat.st_ino, stat.st_rdev) })
+    }
 }
 
 #[derive(Debug)]
 struct Card {
     device: Arc<Device>,
     lent: bool,
+    /// By which we know it: the one that was lent, else the one that memory was first mapped with.
+    descriptor: Descriptor,
     /// Mappings of the application: first address and length.
     memory: BTreeMap<u64, u64>,
 }
@@ -147,8 +166,8 @@ impl Runtime {
 
     /// The application allocated device memory; where it lies is said when it is mapped.
     pub fn memory_allocated(&self, fd: BorrowedFd<'_>, handle: u64, len: u64) {
-        if let Ok(card) = self.bus_id_of(fd) {
-            self.lent.state().sizes.insert((card, handle), len);
+        if let (Ok(card), Some(through)) = (self.bus_id_of(fd), Descriptor::of(fd)) {
+            self.lent.state().sizes.insert((card, handle), (len, through));
         }
     }
 
@@ -157,7 +176,7 @@ impl Runtime {
     /// again with [`Runtime::memory_allocated`].
     pub fn memory_freeing(&self, fd: BorrowedFd<'_>, handle: u64) -> Option<u64> {
         let card = self.bus_id_of(fd).ok()?;
-        self.lent.state().sizes.remove(&(card, handle))
+        self.lent.state().sizes.remove(&(card, handle)).map(|(len, _)| len)
     }
 
     /// The application mapped device memory. How much follows from its handle, if we saw that.
@@ -169,7 +188,7 @@ impl Runtime {
     ) -> Result<(), Error> {
         let card = self.bus_id_of(fd)?;
         let size = self.lent.state().sizes.get(&(card, handle)).copied();
-        let len = size.ok_or_else(|| {
+        let (len, _) = size.ok_or_else(|| {
             Error::new(
                 ErrorKind::InvalidParams,
                 NOTING,
@@ -180,11 +199,18 @@ impl Runtime {
         self.add_memory(fd, start, len)
     }
 
-    /// The application is about to close the card.
+    /// The application is about to close a descriptor: the end of the card's loan and memory if it
+    /// is the one that they came with, and of no consequence if it is another one of the same card
+    /// (of its control node, or a duplicate).
     pub fn card_closing(&self, fd: BorrowedFd<'_>) {
-        if let Ok(card) = self.bus_id_of(fd) {
+        let (Ok(card), Some(closing)) = (self.bus_id_of(fd), Descriptor::of(fd)) else { return };
+        let known = {
+            let mut state = self.lent.state();
+            state.sizes.retain(|_, (_, through)| *through != closing);
+            state.cards.get(&card).is_some_and(|known| known.descriptor == closing)
+        };
+        if known {
             self.forget_card(&card);
-            self.lent.state().sizes.retain(|(of, _), _| *of != card);
         }
     }
 
@@ -251,10 +277,13 @@ impl Runtime {
             )
             .on(info));
         }
+        let descriptor = Descriptor::of(fd)
+            .ok_or_else(|| Error::os(Phase::Use, LENDING, "fstat", libc::EBADF).on(info))?;
         let device = self.duplicate(info, fd, lend)?;
         let mut state = self.lent.state();
         // What became known meanwhile counts, too: the list changes under the lock only.
-        let mut card = Card { device: Arc::clone(&device), lent: lend, memory: BTreeMap::new() };
+        let memory = BTreeMap::new();
+        let mut card = Card { device: Arc::clone(&device), lent: lend, descriptor, memory };
         let old = state.cards.remove(&info.bus_id).map(|old| {
             card.memory = old.memory;
             old.device

@@ -225,6 +225,15 @@ fn a_handle_that_was_seen_says_how_much_was_mapped() {
     runtime().memory_allocated(fd, 77, 8192);
     runtime().memory_mapped(fd, 77, theirs.addr()).unwrap();
     assert_eq!(runtime().locate(theirs.addr().0, 8192).unwrap().length, 8192);
+
+    // Other descriptors of the same card are closed: that ends nothing.
+    let control = ControlDevice::open(&Library::load().unwrap(), application.index).unwrap();
+    runtime().card_closing(control.as_fd());
+    runtime().card_closing(fd.try_clone_to_owned().unwrap().as_fd());
+    assert!(runtime().locate(theirs.addr().0, 8192).is_some(), "the card is open still");
+    assert_eq!(runtime().memory_freeing(fd, 77), Some(8192), "handles are known still");
+    runtime().memory_allocated(fd, 77, 8192);
+
     runtime().card_closing(fd);
     assert!(runtime().locate(theirs.addr().0, 1).is_none(), "closed with its memory");
     runtime().memory_mapped(fd, 77, theirs.addr()).expect_err("handles are forgotten, too");

@@ -81,6 +81,9 @@ fn install(ucx: &Ucx) -> Result<(), String> {
             close: transmute::<*const c_void, Close>(find("hlthunk_close")?),
         }
     };
+    // The library's own calls are its own business: it closes control nodes that nobody saw it open.
+    let driver = file_of(originals.close as *const c_void);
+    let driver = driver.ok_or("it is not known which file the driver library is")?;
     let _ = ORIGINALS.set(originals);
     let functions: [(&CStr, *const c_void); 5] = [
         (c"hlthunk_device_memory_alloc", alloc as *const c_void),
@@ -92,11 +95,24 @@ fn install(ucx: &Ucx) -> Result<(), String> {
     ];
     for (name, function) in functions {
         // SAFETY: same type, same effect, and this library is never unloaded.
-        unsafe { ucx.redirect(name, function) }.map_err(|status| {
+        unsafe { ucx.redirect(name, function, driver) }.map_err(|status| {
             format!("UCX could not redirect {}: {status:?}", name.to_string_lossy())
         })?;
     }
     Ok(())
+}
+
+/// The file that a function is in, as the loader calls it.
+fn file_of(function: *const c_void) -> Option<&'static CStr> {
+    // SAFETY: plain data, for which zeroes are a value.
+    let mut info: libc::Dl_info = unsafe { core::mem::zeroed() };
+    // SAFETY: any address may be asked about.
+    let found = unsafe { libc::dladdr(function, &raw mut info) };
+    if found == 0 || info.dli_fname.is_null() {
+        return None;
+    }
+    // SAFETY: the loader's string of a library that the engine never unloads.
+    Some(unsafe { CStr::from_ptr(info.dli_fname) })
 }
 
 fn originals() -> &'static Originals {

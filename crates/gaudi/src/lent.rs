@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::backend::lent::Lent;
+use crate::device::Forgotten;
 use crate::error::Phase;
 use crate::memory::Entry;
 use crate::window::ForeignMemory;
@@ -145,7 +146,8 @@ impl Runtime {
     }
 
     /// The application is about to unmap the memory at `start`. When this returns, no copy of ours
-    /// uses it, and whoever cached something about it was told. `None`: it is none that we know.
+    /// uses it, whoever cached something about it was told, and peers have had a second to let it go:
+    /// those that do not use it have. `None`: it is none that we know.
     pub fn remove_memory(&self, fd: BorrowedFd<'_>, start: DeviceAddr) -> Option<Unmapping> {
         let card = self.bus_id_of(fd).ok()?;
         let (device, len) = {
@@ -154,7 +156,7 @@ impl Runtime {
             let len = known.memory.remove(&start.0)?;
             (Arc::clone(&known.device), len)
         };
-        self.forget_memory(&device, start.0, len);
+        Forgotten::wait(&[self.forget_memory(&device, start.0, len)]);
         Some(Unmapping { card, start: start.0, len })
     }
 
@@ -322,15 +324,16 @@ impl Runtime {
 
     fn forget_card(&self, bus_id: &BusId) -> bool {
         let Some(card) = self.lent.state().cards.remove(bus_id) else { return false };
-        for (start, len) in card.memory {
-            self.forget_memory(&card.device, start, len);
-        }
+        let memory = card.memory.iter();
+        let forgotten: Vec<Forgotten> =
+            memory.map(|(&start, &len)| self.forget_memory(&card.device, start, len)).collect();
+        Forgotten::wait(&forgotten);
         true
     }
 
-    fn forget_memory(&self, device: &Device, start: u64, len: u64) {
+    fn forget_memory(&self, device: &Device, start: u64, len: u64) -> Forgotten {
         self.windows().unmapping(DeviceAddr(start));
-        device.forget_foreign(DeviceAddr(start), len);
+        device.forget_foreign(DeviceAddr(start), len)
     }
 
     fn bus_id_of(&self, fd: BorrowedFd<'_>) -> Result<BusId, Error> {

@@ -2,6 +2,7 @@
 //! by `hl_thunk`, which knows nothing of the engine.
 
 mod machine;
+mod peer;
 
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -9,7 +10,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use gaudi::{Device, DeviceAddr, DeviceChoice, ErrorKind, Side, runtime};
 use hl_thunk::{ControlDevice, DeviceMapping, DeviceMemory, Library};
-use machine::{assert_same, pattern, read, write};
+use machine::{alone, assert_same, pattern, read, write};
+use peer::{Peer, Set, hex, stat};
 
 /// What the application has.
 struct Application {
@@ -238,4 +240,49 @@ fn a_handle_that_was_seen_says_how_much_was_mapped() {
     assert!(runtime().locate(theirs.addr().0, 1).is_none(), "closed with its memory");
     runtime().memory_mapped(fd, 77, theirs.addr()).expect_err("handles are forgotten, too");
     assert!(fd.as_raw_fd() >= 0);
+}
+
+#[test]
+#[ignore = "run by the other tests as a process of its own"]
+fn serve() {
+    peer::serve();
+}
+
+/// A peer that has the memory at hand must not make the application's own unmapping fail.
+#[test]
+fn peers_that_keep_memory_open_let_it_go_before_it_is_unmapped() {
+    if !alone("peers_that_keep_memory_open_let_it_go_before_it_is_unmapped", 2) {
+        return;
+    }
+    let application = Application::start();
+    let fd = application.card.as_fd();
+    runtime().lend(fd).unwrap();
+    let device = application.device();
+    let mut peer = Peer::start(Set::default());
+    peer.ask("card 1");
+    for slot in 0..20 {
+        let theirs = application.map_apart(1 << 20);
+        runtime().add_memory(fd, theirs.addr(), 1 << 20).unwrap();
+        let share = device.share(theirs.addr(), 1).unwrap();
+        peer.ask(&format!("open {slot} {}", hex(&share.key())));
+        peer.ask(&format!("close {slot}"));
+        assert_eq!(peer.stat("dmabuf_imports_live"), 1, "kept for the next time");
+        runtime().remove_memory(fd, theirs.addr()).unwrap();
+        theirs.unmap().expect("the peer has let it go");
+    }
+
+    // One that is using it is waited for in vain; the wait ends, and nothing is lost.
+    let theirs = application.map_apart(1 << 20);
+    runtime().add_memory(fd, theirs.addr(), 1 << 20).unwrap();
+    let share = device.share(theirs.addr(), 1).unwrap();
+    peer.ask(&format!("open 50 {}", hex(&share.key())));
+    let unmapping = runtime().remove_memory(fd, theirs.addr()).unwrap();
+    let (theirs, refused) = theirs.unmap().unwrap_err();
+    assert_eq!(refused.errno, libc::EINVAL);
+    runtime().keep_memory(fd, unmapping).unwrap();
+    peer.ask("close 50");
+    runtime().remove_memory(fd, theirs.addr()).unwrap();
+    theirs.unmap().expect("the peer has let it go");
+    assert_eq!(stat("ipc_quarantined_bytes"), 0);
+    runtime().take_back(fd).unwrap();
 }

@@ -144,6 +144,8 @@ fn a_card_that_was_not_lent_is_known_but_not_used() {
     let device = application.device();
     assert!(runtime().locate(theirs.addr().0, 1 << 20).is_some());
     device.export(theirs.addr(), 4096).expect("the driver exports on any descriptor of the card");
+    device.share(theirs.addr(), 4096).expect("and peers have cards of their own");
+    assert_eq!(device.can_import().unwrap_err().kind(), ErrorKind::PermissionDenied);
     for refused in [device.can_copy().unwrap_err(), device.alloc(1, 1).unwrap_err()] {
         assert_eq!(refused.kind(), ErrorKind::PermissionDenied, "{refused}");
         assert!(refused.to_string().contains("ucx_gaudi_lend"), "{refused}");

@@ -16,6 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::backend::lent::Lent;
 use crate::device::Forgotten;
 use crate::error::Phase;
+use crate::holders;
 use crate::memory::Entry;
 use crate::window::ForeignMemory;
 use crate::{BusId, Device, DeviceAddr, DeviceId, DeviceInfo, Error, ErrorKind, Runtime};
@@ -226,11 +227,23 @@ impl Runtime {
         self.lent.adopting.store(adopt, Ordering::Relaxed);
     }
 
-    /// Whether the application uses the driver by itself: it had the library before us, or has told
-    /// us of a card.
-    pub fn application_uses_driver(&self) -> bool {
-        let library = self.library_if_loaded();
-        library.is_some_and(|library| library.was_loaded()) || !self.lent.state().cards.is_empty()
+    /// Whether the application may map memory on a card by itself: it has told us of a card; or it
+    /// had the driver library before us, and a card is in use, its own or ours. To have the library
+    /// is not enough: it comes with programs that never use a Gaudi.
+    pub fn application_uses_cards(&self) -> bool {
+        if !self.lent.state().cards.is_empty() {
+            return true;
+        }
+        let library = self.library_if_loaded().filter(|library| library.was_loaded());
+        library.is_some_and(|library| {
+            // Who wants his cards adopted is going to have some.
+            self.lent.adopting.load(Ordering::Relaxed)
+                || !self.devices().is_empty()
+                || self.discover().is_ok_and(|cards| {
+                    let own = |card: &DeviceInfo| holders::own_descriptor(library, card.node);
+                    cards.iter().any(|card| own(card).is_some())
+                })
+        })
     }
 
     /// The address of a function of the driver library, for whoever stands in for it.
@@ -245,7 +258,7 @@ impl Runtime {
         }
         let library = self.library_if_loaded()?;
         candidates.iter().find_map(|card| {
-            let fd = crate::holders::own_descriptor(library, card.node)?;
+            let fd = holders::own_descriptor(library, card.node)?;
             // SAFETY: open just now; whoever closes it meanwhile makes the duplication fail.
             let fd = unsafe { BorrowedFd::borrow_raw(fd) };
             self.know(card, fd, true).ok()

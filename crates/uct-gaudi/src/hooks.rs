@@ -1,8 +1,8 @@
 //! Noticing memory that the application maps on a card by itself.
 //!
 //! libucm has the objects of the process call the functions below instead of the driver library's
-//! (see `uct::Ucx::redirect`), and only if the application uses that library on its own account, or
-//! the user wants it. Each does what the original does, tells the engine, and leaves `errno` alone.
+//! (see `uct::Ucx::redirect`), and only if the application has that library on its own account and
+//! a Gaudi is in use, or the user wants it. Each does what the original does, tells the engine, and leaves `errno` alone.
 //! Our own calls do not come through here: we have found the library's functions with `dlsym`.
 
 use core::ffi::{CStr, c_int, c_void};
@@ -41,18 +41,22 @@ pub(crate) fn configure(ucx: &'static Ucx, wanted: Ternary) {
     consider();
 }
 
-/// Sets the hooks if they are wanted, there is a reason, and it was not done before.
+/// Sets the hooks if they are wanted, there is a reason, and it was not done before. To be called
+/// whenever there may be a reason: a card was opened, lent or heard of.
 pub(crate) fn consider() {
     static DONE: Mutex<bool> = Mutex::new(false);
+    let mut done = DONE.lock().unwrap_or_else(PoisonError::into_inner);
+    if *done {
+        return;
+    }
     let wanted = *WANTED.lock().unwrap_or_else(PoisonError::into_inner);
     let Some((ucx, wanted)) = wanted else { return };
     let due = match wanted {
         Ternary::Yes => true,
-        Ternary::Try => runtime().application_uses_driver(),
+        Ternary::Try => runtime().application_uses_cards(),
         Ternary::No => false,
     };
-    let mut done = DONE.lock().unwrap_or_else(PoisonError::into_inner);
-    if !due || *done {
+    if !due {
         return;
     }
     // Once, whatever comes of it: half of the functions may be redirected already.

@@ -342,7 +342,7 @@ fn config_cache_bounds_decide_what_stays_mapped() {
     }
 }
 
-/// By default all sizes go by `gaudi_ipc`; with an estimate bad enough some do not.
+/// By default large messages go by `gaudi_ipc`; with an estimate bad enough they do not.
 #[test]
 fn config_estimates_decide_what_ucx_chooses() {
     let goes_always = |variables: &[(&str, &str)]| {
@@ -353,7 +353,7 @@ fn config_estimates_decide_what_ucx_chooses() {
         let tool = variables.iter().fold(tool, |tool, (name, value)| tool.env(name, value));
         logs.of(tool).run().ok();
         let protocols = protocols(&logs);
-        [1, 100, 64 << 10, 1 << 20].iter().all(|size| {
+        [64 << 10, 1 << 20].iter().all(|size| {
             transports(&protocols, "tagged message by ucp_tag_send* from gaudi", *size)
                 .contains("gaudi_ipc")
         })

@@ -115,7 +115,7 @@ fn beside(ipc: &Figures, cma: &Figures, posix: &Figures, sizes: &[usize]) -> Res
                 let name = format!("{op}, {size} MiB, beside {what}");
                 records.push(Record::at_least(name, value, "GB/s", floor, target));
             };
-            held(figure(ipc, &format!("memcpy {bytes}"))?, "memcpy", Some(OF_MEMCPY));
+            held(figure(ipc, &format!("{op} memcpy {bytes}"))?, "memcpy", Some(OF_MEMCPY));
             held(figure(cma, &format!("{op} {bytes}"))?, "cma between host memories", Some(OF_CMA));
             held(figure(posix, &format!("{op} {bytes}"))?, "posix between host memories", None);
         }

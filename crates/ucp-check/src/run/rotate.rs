@@ -95,8 +95,9 @@ fn run_side(rank: u8, mut twin: Twin, rotation: &Rotation) -> Result<()> {
             let end = Ends { rig: &rig, endpoint: &endpoint, region: &region, key: &key, op };
             for &size in &plan.sizes {
                 twin.dog.step(format_args!("{op} {size}"));
-                tell(format!("memcpy {size}"), memcpy(*set, size))?;
-                tell(format!("{op} {size}"), end.bandwidth(rotation, size)?)?;
+                let (memcpy, moved) = end.bandwidth(rotation, size)?;
+                tell(format!("{op} memcpy {size}"), memcpy)?;
+                tell(format!("{op} {size}"), moved)?;
             }
             twin.dog.step(format_args!("{op}, one at a time"));
             tell(format!("{op} latency"), end.latency()?)?;
@@ -149,17 +150,28 @@ impl Ends<'_> {
         })
     }
 
-    /// GB/s, the median of the passes.
-    fn bandwidth(&self, rotation: &Rotation, size: usize) -> Result<f64> {
+    /// GB/s of memcpy and of the transfers, the medians of passes that take turns: what else the machine
+    /// does meets both alike.
+    fn bandwidth(&self, rotation: &Rotation, size: usize) -> Result<(f64, f64)> {
         let pieces = rotation.set / size;
-        self.pass(pieces, size, rotation.outstanding)?; // pages and caches as they will be
-        let mut passes = Vec::new();
-        for _ in 0..PASSES {
+        let gbps = |start: Instant| (pieces * size) as f64 / start.elapsed().as_secs_f64() / 1e9;
+        let (from, mut to) = (vec![1u8; rotation.set], vec![0u8; rotation.set]);
+        let (mut copied, mut moved) = (Vec::new(), Vec::new());
+        for pass in 0..=PASSES {
+            let start = Instant::now();
+            for (to, from) in to.chunks_exact_mut(size).zip(from.chunks_exact(size)) {
+                black_box(to).copy_from_slice(black_box(from));
+            }
+            let memcpy = gbps(start);
             let start = Instant::now();
             self.pass(pieces, size, rotation.outstanding)?;
-            passes.push((pieces * size) as f64 / start.elapsed().as_secs_f64() / 1e9);
+            // After the first, pages and caches are as they stay.
+            if pass > 0 {
+                copied.push(memcpy);
+                moved.push(gbps(start));
+            }
         }
-        median(&mut passes)
+        Ok((median(&mut copied)?, median(&mut moved)?))
     }
 
     fn pass(&self, pieces: usize, size: usize, outstanding: usize) -> Result<()> {
@@ -199,21 +211,6 @@ impl Ends<'_> {
         }
         median(&mut times)
     }
-}
-
-/// GB/s of memcpy between two working sets of this size, piece by piece.
-fn memcpy(set: usize, size: usize) -> f64 {
-    let (from, mut to) = (vec![1u8; set], vec![0u8; set]);
-    let mut pass = || {
-        let start = Instant::now();
-        for (to, from) in to.chunks_exact_mut(size).zip(from.chunks_exact(size)) {
-            black_box(to).copy_from_slice(black_box(from));
-        }
-        (set / size * size) as f64 / start.elapsed().as_secs_f64() / 1e9
-    };
-    pass();
-    let mut passes: Vec<f64> = (0..PASSES).map(|_| pass()).collect();
-    median(&mut passes).unwrap_or(f64::NAN)
 }
 
 fn median(samples: &mut [f64]) -> Result<f64> {

@@ -40,7 +40,9 @@ pub(super) fn transport(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
     println!("{} takes {endpoints} endpoints", scene.transport());
     println!("{} gets host memory by {method}", scene.transport());
     tally.expect(endpoints > 0, || "no endpoint at all".into());
-    for copy in estimate::Copy::all() {
+    // Between processes the other side is Gaudi memory, always.
+    let between_processes = scene.transport() == "gaudi_ipc";
+    for copy in estimate::Copy::all().filter(|copy| copy.to_gaudi || !between_processes) {
         let estimate::Estimate { bandwidth, overhead, latency } = copier.estimate(copy)?;
         println!(
             "{} {copy} at {:.2} GB/s, overhead {:.0} ns, latency {:.0} ns",

@@ -80,6 +80,24 @@ fn hooks_notice_memory_on_a_lent_card() {
     plays_well("lend", &[]);
 }
 
+/// What says that hooks were set.
+const HOOKED: &str = "memory that this program maps on a Gaudi by itself is noticed";
+
+#[test]
+fn hooks_wait_until_a_card_is_used() {
+    for ucx in Ucx::ALL {
+        for (settings, hooked) in [(None, false), (Some(("UCX_GAUDI_COPY_MEM_HOOKS", "yes")), true)]
+        {
+            let (well, text) = play(ucx, "use no card", settings.as_slice());
+            assert!(well && text.contains("the application is content"), "{ucx:?}\n{text}");
+            assert_eq!(text.contains(HOOKED), hooked, "{ucx:?}\n{text}");
+        }
+        let (well, text) = play(ucx, "open after UCX", &[]);
+        assert!(well && text.contains("the application is content"), "{ucx:?}\n{text}");
+        assert!(text.contains(HOOKED), "{ucx:?}\n{text}");
+    }
+}
+
 #[test]
 fn without_hooks_the_application_says_what_it_maps() {
     plays_well("lend and say", &[("UCX_GAUDI_COPY_MEM_HOOKS", "no")]);
@@ -171,14 +189,21 @@ impl Driver {
         assert_eq!(answer, 0, "{name:?}");
     }
 
-    fn close(self) {
+    fn call(&self, name: &CStr) {
         // SAFETY: the types are those of application.c.
         let answer = unsafe {
-            function::<unsafe extern "C" fn(c_int) -> c_int>(&self.library, c"application_close", 0)(
-                self.fd,
-            )
+            function::<unsafe extern "C" fn(c_int) -> c_int>(&self.library, name, 0)(self.fd)
         };
-        assert_eq!(answer, 0);
+        assert_eq!(answer, 0, "{name:?}");
+    }
+
+    /// Opens the card's control node, and closes it with the call that also closes the card.
+    fn glance(&self) {
+        self.call(c"application_glance");
+    }
+
+    fn close(self) {
+        self.call(c"application_close");
     }
 }
 
@@ -249,13 +274,23 @@ fn the_application() {
     let say = scene == "lend and say";
     const LEN: usize = (1 << 20) + 77;
 
-    let driver = Driver::open(library);
-    let early = (scene == "map before UCX").then(|| driver.map(LEN as u64));
+    // Loads the driver's library, as if the program were linked with it.
+    // SAFETY: only looked up.
+    unsafe { function::<unsafe extern "C" fn() -> c_int>(&library, c"application_open", 0) };
+    let late = ["use no card", "open after UCX"].contains(&scene.as_str());
+    let driver = (!late).then(|| Driver::open(library.clone()));
+    let early = driver.as_ref().filter(|_| scene == "map before UCX");
+    let early = early.map(|driver| driver.map(LEN as u64));
 
     let ucx = ucp::Ucx::load(path.parent()).expect("UCX loads");
     let dog = Watchdog::start("application", Duration::from_secs(60));
     let options = RigOptions { features: Features::ALL, hint: false, multi: false };
     let rig = Rig::new(ucx, options, &dog).expect("UCP starts");
+    if scene == "use no card" {
+        println!("the application is content");
+        return;
+    }
+    let driver = driver.unwrap_or_else(|| Driver::open(library));
     if scene == "allocate" {
         assert!(rig.region(Memory::Gaudi, 4096).is_err(), "the application has the card");
         return;
@@ -290,6 +325,7 @@ fn the_application() {
         if say {
             plugin(c"ucx_gaudi_memory_mapped", driver.fd, address, LEN as u64);
         }
+        driver.glance();
         for len in [100, 5000, LEN] {
             exchange(&rig, &to_myself, address, len, round * 100 + len as u64);
         }

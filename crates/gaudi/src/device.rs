@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -50,6 +51,26 @@ pub struct MemoryInfo {
     pub used: u64,
     /// Number of live allocations.
     pub allocations: usize,
+}
+
+/// Memory of the application that peers may have open still.
+#[derive(Debug)]
+pub(crate) struct Forgotten {
+    let_go: Arc<AtomicBool>,
+}
+
+impl Forgotten {
+    /// Waits until no peer has any of it, but not longer than it takes a peer that only keeps it at
+    /// hand: one that is using it is the application's own business.
+    pub(crate) fn wait(all: &[Forgotten]) {
+        for pause in PEERS_PAUSES_MS {
+            if all.iter().all(|one| one.let_go.load(Ordering::Acquire)) {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(pause));
+            share::settle();
+        }
+    }
 }
 
 /// An open card.
@@ -188,11 +209,16 @@ impl Device {
     }
 
     /// Forgets memory that the application is about to unmap: nobody finds it or can open it from now
-    /// on, and copies with the hardware are waited for. A peer that has it open keeps the driver from unmapping it.
-    pub(crate) fn forget_foreign(&self, addr: DeviceAddr, len: u64) {
+    /// on, and copies with the hardware are waited for. A peer that has it open, be it only to have it
+    /// at hand, keeps the driver from unmapping it: it is asked to let go, and [`Forgotten::wait`]
+    /// waits for that.
+    pub(crate) fn forget_foreign(&self, addr: DeviceAddr, len: u64) -> Forgotten {
         runtime().table().remove(addr.0);
         self.engine.quiesce(&(addr.0..addr.0 + len));
-        share::freed(addr, len, self.counts, || {});
+        let let_go = Arc::new(AtomicBool::new(false));
+        let set = Arc::clone(&let_go);
+        share::freed(addr, len, self.counts, move || set.store(true, Ordering::Release));
+        Forgotten { let_go }
     }
 
     /// A dma-buf for `[addr, addr + len)`, which must lie in one live allocation: a close-on-exec

@@ -9,12 +9,14 @@
 //! with no lock held.
 
 use std::collections::{BTreeMap, HashMap};
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::backend::lent::Lent;
+use crate::device::Forgotten;
 use crate::error::Phase;
+use crate::holders;
 use crate::memory::Entry;
 use crate::window::ForeignMemory;
 use crate::{BusId, Device, DeviceAddr, DeviceId, DeviceInfo, Error, ErrorKind, Runtime};
@@ -33,14 +35,33 @@ pub(crate) struct LentCards {
 #[derive(Debug, Default)]
 struct State {
     cards: HashMap<BusId, Card>,
-    /// How much memory is behind the driver's handles, by card.
-    sizes: HashMap<(BusId, u64), u64>,
+    /// How much memory is behind the driver's handles, by card, and through which descriptor it was
+    /// allocated.
+    sizes: HashMap<(BusId, u64), (u64, Descriptor)>,
+}
+
+/// One of the application's descriptors: its number, and the file behind it, since the number may
+/// be another file's by the time we see it again. Duplicates are others: closing one of them ends
+/// nothing, no more than closing a control node does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Descriptor {
+    number: RawFd,
+    file: (u64, u64, u64),
+}
+
+impl Descriptor {
+    fn of(fd: BorrowedFd<'_>) -> Option<Descriptor> {
+        let stat = rustix::fs::fstat(fd).ok()?;
+        Some(Descriptor { number: fd.as_raw_fd(), file: (stat.st_dev, stat.st_ino, stat.st_rdev) })
+    }
 }
 
 #[derive(Debug)]
 struct Card {
     device: Arc<Device>,
     lent: bool,
+    /// By which we know it: the one that was lent, else the one that memory was first mapped with.
+    descriptor: Descriptor,
     /// Mappings of the application: first address and length.
     memory: BTreeMap<u64, u64>,
 }
@@ -82,7 +103,7 @@ impl Runtime {
     /// answer said. A card that was not lent is known from now on, but not used for copies.
     pub fn add_memory(&self, fd: BorrowedFd<'_>, start: DeviceAddr, len: u64) -> Result<(), Error> {
         let info = self.card_of(fd)?;
-        let device = self.know(&info, fd, self.lent.adopting.load(Ordering::Relaxed))?;
+        self.know(&info, fd, self.lent.adopting.load(Ordering::Relaxed))?;
         let end = start.0.checked_add(len).filter(|_| start.0 != 0 && len != 0);
         let refuse = |detail: String, remedy| {
             Err(Error::new(ErrorKind::InvalidParams, NOTING, detail, remedy).on(&info))
@@ -91,7 +112,12 @@ impl Runtime {
             return refuse(format!("{len} bytes at {start} are no memory"), "");
         };
         let overlaps = |from: u64, to: u64| from < end && start.0 < to;
-        {
+        // Our own windows on other cards; on this one the driver keeps the two apart.
+        let in_a_window = self.devices().into_iter().any(|other| {
+            let window = other.window().range();
+            other.info().bus_id != info.bus_id && overlaps(window.start, window.end)
+        });
+        let device = {
             let mut state = self.lent.state();
             let mut known = state.cards.iter().flat_map(|(bus_id, card)| {
                 card.memory.iter().map(move |(&from, &len)| (bus_id, from, len))
@@ -103,30 +129,29 @@ impl Runtime {
                     format!("{len} bytes at {start} overlap memory at {from:#x} of {bus_id}");
                 return refuse(other, "two cards must not have memory at one address: use a hint");
             }
-            // Our own windows on other cards; on this one the driver keeps the two apart.
-            let taken = self.devices().into_iter().any(|other| {
-                let window = other.window().range();
-                other.id() != device.id() && overlaps(window.start, window.end)
-            });
-            if taken {
+            if in_a_window {
                 let detail = format!("{start} is in another card's window");
                 return refuse(detail, "let the driver choose the address");
             }
-            if let Some(card) = state.cards.get_mut(&info.bus_id) {
-                card.memory.insert(start.0, len);
-            }
-        }
-        self.table().insert(Entry { base: start.0, len, device: device.id() });
-        let memory = ForeignMemory { start, len, device: device.id(), info };
-        self.windows().mapped(memory);
+            let Some(card) = state.cards.get_mut(&info.bus_id) else {
+                return refuse(String::from("the card was taken back meanwhile"), "");
+            };
+            card.memory.insert(start.0, len);
+            // Another device by now, if the card was lent meanwhile.
+            let device = card.device.id();
+            self.table().insert(Entry { base: start.0, len, device });
+            device
+        };
+        self.windows().mapped(ForeignMemory { start, len, device, info });
         Ok(())
     }
 
     /// The application is about to unmap the memory at `start`. When this returns, the copies that
-    /// were with the hardware have ended, those that were not fail instead of starting, and whoever
-    /// cached something about it was told. A copy that another thread is just submitting, or a small
-    /// one that it waits for, is not seen: its caller still uses memory that is being unmapped.
-    /// `None`: it is none that we know.
+    /// were with the hardware have ended, those that were not fail instead of starting, whoever
+    /// cached something about it was told, and peers have had a second to let it go: those that do
+    /// not use it have. A copy that another thread is just submitting, or a small one that it waits
+    /// for, is not seen: its caller still uses memory that is being unmapped. `None`: it is none that
+    /// we know.
     pub fn remove_memory(&self, fd: BorrowedFd<'_>, start: DeviceAddr) -> Option<Unmapping> {
         let card = self.bus_id_of(fd).ok()?;
         let (device, len) = {
@@ -135,7 +160,7 @@ impl Runtime {
             let len = known.memory.remove(&start.0)?;
             (Arc::clone(&known.device), len)
         };
-        self.forget_memory(&device, start.0, len);
+        Forgotten::wait(&[self.forget_memory(&device, start.0, len)]);
         Some(Unmapping { card, start: start.0, len })
     }
 
@@ -147,16 +172,17 @@ impl Runtime {
 
     /// The application allocated device memory; where it lies is said when it is mapped.
     pub fn memory_allocated(&self, fd: BorrowedFd<'_>, handle: u64, len: u64) {
-        if let Ok(card) = self.bus_id_of(fd) {
-            self.lent.state().sizes.insert((card, handle), len);
+        if let (Ok(card), Some(through)) = (self.bus_id_of(fd), Descriptor::of(fd)) {
+            self.lent.state().sizes.insert((card, handle), (len, through));
         }
     }
 
-    /// The application freed device memory.
-    pub fn memory_freed(&self, fd: BorrowedFd<'_>, handle: u64) {
-        if let Ok(card) = self.bus_id_of(fd) {
-            self.lent.state().sizes.remove(&(card, handle));
-        }
+    /// The application is about to free device memory: once that is done, another thread may be
+    /// given the same handle. How much it was, if we saw that: where the driver refuses, say it
+    /// again with [`Runtime::memory_allocated`].
+    pub fn memory_freeing(&self, fd: BorrowedFd<'_>, handle: u64) -> Option<u64> {
+        let card = self.bus_id_of(fd).ok()?;
+        self.lent.state().sizes.remove(&(card, handle)).map(|(len, _)| len)
     }
 
     /// The application mapped device memory. How much follows from its handle, if we saw that.
@@ -168,7 +194,7 @@ impl Runtime {
     ) -> Result<(), Error> {
         let card = self.bus_id_of(fd)?;
         let size = self.lent.state().sizes.get(&(card, handle)).copied();
-        let len = size.ok_or_else(|| {
+        let (len, _) = size.ok_or_else(|| {
             Error::new(
                 ErrorKind::InvalidParams,
                 NOTING,
@@ -179,11 +205,18 @@ impl Runtime {
         self.add_memory(fd, start, len)
     }
 
-    /// The application is about to close the card.
+    /// The application is about to close a descriptor: the end of the card's loan and memory if it
+    /// is the one that they came with, and of no consequence if it is another one of the same card
+    /// (of its control node, or a duplicate).
     pub fn card_closing(&self, fd: BorrowedFd<'_>) {
-        if let Ok(card) = self.bus_id_of(fd) {
+        let (Ok(card), Some(closing)) = (self.bus_id_of(fd), Descriptor::of(fd)) else { return };
+        let known = {
+            let mut state = self.lent.state();
+            state.sizes.retain(|_, (_, through)| *through != closing);
+            state.cards.get(&card).is_some_and(|known| known.descriptor == closing)
+        };
+        if known {
             self.forget_card(&card);
-            self.lent.state().sizes.retain(|(of, _), _| *of != card);
         }
     }
 
@@ -197,11 +230,23 @@ impl Runtime {
         self.lent.adopting.store(adopt, Ordering::Relaxed);
     }
 
-    /// Whether the application uses the driver by itself: it had the library before us, or has told
-    /// us of a card.
-    pub fn application_uses_driver(&self) -> bool {
-        let library = self.library_if_loaded();
-        library.is_some_and(|library| library.was_loaded()) || !self.lent.state().cards.is_empty()
+    /// Whether the application may map memory on a card by itself: it has told us of a card; or it
+    /// had the driver library before us, and a card is in use, its own or ours. To have the library
+    /// is not enough: it comes with programs that never use a Gaudi.
+    pub fn application_uses_cards(&self) -> bool {
+        if !self.lent.state().cards.is_empty() {
+            return true;
+        }
+        let library = self.library_if_loaded().filter(|library| library.was_loaded());
+        library.is_some_and(|library| {
+            // Who wants his cards adopted is going to have some.
+            self.lent.adopting.load(Ordering::Relaxed)
+                || !self.devices().is_empty()
+                || self.discover().is_ok_and(|cards| {
+                    let own = |card: &DeviceInfo| holders::own_descriptor(library, card.node);
+                    cards.iter().any(|card| own(card).is_some())
+                })
+        })
     }
 
     /// The address of a function of the driver library, for whoever stands in for it.
@@ -216,7 +261,7 @@ impl Runtime {
         }
         let library = self.library_if_loaded()?;
         candidates.iter().find_map(|card| {
-            let fd = crate::holders::own_descriptor(library, card.node)?;
+            let fd = holders::own_descriptor(library, card.node)?;
             // SAFETY: open just now; whoever closes it meanwhile makes the duplication fail.
             let fd = unsafe { BorrowedFd::borrow_raw(fd) };
             self.know(card, fd, true).ok()
@@ -231,15 +276,11 @@ impl Runtime {
         lend: bool,
     ) -> Result<Arc<Device>, Error> {
         let _opening = self.opening();
-        let old = {
-            let mut state = self.lent.state();
-            match state.cards.get(&info.bus_id) {
-                Some(card) if card.lent || !lend => return Ok(Arc::clone(&card.device)),
-                Some(_) => state.cards.remove(&info.bus_id),
-                None => None,
-            }
+        let known = match self.lent.state().cards.get(&info.bus_id) {
+            Some(card) if card.lent || !lend => return Ok(Arc::clone(&card.device)),
+            card => card.is_some(),
         };
-        if old.is_none() && self.devices().iter().any(|open| open.info().bus_id == info.bus_id) {
+        if !known && self.devices().iter().any(|open| open.info().bus_id == info.bus_id) {
             let detail = "it is open already";
             return Err(Error::new(ErrorKind::DeviceBusy, LENDING, detail, "lend it once").on(info));
         }
@@ -254,13 +295,24 @@ impl Runtime {
             )
             .on(info));
         }
+        let descriptor = Descriptor::of(fd)
+            .ok_or_else(|| Error::os(Phase::Use, LENDING, "fstat", libc::EBADF).on(info))?;
         let device = self.duplicate(info, fd, lend)?;
-        let memory = old.map(|card| card.memory).unwrap_or_default();
-        for (&base, &len) in &memory {
+        let mut state = self.lent.state();
+        // What became known meanwhile counts, too: the list changes under the lock only.
+        let memory = BTreeMap::new();
+        let mut card = Card { device: Arc::clone(&device), lent: lend, descriptor, memory };
+        let old = state.cards.remove(&info.bus_id).map(|old| {
+            card.memory = old.memory;
+            old.device
+        });
+        for (&base, &len) in &card.memory {
             self.table().insert(Entry { base, len, device: device.id() });
         }
-        let card = Card { device: Arc::clone(&device), lent: lend, memory };
-        self.lent.state().cards.insert(info.bus_id.clone(), card);
+        state.cards.insert(info.bus_id.clone(), card);
+        drop(state);
+        // Closing is a driver call; the lock is free again.
+        drop(old);
         Ok(device)
     }
 
@@ -288,15 +340,16 @@ impl Runtime {
 
     fn forget_card(&self, bus_id: &BusId) -> bool {
         let Some(card) = self.lent.state().cards.remove(bus_id) else { return false };
-        for (start, len) in card.memory {
-            self.forget_memory(&card.device, start, len);
-        }
+        let memory = card.memory.iter();
+        let forgotten: Vec<Forgotten> =
+            memory.map(|(&start, &len)| self.forget_memory(&card.device, start, len)).collect();
+        Forgotten::wait(&forgotten);
         true
     }
 
-    fn forget_memory(&self, device: &Device, start: u64, len: u64) {
+    fn forget_memory(&self, device: &Device, start: u64, len: u64) -> Forgotten {
         self.windows().unmapping(DeviceAddr(start));
-        device.forget_foreign(DeviceAddr(start), len);
+        device.forget_foreign(DeviceAddr(start), len)
     }
 
     fn bus_id_of(&self, fd: BorrowedFd<'_>) -> Result<BusId, Error> {

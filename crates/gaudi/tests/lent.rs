@@ -2,6 +2,7 @@
 //! by `hl_thunk`, which knows nothing of the engine.
 
 mod machine;
+mod peer;
 
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -9,7 +10,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use gaudi::{Device, DeviceAddr, DeviceChoice, ErrorKind, Side, runtime};
 use hl_thunk::{ControlDevice, DeviceMapping, DeviceMemory, Library};
-use machine::{assert_same, pattern, read, write};
+use machine::{alone, assert_same, pattern, read, write};
+use peer::{Peer, Set, hex, stat};
 
 /// What the application has.
 struct Application {
@@ -142,10 +144,21 @@ fn a_card_that_was_not_lent_is_known_but_not_used() {
     let device = application.device();
     assert!(runtime().locate(theirs.addr().0, 1 << 20).is_some());
     device.export(theirs.addr(), 4096).expect("the driver exports on any descriptor of the card");
+    device.share(theirs.addr(), 4096).expect("and peers have cards of their own");
+    assert_eq!(device.can_import().unwrap_err().kind(), ErrorKind::PermissionDenied);
     for refused in [device.can_copy().unwrap_err(), device.alloc(1, 1).unwrap_err()] {
         assert_eq!(refused.kind(), ErrorKind::PermissionDenied, "{refused}");
         assert!(refused.to_string().contains("ucx_gaudi_lend"), "{refused}");
     }
+
+    // A loan that fails changes nothing.
+    let control = ControlDevice::open(&Library::load().unwrap(), application.index).unwrap();
+    runtime().lend(control.as_fd()).unwrap_err();
+    let found = runtime().locate(theirs.addr().0, 1 << 20).expect("known as before");
+    assert_eq!(found.device_id, device.id());
+    assert!(runtime().is_lent(device.id()), "the application's card as before");
+    let refused = device.can_copy().unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::PermissionDenied, "{refused}");
 
     // Lent after all: what was known stays known.
     runtime().lend(fd).unwrap();
@@ -209,11 +222,69 @@ fn a_handle_that_was_seen_says_how_much_was_mapped() {
     let theirs = application.map_apart(8192);
     let unknown = runtime().memory_mapped(fd, 77, theirs.addr()).unwrap_err();
     assert!(unknown.to_string().contains("ucx_gaudi_memory_mapped"), "{unknown}");
+    runtime().memory_allocated(fd, 77, 4096);
+    // While the driver frees it, another thread is given the same handle; or the driver refuses.
+    assert_eq!(runtime().memory_freeing(fd, 77), Some(4096));
+    runtime().memory_mapped(fd, 77, theirs.addr()).expect_err("freed");
     runtime().memory_allocated(fd, 77, 8192);
     runtime().memory_mapped(fd, 77, theirs.addr()).unwrap();
     assert_eq!(runtime().locate(theirs.addr().0, 8192).unwrap().length, 8192);
+
+    // Other descriptors of the same card are closed: that ends nothing.
+    let control = ControlDevice::open(&Library::load().unwrap(), application.index).unwrap();
+    runtime().card_closing(control.as_fd());
+    runtime().card_closing(fd.try_clone_to_owned().unwrap().as_fd());
+    assert!(runtime().locate(theirs.addr().0, 8192).is_some(), "the card is open still");
+    assert_eq!(runtime().memory_freeing(fd, 77), Some(8192), "handles are known still");
+    runtime().memory_allocated(fd, 77, 8192);
+
     runtime().card_closing(fd);
     assert!(runtime().locate(theirs.addr().0, 1).is_none(), "closed with its memory");
     runtime().memory_mapped(fd, 77, theirs.addr()).expect_err("handles are forgotten, too");
     assert!(fd.as_raw_fd() >= 0);
+}
+
+#[test]
+#[ignore = "run by the other tests as a process of its own"]
+fn serve() {
+    peer::serve();
+}
+
+/// A peer that has the memory at hand must not make the application's own unmapping fail.
+#[test]
+fn peers_that_keep_memory_open_let_it_go_before_it_is_unmapped() {
+    if !alone("peers_that_keep_memory_open_let_it_go_before_it_is_unmapped", 2) {
+        return;
+    }
+    let application = Application::start();
+    let fd = application.card.as_fd();
+    runtime().lend(fd).unwrap();
+    let device = application.device();
+    let mut peer = Peer::start(Set::default());
+    peer.ask("card 1");
+    for slot in 0..20 {
+        let theirs = application.map_apart(1 << 20);
+        runtime().add_memory(fd, theirs.addr(), 1 << 20).unwrap();
+        let share = device.share(theirs.addr(), 1).unwrap();
+        peer.ask(&format!("open {slot} {}", hex(&share.key())));
+        peer.ask(&format!("close {slot}"));
+        assert_eq!(peer.stat("dmabuf_imports_live"), 1, "kept for the next time");
+        runtime().remove_memory(fd, theirs.addr()).unwrap();
+        theirs.unmap().expect("the peer has let it go");
+    }
+
+    // One that is using it is waited for in vain; the wait ends, and nothing is lost.
+    let theirs = application.map_apart(1 << 20);
+    runtime().add_memory(fd, theirs.addr(), 1 << 20).unwrap();
+    let share = device.share(theirs.addr(), 1).unwrap();
+    peer.ask(&format!("open 50 {}", hex(&share.key())));
+    let unmapping = runtime().remove_memory(fd, theirs.addr()).unwrap();
+    let (theirs, refused) = theirs.unmap().unwrap_err();
+    assert_eq!(refused.errno, libc::EINVAL);
+    runtime().keep_memory(fd, unmapping).unwrap();
+    peer.ask("close 50");
+    runtime().remove_memory(fd, theirs.addr()).unwrap();
+    theirs.unmap().expect("the peer has let it go");
+    assert_eq!(stat("ipc_quarantined_bytes"), 0);
+    runtime().take_back(fd).unwrap();
 }

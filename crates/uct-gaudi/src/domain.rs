@@ -35,7 +35,14 @@ impl<F> GaudiComponent<F> {
 
 /// Opens (or shares) the card this process is configured for.
 pub(crate) fn configured_device() -> Result<Arc<Device>, Error> {
-    gaudi::runtime().open(&settings::chosen_device())
+    open(&settings::chosen_device())
+}
+
+/// Opens a card. From the first on there is a reason to notice what the application does with it.
+fn open(choice: &DeviceChoice) -> Result<Arc<Device>, Error> {
+    let device = gaudi::runtime().open(choice)?;
+    hooks::consider();
+    Ok(device)
 }
 
 impl<F: Flavour> Component for GaudiComponent<F> {
@@ -217,7 +224,7 @@ impl<F: Flavour> GaudiDomain<F> {
         }
         // Our handle is one of those that keep a lost card from being opened again.
         drop(device.take());
-        let opened = gaudi::runtime().open(&self.settings.device)?;
+        let opened = open(&self.settings.device)?;
         self.introduce(&opened);
         *device = Some(Card::new(&opened));
         Ok(opened)
@@ -261,7 +268,7 @@ impl<F: Flavour> GaudiDomain<F> {
         let cards = gaudi::runtime().candidates(&self.settings.device)?;
         let named = cards.iter().find(|card| seeding::sys_device(self.ucx, card) == wanted);
         match named {
-            Some(card) => gaudi::runtime().open(&DeviceChoice::Bus(card.bus_id.clone())),
+            Some(card) => open(&DeviceChoice::Bus(card.bus_id.clone())),
             // Not one of ours: a device of another kind near which the memory is wanted.
             None => self.device(),
         }

@@ -1,8 +1,8 @@
 //! Noticing memory that the application maps on a card by itself.
 //!
 //! libucm has the objects of the process call the functions below instead of the driver library's
-//! (see `uct::Ucx::redirect`), and only if the application uses that library on its own account, or
-//! the user wants it. Each does what the original does, tells the engine, and leaves `errno` alone.
+//! (see `uct::Ucx::redirect`), and only if the application has that library on its own account and
+//! a Gaudi is in use, or the user wants it. Each does what the original does, tells the engine, and leaves `errno` alone.
 //! Our own calls do not come through here: we have found the library's functions with `dlsym`.
 
 use core::ffi::{CStr, c_int, c_void};
@@ -41,18 +41,22 @@ pub(crate) fn configure(ucx: &'static Ucx, wanted: Ternary) {
     consider();
 }
 
-/// Sets the hooks if they are wanted, there is a reason, and it was not done before.
+/// Sets the hooks if they are wanted, there is a reason, and it was not done before. To be called
+/// whenever there may be a reason: a card was opened, lent or heard of.
 pub(crate) fn consider() {
     static DONE: Mutex<bool> = Mutex::new(false);
+    let mut done = DONE.lock().unwrap_or_else(PoisonError::into_inner);
+    if *done {
+        return;
+    }
     let wanted = *WANTED.lock().unwrap_or_else(PoisonError::into_inner);
     let Some((ucx, wanted)) = wanted else { return };
     let due = match wanted {
         Ternary::Yes => true,
-        Ternary::Try => runtime().application_uses_driver(),
+        Ternary::Try => runtime().application_uses_cards(),
         Ternary::No => false,
     };
-    let mut done = DONE.lock().unwrap_or_else(PoisonError::into_inner);
-    if !due || *done {
+    if !due {
         return;
     }
     // Once, whatever comes of it: half of the functions may be redirected already.
@@ -81,6 +85,9 @@ fn install(ucx: &Ucx) -> Result<(), String> {
             close: transmute::<*const c_void, Close>(find("hlthunk_close")?),
         }
     };
+    // The library's own calls are its own business: it closes control nodes that nobody saw it open.
+    let driver = file_of(originals.close as *const c_void);
+    let driver = driver.ok_or("it is not known which file the driver library is")?;
     let _ = ORIGINALS.set(originals);
     let functions: [(&CStr, *const c_void); 5] = [
         (c"hlthunk_device_memory_alloc", alloc as *const c_void),
@@ -92,18 +99,31 @@ fn install(ucx: &Ucx) -> Result<(), String> {
     ];
     for (name, function) in functions {
         // SAFETY: same type, same effect, and this library is never unloaded.
-        unsafe { ucx.redirect(name, function) }.map_err(|status| {
+        unsafe { ucx.redirect(name, function, driver) }.map_err(|status| {
             format!("UCX could not redirect {}: {status:?}", name.to_string_lossy())
         })?;
     }
     Ok(())
 }
 
+/// The file that a function is in, as the loader calls it.
+fn file_of(function: *const c_void) -> Option<&'static CStr> {
+    // SAFETY: plain data, for which zeroes are a value.
+    let mut info: libc::Dl_info = unsafe { core::mem::zeroed() };
+    // SAFETY: any address may be asked about.
+    let found = unsafe { libc::dladdr(function, &raw mut info) };
+    if found == 0 || info.dli_fname.is_null() {
+        return None;
+    }
+    // SAFETY: the loader's string of a library that the engine never unloads.
+    Some(unsafe { CStr::from_ptr(info.dli_fname) })
+}
+
 fn originals() -> &'static Originals {
     ORIGINALS.get().expect("set before the first redirection")
 }
 
-/// Tells the engine of a successful call; what goes wrong with that is the log's, not the caller's.
+/// Tells the engine of a call; what goes wrong with that is the log's, not the caller's.
 fn tell<T>(fd: c_int, what: impl FnOnce(&'static Runtime, BorrowedFd<'_>) -> T) -> Option<T> {
     if fd < 0 {
         return None;
@@ -135,10 +155,14 @@ unsafe extern "C" fn alloc(fd: c_int, size: u64, page: u64, near: bool, shared: 
 }
 
 unsafe extern "C" fn free(fd: c_int, handle: u64) -> c_int {
+    // Before the driver can give the handle to another thread.
+    let size = tell(fd, |runtime, fd| runtime.memory_freeing(fd, handle)).flatten();
     // SAFETY: the caller's own arguments.
     let answer = unsafe { (originals().free)(fd, handle) };
-    if answer == 0 {
-        tell(fd, |runtime, fd| runtime.memory_freed(fd, handle));
+    if answer != 0
+        && let Some(size) = size
+    {
+        tell(fd, |runtime, fd| runtime.memory_allocated(fd, handle, size));
     }
     answer
 }

@@ -61,7 +61,11 @@ pub(crate) extern "C" fn ucx_gaudi_take_back(fd: c_int) -> c_int {
 /// Says that `length` bytes of device memory are mapped at `address`.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn ucx_gaudi_memory_mapped(fd: c_int, address: u64, length: u64) -> c_int {
-    run(fd, |fd| runtime().add_memory(fd, DeviceAddr(address), length))
+    run(fd, |fd| {
+        runtime().add_memory(fd, DeviceAddr(address), length)?;
+        hooks::consider();
+        Ok(())
+    })
 }
 
 /// Says that the memory at `address` is about to be unmapped.

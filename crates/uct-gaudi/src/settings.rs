@@ -102,9 +102,11 @@ pub(crate) const VARIABLES: &[Variable] = &[
         name: "MEM_HOOKS",
         default: "try",
         help: "Notice memory that the application maps on a Gaudi by itself, by standing in for\n\
-               hlthunk_device_memory_map and its like in the objects of this process.\n\
+               hlthunk_device_memory_map and its like in the objects of this process (and, so that\n\
+               libucm finds objects that are loaded later, for dlopen and dlclose).\n\
                yes: always, with a warning where it is impossible;\n\
-               try: if the application had loaded the driver library before UCX, or lent a card;\n\
+               try: once the application lends a card or tells of its memory; also, if it had\n\
+               loaded the driver library before UCX, once it or UCX has a card open;\n\
                no: never.",
         kind: Kind::Ternary,
     },

@@ -23,7 +23,8 @@ pub struct RelocPatch {
 type Modify = unsafe extern "C" fn(*mut RelocPatch) -> Status;
 
 impl Ucx {
-    /// Has every object of the process call `instead` where it calls `symbol`, for ever.
+    /// Has every object of the process call `instead` where it calls `symbol`, for ever. Objects
+    /// whose path contains `except` are left alone.
     ///
     /// # Safety
     /// `instead` must be a function of `symbol`'s type that does for its callers what `symbol` does,
@@ -35,17 +36,19 @@ impl Ucx {
         &self,
         symbol: &'static CStr,
         instead: *const c_void,
+        except: &'static CStr,
     ) -> Result<(), Status> {
         let modify = self.symbol(c"ucm_reloc_modify").ok_or(Status::UNSUPPORTED)?;
         // SAFETY: the function has had this type since UCX 1.3.
         let modify = unsafe { core::mem::transmute::<*mut c_void, Modify>(modify) };
+        let blacklist = Box::leak(Box::new([except.as_ptr(), core::ptr::null()]));
         // libucm keeps it in a list.
         let patch = Box::leak(Box::new(RelocPatch {
             symbol: symbol.as_ptr(),
             value: instead,
             prev_value: core::ptr::null(),
             list: [core::ptr::null_mut(); 2],
-            blacklist: core::ptr::null(),
+            blacklist: blacklist.as_ptr(),
         }));
         // SAFETY: the patch lives for ever; the caller vouches for the function.
         let status = unsafe { modify(patch) };

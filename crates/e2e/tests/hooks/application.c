@@ -9,6 +9,8 @@
 #include <ucx_gaudi.h>
 
 int hlthunk_open(int device_name, const char *bus_id);
+int hlthunk_open_control(int device, const char *bus_id);
+int hlthunk_get_pci_bus_id_from_fd(int fd, char *bus_id, int length);
 int hlthunk_close(int fd);
 uint64_t hlthunk_device_memory_alloc(int fd, uint64_t size, uint64_t page_size, bool contiguous,
                                      bool shared);
@@ -21,6 +23,18 @@ enum { HLTHUNK_DEVICE_DONT_CARE = 4 };
 int application_open(void)
 {
     return hlthunk_open(HLTHUNK_DEVICE_DONT_CARE, NULL);
+}
+
+/* Opens the control node of the same card, and closes it. */
+int application_glance(int fd)
+{
+    char bus_id[16];
+    int control = hlthunk_get_pci_bus_id_from_fd(fd, bus_id, sizeof(bus_id));
+
+    if (control == 0) {
+        control = hlthunk_open_control(0, bus_id);
+    }
+    return control < 0 ? control : hlthunk_close(control);
 }
 
 int application_close(int fd)

@@ -295,14 +295,31 @@ pub(crate) fn freed(
 ) {
     let Some(exporter) = Exporter::if_any() else { return release() };
     exporter.take_back(base.0, None);
-    counts.add(Counter::IpcQuarantinedBytes, len);
+    let quarantined = Quarantined::new(counts, len);
     let release = move || {
-        counts.subtract(Counter::IpcQuarantinedBytes, len);
+        drop(quarantined);
         release();
     };
     let now = exporter.sessions().freed(base.0, Box::new(release));
     if let Some(release) = now {
         release();
+    }
+}
+
+/// Counts memory that waits for peers; also where its wait is replaced by another, for memory of the
+/// application that could not be unmapped and is to be unmapped again.
+struct Quarantined(Counts, u64);
+
+impl Quarantined {
+    fn new(counts: Counts, len: u64) -> Self {
+        counts.add(Counter::IpcQuarantinedBytes, len);
+        Self(counts, len)
+    }
+}
+
+impl Drop for Quarantined {
+    fn drop(&mut self) {
+        self.0.subtract(Counter::IpcQuarantinedBytes, self.1);
     }
 }
 

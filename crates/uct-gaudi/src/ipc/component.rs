@@ -90,8 +90,9 @@ pub(super) fn card_near(ucx: &Ucx, wanted: SysDevice) -> Result<Arc<Device>, Unu
     {
         return Ok(Arc::clone(card));
     }
-    // Of several, the one that was opened first: always the same.
-    if let Some(card) = open.into_iter().min_by_key(|card| card.id()) {
+    // Of several, the first opened of those that can do it: always the same.
+    let order = |card: &Arc<Device>| (card.can_import().is_err(), card.id());
+    if let Some(card) = open.into_iter().min_by_key(order) {
         return Ok(card);
     }
     if settings::may_open_device() {

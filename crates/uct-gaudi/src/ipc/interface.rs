@@ -45,10 +45,18 @@ struct Prepared {
     opened: Arc<Opened>,
 }
 
-/// Why memory of peers cannot be imported, if that is known already: a card has to be open.
+/// Why memory of peers cannot be imported, if that is known already: a card has to be open. One that
+/// cannot (the application's own, not lent) does not speak for the others.
 fn why_no_import() -> Option<String> {
     let cards = gaudi::runtime().devices();
-    cards.iter().find_map(|card| card.can_import().err()).map(|error| error.detail().to_owned())
+    let reason = unless_one_can(cards.iter().map(|card| card.can_import()));
+    reason.map(|error| error.detail().to_owned())
+}
+
+/// The first reason, if everyone has one.
+fn unless_one_can<E>(answers: impl IntoIterator<Item = Result<(), E>>) -> Option<E> {
+    let reasons: Option<Vec<E>> = answers.into_iter().map(Result::err).collect();
+    reasons?.into_iter().next()
 }
 
 impl IpcInterface {
@@ -348,5 +356,18 @@ impl Interface for IpcInterface {
 
     fn arm(&self) -> Result<(), Status> {
         self.sleeper.arm(&self.copies)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::unless_one_can;
+
+    #[test]
+    fn one_card_that_can_import_is_enough() {
+        assert_eq!(unless_one_can::<&str>([]), None, "no card is open: nobody knows");
+        assert_eq!(unless_one_can([Err("not lent"), Ok(())]), None);
+        assert_eq!(unless_one_can([Ok(()), Err("not lent")]), None);
+        assert_eq!(unless_one_can([Err("no import"), Err("not lent")]), Some("no import"));
     }
 }

@@ -111,6 +111,70 @@ mod ipc {
         until("connections are closed", || Footprint::now().is_flat(before));
     }
 
+    /// Stops a process, or lets it go on.
+    fn signal(peer: &Peer, signal: i32) {
+        // SAFETY: our own child, which has not been waited for.
+        assert_eq!(unsafe { libc::kill(peer.id() as i32, signal) }, 0);
+    }
+
+    /// More messages than a socket's queue holds.
+    const MANY: u32 = 400;
+
+    #[test]
+    fn memory_taken_back_from_an_importer_that_is_stopped_comes_free_when_it_goes_on() {
+        let name =
+            "ipc::memory_taken_back_from_an_importer_that_is_stopped_comes_free_when_it_goes_on";
+        if !alone(name, 2) {
+            return;
+        }
+        let device = open(1);
+        let mut importer = Peer::start(Set::default());
+        importer.ask("card 0");
+        let shared: Vec<_> = (0..MANY)
+            .map(|_| {
+                let memory = device.alloc(4096, 1).unwrap();
+                let share = device.share(memory.addr(), 1).unwrap();
+                // Opened and closed: kept for the next who opens it.
+                importer.ask(&format!("open 1 {}", peer::hex(&share.key())));
+                importer.ask("close 1");
+                (share, memory)
+            })
+            .collect();
+        assert_eq!(importer.stat("ipc_handles_live"), u64::from(MANY));
+        signal(&importer, libc::SIGSTOP);
+        drop(shared);
+        assert_eq!(stat("ipc_quarantined_bytes"), u64::from(MANY) * 4096);
+        signal(&importer, libc::SIGCONT);
+        until("all is given to others", || stat("ipc_quarantined_bytes") == 0);
+        assert_eq!(importer.stat("ipc_handles_live"), 0);
+    }
+
+    #[test]
+    fn an_exporter_that_is_stopped_hears_what_was_let_go_when_it_goes_on() {
+        if !alone("ipc::an_exporter_that_is_stopped_hears_what_was_let_go_when_it_goes_on", 2) {
+            return;
+        }
+        let mut exporter = Peer::start(Set::default());
+        exporter.ask("card 1");
+        let device = open(0);
+        let opened: Vec<_> = (0..MANY)
+            .map(|slot| {
+                let key = RemoteKey::parse(&exporter.share(slot, 4096, 1)).unwrap();
+                key.open(&device).unwrap()
+            })
+            .collect();
+        for slot in 0..MANY {
+            exporter.ask(&format!("unshare {slot}"));
+            exporter.ask(&format!("free {slot}"));
+        }
+        assert_eq!(exporter.stat("ipc_quarantined_bytes"), u64::from(MANY) * 4096);
+        signal(&exporter, libc::SIGSTOP);
+        drop(opened);
+        until("all is let go", || stat("ipc_handles_live") == 0);
+        signal(&exporter, libc::SIGCONT);
+        exporter.until("stat ipc_quarantined_bytes", "0");
+    }
+
     #[test]
     fn a_forked_child_neither_answers_for_its_parent_nor_hides_its_end() {
         if !alone("ipc::a_forked_child_neither_answers_for_its_parent_nor_hides_its_end", 2) {

@@ -4,14 +4,13 @@
 //! So when a peer ends or withdraws memory, what is cached of it is let go at once: one thread,
 //! started with the first import from another process, sleeps until something of this happens.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
-use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::Errno;
 
 use super::fork::{PerProcess, Private};
@@ -21,9 +20,6 @@ use super::message::{MESSAGE_LEN, Offered, Reply, Request};
 use super::watch::NotWatched;
 use super::{Identity, Watch, conversation, socket, thread};
 use crate::runtime;
-
-/// How long a broker may take to make room in its queue.
-const PATIENCE: Duration = Duration::from_secs(1);
 
 /// A process whose memory we use.
 #[derive(Debug)]
@@ -38,6 +34,8 @@ pub(super) struct Peer {
     session: Option<Private>,
     /// What it must not give to others.
     held: Mutex<Held>,
+    /// To be said to its broker when its queue has room.
+    unsaid: Mutex<VecDeque<Request>>,
     ended: AtomicBool,
     /// The broker has hung up: no more news from it.
     hung_up: AtomicBool,
@@ -102,7 +100,8 @@ impl Peer {
         let (ended, hung_up) = (AtomicBool::new(false), AtomicBool::new(false));
         let held = Mutex::new(Held { holds: HashMap::new(), sheet });
         let ledger = OnceLock::new();
-        Ok(Self { identity: *identity, watch, ledger, session, held, ended, hung_up })
+        let unsaid = Mutex::default();
+        Ok(Self { identity: *identity, watch, ledger, session, held, unsaid, ended, hung_up })
     }
 
     /// Its pidfd; or why there is none.
@@ -181,18 +180,33 @@ impl Peer {
         }
     }
 
-    /// What cannot be said is lost: memory that was let go then waits for us to hang up.
+    fn unsaid(&self) -> MutexGuard<'_, VecDeque<Request>> {
+        self.unsaid.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Says it now, or has the keeper's thread say it when there is room: never waits.
     fn say(&self, request: Request) {
-        let Some(session) = &self.session else { return };
-        let end = Instant::now() + PATIENCE;
-        while socket::send(session.as_fd(), &request.pack(), None) == Err(Errno::AGAIN) {
-            let left = end.saturating_duration_since(Instant::now());
-            let timeout = Timespec::try_from(left).unwrap_or(Timespec { tv_sec: 0, tv_nsec: 0 });
-            let ready = poll(&mut [PollFd::new(session, PollFlags::OUT)], Some(&timeout));
-            if ready == Ok(0) {
-                return;
+        self.unsaid().push_back(request);
+        if self.say_more()
+            && let Some(keeper) = KEEPER.get()
+        {
+            keeper.wake();
+        }
+    }
+
+    /// Says what is left to say, as far as there is room; whether something is left still.
+    fn say_more(&self) -> bool {
+        let mut unsaid = self.unsaid();
+        while let (Some(session), Some(request)) = (&self.session, unsaid.front()) {
+            match socket::send(session.as_fd(), &request.pack(), None) {
+                Ok(()) => drop(unsaid.pop_front()),
+                Err(Errno::AGAIN | Errno::INTR | Errno::NOBUFS | Errno::NOMEM) => return true,
+                // It has hung up, and takes it that we hold nothing.
+                Err(_) => break,
             }
         }
+        unsaid.clear();
+        false
     }
 
     /// Takes in what its broker has said.
@@ -213,15 +227,22 @@ impl Peer {
     }
 
     /// What to sleep on.
-    fn news(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+    fn news(&self) -> impl Iterator<Item = PollFd<'_>> {
         let hung_up = self.hung_up.load(Ordering::Acquire);
         let session = self.session.as_ref().filter(|_| !hung_up);
-        self.process().into_iter().chain(session.map(AsFd::as_fd))
+        let flags = match self.unsaid().is_empty() {
+            true => PollFlags::IN,
+            false => PollFlags::IN | PollFlags::OUT,
+        };
+        let process = self.process().into_iter();
+        let process = process.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+        process.chain(session.map(move |session| PollFd::new(session, flags)))
     }
 
     /// How it is, as far as is known now.
     fn look(&self) -> Health {
         self.hear();
+        self.say_more();
         let hung_up = self.hung_up.load(Ordering::Acquire);
         match &self.watch {
             Ok(watch) if watch.has_ended() => Health::Ended,
@@ -309,10 +330,8 @@ impl Keeper {
         loop {
             let peers = self.peers().all();
             let news = peers.iter().flat_map(|peer| peer.news());
-            let mut fds: Vec<PollFd<'_>> = news
-                .chain([self.changed.as_fd()])
-                .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
-                .collect();
+            let changed = PollFd::new(&self.changed, PollFlags::IN);
+            let mut fds: Vec<PollFd<'_>> = news.chain([changed]).collect();
             if poll(&mut fds, None).is_err() {
                 continue;
             }

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use super::cache::{Cache, Limits};
 use super::export::Exporter;
+use super::fork::Here;
 use super::handover::{self, Failure, OPENING, Way};
 use super::keeper::{self, Peer};
 use super::key::{Bus, Fields};
@@ -253,10 +254,11 @@ pub(crate) struct Handle {
     len: u64,
     /// The device owns the cache that owns this, and must be able to go.
     device: Weak<Device>,
-    // Unmapped, then counted, then the exporter is told.
-    _pin: HostPin,
-    _held: Held,
-    hold: Hold,
+    // Unmapped, then counted, then the exporter is told; by the process that opened it, not by a
+    // forked child, which has the same card and the same sheet.
+    _pin: Here<HostPin>,
+    _held: Here<Held>,
+    hold: Here<Hold>,
 }
 
 impl Handle {
@@ -277,8 +279,8 @@ impl Handle {
         let len = key.dmabuf_len();
         let pin = device.map_dmabuf(dmabuf.as_fd(), len)?;
         hold.opened = true;
-        let (addr, held) = (pin.addr, counts.hold(Holding::Handle, len));
-        let device = Arc::downgrade(device);
+        let (addr, held) = (pin.addr, Here::new(counts.hold(Holding::Handle, len)));
+        let (device, pin, hold) = (Arc::downgrade(device), Here::new(pin), Here::new(hold));
         Ok((Self { addr, len, device, _pin: pin, _held: held, hold }, len))
     }
 }
@@ -286,7 +288,9 @@ impl Handle {
 impl Drop for Handle {
     fn drop(&mut self) {
         // While the device itself is being dropped, nothing is in flight any more.
-        if let Some(device) = self.device.upgrade() {
+        if self.hold.is_here()
+            && let Some(device) = self.device.upgrade()
+        {
             device.forget_import(self.addr, self.len);
         }
     }

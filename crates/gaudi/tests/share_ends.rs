@@ -176,6 +176,28 @@ mod ipc {
     }
 
     #[test]
+    fn an_exporter_that_does_not_answer_is_not_asked_again_at_once() {
+        if !alone("ipc::an_exporter_that_does_not_answer_is_not_asked_again_at_once", 2) {
+            return;
+        }
+        let mut exporter = Peer::start(Set::default());
+        exporter.ask("card 1");
+        let keys: Vec<_> = (0..20).map(|slot| peer::hex(&exporter.share(slot, LEN, 1))).collect();
+        let mut importer = Peer::start(Set { no_getfd: true, ..Set::default() });
+        importer.ask("card 0");
+        signal(&exporter, libc::SIGSTOP);
+        for key in &keys {
+            let refused = importer.tell(&format!("open 1 {key}"));
+            assert!(refused.contains("broker: no answer in 1 s"), "{refused}");
+        }
+        signal(&exporter, libc::SIGCONT);
+        until("it is asked again", || importer.tell(&format!("open 1 {}", keys[0])) == "ok");
+        // It finds all that it was asked meanwhile: not to meet and to fetch, twenty times.
+        let asked = exporter.stat("ipc_broker_watched") + exporter.stat("ipc_broker_granted");
+        assert!(asked < 20, "asked {asked} times");
+    }
+
+    #[test]
     fn a_forked_child_neither_answers_for_its_parent_nor_hides_its_end() {
         if !alone("ipc::a_forked_child_neither_answers_for_its_parent_nor_hides_its_end", 2) {
             return;

@@ -90,8 +90,8 @@ impl RemoteKey {
     /// is kept for the next who opens the same, within bounds ([`Device::set_handle_limits`]).
     ///
     /// Fails where the driver cannot import, where the exporter has ended, does not share the memory
-    /// (any more) or cannot be asked. The first time it may wait for the exporter's broker, seconds if
-    /// that does not answer.
+    /// (any more) or cannot be asked. What is not open yet may have to wait for the exporter's broker: up
+    /// to a second, and not again within the next five if that does not answer.
     pub fn open(&self, device: &Arc<Device>) -> Result<Arc<Opened>, Error> {
         self.try_open(device).map(Arc::new).map_err(|error| device.failed(error))
     }

@@ -21,8 +21,9 @@ use super::message::{MESSAGE_LEN, Offered, Reply, Request};
 use super::socket;
 use crate::stats::{Counter, Counts};
 
-/// How long a peer may take to ask.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// How long a peer may take to ask. It does so at once; those who wait for the place of one that
+/// says nothing have a second (`conversation`).
+const PATIENCE: Duration = Duration::from_millis(300);
 /// Most peers that have not asked yet, or not enough.
 const MAX_ASKING: usize = 64;
 /// Most peers that stay connected.

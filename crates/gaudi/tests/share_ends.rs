@@ -198,6 +198,36 @@ mod ipc {
     }
 
     #[test]
+    fn an_exporter_that_could_not_be_met_at_first_is_met_later() {
+        if !alone("ipc::an_exporter_that_could_not_be_met_at_first_is_met_later", 2) {
+            return;
+        }
+        let mut exporter = Peer::start(Set::default());
+        exporter.ask("card 1");
+        let keys = [1, 2].map(|slot| peer::hex(&exporter.share(slot, LEN, 1)));
+        let mut importer = Peer::start(Set::default());
+        importer.ask("card 0");
+        importer.ask("limits 0 0");
+        signal(&exporter, libc::SIGSTOP);
+        // Its descriptor can be taken, but it cannot be told.
+        importer.ask(&format!("open 1 {}", keys[0]));
+        assert_eq!(importer.stat("ipc_handles_unguarded"), 1);
+        signal(&exporter, libc::SIGCONT);
+        until("they meet", || {
+            let before = importer.stat("ipc_handles_unguarded");
+            importer.ask(&format!("open 2 {}", keys[1]));
+            importer.ask("close 2");
+            importer.stat("ipc_handles_unguarded") == before
+        });
+        // What was opened before is covered too.
+        exporter.ask("unshare 1");
+        exporter.ask("free 1");
+        assert_eq!(exporter.stat("ipc_quarantined_bytes"), LEN as u64);
+        importer.ask("close 1");
+        exporter.until("stat ipc_quarantined_bytes", "0");
+    }
+
+    #[test]
     fn a_forked_child_neither_answers_for_its_parent_nor_hides_its_end() {
         if !alone("ipc::a_forked_child_neither_answers_for_its_parent_nor_hides_its_end", 2) {
             return;

@@ -30,8 +30,8 @@ pub(super) struct Peer {
     /// What it shares, where it may be looked into.
     ledger: OnceLock<OwnedFd>,
     /// Connected to its broker: tells its end too, and what is withdrawn. At least one of the two is
-    /// there.
-    session: Option<Private>,
+    /// there. While this is not, freed memory does not wait for us; see [`Peer::reach`].
+    session: OnceLock<Private>,
     /// What it must not give to others.
     held: Mutex<Held>,
     /// To be said to its broker when its queue has room.
@@ -84,12 +84,15 @@ impl Peer {
         let enclosed = sheet.as_ref().map(AsFd::as_fd);
         let asked = conversation::ask(identity, Request::Stay, enclosed);
         let refusal = asked.as_ref().err().copied();
-        let session = asked.ok().and_then(|(connection, _)| Private::new(connection));
+        let session = OnceLock::new();
+        if let Some(met) = asked.ok().and_then(|(connection, _)| Private::new(connection)) {
+            session.get_or_init(|| met);
+        }
         let watch = match identity.watch_pid() {
             Ok(watch) => Ok(watch),
             Err(NotWatched::Ended) => return Err(Failure::Ended),
             // The session will tell, if there is one.
-            Err(NotWatched::NoWay(why)) if session.is_some() => Err(why),
+            Err(NotWatched::NoWay(why)) if session.get().is_some() => Err(why),
             Err(NotWatched::NoWay(why)) => {
                 let broker = refusal.map_or("too many peers".to_owned(), |why| why.to_string());
                 return Err(Failure::NoWay(format!(
@@ -102,6 +105,25 @@ impl Peer {
         let ledger = OnceLock::new();
         let unsaid = Mutex::default();
         Ok(Self { identity: *identity, watch, ledger, session, held, unsaid, ended, hung_up })
+    }
+
+    /// Tries its broker again, where it could not be reached before; whether that is news. From then
+    /// on it sees all that we hold, also what we opened before.
+    fn reach(&self) -> bool {
+        if self.is_guarded() {
+            return false;
+        }
+        let sheet = self.held().sheet.as_ref().map(|sheet| sheet.as_fd().try_clone_to_owned());
+        let Some(Ok(sheet)) = sheet else { return false };
+        let asked = conversation::ask(&self.identity, Request::Stay, Some(sheet.as_fd()));
+        let session = asked.ok().and_then(|(connection, _)| Private::new(connection));
+        // Another thread may have been faster: then ours hangs up again.
+        session.is_some_and(|session| self.session.set(session).is_ok())
+    }
+
+    /// Whether its broker knows of us: memory that we hold and that is freed there waits for us.
+    pub(super) fn is_guarded(&self) -> bool {
+        self.session.get().is_some()
     }
 
     /// Its pidfd; or why there is none.
@@ -197,7 +219,7 @@ impl Peer {
     /// Says what is left to say, as far as there is room; whether something is left still.
     fn say_more(&self) -> bool {
         let mut unsaid = self.unsaid();
-        while let (Some(session), Some(request)) = (&self.session, unsaid.front()) {
+        while let (Some(session), Some(request)) = (self.session.get(), unsaid.front()) {
             match socket::send(session.as_fd(), &request.pack(), None) {
                 Ok(()) => drop(unsaid.pop_front()),
                 Err(Errno::AGAIN | Errno::INTR | Errno::NOBUFS | Errno::NOMEM) => return true,
@@ -211,7 +233,7 @@ impl Peer {
 
     /// Takes in what its broker has said.
     fn hear(&self) {
-        let Some(session) = &self.session else { return };
+        let Some(session) = self.session.get() else { return };
         let mut message = [0; MESSAGE_LEN];
         loop {
             match socket::receive_plain(session, &mut message) {
@@ -229,7 +251,7 @@ impl Peer {
     /// What to sleep on.
     fn news(&self) -> impl Iterator<Item = PollFd<'_>> {
         let hung_up = self.hung_up.load(Ordering::Acquire);
-        let session = self.session.as_ref().filter(|_| !hung_up);
+        let session = self.session.get().filter(|_| !hung_up);
         let flags = match self.unsaid().is_empty() {
             true => PollFlags::IN,
             false => PollFlags::IN | PollFlags::OUT,
@@ -290,8 +312,12 @@ static KEEPER: PerProcess<Keeper> = PerProcess::new();
 /// The peer with this identity, watched from now on.
 pub(super) fn keep(identity: &Identity) -> Result<Arc<Peer>, Failure> {
     let keeper = keeper()?;
-    if let Some(peer) = keeper.peers().known.get(identity) {
-        return Ok(Arc::clone(peer));
+    let known = keeper.peers().known.get(identity).map(Arc::clone);
+    if let Some(peer) = known {
+        if peer.reach() {
+            keeper.wake();
+        }
+        return Ok(peer);
     }
     let met = Arc::new(Peer::meet(identity)?);
     // Another thread may have met it meanwhile: then ours hangs up again.

@@ -276,6 +276,9 @@ impl Handle {
             Way::Pidfd => counts.add(Counter::IpcHandoversPidfd, 1),
             Way::Broker => counts.add(Counter::IpcHandoversBroker, 1),
         }
+        if hold.peer.as_ref().is_some_and(|peer| !peer.is_guarded()) {
+            counts.add(Counter::IpcHandlesUnguarded, 1);
+        }
         let len = key.dmabuf_len();
         let pin = device.map_dmabuf(dmabuf.as_fd(), len)?;
         hold.opened = true;

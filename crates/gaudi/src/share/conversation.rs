@@ -12,6 +12,7 @@ use rustix::io::Errno;
 
 use super::fork::PerProcess;
 use super::message::{MESSAGE_LEN, Reply, Request};
+use super::socket::{Credentials, Unconnected};
 use super::{Identity, socket};
 
 /// How long an exporter may take to answer: longer than a broker's thread waits for its turn on a
@@ -107,12 +108,14 @@ fn ask_once(
     enclosed: Option<BorrowedFd<'_>>,
     end: Instant,
 ) -> Result<(OwnedFd, Option<OwnedFd>), Refusal> {
-    let connection = socket::connect(peer).map_err(Refusal::NobodyListens)?;
-    let listener = socket::credentials(connection.as_fd()).map_err(|_| Refusal::NotTheExporter)?;
-    let is_exporter = !peer.is_in_our_pid_namespace() || listener.pid == peer.pid;
-    if !is_exporter || !socket::is_same_user(listener) {
-        return Err(Refusal::NotTheExporter);
-    }
+    let is_exporter = |listener: Credentials| {
+        let is_it = !peer.is_in_our_pid_namespace() || listener.pid == peer.pid;
+        is_it && socket::is_same_user(listener)
+    };
+    let connection = socket::connect(peer, is_exporter).map_err(|why| match why {
+        Unconnected::Nobody(errno) => Refusal::NobodyListens(errno),
+        Unconnected::Another => Refusal::NotTheExporter,
+    })?;
     match socket::send(connection.as_fd(), &request.pack(), enclosed) {
         // It may have said why before it hung up.
         Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => {}

@@ -11,6 +11,8 @@ use machine::{Footprint, alone, open};
 use peer::{Peer, Set, copy, stat, unhex, until};
 
 const LEN: usize = 200_000;
+/// Where it is in a packed identity (`docs/ipc.md`).
+const PID_NAMESPACE: usize = 21;
 
 #[test]
 #[ignore = "run by the other tests as a process of its own"]
@@ -292,11 +294,35 @@ mod ipc {
             assert!(!watch.has_ended());
             drop(peer);
             until("the end is seen", || watch.has_ended());
-            if namespaces == 0 {
-                assert_eq!(identity.is_alive(), Ok(false));
-            }
+            assert_eq!(identity.is_alive(), Ok(false));
             assert!(identity.watch().is_err());
         }
+    }
+
+    #[test]
+    fn whether_a_process_lives_is_known_through_its_broker_too() {
+        if !alone("ipc::whether_a_process_lives_is_known_through_its_broker_too", 1) {
+            return;
+        }
+        let mut peer = Peer::start(Set::default());
+        peer.ask("card 0"); // which has counters
+        peer.ask("broker");
+        // As if it were in another pid namespace: its number means nothing.
+        let mut packed = unhex(&peer.ask("identity"));
+        packed[PID_NAMESPACE] ^= 1;
+        let identity = Identity::parse(&packed).unwrap();
+        assert!(identity.to_string().contains("of another pid namespace"), "{identity}");
+        signal(&peer, libc::SIGSTOP);
+        assert_eq!(identity.is_alive(), Ok(true), "nobody waits for an answer");
+        signal(&peer, libc::SIGCONT);
+        // The broker answers the first before the second.
+        let watch = identity.watch().unwrap();
+        assert_eq!(identity.is_alive(), Ok(true));
+        assert_eq!(peer.stat("ipc_broker_watched"), 2, "asked once by each");
+        peer.kill();
+        until("the end is seen", || watch.has_ended());
+        until("the end is known", || identity.is_alive() == Ok(false));
+        assert_eq!(identity.is_alive(), Ok(false), "and stays so");
     }
 
     #[test]

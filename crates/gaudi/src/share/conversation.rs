@@ -102,12 +102,12 @@ pub(super) fn ask(
     }
 }
 
-fn ask_once(
+/// Asks the broker of `peer`, and does not wait for the answer, which comes on the connection.
+pub(super) fn begin(
     peer: &Identity,
     request: Request,
     enclosed: Option<BorrowedFd<'_>>,
-    end: Instant,
-) -> Result<(OwnedFd, Option<OwnedFd>), Refusal> {
+) -> Result<OwnedFd, Refusal> {
     let is_exporter = |listener: Credentials| {
         let is_it = !peer.is_in_our_pid_namespace() || listener.pid == peer.pid;
         is_it && socket::is_same_user(listener)
@@ -118,9 +118,18 @@ fn ask_once(
     })?;
     match socket::send(connection.as_fd(), &request.pack(), enclosed) {
         // It may have said why before it hung up.
-        Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => {}
-        Err(_) => return Err(Refusal::HungUp),
+        Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => Ok(connection),
+        Err(_) => Err(Refusal::HungUp),
     }
+}
+
+fn ask_once(
+    peer: &Identity,
+    request: Request,
+    enclosed: Option<BorrowedFd<'_>>,
+    end: Instant,
+) -> Result<(OwnedFd, Option<OwnedFd>), Refusal> {
+    let connection = begin(peer, request, enclosed)?;
     let mut message = [0; MESSAGE_LEN];
     let mut was_reset = false;
     let (len, dmabuf) = loop {

@@ -183,6 +183,7 @@ impl Exporter {
         loop {
             let mut offers = self.offers();
             let Some(offer) = offers.get(&base) else {
+                // With the lock: who frees the memory meanwhile must find the offer, or come first.
                 let (export, offer) = self.export(device, location)?;
                 offers.insert(base, offer);
                 return Ok(export);
@@ -254,6 +255,8 @@ impl Exporter {
         if let (Some(ledger), Some(line)) = (&self.ledger, line) {
             ledger.strike(line);
         }
+        // Under the lock too: the driver may not let go of memory that is still exported, and who
+        // frees it need not be who ends the offer.
         drop(dmabuf);
         // Who got hold of it before has written it down before.
         let offered = Offered { base, token };

@@ -11,6 +11,8 @@ use machine::{Footprint, alone, open};
 use peer::{Peer, Set, copy, stat, unhex, until};
 
 const LEN: usize = 200_000;
+/// Where it is in a packed identity (`docs/ipc.md`).
+const PID_NAMESPACE: usize = 21;
 
 #[test]
 #[ignore = "run by the other tests as a process of its own"]
@@ -111,6 +113,122 @@ mod ipc {
         until("connections are closed", || Footprint::now().is_flat(before));
     }
 
+    /// Stops a process, or lets it go on.
+    fn signal(peer: &Peer, signal: i32) {
+        // SAFETY: our own child, which has not been waited for.
+        assert_eq!(unsafe { libc::kill(peer.id() as i32, signal) }, 0);
+    }
+
+    /// More messages than a socket's queue holds.
+    const MANY: u32 = 400;
+
+    #[test]
+    fn memory_taken_back_from_an_importer_that_is_stopped_comes_free_when_it_goes_on() {
+        let name =
+            "ipc::memory_taken_back_from_an_importer_that_is_stopped_comes_free_when_it_goes_on";
+        if !alone(name, 2) {
+            return;
+        }
+        let device = open(1);
+        let mut importer = Peer::start(Set::default());
+        importer.ask("card 0");
+        let shared: Vec<_> = (0..MANY)
+            .map(|_| {
+                let memory = device.alloc(4096, 1).unwrap();
+                let share = device.share(memory.addr(), 1).unwrap();
+                // Opened and closed: kept for the next who opens it.
+                importer.ask(&format!("open 1 {}", peer::hex(&share.key())));
+                importer.ask("close 1");
+                (share, memory)
+            })
+            .collect();
+        assert_eq!(importer.stat("ipc_handles_live"), u64::from(MANY));
+        signal(&importer, libc::SIGSTOP);
+        drop(shared);
+        assert_eq!(stat("ipc_quarantined_bytes"), u64::from(MANY) * 4096);
+        signal(&importer, libc::SIGCONT);
+        until("all is given to others", || stat("ipc_quarantined_bytes") == 0);
+        assert_eq!(importer.stat("ipc_handles_live"), 0);
+    }
+
+    #[test]
+    fn an_exporter_that_is_stopped_hears_what_was_let_go_when_it_goes_on() {
+        if !alone("ipc::an_exporter_that_is_stopped_hears_what_was_let_go_when_it_goes_on", 2) {
+            return;
+        }
+        let mut exporter = Peer::start(Set::default());
+        exporter.ask("card 1");
+        let device = open(0);
+        let opened: Vec<_> = (0..MANY)
+            .map(|slot| {
+                let key = RemoteKey::parse(&exporter.share(slot, 4096, 1)).unwrap();
+                key.open(&device).unwrap()
+            })
+            .collect();
+        for slot in 0..MANY {
+            exporter.ask(&format!("unshare {slot}"));
+            exporter.ask(&format!("free {slot}"));
+        }
+        assert_eq!(exporter.stat("ipc_quarantined_bytes"), u64::from(MANY) * 4096);
+        signal(&exporter, libc::SIGSTOP);
+        drop(opened);
+        until("all is let go", || stat("ipc_handles_live") == 0);
+        signal(&exporter, libc::SIGCONT);
+        exporter.until("stat ipc_quarantined_bytes", "0");
+    }
+
+    #[test]
+    fn an_exporter_that_does_not_answer_is_not_asked_again_at_once() {
+        if !alone("ipc::an_exporter_that_does_not_answer_is_not_asked_again_at_once", 2) {
+            return;
+        }
+        let mut exporter = Peer::start(Set::default());
+        exporter.ask("card 1");
+        let keys: Vec<_> = (0..20).map(|slot| peer::hex(&exporter.share(slot, LEN, 1))).collect();
+        let mut importer = Peer::start(Set { no_getfd: true, ..Set::default() });
+        importer.ask("card 0");
+        signal(&exporter, libc::SIGSTOP);
+        for key in &keys {
+            let refused = importer.tell(&format!("open 1 {key}"));
+            assert!(refused.contains("broker: no answer in 1 s"), "{refused}");
+        }
+        signal(&exporter, libc::SIGCONT);
+        until("it is asked again", || importer.tell(&format!("open 1 {}", keys[0])) == "ok");
+        // It finds all that it was asked meanwhile: not to meet and to fetch, twenty times.
+        let asked = exporter.stat("ipc_broker_watched") + exporter.stat("ipc_broker_granted");
+        assert!(asked < 20, "asked {asked} times");
+    }
+
+    #[test]
+    fn an_exporter_that_could_not_be_met_at_first_is_met_later() {
+        if !alone("ipc::an_exporter_that_could_not_be_met_at_first_is_met_later", 2) {
+            return;
+        }
+        let mut exporter = Peer::start(Set::default());
+        exporter.ask("card 1");
+        let keys = [1, 2].map(|slot| peer::hex(&exporter.share(slot, LEN, 1)));
+        let mut importer = Peer::start(Set::default());
+        importer.ask("card 0");
+        importer.ask("limits 0 0");
+        signal(&exporter, libc::SIGSTOP);
+        // Its descriptor can be taken, but it cannot be told.
+        importer.ask(&format!("open 1 {}", keys[0]));
+        assert_eq!(importer.stat("ipc_handles_unguarded"), 1);
+        signal(&exporter, libc::SIGCONT);
+        until("they meet", || {
+            let before = importer.stat("ipc_handles_unguarded");
+            importer.ask(&format!("open 2 {}", keys[1]));
+            importer.ask("close 2");
+            importer.stat("ipc_handles_unguarded") == before
+        });
+        // What was opened before is covered too.
+        exporter.ask("unshare 1");
+        exporter.ask("free 1");
+        assert_eq!(exporter.stat("ipc_quarantined_bytes"), LEN as u64);
+        importer.ask("close 1");
+        exporter.until("stat ipc_quarantined_bytes", "0");
+    }
+
     #[test]
     fn a_forked_child_neither_answers_for_its_parent_nor_hides_its_end() {
         if !alone("ipc::a_forked_child_neither_answers_for_its_parent_nor_hides_its_end", 2) {
@@ -176,11 +294,35 @@ mod ipc {
             assert!(!watch.has_ended());
             drop(peer);
             until("the end is seen", || watch.has_ended());
-            if namespaces == 0 {
-                assert_eq!(identity.is_alive(), Ok(false));
-            }
+            assert_eq!(identity.is_alive(), Ok(false));
             assert!(identity.watch().is_err());
         }
+    }
+
+    #[test]
+    fn whether_a_process_lives_is_known_through_its_broker_too() {
+        if !alone("ipc::whether_a_process_lives_is_known_through_its_broker_too", 1) {
+            return;
+        }
+        let mut peer = Peer::start(Set::default());
+        peer.ask("card 0"); // which has counters
+        peer.ask("broker");
+        // As if it were in another pid namespace: its number means nothing.
+        let mut packed = unhex(&peer.ask("identity"));
+        packed[PID_NAMESPACE] ^= 1;
+        let identity = Identity::parse(&packed).unwrap();
+        assert!(identity.to_string().contains("of another pid namespace"), "{identity}");
+        signal(&peer, libc::SIGSTOP);
+        assert_eq!(identity.is_alive(), Ok(true), "nobody waits for an answer");
+        signal(&peer, libc::SIGCONT);
+        // The broker answers the first before the second.
+        let watch = identity.watch().unwrap();
+        assert_eq!(identity.is_alive(), Ok(true));
+        assert_eq!(peer.stat("ipc_broker_watched"), 2, "asked once by each");
+        peer.kill();
+        until("the end is seen", || watch.has_ended());
+        until("the end is known", || identity.is_alive() == Ok(false));
+        assert_eq!(identity.is_alive(), Ok(false), "and stays so");
     }
 
     #[test]

@@ -8,6 +8,7 @@ use machine::{alone, open, pattern, read};
 use peer::{Peer, Set, copy, hash, hex, knock, request, sockets, stat, until};
 
 /// Where things are in a key (`docs/ipc.md`).
+const INSTANCE: std::ops::Range<usize> = 7..13;
 const UID: std::ops::Range<usize> = 29..33;
 const TOKEN: std::ops::Range<usize> = 33..41;
 const LEN: usize = 10_000;
@@ -163,17 +164,36 @@ mod ipc {
         RemoteKey::parse(&key).unwrap().open(&device).unwrap_err();
         let [socket, _] = sockets(&key);
         assert_eq!(knock(&socket, &request(FETCH, base, &key[TOKEN])), "24 bytes, 0 descriptors");
-        // The exporter ends, and somebody listens where it did.
-        exporter.kill();
-        let name = rustix::net::SocketAddrUnix::new_abstract_name(&socket.as_bytes()[1..]).unwrap();
-        use rustix::net::{AddressFamily, SocketType};
-        let squatter =
-            rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
-        rustix::net::bind(&squatter, &name).unwrap();
-        rustix::net::listen(&squatter, 8).unwrap();
-        let error = RemoteKey::parse(&again).unwrap().open(&device).unwrap_err();
-        assert!(error.to_string().contains("has ended"), "{error}");
         assert_eq!(stat("ipc_handles_opened"), 0);
+    }
+
+    #[test]
+    fn who_listens_in_an_exporters_place_is_passed_over() {
+        if !alone("ipc::who_listens_in_an_exporters_place_is_passed_over", 2) {
+            return;
+        }
+        use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, bind, listen, socket};
+        let (_exporter, key) = exporter();
+        // As if the exporter were in another network namespace: its name is not taken in ours.
+        let mut elsewhere = key.clone();
+        elsewhere[INSTANCE].iter_mut().for_each(|byte| *byte ^= 0x5a);
+        let [in_no_file, in_folder] = sockets(&elsewhere);
+        let name = SocketAddrUnix::new_abstract_name(&in_no_file.as_bytes()[1..]).unwrap();
+        let squatter = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+        bind(&squatter, &name).unwrap();
+        listen(&squatter, 8).unwrap();
+        let mut importer = Peer::start(Set { no_getfd: true, ..Set::default() });
+        importer.ask("card 0");
+        let open = format!("open 1 {}", hex(&elsewhere));
+        let refused = importer.tell(&open);
+        assert!(refused.contains("broker: the listener is not the exporter"), "{refused}");
+        // The exporter's own socket in the file system is found behind the squatter's.
+        let [_, real] = sockets(&key);
+        std::os::unix::fs::symlink(real, &in_folder).unwrap();
+        let opened = importer.tell(&open);
+        std::fs::remove_file(&in_folder).unwrap();
+        assert_eq!(opened, "ok");
+        assert_eq!(importer.ask("pull 1"), hash(&pattern(LEN, 5)).to_string());
     }
 
     #[test]

@@ -83,9 +83,17 @@ impl Broker {
         };
         let timeout = patience.and_then(|left| Timespec::try_from(left).ok());
         let listeners = self.listeners.iter().map(AsFd::as_fd);
-        let peers = connections.iter().map(|connection| connection.as_fd());
-        let mut fds: Vec<PollFd<'_>> =
-            listeners.chain(peers).map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+        let incoming = listeners.map(|fd| (fd, PollFlags::IN));
+        let peers = connections.iter().map(|(connection, behind)| {
+            let flags = if *behind { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
+            (connection.as_fd(), flags)
+        });
+        let behind = (self.exporter.behind(), PollFlags::IN);
+        let mut fds: Vec<PollFd<'_>> = incoming
+            .chain(peers)
+            .chain([behind])
+            .map(|(fd, flags)| PollFd::from_borrowed_fd(fd, flags))
+            .collect();
         if poll(&mut fds, timeout.as_ref()).is_err() {
             // A signal, or no memory: neither lasts.
             std::thread::sleep(PAUSE);
@@ -93,7 +101,7 @@ impl Broker {
         }
         let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
         let (knocking, spoke) = ready.split_at(self.listeners.len());
-        self.exporter.listen(spoke);
+        self.exporter.listen(&spoke[..connections.len()]);
         let sent_away: usize = self
             .listeners
             .iter()

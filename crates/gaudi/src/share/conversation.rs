@@ -1,18 +1,25 @@
-//! The importer's end of a talk with a broker. It waits, but not for ever: the exporter may be
-//! stopped, flooded or hostile.
+//! The importer's end of a talk with a broker. It waits, but not for long: the exporter may be
+//! stopped, flooded or hostile, and who waits here is a worker that others count on.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
+use super::fork::PerProcess;
 use super::message::{MESSAGE_LEN, Reply, Request};
+use super::socket::{Credentials, Unconnected};
 use super::{Identity, socket};
 
-/// How long an exporter may take to answer.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// How long an exporter may take to answer: longer than a broker's thread waits for its turn on a
+/// busy machine, and than it keeps its places for those who say nothing.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// How long an exporter that did not is not asked again.
+const REST: Duration = Duration::from_secs(5);
 /// Between two attempts at a queue that is full.
 const PAUSE: Duration = Duration::from_millis(2);
 
@@ -50,6 +57,23 @@ impl fmt::Display for Refusal {
     }
 }
 
+/// Those who did not answer in time, and until when they are left alone.
+static SILENT: PerProcess<Mutex<HashMap<Identity, Instant>>> = PerProcess::new();
+
+/// Whether the peer did not answer a moment ago: it would not now.
+fn was_silent(peer: &Identity) -> bool {
+    let silent = SILENT.get().map(|silent| silent.lock().unwrap_or_else(PoisonError::into_inner));
+    silent.is_some_and(|silent| silent.get(peer).is_some_and(|end| Instant::now() < *end))
+}
+
+fn note_silent(peer: &Identity) {
+    let Ok(silent) = SILENT.get_or_make(|| Ok::<_, ()>(Mutex::default())) else { return };
+    let mut silent = silent.lock().unwrap_or_else(PoisonError::into_inner);
+    let now = Instant::now();
+    silent.retain(|_, end| now < *end);
+    silent.insert(*peer, now + REST);
+}
+
 /// Asks the broker of `peer`, and sends a descriptor along; the connection, and the descriptor that
 /// came back.
 pub(super) fn ask(
@@ -57,6 +81,9 @@ pub(super) fn ask(
     request: Request,
     enclosed: Option<BorrowedFd<'_>>,
 ) -> Result<(OwnedFd, Option<OwnedFd>), Refusal> {
+    if was_silent(peer) {
+        return Err(Refusal::Silent);
+    }
     let end = Instant::now() + PATIENCE;
     loop {
         match ask_once(peer, request, enclosed, end) {
@@ -66,8 +93,33 @@ pub(super) fn ask(
             {
                 std::thread::sleep(PAUSE);
             }
+            Err(Refusal::Silent) => {
+                note_silent(peer);
+                return Err(Refusal::Silent);
+            }
             answer => return answer,
         }
+    }
+}
+
+/// Asks the broker of `peer`, and does not wait for the answer, which comes on the connection.
+pub(super) fn begin(
+    peer: &Identity,
+    request: Request,
+    enclosed: Option<BorrowedFd<'_>>,
+) -> Result<OwnedFd, Refusal> {
+    let is_exporter = |listener: Credentials| {
+        let is_it = !peer.is_in_our_pid_namespace() || listener.pid == peer.pid;
+        is_it && socket::is_same_user(listener)
+    };
+    let connection = socket::connect(peer, is_exporter).map_err(|why| match why {
+        Unconnected::Nobody(errno) => Refusal::NobodyListens(errno),
+        Unconnected::Another => Refusal::NotTheExporter,
+    })?;
+    match socket::send(connection.as_fd(), &request.pack(), enclosed) {
+        // It may have said why before it hung up.
+        Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => Ok(connection),
+        Err(_) => Err(Refusal::HungUp),
     }
 }
 
@@ -77,17 +129,7 @@ fn ask_once(
     enclosed: Option<BorrowedFd<'_>>,
     end: Instant,
 ) -> Result<(OwnedFd, Option<OwnedFd>), Refusal> {
-    let connection = socket::connect(peer).map_err(Refusal::NobodyListens)?;
-    let listener = socket::credentials(connection.as_fd()).map_err(|_| Refusal::NotTheExporter)?;
-    let is_exporter = !peer.is_in_our_pid_namespace() || listener.pid == peer.pid;
-    if !is_exporter || !socket::is_same_user(listener) {
-        return Err(Refusal::NotTheExporter);
-    }
-    match socket::send(connection.as_fd(), &request.pack(), enclosed) {
-        // It may have said why before it hung up.
-        Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => {}
-        Err(_) => return Err(Refusal::HungUp),
-    }
+    let connection = begin(peer, request, enclosed)?;
     let mut message = [0; MESSAGE_LEN];
     let mut was_reset = false;
     let (len, dmabuf) = loop {

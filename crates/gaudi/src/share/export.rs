@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::process;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
+use rustix::event::{EventfdFlags, eventfd};
 use rustix::rand::{GetRandomFlags, getrandom};
 
 use super::fork::PerProcess;
@@ -99,6 +100,8 @@ pub(super) struct Exporter {
     sessions: Mutex<Sessions>,
     offers: Mutex<BTreeMap<u64, Offer>>,
     broker: OnceLock<Result<(), String>>,
+    /// Tells the broker that a peer could not be told something yet.
+    behind: OwnedFd,
 }
 
 static HERE: PerProcess<Exporter> = PerProcess::new();
@@ -119,7 +122,12 @@ impl Exporter {
             let remedy = "mount /proc in this container";
             Error::new(ErrorKind::ChannelFailed, SHARING, error.to_string(), remedy)
         })?;
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let behind = eventfd(0, flags).map_err(|errno| {
+            Error::new(ErrorKind::ChannelFailed, SHARING, format!("eventfd: {errno}"), "")
+        })?;
         Ok(Self {
+            behind,
             identity,
             ledger: Ledger::new(identity).ok(),
             sessions: Mutex::default(),
@@ -154,8 +162,14 @@ impl Exporter {
         })
     }
 
-    /// Deals with what peers have said.
+    /// Readable when the broker must look whom it has something to say.
+    pub(super) fn behind(&self) -> BorrowedFd<'_> {
+        self.behind.as_fd()
+    }
+
+    /// Deals with what peers have said, and tells them what they could not be told before.
     pub(super) fn listen(&self, spoke: &[bool]) {
+        let _ = rustix::io::read(&self.behind, &mut [0; 8]);
         let released = self.sessions().listen(spoke, self, Counts::process());
         released.run();
     }
@@ -169,6 +183,7 @@ impl Exporter {
         loop {
             let mut offers = self.offers();
             let Some(offer) = offers.get(&base) else {
+                // With the lock: who frees the memory meanwhile must find the offer, or come first.
                 let (export, offer) = self.export(device, location)?;
                 offers.insert(base, offer);
                 return Ok(export);
@@ -240,11 +255,18 @@ impl Exporter {
         if let (Some(ledger), Some(line)) = (&self.ledger, line) {
             ledger.strike(line);
         }
+        // Under the lock too: the driver may not let go of memory that is still exported, and who
+        // frees it need not be who ends the offer.
         drop(dmabuf);
         // Who got hold of it before has written it down before.
         let offered = Offered { base, token };
         let by_us = sessions.withdrawn(&offered);
+        let is_behind = sessions.is_behind();
         drop(sessions);
+        if is_behind {
+            // It cannot be full: the broker takes everything at once.
+            let _ = rustix::io::write(&self.behind, &1_u64.to_ne_bytes());
+        }
         if by_us {
             keeper::forget(|peer, held| peer == self.identity && *held == offered);
         }

@@ -5,6 +5,8 @@
 //! handler closes in the child what is noted here; it may only make system calls, so the notes are
 //! a fixed table of atomics.
 
+use std::mem::ManuallyDrop;
+use std::ops::Deref;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Once;
 use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering};
@@ -48,6 +50,42 @@ impl<T: Send + Sync> PerProcess<T> {
         };
         // SAFETY: shared, and never freed.
         Ok(unsafe { &(*kept).1 })
+    }
+}
+
+/// Something that ends outside this process when it is dropped, such as a mapping on a card: a forked
+/// child, which has a copy of it and the same descriptors, drops it without effect.
+#[derive(Debug)]
+pub(super) struct Here<T> {
+    pid: u32,
+    value: ManuallyDrop<T>,
+}
+
+impl<T> Here<T> {
+    pub(super) fn new(value: T) -> Self {
+        Self { pid: process::id(), value: ManuallyDrop::new(value) }
+    }
+
+    /// Whether this is the process that made it.
+    pub(super) fn is_here(&self) -> bool {
+        self.pid == process::id()
+    }
+}
+
+impl<T> Deref for Here<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.value
+    }
+}
+
+impl<T> Drop for Here<T> {
+    fn drop(&mut self) {
+        if self.is_here() {
+            // SAFETY: dropped once, here, and not used after.
+            unsafe { ManuallyDrop::drop(&mut self.value) };
+        }
     }
 }
 
@@ -106,5 +144,42 @@ extern "C" fn in_child() {
             // SAFETY: a system call on a number. Its owner in this process notices and lets it be.
             unsafe { libc::close(fd) };
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::io::{Errno, read, write};
+    use rustix::pipe::{PipeFlags, pipe_with};
+
+    use super::*;
+
+    /// As a mapping on a card: both processes have the descriptor, and either could end it.
+    struct Mapping<'a>(BorrowedFd<'a>);
+
+    impl Drop for Mapping<'_> {
+        fn drop(&mut self) {
+            write(self.0, b"unmapped").expect("room");
+        }
+    }
+
+    #[test]
+    fn what_a_child_has_inherited_it_cannot_end() {
+        let (ended, end) = pipe_with(PipeFlags::NONBLOCK).expect("a pipe");
+        let mapping = Here::new(Mapping(end.as_fd()));
+        // SAFETY: the child only drops the value, and makes system calls.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            drop(mapping);
+            // SAFETY: ends the process.
+            unsafe { libc::_exit(0) };
+        }
+        let mut status = -1;
+        // SAFETY: our own child.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0);
+        assert_eq!(read(&ended, &mut [0; 8]), Err(Errno::AGAIN), "the child ended it");
+        drop(mapping);
+        assert_eq!(read(&ended, &mut [0; 8]), Ok(8));
     }
 }

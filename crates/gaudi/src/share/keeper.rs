@@ -4,14 +4,13 @@
 //! So when a peer ends or withdraws memory, what is cached of it is let go at once: one thread,
 //! started with the first import from another process, sleeps until something of this happens.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
-use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::Errno;
 
 use super::fork::{PerProcess, Private};
@@ -22,9 +21,6 @@ use super::watch::NotWatched;
 use super::{Identity, Watch, conversation, socket, thread};
 use crate::runtime;
 
-/// How long a broker may take to make room in its queue.
-const PATIENCE: Duration = Duration::from_secs(1);
-
 /// A process whose memory we use.
 #[derive(Debug)]
 pub(super) struct Peer {
@@ -34,10 +30,12 @@ pub(super) struct Peer {
     /// What it shares, where it may be looked into.
     ledger: OnceLock<OwnedFd>,
     /// Connected to its broker: tells its end too, and what is withdrawn. At least one of the two is
-    /// there.
-    session: Option<Private>,
+    /// there. While this is not, freed memory does not wait for us; see [`Peer::reach`].
+    session: OnceLock<Private>,
     /// What it must not give to others.
     held: Mutex<Held>,
+    /// To be said to its broker when its queue has room.
+    unsaid: Mutex<VecDeque<Request>>,
     ended: AtomicBool,
     /// The broker has hung up: no more news from it.
     hung_up: AtomicBool,
@@ -86,12 +84,15 @@ impl Peer {
         let enclosed = sheet.as_ref().map(AsFd::as_fd);
         let asked = conversation::ask(identity, Request::Stay, enclosed);
         let refusal = asked.as_ref().err().copied();
-        let session = asked.ok().and_then(|(connection, _)| Private::new(connection));
+        let session = OnceLock::new();
+        if let Some(met) = asked.ok().and_then(|(connection, _)| Private::new(connection)) {
+            session.get_or_init(|| met);
+        }
         let watch = match identity.watch_pid() {
             Ok(watch) => Ok(watch),
             Err(NotWatched::Ended) => return Err(Failure::Ended),
             // The session will tell, if there is one.
-            Err(NotWatched::NoWay(why)) if session.is_some() => Err(why),
+            Err(NotWatched::NoWay(why)) if session.get().is_some() => Err(why),
             Err(NotWatched::NoWay(why)) => {
                 let broker = refusal.map_or("too many peers".to_owned(), |why| why.to_string());
                 return Err(Failure::NoWay(format!(
@@ -102,7 +103,27 @@ impl Peer {
         let (ended, hung_up) = (AtomicBool::new(false), AtomicBool::new(false));
         let held = Mutex::new(Held { holds: HashMap::new(), sheet });
         let ledger = OnceLock::new();
-        Ok(Self { identity: *identity, watch, ledger, session, held, ended, hung_up })
+        let unsaid = Mutex::default();
+        Ok(Self { identity: *identity, watch, ledger, session, held, unsaid, ended, hung_up })
+    }
+
+    /// Tries its broker again, where it could not be reached before; whether that is news. From then
+    /// on it sees all that we hold, also what we opened before.
+    fn reach(&self) -> bool {
+        if self.is_guarded() {
+            return false;
+        }
+        let sheet = self.held().sheet.as_ref().map(|sheet| sheet.as_fd().try_clone_to_owned());
+        let Some(Ok(sheet)) = sheet else { return false };
+        let asked = conversation::ask(&self.identity, Request::Stay, Some(sheet.as_fd()));
+        let session = asked.ok().and_then(|(connection, _)| Private::new(connection));
+        // Another thread may have been faster: then ours hangs up again.
+        session.is_some_and(|session| self.session.set(session).is_ok())
+    }
+
+    /// Whether its broker knows of us: memory that we hold and that is freed there waits for us.
+    pub(super) fn is_guarded(&self) -> bool {
+        self.session.get().is_some()
     }
 
     /// Its pidfd; or why there is none.
@@ -181,23 +202,38 @@ impl Peer {
         }
     }
 
-    /// What cannot be said is lost: memory that was let go then waits for us to hang up.
+    fn unsaid(&self) -> MutexGuard<'_, VecDeque<Request>> {
+        self.unsaid.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Says it now, or has the keeper's thread say it when there is room: never waits.
     fn say(&self, request: Request) {
-        let Some(session) = &self.session else { return };
-        let end = Instant::now() + PATIENCE;
-        while socket::send(session.as_fd(), &request.pack(), None) == Err(Errno::AGAIN) {
-            let left = end.saturating_duration_since(Instant::now());
-            let timeout = Timespec::try_from(left).unwrap_or(Timespec { tv_sec: 0, tv_nsec: 0 });
-            let ready = poll(&mut [PollFd::new(session, PollFlags::OUT)], Some(&timeout));
-            if ready == Ok(0) {
-                return;
+        self.unsaid().push_back(request);
+        if self.say_more()
+            && let Some(keeper) = KEEPER.get()
+        {
+            keeper.wake();
+        }
+    }
+
+    /// Says what is left to say, as far as there is room; whether something is left still.
+    fn say_more(&self) -> bool {
+        let mut unsaid = self.unsaid();
+        while let (Some(session), Some(request)) = (self.session.get(), unsaid.front()) {
+            match socket::send(session.as_fd(), &request.pack(), None) {
+                Ok(()) => drop(unsaid.pop_front()),
+                Err(Errno::AGAIN | Errno::INTR | Errno::NOBUFS | Errno::NOMEM) => return true,
+                // It has hung up, and takes it that we hold nothing.
+                Err(_) => break,
             }
         }
+        unsaid.clear();
+        false
     }
 
     /// Takes in what its broker has said.
     fn hear(&self) {
-        let Some(session) = &self.session else { return };
+        let Some(session) = self.session.get() else { return };
         let mut message = [0; MESSAGE_LEN];
         loop {
             match socket::receive_plain(session, &mut message) {
@@ -213,15 +249,22 @@ impl Peer {
     }
 
     /// What to sleep on.
-    fn news(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+    fn news(&self) -> impl Iterator<Item = PollFd<'_>> {
         let hung_up = self.hung_up.load(Ordering::Acquire);
-        let session = self.session.as_ref().filter(|_| !hung_up);
-        self.process().into_iter().chain(session.map(AsFd::as_fd))
+        let session = self.session.get().filter(|_| !hung_up);
+        let flags = match self.unsaid().is_empty() {
+            true => PollFlags::IN,
+            false => PollFlags::IN | PollFlags::OUT,
+        };
+        let process = self.process().into_iter();
+        let process = process.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+        process.chain(session.map(move |session| PollFd::new(session, flags)))
     }
 
     /// How it is, as far as is known now.
     fn look(&self) -> Health {
         self.hear();
+        self.say_more();
         let hung_up = self.hung_up.load(Ordering::Acquire);
         match &self.watch {
             Ok(watch) if watch.has_ended() => Health::Ended,
@@ -269,8 +312,12 @@ static KEEPER: PerProcess<Keeper> = PerProcess::new();
 /// The peer with this identity, watched from now on.
 pub(super) fn keep(identity: &Identity) -> Result<Arc<Peer>, Failure> {
     let keeper = keeper()?;
-    if let Some(peer) = keeper.peers().known.get(identity) {
-        return Ok(Arc::clone(peer));
+    let known = keeper.peers().known.get(identity).map(Arc::clone);
+    if let Some(peer) = known {
+        if peer.reach() {
+            keeper.wake();
+        }
+        return Ok(peer);
     }
     let met = Arc::new(Peer::meet(identity)?);
     // Another thread may have met it meanwhile: then ours hangs up again.
@@ -309,10 +356,8 @@ impl Keeper {
         loop {
             let peers = self.peers().all();
             let news = peers.iter().flat_map(|peer| peer.news());
-            let mut fds: Vec<PollFd<'_>> = news
-                .chain([self.changed.as_fd()])
-                .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
-                .collect();
+            let changed = PollFd::new(&self.changed, PollFlags::IN);
+            let mut fds: Vec<PollFd<'_>> = news.chain([changed]).collect();
             if poll(&mut fds, None).is_err() {
                 continue;
             }

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use super::cache::{Cache, Limits};
 use super::export::Exporter;
+use super::fork::Here;
 use super::handover::{self, Failure, OPENING, Way};
 use super::keeper::{self, Peer};
 use super::key::{Bus, Fields};
@@ -89,8 +90,8 @@ impl RemoteKey {
     /// is kept for the next who opens the same, within bounds ([`Device::set_handle_limits`]).
     ///
     /// Fails where the driver cannot import, where the exporter has ended, does not share the memory
-    /// (any more) or cannot be asked. The first time it may wait for the exporter's broker, seconds if
-    /// that does not answer.
+    /// (any more) or cannot be asked. What is not open yet may have to wait for the exporter's broker: up
+    /// to a second, and not again within the next five if that does not answer.
     pub fn open(&self, device: &Arc<Device>) -> Result<Arc<Opened>, Error> {
         self.try_open(device).map(Arc::new).map_err(|error| device.failed(error))
     }
@@ -253,10 +254,11 @@ pub(crate) struct Handle {
     len: u64,
     /// The device owns the cache that owns this, and must be able to go.
     device: Weak<Device>,
-    // Unmapped, then counted, then the exporter is told.
-    _pin: HostPin,
-    _held: Held,
-    hold: Hold,
+    // Unmapped, then counted, then the exporter is told; by the process that opened it, not by a
+    // forked child, which has the same card and the same sheet.
+    _pin: Here<HostPin>,
+    _held: Here<Held>,
+    hold: Here<Hold>,
 }
 
 impl Handle {
@@ -274,11 +276,14 @@ impl Handle {
             Way::Pidfd => counts.add(Counter::IpcHandoversPidfd, 1),
             Way::Broker => counts.add(Counter::IpcHandoversBroker, 1),
         }
+        if hold.peer.as_ref().is_some_and(|peer| !peer.is_guarded()) {
+            counts.add(Counter::IpcHandlesUnguarded, 1);
+        }
         let len = key.dmabuf_len();
         let pin = device.map_dmabuf(dmabuf.as_fd(), len)?;
         hold.opened = true;
-        let (addr, held) = (pin.addr, counts.hold(Holding::Handle, len));
-        let device = Arc::downgrade(device);
+        let (addr, held) = (pin.addr, Here::new(counts.hold(Holding::Handle, len)));
+        let (device, pin, hold) = (Arc::downgrade(device), Here::new(pin), Here::new(hold));
         Ok((Self { addr, len, device, _pin: pin, _held: held, hold }, len))
     }
 }
@@ -286,7 +291,9 @@ impl Handle {
 impl Drop for Handle {
     fn drop(&mut self) {
         // While the device itself is being dropped, nothing is in flight any more.
-        if let Some(device) = self.device.upgrade() {
+        if self.hold.is_here()
+            && let Some(device) = self.device.upgrade()
+        {
             device.forget_import(self.addr, self.len);
         }
     }

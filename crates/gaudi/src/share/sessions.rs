@@ -7,7 +7,7 @@
 //! is taken back, those that hold it are told, and say when they have let go. A peer that ends hangs
 //! up. Peers that lie, or that cannot reach the broker, are not covered: see `docs/ipc.md`.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -21,8 +21,9 @@ use super::message::{MESSAGE_LEN, Offered, Reply, Request};
 use super::socket;
 use crate::stats::{Counter, Counts};
 
-/// How long a peer may take to ask.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// How long a peer may take to ask. It does so at once; those who wait for the place of one that
+/// says nothing have a second (`conversation`).
+const PATIENCE: Duration = Duration::from_millis(300);
 /// Most peers that have not asked yet, or not enough.
 const MAX_ASKING: usize = 64;
 /// Most peers that stay connected.
@@ -72,6 +73,23 @@ struct Peer {
     stage: Stage,
     requests: u32,
     held: Option<HeldByPeer>,
+    /// Taken back, but its queue was full when it was to be told.
+    untold: VecDeque<Offered>,
+}
+
+impl Peer {
+    /// Says what it was to be told, as far as its queue has room.
+    fn catch_up(&mut self) {
+        while let Some(offered) = self.untold.front() {
+            let message = Reply::Withdrawn(*offered).pack();
+            match socket::send(self.connection.as_fd(), &message, None) {
+                Ok(()) => drop(self.untold.pop_front()),
+                Err(Errno::AGAIN | Errno::INTR | Errno::NOBUFS | Errno::NOMEM) => return,
+                // It hangs up, and what it held is let go with it.
+                Err(_) => self.untold.clear(),
+            }
+        }
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -96,9 +114,16 @@ impl Released {
 }
 
 impl Sessions {
-    /// The connections, in the order in which [`Sessions::listen`] wants to know about them.
-    pub(super) fn connections(&self) -> Vec<Arc<Private>> {
-        self.peers.iter().map(|peer| Arc::clone(&peer.connection)).collect()
+    /// The connections, in the order in which [`Sessions::listen`] wants to know about them, and
+    /// whether there is something to say as soon as they have room.
+    pub(super) fn connections(&self) -> Vec<(Arc<Private>, bool)> {
+        let connection = |peer: &Peer| (Arc::clone(&peer.connection), !peer.untold.is_empty());
+        self.peers.iter().map(connection).collect()
+    }
+
+    /// Whether somebody could not be told yet.
+    pub(super) fn is_behind(&self) -> bool {
+        self.peers.iter().any(|peer| !peer.untold.is_empty())
     }
 
     /// How long until somebody's patience is at its end.
@@ -129,7 +154,8 @@ impl Sessions {
         self.last += 1;
         let stage = Stage::Asking(Instant::now() + PATIENCE);
         let (holder, connection) = (Holder(self.last), Arc::new(connection));
-        self.peers.push(Peer { holder, connection, stage, requests: 0, held: None });
+        let untold = VecDeque::new();
+        self.peers.push(Peer { holder, connection, stage, requests: 0, held: None, untold });
         true
     }
 
@@ -144,6 +170,7 @@ impl Sessions {
         for (at, _) in spoke.iter().enumerate().filter(|(_, spoke)| **spoke) {
             self.hear(at, offers, counts, &mut released);
         }
+        self.peers.iter_mut().for_each(Peer::catch_up);
         let now = Instant::now();
         let is_over = |peer: &Peer| match peer.stage {
             Stage::Asking(end) => end <= now,
@@ -162,7 +189,7 @@ impl Sessions {
         released
     }
 
-    /// Takes in what everybody has said by now.
+    /// Takes in what everybody has said by now, and says what is left to say.
     pub(super) fn catch_up(&mut self, offers: &impl Offers, counts: Option<Counts>) -> Released {
         let mut released = Released::default();
         for at in 0..self.peers.len() {
@@ -170,6 +197,7 @@ impl Sessions {
                 self.hear(at, offers, counts, &mut released);
             }
         }
+        self.peers.iter_mut().for_each(Peer::catch_up);
         released
     }
 
@@ -267,19 +295,18 @@ impl Sessions {
         }
     }
 
-    /// Nobody can open this any more. Notes which peers have it open, and tells them; whether this
-    /// process itself has.
+    /// Nobody can open this any more. Notes which peers have it open, and tells them, or will
+    /// ([`Sessions::is_behind`]); whether this process itself has.
     pub(super) fn withdrawn(&mut self, offered: &Offered) -> bool {
         let holds = self.holds.get(&offered.base).into_iter().flatten();
         let own = holds.into_iter().any(|hold| *hold == (Holder::OWN, *offered));
-        let has_it = |peer: &&Peer| peer.held.as_ref().is_some_and(|held| held.lists(offered));
-        let tell = |peer: &Peer| {
-            let message = Reply::Withdrawn(*offered).pack();
-            // Who does not read its messages keeps the memory longer than it could.
-            let _ = socket::send(peer.connection.as_fd(), &message, None);
+        let has_it = |peer: &&mut Peer| peer.held.as_ref().is_some_and(|held| held.lists(offered));
+        let tell = |peer: &mut Peer| {
+            peer.untold.push_back(*offered);
+            peer.catch_up();
             peer.holder
         };
-        let holders: Vec<Holder> = self.peers.iter().filter(has_it).map(tell).collect();
+        let holders: Vec<Holder> = self.peers.iter_mut().filter(has_it).map(tell).collect();
         holders.into_iter().for_each(|holder| self.hold(holder, *offered));
         own
     }

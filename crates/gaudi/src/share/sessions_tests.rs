@@ -117,6 +117,30 @@ fn freed_memory_is_given_to_others_when_its_holder_lets_go_or_hangs_up() {
 }
 
 #[test]
+fn a_peer_that_does_not_read_for_a_while_is_told_everything_in_the_end() {
+    const MANY: u64 = 1000;
+    let mut sessions = Sessions::default();
+    let (peer, mut holds) = stay(&mut sessions);
+    let offered = |number: u64| Offered { base: number << 12, ..OFFERED };
+    for number in 1..=MANY {
+        holds.add(offered(number)).expect("room");
+        sessions.withdrawn(&offered(number));
+    }
+    assert!(sessions.is_behind(), "no queue is as long as that");
+    let mut told = Vec::new();
+    while told.len() < MANY as usize {
+        let before = told.len();
+        while let Some((Reply::Withdrawn(offered), false)) = hear(&peer) {
+            told.push(offered);
+        }
+        assert!(told.len() > before, "told {before} of {MANY}");
+        turn(&mut sessions);
+    }
+    assert_eq!(told, (1..=MANY).map(offered).collect::<Vec<_>>());
+    assert!(!sessions.is_behind());
+}
+
+#[test]
 fn memory_that_nobody_holds_is_given_to_others_at_once() {
     let mut sessions = Sessions::default();
     let (_peer, mut holds) = stay(&mut sessions);

@@ -7,7 +7,8 @@ use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{
-    MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, ftruncate, memfd_create,
+    MemfdFlags, SealFlags, SeekFrom, fcntl_add_seals, fcntl_get_seals, ftruncate, memfd_create,
+    seek,
 };
 use rustix::io::{Errno, pread};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
@@ -86,6 +87,12 @@ impl Drop for Sheet {
 /// Whether this is a sheet: a file in memory, which can be read without waiting for anybody.
 pub(super) fn is_sheet(file: &impl AsFd) -> bool {
     fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SEALS))
+}
+
+/// How many bytes of somebody's sheet may have been written to, from its start: the kernel knows the
+/// pages that never were. All of them, where it does not say.
+pub(super) fn written(sheet: &impl AsFd) -> u64 {
+    seek(sheet, SeekFrom::Hole(0)).unwrap_or(u64::MAX)
 }
 
 /// Reads words of somebody's sheet into `words`; `false` if there are not so many.

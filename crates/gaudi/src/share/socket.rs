@@ -102,23 +102,39 @@ pub(super) fn remove_leftovers() {
     }
 }
 
-/// Tries each of a process's sockets once; `EAGAIN` if one exists whose queue is full.
-pub(super) fn connect(to: &Identity) -> Result<OwnedFd, Errno> {
+/// Why there is no connection to a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Unconnected {
+    /// It listens nowhere; `EAGAIN` if somebody does whose queue is full.
+    Nobody(Errno),
+    /// Somebody else listens where it should.
+    Another,
+}
+
+/// Tries each of a process's sockets once, and takes the first at which `is_it` listens: anybody can
+/// listen at a name that is not taken in his network namespace.
+pub(super) fn connect(
+    to: &Identity,
+    is_it: impl Fn(Credentials) -> bool,
+) -> Result<OwnedFd, Unconnected> {
     let abstract_one = abstract_address(to);
     let in_folders = paths(to).map(SocketAddrUnix::new);
-    let mut last = Errno::CONNREFUSED;
+    let mut why = Unconnected::Nobody(Errno::CONNREFUSED);
     for address in [abstract_one].into_iter().chain(in_folders).flatten() {
-        let socket = socket()?;
+        let socket = socket().map_err(Unconnected::Nobody)?;
         match rustix::net::connect(&socket, &address) {
-            Ok(()) => return Ok(socket),
-            Err(Errno::AGAIN) => last = Errno::AGAIN,
+            Ok(()) if credentials(socket.as_fd()).is_ok_and(&is_it) => return Ok(socket),
+            // A full queue may be the right one's: it is worth another try.
+            _ if why == Unconnected::Nobody(Errno::AGAIN) => {}
+            Ok(()) => why = Unconnected::Another,
             // Nothing there, or not for us.
             Err(Errno::CONNREFUSED | Errno::NOENT) => {}
-            Err(error) if last != Errno::AGAIN => last = error,
-            Err(_) => {}
+            Err(Errno::AGAIN) => why = Unconnected::Nobody(Errno::AGAIN),
+            Err(_) if why == Unconnected::Another => {}
+            Err(error) => why = Unconnected::Nobody(error),
         }
     }
-    Err(last)
+    Err(why)
 }
 
 /// Who is at the other end, as the kernel noted it.

@@ -1,14 +1,18 @@
 //! Noticing that a process has ended: through a pidfd, or where its number means nothing, through a
 //! connection to its broker that hangs up.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Mutex, PoisonError};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 
-use super::fork::Private;
-use super::message::Request;
-use super::{Identity, conversation, handover};
+use super::conversation::Refusal;
+use super::fork::{PerProcess, Private};
+use super::message::{MESSAGE_LEN, Reply, Request};
+use super::{Identity, conversation, handover, socket};
 use crate::{Error, ErrorKind};
 
 const WATCHING: &str = "watching a peer";
@@ -72,15 +76,68 @@ impl Identity {
         if watch.has_ended() { Err(NotWatched::Ended) } else { Ok(watch) }
     }
 
-    /// Whether the process lives; an error if there is no way to know.
+    /// Whether the process lives; an error if there is no way to know. Never waits.
+    ///
+    /// Where its number means nothing to us, the first call connects to its broker, and the connection
+    /// is kept: the end is known only of a process that was seen alive before.
     pub fn is_alive(&self) -> Result<bool, Error> {
         if self.is_own() {
             return Ok(true);
         }
-        if has_surely_ended(self) {
-            return Ok(false);
-        }
-        self.watch().map(|watch| !watch.has_ended())
+        let why = match self.watch_pid() {
+            Ok(_) => return Ok(true),
+            Err(NotWatched::Ended) => return Ok(false),
+            Err(NotWatched::NoWay(why)) => why,
+        };
+        let sights = SIGHTS.get_or_make(|| Ok::<_, Error>(Mutex::default()))?;
+        let mut sights = sights.lock().unwrap_or_else(PoisonError::into_inner);
+        let sight = sights.remove(self).map_or_else(|| Sight::first(self), Ok);
+        let sight = sight
+            .and_then(Sight::look)
+            .map_err(|refusal| self.watching_failed(format!("{why}; broker: {refusal}"), ""))?;
+        let lives = !matches!(sight, Sight::Ended);
+        sights.insert(*self, sight);
+        Ok(lives)
+    }
+}
+
+/// Processes that were looked for through their brokers.
+static SIGHTS: PerProcess<Mutex<HashMap<Identity, Sight>>> = PerProcess::new();
+
+/// What is seen of a process through its broker.
+#[derive(Debug)]
+enum Sight {
+    /// Somebody has its socket, but has not answered yet.
+    Asked(Private),
+    Seen(Watch),
+    Ended,
+}
+
+impl Sight {
+    fn first(peer: &Identity) -> Result<Self, Refusal> {
+        let connection = conversation::begin(peer, Request::Stay, None)?;
+        Private::new(connection).map(Sight::Asked).ok_or(Refusal::Crowded)
+    }
+
+    /// Looks again; an error if nothing is known.
+    fn look(self) -> Result<Self, Refusal> {
+        let seen = match self {
+            Sight::Asked(connection) => {
+                let mut message = [0; MESSAGE_LEN];
+                match socket::receive_plain(&connection, &mut message) {
+                    Err(Errno::AGAIN | Errno::INTR) => return Ok(Sight::Asked(connection)),
+                    Ok(0) | Err(_) => return Err(Refusal::HungUp),
+                    Ok(len) => match Reply::parse(&message[..len]) {
+                        Some(Reply::Granted) => Watch { fd: connection },
+                        Some(Reply::Crowded) => return Err(Refusal::Crowded),
+                        _ => return Err(Refusal::NotUnderstood),
+                    },
+                }
+            }
+            Sight::Seen(watch) => watch,
+            Sight::Ended => return Ok(Sight::Ended),
+        };
+        Ok(if seen.has_ended() { Sight::Ended } else { Sight::Seen(seen) })
     }
 }
 

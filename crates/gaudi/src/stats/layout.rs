@@ -126,6 +126,7 @@ counters! {
     IpcHandlesClosed "ipc_handles_closed" Sum Number,
     IpcHandlesLive "ipc_handles_live" Now Number,
     IpcHandlesBytes "ipc_handles_bytes" Now Bytes,
+    IpcHandlesUnguarded "ipc_handles_unguarded" Sum Number,
     IpcCacheHits "ipc_cache_hits" Sum Number,
     IpcCacheMisses "ipc_cache_misses" Sum Number,
     IpcCacheEvictions "ipc_cache_evictions" Sum Number,

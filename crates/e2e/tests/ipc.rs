@@ -136,12 +136,22 @@ fn perftest_of_the_transport_alone() {
     }
 }
 
-/// Without UCP: a peer attaches memory by its key and copies inside it. A forged key and a range beyond
-/// the memory get nothing.
+/// Without UCP: a peer attaches memory by its key and copies from it to other memory. A forged key and a
+/// range beyond the memory get nothing.
 #[test]
 fn attached_memory_of_a_peer_is_a_local_buffer() {
     for ucx in Ucx::ALL {
         client(ucx, &Device::Software(cards(2)), "memory attach").run().ok();
+    }
+}
+
+/// Nothing that a copy reaches may be unmapped under it, however little is kept: not the attached side
+/// when the key's side is opened, either.
+#[test]
+fn attached_memory_stays_mapped_during_the_copy() {
+    for regions in ["0", "1"] {
+        let tool = client(Ucx::V1_22, &Device::Software(cards(2)), "memory attach");
+        tool.env("UCX_GAUDI_IPC_CACHE_MAX_REGIONS", regions).run().ok();
     }
 }
 

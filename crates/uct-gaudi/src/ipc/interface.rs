@@ -17,7 +17,7 @@ use super::NAME;
 use super::component::IpcComponent;
 use super::domain::{IpcDomain, Memory};
 use super::key::OpenKey;
-use super::remote::{InFlight, Remote};
+use super::remote::{InFlight, Reached, Remote};
 use super::settings::{self, Estimates};
 use crate::copies::{Copies, Ended, Failure, NotStarted, OnFailure};
 use crate::sides::{Way, classify};
@@ -42,7 +42,7 @@ pub(crate) struct IpcInterface {
 struct Prepared {
     device: Arc<Device>,
     segments: Vec<Segment>,
-    opened: Arc<Opened>,
+    reached: Reached,
 }
 
 /// Why memory of peers cannot be imported, if that is known already: a card has to be open. One that
@@ -73,10 +73,10 @@ impl IpcInterface {
     ) -> Posted {
         let posted = match self.prepare(way, local, address, key) {
             Ok(None) => return Posted::Done(completion), // no bytes at all
-            Ok(Some(Prepared { device, segments, opened })) => {
-                let in_flight = InFlight::new(remote, Some(opened));
+            Ok(Some(Prepared { device, segments, reached })) => {
+                let in_flight = InFlight::new(remote, reached);
                 // SAFETY: UCX keeps the buffers of an operation valid and to itself until the
-                // completion; the peer's memory stays mapped as long as `in_flight` lives.
+                // completion; all memory of peers stays mapped as long as `in_flight` lives.
                 unsafe { self.copies.post(device, segments, in_flight, completion) }.unwrap_or_else(
                     |NotStarted { error, companion, completion }| {
                         self.copies.fail(Failure::Copy(error), companion, completion)
@@ -84,7 +84,7 @@ impl IpcInterface {
                 )
             }
             Err(status) => {
-                let in_flight = InFlight::new(remote, None);
+                let in_flight = InFlight::new(remote, Reached::default());
                 self.copies.fail(Failure::Refused(status), in_flight, completion)
             }
         };
@@ -105,26 +105,32 @@ impl IpcInterface {
         let mut at = address;
         let mut prepared: Option<Prepared> = None;
         for (buffer, memory) in local.iter().filter(|(buffer, _)| buffer.length != 0) {
-            let (side, device) = match memory.and_then(Memory::attached) {
+            // Held from here on: what nobody holds, opening the next may unmap.
+            let (side, device, held) = match memory.and_then(Memory::attached) {
                 Some(attached) => {
                     let card = Arc::clone(attached.card());
-                    (
-                        Side::Device(self.see(attached, &card, buffer.address, buffer.length)?.1),
-                        Some(card),
-                    )
+                    let (held, here) = self.see(attached, &card, buffer.address, buffer.length)?;
+                    (Side::Device(here), Some(card), Some(held))
                 }
-                None => classify(buffer.address, buffer.length),
+                None => {
+                    let (side, device) = classify(buffer.address, buffer.length);
+                    (side, device, None)
+                }
             };
             let device = device.unwrap_or_else(|| Arc::clone(key.card()));
             let (opened, there) = self.see(key, &device, at, buffer.length)?;
             let (dst, src) = way.sides(side, Side::Device(there));
             let host_region = memory.and_then(Memory::host_region).cloned();
             let segment = Segment { dst, src, len: buffer.length, host_region };
-            match &mut prepared {
-                None => prepared = Some(Prepared { device, segments: vec![segment], opened }),
-                // One buffer is all that the attributes allow; strided ones lie on one card.
-                Some(prepared) => prepared.segments.push(segment),
-            }
+            // One buffer is all that the attributes allow; strided ones lie on one card.
+            let prepared = prepared.get_or_insert_with(|| Prepared {
+                device,
+                segments: Vec::with_capacity(1),
+                reached: Reached::default(),
+            });
+            prepared.segments.push(segment);
+            prepared.reached.there.push(opened);
+            prepared.reached.attached.extend(held);
             at += buffer.length as u64;
         }
         Ok(prepared)

@@ -34,21 +34,30 @@ impl fmt::Display for Remote {
     }
 }
 
+/// What a copy reaches of peers' memory; it stays mapped as long as this lives.
+#[derive(Default)]
+pub(super) struct Reached {
+    /// The far side: memory of the endpoint's process.
+    pub(super) there: Vec<Arc<Opened>>,
+    /// The local side where that is attached memory, of whatever process.
+    pub(super) attached: Vec<Arc<Opened>>,
+}
+
 /// What goes with a copy until it has ended.
 pub(super) struct InFlight {
     pub(super) remote: Arc<Remote>,
-    /// Keeps the peer's memory mapped; there is none if it could not be opened.
-    opened: Option<Arc<Opened>>,
+    /// Empty if it could not be opened.
+    reached: Reached,
 }
 
 impl InFlight {
-    pub(super) fn new(remote: &Arc<Remote>, opened: Option<Arc<Opened>>) -> Self {
-        InFlight { remote: Arc::clone(remote), opened }
+    pub(super) fn new(remote: &Arc<Remote>, reached: Reached) -> Self {
+        InFlight { remote: Arc::clone(remote), reached }
     }
 
     /// Whether the peer has ended, as far as the engine has noticed: it does within moments, and
     /// asking costs nothing.
     pub(super) fn was_orphaned(&self) -> bool {
-        self.opened.as_ref().is_some_and(|opened| opened.is_peer_gone())
+        self.reached.there.iter().any(|opened| opened.is_peer_gone())
     }
 }

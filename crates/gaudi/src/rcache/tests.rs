@@ -458,11 +458,13 @@ fn nothing_is_kept_unless_someone_watches_and_the_watch_is_asked_once() {
     );
     copy(&fake, &device, &target, host.addr, 1000);
     assert_eq!(ASKED.load(Ordering::Relaxed), 0, "a small copy needs no pin");
+    assert!(switch.is_wanted(), "nothing else is known yet");
     for _ in 0..3 {
         copy(&fake, &device, &target, host.addr, LARGE);
         assert_eq!(device.registration_cache().regions, 0);
     }
     assert_eq!(ASKED.load(Ordering::Relaxed), 1);
+    assert!(!switch.is_wanted(), "the watch could not begin");
     switch.want(PLENTY, Box::new(|| true));
     copy(&fake, &device, &target, host.addr, LARGE);
     assert_eq!(device.registration_cache().regions, 1);

@@ -343,6 +343,12 @@ impl Runtime {
         rcache::clear();
     }
 
+    /// Whether cards keep pins, as far as is known: before the first would be kept, that it is wanted;
+    /// from then on, whether the watch could begin.
+    pub fn caches_registrations(&self) -> bool {
+        self.rcache.is_wanted()
+    }
+
     pub(crate) fn rcache(&self) -> &Switch {
         &self.rcache
     }

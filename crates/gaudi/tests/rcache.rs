@@ -111,7 +111,13 @@ fn ten_thousand_mappings_at_one_address_leave_nothing_pinned() {
 fn copies_are_right_while_another_thread_invalidates_what_they_use() {
     let (_alone, device) = fresh();
     let stop = AtomicBool::new(false);
-    let invalidated = AtomicU64::new(0);
+    let lost_before = counter(&device, "reg_cache_invalidations");
+    let reads = AtomicU64::new(0);
+    // Reads give the buffers up that they make; what was lost beyond that, copies were about to use.
+    let have_met = || {
+        let lost = counter(&device, "reg_cache_invalidations") - lost_before;
+        lost > reads.load(Ordering::Relaxed) + 20
+    };
     let buffers: Vec<Vec<u8>> = (0..4).map(|seed| pattern(SIZE + 100, seed + 1)).collect();
     let ranges: Vec<(usize, usize)> =
         buffers.iter().map(|buffer| (buffer.as_ptr() as usize, buffer.len())).collect();
@@ -121,20 +127,22 @@ fn copies_are_right_while_another_thread_invalidates_what_they_use() {
             while !stop.load(Ordering::Relaxed) {
                 for &(start, len) in &ranges {
                     rcache::invalidate(start + len / 2, 4096);
-                    invalidated.fetch_add(1, Ordering::Relaxed);
                 }
                 std::thread::yield_now();
             }
         });
         let copying: Vec<_> = (0..2)
             .map(|thread| {
-                let (device, buffers) = (&device, &buffers);
+                let (device, buffers, reads, have_met) = (&device, &buffers, &reads, &have_met);
                 scope.spawn(move || {
                     let target = device.alloc(SIZE as u64, 1).expect("memory");
-                    for round in 0..300 {
+                    let more = |round: &usize| *round < 300 || !have_met();
+                    for round in (0..10_000).take_while(more) {
+                        let round = round % 300;
                         let buffer = &buffers[(round + thread) % buffers.len()];
                         let part = &buffer[round % 100..][..SIZE - round];
                         put(device, target.addr(), part, None);
+                        reads.fetch_add(1, Ordering::Relaxed);
                         assert_same(&read(device, target.addr(), part.len()), part, "copied");
                     }
                 })
@@ -145,7 +153,7 @@ fn copies_are_right_while_another_thread_invalidates_what_they_use() {
         }
         stop.store(true, Ordering::Relaxed);
     });
-    assert!(invalidated.load(Ordering::Relaxed) > 0);
+    assert!(have_met(), "the threads did not meet");
     rcache::invalidate(0, usize::MAX);
     let mut one = Mapping::new(null_mut());
     let target = device.alloc(SIZE as u64, 1).expect("memory");

@@ -321,7 +321,11 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
             access: if self.copies { both } else { MemoryTypes::NONE },
             dmabuf: if self.settings.dmabuf == Ternary::No { MemoryTypes::NONE } else { gaudi },
             max_alloc: u64::MAX,
-            register_cost: estimates::register_cost(&self.settings),
+            register_cost: estimates::register_cost(
+                self.settings.reg_cost,
+                // Where the watch was asked for and refused, this says so.
+                gaudi::runtime().caches_registrations(),
+            ),
         }
     }
 

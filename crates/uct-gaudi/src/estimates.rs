@@ -7,10 +7,8 @@
 
 use gaudi::Generation;
 use gaudi::topology::PciLink;
-use uct::config::{Keyed, Kind, Ternary, Values, Variable};
+use uct::config::{Keyed, Kind, Values, Variable};
 use uct::{Bandwidth, LinearFunc, MemoryType, Perf, PerfQuery};
-
-use crate::settings::Settings;
 
 /// What is left of a link's bandwidth for data of large copies: packet headers, requests and
 /// acknowledgements take the rest. UCX's CUDA transport reckons with 0.53 to 0.74.
@@ -115,10 +113,9 @@ const CACHE_HIT: f64 = 50e-9;
 
 /// What UCX shall reckon a registration with. UCP adds it to the estimate of *every* copy, as if each
 /// had to register its buffers. That is so only where nothing is kept pinned: with the registration
-/// cache a copy pays for a look-up.
-pub(crate) fn register_cost(settings: &Settings) -> LinearFunc {
-    let constant = if settings.rcache == Ternary::No { settings.reg_cost } else { CACHE_HIT };
-    LinearFunc { constant, slope: 0.0 }
+/// cache a copy pays for a look-up. `kept`: pins are kept, as far as is known.
+pub(crate) fn register_cost(reg_cost: f64, kept: bool) -> LinearFunc {
+    LinearFunc { constant: if kept { CACHE_HIT } else { reg_cost }, slope: 0.0 }
 }
 
 impl Estimates {
@@ -206,6 +203,12 @@ mod tests {
 
     fn bandwidth(estimates: &Estimates, query: PerfQuery) -> f64 {
         estimates.of(&query).expect("a copy of ours").bandwidth.shared
+    }
+
+    #[test]
+    fn a_registration_costs_a_look_up_where_pins_are_kept() {
+        assert_eq!(register_cost(7e-6, true).constant, CACHE_HIT);
+        assert_eq!(register_cost(7e-6, false).constant, 7e-6);
     }
 
     #[test]

@@ -52,7 +52,7 @@ impl Switch {
     }
 
     /// Whether pins that are kept may be used.
-    pub(super) fn is_wanted(&self) -> bool {
+    pub(crate) fn is_wanted(&self) -> bool {
         self.state.load(Ordering::Relaxed) != OFF
     }
 

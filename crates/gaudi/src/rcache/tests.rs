@@ -3,7 +3,7 @@
 
 use std::ptr::null_mut;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags};
@@ -123,6 +123,53 @@ fn new_memory_at_the_same_address_is_pinned_anew() {
         assert_eq!(fake.peek(target.addr(), LARGE), [byte; LARGE]);
     }
     assert_eq!(fake.live_pins(), 1, "nothing piles up");
+}
+
+/// A pin that outlived its pages would show the old bytes.
+#[test]
+fn copies_see_new_pages_while_other_threads_invalidate_and_tidy() {
+    let (fake, device) = device(PLENTY);
+    let target = device.alloc(LARGE as u64, 1).unwrap();
+    let host = Pages::new(LARGE);
+    let (start, stop) = (host.addr as usize, AtomicBool::new(false));
+    let lost = AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                let table = &device.registrations().shared.table;
+                let (start, end) = (start as u64 + 8192, start as u64 + 12288);
+                lost.fetch_add(table.invalidate(start, end), Ordering::Relaxed);
+                std::thread::yield_now();
+            }
+        });
+        scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                device.progress();
+                std::thread::yield_now();
+            }
+        });
+        let check = |byte: u8| {
+            for _ in 0..20 {
+                copy(&fake, &device, &target, host.addr, LARGE);
+                assert_eq!(fake.peek(target.addr(), LARGE), [byte; LARGE]);
+            }
+        };
+        let checked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            for byte in 0..50 {
+                invalidate(start, LARGE);
+                host.replace(&fake, byte);
+                check(byte);
+            }
+            // Until the threads have met.
+            while lost.load(Ordering::Relaxed) < 10 {
+                check(49);
+            }
+        }));
+        stop.store(true, Ordering::Relaxed);
+        checked.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    });
+    device.registrations().shared.clear();
+    assert_eq!((fake.live_pins(), device.registration_cache().regions), (0, 0));
 }
 
 #[test]
@@ -458,11 +505,13 @@ fn nothing_is_kept_unless_someone_watches_and_the_watch_is_asked_once() {
     );
     copy(&fake, &device, &target, host.addr, 1000);
     assert_eq!(ASKED.load(Ordering::Relaxed), 0, "a small copy needs no pin");
+    assert!(switch.is_wanted(), "nothing else is known yet");
     for _ in 0..3 {
         copy(&fake, &device, &target, host.addr, LARGE);
         assert_eq!(device.registration_cache().regions, 0);
     }
     assert_eq!(ASKED.load(Ordering::Relaxed), 1);
+    assert!(!switch.is_wanted(), "the watch could not begin");
     switch.want(PLENTY, Box::new(|| true));
     copy(&fake, &device, &target, host.addr, LARGE);
     assert_eq!(device.registration_cache().regions, 1);

@@ -117,6 +117,16 @@ mod ipc {
     fn signal(peer: &Peer, signal: i32) {
         // SAFETY: our own child, which has not been waited for.
         assert_eq!(unsafe { libc::kill(peer.id() as i32, signal) }, 0);
+        if signal == libc::SIGSTOP {
+            // Each thread stops when it comes to it.
+            until("all its threads are stopped", || {
+                let tasks = std::fs::read_dir(format!("/proc/{}/task", peer.id())).unwrap();
+                tasks.flatten().all(|task| {
+                    let stat = std::fs::read_to_string(task.path().join("stat"));
+                    stat.unwrap_or_default().contains(") T ")
+                })
+            });
+        }
     }
 
     /// More messages than a socket's queue holds.

@@ -141,6 +141,11 @@ impl Peer {
 impl Drop for Peer {
     fn drop(&mut self) {
         drop(self.input.take());
+        // A test that failed may have left it stopped; one that was killed has been waited for.
+        if let Ok(None) = self.child.try_wait() {
+            // SAFETY: our own child, which has not been waited for.
+            unsafe { libc::kill(self.child.id() as i32, libc::SIGCONT) };
+        }
         let _ = self.child.wait();
     }
 }

@@ -234,7 +234,7 @@ fn deaths() -> u32 {
 /// its error, and while it lives a third process gets the dead one's card.
 #[test]
 fn killed_peer_is_an_error_and_its_card_is_free_again() {
-    // Ten deaths in a round: tag, am, as both sides, put and get as one.
+    // Six deaths in a round: of tag and am as both sides, of put and get as one.
     let rounds = deaths().div_ceil(6);
     let arguments = format!(
         "peer-errors --heir --times {rounds} --ops tag,am,put,get --mem gaudi:gaudi --sizes 4M"

@@ -62,6 +62,9 @@ enum Command {
         /// cards
         #[arg(long)]
         heir: bool,
+        /// Puts and gets go straight to the peer's memory: those of the survivor must end
+        #[arg(long)]
+        direct: bool,
         /// How often to run each case, each time with another point of death
         #[arg(long, default_value_t = 1)]
         times: u32,
@@ -390,9 +393,9 @@ fn execute(cli: Cli) -> Result<bool> {
             let report = loopback::run_copies(&args.plan(ucx, &EVERYTHING), &cli.ucx)?;
             run::conclude(&report, args.json.as_deref())
         }
-        Command::PeerErrors { heir, times, pair: args } => {
+        Command::PeerErrors { heir, direct, times, pair: args } => {
             let defaults = Defaults { sizes: &[4096, 16 << 20], ..EVERYTHING };
-            let options = peer_errors::Options { heir, times };
+            let options = peer_errors::Options { heir, direct, times };
             let report = peer_errors::run(&args.plan(ucx, &defaults), &args.env, options)?;
             run::conclude(&report, args.plan.json.as_deref())
         }

@@ -14,6 +14,10 @@ pub trait Activity {
     fn poll(&mut self) -> Result<bool>;
     /// Gives up on it: what UCX still holds is cancelled, `poll` then reports the end.
     fn cancel(&mut self);
+    /// The call whose end it waits for, where it knows.
+    fn waits_for(&mut self) -> Option<&'static str> {
+        None
+    }
 }
 
 /// What one side of a case needs.
@@ -168,6 +172,13 @@ impl Activity for All {
     }
     fn cancel(&mut self) {
         self.0.iter_mut().for_each(Request::cancel);
+    }
+    fn waits_for(&mut self) -> Option<&'static str> {
+        let mut left = self.0.iter_mut().filter_map(|request| match request.poll() {
+            None => Some(request.call()),
+            Some(_) => None,
+        });
+        left.next()
     }
 }
 

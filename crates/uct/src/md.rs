@@ -45,8 +45,8 @@ pub trait MemoryDomain: Send + Sync + Sized + 'static {
         Err(Status::OUT_OF_RANGE)
     }
 
-    /// Deregisters memory so that no key of it opens anything any more. UCX asks only where the
-    /// domain's flags say INVALIDATE.
+    /// Deregisters memory so that no key of this registration opens anything any more, as far as the
+    /// domain can tell registrations apart. UCX asks only where the domain's flags say INVALIDATE.
     fn invalidate(&self, memory: Self::Memory) {
         drop(memory);
     }

@@ -4,7 +4,8 @@
 //! Two things are not asked, because stock UCX 1.22 and 1.23 do not do them even with host memory:
 //! being the passive side of a dead peer's emulated put or get (UCX aborts in its reply), and ending
 //! a receive whose data was on its way (UCX keeps some of them for ever). The first is left out, the
-//! second is reported.
+//! second is reported. So is a put or get that never ends, unless `--direct` says that it goes straight to
+//! the peer's memory: then nothing excuses it, and it fails.
 
 use super::twins::{Twin, Twins, Variable, describe};
 use crate::matrix::{Case, Op, Plan};
@@ -18,7 +19,7 @@ use anyhow::{Context, Result, bail, ensure};
 use rustix::process::{Signal, getpid, kill_process};
 use serde::{Deserialize, Serialize};
 use std::os::unix::process::ExitStatusExt;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Name of the hidden subcommand that runs one side.
 pub const ROLE: &str = "peer-errors-side";
@@ -35,6 +36,8 @@ pub struct Scenario {
     from: u8,
     /// The survivor waits to be killed, with its card open, instead of ending.
     stays: bool,
+    /// The survivor's operation must end, if only when its endpoint is closed.
+    must_end: bool,
 }
 
 /// What else is asked of a survivor.
@@ -43,18 +46,35 @@ pub struct Options {
     /// With every case, that a third process gets the dead one's card while the survivor still has
     /// its own: there must be two cards only.
     pub heir: bool,
+    /// Puts and gets go straight to the peer's memory: UCX must end those of the survivor.
+    pub direct: bool,
     /// How often each case is run, each time with another point of death.
     pub times: u32,
 }
 
 #[derive(Serialize, Deserialize)]
 enum Message {
-    /// The UCX and how the error showed.
+    /// The victim's last word.
+    Dying {
+        at: Moment,
+    },
+    /// The UCX, how the error showed and when.
     Survived {
         version: String,
         how: String,
+        at: Moment,
     },
     Error(String),
+}
+
+/// A time that two processes of one machine can compare.
+#[derive(Clone, Copy, Serialize, Deserialize)]
+struct Moment(Duration);
+
+impl Moment {
+    fn now() -> Moment {
+        Moment(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default())
+    }
 }
 
 /// Runs every case of `plan`, with the victim receiving and sending.
@@ -70,7 +90,12 @@ pub fn run(plan: &Plan, env: &[Variable], options: Options) -> Result<Report> {
         cases.iter().map(move |case| Case { id: case.id + (time << 32), ..*case })
     });
     for case in deaths {
-        let scenario = Scenario { plan: only(plan, case), from: case.from, stays: options.heir };
+        let scenario = Scenario {
+            plan: only(plan, case),
+            from: case.from,
+            stays: options.heir,
+            must_end: options.direct && matches!(case.op, Op::Put | Op::Get),
+        };
         let outcome = one(&scenario, &env);
         if let Ok((version, how)) = &outcome {
             if report.counts() == (0, 0) {
@@ -109,11 +134,13 @@ fn one(scenario: &Scenario, env: &[Variable]) -> Result<(String, String)> {
     let mut twins: Twins<Message> = Twins::start(ROLE, scenario, env)?;
     let limit = Duration::from_secs_f64(scenario.plan.timeout_s * 4.0 + 60.0);
     let mut survived = None;
+    let mut death = None;
     let mut ends = 0;
     while ends < 2 {
         match twins.next(limit)? {
-            (rank, Some(Message::Survived { version, how })) => {
-                survived = Some((version, how));
+            (_, Some(Message::Dying { at })) => death = Some(at),
+            (rank, Some(Message::Survived { version, how, at })) => {
+                survived = Some((version, how, at));
                 if scenario.stays {
                     inherit(&scenario.plan, env)?;
                     twins.kill(rank)?;
@@ -132,7 +159,11 @@ fn one(scenario: &Scenario, env: &[Variable]) -> Result<(String, String)> {
             }
         }
     }
-    survived.context("the survivor ended without a word")
+    let (version, how, error) = survived.context("the survivor ended without a word")?;
+    let death = death.context("the victim ended without a word")?;
+    // For people: how long it takes depends on the machine, and nothing is asked of it.
+    let after = error.0.saturating_sub(death.0).as_secs_f64() * 1e3;
+    Ok((version, format!("{after:.1} ms after the death: {how}")))
 }
 
 /// A third process allocates on a card: of two, one is the survivor's, so the dead one's must be free.
@@ -157,7 +188,7 @@ pub fn side(rank: u8, parent: u32, scenario: &Scenario) -> Result<bool> {
 }
 
 fn run_side(rank: u8, twin: Twin, scenario: &Scenario) -> Result<()> {
-    let Scenario { plan, from, stays } = scenario;
+    let Scenario { plan, from, stays, must_end } = scenario;
     let mut parent = twin.reporter()?;
     let ucx = Ucx::load(plan.ucx.as_deref())?;
     let options = RigOptions { features: plan.features, hint: plan.hint, multi: false };
@@ -172,12 +203,13 @@ fn run_side(rank: u8, twin: Twin, scenario: &Scenario) -> Result<()> {
     let case = Case { id: u64::from(u32::MAX), op, pair, size, from: *from };
     let buffers = session.allocate(size)?;
     if rank != SURVIVOR {
-        die_transferring(&rig, &session, case, &buffers, mix(plan.seed))?;
+        let last_word = || parent.tell(&Message::Dying { at: Moment::now() });
+        die_transferring(&rig, &session, case, &buffers, mix(plan.seed), last_word)?;
     }
-    let how = survive(&rig, &session, case, &buffers)?;
+    let (how, at) = survive(&rig, &session, case, &buffers, *must_end)?;
     if *stays {
         // With endpoints, keys and buffers as an application would still have them.
-        parent.tell(&Message::Survived { version: ucx.version().to_owned(), how })?;
+        parent.tell(&Message::Survived { version: ucx.version().to_owned(), how, at })?;
         twin.dog.step("waiting to be killed");
         loop {
             std::thread::park();
@@ -197,7 +229,7 @@ fn run_side(rank: u8, twin: Twin, scenario: &Scenario) -> Result<()> {
     rig.step("ucp_worker_destroy and ucp_cleanup");
     drop(rig);
     twin.dog.step("leaving");
-    parent.tell(&Message::Survived { version: ucx.version().to_owned(), how })
+    parent.tell(&Message::Survived { version: ucx.version().to_owned(), how, at })
 }
 
 /// The victim: transfers until, somewhere inside the second one or later, it is killed.
@@ -207,6 +239,7 @@ fn die_transferring(
     case: Case,
     buffers: &Buffers,
     random: u64,
+    last_word: impl FnOnce() -> Result<()>,
 ) -> Result<()> {
     let mut left = 1 + random % 300;
     let mut finished = 0;
@@ -219,14 +252,21 @@ fn die_transferring(
         rig.worker().progress();
         left -= u64::from(finished > 0);
         if left == 0 {
-            kill_process(getpid(), Signal::KILL).context("killing ourselves")?;
+            last_word()?;
+            return kill_process(getpid(), Signal::KILL).context("killing ourselves");
         }
     }
 }
 
 /// The survivor: transfers until an error shows, then closes the endpoint by force. Returns how the
-/// error showed.
-fn survive(rig: &Rig, session: &Session<'_>, case: Case, buffers: &Buffers) -> Result<String> {
+/// error showed, and when.
+fn survive(
+    rig: &Rig,
+    session: &Session<'_>,
+    case: Case,
+    buffers: &Buffers,
+    must_end: bool,
+) -> Result<(String, Moment)> {
     let endpoint = session.endpoint();
     let mut idle = Idle::default();
     let mut activity: Option<Box<dyn Activity>> = None;
@@ -245,23 +285,26 @@ fn survive(rig: &Rig, session: &Session<'_>, case: Case, buffers: &Buffers) -> R
         }
         rig.worker().wait(&mut idle, None)?;
     };
+    let at = Moment::now();
     rig.step(format_args!("{case}: closing the dead endpoint by force"));
     let closing = endpoint.close(true)?;
     rig.finish(closing)?;
-    let ended = activity.is_none_or(|activity| end(rig, activity));
-    Ok(if ended { how } else { how + "; UCX never ended the operation" })
+    rig.step(format_args!("{case}: waiting for the doomed operation to end"));
+    let left = activity.and_then(|activity| end(rig, activity, must_end));
+    Ok((left.map_or_else(|| how.clone(), |call| format!("{how}; UCX never ended {call}")), at))
 }
 
-/// Gives UCX a chance to end the doomed operation, with whatever status. `false`: it did not; the
-/// operation's memory is then never freed.
-fn end(rig: &Rig, mut activity: Box<dyn Activity>) -> bool {
+/// Gives UCX a chance to end the doomed operation, with whatever status. Returns what it did not end,
+/// whose memory is then never freed. An operation that must end is left to the watchdog.
+fn end(rig: &Rig, mut activity: Box<dyn Activity>, must: bool) -> Option<&'static str> {
     activity.cancel();
     let patience = Instant::now();
     while let Ok(false) = activity.poll() {
-        if patience.elapsed() > Duration::from_secs(1) {
-            return false;
+        let left = activity.waits_for().unwrap_or("the operation");
+        if !must && patience.elapsed() > Duration::from_secs(1) {
+            return Some(left);
         }
         rig.worker().progress();
     }
-    true
+    None
 }

@@ -75,6 +75,11 @@ impl Request {
         self
     }
 
+    /// The function that started it.
+    pub fn call(&self) -> &'static str {
+        self.call
+    }
+
     /// Looks whether it has finished; does not make progress by itself.
     pub fn poll(&mut self) -> Option<Result<Completion>> {
         if self.outcome.is_none() {

@@ -108,7 +108,8 @@ impl MemoryDomain for IpcDomain {
         let gaudi = MemoryTypes::only(MemoryType::GAUDI);
         DomainAttributes {
             // UCP takes no lane for large messages that cannot invalidate when it has to handle
-            // errors. An invalidated key opens nothing any more.
+            // errors. An invalidated key opens nothing any more, unless another registration of the
+            // allocation is shared: to take that one's key back would fail healthy peers.
             // RKEY_PTR is what tells UCP that this domain is for other processes' memory: without it,
             // where no copy transport is allowed, UCP builds its copies inside the process on this
             // one, and fails. No pointer is ever given out: the component does not offer it.

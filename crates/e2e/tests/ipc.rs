@@ -253,6 +253,19 @@ fn killed_peer_leaves_a_survivor_that_works_on() {
     }
 }
 
+/// A rendezvous of a dead peer may hang in UCX; a put or get is ours from end to end, and ends.
+#[test]
+fn killed_peer_ends_every_put_and_get() {
+    for ucx in Ucx::ALL {
+        let device = Device::Software(cards(2));
+        let times = deaths().div_ceil(4);
+        let arguments = format!(
+            "peer-errors --direct --times {times} --ops put,get --mem gaudi:gaudi --sizes 4M"
+        );
+        client(ucx, &device, &arguments).limit(Duration::from_secs(600)).run().ok();
+    }
+}
+
 #[test]
 fn thousand_connections_leave_no_descriptor_behind() {
     let device = Device::Software(cards(2));

@@ -3,7 +3,6 @@
 //!
 //! The figures come from `ucp-check costs`, which prints a name and a number a line.
 
-use std::collections::HashMap;
 use std::io::Read;
 use std::path::Path;
 use std::process::Stdio;
@@ -11,6 +10,7 @@ use std::process::Stdio;
 use anyhow::{Context, Result, ensure};
 use e2e::{Device, Tool, Ucx, Workbench};
 
+use super::figures::{Figures, get, parse};
 use super::record::{Record, median};
 use super::svg::{self, Series, size_name};
 use crate::progress::Work;
@@ -36,23 +36,6 @@ fn target(size: u64) -> Option<f64> {
         _ if size <= 1 << 20 => Some(0.80),
         _ => None,
     }
-}
-
-type Figures = HashMap<String, f64>;
-
-/// The lines of `ucp-check costs`.
-fn parse(text: &str) -> Result<Figures> {
-    let figure = |line: &str| {
-        let (name, value) = line.split_once('\t')?;
-        Some((name.to_owned(), value.parse().ok()?))
-    };
-    text.lines()
-        .map(|line| figure(line).with_context(|| format!("not a figure: {line:?}")))
-        .collect()
-}
-
-fn get(figures: &Figures, name: &str) -> Result<f64> {
-    figures.get(name).copied().with_context(|| format!("no figure for {name:?}"))
 }
 
 /// What the terminal and the JSON file show.

@@ -4,14 +4,10 @@
 //! The figures come from the example `memory_costs` of the crate `gaudi`, which prints a name and
 //! nanoseconds a line; here each is put beside its floor.
 
-use std::collections::HashMap;
-use std::process::Stdio;
+use anyhow::Result;
 
-use anyhow::{Context, Result, bail};
-use e2e::Device;
-
-use super::record::{Record, median};
-use crate::progress::Work;
+use super::figures::{self, Figures};
+use super::record::Record;
 use crate::repo::Repo;
 
 const ROUNDS: usize = 3;
@@ -31,25 +27,9 @@ const COSTS: [(&str, &str, &str, bool); 7] = [
     ("export alone", "export a dma-buf of its own, beside dup", "floor dup", false),
 ];
 
-type Figures = HashMap<String, f64>;
-
-/// The lines of the example.
-fn parse(text: &str) -> Result<Figures> {
-    let figure = |line: &str| {
-        let (name, value) = line.split_once('\t')?;
-        Some((name.to_owned(), value.parse().ok()?))
-    };
-    let line = |line| figure(line).with_context(|| format!("not a figure: {line:?}"));
-    text.lines().map(line).collect()
-}
-
 /// Each cost beside its floor, the median of the rounds for both.
 fn records(rounds: &[Figures]) -> Result<Vec<Record>> {
-    let middle = |name: &str| {
-        let samples = rounds.iter().map(|round| round.get(name).copied());
-        let samples: Option<Vec<f64>> = samples.collect();
-        samples.map(|samples| median(&samples)).with_context(|| format!("no figure for {name:?}"))
-    };
+    let middle = |name: &str| figures::middle(rounds, name);
     let mut records = Vec::new();
     for (name, title, floor, detection) in COSTS {
         for live in LIVE {
@@ -70,30 +50,7 @@ fn records(rounds: &[Figures]) -> Result<Vec<Record>> {
 
 /// Builds the example, runs it a few times, and compares.
 pub(super) fn run(repo: &Repo) -> Result<Vec<Record>> {
-    let device = Device::hardware_or_software();
-    eprintln!("device: {}", device.title());
-    let (folders, variables) = device.loader(repo.layout());
-    let example = ["--release", "--package=gaudi", "--example=memory_costs"];
-    let built = repo.cargo().arg("build").args(example).status().context("cannot run cargo")?;
-    if !built.success() {
-        bail!("the build failed (cargo says why above)");
-    }
-    let mut rounds = Vec::new();
-    for round in 1..=ROUNDS {
-        let work = Work::start(format!("costs of memory, round {round} of {ROUNDS}"));
-        let mut cargo = repo.cargo();
-        cargo.args(["run", "--quiet"]).args(example).envs(variables.iter().cloned());
-        if let Some(folder) = folders.first() {
-            cargo.env("HL_THUNK_LIBRARY", folder.join("libhl-thunk.so"));
-        }
-        let output = cargo.stderr(Stdio::piped()).output().context("cannot run cargo")?;
-        if !output.status.success() {
-            bail!("it failed:\n{}", String::from_utf8_lossy(&output.stderr).trim_end());
-        }
-        rounds.push(parse(&String::from_utf8_lossy(&output.stdout))?);
-        work.done("");
-    }
-    records(&rounds)
+    records(&figures::of_example(repo, "memory_costs", "costs of memory", ROUNDS)?)
 }
 
 #[cfg(test)]
@@ -128,13 +85,5 @@ mod tests {
         incomplete.remove("hit 1024");
         let error = records(&[incomplete]).expect_err("incomplete");
         assert!(error.to_string().contains("hit 1024"), "{error}");
-    }
-
-    #[test]
-    fn lines_are_a_name_a_tab_and_a_number() {
-        let parsed = parse("floor call\t1.5\nhit 16\t20\n").expect("two figures");
-        assert_eq!((parsed["floor call"], parsed["hit 16"]), (1.5, 20.0));
-        assert!(parse("hit 16 20").is_err());
-        assert!(parse("hit 16\tmany").is_err());
     }
 }

@@ -3,6 +3,7 @@
 
 mod cliffs;
 mod copy;
+mod figures;
 mod host_latency;
 mod ipc;
 mod memory;

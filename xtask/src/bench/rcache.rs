@@ -4,14 +4,10 @@
 //! The figures come from the example `registration_costs` of the crate `gaudi`, which prints a name
 //! and a number a line; here each is put beside its floor.
 
-use std::collections::HashMap;
-use std::process::Stdio;
+use anyhow::Result;
 
-use anyhow::{Context, Result, bail};
-use e2e::Device;
-
-use super::record::{Record, median};
-use crate::progress::Work;
+use super::figures::{self, Figures};
+use super::record::Record;
 use crate::repo::Repo;
 
 const ROUNDS: usize = 5;
@@ -26,24 +22,9 @@ const AGAIN: f64 = 0.01;
 /// it keeps.
 const PERCENT: f64 = 1.0;
 
-type Figures = HashMap<String, f64>;
-
-fn parse(text: &str) -> Result<Figures> {
-    let figure = |line: &str| {
-        let (name, value) = line.split_once('\t')?;
-        Some((name.to_owned(), value.parse().ok()?))
-    };
-    let line = |line| figure(line).with_context(|| format!("not a figure: {line:?}"));
-    text.lines().map(line).collect()
-}
-
 /// Each figure beside its floor, the median of the rounds for both.
 fn records(rounds: &[Figures]) -> Result<Vec<Record>> {
-    let middle = |name: &str| {
-        let samples = rounds.iter().map(|round| round.get(name).copied());
-        let samples: Option<Vec<f64>> = samples.collect();
-        samples.map(|samples| median(&samples)).with_context(|| format!("no figure for {name:?}"))
-    };
+    let middle = |name: &str| figures::middle(rounds, name);
     let call = middle("floor call")?;
     let (few, many) = (middle("hit 1024")?, middle("hit 65536")?);
     let told = |live: u32| {
@@ -101,30 +82,7 @@ fn records(rounds: &[Figures]) -> Result<Vec<Record>> {
 
 /// Builds the example, runs it a few times, and compares.
 pub(super) fn run(repo: &Repo) -> Result<Vec<Record>> {
-    let device = Device::hardware_or_software();
-    eprintln!("device: {}", device.title());
-    let (folders, variables) = device.loader(repo.layout());
-    let example = ["--release", "--package=gaudi", "--example=registration_costs"];
-    let built = repo.cargo().arg("build").args(example).status().context("cannot run cargo")?;
-    if !built.success() {
-        bail!("the build failed (cargo says why above)");
-    }
-    let mut rounds = Vec::new();
-    for round in 1..=ROUNDS {
-        let work = Work::start(format!("costs of registrations, round {round} of {ROUNDS}"));
-        let mut cargo = repo.cargo();
-        cargo.args(["run", "--quiet"]).args(example).envs(variables.iter().cloned());
-        if let Some(folder) = folders.first() {
-            cargo.env("HL_THUNK_LIBRARY", folder.join("libhl-thunk.so"));
-        }
-        let output = cargo.stderr(Stdio::piped()).output().context("cannot run cargo")?;
-        if !output.status.success() {
-            bail!("it failed:\n{}", String::from_utf8_lossy(&output.stderr).trim_end());
-        }
-        rounds.push(parse(&String::from_utf8_lossy(&output.stdout))?);
-        work.done("");
-    }
-    records(&rounds)
+    records(&figures::of_example(repo, "registration_costs", "costs of registrations", ROUNDS)?)
 }
 
 #[cfg(test)]

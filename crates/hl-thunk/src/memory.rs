@@ -1,6 +1,7 @@
 //! Device memory, and the device's view of host memory.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::error::{check, check_nonzero};
 use crate::{Device, DeviceAddr, Error};
@@ -11,6 +12,8 @@ pub struct DeviceMemory {
     device: Device,
     handle: u64,
     size: u64,
+    /// A dma-buf keeps it: the driver frees it with that and the device.
+    left: AtomicBool,
 }
 
 impl DeviceMemory {
@@ -31,7 +34,7 @@ impl DeviceMemory {
         // a device has one context.
         let handle =
             check_nonzero(call, || unsafe { alloc(device.raw_fd(), size, 0, false, false) })?;
-        Ok(Arc::new(Self { device: device.clone(), handle, size }))
+        Ok(Arc::new(Self { device: device.clone(), handle, size, left: AtomicBool::new(false) }))
     }
 
     /// Bytes asked for.
@@ -54,6 +57,9 @@ impl DeviceMemory {
 
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
+        if self.left.load(Ordering::Relaxed) {
+            return;
+        }
         let free = self.device.library().symbols.hlthunk_device_memory_free;
         // SAFETY: the handle is ours; mappings hold this object, so none is left.
         let freed = check("hlthunk_device_memory_free", || unsafe {
@@ -98,6 +104,17 @@ impl DeviceMapping {
                 Ok(())
             }
             Err(error) => Err((self, error)),
+        }
+    }
+
+    /// Unmaps it, or leaves it to the driver while a dma-buf exported from it is open anywhere: both
+    /// then go when that and the device are closed, which is no failure. Other failures are recorded.
+    pub fn leave(self) {
+        if let Err((mut mapping, error)) = self.unmap()
+            && error.errno == libc::EINVAL
+        {
+            mapping.unmapped = true;
+            mapping.memory.left.store(true, Ordering::Relaxed);
         }
     }
 }

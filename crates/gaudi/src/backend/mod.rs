@@ -94,6 +94,10 @@ pub(crate) trait Page: Send + Sync + fmt::Debug {
     /// Gives the page back to the driver; the page itself if the driver will not take it (because
     /// a dma-buf of it is still open somewhere), to be used further.
     fn give_back(self: Box<Self>) -> Result<(), Box<dyn Page>>;
+
+    /// Lets go of the page because the device is being closed. Other processes may still have
+    /// dma-bufs of it open: the driver then keeps it for them, which is nothing to complain about.
+    fn leave(self: Box<Self>) {}
 }
 
 /// A register block of the device, mapped.

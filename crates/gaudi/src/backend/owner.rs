@@ -370,6 +370,13 @@ impl Page for MappedPage {
             Box::new(MappedPage::new(mapping, len)) as Box<dyn Page>
         })
     }
+
+    fn leave(self: Box<Self>) {
+        drop((self.by_mapped, self.by_whole));
+        if let Some(mapping) = Arc::into_inner(self.mapping) {
+            mapping.leave();
+        }
+    }
 }
 
 /// All of a device's physical memory, where there is no allocator.

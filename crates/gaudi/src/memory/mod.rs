@@ -270,5 +270,7 @@ impl Drop for Memory {
     fn drop(&mut self) {
         let reserved = self.info().reserved;
         self.counts.subtract(Counter::ReservedBytes, reserved);
+        let pages = std::mem::take(&mut self.state().pages);
+        pages.into_values().for_each(|page| page.leave());
     }
 }

@@ -22,7 +22,7 @@ use crate::processor::{Fault, Pause, Program};
 use crate::queue::Job;
 use crate::registers::Consequences;
 use crate::signals::Sob;
-use crate::state::Drop;
+use crate::state::{Drop, clock_ns};
 use crate::submission::{Lookup, Outcome, Submission};
 use crate::workers;
 
@@ -55,8 +55,7 @@ pub(crate) enum Waited {
 }
 
 pub(crate) fn realtime_ns() -> u64 {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::Realtime);
-    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+    clock_ns(libc::CLOCK_REALTIME)
 }
 
 impl Context {

@@ -11,11 +11,11 @@ use hl_thunk::ExportCall;
 use hl_thunk::packet::{self, LinDma};
 
 use crate::backend::{Backend, Geometry, HostPin};
-use crate::copy::BOUNCE_LEN;
 use crate::copy::engine::Engine;
 use crate::copy::flight::Load;
 use crate::copy::ring::Ring;
 use crate::copy::short::copy_short;
+use crate::copy::{BOUNCE_LEN, SLOTS};
 use crate::memory::{Entry, Extent, Memory, Table};
 use crate::rcache::{Cache, CacheInfo};
 use crate::runtime::Registration;
@@ -27,7 +27,8 @@ use crate::{
     SubmitError, Transfer, Window, runtime,
 };
 
-/// Bounce slots of a device: [`BOUNCE_LEN`] bytes each.
+/// Bounce slots of a device for copies that nobody waits for: [`BOUNCE_LEN`] bytes each, as are those
+/// of the copies that someone waits for, of which each submission has its own.
 const BOUNCE_SLOTS: u32 = 64;
 /// Staging slots between two cards.
 const STAGING_LEN: usize = 1 << 20;
@@ -92,6 +93,7 @@ pub struct Device {
     registrations: Cache,
     handles: Handles,
     bounce: OnceLock<Result<Arc<Ring>, Error>>,
+    shorts: OnceLock<Result<Arc<Ring>, Error>>,
     staging: OnceLock<Result<Arc<Ring>, Error>>,
     memory: Memory,
     backend: Arc<dyn Backend>,
@@ -136,6 +138,7 @@ impl Device {
             registrations: Cache::new(counts),
             handles: Handles::default(),
             bounce: OnceLock::new(),
+            shorts: OnceLock::new(),
             staging: OnceLock::new(),
             memory: Memory::new(window.range(), geometry, counts),
             window,
@@ -466,6 +469,12 @@ impl Device {
     /// Slots for small host buffers, made at the first copy that needs one.
     pub(crate) fn bounce(&self) -> Result<&Arc<Ring>, Error> {
         let made = self.bounce.get_or_init(|| Ring::new(BOUNCE_LEN, BOUNCE_SLOTS));
+        made.as_ref().map_err(Clone::clone)
+    }
+
+    /// A slot for each submission, for small copies that are waited for; made at the first of them.
+    pub(crate) fn shorts(&self) -> Result<&Arc<Ring>, Error> {
+        let made = self.shorts.get_or_init(|| Ring::new(BOUNCE_LEN, SLOTS));
         made.as_ref().map_err(Clone::clone)
     }
 

@@ -28,6 +28,7 @@ mod waiter_tests;
 
 use std::sync::Arc;
 
+pub(crate) use budget::SLOTS;
 pub(crate) use plan::BOUNCE_LEN;
 pub use transfer::Transfer;
 

@@ -4,7 +4,8 @@
 //! A copy to memory that is not in the caches is faster past them: an ordinary store would first
 //! read each line that it is going to overwrite. A copy to memory that is there, and may be read
 //! from there next, is faster through them. The guess costs some loads and stores per 64 KiB and
-//! decides nothing but the instructions a copy is made of, so it may be wrong.
+//! decides nothing but the instructions a copy is made of, so it may be wrong. (Copies onto themselves
+//! always go through the caches: only that way goes strictly forward.)
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -22,7 +23,7 @@ const USUAL_CACHE: u64 = 32 << 20;
 
 /// See the module.
 pub(crate) struct Caches {
-    /// Pieces that have gone through the caches so far.
+    /// Pieces that were read or written so far, also past the caches.
     clock: AtomicU64,
     /// Pieces that may go through before one that came earlier is taken to be gone.
     capacity: u32,
@@ -63,6 +64,7 @@ impl Caches {
         if len < LEAST {
             return false;
         }
+        let overlap = dst.abs_diff(src) < len;
         let [dst, src] = [dst, src].map(|addr| addr as u64 >> GRANULE_SHIFT);
         let now = self.clock.load(Ordering::Relaxed);
         // Its first piece speaks for all of it.
@@ -75,7 +77,7 @@ impl Caches {
         }
         // Others may count at the same time: what is lost does not matter.
         self.clock.store(now + 2 * count, Ordering::Relaxed);
-        cold
+        cold && !overlap
     }
 }
 
@@ -122,6 +124,14 @@ mod tests {
         let caches = Caches::new(256);
         assert!(caches.pass_by(THERE, HERE, KIB_64));
         assert!(!caches.pass_by(HERE, THERE + KIB_64, KIB_64));
+    }
+
+    #[test]
+    fn copies_onto_themselves_go_strictly_forward() {
+        let caches = Caches::new(256);
+        assert!(!caches.pass_by(HERE - 64, HERE, KIB_64));
+        assert!(!caches.pass_by(THERE + KIB_64 - 1, THERE, KIB_64));
+        assert!(caches.pass_by(HERE + (1 << 30), HERE + (1 << 30) + KIB_64, KIB_64));
     }
 
     #[test]

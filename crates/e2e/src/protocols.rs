@@ -134,13 +134,23 @@ impl ProtocolLogs {
     /// # Errors
     /// When nothing was written.
     pub fn read(&self) -> Result<Protocols> {
-        let mut all = Vec::new();
-        for entry in std::fs::read_dir(&self.0)? {
-            let log = std::fs::read(entry?.path())?;
-            all.append(&mut Protocols::parse(&String::from_utf8_lossy(&log)).0);
-        }
+        let all: Vec<Table> = self.each()?.into_iter().flat_map(|protocols| protocols.0).collect();
         anyhow::ensure!(!all.is_empty(), "UCX told of no protocol");
         Ok(Protocols(all))
+    }
+
+    /// What each of its processes chose, those left out that chose nothing.
+    ///
+    /// # Errors
+    /// When the logs cannot be read.
+    pub fn each(&self) -> Result<Vec<Protocols>> {
+        let mut each = Vec::new();
+        for entry in std::fs::read_dir(&self.0)? {
+            let log = std::fs::read(entry?.path())?;
+            each.push(Protocols::parse(&String::from_utf8_lossy(&log)));
+        }
+        each.retain(|protocols| !protocols.0.is_empty());
+        Ok(each)
     }
 }
 

@@ -497,10 +497,15 @@ impl Device {
         self.registrations.info()
     }
 
-    /// Whether a copy would find all of this host memory in the registration cache. Takes and counts
-    /// what the copy's own lookup would.
+    /// Where this device sees host memory that is in the registration cache as a whole. Takes and
+    /// counts what a copy's own lookup would.
+    pub fn cached_at(&self, ptr: *const u8, len: usize) -> Option<DeviceAddr> {
+        self.registrations.find(ptr as usize, len).map(|(addr, _pin)| addr)
+    }
+
+    /// Whether a copy would find all of this host memory in the registration cache.
     pub fn is_cached(&self, ptr: *const u8, len: usize) -> bool {
-        self.registrations.find(ptr as usize, len).is_some()
+        self.cached_at(ptr, len).is_some()
     }
 
     pub(crate) fn registrations(&self) -> &Cache {

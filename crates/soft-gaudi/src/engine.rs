@@ -31,7 +31,7 @@ pub(crate) const INLINE_BYTES: u64 = 64 << 10;
 /// The most a waiting thread does in place of a worker before it looks around.
 const HELP_BYTES: u64 = 256 << 20;
 /// The most a thread does that only looks whether something is done.
-const POLL_BYTES: u64 = 1 << 20;
+const POLL_BYTES: u64 = 256 << 10;
 /// Entries of a queue's ring.
 const RING: usize = 4096;
 /// What a waiter may do per microsecond of its timeout; about the speed of a copy.
@@ -314,6 +314,8 @@ impl Context {
                 None => Duration::MAX,
                 Some((timeout, since)) => match timeout.checked_sub(since.elapsed()) {
                     Some(left) if !left.is_zero() => left,
+                    // Often a look just after the submission, with more to be submitted.
+                    _ if submission.first_look() => return Ok(Waited::Busy),
                     _ => {
                         // Someone has to do the work, and a thread that looks again and again
                         // keeps a processor from those who would.

@@ -1,5 +1,5 @@
-//! A test buffer: an allocation in host or device memory that can be filled with an image and
-//! compared with one, guards included.
+//! A test buffer: an allocation in host or device memory, or a part of one, that can be filled with an
+//! image and compared with one, guards included.
 
 use crate::pattern::{Image, Layout, Mismatch};
 use crate::rig::Rig;
@@ -7,11 +7,14 @@ use crate::ucp::{Memory, PackedRegion, Region, RemoteKey, Span};
 use anyhow::{Result, bail};
 use std::sync::Arc;
 
-/// A host or device allocation of the size that layouts of one message size have.
+/// Host or device memory of the size that layouts of one message size have.
 pub struct Buffer {
     /// For device memory: how we get at it. Declared first: the key goes before its region.
     ferry: Option<(RemoteKey, Arc<Region>)>,
     region: Arc<Region>,
+    /// Which part of it.
+    offset: usize,
+    length: usize,
 }
 
 impl Buffer {
@@ -24,77 +27,98 @@ impl Buffer {
 
     /// A buffer that is this region; `staging` as for [`Buffer::new`].
     pub fn of(rig: &Rig, region: Arc<Region>, staging: &Arc<Region>) -> Result<Buffer> {
-        assert!(region.length() <= staging.length());
-        let ferry = match region.memory() {
-            Memory::Host => None,
-            Memory::Gaudi => Some((rig.own_key(&region)?, staging.clone())),
-        };
-        Ok(Buffer { region, ferry })
+        let length = region.length();
+        Buffer::part(rig, region, 0, length, staging)
+    }
+
+    /// A buffer that is a part of this region; `staging` as for [`Buffer::new`].
+    pub fn part(
+        rig: &Rig,
+        region: Arc<Region>,
+        offset: usize,
+        length: usize,
+        staging: &Arc<Region>,
+    ) -> Result<Buffer> {
+        assert!(length <= staging.length());
+        let mut buffer = Buffer { ferry: None, region, offset, length };
+        if buffer.region.memory() == Memory::Gaudi {
+            buffer.ferry = Some((rig.own_key(&buffer.pack()?)?, staging.clone()));
+        }
+        Ok(buffer)
     }
 
     /// The message part, as an operand.
     pub fn body(&self, layout: Layout) -> Span {
-        self.region.span(layout.before, layout.body)
+        self.region.span(self.offset + layout.before, layout.body)
     }
 
     /// For a peer's put and get.
     pub fn pack(&self) -> Result<PackedRegion> {
-        Ok(self.region.pack()?)
+        Ok(PackedRegion { address: self.address(), length: self.length, ..self.region.pack()? })
     }
 
-    /// Length of the allocation.
+    /// Length of the buffer.
     pub fn length(&self) -> usize {
-        self.region.length()
+        self.length
     }
 
-    /// Address of the allocation.
+    /// Address of the buffer.
     pub fn address(&self) -> u64 {
-        self.region.address()
+        self.region.address() + self.offset as u64
     }
 
-    /// Makes the whole allocation look like `image`.
+    /// Makes the whole buffer look like `image`.
     pub fn fill(&self, rig: &Rig, image: &Image) -> Result<()> {
-        assert_eq!(image.total(), self.region.length());
-        let host = self.ferry.as_ref().map_or(&self.region, |(_, staging)| staging);
-        image.write(|at, bytes| host.write(at, bytes));
+        assert_eq!(image.total(), self.length);
+        let (host, start) = self.host_side();
+        image.write(|at, bytes| host.write(start + at, bytes));
         self.unload(rig)
     }
 
-    /// Compares the whole allocation with `image`. The outer error is UCX's, the inner one a wrong
+    /// Compares the whole buffer with `image`. The outer error is UCX's, the inner one a wrong
     /// byte.
     pub fn verify(&self, rig: &Rig, image: &Image) -> Result<Result<(), Mismatch>> {
-        assert_eq!(image.total(), self.region.length());
-        let host = self.load(rig)?;
-        Ok(image.verify(|at, bytes| host.read(at, bytes)))
+        assert_eq!(image.total(), self.length);
+        self.load(rig)?;
+        let (host, start) = self.host_side();
+        Ok(image.verify(|at, bytes| host.read(start + at, bytes)))
     }
 
     /// Flips one bit at `offset`: a test of the test.
     pub fn damage(&self, rig: &Rig, offset: usize) -> Result<()> {
-        let host = self.load(rig)?;
+        self.load(rig)?;
+        let (host, start) = self.host_side();
         let mut byte = [0];
-        host.read(offset, &mut byte);
-        host.write(offset, &[byte[0] ^ 0x10]);
+        host.read(start + offset, &mut byte);
+        host.write(start + offset, &[byte[0] ^ 0x10]);
         self.unload(rig)
     }
 
-    /// Host memory with the bytes of the allocation: itself, or the staging region after a copy.
-    fn load(&self, rig: &Rig) -> Result<&Arc<Region>> {
-        let Some((key, staging)) = &self.ferry else { return Ok(&self.region) };
+    /// Where the host sees the bytes, and from which offset on: the buffer itself, or the staging region.
+    fn host_side(&self) -> (&Arc<Region>, usize) {
+        match &self.ferry {
+            None => (&self.region, self.offset),
+            Some((_, staging)) => (staging, 0),
+        }
+    }
+
+    /// Brings the bytes of the device to the staging region, if there is one.
+    fn load(&self, rig: &Rig) -> Result<()> {
+        let Some((key, staging)) = &self.ferry else { return Ok(()) };
         rig.step("reading device memory by ucp_get from ourselves");
         // Nothing of an earlier copy may pass for what the device holds.
-        let (blank, length) = ([0x5a; 8192], self.region.length());
-        for at in (0..length).step_by(blank.len()) {
-            staging.write(at, &blank[..blank.len().min(length - at)]);
+        let blank = [0x5a; 8192];
+        for at in (0..self.length).step_by(blank.len()) {
+            staging.write(at, &blank[..blank.len().min(self.length - at)]);
         }
-        rig.ferry_out(&staging.span(0, length), key)?;
-        Ok(staging)
+        rig.ferry_out(&staging.span(0, self.length), key)
     }
 
     /// Brings the bytes of the staging region, if there is one, to the device.
     fn unload(&self, rig: &Rig) -> Result<()> {
         let Some((key, staging)) = &self.ferry else { return Ok(()) };
         rig.step("filling device memory by ucp_put to ourselves");
-        rig.ferry_in(&staging.span(0, self.region.length()), key)
+        rig.ferry_in(&staging.span(0, self.length), key)
     }
 
     /// Fills with `image` and reads it back: does the way into this memory work at all?

@@ -6,9 +6,10 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 use ucp_check::matrix::{Op, Pair, Plan, SIZES, Sabotage, Size};
+use ucp_check::run::surroundings::{Refusal, Surroundings, Variable};
 use ucp_check::run::{
-    self, alloc, asleep, atomics, costs, loopback, memory, pair, peer_errors, reconnect, rotate,
-    soak, threads,
+    self, alloc, asleep, atomics, costs, loopback, memory, mesh, pair, peer_errors, reconnect,
+    rotate, soak, threads,
 };
 use ucp_check::ucp::{Features, Memory};
 
@@ -32,6 +33,15 @@ struct Cli {
 enum Command {
     /// Two processes, every operation and memory pair in both directions
     Pair(PairArgs),
+    /// Several processes, all connected to each other: put, get, tags (and streams, if asked for) between
+    /// all of them at once
+    Mesh {
+        /// How many
+        #[arg(long, default_value_t = 8)]
+        processes: u8,
+        #[command(flatten)]
+        pair: PairArgs,
+    },
     /// One process whose worker talks to itself
     Loopback(PlanArgs),
     /// Two processes with host memory only: a loaded plugin must disturb nothing
@@ -119,8 +129,8 @@ enum Command {
         #[arg(long)]
         alone: bool,
         /// Variable for the two processes
-        #[arg(long, value_name = "K=V", value_parser = variable)]
-        env: Vec<(String, String)>,
+        #[arg(long, value_name = "K=V")]
+        env: Vec<Variable>,
         /// Seconds that one step may take
         #[arg(long, default_value_t = 60.0)]
         timeout: f64,
@@ -156,6 +166,8 @@ enum Command {
     Costs(Costs),
     #[command(name = pair::ROLE, hide = true)]
     PairSide(SideArgs),
+    #[command(name = mesh::ROLE, hide = true)]
+    MeshSide(SideArgs),
     /// Bandwidth of put and get over a working set that no cache holds, beside memcpy
     Rotate {
         /// Operations under way at any time
@@ -230,9 +242,12 @@ struct MemoryArgs {
 struct PairArgs {
     #[command(flatten)]
     plan: PlanArgs,
-    /// Variable for the two processes, e.g. UCX_TLS=tcp,gaudi_cpy
-    #[arg(long, value_name = "K=V", value_parser = variable)]
-    env: Vec<(String, String)>,
+    /// Variable for the processes, e.g. UCX_TLS=tcp,gaudi_cpy, or for one of them: 1:SOFT_GAUDI_IMPORT=no
+    #[arg(long, value_name = "[RANK:]K=V")]
+    env: Vec<Variable>,
+    /// What the kernel is to refuse the processes
+    #[arg(long, value_enum)]
+    refuse: Option<Refusal>,
     /// Endpoints with UCP_ERR_HANDLING_MODE_PEER
     #[arg(long)]
     peer_errors: bool,
@@ -290,6 +305,19 @@ struct SideArgs {
     parent: u32,
     #[arg(long)]
     plan: String,
+    #[arg(long, value_enum)]
+    refuse: Option<Refusal>,
+}
+
+impl SideArgs {
+    /// Begins the work of one process.
+    fn run<P: serde::de::DeserializeOwned>(
+        &self,
+        side: impl FnOnce(u8, u32, &P) -> Result<bool>,
+    ) -> Result<bool> {
+        self.refuse.map_or(Ok(()), Refusal::impose)?;
+        side(self.rank, self.parent, &serde_json::from_str(&self.plan)?)
+    }
 }
 
 fn variable(text: &str) -> Result<(String, String), String> {
@@ -354,8 +382,12 @@ impl PairArgs {
         Plan { peer_errors, one_way, ..self.plan.plan(ucx, defaults) }
     }
 
+    fn around(&self) -> Surroundings {
+        Surroundings { variables: self.env.clone(), refuse: self.refuse }
+    }
+
     fn run(&self, ucx: Option<&PathBuf>, defaults: &Defaults<'_>) -> Result<()> {
-        let report = pair::run(&self.plan(ucx, defaults), &self.env)?;
+        let report = pair::run(&self.plan(ucx, defaults), &self.around())?;
         run::conclude(&report, self.plan.json.as_deref())
     }
 }
@@ -396,14 +428,14 @@ fn execute(cli: Cli) -> Result<bool> {
         Command::PeerErrors { heir, direct, times, pair: args } => {
             let defaults = Defaults { sizes: &[4096, 16 << 20], ..EVERYTHING };
             let options = peer_errors::Options { heir, direct, times };
-            let report = peer_errors::run(&args.plan(ucx, &defaults), &args.env, options)?;
+            let report = peer_errors::run(&args.plan(ucx, &defaults), &args.around(), options)?;
             run::conclude(&report, args.plan.json.as_deref())
         }
         Command::Reconnect { count, fresh, pair } => {
             let ops = &[Op::Tag, Op::Put, Op::Get];
             let defaults = Defaults { ops, sizes: &[65537], ..EVERYTHING };
             let plan = pair.plan(ucx, &defaults);
-            reconnect::run(&reconnect::Rounds { plan, count, fresh }, &pair.env)
+            reconnect::run(&reconnect::Rounds { plan, count, fresh }, &pair.around())
         }
         Command::Alloc { count, memory, max, seed, timeout } => alloc::run(&alloc::Options {
             ucx: ucx.map(PathBuf::as_path),
@@ -415,7 +447,8 @@ fn execute(cli: Cli) -> Result<bool> {
         }),
         Command::Atomics { memory, alone, env, timeout } => {
             let options = atomics::Options { ucx: ucx.cloned(), memory, timeout_s: timeout };
-            if alone { atomics::run_alone(&options) } else { atomics::run(&options, &env) }
+            let around = Surroundings { variables: env, refuse: None };
+            if alone { atomics::run_alone(&options) } else { atomics::run(&options, &around) }
         }
         Command::Memory(args) => memory::run(
             args.check,
@@ -454,27 +487,25 @@ fn execute(cli: Cli) -> Result<bool> {
             costs::copies(ucx.map(PathBuf::as_path), quick, &sizes)
         }
         Command::Costs(Costs::Init) => costs::init(ucx.map(PathBuf::as_path)),
-        Command::PairSide(side) => {
-            return pair::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?);
+        Command::Mesh { processes, pair } => {
+            let gaudi = Pair { src: Memory::Gaudi, dst: Memory::Gaudi };
+            let (ops, sizes) = (&[Op::Tag, Op::Put, Op::Get], &[1, 4097, 65537, (2 << 20) + 13]);
+            let plan = pair.plan(ucx, &Defaults { ops, sizes, pairs: &[gaudi], ..EVERYTHING });
+            let report = mesh::run(&mesh::Mesh { processes, plan }, &pair.around())?;
+            run::conclude(&report, pair.plan.json.as_deref())
         }
+        Command::PairSide(side) => return side.run(pair::side),
+        Command::MeshSide(side) => return side.run(mesh::side),
         Command::Rotate { outstanding, set, pair } => {
             let (ops, sizes) = (&[Op::Get, Op::Put], &[1 << 20, 4 << 20, 16 << 20]);
             let gaudi = Pair { src: Memory::Gaudi, dst: Memory::Gaudi };
             let plan = pair.plan(ucx, &Defaults { ops, sizes, pairs: &[gaudi], ..EVERYTHING });
-            rotate::run(&rotate::Rotation { plan, outstanding, set: set.0 }, &pair.env)
+            rotate::run(&rotate::Rotation { plan, outstanding, set: set.0 }, &pair.around())
         }
-        Command::RotateSide(side) => {
-            return rotate::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?);
-        }
-        Command::ReconnectSide(side) => {
-            return reconnect::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?);
-        }
-        Command::AtomicsSide(side) => {
-            return atomics::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?);
-        }
-        Command::PeerErrorsSide(side) => {
-            return peer_errors::side(side.rank, side.parent, &serde_json::from_str(&side.plan)?);
-        }
+        Command::RotateSide(side) => return side.run(rotate::side),
+        Command::ReconnectSide(side) => return side.run(reconnect::side),
+        Command::AtomicsSide(side) => return side.run(atomics::side),
+        Command::PeerErrorsSide(side) => return side.run(peer_errors::side),
     }?;
     Ok(true)
 }

@@ -6,8 +6,8 @@
 
 use crate::ops::Activity;
 use crate::ucp::{
-    Completion, Context, Endpoint, EndpointOptions, Features, Idle, Memory, Region, RemoteKey,
-    Request, Span, Ucx, Worker, WorkerOptions,
+    Completion, Context, Endpoint, EndpointOptions, Features, Idle, Memory, PackedRegion, Region,
+    RemoteKey, Request, Span, Ucx, Worker, WorkerOptions,
 };
 use crate::watchdog::Watchdog;
 use anyhow::{Context as _, Result};
@@ -103,10 +103,10 @@ impl Rig {
         })
     }
 
-    /// A key for our own region, for the ferry.
-    pub fn own_key(&self, region: &Region) -> Result<RemoteKey> {
+    /// A key for (a part of) our own region, for the ferry.
+    pub fn own_key(&self, packed: &PackedRegion) -> Result<RemoteKey> {
         // SAFETY: our own region, packed now; buffers keep region and key together.
-        Ok(unsafe { self.to_myself.unpack(&region.pack()?) }?)
+        Ok(unsafe { self.to_myself.unpack(packed) }?)
     }
 
     /// Copies `staging` (host) over the start of the region behind `key`.

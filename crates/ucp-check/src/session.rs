@@ -1,4 +1,5 @@
-//! Running the cases of a plan, as one of two processes or as both sides at once.
+//! Running the cases of a plan, as one of two processes or as both sides at once; or as one of many, with
+//! a session for each of the others.
 //!
 //! A case: fill the source, poison the destination, move the message, compare *both* allocations
 //! whole. Between the steps the two processes meet at barriers on the control line. Wrong bytes are
@@ -8,7 +9,7 @@ use crate::buffer::Buffer;
 use crate::control::Control;
 use crate::matrix::{Case, Op, Plan, Sabotage};
 use crate::ops::{Activity, Side, truncated};
-use crate::pattern::{Image, Layout};
+use crate::pattern::{Image, Layout, Mismatch};
 use crate::report::{Timing, Verdict};
 use crate::rig::Rig;
 use crate::ucp::{Endpoint, Memory, PackedRegion, Region, RemoteKey};
@@ -52,6 +53,114 @@ enum Role {
 pub(crate) struct Buffers {
     here: BTreeMap<(Role, Memory), Buffer>,
     there: BTreeMap<(Role, Memory), RemoteKey>,
+}
+
+impl Buffers {
+    fn source(&self, case: Case) -> &Buffer {
+        &self.here[&(Role::Source, case.pair.src)]
+    }
+
+    fn destination(&self, case: Case) -> &Buffer {
+        &self.here[&(Role::Destination, case.pair.dst)]
+    }
+
+    /// Drops the keys, which go first on both sides, and leaves what they are for.
+    pub(crate) fn without_keys(self) -> impl Sized {
+        self.here
+    }
+}
+
+/// Memory for messages of one size: an allocation for each side of a message and each kind of memory,
+/// with a part for every session that uses it.
+pub(crate) struct Arena {
+    size: usize,
+    staging: Arc<Region>,
+    regions: BTreeMap<(Role, Memory), Arc<Region>>,
+}
+
+impl Arena {
+    /// For the roles that `plays` says are ours, where they are not both.
+    pub(crate) fn new(
+        rig: &Rig,
+        plan: &Plan,
+        size: usize,
+        parts: usize,
+        plays: impl Fn(u8) -> bool,
+    ) -> Result<Arena> {
+        let staging = rig.region(Memory::Host, Layout::allocation(size))?;
+        let places: BTreeSet<(Role, Memory)> = plan
+            .pairs
+            .iter()
+            .flat_map(|pair| [(Role::Source, pair.src), (Role::Destination, pair.dst)])
+            .filter(|(role, _)| !plan.one_way || plays(u8::from(*role != Role::Source)))
+            .collect();
+        let mut regions = BTreeMap::new();
+        for place in places {
+            rig.step(format_args!("allocating {} memory for {size} bytes", place.1));
+            regions.insert(place, rig.region(place.1, parts * Layout::allocation(size))?);
+        }
+        Ok(Arena { size, staging, regions })
+    }
+
+    fn part(&self, rig: &Rig, part: usize) -> Result<BTreeMap<(Role, Memory), Buffer>> {
+        let length = Layout::allocation(self.size);
+        let cut = |(place, region): (&(Role, Memory), &Arc<Region>)| {
+            let region = region.clone();
+            Ok((*place, Buffer::part(rig, region, part * length, length, &self.staging)?))
+        };
+        self.regions.iter().map(cut).collect()
+    }
+}
+
+/// A session's message among several that are moved at once.
+pub(crate) struct Part<'p, 's> {
+    pub(crate) session: &'p mut Session<'s>,
+    pub(crate) buffers: &'p Buffers,
+    pub(crate) case: Case,
+}
+
+/// Moves the messages of several sessions at once and checks each; the other side of every session does
+/// the same. Verdicts in the order of the sessions.
+///
+/// Processes that have sessions with several others must list them in one and the same order (of the
+/// pairs), or they wait for each other in a circle.
+pub(crate) fn cases(rig: &Rig, parts: &mut [Part<'_, '_>]) -> Result<Vec<Verdict>> {
+    for Part { session, buffers, case } in parts.iter() {
+        session.fill(*case, buffers)?;
+        session.poison(*case, buffers, key::DST_POISON)?;
+    }
+    transfer(rig, parts)?;
+    let verdict = |Part { session, buffers, case }: &Part<'_, '_>| {
+        let wrong = session.compare(*case, buffers, key::DST_POISON)?;
+        let wrong: Vec<String> =
+            wrong.into_iter().map(|(what, wrong)| format!("{what}: {wrong}")).collect();
+        let error = if wrong.is_empty() { None } else { Some(wrong.join("; ")) };
+        Ok(Verdict { case: case.id, error, timing: None })
+    };
+    parts.iter().map(verdict).collect()
+}
+
+/// Both sides of the messages, each started when its case wants it to be.
+fn transfer(rig: &Rig, parts: &mut [Part<'_, '_>]) -> Result<()> {
+    let meet = |parts: &mut [Part<'_, '_>], what: &str| {
+        parts.iter_mut().try_for_each(|part| {
+            part.session.meet(format_args!("{}, {what}", part.case), part.case.id)
+        })
+    };
+    let mut activities = Vec::new();
+    meet(parts, "prepared")?;
+    for part in parts.iter() {
+        activities.extend(part.session.start_in_turn(part.case, part.buffers, true)?);
+    }
+    meet(parts, "first side started")?;
+    for part in parts.iter() {
+        activities.extend(part.session.start_in_turn(part.case, part.buffers, false)?);
+    }
+    if let [first, ..] = parts {
+        rig.step(format_args!("{}: waiting for completion", first.case));
+    }
+    rig.drive(&mut activities)?;
+    meet(parts, "done here")
 }
 
 impl<'a> Session<'a> {
@@ -104,10 +213,9 @@ impl<'a> Session<'a> {
                 verdict(case, outcome)?;
             }
             // Keys go first, on both sides, then the memory they are for.
-            let Buffers { here, there } = buffers;
-            drop(there);
+            let memory = buffers.without_keys();
             self.meet("freeing buffers", u64::MAX - 1)?;
-            drop(here);
+            drop(memory);
         }
         Ok(())
     }
@@ -126,7 +234,7 @@ impl<'a> Session<'a> {
         self.peer.as_ref().is_none_or(|(_, mine)| *mine == rank)
     }
 
-    fn meet(&mut self, what: impl std::fmt::Display, step: u64) -> Result<()> {
+    pub(crate) fn meet(&mut self, what: impl std::fmt::Display, step: u64) -> Result<()> {
         if let Some((control, _)) = &mut self.peer {
             self.rig.step(format_args!("{what}: waiting for the other process"));
             control.barrier(self.rig.worker(), step)?;
@@ -134,19 +242,15 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
+    /// Memory for messages of one size, here and on the other side.
     pub(crate) fn allocate(&mut self, size: usize) -> Result<Buffers> {
-        let staging = self.rig.region(Memory::Host, Layout::allocation(size))?;
-        let places: BTreeSet<(Role, Memory)> = self
-            .plan
-            .pairs
-            .iter()
-            .flat_map(|pair| [(Role::Source, pair.src), (Role::Destination, pair.dst)])
-            .filter(|(role, _)| !self.plan.one_way || self.plays(u8::from(*role != Role::Source)))
-            .collect();
-        let mut here = BTreeMap::new();
-        for place in places {
-            here.insert(place, Buffer::new(self.rig, place.1, size, &staging)?);
-        }
+        let arena = Arena::new(self.rig, self.plan, size, 1, |rank| self.plays(rank))?;
+        self.part_of(&arena, 0)
+    }
+
+    /// A part of the memory that several sessions share; the other side does the same.
+    pub(crate) fn part_of(&mut self, arena: &Arena, part: usize) -> Result<Buffers> {
+        let here = arena.part(self.rig, part)?;
         let mut there = BTreeMap::new();
         if self.plan.ops.iter().any(|op| op.one_sided()) {
             let mut packed: Vec<((Role, Memory), PackedRegion)> = Vec::new();
@@ -166,67 +270,91 @@ impl<'a> Session<'a> {
     }
 
     pub(crate) fn case(&mut self, case: Case, buffers: &Buffers) -> Result<Verdict> {
-        let seed = self.plan.seed;
-        let layouts = self.layouts(case);
-        let source = || &buffers.here[&(Role::Source, case.pair.src)];
-        let destination = || &buffers.here[&(Role::Destination, case.pair.dst)];
-        let sent = Image::message(
-            layouts[0],
-            case.key(seed, key::SRC_POISON),
-            case.key(seed, key::MESSAGE),
-        );
-        let (sending, receiving) = (self.plays(case.from), self.plays(case.to()));
-        if sending {
-            source().fill(self.rig, &sent)?;
-        }
-
         let mut errors = Vec::new();
         let mut timing = None;
         let timed = self.plan.iterations > 0 && Op::PLAIN.contains(&case.op);
+        self.fill(case, buffers)?;
         for (measure, poison) in [(false, key::DST_POISON), (true, key::DST_POISON_TIMED)] {
             if measure && !timed {
                 continue;
             }
-            let poison = case.key(seed, poison);
-            if receiving {
-                destination().fill(self.rig, &Image::poisoned(layouts[1], poison))?;
-            }
+            self.poison(case, buffers, poison)?;
             if measure {
                 timing = self.measure(case, buffers)?;
             } else {
-                self.transfer(case, buffers)?;
+                let rig = self.rig;
+                transfer(rig, &mut [Part { session: self, buffers, case }])?;
             }
-            match self.plan.sabotage {
-                Some(Sabotage::Message) if receiving && case.size > 0 => {
-                    destination().damage(self.rig, layouts[1].before + case.size - 1)?;
-                }
-                Some(Sabotage::Guard) if receiving => {
-                    destination().damage(self.rig, layouts[1].before + case.size)?;
-                }
-                Some(Sabotage::Source) if sending => source().damage(self.rig, 0)?,
-                _ => {}
-            }
-            let received = if case.op == Op::TagTruncated {
-                Image::truncated(layouts[1], poison, truncated(case.size))
-            } else {
-                Image::message(layouts[1], poison, case.key(seed, key::MESSAGE))
-            };
-            let mut check = |what, buffer: &Buffer, image: &Image| -> Result<()> {
-                let after = if measure { " after the timed messages" } else { "" };
-                if let Err(wrong) = buffer.verify(self.rig, image)? {
-                    errors.push(format!("{what}{after}: {wrong}"));
-                }
-                Ok(())
-            };
-            if receiving {
-                check("destination", destination(), &received)?;
-            }
-            if sending {
-                check("source (must not change)", source(), &sent)?;
-            }
+            let after = if measure { " after the timed messages" } else { "" };
+            let wrong = self.compare(case, buffers, poison)?;
+            errors.extend(wrong.into_iter().map(|(what, wrong)| format!("{what}{after}: {wrong}")));
         }
         let error = if errors.is_empty() { None } else { Some(errors.join("; ")) };
         Ok(Verdict { case: case.id, error, timing })
+    }
+
+    /// The sender's buffer becomes what it must be until the end.
+    fn fill(&self, case: Case, buffers: &Buffers) -> Result<()> {
+        if self.plays(case.from) {
+            buffers.source(case).fill(self.rig, &self.sent(case))?;
+        }
+        Ok(())
+    }
+
+    /// The receiver's buffer becomes something that no message is.
+    fn poison(&self, case: Case, buffers: &Buffers, poison: u64) -> Result<()> {
+        if self.plays(case.to()) {
+            let image = Image::poisoned(self.layouts(case)[1], case.key(self.plan.seed, poison));
+            buffers.destination(case).fill(self.rig, &image)?;
+        }
+        Ok(())
+    }
+
+    fn sent(&self, case: Case) -> Image {
+        let key = |what| case.key(self.plan.seed, what);
+        Image::message(self.layouts(case)[0], key(key::SRC_POISON), key(key::MESSAGE))
+    }
+
+    fn received(&self, case: Case, poison: u64) -> Image {
+        let (layout, key) = (self.layouts(case)[1], |what| case.key(self.plan.seed, what));
+        if case.op == Op::TagTruncated {
+            Image::truncated(layout, key(poison), truncated(case.size))
+        } else {
+            Image::message(layout, key(poison), key(key::MESSAGE))
+        }
+    }
+
+    /// Compares what is there with what must be there; what is wrong, and with which buffer. Does the
+    /// damage first that the plan may ask for.
+    fn compare(
+        &self,
+        case: Case,
+        buffers: &Buffers,
+        poison: u64,
+    ) -> Result<Vec<(&'static str, Mismatch)>> {
+        let (sending, receiving) = (self.plays(case.from), self.plays(case.to()));
+        let before = self.layouts(case)[1].before;
+        match self.plan.sabotage {
+            Some(Sabotage::Message) if receiving && case.size > 0 => {
+                buffers.destination(case).damage(self.rig, before + case.size - 1)?;
+            }
+            Some(Sabotage::Guard) if receiving => {
+                buffers.destination(case).damage(self.rig, before + case.size)?;
+            }
+            Some(Sabotage::Source) if sending => buffers.source(case).damage(self.rig, 0)?,
+            _ => {}
+        }
+        let mut wrong = Vec::new();
+        if receiving {
+            let image = self.received(case, poison);
+            let found = buffers.destination(case).verify(self.rig, &image)?;
+            wrong.extend(found.err().map(|wrong| ("destination", wrong)));
+        }
+        if sending {
+            let found = buffers.source(case).verify(self.rig, &self.sent(case))?;
+            wrong.extend(found.err().map(|wrong| ("source (must not change)", wrong)));
+        }
+        Ok(wrong)
     }
 
     /// Where the message is in the source and in the destination: both sides know both.
@@ -235,32 +363,25 @@ impl<'a> Session<'a> {
             .map(|what| Layout::new(case.size, case.key(self.plan.seed, what)))
     }
 
-    /// Both sides of one message, each started when the case wants it to be.
-    fn transfer(&mut self, case: Case, buffers: &Buffers) -> Result<()> {
-        let (sending, receiving) = (self.plays(case.from), self.plays(case.to()));
-        let unexpected = case.op == Op::TagUnexpected;
-        let mut activities = Vec::new();
-        self.meet(format_args!("{case}, prepared"), case.id)?;
-        if receiving && !unexpected {
-            activities.push(self.start(case, buffers, false, false)?);
+    /// Starts what we have to do of a case that is to be started `first`: the receiver's side, unless the
+    /// message shall come unexpected.
+    fn start_in_turn(
+        &self,
+        case: Case,
+        buffers: &Buffers,
+        first: bool,
+    ) -> Result<Vec<Box<dyn Activity>>> {
+        let send = first == (case.op == Op::TagUnexpected);
+        if !self.plays(if send { case.from } else { case.to() }) {
+            return Ok(Vec::new());
         }
-        if sending && unexpected {
-            activities.push(self.start(case, buffers, true, false)?);
-        }
-        self.meet(format_args!("{case}, first side started"), case.id)?;
-        if receiving && unexpected {
+        if !send && !first {
             // Alone in the process, the message must have arrived before it is asked for.
             for _ in 0..1000 {
                 self.rig.worker().progress();
             }
-            activities.push(self.start(case, buffers, false, false)?);
         }
-        if sending && !unexpected {
-            activities.push(self.start(case, buffers, true, false)?);
-        }
-        self.rig.step(format_args!("{case}: waiting for completion"));
-        self.rig.drive(&mut activities)?;
-        self.meet(format_args!("{case}, done here"), case.id)
+        Ok(vec![self.start(case, buffers, send, false)?])
     }
 
     /// Starts the sender's or the receiver's side of a case. `whole`: as when measuring.
@@ -274,10 +395,10 @@ impl<'a> Session<'a> {
         let layouts = self.layouts(case);
         let (mine, layout, their_place, their_layout) = if send {
             let place = (Role::Destination, case.pair.dst);
-            (&buffers.here[&(Role::Source, case.pair.src)], layouts[0], place, layouts[1])
+            (buffers.source(case), layouts[0], place, layouts[1])
         } else {
             let place = (Role::Source, case.pair.src);
-            (&buffers.here[&(Role::Destination, case.pair.dst)], layouts[1], place, layouts[0])
+            (buffers.destination(case), layouts[1], place, layouts[0])
         };
         let remote = buffers.there.get(&their_place).map(|key| (key, their_layout.before));
         let side = Side {

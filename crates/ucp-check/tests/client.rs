@@ -40,15 +40,22 @@ fn long_run(ucx: &PathBuf, words: &str) -> Child {
     client(ucx, &words).spawn().expect("the client starts")
 }
 
-/// The two processes of a pair, once both are there.
+/// The two processes of a pair, once both are programs of their own: who stops one between fork and exec
+/// stops the parent as well, which waits for the exec.
 fn children(parent: &Child) -> [Pid; 2] {
+    let started = |pid: &Pid| {
+        let line = std::fs::read(format!("/proc/{}/cmdline", pid.as_raw_nonzero()));
+        line.is_ok_and(|line| line.split(|byte| *byte == 0).any(|word| word == b"pair-side"))
+    };
     let path = format!("/proc/{0}/task/{0}/children", parent.id());
     let deadline = Instant::now() + Duration::from_secs(30);
     while Instant::now() < deadline {
         let list = std::fs::read_to_string(&path).unwrap_or_default();
         let pids: Vec<Pid> =
             list.split_whitespace().flat_map(|pid| Pid::from_raw(pid.parse().ok()?)).collect();
-        if let [one, other] = pids[..] {
+        if let [one, other] = pids[..]
+            && pids.iter().all(started)
+        {
             return [one, other];
         }
         std::thread::sleep(Duration::from_millis(10));
@@ -86,6 +93,21 @@ fn damage_is_found_in_every_case() {
         assert!(!output.status.success(), "{text}");
         assert!(text.contains("\n0 passed, 40 failed"), "{text}");
         assert!(text.contains(words), "{text}");
+    }
+}
+
+/// Of three processes each two, in both directions.
+#[test]
+fn a_mesh_moves_messages_between_every_two_and_finds_damage() {
+    let Some(ucx) = stock() else { return };
+    let words = format!("mesh --processes 3 --plain --ops tag,stream,put,get {SMALL}");
+    let output = client(&ucx, &words).output().expect("runs");
+    assert!(text(&output).contains("\n48 passed, 0 failed"), "{}", text(&output));
+    let output = client(&ucx, &format!("{words} --sabotage guard")).output().expect("runs");
+    let text = text(&output);
+    assert!(!output.status.success() && text.contains("\n0 passed, 48 failed"), "{text}");
+    for who in ["0 is process 0 and 1 process 1", "0 is process 0 and 1 process 2"] {
+        assert!(text.contains(who), "{text}");
     }
 }
 

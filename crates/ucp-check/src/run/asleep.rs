@@ -37,7 +37,7 @@ pub fn run(options: &Options<'_>) -> Result<()> {
     for &size in options.sizes {
         dog.step(format_args!("copies of {size} bytes"));
         let device = rig.region(Memory::Gaudi, size)?;
-        let key = rig.own_key(&device)?;
+        let key = rig.own_key(&device.pack()?)?;
         let (sent, back) = (rig.region(Memory::Host, size)?, rig.region(Memory::Host, size)?);
         // Connections are made, and memory is pinned, by the first.
         copy(&rig, &sent, &back, &key, 0)?;

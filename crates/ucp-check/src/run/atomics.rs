@@ -4,7 +4,8 @@
 //! a transport can do it. On device memory that is a load from an address no processor can reach:
 //! the owner dies. This shows what happens, whatever it is.
 
-use super::twins::{Twin, Twins, Variable, describe};
+use super::siblings::{Sibling, Siblings, describe};
+use super::surroundings::Surroundings;
 use crate::rig::{Rig, RigOptions};
 use crate::ucp::{Atomic, Endpoint, Features, Memory, PackedRegion, Region, RemoteKey, Ucx};
 use crate::watchdog::Watchdog;
@@ -77,8 +78,8 @@ const ROWS: [Row; 8] = [
 ];
 
 /// Two processes; the lines say how each operation ended. An error when one went wrong.
-pub fn run(options: &Options, env: &[Variable]) -> Result<()> {
-    let mut twins: Twins<Message> = Twins::start(ROLE, options, env)?;
+pub fn run(options: &Options, around: &Surroundings) -> Result<()> {
+    let mut twins: Siblings<Message> = Siblings::twins(ROLE, options, around)?;
     let limit = Duration::from_secs_f64(options.timeout_s * 4.0 + 60.0);
     let (mut right, mut wrong) = (0, 0);
     let mut deaths = Vec::new();
@@ -129,7 +130,7 @@ pub fn run_alone(options: &Options) -> Result<()> {
 
 /// One of the two processes; `Ok(false)`: it failed and told the parent.
 pub fn side(rank: u8, parent: u32, options: &Options) -> Result<bool> {
-    let twin = Twin::begin(rank, parent, Duration::from_secs_f64(options.timeout_s))?;
+    let twin = Sibling::begin(rank, parent, Duration::from_secs_f64(options.timeout_s))?;
     twin.run(Message::Error, |twin| run_side(rank, twin, options))
 }
 
@@ -138,11 +139,11 @@ fn rig(options: &Options, dog: &Watchdog) -> Result<Rig> {
     Rig::new(ucx, RigOptions { features: Features::ATOMIC, hint: false, multi: false }, dog)
 }
 
-fn run_side(rank: u8, twin: Twin, options: &Options) -> Result<()> {
+fn run_side(rank: u8, mut twin: Sibling, options: &Options) -> Result<()> {
     let mut parent = twin.reporter()?;
     let rig = rig(options, &twin.dog)?;
     let worker = rig.worker();
-    let mut control = twin.control;
+    let mut control = twin.only_line()?;
     let address: Vec<u8> = control.exchange(worker, &worker.address()?)?;
     // SAFETY: the address of the worker of our twin, which runs the same UCX.
     let endpoint = unsafe { rig.connect(&address, false) }?;

@@ -6,14 +6,16 @@ pub mod atomics;
 pub mod costs;
 pub mod loopback;
 pub mod memory;
+pub mod mesh;
 pub mod pair;
 pub mod peer_errors;
 mod process;
 pub mod reconnect;
 pub mod rotate;
+mod siblings;
 pub mod soak;
+pub mod surroundings;
 pub mod threads;
-mod twins;
 
 use crate::report::Report;
 use anyhow::{Result, bail};

@@ -1,6 +1,7 @@
 //! `pair`: two processes run every case of a plan in both directions.
 
-use super::twins::{Twin, Twins, Variable, describe};
+use super::siblings::{Sibling, Siblings, describe};
+use super::surroundings::Surroundings;
 use crate::matrix::{Case, Plan};
 use crate::report::{Report, Timing, Verdict};
 use crate::rig::{Rig, RigOptions};
@@ -14,8 +15,9 @@ use std::time::Duration;
 /// Name of the hidden subcommand that runs one side.
 pub const ROLE: &str = "pair-side";
 
+/// What a process has to say.
 #[derive(Serialize, Deserialize)]
-enum Message {
+pub(super) enum Message {
     Ucx {
         version: String,
     },
@@ -28,23 +30,34 @@ enum Message {
 }
 
 /// Starts both processes and collects what they find.
-pub fn run(plan: &Plan, env: &[Variable]) -> Result<Report> {
-    let cases: BTreeMap<u64, Case> = plan
-        .groups()
-        .into_iter()
+pub fn run(plan: &Plan, around: &Surroundings) -> Result<Report> {
+    let twins = Siblings::twins(ROLE, plan, around)?;
+    collect(twins, 2, plan, std::slice::from_ref(plan))
+}
+
+/// Collects what `count` processes find about the cases of all `plans`, each of which concerns two of
+/// them.
+pub(super) fn collect(
+    mut siblings: Siblings<Message>,
+    count: u8,
+    plan: &Plan,
+    plans: &[Plan],
+) -> Result<Report> {
+    let cases: BTreeMap<u64, Case> = plans
+        .iter()
+        .flat_map(Plan::groups)
         .flat_map(|(_, cases)| cases)
         .map(|case| (case.id, case))
         .collect();
-    let mut twins: Twins<Message> = Twins::start(ROLE, plan, env)?;
-    // A step has its own limit in the children; we only guard against both being stopped.
+    // A step has its own limit in the children; we only guard against all being stopped.
     let limit = Duration::from_secs_f64(plan.timeout_s * 4.0 + 60.0);
     let mut report = Report::new("?");
     let mut half: BTreeMap<u64, Verdict> = BTreeMap::new();
-    let mut done = [None; 2];
+    let mut done = vec![None; usize::from(count)];
     let mut trouble = Vec::new();
-    for _ in 0..2 {
+    for _ in 0..count {
         let rank = loop {
-            match twins.next(limit)? {
+            match siblings.next(limit)? {
                 (_, Some(Message::Ucx { version })) => {
                     if report.counts() == (0, 0) {
                         report = Report::new(version);
@@ -66,12 +79,12 @@ pub fn run(plan: &Plan, env: &[Variable]) -> Result<Report> {
                 (rank, None) => break rank,
             }
         };
-        let status = twins.ended(rank)?;
+        let status = siblings.ended(rank)?;
         if done[usize::from(rank)].is_none() || !status.success() {
             if trouble.is_empty() {
                 trouble.push(describe(rank, status));
             }
-            break; // dropping the twins ends the other one
+            break; // dropping the siblings ends the others
         }
     }
     if !trouble.is_empty() {
@@ -84,11 +97,11 @@ pub fn run(plan: &Plan, env: &[Variable]) -> Result<Report> {
     }
     let (passed, failed) = report.counts();
     ensure!(passed + failed == cases.len(), "{} cases are missing", cases.len() - passed - failed);
-    if let [Some(left), Some(right)] = done
-        && plan.features.wakeup()
-    {
-        println!("slept until an event {left} and {right} times");
-        ensure!(left > 0 && right > 0, "a worker never slept: the event descriptor was not tested");
+    if plan.features.wakeup() {
+        let sleeps: Vec<u64> = done.into_iter().flatten().collect();
+        println!("times slept until an event, by process: {sleeps:?}");
+        let all = sleeps.iter().all(|sleeps| *sleeps > 0);
+        ensure!(all, "a worker never slept: the event descriptor was not tested");
     }
     Ok(report)
 }
@@ -102,17 +115,17 @@ fn join(one: Verdict, other: Verdict) -> (Option<String>, Option<Timing>) {
 
 /// One of the two processes; `Ok(false)`: it failed and told the parent.
 pub fn side(rank: u8, parent: u32, plan: &Plan) -> Result<bool> {
-    let twin = Twin::begin(rank, parent, Duration::from_secs_f64(plan.timeout_s))?;
+    let twin = Sibling::begin(rank, parent, Duration::from_secs_f64(plan.timeout_s))?;
     twin.run(Message::Error, |twin| run_side(rank, twin, plan))
 }
 
-fn run_side(rank: u8, twin: Twin, plan: &Plan) -> Result<()> {
+fn run_side(rank: u8, mut twin: Sibling, plan: &Plan) -> Result<()> {
     let mut parent = twin.reporter()?;
     let ucx = Ucx::load(plan.ucx.as_deref())?;
     parent.tell(&Message::Ucx { version: ucx.version().to_owned() })?;
     let options = RigOptions { features: plan.features, hint: plan.hint, multi: false };
     let rig = Rig::new(ucx, options, &twin.dog)?;
-    let mut session = Session::pair(&rig, plan, rank, twin.control)?;
+    let mut session = Session::pair(&rig, plan, rank, twin.only_line()?)?;
     session.run(|_, verdict| parent.tell(&Message::Verdict(verdict)))?;
     session.close()?;
     let sleeps = rig.worker().sleeps();

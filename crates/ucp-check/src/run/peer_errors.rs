@@ -7,7 +7,8 @@
 //! second is reported. So is a put or get that never ends, unless `--direct` says that it goes straight to
 //! the peer's memory: then nothing excuses it, and it fails.
 
-use super::twins::{Twin, Twins, Variable, describe};
+use super::siblings::{Sibling, Siblings, describe};
+use super::surroundings::Surroundings;
 use crate::matrix::{Case, Op, Plan};
 use crate::ops::Activity;
 use crate::pattern::mix;
@@ -78,11 +79,10 @@ impl Moment {
 }
 
 /// Runs every case of `plan`, with the victim receiving and sending.
-pub fn run(plan: &Plan, env: &[Variable], options: Options) -> Result<Report> {
+pub fn run(plan: &Plan, around: &Surroundings, options: Options) -> Result<Report> {
     let mut report = Report::new("?");
     // UCX warns of every message and request that a dead peer leaves behind: expected here.
-    let quiet = ("UCX_LOG_LEVEL".to_owned(), "error".to_owned());
-    let env: Vec<Variable> = [quiet].into_iter().chain(env.iter().cloned()).collect();
+    let around = around.with("UCX_LOG_LEVEL=error");
     let cases = plan.groups().into_iter().flat_map(|(_, cases)| cases);
     let cases: Vec<Case> =
         cases.filter(|case| Op::PLAIN.contains(&case.op) && !survivor_is_passive(case)).collect();
@@ -96,7 +96,7 @@ pub fn run(plan: &Plan, env: &[Variable], options: Options) -> Result<Report> {
             stays: options.heir,
             must_end: options.direct && matches!(case.op, Op::Put | Op::Get),
         };
-        let outcome = one(&scenario, &env);
+        let outcome = one(&scenario, &around);
         if let Ok((version, how)) = &outcome {
             if report.counts() == (0, 0) {
                 report = Report::new(version);
@@ -130,8 +130,8 @@ fn only(plan: &Plan, case: Case) -> Plan {
     }
 }
 
-fn one(scenario: &Scenario, env: &[Variable]) -> Result<(String, String)> {
-    let mut twins: Twins<Message> = Twins::start(ROLE, scenario, env)?;
+fn one(scenario: &Scenario, around: &Surroundings) -> Result<(String, String)> {
+    let mut twins: Siblings<Message> = Siblings::twins(ROLE, scenario, around)?;
     let limit = Duration::from_secs_f64(scenario.plan.timeout_s * 4.0 + 60.0);
     let mut survived = None;
     let mut death = None;
@@ -142,7 +142,7 @@ fn one(scenario: &Scenario, env: &[Variable]) -> Result<(String, String)> {
             (rank, Some(Message::Survived { version, how, at })) => {
                 survived = Some((version, how, at));
                 if scenario.stays {
-                    inherit(&scenario.plan, env)?;
+                    inherit(&scenario.plan, around)?;
                     twins.kill(rank)?;
                 }
             }
@@ -167,14 +167,14 @@ fn one(scenario: &Scenario, env: &[Variable]) -> Result<(String, String)> {
 }
 
 /// A third process allocates on a card: of two, one is the survivor's, so the dead one's must be free.
-fn inherit(plan: &Plan, env: &[Variable]) -> Result<()> {
+fn inherit(plan: &Plan, around: &Surroundings) -> Result<()> {
     let exe = std::env::current_exe().context("finding our own program")?;
     let mut command = std::process::Command::new(exe);
     command.args(["alloc", "--count", "1", "--max", "64K"]);
     if let Some(ucx) = &plan.ucx {
         command.arg("--ucx").arg(ucx);
     }
-    command.envs(env.iter().map(|(name, value)| (name, value)));
+    command.envs(around.variables(u8::MAX));
     let end = command.output().context("starting the heir")?;
     let said = String::from_utf8_lossy(&end.stderr);
     ensure!(end.status.success(), "the dead process's card is not free again: {}", said.trim());
@@ -183,17 +183,17 @@ fn inherit(plan: &Plan, env: &[Variable]) -> Result<()> {
 
 /// One of the two processes; `Ok(false)`: it failed and told the parent.
 pub fn side(rank: u8, parent: u32, scenario: &Scenario) -> Result<bool> {
-    let twin = Twin::begin(rank, parent, Duration::from_secs_f64(scenario.plan.timeout_s))?;
+    let twin = Sibling::begin(rank, parent, Duration::from_secs_f64(scenario.plan.timeout_s))?;
     twin.run(Message::Error, |twin| run_side(rank, twin, scenario))
 }
 
-fn run_side(rank: u8, twin: Twin, scenario: &Scenario) -> Result<()> {
+fn run_side(rank: u8, mut twin: Sibling, scenario: &Scenario) -> Result<()> {
     let Scenario { plan, from, stays, must_end } = scenario;
     let mut parent = twin.reporter()?;
     let ucx = Ucx::load(plan.ucx.as_deref())?;
     let options = RigOptions { features: plan.features, hint: plan.hint, multi: false };
     let rig = Rig::new(ucx, options, &twin.dog)?;
-    let mut session = Session::pair(&rig, plan, rank, twin.control)?;
+    let mut session = Session::pair(&rig, plan, rank, twin.only_line()?)?;
     // First a healthy round, verified: what dies is a working connection.
     session.run(|case, verdict| match verdict.error {
         Some(error) => bail!("before anybody died: {case}: {error}"),

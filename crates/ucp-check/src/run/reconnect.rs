@@ -6,7 +6,8 @@
 //! memory and without any plugin. With a worker per round everything is counted.
 
 use super::process;
-use super::twins::{Twin, Twins, Variable, describe};
+use super::siblings::{Sibling, Siblings, describe};
+use super::surroundings::Surroundings;
 use crate::control::Control;
 use crate::matrix::Plan;
 use crate::rig::{Rig, RigOptions};
@@ -40,8 +41,8 @@ enum Message {
 }
 
 /// Runs both processes.
-pub fn run(rounds: &Rounds, env: &[Variable]) -> Result<()> {
-    let mut twins: Twins<Message> = Twins::start(ROLE, rounds, env)?;
+pub fn run(rounds: &Rounds, around: &Surroundings) -> Result<()> {
+    let mut twins: Siblings<Message> = Siblings::twins(ROLE, rounds, around)?;
     let limit = Duration::from_secs_f64(rounds.plan.timeout_s * 4.0 + 600.0);
     let mut ended = 0;
     while ended < 2 {
@@ -62,17 +63,17 @@ pub fn run(rounds: &Rounds, env: &[Variable]) -> Result<()> {
 
 /// One of the two processes; `Ok(false)`: it failed and told the parent.
 pub fn side(rank: u8, parent: u32, rounds: &Rounds) -> Result<bool> {
-    let twin = Twin::begin(rank, parent, Duration::from_secs_f64(rounds.plan.timeout_s))?;
+    let twin = Sibling::begin(rank, parent, Duration::from_secs_f64(rounds.plan.timeout_s))?;
     twin.run(Message::Error, |twin| run_side(rank, twin, rounds))
 }
 
-fn run_side(rank: u8, twin: Twin, rounds: &Rounds) -> Result<()> {
+fn run_side(rank: u8, mut twin: Sibling, rounds: &Rounds) -> Result<()> {
     let mut parent = twin.reporter()?;
+    let mut control = Some(twin.only_line()?);
     let ucx = Ucx::load(rounds.plan.ucx.as_deref())?;
     let features = rounds.plan.features;
     let make = || Rig::new(ucx, RigOptions { features, hint: false, multi: false }, &twin.dog);
     let kept = if rounds.fresh { None } else { Some(make()?) };
-    let mut control = Some(twin.control);
     let mut round = || -> Result<()> {
         let fresh;
         let rig = match &kept {

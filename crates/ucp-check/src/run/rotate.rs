@@ -3,7 +3,8 @@
 //!
 //! Process 0 transfers; process 1 only has the other end of the memory, and progresses.
 
-use super::twins::{Twin, Twins, Variable, describe};
+use super::siblings::{Sibling, Siblings, describe};
+use super::surroundings::Surroundings;
 use crate::matrix::{Op, Pair, Plan};
 use crate::rig::{Rig, RigOptions};
 use crate::ucp::{Endpoint, Idle, Memory, PackedRegion, Region, RemoteKey, Request, Ucx};
@@ -38,13 +39,13 @@ enum Message {
 }
 
 /// Runs both processes and prints each figure: a name, a tab, and GB/s or µs.
-pub fn run(rotation: &Rotation, env: &[Variable]) -> Result<()> {
+pub fn run(rotation: &Rotation, around: &Surroundings) -> Result<()> {
     let plan = &rotation.plan;
     ensure!(plan.ops.iter().all(|op| op.one_sided()), "only put and get can be measured so");
     ensure!(plan.pairs.len() == 1, "one pair of memories, please");
     let fits = |size: &usize| (1..=rotation.set).contains(size);
     ensure!(plan.sizes.iter().all(fits), "sizes from 1 to the working set's");
-    let mut twins: Twins<Message> = Twins::start(ROLE, rotation, env)?;
+    let mut twins: Siblings<Message> = Siblings::twins(ROLE, rotation, around)?;
     let limit = Duration::from_secs_f64(plan.timeout_s * 4.0 + 60.0);
     let mut ended = 0;
     while ended < 2 {
@@ -64,18 +65,18 @@ pub fn run(rotation: &Rotation, env: &[Variable]) -> Result<()> {
 /// One of the two processes; `Ok(false)`: it failed and told the parent.
 pub fn side(rank: u8, parent: u32, rotation: &Rotation) -> Result<bool> {
     let limit = Duration::from_secs_f64(rotation.plan.timeout_s);
-    let twin = Twin::begin(rank, parent, limit)?;
+    let twin = Sibling::begin(rank, parent, limit)?;
     twin.run(Message::Error, |twin| run_side(rank, twin, rotation))
 }
 
-fn run_side(rank: u8, mut twin: Twin, rotation: &Rotation) -> Result<()> {
+fn run_side(rank: u8, mut twin: Sibling, rotation: &Rotation) -> Result<()> {
     let Rotation { plan, set, .. } = rotation;
     let mut parent = twin.reporter()?;
     let mut tell = |name: String, value| parent.tell(&Message::Figure { name, value });
     let ucx = Ucx::load(plan.ucx.as_deref())?;
     let options = RigOptions { features: plan.features, hint: false, multi: false };
     let rig = Rig::new(ucx, options, &twin.dog)?;
-    let control = &mut twin.control;
+    let control = &mut twin.only_line()?;
     for &op in &plan.ops {
         let Pair { src, dst } = plan.pairs[0];
         let local_is_source = op == Op::Put;

@@ -8,7 +8,7 @@ use uct::config::{Values, Variable};
 use uct::{Component, Status, SysDevice, Ucx, log};
 
 use super::domain::IpcDomain;
-use super::key::{KEY_LEN, OpenKey, Unusable};
+use super::key::{KEY_LEN, NoKey, OpenKey, Unusable};
 use super::{NAME, settings};
 use crate::{cards, domain, seeding};
 
@@ -70,10 +70,13 @@ impl Component for IpcComponent {
 pub(super) fn unreachable(ucx: &Ucx, why: &Unusable) -> Status {
     match why {
         // Nothing is wrong: UCX asks for every buffer.
-        Unusable::None(_) | Unusable::OwnMemory => {
+        Unusable::None(NoKey::HostMemory) | Unusable::OwnMemory => {
             log!(ucx, Debug, "{NAME}: a peer's memory is not reachable: {why}");
         }
-        Unusable::Key(_) | Unusable::NoCard | Unusable::Engine(_) => {
+        Unusable::None(NoKey::NoImport | NoKey::Refused)
+        | Unusable::Key(_)
+        | Unusable::NoCard
+        | Unusable::Engine(_) => {
             log!(ucx, Info, "{NAME}: a peer's memory is not reachable: {why}");
         }
     }

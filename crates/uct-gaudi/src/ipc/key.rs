@@ -59,7 +59,7 @@ impl NoKey {
 impl fmt::Display for NoKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            NoKey::NoImport => "the driver has no dma-buf import",
+            NoKey::NoImport => "its owner finds that the driver has no dma-buf import",
             NoKey::HostMemory => "it is host memory",
             NoKey::Refused => "its owner could not share it (the owner's log says why)",
         })

@@ -1,0 +1,156 @@
+//! What the processes of a run find around them: variables, and what the system refuses them.
+
+use anyhow::{Context, Result};
+use clap::ValueEnum;
+use std::io;
+use std::str::FromStr;
+
+/// A variable for all processes, or for one.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Variable {
+    /// Rank of the only process that has it.
+    pub of: Option<u8>,
+    name: String,
+    value: String,
+}
+
+impl FromStr for Variable {
+    type Err = String;
+
+    /// `K=V`, or `RANK:K=V`.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (name, value) = text.split_once('=').ok_or_else(|| format!("'{text}' is not K=V"))?;
+        let (of, name) = match name.split_once(':') {
+            None => (None, name),
+            Some((rank, name)) => {
+                let rank = rank.parse().map_err(|_| format!("'{text}' is not RANK:K=V"))?;
+                (Some(rank), name)
+            }
+        };
+        Ok(Variable { of, name: name.to_owned(), value: value.to_owned() })
+    }
+}
+
+/// What the kernel is to refuse a process.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum Refusal {
+    /// `pidfd_getfd`, by a seccomp filter, as in a container with Docker's default profile
+    PidfdGetfd,
+    /// To look into each other (`ptrace`), each being in a Landlock domain of its own: what
+    /// kernel.yama.ptrace_scope=1 refuses to siblings, and more
+    Ptrace,
+}
+
+/// What the processes of a run find around them.
+#[derive(Clone, Default, Debug)]
+pub struct Surroundings {
+    /// Beside what we were started with.
+    pub variables: Vec<Variable>,
+    /// What the kernel refuses them.
+    pub refuse: Option<Refusal>,
+}
+
+impl Surroundings {
+    /// The same with one more variable, weaker than those that are there.
+    pub(super) fn with(&self, variable: &str) -> Surroundings {
+        let mut more = self.clone();
+        more.variables.splice(0..0, variable.parse());
+        more
+    }
+
+    /// Variables of the process with this rank.
+    pub(super) fn variables(&self, rank: u8) -> impl Iterator<Item = (&str, &str)> {
+        let its = self.variables.iter().filter(move |it| it.of.is_none_or(|of| of == rank));
+        its.map(|it| (it.name.as_str(), it.value.as_str()))
+    }
+
+    /// Arguments by which a process learns the rest.
+    pub(super) fn arguments(&self) -> Vec<String> {
+        let name = self.refuse.and_then(|refusal| refusal.to_possible_value());
+        name.map_or_else(Vec::new, |it| vec!["--refuse".into(), it.get_name().into()])
+    }
+}
+
+impl Refusal {
+    /// From now on, for this process and all it starts. To be called while it has one thread.
+    pub fn impose(self) -> Result<()> {
+        // SAFETY: a plain request about this process.
+        let done = unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
+        check(done.into()).context("giving up new privileges")?;
+        match self {
+            Refusal::PidfdGetfd => filter(libc::SYS_pidfd_getfd).context("a seccomp filter"),
+            Refusal::Ptrace => enter_domain().context("a Landlock domain"),
+        }
+    }
+}
+
+fn check(done: libc::c_long) -> io::Result<libc::c_long> {
+    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(done) }
+}
+
+/// Has the kernel answer a system call with `EPERM`.
+fn filter(call: libc::c_long) -> io::Result<()> {
+    let statement = |code: u32, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: 0, k };
+    let is_call = libc::sock_filter {
+        code: (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16,
+        jt: 0,
+        jf: 1,
+        k: call as u32,
+    };
+    let mut program = [
+        statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0), // the call's number
+        is_call,
+        statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32),
+        statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW),
+    ];
+    let filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
+    // SAFETY: the program lives across the call.
+    let done =
+        unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const filter) };
+    check(done.into()).map(|_| ())
+}
+
+/// Makes a Landlock domain that forbids something nobody does, and enters it: no process outside it may
+/// be looked into from then on.
+fn enter_domain() -> io::Result<()> {
+    /// LANDLOCK_ACCESS_FS_MAKE_BLOCK: to make block devices.
+    const HANDLED: u64 = 1 << 11;
+    let (attributes, length) = (HANDLED, size_of::<u64>());
+    // SAFETY: the kernel reads that many bytes of the attributes.
+    let rules = check(unsafe {
+        libc::syscall(libc::SYS_landlock_create_ruleset, &raw const attributes, length, 0)
+    })?;
+    // SAFETY: a descriptor that we have just made.
+    let entered = check(unsafe { libc::syscall(libc::SYS_landlock_restrict_self, rules, 0) });
+    // SAFETY: it is ours and not used any more.
+    unsafe { libc::close(rules as i32) };
+    entered.map(|_| ())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_variable_is_everybodys_or_one_process_s() {
+        let around = Surroundings {
+            variables: ["A=1", "1:A=2", "0:B=x:y=z"].map(|it| it.parse().unwrap()).to_vec(),
+            refuse: None,
+        };
+        let around = around.with("Z=0");
+        let of = |rank| around.variables(rank).collect::<Vec<_>>();
+        assert_eq!(of(0), [("Z", "0"), ("A", "1"), ("B", "x:y=z")]);
+        assert_eq!(of(1), [("Z", "0"), ("A", "1"), ("A", "2")]);
+        assert_eq!(of(2), [("Z", "0"), ("A", "1")]);
+        for wrong in ["A", "", "x:A=1", "300:A=1"] {
+            assert!(wrong.parse::<Variable>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_process_is_told_what_is_refused_to_it() {
+        assert!(Surroundings::default().arguments().is_empty());
+        let around = Surroundings { refuse: Some(Refusal::PidfdGetfd), ..Surroundings::default() };
+        assert_eq!(around.arguments(), ["--refuse", "pidfd-getfd"]);
+    }
+}

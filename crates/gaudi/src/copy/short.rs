@@ -8,7 +8,7 @@ use hl_thunk::packet::LinDma;
 use super::Side;
 use super::host_copy::{copy_in, copy_out};
 use super::plan::{BOUNCE_LEN, HostPtr, SMALL_LEN, card_for, check_host};
-use crate::backend::HostPin;
+use crate::rcache::Pin;
 use crate::stats::Path;
 use crate::{Device, DeviceAddr, Direction, Error};
 
@@ -100,11 +100,7 @@ fn dma(direction: Direction, addr: DeviceAddr, host: DeviceAddr, len: usize) -> 
 ///
 /// # Safety
 /// As for [`Device::copy`].
-unsafe fn kept_pin(
-    on: &Arc<Device>,
-    host: *mut u8,
-    len: usize,
-) -> Option<(DeviceAddr, Arc<HostPin>)> {
+unsafe fn kept_pin(on: &Arc<Device>, host: *mut u8, len: usize) -> Option<(DeviceAddr, Pin)> {
     let (cache, addr) = (on.registrations(), host as usize);
     if let Some(found) = cache.find(addr, len) {
         return Some(found);

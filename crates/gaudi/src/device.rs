@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use hl_thunk::ExportCall;
 use hl_thunk::packet::{self, LinDma};
+use smallvec::smallvec;
 
 use crate::backend::{Backend, Geometry, HostPin};
 use crate::copy::engine::Engine;
@@ -414,7 +415,7 @@ impl Device {
             let flight = unsafe {
                 let way = Direction::DeviceToDevice;
                 let tally = Tally::one(way, Path::Fill, len.into());
-                self.engine.make_room().launch(way, vec![dma], Load::default(), tally)
+                self.engine.make_room().launch(way, smallvec![dma], Load::default(), tally)
             };
             flight.and_then(|flight| self.engine.wait(&flight))?;
         }

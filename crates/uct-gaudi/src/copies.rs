@@ -12,6 +12,7 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 use gaudi::{Bell, Device, Error, Segment, SubmitError, Transfer};
+use smallvec::SmallVec;
 use uct::{Completion, Posted, Status};
 
 use crate::queue::{Queue, Start, Work};
@@ -25,6 +26,9 @@ pub(crate) enum OnFailure {
     Report,
 }
 
+/// The segments of a copy. Most have one, which needs no memory beside.
+pub(crate) type Segments = SmallVec<[Segment; 1]>;
+
 /// Why an operation failed.
 #[derive(Debug)]
 pub(crate) enum Failure {
@@ -37,7 +41,7 @@ pub(crate) enum Failure {
 /// What to copy, and what has to live until it is done.
 struct Copy<T> {
     device: Arc<Device>,
-    segments: Vec<Segment>,
+    segments: Segments,
     companion: T,
     completion: Completion,
     on_failure: OnFailure,
@@ -163,7 +167,7 @@ impl<T> Copies<T> {
     pub(crate) unsafe fn post(
         &self,
         device: Arc<Device>,
-        segments: Vec<Segment>,
+        segments: Segments,
         companion: T,
         completion: Completion,
     ) -> Result<Posted, NotStarted<T>> {

@@ -11,7 +11,7 @@ use uct::{
     OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, Status, Ucx, log,
 };
 
-use crate::copies::{Copies, Failure, NotStarted, OnFailure};
+use crate::copies::{Copies, Failure, NotStarted, OnFailure, Segments};
 use crate::domain::{GaudiComponent, GaudiDomain, Memory};
 use crate::estimates::Estimates;
 use crate::flavour::Flavour;
@@ -76,7 +76,7 @@ impl<F: Flavour> CopyInterface<F> {
         completion: Completion,
     ) -> Result<Posted, Status> {
         let mut device = None;
-        let mut segments = Vec::new();
+        let mut segments = Segments::new();
         let mut at = remote;
         for (buffer, memory) in local.iter().filter(|(buffer, _)| buffer.length != 0) {
             let (local_side, local_device) = classify(buffer.address, buffer.length);

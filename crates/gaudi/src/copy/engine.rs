@@ -12,7 +12,7 @@ use hl_thunk::Direction;
 use hl_thunk::packet::LinDma;
 
 use super::budget::{InFlight, Room};
-use super::flight::{Flight, Load};
+use super::flight::{Flight, Load, Moves};
 use super::waiter::Waiter;
 use crate::Error;
 use crate::backend::{Backend, CopyLimits, Ticket};
@@ -357,7 +357,7 @@ impl Reservation<'_> {
     pub(crate) unsafe fn launch(
         self,
         direction: Direction,
-        moves: Vec<LinDma>,
+        moves: Moves,
         load: Load,
         tally: Tally,
     ) -> Result<Arc<Flight>, Error> {

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use hl_thunk::packet::LinDma;
+use smallvec::SmallVec;
 
 use super::host_copy::copy_out;
 use super::plan::HostPtr;
@@ -22,6 +23,10 @@ pub(crate) enum Hold {
     Slot(Arc<dyn Any + Send + Sync>),
 }
 
+/// Most submissions have one move, and a pin or a slot and its pin: they need no memory beside.
+pub(crate) type Moves = SmallVec<[LinDma; 1]>;
+pub(crate) type Holds = SmallVec<[Hold; 2]>;
+
 /// What has to be taken out of a bounce slot when the hardware has filled it.
 #[derive(Debug)]
 pub(crate) struct CopyOut {
@@ -34,7 +39,7 @@ pub(crate) struct CopyOut {
 /// One submission.
 pub(crate) struct Flight {
     pub(crate) ticket: Ticket,
-    moves: Vec<LinDma>,
+    moves: Moves,
     tally: Tally,
     outcome: OnceLock<Result<(), Error>>,
     load: Mutex<Load>,
@@ -45,8 +50,8 @@ pub(crate) struct Flight {
 /// What a submission carries with it until it has ended.
 #[derive(Default)]
 pub(crate) struct Load {
-    pub(crate) holds: Vec<Hold>,
-    pub(crate) outs: Vec<CopyOut>,
+    pub(crate) holds: Holds,
+    pub(crate) outs: SmallVec<[CopyOut; 1]>,
 }
 
 impl std::fmt::Debug for Flight {
@@ -57,13 +62,7 @@ impl std::fmt::Debug for Flight {
 
 impl Flight {
     /// `looks`: how often the oldest of the lane was looked at so far.
-    pub(crate) fn new(
-        ticket: Ticket,
-        moves: Vec<LinDma>,
-        tally: Tally,
-        load: Load,
-        looks: u64,
-    ) -> Self {
+    pub(crate) fn new(ticket: Ticket, moves: Moves, tally: Tally, load: Load, looks: u64) -> Self {
         let (outcome, seen) = (OnceLock::new(), AtomicU64::new(looks));
         Self { ticket, moves, tally, outcome, load: Mutex::new(load), seen }
     }
@@ -90,7 +89,7 @@ impl Flight {
     /// The hardware is done. Empties the bounce slots, whoever's thread this is, so that a transfer
     /// which nobody polls does not keep them from others; gives what was needed, to be dropped
     /// without a lock. `None` if another thread has been here already.
-    pub(crate) fn land(&self, ended: Result<(), Error>) -> Option<Vec<Hold>> {
+    pub(crate) fn land(&self, ended: Result<(), Error>) -> Option<Holds> {
         let mut load = self.load();
         if self.outcome.get().is_some() {
             return None;

@@ -1,10 +1,10 @@
 //! How each segment of a copy travels: straight, through a bounce slot, or by way of the host
 //! between two cards.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 
 use hl_thunk::packet::{self, LinDma};
+use smallvec::SmallVec;
 
 use super::{Segment, Side};
 use crate::copy::ring::Slot;
@@ -42,6 +42,9 @@ pub(crate) struct Piece {
     pub(crate) on: Arc<Device>,
     pub(crate) step: Step,
 }
+
+/// The pieces of a copy. Most have one, which needs no memory beside.
+pub(crate) type Pieces = SmallVec<[Piece; 1]>;
 
 #[derive(Clone, Debug)]
 pub(crate) enum Step {
@@ -165,11 +168,8 @@ pub(crate) fn card_for(
 ///
 /// # Safety
 /// As for [`Device::copy`].
-pub(crate) unsafe fn plan(
-    device: &Arc<Device>,
-    segments: &[Segment],
-) -> Result<VecDeque<Piece>, Error> {
-    let mut pieces = VecDeque::with_capacity(segments.len());
+pub(crate) unsafe fn plan(device: &Arc<Device>, segments: &[Segment]) -> Result<Pieces, Error> {
+    let mut pieces = Pieces::new();
     for segment in segments.iter().filter(|segment| segment.len > 0) {
         let len = segment.len;
         let region = segment.host_region.as_ref();
@@ -229,7 +229,7 @@ fn between(
     dst: DeviceAddr,
     src: DeviceAddr,
     len: usize,
-    pieces: &mut VecDeque<Piece>,
+    pieces: &mut Pieces,
 ) -> Result<(), Error> {
     let (on, direction) = match (place(device, dst, len)?, place(device, src, len)?) {
         (Place::On(target), Place::On(source)) if target.id() == source.id() => {

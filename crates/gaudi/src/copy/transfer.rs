@@ -2,14 +2,14 @@
 //! the bounce slots allow.
 
 use std::any::Any;
-use std::collections::VecDeque;
 use std::sync::Arc;
 
 use hl_thunk::packet::LinDma;
+use smallvec::SmallVec;
 
-use super::flight::{CopyOut, Flight, Hold, Load};
+use super::flight::{CopyOut, Flight, Hold, Load, Moves};
 use super::host_copy::copy_in;
-use super::plan::{Piece, Step};
+use super::plan::{Piece, Pieces, Step};
 use super::ring::{Ring, Slot};
 use super::{Segment, SubmitError, plan};
 use crate::bell::Bell;
@@ -25,10 +25,10 @@ use crate::{Device, DeviceAddr, Error};
 #[must_use = "a copy that nobody polls is never known to be complete"]
 pub struct Transfer {
     device: Arc<Device>,
-    /// Not yet started.
-    waiting: VecDeque<Piece>,
+    /// Not yet started, the next one last.
+    waiting: Pieces,
     /// With the hardware.
-    active: Vec<Active>,
+    active: SmallVec<[Active; 1]>,
     failure: Option<Error>,
     outcome: Option<Result<(), Error>>,
 }
@@ -53,7 +53,7 @@ struct Forward {
 /// Moves of one submission and what comes with them.
 #[derive(Default)]
 struct Batch {
-    moves: Vec<LinDma>,
+    moves: Moves,
     load: Load,
     forward: Option<Forward>,
     tally: Tally,
@@ -81,11 +81,12 @@ impl Transfer {
             return Err(SubmitError::Busy);
         }
         // SAFETY: the caller's promise.
-        let waiting = unsafe { plan::plan(device, segments)? };
+        let mut waiting = unsafe { plan::plan(device, segments)? };
+        waiting.reverse();
         let mut transfer = Self {
             device: Arc::clone(device),
             waiting,
-            active: Vec::new(),
+            active: SmallVec::new(),
             failure: None,
             outcome: None,
         };
@@ -118,7 +119,7 @@ impl Transfer {
             if let Some(outcome) = self.poll() {
                 return outcome;
             }
-            match (self.active.first(), self.waiting.front()) {
+            match (self.active.first(), self.waiting.last()) {
                 (Some(active), _) => drop(active.on.engine().wait(&active.flight)),
                 // Other transfers use up the budget of the card.
                 (None, Some(piece)) => piece.on.engine().wait_for_oldest(),
@@ -145,7 +146,7 @@ impl Transfer {
     /// Whether [`Transfer::poll`] would get it on. Never blocks.
     pub fn has_news(&self) -> bool {
         let ended = |active: &Active| active.on.engine().settle(&active.flight, 0).is_some();
-        match self.waiting.front() {
+        match self.waiting.last() {
             _ if self.active.iter().any(ended) => true,
             Some(piece) if self.active.is_empty() => piece.on.has_room(),
             Some(_) => false,
@@ -155,7 +156,7 @@ impl Transfer {
 
     /// The cards with work in flight for this transfer; without any, the one that has no room.
     fn working(&self) -> impl Iterator<Item = &Arc<Device>> {
-        let waiting = self.waiting.front().filter(|_| self.active.is_empty());
+        let waiting = self.waiting.last().filter(|_| self.active.is_empty());
         let active = self.active.iter().map(|active| &active.on);
         active.chain(waiting.map(|piece| &piece.on))
     }
@@ -177,7 +178,7 @@ impl Transfer {
             if let Some(Forward { slot, target, dst, len }) = active.forward {
                 // Ahead of what has not started, so that its slot is soon free again.
                 let step = Step::Forward { slot, dst, len };
-                self.waiting.push_front(Piece { on: target, step });
+                self.waiting.push(Piece { on: target, step });
             }
         }
     }
@@ -199,18 +200,18 @@ impl Transfer {
 
     /// One submission of pieces that go the same way on the same card. `None`: no room.
     fn launch_batch(&mut self) -> Result<Option<Active>, Error> {
-        let Some(front) = self.waiting.front() else { return Ok(None) };
+        let Some(front) = self.waiting.last() else { return Ok(None) };
         let (on, direction) = (Arc::clone(&front.on), front.step.direction());
         let Some(reservation) = on.engine().reserve() else { return Ok(None) };
         let limit = on.engine().limits().map_err(Clone::clone)?.moves;
         let mut batch = Batch::default();
         let fits = |piece: &Piece| piece.on.id() == on.id() && piece.step.direction() == direction;
         while batch.moves.len() < limit
-            && self.waiting.front().is_some_and(fits)
-            && let Some(Piece { step, .. }) = self.waiting.pop_front()
+            && self.waiting.last().is_some_and(fits)
+            && let Some(Piece { step, .. }) = self.waiting.pop()
         {
             if let Some(step) = self.add(&on, step, &mut batch)? {
-                self.waiting.push_front(Piece { on: Arc::clone(&on), step });
+                self.waiting.push(Piece { on: Arc::clone(&on), step });
                 break;
             }
         }

@@ -19,7 +19,7 @@ use super::domain::{IpcDomain, Memory};
 use super::key::OpenKey;
 use super::remote::{InFlight, Reached, Remote};
 use super::settings::{self, Estimates};
-use crate::copies::{Copies, Ended, Failure, NotStarted, OnFailure};
+use crate::copies::{Copies, Ended, Failure, NotStarted, OnFailure, Segments};
 use crate::sides::{Way, classify};
 use crate::sleeper::Sleeper;
 use crate::status;
@@ -41,7 +41,7 @@ pub(crate) struct IpcInterface {
 /// What to copy, with which card.
 struct Prepared {
     device: Arc<Device>,
-    segments: Vec<Segment>,
+    segments: Segments,
     reached: Reached,
 }
 
@@ -125,7 +125,7 @@ impl IpcInterface {
             // One buffer is all that the attributes allow; strided ones lie on one card.
             let prepared = prepared.get_or_insert_with(|| Prepared {
                 device,
-                segments: Vec::with_capacity(1),
+                segments: Segments::new(),
                 reached: Reached::default(),
             });
             prepared.segments.push(segment);

@@ -9,9 +9,14 @@ use e2e::{Layout, Ucx};
 use crate::repo::Repo;
 
 /// Settings of UCX that Gaudi memory between processes wants where it has to be staged through host
-/// memory: put and get as pipelines, like messages, instead of one small segment after the other.
-/// `docs/performance.md` has the figures.
-pub(crate) const STAGING: &[(&str, &str)] = &[("UCX_RMA_PPLN_ENABLE", "y")];
+/// memory: put and get as pipelines, like messages, instead of one small segment after the other; and
+/// for what goes by segments whatever one sets (streams), larger ones than UCX's 8 KiB, because each
+/// is a copy by the card that is waited for. `docs/performance.md` has the figures.
+pub(crate) const STAGING: &[(&str, &str)] = &[
+    ("UCX_RMA_PPLN_ENABLE", "y"),
+    ("UCX_SYSV_SEG_SIZE", "32832"),
+    ("UCX_POSIX_SEG_SIZE", "32832"),
+];
 
 /// Prints exports, and nothing else, on standard output; if there can be none, a command that fails.
 pub(crate) fn print_exports(repo: &Repo, soft: bool, ucx: Ucx) -> Result<()> {
@@ -144,6 +149,11 @@ mod tests {
         let name = "UCX_RMA_PPLN_ENABLE";
         assert_eq!(shell_value(&exports, "", name), "y");
         assert_eq!(shell_value(&exports, "export UCX_RMA_PPLN_ENABLE=n", name), "n");
+        for name in ["UCX_SYSV_SEG_SIZE", "UCX_POSIX_SEG_SIZE"] {
+            let size: u32 = shell_value(&exports, "", name).parse().expect("a number");
+            // What is beyond makes stock UCX 1.22 hang, see docs/performance.md.
+            assert!(size < 1 << 16, "{name}={size}");
+        }
     }
 
     #[test]

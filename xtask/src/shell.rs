@@ -9,9 +9,8 @@ use e2e::{Layout, Ucx};
 use crate::repo::Repo;
 
 /// Settings of UCX that Gaudi memory between processes wants where it has to be staged through host
-/// memory: put and get as pipelines, like messages, instead of one small segment after the other; and
-/// for what goes by segments whatever one sets (streams), larger ones than UCX's 8 KiB, because each
-/// is a copy by the card that is waited for. `docs/performance.md` has the figures.
+/// memory: put and get as pipelines, like messages, instead of one small segment after the other, and
+/// streams, which have no other way, in larger segments. `docs/performance.md` has the figures.
 pub(crate) const STAGING: &[(&str, &str)] = &[
     ("UCX_RMA_PPLN_ENABLE", "y"),
     ("UCX_SYSV_SEG_SIZE", "32832"),

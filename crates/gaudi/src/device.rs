@@ -13,6 +13,7 @@ use hl_thunk::packet::{self, LinDma};
 use crate::backend::{Backend, Geometry, HostPin};
 use crate::copy::engine::Engine;
 use crate::copy::flight::Load;
+use crate::copy::recurring::Recurring;
 use crate::copy::ring::Ring;
 use crate::copy::short::copy_short;
 use crate::copy::{BOUNCE_LEN, SLOTS};
@@ -94,6 +95,7 @@ pub struct Device {
     handles: Handles,
     bounce: OnceLock<Result<Arc<Ring>, Error>>,
     shorts: OnceLock<Result<Arc<Ring>, Error>>,
+    recurring: Recurring,
     staging: OnceLock<Result<Arc<Ring>, Error>>,
     memory: Memory,
     backend: Arc<dyn Backend>,
@@ -139,6 +141,7 @@ impl Device {
             handles: Handles::default(),
             bounce: OnceLock::new(),
             shorts: OnceLock::new(),
+            recurring: Recurring::default(),
             staging: OnceLock::new(),
             memory: Memory::new(window.range(), geometry, counts),
             window,
@@ -476,6 +479,11 @@ impl Device {
     pub(crate) fn shorts(&self) -> Result<&Arc<Ring>, Error> {
         let made = self.shorts.get_or_init(|| Ring::new(BOUNCE_LEN, SLOTS));
         made.as_ref().map_err(Clone::clone)
+    }
+
+    /// Where small copies that are waited for come back to.
+    pub(crate) fn recurring(&self) -> &Recurring {
+        &self.recurring
     }
 
     /// Slots between two cards, made at the first copy that needs one.

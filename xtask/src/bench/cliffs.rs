@@ -37,7 +37,7 @@ const SIZES: [(&[usize], u32); 3] = [
 const QUICK_SIZES: [(&[usize], u32); 1] = [(&[64, 1 << 20], 2)];
 
 /// Sizes are measured up to this many times, until others had no more of the processors than this.
-const REPEATS: usize = 3;
+const REPEATS: usize = 2;
 const QUIET: f64 = 0.2;
 
 /// One run of the client, on a machine that is busy with other things.

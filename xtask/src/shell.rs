@@ -9,9 +9,13 @@ use e2e::{Layout, Ucx};
 use crate::repo::Repo;
 
 /// Settings of UCX that Gaudi memory between processes wants where it has to be staged through host
-/// memory: put and get as pipelines, like messages, instead of one small segment after the other.
-/// `docs/performance.md` has the figures.
-pub(crate) const STAGING: &[(&str, &str)] = &[("UCX_RMA_PPLN_ENABLE", "y")];
+/// memory: put and get as pipelines, like messages, instead of one small segment after the other, and
+/// streams, which have no other way, in larger segments. `docs/performance.md` has the figures.
+pub(crate) const STAGING: &[(&str, &str)] = &[
+    ("UCX_RMA_PPLN_ENABLE", "y"),
+    ("UCX_SYSV_SEG_SIZE", "32832"),
+    ("UCX_POSIX_SEG_SIZE", "32832"),
+];
 
 /// Prints exports, and nothing else, on standard output; if there can be none, a command that fails.
 pub(crate) fn print_exports(repo: &Repo, soft: bool, ucx: Ucx) -> Result<()> {

@@ -68,3 +68,25 @@ fn put_and_get_are_emulated_unless_ucx_is_told_to_pipeline_them() {
         }
     }
 }
+
+/// Streams have no other way than segment by segment; larger ones need fewer copies. Nothing else is
+/// decided by their size.
+#[test]
+fn larger_segments_move_the_same_bytes_by_the_same_protocols() {
+    let larger = ["UCX_SYSV_SEG_SIZE", "UCX_POSIX_SEG_SIZE"].map(|name| (name, "32832"));
+    for ucx in Ucx::ALL {
+        let (plain, larger) = (moved(ucx, &[]), moved(ucx, &larger));
+        for memory in ["host memory", "gaudi"] {
+            for operation in
+                ["tagged message by ucp_tag_send*", "stream message by ucp_stream_send*"]
+            {
+                let operation = format!("{operation} from {memory}");
+                for size in [1, 4097, LARGE] {
+                    let [plain, larger] =
+                        [&plain, &larger].map(|protocols| protocol(protocols, &operation, size));
+                    assert_eq!(plain, larger, "UCX {}, {operation}, {size} bytes", ucx.name());
+                }
+            }
+        }
+    }
+}

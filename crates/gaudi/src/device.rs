@@ -11,11 +11,12 @@ use hl_thunk::ExportCall;
 use hl_thunk::packet::{self, LinDma};
 
 use crate::backend::{Backend, Geometry, HostPin};
-use crate::copy::BOUNCE_LEN;
 use crate::copy::engine::Engine;
 use crate::copy::flight::Load;
+use crate::copy::recurring::Recurring;
 use crate::copy::ring::Ring;
 use crate::copy::short::copy_short;
+use crate::copy::{BOUNCE_LEN, SLOTS};
 use crate::memory::{Entry, Extent, Memory, Table};
 use crate::rcache::{Cache, CacheInfo};
 use crate::runtime::Registration;
@@ -27,7 +28,8 @@ use crate::{
     SubmitError, Transfer, Window, runtime,
 };
 
-/// Bounce slots of a device: [`BOUNCE_LEN`] bytes each.
+/// Bounce slots of a device for copies that nobody waits for: [`BOUNCE_LEN`] bytes each, as are those
+/// of the copies that someone waits for, of which each submission has its own.
 const BOUNCE_SLOTS: u32 = 64;
 /// Staging slots between two cards.
 const STAGING_LEN: usize = 1 << 20;
@@ -92,6 +94,8 @@ pub struct Device {
     registrations: Cache,
     handles: Handles,
     bounce: OnceLock<Result<Arc<Ring>, Error>>,
+    shorts: OnceLock<Result<Arc<Ring>, Error>>,
+    recurring: Recurring,
     staging: OnceLock<Result<Arc<Ring>, Error>>,
     memory: Memory,
     backend: Arc<dyn Backend>,
@@ -136,6 +140,8 @@ impl Device {
             registrations: Cache::new(counts),
             handles: Handles::default(),
             bounce: OnceLock::new(),
+            shorts: OnceLock::new(),
+            recurring: Recurring::default(),
             staging: OnceLock::new(),
             memory: Memory::new(window.range(), geometry, counts),
             window,
@@ -469,6 +475,17 @@ impl Device {
         made.as_ref().map_err(Clone::clone)
     }
 
+    /// A slot for each submission, for small copies that are waited for; made at the first of them.
+    pub(crate) fn shorts(&self) -> Result<&Arc<Ring>, Error> {
+        let made = self.shorts.get_or_init(|| Ring::new(BOUNCE_LEN, SLOTS));
+        made.as_ref().map_err(Clone::clone)
+    }
+
+    /// Where small copies that are waited for come back to.
+    pub(crate) fn recurring(&self) -> &Recurring {
+        &self.recurring
+    }
+
     /// Slots between two cards, made at the first copy that needs one.
     pub(crate) fn staging(&self) -> Result<&Arc<Ring>, Error> {
         let made = self.staging.get_or_init(|| Ring::new(STAGING_LEN, STAGING_SLOTS));
@@ -480,10 +497,15 @@ impl Device {
         self.registrations.info()
     }
 
-    /// Whether a copy would find all of this host memory in the registration cache. Takes and counts
-    /// what the copy's own lookup would.
+    /// Where this device sees host memory that is in the registration cache as a whole. Takes and
+    /// counts what a copy's own lookup would.
+    pub fn cached_at(&self, ptr: *const u8, len: usize) -> Option<DeviceAddr> {
+        self.registrations.find(ptr as usize, len).map(|(addr, _pin)| addr)
+    }
+
+    /// Whether a copy would find all of this host memory in the registration cache.
     pub fn is_cached(&self, ptr: *const u8, len: usize) -> bool {
-        self.registrations.find(ptr as usize, len).is_some()
+        self.cached_at(ptr, len).is_some()
     }
 
     pub(crate) fn registrations(&self) -> &Cache {

@@ -108,14 +108,13 @@ impl HostRegion {
         if cache.find(self.start, self.len).is_some() {
             return Ok(true);
         }
-        let pinned = if cache.keeps(self.len) {
+        if cache.keeps(self.len) {
             // SAFETY: the caller's promise.
-            unsafe { cache.pin(device, (self.start, self.len), self.range())? }
-        } else {
-            // SAFETY: as above.
-            unsafe { self.pin(device, self.start)? }
-        };
-        Ok(pinned.is_some())
+            let pinned = unsafe { cache.pin(device, (self.start, self.len), self.range())? };
+            return Ok(pinned.is_some());
+        }
+        // SAFETY: as above.
+        Ok(unsafe { self.pin(device, self.start)? }.is_some())
     }
 
     /// Where the device sees `addr`, pinning the region if it was not yet. `None`: it cannot be

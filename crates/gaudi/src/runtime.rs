@@ -14,6 +14,7 @@ use hl_thunk::{Generation, Library};
 use crate::backend::Backend;
 use crate::backend::lent::LENDING;
 use crate::backend::owner::Owner;
+use crate::copy::short::{is_short, short_on};
 use crate::discovery;
 use crate::environment::{self, MODULE_ID, number};
 use crate::error::Phase;
@@ -24,8 +25,8 @@ use crate::rcache::{self, CacheLimits, Switch, Watch};
 use crate::topology::PciLink;
 use crate::window::{Blocked, Windows};
 use crate::{
-    BusId, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Error, ErrorKind, Location,
-    ScaleOut, Sysfs, Window, WindowEvent,
+    BusId, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Direction, Error, ErrorKind,
+    Location, ScaleOut, Side, Sysfs, Window, WindowEvent,
 };
 
 /// Pauses between attempts while a card is in reset or being released, about three seconds in all.
@@ -295,6 +296,34 @@ impl Runtime {
             length: entry.len,
             offset: addr - entry.base,
         })
+    }
+
+    /// Copies `len` bytes between two addresses of this process, each of host memory or of a live
+    /// allocation, and returns when they have arrived. `None`, and nothing done, if neither is an
+    /// allocation's.
+    ///
+    /// # Safety
+    /// As for [`Device::copy`].
+    pub unsafe fn copy(&self, dst: u64, src: u64, len: usize) -> Option<Result<(), Error>> {
+        let (to, from) = (self.locate(dst, len), self.locate(src, len));
+        let device = to.or(from)?.device()?;
+        let host = |addr: u64| core::ptr::with_exposed_provenance_mut::<u8>(addr as usize);
+        // Found once is enough: the way of small copies does not look again.
+        let (host, addr, direction) = match (to, from) {
+            (Some(_), None) if is_short(len) => (host(src), dst, Direction::HostToDevice),
+            (None, Some(_)) if is_short(len) => (host(dst), src, Direction::DeviceToHost),
+            _ => {
+                let side = |addr: u64, place: Option<Location>| match place {
+                    Some(_) => Side::Device(DeviceAddr(addr)),
+                    None => Side::Host(host(addr)),
+                };
+                // SAFETY: the caller's promise.
+                return Some(unsafe { device.copy_blocking(side(dst, to), side(src, from), len) });
+            }
+        };
+        // SAFETY: the caller's promise; the address was found live just now.
+        let copied = unsafe { short_on(&device, host, DeviceAddr(addr), direction, len) };
+        Some(copied.map_err(|error| device.failed(error)))
     }
 
     /// Has `observer` called for every window: at once for those there are, later on the thread

@@ -65,6 +65,53 @@ fn host_to_device_and_back_at_odd_sizes_and_offsets() {
 }
 
 #[test]
+fn copies_by_bare_addresses_find_out_for_themselves_what_they_are() {
+    let device = setup();
+    for (round, len) in SIZES.into_iter().enumerate() {
+        let offset = 1 + 37 * round % MARGIN;
+        let (one, two) = (poisoned(&device, len), poisoned(&device, len));
+        let sent = pattern(len, round as u64);
+        let mut back = vec![POISON; len];
+        let (there, on) = (at(&one, offset).0, at(&two, offset).0);
+        // SAFETY: the buffers live across the calls, and nobody else has them.
+        unsafe {
+            runtime().copy(there, sent.as_ptr() as u64, len).unwrap().unwrap();
+            runtime().copy(on, there, len).unwrap().unwrap();
+            runtime().copy(back.as_mut_ptr() as u64, on, len).unwrap().unwrap();
+        }
+        assert_same(&back, &sent, "there, across and back");
+        for allocation in [&one, &two] {
+            let whole = read(&device, allocation.addr(), len + 2 * MARGIN);
+            assert_same(&whole, &framed(&sent, offset, whole.len()), "nothing beside it");
+        }
+    }
+}
+
+#[test]
+fn bare_addresses_that_no_gaudi_can_copy_are_refused() {
+    let device = setup();
+    let target = device.alloc(64, 1).unwrap();
+    let (addr, mut host) = (target.addr().0, [0_u8; 128]);
+    let [low, high] = [0, 64].map(|offset| host[offset..].as_mut_ptr() as u64);
+    // SAFETY: the buffer lives across the calls.
+    unsafe {
+        assert!(runtime().copy(low, high, 64).is_none(), "both are host memory");
+        assert!(runtime().copy(addr, high, 65).is_none(), "longer than the allocation");
+        let beside = device.alloc(64, 1).unwrap();
+        let straddling = beside.addr().0 + 60;
+        let error = runtime().copy(addr, straddling, 8).unwrap().unwrap_err();
+        assert!(error.to_string().contains("was given as host memory"), "{error}");
+        drop(beside);
+        let error = runtime().copy(addr, straddling, 8).unwrap().unwrap_err();
+        assert!(error.to_string().contains("device memory that was freed"), "{error}");
+        assert_eq!(error.kind(), ErrorKind::InvalidParams);
+        let error = runtime().copy(addr, 0, 8).unwrap().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidParams);
+        runtime().copy(addr, low, 0).unwrap().unwrap();
+    }
+}
+
+#[test]
 fn within_the_device_at_odd_sizes_and_offsets() {
     let device = setup();
     for (round, len) in SIZES.into_iter().enumerate() {

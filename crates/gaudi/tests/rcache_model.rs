@@ -14,14 +14,14 @@ mod table;
 
 /// What `src/rcache/sync.rs` is in the library.
 mod sync {
-    pub(crate) use loom::cell::UnsafeCell;
     pub(crate) use loom::sync::atomic::{
-        AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering, fence,
+        AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
     };
     pub(crate) use loom::sync::{Mutex, MutexGuard};
     pub(crate) use loom::thread::yield_now;
 
     pub(crate) const FANOUT_BITS: u32 = 1;
+    pub(crate) const WAYS: usize = 1;
     pub(crate) const CHUNK: usize = 2;
 }
 
@@ -32,32 +32,57 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use loom::sync::Arc as Shared;
 use loom::thread;
-use table::{Bounds, Found, Inserted, Swept, Table, Value};
+use table::{Bounds, Found, Inserted, Swept, Table};
 
 const PAGE: u64 = 4096;
 const PLENTY: Bounds = Bounds { regions: 100, bytes: 1 << 40 };
 
-/// A pin: the pages it was made for.
-#[derive(Clone, Debug)]
-struct Pin(Arc<Range<u64>>);
+/// Something that may be used until it has come out of the table. Loom sees to it that whoever uses
+/// it and whoever gives it back never meet.
+#[derive(Clone)]
+struct Pin(Arc<Live>);
 
-impl Value for Pin {
-    fn is_idle(&self) -> bool {
-        Arc::strong_count(&self.0) == 1
+struct Live(loom::cell::UnsafeCell<bool>);
+
+impl Pin {
+    fn new() -> Self {
+        Self(Arc::new(Live(loom::cell::UnsafeCell::new(true))))
+    }
+
+    fn is_live(&self) -> bool {
+        // SAFETY: as loom checks.
+        self.0.0.with(|live| unsafe { *live })
+    }
+
+    fn give_back(&self) {
+        assert!(self.is_live(), "given back twice");
+        // SAFETY: as loom checks.
+        self.0.0.with_mut(|live| unsafe { *live = false });
     }
 }
+
+// SAFETY: that threads never meet in the cell is what loom checks here.
+unsafe impl Sync for Live {}
+// SAFETY: as above.
+unsafe impl Send for Live {}
 
 fn pages(first: u64, end: u64) -> Range<u64> {
     first * PAGE..end * PAGE
 }
 
+/// What is given with a value: the pages it was made for.
+fn base(range: &Range<u64>) -> u64 {
+    range.start << 32 | range.end
+}
+
 /// Finds the pages or pins them.
-fn get(table: &Table<Pin>, range: &Range<u64>, bounds: Bounds) -> Option<Found<Pin>> {
+fn get<'a>(table: &'a Table<Pin>, range: &Range<u64>, bounds: Bounds) -> Option<Found<'a, Pin>> {
     let mut swept = Swept::default();
     let wanted = (range.start, range.end - range.start);
     let Ok(made) = table.insert(wanted, range, bounds, &mut swept, |range, _, _| {
-        Ok::<_, Infallible>(Pin(Arc::new(range.clone())))
+        Ok::<_, Infallible>((base(range), Pin::new()))
     });
+    swept.values.iter().for_each(Pin::give_back);
     match made {
         Inserted::Hit(found) | Inserted::Made(found) => {
             assert_right(&found, range);
@@ -67,7 +92,7 @@ fn get(table: &Table<Pin>, range: &Range<u64>, bounds: Bounds) -> Option<Found<P
     }
 }
 
-fn find(table: &Table<Pin>, range: &Range<u64>) -> Option<Found<Pin>> {
+fn find<'a>(table: &'a Table<Pin>, range: &Range<u64>) -> Option<Found<'a, Pin>> {
     let found = table.find(range.start, range.end - range.start)?;
     assert_right(&found, range);
     Some(found)
@@ -75,8 +100,8 @@ fn find(table: &Table<Pin>, range: &Range<u64>) -> Option<Found<Pin>> {
 
 /// What was found is whole, and is for the pages that were asked for.
 #[track_caller]
-fn assert_right(found: &Found<Pin>, wanted: &Range<u64>) {
-    let Pin(pinned) = &found.value;
+fn assert_right(found: &Found<'_, Pin>, wanted: &Range<u64>) {
+    let pinned = found.base >> 32..found.base & 0xffff_ffff;
     assert_eq!(found.start, pinned.start, "a start and a pin that do not belong together");
     assert!(pinned.start <= wanted.start && wanted.end <= pinned.end, "{wanted:?} in {pinned:?}");
 }
@@ -125,6 +150,8 @@ fn a_range_that_swallows_memory_which_goes_away_is_not_found_after() {
     model(|| {
         let table = Shared::new(Table::<Pin>::new());
         get(&table, &pages(0, 2), PLENTY);
+        // Its place is noted now: there is more than one way to it.
+        assert!(find(&table, &pages(0, 1)).is_some());
         let growing = {
             let table = Shared::clone(&table);
             // Overlaps the first in page 1, which stays; page 0 goes.
@@ -202,7 +229,7 @@ fn an_entry_whose_memory_goes_while_it_is_made_is_not_used_for_another() {
                 table.insert(wanted, &range, PLENTY, &mut swept, |range, others, swept| {
                     others.evict_idle(usize::MAX, swept);
                     assert!(table.find(range.start, PAGE).is_none(), "found before it is made");
-                    Ok::<_, Infallible>(Pin(Arc::new(range.clone())))
+                    Ok::<_, Infallible>((base(range), Pin::new()))
                 });
             let (Inserted::Hit(found) | Inserted::Made(found)) = made else { panic!("no room") };
             assert_right(&found, &range);
@@ -246,11 +273,56 @@ fn two_threads_that_miss_share_one_pin() {
         let table = Shared::new(Table::<Pin>::new());
         let other = {
             let table = Shared::clone(&table);
-            thread::spawn(move || get(&table, &pages(1, 2), PLENTY))
+            thread::spawn(move || drop(get(&table, &pages(1, 2), PLENTY).expect("room")))
         };
-        let mine = get(&table, &pages(1, 2), PLENTY).expect("room");
-        let theirs = other.join().unwrap().expect("room");
-        assert!(Arc::ptr_eq(&mine.value.0, &theirs.value.0));
+        get(&table, &pages(1, 2), PLENTY).expect("room");
+        other.join().unwrap();
+        assert_eq!(table.lock().size(), (1, PAGE));
+    });
+}
+
+#[test]
+fn a_pin_comes_out_when_those_who_found_it_have_left_and_not_before() {
+    model(|| {
+        let table = Shared::new(Table::<Pin>::new());
+        let (range, pin) = (pages(1, 2), Pin::new());
+        let Ok(made) = table.insert(
+            (range.start, PAGE),
+            &range,
+            PLENTY,
+            &mut Swept::default(),
+            |range, _, _| Ok::<_, Infallible>((base(range), pin.clone())),
+        );
+        drop(made);
+        let copying = {
+            let (table, range, pin) = (Shared::clone(&table), range.clone(), pin.clone());
+            thread::spawn(move || {
+                if let Some(found) = find(&table, &range) {
+                    let entry = found.visit.into_raw();
+                    // A copy of two parts.
+                    // SAFETY: the visit lasts, and each of the two ends once.
+                    unsafe { table.enter_with(entry) };
+                    assert!(pin.is_live());
+                    // SAFETY: as above.
+                    unsafe { table.leave(entry) };
+                    assert!(pin.is_live());
+                    // SAFETY: as above.
+                    unsafe { table.leave(entry) };
+                }
+            })
+        };
+        table.invalidate(range.start, range.end);
+        let mut swept = Swept::default();
+        table.lock().sweep(&mut swept);
+        swept.values.iter().for_each(Pin::give_back);
+        copying.join().unwrap();
+        if swept.values.is_empty() {
+            assert!(table.has_marked(), "nobody would know that the last one has left");
+            table.lock().sweep(&mut swept);
+            swept.values.iter().for_each(Pin::give_back);
+        }
+        assert!(!pin.is_live());
+        assert_eq!(table.lock().size(), (0, 0));
     });
 }
 

@@ -86,7 +86,8 @@ fn inode(descriptor: &OwnedFd) -> u64 {
 struct Bench {
     cards: [Arc<Device>; 2],
     expected: [Expected; 2],
-    bounce_pinned: [bool; 2],
+    /// Of each card: the ring of copies that nobody waits for, and of those that someone does.
+    bounce_pinned: [[bool; 2]; 2],
     staging_pinned: bool,
     tenants: Vec<(usize, Allocation)>,
     descriptors: Vec<OwnedFd>,
@@ -103,7 +104,7 @@ impl Bench {
         Self {
             cards,
             expected,
-            bounce_pinned: [false; 2],
+            bounce_pinned: [[false; 2]; 2],
             staging_pinned: false,
             tenants: Vec::new(),
             descriptors: Vec::new(),
@@ -162,8 +163,9 @@ impl Bench {
         assert_eq!(found, (live.len() as i64, bytes), "dma-bufs after {step:?}");
     }
 
-    fn bounced(&mut self, card: usize) {
-        if !std::mem::replace(&mut self.bounce_pinned[card], true) {
+    fn bounced(&mut self, card: usize, waited_for: bool) {
+        let ring = &mut self.bounce_pinned[card][usize::from(waited_for)];
+        if !std::mem::replace(ring, true) {
             self.expect(card, &[("pins", 1), ("pinned_bytes", BOUNCE_RING)]);
         }
         self.expect(card, &[("bounced_operations", 1)]);
@@ -274,7 +276,7 @@ impl Bench {
                 unsafe { self.cards[card].copy_blocking(dst, src, len) }.unwrap();
                 self.copied(card, len, down);
                 if len <= BOUNCE {
-                    self.bounced(card);
+                    self.bounced(card, true);
                 } else {
                     self.expect(card, &[("pins", 1), ("unpins", 1), ("pinned_operations", 1)]);
                 }
@@ -300,7 +302,7 @@ impl Bench {
                 assert!(is_pinned == was_pinned || len > SMALL);
                 assert!(is_pinned || len <= BOUNCE);
                 if !is_pinned {
-                    self.bounced(card);
+                    self.bounced(card, false);
                 } else {
                     self.expect(card, &[("pinned_operations", 1)]);
                 }

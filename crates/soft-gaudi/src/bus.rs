@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard};
 
 use crate::asic::Generation;
+use crate::caches::Caches;
 use crate::context::Context;
 use crate::engine::INLINE_BYTES;
 use crate::faults::Action;
@@ -15,8 +16,6 @@ use crate::registers::{Consequences, Registers};
 use crate::sync_manager::Effect;
 use crate::workers;
 
-/// Transfers of this size and more go past the caches.
-const STREAM_BYTES: u32 = 16 << 20;
 /// Monitors that set each other off for ever end as an error.
 const MAX_EFFECTS: u32 = 1 << 16;
 
@@ -136,8 +135,9 @@ impl Bus for QueueBus<'_> {
             let moved = match from {
                 Some(from) => {
                     part = part.min(from.len);
-                    let copy =
-                        if dma.size >= STREAM_BYTES { guarded::stream } else { guarded::copy };
+                    let caches = Caches::here();
+                    let past = caches.pass_by(to.ptr as usize, from.ptr as usize, part as usize);
+                    let copy = if past { guarded::stream } else { guarded::copy };
                     // SAFETY: both are memory the program mapped for the device; a vanished
                     // mapping comes back as an error.
                     unsafe { copy(to.ptr, from.ptr, part as usize) }

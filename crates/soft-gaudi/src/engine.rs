@@ -18,11 +18,11 @@ use crate::context::Context;
 use crate::events::bit;
 use crate::faults::Action;
 use crate::interrupts::Registration;
-use crate::processor::{Fault, Pause, Program};
+use crate::processor::{Fault, Pause, Program, SLICE};
 use crate::queue::Job;
 use crate::registers::Consequences;
 use crate::signals::Sob;
-use crate::state::Drop;
+use crate::state::{Drop, clock_ns};
 use crate::submission::{Lookup, Outcome, Submission};
 use crate::workers;
 
@@ -31,7 +31,8 @@ pub(crate) const INLINE_BYTES: u64 = 64 << 10;
 /// The most a waiting thread does in place of a worker before it looks around.
 const HELP_BYTES: u64 = 256 << 20;
 /// The most a thread does that only looks whether something is done.
-const POLL_BYTES: u64 = 1 << 20;
+/// Some packets and a slice of a copy: less than a slice would be begun by nobody.
+const POLL_BYTES: u64 = SLICE + 4096;
 /// Entries of a queue's ring.
 const RING: usize = 4096;
 /// What a waiter may do per microsecond of its timeout; about the speed of a copy.
@@ -55,8 +56,7 @@ pub(crate) enum Waited {
 }
 
 pub(crate) fn realtime_ns() -> u64 {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::Realtime);
-    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+    clock_ns(libc::CLOCK_REALTIME)
 }
 
 impl Context {
@@ -128,7 +128,7 @@ impl Context {
             }
             match self.window.enter(&mut make) {
                 Ok(submission) => {
-                    self.in_flight.fetch_add(1, Ordering::AcqRel);
+                    self.in_flight.fetch_add(1, Ordering::SeqCst);
                     self.state.in_flight.fetch_add(1, Ordering::Relaxed);
                     return Ok(submission);
                 }
@@ -315,6 +315,8 @@ impl Context {
                 None => Duration::MAX,
                 Some((timeout, since)) => match timeout.checked_sub(since.elapsed()) {
                     Some(left) if !left.is_zero() => left,
+                    // Often a look just after the submission, with more to be submitted.
+                    _ if submission.first_look() => return Ok(Waited::Busy),
                     _ => {
                         // Someone has to do the work, and a thread that looks again and again
                         // keeps a processor from those who would.

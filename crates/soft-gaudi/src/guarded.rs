@@ -41,9 +41,9 @@ core::arch::global_asm!(
     "rep movsb",
     "xor eax, eax",
     "ret",
-    // The same past the caches, for what does not fit in them anyway: bytes up to a line, four
-    // pages side by side (several streams keep the memory busier than one), single lines, bytes.
-    // At least 64 bytes long.
+    // The same past the caches, for what they do not hold: bytes up to a line, four
+    // pages side by side, two lines of each in turn (several streams keep the memory busier than
+    // one), single lines, bytes. At least 64 bytes long.
     ".p2align 5",
     ".hidden soft_gaudi_guarded_stream",
     ".globl soft_gaudi_guarded_stream",
@@ -56,47 +56,24 @@ core::arch::global_asm!(
     "6:",
     "cmp rdx, 16384",
     "jb 8f",
-    "mov ecx, 64",
+    "mov ecx, 32",
     ".p2align 4",
     "7:",
-    "prefetcht0 [rsi + 1024]",
-    "prefetcht0 [rsi + 5120]",
-    "prefetcht0 [rsi + 9216]",
-    "prefetcht0 [rsi + 13312]",
-    "movdqu xmm0, [rsi + 0]",
-    "movdqu xmm1, [rsi + 16]",
-    "movdqu xmm2, [rsi + 32]",
-    "movdqu xmm3, [rsi + 48]",
-    "movdqu xmm4, [rsi + 4096]",
-    "movdqu xmm5, [rsi + 4112]",
-    "movdqu xmm6, [rsi + 4128]",
-    "movdqu xmm7, [rsi + 4144]",
-    "movdqu xmm8, [rsi + 8192]",
-    "movdqu xmm9, [rsi + 8208]",
-    "movdqu xmm10, [rsi + 8224]",
-    "movdqu xmm11, [rsi + 8240]",
-    "movdqu xmm12, [rsi + 12288]",
-    "movdqu xmm13, [rsi + 12304]",
-    "movdqu xmm14, [rsi + 12320]",
-    "movdqu xmm15, [rsi + 12336]",
-    "movntdq [rdi + 0], xmm0",
-    "movntdq [rdi + 16], xmm1",
-    "movntdq [rdi + 32], xmm2",
-    "movntdq [rdi + 48], xmm3",
-    "movntdq [rdi + 4096], xmm4",
-    "movntdq [rdi + 4112], xmm5",
-    "movntdq [rdi + 4128], xmm6",
-    "movntdq [rdi + 4144], xmm7",
-    "movntdq [rdi + 8192], xmm8",
-    "movntdq [rdi + 8208], xmm9",
-    "movntdq [rdi + 8224], xmm10",
-    "movntdq [rdi + 8240], xmm11",
-    "movntdq [rdi + 12288], xmm12",
-    "movntdq [rdi + 12304], xmm13",
-    "movntdq [rdi + 12320], xmm14",
-    "movntdq [rdi + 12336], xmm15",
-    "add rsi, 64",
-    "add rdi, 64",
+    ".irp at, 128, 192, 4224, 4288, 8320, 8384, 12416, 12480",
+    "prefetcht0 [rsi + \\at]",
+    ".endr",
+    ".irp at, 0, 64, 4096, 4160, 8192, 8256, 12288, 12352",
+    "movdqu xmm0, [rsi + \\at]",
+    "movdqu xmm1, [rsi + \\at + 16]",
+    "movdqu xmm2, [rsi + \\at + 32]",
+    "movdqu xmm3, [rsi + \\at + 48]",
+    "movntdq [rdi + \\at], xmm0",
+    "movntdq [rdi + \\at + 16], xmm1",
+    "movntdq [rdi + \\at + 32], xmm2",
+    "movntdq [rdi + \\at + 48], xmm3",
+    ".endr",
+    "add rsi, 128",
+    "add rdi, 128",
     "dec ecx",
     "jnz 7b",
     "add rsi, 12288",
@@ -189,7 +166,7 @@ pub(crate) unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) -> Result<()
     }
 }
 
-/// Copies like [`copy`], past the caches: for parts of a transfer larger than they are.
+/// Copies like [`copy`], past the caches and not strictly forward: the two must not overlap.
 ///
 /// # Safety
 /// As for [`copy`].

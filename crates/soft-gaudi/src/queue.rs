@@ -5,6 +5,7 @@
 //! remembered, so none is lost between "the fence is down" and "I go to sleep".
 
 use std::collections::VecDeque;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::asic::Generation;
@@ -38,6 +39,8 @@ struct State {
 #[derive(Debug)]
 pub(crate) struct Queue {
     state: Mutex<State>,
+    /// It is on the workers' list.
+    pub(crate) listed: AtomicBool,
 }
 
 /// The right to run a queue.
@@ -55,7 +58,7 @@ impl Queue {
             blocked: false,
             kicked: false,
         };
-        Self { state: Mutex::new(state) }
+        Self { state: Mutex::new(state), listed: AtomicBool::new(false) }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

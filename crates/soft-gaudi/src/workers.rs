@@ -2,6 +2,11 @@
 //!
 //! None exists until a submission is too large to be run by its submitter. They belong to the
 //! process, not to a card, and are as many as there are processors, at most eight.
+//!
+//! Waking a thread costs as much as copying tens of kilobytes, and a program that polls has often
+//! done the work itself by the time the worker is awake. So in a stream of submissions one worker
+//! that has run out of work *lingers*: it sleeps for some microseconds at a time and looks for
+//! itself, and nobody wakes anybody. When nothing has come for a while it goes to sleep for good.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
@@ -24,8 +29,20 @@ struct PoolState {
     /// Contexts with submissions in flight, whose timeouts an idle worker minds.
     watched: Vec<Weak<Context>>,
     threads: usize,
+    /// Workers that sleep until they are woken.
     idle: usize,
+    /// A worker is about to look at the tasks: it lingers, or was woken, or is being started.
+    attended: bool,
 }
+
+/// How long a lingering worker sleeps before it looks again; the kernel adds its slack.
+const TICK: Duration = Duration::from_micros(50);
+/// Looks in vain after which it stops lingering.
+const QUIET_TICKS: u32 = 20;
+/// How often timeouts are looked at while workers have other things to do.
+const MINDING: Duration = Duration::from_millis(10);
+/// The most a worker does for one queue while others wait for it.
+const TURN_BYTES: u64 = 16 << 20;
 
 /// Counts forks: a child starts with threads, contexts and the pool of nobody.
 static FORKS: AtomicU64 = AtomicU64::new(0);
@@ -66,10 +83,20 @@ fn pool() -> &'static Pool {
 
 /// Leaves a queue to the workers, starting one if all are busy.
 pub(crate) fn run_later(context: Arc<Context>, queue: u32) {
+    // On the list already: who takes it from there finds all the work that the queue then has.
+    if context.queues[queue as usize].listed.swap(true, Ordering::AcqRel) {
+        return;
+    }
     let pool = pool();
     let mut state = pool.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     state.tasks.push_back((context, queue));
-    wake_or_start(pool, state, most_threads());
+    summon(pool, &mut state, most_threads());
+    if state.threads == 0
+        && let Some((context, queue)) = state.tasks.pop_back()
+    {
+        // None could be started. Whoever waits runs its own work, and the next to come tries again.
+        context.queues[queue as usize].listed.store(false, Ordering::Release);
+    }
 }
 
 /// Leaves a queue to the workers after some time, the same for all tasks of a process.
@@ -77,7 +104,11 @@ pub(crate) fn run_after(context: Arc<Context>, queue: u32, delay: Duration) {
     let pool = pool();
     let mut state = pool.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     state.later.push_back((Instant::now() + delay, context, queue));
-    wake_or_start(pool, state, most_threads());
+    // Also one that lingers: its next look may be too late.
+    if state.attended {
+        pool.work.notify_one();
+    }
+    summon(pool, &mut state, most_threads());
 }
 
 /// Makes tasks of those whose time has come; how long until the next.
@@ -94,24 +125,29 @@ fn promote(state: &mut PoolState) -> Option<Duration> {
 
 /// Lets an idle worker mind a context's timeouts until nothing is in flight any more.
 pub(crate) fn watch(context: &Arc<Context>) {
-    if context.watched.swap(true, Ordering::AcqRel) {
+    // SeqCst, as the count of submissions before it: see `next_timeout`.
+    if context.watched.swap(true, Ordering::SeqCst) {
         return;
     }
     let pool = pool();
     let mut state = pool.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     state.watched.push(Arc::downgrade(context));
-    wake_or_start(pool, state, 1);
+    summon(pool, &mut state, 1);
 }
 
-fn wake_or_start(pool: &'static Pool, mut state: MutexGuard<'_, PoolState>, most: usize) {
+/// Gets a worker to look at the tasks, unless one is about to.
+fn summon(pool: &'static Pool, state: &mut PoolState, most: usize) {
+    if state.attended {
+        return;
+    }
     if state.idle > 0 {
         pool.work.notify_one();
+        state.attended = true;
     } else if state.threads < most {
-        state.threads += 1;
-        let started = start(pool, state.threads);
-        if !started {
-            // Waiters run their own work; without memory for a thread that has to be enough.
-            state.threads -= 1;
+        // Waiters run their own work; without memory for a thread that has to be enough.
+        if start(pool, state.threads + 1) {
+            state.threads += 1;
+            state.attended = true;
         }
     }
 }
@@ -146,35 +182,66 @@ fn block_signals() -> libc::sigset_t {
 }
 
 fn work(pool: &'static Pool) {
-    let mut state = pool.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let lock = || pool.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let mut state = lock();
+    state.attended = false;
+    let (mut quiet, mut minded) = (0, Instant::now());
     loop {
         let next = if state.later.is_empty() { None } else { promote(&mut state) };
-        match state.tasks.pop_front() {
-            Some((context, queue)) => {
-                drop(state);
-                let mut unlimited = u64::MAX;
-                context.run(queue, &mut unlimited);
-                context.run_ready(&mut unlimited);
-                drop(context);
-                state = pool.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        if let Some((context, queue)) = state.tasks.pop_front() {
+            quiet = 0;
+            if !state.tasks.is_empty() {
+                summon(pool, &mut state, most_threads());
             }
-            None => {
-                let (limit, busy) = next_timeout(&mut state);
-                let limit = limit.into_iter().chain(next).min();
-                state.idle += 1;
-                state = match limit {
-                    Some(limit) => {
-                        let waited = pool.work.wait_timeout(state, limit);
-                        waited.unwrap_or_else(|poisoned| poisoned.into_inner()).0
-                    }
-                    None => pool.work.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner()),
-                };
-                state.idle -= 1;
-                for context in busy {
-                    context.check_timeout();
-                }
-            }
+            drop(state);
+            context.queues[queue as usize].listed.store(false, Ordering::Release);
+            let mut budget = TURN_BYTES;
+            context.run(queue, &mut budget);
+            context.run_ready(&mut budget);
+            drop(context);
+            state = lock();
+            continue;
         }
+        // One is enough.
+        let lingers = quiet < QUIET_TICKS && !state.attended;
+        let (mut limit, mut busy) = (next, Vec::new());
+        if !lingers || minded.elapsed() >= MINDING {
+            let timeout;
+            (timeout, busy) = next_timeout(&mut state);
+            limit = limit.into_iter().chain(timeout).min();
+            minded = Instant::now();
+        }
+        if lingers {
+            quiet += 1;
+            state.attended = true;
+            state = sleep(pool, state, Some(limit.map_or(TICK, |limit| limit.min(TICK))));
+        } else {
+            state.idle += 1;
+            state = sleep(pool, state, limit);
+            state.idle -= 1;
+        }
+        state.attended = false;
+        if !busy.is_empty() {
+            drop(state);
+            busy.iter().for_each(|context| context.check_timeout());
+            drop(busy);
+            state = lock();
+        }
+    }
+}
+
+/// Sleeps until it is woken, at most so long.
+fn sleep<'a>(
+    pool: &'a Pool,
+    state: MutexGuard<'a, PoolState>,
+    limit: Option<Duration>,
+) -> MutexGuard<'a, PoolState> {
+    match limit {
+        Some(limit) => {
+            let waited = pool.work.wait_timeout(state, limit);
+            waited.unwrap_or_else(|poisoned| poisoned.into_inner()).0
+        }
+        None => pool.work.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner()),
     }
 }
 
@@ -183,14 +250,15 @@ fn next_timeout(state: &mut PoolState) -> (Option<Duration>, Vec<Arc<Context>>) 
     let mut busy = Vec::new();
     state.watched.retain(|watched| {
         let Some(context) = watched.upgrade() else { return false };
-        context.watched.store(false, Ordering::Release);
+        context.watched.store(false, Ordering::SeqCst);
         // Checked after the flag is down: whoever submits now either is seen or watches anew.
-        if context.in_flight.load(Ordering::Acquire) == 0 {
+        if context.in_flight.load(Ordering::SeqCst) == 0 {
             return false;
         }
-        context.watched.store(true, Ordering::Release);
+        // Whoever saw the flag down has put it on the list once more.
+        let twice = context.watched.swap(true, Ordering::SeqCst);
         busy.push(context);
-        true
+        !twice
     });
     (busy.iter().map(|context| context.until_timeout()).min(), busy)
 }

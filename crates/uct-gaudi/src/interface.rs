@@ -41,15 +41,13 @@ impl<F: Flavour> CopyInterface<F> {
             return Ok(());
         }
         self.copies.wait_for_fences();
-        let (local_side, local_device) = classify(local.address, local.length);
-        let (remote_side, remote_device) = classify(remote, local.length);
-        let (dst, src) = way.sides(local_side, remote_side);
-        let Some(device) = local_device.or(remote_device) else {
+        let (dst, src) = way.sides(local.address, remote);
+        // SAFETY: UCX keeps the buffers of an operation valid until it returns, and nobody else
+        // touches what it writes.
+        let Some(copied) = (unsafe { gaudi::runtime().copy(dst, src, local.length) }) else {
             return Err(self.refuse_host_only(local, remote));
         };
-        // SAFETY: UCX keeps the buffers of an operation valid until it returns, and nobody else
-        // touches what it writes; device addresses were found in a live allocation.
-        unsafe { device.copy_blocking(dst, src, local.length) }.map_err(|error| {
+        copied.map_err(|error| {
             // UCP aborts the process when a short copy fails: the reason must be in the log first.
             log!(self.ucx, Error, "copy of {} bytes failed: {error}", local.length);
             status::of(&error)

@@ -19,6 +19,7 @@ mod ipc;
 mod lending;
 mod memory_events;
 mod perftest;
+mod queue;
 mod seeding;
 mod settings;
 mod sides;

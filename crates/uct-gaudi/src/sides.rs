@@ -13,7 +13,7 @@ pub(crate) enum Way {
 
 impl Way {
     /// Destination and source.
-    pub(crate) fn sides(self, local: Side, remote: Side) -> (Side, Side) {
+    pub(crate) fn sides<S>(self, local: S, remote: S) -> (S, S) {
         match self {
             Way::Put => (remote, local),
             Way::Get => (local, remote),

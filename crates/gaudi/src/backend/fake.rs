@@ -1,7 +1,7 @@
 //! A back end without a driver, for the engine's own tests: memory in a map, and hardware that
 //! does its work only when the test says so, in the order the test says.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -12,6 +12,7 @@ use hl_thunk::packet::LinDma;
 use hl_thunk::{DeviceAddr, Direction, ExportCall};
 
 use super::{Backend, CopyLimits, Geometry, HostPin, Page, Registers, Ticket};
+use crate::copy::SLOTS;
 use crate::error::Phase;
 use crate::stats::Counts;
 use crate::{Device, DeviceInfo, Error, runtime};
@@ -42,7 +43,10 @@ struct State {
     last: u64,
     queued: BTreeMap<u64, (Direction, Vec<LinDma>)>,
     finished: BTreeMap<u64, Result<(), i32>>,
-    retired: u64,
+    /// Which of the finished ones someone has heard of.
+    noticed: BTreeSet<u64>,
+    /// The submission that each slot was last used for.
+    slots: BTreeMap<u32, u64>,
     one_lane: bool,
     looks: u64,
     refuse_pins: Option<i32>,
@@ -171,9 +175,9 @@ impl Fake {
         Arc::strong_count(&self.live_pins) - 1
     }
 
-    /// How many submissions were retired.
-    pub(crate) fn retired(&self) -> u64 {
-        self.state().retired
+    /// How many submissions someone knows to have ended.
+    pub(crate) fn noticed(&self) -> u64 {
+        self.state().noticed.len() as u64
     }
 
     /// How many submissions were made.
@@ -308,7 +312,13 @@ impl Backend for Fake {
         Ok(CopyLimits { moves: MOVES, in_flight: BUDGET, lanes: LANES as usize })
     }
 
-    unsafe fn submit(&self, direction: Direction, moves: &[LinDma]) -> Result<Ticket, Error> {
+    unsafe fn submit(
+        &self,
+        direction: Direction,
+        slot: u32,
+        moves: &[LinDma],
+    ) -> Result<Ticket, Error> {
+        assert!(slot < SLOTS);
         assert!(!moves.is_empty() && moves.len() <= MOVES);
         let mut state = self.state();
         if let Some(errno) = state.refuse_submissions {
@@ -318,26 +328,27 @@ impl Backend for Fake {
         let sequence = state.last;
         let oldest = state.queued.keys().next().copied().unwrap_or(sequence);
         assert!(sequence - oldest < BUDGET, "over budget");
+        if let Some(other) = state.slots.insert(slot, sequence) {
+            assert!(state.noticed.contains(&other), "{other} has slot {slot}");
+        }
         state.queued.insert(sequence, (direction, moves.to_vec()));
         let lane = if state.one_lane { 0 } else { sequence % LANES };
-        Ok(Ticket { sequence, lane: lane as u32, slot: 0 })
+        Ok(Ticket { sequence, lane: lane as u32 })
     }
 
     fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error> {
         let timeout = Duration::from_micros(timeout_us.into());
         self.state().looks += 1;
         let pending = |state: &mut State| !state.finished.contains_key(&ticket.sequence);
-        let (state, _) = self.changed.wait_timeout_while(self.state(), timeout, pending).unwrap();
+        let waited = self.changed.wait_timeout_while(self.state(), timeout, pending);
+        let (mut state, _) = waited.unwrap();
+        if state.finished.contains_key(&ticket.sequence) {
+            state.noticed.insert(ticket.sequence);
+        }
         match state.finished.get(&ticket.sequence) {
             None => Ok(false),
             Some(Ok(())) => Ok(true),
             Some(Err(errno)) => Err(Error::os(Phase::Copy, "waiting for a copy", "fake", *errno)),
         }
-    }
-
-    fn retire(&self, ticket: Ticket) {
-        let mut state = self.state();
-        assert!(state.finished.contains_key(&ticket.sequence), "retired before its end");
-        state.retired += 1;
     }
 }

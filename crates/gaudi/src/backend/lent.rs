@@ -84,16 +84,17 @@ impl Backend for Lent {
         Ok(CopyLimits { in_flight: (limits.in_flight / 2).max(1), ..limits })
     }
 
-    unsafe fn submit(&self, direction: Direction, moves: &[LinDma]) -> Result<Ticket, Error> {
+    unsafe fn submit(
+        &self,
+        direction: Direction,
+        slot: u32,
+        moves: &[LinDma],
+    ) -> Result<Ticket, Error> {
         // SAFETY: the caller's promise.
-        unsafe { self.permitted("submitting a copy")?.submit(direction, moves) }
+        unsafe { self.permitted("submitting a copy")?.submit(direction, slot, moves) }
     }
 
     fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error> {
         self.owner.wait(ticket, timeout_us)
-    }
-
-    fn retire(&self, ticket: Ticket) {
-        self.owner.retire(ticket);
     }
 }

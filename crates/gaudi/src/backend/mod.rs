@@ -49,8 +49,6 @@ pub(crate) struct Ticket {
     pub(crate) sequence: u64,
     /// The queue it went to: submissions in one lane end in the order in which they were made.
     pub(crate) lane: u32,
-    /// The back end's own note (its command-buffer slot).
-    pub(crate) slot: u32,
 }
 
 /// Host memory pinned for a device (or another device's memory, imported), for as long as this
@@ -159,15 +157,19 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
     /// What a submission may be; the error says why this device cannot copy.
     fn copy_limits(&self) -> Result<CopyLimits, Error>;
 
-    /// Starts the moves, at most [`CopyLimits::moves`] of them. Does not wait.
+    /// Starts the moves, at most [`CopyLimits::moves`] of them. Does not wait. `slot`, below
+    /// [`SLOTS`](crate::copy::SLOTS), is where the packets may go.
     ///
     /// # Safety
-    /// All memory named must stay valid for the device until the ticket has completed.
-    unsafe fn submit(&self, direction: Direction, moves: &[LinDma]) -> Result<Ticket, Error>;
+    /// All memory named must stay valid for the device, and nobody else may use the slot, until the
+    /// ticket has completed or failed.
+    unsafe fn submit(
+        &self,
+        direction: Direction,
+        slot: u32,
+        moves: &[LinDma],
+    ) -> Result<Ticket, Error>;
 
     /// Whether a submission has completed, after waiting up to `timeout_us` for it.
     fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error>;
-
-    /// The submission has completed or failed; called exactly once for each.
-    fn retire(&self, ticket: Ticket);
 }

@@ -1,7 +1,7 @@
 //! The back end for a card this process opened: memory and copies through the driver's own calls.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use hl_thunk::packet::{LIN_DMA_LEN, LinDma};
@@ -12,14 +12,12 @@ use hl_thunk::{
 };
 
 use super::{Backend, CopyLimits, Geometry, HostPin, Page, Registers, Ticket};
+use crate::copy::SLOTS;
 use crate::error::{Error, ErrorKind, Phase};
-use crate::slots::Slots;
 use crate::stats::{Counter, Counts, Held, Holding};
 
 /// Bytes of packets one submission may have.
 const SLOT_LEN: usize = 4096;
-/// Command-buffer slots; more than ever are in flight.
-const SLOT_COUNT: u32 = 64;
 /// Submission slots of the driver's that stay unused, so that its library never spins: rejected
 /// submissions use up sequence numbers too.
 const MARGIN: u64 = 4;
@@ -43,7 +41,7 @@ pub(crate) struct Owner {
 #[derive(Debug)]
 struct Queues {
     ids: Vec<u32>,
-    next: AtomicUsize,
+    next: AtomicU32,
     /// Lane of the first of them.
     lane: u32,
 }
@@ -52,18 +50,17 @@ struct Queues {
 #[derive(Debug)]
 struct Commands {
     buffers: Vec<CommandBuffer>,
-    slots: Slots,
 }
 
 impl Commands {
     fn new(device: &hl_thunk::Device) -> Result<Self, hl_thunk::Error> {
         let buffers = if device.generation().has_dram_mmu() {
-            vec![CommandBuffer::new(device, SLOT_LEN as u32 * SLOT_COUNT)?]
+            vec![CommandBuffer::new(device, SLOT_LEN as u32 * SLOTS)?]
         } else {
             let one = |_| CommandBuffer::new(device, SLOT_LEN as u32);
-            (0..SLOT_COUNT).map(one).collect::<Result<_, _>>()?
+            (0..SLOTS).map(one).collect::<Result<_, _>>()?
         };
-        Ok(Self { buffers, slots: Slots::new(SLOT_COUNT) })
+        Ok(Self { buffers })
     }
 
     fn place(&self, slot: u32) -> (&CommandBuffer, usize) {
@@ -74,30 +71,6 @@ impl Commands {
     }
 }
 
-/// A slot that is given back unless a submission keeps it.
-struct TakenSlot<'a> {
-    slots: &'a Slots,
-    index: u32,
-}
-
-impl<'a> TakenSlot<'a> {
-    fn new(slots: &'a Slots) -> Option<Self> {
-        slots.take().map(|index| Self { slots, index })
-    }
-
-    fn keep(self) -> u32 {
-        let index = self.index;
-        std::mem::forget(self);
-        index
-    }
-}
-
-impl Drop for TakenSlot<'_> {
-    fn drop(&mut self) {
-        self.slots.give(self.index);
-    }
-}
-
 impl Owner {
     pub(crate) fn new(device: hl_thunk::Device) -> Self {
         let mut lane = 0;
@@ -105,7 +78,7 @@ impl Owner {
             .map(|direction| {
                 let mask = device.hw_info().edma_enabled_mask;
                 let ids = device.generation().queues(direction, mask);
-                let queues = Queues { next: AtomicUsize::new(0), lane, ids };
+                let queues = Queues { next: AtomicU32::new(0), lane, ids };
                 lane += queues.ids.len() as u32;
                 queues
             });
@@ -135,8 +108,11 @@ impl Owner {
     /// The next queue in turn for this direction, and its lane.
     fn queue(&self, direction: Direction) -> (u32, u32) {
         let queues = &self.queues[direction as usize];
-        let turn = queues.next.fetch_add(1, Ordering::Relaxed) % queues.ids.len();
-        (queues.ids[turn], queues.lane + turn as u32)
+        // Two threads may get the same turn: no harm, and cheaper than to agree.
+        let next = queues.next.load(Ordering::Relaxed);
+        queues.next.store(next.wrapping_add(1), Ordering::Relaxed);
+        let turn = next % queues.ids.len() as u32;
+        (queues.ids[turn as usize], queues.lane + turn)
     }
 }
 
@@ -218,33 +194,33 @@ impl Backend for Owner {
                  streams (Synapse)",
             ));
         }
-        let in_flight = generation.max_pending_submissions().min(u64::from(SLOT_COUNT)) - MARGIN;
+        let in_flight = generation.max_pending_submissions().min(u64::from(SLOTS)) - MARGIN;
         let lanes = self.queues.iter().map(|queues| queues.ids.len()).sum();
         Ok(CopyLimits { moves: SLOT_LEN / LIN_DMA_LEN, in_flight, lanes })
     }
 
-    unsafe fn submit(&self, direction: Direction, moves: &[LinDma]) -> Result<Ticket, Error> {
+    unsafe fn submit(
+        &self,
+        direction: Direction,
+        slot: u32,
+        moves: &[LinDma],
+    ) -> Result<Ticket, Error> {
         let operation = "submitting a copy";
-        let commands = self.commands()?;
-        let slot = TakenSlot::new(&commands.slots).ok_or_else(|| {
-            let detail = "more submissions in flight than command buffers";
-            Error::new(ErrorKind::DmaFailed, operation, detail, "report this")
-        })?;
-        let (buffer, offset) = commands.place(slot.index);
+        let (buffer, offset) = self.commands()?.place(slot);
         let len = moves.len() * LIN_DMA_LEN;
         for (at, dma) in moves.iter().enumerate() {
             let packet = dma.encode(self.device.generation()).ok_or_else(|| {
                 let detail = format!("an address of {dma:?} does not fit the packet");
                 Error::new(ErrorKind::InvalidParams, operation, detail, "report this")
             })?;
-            // SAFETY: the slot was free, so nothing in flight uses it, and is now ours.
+            // SAFETY: the slot is this submission's alone, as the caller promises.
             unsafe { buffer.write(offset + at * LIN_DMA_LEN, &packet) };
         }
         let (queue, lane) = self.queue(direction);
-        // SAFETY: the slot stays taken until the ticket is retired; memory is the caller's promise.
+        // SAFETY: the caller keeps the slot and the memory until the submission has ended.
         let sequence = unsafe { self.device.submit(&[Chunk { buffer, offset, len, queue }]) }
             .map_err(|error| Error::driver(Phase::Copy, operation, error))?;
-        Ok(Ticket { sequence, lane, slot: slot.keep() })
+        Ok(Ticket { sequence, lane })
     }
 
     fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error> {
@@ -252,12 +228,6 @@ impl Backend for Owner {
             Ok(WaitStatus::Completed) => Ok(true),
             Ok(WaitStatus::Busy) => Ok(false),
             Err(error) => Err(Error::driver(Phase::Copy, "waiting for a copy", error)),
-        }
-    }
-
-    fn retire(&self, ticket: Ticket) {
-        if let Some(commands) = self.commands.get() {
-            commands.slots.give(ticket.slot);
         }
     }
 }

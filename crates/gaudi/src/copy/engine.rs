@@ -11,13 +11,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use hl_thunk::Direction;
 use hl_thunk::packet::LinDma;
 
-use super::budget::InFlight;
+use super::budget::{InFlight, Room};
 use super::flight::{Flight, Load};
 use super::waiter::Waiter;
 use crate::Error;
 use crate::backend::{Backend, CopyLimits, Ticket};
 use crate::bell::Bell;
-use crate::stats::{Counter, Counts, Tally};
+use crate::stats::{Counter, Counts, Path, Tally};
 
 /// How long one look at a submission may sleep in the driver when we have nothing else to do.
 const PATIENCE_US: u32 = 1_000_000;
@@ -83,15 +83,20 @@ impl Engine {
         self.in_flight.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    #[cfg(test)]
+    pub(crate) fn free_slots(&self) -> u32 {
+        self.in_flight().free_slots()
+    }
+
     /// Room for one submission, or `None` if the device has as much as it can take.
     pub(crate) fn reserve(&self) -> Option<Reservation<'_>> {
         let budget = self.limits.as_ref().ok()?.in_flight;
         let reserve = || self.in_flight().reserve(budget);
-        let floor = reserve().or_else(|| {
+        let room = reserve().or_else(|| {
             self.reap();
             reserve()
         })?;
-        Some(Reservation { engine: self, floor, used: 0 })
+        Some(Reservation { engine: self, room, used: None })
     }
 
     /// Room for one submission, waiting for it if need be. Only for devices that can copy.
@@ -169,20 +174,23 @@ impl Engine {
         // Else another thread looked at the same time.
         if let Some(holds) = flight.land(ended.clone()) {
             self.counts.ended(&ended, flight.tally());
-            self.backend.retire(flight.ticket);
-            self.finish(flight.ticket);
+            let someone_sleeps = self.finish(flight.ticket);
             // Unpinning is a driver call; no lock is held.
             drop(holds);
-            self.waiter.ring();
+            if someone_sleeps {
+                self.waiter.ring();
+            }
         }
         flight.outcome()
     }
 
-    fn finish(&self, ticket: Ticket) {
+    /// Takes a submission off the record; whether someone sleeps until it has ended.
+    fn finish(&self, ticket: Ticket) -> bool {
         let mut in_flight = self.in_flight();
         let head = in_flight.finish(ticket.sequence);
         // Under the lock, so that the last word is the newest.
         self.set_head(ticket, head);
+        self.waiter.has_bells()
     }
 
     fn set_head(&self, ticket: Ticket, head: Option<u64>) {
@@ -201,41 +209,16 @@ impl Engine {
         }
     }
 
-    /// One move, waited for. What would otherwise keep count of it, and keep what it needs, is this
-    /// call: the reservation stands for it until it has ended.
-    ///
-    /// # Safety
-    /// Everything the move names must stay valid until this returns.
-    pub(crate) unsafe fn run(
-        &self,
-        direction: Direction,
-        dma: LinDma,
-        tally: Tally,
-    ) -> Result<(), Error> {
-        let mut reservation = self.make_room();
-        // SAFETY: the caller's promise.
-        let ticket = unsafe { self.submit(direction, &[dma])? };
-        reservation.used = ticket.sequence;
-        let ended = loop {
-            match self.backend.wait(ticket, PATIENCE_US) {
-                Ok(false) => {}
-                Ok(true) => break Ok(()),
-                Err(error) => break Err(self.note(error)),
-            }
-        };
-        self.counts.ended(&ended, &tally);
-        self.backend.retire(ticket);
-        drop(reservation);
-        // Someone may sleep for want of room.
-        self.waiter.ring();
-        ended
-    }
-
     /// # Safety
     /// As for [`Backend::submit`].
-    unsafe fn submit(&self, direction: Direction, moves: &[LinDma]) -> Result<Ticket, Error> {
+    unsafe fn submit(
+        &self,
+        direction: Direction,
+        slot: u32,
+        moves: &[LinDma],
+    ) -> Result<Ticket, Error> {
         // SAFETY: the caller's promise.
-        match unsafe { self.backend.submit(direction, moves) } {
+        match unsafe { self.backend.submit(direction, slot, moves) } {
             Ok(ticket) => {
                 self.counts.submitted();
                 Ok(ticket)
@@ -272,7 +255,7 @@ impl Engine {
         }
     }
 
-    /// Waits until nothing on record touches `range`. What [`Engine::run`] does is not on record, nor
+    /// Waits until nothing on record touches `range`. What [`Reservation::run`] does is not on record, nor
     /// is what another thread is just submitting: callers of copies must not free what they copy.
     pub(crate) fn quiesce(&self, range: &Range<u64>) {
         let mut flights = self.in_flight().all();
@@ -328,12 +311,44 @@ impl Engine {
 /// The right to make one submission.
 pub(crate) struct Reservation<'a> {
     engine: &'a Engine,
-    floor: u64,
+    room: Room,
     /// The number it was used for, without being on record.
-    used: u64,
+    used: Option<u64>,
 }
 
 impl Reservation<'_> {
+    /// A number below [`SLOTS`](super::budget::SLOTS) that no other reservation or submission has.
+    pub(crate) fn slot(&self) -> u32 {
+        self.room.slot
+    }
+
+    /// One move between host and device, waited for. What would otherwise keep count of it, and
+    /// keep what it needs, is the caller: the reservation stands for it until it is dropped.
+    ///
+    /// # Safety
+    /// Everything the move names must stay valid until this returns.
+    pub(crate) unsafe fn run(
+        &mut self,
+        direction: Direction,
+        dma: LinDma,
+        path: Path,
+        bytes: u64,
+    ) -> Result<(), Error> {
+        let engine = self.engine;
+        // SAFETY: the caller's promise.
+        let ticket = unsafe { engine.submit(direction, self.room.slot, &[dma])? };
+        self.used = Some(ticket.sequence);
+        let ended = loop {
+            match engine.backend.wait(ticket, PATIENCE_US) {
+                Ok(false) => {}
+                Ok(true) => break Ok(()),
+                Err(error) => break Err(engine.note(error)),
+            }
+        };
+        engine.counts.one_ended(&ended, direction, path, bytes);
+        ended
+    }
+
     /// Submits.
     ///
     /// # Safety
@@ -347,16 +362,16 @@ impl Reservation<'_> {
         tally: Tally,
     ) -> Result<Arc<Flight>, Error> {
         // SAFETY: the caller's promise.
-        let ticket = unsafe { self.engine.submit(direction, &moves)? };
+        let ticket = unsafe { self.engine.submit(direction, self.room.slot, &moves)? };
         let looks = self.engine.looks(ticket);
         let flight = Arc::new(Flight::new(ticket, moves, tally, load, looks));
-        {
-            let mut in_flight = self.engine.in_flight();
-            let head = in_flight.start(ticket.sequence, ticket.lane, Arc::clone(&flight));
-            self.engine.set_head(ticket, Some(head));
-        }
-        // The reservation ends here, after the submission is on record.
-        drop(self);
+        let record = Arc::clone(&flight);
+        let mut in_flight = self.engine.in_flight();
+        let head = in_flight.start(self.room, ticket.sequence, ticket.lane, record);
+        self.engine.set_head(ticket, Some(head));
+        drop(in_flight);
+        // The record has its room now.
+        std::mem::forget(self);
         Ok(flight)
     }
 }
@@ -364,7 +379,12 @@ impl Reservation<'_> {
 impl Drop for Reservation<'_> {
     fn drop(&mut self) {
         let mut in_flight = self.engine.in_flight();
-        in_flight.passed(self.used);
-        in_flight.release(self.floor);
+        in_flight.release(self.room, self.used);
+        let someone_sleeps = self.used.is_some() && self.engine.waiter.has_bells();
+        drop(in_flight);
+        // For want of room, it may be.
+        if someone_sleeps {
+            self.engine.waiter.ring();
+        }
     }
 }

@@ -11,11 +11,16 @@ use super::host_copy::copy_out;
 use super::plan::HostPtr;
 use super::ring::Slot;
 use crate::backend::Ticket;
+use crate::rcache::Pin;
 use crate::stats::Tally;
 use crate::{DeviceAddr, Error};
 
 /// Something that must live until the hardware is done: a pin, a bounce slot.
-pub(crate) type Hold = Arc<dyn Any + Send + Sync>;
+#[allow(dead_code, reason = "held, not looked at")]
+pub(crate) enum Hold {
+    Pin(Pin),
+    Slot(Arc<dyn Any + Send + Sync>),
+}
 
 /// What has to be taken out of a bounce slot when the hardware has filled it.
 #[derive(Debug)]

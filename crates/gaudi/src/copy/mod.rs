@@ -4,7 +4,8 @@
 //! ever blocking, [`engine`] keeps count of what the hardware is doing ([`budget`]), of what it needs
 //! meanwhile ([`flight`]) and of who sleeps until it is done ([`waiter`]), [`ring`] is the pinned
 //! memory that small or unpinnable host buffers go through, with the help of the CPU
-//! ([`host_copy`]), and [`short`] is the quick way for small copies that are waited for.
+//! ([`host_copy`]), and [`short`] is the quick way for small copies that are waited for, which asks
+//! [`recurring`] what is worth pinning.
 
 mod budget;
 pub(crate) mod engine;
@@ -13,6 +14,7 @@ mod host_copy;
 mod plan;
 #[cfg(test)]
 mod reaping_tests;
+pub(crate) mod recurring;
 pub(crate) mod ring;
 #[cfg(test)]
 mod schedule_tests;
@@ -28,6 +30,7 @@ mod waiter_tests;
 
 use std::sync::Arc;
 
+pub(crate) use budget::SLOTS;
 pub(crate) use plan::BOUNCE_LEN;
 pub use transfer::Transfer;
 

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use hl_thunk::packet::{self, LinDma};
 
 use super::{Segment, Side};
-use crate::backend::HostPin;
 use crate::copy::ring::Slot;
 use crate::host::cannot_be_pinned;
+use crate::rcache::Pin;
 use crate::stats::Path;
 use crate::{Device, DeviceAddr, Direction, Error, ErrorKind, HostRegion};
 
@@ -19,7 +19,7 @@ pub(crate) const BOUNCE_LEN: usize = 64 * 1024;
 
 /// Up to this size the CPU's part of a bounced copy is hardly noticed beside the submission, and a
 /// registered region is not pinned for it.
-const SMALL_LEN: usize = 8 * 1024;
+pub(super) const SMALL_LEN: usize = 8 * 1024;
 
 /// An address in host memory, which the caller of the copy answers for.
 #[derive(Clone, Copy, Debug)]
@@ -46,7 +46,7 @@ pub(crate) struct Piece {
 #[derive(Clone, Debug)]
 pub(crate) enum Step {
     /// One packet, nothing else to do.
-    Direct { dma: LinDma, direction: Direction, pin: Option<Arc<HostPin>> },
+    Direct { dma: LinDma, direction: Direction, pin: Option<Pin> },
     /// Into a bounce slot by the CPU, then to the device.
     In { from: HostPtr, dst: DeviceAddr, len: usize, guarded: bool },
     /// From the device to a bounce slot, then out by the CPU.
@@ -273,7 +273,7 @@ pub(super) fn straight(
     src: DeviceAddr,
     len: usize,
     direction: Direction,
-    pin: Option<Arc<HostPin>>,
+    pin: Option<Pin>,
 ) -> impl Iterator<Item = Piece> {
     packet::split(len as u64).map(move |(offset, len)| {
         let (src, dst) = (DeviceAddr(src.0 + offset), DeviceAddr(dst.0 + offset));
@@ -321,7 +321,7 @@ pub(crate) fn check_host(ptr: *mut u8, len: usize) -> Result<(), Error> {
 }
 
 enum HostPath {
-    Pinned(DeviceAddr, Arc<HostPin>),
+    Pinned(DeviceAddr, Pin),
     /// `guarded`: pinning was refused, so the memory may not be what the caller thinks; touch it
     /// only in ways that cannot fault.
     Bounce {
@@ -368,7 +368,7 @@ unsafe fn pin_host(
     len: usize,
     region: Option<&Arc<HostRegion>>,
     pinned: bool,
-) -> Result<Option<(DeviceAddr, Arc<HostPin>)>, Error> {
+) -> Result<Option<(DeviceAddr, Pin)>, Error> {
     let addr = ptr as usize;
     let cache = device.registrations();
     if let Some(region) = region.filter(|region| pinned || !region.is_pinned_in_parts()) {
@@ -377,7 +377,7 @@ unsafe fn pin_host(
             unsafe { cache.pin(device, (addr, len), region.range())? }
         } else if pinned || !cache.keeps(0) {
             // SAFETY: as above.
-            unsafe { region.pin(device, addr)? }
+            unsafe { region.pin(device, addr)? }.map(|(addr, pin)| (addr, Pin::Own(pin)))
         } else {
             // More than the cache may keep.
             None
@@ -397,7 +397,7 @@ unsafe fn pin_host(
     }
     // SAFETY: as above.
     match unsafe { device.pin(ptr, len) } {
-        Ok(pin) => Ok(Some((pin.addr, Arc::new(pin)))),
+        Ok(pin) => Ok(Some((pin.addr, Pin::Own(Arc::new(pin))))),
         Err(error) if cannot_be_pinned(&error) => Ok(None),
         Err(error) => Err(error),
     }

@@ -176,7 +176,7 @@ fn a_finished_copy_is_seen_though_nobody_looks_at_those_in_front_of_it() {
     assert_eq!(last.poll(), None, "one of four has ended");
     fake.finish_all();
     assert_eq!(last.poll(), Some(Ok(())));
-    assert_eq!(fake.retired(), 4, "whoever looks cleans up");
+    assert_eq!(fake.noticed(), 4, "whoever looks cleans up");
     assert_eq!(device.progress(), 0);
     drop((last, transfers));
     assert_eq!(hosts, [[0; 8], *b"gaudi 2!", *b"gaudi 2!", *b"gaudi 2!"], "but not after a drop");

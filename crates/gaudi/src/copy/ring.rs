@@ -55,10 +55,22 @@ impl Ring {
         self.flying.load(Ordering::Acquire) == 0
     }
 
-    /// A free slot for the length of a call.
-    pub(crate) fn borrow(&self) -> Option<BorrowedSlot<'_>> {
-        let index = self.slots.take()?;
-        Some(BorrowedSlot { ring: self, index })
+    /// A slot of a ring whose slots are told apart by others: where it is, and where the device whose
+    /// ring this is sees it. The pin stays with the device.
+    pub(crate) fn own_slot(
+        &self,
+        device: &Arc<Device>,
+        index: u32,
+    ) -> Result<(*mut u8, DeviceAddr), Error> {
+        let offset = u64::from(index) * self.slot_len as u64;
+        let first = match self.home.get() {
+            Some(first) => first.0,
+            None => {
+                let (addr, _kept_by_the_device) = self.pin(device, index)?;
+                self.home.get_or_init(|| DeviceAddr(addr.0 - offset)).0
+            }
+        };
+        Ok((self.slot_ptr(index), DeviceAddr(first + offset)))
     }
 
     fn pin(&self, device: &Arc<Device>, index: u32) -> Result<(DeviceAddr, Arc<HostPin>), Error> {
@@ -71,6 +83,7 @@ impl Ring {
     }
 
     fn slot_ptr(&self, index: u32) -> *mut u8 {
+        debug_assert!((index as usize) < self.pages.len() / self.slot_len);
         // SAFETY: every slot lies inside the pages.
         unsafe { self.pages.as_ptr().add(index as usize * self.slot_len) }
     }
@@ -120,38 +133,5 @@ pub(crate) struct FlyingSlot {
 impl Drop for FlyingSlot {
     fn drop(&mut self) {
         self.slot.ring.flying.fetch_sub(1, Ordering::AcqRel);
-    }
-}
-
-/// A slot for the length of a call, without a count of holders.
-#[derive(Debug)]
-pub(crate) struct BorrowedSlot<'a> {
-    ring: &'a Ring,
-    index: u32,
-}
-
-impl BorrowedSlot<'_> {
-    /// First byte, as for [`Slot::ptr`].
-    pub(crate) fn ptr(&self) -> *mut u8 {
-        self.ring.slot_ptr(self.index)
-    }
-
-    /// Where the device whose ring this is sees the first byte. The pin stays with the device.
-    pub(crate) fn home(&self, device: &Arc<Device>) -> Result<DeviceAddr, Error> {
-        let offset = self.index as u64 * self.ring.slot_len as u64;
-        let first = match self.ring.home.get() {
-            Some(first) => first.0,
-            None => {
-                let (addr, _kept_by_the_device) = self.ring.pin(device, self.index)?;
-                self.ring.home.get_or_init(|| DeviceAddr(addr.0 - offset)).0
-            }
-        };
-        Ok(DeviceAddr(first + offset))
-    }
-}
-
-impl Drop for BorrowedSlot<'_> {
-    fn drop(&mut self) {
-        self.ring.slots.give(self.index);
     }
 }

@@ -39,7 +39,7 @@ fn nothing_is_done_before_the_hardware_does_it() {
     assert_eq!(transfer.poll(), Some(Ok(())));
     assert_eq!(transfer.poll(), Some(Ok(())), "the answer stays");
     assert_eq!(fake.peek(target.addr(), 10), b"0123456789");
-    assert_eq!(fake.retired(), 1);
+    assert_eq!(fake.noticed(), 1);
 }
 
 #[test]
@@ -190,7 +190,7 @@ fn a_transfer_larger_than_the_budget_goes_on_as_room_appears() {
         rounds += 1;
     }
     assert_eq!(rounds, 3);
-    assert_eq!(fake.retired(), count.div_ceil(MOVES) as u64);
+    assert_eq!(fake.noticed(), count.div_ceil(MOVES) as u64);
 }
 
 #[test]
@@ -211,7 +211,7 @@ fn a_failure_in_the_middle_is_told_once_all_of_it_has_stopped() {
     assert_eq!((error.kind(), error.errno()), (ErrorKind::DmaFailed, Some(libc::EIO)));
     assert!(error.is_device_lost() && device.is_lost());
     assert!(error.device().is_some_and(|name| name.contains("fa4e")), "{error}");
-    assert_eq!(fake.retired(), BUDGET);
+    assert_eq!(fake.noticed(), BUDGET);
 }
 
 #[test]
@@ -324,7 +324,7 @@ fn closing_a_device_waits_for_its_hardware() {
         }
     });
     assert_eq!(fake.live_pins(), 0);
-    assert_eq!(fake.retired(), 1);
+    assert_eq!(fake.noticed(), 1);
 }
 
 #[test]

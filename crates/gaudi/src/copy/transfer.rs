@@ -1,6 +1,7 @@
 //! A copy under way: a plan that is carried out step by step, never blocking, as the hardware and
 //! the bounce slots allow.
 
+use std::any::Any;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
@@ -59,8 +60,8 @@ struct Batch {
 }
 
 impl Batch {
-    fn hold(&mut self, hold: Hold) {
-        self.load.holds.push(hold);
+    fn hold(&mut self, hold: Arc<dyn Any + Send + Sync>) {
+        self.load.holds.push(Hold::Slot(hold));
     }
 }
 
@@ -231,7 +232,7 @@ impl Transfer {
         match step {
             Step::Direct { dma, pin, .. } => {
                 batch.moves.push(dma);
-                batch.load.holds.extend(pin.map(|pin| pin as Hold));
+                batch.load.holds.extend(pin.map(Hold::Pin));
             }
             Step::In { from, dst, len, guarded } => {
                 let Some(slot) = slot(on.bounce()?, len)? else {

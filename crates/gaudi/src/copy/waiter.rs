@@ -4,7 +4,7 @@
 //! sleeps in the driver, so that someone finds it. It is started when the first bell comes: programs
 //! that never sleep have no such thread.
 
-use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
@@ -45,8 +45,6 @@ impl Waiter {
         }
         self.any.store(true, Ordering::Relaxed);
         drop(state);
-        // Between this and what the caller looks at next; the other half is in `ring`.
-        fence(Ordering::SeqCst);
         self.changed.notify_one();
         minded
     }
@@ -56,12 +54,15 @@ impl Waiter {
         self.state().bells.retain(|other| !Arc::ptr_eq(other, bell));
     }
 
+    /// Whether there may be bells. To be asked under the lock of the record, when something was taken
+    /// off it: who adds a bell looks at the record afterwards, under the same lock, and finds it gone
+    /// if we come too early to see the bell.
+    pub(super) fn has_bells(&self) -> bool {
+        self.any.load(Ordering::Relaxed)
+    }
+
     /// Rings all bells, after something has ended and everyone can see it.
     pub(super) fn ring(&self) {
-        fence(Ordering::SeqCst);
-        if !self.any.load(Ordering::Relaxed) {
-            return;
-        }
         let bells = {
             let mut state = self.state();
             self.any.store(false, Ordering::Relaxed);

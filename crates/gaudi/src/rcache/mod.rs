@@ -6,6 +6,7 @@
 //! other memory at the same address, without telling anyone here.
 //!
 //! * `table` (threads meet here): lookups that never wait, invalidation that may run inside `free`.
+//! * `held`: what a copy has of a pin.
 //! * `roster`: which caches there are, for whoever has no right to wait.
 //! * `switch`: whether pins are kept at all.
 //! * this file: what pins are, what they cost, what happens in `fork`.
@@ -17,6 +18,7 @@
 //! far less than the copy through bounce buffers that follows, and what was read-only or too much
 //! a moment ago may be pinnable now; no event would tell.
 
+mod held;
 mod roster;
 mod switch;
 mod sync;
@@ -34,10 +36,11 @@ use crate::backend::HostPin;
 use crate::host::cannot_be_pinned;
 use crate::stats::{Counter, Counts};
 use crate::{Device, DeviceAddr, Error, runtime};
+pub(crate) use held::{Held, Pin};
 use roster::Roster;
 pub(crate) use switch::Switch;
 pub use switch::{CacheLimits, Watch};
-use table::{Found, Inserted, PAGE, Swept, Table, Value, Writing};
+use table::{Found, Inserted, PAGE, Swept, Table, Writing};
 
 /// More cards than a process has open at a time; further ones keep nothing.
 const CARDS: usize = 64;
@@ -88,7 +91,8 @@ pub(crate) fn clear() {
 /// What a card's cache holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheInfo {
-    /// Ranges that are kept, with those that were invalidated and not given back yet.
+    /// Ranges that are kept, with those that were invalidated and not given back yet: nobody finds
+    /// them, but a copy may still use them.
     pub regions: usize,
     /// Their length together.
     pub bytes: u64,
@@ -98,7 +102,7 @@ pub struct CacheInfo {
 
 /// What others reach.
 struct Shared {
-    table: Table<Arc<HostPin>>,
+    table: Table<HostPin>,
     counts: Counts,
     /// The process that pinned. A forked child has a copy of all this, but not the pins.
     process: AtomicU32,
@@ -136,7 +140,7 @@ impl Shared {
     }
 
     /// Gives back what came out of the table, with no lock held: unpinning is a driver call.
-    fn release(&self, swept: Swept<Arc<HostPin>>) {
+    fn release(&self, swept: Swept<HostPin>) {
         let counts = self.counts;
         counts.subtract(Counter::RegCacheRegions, swept.regions);
         counts.subtract(Counter::RegCacheBytes, swept.bytes);
@@ -145,7 +149,7 @@ impl Shared {
     }
 
     /// Whether there were any.
-    fn drop_values(&self, values: Vec<Arc<HostPin>>) -> bool {
+    fn drop_values(&self, values: Vec<HostPin>) -> bool {
         let any = !values.is_empty();
         if any && self.process.load(Ordering::Relaxed) != std::process::id() {
             // The driver would take these for the parent's, and unpin under its copies.
@@ -155,9 +159,23 @@ impl Shared {
     }
 }
 
+impl Drop for Shared {
+    fn drop(&mut self) {
+        // Nothing, unless a fork took those away who would have left.
+        let values = self.table.take_values();
+        self.drop_values(values);
+    }
+}
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Shared").finish_non_exhaustive()
+    }
+}
+
 /// The kept pins of one card.
 pub(crate) struct Cache {
-    shared: Box<Shared>,
+    shared: Arc<Shared>,
     /// On the list of those who hear of memory that goes. Nothing is kept without.
     place: Option<usize>,
     /// In place of the process's, so that tests do not meet.
@@ -171,12 +189,6 @@ impl std::fmt::Debug for Cache {
     }
 }
 
-impl Value for Arc<HostPin> {
-    fn is_idle(&self) -> bool {
-        Arc::strong_count(self) == 1
-    }
-}
-
 impl Cache {
     pub(crate) fn new(counts: Counts) -> Self {
         let caches = CACHES.get_or_init(|| {
@@ -184,13 +196,13 @@ impl Cache {
             unsafe { libc::pthread_atfork(Some(before_fork), None, Some(in_child)) };
             Roster::new()
         });
-        let shared = Box::new(Shared {
+        let shared = Arc::new(Shared {
             table: Table::new(),
             counts,
             process: AtomicU32::new(std::process::id()),
         });
-        // SAFETY: the box stays until it has left the list.
-        let place = unsafe { caches.enter(&raw const *shared) };
+        // SAFETY: the cache has a count of it until it has left the list.
+        let place = unsafe { caches.enter(Arc::as_ptr(&shared)) };
         Self {
             shared,
             place,
@@ -208,14 +220,14 @@ impl Cache {
     }
 
     /// Where the device sees host memory that is pinned already, and the pin. Wait-free.
-    pub(crate) fn find(&self, addr: usize, len: usize) -> Option<(DeviceAddr, Arc<HostPin>)> {
+    pub(crate) fn find(&self, addr: usize, len: usize) -> Option<(DeviceAddr, Pin)> {
         if !self.switch().is_wanted() {
             return None;
         }
         self.shared.tidy_if_lost();
         let found = self.shared.table.find(addr as u64, len as u64)?;
         self.shared.counts.add(Counter::RegCacheHits, 1);
-        Some(at(found, addr))
+        Some(self.at(found, addr))
     }
 
     /// Whether a pin of this length can be kept.
@@ -234,7 +246,7 @@ impl Cache {
         device: &Device,
         (addr, len): (usize, usize),
         whole: Range<usize>,
-    ) -> Result<Option<(DeviceAddr, Arc<HostPin>)>, Error> {
+    ) -> Result<Option<(DeviceAddr, Pin)>, Error> {
         let counts = self.shared.counts;
         // SAFETY: the caller's promise; pages are there as long as a byte of them is.
         let pin = |start: u64, len: u64| unsafe { device.pin(start as *mut u8, len as usize) };
@@ -254,7 +266,7 @@ impl Cache {
                     // Under the table's lock: nobody can take it out again before it is counted.
                     counts.add(Counter::RegCacheRegions, 1);
                     counts.add(Counter::RegCacheBytes, len);
-                    Ok(Arc::new(pinned))
+                    Ok((pinned.addr.0, pinned))
                 })
             }
         };
@@ -266,16 +278,16 @@ impl Cache {
         match made {
             Ok(Inserted::Hit(found)) => {
                 counts.add(Counter::RegCacheHits, 1);
-                Ok(Some(at(found, addr)))
+                Ok(Some(self.at(found, addr)))
             }
             Ok(Inserted::Made(found)) => {
                 counts.add(Counter::RegCacheMisses, 1);
-                Ok(Some(at(found, addr)))
+                Ok(Some(self.at(found, addr)))
             }
             Ok(Inserted::NoRoom) => {
                 counts.add(Counter::RegCacheMisses, 1);
                 match pin(addr64, len64) {
-                    Ok(pin) => Ok(Some((pin.addr, Arc::new(pin)))),
+                    Ok(pin) => Ok(Some((pin.addr, Pin::Own(Arc::new(pin))))),
                     Err(error) if cannot_be_pinned(&error) => Ok(None),
                     Err(error) => Err(error),
                 }
@@ -300,8 +312,8 @@ impl Cache {
         &self,
         pin: impl Fn() -> Result<HostPin, Error>,
         (len, needed): (u64, bool),
-        others: &mut Writing<'_, Arc<HostPin>>,
-        swept: &mut Swept<Arc<HostPin>>,
+        others: &mut Writing<'_, HostPin>,
+        swept: &mut Swept<HostPin>,
     ) -> Result<HostPin, Error> {
         let mut pinned = pin();
         // At first those that wait to leave, and nobody else.
@@ -324,6 +336,12 @@ impl Cache {
         pinned
     }
 
+    /// Where the device sees `addr` in what was found.
+    fn at(&self, found: Found<'_, HostPin>, addr: usize) -> (DeviceAddr, Pin) {
+        let seen = DeviceAddr(found.base + (addr as u64 - found.start));
+        (seen, Pin::Cached(Held::new(&self.shared, found.visit)))
+    }
+
     pub(crate) fn info(&self) -> CacheInfo {
         let (regions, bytes) = self.shared.table.lock().size();
         CacheInfo { regions, bytes, overhead: self.shared.table.memory() }
@@ -337,11 +355,6 @@ impl Drop for Cache {
         }
         self.shared.clear();
     }
-}
-
-/// Where the device sees `addr` in what was found.
-fn at(found: Found<Arc<HostPin>>, addr: usize) -> (DeviceAddr, Arc<HostPin>) {
-    (DeviceAddr(found.value.addr.0 + (addr as u64 - found.start)), found.value)
 }
 
 /// Before a fork: the child and the parent share all pages until one writes, and it depends on the

@@ -1,12 +1,14 @@
 //! The table against a model of what it should hold, over any sequence of what can happen to it.
 
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::Arc;
+use std::ptr::NonNull;
 
 use proptest::prelude::*;
 
-use super::table::{Bounds, Found, Inserted, Swept, Table, Value};
+use super::table::hints::Hints;
+use super::table::{Bounds, Entry, Found, Inserted, Swept, Table};
 
 const PAGE: u64 = 4096;
 /// The model's world: this many pages, spread over all levels of the tree.
@@ -25,12 +27,9 @@ fn address(page: u64) -> u64 {
 
 /// When it was made, and for which range.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Pin(Arc<(usize, Range<u64>)>);
-
-impl Value for Pin {
-    fn is_idle(&self) -> bool {
-        Arc::strong_count(&self.0) == 1
-    }
+struct Pin {
+    made: usize,
+    range: Range<u64>,
 }
 
 #[derive(Clone, Debug)]
@@ -131,47 +130,51 @@ fn inner(pages: &Range<u64>) -> Range<u64> {
 
 /// The table, and beside it what it should be.
 struct Beside {
-    table: Table<Pin>,
+    table: Table<usize>,
+    /// By their numbers.
+    pins: RefCell<Vec<Pin>>,
     bounds: Bounds,
     now: usize,
     /// When memory of a page last went away.
     lost: BTreeMap<u64, usize>,
-    held: Vec<Found<Pin>>,
+    /// Numbers of pins that copies use.
+    held: Vec<(usize, NonNull<Entry>)>,
     /// Only for a table that never has to evict.
     model: Option<Model>,
     refused: Option<u64>,
-    made: usize,
-    came_out: usize,
+    came_out: Cell<usize>,
 }
 
 impl Beside {
     fn new(bounds: Bounds, model: Option<Model>) -> Self {
         Self {
             table: Table::new(),
+            pins: RefCell::default(),
             bounds,
             now: 0,
             lost: BTreeMap::new(),
             held: Vec::new(),
             model,
             refused: None,
-            made: 0,
-            came_out: 0,
+            came_out: Cell::default(),
         }
     }
 
-    fn swept(&mut self, swept: Swept<Pin>) {
-        self.came_out += swept.values.len();
+    fn swept(&self, swept: Swept<usize>) {
+        self.came_out.set(self.came_out.get() + swept.values.len());
         assert_eq!(swept.values.len() as u64, swept.regions);
+        let used = |number: &usize| self.held.iter().any(|(held, _)| held == number);
+        assert!(!swept.values.iter().any(used), "came out while a copy uses it");
     }
 
     /// What is found is for the memory that is there now.
-    fn check(&self, found: &Found<Pin>, addr: u64, len: u64) {
-        let (made, range) = &*found.value.0;
+    fn check(&self, found: &Found<'_, usize>, addr: u64, len: u64) {
+        let Pin { made, range } = self.pins.borrow()[found.base as usize].clone();
         assert_eq!(found.start, range.start);
         assert!(range.start <= addr && addr + len <= range.end, "{addr:#x} in {range:x?}");
         for page in (range.start..range.end).step_by(PAGE as usize) {
             let lost = self.lost.get(&page).copied().unwrap_or(0);
-            assert!(lost < *made, "{page:#x} went away after it was pinned");
+            assert!(lost < made, "{page:#x} went away after it was pinned");
         }
     }
 
@@ -179,18 +182,18 @@ impl Beside {
         let mut swept = Swept::default();
         let (now, refused) = (self.now, self.refused);
         let refuses = |range: &Range<u64>| refused.is_some_and(|page| range.contains(&page));
-        let mut made = 0;
+        let before = self.pins.borrow().len();
         let bounds = self.bounds;
         let whole = addr..addr + len;
         let inserted = self.table.insert((addr, len), &whole, bounds, &mut swept, |range, _, _| {
             if refuses(range) {
                 return Err(());
             }
-            made += 1;
-            Ok(Pin(Arc::new((now, range.clone()))))
+            let mut pins = self.pins.borrow_mut();
+            let number = pins.len();
+            pins.push(Pin { made: now, range: range.clone() });
+            Ok((number as u64, number))
         });
-        self.made += made;
-        self.swept(swept);
         let own = addr & !(PAGE - 1)..(addr + len).next_multiple_of(PAGE);
         if let Some(model) = &mut self.model {
             let is_hit = matches!(inserted, Ok(Inserted::Hit(_)));
@@ -206,7 +209,11 @@ impl Beside {
                 }
                 let range = if refuses(&union) { own.clone() } else { union };
                 if let Ok(Inserted::Made(found)) = &inserted {
-                    assert_eq!(found.value.0.1, range, "the range that was made");
+                    assert_eq!(
+                        self.pins.borrow()[found.base as usize].range,
+                        range,
+                        "the range that was made"
+                    );
                     model.insert(now, &range);
                 }
             }
@@ -216,12 +223,15 @@ impl Beside {
                 self.check(&found, addr, len);
                 assert!(self.table.find(addr, len).is_some(), "it is found from now on");
                 if hold {
-                    self.held.push(found);
+                    self.held.push((found.base as usize, found.visit.into_raw()));
                 }
             }
-            Ok(Inserted::NoRoom) => assert!(made == 0 && self.model.is_none()),
+            Ok(Inserted::NoRoom) => {
+                assert!(self.pins.borrow().len() == before && self.model.is_none());
+            }
             Err(()) => assert!(refuses(&own)),
         }
+        self.swept(swept);
     }
 
     fn invalidate(&mut self, range: &Range<u64>) {
@@ -252,6 +262,17 @@ impl Beside {
         }
     }
 
+    /// A copy ends.
+    fn release(&mut self, pick: usize) {
+        let (number, entry) = self.held.swap_remove(pick);
+        // SAFETY: a visit of this table, that ends here.
+        let last = unsafe { self.table.leave(entry) };
+        if last {
+            let still = self.held.iter().any(|(held, _)| *held == number);
+            assert!(!still && self.table.has_marked(), "someone can sweep now");
+        }
+    }
+
     fn run(&mut self, steps: Vec<Step>) {
         for step in steps {
             self.now += 1;
@@ -264,8 +285,7 @@ impl Beside {
                 }
                 Step::Release(_) if self.held.is_empty() => {}
                 Step::Release(pick) => {
-                    let pick = pick % self.held.len();
-                    self.held.swap_remove(pick);
+                    self.release(pick % self.held.len());
                 }
                 Step::EvictIdle if self.model.is_none() => {
                     let mut swept = Swept::default();
@@ -281,13 +301,27 @@ impl Beside {
             }
             self.find_all();
             let (regions, bytes) = self.table.lock().size();
-            assert!(self.bounds.regions >= regions || self.table.has_marked());
-            assert!(self.bounds.bytes >= bytes || self.table.has_marked());
+            // What is in use stays, also if its memory went away.
+            let length = |number: usize| {
+                let range = &self.pins.borrow()[number].range;
+                range.end - range.start
+            };
+            let used: u64 = self.held.iter().map(|(held, _)| length(*held)).sum();
+            let bounds = self.bounds;
+            assert!(bounds.regions + self.held.len() >= regions || self.table.has_marked());
+            assert!(bounds.bytes + used >= bytes || self.table.has_marked());
+        }
+        while !self.held.is_empty() {
+            self.release(0);
         }
         let mut swept = Swept::default();
         self.table.lock().clear(&mut swept);
         self.swept(swept);
-        assert_eq!(self.made, self.came_out, "all that was made comes out, once");
+        assert_eq!(
+            self.pins.borrow().len(),
+            self.came_out.get(),
+            "all that was made comes out, once"
+        );
         assert_eq!(self.table.lock().size(), (0, 0));
         assert!((0..PAGES).all(|page| self.table.find(address(page), 1).is_none()));
     }
@@ -298,7 +332,7 @@ proptest! {
 
     #[test]
     fn without_bounds_the_table_holds_exactly_what_the_model_does(steps in steps()) {
-        let bounds = Bounds { regions: usize::MAX, bytes: u64::MAX >> 1 };
+        let bounds = Bounds { regions: usize::MAX >> 1, bytes: u64::MAX >> 1 };
         Beside::new(bounds, Some(Model::default())).run(steps);
     }
 
@@ -312,14 +346,13 @@ proptest! {
 
 #[test]
 fn large_ranges_take_few_nodes_and_addresses_beyond_the_tree_are_not_kept() {
-    let table = Table::<Pin>::new();
+    let table = Table::<()>::new();
     let bounds = Bounds { regions: 10, bytes: u64::MAX };
     let empty = table.memory();
     let get = |range: &Range<u64>| {
         let mut swept = Swept::default();
         let wanted = (range.start, range.end - range.start);
-        let pin = Pin(Arc::new((0, range.clone())));
-        table.insert(wanted, range, bounds, &mut swept, |_, _, _| Ok::<_, ()>(pin.clone()))
+        table.insert(wanted, range, bounds, &mut swept, |_, _, _| Ok::<_, ()>((0, ())))
     };
     let large = 3 << 30..103 << 30;
     assert!(matches!(get(&large), Ok(Inserted::Made(_))));
@@ -328,14 +361,36 @@ fn large_ranges_take_few_nodes_and_addresses_beyond_the_tree_are_not_kept() {
     assert!(table.memory() - empty < 32 << 10, "{} bytes", table.memory() - empty);
     let beyond = (1 << 48) - 4096..(1 << 48) + 4096;
     assert!(matches!(get(&beyond), Ok(Inserted::NoRoom)));
+    let longest = 0..1 << 41;
+    assert!(matches!(get(&longest), Ok(Inserted::NoRoom)));
     assert!(table.find(u64::MAX, 1).is_none() && table.find(u64::MAX, 2).is_none());
     assert_eq!(table.invalidate(0, u64::MAX), 1);
+}
+
+#[test]
+fn ranges_that_would_be_too_long_together_are_not_joined() {
+    const GIB: u64 = 1 << 30;
+    let table = Table::<()>::new();
+    let bounds = Bounds { regions: 10, bytes: u64::MAX };
+    for start in [16 << 40, (16 << 40) + 500 * GIB] {
+        let range = start..start + 600 * GIB;
+        let mut swept = Swept::default();
+        let made = table.insert((start, 1), &range, bounds, &mut swept, |range, _, _| {
+            Ok::<_, ()>((range.start, ()))
+        });
+        assert!(matches!(made, Ok(Inserted::Made(found)) if found.start == start));
+    }
+    assert!(table.find(16 << 40, 1).is_none(), "the first made room for the second");
+    let last = table.find((16 << 40) + 1099 * GIB, GIB).unwrap();
+    assert_eq!(last.base, (16 << 40) + 500 * GIB);
+    drop(last);
+    assert_eq!(table.invalidate((16 << 40) + 900 * GIB, (16 << 40) + 901 * GIB), 1);
 }
 
 /// Whoever makes a value may evict others for it; memory goes at any moment, also then.
 #[test]
 fn an_entry_that_is_lost_while_it_is_made_stands_for_nothing_else_until_it_is_swept() {
-    let table = Table::<Pin>::new();
+    let table = Table::<u64>::new();
     let bounds = Bounds { regions: 10, bytes: 1 << 30 };
     let range = |page: u64| address(page)..address(page) + PAGE;
     let mut swept = Swept::default();
@@ -351,20 +406,45 @@ fn an_entry_that_is_lost_while_it_is_made_stands_for_nothing_else_until_it_is_sw
                 }
                 others.evict_idle(usize::MAX, swept);
                 assert!(table.find(range.start, PAGE).is_none(), "found before it is made");
-                Ok::<_, ()>(Pin(Arc::new((0, range.clone()))))
+                Ok::<_, ()>((range.start, range.start))
             },
         );
         let Ok(Inserted::Made(found)) = made else { panic!("not made") };
-        assert_eq!((found.start, &found.value.0.1), (address(page), &range(page)));
+        assert_eq!((found.start, found.base), (address(page), address(page)));
     };
     get(3, true);
     assert!(table.find(address(3), PAGE).is_none(), "its memory went away");
     for page in [5, 7] {
         get(page, false);
         let found = table.find(address(page), PAGE).expect("kept");
-        assert_eq!(found.value.0.1, range(page));
+        assert_eq!(found.base, address(page));
     }
     table.lock().clear(&mut swept);
     assert_eq!((swept.values.len(), swept.regions), (3, 3), "each came out once");
     assert_eq!(table.lock().size(), (0, 0));
+}
+
+#[test]
+fn a_page_is_found_as_noted_and_a_later_note_replaces_it() {
+    let (entries, hints) = ([1_u64, 2], Hints::new(64));
+    assert_eq!(hints.get(7), None);
+    hints.note(7, &entries[0]);
+    assert_eq!(hints.get(7), Some(&raw const entries[0]));
+    hints.note(7, &entries[1]);
+    assert_eq!(hints.get(7), Some(&raw const entries[1]));
+}
+
+#[test]
+fn most_of_as_many_pages_as_there_is_room_for_are_found() {
+    let entries: Vec<u64> = (0..4096).collect();
+    let hints = Hints::new(entries.len());
+    assert_eq!(hints.room(), entries.len());
+    // As far apart as buffers are, not side by side.
+    let page = |number: u64| 0x7_f000_0000 + number * 32;
+    for entry in &entries {
+        hints.note(page(*entry), entry);
+    }
+    let is_found = |entry: &&u64| hints.get(page(**entry)) == Some(std::ptr::from_ref(*entry));
+    let found = entries.iter().filter(is_found).count();
+    assert!(found > entries.len() * 3 / 4, "{found} of {}", entries.len());
 }

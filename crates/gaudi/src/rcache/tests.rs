@@ -216,10 +216,11 @@ fn clearing_gives_back_what_is_idle_now_and_what_is_used_when_its_copy_ends() {
     let mut running = start(&device, &target, host.at(2 * LARGE), LARGE);
     device.registrations().switch.get().unwrap().off();
     device.registrations().shared.clear();
-    assert_eq!((device.registration_cache().regions, fake.live_pins()), (0, 1));
+    assert_eq!((device.registration_cache().regions, fake.live_pins()), (1, 1));
+    assert!(!device.is_cached(host.at(2 * LARGE), LARGE), "not for others");
     fake.finish_all();
     assert_eq!(running.poll(), Some(Ok(())));
-    assert_eq!(fake.live_pins(), 0);
+    assert_eq!((device.registration_cache().regions, fake.live_pins()), (0, 0));
 }
 
 #[test]

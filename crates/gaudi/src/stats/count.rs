@@ -116,6 +116,25 @@ impl Counts {
         }
     }
 
+    /// A submission of one move ended, between host and device: [`Counts::ended`] without a tally.
+    pub(crate) fn one_ended(
+        self,
+        outcome: &Result<(), Error>,
+        direction: Direction,
+        path: Path,
+        bytes: u64,
+    ) {
+        self.subtract(Counter::InFlight, 1);
+        if outcome.is_err() {
+            return self.add(Counter::DmaErrors, 1);
+        }
+        let (number, length) = WAYS[way(direction)];
+        self.add(number, 1);
+        self.add(length, bytes);
+        let pinned = path == Path::Pinned;
+        self.add(if pinned { Counter::PinnedOperations } else { Counter::BouncedOperations }, 1);
+    }
+
     /// Someone was told of a failure.
     pub(crate) fn failed(self, kind: ErrorKind) {
         self.add(FAILURES[(-1 - kind.code()) as usize], 1);
@@ -224,6 +243,15 @@ pub(crate) enum Path {
     Fill,
 }
 
+/// Where [`WAYS`] has a direction.
+fn way(direction: Direction) -> usize {
+    match direction {
+        Direction::HostToDevice => 0,
+        Direction::DeviceToHost => 1,
+        Direction::DeviceToDevice => 2,
+    }
+}
+
 /// What a submission moves, to be counted when it is done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Tally {
@@ -246,11 +274,7 @@ impl Tally {
             Path::Staging => return,
             Path::Staged | Path::Imported => 3,
             Path::Fill => 4,
-            Path::Pinned | Path::Bounced | Path::Within => match direction {
-                Direction::HostToDevice => 0,
-                Direction::DeviceToHost => 1,
-                Direction::DeviceToDevice => 2,
-            },
+            Path::Pinned | Path::Bounced | Path::Within => way(direction),
         };
         self.ways[way].0 += 1;
         self.ways[way].1 += len;

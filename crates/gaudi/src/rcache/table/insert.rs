@@ -11,14 +11,8 @@
 use core::ops::Range;
 
 use super::super::sync::Ordering;
-use super::entry::Entry;
+use super::entry::{Entry, LONGEST};
 use super::{Found, Swept, Table, Writing, inner, pages};
-
-/// What the table keeps.
-pub(crate) trait Value: Clone {
-    /// Whether nobody but the table has it.
-    fn is_idle(&self) -> bool;
-}
 
 /// How much the table may hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,19 +22,18 @@ pub(crate) struct Bounds {
 }
 
 /// How a range came to be found.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Inserted<P> {
+pub(crate) enum Inserted<'a, P> {
     /// Another thread was faster.
-    Hit(Found<P>),
+    Hit(Found<'a, P>),
     /// It is new.
-    Made(Found<P>),
+    Made(Found<'a, P>),
     /// The table has no room for it: nothing was made.
     NoRoom,
 }
 
-impl<P: Value> Table<P> {
-    /// What [`Table::find`] finds for `[addr, addr + len)`, after making it with `make` if it is not
-    /// there: for all pages of `whole`, which holds that range, and more if others overlap. Waits
+impl<P> Table<P> {
+    /// What [`Table::find`] finds for `[addr, addr + len)`, after making it with `make` (a value, and
+    /// the number to be found with it) if it is not there: for all pages of `whole`, which holds that range, and more if others overlap. Waits
     /// for other threads that do the same. `swept` gets what had to leave.
     pub(crate) fn insert<E>(
         &self,
@@ -48,8 +41,8 @@ impl<P: Value> Table<P> {
         whole: &Range<u64>,
         bounds: Bounds,
         swept: &mut Swept<P>,
-        mut make: impl FnMut(&Range<u64>, &mut Writing<'_, P>, &mut Swept<P>) -> Result<P, E>,
-    ) -> Result<Inserted<P>, E> {
+        mut make: impl FnMut(&Range<u64>, &mut Writing<'_, P>, &mut Swept<P>) -> Result<(u64, P), E>,
+    ) -> Result<Inserted<'_, P>, E> {
         let mut writing = self.lock();
         writing.sweep(swept);
         if let Some(found) = self.find(addr, len) {
@@ -68,13 +61,11 @@ impl<P: Value> Table<P> {
             }
             let Some(entry) = writing.claim(&range, &swallowed) else { continue };
             match make(&range, &mut writing, swept) {
-                Ok(value) => {
-                    // SAFETY: the lock is held, and the entry was claimed just above.
-                    unsafe { entry.fill(value.clone()) };
+                Ok((base, value)) => {
+                    let visit = writing.fill(entry, base, value);
                     writing.settle();
                     writing.sweep(swept);
-                    let found = Found { start: range.start, value };
-                    return Ok(Inserted::Made(found));
+                    return Ok(Inserted::Made(Found { start: range.start, base, visit }));
                 }
                 Err(error) => {
                     writing.drop_entry(entry);
@@ -90,20 +81,15 @@ impl<P: Value> Table<P> {
     }
 }
 
-impl<'a, P: Value> Writing<'a, P> {
+impl<'a, P> Writing<'a, P> {
     /// The range to be made for `own`, and the entries it takes in. Others in its way leave.
-    fn join(
-        &self,
-        own: &Range<u64>,
-        bounds: Bounds,
-        alone: bool,
-    ) -> (Range<u64>, Vec<&'a Entry<P>>) {
+    fn join(&self, own: &Range<u64>, bounds: Bounds, alone: bool) -> (Range<u64>, Vec<&'a Entry>) {
         let joined = self.overlapping(&inner(own));
         let range = joined.iter().fold(own.clone(), |range, entry| {
             let other = entry.range();
             range.start.min(other.start)..range.end.max(other.end)
         });
-        if !alone && range.end - range.start <= bounds.bytes {
+        if !alone && range.end - range.start <= bounds.bytes.min(LONGEST) {
             return (range, joined);
         }
         for entry in joined {
@@ -116,7 +102,7 @@ impl<'a, P: Value> Writing<'a, P> {
     fn make_room(
         &mut self,
         range: &Range<u64>,
-        swallowed: &[&Entry<P>],
+        swallowed: &[&Entry],
         bounds: Bounds,
         swept: &mut Swept<P>,
     ) -> bool {
@@ -151,18 +137,16 @@ impl<'a, P: Value> Writing<'a, P> {
     }
 
     /// Something that nobody uses, and that was not found for longest, about.
-    fn least_used(&mut self, except: &[&Entry<P>]) -> Option<&'a Entry<P>> {
+    fn least_used(&mut self, except: &[&Entry]) -> Option<&'a Entry> {
         let places = self.places();
         // Once round takes everyone's second chance away.
         for _ in 0..2 * places {
-            let entry = self.nth(self.writer.hand)?;
+            let entry = self.entry(self.writer.hand as u32);
             self.writer.hand = (self.writer.hand + 1) % places;
-            // SAFETY: the lock is held.
-            let idle = || unsafe { entry.look(|value| value.is_some_and(P::is_idle)) };
             let candidate = entry.is_valid()
                 && !except.iter().any(|other| core::ptr::eq(*other, entry))
                 && !entry.take_used();
-            if candidate && idle() {
+            if candidate && entry.is_idle() {
                 return Some(entry);
             }
         }

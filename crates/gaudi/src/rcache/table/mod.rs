@@ -1,12 +1,15 @@
 //! Ranges of addresses and what is kept for each: found without waiting, taken back at any moment.
 //!
 //! This is the part of the cache where threads meet. It knows nothing of devices or pins: values are
-//! of any type that can be cloned. The rules:
+//! of any type, and stay in the table until they come out for good. Whoever looks for a range is
+//! given a [`Visit`] instead, during which the value stays, and a number that was given with it.
+//! The rules:
 //!
 //! * [`Table::find`] takes no lock and has no loop that another thread could prolong.
 //! * [`Table::invalidate`] may run anywhere, also inside `free` with the allocator's lock held: it
 //!   takes no lock, allocates and frees nothing, and drops no value. When it has returned, no value
-//!   with memory of that range is found any more. Values come out later, in [`Writing::sweep`].
+//!   with memory of that range is found any more. Values come out later, in [`Writing::sweep`], when
+//!   those who found them before have left.
 //! * Everything else happens under one lock, which nobody of the above needs. It is held while a
 //!   value is made (a driver call), so the same range is never pinned by two threads at once.
 //!
@@ -21,34 +24,70 @@
 //! order of events one of the two sees the other.
 
 mod entry;
+pub(super) mod hints;
 mod insert;
 mod tree;
 
 use core::ops::Range;
 use core::ptr::{self, NonNull};
 
-use super::sync::{AtomicPtr, AtomicU64, CHUNK, Mutex, MutexGuard, Ordering, fence};
-use entry::{DROPPED, Entry};
-pub(crate) use insert::{Bounds, Inserted, Value};
+use super::sync::{
+    AtomicBool, AtomicPtr, AtomicU32, AtomicU64, CHUNK, Mutex, MutexGuard, Ordering, fence,
+};
+pub(crate) use entry::Entry;
+use entry::{DROPPED, LONGEST};
+use hints::Hints;
+pub(crate) use insert::{Bounds, Inserted};
 pub(crate) use tree::ADDRESS_BITS;
 use tree::{PAGE_BITS, Tree};
 
 pub(crate) const PAGE: u64 = 1 << PAGE_BITS;
 
-/// Something found: the start of its range, and the value.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Found<P> {
+/// Something found: the start of its range, and what was given with the value.
+pub(crate) struct Found<'a, P> {
     pub(crate) start: u64,
-    pub(crate) value: P,
+    pub(crate) base: u64,
+    pub(crate) visit: Visit<'a, P>,
+}
+
+/// The right to use what was found: the value stays in the table until this is dropped.
+pub(crate) struct Visit<'a, P> {
+    table: &'a Table<P>,
+    entry: &'a Entry,
+}
+
+impl<P> Visit<'_, P> {
+    /// Whether it is of this table.
+    pub(crate) fn is_of(&self, table: &Table<P>) -> bool {
+        ptr::eq(self.table, table)
+    }
+
+    /// The same, for someone who sees to it that the table stays; [`Table::leave`] ends it.
+    pub(crate) fn into_raw(self) -> NonNull<Entry> {
+        let entry = NonNull::from(self.entry);
+        core::mem::forget(self);
+        entry
+    }
+}
+
+impl<P> Drop for Visit<'_, P> {
+    fn drop(&mut self) {
+        self.table.count_out(self.entry);
+    }
 }
 
 /// See the [module](self).
 pub(crate) struct Table<P> {
-    tree: Tree<Entry<P>>,
+    tree: Tree<Entry>,
+    /// The short way to entries; null until there are some. Made anew as they grow in number.
+    hints: AtomicPtr<Hints<Entry>>,
     /// Counts the times that new entries took their places in the tree.
     arrivals: AtomicU64,
-    /// Marked entries, linked: they still have their values and their places in the tree.
-    marked: AtomicPtr<Entry<P>>,
+    /// Marked entries, linked: they still have their values and their places in the tree. One more
+    /// than the place of the first; 0: none.
+    marked: AtomicU32,
+    /// A marked entry lost its last visitor.
+    left: AtomicBool,
     /// No entry was ever outside: most memory that comes and goes is none of ours.
     lowest: AtomicU64,
     highest: AtomicU64,
@@ -58,13 +97,18 @@ pub(crate) struct Table<P> {
 /// What the lock protects.
 struct Writer<P> {
     /// All entries there are; freed with the table.
-    chunks: Vec<NonNull<[Entry<P>]>>,
-    unused: Vec<NonNull<Entry<P>>>,
-    /// Marked, and taken from the list.
-    retiring: Vec<NonNull<Entry<P>>>,
+    chunks: Vec<NonNull<[Entry]>>,
+    /// What belongs to each.
+    values: Vec<Option<P>>,
+    /// Places of entries.
+    unused: Vec<u32>,
+    /// Of all sizes there were: a reader may still have an old one. Freed with the table.
+    hints: Vec<NonNull<Hints<Entry>>>,
+    /// Places of entries that are marked, and taken from the list.
+    retiring: Vec<u32>,
     /// The entry whose value is just being made. It stays what it is until then, marked or not:
     /// whoever makes the value may sweep and evict meanwhile.
-    claimed: Option<NonNull<Entry<P>>>,
+    claimed: Option<u32>,
     /// Where the next search for something to evict begins.
     hand: usize,
     /// Entries with a range, and the length of these.
@@ -73,19 +117,23 @@ struct Writer<P> {
 }
 
 // SAFETY: the pointers are to entries that the table owns, used as shared references.
-unsafe impl<P: Send + Sync> Send for Writer<P> {}
+unsafe impl<P: Send> Send for Writer<P> {}
 
 impl<P> Table<P> {
     pub(crate) fn new() -> Self {
         Self {
             tree: Tree::new(),
+            hints: AtomicPtr::new(ptr::null_mut()),
             arrivals: AtomicU64::new(0),
-            marked: AtomicPtr::new(ptr::null_mut()),
+            marked: AtomicU32::new(0),
+            left: AtomicBool::new(false),
             lowest: AtomicU64::new(u64::MAX),
             highest: AtomicU64::new(0),
             writer: Mutex::new(Writer {
                 chunks: Vec::new(),
+                values: Vec::new(),
                 unused: Vec::new(),
+                hints: Vec::new(),
                 retiring: Vec::new(),
                 claimed: None,
                 hand: 0,
@@ -95,22 +143,69 @@ impl<P> Table<P> {
         }
     }
 
-    /// The value whose range holds all of `[addr, addr + len)`. Wait-free.
-    pub(crate) fn find(&self, addr: u64, len: u64) -> Option<Found<P>>
-    where
-        P: Clone,
-    {
+    /// The entry whose range holds all of `[addr, addr + len)`. Wait-free.
+    pub(crate) fn find(&self, addr: u64, len: u64) -> Option<Found<'_, P>> {
         let last = addr.checked_add(len.max(1) - 1)?;
         if last >> ADDRESS_BITS != 0 {
             return None;
         }
-        let at = |page: u64| self.tree.find(page)?.read(addr, last);
-        let (start, value) = at(addr).or_else(|| {
+        let read = |entry| {
+            let (visit, state) = self.enter(entry);
+            let (start, base) = visit.entry.read(state, addr, last)?;
+            Some(Found { start, base, visit })
+        };
+        let hints = self.hints();
+        // SAFETY: an entry of this table, all of which live as long as it.
+        let noted = hints.and_then(|hints| hints.get(addr >> PAGE_BITS)).map(|e| unsafe { &*e });
+        noted.and_then(read).or_else(|| {
+            let at = |page| self.tree.find(page).and_then(read);
             // Its first page may belong to a neighbour.
             let next = (addr | (PAGE - 1)) + 1;
-            if next >> ADDRESS_BITS != 0 { None } else { at(next) }
-        })?;
-        Some(Found { start, value })
+            let beside = || if next >> ADDRESS_BITS != 0 { None } else { at(next) };
+            let found = at(addr).or_else(beside)?;
+            if let Some(hints) = hints {
+                hints.note(addr >> PAGE_BITS, found.visit.entry);
+            }
+            Some(found)
+        })
+    }
+
+    fn enter<'a>(&'a self, entry: &'a Entry) -> (Visit<'a, P>, u64) {
+        let state = entry.enter();
+        (Visit { table: self, entry }, state)
+    }
+
+    fn count_out(&self, entry: &Entry) -> bool {
+        let last = entry.leave();
+        if last {
+            // Release: whoever takes note of this sees that the visitor has left; also if others say
+            // the same next, therefore not a store, which would hide this one from them.
+            self.left.swap(true, Ordering::Release);
+        }
+        last
+    }
+
+    /// One more visit, beside one that lasts.
+    ///
+    /// # Safety
+    /// The entry must be from [`Visit::into_raw`] of this table, and that visit not have ended.
+    pub(crate) unsafe fn enter_with(&self, entry: NonNull<Entry>) {
+        // SAFETY: the caller's promise; entries live as long as the table.
+        unsafe { entry.as_ref() }.enter_with();
+    }
+
+    /// Ends a visit. Whether there is now something to [sweep](Writing::sweep).
+    ///
+    /// # Safety
+    /// The entry must be from [`Visit::into_raw`] of this table, and each visit ends once.
+    pub(crate) unsafe fn leave(&self, entry: NonNull<Entry>) -> bool {
+        // SAFETY: the caller's promise; entries live as long as the table.
+        self.count_out(unsafe { entry.as_ref() })
+    }
+
+    fn hints(&self) -> Option<&Hints<Entry>> {
+        // SAFETY: those that ever were here stay as long as the table.
+        unsafe { self.hints.load(Ordering::Acquire).as_ref() }
     }
 
     /// Memory of `[start, end)` is about to go: what has a part of it is not found any more. Returns
@@ -130,7 +225,11 @@ impl<P> Table<P> {
             self.tree.visit(&around, &mut |entry| {
                 let again = ptr::eq(last, entry);
                 last = entry;
-                if !again && entry.lose(&range) {
+                if again {
+                    return;
+                }
+                let (_visit, state) = self.enter(entry);
+                if entry.lose(state, &range) {
                     self.list_marked(entry);
                     lost += 1;
                 }
@@ -146,22 +245,25 @@ impl<P> Table<P> {
 
     /// Whether there is something for [`Writing::sweep`] to do.
     pub(crate) fn has_marked(&self) -> bool {
-        !self.marked.load(Ordering::Relaxed).is_null()
+        self.marked.load(Ordering::Relaxed) != 0 || self.left.load(Ordering::Relaxed)
     }
 
     /// For whoever set an entry's first mark.
-    fn list_marked(&self, entry: &Entry<P>) {
-        let entry: *const Entry<P> = entry;
+    fn list_marked(&self, entry: &Entry) {
         let mut next = self.marked.load(Ordering::Relaxed);
         loop {
-            // SAFETY: an entry of this table.
-            unsafe { &*entry }.next.store(next, Ordering::Relaxed);
-            let new = entry.cast_mut();
+            entry.next.store(next, Ordering::Relaxed);
+            let new = entry.place + 1;
             match self.marked.compare_exchange(next, new, Ordering::Release, Ordering::Relaxed) {
                 Ok(_) => return,
                 Err(other) => next = other,
             }
         }
+    }
+
+    /// All values, however they are marked: for whoever has the table alone, at its end.
+    pub(crate) fn take_values(&mut self) -> Vec<P> {
+        self.lock().writer.values.iter_mut().filter_map(Option::take).collect()
     }
 
     /// The right to change the table.
@@ -179,17 +281,29 @@ impl<P> Table<P> {
 
     /// Bytes that the table itself takes.
     pub(crate) fn memory(&self) -> usize {
-        let chunks = self.lock().writer.chunks.len();
-        size_of::<Self>() + self.tree.memory() + chunks * CHUNK * size_of::<Entry<P>>()
+        let writing = self.lock();
+        // SAFETY: they stay as long as the table.
+        let hints = writing.writer.hints.iter().map(|hints| unsafe { hints.as_ref() }.memory());
+        let hints: usize = hints.sum();
+        let entries = writing.places() * (size_of::<Entry>() + size_of::<Option<P>>());
+        size_of::<Self>() + self.tree.memory() + hints + entries
     }
 }
 
 impl<P> Drop for Table<P> {
     fn drop(&mut self) {
-        let chunks = core::mem::take(&mut self.lock().writer.chunks);
+        let mut writing = self.lock();
+        let (chunks, hints) = (
+            core::mem::take(&mut writing.writer.chunks),
+            core::mem::take(&mut writing.writer.hints),
+        );
         for chunk in chunks {
             // SAFETY: made from a box, and nobody has the table any more.
             drop(unsafe { Box::from_raw(chunk.as_ptr()) });
+        }
+        for hints in hints {
+            // SAFETY: as above.
+            drop(unsafe { Box::from_raw(hints.as_ptr()) });
         }
     }
 }
@@ -221,7 +335,8 @@ impl<P> Default for Swept<P> {
 fn pages(range: &Range<u64>) -> Option<Range<u64>> {
     let end = range.end.checked_next_multiple_of(PAGE)?;
     let start = range.start & !(PAGE - 1);
-    (start < end && end <= 1 << ADDRESS_BITS).then_some(start..end)
+    let fits = start < end && end <= 1 << ADDRESS_BITS && end - start <= LONGEST;
+    fits.then_some(start..end)
 }
 
 /// The pages that an entry with these pages must own: all between the first and the last, or all
@@ -237,38 +352,37 @@ impl<'a, P> Writing<'a, P> {
         (self.writer.regions, self.writer.bytes)
     }
 
-    /// Takes marked entries out, except those where someone is looking just now, and the one whose
-    /// value is being made. Whether none is left.
+    /// Takes marked entries out, except those that someone has or looks at just now, and the one
+    /// whose value is being made. Whether none is left.
     pub(crate) fn sweep(&mut self, swept: &mut Swept<P>) -> bool {
-        let mut next = self.table.marked.swap(ptr::null_mut(), Ordering::Acquire);
-        while let Some(entry) = NonNull::new(next) {
-            // SAFETY: an entry of this table.
-            next = unsafe { entry.as_ref() }.next.load(Ordering::Relaxed);
-            self.writer.retiring.push(entry);
+        // Acquire: sees that those have left who said so. Who leaves later says so again.
+        self.table.left.swap(false, Ordering::Acquire);
+        let mut next = self.table.marked.swap(0, Ordering::Acquire);
+        while let Some(place) = next.checked_sub(1) {
+            next = self.entry(place).next.load(Ordering::Relaxed);
+            self.writer.retiring.push(place);
         }
         let mut at = 0;
-        while let Some(&pointer) = self.writer.retiring.get(at) {
-            if self.writer.claimed == Some(pointer) {
+        while let Some(&place) = self.writer.retiring.get(at) {
+            if self.writer.claimed == Some(place) {
                 at += 1;
                 continue;
             }
-            // SAFETY: an entry of this table, which outlives the borrow of it.
-            let entry = unsafe { pointer.as_ref() };
+            let entry = self.entry(place);
             let range = entry.range();
             // SAFETY: the range is one that `claim` gave, and the lock is held.
             unsafe { self.table.tree.take(&range, entry) };
-            // SAFETY: the lock is held.
-            let Some(value) = (unsafe { entry.retire() }) else {
+            if !entry.retire() {
                 at += 1;
                 continue;
-            };
-            if let Some(value) = value {
+            }
+            if let Some(value) = self.writer.values[place as usize].take() {
                 swept.values.push(value);
                 swept.regions += 1;
                 swept.bytes += range.end - range.start;
             }
             self.writer.retiring.swap_remove(at);
-            self.writer.unused.push(pointer);
+            self.writer.unused.push(place);
             self.writer.regions -= 1;
             self.writer.bytes -= range.end - range.start;
         }
@@ -276,8 +390,8 @@ impl<'a, P> Writing<'a, P> {
     }
 
     /// The ready entries that own a page of `range`, by address.
-    fn overlapping(&self, range: &Range<u64>) -> Vec<&'a Entry<P>> {
-        let mut found: Vec<&'a Entry<P>> = Vec::new();
+    fn overlapping(&self, range: &Range<u64>) -> Vec<&'a Entry> {
+        let mut found: Vec<&'a Entry> = Vec::new();
         self.table.tree.visit(range, &mut |entry| {
             // SAFETY: entries live as long as the table.
             let entry = unsafe { &*ptr::from_ref(entry) };
@@ -289,7 +403,7 @@ impl<'a, P> Writing<'a, P> {
     }
 
     /// Gives an entry up.
-    fn drop_entry(&self, entry: &Entry<P>) {
+    fn drop_entry(&self, entry: &Entry) {
         if entry.mark(DROPPED) {
             self.table.list_marked(entry);
         }
@@ -299,7 +413,7 @@ impl<'a, P> Writing<'a, P> {
     /// takes their places. Nobody else may own a page of its [`inner`] ones. It is not found until it
     /// is [filled](Entry::fill), nor swept before [`Writing::settle`]. `None`: memory of one of those
     /// is just going away, so the range is not what it was; none of them is left.
-    fn claim(&mut self, range: &Range<u64>, swallowed: &[&Entry<P>]) -> Option<&'a Entry<P>> {
+    fn claim(&mut self, range: &Range<u64>, swallowed: &[&Entry]) -> Option<&'a Entry> {
         let entry = self.unused_entry();
         entry.begin(range);
         self.writer.regions += 1;
@@ -307,6 +421,8 @@ impl<'a, P> Writing<'a, P> {
         let table = self.table;
         table.lowest.fetch_min(range.start, Ordering::Relaxed);
         table.highest.fetch_max(range.end, Ordering::Relaxed);
+        // Who has a hint must not find them once `invalidate` cannot.
+        swallowed.iter().for_each(|old| old.hide());
         // SAFETY: the range is of whole pages within the tree, the entry lives as long as the table,
         // and the lock is held.
         unsafe {
@@ -327,8 +443,15 @@ impl<'a, P> Writing<'a, P> {
             self.drop_entry(entry);
             return None;
         }
-        self.writer.claimed = Some(NonNull::from(entry));
+        self.writer.claimed = Some(entry.place);
         Some(entry)
+    }
+
+    /// Gives the claimed entry its value, and has the caller visit it.
+    fn fill(&mut self, entry: &'a Entry, base: u64, value: P) -> Visit<'a, P> {
+        self.writer.values[entry.place as usize] = Some(value);
+        entry.fill(base);
+        self.table.enter(entry).0
     }
 
     /// The claimed entry got its value, or was given up: from now on it may be swept.
@@ -336,28 +459,40 @@ impl<'a, P> Writing<'a, P> {
         self.writer.claimed = None;
     }
 
-    fn unused_entry(&mut self) -> &'a Entry<P> {
-        let pointer = self.writer.unused.pop().unwrap_or_else(|| {
-            let chunk: Box<[Entry<P>]> = (0..CHUNK).map(|_| Entry::unused()).collect();
+    fn unused_entry(&mut self) -> &'a Entry {
+        let place = self.writer.unused.pop().unwrap_or_else(|| {
+            let first = self.places() as u32;
+            let places = first..first + CHUNK as u32;
+            let chunk: Box<[Entry]> = places.clone().map(Entry::unused).collect();
             // SAFETY: a box is never null.
             let chunk = unsafe { NonNull::new_unchecked(Box::into_raw(chunk)) };
             self.writer.chunks.push(chunk);
-            // SAFETY: just made, and kept until the table goes.
-            let entries = unsafe { chunk.as_ref() };
-            let mut new = entries.iter().map(NonNull::from);
-            let first = new.next();
-            self.writer.unused.extend(new);
-            first.unwrap_or_else(|| unreachable!("a chunk has entries"))
+            self.writer.values.extend(places.clone().map(|_| None));
+            self.writer.unused.extend(places.skip(1));
+            self.widen_hints();
+            first
         });
-        // SAFETY: entries live as long as the table.
-        unsafe { &*pointer.as_ptr() }
+        self.entry(place)
+    }
+
+    /// Has room for as many hints as there are entries, at least. Old ones are learned again.
+    fn widen_hints(&mut self) {
+        let places = self.places();
+        if self.table.hints().is_none_or(|hints| hints.room() < places) {
+            // SAFETY: a box is never null.
+            let hints =
+                unsafe { NonNull::new_unchecked(Box::into_raw(Box::new(Hints::new(places)))) };
+            self.writer.hints.push(hints);
+            self.table.hints.store(hints.as_ptr(), Ordering::Release);
+        }
     }
 
     /// The entry at this place among all there are, used or not.
-    fn nth(&self, place: usize) -> Option<&'a Entry<P>> {
-        let chunk = self.writer.chunks.get(place / CHUNK)?;
+    fn entry(&self, place: u32) -> &'a Entry {
+        let (chunk, at) = (place as usize / CHUNK, place as usize % CHUNK);
         // SAFETY: chunks live as long as the table.
-        unsafe { &*chunk.as_ptr() }.get(place % CHUNK)
+        let chunk = unsafe { &*self.writer.chunks[chunk].as_ptr() };
+        &chunk[at]
     }
 
     /// How many entries there are, used or not.

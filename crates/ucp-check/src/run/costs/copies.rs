@@ -220,7 +220,7 @@ pub fn run(ucx: Option<&Path>, quick: bool, sizes: &[usize]) -> Result<()> {
     println!("cache\t{cache}");
     dog.step("short copies");
     eprintln!("  copies of {SHORT} B …");
-    short(&scene, rounds, if quick { 10 } else { SHORTS })?;
+    short(&scene, rounds, if quick { 500 } else { SHORTS })?;
     for rotation in rotations {
         dog.step(format_args!("copies of {} bytes", rotation.size));
         eprintln!("  copies of {} KiB …", rotation.size >> 10);

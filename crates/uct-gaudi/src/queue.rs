@@ -1,0 +1,351 @@
+//! Work in the order it was posted: what runs, what waits for room or for a fence, who waits for all
+//! of it.
+//!
+//! What runs is kept apart from what waits, so that a look at the queue costs as much as there is
+//! running, however much waits. Knows neither copies nor UCX.
+
+use std::collections::VecDeque;
+
+/// Something that is started when there is room, and then gets on by itself.
+pub(crate) trait Work {
+    type Outcome;
+
+    /// Tries to start.
+    fn start(&mut self) -> Start<Self::Outcome>;
+
+    /// Whether it has ended, and how. Asked only while it runs, and no more after it has ended.
+    fn poll(&mut self) -> Option<Self::Outcome>;
+}
+
+/// How far starting got.
+pub(crate) enum Start<O> {
+    Ended(O),
+    Running,
+    /// Try again later; nothing was done.
+    NoRoom,
+}
+
+struct Numbered<W> {
+    number: u64,
+    work: Box<W>,
+}
+
+enum Waiting<W> {
+    Work(Numbered<W>),
+    /// Nothing behind it starts before everything in front of it has ended.
+    Fence,
+}
+
+/// See the module. `F` is told when all that was posted before it has ended.
+pub(crate) struct Queue<W, F> {
+    /// In the order they were posted, which is the order they were started in.
+    running: VecDeque<Numbered<W>>,
+    waiting: VecDeque<Waiting<W>>,
+    fences: usize,
+    /// With the number of the next work at the time.
+    flushes: VecDeque<(u64, F)>,
+    next: u64,
+}
+
+impl<W, F> Default for Queue<W, F> {
+    fn default() -> Self {
+        Queue {
+            running: VecDeque::new(),
+            waiting: VecDeque::new(),
+            fences: 0,
+            flushes: VecDeque::new(),
+            next: 0,
+        }
+    }
+}
+
+impl<W: Work, F> Queue<W, F> {
+    /// Whether no work is running or waiting, and nobody waits for any.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.running.is_empty() && self.waiting.is_empty() && self.flushes.is_empty()
+    }
+
+    /// Whether a fence is up.
+    pub(crate) fn has_fence(&self) -> bool {
+        self.fences > 0
+    }
+
+    /// Holds back what comes until what is here has ended.
+    pub(crate) fn fence(&mut self) {
+        let needless = match self.waiting.back() {
+            Some(last) => matches!(last, Waiting::Fence),
+            None => self.running.is_empty(),
+        };
+        if !needless {
+            self.waiting.push_back(Waiting::Fence);
+            self.fences += 1;
+        }
+    }
+
+    /// Starts work now, or takes it in until it can be. Work that has ended at once is given back.
+    pub(crate) fn post(&mut self, mut work: W) -> Option<(W, W::Outcome)> {
+        // Nobody overtakes those who wait.
+        let started = if self.waiting.is_empty() { work.start() } else { Start::NoRoom };
+        if let Start::Ended(outcome) = started {
+            return Some((work, outcome));
+        }
+        let work = Numbered { number: self.next, work: Box::new(work) };
+        self.next += 1;
+        match started {
+            Start::Running => self.running.push_back(work),
+            _ => self.waiting.push_back(Waiting::Work(work)),
+        }
+        None
+    }
+
+    /// Has `who` given back by [`Queue::flushed`] when all that was posted so far has ended.
+    pub(crate) fn flush(&mut self, who: F) {
+        self.flushes.push_back((self.next, who));
+    }
+
+    /// Looks at what runs, takes fences down, starts what can start. `ended` is told of each work
+    /// that has ended.
+    pub(crate) fn advance(&mut self, mut ended: impl FnMut(W, W::Outcome)) {
+        // Once around: what runs on comes back in at the end, and the order stays.
+        for _ in 0..self.running.len() {
+            let Some(mut running) = self.running.pop_front() else { break };
+            match running.work.poll() {
+                Some(outcome) => ended(*running.work, outcome),
+                None => self.running.push_back(running),
+            }
+        }
+        while let Some(first) = self.waiting.front_mut() {
+            let started = match first {
+                Waiting::Work(first) => first.work.start(),
+                Waiting::Fence if !self.running.is_empty() => return,
+                Waiting::Fence => {
+                    self.fences -= 1;
+                    self.waiting.pop_front();
+                    continue;
+                }
+            };
+            if let Start::NoRoom = started {
+                return;
+            }
+            let Some(Waiting::Work(first)) = self.waiting.pop_front() else { return };
+            match started {
+                Start::Ended(outcome) => ended(*first.work, outcome),
+                _ => self.running.push_back(first),
+            }
+        }
+    }
+
+    /// The next of those who waited for work that has ended by now.
+    pub(crate) fn flushed(&mut self) -> Option<F> {
+        let waiting = self.waiting.iter().find_map(|waiting| match waiting {
+            Waiting::Work(work) => Some(work),
+            Waiting::Fence => None,
+        });
+        let oldest = self.running.front().or(waiting).map_or(self.next, |work| work.number);
+        let due = self.flushes.front().is_some_and(|(before, _)| *before <= oldest);
+        if due { self.flushes.pop_front().map(|(_, who)| who) } else { None }
+    }
+
+    /// All that runs.
+    pub(crate) fn running(&self) -> impl Iterator<Item = &W> + Clone {
+        self.running.iter().map(|running| &*running.work)
+    }
+
+    /// The next to be started, unless a fence is in front of it.
+    pub(crate) fn next(&self) -> Option<&W> {
+        match self.waiting.front()? {
+            Waiting::Work(next) => Some(&next.work),
+            Waiting::Fence => None,
+        }
+    }
+
+    /// Takes out all that runs.
+    pub(crate) fn take_running(&mut self) -> impl Iterator<Item = W> {
+        self.running.drain(..).map(|running| *running.work)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+    use std::collections::{BTreeMap, BTreeSet};
+    use std::rc::Rc;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Hardware with room for so much, which ends what the test says.
+    #[derive(Default)]
+    struct World {
+        room: usize,
+        running: BTreeSet<usize>,
+        /// Ended, but nobody has seen it.
+        over: BTreeMap<usize, Result<(), ()>>,
+        started: Vec<usize>,
+        calls: usize,
+    }
+
+    struct Job {
+        id: usize,
+        /// It ends while it is started.
+        at_once: bool,
+        world: Rc<RefCell<World>>,
+    }
+
+    impl Work for Job {
+        type Outcome = Result<(), ()>;
+
+        fn start(&mut self) -> Start<Self::Outcome> {
+            let world = &mut *self.world.borrow_mut();
+            world.calls += 1;
+            if world.running.len() >= world.room {
+                return Start::NoRoom;
+            }
+            world.started.push(self.id);
+            if self.at_once {
+                return Start::Ended(Ok(()));
+            }
+            world.running.insert(self.id);
+            Start::Running
+        }
+
+        fn poll(&mut self) -> Option<Self::Outcome> {
+            let world = &mut *self.world.borrow_mut();
+            world.calls += 1;
+            let outcome = world.over.remove(&self.id);
+            assert!(outcome.is_some() || world.running.contains(&self.id), "asked once too often");
+            outcome
+        }
+    }
+
+    impl World {
+        fn end(&mut self, id: usize, outcome: Result<(), ()>) {
+            assert!(self.running.remove(&id));
+            self.over.insert(id, outcome);
+        }
+    }
+
+    fn advance(queue: &mut Queue<Job, usize>) -> Vec<(usize, Result<(), ()>)> {
+        let mut ended = Vec::new();
+        queue.advance(|job, outcome| ended.push((job.id, outcome)));
+        ended
+    }
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Post { at_once: bool },
+        Fence,
+        Flush,
+        End { pick: usize, fails: bool },
+        Room(usize),
+        Advance,
+    }
+
+    fn steps() -> impl Strategy<Value = Vec<Step>> {
+        let step = prop_oneof![
+            6 => prop::bool::weighted(0.2).prop_map(|at_once| Step::Post { at_once }),
+            1 => Just(Step::Fence),
+            1 => Just(Step::Flush),
+            4 => (any::<usize>(), any::<bool>()).prop_map(|(pick, fails)| Step::End { pick, fails }),
+            1 => (0..6_usize).prop_map(Step::Room),
+            3 => Just(Step::Advance),
+        ];
+        prop::collection::vec(step, 1..200)
+    }
+
+    proptest! {
+        #[test]
+        fn fences_flushes_and_the_order_hold_over_any_sequence(steps in steps()) {
+            let world = Rc::new(RefCell::new(World { room: 3, ..World::default() }));
+            let mut queue = Queue::default();
+            // What was posted, with the number of works in front of the last fence before it; how
+            // each ended as far as was told; the flushes, with the number of works before them.
+            let (mut posted, mut fence) = (Vec::new(), 0);
+            let mut told = BTreeMap::new();
+            let mut failed = BTreeSet::new();
+            let mut flushes = BTreeMap::new();
+            for step in steps.into_iter().chain((0..400).flat_map(|_| {
+                [Step::Room(5), Step::Advance, Step::End { pick: 0, fails: false }]
+            })) {
+                match step {
+                    Step::Post { at_once } => {
+                        let id = posted.len();
+                        posted.push(fence);
+                        let job = Job { id, at_once, world: Rc::clone(&world) };
+                        let over = queue.post(job).map(|(job, outcome)| (job.id, outcome));
+                        told.extend(over);
+                    }
+                    Step::Fence => {
+                        queue.fence();
+                        fence = posted.len();
+                    }
+                    Step::Flush => {
+                        let who = flushes.len();
+                        queue.flush(who);
+                        flushes.insert(who, (posted.len(), false));
+                    }
+                    Step::End { pick, fails } => {
+                        let world = &mut *world.borrow_mut();
+                        let running = world.running.len();
+                        let picked = world.running.iter().nth(pick % running.max(1)).copied();
+                        if let Some(id) = picked {
+                            world.end(id, if fails { Err(()) } else { Ok(()) });
+                            failed.extend(fails.then_some(id));
+                        }
+                    }
+                    Step::Room(room) => world.borrow_mut().room = room,
+                    Step::Advance => {
+                        for (id, outcome) in advance(&mut queue) {
+                            prop_assert!(told.insert(id, outcome).is_none(), "{} told twice", id);
+                        }
+                    }
+                }
+                let world = world.borrow();
+                let in_order: Vec<usize> = (0..world.started.len()).collect();
+                prop_assert_eq!(&world.started, &in_order, "in the order they were posted");
+                if let Some(&last) = world.started.last() {
+                    let running = world.running.iter().chain(world.over.keys());
+                    let before = running.filter(|&&id| id < posted[last]).count();
+                    prop_assert_eq!(before, 0, "{} is behind a fence", last);
+                }
+                while let Some(who) = queue.flushed() {
+                    let (before, done) = flushes.get_mut(&who).unwrap();
+                    prop_assert!((0..*before).all(|id| told.contains_key(&id)), "too early");
+                    prop_assert!(!std::mem::replace(done, true), "told twice");
+                }
+                let late = |(before, done): &(usize, bool)| {
+                    !done && (0..*before).all(|id| told.contains_key(&id))
+                };
+                prop_assert!(!flushes.values().any(late), "a flush waits for nothing");
+            }
+            prop_assert!(queue.is_empty() && !queue.has_fence());
+            prop_assert_eq!(told.len(), posted.len());
+            for (id, outcome) in told {
+                prop_assert_eq!(outcome.is_err(), failed.contains(&id), "{}", id);
+            }
+        }
+    }
+
+    /// However much waits, a look costs what is running, what it starts, and one try.
+    #[test]
+    fn those_who_wait_cost_nothing() {
+        let world = Rc::new(RefCell::new(World { room: 4, ..World::default() }));
+        let mut queue = Queue::<_, usize>::default();
+        for id in 0..10_000 {
+            assert!(queue.post(Job { id, at_once: false, world: Rc::clone(&world) }).is_none());
+        }
+        assert_eq!(world.borrow().calls, 5, "the others know that someone waits");
+        for done in 0..9_990 {
+            {
+                let world = &mut *world.borrow_mut();
+                world.calls = 0;
+                // Not always the oldest.
+                let id = world.running.iter().nth(done % 4).copied().unwrap();
+                world.end(id, Ok(()));
+            }
+            assert_eq!(advance(&mut queue).len(), 1);
+            assert_eq!(world.borrow().calls, 4 + 1 + 1);
+        }
+    }
+}

@@ -148,6 +148,11 @@ mod tests {
         let name = "UCX_RMA_PPLN_ENABLE";
         assert_eq!(shell_value(&exports, "", name), "y");
         assert_eq!(shell_value(&exports, "export UCX_RMA_PPLN_ENABLE=n", name), "n");
+        for name in ["UCX_SYSV_SEG_SIZE", "UCX_POSIX_SEG_SIZE"] {
+            let size: u32 = shell_value(&exports, "", name).parse().expect("a number");
+            // What is beyond makes stock UCX 1.22 hang, see docs/performance.md.
+            assert!(size < 1 << 16, "{name}={size}");
+        }
     }
 
     #[test]

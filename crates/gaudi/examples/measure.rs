@@ -2,30 +2,14 @@
 //! bounce slots and pinning (`memory_costs` is for memory). `cargo run --release -p gaudi --example
 //! measure`, with `HL_THUNK_LIBRARY` naming the software Gaudi where there is no card.
 
+mod timing;
+
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
 use gaudi::{Device, DeviceAddr, DeviceChoice, HostRegion, Segment, Side, runtime};
-
-/// Nanoseconds per call in the fastest of several batches: other work on the machine only adds.
-fn time(mut f: impl FnMut()) -> f64 {
-    let mut calls = 1_u32;
-    loop {
-        let start = Instant::now();
-        (0..calls).for_each(|_| f());
-        if start.elapsed().as_millis() >= 2 {
-            break;
-        }
-        calls *= 2;
-    }
-    let batch = |_| {
-        let start = Instant::now();
-        (0..calls).for_each(|_| f());
-        start.elapsed().as_nanos() as f64 / f64::from(calls)
-    };
-    (0..40).map(batch).fold(f64::INFINITY, f64::min)
-}
+use timing::time;
 
 /// The floor: one packet of eight bytes through the driver's calls alone, on a card of its own.
 fn bare(first: &gaudi::DeviceInfo) -> f64 {

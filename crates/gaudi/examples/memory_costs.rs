@@ -5,6 +5,8 @@
 //! Prints one figure a line: its name, a tab, nanoseconds. Needs a driver library, which
 //! `HL_THUNK_LIBRARY` may name.
 
+mod timing;
+
 use std::alloc::{Layout, alloc, dealloc};
 use std::hint::black_box;
 use std::process::ExitCode;
@@ -12,25 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use gaudi::{Allocation, DeviceAddr, DeviceChoice, runtime};
-
-/// Nanoseconds per call in the fastest of several batches: other work on the machine only adds.
-fn time(mut f: impl FnMut()) -> f64 {
-    let mut calls = 1_u32;
-    loop {
-        let start = Instant::now();
-        (0..calls).for_each(|_| f());
-        if start.elapsed().as_millis() >= 2 {
-            break;
-        }
-        calls *= 2;
-    }
-    let batch = |_| {
-        let start = Instant::now();
-        (0..calls).for_each(|_| f());
-        start.elapsed().as_nanos() as f64 / f64::from(calls)
-    };
-    (0..40).map(batch).fold(f64::INFINITY, f64::min)
-}
+use timing::time;
 
 /// The two halves of a pair timed apart, over batches: making many, then dropping them.
 fn time_pair<T>(mut make: impl FnMut() -> T) -> (f64, f64) {

@@ -3,6 +3,8 @@
 //! Prints one figure a line: its name, a tab, nanoseconds (or what the name says). Needs a driver
 //! library, which `HL_THUNK_LIBRARY` may name.
 
+mod timing;
+
 use std::hint::black_box;
 use std::process::ExitCode;
 use std::ptr::null_mut;
@@ -13,31 +15,13 @@ use gaudi::rcache::{CacheLimits, invalidate};
 use gaudi::{Device, DeviceChoice, HostRegion, Segment, Side, runtime};
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags};
+use timing::time;
 
 /// Ranges of the lookups: this long, and this far apart.
 const RANGE: usize = 80 << 10;
 const STRIDE: usize = 128 << 10;
 /// The same pages under many addresses, so that many ranges fit a small machine.
 const PAGES: usize = 64 << 20;
-
-/// Nanoseconds per call in the fastest of several batches: other work on the machine only adds.
-fn time(mut f: impl FnMut()) -> f64 {
-    let mut calls = 1_u32;
-    loop {
-        let start = Instant::now();
-        (0..calls).for_each(|_| f());
-        if start.elapsed().as_millis() >= 2 {
-            break;
-        }
-        calls *= 2;
-    }
-    let batch = |_| {
-        let start = Instant::now();
-        (0..calls).for_each(|_| f());
-        start.elapsed().as_nanos() as f64 / f64::from(calls)
-    };
-    (0..40).map(batch).fold(f64::INFINITY, f64::min)
-}
 
 fn median(mut samples: Vec<f64>) -> f64 {
     samples.sort_by(f64::total_cmp);

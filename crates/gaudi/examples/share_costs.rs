@@ -1,16 +1,23 @@
 //! What opening another process's memory costs: cold by both ways, warm, and beside them the bare
-//! system calls that a cold open cannot do without.
+//! system calls that a cold open cannot do without. `cargo xtask bench ipc` runs it.
 //!
 //! Prints one figure a line: its name, a tab, nanoseconds. Needs a driver library with two cards,
 //! which `HL_THUNK_LIBRARY` may name.
 
-use std::io::{BufRead, BufReader, Read};
-use std::os::fd::{AsFd, AsRawFd};
+use std::io::{BufRead, BufReader, IoSlice, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::process::{Command, ExitCode, Stdio};
 use std::time::Instant;
 
 use gaudi::share::{Handover, Limits, allow_handover};
-use gaudi::{DeviceChoice, Error, RemoteKey, Share, runtime};
+use gaudi::{DeviceChoice, RemoteKey, Share, runtime};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 
 const LEN: u64 = 1 << 20;
@@ -39,12 +46,46 @@ fn key_of(line: &str) -> Result<RemoteKey, Box<dyn std::error::Error>> {
     Ok(RemoteKey::parse(&bytes)?)
 }
 
+/// The socket of a process that hands a descriptor to whoever connects and says something: the floor
+/// of what a broker does.
+fn counter(process: u32) -> std::io::Result<SocketAddr> {
+    SocketAddr::from_abstract_name(format!("share-costs-{process}"))
+}
+
+fn hand_out(counter: &UnixListener, descriptor: &OwnedFd) -> std::io::Result<()> {
+    loop {
+        let (mut visitor, _) = counter.accept()?;
+        visitor.read_exact(&mut [0])?;
+        let fds = [descriptor.as_fd()];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut enclosed = SendAncillaryBuffer::new(&mut space);
+        enclosed.push(SendAncillaryMessage::ScmRights(&fds));
+        sendmsg(&visitor, &[IoSlice::new(b".")], &mut enclosed, SendFlags::empty())?;
+    }
+}
+
+fn ask_for(counter: &SocketAddr) -> std::io::Result<OwnedFd> {
+    let mut visit = UnixStream::connect_addr(counter)?;
+    visit.write_all(b"?")?;
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut enclosed = RecvAncillaryBuffer::new(&mut space);
+    recvmsg(&visit, &mut [IoSliceMut::new(&mut [0])], &mut enclosed, RecvFlags::CMSG_CLOEXEC)?;
+    let mut fds = enclosed.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
+        _ => None,
+    });
+    fds.next().ok_or_else(|| std::io::Error::other("no descriptor came"))
+}
+
 /// The other process: shares memory, says how to open it, and waits until it is told to end.
-fn export() -> Result<(), Error> {
+fn export() -> Result<(), Box<dyn std::error::Error>> {
     let device = runtime().open(&DeviceChoice::Index(1))?;
     let memory = device.alloc(LEN, 1)?;
     let share = device.share(memory.addr(), LEN)?;
     let (alone, _) = device.export_alone(memory.addr(), LEN)?;
+    let listener = UnixListener::bind_addr(&counter(std::process::id())?)?;
+    let descriptor = alone.try_clone()?;
+    std::thread::spawn(move || hand_out(&listener, &descriptor));
     println!("{}", alone.as_raw_fd());
     println!("{}", hex(&share));
     let mut fresh = Vec::new();
@@ -85,6 +126,12 @@ fn measure() -> Result<(), Box<dyn std::error::Error>> {
         time(|| drop(device.import(dmabuf.as_fd(), LEN).expect("an import")))
     );
     println!("pidfd_getfd and import\t{bare:.0}");
+    let counter = counter(exporter.id())?;
+    let by_socket = || {
+        let came = ask_for(&counter).expect("a descriptor");
+        drop(device.import(came.as_fd(), LEN).expect("an import"));
+    };
+    println!("socket and import\t{:.0}", time(by_socket));
     let open = || drop(key.open(&device).expect("it opens"));
     let limits = device.handle_limits();
     device.set_handle_limits(Limits { handles: 0, bytes: 0 });
@@ -120,7 +167,7 @@ fn measure() -> Result<(), Box<dyn std::error::Error>> {
 
 fn main() -> ExitCode {
     let done = match std::env::args().nth(1).as_deref() {
-        Some("export") => export().map_err(Into::into),
+        Some("export") => export(),
         _ => measure(),
     };
     match done {

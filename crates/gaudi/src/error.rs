@@ -222,7 +222,8 @@ impl Error {
         self.operation
     }
 
-    /// The errno of the driver call, unchanged.
+    /// The errno of the driver call, unchanged; `EOPNOTSUPP` where there is no such call, `ESRCH` where a
+    /// peer has ended.
     pub fn errno(&self) -> Option<i32> {
         self.errno
     }

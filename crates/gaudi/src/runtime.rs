@@ -306,7 +306,10 @@ impl Runtime {
     /// As for [`Device::copy`].
     pub unsafe fn copy(&self, dst: u64, src: u64, len: usize) -> Option<Result<(), Error>> {
         let (to, from) = (self.locate(dst, len), self.locate(src, len));
-        let device = to.or(from)?.device()?;
+        let device = match to.or(from)?.device() {
+            Some(device) => device,
+            None => return Some(Err(closing())),
+        };
         let host = |addr: u64| core::ptr::with_exposed_provenance_mut::<u8>(addr as usize);
         // Found once is enough: the way of small copies does not look again.
         let (host, addr, direction) = match (to, from) {
@@ -504,6 +507,11 @@ fn none_opened(mut failures: Failures, holders: impl FnOnce(&[u32]) -> Vec<Holde
     );
     error.set_errno(libc::EBUSY);
     error
+}
+
+fn closing() -> Error {
+    let detail = "the card is being closed";
+    Error::new(ErrorKind::InvalidParams, "copying", detail, "free memory after its last copy")
 }
 
 #[cfg(test)]

@@ -145,6 +145,7 @@ mod ipc {
             forged[at] ^= 1;
             let error = RemoteKey::parse(&forged).unwrap().open(&device).unwrap_err();
             assert!(error.to_string().contains("has ended"), "{what}: {error}");
+            assert_eq!(error.errno(), Some(libc::ESRCH), "{what}: how a transport knows");
         }
         assert!(stat("ipc_refused_withdrawn") >= 9 && stat("ipc_refused_ended") >= 2);
         assert_eq!(exporter.sum(2), hash(&pattern(LEN, 6)), "untouched");

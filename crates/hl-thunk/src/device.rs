@@ -130,6 +130,8 @@ struct Inner {
     node: Node,
     generation: Generation,
     hw: HwIpInfo,
+    /// Nobody else has descriptors of this opening.
+    own_opening: bool,
 }
 
 impl Device {
@@ -147,7 +149,7 @@ impl Device {
         let hw = node.hw_info()?;
         let generation =
             Generation::from_pci_id(hw.device_id).ok_or(Error::new(name, libc::ENODEV))?;
-        Ok(Self { inner: Arc::new(Inner { node, generation, hw }) })
+        Ok(Self { inner: Arc::new(Inner { node, generation, hw, own_opening: true }) })
     }
 
     /// A card that somebody else in this process opened, through a descriptor of our own (`dup`):
@@ -168,7 +170,7 @@ impl Device {
         let hw = node.hw_info()?;
         let generation =
             Generation::from_pci_id(hw.device_id).ok_or(Error::new(name, libc::ENODEV))?;
-        Ok(Self { inner: Arc::new(Inner { node, generation, hw }) })
+        Ok(Self { inner: Arc::new(Inner { node, generation, hw, own_opening: false }) })
     }
 
     /// The library it was opened with.
@@ -194,6 +196,11 @@ impl Device {
     /// `HL_DEVICE_STATUS_*` (0 is operational); `None` where the library has no such call.
     pub fn status(&self) -> Option<Result<i32, Error>> {
         self.inner.node.status()
+    }
+
+    /// Whether the driver takes everything back when this is closed: nobody else opened the card.
+    pub(crate) fn is_own_opening(&self) -> bool {
+        self.inner.own_opening
     }
 
     pub(crate) fn raw_fd(&self) -> i32 {

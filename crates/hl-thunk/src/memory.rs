@@ -107,11 +107,13 @@ impl DeviceMapping {
         }
     }
 
-    /// Unmaps it, or leaves it to the driver while a dma-buf exported from it is open anywhere: both
-    /// then go when that and the device are closed, which is no failure. Other failures are recorded.
+    /// Unmaps it, or leaves it to the driver while a dma-buf exported from it is open anywhere
+    /// (`EINVAL`): both then go when that and the device are closed, which is no failure. On a card
+    /// that somebody else opened they would stay, so that is recorded as all other failures are.
     pub fn leave(self) {
         if let Err((mut mapping, error)) = self.unmap()
             && error.errno == libc::EINVAL
+            && mapping.device().is_own_opening()
         {
             mapping.unmapped = true;
             mapping.memory.left.store(true, Ordering::Relaxed);

@@ -3,7 +3,7 @@
 mod machine;
 
 use std::os::fd::AsFd;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use hl_thunk::packet::LinDma;
 use hl_thunk::{
@@ -11,6 +11,9 @@ use hl_thunk::{
     Error, ExportCall, Generation, HostMapping, HostPages, HwBlock, ImportedMapping, Library,
     WaitStatus,
 };
+
+/// Failures in drops are recorded once per process: for tests that look at the record.
+static RECORD: Mutex<()> = Mutex::new(());
 
 const PAGE: u64 = 768 << 20;
 
@@ -153,6 +156,7 @@ fn wrong_submissions_are_refused_before_or_by_the_driver() {
 
 #[test]
 fn a_mapping_with_an_export_abroad_is_given_back_and_a_drop_is_recorded() {
+    let _record = RECORD.lock().unwrap_or_else(PoisonError::into_inner);
     let device = machine::open(library());
     let memory = DeviceMemory::alloc(&device, 1).unwrap();
     let mapping = Arc::new(memory.map(None).unwrap());
@@ -173,6 +177,28 @@ fn a_mapping_with_an_export_abroad_is_given_back_and_a_drop_is_recorded() {
     );
     assert_eq!(lost, 0);
     drop(abroad);
+}
+
+#[test]
+fn a_mapping_with_an_export_abroad_is_left_only_to_a_driver_that_will_take_it() {
+    let _record = RECORD.lock().unwrap_or_else(PoisonError::into_inner);
+    for own in [true, false] {
+        let opened = machine::open(library());
+        let device = match own {
+            true => opened.clone(),
+            false => Device::from_opened(library(), opened.as_fd().try_clone_to_owned().unwrap())
+                .unwrap(),
+        };
+        let mapping = Arc::new(DeviceMemory::alloc(&device, 1).unwrap().map(None).unwrap());
+        let dmabuf = DmaBuf::export(&mapping, 0, 4096, ExportCall::Mapped).unwrap();
+        let abroad = dmabuf.duplicate().unwrap();
+        drop(dmabuf);
+        drop(library().take_drop_errors());
+        Arc::into_inner(mapping).unwrap().leave();
+        let (errors, _) = library().take_drop_errors();
+        assert_eq!(errors.is_empty(), own, "{errors:?}");
+        drop(abroad);
+    }
 }
 
 #[test]

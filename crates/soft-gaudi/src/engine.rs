@@ -18,7 +18,7 @@ use crate::context::Context;
 use crate::events::bit;
 use crate::faults::Action;
 use crate::interrupts::Registration;
-use crate::processor::{Fault, Pause, Program};
+use crate::processor::{Fault, Pause, Program, SLICE};
 use crate::queue::Job;
 use crate::registers::Consequences;
 use crate::signals::Sob;
@@ -31,7 +31,8 @@ pub(crate) const INLINE_BYTES: u64 = 64 << 10;
 /// The most a waiting thread does in place of a worker before it looks around.
 const HELP_BYTES: u64 = 256 << 20;
 /// The most a thread does that only looks whether something is done.
-const POLL_BYTES: u64 = 256 << 10;
+/// Some packets and a slice of a copy: less than a slice would be begun by nobody.
+const POLL_BYTES: u64 = SLICE + 4096;
 /// Entries of a queue's ring.
 const RING: usize = 4096;
 /// What a waiter may do per microsecond of its timeout; about the speed of a copy.
@@ -127,7 +128,7 @@ impl Context {
             }
             match self.window.enter(&mut make) {
                 Ok(submission) => {
-                    self.in_flight.fetch_add(1, Ordering::AcqRel);
+                    self.in_flight.fetch_add(1, Ordering::SeqCst);
                     self.state.in_flight.fetch_add(1, Ordering::Relaxed);
                     return Ok(submission);
                 }

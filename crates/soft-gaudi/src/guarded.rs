@@ -41,7 +41,7 @@ core::arch::global_asm!(
     "rep movsb",
     "xor eax, eax",
     "ret",
-    // The same past the caches, for what does not fit in them anyway: bytes up to a line, four
+    // The same past the caches, for what they do not hold: bytes up to a line, four
     // pages side by side, two lines of each in turn (several streams keep the memory busier than
     // one), single lines, bytes. At least 64 bytes long.
     ".p2align 5",
@@ -166,7 +166,7 @@ pub(crate) unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) -> Result<()
     }
 }
 
-/// Copies like [`copy`], past the caches: for parts of a transfer larger than they are.
+/// Copies like [`copy`], past the caches and not strictly forward: the two must not overlap.
 ///
 /// # Safety
 /// As for [`copy`].

@@ -9,7 +9,7 @@ use crate::asic::Generation;
 use crate::packet::{self, Command, LinDma, LoadAndExe, Message, Packet};
 
 /// Largest piece of a copy done in one go; between pieces a reset is noticed.
-const SLICE: u64 = 256 << 10;
+pub(crate) const SLICE: u64 = 256 << 10;
 /// What a packet costs of a budget besides the bytes it moves.
 const PACKET_COST: u64 = 64;
 /// Packets are fetched in blocks of this size.

@@ -91,6 +91,12 @@ pub(crate) fn run_later(context: Arc<Context>, queue: u32) {
     let mut state = pool.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     state.tasks.push_back((context, queue));
     summon(pool, &mut state, most_threads());
+    if state.threads == 0
+        && let Some((context, queue)) = state.tasks.pop_back()
+    {
+        // None could be started. Whoever waits runs its own work, and the next to come tries again.
+        context.queues[queue as usize].listed.store(false, Ordering::Release);
+    }
 }
 
 /// Leaves a queue to the workers after some time, the same for all tasks of a process.
@@ -119,7 +125,8 @@ fn promote(state: &mut PoolState) -> Option<Duration> {
 
 /// Lets an idle worker mind a context's timeouts until nothing is in flight any more.
 pub(crate) fn watch(context: &Arc<Context>) {
-    if context.watched.swap(true, Ordering::AcqRel) {
+    // SeqCst, as the count of submissions before it: see `next_timeout`.
+    if context.watched.swap(true, Ordering::SeqCst) {
         return;
     }
     let pool = pool();
@@ -243,14 +250,15 @@ fn next_timeout(state: &mut PoolState) -> (Option<Duration>, Vec<Arc<Context>>) 
     let mut busy = Vec::new();
     state.watched.retain(|watched| {
         let Some(context) = watched.upgrade() else { return false };
-        context.watched.store(false, Ordering::Release);
+        context.watched.store(false, Ordering::SeqCst);
         // Checked after the flag is down: whoever submits now either is seen or watches anew.
-        if context.in_flight.load(Ordering::Acquire) == 0 {
+        if context.in_flight.load(Ordering::SeqCst) == 0 {
             return false;
         }
-        context.watched.store(true, Ordering::Release);
+        // Whoever saw the flag down has put it on the list once more.
+        let twice = context.watched.swap(true, Ordering::SeqCst);
         busy.push(context);
-        true
+        !twice
     });
     (busy.iter().map(|context| context.until_timeout()).min(), busy)
 }

@@ -57,6 +57,15 @@ impl Buffer {
         Ok(PackedRegion { address: self.address(), length: self.length, ..self.region.pack()? })
     }
 
+    /// Has UCX forget the allocation that it is in.
+    ///
+    /// # Safety
+    /// As [`Region::unmap`].
+    pub unsafe fn unmap(&self) {
+        // SAFETY: passed on.
+        unsafe { self.region.unmap() }
+    }
+
     /// Length of the buffer.
     pub fn length(&self) -> usize {
         self.length

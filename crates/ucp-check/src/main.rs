@@ -72,7 +72,8 @@ enum Command {
         /// cards
         #[arg(long)]
         heir: bool,
-        /// Puts and gets go straight to the peer's memory: those of the survivor must end
+        /// Everything goes straight to or from the peer's memory: the survivor's operation must end, put and
+        /// get by themselves, others at the latest when the memory is unmapped
         #[arg(long)]
         direct: bool,
         /// How often to run each case, each time with another point of death

@@ -64,6 +64,15 @@ impl Buffers {
         &self.here[&(Role::Destination, case.pair.dst)]
     }
 
+    /// Has UCX forget our memory.
+    ///
+    /// # Safety
+    /// No operation that UCX still holds moves bytes of it any more.
+    pub(crate) unsafe fn unmap(&self) {
+        // SAFETY: passed on.
+        self.here.values().for_each(|buffer| unsafe { buffer.unmap() });
+    }
+
     /// Drops the keys, which go first on both sides, and leaves what they are for.
     pub(crate) fn without_keys(self) -> impl Sized {
         self.here

@@ -3,12 +3,15 @@
 //!
 //! Bandwidth is that of put and get with 16 outstanding over a working set beyond the caches. Whether
 //! there are cliffs is asked of every operation and pair of memories, over the buffers of `ucp-check`.
+//! What it costs to open memory of another process comes from the example `share_costs` of the crate
+//! `gaudi`, beside the bare hand-over of the descriptor and import.
 
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, ensure};
 use e2e::{Device, Row, SoftNode, Tool, Ucx, Workbench};
 
+use super::figures;
 use super::record::Record;
 use crate::progress::Work;
 use crate::repo::Repo;
@@ -22,6 +25,10 @@ const OF_CMA: f64 = 1.5;
 const OF_MEMCPY: f64 = 0.90;
 /// The worst operation beside the best, and streams beside those of host memory.
 const NO_CLIFF: f64 = 0.5;
+
+/// A cold open beside the bare hand-over and import.
+const COLD_OPEN: f64 = 1.5;
+const COLD_OPEN_ROUNDS: usize = 3;
 
 /// The figures that one run of the client printed, by name.
 type Figures = BTreeMap<String, f64>;
@@ -126,6 +133,40 @@ fn beside(ipc: &Figures, cma: &Figures, posix: &Figures, sizes: &[usize]) -> Res
     Ok(records)
 }
 
+/// Opening memory of another process beside what it cannot do without.
+fn opening(rounds: &[figures::Figures]) -> Result<Vec<Record>> {
+    let beside = |title: &str, value: &str, floor: &str, target| {
+        let figure = |name| figures::middle(rounds, name).map(|ns| ns / 1e3);
+        anyhow::Ok(Record::at_most(title, figure(value)?, "µs", figure(floor)?, target))
+    };
+    Ok(vec![
+        beside(
+            "cold open by pidfd_getfd, beside pidfd_getfd and import",
+            "cold open by pidfd",
+            "pidfd_getfd and import",
+            Some(COLD_OPEN),
+        )?,
+        beside(
+            "first open ever by pidfd_getfd, beside pidfd_getfd and import (medians)",
+            "first open by pidfd, median",
+            "pidfd_getfd and import, median",
+            Some(COLD_OPEN),
+        )?,
+        beside(
+            "cold open by the broker, beside a descriptor by socket and import",
+            "cold open by broker",
+            "socket and import",
+            Some(COLD_OPEN),
+        )?,
+        beside(
+            "warm open, beside pidfd_getfd and import",
+            "warm open",
+            "pidfd_getfd and import",
+            None,
+        )?,
+    ])
+}
+
 pub(super) fn run(repo: &Repo, quick: bool) -> Result<Vec<Record>> {
     let bench = Workbench::new(repo.layout().clone());
     let sizes: &[usize] = if quick { &QUICK } else { &SIZES };
@@ -137,7 +178,10 @@ pub(super) fn run(repo: &Repo, quick: bool) -> Result<Vec<Record>> {
     let work = Work::start("every operation and pair of memories".to_owned());
     let cells = matrix(&bench, quick)?;
     work.done("");
+    let rounds = if quick { 1 } else { COLD_OPEN_ROUNDS };
+    let opens = figures::of_example(repo, "share_costs", "opening memory of a peer", rounds)?;
     let mut records = beside(&ipc, &cma, &posix, sizes)?;
+    records.extend(opening(&opens)?);
     records.extend(cliffs(&cells)?);
     Ok(records)
 }
@@ -152,6 +196,21 @@ mod tests {
         assert_eq!(read.len(), 2);
         assert_eq!(figure(&read, "get 1048576").expect("there"), 3.0);
         assert!(figure(&read, "get 1").is_err());
+    }
+
+    #[test]
+    fn opens_stand_beside_the_bare_calls() {
+        let printed = "pidfd_getfd and import\t1000\npidfd_getfd and import, median\t1000\n\
+                       socket and import\t10000\ncold open by pidfd\t1400\n\
+                       first open by pidfd, median\t1600\ncold open by broker\t14000\n\
+                       warm open\t100\n";
+        let round = figures::parse(printed).expect("figures");
+        let records = opening(std::slice::from_ref(&round)).expect("complete");
+        let met: Vec<_> = records.iter().map(|record| record.met).collect();
+        assert_eq!(met, [Some(true), Some(false), Some(true), None]);
+        let mut incomplete = round;
+        incomplete.remove("warm open");
+        assert!(opening(&[incomplete]).is_err());
     }
 
     #[test]

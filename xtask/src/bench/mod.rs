@@ -7,6 +7,7 @@ mod figures;
 mod host_latency;
 mod ipc;
 mod memory;
+mod quiet;
 mod rcache;
 mod record;
 mod svg;

@@ -113,12 +113,19 @@ impl<F> InFlight<F> {
     /// record, and had the number `used`.
     pub(crate) fn release(&mut self, room: Room, used: Option<u64>) {
         self.last = self.last.max(used.unwrap_or(0));
-        self.free |= 1 << room.slot;
+        self.give(room.slot);
         self.settle(room);
     }
 
+    fn give(&mut self, slot: u32) {
+        debug_assert_eq!(self.free & 1 << slot, 0, "given back twice");
+        self.free |= 1 << slot;
+    }
+
     fn settle(&mut self, room: Room) {
-        if let Some(at) = self.pending.iter().position(|&pending| pending == room.floor) {
+        let at = self.pending.iter().position(|&pending| pending == room.floor);
+        debug_assert!(at.is_some(), "settled twice");
+        if let Some(at) = at {
             self.pending.swap_remove(at);
         }
     }
@@ -136,7 +143,7 @@ impl<F> InFlight<F> {
     pub(crate) fn finish(&mut self, sequence: u64) -> Option<u64> {
         let found = self.running.binary_search_by_key(&sequence, |other| other.sequence);
         let Running { lane, slot, .. } = self.running.remove(found.ok()?)?;
-        self.free |= 1 << slot;
+        self.give(slot);
         self.head(lane)
     }
 

@@ -20,6 +20,8 @@ pub(crate) mod ring;
 mod schedule_tests;
 pub(crate) mod short;
 #[cfg(test)]
+mod short_tests;
+#[cfg(test)]
 mod split_tests;
 #[cfg(test)]
 mod tests;

@@ -367,6 +367,27 @@ fn large_ranges_take_few_nodes_and_addresses_beyond_the_tree_are_not_kept() {
     assert_eq!(table.invalidate(0, u64::MAX), 1);
 }
 
+#[test]
+fn ranges_that_would_be_too_long_together_are_not_joined() {
+    const GIB: u64 = 1 << 30;
+    let table = Table::<()>::new();
+    let bounds = Bounds { regions: 10, bytes: u64::MAX };
+    for start in [16 << 40, (16 << 40) + 500 * GIB] {
+        let range = start..start + 600 * GIB;
+        let mut swept = Swept::default();
+        let made = table.insert((range.end - 1, 1), &range, bounds, &mut swept, |range, _, _| {
+            Ok::<_, ()>((range.start, ()))
+        });
+        let Ok(Inserted::Made(found)) = made else { panic!("not made at {start:#x}") };
+        assert_eq!(found.start, start);
+    }
+    assert!(table.find(16 << 40, 1).is_none(), "the first made room for the second");
+    let last = table.find((16 << 40) + 1099 * GIB, GIB).unwrap();
+    assert_eq!(last.base, (16 << 40) + 500 * GIB);
+    drop(last);
+    assert_eq!(table.invalidate((16 << 40) + 900 * GIB, (16 << 40) + 901 * GIB), 1);
+}
+
 /// Whoever makes a value may evict others for it; memory goes at any moment, also then.
 #[test]
 fn an_entry_that_is_lost_while_it_is_made_stands_for_nothing_else_until_it_is_swept() {

@@ -92,7 +92,11 @@ impl Failure {
                 (ErrorKind::ChannelFailed, format!("{peer} sent something else: {what}"), "")
             }
         };
-        Error::new(kind, OPENING, detail, remedy)
+        let mut error = Error::new(kind, OPENING, detail, remedy);
+        if *self == Failure::Ended {
+            error.set_errno(libc::ESRCH);
+        }
+        error
     }
 }
 

@@ -10,6 +10,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use rustix::io::Errno;
 use rustix::net::{
@@ -171,9 +172,13 @@ pub(super) fn is_same_user(credentials: Credentials) -> bool {
     let own = rustix::process::geteuid().as_raw();
     // Users without a number in our user namespace all show as one: it proves nothing, unless it is
     // a user like any other, as where nothing is mapped.
+    // Read once: it is asked for at both ends of each hand-over, and machines do not change it.
+    static OVERFLOW: OnceLock<u32> = OnceLock::new();
     let overflow = || {
-        let number = fs::read_to_string("/proc/sys/kernel/overflowuid");
-        number.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(65534)
+        *OVERFLOW.get_or_init(|| {
+            let number = fs::read_to_string("/proc/sys/kernel/overflowuid");
+            number.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(65534)
+        })
     };
     let is_plain = || {
         let map = fs::read_to_string("/proc/self/uid_map").unwrap_or_default();

@@ -4,8 +4,9 @@
 //! Two things are not asked, because stock UCX 1.22 and 1.23 do not do them even with host memory:
 //! being the passive side of a dead peer's emulated put or get (UCX aborts in its reply), and ending
 //! a receive whose data was on its way (UCX keeps some of them for ever). The first is left out, the
-//! second is reported. So is a put or get that never ends, unless `--direct` says that it goes straight to
-//! the peer's memory: then nothing excuses it, and it fails.
+//! second is reported. So is any operation that never ends, unless `--direct` says that it goes straight to
+//! or from the peer's memory: then nothing excuses it, and it fails. A rendezvous may wait until its memory is
+//! unmapped, as UCX has it (`docs/ipc.md`).
 
 use super::siblings::{Sibling, Siblings, describe};
 use super::surroundings::Surroundings;
@@ -37,8 +38,18 @@ pub struct Scenario {
     from: u8,
     /// The survivor waits to be killed, with its card open, instead of ending.
     stays: bool,
-    /// The survivor's operation must end, if only when its endpoint is closed.
-    must_end: bool,
+    /// What is asked of the survivor's operation.
+    must_end: MustEnd,
+}
+
+/// Whether an operation has to end once its peer is dead and its endpoint closed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+enum MustEnd {
+    /// UCX keeps some for ever.
+    No,
+    /// UCX waits until the memory of a rendezvous is not registered any more.
+    WithItsMemory,
+    ByItself,
 }
 
 /// What else is asked of a survivor.
@@ -47,7 +58,8 @@ pub struct Options {
     /// With every case, that a third process gets the dead one's card while the survivor still has
     /// its own: there must be two cards only.
     pub heir: bool,
-    /// Puts and gets go straight to the peer's memory: UCX must end those of the survivor.
+    /// Everything goes straight to or from the peer's memory: UCX must end the survivor's operation, puts
+    /// and gets by themselves, others at the latest when the memory is unmapped.
     pub direct: bool,
     /// How often each case is run, each time with another point of death.
     pub times: u32,
@@ -94,7 +106,11 @@ pub fn run(plan: &Plan, around: &Surroundings, options: Options) -> Result<Repor
             plan: only(plan, case),
             from: case.from,
             stays: options.heir,
-            must_end: options.direct && matches!(case.op, Op::Put | Op::Get),
+            must_end: match case.op {
+                _ if !options.direct => MustEnd::No,
+                Op::Put | Op::Get => MustEnd::ByItself,
+                _ => MustEnd::WithItsMemory,
+            },
         };
         let outcome = one(&scenario, &around);
         if let Ok((version, how)) = &outcome {
@@ -247,6 +263,7 @@ fn die_transferring(
     loop {
         if activity.poll()? {
             finished += 1;
+            rig.step(format_args!("{case}: {finished} done, and then death"));
             activity = session.start(case, buffers, session.plays(case.from), false)?;
         }
         rig.worker().progress();
@@ -265,18 +282,21 @@ fn survive(
     session: &Session<'_>,
     case: Case,
     buffers: &Buffers,
-    must_end: bool,
+    must_end: MustEnd,
 ) -> Result<(String, Moment)> {
     let endpoint = session.endpoint();
     let mut idle = Idle::default();
     let mut activity: Option<Box<dyn Activity>> = None;
-    rig.step(format_args!("{case}: waiting for the peer's death to show"));
     let how = loop {
         match activity.as_mut().map_or(Ok(true), |activity| activity.poll()) {
             Err(error) => break format!("operation failed: {error:#}"),
             Ok(false) => {}
             Ok(true) => match session.start(case, buffers, session.plays(case.from), true) {
-                Ok(next) => activity = Some(next),
+                Ok(next) => {
+                    // A slow device may take long until the peer dies: hung is who moves nothing.
+                    rig.step(format_args!("{case}: waiting for the peer's death to show"));
+                    activity = Some(next);
+                }
                 Err(error) => break format!("operation refused: {error:#}"),
             },
         }
@@ -290,21 +310,40 @@ fn survive(
     let closing = endpoint.close(true)?;
     rig.finish(closing)?;
     rig.step(format_args!("{case}: waiting for the doomed operation to end"));
-    let left = activity.and_then(|activity| end(rig, activity, must_end));
-    Ok((left.map_or_else(|| how.clone(), |call| format!("{how}; UCX never ended {call}")), at))
+    let Some(activity) = activity else { return Ok((how, at)) };
+    let end = end(rig, activity, buffers, must_end);
+    Ok((format!("{how}{end}"), at))
 }
 
-/// Gives UCX a chance to end the doomed operation, with whatever status. Returns what it did not end,
-/// whose memory is then never freed. An operation that must end is left to the watchdog.
-fn end(rig: &Rig, mut activity: Box<dyn Activity>, must: bool) -> Option<&'static str> {
-    activity.cancel();
-    let patience = Instant::now();
-    while let Ok(false) = activity.poll() {
-        let left = activity.waits_for().unwrap_or("the operation");
-        if !must && patience.elapsed() > Duration::from_secs(1) {
-            return Some(left);
+/// How long UCX has to end an operation that it may keep. For one that must end the watchdog has the clock.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Lets UCX end the doomed operation, with whatever status; where it holds on to it for the sake of our
+/// memory, by taking the memory away. Returns what there is to say about it. The memory of an operation that
+/// never ended is never freed.
+fn end(rig: &Rig, mut activity: Box<dyn Activity>, buffers: &Buffers, must: MustEnd) -> String {
+    let ends = |activity: &mut Box<dyn Activity>, limit: Duration| {
+        let start = Instant::now();
+        while start.elapsed() < limit {
+            if !matches!(activity.poll(), Ok(false)) {
+                return true;
+            }
+            rig.worker().progress();
         }
-        rig.worker().progress();
+        false
+    };
+    activity.cancel();
+    let patience = if must == MustEnd::ByItself { Duration::MAX } else { PATIENCE };
+    if ends(&mut activity, patience) {
+        return String::new();
     }
-    None
+    let call = activity.waits_for().unwrap_or("the operation");
+    if must == MustEnd::No {
+        return format!("; UCX never ended {call}");
+    }
+    rig.step(format_args!("waiting for {call} to end, now that its memory is unmapped"));
+    // SAFETY: the peer is dead and the endpoint closed by force: nothing moves any more.
+    unsafe { buffers.unmap() };
+    ends(&mut activity, Duration::MAX);
+    format!("; {call} ended with ucp_mem_unmap")
 }

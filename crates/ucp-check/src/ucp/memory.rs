@@ -4,13 +4,14 @@
 //! through this type, only `ucp_put`/`ucp_get` can.
 
 use super::context::{Context, ContextInner};
-use super::sys::{self, MemAttr, MemMapParams, Raw};
+use super::sys::{self, MemAttr, MemMapParams};
 use super::{Error, Result};
 use std::ffi::{c_uint, c_void};
 use std::fmt;
 use std::ptr;
 use std::str::FromStr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicPtr, Ordering};
 
 /// Where memory lives.
 #[derive(
@@ -56,8 +57,8 @@ impl FromStr for Memory {
 /// A piece of memory mapped in a context; unmapped (and freed) when the last reference goes.
 pub struct Region {
     context: Arc<ContextInner>,
-    /// `None`: UCX was not told of these pages.
-    memh: Option<Raw>,
+    /// NULL: UCX was not told of these pages, or knows them no more.
+    memh: AtomicPtr<c_void>,
     address: usize,
     length: usize,
     memory: Memory,
@@ -103,7 +104,7 @@ impl Region {
         let length = length.max(1);
         let address = map_pages(length, at)? as usize;
         let (context, memory) = (context.0.clone(), Memory::Host);
-        Ok(Arc::new(Region { context, memh: None, address, length, memory }))
+        Ok(Arc::new(Region { context, memh: AtomicPtr::default(), address, length, memory }))
     }
 
     /// Device memory that somebody else mapped at this address, and of which UCX was told nothing by
@@ -111,7 +112,7 @@ impl Region {
     pub fn elsewhere(context: &Context, address: u64, length: usize) -> Arc<Region> {
         let (context, memory) = (context.0.clone(), Memory::Gaudi);
         let address = address as usize;
-        Arc::new(Region { context, memh: None, address, length, memory })
+        Arc::new(Region { context, memh: AtomicPtr::default(), address, length, memory })
     }
 
     fn host(context: &Context, length: usize) -> Result<Arc<Region>> {
@@ -135,7 +136,7 @@ impl Region {
             unsafe { unmap_pages(pages, length) };
             return Err(error);
         }
-        let (memh, address, memory) = (Some(memh), pages as usize, Memory::Host);
+        let (memh, address, memory) = (AtomicPtr::new(memh), pages as usize, Memory::Host);
         Ok(Arc::new(Region { context: inner.clone(), memh, address, length, memory }))
     }
 
@@ -163,7 +164,7 @@ impl Region {
         let status = unsafe { (inner.ucx.f.ucp_mem_query)(memh, &mut attr) };
         let address = attr.address as usize;
         // From here the region owns `memh` and gives it back on every path.
-        let memh = Some(memh);
+        let memh = AtomicPtr::new(memh);
         let region = Region { context: inner.clone(), memh, address, length, memory };
         inner.ucx.check("ucp_mem_query", status)?;
         if attr.mem_type != memory.raw() || attr.length < length {
@@ -239,7 +240,8 @@ impl Region {
     /// # Panics
     /// When UCX was not told of the region.
     pub fn pack(&self) -> Result<PackedRegion> {
-        let memh = self.memh.expect("only registered memory has a key");
+        let memh = self.memh.load(Ordering::Acquire);
+        assert!(!memh.is_null(), "only registered memory has a key");
         let ucx = self.context.ucx;
         let (mut buffer, mut size) = (ptr::null_mut(), 0);
         // SAFETY: `memh` belongs to this context.
@@ -254,18 +256,31 @@ impl Region {
     }
 }
 
+impl Region {
+    /// `ucp_mem_unmap`, if it was not done yet. Host pages stay until the region is dropped.
+    ///
+    /// # Safety
+    /// No operation that UCX still holds moves bytes of it any more.
+    pub unsafe fn unmap(&self) {
+        let memh = self.memh.swap(ptr::null_mut(), Ordering::AcqRel);
+        if memh.is_null() {
+            return;
+        }
+        // SAFETY: given back once; the rest is the caller's promise.
+        let status = unsafe { (self.context.ucx.f.ucp_mem_unmap)(self.context.raw(), memh) };
+        if let Err(error) = self.context.ucx.check("ucp_mem_unmap", status) {
+            eprintln!("ucp-check: {} memory at {:#x}: {error}", self.memory, self.address);
+        }
+    }
+}
+
 impl Drop for Region {
     fn drop(&mut self) {
         if !self.context.threads.allowed() {
             return; // leaked rather than touched from a foreign thread
         }
-        if let Some(memh) = self.memh {
-            // SAFETY: requests hold their region, so no operation is under way.
-            let status = unsafe { (self.context.ucx.f.ucp_mem_unmap)(self.context.raw(), memh) };
-            if let Err(error) = self.context.ucx.check("ucp_mem_unmap", status) {
-                eprintln!("ucp-check: {} memory at {:#x}: {error}", self.memory, self.address);
-            }
-        }
+        // SAFETY: requests hold their region, so no operation is under way.
+        unsafe { self.unmap() };
         if self.memory == Memory::Host {
             // SAFETY: our own mapping, of which no operation is under way.
             unsafe { unmap_pages(self.address as *mut c_void, self.length) };

@@ -145,6 +145,11 @@ impl IpcInterface {
         length: usize,
     ) -> Result<(Arc<Opened>, gaudi::DeviceAddr), Status> {
         let opened = key.on(device).map_err(|error| {
+            if error.errno() == Some(libc::ESRCH) {
+                // Told when the operation ends, as every loss of a peer.
+                log!(self.ucx, Debug, "{NAME}: {error}");
+                return Status::CONNECTION_RESET;
+            }
             log!(self.ucx, Error, "{NAME}: {error}");
             status::of(&error)
         })?;

@@ -138,6 +138,7 @@ impl Entry {
     /// For an unused entry: which pages it will stand for. Only for the holder of the table's lock.
     pub(super) fn begin(&self, range: &Range<u64>) {
         let count = (range.end - range.start) / PAGE;
+        debug_assert!(count < 1 << COUNT_BITS, "the start is in the bits above");
         self.pages.store(((range.start / PAGE) << COUNT_BITS) | count, Ordering::Relaxed);
     }
 

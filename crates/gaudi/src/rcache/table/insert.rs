@@ -11,7 +11,7 @@
 use core::ops::Range;
 
 use super::super::sync::Ordering;
-use super::entry::Entry;
+use super::entry::{Entry, LONGEST};
 use super::{Found, Swept, Table, Writing, inner, pages};
 
 /// How much the table may hold.
@@ -89,7 +89,7 @@ impl<'a, P> Writing<'a, P> {
             let other = entry.range();
             range.start.min(other.start)..range.end.max(other.end)
         });
-        if !alone && range.end - range.start <= bounds.bytes {
+        if !alone && range.end - range.start <= bounds.bytes.min(LONGEST) {
             return (range, joined);
         }
         for entry in joined {

@@ -1,0 +1,104 @@
+//! Small copies that threads wait for, on hardware that takes its time: each has a slot to itself,
+//! and their end makes room for others.
+
+use std::sync::Arc;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::{BOUNCE_LEN, Side};
+use crate::backend::fake::Fake;
+use crate::{Bell, Device, DeviceAddr, Segment};
+
+/// So long that a test which needs it has failed.
+const LONG: Timespec = Timespec { tv_sec: 30, tv_nsec: 0 };
+const LEN: usize = 100;
+
+fn put(device: &Arc<Device>, to: DeviceAddr, bytes: &[u8]) {
+    let host = Side::Host(bytes.as_ptr().cast_mut());
+    // SAFETY: the bytes live across the call and are only read.
+    unsafe { device.copy_blocking(Side::Device(to), host, bytes.len()) }.unwrap();
+}
+
+fn get(device: &Arc<Device>, from: DeviceAddr) -> [u8; LEN] {
+    let mut bytes = [0xee; LEN];
+    // SAFETY: the bytes live across the call and nobody else has them.
+    unsafe { device.copy_blocking(Side::Host(bytes.as_mut_ptr()), Side::Device(from), LEN) }
+        .unwrap();
+    bytes
+}
+
+fn wait_for_queued(fake: &Fake, count: usize) {
+    while fake.queued().len() < count {
+        std::thread::yield_now();
+    }
+}
+
+/// The hardware does them in the reverse order: had two of them one place for their bytes, the first
+/// would have been overwritten by then. (The fake card itself minds the place of their packets.)
+#[test]
+fn threads_that_wait_at_once_do_not_share_a_slot() {
+    const THREADS: usize = 3;
+    let (fake, device) = Fake::device();
+    let memory = device.alloc((THREADS * LEN) as u64, 1).unwrap();
+    let at = |n: usize| DeviceAddr(memory.addr().0 + (n * LEN) as u64);
+    let bytes = |n: usize| [n as u8 + 1; LEN];
+    let finish_backwards = || {
+        wait_for_queued(&fake, THREADS);
+        fake.queued().into_iter().rev().for_each(|sequence| fake.finish(sequence));
+    };
+    std::thread::scope(|scope| {
+        (0..THREADS).for_each(|n| {
+            drop(scope.spawn({
+                let device = &device;
+                move || put(device, at(n), &bytes(n))
+            }))
+        });
+        finish_backwards();
+    });
+    for n in 0..THREADS {
+        assert_eq!(fake.peek(at(n), LEN), bytes(n));
+    }
+    std::thread::scope(|scope| {
+        let got: Vec<_> = (0..THREADS)
+            .map(|n| {
+                let device = &device;
+                scope.spawn(move || get(device, at(n)))
+            })
+            .collect();
+        finish_backwards();
+        for (n, got) in got.into_iter().enumerate() {
+            assert_eq!(got.join().unwrap(), bytes(n));
+        }
+    });
+    assert_eq!(device.engine().free_slots(), super::SLOTS);
+}
+
+/// It is not on record, so nobody but the thread that waits for it can tell of its end.
+#[test]
+fn whoever_sleeps_for_want_of_room_is_woken_by_the_end_of_a_small_copy() {
+    let (fake, device) = Fake::device();
+    let memory = device.alloc(2 * LEN as u64, 1).unwrap();
+    let (small, large) = (memory.addr(), DeviceAddr(memory.addr().0 + LEN as u64));
+    let host = [7; LEN];
+    let bell = Bell::new().unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| put(&device, small, &[9; LEN]));
+        wait_for_queued(&fake, 1);
+        let src = Side::Host(host.as_ptr().cast_mut());
+        let segment = Segment { dst: Side::Device(large), src, len: LEN, host_region: None };
+        // SAFETY: the bytes outlive the transfers.
+        let start = || unsafe { device.copy(std::slice::from_ref(&segment)) };
+        let mut others = Vec::new();
+        while device.has_room() {
+            others.push(start());
+        }
+        let sleeps = device.ring_on_completion(&bell) && !device.has_room();
+        fake.finish(1);
+        let rang = poll(&mut [PollFd::new(&*bell, PollFlags::IN)], Some(&LONG)).unwrap() > 0;
+        fake.finish_all();
+        assert!(sleeps && others.iter().all(Result::is_ok), "{others:?}");
+        assert!(rang, "asleep although there is room");
+    });
+    assert_eq!(fake.peek(small, LEN), [9; LEN]);
+    const { assert!(LEN <= BOUNCE_LEN) };
+}

@@ -298,10 +298,11 @@ impl Context {
     }
 
     /// Ends everything and waits until no thread works for this context any more.
-    fn stop(&self) {
+    fn stop(self: &Arc<Self>) {
         self.take_down(None);
         while self.queues.iter().any(Queue::is_running) {
             std::thread::yield_now();
         }
+        workers::forget(self);
     }
 }

@@ -111,6 +111,16 @@ pub(crate) fn run_after(context: Arc<Context>, queue: u32, delay: Duration) {
     summon(pool, &mut state, most_threads());
 }
 
+/// Takes off the list what is left there of a context that is closed: its memory and descriptors must
+/// not wait for a worker to come along.
+pub(crate) fn forget(context: &Arc<Context>) {
+    let pool = pool();
+    let mut state = pool.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    // `context` itself is still held, so nothing is dropped here.
+    state.tasks.retain(|(of, _)| !Arc::ptr_eq(of, context));
+    state.later.retain(|(_, of, _)| !Arc::ptr_eq(of, context));
+}
+
 /// Makes tasks of those whose time has come; how long until the next.
 fn promote(state: &mut PoolState) -> Option<Duration> {
     let now = Instant::now();

@@ -2,6 +2,7 @@
 
 mod driver;
 
+use core::ffi::c_int;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
@@ -53,40 +54,87 @@ fn work_is_done_for_those_who_never_look() {
     assert_eq!(hlthunk_close(fd), 0);
 }
 
+/// Programs that copy and then jump to themselves, on one queue each.
+struct Endless {
+    fd: c_int,
+    programs: Vec<Vec<u32>>,
+    sequences: Vec<u64>,
+}
+
+impl Endless {
+    /// Where the jump is: a size, CP_DMA on the upper processor, an address.
+    const JUMP: usize = 6;
+
+    fn start(fd: c_int, queues: &[u32]) -> Self {
+        let (_, device) = alloc(fd, 1 << 20);
+        let mut programs = vec![vec![0u32; Self::JUMP + 4]; queues.len()];
+        let mut sequences = Vec::new();
+        for (program, queue) in programs.iter_mut().zip(queues) {
+            let size = size_of_val(&program[..]);
+            // SAFETY: the words of the vector as bytes.
+            let bytes =
+                unsafe { core::slice::from_raw_parts_mut(program.as_mut_ptr().cast(), size) };
+            let va = map_host(fd, bytes);
+            let copy = gaudi2_copy(device, device + (1 << 19), SIZE as u32);
+            bytes[..Self::JUMP * 4].copy_from_slice(&copy);
+            program[Self::JUMP..Self::JUMP + 2].copy_from_slice(&[size as u32, 0x0500_0020]);
+            program[Self::JUMP + 2..].copy_from_slice(&[va as u32, (va >> 32) as u32]);
+            sequences.push(submit(fd, &mut [user_chunk(*queue, va, size)]).unwrap());
+        }
+        Self { fd, programs, sequences }
+    }
+
+    /// Has them jump to nothing, and waits.
+    fn end(mut self) {
+        for (program, sequence) in self.programs.iter_mut().zip(self.sequences) {
+            let mut status = 99;
+            assert_eq!(hlthunk_wait_for_cs(self.fd, sequence, 0, &mut status), 0);
+            assert_eq!(status, sys::WAIT_BUSY, "it has no end");
+            // SAFETY: a word of the vector that the card only reads.
+            unsafe { AtomicU32::from_ptr(&mut program[Self::JUMP]) }.store(0, Ordering::Relaxed);
+            assert_eq!(wait(self.fd, sequence), (0, sys::WAIT_COMPLETED));
+        }
+    }
+}
+
 /// As many queues as there can be workers, and each would keep one for ever.
 #[test]
 fn programs_without_an_end_do_not_keep_others_from_their_turn() {
     machine("gaudi2");
     let fd = card();
-    let (_, device) = alloc(fd, 1 << 20);
-    let (endless, last) = (&QUEUES[..8], QUEUES[8]);
-    // A copy, then a jump to itself: its size, CP_DMA on the upper processor, its address.
-    const JUMP: usize = 6;
-    let mut programs = vec![vec![0u32; JUMP + 4]; endless.len()];
-    let mut sequences = Vec::new();
-    for (program, queue) in programs.iter_mut().zip(endless) {
-        let size = size_of_val(&program[..]);
-        // SAFETY: the words of the vector as bytes.
-        let bytes = unsafe { core::slice::from_raw_parts_mut(program.as_mut_ptr().cast(), size) };
-        let va = map_host(fd, bytes);
-        bytes[..JUMP * 4].copy_from_slice(&gaudi2_copy(device, device + (1 << 19), SIZE as u32));
-        program[JUMP..JUMP + 2].copy_from_slice(&[size as u32, 0x0500_0020]);
-        program[JUMP + 2..].copy_from_slice(&[va as u32, (va >> 32) as u32]);
-        sequences.push(submit(fd, &mut [user_chunk(*queue, va, size)]).unwrap());
-    }
+    let endless = Endless::start(fd, &QUEUES[..8]);
     let (mut source, mut target) = (vec![7u8; SIZE], vec![0u8; SIZE]);
     let (src, dst) = (map_host(fd, &mut source), map_host(fd, &mut target));
     let buffer = UserBuffer::new(fd, &gaudi2_copy(src, dst, SIZE as u32));
-    buffer.submit(last).unwrap();
+    buffer.submit(QUEUES[8]).unwrap();
     arrives(&target, 7);
-    for (program, sequence) in programs.iter_mut().zip(sequences) {
-        let mut status = 99;
-        assert_eq!(hlthunk_wait_for_cs(fd, sequence, 0, &mut status), 0);
-        assert_eq!(status, sys::WAIT_BUSY, "it has no end");
-        // A jump to nothing.
-        // SAFETY: a word of the vector that the card only reads.
-        unsafe { AtomicU32::from_ptr(&mut program[JUMP]) }.store(0, Ordering::Relaxed);
-        assert_eq!(wait(fd, sequence), (0, sys::WAIT_COMPLETED));
+    endless.end();
+    assert_eq!(hlthunk_close(fd), 0);
+}
+
+/// What is closed is gone at once, however long the workers are at other things.
+#[test]
+fn a_closed_card_does_not_wait_for_a_worker() {
+    machine("gaudi2");
+    let (fd, index) = (card(), fresh_index());
+    let endless = Endless::start(fd, &QUEUES[..8]);
+    let (mut source, mut target) = (vec![7u8; SIZE], vec![0u8; SIZE]);
+    let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let before = descriptors();
+    let mut most = 0;
+    for _ in 0..30 {
+        let other = open(index);
+        assert!(other >= 0, "open: {other}");
+        let (src, dst) = (map_host(other, &mut source), map_host(other, &mut target));
+        let buffer = UserBuffer::new(other, &gaudi2_copy(src, dst, SIZE as u32));
+        // Done by the thread that waits; the workers have not even looked at it.
+        assert_eq!(wait(other, buffer.submit(QUEUES[0]).unwrap()), (0, sys::WAIT_COMPLETED));
+        assert_eq!(hlthunk_close(other), 0);
+        most = most.max(descriptors() - before);
     }
+    // A worker that has just taken up one of them lets go of it a moment later; other tests of this
+    // program have their cards.
+    assert!(most < 15, "{most} descriptors of closed cards");
+    endless.end();
     assert_eq!(hlthunk_close(fd), 0);
 }

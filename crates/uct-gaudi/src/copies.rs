@@ -3,12 +3,13 @@
 //! UCP's staging protocols take a copy transport's word that copies succeed: neither a refusal
 //! (`NO_RESOURCE`) nor an error of a copy in progress is looked at, and the message goes on with
 //! whatever bytes were there before. So a copy for which the device has no room waits here and
-//! starts from progress ([`queue`](crate::queue)), and one that failed is tried once more before anyone
-//! hears of it.
+//! starts from progress ([`queue`](crate::queue)), and one that failed is tried once more before
+//! anyone hears of it.
 //!
 //! Between processes failures are looked at: [`OnFailure::Report`] hands every one of them on.
 
 use std::cell::RefCell;
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use gaudi::{Bell, Device, Error, Segment, SubmitError, Transfer};
@@ -126,7 +127,7 @@ pub(crate) struct Copies<T> {
 struct State<T> {
     queue: Queue<Copy<T>, Completion>,
     /// Over; their completions wait for progress.
-    ended: Vec<Ended<T>>,
+    ended: VecDeque<Ended<T>>,
 }
 
 impl<T> State<T> {
@@ -136,18 +137,23 @@ impl<T> State<T> {
         queue.advance(|copy, result| {
             let Copy { companion, completion, .. } = copy;
             let result = result.map_err(Failure::Copy);
-            ended.push(Ended { completion, result, companion: Some(companion) });
+            ended.push_back(Ended { completion, result, companion: Some(companion) });
         });
     }
 
     fn is_idle(&self) -> bool {
         self.queue.is_empty() && self.ended.is_empty()
     }
+
+    /// The next flush for which there is nothing left to be told.
+    fn flushed(&mut self) -> Option<Completion> {
+        if self.ended.is_empty() { self.queue.flushed() } else { None }
+    }
 }
 
 impl<T> Copies<T> {
     pub(crate) fn new(on_failure: OnFailure) -> Self {
-        let state = State { queue: Queue::default(), ended: Vec::new() };
+        let state = State { queue: Queue::default(), ended: VecDeque::new() };
         Copies { on_failure, state: RefCell::new(state) }
     }
 
@@ -187,7 +193,7 @@ impl<T> Copies<T> {
     /// Takes an operation that has failed already: its completion hears of it from progress.
     pub(crate) fn fail(&self, why: Failure, companion: T, completion: Completion) -> Posted {
         let ended = Ended { completion, result: Err(why), companion: Some(companion) };
-        self.state.borrow_mut().ended.push(ended);
+        self.state.borrow_mut().ended.push_back(ended);
         Posted::Later
     }
 
@@ -212,16 +218,28 @@ impl<T> Copies<T> {
         }
     }
 
-    /// Takes out what has ended and starts what there is room for. Never blocks.
-    pub(crate) fn reap(&self) -> Vec<Ended<T>> {
-        let mut state = self.state.borrow_mut();
-        state.advance();
-        let mut ended = std::mem::take(&mut state.ended);
-        // Behind what they waited for.
-        while let Some(completion) = state.queue.flushed() {
-            ended.push(Ended { completion, result: Ok(()), companion: None });
+    /// Starts what there is room for and hands over what has ended; how many. Never blocks.
+    ///
+    /// One at a time: a callback that flushes has to wait for those who have ended, too, but were not
+    /// told yet. What it fails at once is for the next time, so that this comes to an end.
+    pub(crate) fn reap(&self, mut hand_over: impl FnMut(Ended<T>)) -> u32 {
+        let known = {
+            let mut state = self.state.borrow_mut();
+            state.advance();
+            state.ended.len()
+        };
+        let mut count = 0;
+        for _ in 0..known {
+            // By now a callback may have taken the rest itself.
+            let Some(ended) = self.state.borrow_mut().ended.pop_front() else { break };
+            hand_over(ended);
+            count += 1;
         }
-        ended
+        while let Some(completion) = self.state.borrow_mut().flushed() {
+            hand_over(Ended { completion, result: Ok(()), companion: None });
+            count += 1;
+        }
+        count
     }
 
     /// Whether the bell will ring when there is something for [`Copies::reap`] to do. `false`: do not
@@ -253,5 +271,47 @@ impl<T> Drop for Copies<T> {
                 let _ = transfer.wait();
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+
+    use uct::abi::RawCompletion;
+
+    use super::*;
+
+    fn completion(raw: &mut RawCompletion) -> Completion {
+        raw.count = 1;
+        // SAFETY: it lives longer than the operation, and counts this one.
+        unsafe { Completion::from_raw(raw) }
+    }
+
+    #[test]
+    fn a_flush_in_a_callback_waits_for_those_who_were_not_told_yet() {
+        // SAFETY: numbers and a pointer to a function that may be null.
+        let mut raw: [RawCompletion; 4] = unsafe { std::mem::zeroed() };
+        let [one, two, flush, three] = raw.each_mut().map(completion);
+        let copies = Copies::new(OnFailure::Report);
+        for (name, completion) in [("one", one), ("two", two)] {
+            copies.fail(Failure::Refused(Status::UNREACHABLE), name, completion);
+        }
+        let mut later = Some((flush, three));
+        let told = RefCell::new(Vec::new());
+        let tell = |ended: Ended<&'static str>| {
+            if let Some((flush, three)) = later.take() {
+                assert!(matches!(copies.flush(flush), Posted::Later), "one more is to be told");
+                copies.fail(Failure::Refused(Status::UNREACHABLE), "three", three);
+            }
+            told.borrow_mut().push(ended.companion);
+            ended.completion.finish(Ok(()));
+        };
+        assert_eq!(copies.reap(tell), 2, "what a callback fails is for the next time");
+        assert!(!copies.is_idle());
+        let tell = |ended: Ended<_>| told.borrow_mut().push(ended.companion);
+        assert_eq!(copies.reap(tell), 2);
+        assert_eq!(told.into_inner(), [Some("one"), Some("two"), Some("three"), None]);
+        assert!(copies.is_idle());
     }
 }

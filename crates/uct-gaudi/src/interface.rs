@@ -264,15 +264,12 @@ impl<F: Flavour> Interface for CopyInterface<F> {
         if self.copies.is_idle() {
             return 0;
         }
-        let ended = self.copies.reap();
-        let count = ended.len() as u32;
-        for copy in ended {
+        self.copies.reap(|copy| {
             copy.completion.finish(copy.result.map_err(|failure| match failure {
                 Failure::Copy(error) => self.copy_failed(&error),
                 Failure::Refused(status) => status,
             }));
-        }
-        count
+        })
     }
 
     fn is_busy(&self) -> bool {

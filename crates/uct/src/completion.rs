@@ -14,9 +14,11 @@ pub struct Completion(*mut RawCompletion);
 unsafe impl Send for Completion {}
 
 impl Completion {
+    /// What UCX passed to an operation.
+    ///
     /// # Safety
     /// Null, or the completion UCX passed to an operation that has not ended yet.
-    pub(crate) unsafe fn from_raw(raw: *mut RawCompletion) -> Self {
+    pub unsafe fn from_raw(raw: *mut RawCompletion) -> Self {
         Completion(raw)
     }
 

@@ -34,18 +34,31 @@ pub(super) fn middle(rounds: &[Figures], name: &str) -> Result<f64> {
     Ok(median(&samples?))
 }
 
-/// Builds an example of the crate `gaudi` and runs it so many times on the machine's card, or on a
-/// software one.
+/// How carefully an example measures.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Effort {
+    /// So many runs, optimized.
+    Rounds(usize),
+    /// One run, with the build that tests use: for figures that nobody believes.
+    Quick,
+}
+
+/// Builds an example of the crate `gaudi` and runs it on the machine's card, or on a software one.
 pub(super) fn of_example(
     repo: &Repo,
     example: &str,
     what: &str,
-    count: usize,
+    effort: Effort,
 ) -> Result<Vec<Figures>> {
+    let (count, profile) = match effort {
+        Effort::Rounds(count) => (count, "release"),
+        Effort::Quick => (1, "dev"),
+    };
     let device = Device::hardware_or_software();
     eprintln!("device: {}", device.title());
     let (folders, variables) = device.loader(repo.layout());
-    let example = ["--release", "--package=gaudi", &format!("--example={example}")];
+    let profile = format!("--profile={profile}");
+    let example = [&profile, "--package=gaudi", &format!("--example={example}")];
     let built = repo.cargo().arg("build").args(example).status().context("cannot run cargo")?;
     if !built.success() {
         bail!("the build failed (cargo says why above)");

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use anyhow::{Context, Result, ensure};
 use e2e::{Device, Row, SoftNode, Tool, Ucx, Workbench};
 
-use super::figures;
+use super::figures::{self, Effort};
 use super::record::Record;
 use crate::progress::Work;
 use crate::repo::Repo;
@@ -178,8 +178,8 @@ pub(super) fn run(repo: &Repo, quick: bool) -> Result<Vec<Record>> {
     let work = Work::start("every operation and pair of memories".to_owned());
     let cells = matrix(&bench, quick)?;
     work.done("");
-    let rounds = if quick { 1 } else { COLD_OPEN_ROUNDS };
-    let opens = figures::of_example(repo, "share_costs", "opening memory of a peer", rounds)?;
+    let effort = if quick { Effort::Quick } else { Effort::Rounds(COLD_OPEN_ROUNDS) };
+    let opens = figures::of_example(repo, "share_costs", "opening memory of a peer", effort)?;
     let mut records = beside(&ipc, &cma, &posix, sizes)?;
     records.extend(opening(&opens)?);
     records.extend(cliffs(&cells)?);

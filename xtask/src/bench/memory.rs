@@ -6,7 +6,7 @@
 
 use anyhow::Result;
 
-use super::figures::{self, Figures};
+use super::figures::{self, Effort, Figures};
 use super::record::Record;
 use crate::repo::Repo;
 
@@ -50,7 +50,7 @@ fn records(rounds: &[Figures]) -> Result<Vec<Record>> {
 
 /// Builds the example, runs it a few times, and compares.
 pub(super) fn run(repo: &Repo) -> Result<Vec<Record>> {
-    records(&figures::of_example(repo, "memory_costs", "costs of memory", ROUNDS)?)
+    records(&figures::of_example(repo, "memory_costs", "costs of memory", Effort::Rounds(ROUNDS))?)
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@
 
 use anyhow::Result;
 
-use super::figures::{self, Figures};
+use super::figures::{self, Effort, Figures};
 use super::record::Record;
 use crate::repo::Repo;
 
@@ -88,7 +88,12 @@ fn records(rounds: &[Figures]) -> Result<Vec<Record>> {
 
 /// Builds the example, runs it a few times, and compares.
 pub(super) fn run(repo: &Repo) -> Result<Vec<Record>> {
-    records(&figures::of_example(repo, "registration_costs", "costs of registrations", ROUNDS)?)
+    records(&figures::of_example(
+        repo,
+        "registration_costs",
+        "costs of registrations",
+        Effort::Rounds(ROUNDS),
+    )?)
 }
 
 #[cfg(test)]

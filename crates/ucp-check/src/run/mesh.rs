@@ -50,7 +50,8 @@ impl Mesh {
 
 /// Starts all processes and collects what they find.
 pub fn run(mesh: &Mesh, around: &Surroundings) -> Result<Report> {
-    ensure!((2..=64).contains(&mesh.processes), "2 to 64 processes, please");
+    // Each pair has a socket, all of them opened here.
+    ensure!((2..=24).contains(&mesh.processes), "2 to 24 processes, please");
     ensure!(!mesh.plan.one_way, "everybody sends and receives");
     let am = mesh.plan.ops.iter().any(|op| op.group() == Op::Am);
     ensure!(

@@ -94,7 +94,7 @@ impl Moment {
 pub fn run(plan: &Plan, around: &Surroundings, options: Options) -> Result<Report> {
     let mut report = Report::new("?");
     // UCX warns of every message and request that a dead peer leaves behind: expected here.
-    let around = around.with("UCX_LOG_LEVEL=error");
+    let around = around.with("UCX_LOG_LEVEL", "error");
     let cases = plan.groups().into_iter().flat_map(|(_, cases)| cases);
     let cases: Vec<Case> =
         cases.filter(|case| Op::PLAIN.contains(&case.op) && !survivor_is_passive(case)).collect();

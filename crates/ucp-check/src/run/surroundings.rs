@@ -52,9 +52,9 @@ pub struct Surroundings {
 
 impl Surroundings {
     /// The same with one more variable, weaker than those that are there.
-    pub(super) fn with(&self, variable: &str) -> Surroundings {
+    pub(super) fn with(&self, name: &str, value: &str) -> Surroundings {
         let mut more = self.clone();
-        more.variables.splice(0..0, variable.parse());
+        more.variables.insert(0, Variable { of: None, name: name.into(), value: value.into() });
         more
     }
 
@@ -137,7 +137,7 @@ mod tests {
             variables: ["A=1", "1:A=2", "0:B=x:y=z"].map(|it| it.parse().unwrap()).to_vec(),
             refuse: None,
         };
-        let around = around.with("Z=0");
+        let around = around.with("Z", "0");
         let of = |rank| around.variables(rank).collect::<Vec<_>>();
         assert_eq!(of(0), [("Z", "0"), ("A", "1"), ("B", "x:y=z")]);
         assert_eq!(of(1), [("Z", "0"), ("A", "1"), ("A", "2")]);

@@ -8,9 +8,9 @@ use gaudi::{Device, Segment, Side};
 use uct::abi::iface_flag;
 use uct::config::Variable;
 use uct::{
-    Bandwidth, Buffers, Completion, DeviceType, Interface, InterfaceAttributes, Level, LinearFunc,
-    Link, MemoryType, OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, Status, SysDevice,
-    Ucx, log,
+    Bandwidth, Buffer, Buffers, Completion, DeviceType, Interface, InterfaceAttributes, Level,
+    LinearFunc, Link, MemoryType, OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, Status,
+    SysDevice, Ucx, log,
 };
 
 use super::NAME;
@@ -109,7 +109,8 @@ impl IpcInterface {
             let (side, device, held) = match memory.and_then(Memory::attached) {
                 Some(attached) => {
                     let card = Arc::clone(attached.card());
-                    let (held, here) = self.see(attached, &card, buffer.address, buffer.length)?;
+                    let seen = self.see(attached, &card, buffer.address, buffer.length);
+                    let (held, here) = seen.map_err(|status| self.lost_attached(status, buffer))?;
                     (Side::Device(here), Some(card), Some(held))
                 }
                 None => {
@@ -165,6 +166,16 @@ impl IpcInterface {
                 Err(Status::INVALID_ADDR)
             }
         }
+    }
+
+    /// The owner of attached memory may have ended: that is no word about the peer at the other end.
+    fn lost_attached(&self, status: Status, buffer: Buffer) -> Status {
+        if status != Status::CONNECTION_RESET {
+            return status;
+        }
+        let at = buffer.address;
+        log!(self.ucx, Error, "{NAME}: the process whose memory is attached at {at:#x} has ended");
+        Status::INVALID_ADDR
     }
 
     /// Hands the end of an operation to UCX.
@@ -349,12 +360,7 @@ impl Interface for IpcInterface {
         if self.copies.is_idle() {
             return 0;
         }
-        let ended = self.copies.reap();
-        let count = ended.len() as u32;
-        for operation in ended {
-            self.conclude(operation);
-        }
-        count
+        self.copies.reap(|operation| self.conclude(operation))
     }
 
     fn is_busy(&self) -> bool {

@@ -14,7 +14,6 @@ use smallvec::smallvec;
 use crate::backend::{Backend, Geometry, HostPin};
 use crate::copy::engine::Engine;
 use crate::copy::flight::Load;
-use crate::copy::recurring::Recurring;
 use crate::copy::ring::Ring;
 use crate::copy::short::copy_short;
 use crate::copy::{BOUNCE_LEN, SLOTS};
@@ -96,7 +95,6 @@ pub struct Device {
     handles: Handles,
     bounce: OnceLock<Result<Arc<Ring>, Error>>,
     shorts: OnceLock<Result<Arc<Ring>, Error>>,
-    recurring: Recurring,
     staging: OnceLock<Result<Arc<Ring>, Error>>,
     memory: Memory,
     backend: Arc<dyn Backend>,
@@ -142,7 +140,6 @@ impl Device {
             handles: Handles::default(),
             bounce: OnceLock::new(),
             shorts: OnceLock::new(),
-            recurring: Recurring::default(),
             staging: OnceLock::new(),
             memory: Memory::new(window.range(), geometry, counts),
             window,
@@ -480,11 +477,6 @@ impl Device {
     pub(crate) fn shorts(&self) -> Result<&Arc<Ring>, Error> {
         let made = self.shorts.get_or_init(|| Ring::new(BOUNCE_LEN, SLOTS));
         made.as_ref().map_err(Clone::clone)
-    }
-
-    /// Where small copies that are waited for come back to.
-    pub(crate) fn recurring(&self) -> &Recurring {
-        &self.recurring
     }
 
     /// Slots between two cards, made at the first copy that needs one.

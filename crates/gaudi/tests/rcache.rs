@@ -80,51 +80,6 @@ fn read(device: &Arc<Device>, from: gaudi::DeviceAddr, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// As UCX's streams go: 32 KiB from and to the same few segments, each copy waited for.
-#[test]
-fn small_copies_that_come_back_to_an_address_find_it_pinned_until_it_goes() {
-    const SEGMENT: usize = 32 << 10;
-    let (_alone, device) = fresh();
-    let target = device.alloc(SIZE as u64, 1).expect("memory");
-    let there = |at: usize| target.addr().0 + at as u64;
-    let place = Mapping::new(null_mut()).0;
-    for round in 0..4 {
-        let mut mapping = Mapping::new(place);
-        let host = mapping.bytes();
-        let before = ["pinned_operations", "bounced_operations"].map(|name| counter(&device, name));
-        for turn in 0..40 {
-            for at in (0..SIZE).step_by(SEGMENT) {
-                // At an odd place, so that neighbours have pages in common.
-                let segment = &mut host[at + 5..at + SEGMENT];
-                segment.fill((round * 40 + turn) as u8 ^ (at / SEGMENT) as u8);
-                let (addr, len) = (segment.as_mut_ptr() as u64, segment.len());
-                // SAFETY: ours, and the copies are waited for.
-                unsafe {
-                    gaudi::runtime().copy(there(at), addr, len).unwrap().unwrap();
-                    let sent = segment.to_vec();
-                    segment.fill(0xee);
-                    gaudi::runtime().copy(addr, there(at), len).unwrap().unwrap();
-                    assert_same(segment, &sent, "there and back");
-                }
-            }
-        }
-        let after = ["pinned_operations", "bounced_operations"].map(|name| counter(&device, name));
-        let [pinned, bounced] = [after[0] - before[0], after[1] - before[1]];
-        assert_eq!(pinned + bounced, 2 * 40 * 8);
-        assert!(pinned > bounced, "{pinned} of {} copies were straight", pinned + bounced);
-        assert!(bounced >= 2 * 8, "an address earns its pin anew when its memory is another");
-    }
-    // What the processor hardly notices is not pinned for.
-    let misses = counter(&device, "reg_cache_misses");
-    let mut few = [7_u8; 8 << 10];
-    for _ in 0..100 {
-        let addr = few.as_mut_ptr() as u64;
-        // SAFETY: as above.
-        unsafe { gaudi::runtime().copy(there(0), addr, few.len()) }.unwrap().unwrap();
-    }
-    assert_eq!(counter(&device, "reg_cache_misses"), misses);
-}
-
 #[test]
 fn ten_thousand_mappings_at_one_address_leave_nothing_pinned() {
     let (_alone, device) = fresh();

@@ -17,7 +17,7 @@ use super::waiter::Waiter;
 use crate::Error;
 use crate::backend::{Backend, CopyLimits, Ticket};
 use crate::bell::Bell;
-use crate::stats::{Counter, Counts, Path, Tally};
+use crate::stats::{Counter, Counts, Tally};
 
 /// How long one look at a submission may sleep in the driver when we have nothing else to do.
 const PATIENCE_US: u32 = 1_000_000;
@@ -322,7 +322,7 @@ impl Reservation<'_> {
         self.room.slot
     }
 
-    /// One move between host and device, waited for. What would otherwise keep count of it, and
+    /// One move to or from a bounce buffer, waited for. What would otherwise keep count of it, and
     /// keep what it needs, is the caller: the reservation stands for it until it is dropped.
     ///
     /// # Safety
@@ -331,7 +331,6 @@ impl Reservation<'_> {
         &mut self,
         direction: Direction,
         dma: LinDma,
-        path: Path,
         bytes: u64,
     ) -> Result<(), Error> {
         let engine = self.engine;
@@ -345,7 +344,7 @@ impl Reservation<'_> {
                 Err(error) => break Err(engine.note(error)),
             }
         };
-        engine.counts.one_ended(&ended, direction, path, bytes);
+        engine.counts.bounced(&ended, direction, bytes);
         ended
     }
 

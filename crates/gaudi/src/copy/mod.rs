@@ -4,8 +4,7 @@
 //! ever blocking, [`engine`] keeps count of what the hardware is doing ([`budget`]), of what it needs
 //! meanwhile ([`flight`]) and of who sleeps until it is done ([`waiter`]), [`ring`] is the pinned
 //! memory that small or unpinnable host buffers go through, with the help of the CPU
-//! ([`host_copy`]), and [`short`] is the quick way for small copies that are waited for, which asks
-//! [`recurring`] what is worth pinning.
+//! ([`host_copy`]), and [`short`] is the quick way for small copies that are waited for.
 
 mod budget;
 pub(crate) mod engine;
@@ -14,7 +13,6 @@ mod host_copy;
 mod plan;
 #[cfg(test)]
 mod reaping_tests;
-pub(crate) mod recurring;
 pub(crate) mod ring;
 #[cfg(test)]
 mod schedule_tests;

@@ -19,7 +19,7 @@ pub(crate) const BOUNCE_LEN: usize = 64 * 1024;
 
 /// Up to this size the CPU's part of a bounced copy is hardly noticed beside the submission, and a
 /// registered region is not pinned for it.
-pub(super) const SMALL_LEN: usize = 8 * 1024;
+const SMALL_LEN: usize = 8 * 1024;
 
 /// An address in host memory, which the caller of the copy answers for.
 #[derive(Clone, Copy, Debug)]

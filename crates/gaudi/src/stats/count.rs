@@ -116,14 +116,8 @@ impl Counts {
         }
     }
 
-    /// A submission of one move ended, between host and device: [`Counts::ended`] without a tally.
-    pub(crate) fn one_ended(
-        self,
-        outcome: &Result<(), Error>,
-        direction: Direction,
-        path: Path,
-        bytes: u64,
-    ) {
+    /// A submission of one move through a bounce buffer ended.
+    pub(crate) fn bounced(self, outcome: &Result<(), Error>, direction: Direction, bytes: u64) {
         self.subtract(Counter::InFlight, 1);
         if outcome.is_err() {
             return self.add(Counter::DmaErrors, 1);
@@ -131,8 +125,7 @@ impl Counts {
         let (number, length) = WAYS[way(direction)];
         self.add(number, 1);
         self.add(length, bytes);
-        let pinned = path == Path::Pinned;
-        self.add(if pinned { Counter::PinnedOperations } else { Counter::BouncedOperations }, 1);
+        self.add(Counter::BouncedOperations, 1);
     }
 
     /// Someone was told of a failure.

@@ -255,8 +255,9 @@ impl Engine {
         }
     }
 
-    /// Waits until nothing on record touches `range`. What [`Reservation::run`] does is not on record, nor
-    /// is what another thread is just submitting: callers of copies must not free what they copy.
+    /// Waits until nothing on record touches `range`. What [`Reservation::run`] does is not on
+    /// record, nor is what another thread is just submitting: callers of copies must not free what
+    /// they copy.
     pub(crate) fn quiesce(&self, range: &Range<u64>) {
         let mut flights = self.in_flight().all();
         flights.retain(|flight| flight.touches(range));

@@ -11,8 +11,8 @@
 //! * `switch`: whether pins are kept at all.
 //! * this file: what pins are, what they cost, what happens in `fork`.
 //!
-//! A copy holds the pins it uses: a pin that leaves the cache meanwhile
-//! is given back when the last copy that uses it has ended.
+//! A copy holds the pins it uses: a pin that leaves the cache meanwhile is given back when the last
+//! copy that uses it has ended.
 //!
 //! Memory that cannot be pinned is not remembered: pinning is tried again each time. A refusal costs
 //! far less than the copy through bounce buffers that follows, and what was read-only or too much

@@ -3,13 +3,12 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::process;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::rand::{GetRandomFlags, getrandom};
 
-use super::fork::PerProcess;
+use super::fork::{self, PerProcess};
 use super::key::{self, Bus, Fields, Line, Token};
 use super::ledger::{Entry, File, Ledger};
 use super::message::Offered;
@@ -142,7 +141,7 @@ impl Exporter {
 
     /// Whether this is the process it was made for, and not a forked child of it.
     fn is_here(&self) -> bool {
-        self.identity.pid == process::id()
+        self.identity.pid == fork::own_pid()
     }
 
     pub(super) fn sessions(&self) -> MutexGuard<'_, Sessions> {

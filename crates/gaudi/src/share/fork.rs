@@ -8,9 +8,43 @@
 use std::mem::ManuallyDrop;
 use std::ops::Deref;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::sync::Once;
-use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, Ordering};
+use std::sync::{Once, OnceLock};
 use std::{process, ptr};
+
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+
+/// The number of this process, as `getpid` says, without asking the kernel each time: it is noted on a
+/// page that the kernel empties in every child, however that was made.
+pub(super) fn own_pid() -> u32 {
+    static NOTE: OnceLock<Option<&'static AtomicU32>> = OnceLock::new();
+    let Some(note) = NOTE.get_or_init(|| note_for_one_process().ok()) else {
+        return process::id();
+    };
+    match note.load(Ordering::Relaxed) {
+        0 => {
+            let pid = process::id();
+            note.store(pid, Ordering::Relaxed);
+            pid
+        }
+        pid => pid,
+    }
+}
+
+/// Zero in a forked child, whatever its parent wrote.
+fn note_for_one_process() -> rustix::io::Result<&'static AtomicU32> {
+    const LEN: usize = size_of::<AtomicU32>();
+    let (access, kind) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
+    // SAFETY: new memory, anywhere; the advice is for all of its page, which has nothing else on it.
+    unsafe {
+        let page = mmap_anonymous(ptr::null_mut(), LEN, access, kind)?;
+        if let Err(too_old) = madvise(page, LEN, Advice::LinuxWipeOnFork) {
+            munmap(page, LEN)?;
+            return Err(too_old);
+        }
+        Ok(&*page.cast::<AtomicU32>())
+    }
+}
 
 /// Something that each process makes for itself, once; a forked child does not see its parent's,
 /// whose locks may be held and whose threads are not there.
@@ -26,7 +60,7 @@ impl<T: Send + Sync> PerProcess<T> {
     pub(super) fn get(&self) -> Option<&'static T> {
         // SAFETY: only leaked boxes are ever stored.
         let stored = unsafe { self.0.load(Ordering::Acquire).as_ref() };
-        stored.filter(|(pid, _)| *pid == process::id()).map(|(_, value)| value)
+        stored.filter(|(pid, _)| *pid == own_pid()).map(|(_, value)| value)
     }
 
     /// This process's, made now if it has none. Two threads may both make one; only one is kept.
@@ -38,7 +72,7 @@ impl<T: Send + Sync> PerProcess<T> {
         if let Some(value) = self.get() {
             return Ok(value);
         }
-        let made = Box::into_raw(Box::new((process::id(), make()?)));
+        let made = Box::into_raw(Box::new((own_pid(), make()?)));
         let kept = match self.0.compare_exchange(before, made, Ordering::AcqRel, Ordering::Acquire)
         {
             Ok(_) => made,
@@ -63,12 +97,12 @@ pub(super) struct Here<T> {
 
 impl<T> Here<T> {
     pub(super) fn new(value: T) -> Self {
-        Self { pid: process::id(), value: ManuallyDrop::new(value) }
+        Self { pid: own_pid(), value: ManuallyDrop::new(value) }
     }
 
     /// Whether this is the process that made it.
     pub(super) fn is_here(&self) -> bool {
-        self.pid == process::id()
+        self.pid == own_pid()
     }
 }
 
@@ -161,6 +195,25 @@ mod tests {
         fn drop(&mut self) {
             write(self.0, b"unmapped").expect("room");
         }
+    }
+
+    /// Children that no handler of the C library hears of have a number of their own, too.
+    #[test]
+    fn a_child_has_its_own_number_however_it_was_made() {
+        let own = own_pid();
+        assert_eq!(own, process::id());
+        // SAFETY: a fork without handlers; the child only makes system calls.
+        let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) } as i32;
+        if child == 0 {
+            let right = own_pid() == process::id() && own_pid() != own;
+            // SAFETY: ends the process.
+            unsafe { libc::_exit(if right { 0 } else { 1 }) };
+        }
+        let mut status = -1;
+        // SAFETY: our own child.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0, "it took its parent's number for its own");
+        assert_eq!(own_pid(), own);
     }
 
     #[test]

@@ -4,9 +4,9 @@
 //! Two things are not asked, because stock UCX 1.22 and 1.23 do not do them even with host memory:
 //! being the passive side of a dead peer's emulated put or get (UCX aborts in its reply), and ending
 //! a receive whose data was on its way (UCX keeps some of them for ever). The first is left out, the
-//! second is reported. So is any operation that never ends, unless `--direct` says that it goes straight to
-//! or from the peer's memory: then nothing excuses it, and it fails. A rendezvous may wait until its memory is
-//! unmapped, as UCX has it (`docs/ipc.md`).
+//! second is reported. So is any operation that never ends, unless `--direct` says that it goes
+//! straight to or from the peer's memory: then nothing excuses it, and it fails. A rendezvous may wait
+//! until its memory is unmapped, as UCX has it (`docs/ipc.md`).
 
 use super::siblings::{Sibling, Siblings, describe};
 use super::surroundings::Surroundings;

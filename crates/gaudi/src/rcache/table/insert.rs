@@ -33,8 +33,9 @@ pub(crate) enum Inserted<'a, P> {
 
 impl<P> Table<P> {
     /// What [`Table::find`] finds for `[addr, addr + len)`, after making it with `make` (a value, and
-    /// the number to be found with it) if it is not there: for all pages of `whole`, which holds that range, and more if others overlap. Waits
-    /// for other threads that do the same. `swept` gets what had to leave.
+    /// the number to be found with it) if it is not there: for all pages of `whole`, which holds that
+    /// range, and more if others overlap. Waits for other threads that do the same. `swept` gets what
+    /// had to leave.
     pub(crate) fn insert<E>(
         &self,
         (addr, len): (u64, u64),

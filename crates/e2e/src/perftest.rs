@@ -93,7 +93,7 @@ impl Perftest {
         // A free port may be taken between its choice and its use: then, and only then, try again.
         let mut pair = self.run_once()?;
         for _ in 0..3 {
-            if !pair.server.stderr.contains("Address already in use") {
+            if !port_was_taken(&pair.server) {
                 break;
             }
             pair = self.run_once()?;
@@ -108,7 +108,7 @@ impl Perftest {
         let running = server.start();
         if !wait_for_listener(&running, port, Duration::from_secs(30)) {
             let server = running.finish(Duration::ZERO);
-            if server.stderr.contains("Address already in use") {
+            if port_was_taken(&server) {
                 return Ok(Pair { client: server.clone(), server });
             }
             bail!("ucx_perftest never listened on port {port}:\n{}", server.report());
@@ -163,6 +163,11 @@ fn parse_figures(stdout: &str) -> Result<Figures> {
         bandwidth_mbs: column(&|name| name == "overall_bw", "bandwidth")?,
         rate: column(&|name| name == "overall_mr", "message rate")?,
     })
+}
+
+/// UCX writes its log to standard output.
+fn port_was_taken(server: &Finished) -> bool {
+    [&server.stdout, &server.stderr].iter().any(|text| text.contains("Address already in use"))
 }
 
 fn free_port() -> Result<u16> {

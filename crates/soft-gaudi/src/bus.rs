@@ -5,7 +5,6 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard};
 
 use crate::asic::Generation;
-use crate::caches::Caches;
 use crate::context::Context;
 use crate::engine::INLINE_BYTES;
 use crate::faults::Action;
@@ -135,12 +134,9 @@ impl Bus for QueueBus<'_> {
             let moved = match from {
                 Some(from) => {
                     part = part.min(from.len);
-                    let caches = Caches::here();
-                    let past = caches.pass_by(to.ptr as usize, from.ptr as usize, part as usize);
-                    let copy = if past { guarded::stream } else { guarded::copy };
                     // SAFETY: both are memory the program mapped for the device; a vanished
                     // mapping comes back as an error.
-                    unsafe { copy(to.ptr, from.ptr, part as usize) }
+                    unsafe { guarded::copy(to.ptr, from.ptr, part as usize) }
                         .map_err(|_| Fault::Page { addr: src })
                 }
                 None => {

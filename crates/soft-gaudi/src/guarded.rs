@@ -41,69 +41,6 @@ core::arch::global_asm!(
     "rep movsb",
     "xor eax, eax",
     "ret",
-    // The same past the caches, for what they do not hold: bytes up to a line, four
-    // pages side by side, two lines of each in turn (several streams keep the memory busier than
-    // one), single lines, bytes. At least 64 bytes long.
-    ".p2align 5",
-    ".hidden soft_gaudi_guarded_stream",
-    ".globl soft_gaudi_guarded_stream",
-    "soft_gaudi_guarded_stream:",
-    "mov rcx, rdi",
-    "neg rcx",
-    "and ecx, 63",
-    "sub rdx, rcx",
-    "rep movsb",
-    "6:",
-    "cmp rdx, 16384",
-    "jb 8f",
-    "mov ecx, 32",
-    ".p2align 4",
-    "7:",
-    ".irp at, 128, 192, 4224, 4288, 8320, 8384, 12416, 12480",
-    "prefetcht0 [rsi + \\at]",
-    ".endr",
-    ".irp at, 0, 64, 4096, 4160, 8192, 8256, 12288, 12352",
-    "movdqu xmm0, [rsi + \\at]",
-    "movdqu xmm1, [rsi + \\at + 16]",
-    "movdqu xmm2, [rsi + \\at + 32]",
-    "movdqu xmm3, [rsi + \\at + 48]",
-    "movntdq [rdi + \\at], xmm0",
-    "movntdq [rdi + \\at + 16], xmm1",
-    "movntdq [rdi + \\at + 32], xmm2",
-    "movntdq [rdi + \\at + 48], xmm3",
-    ".endr",
-    "add rsi, 128",
-    "add rdi, 128",
-    "dec ecx",
-    "jnz 7b",
-    "add rsi, 12288",
-    "add rdi, 12288",
-    "sub rdx, 16384",
-    "jmp 6b",
-    "8:",
-    "mov rcx, rdx",
-    "shr rcx, 6",
-    "jz 10f",
-    "9:",
-    "movdqu xmm0, [rsi]",
-    "movdqu xmm1, [rsi + 16]",
-    "movdqu xmm2, [rsi + 32]",
-    "movdqu xmm3, [rsi + 48]",
-    "movntdq [rdi], xmm0",
-    "movntdq [rdi + 16], xmm1",
-    "movntdq [rdi + 32], xmm2",
-    "movntdq [rdi + 48], xmm3",
-    "add rsi, 64",
-    "add rdi, 64",
-    "dec rcx",
-    "jnz 9b",
-    "10:",
-    "sfence",
-    "mov rcx, rdx",
-    "and ecx, 63",
-    "rep movsb",
-    "xor eax, eax",
-    "ret",
     "2:",
     "mov rax, [rsi]",
     "mov [rdi], rax",
@@ -145,7 +82,6 @@ core::arch::global_asm!(
 
 unsafe extern "C" {
     fn soft_gaudi_guarded_copy(dst: *mut u8, src: *const u8, len: usize) -> usize;
-    fn soft_gaudi_guarded_stream(dst: *mut u8, src: *const u8, len: usize) -> usize;
     fn soft_gaudi_guarded_fill(dst: *mut u8, pattern: u64, len: usize) -> usize;
     static soft_gaudi_guarded_begin: u8;
     static soft_gaudi_guarded_end: u8;
@@ -161,22 +97,6 @@ unsafe extern "C" {
 pub(crate) unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) -> Result<(), BadAddress> {
     // SAFETY: faults inside the routine come back as a return value; the rest is the caller's.
     match unsafe { soft_gaudi_guarded_copy(dst, src, len) } {
-        0 => Ok(()),
-        _ => Err(BadAddress),
-    }
-}
-
-/// Copies like [`copy`], past the caches and not strictly forward: the two must not overlap.
-///
-/// # Safety
-/// As for [`copy`].
-pub(crate) unsafe fn stream(dst: *mut u8, src: *const u8, len: usize) -> Result<(), BadAddress> {
-    if len < 4096 {
-        // SAFETY: the caller's promise.
-        return unsafe { copy(dst, src, len) };
-    }
-    // SAFETY: faults inside the routine come back as a return value; the rest is the caller's.
-    match unsafe { soft_gaudi_guarded_stream(dst, src, len) } {
         0 => Ok(()),
         _ => Err(BadAddress),
     }
@@ -289,18 +209,6 @@ mod tests {
     }
 
     #[test]
-    fn streams_arrive_whole_at_any_alignment() {
-        for (from, to, len) in [(0, 0, 4096), (1, 0, 50_000), (0, 7, 16_384), (33, 63, 100_001)] {
-            let src: Vec<u8> = (0..len + 64).map(|n| (n * 31 % 251) as u8).collect();
-            let mut dst = vec![0xee; len + 128];
-            // SAFETY: both vectors have room for `len` bytes from there.
-            unsafe { stream(dst.as_mut_ptr().add(to), src.as_ptr().add(from), len) }.unwrap();
-            assert_eq!(&dst[to..to + len], &src[from..from + len]);
-            assert!(dst[..to].iter().chain(&dst[to + len..]).all(|b| *b == 0xee));
-        }
-    }
-
-    #[test]
     fn bad_addresses_fail_instead_of_killing() {
         install();
         let mut here = [0u8; 64];
@@ -311,12 +219,6 @@ mod tests {
                 assert_eq!(copy(0x10 as *mut u8, here.as_ptr(), len), Err(BadAddress));
                 assert_eq!(fill(0x10 as *mut u8, 0, len), Err(BadAddress));
             }
-        }
-        let mut here = [0u8; 8192];
-        // SAFETY: as above.
-        unsafe {
-            assert_eq!(stream(here.as_mut_ptr(), 0x10 as *const u8, 8192), Err(BadAddress));
-            assert_eq!(stream(0x10 as *mut u8, here.as_ptr(), 8192), Err(BadAddress));
         }
     }
 }

@@ -21,7 +21,6 @@ pub mod dram;
 mod address_space;
 mod blocks;
 mod bus;
-mod caches;
 mod card_memory;
 mod command_buffers;
 mod context;

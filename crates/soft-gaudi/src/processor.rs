@@ -148,8 +148,6 @@ pub(crate) struct Processor {
     scalars: [u8; 16],
     /// The arbiter has been asked and said yes.
     granted: bool,
-    /// The DMA just before the current packet, if nothing came in between.
-    previous: Option<LinDma>,
 }
 
 impl Processor {
@@ -162,7 +160,6 @@ impl Processor {
             predicates: u32::MAX,
             scalars: [0; 16],
             granted: false,
-            previous: None,
         }
     }
 
@@ -171,7 +168,6 @@ impl Processor {
         self.frames.clear();
         self.moved = 0;
         self.granted = false;
-        self.previous = None;
         let buffer = core::mem::take(&mut self.spare);
         self.frames.push(Frame::new(program, false).reusing(buffer));
     }
@@ -232,7 +228,6 @@ impl Processor {
             return Ok(Progress::Spent);
         }
         *budget = budget.saturating_sub(PACKET_COST);
-        self.previous = None;
         let message = |value: Message| match value {
             Message::Value(value) => value,
             Message::Timestamp => bus.time(),
@@ -284,10 +279,7 @@ impl Processor {
 
     fn dma(&mut self, dma: &LinDma, bus: &impl Bus, budget: &mut u64) -> Result<Progress, Fault> {
         let size = u64::from(dma.size);
-        // The same copy again, with nothing in between, leaves memory as it is: as fast as an
-        // engine that did it at once.
-        let repeated = self.moved == 0 && self.previous == Some(*dma) && !overlaps(dma);
-        while self.moved < size && !repeated {
+        while self.moved < size {
             if bus.stopped() {
                 return Ok(Progress::Stopped);
             }
@@ -303,7 +295,6 @@ impl Processor {
         }
         *budget = budget.saturating_sub(PACKET_COST);
         self.moved = 0;
-        self.previous = Some(*dma);
         Ok(Progress::Next)
     }
 
@@ -346,8 +337,4 @@ fn enter(addr: u64, size: u32, upper: bool, lower: bool) -> Result<Progress, Fau
         return Err(Fault::Opcode);
     }
     Ok(Progress::Enter(Frame::new(Program::At { addr, size }, !upper)))
-}
-
-fn overlaps(dma: &LinDma) -> bool {
-    !dma.memset && dma.src.abs_diff(dma.dst) < u64::from(dma.size)
 }

@@ -61,6 +61,20 @@ fn a_failing_transfer_aborts_its_submission() {
     hlthunk_close(fd);
 }
 
+/// The second of two equal copies is carried out as well: its source may have changed in between.
+#[test]
+fn an_identical_consecutive_copy_is_executed_again() {
+    let (fd, _guard) = card_with_faults();
+    let mut memory = vec![0u8; 64];
+    let host = map_host(fd, &mut memory);
+    let copy = gaudi2_copy(host, host + 32, 32);
+    let buffer = UserBuffer::new(fd, &[copy.clone(), copy].concat());
+    order("transfer fail:EIO after=1\n");
+    assert_eq!(wait(fd, buffer.submit(0).unwrap()), (-libc::EIO, sys::WAIT_ABORTED));
+    assert_eq!(left(), "");
+    hlthunk_close(fd);
+}
+
 #[test]
 fn a_hanging_submission_times_out_and_tells_the_notifier() {
     let (fd, _guard) = card_with_faults();

@@ -17,7 +17,7 @@ use crate::copy::flight::Load;
 use crate::copy::ring::Ring;
 use crate::copy::short::copy_short;
 use crate::copy::{BOUNCE_LEN, SLOTS};
-use crate::memory::{Entry, Extent, Memory, Table};
+use crate::memory::{AddressTable, DeviceRange, Extent, Memory};
 use crate::rcache::{Cache, CacheInfo};
 use crate::runtime::Registration;
 use crate::share::{self, Handles};
@@ -86,7 +86,7 @@ pub struct Device {
     announcement: Announcement,
     counts: Counts,
     /// Other devices' memory that this one can reach.
-    imports: Table,
+    imports: AddressTable,
     engine: Arc<Engine>,
     // Closing goes down this list: pins and rings, then memory, then the card itself, then the
     // place it had in this process.
@@ -133,7 +133,7 @@ impl Device {
             id: window.device,
             announcement: Announcement::default(),
             counts,
-            imports: Table::default(),
+            imports: AddressTable::default(),
             engine: Engine::new(Arc::clone(&backend), counts),
             pins: Mutex::default(),
             registrations: Cache::new(counts),
@@ -176,7 +176,7 @@ impl Device {
         let taken = self.take(len, align);
         let base = taken.map_err(|error| self.failed(error))?;
         self.counts.allocated(len);
-        runtime().table().insert(Entry { base, len, device: self.id });
+        runtime().table().insert(DeviceRange { base, len, device: self.id });
         Ok(Allocation::new(Arc::clone(self), DeviceAddr(base), len))
     }
 
@@ -296,7 +296,7 @@ impl Device {
             self.counts.dmabuf_failed(&error);
             error.on(self)
         })?;
-        self.imports.insert(Entry { base: mapped.addr.0, len, device: self.id });
+        self.imports.insert(DeviceRange { base: mapped.addr.0, len, device: self.id });
         Ok(mapped.counted(self.counts.hold(Holding::Import, len)))
     }
 
@@ -313,7 +313,7 @@ impl Device {
     /// driver refuses while an export is open. So none is kept.
     fn export_foreign(
         &self,
-        mapping: &Entry,
+        mapping: &DeviceRange,
         addr: DeviceAddr,
         len: u64,
     ) -> Result<(OwnedFd, u64), Error> {
@@ -331,7 +331,7 @@ impl Device {
         addr: DeviceAddr,
         len: u64,
         operation: &'static str,
-    ) -> Result<Entry, Error> {
+    ) -> Result<DeviceRange, Error> {
         let found = runtime().table().find(addr.0, len.max(1));
         if let Some(entry) = found
             && entry.device == self.id

@@ -17,7 +17,7 @@ use crate::backend::lent::Lent;
 use crate::device::Forgotten;
 use crate::error::Phase;
 use crate::holders;
-use crate::memory::Entry;
+use crate::memory::DeviceRange;
 use crate::window::ForeignMemory;
 use crate::{BusId, Device, DeviceAddr, DeviceId, DeviceInfo, Error, ErrorKind, Runtime};
 
@@ -139,7 +139,7 @@ impl Runtime {
             card.memory.insert(start.0, len);
             // Another device by now, if the card was lent meanwhile.
             let device = card.device.id();
-            self.table().insert(Entry { base: start.0, len, device });
+            self.table().insert(DeviceRange { base: start.0, len, device });
             device
         };
         self.windows().mapped(ForeignMemory { start, len, device, info });
@@ -307,7 +307,7 @@ impl Runtime {
             old.device
         });
         for (&base, &len) in &card.memory {
-            self.table().insert(Entry { base, len, device: device.id() });
+            self.table().insert(DeviceRange { base, len, device: device.id() });
         }
         state.cards.insert(info.bus_id.clone(), card);
         drop(state);

@@ -20,7 +20,7 @@ use crate::environment::{self, MODULE_ID, number};
 use crate::error::Phase;
 use crate::holders::{self, Holders};
 use crate::lent::LentCards;
-use crate::memory::Table;
+use crate::memory::AddressTable;
 use crate::rcache::{self, CacheLimits, Switch, Watch};
 use crate::topology::PciLink;
 use crate::window::{Blocked, Windows};
@@ -46,7 +46,7 @@ pub struct Runtime {
     next_id: AtomicU32,
     notes: Mutex<Notes>,
     register_access: AtomicBool,
-    table: Table,
+    table: AddressTable,
     windows: Windows,
     pub(crate) lent: LentCards,
     rcache: Switch,
@@ -355,7 +355,7 @@ impl Runtime {
         self.cards.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn table(&self) -> &Table {
+    pub(crate) fn table(&self) -> &AddressTable {
         &self.table
     }
 

@@ -10,7 +10,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use hl_thunk::ExportCall;
-pub(crate) use table::{Entry, Table};
+pub(crate) use table::{AddressTable, DeviceRange};
 
 use crate::backend::{Backend, Geometry, Page};
 use crate::stats::{Counter, Counts};

@@ -24,8 +24,8 @@ use crate::share::{self, Handles};
 use crate::stats::{Counter, Counts, Holding, Path, Tally};
 use crate::window::{Announcement, Blocked};
 use crate::{
-    Allocation, Bell, DeviceAddr, DeviceInfo, Direction, Error, ErrorKind, Import, Segment, Side,
-    SubmitError, Transfer, Window, runtime,
+    Allocation, DeviceAddr, DeviceInfo, Direction, Error, ErrorKind, Import, Notifier, PAGE_SIZE,
+    Segment, Side, SubmitError, Transfer, Window, runtime,
 };
 
 /// Bounce slots of a device for copies that nobody waits for: [`BOUNCE_LEN`] bytes each, as are those
@@ -317,10 +317,9 @@ impl Device {
         addr: DeviceAddr,
         len: u64,
     ) -> Result<(OwnedFd, u64), Error> {
-        const UNIT: u64 = 4096;
         let offset = addr.0 - mapping.base;
-        let start = offset / UNIT * UNIT;
-        let covered = (offset + len).next_multiple_of(UNIT) - start;
+        let start = offset / PAGE_SIZE * PAGE_SIZE;
+        let covered = (offset + len).next_multiple_of(PAGE_SIZE) - start;
         let base = DeviceAddr(mapping.base);
         let fd = self.backend.export_foreign(base, start, covered, self.counts)?;
         Ok((fd, offset - start))
@@ -431,12 +430,12 @@ impl Device {
         self.engine.drain().map_err(|error| error.on(self))
     }
 
-    /// Has the bell rung when the next of the copies in flight on this device ends, whosever it is.
-    /// `false`, and no bell will ring, if there are none.
+    /// Notifies when the next of the copies in flight on this device ends, whosever it is.
+    /// `false`, and no notification will come, if there are none.
     ///
     /// The first call starts a thread that sleeps in the driver; it ends with the device.
-    pub fn ring_on_completion(&self, bell: &Arc<Bell>) -> bool {
-        self.engine.ring_on_completion(bell)
+    pub fn notify_on_completion(&self, notifier: &Arc<Notifier>) -> bool {
+        self.engine.notify_on_completion(notifier)
     }
 
     /// Whether a copy that is started now finds room. Never blocks.

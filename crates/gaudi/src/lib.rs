@@ -24,7 +24,6 @@
 //! another process can have it.
 
 mod backend;
-mod bell;
 mod choice;
 mod copy;
 mod device;
@@ -37,6 +36,7 @@ mod import;
 mod lent;
 mod mapping_table;
 mod memory;
+mod process;
 pub mod rcache;
 mod registers;
 mod runtime;
@@ -48,18 +48,18 @@ mod sysfs;
 pub mod topology;
 mod window;
 
-pub use bell::Bell;
 pub use choice::{BusId, DeviceChoice};
 pub use copy::{Segment, Side, SubmitError, Transfer};
 pub use device::{Device, DeviceId, MemoryInfo};
 pub use discovery::{DeviceInfo, PortMasks};
 pub use error::{Error, ErrorKind};
-pub use hl_thunk::{DeviceAddr, Direction, ExportCall, Generation};
+pub use hl_thunk::{DeviceAddr, Direction, ExportCall, Generation, PAGE_SIZE};
 pub use host::HostRegion;
 pub use import::Import;
 pub use lent::Unmapping;
 pub use mapping_table::{MappedCard, MappingTable};
 pub use memory::{Allocation, Location};
+pub use process::Notifier;
 pub use registers::RegisterBlock;
 pub use runtime::{Runtime, runtime};
 pub use scale_out::ScaleOut;
@@ -73,7 +73,7 @@ const _: () = {
     from_any_thread::<Runtime>();
     from_any_thread::<Device>();
     from_any_thread::<Allocation>();
-    from_any_thread::<Bell>();
+    from_any_thread::<Notifier>();
     from_any_thread::<HostRegion>();
     from_any_thread::<Import>();
     from_any_thread::<Opened>();

@@ -3,9 +3,10 @@
 
 mod machine;
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use gaudi::{Bell, DeviceAddr, Segment, Side};
+use gaudi::{DeviceAddr, Notifier, Segment, Side};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 /// Threads of this process by this name.
@@ -27,22 +28,23 @@ fn a_sleeper_is_woken_and_the_thread_that_does_it_comes_and_goes() {
     let sent: Vec<u8> = (0..len).map(|at| (at * 7 / 3) as u8).collect();
     let mut back = vec![0; len];
     let there = Side::Device(DeviceAddr(target.addr().0));
-    let bell = Bell::new().unwrap();
+    let notifier = Arc::new(Notifier::new().unwrap());
     let copy = |dst, src, sleep: bool| {
         let segment = Segment { dst, src, len, host_region: None };
         // SAFETY: both buffers live to the end of the test, and the transfer is waited for.
         let mut transfer = unsafe { device.copy(&[segment]) }.unwrap();
         let mut slept = 0;
         loop {
-            bell.silence();
+            notifier.clear();
             if let Some(outcome) = transfer.poll() {
                 outcome.unwrap();
                 return slept;
             }
-            let rings = sleep && transfer.ring_when_done(&bell);
-            if rings && !transfer.has_news() {
+            let armed = sleep && transfer.notify_when_done(&notifier);
+            if armed && !transfer.has_news() {
                 let limit = Timespec { tv_sec: 30, tv_nsec: 0 };
-                let woken = poll(&mut [PollFd::new(&*bell, PollFlags::IN)], Some(&limit)).unwrap();
+                let woken =
+                    poll(&mut [PollFd::new(&*notifier, PollFlags::IN)], Some(&limit)).unwrap();
                 assert_eq!(woken, 1, "asleep for ever");
                 slept += 1;
             }

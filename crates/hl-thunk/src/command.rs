@@ -89,7 +89,7 @@ impl KernelBuffer {
         check("hlthunk_request_command_buffer", || unsafe {
             request(device.raw_fd(), size, &mut handle)
         })?;
-        let len = (size as usize).max(1).next_multiple_of(crate::pages::PAGE);
+        let len = (size as usize).max(1).next_multiple_of(crate::PAGE_SIZE as usize);
         // SAFETY: a new mapping at an address of the kernel's choice; the handle is the offset.
         let start = unsafe {
             mmap(

@@ -33,4 +33,4 @@ pub use generation::{Direction, Generation};
 pub use hw_block::HwBlock;
 pub use library::Library;
 pub use memory::{DeviceMapping, DeviceMemory, HostMapping};
-pub use pages::HostPages;
+pub use pages::{HostPages, PAGE_SIZE};

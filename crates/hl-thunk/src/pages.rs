@@ -4,8 +4,9 @@ use std::ptr::NonNull;
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
-/// The host's page size as the driver pins it.
-pub(crate) const PAGE: usize = 4096;
+/// A page of the host, which the driver pins as a whole; also the unit in which it exports device
+/// memory. Cards are in x86-64 hosts, where it is the same everywhere.
+pub const PAGE_SIZE: u64 = 4096;
 
 /// Zeroed, page-aligned anonymous memory, given back when dropped.
 ///
@@ -26,7 +27,7 @@ unsafe impl Sync for HostPages {}
 impl HostPages {
     /// At least `len` bytes, rounded up to whole pages.
     pub fn new(len: usize) -> std::io::Result<Self> {
-        let len = len.max(1).next_multiple_of(PAGE);
+        let len = len.max(1).next_multiple_of(PAGE_SIZE as usize);
         // SAFETY: a new private mapping at an address of the kernel's choice.
         let start = unsafe {
             mmap_anonymous(
@@ -70,7 +71,7 @@ mod tests {
     fn memory_is_aligned_zeroed_and_writable() {
         let pages = HostPages::new(5000).unwrap();
         assert_eq!(pages.len(), 8192);
-        assert_eq!(pages.as_ptr() as usize % PAGE, 0);
+        assert_eq!(pages.as_ptr() as usize % PAGE_SIZE as usize, 0);
         // SAFETY: inside the mapping, which nobody else uses.
         unsafe {
             assert_eq!(pages.as_ptr().add(8191).read(), 0);

@@ -12,7 +12,7 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use gaudi::{Bell, Device, Error, Segment, SubmitError, Transfer};
+use gaudi::{Device, Error, Notifier, Segment, SubmitError, Transfer};
 use smallvec::SmallVec;
 use uct::{Completion, Posted, Status};
 
@@ -242,9 +242,9 @@ impl<T> Copies<T> {
         count
     }
 
-    /// Whether the bell will ring when there is something for [`Copies::reap`] to do. `false`: do not
+    /// Whether there will be a notification when there is something for [`Copies::reap`] to do. `false`: do not
     /// sleep, reap.
-    pub(crate) fn ring_when_ready(&self, bell: &Arc<Bell>) -> bool {
+    pub(crate) fn notify_when_ready(&self, notifier: &Arc<Notifier>) -> bool {
         let mut state = self.state.borrow_mut();
         state.advance();
         let running = || state.queue.running().filter_map(|copy| copy.running.as_ref());
@@ -253,9 +253,9 @@ impl<T> Copies<T> {
         if !state.ended.is_empty() || (running().next().is_none() && next.is_none()) {
             return false;
         }
-        // Looked at again after the bell is in place: what happens from there on rings.
-        running().all(|transfer| transfer.ring_when_done(bell))
-            && next.is_none_or(|device| device.ring_on_completion(bell))
+        // Looked at again after the notifier is in place: what happens from there on notifies.
+        running().all(|transfer| transfer.notify_when_done(notifier))
+            && next.is_none_or(|device| device.notify_on_completion(notifier))
             && !running().any(Transfer::has_news)
             && !next.is_some_and(|device| device.has_room())
     }

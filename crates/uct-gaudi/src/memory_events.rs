@@ -107,7 +107,7 @@ fn unmapped(start: usize, len: usize) {
 
 /// Unmaps a page of our own, to see whether we are told.
 fn events_arrive() -> bool {
-    const LEN: usize = 4096;
+    const LEN: usize = gaudi::PAGE_SIZE as usize;
     // SAFETY: a new mapping that nobody else knows.
     let page = unsafe {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;

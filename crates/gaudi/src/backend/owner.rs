@@ -8,7 +8,7 @@ use hl_thunk::packet::{LIN_DMA_LEN, LinDma};
 use hl_thunk::sys::HwIpInfo;
 use hl_thunk::{
     Chunk, CommandBuffer, DeviceAddr, DeviceMapping, DeviceMemory, Direction, DmaBuf, ExportCall,
-    Generation, HostMapping, HwBlock, ImportedMapping, WaitStatus,
+    Generation, HostMapping, HwBlock, ImportedMapping, PAGE_SIZE, WaitStatus,
 };
 
 use super::{Backend, CopyLimits, Geometry, HostPin, Page, Registers, Ticket};
@@ -17,13 +17,11 @@ use crate::error::{Error, ErrorKind, Phase};
 use crate::stats::{Counter, Counts, Held, Holding};
 
 /// Bytes of packets one submission may have.
-const SLOT_LEN: usize = 4096;
+const SLOT_LEN: usize = PAGE_SIZE as usize;
 /// Submission slots of the driver's that stay unused, so that its library never spins: rejected
 /// submissions use up sequence numbers too.
 const MARGIN: u64 = 4;
 
-/// The pool deals in pages of this size, as dma-bufs do.
-const POOL_GRANULE: u64 = 4096;
 /// A page where the driver does not say how large its own are; it rounds up what is asked for.
 const FALLBACK_PAGE: u64 = 32 << 20;
 
@@ -250,13 +248,13 @@ impl Registers for HwBlock {
 /// How memory comes, from what the hardware says of itself.
 fn geometry_of(generation: Generation, hw: &HwIpInfo) -> Geometry {
     if !generation.has_dram_mmu() {
-        let base = hw.dram_base_address.next_multiple_of(POOL_GRANULE);
-        let end = hw.dram_base_address.saturating_add(hw.dram_size) / POOL_GRANULE * POOL_GRANULE;
+        let base = hw.dram_base_address.next_multiple_of(PAGE_SIZE);
+        let end = hw.dram_base_address.saturating_add(hw.dram_size) / PAGE_SIZE * PAGE_SIZE;
         let total = end.saturating_sub(base);
-        return Geometry { total, page: total.max(POOL_GRANULE), physical_base: Some(base) };
+        return Geometry { total, page: total.max(PAGE_SIZE), physical_base: Some(base) };
     }
     let reported = [hw.device_mem_alloc_default_page_size, hw.dram_page_size];
-    let usable = |page: &u64| *page != 0 && page.is_multiple_of(POOL_GRANULE);
+    let usable = |page: &u64| *page != 0 && page.is_multiple_of(PAGE_SIZE);
     let page = reported.into_iter().find(usable).unwrap_or(FALLBACK_PAGE);
     Geometry { total: hw.dram_size / page * page, page, physical_base: None }
 }

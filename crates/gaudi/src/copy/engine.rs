@@ -16,7 +16,7 @@ use super::flight::{Flight, Load, Moves};
 use super::waiter::Waiter;
 use crate::Error;
 use crate::backend::{Backend, CopyLimits, Ticket};
-use crate::bell::Bell;
+use crate::process::Notifier;
 use crate::stats::{Counter, Counts, Tally};
 
 /// How long one look at a submission may sleep in the driver when we have nothing else to do.
@@ -178,7 +178,7 @@ impl Engine {
             // Unpinning is a driver call; no lock is held.
             drop(holds);
             if someone_sleeps {
-                self.waiter.ring();
+                self.waiter.notify();
             }
         }
         flight.outcome()
@@ -190,7 +190,7 @@ impl Engine {
         let head = in_flight.finish(ticket.sequence);
         // Under the lock, so that the last word is the newest.
         self.set_head(ticket, head);
-        self.waiter.has_bells()
+        self.waiter.has_notifiers()
     }
 
     fn set_head(&self, ticket: Ticket, head: Option<u64>) {
@@ -272,18 +272,18 @@ impl Engine {
         flights.iter().map(|flight| self.wait(flight)).fold(Ok(()), Result::and)
     }
 
-    /// Has the bell rung when the next submission ends. `false`, and no bell will ring, if nothing
+    /// Notifies when the next submission ends. `false`, and no notification will come, if nothing
     /// is in flight: whatever has ended can be seen now.
-    pub(crate) fn ring_on_completion(self: &Arc<Self>, bell: &Arc<Bell>) -> bool {
+    pub(crate) fn notify_on_completion(self: &Arc<Self>, notifier: &Arc<Notifier>) -> bool {
         if self.in_flight().is_empty() {
             return false;
         }
-        // Looked at again afterwards: what ends from there on rings.
-        let rings = self.waiter.add(self, bell) && !self.in_flight().is_empty();
-        if !rings {
-            self.waiter.remove(bell);
+        // Looked at again afterwards: what ends from there on notifies.
+        let will_notify = self.waiter.add(self, notifier) && !self.in_flight().is_empty();
+        if !will_notify {
+            self.waiter.remove(notifier);
         }
-        rings
+        will_notify
     }
 
     pub(super) fn waiter(&self) -> &Waiter {
@@ -380,11 +380,11 @@ impl Drop for Reservation<'_> {
     fn drop(&mut self) {
         let mut in_flight = self.engine.in_flight();
         in_flight.release(self.room, self.used);
-        let someone_sleeps = self.used.is_some() && self.engine.waiter.has_bells();
+        let someone_sleeps = self.used.is_some() && self.engine.waiter.has_notifiers();
         drop(in_flight);
         // For want of room, it may be.
         if someone_sleeps {
-            self.engine.waiter.ring();
+            self.engine.waiter.notify();
         }
     }
 }

@@ -7,7 +7,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{BOUNCE_LEN, Side};
 use crate::backend::fake::Fake;
-use crate::{Bell, Device, DeviceAddr, Segment};
+use crate::{Device, DeviceAddr, Notifier, Segment};
 
 /// So long that a test which needs it has failed.
 const LONG: Timespec = Timespec { tv_sec: 30, tv_nsec: 0 };
@@ -80,7 +80,7 @@ fn whoever_sleeps_for_want_of_room_is_woken_by_the_end_of_a_small_copy() {
     let memory = device.alloc(2 * LEN as u64, 1).unwrap();
     let (small, large) = (memory.addr(), DeviceAddr(memory.addr().0 + LEN as u64));
     let host = [7; LEN];
-    let bell = Bell::new().unwrap();
+    let notifier = Arc::new(Notifier::new().unwrap());
     std::thread::scope(|scope| {
         scope.spawn(|| put(&device, small, &[9; LEN]));
         wait_for_queued(&fake, 1);
@@ -92,9 +92,9 @@ fn whoever_sleeps_for_want_of_room_is_woken_by_the_end_of_a_small_copy() {
         while device.has_room() {
             others.push(start());
         }
-        let sleeps = device.ring_on_completion(&bell) && !device.has_room();
+        let sleeps = device.notify_on_completion(&notifier) && !device.has_room();
         fake.finish(1);
-        let rang = poll(&mut [PollFd::new(&*bell, PollFlags::IN)], Some(&LONG)).unwrap() > 0;
+        let rang = poll(&mut [PollFd::new(&*notifier, PollFlags::IN)], Some(&LONG)).unwrap() > 0;
         fake.finish_all();
         assert!(sleeps && others.iter().all(Result::is_ok), "{others:?}");
         assert!(rang, "asleep although there is room");

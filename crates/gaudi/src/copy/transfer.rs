@@ -12,7 +12,7 @@ use super::host_copy::copy_in;
 use super::plan::{Piece, Pieces, Step};
 use super::ring::{Ring, Slot};
 use super::{Segment, SubmitError, plan};
-use crate::bell::Bell;
+use crate::process::Notifier;
 use crate::stats::Tally;
 use crate::{Device, DeviceAddr, Error};
 
@@ -128,19 +128,19 @@ impl Transfer {
         }
     }
 
-    /// Has the bell rung when there may be something new for [`Transfer::poll`] to see. `false`, and
-    /// no bell will ring, if only polling gets this transfer on.
+    /// Notifies when there may be something new for [`Transfer::poll`] to see. `false`, and
+    /// no notification will come, if only polling gets this transfer on.
     ///
-    /// What happened before does not ring: look at [`Transfer::has_news`] after this, and only then
+    /// What happened before does not notify: look at [`Transfer::has_news`] after this, and only then
     /// sleep.
-    pub fn ring_when_done(&self, bell: &Arc<Bell>) -> bool {
+    pub fn notify_when_done(&self, notifier: &Arc<Notifier>) -> bool {
         let mut cards: Vec<&Arc<Device>> = Vec::new();
         for card in self.working() {
             if !cards.iter().any(|other| other.id() == card.id()) {
                 cards.push(card);
             }
         }
-        !cards.is_empty() && cards.into_iter().all(|card| card.ring_on_completion(bell))
+        !cards.is_empty() && cards.into_iter().all(|card| card.notify_on_completion(notifier))
     }
 
     /// Whether [`Transfer::poll`] would get it on. Never blocks.

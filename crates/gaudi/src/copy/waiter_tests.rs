@@ -5,14 +5,14 @@ use std::sync::Arc;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::backend::fake::{BUDGET, Fake};
-use crate::{Allocation, Bell, Device, Segment, Side, Transfer};
+use crate::{Allocation, Device, Notifier, Segment, Side, Transfer};
 
 /// So long that a test which needs it has failed.
 const LONG: Timespec = Timespec { tv_sec: 30, tv_nsec: 0 };
 const NOT_AT_ALL: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
-fn rings(bell: &Bell, limit: Timespec) -> bool {
-    poll(&mut [PollFd::new(bell, PollFlags::IN)], Some(&limit)).unwrap() > 0
+fn is_readable(notifier: &Notifier, limit: Timespec) -> bool {
+    poll(&mut [PollFd::new(notifier, PollFlags::IN)], Some(&limit)).unwrap() > 0
 }
 
 fn start(device: &Arc<Device>, target: &Allocation, host: &[u8]) -> Transfer {
@@ -28,20 +28,20 @@ fn the_bell_rings_when_the_hardware_is_done_and_not_before() {
     let (fake, device) = Fake::device();
     let target = device.alloc(8, 1).unwrap();
     let host = [5; 8];
-    let bell = Bell::new().unwrap();
+    let notifier = Arc::new(Notifier::new().unwrap());
     let mut transfer = start(&device, &target, &host);
-    assert!(transfer.ring_when_done(&bell));
+    assert!(transfer.notify_when_done(&notifier));
     assert_eq!(transfer.poll(), None);
-    assert!(!rings(&bell, NOT_AT_ALL));
+    assert!(!is_readable(&notifier, NOT_AT_ALL));
     fake.finish_all();
-    assert!(rings(&bell, LONG), "nobody polls: the waiter has to find it");
+    assert!(is_readable(&notifier, LONG), "nobody polls: the waiter has to find it");
     assert_eq!(transfer.poll(), Some(Ok(())));
-    // Once: what ends now is no business of this bell.
-    bell.silence();
+    // Once: what ends now is no business of this notifier.
+    notifier.clear();
     let mut other = start(&device, &target, &host);
     fake.finish_all();
     assert_eq!(other.poll(), Some(Ok(())));
-    assert!(!rings(&bell, NOT_AT_ALL));
+    assert!(!is_readable(&notifier, NOT_AT_ALL));
 }
 
 #[test]
@@ -49,11 +49,11 @@ fn a_failure_rings_as_well() {
     let (fake, device) = Fake::device();
     let target = device.alloc(8, 1).unwrap();
     let host = [5; 8];
-    let bell = Bell::new().unwrap();
+    let notifier = Arc::new(Notifier::new().unwrap());
     let mut transfer = start(&device, &target, &host);
-    assert!(transfer.ring_when_done(&bell));
+    assert!(transfer.notify_when_done(&notifier));
     fake.fail(fake.queued()[0], libc::EIO);
-    assert!(rings(&bell, LONG));
+    assert!(is_readable(&notifier, LONG));
     assert!(transfer.poll().unwrap().is_err());
 }
 
@@ -62,14 +62,14 @@ fn with_nothing_in_flight_nobody_is_told_to_sleep() {
     let (fake, device) = Fake::device();
     let target = device.alloc(8, 1).unwrap();
     let host = [5; 8];
-    let bell = Bell::new().unwrap();
-    assert!(!device.ring_on_completion(&bell));
+    let notifier = Arc::new(Notifier::new().unwrap());
+    assert!(!device.notify_on_completion(&notifier));
     let mut transfer = start(&device, &target, &host);
     fake.finish_all();
     assert_eq!(device.progress(), 0);
-    assert!(!transfer.ring_when_done(&bell), "it has ended: look, do not sleep");
+    assert!(!transfer.notify_when_done(&notifier), "it has ended: look, do not sleep");
     assert_eq!(transfer.poll(), Some(Ok(())));
-    assert!(!rings(&bell, NOT_AT_ALL));
+    assert!(!is_readable(&notifier, NOT_AT_ALL));
 }
 
 /// The hardware ends while a thread is about to sleep; other threads may find it first.
@@ -78,7 +78,7 @@ fn no_wake_up_is_lost_whoever_finds_the_end() {
     let (fake, device) = Fake::device();
     let target = device.alloc(8, 1).unwrap();
     let host = [5; 8];
-    let bell = Bell::new().unwrap();
+    let notifier = Arc::new(Notifier::new().unwrap());
     for round in 0..400 {
         let mut transfer = start(&device, &target, &host);
         std::thread::scope(|scope| {
@@ -92,19 +92,19 @@ fn no_wake_up_is_lost_whoever_finds_the_end() {
                 scope.spawn(|| device.progress());
             }
             loop {
-                bell.silence();
+                notifier.clear();
                 if let Some(outcome) = transfer.poll() {
                     outcome.unwrap();
                     break;
                 }
-                let sleep = transfer.ring_when_done(&bell) && !transfer.has_news();
-                assert!(!sleep || rings(&bell, LONG), "round {round}: asleep for ever");
+                let sleep = transfer.notify_when_done(&notifier) && !transfer.has_news();
+                assert!(!sleep || is_readable(&notifier, LONG), "round {round}: asleep for ever");
             }
         });
     }
 }
 
-/// Between two cards: the second half starts on a card that no bell was hung up for before.
+/// Between two cards: the second half starts on a card that had no notifier before.
 #[test]
 fn a_transfer_over_two_cards_wakes_its_sleeper_at_every_step() {
     let (one_fake, one) = Fake::device();
@@ -115,7 +115,7 @@ fn a_transfer_over_two_cards_wakes_its_sleeper_at_every_step() {
     let segment = Segment { dst, src, len: len as usize, host_region: None };
     // SAFETY: no host memory of ours.
     let mut transfer = unsafe { two.copy(&[segment]) }.unwrap();
-    let bell = Bell::new().unwrap();
+    let notifier = Arc::new(Notifier::new().unwrap());
     let done = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -126,13 +126,13 @@ fn a_transfer_over_two_cards_wakes_its_sleeper_at_every_step() {
             }
         });
         loop {
-            bell.silence();
+            notifier.clear();
             if let Some(outcome) = transfer.poll() {
                 outcome.unwrap();
                 break;
             }
-            let sleep = transfer.ring_when_done(&bell) && !transfer.has_news();
-            assert!(!sleep || rings(&bell, LONG), "asleep for ever");
+            let sleep = transfer.notify_when_done(&notifier) && !transfer.has_news();
+            assert!(!sleep || is_readable(&notifier, LONG), "asleep for ever");
         }
         done.store(true, std::sync::atomic::Ordering::Relaxed);
     });
@@ -146,10 +146,10 @@ fn whoever_waits_for_room_is_woken_when_there_is_some() {
     let host = [5; 8];
     let others: Vec<Transfer> = (0..BUDGET).map(|_| start(&device, &target, &host)).collect();
     assert!(!device.has_room());
-    let bell = Bell::new().unwrap();
-    assert!(device.ring_on_completion(&bell) && !device.has_room());
+    let notifier = Arc::new(Notifier::new().unwrap());
+    assert!(device.notify_on_completion(&notifier) && !device.has_room());
     fake.finish(fake.queued()[0]);
-    assert!(rings(&bell, LONG));
+    assert!(is_readable(&notifier, LONG));
     assert!(device.has_room());
     fake.finish_all();
     drop(others);
@@ -160,19 +160,19 @@ fn several_sleepers_are_all_woken_by_lanes_in_any_order() {
     let (fake, device) = Fake::device();
     let target = device.alloc(8, 1).unwrap();
     let host = [5; 8];
-    let mut sleepers: Vec<(Transfer, Arc<Bell>)> = (0..3)
+    let mut sleepers: Vec<(Transfer, Arc<Notifier>)> = (0..3)
         .map(|_| {
             let transfer = start(&device, &target, &host);
-            let bell = Bell::new().unwrap();
-            assert!(transfer.ring_when_done(&bell));
-            (transfer, bell)
+            let notifier = Arc::new(Notifier::new().unwrap());
+            assert!(transfer.notify_when_done(&notifier));
+            (transfer, notifier)
         })
         .collect();
     // The newest first: it is not the one the waiter sleeps for.
     let newest = *fake.queued().last().unwrap();
     fake.finish(newest);
-    for (_, bell) in &sleepers {
-        assert!(rings(bell, LONG));
+    for (_, notifier) in &sleepers {
+        assert!(is_readable(notifier, LONG));
     }
     let done: Vec<bool> =
         sleepers.iter_mut().map(|(transfer, _)| transfer.poll().is_some()).collect();

@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Smallest unit of an allocation.
-pub(crate) const GRANULE: u64 = 4096;
+pub(crate) const GRANULE: u64 = crate::PAGE_SIZE;
 
 /// How many free ranges of nearly the right size are tried for a large alignment before the search
 /// settles for one that is certain to hold it.

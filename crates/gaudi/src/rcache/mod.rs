@@ -29,11 +29,12 @@ mod table_tests;
 mod tests;
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use crate::backend::HostPin;
 use crate::host::cannot_be_pinned;
+use crate::process::{Instance, watch_forks};
 use crate::stats::{Counter, Counts};
 use crate::{Device, DeviceAddr, Error, runtime};
 pub(crate) use held::{Held, Pin};
@@ -105,7 +106,7 @@ struct Shared {
     table: Table<HostPin>,
     counts: Counts,
     /// The process that pinned. A forked child has a copy of all this, but not the pins.
-    process: AtomicU32,
+    made_by: Instance,
 }
 
 impl Shared {
@@ -151,7 +152,7 @@ impl Shared {
     /// Whether there were any.
     fn drop_values(&self, values: Vec<HostPin>) -> bool {
         let any = !values.is_empty();
-        if any && self.process.load(Ordering::Relaxed) != std::process::id() {
+        if any && self.made_by != Instance::current() {
             // The driver would take these for the parent's, and unpin under its copies.
             std::mem::forget(values);
         }
@@ -192,15 +193,10 @@ impl std::fmt::Debug for Cache {
 impl Cache {
     pub(crate) fn new(counts: Counts) -> Self {
         let caches = CACHES.get_or_init(|| {
-            // SAFETY: both handlers may run in any process state: they take no lock and no memory.
-            unsafe { libc::pthread_atfork(Some(before_fork), None, Some(in_child)) };
+            watch_forks();
             Roster::new()
         });
-        let shared = Arc::new(Shared {
-            table: Table::new(),
-            counts,
-            process: AtomicU32::new(std::process::id()),
-        });
+        let shared = Arc::new(Shared { table: Table::new(), counts, made_by: Instance::current() });
         // SAFETY: the cache has a count of it until it has left the list.
         let place = unsafe { caches.enter(Arc::as_ptr(&shared)) };
         Self {
@@ -360,11 +356,12 @@ impl Drop for Cache {
 /// Before a fork: the child and the parent share all pages until one writes, and it depends on the
 /// kernel who then keeps the pinned ones. So nothing that was pinned before is used after; UCX does
 /// the same.
-extern "C" fn before_fork() {
+pub(crate) fn before_fork() {
     invalidate(0, usize::MAX);
 }
 
-extern "C" fn in_child() {
+/// In a forked child.
+pub(crate) fn in_child() {
     if let Some(caches) = CACHES.get() {
         caches.forget_tellers();
     }

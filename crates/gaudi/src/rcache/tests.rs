@@ -11,6 +11,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 use super::{Cache, CacheLimits, Switch, invalidate};
 use crate::backend::fake::Fake;
 use crate::copy::BOUNCE_LEN;
+use crate::process::holds_in_child;
 use crate::stats::Counts;
 use crate::{Allocation, Device, HostRegion, Segment, Side, Transfer};
 
@@ -480,14 +481,12 @@ fn a_forked_child_leaves_the_pins_of_its_parent_alone() {
     let pinned = unsafe { cache.pin(&device, (range.start, LARGE), range.clone()) };
     drop(pinned.unwrap().expect("pinned"));
     assert!(cache.find(range.start, LARGE).is_some());
-    cache.shared.process.fetch_add(1, Ordering::Relaxed);
-    invalidate(range.start, LARGE);
-    assert!(cache.find(range.start, LARGE).is_none());
-    assert_eq!(fake.live_pins(), 1, "it came out of the cache, and stays pinned");
-    // SAFETY: as above.
-    drop(unsafe { cache.pin(&device, (range.start, LARGE), range.clone()) });
-    drop(cache);
-    assert_eq!(fake.live_pins(), 2, "so does what is left in the end");
+    // The child counts in its own copy of the fake driver: its parent's would count the same.
+    assert!(holds_in_child(|| {
+        let found = cache.find(range.start, LARGE).is_some();
+        drop(cache);
+        !found && fake.live_pins() == 1
+    }));
 }
 
 #[test]

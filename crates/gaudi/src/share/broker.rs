@@ -16,8 +16,8 @@ use rustix::io::Errno;
 use rustix::net::SocketFlags;
 
 use super::export::Exporter;
-use super::fork::Private;
-use super::{socket, thread};
+use super::socket;
+use crate::process::{CloseOnFork, thread};
 use crate::stats::Counts;
 
 /// Most connections taken from one socket before others have their turn.
@@ -38,13 +38,14 @@ pub(super) fn start(exporter: &'static Exporter) -> Result<(), String> {
         remove_at_exit(path.as_os_str().as_bytes(), own.pid);
         socket
     });
-    let listeners = in_no_file.into_iter().chain(in_folder).filter_map(Private::new).collect();
+    let listeners = in_no_file.into_iter().chain(in_folder).filter_map(CloseOnFork::new).collect();
     let broker = Broker { exporter, listeners };
-    thread::start("gaudi-broker", move || {
+    thread::spawn("gaudi-broker", move || {
         loop {
             broker.round();
         }
     })
+    .map(drop)
     .map_err(|error| format!("no thread: {error}"))
 }
 
@@ -70,7 +71,7 @@ fn remove_at_exit(path: &[u8], pid: u32) {
 
 struct Broker {
     exporter: &'static Exporter,
-    listeners: Vec<Private>,
+    listeners: Vec<CloseOnFork>,
 }
 
 impl Broker {
@@ -115,7 +116,7 @@ impl Broker {
     }
 
     /// Takes new connections; returns how many were sent away.
-    fn accept(&self, listener: &Private) -> usize {
+    fn accept(&self, listener: &CloseOnFork) -> usize {
         let mut sent_away = 0;
         for _ in 0..MAX_ACCEPTED {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;

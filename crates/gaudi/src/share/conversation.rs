@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-use super::fork::PerProcess;
 use super::message::{MESSAGE_LEN, Reply, Request};
 use super::socket::{Credentials, Unconnected};
 use super::{Identity, socket};
+use crate::process::PerProcess;
 
 /// How long an exporter may take to answer: longer than a broker's thread waits for its turn on a
 /// busy machine, and than it keeps its places for those who say nothing.

@@ -5,15 +5,14 @@ use std::fmt;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-use rustix::event::{EventfdFlags, eventfd};
 use rustix::rand::{GetRandomFlags, getrandom};
 
-use super::fork::{self, PerProcess};
 use super::key::{self, Bus, Fields, Line, Token};
 use super::ledger::{Entry, File, Ledger};
 use super::message::Offered;
 use super::sessions::{Holder, Offers, Released, Sessions};
 use super::{Identity, KEY_LEN, broker, keeper};
+use crate::process::{Instance, Notifier, PerProcess};
 use crate::stats::{Counter, Counts, Held, Holding};
 use crate::{Device, DeviceAddr, Error, ErrorKind, Location};
 
@@ -100,7 +99,8 @@ pub(super) struct Exporter {
     offers: Mutex<BTreeMap<u64, Offer>>,
     broker: OnceLock<Result<(), String>>,
     /// Tells the broker that a peer could not be told something yet.
-    behind: OwnedFd,
+    behind: Notifier,
+    made_by: Instance,
 }
 
 static HERE: PerProcess<Exporter> = PerProcess::new();
@@ -121,12 +121,12 @@ impl Exporter {
             let remedy = "mount /proc in this container";
             Error::new(ErrorKind::ChannelFailed, SHARING, error.to_string(), remedy)
         })?;
-        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let behind = eventfd(0, flags).map_err(|errno| {
-            Error::new(ErrorKind::ChannelFailed, SHARING, format!("eventfd: {errno}"), "")
+        let behind = Notifier::new().map_err(|error| {
+            Error::new(ErrorKind::ChannelFailed, SHARING, format!("eventfd: {error}"), "")
         })?;
         Ok(Self {
             behind,
+            made_by: Instance::current(),
             identity,
             ledger: Ledger::new(identity).ok(),
             sessions: Mutex::default(),
@@ -141,7 +141,7 @@ impl Exporter {
 
     /// Whether this is the process it was made for, and not a forked child of it.
     fn is_here(&self) -> bool {
-        self.identity.pid == fork::own_pid()
+        self.made_by == Instance::current()
     }
 
     pub(super) fn sessions(&self) -> MutexGuard<'_, Sessions> {
@@ -168,7 +168,7 @@ impl Exporter {
 
     /// Deals with what peers have said, and tells them what they could not be told before.
     pub(super) fn listen(&self, spoke: &[bool]) {
-        let _ = rustix::io::read(&self.behind, &mut [0; 8]);
+        self.behind.clear();
         let released = self.sessions().listen(spoke, self, Counts::process());
         released.run();
     }
@@ -264,7 +264,7 @@ impl Exporter {
         drop(sessions);
         if is_behind {
             // It cannot be full: the broker takes everything at once.
-            let _ = rustix::io::write(&self.behind, &1_u64.to_ne_bytes());
+            self.behind.notify();
         }
         if by_us {
             keeper::forget(|peer, held| peer == self.identity && *held == offered);

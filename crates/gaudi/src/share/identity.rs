@@ -12,7 +12,7 @@ use rustix::rand::{GetRandomFlags, getrandom};
 
 use super::KeyError;
 use super::field::{Reader, Writer};
-use super::fork::PerProcess;
+use crate::process::PerProcess;
 
 /// Version of the packed form.
 const VERSION: u8 = 1;

@@ -10,15 +10,15 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
-use super::fork::{PerProcess, Private};
 use super::handover::Failure;
 use super::holds::{self, HoldLine, Holds};
 use super::message::{MESSAGE_LEN, Offered, Reply, Request};
 use super::watch::NotWatched;
-use super::{Identity, Watch, conversation, socket, thread};
+use super::{Identity, Watch, conversation, socket};
+use crate::process::{CloseOnFork, Notifier, PerProcess, thread};
 use crate::runtime;
 
 /// A process whose memory we use.
@@ -31,7 +31,7 @@ pub(super) struct Peer {
     ledger: OnceLock<OwnedFd>,
     /// Connected to its broker: tells its end too, and what is withdrawn. At least one of the two is
     /// there. While this is not, freed memory does not wait for us; see [`Peer::reach`].
-    session: OnceLock<Private>,
+    session: OnceLock<CloseOnFork>,
     /// What it must not give to others.
     held: Mutex<Held>,
     /// To be said to its broker when its queue has room.
@@ -85,7 +85,7 @@ impl Peer {
         let asked = conversation::ask(identity, Request::Stay, enclosed);
         let refusal = asked.as_ref().err().copied();
         let session = OnceLock::new();
-        if let Some(met) = asked.ok().and_then(|(connection, _)| Private::new(connection)) {
+        if let Some(met) = asked.ok().and_then(|(connection, _)| CloseOnFork::new(connection)) {
             session.get_or_init(|| met);
         }
         let watch = match identity.watch_pid() {
@@ -116,7 +116,7 @@ impl Peer {
         let sheet = self.held().sheet.as_ref().map(|sheet| sheet.as_fd().try_clone_to_owned());
         let Some(Ok(sheet)) = sheet else { return false };
         let asked = conversation::ask(&self.identity, Request::Stay, Some(sheet.as_fd()));
-        let session = asked.ok().and_then(|(connection, _)| Private::new(connection));
+        let session = asked.ok().and_then(|(connection, _)| CloseOnFork::new(connection));
         // Another thread may have been faster: then ours hangs up again.
         session.is_some_and(|session| self.session.set(session).is_ok())
     }
@@ -304,7 +304,7 @@ struct Keeper {
     /// Whether its thread was started.
     runs: Mutex<bool>,
     /// Tells the thread that there is one more.
-    changed: OwnedFd,
+    changed: Notifier,
 }
 
 static KEEPER: PerProcess<Keeper> = PerProcess::new();
@@ -328,14 +328,13 @@ pub(super) fn keep(identity: &Identity) -> Result<Arc<Peer>, Failure> {
 
 fn keeper() -> Result<&'static Keeper, Failure> {
     let keeper = KEEPER.get_or_make(|| {
-        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let changed = eventfd(0, flags);
-        let changed = changed.map_err(|errno| Failure::NoWay(format!("eventfd: {errno}")))?;
+        let changed =
+            Notifier::new().map_err(|error| Failure::NoWay(format!("eventfd: {error}")))?;
         Ok(Keeper { peers: Mutex::default(), runs: Mutex::default(), changed })
     })?;
     let mut runs = keeper.runs.lock().unwrap_or_else(PoisonError::into_inner);
     if !*runs {
-        thread::start("gaudi-peers", || keeper.watch())
+        thread::spawn("gaudi-peers", || keeper.watch())
             .map_err(|error| Failure::NoWay(format!("no thread: {error}")))?;
         *runs = true;
     }
@@ -348,8 +347,7 @@ impl Keeper {
     }
 
     fn wake(&self) {
-        // It cannot be full: the thread takes everything at once.
-        let _ = rustix::io::write(&self.changed, &1_u64.to_ne_bytes());
+        self.changed.notify();
     }
 
     fn watch(&self) {
@@ -361,7 +359,7 @@ impl Keeper {
             if poll(&mut fds, None).is_err() {
                 continue;
             }
-            let _ = rustix::io::read(&self.changed, &mut [0; 8]);
+            self.changed.clear();
             for peer in &peers {
                 let health = peer.look();
                 if health == Health::Ended {

@@ -26,7 +26,7 @@ pub const KEY_LEN: usize = 64;
 const VERSION: u8 = 1;
 /// The unit of addresses: allocations start at multiples of it, and dma-bufs are this long or a
 /// multiple.
-pub(super) const PAGE: u64 = 4096;
+pub(super) const PAGE: u64 = crate::PAGE_SIZE;
 const NO_LEDGER: u64 = 0xff_ffff;
 /// More than any card has, and what five bytes can say.
 const LONGEST: u64 = 1 << 40;

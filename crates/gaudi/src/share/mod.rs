@@ -20,7 +20,6 @@ mod cache_tests;
 mod conversation;
 mod export;
 mod field;
-mod fork;
 mod handover;
 mod holds;
 mod identity;
@@ -35,7 +34,6 @@ mod sessions_tests;
 mod sheet;
 mod socket;
 mod sync;
-mod thread;
 mod watch;
 
 pub use cache::Limits;

@@ -6,13 +6,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use super::cache::{Cache, Limits};
 use super::export::Exporter;
-use super::fork::Here;
 use super::handover::{self, Failure, OPENING, Way};
 use super::keeper::{self, Peer};
 use super::key::{Bus, Fields};
 use super::message::Offered;
 use super::{Identity, KeyError};
 use crate::backend::HostPin;
+use crate::process::ProcessBound;
 use crate::stats::{Counter, Counts, Held, Holding};
 use crate::{BusId, Device, DeviceAddr, Error, ErrorKind, runtime};
 
@@ -256,9 +256,9 @@ pub(crate) struct Handle {
     device: Weak<Device>,
     // Unmapped, then counted, then the exporter is told; by the process that opened it, not by a
     // forked child, which has the same card and the same sheet.
-    _pin: Here<HostPin>,
-    _held: Here<Held>,
-    hold: Here<Hold>,
+    _pin: ProcessBound<HostPin>,
+    _held: ProcessBound<Held>,
+    hold: ProcessBound<Hold>,
 }
 
 impl Handle {
@@ -282,8 +282,9 @@ impl Handle {
         let len = key.dmabuf_len();
         let pin = device.map_dmabuf(dmabuf.as_fd(), len)?;
         hold.opened = true;
-        let (addr, held) = (pin.addr, Here::new(counts.hold(Holding::Handle, len)));
-        let (device, pin, hold) = (Arc::downgrade(device), Here::new(pin), Here::new(hold));
+        let (addr, held) = (pin.addr, ProcessBound::new(counts.hold(Holding::Handle, len)));
+        let (device, pin, hold) =
+            (Arc::downgrade(device), ProcessBound::new(pin), ProcessBound::new(hold));
         Ok((Self { addr, len, device, _pin: pin, _held: held, hold }, len))
     }
 }
@@ -291,7 +292,7 @@ impl Handle {
 impl Drop for Handle {
     fn drop(&mut self) {
         // While the device itself is being dropped, nothing is in flight any more.
-        if self.hold.is_here()
+        if self.hold.is_ours()
             && let Some(device) = self.device.upgrade()
         {
             device.forget_import(self.addr, self.len);

@@ -15,10 +15,10 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use super::fork::Private;
 use super::holds::HeldByPeer;
 use super::message::{MESSAGE_LEN, Offered, Reply, Request};
 use super::socket;
+use crate::process::CloseOnFork;
 use crate::stats::{Counter, Counts};
 
 /// How long a peer may take to ask. It does so at once; those who wait for the place of one that
@@ -69,7 +69,7 @@ impl fmt::Debug for Sessions {
 
 struct Peer {
     holder: Holder,
-    connection: Arc<Private>,
+    connection: Arc<CloseOnFork>,
     stage: Stage,
     requests: u32,
     held: Option<HeldByPeer>,
@@ -116,7 +116,7 @@ impl Released {
 impl Sessions {
     /// The connections, in the order in which [`Sessions::listen`] wants to know about them, and
     /// whether there is something to say as soon as they have room.
-    pub(super) fn connections(&self) -> Vec<(Arc<Private>, bool)> {
+    pub(super) fn connections(&self) -> Vec<(Arc<CloseOnFork>, bool)> {
         let connection = |peer: &Peer| (Arc::clone(&peer.connection), !peer.untold.is_empty());
         self.peers.iter().map(connection).collect()
     }
@@ -150,7 +150,7 @@ impl Sessions {
             let _ = socket::send(connection.as_fd(), &Reply::Crowded.pack(), None);
             return false;
         }
-        let Some(connection) = Private::new(connection) else { return false };
+        let Some(connection) = CloseOnFork::new(connection) else { return false };
         self.last += 1;
         let stage = Stage::Asking(Instant::now() + PATIENCE);
         let (holder, connection) = (Holder(self.last), Arc::new(connection));

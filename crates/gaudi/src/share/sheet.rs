@@ -2,23 +2,21 @@
 //! mapping, read there with `pread`. The reader maps nothing, so nothing that the owner does to the
 //! file can hurt it.
 
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::ptr::{self, NonNull};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rustix::fs::{
-    MemfdFlags, SealFlags, SeekFrom, fcntl_add_seals, fcntl_get_seals, ftruncate, memfd_create,
-    seek,
-};
+use rustix::fs::{SealFlags, SeekFrom, fcntl_get_seals, seek};
 use rustix::io::{Errno, pread};
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+use crate::process::MemoryFile;
 
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 
 /// A sheet of this process's.
 #[derive(Debug)]
 pub(super) struct Sheet {
-    file: OwnedFd,
+    file: MemoryFile,
     at: NonNull<AtomicU64>,
     words: usize,
 }
@@ -31,27 +29,13 @@ unsafe impl Sync for Sheet {}
 impl Sheet {
     /// A sheet of zeroes.
     pub(super) fn new(name: &str, words: usize) -> Result<Self, Errno> {
-        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        let file = match memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
-            Err(Errno::INVAL) => memfd_create(name, flags)?,
-            made => made?,
-        };
-        let len = words * 8;
-        ftruncate(&file, len as u64)?;
-        let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping wherever there is room.
-        let at = unsafe { mmap(ptr::null_mut(), len, access, MapFlags::SHARED, &file, 0) }?;
-        let at = NonNull::new(at.cast()).expect("mmap gives no null");
-        let sheet = Self { file, at, words };
-        // Nobody who gets it may write, where the kernel can forbid that (5.1).
-        fcntl_add_seals(&sheet.file, SEALS | SealFlags::FUTURE_WRITE)
-            .or_else(|_| fcntl_add_seals(&sheet.file, SEALS))?;
-        Ok(sheet)
+        let file = MemoryFile::new(name, words * 8).map_err(|(_call, errno)| errno)?;
+        Ok(Self { at: file.as_ptr().cast(), file, words })
     }
 
     /// Its descriptor number.
     pub(super) fn number(&self) -> u32 {
-        self.file.as_raw_fd() as u32
+        self.file.as_fd().as_raw_fd() as u32
     }
 
     /// Writes words from `first` on, the first of them last, and zero while the others are written:
@@ -74,13 +58,6 @@ impl Sheet {
 impl AsFd for Sheet {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
-    }
-}
-
-impl Drop for Sheet {
-    fn drop(&mut self) {
-        // SAFETY: our own mapping, which nobody refers into any more. Nothing can be done if it fails.
-        let _ = unsafe { munmap(self.at.as_ptr().cast(), self.words * 8) };
     }
 }
 

@@ -10,9 +10,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use super::conversation::Refusal;
-use super::fork::{PerProcess, Private};
 use super::message::{MESSAGE_LEN, Reply, Request};
 use super::{Identity, conversation, handover, socket};
+use crate::process::{CloseOnFork, PerProcess};
 use crate::{Error, ErrorKind};
 
 const WATCHING: &str = "watching a peer";
@@ -23,7 +23,7 @@ const WATCHING: &str = "watching a peer";
 /// ended; poll it or put it into an epoll set. It costs nothing meanwhile.
 #[derive(Debug)]
 pub struct Watch {
-    fd: Private,
+    fd: CloseOnFork,
 }
 
 impl Watch {
@@ -56,7 +56,7 @@ impl Identity {
             let remedy = "run both in one pid namespace, network namespace or /dev/shm";
             self.watching_failed(format!("{why}; broker: {refusal}"), remedy)
         })?;
-        let fd = Private::new(connection);
+        let fd = CloseOnFork::new(connection);
         Ok(Watch { fd: fd.ok_or_else(|| self.watching_failed("too many watches", ""))? })
     }
 
@@ -71,7 +71,7 @@ impl Identity {
         }
         let process = handover::pidfd_of(self).map_err(NotWatched::NoWay)?;
         let process = process.ok_or(NotWatched::Ended)?;
-        let fd = Private::new(process);
+        let fd = CloseOnFork::new(process);
         let watch = Watch { fd: fd.ok_or(NotWatched::NoWay("too many watches".to_owned()))? };
         if watch.has_ended() { Err(NotWatched::Ended) } else { Ok(watch) }
     }
@@ -108,7 +108,7 @@ static SIGHTS: PerProcess<Mutex<HashMap<Identity, Sight>>> = PerProcess::new();
 #[derive(Debug)]
 enum Sight {
     /// Somebody has its socket, but has not answered yet.
-    Asked(Private),
+    Asked(CloseOnFork),
     Seen(Watch),
     Ended,
 }
@@ -116,7 +116,7 @@ enum Sight {
 impl Sight {
     fn first(peer: &Identity) -> Result<Self, Refusal> {
         let connection = conversation::begin(peer, Request::Stay, None)?;
-        Private::new(connection).map(Sight::Asked).ok_or(Refusal::Crowded)
+        CloseOnFork::new(connection).map(Sight::Asked).ok_or(Refusal::Crowded)
     }
 
     /// Looks again; an error if nothing is known.

@@ -4,6 +4,8 @@
 //! so that counters can be added without a new version. Everything is in the machine's own byte
 //! order, at multiples of its size. `docs/statistics.md` has the tables.
 
+use crate::PAGE_SIZE;
+
 /// First bytes of a page; written last, so that a page without them is not finished.
 pub(super) const MAGIC: [u8; 8] = *b"ucxgstat";
 /// Changes when the header or the meaning of a place in it changes, not when counters are added.
@@ -187,7 +189,7 @@ pub(super) const SLOTS_AT: usize =
     (DESCRIPTIONS_AT + NAMES.len() * description::LEN).next_multiple_of(64);
 /// Whole cache lines, so that two cards never share one.
 pub(super) const SLOT_LEN: usize = (slot::HEADER_LEN + NAMES.len() * 8).next_multiple_of(64);
-pub(super) const SIZE: usize = (SLOTS_AT + SLOTS * SLOT_LEN).next_multiple_of(4096);
+pub(super) const SIZE: usize = (SLOTS_AT + SLOTS * SLOT_LEN).next_multiple_of(PAGE_SIZE as usize);
 
 #[cfg(test)]
 mod tests {

@@ -10,21 +10,19 @@
 //! counts on, unseen. The descriptor is inherited too; readers tell by the process id in the header.
 
 use std::ffi::c_void;
-use std::os::fd::OwnedFd;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
-use rustix::io::Errno;
-use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
 
 use super::count::Counts;
 use super::layout::{
     self, KINDS, NAMES, SIZE, SLOT_LEN, SLOTS, SLOTS_AT, description, header, slot,
 };
 use crate::DeviceInfo;
+use crate::process::{MemoryFile, watch_forks};
 
 /// Where the shared page lies, for the handler in a forked child.
 static SHARED_AT: AtomicUsize = AtomicUsize::new(0);
@@ -33,7 +31,7 @@ static SHARED_AT: AtomicUsize = AtomicUsize::new(0);
 struct Page {
     at: NonNull<u8>,
     /// Held open: this is how others find the page.
-    _file: Option<OwnedFd>,
+    _file: Option<MemoryFile>,
     unreadable: Option<String>,
     /// Bus ids of the cards that have a slot, from the second slot on.
     cards: Mutex<Vec<String>>,
@@ -62,8 +60,11 @@ pub fn why_unreadable() -> Option<String> {
 }
 
 /// In a forked child: private memory of the same kind in place of the parent's page.
-extern "C" fn in_child() {
+pub(crate) fn in_child() {
     let at = SHARED_AT.load(Ordering::Relaxed);
+    if at == 0 {
+        return;
+    }
     // SAFETY: replaces our own mapping, which nobody holds plain references into; all zeroes are
     // counters. A system call, allowed here.
     unsafe {
@@ -80,20 +81,22 @@ extern "C" fn in_child() {
 
 impl Page {
     fn new() -> Self {
-        match shared() {
-            Ok((file, at)) => {
+        match MemoryFile::new(layout::FILE_NAME, SIZE) {
+            Ok(file) => {
+                let at = file.as_ptr();
                 let page =
                     Self { at, _file: Some(file), unreadable: None, cards: Mutex::default() };
                 page.describe();
                 SHARED_AT.store(at.as_ptr() as usize, Ordering::Relaxed);
-                // SAFETY: the handler may run at any time, and the plugin is never unloaded.
-                unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+                watch_forks();
                 page
             }
-            Err(errno) => Self {
+            Err((call, errno)) => Self {
                 at: private(),
                 _file: None,
-                unreadable: Some(format!("statistics cannot be read from outside: {errno}")),
+                unreadable: Some(format!(
+                    "statistics cannot be read from outside: {call}: {errno}"
+                )),
                 cards: Mutex::default(),
             },
         }
@@ -180,31 +183,6 @@ impl Page {
             self.put32(at + word * 4, u32::from_ne_bytes(padded));
         }
     }
-}
-
-/// A sealed memory file and where it is mapped.
-fn shared() -> Result<(OwnedFd, NonNull<u8>), String> {
-    let failed = |call: &'static str| move |errno: Errno| format!("{call}: {errno}");
-    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    // Some systems insist that memory files say they hold no code; older kernels do not know how.
-    let file = match memfd_create(layout::FILE_NAME, flags | MemfdFlags::NOEXEC_SEAL) {
-        Err(Errno::INVAL) => memfd_create(layout::FILE_NAME, flags),
-        made => made,
-    }
-    .map_err(failed("memfd_create"))?;
-    ftruncate(&file, SIZE as u64).map_err(failed("ftruncate"))?;
-    let access = ProtFlags::READ | ProtFlags::WRITE;
-    // SAFETY: a new mapping wherever there is room.
-    let at = unsafe { mmap(ptr::null_mut(), SIZE, access, MapFlags::SHARED, &file, 0) }
-        .map_err(failed("mmap"))?;
-    // Readers map it: it must not shrink under them. Nobody who opens it may write, where the
-    // kernel can forbid that (5.1).
-    let size = SealFlags::SHRINK | SealFlags::GROW;
-    fcntl_add_seals(&file, size | SealFlags::FUTURE_WRITE)
-        .or_else(|_| fcntl_add_seals(&file, size))
-        .map_err(failed("fcntl(F_ADD_SEALS)"))?;
-    let _ = fcntl_add_seals(&file, SealFlags::SEAL);
-    Ok((file, NonNull::new(at.cast()).expect("mmap gives no null")))
 }
 
 /// Memory to count in where there is no page; nobody reads it.

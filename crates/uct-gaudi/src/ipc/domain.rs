@@ -14,9 +14,6 @@ use super::NAME;
 use super::component::{card_near, unreachable};
 use super::key::{NoKey, OpenKey};
 
-/// Allocations never share this many bytes.
-const GRANULE: u64 = 4096;
-
 /// An open memory domain. It opens no card.
 pub(crate) struct IpcDomain {
     pub(super) ucx: &'static Ucx,
@@ -97,7 +94,7 @@ impl Memory {
 /// belongs to the allocation and to nobody else.
 fn allocation_of(region: &Region) -> Option<Location> {
     let place = gaudi::runtime().locate(region.address, 1)?;
-    let room = place.length.next_multiple_of(GRANULE) - place.offset;
+    let room = place.length.next_multiple_of(gaudi::PAGE_SIZE) - place.offset;
     (region.length as u64 <= room).then_some(place)
 }
 

@@ -1,0 +1,31 @@
+//! What a process has one of, and what becomes of it in a forked child.
+//!
+//! The engine belongs to the process that started it. A forked child has a copy of its memory and of
+//! every descriptor, but none of its threads, and the driver cannot tell the two apart. What the rest
+//! of the engine needs to cope with that is here, together with the few things that every part would
+//! otherwise make by hand.
+//!
+//! * `fork`: the only `pthread_atfork` registration, and what runs in it, in order.
+//! * `instance`: a number that no two processes share, by which a child knows that it is one.
+//! * `bound`: values that belong to one process ([`PerProcess`], [`ProcessBound`]).
+//! * `close_on_fork`: descriptors that children do not keep.
+//! * `thread`: threads that take none of the program's signals.
+//! * `memory_file`: sealed shared memory.
+//! * `notifier`: an eventfd.
+
+mod bound;
+mod close_on_fork;
+mod fork;
+mod instance;
+mod memory_file;
+mod notifier;
+pub(crate) mod thread;
+
+pub(crate) use bound::{PerProcess, ProcessBound};
+pub(crate) use close_on_fork::CloseOnFork;
+#[cfg(test)]
+pub(crate) use fork::tests::holds_in_child;
+pub(crate) use fork::watch_forks;
+pub(crate) use instance::Instance;
+pub(crate) use memory_file::MemoryFile;
+pub use notifier::Notifier;

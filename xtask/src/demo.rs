@@ -16,10 +16,7 @@ use crate::setup;
 pub(crate) fn run(repo: &Repo) -> Result<()> {
     setup::run_programs_only(repo)?;
     dist::build(repo, Profile::Release)?;
-    let bench = Workbench::new(repo.layout().clone());
-    if let Some(missing) = bench.missing_for(&[Ucx::V1_22]) {
-        bail!("{} is missing after set-up and build: a defect of xtask", missing.display());
-    }
+    let bench = Workbench::ready(repo.layout().clone(), &[Ucx::V1_22])?;
     let device = Device::hardware_or_software();
 
     heading("What stock UCX sees (ucx_info -d)");

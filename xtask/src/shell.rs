@@ -37,6 +37,7 @@ fn checked_exports(layout: &Layout, soft: bool, ucx: Ucx) -> Result<String> {
     if !layout.plugins().exists() {
         bail!("the plugin is not built; run `cargo xtask build` first");
     }
+    layout.hide_rdma_libraries()?;
     exports(layout, soft, ucx)
 }
 
@@ -46,6 +47,10 @@ fn exports(layout: &Layout, soft: bool, ucx: Ucx) -> Result<String> {
     let mut libraries = Vec::new();
     if soft {
         libraries.push(layout.soft_gaudi());
+    }
+    // NIXL's UCX brings its own libibverbs and cannot be used with the machine's; the other has none.
+    if ucx == Ucx::Nixl {
+        libraries.push(layout.no_rdma());
     }
     libraries.extend(ucx.lib_dirs(layout));
 

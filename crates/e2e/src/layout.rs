@@ -5,6 +5,8 @@
 
 use std::path::{Path, PathBuf};
 
+use anyhow::{Context, Result};
+
 /// The folders under the target directory that this project lays out.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layout {
@@ -67,6 +69,33 @@ impl Layout {
     /// the home directory, and a developer's own must not decide a test.
     pub fn scratch(&self) -> PathBuf {
         self.target.join("e2e/empty")
+    }
+
+    /// A folder for the loader path that hides the machine's RDMA libraries; see
+    /// [`Layout::hide_rdma_libraries`].
+    pub fn no_rdma(&self) -> PathBuf {
+        self.target.join("e2e/no-rdma")
+    }
+
+    /// Fills [`Layout::no_rdma`] with empty files: a library that needs one of these names then does
+    /// not load, and UCX goes on without that module.
+    ///
+    /// NIXL's UCX has a module for EFA that needs the machine's libefa, and brings a libibverbs of its
+    /// own. Where rdma-core is installed, both copies of libibverbs, each with its own libnl, are then
+    /// in one process, and it dies of SIGSEGV in a destructor of libnl at exit.
+    ///
+    /// # Errors
+    /// When the folder cannot be written.
+    pub fn hide_rdma_libraries(&self) -> Result<()> {
+        let folder = self.no_rdma();
+        let hide = |name| -> std::io::Result<()> {
+            std::fs::create_dir_all(&folder)?;
+            std::fs::File::create(folder.join(name)).map(drop)
+        };
+        ["libibverbs.so.1", "libefa.so.1"]
+            .into_iter()
+            .try_for_each(hide)
+            .with_context(|| format!("cannot write {}", folder.display()))
     }
 }
 

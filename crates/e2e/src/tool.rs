@@ -6,6 +6,8 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
+use anyhow::{Context, Result, bail};
+
 use crate::{Device, Finished, Layout, Running, Ucx};
 
 /// Variables with these beginnings never reach a program under test by accident.
@@ -22,42 +24,36 @@ pub struct Workbench {
 }
 
 impl Workbench {
-    /// Checks that everything tests need was built and brought.
+    /// Everything that tests need, under the layout that `cargo xtask` announced.
     ///
     /// # Panics
-    /// When it was not, with the command that does it.
+    /// When something is missing, with the command that makes it.
     #[track_caller]
     pub fn from_env() -> Self {
-        let bench = Self::new(Layout::from_env());
-        if let Some(missing) = bench.missing() {
-            panic!(
-                "{} is not there: end-to-end tests need the built plugin and stock UCX; \
-                 run `cargo xtask test`, or `cargo xtask setup` and `cargo xtask build` first",
+        match Self::ready(Layout::from_env(), &Ucx::ALL) {
+            Ok(bench) => bench,
+            Err(error) => panic!("{error:#}"),
+        }
+    }
+
+    /// Checks that our programs are built and that these UCXes are there, and makes the folders that
+    /// programs run in.
+    ///
+    /// # Errors
+    /// When something is missing, with the command that makes it.
+    pub fn ready(layout: Layout, ucx: &[Ucx]) -> Result<Self> {
+        if let Some(missing) = missing(&layout, ucx) {
+            bail!(
+                "{} is not there: run `cargo xtask test`, or `cargo xtask setup` and \
+                 `cargo xtask build` first",
                 missing.display()
             );
         }
-        bench
-    }
-
-    /// Programs under the given layout, unchecked.
-    pub fn new(layout: Layout) -> Self {
-        Self { layout }
-    }
-
-    /// The first thing that `cargo xtask setup` or `cargo xtask build` should have made and is absent.
-    pub fn missing(&self) -> Option<PathBuf> {
-        self.missing_for(&Ucx::ALL)
-    }
-
-    /// The same, where only these UCXes are used.
-    pub fn missing_for(&self, ucx: &[Ucx]) -> Option<PathBuf> {
-        let built = [
-            self.layout.plugins().join("libuct_gaudi.so.0"),
-            self.layout.soft_gaudi().join("libhl-thunk.so"),
-            self.layout.bin().join("ucp-check"),
-        ];
-        let libraries = ucx.iter().map(|ucx| ucx.libucp(&self.layout));
-        libraries.chain(built).find(|path| !path.exists())
+        let empty = layout.scratch();
+        std::fs::create_dir_all(&empty)
+            .with_context(|| format!("cannot create {}", empty.display()))?;
+        layout.hide_rdma_libraries()?;
+        Ok(Self { layout })
     }
 
     /// The layout in use.
@@ -165,8 +161,6 @@ impl Tool {
     /// When it cannot be started.
     #[track_caller]
     pub fn start(&self) -> Running {
-        // Without the folder the start fails with a message of its own.
-        let _ = std::fs::create_dir_all(self.layout.scratch());
         match Running::start(self.command(), self.line()) {
             Ok(running) => running,
             Err(error) => panic!("{error:#}"),
@@ -207,6 +201,7 @@ impl Tool {
     fn lib_dirs(&self) -> Vec<PathBuf> {
         // The driver first: whichever libhl-thunk.so the loader meets first is the device.
         let mut dirs = self.extra_libs.clone();
+        dirs.push(self.layout.no_rdma());
         dirs.extend(self.ucx.lib_dirs(&self.layout));
         dirs
     }
@@ -222,6 +217,16 @@ impl Tool {
         words.extend(self.args.iter().map(|arg| arg.display().to_string()));
         words.join(" ")
     }
+}
+
+/// The first thing that `cargo xtask setup` or `cargo xtask build` should have made and is absent.
+fn missing(layout: &Layout, ucx: &[Ucx]) -> Option<PathBuf> {
+    let built = [
+        layout.plugins().join("libuct_gaudi.so.0"),
+        layout.soft_gaudi().join("libhl-thunk.so"),
+        layout.bin().join("ucp-check"),
+    ];
+    ucx.iter().map(|ucx| ucx.libucp(layout)).chain(built).find(|path| !path.exists())
 }
 
 fn join_paths(dirs: &[PathBuf]) -> OsString {
@@ -240,7 +245,8 @@ mod tests {
     use super::*;
 
     fn tool() -> Tool {
-        Workbench::new(Layout::new("/t")).tool(Ucx::V1_22, "ucx_info")
+        let bench = Workbench { layout: Layout::new("/t") };
+        bench.tool(Ucx::V1_22, "ucx_info")
     }
 
     fn value(command: &Command, name: &str) -> Option<String> {
@@ -266,7 +272,7 @@ mod tests {
         let device = Device::software();
         let command = tool().device(&device).command();
         let path = value(&command, "LD_LIBRARY_PATH").unwrap_or_default();
-        assert!(path.starts_with("/t/dist/lib/ucx-gaudi/soft/gaudi:"), "{path}");
+        assert!(path.starts_with("/t/dist/lib/ucx-gaudi/soft/gaudi:/t/e2e/no-rdma:"), "{path}");
         assert!(value(&command, "SOFT_GAUDI_NODE").is_some());
     }
 
@@ -278,7 +284,8 @@ mod tests {
 
     #[test]
     fn missing_names_the_first_absent_thing() {
-        let missing = Workbench::new(Layout::new("/nonexistent")).missing();
-        assert!(missing.is_some_and(|path| path.ends_with("libucp.so.0")));
+        let refusal =
+            Workbench::ready(Layout::new("/nonexistent"), &Ucx::ALL).expect_err("nothing");
+        assert!(refusal.to_string().contains("/libucp.so.0 is not there"), "{refusal}");
     }
 }

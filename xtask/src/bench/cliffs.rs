@@ -343,7 +343,7 @@ fn records(ucx: Ucx, variant: Variant, cells: &[Cell]) -> Vec<Record> {
 
 /// The map of both versions of UCX in both variants.
 pub(super) fn run(repo: &Repo, quick: bool) -> Result<Vec<Record>> {
-    let bench = Workbench::new(repo.layout().clone());
+    let bench = Workbench::ready(repo.layout().clone(), &Ucx::ALL)?;
     let mut all = Vec::new();
     for ucx in Ucx::ALL {
         for variant in Variant::ALL {

@@ -153,7 +153,7 @@ fn init_records(bench: &Workbench, device: &Device, rounds: usize) -> Result<Vec
 
 /// Measures everything; `quick` only shows that it runs.
 pub(super) fn run(repo: &Repo, quick: bool, svg: Option<&Path>) -> Result<Vec<Record>> {
-    let bench = Workbench::new(repo.layout().clone());
+    let bench = Workbench::ready(repo.layout().clone(), &[Ucx::V1_22])?;
     let device = Device::hardware_or_software();
     eprintln!("device: {}", device.title());
     if quick {

@@ -97,7 +97,7 @@ fn client(bench: &Workbench, device: Option<&Device>, size: usize) -> Result<f64
 
 /// All variants at all sizes.
 pub(super) fn run(repo: &Repo) -> Result<Vec<Record>> {
-    let bench = Workbench::new(repo.layout().clone());
+    let bench = Workbench::ready(repo.layout().clone(), &[Ucx::V1_22])?;
     let device = Device::hardware_or_software();
     eprintln!("device: {}", device.title());
     let mut records = Vec::new();

@@ -168,7 +168,7 @@ fn opening(rounds: &[figures::Figures]) -> Result<Vec<Record>> {
 }
 
 pub(super) fn run(repo: &Repo, quick: bool) -> Result<Vec<Record>> {
-    let bench = Workbench::new(repo.layout().clone());
+    let bench = Workbench::ready(repo.layout().clone(), &[Ucx::V1_22])?;
     let sizes: &[usize] = if quick { &QUICK } else { &SIZES };
     let work = Work::start("gaudi_ipc, cma, posix".to_owned());
     let ipc = rotate(&bench, "gaudi:gaudi", None, sizes)?;

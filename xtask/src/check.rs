@@ -10,9 +10,9 @@ use anyhow::{Context, Result, bail};
 
 use crate::category::{Category, Selection};
 use crate::dist::{self, Profile};
-use crate::progress::seconds;
 use crate::repo::Repo;
 use crate::setup;
+use crate::units::seconds;
 
 /// Exit code of cargo-nextest when a filter matches no test.
 const NEXTEST_NO_TESTS: i32 = 4;

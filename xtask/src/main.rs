@@ -13,6 +13,7 @@ mod progress;
 mod repo;
 mod setup;
 mod shell;
+mod units;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -76,10 +77,10 @@ enum Command {
         /// Also write the results there, as a JSON list
         #[arg(long, value_name = "FILE")]
         json: Option<PathBuf>,
-        /// Also draw the results there (copy)
+        /// Also write the results there, as CSV for a spreadsheet or a plot program
         #[arg(long, value_name = "FILE")]
-        svg: Option<PathBuf>,
-        /// Only show that it runs, on what is built already; the figures mean nothing (copy)
+        csv: Option<PathBuf>,
+        /// Only show that it runs, on what is built already; the figures mean nothing (copy, cliffs, ipc)
         #[arg(long)]
         quick: bool,
     },
@@ -132,9 +133,9 @@ fn run(command: Command) -> Result<()> {
         Command::Env { soft, ucx } => shell::print_exports(&repo, soft, ucx.into()),
         Command::Demo => demo::run(&repo),
         Command::Test { category } => check::run(&repo, category),
-        Command::Bench { name, json, svg, quick } => {
-            let (json, svg) = (json.as_deref(), svg.as_deref());
-            bench::run(&repo, name, bench::Options { json, svg, quick })
+        Command::Bench { name, json, csv, quick } => {
+            let (json, csv) = (json.as_deref(), csv.as_deref());
+            bench::run(&repo, name, bench::Options { json, csv, quick })
         }
         Command::Install { prefix } => install::run(&repo, &prefix),
     }

@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
+use crate::units::seconds;
+
 /// Work in progress. Dropped without [`Work::done`], it says that it failed.
 pub(crate) struct Work {
     what: String,
@@ -71,26 +73,5 @@ impl Drop for Work {
         if !self.finished {
             self.end("FAILED");
         }
-    }
-}
-
-/// A duration as people read it.
-pub(crate) fn seconds(duration: Duration) -> String {
-    let secs = duration.as_secs_f64();
-    if secs < 60.0 {
-        format!("{secs:.1} s")
-    } else {
-        format!("{} min {:02} s", duration.as_secs() / 60, duration.as_secs() % 60)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn durations_read_well() {
-        assert_eq!(seconds(Duration::from_millis(1_240)), "1.2 s");
-        assert_eq!(seconds(Duration::from_secs(125)), "2 min 05 s");
     }
 }

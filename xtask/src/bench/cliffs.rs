@@ -23,6 +23,7 @@ use super::record::{Record, median};
 use crate::progress::Work;
 use crate::repo::Repo;
 use crate::shell::STAGING;
+use crate::units;
 
 const OPS: [&str; 5] = ["tag", "stream", "am", "put", "get"];
 const PAIRS: [[&str; 2]; 4] =
@@ -101,15 +102,7 @@ impl Cell {
     }
 
     fn name(&self) -> String {
-        format!("{} {}:{} {}", self.op, self.pair[0], self.pair[1], size_name(self.size))
-    }
-}
-
-fn size_name(size: usize) -> String {
-    match size {
-        size if size >= 1 << 20 => format!("{} MiB", size >> 20),
-        size if size >= 1 << 10 => format!("{} KiB", size >> 10),
-        size => format!("{size} B"),
+        format!("{} {}:{} {}", self.op, self.pair[0], self.pair[1], units::size(self.size as u64))
     }
 }
 
@@ -286,7 +279,7 @@ fn map(cells: &[Cell]) -> Result<Table> {
     sizes.dedup();
     let mut table = Table::new();
     table.load_preset(presets::NOTHING);
-    let head = sizes.iter().map(|size| size_name(*size));
+    let head = sizes.iter().map(|bytes| units::size(*bytes as u64));
     table.set_header(["operation".to_owned(), "memory".into()].into_iter().chain(head));
     for op in OPS.into_iter().filter(|op| cells.iter().any(|cell| cell.op == *op)) {
         for pair in PAIRS {

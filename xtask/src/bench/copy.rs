@@ -4,7 +4,6 @@
 //! The figures come from `ucp-check costs`, which prints a name and a number a line.
 
 use std::io::Read;
-use std::path::Path;
 use std::process::Stdio;
 
 use anyhow::{Context, Result, ensure};
@@ -12,9 +11,9 @@ use e2e::{Device, Tool, Ucx, Workbench};
 
 use super::figures::{Figures, get, parse};
 use super::record::{Record, median};
-use super::svg::{self, Series, size_name};
 use crate::progress::Work;
 use crate::repo::Repo;
+use crate::units;
 
 const SIZES: [u64; 5] = [64 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20];
 
@@ -48,7 +47,7 @@ fn records(figures: &Figures) -> Result<Vec<Record>> {
                 get(figures, &format!("memcpy {size}"))?,
             );
             let outstanding = get(figures, &format!("outstanding {size}"))?;
-            let title = format!("{people}, {}, {outstanding} outstanding", size_name(size));
+            let title = format!("{people}, {}, {outstanding} outstanding", units::size(size));
             records.push(Record::at_least(title, value, "GB/s", floor, target(size)));
         }
     }
@@ -56,7 +55,7 @@ fn records(figures: &Figures) -> Result<Vec<Record>> {
         for size in SIZES {
             let value = get(figures, &format!("{name} alone {size}"))?;
             let floor = size as f64 / get(figures, &format!("memcpy {size}"))? / 1e3;
-            let title = format!("{people}, {}, alone", size_name(size));
+            let title = format!("{people}, {}, alone", units::size(size));
             records.push(Record::at_most(title, value, "µs", floor, None));
         }
     }
@@ -74,7 +73,7 @@ fn bars(figures: &Figures) -> Result<String> {
     let mut rows = Vec::new();
     for size in SIZES {
         let floor = get(figures, &format!("memcpy {size}"))?;
-        rows.push((size_name(size), "memcpy", floor, None));
+        rows.push((units::size(size), "memcpy", floor, None));
         for (name, _) in DIRECTIONS {
             let value = get(figures, &format!("{name} {size}"))?;
             rows.push((String::new(), name, value, Some(value / floor)));
@@ -91,20 +90,6 @@ fn bars(figures: &Figures) -> Result<String> {
         format!("{size:>8} {name:<6} {} {value:.1} GB/s{ratio}\n", bar(value))
     });
     Ok(lines.collect())
-}
-
-/// The bandwidths as curves.
-fn plot(figures: &Figures, title: &str) -> Result<String> {
-    let curve = |name: &str, people: &str| {
-        let point = |size: u64| Ok((size, get(figures, &format!("{name} {size}"))?));
-        let points = SIZES.into_iter().map(point).collect::<Result<_>>()?;
-        anyhow::Ok(Series { name: people.to_owned(), points })
-    };
-    let mut series = vec![curve("memcpy", "memcpy (floor)")?];
-    for (name, people) in DIRECTIONS {
-        series.push(curve(name, people)?);
-    }
-    Ok(svg::chart(title, "GB/s", &series))
 }
 
 /// Runs the client with its progress shown; its figures.
@@ -152,7 +137,7 @@ fn init_records(bench: &Workbench, device: &Device, rounds: usize) -> Result<Vec
 }
 
 /// Measures everything; `quick` only shows that it runs.
-pub(super) fn run(repo: &Repo, quick: bool, svg: Option<&Path>) -> Result<Vec<Record>> {
+pub(super) fn run(repo: &Repo, quick: bool) -> Result<Vec<Record>> {
     let bench = Workbench::ready(repo.layout().clone(), &[Ucx::V1_22])?;
     let device = Device::hardware_or_software();
     eprintln!("device: {}", device.title());
@@ -167,12 +152,6 @@ pub(super) fn run(repo: &Repo, quick: bool, svg: Option<&Path>) -> Result<Vec<Re
     let mut records = records(&figures)?;
     records.extend(init_records(&bench, &device, if quick { 1 } else { INIT_ROUNDS })?);
     println!("{}", bars(&figures)?);
-    if let Some(path) = svg {
-        let title = format!("Copies through UCT, {}", device.title());
-        std::fs::write(path, plot(&figures, &title)?)
-            .with_context(|| format!("cannot write {}", path.display()))?;
-        eprintln!("written: {}", path.display());
-    }
     Ok(records)
 }
 
@@ -229,13 +208,6 @@ mod tests {
         };
         assert_eq!((length("memcpy", 2), length("h2d", 2)), (48, 24));
         assert!(text.contains("0.50 of memcpy"), "{text}");
-    }
-
-    #[test]
-    fn the_plot_has_the_floor_and_every_direction() {
-        let svg = plot(&made_up(), "title").expect("plot");
-        assert_eq!(svg.matches("<polyline").count(), 4);
-        assert!(svg.contains("memcpy (floor)") && svg.contains("device to device"));
     }
 
     #[test]

@@ -10,12 +10,12 @@ mod memory;
 mod quiet;
 mod rcache;
 mod record;
-mod svg;
 
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
+use e2e::Ucx;
 
 use crate::dist::{self, Profile};
 use crate::repo::Repo;
@@ -41,11 +41,17 @@ pub(crate) enum Name {
 }
 
 impl Name {
-    fn needs_stock_ucx(self) -> bool {
+    /// The stock UCXes it runs on.
+    fn ucx(self) -> &'static [Ucx] {
         match self {
-            Name::Cliffs | Name::Copy | Name::HostLatency | Name::Ipc => true,
-            Name::Memory | Name::Rcache | Name::SoftGaudi => false,
+            Name::Cliffs => &Ucx::ALL,
+            Name::Copy | Name::HostLatency | Name::Ipc => &[Ucx::V1_22],
+            Name::Memory | Name::Rcache | Name::SoftGaudi => &[],
         }
+    }
+
+    fn has_quick(self) -> bool {
+        matches!(self, Name::Cliffs | Name::Copy | Name::Ipc)
     }
 }
 
@@ -54,55 +60,34 @@ impl Name {
 pub(crate) struct Options<'a> {
     /// Where results go as JSON.
     pub(crate) json: Option<&'a Path>,
-    /// Where the plot goes.
-    pub(crate) svg: Option<&'a Path>,
+    /// Where results go as CSV.
+    pub(crate) csv: Option<&'a Path>,
     /// Only show that it runs.
     pub(crate) quick: bool,
 }
 
 /// Measures, prints, writes.
 pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
-    let Options { json, svg, quick } = options;
-    ensure!(svg.is_none() || name == Name::Copy, "--svg is for `bench copy`");
-    let has_quick = matches!(name, Name::Cliffs | Name::Copy | Name::Ipc);
-    ensure!(!quick || has_quick, "--quick is for `bench copy`, `cliffs` and `ipc`");
-    if name.needs_stock_ucx() && !quick {
-        setup::run(repo)?;
+    let Options { json, csv, quick } = options;
+    ensure!(!quick || name.has_quick(), "--quick is for `bench copy`, `cliffs` and `ipc`");
+    if name == Name::SoftGaudi {
+        ensure!(csv.is_none(), "`bench soft-gaudi` writes JSON only");
+        // The crate's own bench, which prints and writes by itself.
+        return soft_gaudi(repo, json);
+    }
+    // A smoke test runs on what was brought and built for the tests.
+    if !quick {
+        setup::bring(repo, name.ucx())?;
+        dist::build(repo, Profile::Release)?;
     }
     let records = match name {
-        // The crate's own bench, which prints and writes by itself.
-        Name::SoftGaudi => return soft_gaudi(repo, json),
-        Name::Cliffs => {
-            if !quick {
-                dist::build(repo, Profile::Release)?;
-            }
-            cliffs::run(repo, quick)?
-        }
-        Name::Copy => {
-            // A smoke test runs on what was built for the tests.
-            if !quick {
-                dist::build(repo, Profile::Release)?;
-            }
-            copy::run(repo, quick, svg)?
-        }
-        Name::HostLatency => {
-            dist::build(repo, Profile::Release)?;
-            host_latency::run(repo)?
-        }
-        Name::Ipc => {
-            if !quick {
-                dist::build(repo, Profile::Release)?;
-            }
-            ipc::run(repo, quick)?
-        }
-        Name::Memory => {
-            dist::build(repo, Profile::Release)?;
-            memory::run(repo)?
-        }
-        Name::Rcache => {
-            dist::build(repo, Profile::Release)?;
-            rcache::run(repo)?
-        }
+        Name::Cliffs => cliffs::run(repo, quick)?,
+        Name::Copy => copy::run(repo, quick)?,
+        Name::HostLatency => host_latency::run(repo)?,
+        Name::Ipc => ipc::run(repo, quick)?,
+        Name::Memory => memory::run(repo)?,
+        Name::Rcache => rcache::run(repo)?,
+        Name::SoftGaudi => Vec::new(),
     };
     // A map of hundreds of figures was printed as such; what has a target is shown again.
     let shown: Vec<record::Record> = match name {
@@ -111,11 +96,17 @@ pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
     };
     println!("{}", record::table(&shown));
     if let Some(path) = json {
-        let text = serde_json::to_string_pretty(&records).context("cannot write JSON")?;
-        std::fs::write(path, text + "\n")
-            .with_context(|| format!("cannot write {}", path.display()))?;
-        eprintln!("written: {}", path.display());
+        write(path, serde_json::to_string_pretty(&records).context("cannot write JSON")? + "\n")?;
     }
+    if let Some(path) = csv {
+        write(path, record::csv(&records))?;
+    }
+    Ok(())
+}
+
+fn write(path: &Path, text: String) -> Result<()> {
+    std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
+    eprintln!("written: {}", path.display());
     Ok(())
 }
 

@@ -1,17 +1,19 @@
 //! One measured figure beside its floor: the format of every bench.
 
+use std::borrow::Cow;
+
 use comfy_table::{CellAlignment, Table, presets};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// A figure, the floor it is held against, and whether the target was met.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Record {
     /// What was measured.
     pub(crate) name: String,
     /// The figure.
     pub(crate) value: f64,
     /// Its unit.
-    pub(crate) unit: &'static str,
+    pub(crate) unit: Cow<'static, str>,
     /// What the same work costs without us, measured in the same run.
     pub(crate) floor: f64,
     /// `value / floor`.
@@ -31,7 +33,7 @@ impl Record {
         floor: f64,
         target: Option<f64>,
     ) -> Self {
-        let ratio = value / floor;
+        let (ratio, unit) = (value / floor, Cow::Borrowed(unit));
         let met = target.map(|target| ratio <= target);
         Self { name: name.into(), value, unit, floor, ratio, target, met }
     }
@@ -84,7 +86,7 @@ pub(crate) fn table(records: &[Record]) -> Table {
         table.add_row([
             record.name.clone(),
             format!("{:.3}", record.value),
-            record.unit.to_owned(),
+            record.unit.to_string(),
             format!("{:.3}", record.floor),
             format!("{:.3}", record.ratio),
             record.target.map(|target| format!("{target:.3}")).unwrap_or_default(),
@@ -101,6 +103,19 @@ pub(crate) fn table(records: &[Record]) -> Table {
         }
     }
     table
+}
+
+/// All records for a spreadsheet or a plot program.
+pub(crate) fn csv(records: &[Record]) -> String {
+    let mut lines = vec!["name,value,unit,floor,ratio,target,met".to_owned()];
+    lines.extend(records.iter().map(|record| {
+        let Record { name, value, unit, floor, ratio, target, met } = record;
+        let name = name.replace('"', "\"\"");
+        let target = target.map(|target| target.to_string()).unwrap_or_default();
+        let met = met.map(|met| met.to_string()).unwrap_or_default();
+        format!("\"{name}\",{value},{unit},{floor},{ratio},{target},{met}")
+    }));
+    lines.join("\n") + "\n"
 }
 
 #[cfg(test)]
@@ -124,6 +139,14 @@ mod tests {
             assert!(json.get(field).is_some(), "{field}");
         }
         assert_eq!(json["met"], false);
+    }
+
+    #[test]
+    fn names_with_commas_and_quotes_stay_one_cell() {
+        let record = Record::at_most("get, \"8 B\"", 1.5, "µs", 1.0, None);
+        let expected =
+            "name,value,unit,floor,ratio,target,met\n\"get, \"\"8 B\"\"\",1.5,µs,1,1.5,,\n";
+        assert_eq!(csv(&[record]), expected);
     }
 
     #[test]

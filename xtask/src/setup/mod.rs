@@ -13,7 +13,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use e2e::{Finished, Running};
+use e2e::{Finished, Running, Ucx};
 use rustix::fs::FlockOperation;
 
 use self::packages::{PACKAGES, Package};
@@ -25,14 +25,15 @@ const UNPACK: &str = include_str!("unpack.py");
 /// Longer than any download that still makes sense; a hanging one must end some day.
 const PIP_LIMIT: Duration = Duration::from_secs(30 * 60);
 
-/// Brings what is missing.
+/// Brings everything that tests need.
 pub(crate) fn run(repo: &Repo) -> Result<()> {
     Setup::of(repo).run(&PACKAGES)
 }
 
-/// Brings only the UCX with programs: what the demo runs.
-pub(crate) fn run_programs_only(repo: &Repo) -> Result<()> {
-    Setup::of(repo).run(&PACKAGES[..1])
+/// Brings these UCXes and nothing else.
+pub(crate) fn bring(repo: &Repo, ucx: &[Ucx]) -> Result<()> {
+    let packages: Vec<Package> = ucx.iter().map(|ucx| packages::package(*ucx)).collect();
+    Setup::of(repo).run(&packages)
 }
 
 struct Setup {

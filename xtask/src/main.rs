@@ -13,6 +13,7 @@ mod progress;
 mod repo;
 mod setup;
 mod shell;
+mod skipped;
 mod units;
 
 use std::path::PathBuf;

@@ -85,6 +85,15 @@ enum Command {
         #[arg(long)]
         quick: bool,
     },
+    /// Put results of benches into docs/performance.md
+    BenchReport {
+        /// What `bench NAME --json NAME.json` wrote
+        #[arg(required = true, value_name = "NAME.json")]
+        files: Vec<PathBuf>,
+        /// Where they were measured, if not on this machine
+        #[arg(long)]
+        machine: Option<String>,
+    },
     /// Copy target/dist to a prefix
     Install {
         /// Where to: plugins go to PREFIX/lib/ucx-gaudi/plugins, programs to PREFIX/bin
@@ -137,6 +146,9 @@ fn run(command: Command) -> Result<()> {
         Command::Bench { name, json, csv, quick } => {
             let (json, csv) = (json.as_deref(), csv.as_deref());
             bench::run(&repo, name, bench::Options { json, csv, quick })
+        }
+        Command::BenchReport { files, machine } => {
+            bench::report::run(&repo, &files, machine.as_deref())
         }
         Command::Install { prefix } => install::run(&repo, &prefix),
     }

@@ -47,6 +47,11 @@ impl Repo {
         &self.layout
     }
 
+    /// A file of the checkout.
+    pub(crate) fn path(&self, below: &str) -> PathBuf {
+        self.root.join(below)
+    }
+
     /// Cargo, run at the root of the checkout, with the variable tests look for.
     pub(crate) fn cargo(&self) -> Command {
         let mut command = cargo_in(&self.root);

@@ -10,6 +10,7 @@ mod memory;
 mod quiet;
 mod rcache;
 mod record;
+pub(crate) mod report;
 
 use std::path::Path;
 

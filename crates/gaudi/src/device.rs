@@ -21,7 +21,7 @@ use crate::memory::{AddressTable, DeviceRange, Extent, Memory};
 use crate::rcache::{Cache, CacheInfo};
 use crate::runtime::Registration;
 use crate::share::{self, Handles};
-use crate::stats::{Counter, Counts, Holding, Path, Tally};
+use crate::stats::{Counter, Counts, Gauge, Path, Tally};
 use crate::window::{Announcement, Blocked};
 use crate::{
     Allocation, DeviceAddr, DeviceInfo, Direction, Error, ErrorKind, Import, Notifier, PAGE_SIZE,
@@ -297,7 +297,7 @@ impl Device {
             error.on(self)
         })?;
         self.imports.insert(DeviceRange { base: mapped.addr.0, len, device: self.id });
-        Ok(mapped.counted(self.counts.hold(Holding::Import, len)))
+        Ok(mapped.counted(self.counts.track(Gauge::Import, len)))
     }
 
     pub(crate) fn forget_import(&self, addr: DeviceAddr, len: u64) {
@@ -511,7 +511,7 @@ impl Device {
     pub(crate) unsafe fn pin(&self, ptr: *mut u8, len: usize) -> Result<HostPin, Error> {
         // SAFETY: the caller's promise.
         match unsafe { self.backend.pin(ptr, len) } {
-            Ok(pin) => Ok(pin.counted(self.counts.hold(Holding::Pin, len as u64))),
+            Ok(pin) => Ok(pin.counted(self.counts.track(Gauge::Pin, len as u64))),
             Err(error) => {
                 self.counts.add(Counter::PinsRefused, 1);
                 Err(error.on(self))

@@ -18,7 +18,7 @@ use hl_thunk::packet::LinDma;
 use hl_thunk::{DeviceAddr, Direction, ExportCall};
 
 use crate::Error;
-use crate::stats::{Counts, Held};
+use crate::stats::{Counts, GaugeGuard};
 
 /// How a device's memory comes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,18 +59,18 @@ pub(crate) struct HostPin {
     /// Keeps the pin.
     _guard: Box<dyn Any + Send + Sync>,
     /// Counts it, until after it has gone.
-    _held: Option<Held>,
+    _gauge: Option<GaugeGuard>,
 }
 
 impl HostPin {
     /// A pin that lasts as long as `guard`.
     pub(crate) fn new(addr: DeviceAddr, guard: impl Any + Send + Sync) -> Self {
-        Self { addr, _guard: Box::new(guard), _held: None }
+        Self { addr, _guard: Box::new(guard), _gauge: None }
     }
 
     /// The same, counted while it lasts.
-    pub(crate) fn counted(self, held: Held) -> Self {
-        Self { _held: Some(held), ..self }
+    pub(crate) fn counted(self, gauge: GaugeGuard) -> Self {
+        Self { _gauge: Some(gauge), ..self }
     }
 }
 

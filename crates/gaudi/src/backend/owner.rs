@@ -14,7 +14,7 @@ use hl_thunk::{
 use super::{Backend, CopyLimits, Geometry, HostPin, Page, Registers, Ticket};
 use crate::copy::SLOTS;
 use crate::error::{Error, ErrorKind, Phase};
-use crate::stats::{Counter, Counts, Held, Holding};
+use crate::stats::{Counter, Counts, Gauge, GaugeGuard};
 
 /// Bytes of packets one submission may have.
 const SLOT_LEN: usize = PAGE_SIZE as usize;
@@ -272,7 +272,7 @@ fn export_failed(error: hl_thunk::Error) -> Error {
 }
 
 /// The one export that everyone in this process shares, made when first asked for.
-type Shared = Mutex<Option<(DmaBuf, Held)>>;
+type Shared = Mutex<Option<(DmaBuf, GaugeGuard)>>;
 
 fn shared(
     whole: &Shared,
@@ -282,8 +282,8 @@ fn shared(
     let mut whole = whole.lock().unwrap_or_else(PoisonError::into_inner);
     if whole.is_none() {
         let made = export().map_err(export_failed)?;
-        let held = counts.hold(Holding::Export, made.len());
-        *whole = Some((made, held));
+        let gauge = counts.track(Gauge::Export, made.len());
+        *whole = Some((made, gauge));
     }
     duplicate(&whole.as_ref().expect("set just above").0)
 }

@@ -13,7 +13,7 @@ use super::message::Offered;
 use super::sessions::{Holder, Offers, Released, Sessions};
 use super::{Identity, KEY_LEN, broker, keeper};
 use crate::process::{Instance, Notifier, PerProcess};
-use crate::stats::{Counter, Counts, Held, Holding};
+use crate::stats::{Counter, Counts, Gauge, GaugeGuard};
 use crate::{Device, DeviceAddr, Error, ErrorKind, Location};
 
 const SHARING: &str = "sharing device memory";
@@ -87,7 +87,7 @@ struct Offer {
     dmabuf: OwnedFd,
     line: Option<u32>,
     export: Weak<Export>,
-    _held: Held,
+    _gauge: GaugeGuard,
 }
 
 /// This process as an exporter. Locks are taken in this order: sessions, offers.
@@ -234,7 +234,7 @@ impl Exporter {
             dmabuf,
             line: line.map(|line| line.number),
             export: Arc::downgrade(&export),
-            _held: device.counts().hold(Holding::Share, len),
+            _gauge: device.counts().track(Gauge::Share, len),
         };
         Ok((export, offer))
     }

@@ -13,7 +13,7 @@ use super::message::Offered;
 use super::{Identity, KeyError};
 use crate::backend::HostPin;
 use crate::process::ProcessBound;
-use crate::stats::{Counter, Counts, Held, Holding};
+use crate::stats::{Counter, Counts, Gauge, GaugeGuard};
 use crate::{BusId, Device, DeviceAddr, Error, ErrorKind, runtime};
 
 /// Most handles a device keeps open, and their bytes: eight cards' whole memory.
@@ -257,7 +257,7 @@ pub(crate) struct Handle {
     // Unmapped, then counted, then the exporter is told; by the process that opened it, not by a
     // forked child, which has the same card and the same sheet.
     _pin: ProcessBound<HostPin>,
-    _held: ProcessBound<Held>,
+    _gauge: ProcessBound<GaugeGuard>,
     hold: ProcessBound<Hold>,
 }
 
@@ -282,10 +282,10 @@ impl Handle {
         let len = key.dmabuf_len();
         let pin = device.map_dmabuf(dmabuf.as_fd(), len)?;
         hold.opened = true;
-        let (addr, held) = (pin.addr, ProcessBound::new(counts.hold(Holding::Handle, len)));
+        let (addr, gauge) = (pin.addr, ProcessBound::new(counts.track(Gauge::Handle, len)));
         let (device, pin, hold) =
             (Arc::downgrade(device), ProcessBound::new(pin), ProcessBound::new(hold));
-        Ok((Self { addr, len, device, _pin: pin, _held: held, hold }, len))
+        Ok((Self { addr, len, device, _pin: pin, _gauge: gauge, hold }, len))
     }
 }
 

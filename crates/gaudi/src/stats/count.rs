@@ -148,22 +148,22 @@ impl Counts {
     }
 
     /// Counts something that exists until the guard is dropped.
-    pub(crate) fn hold(self, holding: Holding, len: u64) -> Held {
-        let (made, live, bytes, ended) = match holding {
-            Holding::Pin => (Counter::Pins, None, Counter::PinnedBytes, Some(Counter::Unpins)),
-            Holding::Export => {
+    pub(crate) fn track(self, gauge: Gauge, len: u64) -> GaugeGuard {
+        let (made, live, bytes, ended) = match gauge {
+            Gauge::Pin => (Counter::Pins, None, Counter::PinnedBytes, Some(Counter::Unpins)),
+            Gauge::Export => {
                 (Counter::DmabufExports, Some(Counter::DmabufLive), Counter::DmabufBytes, None)
             }
-            Holding::Import => (
+            Gauge::Import => (
                 Counter::DmabufImports,
                 Some(Counter::DmabufImportsLive),
                 Counter::DmabufImportsBytes,
                 None,
             ),
-            Holding::Share => {
+            Gauge::Share => {
                 (Counter::IpcShares, Some(Counter::IpcSharesLive), Counter::IpcSharesBytes, None)
             }
-            Holding::Handle => (
+            Gauge::Handle => (
                 Counter::IpcHandlesOpened,
                 Some(Counter::IpcHandlesLive),
                 Counter::IpcHandlesBytes,
@@ -175,13 +175,13 @@ impl Counts {
         if let Some(live) = live {
             self.add(live, 1);
         }
-        Held { counts: self, live, bytes, ended, len }
+        GaugeGuard { counts: self, live, bytes, ended, len }
     }
 }
 
 /// What exists for a while.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Holding {
+pub(crate) enum Gauge {
     /// Host memory pinned for the card.
     Pin,
     /// A dma-buf of the card's memory that the engine keeps.
@@ -196,7 +196,7 @@ pub(crate) enum Holding {
 
 /// Something counted as existing. Put it after what it counts: fields drop in order.
 #[derive(Debug)]
-pub(crate) struct Held {
+pub(crate) struct GaugeGuard {
     counts: Counts,
     live: Option<Counter>,
     bytes: Counter,
@@ -205,7 +205,7 @@ pub(crate) struct Held {
     len: u64,
 }
 
-impl Drop for Held {
+impl Drop for GaugeGuard {
     fn drop(&mut self) {
         self.counts.subtract(self.bytes, self.len);
         if let Some(live) = self.live {

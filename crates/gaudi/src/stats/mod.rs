@@ -13,7 +13,7 @@ mod layout;
 mod page;
 mod snapshot;
 
-pub(crate) use count::{Counts, Held, Holding, Path, Tally};
+pub(crate) use count::{Counts, Gauge, GaugeGuard, Path, Tally};
 pub(crate) use layout::Counter;
 pub use layout::{Kind, NAMES, Unit};
 pub(crate) use page::in_child;

@@ -1,0 +1,190 @@
+//! The Markdown pages name things that exist: files, links and their anchors, variables, commands.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// Files below a folder whose name ends like this, `target` and hidden folders left out.
+fn files(folder: &Path, ending: &str) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(folder).expect("a folder of the checkout").flatten() {
+        let (path, name) = (entry.path(), entry.file_name().display().to_string());
+        if name.starts_with('.') || name == "target" {
+            continue;
+        }
+        if path.is_dir() {
+            found.extend(files(&path, ending));
+        } else if name.ends_with(ending) {
+            found.push(path);
+        }
+    }
+    found
+}
+
+fn read(path: &Path) -> String {
+    std::fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// Every page, with its text.
+fn pages() -> Vec<(PathBuf, String)> {
+    let pages: Vec<_> =
+        files(&root(), ".md").into_iter().map(|path| (path.clone(), read(&path))).collect();
+    assert!(pages.len() > 8, "the pages were not found");
+    pages
+}
+
+/// Every run of characters in `text` that a name may have, beginning with `start`.
+fn names(text: &str, start: &str, part: impl Fn(char) -> bool) -> BTreeSet<String> {
+    let mut found = BTreeSet::new();
+    for (at, _) in text.match_indices(start) {
+        let before = text[..at].chars().next_back();
+        if before.is_none_or(|before| !part(before)) {
+            let rest = &text[at..];
+            found.insert(rest[..rest.find(|c| !part(c)).unwrap_or(rest.len())].to_owned());
+        }
+    }
+    found
+}
+
+fn variable_part(c: char) -> bool {
+    c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_'
+}
+
+/// The anchors that headings of a page make, as GitHub makes them.
+fn anchors(text: &str) -> BTreeSet<String> {
+    let headings = text.lines().filter(|line| line.starts_with('#'));
+    let anchor = |line: &str| -> String {
+        let title = line.trim_start_matches('#').trim().to_lowercase();
+        let kept = title.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
+        kept.map(|c| if c == ' ' { '-' } else { c }).collect()
+    };
+    headings.map(anchor).collect()
+}
+
+#[test]
+fn links_to_pages_and_their_anchors_resolve() {
+    let mut wrong = Vec::new();
+    for (page, text) in pages() {
+        for (at, _) in text.match_indices("](") {
+            let link = text[at + 2..].split(')').next().unwrap_or_default();
+            if link.contains("://") || link.starts_with("mailto:") {
+                continue;
+            }
+            let (file, anchor) = link.split_once('#').unwrap_or((link, ""));
+            let target = match file {
+                "" => page.clone(),
+                file => page.parent().expect("a folder").join(file),
+            };
+            let fits =
+                target.exists() && (anchor.is_empty() || anchors(&read(&target)).contains(anchor));
+            if !fits {
+                wrong.push(format!("{}: {link}", page.display()));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn files_that_are_named_exist() {
+    let part = |c: char| c.is_ascii_alphanumeric() || matches!(c, '/' | '.' | '_' | '-');
+    let sources = files(&root(), ".rs");
+    let mut wrong = Vec::new();
+    for (page, text) in pages() {
+        // A Rust file may be named by the last parts of its path.
+        for word in text.split('`').filter(|word| word.ends_with(".rs") && word.chars().all(part)) {
+            if !sources.iter().any(|path| path.ends_with(word)) {
+                wrong.push(format!("{}: {word}", page.display()));
+            }
+        }
+        for start in ["crates/", "docs/", "xtask/"] {
+            for name in names(&text, start, part) {
+                let path = name.trim_end_matches(['.', '/', '-']);
+                if !root().join(path).exists() {
+                    wrong.push(format!("{}: {path}", page.display()));
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// The variables that the plugin declares, by their full names. Those of UCX's own interface tables
+/// are not ours.
+fn declared() -> BTreeSet<String> {
+    let source = root().join("crates/uct-gaudi/src");
+    let mut found = BTreeSet::new();
+    for path in files(&source, ".rs") {
+        let component = if path.starts_with(source.join("ipc")) { "IPC" } else { "COPY" };
+        for rest in read(&path).split("name: \"").skip(1) {
+            let name = rest.split('"').next().unwrap_or_default();
+            if !name.is_empty() && name.chars().all(variable_part) {
+                found.insert(format!("UCX_GAUDI_{component}_{name}"));
+            }
+        }
+    }
+    assert!(found.contains("UCX_GAUDI_COPY_DEVICE"), "the declarations were not found: {found:?}");
+    found
+}
+
+#[test]
+fn every_variable_of_the_plugin_has_a_row_and_every_variable_named_is_declared() {
+    let declared = declared();
+    let rows = read(&root().join("docs/configuration.md"));
+    for name in &declared {
+        assert!(rows.contains(&format!("\n| `{name}` |")), "configuration.md: no row for {name}");
+    }
+    let of_ucx = |name: &str| {
+        ["_ALLOC", "_FAILURE", "_MAX_NUM_EPS"].iter().any(|ending| name.ends_with(ending))
+    };
+    for (page, text) in pages() {
+        for name in names(&text, "UCX_GAUDI_", variable_part) {
+            // A beginning such as `UCX_GAUDI_COPY_…`, or a variable of the tests.
+            let known = name.ends_with('_') || name.starts_with("UCX_GAUDI_TEST_") || of_ucx(&name);
+            assert!(known || declared.contains(&name), "{}: {name}", page.display());
+        }
+    }
+}
+
+#[test]
+fn variables_of_the_software_gaudi_that_are_named_are_read() {
+    let source = root().join("crates/soft-gaudi");
+    let source: String = files(&source, ".rs").iter().map(|path| read(path)).collect();
+    for (page, text) in pages() {
+        for name in names(&text, "SOFT_GAUDI_", variable_part) {
+            let known = name.ends_with('_') || source.contains(&format!("\"{name}\""));
+            assert!(known, "{}: {name}", page.display());
+        }
+    }
+}
+
+#[test]
+fn commands_of_xtask_that_are_named_exist() {
+    let list = |arguments: &[&str]| {
+        let output =
+            std::process::Command::new(env!("CARGO_BIN_EXE_xtask")).args(arguments).output();
+        String::from_utf8(output.expect("xtask runs").stdout).expect("text")
+    };
+    let part = |c: char| c.is_ascii_lowercase() || c == '-' || c == ' ';
+    let (commands, benches) = (list(&["--help"]), list(&["bench", "--help"]));
+    for (page, text) in pages() {
+        for line in names(&text, "cargo xtask ", part) {
+            let mut words = line.split(' ').skip(2).filter(|word| !word.starts_with('-'));
+            let (command, name) = (words.next().unwrap_or_default(), words.next());
+            let place = page.display();
+            if command.is_empty() {
+                continue;
+            }
+            assert!(commands.contains(&format!("\n  {command} ")), "{place}: {line}");
+            if let ("bench", Some(name)) = (command, name) {
+                assert!(
+                    name.is_empty() || benches.contains(&format!("- {name}:")),
+                    "{place}: {line}"
+                );
+            }
+        }
+    }
+}

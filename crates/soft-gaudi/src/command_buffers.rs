@@ -16,7 +16,7 @@ use crate::address_space::HOST_PAGE;
 /// Marks a handle as a command buffer's; also where they begin in the file.
 pub(crate) const HANDLES: u64 = 0x1000_0000_0000_0000;
 /// Bytes of command buffers a context may have.
-const ROOM: u64 = 16 << 30;
+const CAPACITY: u64 = 16 << 30;
 /// Destroyed buffers are not reused before this much has been destroyed after them, because the
 /// program may still have them mapped.
 const QUARANTINE: u64 = 64 << 20;
@@ -57,12 +57,12 @@ impl CommandBuffers {
     /// Prepares the file behind `file`, which must not be the user's descriptor.
     pub(crate) fn new(file: OwnedFd) -> Result<Self, Errno> {
         rustix::fs::ftruncate(&file, 0)?;
-        rustix::fs::ftruncate(&file, HANDLES + ROOM)?;
+        rustix::fs::ftruncate(&file, HANDLES + CAPACITY)?;
         // SAFETY: a fresh mapping at an address of the kernel's choice.
         let base = unsafe {
             rustix::mm::mmap(
                 core::ptr::null_mut(),
-                ROOM as usize,
+                CAPACITY as usize,
                 ProtFlags::READ | ProtFlags::WRITE,
                 MapFlags::SHARED | MapFlags::NORESERVE,
                 &file,
@@ -70,7 +70,7 @@ impl CommandBuffers {
             )
         }?;
         // SAFETY: the range was just mapped; leaving it out of core dumps changes nothing else.
-        unsafe { libc::madvise(base, ROOM as usize, libc::MADV_DONTDUMP) };
+        unsafe { libc::madvise(base, CAPACITY as usize, libc::MADV_DONTDUMP) };
         Ok(Self {
             file,
             base: base as usize,
@@ -102,25 +102,37 @@ impl CommandBuffers {
         let page = match self.reusable.get_mut(&pages).and_then(Vec::pop) {
             Some(page) => {
                 let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-                let at = HANDLES + page * HOST_PAGE;
-                rustix::fs::fallocate(&self.file, flags, at, pages * HOST_PAGE)
-                    .map_err(|_| Errno::NOMEM)?;
+                self.fallocate(flags, page, pages)?;
                 page
             }
             None => {
                 let page = self.next_page;
-                if (page + pages) * HOST_PAGE > ROOM {
+                if (page + pages) * HOST_PAGE > CAPACITY {
                     return Err(Errno::NOMEM);
                 }
-                self.next_page += pages;
                 page
             }
         };
+        // Now rather than at the first store: that would be the program's, and a SIGBUS if there is no memory.
+        if let Err(errno) = self.fallocate(FallocateFlags::KEEP_SIZE, page, pages) {
+            if page != self.next_page {
+                self.reusable.entry(pages).or_default().push(page);
+            }
+            return Err(errno);
+        }
+        if page == self.next_page {
+            self.next_page += pages;
+        }
         let ptr = self.base + (page * HOST_PAGE) as usize;
         let buffer = CommandBuffer { size: size as u32, ptr, va: None, pages };
         let handle = HANDLES + page * HOST_PAGE;
         self.buffers.insert(handle, buffer);
         Ok((handle, buffer))
+    }
+
+    fn fallocate(&self, flags: FallocateFlags, page: u64, pages: u64) -> Result<(), Errno> {
+        let (at, len) = (HANDLES + page * HOST_PAGE, pages * HOST_PAGE);
+        rustix::fs::fallocate(&self.file, flags, at, len).map_err(|_| Errno::NOMEM)
     }
 
     /// Remembers where the card sees a buffer.
@@ -151,6 +163,6 @@ impl CommandBuffers {
 impl Drop for CommandBuffers {
     fn drop(&mut self) {
         // SAFETY: the mapping made in `new`; no pointer into it is used after its context.
-        let _ = unsafe { rustix::mm::munmap(self.base as *mut _, ROOM as usize) };
+        let _ = unsafe { rustix::mm::munmap(self.base as *mut _, CAPACITY as usize) };
     }
 }

@@ -23,7 +23,7 @@ use crate::node::{Node, Role, node};
 use crate::queue::Queue;
 use crate::registers::Registers;
 use crate::signals::Signals;
-use crate::state::{self, DeviceState};
+use crate::state::{self, StateFile, Word};
 use crate::submission::{Submission, Window};
 use crate::{blocks, dmabuf, guarded, ownership, workers};
 
@@ -37,7 +37,7 @@ pub(crate) struct Context {
     pub(crate) node: &'static Node,
     pub(crate) profile: &'static Profile,
     pub(crate) memory: &'static CardMemory,
-    pub(crate) state: &'static DeviceState,
+    pub(crate) state: &'static StateFile,
     pub(crate) dram_size: u64,
     space: RwLock<AddressSpace>,
     buffers: Mutex<CommandBuffers>,
@@ -62,6 +62,8 @@ pub(crate) struct Context {
     /// Threads that wait for any of several submissions, and how they are woken.
     pub(crate) any_waiters: AtomicU64,
     pub(crate) any_ended: (Mutex<()>, Condvar),
+    /// The card was taken out of the machine.
+    removed: AtomicBool,
     /// The card was reset: nothing works until it is closed and opened again.
     pub(crate) down: AtomicBool,
     /// Submissions not ended.
@@ -88,13 +90,14 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
     let node = node()?;
     let fd = node.open(device, Role::Compute)?;
     let state = state::of(node, device)?;
-    if state.removed.load(Ordering::Acquire) != 0 {
+    let now = state.read()?;
+    if now.get(Word::Removed) != 0 {
         return Err(Errno::NODEV);
     }
     match ownership::take(fd.as_fd()) {
         Ok(()) => {}
         Err(Errno::AGAIN | Errno::ACCESS) => {
-            let releasing = state.in_release.load(Ordering::Acquire) != 0;
+            let releasing = now.get(Word::InRelease) != 0;
             return Err(if releasing { Errno::AGAIN } else { Errno::BUSY });
         }
         Err(other) => return Err(other),
@@ -114,9 +117,8 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
     // The library's own look at the command buffers, see `command_buffers`.
     let second = node.open(device, Role::Compute)?;
     let buffers = CommandBuffers::new(second)?;
-    blocks::prepare(buffers.file(), node.profile)?;
-    let id = state.context.fetch_add(1, Ordering::AcqRel) + 1;
-    state.begin(node.config.dram_size);
+    blocks::prepare(buffers.file(), node.profile).map_err(|errno| node.out_of_space(errno))?;
+    let id = state.begin(node.config.dram_size).map_err(|errno| node.out_of_space(errno))?;
     let profile = node.profile;
     let space = AddressSpace::new(profile, memory, node.config.dram_size);
     *slot = Some(Arc::new(Context {
@@ -144,6 +146,7 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
         debugging: AtomicBool::new(false),
         any_waiters: AtomicU64::new(0),
         any_ended: (Mutex::new(()), Condvar::new()),
+        removed: AtomicBool::new(false),
         down: AtomicBool::new(false),
         in_flight: AtomicU64::new(0),
         hold: Mutex::new(None),
@@ -170,7 +173,8 @@ pub(crate) fn reset_all() {
 /// Takes every card this process has open out of the machine.
 pub(crate) fn remove_all() {
     for context in all() {
-        context.state.removed.store(1, Ordering::Release);
+        context.state.set_unowned(Word::Removed, 1);
+        context.removed.store(true, Ordering::Release);
         context.take_down(None);
     }
 }
@@ -190,8 +194,7 @@ extern "C" fn discard_open_cards() {
             // Other threads may be anywhere; never wait for them here.
             let Ok(slot) = slot.try_read() else { continue };
             let Some(context) = &*slot else { continue };
-            let ours = context.forks == workers::fork_generation()
-                && context.id == context.state.context.load(Ordering::Acquire);
+            let ours = context.forks == workers::fork_generation() && context.is_current();
             if ours && !dmabuf::any_alive(context.node, context.device) {
                 context.take_down(None);
                 context.memory.discard_all();
@@ -217,11 +220,11 @@ fn end_if_last(node: &Node, device: u32) {
     if ownership::is_taken(own.as_fd()).unwrap_or(true) || dmabuf::any_alive(node, device) {
         return;
     }
-    state.in_release.store(1, Ordering::Release);
+    state.set_unowned(Word::InRelease, 1);
     if ownership::take(own.as_fd()).is_ok() {
         if let Ok(slot) = slot(device) {
             let mut slot = slot.write().unwrap_or_else(|poisoned| poisoned.into_inner());
-            if slot.as_ref().is_some_and(|c| c.id == state.context.load(Ordering::Acquire))
+            if slot.as_ref().is_some_and(|context| context.is_current())
                 && let Some(context) = slot.take()
             {
                 context.stop();
@@ -232,7 +235,7 @@ fn end_if_last(node: &Node, device: u32) {
             let _ = memory.reset(0);
         }
     }
-    state.in_release.store(0, Ordering::Release);
+    state.set_unowned(Word::InRelease, 0);
 }
 
 /// The context behind a compute descriptor.
@@ -249,9 +252,9 @@ pub(crate) fn of(fd: BorrowedFd<'_>) -> Result<Arc<Context>, Errno> {
     match &*slot {
         Some(context)
             if context.forks == workers::fork_generation()
-                && context.id == context.state.context.load(Ordering::Acquire) =>
+                && (identity.opened_here || context.is_current()) =>
         {
-            if context.state.removed.load(Ordering::Acquire) != 0 {
+            if context.removed.load(Ordering::Acquire) {
                 return Err(Errno::NODEV);
             }
             Ok(context.clone())
@@ -267,6 +270,11 @@ pub(crate) fn operational(fd: BorrowedFd<'_>) -> Result<Arc<Context>, Errno> {
 }
 
 impl Context {
+    /// Whether nobody has opened the card since, as far as one can tell.
+    fn is_current(&self) -> bool {
+        self.state.read().map_or(true, |state| state.get(Word::Context) == self.id)
+    }
+
     pub(crate) fn space(&self) -> RwLockReadGuard<'_, AddressSpace> {
         self.space.read().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
@@ -285,7 +293,7 @@ impl Context {
 
     /// Publishes how much DRAM is allocated.
     pub(crate) fn account(&self, space: &AddressSpace) {
-        self.state.dram_used.store(space.dram_used(), Ordering::Relaxed);
+        self.state.set(Word::DramUsed, space.dram_used());
     }
 
     /// The debug ioctl: entering and leaving the mode; anything else needs it and finds nothing.

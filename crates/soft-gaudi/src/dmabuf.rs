@@ -24,6 +24,8 @@ use crate::node::Node;
 use crate::ownership;
 
 const MAGIC: &[u8; 8] = b"softGdma";
+/// Of the description's layout.
+const VERSION: u32 = 1;
 const HEADER: usize = 64;
 /// Longest path and most segments a description may have; keeps reading bounded.
 const MAX_PATH: usize = 2048;
@@ -52,6 +54,7 @@ impl Description {
         bytes.extend_from_slice(&self.device.to_le_bytes());
         bytes.extend_from_slice(&(self.path.len() as u32).to_le_bytes());
         bytes.extend_from_slice(&(self.segments.len() as u32).to_le_bytes());
+        bytes.extend_from_slice(&VERSION.to_le_bytes());
         bytes.resize(HEADER, 0);
         bytes.extend_from_slice(&self.path);
         for segment in &self.segments {
@@ -67,8 +70,9 @@ impl Description {
     fn tail_len(header: &[u8; HEADER]) -> Option<(usize, usize)> {
         let path = u32_at(header, 36)? as usize;
         let segments = u32_at(header, 40)? as usize;
-        let fits = &header[..8] == MAGIC && path <= MAX_PATH && segments <= MAX_SEGMENTS;
-        fits.then_some((path, segments))
+        let known = &header[..8] == MAGIC && u32_at(header, 44)? == VERSION;
+        let fits = path <= MAX_PATH && segments <= MAX_SEGMENTS;
+        (known && fits).then_some((path, segments))
     }
 
     fn decode(bytes: &[u8]) -> Option<Self> {
@@ -144,7 +148,7 @@ pub(crate) fn export(
         Ok(()) => Ok((fd, path)),
         Err(error) => {
             let _ = std::fs::remove_file(&path);
-            Err(if error == Errno::NOSPC { Errno::NOMEM } else { error })
+            Err(node.out_of_space(error))
         }
     }
 }
@@ -326,7 +330,7 @@ mod tests {
         fn scribbling_is_noticed(description in any_description(), at in 0usize..200, xor in 1u8..) {
             let mut bytes = description.encode();
             let at = at % bytes.len();
-            // Bytes 44..64 are padding, but under the checksum as well.
+            // Bytes 48..64 are padding, but under the checksum as well.
             bytes[at] ^= xor;
             prop_assert_ne!(Description::decode(&bytes), Some(description));
         }

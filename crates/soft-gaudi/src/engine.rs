@@ -7,7 +7,7 @@
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
@@ -17,12 +17,13 @@ use crate::bus::QueueBus;
 use crate::context::Context;
 use crate::events::bit;
 use crate::faults::Action;
+use crate::guarded;
 use crate::interrupts::Registration;
 use crate::processor::{Fault, Pause, Program, SLICE};
 use crate::queue::Job;
 use crate::registers::Consequences;
 use crate::signals::Sob;
-use crate::state::{Drop, clock_ns};
+use crate::state::{Rejection, Word, clock_ns};
 use crate::submission::{Lookup, Outcome, Submission};
 use crate::workers;
 
@@ -40,8 +41,9 @@ const BYTES_PER_US: u64 = 4096;
 
 /// Writes a time where a program has asked for it.
 fn note(at: usize, now_ns: u64) {
-    // SAFETY: callers pass aligned places inside the mapping of command buffers.
-    unsafe { (*(at as *const AtomicU64)).store(now_ns, Ordering::Release) };
+    // Eight bytes are one store. If someone truncated the file behind it, nobody sees the time.
+    // SAFETY: callers pass aligned places inside the mapping of command buffers, the source is ours.
+    let _ = unsafe { guarded::copy(at as *mut u8, (&raw const now_ns).cast(), 8) };
 }
 
 /// How a wait ended.
@@ -123,18 +125,17 @@ impl Context {
         let mut make = Some(make);
         loop {
             if self.down.load(Ordering::Acquire) {
-                self.state.drop_submission(Drop::InReset);
+                self.state.reject(Rejection::InReset);
                 return Err(Errno::BUSY);
             }
             match self.window.enter(&mut make) {
                 Ok(submission) => {
                     self.in_flight.fetch_add(1, Ordering::SeqCst);
-                    self.state.in_flight.fetch_add(1, Ordering::Relaxed);
                     return Ok(submission);
                 }
                 Err(in_the_way) => {
                     // The driver says "again" and its library does; each try counts.
-                    self.state.drop_submission(Drop::InFlight);
+                    self.state.reject(Rejection::InFlight);
                     self.help(&in_the_way, u64::MAX);
                     if in_the_way.outcome().is_none() {
                         in_the_way.sleep(self.until_timeout());
@@ -152,7 +153,7 @@ impl Context {
             if self.down.load(Ordering::Acquire) {
                 return Err(Errno::PERM);
             }
-            self.state.drop_submission(Drop::QueueFull);
+            self.state.reject(Rejection::QueueFull);
             self.help(submission, u64::MAX);
             std::thread::sleep(Duration::from_micros(50));
             self.check_timeout();
@@ -168,12 +169,16 @@ impl Context {
     /// Keeps the card's descriptor until the work in flight is done.
     fn keep(&self, fd: BorrowedFd<'_>) {
         let mut hold = self.hold.lock().unwrap_or_else(|p| p.into_inner());
-        if hold.is_none() {
+        let was_idle = hold.is_none();
+        if was_idle {
             *hold = fd.try_clone_to_owned().ok();
         }
         self.holding.store(true, Ordering::SeqCst);
         if self.in_flight.load(Ordering::SeqCst) == 0 {
             *hold = None;
+        }
+        if was_idle == hold.is_some() {
+            self.state.set(Word::Busy, hold.is_some().into());
         }
     }
 
@@ -183,13 +188,12 @@ impl Context {
         }
         // The books first: who sees the end may ask whether the card is idle.
         self.last_end.store(self.epoch.elapsed().as_nanos() as u64, Ordering::Relaxed);
-        self.state.in_flight.fetch_sub(1, Ordering::Relaxed);
         if self.in_flight.fetch_sub(1, Ordering::SeqCst) == 1
             && self.holding.swap(false, Ordering::SeqCst)
         {
             let mut hold = self.hold.lock().unwrap_or_else(|p| p.into_inner());
-            if self.in_flight.load(Ordering::Acquire) == 0 {
-                *hold = None;
+            if self.in_flight.load(Ordering::Acquire) == 0 && hold.take().is_some() {
+                self.state.set(Word::Busy, 0);
             }
         }
         submission.publish(outcome, realtime_ns());
@@ -360,7 +364,7 @@ impl Context {
             .submitted
             .max(self.epoch + Duration::from_nanos(self.last_end.load(Ordering::Relaxed)));
         if since.elapsed() >= oldest.timeout && !self.down.load(Ordering::Acquire) {
-            self.state.cs_timeout.capture(realtime_ns(), oldest.seq, 0);
+            self.state.record(Word::CsTimeout, realtime_ns(), oldest.seq, 0);
             self.events.raise(bit::CS_TIMEOUT | bit::DEVICE_RESET);
             self.reset(Some(&oldest));
         }
@@ -371,15 +375,19 @@ impl Context {
         let now = realtime_ns();
         let (what, bits) = match fault {
             Fault::Page { addr } => {
-                self.state.page_fault.capture(now, self.fault_address(addr), queue.into());
-                (format!("page fault at {addr:#x}"), bit::PAGE_FAULT)
+                let known = self.fault_address(addr);
+                self.state.record(Word::PageFault, now, known, queue.into());
+                let mapped = self.space().translate(addr).is_some();
+                // The program took its memory away, or the file system of the card's memory is full.
+                let why = if mapped { ", which is mapped: no host memory behind it" } else { "" };
+                (format!("page fault at {addr:#x}{why}"), bit::PAGE_FAULT)
             }
             Fault::Razwi { addr } => {
-                self.state.razwi.capture(now, addr, queue.into());
+                self.state.record(Word::Razwi, now, addr, queue.into());
                 (format!("nobody answers at {addr:#x} (RAZWI)"), bit::RAZWI)
             }
             Fault::Opcode => {
-                self.state.undefined_opcode.capture(now, 0, queue.into());
+                self.state.record(Word::UndefinedOpcode, now, 0, queue.into());
                 ("undefined packet".to_owned(), bit::UNDEFINED_OPCODE)
             }
         };

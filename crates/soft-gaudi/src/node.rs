@@ -5,7 +5,7 @@
 //! | `accelN` | the compute node: its descriptor is what `hlthunk_open` returns; the lock on it is the ownership of the card, its content at the offsets of the handles are the command buffers |
 //! | `accel_controlDN` | the control node |
 //! | `hbmN` | the memory: SRAM, then DRAM, sparse |
-//! | `stateN` | one page that control nodes of other processes may ask ([`crate::state`]) |
+//! | `stateN` | what the owner tells other processes, with magic and version ([`crate::state`]) |
 //! | `faults` | what shall go wrong ([`crate::faults`]) |
 //! | `dmabuf/` | exported ranges ([`crate::dmabuf`]) |
 //!
@@ -17,6 +17,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{OnceLock, RwLock};
 
 use rustix::fs::{FileType, Mode, OFlags, SeekFrom};
@@ -40,6 +41,8 @@ pub(crate) enum Role {
 pub(crate) struct Identity {
     pub(crate) device: u32,
     pub(crate) role: Role,
+    /// The open file is one that this process (or the one it was forked from) opened.
+    pub(crate) opened_here: bool,
 }
 
 /// Hashes device and inode numbers: looked up at every call, and nobody chooses them to collide.
@@ -83,8 +86,11 @@ impl Identity {
     fn from_position(position: u64, mark: u64) -> Option<Self> {
         let role = if position & 1 == 0 { Role::Compute } else { Role::Control };
         let device = (position & !MARK_BITS) >> 1;
-        (position & MARK_BITS == mark)
-            .then_some(Identity { device: u32::try_from(device).ok()?, role })
+        (position & MARK_BITS == mark).then_some(Identity {
+            device: u32::try_from(device).ok()?,
+            role,
+            opened_here: true,
+        })
     }
 }
 
@@ -172,7 +178,7 @@ impl Node {
         }
         let fd = self.open_file(&file_name(device, role), OFlags::RDWR)?;
         let stat = rustix::fs::fstat(&fd)?;
-        let identity = Identity { device, role };
+        let identity = Identity { device, role, opened_here: false };
         let mut known = self.known.write().unwrap_or_else(|poisoned| poisoned.into_inner());
         known.insert((stat.st_dev, stat.st_ino), identity);
         if self.mark != 0 {
@@ -192,9 +198,56 @@ impl Node {
         self.folder.join(format!("hbm{device}"))
     }
 
-    /// The card's page of shared state.
-    pub(crate) fn open_state(&self, device: u32) -> Result<OwnedFd, Errno> {
-        self.open_file(&format!("state{device}"), OFlags::RDWR)
+    /// Where a file of the machine is.
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.folder.join(name)
+    }
+
+    /// Opens a file that is never seen without its first content; `ENOMEM` when there is no space for it.
+    pub(crate) fn open_or_create(
+        &self,
+        name: &str,
+        content: impl FnOnce() -> Vec<u8>,
+    ) -> Result<OwnedFd, Errno> {
+        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let open = || rustix::fs::open(self.path(name), flags, Mode::empty());
+        match open() {
+            Err(Errno::NOENT) => {}
+            other => return other,
+        }
+        static COUNT: AtomicU64 = AtomicU64::new(0);
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        let unfinished = format!("{name}.new-{}-{count}", std::process::id());
+        let file = self.open_file(&unfinished, OFlags::RDWR | OFlags::TRUNC)?;
+        let bytes = content();
+        let made = match rustix::io::pwrite(&file, &bytes, 0) {
+            Ok(written) if written == bytes.len() => {
+                // Unlike a rename, a link does not replace what another process has made meanwhile.
+                match std::fs::hard_link(self.path(&unfinished), self.path(name)) {
+                    Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
+                        Err(Errno::from_io_error(&error).unwrap_or(Errno::IO))
+                    }
+                    _ => Ok(()),
+                }
+            }
+            Ok(_) => Err(Errno::NOSPC),
+            Err(errno) => Err(errno),
+        };
+        let _ = std::fs::remove_file(self.path(&unfinished));
+        made.map_err(|errno| self.out_of_space(errno))?;
+        open()
+    }
+
+    /// The errno a driver has for "no memory", if a file system is full; says so, once.
+    pub(crate) fn out_of_space(&self, errno: Errno) -> Errno {
+        if !matches!(errno, Errno::NOSPC | Errno::DQUOT) {
+            return errno;
+        }
+        static SAID: std::sync::Once = std::sync::Once::new();
+        SAID.call_once(|| {
+            eprintln!("soft-gaudi: no space left for the machine in {}", self.folder.display());
+        });
+        Errno::NOMEM
     }
 
     /// The fault that someone ordered for this point, if any.
@@ -237,7 +290,7 @@ impl Node {
                 if let Ok(meta) = std::fs::symlink_metadata(path)
                     && (meta.dev(), meta.ino()) == key
                 {
-                    let identity = Identity { device, role };
+                    let identity = Identity { device, role, opened_here: false };
                     let mut known =
                         self.known.write().unwrap_or_else(|poisoned| poisoned.into_inner());
                     known.insert(key, identity);
@@ -270,7 +323,7 @@ mod tests {
         let mark = 0x1234_5678_9abc_d400 & MARK_BITS;
         for device in [0, 7, 255] {
             for role in [Role::Compute, Role::Control] {
-                let identity = Identity { device, role };
+                let identity = Identity { device, role, opened_here: true };
                 let position = identity.position(mark);
                 assert!(i64::try_from(position).is_ok());
                 assert_eq!(Identity::from_position(position, mark), Some(identity));

@@ -1,180 +1,276 @@
-//! One page per card that every process may read: what the driver answers on a control node.
+//! The file `stateN` of a card: what its owner tells other processes, who ask on control nodes.
 //!
-//! Only the owner of the card writes (except for the release flag, set by the closer). The values
-//! are hints for people and monitors; correctness never rests on them, except for the generation
-//! of the context, which only a process holding the card's lock changes.
+//! The file is read and written with system calls and never mapped. So a full file system, or a file that
+//! someone truncated, is an error of a call; mapped, it would be a SIGBUS in the host process.
+//!
+//! | bytes | what |
+//! |---|---|
+//! | 0–7 | magic |
+//! | 8–15 | version of the layout, of this file and of the machine's other files |
+//! | 16–511 | one 64-bit word for each [`Word`] |
+//!
+//! The owner of the card writes, with two exceptions: a closer sets [`Word::InRelease`], a fault on demand
+//! [`Word::Removed`]. The values are for people and monitors; nothing rests on them but the number of the
+//! context, which only a process that holds the card's lock changes.
 
-use std::os::fd::AsFd;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::collections::BTreeSet;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Mutex, MutexGuard};
 
 use rustix::io::Errno;
-use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::node::Node;
 
-/// The page. Fresh tmpfs pages are zero, which is the right start for every field.
-#[repr(C)]
-#[derive(Debug)]
-pub(crate) struct DeviceState {
-    /// Counts contexts; the current one's number.
-    pub(crate) context: AtomicU64,
+const MAGIC: u64 = u64::from_le_bytes(*b"softGsta");
+/// Changes whenever a file of the machine gets another layout.
+const VERSION: u64 = 1;
+const WORDS: usize = 64;
+const SIZE: usize = WORDS * 8;
+
+/// What a word of the file means; its value is its place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Word {
+    /// Number of the current context; counts up.
+    Context = 2,
     /// Times the card was opened.
-    pub(crate) opens: AtomicU64,
-    /// CLOCK_BOOTTIME of the last open and close, ms.
-    pub(crate) opened_ms: AtomicU64,
-    /// See `opened_ms`.
-    pub(crate) closed_ms: AtomicU64,
+    Opens,
+    /// CLOCK_BOOTTIME of the last open, in ms.
+    OpenedMs,
+    /// The same of the last close.
+    ClosedMs,
     /// Process that opened it last.
-    pub(crate) pid: AtomicU32,
+    Pid,
     /// 1 while a closer cleans up.
-    pub(crate) in_release: AtomicU32,
-    /// DRAM of the current owner's card.
-    pub(crate) dram_size: AtomicU64,
-    /// Of it allocated.
-    pub(crate) dram_used: AtomicU64,
+    InRelease,
+    /// Bytes of DRAM, as the owner configured them.
+    DramSize,
+    /// Of these allocated.
+    DramUsed,
     /// 1 after the card was taken out of the machine.
-    pub(crate) removed: AtomicU32,
+    Removed,
     /// `hl_device_status` of the current context.
-    pub(crate) status: AtomicU32,
+    Status,
     /// Resets since the machine was made.
-    pub(crate) hard_resets: AtomicU32,
-    /// Rejected submissions by cause, as `hl_info_cs_counters` lists them (totals).
-    pub(crate) drops: [AtomicU64; 6],
-    /// The same for the current context.
-    pub(crate) context_drops: [AtomicU64; 6],
-    /// Submissions not finished, for `is_device_idle` of others.
-    pub(crate) in_flight: AtomicU64,
-    /// The first of each kind of error in this context: when (ns, 0 for never) and where.
-    pub(crate) cs_timeout: Record,
-    /// See `cs_timeout`.
-    pub(crate) page_fault: Record,
-    /// See `cs_timeout`.
-    pub(crate) razwi: Record,
-    /// See `cs_timeout`.
-    pub(crate) undefined_opcode: Record,
+    HardResets,
+    /// 1 while submissions are in flight that no call carries out.
+    Busy,
+    /// First of twelve: rejected submissions, as `hl_info_cs_counters` lists them, by cause and in pairs (in
+    /// all, in this context).
+    Rejected = 16,
+    /// First of three words: when (ns, 0 for never), what and which queue.
+    CsTimeout = 32,
+    /// See `CsTimeout`.
+    PageFault = 35,
+    /// See `CsTimeout`.
+    Razwi = 38,
+    /// See `CsTimeout`.
+    UndefinedOpcode = 41,
 }
 
-/// An error that was captured for later questions.
-#[repr(C)]
-#[derive(Debug)]
-pub(crate) struct Record {
-    when_ns: AtomicU64,
-    what: AtomicU64,
-    who: AtomicU64,
-}
-
-impl Record {
-    /// Keeps the first error only, as the driver does.
-    pub(crate) fn capture(&self, now_ns: u64, what: u64, who: u64) {
-        if self.when_ns.load(Ordering::Acquire) == 0 {
-            self.what.store(what, Ordering::Relaxed);
-            self.who.store(who, Ordering::Relaxed);
-            self.when_ns.store(now_ns, Ordering::Release);
-        }
-    }
-
-    /// When, what (an address or a sequence number), and which queue; zeros if nothing happened.
-    pub(crate) fn get(&self) -> (u64, u64, u64) {
-        let when = self.when_ns.load(Ordering::Acquire);
-        (when, self.what.load(Ordering::Relaxed), self.who.load(Ordering::Relaxed))
-    }
-
-    fn clear(&self) {
-        for part in [&self.when_ns, &self.what, &self.who] {
-            part.store(0, Ordering::Release);
-        }
-    }
-}
-
-/// Why a submission was turned away, in the order of `hl_info_cs_counters`.
+/// Why a submission was rejected, in the order of `hl_info_cs_counters`.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Drop {
+pub(crate) enum Rejection {
     /// The packets are malformed.
     Parsing = 1,
-    /// The queue's ring has no room.
+    /// A queue's ring is full.
     QueueFull = 2,
     /// The card is being reset.
     InReset = 3,
-    /// The window is full.
+    /// The window of submissions is full.
     InFlight = 4,
     /// A chunk is not allowed.
     Validation = 5,
 }
 
+const CAUSES: usize = 6;
+const ERRORS: [Word; 4] = [Word::CsTimeout, Word::PageFault, Word::Razwi, Word::UndefinedOpcode];
+
 /// `HL_DEVICE_STATUS_OPERATIONAL`.
-pub(crate) const OPERATIONAL: u32 = 0;
+pub(crate) const OPERATIONAL: u64 = 0;
 /// `HL_DEVICE_STATUS_IN_RESET`.
-pub(crate) const IN_RESET: u32 = 1;
+pub(crate) const IN_RESET: u64 = 1;
 
-impl DeviceState {
-    /// A process has taken the card.
-    pub(crate) fn begin(&self, dram_size: u64) {
-        self.opens.fetch_add(1, Ordering::Relaxed);
-        self.opened_ms.store(boot_ms(), Ordering::Relaxed);
-        self.pid.store(std::process::id(), Ordering::Relaxed);
-        self.in_release.store(0, Ordering::Release);
-        self.dram_size.store(dram_size, Ordering::Relaxed);
-        self.dram_used.store(0, Ordering::Relaxed);
-        self.status.store(OPERATIONAL, Ordering::Relaxed);
-        self.in_flight.store(0, Ordering::Relaxed);
-        for counter in &self.context_drops {
-            counter.store(0, Ordering::Relaxed);
-        }
-        for record in [&self.cs_timeout, &self.page_fault, &self.razwi, &self.undefined_opcode] {
-            record.clear();
-        }
+/// The content of the file at one time.
+#[derive(Clone, Debug)]
+pub(crate) struct Snapshot([u64; WORDS]);
+
+impl Snapshot {
+    fn new() -> Self {
+        let mut words = [0; WORDS];
+        [words[0], words[1]] = [MAGIC, VERSION];
+        Self(words)
     }
 
-    /// It has given the card back.
+    pub(crate) fn get(&self, word: Word) -> u64 {
+        self.0[word as usize]
+    }
+
+    fn set(&mut self, word: Word, value: u64) {
+        self.0[word as usize] = value;
+    }
+
+    /// Rejected submissions of a cause: in all, in this context.
+    pub(crate) fn rejected(&self, cause: usize) -> [u64; 2] {
+        let at = Word::Rejected as usize + 2 * cause;
+        [self.0[at], self.0[at + 1]]
+    }
+
+    /// The first error of a kind: when (0 for never), what (an address or a number), which queue.
+    pub(crate) fn error(&self, kind: Word) -> [u64; 3] {
+        let at = kind as usize;
+        [self.0[at], self.0[at + 1], self.0[at + 2]]
+    }
+
+    fn to_bytes(&self) -> Vec<u8> {
+        self.0.iter().flat_map(|word| word.to_le_bytes()).collect()
+    }
+
+    /// `None` if it is not a state file of this version.
+    fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let mut words = [0; WORDS];
+        for (word, bytes) in words.iter_mut().zip(bytes.get(..SIZE)?.chunks_exact(8)) {
+            *word = u64::from_le_bytes(bytes.try_into().ok()?);
+        }
+        (words[..2] == [MAGIC, VERSION]).then_some(Self(words))
+    }
+}
+
+/// The state file of one card, open for the life of the process.
+#[derive(Debug)]
+pub(crate) struct StateFile {
+    file: OwnedFd,
+    name: String,
+    /// What this process, as the owner of the card, has written.
+    written: Mutex<Snapshot>,
+}
+
+/// The card's state file; made at the first call on the machine.
+pub(crate) fn of(node: &Node, device: u32) -> Result<&'static StateFile, Errno> {
+    static OPEN: Mutex<[Option<&'static StateFile>; 256]> = Mutex::new([None; 256]);
+    let mut open = OPEN.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let slot = open.get_mut(device as usize).ok_or(Errno::NODEV)?;
+    match slot {
+        // The machine's folder may have been removed and made anew.
+        Some(state) if rustix::fs::fstat(&state.file)?.st_nlink > 0 => Ok(state),
+        _ => {
+            let name = format!("state{device}");
+            let file = node.open_or_create(&name, || Snapshot::new().to_bytes())?;
+            let name = node.path(&name).display().to_string();
+            let written = Mutex::new(Snapshot::new());
+            let state = Box::leak(Box::new(StateFile { file, name, written }));
+            *slot = Some(state);
+            Ok(state)
+        }
+    }
+}
+
+impl StateFile {
+    fn written(&self) -> MutexGuard<'_, Snapshot> {
+        self.written.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// Reads the file; `EIO` if it is damaged or of another version.
+    pub(crate) fn read(&self) -> Result<Snapshot, Errno> {
+        let mut bytes = [0; SIZE];
+        let read = rustix::io::pread(self.file.as_fd(), &mut bytes[..], 0)?;
+        Snapshot::from_bytes(&bytes[..read]).ok_or_else(|| {
+            complain_once(&self.name);
+            Errno::IO
+        })
+    }
+
+    fn write_at(&self, word: usize, words: &[u64]) -> Result<(), Errno> {
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        let written = rustix::io::pwrite(self.file.as_fd(), &bytes, word as u64 * 8)?;
+        if written == bytes.len() { Ok(()) } else { Err(Errno::NOSPC) }
+    }
+
+    /// Sets a word that others than the owner may set.
+    pub(crate) fn set_unowned(&self, word: Word, value: u64) {
+        // Monitors then see the old value. There is nobody to be told.
+        let _ = self.write_at(word as usize, &[value]);
+    }
+
+    /// Sets a word, as the card's owner.
+    pub(crate) fn set(&self, word: Word, value: u64) {
+        self.written().set(word, value);
+        self.set_unowned(word, value);
+    }
+
+    /// The process has taken the card: the number of the new context.
+    pub(crate) fn begin(&self, dram_size: u64) -> Result<u64, Errno> {
+        let mut state = self.read()?;
+        let context = state.get(Word::Context) + 1;
+        let values = [
+            (Word::Context, context),
+            (Word::Opens, state.get(Word::Opens) + 1),
+            (Word::OpenedMs, boot_ms()),
+            (Word::Pid, std::process::id().into()),
+            (Word::InRelease, 0),
+            (Word::DramSize, dram_size),
+            (Word::DramUsed, 0),
+            (Word::Status, OPERATIONAL),
+            (Word::Busy, 0),
+        ];
+        values.into_iter().for_each(|(word, value)| state.set(word, value));
+        for cause in 0..CAUSES {
+            state.0[Word::Rejected as usize + 2 * cause + 1] = 0;
+        }
+        for kind in ERRORS {
+            state.0[kind as usize..kind as usize + 3].fill(0);
+        }
+        self.write_at(0, &state.0)?;
+        *self.written() = state;
+        Ok(context)
+    }
+
+    /// The card is given back; only for who holds its lock.
     pub(crate) fn end(&self) {
-        self.closed_ms.store(boot_ms(), Ordering::Relaxed);
-        self.dram_used.store(0, Ordering::Relaxed);
-        self.status.store(OPERATIONAL, Ordering::Relaxed);
-        self.in_flight.store(0, Ordering::Relaxed);
+        let values = [
+            (Word::ClosedMs, boot_ms()),
+            (Word::DramUsed, 0),
+            (Word::Status, OPERATIONAL),
+            (Word::Busy, 0),
+        ];
+        values.into_iter().for_each(|(word, value)| self.set_unowned(word, value));
     }
 
-    /// A submission was turned away.
-    pub(crate) fn drop_submission(&self, cause: Drop) {
-        self.drops[cause as usize].fetch_add(1, Ordering::Relaxed);
-        self.context_drops[cause as usize].fetch_add(1, Ordering::Relaxed);
+    /// Counts a rejected submission.
+    pub(crate) fn reject(&self, cause: Rejection) {
+        let at = Word::Rejected as usize + 2 * cause as usize;
+        let mut state = self.written();
+        state.0[at] += 1;
+        state.0[at + 1] += 1;
+        let _ = self.write_at(at, &state.0[at..at + 2]);
+    }
+
+    /// Records an error; the first of its kind in a context stays, as in the driver.
+    pub(crate) fn record(&self, kind: Word, now_ns: u64, what: u64, queue: u64) {
+        let at = kind as usize;
+        let mut state = self.written();
+        if state.0[at] == 0 {
+            state.0[at..at + 3].copy_from_slice(&[now_ns, what, queue]);
+            let _ = self.write_at(at, &state.0[at..at + 3]);
+        }
     }
 
     /// The card is being reset.
     pub(crate) fn reset(&self) {
-        self.status.store(IN_RESET, Ordering::Relaxed);
-        self.hard_resets.fetch_add(1, Ordering::Relaxed);
+        let resets = self.written().get(Word::HardResets) + 1;
+        self.set(Word::HardResets, resets);
+        self.set(Word::Status, IN_RESET);
     }
 }
 
-const PAGE: usize = 4096;
-const _: () = assert!(size_of::<DeviceState>() <= PAGE);
-
-/// The card's page, mapped once per process and never unmapped.
-pub(crate) fn of(node: &Node, device: u32) -> Result<&'static DeviceState, Errno> {
-    static MAPPED: Mutex<[Option<&'static DeviceState>; 256]> = Mutex::new([None; 256]);
-    let mut mapped = MAPPED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    let slot = mapped.get_mut(device as usize).ok_or(Errno::NODEV)?;
-    if let Some(state) = slot {
-        return Ok(state);
+fn complain_once(name: &str) {
+    static NAMED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+    let mut named = NAMED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    if named.insert(name.to_owned()) {
+        eprintln!(
+            "soft-gaudi: {name} is no state file of version {VERSION}: it is damaged, or another version of \
+             soft-gaudi made it; remove its folder when no process uses the machine"
+        );
     }
-    let fd = node.open_state(device)?;
-    rustix::fs::ftruncate(fd.as_fd(), PAGE as u64)?;
-    // SAFETY: a fresh mapping at an address of the kernel's choice.
-    let page = unsafe {
-        rustix::mm::mmap(
-            core::ptr::null_mut(),
-            PAGE,
-            ProtFlags::READ | ProtFlags::WRITE,
-            MapFlags::SHARED,
-            fd,
-            0,
-        )
-    }?;
-    // SAFETY: page-aligned, large enough, never unmapped, and made of atomics only.
-    let state = unsafe { &*page.cast::<DeviceState>() };
-    *slot = Some(state);
-    Ok(state)
 }
 
 /// Nanoseconds since boot, the same clock in every process.
@@ -195,4 +291,32 @@ pub(crate) fn clock_ns(clock: libc::clockid_t) -> u64 {
 /// Milliseconds since boot.
 pub(crate) fn boot_ms() -> u64 {
     boot_ns() / 1_000_000
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_snapshot_survives_the_file_and_others_are_refused() {
+        let mut state = Snapshot::new();
+        state.set(Word::DramSize, 7);
+        let bytes = state.to_bytes();
+        assert_eq!(bytes.len(), SIZE);
+        assert_eq!(Snapshot::from_bytes(&bytes).map(|s| s.get(Word::DramSize)), Some(7));
+        assert!(Snapshot::from_bytes(&bytes[..SIZE - 1]).is_none(), "truncated");
+        assert!(Snapshot::from_bytes(&[0; SIZE]).is_none(), "no magic");
+        let mut newer = bytes;
+        newer[8] += 1;
+        assert!(Snapshot::from_bytes(&newer).is_none(), "another version");
+    }
+
+    #[test]
+    fn words_do_not_overlap() {
+        assert!((Word::Busy as usize) < Word::Rejected as usize);
+        assert_eq!(Word::Rejected as usize + 2 * CAUSES, 28);
+        let ends = ERRORS.map(|kind| kind as usize + 3);
+        assert!(ERRORS.iter().skip(1).zip(ends).all(|(next, end)| end <= *next as usize));
+        assert!(ends[3] <= WORDS);
+    }
 }

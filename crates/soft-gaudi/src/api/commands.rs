@@ -14,7 +14,7 @@ use crate::engine::Waited;
 use crate::guarded;
 use crate::parser::{self, QueueKind};
 use crate::processor::Program;
-use crate::state::Drop;
+use crate::state::Rejection;
 use crate::submission::{Lookup, Outcome, Submission};
 
 fn create_buffer(fd: c_int, size: u32, out: *mut u64, mapped: bool) -> Result<c_int, Errno> {
@@ -213,8 +213,8 @@ fn submit_chunks(
         Err(errno) => {
             context.reject(&submission);
             let malformed = context.profile.generation == Generation::Gaudi1;
-            let cause = if malformed { Drop::Parsing } else { Drop::Validation };
-            context.state.drop_submission(cause);
+            let cause = if malformed { Rejection::Parsing } else { Rejection::Validation };
+            context.state.reject(cause);
             return Err(errno);
         }
     };

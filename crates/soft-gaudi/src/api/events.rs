@@ -11,6 +11,7 @@ use super::info::card;
 use super::{borrow, put, status};
 use crate::context::{self, Context};
 use crate::node::{Role, node};
+use crate::state::Word;
 use std::sync::Arc;
 
 /// The context for an event operation: control nodes are refused in their own way.
@@ -97,11 +98,11 @@ pub extern "C" fn hlthunk_get_event_record(fd: c_int, id: c_int, buf: *mut c_voi
         match id {
             OPEN_DEV => put(buf.cast::<i64>(), 0)?,
             CS_TIMEOUT => {
-                let (when, seq, _) = state.cs_timeout.get();
+                let [when, seq, _] = state.error(Word::CsTimeout);
                 put(buf.cast(), CsTimeoutRecord { timestamp: when as i64, seq })?;
             }
             RAZWI => {
-                let (when, addr, queue) = state.razwi.get();
+                let [when, addr, queue] = state.error(Word::Razwi);
                 let mut engine_id = [0; 128];
                 engine_id[0] = queue as u16;
                 let record = RazwiRecord {
@@ -114,7 +115,7 @@ pub extern "C" fn hlthunk_get_event_record(fd: c_int, id: c_int, buf: *mut c_voi
                 put(buf.cast(), record)?;
             }
             UNDEFINED_OPCODE => {
-                let (when, cb, queue) = state.undefined_opcode.get();
+                let [when, cb, queue] = state.error(Word::UndefinedOpcode);
                 let record = UndefinedOpcodeRecord {
                     timestamp: when as i64,
                     cb_addr_streams: [[0; 8]; 4],
@@ -143,7 +144,7 @@ pub extern "C" fn hlthunk_get_page_fault_info(
     status("hlthunk_get_page_fault_info", || {
         // SAFETY: C's callers promise a valid pointer or NULL.
         let out = unsafe { out.as_mut() }.ok_or(Errno::INVAL)?;
-        let (when, addr, queue) = card(fd)?.1.page_fault.get();
+        let [when, addr, queue] = card(fd)?.1.error(Word::PageFault);
         out.timestamp = when as i64;
         out.addr = addr;
         out.engine_id = queue as u16;

@@ -1,7 +1,6 @@
 //! What a card says about itself.
 
 use core::ffi::{c_char, c_int, c_void};
-use std::sync::atomic::Ordering;
 
 use hl_thunk::sys::{DramUsageInfo, HwIpInfo, OpenStatsInfo};
 use rustix::io::Errno;
@@ -10,7 +9,7 @@ use super::nodes::index_from_fd;
 use super::{guard, put, set_errno, status};
 use crate::asic::module_id;
 use crate::node::node;
-use crate::state::{self, DeviceState};
+use crate::state::{self, Snapshot, Word};
 
 /// Says that this is no hardware, wherever a version is asked for.
 const VERSION: &str = concat!("1.10.0-soft-gaudi-", env!("CARGO_PKG_VERSION"));
@@ -20,10 +19,10 @@ fn fill(text: &str, out: &mut [u8]) {
     out[..count].copy_from_slice(&text.as_bytes()[..count]);
 }
 
-/// The card's index and shared page.
-pub(super) fn card(fd: c_int) -> Result<(u32, &'static DeviceState), Errno> {
+/// The card's index and published state.
+pub(super) fn card(fd: c_int) -> Result<(u32, Snapshot), Errno> {
     let index = index_from_fd(fd)?;
-    Ok((index, state::of(node()?, index)?))
+    Ok((index, state::of(node()?, index)?.read()?))
 }
 
 pub(super) fn hw_ip_info(fd: c_int) -> Result<HwIpInfo, Errno> {
@@ -31,7 +30,7 @@ pub(super) fn hw_ip_info(fd: c_int) -> Result<HwIpInfo, Errno> {
     let node = node()?;
     let profile = node.profile;
     // The owner decides on the size; a card nobody has opened yet has the configured one.
-    let dram_size = match state.dram_size.load(Ordering::Relaxed) {
+    let dram_size = match state.get(Word::DramSize) {
         size if size != 0 && node.is_held(index)? => size,
         _ => node.config.dram_size,
     };
@@ -82,7 +81,7 @@ pub extern "C" fn hlthunk_get_dram_usage(fd: c_int, out: *mut DramUsageInfo) -> 
         let size = hw_ip_info(fd)?.dram_size;
         let (index, state) = card(fd)?;
         let held = node()?.is_held(index)?;
-        let used = if held { state.dram_used.load(Ordering::Relaxed) } else { 0 };
+        let used = if held { state.get(Word::DramUsed) } else { 0 };
         put(out, DramUsageInfo { dram_free_mem: size.saturating_sub(used), ctx_dram_mem: used })?;
         Ok(0)
     })
@@ -90,15 +89,14 @@ pub extern "C" fn hlthunk_get_dram_usage(fd: c_int, out: *mut DramUsageInfo) -> 
 
 pub(super) fn open_stats(fd: c_int) -> Result<OpenStatsInfo, Errno> {
     let (index, state) = card(fd)?;
-    let (opened, closed) =
-        (state.opened_ms.load(Ordering::Relaxed), state.closed_ms.load(Ordering::Relaxed));
+    let (opened, closed) = (state.get(Word::OpenedMs), state.get(Word::ClosedMs));
     let held = node()?.is_held(index)?;
     let until = if held { state::boot_ms() } else { closed };
     Ok(OpenStatsInfo {
-        open_counter: state.opens.load(Ordering::Relaxed),
+        open_counter: state.get(Word::Opens),
         last_open_period_ms: until.saturating_sub(opened),
         is_compute_ctx_active: held.into(),
-        compute_ctx_in_release: (state.in_release.load(Ordering::Relaxed) != 0).into(),
+        compute_ctx_in_release: (state.get(Word::InRelease) != 0).into(),
     })
 }
 
@@ -120,7 +118,7 @@ pub extern "C" fn hlthunk_get_device_status_info(fd: c_int) -> c_int {
     status("hlthunk_get_device_status_info", || {
         let (index, state) = card(fd)?;
         let held = node()?.is_held(index)?;
-        Ok(if held { state.status.load(Ordering::Relaxed) as c_int } else { 0 })
+        Ok(if held { state.get(Word::Status) as c_int } else { 0 })
     })
 }
 
@@ -129,7 +127,7 @@ pub extern "C" fn hlthunk_get_device_status_info(fd: c_int) -> c_int {
 pub extern "C" fn hlthunk_is_device_idle(fd: c_int) -> bool {
     guard("hlthunk_is_device_idle", || {
         let (_, state) = card(fd)?;
-        Ok(state.in_flight.load(Ordering::Relaxed) == 0)
+        Ok(state.get(Word::Busy) == 0)
     })
     .unwrap_or_else(|errno| {
         set_errno(errno);

@@ -1,7 +1,6 @@
 //! Counters, clocks, power: what monitoring tools ask. A card in software is cool and idle.
 
 use core::ffi::{c_char, c_int, c_void};
-use std::sync::atomic::Ordering;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use hl_thunk::sys::{
@@ -13,14 +12,14 @@ use super::info::{card, open_stats};
 use super::{put, status};
 use crate::asic::Generation;
 use crate::node::node;
-use crate::state::boot_ns;
+use crate::state::{Snapshot, Word, boot_ns};
 
 /// Fills an out structure for a descriptor of ours; NULL is `EINVAL` before anything else.
 fn answer<T>(
     name: &str,
     fd: c_int,
     out: *mut T,
-    value: impl FnOnce(&'static crate::state::DeviceState) -> Result<T, Errno>,
+    value: impl FnOnce(Snapshot) -> Result<T, Errno>,
 ) -> c_int {
     status(name, || {
         if out.is_null() {
@@ -50,7 +49,7 @@ pub extern "C" fn hlthunk_get_hw_asic_status(fd: c_int, out: *mut HwAsicStatus) 
 #[unsafe(no_mangle)]
 pub extern "C" fn hlthunk_get_busy_engines_mask(fd: c_int, out: *mut EnginesIdleInfo) -> c_int {
     answer("hlthunk_get_busy_engines_mask", fd, out, |state| {
-        let busy = state.in_flight.load(Ordering::Relaxed) != 0;
+        let busy = state.get(Word::Busy) != 0;
         Ok(EnginesIdleInfo { is_idle: (!busy).into(), mask: [busy.into(), 0, 0, 0] })
     })
 }
@@ -111,7 +110,7 @@ pub extern "C" fn hlthunk_get_clk_rate(fd: c_int, current: *mut u32, most: *mut 
 #[unsafe(no_mangle)]
 pub extern "C" fn hlthunk_get_reset_count_info(fd: c_int, out: *mut [u32; 2]) -> c_int {
     answer("hlthunk_get_reset_count_info", fd, out, |state| {
-        Ok([state.hard_resets.load(Ordering::Relaxed), 0])
+        Ok([state.get(Word::HardResets) as u32, 0])
     })
 }
 
@@ -148,8 +147,10 @@ pub extern "C" fn hlthunk_get_sync_manager_info(
 #[unsafe(no_mangle)]
 pub extern "C" fn hlthunk_get_cs_counters_info(fd: c_int, out: *mut CsCounters) -> c_int {
     answer("hlthunk_get_cs_counters_info", fd, out, |state| {
-        let total = |n: usize| state.drops[n].load(Ordering::Relaxed);
-        let ctx = |n: usize| state.context_drops[n].load(Ordering::Relaxed);
+        let [total, ctx] = [0, 1].map(|which| {
+            let state = &state;
+            move |cause: usize| state.rejected(cause)[which]
+        });
         Ok(CsCounters {
             total_out_of_mem: total(0),
             ctx_out_of_mem: ctx(0),
@@ -221,8 +222,8 @@ pub extern "C" fn hlthunk_get_engine_status(
         if buf.is_null() || actual.is_null() || !(1 << 10..=1 << 20).contains(&size) {
             return Err(Errno::INVAL);
         }
-        let in_flight = card(fd)?.1.in_flight.load(Ordering::Relaxed);
-        let text = format!("soft-gaudi: no engines, {in_flight} submissions in flight\n");
+        let busy = card(fd)?.1.get(Word::Busy) != 0;
+        let text = format!("soft-gaudi: no engines, {}\n", if busy { "busy" } else { "idle" });
         // SAFETY: the caller promises `size` bytes, at least 1 KiB.
         unsafe {
             core::ptr::copy_nonoverlapping(text.as_ptr(), buf.cast(), text.len());

@@ -4,14 +4,14 @@
 //! process copying its own memory would die of SIGSEGV (or SIGBUS, when tmpfs is full). So every
 //! access of the software device to memory runs in a few instructions of assembly whose addresses
 //! are known, and a signal handler that finds the program counter there moves it to a landing pad
-//! that returns "fault" – the way a kernel's exception table does. All other faults are none of
-//! our business and go to the handler that was installed before.
+//! that returns "fault" – the way a kernel's exception table does. All other faults go to the handler that
+//! was installed before, as if ours did not exist.
 //!
 //! The handler is installed when a device is opened, never by loading the library.
 
 use core::ffi::c_void;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicPtr, Ordering};
 
 /// The address could not be read or written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,14 +116,17 @@ pub(crate) unsafe fn fill(dst: *mut u8, pattern: u64, len: usize) -> Result<(), 
 
 const SIGNALS: [libc::c_int; 2] = [libc::SIGSEGV, libc::SIGBUS];
 
-/// What was installed before us, per signal; leaked, since a handler may be reading it.
-static PREVIOUS: [AtomicPtr<libc::sigaction>; 2] =
-    [const { AtomicPtr::new(core::ptr::null_mut()) }; 2];
+/// A handler that was in place when ours was installed.
+struct Previous {
+    action: libc::sigaction,
+    /// The one before it, from an earlier installation.
+    older: *const Previous,
+}
 
-/// Thread that is passing a fault on; seeing it again means that two handlers chain to each other.
-static PASSING: AtomicI32 = AtomicI32::new(0);
+/// The handlers before ours, latest first, per signal; leaked, since a handler may be reading them.
+static PREVIOUS: [AtomicPtr<Previous>; 2] = [const { AtomicPtr::new(core::ptr::null_mut()) }; 2];
 
-/// Puts the handler in place, also again when someone else's has taken it since.
+/// Puts the handler in place, also again when the program has installed another one since.
 pub(crate) fn install() {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _one = ONE_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -138,8 +141,21 @@ pub(crate) fn install() {
         // SAFETY: as above.
         let mut ours: libc::sigaction = unsafe { core::mem::zeroed() };
         ours.sa_sigaction = on_fault as *const () as usize;
-        ours.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_NODEFER;
-        previous.store(Box::into_raw(Box::new(now)), Ordering::Release);
+        // The program's handler runs on the stack that it asked for. NODEFER: what is blocked while that
+        // handler runs is decided when it is called.
+        let inherited = match now.sa_sigaction {
+            libc::SIG_DFL | libc::SIG_IGN => libc::SA_ONSTACK | libc::SA_RESTART,
+            _ => now.sa_flags & (libc::SA_ONSTACK | libc::SA_RESTART),
+        };
+        ours.sa_flags = libc::SA_SIGINFO | libc::SA_NODEFER | inherited;
+        let older = previous.load(Ordering::Acquire);
+        // SAFETY: null, or leaked below.
+        let known = unsafe { older.as_ref() }
+            .is_some_and(|older| older.action.sa_sigaction == now.sa_sigaction);
+        if !known {
+            let latest = Box::new(Previous { action: now, older });
+            previous.store(Box::into_raw(latest), Ordering::Release);
+        }
         // SAFETY: `on_fault` has the signature SA_SIGINFO asks for and only does what a signal
         // handler may do.
         unsafe { libc::sigaction(signal, &ours, core::ptr::null_mut()) };
@@ -160,32 +176,80 @@ extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, context:
     pass_on(signal, info, context);
 }
 
-fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
-    let slot = SIGNALS.iter().position(|s| *s == signal).unwrap_or(0);
-    // SAFETY: the pointer is null or a leaked `sigaction`.
-    let previous = unsafe { PREVIOUS[slot].load(Ordering::Acquire).as_ref() };
-    // SAFETY: gettid has no preconditions.
-    let me = unsafe { libc::gettid() };
-    let handler = previous.map_or(libc::SIG_DFL, |action| action.sa_sigaction);
-    if handler == libc::SIG_DFL || handler == libc::SIG_IGN || PASSING.load(Ordering::Relaxed) == me
-    {
-        // Back at the faulting instruction the default action ends the process as it would have.
-        // SAFETY: sets a default action.
-        unsafe { libc::signal(signal, libc::SIG_DFL) };
-        return;
+/// Counts how often one delivery of a signal has come to [`pass_on`].
+///
+/// More than once means that a program's handler chains to ours, which was there before it; the next older one
+/// has its turn then. The count lies in the last bytes of the siginfo, which the kernel clears for each
+/// delivery: a handler that leaves by `siglongjmp` leaves nothing behind that the next fault could stumble over.
+fn turn(info: *mut libc::siginfo_t) -> usize {
+    const MARK: u64 = 0x736f_6674_4761_0000;
+    const LAST: usize = size_of::<libc::siginfo_t>() / 8 - 1;
+    if info.is_null() {
+        return 0;
     }
-    PASSING.store(me, Ordering::Relaxed);
-    if previous.is_some_and(|action| action.sa_flags & libc::SA_SIGINFO != 0) {
+    // SAFETY: the siginfo lies in the signal's frame on this thread's stack, aligned to eight bytes, and the
+    // kernel uses its first 48 bytes only.
+    let word = unsafe { &mut *info.cast::<u64>().add(LAST) };
+    let turn = if *word & !0xffff == MARK { (*word & 0xffff) as usize + 1 } else { 0 };
+    *word = MARK | turn.min(0xffff) as u64;
+    turn
+}
+
+/// Does what would have happened without our handler.
+fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
+    // SAFETY: valid, or null when a program's handler calls us without one.
+    let sent = unsafe { info.as_ref() }.is_some_and(|info| info.si_code <= 0);
+    let slot = usize::from(signal == SIGNALS[1]);
+    let mut previous = PREVIOUS[slot].load(Ordering::Acquire).cast_const();
+    for _ in 0..turn(info) {
+        // SAFETY: null, or leaked in `install`.
+        previous =
+            unsafe { previous.as_ref() }.map_or(core::ptr::null(), |previous| previous.older);
+    }
+    // SAFETY: null, or leaked in `install`.
+    let Some(Previous { action, .. }) = (unsafe { previous.as_ref() }) else {
+        return default_action(signal, sent);
+    };
+    match action.sa_sigaction {
+        // Faults cannot be ignored.
+        libc::SIG_IGN if sent => return,
+        libc::SIG_DFL | libc::SIG_IGN => return default_action(signal, sent),
+        _ => {}
+    }
+    // SAFETY: a copy of plain data; the calls get valid sets. When our handler returns the kernel restores
+    // the mask from the signal's frame.
+    unsafe {
+        let mut blocked = action.sa_mask;
+        if action.sa_flags & libc::SA_NODEFER == 0 {
+            libc::sigaddset(&mut blocked, signal);
+        }
+        libc::pthread_sigmask(libc::SIG_BLOCK, &blocked, core::ptr::null_mut());
+    }
+    if action.sa_flags & libc::SA_RESETHAND != 0 {
+        PREVIOUS[slot].store(core::ptr::null_mut(), Ordering::Release);
+    }
+    if action.sa_flags & libc::SA_SIGINFO != 0 {
         // SAFETY: an action with SA_SIGINFO holds a function of this type.
         let handler: extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut c_void) =
-            unsafe { core::mem::transmute(handler) };
+            unsafe { core::mem::transmute(action.sa_sigaction) };
         handler(signal, info, context);
     } else {
         // SAFETY: an action without SA_SIGINFO holds a function of this type.
-        let handler: extern "C" fn(libc::c_int) = unsafe { core::mem::transmute(handler) };
+        let handler: extern "C" fn(libc::c_int) =
+            unsafe { core::mem::transmute(action.sa_sigaction) };
         handler(signal);
     }
-    PASSING.store(0, Ordering::Relaxed);
+}
+
+/// Ends the process as the kernel would have.
+fn default_action(signal: libc::c_int, sent: bool) {
+    // SAFETY: sets a default action.
+    unsafe { libc::signal(signal, libc::SIG_DFL) };
+    if sent {
+        // SAFETY: no preconditions.
+        unsafe { libc::raise(signal) };
+    }
+    // Otherwise the faulting instruction is executed again.
 }
 
 #[cfg(test)]

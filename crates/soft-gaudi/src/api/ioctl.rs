@@ -29,7 +29,7 @@ pub extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_void) -> c
             Ok(if request == IOCTL_MEMORY {
                 memory_ioctl(fd, argument.cast())
             } else {
-                get(argument.cast::<InfoArgs>()).and_then(|args| info_ioctl(fd, args))
+                get(argument.cast::<InfoArgs>()).and_then(|args| info_ioctl(fd, &args))
             })
         })
     {

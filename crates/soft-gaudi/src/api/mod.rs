@@ -36,6 +36,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use rustix::io::Errno;
 
 use crate::faults::Action;
+use crate::guarded;
 
 /// Sets `errno`.
 fn set_errno(errno: Errno) {
@@ -106,18 +107,29 @@ fn borrow<'a>(fd: c_int) -> Result<BorrowedFd<'a>, Errno> {
     Ok(unsafe { BorrowedFd::borrow_raw(fd) })
 }
 
-/// Writes through an out pointer of C; `EINVAL` for NULL.
+/// Writes through an out pointer of C: `EINVAL` for NULL, `EFAULT` where nothing can be written.
+///
+/// Guarded, because a lock may be held: a handler of the program that leaves by `siglongjmp` would keep it locked.
 fn put<T>(out: *mut T, value: T) -> Result<(), Errno> {
     if out.is_null() {
         return Err(Errno::INVAL);
     }
-    // SAFETY: C's callers promise a valid pointer or NULL.
-    unsafe { out.write(value) };
-    Ok(())
+    // SAFETY: the source is ours, the destination the caller's; a bad one comes back as an error.
+    unsafe { guarded::copy(out.cast(), (&raw const value).cast(), size_of::<T>()) }
+        .map_err(|_| Errno::FAULT)
 }
 
-/// A reference to an in structure of C; `EINVAL` for NULL.
-fn get<'a, T>(input: *const T) -> Result<&'a T, Errno> {
-    // SAFETY: C's callers promise a valid pointer or NULL, for the duration of the call.
-    unsafe { input.as_ref() }.ok_or(Errno::INVAL)
+/// Reads a structure of C; `EINVAL` for NULL, `EFAULT` where nothing can be read.
+///
+/// For structures of which any bytes are a valid value.
+fn get<T>(input: *const T) -> Result<T, Errno> {
+    if input.is_null() {
+        return Err(Errno::INVAL);
+    }
+    let mut value = core::mem::MaybeUninit::<T>::uninit();
+    // SAFETY: the destination is ours, the source the caller's; a bad one comes back as an error.
+    unsafe { guarded::copy(value.as_mut_ptr().cast(), input.cast(), size_of::<T>()) }
+        .map_err(|_| Errno::FAULT)?;
+    // SAFETY: all its bytes were written, and any bytes are a valid value.
+    Ok(unsafe { value.assume_init() })
 }

@@ -89,7 +89,7 @@ pub(super) fn info_ioctl(fd: c_int, args: &InfoArgs) -> Result<(), Errno> {
 #[unsafe(no_mangle)]
 pub extern "C" fn hlthunk_get_info(fd: c_int, args: *mut InfoArgs) -> c_int {
     status("hlthunk_get_info", || {
-        info_ioctl(fd, get(args)?)?;
+        info_ioctl(fd, &get(args)?)?;
         Ok(0)
     })
 }

@@ -136,7 +136,7 @@ fn wait_signal(
     if out.is_null() || input.num_wait_for_signal != 1 {
         return Err(Errno::INVAL);
     }
-    let data: &WaitForSignalData = get(input.wait_for_signal)?;
+    let data: WaitForSignalData = get(input.wait_for_signal)?;
     if data.signal_seq_nr != 1 {
         return Err(Errno::INVAL);
     }

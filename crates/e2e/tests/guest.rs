@@ -1,9 +1,12 @@
 //! A guest in UCX's house: programs that do not care about Gaudi, and features under which a careless
 //! transport is known to crash stock UCX, each as its regression test.
 
+mod memory;
+
 use std::time::Duration;
 
 use e2e::{Device, Finished, Perftest, Running, SoftNode, Ucx, Workbench};
+use memory::Machine;
 
 #[track_caller]
 fn works(test: Perftest) {
@@ -42,6 +45,54 @@ fn peer_error_mode_with_gaudi_memory() {
 #[test]
 fn host_only_program_is_not_disturbed() {
     works(tag("host", "").device(&Device::software()));
+}
+
+/// The old protocols take our transport as a lane for host messages of a process to itself, because
+/// its domain accesses and registers host memory.
+const OLD_PROTOCOLS: [&str; 2] = ["get_zcopy", "put_zcopy"];
+
+/// Every byte of host messages over the lanes that the old protocols choose, and no card for it.
+#[test]
+fn old_protocols_send_host_memory_to_themselves_byte_by_byte_and_open_no_card() {
+    let bench = Workbench::from_env();
+    for ucx in Ucx::ALL {
+        for scheme in OLD_PROTOCOLS {
+            let machine = Machine::new("Gaudi2 with one card", "gaudi2", 1);
+            bench
+                .ucp_check(ucx)
+                .plugin()
+                .device(&machine.device)
+                .words("loopback --mem host:host --ops tag,am --sizes 1,4095,70001,1M,4194319")
+                .arg("--ucx")
+                .arg(ucx.root(bench.layout()))
+                .env("UCX_PROTO_ENABLE", "n")
+                .env("UCX_RNDV_SCHEME", scheme)
+                .run()
+                .ok();
+            assert_eq!(machine.cards_opened(), 0, "UCX {}, {scheme}", ucx.name());
+        }
+    }
+}
+
+/// A lane that refuses makes these wait for ever.
+#[test]
+fn old_protocols_end_perftest_of_host_memory_with_itself() {
+    for scheme in OLD_PROTOCOLS {
+        for test in ["tag_bw", "ucp_am_bw"] {
+            let end = Workbench::from_env()
+                .tool(Ucx::V1_22, "ucx_perftest")
+                .plugin()
+                .device(&Device::software())
+                .words(&format!("-l -f -t {test} -s 1048576 -n 200 -w 10"))
+                .env("UCX_PROTO_ENABLE", "n")
+                .env("UCX_RNDV_SCHEME", scheme)
+                .limit(Duration::from_secs(60))
+                .run()
+                .ok();
+            let said = format!("{}{}", end.stdout, end.stderr);
+            assert!(!said.contains("ERROR"), "{scheme} {test}\n{}", end.report());
+        }
+    }
 }
 
 /// The plugin loaded on one side only: transports are compared by name and must not be mistaken.

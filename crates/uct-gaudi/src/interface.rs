@@ -15,7 +15,7 @@ use crate::copies::{Copies, Failure, NotStarted, OnFailure, Segments};
 use crate::domain::{GaudiComponent, GaudiDomain, Memory};
 use crate::estimates::Estimates;
 use crate::flavour::Flavour;
-use crate::sides::{Way, classify};
+use crate::sides::{Way, classify, is_host_memory};
 use crate::sleeper::Sleeper;
 use crate::status;
 
@@ -45,7 +45,7 @@ impl<F: Flavour> CopyInterface<F> {
         // SAFETY: UCX keeps the buffers of an operation valid until it returns, and nobody else
         // touches what it writes.
         let Some(copied) = (unsafe { gaudi::runtime().copy(dst, src, local.length) }) else {
-            return Err(self.refuse_host_only(local, remote));
+            return self.copy_on_host(way, local, remote);
         };
         copied.map_err(|error| {
             // UCP aborts the process when a short copy fails: the reason must be in the log first.
@@ -54,17 +54,30 @@ impl<F: Flavour> CopyInterface<F> {
         })
     }
 
-    fn refuse_host_only(&self, local: Buffer, remote: u64) -> Status {
-        log!(
-            self.ucx,
-            Error,
-            "{} cannot copy {:#x} to or from {remote:#x} ({} bytes): neither lies inside one Gaudi \
-             allocation of this process",
-            F::TRANSPORT,
-            local.address,
-            local.length
-        );
-        Status::UNSUPPORTED
+    /// Copies between two ranges of host memory, neither of which is device memory, with the CPU.
+    ///
+    /// No estimate of ours leads UCP here, but with the old protocols (`UCX_PROTO_ENABLE=n`) it takes
+    /// any transport that reaches its own process and registers host memory as a lane for host
+    /// messages. Other accelerators' copy transports serve that, so this one does.
+    fn copy_on_host(&self, way: Way, local: Buffer, remote: u64) -> Result<(), Status> {
+        let Buffer { address, length } = local;
+        if !is_host_memory(address, length) || !is_host_memory(remote, length) {
+            log!(
+                self.ucx,
+                Error,
+                "{} cannot copy {address:#x} to or from {remote:#x} ({length} bytes): one is a device \
+                 address, but not inside one Gaudi allocation of this process",
+                F::TRANSPORT,
+            );
+            return Err(Status::UNSUPPORTED);
+        }
+        let pointer = |address: u64| core::ptr::with_exposed_provenance_mut::<u8>(address as usize);
+        let (dst, src) = way.sides(pointer(address), pointer(remote));
+        // SAFETY: an endpoint leads to its own process, where UCX keeps the buffers of an operation
+        // valid until it returns, and lets nobody else touch what it writes. Both are host memory, as
+        // found above.
+        unsafe { core::ptr::copy(src, dst, length) };
+        Ok(())
     }
 
     /// Starts a copy between local pieces and consecutive remote addresses.
@@ -81,18 +94,19 @@ impl<F: Flavour> CopyInterface<F> {
         for (buffer, memory) in local.iter().filter(|(buffer, _)| buffer.length != 0) {
             let (local_side, local_device) = classify(buffer.address, buffer.length);
             let (remote_side, remote_device) = classify(at, buffer.length);
-            let here = local_device.or(remote_device);
-            if here.is_none() {
-                return Err(self.refuse_host_only(buffer, at));
+            if let Some(here) = local_device.or(remote_device) {
+                device.get_or_insert(here);
+                let (dst, src) = way.sides(local_side, remote_side);
+                let host_region = memory.and_then(Memory::host_region).cloned();
+                segments.push(Segment { dst, src, len: buffer.length, host_region });
+            } else {
+                self.copies.wait_for_fences();
+                self.copy_on_host(way, buffer, at)?;
             }
-            device = device.or(here);
-            let (dst, src) = way.sides(local_side, remote_side);
-            let host_region = memory.and_then(Memory::host_region).cloned();
-            segments.push(Segment { dst, src, len: buffer.length, host_region });
             at += buffer.length as u64;
         }
         let Some(device) = device else {
-            return Ok(Posted::Done(completion)); // no bytes at all
+            return Ok(Posted::Done(completion)); // nothing for a device to do
         };
         // SAFETY: UCX keeps the buffers of an operation valid and to itself until the completion.
         let posted = unsafe { self.copies.post(device, segments, (), completion) };

@@ -31,3 +31,35 @@ pub(crate) fn classify(address: u64, length: usize) -> (Side, Option<Arc<Device>
         }
     }
 }
+
+/// First address that no host memory has: user space ends below it on every x86-64 and arm64 kernel
+/// (56 bits with five-level page tables). Gaudi2's device addresses lie above.
+const USER_SPACE_END: u64 = 1 << 56;
+
+/// Whether the CPU may access `[address, address + length)`, as far as Gaudi is concerned: no byte of
+/// it is a device address, of memory that is allocated or of memory that was freed. `length` is not 0.
+pub(crate) fn is_host_memory(address: u64, length: usize) -> bool {
+    let runtime = gaudi::runtime();
+    let Some(end) = address.checked_add(length as u64) else { return false };
+    let overlaps = |window: std::ops::Range<u64>| address < window.end && window.start < end;
+    end <= USER_SPACE_END
+        // Memory that an application mapped itself lies outside of the windows.
+        && runtime.locate(address, 1).is_none()
+        && runtime.locate(end - 1, 1).is_none()
+        && !runtime.devices().iter().any(|device| overlaps(device.window().range()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn host_memory_ends_where_user_space_does() {
+        let here = [0_u8; 16];
+        let start = here.as_ptr().addr() as u64;
+        assert!(is_host_memory(start, here.len()));
+        assert!(!is_host_memory(0x1001_0000_0000_0000, 8), "where a Gaudi2 has its memory");
+        assert!(!is_host_memory(USER_SPACE_END - 4, 8), "across the end");
+        assert!(!is_host_memory(u64::MAX - 3, 8), "beyond the last address");
+    }
+}

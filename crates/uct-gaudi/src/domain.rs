@@ -18,6 +18,7 @@ use uct::{
 use crate::estimates::{self, Estimates};
 use crate::flavour::Flavour;
 use crate::settings::{self, Settings};
+use crate::sides::allocation_of;
 use crate::{cards, hooks, memory_events, seeding, status};
 
 /// The component of one flavour.
@@ -314,7 +315,10 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
         DomainAttributes {
             flags: md_flag::ALLOC | md_flag::REG,
             register: both,
-            cache: MemoryTypes::NONE,
+            // All that is registered: UCP's old protocols register buffers through its cache alone, and
+            // debug builds assert that every domain they register with may be cached. UCX is told when
+            // device memory is freed, and hooks the calls that unmap host memory.
+            cache: both,
             detect: gaudi,
             allocate: gaudi,
             // A domain that cannot copy must not claim access: UCP would build a copy endpoint.
@@ -350,7 +354,7 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
     }
 
     fn register(&self, region: &Region) -> Result<Memory, Status> {
-        if gaudi::runtime().locate(region.address, region.length).is_some() {
+        if allocation_of(region.address, region.length).is_some() {
             return Ok(Memory::Foreign);
         }
         if region.memory_type == Some(MemoryType::GAUDI) {
@@ -371,37 +375,35 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
     }
 
     fn query(&self, address: u64, length: usize, wants: Wants) -> Result<MemoryAnswer, Status> {
-        let place = gaudi::runtime().locate(address, length).ok_or_else(|| {
+        let no_dmabuf = |why: &dyn std::fmt::Display| {
             if wants.dmabuf {
-                log!(
-                    self.ucx,
-                    Info,
-                    "no dma-buf for {address:#x}, {length} bytes: not in a Gaudi allocation of this \
-                     process (the driver exports device memory only; network devices register host \
-                     memory directly)"
-                );
+                log!(self.ucx, Info, "no dma-buf for {address:#x}, {length} bytes: {why}");
             }
+        };
+        let found = gaudi::runtime().locate(address, 1).ok_or_else(|| {
+            no_dmabuf(
+                &"not in a Gaudi allocation of this process (the driver exports device memory only; \
+                  network devices register host memory directly)",
+            );
             Status::OUT_OF_RANGE
         })?;
-        let device = place.device().ok_or(Status::OUT_OF_RANGE)?;
-        let dmabuf = if wants.dmabuf && self.settings.dmabuf != Ternary::No {
-            match self.export(&device, DeviceAddr(address), length as u64) {
-                Ok(export) => Some(export),
-                Err(error) => {
-                    // UCX goes on without a dma-buf and stages through host memory.
-                    log!(self.ucx, Info, "no dma-buf for {address:#x}, {length} bytes: {error}");
-                    None
-                }
-            }
-        } else {
-            None
-        };
-        Ok(MemoryAnswer {
+        let device = found.device().ok_or(Status::OUT_OF_RANGE)?;
+        let mut answer = MemoryAnswer {
             memory_type: MemoryType::GAUDI,
             device: self.sys_device_of(&device),
-            base: place.base.0,
-            length: place.length as usize,
-            dmabuf,
-        })
+            base: found.base.0,
+            length: found.length as usize,
+            dmabuf: None,
+        };
+        // Without a dma-buf UCX goes on, and stages through host memory.
+        if wants.dmabuf && self.settings.dmabuf != Ternary::No {
+            if answer.contains(address, length) {
+                let exported = self.export(&device, DeviceAddr(address), length as u64);
+                answer.dmabuf = exported.inspect_err(|error| no_dmabuf(error)).ok();
+            } else {
+                no_dmabuf(&"it runs past the end of the Gaudi allocation it begins in");
+            }
+        }
+        Ok(answer)
     }
 }

@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
-use gaudi::{Device, DeviceAddr, Side};
+use gaudi::{Device, DeviceAddr, Location, Side};
+
+/// Allocations never share a page of this size.
+const PAGE: u64 = 4096;
 
 /// Which way a copy goes, seen from the local buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,6 +33,14 @@ pub(crate) fn classify(address: u64, length: usize) -> (Side, Option<Arc<Device>
             (Side::Host(host), None)
         }
     }
+}
+
+/// The allocation that a range to be registered lies in. UCX's registration cache rounds a range up a
+/// little: to bytes that belong to the allocation's last page and to no other allocation.
+pub(crate) fn allocation_of(address: u64, length: usize) -> Option<Location> {
+    let found = gaudi::runtime().locate(address, 1)?;
+    let rest = found.length.next_multiple_of(PAGE) - found.offset;
+    (length as u64 <= rest).then_some(found)
 }
 
 /// First address that no host memory has: user space ends below it on every x86-64 and arm64 kernel

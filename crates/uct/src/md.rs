@@ -38,8 +38,14 @@ pub trait MemoryDomain: Send + Sync + Sized + 'static {
 
     /// Says what an address range is. Answers for foreign ranges must be quick and negative.
     ///
+    /// As UCX's own domains do, it answers for the allocation that `address` lies in, also where the
+    /// range runs past its end; [`MemoryAnswer`] says how far it goes. Refused, such a range would pass
+    /// for host memory (`ucp_memory_detect_slowpath`) and be touched with the CPU. A dma-buf is for the
+    /// whole range or not given. `uct_md_detect_memory_type`, which has no way to say how far the
+    /// memory goes, is answered for ranges that lie inside as a whole.
+    ///
     /// # Errors
-    /// [`Status::OUT_OF_RANGE`] when it is not memory of this domain.
+    /// [`Status::OUT_OF_RANGE`] when `address` is not memory of this domain.
     fn query(&self, address: u64, length: usize, wants: Wants) -> Result<MemoryAnswer, Status> {
         let _ = (address, length, wants);
         Err(Status::OUT_OF_RANGE)
@@ -154,12 +160,23 @@ pub struct MemoryAnswer {
     pub memory_type: MemoryType,
     /// Device in UCX's topology.
     pub device: SysDevice,
-    /// First byte of the allocation the range lies in.
+    /// First byte of the allocation the range begins in.
     pub base: u64,
     /// Its length.
     pub length: usize,
     /// dma-buf and offset of the *queried address* in it, if wanted and possible. UCX closes it.
     pub dmabuf: Option<(OwnedFd, u64)>,
+}
+
+impl MemoryAnswer {
+    /// Whether all of `[address, address + length)` lies in the allocation.
+    pub fn contains(&self, address: u64, length: usize) -> bool {
+        let offset = address.checked_sub(self.base);
+        offset.is_some_and(|offset| {
+            let size = self.length as u64;
+            offset <= size && length as u64 <= size - offset
+        })
+    }
 }
 
 /// What UCX sees as a `uct_md_t`, and behind it what is ours.
@@ -422,10 +439,12 @@ unsafe extern "C" fn detect_memory_type<C: Component>(
     let object = unsafe { MdObject::<C>::from_raw(md) };
     guarded_status(object.ucx(), "detect_memory_type", || {
         let wants = Wants { dmabuf: false };
-        let answer = object
-            .domain
-            .query(address.addr() as u64, length, wants)
-            .map_err(|_| Status::INVALID_ADDR)?;
+        let address = address.addr() as u64;
+        let answer =
+            object.domain.query(address, length, wants).map_err(|_| Status::INVALID_ADDR)?;
+        if !answer.contains(address, length) {
+            return Err(Status::INVALID_ADDR);
+        }
         // SAFETY: out-parameter of the caller.
         unsafe { *memory_type_p = answer.memory_type };
         Ok(Status::OK)

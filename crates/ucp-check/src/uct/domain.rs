@@ -47,6 +47,8 @@ pub struct Attributes {
     pub needs_key: bool,
     /// Types it registers.
     pub register: MemoryTypes,
+    /// Types whose registrations UCP may cache.
+    pub cache: MemoryTypes,
     /// Types it recognises.
     pub detect: MemoryTypes,
     /// Types it allocates.
@@ -170,6 +172,7 @@ impl Domain {
             registers: attr.flags & 2 != 0,
             needs_key: attr.flags & 8 != 0,
             register: MemoryTypes(attr.reg_mem_types),
+            cache: MemoryTypes(attr.cache_mem_types),
             detect: MemoryTypes(attr.detect_mem_types),
             allocate: MemoryTypes(attr.alloc_mem_types),
             dmabuf: MemoryTypes(attr.dmabuf_mem_types),

@@ -21,6 +21,7 @@ pub(super) fn run(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
             (!is.allocate.host(), "leaves host memory to others"),
             (is.detect.gaudi() && !is.detect.host(), "recognises Gaudi memory only"),
             (is.registers && is.register.gaudi() && is.register.host(), "registers both"),
+            (is.cache == is.register, "lets UCP cache whatever it registers"),
             (!is.dmabuf.host(), "exports no host memory"),
             (!is.needs_key, "copies without a remote key"),
         ] {

@@ -95,12 +95,12 @@ fn sequence(scene: &Scene<'_>, tally: &mut Tally, seed: u64, shared: &Mutex<Ledg
                 let wanted = live
                     .iter()
                     .map(|piece| (piece.memory.address(), piece.memory.len()))
-                    .find(|&(base, size)| inside(address, length, base, size));
+                    .find(|&(base, size)| inside(address, 0, base, size));
                 let found = scene.domain.query(address, length).ok();
                 let found = found.filter(|it| it.gaudi).map(|it| (it.base, it.length));
                 // Beyond our own memory another thread's may begin.
                 let foreign = wanted.is_none()
-                    && found.is_some_and(|(base, size)| inside(address, length, base, size))
+                    && found.is_some_and(|(base, size)| inside(address, 0, base, size))
                     && live.iter().all(|piece| Some(piece.memory.address()) != found.map(|f| f.0));
                 tally.expect(found == wanted || foreign, || {
                     format!(

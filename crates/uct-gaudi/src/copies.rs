@@ -40,7 +40,7 @@ pub(crate) enum Failure {
 }
 
 /// What to copy, and what has to live until it is done.
-struct Copy<T> {
+struct CopyWork<T> {
     device: Arc<Device>,
     segments: Segments,
     companion: T,
@@ -53,9 +53,9 @@ struct Copy<T> {
 
 // SAFETY: the host pointers in the segments belong to an operation of UCX, which keeps them valid
 // until its completion, whichever thread progresses the worker.
-unsafe impl<T: Send> Send for Copy<T> {}
+unsafe impl<T: Send> Send for CopyWork<T> {}
 
-impl<T> Copy<T> {
+impl<T> CopyWork<T> {
     /// Takes a result for good, or tries once more, waiting for the end, if it is a failure.
     fn settle(&self, result: Result<(), Error>) -> Result<(), Error> {
         let Err(first) = result else { return Ok(()) };
@@ -71,7 +71,7 @@ impl<T> Copy<T> {
     }
 }
 
-impl<T> Work for Copy<T> {
+impl<T> Work for CopyWork<T> {
     type Outcome = Result<(), Error>;
 
     fn start(&mut self) -> Start<Self::Outcome> {
@@ -125,7 +125,7 @@ pub(crate) struct Copies<T> {
 }
 
 struct State<T> {
-    queue: Queue<Copy<T>, Completion>,
+    queue: Queue<CopyWork<T>, Completion>,
     /// Over; their completions wait for progress.
     ended: VecDeque<Ended<T>>,
 }
@@ -135,7 +135,7 @@ impl<T> State<T> {
     fn advance(&mut self) {
         let State { queue, ended } = self;
         queue.advance(|copy, result| {
-            let Copy { companion, completion, .. } = copy;
+            let CopyWork { companion, completion, .. } = copy;
             let result = result.map_err(Failure::Copy);
             ended.push_back(Ended { completion, result, companion: Some(companion) });
         });
@@ -179,12 +179,12 @@ impl<T> Copies<T> {
     ) -> Result<Posted, NotStarted<T>> {
         let on_failure = self.on_failure;
         let (tried, running) = (false, None);
-        let copy = Copy { device, segments, companion, completion, on_failure, tried, running };
+        let copy = CopyWork { device, segments, companion, completion, on_failure, tried, running };
         let over = self.state.borrow_mut().queue.post(copy);
         match over {
             None => Ok(Posted::Later),
             Some((copy, Ok(()))) => Ok(Posted::Done(copy.completion)),
-            Some((Copy { companion, completion, .. }, Err(error))) => {
+            Some((CopyWork { companion, completion, .. }, Err(error))) => {
                 Err(NotStarted { error, companion, completion })
             }
         }

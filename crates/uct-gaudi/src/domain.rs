@@ -15,11 +15,11 @@ use uct::{
     MemoryTypes, Region, Status, SysDevice, Ucx, Wants, log,
 };
 
+use crate::addresses::allocation_of;
 use crate::estimates::{self, Estimates};
 use crate::flavour::Flavour;
 use crate::settings::{self, Settings};
-use crate::sides::allocation_of;
-use crate::{cards, hooks, memory_events, seeding, status};
+use crate::{cards, hooks, memory_events, memtype_cache, status};
 
 /// The component of one flavour.
 pub(crate) struct GaudiComponent<F> {
@@ -106,7 +106,7 @@ impl<F: Flavour> Component for GaudiComponent<F> {
             );
         }
         let sys_device = match candidates.as_slice() {
-            [only] => seeding::sys_device(ucx, only),
+            [only] => memtype_cache::sys_device(ucx, only),
             _ => SysDevice::UNKNOWN,
         };
         let link = gaudi::runtime().link(card);
@@ -117,7 +117,7 @@ impl<F: Flavour> Component for GaudiComponent<F> {
             }
         }
         let estimates = Estimates::new(&settings.estimates, card.generation, link, F::COST);
-        seeding::begin(ucx);
+        memtype_cache::begin(ucx);
         memory_events::begin(ucx, &settings, F::LEADS)?;
         gaudi::runtime().adopt_own_cards(settings.adopt);
         hooks::configure(ucx, settings.mem_hooks);
@@ -202,7 +202,7 @@ impl<F> Drop for GaudiDomain<F> {
 impl Drop for Memory {
     fn drop(&mut self) {
         if let Memory::Device(allocation) = self {
-            seeding::freeing(allocation);
+            memtype_cache::freeing(allocation);
         }
     }
 }
@@ -267,7 +267,7 @@ impl<F: Flavour> GaudiDomain<F> {
             return self.device();
         }
         let cards = gaudi::runtime().candidates(&self.settings.device)?;
-        let named = cards.iter().find(|card| seeding::sys_device(self.ucx, card) == wanted);
+        let named = cards.iter().find(|card| memtype_cache::sys_device(self.ucx, card) == wanted);
         match named {
             Some(card) => open(&DeviceChoice::Bus(card.bus_id.clone())),
             // Not one of ours: a device of another kind near which the memory is wanted.
@@ -300,7 +300,7 @@ impl<F: Flavour> GaudiDomain<F> {
 
     /// UCX's number of a card. Nearly always it is the same card that is asked about.
     fn sys_device_of(&self, device: &Device) -> SysDevice {
-        let look_up = || seeding::sys_device(self.ucx, device.info());
+        let look_up = || memtype_cache::sys_device(self.ucx, device.info());
         let (first, number) = *self.first_sys_device.get_or_init(|| (device.id(), look_up()));
         if first == device.id() { number } else { look_up() }
     }

@@ -21,9 +21,9 @@ pub(crate) trait Flavour: Send + Sync + 'static {
 }
 
 /// `gaudi_copy` / `gaudi_cpy`.
-pub(crate) enum Copy {}
+pub(crate) enum GaudiCopy {}
 
-impl Flavour for Copy {
+impl Flavour for GaudiCopy {
     const COMPONENT: &'static str = "gaudi_copy";
     const TRANSPORT: &'static str = "gaudi_cpy";
     const TRANSPORT_PREFIX: &'static str = "GAUDI_CPY_";
@@ -32,9 +32,9 @@ impl Flavour for Copy {
 }
 
 /// `gaudi_gdr` / `gaudi_gdr`.
-pub(crate) enum Gdr {}
+pub(crate) enum GaudiGdr {}
 
-impl Flavour for Gdr {
+impl Flavour for GaudiGdr {
     const COMPONENT: &'static str = "gaudi_gdr";
     const TRANSPORT: &'static str = "gaudi_gdr";
     const TRANSPORT_PREFIX: &'static str = "GAUDI_GDR_";

@@ -11,11 +11,11 @@ use uct::{
     OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, Status, Ucx, log,
 };
 
+use crate::addresses::{Way, classify, is_host_memory};
 use crate::copies::{Copies, Failure, NotStarted, OnFailure, Segments};
 use crate::domain::{GaudiComponent, GaudiDomain, Memory};
 use crate::estimates::Estimates;
 use crate::flavour::Flavour;
-use crate::sides::{Way, classify, is_host_memory};
 use crate::sleeper::Sleeper;
 use crate::status;
 

@@ -8,9 +8,11 @@
 //! byte is allocated on it. Calls of the driver library are hooked only where the application makes
 //! such calls itself (`hooks`).
 
+mod addresses;
 mod cards;
 mod copies;
 mod domain;
+mod duplicates;
 mod estimates;
 mod flavour;
 mod hooks;
@@ -18,23 +20,21 @@ mod interface;
 mod ipc;
 mod lending;
 mod memory_events;
+mod memtype_cache;
 mod perftest;
 mod queue;
-mod seeding;
 mod settings;
-mod sides;
 mod sleeper;
 mod status;
-mod twins;
 
-use flavour::{Copy, Gdr};
+use flavour::{GaudiCopy, GaudiGdr};
 use uct::{MemoryType, Registration, Status, Ucx, log};
 
 uct::plugin!("ucx-gaudi", register, perftest::offer);
 
 fn register(ucx: &'static Ucx) -> Result<(), Status> {
     settings::early_log_level(ucx);
-    twins::warn(ucx);
+    duplicates::warn(ucx);
     if ucx.memory_type_name(MemoryType::GAUDI).as_deref() != Some("gaudi") {
         log!(
             ucx,
@@ -46,11 +46,11 @@ fn register(ucx: &'static Ucx) -> Result<(), Status> {
         return Err(Status::UNSUPPORTED);
     }
     // gaudi_copy first: UCX prefers what was registered first for allocation and dma-buf.
-    Registration::new(ucx, domain::GaudiComponent::<Copy>::new())
-        .transport::<interface::CopyInterface<Copy>>()
+    Registration::new(ucx, domain::GaudiComponent::<GaudiCopy>::new())
+        .transport::<interface::CopyInterface<GaudiCopy>>()
         .register();
-    Registration::new(ucx, domain::GaudiComponent::<Gdr>::new())
-        .transport::<interface::CopyInterface<Gdr>>()
+    Registration::new(ucx, domain::GaudiComponent::<GaudiGdr>::new())
+        .transport::<interface::CopyInterface<GaudiGdr>>()
         .register();
     Registration::new(ucx, ipc::IpcComponent::new()).transport::<ipc::IpcInterface>().register();
     log!(

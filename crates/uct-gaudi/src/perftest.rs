@@ -15,7 +15,7 @@ use uct::{MemoryType, Status, Ucx, log};
 
 use crate::domain::configured_device;
 use crate::settings::chosen_device;
-use crate::{seeding, status};
+use crate::{memtype_cache, status};
 
 /// `ucx_perf_allocator_t`.
 #[repr(C)]
@@ -239,7 +239,7 @@ unsafe extern "C" fn uct_free(_perf: *const c_void, memory: *mut AllocatedMemory
     };
     let freed = bench.buffers.lock().unwrap_or_else(PoisonError::into_inner).remove(&address);
     if let Some(allocation) = freed {
-        seeding::freeing(&allocation);
+        memtype_cache::freeing(&allocation);
     }
 }
 

@@ -10,7 +10,7 @@ use uct::{Component, Status, SysDevice, Ucx, log};
 use super::domain::IpcDomain;
 use super::key::{KEY_LEN, NoKey, OpenKey, Unusable};
 use super::{NAME, settings};
-use crate::{cards, domain, seeding};
+use crate::{cards, domain, memtype_cache};
 
 /// The component.
 pub(crate) struct IpcComponent {
@@ -52,7 +52,7 @@ impl Component for IpcComponent {
         config: &Values<'_>,
     ) -> Result<IpcDomain, Status> {
         settings::take_over(config);
-        seeding::begin(ucx);
+        memtype_cache::begin(ucx);
         Ok(IpcDomain::new(ucx))
     }
 
@@ -89,7 +89,8 @@ pub(super) fn card_near(ucx: &Ucx, wanted: SysDevice) -> Result<Arc<Device>, Unu
     let mut open = gaudi::runtime().devices();
     open.retain(|card| !card.is_lost());
     if wanted != SysDevice::UNKNOWN
-        && let Some(card) = open.iter().find(|card| seeding::sys_device(ucx, card.info()) == wanted)
+        && let Some(card) =
+            open.iter().find(|card| memtype_cache::sys_device(ucx, card.info()) == wanted)
     {
         return Ok(Arc::clone(card));
     }

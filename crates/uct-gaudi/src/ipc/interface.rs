@@ -19,8 +19,8 @@ use super::domain::{IpcDomain, Memory};
 use super::key::OpenKey;
 use super::remote::{InFlight, Reached, Remote};
 use super::settings::{self, Estimates};
+use crate::addresses::{Way, classify};
 use crate::copies::{Copies, Ended, Failure, NotStarted, OnFailure, Segments};
-use crate::sides::{Way, classify};
 use crate::sleeper::Sleeper;
 use crate::status;
 

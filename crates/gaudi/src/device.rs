@@ -18,6 +18,7 @@ use crate::copy::ring::Ring;
 use crate::copy::short::copy_short;
 use crate::copy::{BOUNCE_LEN, SLOTS};
 use crate::memory::{AddressTable, DeviceRange, Extent, Memory};
+use crate::process::ProcessBound;
 use crate::rcache::{Cache, CacheInfo};
 use crate::runtime::Registration;
 use crate::share::{self, Handles};
@@ -31,6 +32,8 @@ use crate::{
 /// Bounce slots of a device for copies that nobody waits for: [`BOUNCE_LEN`] bytes each, as are those
 /// of the copies that someone waits for, of which each submission has its own.
 const BOUNCE_SLOTS: u32 = 64;
+const EXPORTING: &str = "exporting a dma-buf";
+
 /// Staging slots between two cards.
 const STAGING_LEN: usize = 1 << 20;
 const STAGING_SLOTS: u32 = 8;
@@ -79,6 +82,9 @@ impl Forgotten {
 ///
 /// It is shared: as long as a handle or an allocation lives, the card is ours. When the last goes,
 /// the card is closed, so that another process can have it.
+///
+/// It belongs to the process that opened it. In a forked child every operation is refused, and
+/// dropping it, or anything of it, has no effect.
 pub struct Device {
     info: DeviceInfo,
     id: DeviceId,
@@ -87,9 +93,13 @@ pub struct Device {
     counts: Counts,
     /// Other devices' memory that this one can reach.
     imports: AddressTable,
+    open: ProcessBound<Open>,
+}
+
+/// What ends when the card is closed, from the top of this list down: pins and rings, then memory,
+/// then the card itself, then the place it had in this process.
+struct Open {
     engine: Arc<Engine>,
-    // Closing goes down this list: pins and rings, then memory, then the card itself, then the
-    // place it had in this process.
     pins: Mutex<HashMap<u64, Arc<HostPin>>>,
     registrations: Cache,
     handles: Handles,
@@ -128,12 +138,7 @@ impl Device {
     ) -> Arc<Self> {
         let counts = Counts::of(&window.info);
         counts.opened();
-        Arc::new(Self {
-            info: window.info.clone(),
-            id: window.device,
-            announcement: Announcement::default(),
-            counts,
-            imports: AddressTable::default(),
+        let open = Open {
             engine: Engine::new(Arc::clone(&backend), counts),
             pins: Mutex::default(),
             registrations: Cache::new(counts),
@@ -142,11 +147,29 @@ impl Device {
             shorts: OnceLock::new(),
             staging: OnceLock::new(),
             memory: Memory::new(window.range(), geometry, counts),
-            window,
             backend,
             _blocked: blocked,
             _registration: registration,
+        };
+        Arc::new(Self {
+            info: window.info.clone(),
+            id: window.device,
+            announcement: Announcement::default(),
+            counts,
+            imports: AddressTable::default(),
+            window,
+            open: ProcessBound::new(open),
         })
+    }
+
+    /// Refuses what a forked child must not do with its parent's card.
+    pub(crate) fn check_process(&self, operation: &'static str) -> Result<(), Error> {
+        if self.is_ours() { Ok(()) } else { Err(self.failed(Error::forked(operation))) }
+    }
+
+    /// Whether this process opened it, and not one that it was forked from.
+    pub(crate) fn is_ours(&self) -> bool {
+        self.open.is_ours()
     }
 
     /// Which card this is.
@@ -166,12 +189,13 @@ impl Device {
 
     /// How much memory there is.
     pub fn memory(&self) -> MemoryInfo {
-        self.memory.info()
+        self.open.memory.info()
     }
 
     /// Allocates `len` bytes (not zero) aligned to `align` (a power of two; at least 4 KiB is
     /// always given). The contents are not defined.
     pub fn alloc(self: &Arc<Self>, len: u64, align: u64) -> Result<Allocation, Error> {
+        self.check_process("allocating device memory")?;
         self.announcement.ensure(runtime().windows(), &self.window);
         let taken = self.take(len, align);
         let base = taken.map_err(|error| self.failed(error))?;
@@ -185,7 +209,7 @@ impl Device {
     fn take(&self, len: u64, align: u64) -> Result<u64, Error> {
         let mut pauses = PEERS_PAUSES_MS.into_iter();
         loop {
-            let error = match self.memory.take(&*self.backend, len, align) {
+            let error = match self.open.memory.take(&*self.open.backend, len, align) {
                 Err(error) if error.kind() == ErrorKind::OutOfMemory => error,
                 taken => return taken,
             };
@@ -201,13 +225,16 @@ impl Device {
     /// The other half of [`Allocation`]. Memory that another process has open waits until it has let
     /// go; the card may be closed before that.
     pub(crate) fn free(self: &Arc<Self>, addr: DeviceAddr, len: u64) {
+        if !self.is_ours() {
+            return;
+        }
         runtime().table().remove(addr.0);
-        self.engine.quiesce(&(addr.0..addr.0 + len));
+        self.open.engine.quiesce(&(addr.0..addr.0 + len));
         self.counts.freed(len);
         let device = Arc::downgrade(self);
         share::freed(addr, len, self.counts, move || {
             if let Some(device) = device.upgrade() {
-                device.memory.give(addr.0);
+                device.open.memory.give(addr.0);
             }
         });
     }
@@ -218,7 +245,7 @@ impl Device {
     /// waits for that.
     pub(crate) fn forget_foreign(&self, addr: DeviceAddr, len: u64) -> Forgotten {
         runtime().table().remove(addr.0);
-        self.engine.quiesce(&(addr.0..addr.0 + len));
+        self.open.engine.quiesce(&(addr.0..addr.0 + len));
         let let_go = Arc::new(AtomicBool::new(false));
         let set = Arc::clone(&let_go);
         share::freed(addr, len, self.counts, move || set.store(true, Ordering::Release));
@@ -259,10 +286,11 @@ impl Device {
         len: u64,
         extent: Extent,
     ) -> Result<(OwnedFd, u64), Error> {
-        let checked = self.check_own(addr, len, "exporting a dma-buf");
+        self.check_process(EXPORTING)?;
+        let checked = self.check_own(addr, len, EXPORTING);
         let exported = checked.and_then(|entry| {
-            if self.memory.has(addr.0) {
-                self.memory.export(addr.0, len, extent)
+            if self.open.memory.has(addr.0) {
+                self.open.memory.export(addr.0, len, extent)
             } else {
                 self.export_foreign(&entry, addr, len)
             }
@@ -277,22 +305,23 @@ impl Device {
     /// Whether the device was reset or went away under our hands. Nothing works on it any more;
     /// when its last handle and allocation are gone, the card can be opened again.
     pub fn is_lost(&self) -> bool {
-        self.engine.is_lost()
+        self.open.engine.is_lost()
     }
 
     /// Whether dma-bufs of other devices can be imported; the error says why not.
     pub fn can_import(&self) -> Result<(), Error> {
-        self.backend.can_import().map_err(|error| error.on(self))
+        self.open.backend.can_import().map_err(|error| error.on(self))
     }
 
     /// Makes the first `len` bytes of another device's dma-buf visible to this device's copies.
     /// Between devices this is experimental in drivers that have it at all.
     pub fn import(self: &Arc<Self>, dmabuf: BorrowedFd<'_>, len: u64) -> Result<Import, Error> {
+        self.check_process("importing a dma-buf")?;
         Import::new(self, dmabuf, len).map_err(|error| self.failed(error))
     }
 
     pub(crate) fn map_dmabuf(&self, dmabuf: BorrowedFd<'_>, len: u64) -> Result<HostPin, Error> {
-        let mapped = self.backend.import(dmabuf, len).map_err(|error| {
+        let mapped = self.open.backend.import(dmabuf, len).map_err(|error| {
             self.counts.dmabuf_failed(&error);
             error.on(self)
         })?;
@@ -301,8 +330,11 @@ impl Device {
     }
 
     pub(crate) fn forget_import(&self, addr: DeviceAddr, len: u64) {
+        if !self.is_ours() {
+            return;
+        }
         self.imports.remove(addr.0);
-        self.engine.quiesce(&(addr.0..addr.0 + len));
+        self.open.engine.quiesce(&(addr.0..addr.0 + len));
     }
 
     pub(crate) fn has_imported(&self, addr: DeviceAddr, len: usize) -> bool {
@@ -321,7 +353,7 @@ impl Device {
         let start = offset / PAGE_SIZE * PAGE_SIZE;
         let covered = (offset + len).next_multiple_of(PAGE_SIZE) - start;
         let base = DeviceAddr(mapping.base);
-        let fd = self.backend.export_foreign(base, start, covered, self.counts)?;
+        let fd = self.open.backend.export_foreign(base, start, covered, self.counts)?;
         Ok((fd, offset - start))
     }
 
@@ -344,7 +376,8 @@ impl Device {
 
     /// Whether this device can copy; the error says why not.
     pub fn can_copy(&self) -> Result<(), Error> {
-        self.engine.limits().map(drop).map_err(|error| error.clone().on(self))
+        self.check_process("copying")?;
+        self.open.engine.limits().map(drop).map_err(|error| error.clone().on(self))
     }
 
     /// Starts a copy of all `segments` and returns at once. The segments are not ordered among
@@ -411,9 +444,9 @@ impl Device {
             let flight = unsafe {
                 let way = Direction::DeviceToDevice;
                 let tally = Tally::one(way, Path::Fill, len.into());
-                self.engine.make_room().launch(way, smallvec![dma], Load::default(), tally)
+                self.open.engine.make_room().launch(way, smallvec![dma], Load::default(), tally)
             };
-            flight.and_then(|flight| self.engine.wait(&flight))?;
+            flight.and_then(|flight| self.open.engine.wait(&flight))?;
         }
         Ok(())
     }
@@ -421,13 +454,17 @@ impl Device {
     /// Collects finished copies whose transfers were dropped, and gives back the kept pins of host
     /// memory that went away; returns how many copies are still in flight. Never waits for a copy.
     pub fn progress(&self) -> usize {
-        self.registrations.tidy_if_lost();
-        self.engine.reap()
+        if !self.is_ours() {
+            return 0;
+        }
+        self.open.registrations.tidy_if_lost();
+        self.open.engine.reap()
     }
 
     /// Waits until no copy is in flight; the first failure among those that were.
     pub fn drain(&self) -> Result<(), Error> {
-        self.engine.drain().map_err(|error| error.on(self))
+        self.check_process("waiting for copies")?;
+        self.open.engine.drain().map_err(|error| error.on(self))
     }
 
     /// Notifies when the next of the copies in flight on this device ends, whosever it is.
@@ -435,12 +472,12 @@ impl Device {
     ///
     /// The first call starts a thread that sleeps in the driver; it ends with the device.
     pub fn notify_on_completion(&self, notifier: &Arc<Notifier>) -> bool {
-        self.engine.notify_on_completion(notifier)
+        self.is_ours() && self.open.engine.notify_on_completion(notifier)
     }
 
     /// Whether a copy that is started now finds room. Never blocks.
     pub fn has_room(&self) -> bool {
-        self.engine.reserve().is_some()
+        self.open.engine.reserve().is_some()
     }
 
     /// Whoever asked is told that it failed.
@@ -455,44 +492,44 @@ impl Device {
 
     /// Peers' memory that this device keeps open.
     pub(crate) fn handles(&self) -> &Handles {
-        &self.handles
+        &self.open.handles
     }
 
     pub(crate) fn backend(&self) -> &dyn Backend {
-        &*self.backend
+        &*self.open.backend
     }
 
     pub(crate) fn engine(&self) -> &Engine {
-        &self.engine
+        &self.open.engine
     }
 
     /// Slots for small host buffers, made at the first copy that needs one.
     pub(crate) fn bounce(&self) -> Result<&Arc<Ring>, Error> {
-        let made = self.bounce.get_or_init(|| Ring::new(BOUNCE_LEN, BOUNCE_SLOTS));
+        let made = self.open.bounce.get_or_init(|| Ring::new(BOUNCE_LEN, BOUNCE_SLOTS));
         made.as_ref().map_err(Clone::clone)
     }
 
     /// A slot for each submission, for small copies that are waited for; made at the first of them.
     pub(crate) fn shorts(&self) -> Result<&Arc<Ring>, Error> {
-        let made = self.shorts.get_or_init(|| Ring::new(BOUNCE_LEN, SLOTS));
+        let made = self.open.shorts.get_or_init(|| Ring::new(BOUNCE_LEN, SLOTS));
         made.as_ref().map_err(Clone::clone)
     }
 
     /// Slots between two cards, made at the first copy that needs one.
     pub(crate) fn staging(&self) -> Result<&Arc<Ring>, Error> {
-        let made = self.staging.get_or_init(|| Ring::new(STAGING_LEN, STAGING_SLOTS));
+        let made = self.open.staging.get_or_init(|| Ring::new(STAGING_LEN, STAGING_SLOTS));
         made.as_ref().map_err(Clone::clone)
     }
 
     /// What the registration cache of this device holds.
     pub fn registration_cache(&self) -> CacheInfo {
-        self.registrations.info()
+        self.open.registrations.info()
     }
 
     /// Where this device sees host memory that is in the registration cache as a whole. Takes and
     /// counts what a copy's own lookup would.
     pub fn cached_at(&self, ptr: *const u8, len: usize) -> Option<DeviceAddr> {
-        self.registrations.find(ptr as usize, len).map(|(addr, _pin)| addr)
+        self.open.registrations.find(ptr as usize, len).map(|(addr, _pin)| addr)
     }
 
     /// Whether a copy would find all of this host memory in the registration cache.
@@ -501,7 +538,7 @@ impl Device {
     }
 
     pub(crate) fn registrations(&self) -> &Cache {
-        &self.registrations
+        &self.open.registrations
     }
 
     /// Pins host memory for this device.
@@ -510,7 +547,7 @@ impl Device {
     /// The memory must stay allocated as long as copies use the pin.
     pub(crate) unsafe fn pin(&self, ptr: *mut u8, len: usize) -> Result<HostPin, Error> {
         // SAFETY: the caller's promise.
-        match unsafe { self.backend.pin(ptr, len) } {
+        match unsafe { self.open.backend.pin(ptr, len) } {
             Ok(pin) => Ok(pin.counted(self.counts.track(Gauge::Pin, len as u64))),
             Err(error) => {
                 self.counts.add(Counter::PinsRefused, 1);
@@ -521,11 +558,14 @@ impl Device {
 
     /// Keeps a region's pin until the region or the device goes.
     pub(crate) fn keep_pin(&self, region: u64, pin: Arc<HostPin>) {
-        self.pins.lock().unwrap_or_else(PoisonError::into_inner).insert(region, pin);
+        self.open.pins.lock().unwrap_or_else(PoisonError::into_inner).insert(region, pin);
     }
 
     pub(crate) fn forget_pin(&self, region: u64) {
-        let pin = self.pins.lock().unwrap_or_else(PoisonError::into_inner).remove(&region);
+        if !self.is_ours() {
+            return;
+        }
+        let pin = self.open.pins.lock().unwrap_or_else(PoisonError::into_inner).remove(&region);
         // Unpinning is a driver call; the lock is free again.
         drop(pin);
     }
@@ -533,9 +573,12 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
+        if !self.is_ours() {
+            return;
+        }
         // Nothing may be freed under the hardware's hands. Failures were told to whoever waited.
-        let _ = self.engine.drain();
-        self.engine.stop();
+        let _ = self.open.engine.drain();
+        self.open.engine.stop();
         self.counts.closed();
     }
 }

@@ -156,6 +156,16 @@ impl Error {
         error
     }
 
+    /// This process is a forked child of the one that opened the card.
+    pub(crate) fn forked(operation: &'static str) -> Self {
+        Self::new(
+            ErrorKind::PermissionDenied,
+            operation,
+            "this process was forked from the one that opened the card, which cannot be shared",
+            "open cards after the fork, or start the child as a new program (exec, or Python's \"spawn\")",
+        )
+    }
+
     /// Names the device the error happened on, unless it was named where the error arose.
     pub(crate) fn on(mut self, device: impl fmt::Display) -> Self {
         let device = self.device.get_or_insert_with(|| device.to_string());

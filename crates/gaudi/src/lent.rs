@@ -91,6 +91,7 @@ impl Runtime {
     /// The application wants its card back: forgets its memory and, once nothing of ours on the
     /// card is left, the card.
     pub fn take_back(&self, fd: BorrowedFd<'_>) -> Result<(), Error> {
+        self.check_process("giving a card back")?;
         let info = self.card_of(fd)?;
         if self.forget_card(&info.bus_id) {
             return Ok(());
@@ -153,6 +154,7 @@ impl Runtime {
     /// for, is not seen: its caller still uses memory that is being unmapped. `None`: it is none that
     /// we know.
     pub fn remove_memory(&self, fd: BorrowedFd<'_>, start: DeviceAddr) -> Option<Unmapping> {
+        self.check_process(NOTING).ok()?;
         let card = self.bus_id_of(fd).ok()?;
         let (device, len) = {
             let mut state = self.lent.state();
@@ -209,6 +211,9 @@ impl Runtime {
     /// is the one that they came with, and of no consequence if it is another one of the same card
     /// (of its control node, or a duplicate).
     pub fn card_closing(&self, fd: BorrowedFd<'_>) {
+        if self.check_process(LENDING).is_err() {
+            return;
+        }
         let (Ok(card), Some(closing)) = (self.bus_id_of(fd), Descriptor::of(fd)) else { return };
         let known = {
             let mut state = self.lent.state();
@@ -275,6 +280,7 @@ impl Runtime {
         fd: BorrowedFd<'_>,
         lend: bool,
     ) -> Result<Arc<Device>, Error> {
+        self.check_process(LENDING)?;
         let _opening = self.opening();
         let known = match self.lent.state().cards.get(&info.bus_id) {
             Some(card) if card.lent || !lend => return Ok(Arc::clone(&card.device)),

@@ -7,6 +7,8 @@ use crate::backend::Registers;
 use crate::{Device, DeviceAddr, Error, ErrorKind, runtime};
 
 const MAPPING: &str = "mapping a register block";
+const READING: &str = "reading a register";
+const WRITING: &str = "writing a register";
 
 /// A block of a device's registers, mapped as long as this lives. It holds its device open.
 #[derive(Debug)]
@@ -24,6 +26,7 @@ impl Device {
     /// word, and its errno is kept: no blocks on a Gaudi (`EPERM`), only those of its list on later
     /// generations (`EINVAL`).
     pub fn map_block(self: &Arc<Self>, address: DeviceAddr) -> Result<RegisterBlock, Error> {
+        self.check_process(MAPPING)?;
         if !runtime().allows_register_access() {
             return Err(Error::new(
                 ErrorKind::PermissionDenied,
@@ -61,7 +64,8 @@ impl RegisterBlock {
 
     /// Reads the 32-bit register at this byte offset. Reading some registers changes them.
     pub fn read(&self, offset: usize) -> Result<u32, Error> {
-        self.registers.read(offset).ok_or_else(|| self.no_register("reading a register", offset))
+        self.device.check_process(READING)?;
+        self.registers.read(offset).ok_or_else(|| self.no_register(READING, offset))
     }
 
     /// Writes the 32-bit register at this byte offset.
@@ -70,9 +74,10 @@ impl RegisterBlock {
     /// Registers command the hardware, which can be made to read and write any memory mapped for
     /// it: the caller answers for what this value does.
     pub unsafe fn write(&self, offset: usize, value: u32) -> Result<(), Error> {
+        self.device.check_process(WRITING)?;
         // SAFETY: the caller's promise.
         let written = unsafe { self.registers.write(offset, value) };
-        written.ok_or_else(|| self.no_register("writing a register", offset))
+        written.ok_or_else(|| self.no_register(WRITING, offset))
     }
 
     fn no_register(&self, operation: &'static str, offset: usize) -> Error {

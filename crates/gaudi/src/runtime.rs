@@ -21,6 +21,7 @@ use crate::error::Phase;
 use crate::holders::{self, Holders};
 use crate::lent::LentCards;
 use crate::memory::AddressTable;
+use crate::process::Instance;
 use crate::rcache::{self, CacheLimits, Switch, Watch};
 use crate::topology::PciLink;
 use crate::window::{Blocked, Windows};
@@ -41,7 +42,7 @@ pub struct Runtime {
     opening: Mutex<()>,
     cards: Mutex<HashMap<BusId, OpenCard>>,
     /// The same devices again, for those who ask at every copy. Changed under the lock of `cards`.
-    directory: ArcSwap<Vec<(DeviceId, Weak<Device>)>>,
+    directory: ArcSwap<Vec<Listed>>,
     card_closed: Condvar,
     next_id: AtomicU32,
     notes: Mutex<Notes>,
@@ -50,6 +51,14 @@ pub struct Runtime {
     windows: Windows,
     pub(crate) lent: LentCards,
     rcache: Switch,
+}
+
+/// A card that was opened in this process, or in the one that it was forked from.
+#[derive(Debug)]
+struct Listed {
+    id: DeviceId,
+    device: Weak<Device>,
+    opened_by: Instance,
 }
 
 /// A card that is open, or just being closed (then `device` is gone and the entry soon will be).
@@ -142,7 +151,12 @@ impl Runtime {
 
     /// Takes a card for this process. One that is already open here and matches is shared. Without
     /// a choice, the one that `HLS_MODULE_ID` names, else the first card that opens.
+    ///
+    /// Refused in a child that was forked while its parent had a card open: the engine's state is its
+    /// parent's, and so are the threads and the locks. A child that was forked before opens cards as any
+    /// process does.
     pub fn open(&self, choice: &DeviceChoice) -> Result<Arc<Device>, Error> {
+        self.check_process(OPENING)?;
         let opening = self.opening();
         let candidates = self.candidates(choice)?;
         if let Some(device) = self.find_open(&candidates) {
@@ -167,6 +181,14 @@ impl Runtime {
             }
             self.adopt_busy(&tried).ok_or(error)
         })
+    }
+
+    /// Refuses what a child must not do that was forked while its parent had cards open. Takes no lock:
+    /// in such a child a thread that is not there may have it.
+    pub(crate) fn check_process(&self, operation: &'static str) -> Result<(), Error> {
+        let current = Instance::current();
+        let inherited = self.directory.load().iter().any(|listed| listed.opened_by != current);
+        if inherited { Err(Error::forked(operation)) } else { Ok(()) }
     }
 
     /// Which NICs are near which of the cards this process may use, and their state, as sysfs has
@@ -278,7 +300,7 @@ impl Runtime {
     /// The open device with this id. Wait-free.
     pub fn device(&self, id: DeviceId) -> Option<Arc<Device>> {
         let directory = self.directory.load();
-        directory.iter().find(|(other, _)| *other == id)?.1.upgrade()
+        directory.iter().find(|listed| listed.id == id)?.device.upgrade()
     }
 
     /// The cards this process has open.
@@ -346,8 +368,12 @@ impl Runtime {
     }
 
     fn list(&self, cards: &HashMap<BusId, OpenCard>) {
-        let devices = cards.values().map(|card| (card.id, card.device.clone()));
-        self.directory.store(Arc::new(devices.collect()));
+        let list = |card: &OpenCard| Listed {
+            id: card.id,
+            device: card.device.clone(),
+            opened_by: Instance::current(),
+        };
+        self.directory.store(Arc::new(cards.values().map(list).collect()));
     }
 
     /// Never drop a [`Device`] handle while holding this: closing takes it too.

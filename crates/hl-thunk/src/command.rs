@@ -5,6 +5,7 @@ use std::ptr::NonNull;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use crate::error::check;
+use crate::pages::keep_from_children;
 use crate::sys::{self, CsChunk, CsIn, CsOut};
 use crate::{Device, Error, HostMapping, HostPages};
 
@@ -54,7 +55,7 @@ impl CommandBuffer {
     ///
     /// # Safety
     /// No submission that is still in flight may contain these bytes, and no other thread may
-    /// write them at the same time.
+    /// write them at the same time. Not in a forked child, which does not have the memory.
     pub unsafe fn write(&self, offset: usize, packets: &[u8]) {
         let end = offset.checked_add(packets.len());
         assert!(end.is_some_and(|end| end <= self.len()), "packets beyond the command buffer");
@@ -103,6 +104,7 @@ impl KernelBuffer {
         };
         match start {
             Ok(start) => {
+                keep_from_children(start, len);
                 let start = NonNull::new(start.cast()).expect("mmap does not return null");
                 Ok(Self { device: device.clone(), handle, start, len })
             }
@@ -116,6 +118,9 @@ impl KernelBuffer {
 
 impl Drop for KernelBuffer {
     fn drop(&mut self) {
+        if !self.device.is_ours() {
+            return;
+        }
         // The mapping would hold the device file open, and with it the card.
         // SAFETY: our own mapping, which nobody references any more.
         let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };

@@ -7,13 +7,14 @@ use std::sync::Arc;
 
 use crate::error::check;
 use crate::sys::{self, HwIpInfo};
-use crate::{Error, Generation, Library};
+use crate::{Error, Generation, Library, ProcessInstance};
 
 /// An open descriptor that is closed through the library.
 #[derive(Debug)]
 struct Node {
     library: Arc<Library>,
     fd: Option<OwnedFd>,
+    opened_by: ProcessInstance,
 }
 
 impl Node {
@@ -25,7 +26,16 @@ impl Node {
         let fd = check(call, open)?;
         // SAFETY: the library just opened it for us.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        Ok(Self { library: Arc::clone(library), fd: Some(fd) })
+        Ok(Self::from_fd(library, fd))
+    }
+
+    fn from_fd(library: &Arc<Library>, fd: OwnedFd) -> Self {
+        let opened_by = ProcessInstance::current();
+        Self { library: Arc::clone(library), fd: Some(fd), opened_by }
+    }
+
+    fn is_ours(&self) -> bool {
+        self.opened_by == ProcessInstance::current()
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
@@ -56,6 +66,11 @@ impl Node {
 impl Drop for Node {
     fn drop(&mut self) {
         let Some(fd) = self.fd.take() else { return };
+        if !self.is_ours() {
+            // A fork handler may have closed it: then the number is somebody else's by now.
+            let _ = fd.into_raw_fd();
+            return;
+        }
         let close = self.library.symbols.hlthunk_close;
         // SAFETY: ours, and given up here.
         if let Err(error) = check("hlthunk_close", || unsafe { close(fd.into_raw_fd()) }) {
@@ -156,7 +171,7 @@ impl Device {
     /// all descriptors of one opening share its context, and the card is free when the last is
     /// closed. `ENOTTY` if it is no compute node.
     pub fn from_opened(library: &Arc<Library>, fd: OwnedFd) -> Result<Self, Error> {
-        let node = Node { library: Arc::clone(library), fd: Some(fd) };
+        let node = Node::from_fd(library, fd);
         let name = "hlthunk_memory_unmap";
         let unmap = library.symbols.hlthunk_memory_unmap;
         // A control node answers questions as well; only a compute node knows what memory is.
@@ -203,8 +218,15 @@ impl Device {
         self.inner.own_opening
     }
 
+    /// Whether this process opened it, and not one that it was forked from.
+    pub fn is_ours(&self) -> bool {
+        self.inner.node.is_ours()
+    }
+
+    /// What calls are made on: no descriptor at all in a forked child, so that none of them reaches
+    /// the parent's card.
     pub(crate) fn raw_fd(&self) -> i32 {
-        self.inner.node.fd().as_raw_fd()
+        if self.is_ours() { self.inner.node.fd().as_raw_fd() } else { -1 }
     }
 }
 

@@ -92,9 +92,10 @@ impl DmaBuf {
         self.len
     }
 
-    /// Another descriptor of the same dma-buf, close-on-exec, for someone else to own.
-    pub fn duplicate(&self) -> std::io::Result<OwnedFd> {
-        self.fd.try_clone()
+    /// The descriptor, close-on-exec, without the memory behind it: the driver refuses to unmap that
+    /// while the descriptor is open.
+    pub fn into_fd(self) -> OwnedFd {
+        self.fd
     }
 }
 
@@ -161,7 +162,7 @@ impl ImportedMapping {
     /// Whether the driver can import at all: most cannot. Asks with a descriptor that is none;
     /// only a driver that knows the operation looks at it.
     pub fn supported(device: &Device) -> bool {
-        matches!(import(device, -1, 4096), Err(Error { errno: libc::EBADF, .. }))
+        matches!(import(device, -1, crate::PAGE_SIZE), Err(Error { errno: libc::EBADF, .. }))
     }
 
     /// Where the device sees the first byte.
@@ -178,6 +179,9 @@ impl ImportedMapping {
 
 impl Drop for ImportedMapping {
     fn drop(&mut self) {
+        if !self.device.is_ours() {
+            return;
+        }
         if let Err(error) = unmap(&self.device, self.addr) {
             self.device.library().record_drop_error(error);
         }

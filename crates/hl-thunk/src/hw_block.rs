@@ -10,7 +10,8 @@ use std::ptr::NonNull;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use crate::error::check;
-use crate::{Device, DeviceAddr, Error};
+use crate::pages::keep_from_children;
+use crate::{Device, DeviceAddr, Error, ProcessInstance};
 
 /// Bytes of a register.
 const REGISTER: usize = size_of::<u32>();
@@ -21,7 +22,7 @@ pub struct HwBlock {
     // The mapping goes first: it holds the device file open, and with it the card.
     mapping: Mapping,
     address: DeviceAddr,
-    _device: Device,
+    device: Device,
 }
 
 impl HwBlock {
@@ -37,7 +38,7 @@ impl HwBlock {
         // SAFETY: the fd is open, and both results have a place to go to.
         check(name, || unsafe { get(device.raw_fd(), address.0, &mut size, &mut handle) })?;
         let mapping = Mapping::new(device, size as usize, handle)?;
-        Ok(Self { mapping, address, _device: device.clone() })
+        Ok(Self { mapping, address, device: device.clone() })
     }
 
     /// Where the block starts on the device.
@@ -53,7 +54,7 @@ impl HwBlock {
 
     /// Reads the register at this byte offset; `None` if there is none.
     pub fn read(&self, offset: usize) -> Option<u32> {
-        let register = self.mapping.register(offset)?;
+        let register = self.register(offset)?;
         // SAFETY: aligned and inside the mapping, which lives as long as `self`.
         Some(unsafe { register.as_ptr().read_volatile() })
     }
@@ -65,10 +66,15 @@ impl HwBlock {
     /// caller answers for what this value makes the device do.
     #[must_use = "the register may not exist"]
     pub unsafe fn write(&self, offset: usize, value: u32) -> Option<()> {
-        let register = self.mapping.register(offset)?;
+        let register = self.register(offset)?;
         // SAFETY: aligned and inside the mapping; the effect is the caller's promise.
         unsafe { register.as_ptr().write_volatile(value) };
         Some(())
+    }
+
+    /// A forked child has no registers: the mapping was not inherited.
+    fn register(&self, offset: usize) -> Option<NonNull<u32>> {
+        if self.device.is_ours() { self.mapping.register(offset) } else { None }
     }
 }
 
@@ -77,6 +83,7 @@ impl HwBlock {
 struct Mapping {
     start: NonNull<u32>,
     len: usize,
+    made_by: ProcessInstance,
 }
 
 // SAFETY: an address; every access is a single volatile load or store, which the hardware orders.
@@ -95,7 +102,9 @@ impl Mapping {
         let start =
             unsafe { mmap(std::ptr::null_mut(), len, protection, MapFlags::SHARED, node, handle) };
         let start = start.map_err(|errno| failed(errno.raw_os_error()))?;
-        Ok(Self { start: NonNull::new(start.cast()).expect("mmap does not return null"), len })
+        keep_from_children(start, len);
+        let start = NonNull::new(start.cast()).expect("mmap does not return null");
+        Ok(Self { start, len, made_by: ProcessInstance::current() })
     }
 
     fn register(&self, offset: usize) -> Option<NonNull<u32>> {
@@ -107,6 +116,9 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        if self.made_by != ProcessInstance::current() {
+            return;
+        }
         // SAFETY: our own mapping, which nobody references any more.
         let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
     }

@@ -9,6 +9,10 @@
 //! Every child keeps its parent alive, so the order the driver demands (dma-buf, mapping,
 //! allocation, device) cannot be got wrong. A failure inside a `drop` is recorded with the
 //! library ([`Library::take_drop_errors`]).
+//!
+//! A card belongs to the process that opened it. In a forked child, which has the same descriptors,
+//! every call on it fails (`EBADF`), and drops have no effect: the driver would take them for the
+//! parent's ([`Device::is_ours`]).
 
 pub mod packet;
 pub mod sys;
@@ -23,6 +27,7 @@ mod hw_block;
 mod library;
 mod memory;
 mod pages;
+mod process;
 
 pub use addr::DeviceAddr;
 pub use command::{Chunk, CommandBuffer, WaitStatus};
@@ -34,3 +39,4 @@ pub use hw_block::HwBlock;
 pub use library::Library;
 pub use memory::{DeviceMapping, DeviceMemory, HostMapping};
 pub use pages::{HostPages, PAGE_SIZE};
+pub use process::ProcessInstance;

@@ -57,7 +57,7 @@ impl DeviceMemory {
 
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
-        if self.left.load(Ordering::Relaxed) {
+        if self.left.load(Ordering::Relaxed) || !self.device.is_ours() {
             return;
         }
         let free = self.device.library().symbols.hlthunk_device_memory_free;
@@ -123,7 +123,7 @@ impl DeviceMapping {
 
 impl Drop for DeviceMapping {
     fn drop(&mut self) {
-        if self.unmapped {
+        if self.unmapped || !self.device().is_ours() {
             return;
         }
         if let Err(error) = unmap(&self.memory.device, self.addr) {
@@ -178,6 +178,9 @@ impl HostMapping {
 
 impl Drop for HostMapping {
     fn drop(&mut self) {
+        if !self.device.is_ours() {
+            return;
+        }
         if let Err(error) = unmap(&self.device, self.addr) {
             self.device.library().record_drop_error(error);
         }

@@ -1,12 +1,21 @@
 //! Page-aligned host memory of our own, for command buffers and bounce buffers.
 
+use std::ffi::c_void;
 use std::ptr::NonNull;
 
+use crate::ProcessInstance;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
 /// A page of the host, which the driver pins as a whole; also the unit in which it exports device
 /// memory. Cards are in x86-64 hosts, where it is the same everywhere.
 pub const PAGE_SIZE: u64 = 4096;
+
+/// Keeps a mapping of a device's file out of forked children: there it would keep the device open.
+/// Where that is refused, they have it.
+pub(crate) fn keep_from_children(start: *mut c_void, len: usize) {
+    // SAFETY: the caller's own mapping; the advice changes nothing in this process.
+    let _ = unsafe { madvise(start, len, Advice::LinuxDontFork) };
+}
 
 /// Zeroed, page-aligned anonymous memory, given back when dropped.
 ///
@@ -16,6 +25,7 @@ pub const PAGE_SIZE: u64 = 4096;
 pub struct HostPages {
     start: NonNull<u8>,
     len: usize,
+    made_by: ProcessInstance,
 }
 
 // SAFETY: only an address and a length; all access goes through raw pointers, whose users answer
@@ -38,7 +48,7 @@ impl HostPages {
             )?
         };
         let start = NonNull::new(start.cast()).expect("mmap does not return null");
-        let pages = Self { start, len };
+        let pages = Self { start, len, made_by: ProcessInstance::current() };
         // SAFETY: exactly the mapping just made.
         unsafe { madvise(start.as_ptr().cast(), len, Advice::LinuxDontFork)? };
         Ok(pages)
@@ -58,6 +68,10 @@ impl HostPages {
 
 impl Drop for HostPages {
     fn drop(&mut self) {
+        if self.made_by != ProcessInstance::current() {
+            // A forked child does not have the pages, and may have something else there.
+            return;
+        }
         // SAFETY: the mapping is ours and nobody holds a reference into it.
         let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
     }
@@ -78,5 +92,29 @@ mod tests {
             pages.as_ptr().add(8191).write(7);
             assert_eq!(pages.as_ptr().add(8191).read(), 7);
         }
+    }
+
+    #[test]
+    fn a_forked_child_that_drops_them_keeps_what_it_has_mapped_there() {
+        let mut pages = Some(HostPages::new(4096).unwrap());
+        let start = pages.as_ref().unwrap().as_ptr();
+        // SAFETY: the child makes system calls and drops the pages.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let access = ProtFlags::READ | ProtFlags::WRITE;
+            let flags = MapFlags::PRIVATE | MapFlags::FIXED_NOREPLACE;
+            // SAFETY: the address is free in the child; nothing is replaced.
+            let own = unsafe { mmap_anonymous(start.cast(), 4096, access, flags) };
+            drop(pages.take());
+            // SAFETY: mapped just above, if it still is.
+            let kept =
+                own.is_ok() && unsafe { madvise(start.cast(), 4096, Advice::Normal) }.is_ok();
+            // SAFETY: ends the process.
+            unsafe { libc::_exit(if kept { 0 } else { 1 }) };
+        }
+        let mut status = -1;
+        // SAFETY: our own child.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0);
     }
 }

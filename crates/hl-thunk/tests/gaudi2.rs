@@ -162,7 +162,7 @@ fn a_mapping_with_an_export_abroad_is_given_back_and_a_drop_is_recorded() {
     let mapping = Arc::new(memory.map(None).unwrap());
     let dmabuf = DmaBuf::export(&mapping, 4096, 8192, ExportCall::Mapped).unwrap();
     assert_eq!(dmabuf.len(), 8192);
-    let abroad = dmabuf.duplicate().unwrap();
+    let abroad = dmabuf.as_fd().try_clone_to_owned().unwrap();
     drop(dmabuf);
     let mapping = Arc::into_inner(mapping).unwrap();
     let (mapping, error) = mapping.unmap().unwrap_err();
@@ -191,7 +191,7 @@ fn a_mapping_with_an_export_abroad_is_left_only_to_a_driver_that_will_take_it() 
         };
         let mapping = Arc::new(DeviceMemory::alloc(&device, 1).unwrap().map(None).unwrap());
         let dmabuf = DmaBuf::export(&mapping, 0, 4096, ExportCall::Mapped).unwrap();
-        let abroad = dmabuf.duplicate().unwrap();
+        let abroad = dmabuf.as_fd().try_clone_to_owned().unwrap();
         drop(dmabuf);
         drop(library().take_drop_errors());
         Arc::into_inner(mapping).unwrap().leave();

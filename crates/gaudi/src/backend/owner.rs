@@ -1,6 +1,6 @@
 //! The back end for a card this process opened: memory and copies through the driver's own calls.
 
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -14,6 +14,7 @@ use hl_thunk::{
 use super::{Backend, CopyLimits, Geometry, HostPin, Page, Registers, Ticket};
 use crate::copy::SLOTS;
 use crate::error::{Error, ErrorKind, Phase};
+use crate::process::{CloseOnFork, ClosedInChildren};
 use crate::stats::{Counter, Counts, Gauge, GaugeGuard};
 
 /// Bytes of packets one submission may have.
@@ -31,6 +32,8 @@ pub(crate) struct Owner {
     // Before the device: command buffers are given back first.
     commands: OnceLock<Commands>,
     making_commands: Mutex<()>,
+    /// A forked child must not keep the card busy. Before the device, which closes the descriptor.
+    _closed_in_children: Option<ClosedInChildren>,
     device: hl_thunk::Device,
     queues: [Queues; 3],
     imports: OnceLock<bool>,
@@ -83,10 +86,16 @@ impl Owner {
         Self {
             commands: OnceLock::new(),
             making_commands: Mutex::new(()),
+            _closed_in_children: ClosedInChildren::new(device.as_fd()),
             device,
             queues,
             imports: OnceLock::new(),
         }
+    }
+
+    /// The card, for a call that only the process which opened it may make.
+    fn device(&self, operation: &'static str) -> Result<&hl_thunk::Device, Error> {
+        if self.device.is_ours() { Ok(&self.device) } else { Err(Error::forked(operation)) }
     }
 
     /// The command buffers, made when the first copy needs them.
@@ -121,12 +130,13 @@ impl Backend for Owner {
 
     fn take_page(&self, at: DeviceAddr, len: u64) -> Result<Box<dyn Page>, Error> {
         let operation = "allocating device memory";
-        if !self.device.generation().has_dram_mmu() {
-            let device = self.device.clone();
+        let device = self.device(operation)?;
+        if !device.generation().has_dram_mmu() {
+            let device = device.clone();
             return Ok(Box::new(PhysicalPage { device, addr: at, len, whole: Mutex::default() }));
         }
         let failed = |error| Error::driver(Phase::Use, operation, error);
-        let memory = DeviceMemory::alloc(&self.device, len).map_err(failed)?;
+        let memory = DeviceMemory::alloc(device, len).map_err(failed)?;
         let mapping = memory.map(Some(at)).map_err(failed)?;
         if mapping.addr() != at {
             return Err(Error::new(
@@ -140,9 +150,11 @@ impl Backend for Owner {
     }
 
     unsafe fn pin(&self, ptr: *mut u8, len: usize) -> Result<HostPin, Error> {
+        let operation = "pinning host memory";
+        let device = self.device(operation)?;
         // SAFETY: the caller keeps the memory.
-        let mapping = unsafe { HostMapping::new(&self.device, ptr, len as u64) }
-            .map_err(|error| Error::driver(Phase::Use, "pinning host memory", error))?;
+        let mapping = unsafe { HostMapping::new(device, ptr, len as u64) }
+            .map_err(|error| Error::driver(Phase::Use, operation, error))?;
         Ok(HostPin::new(mapping.addr(), mapping))
     }
 
@@ -158,9 +170,11 @@ impl Backend for Owner {
     }
 
     fn import(&self, dmabuf: BorrowedFd<'_>, len: u64) -> Result<HostPin, Error> {
+        let operation = "importing a dma-buf";
+        let device = self.device(operation)?;
         self.can_import()?;
-        let mapping = ImportedMapping::new(&self.device, dmabuf, len)
-            .map_err(|error| Error::driver(Phase::Share, "importing a dma-buf", error))?;
+        let mapping = ImportedMapping::new(device, dmabuf, len)
+            .map_err(|error| Error::driver(Phase::Share, operation, error))?;
         Ok(HostPin::new(mapping.addr(), mapping))
     }
 
@@ -171,14 +185,15 @@ impl Backend for Owner {
         len: u64,
         counts: Counts,
     ) -> Result<OwnedFd, Error> {
-        let call = ExportCall::best(self.device.library());
-        alone(DmaBuf::export_foreign(&self.device, mapping, offset, len, call), counts)
+        let device = self.device(EXPORTING)?;
+        let call = ExportCall::best(device.library());
+        alone(DmaBuf::export_foreign(device, mapping, offset, len, call), counts)
     }
 
     fn map_block(&self, address: DeviceAddr) -> Result<Box<dyn Registers>, Error> {
-        let mapped = HwBlock::map(&self.device, address);
-        let mapped =
-            mapped.map_err(|error| Error::driver(Phase::Use, "mapping a register block", error))?;
+        let operation = "mapping a register block";
+        let mapped = HwBlock::map(self.device(operation)?, address)
+            .map_err(|error| Error::driver(Phase::Use, operation, error))?;
         Ok(Box::new(mapped))
     }
 
@@ -204,10 +219,11 @@ impl Backend for Owner {
         moves: &[LinDma],
     ) -> Result<Ticket, Error> {
         let operation = "submitting a copy";
+        let device = self.device(operation)?;
         let (buffer, offset) = self.commands()?.place(slot);
         let len = moves.len() * LIN_DMA_LEN;
         for (at, dma) in moves.iter().enumerate() {
-            let packet = dma.encode(self.device.generation()).ok_or_else(|| {
+            let packet = dma.encode(device.generation()).ok_or_else(|| {
                 let detail = format!("an address of {dma:?} does not fit the packet");
                 Error::new(ErrorKind::InvalidParams, operation, detail, "report this")
             })?;
@@ -216,16 +232,17 @@ impl Backend for Owner {
         }
         let (queue, lane) = self.queue(direction);
         // SAFETY: the caller keeps the slot and the memory until the submission has ended.
-        let sequence = unsafe { self.device.submit(&[Chunk { buffer, offset, len, queue }]) }
+        let sequence = unsafe { device.submit(&[Chunk { buffer, offset, len, queue }]) }
             .map_err(|error| Error::driver(Phase::Copy, operation, error))?;
         Ok(Ticket { sequence, lane })
     }
 
     fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error> {
-        match self.device.wait(ticket.sequence, timeout_us) {
+        let operation = "waiting for a copy";
+        match self.device(operation)?.wait(ticket.sequence, timeout_us) {
             Ok(WaitStatus::Completed) => Ok(true),
             Ok(WaitStatus::Busy) => Ok(false),
-            Err(error) => Err(Error::driver(Phase::Copy, "waiting for a copy", error)),
+            Err(error) => Err(Error::driver(Phase::Copy, operation, error)),
         }
     }
 }
@@ -259,12 +276,6 @@ fn geometry_of(generation: Generation, hw: &HwIpInfo) -> Geometry {
     Geometry { total: hw.dram_size / page * page, page, physical_base: None }
 }
 
-fn duplicate(dmabuf: &DmaBuf) -> Result<OwnedFd, Error> {
-    dmabuf.duplicate().map_err(|error| {
-        Error::os(Phase::Share, EXPORTING, "dup", error.raw_os_error().unwrap_or(libc::EMFILE))
-    })
-}
-
 const EXPORTING: &str = "exporting a dma-buf";
 
 fn export_failed(error: hl_thunk::Error) -> Error {
@@ -272,7 +283,7 @@ fn export_failed(error: hl_thunk::Error) -> Error {
 }
 
 /// The one export that everyone in this process shares, made when first asked for.
-type Shared = Mutex<Option<(DmaBuf, GaugeGuard)>>;
+type Shared = Mutex<Option<(CloseOnFork, GaugeGuard)>>;
 
 fn shared(
     whole: &Shared,
@@ -280,19 +291,27 @@ fn shared(
     export: impl FnOnce() -> Result<DmaBuf, hl_thunk::Error>,
 ) -> Result<OwnedFd, Error> {
     let mut whole = whole.lock().unwrap_or_else(PoisonError::into_inner);
-    if whole.is_none() {
-        let made = export().map_err(export_failed)?;
-        let gauge = counts.track(Gauge::Export, made.len());
-        *whole = Some((made, gauge));
-    }
-    duplicate(&whole.as_ref().expect("set just above").0)
+    let no_descriptor = |call, errno| Error::os(Phase::Share, EXPORTING, call, errno);
+    let kept = match whole.take() {
+        Some(kept) => kept,
+        None => {
+            let made = export().map_err(export_failed)?;
+            let gauge = counts.track(Gauge::Export, made.len());
+            let fd = CloseOnFork::new(made.into_fd());
+            (fd.ok_or_else(|| no_descriptor("keeping a dma-buf", libc::EMFILE))?, gauge)
+        }
+    };
+    let (fd, _) = whole.insert(kept);
+    fd.as_fd()
+        .try_clone_to_owned()
+        .map_err(|error| no_descriptor("dup", error.raw_os_error().unwrap_or(libc::EMFILE)))
 }
 
 /// An export of its own, for the caller alone.
 fn alone(part: Result<DmaBuf, hl_thunk::Error>, counts: Counts) -> Result<OwnedFd, Error> {
     let part = part.map_err(export_failed)?;
     counts.add(Counter::DmabufExports, 1);
-    duplicate(&part)
+    Ok(part.into_fd())
 }
 
 /// Memory from the driver's allocator, mapped.

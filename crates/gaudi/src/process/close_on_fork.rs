@@ -1,10 +1,11 @@
 //! Descriptors that forked children do not keep.
 //!
 //! If a child kept its parent's sockets, peers would not see them hang up when the parent ends, and
-//! new peers would connect to a listener that nobody serves. The fork handler closes them; it may only
-//! make system calls, so the numbers are in a fixed table of atomics.
+//! new peers would connect to a listener that nobody serves. If it kept its parent's card, that would
+//! stay busy after the parent has closed it. The fork handler closes them; it may only make system
+//! calls, so the numbers are in a fixed table of atomics.
 
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicI32, Ordering};
 
 use super::watch_forks;
@@ -15,23 +16,53 @@ const FREE: i32 = -1;
 
 static NUMBERS: [AtomicI32; CAPACITY] = [const { AtomicI32::new(FREE) }; CAPACITY];
 
-/// A descriptor that is closed in every child that `fork` makes.
+/// Has a descriptor that somebody else owns closed in every child that `fork` makes. To be dropped
+/// before the descriptor is closed; its owner must leave it alone in a child.
 #[derive(Debug)]
-pub(crate) struct CloseOnFork {
+pub(crate) struct ClosedInChildren {
     index: usize,
-    fd: Option<OwnedFd>,
+    number: RawFd,
 }
 
-impl CloseOnFork {
+impl ClosedInChildren {
     /// `None` if there are too many.
-    pub(crate) fn new(fd: OwnedFd) -> Option<Self> {
+    pub(crate) fn new(fd: BorrowedFd<'_>) -> Option<Self> {
         watch_forks();
         let number = fd.as_raw_fd();
         let take = |slot: &AtomicI32| {
             slot.compare_exchange(FREE, number, Ordering::AcqRel, Ordering::Relaxed).is_ok()
         };
         let index = NUMBERS.iter().position(take)?;
-        Some(Self { index, fd: Some(fd) })
+        Some(Self { index, number })
+    }
+
+    /// Takes it off the table; `false` in a forked child, where it is closed and the number not ours.
+    fn withdraw(&mut self) -> bool {
+        let slot = &NUMBERS[self.index];
+        // Once: from then on both slot and number may be somebody else's.
+        let number = std::mem::replace(&mut self.number, FREE);
+        slot.compare_exchange(number, FREE, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+    }
+}
+
+impl Drop for ClosedInChildren {
+    fn drop(&mut self) {
+        self.withdraw();
+    }
+}
+
+/// A descriptor that is closed in every child that `fork` makes.
+#[derive(Debug)]
+pub(crate) struct CloseOnFork {
+    listed: ClosedInChildren,
+    fd: Option<OwnedFd>,
+}
+
+impl CloseOnFork {
+    /// `None` if there are too many.
+    pub(crate) fn new(fd: OwnedFd) -> Option<Self> {
+        let listed = ClosedInChildren::new(fd.as_fd())?;
+        Some(Self { listed, fd: Some(fd) })
     }
 }
 
@@ -44,11 +75,8 @@ impl AsFd for CloseOnFork {
 impl Drop for CloseOnFork {
     fn drop(&mut self) {
         let fd = self.fd.take().expect("taken only here");
-        let slot = &NUMBERS[self.index];
-        // Out of the table before it is closed: the number may be somebody else's right after.
-        if slot.compare_exchange(fd.as_raw_fd(), FREE, Ordering::AcqRel, Ordering::Relaxed).is_err()
-        {
-            // A forked child drops what it inherited. It is closed already, the number is not ours.
+        // Off the table before it is closed: the number may be somebody else's right after.
+        if !self.listed.withdraw() {
             std::mem::forget(fd);
         }
     }

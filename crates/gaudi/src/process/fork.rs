@@ -5,15 +5,14 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::{close_on_fork, instance};
+use super::close_on_fork;
 use crate::{rcache, stats};
 
 /// In the parent, before the fork, in this order.
 const BEFORE: [fn(); 1] = [rcache::before_fork];
 
-/// In the child, in this order: it must know that it is one before anything else.
-const IN_CHILD: [fn(); 4] =
-    [instance::in_child, close_on_fork::in_child, stats::in_child, rcache::in_child];
+/// In the child, in this order.
+const IN_CHILD: [fn(); 3] = [close_on_fork::in_child, stats::in_child, rcache::in_child];
 
 /// Has the handlers run at every fork from now on. Whoever adds state that one of them must clean up
 /// calls this first; only the first call does something.
@@ -39,7 +38,7 @@ extern "C" fn in_child() {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    /// Forks, and has the child run `child`; whether it returned `true`.
+    /// Forks, and has the child run `child`; whether it returned `true` there.
     pub(crate) fn holds_in_child(child: impl FnOnce() -> bool) -> bool {
         // SAFETY: the child runs the closure, which takes no lock that another thread may hold.
         let pid = unsafe { libc::fork() };
@@ -48,11 +47,6 @@ pub(crate) mod tests {
             // SAFETY: ends the process, without the parent's exit handlers.
             unsafe { libc::_exit(code) };
         }
-        succeeded(pid)
-    }
-
-    /// Waits for our child; whether it exited with 0.
-    pub(crate) fn succeeded(pid: i32) -> bool {
         let mut status = -1;
         // SAFETY: our own child.
         assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);

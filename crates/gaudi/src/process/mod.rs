@@ -6,7 +6,7 @@
 //! otherwise make by hand.
 //!
 //! * `fork`: the only `pthread_atfork` registration, and what runs in it, in order.
-//! * `instance`: a number that no two processes share, by which a child knows that it is one.
+//! * [`Instance`]: a number that no two processes share, by which a child knows that it is one.
 //! * `bound`: values that belong to one process ([`PerProcess`], [`ProcessBound`]).
 //! * `close_on_fork`: descriptors that children do not keep.
 //! * `thread`: threads that take none of the program's signals.
@@ -16,16 +16,15 @@
 mod bound;
 mod close_on_fork;
 mod fork;
-mod instance;
 mod memory_file;
 mod notifier;
 pub(crate) mod thread;
 
 pub(crate) use bound::{PerProcess, ProcessBound};
-pub(crate) use close_on_fork::CloseOnFork;
+pub(crate) use close_on_fork::{CloseOnFork, ClosedInChildren};
 #[cfg(test)]
 pub(crate) use fork::tests::holds_in_child;
 pub(crate) use fork::watch_forks;
-pub(crate) use instance::Instance;
+pub(crate) use hl_thunk::ProcessInstance as Instance;
 pub(crate) use memory_file::MemoryFile;
 pub use notifier::Notifier;

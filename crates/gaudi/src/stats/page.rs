@@ -9,10 +9,11 @@
 //! place of the shared one at the same address (a `fork` handler does it), so that what is inherited
 //! counts on, unseen. The descriptor is inherited too; readers tell by the process id in the header.
 
+use std::convert::Infallible;
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
@@ -22,7 +23,7 @@ use super::layout::{
     self, KINDS, NAMES, SIZE, SLOT_LEN, SLOTS, SLOTS_AT, description, header, slot,
 };
 use crate::DeviceInfo;
-use crate::process::{MemoryFile, watch_forks};
+use crate::process::{MemoryFile, PerProcess, watch_forks};
 
 /// Where the shared page lies, for the handler in a forked child.
 static SHARED_AT: AtomicUsize = AtomicUsize::new(0);
@@ -31,7 +32,7 @@ static SHARED_AT: AtomicUsize = AtomicUsize::new(0);
 struct Page {
     at: NonNull<u8>,
     /// Held open: this is how others find the page.
-    _file: Option<MemoryFile>,
+    file: Option<MemoryFile>,
     unreadable: Option<String>,
     /// Bus ids of the cards that have a slot, from the second slot on.
     cards: Mutex<Vec<String>>,
@@ -42,11 +43,24 @@ unsafe impl Send for Page {}
 // SAFETY: as above.
 unsafe impl Sync for Page {}
 
-static PAGE: OnceLock<Page> = OnceLock::new();
+static PAGE: PerProcess<Page> = PerProcess::new();
+
+/// The page of this process, made when it is first needed. A forked child makes its own.
+fn page() -> &'static Page {
+    if let Some(page) = PAGE.get() {
+        return page;
+    }
+    let Ok(page) = PAGE.get_or_make(|| Ok::<_, Infallible>(Page::new()));
+    if page.file.is_some() {
+        SHARED_AT.store(page.at.as_ptr() as usize, Ordering::Relaxed);
+        watch_forks();
+    }
+    page
+}
 
 /// The counters of a card; the same for every opening of it.
 pub(super) fn of_card(info: &DeviceInfo) -> Counts {
-    PAGE.get_or_init(Page::new).of_card(info)
+    page().of_card(info)
 }
 
 /// The counters of what belongs to no card, if there is a page.
@@ -84,16 +98,13 @@ impl Page {
         match MemoryFile::new(layout::FILE_NAME, SIZE) {
             Ok(file) => {
                 let at = file.as_ptr();
-                let page =
-                    Self { at, _file: Some(file), unreadable: None, cards: Mutex::default() };
+                let page = Self { at, file: Some(file), unreadable: None, cards: Mutex::default() };
                 page.describe();
-                SHARED_AT.store(at.as_ptr() as usize, Ordering::Relaxed);
-                watch_forks();
                 page
             }
             Err((call, errno)) => Self {
                 at: private(),
-                _file: None,
+                file: None,
                 unreadable: Some(format!(
                     "statistics cannot be read from outside: {call}: {errno}"
                 )),

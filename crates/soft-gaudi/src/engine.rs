@@ -138,7 +138,7 @@ impl Context {
                     self.state.reject(Rejection::InFlight);
                     self.help(&in_the_way, u64::MAX);
                     if in_the_way.outcome().is_none() {
-                        in_the_way.sleep(self.until_timeout());
+                        self.window.wait_for_slot(self.until_timeout());
                         self.check_timeout();
                     }
                 }
@@ -197,6 +197,7 @@ impl Context {
             }
         }
         submission.publish(outcome, realtime_ns());
+        self.window.submission_ended();
         self.count_for_late();
         if self.any_waiters.load(Ordering::SeqCst) > 0 {
             drop(self.any_ended.0.lock().unwrap_or_else(|p| p.into_inner()));
@@ -429,6 +430,7 @@ impl Context {
         for submission in self.window.pending() {
             self.end(&submission, Outcome::Aborted);
         }
+        self.window.close();
         self.interrupts.close();
     }
 

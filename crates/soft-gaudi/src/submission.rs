@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
@@ -47,7 +47,7 @@ pub(crate) struct Submission {
     pub(crate) timeout: Duration,
     /// For a signal: the value its sync object has after it.
     signal: OnceLock<u32>,
-    /// Its end is remembered longer than its place in the window.
+    /// Its end is remembered longer than it has a slot in the window.
     remembered: bool,
     jobs: AtomicU32,
     /// Futex: [`PENDING`] or an outcome's code.
@@ -158,6 +158,10 @@ pub(crate) enum Lookup {
 #[derive(Debug)]
 pub(crate) struct Window {
     ring: Mutex<Ring>,
+    /// One thread is woken for each slot that becomes free.
+    slot_free: Condvar,
+    /// Threads in [`Window::wait_for_slot`]; spares the lock when there are none.
+    waiting: AtomicU32,
 }
 
 #[derive(Debug)]
@@ -166,8 +170,22 @@ struct Ring {
     slots: Vec<Option<Arc<Submission>>>,
     /// Everything before this has ended.
     oldest: u64,
-    /// The last ones with timestamps that have lost their place.
+    /// The last ones with timestamps that have lost their slot.
     remembered: VecDeque<Arc<Submission>>,
+    /// The card is gone: nobody waits any more.
+    closed: bool,
+}
+
+impl Ring {
+    /// The slot of the next number.
+    fn next_slot(&self) -> usize {
+        (self.next % self.slots.len() as u64) as usize
+    }
+
+    /// The submission that still has the next number's slot.
+    fn in_the_way(&self) -> Option<&Arc<Submission>> {
+        self.slots[self.next_slot()].as_ref().filter(|old| old.outcome().is_none())
+    }
 }
 
 /// How many of those.
@@ -180,27 +198,26 @@ impl Window {
             slots: vec![None; size.max(1) as usize],
             oldest: 1,
             remembered: VecDeque::new(),
+            closed: false,
         };
-        Self { ring: Mutex::new(ring) }
+        Self { ring: Mutex::new(ring), slot_free: Condvar::new(), waiting: AtomicU32::new(0) }
     }
 
     fn lock(&self) -> MutexGuard<'_, Ring> {
         self.ring.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Gives a submission the next number, or returns the one whose place is still needed; `make`
-    /// is used up only when there is room, and must be there.
+    /// Gives a submission the next number, or returns the one that still has its slot; `make`
+    /// is used up only when the slot is free, and must be there.
     pub(crate) fn enter(
         &self,
         make: &mut Option<impl FnOnce(u64) -> Submission>,
     ) -> Result<Arc<Submission>, Arc<Submission>> {
         let mut ring = self.lock();
-        let slot = (ring.next % ring.slots.len() as u64) as usize;
-        if let Some(old) = &ring.slots[slot]
-            && old.outcome().is_none()
-        {
+        if let Some(old) = ring.in_the_way() {
             return Err(old.clone());
         }
+        let slot = ring.next_slot();
         let Some(make) = make.take() else { unreachable!("entered twice") };
         let submission = Arc::new(make(ring.next));
         ring.next += 1;
@@ -212,7 +229,40 @@ impl Window {
                 ring.remembered.pop_front();
             }
         }
+        // Whoever is woken for a slot wakes the next, if there is another slot.
+        self.wake_one_if_free(&ring);
         Ok(submission)
+    }
+
+    /// Sleeps until the slot of the next number may be free, at most `limit`.
+    pub(crate) fn wait_for_slot(&self, limit: Duration) {
+        let ring = self.lock();
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        // Looked at after the count went up: either this sees the end of the submission in the way, or
+        // `submission_ended` sees the count. Both are SeqCst.
+        if !ring.closed && ring.in_the_way().is_some() {
+            drop(self.slot_free.wait_timeout(ring, limit));
+        }
+        self.waiting.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// A submission has ended, and that was published: wakes one thread if it is the one in the way.
+    pub(crate) fn submission_ended(&self) {
+        if self.waiting.load(Ordering::SeqCst) > 0 {
+            self.wake_one_if_free(&self.lock());
+        }
+    }
+
+    fn wake_one_if_free(&self, ring: &Ring) {
+        if self.waiting.load(Ordering::SeqCst) > 0 && ring.in_the_way().is_none() {
+            self.slot_free.notify_one();
+        }
+    }
+
+    /// Nothing is accepted any more: wakes all threads.
+    pub(crate) fn close(&self) {
+        self.lock().closed = true;
+        self.slot_free.notify_all();
     }
 
     /// What `seq` stands for; `EINVAL` if it was never given out.
@@ -290,5 +340,52 @@ mod tests {
         assert_eq!(first.outcome(), Some(Outcome::Aborted));
         assert_eq!(window.enter(&mut Some(make)).unwrap().seq, 3);
         assert_eq!(window.pending().len(), 1);
+    }
+
+    #[test]
+    fn one_free_slot_wakes_one_of_many_threads() {
+        const THREADS: u32 = 100;
+        let window = Window::new(1);
+        let (woken, entered) = (AtomicU32::new(0), AtomicU32::new(0));
+        let first = window.enter(&mut Some(make)).unwrap();
+        std::thread::scope(|scope| {
+            for _ in 0..THREADS {
+                scope.spawn(|| {
+                    let submission = loop {
+                        match window.enter(&mut Some(make)) {
+                            Ok(submission) => break submission,
+                            Err(_) => {
+                                window.wait_for_slot(Duration::from_secs(600));
+                                woken.fetch_add(1, Ordering::Relaxed);
+                            }
+                        }
+                    };
+                    entered.fetch_add(1, Ordering::Relaxed);
+                    end(&submission, Outcome::Completed);
+                    window.submission_ended();
+                });
+            }
+            while window.waiting.load(Ordering::SeqCst) < THREADS {
+                std::thread::yield_now();
+            }
+            end(&first, Outcome::Completed);
+            window.submission_ended();
+        });
+        assert_eq!(entered.into_inner(), THREADS);
+        // At most one by each end and one by each entry; everyone at each end would be 5000.
+        let woken = woken.into_inner();
+        assert!((THREADS..=2 * THREADS + 1).contains(&woken), "{woken} times");
+    }
+
+    #[test]
+    fn a_closed_window_keeps_nobody() {
+        let window = Window::new(1);
+        let _first = window.enter(&mut Some(make)).unwrap();
+        std::thread::scope(|scope| {
+            for _ in 0..10 {
+                scope.spawn(|| window.wait_for_slot(Duration::from_secs(600)));
+            }
+            window.close();
+        });
     }
 }

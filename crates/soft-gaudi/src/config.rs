@@ -39,6 +39,9 @@ pub struct Config {
     pub latency: Duration,
     /// Whether the machine's file of faults is looked at: `SOFT_GAUDI_FAULTS`.
     pub faults: bool,
+    /// After which time a process that holds a card that was reset is killed, as by the driver:
+    /// `SOFT_GAUDI_RESET_KILL` (milliseconds, or `no`). With faults on demand not by default.
+    pub reset_kill: Option<Duration>,
 }
 
 /// The configuration of this process; `None` after complaining when a variable is malformed.
@@ -132,6 +135,16 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
         Some("yes") => true,
         Some(other) => return Err(format!("SOFT_GAUDI_FAULTS={other}: want yes or no")),
     };
+    let reset_kill = match var("SOFT_GAUDI_RESET_KILL").as_deref() {
+        None => (!faults).then_some(Duration::from_secs(1)),
+        Some("no") => None,
+        Some(text) => {
+            let ms = text.parse().map_err(|_| {
+                format!("SOFT_GAUDI_RESET_KILL={text}: want a number of milliseconds, or no")
+            })?;
+            Some(Duration::from_millis(ms))
+        }
+    };
     Ok(Config {
         node,
         generation,
@@ -142,6 +155,7 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
         all_pdma_streams,
         latency,
         faults,
+        reset_kill,
     })
 }
 
@@ -179,6 +193,8 @@ mod tests {
         assert_eq!((config.devices, config.dram_size), (8, 0x17_d000_0000));
         assert_eq!(config.cs_timeout, Duration::from_secs(30));
         assert_eq!(config.latency, Duration::ZERO);
+        assert_eq!(config.reset_kill, Some(Duration::from_secs(1)));
+        assert_eq!(with(&[("SOFT_GAUDI_FAULTS", "yes")]).unwrap().reset_kill, None);
     }
 
     #[test]
@@ -204,6 +220,7 @@ mod tests {
             ("SOFT_GAUDI_LATENCY", "-1"),
             ("SOFT_GAUDI_LATENCY", "1000001"),
             ("SOFT_GAUDI_FAULTS", "many"),
+            ("SOFT_GAUDI_RESET_KILL", "yes"),
         ] {
             let reason = with(&[(name, value)]).unwrap_err();
             assert!(reason.contains(name), "{reason}");

@@ -275,6 +275,33 @@ impl Context {
         self.state.read().map_or(true, |state| state.get(Word::Context) == self.id)
     }
 
+    /// Kills this process if it still holds the card some time after a reset, as the driver does.
+    pub(crate) fn kill_holder_later(&self) {
+        let Some(time) = self.node.config.reset_kill else { return };
+        // Who listens for events has thirty times as long to let go.
+        let time = if self.events.is_registered() { time * 30 } else { time };
+        let (node, device, id) = (self.node, self.device, self.id);
+        let kill = move || {
+            std::thread::sleep(time);
+            let current = slot(device).is_ok_and(|slot| {
+                let slot = slot.read().unwrap_or_else(|poisoned| poisoned.into_inner());
+                slot.as_ref().is_some_and(|context| context.id == id && context.is_current())
+            });
+            // Without an answer nobody is killed.
+            if current && node.is_held(device).unwrap_or(false) {
+                eprintln!(
+                    "soft-gaudi: device {device} ({}) was reset {} ms ago and this process still holds it: \
+                     killed, as by the driver (SOFT_GAUDI_RESET_KILL)",
+                    crate::asic::bus_id(device),
+                    time.as_millis()
+                );
+                // SAFETY: no preconditions.
+                unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+            }
+        };
+        workers::spawn("soft-gaudi-reset".to_owned(), kill);
+    }
+
     pub(crate) fn space(&self) -> RwLockReadGuard<'_, AddressSpace> {
         self.space.read().unwrap_or_else(|poisoned| poisoned.into_inner())
     }

@@ -415,6 +415,7 @@ impl Context {
     pub(crate) fn reset(&self, stuck: Option<&Submission>) {
         if !self.down.load(Ordering::Acquire) {
             self.state.reset();
+            self.kill_holder_later();
         }
         self.take_down(stuck);
     }

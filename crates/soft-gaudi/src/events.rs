@@ -48,6 +48,11 @@ impl Events {
         self.lock().notifier.take().map(drop).ok_or(Errno::INVAL)
     }
 
+    /// Whether someone has registered an eventfd.
+    pub(crate) fn is_registered(&self) -> bool {
+        self.lock().notifier.is_some()
+    }
+
     /// Something happened.
     pub(crate) fn raise(&self, bits: u64) {
         let mut state = self.lock();

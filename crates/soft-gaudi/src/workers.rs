@@ -168,10 +168,14 @@ fn most_threads() -> usize {
 }
 
 fn start(pool: &'static Pool, number: usize) -> bool {
-    // The program's signals are not for these threads; masks are inherited, so set it around.
+    spawn(format!("soft-gaudi-{number}"), move || work(pool))
+}
+
+/// Starts a thread that gets none of the program's signals; false if it cannot be started.
+pub(crate) fn spawn(name: String, body: impl FnOnce() + Send + 'static) -> bool {
+    // Masks are inherited, so it is set around.
     let before = block_signals();
-    let thread = std::thread::Builder::new().name(format!("soft-gaudi-{number}"));
-    let started = thread.spawn(move || work(pool)).is_ok();
+    let started = std::thread::Builder::new().name(name).spawn(body).is_ok();
     // SAFETY: restores the mask that was in place.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &before, core::ptr::null_mut()) };
     started

@@ -30,6 +30,24 @@ fn child() {
             hlthunk_close(fd);
             stay(&parent);
         }
+        "be reset" | "be reset and close" => {
+            // Set before the library's first call, which `open` is.
+            // SAFETY: no other thread reads the environment meanwhile.
+            unsafe { std::env::set_var("SOFT_GAUDI_RESET_KILL", "200") };
+            let fd = open(argument);
+            let buffer = UserBuffer::new(fd, &[0xff; 64]);
+            let seq = buffer.submit(0).unwrap();
+            assert_eq!(wait(fd, seq), (-libc::EIO, sys::WAIT_ABORTED));
+            drop(buffer);
+            tell(&parent, 0);
+            if role == "be reset and close" {
+                assert_eq!(hlthunk_close(fd), 0);
+                // Longer than the time to live of one that holds the card.
+                std::thread::sleep(std::time::Duration::from_millis(500));
+                tell(&parent, open(argument).into());
+            }
+            stay(&parent);
+        }
         "copy for ever" => {
             let fd = open(argument);
             let mut memory = vec![0xabu8; 32 << 20];
@@ -184,6 +202,21 @@ fn a_passed_descriptor_keeps_the_card_but_its_context_stays_at_home() {
     let fd = open(index);
     assert!(fd >= 0);
     hlthunk_close(fd);
+}
+
+#[test]
+fn a_process_that_holds_a_card_after_its_reset_is_killed_and_one_that_closes_it_is_not() {
+    use std::os::unix::process::ExitStatusExt;
+    machine("gaudi2");
+    let _alone = alone();
+    let index = fresh_index();
+    let mut holder = Child::start("be reset", index);
+    assert_eq!(holder.hear(), 0);
+    assert_eq!(holder.wait().signal(), Some(libc::SIGKILL));
+    let mut other = Child::start("be reset and close", index);
+    assert_eq!(other.hear(), 0);
+    assert!(other.hear() >= 0, "it lives and has opened the card again");
+    other.finish();
 }
 
 #[test]

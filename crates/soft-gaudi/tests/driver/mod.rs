@@ -35,6 +35,10 @@ pub(crate) fn machine(generation: &str) {
                 std::env::set_var("SOFT_GAUDI_GENERATION", generation);
             }
             std::env::set_var("SOFT_GAUDI_DEVICES", "64");
+            // What a reset does to the calls after it is looked at, however slow the test machine is.
+            if std::env::var_os("SOFT_GAUDI_RESET_KILL").is_none() {
+                std::env::set_var("SOFT_GAUDI_RESET_KILL", "no");
+            }
         }
         extern "C" fn remove() {
             let _ = std::fs::remove_dir_all(node_folder());
@@ -228,6 +232,11 @@ impl Child {
     pub(crate) fn kill(mut self) {
         self.process.kill().unwrap();
         self.process.wait().unwrap();
+    }
+
+    /// How it ended by itself, with the socket open.
+    pub(crate) fn wait(mut self) -> std::process::ExitStatus {
+        self.process.wait().unwrap()
     }
 
     /// Lets it end by itself.

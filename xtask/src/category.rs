@@ -1,7 +1,7 @@
 //! Categories of tests (`cargo xtask test CATEGORY`) and which tests belong to each.
 //!
 //! A test belongs to a category by its crate, by the file of the end-to-end tests it is in, or by a
-//! word in its module path or name: whoever writes `mod rcache` or `fn dmabuf_…` need not come here.
+//! word in its module path or name: a new `mod rcache` or `fn dmabuf_…` needs no change here.
 
 use clap::ValueEnum;
 

@@ -1,7 +1,7 @@
 //! `cargo xtask test`: everything CI checks, step by step, with a summary. `.ci/run` is this.
 //!
-//! A failing lint does not hide a failing test: independent steps all run, and the exit code tells
-//! whether all passed. Only what later steps stand on (packages, the build) stops the run.
+//! A failing lint does not hide a failing test: independent steps all run, and the exit code says
+//! whether all passed. Only what later steps need (packages, the build) stops the run.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, ExitStatus, Stdio};

@@ -15,7 +15,7 @@ use crate::units::size;
 
 /// Set-up, build, listing, verified transfers, UCX's own benchmark.
 pub(crate) fn run(repo: &Repo) -> Result<()> {
-    setup::bring(repo, &[Ucx::V1_22])?;
+    setup::fetch(repo, &[Ucx::V1_22])?;
     dist::build(repo, Profile::Release)?;
     let bench = Workbench::ready(repo.layout().clone(), &[Ucx::V1_22])?;
     let device = Device::hardware_or_software();

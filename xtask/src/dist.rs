@@ -48,6 +48,11 @@ pub(crate) fn build(repo: &Repo, profile: Profile) -> Result<()> {
     Ok(())
 }
 
+/// Builds if nothing was built yet.
+pub(crate) fn build_if_missing(repo: &Repo) -> Result<()> {
+    if repo.layout().plugins().exists() { Ok(()) } else { build(repo, Profile::Release) }
+}
+
 fn compile(repo: &Repo, profile: Profile) -> Result<Artifacts> {
     let mut cargo = repo.cargo();
     cargo.args(["build", "--message-format=json-render-diagnostics"]);
@@ -126,7 +131,7 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
 }
 
 /// Fills a folder beside `place`, then exchanges the two in one step: programs that have the old
-/// files mapped keep them, and nobody ever sees half a folder.
+/// files mapped keep them, and no reader sees a half-filled folder.
 fn replace_folder(place: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let staging = place.with_extension(format!("new-{}", std::process::id()));
     let _ = fs::remove_dir_all(&staging);

@@ -34,7 +34,7 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Bring stock UCX (PyPI libucx-cu12, nixl-cu12) into target/stock
+    /// Fetch stock UCX from PyPI into target/stock
     ///
     /// Uses your ordinary pip configuration; the packages are pinned by hash. When they are
     /// already there, it does nothing and needs no network.
@@ -81,7 +81,7 @@ enum Command {
         /// Also write the results there, as CSV for a spreadsheet or a plot program
         #[arg(long, value_name = "FILE")]
         csv: Option<PathBuf>,
-        /// Only show that it runs, on what is built already; the figures mean nothing (copy, cliffs, ipc)
+        /// Only show that it runs, on what is built already; its figures are not valid (copy, cliffs, ipc)
         #[arg(long)]
         quick: bool,
     },
@@ -94,7 +94,7 @@ enum Command {
         #[arg(long)]
         machine: Option<String>,
     },
-    /// Copy target/dist to a prefix
+    /// Copy target/dist to a prefix, after a build if there was none
     Install {
         /// Where to: plugins go to PREFIX/lib/ucx-gaudi/plugins, programs to PREFIX/bin
         #[arg(long)]
@@ -150,7 +150,10 @@ fn run(command: Command) -> Result<()> {
         Command::BenchReport { files, machine } => {
             bench::report::run(&repo, &files, machine.as_deref())
         }
-        Command::Install { prefix } => install::run(&repo, &prefix),
+        Command::Install { prefix } => {
+            dist::build_if_missing(&repo)?;
+            install::run(&repo, &prefix)
+        }
     }
 }
 

@@ -6,7 +6,9 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use e2e::{Layout, Ucx};
 
+use crate::dist;
 use crate::repo::Repo;
+use crate::setup;
 
 /// Settings of UCX that Gaudi memory between processes wants where it has to be staged through host
 /// memory: put and get as pipelines, like messages, instead of one small segment after the other, and
@@ -18,8 +20,10 @@ pub(crate) const STAGING: &[(&str, &str)] = &[
 ];
 
 /// Prints exports, and nothing else, on standard output; if there can be none, a command that fails.
+/// What is missing is fetched and built first.
 pub(crate) fn print_exports(repo: &Repo, soft: bool, ucx: Ucx) -> Result<()> {
-    let exports = checked_exports(repo.layout(), soft, ucx);
+    let exports =
+        make_what_is_missing(repo, ucx).and_then(|()| checked_exports(repo.layout(), soft, ucx));
     print!("{}", script(&exports));
     exports.map(drop)
 }
@@ -28,6 +32,13 @@ pub(crate) fn print_exports(repo: &Repo, soft: bool, ucx: Ucx) -> Result<()> {
 /// last command in it does.
 fn script(exports: &Result<String>) -> &str {
     exports.as_deref().unwrap_or("false\n")
+}
+
+fn make_what_is_missing(repo: &Repo, ucx: Ucx) -> Result<()> {
+    if !ucx.libucp(repo.layout()).exists() {
+        setup::fetch(repo, &[ucx])?;
+    }
+    dist::build_if_missing(repo)
 }
 
 fn checked_exports(layout: &Layout, soft: bool, ucx: Ucx) -> Result<String> {
@@ -70,7 +81,7 @@ fn exports(layout: &Layout, soft: bool, ucx: Ucx) -> Result<String> {
     Ok(lines.join("\n"))
 }
 
-/// One machine-in-software per checkout: two terminals shall meet on it, two checkouts not.
+/// One software machine per checkout: two terminals share it, two checkouts do not.
 fn node(layout: &Layout) -> String {
     let mut hasher = DefaultHasher::new();
     layout.target().hash(&mut hasher);

@@ -110,7 +110,7 @@ fn performance_smoke_of_the_cliffs_bench() {
         let positive = |field: &str| row[field].as_f64().is_some_and(|value| value > 0.0);
         assert!(["value", "floor", "ratio"].into_iter().all(positive), "{row}");
         let name = row["name"].as_str().expect("a name");
-        assert!(!name.ends_with("not told"), "no protocol: {name}");
+        assert!(!name.ends_with("not reported"), "no protocol: {name}");
     }
     let shown = String::from_utf8_lossy(&output.stdout);
     assert!(shown.contains("worst:") && shown.contains("software emulation"), "{shown}");

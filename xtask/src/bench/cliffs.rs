@@ -118,7 +118,7 @@ fn protocol(protocols: &Protocols, op: &str, [src, dst]: [&str; 2], size: usize)
         _ => format!("remote memory read by ucp_get* into {} from {src}", local(dst)),
     };
     let Some(choice) = protocols.choice("intra-node", &asked, size) else {
-        return "not told".into();
+        return "not reported".into();
     };
     // The sender of a rendezvous does not know the receiver's memory; the receiver decides.
     let fetch = format!("rendezvous data fetch into {} from {src}", local(dst));
@@ -439,6 +439,6 @@ mod tests {
         assert_eq!(of(8, "host"), "eager copy-in copy-out (sysv)");
         assert_eq!(of(9, "host"), "rendezvous gaudi_cpy, flushed write to remote, frag host (cma)");
         assert_eq!(of(9, "gaudi"), "rendezvous gaudi_cpy, copy to attached");
-        assert_eq!(protocol(&protocols, "put", ["gaudi", "host"], 9), "not told");
+        assert_eq!(protocol(&protocols, "put", ["gaudi", "host"], 9), "not reported");
     }
 }

@@ -39,7 +39,7 @@ pub(super) fn middle(rounds: &[Figures], name: &str) -> Result<f64> {
 pub(super) enum Effort {
     /// So many runs, optimized.
     Rounds(usize),
-    /// One run, with the build that tests use: for figures that nobody believes.
+    /// One run, with the build that tests use: its figures are not valid.
     Quick,
 }
 

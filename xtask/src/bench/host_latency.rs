@@ -106,7 +106,7 @@ pub(super) fn run(repo: &Repo) -> Result<Vec<Record>> {
         let mut samples = [const { Vec::new() }; Variant::ALL.len()];
         for round in 0..ROUNDS {
             for turn in 0..Variant::ALL.len() {
-                // Another order each round: whoever runs first must not always be the same.
+                // Another order each round, so that none always runs first.
                 let index = (turn + round) % Variant::ALL.len();
                 let variant = Variant::ALL[index];
                 let sample = variant.measure(&bench, &device, size);

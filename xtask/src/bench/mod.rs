@@ -76,9 +76,9 @@ pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
         // The crate's own bench, which prints and writes by itself.
         return soft_gaudi(repo, json);
     }
-    // A smoke test runs on what was brought and built for the tests.
+    // A smoke test runs on what was fetched and built for the tests.
     if !quick {
-        setup::bring(repo, name.ucx())?;
+        setup::fetch(repo, name.ucx())?;
         dist::build(repo, Profile::Release)?;
     }
     let records = match name {

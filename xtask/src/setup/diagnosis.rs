@@ -1,7 +1,7 @@
 //! What pip (or Python) complained about, said again for someone who wants to go on: the cause, the
 //! remedy, and the last lines of the original.
 
-/// Texts that betray a cause, and what to say then. The first match wins, so causes come before
+/// Texts that indicate a cause, and what to say then. The first match wins, so causes come before
 /// their consequences: without a network pip ends with "no matching distribution", too.
 const CAUSES: &[(&[&str], &str)] = &[
     (
@@ -23,7 +23,7 @@ const CAUSES: &[(&[&str], &str)] = &[
     ),
     (
         &["CERTIFICATE_VERIFY_FAILED", "SSLError", "SSLCertVerificationError"],
-        "the package index presents a certificate that Python does not trust; tell pip of your \
+        "the package index presents a certificate that Python does not trust; give pip your \
          certificates (variable PIP_CERT, or `python3 -m pip config set global.cert FILE`)",
     ),
     (

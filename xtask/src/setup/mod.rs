@@ -25,13 +25,13 @@ const UNPACK: &str = include_str!("unpack.py");
 /// Longer than any download that still makes sense; a hanging one must end some day.
 const PIP_LIMIT: Duration = Duration::from_secs(30 * 60);
 
-/// Brings everything that tests need.
+/// Fetches everything that tests need.
 pub(crate) fn run(repo: &Repo) -> Result<()> {
     Setup::of(repo).run(&PACKAGES)
 }
 
-/// Brings these UCXes and nothing else.
-pub(crate) fn bring(repo: &Repo, ucx: &[Ucx]) -> Result<()> {
+/// Fetches these UCXes and nothing else.
+pub(crate) fn fetch(repo: &Repo, ucx: &[Ucx]) -> Result<()> {
     let packages: Vec<Package> = ucx.iter().map(|ucx| packages::package(*ucx)).collect();
     Setup::of(repo).run(&packages)
 }
@@ -57,9 +57,9 @@ impl Setup {
         let _lock = self.lock()?;
         self.check_python()?;
         for package in packages {
-            // Asked again under the lock: another run may have brought it meanwhile.
+            // Asked again under the lock: another run may have fetched it meanwhile.
             if !self.is_there(package) {
-                self.bring(package)?;
+                self.fetch(package)?;
             }
         }
         Ok(())
@@ -106,7 +106,7 @@ impl Setup {
         }
     }
 
-    fn bring(&self, package: &Package) -> Result<()> {
+    fn fetch(&self, package: &Package) -> Result<()> {
         // Under `target`, so that the rename stays in one file system and `cargo clean` clears it.
         let temporary = Temporary::new(self.stock.join(format!(
             ".new-{}-{}",
@@ -185,12 +185,12 @@ fn explain_failure(end: &Finished, package: &Package) -> Result<()> {
     }
     if end.status.is_none() {
         bail!(
-            "cannot bring {}: not done after {} minutes; check the network and try again",
+            "cannot fetch {}: not done after {} minutes; check the network and try again",
             package.title(),
             PIP_LIMIT.as_secs() / 60
         );
     }
-    bail!("cannot bring {}: {}", package.title(), diagnosis::explain(&end.stderr));
+    bail!("cannot fetch {}: {}", package.title(), diagnosis::explain(&end.stderr));
 }
 
 fn check_platform() -> Result<()> {

@@ -167,8 +167,3 @@ fn package_of_another_version_is_replaced() {
     assert!(!setup.place(&PACKAGE).join("old-file").exists());
     assert!(setup.is_there(&PACKAGE));
 }
-
-#[test]
-fn the_demo_brings_the_ucx_that_has_programs() {
-    assert_eq!(PACKAGES[0].folder, "ucx");
-}

@@ -1,4 +1,4 @@
-"""Unpacks a wheel: restores executable bits, leaves out what nobody here uses, and turns the
+"""Unpacks a wheel: restores executable bits, leaves out what is not used here, and turns the
 copies of a shared library under its several names (a zip knows no links) back into links.
 
 Usage: unpack.py WHEEL FOLDER [PREFIX-TO-LEAVE-OUT ...]

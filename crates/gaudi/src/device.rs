@@ -1,10 +1,9 @@
 //! A card that this process owns: memory, copies and exports.
 
-use std::collections::HashMap;
 use std::fmt;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use hl_thunk::ExportCall;
@@ -18,8 +17,9 @@ use crate::copy::ring::Ring;
 use crate::copy::short::copy_short;
 use crate::copy::{BOUNCE_LEN, SLOTS};
 use crate::memory::{AddressTable, DeviceRange, Extent, Memory};
+use crate::pin::Pins;
 use crate::process::ProcessBound;
-use crate::rcache::{Cache, CacheInfo};
+use crate::rcache::CacheInfo;
 use crate::runtime::Registration;
 use crate::share::{self, Handles};
 use crate::stats::{Counter, Counts, Gauge, Path, Tally};
@@ -100,8 +100,7 @@ pub struct Device {
 /// then the card itself, then the place it had in this process.
 struct Open {
     engine: Arc<Engine>,
-    pins: Mutex<HashMap<u64, Arc<HostPin>>>,
-    registrations: Cache,
+    pins: Pins,
     handles: Handles,
     bounce: OnceLock<Result<Arc<Ring>, Error>>,
     shorts: OnceLock<Result<Arc<Ring>, Error>>,
@@ -140,8 +139,7 @@ impl Device {
         counts.opened();
         let open = Open {
             engine: Engine::new(Arc::clone(&backend), counts),
-            pins: Mutex::default(),
-            registrations: Cache::new(counts),
+            pins: Pins::new(counts),
             handles: Handles::default(),
             bounce: OnceLock::new(),
             shorts: OnceLock::new(),
@@ -457,7 +455,7 @@ impl Device {
         if !self.is_ours() {
             return 0;
         }
-        self.open.registrations.tidy_if_lost();
+        self.open.pins.cache().reclaim_if_marked();
         self.open.engine.reap()
     }
 
@@ -523,13 +521,13 @@ impl Device {
 
     /// What the registration cache of this device holds.
     pub fn registration_cache(&self) -> CacheInfo {
-        self.open.registrations.info()
+        self.open.pins.cache().info()
     }
 
-    /// Where this device sees host memory that is in the registration cache as a whole. Takes and
-    /// counts what a copy's own lookup would.
+    /// Where this device sees host memory that is in the registration cache as a whole. Counted as a
+    /// copy's lookup is.
     pub fn cached_at(&self, ptr: *const u8, len: usize) -> Option<DeviceAddr> {
-        self.open.registrations.find(ptr as usize, len).map(|(addr, _pin)| addr)
+        self.open.pins.cache().address_of(ptr as usize, len)
     }
 
     /// Whether a copy would find all of this host memory in the registration cache.
@@ -537,37 +535,9 @@ impl Device {
         self.cached_at(ptr, len).is_some()
     }
 
-    pub(crate) fn registrations(&self) -> &Cache {
-        &self.open.registrations
-    }
-
-    /// Pins host memory for this device.
-    ///
-    /// # Safety
-    /// The memory must stay allocated as long as copies use the pin.
-    pub(crate) unsafe fn pin(&self, ptr: *mut u8, len: usize) -> Result<HostPin, Error> {
-        // SAFETY: the caller's promise.
-        match unsafe { self.open.backend.pin(ptr, len) } {
-            Ok(pin) => Ok(pin.counted(self.counts.track(Gauge::Pin, len as u64))),
-            Err(error) => {
-                self.counts.add(Counter::PinsRefused, 1);
-                Err(error.on(self))
-            }
-        }
-    }
-
-    /// Keeps a region's pin until the region or the device goes.
-    pub(crate) fn keep_pin(&self, region: u64, pin: Arc<HostPin>) {
-        self.open.pins.lock().unwrap_or_else(PoisonError::into_inner).insert(region, pin);
-    }
-
-    pub(crate) fn forget_pin(&self, region: u64) {
-        if !self.is_ours() {
-            return;
-        }
-        let pin = self.open.pins.lock().unwrap_or_else(PoisonError::into_inner).remove(&region);
-        // Unpinning is a driver call; the lock is free again.
-        drop(pin);
+    /// The host memory that is pinned for this device.
+    pub(crate) fn pins(&self) -> &Pins {
+        &self.open.pins
     }
 }
 

@@ -183,6 +183,34 @@ fn more_buffers_than_the_cache_may_keep() {
 }
 
 #[test]
+fn read_only_memory_is_refused_once_and_tried_again_when_it_is_registered() {
+    let (_alone, device) = fresh();
+    let target = device.alloc(SIZE as u64, 1).expect("memory");
+    let mut host = Mapping::new(null_mut());
+    host.bytes().copy_from_slice(&pattern(SIZE, 5));
+    put(&device, target.addr(), &host.bytes()[..8], None); // pins the bounce buffers
+    let protect = |host: &Mapping, access| {
+        // SAFETY: our own mapping, which nobody writes to meanwhile.
+        assert_eq!(unsafe { libc::mprotect(host.0.cast(), SIZE, access) }, 0);
+    };
+    protect(&host, libc::PROT_READ);
+    let refused = || counter(&device, "pins_refused");
+    let before = refused();
+    for _ in 0..10 {
+        // SAFETY: mapped, and read only.
+        let bytes = unsafe { std::slice::from_raw_parts(host.0, SIZE) };
+        put(&device, target.addr(), bytes, None);
+        assert_same(&machine::read(&device, target.addr(), 8), &bytes[..8], "bounced");
+    }
+    assert_eq!(refused() - before, 1, "the driver was asked once");
+    protect(&host, libc::PROT_READ | libc::PROT_WRITE);
+    let region = HostRegion::record(host.0, SIZE);
+    put(&device, target.addr(), host.bytes(), Some(region));
+    assert_eq!(refused() - before, 1);
+    assert!(device.is_cached(host.0, SIZE), "pinned, now that it can be");
+}
+
+#[test]
 fn after_a_fork_the_parent_pins_anew() {
     let (_alone, device) = fresh();
     let target = device.alloc(SIZE as u64, 1).expect("memory");

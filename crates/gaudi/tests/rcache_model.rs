@@ -5,14 +5,14 @@
 //! The files are those of the library, compiled a second time with loom's atomics and with a tree of
 //! sixteen pages. `LOOM_MAX_PREEMPTIONS=4` explores further than the usual two; see CONTRIBUTING.md.
 
-#[path = "../src/rcache/roster.rs"]
+#[path = "../src/pin/rcache/roster.rs"]
 #[allow(dead_code, reason = "a part of the library; the models use a part of that")]
 mod roster;
-#[path = "../src/rcache/table/mod.rs"]
+#[path = "../src/pin/rcache/table/mod.rs"]
 #[allow(dead_code, reason = "a part of the library; the models use a part of that")]
 mod table;
 
-/// What `src/rcache/sync.rs` is in the library.
+/// What `src/pin/rcache/sync.rs` is in the library.
 mod sync {
     pub(crate) use loom::sync::atomic::{
         AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
@@ -84,11 +84,11 @@ fn get<'a>(table: &'a Table<Pin>, range: &Range<u64>, bounds: Bounds) -> Option<
     });
     swept.values.iter().for_each(Pin::give_back);
     match made {
-        Inserted::Hit(found) | Inserted::Made(found) => {
+        Inserted::Hit(found) | Inserted::New(found) => {
             assert_right(&found, range);
             Some(found)
         }
-        Inserted::NoRoom => None,
+        Inserted::Full => None,
     }
 }
 
@@ -231,7 +231,7 @@ fn an_entry_whose_memory_goes_while_it_is_made_is_not_used_for_another() {
                     assert!(table.find(range.start, PAGE).is_none(), "found before it is made");
                     Ok::<_, Infallible>((base(range), Pin::new()))
                 });
-            let (Inserted::Hit(found) | Inserted::Made(found)) = made else { panic!("no room") };
+            let (Inserted::Hit(found) | Inserted::New(found)) = made else { panic!("no room") };
             assert_right(&found, &range);
             assert_eq!(swept.values.len() as u64, swept.regions);
             swept.regions
@@ -298,16 +298,16 @@ fn a_pin_comes_out_when_those_who_found_it_have_left_and_not_before() {
             let (table, range, pin) = (Shared::clone(&table), range.clone(), pin.clone());
             thread::spawn(move || {
                 if let Some(found) = find(&table, &range) {
-                    let entry = found.visit.into_raw();
+                    let entry = found.range.into_raw();
                     // A copy of two parts.
                     // SAFETY: the visit lasts, and each of the two ends once.
-                    unsafe { table.enter_with(entry) };
+                    unsafe { table.acquire_again(entry) };
                     assert!(pin.is_live());
                     // SAFETY: as above.
-                    unsafe { table.leave(entry) };
+                    unsafe { table.release(entry) };
                     assert!(pin.is_live());
                     // SAFETY: as above.
-                    unsafe { table.leave(entry) };
+                    unsafe { table.release(entry) };
                 }
             })
         };
@@ -337,15 +337,15 @@ fn whoever_leaves_the_roster_is_not_looked_at_any_more() {
         let roster = Shared::new(roster::Roster::<Item, 2>::new());
         let item = Shared::new(Item(loom::cell::UnsafeCell::new(1)));
         // SAFETY: the item outlives its stay.
-        let place = unsafe { roster.enter(&raw const *item) }.expect("a place");
+        let place = unsafe { roster.insert(&raw const *item) }.expect("a place");
         let telling = {
             let roster = Shared::clone(&roster);
             thread::spawn(move || {
                 // SAFETY: as loom checks.
-                roster.each(|item| item.0.with(|value| assert_eq!(unsafe { *value }, 1)));
+                roster.for_each(|item| item.0.with(|value| assert_eq!(unsafe { *value }, 1)));
             })
         };
-        roster.leave(place);
+        roster.remove(place);
         // SAFETY: as loom checks.
         item.0.with_mut(|value| unsafe { *value = 2 });
         telling.join().unwrap();

@@ -274,7 +274,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
     }
 
     fn progress(&self) -> u32 {
-        gaudi::rcache::tidy();
+        gaudi::rcache::reclaim();
         if self.copies.is_idle() {
             return 0;
         }

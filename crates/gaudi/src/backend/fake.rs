@@ -58,6 +58,8 @@ struct State {
     longest_pin: Option<usize>,
     /// All that was pinned: address and length.
     pins: Vec<(u64, usize)>,
+    /// How often a pin was asked for, refused ones included.
+    pin_calls: usize,
     /// Addresses whose pages are known under another address, which outlives them.
     pages_elsewhere: Vec<(Range<u64>, u64)>,
     refuse_submissions: Option<i32>,
@@ -153,6 +155,11 @@ impl Fake {
     /// Has pins refused, for lack of memory, that are longer than this.
     pub(crate) fn allow_pins_up_to(&self, len: usize) {
         self.state().longest_pin = Some(len);
+    }
+
+    /// How often a pin was asked for, refused ones included.
+    pub(crate) fn pin_calls(&self) -> usize {
+        self.state().pin_calls
     }
 
     /// All that was pinned so far: address and length.
@@ -275,6 +282,7 @@ impl Backend for Fake {
 
     unsafe fn pin(&self, ptr: *mut u8, len: usize) -> Result<HostPin, Error> {
         let mut state = self.state();
+        state.pin_calls += 1;
         let addr = ptr as u64;
         let holds = |other: u64| (addr..addr + len as u64).contains(&other);
         let full = state.most_pins.is_some_and(|most| self.live_pins() >= most)

@@ -12,14 +12,14 @@ use super::host_copy::copy_out;
 use super::plan::HostPtr;
 use super::ring::Slot;
 use crate::backend::Ticket;
-use crate::rcache::Pin;
+use crate::pin::PinRef;
 use crate::stats::Tally;
 use crate::{DeviceAddr, Error};
 
 /// Something that must live until the hardware is done: a pin, a bounce slot.
 #[allow(dead_code, reason = "held, not looked at")]
 pub(crate) enum Hold {
-    Pin(Pin),
+    Pin(PinRef),
     Slot(Arc<dyn Any + Send + Sync>),
 }
 

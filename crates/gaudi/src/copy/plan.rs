@@ -8,18 +8,13 @@ use smallvec::SmallVec;
 
 use super::{Segment, Side};
 use crate::copy::ring::Slot;
-use crate::host::cannot_be_pinned;
-use crate::rcache::Pin;
+use crate::pin::{self, HostAccess, PinRef, Pinned};
 use crate::stats::Path;
 use crate::{Device, DeviceAddr, Direction, Error, ErrorKind, HostRegion};
 
 /// A host side up to this size is copied through a bounce slot unless it is pinned already: pinning
 /// and unpinning costs the driver more than the CPU needs to copy it.
 pub(crate) const BOUNCE_LEN: usize = 64 * 1024;
-
-/// Up to this size the CPU's part of a bounced copy is hardly noticed beside the submission, and a
-/// registered region is not pinned for it.
-const SMALL_LEN: usize = 8 * 1024;
 
 /// An address in host memory, which the caller of the copy answers for.
 #[derive(Clone, Copy, Debug)]
@@ -49,7 +44,7 @@ pub(crate) type Pieces = SmallVec<[Piece; 1]>;
 #[derive(Clone, Debug)]
 pub(crate) enum Step {
     /// One packet, nothing else to do.
-    Direct { dma: LinDma, direction: Direction, pin: Option<Pin> },
+    Direct { dma: LinDma, direction: Direction, pin: Option<PinRef> },
     /// Into a bounce slot by the CPU, then to the device.
     In { from: HostPtr, dst: DeviceAddr, len: usize, guarded: bool },
     /// From the device to a bounce slot, then out by the CPU.
@@ -178,12 +173,12 @@ pub(crate) unsafe fn plan(device: &Arc<Device>, segments: &[Segment]) -> Result<
             (Side::Device(dst), Side::Host(src)) => {
                 let on = card_for(device, dst, len)?;
                 // SAFETY: the caller's promise.
-                match unsafe { host_path(&on, src, len, region)? } {
-                    HostPath::Pinned(src, pin) => {
+                match unsafe { host_access(&on, src, len, region)? } {
+                    HostAccess::Pinned(Pinned { addr: src, guard }) => {
                         let direction = Direction::HostToDevice;
-                        pieces.extend(straight(&on, dst, src, len, direction, Some(pin)));
+                        pieces.extend(straight(&on, dst, src, len, direction, Some(guard)));
                     }
-                    HostPath::Bounce { guarded } => {
+                    HostAccess::Bounce { guarded } => {
                         pieces.extend(steps(&on, len, BOUNCE_LEN, |at, len| Step::In {
                             from: HostPtr(src).add(at),
                             dst: DeviceAddr(dst.0 + at as u64),
@@ -196,12 +191,12 @@ pub(crate) unsafe fn plan(device: &Arc<Device>, segments: &[Segment]) -> Result<
             (Side::Host(dst), Side::Device(src)) => {
                 let on = card_for(device, src, len)?;
                 // SAFETY: the caller's promise.
-                match unsafe { host_path(&on, dst, len, region)? } {
-                    HostPath::Pinned(dst, pin) => {
+                match unsafe { host_access(&on, dst, len, region)? } {
+                    HostAccess::Pinned(Pinned { addr: dst, guard }) => {
                         let direction = Direction::DeviceToHost;
-                        pieces.extend(straight(&on, dst, src, len, direction, Some(pin)));
+                        pieces.extend(straight(&on, dst, src, len, direction, Some(guard)));
                     }
-                    HostPath::Bounce { guarded } => {
+                    HostAccess::Bounce { guarded } => {
                         pieces.extend(steps(&on, len, BOUNCE_LEN, |at, len| Step::Out {
                             to: HostPtr(dst).add(at),
                             src: DeviceAddr(src.0 + at as u64),
@@ -273,7 +268,7 @@ pub(super) fn straight(
     src: DeviceAddr,
     len: usize,
     direction: Direction,
-    pin: Option<Pin>,
+    pin: Option<PinRef>,
 ) -> impl Iterator<Item = Piece> {
     packet::split(len as u64).map(move |(offset, len)| {
         let (src, dst) = (DeviceAddr(src.0 + offset), DeviceAddr(dst.0 + offset));
@@ -320,85 +315,16 @@ pub(crate) fn check_host(ptr: *mut u8, len: usize) -> Result<(), Error> {
     Ok(())
 }
 
-enum HostPath {
-    Pinned(DeviceAddr, Pin),
-    /// `guarded`: pinning was refused, so the memory may not be what the caller thinks; touch it
-    /// only in ways that cannot fault.
-    Bounce {
-        guarded: bool,
-    },
-}
-
 /// # Safety
 /// As for [`Device::copy`].
-unsafe fn host_path(
+unsafe fn host_access(
     device: &Arc<Device>,
     ptr: *mut u8,
     len: usize,
     region: Option<&Arc<HostRegion>>,
-) -> Result<HostPath, Error> {
+) -> Result<HostAccess, Error> {
     check_host(ptr, len)?;
     let addr = ptr as usize;
-    let cache = device.registrations();
-    if let Some((addr, pin)) = cache.find(addr, len) {
-        return Ok(HostPath::Pinned(addr, pin));
-    }
-    let region = region.filter(|region| region.contains(addr, len));
-    let pinned = region.is_some_and(|region| region.is_pinned_for(device));
-    let earned = len > SMALL_LEN && region.is_some_and(|region| region.earns_pin(len));
-    if len <= BOUNCE_LEN && !pinned && !earned {
-        return Ok(HostPath::Bounce { guarded: false });
-    }
     // SAFETY: the caller keeps the memory while copies use it.
-    let made = unsafe { pin_host(device, ptr, len, region, pinned)? };
-    Ok(match made {
-        Some((addr, pin)) => HostPath::Pinned(addr, pin),
-        None => HostPath::Bounce { guarded: len > BOUNCE_LEN },
-    })
-}
-
-/// Pins the region, if there is one and it can be had, or else the memory alone. `None`: it cannot be
-/// pinned. `pinned`: the region holds a pin of its own.
-///
-/// # Safety
-/// As for [`Device::copy`].
-unsafe fn pin_host(
-    device: &Arc<Device>,
-    ptr: *mut u8,
-    len: usize,
-    region: Option<&Arc<HostRegion>>,
-    pinned: bool,
-) -> Result<Option<(DeviceAddr, Pin)>, Error> {
-    let addr = ptr as usize;
-    let cache = device.registrations();
-    if let Some(region) = region.filter(|region| pinned || !region.is_pinned_in_parts()) {
-        let made = if !pinned && cache.keeps(region.len()) {
-            // SAFETY: the caller keeps the memory while copies use it.
-            unsafe { cache.pin(device, (addr, len), region.range())? }
-        } else if pinned || !cache.keeps(0) {
-            // SAFETY: as above.
-            unsafe { region.pin(device, addr)? }.map(|(addr, pin)| (addr, Pin::Own(pin)))
-        } else {
-            // More than the cache may keep.
-            None
-        };
-        if made.is_some() || region.len() == len {
-            return Ok(made);
-        }
-        region.pin_in_parts();
-    }
-    if len <= BOUNCE_LEN {
-        // Not worth a pin of its own.
-        return Ok(None);
-    }
-    if cache.keeps(len) {
-        // SAFETY: as above.
-        return unsafe { cache.pin(device, (addr, len), addr..addr + len) };
-    }
-    // SAFETY: as above.
-    match unsafe { device.pin(ptr, len) } {
-        Ok(pin) => Ok(Some((pin.addr, Pin::Own(Arc::new(pin))))),
-        Err(error) if cannot_be_pinned(&error) => Ok(None),
-        Err(error) => Err(error),
-    }
+    unsafe { pin::pin(device, addr..addr + len, region.map(|region| &**region)) }
 }

@@ -8,6 +8,7 @@ use hl_thunk::HostPages;
 
 use crate::backend::HostPin;
 use crate::error::Phase;
+use crate::pin::pin_slab;
 use crate::slots::Slots;
 use crate::{Device, DeviceAddr, Error, HostRegion};
 
@@ -75,11 +76,8 @@ impl Ring {
 
     fn pin(&self, device: &Arc<Device>, index: u32) -> Result<(DeviceAddr, Arc<HostPin>), Error> {
         // SAFETY: whoever uses the pin holds the slot, and so the pages.
-        let pinned = unsafe { self.region.pin(device, self.slot_ptr(index) as usize)? };
-        pinned.ok_or_else(|| {
-            let call = "hlthunk_host_memory_map";
-            Error::os(Phase::Use, "pinning a bounce buffer", call, libc::ENOMEM)
-        })
+        let (first, pin) = unsafe { pin_slab(device, &self.region)? };
+        Ok((DeviceAddr(first.0 + u64::from(index) * self.slot_len as u64), pin))
     }
 
     fn slot_ptr(&self, index: u32) -> *mut u8 {

@@ -256,7 +256,8 @@ fn unpinnable_memory_goes_through_slots_and_a_lost_device_does_not() {
     assert_eq!(host, bytes);
 
     fake.refuse_pins(Some(libc::EBUSY));
-    let Err(SubmitError::Failed(error)) = start(&device, to_host(&mut host, &source)) else {
+    let mut other = vec![0; len];
+    let Err(SubmitError::Failed(error)) = start(&device, to_host(&mut other, &source)) else {
         panic!("a device in reset is no reason to try another way");
     };
     assert!(error.is_device_lost(), "{error}");

@@ -356,7 +356,7 @@ impl Interface for IpcInterface {
     }
 
     fn progress(&self) -> u32 {
-        gaudi::rcache::tidy();
+        gaudi::rcache::reclaim();
         if self.copies.is_idle() {
             return 0;
         }

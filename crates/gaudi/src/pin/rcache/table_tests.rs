@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 use proptest::prelude::*;
 
 use super::table::hints::Hints;
-use super::table::{Bounds, Entry, Found, Inserted, Swept, Table};
+use super::table::{Bounds, CachedRange, Found, Inserted, Swept, Table};
 
 const PAGE: u64 = 4096;
 /// The model's world: this many pages, spread over all levels of the tree.
@@ -138,7 +138,7 @@ struct Beside {
     /// When memory of a page last went away.
     lost: BTreeMap<u64, usize>,
     /// Numbers of pins that copies use.
-    held: Vec<(usize, NonNull<Entry>)>,
+    held: Vec<(usize, NonNull<CachedRange>)>,
     /// Only for a table that never has to evict.
     model: Option<Model>,
     refused: Option<u64>,
@@ -208,7 +208,7 @@ impl Beside {
                     model.remove(other);
                 }
                 let range = if refuses(&union) { own.clone() } else { union };
-                if let Ok(Inserted::Made(found)) = &inserted {
+                if let Ok(Inserted::New(found)) = &inserted {
                     assert_eq!(
                         self.pins.borrow()[found.base as usize].range,
                         range,
@@ -219,14 +219,14 @@ impl Beside {
             }
         }
         match inserted {
-            Ok(Inserted::Hit(found) | Inserted::Made(found)) => {
+            Ok(Inserted::Hit(found) | Inserted::New(found)) => {
                 self.check(&found, addr, len);
                 assert!(self.table.find(addr, len).is_some(), "it is found from now on");
                 if hold {
-                    self.held.push((found.base as usize, found.visit.into_raw()));
+                    self.held.push((found.base as usize, found.range.into_raw()));
                 }
             }
-            Ok(Inserted::NoRoom) => {
+            Ok(Inserted::Full) => {
                 assert!(self.pins.borrow().len() == before && self.model.is_none());
             }
             Err(()) => assert!(refuses(&own)),
@@ -266,7 +266,7 @@ impl Beside {
     fn release(&mut self, pick: usize) {
         let (number, entry) = self.held.swap_remove(pick);
         // SAFETY: a visit of this table, that ends here.
-        let last = unsafe { self.table.leave(entry) };
+        let last = unsafe { self.table.release(entry) };
         if last {
             let still = self.held.iter().any(|(held, _)| *held == number);
             assert!(!still && self.table.has_marked(), "someone can sweep now");
@@ -355,14 +355,14 @@ fn large_ranges_take_few_nodes_and_addresses_beyond_the_tree_are_not_kept() {
         table.insert(wanted, range, bounds, &mut swept, |_, _, _| Ok::<_, ()>((0, ())))
     };
     let large = 3 << 30..103 << 30;
-    assert!(matches!(get(&large), Ok(Inserted::Made(_))));
+    assert!(matches!(get(&large), Ok(Inserted::New(_))));
     assert!(table.find((103 << 30) - 1, 1).is_some() && table.find(103 << 30, 1).is_none());
     assert!(table.find((2 << 30) - 1, 2).is_none());
     assert!(table.memory() - empty < 32 << 10, "{} bytes", table.memory() - empty);
     let beyond = (1 << 48) - 4096..(1 << 48) + 4096;
-    assert!(matches!(get(&beyond), Ok(Inserted::NoRoom)));
+    assert!(matches!(get(&beyond), Ok(Inserted::Full)));
     let longest = 0..1 << 41;
-    assert!(matches!(get(&longest), Ok(Inserted::NoRoom)));
+    assert!(matches!(get(&longest), Ok(Inserted::Full)));
     assert!(table.find(u64::MAX, 1).is_none() && table.find(u64::MAX, 2).is_none());
     assert_eq!(table.invalidate(0, u64::MAX), 1);
 }
@@ -378,7 +378,7 @@ fn ranges_that_would_be_too_long_together_are_not_joined() {
         let made = table.insert((range.end - 1, 1), &range, bounds, &mut swept, |range, _, _| {
             Ok::<_, ()>((range.start, ()))
         });
-        let Ok(Inserted::Made(found)) = made else { panic!("not made at {start:#x}") };
+        let Ok(Inserted::New(found)) = made else { panic!("not made at {start:#x}") };
         assert_eq!(found.start, start);
     }
     assert!(table.find(16 << 40, 1).is_none(), "the first made room for the second");
@@ -410,7 +410,7 @@ fn an_entry_that_is_lost_while_it_is_made_stands_for_nothing_else_until_it_is_sw
                 Ok::<_, ()>((range.start, range.start))
             },
         );
-        let Ok(Inserted::Made(found)) = made else { panic!("not made") };
+        let Ok(Inserted::New(found)) = made else { panic!("not made") };
         assert_eq!((found.start, found.base), (address(page), address(page)));
     };
     get(3, true);
@@ -429,9 +429,9 @@ fn an_entry_that_is_lost_while_it_is_made_stands_for_nothing_else_until_it_is_sw
 fn a_page_is_found_as_noted_and_a_later_note_replaces_it() {
     let (entries, hints) = ([1_u64, 2], Hints::new(64));
     assert_eq!(hints.get(7), None);
-    hints.note(7, &entries[0]);
+    hints.insert(7, &entries[0]);
     assert_eq!(hints.get(7), Some(&raw const entries[0]));
-    hints.note(7, &entries[1]);
+    hints.insert(7, &entries[1]);
     assert_eq!(hints.get(7), Some(&raw const entries[1]));
 }
 
@@ -439,11 +439,11 @@ fn a_page_is_found_as_noted_and_a_later_note_replaces_it() {
 fn most_of_as_many_pages_as_there_is_room_for_are_found() {
     let entries: Vec<u64> = (0..4096).collect();
     let hints = Hints::new(entries.len());
-    assert_eq!(hints.room(), entries.len());
+    assert_eq!(hints.capacity(), entries.len());
     // As far apart as buffers are, not side by side.
     let page = |number: u64| 0x7_f000_0000 + number * 32;
     for entry in &entries {
-        hints.note(page(*entry), entry);
+        hints.insert(page(*entry), entry);
     }
     let is_found = |entry: &&u64| hints.get(page(**entry)) == Some(std::ptr::from_ref(*entry));
     let found = entries.iter().filter(is_found).count();

@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags};
 
-use super::{Cache, CacheLimits, Switch, invalidate};
+use super::refusals::RETRY;
+use super::{Cache, CacheLimits, PinError, Switch, invalidate};
 use crate::backend::fake::Fake;
 use crate::copy::BOUNCE_LEN;
 use crate::process::holds_in_child;
@@ -23,7 +24,7 @@ fn device(limits: CacheLimits) -> (Arc<Fake>, Arc<Device>) {
     let (fake, device) = Fake::device();
     let switch = Box::leak(Box::<Switch>::default());
     switch.want(limits, Box::new(|| true));
-    assert!(device.registrations().switch.set(switch).is_ok());
+    assert!(device.pins().cache().switch.set(switch).is_ok());
     (fake, device)
 }
 
@@ -128,7 +129,7 @@ fn new_memory_at_the_same_address_is_pinned_anew() {
 
 /// A pin that outlived its pages would show the old bytes.
 #[test]
-fn copies_see_new_pages_while_other_threads_invalidate_and_tidy() {
+fn copies_see_new_pages_while_other_threads_invalidate_and_reclaim() {
     let (fake, device) = device(PLENTY);
     let target = device.alloc(LARGE as u64, 1).unwrap();
     let host = Pages::new(LARGE);
@@ -137,7 +138,7 @@ fn copies_see_new_pages_while_other_threads_invalidate_and_tidy() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !stop.load(Ordering::Relaxed) {
-                let table = &device.registrations().shared.table;
+                let table = &device.pins().cache().shared.table;
                 let (start, end) = (start as u64 + 8192, start as u64 + 12288);
                 lost.fetch_add(table.invalidate(start, end), Ordering::Relaxed);
                 std::thread::yield_now();
@@ -169,7 +170,7 @@ fn copies_see_new_pages_while_other_threads_invalidate_and_tidy() {
         stop.store(true, Ordering::Relaxed);
         checked.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     });
-    device.registrations().shared.clear();
+    device.pins().cache().shared.clear();
     assert_eq!((fake.live_pins(), device.registration_cache().regions), (0, 0));
 }
 
@@ -202,7 +203,7 @@ fn pins_of_memory_that_went_away_are_given_back_without_a_further_copy() {
     assert_eq!(fake.live_pins(), 0);
     copy(&fake, &device, &target, host.addr, LARGE);
     // Also while pins are not kept any more.
-    device.registrations().switch.get().unwrap().off();
+    device.pins().cache().switch.get().unwrap().off();
     invalidate(host.addr as usize, LARGE);
     device.progress();
     assert_eq!(fake.live_pins(), 0);
@@ -215,8 +216,8 @@ fn clearing_gives_back_what_is_idle_now_and_what_is_used_when_its_copy_ends() {
     let host = Pages::new(4 * LARGE);
     copy(&fake, &device, &target, host.addr, LARGE);
     let mut running = start(&device, &target, host.at(2 * LARGE), LARGE);
-    device.registrations().switch.get().unwrap().off();
-    device.registrations().shared.clear();
+    device.pins().cache().switch.get().unwrap().off();
+    device.pins().cache().shared.clear();
     assert_eq!((device.registration_cache().regions, fake.live_pins()), (1, 1));
     assert!(!device.is_cached(host.at(2 * LARGE), LARGE), "not for others");
     fake.finish_all();
@@ -257,7 +258,10 @@ fn a_region_can_be_pinned_before_the_first_copy() {
     assert!(!device.is_cached(host.addr, 1));
     fake.refuse_pins(Some(libc::EFAULT));
     assert_eq!(prepare(), Ok(false));
-    device.registrations().switch.get().unwrap().off();
+    let calls = fake.pin_calls();
+    assert_eq!((prepare(), fake.pin_calls()), (Ok(false), calls), "not tried again");
+    device.pins().cache().switch.get().unwrap().off();
+    device.pins().cache().shared.clear();
     fake.refuse_pins(None);
     assert_eq!(prepare(), Ok(true), "by the region itself");
     assert_eq!(fake.live_pins(), 0, "and for as long as that lives");
@@ -421,7 +425,7 @@ fn of_a_region_that_cannot_be_pinned_whole_copies_pin_their_part() {
     for keep in [true, false] {
         let (fake, device) = device(PLENTY);
         if !keep {
-            device.registrations().switch.get().unwrap().off();
+            device.pins().cache().switch.get().unwrap().off();
         }
         let target = device.alloc(LARGE as u64, 1).unwrap();
         let host = Pages::new(16 * LARGE);
@@ -432,6 +436,7 @@ fn of_a_region_that_cannot_be_pinned_whole_copies_pin_their_part() {
         }
         let part = |number: usize| (host.at(number * LARGE) as u64, LARGE);
         let pins = if keep { vec![part(1), part(5)] } else { vec![part(1), part(1), part(5)] };
+        assert_eq!(fake.pin_calls(), pins.len() + 1, "the whole was tried once");
         assert_eq!(fake.pins(), pins);
         assert_eq!(fake.live_pins(), if keep { 2 } else { 0 });
     }
@@ -454,20 +459,70 @@ fn a_region_that_is_too_much_to_pin_does_not_empty_the_cache() {
     assert_eq!((fake.pins().len(), fake.live_pins()), (5, 4), "one had to leave");
 }
 
+/// Copies `len` bytes to the device through bounce buffers; how many pins the driver was asked for.
+fn bounce(fake: &Fake, device: &Arc<Device>, target: &Allocation, from: *mut u8) -> usize {
+    let before = (fake.pin_calls(), fake.pins().len());
+    let mut transfer = start(device, target, from, LARGE);
+    assert_eq!(fake.shape(fake.queued()[0]).1, LARGE / BOUNCE_LEN, "in pieces");
+    fake.finish_all();
+    assert_eq!(transfer.poll(), Some(Ok(())));
+    assert_eq!(fake.pins().len(), before.1);
+    fake.pin_calls() - before.0
+}
+
 #[test]
-fn memory_that_cannot_be_pinned_is_bounced_and_tried_again() {
+fn memory_that_was_refused_is_not_tried_again_until_some_of_it_is_unmapped() {
     let (fake, device) = device(PLENTY);
+    let target = device.alloc(LARGE as u64, 1).unwrap();
+    let host = Pages::new(2 * LARGE);
+    copy(&fake, &device, &target, host.addr, 8); // pins the bounce buffers
+    fake.refuse_pins(Some(libc::EFAULT));
+    assert_eq!(bounce(&fake, &device, &target, host.addr), 1);
+    for _ in 0..2 * RETRY {
+        assert_eq!(bounce(&fake, &device, &target, host.addr), 0, "the driver said no already");
+    }
+    assert_eq!(bounce(&fake, &device, &target, host.at(LARGE)), 1, "other memory is tried");
+    fake.refuse_pins(None);
+    invalidate(host.at(LARGE - 1) as usize, 1);
+    copy(&fake, &device, &target, host.addr, LARGE);
+    assert_eq!(fake.pins()[1..], [(host.addr as u64, LARGE)]);
+    assert_eq!(bounce(&fake, &device, &target, host.at(LARGE)), 0, "its memory is the same still");
+}
+
+#[test]
+fn without_a_cache_refused_memory_is_tried_again_now_and_then() {
+    let (fake, device) = device(PLENTY);
+    device.pins().cache().switch.get().unwrap().off();
     let target = device.alloc(LARGE as u64, 1).unwrap();
     let host = Pages::new(LARGE);
     copy(&fake, &device, &target, host.addr, 8); // pins the bounce buffers
     fake.refuse_pins(Some(libc::EFAULT));
-    let bounced = start(&device, &target, host.addr, LARGE);
-    assert_eq!(fake.shape(fake.queued()[0]).1, LARGE / BOUNCE_LEN, "in pieces");
+    let tries: usize = (0..=RETRY).map(|_| bounce(&fake, &device, &target, host.addr)).sum();
+    assert_eq!(tries, 2);
+    // A registration per message is what UCX does without unmap events.
+    let region = HostRegion::record(host.addr, LARGE);
+    assert!(!region.is_pinned_for(&device));
+    assert_eq!(bounce(&fake, &device, &target, host.addr), 0);
+}
+
+#[test]
+fn a_refusal_for_lack_of_memory_lasts_until_something_is_unpinned() {
+    let (fake, device) = device(PLENTY);
+    let target = device.alloc(LARGE as u64, 1).unwrap();
+    let host = Pages::new(4 * LARGE);
+    copy(&fake, &device, &target, host.addr, 8); // pins the bounce buffers
+    let mut running = start(&device, &target, host.addr, LARGE);
+    fake.allow_pins(2);
+    let calls = fake.pin_calls();
+    let second = || drop(start(&device, &target, host.at(2 * LARGE), LARGE));
+    second();
+    second();
+    assert_eq!(fake.pin_calls() - calls, 1, "the running copy still has its pin");
     fake.finish_all();
-    drop(bounced);
-    fake.refuse_pins(None);
-    copy(&fake, &device, &target, host.addr, LARGE);
-    assert_eq!(fake.pins()[1..], [(host.addr as u64, LARGE)]);
+    assert_eq!(running.poll(), Some(Ok(())));
+    device.progress();
+    copy(&fake, &device, &target, host.at(2 * LARGE), LARGE);
+    assert_eq!(fake.pins().last(), Some(&(host.at(2 * LARGE) as u64, LARGE)));
 }
 
 #[test]
@@ -475,11 +530,14 @@ fn a_forked_child_leaves_the_pins_of_its_parent_alone() {
     let (fake, device) = device(PLENTY);
     let host = Pages::new(LARGE);
     let cache = Cache::new(Counts::of(device.info()));
-    assert!(cache.switch.set(device.registrations().switch.get().unwrap()).is_ok());
+    assert!(cache.switch.set(device.pins().cache().switch.get().unwrap()).is_ok());
     let range = host.addr as usize..host.addr as usize + LARGE;
-    // SAFETY: the memory stays, and nothing uses the pin.
-    let pinned = unsafe { cache.pin(&device, (range.start, LARGE), range.clone()) };
-    drop(pinned.unwrap().expect("pinned"));
+    let inserted = cache.insert((range.start, LARGE), &range, |start, len| {
+        let start = std::ptr::with_exposed_provenance_mut(start as usize);
+        // SAFETY: the memory stays, and nothing uses the pin.
+        unsafe { device.backend().pin(start, len as usize) }.map_err(PinError::Failed)
+    });
+    drop(inserted.unwrap().expect("pinned"));
     assert!(cache.find(range.start, LARGE).is_some());
     // The child counts in its own copy of the fake driver: its parent's would count the same.
     assert!(holds_in_child(|| {
@@ -493,7 +551,7 @@ fn a_forked_child_leaves_the_pins_of_its_parent_alone() {
 fn nothing_is_kept_unless_someone_watches_and_the_watch_is_asked_once() {
     static ASKED: AtomicUsize = AtomicUsize::new(0);
     let (fake, device) = device(PLENTY);
-    let switch = device.registrations().switch.get().unwrap();
+    let switch = device.pins().cache().switch.get().unwrap();
     let target = device.alloc(LARGE as u64, 1).unwrap();
     let host = Pages::new(LARGE);
     switch.want(

@@ -1,14 +1,14 @@
-//! Whether this process keeps pins, how many, and who tells it of memory that goes away.
+//! Whether this process caches pins, how many, and whether unmap events arrive.
 //!
-//! Without someone who tells, a kept pin would show the device pages that the program has given back
-//! long ago. So nothing is kept until the one who promised to tell has begun to.
+//! Without unmap events a cached pin would show the device pages that the program has given back
+//! long ago. So nothing is cached until the source of the events has started.
 
 use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use super::table::Bounds;
 
-/// How many pins of host memory a card may keep for later copies.
+/// How many pins of host memory a card may cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CacheLimits {
     /// Most ranges.
@@ -17,11 +17,11 @@ pub struct CacheLimits {
     pub bytes: u64,
 }
 
-/// Begins to call [`invalidate`](super::invalidate) for memory that goes away; whether it can.
+/// Starts to call [`invalidate`](super::invalidate) for memory that is unmapped; whether it can.
 pub type Watch = Box<dyn FnMut() -> bool + Send>;
 
 const OFF: u8 = 0;
-/// Wanted, but nobody watches yet.
+/// Wanted; the watch was not started yet.
 const WANTED: u8 = 1;
 const ON: u8 = 2;
 
@@ -35,7 +35,7 @@ pub(crate) struct Switch {
 }
 
 impl Switch {
-    /// Pins may be kept from now on, once `watch` says so: it is asked before the first is.
+    /// Has pins cached from now on. `watch` is started before the first is.
     pub(crate) fn want(&self, limits: CacheLimits, watch: Watch) {
         let mut waiting = self.watch.lock().unwrap_or_else(PoisonError::into_inner);
         self.regions.store(limits.regions, Ordering::Relaxed);
@@ -44,24 +44,31 @@ impl Switch {
         self.state.store(WANTED, Ordering::Relaxed);
     }
 
-    /// No pin is kept from now on, nor are those used that are.
+    /// Has no pin cached from now on, and cached ones not used.
     pub(crate) fn off(&self) {
         let mut waiting = self.watch.lock().unwrap_or_else(PoisonError::into_inner);
         *waiting = None;
         self.state.store(OFF, Ordering::Relaxed);
     }
 
-    /// Whether pins that are kept may be used.
+    /// Whether cached pins may be used.
     pub(crate) fn is_wanted(&self) -> bool {
         self.state.load(Ordering::Relaxed) != OFF
     }
 
-    /// How many pins may be kept; `None`: none at all. Has the watch begin the first time.
+    /// Whether unmap events arrive.
+    pub(super) fn has_events(&self) -> bool {
+        self.state.load(Ordering::Relaxed) == ON
+    }
+
+    /// How much may be cached; `None`: nothing. The first call starts the watch.
     pub(super) fn bounds(&self) -> Option<Bounds> {
         if self.state.load(Ordering::Acquire) == WANTED {
             let mut waiting = self.watch.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(mut watch) = waiting.take() {
                 let state = if watch() { ON } else { OFF };
+                // Release: pairs with the loads in this function. Who sees ON comes after the start
+                // of the watch, and so caches no pin whose unmap event could be missed.
                 self.state.store(state, Ordering::Release);
             }
         }

@@ -1,0 +1,254 @@
+//! Pinning host memory for DMA: the one place that decides whether a copy pins, and what.
+//!
+//! [`pin`] takes a range of host memory and the registration it came with, if any. It answers with the
+//! address at which the device sees the range and a guard that keeps it pinned, or with the advice to
+//! use bounce buffers. The first row that applies decides:
+//!
+//! | host memory | length | answer |
+//! |---|---|---|
+//! | in the registration cache | any | the cached pin |
+//! | in a region that has a pin of its own | any | the region's pin |
+//! | anything else | up to 8 KiB | bounce |
+//! | not registered, or less than 1/16 of its region copied so far | up to 64 KiB | bounce |
+//! | registered, cache on, region within `RCACHE_MAX_SIZE` | any | the whole region, kept in the cache |
+//! | registered, cache off | any | the whole region, kept until it is deregistered |
+//! | cache on, and room in it | above 64 KiB | the pages of the range, kept in the cache |
+//! | cache off or full | above 64 KiB | the range, for this copy only (one-off) |
+//! | whatever the driver refused above | any | bounce; guarded above 64 KiB |
+//!
+//! So a region that cannot be pinned whole, or is too large for the cache, is *pinned in parts*: each
+//! large copy pins its own range. A guarded bounce lets the kernel check the caller's memory, because
+//! memory that cannot be pinned may not be mapped at all.
+//!
+//! The bounce buffers themselves are pinned by [`pin_slab`], whole and for as long as they exist.
+//!
+//! **Refusals are remembered** ([`rcache::Refusals`]): a driver prints an error line for every
+//! refusal, so a range that contains a refused one is not tried again until something has changed.
+
+pub mod rcache;
+mod region;
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::backend::HostPin;
+use crate::copy::BOUNCE_LEN;
+use crate::error::Phase;
+use crate::stats::{Counter, Counts, Gauge};
+use crate::{Device, DeviceAddr, Error};
+use rcache::{Cache, CachedPin, Reason};
+pub use region::HostRegion;
+
+/// Up to this size the CPU's part of a bounced copy is small beside the submission: a registered
+/// region is not pinned for it.
+const SMALL_LEN: usize = 8 * 1024;
+
+/// Keeps host memory pinned until it is dropped.
+#[derive(Clone, Debug)]
+#[allow(dead_code, reason = "kept for its destructor")]
+pub(crate) enum PinRef {
+    /// A counted reference to a pin in the registration cache.
+    Cached(CachedPin),
+    /// A region's pin, or a one-off pin.
+    Owned(Arc<HostPin>),
+}
+
+/// Pinned host memory.
+#[derive(Debug)]
+pub(crate) struct Pinned {
+    /// Where the device sees its first byte.
+    pub(crate) addr: DeviceAddr,
+    pub(crate) guard: PinRef,
+}
+
+/// How a copy reaches its host side.
+#[derive(Debug)]
+pub(crate) enum HostAccess {
+    Pinned(Pinned),
+    /// Through bounce buffers. `guarded`: pinning was refused, so the CPU must touch the memory only
+    /// in ways that cannot fault.
+    Bounce {
+        guarded: bool,
+    },
+}
+
+/// Why memory was not pinned.
+#[derive(Clone, Debug)]
+pub(crate) enum PinError {
+    /// The reason lies in the memory: a copy through bounce buffers works.
+    Refused(Reason),
+    /// The device failed.
+    Failed(Error),
+}
+
+/// What a device has pinned.
+#[derive(Debug)]
+pub(crate) struct Pins {
+    /// Pins of whole regions, by region, while the cache is off. The device owns them and a region
+    /// has weak references, because a registration must not keep a card open.
+    regions: Mutex<HashMap<u64, Arc<HostPin>>>,
+    cache: Cache,
+}
+
+impl Pins {
+    pub(crate) fn new(counts: Counts) -> Self {
+        Self { regions: Mutex::default(), cache: Cache::new(counts) }
+    }
+
+    pub(crate) fn cache(&self) -> &Cache {
+        &self.cache
+    }
+
+    fn regions(&self) -> MutexGuard<'_, HashMap<u64, Arc<HostPin>>> {
+        self.regions.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// How a copy reaches `range`, which `region` may be the registration of. See the module's table.
+///
+/// # Safety
+/// The memory must stay allocated while the guard in the answer lives; all of the region's, while the
+/// region does.
+pub(crate) unsafe fn pin(
+    device: &Arc<Device>,
+    range: Range<usize>,
+    region: Option<&HostRegion>,
+) -> Result<HostAccess, Error> {
+    let (addr, len) = (range.start, range.len());
+    if let Some(pinned) = device.pins().cache.find(addr, len) {
+        return Ok(HostAccess::Pinned(pinned));
+    }
+    let region = region.filter(|region| region.contains(addr, len));
+    if let Some(pinned) = region.and_then(|region| region.pinned_at(device, addr)) {
+        return Ok(HostAccess::Pinned(pinned));
+    }
+    let earned = len > SMALL_LEN && region.is_some_and(|region| region.earns_pin(len));
+    if len <= BOUNCE_LEN && !earned {
+        return Ok(HostAccess::Bounce { guarded: false });
+    }
+    if let Some(region) = region
+        // SAFETY: the caller's promise.
+        && let Some(pinned) = unsafe { pin_region(device, &range, region)? }
+    {
+        return Ok(HostAccess::Pinned(pinned));
+    }
+    if len > BOUNCE_LEN
+        // SAFETY: the caller's promise.
+        && let Some(pinned) = unsafe { pin_range(device, &range)? }
+    {
+        return Ok(HostAccess::Pinned(pinned));
+    }
+    Ok(HostAccess::Bounce { guarded: len > BOUNCE_LEN })
+}
+
+/// Pins a slab of bounce buffers, whole; the first call on a device asks the driver.
+///
+/// # Safety
+/// The slab must stay allocated as long as `slab` lives, or a copy uses the pin.
+pub(crate) unsafe fn pin_slab(
+    device: &Arc<Device>,
+    slab: &HostRegion,
+) -> Result<(DeviceAddr, Arc<HostPin>), Error> {
+    // SAFETY: the caller's promise.
+    let pin = unsafe { slab.pin_whole(device) }.map_err(|error| match error {
+        PinError::Failed(error) => error,
+        PinError::Refused(_) => {
+            let call = "hlthunk_host_memory_map";
+            Error::os(Phase::Use, "pinning a bounce buffer", call, libc::ENOMEM).on(device)
+        }
+    })?;
+    Ok((pin.addr, pin))
+}
+
+/// Pins all of `region`, which contains `range`. `None`: it was refused, or is more than the cache may
+/// keep.
+///
+/// # Safety
+/// As for [`pin`].
+unsafe fn pin_region(
+    device: &Arc<Device>,
+    range: &Range<usize>,
+    region: &HostRegion,
+) -> Result<Option<Pinned>, Error> {
+    let cache = &device.pins().cache;
+    if cache.keeps(region.len()) {
+        // SAFETY: the caller's promise.
+        return refused_as_none(unsafe { pin_in_cache(device, range, &region.range()) });
+    }
+    if cache.is_on() {
+        return Ok(None);
+    }
+    // SAFETY: the caller's promise.
+    let pin = refused_as_none(unsafe { region.pin_whole(device) }.map(Some))?;
+    Ok(pin.map(|pin| region.at(pin, range.start)))
+}
+
+/// Pins `range` alone. `None`: it was refused.
+///
+/// # Safety
+/// As for [`pin`].
+unsafe fn pin_range(device: &Device, range: &Range<usize>) -> Result<Option<Pinned>, Error> {
+    let cached = match device.pins().cache.keeps(range.len()) {
+        // SAFETY: the caller's promise.
+        true => unsafe { pin_in_cache(device, range, range) },
+        false => Ok(None),
+    };
+    refused_as_none(cached.and_then(|cached| match cached {
+        Some(pinned) => Ok(Some(pinned)),
+        None => {
+            // SAFETY: the caller's promise.
+            let pin = unsafe { ask_driver(device, range.start as u64, range.len() as u64)? };
+            Ok(Some(Pinned { addr: pin.addr, guard: PinRef::Owned(Arc::new(pin)) }))
+        }
+    }))
+}
+
+/// Pins the pages of `whole`, which contains `range`, and keeps the pin in the cache. `None`: the cache
+/// has no room for it.
+///
+/// # Safety
+/// As for [`pin`].
+unsafe fn pin_in_cache(
+    device: &Device,
+    range: &Range<usize>,
+    whole: &Range<usize>,
+) -> Result<Option<Pinned>, PinError> {
+    device.pins().cache.insert((range.start, range.len()), whole, |start, len| {
+        // SAFETY: the caller's promise; a page stays as long as a byte of it is allocated.
+        unsafe { ask_driver(device, start, len) }
+    })
+}
+
+/// Pins memory, unless that was refused before and nothing has changed since.
+///
+/// # Safety
+/// The memory must stay allocated as long as copies use the pin.
+unsafe fn ask_driver(device: &Device, start: u64, len: u64) -> Result<HostPin, PinError> {
+    let (cache, counts) = (&device.pins().cache, device.counts());
+    let unpins = counts.get(Counter::Unpins);
+    if let Some(reason) = cache.known_refusal(start, len, unpins) {
+        return Err(PinError::Refused(reason));
+    }
+    let ptr = core::ptr::with_exposed_provenance_mut(start as usize);
+    // SAFETY: the caller's promise.
+    match unsafe { device.backend().pin(ptr, len as usize) } {
+        Ok(pin) => Ok(pin.counted(counts.track(Gauge::Pin, len))),
+        Err(error) => {
+            counts.add(Counter::PinsRefused, 1);
+            let Some(reason) = Reason::of(&error) else {
+                return Err(PinError::Failed(error.on(device)));
+            };
+            cache.remember_refusal(start, len, reason, unpins);
+            Err(PinError::Refused(reason))
+        }
+    }
+}
+
+fn refused_as_none<T>(pinned: Result<Option<T>, PinError>) -> Result<Option<T>, Error> {
+    match pinned {
+        Ok(pinned) => Ok(pinned),
+        Err(PinError::Refused(_)) => Ok(None),
+        Err(PinError::Failed(error)) => Err(error),
+    }
+}

@@ -1,0 +1,179 @@
+//! Host memory that was registered: recorded here, pinned only when a copy needs it.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use super::{PinError, PinRef, Pinned, ask_driver, pin_region, rcache};
+use crate::backend::HostPin;
+use crate::{Device, DeviceAddr, DeviceId, Error};
+
+/// A range of host memory that will be used for copies, perhaps often.
+///
+/// Recording opens no device and pins no page. What copies pin of it, and for how long, is decided in
+/// the [module](super): the pins stay in the registration cache where there is one, otherwise until
+/// the region is dropped and the copies that use them have ended.
+#[derive(Debug)]
+pub struct HostRegion {
+    id: u64,
+    start: usize,
+    len: usize,
+    /// The pins of the whole region, at most one per device.
+    pins: Mutex<Vec<RegionPin>>,
+    /// Bytes of copies between 8 KiB and 64 KiB that went through bounce slots.
+    bounced: AtomicUsize,
+}
+
+/// A region counts as used often once this share of its length went through bounce slots.
+const EARNING_SHARE: usize = 16;
+
+#[derive(Debug)]
+struct RegionPin {
+    device_id: DeviceId,
+    /// The device owns the pin: see [`Pins`](super::Pins).
+    device: Weak<Device>,
+    pin: Weak<HostPin>,
+}
+
+impl HostRegion {
+    /// Records `len` bytes from `ptr`. Drop the region before the memory is freed.
+    pub fn record(ptr: *mut u8, len: usize) -> Arc<Self> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        rcache::registered(ptr as usize, len);
+        Arc::new(Self {
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            start: ptr as usize,
+            len,
+            pins: Mutex::default(),
+            bounced: AtomicUsize::new(0),
+        })
+    }
+
+    /// Counts a copy that a bounce slot would do as well; whether the region is worth pinning now.
+    /// Pinning costs by the length of the region, which may be a program's whole memory: it pays when
+    /// a fair share of that was copied.
+    pub(super) fn earns_pin(&self, len: usize) -> bool {
+        let before = self.bounced.fetch_add(len, Ordering::Relaxed);
+        before.saturating_add(len) >= self.len / EARNING_SHARE
+    }
+
+    /// Whether all of `[addr, addr + len)` lies inside.
+    pub fn contains(&self, addr: usize, len: usize) -> bool {
+        addr >= self.start && len <= self.len && addr - self.start <= self.len - len
+    }
+
+    /// First byte.
+    pub fn start(&self) -> *mut u8 {
+        self.start as *mut u8
+    }
+
+    /// Length in bytes.
+    #[allow(clippy::len_without_is_empty, reason = "a length, not a collection")]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(super) fn range(&self) -> Range<usize> {
+        self.start..self.start.saturating_add(self.len)
+    }
+
+    /// Whether the region has a pin of its own on this device at the moment.
+    pub fn is_pinned_for(&self, device: &Device) -> bool {
+        find(&self.pins(), device).is_some()
+    }
+
+    /// Pins the region now instead of at the first copy; whether that was possible.
+    ///
+    /// # Safety
+    /// The region's memory must stay allocated as long as the region lives, or copies use it.
+    pub unsafe fn prepare(&self, device: &Arc<Device>) -> Result<bool, Error> {
+        if device.pins().cache.find(self.start, self.len).is_some() {
+            return Ok(true);
+        }
+        // SAFETY: the caller's promise.
+        Ok(unsafe { pin_region(device, &self.range(), self)? }.is_some())
+    }
+
+    fn pins(&self) -> MutexGuard<'_, Vec<RegionPin>> {
+        self.pins.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// `addr`, in this region, by the region's own pin on this device, if it has one.
+    pub(super) fn pinned_at(&self, device: &Device, addr: usize) -> Option<Pinned> {
+        let pin = find(&self.pins(), device)?;
+        Some(self.at(pin, addr))
+    }
+
+    /// `addr`, in this region, as the device of this pin sees it.
+    pub(super) fn at(&self, pin: Arc<HostPin>, addr: usize) -> Pinned {
+        let seen = DeviceAddr(pin.addr.0 + (addr - self.start) as u64);
+        Pinned { addr: seen, guard: PinRef::Owned(pin) }
+    }
+
+    /// The region's own pin on this device, made if there is none.
+    ///
+    /// # Safety
+    /// The region's memory must stay allocated as long as the region lives, or copies use the pin.
+    pub(super) unsafe fn pin_whole(&self, device: &Arc<Device>) -> Result<Arc<HostPin>, PinError> {
+        let mut pins = self.pins();
+        if let Some(pin) = find(&pins, device) {
+            return Ok(pin);
+        }
+        pins.retain(|pinned| pinned.device.strong_count() > 0);
+        // SAFETY: the caller's promise.
+        let pin = Arc::new(unsafe { ask_driver(device, self.start as u64, self.len as u64)? });
+        pins.push(RegionPin {
+            device_id: device.id(),
+            device: Arc::downgrade(device),
+            pin: Arc::downgrade(&pin),
+        });
+        device.pins().regions().insert(self.id, Arc::clone(&pin));
+        Ok(pin)
+    }
+}
+
+fn find(pins: &[RegionPin], device: &Device) -> Option<Arc<HostPin>> {
+    pins.iter().find(|pinned| pinned.device_id == device.id())?.pin.upgrade()
+}
+
+impl Drop for HostRegion {
+    fn drop(&mut self) {
+        let pins = self.pins.get_mut().unwrap_or_else(PoisonError::into_inner);
+        for pinned in pins.drain(..) {
+            // In a forked child the pins are the parent's.
+            if let Some(device) = pinned.device.upgrade().filter(|device| device.is_ours()) {
+                let pin = device.pins().regions().remove(&self.id);
+                // Unpinning is a driver call: not under the lock.
+                drop(pin);
+            }
+        }
+        // Deregistering often goes with freeing memory: a good moment to unpin what was freed.
+        rcache::reclaim();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_region_is_pinned_for_medium_copies_after_a_sixteenth_of_it_was_copied() {
+        let small = HostRegion::record(0x1000 as *mut u8, 256 << 10);
+        assert!(small.earns_pin(16 << 10), "a sixteenth at once");
+        let large = HostRegion::record(0x1000 as *mut u8, 1 << 30);
+        let copies = (0..).take_while(|_| !large.earns_pin(64 << 10)).count();
+        assert_eq!(copies, 1023);
+        assert!(large.earns_pin(64 << 10), "for good");
+    }
+
+    #[test]
+    fn a_region_contains_its_parts_and_nothing_that_sticks_out() {
+        let region = HostRegion::record(0x1000 as *mut u8, 0x100);
+        assert!(region.contains(0x1000, 0x100));
+        assert!(region.contains(0x10ff, 1));
+        assert!(region.contains(0x1100, 0));
+        assert!(!region.contains(0x10ff, 2));
+        assert!(!region.contains(0xfff, 1));
+        assert!(!region.contains(0x1001, usize::MAX));
+    }
+}

@@ -4,6 +4,9 @@
 //! (see `uct::Ucx::redirect`), and only if the application has that library on its own account and
 //! a Gaudi is in use, or the user wants it. Each does what the original does, tells the engine, and leaves `errno` alone.
 //! Our own calls do not come through here: we have found the library's functions with `dlsym`.
+//!
+//! There is no `libucm_gaudi`: every UCX program would load a module of that framework, before it is
+//! known whether there is a Gaudi.
 
 use core::ffi::{CStr, c_int, c_void};
 use core::mem::transmute;

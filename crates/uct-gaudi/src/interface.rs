@@ -1,4 +1,10 @@
 //! Transports `gaudi_cpy` and `gaudi_gdr`: copies between host and Gaudi memory of one process.
+//!
+//! Stock UCX crashes on a copy transport without event flags and an event fd, one that does not reach
+//! its own process, one whose domain does not access host memory, and one that needs a remote key.
+//!
+//! The worker calls an interface's progress only from its first copy on, so that programs that move
+//! host memory only do not pay for it.
 
 use std::cell::Cell;
 use std::marker::PhantomData;

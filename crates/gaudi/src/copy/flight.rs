@@ -1,4 +1,9 @@
 //! One submission: what it moves, what it needs until it is done, and how it ended.
+//!
+//! Any thread that finds that a submission has ended completes it: it copies bounce buffers out,
+//! releases pins and the permit, and wakes sleepers. If that were left to the thread that submitted
+//! it, a worker that stops making progress would starve the others. A transfer that is dropped takes
+//! its host memory out of the flight first, under the flight's lock.
 
 use std::any::Any;
 use std::ops::Range;

@@ -1,5 +1,5 @@
-//! `cargo xtask demo`: what a stranger sees. Nothing here is special to the demo: the tools are stock
-//! UCX's, the client is the tests' own, and the environment is the harness's.
+//! `cargo xtask demo`: what a newcomer sees. The tools are stock UCX's, the client and the environment
+//! are those of the tests.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! How long work is shown: a moving line on a terminal, plain lines elsewhere (logs, CI). Never on
-//! standard output.
+//! Progress of long work, on standard error: a moving line on a terminal, plain lines elsewhere (logs,
+//! CI).
 
 use std::io::IsTerminal;
 use std::time::{Duration, Instant};

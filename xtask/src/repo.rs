@@ -59,7 +59,7 @@ impl Repo {
         command
     }
 
-    /// A path as people want to read it: relative to the checkout where it lies inside.
+    /// A path for messages: relative to the checkout if it lies inside.
     pub(crate) fn shown<'a>(&self, path: &'a Path) -> std::path::Display<'a> {
         path.strip_prefix(&self.root).unwrap_or(path).display()
     }

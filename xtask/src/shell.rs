@@ -10,9 +10,8 @@ use crate::dist;
 use crate::repo::Repo;
 use crate::setup;
 
-/// Settings of UCX that Gaudi memory between processes wants where it has to be staged through host
-/// memory: put and get as pipelines, like messages, instead of one small segment after the other, and
-/// streams, which have no other way, in larger segments. `docs/performance.md` has the figures.
+/// Settings of UCX for Gaudi memory that is staged through host memory between processes: put and get
+/// are pipelined instead of emulated, and streams use larger segments (`docs/performance.md`).
 pub(crate) const STAGING: &[(&str, &str)] = &[
     ("UCX_RMA_PPLN_ENABLE", "y"),
     ("UCX_SYSV_SEG_SIZE", "32832"),

@@ -1,13 +1,12 @@
-//! What UCP makes of Gaudi memory between two processes: every operation, pair of memories and size,
-//! with the protocol that was chosen and what came out of it.
+//! Gaudi memory between two processes: every operation, pair of memories and size, with the protocol
+//! that UCP chose, and its bandwidth.
 //!
-//! Floors of the same run: memcpy of the same size, and the same operation between host memories.
-//! Where others used the processors meanwhile, sizes are measured again; the best counts, for floors
-//! and operations alike.
-//! The device cannot import dma-bufs here, as most drivers in the field cannot, so Gaudi memory is
-//! staged through host memory. Variants: UCX as it comes, with the settings that
-//! `docs/performance.md` recommends, and large tag messages with small fragments, which the software
-//! card likes and a card may not.
+//! Floors of the same run: memcpy of the same size, and the same operation between host memories. If
+//! others used the processors meanwhile, a size is measured again; the best counts, for floors and
+//! operations alike.
+//! The device cannot import dma-bufs here, like most drivers in the field, so Gaudi memory is staged
+//! through host memory. Variants: UCX with its defaults, with the settings that `docs/performance.md`
+//! recommends, and large tag messages with small fragments, which suit the software card.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -95,8 +94,7 @@ struct Cell {
 }
 
 impl Cell {
-    /// Fast where it must be: the better of the ratios of bandwidth, and of latency where that
-    /// decides.
+    /// The ratio of bandwidths, or of latencies for small messages.
     fn against(&self, host: &Cell) -> f64 {
         if self.size < 4096 { host.latency_us / self.latency_us } else { self.gbps / host.gbps }
     }
@@ -106,7 +104,7 @@ impl Cell {
     }
 }
 
-/// What UCP did for a message, in its own words.
+/// The protocol that UCP chose for a message, in UCP's words.
 fn protocol(protocols: &Protocols, op: &str, [src, dst]: [&str; 2], size: usize) -> String {
     let local =
         |memory: &str| if memory == "host" { "host memory".to_owned() } else { memory.into() };
@@ -139,7 +137,7 @@ fn with_transport(kind: &str, protocol: &str, transports: &str) -> String {
     }
 }
 
-/// What holds a protocol back.
+/// What bounds the bandwidth of a protocol.
 fn bound(protocol: &str) -> &'static str {
     let is = |words: &str| protocol.contains(words);
     if is("emulation") || is("multi-frag") || is("fragmented") {
@@ -250,8 +248,7 @@ fn run_client(
     Ok((rows?, logs.read()?))
 }
 
-/// The best of both directions and of all runs: the processes are alike, the machine's moments are
-/// not.
+/// The best of both directions and of all runs.
 fn cell(
     rows: &[Row],
     protocols: &Protocols,

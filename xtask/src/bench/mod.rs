@@ -1,5 +1,5 @@
-//! `cargo xtask bench NAME`: measurements whose floor is taken in the same run, on the terminal as a
-//! table and, on request, as JSON.
+//! `cargo xtask bench NAME`: measures something beside a floor from the same run; prints a table and,
+//! on request, writes JSON or CSV.
 
 mod cliffs;
 mod copy;
@@ -25,7 +25,7 @@ use crate::setup;
 /// What can be measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Name {
-    /// Every operation between two processes with Gaudi memory staged: protocols and what they give
+    /// Every operation between two processes with Gaudi memory staged: protocols and bandwidth
     Cliffs,
     /// Copies through UCT beside memcpy, short ones beside the driver, ucp_init with the plugin
     Copy,

@@ -1,4 +1,4 @@
-//! How much of the processors others had while something was measured: what a figure is worth.
+//! How busy other programs kept the processors during a measurement.
 
 use std::fs;
 use std::time::Instant;
@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 /// The kernel counts time in hundredths of a second for programs, whatever its own clock.
 const TICKS: f64 = 100.0;
 
-/// Looks at the processors from its start on.
+/// Measures the load by others from its start on.
 pub(super) struct Watch {
     start: Instant,
     busy: f64,
@@ -20,8 +20,8 @@ impl Watch {
         Ok(Self { start: Instant::now(), busy: busy()?, own: own()? })
     }
 
-    /// How many processors were busy with others since the start, in the mean. What this process and
-    /// children of it did that have ended is not counted.
+    /// Mean number of processors that others kept busy since the start. This process and its children
+    /// that have ended do not count.
     pub(super) fn others(&self) -> Result<f64> {
         let (busy, own) = (busy()? - self.busy, own()? - self.own);
         Ok(((busy - own) / self.start.elapsed().as_secs_f64()).max(0.0))

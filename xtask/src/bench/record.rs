@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use comfy_table::{CellAlignment, Table, presets};
 use serde::{Deserialize, Serialize};
 
-/// A figure, the floor it is held against, and whether the target was met.
+/// A figure, the floor it is compared with, and whether the target was met.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Record {
     /// What was measured.

@@ -1,5 +1,4 @@
-//! What pip (or Python) complained about, said again for someone who wants to go on: the cause, the
-//! remedy, and the last lines of the original.
+//! Explains a failure of pip or Python: the cause, the remedy, and the last lines of the original.
 
 /// Texts that indicate a cause, and what to say then. The first match wins, so causes come before
 /// their consequences: without a network pip ends with "no matching distribution", too.

@@ -22,7 +22,7 @@ use crate::repo::Repo;
 
 const UNPACK: &str = include_str!("unpack.py");
 
-/// Longer than any download that still makes sense; a hanging one must end some day.
+/// Longer than any download takes; a hanging one must end.
 const PIP_LIMIT: Duration = Duration::from_secs(30 * 60);
 
 /// Fetches everything that tests need.

@@ -1,0 +1,124 @@
+//! Programs that fork, on both stock UCXes: a child of a program that uses a card is refused Gaudi
+//! memory with the reason, and disturbs nothing; one that was forked before has a card of its own.
+//!
+//! Each test runs the last function of this file in a process of its own.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+use e2e::{Device, SoftNode, Ucx, Workbench};
+use ucp_check::buffer::Buffer;
+use ucp_check::pattern::{Image, Layout};
+use ucp_check::rig::{Rig, RigOptions};
+use ucp_check::ucp::{self, Features, Memory};
+use ucp_check::watchdog::Watchdog;
+
+const PROGRAM: &str = "the_program_that_forks";
+const SCENE: &str = "UCX_GAUDI_TEST_SCENE";
+
+/// Runs the program on a machine with `cards`; what it and UCX said.
+fn run(ucx: Ucx, scene: &str, cards: u32) -> String {
+    let bench = Workbench::from_env();
+    let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", &cards.to_string());
+    let device = Device::Software(node);
+    let template = bench.ucp_check(ucx).plugin().device(&device).command();
+    let output = Command::new(std::env::current_exe().expect("this program"))
+        .args(["--exact", PROGRAM, "--nocapture"])
+        .envs(template.get_envs().filter_map(|(name, value)| Some((name, value?))))
+        .env("UCX_GAUDI_TEST_UCP", ucx.libucp(bench.layout()))
+        .env("UCX_MODULES", "^ib")
+        .env(SCENE, scene)
+        .output()
+        .expect("run");
+    let text = String::from_utf8_lossy(&output.stdout).into_owned()
+        + &String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains("parent and child passed"), "{ucx:?}\n{text}");
+    text
+}
+
+#[test]
+fn a_child_is_refused_gaudi_memory_with_the_reason_and_its_parents_memory_stays() {
+    for ucx in Ucx::ALL {
+        let text = run(ucx, "after", 2);
+        assert!(
+            text.contains("this process was forked from the one that opened the card"),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn a_child_forked_before_ucx_starts_has_a_card_of_its_own() {
+    for ucx in Ucx::ALL {
+        run(ucx, "before", 2);
+    }
+}
+
+/// Starts UCP.
+fn start(path: &std::path::Path, dog: &Watchdog) -> Rig {
+    let ucx = ucp::Ucx::load(path.parent()).expect("UCX loads");
+    let options = RigOptions { features: Features::ALL, hint: false, multi: false };
+    Rig::new(ucx, options, dog).expect("UCP starts")
+}
+
+/// Memory on a card with known bytes in it.
+fn filled(rig: &Rig, seed: u64) -> (Buffer, Image) {
+    const LEN: usize = 100_003;
+    let staging = rig.region(Memory::Host, Layout::allocation(LEN)).expect("host memory");
+    let buffer = Buffer::new(rig, Memory::Gaudi, LEN, &staging).expect("Gaudi memory");
+    let image = Image::message(Layout::new(LEN, seed), seed, seed);
+    buffer.prove(rig, &image).expect("every byte");
+    (buffer, image)
+}
+
+/// Forks, and has the child run `child`; whether it ended without a panic.
+fn fork(child: impl FnOnce()) -> impl FnOnce() -> bool {
+    // SAFETY: the program has one thread that uses UCX, this one.
+    let pid = unsafe { libc::fork() };
+    if pid == 0 {
+        let passed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(child)).is_ok();
+        // SAFETY: ends the process without its parent's exit handlers.
+        unsafe { libc::_exit(if passed { 0 } else { 1 }) };
+    }
+    move || {
+        let mut status = -1;
+        // SAFETY: our own child.
+        assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
+        status == 0
+    }
+}
+
+/// The second half of the tests above.
+#[test]
+fn the_program_that_forks() {
+    let Ok(scene) = std::env::var(SCENE) else {
+        println!("nothing to do: the tests above run this in a process of its own");
+        return;
+    };
+    let path = PathBuf::from(std::env::var_os("UCX_GAUDI_TEST_UCP").expect("set by the test"));
+    let watch = || Watchdog::start("fork", Duration::from_secs(60));
+    let passed = if scene == "before" {
+        // The driver library and the plugin are loaded, UCP looked for cards: nothing was opened.
+        drop(start(&path, &watch()));
+        let child = fork(|| drop(filled(&start(&path, &watch()), 1)));
+        let rig = start(&path, &watch());
+        drop(filled(&rig, 2));
+        child()
+    } else {
+        let rig = start(&path, &watch());
+        let (buffer, image) = filled(&rig, 3);
+        let child = fork(|| {
+            assert!(rig.region(Memory::Gaudi, 4096).is_err(), "with its parent's context");
+            let own = start(&path, &watch());
+            assert!(own.region(Memory::Gaudi, 4096).is_err(), "with a context of its own");
+            assert!(own.region(Memory::Host, 4096).is_ok(), "host memory is nobody's business");
+        });
+        let passed = child();
+        buffer.verify(&rig, &image).expect("readable").expect("as it was");
+        drop(filled(&rig, 4));
+        passed
+    };
+    assert!(passed, "the child failed");
+    println!("parent and child passed");
+}

@@ -1,0 +1,105 @@
+//! Importing dma-bufs: the memory behind a descriptor, mapped into this process.
+//!
+//! The software Gaudi's dma-bufs are recognised and mapped by its own code; any other descriptor is
+//! mapped as the exporter allows, and its refusal is passed on. The mapping keeps the exported
+//! memory alive for as long as the region is registered, as an attachment does.
+
+use std::os::fd::BorrowedFd;
+
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, ProtFlags};
+use soft_gaudi::dmabuf::Exported;
+
+use crate::hca::memory::Backing;
+use crate::wire::Segment;
+
+struct Mapping {
+    base: usize,
+    length: usize,
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `map` with this length, and nobody uses it: the region is gone.
+        let _ = unsafe { rustix::mm::munmap(self.base as *mut _, self.length) };
+    }
+}
+
+/// The bytes `offset..offset + length` of a dma-buf.
+pub(super) fn import(
+    fd: BorrowedFd<'_>,
+    offset: u64,
+    length: u64,
+) -> Result<(Vec<Segment>, Backing), Errno> {
+    // Tells a closed descriptor from one that is no dma-buf.
+    rustix::io::fcntl_getfd(fd)?;
+    let (pieces, backing): (Vec<Segment>, Backing) = match Exported::from_fd(fd) {
+        Ok(exported) => {
+            let piece = |range: &soft_gaudi::dmabuf::Range| Segment {
+                addr: range.ptr as u64,
+                len: range.len,
+            };
+            (exported.ranges().iter().map(piece).collect(), Box::new(exported))
+        }
+        Err(_) => map(fd)?,
+    };
+    Ok((cut(&pieces, offset, length).ok_or(Errno::INVAL)?, backing))
+}
+
+fn map(fd: BorrowedFd<'_>) -> Result<(Vec<Segment>, Backing), Errno> {
+    // A dma-buf says its size to `lseek`.
+    let length = rustix::fs::seek(fd, rustix::fs::SeekFrom::End(0))? as usize;
+    if length == 0 {
+        return Err(Errno::INVAL);
+    }
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: a fresh mapping at an address of the kernel's choice.
+    let base = unsafe {
+        rustix::mm::mmap(core::ptr::null_mut(), length, access, MapFlags::SHARED, fd, 0)
+    }?;
+    let piece = Segment { addr: base as u64, len: length as u64 };
+    Ok((vec![piece], Box::new(Mapping { base: base as usize, length })))
+}
+
+/// The part of a list of pieces that begins at `offset`.
+fn cut(pieces: &[Segment], offset: u64, length: u64) -> Option<Vec<Segment>> {
+    let total: u64 = pieces.iter().map(|piece| piece.len).sum();
+    if offset.checked_add(length)? > total {
+        return None;
+    }
+    let mut rest = crate::hca::copy::skip(pieces, offset);
+    let mut left = length;
+    for piece in &mut rest {
+        piece.len = piece.len.min(left);
+        left -= piece.len;
+    }
+    rest.retain(|piece| piece.len > 0);
+    Some(rest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsFd;
+
+    #[test]
+    fn a_range_is_cut_across_pieces() {
+        let pieces = [Segment { addr: 0x1000, len: 0x100 }, Segment { addr: 0x5000, len: 0x100 }];
+        let expected = [Segment { addr: 0x10f0, len: 0x10 }, Segment { addr: 0x5000, len: 0x20 }];
+        assert_eq!(cut(&pieces, 0xf0, 0x30).unwrap(), expected);
+        assert_eq!(cut(&pieces, 0x200, 0).unwrap(), []);
+        assert!(cut(&pieces, 0xf0, 0x111).is_none());
+        assert!(cut(&pieces, u64::MAX, 2).is_none());
+    }
+
+    #[test]
+    fn a_memfd_is_mapped_and_what_cannot_be_is_refused_with_the_reason() {
+        let fd = rustix::fs::memfd_create("dmabuf", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&fd, 8192).unwrap();
+        let (pieces, _backing) = import(fd.as_fd(), 4096, 4096).unwrap();
+        assert_eq!(pieces.iter().map(|piece| piece.len).sum::<u64>(), 4096);
+        assert_eq!(import(fd.as_fd(), 4096, 4097).err(), Some(Errno::INVAL));
+        let pipe = rustix::pipe::pipe().unwrap();
+        assert_eq!(import(pipe.0.as_fd(), 0, 4096).err(), Some(Errno::SPIPE));
+    }
+}

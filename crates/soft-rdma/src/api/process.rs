@@ -1,0 +1,51 @@
+//! What this process has of the node: made when the first device is opened, kept until it ends.
+
+use std::sync::{Arc, Mutex};
+
+use rustix::io::Errno;
+
+use crate::config::{self, log};
+use crate::hca::Hca;
+use crate::hca::events::lock;
+use crate::link::engine::Engine;
+use crate::node::{Node, random};
+use crate::stats::STATS;
+
+/// HCA and engine of this process.
+#[derive(Clone)]
+pub(super) struct Process {
+    pub(super) hca: Arc<Hca>,
+    pub(super) engine: Arc<Engine>,
+    pid: rustix::process::Pid,
+}
+
+static PROCESS: Mutex<Option<&'static Process>> = Mutex::new(None);
+
+/// The process's HCA, made at first use. A forked child gets one of its own: the parent's thread
+/// and sockets are not there.
+pub(super) fn get() -> Result<&'static Process, Errno> {
+    let mut process = lock(&PROCESS);
+    let pid = rustix::process::getpid();
+    if let Some(process) = process.filter(|process| process.pid == pid) {
+        return Ok(process);
+    }
+    let config = config::get();
+    let node = Node::join(config).inspect_err(|error| {
+        eprintln!("soft-rdma: cannot use {}: {error}", config.folder.display());
+    })?;
+    let first_qp = u32::from_ne_bytes(random());
+    let slot = node.slot;
+    let hca = Arc::new(Hca::new(slot, first_qp, config.inline_limit, &STATS));
+    let engine = Engine::start(hca.clone(), node, config)?;
+    log!(
+        Info,
+        "this is a software HCA, not hardware ({} device(s), node {}, slot {slot}, {})",
+        config.devices,
+        config.node,
+        config.folder.display()
+    );
+    // Kept for good: sockets and thread serve until the process ends.
+    let made: &'static Process = Box::leak(Box::new(Process { hca, engine, pid }));
+    *process = Some(made);
+    Ok(made)
+}

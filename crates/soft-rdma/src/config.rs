@@ -1,0 +1,130 @@
+//! What the environment says about this node's HCAs.
+//!
+//! | variable | meaning |
+//! |---|---|
+//! | `SOFT_RDMA_DEVICES` | number of HCAs (default 1) |
+//! | `SOFT_RDMA_DIR` | folder that the node's processes share (default `/tmp/soft-rdma-UID`) |
+//! | `SOFT_RDMA_NODE` | number of this node in the fabric (default 1) |
+//! | `SOFT_RDMA_NODES` | other nodes, for connections between hosts: `NUMBER=ADDRESS:PORT` separated by commas; a process of slot S listens at PORT + S of its own entry |
+//! | `SOFT_RDMA_SECRET` | file with the secret that all nodes share (default: `secret` in the folder, made at first use) |
+//! | `SOFT_RDMA_INLINE` | longest payload, in bytes, that travels inside a request between processes of one node (default 1024); longer ones are copied once, from region to region |
+//! | `SOFT_RDMA_LOG` | `off`, `info` (default: one line at the first open) or `debug` |
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::OnceLock;
+
+use crate::fabric::{MAX_DEVICES, MAX_NODE};
+
+/// How much to say on standard error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd)]
+pub(crate) enum LogLevel {
+    Off,
+    Info,
+    Debug,
+}
+
+/// The configuration of this process.
+#[derive(Debug)]
+pub(crate) struct Config {
+    pub(crate) devices: u8,
+    pub(crate) folder: PathBuf,
+    pub(crate) node: u16,
+    pub(crate) nodes: HashMap<u16, SocketAddr>,
+    pub(crate) secret: Option<PathBuf>,
+    pub(crate) inline_limit: u32,
+    pub(crate) log: LogLevel,
+}
+
+impl Config {
+    fn parse(get: impl Fn(&str) -> Option<String>) -> Self {
+        let number = |name: &str, default: u32, low: u32, high: u32| match get(name) {
+            None => default,
+            Some(text) => match text.parse::<u32>() {
+                Ok(value) if (low..=high).contains(&value) => value,
+                _ => {
+                    eprintln!("soft-rdma: {name}={text} is not in {low}..={high}, using {default}");
+                    default
+                }
+            },
+        };
+        let log = match get("SOFT_RDMA_LOG").as_deref() {
+            Some("off") => LogLevel::Off,
+            Some("debug") => LogLevel::Debug,
+            _ => LogLevel::Info,
+        };
+        let folder = get("SOFT_RDMA_DIR").map_or_else(
+            || format!("/tmp/soft-rdma-{}", rustix::process::getuid().as_raw()).into(),
+            PathBuf::from,
+        );
+        Self {
+            devices: number("SOFT_RDMA_DEVICES", 1, 0, u32::from(MAX_DEVICES)) as u8,
+            folder,
+            node: number("SOFT_RDMA_NODE", 1, 1, u32::from(MAX_NODE)) as u16,
+            nodes: get("SOFT_RDMA_NODES").map_or_else(HashMap::new, |text| parse_nodes(&text)),
+            secret: get("SOFT_RDMA_SECRET").map(PathBuf::from),
+            inline_limit: number("SOFT_RDMA_INLINE", 1024, 0, crate::wire::MAX_INLINE),
+            log,
+        }
+    }
+}
+
+/// `1=10.0.0.1:7000,2=10.0.0.2:7000`; what cannot be read is left out, with a line about it.
+fn parse_nodes(text: &str) -> HashMap<u16, SocketAddr> {
+    let mut nodes = HashMap::new();
+    for entry in text.split(',').filter(|entry| !entry.is_empty()) {
+        let parsed = entry.split_once('=').and_then(|(node, address)| {
+            let node = node.trim().parse().ok().filter(|node| (1..=MAX_NODE).contains(node))?;
+            Some((node, address.trim().parse().ok()?))
+        });
+        match parsed {
+            Some((node, address)) => drop(nodes.insert(node, address)),
+            None => eprintln!("soft-rdma: SOFT_RDMA_NODES: cannot read {entry:?}"),
+        }
+    }
+    nodes
+}
+
+/// The configuration, read at first use.
+pub(crate) fn get() -> &'static Config {
+    static CONFIG: OnceLock<Config> = OnceLock::new();
+    CONFIG.get_or_init(|| Config::parse(|name| std::env::var(name).ok()))
+}
+
+/// Says something on standard error if the level allows it.
+macro_rules! log {
+    ($level:ident, $($text:tt)*) => {
+        if $crate::config::get().log >= $crate::config::LogLevel::$level {
+            eprintln!("soft-rdma: {}", format_args!($($text)*));
+        }
+    };
+}
+pub(crate) use log;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_variables_there_is_one_device_on_node_one() {
+        let config = Config::parse(|_| None);
+        assert_eq!((config.devices, config.node, config.log), (1, 1, LogLevel::Info));
+    }
+
+    #[test]
+    fn nodes_that_cannot_be_read_are_left_out() {
+        let nodes = parse_nodes("1=10.0.0.1:7000, 2=[::1]:7100,3,=,4=x,900=10.0.0.1:1");
+        assert_eq!(nodes.len(), 2);
+        assert_eq!(nodes[&1], "10.0.0.1:7000".parse().unwrap());
+        assert_eq!(nodes[&2], "[::1]:7100".parse().unwrap());
+    }
+
+    #[test]
+    fn a_number_out_of_range_gives_the_default() {
+        let config = Config::parse(|name| (name == "SOFT_RDMA_DEVICES").then(|| "65".to_owned()));
+        assert_eq!(config.devices, 1);
+        let config = Config::parse(|name| (name == "SOFT_RDMA_DEVICES").then(|| "4".to_owned()));
+        assert_eq!(config.devices, 4);
+    }
+}

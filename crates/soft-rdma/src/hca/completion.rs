@@ -1,0 +1,185 @@
+//! Completion queues, with the notification that a program can ask for.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use super::events::{AsyncEvent, EventQueue, Unacknowledged, lock};
+use crate::abi::{IBV_EVENT_CQ_ERR, IBV_WC_SUCCESS, ibv_wc};
+
+/// Completions of which the program wants to be notified.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Armed {
+    #[default]
+    No,
+    Solicited,
+    Any,
+}
+
+#[derive(Default)]
+struct Inner {
+    queue: VecDeque<ibv_wc>,
+    armed: Armed,
+    overrun: bool,
+}
+
+/// A completion channel: the queues (their C objects) that have something to notify.
+pub(crate) type Channel = EventQueue<Arc<CompletionQueue>>;
+
+/// A completion queue.
+pub(crate) struct CompletionQueue {
+    capacity: usize,
+    inner: Mutex<Inner>,
+    channel: Option<Arc<Channel>>,
+    asynchronous: Arc<EventQueue<AsyncEvent>>,
+    /// The C object, for events.
+    pub(crate) object: AtomicUsize,
+    pub(crate) unacknowledged: Unacknowledged,
+    pub(crate) unacknowledged_async: Unacknowledged,
+}
+
+impl CompletionQueue {
+    /// An empty queue.
+    pub(crate) fn new(
+        capacity: usize,
+        channel: Option<Arc<Channel>>,
+        asynchronous: Arc<EventQueue<AsyncEvent>>,
+    ) -> Self {
+        Self {
+            capacity,
+            inner: Mutex::default(),
+            channel,
+            asynchronous,
+            object: AtomicUsize::new(0),
+            unacknowledged: Unacknowledged::default(),
+            unacknowledged_async: Unacknowledged::default(),
+        }
+    }
+
+    /// Adds a completion. A full queue is in error from then on, as hardware's is.
+    pub(crate) fn push(self: &Arc<Self>, wc: ibv_wc, solicited: bool) {
+        let mut inner = lock(&self.inner);
+        if inner.overrun {
+            return;
+        }
+        if inner.queue.len() >= self.capacity {
+            inner.overrun = true;
+            let element = self.object.load(Ordering::Relaxed);
+            self.asynchronous.push(AsyncEvent { kind: IBV_EVENT_CQ_ERR, element });
+            return;
+        }
+        inner.queue.push_back(wc);
+        let notify = match inner.armed {
+            Armed::No => false,
+            Armed::Any => true,
+            Armed::Solicited => solicited || wc.status != IBV_WC_SUCCESS,
+        };
+        if notify {
+            inner.armed = Armed::No;
+            if let Some(channel) = &self.channel {
+                channel.push(self.clone());
+            }
+        }
+    }
+
+    /// Takes up to `most` completions. `Err` after an overrun.
+    pub(crate) fn poll(&self, most: usize, mut take: impl FnMut(ibv_wc)) -> Result<usize, ()> {
+        let mut inner = lock(&self.inner);
+        if inner.overrun && inner.queue.is_empty() {
+            return Err(());
+        }
+        let count = most.min(inner.queue.len());
+        inner.queue.drain(..count).for_each(&mut take);
+        Ok(count)
+    }
+
+    /// Asks for one notification of the next completion.
+    pub(crate) fn arm(&self, solicited_only: bool) {
+        let mut inner = lock(&self.inner);
+        let wanted = if solicited_only { Armed::Solicited } else { Armed::Any };
+        // Asking for less does not take back that more was asked for.
+        if inner.armed != Armed::Any {
+            inner.armed = wanted;
+        }
+    }
+
+    /// Removes what a queue pair left, so that nobody sees its completions after it is gone.
+    pub(crate) fn forget(&self, qp_num: u32) {
+        lock(&self.inner).queue.retain(|wc| wc.qp_num != qp_num);
+    }
+
+    /// Before the queue goes: no more events, and waits for their acknowledgement.
+    pub(crate) fn retire(self: &Arc<Self>) {
+        lock(&self.inner).overrun = true;
+        if let Some(channel) = &self.channel {
+            channel.withdraw(|other| Arc::ptr_eq(other, self));
+        }
+        let element = self.object.load(Ordering::Relaxed);
+        self.asynchronous
+            .withdraw(|event| event.kind == IBV_EVENT_CQ_ERR && event.element == element);
+        self.unacknowledged.wait();
+        self.unacknowledged_async.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::io::Errno;
+
+    fn queue(capacity: usize) -> (Arc<CompletionQueue>, Arc<Channel>, Arc<EventQueue<AsyncEvent>>) {
+        let channel = Arc::new(Channel::new().unwrap());
+        let events = Arc::new(EventQueue::new().unwrap());
+        rustix::io::ioctl_fionbio(channel.fd(), true).unwrap();
+        rustix::io::ioctl_fionbio(events.fd(), true).unwrap();
+        let cq = CompletionQueue::new(capacity, Some(channel.clone()), events.clone());
+        (Arc::new(cq), channel, events)
+    }
+
+    #[test]
+    fn one_notification_is_given_for_each_arming() {
+        let (cq, channel, _) = queue(9);
+        cq.push(ibv_wc::default(), false);
+        assert_eq!(channel.pop(|_| ()), Err(Errno::AGAIN));
+        cq.arm(false);
+        cq.push(ibv_wc::default(), false);
+        cq.push(ibv_wc::default(), false);
+        assert_eq!(channel.pop(|_| ()), Ok(()));
+        assert_eq!(channel.pop(|_| ()), Err(Errno::AGAIN));
+    }
+
+    #[test]
+    fn arming_for_solicited_ignores_others_but_not_errors() {
+        let (cq, channel, _) = queue(9);
+        cq.arm(true);
+        cq.push(ibv_wc::default(), false);
+        assert_eq!(channel.pop(|_| ()), Err(Errno::AGAIN));
+        cq.push(ibv_wc { status: 5, ..Default::default() }, false);
+        assert_eq!(channel.pop(|_| ()), Ok(()));
+        cq.arm(true);
+        cq.push(ibv_wc::default(), true);
+        assert_eq!(channel.pop(|_| ()), Ok(()));
+    }
+
+    #[test]
+    fn an_overrun_raises_an_event_and_ends_the_queue() {
+        let (cq, _, events) = queue(1);
+        cq.push(ibv_wc { wr_id: 1, ..Default::default() }, false);
+        cq.push(ibv_wc { wr_id: 2, ..Default::default() }, false);
+        assert_eq!(events.pop(|event| event.kind), Ok(IBV_EVENT_CQ_ERR));
+        let mut seen = Vec::new();
+        assert_eq!(cq.poll(9, |wc| seen.push(wc.wr_id)), Ok(1));
+        assert_eq!(seen, [1]);
+        assert_eq!(cq.poll(9, |_| ()), Err(()));
+    }
+
+    #[test]
+    fn completions_of_a_destroyed_queue_pair_vanish() {
+        let (cq, ..) = queue(9);
+        for qp_num in [7, 8, 7] {
+            cq.push(ibv_wc { qp_num, ..Default::default() }, false);
+        }
+        cq.forget(7);
+        assert_eq!(cq.poll(9, |wc| assert_eq!(wc.qp_num, 8)), Ok(1));
+    }
+}

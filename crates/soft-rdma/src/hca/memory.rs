@@ -1,0 +1,308 @@
+//! Memory regions: what a key stands for, who may do what with it, and where its bytes are.
+
+use std::collections::HashMap;
+use std::sync::{Arc, RwLock, RwLockReadGuard};
+
+use rustix::io::Errno;
+
+use crate::abi::{
+    IBV_ACCESS_LOCAL_WRITE, IBV_ACCESS_MW_BIND, IBV_ACCESS_OPTIONAL_RANGE,
+    IBV_ACCESS_REMOTE_ATOMIC, IBV_ACCESS_REMOTE_READ, IBV_ACCESS_REMOTE_WRITE, ibv_sge,
+};
+use crate::wire::Segment;
+
+/// Regions of one process.
+pub(crate) const MAX_REGIONS: usize = 1 << 20;
+
+/// Something that keeps the pages of a region mapped.
+pub(crate) type Backing = Box<dyn Send + Sync>;
+
+/// A registered range of memory.
+pub(crate) struct Region {
+    key: u32,
+    domain: u32,
+    access: u32,
+    /// First address as work requests name it.
+    iova: u64,
+    length: u64,
+    /// Where the bytes are in this process, in order.
+    pieces: Vec<Segment>,
+    /// False once deregistered. Copies hold the lock for reading.
+    live: RwLock<bool>,
+    _backing: Option<Backing>,
+}
+
+/// Part of a region that an operation may use.
+#[derive(Clone)]
+pub(crate) struct Located {
+    region: Arc<Region>,
+    /// The bytes in this process.
+    pub(crate) segments: Vec<Segment>,
+}
+
+impl Located {
+    /// Keeps the region from being deregistered; `None` if it already is.
+    pub(crate) fn guard(&self) -> Option<RwLockReadGuard<'_, bool>> {
+        let guard = self.region.live.read().unwrap_or_else(|poisoned| poisoned.into_inner());
+        guard.then_some(guard)
+    }
+}
+
+/// All segments of a list, and guards for the time of a copy.
+pub(crate) fn lock_all(list: &[Located]) -> Option<(Vec<Segment>, Vec<RwLockReadGuard<'_, bool>>)> {
+    let guards = list.iter().map(Located::guard).collect::<Option<Vec<_>>>()?;
+    Some((list.iter().flat_map(|located| located.segments.iter().copied()).collect(), guards))
+}
+
+/// Shortens a list to `length` bytes.
+pub(crate) fn trim(list: &mut Vec<Located>, length: u64) {
+    let mut left = length;
+    for located in list.iter_mut() {
+        for segment in &mut located.segments {
+            segment.len = segment.len.min(left);
+            left -= segment.len;
+        }
+        located.segments.retain(|segment| segment.len > 0);
+    }
+    list.retain(|located| !located.segments.is_empty());
+}
+
+impl Region {
+    /// The bytes from `addr` on, if they are all inside.
+    fn resolve(self: &Arc<Self>, addr: u64, len: u64) -> Option<Located> {
+        let mut skip = addr.checked_sub(self.iova)?;
+        if skip.checked_add(len)? > self.length {
+            return None;
+        }
+        let mut left = len;
+        let mut segments = Vec::with_capacity(1);
+        for piece in &self.pieces {
+            if left == 0 {
+                break;
+            }
+            if skip >= piece.len {
+                skip -= piece.len;
+                continue;
+            }
+            let take = (piece.len - skip).min(left);
+            segments.push(Segment { addr: piece.addr + skip, len: take });
+            (skip, left) = (0, left - take);
+        }
+        (left == 0).then(|| Located { region: self.clone(), segments })
+    }
+
+    /// The key, local and remote.
+    pub(crate) fn key(&self) -> u32 {
+        self.key
+    }
+}
+
+/// What a remote peer wants to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RemoteAccess {
+    Read,
+    Write,
+    Atomic,
+}
+
+impl RemoteAccess {
+    /// The flag that queue pair and region must both have.
+    pub(crate) fn flag(self) -> u32 {
+        match self {
+            Self::Read => IBV_ACCESS_REMOTE_READ,
+            Self::Write => IBV_ACCESS_REMOTE_WRITE,
+            Self::Atomic => IBV_ACCESS_REMOTE_ATOMIC,
+        }
+    }
+}
+
+/// What to register.
+pub(crate) struct Registration {
+    pub(crate) domain: u32,
+    pub(crate) access: u32,
+    pub(crate) iova: u64,
+    pub(crate) pieces: Vec<Segment>,
+    pub(crate) backing: Option<Backing>,
+}
+
+/// All regions of this process, by key.
+#[derive(Default)]
+pub(crate) struct Regions {
+    table: RwLock<HashMap<u32, Arc<Region>>>,
+}
+
+/// The flags a registration may have, as the kernel's `ib_check_mr_access`.
+pub(crate) fn check_access(access: u32) -> Result<(), Errno> {
+    let known = IBV_ACCESS_LOCAL_WRITE
+        | IBV_ACCESS_REMOTE_WRITE
+        | IBV_ACCESS_REMOTE_READ
+        | IBV_ACCESS_REMOTE_ATOMIC
+        | IBV_ACCESS_MW_BIND;
+    if access & !(known | IBV_ACCESS_OPTIONAL_RANGE) != 0 {
+        return Err(Errno::OPNOTSUPP);
+    }
+    let needs_local_write = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
+    if access & needs_local_write != 0 && access & IBV_ACCESS_LOCAL_WRITE == 0 {
+        return Err(Errno::INVAL);
+    }
+    Ok(())
+}
+
+impl Regions {
+    /// Registers memory under a fresh random key.
+    pub(crate) fn register(
+        &self,
+        what: Registration,
+        random: impl Fn() -> u32,
+    ) -> Result<Arc<Region>, Errno> {
+        check_access(what.access)?;
+        let length = what.pieces.iter().try_fold(0u64, |sum, piece| sum.checked_add(piece.len));
+        let length = length.ok_or(Errno::INVAL)?;
+        what.iova.checked_add(length).ok_or(Errno::INVAL)?;
+        let mut table = self.table.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+        if table.len() >= MAX_REGIONS {
+            return Err(Errno::NOMEM);
+        }
+        // Small keys are left out: programs pass 0 for "none".
+        let key = loop {
+            let key = random();
+            if key > 0xffff && !table.contains_key(&key) {
+                break key;
+            }
+        };
+        let region = Arc::new(Region {
+            key,
+            domain: what.domain,
+            access: what.access,
+            iova: what.iova,
+            length,
+            pieces: what.pieces,
+            live: RwLock::new(true),
+            _backing: what.backing,
+        });
+        table.insert(key, region.clone());
+        Ok(region)
+    }
+
+    /// Ends a registration. When it returns no copy uses the memory any more.
+    pub(crate) fn deregister(&self, key: u32) {
+        let region =
+            self.table.write().unwrap_or_else(|poisoned| poisoned.into_inner()).remove(&key);
+        if let Some(region) = region {
+            *region.live.write().unwrap_or_else(|poisoned| poisoned.into_inner()) = false;
+        }
+    }
+
+    fn find(&self, key: u32, domain: u32) -> Option<Arc<Region>> {
+        let table = self.table.read().unwrap_or_else(|poisoned| poisoned.into_inner());
+        table.get(&key).filter(|region| region.domain == domain).cloned()
+    }
+
+    /// The memory of a scatter/gather list, or `None` if a key, range or right is wrong.
+    pub(crate) fn local(&self, domain: u32, sges: &[ibv_sge], write: bool) -> Option<Vec<Located>> {
+        let mut list = Vec::with_capacity(sges.len());
+        for sge in sges.iter().filter(|sge| sge.length > 0) {
+            let region = self.find(sge.lkey, domain)?;
+            if write && region.access & IBV_ACCESS_LOCAL_WRITE == 0 {
+                return None;
+            }
+            list.push(region.resolve(sge.addr, u64::from(sge.length))?);
+        }
+        Some(list)
+    }
+
+    /// The memory a peer names, or `None` if key, range or right is wrong.
+    pub(crate) fn remote(
+        &self,
+        domain: u32,
+        (addr, key): (u64, u32),
+        len: u32,
+        access: RemoteAccess,
+    ) -> Option<Located> {
+        let region = self.find(key, domain)?;
+        if region.access & access.flag() == 0 {
+            return None;
+        }
+        region.resolve(addr, u64::from(len))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn regions(access: u32, iova: u64, pieces: &[(u64, u64)]) -> (Regions, u32) {
+        let regions = Regions::default();
+        let pieces = pieces.iter().map(|&(addr, len)| Segment { addr, len }).collect();
+        let what = Registration { domain: 1, access, iova, pieces, backing: None };
+        let key = regions.register(what, || 0x1234_5678).expect("registered").key();
+        (regions, key)
+    }
+
+    #[test]
+    fn a_range_over_two_pieces_is_found_in_both() {
+        let (regions, key) =
+            regions(IBV_ACCESS_REMOTE_READ, 0x1000, &[(0x7000, 0x100), (0x9000, 0x100)]);
+        let found = regions.remote(1, (0x10f0, key), 0x20, RemoteAccess::Read).expect("inside");
+        let expected = [Segment { addr: 0x70f0, len: 0x10 }, Segment { addr: 0x9000, len: 0x10 }];
+        assert_eq!(found.segments, expected);
+    }
+
+    #[test]
+    fn wrong_key_domain_range_or_right_is_refused() {
+        let (regions, key) = regions(IBV_ACCESS_REMOTE_READ, 0x1000, &[(0x7000, 0x100)]);
+        assert!(regions.remote(1, (0x1000, key), 0x100, RemoteAccess::Read).is_some());
+        assert!(regions.remote(1, (0x1000, key + 1), 1, RemoteAccess::Read).is_none());
+        assert!(regions.remote(2, (0x1000, key), 1, RemoteAccess::Read).is_none());
+        assert!(regions.remote(1, (0x0fff, key), 1, RemoteAccess::Read).is_none());
+        assert!(regions.remote(1, (0x1001, key), 0x100, RemoteAccess::Read).is_none());
+        assert!(regions.remote(1, (u64::MAX, key), 2, RemoteAccess::Read).is_none());
+        assert!(regions.remote(1, (0x1000, key), 1, RemoteAccess::Write).is_none());
+        assert!(regions.remote(1, (0x1000, key), 8, RemoteAccess::Atomic).is_none());
+    }
+
+    #[test]
+    fn remote_write_without_local_write_is_refused() {
+        assert_eq!(check_access(IBV_ACCESS_REMOTE_WRITE), Err(Errno::INVAL));
+        assert_eq!(check_access(IBV_ACCESS_REMOTE_ATOMIC), Err(Errno::INVAL));
+        assert_eq!(check_access(1 << 6), Err(Errno::OPNOTSUPP));
+        assert_eq!(check_access(IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_LOCAL_WRITE), Ok(()));
+    }
+
+    #[test]
+    fn a_deregistered_region_gives_no_guard() {
+        let (regions, key) = regions(IBV_ACCESS_REMOTE_READ, 0x1000, &[(0x7000, 0x100)]);
+        let found = regions.remote(1, (0x1000, key), 1, RemoteAccess::Read).expect("inside");
+        regions.deregister(key);
+        assert!(found.guard().is_none());
+        assert!(regions.remote(1, (0x1000, key), 1, RemoteAccess::Read).is_none());
+    }
+
+    proptest! {
+        #[test]
+        fn resolved_bytes_are_those_of_the_flat_range(
+            lens in prop::collection::vec(1u64..50, 1..6), from in 0u64..300, len in 0u64..300
+        ) {
+            let pieces: Vec<_> = lens.iter().enumerate().map(|(i, len)| (i as u64 * 1000, *len)).collect();
+            let flat: Vec<u64> = pieces.iter().flat_map(|&(addr, len)| addr..addr + len).collect();
+            let (regions, key) = regions(IBV_ACCESS_REMOTE_READ, 0x1000, &pieces);
+            let found = regions.remote(1, (0x1000 + from, key), len as u32, RemoteAccess::Read);
+            let expected = flat.get(from as usize..(from + len) as usize).map(<[u64]>::to_vec);
+            let got = found.map(|f| f.segments.iter().flat_map(|s| s.addr..s.addr + s.len).collect::<Vec<_>>());
+            prop_assert_eq!(got, expected);
+        }
+
+        #[test]
+        fn trimming_keeps_the_first_bytes(lens in prop::collection::vec(1u64..50, 1..6), keep in 0u64..300) {
+            let pieces: Vec<_> = lens.iter().enumerate().map(|(i, len)| (i as u64 * 1000, *len)).collect();
+            let total: u64 = lens.iter().sum();
+            let flat: Vec<u64> = pieces.iter().flat_map(|&(addr, len)| addr..addr + len).collect();
+            let (regions, key) = regions(IBV_ACCESS_REMOTE_READ, 0, &pieces);
+            let mut list = vec![regions.remote(1, (0, key), total as u32, RemoteAccess::Read).unwrap()];
+            trim(&mut list, keep);
+            let got: Vec<u64> = list.iter().flat_map(|l| &l.segments).flat_map(|s| s.addr..s.addr + s.len).collect();
+            prop_assert_eq!(&got[..], &flat[..keep.min(total) as usize]);
+        }
+    }
+}

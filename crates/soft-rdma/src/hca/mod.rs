@@ -1,0 +1,169 @@
+//! The HCA itself, without C and without sockets: regions, queues and queue pairs of one process.
+//!
+//! `requester` sends work requests, `responder` executes those of peers, `datagram` does both for
+//! UD. They reach the outside through [`Fabric`] and [`Link`], which the `link` module implements
+//! and tests replace.
+//!
+//! Locks are taken in the order: send queue, receive side, completion or shared queue. No lock is
+//! held while bytes are copied, except the guard of the regions concerned.
+
+pub(crate) mod completion;
+pub(crate) mod copy;
+pub(crate) mod datagram;
+pub(crate) mod events;
+pub(crate) mod memory;
+pub(crate) mod qp;
+pub(crate) mod receive;
+pub(crate) mod requester;
+pub(crate) mod responder;
+pub(crate) mod transitions;
+
+#[cfg(test)]
+mod tests;
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, RwLock};
+use std::time::Instant;
+
+use rustix::io::Errno;
+
+use crate::abi::ibv_ah_attr;
+use crate::fabric::{MAX_QPS, Owner, Port, QpNumber};
+use crate::stats::Stats;
+use crate::wire::Frame;
+use events::lock;
+use memory::{Located, Regions};
+use qp::QueuePair;
+
+/// Work requests of one queue.
+pub(crate) const MAX_WR: u32 = 32768;
+/// Scatter/gather elements of one work request.
+pub(crate) const MAX_SGE: u32 = 30;
+/// Longest inline data.
+pub(crate) const MAX_INLINE_DATA: u32 = 1024;
+/// Outstanding reads and atomics of one queue pair.
+pub(crate) const MAX_RD_ATOMIC: u32 = 16;
+
+/// Bytes that follow a frame.
+pub(crate) enum Payload {
+    /// None.
+    Empty,
+    /// A few, already copied.
+    Bytes(Vec<u8>),
+    /// Registered memory, written to the stream from where it is.
+    Memory(Vec<Located>),
+}
+
+/// The way to the process that owns a peer's queue pairs.
+pub(crate) trait Link: Send + Sync {
+    /// Whether a request can be sent now. If not, the fabric transmits again for the queue pair
+    /// that was attached.
+    fn ready(&self) -> bool;
+    /// Whether the peer can reach our memory.
+    fn direct(&self) -> bool;
+    /// Whether it is gone for good.
+    fn broken(&self) -> bool;
+    /// Keeps a queue pair informed of changes.
+    fn attach(&self, qp: &Arc<QueuePair>);
+    /// Queues a request; `flush` follows.
+    fn send(&self, frame: &Frame, payload: Payload);
+    /// Queues a datagram. `false`: there is no capacity, it is lost.
+    fn send_datagram(&self, frame: &Frame, payload: &[u8]) -> bool;
+    /// Hands what is queued to the kernel.
+    fn flush(&self);
+}
+
+/// Where links come from, and who wakes a queue pair later.
+pub(crate) trait Fabric: Send + Sync {
+    /// The link to a process, made at first use. `None`: there is no such place.
+    fn link(&self, to: Owner) -> Option<Arc<dyn Link>>;
+    /// Transmits for a queue pair at a time.
+    fn wake_at(&self, when: Instant, qp: &Arc<QueuePair>);
+}
+
+/// The HCAs of this process (what belongs to which device is in its objects).
+pub(crate) struct Hca {
+    /// Slot of this process in its node.
+    pub(crate) slot: u16,
+    pub(crate) regions: Regions,
+    pub(crate) stats: &'static Stats,
+    /// Payloads up to this length travel inside requests.
+    pub(crate) inline_limit: u32,
+    fabric: RwLock<Option<Arc<dyn Fabric>>>,
+    qps: RwLock<HashMap<u32, Arc<QueuePair>>>,
+    next_qp: AtomicU32,
+    /// Atomics of peers, one after another.
+    atomics: Mutex<()>,
+}
+
+impl Hca {
+    /// An HCA with nothing in it, and no fabric yet.
+    pub(crate) fn new(slot: u16, first_qp: u32, inline_limit: u32, stats: &'static Stats) -> Self {
+        Self {
+            slot,
+            regions: Regions::default(),
+            stats,
+            inline_limit,
+            fabric: RwLock::default(),
+            qps: RwLock::default(),
+            next_qp: AtomicU32::new(first_qp),
+            atomics: Mutex::default(),
+        }
+    }
+
+    /// Connects it to the outside.
+    pub(crate) fn attach(&self, fabric: Arc<dyn Fabric>) {
+        *self.fabric.write().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(fabric);
+    }
+
+    fn fabric(&self) -> Option<Arc<dyn Fabric>> {
+        self.fabric.read().unwrap_or_else(|poisoned| poisoned.into_inner()).clone()
+    }
+
+    /// Adds a queue pair under a number that was not used for long.
+    pub(crate) fn add_qp(
+        &self,
+        make: impl FnOnce(QpNumber) -> Arc<QueuePair>,
+    ) -> Result<Arc<QueuePair>, Errno> {
+        let mut qps = self.qps.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+        if qps.len() as u32 >= MAX_QPS {
+            return Err(Errno::NOMEM);
+        }
+        let number = loop {
+            let number = QpNumber::new(self.slot, self.next_qp.fetch_add(1, Ordering::Relaxed));
+            if !qps.contains_key(&number.raw()) {
+                break number;
+            }
+        };
+        let qp = make(number);
+        qps.insert(number.raw(), qp.clone());
+        Ok(qp)
+    }
+
+    /// Removes a queue pair from the table.
+    pub(crate) fn remove_qp(&self, number: u32) {
+        self.qps.write().unwrap_or_else(|poisoned| poisoned.into_inner()).remove(&number);
+    }
+
+    /// A queue pair by number.
+    pub(crate) fn qp(&self, number: u32) -> Option<Arc<QueuePair>> {
+        self.qps.read().unwrap_or_else(|poisoned| poisoned.into_inner()).get(&number).cloned()
+    }
+
+    /// Reads, changes and writes 8 bytes of a region; atomic among the operations of this HCA.
+    fn atomic(&self, at: &Located, change: impl FnOnce(u64) -> u64) -> Option<u64> {
+        let _one_at_a_time = lock(&self.atomics);
+        let _guard = at.guard()?;
+        let mut bytes = [0; 8];
+        copy::gather(&at.segments, &mut bytes).ok()?;
+        let old = u64::from_ne_bytes(bytes);
+        copy::scatter(&change(old).to_ne_bytes(), &at.segments).ok()?;
+        Some(old)
+    }
+}
+
+/// The port an address handle leads to.
+pub(crate) fn destination(attr: &ibv_ah_attr) -> Option<Port> {
+    if attr.is_global != 0 { Port::from_gid(&attr.grh.dgid) } else { Port::from_lid(attr.dlid) }
+}

@@ -1,0 +1,228 @@
+//! A queue pair: what both sides of it share, its changes of state, its end.
+
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use rustix::io::Errno;
+
+use super::Hca;
+use super::completion::CompletionQueue;
+use super::events::{AsyncEvent, EventQueue, Unacknowledged, lock};
+use super::receive::{Buffer, ReceiveQueue, SharedQueue};
+use super::requester::SendQueue;
+use super::transitions::{self, Kind};
+use crate::abi::*;
+use crate::fabric::{Port, QpNumber};
+
+/// What a queue pair is made of.
+pub(crate) struct Parts {
+    pub(crate) kind: Kind,
+    pub(crate) domain: u32,
+    pub(crate) port: Port,
+    pub(crate) send_cq: Arc<CompletionQueue>,
+    pub(crate) recv_cq: Arc<CompletionQueue>,
+    pub(crate) shared: Option<Arc<SharedQueue>>,
+    pub(crate) cap: ibv_qp_cap,
+    pub(crate) signal_all: bool,
+    pub(crate) asynchronous: Arc<EventQueue<AsyncEvent>>,
+}
+
+/// The receiving side.
+pub(super) struct ReceiveSide {
+    pub(super) queue: ReceiveQueue,
+    /// Sequence number of the next request.
+    pub(super) expected: u32,
+    /// A request was refused for now; later ones are ignored until it comes again.
+    pub(super) refused: bool,
+}
+
+/// A queue pair.
+pub(crate) struct QueuePair {
+    pub(crate) number: QpNumber,
+    pub(crate) parts: Parts,
+    attributes: Mutex<ibv_qp_attr>,
+    /// The state in `attributes`, readable without its lock.
+    state: AtomicI32,
+    /// Set when the program destroyed it: nothing is completed any more.
+    gone: AtomicBool,
+    /// The event that no shared buffer is used any more was raised.
+    last_wqe: AtomicBool,
+    pub(super) send: Mutex<SendQueue>,
+    pub(super) receive: Mutex<ReceiveSide>,
+    /// The C object, for events.
+    pub(crate) object: AtomicUsize,
+    pub(crate) unacknowledged: Unacknowledged,
+}
+
+impl QueuePair {
+    /// A queue pair in state RESET.
+    pub(crate) fn new(number: QpNumber, parts: Parts) -> Self {
+        let cap = parts.cap;
+        Self {
+            number,
+            attributes: Mutex::new(ibv_qp_attr { cap, ..Default::default() }),
+            state: AtomicI32::new(IBV_QPS_RESET),
+            gone: AtomicBool::new(false),
+            last_wqe: AtomicBool::new(false),
+            send: Mutex::default(),
+            receive: Mutex::new(ReceiveSide {
+                queue: ReceiveQueue::new(cap.max_recv_wr, cap.max_recv_sge),
+                expected: 0,
+                refused: false,
+            }),
+            object: AtomicUsize::new(0),
+            unacknowledged: Unacknowledged::default(),
+            parts,
+        }
+    }
+
+    /// Its state.
+    pub(crate) fn state(&self) -> i32 {
+        self.state.load(Ordering::Acquire)
+    }
+
+    /// A copy of its attributes.
+    pub(crate) fn attributes(&self) -> ibv_qp_attr {
+        *lock(&self.attributes)
+    }
+
+    /// Changes attributes and state.
+    pub(crate) fn modify(
+        self: &Arc<Self>,
+        hca: &Hca,
+        new: &ibv_qp_attr,
+        mask: i32,
+    ) -> Result<(), Errno> {
+        let (from, attributes) = {
+            let mut attributes = lock(&self.attributes);
+            let from = attributes.qp_state;
+            transitions::modify(self.parts.kind, &mut attributes, new, mask)?;
+            self.state.store(attributes.qp_state, Ordering::Release);
+            (from, *attributes)
+        };
+        match attributes.qp_state {
+            IBV_QPS_RESET => self.empty(),
+            IBV_QPS_ERR => self.flush(),
+            IBV_QPS_RTR if from != IBV_QPS_RTR => {
+                let mut receive = lock(&self.receive);
+                (receive.expected, receive.refused) = (attributes.rq_psn & 0xff_ffff, false);
+            }
+            IBV_QPS_RTS if from != IBV_QPS_RTS => {
+                let mut send = lock(&self.send);
+                send.start(&attributes);
+                self.transmit(hca, &mut send);
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Moves to the error state by itself, with an event if there is one to tell.
+    pub(super) fn fail(&self, event: Option<i32>) {
+        {
+            let mut attributes = lock(&self.attributes);
+            if matches!(attributes.qp_state, IBV_QPS_ERR | IBV_QPS_RESET) {
+                return;
+            }
+            attributes.qp_state = IBV_QPS_ERR;
+            attributes.cur_qp_state = IBV_QPS_ERR;
+            self.state.store(IBV_QPS_ERR, Ordering::Release);
+        }
+        if let Some(kind) = event {
+            self.notify(kind);
+        }
+    }
+
+    fn notify(&self, kind: i32) {
+        let element = self.object.load(Ordering::Relaxed);
+        if element != 0 && !self.gone.load(Ordering::Acquire) {
+            self.parts.asynchronous.push(AsyncEvent { kind, element });
+        }
+    }
+
+    /// Completes all that is queued with a flush error. The state is ERR already.
+    pub(crate) fn flush(&self) {
+        let mut send = lock(&self.send);
+        self.flush_send(&mut send);
+        drop(send);
+        self.flush_receive();
+    }
+
+    pub(super) fn flush_receive(&self) {
+        let mut receive = lock(&self.receive);
+        while let Some(buffer) = receive.queue.take() {
+            let wc = ibv_wc {
+                wr_id: buffer.wr_id,
+                status: IBV_WC_WR_FLUSH_ERR,
+                opcode: IBV_WC_RECV,
+                ..Default::default()
+            };
+            self.complete_receive(wc, false);
+        }
+        drop(receive);
+        // Once for each time the error state is reached.
+        if self.parts.shared.is_some() && !self.last_wqe.swap(true, Ordering::AcqRel) {
+            self.notify(IBV_EVENT_QP_LAST_WQE_REACHED);
+        }
+    }
+
+    /// Adds a completion of the receive side; its lock is held.
+    pub(super) fn complete_receive(&self, wc: ibv_wc, solicited: bool) {
+        if !self.gone.load(Ordering::Acquire) {
+            self.parts.recv_cq.push(ibv_wc { qp_num: self.number.raw(), ..wc }, solicited);
+        }
+    }
+
+    /// Adds a completion of the send side; its lock is held.
+    pub(super) fn complete_send(&self, wc: ibv_wc) {
+        if !self.gone.load(Ordering::Acquire) {
+            self.parts.send_cq.push(ibv_wc { qp_num: self.number.raw(), ..wc }, false);
+        }
+    }
+
+    /// Drops all that is queued, without completions.
+    fn empty(&self) {
+        self.last_wqe.store(false, Ordering::Release);
+        *lock(&self.send) = SendQueue::default();
+        let mut receive = lock(&self.receive);
+        while receive.queue.take().is_some() {}
+        drop(receive);
+        self.parts.send_cq.forget(self.number.raw());
+        self.parts.recv_cq.forget(self.number.raw());
+    }
+
+    /// Posts a receive buffer.
+    pub(crate) fn post_receive(&self, buffer: Buffer) -> Result<(), Errno> {
+        if self.parts.shared.is_some() || self.state() == IBV_QPS_RESET {
+            return Err(Errno::INVAL);
+        }
+        let mut receive = lock(&self.receive);
+        receive.queue.post(buffer)?;
+        // Looked at under the lock: who flushes has set the state before taking it.
+        let flush = self.state() == IBV_QPS_ERR;
+        drop(receive);
+        if flush {
+            self.flush_receive();
+        }
+        Ok(())
+    }
+
+    /// Ends it: no completion or event comes after this.
+    pub(crate) fn destroy(&self, hca: &Hca) {
+        hca.remove_qp(self.number.raw());
+        {
+            let _send = lock(&self.send);
+            let _receive = lock(&self.receive);
+            self.gone.store(true, Ordering::Release);
+            self.state.store(IBV_QPS_RESET, Ordering::Release);
+        }
+        self.empty();
+        let element = self.object.load(Ordering::Relaxed);
+        let about_us = |event: &AsyncEvent| {
+            event.element == element
+                && !matches!(event.kind, IBV_EVENT_CQ_ERR | IBV_EVENT_SRQ_LIMIT_REACHED)
+        };
+        self.parts.asynchronous.withdraw(about_us);
+        self.unacknowledged.wait();
+    }
+}

@@ -1,0 +1,205 @@
+//! The receiving side of a reliable connection: executes requests of the peer.
+//!
+//! [`begin`] checks a request and says where its data goes or comes from; whoever moves the bytes
+//! then calls [`Placement::finish`]. Nothing of a request is trusted: every address is looked up by
+//! its key, in the protection domain of the queue pair.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::events::lock;
+use super::memory::{self, Located, RemoteAccess};
+use super::qp::QueuePair;
+use super::receive::Buffer;
+use super::transitions::Kind;
+use super::{Hca, destination};
+use crate::abi::*;
+use crate::wire::{Opcode, Outcome, Request, Response};
+
+/// What to do with a request.
+pub(crate) enum Step {
+    /// Nothing more; answer this (or nothing).
+    Done(Option<Response>),
+    /// Put its data here, then finish.
+    Place(Placement),
+    /// Send data from here, then finish.
+    Provide(Placement),
+}
+
+/// A request that was accepted and whose data is on the way.
+pub(crate) struct Placement {
+    qp: Arc<QueuePair>,
+    /// Memory of this process, as long as the request says.
+    pub(crate) targets: Vec<Located>,
+    response: Response,
+    receive: Option<(ibv_wc, bool)>,
+}
+
+impl Placement {
+    /// The data was moved, or that failed.
+    pub(crate) fn finish(self, moved: bool) -> Response {
+        let receive = lock(&self.qp.receive);
+        if moved {
+            if let Some((wc, solicited)) = self.receive {
+                self.qp.complete_receive(wc, solicited);
+            }
+            return self.response;
+        }
+        if let Some((wc, _)) = self.receive {
+            let status = IBV_WC_LOC_PROT_ERR;
+            self.qp.complete_receive(ibv_wc { status, ..wc }, false);
+        }
+        drop(receive);
+        self.qp.fail(Some(IBV_EVENT_QP_FATAL));
+        self.qp.flush();
+        Response { outcome: Outcome::OperationError, ..self.response }
+    }
+}
+
+/// Takes the next receive buffer, shared or own.
+fn take_buffer(qp: &QueuePair, receive: &mut super::qp::ReceiveSide) -> Option<Buffer> {
+    match &qp.parts.shared {
+        Some(shared) => shared.take(),
+        None => receive.queue.take(),
+    }
+}
+
+/// Checks a request and prepares its execution.
+pub(crate) fn begin(hca: &Hca, request: &Request) -> Step {
+    let answer = |outcome| Response {
+        dst_qpn: request.src_qpn,
+        src_qpn: request.dst_qpn,
+        psn: request.psn,
+        outcome,
+    };
+    let dropped = || {
+        hca.stats.dropped.fetch_add(1, Ordering::Relaxed);
+        Step::Done(Some(answer(Outcome::Dropped)))
+    };
+    let Some(qp) = hca.qp(request.dst_qpn).filter(|qp| qp.parts.kind == Kind::Rc) else {
+        return dropped();
+    };
+    let mut receive = lock(&qp.receive);
+    let attributes = qp.attributes();
+    let from_peer = request.src_qpn == attributes.dest_qp_num
+        && request.dst_lid == qp.parts.port.lid()
+        && destination(&attributes.ah_attr).is_some_and(|port| port.lid() == request.src_lid);
+    if !matches!(qp.state(), IBV_QPS_RTR | IBV_QPS_RTS) || !from_peer {
+        return dropped();
+    }
+    if request.psn != receive.expected {
+        return if receive.refused { Step::Done(None) } else { dropped() };
+    }
+
+    let access = match request.opcode {
+        Opcode::Send => None,
+        Opcode::Write => Some(RemoteAccess::Write),
+        Opcode::Read => Some(RemoteAccess::Read),
+        Opcode::CompareSwap | Opcode::FetchAdd => Some(RemoteAccess::Atomic),
+    };
+    let refuse = |outcome, event| {
+        qp.fail(Some(event));
+        Step::Done(Some(answer(outcome)))
+    };
+    let mut targets = Vec::new();
+    // A message without bytes touches no memory, so its address and key are not looked at.
+    if let Some(access) = access.filter(|_| request.length > 0) {
+        let atomic = access == RemoteAccess::Atomic;
+        let malformed = atomic && (!request.remote.0.is_multiple_of(8) || request.length != 8)
+            || access != RemoteAccess::Write && attributes.max_dest_rd_atomic == 0;
+        let allowed = attributes.qp_access_flags & access.flag() != 0;
+        if malformed || !allowed {
+            drop(receive);
+            let step = refuse(Outcome::InvalidRequest, IBV_EVENT_QP_REQ_ERR);
+            qp.flush();
+            return step;
+        }
+        match hca.regions.remote(qp.parts.domain, request.remote, request.length, access) {
+            Some(located) => targets.push(located),
+            None => {
+                drop(receive);
+                hca.stats.access_errors.fetch_add(1, Ordering::Relaxed);
+                let step = refuse(Outcome::AccessError, IBV_EVENT_QP_ACCESS_ERR);
+                qp.flush();
+                return step;
+            }
+        }
+    }
+
+    let needs_buffer = request.opcode == Opcode::Send || request.imm.is_some();
+    let mut buffer = None;
+    if needs_buffer {
+        buffer = take_buffer(&qp, &mut receive);
+        if buffer.is_none() {
+            receive.refused = true;
+            return Step::Done(Some(answer(Outcome::ReceiverNotReady(attributes.min_rnr_timer))));
+        }
+    }
+    receive.refused = false;
+    receive.expected = receive.expected.wrapping_add(1) & 0xff_ffff;
+    let mut completion = None;
+    if let Some(buffer) = buffer {
+        let wc = ibv_wc {
+            wr_id: buffer.wr_id,
+            opcode: if request.opcode == Opcode::Send {
+                IBV_WC_RECV
+            } else {
+                IBV_WC_RECV_RDMA_WITH_IMM
+            },
+            byte_len: request.length,
+            imm_data: request.imm.unwrap_or(0),
+            wc_flags: if request.imm.is_some() { IBV_WC_WITH_IMM } else { 0 },
+            src_qp: request.src_qpn,
+            slid: request.src_lid,
+            sl: attributes.ah_attr.sl,
+            ..Default::default()
+        };
+        completion = Some((wc, request.solicited));
+        if request.opcode == Opcode::Send {
+            let domain = qp.parts.shared.as_ref().map_or(qp.parts.domain, |shared| shared.domain);
+            let list = hca.regions.local(domain, &buffer.sges, true);
+            let too_short = buffer.length() < u64::from(request.length);
+            let (status, outcome) = match list {
+                Some(_) if too_short => (IBV_WC_LOC_LEN_ERR, Outcome::InvalidRequest),
+                Some(list) => {
+                    targets = list;
+                    memory::trim(&mut targets, u64::from(request.length));
+                    (IBV_WC_SUCCESS, Outcome::Ack(0))
+                }
+                None => (IBV_WC_LOC_PROT_ERR, Outcome::OperationError),
+            };
+            if status != IBV_WC_SUCCESS {
+                qp.complete_receive(ibv_wc { status, ..wc }, false);
+                drop(receive);
+                let step = refuse(outcome, IBV_EVENT_QP_FATAL);
+                qp.flush();
+                return step;
+            }
+        }
+    }
+    drop(receive);
+
+    if access == Some(RemoteAccess::Atomic) {
+        let (operand, swap) = request.operands;
+        let change = |old: u64| match request.opcode {
+            Opcode::FetchAdd => old.wrapping_add(operand),
+            _ if old == operand => swap,
+            _ => old,
+        };
+        let old = targets.first().and_then(|target| hca.atomic(target, change));
+        return match old {
+            Some(old) => {
+                hca.stats.atomics.fetch_add(1, Ordering::Relaxed);
+                Step::Done(Some(answer(Outcome::Ack(old))))
+            }
+            None => {
+                let step = refuse(Outcome::OperationError, IBV_EVENT_QP_FATAL);
+                qp.flush();
+                step
+            }
+        };
+    }
+    let placement =
+        Placement { qp, targets, response: answer(Outcome::Ack(0)), receive: completion };
+    if request.opcode == Opcode::Read { Step::Provide(placement) } else { Step::Place(placement) }
+}

@@ -1,0 +1,393 @@
+//! The thread behind the sockets: accepts, reads, writes, and wakes queue pairs at their time.
+//!
+//! It sleeps in `epoll_wait` when there is nothing to do. A program that polls an empty completion
+//! queue does the same work itself ([`Engine::progress`]), so that it need not wait for the thread
+//! to be scheduled.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap};
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, Weak};
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
+
+use super::connection::{Connection, Identity};
+use crate::config::{Config, log};
+use crate::fabric::Owner;
+use crate::hca::events::lock;
+use crate::hca::qp::QueuePair;
+use crate::hca::{Fabric, Hca, Link};
+use crate::node::Node;
+
+const WAKE: u64 = 0;
+const LISTEN_UNIX: u64 = 1;
+const LISTEN_TCP: u64 = 2;
+const FIRST_CONNECTION: u64 = 16;
+/// Connections of one process, accepted and own.
+const MAX_CONNECTIONS: usize = 4096;
+
+struct Timer {
+    when: Instant,
+    order: u64,
+    qp: Weak<QueuePair>,
+}
+
+impl PartialEq for Timer {
+    fn eq(&self, other: &Self) -> bool {
+        self.order == other.order
+    }
+}
+impl Eq for Timer {}
+impl PartialOrd for Timer {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+impl Ord for Timer {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        (self.when, self.order).cmp(&(other.when, other.order))
+    }
+}
+
+/// Sockets, connections and timers of this process.
+pub(crate) struct Engine {
+    hca: Arc<Hca>,
+    node: Node,
+    identity: Identity,
+    nodes: &'static HashMap<u16, SocketAddr>,
+    epoll: Arc<OwnedFd>,
+    wake: OwnedFd,
+    unix: OwnedFd,
+    tcp: Option<OwnedFd>,
+    connections: Mutex<HashMap<u64, Arc<Connection>>>,
+    /// Those that we opened, by where they lead.
+    links: Mutex<HashMap<Owner, Arc<Connection>>>,
+    timers: Mutex<BinaryHeap<Reverse<Timer>>>,
+    next: AtomicU64,
+    /// Held by whoever handles events.
+    turn: Mutex<()>,
+    /// When a program last polled, in microseconds since `epoch`; zero if it stopped.
+    polled: AtomicU64,
+    epoch: Instant,
+    /// Wakes the thread when a program stops to poll.
+    takeover: Condvar,
+    idle: Mutex<()>,
+}
+
+/// While a program polls at least that often the thread leaves the work to it.
+const POLLING: Duration = Duration::from_millis(1);
+
+fn listen_unix(node: &Node, config: &Config) -> Result<OwnedFd, Errno> {
+    let path = node.socket_path(config.node, node.slot);
+    let address = SocketAddrUnix::new(&path).inspect_err(|_| {
+        eprintln!("soft-rdma: {} is too long for a socket: set SOFT_RDMA_DIR", path.display());
+    })?;
+    // The slot is ours: a socket of that name is a dead process's.
+    let _ = rustix::fs::unlink(&path);
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::net::bind(&socket, &address)?;
+    rustix::net::listen(&socket, 512)?;
+    Ok(socket)
+}
+
+fn listen_tcp(node: &Node, config: &Config) -> Result<Option<OwnedFd>, Errno> {
+    let Some(base) = config.nodes.get(&config.node) else { return Ok(None) };
+    let mut address = *base;
+    address.set_port(base.port().checked_add(node.slot).ok_or(Errno::INVAL)?);
+    let socket = tcp_socket(&address)?;
+    sockopt::set_socket_reuseaddr(&socket, true)?;
+    rustix::net::bind(&socket, &address)?;
+    rustix::net::listen(&socket, 512)?;
+    Ok(Some(socket))
+}
+
+fn tcp_socket(address: &SocketAddr) -> Result<OwnedFd, Errno> {
+    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    rustix::net::socket_with(family, SocketType::STREAM, flags, None)
+}
+
+impl Engine {
+    /// Opens the sockets and starts the thread.
+    pub(crate) fn start(
+        hca: Arc<Hca>,
+        node: Node,
+        config: &'static Config,
+    ) -> Result<Arc<Self>, Errno> {
+        let epoll = Arc::new(epoll::create(epoll::CreateFlags::CLOEXEC)?);
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let unix = listen_unix(&node, config)?;
+        let tcp = listen_tcp(&node, config)?;
+        let listeners =
+            [(Some(&wake), WAKE), (Some(&unix), LISTEN_UNIX), (tcp.as_ref(), LISTEN_TCP)];
+        for (fd, id) in listeners {
+            if let Some(fd) = fd {
+                epoll::add(&*epoll, fd, epoll::EventData::new_u64(id), epoll::EventFlags::IN)?;
+            }
+        }
+        let engine = Arc::new(Self {
+            identity: Identity {
+                secret: node.secret,
+                owner: Owner { node: config.node, slot: node.slot },
+            },
+            hca: hca.clone(),
+            node,
+            nodes: &config.nodes,
+            epoll,
+            wake,
+            unix,
+            tcp,
+            connections: Mutex::default(),
+            links: Mutex::default(),
+            timers: Mutex::default(),
+            next: AtomicU64::new(FIRST_CONNECTION),
+            turn: Mutex::default(),
+            polled: AtomicU64::new(0),
+            epoch: Instant::now(),
+            takeover: Condvar::new(),
+            idle: Mutex::default(),
+        });
+        hca.attach(engine.clone());
+        let thread = engine.clone();
+        std::thread::Builder::new()
+            .name("soft-rdma".to_owned())
+            .spawn(move || {
+                block_signals();
+                thread.run();
+            })
+            .map_err(|_| Errno::AGAIN)?;
+        Ok(engine)
+    }
+
+    fn run(&self) {
+        loop {
+            let timeout = self.next_timer().map(|when| {
+                let left = when.saturating_duration_since(Instant::now());
+                Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() }
+            });
+            let mut events = Vec::with_capacity(64);
+            match epoll::wait(
+                &*self.epoll,
+                rustix::buffer::spare_capacity(&mut events),
+                timeout.as_ref(),
+            ) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(error) => {
+                    eprintln!("soft-rdma: the engine stops: {error}");
+                    return;
+                }
+            }
+            {
+                // Looked at under the lock that `take_over` takes before it notifies.
+                let idle = lock(&self.idle);
+                if self.is_polled() {
+                    // The program does it. Two who do the same slow each other down.
+                    drop(self.takeover.wait_timeout(idle, POLLING));
+                    continue;
+                }
+            }
+            let _turn = lock(&self.turn);
+            self.handle(&events);
+        }
+    }
+
+    /// Whether a program polled a moment ago.
+    fn is_polled(&self) -> bool {
+        let polled = self.polled.load(Ordering::Relaxed);
+        let now = self.epoch.elapsed().as_micros() as u64;
+        polled != 0 && now.saturating_sub(polled) < POLLING.as_micros() as u64
+    }
+
+    /// A program is about to sleep until it is notified: the thread does the work from now on.
+    pub(crate) fn take_over(&self) {
+        if self.polled.swap(0, Ordering::Relaxed) != 0 {
+            drop(lock(&self.idle));
+            self.takeover.notify_one();
+        }
+    }
+
+    /// Does what the thread would do, if there is something and nobody does it already.
+    pub(crate) fn progress(&self) {
+        self.polled.store(self.epoch.elapsed().as_micros() as u64 | 1, Ordering::Relaxed);
+        let Ok(_turn) = self.turn.try_lock() else {
+            std::thread::yield_now();
+            return;
+        };
+        let mut events = Vec::with_capacity(16);
+        let none = Timespec { tv_sec: 0, tv_nsec: 0 };
+        if epoll::wait(&*self.epoll, rustix::buffer::spare_capacity(&mut events), Some(&none))
+            .is_ok()
+        {
+            self.handle(&events);
+        }
+    }
+
+    fn handle(&self, events: &[epoll::Event]) {
+        for event in events {
+            match event.data.u64() {
+                WAKE => {
+                    let mut count = [0; 8];
+                    let _ = rustix::io::read(&self.wake, &mut count);
+                }
+                LISTEN_UNIX => self.accept(&self.unix, true),
+                LISTEN_TCP => {
+                    if let Some(tcp) = &self.tcp {
+                        self.accept(tcp, false);
+                    }
+                }
+                id => self.serve(id, event.flags),
+            }
+        }
+        self.fire_timers();
+    }
+
+    fn serve(&self, id: u64, flags: epoll::EventFlags) {
+        let Some(connection) = lock(&self.connections).get(&id).cloned() else { return };
+        let mut result = Ok(());
+        if flags.intersects(epoll::EventFlags::OUT) {
+            result = connection.writable();
+            connection.users().iter().for_each(|qp| qp.transmit_again(&self.hca));
+        }
+        // Errors and hang-ups are read, too: what came before them counts.
+        if result.is_ok()
+            && flags
+                .intersects(epoll::EventFlags::IN | epoll::EventFlags::ERR | epoll::EventFlags::HUP)
+        {
+            result = connection.readable(&self.hca, &self.identity);
+        }
+        if let Err(error) = result {
+            log!(Debug, "connection {id} to {:?} ends: {error}", connection.to);
+            lock(&self.connections).remove(&id);
+            if let Some(to) = connection.to {
+                lock(&self.links)
+                    .retain(|owner, other| *owner != to || !Arc::ptr_eq(other, &connection));
+            }
+            connection.close();
+        }
+    }
+
+    fn accept(&self, listener: &OwnedFd, local: bool) {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        while let Ok(socket) = rustix::net::accept_with(listener, flags) {
+            let mut peer = None;
+            if local {
+                // The folder is ours alone already; the kernel's word on top of it.
+                let Ok(credentials) = sockopt::socket_peercred(&socket) else { continue };
+                if credentials.uid != rustix::process::geteuid() {
+                    continue;
+                }
+                peer = Some(credentials.pid);
+            } else {
+                let _ = sockopt::set_tcp_nodelay(&socket, true);
+            }
+            if let Err(error) = self.add(socket, None, peer) {
+                log!(Debug, "a connection was refused: {error}");
+            }
+        }
+    }
+
+    fn add(
+        &self,
+        socket: OwnedFd,
+        to: Option<Owner>,
+        peer: Option<rustix::process::Pid>,
+    ) -> Result<Arc<Connection>, Errno> {
+        let id = self.next.fetch_add(1, Ordering::Relaxed);
+        let connection = Arc::new(Connection::new(id, socket, self.epoll.clone(), to, peer));
+        let mut connections = lock(&self.connections);
+        if connections.len() >= MAX_CONNECTIONS {
+            return Err(Errno::MFILE);
+        }
+        connections.insert(id, connection.clone());
+        drop(connections);
+        connection.start().inspect_err(|_| drop(lock(&self.connections).remove(&id)))?;
+        Ok(connection)
+    }
+
+    fn connect(&self, to: Owner) -> Result<OwnedFd, Errno> {
+        if to.node == self.identity.owner.node {
+            let address = SocketAddrUnix::new(self.node.socket_path(to.node, to.slot))?;
+            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+            let socket =
+                rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+            rustix::net::connect(&socket, &address)?;
+            return Ok(socket);
+        }
+        let mut address = *self.nodes.get(&to.node).ok_or(Errno::HOSTUNREACH)?;
+        address.set_port(address.port().checked_add(to.slot).ok_or(Errno::INVAL)?);
+        let socket = tcp_socket(&address)?;
+        sockopt::set_tcp_nodelay(&socket, true)?;
+        match rustix::net::connect(&socket, &address) {
+            Ok(()) | Err(Errno::INPROGRESS) => Ok(socket),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn next_timer(&self) -> Option<Instant> {
+        lock(&self.timers).peek().map(|Reverse(timer)| timer.when)
+    }
+
+    fn fire_timers(&self) {
+        loop {
+            let due = {
+                let mut timers = lock(&self.timers);
+                match timers.peek() {
+                    Some(Reverse(timer)) if timer.when <= Instant::now() => timers.pop(),
+                    _ => None,
+                }
+            };
+            let Some(Reverse(timer)) = due else { return };
+            if let Some(qp) = timer.qp.upgrade() {
+                qp.transmit_again(&self.hca);
+            }
+        }
+    }
+}
+
+impl Fabric for Engine {
+    fn link(&self, to: Owner) -> Option<Arc<dyn Link>> {
+        let mut links = lock(&self.links);
+        if let Some(link) = links.get(&to).filter(|link| !link.broken()) {
+            return Some(link.clone());
+        }
+        match self.connect(to).and_then(|socket| self.add(socket, Some(to), None)) {
+            Ok(connection) => {
+                links.insert(to, connection.clone());
+                Some(connection)
+            }
+            Err(error) => {
+                log!(Debug, "no connection to {to:?}: {error}");
+                None
+            }
+        }
+    }
+
+    fn wake_at(&self, when: Instant, qp: &Arc<QueuePair>) {
+        let order = self.next.fetch_add(1, Ordering::Relaxed);
+        let timer = Timer { when: when + Duration::from_micros(1), order, qp: Arc::downgrade(qp) };
+        lock(&self.timers).push(Reverse(timer));
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+}
+
+/// Signals are the program's: none is to be handled on our thread.
+fn block_signals() {
+    // SAFETY: a zeroed set is filled before it is used; only this thread's mask changes.
+    unsafe {
+        let mut all: libc::sigset_t = core::mem::zeroed();
+        libc::sigfillset(&raw mut all);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, core::ptr::null_mut());
+    }
+}
+
+impl std::fmt::Debug for Engine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Engine of slot {} ({:?})", self.node.slot, self.unix.as_fd())
+    }
+}

@@ -1,0 +1,125 @@
+//! What a connection still has to write.
+
+use std::collections::VecDeque;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::Ordering;
+
+use rustix::io::Errno;
+
+use crate::hca::Payload;
+use crate::hca::copy;
+use crate::hca::memory::{self, Located};
+use crate::stats::STATS;
+use crate::wire::{Frame, HEADER};
+
+/// Above this many bytes no more requests are taken.
+const FULL: usize = 256 << 10;
+/// Above this many bytes datagrams are lost.
+const FULL_FOR_DATAGRAMS: usize = 1 << 20;
+/// A peer that does not read that many bytes of responses has lost its connection.
+pub(super) const HOPELESS: usize = 16 << 20;
+
+enum Item {
+    Bytes { data: Vec<u8>, at: usize },
+    Memory { list: Vec<Located>, total: u64, done: u64 },
+}
+
+/// Frames and payloads in order.
+#[derive(Default)]
+pub(super) struct Output {
+    queue: VecDeque<Item>,
+    /// Bytes in `Item::Bytes`.
+    bytes: usize,
+    /// Whether the engine waits for the socket to take more.
+    pub(super) waiting: bool,
+}
+
+impl Output {
+    /// The buffer at the end, to append to.
+    fn tail(&mut self) -> &mut Vec<u8> {
+        if !matches!(self.queue.back(), Some(Item::Bytes { data, .. }) if data.len() < 64 << 10) {
+            self.queue.push_back(Item::Bytes { data: Vec::new(), at: 0 });
+        }
+        match self.queue.back_mut() {
+            Some(Item::Bytes { data, .. }) => data,
+            _ => unreachable!("one was pushed above"),
+        }
+    }
+
+    /// Queues a frame and its payload.
+    pub(super) fn push(&mut self, frame: &Frame, payload: Payload) {
+        let length = match &payload {
+            Payload::Empty => 0,
+            Payload::Bytes(bytes) => bytes.len() as u64,
+            Payload::Memory(list) => {
+                list.iter().flat_map(|located| &located.segments).map(|segment| segment.len).sum()
+            }
+        };
+        STATS.stream_bytes.fetch_add(length, Ordering::Relaxed);
+        let tail = self.tail();
+        let before = tail.len();
+        frame.encode(length as u32, tail);
+        if let Payload::Bytes(bytes) = &payload {
+            tail.extend_from_slice(bytes);
+        }
+        self.bytes += self.tail().len() - before;
+        if let Payload::Memory(list) = payload {
+            self.queue.push_back(Item::Memory { list, total: length, done: 0 });
+        }
+    }
+
+    /// Whether more requests can be taken.
+    pub(super) fn has_capacity(&self) -> bool {
+        self.bytes < FULL && self.queue.len() < 64
+    }
+
+    /// Whether a datagram can be taken.
+    pub(super) fn has_datagram_capacity(&self, length: usize) -> bool {
+        self.bytes + length + HEADER < FULL_FOR_DATAGRAMS
+    }
+
+    /// Bytes that wait.
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Whether nothing waits.
+    pub(super) fn is_empty(&self) -> bool {
+        self.queue.is_empty()
+    }
+
+    /// Writes until everything is written (`Ok(true)`) or the socket takes no more (`Ok(false)`).
+    pub(super) fn write(&mut self, socket: BorrowedFd<'_>) -> Result<bool, Errno> {
+        while let Some(item) = self.queue.front_mut() {
+            let result = match item {
+                Item::Bytes { data, at } => rustix::net::send(
+                    socket,
+                    &data[*at..],
+                    rustix::net::SendFlags::NOSIGNAL | rustix::net::SendFlags::DONTWAIT,
+                )
+                .map(|count| {
+                    *at += count;
+                    self.bytes -= count;
+                    *at == data.len()
+                }),
+                Item::Memory { list, total, done } => match memory::lock_all(list) {
+                    // The peer was promised these bytes: without them the stream is of no use.
+                    None => Err(Errno::FAULT),
+                    Some((segments, _guards)) => {
+                        copy::write_to(socket, &copy::skip(&segments, *done)).map(|count| {
+                            *done += count;
+                            *done >= *total
+                        })
+                    }
+                },
+            };
+            match result {
+                Ok(true) => drop(self.queue.pop_front()),
+                Ok(false) | Err(Errno::INTR) => {}
+                Err(Errno::WOULDBLOCK) => return Ok(false),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(true)
+    }
+}

@@ -1,0 +1,122 @@
+//! What the processes of a node share: a folder with a secret, and a slot for each process.
+//!
+//! A slot is a number that a process holds by a lock on a file; it is part of its queue pair
+//! numbers and names its socket. The kernel gives the lock back when the process ends, however it
+//! ends.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, Mode, OFlags};
+use rustix::io::Errno;
+
+use crate::config::Config;
+use crate::fabric::MAX_SLOT;
+use crate::link::auth::Secret;
+
+/// This process's place in its node.
+#[derive(Debug)]
+pub(crate) struct Node {
+    folder: PathBuf,
+    pub(crate) slot: u16,
+    pub(crate) secret: Secret,
+    _lock: OwnedFd,
+}
+
+/// Random bytes of the kernel.
+pub(crate) fn random<const N: usize>() -> [u8; N] {
+    let mut bytes = [0; N];
+    let mut filled = 0;
+    while filled < N {
+        match rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty()) {
+            Ok(count) => filled += count,
+            Err(Errno::INTR) => {}
+            Err(error) => panic!("no random bytes: {error}"),
+        }
+    }
+    bytes
+}
+
+/// Makes the folder if needed; it must be ours alone.
+fn open_folder(folder: &Path) -> Result<(), Errno> {
+    match rustix::fs::mkdir(folder, Mode::RWXU) {
+        Ok(()) | Err(Errno::EXIST) => {}
+        Err(error) => return Err(error),
+    }
+    let stat = rustix::fs::lstat(folder)?;
+    let ours = stat.st_uid == rustix::process::geteuid().as_raw();
+    let is_folder =
+        rustix::fs::FileType::from_raw_mode(stat.st_mode) == rustix::fs::FileType::Directory;
+    if !ours || !is_folder || stat.st_mode & 0o077 != 0 {
+        eprintln!("soft-rdma: {} must be a folder of this user with mode 0700", folder.display());
+        return Err(Errno::ACCESS);
+    }
+    Ok(())
+}
+
+fn read_secret(path: &Path) -> Result<Secret, Errno> {
+    let fd =
+        rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW, Mode::empty())?;
+    let stat = rustix::fs::fstat(&fd)?;
+    if stat.st_uid != rustix::process::geteuid().as_raw() || stat.st_mode & 0o077 != 0 {
+        eprintln!("soft-rdma: {} must belong to this user and have mode 0600", path.display());
+        return Err(Errno::ACCESS);
+    }
+    let mut secret = [0; 32];
+    if rustix::io::read(&fd, &mut secret)? != secret.len() {
+        eprintln!("soft-rdma: {} must have at least 32 bytes", path.display());
+        return Err(Errno::INVAL);
+    }
+    Ok(secret)
+}
+
+/// The secret of the node, made by its first process. It appears under its name complete.
+fn shared_secret(folder: &Path) -> Result<Secret, Errno> {
+    let path = folder.join("secret");
+    if !path.exists() {
+        let draft = folder.join(format!("secret.{}", std::process::id()));
+        let flags =
+            OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let fd = rustix::fs::open(&draft, flags, Mode::RUSR | Mode::WUSR)?;
+        rustix::io::write(&fd, &random::<32>())?;
+        let linked = rustix::fs::link(&draft, &path);
+        let _ = rustix::fs::unlink(&draft);
+        match linked {
+            Ok(()) | Err(Errno::EXIST) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    read_secret(&path)
+}
+
+impl Node {
+    /// Joins the node: finds its secret and claims a slot.
+    pub(crate) fn join(config: &Config) -> Result<Self, Errno> {
+        open_folder(&config.folder)?;
+        let secret = match &config.secret {
+            Some(path) => read_secret(path)?,
+            None => shared_secret(&config.folder)?,
+        };
+        // From a random slot on: numbers of processes that ended are not used again at once.
+        let first = u16::from_le_bytes(random()) % MAX_SLOT;
+        for slot in (0..MAX_SLOT).map(|step| (first + step) % MAX_SLOT + 1) {
+            let path = config.folder.join(format!("{}-{slot}.lock", config.node));
+            let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+            let fd = rustix::fs::open(&path, flags, Mode::RUSR | Mode::WUSR)?;
+            match rustix::fs::flock(fd.as_fd(), FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => {
+                    return Ok(Self { folder: config.folder.clone(), slot, secret, _lock: fd });
+                }
+                Err(Errno::WOULDBLOCK | Errno::INTR) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        eprintln!("soft-rdma: all {MAX_SLOT} slots of {} are taken", config.folder.display());
+        Err(Errno::BUSY)
+    }
+
+    /// The socket of a process of a node.
+    pub(crate) fn socket_path(&self, node: u16, slot: u16) -> PathBuf {
+        self.folder.join(format!("{node}-{slot}.sock"))
+    }
+}

@@ -1,0 +1,57 @@
+//! Counters of this process, and how others read them.
+
+use std::sync::atomic::AtomicU64;
+
+macro_rules! counters {
+    ($($(#[doc = $doc:literal])* $name:ident),* $(,)?) => {
+        /// What this process's HCAs did.
+        #[derive(Default)]
+        pub(crate) struct Stats {
+            $($(#[doc = $doc])* pub(crate) $name: AtomicU64,)*
+        }
+
+        impl Stats {
+            /// All counters zero.
+            pub(crate) const fn new() -> Self {
+                Self { $($name: AtomicU64::new(0)),* }
+            }
+
+            /// Name and value of every counter.
+            pub(crate) fn read(&self) -> Vec<(&'static str, u64)> {
+                vec![$((stringify!($name), self.$name.load(std::sync::atomic::Ordering::Relaxed))),*]
+            }
+        }
+    };
+}
+
+counters! {
+    /// Requests sent by reliable connections, repeated ones included.
+    requests,
+    /// Bytes that went from region to region in one copy.
+    direct_bytes,
+    /// Copies by which they went.
+    direct_copies,
+    /// Bytes that travelled inside a stream: inline and short messages, and all between hosts.
+    stream_bytes,
+    /// Atomics executed for peers.
+    atomics,
+    /// Datagrams sent.
+    datagrams,
+    /// Datagrams that nobody took.
+    datagrams_lost,
+    /// Requests refused because the receiver had no buffer.
+    rnr_naks,
+    /// Requests sent again because nobody took them.
+    retries,
+    /// Requests of peers that nobody took.
+    dropped,
+    /// Requests of peers refused for key, range or access right.
+    access_errors,
+    /// Regions registered by address.
+    host_regions,
+    /// Regions registered by dma-buf.
+    dmabuf_regions,
+}
+
+/// The counters of this process.
+pub(crate) static STATS: Stats = Stats::new();

@@ -1,0 +1,246 @@
+//! Messages between HCAs: a fixed header, a body, and for some a payload that follows.
+//!
+//! A stream carries frames: 8 bytes of header (length of the body, kind, length of the payload),
+//! then the body, then the payload. Everything is little endian. [`Frame::decode`] is total: bytes
+//! of another process give a frame or an error, never a panic, and no length in them is used before
+//! it was compared with a limit.
+
+mod cursor;
+
+use cursor::{Reader, put};
+
+/// Bytes in front of every body.
+pub(crate) const HEADER: usize = 8;
+/// Longest message (`max_msg_sz` of a port).
+pub(crate) const MAX_MESSAGE: u32 = 1 << 30;
+/// Longest payload that may be asked to travel inside a request on one node.
+pub(crate) const MAX_INLINE: u32 = 64 << 10;
+/// Longest datagram: the path MTU.
+pub(crate) const MAX_DATAGRAM: u32 = 4096;
+/// Most segments that a request may name; `process_vm_readv` takes no more.
+pub(crate) const MAX_SEGMENTS: usize = 1024;
+const MAX_BODY: usize = 128 + MAX_SEGMENTS * 16;
+
+/// A piece of memory in the address space of the process that sent the frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Segment {
+    /// Address of its first byte.
+    pub(crate) addr: u64,
+    /// Its length.
+    pub(crate) len: u64,
+}
+
+/// Operations of a reliable connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Opcode {
+    /// Fills a receive buffer.
+    Send = 0,
+    /// Writes to memory of the peer.
+    Write = 1,
+    /// Reads memory of the peer.
+    Read = 2,
+    /// Compares and swaps 8 bytes.
+    CompareSwap = 3,
+    /// Adds to 8 bytes.
+    FetchAdd = 4,
+}
+
+/// A request of a reliable connection.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Request {
+    /// Queue pair that is to execute it.
+    pub(crate) dst_qpn: u32,
+    /// Queue pair that sent it.
+    pub(crate) src_qpn: u32,
+    /// LID of the sender's port.
+    pub(crate) src_lid: u16,
+    /// LID of the receiver's port.
+    pub(crate) dst_lid: u16,
+    /// Sequence number, 24 bits.
+    pub(crate) psn: u32,
+    /// What to do.
+    pub(crate) opcode: Opcode,
+    /// Immediate data, as the program gave it.
+    pub(crate) imm: Option<u32>,
+    /// Whether the receiver asked to be notified of it.
+    pub(crate) solicited: bool,
+    /// Bytes of the message.
+    pub(crate) length: u32,
+    /// Remote address and key of one-sided operations.
+    pub(crate) remote: (u64, u32),
+    /// Operands of atomics: compare or add, swap.
+    pub(crate) operands: (u64, u64),
+    /// Where the data is, or goes, in the sender's memory. `None`: it follows as payload (or, for a
+    /// read, comes back as payload).
+    pub(crate) segments: Option<Vec<Segment>>,
+}
+
+/// How a request ended, for the requester.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    /// Done. Carries the old value of an atomic.
+    Ack(u64),
+    /// No receive buffer; try again after the time with this code.
+    ReceiverNotReady(u8),
+    /// Nobody took it: the queue pair does not exist, is not ready or expects something else.
+    Dropped,
+    /// The request is malformed for this queue pair.
+    InvalidRequest,
+    /// Key, range or access right is wrong.
+    AccessError,
+    /// The responder could not finish it.
+    OperationError,
+}
+
+/// Answer to a request. For a read without segments the data follows as payload.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Response {
+    /// Queue pair that asked.
+    pub(crate) dst_qpn: u32,
+    /// Queue pair that answers.
+    pub(crate) src_qpn: u32,
+    /// The request's sequence number.
+    pub(crate) psn: u32,
+    /// How it ended.
+    pub(crate) outcome: Outcome,
+}
+
+/// An unreliable datagram; its bytes follow as payload.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Datagram {
+    /// Queue pair it is for.
+    pub(crate) dst_qpn: u32,
+    /// Queue pair that sent it.
+    pub(crate) src_qpn: u32,
+    /// LID of the sender's port.
+    pub(crate) src_lid: u16,
+    /// LID of the receiver's port.
+    pub(crate) dst_lid: u16,
+    /// Must equal the receiving queue pair's.
+    pub(crate) qkey: u32,
+    /// Service level.
+    pub(crate) sl: u8,
+    /// Immediate data.
+    pub(crate) imm: Option<u32>,
+    /// Whether the receiver asked to be notified of it.
+    pub(crate) solicited: bool,
+    /// Traffic class, flow label and hop limit, if sent with a global route header.
+    pub(crate) grh: Option<(u8, u32, u8)>,
+}
+
+/// First message of the side that accepted a connection.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Challenge {
+    /// Random bytes to be proven with.
+    pub(crate) nonce: [u8; 32],
+}
+
+/// Answer of the side that connected: proof that it knows the secret.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Hello {
+    /// Random bytes to be proven with.
+    pub(crate) nonce: [u8; 32],
+    /// HMAC over both nonces.
+    pub(crate) proof: [u8; 32],
+    /// Node and slot of the process.
+    pub(crate) owner: (u16, u16),
+    /// Address of eight random bytes in the sender's memory, and these bytes: who can read them
+    /// there can copy from region to region.
+    pub(crate) probe: (u64, u64),
+}
+
+/// Last message of the handshake.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Welcome {
+    /// HMAC over both nonces, by the side that accepted.
+    pub(crate) proof: [u8; 32],
+    /// Whether the accepting side can reach the other's memory.
+    pub(crate) direct: bool,
+}
+
+/// Any message.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Frame {
+    /// See [`Request`].
+    Request(Request),
+    /// See [`Response`].
+    Response(Response),
+    /// See [`Datagram`].
+    Datagram(Datagram),
+    /// See [`Challenge`].
+    Challenge(Challenge),
+    /// See [`Hello`].
+    Hello(Hello),
+    /// See [`Welcome`].
+    Welcome(Welcome),
+}
+
+/// Why bytes are not a frame. The connection cannot be used any further.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Malformed;
+
+impl Frame {
+    /// Appends header and body; `payload` bytes are to follow.
+    pub(crate) fn encode(&self, payload: u32, out: &mut Vec<u8>) {
+        let start = out.len();
+        out.extend_from_slice(&[0; HEADER]);
+        let kind = match self {
+            Self::Request(request) => put::request(request, out),
+            Self::Response(response) => put::response(response, out),
+            Self::Datagram(datagram) => put::datagram(datagram, out),
+            Self::Challenge(challenge) => put::bytes(4, &[&challenge.nonce], out),
+            Self::Hello(hello) => put::hello(hello, out),
+            Self::Welcome(welcome) => {
+                put::bytes(6, &[&welcome.proof, &[u8::from(welcome.direct)]], out)
+            }
+        };
+        let body = (out.len() - start - HEADER) as u16;
+        out[start..start + 2].copy_from_slice(&body.to_le_bytes());
+        out[start + 2] = kind;
+        out[start + 4..start + 8].copy_from_slice(&payload.to_le_bytes());
+    }
+
+    /// The frame at the start of `bytes`, its length without payload, and the payload's length.
+    /// `Ok(None)` when more bytes are needed.
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Option<(Self, usize, u32)>, Malformed> {
+        let Some((header, rest)) = bytes.split_first_chunk::<HEADER>() else { return Ok(None) };
+        let body = usize::from(u16::from_le_bytes([header[0], header[1]]));
+        let payload = u32::from_le_bytes([header[4], header[5], header[6], header[7]]);
+        if body > MAX_BODY || payload > MAX_MESSAGE || header[3] != 0 {
+            return Err(Malformed);
+        }
+        let Some(body) = rest.get(..body) else { return Ok(None) };
+        let mut reader = Reader::new(body);
+        let frame = match header[2] {
+            1 => Self::Request(reader.request()?),
+            2 => Self::Response(reader.response()?),
+            3 => Self::Datagram(reader.datagram()?),
+            4 => Self::Challenge(Challenge { nonce: reader.array()? }),
+            5 => Self::Hello(reader.hello()?),
+            6 => Self::Welcome(Welcome { proof: reader.array()?, direct: reader.flag()? }),
+            _ => return Err(Malformed),
+        };
+        reader.end()?;
+        if payload > frame.payload_limit() {
+            return Err(Malformed);
+        }
+        Ok(Some((frame, HEADER + body.len(), payload)))
+    }
+
+    /// The longest payload that may follow.
+    fn payload_limit(&self) -> u32 {
+        match self {
+            Self::Request(request) => match (request.opcode, &request.segments) {
+                (Opcode::Send | Opcode::Write, None) => request.length,
+                _ => 0,
+            },
+            Self::Response(_) => MAX_MESSAGE,
+            Self::Datagram(_) => MAX_DATAGRAM,
+            _ => 0,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -8,6 +8,7 @@
 //! | `SOFT_RDMA_NODES` | other nodes, for connections between hosts: `NUMBER=ADDRESS:PORT` separated by commas; a process of slot S listens at PORT + S of its own entry |
 //! | `SOFT_RDMA_SECRET` | file with the secret that all nodes share (default: `secret` in the folder, made at first use) |
 //! | `SOFT_RDMA_INLINE` | longest payload, in bytes, that travels inside a request between processes of one node (default 1024); longer ones are copied once, from region to region |
+//! | `SOFT_RDMA_STATS` | file to which each process appends its counters when it ends |
 //! | `SOFT_RDMA_LOG` | `off`, `info` (default: one line at the first open) or `debug` |
 
 use std::collections::HashMap;
@@ -34,6 +35,7 @@ pub(crate) struct Config {
     pub(crate) nodes: HashMap<u16, SocketAddr>,
     pub(crate) secret: Option<PathBuf>,
     pub(crate) inline_limit: u32,
+    pub(crate) stats: Option<PathBuf>,
     pub(crate) log: LogLevel,
 }
 
@@ -65,6 +67,7 @@ impl Config {
             nodes: get("SOFT_RDMA_NODES").map_or_else(HashMap::new, |text| parse_nodes(&text)),
             secret: get("SOFT_RDMA_SECRET").map(PathBuf::from),
             inline_limit: number("SOFT_RDMA_INLINE", 1024, 0, crate::wire::MAX_INLINE),
+            stats: get("SOFT_RDMA_STATS").map(PathBuf::from),
             log,
         }
     }

@@ -1,5 +1,7 @@
-//! Counters of this process, and how others read them.
+//! Counters of this process. With `SOFT_RDMA_STATS=FILE` they are appended to the file when the
+//! process ends, as one line of JSON.
 
+use std::io::Write;
 use std::sync::atomic::AtomicU64;
 
 macro_rules! counters {
@@ -55,3 +57,22 @@ counters! {
 
 /// The counters of this process.
 pub(crate) static STATS: Stats = Stats::new();
+
+/// Appends a line with all counters to the configured file when the process ends.
+pub(crate) fn write_at_exit() {
+    if crate::config::get().stats.is_some() {
+        // SAFETY: the library is never unloaded, so the function stays.
+        unsafe { libc::atexit(write) };
+    }
+}
+
+extern "C" fn write() {
+    let Some(path) = &crate::config::get().stats else { return };
+    let counters: Vec<_> =
+        STATS.read().iter().map(|(name, value)| format!("\"{name}\":{value}")).collect();
+    let line = format!("{{\"pid\":{},{}}}\n", std::process::id(), counters.join(","));
+    let file = std::fs::OpenOptions::new().append(true).create(true).open(path);
+    if let Err(error) = file.and_then(|mut file| file.write_all(line.as_bytes())) {
+        eprintln!("soft-rdma: {}: {error}", path.display());
+    }
+}

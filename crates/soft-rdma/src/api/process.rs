@@ -37,6 +37,7 @@ pub(super) fn get() -> Result<&'static Process, Errno> {
     let slot = node.slot;
     let hca = Arc::new(Hca::new(slot, first_qp, config.inline_limit, &STATS));
     let engine = Engine::start(hca.clone(), node, config)?;
+    crate::stats::write_at_exit();
     log!(
         Info,
         "this is a software HCA, not hardware ({} device(s), node {}, slot {slot}, {})",

@@ -1,0 +1,67 @@
+use soft_rdma::abi::*;
+
+use crate::harness::*;
+
+fn value(buffer: &Buffer, at: usize) -> u64 {
+    u64::from_ne_bytes(buffer.read()[at..at + 8].try_into().expect("eight bytes"))
+}
+
+/// A remote address that is a multiple of eight.
+fn aligned(buffer: &Buffer) -> (u64, usize) {
+    let addr = buffer.addr().next_multiple_of(8);
+    (addr, (addr - buffer.addr()) as usize)
+}
+
+#[test]
+fn adding_and_swapping_return_the_old_value() {
+    let device = Device::open();
+    let (a, _b) = device.pair();
+    let (local, remote) = (device.buffer(8, |_| 0), device.buffer(24, |_| 0));
+    let (addr, at) = aligned(&remote);
+    let add = |by| {
+        Send::new(IBV_WR_ATOMIC_FETCH_AND_ADD, 1, &[local.all()]).atomic(addr, remote.key(), by, 0)
+    };
+    for (by, old, new) in [(5, 0, 5), (u64::MAX, 5, 4)] {
+        assert_eq!(add(by).post(&a), 0);
+        let wc = device.wait();
+        assert_eq!((wc.status, wc.opcode, wc.byte_len), (IBV_WC_SUCCESS, IBV_WC_FETCH_ADD, 8));
+        assert_eq!((value(&local, 0), value(&remote, at)), (old, new));
+    }
+    for (compare, swap, new) in [(3, 9, 4), (4, 9, 9)] {
+        let work = Send::new(IBV_WR_ATOMIC_CMP_AND_SWP, 2, &[local.all()]);
+        assert_eq!(work.atomic(addr, remote.key(), compare, swap).post(&a), 0);
+        let wc = device.wait();
+        assert_eq!((wc.status, wc.opcode), (IBV_WC_SUCCESS, IBV_WC_COMP_SWAP));
+        assert_eq!((value(&local, 0), value(&remote, at)), (4, new));
+    }
+}
+
+#[test]
+fn many_additions_from_two_connections_are_all_counted() {
+    let device = Device::open();
+    let (a, _b) = device.pair();
+    let (c, _d) = device.pair();
+    let (local, remote) = (device.buffer(8, |_| 0), device.buffer(24, |_| 0));
+    let (addr, at) = aligned(&remote);
+    for _ in 0..50 {
+        for qp in [&a, &c] {
+            let work = Send::new(IBV_WR_ATOMIC_FETCH_AND_ADD, 1, &[local.all()]);
+            assert_eq!(work.atomic(addr, remote.key(), 3, 0).post(qp), 0);
+        }
+    }
+    assert!((0..100).all(|_| device.wait().status == IBV_WC_SUCCESS));
+    assert_eq!(value(&remote, at), 300);
+}
+
+#[test]
+fn an_address_that_is_not_aligned_is_refused() {
+    let device = Device::open();
+    let (a, b) = device.pair();
+    let (local, remote) = (device.buffer(8, |_| 0), device.buffer(24, |_| 0));
+    let (addr, _) = aligned(&remote);
+    let work = Send::new(IBV_WR_ATOMIC_FETCH_AND_ADD, 1, &[local.all()]);
+    assert_eq!(work.atomic(addr + 4, remote.key(), 3, 0).post(&a), 0);
+    assert_eq!(device.wait().status, IBV_WC_REM_INV_REQ_ERR);
+    assert_eq!(remote.read(), [0; 24]);
+    assert_eq!((a.state(), b.state()), (IBV_QPS_ERR, IBV_QPS_ERR));
+}

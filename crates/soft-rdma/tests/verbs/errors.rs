@@ -1,0 +1,235 @@
+use soft_rdma::abi::*;
+use soft_rdma::api::*;
+
+use crate::harness::*;
+
+/// A write that must fail with a status and leave the memory as it is.
+#[track_caller]
+fn assert_refused(
+    access: u32,
+    qp_access: u32,
+    opcode: i32,
+    change: impl FnOnce(&mut u64, &mut u32),
+) {
+    let device = Device::open();
+    let (a, b) = (device.rc(), device.rc());
+    a.connect(&b, |_| ());
+    b.connect(&a, |attr| attr.qp_access_flags = qp_access);
+    let remote = Buffer::new(device.pd, 4096, access, |_| 0);
+    let local = device.buffer(4096, |_| 1);
+    let (mut addr, mut key) = (remote.addr(), remote.key());
+    change(&mut addr, &mut key);
+    assert_eq!(Send::new(opcode, 1, &[local.all()]).remote(addr, key).post(&a), 0);
+    assert_eq!(Send::new(IBV_WR_SEND, 2, &[]).flags(0).post(&a), 0);
+    let wc = device.wait();
+    let expected =
+        if qp_access == ALL_ACCESS { IBV_WC_REM_ACCESS_ERR } else { IBV_WC_REM_INV_REQ_ERR };
+    assert_eq!((wc.wr_id, wc.status), (1, expected));
+    // What came after it is flushed, though it was not signalled.
+    let wc = device.wait();
+    assert_eq!((wc.wr_id, wc.status), (2, IBV_WC_WR_FLUSH_ERR));
+    assert_eq!((a.state(), b.state()), (IBV_QPS_ERR, IBV_QPS_ERR));
+    assert_eq!(remote.read(), vec![0; 4096]);
+    assert_eq!(local.read(), vec![1; 4096]);
+}
+
+#[test]
+fn a_wrong_key_is_refused() {
+    assert_refused(ALL_ACCESS, ALL_ACCESS, IBV_WR_RDMA_WRITE, |_, key| *key ^= 1);
+    assert_refused(ALL_ACCESS, ALL_ACCESS, IBV_WR_RDMA_READ, |_, key| *key = 0xff);
+}
+
+#[test]
+fn a_range_that_leaves_the_region_is_refused() {
+    assert_refused(ALL_ACCESS, ALL_ACCESS, IBV_WR_RDMA_WRITE, |addr, _| *addr += 1);
+    assert_refused(ALL_ACCESS, ALL_ACCESS, IBV_WR_RDMA_READ, |addr, _| *addr -= 1);
+}
+
+#[test]
+fn a_region_without_the_right_is_refused() {
+    assert_refused(IBV_ACCESS_REMOTE_READ, ALL_ACCESS, IBV_WR_RDMA_WRITE, |_, _| ());
+    assert_refused(IBV_ACCESS_LOCAL_WRITE, ALL_ACCESS, IBV_WR_RDMA_READ, |_, _| ());
+}
+
+#[test]
+fn a_queue_pair_without_the_right_is_refused() {
+    assert_refused(ALL_ACCESS, IBV_ACCESS_REMOTE_READ, IBV_WR_RDMA_WRITE, |_, _| ());
+    assert_refused(ALL_ACCESS, IBV_ACCESS_REMOTE_WRITE, IBV_WR_RDMA_READ, |_, _| ());
+}
+
+#[test]
+fn a_region_of_another_domain_or_a_deregistered_one_is_refused() {
+    let device = Device::open();
+    // SAFETY: the context is open.
+    let other = unsafe { ibv_alloc_pd(device.context) };
+    for gone in [false, true] {
+        let (a, _b) = device.pair();
+        let remote = Buffer::new(if gone { device.pd } else { other }, 64, ALL_ACCESS, |_| 0);
+        let local = device.buffer(64, |_| 1);
+        let (addr, key) = (remote.addr(), remote.key());
+        let kept = (!gone).then_some(remote);
+        assert_eq!(Send::new(IBV_WR_RDMA_WRITE, 1, &[local.all()]).remote(addr, key).post(&a), 0);
+        assert_eq!(device.wait().status, IBV_WC_REM_ACCESS_ERR);
+        drop(kept);
+    }
+    // SAFETY: the domain is live and empty.
+    assert_eq!(unsafe { ibv_dealloc_pd(other) }, 0);
+}
+
+#[test]
+fn local_memory_without_a_valid_key_is_an_error_in_its_turn() {
+    let device = Device::open();
+    let (a, b) = device.pair();
+    let from = device.buffer(64, |_| 1);
+    assert_eq!(b.receive(5, &[]), 0);
+    assert_eq!(Send::new(IBV_WR_SEND, 1, &[]).post(&a), 0);
+    let wrong = ibv_sge { lkey: from.key() ^ 1, ..from.all() };
+    assert_eq!(Send::new(IBV_WR_SEND, 2, &[wrong]).post(&a), 0);
+    let mut statuses: Vec<_> =
+        (0..3).map(|_| device.wait()).map(|wc| (wc.wr_id, wc.status)).collect();
+    statuses.sort_unstable();
+    assert_eq!(statuses, [(1, IBV_WC_SUCCESS), (2, IBV_WC_LOC_PROT_ERR), (5, IBV_WC_SUCCESS)]);
+}
+
+#[test]
+fn reading_into_memory_that_may_not_be_written_is_an_error() {
+    let device = Device::open();
+    let (a, _b) = device.pair();
+    let remote = device.buffer(64, |_| 1);
+    let local = Buffer::new(device.pd, 64, 0, |_| 0);
+    assert_eq!(
+        Send::new(IBV_WR_RDMA_READ, 1, &[local.all()]).remote(remote.addr(), remote.key()).post(&a),
+        0
+    );
+    assert_eq!(device.wait().status, IBV_WC_LOC_PROT_ERR);
+    assert_eq!(local.read(), [0; 64]);
+}
+
+#[test]
+fn a_receive_buffer_that_is_too_short_ends_both_sides() {
+    for length in [100, 100_000] {
+        let device = Device::open();
+        let (a, b) = device.pair();
+        let (from, to) = (device.buffer(length, |_| 1), device.buffer(length - 1, |_| 0));
+        assert_eq!(b.receive(5, &[to.all()]), 0);
+        assert_eq!(Send::new(IBV_WR_SEND, 1, &[from.all()]).post(&a), 0);
+        let mut seen: Vec<_> =
+            (0..2).map(|_| device.wait()).map(|wc| (wc.wr_id, wc.status)).collect();
+        seen.sort_unstable();
+        assert_eq!(seen, [(1, IBV_WC_REM_INV_REQ_ERR), (5, IBV_WC_LOC_LEN_ERR)]);
+        to.assert_guards();
+    }
+}
+
+#[test]
+fn a_receive_buffer_without_a_valid_key_ends_both_sides() {
+    let device = Device::open();
+    let (a, b) = device.pair();
+    let (from, to) = (device.buffer(64, |_| 1), device.buffer(64, |_| 0));
+    assert_eq!(b.receive(5, &[ibv_sge { lkey: 1, ..to.all() }]), 0);
+    assert_eq!(Send::new(IBV_WR_SEND, 1, &[from.all()]).post(&a), 0);
+    let mut seen: Vec<_> = (0..2).map(|_| device.wait()).map(|wc| (wc.wr_id, wc.status)).collect();
+    seen.sort_unstable();
+    assert_eq!(seen, [(1, IBV_WC_REM_OP_ERR), (5, IBV_WC_LOC_PROT_ERR)]);
+}
+
+#[test]
+fn a_receiver_that_stays_unready_ends_in_rnr_retry_exceeded() {
+    let device = Device::open();
+    let (a, b) = (device.rc(), device.rc());
+    a.connect(&b, |attr| attr.rnr_retry = 2);
+    b.connect(&a, |_| ());
+    assert_eq!(Send::new(IBV_WR_SEND, 1, &[]).post(&a), 0);
+    assert_eq!(device.wait().status, IBV_WC_RNR_RETRY_EXC_ERR);
+    assert_eq!((a.state(), b.state()), (IBV_QPS_ERR, IBV_QPS_RTS));
+}
+
+#[test]
+fn a_peer_that_is_not_ready_or_expects_another_ends_in_retry_exceeded() {
+    let device = Device::open();
+    // In RESET; connected to somebody else; another sequence number.
+    let (a, b, c) = (device.rc(), device.rc(), device.rc());
+    a.connect(&b, |attr| (attr.timeout, attr.retry_cnt) = (1, 2));
+    assert_eq!(Send::new(IBV_WR_SEND, 1, &[]).post(&a), 0);
+    assert_eq!(device.wait().status, IBV_WC_RETRY_EXC_ERR);
+    let d = device.rc();
+    b.connect(&c, |_| ());
+    d.connect(&b, |attr| (attr.timeout, attr.retry_cnt) = (1, 2));
+    assert_eq!(Send::new(IBV_WR_SEND, 2, &[]).post(&d), 0);
+    assert_eq!(device.wait().status, IBV_WC_RETRY_EXC_ERR);
+    let (e, f) = (device.rc(), device.rc());
+    e.connect(&f, |attr| (attr.timeout, attr.retry_cnt, attr.sq_psn) = (1, 2, 5));
+    f.connect(&e, |_| ());
+    assert_eq!(Send::new(IBV_WR_SEND, 3, &[]).post(&e), 0);
+    assert_eq!(device.wait().status, IBV_WC_RETRY_EXC_ERR);
+}
+
+#[test]
+fn a_peer_that_becomes_ready_in_time_is_reached() {
+    let device = Device::open();
+    let (a, b) = (device.rc(), device.rc());
+    // About 8 s for each of seven tries.
+    a.connect(&b, |attr| (attr.timeout, attr.retry_cnt) = (14, 7));
+    assert_eq!(Send::new(IBV_WR_SEND, 1, &[]).post(&a), 0);
+    b.connect(&a, |_| ());
+    assert_eq!(b.receive(2, &[]), 0);
+    assert!((0..2).all(|_| device.wait().status == IBV_WC_SUCCESS));
+}
+
+#[test]
+fn the_error_state_flushes_both_queues_and_what_is_posted_later() {
+    let device = Device::open();
+    let (a, b) = device.pair();
+    for id in 0..3 {
+        assert_eq!(a.receive(id, &[]), 0);
+        assert_eq!(Send::new(IBV_WR_SEND, 10 + id, &[]).flags(0).post(&a), 0);
+    }
+    a.enter(IBV_QPS_ERR);
+    assert_eq!(a.receive(3, &[]), 0);
+    assert_eq!(Send::new(IBV_WR_SEND, 13, &[]).post(&a), 0);
+    let mut ids: Vec<_> = (0..8)
+        .map(|_| device.wait())
+        .inspect(|wc| assert_eq!((wc.status, wc.qp_num), (IBV_WC_WR_FLUSH_ERR, a.number())))
+        .map(|wc| wc.wr_id)
+        .collect();
+    ids.sort_unstable();
+    assert_eq!(ids, [0, 1, 2, 3, 10, 11, 12, 13]);
+    assert_eq!(b.state(), IBV_QPS_RTS);
+    a.enter(IBV_QPS_RESET);
+    assert_eq!(a.receive(1, &[]), libc::EINVAL);
+    assert_eq!(Send::new(IBV_WR_SEND, 1, &[]).post(&a), libc::EINVAL);
+}
+
+#[test]
+fn completions_of_a_destroyed_queue_pair_are_gone() {
+    let device = Device::open();
+    let (a, b) = device.pair();
+    assert_eq!(a.receive(1, &[]), 0);
+    a.enter(IBV_QPS_ERR);
+    a.destroy();
+    device.assert_quiet();
+    // Its peer notices when it sends.
+    assert_eq!(Send::new(IBV_WR_SEND, 1, &[]).post(&b), 0);
+    assert_eq!(device.wait().status, IBV_WC_RETRY_EXC_ERR);
+}
+
+#[test]
+fn unsupported_work_and_queue_pairs_are_refused() {
+    let device = Device::open();
+    let (a, _b) = device.pair();
+    assert_eq!(Send::new(8, 1, &[]).post(&a), libc::EOPNOTSUPP);
+    let sges = [ibv_sge::default(); 5];
+    assert_eq!(Send::new(IBV_WR_SEND, 1, &sges).post(&a), libc::EINVAL);
+    let mut init: ibv_qp_init_attr = ibv_qp_init_attr {
+        qp_context: core::ptr::null_mut(),
+        send_cq: device.cq,
+        recv_cq: device.cq,
+        srq: core::ptr::null_mut(),
+        cap: ibv_qp_cap::default(),
+        qp_type: 3,
+        sq_sig_all: 0,
+    };
+    // SAFETY: domain and queues are live.
+    assert!(unsafe { ibv_create_qp(device.pd, &raw mut init) }.is_null());
+    assert_eq!(std::io::Error::last_os_error().raw_os_error(), Some(libc::EOPNOTSUPP));
+}

@@ -1,0 +1,14 @@
+//! What the verbs promise, asked through the C functions: two queue pairs in one process, whose
+//! requests go through the sockets and the engine as those of two processes do.
+
+mod harness;
+
+mod atomics;
+mod connections;
+mod datagrams;
+mod errors;
+mod notification;
+mod one_sided;
+mod processes;
+mod registration;
+mod send_receive;

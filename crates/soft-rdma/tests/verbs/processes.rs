@@ -1,0 +1,167 @@
+//! Two processes: the test starts its own program once more.
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, Command, Stdio};
+
+use soft_rdma::abi::*;
+
+use crate::harness::*;
+
+const ROLE: &str = "SOFT_RDMA_TEST_PEER";
+
+struct Peer {
+    child: Child,
+    stdin: ChildStdin,
+    lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
+}
+
+impl Peer {
+    /// Starts this program again, to run one test as the other side.
+    fn start(test: &str) -> Self {
+        setup();
+        let mut child = Command::new(std::env::current_exe().expect("our own program"))
+            .args(["--exact", test, "--nocapture", "--test-threads=1"])
+            .env(ROLE, "1")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("the peer starts");
+        let stdin = child.stdin.take().expect("piped");
+        let lines = BufReader::new(child.stdout.take().expect("piped")).lines();
+        Self { child, stdin, lines }
+    }
+
+    fn tell(&mut self, numbers: &[u64]) {
+        let line: Vec<_> = numbers.iter().map(u64::to_string).collect();
+        writeln!(self.stdin, "{}", line.join(" ")).expect("the peer reads");
+    }
+
+    fn hear(&mut self) -> Vec<u64> {
+        // The test harness prints lines of its own.
+        let mut lines = self.lines.by_ref().map(|line| line.expect("text"));
+        let line = lines.find_map(|line| line.split_once("peer:").map(|(_, rest)| rest.to_owned()));
+        numbers(&line.expect("the peer speaks"))
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn numbers(line: &str) -> Vec<u64> {
+    line.split_whitespace().map(|word| word.parse().expect("a number")).collect()
+}
+
+fn read_line() -> Vec<u64> {
+    let mut line = String::new();
+    std::io::stdin().read_line(&mut line).expect("the test speaks");
+    numbers(&line)
+}
+
+/// The other side of the tests below: offers memory, receives one message, answers with it.
+fn peer() {
+    let device = Device::open();
+    let qp = device.rc();
+    let memory = device.buffer(1 << 20, |at| (at * 11) as u8);
+    println!("peer:{} {} {}", qp.number(), memory.addr(), memory.key());
+    let other = read_line();
+    qp.connect_to(device.lid(), other[0] as u32, |_| ());
+    let message = device.buffer(200_000, |_| 0);
+    assert_eq!(qp.receive(1, &[message.all()]), 0);
+    println!("peer:0");
+    let received = device.wait();
+    assert_eq!(received.status, IBV_WC_SUCCESS);
+    assert_eq!(
+        Send::new(IBV_WR_SEND, 2, &[message.sge(0, received.byte_len as usize)]).post(&qp),
+        0
+    );
+    assert_eq!(device.wait().status, IBV_WC_SUCCESS);
+    println!("peer:{}", memory.read().iter().map(|byte| u64::from(*byte)).sum::<u64>());
+    read_line();
+}
+
+fn connect(test: &str, device: &Device) -> (Peer, Qp, u64, u32) {
+    let mut peer = Peer::start(test);
+    let told = peer.hear();
+    let qp = device.rc();
+    qp.connect_to(device.lid(), told[0] as u32, |_| ());
+    peer.tell(&[u64::from(qp.number())]);
+    peer.hear();
+    (peer, qp, told[1], told[2] as u32)
+}
+
+#[test]
+fn bytes_go_between_processes_in_both_directions() {
+    if std::env::var_os(ROLE).is_some() {
+        return peer();
+    }
+    let device = Device::open();
+    let (mut other, qp, addr, key) =
+        connect("processes::bytes_go_between_processes_in_both_directions", &device);
+    let local = device.buffer(1 << 20, |_| 0);
+    assert_eq!(Send::new(IBV_WR_RDMA_READ, 1, &[local.all()]).remote(addr, key).post(&qp), 0);
+    assert_eq!(device.wait().status, IBV_WC_SUCCESS);
+    assert!(local.read().iter().enumerate().all(|(at, byte)| *byte == (at * 11) as u8));
+    local.assert_guards();
+    let ones = device.buffer(1 << 20, |_| 1);
+    assert_eq!(Send::new(IBV_WR_RDMA_WRITE, 2, &[ones.all()]).remote(addr, key).post(&qp), 0);
+    assert_eq!(device.wait().status, IBV_WC_SUCCESS);
+
+    let (message, answer) =
+        (device.buffer(150_001, |at| (at * 3) as u8), device.buffer(150_001, |_| 0));
+    assert_eq!(qp.receive(3, &[answer.all()]), 0);
+    assert_eq!(Send::new(IBV_WR_SEND, 4, &[message.all()]).post(&qp), 0);
+    assert!((0..2).all(|_| device.wait().status == IBV_WC_SUCCESS));
+    assert_eq!(answer.read(), message.read());
+    // The peer found in its memory what was written there.
+    assert_eq!(other.hear(), [1 << 20]);
+    other.tell(&[]);
+}
+
+#[test]
+fn a_killed_peer_ends_in_retry_exceeded() {
+    if std::env::var_os(ROLE).is_some() {
+        return peer();
+    }
+    let device = Device::open();
+    let (mut other, qp, addr, key) =
+        connect("processes::a_killed_peer_ends_in_retry_exceeded", &device);
+    let local = device.buffer(64, |_| 0);
+    let read = || Send::new(IBV_WR_RDMA_READ, 1, &[local.all()]).remote(addr, key);
+    assert_eq!(read().post(&qp), 0);
+    assert_eq!(device.wait().status, IBV_WC_SUCCESS);
+    other.child.kill().expect("it runs");
+    other.child.wait().expect("it ends");
+    assert_eq!(qp.receive(7, &[local.all()]), 0);
+    assert_eq!(read().post(&qp), 0);
+    assert_eq!(device.wait().status, IBV_WC_RETRY_EXC_ERR);
+    let flushed = device.wait();
+    assert_eq!((flushed.wr_id, flushed.status), (7, IBV_WC_WR_FLUSH_ERR));
+    assert_eq!(qp.state(), IBV_QPS_ERR);
+}
+
+#[test]
+fn a_process_without_the_secret_is_not_served() {
+    setup();
+    let device = Device::open();
+    let _qp = device.rc();
+    // A connection that answers the challenge with nonsense is closed.
+    let folder = std::env::var("SOFT_RDMA_DIR").expect("set");
+    let socket = std::fs::read_dir(folder)
+        .expect("the node's folder")
+        .flatten()
+        .find(|entry| entry.path().extension().is_some_and(|extension| extension == "sock"))
+        .expect("our socket");
+    let mut stream = std::os::unix::net::UnixStream::connect(socket.path()).expect("it listens");
+    let mut challenge = [0; 40];
+    std::io::Read::read_exact(&mut stream, &mut challenge).expect("a challenge");
+    let mut hello = vec![84, 0, 5, 0, 0, 0, 0, 0];
+    hello.resize(8 + 84, 7);
+    stream.write_all(&hello).expect("sent");
+    let mut rest = Vec::new();
+    std::io::Read::read_to_end(&mut stream, &mut rest).expect("closed by the other side");
+    assert_eq!(rest, []);
+}

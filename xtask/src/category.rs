@@ -106,6 +106,9 @@ impl Category {
     }
 }
 
+/// What `cargo test` runs: `--all-targets` would run benches as well.
+const TARGETS: [&str; 3] = ["--lib", "--bins", "--tests"];
+
 impl Selection {
     /// As a filter of cargo-nextest.
     pub(crate) fn nextest_filter(&self) -> String {
@@ -120,7 +123,7 @@ impl Selection {
         let mut calls = Vec::new();
         if !self.packages.is_empty() {
             let packages = self.packages.iter().map(|name| format!("--package={name}"));
-            calls.push(packages.chain(["--all-targets".to_owned()]).collect());
+            calls.push(packages.chain(TARGETS.map(str::to_owned)).collect());
         }
         if !self.end_to_end.is_empty() {
             let files = self.end_to_end.iter().map(|name| format!("--test={name}"));
@@ -128,8 +131,8 @@ impl Selection {
         }
         if !self.words.is_empty() {
             let words = self.words.iter().map(|&word| word.to_owned());
-            let all = ["--workspace", "--all-targets", "--"].map(str::to_owned);
-            calls.push(all.into_iter().chain(words).collect());
+            let all = ["--workspace"].into_iter().chain(TARGETS).chain(["--"]).map(str::to_owned);
+            calls.push(all.chain(words).collect());
         }
         calls
     }
@@ -185,9 +188,9 @@ mod tests {
         assert_eq!(
             selection.cargo_test_calls(),
             [
-                vec!["--package=a", "--all-targets"],
+                vec!["--package=a", "--lib", "--bins", "--tests"],
                 vec!["--package=e2e", "--test=b"],
-                vec!["--workspace", "--all-targets", "--", "c", "d"],
+                vec!["--workspace", "--lib", "--bins", "--tests", "--", "c", "d"],
             ]
         );
     }

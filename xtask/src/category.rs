@@ -47,7 +47,6 @@ impl Category {
     }
 
     pub(crate) fn selection(self) -> Selection {
-        let by_words = |words| Selection { packages: &[], end_to_end: &[], words };
         match self {
             Category::Gaudi => Selection {
                 packages: &["gaudi", "hl-thunk", "soft-gaudi", "uct", "uct-gaudi"],
@@ -100,8 +99,14 @@ impl Category {
                 end_to_end: &["selection", "config", "estimates"],
                 words: &["config"],
             },
-            Category::Ib => by_words(&["ib::", "verbs", "rdma"]),
-            Category::PerformanceSmoke => by_words(&["performance_smoke"]),
+            Category::Ib => Selection {
+                packages: &["soft-rdma"],
+                end_to_end: &[],
+                words: &["ib::", "verbs", "rdma"],
+            },
+            Category::PerformanceSmoke => {
+                Selection { packages: &[], end_to_end: &[], words: &["performance_smoke"] }
+            }
         }
     }
 }

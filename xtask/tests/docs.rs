@@ -150,13 +150,17 @@ fn every_variable_of_the_plugin_has_a_row_and_every_variable_named_is_declared()
 }
 
 #[test]
-fn variables_of_the_software_gaudi_that_are_named_are_read() {
-    let source = root().join("crates/soft-gaudi");
-    let source: String = files(&source, ".rs").iter().map(|path| read(path)).collect();
-    for (page, text) in pages() {
-        for name in names(&text, "SOFT_GAUDI_", variable_part) {
-            let known = name.ends_with('_') || source.contains(&format!("\"{name}\""));
-            assert!(known, "{}: {name}", page.display());
+fn variables_of_the_software_devices_that_are_named_are_read() {
+    for (folder, start) in
+        [("crates/soft-gaudi", "SOFT_GAUDI_"), ("crates/soft-rdma", "SOFT_RDMA_")]
+    {
+        let source = files(&root().join(folder), ".rs");
+        let source: String = source.iter().map(|path| read(path)).collect();
+        for (page, text) in pages() {
+            for name in names(&text, start, variable_part) {
+                let known = name.ends_with('_') || source.contains(&format!("\"{name}\""));
+                assert!(known, "{}: {name}", page.display());
+            }
         }
     }
 }

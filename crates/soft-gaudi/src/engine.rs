@@ -19,7 +19,7 @@ use crate::events::bit;
 use crate::faults::Action;
 use crate::guarded;
 use crate::interrupts::Registration;
-use crate::processor::{Fault, Pause, Program, SLICE};
+use crate::processor::{Fault, Pause, Program};
 use crate::queue::Job;
 use crate::registers::Consequences;
 use crate::signals::Sob;
@@ -31,9 +31,6 @@ use crate::workers;
 pub(crate) const INLINE_BYTES: u64 = 64 << 10;
 /// The most a waiting thread does in place of a worker before it looks around.
 const HELP_BYTES: u64 = 256 << 20;
-/// The most a thread does that only looks whether something is done.
-/// Some packets and a slice of a copy: less than a slice would be begun by nobody.
-const POLL_BYTES: u64 = SLICE + 4096;
 /// Entries of a queue's ring.
 const RING: usize = 4096;
 /// What a waiter may do per microsecond of its timeout; about the speed of a copy.
@@ -320,22 +317,11 @@ impl Context {
                 None => Duration::MAX,
                 Some((timeout, since)) => match timeout.checked_sub(since.elapsed()) {
                     Some(left) if !left.is_zero() => left,
-                    // Often a look just after the submission, with more to be submitted.
-                    _ if submission.first_look() => return Ok(Waited::Busy),
                     _ => {
-                        // Someone has to do the work, and a thread that looks again and again
-                        // keeps a processor from those who would.
-                        self.help(&submission, POLL_BYTES);
-                        if submission.outcome().is_none() {
-                            std::thread::yield_now();
-                            self.check_timeout();
-                        }
-                        return Ok(match submission.outcome() {
-                            Some(outcome) => {
-                                Waited::Ended { outcome, at_ns: submission.finished_ns() }
-                            }
-                            None => Waited::Busy,
-                        });
+                        // A thread that polls keeps a processor from those who do the work.
+                        std::thread::yield_now();
+                        self.check_timeout();
+                        return Ok(Waited::Busy);
                     }
                 },
             };

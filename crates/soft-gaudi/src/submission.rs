@@ -1,7 +1,7 @@
 //! Submissions: sequence numbers, the window of those in flight, and how one learns of their end.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -53,8 +53,6 @@ pub(crate) struct Submission {
     /// Futex: [`PENDING`] or an outcome's code.
     state: AtomicU32,
     sleepers: AtomicU32,
-    /// Someone has looked at it already.
-    looked_at: AtomicBool,
     finished_ns: AtomicU64,
 }
 
@@ -70,7 +68,6 @@ impl Submission {
             jobs: AtomicU32::new(jobs),
             state: AtomicU32::new(PENDING),
             sleepers: AtomicU32::new(0),
-            looked_at: AtomicBool::new(false),
             finished_ns: AtomicU64::new(0),
         }
     }
@@ -117,11 +114,6 @@ impl Submission {
 
     pub(crate) fn outcome(&self) -> Option<Outcome> {
         Outcome::from_code(self.state.load(Ordering::Acquire))
-    }
-
-    /// Notes a look at it; whether it was the first.
-    pub(crate) fn first_look(&self) -> bool {
-        !self.looked_at.swap(true, Ordering::Relaxed)
     }
 
     /// Nanoseconds of the realtime clock when it ended.

@@ -1,12 +1,7 @@
 //! Threads that run queues when the program's own threads do not.
 //!
 //! None exists until a submission is too large to be run by its submitter. They belong to the
-//! process, not to a card, and are as many as there are processors, at most eight.
-//!
-//! Waking a thread costs as much as copying tens of kilobytes, and a program that polls has often
-//! done the work itself by the time the worker is awake. So in a stream of submissions one worker
-//! that has run out of work *lingers*: it sleeps for some microseconds at a time and looks for
-//! itself, and nobody wakes anybody. When nothing has come for a while it goes to sleep for good.
+//! process, not to a card, and are as many as there are processors, two to eight.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
@@ -31,16 +26,8 @@ struct PoolState {
     threads: usize,
     /// Workers that sleep until they are woken.
     idle: usize,
-    /// A worker is about to look at the tasks: it lingers, or was woken, or is being started.
-    attended: bool,
 }
 
-/// How long a lingering worker sleeps before it looks again; the kernel adds its slack.
-const TICK: Duration = Duration::from_micros(50);
-/// Looks in vain after which it stops lingering.
-const QUIET_TICKS: u32 = 20;
-/// How often timeouts are looked at while workers have other things to do.
-const MINDING: Duration = Duration::from_millis(10);
 /// The most a worker does for one queue while others wait for it.
 const TURN_BYTES: u64 = 16 << 20;
 
@@ -104,10 +91,6 @@ pub(crate) fn run_after(context: Arc<Context>, queue: u32, delay: Duration) {
     let pool = pool();
     let mut state = pool.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     state.later.push_back((Instant::now() + delay, context, queue));
-    // Also one that lingers: its next look may be too late.
-    if state.attended {
-        pool.work.notify_one();
-    }
     summon(pool, &mut state, most_threads());
 }
 
@@ -145,20 +128,13 @@ pub(crate) fn watch(context: &Arc<Context>) {
     summon(pool, &mut state, 1);
 }
 
-/// Gets a worker to look at the tasks, unless one is about to.
+/// Wakes a worker, or starts one if none is idle.
 fn summon(pool: &'static Pool, state: &mut PoolState, most: usize) {
-    if state.attended {
-        return;
-    }
     if state.idle > 0 {
         pool.work.notify_one();
-        state.attended = true;
-    } else if state.threads < most {
+    } else if state.threads < most && start(pool, state.threads + 1) {
         // Waiters run their own work; without memory for a thread that has to be enough.
-        if start(pool, state.threads + 1) {
-            state.threads += 1;
-            state.attended = true;
-        }
+        state.threads += 1;
     }
 }
 
@@ -198,15 +174,9 @@ fn block_signals() -> libc::sigset_t {
 fn work(pool: &'static Pool) {
     let lock = || pool.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     let mut state = lock();
-    state.attended = false;
-    let (mut quiet, mut minded) = (0, Instant::now());
     loop {
-        let next = if state.later.is_empty() { None } else { promote(&mut state) };
+        let next = promote(&mut state);
         if let Some((context, queue)) = state.tasks.pop_front() {
-            quiet = 0;
-            if !state.tasks.is_empty() {
-                summon(pool, &mut state, most_threads());
-            }
             drop(state);
             context.queues[queue as usize].listed.store(false, Ordering::Release);
             let mut budget = TURN_BYTES;
@@ -216,25 +186,10 @@ fn work(pool: &'static Pool) {
             state = lock();
             continue;
         }
-        // One is enough.
-        let lingers = quiet < QUIET_TICKS && !state.attended;
-        let (mut limit, mut busy) = (next, Vec::new());
-        if !lingers || minded.elapsed() >= MINDING {
-            let timeout;
-            (timeout, busy) = next_timeout(&mut state);
-            limit = limit.into_iter().chain(timeout).min();
-            minded = Instant::now();
-        }
-        if lingers {
-            quiet += 1;
-            state.attended = true;
-            state = sleep(pool, state, Some(limit.map_or(TICK, |limit| limit.min(TICK))));
-        } else {
-            state.idle += 1;
-            state = sleep(pool, state, limit);
-            state.idle -= 1;
-        }
-        state.attended = false;
+        let (timeout, busy) = next_timeout(&mut state);
+        state.idle += 1;
+        state = sleep(pool, state, next.into_iter().chain(timeout).min());
+        state.idle -= 1;
         if !busy.is_empty() {
             drop(state);
             busy.iter().for_each(|context| context.check_timeout());

@@ -12,10 +12,10 @@ use smallvec::smallvec;
 
 use crate::backend::{Backend, Geometry, HostPin};
 use crate::copy::engine::Engine;
-use crate::copy::flight::Load;
-use crate::copy::ring::Ring;
-use crate::copy::short::copy_short;
-use crate::copy::{BOUNCE_LEN, SLOTS};
+use crate::copy::located::End;
+use crate::copy::slab::{PermitSlots, SlotPool};
+use crate::copy::submission::Resources;
+use crate::copy::{BOUNCE_LEN, copy_and_wait};
 use crate::memory::{AddressTable, DeviceRange, Extent, Memory};
 use crate::pin::Pins;
 use crate::process::ProcessBound;
@@ -29,8 +29,7 @@ use crate::{
     Segment, Side, SubmitError, Transfer, Window, runtime,
 };
 
-/// Bounce slots of a device for copies that nobody waits for: [`BOUNCE_LEN`] bytes each, as are those
-/// of the copies that someone waits for, of which each submission has its own.
+/// Bounce slots of a device, of [`BOUNCE_LEN`] bytes each. Short copies have others: one per permit.
 const BOUNCE_SLOTS: u32 = 64;
 const EXPORTING: &str = "exporting a dma-buf";
 
@@ -102,9 +101,9 @@ struct Open {
     engine: Arc<Engine>,
     pins: Pins,
     handles: Handles,
-    bounce: OnceLock<Result<Arc<Ring>, Error>>,
-    shorts: OnceLock<Result<Arc<Ring>, Error>>,
-    staging: OnceLock<Result<Arc<Ring>, Error>>,
+    bounce: OnceLock<Result<Arc<SlotPool>, Error>>,
+    permit_slots: OnceLock<Result<PermitSlots, Error>>,
+    staging: OnceLock<Result<Arc<SlotPool>, Error>>,
     memory: Memory,
     backend: Arc<dyn Backend>,
     _blocked: Option<Blocked>,
@@ -142,7 +141,7 @@ impl Device {
             pins: Pins::new(counts),
             handles: Handles::default(),
             bounce: OnceLock::new(),
-            shorts: OnceLock::new(),
+            permit_slots: OnceLock::new(),
             staging: OnceLock::new(),
             memory: Memory::new(window.range(), geometry, counts),
             backend,
@@ -391,7 +390,7 @@ impl Device {
     /// anything else until the device is idle ([`Device::drain`]).
     pub unsafe fn copy(self: &Arc<Self>, segments: &[Segment]) -> Result<Transfer, SubmitError> {
         // SAFETY: the caller's promise.
-        unsafe { Transfer::start(self, segments, false) }.map_err(|error| match error {
+        unsafe { Transfer::start(self, segments) }.map_err(|error| match error {
             SubmitError::Failed(error) => SubmitError::Failed(self.failed(error)),
             SubmitError::Busy => {
                 self.counts.add(Counter::CopiesBusy, 1);
@@ -410,18 +409,12 @@ impl Device {
         src: Side,
         len: usize,
     ) -> Result<(), Error> {
-        // SAFETY: the caller's promise.
-        if let Some(done) = unsafe { copy_short(self, dst, src, len) } {
-            return done.map_err(|error| self.failed(error));
+        if len == 0 {
+            return Ok(());
         }
-        let segment = Segment { dst, src, len, host_region: None };
+        let end = |side| End::of_side(self, side, len).map_err(|error| self.failed(error));
         // SAFETY: the caller's promise.
-        let started = unsafe { Transfer::start(self, &[segment], true) };
-        match started {
-            Ok(mut transfer) => transfer.wait().map_err(|error| error.on(self)),
-            Err(SubmitError::Failed(error)) => Err(self.failed(error)),
-            Err(SubmitError::Busy) => unreachable!("a blocking transfer waits for room"),
-        }
+        unsafe { copy_and_wait(self, (end(dst)?, end(src)?), len) }
     }
 
     /// Sets `len` bytes of device memory to `byte` and returns when it is done.
@@ -437,14 +430,14 @@ impl Device {
         self.check_own(addr, len, "filling device memory")?;
         for (at, len) in packet::split(len) {
             let dma = LinDma::Fill { dst: DeviceAddr(addr.0 + at), len, byte };
-            // On record while it runs, so that freeing the memory waits for it.
+            let direction = Direction::DeviceToDevice;
+            let tally = Tally::one(direction, Path::Fill, len.into());
+            let permit = self.open.engine.wait_for_permit();
+            // Recorded while it runs, so that freeing the memory waits for it.
             // SAFETY: only device memory is written, of an allocation that is live.
-            let flight = unsafe {
-                let way = Direction::DeviceToDevice;
-                let tally = Tally::one(way, Path::Fill, len.into());
-                self.open.engine.make_room().launch(way, smallvec![dma], Load::default(), tally)
-            };
-            flight.and_then(|flight| self.open.engine.wait(&flight))?;
+            let submitted =
+                unsafe { permit.submit(direction, smallvec![dma], Resources::default(), tally) };
+            submitted.and_then(|submission| self.open.engine.wait(&submission))?;
         }
         Ok(())
     }
@@ -473,9 +466,9 @@ impl Device {
         self.is_ours() && self.open.engine.notify_on_completion(notifier)
     }
 
-    /// Whether a copy that is started now finds room. Never blocks.
-    pub fn has_room(&self) -> bool {
-        self.open.engine.reserve().is_some()
+    /// Whether a copy that is started now gets a permit to submit. Never blocks.
+    pub fn can_submit(&self) -> bool {
+        self.open.engine.try_permit().is_some()
     }
 
     /// Whoever asked is told that it failed.
@@ -501,21 +494,21 @@ impl Device {
         &self.open.engine
     }
 
-    /// Slots for small host buffers, made at the first copy that needs one.
-    pub(crate) fn bounce(&self) -> Result<&Arc<Ring>, Error> {
-        let made = self.open.bounce.get_or_init(|| Ring::new(BOUNCE_LEN, BOUNCE_SLOTS));
+    /// Slots for small or unpinnable host buffers, made at the first copy that needs one.
+    pub(crate) fn bounce(&self) -> Result<&Arc<SlotPool>, Error> {
+        let made = self.open.bounce.get_or_init(|| SlotPool::new(BOUNCE_LEN, BOUNCE_SLOTS));
         made.as_ref().map_err(Clone::clone)
     }
 
-    /// A slot for each submission, for small copies that are waited for; made at the first of them.
-    pub(crate) fn shorts(&self) -> Result<&Arc<Ring>, Error> {
-        let made = self.open.shorts.get_or_init(|| Ring::new(BOUNCE_LEN, SLOTS));
+    /// Slots for short copies, made at the first of them.
+    pub(crate) fn permit_slots(&self) -> Result<&PermitSlots, Error> {
+        let made = self.open.permit_slots.get_or_init(PermitSlots::new);
         made.as_ref().map_err(Clone::clone)
     }
 
     /// Slots between two cards, made at the first copy that needs one.
-    pub(crate) fn staging(&self) -> Result<&Arc<Ring>, Error> {
-        let made = self.open.staging.get_or_init(|| Ring::new(STAGING_LEN, STAGING_SLOTS));
+    pub(crate) fn staging(&self) -> Result<&Arc<SlotPool>, Error> {
+        let made = self.open.staging.get_or_init(|| SlotPool::new(STAGING_LEN, STAGING_SLOTS));
         made.as_ref().map_err(Clone::clone)
     }
 

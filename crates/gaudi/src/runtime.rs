@@ -14,7 +14,8 @@ use hl_thunk::{Generation, Library};
 use crate::backend::Backend;
 use crate::backend::lent::LENDING;
 use crate::backend::owner::Owner;
-use crate::copy::short::{is_short, short_on};
+use crate::copy::copy_and_wait;
+use crate::copy::located::End;
 use crate::discovery;
 use crate::environment::{self, MODULE_ID, number};
 use crate::error::Phase;
@@ -26,8 +27,8 @@ use crate::rcache::{self, CacheLimits, Switch, Watch};
 use crate::topology::PciLink;
 use crate::window::{Blocked, Windows};
 use crate::{
-    BusId, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Direction, Error, ErrorKind,
-    Location, ScaleOut, Side, Sysfs, Window, WindowEvent,
+    BusId, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Error, ErrorKind, Location,
+    ScaleOut, Sysfs, Window, WindowEvent,
 };
 
 /// Pauses between attempts while a card is in reset or being released, about three seconds in all.
@@ -328,27 +329,17 @@ impl Runtime {
     /// As for [`Device::copy`].
     pub unsafe fn copy(&self, dst: u64, src: u64, len: usize) -> Option<Result<(), Error>> {
         let (to, from) = (self.locate(dst, len), self.locate(src, len));
-        let device = match to.or(from)?.device() {
-            Some(device) => device,
-            None => return Some(Err(closing())),
+        if to.is_none() && from.is_none() {
+            return None;
+        }
+        let ends = End::of_address(dst, to).and_then(|dst| Ok((dst, End::of_address(src, from)?)));
+        let ends = match ends {
+            Ok(ends) => ends,
+            Err(error) => return Some(Err(error)),
         };
-        let host = |addr: u64| core::ptr::with_exposed_provenance_mut::<u8>(addr as usize);
-        // Found once is enough: the way of small copies does not look again.
-        let (host, addr, direction) = match (to, from) {
-            (Some(_), None) if is_short(len) => (host(src), dst, Direction::HostToDevice),
-            (None, Some(_)) if is_short(len) => (host(dst), src, Direction::DeviceToHost),
-            _ => {
-                let side = |addr: u64, place: Option<Location>| match place {
-                    Some(_) => Side::Device(DeviceAddr(addr)),
-                    None => Side::Host(host(addr)),
-                };
-                // SAFETY: the caller's promise.
-                return Some(unsafe { device.copy_blocking(side(dst, to), side(src, from), len) });
-            }
-        };
-        // SAFETY: the caller's promise; the address was found live just now.
-        let copied = unsafe { short_on(&device, host, DeviceAddr(addr), direction, len) };
-        Some(copied.map_err(|error| device.failed(error)))
+        let device = Arc::clone(ends.0.device().or(ends.1.device())?);
+        // SAFETY: the caller's promise.
+        Some(unsafe { copy_and_wait(&device, ends, len) })
     }
 
     /// Has `observer` called for every window: at once for those there are, later on the thread
@@ -533,11 +524,6 @@ fn none_opened(mut failures: Failures, holders: impl FnOnce(&[u32]) -> Vec<Holde
     );
     error.set_errno(libc::EBUSY);
     error
-}
-
-fn closing() -> Error {
-    let detail = "the card is being closed";
-    Error::new(ErrorKind::InvalidParams, "copying", detail, "free memory after its last copy")
 }
 
 #[cfg(test)]

@@ -76,7 +76,7 @@ impl<T> Work for CopyWork<T> {
 
     fn start(&mut self) -> Start<Self::Outcome> {
         // A copy for which there is no room is counted, once.
-        if self.tried && !self.device.has_room() {
+        if self.tried && !self.device.can_submit() {
             return Start::NoRoom;
         }
         // SAFETY: promised when the copy was posted, until its completion.
@@ -257,7 +257,7 @@ impl<T> Copies<T> {
         running().all(|transfer| transfer.notify_when_done(notifier))
             && next.is_none_or(|device| device.notify_on_completion(notifier))
             && !running().any(Transfer::has_news)
-            && !next.is_some_and(|device| device.has_room())
+            && !next.is_some_and(|device| device.can_submit())
     }
 }
 

@@ -1,8 +1,9 @@
-//! What a device's hardware is doing: submissions in flight, their budget, and who is told of their
-//! end.
+//! The submissions of a device: permits, the record of what is in flight, completion.
 //!
-//! Any thread may find that a submission has ended: the one whose transfer it is, one that needs
-//! room, or the [waiter](super::waiter) for those who sleep. Whoever does cleans up after it.
+//! Any thread may find that a submission has ended: the owner of the transfer, a thread that needs a
+//! permit, or the [waiter](super::waiter). Whichever does completes it (see [`submission`](super::submission)).
+//!
+//! Submissions of one lane (a hardware queue) end in order. So only the oldest of each lane is polled.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -11,27 +12,26 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use hl_thunk::Direction;
 use hl_thunk::packet::LinDma;
 
-use super::budget::{InFlight, Room};
-use super::flight::{Flight, Load, Moves};
+use super::permits::{InFlight, Permit};
+use super::submission::{Moves, Resources, Submission};
 use super::waiter::Waiter;
 use crate::Error;
 use crate::backend::{Backend, CopyLimits, Ticket};
 use crate::process::Notifier;
 use crate::stats::{Counter, Counts, Tally};
 
-/// How long one look at a submission may sleep in the driver when we have nothing else to do.
-const PATIENCE_US: u32 = 1_000_000;
-/// How long the waiter sleeps for one lane while others may end as well.
-const SHARED_PATIENCE_US: u32 = 1_000;
+/// How long one wait for a submission may sleep in the driver.
+const WAIT_US: u32 = 1_000_000;
+/// How long the waiter sleeps for one lane while submissions of others may end.
+const SHARED_WAIT_US: u32 = 1_000;
 
-/// What ends in the order it was submitted. While the oldest in flight runs, so do those behind it,
-/// and the driver need not be asked about them.
+/// What is known of a lane without a lock.
 #[derive(Debug, Default)]
 struct Lane {
     /// Number of the oldest submission in flight.
     head: AtomicU64,
-    /// How often the oldest was looked at and still ran.
-    looks: AtomicU64,
+    /// How often the oldest was polled and still ran.
+    polls: AtomicU64,
 }
 
 /// The submissions of one device.
@@ -39,7 +39,7 @@ struct Lane {
 pub(crate) struct Engine {
     backend: Arc<dyn Backend>,
     limits: Result<CopyLimits, Error>,
-    in_flight: Mutex<InFlight<Arc<Flight>>>,
+    in_flight: Mutex<InFlight<Arc<Submission>>>,
     lanes: Box<[Lane]>,
     lost: AtomicBool,
     counts: Counts,
@@ -66,8 +66,8 @@ impl Engine {
         self.lost.load(Ordering::Relaxed)
     }
 
-    /// Takes note of an error that means the hardware is gone.
-    fn note(&self, error: Error) -> Error {
+    /// Remembers an error that means the hardware is gone.
+    fn note_loss(&self, error: Error) -> Error {
         if error.is_device_lost() {
             self.lost.store(true, Ordering::Relaxed);
         }
@@ -79,7 +79,7 @@ impl Engine {
         self.limits.as_ref()
     }
 
-    fn in_flight(&self) -> MutexGuard<'_, InFlight<Arc<Flight>>> {
+    fn in_flight(&self) -> MutexGuard<'_, InFlight<Arc<Submission>>> {
         self.in_flight.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -88,22 +88,22 @@ impl Engine {
         self.in_flight().free_slots()
     }
 
-    /// Room for one submission, or `None` if the device has as much as it can take.
-    pub(crate) fn reserve(&self) -> Option<Reservation<'_>> {
-        let budget = self.limits.as_ref().ok()?.in_flight;
-        let reserve = || self.in_flight().reserve(budget);
-        let room = reserve().or_else(|| {
+    /// A permit for one submission, or `None` if the device has as many in flight as it can take.
+    pub(crate) fn try_permit(&self) -> Option<SubmitPermit<'_>> {
+        let limit = self.limits.as_ref().ok()?.in_flight;
+        let try_permit = || self.in_flight().try_permit(limit);
+        let permit = try_permit().or_else(|| {
             self.reap();
-            reserve()
+            try_permit()
         })?;
-        Some(Reservation { engine: self, room, used: None })
+        Some(SubmitPermit { engine: self, permit, used: None })
     }
 
-    /// Room for one submission, waiting for it if need be. Only for devices that can copy.
-    pub(crate) fn make_room(&self) -> Reservation<'_> {
+    /// A permit for one submission, waiting for it if need be. Only for devices that can copy.
+    pub(crate) fn wait_for_permit(&self) -> SubmitPermit<'_> {
         loop {
-            match self.reserve() {
-                Some(reservation) => return reservation,
+            match self.try_permit() {
+                Some(permit) => return permit,
                 None => self.wait_for_oldest(),
             }
         }
@@ -113,97 +113,104 @@ impl Engine {
         self.lanes.get(ticket.lane as usize)
     }
 
-    /// Whether older submissions in the same lane are on record.
-    fn is_behind(&self, flight: &Flight) -> bool {
-        let lane = self.lane(flight.ticket);
-        lane.is_some_and(|lane| lane.head.load(Ordering::Acquire) < flight.ticket.sequence)
+    /// Whether older submissions of the same lane are recorded.
+    fn has_older(&self, submission: &Submission) -> bool {
+        // Acquire: pairs with the store in `set_head`. Without it, a submission could look like the
+        // oldest while an older one was not completed yet, and be polled for nothing.
+        let lane = self.lane(submission.ticket);
+        lane.is_some_and(|lane| lane.head.load(Ordering::Acquire) < submission.ticket.sequence)
     }
 
-    /// How often the oldest of a lane was looked at in vain.
-    fn looks(&self, ticket: Ticket) -> u64 {
-        self.lane(ticket).map_or(0, |lane| lane.looks.load(Ordering::Relaxed))
+    /// How often the oldest of a lane was polled in vain.
+    fn polls(&self, ticket: Ticket) -> u64 {
+        self.lane(ticket).map_or(0, |lane| lane.polls.load(Ordering::Relaxed))
     }
 
-    /// Takes in what has ended of the older ones in the same lane: nobody else may look at them,
-    /// their owners being elsewhere or gone. Whether there are none left.
-    ///
-    /// Where many are looked at in turn, one look at the oldest does for all of them.
-    fn overtake(&self, flight: &Flight) -> bool {
-        while self.is_behind(flight) {
-            if flight.was_preceded(self.looks(flight.ticket)) {
+    /// Polls the older submissions of the same lane: their owners may never do so. Whether none is
+    /// left. Where the owners of many poll in turn, one poll of the oldest serves all of them.
+    fn poll_older(&self, submission: &Submission) -> bool {
+        while self.has_older(submission) {
+            if submission.lane_was_polled(self.polls(submission.ticket)) {
                 return false;
             }
-            let head = self.in_flight().head_of(flight.ticket.lane);
-            // One that has ended already is about to be taken off the record by another thread.
+            let head = self.in_flight().head_of(submission.ticket.lane);
+            // One that has ended is about to be removed by another thread.
             let Some(head) = head.filter(|head| head.outcome().is_none()) else { return false };
-            if head.ticket.sequence < flight.ticket.sequence && self.look(&head, 0).is_none() {
-                flight.was_preceded(self.looks(flight.ticket));
+            if head.ticket.sequence < submission.ticket.sequence
+                && self.ask_driver(&head, 0).is_none()
+            {
+                submission.lane_was_polled(self.polls(submission.ticket));
                 return false;
             }
         }
         true
     }
 
-    /// Looks at a submission, sleeping in the driver up to `timeout_us` if it is not done.
-    pub(crate) fn settle<'f>(
+    /// How a submission ended, if it has; sleeps in the driver up to `timeout_us` for it.
+    pub(crate) fn poll<'s>(
         &self,
-        flight: &'f Flight,
+        submission: &'s Submission,
         timeout_us: u32,
-    ) -> Option<&'f Result<(), Error>> {
-        if flight.outcome().is_none() && timeout_us == 0 && !self.overtake(flight) {
+    ) -> Option<&'s Result<(), Error>> {
+        if submission.outcome().is_none() && timeout_us == 0 && !self.poll_older(submission) {
             return None;
         }
-        self.look(flight, timeout_us)
+        self.ask_driver(submission, timeout_us)
     }
 
-    /// Asks the driver about a submission, whatever there is in front of it.
-    fn look<'f>(&self, flight: &'f Flight, timeout_us: u32) -> Option<&'f Result<(), Error>> {
-        if let Some(outcome) = flight.outcome() {
+    /// The same, whatever is in front of it.
+    fn ask_driver<'s>(
+        &self,
+        submission: &'s Submission,
+        timeout_us: u32,
+    ) -> Option<&'s Result<(), Error>> {
+        if let Some(outcome) = submission.outcome() {
             return Some(outcome);
         }
-        let ended = match self.backend.wait(flight.ticket, timeout_us) {
+        let ended = match self.backend.wait(submission.ticket, timeout_us) {
             Ok(false) => {
-                if let Some(lane) = self.lane(flight.ticket).filter(|_| !self.is_behind(flight)) {
-                    lane.looks.fetch_add(1, Ordering::Relaxed);
+                let lane = self.lane(submission.ticket);
+                if let Some(lane) = lane.filter(|_| !self.has_older(submission)) {
+                    lane.polls.fetch_add(1, Ordering::Relaxed);
                 }
                 return None;
             }
             Ok(true) => Ok(()),
-            Err(error) => Err(self.note(error)),
+            Err(error) => Err(self.note_loss(error)),
         };
-        // Else another thread looked at the same time.
-        if let Some(holds) = flight.land(ended.clone()) {
-            self.counts.ended(&ended, flight.tally());
-            let someone_sleeps = self.finish(flight.ticket);
+        // Otherwise another thread asked at the same time.
+        if let Some(guards) = submission.complete(ended.clone()) {
+            self.counts.ended(&ended, submission.tally());
+            let someone_sleeps = self.remove(submission.ticket);
             // Unpinning is a driver call; no lock is held.
-            drop(holds);
+            drop(guards);
             if someone_sleeps {
                 self.waiter.notify();
             }
         }
-        flight.outcome()
+        submission.outcome()
     }
 
-    /// Takes a submission off the record; whether someone sleeps until it has ended.
-    fn finish(&self, ticket: Ticket) -> bool {
+    /// Removes a submission from the record; whether someone sleeps until it has ended.
+    fn remove(&self, ticket: Ticket) -> bool {
         let mut in_flight = self.in_flight();
-        let head = in_flight.finish(ticket.sequence);
-        // Under the lock, so that the last word is the newest.
+        let head = in_flight.remove(ticket.sequence);
+        // Under the lock, so that the last store is of the newest head.
         self.set_head(ticket, head);
         self.waiter.has_notifiers()
     }
 
     fn set_head(&self, ticket: Ticket, head: Option<u64>) {
         if let Some(lane) = self.lane(ticket) {
-            // With nothing in flight the next number of the lane is not known, but is larger.
+            // The next number of an empty lane is not known, but is larger.
             lane.head.store(head.unwrap_or(u64::MAX), Ordering::Release);
         }
     }
 
     /// Waits for a submission.
-    pub(crate) fn wait(&self, flight: &Flight) -> Result<(), Error> {
+    pub(crate) fn wait(&self, submission: &Submission) -> Result<(), Error> {
         loop {
-            if let Some(outcome) = self.settle(flight, PATIENCE_US) {
+            if let Some(outcome) = self.poll(submission, WAIT_US) {
                 return outcome.clone();
             }
         }
@@ -225,51 +232,51 @@ impl Engine {
             }
             Err(error) => {
                 self.counts.add(Counter::DmaErrors, 1);
-                Err(self.note(error))
+                Err(self.note_loss(error))
             }
         }
     }
 
-    /// Takes in whatever has ended; how much is still in flight.
+    /// Completes what has ended; how many submissions are still in flight.
     pub(crate) fn reap(&self) -> usize {
         loop {
             let heads = self.in_flight().heads();
             // What is behind one that has ended may have ended, too.
-            let ended = heads.iter().filter(|head| self.settle(head, 0).is_some()).count();
+            let ended = heads.iter().filter(|head| self.poll(head, 0).is_some()).count();
             if ended == 0 {
                 return self.in_flight().len();
             }
         }
     }
 
-    /// Waits until the oldest submission is done.
+    /// Waits until the oldest submission has ended.
     pub(crate) fn wait_for_oldest(&self) {
         let oldest = self.in_flight().oldest();
         match oldest {
-            // Whoever started it learns how it ended.
-            Some(flight) => {
-                self.settle(&flight, PATIENCE_US);
+            // Its owner learns how it ended.
+            Some(submission) => {
+                self.poll(&submission, WAIT_US);
             }
-            // Other threads are submitting, or wait for one move each.
+            // Other threads are submitting, or run short copies, which are not recorded.
             None => std::thread::yield_now(),
         }
     }
 
-    /// Waits until nothing on record touches `range`. What [`Reservation::run`] does is not on
-    /// record, nor is what another thread is just submitting: callers of copies must not free what
-    /// they copy.
+    /// Waits until no recorded submission touches `range`. Short copies ([`SubmitPermit::run`]) and
+    /// submissions that other threads are just making are not recorded: memory must not be freed
+    /// while its own copies run.
     pub(crate) fn quiesce(&self, range: &Range<u64>) {
-        let mut flights = self.in_flight().all();
-        flights.retain(|flight| flight.touches(range));
-        for flight in flights {
-            let _ = self.wait(&flight);
+        let mut submissions = self.in_flight().all();
+        submissions.retain(|submission| submission.touches(range));
+        for submission in submissions {
+            let _ = self.wait(&submission);
         }
     }
 
-    /// Waits until nothing is in flight; the first failure among them.
+    /// Waits until nothing is in flight; the first failure among the submissions.
     pub(crate) fn drain(&self) -> Result<(), Error> {
-        let flights = self.in_flight().all();
-        flights.iter().map(|flight| self.wait(flight)).fold(Ok(()), Result::and)
+        let submissions = self.in_flight().all();
+        submissions.iter().map(|submission| self.wait(submission)).fold(Ok(()), Result::and)
     }
 
     /// Notifies when the next submission ends. `false`, and no notification will come, if nothing
@@ -278,7 +285,7 @@ impl Engine {
         if self.in_flight().is_empty() {
             return false;
         }
-        // Looked at again afterwards: what ends from there on notifies.
+        // Checked again afterwards: what ends from then on notifies.
         let will_notify = self.waiter.add(self, notifier) && !self.in_flight().is_empty();
         if !will_notify {
             self.waiter.remove(notifier);
@@ -291,14 +298,14 @@ impl Engine {
     }
 
     /// The waiter's work: sleeps until something has ended. `false` if nothing is in flight.
-    pub(crate) fn sleep_until_something_ends(&self) -> bool {
+    pub(crate) fn wait_for_any(&self) -> bool {
         let heads = self.in_flight().heads();
         let Some(oldest) = heads.first() else { return false };
         if heads.len() == 1 {
-            self.settle(oldest, PATIENCE_US);
-        } else if !heads.iter().any(|head| self.settle(head, 0).is_some()) {
-            // The driver waits for one submission at a time, and another lane may be quicker.
-            self.settle(oldest, SHARED_PATIENCE_US);
+            self.poll(oldest, WAIT_US);
+        } else if !heads.iter().any(|head| self.poll(head, 0).is_some()) {
+            // The driver waits for one submission at a time, and another lane may be faster.
+            self.poll(oldest, SHARED_WAIT_US);
         }
         true
     }
@@ -309,22 +316,22 @@ impl Engine {
     }
 }
 
-/// The right to make one submission.
-pub(crate) struct Reservation<'a> {
+/// The right to make one submission; dropped unused, it is returned.
+pub(crate) struct SubmitPermit<'a> {
     engine: &'a Engine,
-    room: Room,
-    /// The number it was used for, without being on record.
+    permit: Permit,
+    /// The sequence number that it was used for by [`SubmitPermit::run`].
     used: Option<u64>,
 }
 
-impl Reservation<'_> {
-    /// A number below [`SLOTS`](super::budget::SLOTS) that no other reservation or submission has.
+impl SubmitPermit<'_> {
+    /// A number below [`SLOTS`](super::SLOTS) that no other permit or submission has.
     pub(crate) fn slot(&self) -> u32 {
-        self.room.slot
+        self.permit.slot
     }
 
-    /// One move to or from a bounce buffer, waited for. What would otherwise keep count of it, and
-    /// keep what it needs, is the caller: the reservation stands for it until it is dropped.
+    /// One move to or from a bounce buffer, waited for. It is not recorded: the caller keeps what it
+    /// needs, and the permit stands for it until it is dropped.
     ///
     /// # Safety
     /// Everything the move names must stay valid until this returns.
@@ -336,53 +343,53 @@ impl Reservation<'_> {
     ) -> Result<(), Error> {
         let engine = self.engine;
         // SAFETY: the caller's promise.
-        let ticket = unsafe { engine.submit(direction, self.room.slot, &[dma])? };
+        let ticket = unsafe { engine.submit(direction, self.permit.slot, &[dma])? };
         self.used = Some(ticket.sequence);
         let ended = loop {
-            match engine.backend.wait(ticket, PATIENCE_US) {
+            match engine.backend.wait(ticket, WAIT_US) {
                 Ok(false) => {}
                 Ok(true) => break Ok(()),
-                Err(error) => break Err(engine.note(error)),
+                Err(error) => break Err(engine.note_loss(error)),
             }
         };
         engine.counts.bounced(&ended, direction, bytes);
         ended
     }
 
-    /// Submits.
+    /// Submits, and records the submission.
     ///
     /// # Safety
-    /// `load` must keep everything the moves name, except the caller's own memory, for which the
-    /// caller answers until the flight is done.
-    pub(crate) unsafe fn launch(
+    /// `resources` must keep everything the moves name, except the caller's own memory, for which the
+    /// caller answers until the submission has ended.
+    pub(crate) unsafe fn submit(
         self,
         direction: Direction,
         moves: Moves,
-        load: Load,
+        resources: Resources,
         tally: Tally,
-    ) -> Result<Arc<Flight>, Error> {
+    ) -> Result<Arc<Submission>, Error> {
         // SAFETY: the caller's promise.
-        let ticket = unsafe { self.engine.submit(direction, self.room.slot, &moves)? };
-        let looks = self.engine.looks(ticket);
-        let flight = Arc::new(Flight::new(ticket, moves, tally, load, looks));
-        let record = Arc::clone(&flight);
+        let ticket = unsafe { self.engine.submit(direction, self.permit.slot, &moves)? };
+        let polls = self.engine.polls(ticket);
+        let submission = Arc::new(Submission::new(ticket, moves, tally, resources, polls));
+        let recorded = Arc::clone(&submission);
         let mut in_flight = self.engine.in_flight();
-        let head = in_flight.start(self.room, ticket.sequence, ticket.lane, record);
+        let head = in_flight.record(self.permit, ticket.sequence, ticket.lane, recorded);
         self.engine.set_head(ticket, Some(head));
         drop(in_flight);
-        // The record has its room now.
+        // The record has the permit now.
         std::mem::forget(self);
-        Ok(flight)
+        Ok(submission)
     }
 }
 
-impl Drop for Reservation<'_> {
+impl Drop for SubmitPermit<'_> {
     fn drop(&mut self) {
         let mut in_flight = self.engine.in_flight();
-        in_flight.release(self.room, self.used);
+        in_flight.release(self.permit, self.used);
         let someone_sleeps = self.used.is_some() && self.engine.waiter.has_notifiers();
         drop(in_flight);
-        // For want of room, it may be.
+        // It may sleep because there was no permit.
         if someone_sleeps {
             self.engine.waiter.notify();
         }

@@ -1,6 +1,6 @@
-//! The CPU's part of a copy through a slot: between the slot and memory of the caller's.
+//! The CPU's part of a bounced copy: between a slot and the caller's memory.
 
-use super::plan::HostPtr;
+use super::located::HostPtr;
 use crate::Error;
 use crate::error::Phase;
 

@@ -1,26 +1,34 @@
 //! Copies between host and device memory by the device's DMA engines.
 //!
-//! [`plan`] decides how each segment travels, [`transfer`] carries a plan out step by step without
-//! ever blocking, [`engine`] keeps count of what the hardware is doing ([`budget`]), of what it needs
-//! meanwhile ([`flight`]) and of who sleeps until it is done ([`waiter`]), [`ring`] is the pinned
-//! memory that small or unpinnable host buffers go through, with the help of the CPU
-//! ([`host_copy`]), and [`short`] is the quick way for small copies that are waited for.
+//! The life of a copy:
+//!
+//! 1. [`located`]: each end is looked up once; what was found is carried down.
+//! 2. [`route`]: decides how the bytes travel: short, pinned, bounced or staged. One table, in its first
+//!    lines.
+//! 3. [`short`] copies small ones at once and waits; [`transfer`] carries all others out step by step
+//!    and never blocks.
+//! 4. [`engine`] gives out [`permits`] to submit, records what the hardware is doing ([`submission`]),
+//!    and has sleepers woken when it is done ([`waiter`]).
+//!
+//! [`slab`] is the pinned memory that small or unpinnable host buffers go through, [`host_copy`] the CPU's
+//! part of that.
 
-mod budget;
 pub(crate) mod engine;
-pub(crate) mod flight;
 mod host_copy;
-mod plan;
+pub(crate) mod located;
+mod permits;
 #[cfg(test)]
 mod reaping_tests;
-pub(crate) mod ring;
+mod route;
 #[cfg(test)]
 mod schedule_tests;
-pub(crate) mod short;
+mod short;
 #[cfg(test)]
 mod short_tests;
+pub(crate) mod slab;
 #[cfg(test)]
 mod split_tests;
+pub(crate) mod submission;
 #[cfg(test)]
 mod tests;
 mod transfer;
@@ -30,11 +38,15 @@ mod waiter_tests;
 
 use std::sync::Arc;
 
-pub(crate) use budget::SLOTS;
-pub(crate) use plan::BOUNCE_LEN;
+pub(crate) use permits::SLOTS;
 pub use transfer::Transfer;
+pub(crate) use transfer::copy_and_wait;
 
 use crate::{DeviceAddr, Error, HostRegion};
+
+/// The size of a bounce slot. A host side up to this size is copied through one unless it is pinned
+/// already: pinning and unpinning costs the driver more than the CPU needs to copy it.
+pub(crate) const BOUNCE_LEN: usize = 64 * 1024;
 
 /// One end of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,8 +66,7 @@ pub struct Segment {
     pub src: Side,
     /// Bytes; zero is allowed and does nothing.
     pub len: usize,
-    /// The registration of the host side, if it has one. Without it a large host side is pinned
-    /// for this copy alone.
+    /// The registration of the host side, if it has one.
     pub host_region: Option<Arc<HostRegion>>,
 }
 

@@ -89,10 +89,10 @@ fn whoever_sleeps_for_want_of_room_is_woken_by_the_end_of_a_small_copy() {
         // SAFETY: the bytes outlive the transfers.
         let start = || unsafe { device.copy(std::slice::from_ref(&segment)) };
         let mut others = Vec::new();
-        while device.has_room() {
+        while device.can_submit() {
             others.push(start());
         }
-        let sleeps = device.notify_on_completion(&notifier) && !device.has_room();
+        let sleeps = device.notify_on_completion(&notifier) && !device.can_submit();
         fake.finish(1);
         let rang = poll(&mut [PollFd::new(&*notifier, PollFlags::IN)], Some(&LONG)).unwrap() > 0;
         fake.finish_all();

@@ -3,7 +3,7 @@
 use hl_thunk::packet::LinDma;
 use proptest::prelude::*;
 
-use super::plan::{Step, straight};
+use super::route::{Step, direct};
 use crate::backend::fake::Fake;
 use crate::{DeviceAddr, Direction};
 
@@ -18,7 +18,7 @@ fn pieces_of_a_long_copy_fit_packets_touch_and_cover_it() {
         let direction = Direction::DeviceToDevice;
         let (to, from) = (DeviceAddr(dst), DeviceAddr(src));
         let mut at = 0;
-        for piece in straight(&device, to, from, len, direction, None) {
+        for piece in direct(&device, to, from, len, direction, None) {
             let Step::Direct { dma: LinDma::Copy { src: s, dst: d, len }, .. } = piece.step else {
                 panic!("nothing but packets");
             };
@@ -29,8 +29,7 @@ fn pieces_of_a_long_copy_fit_packets_touch_and_cover_it() {
         prop_assert_eq!(at, len as u64);
     });
     let pieces = |len| {
-        straight(&device, DeviceAddr(0), DeviceAddr(0), len, Direction::DeviceToDevice, None)
-            .count()
+        direct(&device, DeviceAddr(0), DeviceAddr(0), len, Direction::DeviceToDevice, None).count()
     };
     assert_eq!(pieces(1 << 30), 1);
     assert!(pieces(9 << 30) >= 3, "more than two packets can hold");

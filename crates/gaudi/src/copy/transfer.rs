@@ -1,17 +1,18 @@
-//! A copy under way: a plan that is carried out step by step, never blocking, as the hardware and
-//! the bounce slots allow.
+//! A copy under way: pieces that are submitted step by step, never blocking, as permits and slots
+//! allow.
 
-use std::any::Any;
 use std::sync::Arc;
 
 use hl_thunk::packet::LinDma;
 use smallvec::SmallVec;
 
-use super::flight::{CopyOut, Flight, Hold, Load, Moves};
 use super::host_copy::copy_in;
-use super::plan::{Piece, Pieces, Step};
-use super::ring::{Ring, Slot};
-use super::{Segment, SubmitError, plan};
+use super::located::End;
+use super::route::{Caller, Piece, Pieces, Step, route};
+use super::slab::{Slot, SlotPool};
+use super::submission::{CopyOut, Guard, Moves, Resources, Submission};
+use super::{Segment, SubmitError};
+use crate::pin::PinRef;
 use crate::process::Notifier;
 use crate::stats::Tally;
 use crate::{Device, DeviceAddr, Error};
@@ -25,7 +26,7 @@ use crate::{Device, DeviceAddr, Error};
 #[must_use = "a copy that nobody polls is never known to be complete"]
 pub struct Transfer {
     device: Arc<Device>,
-    /// Not yet started, the next one last.
+    /// Not yet submitted, the next one last.
     waiting: Pieces,
     /// With the hardware.
     active: SmallVec<[Active; 1]>,
@@ -35,13 +36,13 @@ pub struct Transfer {
 
 #[derive(Debug)]
 struct Active {
-    flight: Arc<Flight>,
-    /// The card that does it.
+    submission: Arc<Submission>,
+    /// The device that does it.
     on: Arc<Device>,
     forward: Option<Forward>,
 }
 
-/// What another card has to do when this one is finished.
+/// What another device has to do when this submission has ended.
 #[derive(Debug)]
 struct Forward {
     slot: Arc<Slot>,
@@ -50,53 +51,100 @@ struct Forward {
     len: usize,
 }
 
-/// Moves of one submission and what comes with them.
+/// The moves of one submission and what comes with them.
 #[derive(Default)]
 struct Batch {
     moves: Moves,
-    load: Load,
+    resources: Resources,
     forward: Option<Forward>,
     tally: Tally,
 }
 
 impl Batch {
-    fn hold(&mut self, hold: Arc<dyn Any + Send + Sync>) {
-        self.load.holds.push(Hold::Slot(hold));
+    /// Pins a slot until the submission has ended; where the device sees it.
+    fn use_slot(&mut self, on: &Arc<Device>, slot: &Arc<Slot>) -> Result<DeviceAddr, Error> {
+        let (addr, pin) = slot.pin(on)?;
+        self.resources.guards.push(Guard::Pin(PinRef::Owned(pin)));
+        self.resources.guards.push(Guard::Slot(slot.in_flight()));
+        Ok(addr)
     }
 }
 
+/// Whether steps were routed just now, with their device memory looked up, or had to wait since.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Routed {
+    Now,
+    Earlier,
+}
+
+/// Copies `len` bytes between two ends and returns when they have arrived. `device` was asked to copy.
+///
+/// # Safety
+/// As for [`Device::copy`].
+pub(crate) unsafe fn copy_and_wait(
+    device: &Arc<Device>,
+    ends: (End, End),
+    len: usize,
+) -> Result<(), Error> {
+    let mut pieces = Pieces::new();
+    // SAFETY: the caller's promise.
+    let routed = unsafe { route(device, ends, len, None, Caller::Waits, &mut pieces) };
+    let done = match routed {
+        // SAFETY: the caller's promise; the device side was looked up, and `route` checked the length.
+        Ok(Some(short)) => unsafe { short.copy(len) },
+        Ok(None) => match Transfer::submit(device, pieces) {
+            // A failure was counted when the transfer concluded.
+            Ok(mut transfer) => return transfer.wait().map_err(|error| error.on(device)),
+            Err(error) => Err(error),
+        },
+        Err(error) => Err(error),
+    };
+    done.map_err(|error| device.failed(error))
+}
+
 impl Transfer {
-    /// Plans and starts a copy.
+    /// Routes a copy and starts it.
     ///
     /// # Safety
     /// As for [`Device::copy`].
     pub(crate) unsafe fn start(
         device: &Arc<Device>,
         segments: &[Segment],
-        blocking: bool,
     ) -> Result<Self, SubmitError> {
         device.can_copy()?;
-        // Pinning for a copy that cannot start would be wasted work: look for room first.
-        if !blocking && device.engine().reserve().is_none() {
+        // Pinning for a copy that cannot start would be wasted work: look for a permit first.
+        if !device.can_submit() {
             return Err(SubmitError::Busy);
         }
-        // SAFETY: the caller's promise.
-        let mut waiting = unsafe { plan::plan(device, segments)? };
-        waiting.reverse();
+        let mut pieces = Pieces::new();
+        for segment in segments.iter().filter(|segment| segment.len > 0) {
+            let end = |side| End::of_side(device, side, segment.len);
+            let ends = (end(segment.dst)?, end(segment.src)?);
+            let region = segment.host_region.as_deref();
+            // SAFETY: the caller's promise.
+            unsafe { route(device, ends, segment.len, region, Caller::Polls, &mut pieces)? };
+        }
+        let transfer = Self::submit(device, pieces)?;
+        if transfer.active.is_empty() && !transfer.waiting.is_empty() {
+            return Err(SubmitError::Busy);
+        }
+        Ok(transfer)
+    }
+
+    /// Starts as many of the pieces as there are permits for.
+    fn submit(device: &Arc<Device>, mut pieces: Pieces) -> Result<Self, Error> {
+        pieces.reverse();
         let mut transfer = Self {
             device: Arc::clone(device),
-            waiting,
+            waiting: pieces,
             active: SmallVec::new(),
             failure: None,
             outcome: None,
         };
-        transfer.launch();
+        transfer.launch(Routed::Now);
         match transfer.failure.take() {
-            Some(error) if transfer.active.is_empty() => return Err(error.into()),
+            Some(error) if transfer.active.is_empty() => return Err(error),
             failure => transfer.failure = failure,
-        }
-        if transfer.active.is_empty() && !transfer.waiting.is_empty() && !blocking {
-            return Err(SubmitError::Busy);
         }
         transfer.conclude();
         Ok(transfer)
@@ -107,7 +155,7 @@ impl Transfer {
     pub fn poll(&mut self) -> Option<Result<(), Error>> {
         if self.outcome.is_none() {
             self.collect();
-            self.launch();
+            self.launch(Routed::Earlier);
             self.conclude();
         }
         self.outcome.clone()
@@ -120,53 +168,54 @@ impl Transfer {
                 return outcome;
             }
             match (self.active.first(), self.waiting.last()) {
-                (Some(active), _) => drop(active.on.engine().wait(&active.flight)),
-                // Other transfers use up the budget of the card.
+                (Some(active), _) => drop(active.on.engine().wait(&active.submission)),
+                // Other transfers have all permits of the device.
                 (None, Some(piece)) => piece.on.engine().wait_for_oldest(),
                 (None, None) => {}
             }
         }
     }
 
-    /// Notifies when there may be something new for [`Transfer::poll`] to see. `false`, and
-    /// no notification will come, if only polling gets this transfer on.
+    /// Notifies when there may be something new for [`Transfer::poll`] to see. `false`, and no
+    /// notification will come, if only polling advances this transfer.
     ///
-    /// What happened before does not notify: look at [`Transfer::has_news`] after this, and only then
+    /// What happened before does not notify: call [`Transfer::has_news`] after this, and only then
     /// sleep.
     pub fn notify_when_done(&self, notifier: &Arc<Notifier>) -> bool {
-        let mut cards: Vec<&Arc<Device>> = Vec::new();
-        for card in self.working() {
-            if !cards.iter().any(|other| other.id() == card.id()) {
-                cards.push(card);
+        let mut devices: Vec<&Arc<Device>> = Vec::new();
+        for device in self.working() {
+            if !devices.iter().any(|other| other.id() == device.id()) {
+                devices.push(device);
             }
         }
-        !cards.is_empty() && cards.into_iter().all(|card| card.notify_on_completion(notifier))
+        !devices.is_empty()
+            && devices.into_iter().all(|device| device.notify_on_completion(notifier))
     }
 
-    /// Whether [`Transfer::poll`] would get it on. Never blocks.
+    /// Whether [`Transfer::poll`] would advance it. Never blocks.
     pub fn has_news(&self) -> bool {
-        let ended = |active: &Active| active.on.engine().settle(&active.flight, 0).is_some();
+        let ended = |active: &Active| active.on.engine().poll(&active.submission, 0).is_some();
         match self.waiting.last() {
             _ if self.active.iter().any(ended) => true,
-            Some(piece) if self.active.is_empty() => piece.on.has_room(),
+            Some(piece) if self.active.is_empty() => piece.on.can_submit(),
             Some(_) => false,
             None => self.active.is_empty(),
         }
     }
 
-    /// The cards with work in flight for this transfer; without any, the one that has no room.
+    /// The devices with submissions of this transfer; without any, the one that it needs a permit of.
     fn working(&self) -> impl Iterator<Item = &Arc<Device>> {
         let waiting = self.waiting.last().filter(|_| self.active.is_empty());
         let active = self.active.iter().map(|active| &active.on);
         active.chain(waiting.map(|piece| &piece.on))
     }
 
-    /// Takes in what the hardware has finished.
+    /// Removes the submissions that have ended.
     fn collect(&mut self) {
         let mut at = 0;
         while at < self.active.len() {
             let active = &self.active[at];
-            let Some(outcome) = active.on.engine().settle(&active.flight, 0) else {
+            let Some(outcome) = active.on.engine().poll(&active.submission, 0) else {
                 at += 1;
                 continue;
             };
@@ -176,18 +225,17 @@ impl Transfer {
             }
             let active = self.active.swap_remove(at);
             if let Some(Forward { slot, target, dst, len }) = active.forward {
-                // Ahead of what has not started, so that its slot is soon free again.
+                // Before what has not started, so that its slot is soon free again.
                 let step = Step::Forward { slot, dst, len };
                 self.waiting.push(Piece { on: target, step });
             }
         }
     }
 
-    /// Starts as much as the devices and the slots have room for; nothing more once something has
-    /// failed.
-    fn launch(&mut self) {
+    /// Submits as much as there are permits and slots for; nothing more once something has failed.
+    fn launch(&mut self, routed: Routed) {
         while self.failure.is_none() && !self.waiting.is_empty() {
-            match self.launch_batch() {
+            match self.launch_batch(routed) {
                 Ok(Some(active)) => self.active.push(active),
                 Ok(None) => return,
                 Err(error) => self.failure = Some(error),
@@ -198,11 +246,12 @@ impl Transfer {
         }
     }
 
-    /// One submission of pieces that go the same way on the same card. `None`: no room.
-    fn launch_batch(&mut self) -> Result<Option<Active>, Error> {
+    /// One submission of pieces with the same direction on the same device. `None`: no permit or no
+    /// slot is free.
+    fn launch_batch(&mut self, routed: Routed) -> Result<Option<Active>, Error> {
         let Some(front) = self.waiting.last() else { return Ok(None) };
         let (on, direction) = (Arc::clone(&front.on), front.step.direction());
-        let Some(reservation) = on.engine().reserve() else { return Ok(None) };
+        let Some(permit) = on.engine().try_permit() else { return Ok(None) };
         let limit = on.engine().limits().map_err(Clone::clone)?.moves;
         let mut batch = Batch::default();
         let fits = |piece: &Piece| piece.on.id() == on.id() && piece.step.direction() == direction;
@@ -210,74 +259,63 @@ impl Transfer {
             && self.waiting.last().is_some_and(fits)
             && let Some(Piece { step, .. }) = self.waiting.pop()
         {
+            if routed == Routed::Earlier {
+                step.check_live(&self.device)?;
+            }
             if let Some(step) = self.add(&on, step, &mut batch)? {
                 self.waiting.push(Piece { on: Arc::clone(&on), step });
                 break;
             }
         }
-        let Batch { moves, load, forward, tally } = batch;
+        let Batch { moves, resources, forward, tally } = batch;
         if moves.is_empty() {
             return Ok(None);
         }
-        // SAFETY: pins and slots are in `load`; device memory was found live just now, and for host
-        // memory the caller of the copy answers.
-        let flight = unsafe { reservation.launch(direction, moves, load, tally) }
+        // SAFETY: pins and slots are in `resources`; device memory was just found to be in use, and for
+        // host memory the caller of the copy answers.
+        let submission = unsafe { permit.submit(direction, moves, resources, tally) }
             .map_err(|error| error.on(&on))?;
-        Ok(Some(Active { flight, on, forward }))
+        Ok(Some(Active { submission, on, forward }))
     }
 
-    /// Adds a step to a batch; gives it back if there is no slot for it.
+    /// Adds a step to a batch; returns it if no slot is free for it.
     fn add(&self, on: &Arc<Device>, step: Step, batch: &mut Batch) -> Result<Option<Step>, Error> {
         let (direction, path, bytes) = (step.direction(), step.path(), step.len());
-        step.check_live(&self.device)?;
-        match step {
+        let dma = match step {
             Step::Direct { dma, pin, .. } => {
-                batch.moves.push(dma);
-                batch.load.holds.extend(pin.map(Hold::Pin));
+                batch.resources.guards.extend(pin.map(Guard::Pin));
+                dma
             }
-            Step::In { from, dst, len, guarded } => {
-                let Some(slot) = slot(on.bounce()?, len)? else {
-                    return Ok(Some(step));
-                };
+            Step::BounceIn { from, dst, len, guarded } => {
+                let Some(slot) = take_slot(on.bounce()?, len)? else { return Ok(Some(step)) };
                 // SAFETY: the caller of the copy answers for the host side; the slot is ours alone.
                 unsafe { copy_in(from, slot.ptr(), len, guarded)? };
-                let (src, pin) = slot.pin(on)?;
-                batch.moves.push(LinDma::Copy { src, dst, len: len as u32 });
-                batch.hold(pin);
-                batch.hold(slot.fly());
+                LinDma::Copy { src: batch.use_slot(on, &slot)?, dst, len: len as u32 }
             }
-            Step::Out { to, src, len, guarded } => {
-                let Some(slot) = slot(on.bounce()?, len)? else {
-                    return Ok(Some(step));
-                };
-                let (dst, pin) = slot.pin(on)?;
-                batch.moves.push(LinDma::Copy { src, dst, len: len as u32 });
-                batch.hold(pin);
-                batch.hold(slot.fly());
-                batch.load.outs.push(CopyOut { slot, to, len, guarded });
+            Step::BounceOut { to, src, len, guarded } => {
+                let Some(slot) = take_slot(on.bounce()?, len)? else { return Ok(Some(step)) };
+                let dst = batch.use_slot(on, &slot)?;
+                batch.resources.copy_outs.push(CopyOut { slot, to, len, guarded });
+                LinDma::Copy { src, dst, len: len as u32 }
             }
-            Step::Cross { ref target, src, dst, len } => {
-                // One piece per submission: the second half of it overlaps with the next.
+            Step::Stage { ref target, src, dst, len } => {
+                // One piece per submission: its second half overlaps with the next piece's first.
                 if !batch.moves.is_empty() {
                     return Ok(Some(step));
                 }
-                let Some(slot) = slot(self.device.staging()?, len)? else {
+                let Some(slot) = take_slot(self.device.staging()?, len)? else {
                     return Ok(Some(step));
                 };
-                let (stage, pin) = slot.pin(on)?;
-                batch.moves.push(LinDma::Copy { src, dst: stage, len: len as u32 });
-                batch.hold(pin);
-                batch.hold(slot.fly());
+                let stage = batch.use_slot(on, &slot)?;
                 let target = Arc::clone(target);
                 batch.forward = Some(Forward { slot, target, dst, len });
+                LinDma::Copy { src, dst: stage, len: len as u32 }
             }
             Step::Forward { slot, dst, len } => {
-                let (src, pin) = slot.pin(on)?;
-                batch.moves.push(LinDma::Copy { src, dst, len: len as u32 });
-                batch.hold(pin);
-                batch.hold(slot.fly());
+                LinDma::Copy { src: batch.use_slot(on, &slot)?, dst, len: len as u32 }
             }
-        }
+        };
+        batch.moves.push(dma);
         batch.tally.add(direction, path, bytes);
         Ok(None)
     }
@@ -292,23 +330,23 @@ impl Transfer {
 
 impl Drop for Transfer {
     fn drop(&mut self) {
-        self.active.iter().for_each(|active| active.flight.abandon());
+        self.active.iter().for_each(|active| active.submission.abandon());
     }
 }
 
-/// A slot of the ring; one made for the occasion if all of them are with transfers that wait for
-/// someone to poll them, which may never happen.
-fn slot(ring: &Arc<Ring>, len: usize) -> Result<Option<Arc<Slot>>, Error> {
-    let taken = ring.take().or_else(|| {
-        // Finished copies that nobody has looked at hold slots as well, on any card.
-        for card in crate::runtime().devices() {
-            card.progress();
+/// A slot of the pool, or one made for this copy if all of them belong to transfers that wait to be
+/// polled, which may never happen. `None`: the hardware is using them.
+fn take_slot(pool: &Arc<SlotPool>, len: usize) -> Result<Option<Arc<Slot>>, Error> {
+    let taken = pool.take().or_else(|| {
+        // Submissions that have ended unnoticed have slots as well, on any device.
+        for device in crate::runtime().devices() {
+            device.progress();
         }
-        ring.take()
+        pool.take()
     });
     match taken {
         Some(slot) => Ok(Some(slot)),
-        None if ring.is_parked() => Ok(Ring::new(len, 1)?.take()),
+        None if pool.is_idle() => Ok(SlotPool::new(len, 1)?.take()),
         None => Ok(None),
     }
 }

@@ -1,8 +1,13 @@
-//! Who is woken when a submission ends, and the thread that sees to it.
+//! Waking sleepers when a submission ends, and the thread that does it if nobody else polls.
 //!
-//! Each notifier is notified once, by whoever finds that a submission has ended. While there are any, a thread
-//! sleeps in the driver, so that someone finds it. It is started when the first notifier comes: programs
+//! A notifier is notified once, by the thread that completes a submission. While there are notifiers, a
+//! thread sleeps in the driver, so that some thread does. It starts with the first notifier: programs
 //! that never sleep have no such thread.
+//!
+//! **Why no wake-up is lost:** a sleeper adds its notifier and *then* takes the lock of the record to see
+//! whether something is still in flight. A thread that completes a submission removes it under that
+//! lock, and asks for notifiers *before* it unlocks. Whichever of the two takes the lock second sees
+//! what the other did: the sleeper finds the submission gone, or the other thread finds the notifier.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -14,7 +19,7 @@ use crate::process::{Notifier, thread};
 /// See the module.
 #[derive(Debug, Default)]
 pub(crate) struct Waiter {
-    /// There may be notifiers: spares the lock where nobody sleeps.
+    /// There may be notifiers: saves the lock where nobody sleeps.
     any: AtomicBool,
     state: Mutex<State>,
     changed: Condvar,
@@ -32,36 +37,34 @@ impl Waiter {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has the notifier notified once, by the next [`Waiter::notify`]. `false` if there is no thread to see
-    /// to it.
+    /// Adds a notifier for the next [`Waiter::notify`]. `false` if the thread could not be started.
     pub(super) fn add(&self, engine: &Arc<Engine>, notifier: &Arc<Notifier>) -> bool {
         let mut state = self.state();
         if state.thread.is_none() && !state.stopped {
             state.thread = start(engine);
         }
-        let minded = state.thread.is_some();
+        let has_thread = state.thread.is_some();
         if !state.notifiers.iter().any(|other| Arc::ptr_eq(other, notifier)) {
             state.notifiers.push(Arc::clone(notifier));
         }
         self.any.store(true, Ordering::Relaxed);
         drop(state);
         self.changed.notify_one();
-        minded
+        has_thread
     }
 
-    /// Takes a notifier back.
+    /// Removes a notifier.
     pub(super) fn remove(&self, notifier: &Arc<Notifier>) {
         self.state().notifiers.retain(|other| !Arc::ptr_eq(other, notifier));
     }
 
-    /// Whether there may be notifiers. To be asked under the lock of the record, when something was taken
-    /// off it: who adds a notifier looks at the record afterwards, under the same lock, and finds it gone
-    /// if we come too early to see the notifier.
+    /// Whether there may be notifiers. Call it under the lock of the record, see the module. Relaxed: that
+    /// lock orders it with the store in `add`.
     pub(super) fn has_notifiers(&self) -> bool {
         self.any.load(Ordering::Relaxed)
     }
 
-    /// Notifies all, after something has ended and everyone can see it.
+    /// Notifies all. Call it when the end of a submission is visible to all threads.
     pub(super) fn notify(&self) {
         let notifiers = {
             let mut state = self.state();
@@ -71,7 +74,7 @@ impl Waiter {
         notifiers.iter().for_each(|notifier| notifier.notify());
     }
 
-    /// Waits for the first notifier; `false` when it is time to go.
+    /// Waits for the first notifier; `false` when the thread must end.
     fn wait_for_work(&self) -> bool {
         let idle = |state: &mut State| state.notifiers.is_empty() && !state.stopped;
         let state = self.changed.wait_while(self.state(), idle);
@@ -86,7 +89,8 @@ impl Waiter {
             state.thread.take()
         };
         self.changed.notify_one();
-        // The last handle of a device may go on the thread itself, with what a submission held.
+        // The last reference to a device may be dropped on the thread itself, with a submission's
+        // guards.
         if let Some(thread) = thread
             && thread.thread().id() != std::thread::current().id()
         {
@@ -95,7 +99,7 @@ impl Waiter {
     }
 }
 
-/// `None` where the system has no thread for us.
+/// `None` if the system refuses a thread.
 fn start(engine: &Arc<Engine>) -> Option<JoinHandle<()>> {
     let engine = Arc::clone(engine);
     thread::spawn("gaudi-waiter", move || work(&engine)).ok()
@@ -103,8 +107,8 @@ fn start(engine: &Arc<Engine>) -> Option<JoinHandle<()>> {
 
 fn work(engine: &Engine) {
     while engine.waiter().wait_for_work() {
-        if !engine.sleep_until_something_ends() {
-            // Nothing is in flight, so nothing will end: who sleeps all the same had better look.
+        if !engine.wait_for_any() {
+            // Nothing is in flight, so nothing will end: sleepers must look for themselves.
             engine.waiter().notify();
         }
     }

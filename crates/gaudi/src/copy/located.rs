@@ -1,0 +1,125 @@
+//! The two ends of a copy, looked up.
+
+use std::sync::Arc;
+
+use super::Side;
+use crate::{Device, DeviceAddr, Error, ErrorKind, Location, runtime};
+
+/// An address in host memory, for which the caller of the copy answers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct HostPtr(pub(crate) *mut u8);
+
+// SAFETY: an address; using it is unsafe and argued where it is used.
+unsafe impl Send for HostPtr {}
+// SAFETY: as above.
+unsafe impl Sync for HostPtr {}
+
+impl HostPtr {
+    pub(crate) fn add(self, bytes: usize) -> Self {
+        HostPtr(self.0.wrapping_add(bytes))
+    }
+}
+
+/// Device memory that was found to be in use, and the device whose engines reach it.
+#[derive(Clone, Debug)]
+pub(crate) struct Located {
+    pub(crate) addr: DeviceAddr,
+    pub(crate) device: Arc<Device>,
+    /// It is another device's memory, imported by this one: its engines reach it as they reach host
+    /// memory.
+    pub(crate) imported: bool,
+}
+
+/// An end of a copy: a [`Side`] after the lookup.
+#[derive(Clone, Debug)]
+pub(crate) enum End {
+    Host(HostPtr),
+    Device(Located),
+}
+
+pub(super) const COPYING: &str = "copying";
+
+pub(super) fn invalid(detail: String, remedy: &'static str) -> Error {
+    Error::new(ErrorKind::InvalidParams, COPYING, detail, remedy)
+}
+
+impl Located {
+    /// `[addr, addr + len)` in an allocation of any open device, or an import of `device`.
+    pub(super) fn find(
+        device: &Arc<Device>,
+        addr: DeviceAddr,
+        len: usize,
+    ) -> Result<Located, Error> {
+        if device.has_imported(addr, len) {
+            return Ok(Located { addr, device: Arc::clone(device), imported: true });
+        }
+        let owner = runtime().locate(addr.0, len).and_then(|location| {
+            if location.device_id == device.id() {
+                return Some(Arc::clone(device));
+            }
+            location.device()
+        });
+        let device = owner.ok_or_else(|| {
+            invalid(
+                format!("{len} bytes at {addr} are not in one live allocation"),
+                "copy within memory that is still allocated",
+            )
+        })?;
+        Ok(Located { addr, device, imported: false })
+    }
+}
+
+impl End {
+    /// Looks a side up, for a copy that was asked of `device`.
+    pub(crate) fn of_side(device: &Arc<Device>, side: Side, len: usize) -> Result<End, Error> {
+        Ok(match side {
+            Side::Host(ptr) => End::Host(HostPtr(ptr)),
+            Side::Device(addr) => End::Device(Located::find(device, addr, len)?),
+        })
+    }
+
+    /// An address of this process, after [`Runtime::locate`](crate::Runtime::locate).
+    pub(crate) fn of_address(addr: u64, location: Option<Location>) -> Result<End, Error> {
+        let Some(location) = location else {
+            let ptr = core::ptr::with_exposed_provenance_mut(addr as usize);
+            return Ok(End::Host(HostPtr(ptr)));
+        };
+        let device = location.device().ok_or_else(|| {
+            invalid(String::from("the card is being closed"), "free memory after its last copy")
+        })?;
+        Ok(End::Device(Located { addr: DeviceAddr(addr), device, imported: false }))
+    }
+
+    /// The device that reaches it, unless it is host memory.
+    pub(crate) fn device(&self) -> Option<&Arc<Device>> {
+        match self {
+            End::Host(_) => None,
+            End::Device(located) => Some(&located.device),
+        }
+    }
+}
+
+/// Linux gives programs at most this many bits of address (with five-level page tables).
+const USER_ADDRESS_BITS: u32 = 56;
+
+/// Refuses what cannot be host memory.
+pub(super) fn check_host(ptr: HostPtr, len: usize) -> Result<(), Error> {
+    let addr = ptr.0 as usize;
+    if ptr.0.is_null() || addr.checked_add(len).is_none() {
+        return Err(invalid(format!("{len} bytes at {addr:#x} are not host memory"), ""));
+    }
+    if runtime().locate(addr as u64, 0).is_some() {
+        return Err(invalid(
+            format!("{addr:#x} is device memory but was given as host memory"),
+            "pass the memory type UCX detected, or leave detection to UCX",
+        ));
+    }
+    // Programs have no memory up there; cards with an MMU have theirs.
+    if addr >> USER_ADDRESS_BITS != 0 {
+        return Err(invalid(
+            format!("{addr:#x} is neither host memory nor in a live device allocation"),
+            "this may be device memory that was freed",
+        ));
+    }
+    Ok(())
+}

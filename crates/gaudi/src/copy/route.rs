@@ -1,0 +1,245 @@
+//! How the bytes of a copy travel: the one place that decides.
+//!
+//! | ends | length | route |
+//! |---|---|---|
+//! | host and device, the caller waits | up to 64 KiB | *short*: through the slot of the permit, by one packet |
+//! | host and device, the host side can be pinned ([`pin`](crate::pin)) | any | *direct*: packets between the pin and the device |
+//! | host and device otherwise | any | *bounce*: pieces of 64 KiB through bounce slots |
+//! | both on one device, or one of them imported by it | any | *direct* |
+//! | two devices | any | *staged*: pieces of 1 MiB, to a staging slot by one device and on by the other |
+//! | both host memory | | refused: the caller uses `memcpy` |
+
+use std::sync::Arc;
+
+use hl_thunk::packet::{self, LinDma};
+use smallvec::SmallVec;
+
+use super::BOUNCE_LEN;
+use super::located::{COPYING, End, HostPtr, Located, check_host, invalid};
+use super::slab::Slot;
+use crate::pin::{self, HostAccess, PinRef, Pinned};
+use crate::stats::Path;
+use crate::{Device, DeviceAddr, Direction, Error, HostRegion};
+
+/// A step of a copy, small enough for one packet, and the device that does it.
+#[derive(Clone, Debug)]
+pub(crate) struct Piece {
+    pub(crate) on: Arc<Device>,
+    pub(crate) step: Step,
+}
+
+/// The pieces of a copy. Most copies have one, which needs no allocation.
+pub(crate) type Pieces = SmallVec<[Piece; 1]>;
+
+#[derive(Clone, Debug)]
+pub(crate) enum Step {
+    /// One packet, nothing else to do.
+    Direct { dma: LinDma, direction: Direction, pin: Option<PinRef> },
+    /// Into a bounce slot by the CPU, then to the device.
+    BounceIn { from: HostPtr, dst: DeviceAddr, len: usize, guarded: bool },
+    /// From the device to a bounce slot, then out by the CPU.
+    BounceOut { to: HostPtr, src: DeviceAddr, len: usize, guarded: bool },
+    /// From the device to a staging slot, then on to another device.
+    Stage { target: Arc<Device>, src: DeviceAddr, dst: DeviceAddr, len: usize },
+    /// The second half of `Stage`: from the slot to the device.
+    Forward { slot: Arc<Slot>, dst: DeviceAddr, len: usize },
+}
+
+impl Step {
+    /// The direction on the device that does it.
+    pub(crate) fn direction(&self) -> Direction {
+        match self {
+            Step::Direct { direction, .. } => *direction,
+            Step::BounceIn { .. } | Step::Forward { .. } => Direction::HostToDevice,
+            Step::BounceOut { .. } | Step::Stage { .. } => Direction::DeviceToHost,
+        }
+    }
+
+    /// What it counts as.
+    pub(crate) fn path(&self) -> Path {
+        match self {
+            Step::Direct { pin: Some(_), .. } => Path::Pinned,
+            Step::Direct { direction: Direction::DeviceToDevice, .. } => Path::Within,
+            Step::Direct { .. } => Path::Imported,
+            Step::BounceIn { .. } | Step::BounceOut { .. } => Path::Bounced,
+            Step::Stage { .. } => Path::Staging,
+            Step::Forward { .. } => Path::Staged,
+        }
+    }
+
+    /// Whether the device memory it names is still in use: for steps that had to wait since the copy
+    /// was routed for `device`.
+    pub(crate) fn check_live(&self, device: &Arc<Device>) -> Result<(), Error> {
+        let (dst, src) = match *self {
+            Step::Direct { dma: LinDma::Copy { src, dst, .. }, direction, ref pin } => {
+                // The other side is pinned host memory.
+                let pinned = |side| pin.is_some() && direction == side;
+                let dst = (!pinned(Direction::DeviceToHost)).then_some(dst);
+                (dst, (!pinned(Direction::HostToDevice)).then_some(src))
+            }
+            Step::Direct { dma: LinDma::Fill { dst, .. }, .. }
+            | Step::BounceIn { dst, .. }
+            | Step::Forward { dst, .. } => (Some(dst), None),
+            Step::BounceOut { src, .. } => (None, Some(src)),
+            Step::Stage { src, dst, .. } => (Some(dst), Some(src)),
+        };
+        let len = self.len() as usize;
+        let find = |addr| Located::find(device, addr, len).map(drop);
+        dst.into_iter().chain(src).try_for_each(find)
+    }
+
+    /// How many bytes.
+    pub(crate) fn len(&self) -> u64 {
+        match *self {
+            Step::Direct { dma: LinDma::Copy { len, .. } | LinDma::Fill { len, .. }, .. } => {
+                len.into()
+            }
+            Step::BounceIn { len, .. }
+            | Step::BounceOut { len, .. }
+            | Step::Stage { len, .. }
+            | Step::Forward { len, .. } => len as u64,
+        }
+    }
+}
+
+/// A copy between host and device memory that is small enough for the slot of a permit.
+pub(super) struct Short {
+    pub(super) on: Arc<Device>,
+    pub(super) host: HostPtr,
+    pub(super) addr: DeviceAddr,
+    pub(super) direction: Direction,
+}
+
+/// Whether the caller of a copy waits for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Caller {
+    Waits,
+    Polls,
+}
+
+/// Decides how `len` bytes travel from `src` to `dst`: adds the pieces to `pieces`, or returns a short
+/// copy, if the caller waits. `device` was asked to copy.
+///
+/// # Safety
+/// As for [`Device::copy`].
+pub(super) unsafe fn route(
+    device: &Arc<Device>,
+    (dst, src): (End, End),
+    len: usize,
+    region: Option<&HostRegion>,
+    caller: Caller,
+    pieces: &mut Pieces,
+) -> Result<Option<Short>, Error> {
+    if len == 0 {
+        return Ok(None);
+    }
+    let (on, host, addr, direction) = match (dst, src) {
+        (End::Device(dst), End::Host(host)) => {
+            (dst.device, host, dst.addr, Direction::HostToDevice)
+        }
+        (End::Host(host), End::Device(src)) => {
+            (src.device, host, src.addr, Direction::DeviceToHost)
+        }
+        (End::Device(dst), End::Device(src)) => {
+            between(device, dst, src, len, pieces)?;
+            return Ok(None);
+        }
+        (End::Host(_), End::Host(_)) => {
+            return Err(Error::unsupported(
+                COPYING,
+                "both sides are host memory",
+                "a Gaudi copies to or from device memory; use memcpy",
+            ));
+        }
+    };
+    check_host(host, len)?;
+    on.can_copy()?;
+    if caller == Caller::Waits && len <= BOUNCE_LEN {
+        return Ok(Some(Short { on, host, addr, direction }));
+    }
+    let start = host.0 as usize;
+    // SAFETY: the caller keeps the memory while the copy uses it.
+    match unsafe { pin::pin(&on, start..start + len, region)? } {
+        HostAccess::Pinned(Pinned { addr: seen, guard }) => {
+            let (dst, src) =
+                if direction == Direction::DeviceToHost { (seen, addr) } else { (addr, seen) };
+            pieces.extend(direct(&on, dst, src, len, direction, Some(guard)));
+        }
+        HostAccess::Bounce { guarded } => pieces.extend(parts(&on, len, BOUNCE_LEN, |at, len| {
+            let (host, addr) = (host.add(at), DeviceAddr(addr.0 + at as u64));
+            if direction == Direction::DeviceToHost {
+                Step::BounceOut { to: host, src: addr, len, guarded }
+            } else {
+                Step::BounceIn { from: host, dst: addr, len, guarded }
+            }
+        })),
+    }
+    Ok(None)
+}
+
+/// Both ends are device memory.
+fn between(
+    device: &Arc<Device>,
+    dst: Located,
+    src: Located,
+    len: usize,
+    pieces: &mut Pieces,
+) -> Result<(), Error> {
+    let direction = match (dst.imported, src.imported) {
+        (false, false) if dst.device.id() != src.device.id() => {
+            src.device.can_copy()?;
+            dst.device.can_copy()?;
+            let size = device.staging()?.slot_len();
+            pieces.extend(parts(&src.device, len, size, |at, len| Step::Stage {
+                target: Arc::clone(&dst.device),
+                src: DeviceAddr(src.addr.0 + at as u64),
+                dst: DeviceAddr(dst.addr.0 + at as u64),
+                len,
+            }));
+            return Ok(());
+        }
+        // An import is of the device that was asked to copy.
+        _ if dst.device.id() != src.device.id() => {
+            let owner = if dst.imported { src.device } else { dst.device };
+            return Err(invalid(
+                format!("one side is memory of {owner}, the other is imported by {device}"),
+                "import it for the card whose memory it is copied to or from",
+            ));
+        }
+        (false, false) => Direction::DeviceToDevice,
+        (true, false) => Direction::DeviceToHost,
+        (_, true) => Direction::HostToDevice,
+    };
+    src.device.can_copy()?;
+    pieces.extend(direct(&src.device, dst.addr, src.addr, len, direction, None));
+    Ok(())
+}
+
+/// One packet, or several where one cannot hold the length.
+pub(super) fn direct(
+    on: &Arc<Device>,
+    dst: DeviceAddr,
+    src: DeviceAddr,
+    len: usize,
+    direction: Direction,
+    pin: Option<PinRef>,
+) -> impl Iterator<Item = Piece> {
+    packet::split(len as u64).map(move |(offset, len)| {
+        let (src, dst) = (DeviceAddr(src.0 + offset), DeviceAddr(dst.0 + offset));
+        let dma = LinDma::Copy { src, dst, len };
+        Piece { on: Arc::clone(on), step: Step::Direct { dma, direction, pin: pin.clone() } }
+    })
+}
+
+/// Pieces of at most `size` bytes.
+fn parts(
+    on: &Arc<Device>,
+    len: usize,
+    size: usize,
+    step: impl Fn(usize, usize) -> Step,
+) -> impl Iterator<Item = Piece> {
+    (0..len).step_by(size).map(move |at| {
+        let step = step(at, size.min(len - at));
+        Piece { on: Arc::clone(on), step }
+    })
+}

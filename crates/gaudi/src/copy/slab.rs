@@ -1,0 +1,163 @@
+//! Pinned memory of the engine, in slots: host buffers that are too small to be worth pinning, or
+//! cannot be pinned, are copied through it.
+//!
+//! Two kinds: a [`SlotPool`] gives free slots to whoever asks (bounce buffers, staging between devices);
+//! [`PermitSlots`] has one slot for each permit to submit, so that a short copy needs no second
+//! allocation of a slot.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use hl_thunk::HostPages;
+
+use super::{BOUNCE_LEN, SLOTS};
+use crate::backend::HostPin;
+use crate::error::Phase;
+use crate::pin::pin_slab;
+use crate::slots::Slots;
+use crate::{Device, DeviceAddr, Error, HostRegion};
+
+/// Slots of one size in one block of pages. Pinned at first use, for each device that uses it.
+#[derive(Debug)]
+struct Slab {
+    // Unpinned before the pages go: fields drop in order.
+    region: Arc<HostRegion>,
+    pages: HostPages,
+    slot_len: usize,
+}
+
+impl Slab {
+    fn new(slot_len: usize, count: u32) -> Result<Self, Error> {
+        let pages = HostPages::new(slot_len * count as usize).map_err(|error| {
+            let errno = error.raw_os_error().unwrap_or(libc::ENOMEM);
+            Error::os(Phase::Use, "making bounce buffers", "mmap", errno)
+        })?;
+        let region = HostRegion::record(pages.as_ptr(), pages.len());
+        Ok(Self { region, pages, slot_len })
+    }
+
+    fn offset(&self, index: u32) -> usize {
+        let offset = index as usize * self.slot_len;
+        assert!(offset < self.pages.len(), "no slot {index}");
+        offset
+    }
+
+    fn ptr(&self, index: u32) -> *mut u8 {
+        // SAFETY: every slot lies inside the pages.
+        unsafe { self.pages.as_ptr().add(self.offset(index)) }
+    }
+
+    /// Where `device` sees the first slot, and the pin of all of them.
+    fn pin(&self, device: &Arc<Device>) -> Result<(DeviceAddr, Arc<HostPin>), Error> {
+        // SAFETY: the region goes before the pages, and a copy that uses the pin has a slot, and so
+        // the slab.
+        unsafe { pin_slab(device, &self.region) }
+    }
+}
+
+/// One slot for each permit, see [`SubmitPermit::slot`](super::engine::SubmitPermit::slot).
+#[derive(Debug)]
+pub(crate) struct PermitSlots {
+    slab: Slab,
+    /// Where the device sees the first slot, once it was pinned. The device keeps the pin.
+    first: OnceLock<DeviceAddr>,
+}
+
+impl PermitSlots {
+    pub(crate) fn new() -> Result<Self, Error> {
+        Ok(Self { slab: Slab::new(BOUNCE_LEN, SLOTS)?, first: OnceLock::new() })
+    }
+
+    /// A slot, and where `device`, always the same one, sees it.
+    pub(super) fn slot(
+        &self,
+        device: &Arc<Device>,
+        index: u32,
+    ) -> Result<(*mut u8, DeviceAddr), Error> {
+        let first = match self.first.get() {
+            Some(first) => first.0,
+            None => {
+                let (first, _kept_by_the_device) = self.slab.pin(device)?;
+                self.first.get_or_init(|| first).0
+            }
+        };
+        Ok((self.slab.ptr(index), DeviceAddr(first + self.slab.offset(index) as u64)))
+    }
+}
+
+/// Slots that are given to whoever asks.
+#[derive(Debug)]
+pub(crate) struct SlotPool {
+    slab: Slab,
+    free: Slots,
+    /// Slots that the hardware is using.
+    in_flight: AtomicU32,
+}
+
+impl SlotPool {
+    /// `count` slots (at most 64) of `slot_len` bytes.
+    pub(crate) fn new(slot_len: usize, count: u32) -> Result<Arc<Self>, Error> {
+        let slab = Slab::new(slot_len, count)?;
+        Ok(Arc::new(Self { slab, free: Slots::new(count), in_flight: AtomicU32::new(0) }))
+    }
+
+    /// A free slot, if there is one.
+    pub(super) fn take(self: &Arc<Self>) -> Option<Arc<Slot>> {
+        let index = self.free.take()?;
+        Some(Arc::new(Slot { pool: Arc::clone(self), index }))
+    }
+
+    /// Whether the hardware uses none of the slots. If none is free either, they all belong to
+    /// transfers that wait to be polled.
+    pub(super) fn is_idle(&self) -> bool {
+        self.in_flight.load(Ordering::Acquire) == 0
+    }
+
+    pub(super) fn slot_len(&self) -> usize {
+        self.slab.slot_len
+    }
+}
+
+/// A slot of a pool; free again when the last reference is dropped.
+#[derive(Debug)]
+pub(crate) struct Slot {
+    pool: Arc<SlotPool>,
+    index: u32,
+}
+
+impl Slot {
+    /// First byte. Valid for the pool's slot length.
+    pub(super) fn ptr(&self) -> *mut u8 {
+        self.pool.slab.ptr(self.index)
+    }
+
+    /// Where `device` sees the first byte, and the pin.
+    pub(super) fn pin(&self, device: &Arc<Device>) -> Result<(DeviceAddr, Arc<HostPin>), Error> {
+        let (first, pin) = self.pool.slab.pin(device)?;
+        Ok((DeviceAddr(first.0 + self.pool.slab.offset(self.index) as u64), pin))
+    }
+
+    /// A reference for as long as the hardware uses the slot.
+    pub(super) fn in_flight(self: &Arc<Self>) -> SlotInFlight {
+        self.pool.in_flight.fetch_add(1, Ordering::AcqRel);
+        SlotInFlight { slot: Arc::clone(self) }
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        self.pool.free.give(self.index);
+    }
+}
+
+/// A slot that the hardware is using.
+#[derive(Debug)]
+pub(crate) struct SlotInFlight {
+    slot: Arc<Slot>,
+}
+
+impl Drop for SlotInFlight {
+    fn drop(&mut self) {
+        self.slot.pool.in_flight.fetch_sub(1, Ordering::AcqRel);
+    }
+}

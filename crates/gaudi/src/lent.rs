@@ -10,7 +10,6 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::backend::lent::Lent;
@@ -27,8 +26,6 @@ const NOTING: &str = "noting memory that the application mapped";
 /// What the application has, as far as we know.
 #[derive(Debug, Default)]
 pub(crate) struct LentCards {
-    /// A card that is found busy in this very process is taken as lent.
-    adopting: AtomicBool,
     state: Mutex<State>,
 }
 
@@ -104,7 +101,7 @@ impl Runtime {
     /// answer said. A card that was not lent is known from now on, but not used for copies.
     pub fn add_memory(&self, fd: BorrowedFd<'_>, start: DeviceAddr, len: u64) -> Result<(), Error> {
         let info = self.card_of(fd)?;
-        self.know(&info, fd, self.lent.adopting.load(Ordering::Relaxed))?;
+        self.know(&info, fd, self.adopts_own_cards())?;
         let end = start.0.checked_add(len).filter(|_| start.0 != 0 && len != 0);
         let refuse = |detail: String, remedy| {
             Err(Error::new(ErrorKind::InvalidParams, NOTING, detail, remedy).on(&info))
@@ -230,9 +227,9 @@ impl Runtime {
         self.lent.state().cards.values().any(|card| card.device.id() == device)
     }
 
-    /// Whether a card that is busy in this very process may be used without being asked for.
-    pub fn adopt_own_cards(&self, adopt: bool) {
-        self.lent.adopting.store(adopt, Ordering::Relaxed);
+    /// Whether a card that is busy in this very process may be used without being lent.
+    fn adopts_own_cards(&self) -> bool {
+        self.options().adopt_own_cards.unwrap_or(false)
     }
 
     /// Whether the application may map memory on a card by itself: it has told us of a card; or it
@@ -245,7 +242,7 @@ impl Runtime {
         let library = self.library_if_loaded().filter(|library| library.was_loaded());
         library.is_some_and(|library| {
             // Who wants his cards adopted is going to have some.
-            self.lent.adopting.load(Ordering::Relaxed)
+            self.adopts_own_cards()
                 || !self.devices().is_empty()
                 || self.discover().is_ok_and(|cards| {
                     let own = |card: &DeviceInfo| holders::own_descriptor(library, card.node);
@@ -261,7 +258,7 @@ impl Runtime {
 
     /// Takes a card that did not open because this very process has it, if that is wanted.
     pub(crate) fn adopt_busy(&self, candidates: &[DeviceInfo]) -> Option<Arc<Device>> {
-        if !self.lent.adopting.load(Ordering::Relaxed) || synapse_is_there() {
+        if !self.adopts_own_cards() || synapse_is_there() {
             return None;
         }
         let library = self.library_if_loaded()?;

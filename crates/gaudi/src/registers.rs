@@ -22,12 +22,12 @@ pub struct RegisterBlock {
 impl Device {
     /// Maps the register block that starts at `address` in the device's configuration space.
     ///
-    /// Refused unless [`crate::Runtime::allow_register_access`] was called. The driver has the last
+    /// Refused unless [`crate::Options::register_access`] permits it. The driver has the last
     /// word, and its errno is kept: no blocks on a Gaudi (`EPERM`), only those of its list on later
     /// generations (`EINVAL`).
     pub fn map_block(self: &Arc<Self>, address: DeviceAddr) -> Result<RegisterBlock, Error> {
         self.check_process(MAPPING)?;
-        if !runtime().allows_register_access() {
+        if !runtime().options().register_access.unwrap_or(false) {
             return Err(Error::new(
                 ErrorKind::PermissionDenied,
                 MAPPING,
@@ -94,7 +94,13 @@ impl RegisterBlock {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Options;
     use crate::backend::fake::{BLOCK, Fake};
+
+    /// Whether registers may be mapped.
+    fn permit_registers(permitted: bool) {
+        runtime().configure(Options { register_access: Some(permitted), ..Options::default() });
+    }
 
     #[test]
     fn registers_are_refused_until_allowed_and_bounded_then() {
@@ -104,7 +110,7 @@ mod tests {
         let text = refused.to_string();
         assert!(text.contains("UCX_GAUDI_COPY_ENABLE_HW_BLOCK_ACCESS"), "{text}");
 
-        runtime().allow_register_access(true);
+        permit_registers(true);
         let unlisted = device.map_block(DeviceAddr(0x1000)).unwrap_err();
         assert_eq!(unlisted.errno(), Some(libc::EINVAL), "the driver's own");
         assert!(unlisted.to_string().contains("0x1000"), "{unlisted}");
@@ -126,6 +132,6 @@ mod tests {
         assert!(runtime().device(id).is_some(), "the block holds the device");
         drop(block);
         assert!(runtime().device(id).is_none());
-        runtime().allow_register_access(false);
+        permit_registers(false);
     }
 }

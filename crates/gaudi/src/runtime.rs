@@ -4,7 +4,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
@@ -22,13 +22,14 @@ use crate::error::Phase;
 use crate::holders::{self, Holders};
 use crate::lent::LentCards;
 use crate::memory::AddressTable;
+use crate::options::Configuration;
 use crate::process::Instance;
 use crate::rcache::{self, CacheLimits, Switch, Watch};
 use crate::topology::PciLink;
 use crate::window::{Blocked, Windows};
 use crate::{
-    BusId, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Error, ErrorKind, Location,
-    ScaleOut, Sysfs, Window, WindowEvent,
+    BusId, Conflict, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Error, ErrorKind,
+    Location, Options, RegistrationCache, ScaleOut, Sysfs, Window, WindowEvent,
 };
 
 /// Pauses between attempts while a card is in reset or being released, about three seconds in all.
@@ -47,7 +48,7 @@ pub struct Runtime {
     card_closed: Condvar,
     next_id: AtomicU32,
     notes: Mutex<Notes>,
-    register_access: AtomicBool,
+    options: Configuration,
     table: AddressTable,
     windows: Windows,
     pub(crate) lent: LentCards,
@@ -287,15 +288,20 @@ impl Runtime {
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Says whether [`Device::map_block`] may map registers in this process; not until it is
-    /// allowed.
-    pub fn allow_register_access(&self, allowed: bool) {
-        self.register_access.store(allowed, Ordering::Relaxed);
+    /// Sets options of this process; those that are `None` stay as they are. Whoever set one to another
+    /// value before is overruled, which is reported once ([`Runtime::take_conflicts`]).
+    pub fn configure(&self, options: Options) {
+        self.options.set(options);
     }
 
-    /// Whether registers may be mapped in this process.
-    pub fn allows_register_access(&self) -> bool {
-        self.register_access.load(Ordering::Relaxed)
+    /// What is set for this process.
+    pub fn options(&self) -> Options {
+        self.options.get()
+    }
+
+    /// Options that were set to different values, each once, since the last call: for a log.
+    pub fn take_conflicts(&self) -> Vec<Conflict> {
+        self.options.take_conflicts()
     }
 
     /// The open device with this id. Wait-free.
@@ -382,12 +388,16 @@ impl Runtime {
     ///
     /// [`rcache::invalidate`]: crate::rcache::invalidate
     pub fn cache_registrations(&self, limits: CacheLimits, watch: Watch) {
+        let cache = Some(RegistrationCache::Keep(limits));
+        self.configure(Options { registration_cache: cache, ..Options::default() });
         self.rcache.want(limits, watch);
     }
 
     /// Has no card keep pins any more. Those that are kept are given back: now, or when the copies
     /// that use them have ended.
     pub fn stop_caching_registrations(&self) {
+        let cache = Some(RegistrationCache::Off);
+        self.configure(Options { registration_cache: cache, ..Options::default() });
         self.rcache.off();
         rcache::clear();
     }

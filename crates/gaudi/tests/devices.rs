@@ -5,13 +5,18 @@ mod machine;
 
 use std::sync::Arc;
 
-use gaudi::{Device, DeviceAddr, DeviceChoice, ErrorKind, runtime};
+use gaudi::{Device, DeviceAddr, DeviceChoice, ErrorKind, Options, runtime};
 use hl_thunk::{DeviceMemory, Library};
 use machine::{assert_same, pattern, read, write};
 
 fn setup() -> Arc<Device> {
     machine::set_up("gaudi2");
     machine::fresh()
+}
+
+/// Whether registers may be mapped.
+fn permit_registers(permitted: bool) {
+    runtime().configure(Options { register_access: Some(permitted), ..Options::default() });
 }
 
 #[test]
@@ -51,11 +56,11 @@ fn registers_are_refused_by_us_and_then_by_the_driver_unless_on_its_list() {
     let address = DeviceAddr(0x1000_007f_f800_0004);
     let off = device.map_block(address).unwrap_err();
     assert_eq!((off.kind(), off.errno()), (ErrorKind::PermissionDenied, None));
-    runtime().allow_register_access(true);
+    permit_registers(true);
     let unlisted = device.map_block(address).unwrap_err();
     let listed = DeviceAddr(0x1000_007f_fc31_e000);
     let block = device.map_block(listed).unwrap();
-    runtime().allow_register_access(false);
+    permit_registers(false);
     assert_eq!((block.address(), block.len(), block.device().id()), (listed, 4096, device.id()));
     assert_eq!(block.read(0), Ok(u32::from_le_bytes(*b"soft")), "says that it is no hardware");
     assert_eq!((unlisted.kind(), unlisted.errno()), (ErrorKind::InvalidParams, Some(libc::EINVAL)));

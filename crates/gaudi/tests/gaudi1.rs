@@ -6,7 +6,7 @@ mod machine;
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use gaudi::{Device, DeviceAddr, DeviceChoice, Generation, Side, runtime};
+use gaudi::{Device, DeviceAddr, DeviceChoice, Generation, Options, Side, runtime};
 use machine::{assert_same, pattern, read, write};
 use soft_gaudi::dmabuf::Exported;
 
@@ -16,6 +16,11 @@ fn setup() -> (MutexGuard<'static, ()>, Arc<Device>) {
     let guard = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     machine::set_up("gaudi1");
     (guard, machine::open(0))
+}
+
+/// Whether registers may be mapped.
+fn permit_registers(permitted: bool) {
+    runtime().configure(Options { register_access: Some(permitted), ..Options::default() });
 }
 
 #[test]
@@ -95,9 +100,9 @@ fn exports_have_the_right_bytes() {
 #[test]
 fn the_driver_maps_no_register_block_of_this_generation() {
     let (_guard, device) = setup();
-    runtime().allow_register_access(true);
+    permit_registers(true);
     let refused = device.map_block(DeviceAddr(0x7f_fc00_0000)).unwrap_err();
-    runtime().allow_register_access(false);
+    permit_registers(false);
     assert_eq!(refused.errno(), Some(libc::EPERM), "{refused}");
     assert_eq!(refused.kind(), gaudi::ErrorKind::PermissionDenied, "{refused}");
 }

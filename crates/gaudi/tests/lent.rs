@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use gaudi::{Device, DeviceAddr, DeviceChoice, ErrorKind, Side, runtime};
+use gaudi::{Device, DeviceAddr, DeviceChoice, ErrorKind, Options, Side, runtime};
 use hl_thunk::{ControlDevice, DeviceMapping, DeviceMemory, Library};
 use machine::{alone, assert_same, pattern, read, write};
 use peer::{Peer, Set, hex, stat};
@@ -57,7 +57,7 @@ impl Application {
 fn adopting(adopt: bool) -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-    runtime().adopt_own_cards(adopt);
+    runtime().configure(Options { adopt_own_cards: Some(adopt), ..Options::default() });
     turn
 }
 
@@ -187,7 +187,7 @@ fn a_card_that_is_busy_in_this_process_says_how_to_lend_it_or_is_adopted() {
     write(&device, memory.addr(), &pattern(100, 1));
     drop((memory, device));
     runtime().take_back(application.card.as_fd()).unwrap();
-    runtime().adopt_own_cards(false);
+    runtime().configure(Options { adopt_own_cards: Some(false), ..Options::default() });
 }
 
 #[test]

@@ -119,7 +119,7 @@ impl<F: Flavour> Component for GaudiComponent<F> {
         let estimates = Estimates::new(&settings.estimates, card.generation, link, F::COST);
         memtype_cache::begin(ucx);
         memory_events::begin(ucx, &settings, F::LEADS)?;
-        gaudi::runtime().adopt_own_cards(settings.adopt);
+        settings::warn_of_conflicts(ucx);
         hooks::configure(ucx, settings.mem_hooks);
         Ok(GaudiDomain {
             ucx,
@@ -238,7 +238,6 @@ impl<F: Flavour> GaudiDomain<F> {
         if let Some(reason) = gaudi::stats::why_unreadable() {
             log!(self.ucx, Info, "statistics cannot be read from outside: {reason}");
         }
-        gaudi::runtime().allow_register_access(self.settings.hw_block_access);
         if self.settings.hw_block_access {
             if card.generation.maps_register_blocks() {
                 log!(self.ucx, Info, "register blocks of {card} may be mapped");

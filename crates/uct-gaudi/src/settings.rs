@@ -4,10 +4,8 @@
 //! that UCX does not understand thus takes both away, and never leaves one of them on a card that
 //! nobody meant.
 
-use std::sync::{Mutex, PoisonError};
-
 use gaudi::rcache::CacheLimits;
-use gaudi::{DeviceChoice, Error};
+use gaudi::{DeviceChoice, Error, OptionName, Options};
 use uct::config::{Kind, Ternary, Values, Variable};
 use uct::{Level, Status, Ucx, log};
 
@@ -153,12 +151,9 @@ pub(crate) struct Settings {
     pub(crate) abort_on_error: bool,
 }
 
-/// The card that was last chosen in this process.
-static CHOICE: Mutex<DeviceChoice> = Mutex::new(DeviceChoice::Any);
-
 /// The card that was last chosen in this process, for those who have no memory domain at hand.
 pub(crate) fn chosen_device() -> DeviceChoice {
-    CHOICE.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    gaudi::runtime().options().device.unwrap_or_default()
 }
 
 impl Settings {
@@ -176,8 +171,7 @@ impl Settings {
             }
             Status::INVALID_PARAM
         })?;
-        *CHOICE.lock().unwrap_or_else(PoisonError::into_inner) = device.clone();
-        Ok(Settings {
+        let settings = Settings {
             device,
             dmabuf: values.ternary("DMABUF"),
             mapped_dmabuf: values.ternary("ENABLE_MAPPED_DMABUF"),
@@ -193,7 +187,36 @@ impl Settings {
             mem_hooks: values.ternary("MEM_HOOKS"),
             adopt: values.bool("ADOPT"),
             abort_on_error: values.bool("ABORT_ON_ERROR"),
-        })
+        };
+        gaudi::runtime().configure(Options {
+            device: Some(settings.device.clone()),
+            register_access: Some(settings.hw_block_access),
+            adopt_own_cards: Some(settings.adopt),
+            ..Options::default()
+        });
+        Ok(settings)
+    }
+}
+
+/// Warns, once each, of variables that two memory domains of this process have with different values:
+/// the engine is one, and can only do one of them.
+pub(crate) fn warn_of_conflicts(ucx: &Ucx) {
+    for conflict in gaudi::runtime().take_conflicts() {
+        log!(ucx, Warn, "{}: {conflict}", variables_of(conflict.option));
+    }
+}
+
+/// The variables that set an option of the engine.
+fn variables_of(option: OptionName) -> &'static str {
+    match option {
+        OptionName::Device => "UCX_GAUDI_COPY_DEVICE",
+        OptionName::RegisterAccess => "UCX_GAUDI_COPY_ENABLE_HW_BLOCK_ACCESS",
+        OptionName::AdoptOwnCards => "UCX_GAUDI_COPY_ADOPT",
+        OptionName::RegistrationCache => {
+            "UCX_GAUDI_COPY_ENABLE_RCACHE, RCACHE_MAX_REGIONS, RCACHE_MAX_SIZE"
+        }
+        OptionName::HandleLimits => "UCX_GAUDI_IPC_CACHE_MAX_REGIONS, CACHE_MAX_SIZE",
+        OptionName::OpenForPeers => "UCX_GAUDI_IPC_OPEN_DEVICE",
     }
 }
 

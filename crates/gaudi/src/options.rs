@@ -1,0 +1,232 @@
+//! What is set for the whole process, in one value.
+//!
+//! Several users of the engine (memory domains of several UCX contexts) may set the same thing, and the
+//! engine is one. The last one decides; that they disagree is reported once.
+
+use std::fmt;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::DeviceChoice;
+use crate::rcache::CacheLimits;
+use crate::share::Limits;
+
+/// Settings of the engine; `None` leaves what was set before, or the default.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Options {
+    /// The card for those who name none. Default: any.
+    pub device: Option<DeviceChoice>,
+    /// Whether [`Device::map_block`](crate::Device::map_block) may map registers. Default: no.
+    pub register_access: Option<bool>,
+    /// Whether a card that is busy in this very process may be used without being lent. Default: no.
+    pub adopt_own_cards: Option<bool>,
+    /// How many pins cards keep. Set by [`Runtime::cache_registrations`], which starts the cache.
+    ///
+    /// [`Runtime::cache_registrations`]: crate::Runtime::cache_registrations
+    pub registration_cache: Option<RegistrationCache>,
+    /// How much memory of peers cards keep open while nobody uses it.
+    pub handle_limits: Option<Limits>,
+    /// Whether a card may be opened for the sake of a peer's memory. Default: yes.
+    pub open_for_peers: Option<bool>,
+}
+
+/// Whether pins of host memory are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RegistrationCache {
+    /// No.
+    Off,
+    /// This many.
+    Keep(CacheLimits),
+}
+
+/// The fields of [`Options`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OptionName {
+    /// [`Options::device`]
+    Device,
+    /// [`Options::register_access`]
+    RegisterAccess,
+    /// [`Options::adopt_own_cards`]
+    AdoptOwnCards,
+    /// [`Options::registration_cache`]
+    RegistrationCache,
+    /// [`Options::handle_limits`]
+    HandleLimits,
+    /// [`Options::open_for_peers`]
+    OpenForPeers,
+}
+
+/// Two users of the engine set an option to different values.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Conflict {
+    /// The option.
+    pub option: OptionName,
+    /// What it was set to before.
+    pub before: String,
+    /// What it is set to now.
+    pub now: String,
+}
+
+/// The options of this process.
+#[derive(Debug, Default)]
+pub(crate) struct Configuration(Mutex<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    options: Options,
+    conflicts: Vec<Conflict>,
+    reported: Vec<OptionName>,
+}
+
+impl Configuration {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sets what `wanted` says.
+    pub(crate) fn set(&self, wanted: Options) {
+        let state = &mut *self.state();
+        let Options {
+            device,
+            register_access,
+            adopt_own_cards,
+            registration_cache,
+            handle_limits,
+            open_for_peers,
+        } = wanted;
+        let now = &mut state.options;
+        let conflicts = [
+            merge(OptionName::Device, &mut now.device, device),
+            merge(OptionName::RegisterAccess, &mut now.register_access, register_access),
+            merge(OptionName::AdoptOwnCards, &mut now.adopt_own_cards, adopt_own_cards),
+            merge(OptionName::RegistrationCache, &mut now.registration_cache, registration_cache),
+            merge(OptionName::HandleLimits, &mut now.handle_limits, handle_limits),
+            merge(OptionName::OpenForPeers, &mut now.open_for_peers, open_for_peers),
+        ];
+        for conflict in conflicts.into_iter().flatten() {
+            if !state.reported.contains(&conflict.option) {
+                state.reported.push(conflict.option);
+                state.conflicts.push(conflict);
+            }
+        }
+    }
+
+    pub(crate) fn get(&self) -> Options {
+        self.state().options.clone()
+    }
+
+    pub(crate) fn take_conflicts(&self) -> Vec<Conflict> {
+        std::mem::take(&mut self.state().conflicts)
+    }
+}
+
+/// Takes over what is wanted; the conflict, if something else was wanted before.
+fn merge<T: PartialEq + Describe>(
+    option: OptionName,
+    now: &mut Option<T>,
+    wanted: Option<T>,
+) -> Option<Conflict> {
+    let wanted = wanted?;
+    let before = now.replace(wanted)?;
+    let wanted = now.as_ref().expect("just set");
+    if before == *wanted {
+        return None;
+    }
+    Some(Conflict { option, before: before.describe(), now: wanted.describe() })
+}
+
+/// A value as people write it.
+trait Describe {
+    fn describe(&self) -> String;
+}
+
+impl Describe for bool {
+    fn describe(&self) -> String {
+        String::from(if *self { "yes" } else { "no" })
+    }
+}
+
+impl Describe for DeviceChoice {
+    fn describe(&self) -> String {
+        match self {
+            DeviceChoice::Any => String::from("any"),
+            choice => choice.to_string(),
+        }
+    }
+}
+
+impl Describe for Limits {
+    fn describe(&self) -> String {
+        format!("{} ranges, {} bytes", self.handles, self.bytes)
+    }
+}
+
+impl Describe for RegistrationCache {
+    fn describe(&self) -> String {
+        match self {
+            RegistrationCache::Off => String::from("off"),
+            RegistrationCache::Keep(limits) => {
+                format!("{} ranges, {} bytes", limits.regions, limits.bytes)
+            }
+        }
+    }
+}
+
+impl fmt::Display for Conflict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "users of this process set different values, {} and then {}: the last one is used",
+            self.before, self.now
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_value_is_used_and_a_conflict_reported_once() {
+        let configuration = Configuration::default();
+        let access = |allowed| Options { register_access: Some(allowed), ..Options::default() };
+        configuration.set(access(true));
+        configuration.set(access(true));
+        configuration.set(Options { adopt_own_cards: Some(true), ..Options::default() });
+        assert_eq!(configuration.take_conflicts(), [], "the same, and something else");
+        configuration.set(access(false));
+        let conflicts = configuration.take_conflicts();
+        let [conflict] = &conflicts[..] else { panic!("{conflicts:?}") };
+        assert_eq!(conflict.option, OptionName::RegisterAccess);
+        let text = conflict.to_string();
+        assert!(text.contains("yes and then no"), "{text}");
+        assert_eq!(configuration.get().register_access, Some(false));
+        configuration.set(access(true));
+        assert_eq!(configuration.take_conflicts(), [], "once");
+        assert_eq!(
+            configuration.get(),
+            Options { adopt_own_cards: Some(true), ..access(true) },
+            "others are left alone"
+        );
+    }
+
+    #[test]
+    fn values_are_described_as_people_write_them() {
+        let keep = |bytes| RegistrationCache::Keep(CacheLimits { regions: 3, bytes });
+        let configuration = Configuration::default();
+        for (device, cache) in
+            [(DeviceChoice::Any, RegistrationCache::Off), (DeviceChoice::Module(2), keep(100))]
+        {
+            let registration_cache = Some(cache);
+            let device = Some(device);
+            configuration.set(Options { device, registration_cache, ..Options::default() });
+        }
+        let said: Vec<(String, String)> = configuration
+            .take_conflicts()
+            .into_iter()
+            .map(|conflict| (conflict.before, conflict.now))
+            .collect();
+        let expected = [("any", "module:2"), ("off", "3 ranges, 100 bytes")]
+            .map(|(a, b)| (a.into(), b.into()));
+        assert_eq!(said, expected);
+    }
+}

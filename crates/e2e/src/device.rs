@@ -1,5 +1,5 @@
-//! Which Gaudi a program meets: none, a software one of its own, or the machine's. The choice is made
-//! as for any drop-in library, by the loader path; the plugin never learns of it.
+//! Which Gaudi a program finds: none, a software one of its own, or the machine's. The choice is made by the
+//! loader path, as for any drop-in library; the plugin cannot see it.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ const HABANA_LIB_DIR: &str = "/usr/lib/habanalabs";
 pub enum Device {
     /// No driver library on the loader path.
     None,
-    /// The software Gaudi, a machine-in-software of its own.
+    /// The software Gaudi, a machine in software of its own.
     Software(SoftNode),
     /// The machine's own card and driver library.
     Hardware {
@@ -27,7 +27,7 @@ pub enum Device {
     },
 }
 
-/// A machine-in-software: its name separates it from all others, its settings are variables.
+/// A machine in software: its name keeps it apart from all others, its settings are variables.
 #[derive(Debug)]
 pub struct SoftNode {
     name: String,
@@ -56,7 +56,7 @@ impl SoftNode {
 }
 
 impl SoftNode {
-    /// Has calls of the (Gaudi2) machine's driver go wrong: rules as `docs/software-gaudi.md` has them.
+    /// Injects faults into the driver calls of the (Gaudi2) machine: rules as in `docs/software-gaudi.md`.
     ///
     /// # Panics
     /// When the rules cannot be written.
@@ -74,14 +74,14 @@ impl SoftNode {
         self.with("SOFT_GAUDI_FAULTS", "yes")
     }
 
-    /// Removes the machine with all its cards, whoever still uses them.
-    pub fn take_away(&self) {
+    /// Removes the machine with all its cards, even if processes still use them.
+    pub fn remove(&self) {
         for folder in self.folders() {
             let _ = std::fs::remove_dir_all(folder);
         }
     }
 
-    /// Where the machine may be.
+    /// Folders where the machine may be.
     fn folders(&self) -> [PathBuf; 2] {
         let user = format!("soft-gaudi-{}", rustix::process::geteuid().as_raw());
         [PathBuf::from("/dev/shm"), std::env::temp_dir()]
@@ -95,9 +95,9 @@ fn private_folders(path: &Path) -> std::io::Result<()> {
 }
 
 impl Drop for SoftNode {
-    /// The folder of a machine-in-software outlives its processes, like a machine does.
+    /// The folder of a machine in software outlives its processes.
     fn drop(&mut self) {
-        self.take_away();
+        self.remove();
     }
 }
 
@@ -132,7 +132,7 @@ impl Device {
         system.iter().any(|dir| holds_library(Path::new(dir))).then(Vec::new)
     }
 
-    /// What to call it in front of people: nobody shall take the software one for hardware.
+    /// Its name in output. It must be clear that the software one is no hardware.
     pub fn title(&self) -> &'static str {
         match self {
             Device::None => "no Gaudi",

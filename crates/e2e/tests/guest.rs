@@ -178,7 +178,7 @@ fn host_only_program_survives_the_device_taken_away() {
         })
     });
     if let Device::Software(node) = &device {
-        node.take_away();
+        node.remove();
     }
     running.finish(Duration::from_secs(120)).ok();
     assert!(plugin_is_loaded, "the program ended before it loaded the plugin");

@@ -18,10 +18,10 @@ const HUGE_PAGE: u64 = 2 << 20;
 
 /// Memory in this process behind a device address.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Place {
-    /// Where.
+pub(crate) struct HostRange {
+    /// First byte.
     pub(crate) ptr: *mut u8,
-    /// For how many bytes it goes on.
+    /// Contiguous bytes from there.
     pub(crate) len: u64,
 }
 
@@ -81,7 +81,7 @@ impl AddressSpace {
     pub(crate) fn new(profile: &'static Profile, memory: &'static CardMemory, dram: u64) -> Self {
         let taken = profile.mapped_cb_pool + profile.internal_cbs;
         let mut host_va = FreeRange::new(profile.host_va, profile.host_va_hints);
-        host_va.take(taken, Align::Power(HOST_PAGE), Hint::default());
+        host_va.allocate(taken, Align::Power(HOST_PAGE), Hint::default());
         let first = profile.host_va.first;
         let cb_pool = crate::asic::Span {
             first,
@@ -123,7 +123,7 @@ impl AddressSpace {
             self.accounted = self.accounted.wrapping_add(size);
             return Ok(0);
         }
-        let segments = self.pages.take(size, contiguous).ok_or(Errno::NOMEM)?;
+        let segments = self.pages.allocate(size, contiguous).ok_or(Errno::NOMEM)?;
         let size = segments.iter().map(|s| s.len).sum();
         let handle = self.next_handle;
         self.next_handle += 1;
@@ -145,7 +145,7 @@ impl AddressSpace {
             for segment in &allocation.segments {
                 self.memory.discard(segment.offset, segment.len);
             }
-            self.pages.give_back(&allocation.segments);
+            self.pages.free_segments(&allocation.segments);
         }
         Ok(())
     }
@@ -158,7 +158,7 @@ impl AddressSpace {
         } else {
             Align::Pages(self.profile.dram_page)
         };
-        let va = self.dram_va.take(allocation.size, align, hint).ok_or(Errno::NOMEM)?;
+        let va = self.dram_va.allocate(allocation.size, align, hint).ok_or(Errno::NOMEM)?;
         allocation.mapped += 1;
         let memory = self.memory;
         let segments = allocation.segments.clone();
@@ -193,7 +193,7 @@ impl AddressSpace {
             Some(range) if huge => range,
             _ => &mut self.host_va,
         };
-        let block = range.take(len, Align::Power(align), hint).ok_or(Errno::NOMEM)?;
+        let block = range.allocate(len, Align::Power(align), hint).ok_or(Errno::NOMEM)?;
         let va = block + in_page;
         let pieces = vec![(start as usize, len)];
         self.mappings
@@ -221,7 +221,7 @@ impl AddressSpace {
             left -= part;
         }
         let align = Align::Power(HOST_PAGE);
-        let va = self.host_va.take(len, align, Hint::default()).ok_or(Errno::NOMEM)?;
+        let va = self.host_va.allocate(len, align, Hint::default()).ok_or(Errno::NOMEM)?;
         let backing = Backing::Import { _keep: exported };
         self.mappings.insert(va, Mapping { va, size: len, pieces, backing });
         Ok(va)
@@ -242,17 +242,17 @@ impl AddressSpace {
         let Some(mapping) = self.mappings.remove(&start) else { return Err(Errno::INVAL) };
         match mapping.backing {
             Backing::Device { handle, .. } => {
-                self.dram_va.give_back(start, mapping.size);
+                self.dram_va.release(start, mapping.size);
                 if let Some(allocation) = self.allocations.get_mut(&handle) {
                     allocation.mapped -= 1;
                 }
             }
             Backing::Host { huge } => match &mut self.huge_va {
-                Some(range) if huge => range.give_back(start, mapping.size),
-                _ => self.host_va.give_back(start, mapping.size),
+                Some(range) if huge => range.release(start, mapping.size),
+                _ => self.host_va.release(start, mapping.size),
             },
-            Backing::Import { .. } => self.host_va.give_back(start, mapping.size),
-            Backing::CommandBuffer => self.cb_va.give_back(start, mapping.size),
+            Backing::Import { .. } => self.host_va.release(start, mapping.size),
+            Backing::CommandBuffer => self.cb_va.release(start, mapping.size),
         }
         Ok(())
     }
@@ -263,7 +263,7 @@ impl AddressSpace {
             return Err(Errno::NOMEM);
         }
         let align = Align::Power(HOST_PAGE);
-        let va = self.cb_va.take(len, align, Hint::default()).ok_or(Errno::NOMEM)?;
+        let va = self.cb_va.allocate(len, align, Hint::default()).ok_or(Errno::NOMEM)?;
         let backing = Backing::CommandBuffer;
         self.mappings.insert(va, Mapping { va, size: len, pieces: vec![(ptr, len)], backing });
         Ok(va)
@@ -272,11 +272,11 @@ impl AddressSpace {
     /// Undoes [`Self::map_command_buffer`].
     pub(crate) fn unmap_command_buffer(&mut self, va: u64) {
         if let Some(mapping) = self.mappings.remove(&va) {
-            self.cb_va.give_back(va, mapping.size);
+            self.cb_va.release(va, mapping.size);
         }
     }
 
-    /// Checks an export in the driver's order and says which DRAM it covers.
+    /// Checks an export in the driver's order; returns the DRAM it covers.
     pub(crate) fn export(&self, addr: u64, size: u64, offset: u64) -> Result<ExportRange, Errno> {
         let pages = |value: u64| value.is_multiple_of(HOST_PAGE);
         if !self.profile.dram_mmu {
@@ -311,13 +311,13 @@ impl AddressSpace {
     }
 
     /// Memory behind a device address, or `None`: the card faults there.
-    pub(crate) fn translate(&self, addr: u64) -> Option<Place> {
+    pub(crate) fn translate(&self, addr: u64) -> Option<HostRange> {
         if let Some((&start, mapping)) = self.mappings.range(..=addr).next_back() {
             let mut into = addr - start;
             if into < mapping.size {
                 for &(ptr, len) in &mapping.pieces {
                     if into < len {
-                        return Some(Place {
+                        return Some(HostRange {
                             ptr: (ptr as u64 + into) as *mut u8,
                             len: len - into,
                         });
@@ -331,12 +331,12 @@ impl AddressSpace {
             addr.checked_sub(base).filter(|into| *into < size).map(|into| (into, size - into))
         };
         if let Some((into, len)) = within(profile.sram_base, profile.sram_size) {
-            return Some(Place { ptr: self.memory.sram(into), len });
+            return Some(HostRange { ptr: self.memory.sram(into), len });
         }
         if !profile.dram_mmu
             && let Some((into, len)) = within(profile.dram_base, self.dram_size)
         {
-            return Some(Place { ptr: self.memory.dram(into), len });
+            return Some(HostRange { ptr: self.memory.dram(into), len });
         }
         None
     }
@@ -364,7 +364,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_cut_is_the_same_bytes(
+        fn a_cut_covers_the_same_bytes(
             lens in prop::collection::vec(1u64..6, 1..6), offset in 0u64..20, size in 1u64..20
         ) {
             let segments: Vec<Segment> = lens

@@ -2,8 +2,8 @@
 //! Gaudi2, which are on the driver's list.
 //!
 //! They are pages of the compute node's file, so that a plain `mmap` of the descriptor shows them, as
-//! it does on hardware. They hold what is written to them and do nothing; their first registers say
-//! that this is no hardware.
+//! it does on hardware. They keep what is written to them and do nothing; their first registers
+//! identify the software card.
 
 use std::os::fd::BorrowedFd;
 
@@ -29,7 +29,7 @@ fn offsets(generation: Generation) -> &'static [u64] {
     }
 }
 
-/// Makes room for the blocks in the node's file and fills them. The file ends with them.
+/// Creates the blocks in the node's file. The file ends with them.
 pub(crate) fn prepare(file: BorrowedFd<'_>, profile: &Profile) -> Result<(), Errno> {
     let count = offsets(profile.generation).len() as u64;
     if count > 0 {

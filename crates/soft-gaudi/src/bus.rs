@@ -1,4 +1,4 @@
-//! What the packets of a queue do to the world: device memory, registers, fences, other queues.
+//! What the packets of a queue access: device memory, registers, fences, other queues.
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
@@ -11,11 +11,11 @@ use crate::faults::Action;
 use crate::guarded;
 use crate::packet::LinDma;
 use crate::processor::{Bus, Fault};
-use crate::registers::{Consequences, Registers};
+use crate::registers::{Registers, WriteEffects};
 use crate::sync_manager::Effect;
 use crate::workers;
 
-/// Monitors that set each other off for ever end as an error.
+/// Monitors that trigger each other without end are an error.
 const MAX_EFFECTS: u32 = 1 << 16;
 
 /// The device as one queue of it sees it.
@@ -30,16 +30,16 @@ impl QueueBus<'_> {
         let mut done = 0;
         while done < len {
             let at = addr.checked_add(done as u64).ok_or(Fault::Page { addr })?;
-            let place = self.context.space().translate(at).ok_or(Fault::Page { addr: at })?;
-            let part = place.len.min((len - done) as u64) as usize;
-            // SAFETY: `place` is memory the program mapped for the device, `ptr` the caller's
+            let range = self.context.space().translate(at).ok_or(Fault::Page { addr: at })?;
+            let part = range.len.min((len - done) as u64) as usize;
+            // SAFETY: `range` is memory the program mapped for the device, `ptr` the caller's
             // buffer of `len` bytes; a vanished mapping comes back as an error.
             let moved = unsafe {
                 let here = ptr.add(done);
                 if write {
-                    guarded::copy(place.ptr, here, part)
+                    guarded::copy(range.ptr, here, part)
                 } else {
-                    guarded::copy(here, place.ptr, part)
+                    guarded::copy(here, range.ptr, part)
                 }
             };
             moved.map_err(|_| Fault::Page { addr: at })?;
@@ -61,7 +61,7 @@ impl QueueBus<'_> {
         self.transfer(addr, bytes.as_mut_ptr(), bytes.len(), true)
     }
 
-    /// Lets a queue go on whose fence moved.
+    /// Continues a queue whose fence counter changed.
     fn kick(&self, queue: u32) {
         if let Some(target) = self.context.queues.get(queue as usize)
             && target.kick()
@@ -70,12 +70,12 @@ impl QueueBus<'_> {
         }
     }
 
-    /// Before a long copy: others must not wait for it.
-    fn share_ready(&self) {
+    /// Hands ready queues to the workers before a long copy: they must not wait for it.
+    fn hand_over_ready_queues(&self) {
         let ready =
             core::mem::take(&mut *self.context.ready.lock().unwrap_or_else(|p| p.into_inner()));
         for queue in ready {
-            workers::run_later(self.context.clone(), queue);
+            workers::enqueue(self.context.clone(), queue);
         }
     }
 
@@ -111,7 +111,7 @@ impl Bus for QueueBus<'_> {
             }
         }
         if len >= INLINE_BYTES {
-            self.share_ready();
+            self.hand_over_ready_queues();
         }
         if dma.swap != 0 && !dma.memset {
             return self.swap(dma, done, len);
@@ -157,7 +157,7 @@ impl Bus for QueueBus<'_> {
             let mut bytes = value.to_le_bytes();
             return self.transfer(addr, bytes.as_mut_ptr(), bytes.len(), true);
         }
-        let mut then = Consequences::default();
+        let mut then = WriteEffects::default();
         self.registers().write(addr, value, &mut then);
         // A monitor's payload may be another register, and so on.
         let mut effects = VecDeque::from(then.effects);
@@ -170,7 +170,7 @@ impl Bus for QueueBus<'_> {
             }
             match effect {
                 Effect::Write { addr, value } if self.context.profile.cfg.contains(addr, 4) => {
-                    let mut then = Consequences::default();
+                    let mut then = WriteEffects::default();
                     self.registers().write(addr, value, &mut then);
                     effects.extend(then.effects);
                     kicked.extend(then.kicked);

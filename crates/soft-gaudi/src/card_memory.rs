@@ -14,8 +14,8 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::node::Node;
 
-/// Room for SRAM at the start of the file, the largest generation's.
-const SRAM_ROOM: u64 = 256 << 20;
+/// Bytes for SRAM at the start of the file; the largest of all generations.
+const SRAM_BYTES: u64 = 256 << 20;
 
 /// The memory of one card as this process sees it.
 #[derive(Debug)]
@@ -42,7 +42,7 @@ pub(crate) fn of(node: &Node, device: u32) -> Result<&'static CardMemory, Errno>
 }
 
 fn map(file: OwnedFd, dram_size: u64) -> Result<CardMemory, Errno> {
-    let len = SRAM_ROOM + dram_size;
+    let len = SRAM_BYTES + dram_size;
     // SAFETY: a fresh mapping at an address of the kernel's choice.
     let base = unsafe {
         rustix::mm::mmap(
@@ -60,7 +60,7 @@ fn map(file: OwnedFd, dram_size: u64) -> Result<CardMemory, Errno> {
 }
 
 impl CardMemory {
-    /// False when the machine's folder was removed and made anew meanwhile.
+    /// False when the machine's folder was removed and created again.
     fn is_current(&self, node: &Node, device: u32) -> bool {
         let here = rustix::fs::fstat(&self.file).map(|s| (s.st_dev, s.st_ino));
         let there = rustix::fs::stat(node.memory_path(device)).map(|s| (s.st_dev, s.st_ino));
@@ -75,14 +75,14 @@ impl CardMemory {
     /// Empties the memory and gives it its size; only for the card's owner.
     pub(crate) fn reset(&self, dram_size: u64) -> Result<(), Errno> {
         rustix::fs::ftruncate(&self.file, 0)?;
-        rustix::fs::ftruncate(&self.file, SRAM_ROOM + dram_size)
+        rustix::fs::ftruncate(&self.file, SRAM_BYTES + dram_size)
     }
 
     /// Returns the pages of a DRAM range to the host; they read as zero afterwards.
     pub(crate) fn discard(&self, offset: u64, len: u64) {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         // Without hole punching the memory merely stays allocated.
-        let _ = rustix::fs::fallocate(&self.file, flags, SRAM_ROOM + offset, len);
+        let _ = rustix::fs::fallocate(&self.file, flags, SRAM_BYTES + offset, len);
     }
 
     /// Returns all pages to the host without moving the end of the file under running copies.
@@ -93,18 +93,18 @@ impl CardMemory {
 
     /// Where a DRAM byte is in this process.
     pub(crate) fn dram(&self, offset: u64) -> *mut u8 {
-        debug_assert!(offset < self.len - SRAM_ROOM);
-        (self.base as u64 + SRAM_ROOM + offset) as *mut u8
+        debug_assert!(offset < self.len - SRAM_BYTES);
+        (self.base as u64 + SRAM_BYTES + offset) as *mut u8
     }
 
     /// Where an SRAM byte is in this process.
     pub(crate) fn sram(&self, offset: u64) -> *mut u8 {
-        debug_assert!(offset < SRAM_ROOM);
+        debug_assert!(offset < SRAM_BYTES);
         (self.base as u64 + offset) as *mut u8
     }
 
     /// Offset in the file of a DRAM byte.
     pub(crate) fn file_offset(dram_offset: u64) -> u64 {
-        SRAM_ROOM + dram_offset
+        SRAM_BYTES + dram_offset
     }
 }

@@ -1,8 +1,8 @@
 //! Command buffers that the driver allocates: handles that are offsets into the compute node's
 //! file, so that a plain `mmap` of the descriptor shows them.
 //!
-//! The library looks at them through one mapping of its own, made from a second open of the file:
-//! one made from the user's descriptor would keep the card busy after the user closed it.
+//! The library has one mapping of its own, made from a second open of the file: a mapping made from the user's
+//! descriptor would keep the card busy after the user closed it.
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -26,9 +26,9 @@ const QUARANTINE: u64 = 64 << 20;
 pub(crate) struct CommandBuffer {
     /// Usable bytes.
     pub(crate) size: u32,
-    /// Where this process sees it.
+    /// Its address in this process.
     pub(crate) ptr: usize,
-    /// Where the card sees it, if it does.
+    /// Its device address, if it has one.
     pub(crate) va: Option<u64>,
     pages: u64,
 }
@@ -82,7 +82,7 @@ impl CommandBuffers {
         })
     }
 
-    /// The node's file, by a descriptor that does not hold the card.
+    /// The node's file, by a descriptor that does not own the card.
     pub(crate) fn file(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }
@@ -135,7 +135,7 @@ impl CommandBuffers {
         rustix::fs::fallocate(&self.file, flags, at, len).map_err(|_| Errno::NOMEM)
     }
 
-    /// Remembers where the card sees a buffer.
+    /// Sets the device address of a buffer.
     pub(crate) fn set_va(&mut self, handle: u64, va: u64) {
         if let Some(buffer) = self.buffers.get_mut(&handle) {
             buffer.va = Some(va);
@@ -146,7 +146,7 @@ impl CommandBuffers {
         self.buffers.get(&handle).copied().ok_or(Errno::INVAL)
     }
 
-    /// Forgets a buffer; its memory stays for those who have it mapped.
+    /// Destroys a buffer; its memory stays for programs that have it mapped.
     pub(crate) fn destroy(&mut self, handle: u64) -> Result<CommandBuffer, Errno> {
         let buffer = self.buffers.remove(&handle).ok_or(Errno::INVAL)?;
         self.destroyed.push_back(((handle - HANDLES) / HOST_PAGE, buffer.pages));

@@ -1,8 +1,8 @@
 //! The variables that describe the machine in software, read once per process.
 //!
 //! Nothing here is shared between processes: the generation is part of the folder's name, the
-//! number of cards is how many of them this process looks at, and the size of a card's memory is
-//! decided by whoever opens the card. So two processes can disagree without a conflict to settle.
+//! number of cards is how many this process sees, and the process that opens a card decides the size of its
+//! memory. So two processes with different values do not conflict.
 
 use std::path::PathBuf;
 use std::sync::OnceLock;
@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use crate::asic::Generation;
 
-/// Most cards a machine may have (minors the driver library looks at).
+/// Most cards a machine may have (minors that the driver library scans).
 pub const MAX_DEVICES: u32 = 256;
 
 /// Longest [`Config::latency`], in microseconds.
@@ -37,7 +37,7 @@ pub struct Config {
     /// How long a queue that was idle takes before it begins: `SOFT_GAUDI_LATENCY` (microseconds).
     /// Zero is as quick as can be, in the submitting thread if the work is small.
     pub latency: Duration,
-    /// Whether the machine's file of faults is looked at: `SOFT_GAUDI_FAULTS`.
+    /// Whether the machine's fault rules apply to this process: `SOFT_GAUDI_FAULTS`.
     pub faults: bool,
     /// After which time a process that holds a card that was reset is killed, as by the driver:
     /// `SOFT_GAUDI_RESET_KILL` (milliseconds, or `no`). With faults on demand not by default.

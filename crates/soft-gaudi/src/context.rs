@@ -2,7 +2,7 @@
 //!
 //! The state lives in the process that opened the card; the lock on the compute node's open file
 //! description ties the card to it ([`crate::ownership`]). A context whose descriptor was closed
-//! behind our back is noticed when the card is opened again or asked about.
+//! by a plain `close` is noticed when the card is opened again.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -43,19 +43,19 @@ pub(crate) struct Context {
     buffers: Mutex<CommandBuffers>,
     pub(crate) window: Window,
     pub(crate) queues: Vec<Queue>,
-    /// Held while the jobs of one submission enter their queues.
+    /// Locked while the jobs of one submission enter their queues.
     pub(crate) entering: Mutex<()>,
-    /// Queues that a fence let go and nobody runs yet.
+    /// Queues whose fence was passed and that no thread runs yet.
     pub(crate) ready: Mutex<VecDeque<u32>>,
     pub(crate) registers: Mutex<Registers>,
     pub(crate) interrupts: Interrupts,
     /// Strided DMA of Gaudi1, by engine.
     pub(crate) dma_cores: Mutex<[DmaCore; 8]>,
-    /// Queues that ask their engine's arbiter for a turn, with their priorities.
+    /// Queues that wait for their engine's arbiter, with their priorities.
     pub(crate) arbitrating: Mutex<Vec<(u32, u32)>>,
     signals: Mutex<Signals>,
     pub(crate) events: Events,
-    /// A worker minds its timeouts.
+    /// It is on the list of contexts whose timeouts a worker checks.
     pub(crate) watched: AtomicBool,
     /// Debug mode was entered.
     debugging: AtomicBool,
@@ -68,13 +68,13 @@ pub(crate) struct Context {
     pub(crate) down: AtomicBool,
     /// Submissions not ended.
     pub(crate) in_flight: AtomicU64,
-    /// Keeps the card while work goes on, even if the program closes its descriptor.
-    pub(crate) hold: Mutex<Option<OwnedFd>>,
-    /// `hold` may have something: spares the lock on the way of small submissions.
-    pub(crate) holding: AtomicBool,
+    /// Keeps the card owned while work is in flight, even if the program closes its descriptor.
+    pub(crate) busy_fd: Mutex<Option<OwnedFd>>,
+    /// `busy_fd` may be set: spares small submissions the lock.
+    pub(crate) has_busy_fd: AtomicBool,
     pub(crate) epoch: Instant,
-    /// Submissions whose end is to be told only after some others', and after how many.
-    pub(crate) late: Mutex<Vec<(Arc<Submission>, u64)>>,
+    /// Submissions whose end a fault rule delays, and how many others must end first.
+    pub(crate) delayed: Mutex<Vec<(Arc<Submission>, u64)>>,
     /// Nanoseconds since `epoch` when a submission last ended.
     pub(crate) last_end: AtomicU64,
 }
@@ -94,7 +94,7 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
     if now.get(Word::Removed) != 0 {
         return Err(Errno::NODEV);
     }
-    match ownership::take(fd.as_fd()) {
+    match ownership::lock(fd.as_fd()) {
         Ok(()) => {}
         Err(Errno::AGAIN | Errno::ACCESS) => {
             let releasing = now.get(Word::InRelease) != 0;
@@ -108,13 +108,13 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
     guarded::install();
     discard_at_exit();
     let mut slot = slot(device)?.write().unwrap_or_else(|poisoned| poisoned.into_inner());
-    // Left over from a descriptor that was closed without telling us.
+    // Left over from a descriptor that was closed by a plain `close`.
     if let Some(stale) = slot.take() {
         stale.stop();
     }
     let memory = card_memory::of(node, device)?;
     memory.reset(node.config.dram_size)?;
-    // The library's own look at the command buffers, see `command_buffers`.
+    // For the library's own mapping, see `command_buffers`.
     let second = node.open(device, Role::Compute)?;
     let buffers = CommandBuffers::new(second)?;
     blocks::prepare(buffers.file(), node.profile).map_err(|errno| node.out_of_space(errno))?;
@@ -149,10 +149,10 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
         removed: AtomicBool::new(false),
         down: AtomicBool::new(false),
         in_flight: AtomicU64::new(0),
-        hold: Mutex::new(None),
-        holding: AtomicBool::new(false),
+        busy_fd: Mutex::new(None),
+        has_busy_fd: AtomicBool::new(false),
         epoch: Instant::now(),
-        late: Mutex::default(),
+        delayed: Mutex::default(),
         last_end: AtomicU64::new(0),
     }));
     Ok(fd)
@@ -165,7 +165,7 @@ fn all() -> impl Iterator<Item = Arc<Context>> {
         .filter_map(|slot| slot.read().unwrap_or_else(|poisoned| poisoned.into_inner()).clone())
 }
 
-/// Resets every card this process has open, as a fault that was ordered.
+/// Resets every card this process has open (fault on demand).
 pub(crate) fn reset_all() {
     all().for_each(|context| context.reset(None));
 }
@@ -217,11 +217,11 @@ pub(crate) fn close(fd: OwnedFd) {
 fn end_if_last(node: &Node, device: u32) {
     let Ok(state) = state::of(node, device) else { return };
     let Ok(own) = node.open(device, Role::Compute) else { return };
-    if ownership::is_taken(own.as_fd()).unwrap_or(true) || dmabuf::any_alive(node, device) {
+    if ownership::is_locked(own.as_fd()).unwrap_or(true) || dmabuf::any_alive(node, device) {
         return;
     }
     state.set_unowned(Word::InRelease, 1);
-    if ownership::take(own.as_fd()).is_ok() {
+    if ownership::lock(own.as_fd()).is_ok() {
         if let Ok(slot) = slot(device) {
             let mut slot = slot.write().unwrap_or_else(|poisoned| poisoned.into_inner());
             if slot.as_ref().is_some_and(|context| context.is_current())
@@ -270,7 +270,7 @@ pub(crate) fn operational(fd: BorrowedFd<'_>) -> Result<Arc<Context>, Errno> {
 }
 
 impl Context {
-    /// Whether nobody has opened the card since, as far as one can tell.
+    /// Whether the card has not been opened again since; true if the state file cannot be read.
     fn is_current(&self) -> bool {
         self.state.read().map_or(true, |state| state.get(Word::Context) == self.id)
     }
@@ -278,7 +278,7 @@ impl Context {
     /// Kills this process if it still holds the card some time after a reset, as the driver does.
     pub(crate) fn kill_holder_later(&self) {
         let Some(time) = self.node.config.reset_kill else { return };
-        // Who listens for events has thirty times as long to let go.
+        // A process that registered for events has thirty times as long to close the card.
         let time = if self.events.is_registered() { time * 30 } else { time };
         let (node, device, id) = (self.node, self.device, self.id);
         let kill = move || {
@@ -287,8 +287,8 @@ impl Context {
                 let slot = slot.read().unwrap_or_else(|poisoned| poisoned.into_inner());
                 slot.as_ref().is_some_and(|context| context.id == id && context.is_current())
             });
-            // Without an answer nobody is killed.
-            if current && node.is_held(device).unwrap_or(false) {
+            // If the query fails, the process is spared.
+            if current && node.is_owned(device).unwrap_or(false) {
                 eprintln!(
                     "soft-gaudi: device {device} ({}) was reset {} ms ago and this process still holds it: \
                      killed, as by the driver (SOFT_GAUDI_RESET_KILL)",
@@ -338,6 +338,6 @@ impl Context {
         while self.queues.iter().any(Queue::is_running) {
             std::thread::yield_now();
         }
-        workers::forget(self);
+        workers::forget_context(self);
     }
 }

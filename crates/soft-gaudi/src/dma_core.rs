@@ -120,7 +120,7 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn any_writes_are_harmless(writes: Vec<(u16, u32)>) {
+        fn any_writes_do_not_panic(writes: Vec<(u16, u32)>) {
             let mut core = DmaCore::default();
             for (offset, value) in writes {
                 let _ = core.write(offset % 0x100, value);

@@ -2,9 +2,9 @@
 //!
 //! A dma-buf is a file of its own in the machine's `dmabuf` folder: as long as the range, opened
 //! for writing only (so `mmap` is refused, as the driver's dma-bufs refuse it), starting with a
-//! checksummed description of the memory it stands for. The lock on its open file description says
-//! that it lives; it ends when the last copy of the descriptor, in whatever process, is closed.
-//! Files without a lock are dead and are removed by whoever comes across them.
+//! checksummed description of the memory it stands for. The lock on its open file description
+//! lasts until the last copy of the descriptor, in whatever process, is closed. Files without a lock are
+//! left over and are removed by the next process that finds them.
 //!
 //! [`Exported`] is what an importer makes of such a descriptor: the software RDMA device maps
 //! exported memory with it, and so does the import of a second card.
@@ -132,12 +132,12 @@ pub(crate) fn export(
     let path = node.dmabuf_folder().join(name);
     let private = OFlags::CLOEXEC | OFlags::NOFOLLOW;
     let mode = Mode::RUSR | Mode::WUSR;
-    // A process id comes back: what a dead namesake left behind is in the way.
+    // Process ids are reused: an earlier process may have left a file of this name.
     let _ = std::fs::remove_file(&path);
     let fd =
         rustix::fs::open(&path, OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | private, mode)?;
     let made = (|| {
-        ownership::take(fd.as_fd())?;
+        ownership::lock(fd.as_fd())?;
         let bytes = description.encode();
         if rustix::io::pwrite(&fd, &bytes, 0)? != bytes.len() {
             return Err(Errno::NOMEM);
@@ -153,19 +153,19 @@ pub(crate) fn export(
     }
 }
 
-/// Whether some process still holds the dma-buf of this file; removes the file if not.
+/// Whether some process still has the dma-buf of this file open; removes the file if not.
 pub(crate) fn is_alive(path: &Path) -> bool {
     let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
     let Ok(fd) = rustix::fs::open(path, flags, Mode::empty()) else { return false };
-    // When the question itself fails, "alive" is the answer that loses nothing.
-    if ownership::is_taken(fd.as_fd()).unwrap_or(true) {
+    // If the query fails, assume it is open: nothing is lost.
+    if ownership::is_locked(fd.as_fd()).unwrap_or(true) {
         return true;
     }
     let _ = std::fs::remove_file(path);
     false
 }
 
-/// Whether any dma-buf of a card lives, in whatever process.
+/// Whether any dma-buf of a card is open, in whatever process.
 pub(crate) fn any_alive(node: &Node, device: u32) -> bool {
     let Ok(entries) = std::fs::read_dir(node.dmabuf_folder()) else { return false };
     let prefix = format!("{device}-");
@@ -327,7 +327,7 @@ mod tests {
         }
 
         #[test]
-        fn scribbling_is_noticed(description in any_description(), at in 0usize..200, xor in 1u8..) {
+        fn a_changed_byte_is_noticed(description in any_description(), at in 0usize..200, xor in 1u8..) {
             let mut bytes = description.encode();
             let at = at % bytes.len();
             // Bytes 48..64 are padding, but under the checksum as well.
@@ -336,7 +336,7 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_are_parsed_without_harm(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        fn any_bytes_are_parsed_without_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             let _ = Description::decode(&bytes);
         }
     }

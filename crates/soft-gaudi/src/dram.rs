@@ -28,8 +28,8 @@ impl Pages {
         self.free * self.page
     }
 
-    /// Takes enough pages for `size` bytes, in one run if `contiguous`; neighbours are merged.
-    pub(crate) fn take(&mut self, size: u64, contiguous: bool) -> Option<Vec<Segment>> {
+    /// Allocates enough pages for `size` bytes, in one run if `contiguous`; adjacent pages are merged.
+    pub(crate) fn allocate(&mut self, size: u64, contiguous: bool) -> Option<Vec<Segment>> {
         let count = size.div_ceil(self.page);
         if count == 0 || count > self.free {
             return None;
@@ -53,8 +53,8 @@ impl Pages {
         Some(segments)
     }
 
-    /// Gives pages back.
-    pub(crate) fn give_back(&mut self, segments: &[Segment]) {
+    /// Frees pages.
+    pub(crate) fn free_segments(&mut self, segments: &[Segment]) {
         for segment in segments {
             let first = (segment.offset / self.page) as usize;
             let count = (segment.len / self.page) as usize;
@@ -83,13 +83,13 @@ mod tests {
     #[test]
     fn fragmented_memory_serves_scattered_but_not_contiguous_requests() {
         let mut pages = Pages::new(10, 50);
-        let all: Vec<_> = (0..5).map(|_| pages.take(1, true).unwrap()).collect();
-        assert_eq!(pages.take(1, false), None);
-        pages.give_back(&all[1]);
-        pages.give_back(&all[3]);
-        assert_eq!(pages.take(20, true), None);
+        let all: Vec<_> = (0..5).map(|_| pages.allocate(1, true).unwrap()).collect();
+        assert_eq!(pages.allocate(1, false), None);
+        pages.free_segments(&all[1]);
+        pages.free_segments(&all[3]);
+        assert_eq!(pages.allocate(20, true), None);
         let two = [Segment { offset: 10, len: 10 }, Segment { offset: 30, len: 10 }];
-        assert_eq!(pages.take(11, false).as_deref(), Some(&two[..]));
+        assert_eq!(pages.allocate(11, false).as_deref(), Some(&two[..]));
         assert_eq!(pages.free_bytes(), 0);
     }
 
@@ -101,8 +101,8 @@ mod tests {
             for (size, give) in steps {
                 if give && !held.is_empty() {
                     let segments = held.swap_remove(size as usize % held.len());
-                    pages.give_back(&segments);
-                } else if let Some(segments) = pages.take(size, size % 2 == 0) {
+                    pages.free_segments(&segments);
+                } else if let Some(segments) = pages.allocate(size, size % 2 == 0) {
                     let total: u64 = segments.iter().map(|s| s.len).sum();
                     prop_assert_eq!(total, size.div_ceil(4) * 4);
                     held.push(segments);

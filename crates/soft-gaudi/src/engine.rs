@@ -1,8 +1,8 @@
-//! How submissions are carried out: who runs a queue and when, what a fault or a timeout ends.
+//! How submissions are executed: which thread runs a queue and when, what a fault or a timeout ends.
 //!
 //! Small work on an idle queue is done by the submitting thread before its call returns (handing it
 //! to another thread costs more than the work); everything else goes to the workers, and a thread
-//! that waits takes a queue over if nobody runs it yet. What a program sees is the same in all
+//! that waits runs a queue if no other thread does. What a program sees is the same in all
 //! cases: each queue in order, queues independent of each other.
 
 use std::os::fd::BorrowedFd;
@@ -21,7 +21,7 @@ use crate::guarded;
 use crate::interrupts::Registration;
 use crate::processor::{Fault, Pause, Program};
 use crate::queue::Job;
-use crate::registers::Consequences;
+use crate::registers::WriteEffects;
 use crate::signals::Sob;
 use crate::state::{Rejection, Word, clock_ns};
 use crate::submission::{Lookup, Outcome, Submission};
@@ -29,17 +29,17 @@ use crate::workers;
 
 /// A submission is run by its submitter if it moves no more than this.
 pub(crate) const INLINE_BYTES: u64 = 64 << 10;
-/// The most a waiting thread does in place of a worker before it looks around.
-const HELP_BYTES: u64 = 256 << 20;
+/// Most bytes a waiting thread moves before it checks timeouts.
+const WAITER_BYTES: u64 = 256 << 20;
 /// Entries of a queue's ring.
 const RING: usize = 4096;
 /// What a waiter may do per microsecond of its timeout; about the speed of a copy.
 const BYTES_PER_US: u64 = 4096;
 
-/// Writes a time where a program has asked for it.
-fn note(at: usize, now_ns: u64) {
-    // Eight bytes are one store. If someone truncated the file behind it, nobody sees the time.
-    // SAFETY: callers pass aligned places inside the mapping of command buffers, the source is ours.
+/// Writes a timestamp where a program has asked for it.
+fn store_timestamp(at: usize, now_ns: u64) {
+    // Eight bytes are one store. It is lost if the file behind the mapping was truncated.
+    // SAFETY: callers pass aligned addresses inside the mapping of command buffers, the source is ours.
     let _ = unsafe { guarded::copy(at as *mut u8, (&raw const now_ns).cast(), 8) };
 }
 
@@ -78,8 +78,8 @@ impl Context {
             Some(Action::Late(others)) => {
                 // One job more than there are: it is done when the others have ended.
                 submission.add_jobs(1);
-                let mut late = self.late.lock().unwrap_or_else(|p| p.into_inner());
-                late.push((submission.clone(), others));
+                let mut delayed = self.delayed.lock().unwrap_or_else(|p| p.into_inner());
+                delayed.push((submission.clone(), others));
             }
             Some(Action::Slow(time)) => std::thread::sleep(time),
             Some(Action::Fail(_) | Action::Reset) => self.reset(None),
@@ -95,7 +95,7 @@ impl Context {
                 }
             }
         }
-        // A queue that was not idle has someone to run it: a thread, the workers or a fence.
+        // A queue that was not empty is run by a thread, is listed for the workers, or waits at a fence.
         let latency = self.node.config.latency;
         if latency.is_zero() {
             let mut budget = INLINE_BYTES;
@@ -105,17 +105,17 @@ impl Context {
             self.run_ready(&mut budget);
         } else {
             for queue in idle {
-                workers::run_after(self.clone(), queue, latency);
+                workers::enqueue_after(self.clone(), queue, latency);
             }
         }
         if submission.outcome().is_none() {
-            self.keep(fd);
+            self.retain_fd(fd);
             workers::watch(self);
         }
     }
 
-    /// Takes a place in the window, waiting for one as the library does.
-    pub(crate) fn enter(
+    /// Takes a slot in the window; waits for one, as the library does by retrying.
+    pub(crate) fn enter_window(
         self: &Arc<Self>,
         make: impl FnOnce(u64) -> Submission,
     ) -> Result<Arc<Submission>, Errno> {
@@ -131,9 +131,9 @@ impl Context {
                     return Ok(submission);
                 }
                 Err(in_the_way) => {
-                    // The driver says "again" and its library does; each try counts.
+                    // The driver returns EAGAIN and its library retries; each try is counted.
                     self.state.reject(Rejection::InFlight);
-                    self.help(&in_the_way, u64::MAX);
+                    self.run_queues_of(&in_the_way, u64::MAX);
                     if in_the_way.outcome().is_none() {
                         self.window.wait_for_slot(self.until_timeout());
                         self.check_timeout();
@@ -143,15 +143,18 @@ impl Context {
         }
     }
 
-    /// Waits until the rings of all queues have room, as the library does by trying again.
-    pub(crate) fn wait_for_room(self: &Arc<Self>, submission: &Submission) -> Result<(), Errno> {
+    /// Waits until no ring of its queues is full, as the library does by retrying.
+    pub(crate) fn wait_for_ring_space(
+        self: &Arc<Self>,
+        submission: &Submission,
+    ) -> Result<(), Errno> {
         let full = |queue: &u32| self.queues[*queue as usize].len() >= RING;
         while submission.queues.iter().any(full) {
             if self.down.load(Ordering::Acquire) {
                 return Err(Errno::PERM);
             }
             self.state.reject(Rejection::QueueFull);
-            self.help(submission, u64::MAX);
+            self.run_queues_of(submission, u64::MAX);
             std::thread::sleep(Duration::from_micros(50));
             self.check_timeout();
         }
@@ -163,19 +166,19 @@ impl Context {
         self.end(submission, Outcome::Completed);
     }
 
-    /// Keeps the card's descriptor until the work in flight is done.
-    fn keep(&self, fd: BorrowedFd<'_>) {
-        let mut hold = self.hold.lock().unwrap_or_else(|p| p.into_inner());
-        let was_idle = hold.is_none();
+    /// Keeps a copy of the card's descriptor until nothing is in flight.
+    fn retain_fd(&self, fd: BorrowedFd<'_>) {
+        let mut busy_fd = self.busy_fd.lock().unwrap_or_else(|p| p.into_inner());
+        let was_idle = busy_fd.is_none();
         if was_idle {
-            *hold = fd.try_clone_to_owned().ok();
+            *busy_fd = fd.try_clone_to_owned().ok();
         }
-        self.holding.store(true, Ordering::SeqCst);
+        self.has_busy_fd.store(true, Ordering::SeqCst);
         if self.in_flight.load(Ordering::SeqCst) == 0 {
-            *hold = None;
+            *busy_fd = None;
         }
-        if was_idle == hold.is_some() {
-            self.state.set(Word::Busy, hold.is_some().into());
+        if was_idle == busy_fd.is_some() {
+            self.state.set(Word::Busy, busy_fd.is_some().into());
         }
     }
 
@@ -183,35 +186,35 @@ impl Context {
         if !submission.claim() {
             return;
         }
-        // The books first: who sees the end may ask whether the card is idle.
+        // Counters first: a thread that sees the end may ask whether the card is idle.
         self.last_end.store(self.epoch.elapsed().as_nanos() as u64, Ordering::Relaxed);
         if self.in_flight.fetch_sub(1, Ordering::SeqCst) == 1
-            && self.holding.swap(false, Ordering::SeqCst)
+            && self.has_busy_fd.swap(false, Ordering::SeqCst)
         {
-            let mut hold = self.hold.lock().unwrap_or_else(|p| p.into_inner());
-            if self.in_flight.load(Ordering::Acquire) == 0 && hold.take().is_some() {
+            let mut busy_fd = self.busy_fd.lock().unwrap_or_else(|p| p.into_inner());
+            if self.in_flight.load(Ordering::Acquire) == 0 && busy_fd.take().is_some() {
                 self.state.set(Word::Busy, 0);
             }
         }
         submission.publish(outcome, realtime_ns());
         self.window.submission_ended();
-        self.count_for_late();
+        self.count_down_delayed();
         if self.any_waiters.load(Ordering::SeqCst) > 0 {
             drop(self.any_ended.0.lock().unwrap_or_else(|p| p.into_inner()));
             self.any_ended.1.notify_all();
         }
     }
 
-    /// One submission has ended: those that were ordered to be late come nearer.
-    fn count_for_late(&self) {
+    /// One submission has ended: counts down those whose end is delayed by a fault rule.
+    fn count_down_delayed(&self) {
         if !self.node.config.faults {
             return;
         }
         let mut due = Vec::new();
         {
-            let mut late = self.late.lock().unwrap_or_else(|p| p.into_inner());
-            late.iter_mut().for_each(|(_, others)| *others = others.saturating_sub(1));
-            late.retain(|(submission, others)| {
+            let mut delayed = self.delayed.lock().unwrap_or_else(|p| p.into_inner());
+            delayed.iter_mut().for_each(|(_, others)| *others = others.saturating_sub(1));
+            delayed.retain(|(submission, others)| {
                 if *others == 0 {
                     due.push(submission.clone());
                 }
@@ -225,39 +228,39 @@ impl Context {
     pub(crate) fn run(self: &Arc<Self>, queue: u32, budget: &mut u64) {
         let target = &self.queues[queue as usize];
         let bus = QueueBus { context: self, queue };
-        let Some(mut turn) = target.begin() else { return };
+        let Some(mut running) = target.begin() else { return };
         loop {
-            let back = match turn.processor.run(&bus, budget) {
+            let back = match running.processor.run(&bus, budget) {
                 Ok(Pause::Done) => {
-                    let (job, next) = target.finish(turn);
+                    let (job, next) = target.finish(running);
                     if let Some(Job { submission, sob, .. }) = job {
-                        // Free for reuse before anyone can know that it is.
+                        // Released before the end is published: then it can be reused.
                         drop(sob);
                         self.job_done(&submission);
                     }
                     next
                 }
-                Ok(Pause::Blocked) => target.pause(turn, true),
-                Ok(Pause::Stopped) => target.pause(turn, false),
+                Ok(Pause::Blocked) => target.pause(running, true),
+                Ok(Pause::Stopped) => target.pause(running, false),
                 Ok(Pause::Arbitrate(priority)) => {
-                    target.pause(turn, false);
+                    target.pause(running, false);
                     let mut waiting = self.arbitrating.lock().unwrap_or_else(|p| p.into_inner());
                     waiting.push((priority, queue));
                     None
                 }
                 Ok(Pause::Spent) => {
-                    target.pause(turn, false);
-                    workers::run_later(self.clone(), queue);
+                    target.pause(running, false);
+                    workers::enqueue(self.clone(), queue);
                     None
                 }
                 Err(fault) => {
-                    target.pause(turn, false);
+                    target.pause(running, false);
                     self.fault(queue, fault);
                     None
                 }
             };
             match back {
-                Some(again) if !self.down.load(Ordering::Acquire) => turn = again,
+                Some(again) if !self.down.load(Ordering::Acquire) => running = again,
                 Some(last) => {
                     target.pause(last, false);
                     return;
@@ -267,7 +270,7 @@ impl Context {
         }
     }
 
-    /// Runs the queues that fences have let go, then those that the arbiter prefers.
+    /// Runs the queues whose fences were passed, then those that the arbiter selects.
     pub(crate) fn run_ready(self: &Arc<Self>, budget: &mut u64) {
         loop {
             let ready = self.ready.lock().unwrap_or_else(|p| p.into_inner()).pop_front();
@@ -278,20 +281,20 @@ impl Context {
         }
     }
 
-    /// The queue with the highest priority among those that ask for a turn.
+    /// The queue with the highest priority among those that wait for the arbiter.
     fn arbitrate(&self) -> Option<u32> {
         let mut waiting = self.arbitrating.lock().unwrap_or_else(|p| p.into_inner());
         let best = (0..waiting.len()).max_by_key(|n| (waiting[*n].0, core::cmp::Reverse(*n)))?;
         Some(waiting.remove(best).1)
     }
 
-    /// Works for a submission in place of a worker.
-    fn help(self: &Arc<Self>, submission: &Submission, budget: u64) {
+    /// Runs the queues of a submission in the calling thread.
+    fn run_queues_of(self: &Arc<Self>, submission: &Submission, budget: u64) {
         if self.down.load(Ordering::Acquire) || !self.node.config.latency.is_zero() {
             return;
         }
-        // A program may loop for ever; a helper must come back to look at the clock.
-        let mut budget = budget.min(HELP_BYTES);
+        // A program may loop for ever; this thread must come back to check timeouts.
+        let mut budget = budget.min(WAITER_BYTES);
         for queue in &submission.queues {
             self.run(*queue, &mut budget);
         }
@@ -318,7 +321,7 @@ impl Context {
                 Some((timeout, since)) => match timeout.checked_sub(since.elapsed()) {
                     Some(left) if !left.is_zero() => left,
                     _ => {
-                        // A thread that polls keeps a processor from those who do the work.
+                        // A polling thread must not keep the processor from the workers.
                         std::thread::yield_now();
                         self.check_timeout();
                         return Ok(Waited::Busy);
@@ -326,7 +329,7 @@ impl Context {
                 },
             };
             let budget = u64::try_from(left.as_micros()).unwrap_or(u64::MAX);
-            self.help(&submission, budget.saturating_mul(BYTES_PER_US));
+            self.run_queues_of(&submission, budget.saturating_mul(BYTES_PER_US));
             if submission.outcome().is_none() {
                 submission.sleep(left.min(self.until_timeout()));
                 self.check_timeout();
@@ -387,7 +390,7 @@ impl Context {
         self.reset(None);
     }
 
-    /// What the MMUs of a Gaudi2 can tell of an address.
+    /// The part of a faulting address that the MMUs of a Gaudi2 report.
     fn fault_address(&self, addr: u64) -> u64 {
         let lost = match self.profile.generation {
             Generation::Gaudi1 => 0,
@@ -423,7 +426,7 @@ impl Context {
 
     /// Writes a register on behalf of the driver.
     pub(crate) fn set_register(&self, addr: u64, value: u32) {
-        let mut then = Consequences::default();
+        let mut then = WriteEffects::default();
         self.registers.lock().unwrap_or_else(|p| p.into_inner()).write(addr, value, &mut then);
         debug_assert!(then.effects.is_empty());
     }
@@ -439,14 +442,14 @@ impl Context {
     pub(crate) fn interrupt(&self, id: u32) {
         let now = realtime_ns();
         for due in self.interrupts.raise(id) {
-            note(due.note, now);
+            store_timestamp(due.timestamp_at, now);
         }
     }
 
-    /// Notes the time when a counter reaches its target, at once if it has.
+    /// Stores a timestamp when a counter reaches its target, at once if it has.
     pub(crate) fn register(&self, interrupt: u32, registration: Registration) {
         if registration.goal.reached() == Ok(true) {
-            note(registration.note, realtime_ns());
+            store_timestamp(registration.timestamp_at, realtime_ns());
         } else {
             self.interrupts.register(interrupt, registration);
         }
@@ -483,7 +486,7 @@ impl Context {
             drop(guard);
             for lookup in &found {
                 if let Lookup::Known(submission) = lookup {
-                    self.help(submission, u64::MAX);
+                    self.run_queues_of(submission, u64::MAX);
                 }
             }
             let guard = self.any_ended.0.lock().unwrap_or_else(|p| p.into_inner());

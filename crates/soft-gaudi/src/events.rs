@@ -1,5 +1,4 @@
-//! What the card tells a program by itself: an eventfd that becomes readable, and a mask that says
-//! why.
+//! Notifications of a card: an eventfd that becomes readable, and a mask of the events.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard};
@@ -48,12 +47,12 @@ impl Events {
         self.lock().notifier.take().map(drop).ok_or(Errno::INVAL)
     }
 
-    /// Whether someone has registered an eventfd.
+    /// Whether an eventfd is registered.
     pub(crate) fn is_registered(&self) -> bool {
         self.lock().notifier.is_some()
     }
 
-    /// Something happened.
+    /// Adds events and signals the eventfd.
     pub(crate) fn raise(&self, bits: u64) {
         let mut state = self.lock();
         state.mask |= bits;
@@ -63,7 +62,7 @@ impl Events {
         }
     }
 
-    /// What has happened since the last question.
+    /// The events since the last call.
     pub(crate) fn take(&self) -> u64 {
         core::mem::take(&mut self.lock().mask)
     }

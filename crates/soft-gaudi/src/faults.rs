@@ -1,8 +1,8 @@
 //! Faults on demand: rules in a file of the machine's folder make the next matching call or
 //! transfer go wrong.
 //!
-//! Looked at only with `SOFT_GAUDI_FAULTS=yes` in the process under test; the rules come from
-//! outside, in the file `faults` of the machine's folder, one per line:
+//! They apply only to processes with `SOFT_GAUDI_FAULTS=yes`. The test writes the rules into the file `faults` of the
+//! machine's folder, one per line:
 //!
 //! ```text
 //! <point> <action> [after=N] [times=N]
@@ -12,7 +12,7 @@
 //! *action*: `fail:ERRNO` (a call; a transfer faults), `slow:MILLISECONDS`, `hang` (a submission
 //! never ends by itself), `late:N` (a submission's end is reported after N others have ended),
 //! `reset`, `remove` (both: every card this process has open).
-//! `after=N` lets N matches pass first; `times=N` repeats (default 1, 0 is for ever).
+//! `after=N` skips the first N matches; `times=N` repeats (default 1, 0 is for ever).
 //! A rule that is used up disappears from the file, so a test can see that it was hit.
 
 use std::collections::BTreeSet;
@@ -26,7 +26,7 @@ use rustix::io::Errno;
 
 use crate::ownership;
 
-/// What goes wrong.
+/// What happens at a match.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Action {
     Fail(Errno),
@@ -126,13 +126,13 @@ fn step(rules: &[Rule], point: &str) -> (Option<Action>, Vec<Rule>) {
     (Some(action), left)
 }
 
-/// Lines that made no sense and were complained about.
-static TOLD: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+/// Malformed lines that were reported.
+static REPORTED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 
-/// Whether a rule of the file says that this match goes wrong; uses the rule up.
-pub(crate) fn take(file: &Path, point: &str) -> Option<Action> {
+/// The action of the first rule that matches this point, if it is due; uses the rule up.
+pub(crate) fn next_action(file: &Path, point: &str) -> Option<Action> {
     let mut file = std::fs::OpenOptions::new().read(true).write(true).open(file).ok()?;
-    while ownership::take(file.as_fd()) == Err(Errno::AGAIN) {
+    while ownership::lock(file.as_fd()) == Err(Errno::AGAIN) {
         std::thread::sleep(Duration::from_micros(100));
     }
     let mut text = String::new();
@@ -141,10 +141,10 @@ pub(crate) fn take(file: &Path, point: &str) -> Option<Action> {
     for line in text.lines().filter(|line| !line.trim().is_empty() && !line.starts_with('#')) {
         match parse(line) {
             Ok(rule) => rules.push(rule),
-            // The file is read at every call: once is enough to be told.
+            // The file is read at every call: report a line once.
             Err(reason) => {
-                let mut told = TOLD.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-                if told.insert(line.to_owned()) {
+                let mut reported = REPORTED.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+                if reported.insert(line.to_owned()) {
                     eprintln!(
                         "soft-gaudi: faults: {reason}; the line is ignored (a rule is: \
                          <point> <action> [after=N] [times=N])"

@@ -5,7 +5,7 @@
 //! access of the software device to memory runs in a few instructions of assembly whose addresses
 //! are known, and a signal handler that finds the program counter there moves it to a landing pad
 //! that returns "fault" – the way a kernel's exception table does. All other faults go to the handler that
-//! was installed before, as if ours did not exist.
+//! was installed before ours, as they would without it.
 //!
 //! The handler is installed when a device is opened, never by loading the library.
 
@@ -179,9 +179,9 @@ extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, context:
 /// Counts how often one delivery of a signal has come to [`pass_on`].
 ///
 /// More than once means that a program's handler chains to ours, which was there before it; the next older one
-/// has its turn then. The count lies in the last bytes of the siginfo, which the kernel clears for each
+/// is called then. The count lies in the last bytes of the siginfo, which the kernel clears for each
 /// delivery: a handler that leaves by `siglongjmp` leaves nothing behind that the next fault could stumble over.
-fn turn(info: *mut libc::siginfo_t) -> usize {
+fn chain_depth(info: *mut libc::siginfo_t) -> usize {
     const MARK: u64 = 0x736f_6674_4761_0000;
     const LAST: usize = size_of::<libc::siginfo_t>() / 8 - 1;
     if info.is_null() {
@@ -190,9 +190,9 @@ fn turn(info: *mut libc::siginfo_t) -> usize {
     // SAFETY: the siginfo lies in the signal's frame on this thread's stack, aligned to eight bytes, and the
     // kernel uses its first 48 bytes only.
     let word = unsafe { &mut *info.cast::<u64>().add(LAST) };
-    let turn = if *word & !0xffff == MARK { (*word & 0xffff) as usize + 1 } else { 0 };
-    *word = MARK | turn.min(0xffff) as u64;
-    turn
+    let depth = if *word & !0xffff == MARK { (*word & 0xffff) as usize + 1 } else { 0 };
+    *word = MARK | depth.min(0xffff) as u64;
+    depth
 }
 
 /// Does what would have happened without our handler.
@@ -201,7 +201,7 @@ fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut c_void
     let sent = unsafe { info.as_ref() }.is_some_and(|info| info.si_code <= 0);
     let slot = usize::from(signal == SIGNALS[1]);
     let mut previous = PREVIOUS[slot].load(Ordering::Acquire).cast_const();
-    for _ in 0..turn(info) {
+    for _ in 0..chain_depth(info) {
         // SAFETY: null, or leaked in `install`.
         previous =
             unsafe { previous.as_ref() }.map_or(core::ptr::null(), |previous| previous.older);

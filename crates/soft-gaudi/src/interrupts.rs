@@ -1,6 +1,6 @@
 //! Interrupts of the card that a program waits for: a counter in memory has reached a value.
 //!
-//! An interrupt wakes exactly the waiters whose counter has got there; thousands may wait.
+//! An interrupt wakes exactly the waiters whose counter has reached its target; thousands may wait.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -28,12 +28,12 @@ impl Goal {
     }
 }
 
-/// A time to be noted when a counter reaches its target.
+/// A timestamp to be stored when a counter reaches its target.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Registration {
     pub(crate) goal: Goal,
-    /// Where the time goes.
-    pub(crate) note: usize,
+    /// Where the timestamp is stored.
+    pub(crate) timestamp_at: usize,
 }
 
 #[derive(Debug)]
@@ -69,7 +69,7 @@ impl Interrupts {
         self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// An interrupt: wakes those who are there and hands out the registrations that are due.
+    /// An interrupt: wakes the waiters whose counter has reached its target; returns the registrations that are due.
     pub(crate) fn raise(&self, interrupt: u32) -> Vec<Registration> {
         let mut state = self.lock();
         let mut due = Vec::new();
@@ -82,7 +82,7 @@ impl Interrupts {
                 }
                 !reached
             });
-            // One whose memory is gone is woken too, to find that out.
+            // A waiter whose memory is gone is woken too, and returns the error.
             line.waiters.retain(|waiter| {
                 let reached = waiter.goal.reached() != Ok(false);
                 if reached {
@@ -94,12 +94,12 @@ impl Interrupts {
         due
     }
 
-    /// Notes a registration.
+    /// Adds a registration.
     pub(crate) fn register(&self, interrupt: u32, registration: Registration) {
         let mut state = self.lock();
         let line = state.lines.entry(interrupt).or_default();
-        // The driver lets a new registration for the same place replace the old one.
-        line.registrations.retain(|r| r.note != registration.note);
+        // In the driver, too, a registration replaces an earlier one for the same address.
+        line.registrations.retain(|r| r.timestamp_at != registration.timestamp_at);
         line.registrations.push(registration);
     }
 

@@ -5,8 +5,8 @@
 //! | `accelN` | the compute node: its descriptor is what `hlthunk_open` returns; the lock on it is the ownership of the card, its content at the offsets of the handles are the command buffers |
 //! | `accel_controlDN` | the control node |
 //! | `hbmN` | the memory: SRAM, then DRAM, sparse |
-//! | `stateN` | what the owner tells other processes, with magic and version ([`crate::state`]) |
-//! | `faults` | what shall go wrong ([`crate::faults`]) |
+//! | `stateN` | what the owner publishes for other processes, with magic and version ([`crate::state`]) |
+//! | `faults` | rules of faults on demand ([`crate::faults`]) |
 //! | `dmabuf/` | exported ranges ([`crate::dmabuf`]) |
 //!
 //! The folder is `soft-gaudi-<uid>/<node>/<generation>` in `/dev/shm`, or in the temporary folder
@@ -36,7 +36,7 @@ pub(crate) enum Role {
     Control,
 }
 
-/// A descriptor recognised as ours.
+/// A descriptor recognised as a card's node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Identity {
     pub(crate) device: u32,
@@ -45,7 +45,7 @@ pub(crate) struct Identity {
     pub(crate) opened_here: bool,
 }
 
-/// Hashes device and inode numbers: looked up at every call, and nobody chooses them to collide.
+/// Hashes device and inode numbers: looked up at every call, and chosen by the kernel.
 #[derive(Default)]
 struct FileHasher(u64);
 
@@ -117,7 +117,7 @@ pub(crate) fn node() -> Result<&'static Node, Errno> {
     .ok_or(Errno::NODEV)
 }
 
-/// The user's folder in `/dev/shm` or the temporary folder, checked to be ours alone.
+/// The user's folder in `/dev/shm` or the temporary folder, checked to be accessible to this user only.
 fn base_folder() -> Option<PathBuf> {
     let mut reasons = String::new();
     for base in [PathBuf::from("/dev/shm"), std::env::temp_dir()] {
@@ -149,7 +149,7 @@ fn private_folder(folder: &Path) -> Result<(), String> {
 }
 
 impl Node {
-    /// Opens one of a card's files, creating it (and the folder, should someone have removed it).
+    /// Opens one of a card's files, creating it (and the folder, if it was removed).
     fn open_file(&self, name: &str, flags: OFlags) -> Result<OwnedFd, Errno> {
         let open = || {
             rustix::fs::open(
@@ -182,7 +182,7 @@ impl Node {
         let mut known = self.known.write().unwrap_or_else(|poisoned| poisoned.into_inner());
         known.insert((stat.st_dev, stat.st_ino), identity);
         if self.mark != 0 {
-            // If it does not work, the inode is looked at.
+            // If it fails, the node is recognised by its inode.
             let _ = rustix::fs::seek(&fd, SeekFrom::Start(identity.position(self.mark)));
         }
         Ok(fd)
@@ -193,7 +193,7 @@ impl Node {
         self.open_file(&format!("hbm{device}"), OFlags::RDWR)
     }
 
-    /// Path of the card's memory file, for those who are handed a dma-buf.
+    /// Path of the card's memory file, for importers of a dma-buf.
     pub(crate) fn memory_path(&self, device: u32) -> PathBuf {
         self.folder.join(format!("hbm{device}"))
     }
@@ -238,7 +238,7 @@ impl Node {
         open()
     }
 
-    /// The errno a driver has for "no memory", if a file system is full; says so, once.
+    /// The driver's `ENOMEM` if the file system is full; prints one line about it per process.
     pub(crate) fn out_of_space(&self, errno: Errno) -> Errno {
         if !matches!(errno, Errno::NOSPC | Errno::DQUOT) {
             return errno;
@@ -250,9 +250,13 @@ impl Node {
         Errno::NOMEM
     }
 
-    /// The fault that someone ordered for this point, if any.
+    /// The fault on demand for this point, if a rule says so.
     pub(crate) fn fault(&self, point: &str) -> Option<Action> {
-        if self.config.faults { faults::take(&self.folder.join("faults"), point) } else { None }
+        if self.config.faults {
+            faults::next_action(&self.folder.join("faults"), point)
+        } else {
+            None
+        }
     }
 
     /// Where exported ranges live.
@@ -262,10 +266,9 @@ impl Node {
 
     /// Which card a descriptor belongs to: `EBADF` if it is none, `ENOTTY` if it is not ours.
     ///
-    /// It goes by the file, not by the number, so copies of a descriptor work and a number that
-    /// was closed behind our back and reused for something else is noticed. The position of an open
-    /// file is the cheapest question about it, and what we open stands at a random one; nobody
-    /// reads or writes a card's node.
+    /// It goes by the open file, not by the number, so copies of a descriptor work, and a number that the
+    /// program closed and reused for something else is noticed. The position of an open file is the cheapest
+    /// thing to query, and nodes are opened at a random one; programs do not read, write or seek them.
     pub(crate) fn identify(&self, fd: BorrowedFd<'_>) -> Result<Identity, Errno> {
         if self.mark != 0
             && let Ok(position) = rustix::fs::tell(fd)
@@ -301,9 +304,9 @@ impl Node {
         Err(Errno::NOTTY)
     }
 
-    /// Whether any process holds the card's compute node.
-    pub(crate) fn is_held(&self, device: u32) -> Result<bool, Errno> {
-        crate::ownership::is_taken(self.open(device, Role::Compute)?.as_fd())
+    /// Whether any process owns the card.
+    pub(crate) fn is_owned(&self, device: u32) -> Result<bool, Errno> {
+        crate::ownership::is_locked(self.open(device, Role::Compute)?.as_fd())
     }
 }
 
@@ -319,7 +322,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_position_says_which_node_it_is_and_others_say_nothing() {
+    fn a_position_identifies_its_node_and_other_positions_do_not() {
         let mark = 0x1234_5678_9abc_d400 & MARK_BITS;
         for device in [0, 7, 255] {
             for role in [Role::Compute, Role::Control] {

@@ -1,9 +1,8 @@
-//! Locks that belong to an open file, not to a process: who holds a card, and whether a dma-buf
-//! still lives.
+//! Locks of open file descriptions: which one owns a card, and whether a dma-buf is still open.
 //!
 //! Linux's open-file-description locks follow the description through dup, SCM_RIGHTS,
 //! `pidfd_getfd` and `mmap`, end with its last reference (also by `kill -9`), and, unlike `flock`,
-//! can be asked about without taking them – a probe never makes someone else's open fail.
+//! can be queried without taking them, so that a query never makes another process's open fail.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
@@ -17,22 +16,22 @@ fn whole_file(kind: libc::c_int) -> libc::flock {
     lock
 }
 
-/// Takes the file for this open file description; `EAGAIN` when another one has it.
-pub(crate) fn take(fd: BorrowedFd<'_>) -> Result<(), Errno> {
-    let lock = whole_file(libc::F_WRLCK);
+/// Locks the file for this open file description; `EAGAIN` when another one has the lock.
+pub(crate) fn lock(fd: BorrowedFd<'_>) -> Result<(), Errno> {
+    let range = whole_file(libc::F_WRLCK);
     // SAFETY: the descriptor is open and `lock` is a valid `struct flock` for the call.
-    match unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_SETLK, &lock) } {
+    match unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_SETLK, &range) } {
         0 => Ok(()),
         _ => Err(last_errno()),
     }
 }
 
-/// Whether a description other than `fd`'s holds the file.
-pub(crate) fn is_taken(fd: BorrowedFd<'_>) -> Result<bool, Errno> {
-    let mut lock = whole_file(libc::F_WRLCK);
+/// Whether a description other than `fd`'s has the lock.
+pub(crate) fn is_locked(fd: BorrowedFd<'_>) -> Result<bool, Errno> {
+    let mut range = whole_file(libc::F_WRLCK);
     // SAFETY: the descriptor is open and `lock` is a valid, writable `struct flock`.
-    match unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_GETLK, &mut lock) } {
-        0 => Ok(lock.l_type != libc::F_UNLCK as libc::c_short),
+    match unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_GETLK, &mut range) } {
+        0 => Ok(range.l_type != libc::F_UNLCK as libc::c_short),
         _ => Err(last_errno()),
     }
 }
@@ -56,15 +55,15 @@ mod tests {
         let path = std::env::temp_dir().join(format!("soft-gaudi-lock-{}", std::process::id()));
         let owner = open(&path, OFlags::WRONLY);
         let other = open(&path, OFlags::RDWR);
-        take(owner.as_fd()).unwrap();
-        assert!(is_taken(other.as_fd()).unwrap());
-        assert!(!is_taken(owner.as_fd()).unwrap());
-        assert_eq!(take(other.as_fd()), Err(Errno::AGAIN));
+        lock(owner.as_fd()).unwrap();
+        assert!(is_locked(other.as_fd()).unwrap());
+        assert!(!is_locked(owner.as_fd()).unwrap());
+        assert_eq!(lock(other.as_fd()), Err(Errno::AGAIN));
         let copy = owner.try_clone().unwrap();
         drop(owner);
-        assert!(is_taken(other.as_fd()).unwrap());
+        assert!(is_locked(other.as_fd()).unwrap());
         drop(copy);
-        assert!(!is_taken(other.as_fd()).unwrap());
+        assert!(!is_locked(other.as_fd()).unwrap());
         std::fs::remove_file(path).unwrap();
     }
 }

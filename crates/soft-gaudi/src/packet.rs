@@ -5,7 +5,7 @@
 
 use crate::asic::Generation;
 
-/// What a packet tells the command processor to do.
+/// What a packet has the command processor do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Command {
     /// Write to a register of the queue's own engine.
@@ -64,7 +64,7 @@ pub(crate) struct LinDma {
     pub(crate) memset: bool,
     /// Byte swap: log2 of the unit (0 none, 1: 16 bit, 2: 32 bit, 3: 64 bit).
     pub(crate) swap: u8,
-    /// Tell the engine's write-completion address when done.
+    /// Write to the engine's write-completion address when done.
     pub(crate) completion: bool,
 }
 

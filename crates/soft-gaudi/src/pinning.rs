@@ -1,7 +1,6 @@
-//! What a process can do in place of pinning its pages: make sure that they are there and
-//! writable when they are mapped for the card.
+//! A substitute for pinning: makes sure that pages are present and writable when they are mapped for the card.
 //!
-//! The pages are not held: a program that unmaps them under a running copy gets a device fault
+//! The pages are not pinned: a program that unmaps them under a running copy gets a device fault
 //! where a real card would go on with the old pages. That difference is documented.
 
 use std::sync::OnceLock;
@@ -10,7 +9,7 @@ use rustix::io::Errno;
 
 use crate::address_space::HOST_PAGE;
 
-/// Checks and faults in `[ptr, ptr + size)`; says whether it is made of huge pages.
+/// Checks and populates `[ptr, ptr + size)`; returns whether it is made of huge pages.
 pub(crate) fn pin(ptr: u64, size: u64) -> Result<bool, Errno> {
     if size == 0 {
         return Err(Errno::INVAL);
@@ -69,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn writable_memory_is_kept_as_it_is() {
+    fn populating_does_not_change_memory() {
         let ptr = anonymous(2, ProtFlags::READ | ProtFlags::WRITE);
         // SAFETY: within the mapping just made.
         unsafe { (ptr as *mut u8).add(5000).write(77) };

@@ -1,7 +1,7 @@
 //! The command processor of one queue: fetches packets, executes them, and can stop between any
 //! two of them (or in the middle of a long copy) to go on later, in another thread.
 //!
-//! What packets do to the world goes through [`Bus`], so this file knows neither memory nor locks.
+//! Packets access everything outside through [`Bus`], so this file knows neither memory nor locks.
 
 use std::sync::Arc;
 
@@ -79,7 +79,7 @@ pub(crate) enum Pause {
     Spent,
     /// The device is going away.
     Stopped,
-    /// It asks the arbiter, with this priority, and goes on when run again.
+    /// It waits for the arbiter, with this priority, and continues when it is run again.
     Arbitrate(u32),
 }
 
@@ -146,7 +146,7 @@ pub(crate) struct Processor {
     moved: u64,
     predicates: u32,
     scalars: [u8; 16],
-    /// The arbiter has been asked and said yes.
+    /// The arbiter has granted access.
     granted: bool,
 }
 
@@ -195,7 +195,7 @@ impl Processor {
                 Progress::Enter(frame) => {
                     let caller = &mut self.frames[depth - 1];
                     caller.pc += u64::from(packet.len);
-                    // A jump at the end of a buffer never comes back: lists go on for ever.
+                    // A jump at the end of a buffer does not return: such chains may be endless.
                     if caller.pc >= caller.program.len() {
                         self.frames.pop();
                     } else if depth >= MAX_DEPTH {
@@ -267,7 +267,7 @@ impl Processor {
                     _ => return Err(Fault::Opcode),
                 }
             }
-            // A stopped queue waits for someone to reset the device.
+            // A stopped queue waits for a reset of the device.
             Command::Stop => return Ok(Progress::Blocked),
             Command::LinDma(_)
             | Command::MsgProt { .. }

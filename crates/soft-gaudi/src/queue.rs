@@ -1,8 +1,8 @@
 //! One hardware queue: jobs in order, one thread at a time, never blocked by another queue.
 //!
-//! Any thread may come and run a queue – the submitter, a waiter, a worker. The first one takes
-//! the command processor out and runs it without a lock; a wake-up that arrives meanwhile is
-//! remembered, so none is lost between "the fence is down" and "I go to sleep".
+//! Any thread may run a queue: the submitter, a waiter, a worker. The first one takes the command processor out
+//! and runs it without a lock. A kick that arrives meanwhile is recorded, so that none is lost between the check of
+//! a fence and the return of the processor as blocked.
 
 use std::collections::VecDeque;
 use std::sync::atomic::AtomicBool;
@@ -31,7 +31,7 @@ struct State {
     started: bool,
     /// The processor waits at a fence.
     blocked: bool,
-    /// Something happened that may let a blocked processor go on.
+    /// Something happened that may unblock the processor.
     kicked: bool,
 }
 
@@ -43,9 +43,9 @@ pub(crate) struct Queue {
     pub(crate) listed: AtomicBool,
 }
 
-/// The right to run a queue.
+/// A queue's command processor, taken by the thread that runs the queue.
 #[derive(Debug)]
-pub(crate) struct Turn {
+pub(crate) struct Running {
     pub(crate) processor: Processor,
 }
 
@@ -65,8 +65,8 @@ impl Queue {
         self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Adds a job at the end. True if the queue was empty, so that nobody runs it or will: to be
-    /// known under the same lock, since whoever runs the queue leaves it when it has become empty.
+    /// Adds a job at the end. True if the queue was empty, so that the caller must see to it that it is run.
+    /// Decided under the lock, because the thread that runs the queue leaves it when it has become empty.
     #[must_use]
     pub(crate) fn push(&self, job: Job) -> bool {
         let mut state = self.lock();
@@ -86,8 +86,8 @@ impl Queue {
         self.lock().jobs.len()
     }
 
-    /// Takes the turn if there is work and nobody has it.
-    pub(crate) fn begin(&self) -> Option<Turn> {
+    /// Takes the command processor if there is work and no thread has it.
+    pub(crate) fn begin(&self) -> Option<Running> {
         let mut state = self.lock();
         if state.jobs.is_empty() || (state.blocked && !state.kicked) {
             return None;
@@ -99,40 +99,40 @@ impl Queue {
             processor.start(state.jobs[0].program.clone());
             state.started = true;
         }
-        Some(Turn { processor })
+        Some(Running { processor })
     }
 
-    /// The front job is finished: returns it, and the turn if there is another.
-    pub(crate) fn finish(&self, mut turn: Turn) -> (Option<Job>, Option<Turn>) {
+    /// The front job is finished: returns it, and the processor, started on the next one if there is one.
+    pub(crate) fn finish(&self, mut running: Running) -> (Option<Job>, Option<Running>) {
         let mut state = self.lock();
         let job = state.jobs.pop_front();
         match state.jobs.front() {
             Some(next) => {
-                turn.processor.start(next.program.clone());
+                running.processor.start(next.program.clone());
                 state.started = true;
-                (job, Some(turn))
+                (job, Some(running))
             }
             None => {
                 state.started = false;
-                state.processor = Some(turn.processor);
+                state.processor = Some(running.processor);
                 (job, None)
             }
         }
     }
 
-    /// Gives the turn back with work left; comes back if a kick arrived since it was blocked.
-    pub(crate) fn pause(&self, turn: Turn, blocked: bool) -> Option<Turn> {
+    /// Returns the processor with work left; gives it out again if a kick arrived since it was blocked.
+    pub(crate) fn pause(&self, running: Running, blocked: bool) -> Option<Running> {
         let mut state = self.lock();
         if blocked && state.kicked {
             state.kicked = false;
-            return Some(turn);
+            return Some(running);
         }
         state.blocked = blocked;
-        state.processor = Some(turn.processor);
+        state.processor = Some(running.processor);
         None
     }
 
-    /// A fence of this queue moved: true if the queue was waiting for it and needs someone to run.
+    /// A fence counter of this queue changed: true if the queue was blocked and must be run.
     pub(crate) fn kick(&self) -> bool {
         let mut state = self.lock();
         state.kicked = true;

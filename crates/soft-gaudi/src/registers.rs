@@ -35,7 +35,7 @@ pub(crate) struct Registers {
 
 /// What a register write sets off.
 #[derive(Debug, Default)]
-pub(crate) struct Consequences {
+pub(crate) struct WriteEffects {
     pub(crate) effects: Vec<Effect>,
     /// Queues whose fences moved.
     pub(crate) kicked: Vec<u32>,
@@ -113,7 +113,7 @@ impl Registers {
     }
 
     /// Writes the register at an address of the configuration space.
-    pub(crate) fn write(&mut self, addr: u64, value: u32, then: &mut Consequences) {
+    pub(crate) fn write(&mut self, addr: u64, value: u32, then: &mut WriteEffects) {
         let offset = addr.wrapping_sub(self.cfg_base);
         if let Some((base, manager)) = self.managers.range_mut(..=offset).next_back()
             && offset - base < self.layout.len()
@@ -204,7 +204,7 @@ mod tests {
     fn fence_registers_are_those_of_the_specification() {
         let written = |generation: Generation, offset: u64| {
             let mut registers = Registers::new(generation.profile());
-            let mut then = Consequences::default();
+            let mut then = WriteEffects::default();
             registers.write(generation.profile().cfg.first + offset, 1, &mut then);
             then.kicked
         };
@@ -221,7 +221,7 @@ mod tests {
     fn a_monitor_of_the_right_base_reaches_the_sync_manager() {
         let profile = Generation::Gaudi2.profile();
         let mut registers = Registers::new(profile);
-        let mut then = Consequences::default();
+        let mut then = WriteEffects::default();
         let monitors = registers.message_base(0);
         registers.write(monitors, 0x77, &mut then);
         registers.write(monitors + 0x4000, 5, &mut then);

@@ -1,9 +1,9 @@
 //! Signals between queues, as the driver manages them: every stream has a pair of sync objects of
-//! its own, a signal adds one, a wait lets another queue stand still until the sum is reached.
+//! its own, a signal adds one, a wait blocks another queue until the value is reached.
 //! Ranges of values can be reserved for programs that signal by themselves.
 //!
-//! When an object has counted as far as it can, the stream turns to the other of the pair – if
-//! nobody uses that one any more; otherwise the driver refuses.
+//! When an object has reached its largest value, the stream switches to the other of the pair, if that one is
+//! not in use any more; otherwise the driver refuses.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ const MAX_VALUE: u32 = 0x7fff;
 /// The fence that driver-made waits use.
 const FENCE: u32 = 2;
 
-/// A sync object in use; clones keep it from being turned back to zero.
+/// A sync object; it is not set back to zero while references to it exist.
 #[derive(Debug)]
 pub(crate) struct Sob {
     index: u32,
@@ -26,7 +26,7 @@ pub(crate) struct Sob {
 
 /// A value of a sync object.
 #[derive(Clone, Debug)]
-pub(crate) struct Target {
+pub(crate) struct SobValue {
     pub(crate) sob: Arc<Sob>,
     pub(crate) value: u32,
 }
@@ -35,8 +35,8 @@ pub(crate) struct Target {
 struct Stream {
     sobs: [Arc<Sob>; 2],
     current: usize,
-    /// Signals given out on the current object.
-    given: u32,
+    /// Values allocated of the current object.
+    allocated: u32,
 }
 
 #[derive(Debug)]
@@ -49,13 +49,13 @@ struct Reservation {
     submission: Option<Arc<Submission>>,
 }
 
-/// What a signal or reservation got.
+/// Values of a sync object for a signal or a reservation.
 #[derive(Clone, Debug)]
-pub(crate) struct Given {
-    pub(crate) target: Target,
+pub(crate) struct Allocated {
+    pub(crate) target: SobValue,
     /// The object's value before.
     pub(crate) before: u32,
-    /// The object must be set to zero first: it is used anew.
+    /// The object must be set to zero first: it is reused.
     pub(crate) fresh: bool,
 }
 
@@ -102,7 +102,7 @@ impl Signals {
     }
 
     /// The next `count` values of a queue's stream.
-    pub(crate) fn give(&mut self, queue: u32, count: u32) -> Result<Given, Errno> {
+    pub(crate) fn allocate(&mut self, queue: u32, count: u32) -> Result<Allocated, Errno> {
         self.forget_finished();
         let number = stream_number(self.profile.generation, queue).ok_or(Errno::INVAL)?;
         if count == 0 || count > MAX_VALUE {
@@ -112,51 +112,51 @@ impl Signals {
         let stream = self.streams.entry(queue).or_insert_with(|| Stream {
             sobs: [sob(0), sob(1)],
             current: 0,
-            given: 0,
+            allocated: 0,
         });
         let mut fresh = false;
-        if stream.given + count > MAX_VALUE {
+        if stream.allocated + count > MAX_VALUE {
             let other = 1 - stream.current;
             if Arc::strong_count(&stream.sobs[other]) > 1 {
                 return Err(Errno::INVAL);
             }
             stream.current = other;
-            stream.given = 0;
+            stream.allocated = 0;
             fresh = true;
         }
-        let before = stream.given;
-        stream.given += count;
-        let target = Target { sob: stream.sobs[stream.current].clone(), value: stream.given };
-        Ok(Given { target, before, fresh })
+        let before = stream.allocated;
+        stream.allocated += count;
+        let target = SobValue { sob: stream.sobs[stream.current].clone(), value: stream.allocated };
+        Ok(Allocated { target, before, fresh })
     }
 
     /// Reserves values: an id.
-    pub(crate) fn reserve(&mut self, queue: u32, count: u32) -> Result<(u32, Given), Errno> {
-        let given = self.give(queue, count)?;
+    pub(crate) fn reserve(&mut self, queue: u32, count: u32) -> Result<(u32, Allocated), Errno> {
+        let allocated = self.allocate(queue, count)?;
         let id = self.next_id;
         self.next_id += 1;
-        let sob = given.target.sob.clone();
-        let before = given.before;
+        let sob = allocated.target.sob.clone();
+        let before = allocated.before;
         let reservation = Reservation { queue, before, count, sob, submission: None };
         self.reservations.insert(id, reservation);
-        Ok((id, given))
+        Ok((id, allocated))
     }
 
-    /// Gives the values of the latest reservation back.
+    /// Releases the values of the latest reservation.
     pub(crate) fn unreserve(&mut self, id: u32) -> Result<(), Errno> {
         let reservation = self.reservations.get(&id).ok_or(Errno::INVAL)?;
         let stream = self.streams.get_mut(&reservation.queue).ok_or(Errno::INVAL)?;
         let current = Arc::ptr_eq(&stream.sobs[stream.current], &reservation.sob);
-        let latest = stream.given == reservation.before + reservation.count;
+        let latest = stream.allocated == reservation.before + reservation.count;
         if !current || !latest || reservation.submission.is_some() {
             return Err(Errno::INVAL);
         }
-        stream.given = reservation.before;
+        stream.allocated = reservation.before;
         self.reservations.remove(&id);
         Ok(())
     }
 
-    /// Says which submission makes the signals of a reservation.
+    /// Sets the submission that makes the signals of a reservation.
     pub(crate) fn bind(&mut self, id: u32, submission: Arc<Submission>) -> Result<(), Errno> {
         let reservation = self.reservations.get_mut(&id).ok_or(Errno::INVAL)?;
         reservation.submission = Some(submission);
@@ -169,11 +169,11 @@ impl Signals {
     }
 
     /// The value that a reservation's submission reaches after `offset` signals.
-    pub(crate) fn reserved(&mut self, seq: u64, offset: u32) -> Option<Target> {
+    pub(crate) fn reserved(&mut self, seq: u64, offset: u32) -> Option<SobValue> {
         self.forget_finished();
         let bound = |r: &&Reservation| r.submission.as_ref().is_some_and(|s| s.seq == seq);
         let reservation = self.reservations.values().find(bound)?;
-        Some(Target { sob: reservation.sob.clone(), value: reservation.before + offset })
+        Some(SobValue { sob: reservation.sob.clone(), value: reservation.before + offset })
     }
 
     fn forget_finished(&mut self) {
@@ -182,13 +182,13 @@ impl Signals {
     }
 
     /// Packets that give one signal, after everything before them in the queue.
-    pub(crate) fn signal_packets(&self, target: &Target) -> Vec<u8> {
+    pub(crate) fn signal_packets(&self, target: &SobValue) -> Vec<u8> {
         const ADD_ONE: u32 = 1 << 31 | 1;
         self.short(self.sob_base(), self.sob_offset(target), ADD_ONE, true)
     }
 
     /// Packets that let `queue` wait for a value.
-    pub(crate) fn wait_packets(&self, queue: u32, target: &Target) -> Result<Vec<u8>, Errno> {
+    pub(crate) fn wait_packets(&self, queue: u32, target: &SobValue) -> Result<Vec<u8>, Errno> {
         let generation = self.profile.generation;
         let monitor = stream_number(generation, queue).ok_or(Errno::INVAL)? * 4;
         let fence = self.fence_address(queue);
@@ -222,7 +222,7 @@ impl Signals {
         if self.profile.generation == Generation::Gaudi1 { 2 } else { 0 }
     }
 
-    fn sob_offset(&self, target: &Target) -> u32 {
+    fn sob_offset(&self, target: &SobValue) -> u32 {
         target.sob.index * 4
     }
 
@@ -250,33 +250,33 @@ mod tests {
     }
 
     #[test]
-    fn values_rise_and_turn_to_the_other_object_when_it_is_free() {
+    fn values_rise_and_switch_to_the_other_object_when_it_is_free() {
         let mut signals = signals();
-        let first = signals.give(3, 1).unwrap();
+        let first = signals.allocate(3, 1).unwrap();
         assert_eq!((first.before, first.target.value, first.fresh), (0, 1, false));
         assert_eq!(signals.address(&first.target.sob), 0x7f_fc00_0000 + 0x49_2000 + 6 * 4);
-        let all = signals.give(3, MAX_VALUE - 1).unwrap();
+        let all = signals.allocate(3, MAX_VALUE - 1).unwrap();
         assert_eq!(all.target.value, MAX_VALUE);
-        let turned = signals.give(3, 1).unwrap();
+        let turned = signals.allocate(3, 1).unwrap();
         assert!(turned.fresh && turned.target.value == 1);
         assert_ne!(turned.target.sob.index, all.target.sob.index);
-        // The first object is still held by `all`.
-        assert_eq!(signals.give(3, MAX_VALUE).unwrap_err(), Errno::INVAL);
+        // `all` still has a reference to the first object.
+        assert_eq!(signals.allocate(3, MAX_VALUE).unwrap_err(), Errno::INVAL);
         drop((first, all));
-        assert!(signals.give(3, MAX_VALUE).unwrap().fresh);
-        assert_eq!(signals.give(9, 1).unwrap_err(), Errno::INVAL);
+        assert!(signals.allocate(3, MAX_VALUE).unwrap().fresh);
+        assert_eq!(signals.allocate(9, 1).unwrap_err(), Errno::INVAL);
     }
 
     #[test]
-    fn only_the_latest_reservation_can_be_given_back() {
+    fn only_the_latest_reservation_can_be_released() {
         let mut signals = signals();
         let (one, _) = signals.reserve(0, 10).unwrap();
-        let (two, given) = signals.reserve(0, 5).unwrap();
-        assert_eq!((given.before, given.target.value), (10, 15));
+        let (two, allocated) = signals.reserve(0, 5).unwrap();
+        assert_eq!((allocated.before, allocated.target.value), (10, 15));
         assert_eq!(signals.unreserve(one), Err(Errno::INVAL));
         assert_eq!(signals.unreserve(two), Ok(()));
         assert_eq!(signals.unreserve(one), Ok(()));
         assert_eq!(signals.unreserve(one), Err(Errno::INVAL));
-        assert_eq!(signals.give(0, 1).unwrap().before, 0);
+        assert_eq!(signals.allocate(0, 1).unwrap().before, 0);
     }
 }

@@ -1,4 +1,4 @@
-//! The file `stateN` of a card: what its owner tells other processes, who ask on control nodes.
+//! The file `stateN` of a card: what its owner publishes for control nodes of other processes.
 //!
 //! The file is read and written with system calls and never mapped. So a full file system, or a file that
 //! someone truncated, is an error of a call; mapped, it would be a SIGBUS in the host process.
@@ -27,7 +27,7 @@ const VERSION: u64 = 1;
 const WORDS: usize = 64;
 const SIZE: usize = WORDS * 8;
 
-/// What a word of the file means; its value is its place.
+/// What a word of the file means; the value is its index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Word {
     /// Number of the current context; counts up.
@@ -150,7 +150,7 @@ pub(crate) fn of(node: &Node, device: u32) -> Result<&'static StateFile, Errno> 
     let mut open = OPEN.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     let slot = open.get_mut(device as usize).ok_or(Errno::NODEV)?;
     match slot {
-        // The machine's folder may have been removed and made anew.
+        // The machine's folder may have been removed and created again.
         Some(state) if rustix::fs::fstat(&state.file)?.st_nlink > 0 => Ok(state),
         _ => {
             let name = format!("state{device}");
@@ -187,7 +187,7 @@ impl StateFile {
 
     /// Sets a word that others than the owner may set.
     pub(crate) fn set_unowned(&self, word: Word, value: u64) {
-        // Monitors then see the old value. There is nobody to be told.
+        // If it fails, monitors see the old value; no call depends on it.
         let _ = self.write_at(word as usize, &[value]);
     }
 
@@ -197,7 +197,7 @@ impl StateFile {
         self.set_unowned(word, value);
     }
 
-    /// The process has taken the card: the number of the new context.
+    /// The process has opened the card; returns the number of the new context.
     pub(crate) fn begin(&self, dram_size: u64) -> Result<u64, Errno> {
         let mut state = self.read()?;
         let context = state.get(Word::Context) + 1;
@@ -224,7 +224,7 @@ impl StateFile {
         Ok(context)
     }
 
-    /// The card is given back; only for who holds its lock.
+    /// The card is closed; the caller has its lock.
     pub(crate) fn end(&self) {
         let values = [
             (Word::ClosedMs, boot_ms()),
@@ -283,7 +283,7 @@ pub(crate) fn clock_ns(clock: libc::clockid_t) -> u64 {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // By the C library: rustix looks for the vDSO by itself, at an address that valgrind has taken
     // away, and dies of it.
-    // SAFETY: a place to write to.
+    // SAFETY: `now` is valid for writing.
     unsafe { libc::clock_gettime(clock, &mut now) };
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }

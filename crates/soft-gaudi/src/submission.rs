@@ -1,4 +1,4 @@
-//! Submissions: sequence numbers, the window of those in flight, and how one learns of their end.
+//! Submissions: sequence numbers, the window of those in flight, and waiting for their end.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -20,7 +20,7 @@ pub(crate) enum Outcome {
 }
 
 const PENDING: u32 = 0;
-/// Someone is about to end it; for everyone else it is still pending.
+/// A thread is about to end it; for all others it is still pending.
 const CLAIMED: u32 = 4;
 
 impl Outcome {
@@ -72,7 +72,7 @@ impl Submission {
         }
     }
 
-    /// Asks for its end to be remembered, as those with timestamps are.
+    /// Has its end remembered, as of those with timestamps.
     pub(crate) fn remembered(mut self, yes: bool) -> Self {
         self.remembered = yes;
         self
@@ -98,12 +98,12 @@ impl Submission {
         self.jobs.fetch_sub(1, Ordering::AcqRel) == 1
     }
 
-    /// Takes the right to end it; false if someone else has it.
+    /// Claims the right to end it; false if another thread has.
     pub(crate) fn claim(&self) -> bool {
         self.state.compare_exchange(PENDING, CLAIMED, Ordering::SeqCst, Ordering::Acquire).is_ok()
     }
 
-    /// Tells the world of its end; only for the one who has claimed it.
+    /// Publishes its end; only for the thread that has claimed it.
     pub(crate) fn publish(&self, outcome: Outcome, now_ns: u64) {
         self.finished_ns.store(now_ns, Ordering::Relaxed);
         self.state.store(outcome.code(), Ordering::SeqCst);
@@ -128,7 +128,7 @@ impl Submission {
             tv_sec: limit.as_secs().min(i64::MAX as u64) as i64,
             tv_nsec: limit.subsec_nanos().into(),
         };
-        // Woken, timed out or interrupted: the caller looks again in all cases.
+        // Woken, timed out or interrupted: the caller checks again in all cases.
         let now = self.state.load(Ordering::SeqCst);
         if now == PENDING || now == CLAIMED {
             let _ = futex::wait(&self.state, futex::Flags::PRIVATE, now, Some(&limit));
@@ -164,7 +164,7 @@ struct Ring {
     oldest: u64,
     /// The last ones with timestamps that have lost their slot.
     remembered: VecDeque<Arc<Submission>>,
-    /// The card is gone: nobody waits any more.
+    /// The card is gone: threads do not wait any more.
     closed: bool,
 }
 
@@ -221,7 +221,7 @@ impl Window {
                 ring.remembered.pop_front();
             }
         }
-        // Whoever is woken for a slot wakes the next, if there is another slot.
+        // The thread that was woken for a slot wakes the next, if there is another slot.
         self.wake_one_if_free(&ring);
         Ok(submission)
     }
@@ -230,8 +230,8 @@ impl Window {
     pub(crate) fn wait_for_slot(&self, limit: Duration) {
         let ring = self.lock();
         self.waiting.fetch_add(1, Ordering::SeqCst);
-        // Looked at after the count went up: either this sees the end of the submission in the way, or
-        // `submission_ended` sees the count. Both are SeqCst.
+        // Checked after the count was raised: either this load sees the end that `publish` stored, or the load in
+        // `submission_ended` sees the count. All four are SeqCst; otherwise a wake-up could be lost.
         if !ring.closed && ring.in_the_way().is_some() {
             drop(self.slot_free.wait_timeout(ring, limit));
         }
@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn a_closed_window_keeps_nobody() {
+    fn closing_the_window_wakes_all_waiters() {
         let window = Window::new(1);
         let _first = window.enter(&mut Some(make)).unwrap();
         std::thread::scope(|scope| {

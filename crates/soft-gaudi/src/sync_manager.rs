@@ -95,7 +95,7 @@ impl Monitor {
         self.config >> 4 & 1 != 0
     }
 
-    /// First of the eight sync objects it looks at.
+    /// First of the eight sync objects it monitors.
     fn group(&self) -> usize {
         let high = (self.config >> 16 & 0xf) << 8;
         ((self.arm & 0xff | high) * 8) as usize
@@ -117,7 +117,7 @@ pub(crate) struct SyncManager {
     layout: Layout,
     sobs: Vec<u16>,
     monitors: Vec<Monitor>,
-    /// Indices of armed monitors, so that a sync object's change need not look at all.
+    /// Indices of armed monitors: the others need no check when a sync object changes.
     armed: Vec<usize>,
     queues: Vec<CompletionQueue>,
 }
@@ -219,7 +219,7 @@ impl SyncManager {
             return m.group() + half < self.sobs.len()
                 && reaches(self.long(m.group() + half), target);
         }
-        // A clear bit in the mask means: look at this one.
+        // A clear bit in the mask selects a sync object.
         (0..8).filter(|bit| m.arm >> (8 + bit) & 1 == 0).all(|bit| {
             let sob = self.sobs.get(m.group() + bit);
             sob.is_some_and(|value| reaches(u64::from(*value), target))
@@ -292,7 +292,7 @@ mod tests {
         effects
     }
 
-    /// Arm value that looks at one sync object.
+    /// Arm value that monitors one sync object.
     fn arm(sob: u32, target: u32) -> u32 {
         ((sob / 8) & 0xff) | (!(1u32 << (sob % 8)) & 0xff) << 8 | EQUAL | target << 17
     }
@@ -365,7 +365,7 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn any_writes_are_harmless(writes: Vec<(u32, u32)>) {
+        fn any_writes_do_not_panic(writes: Vec<(u32, u32)>) {
             for generation in [Generation::Gaudi1, Generation::Gaudi2] {
                 let mut sm = SyncManager::new(Layout::of(generation));
                 for (offset, value) in &writes {

@@ -1,5 +1,5 @@
-//! Free device virtual addresses of one range, handed out as the driver does: the smallest free
-//! block that fits, hints honoured where they can be. Pure bookkeeping.
+//! Free device virtual addresses of one range, allocated as the driver does: the smallest free
+//! block that fits, hints honoured where possible. Pure bookkeeping.
 
 use std::collections::BTreeMap;
 
@@ -49,7 +49,7 @@ pub(crate) struct Hint {
 pub(crate) struct FreeRange {
     /// First address → last address, both included; never adjacent.
     free: BTreeMap<u64, u64>,
-    /// Given out only to hints.
+    /// Allocated to hints only.
     reserved: Option<Span>,
 }
 
@@ -58,8 +58,8 @@ impl FreeRange {
         Self { free: BTreeMap::from([(span.first, span.last)]), reserved }
     }
 
-    /// Takes `size` bytes and returns their first address.
-    pub(crate) fn take(&mut self, size: u64, align: Align, mut hint: Hint) -> Option<u64> {
+    /// Allocates `size` bytes and returns their first address.
+    pub(crate) fn allocate(&mut self, size: u64, align: Align, mut hint: Hint) -> Option<u64> {
         if size == 0 {
             return None;
         }
@@ -72,8 +72,8 @@ impl FreeRange {
         let mut best: Option<(u64, u64, u64)> = None;
         for (&first, &last) in &self.free {
             let Some(start) = align.up(first).filter(|start| *start <= last) else { continue };
-            let room = (last - start).saturating_add(1);
-            if room < size {
+            let available = (last - start).saturating_add(1);
+            if available < size {
                 continue;
             }
             if hint.addr == 0 && self.crosses_reserved(start, size) {
@@ -85,8 +85,8 @@ impl FreeRange {
                 best = Some((first, hint.addr, 0));
                 break;
             }
-            if best.is_none_or(|(_, _, smallest)| room < smallest) {
-                best = Some((first, start, room));
+            if best.is_none_or(|(_, _, smallest)| available < smallest) {
+                best = Some((first, start, available));
             }
         }
         let (block, start, _) = best?;
@@ -104,8 +104,8 @@ impl FreeRange {
         Some(start)
     }
 
-    /// Gives `[addr, addr + size)` back; it must have been taken.
-    pub(crate) fn give_back(&mut self, addr: u64, size: u64) {
+    /// Releases `[addr, addr + size)`, which must have been allocated.
+    pub(crate) fn release(&mut self, addr: u64, size: u64) {
         let (mut first, mut last) = (addr, addr + (size - 1));
         if let Some((&before, &before_last)) = self.free.range(..addr).next_back()
             && before_last.checked_add(1) == Some(addr)
@@ -144,31 +144,31 @@ mod tests {
     #[test]
     fn without_hint_the_smallest_fitting_block_is_used() {
         let mut range = range();
-        assert_eq!(range.take(0x1000, PAGE, Hint::default()), Some(0x10000));
-        assert_eq!(range.take(0x1000, PAGE, at(0x14000, false)), Some(0x14000));
-        assert_eq!(range.take(0x2000, PAGE, Hint::default()), Some(0x11000));
-        assert_eq!(range.take(0x2000, PAGE, Hint::default()), Some(0x15000));
+        assert_eq!(range.allocate(0x1000, PAGE, Hint::default()), Some(0x10000));
+        assert_eq!(range.allocate(0x1000, PAGE, at(0x14000, false)), Some(0x14000));
+        assert_eq!(range.allocate(0x2000, PAGE, Hint::default()), Some(0x11000));
+        assert_eq!(range.allocate(0x2000, PAGE, Hint::default()), Some(0x15000));
     }
 
     #[test]
     fn hints_are_honoured_exactly_ignored_or_refused() {
         let mut range = range();
-        assert_eq!(range.take(0x1000, PAGE, at(0x20000, false)), Some(0x20000));
-        assert_eq!(range.take(0x1000, PAGE, at(0x20000, true)), None);
-        assert_eq!(range.take(0x1000, PAGE, at(0x20800, true)), None);
-        assert_eq!(range.take(0x1000, PAGE, at(0, true)), None);
-        assert_eq!(range.take(0x1000, PAGE, at(0x20800, false)), Some(0x10000));
+        assert_eq!(range.allocate(0x1000, PAGE, at(0x20000, false)), Some(0x20000));
+        assert_eq!(range.allocate(0x1000, PAGE, at(0x20000, true)), None);
+        assert_eq!(range.allocate(0x1000, PAGE, at(0x20800, true)), None);
+        assert_eq!(range.allocate(0x1000, PAGE, at(0, true)), None);
+        assert_eq!(range.allocate(0x1000, PAGE, at(0x20800, false)), Some(0x10000));
         // The last page is out of reach for hints.
-        assert_eq!(range.take(0x1000, PAGE, at(0xff000, true)), None);
+        assert_eq!(range.allocate(0x1000, PAGE, at(0xff000, true)), None);
     }
 
     #[test]
     fn reserved_addresses_go_to_hints_only() {
         let reserved = Some(Span { first: 0x10000, last: 0x1ffff });
         let mut range = FreeRange::new(Span { first: 0x10000, last: 0x3ffff }, reserved);
-        assert_eq!(range.take(0x1000, PAGE, Hint::default()), None);
-        assert_eq!(range.take(0x1000, PAGE, at(0x1f000, false)), Some(0x1f000));
-        assert_eq!(range.take(0x1000, PAGE, Hint::default()), Some(0x20000));
+        assert_eq!(range.allocate(0x1000, PAGE, Hint::default()), None);
+        assert_eq!(range.allocate(0x1000, PAGE, at(0x1f000, false)), Some(0x1f000));
+        assert_eq!(range.allocate(0x1000, PAGE, Hint::default()), Some(0x20000));
     }
 
     #[test]
@@ -179,14 +179,14 @@ mod tests {
         let mut range = FreeRange::new(span, None);
         let align = Align::Pages(page);
         let hint = first + 7 * page;
-        assert_eq!(range.take(page, align, at(hint, true)), Some(hint));
-        assert_eq!(range.take(page, align, at(hint + 0x1000, true)), None);
-        assert_eq!(range.take(2 * page, align, Hint::default()), Some(first));
+        assert_eq!(range.allocate(page, align, at(hint, true)), Some(hint));
+        assert_eq!(range.allocate(page, align, at(hint + 0x1000, true)), None);
+        assert_eq!(range.allocate(2 * page, align, Hint::default()), Some(first));
     }
 
     proptest! {
         #[test]
-        fn blocks_never_overlap_and_all_come_back(
+        fn blocks_never_overlap_and_all_are_released(
             steps in prop::collection::vec((1u64..20, any::<bool>(), 0u64..0x100), 1..60)
         ) {
             let mut range = range();
@@ -194,11 +194,11 @@ mod tests {
             for (pages, give, hint) in steps {
                 if give && !taken.is_empty() {
                     let (addr, size) = taken.swap_remove(hint as usize % taken.len());
-                    range.give_back(addr, size);
+                    range.release(addr, size);
                     continue;
                 }
                 let size = pages * 0x1000;
-                if let Some(addr) = range.take(size, PAGE, at(hint * 0x1000, false)) {
+                if let Some(addr) = range.allocate(size, PAGE, at(hint * 0x1000, false)) {
                     prop_assert!(addr >= 0x10000 && addr + size - 1 <= 0xfffff);
                     for (other, len) in &taken {
                         prop_assert!(addr + size <= *other || other + len <= addr);
@@ -207,7 +207,7 @@ mod tests {
                 }
             }
             for (addr, size) in taken {
-                range.give_back(addr, size);
+                range.release(addr, size);
             }
             prop_assert_eq!(range.free, BTreeMap::from([(0x10000, 0xfffff)]));
         }

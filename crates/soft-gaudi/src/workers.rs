@@ -21,7 +21,7 @@ struct PoolState {
     tasks: VecDeque<(Arc<Context>, u32)>,
     /// Tasks whose time has not come yet; the first is the next.
     later: VecDeque<(Instant, Arc<Context>, u32)>,
-    /// Contexts with submissions in flight, whose timeouts an idle worker minds.
+    /// Contexts with submissions in flight, whose timeouts an idle worker checks.
     watched: Vec<Weak<Context>>,
     threads: usize,
     /// Workers that sleep until they are woken.
@@ -31,7 +31,7 @@ struct PoolState {
 /// The most a worker does for one queue while others wait for it.
 const TURN_BYTES: u64 = 16 << 20;
 
-/// Counts forks: a child starts with threads, contexts and the pool of nobody.
+/// Counts forks: a child has none of its parent's threads and contexts, and gets a pool of its own.
 static FORKS: AtomicU64 = AtomicU64::new(0);
 static POOL: AtomicPtr<Pool> = AtomicPtr::new(core::ptr::null_mut());
 
@@ -47,7 +47,7 @@ pub(crate) fn fork_generation() -> u64 {
 
 extern "C" fn in_child() {
     FORKS.fetch_add(1, Ordering::Relaxed);
-    // The parent's pool may be locked and its threads are not here: begin anew, leak the old one.
+    // The parent's pool may be locked and its threads do not exist here: leak it, start with none.
     POOL.store(core::ptr::null_mut(), Ordering::Relaxed);
 }
 
@@ -68,44 +68,43 @@ fn pool() -> &'static Pool {
     unsafe { &*current }
 }
 
-/// Leaves a queue to the workers, starting one if all are busy.
-pub(crate) fn run_later(context: Arc<Context>, queue: u32) {
-    // On the list already: who takes it from there finds all the work that the queue then has.
+/// Has the workers run a queue; starts a worker if all are busy.
+pub(crate) fn enqueue(context: Arc<Context>, queue: u32) {
+    // Already listed: the worker that takes it from the list runs all jobs that the queue has by then.
     if context.queues[queue as usize].listed.swap(true, Ordering::AcqRel) {
         return;
     }
     let pool = pool();
     let mut state = pool.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     state.tasks.push_back((context, queue));
-    summon(pool, &mut state, most_threads());
+    wake_or_start(pool, &mut state, max_threads());
     if state.threads == 0
         && let Some((context, queue)) = state.tasks.pop_back()
     {
-        // None could be started. Whoever waits runs its own work, and the next to come tries again.
+        // None could be started. Waiting threads run their own work, and the next call tries again.
         context.queues[queue as usize].listed.store(false, Ordering::Release);
     }
 }
 
-/// Leaves a queue to the workers after some time, the same for all tasks of a process.
-pub(crate) fn run_after(context: Arc<Context>, queue: u32, delay: Duration) {
+/// Has the workers run a queue after a delay, which is the same for all tasks of a process.
+pub(crate) fn enqueue_after(context: Arc<Context>, queue: u32, delay: Duration) {
     let pool = pool();
     let mut state = pool.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     state.later.push_back((Instant::now() + delay, context, queue));
-    summon(pool, &mut state, most_threads());
+    wake_or_start(pool, &mut state, max_threads());
 }
 
-/// Takes off the list what is left there of a context that is closed: its memory and descriptors must
-/// not wait for a worker to come along.
-pub(crate) fn forget(context: &Arc<Context>) {
+/// Removes the tasks of a closed context: they hold references that keep its memory and descriptors.
+pub(crate) fn forget_context(context: &Arc<Context>) {
     let pool = pool();
     let mut state = pool.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    // `context` itself is still held, so nothing is dropped here.
+    // The caller has a reference to `context`, so nothing is dropped under the lock.
     state.tasks.retain(|(of, _)| !Arc::ptr_eq(of, context));
     state.later.retain(|(_, of, _)| !Arc::ptr_eq(of, context));
 }
 
-/// Makes tasks of those whose time has come; how long until the next.
-fn promote(state: &mut PoolState) -> Option<Duration> {
+/// Moves delayed tasks that are due to the list; returns how long until the next is due.
+fn promote_due(state: &mut PoolState) -> Option<Duration> {
     let now = Instant::now();
     while let Some((due, ..)) = state.later.front() {
         if *due > now {
@@ -116,20 +115,20 @@ fn promote(state: &mut PoolState) -> Option<Duration> {
     None
 }
 
-/// Lets an idle worker mind a context's timeouts until nothing is in flight any more.
+/// Has an idle worker check a context's timeouts until nothing is in flight.
 pub(crate) fn watch(context: &Arc<Context>) {
-    // SeqCst, as the count of submissions before it: see `next_timeout`.
+    // SeqCst, as the count of submissions before it: see `contexts_in_flight`.
     if context.watched.swap(true, Ordering::SeqCst) {
         return;
     }
     let pool = pool();
     let mut state = pool.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     state.watched.push(Arc::downgrade(context));
-    summon(pool, &mut state, 1);
+    wake_or_start(pool, &mut state, 1);
 }
 
 /// Wakes a worker, or starts one if none is idle.
-fn summon(pool: &'static Pool, state: &mut PoolState, most: usize) {
+fn wake_or_start(pool: &'static Pool, state: &mut PoolState, most: usize) {
     if state.idle > 0 {
         pool.work.notify_one();
     } else if state.threads < most && start(pool, state.threads + 1) {
@@ -138,9 +137,9 @@ fn summon(pool: &'static Pool, state: &mut PoolState, most: usize) {
     }
 }
 
-fn most_threads() -> usize {
-    static MOST: OnceLock<usize> = OnceLock::new();
-    *MOST.get_or_init(|| std::thread::available_parallelism().map_or(2, usize::from).clamp(2, 8))
+fn max_threads() -> usize {
+    static MAX: OnceLock<usize> = OnceLock::new();
+    *MAX.get_or_init(|| std::thread::available_parallelism().map_or(2, usize::from).clamp(2, 8))
 }
 
 fn start(pool: &'static Pool, number: usize) -> bool {
@@ -175,7 +174,7 @@ fn work(pool: &'static Pool) {
     let lock = || pool.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     let mut state = lock();
     loop {
-        let next = promote(&mut state);
+        let next = promote_due(&mut state);
         if let Some((context, queue)) = state.tasks.pop_front() {
             drop(state);
             context.queues[queue as usize].listed.store(false, Ordering::Release);
@@ -186,7 +185,7 @@ fn work(pool: &'static Pool) {
             state = lock();
             continue;
         }
-        let (timeout, busy) = next_timeout(&mut state);
+        let (timeout, busy) = contexts_in_flight(&mut state);
         state.idle += 1;
         state = sleep(pool, state, next.into_iter().chain(timeout).min());
         state.idle -= 1;
@@ -214,17 +213,18 @@ fn sleep<'a>(
     }
 }
 
-/// When to look at timeouts again, and the contexts with work in flight; forgets the others.
-fn next_timeout(state: &mut PoolState) -> (Option<Duration>, Vec<Arc<Context>>) {
+/// When to check timeouts next, and the contexts with work in flight; drops the others from the list.
+fn contexts_in_flight(state: &mut PoolState) -> (Option<Duration>, Vec<Arc<Context>>) {
     let mut busy = Vec::new();
     state.watched.retain(|watched| {
         let Some(context) = watched.upgrade() else { return false };
         context.watched.store(false, Ordering::SeqCst);
-        // Checked after the flag is down: whoever submits now either is seen or watches anew.
+        // Loaded after the flag was cleared: a concurrent submission is either counted here, or finds the
+        // flag cleared and lists the context again. Both sides are SeqCst.
         if context.in_flight.load(Ordering::SeqCst) == 0 {
             return false;
         }
-        // Whoever saw the flag down has put it on the list once more.
+        // Set again by such a submission: the context is on the list twice.
         let twice = context.watched.swap(true, Ordering::SeqCst);
         busy.push(context);
         !twice

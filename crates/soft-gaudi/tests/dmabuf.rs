@@ -48,7 +48,7 @@ fn get(fd: i32, from: u64, len: usize) -> Vec<u8> {
 fn child() {
     let Some((role, argument)) = child_role() else { return };
     machine("gaudi2");
-    let _alone = alone();
+    let _exclusive = exclusive();
     let parent = parent();
     match role.as_str() {
         "export" => {
@@ -58,17 +58,17 @@ fn child() {
             put(fd, va + PAGE - 8192, &mut pattern(16384, 42));
             let dmabuf = export(fd, va, 16384, PAGE - 8192);
             assert!(dmabuf >= 0);
-            pass(&parent, dmabuf);
-            stay(&parent);
+            send_fd(&parent, dmabuf);
+            wait_for_end(&parent);
         }
         "import" => {
             let fd = open(argument);
-            let dmabuf = receive(&parent);
+            let dmabuf = receive_fd(&parent);
             let va = import(fd, dmabuf.as_raw_fd(), 8192).unwrap();
             drop(dmabuf);
             put(fd, va + 100, &mut pattern(5000, 7));
-            tell(&parent, 0);
-            stay(&parent);
+            send(&parent, 0);
+            wait_for_end(&parent);
         }
         other => panic!("no such role: {other}"),
     }
@@ -77,7 +77,7 @@ fn child() {
 #[test]
 fn exports_are_checked_as_the_driver_does() {
     machine("gaudi2");
-    let _alone = alone();
+    let _exclusive = exclusive();
     let fd = card();
     let (handle, va) = alloc(fd, 1);
     let mut host = vec![0u8; 8192];
@@ -116,7 +116,7 @@ fn exports_are_checked_as_the_driver_does() {
 #[test]
 fn exported_memory_stays_until_the_last_descriptor_is_closed() {
     machine("gaudi2");
-    let _alone = alone();
+    let _exclusive = exclusive();
     let index = fresh_index();
     let fd = open(index);
     let (handle, va) = alloc(fd, 1);
@@ -148,7 +148,7 @@ fn exported_memory_stays_until_the_last_descriptor_is_closed() {
 #[test]
 fn a_second_card_reaches_the_memory_of_the_first() {
     machine("gaudi2");
-    let _alone = alone();
+    let _exclusive = exclusive();
     let (one, two) = (card(), card());
     let (_, va) = alloc(one, 1);
     let size = 300_000;
@@ -176,10 +176,10 @@ fn a_second_card_reaches_the_memory_of_the_first() {
 #[test]
 fn a_dmabuf_outlives_the_process_that_exported_it() {
     machine("gaudi2");
-    let _alone = alone();
+    let _exclusive = exclusive();
     let index = fresh_index();
     let mut other = Child::start("export", index);
-    let dmabuf = other.receive();
+    let dmabuf = other.receive_fd();
     other.kill();
     assert_eq!(open(index), -libc::EBUSY);
     let fd = card();
@@ -203,16 +203,16 @@ fn a_dmabuf_outlives_the_process_that_exported_it() {
 #[test]
 fn an_importer_in_another_process_writes_and_dies() {
     machine("gaudi2");
-    let _alone = alone();
+    let _exclusive = exclusive();
     let (mine, theirs) = (fresh_index(), fresh_index());
     let fd = open(mine);
     let (_, va) = alloc(fd, 1);
     // SAFETY: a fresh descriptor.
     let dmabuf = unsafe { OwnedFd::from_raw_fd(export(fd, va, 8192, 0)) };
     let mut other = Child::start("import", theirs);
-    pass(&other.socket, dmabuf.as_raw_fd());
+    send_fd(&other.socket, dmabuf.as_raw_fd());
     drop(dmabuf);
-    assert_eq!(other.hear(), 0);
+    assert_eq!(other.receive_number(), 0);
     assert_eq!(get(fd, va + 100, 5000), pattern(5000, 7));
     assert_eq!(hlthunk_memory_unmap(fd, va), -libc::EINVAL);
     other.kill();
@@ -223,7 +223,7 @@ fn an_importer_in_another_process_writes_and_dies() {
 #[test]
 fn other_ioctls_reach_the_kernel() {
     machine("gaudi2");
-    let _alone = alone();
+    let _exclusive = exclusive();
     let (reader, writer) = rustix::pipe::pipe().unwrap();
     rustix::io::write(&writer, b"12345").unwrap();
     let mut waiting = 0i32;

@@ -1,4 +1,4 @@
-//! Faults that someone outside orders, and what a program sees of them.
+//! Faults on demand, and what a program sees of them.
 
 mod driver;
 
@@ -6,18 +6,18 @@ use driver::*;
 use hl_thunk::sys;
 use soft_gaudi::api::*;
 
-fn order(rules: &str) {
+fn inject(rules: &str) {
     let folder = node_folder().join("gaudi2");
     std::fs::write(folder.join("faults"), rules).unwrap();
 }
 
-fn left() -> String {
+fn remaining_rules() -> String {
     std::fs::read_to_string(node_folder().join("gaudi2/faults")).unwrap()
 }
 
 /// A card with faults switched on; rules are for the whole machine, so one test at a time.
 fn card_with_faults() -> (i32, std::sync::MutexGuard<'static, ()>) {
-    let guard = alone();
+    let guard = exclusive();
     // SAFETY: before the library's first call; the tests take turns.
     unsafe {
         std::env::set_var("SOFT_GAUDI_FAULTS", "yes");
@@ -25,7 +25,7 @@ fn card_with_faults() -> (i32, std::sync::MutexGuard<'static, ()>) {
     }
     machine("gaudi2");
     let fd = card();
-    order("");
+    inject("");
     (fd, guard)
 }
 
@@ -34,17 +34,17 @@ fn nop(fd: i32) -> UserBuffer {
 }
 
 #[test]
-fn calls_fail_as_ordered_and_the_rule_is_used_up() {
+fn calls_fail_as_the_rule_says_and_the_rule_is_used_up() {
     let (fd, _guard) = card_with_faults();
-    order("hlthunk_device_memory_alloc fail:ENOMEM after=1\nhlthunk_close fail:EIO times=0\n");
+    inject("hlthunk_device_memory_alloc fail:ENOMEM after=1\nhlthunk_close fail:EIO times=0\n");
     let first = hlthunk_device_memory_alloc(fd, 1, 0, false, false);
     assert_ne!(first, 0);
     assert_eq!(hlthunk_device_memory_alloc(fd, 1, 0, false, false), 0);
     assert_eq!(errno(), libc::ENOMEM);
     assert_ne!(hlthunk_device_memory_alloc(fd, 1, 0, false, false), 0);
-    assert_eq!(left(), "hlthunk_close fail:EIO after=0 times=0\n");
+    assert_eq!(remaining_rules(), "hlthunk_close fail:EIO after=0 times=0\n");
     assert_eq!(hlthunk_close(fd), -1);
-    order("");
+    inject("");
     assert_eq!(hlthunk_close(fd), 0);
 }
 
@@ -55,9 +55,9 @@ fn a_failing_transfer_aborts_its_submission() {
     let host = map_host(fd, &mut memory);
     let buffer = UserBuffer::new(fd, &gaudi2_copy(host, host + 32, 32));
     assert_eq!(wait(fd, buffer.submit(0).unwrap()), (0, 0));
-    order("transfer fail:EIO\n");
+    inject("transfer fail:EIO\n");
     assert_eq!(wait(fd, buffer.submit(0).unwrap()), (-libc::EIO, sys::WAIT_ABORTED));
-    assert_eq!(left(), "");
+    assert_eq!(remaining_rules(), "");
     hlthunk_close(fd);
 }
 
@@ -69,26 +69,26 @@ fn an_identical_consecutive_copy_is_executed_again() {
     let host = map_host(fd, &mut memory);
     let copy = gaudi2_copy(host, host + 32, 32);
     let buffer = UserBuffer::new(fd, &[copy.clone(), copy].concat());
-    order("transfer fail:EIO after=1\n");
+    inject("transfer fail:EIO after=1\n");
     assert_eq!(wait(fd, buffer.submit(0).unwrap()), (-libc::EIO, sys::WAIT_ABORTED));
-    assert_eq!(left(), "");
+    assert_eq!(remaining_rules(), "");
     hlthunk_close(fd);
 }
 
 #[test]
-fn a_hanging_submission_times_out_and_tells_the_notifier() {
+fn a_hanging_submission_times_out_and_signals_the_notifier() {
     let (fd, _guard) = card_with_faults();
     let notifier = hlthunk_notifier_create(fd);
     assert!(notifier >= 0);
     assert_eq!(hlthunk_notifier_create(fd), -libc::EINVAL);
     let buffer = nop(fd);
-    order("submission hang\n");
+    inject("submission hang\n");
     let stuck = buffer.submit(0).unwrap();
     let behind = buffer.submit(0).unwrap();
     let mut status = 99;
     assert_eq!(hlthunk_wait_for_cs(fd, stuck, 0, &mut status), 0);
     assert_eq!(status, sys::WAIT_BUSY);
-    // Nobody waits for the submission: a worker minds the clock.
+    // No thread waits for the submission: a worker checks the timeout.
     let (mut events, mut count) = (0, 0);
     assert_eq!(hlthunk_notifier_recv(fd, notifier, &mut events, &mut count, 0, 20_000), 0);
     assert_eq!((events, count), (1 << 3 | 1 << 2, 1));
@@ -105,7 +105,7 @@ fn a_hanging_submission_times_out_and_tells_the_notifier() {
 fn a_late_submission_ends_after_others() {
     let (fd, _guard) = card_with_faults();
     let buffer = nop(fd);
-    order("submission late:2\n");
+    inject("submission late:2\n");
     let late = buffer.submit(0).unwrap();
     let mut status = 99;
     for _ in 0..2 {
@@ -118,16 +118,16 @@ fn a_late_submission_ends_after_others() {
 }
 
 #[test]
-fn reset_and_removal_take_the_card_away() {
+fn after_reset_calls_give_ebusy_and_after_removal_enodev() {
     let (fd, _guard) = card_with_faults();
     let mut bus = [0i8; 13];
     assert_eq!(hlthunk_get_pci_bus_id_from_fd(fd, bus.as_mut_ptr(), 13), 0);
-    order("hlthunk_memory_unmap reset\n");
+    inject("hlthunk_memory_unmap reset\n");
     assert_eq!(hlthunk_memory_unmap(fd, 0x1234), -libc::EBUSY);
     assert_eq!(hlthunk_close(fd), 0);
     let fd = hlthunk_open(sys::DEVICE_DONT_CARE, bus.as_ptr());
     assert!(fd >= 0);
-    order("hlthunk_memory_unmap remove\n");
+    inject("hlthunk_memory_unmap remove\n");
     assert_eq!(hlthunk_memory_unmap(fd, 0x1234), -libc::ENODEV);
     assert_eq!(hlthunk_device_memory_alloc(fd, 1, 0, false, false), 0);
     assert_eq!(errno(), libc::ENODEV);

@@ -171,7 +171,7 @@ fn a_staged_submission_ends_with_its_last_part() {
 }
 
 #[test]
-fn a_multi_wait_tells_which_have_ended() {
+fn a_multi_wait_returns_which_submissions_have_ended() {
     machine("gaudi1");
     let fd = card();
     let handle = buffer(fd, &nop());

@@ -87,7 +87,7 @@ fn host_mappings_keep_the_offset_in_the_page() {
     let hint = 0xfff0_0002_0000_0000;
     let at = page.as_mut_ptr().wrapping_add(100).cast();
     assert_eq!(hlthunk_host_memory_map(fd, at, hint, 100), hint + 100);
-    // Forced: unaligned pointer, taken place.
+    // Forced: unaligned pointer, address in use.
     assert_eq!(hlthunk_host_memory_map_flags(fd, at, hint, 100, sys::MEM_FORCE_HINT), 0);
     assert_eq!(errno(), libc::EINVAL);
     let start = page.as_mut_ptr().cast();
@@ -231,8 +231,8 @@ fn host_memory_that_vanishes_is_a_device_fault_not_a_crash() {
     };
     let host = hlthunk_host_memory_map(fd, memory, 0, len as u64);
     let (_, device) = alloc(fd, 1);
-    // SAFETY: takes the memory of above away (and keeps its place from other threads' mappings);
-    // nobody uses it but the card.
+    // SAFETY: removes the memory of above (and reserves its address from other threads' mappings);
+    // only the card uses it.
     unsafe {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
         assert_eq!(libc::mmap(memory, len, libc::PROT_NONE, flags, -1, 0), memory);
@@ -297,10 +297,10 @@ fn mapped_command_buffers_are_seen_by_program_and_card() {
     unsafe { libc::munmap(packets, 77) };
 }
 
-/// A program that only ever looks, and never waits, depends on the workers alone: a submission that
-/// arrives just as a worker leaves the queue must not be left behind.
+/// A program that polls and never waits depends on the workers alone: a submission that arrives just as a
+/// worker leaves the queue must not be missed.
 #[test]
-fn work_is_done_also_for_those_who_only_poll() {
+fn work_is_done_when_the_program_only_polls() {
     machine("gaudi2");
     let fd = card();
     let (_, device) = alloc(fd, 1);
@@ -328,7 +328,7 @@ fn work_is_done_also_for_those_who_only_poll() {
 }
 
 #[test]
-fn threads_share_a_card_and_the_window_holds_64() {
+fn threads_share_a_card_with_more_submissions_than_the_window_has() {
     machine("gaudi2");
     let fd = card();
     let (_, device) = alloc(fd, 1);

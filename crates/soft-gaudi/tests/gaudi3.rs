@@ -7,7 +7,7 @@ use hl_thunk::sys;
 use soft_gaudi::api::*;
 
 #[test]
-fn memory_is_there_but_submissions_are_refused() {
+fn memory_can_be_allocated_and_submissions_are_refused() {
     machine("gaudi3");
     let fd = card();
     assert_eq!(hlthunk_get_device_name_from_fd(fd), sys::DEVICE_GAUDI3);

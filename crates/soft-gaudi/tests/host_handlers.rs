@@ -255,39 +255,39 @@ fn status_of(role: &str) -> ExitStatus {
 
 #[test]
 fn the_programs_handlers_are_called_for_its_own_faults() {
-    let _alone = alone();
+    let _exclusive = exclusive();
     assert!(status_of("info").success());
     assert!(status_of("plain").success());
 }
 
 #[test]
 fn a_handler_that_leaves_by_a_jump_is_called_the_next_time_as_well() {
-    let _alone = alone();
+    let _exclusive = exclusive();
     assert!(status_of("leave").success());
 }
 
 #[test]
 fn bad_pointers_are_errors_and_leave_no_lock_behind() {
-    let _alone = alone();
+    let _exclusive = exclusive();
     assert!(status_of("bad pointers").success());
 }
 
 #[test]
 fn without_a_handler_faults_and_sent_signals_end_the_process() {
-    let _alone = alone();
+    let _exclusive = exclusive();
     assert_eq!(status_of("default").signal(), Some(libc::SIGSEGV));
     assert_eq!(status_of("default sent").signal(), Some(libc::SIGSEGV));
 }
 
 #[test]
 fn ignored_signals_stay_ignored_and_faults_are_not() {
-    let _alone = alone();
+    let _exclusive = exclusive();
     assert!(status_of("ignored").success());
     assert_eq!(status_of("ignored fault").signal(), Some(libc::SIGSEGV));
 }
 
 #[test]
 fn a_handler_that_passes_on_to_ours_reaches_the_one_before() {
-    let _alone = alone();
+    let _exclusive = exclusive();
     assert!(status_of("chain").success());
 }

@@ -1,4 +1,4 @@
-//! A card that takes its time, so that programs can be seen to wait for it.
+//! A card with a latency: nothing is done inside the calls.
 
 mod driver;
 
@@ -8,7 +8,7 @@ use soft_gaudi::api::*;
 
 #[test]
 fn with_a_latency_even_small_work_is_done_after_the_submission_has_returned() {
-    // The longest there is: a busy test machine must not get to look too late.
+    // The longest possible: the test must poll before it is over, also on a busy machine.
     // SAFETY: before the library's first call; the only test of this program.
     unsafe { std::env::set_var("SOFT_GAUDI_LATENCY", "1000000") };
     machine("gaudi2");

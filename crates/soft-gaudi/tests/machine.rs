@@ -11,24 +11,24 @@ use soft_gaudi::api::*;
 fn child() {
     let Some((role, argument)) = child_role() else { return };
     machine("gaudi2");
-    let _alone = alone();
+    let _exclusive = exclusive();
     let parent = parent();
     match role.as_str() {
         "open" => {
-            tell(&parent, open(argument).into());
-            stay(&parent);
+            send(&parent, open(argument).into());
+            wait_for_end(&parent);
         }
         "open and exit" => {
-            tell(&parent, open(argument).into());
+            send(&parent, open(argument).into());
             std::process::exit(0);
         }
         "pass" => {
             let fd = open(argument);
             let (_, va) = alloc(fd, 1);
-            tell(&parent, va as i64);
-            pass(&parent, fd);
+            send(&parent, va as i64);
+            send_fd(&parent, fd);
             hlthunk_close(fd);
-            stay(&parent);
+            wait_for_end(&parent);
         }
         "be reset" | "be reset and close" => {
             // Set before the library's first call, which `open` is.
@@ -39,14 +39,14 @@ fn child() {
             let seq = buffer.submit(0).unwrap();
             assert_eq!(wait(fd, seq), (-libc::EIO, sys::WAIT_ABORTED));
             drop(buffer);
-            tell(&parent, 0);
+            send(&parent, 0);
             if role == "be reset and close" {
                 assert_eq!(hlthunk_close(fd), 0);
                 // Longer than the time to live of one that holds the card.
                 std::thread::sleep(std::time::Duration::from_millis(500));
-                tell(&parent, open(argument).into());
+                send(&parent, open(argument).into());
             }
-            stay(&parent);
+            wait_for_end(&parent);
         }
         "copy for ever" => {
             let fd = open(argument);
@@ -55,7 +55,7 @@ fn child() {
             let (_, va) = alloc(fd, 1);
             let packets = gaudi2_copy(host, va, 32 << 20);
             assert_eq!(run(fd, 0, &packets), (0, 0));
-            tell(&parent, 0);
+            send(&parent, 0);
             loop {
                 assert_eq!(run(fd, 0, &packets), (0, 0));
             }
@@ -64,8 +64,8 @@ fn child() {
             let fd = hlthunk_open(sys::DEVICE_DONT_CARE, core::ptr::null());
             let mut bus = [0i8; 13];
             assert_eq!(hlthunk_get_pci_bus_id_from_fd(fd, bus.as_mut_ptr(), 13), 0);
-            tell(&parent, hlthunk_get_device_index_from_pci_bus_id(bus.as_ptr()).into());
-            stay(&parent);
+            send(&parent, hlthunk_get_device_index_from_pci_bus_id(bus.as_ptr()).into());
+            wait_for_end(&parent);
         }
         other => panic!("no such role: {other}"),
     }
@@ -82,19 +82,19 @@ fn open_stats(index: u32) -> sys::OpenStatsInfo {
 #[test]
 fn a_card_has_one_owner_and_any_number_of_control_nodes() {
     machine("gaudi2");
-    let _alone = alone();
+    let _exclusive = exclusive();
     let index = fresh_index();
     let fd = open(index);
     assert_eq!(open(index), -libc::EBUSY);
     assert_eq!(errno(), libc::EBUSY);
     let mut other = Child::start("open", index);
-    assert_eq!(other.hear(), i64::from(-libc::EBUSY));
+    assert_eq!(other.receive_number(), i64::from(-libc::EBUSY));
     other.finish();
     assert_eq!(open_stats(index).is_compute_ctx_active, 1);
     hlthunk_close(fd);
     assert_eq!(open_stats(index).is_compute_ctx_active, 0);
     let mut other = Child::start("open", index);
-    assert!(other.hear() >= 0);
+    assert!(other.receive_number() >= 0);
     assert_eq!(open(index), -libc::EBUSY);
     assert_eq!(open_stats(index).open_counter, 2);
     other.finish();
@@ -104,11 +104,11 @@ fn a_card_has_one_owner_and_any_number_of_control_nodes() {
 #[test]
 fn kill_and_exit_release_the_card() {
     machine("gaudi2");
-    let _alone = alone();
+    let _exclusive = exclusive();
     let index = fresh_index();
     for role in ["open", "open and exit"] {
         let mut other = Child::start(role, index);
-        assert!(other.hear() >= 0);
+        assert!(other.receive_number() >= 0);
         if role == "open" {
             assert_eq!(open(index), -libc::EBUSY);
             other.kill();
@@ -122,9 +122,9 @@ fn kill_and_exit_release_the_card() {
 }
 
 #[test]
-fn copies_of_the_descriptor_share_the_context_and_keep_it() {
+fn copies_of_the_descriptor_share_the_context_and_keep_it_open() {
     machine("gaudi2");
-    let _alone = alone();
+    let _exclusive = exclusive();
     let index = fresh_index();
     let fd = open(index);
     let (_, va) = alloc(fd, 1);
@@ -147,7 +147,7 @@ fn copies_of_the_descriptor_share_the_context_and_keep_it() {
 #[test]
 fn a_reused_descriptor_number_is_not_mistaken_for_the_card() {
     machine("gaudi2");
-    let _alone = alone();
+    let _exclusive = exclusive();
     let fd = open(fresh_index());
     // SAFETY: replaces the card's descriptor by one of another file.
     unsafe {
@@ -162,9 +162,9 @@ fn a_reused_descriptor_number_is_not_mistaken_for_the_card() {
 }
 
 #[test]
-fn a_mapped_command_buffer_keeps_the_card() {
+fn a_mapped_command_buffer_keeps_the_card_busy() {
     machine("gaudi2");
-    let _alone = alone();
+    let _exclusive = exclusive();
     let index = fresh_index();
     let fd = open(index);
     let mut handle = 0;
@@ -185,13 +185,13 @@ fn a_mapped_command_buffer_keeps_the_card() {
 }
 
 #[test]
-fn a_passed_descriptor_keeps_the_card_but_its_context_stays_at_home() {
+fn a_passed_descriptor_keeps_the_card_busy_and_calls_on_it_are_refused() {
     machine("gaudi2");
-    let _alone = alone();
+    let _exclusive = exclusive();
     let index = fresh_index();
     let mut other = Child::start("pass", index);
-    let va = other.hear() as u64;
-    let fd = other.receive();
+    let va = other.receive_number() as u64;
+    let fd = other.receive_fd();
     let raw = std::os::fd::AsRawFd::as_raw_fd(&fd);
     assert_eq!(hlthunk_get_device_name_from_fd(raw), sys::DEVICE_GAUDI2);
     // A documented difference: contexts do not move between processes.
@@ -208,24 +208,24 @@ fn a_passed_descriptor_keeps_the_card_but_its_context_stays_at_home() {
 fn a_process_that_holds_a_card_after_its_reset_is_killed_and_one_that_closes_it_is_not() {
     use std::os::unix::process::ExitStatusExt;
     machine("gaudi2");
-    let _alone = alone();
+    let _exclusive = exclusive();
     let index = fresh_index();
     let mut holder = Child::start("be reset", index);
-    assert_eq!(holder.hear(), 0);
+    assert_eq!(holder.receive_number(), 0);
     assert_eq!(holder.wait().signal(), Some(libc::SIGKILL));
     let mut other = Child::start("be reset and close", index);
-    assert_eq!(other.hear(), 0);
-    assert!(other.hear() >= 0, "it lives and has opened the card again");
+    assert_eq!(other.receive_number(), 0);
+    assert!(other.receive_number() >= 0, "it lives and has opened the card again");
     other.finish();
 }
 
 #[test]
 fn a_card_whose_owner_was_killed_in_the_middle_of_copies_is_clean() {
     machine("gaudi2");
-    let _alone = alone();
+    let _exclusive = exclusive();
     let index = fresh_index();
     let mut other = Child::start("copy for ever", index);
-    assert_eq!(other.hear(), 0);
+    assert_eq!(other.receive_number(), 0);
     other.kill();
     let fd = open(index);
     assert!(fd >= 0, "{fd}");
@@ -244,9 +244,9 @@ fn a_card_whose_owner_was_killed_in_the_middle_of_copies_is_clean() {
 #[test]
 fn processes_that_race_for_cards_get_different_ones() {
     machine("gaudi2");
-    let _alone = alone();
+    let _exclusive = exclusive();
     let mut others: Vec<Child> = (0..6).map(|_| Child::start("first free", 0)).collect();
-    let mut cards: Vec<i64> = others.iter_mut().map(Child::hear).collect();
+    let mut cards: Vec<i64> = others.iter_mut().map(Child::receive_number).collect();
     others.into_iter().for_each(Child::finish);
     cards.sort_unstable();
     cards.dedup();
@@ -256,7 +256,7 @@ fn processes_that_race_for_cards_get_different_ones() {
 #[test]
 fn a_forked_child_is_refused_and_does_not_disturb_its_parent() {
     machine("gaudi2");
-    let _alone = alone();
+    let _exclusive = exclusive();
     let index = fresh_index();
     let fd = open(index);
     let (_, va) = alloc(fd, 1);

@@ -51,7 +51,7 @@ fn fence() -> Vec<u8> {
 }
 
 #[test]
-fn a_queue_stands_still_at_a_fence_until_another_lets_it_go() {
+fn a_queue_blocks_at_a_fence_until_another_queue_signals_it() {
     machine("gaudi2");
     let fd = card();
     let mut memory = pattern(64, 1);
@@ -158,7 +158,7 @@ fn completion_queues_count_and_interrupts_wake() {
 }
 
 #[test]
-fn page_faults_are_recorded_and_announced() {
+fn page_faults_are_recorded_and_raise_events() {
     machine("gaudi2");
     let fd = card();
     let notifier = hlthunk_notifier_create(fd);
@@ -179,7 +179,7 @@ fn page_faults_are_recorded_and_announced() {
         mappings_buf: 0,
     };
     assert_eq!(hlthunk_get_page_fault_info(fd, &mut fault, 0), 0);
-    // The MMU of DRAM tells all but the low 26 bits.
+    // The MMU of DRAM reports all but the low 26 bits.
     assert_eq!(fault.addr, bad & !0x3ff_ffff);
     assert_ne!(fault.timestamp, 0);
     let mut resets = [0; 2];
@@ -190,10 +190,10 @@ fn page_faults_are_recorded_and_announced() {
 }
 
 #[test]
-fn signals_let_another_queue_go() {
+fn a_signal_unblocks_another_queue() {
     machine("gaudi2");
     let fd = card();
-    // The signalling queue is held at a fence.
+    // The signalling queue is blocked at a fence.
     let mut held = monitor(MONITOR, SOB, 1, FENCE_OF_QUEUE_0, 1, 0);
     held.extend(fence());
     let held = UserBuffer::new(fd, &held);

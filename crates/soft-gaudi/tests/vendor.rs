@@ -1,4 +1,4 @@
-//! Runs the vendor's own test programs against the built library, where someone has built them.
+//! Runs the vendor's own test programs against the built library, where they were built.
 //!
 //! `SOFT_GAUDI_VENDOR_TESTS` names the folder of hl-thunk-open's built programs (its `build/bin`);
 //! `SOFT_GAUDI_LIBRARY` the folder with this library as `libhl-thunk.so`. They are not part of the

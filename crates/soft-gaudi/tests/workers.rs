@@ -1,4 +1,4 @@
-//! Work that the program leaves to the card: nobody waits for it and nobody looks.
+//! Work that no thread of the program waits or polls for.
 
 mod driver;
 
@@ -24,10 +24,10 @@ fn arrives(target: &[u8], value: u8) {
     }
 }
 
-/// In a stream, after pauses in which a worker waits for more, and after those that send it to sleep: each
-/// time several queues at once. Work that was overlooked once would be so for ever, and the test hang.
+/// In a stream, after short pauses, and after pauses in which workers go to sleep: each
+/// time several queues at once. If a worker missed work once, the test would hang.
 #[test]
-fn work_is_done_for_those_who_never_look() {
+fn work_is_done_when_the_program_neither_waits_nor_polls() {
     machine("gaudi2");
     let fd = card();
     let mut source = vec![0u8; SIZE];
@@ -97,9 +97,9 @@ impl Endless {
     }
 }
 
-/// As many queues as there can be workers, and each would keep one for ever.
+/// As many queues as there can be workers, and each would keep one busy without end.
 #[test]
-fn programs_without_an_end_do_not_keep_others_from_their_turn() {
+fn endless_programs_do_not_starve_other_queues() {
     machine("gaudi2");
     let fd = card();
     let endless = Endless::start(fd, &QUEUES[..8]);
@@ -112,9 +112,9 @@ fn programs_without_an_end_do_not_keep_others_from_their_turn() {
     assert_eq!(hlthunk_close(fd), 0);
 }
 
-/// What is closed is gone at once, however long the workers are at other things.
+/// A closed card's descriptors are closed at once, however busy the workers are.
 #[test]
-fn a_closed_card_does_not_wait_for_a_worker() {
+fn closing_a_card_frees_its_descriptors_while_workers_are_busy() {
     machine("gaudi2");
     let (fd, index) = (card(), fresh_index());
     let endless = Endless::start(fd, &QUEUES[..8]);
@@ -127,13 +127,13 @@ fn a_closed_card_does_not_wait_for_a_worker() {
         assert!(other >= 0, "open: {other}");
         let (src, dst) = (map_host(other, &mut source), map_host(other, &mut target));
         let buffer = UserBuffer::new(other, &gaudi2_copy(src, dst, SIZE as u32));
-        // Done by the thread that waits; the workers have not even looked at it.
+        // Done by the thread that waits; the workers have not reached it.
         assert_eq!(wait(other, buffer.submit(QUEUES[0]).unwrap()), (0, sys::WAIT_COMPLETED));
         assert_eq!(hlthunk_close(other), 0);
         most = most.max(descriptors().saturating_sub(before));
     }
-    // A worker that has just taken up one of them lets go of it a moment later; other tests of this
-    // program have their cards.
+    // A worker that has just taken one of them drops it a moment later; other tests of this program have
+    // their cards.
     assert!(most < 15, "{most} descriptors of closed cards");
     endless.end();
     assert_eq!(hlthunk_close(fd), 0);

@@ -107,7 +107,7 @@ fn read_chunks(array: *const CsChunk, count: u32) -> Result<Vec<CsChunk>, Errno>
     Ok(chunks)
 }
 
-/// Checks a chunk and says which queue runs what.
+/// Checks a chunk; returns its queue, program and the kind of queue.
 fn program(context: &Context, chunk: &CsChunk) -> Result<(u32, Program, QueueKind), Errno> {
     let profile = context.profile;
     let all_pdma = context.node.config.all_pdma_streams;
@@ -149,7 +149,7 @@ fn check(
 ) -> Result<Vec<(u32, Program)>, Errno> {
     let programs: Vec<_> =
         chunks.iter().map(|chunk| program(context, chunk)).collect::<Result<_, _>>()?;
-    // Internal queues do not report completion; someone has to, in another stage if need be.
+    // Internal queues do not report completion: another chunk has to, of another stage if there is one.
     if !staged && programs.iter().all(|(_, _, kind)| *kind == QueueKind::Internal) {
         return Err(Errno::INVAL);
     }
@@ -184,7 +184,7 @@ fn submit_chunks(
     let (first, last) = (flags & FLAG_STAGED_FIRST != 0, flags & FLAG_STAGED_LAST != 0);
     // A first part that is not the last keeps the submission open with a job of its own.
     let open = u32::from(staged && first && !last);
-    let submission = context.enter(|seq| {
+    let submission = context.enter_window(|seq| {
         Submission::new(seq, queues, jobs + open, timeout).remembered(flags & FLAG_TIMESTAMP != 0)
     })?;
     let whole = if staged && !first {
@@ -205,7 +205,7 @@ fn submit_chunks(
         {
             return Err(Errno::INVAL);
         }
-        context.wait_for_room(&submission)?;
+        context.wait_for_ring_space(&submission)?;
         Ok(programs)
     });
     let programs = match checked {
@@ -243,7 +243,7 @@ const FLAG_STAGED: u32 = 0x40;
 const FLAG_STAGED_FIRST: u32 = 0x80;
 const FLAG_STAGED_LAST: u32 = 0x100;
 const FLAGS_STAGED: u32 = FLAG_STAGED | FLAG_STAGED_FIRST | FLAG_STAGED_LAST;
-/// Each of these makes a submission another kind of thing.
+/// Each of these makes a submission one of another kind.
 const FLAGS_KINDS: u32 = 0x2 | 0x4 | 0x8 | 0x1000 | 0x2000 | 0x4000 | 0x8000 | 0x10000;
 
 /// A submission; see [`Stage`] for those in several parts.
@@ -306,7 +306,7 @@ pub extern "C" fn hlthunk_command_submission_timeout(
     })
 }
 
-/// A timeout of the library: signed "for ever" and else the low 32 bits, in microseconds.
+/// A timeout of the library: the largest signed number is "for ever", else the low 32 bits in microseconds.
 pub(super) fn wait_limit(timeout_us: u64) -> Option<Duration> {
     const FOR_EVER: u64 = i64::MAX as u64;
     match timeout_us {

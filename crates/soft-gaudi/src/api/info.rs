@@ -1,4 +1,4 @@
-//! What a card says about itself.
+//! Information about a card.
 
 use core::ffi::{c_char, c_int, c_void};
 
@@ -11,7 +11,7 @@ use crate::asic::module_id;
 use crate::node::node;
 use crate::state::{self, Snapshot, Word};
 
-/// Says that this is no hardware, wherever a version is asked for.
+/// The version, which names the software card wherever a version is reported.
 const VERSION: &str = concat!("1.10.0-soft-gaudi-", env!("CARGO_PKG_VERSION"));
 
 fn fill(text: &str, out: &mut [u8]) {
@@ -31,7 +31,7 @@ pub(super) fn hw_ip_info(fd: c_int) -> Result<HwIpInfo, Errno> {
     let profile = node.profile;
     // The owner decides on the size; a card nobody has opened yet has the configured one.
     let dram_size = match state.get(Word::DramSize) {
-        size if size != 0 && node.is_held(index)? => size,
+        size if size != 0 && node.is_owned(index)? => size,
         _ => node.config.dram_size,
     };
     // SAFETY: plain data; zero is what the library starts with.
@@ -80,7 +80,7 @@ pub extern "C" fn hlthunk_get_dram_usage(fd: c_int, out: *mut DramUsageInfo) -> 
         }
         let size = hw_ip_info(fd)?.dram_size;
         let (index, state) = card(fd)?;
-        let held = node()?.is_held(index)?;
+        let held = node()?.is_owned(index)?;
         let used = if held { state.get(Word::DramUsed) } else { 0 };
         put(out, DramUsageInfo { dram_free_mem: size.saturating_sub(used), ctx_dram_mem: used })?;
         Ok(0)
@@ -90,7 +90,7 @@ pub extern "C" fn hlthunk_get_dram_usage(fd: c_int, out: *mut DramUsageInfo) -> 
 pub(super) fn open_stats(fd: c_int) -> Result<OpenStatsInfo, Errno> {
     let (index, state) = card(fd)?;
     let (opened, closed) = (state.get(Word::OpenedMs), state.get(Word::ClosedMs));
-    let held = node()?.is_held(index)?;
+    let held = node()?.is_owned(index)?;
     let until = if held { state::boot_ms() } else { closed };
     Ok(OpenStatsInfo {
         open_counter: state.get(Word::Opens),
@@ -117,7 +117,7 @@ pub extern "C" fn hlthunk_get_open_stats(fd: c_int, out: *mut OpenStatsInfo) -> 
 pub extern "C" fn hlthunk_get_device_status_info(fd: c_int) -> c_int {
     status("hlthunk_get_device_status_info", || {
         let (index, state) = card(fd)?;
-        let held = node()?.is_held(index)?;
+        let held = node()?.is_owned(index)?;
         Ok(if held { state.get(Word::Status) as c_int } else { 0 })
     })
 }

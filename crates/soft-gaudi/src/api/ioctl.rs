@@ -1,4 +1,4 @@
-//! A system call of our own: `ioctl`, for what the library does not wrap.
+//! The `ioctl` that this library exports, for operations that the driver library does not wrap.
 //!
 //! The import of a dma-buf is a raw ioctl on the device's descriptor. Callers find this function
 //! by `dlsym` on the library's handle; with the real library they find libc's. Everything that is

@@ -47,7 +47,7 @@ fn set_errno(errno: Errno) {
 /// Runs the body of a C function; a panic becomes `EIO` and a line on stderr.
 fn guard<T>(name: &str, body: impl FnOnce() -> Result<T, Errno>) -> Result<T, Errno> {
     let body = || {
-        ordered_fault(name)?;
+        inject_fault(name)?;
         body()
     };
     catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|_| {
@@ -56,8 +56,8 @@ fn guard<T>(name: &str, body: impl FnOnce() -> Result<T, Errno>) -> Result<T, Er
     })
 }
 
-/// Carries out a fault that was ordered for this function.
-fn ordered_fault(name: &str) -> Result<(), Errno> {
+/// Applies the fault rule for this function, if there is one.
+fn inject_fault(name: &str) -> Result<(), Errno> {
     let Ok(node) = crate::node::node() else { return Ok(()) };
     match node.fault(name) {
         None => Ok(()),

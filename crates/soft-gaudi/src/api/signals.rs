@@ -16,21 +16,21 @@ use crate::asic::Generation;
 use crate::context::{self, Context};
 use crate::guarded;
 use crate::processor::Program;
-use crate::signals::{Given, Signals, Target};
+use crate::signals::{Allocated, Signals, SobValue};
 use crate::submission::{Lookup, Submission};
 
 fn timeout_of(context: &Context, seconds: Option<u32>) -> Duration {
     seconds.map_or(context.node.config.cs_timeout, |s| Duration::from_secs(s.into()))
 }
 
-/// Sets a sync object that is used anew back to zero.
-fn begin(context: &Context, signals: &Signals, given: &Given) {
-    if given.fresh {
-        context.set_register(signals.address(&given.target.sob), 0);
+/// Sets a sync object that is reused back to zero.
+fn begin(context: &Context, signals: &Signals, allocated: &Allocated) {
+    if allocated.fresh {
+        context.set_register(signals.address(&allocated.target.sob), 0);
     }
 }
 
-/// A place in the window and in the ring of a queue, for packets that the driver makes.
+/// Takes a slot in the window and waits for the queue's ring, for packets that the driver makes.
 fn enter(
     context: &Arc<Context>,
     queue: u32,
@@ -40,8 +40,8 @@ fn enter(
         return Err(Errno::INVAL);
     }
     let timeout = timeout_of(context, timeout);
-    let submission = context.enter(|seq| Submission::new(seq, vec![queue], 1, timeout))?;
-    match context.wait_for_room(&submission) {
+    let submission = context.enter_window(|seq| Submission::new(seq, vec![queue], 1, timeout))?;
+    match context.wait_for_ring_space(&submission) {
         Ok(()) => Ok(submission),
         Err(errno) => {
             context.reject(&submission);
@@ -63,25 +63,25 @@ fn signal(
     let context = context::operational(borrow(fd)?)?;
     let queue = input.queue_index;
     let submission = enter(&context, queue, timeout)?;
-    // Values must enter the queue in the order they are given out.
+    // Values must enter the queue in the order they are allocated.
     let mut signals = context.signals();
-    let given = match signals.give(queue, 1) {
-        Ok(given) => given,
+    let allocated = match signals.allocate(queue, 1) {
+        Ok(allocated) => allocated,
         Err(errno) => {
             context.reject(&submission);
             return Err(errno);
         }
     };
-    begin(&context, &signals, &given);
-    submission.set_signal(given.target.value);
+    begin(&context, &signals, &allocated);
+    submission.set_signal(allocated.target.value);
     let answer = SignalOut {
         seq: submission.seq,
         status: 0,
-        sob_base_addr_offset: signals.offset(&given.target.sob) as u32,
-        sob_count_before_submission: given.before as u16,
+        sob_base_addr_offset: signals.offset(&allocated.target.sob) as u32,
+        sob_count_before_submission: allocated.before as u16,
     };
-    let program = Program::Copied(signals.signal_packets(&given.target).into());
-    context.submit(borrow(fd)?, submission, vec![(queue, program)], Some(given.target.sob));
+    let program = Program::Copied(signals.signal_packets(&allocated.target).into());
+    context.submit(borrow(fd)?, submission, vec![(queue, program)], Some(allocated.target.sob));
     put(out, answer)?;
     Ok(0)
 }
@@ -108,7 +108,7 @@ pub extern "C" fn hlthunk_signal_submission_timeout(
 }
 
 /// The value that a signal submission reaches; `None` if it has.
-fn signal_target(context: &Context, seq: u64) -> Result<Option<Target>, Errno> {
+fn signal_target(context: &Context, seq: u64) -> Result<Option<SobValue>, Errno> {
     match context.window.find(seq)? {
         Lookup::Gone => Ok(None),
         Lookup::Known(submission) => {
@@ -118,9 +118,9 @@ fn signal_target(context: &Context, seq: u64) -> Result<Option<Target>, Errno> {
             }
             let queue = *submission.queues.first().ok_or(Errno::INVAL)?;
             // The object is in use by the pending signal, so it is one of the pair; which one is
-            // known to the job. It may end between the two looks: then there is nothing to wait for.
+            // known to the job. It may have ended since: then there is nothing to wait for.
             let sob = context.queues[queue as usize].sob_of(&submission);
-            Ok(sob.map(|sob| Target { sob, value }))
+            Ok(sob.map(|sob| SobValue { sob, value }))
         }
     }
 }
@@ -151,7 +151,7 @@ fn wait_signal(
         signal_target(&context, seq)?
     };
     let Some(target) = target else {
-        // Nothing to wait for; the driver says so with a sequence number that is none.
+        // Nothing to wait for: the driver returns an invalid sequence number.
         put(out, WaitOut { seq: u64::MAX, status: 0 })?;
         return Ok(0);
     };
@@ -258,11 +258,11 @@ pub extern "C" fn hlthunk_reserve_encaps_signals(
         }
         let context = context::operational(borrow(fd)?)?;
         let mut signals = context.signals();
-        let (id, given) = signals.reserve(input.queue_index, input.count)?;
-        begin(&context, &signals, &given);
+        let (id, allocated) = signals.reserve(input.queue_index, input.count)?;
+        begin(&context, &signals, &allocated);
         let handle = ReserveSigHandle {
             id,
-            sob_base_addr_offset: signals.offset(&given.target.sob) as u32,
+            sob_base_addr_offset: signals.offset(&allocated.target.sob) as u32,
             count: input.count,
         };
         put(out, SigResOut { handle, status: 0 })?;

@@ -90,7 +90,7 @@ fn check_interrupt(context: &Context, id: u32) -> Result<(), Errno> {
 }
 
 /// A counter in a command buffer: `index` counts 64-bit words.
-fn counter_place(context: &Context, handle: u64, index: u64) -> Result<usize, Errno> {
+fn counter_address(context: &Context, handle: u64, index: u64) -> Result<usize, Errno> {
     let buffer = context.buffers().get(handle)?;
     let offset = index.checked_mul(8).ok_or(Errno::INVAL)?;
     if offset + 8 > buffer.mapped_len() {
@@ -148,7 +148,7 @@ fn wait_by_handle(
     }
     let context = context::operational(borrow(fd)?)?;
     check_interrupt(&context, how.id)?;
-    let counter = counter_place(&context, handle, index)?;
+    let counter = counter_address(&context, handle, index)?;
     wait_interrupt(&context, how, Goal { counter, target })
 }
 
@@ -248,9 +248,9 @@ pub extern "C" fn hlthunk_register_timestamp_interrupt(
     status("hlthunk_register_timestamp_interrupt", || {
         let context = context::operational(borrow(fd)?)?;
         check_interrupt(&context, id)?;
-        let counter = counter_place(&context, counter_handle, counter_index)?;
-        let note = counter_place(&context, note_handle, note_index)?;
-        context.register(id, Registration { goal: Goal { counter, target }, note });
+        let counter = counter_address(&context, counter_handle, counter_index)?;
+        let timestamp_at = counter_address(&context, note_handle, note_index)?;
+        context.register(id, Registration { goal: Goal { counter, target }, timestamp_at });
         Ok(0)
     })
 }

@@ -35,7 +35,7 @@ pub(crate) fn machine(generation: &str) {
                 std::env::set_var("SOFT_GAUDI_GENERATION", generation);
             }
             std::env::set_var("SOFT_GAUDI_DEVICES", "64");
-            // What a reset does to the calls after it is looked at, however slow the test machine is.
+            // Tests make calls after a reset, and the machine may be slow.
             if std::env::var_os("SOFT_GAUDI_RESET_KILL").is_none() {
                 std::env::set_var("SOFT_GAUDI_RESET_KILL", "no");
             }
@@ -53,9 +53,9 @@ pub(crate) fn machine(generation: &str) {
 
 /// Keeps other tests of this program away: a process being started has copies of all descriptors
 /// until it becomes another program, and they keep cards and dma-bufs as any copy does.
-pub(crate) fn alone() -> std::sync::MutexGuard<'static, ()> {
-    static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
-    ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+pub(crate) fn exclusive() -> std::sync::MutexGuard<'static, ()> {
+    static LOCK: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    LOCK.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
 /// A card that no other test of this program uses.
@@ -216,16 +216,16 @@ impl Child {
         Self { process, socket: ours }
     }
 
-    /// A number the child sent with [`tell`].
-    pub(crate) fn hear(&mut self) -> i64 {
+    /// A number the child sent with [`send`].
+    pub(crate) fn receive_number(&mut self) -> i64 {
         let mut bytes = [0; 8];
         std::io::Read::read_exact(&mut self.socket, &mut bytes).expect("the child has died");
         i64::from_le_bytes(bytes)
     }
 
-    /// A descriptor the child sent with [`pass`].
-    pub(crate) fn receive(&mut self) -> std::os::fd::OwnedFd {
-        receive(&self.socket)
+    /// A descriptor the child sent with [`send_fd`].
+    pub(crate) fn receive_fd(&mut self) -> std::os::fd::OwnedFd {
+        receive_fd(&self.socket)
     }
 
     /// Ends it without a chance to clean up.
@@ -239,7 +239,7 @@ impl Child {
         self.process.wait().unwrap()
     }
 
-    /// Lets it end by itself.
+    /// Closes the socket, and expects it to end with success.
     pub(crate) fn finish(mut self) {
         drop(self.socket);
         assert!(self.process.wait().unwrap().success());
@@ -259,17 +259,17 @@ pub(crate) fn parent() -> std::os::unix::net::UnixStream {
 }
 
 /// Sends a number.
-pub(crate) fn tell(mut to: &std::os::unix::net::UnixStream, number: i64) {
+pub(crate) fn send(mut to: &std::os::unix::net::UnixStream, number: i64) {
     std::io::Write::write_all(&mut to, &number.to_le_bytes()).unwrap();
 }
 
-/// In a child: stays until the parent closes the socket.
-pub(crate) fn stay(mut with: &std::os::unix::net::UnixStream) {
+/// In a child: waits until the parent closes the socket.
+pub(crate) fn wait_for_end(mut with: &std::os::unix::net::UnixStream) {
     let _ = std::io::Read::read(&mut with, &mut [0]);
 }
 
 /// Sends a descriptor by SCM_RIGHTS.
-pub(crate) fn pass(to: &std::os::unix::net::UnixStream, fd: c_int) {
+pub(crate) fn send_fd(to: &std::os::unix::net::UnixStream, fd: c_int) {
     use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
     // SAFETY: open for the duration of the call.
     let fds = [unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) }];
@@ -280,7 +280,7 @@ pub(crate) fn pass(to: &std::os::unix::net::UnixStream, fd: c_int) {
 }
 
 /// Receives a descriptor.
-pub(crate) fn receive(from: &std::os::unix::net::UnixStream) -> std::os::fd::OwnedFd {
+pub(crate) fn receive_fd(from: &std::os::unix::net::UnixStream) -> std::os::fd::OwnedFd {
     use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
     let mut space = [core::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);

@@ -16,7 +16,8 @@ use crate::error::check;
 use crate::sys::{CsIn, CsOut, DeviceName, HwIpInfo};
 use crate::{Error, LoadError};
 
-/// Names the library to load, and no other, when set.
+/// Names the library to load, and no other, when set. Ignored in setuid programs: their user must not
+/// choose the code that runs with their rights.
 const LIBRARY_VARIABLE: &str = "HL_THUNK_LIBRARY";
 /// Where the loader is asked for the library otherwise, in this order. The vendor's package
 /// installs to a directory that is usually not on the loader's path.
@@ -99,6 +100,12 @@ pub struct Library {
     _handle: ManuallyDrop<Handle>,
 }
 
+/// Whether the program has rights that the user who started it lacks (setuid, setgid, capabilities).
+fn is_setuid() -> bool {
+    // SAFETY: no requirements; an unknown entry is answered with 0.
+    unsafe { libc::getauxval(libc::AT_SECURE) != 0 }
+}
+
 #[derive(Debug, Default)]
 struct DropErrors {
     kept: Vec<Error>,
@@ -112,12 +119,13 @@ impl std::fmt::Debug for Library {
 }
 
 impl Library {
-    /// Loads the library: the one that `HL_THUNK_LIBRARY` names if it is set, else the first found
+    /// Loads the library: the one that `HL_THUNK_LIBRARY` names if it is set (and the program is not
+    /// setuid), else the first found
     /// of `libhl-thunk.so`, `libhl-thunk.so.1` and the vendor's install directory.
     pub fn load() -> Result<Arc<Self>, LoadError> {
         match std::env::var(LIBRARY_VARIABLE) {
             // Whoever names a library means that one; another in its place would mislead.
-            Ok(name) if !name.is_empty() => Self::load_first(&[&name]),
+            Ok(name) if !name.is_empty() && !is_setuid() => Self::load_first(&[&name]),
             _ => Self::load_first(&NAMES),
         }
     }

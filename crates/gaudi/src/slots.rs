@@ -1,4 +1,4 @@
-//! A handful of numbered slots, taken and given back without a lock.
+//! Up to 64 numbered slots, allocated without a lock.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -15,7 +15,8 @@ impl Slots {
 
     /// Takes the lowest free slot.
     pub(crate) fn take(&self) -> Option<u32> {
-        // Acquire: what the last holder did with the slot's memory is visible to the next.
+        // Acquire: pairs with the `fetch_or` in `give`. What the last owner did with the slot's memory
+        // comes before what the next one does; without it, late writes could hit the new owner's bytes.
         let taken = self.0.fetch_update(Ordering::Acquire, Ordering::Relaxed, |free| {
             (free != 0).then(|| free & (free - 1))
         });
@@ -43,7 +44,7 @@ mod tests {
     }
 
     #[test]
-    fn no_slot_is_held_twice_by_concurrent_takers() {
+    fn concurrent_threads_never_get_the_same_slot() {
         let slots = Slots::new(64);
         let holders: Vec<AtomicU64> = (0..64).map(|_| AtomicU64::new(0)).collect();
         std::thread::scope(|scope| {

@@ -1,5 +1,4 @@
-//! How much memory a copy takes from the allocator: a copy engine that is asked a hundred thousand
-//! times a second should not ask the allocator seven times for each.
+//! How often a copy calls the allocator.
 
 mod machine;
 
@@ -48,7 +47,7 @@ fn copy(device: &Arc<Device>, segment: &Segment) {
 }
 
 #[test]
-fn a_copy_that_is_waited_for_allocates_nothing() {
+fn a_short_copy_allocates_nothing() {
     machine::set_up("gaudi2");
     let device = machine::fresh();
     let target = device.alloc(64 << 10, 1).expect("memory");
@@ -65,7 +64,7 @@ fn a_copy_that_is_waited_for_allocates_nothing() {
 }
 
 #[test]
-fn a_copy_in_the_background_allocates_its_submission_and_its_slot() {
+fn a_transfer_allocates_its_submission_and_its_slot() {
     machine::set_up("gaudi2");
     let device = machine::fresh();
     let target = device.alloc(1 << 20, 1).expect("memory");

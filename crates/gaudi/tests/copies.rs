@@ -25,7 +25,7 @@ fn at(allocation: &Allocation, offset: usize) -> DeviceAddr {
     DeviceAddr(allocation.addr().0 + offset as u64)
 }
 
-/// Device memory with poison in it and room around `len` bytes at an odd offset.
+/// Device memory with poison around `len` bytes at an odd offset.
 fn poisoned(device: &Arc<Device>, len: usize) -> Allocation {
     let allocation = device.alloc((len + 2 * MARGIN) as u64, 1).unwrap();
     write(device, allocation.addr(), &vec![POISON; len + 2 * MARGIN]);
@@ -65,7 +65,7 @@ fn host_to_device_and_back_at_odd_sizes_and_offsets() {
 }
 
 #[test]
-fn copies_by_bare_addresses_find_out_for_themselves_what_they_are() {
+fn copies_by_address_detect_host_and_device_memory() {
     let device = setup();
     for (round, len) in SIZES.into_iter().enumerate() {
         let offset = 1 + 37 * round % MARGIN;
@@ -88,7 +88,7 @@ fn copies_by_bare_addresses_find_out_for_themselves_what_they_are() {
 }
 
 #[test]
-fn bare_addresses_that_no_gaudi_can_copy_are_refused() {
+fn addresses_that_no_gaudi_can_copy_are_refused() {
     let device = setup();
     let target = device.alloc(64, 1).unwrap();
     let (addr, mut host) = (target.addr().0, [0_u8; 128]);
@@ -128,8 +128,8 @@ fn within_the_device_at_odd_sizes_and_offsets() {
     }
 }
 
-/// Whoever looks a freed address up finds no device memory and may take it for a host pointer: that
-/// must be an error, not a load from an address no host memory can have.
+/// A freed device address is not found, and could be taken for a host pointer: that must be an error, not
+/// a fault.
 #[test]
 fn a_freed_device_address_taken_for_a_host_pointer_is_refused() {
     let device = setup();
@@ -334,7 +334,7 @@ fn memory_that_cannot_be_pinned_is_copied_in_pieces() {
 }
 
 #[test]
-fn a_destination_that_cannot_be_written_is_an_error_and_no_signal() {
+fn a_read_only_destination_is_an_error_and_no_signal() {
     let device = setup();
     let len = 1 << 20;
     let target = ReadOnly::new(&vec![POISON; len]);
@@ -348,7 +348,7 @@ fn a_destination_that_cannot_be_written_is_an_error_and_no_signal() {
 }
 
 #[test]
-fn the_budget_says_busy_and_recovers() {
+fn a_device_without_permits_answers_busy_and_recovers() {
     let device = setup();
     let len = 256 << 10;
     let host = pattern(len, 11);
@@ -383,7 +383,7 @@ fn the_budget_says_busy_and_recovers() {
 
 /// There are 64 slots; a worker that starts reads and never progresses must not keep them.
 #[test]
-fn finished_copies_that_nobody_polls_hold_no_bounce_slots() {
+fn finished_copies_that_nobody_polls_return_their_bounce_slots() {
     let device = setup();
     let source = device.alloc(4096, 1).unwrap();
     let bytes = pattern(4096, 1);
@@ -454,7 +454,7 @@ fn several_threads_copy_at_once() {
 }
 
 #[test]
-fn senseless_copies_are_refused_with_the_reason() {
+fn invalid_copies_are_refused_with_the_reason() {
     let device = setup();
     let target = device.alloc(1000, 1).unwrap();
     let mut host = [0_u8; 16];

@@ -54,7 +54,7 @@ fn allocations_are_found_by_exact_range_and_length() {
 }
 
 #[test]
-fn small_tenants_share_the_drivers_page_but_no_4k_page() {
+fn small_allocations_share_the_drivers_page_but_no_4k_page() {
     let device = setup();
     let tenants: Vec<Allocation> = (0..1000).map(|at| device.alloc(1 + at, 1).unwrap()).collect();
     assert_eq!(device.memory().reserved, DRIVER_PAGE);
@@ -79,7 +79,7 @@ fn alignment_is_honoured() {
 }
 
 #[test]
-fn pages_are_given_back_and_a_full_card_says_so() {
+fn pages_return_to_the_driver_and_a_full_card_is_out_of_memory() {
     let device = setup();
     let total = device.memory().total;
     let all = device.alloc(total, 1).unwrap();
@@ -90,7 +90,7 @@ fn pages_are_given_back_and_a_full_card_says_so() {
     drop(all);
     assert_eq!(device.memory().reserved, 0, "more than a page is not kept");
 
-    // A kept page must not stand in the way of a tenant that needs them all.
+    // The spare page must not keep an allocation from succeeding that needs all pages.
     drop(device.alloc(1, 1).unwrap());
     assert_eq!(device.memory().reserved, DRIVER_PAGE);
     device.alloc(total, 1).unwrap();
@@ -132,7 +132,7 @@ fn two_devices_never_have_the_same_addresses() {
 }
 
 #[test]
-fn observers_hear_of_a_window_before_its_first_address_and_of_its_end() {
+fn observers_are_notified_of_a_window_before_its_first_address_and_of_its_end() {
     let device = setup();
     let index = device.info().index;
     type Heard = Arc<Mutex<Vec<(bool, u64, u64)>>>;
@@ -252,7 +252,7 @@ fn either_driver_call_exports_the_same_bytes() {
 }
 
 #[test]
-fn a_page_whose_export_lives_elsewhere_stays_usable() {
+fn a_page_that_is_still_exported_stays_usable() {
     let device = setup();
     let large = device.alloc(2 * DRIVER_PAGE, 1).unwrap();
     let (fd, _) = device.export(large.addr(), 1).unwrap();
@@ -267,9 +267,9 @@ fn a_page_whose_export_lives_elsewhere_stays_usable() {
 }
 
 #[test]
-fn closing_a_card_whose_memory_another_still_has_open_is_no_failure() {
+fn closing_a_card_whose_memory_is_still_exported_is_no_failure() {
     // Failures are of the whole process: this test must not share it.
-    if !machine::alone("closing_a_card_whose_memory_another_still_has_open_is_no_failure", 1) {
+    if !machine::alone("closing_a_card_whose_memory_is_still_exported_is_no_failure", 1) {
         return;
     }
     let device = setup();

@@ -1,5 +1,5 @@
-//! The registration cache on a whole machine: memory that comes and goes, from several threads, on
-//! the software Gaudi; every byte compared, and nothing left behind.
+//! The registration cache on the software Gaudi: memory that is mapped and unmapped, from several
+//! threads. Every byte is compared, and nothing stays pinned.
 
 mod machine;
 
@@ -18,7 +18,7 @@ fn fresh() -> (MutexGuard<'static, ()>, Arc<Device>) {
     static ALONE: Mutex<()> = Mutex::new(());
     let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     machine::set_up("gaudi2");
-    // For all tests of this program: who unmaps memory says so.
+    // For all tests of this program: whoever unmaps memory calls `invalidate`.
     let limits = CacheLimits { regions: 64, bytes: 1 << 30 };
     gaudi::runtime().cache_registrations(limits, Box::new(|| true));
     (alone, machine::fresh())
@@ -31,7 +31,7 @@ fn counter(device: &Device, name: &str) -> u64 {
     card.and_then(|card| card.get(name)).unwrap_or_else(|| panic!("no counter {name}"))
 }
 
-/// Memory of a fixed place, mapped anew each time, that tells when it goes.
+/// A mapping at a given address that calls `invalidate` when it is unmapped.
 struct Mapping(*mut u8);
 
 impl Mapping {
@@ -122,7 +122,7 @@ fn copies_are_right_while_another_thread_invalidates_what_they_use() {
     let ranges: Vec<(usize, usize)> =
         buffers.iter().map(|buffer| (buffer.as_ptr() as usize, buffer.len())).collect();
     std::thread::scope(|scope| {
-        // The memory stays; that it is said to go must do no harm to those who copy it.
+        // The memory stays mapped; the events must not harm those who copy it.
         scope.spawn(|| {
             while !stop.load(Ordering::Relaxed) {
                 for &(start, len) in &ranges {
@@ -164,7 +164,7 @@ fn copies_are_right_while_another_thread_invalidates_what_they_use() {
 }
 
 #[test]
-fn more_buffers_than_the_cache_may_keep() {
+fn with_more_buffers_than_the_cache_may_keep_copies_are_right() {
     let (_alone, device) = fresh();
     let target = device.alloc(SIZE as u64, 1).expect("memory");
     let mut buffers: Vec<Mapping> = (0..100).map(|_| Mapping::new(null_mut())).collect();

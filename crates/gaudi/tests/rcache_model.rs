@@ -124,7 +124,7 @@ fn model(check: impl Fn() + Send + Sync + 'static) {
 }
 
 #[test]
-fn what_was_invalidated_is_never_found_again() {
+fn an_invalidated_range_is_never_found_again() {
     model(|| {
         let table = Shared::new(Table::<Pin>::new());
         let buffer = pages(1, 3);
@@ -146,7 +146,7 @@ fn what_was_invalidated_is_never_found_again() {
 }
 
 #[test]
-fn a_range_that_swallows_memory_which_goes_away_is_not_found_after() {
+fn a_range_that_replaces_an_invalidated_one_is_not_found() {
     model(|| {
         let table = Shared::new(Table::<Pin>::new());
         get(&table, &pages(0, 2), PLENTY);
@@ -165,7 +165,7 @@ fn a_range_that_swallows_memory_which_goes_away_is_not_found_after() {
 }
 
 #[test]
-fn memory_at_the_end_of_a_range_that_is_swallowed_goes_away() {
+fn unmapping_the_end_of_a_replaced_range_invalidates_the_new_one() {
     model(|| {
         let table = Shared::new(Table::<Pin>::new());
         // The first and the last page of a range may belong to a neighbour: page 4 does.
@@ -187,7 +187,7 @@ fn memory_at_the_end_of_a_range_that_is_swallowed_goes_away() {
 }
 
 #[test]
-fn an_entry_that_is_used_again_is_not_taken_for_the_old_one() {
+fn a_reused_range_is_not_taken_for_the_old_one() {
     model(|| {
         let table = Shared::new(Table::<Pin>::new());
         let one = Bounds { regions: 1, bytes: 1 << 40 };
@@ -214,7 +214,7 @@ fn an_entry_that_is_used_again_is_not_taken_for_the_old_one() {
 }
 
 #[test]
-fn an_entry_whose_memory_goes_while_it_is_made_is_not_used_for_another() {
+fn a_range_that_is_invalidated_while_it_is_made_is_not_reused_for_another() {
     model(|| {
         let table = Shared::new(Table::<Pin>::new());
         let telling = {
@@ -248,7 +248,7 @@ fn an_entry_whose_memory_goes_while_it_is_made_is_not_used_for_another() {
 }
 
 #[test]
-fn every_pin_comes_out_exactly_once() {
+fn every_value_is_swept_exactly_once() {
     model(|| {
         let table = Shared::new(Table::<Pin>::new());
         get(&table, &pages(0, 2), PLENTY);
@@ -282,7 +282,7 @@ fn two_threads_that_miss_share_one_pin() {
 }
 
 #[test]
-fn a_pin_comes_out_when_those_who_found_it_have_left_and_not_before() {
+fn a_value_is_swept_after_its_last_reference_was_released_and_not_before() {
     model(|| {
         let table = Shared::new(Table::<Pin>::new());
         let (range, pin) = (pages(1, 2), Pin::new());
@@ -300,7 +300,7 @@ fn a_pin_comes_out_when_those_who_found_it_have_left_and_not_before() {
                 if let Some(found) = find(&table, &range) {
                     let entry = found.range.into_raw();
                     // A copy of two parts.
-                    // SAFETY: the visit lasts, and each of the two ends once.
+                    // SAFETY: the first reference lasts, and both are released once.
                     unsafe { table.acquire_again(entry) };
                     assert!(pin.is_live());
                     // SAFETY: as above.
@@ -317,7 +317,7 @@ fn a_pin_comes_out_when_those_who_found_it_have_left_and_not_before() {
         swept.values.iter().for_each(Pin::give_back);
         copying.join().unwrap();
         if swept.values.is_empty() {
-            assert!(table.has_marked(), "nobody would know that the last one has left");
+            assert!(table.has_marked(), "nobody would know that the last reference was released");
             table.lock().sweep(&mut swept);
             swept.values.iter().for_each(Pin::give_back);
         }
@@ -327,7 +327,7 @@ fn a_pin_comes_out_when_those_who_found_it_have_left_and_not_before() {
 }
 
 #[test]
-fn whoever_leaves_the_roster_is_not_looked_at_any_more() {
+fn a_removed_item_of_the_roster_is_not_used_any_more() {
     struct Item(loom::cell::UnsafeCell<u32>);
     // SAFETY: that two threads never meet in the cell is what loom checks here.
     unsafe impl Sync for Item {}

@@ -1,5 +1,5 @@
-//! A thread that sleeps until its copies are done, on the software Gaudi: woken by the waiter, which
-//! exists only while a device has had a sleeper. One test: it counts the threads of the process.
+//! Sleeping until copies are done, on the software Gaudi. The waiter's thread exists only once a device
+//! has had a sleeper. One test: it counts the threads of the process.
 
 mod machine;
 
@@ -17,7 +17,7 @@ fn waiters() -> usize {
 }
 
 #[test]
-fn a_sleeper_is_woken_and_the_thread_that_does_it_comes_and_goes() {
+fn a_sleeper_is_woken_by_a_thread_that_exists_only_while_needed() {
     machine::set_up("gaudi2");
     // A card that takes its time, so that there is something to sleep for.
     // SAFETY: the only test of this program; the card is not open yet.

@@ -48,7 +48,7 @@ struct State {
     /// The submission that each slot was last used for.
     slots: BTreeMap<u32, u64>,
     one_lane: bool,
-    looks: u64,
+    polls: u64,
     refuse_pins: Option<i32>,
     /// Pins that hold this address are refused.
     unpinnable: Option<u64>,
@@ -137,9 +137,9 @@ impl Fake {
         self.state().one_lane = true;
     }
 
-    /// How often someone asked about a submission.
-    pub(crate) fn looks(&self) -> u64 {
-        self.state().looks
+    /// How often submissions were polled.
+    pub(crate) fn polls(&self) -> u64 {
+        self.state().polls
     }
 
     /// Has pins refused that hold this address.
@@ -346,7 +346,7 @@ impl Backend for Fake {
 
     fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error> {
         let timeout = Duration::from_micros(timeout_us.into());
-        self.state().looks += 1;
+        self.state().polls += 1;
         let pending = |state: &mut State| !state.finished.contains_key(&ticket.sequence);
         let waited = self.changed.wait_timeout_while(self.state(), timeout, pending);
         let (mut state, _) = waited.unwrap();

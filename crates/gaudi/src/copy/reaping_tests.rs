@@ -1,4 +1,4 @@
-//! Someone starts copies and never comes back to look at them: others must not suffer for it.
+//! Transfers that nobody polls: their permits, slots and pins must still be there for others.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ fn start(device: &Arc<Device>, segments: &[Segment]) -> Result<Transfer, SubmitE
 }
 
 /// As many small reads, of one byte each, as the device takes at once.
-fn reads_that_use_up_the_budget(
+fn reads_that_use_all_permits(
     device: &Arc<Device>,
     source: &Allocation,
     host: &mut [u8],
@@ -36,37 +36,37 @@ fn reads_that_use_up_the_budget(
 }
 
 #[test]
-fn finished_reads_that_nobody_polls_give_their_room_and_slots_to_others() {
+fn ended_reads_that_nobody_polls_return_permits_and_slots() {
     let (fake, device) = Fake::device();
     let len = MOVES * BUDGET as usize;
     let source = device.alloc(len as u64, 1).unwrap();
     let sent = pattern(len, 1);
     fake.poke(source.addr(), &sent);
     let mut forgotten = vec![0; len];
-    let mut unpolled = reads_that_use_up_the_budget(&device, &source, &mut forgotten);
+    let mut unpolled = reads_that_use_all_permits(&device, &source, &mut forgotten);
     assert_eq!(fake.queued().len(), BUDGET as usize);
     fake.finish_all();
 
     let mut host = [0; 8];
-    let mut other = start(&device, &[to_host(&mut host, &source)]).expect("there is room");
+    let mut other = start(&device, &[to_host(&mut host, &source)]).expect("a permit");
     fake.finish_all();
     assert_eq!(other.poll(), Some(Ok(())));
     assert_eq!(host, sent[..8]);
-    assert_eq!(forgotten, sent, "whoever made room has emptied the slots, too");
+    assert_eq!(forgotten, sent, "and its bytes were copied out of the slots");
     assert_eq!(unpolled.poll(), Some(Ok(())));
 }
 
 #[test]
-fn one_after_another_many_forgotten_reads_do_not_use_up_the_slots() {
+fn many_reads_that_nobody_polls_do_not_use_up_the_slots() {
     let (fake, device) = Fake::device();
     let len = MOVES * BUDGET as usize;
     let source = device.alloc(len as u64, 1).unwrap();
     let mut forgotten = vec![vec![0; len]; 8];
-    // Far more slots than the ring has, were they not given back.
+    // Far more slots than the pool has, if they were not returned.
     let transfers: Vec<Transfer> = forgotten
         .iter_mut()
         .map(|host| {
-            let transfer = reads_that_use_up_the_budget(&device, &source, host);
+            let transfer = reads_that_use_all_permits(&device, &source, host);
             fake.finish_all();
             transfer
         })
@@ -127,7 +127,7 @@ fn a_read_dropped_while_another_thread_reaps_it_leaves_the_host_alone_afterwards
         std::thread::scope(|scope| {
             let reaping = scope.spawn(|| device.progress());
             drop(transfer);
-            // From here on the bytes are ours, whatever they are.
+            // From here on nobody else may write the bytes.
             let seen = host.clone();
             reaping.join().unwrap();
             assert!(seen == host, "written after the transfer was dropped");
@@ -136,7 +136,7 @@ fn a_read_dropped_while_another_thread_reaps_it_leaves_the_host_alone_afterwards
 }
 
 #[test]
-fn later_submissions_of_a_lane_are_not_asked_about_before_the_first_has_ended() {
+fn only_the_oldest_submission_of_a_lane_is_polled() {
     let (fake, device) = Fake::device();
     fake.use_one_lane();
     let target = device.alloc(8, 1).unwrap();
@@ -149,16 +149,16 @@ fn later_submissions_of_a_lane_are_not_asked_about_before_the_first_has_ended() 
     };
     let mut transfers: Vec<Transfer> =
         (0..3).map(|_| start(&device, std::slice::from_ref(&write)).unwrap()).collect();
-    let before = fake.looks();
+    let before = fake.polls();
     assert!(transfers.iter_mut().all(|transfer| transfer.poll().is_none()));
-    assert_eq!(fake.looks() - before, 1, "one look at the oldest says it for all");
+    assert_eq!(fake.polls() - before, 1, "one poll of the oldest serves all");
     fake.finish_all();
     assert!(transfers.iter_mut().all(|transfer| transfer.poll() == Some(Ok(()))));
-    assert_eq!(fake.looks() - before, 4);
+    assert_eq!(fake.polls() - before, 4);
 }
 
 #[test]
-fn a_finished_copy_is_seen_though_nobody_looks_at_those_in_front_of_it() {
+fn a_finished_copy_is_seen_though_nobody_polls_older_ones() {
     let (fake, device) = Fake::device();
     fake.use_one_lane();
     let source = device.alloc(8, 1).unwrap();
@@ -166,38 +166,38 @@ fn a_finished_copy_is_seen_though_nobody_looks_at_those_in_front_of_it() {
     let mut hosts = [[0_u8; 8]; 4];
     let mut transfers: Vec<Transfer> = hosts
         .iter_mut()
-        .map(|host| start(&device, &[to_host(host, &source)]).expect("there is room"))
+        .map(|host| start(&device, &[to_host(host, &source)]).expect("a permit"))
         .collect();
     let mut last = transfers.pop().unwrap();
-    // The first is given up, the second and the third belong to someone who does something else.
+    // The first is dropped; nobody polls the second and the third.
     drop(transfers.remove(0));
     assert_eq!(last.poll(), None);
     fake.finish(fake.queued()[0]);
     assert_eq!(last.poll(), None, "one of four has ended");
     fake.finish_all();
     assert_eq!(last.poll(), Some(Ok(())));
-    assert_eq!(fake.noticed(), 4, "whoever looks cleans up");
+    assert_eq!(fake.noticed(), 4, "who polls completes older ones");
     assert_eq!(device.progress(), 0);
     drop((last, transfers));
     assert_eq!(hosts, [[0; 8], *b"gaudi 2!", *b"gaudi 2!", *b"gaudi 2!"], "but not after a drop");
 }
 
 #[test]
-fn those_behind_one_that_nobody_polls_share_the_looks_at_it() {
+fn younger_submissions_share_the_polls_of_the_oldest() {
     let (fake, device) = Fake::device();
     fake.use_one_lane();
     let source = device.alloc(8, 1).unwrap();
     let mut hosts = [[0_u8; 8]; 4];
     let mut transfers: Vec<Transfer> = hosts
         .iter_mut()
-        .map(|host| start(&device, &[to_host(host, &source)]).expect("there is room"))
+        .map(|host| start(&device, &[to_host(host, &source)]).expect("a permit"))
         .collect();
-    let before = fake.looks();
+    let before = fake.polls();
     for _ in 0..10 {
         assert!(transfers[1..].iter_mut().all(|transfer| transfer.poll().is_none()));
     }
-    assert_eq!(fake.looks() - before, 10, "one in each round");
+    assert_eq!(fake.polls() - before, 10, "one in each round");
     fake.finish_all();
     let seen = [transfers[3].poll(), transfers[3].poll()];
-    assert_eq!(seen[1], Some(Ok(())), "the look of another is trusted once");
+    assert_eq!(seen[1], Some(Ok(())), "another's poll is relied on once");
 }

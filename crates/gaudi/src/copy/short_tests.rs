@@ -1,5 +1,5 @@
-//! Small copies that threads wait for, on hardware that takes its time: each has a slot to itself,
-//! and their end makes room for others.
+//! Short copies on hardware that takes its time: each has a slot of its own, and returns its permit
+//! when it ends.
 
 use std::sync::Arc;
 
@@ -33,10 +33,10 @@ fn wait_for_queued(fake: &Fake, count: usize) {
     }
 }
 
-/// The hardware does them in the reverse order: had two of them one place for their bytes, the first
-/// would have been overwritten by then. (The fake card itself minds the place of their packets.)
+/// The hardware does them in reverse order: if two of them shared a slot, the first would be overwritten
+/// by then. (The fake card checks the slots of their packets.)
 #[test]
-fn threads_that_wait_at_once_do_not_share_a_slot() {
+fn short_copies_of_several_threads_do_not_share_a_slot() {
     const THREADS: usize = 3;
     let (fake, device) = Fake::device();
     let memory = device.alloc((THREADS * LEN) as u64, 1).unwrap();
@@ -73,9 +73,9 @@ fn threads_that_wait_at_once_do_not_share_a_slot() {
     assert_eq!(device.engine().free_slots(), super::SLOTS);
 }
 
-/// It is not on record, so nobody but the thread that waits for it can tell of its end.
+/// A short copy is not recorded, so only the thread that waits for it can notify.
 #[test]
-fn whoever_sleeps_for_want_of_room_is_woken_by_the_end_of_a_small_copy() {
+fn a_sleeper_without_a_permit_is_woken_by_the_end_of_a_short_copy() {
     let (fake, device) = Fake::device();
     let memory = device.alloc(2 * LEN as u64, 1).unwrap();
     let (small, large) = (memory.addr(), DeviceAddr(memory.addr().0 + LEN as u64));
@@ -94,10 +94,10 @@ fn whoever_sleeps_for_want_of_room_is_woken_by_the_end_of_a_small_copy() {
         }
         let sleeps = device.notify_on_completion(&notifier) && !device.can_submit();
         fake.finish(1);
-        let rang = poll(&mut [PollFd::new(&*notifier, PollFlags::IN)], Some(&LONG)).unwrap() > 0;
+        let woken = poll(&mut [PollFd::new(&*notifier, PollFlags::IN)], Some(&LONG)).unwrap() > 0;
         fake.finish_all();
         assert!(sleeps && others.iter().all(Result::is_ok), "{others:?}");
-        assert!(rang, "asleep although there is room");
+        assert!(woken, "asleep although there is a permit");
     });
     assert_eq!(fake.peek(small, LEN), [9; LEN]);
     const { assert!(LEN <= BOUNCE_LEN) };

@@ -1,4 +1,4 @@
-//! The engine on hardware that does what the test says and when: orders and failures that a real
+//! Copies on fake hardware that does what the test says and when: orders and failures that a real
 //! device shows only sometimes.
 
 use std::sync::Arc;
@@ -43,7 +43,7 @@ fn nothing_is_done_before_the_hardware_does_it() {
 }
 
 #[test]
-fn the_budget_counts_from_the_oldest_unfinished_submission() {
+fn permits_are_counted_from_the_oldest_unfinished_submission() {
     let (fake, device) = Fake::device();
     let target = device.alloc(8, 1).unwrap();
     let host = [7; 8];
@@ -65,7 +65,7 @@ fn the_budget_counts_from_the_oldest_unfinished_submission() {
 }
 
 #[test]
-fn busy_leaves_no_pin_behind() {
+fn a_copy_refused_as_busy_leaves_no_pin() {
     let (fake, device) = Fake::device();
     let target = device.alloc(LARGE as u64, 1).unwrap();
     let host = vec![1; LARGE];
@@ -145,7 +145,7 @@ fn freeing_memory_waits_for_the_copies_that_use_it() {
 }
 
 #[test]
-fn what_has_not_started_when_its_memory_is_freed_never_does() {
+fn pieces_whose_memory_is_freed_before_they_start_are_not_submitted() {
     let (fake, device) = Fake::device();
     let target = device.alloc(8, 1).unwrap();
     let host = [7; 8];
@@ -175,7 +175,7 @@ fn segments_are_batched_by_direction() {
 }
 
 #[test]
-fn a_transfer_larger_than_the_budget_goes_on_as_room_appears() {
+fn a_transfer_that_needs_more_permits_goes_on_as_they_are_returned() {
     let (fake, device) = Fake::device();
     let count = MOVES * BUDGET as usize * 2 + 3;
     let target = device.alloc(8, 1).unwrap();
@@ -194,7 +194,7 @@ fn a_transfer_larger_than_the_budget_goes_on_as_room_appears() {
 }
 
 #[test]
-fn a_failure_in_the_middle_is_told_once_all_of_it_has_stopped() {
+fn a_failure_is_reported_when_all_submissions_of_the_transfer_have_ended() {
     let (fake, device) = Fake::device();
     let target = device.alloc(8, 1).unwrap();
     let host = [4; 8];
@@ -215,7 +215,7 @@ fn a_failure_in_the_middle_is_told_once_all_of_it_has_stopped() {
 }
 
 #[test]
-fn a_refused_submission_gives_everything_back() {
+fn a_refused_submission_returns_its_permit_and_pins() {
     let (fake, device) = Fake::device();
     let target = device.alloc(LARGE as u64, 1).unwrap();
     let host = vec![1; LARGE];
@@ -234,9 +234,9 @@ fn a_refused_submission_gives_everything_back() {
 }
 
 #[test]
-fn unpinnable_memory_goes_through_slots_and_a_lost_device_does_not() {
+fn unpinnable_memory_is_bounced_and_a_lost_device_is_an_error() {
     let (fake, device) = Fake::device();
-    // The bounce ring itself is pinned with this.
+    // Pins the bounce slots.
     let warm_up = device.alloc(1, 1).unwrap();
     let mut transfer = start(&device, to_device(&warm_up, b"x")).unwrap();
     fake.finish_all();

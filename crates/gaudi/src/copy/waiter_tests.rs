@@ -1,4 +1,4 @@
-//! Sleeping until the hardware is done: arm, look again, sleep; never a wake-up lost.
+//! Sleeping until the hardware is done: arm, check again, sleep. No wake-up is lost.
 
 use std::sync::Arc;
 
@@ -24,7 +24,7 @@ fn start(device: &Arc<Device>, target: &Allocation, host: &[u8]) -> Transfer {
 }
 
 #[test]
-fn the_bell_rings_when_the_hardware_is_done_and_not_before() {
+fn a_notifier_is_notified_when_the_hardware_is_done_and_not_before() {
     let (fake, device) = Fake::device();
     let target = device.alloc(8, 1).unwrap();
     let host = [5; 8];
@@ -36,7 +36,7 @@ fn the_bell_rings_when_the_hardware_is_done_and_not_before() {
     fake.finish_all();
     assert!(is_readable(&notifier, LONG), "nobody polls: the waiter has to find it");
     assert_eq!(transfer.poll(), Some(Ok(())));
-    // Once: what ends now is no business of this notifier.
+    // Once: what ends now does not notify.
     notifier.clear();
     let mut other = start(&device, &target, &host);
     fake.finish_all();
@@ -45,7 +45,7 @@ fn the_bell_rings_when_the_hardware_is_done_and_not_before() {
 }
 
 #[test]
-fn a_failure_rings_as_well() {
+fn a_failure_notifies_as_well() {
     let (fake, device) = Fake::device();
     let target = device.alloc(8, 1).unwrap();
     let host = [5; 8];
@@ -58,7 +58,7 @@ fn a_failure_rings_as_well() {
 }
 
 #[test]
-fn with_nothing_in_flight_nobody_is_told_to_sleep() {
+fn with_nothing_in_flight_no_notification_is_promised() {
     let (fake, device) = Fake::device();
     let target = device.alloc(8, 1).unwrap();
     let host = [5; 8];
@@ -74,7 +74,7 @@ fn with_nothing_in_flight_nobody_is_told_to_sleep() {
 
 /// The hardware ends while a thread is about to sleep; other threads may find it first.
 #[test]
-fn no_wake_up_is_lost_whoever_finds_the_end() {
+fn no_wake_up_is_lost_whichever_thread_completes() {
     let (fake, device) = Fake::device();
     let target = device.alloc(8, 1).unwrap();
     let host = [5; 8];
@@ -138,9 +138,9 @@ fn a_transfer_over_two_cards_wakes_its_sleeper_at_every_step() {
     });
 }
 
-/// No room on the device: its sleeper is woken by the end of someone else's copy.
+/// No permit is free: the sleeper is woken by the end of another's copy.
 #[test]
-fn whoever_waits_for_room_is_woken_when_there_is_some() {
+fn a_sleeper_without_a_permit_is_woken_when_one_is_returned() {
     let (fake, device) = Fake::device();
     let target = device.alloc(8, 1).unwrap();
     let host = [5; 8];

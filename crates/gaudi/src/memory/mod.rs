@@ -1,5 +1,5 @@
-//! Device memory: taken from the driver in its large pages, handed out in small pieces, found again
-//! by address.
+//! Device memory: large pages from the driver, a pool that divides them, and a table that finds
+//! allocations by address.
 
 mod pool;
 mod table;
@@ -18,7 +18,7 @@ use crate::window::find_gap;
 use crate::{Device, DeviceAddr, DeviceId, Error, ErrorKind, MemoryInfo};
 use pool::{GRANULE, Pool, SpanInfo};
 
-/// Device memory owned by the holder; dropping it frees it.
+/// Device memory. Dropping it frees it.
 ///
 /// It keeps its device open. Dropping waits for copies of this process that still use the memory.
 #[derive(Debug)]
@@ -56,7 +56,7 @@ impl Drop for Allocation {
     }
 }
 
-/// What an address turned out to be: part of a live allocation.
+/// The allocation that an address lies in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Location {
     /// The open device.
@@ -79,7 +79,7 @@ impl Location {
 /// How much of a page an export covers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Extent {
-    /// All of it, shared by its tenants; made with this driver call, or the best there is.
+    /// All of it, shared by its allocations; made with this driver call, or the best there is.
     Page(Option<ExportCall>),
     /// The range alone, rounded out to 4 KiB.
     Alone,

@@ -1,17 +1,17 @@
-//! The sub-allocator: divides spans of device addresses among tenants. Pure bookkeeping, no driver.
+//! The sub-allocator: divides spans of device addresses into allocations. It calls no driver.
 //!
 //! Best fit over free ranges kept by address and by size, O(log n). Sizes are rounded to 4 KiB,
-//! the unit in which the driver exports memory, so that two tenants never share such a page. A
-//! span is one allocation of the driver's: ranges never grow together across spans, because a
-//! dma-buf cannot reach across.
+//! the unit in which the driver exports memory, so that two allocations never share such
+//! a page. A span is one allocation of the driver: free ranges are not joined across spans, because a
+//! dma-buf covers one span.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Smallest unit of an allocation.
 pub(crate) const GRANULE: u64 = crate::PAGE_SIZE;
 
-/// How many free ranges of nearly the right size are tried for a large alignment before the search
-/// settles for one that is certain to hold it.
+/// How many free ranges of nearly the right size are tried for a large alignment, before one is taken
+/// that is certain to be large enough.
 const ALIGNMENT_TRIES: usize = 16;
 
 #[derive(Debug, Default)]

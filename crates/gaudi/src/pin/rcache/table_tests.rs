@@ -1,4 +1,4 @@
-//! The table against a model of what it should hold, over any sequence of what can happen to it.
+//! The table against a model, over random sequences of operations.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -67,7 +67,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..200)
 }
 
-/// What the table holds, written down plainly: ranges by number, and the owner of every page.
+/// What the table should hold: ranges by number, and the owner of every page.
 #[derive(Default)]
 struct Model {
     ranges: BTreeMap<usize, Range<u64>>,
@@ -265,7 +265,7 @@ impl Beside {
     /// A copy ends.
     fn release(&mut self, pick: usize) {
         let (number, entry) = self.held.swap_remove(pick);
-        // SAFETY: a visit of this table, that ends here.
+        // SAFETY: a reference of this table, which is released here, once.
         let last = unsafe { self.table.release(entry) };
         if last {
             let still = self.held.iter().any(|(held, _)| *held == number);
@@ -381,16 +381,16 @@ fn ranges_that_would_be_too_long_together_are_not_joined() {
         let Ok(Inserted::New(found)) = made else { panic!("not made at {start:#x}") };
         assert_eq!(found.start, start);
     }
-    assert!(table.find(16 << 40, 1).is_none(), "the first made room for the second");
+    assert!(table.find(16 << 40, 1).is_none(), "the first was evicted for the second");
     let last = table.find((16 << 40) + 1099 * GIB, GIB).unwrap();
     assert_eq!(last.base, (16 << 40) + 500 * GIB);
     drop(last);
     assert_eq!(table.invalidate((16 << 40) + 900 * GIB, (16 << 40) + 901 * GIB), 1);
 }
 
-/// Whoever makes a value may evict others for it; memory goes at any moment, also then.
+/// Whoever makes a value may evict others for it; memory may be unmapped at that moment, too.
 #[test]
-fn an_entry_that_is_lost_while_it_is_made_stands_for_nothing_else_until_it_is_swept() {
+fn a_range_that_is_invalidated_while_its_value_is_made_is_not_reused_before_it_is_swept() {
     let table = Table::<u64>::new();
     let bounds = Bounds { regions: 10, bytes: 1 << 30 };
     let range = |page: u64| address(page)..address(page) + PAGE;
@@ -426,7 +426,7 @@ fn an_entry_that_is_lost_while_it_is_made_stands_for_nothing_else_until_it_is_sw
 }
 
 #[test]
-fn a_page_is_found_as_noted_and_a_later_note_replaces_it() {
+fn a_hint_is_found_and_a_later_one_replaces_it() {
     let (entries, hints) = ([1_u64, 2], Hints::new(64));
     assert_eq!(hints.get(7), None);
     hints.insert(7, &entries[0]);
@@ -436,7 +436,7 @@ fn a_page_is_found_as_noted_and_a_later_note_replaces_it() {
 }
 
 #[test]
-fn most_of_as_many_pages_as_there_is_room_for_are_found() {
+fn hints_for_as_many_pages_as_the_capacity_are_mostly_found() {
     let entries: Vec<u64> = (0..4096).collect();
     let hints = Hints::new(entries.len());
     assert_eq!(hints.capacity(), entries.len());

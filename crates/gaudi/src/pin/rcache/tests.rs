@@ -1,5 +1,5 @@
-//! The cache under the engine, on hardware that does what the test says and that keeps using the
-//! pages it pinned, whatever the program maps in their place.
+//! The cache under copies, on fake hardware that keeps using the pages it pinned, whatever the program
+//! maps at their address later.
 
 use std::ptr::null_mut;
 use std::sync::Arc;
@@ -113,7 +113,7 @@ fn new_memory_at_the_same_address_is_pinned_anew() {
     copy(&fake, &device, &target, host.addr, LARGE);
     assert_eq!(fake.peek(target.addr(), LARGE), [0xaa; LARGE]);
 
-    // This is what goes wrong when nobody tells: the test would notice.
+    // This is what goes wrong without an unmap event: the test would notice.
     host.replace(&fake, 0xbb);
     copy(&fake, &device, &target, host.addr, LARGE);
     assert_eq!(fake.peek(target.addr(), LARGE), [0xaa; LARGE], "the old pages");
@@ -193,7 +193,7 @@ fn a_running_copy_keeps_the_pages_it_was_started_with() {
 }
 
 #[test]
-fn pins_of_memory_that_went_away_are_given_back_without_a_further_copy() {
+fn pins_of_unmapped_memory_are_given_back_without_a_further_copy() {
     let (fake, device) = device(PLENTY);
     let target = device.alloc(LARGE as u64, 1).unwrap();
     let host = Pages::new(LARGE);
@@ -309,20 +309,20 @@ fn buffers_that_share_a_page_with_their_neighbours_stay_apart() {
 }
 
 #[test]
-fn what_cannot_be_joined_goes_alone() {
+fn a_range_whose_union_with_others_is_refused_is_pinned_alone() {
     let (fake, device) = device(PLENTY);
     let target = device.alloc(2 * LARGE as u64, 1).unwrap();
     let host = Pages::new(2 * LARGE);
     copy(&fake, &device, &target, host.addr, LARGE);
-    // Memory of the first range turns bad, and nobody tells.
+    // Memory of the first range becomes unpinnable, without an event.
     fake.refuse_pins_of(host.addr);
     copy(&fake, &device, &target, host.at(LARGE / 2), LARGE);
     assert_eq!(fake.pins()[1], ((host.addr as usize + LARGE / 2) as u64, LARGE));
-    assert_eq!(fake.live_pins(), 1, "the first had to leave");
+    assert_eq!(fake.live_pins(), 1, "the first was dropped");
 }
 
 #[test]
-fn the_least_recently_used_leave_when_there_are_too_many() {
+fn the_least_recently_used_ranges_are_evicted() {
     let (fake, device) = device(CacheLimits { regions: 3, bytes: 1 << 40 });
     let target = device.alloc(LARGE as u64, 1).unwrap();
     let host = Pages::new(20 * LARGE);
@@ -333,7 +333,7 @@ fn the_least_recently_used_leave_when_there_are_too_many() {
     }
     assert_eq!(fake.live_pins(), 3);
     use_buffer(3);
-    assert_eq!((fake.live_pins(), fake.pins().len()), (3, 4), "one had to leave");
+    assert_eq!((fake.live_pins(), fake.pins().len()), (3, 4), "one was evicted");
     // One that is used all the time stays, however many others come.
     for number in 4..9 {
         use_buffer(3);
@@ -344,7 +344,7 @@ fn the_least_recently_used_leave_when_there_are_too_many() {
 }
 
 #[test]
-fn the_bound_on_bytes_holds_and_what_is_larger_is_not_kept() {
+fn the_limit_of_bytes_holds_and_longer_ranges_are_not_kept() {
     let (fake, device) = device(CacheLimits { regions: 1000, bytes: 3 * LARGE as u64 });
     let target = device.alloc(8 * LARGE as u64, 1).unwrap();
     let host = Pages::new(20 * LARGE);
@@ -356,11 +356,11 @@ fn the_bound_on_bytes_holds_and_what_is_larger_is_not_kept() {
     copy(&fake, &device, &target, host.at(12 * LARGE), 4 * LARGE);
     assert_eq!(fake.live_pins(), 3, "pinned for its copy only");
     copy(&fake, &device, &target, host.at(16 * LARGE), 3 * LARGE);
-    assert_eq!(fake.live_pins(), 1, "all others left");
+    assert_eq!(fake.live_pins(), 1, "all others were evicted");
 }
 
 #[test]
-fn what_running_copies_use_is_not_evicted() {
+fn ranges_that_running_copies_use_are_not_evicted() {
     let (fake, device) = device(CacheLimits { regions: 2, bytes: 1 << 40 });
     let target = device.alloc(LARGE as u64, 1).unwrap();
     let host = Pages::new(8 * LARGE);
@@ -375,7 +375,7 @@ fn what_running_copies_use_is_not_evicted() {
 }
 
 #[test]
-fn when_pins_run_out_the_cache_gives_its_own_back() {
+fn when_pins_run_out_the_cache_evicts_its_own() {
     let (fake, device) = device(PLENTY);
     let target = device.alloc(LARGE as u64, 1).unwrap();
     let host = Pages::new(20 * LARGE);
@@ -403,7 +403,7 @@ fn copy_of_region(
 }
 
 #[test]
-fn of_a_region_that_is_more_than_may_be_kept_copies_pin_their_part() {
+fn a_region_too_large_for_the_cache_is_pinned_in_parts() {
     let (fake, device) = device(CacheLimits { regions: 1000, bytes: 4 * LARGE as u64 });
     let target = device.alloc(8 * LARGE as u64, 1).unwrap();
     let host = Pages::new(16 * LARGE);
@@ -421,7 +421,7 @@ fn of_a_region_that_is_more_than_may_be_kept_copies_pin_their_part() {
 }
 
 #[test]
-fn of_a_region_that_cannot_be_pinned_whole_copies_pin_their_part() {
+fn a_region_that_cannot_be_pinned_whole_is_pinned_in_parts() {
     for keep in [true, false] {
         let (fake, device) = device(PLENTY);
         if !keep {
@@ -443,7 +443,7 @@ fn of_a_region_that_cannot_be_pinned_whole_copies_pin_their_part() {
 }
 
 #[test]
-fn a_region_that_is_too_much_to_pin_does_not_empty_the_cache() {
+fn a_region_too_large_to_pin_does_not_empty_the_cache() {
     let (fake, device) = device(PLENTY);
     let target = device.alloc(LARGE as u64, 1).unwrap();
     let host = Pages::new(40 * LARGE);
@@ -456,7 +456,7 @@ fn a_region_that_is_too_much_to_pin_does_not_empty_the_cache() {
     copy_of_region((&fake, &device), &target, &region, (0, LARGE));
     assert_eq!((fake.pins().len(), fake.live_pins()), (4, 4), "its part, and the three");
     copy_of_region((&fake, &device), &target, &region, (2 * LARGE, LARGE));
-    assert_eq!((fake.pins().len(), fake.live_pins()), (5, 4), "one had to leave");
+    assert_eq!((fake.pins().len(), fake.live_pins()), (5, 4), "one was evicted");
 }
 
 /// Copies `len` bytes to the device through bounce buffers; how many pins the driver was asked for.
@@ -548,7 +548,7 @@ fn a_forked_child_leaves_the_pins_of_its_parent_alone() {
 }
 
 #[test]
-fn nothing_is_kept_unless_someone_watches_and_the_watch_is_asked_once() {
+fn nothing_is_cached_without_unmap_events_and_the_watch_is_started_once() {
     static ASKED: AtomicUsize = AtomicUsize::new(0);
     let (fake, device) = device(PLENTY);
     let switch = device.pins().cache().switch.get().unwrap();

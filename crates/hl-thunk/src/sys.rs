@@ -1,10 +1,9 @@
 //! The C side of the driver library: structures and constants exactly as `hlthunk.h` and the
 //! kernel's `habanalabs_accel.h` lay them out, and nothing else.
 //!
-//! Both the bindings of this crate and the software device (`soft-gaudi`) use these types; the
-//! packets inside a command buffer are deliberately *not* here, so that encoder and decoder stay
-//! two independent readings of the same specification. Layouts are asserted at compile time at
-//! the end of the file.
+//! The software device (`soft-gaudi`) has definitions of its own, of structures as of packets, so that there are
+//! two independent readings of the same specification; `soft-gaudi/tests/layouts.rs` compares them. Layouts
+//! are asserted at compile time at the end of the file.
 
 use core::ffi::{c_int, c_void};
 use core::mem::{offset_of, size_of};

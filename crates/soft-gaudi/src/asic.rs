@@ -1,7 +1,7 @@
 //! What each generation of the card reports and accepts: the numbers of the driver contract in
 //! one table, and nothing that acts on them.
 
-use hl_thunk::sys;
+use crate::abi;
 
 /// A generation of the card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,7 +64,7 @@ pub struct Profile {
     /// PCI device id.
     pub pci_id: u32,
     /// Value of `enum hlthunk_device_name`.
-    pub device_name: sys::DeviceName,
+    pub device_name: abi::DeviceName,
     /// Name of the card, marked as software.
     pub card_name: &'static str,
     /// Whether DRAM is reached through virtual addresses.
@@ -126,8 +126,8 @@ const NONE: u16 = 0xffff;
 
 static GAUDI1: Profile = Profile {
     generation: Generation::Gaudi1,
-    pci_id: sys::PCI_ID_GAUDI,
-    device_name: sys::DEVICE_GAUDI,
+    pci_id: abi::PCI_ID_GAUDI,
+    device_name: abi::DEVICE_GAUDI,
     card_name: "HL205-soft",
     dram_mmu: false,
     dram_base: 0x2000_0000,
@@ -159,8 +159,8 @@ static GAUDI1: Profile = Profile {
 
 static GAUDI2: Profile = Profile {
     generation: Generation::Gaudi2,
-    pci_id: sys::PCI_ID_GAUDI2,
-    device_name: sys::DEVICE_GAUDI2,
+    pci_id: abi::PCI_ID_GAUDI2,
+    device_name: abi::DEVICE_GAUDI2,
     card_name: "HL225-soft",
     dram_mmu: true,
     dram_base: 0x1001_0018_0000_0000,
@@ -194,8 +194,8 @@ static GAUDI2: Profile = Profile {
 /// and marked as such in the documentation.
 static GAUDI3: Profile = Profile {
     generation: Generation::Gaudi3,
-    pci_id: sys::PCI_ID_GAUDI3,
-    device_name: sys::DEVICE_GAUDI3,
+    pci_id: abi::PCI_ID_GAUDI3,
+    device_name: abi::DEVICE_GAUDI3,
     card_name: "HL325-soft",
     dram_mmu: true,
     dram_base: 0x0201_0000_0200_0000,

@@ -89,7 +89,7 @@ impl CommandBuffers {
 
     /// Makes a buffer of at least a page.
     pub(crate) fn create(&mut self, size: u32) -> Result<(u64, CommandBuffer), Errno> {
-        if size > hl_thunk::sys::MAX_CB_SIZE {
+        if size > crate::abi::MAX_CB_SIZE {
             return Err(Errno::INVAL);
         }
         self.create_any(size.into())

@@ -12,6 +12,7 @@
 //! As a Rust library the crate offers one thing: [`dmabuf::Exported`], with which other software
 //! devices reach memory that was exported as a dma-buf.
 
+pub mod abi;
 pub mod api;
 pub mod asic;
 pub mod config;

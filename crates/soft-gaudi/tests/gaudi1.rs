@@ -44,13 +44,13 @@ fn identity_and_memory_are_those_of_a_gaudi1() {
     let fd = card();
     // SAFETY: plain data.
     let mut info: sys::HwIpInfo = unsafe { core::mem::zeroed() };
-    assert_eq!(hlthunk_get_hw_ip_info(fd, &mut info), 0);
+    assert_eq!(hlthunk_get_hw_ip_info(fd, (&raw mut info).cast()), 0);
     assert_eq!(info.device_id, sys::PCI_ID_GAUDI);
     assert_eq!((info.dram_base_address, info.dram_size), (DRAM, 0x7_e000_0000));
     // Only accounting.
     assert_eq!(hlthunk_device_memory_alloc(fd, 4096, 0, true, true), 0);
     let mut usage = sys::DramUsageInfo::default();
-    assert_eq!(hlthunk_get_dram_usage(fd, &mut usage), 0);
+    assert_eq!(hlthunk_get_dram_usage(fd, (&raw mut usage).cast()), 0);
     assert_eq!(usage.ctx_dram_mem, 4096);
     assert_eq!(hlthunk_device_memory_map(fd, 0, 0), 0);
     assert_eq!(errno(), libc::EINVAL);
@@ -144,7 +144,12 @@ fn staged(fd: i32, sequence: u64, queue: u32, handle: u64, flags: u32) -> Result
         flags,
     };
     let mut out = sys::CsOut::default();
-    match hlthunk_staged_command_submission(fd, sequence, &input, &mut out) {
+    match hlthunk_staged_command_submission(
+        fd,
+        sequence,
+        (&raw const input).cast(),
+        (&raw mut out).cast(),
+    ) {
         0 => Ok(out.seq),
         error => Err(error),
     }
@@ -180,14 +185,17 @@ fn a_multi_wait_returns_which_submissions_have_ended() {
     let seqs = [open_end, done];
     let mut input = sys::WaitMultiCsIn { seq: seqs.as_ptr(), timeout_us: 1_000_000, seq_len: 2 };
     let mut out = sys::WaitMultiCsOut::default();
-    assert_eq!(hlthunk_wait_for_multi_cs(fd, &input, &mut out), 0);
+    assert_eq!(hlthunk_wait_for_multi_cs(fd, (&raw const input).cast(), (&raw mut out).cast()), 0);
     assert_eq!((out.status, out.seq_set, out.completed), (sys::WAIT_COMPLETED, 0b10, 1));
     input.seq_len = 1;
     input.timeout_us = 1000;
-    assert_eq!(hlthunk_wait_for_multi_cs(fd, &input, &mut out), 0);
+    assert_eq!(hlthunk_wait_for_multi_cs(fd, (&raw const input).cast(), (&raw mut out).cast()), 0);
     assert_eq!((out.status, out.seq_set, out.completed), (sys::WAIT_BUSY, 0, 0));
     input.seq_len = 33;
-    assert_eq!(hlthunk_wait_for_multi_cs(fd, &input, &mut out), -libc::EINVAL);
+    assert_eq!(
+        hlthunk_wait_for_multi_cs(fd, (&raw const input).cast(), (&raw mut out).cast()),
+        -libc::EINVAL
+    );
     staged(fd, open_end, 0, handle, 0x40 | 0x100).unwrap();
     assert_eq!(wait(fd, open_end), (0, sys::WAIT_COMPLETED));
     hlthunk_close(fd);

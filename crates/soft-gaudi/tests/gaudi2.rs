@@ -20,7 +20,7 @@ fn identity_and_info_are_those_of_a_gaudi2_in_software() {
     assert_eq!(hlthunk_get_device_index_from_pci_bus_id(bus.as_ptr()), index as i32);
     // SAFETY: plain data.
     let mut info: sys::HwIpInfo = unsafe { core::mem::zeroed() };
-    assert_eq!(hlthunk_get_hw_ip_info(fd, &mut info), 0);
+    assert_eq!(hlthunk_get_hw_ip_info(fd, (&raw mut info).cast()), 0);
     assert_eq!(info.dram_base_address, 0x1001_0018_0000_0000);
     assert_eq!((info.dram_size, info.dram_page_size), (127 * PAGE, PAGE));
     assert_ne!(info.module_id, index);
@@ -30,11 +30,11 @@ fn identity_and_info_are_those_of_a_gaudi2_in_software() {
     assert!(hlthunk_is_device_idle(fd));
     assert_eq!(hlthunk_get_hw_ip_info(fd, core::ptr::null_mut()), -libc::EINVAL);
     assert_eq!(hlthunk_close(fd), 0);
-    assert_eq!(hlthunk_get_hw_ip_info(fd, &mut info), -libc::EBADF);
+    assert_eq!(hlthunk_get_hw_ip_info(fd, (&raw mut info).cast()), -libc::EBADF);
     assert_eq!(errno(), libc::EBADF);
     let file = std::fs::File::open("/proc/self/maps").unwrap();
     let other = std::os::fd::AsRawFd::as_raw_fd(&file);
-    assert_eq!(hlthunk_get_hw_ip_info(other, &mut info), -libc::ENOTTY);
+    assert_eq!(hlthunk_get_hw_ip_info(other, (&raw mut info).cast()), -libc::ENOTTY);
 }
 
 #[test]
@@ -44,7 +44,7 @@ fn allocation_is_rounded_to_pages_and_rules_are_kept() {
     let mut usage = sys::DramUsageInfo::default();
     let (handle, va) = alloc(fd, 1);
     assert_eq!(va, 0x1001_0018_0000_0000);
-    assert_eq!(hlthunk_get_dram_usage(fd, &mut usage), 0);
+    assert_eq!(hlthunk_get_dram_usage(fd, (&raw mut usage).cast()), 0);
     assert_eq!((usage.ctx_dram_mem, usage.dram_free_mem), (PAGE, 126 * PAGE));
     // Mapped twice: two addresses; freed only when neither is left.
     let again = hlthunk_device_memory_map(fd, handle, 0);

@@ -13,12 +13,12 @@ fn memory_can_be_allocated_and_submissions_are_refused() {
     assert_eq!(hlthunk_get_device_name_from_fd(fd), sys::DEVICE_GAUDI3);
     // SAFETY: plain data.
     let mut info: sys::HwIpInfo = unsafe { core::mem::zeroed() };
-    assert_eq!(hlthunk_get_hw_ip_info(fd, &mut info), 0);
+    assert_eq!(hlthunk_get_hw_ip_info(fd, (&raw mut info).cast()), 0);
     assert_eq!(info.device_id, sys::PCI_ID_GAUDI3);
     let (handle, va) = alloc(fd, info.dram_page_size + 1);
     assert_eq!(va >> 48, 0x0201);
     let mut usage = sys::DramUsageInfo::default();
-    assert_eq!(hlthunk_get_dram_usage(fd, &mut usage), 0);
+    assert_eq!(hlthunk_get_dram_usage(fd, (&raw mut usage).cast()), 0);
     assert_eq!(usage.ctx_dram_mem, 2 * info.dram_page_size);
     // The framework places its pool in the range that is kept for hints.
     let hint = 0x0201_e000_0000_0000;

@@ -74,7 +74,7 @@ fn child() {
 fn open_stats(index: u32) -> sys::OpenStatsInfo {
     let control = hlthunk_open_control(index as i32, core::ptr::null());
     let mut stats = sys::OpenStatsInfo::default();
-    assert_eq!(hlthunk_get_open_stats(control, &mut stats), 0);
+    assert_eq!(hlthunk_get_open_stats(control, (&raw mut stats).cast()), 0);
     hlthunk_close(control);
     stats
 }
@@ -230,7 +230,7 @@ fn a_card_whose_owner_was_killed_in_the_middle_of_copies_is_clean() {
     let fd = open(index);
     assert!(fd >= 0, "{fd}");
     let mut usage = sys::DramUsageInfo::default();
-    assert_eq!(hlthunk_get_dram_usage(fd, &mut usage), 0);
+    assert_eq!(hlthunk_get_dram_usage(fd, (&raw mut usage).cast()), 0);
     assert_eq!(usage.ctx_dram_mem, 0);
     assert!(hlthunk_is_device_idle(fd));
     let (_, va) = alloc(fd, 1);

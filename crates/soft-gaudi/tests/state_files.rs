@@ -17,7 +17,8 @@ fn state_file(index: u32) -> PathBuf {
 }
 
 fn open_stats(control: i32) -> i32 {
-    hlthunk_get_open_stats(control, &mut sys::OpenStatsInfo::default())
+    let mut stats = sys::OpenStatsInfo::default();
+    hlthunk_get_open_stats(control, (&raw mut stats).cast())
 }
 
 fn truncate(path: PathBuf, len: u64) {

@@ -178,7 +178,7 @@ fn page_faults_are_recorded_and_raise_events() {
         num_of_mappings: 0,
         mappings_buf: 0,
     };
-    assert_eq!(hlthunk_get_page_fault_info(fd, &mut fault, 0), 0);
+    assert_eq!(hlthunk_get_page_fault_info(fd, (&raw mut fault).cast(), 0), 0);
     // The MMU of DRAM reports all but the low 26 bits.
     assert_eq!(fault.addr, bad & !0x3ff_ffff);
     assert_ne!(fault.timestamp, 0);
@@ -205,7 +205,10 @@ fn a_signal_unblocks_another_queue() {
         flags: 0,
     };
     let mut signalled = sys::SignalOut::default();
-    assert_eq!(hlthunk_signal_submission(fd, &signal, &mut signalled), 0);
+    assert_eq!(
+        hlthunk_signal_submission(fd, (&raw const signal).cast(), (&raw mut signalled).cast()),
+        0
+    );
     let data = sys::WaitForSignalData {
         signal_seq: (&raw const signalled.seq) as u64,
         signal_seq_nr: 1,
@@ -222,7 +225,10 @@ fn a_signal_unblocks_another_queue() {
         flags: 0,
     };
     let mut waiting = sys::WaitOut::default();
-    assert_eq!(hlthunk_wait_for_signal(fd, &wait_in, &mut waiting), 0);
+    assert_eq!(
+        hlthunk_wait_for_signal(fd, (&raw const wait_in).cast(), (&raw mut waiting).cast()),
+        0
+    );
     let mut status = 99;
     assert_eq!(hlthunk_wait_for_cs(fd, waiting.seq, 1000, &mut status), 0);
     assert_eq!(status, sys::WAIT_BUSY);
@@ -230,7 +236,10 @@ fn a_signal_unblocks_another_queue() {
     assert_eq!(wait(fd, waiting.seq), (0, sys::WAIT_COMPLETED));
     assert_eq!(wait(fd, signalled.seq), (0, sys::WAIT_COMPLETED));
     // Nothing to wait for any more.
-    assert_eq!(hlthunk_wait_for_signal(fd, &wait_in, &mut waiting), 0);
+    assert_eq!(
+        hlthunk_wait_for_signal(fd, (&raw const wait_in).cast(), (&raw mut waiting).cast()),
+        0
+    );
     assert_eq!(waiting.seq, u64::MAX);
     hlthunk_close(fd);
 }
@@ -254,7 +263,10 @@ fn endless_programs_end_with_the_timeout_and_leave_the_process_alone() {
         flags: 0,
     };
     let mut out = sys::CsOut::default();
-    assert_eq!(hlthunk_command_submission_timeout(fd, &input, &mut out, 1), 0);
+    assert_eq!(
+        hlthunk_command_submission_timeout(fd, (&raw const input).cast(), (&raw mut out).cast(), 1),
+        0
+    );
     assert_eq!(wait(fd, out.seq), (-libc::ETIMEDOUT, sys::WAIT_TIMEDOUT));
     hlthunk_close(fd);
 }
@@ -269,19 +281,19 @@ fn raw_info_is_bounded_and_checked() {
         return_size: 40,
         ..Default::default()
     };
-    assert_eq!(hlthunk_get_info(fd, &mut args), 0);
+    assert_eq!(hlthunk_get_info(fd, (&raw mut args).cast()), 0);
     assert_eq!(u32::from_le_bytes(bytes[32..36].try_into().unwrap()), sys::PCI_ID_GAUDI2);
     assert_eq!(bytes[40], 0xaa);
     args.return_size = 320;
     assert_eq!(ioctl(fd, 0xc018_6440, (&raw mut args).cast()), 0);
     assert_eq!(bytes[304], 0xaa);
     args.pad = 1;
-    assert_eq!(hlthunk_get_info(fd, &mut args), -libc::EINVAL);
+    assert_eq!(hlthunk_get_info(fd, (&raw mut args).cast()), -libc::EINVAL);
     args.pad = 0;
     args.op = 99;
-    assert_eq!(hlthunk_get_info(fd, &mut args), -libc::EINVAL);
+    assert_eq!(hlthunk_get_info(fd, (&raw mut args).cast()), -libc::EINVAL);
     args.op = 2;
     args.return_pointer = 16;
-    assert_eq!(hlthunk_get_info(fd, &mut args), -libc::EFAULT);
+    assert_eq!(hlthunk_get_info(fd, (&raw mut args).cast()), -libc::EFAULT);
     hlthunk_close(fd);
 }

@@ -4,10 +4,10 @@ use core::ffi::c_int;
 use std::sync::Arc;
 use std::time::Duration;
 
-use hl_thunk::sys::{self, CsChunk, CsIn, CsOut};
 use rustix::io::Errno;
 
 use super::{borrow, get, put, status};
+use crate::abi::{self, CsChunk, CsIn, CsOut};
 use crate::asic::Generation;
 use crate::context::{self, Context};
 use crate::engine::Waited;
@@ -95,14 +95,14 @@ pub extern "C" fn hlthunk_get_mapped_cb_device_va_by_handle(
 }
 
 /// Copies the chunk array out of the program's memory; `EFAULT` if it is not there.
-fn read_chunks(array: *const CsChunk, count: u32) -> Result<Vec<CsChunk>, Errno> {
-    if count > sys::MAX_JOBS_PER_CS {
+fn read_chunks(array: u64, count: u32) -> Result<Vec<CsChunk>, Errno> {
+    if count > abi::MAX_JOBS_PER_CS {
         return Err(Errno::INVAL);
     }
-    let mut chunks = vec![CsChunk::default(); count as usize];
+    let mut chunks = vec![CsChunk::zeroed(); count as usize];
     let len = size_of_val(&chunks[..]);
     // SAFETY: the destination is ours; a bad source comes back as an error.
-    unsafe { guarded::copy(chunks.as_mut_ptr().cast(), array.cast(), len) }
+    unsafe { guarded::copy(chunks.as_mut_ptr().cast(), array as *const u8, len) }
         .map_err(|_| Errno::FAULT)?;
     Ok(chunks)
 }
@@ -111,34 +111,34 @@ fn read_chunks(array: *const CsChunk, count: u32) -> Result<Vec<CsChunk>, Errno>
 fn program(context: &Context, chunk: &CsChunk) -> Result<(u32, Program, QueueKind), Errno> {
     let profile = context.profile;
     let all_pdma = context.node.config.all_pdma_streams;
-    let kind =
-        parser::queue_kind(profile.generation, chunk.queue_index, all_pdma).ok_or(Errno::INVAL)?;
-    let user_buffer = chunk.cs_chunk_flags & sys::CS_CHUNK_USER_ALLOC_CB != 0;
+    let queue = chunk.get(CsChunk::QUEUE_INDEX);
+    let (handle, size) = (chunk.get(CsChunk::CB_HANDLE), chunk.get(CsChunk::CB_SIZE));
+    let kind = parser::queue_kind(profile.generation, queue, all_pdma).ok_or(Errno::INVAL)?;
+    let user_buffer = chunk.get(CsChunk::CS_CHUNK_FLAGS) & abi::CS_CHUNK_USER_ALLOC_CB != 0;
     if kind == QueueKind::Hardware && !user_buffer {
         return Err(Errno::INVAL);
     }
-    if chunk.cb_size < 8 {
+    if size < 8 {
         return Err(Errno::INVAL);
     }
     let program = if kind == QueueKind::External {
-        let buffer = context.buffers().get(chunk.cb_handle)?;
-        if chunk.cb_size > buffer.size {
+        let buffer = context.buffers().get(handle)?;
+        if size > buffer.size {
             return Err(Errno::INVAL);
         }
-        let mut bytes = vec![0; chunk.cb_size as usize];
+        let mut bytes = vec![0; size as usize];
         // SAFETY: the source is in the mapping of command buffers, the destination ours.
         unsafe { guarded::copy(bytes.as_mut_ptr(), buffer.ptr as *const u8, bytes.len()) }
             .map_err(|_| Errno::FAULT)?;
         parser::check_external(&bytes)?;
         Program::Copied(bytes.into())
     } else {
-        let (addr, size) = (chunk.cb_handle, chunk.cb_size);
-        if !parser::fetchable(profile, context.dram_size, addr, size.into()) {
+        if !parser::fetchable(profile, context.dram_size, handle, size.into()) {
             return Err(Errno::FAULT);
         }
-        Program::At { addr, size }
+        Program::At { addr: handle, size }
     };
-    Ok((chunk.queue_index, program, kind))
+    Ok((queue, program, kind))
 }
 
 /// Checks all chunks: which queue runs what.
@@ -176,7 +176,7 @@ fn submit_chunks(
     flags: u32,
     stage: Stage,
 ) -> Result<u64, Errno> {
-    let mut queues: Vec<u32> = chunks.iter().map(|chunk| chunk.queue_index).collect();
+    let mut queues: Vec<u32> = chunks.iter().map(|chunk| chunk.get(CsChunk::QUEUE_INDEX)).collect();
     queues.sort_unstable();
     queues.dedup();
     let jobs = chunks.len() as u32;
@@ -255,31 +255,34 @@ pub(super) fn submit(
     stage: Stage,
 ) -> Result<c_int, Errno> {
     let input = get(input)?;
-    if !matches!(stage, Stage::Whole) && input.flags & FLAG_STAGED == 0 {
+    let flags = input.get(CsIn::FLAGS);
+    if !matches!(stage, Stage::Whole) && flags & FLAG_STAGED == 0 {
         return Err(Errno::INVAL);
     }
     let context = context::operational(borrow(fd)?)?;
-    if input.flags & FLAGS_STAGED != 0 && context.profile.generation != Generation::Gaudi1 {
+    if flags & FLAGS_STAGED != 0 && context.profile.generation != Generation::Gaudi1 {
         return Err(Errno::PERM);
     }
-    if (input.flags & FLAGS_KINDS).count_ones() > 1 || input.num_chunks_execute == 0 {
+    let (execute, restore) =
+        (input.get(CsIn::NUM_CHUNKS_EXECUTE), input.get(CsIn::NUM_CHUNKS_RESTORE));
+    if (flags & FLAGS_KINDS).count_ones() > 1 || execute == 0 {
         return Err(Errno::INVAL);
     }
     let timeout = match timeout {
         Some(seconds) => Duration::from_secs(seconds.into()),
         None => context.node.config.cs_timeout,
     };
-    if input.flags & FLAG_FORCE_RESTORE != 0 && input.num_chunks_restore > 0 {
-        let chunks = read_chunks(input.chunks_restore.cast(), input.num_chunks_restore)?;
+    if flags & FLAG_FORCE_RESTORE != 0 && restore > 0 {
+        let chunks = read_chunks(input.get(CsIn::CHUNKS_RESTORE), restore)?;
         let seq = submit_chunks(fd, &context, &chunks, timeout, 0, Stage::Whole)?;
         match context.wait(seq, None)? {
             Waited::Ended { outcome: Outcome::Completed, .. } | Waited::Gone => {}
             _ => return Err(Errno::NOEXEC),
         }
     }
-    let chunks = read_chunks(input.chunks_execute.cast(), input.num_chunks_execute)?;
-    let seq = submit_chunks(fd, &context, &chunks, timeout, input.flags, stage)?;
-    put(out, CsOut { seq, status: 0, sob_count_before_submission: 0 })?;
+    let chunks = read_chunks(input.get(CsIn::CHUNKS_EXECUTE), execute)?;
+    let seq = submit_chunks(fd, &context, &chunks, timeout, flags, stage)?;
+    put(out, CsOut::zeroed().with(CsOut::SEQ, seq))?;
     Ok(0)
 }
 
@@ -328,13 +331,13 @@ fn wait(fd: c_int, seq: u64, timeout_us: u64, status: *mut u32) -> Result<u64, E
         }
     };
     let (value, result) = match waited {
-        Waited::Ended { outcome: Outcome::Completed, at_ns } => (sys::WAIT_COMPLETED, Ok(at_ns)),
+        Waited::Ended { outcome: Outcome::Completed, at_ns } => (abi::WAIT_COMPLETED, Ok(at_ns)),
         Waited::Ended { outcome: Outcome::TimedOut, .. } => {
-            (sys::WAIT_TIMEDOUT, Err(Errno::TIMEDOUT))
+            (abi::WAIT_TIMEDOUT, Err(Errno::TIMEDOUT))
         }
-        Waited::Ended { outcome: Outcome::Aborted, .. } => (sys::WAIT_ABORTED, Err(Errno::IO)),
-        Waited::Gone => (sys::WAIT_COMPLETED, Ok(0)),
-        Waited::Busy => (sys::WAIT_BUSY, Ok(0)),
+        Waited::Ended { outcome: Outcome::Aborted, .. } => (abi::WAIT_ABORTED, Err(Errno::IO)),
+        Waited::Gone => (abi::WAIT_COMPLETED, Ok(0)),
+        Waited::Busy => (abi::WAIT_BUSY, Ok(0)),
     };
     put(status, value)?;
     result

@@ -3,12 +3,12 @@
 use core::ffi::{c_int, c_void};
 use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 
-use hl_thunk::sys::{CsTimeoutRecord, PageFaultInfo, RazwiRecord, UndefinedOpcodeRecord};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 
 use super::info::card;
-use super::{borrow, put, status};
+use super::{borrow, get, put, status};
+use crate::abi::{CsTimeoutRecord, PageFaultInfo, RazwiRecord, UndefinedOpcodeRecord};
 use crate::context::{self, Context};
 use crate::node::{Role, node};
 use crate::state::Word;
@@ -99,32 +99,29 @@ pub extern "C" fn hlthunk_get_event_record(fd: c_int, id: c_int, buf: *mut c_voi
             OPEN_DEV => put(buf.cast::<i64>(), 0)?,
             CS_TIMEOUT => {
                 let [when, seq, _] = state.error(Word::CsTimeout);
-                put(buf.cast(), CsTimeoutRecord { timestamp: when as i64, seq })?;
+                let record = CsTimeoutRecord::zeroed()
+                    .with(CsTimeoutRecord::TIMESTAMP, when as i64)
+                    .with(CsTimeoutRecord::SEQ, seq);
+                put(buf.cast(), record)?;
             }
             RAZWI => {
                 let [when, addr, queue] = state.error(Word::Razwi);
                 let mut engine_id = [0; 128];
                 engine_id[0] = queue as u16;
-                let record = RazwiRecord {
-                    timestamp: when as i64,
-                    addr,
-                    engine_id,
-                    num_of_possible_engines: (when != 0).into(),
-                    flags: 0,
-                };
+                let record = RazwiRecord::zeroed()
+                    .with(RazwiRecord::TIMESTAMP, when as i64)
+                    .with(RazwiRecord::ADDR, addr)
+                    .with(RazwiRecord::ENGINE_ID, engine_id)
+                    .with(RazwiRecord::NUM_OF_POSSIBLE_ENGINES, (when != 0).into());
                 put(buf.cast(), record)?;
             }
             UNDEFINED_OPCODE => {
                 let [when, cb, queue] = state.error(Word::UndefinedOpcode);
-                let record = UndefinedOpcodeRecord {
-                    timestamp: when as i64,
-                    cb_addr_streams: [[0; 8]; 4],
-                    cq_addr: cb,
-                    cq_size: 0,
-                    cb_addr_streams_len: 0,
-                    engine_id: queue as u32 / 4,
-                    stream_id: queue as u32 % 4,
-                };
+                let record = UndefinedOpcodeRecord::zeroed()
+                    .with(UndefinedOpcodeRecord::TIMESTAMP, when as i64)
+                    .with(UndefinedOpcodeRecord::CQ_ADDR, cb)
+                    .with(UndefinedOpcodeRecord::ENGINE_ID, queue as u32 / 4)
+                    .with(UndefinedOpcodeRecord::STREAM_ID, queue as u32 % 4);
                 put(buf.cast(), record)?;
             }
             HW_ERR | FW_ERR => put(buf.cast(), [0u64; 2])?,
@@ -142,13 +139,14 @@ pub extern "C" fn hlthunk_get_page_fault_info(
     _mappings: u32,
 ) -> c_int {
     status("hlthunk_get_page_fault_info", || {
-        // SAFETY: C's callers promise a valid pointer or NULL.
-        let out = unsafe { out.as_mut() }.ok_or(Errno::INVAL)?;
+        let before = get(out)?;
         let [when, addr, queue] = card(fd)?.1.error(Word::PageFault);
-        out.timestamp = when as i64;
-        out.addr = addr;
-        out.engine_id = queue as u16;
-        out.num_of_mappings = 0;
+        let info = before
+            .with(PageFaultInfo::TIMESTAMP, when as i64)
+            .with(PageFaultInfo::ADDR, addr)
+            .with(PageFaultInfo::ENGINE_ID, queue as u16)
+            .with(PageFaultInfo::NUM_OF_MAPPINGS, 0);
+        put(out, info)?;
         Ok(0)
     })
 }

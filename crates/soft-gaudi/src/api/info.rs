@@ -2,11 +2,11 @@
 
 use core::ffi::{c_char, c_int, c_void};
 
-use hl_thunk::sys::{DramUsageInfo, HwIpInfo, OpenStatsInfo};
 use rustix::io::Errno;
 
 use super::nodes::index_from_fd;
 use super::{guard, put, set_errno, status};
+use crate::abi::{DramUsageInfo, HwIpInfo, OpenStatsInfo};
 use crate::asic::module_id;
 use crate::node::node;
 use crate::state::{self, Snapshot, Word};
@@ -14,9 +14,12 @@ use crate::state::{self, Snapshot, Word};
 /// The version, which names the software card wherever a version is reported.
 const VERSION: &str = concat!("1.10.0-soft-gaudi-", env!("CARGO_PKG_VERSION"));
 
-fn fill(text: &str, out: &mut [u8]) {
-    let count = text.len().min(out.len() - 1);
-    out[..count].copy_from_slice(&text.as_bytes()[..count]);
+/// A text as C has it in an array.
+fn c_array<const N: usize>(text: &str) -> [u8; N] {
+    let mut array = [0; N];
+    let count = text.len().min(N - 1);
+    array[..count].copy_from_slice(&text.as_bytes()[..count]);
+    array
 }
 
 /// The card's index and published state.
@@ -34,29 +37,28 @@ pub(super) fn hw_ip_info(fd: c_int) -> Result<HwIpInfo, Errno> {
         size if size != 0 && node.is_owned(index)? => size,
         _ => node.config.dram_size,
     };
-    // SAFETY: plain data; zero is what the library starts with.
-    let mut info: HwIpInfo = unsafe { core::mem::zeroed() };
-    info.sram_base_address = profile.sram_base;
-    info.dram_base_address = profile.dram_base;
-    info.dram_size = dram_size;
-    info.sram_size = profile.sram_size as u32;
-    info.num_of_events = profile.events;
-    info.device_id = profile.pci_id;
-    info.tpc_enabled_mask = profile.tpc_mask as u8 as u16;
-    info.dram_enabled = 1;
-    fill(VERSION, &mut info.cpucp_version);
-    info.module_id = module_id(index);
-    fill(profile.card_name, &mut info.card_name);
-    info.tpc_enabled_mask_ext = profile.tpc_mask;
-    info.dram_page_size = profile.dram_page;
-    info.first_available_interrupt_id = profile.first_interrupt;
-    info.edma_enabled_mask = profile.edma_mask;
-    info.number_of_user_interrupts = profile.interrupts;
-    info.device_mem_alloc_default_page_size = profile.dram_page;
-    info.revision_id = 1;
-    info.tpc_interrupt_id = profile.tpc_interrupt;
-    info.reserved_dram_size = profile.dram_reserved;
-    Ok(info)
+    type Info = HwIpInfo;
+    Ok(Info::zeroed()
+        .with(Info::SRAM_BASE_ADDRESS, profile.sram_base)
+        .with(Info::DRAM_BASE_ADDRESS, profile.dram_base)
+        .with(Info::DRAM_SIZE, dram_size)
+        .with(Info::SRAM_SIZE, profile.sram_size as u32)
+        .with(Info::NUM_OF_EVENTS, profile.events)
+        .with(Info::DEVICE_ID, profile.pci_id)
+        .with(Info::TPC_ENABLED_MASK, (profile.tpc_mask as u8).into())
+        .with(Info::DRAM_ENABLED, 1)
+        .with(Info::CPUCP_VERSION, c_array(VERSION))
+        .with(Info::MODULE_ID, module_id(index))
+        .with(Info::CARD_NAME, c_array(profile.card_name))
+        .with(Info::TPC_ENABLED_MASK_EXT, profile.tpc_mask)
+        .with(Info::DRAM_PAGE_SIZE, profile.dram_page)
+        .with(Info::FIRST_AVAILABLE_INTERRUPT_ID, profile.first_interrupt)
+        .with(Info::EDMA_ENABLED_MASK, profile.edma_mask)
+        .with(Info::NUMBER_OF_USER_INTERRUPTS, profile.interrupts)
+        .with(Info::DEVICE_MEM_ALLOC_DEFAULT_PAGE_SIZE, profile.dram_page)
+        .with(Info::REVISION_ID, 1)
+        .with(Info::TPC_INTERRUPT_ID, profile.tpc_interrupt)
+        .with(Info::RESERVED_DRAM_SIZE, profile.dram_reserved))
 }
 
 /// `hlthunk_get_hw_ip_info`.
@@ -78,11 +80,14 @@ pub extern "C" fn hlthunk_get_dram_usage(fd: c_int, out: *mut DramUsageInfo) -> 
         if out.is_null() {
             return Err(Errno::INVAL);
         }
-        let size = hw_ip_info(fd)?.dram_size;
+        let size = hw_ip_info(fd)?.get(HwIpInfo::DRAM_SIZE);
         let (index, state) = card(fd)?;
         let held = node()?.is_owned(index)?;
         let used = if held { state.get(Word::DramUsed) } else { 0 };
-        put(out, DramUsageInfo { dram_free_mem: size.saturating_sub(used), ctx_dram_mem: used })?;
+        let usage = DramUsageInfo::zeroed()
+            .with(DramUsageInfo::DRAM_FREE_MEM, size.saturating_sub(used))
+            .with(DramUsageInfo::CTX_DRAM_MEM, used);
+        put(out, usage)?;
         Ok(0)
     })
 }
@@ -92,12 +97,11 @@ pub(super) fn open_stats(fd: c_int) -> Result<OpenStatsInfo, Errno> {
     let (opened, closed) = (state.get(Word::OpenedMs), state.get(Word::ClosedMs));
     let held = node()?.is_owned(index)?;
     let until = if held { state::boot_ms() } else { closed };
-    Ok(OpenStatsInfo {
-        open_counter: state.get(Word::Opens),
-        last_open_period_ms: until.saturating_sub(opened),
-        is_compute_ctx_active: held.into(),
-        compute_ctx_in_release: (state.get(Word::InRelease) != 0).into(),
-    })
+    Ok(OpenStatsInfo::zeroed()
+        .with(OpenStatsInfo::OPEN_COUNTER, state.get(Word::Opens))
+        .with(OpenStatsInfo::LAST_OPEN_PERIOD_MS, until.saturating_sub(opened))
+        .with(OpenStatsInfo::IS_COMPUTE_CTX_ACTIVE, held.into())
+        .with(OpenStatsInfo::COMPUTE_CTX_IN_RELEASE, (state.get(Word::InRelease) != 0).into()))
 }
 
 /// `hlthunk_get_open_stats`.

@@ -7,15 +7,12 @@
 
 use core::ffi::{c_int, c_ulong, c_void};
 
-use hl_thunk::sys::{IOCTL_MEMORY, InfoArgs, MEM_OP_REG_DMABUF_FD, MemArgs};
 use rustix::io::Errno;
 
 use super::raw_info::info_ioctl;
-use super::{borrow, get, guard, memory, set_errno};
+use super::{borrow, get, guard, memory, put, set_errno};
+use crate::abi::{IOCTL_INFO, IOCTL_MEMORY, InfoArgs, MEM_OP_REG_DMABUF_FD, MemArgs};
 use crate::node::node;
-
-/// `DRM_IOCTL_HL_INFO`.
-const IOCTL_INFO: c_ulong = 0xc018_6440;
 
 /// `ioctl(2)`.
 #[unsafe(no_mangle)]
@@ -48,12 +45,12 @@ pub extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_void) -> c
 
 /// The memory ioctl, as far as it is not wrapped by functions.
 fn memory_ioctl(fd: c_int, args: *mut MemArgs) -> Result<(), Errno> {
-    // SAFETY: C's callers promise a valid pointer or NULL.
-    let args = unsafe { args.as_mut() }.ok_or(Errno::FAULT)?;
-    match args.op {
+    let given = get(args).map_err(|_| Errno::FAULT)?;
+    match given.get(MemArgs::OP) {
         MEM_OP_REG_DMABUF_FD => {
-            args.fd_or_device_va = memory::import(fd, args.fd_or_device_va, args.length)?;
-            Ok(())
+            let dmabuf = given.get(MemArgs::FD_OR_DEVICE_VA);
+            let va = memory::import(fd, dmabuf, given.get(MemArgs::LENGTH))?;
+            put(args, given.with(MemArgs::FD_OR_DEVICE_VA, va))
         }
         _ => Err(Errno::INVAL),
     }

@@ -3,10 +3,10 @@
 use core::ffi::{c_int, c_void};
 use std::os::fd::IntoRawFd;
 
-use hl_thunk::sys;
 use rustix::io::Errno;
 
 use super::{borrow, handle, put, status};
+use crate::abi;
 use crate::asic::Generation;
 use crate::blocks;
 use crate::context::{self, Context};
@@ -77,7 +77,7 @@ pub extern "C" fn hlthunk_host_memory_map_flags(
     handle("hlthunk_host_memory_map_flags", || {
         let context = context::operational(borrow(fd)?)?;
         let ptr = host_virt_addr as u64;
-        let hint = Hint { addr: hint_addr, force: flags & sys::MEM_FORCE_HINT != 0 };
+        let hint = Hint { addr: hint_addr, force: flags & abi::MEM_FORCE_HINT != 0 };
         let huge = pinning::pin(ptr, host_size)?;
         context.space_mut().map_host(ptr, host_size, huge, hint)
     })
@@ -123,7 +123,7 @@ pub extern "C" fn hlthunk_device_mapped_memory_export_dmabuf_fd(
     flags: u32,
 ) -> c_int {
     status("hlthunk_device_mapped_memory_export_dmabuf_fd", || {
-        if flags != sys::DMABUF_FLAGS {
+        if flags != abi::DMABUF_FLAGS {
             return Err(Errno::INVAL);
         }
         export(&*context::operational(borrow(fd)?)?, addr, size, offset)

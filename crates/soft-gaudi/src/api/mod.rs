@@ -35,6 +35,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use rustix::io::Errno;
 
+use crate::abi::Value;
 use crate::faults::Action;
 use crate::guarded;
 
@@ -121,15 +122,15 @@ fn put<T>(out: *mut T, value: T) -> Result<(), Errno> {
 
 /// Reads a structure of C; `EINVAL` for NULL, `EFAULT` where nothing can be read.
 ///
-/// For structures of which any bytes are a valid value.
-fn get<T>(input: *const T) -> Result<T, Errno> {
+fn get<T: Value>(input: *const T) -> Result<T, Errno> {
     if input.is_null() {
         return Err(Errno::INVAL);
     }
-    let mut value = core::mem::MaybeUninit::<T>::uninit();
+    const LARGEST: usize = 64;
+    const { assert!(T::SIZE <= LARGEST) };
+    let mut bytes = [0; LARGEST];
     // SAFETY: the destination is ours, the source the caller's; a bad one comes back as an error.
-    unsafe { guarded::copy(value.as_mut_ptr().cast(), input.cast(), size_of::<T>()) }
+    unsafe { guarded::copy(bytes.as_mut_ptr(), input.cast(), T::SIZE) }
         .map_err(|_| Errno::FAULT)?;
-    // SAFETY: all its bytes were written, and any bytes are a valid value.
-    Ok(unsafe { value.assume_init() })
+    Ok(T::load(&bytes))
 }

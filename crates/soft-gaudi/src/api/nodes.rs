@@ -3,10 +3,10 @@
 use core::ffi::{CStr, c_char, c_int};
 use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 
-use hl_thunk::sys::{self, DeviceName};
 use rustix::io::Errno;
 
 use super::{borrow, set_errno, status};
+use crate::abi::{self, DeviceName};
 use crate::asic::{bus_id, module_id};
 use crate::context;
 use crate::node::{Role, node};
@@ -24,7 +24,7 @@ fn index_of(busid: *const c_char) -> Result<Option<u32>, Errno> {
 }
 
 fn matches(name: DeviceName) -> bool {
-    name == sys::DEVICE_DONT_CARE || node().is_ok_and(|node| node.profile.device_name == name)
+    name == abi::DEVICE_DONT_CARE || node().is_ok_and(|node| node.profile.device_name == name)
 }
 
 fn open_control_node(index: u32) -> Result<c_int, Errno> {
@@ -159,7 +159,7 @@ pub extern "C" fn hlthunk_get_device_name_from_fd(fd: c_int) -> DeviceName {
     super::guard("hlthunk_get_device_name_from_fd", || {
         index_from_fd(fd).and_then(|_| Ok(node()?.profile.device_name))
     })
-    .unwrap_or(sys::DEVICE_INVALID)
+    .unwrap_or(abi::DEVICE_INVALID)
 }
 
 /// `hlthunk_get_pci_bus_id_from_fd`.
@@ -199,7 +199,7 @@ pub extern "C" fn hlthunk_get_device_index_from_pci_bus_id(busid: *const c_char)
 #[unsafe(no_mangle)]
 pub extern "C" fn hlthunk_get_device_count(name: DeviceName) -> c_int {
     status("hlthunk_get_device_count", || {
-        if name == sys::DEVICE_INVALID || !(0..sys::DEVICE_MAX).contains(&name) {
+        if name == abi::DEVICE_INVALID || !(0..abi::DEVICE_MAX).contains(&name) {
             return Err(Errno::INVAL);
         }
         let devices = node().map_or(0, |node| node.config.devices);

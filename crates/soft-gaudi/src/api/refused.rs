@@ -3,10 +3,10 @@
 
 use core::ffi::{c_int, c_void};
 
-use hl_thunk::sys::DebugArgs;
 use rustix::io::Errno;
 
 use super::{borrow, get, status};
+use crate::abi::DebugArgs;
 use crate::asic::Generation;
 use crate::context;
 use crate::node::node;
@@ -24,7 +24,8 @@ pub extern "C" fn hlthunk_debug(fd: c_int, args: *mut DebugArgs) -> c_int {
     status("hlthunk_debug", || {
         let args = get(args)?;
         let context = context::operational(borrow(fd)?)?;
-        context.debug(args.op == DEBUG_OP_SET_MODE, args.enable != 0)?;
+        let set_mode = args.get(DebugArgs::OP) == DEBUG_OP_SET_MODE;
+        context.debug(set_mode, args.get(DebugArgs::ENABLE) != 0)?;
         Ok(0)
     })
 }

@@ -4,14 +4,14 @@ use core::ffi::c_int;
 use std::sync::Arc;
 use std::time::Duration;
 
-use hl_thunk::sys::{
-    CsIn, CsOut, ReserveSigHandle, SigResIn, SigResOut, SignalIn, SignalOut, WaitForSignalData,
-    WaitIn, WaitOut,
-};
 use rustix::io::Errno;
 
 use super::commands::{self, Stage};
 use super::{borrow, get, put, status};
+use crate::abi::{
+    CsIn, CsOut, ReserveSigHandle, SigResIn, SigResOut, SignalIn, SignalOut, WaitForSignalData,
+    WaitIn, WaitOut,
+};
 use crate::asic::Generation;
 use crate::context::{self, Context};
 use crate::guarded;
@@ -61,7 +61,7 @@ fn signal(
         return Err(Errno::INVAL);
     }
     let context = context::operational(borrow(fd)?)?;
-    let queue = input.queue_index;
+    let queue = input.get(SignalIn::QUEUE_INDEX);
     let submission = enter(&context, queue, timeout)?;
     // Values must enter the queue in the order they are allocated.
     let mut signals = context.signals();
@@ -74,12 +74,11 @@ fn signal(
     };
     begin(&context, &signals, &allocated);
     submission.set_signal(allocated.target.value);
-    let answer = SignalOut {
-        seq: submission.seq,
-        status: 0,
-        sob_base_addr_offset: signals.offset(&allocated.target.sob) as u32,
-        sob_count_before_submission: allocated.before as u16,
-    };
+    let offset = signals.offset(&allocated.target.sob) as u32;
+    let answer = SignalOut::zeroed()
+        .with(SignalOut::SEQ, submission.seq)
+        .with(SignalOut::SOB_BASE_ADDR_OFFSET, offset)
+        .with(SignalOut::SOB_COUNT_BEFORE_SUBMISSION, allocated.before as u16);
     let program = Program::Copied(signals.signal_packets(&allocated.target).into());
     context.submit(borrow(fd)?, submission, vec![(queue, program)], Some(allocated.target.sob));
     put(out, answer)?;
@@ -133,35 +132,36 @@ fn wait_signal(
     reserved: bool,
 ) -> Result<c_int, Errno> {
     let input = get(input)?;
-    if out.is_null() || input.num_wait_for_signal != 1 {
+    if out.is_null() || input.get(WaitIn::NUM_WAIT_FOR_SIGNAL) != 1 {
         return Err(Errno::INVAL);
     }
-    let data: WaitForSignalData = get(input.wait_for_signal)?;
-    if data.signal_seq_nr != 1 {
+    let data = get(input.get(WaitIn::WAIT_FOR_SIGNAL) as *const WaitForSignalData)?;
+    if data.get(WaitForSignalData::SIGNAL_SEQ_NR) != 1 {
         return Err(Errno::INVAL);
     }
     let context = context::operational(borrow(fd)?)?;
+    let of = data.get(WaitForSignalData::SIGNAL_SEQ);
     let target = if reserved {
-        context.signals().reserved(data.signal_seq, data.encaps_signal_offset)
+        context.signals().reserved(of, data.get(WaitForSignalData::ENCAPS_SIGNAL_OFFSET))
     } else {
         let mut seq = 0u64;
         // SAFETY: the destination is ours; a bad source comes back as an error.
-        unsafe { guarded::copy((&raw mut seq).cast(), data.signal_seq as *const u8, 8) }
+        unsafe { guarded::copy((&raw mut seq).cast(), of as *const u8, 8) }
             .map_err(|_| Errno::FAULT)?;
         signal_target(&context, seq)?
     };
     let Some(target) = target else {
         // Nothing to wait for: the driver returns an invalid sequence number.
-        put(out, WaitOut { seq: u64::MAX, status: 0 })?;
+        put(out, WaitOut::zeroed().with(WaitOut::SEQ, u64::MAX))?;
         return Ok(0);
     };
-    let queue = data.queue_index;
+    let queue = data.get(WaitForSignalData::QUEUE_INDEX);
     let packets = context.signals().wait_packets(queue, &target)?;
     let submission = enter(&context, queue, timeout)?;
     let seq = submission.seq;
     let program = Program::Copied(packets.into());
     context.submit(borrow(fd)?, submission, vec![(queue, program)], Some(target.sob));
-    put(out, WaitOut { seq, status: 0 })?;
+    put(out, WaitOut::zeroed().with(WaitOut::SEQ, seq))?;
     Ok(0)
 }
 
@@ -258,14 +258,15 @@ pub extern "C" fn hlthunk_reserve_encaps_signals(
         }
         let context = context::operational(borrow(fd)?)?;
         let mut signals = context.signals();
-        let (id, allocated) = signals.reserve(input.queue_index, input.count)?;
+        let count = input.get(SigResIn::COUNT);
+        let (id, allocated) = signals.reserve(input.get(SigResIn::QUEUE_INDEX), count)?;
         begin(&context, &signals, &allocated);
-        let handle = ReserveSigHandle {
-            id,
-            sob_base_addr_offset: signals.offset(&allocated.target.sob) as u32,
-            count: input.count,
-        };
-        put(out, SigResOut { handle, status: 0 })?;
+        let offset = signals.offset(&allocated.target.sob) as u32;
+        let handle = ReserveSigHandle::zeroed()
+            .with(ReserveSigHandle::ID, id)
+            .with(ReserveSigHandle::SOB_BASE_ADDR_OFFSET, offset)
+            .with(ReserveSigHandle::COUNT, count);
+        put(out, SigResOut::zeroed().with(SigResOut::HANDLE, handle))?;
         Ok(0)
     })
 }
@@ -279,7 +280,7 @@ pub extern "C" fn hlthunk_unreserve_encaps_signals(
 ) -> c_int {
     status("hlthunk_unreserve_encaps_signals", || {
         let handle = get(handle)?;
-        context::operational(borrow(fd)?)?.signals().unreserve(handle.id)?;
+        context::operational(borrow(fd)?)?.signals().unreserve(handle.get(ReserveSigHandle::ID))?;
         put(out, 0)?;
         Ok(0)
     })

@@ -3,13 +3,13 @@
 use core::ffi::{c_char, c_int, c_void};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use hl_thunk::sys::{
-    ClkThrottleInfo, CsCounters, EnginesIdleInfo, HwAsicStatus, PciCountersInfo, SyncManagerInfo,
-};
 use rustix::io::Errno;
 
 use super::info::{card, open_stats};
 use super::{put, status};
+use crate::abi::{
+    ClkThrottleInfo, CsCounters, EnginesIdleInfo, HwAsicStatus, PciCountersInfo, SyncManagerInfo,
+};
 use crate::asic::Generation;
 use crate::node::node;
 use crate::state::{Snapshot, Word, boot_ns};
@@ -35,13 +35,11 @@ fn answer<T>(
 pub extern "C" fn hlthunk_get_hw_asic_status(fd: c_int, out: *mut HwAsicStatus) -> c_int {
     answer("hlthunk_get_hw_asic_status", fd, out, |_| {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-        Ok(HwAsicStatus {
-            open_stats: open_stats(fd)?,
-            status: super::hlthunk_get_device_status_info(fd),
-            timestamp_sec: now,
-            valid: 1,
-            ..HwAsicStatus::default()
-        })
+        Ok(HwAsicStatus::zeroed()
+            .with(HwAsicStatus::OPEN_STATS, open_stats(fd)?)
+            .with(HwAsicStatus::STATUS, super::hlthunk_get_device_status_info(fd))
+            .with(HwAsicStatus::TIMESTAMP_SEC, now)
+            .with(HwAsicStatus::VALID, 1))
     })
 }
 
@@ -50,7 +48,9 @@ pub extern "C" fn hlthunk_get_hw_asic_status(fd: c_int, out: *mut HwAsicStatus) 
 pub extern "C" fn hlthunk_get_busy_engines_mask(fd: c_int, out: *mut EnginesIdleInfo) -> c_int {
     answer("hlthunk_get_busy_engines_mask", fd, out, |state| {
         let busy = state.get(Word::Busy) != 0;
-        Ok(EnginesIdleInfo { is_idle: (!busy).into(), mask: [busy.into(), 0, 0, 0] })
+        Ok(EnginesIdleInfo::zeroed()
+            .with(EnginesIdleInfo::IS_IDLE, (!busy).into())
+            .with(EnginesIdleInfo::MASK, [busy.into(), 0, 0, 0]))
     })
 }
 
@@ -134,12 +134,10 @@ pub extern "C" fn hlthunk_get_sync_manager_info(
         let profile = node()?.profile;
         let no_queue = if profile.generation == Generation::Gaudi1 { 0xffff } else { 0 };
         let [sob, monitor, cq] = if dcore == 0 { profile.first_free } else { [0, 0, no_queue] };
-        Ok(SyncManagerInfo {
-            first_available_sync_object: sob,
-            first_available_monitor: monitor,
-            first_available_cq: cq,
-            reserved: 0,
-        })
+        Ok(SyncManagerInfo::zeroed()
+            .with(SyncManagerInfo::FIRST_AVAILABLE_SYNC_OBJECT, sob)
+            .with(SyncManagerInfo::FIRST_AVAILABLE_MONITOR, monitor)
+            .with(SyncManagerInfo::FIRST_AVAILABLE_CQ, cq))
     })
 }
 
@@ -147,37 +145,21 @@ pub extern "C" fn hlthunk_get_sync_manager_info(
 #[unsafe(no_mangle)]
 pub extern "C" fn hlthunk_get_cs_counters_info(fd: c_int, out: *mut CsCounters) -> c_int {
     answer("hlthunk_get_cs_counters_info", fd, out, |state| {
-        let [total, ctx] = [0, 1].map(|which| {
-            let state = &state;
-            move |cause: usize| state.rejected(cause)[which]
-        });
-        Ok(CsCounters {
-            total_out_of_mem: total(0),
-            ctx_out_of_mem: ctx(0),
-            total_parsing: total(1),
-            ctx_parsing: ctx(1),
-            total_queue_full: total(2),
-            ctx_queue_full: ctx(2),
-            total_device_in_reset: total(3),
-            ctx_device_in_reset: ctx(3),
-            total_max_cs_in_flight: total(4),
-            ctx_max_cs_in_flight: ctx(4),
-            total_validation: total(5),
-            ctx_validation: ctx(5),
-        })
+        let pairs = core::array::from_fn(|cause| state.rejected(cause));
+        Ok(CsCounters::zeroed().with(CsCounters::PAIRS, pairs))
     })
 }
 
 /// `hlthunk_get_pci_counters_info`.
 #[unsafe(no_mangle)]
 pub extern "C" fn hlthunk_get_pci_counters_info(fd: c_int, out: *mut PciCountersInfo) -> c_int {
-    answer("hlthunk_get_pci_counters_info", fd, out, |_| Ok(PciCountersInfo::default()))
+    answer("hlthunk_get_pci_counters_info", fd, out, |_| Ok(PciCountersInfo::zeroed()))
 }
 
 /// `hlthunk_get_clk_throttle_info`.
 #[unsafe(no_mangle)]
 pub extern "C" fn hlthunk_get_clk_throttle_info(fd: c_int, out: *mut ClkThrottleInfo) -> c_int {
-    answer("hlthunk_get_clk_throttle_info", fd, out, |_| Ok(ClkThrottleInfo::default()))
+    answer("hlthunk_get_clk_throttle_info", fd, out, |_| Ok(ClkThrottleInfo::zeroed()))
 }
 
 /// `hlthunk_get_total_energy_consumption_info`.

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use hl_thunk::sys::{self, WaitMultiCsIn, WaitMultiCsOut};
 use rustix::io::Errno;
 
 use super::commands::wait_limit;
 use super::{borrow, get, put, status};
+use crate::abi::{self, WaitMultiCsIn, WaitMultiCsOut};
 use crate::asic::Generation;
 use crate::context::{self, Context};
 use crate::engine::realtime_ns;
@@ -26,7 +26,8 @@ fn wait_multi(
     timestamp: Option<*mut u64>,
 ) -> Result<c_int, Errno> {
     let input = get(input)?;
-    if out.is_null() || input.seq.is_null() {
+    let array = input.get(WaitMultiCsIn::SEQ) as *const u8;
+    if out.is_null() || array.is_null() {
         return Err(Errno::INVAL);
     }
     let context = context::operational(borrow(fd)?)?;
@@ -34,17 +35,21 @@ fn wait_multi(
         return Err(Errno::PERM);
     }
     // The library keeps the length in a byte.
-    let len = usize::from(input.seq_len as u8);
+    let len = usize::from(input.get(WaitMultiCsIn::SEQ_LEN) as u8);
     if len == 0 || len > MAX_MULTI {
         return Err(Errno::INVAL);
     }
     let mut seqs = vec![0u64; len];
     // SAFETY: the destination is ours; a bad source comes back as an error.
-    unsafe { guarded::copy(seqs.as_mut_ptr().cast(), input.seq.cast(), len * 8) }
-        .map_err(|_| Errno::FAULT)?;
-    let (set, first_ns) = context.wait_any(&seqs, wait_limit(input.timeout_us))?;
-    let status = if set == 0 { sys::WAIT_BUSY } else { sys::WAIT_COMPLETED };
-    put(out, WaitMultiCsOut { status, seq_set: set, completed: set.count_ones() as u8 })?;
+    unsafe { guarded::copy(seqs.as_mut_ptr().cast(), array, len * 8) }.map_err(|_| Errno::FAULT)?;
+    let limit = wait_limit(input.get(WaitMultiCsIn::TIMEOUT_US));
+    let (set, first_ns) = context.wait_any(&seqs, limit)?;
+    let status = if set == 0 { abi::WAIT_BUSY } else { abi::WAIT_COMPLETED };
+    let answer = WaitMultiCsOut::zeroed()
+        .with(WaitMultiCsOut::STATUS, status)
+        .with(WaitMultiCsOut::SEQ_SET, set)
+        .with(WaitMultiCsOut::COMPLETED, set.count_ones() as u8);
+    put(out, answer)?;
     if let Some(timestamp) = timestamp {
         put(timestamp, first_ns)?;
     }
@@ -113,10 +118,10 @@ fn wait_interrupt(context: &Arc<Context>, how: &InterruptWait, goal: Goal) -> Re
     let id = if how.id == u32::MAX { ANY[0] } else { how.id };
     let reached = context.interrupts.wait(id, goal, until)?;
     if !reached && context.down.load(Ordering::Acquire) {
-        put(how.status, sys::WAIT_ABORTED)?;
+        put(how.status, abi::WAIT_ABORTED)?;
         return Err(Errno::IO);
     }
-    put(how.status, if reached { sys::WAIT_COMPLETED } else { sys::WAIT_BUSY })?;
+    put(how.status, if reached { abi::WAIT_COMPLETED } else { abi::WAIT_BUSY })?;
     if let Some(timestamp) = how.timestamp {
         put(timestamp, realtime_ns())?;
     }

@@ -126,7 +126,7 @@ pub(crate) fn submit(fd: c_int, chunks: &mut [CsChunk]) -> Result<u64, c_int> {
         flags: 0,
     };
     let mut out = CsOut::default();
-    match hlthunk_command_submission(fd, &input, &mut out) {
+    match hlthunk_command_submission(fd, (&raw const input).cast(), (&raw mut out).cast()) {
         0 => Ok(out.seq),
         error => Err(error),
     }

@@ -7,7 +7,7 @@
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 use rustix::fs::{CWD, RenameFlags};
@@ -35,6 +35,7 @@ const HEADER: &str = include_str!("../../crates/uct-gaudi/include/ucx_gaudi.h");
 struct Artifacts {
     plugin: PathBuf,
     soft_gaudi: PathBuf,
+    soft_rdma: PathBuf,
     ucp_check: PathBuf,
 }
 
@@ -56,7 +57,8 @@ pub(crate) fn build_if_missing(repo: &Repo) -> Result<()> {
 fn compile(repo: &Repo, profile: Profile) -> Result<Artifacts> {
     let mut cargo = repo.cargo();
     cargo.args(["build", "--message-format=json-render-diagnostics"]);
-    cargo.args(["--package=uct-gaudi", "--package=soft-gaudi", "--package=ucp-check"]);
+    cargo.args(["--package=uct-gaudi", "--package=ucp-check"]);
+    cargo.args(["--package=soft-gaudi", "--package=soft-rdma"]);
     if profile == Profile::Release {
         cargo.arg("--release");
     }
@@ -68,8 +70,23 @@ fn compile(repo: &Repo, profile: Profile) -> Result<Artifacts> {
     Ok(Artifacts {
         plugin: artifact(&messages, "uct_gaudi", ".so")?,
         soft_gaudi: artifact(&messages, "soft_gaudi", ".so")?,
+        soft_rdma: link_soft_rdma(repo, &artifact(&messages, "soft_rdma", ".a")?)?,
         ucp_check: artifact(&messages, "ucp-check", "")?,
     })
+}
+
+/// Makes libibverbs.so.1 of an archive. Its symbols need versions, which cargo's own shared objects
+/// cannot have: rustc passes a version script without names, and linkers refuse to mix the two.
+fn link_soft_rdma(repo: &Repo, archive: &Path) -> Result<PathBuf> {
+    let library = archive.with_file_name("libibverbs.so.1");
+    let mut cc = Command::new("cc");
+    cc.current_dir(repo.path("crates/soft-rdma"));
+    cc.arg("@link.args").arg(archive).args(["-Wl,--no-whole-archive", "-o"]).arg(&library);
+    let status = cc.status().context("cannot run cc")?;
+    if !status.success() {
+        bail!("cannot link {} ({status})", library.display());
+    }
+    Ok(library)
 }
 
 /// The file cargo reports for a target: a library by its extension, a program by having none.
@@ -121,6 +138,8 @@ fn lay_out(dist: &Path, artifacts: &Artifacts) -> Result<()> {
     let header = place(layout.dist().join("include"))?.join("ucx_gaudi.h");
     fs::write(&header, HEADER).with_context(|| format!("cannot write {}", header.display()))?;
     copy(&artifacts.soft_gaudi, &place(layout.soft_gaudi())?.join("libhl-thunk.so"))?;
+    let rdma = layout.soft_gaudi().with_file_name("rdma");
+    copy(&artifacts.soft_rdma, &place(rdma)?.join("libibverbs.so.1"))?;
     copy(&artifacts.ucp_check, &place(layout.bin())?.join("ucp-check"))
 }
 
@@ -173,7 +192,12 @@ mod tests {
             fs::write(&path, name).expect("file");
             path
         };
-        Artifacts { plugin: file("plugin"), soft_gaudi: file("soft"), ucp_check: file("ucp-check") }
+        Artifacts {
+            plugin: file("plugin"),
+            soft_gaudi: file("soft"),
+            soft_rdma: file("rdma"),
+            ucp_check: file("ucp-check"),
+        }
     }
 
     #[test]
@@ -198,6 +222,7 @@ mod tests {
         assert!(inodes.windows(2).all(|pair| pair[0] == pair[1]), "{inodes:?}");
         assert_eq!(fs::read_dir(&plugins).expect("folder").count(), 6, "and nothing else");
         assert!(dist.join("lib/ucx-gaudi/soft/gaudi/libhl-thunk.so").exists());
+        assert!(dist.join("lib/ucx-gaudi/soft/rdma/libibverbs.so.1").exists());
         assert!(dist.join("bin/ucp-check").exists());
         assert!(dist.join("include/ucx_gaudi.h").exists());
         let _ = fs::remove_dir_all(root);

@@ -8,6 +8,7 @@
 //! | `SOFT_RDMA_NODES` | other nodes, for connections between hosts: `NUMBER=ADDRESS:PORT` separated by commas; a process of slot S listens at PORT + S of its own entry |
 //! | `SOFT_RDMA_SECRET` | file with the secret that all nodes share (default: `secret` in the folder, made at first use) |
 //! | `SOFT_RDMA_INLINE` | longest payload, in bytes, that travels inside a request between processes of one node (default 1024); longer ones are copied once, from region to region |
+//! | `SOFT_RDMA_MODEL` | a modelled link: `bandwidth=MB/S,latency=US` of every port |
 //! | `SOFT_RDMA_STATS` | file to which each process appends its counters when it ends |
 //! | `SOFT_RDMA_LOG` | `off`, `info` (default: one line at the first open) or `debug` |
 
@@ -17,6 +18,7 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use crate::fabric::{MAX_DEVICES, MAX_NODE};
+use crate::hca::model::Figures;
 
 /// How much to say on standard error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd)]
@@ -35,6 +37,7 @@ pub(crate) struct Config {
     pub(crate) nodes: HashMap<u16, SocketAddr>,
     pub(crate) secret: Option<PathBuf>,
     pub(crate) inline_limit: u32,
+    pub(crate) model: Option<Figures>,
     pub(crate) stats: Option<PathBuf>,
     pub(crate) log: LogLevel,
 }
@@ -67,6 +70,13 @@ impl Config {
             nodes: get("SOFT_RDMA_NODES").map_or_else(HashMap::new, |text| parse_nodes(&text)),
             secret: get("SOFT_RDMA_SECRET").map(PathBuf::from),
             inline_limit: number("SOFT_RDMA_INLINE", 1024, 0, crate::wire::MAX_INLINE),
+            model: get("SOFT_RDMA_MODEL").and_then(|text| {
+                let figures = Figures::parse(&text);
+                if figures.is_none() {
+                    eprintln!("soft-rdma: SOFT_RDMA_MODEL={text} is not bandwidth=MB/S,latency=US");
+                }
+                figures
+            }),
             stats: get("SOFT_RDMA_STATS").map(PathBuf::from),
             log,
         }

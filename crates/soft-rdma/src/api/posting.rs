@@ -187,6 +187,7 @@ unsafe fn work(request: &ibv_send_wr, datagram: bool) -> Result<Work, Errno> {
         remote,
         operands,
         target,
+        arrival: None,
     })
 }
 

@@ -7,6 +7,7 @@ use rustix::io::Errno;
 use crate::config::{self, log};
 use crate::hca::Hca;
 use crate::hca::events::lock;
+use crate::hca::model::LinkModel;
 use crate::link::engine::Engine;
 use crate::node::{Node, random};
 use crate::stats::STATS;
@@ -35,7 +36,9 @@ pub(super) fn get() -> Result<&'static Process, Errno> {
     })?;
     let first_qp = u32::from_ne_bytes(random());
     let slot = node.slot;
-    let hca = Arc::new(Hca::new(slot, first_qp, config.inline_limit, &STATS));
+    let mut hca = Hca::new(slot, first_qp, config.inline_limit, &STATS);
+    hca.model = config.model.map(LinkModel::new);
+    let hca = Arc::new(hca);
     let engine = Engine::start(hca.clone(), node, config)?;
     crate::stats::write_at_exit();
     log!(

@@ -12,6 +12,7 @@ pub(crate) mod copy;
 pub(crate) mod datagram;
 pub(crate) mod events;
 pub(crate) mod memory;
+pub(crate) mod model;
 pub(crate) mod qp;
 pub(crate) mod receive;
 pub(crate) mod requester;
@@ -90,6 +91,8 @@ pub(crate) struct Hca {
     pub(crate) stats: &'static Stats,
     /// Payloads up to this length travel inside requests.
     pub(crate) inline_limit: u32,
+    /// The speed that links pretend to have.
+    pub(crate) model: Option<model::LinkModel>,
     fabric: RwLock<Option<Arc<dyn Fabric>>>,
     qps: RwLock<HashMap<u32, Arc<QueuePair>>>,
     next_qp: AtomicU32,
@@ -105,6 +108,7 @@ impl Hca {
             regions: Regions::default(),
             stats,
             inline_limit,
+            model: None,
             fabric: RwLock::default(),
             qps: RwLock::default(),
             next_qp: AtomicU32::new(first_qp),

@@ -56,6 +56,8 @@ pub(crate) struct Work {
     pub(crate) remote: (u64, u32),
     pub(crate) operands: (u64, u64),
     pub(crate) target: Option<Target>,
+    /// When the modelled link has carried it; set when it is its turn.
+    pub(crate) arrival: Option<Instant>,
 }
 
 impl Work {
@@ -101,6 +103,8 @@ pub(crate) struct SendQueue {
     rnr_retries: u8,
     /// Nothing is sent before this time.
     paused: Option<Instant>,
+    /// The timer for work on the modelled link.
+    wake: Option<Instant>,
     link: Option<Arc<dyn Link>>,
 }
 
@@ -193,7 +197,8 @@ impl QueuePair {
             return;
         }
         if self.parts.kind == Kind::Ud {
-            while let Some(work) = send.queue.pop_front() {
+            while !self.is_delayed(hca, send) {
+                let Some(work) = send.queue.pop_front() else { return };
                 self.send_datagram(hca, work);
             }
             return;
@@ -210,7 +215,7 @@ impl QueuePair {
             return self.fail_front(send, IBV_WC_RETRY_EXC_ERR);
         }
         let mut any = false;
-        while link.ready() {
+        while link.ready() && !self.is_delayed(hca, send) {
             let Some(work) = send.queue.get(send.sent) else { break };
             let limit = u32::from(attributes.max_rd_atomic);
             if work.fence && send.reads > 0
@@ -238,6 +243,26 @@ impl QueuePair {
         if any {
             link.flush();
         }
+    }
+
+    /// Whether the next work is still on the modelled link; then this is called again in time.
+    fn is_delayed(self: &Arc<Self>, hca: &Hca, send: &mut SendQueue) -> bool {
+        let (Some(model), Some(work)) = (&hca.model, send.queue.get_mut(send.sent)) else {
+            return false;
+        };
+        let now = Instant::now();
+        let (device, length) = (self.parts.port.device, work.data.length());
+        let arrival = *work.arrival.get_or_insert_with(|| model.arrival(device, length, now));
+        if arrival <= now {
+            return false;
+        }
+        if send.wake != Some(arrival)
+            && let Some(fabric) = hca.fabric()
+        {
+            send.wake = Some(arrival);
+            fabric.wake_at(arrival, self);
+        }
+        true
     }
 
     fn link(

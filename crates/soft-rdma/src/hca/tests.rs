@@ -1,1 +1,404 @@
+//! Two HCAs connected by queues in memory: no sockets, no C. Random work must have the effect of the
+//! same work done one after another on plain memory, however the link and the receiver delay it.
 
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+
+use super::completion::CompletionQueue;
+use super::copy::{self, Direction};
+use super::events::{EventQueue, lock};
+use super::memory::Registration;
+use super::qp::{Parts, QueuePair};
+use super::receive::Buffer;
+use super::requester::{Data, Work};
+use super::responder::{self, Step};
+use super::transitions::Kind;
+use super::{Fabric, Hca, Link, Payload, memory};
+use crate::abi::*;
+use crate::fabric::{Owner, Port};
+use crate::stats::STATS;
+use crate::wire::{Frame, Opcode, Request, Response, Segment};
+
+/// A link whose frames stay in a queue until the test delivers them.
+#[derive(Default)]
+struct QueueLink {
+    frames: Mutex<VecDeque<(Frame, Vec<u8>)>>,
+    direct: AtomicBool,
+    /// Requests it takes before it is "full".
+    capacity: AtomicUsize,
+    broken: AtomicBool,
+}
+
+impl Link for QueueLink {
+    fn ready(&self) -> bool {
+        lock(&self.frames).len() < self.capacity.load(Ordering::Relaxed)
+    }
+    fn direct(&self) -> bool {
+        self.direct.load(Ordering::Relaxed)
+    }
+    fn broken(&self) -> bool {
+        self.broken.load(Ordering::Relaxed)
+    }
+    fn attach(&self, _qp: &Arc<QueuePair>) {}
+    fn send(&self, frame: &Frame, payload: Payload) {
+        let bytes = match payload {
+            Payload::Empty => Vec::new(),
+            Payload::Bytes(bytes) => bytes,
+            Payload::Memory(list) => {
+                let (segments, _guards) = memory::lock_all(&list).expect("registered");
+                let mut bytes = vec![0; segments.iter().map(|s| s.len as usize).sum()];
+                copy::gather(&segments, &mut bytes).expect("mapped");
+                bytes
+            }
+        };
+        lock(&self.frames).push_back((frame.clone(), bytes));
+    }
+    fn send_datagram(&self, _frame: &Frame, _payload: &[u8]) -> bool {
+        false
+    }
+    fn flush(&self) {}
+}
+
+struct QueueFabric(Arc<QueueLink>);
+
+impl Fabric for QueueFabric {
+    fn link(&self, _to: Owner) -> Option<Arc<dyn Link>> {
+        Some(self.0.clone())
+    }
+    // The test transmits again by itself.
+    fn wake_at(&self, _when: Instant, _qp: &Arc<QueuePair>) {}
+}
+
+/// One side: an HCA with a queue pair, a completion queue and a registered buffer.
+struct Side {
+    hca: Hca,
+    link: Arc<QueueLink>,
+    cq: Arc<CompletionQueue>,
+    qp: Arc<QueuePair>,
+    memory: Box<[u8]>,
+    key: u32,
+}
+
+const MEMORY: usize = 4096;
+
+impl Side {
+    fn new(slot: u16) -> Self {
+        let hca = Hca::new(slot, 0, 64, &STATS);
+        let link = Arc::new(QueueLink::default());
+        link.capacity.store(usize::MAX, Ordering::Relaxed);
+        hca.attach(Arc::new(QueueFabric(link.clone())));
+        let events = Arc::new(EventQueue::new().expect("an eventfd"));
+        let cq = Arc::new(CompletionQueue::new(1000, None, events.clone()));
+        let parts = Parts {
+            kind: Kind::Rc,
+            domain: 1,
+            port: Port { node: 1, device: 0 },
+            send_cq: cq.clone(),
+            recv_cq: cq.clone(),
+            shared: None,
+            cap: ibv_qp_cap {
+                max_send_wr: 500,
+                max_recv_wr: 500,
+                max_send_sge: 4,
+                max_recv_sge: 4,
+                max_inline_data: 64,
+            },
+            signal_all: true,
+            asynchronous: events,
+        };
+        let qp = hca.add_qp(|number| Arc::new(QueuePair::new(number, parts))).expect("capacity");
+        let mut memory: Box<[u8]> = (0..MEMORY).map(|at| (at * slot as usize) as u8).collect();
+        let piece = Segment { addr: memory.as_mut_ptr() as u64, len: MEMORY as u64 };
+        let access = IBV_ACCESS_LOCAL_WRITE
+            | IBV_ACCESS_REMOTE_READ
+            | IBV_ACCESS_REMOTE_WRITE
+            | IBV_ACCESS_REMOTE_ATOMIC;
+        let what = Registration { domain: 1, access, iova: 0, pieces: vec![piece], backing: None };
+        let key =
+            hca.regions.register(what, || 0x10_0000 + u32::from(slot)).expect("capacity").key();
+        Self { hca, link, cq, qp, memory, key }
+    }
+
+    fn connect(&self, to: &Side) {
+        let mut attr = ibv_qp_attr {
+            port_num: 1,
+            qp_access_flags: 0xf,
+            path_mtu: IBV_MTU_4096,
+            dest_qp_num: to.qp.number.raw(),
+            max_rd_atomic: 2,
+            max_dest_rd_atomic: 2,
+            min_rnr_timer: 1,
+            timeout: 1,
+            retry_cnt: 7,
+            rnr_retry: 7,
+            rq_psn: 0xff_fff0,
+            sq_psn: 0xff_fff0,
+            ah_attr: ibv_ah_attr {
+                dlid: to.qp.parts.port.lid(),
+                port_num: 1,
+                ..Default::default()
+            },
+            ..Default::default()
+        };
+        for (state, mask) in
+            [(IBV_QPS_INIT, 0x39), (IBV_QPS_RTR, 0x12_9181), (IBV_QPS_RTS, 0x1_2e01)]
+        {
+            attr.qp_state = state;
+            self.qp.modify(&self.hca, &attr, mask).expect("a valid change");
+        }
+    }
+
+    fn sge(&self, at: usize, length: usize) -> ibv_sge {
+        ibv_sge { addr: at as u64, length: length as u32, lkey: self.key }
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        // SAFETY: inside the box; written by the kernel on behalf of the HCA.
+        (0..MEMORY).map(|at| unsafe { self.memory.as_ptr().add(at).read_volatile() }).collect()
+    }
+
+    fn completions(&self) -> Vec<ibv_wc> {
+        let mut list = Vec::new();
+        self.cq.poll(1000, |wc| list.push(wc)).expect("no overrun");
+        list
+    }
+
+    /// Executes the oldest request of the other side.
+    fn serve(&self, other: &Side) -> bool {
+        let Some((frame, bytes)) = lock(&other.link.frames).pop_front() else { return false };
+        // Across the wire and back: what is sent must be what is understood.
+        let mut wire = Vec::new();
+        frame.encode(bytes.len() as u32, &mut wire);
+        let decoded = Frame::decode(&wire).expect("well formed").expect("complete").0;
+        assert_eq!(decoded, frame);
+        let Frame::Request(request) = decoded else { panic!("only requests are sent") };
+        if let Some((response, data)) = self.execute(&request, &bytes) {
+            if !data.is_empty() {
+                let place =
+                    other.qp.returned(&other.hca, &response, data.len() as u32).expect("wanted");
+                let (segments, _guards) = memory::lock_all(&place.targets).expect("registered");
+                copy::scatter(&data, &segments).expect("mapped");
+            }
+            other.qp.respond(&other.hca, &response, true);
+        }
+        true
+    }
+
+    fn execute(&self, request: &Request, bytes: &[u8]) -> Option<(Response, Vec<u8>)> {
+        let own = rustix::process::getpid();
+        match responder::begin(&self.hca, request) {
+            Step::Done(response) => response.map(|response| (response, Vec::new())),
+            Step::Place(placement) => {
+                let (ours, guards) = memory::lock_all(&placement.targets).expect("registered");
+                match &request.segments {
+                    // SAFETY: memory of this test.
+                    Some(theirs) => unsafe { copy::transfer(Direction::Pull, own, &ours, theirs) },
+                    None => copy::scatter(bytes, &ours),
+                }
+                .expect("mapped");
+                drop(guards);
+                Some((placement.finish(true), Vec::new()))
+            }
+            Step::Provide(placement) => {
+                let (ours, guards) = memory::lock_all(&placement.targets).expect("registered");
+                let mut data = Vec::new();
+                match &request.segments {
+                    // SAFETY: memory of this test.
+                    Some(theirs) => unsafe { copy::transfer(Direction::Push, own, &ours, theirs) },
+                    None => {
+                        data.resize(request.length as usize, 0);
+                        copy::gather(&ours, &mut data)
+                    }
+                }
+                .expect("mapped");
+                drop(guards);
+                Some((placement.finish(true), data))
+            }
+        }
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Task {
+    opcode: u8,
+    local: usize,
+    remote: usize,
+    length: usize,
+    inline: bool,
+    fence: bool,
+    operand: u64,
+    /// How many requests the receiver serves after this one is posted.
+    served: usize,
+}
+
+fn any_step() -> impl Strategy<Value = Task> {
+    (
+        0u8..5,
+        0usize..1500,
+        0usize..1500,
+        0usize..500,
+        any::<bool>(),
+        any::<bool>(),
+        any::<u64>(),
+        0usize..4,
+    )
+        .prop_map(|(opcode, local, remote, length, inline, fence, operand, served)| Task {
+            opcode,
+            local,
+            remote,
+            length,
+            inline,
+            fence,
+            operand,
+            served,
+        })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn random_work_has_the_effect_of_the_same_work_in_order(
+        steps in prop::collection::vec(any_step(), 1..40), direct: bool, capacity in 1usize..6
+    ) {
+        let (a, b) = (Side::new(1), Side::new(2));
+        a.connect(&b);
+        b.connect(&a);
+        a.link.direct.store(direct, Ordering::Relaxed);
+        a.link.capacity.store(capacity, Ordering::Relaxed);
+        let (mut ours, mut theirs) = (a.bytes(), b.bytes());
+        let mut sends = 0;
+        for (id, step) in steps.iter().enumerate() {
+            // Memory of reads and atomics, and of what is sent, does not overlap: work without a
+            // fence is not ordered with the reads before it.
+            let read_at = 2048 + step.local;
+            let (opcode, sge, remote) = match step.opcode {
+                0 => (Opcode::Send, a.sge(step.local, step.length), 0),
+                1 => (Opcode::Write, a.sge(step.local, step.length), step.remote),
+                2 => (Opcode::Read, a.sge(read_at, step.length), step.remote),
+                3 => (Opcode::CompareSwap, a.sge(read_at, 8), step.remote & !7),
+                _ => (Opcode::FetchAdd, a.sge(read_at, 8), step.remote & !7),
+            };
+            let length = sge.length as usize;
+            let at = sge.addr as usize;
+            let old = u64::from_ne_bytes(theirs[remote..remote + 8].try_into().unwrap());
+            match opcode {
+                Opcode::Send => {
+                    let target = 2048 + sends % 3 * 500;
+                    theirs[target..target + length].copy_from_slice(&ours[at..at + length]);
+                    let buffer = Buffer { wr_id: sends as u64, sges: vec![b.sge(target, 500)] };
+                    sends += 1;
+                    b.qp.post_receive(buffer).unwrap();
+                }
+                Opcode::Write => theirs[remote..remote + length].copy_from_slice(&ours[at..at + length]),
+                Opcode::Read => ours[at..at + length].copy_from_slice(&theirs[remote..remote + length]),
+                Opcode::CompareSwap | Opcode::FetchAdd => {
+                    ours[at..at + 8].copy_from_slice(&old.to_ne_bytes());
+                    let new = match opcode {
+                        Opcode::FetchAdd => old.wrapping_add(step.operand),
+                        _ if old == step.operand => 77,
+                        _ => old,
+                    };
+                    theirs[remote..remote + 8].copy_from_slice(&new.to_ne_bytes());
+                }
+            }
+            let inline = step.inline && length <= 64 && matches!(opcode, Opcode::Send | Opcode::Write);
+            let data = if inline {
+                Data::Inline(a.bytes()[at..at + length].to_vec())
+            } else {
+                Data::Gather(vec![sge])
+            };
+            let work = Work {
+                wr_id: id as u64,
+                opcode,
+                imm: None,
+                signaled: true,
+                solicited: false,
+                fence: step.fence,
+                data,
+                remote: (remote as u64, b.key),
+                operands: (step.operand, 77),
+                target: None,
+                arrival: None,
+            };
+            prop_assert!(a.qp.post_send(&a.hca, vec![work]).is_ok());
+            for _ in 0..step.served {
+                b.serve(&a);
+            }
+        }
+        while b.serve(&a) {
+            a.qp.transmit_again(&a.hca);
+        }
+        let done = a.completions();
+        prop_assert_eq!(done.iter().map(|wc| wc.wr_id).collect::<Vec<_>>(), (0..steps.len() as u64).collect::<Vec<_>>());
+        prop_assert!(done.iter().all(|wc| wc.status == IBV_WC_SUCCESS));
+        let received = b.completions();
+        prop_assert_eq!(received.iter().map(|wc| wc.wr_id).collect::<Vec<_>>(), (0..sends as u64).collect::<Vec<_>>());
+        prop_assert_eq!(a.bytes(), ours);
+        prop_assert_eq!(b.bytes(), theirs);
+    }
+}
+
+fn send(id: u64) -> Work {
+    Work {
+        wr_id: id,
+        opcode: Opcode::Send,
+        imm: None,
+        signaled: true,
+        solicited: false,
+        fence: false,
+        data: Data::Gather(Vec::new()),
+        remote: (0, 0),
+        operands: (0, 0),
+        target: None,
+        arrival: None,
+    }
+}
+
+#[test]
+fn an_unready_receiver_gets_everything_again_in_order() {
+    let (a, b) = (Side::new(1), Side::new(2));
+    a.connect(&b);
+    b.connect(&a);
+    assert!(a.qp.post_send(&a.hca, (0..5).map(send).collect()).is_ok());
+    for round in 0..5u64 {
+        // One buffer: one message passes, the next is refused, the others are ignored.
+        b.qp.post_receive(Buffer { wr_id: round, sges: Vec::new() }).unwrap();
+        while b.serve(&a) {}
+        assert_eq!(b.completions().iter().map(|wc| wc.wr_id).collect::<Vec<_>>(), [round]);
+        assert_eq!(a.completions().iter().map(|wc| wc.wr_id).collect::<Vec<_>>(), [round]);
+        std::thread::sleep(Duration::from_micros(200));
+        a.qp.transmit_again(&a.hca);
+    }
+    assert!(!b.serve(&a), "nothing is left");
+}
+
+#[test]
+fn a_stale_response_completes_nothing() {
+    let (a, b) = (Side::new(1), Side::new(2));
+    a.connect(&b);
+    b.connect(&a);
+    assert!(a.qp.post_send(&a.hca, vec![send(1)]).is_ok());
+    for psn in [0, 0xff_ffef, 0xff_fff1] {
+        let outcome = crate::wire::Outcome::Ack(0);
+        let response = Response { dst_qpn: a.qp.number.raw(), src_qpn: 0, psn, outcome };
+        a.qp.respond(&a.hca, &response, true);
+    }
+    assert!(a.completions().is_empty());
+}
+
+#[test]
+fn a_broken_link_ends_what_was_posted() {
+    let (a, b) = (Side::new(1), Side::new(2));
+    a.connect(&b);
+    assert!(a.qp.post_send(&a.hca, vec![send(1), send(2)]).is_ok());
+    a.link.broken.store(true, Ordering::Relaxed);
+    a.qp.link_lost();
+    let seen: Vec<_> = a.completions().iter().map(|wc| (wc.wr_id, wc.status)).collect();
+    assert_eq!(seen, [(1, IBV_WC_RETRY_EXC_ERR), (2, IBV_WC_WR_FLUSH_ERR)]);
+    assert_eq!(a.qp.state(), IBV_QPS_ERR);
+}

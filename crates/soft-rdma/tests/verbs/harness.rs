@@ -20,6 +20,11 @@ pub(crate) fn setup() {
             let folder = format!("/tmp/soft-rdma-test-{}", std::process::id());
             // SAFETY: before the library, the only reader in this process, looks at it.
             unsafe { std::env::set_var("SOFT_RDMA_DIR", &folder) };
+            // Two nodes at addresses of the loopback network that no other test has.
+            let [_, a, b, c] = std::process::id().to_be_bytes();
+            let nodes = format!("1=127.{a}.{b}.{c}:20000,2=127.{a}.{b}.{c}:22000");
+            // SAFETY: as above.
+            unsafe { std::env::set_var("SOFT_RDMA_NODES", nodes) };
             // SAFETY: a function of this program, which stays loaded.
             unsafe { libc::atexit(remove_folder) };
         }

@@ -16,12 +16,13 @@ struct Peer {
 }
 
 impl Peer {
-    /// Starts this program again, to run one test as the other side.
-    fn start(test: &str) -> Self {
+    /// Starts this program again on a node, to run one test as the other side.
+    fn start(test: &str, node: u16) -> Self {
         setup();
         let mut child = Command::new(std::env::current_exe().expect("our own program"))
             .args(["--exact", test, "--nocapture", "--test-threads=1"])
             .env(ROLE, "1")
+            .env("SOFT_RDMA_NODE", node.to_string())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -66,9 +67,9 @@ fn peer() {
     let device = Device::open();
     let qp = device.rc();
     let memory = device.buffer(1 << 20, |at| (at * 11) as u8);
-    println!("peer:{} {} {}", qp.number(), memory.addr(), memory.key());
+    println!("peer:{} {} {} {}", qp.number(), device.lid(), memory.addr(), memory.key());
     let other = read_line();
-    qp.connect_to(device.lid(), other[0] as u32, |_| ());
+    qp.connect_to(other[1] as u16, other[0] as u32, |_| ());
     let message = device.buffer(200_000, |_| 0);
     assert_eq!(qp.receive(1, &[message.all()]), 0);
     println!("peer:0");
@@ -83,24 +84,23 @@ fn peer() {
     read_line();
 }
 
-fn connect(test: &str, device: &Device) -> (Peer, Qp, u64, u32) {
-    let mut peer = Peer::start(test);
+fn connect(test: &str, node: u16, device: &Device) -> (Peer, Qp, u64, u32) {
+    let mut peer = Peer::start(test, node);
     let told = peer.hear();
     let qp = device.rc();
-    qp.connect_to(device.lid(), told[0] as u32, |_| ());
-    peer.tell(&[u64::from(qp.number())]);
+    qp.connect_to(told[1] as u16, told[0] as u32, |_| ());
+    peer.tell(&[u64::from(qp.number()), u64::from(device.lid())]);
     peer.hear();
-    (peer, qp, told[1], told[2] as u32)
+    (peer, qp, told[2], told[3] as u32)
 }
 
-#[test]
-fn bytes_go_between_processes_in_both_directions() {
+/// Reads, writes, a message and its answer with a process of a node.
+fn exchange(test: &str, node: u16) {
     if std::env::var_os(ROLE).is_some() {
         return peer();
     }
     let device = Device::open();
-    let (mut other, qp, addr, key) =
-        connect("processes::bytes_go_between_processes_in_both_directions", &device);
+    let (mut other, qp, addr, key) = connect(test, node, &device);
     let local = device.buffer(1 << 20, |_| 0);
     assert_eq!(Send::new(IBV_WR_RDMA_READ, 1, &[local.all()]).remote(addr, key).post(&qp), 0);
     assert_eq!(device.wait().status, IBV_WC_SUCCESS);
@@ -121,14 +121,13 @@ fn bytes_go_between_processes_in_both_directions() {
     other.tell(&[]);
 }
 
-#[test]
-fn a_killed_peer_ends_in_retry_exceeded() {
+/// The peer is killed between two reads.
+fn lose(test: &str, node: u16) {
     if std::env::var_os(ROLE).is_some() {
         return peer();
     }
     let device = Device::open();
-    let (mut other, qp, addr, key) =
-        connect("processes::a_killed_peer_ends_in_retry_exceeded", &device);
+    let (mut other, qp, addr, key) = connect(test, node, &device);
     let local = device.buffer(64, |_| 0);
     let read = || Send::new(IBV_WR_RDMA_READ, 1, &[local.all()]).remote(addr, key);
     assert_eq!(read().post(&qp), 0);
@@ -141,6 +140,36 @@ fn a_killed_peer_ends_in_retry_exceeded() {
     let flushed = device.wait();
     assert_eq!((flushed.wr_id, flushed.status), (7, IBV_WC_WR_FLUSH_ERR));
     assert_eq!(qp.state(), IBV_QPS_ERR);
+}
+
+#[test]
+fn bytes_go_between_processes_in_both_directions() {
+    exchange("processes::bytes_go_between_processes_in_both_directions", 1);
+}
+
+#[test]
+fn bytes_go_between_hosts_in_both_directions() {
+    exchange("processes::bytes_go_between_hosts_in_both_directions", 2);
+}
+
+#[test]
+fn a_killed_process_ends_in_retry_exceeded() {
+    lose("processes::a_killed_process_ends_in_retry_exceeded", 1);
+}
+
+#[test]
+fn a_killed_process_of_another_host_ends_in_retry_exceeded() {
+    lose("processes::a_killed_process_of_another_host_ends_in_retry_exceeded", 2);
+}
+
+#[test]
+fn a_host_that_nobody_knows_ends_in_retry_exceeded() {
+    let device = Device::open();
+    let qp = device.rc();
+    let lid = device.lid() + 5 * 64;
+    qp.connect_to(lid, qp.number(), |_| ());
+    assert_eq!(Send::new(IBV_WR_SEND, 1, &[]).post(&qp), 0);
+    assert_eq!(device.wait().status, IBV_WC_RETRY_EXC_ERR);
 }
 
 #[test]

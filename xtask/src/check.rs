@@ -72,7 +72,7 @@ fn nextest(repo: &Repo, arguments: &[&str], skipped: &mut Skipped) -> Result<Exi
     let report = repo.layout().target().join("nextest/default/junit.xml");
     // A run that ends early writes none; the last one's must not pass for this one's.
     let _ = std::fs::remove_file(&report);
-    let mut command = repo.cargo();
+    let mut command = repo.cargo_for_tests();
     command.args(["nextest", "run", "--workspace", "--locked"]).args(arguments);
     let status = command.status().context("cannot run cargo")?;
     if let Ok(text) = std::fs::read_to_string(&report) {
@@ -83,7 +83,7 @@ fn nextest(repo: &Repo, arguments: &[&str], skipped: &mut Skipped) -> Result<Exi
 
 /// Runs `cargo test`, shows what it says, and collects what was skipped.
 fn libtest(repo: &Repo, arguments: &[String], skipped: &mut Skipped) -> Result<()> {
-    let mut command = repo.cargo();
+    let mut command = repo.cargo_for_tests();
     command.args(["test", "--locked"]).args(arguments);
     if !arguments.iter().any(|argument| argument == "--") {
         command.arg("--");
@@ -176,7 +176,7 @@ fn succeeds(command: &mut Command) -> bool {
 
 fn cargo(repo: &Repo, arguments: &[&str], envs: &[(&str, &str)]) -> Result<()> {
     let status = repo
-        .cargo()
+        .cargo_for_tests()
         .args(arguments)
         .envs(envs.iter().copied())
         .status()

@@ -1,10 +1,14 @@
 //! The checkout we work on: where it is, where cargo builds to, and how cargo is called.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 use e2e::Layout;
+
+/// Where the vendor's tests are, for `crates/soft-gaudi/tests/vendor.rs`.
+const VENDOR_TESTS: [&str; 2] = ["SOFT_GAUDI_VENDOR_TESTS", "SOFT_GAUDI_LIBRARY"];
 
 /// The checkout and its target directory.
 #[derive(Debug, Clone)]
@@ -55,6 +59,22 @@ impl Repo {
     /// Cargo, run at the root of the checkout, with the variable tests look for.
     pub(crate) fn cargo(&self) -> Command {
         let mut command = cargo_in(&self.root);
+        command.env(Layout::VARIABLE, self.layout.target());
+        command
+    }
+
+    /// Cargo for running tests: without variables of the caller that configure UCX, the driver or a
+    /// software device, except those that ask tests for something.
+    pub(crate) fn cargo_for_tests(&self) -> Command {
+        let mut command = cargo_in(&self.root);
+        let asks = |name: &OsStr| {
+            let name = name.to_str().unwrap_or_default();
+            name.starts_with("UCX_GAUDI_TEST_") || VENDOR_TESTS.contains(&name)
+        };
+        let settings = std::env::vars_os().map(|(name, _)| name);
+        for name in settings.filter(|name| e2e::is_setting(name) && !asks(name)) {
+            command.env_remove(name);
+        }
         command.env(Layout::VARIABLE, self.layout.target());
         command
     }

@@ -10,9 +10,13 @@ use anyhow::{Context, Result, bail};
 
 use crate::{Device, Finished, Layout, Running, Ucx};
 
-/// Variables with these beginnings never reach a program under test by accident.
-const FOREIGN_PREFIXES: [&str; 8] =
-    ["UCX_", "UCT_", "UCS_", "SOFT_GAUDI", "GAUDI_", "HABANA_", "HLS_", "HL_"];
+/// Whether a variable configures UCX, the driver or a software device: the caller's must not decide a
+/// test.
+pub fn is_setting(name: &OsStr) -> bool {
+    const PREFIXES: [&str; 9] =
+        ["UCX_", "UCT_", "UCS_", "SOFT_GAUDI", "SOFT_RDMA", "GAUDI_", "HABANA_", "HLS_", "HL_"];
+    name.to_str().is_some_and(|name| PREFIXES.iter().any(|prefix| name.starts_with(prefix)))
+}
 
 /// Longest a single program may run unless a test says otherwise.
 const DEFAULT_LIMIT: Duration = Duration::from_secs(60);
@@ -180,13 +184,8 @@ impl Tool {
     pub fn command(&self) -> Command {
         let scratch = self.layout.scratch();
         let mut command = Command::new(&self.program);
-        for (name, _) in std::env::vars_os() {
-            let foreign = name
-                .to_str()
-                .is_some_and(|name| FOREIGN_PREFIXES.iter().any(|prefix| name.starts_with(prefix)));
-            if foreign {
-                command.env_remove(name);
-            }
+        for (name, _) in std::env::vars_os().filter(|(name, _)| is_setting(name)) {
+            command.env_remove(name);
         }
         command.current_dir(&scratch).env("HOME", &scratch).env("LC_ALL", "C");
         command.env("LD_LIBRARY_PATH", join_paths(&self.lib_dirs()));

@@ -1,4 +1,4 @@
-//! Which card the user wants: the text of `UCX_GAUDI_COPY_DEVICE` as a type.
+//! Which card the user wants: an index, a module id or a PCI bus id as a type.
 
 use std::fmt;
 use std::str::FromStr;

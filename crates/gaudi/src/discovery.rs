@@ -8,12 +8,10 @@ use std::sync::Arc;
 use hl_thunk::{ControlDevice, Generation, Library};
 
 use crate::environment::{self, MAPPING_TABLE, VISIBLE_MODULES, number};
-use crate::{BusId, Error, ErrorKind, MappingTable};
+use crate::{BusId, Error, ErrorKind, MappingTable, Remedy};
 
 /// Control nodes are numbered below this.
 const MAX_INDEX: u32 = 256;
-/// What the software Gaudi calls itself in its version.
-const SOFTWARE: &str = "soft-gaudi";
 
 /// A card as discovery sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -139,10 +137,8 @@ fn enumerate(library: &Arc<Library>) -> Result<Enumerated, Error> {
 }
 
 fn none(library: &Library, detail: String) -> Error {
-    let remedy = "check with hl-smi that the card is there and the driver is loaded";
-    let error = Error::new(ErrorKind::DeviceNotFound, LOOKING, detail, remedy);
-    let is_software = library.version().is_some_and(|version| version.contains(SOFTWARE));
-    if is_software { error.on_software() } else { error }
+    let error = Error::new(ErrorKind::DeviceNotFound, LOOKING, detail, Remedy::CheckCard);
+    if library.is_software() { error.on_software() } else { error }
 }
 
 /// `None` for a card of a generation we do not know.
@@ -163,7 +159,7 @@ fn describe(
         generation,
         ports: PortMasks { all: hw.nic_ports_mask, external: hw.nic_ports_external_mask },
         card_name: text(&hw.card_name),
-        is_software: driver_version.contains(SOFTWARE),
+        is_software: library.is_software(),
         driver_version,
     }))
 }

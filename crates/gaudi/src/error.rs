@@ -5,6 +5,9 @@
 //! translation from errno to kind is one table (`kind_of`) with a test per row.
 
 use std::fmt;
+use std::sync::Arc;
+
+use crate::{Device, DeviceInfo, Remedy};
 
 /// The eight kinds of failure, with their public codes and names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -84,23 +87,45 @@ pub struct Error {
     operation: &'static str,
     errno: Option<i32>,
     detail: String,
-    remedy: &'static str,
+    remedy: Remedy,
     device_lost: bool,
     setting_wrong: bool,
+}
+
+/// Whatever knows which card it is, or is on.
+pub(crate) trait OnCard {
+    fn card(&self) -> &DeviceInfo;
+}
+
+impl OnCard for DeviceInfo {
+    fn card(&self) -> &DeviceInfo {
+        self
+    }
+}
+
+impl OnCard for Device {
+    fn card(&self) -> &DeviceInfo {
+        self.info()
+    }
+}
+
+impl OnCard for Arc<Device> {
+    fn card(&self) -> &DeviceInfo {
+        self.info()
+    }
+}
+
+impl<T: OnCard> OnCard for &T {
+    fn card(&self) -> &DeviceInfo {
+        (*self).card()
+    }
 }
 
 impl std::error::Error for Error {}
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if let Some(device) = &self.device {
-            write!(f, "{device}: ")?;
-        }
-        write!(f, "{} failed [{}]: {}", self.operation, self.kind.name(), self.detail)?;
-        if !self.remedy.is_empty() {
-            write!(f, "; {}", self.remedy)?;
-        }
-        Ok(())
+        self.explain(f, self.remedy.words())
     }
 }
 
@@ -110,7 +135,7 @@ impl Error {
         kind: ErrorKind,
         operation: &'static str,
         detail: impl Into<String>,
-        remedy: &'static str,
+        remedy: impl Into<Remedy>,
     ) -> Self {
         Self {
             kind,
@@ -118,7 +143,7 @@ impl Error {
             operation,
             errno: None,
             detail: detail.into(),
-            remedy,
+            remedy: remedy.into(),
             device_lost: false,
             setting_wrong: false,
         }
@@ -149,7 +174,7 @@ impl Error {
     pub(crate) fn unsupported(
         operation: &'static str,
         detail: impl Into<String>,
-        remedy: &'static str,
+        remedy: impl Into<Remedy>,
     ) -> Self {
         let mut error = Self::new(ErrorKind::InvalidParams, operation, detail, remedy);
         error.errno = Some(libc::EOPNOTSUPP);
@@ -166,20 +191,18 @@ impl Error {
         )
     }
 
-    /// Names the device the error happened on, unless it was named where the error arose.
-    pub(crate) fn on(mut self, device: impl fmt::Display) -> Self {
-        let device = self.device.get_or_insert_with(|| device.to_string());
-        if device.starts_with("software ") { self.on_software() } else { self }
+    /// Names the card the error happened on, unless it was named where the error arose.
+    pub(crate) fn on(mut self, card: impl OnCard) -> Self {
+        let card = card.card();
+        if self.device.is_none() {
+            self.device = Some(card.to_string());
+        }
+        if card.is_software { self.on_software() } else { self }
     }
 
-    /// The error is the software Gaudi's: it has neither the vendor's tool nor a kernel log.
+    /// The card, or the driver library, is the software Gaudi.
     pub(crate) fn on_software(self) -> Self {
-        if ["hl-smi", "kernel log"].iter().any(|advice| self.remedy.contains(advice)) {
-            let remedy = "it is a software Gaudi: look at SOFT_GAUDI_NODE, SOFT_GAUDI_DEVICES and the \
-                          faults that were ordered";
-            return self.advise_instead(remedy);
-        }
-        self
+        Self { remedy: self.remedy.for_software(), ..self }
     }
 
     /// Says that the user's settings are the cause.
@@ -194,16 +217,13 @@ impl Error {
     }
 
     /// Says what to do, where the errno alone did not.
-    pub(crate) fn advise(mut self, remedy: &'static str) -> Self {
-        if self.remedy.is_empty() {
-            self.remedy = remedy;
-        }
-        self
+    pub(crate) fn advise(self, remedy: impl Into<Remedy>) -> Self {
+        if self.remedy == Remedy::None { self.advise_instead(remedy) } else { self }
     }
 
     /// Says what to do here, whatever the errno alone would advise.
-    pub(crate) fn advise_instead(self, remedy: &'static str) -> Self {
-        Self { remedy, ..self }
+    pub(crate) fn advise_instead(self, remedy: impl Into<Remedy>) -> Self {
+        Self { remedy: remedy.into(), ..self }
     }
 
     pub(crate) fn set_errno(&mut self, errno: i32) {
@@ -243,9 +263,21 @@ impl Error {
         &self.detail
     }
 
-    /// What to do about it; may be empty.
-    pub fn remedy(&self) -> &'static str {
+    /// What to do about it.
+    pub fn remedy(&self) -> Remedy {
         self.remedy
+    }
+
+    /// Writes the line that `Display` writes, with these words for the remedy.
+    pub fn explain(&self, to: &mut impl fmt::Write, remedy: &str) -> fmt::Result {
+        if let Some(device) = &self.device {
+            write!(to, "{device}: ")?;
+        }
+        write!(to, "{} failed [{}]: {}", self.operation, self.kind.name(), self.detail)?;
+        if !remedy.is_empty() {
+            write!(to, "; {remedy}")?;
+        }
+        Ok(())
     }
 
     /// Whether the operation does not exist here (as opposed to: was used wrongly).
@@ -267,70 +299,64 @@ impl Error {
 }
 
 /// The translation of the driver's errno: which kind it is, and what to do about it.
-fn kind_of(phase: Phase, errno: i32) -> (ErrorKind, &'static str) {
+fn kind_of(phase: Phase, errno: i32) -> (ErrorKind, Remedy) {
     use ErrorKind::*;
     use Phase::*;
+    use Remedy::Advice;
     match (phase, errno) {
-        (Open, libc::EBUSY) => (
-            DeviceBusy,
-            "wait for the owner or end it, or choose another card (UCX_GAUDI_COPY_DEVICE)",
-        ),
+        (Open, libc::EBUSY) => (DeviceBusy, Remedy::ChooseAnotherCard),
         (Open, libc::EAGAIN) => (
             DeviceBusy,
-            "the card is in reset or being released by its last owner: try again in a moment",
+            Advice(
+                "the card is in reset or being released by its last owner: try again in a moment",
+            ),
         ),
         (Open, libc::EACCES) => (
             PermissionDenied,
-            "this user may not open the device node: check its group and mode under /dev/accel",
+            Advice(
+                "this user may not open the device node: check its group and mode under /dev/accel",
+            ),
         ),
-        (Open, libc::EPERM) => {
-            (PermissionDenied, "the card is not operational: look at hl-smi and the kernel log")
-        }
+        (Open, libc::EPERM) => (PermissionDenied, Remedy::CheckHealth),
         (Open, libc::EINVAL | libc::ENOENT | libc::ENXIO | libc::ENODEV | libc::EBADF) => {
-            (DeviceNotFound, "check with hl-smi that the card is there and the driver is loaded")
+            (DeviceNotFound, Remedy::CheckCard)
         }
-        (_, libc::ENODEV | libc::ENXIO) => {
-            (DeviceNotFound, "the card went away: look at the kernel log")
-        }
+        (_, libc::ENODEV | libc::ENXIO) => (DeviceNotFound, Remedy::CardGone),
         (_, libc::ENOMEM) => (
             OutOfMemory,
-            "free device memory, or check the locked-memory limit (ulimit -l) for host memory",
+            Advice(
+                "free device memory, or check the locked-memory limit (ulimit -l) for host memory",
+            ),
         ),
         (_, libc::EMFILE | libc::ENFILE) => {
-            (OutOfMemory, "raise the limit of open files (ulimit -n)")
+            (OutOfMemory, Advice("raise the limit of open files (ulimit -n)"))
         }
-        (_, libc::ETIMEDOUT) => (
-            Timeout,
-            "the card did not answer and will be reset: look at the kernel log, then restart",
+        (_, libc::ETIMEDOUT) => (Timeout, Remedy::NoAnswer),
+        (Copy, libc::EBUSY | libc::EIO) => (DmaFailed, Remedy::WasReset),
+        (Use, libc::EIO) => (DmaFailed, Remedy::WasReset),
+        (Share, libc::EBUSY | libc::EIO) => (ChannelFailed, Remedy::WasReset),
+        (_, libc::EBUSY) => (DeviceBusy, Remedy::InReset),
+        (_, libc::EPERM | libc::EACCES) => (
+            PermissionDenied,
+            Advice("the driver does not allow this on this card or to this user"),
         ),
-        (Copy, libc::EBUSY | libc::EIO) => {
-            (DmaFailed, "the card was reset: look at the kernel log, then restart")
-        }
-        (Use, libc::EIO) => (DmaFailed, "the card was reset: look at the kernel log, then restart"),
-        (Share, libc::EBUSY | libc::EIO) => {
-            (ChannelFailed, "the card was reset: look at the kernel log, then restart")
-        }
-        (_, libc::EBUSY) => {
-            (DeviceBusy, "the card is being reset: look at the kernel log, then restart")
-        }
-        (_, libc::EPERM | libc::EACCES) => {
-            (PermissionDenied, "the driver does not allow this on this card or to this user")
-        }
         (_, libc::EOPNOTSUPP | libc::ENOTTY | libc::ENOSYS) => {
-            (InvalidParams, "this driver or card cannot do this")
+            (InvalidParams, Advice("this driver or card cannot do this"))
         }
         (Share, libc::EINVAL) => (
             ChannelFailed,
-            "the driver exports whole 4 KiB pages of mapped device memory, and only if the PCI \
-             BAR covers all of it (resizable BAR)",
+            Advice(
+                "the driver exports whole 4 KiB pages of mapped device memory, and only if the PCI \
+                 BAR covers all of it (resizable BAR)",
+            ),
         ),
-        (Share, _) => (ChannelFailed, ""),
+        (Share, _) => (ChannelFailed, Remedy::None),
         (Use | Copy, libc::EFAULT) => {
-            (InvalidParams, "the memory is not mapped, or not writable, in this process")
+            (InvalidParams, Advice("the memory is not mapped, or not writable, in this process"))
         }
-        (Use | Copy, libc::EINVAL) => (InvalidParams, ""),
-        (Copy, _) => (DmaFailed, ""),
-        (Open | Use, _) => (InvalidParams, ""),
+        (Use | Copy, libc::EINVAL) => (InvalidParams, Remedy::None),
+        (Copy, _) => (DmaFailed, Remedy::None),
+        (Open | Use, _) => (InvalidParams, Remedy::None),
     }
 }
 
@@ -339,18 +365,41 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nobody_is_sent_to_the_vendors_tools_because_of_a_software_card() {
+    fn a_software_card_has_its_own_remedies_and_shares_the_others() {
+        let real = DeviceInfo::example(0);
+        let software = DeviceInfo { is_software: true, ..real.clone() };
         for (phase, errno) in
             [(Phase::Open, libc::EPERM), (Phase::Open, libc::ENODEV), (Phase::Copy, libc::EIO)]
         {
-            let error = |card: &str| Error::os(phase, "opening", "hlthunk_open", errno).on(card);
-            let advice = |text: String| text.contains("hl-smi") || text.contains("kernel log");
-            assert!(advice(error("Gaudi2 0 (0000:33:00.0)").to_string()));
-            let text = error("software Gaudi2 0 (0000:33:00.0)").to_string();
-            assert!(text.contains("SOFT_GAUDI_NODE") && !advice(text.clone()), "{text}");
+            let error = || Error::os(phase, "opening", "hlthunk_open", errno);
+            let words = error().on(&real).remedy().words();
+            assert!(words.contains("hl-smi") || words.contains("kernel log"), "{words}");
+            assert_eq!(error().on(&software).remedy(), Remedy::CheckSoftwareCard);
         }
         let busy = Error::os(Phase::Open, "opening", "hlthunk_open", libc::EBUSY);
-        assert_eq!(busy.clone().on("software Gaudi2 0").remedy(), busy.remedy());
+        assert_eq!(busy.on(&software).remedy(), Remedy::ChooseAnotherCard);
+    }
+
+    /// Whoever shows an error adds the words of their world: see [`Remedy`].
+    #[test]
+    fn the_engine_names_no_variable_of_ucx() {
+        let mut folders =
+            vec![std::path::PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/src"))];
+        let prefix = ["UC", "X_"].concat();
+        let mut files = 0;
+        while let Some(folder) = folders.pop() {
+            for entry in std::fs::read_dir(folder).unwrap() {
+                let path = entry.unwrap().path();
+                if path.is_dir() {
+                    folders.push(path);
+                    continue;
+                }
+                files += 1;
+                let text = std::fs::read_to_string(&path).unwrap();
+                assert!(!text.contains(&prefix), "{}", path.display());
+            }
+        }
+        assert!(files > 30, "all of them were read");
     }
 
     #[test]
@@ -435,11 +484,11 @@ mod tests {
     #[test]
     fn the_text_is_one_line_with_device_operation_cause_and_remedy() {
         let error = Error::os(Phase::Open, "opening the card", "hlthunk_open", libc::EBUSY)
-            .on("Gaudi2 0 (0000:33:00.0)");
+            .on(DeviceInfo::example(0));
         let text = error.to_string();
         assert!(!text.contains('\n'));
         for part in [
-            "Gaudi2 0 (0000:33:00.0): ",
+            "Gaudi2 0 (0000:00:00.0): ",
             "opening the card",
             "DEVICE_BUSY",
             "hlthunk_open",

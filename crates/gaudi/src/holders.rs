@@ -48,7 +48,7 @@ impl fmt::Display for Holders {
         for (at, Holder { pid, command }) in self.found.iter().take(MAX_NAMED).enumerate() {
             let comma = if at == 0 { "" } else { ", " };
             if *pid == std::process::id() {
-                write!(f, "{comma}this very process (pid {pid}), through another library")?;
+                write!(f, "{comma}this process (pid {pid}), through another library")?;
             } else {
                 write!(f, "{comma}{command} (pid {pid})")?;
             }
@@ -68,7 +68,7 @@ impl Holders {
         Holders { found: vec![holder], incomplete: false }
     }
 
-    /// Whether this very process is among them.
+    /// Whether this process is among them.
     pub(crate) fn is_this_process(&self) -> bool {
         self.found.iter().any(|holder| holder.pid == std::process::id())
     }
@@ -216,7 +216,7 @@ mod tests {
             |holders: &Holders| holders.found.iter().any(|holder| holder.pid == std::process::id());
         assert!(mine(&holders[0]), "{holders:?}");
         assert!(!mine(&holders[1]), "the same name in another folder: {holders:?}");
-        assert!(holders[0].to_string().contains("this very process"), "{}", holders[0]);
+        assert!(holders[0].to_string().contains("this process"), "{}", holders[0]);
         drop(open);
         std::fs::remove_dir_all(folder).unwrap();
     }

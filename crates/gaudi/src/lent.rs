@@ -18,7 +18,7 @@ use crate::error::Phase;
 use crate::holders;
 use crate::memory::DeviceRange;
 use crate::window::ForeignMemory;
-use crate::{BusId, Device, DeviceAddr, DeviceId, DeviceInfo, Error, ErrorKind, Runtime};
+use crate::{BusId, Device, DeviceAddr, DeviceId, DeviceInfo, Error, ErrorKind, Remedy, Runtime};
 
 const LENDING: &str = "taking a card that the application lends";
 const NOTING: &str = "noting memory that the application mapped";
@@ -107,7 +107,7 @@ impl Runtime {
             Err(Error::new(ErrorKind::InvalidParams, NOTING, detail, remedy).on(&info))
         };
         let Some(end) = end else {
-            return refuse(format!("{len} bytes at {start} are no memory"), "");
+            return refuse(format!("{len} bytes at {start} are an empty or impossible range"), "");
         };
         let overlaps = |from: u64, to: u64| from < end && start.0 < to;
         // Our own windows on other cards; on this one the driver keeps the two apart.
@@ -197,8 +197,10 @@ impl Runtime {
             Error::new(
                 ErrorKind::InvalidParams,
                 NOTING,
-                format!("the memory at {start} was allocated before anyone was watching"),
-                "say how much it is: ucx_gaudi_memory_mapped()",
+                format!(
+                    "the memory at {start} was allocated before its allocation could be noticed"
+                ),
+                Remedy::ReportLength,
             )
         })?;
         self.add_memory(fd, start, len)
@@ -227,7 +229,7 @@ impl Runtime {
         self.lent.state().cards.values().any(|card| card.device.id() == device)
     }
 
-    /// Whether a card that is busy in this very process may be used without being lent.
+    /// Whether a card that is busy in this process may be used without being lent.
     fn adopts_own_cards(&self) -> bool {
         self.options().adopt_own_cards.unwrap_or(false)
     }
@@ -256,7 +258,7 @@ impl Runtime {
         self.library_if_loaded()?.function(name)
     }
 
-    /// Takes a card that did not open because this very process has it, if that is wanted.
+    /// Takes a card that did not open because this process has it, if that is wanted.
     pub(crate) fn adopt_busy(&self, candidates: &[DeviceInfo]) -> Option<Arc<Device>> {
         if !self.adopts_own_cards() || synapse_is_there() {
             return None;
@@ -291,10 +293,10 @@ impl Runtime {
             return Err(Error::unsupported(
                 LENDING,
                 format!(
-                    "a {} has no allocator: nobody knows which memory is free",
+                    "the driver of a {} has no allocator: which memory is free is not known",
                     info.generation
                 ),
-                "let UCX open it and allocate",
+                "do not open it in the application, but allocate here",
             )
             .on(info));
         }

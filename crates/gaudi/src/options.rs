@@ -17,7 +17,7 @@ pub struct Options {
     pub device: Option<DeviceChoice>,
     /// Whether [`Device::map_block`](crate::Device::map_block) may map registers. Default: no.
     pub register_access: Option<bool>,
-    /// Whether a card that is busy in this very process may be used without being lent. Default: no.
+    /// Whether a card that is busy in this process may be used without being lent. Default: no.
     pub adopt_own_cards: Option<bool>,
     /// How many pins cards keep. Set by [`Runtime::cache_registrations`], which starts the cache.
     ///

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use crate::backend::Registers;
-use crate::{Device, DeviceAddr, Error, ErrorKind, runtime};
+use crate::{Device, DeviceAddr, Error, ErrorKind, Remedy, runtime};
 
 const MAPPING: &str = "mapping a register block";
 const READING: &str = "reading a register";
@@ -32,7 +32,7 @@ impl Device {
                 ErrorKind::PermissionDenied,
                 MAPPING,
                 "register access is off in this process",
-                "set UCX_GAUDI_COPY_ENABLE_HW_BLOCK_ACCESS=yes to allow it",
+                Remedy::PermitRegisterAccess,
             )
             .on(self));
         }
@@ -107,8 +107,7 @@ mod tests {
         let (_fake, device) = Fake::device();
         let refused = device.map_block(BLOCK).unwrap_err();
         assert_eq!((refused.kind(), refused.errno()), (ErrorKind::PermissionDenied, None));
-        let text = refused.to_string();
-        assert!(text.contains("UCX_GAUDI_COPY_ENABLE_HW_BLOCK_ACCESS"), "{text}");
+        assert_eq!(refused.remedy(), Remedy::PermitRegisterAccess);
 
         permit_registers(true);
         let unlisted = device.map_block(DeviceAddr(0x1000)).unwrap_err();

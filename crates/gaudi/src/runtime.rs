@@ -12,7 +12,6 @@ use arc_swap::ArcSwap;
 use hl_thunk::{Generation, Library};
 
 use crate::backend::Backend;
-use crate::backend::lent::LENDING;
 use crate::backend::owner::Owner;
 use crate::copy::copy_and_wait;
 use crate::copy::located::End;
@@ -29,7 +28,7 @@ use crate::topology::PciLink;
 use crate::window::{Blocked, Windows};
 use crate::{
     BusId, Conflict, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Error, ErrorKind,
-    Location, Options, RegistrationCache, ScaleOut, Sysfs, Window, WindowEvent,
+    Location, Options, RegistrationCache, Remedy, ScaleOut, Sysfs, Window, WindowEvent,
 };
 
 /// Pauses between attempts while a card is in reset or being released, about three seconds in all.
@@ -515,7 +514,7 @@ fn none_opened(mut failures: Failures, holders: impl FnOnce(&[u32]) -> Vec<Holde
             holders.is_this_process()
         });
         let error = failures.remove(0).1;
-        return if ours { error.advise_instead(LENDING) } else { error };
+        return if ours { error.advise_instead(Remedy::LendCard) } else { error };
     }
     let mut ours = false;
     let reason = |(card, error): &(DeviceInfo, Error)| match why(error) {
@@ -530,7 +529,7 @@ fn none_opened(mut failures: Failures, holders: impl FnOnce(&[u32]) -> Vec<Holde
         ErrorKind::DeviceBusy,
         OPENING,
         format!("none of {} cards is free ({})", cards.len(), cards.join("; ")),
-        if ours { LENDING } else { "wait for one of the owners or end it" },
+        if ours { Remedy::LendCard } else { "wait for one of the owners or end it".into() },
     );
     error.set_errno(libc::EBUSY);
     error
@@ -596,7 +595,7 @@ mod tests {
         assert_eq!((all_busy.kind(), all_busy.errno()), (ErrorKind::DeviceBusy, Some(libc::EBUSY)));
         let ours = first_to_open(cards(3), |card| refused(card, libc::EBUSY), |_| {}).unwrap_err();
         let ours = none_opened(ours, |nodes| vec![Holders::ourselves(); nodes.len()]);
-        assert!(ours.to_string().contains("ucx_gaudi_lend"), "{ours}");
+        assert_eq!(ours.remedy(), Remedy::LendCard);
         let text = all_busy.to_string();
         assert!(text.contains("none of 3 cards is free"), "{text}");
         assert_eq!(text.matches("no process here has it open").count(), 3, "{text}");

@@ -23,6 +23,8 @@ const LIBRARY_VARIABLE: &str = "HL_THUNK_LIBRARY";
 /// installs to a directory that is usually not on the loader's path.
 const NAMES: [&str; 3] =
     ["libhl-thunk.so", "libhl-thunk.so.1", "/usr/lib/habanalabs/libhl-thunk.so"];
+/// What the software Gaudi calls itself in its version.
+const SOFTWARE: &str = "soft-gaudi";
 /// Failures in `drop` that are kept for whoever asks; more are only counted.
 const KEPT_DROP_ERRORS: usize = 16;
 
@@ -164,6 +166,11 @@ impl Library {
     /// What the library calls itself, such as `1.10.0-8636f13`.
     pub fn version(&self) -> Option<&str> {
         self.version.as_deref()
+    }
+
+    /// Whether it is the software Gaudi: that says so in its version.
+    pub fn is_software(&self) -> bool {
+        self.version().is_some_and(|version| version.contains(SOFTWARE))
     }
 
     /// Whether somebody else in this process had loaded it before: an application that uses cards

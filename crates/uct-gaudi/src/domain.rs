@@ -19,6 +19,7 @@ use crate::addresses::allocation_of;
 use crate::estimates::{self, Estimates};
 use crate::flavour::Flavour;
 use crate::settings::{self, Settings};
+use crate::status::explain;
 use crate::{cards, hooks, memory_events, memtype_cache, status};
 
 /// The component of one flavour.
@@ -67,9 +68,9 @@ impl<F: Flavour> Component for GaudiComponent<F> {
                 if F::LEADS && !self.explained.swap(true, Ordering::Relaxed) {
                     // No Gaudi is nothing to bother anyone with; a mistake in a variable is.
                     if reason.is_setting_wrong() {
-                        log!(ucx, Warn, "no Gaudi: {reason}");
+                        log!(ucx, Warn, "no Gaudi: {}", explain(&reason));
                     } else {
-                        log!(ucx, Info, "no Gaudi here: {reason}");
+                        log!(ucx, Info, "no Gaudi here: {}", explain(&reason));
                     }
                 }
                 Vec::new()
@@ -87,8 +88,10 @@ impl<F: Flavour> Component for GaudiComponent<F> {
         let candidates = gaudi::runtime().candidates(&settings.device).map_err(|error| {
             if F::LEADS {
                 match &settings.device {
-                    DeviceChoice::Any => log!(ucx, Warn, "no Gaudi: {error}"),
-                    choice => log!(ucx, Warn, "UCX_GAUDI_COPY_DEVICE={choice}: {error}"),
+                    DeviceChoice::Any => log!(ucx, Warn, "no Gaudi: {}", explain(&error)),
+                    choice => {
+                        log!(ucx, Warn, "UCX_GAUDI_COPY_DEVICE={choice}: {}", explain(&error))
+                    }
                 }
             }
             status::of(&error)
@@ -194,7 +197,7 @@ impl<F> Drop for GaudiDomain<F> {
     fn drop(&mut self) {
         drop(self.device.get_mut().unwrap_or_else(PoisonError::into_inner).take());
         for error in gaudi::runtime().take_drop_errors() {
-            log!(self.ucx, Warn, "{error}");
+            log!(self.ucx, Warn, "{}", explain(&error));
         }
     }
 }
@@ -276,9 +279,9 @@ impl<F: Flavour> GaudiDomain<F> {
 
     fn fail(&self, hidden: bool, what: &str, error: &Error) -> Status {
         if hidden {
-            log!(self.ucx, Debug, "{what}: {error}");
+            log!(self.ucx, Debug, "{what}: {}", explain(error));
         } else {
-            log!(self.ucx, Error, "{what}: {error}");
+            log!(self.ucx, Error, "{what}: {}", explain(error));
         }
         status::of(error)
     }

@@ -18,6 +18,8 @@ use gaudi::{DeviceAddr, Runtime, runtime};
 use uct::config::Ternary;
 use uct::{Ucx, log};
 
+use crate::status;
+
 type Alloc = unsafe extern "C" fn(c_int, u64, u64, bool, bool) -> u64;
 type Map = unsafe extern "C" fn(c_int, u64, u64) -> u64;
 /// Free and unmap.
@@ -144,7 +146,7 @@ fn tell<T>(fd: c_int, what: impl FnOnce(&'static Runtime, BorrowedFd<'_>) -> T) 
 fn complain(what: &str, error: &gaudi::Error) {
     let wanted = *WANTED.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some((ucx, _)) = wanted {
-        log!(ucx, Warn, "{what}: {error}");
+        log!(ucx, Warn, "{what}: {}", status::explain(error));
     }
 }
 

@@ -23,7 +23,7 @@ use crate::domain::{GaudiComponent, GaudiDomain, Memory};
 use crate::estimates::Estimates;
 use crate::flavour::Flavour;
 use crate::sleeper::Sleeper;
-use crate::status;
+use crate::status::{self, explain};
 
 /// An open interface.
 pub(crate) struct CopyInterface<F> {
@@ -55,7 +55,7 @@ impl<F: Flavour> CopyInterface<F> {
         };
         copied.map_err(|error| {
             // UCP aborts the process when a short copy fails: the reason must be in the log first.
-            log!(self.ucx, Error, "copy of {} bytes failed: {error}", local.length);
+            log!(self.ucx, Error, "copy of {} bytes failed: {}", local.length, explain(&error));
             status::of(&error)
         })
     }
@@ -129,16 +129,17 @@ impl<F: Flavour> CopyInterface<F> {
             log!(
                 self.ucx,
                 Error,
-                "fatal: copy failed: {error} (UCX would go on with wrong bytes; \
-                 UCX_GAUDI_COPY_ABORT_ON_ERROR=n lets it)"
+                "fatal: copy failed: {} (UCX would go on with wrong bytes; \
+                 UCX_GAUDI_COPY_ABORT_ON_ERROR=n lets it)",
+                explain(error)
             );
             std::process::abort();
         }
         // A device that went away fails every copy there is: one line is enough.
         if error.is_device_lost() && self.lost.replace(true) {
-            log!(self.ucx, Debug, "copy failed: {error}");
+            log!(self.ucx, Debug, "copy failed: {}", explain(error));
         } else {
-            log!(self.ucx, Error, "copy failed: {error}");
+            log!(self.ucx, Error, "copy failed: {}", explain(error));
         }
         status::of(error)
     }

@@ -11,7 +11,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use gaudi::{DeviceAddr, Error, ErrorKind, runtime};
 
-use crate::hooks;
+use crate::{hooks, status};
 
 thread_local! {
     /// What went wrong last on this thread.
@@ -36,7 +36,7 @@ fn run(fd: c_int, body: impl FnOnce(BorrowedFd<'_>) -> Result<(), Error>) -> c_i
     let outcome = catch_unwind(AssertUnwindSafe(|| {
         // SAFETY: not negative; whether it is open, the first call on it finds out.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-        body(fd).map_err(|error| (error.kind().code(), error.to_string()))
+        body(fd).map_err(|error| (error.kind().code(), status::explain(&error).to_string()))
     }));
     let bug = || (invalid, String::from("internal error (please report)"));
     answer(outcome.unwrap_or_else(|_| Err(bug())))

@@ -152,7 +152,7 @@ fn attempt<T>(
     match catch_unwind(AssertUnwindSafe(|| body(bench))) {
         Ok(Ok(value)) => Ok(value),
         Ok(Err(error)) => {
-            log!(bench.ucx, Error, "{what}: {error}");
+            log!(bench.ucx, Error, "{what}: {}", status::explain(&error));
             Err(status::of(&error))
         }
         Err(panic) => {

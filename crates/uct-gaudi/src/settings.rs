@@ -10,6 +10,7 @@ use uct::config::{Kind, Ternary, Values, Variable};
 use uct::{Level, Status, Ucx, log};
 
 use crate::estimates::{self, Wishes};
+use crate::status;
 
 /// Prefix of the variables, behind `UCX_`.
 pub(crate) const PREFIX: &str = "GAUDI_COPY_";
@@ -167,7 +168,7 @@ impl Settings {
         let text = values.text("DEVICE");
         let device: DeviceChoice = text.parse().map_err(|error: Error| {
             if aloud {
-                log!(ucx, Warn, "UCX_GAUDI_COPY_DEVICE={text}: {error}");
+                log!(ucx, Warn, "UCX_GAUDI_COPY_DEVICE={text}: {}", status::explain(&error));
             }
             Status::INVALID_PARAM
         })?;

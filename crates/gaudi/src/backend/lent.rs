@@ -8,9 +8,9 @@ use hl_thunk::{DeviceAddr, Direction};
 
 use super::owner::Owner;
 use super::{Backend, CopyLimits, Geometry, HostPin, Page, Registers, Ticket};
-use crate::Error;
 use crate::error::ErrorKind;
 use crate::stats::Counts;
+use crate::{Error, Remedy};
 
 /// Somebody else's card.
 #[derive(Debug)]
@@ -32,15 +32,11 @@ impl Lent {
         Err(Error::new(
             ErrorKind::PermissionDenied,
             operation,
-            "this very process opened the card by itself and has not lent it",
-            LENDING,
+            "this process opened the card itself and has not lent it",
+            Remedy::LendCard,
         ))
     }
 }
-
-/// How a program gives us its card.
-pub(crate) const LENDING: &str = "call ucx_gaudi_lend(fd) with its descriptor, or set \
-                                  UCX_GAUDI_COPY_ADOPT=y";
 
 impl Backend for Lent {
     fn geometry(&self) -> Geometry {

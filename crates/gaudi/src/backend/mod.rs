@@ -146,7 +146,7 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
         let _ = (mapping, offset, len, counts);
         Err(Error::unsupported(
             "exporting a dma-buf",
-            "nobody but us maps memory on this card",
+            "the application maps no memory on this card",
             "report this",
         ))
     }

@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use e2e::{Device, SoftNode, Ucx, Workbench};
 use ucp_check::buffer::Buffer;
+use ucp_check::client::Client;
 use ucp_check::pattern::{Image, Layout};
-use ucp_check::rig::{Rig, RigOptions};
-use ucp_check::ucp::{self, Features, Memory};
+use ucp_check::ucp::{self, Features, Memory, WorkerOptions};
 use ucp_check::watchdog::Watchdog;
 
 const PROGRAM: &str = "the_program_that_forks";
@@ -56,19 +56,18 @@ fn a_child_forked_before_ucx_starts_has_a_card_of_its_own() {
 }
 
 /// Starts UCP.
-fn start(path: &std::path::Path, dog: &Watchdog) -> Rig {
+fn start(path: &std::path::Path, watchdog: &Watchdog) -> Client {
     let ucx = ucp::Ucx::load(path.parent()).expect("UCX loads");
-    let options = RigOptions { features: Features::ALL, hint: false, multi: false };
-    Rig::new(ucx, options, dog).expect("UCP starts")
+    Client::new(ucx, Features::ALL, WorkerOptions::default(), watchdog).expect("UCP starts")
 }
 
 /// Memory on a card with known bytes in it.
-fn filled(rig: &Rig, seed: u64) -> (Buffer, Image) {
+fn filled(client: &Client, seed: u64) -> (Buffer, Image) {
     const LEN: usize = 100_003;
-    let staging = rig.region(Memory::Host, Layout::allocation(LEN)).expect("host memory");
-    let buffer = Buffer::new(rig, Memory::Gaudi, LEN, &staging).expect("Gaudi memory");
+    let staging = client.region(Memory::Host, Layout::allocation(LEN)).expect("host memory");
+    let buffer = Buffer::new(client, Memory::Gaudi, LEN, &staging).expect("Gaudi memory");
     let image = Image::message(Layout::new(LEN, seed), seed, seed);
-    buffer.prove(rig, &image).expect("every byte");
+    buffer.prove(client, &image).expect("every byte");
     (buffer, image)
 }
 
@@ -102,21 +101,21 @@ fn the_program_that_forks() {
         // The driver library and the plugin are loaded, UCP looked for cards: nothing was opened.
         drop(start(&path, &watch()));
         let child = fork(|| drop(filled(&start(&path, &watch()), 1)));
-        let rig = start(&path, &watch());
-        drop(filled(&rig, 2));
+        let client = start(&path, &watch());
+        drop(filled(&client, 2));
         child()
     } else {
-        let rig = start(&path, &watch());
-        let (buffer, image) = filled(&rig, 3);
+        let client = start(&path, &watch());
+        let (buffer, image) = filled(&client, 3);
         let child = fork(|| {
-            assert!(rig.region(Memory::Gaudi, 4096).is_err(), "with its parent's context");
+            assert!(client.region(Memory::Gaudi, 4096).is_err(), "with its parent's context");
             let own = start(&path, &watch());
             assert!(own.region(Memory::Gaudi, 4096).is_err(), "with a context of its own");
             assert!(own.region(Memory::Host, 4096).is_ok(), "host memory is nobody's business");
         });
         let passed = child();
-        buffer.verify(&rig, &image).expect("readable").expect("as it was");
-        drop(filled(&rig, 4));
+        buffer.verify(&client, &image).expect("readable").expect("as it was");
+        drop(filled(&client, 4));
         passed
     };
     assert!(passed, "the child failed");

@@ -12,9 +12,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use e2e::{Device, Layout, Ucx, Workbench};
+use ucp_check::client::Client;
 use ucp_check::pattern;
-use ucp_check::rig::{Rig, RigOptions};
-use ucp_check::ucp::{self, Endpoint, Features, Memory, Region};
+use ucp_check::ucp::{self, Endpoint, Features, Memory, Region, WorkerOptions};
 use ucp_check::watchdog::Watchdog;
 
 const CHILD: &str = "the_application";
@@ -223,9 +223,9 @@ fn plugin(name: &CStr, fd: c_int, address: u64, length: u64) {
 }
 
 /// Sends bytes from host memory to `address` and back, and compares them.
-fn exchange(rig: &Rig, to_myself: &Endpoint, address: u64, len: usize, key: u64) {
-    let theirs = Region::elsewhere(rig.worker().context(), address, len);
-    let (from, back) = (rig.region(Memory::Host, len), rig.region(Memory::Host, len));
+fn exchange(client: &Client, to_myself: &Endpoint, address: u64, len: usize, key: u64) {
+    let theirs = Region::elsewhere(client.worker().context(), address, len);
+    let (from, back) = (client.region(Memory::Host, len), client.region(Memory::Host, len));
     let (from, back) = (from.expect("host memory"), back.expect("host memory"));
     let mut bytes = vec![0; len];
     pattern::fill(key, 0, &mut bytes);
@@ -233,10 +233,10 @@ fn exchange(rig: &Rig, to_myself: &Endpoint, address: u64, len: usize, key: u64)
     // Odd places: nothing is aligned.
     for (source, destination, tag) in [(&from, &theirs, 1), (&theirs, &back, 2)] {
         let part = |region: &Arc<Region>| region.span(3, len - 3);
-        let receive = rig.worker().tag_receive(&part(destination), tag).expect("receive");
+        let receive = client.worker().tag_receive(&part(destination), tag).expect("receive");
         let send = to_myself.tag_send(&part(source), tag).expect("send");
-        rig.finish(send).expect("sent");
-        rig.finish(receive).expect("received");
+        client.finish(send).expect("sent");
+        client.finish(receive).expect("received");
     }
     let mut arrived = vec![0; len];
     back.read(0, &mut arrived);
@@ -283,21 +283,21 @@ fn the_application() {
     let early = early.map(|driver| driver.map(LEN as u64));
 
     let ucx = ucp::Ucx::load(path.parent()).expect("UCX loads");
-    let dog = Watchdog::start("application", Duration::from_secs(60));
-    let options = RigOptions { features: Features::ALL, hint: false, multi: false };
-    let rig = Rig::new(ucx, options, &dog).expect("UCP starts");
+    let watchdog = Watchdog::start("application", Duration::from_secs(60));
+    let options = WorkerOptions::default();
+    let client = Client::new(ucx, Features::ALL, options, &watchdog).expect("UCP starts");
     if scene == "use no card" {
         println!("the application is content");
         return;
     }
     let driver = driver.unwrap_or_else(|| Driver::open(library));
     if scene == "allocate" {
-        assert!(rig.region(Memory::Gaudi, 4096).is_err(), "the application has the card");
+        assert!(client.region(Memory::Gaudi, 4096).is_err(), "the application has the card");
         return;
     }
-    let address = rig.worker().address().expect("address");
+    let address = client.worker().address().expect("address");
     // SAFETY: the address of our own worker.
-    let to_myself = unsafe { rig.connect(&address, false) }.expect("endpoint");
+    let to_myself = unsafe { client.connect(&address, false) }.expect("endpoint");
     type SetHandler = unsafe extern "C" fn(
         c_int,
         c_int,
@@ -316,7 +316,7 @@ fn the_application() {
     }
     if let Some((_, address)) = early {
         plugin(c"ucx_gaudi_memory_mapped", driver.fd, address, LEN as u64);
-        exchange(&rig, &to_myself, address, LEN, 1);
+        exchange(&client, &to_myself, address, LEN, 1);
     }
     // Twice: the second mapping comes to lie where the first was.
     let mut places = Vec::new();
@@ -327,7 +327,7 @@ fn the_application() {
         }
         driver.glance();
         for len in [100, 5000, LEN] {
-            exchange(&rig, &to_myself, address, len, round * 100 + len as u64);
+            exchange(&client, &to_myself, address, len, round * 100 + len as u64);
         }
         assert!(FREED.lock().expect("not poisoned").is_empty(), "nothing was freed yet");
         if say {
@@ -342,8 +342,8 @@ fn the_application() {
     assert_eq!(places[0], places[1], "or the second round shows less");
 
     // UCX's own memory on the same card, beside the application's.
-    let region = rig.region(Memory::Gaudi, LEN).expect("memory on the card that was lent");
-    exchange(&rig, &to_myself, region.address(), LEN, 7);
+    let region = client.region(Memory::Gaudi, LEN).expect("memory on the card that was lent");
+    exchange(&client, &to_myself, region.address(), LEN, 7);
     drop(region);
     if let Some((handle, address)) = early {
         FREED.lock().expect("not poisoned").clear();

@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use e2e::{Device, Ucx, Workbench};
 use ucp_check::buffer::Buffer;
+use ucp_check::client::Client;
 use ucp_check::pattern::{Image, Layout};
-use ucp_check::rig::{Rig, RigOptions};
-use ucp_check::ucp::{self, Features, Memory};
+use ucp_check::ucp::{self, Features, Memory, WorkerOptions};
 use ucp_check::watchdog::Watchdog;
 
 /// The file of one of UCX's libraries, beside libucp.
@@ -66,14 +66,14 @@ fn allocates_and_copies() {
         assert!(!handle.is_null(), "{file:?} does not load");
     }
     let ucx = ucp::Ucx::load(path.parent()).expect("UCX loads");
-    let dog = Watchdog::start("loading", Duration::from_secs(60));
-    let options = RigOptions { features: Features::ALL, hint: false, multi: false };
-    let rig = Rig::new(ucx, options, &dog).expect("UCP starts");
+    let watchdog = Watchdog::start("loading", Duration::from_secs(60));
+    let options = WorkerOptions::default();
+    let client = Client::new(ucx, Features::ALL, options, &watchdog).expect("UCP starts");
     for body in [8, 100_000, 3 << 20] {
-        let staging = rig.region(Memory::Host, Layout::allocation(body)).expect("host memory");
-        let buffer = Buffer::new(&rig, Memory::Gaudi, body, &staging).expect("Gaudi memory");
+        let staging = client.region(Memory::Host, Layout::allocation(body)).expect("host memory");
+        let buffer = Buffer::new(&client, Memory::Gaudi, body, &staging).expect("Gaudi memory");
         let image = Image::message(Layout::new(body, 1), 2, 3);
-        buffer.prove(&rig, &image).expect("what was written");
+        buffer.prove(&client, &image).expect("what was written");
     }
     println!("every byte is right");
 }

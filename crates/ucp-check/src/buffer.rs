@@ -1,8 +1,8 @@
 //! A test buffer: an allocation in host or device memory, or a part of one, that can be filled with an
 //! image and compared with one, guards included.
 
+use crate::client::Client;
 use crate::pattern::{Image, Layout, Mismatch};
-use crate::rig::Rig;
 use crate::ucp::{Memory, PackedRegion, Region, RemoteKey, Span};
 use anyhow::{Result, bail};
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use std::sync::Arc;
 /// Host or device memory of the size that layouts of one message size have.
 pub struct Buffer {
     /// For device memory: how we get at it. Declared first: the key goes before its region.
-    ferry: Option<(RemoteKey, Arc<Region>)>,
+    staging: Option<(RemoteKey, Arc<Region>)>,
     region: Arc<Region>,
     /// Which part of it.
     offset: usize,
@@ -20,29 +20,34 @@ pub struct Buffer {
 impl Buffer {
     /// Allocates for messages of `body` bytes. Device buffers share the host region `staging`,
     /// which must be at least as long.
-    pub fn new(rig: &Rig, memory: Memory, body: usize, staging: &Arc<Region>) -> Result<Buffer> {
-        rig.step(format_args!("allocating {memory} memory for {body} bytes"));
-        Buffer::of(rig, rig.region(memory, Layout::allocation(body))?, staging)
+    pub fn new(
+        client: &Client,
+        memory: Memory,
+        body: usize,
+        staging: &Arc<Region>,
+    ) -> Result<Buffer> {
+        client.step(format_args!("allocating {memory} memory for {body} bytes"));
+        Buffer::of(client, client.region(memory, Layout::allocation(body))?, staging)
     }
 
     /// A buffer that is this region; `staging` as for [`Buffer::new`].
-    pub fn of(rig: &Rig, region: Arc<Region>, staging: &Arc<Region>) -> Result<Buffer> {
+    pub fn of(client: &Client, region: Arc<Region>, staging: &Arc<Region>) -> Result<Buffer> {
         let length = region.length();
-        Buffer::part(rig, region, 0, length, staging)
+        Buffer::part(client, region, 0, length, staging)
     }
 
     /// A buffer that is a part of this region; `staging` as for [`Buffer::new`].
     pub fn part(
-        rig: &Rig,
+        client: &Client,
         region: Arc<Region>,
         offset: usize,
         length: usize,
         staging: &Arc<Region>,
     ) -> Result<Buffer> {
         assert!(length <= staging.length());
-        let mut buffer = Buffer { ferry: None, region, offset, length };
-        if buffer.region.memory() == Memory::Gaudi {
-            buffer.ferry = Some((rig.own_key(&buffer.pack()?)?, staging.clone()));
+        let mut buffer = Buffer { staging: None, region, offset, length };
+        if buffer.region.memory() != Memory::Host {
+            buffer.staging = Some((client.own_key(&buffer.pack()?)?, staging.clone()));
         }
         Ok(buffer)
     }
@@ -77,63 +82,63 @@ impl Buffer {
     }
 
     /// Makes the whole buffer look like `image`.
-    pub fn fill(&self, rig: &Rig, image: &Image) -> Result<()> {
+    pub fn fill(&self, client: &Client, image: &Image) -> Result<()> {
         assert_eq!(image.total(), self.length);
         let (host, start) = self.host_side();
         image.write(|at, bytes| host.write(start + at, bytes));
-        self.unload(rig)
+        self.write_back(client)
     }
 
     /// Compares the whole buffer with `image`. The outer error is UCX's, the inner one a wrong
     /// byte.
-    pub fn verify(&self, rig: &Rig, image: &Image) -> Result<Result<(), Mismatch>> {
+    pub fn verify(&self, client: &Client, image: &Image) -> Result<Result<(), Mismatch>> {
         assert_eq!(image.total(), self.length);
-        self.load(rig)?;
+        self.load(client)?;
         let (host, start) = self.host_side();
         Ok(image.verify(|at, bytes| host.read(start + at, bytes)))
     }
 
     /// Flips one bit at `offset`: a test of the test.
-    pub fn damage(&self, rig: &Rig, offset: usize) -> Result<()> {
-        self.load(rig)?;
+    pub fn damage(&self, client: &Client, offset: usize) -> Result<()> {
+        self.load(client)?;
         let (host, start) = self.host_side();
         let mut byte = [0];
         host.read(start + offset, &mut byte);
         host.write(start + offset, &[byte[0] ^ 0x10]);
-        self.unload(rig)
+        self.write_back(client)
     }
 
     /// Where the host sees the bytes, and from which offset on: the buffer itself, or the staging region.
     fn host_side(&self) -> (&Arc<Region>, usize) {
-        match &self.ferry {
+        match &self.staging {
             None => (&self.region, self.offset),
             Some((_, staging)) => (staging, 0),
         }
     }
 
     /// Brings the bytes of the device to the staging region, if there is one.
-    fn load(&self, rig: &Rig) -> Result<()> {
-        let Some((key, staging)) = &self.ferry else { return Ok(()) };
-        rig.step("reading device memory by ucp_get from ourselves");
+    fn load(&self, client: &Client) -> Result<()> {
+        let Some((key, staging)) = &self.staging else { return Ok(()) };
+        client.step("reading device memory by ucp_get from ourselves");
         // Nothing of an earlier copy may pass for what the device holds.
         let blank = [0x5a; 8192];
         for at in (0..self.length).step_by(blank.len()) {
             staging.write(at, &blank[..blank.len().min(self.length - at)]);
         }
-        rig.ferry_out(&staging.span(0, self.length), key)
+        client.read_device(&staging.span(0, self.length), key)
     }
 
     /// Brings the bytes of the staging region, if there is one, to the device.
-    fn unload(&self, rig: &Rig) -> Result<()> {
-        let Some((key, staging)) = &self.ferry else { return Ok(()) };
-        rig.step("filling device memory by ucp_put to ourselves");
-        rig.ferry_in(&staging.span(0, self.length), key)
+    fn write_back(&self, client: &Client) -> Result<()> {
+        let Some((key, staging)) = &self.staging else { return Ok(()) };
+        client.step("filling device memory by ucp_put to ourselves");
+        client.write_device(&staging.span(0, self.length), key)
     }
 
     /// Fills with `image` and reads it back: does the way into this memory work at all?
-    pub fn prove(&self, rig: &Rig, image: &Image) -> Result<()> {
-        self.fill(rig, image)?;
-        if let Err(wrong) = self.verify(rig, image)? {
+    pub fn prove(&self, client: &Client, image: &Image) -> Result<()> {
+        self.fill(client, image)?;
+        if let Err(wrong) = self.verify(client, image)? {
             bail!("{} memory at {:#x}: {wrong}", self.region.memory(), self.address());
         }
         Ok(())

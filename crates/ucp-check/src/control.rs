@@ -1,4 +1,5 @@
-//! The line between the two processes of a pair: small JSON messages over a Unix socket.
+//! The control channel between two processes: small JSON messages over a Unix socket that both inherited,
+//! so that it also works from one network namespace to another.
 //!
 //! Beside the data path on purpose: addresses, keys and barriers do not depend on what is tested.
 //! Whoever waits here keeps its worker going, because the peer's operation may need it.
@@ -10,7 +11,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 
-/// One end of the line.
+/// One end of the channel.
 pub struct Control {
     socket: UnixStream,
     received: Vec<u8>,
@@ -60,7 +61,7 @@ impl Control {
         self.receive(worker)
     }
 
-    /// Both have arrived at `step`.
+    /// Returns when both have arrived at `step`.
     pub fn barrier(&mut self, worker: &Worker, step: u64) -> Result<()> {
         let theirs = self.exchange(worker, &step)?;
         if theirs != step {

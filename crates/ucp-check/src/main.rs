@@ -2,23 +2,22 @@
 
 use anyhow::Result;
 use clap::{Args, Parser, Subcommand};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Duration;
 use ucp_check::matrix::{Op, Pair, Plan, SIZES, Sabotage, Size};
-use ucp_check::run::surroundings::{Refusal, Surroundings, Variable};
+use ucp_check::run::environment::{Environment, Refusal, Variable};
 use ucp_check::run::{
-    self, alloc, asleep, atomics, costs, loopback, memory, mesh, pair, peer_errors, reconnect,
-    rotate, soak, threads,
+    Side, alloc, asleep, atomics, costs, loopback, memory, pair, peer_errors, reconnect, rotate,
+    soak,
 };
-use ucp_check::ucp::{Features, Memory};
+use ucp_check::ucp::Features;
 
 /// Moves messages through a stock UCX and checks every byte, and the bytes around, on both sides.
 ///
 /// Host and Gaudi memory, tag, stream, active message, put and get. Gaudi memory needs the plugin
-/// (UCX_PLUGIN_PATH) and a driver library, the real or the software one (LD_LIBRARY_PATH); it is
-/// allocated, filled and read back through UCX alone. Exit status 0 means that everything that was
-/// asked for was run and verified.
+/// (UCX_PLUGIN_PATH) and a driver library, the real or the software one (LD_LIBRARY_PATH); it is allocated,
+/// filled and read back through UCX alone. Exit status 0 means that everything that was asked for was run and
+/// verified.
 #[derive(Parser)]
 #[command(name = "ucp-check", version)]
 struct Cli {
@@ -33,8 +32,8 @@ struct Cli {
 enum Command {
     /// Two processes, every operation and memory pair in both directions
     Pair(PairArgs),
-    /// Several processes, all connected to each other: put, get, tags (and streams, if asked for) between
-    /// all of them at once
+    /// Several processes, all connected to each other: put, get, tags (and streams, if asked for) between all
+    /// of them at once
     Mesh {
         /// How many
         #[arg(long, default_value_t = 8)]
@@ -48,37 +47,15 @@ enum Command {
     HostOnly(PairArgs),
     /// Two processes, contexts with TAG and WAKEUP only, asleep on the event descriptor while waiting
     Wakeup(PairArgs),
-    /// One process, asleep on the event descriptor while copies to and from Gaudi memory are all that is
-    /// under way; fails if it goes round and round instead
-    Asleep {
-        /// Bytes of the copies
-        #[arg(long, value_delimiter = ',', default_value = "8,4K,64K,1M,16M")]
-        sizes: Vec<Size>,
-        /// How often, there and back
-        #[arg(long, default_value_t = 10)]
-        count: u64,
-        /// The device takes its time (SOFT_GAUDI_LATENCY): most copies must be slept for
-        #[arg(long)]
-        slow: bool,
-        /// Seconds that one step may take
-        #[arg(long, default_value_t = 60.0)]
-        timeout: f64,
-    },
+    /// One process, asleep on the event descriptor while copies to and from Gaudi memory are all that is in
+    /// flight; fails if it polls instead
+    Asleep(asleep::Options),
     /// Two copies of UCX (--ucx A --ucx B) in one process, each in loopback, then taking turns
     TwoUcx(PlanArgs),
     /// A peer is killed in the middle of its transfers: the error must show, nothing may hang
     PeerErrors {
-        /// A third process must get the dead one's card while the survivor lives; needs exactly two
-        /// cards
-        #[arg(long)]
-        heir: bool,
-        /// Everything goes straight to or from the peer's memory: the survivor's operation must end, put and
-        /// get by themselves, others at the latest when the memory is unmapped
-        #[arg(long)]
-        direct: bool,
-        /// How often to run each case, each time with another point of death
-        #[arg(long, default_value_t = 1)]
-        times: u32,
+        #[command(flatten)]
+        options: peer_errors::Options,
         #[command(flatten)]
         pair: PairArgs,
     },
@@ -94,25 +71,9 @@ enum Command {
         pair: PairArgs,
     },
     /// Allocate and free device memory, many times and in many sizes
-    Alloc {
-        /// How many allocations
-        #[arg(long, default_value_t = 100)]
-        count: u64,
-        /// Which memory: gaudi or host
-        #[arg(long, default_value = "gaudi")]
-        memory: Memory,
-        /// Largest message size
-        #[arg(long, default_value = "8M")]
-        max: Size,
-        /// Makes sizes and patterns
-        #[arg(long, default_value_t = 1)]
-        seed: u64,
-        /// Seconds that one step may take
-        #[arg(long, default_value_t = 60.0)]
-        timeout: f64,
-    },
+    Alloc(alloc::Options),
     /// What memory domains promise, asked through libuct: allocation, detection, dma-bufs, registration
-    Memory(MemoryArgs),
+    Memory(memory::Options),
     /// One multi-threaded worker used by several threads
     Threads {
         /// How many threads
@@ -122,56 +83,17 @@ enum Command {
         plan: PlanArgs,
     },
     /// Every atomic operation on a peer's memory, or our own
-    Atomics {
-        /// Where the variable is: gaudi or host
-        #[arg(long, default_value = "gaudi")]
-        memory: Memory,
-        /// In this process, not in another
-        #[arg(long)]
-        alone: bool,
-        /// Variable for the two processes
-        #[arg(long, value_name = "K=V")]
-        env: Vec<Variable>,
-        /// Seconds that one step may take
-        #[arg(long, default_value_t = 60.0)]
-        timeout: f64,
-    },
+    Atomics(atomics::Options),
     /// Random messages from many threads for a given time, buffers coming and going meanwhile
-    Soak {
-        /// For how long
-        #[arg(long, default_value_t = 60.0)]
-        seconds: f64,
-        /// How many threads
-        #[arg(long, default_value_t = 8)]
-        threads: u8,
-        /// Every thread its own worker, one shared by all, or the last quarter sharing one
-        #[arg(long, value_enum, default_value = "mixed")]
-        workers: soak::Workers,
-        /// Largest message size
-        #[arg(long, default_value = "16M")]
-        max: Size,
-        /// Makes everything that is random
-        #[arg(long, default_value_t = 1)]
-        seed: u64,
-        /// Seconds that one step may take before it counts as hung
-        #[arg(long, default_value_t = 120.0)]
-        timeout: f64,
-        /// Damage one byte after every transfer: proves that the check can fail
-        #[arg(long, value_name = "WHERE")]
-        sabotage: Option<Sabotage>,
-    },
+    Soak(soak::Options),
     /// Like pair --plain, at a few sizes, with times: latency and bandwidth of verified messages
     Bench(PairArgs),
     /// Figures for `cargo xtask bench`: a name, a tab and a number a line
     #[command(subcommand)]
     Costs(Costs),
-    #[command(name = pair::ROLE, hide = true)]
-    PairSide(SideArgs),
-    #[command(name = mesh::ROLE, hide = true)]
-    MeshSide(SideArgs),
     /// Bandwidth of put and get over a working set that no cache holds, beside memcpy
     Rotate {
-        /// Operations under way at any time
+        /// Operations in flight at any time
         #[arg(long, default_value_t = 16)]
         outstanding: usize,
         /// Working set of each process
@@ -180,14 +102,8 @@ enum Command {
         #[command(flatten)]
         pair: PairArgs,
     },
-    #[command(name = rotate::ROLE, hide = true)]
-    RotateSide(SideArgs),
-    #[command(name = reconnect::ROLE, hide = true)]
-    ReconnectSide(SideArgs),
-    #[command(name = peer_errors::ROLE, hide = true)]
-    PeerErrorsSide(SideArgs),
-    #[command(name = atomics::ROLE, hide = true)]
-    AtomicsSide(SideArgs),
+    #[command(hide = true)]
+    Side(Side),
 }
 
 #[derive(Subcommand)]
@@ -203,40 +119,6 @@ enum Costs {
     },
     /// The first ucp_init of a process
     Init,
-}
-
-#[derive(Args)]
-struct MemoryArgs {
-    /// What to check
-    #[arg(value_enum)]
-    check: memory::Check,
-    /// The component: gaudi_copy or gaudi_gdr
-    #[arg(long, default_value = "gaudi_copy")]
-    component: String,
-    /// Setting of the memory domain, e.g. GAUDI_COPY_DEVICE=1; stronger than the environment
-    #[arg(long, value_name = "K=V", value_parser = variable)]
-    set: Vec<(String, String)>,
-    /// Largest allocation
-    #[arg(long, default_value = "256M")]
-    max: Size,
-    /// Cycles of churn; rcache makes a hundredth of it
-    #[arg(long, default_value_t = 10_000)]
-    cycles: u32,
-    /// Steps of model, and of each of the threads
-    #[arg(long, default_value_t = 2000)]
-    steps: u32,
-    /// Unix socket of a program that maps dma-bufs
-    #[arg(long, value_name = "SOCKET")]
-    importer: Option<PathBuf>,
-    /// When done, write the verdict to this file and wait to be killed, with the domain open
-    #[arg(long, value_name = "FILE")]
-    stay: Option<PathBuf>,
-    /// Makes sizes, orders and patterns
-    #[arg(long, default_value_t = 1)]
-    seed: u64,
-    /// Seconds that one step may take
-    #[arg(long, default_value_t = 120.0)]
-    timeout: f64,
 }
 
 #[derive(Args)]
@@ -293,37 +175,9 @@ struct PlanArgs {
     /// Seconds that one step may take before it counts as hung
     #[arg(long, default_value_t = 60.0)]
     timeout: f64,
-    /// Damage one byte after every transfer: proves that the check can fail
-    #[arg(long, value_name = "WHERE")]
+    /// Do something wrong in every transfer: proves that the check can fail
+    #[arg(long, value_name = "WHAT")]
     sabotage: Option<Sabotage>,
-}
-
-#[derive(Args)]
-struct SideArgs {
-    #[arg(long)]
-    rank: u8,
-    #[arg(long)]
-    parent: u32,
-    #[arg(long)]
-    plan: String,
-    #[arg(long, value_enum)]
-    refuse: Option<Refusal>,
-}
-
-impl SideArgs {
-    /// Begins the work of one process.
-    fn run<P: serde::de::DeserializeOwned>(
-        &self,
-        side: impl FnOnce(u8, u32, &P) -> Result<bool>,
-    ) -> Result<bool> {
-        self.refuse.map_or(Ok(()), Refusal::impose)?;
-        side(self.rank, self.parent, &serde_json::from_str(&self.plan)?)
-    }
-}
-
-fn variable(text: &str) -> Result<(String, String), String> {
-    let (key, value) = text.split_once('=').ok_or_else(|| format!("'{text}' is not K=V"))?;
-    Ok((key.to_owned(), value.to_owned()))
 }
 
 /// What a subcommand runs unless the user says otherwise.
@@ -343,6 +197,9 @@ const EVERYTHING: Defaults<'static> = Defaults {
     features: Features::ALL,
 };
 
+/// What several workers or processes share can tell these apart.
+const KEYED: [Op; 3] = [Op::Tag, Op::Put, Op::Get];
+
 impl PlanArgs {
     fn plan(&self, ucx: Option<&PathBuf>, defaults: &Defaults<'_>) -> Plan {
         fn or<T: Copy>(given: &[T], default: &[T]) -> Vec<T> {
@@ -350,7 +207,7 @@ impl PlanArgs {
         }
         let mut ops = or(&self.ops, defaults.ops);
         if !self.plain {
-            ops = ops.iter().flat_map(|op| op.variants()).copied().collect();
+            ops = ops.into_iter().flat_map(Op::variants).collect();
         }
         ops.sort();
         ops.dedup();
@@ -358,21 +215,19 @@ impl PlanArgs {
         let mut sizes = or(&given, defaults.sizes);
         sizes.retain(|&size| self.max.is_none_or(|max| size <= max.0));
         let timed = if self.json.is_some() { 10 } else { defaults.iterations };
-        let wakeup = self.wakeup;
+        let features = defaults.features;
         Plan {
             ucx: ucx.cloned(),
             ops,
             pairs: or(&self.mem, defaults.pairs),
             sizes,
             seed: self.seed,
-            first_case: 0,
             iterations: self.iters.unwrap_or(timed),
-            features: if wakeup { defaults.features.with_wakeup() } else { defaults.features },
-            peer_errors: false,
-            one_way: false,
+            features: if self.wakeup { features.with_wakeup() } else { features },
             hint: self.hint,
             timeout_s: self.timeout,
             sabotage: self.sabotage,
+            ..Plan::default()
         }
     }
 }
@@ -383,130 +238,79 @@ impl PairArgs {
         Plan { peer_errors, one_way, ..self.plan.plan(ucx, defaults) }
     }
 
-    fn around(&self) -> Surroundings {
-        Surroundings { variables: self.env.clone(), refuse: self.refuse }
+    fn environment(&self) -> Environment {
+        Environment { variables: self.env.clone(), refuse: self.refuse }
+    }
+
+    fn json(&self) -> Option<&Path> {
+        self.plan.json.as_deref()
     }
 
     fn run(&self, ucx: Option<&PathBuf>, defaults: &Defaults<'_>) -> Result<()> {
-        let report = pair::run(&self.plan(ucx, defaults), &self.around())?;
-        run::conclude(&report, self.plan.json.as_deref())
+        pair::run(&self.plan(ucx, defaults), &self.environment())?.conclude(self.json())
     }
 }
 
-/// `Ok(false)`: it failed and has been told already.
+/// `Ok(false)`: it failed and has been reported already.
 fn execute(cli: Cli) -> Result<bool> {
     let ucx = cli.ucx.first();
-    let host: Defaults<'_> = Defaults { pairs: &[Pair::HOST], ..EVERYTHING };
+    let folder = ucx.map(PathBuf::as_path);
     match cli.command {
         Command::Pair(args) => args.run(ucx, &EVERYTHING),
-        Command::HostOnly(args) => args.run(ucx, &host),
+        Command::HostOnly(args) => args.run(ucx, &Defaults { pairs: &[Pair::HOST], ..EVERYTHING }),
         Command::Wakeup(args) => {
             let features = Features::TAG.with_wakeup();
             args.run(ucx, &Defaults { ops: &[Op::Tag], features, ..EVERYTHING })
         }
         Command::Bench(args) => {
-            let ops: Vec<Op> =
-                if args.plan.ops.is_empty() { Op::PLAIN.to_vec() } else { args.plan.ops.clone() };
-            let args = PairArgs { plan: PlanArgs { plain: true, ops, ..args.plan }, ..args };
+            let args = PairArgs { plan: PlanArgs { plain: true, ..args.plan }, ..args };
             let sizes = &[8, 4096, 65536, 1 << 20, 16 << 20];
             args.run(ucx, &Defaults { sizes, iterations: 20, ..EVERYTHING })
         }
-        Command::Asleep { sizes, count, slow, timeout } => asleep::run(&asleep::Options {
-            ucx: ucx.map(PathBuf::as_path),
-            sizes: &sizes.iter().map(|size| size.0).collect::<Vec<_>>(),
-            count,
-            slow,
-            timeout: Duration::from_secs_f64(timeout),
-        }),
+        Command::Asleep(options) => asleep::run(folder, &options),
         Command::Loopback(args) => {
-            let report = loopback::run(&args.plan(ucx, &EVERYTHING))?;
-            run::conclude(&report, args.json.as_deref())
+            loopback::run(&args.plan(ucx, &EVERYTHING))?.conclude(args.json.as_deref())
         }
         Command::TwoUcx(args) => {
             let report = loopback::run_copies(&args.plan(ucx, &EVERYTHING), &cli.ucx)?;
-            run::conclude(&report, args.json.as_deref())
+            report.conclude(args.json.as_deref())
         }
-        Command::PeerErrors { heir, direct, times, pair: args } => {
-            let defaults = Defaults { sizes: &[4096, 16 << 20], ..EVERYTHING };
-            let options = peer_errors::Options { heir, direct, times };
-            let report = peer_errors::run(&args.plan(ucx, &defaults), &args.around(), options)?;
-            run::conclude(&report, args.plan.json.as_deref())
+        Command::PeerErrors { options, pair } => {
+            let plan = pair.plan(ucx, &Defaults { sizes: &[4096, 16 << 20], ..EVERYTHING });
+            peer_errors::run(&plan, &pair.environment(), &options)?.conclude(pair.json())
         }
         Command::Reconnect { count, fresh, pair } => {
-            let ops = &[Op::Tag, Op::Put, Op::Get];
-            let defaults = Defaults { ops, sizes: &[65537], ..EVERYTHING };
-            let plan = pair.plan(ucx, &defaults);
-            reconnect::run(&reconnect::Rounds { plan, count, fresh }, &pair.around())
+            let plan = pair.plan(ucx, &Defaults { ops: &KEYED, sizes: &[65537], ..EVERYTHING });
+            reconnect::run(reconnect::Rounds { plan, count, fresh }, &pair.environment())
         }
-        Command::Alloc { count, memory, max, seed, timeout } => alloc::run(&alloc::Options {
-            ucx: ucx.map(PathBuf::as_path),
-            memory,
-            count,
-            max: max.0,
-            seed,
-            timeout: Duration::from_secs_f64(timeout),
-        }),
-        Command::Atomics { memory, alone, env, timeout } => {
-            let options = atomics::Options { ucx: ucx.cloned(), memory, timeout_s: timeout };
-            let around = Surroundings { variables: env, refuse: None };
-            if alone { atomics::run_alone(&options) } else { atomics::run(&options, &around) }
-        }
-        Command::Memory(args) => memory::run(
-            args.check,
-            &memory::Options {
-                ucx: ucx.map(PathBuf::as_path),
-                component: args.component,
-                settings: args.set,
-                seed: args.seed,
-                max: args.max.0,
-                cycles: args.cycles,
-                steps: args.steps,
-                importer: args.importer.as_deref(),
-                stay: args.stay.as_deref(),
-                timeout: Duration::from_secs_f64(args.timeout),
-            },
-        ),
+        Command::Alloc(options) => alloc::run(folder, &options),
+        Command::Atomics(options) => atomics::run(folder, &options),
+        Command::Memory(options) => memory::run(folder, &options),
         Command::Threads { count, plan } => {
-            let defaults = Defaults { ops: &[Op::Tag, Op::Put, Op::Get], ..EVERYTHING };
-            let report = threads::run(&plan.plan(ucx, &defaults), count)?;
-            run::conclude(&report, plan.json.as_deref())
+            let defaults = Defaults { ops: &KEYED, ..EVERYTHING };
+            let report = loopback::run_threads(&plan.plan(ucx, &defaults), count)?;
+            report.conclude(plan.json.as_deref())
         }
-        Command::Soak { seconds, threads, workers, max, seed, timeout, sabotage } => {
-            soak::run(&soak::Options {
-                ucx: ucx.map(PathBuf::as_path),
-                threads,
-                workers,
-                time: Duration::from_secs_f64(seconds),
-                max: max.0,
-                seed,
-                timeout: Duration::from_secs_f64(timeout),
-                sabotage,
-            })
-        }
+        Command::Soak(options) => soak::run(folder, &options),
         Command::Costs(Costs::Copies { quick, sizes }) => {
             let sizes: Vec<usize> = sizes.iter().map(|size| size.0).collect();
-            costs::copies(ucx.map(PathBuf::as_path), quick, &sizes)
+            costs::copies(folder, quick, &sizes)
         }
-        Command::Costs(Costs::Init) => costs::init(ucx.map(PathBuf::as_path)),
+        Command::Costs(Costs::Init) => costs::init(folder),
         Command::Mesh { processes, pair } => {
-            let gaudi = Pair { src: Memory::Gaudi, dst: Memory::Gaudi };
-            let (ops, sizes) = (&[Op::Tag, Op::Put, Op::Get], &[1, 4097, 65537, (2 << 20) + 13]);
-            let plan = pair.plan(ucx, &Defaults { ops, sizes, pairs: &[gaudi], ..EVERYTHING });
-            let report = mesh::run(&mesh::Mesh { processes, plan }, &pair.around())?;
-            run::conclude(&report, pair.plan.json.as_deref())
+            let (sizes, pairs) = (&[1, 4097, 65537, (2 << 20) + 13], &[Pair::GAUDI]);
+            let plan = pair.plan(ucx, &Defaults { ops: &KEYED, sizes, pairs, ..EVERYTHING });
+            let report = pair::run_mesh(pair::Mesh { processes, plan }, &pair.environment())?;
+            report.conclude(pair.json())
         }
-        Command::PairSide(side) => return side.run(pair::side),
-        Command::MeshSide(side) => return side.run(mesh::side),
         Command::Rotate { outstanding, set, pair } => {
             let (ops, sizes) = (&[Op::Get, Op::Put], &[1 << 20, 4 << 20, 16 << 20]);
-            let gaudi = Pair { src: Memory::Gaudi, dst: Memory::Gaudi };
-            let plan = pair.plan(ucx, &Defaults { ops, sizes, pairs: &[gaudi], ..EVERYTHING });
-            rotate::run(&rotate::Rotation { plan, outstanding, set: set.0 }, &pair.around())
+            let pairs = &[Pair::GAUDI];
+            let plan = pair.plan(ucx, &Defaults { ops, sizes, pairs, ..EVERYTHING });
+            let rotation = rotate::Rotation { plan, outstanding, set: set.0 };
+            rotate::run(rotation, &pair.environment())
         }
-        Command::RotateSide(side) => return side.run(rotate::side),
-        Command::ReconnectSide(side) => return side.run(reconnect::side),
-        Command::AtomicsSide(side) => return side.run(atomics::side),
-        Command::PeerErrorsSide(side) => return side.run(peer_errors::side),
+        Command::Side(side) => return side.run(),
     }?;
     Ok(true)
 }
@@ -542,12 +346,8 @@ mod tests {
 
     #[test]
     fn by_default_everything_is_run_and_nothing_is_hinted() {
-        let plan = plan(&["pair"]);
-        assert_eq!(plan.ops.len(), 10);
-        assert_eq!(plan.pairs, Pair::ALL);
-        assert_eq!(plan.sizes, SIZES);
-        assert!(!plan.hint && !plan.peer_errors && plan.iterations == 0);
-        assert_eq!(plan.features, Features::ALL);
+        assert_eq!(plan(&["pair"]), Plan::default());
+        assert!(!Plan::default().hint && Plan::default().ops.len() == 10);
     }
 
     #[test]
@@ -569,17 +369,23 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused_with_what_would_do() {
+    fn wrong_arguments_are_refused_with_what_would_do() {
         for (args, hint) in [
-            (["pair", "--ops", "send"], "tag-many"),
-            (["pair", "--mem", "host"], "host:gaudi"),
-            (["pair", "--sizes", "big"], "4M+13"),
-            (["pair", "--env", "UCX_TLS"], "K=V"),
+            ("pair --ops send", "tag-many"),
+            ("pair --mem host", "host:gaudi"),
+            ("pair --mem host:cuda", "host or gaudi"),
+            ("pair --sizes big", "4M+13"),
+            ("pair --env UCX_TLS", "K=V"),
+            ("pair --env x:A=1", "RANK:K=V"),
+            ("memory everything", "attributes"),
+            ("memory alloc --set X", "K=V"),
+            ("soak --threads 0", "1..="),
         ] {
-            let Err(error) = Cli::try_parse_from([&["ucp-check"], &args[..]].concat()) else {
-                panic!("{args:?} was accepted");
+            let Err(error) = Cli::try_parse_from(["ucp-check"].into_iter().chain(args.split(' ')))
+            else {
+                panic!("{args} was accepted");
             };
-            assert!(error.to_string().contains(hint), "{error}");
+            assert!(error.to_string().contains(hint), "{args}: {error}");
         }
     }
 }

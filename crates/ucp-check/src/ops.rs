@@ -1,14 +1,15 @@
 //! How each operation is started on the sending and on the receiving side.
 //!
-//! Both return an [`Activity`], something to be polled between progress calls; so the same code
-//! serves two processes and one process that talks to itself.
+//! Both return an [`Activity`], something to be polled between progress calls; so the same code serves two
+//! processes and one process that talks to itself.
 
 use crate::matrix::{Case, Op};
 use crate::pattern::cuts;
-use crate::ucp::{AmMode, Endpoint, RemoteKey, Request, Span, Status, Worker};
+use crate::ucp::{AmMode, Endpoint, RemoteKey, Request, Span, Worker};
+use crate::ucx::sys::ERR_TRUNCATED;
 use anyhow::{Context, Result, bail, ensure};
 
-/// One side of an operation under way.
+/// One side of an operation in flight.
 pub trait Activity {
     /// `true` when it is complete; errors are UCX's or a wrong length.
     fn poll(&mut self) -> Result<bool>;
@@ -18,6 +19,19 @@ pub trait Activity {
     fn waits_for(&mut self) -> Option<&'static str> {
         None
     }
+}
+
+/// Polls all; those that ended are removed. An error is that of the first that failed.
+pub fn poll_all(activities: &mut Vec<Box<dyn Activity>>) -> Result<bool> {
+    let mut outcome = Ok(());
+    activities.retain_mut(|activity| match activity.poll() {
+        Ok(done) => !done,
+        Err(error) => {
+            outcome = std::mem::replace(&mut outcome, Ok(())).and(Err(error));
+            false
+        }
+    });
+    outcome.map(|()| activities.is_empty())
 }
 
 /// What one side of a case needs.
@@ -47,85 +61,77 @@ impl Side<'_> {
         (self.case.id << 8) | n as u64
     }
 
-    fn parts(&self) -> Vec<usize> {
-        cuts(self.case.size, PARTS, self.case.key(self.seed, 100))
+    /// The message in parts: their tags, and what they are.
+    fn parts(&self, of: &Span) -> Vec<(u64, Span)> {
+        let lengths = cuts(of.len(), PARTS, self.case.key(self.seed, 100));
+        let mut at = 0;
+        let part = |(n, length)| {
+            at += length;
+            (self.tag(n), of.part(at - length, length))
+        };
+        lengths.into_iter().enumerate().map(part).collect()
+    }
+
+    fn remote(&self) -> Result<(&RemoteKey, usize)> {
+        self.remote.context("no remote key was exchanged")
     }
 
     /// Starts the sender's side.
     pub fn send(&self, from: &Span) -> Result<Box<dyn Activity>> {
         let ep = self.endpoint;
+        let am = |mode| ep.am_send(&self.tag(0).to_le_bytes(), from, mode);
         let requests = match self.case.op {
             Op::Tag | Op::TagUnexpected | Op::TagTruncated => vec![ep.tag_send(from, self.tag(0))?],
             Op::TagMany => {
-                let mut sends = Vec::new();
-                each(&self.parts(), |n, at, length| {
-                    sends.push(ep.tag_send(&from.part(at, length), self.tag(n))?);
-                    Ok(())
-                })?;
-                sends
+                let parts = self.parts(from).into_iter();
+                parts.map(|(tag, part)| ep.tag_send(&part, tag)).collect::<Result<_, _>>()?
             }
             Op::Stream if self.whole => vec![ep.stream_send(from)?],
             Op::Stream => {
-                let mut sends = Vec::new();
-                each(&self.parts(), |_, at, length| {
-                    sends.push(ep.stream_send(&from.part(at, length))?);
-                    Ok(())
-                })?;
-                sends
+                let parts = self.parts(from).into_iter();
+                parts.map(|(_, part)| ep.stream_send(&part)).collect::<Result<_, _>>()?
             }
-            Op::Am | Op::AmEager | Op::AmRndv => {
-                let mode = match self.case.op {
-                    Op::AmEager => AmMode::Eager,
-                    Op::AmRndv => AmMode::Rendezvous,
-                    _ => AmMode::Auto,
-                };
-                vec![ep.am_send(&self.tag(0).to_le_bytes(), from, mode)?]
-            }
+            Op::Am => vec![am(AmMode::Auto)?],
+            Op::AmEager => vec![am(AmMode::Eager)?],
+            Op::AmRndv => vec![am(AmMode::Rendezvous)?],
             Op::Put => {
-                let (key, offset) = self.remote.context("no remote key was exchanged")?;
+                let (key, offset) = self.remote()?;
                 vec![ep.put(from, key, offset)?, ep.flush()?]
             }
             Op::Get => vec![],
         };
-        Ok(Box::new(All(requests)))
+        Ok(Requests::all(requests, Expected::Success))
     }
 
     /// Starts the receiver's side.
     pub fn receive(&self, into: &Span) -> Result<Box<dyn Activity>> {
+        let receive = |part: &Span, tag| self.worker.tag_receive(part, tag);
         Ok(match self.case.op {
-            Op::Tag | Op::TagUnexpected => Box::new(TagReceives(vec![TagReceive {
-                request: self.worker.tag_receive(into, self.tag(0))?,
-                length: into.len(),
-            }])),
+            Op::Tag | Op::TagUnexpected => {
+                Requests::all(vec![receive(into, self.tag(0))?], Expected::Length(into.len()))
+            }
             Op::TagMany => {
-                let mut receives = Vec::new();
-                let mut parts = Vec::new();
-                each(&self.parts(), |n, at, length| {
-                    parts.push((n, at, length));
-                    Ok(())
-                })?;
-                for (n, at, length) in parts.into_iter().rev() {
-                    let request = self.worker.tag_receive(&into.part(at, length), self.tag(n))?;
-                    receives.push(TagReceive { request, length });
-                }
-                Box::new(TagReceives(receives))
+                let parts = self.parts(into).into_iter().rev();
+                let start = |(tag, part): (u64, Span)| -> Result<_> {
+                    Ok((receive(&part, tag)?, Expected::Length(part.len())))
+                };
+                Box::new(Requests(parts.map(start).collect::<Result<_>>()?))
             }
             Op::TagTruncated => {
                 let half = into.part(0, truncated(into.len()));
-                Box::new(Truncated(self.worker.tag_receive(&half, self.tag(0))?))
+                Requests::all(vec![receive(&half, self.tag(0))?], Expected::Truncated)
             }
-            Op::Stream => Box::new(StreamReceive {
-                endpoint: self.endpoint.clone(),
-                pieces: if self.whole {
-                    vec![into.len()]
-                } else {
-                    cuts(into.len(), PIECES, self.case.key(self.seed, 101))
-                },
-                into: into.clone(),
-                at: 0,
-                piece: 0,
-                request: None,
-            }),
+            Op::Stream => {
+                let cut = || cuts(into.len(), PIECES, self.case.key(self.seed, 101));
+                Box::new(StreamReceive {
+                    endpoint: self.endpoint.clone(),
+                    pieces: if self.whole { vec![into.len()] } else { cut() },
+                    into: into.clone(),
+                    at: 0,
+                    piece: 0,
+                    request: None,
+                })
+            }
             Op::Am | Op::AmEager | Op::AmRndv => Box::new(AmReceive {
                 worker: self.worker.clone(),
                 header: self.tag(0).to_le_bytes(),
@@ -134,97 +140,70 @@ impl Side<'_> {
                 cancelled: false,
                 request: None,
             }),
-            Op::Put => Box::new(All(vec![])),
+            Op::Put => Requests::all(vec![], Expected::Success),
             Op::Get => {
-                let (key, offset) = self.remote.context("no remote key was exchanged")?;
-                Box::new(All(vec![self.endpoint.get(into, key, offset)?]))
+                let (key, offset) = self.remote()?;
+                Requests::all(vec![self.endpoint.get(into, key, offset)?], Expected::Success)
             }
         })
     }
 }
 
-/// How many bytes a `tag-truncated` receive has room for.
+/// How many bytes a `tag-truncated` receive takes.
 pub fn truncated(size: usize) -> usize {
     size / 2
 }
 
-fn each(lengths: &[usize], mut run: impl FnMut(usize, usize, usize) -> Result<()>) -> Result<()> {
-    let mut at = 0;
-    for (n, &length) in lengths.iter().enumerate() {
-        run(n, at, length)?;
-        at += length;
-    }
-    Ok(())
+/// How a request must end.
+#[derive(Clone, Copy)]
+enum Expected {
+    Success,
+    /// With so many bytes received.
+    Length(usize),
+    /// It fails because it is too small.
+    Truncated,
 }
 
-/// Requests that must all succeed.
-struct All(Vec<Request>);
+/// Requests that must all end as expected.
+struct Requests(Vec<(Request, Expected)>);
 
-impl Activity for All {
+impl Requests {
+    fn all(requests: Vec<Request>, expected: Expected) -> Box<dyn Activity> {
+        Box::new(Requests(requests.into_iter().map(|request| (request, expected)).collect()))
+    }
+}
+
+impl Activity for Requests {
     fn poll(&mut self) -> Result<bool> {
-        for request in &mut self.0 {
-            match request.poll() {
-                None => return Ok(false),
-                Some(done) => done?,
-            };
+        for (request, expected) in &mut self.0 {
+            let Some(done) = request.poll() else { return Ok(false) };
+            match (*expected, done) {
+                (Expected::Truncated, Err(error)) if error.status == ERR_TRUNCATED => {}
+                (Expected::Truncated, Ok(got)) => bail!(
+                    "a receive that is too small succeeded with {got} bytes instead of failing as truncated"
+                ),
+                (Expected::Length(wanted), Ok(got)) => {
+                    ensure!(
+                        got == wanted,
+                        "ucp_tag_recv_nbx reports {got} bytes instead of {wanted}"
+                    );
+                }
+                (Expected::Success, Ok(_)) => {}
+                (_, Err(error)) => return Err(error.into()),
+            }
         }
         Ok(true)
     }
     fn cancel(&mut self) {
-        self.0.iter_mut().for_each(Request::cancel);
+        self.0.iter_mut().for_each(|(request, _)| request.cancel());
     }
     fn waits_for(&mut self) -> Option<&'static str> {
-        let mut left = self.0.iter_mut().filter_map(|request| match request.poll() {
-            None => Some(request.call()),
-            Some(_) => None,
-        });
-        left.next()
+        let mut requests = self.0.iter_mut().map(|(request, _)| request);
+        requests.find_map(|request| request.poll().is_none().then(|| request.call()))
     }
 }
 
-struct TagReceive {
-    request: Request,
-    length: usize,
-}
-
-struct TagReceives(Vec<TagReceive>);
-
-impl Activity for TagReceives {
-    fn poll(&mut self) -> Result<bool> {
-        for receive in &mut self.0 {
-            let Some(done) = receive.request.poll() else { return Ok(false) };
-            let (got, expected) = (done?.length, receive.length);
-            ensure!(got == expected, "ucp_tag_recv_nbx reports {got} bytes instead of {expected}");
-        }
-        Ok(true)
-    }
-    fn cancel(&mut self) {
-        self.0.iter_mut().for_each(|receive| receive.request.cancel());
-    }
-}
-
-/// A receive that must fail because it is too small.
-struct Truncated(Request);
-
-impl Activity for Truncated {
-    fn poll(&mut self) -> Result<bool> {
-        match self.0.poll() {
-            None => Ok(false),
-            Some(Err(error)) if error.status == Status::TRUNCATED => Ok(true),
-            Some(Err(error)) => Err(error.into()),
-            Some(Ok(done)) => bail!(
-                "a receive that is too small succeeded with {} bytes instead of failing as truncated",
-                done.length
-            ),
-        }
-    }
-    fn cancel(&mut self) {
-        self.0.cancel();
-    }
-}
-
-/// Reads the stream piece by piece; every second piece takes what there is instead of waiting for
-/// all of it.
+/// Reads the stream piece by piece; every second piece takes what there is instead of waiting for all of it.
 struct StreamReceive {
     endpoint: Endpoint,
     into: Span,
@@ -240,7 +219,7 @@ impl Activity for StreamReceive {
         loop {
             if let Some((request, asked, all)) = &mut self.request {
                 let Some(done) = request.poll() else { return Ok(false) };
-                let (got, asked) = (done?.length, *asked);
+                let (got, asked) = (done?, *asked);
                 let complete = if *all { got == asked } else { got > 0 && got <= asked };
                 ensure!(complete, "ucp_stream_recv_nbx gave {got} bytes when asked for {asked}");
                 self.at += got;
@@ -261,9 +240,7 @@ impl Activity for StreamReceive {
         }
     }
     fn cancel(&mut self) {
-        if let Some((request, ..)) = &mut self.request {
-            request.cancel();
-        }
+        self.request.iter_mut().for_each(|(request, ..)| request.cancel());
     }
 }
 
@@ -280,7 +257,7 @@ impl Activity for AmReceive {
     fn poll(&mut self) -> Result<bool> {
         if self.request.is_none() {
             if self.cancelled {
-                return Ok(true); // no message came, so UCX holds nothing of ours
+                return Ok(true); // no message came, so UCX has nothing of ours
             }
             let Some(message) = self.worker.take_message() else { return Ok(false) };
             let (length, expected) = (message.length(), self.into.len());
@@ -290,23 +267,17 @@ impl Activity for AmReceive {
                 message.is_rendezvous() || !self.rendezvous,
                 "an active message sent as rendezvous arrived eagerly"
             );
-            match message.receive(&self.into)? {
-                Some(request) => self.request = Some(request),
-                None => {
-                    ensure!(length == 0, "UCX did not keep the data of an active message for us");
-                    return Ok(true);
-                }
+            self.request = message.receive(&self.into)?;
+            if self.request.is_none() {
+                ensure!(length == 0, "UCX did not keep the data of an active message for us");
+                return Ok(true);
             }
         }
-        match self.request.as_mut().and_then(Request::poll) {
-            None => Ok(false),
-            Some(done) => done.map(|_| true).map_err(Into::into),
-        }
+        let done = self.request.as_mut().and_then(Request::poll).transpose()?;
+        Ok(done.is_some())
     }
     fn cancel(&mut self) {
         self.cancelled = true;
-        if let Some(request) = &mut self.request {
-            request.cancel();
-        }
+        self.request.iter_mut().for_each(Request::cancel);
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::matrix::{Case, Op, Pair};
 use crate::ucp::Memory;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -26,6 +26,25 @@ pub struct Verdict {
     pub error: Option<String>,
     /// From the process that measured.
     pub timing: Option<Timing>,
+}
+
+impl Verdict {
+    /// On a case of which this much is wrong.
+    pub fn new(case: u64, wrong: &[String], timing: Option<Timing>) -> Verdict {
+        Verdict { case, error: (!wrong.is_empty()).then(|| wrong.join("; ")), timing }
+    }
+
+    /// Both sides' view of one case.
+    pub fn join(self, other: Verdict) -> Verdict {
+        let wrong: Vec<String> = [self.error, other.error].into_iter().flatten().collect();
+        Verdict::new(self.case, &wrong, self.timing.or(other.timing))
+    }
+}
+
+/// Median of some samples.
+pub fn median(mut samples: Vec<f64>) -> f64 {
+    samples.sort_by(f64::total_cmp);
+    samples.get(samples.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 /// One row of the JSON file.
@@ -58,7 +77,8 @@ impl Report {
     }
 
     /// Adds a case; failures are printed at once.
-    pub fn add(&mut self, case: Case, error: Option<String>, timing: Option<Timing>) {
+    pub fn add(&mut self, case: Case, verdict: Verdict) {
+        let Verdict { error, timing, .. } = verdict;
         if let Some(error) = &error {
             println!("FAIL  {case}, UCX {}: {error}", self.ucx);
         }
@@ -82,13 +102,25 @@ impl Report {
         (passed, self.rows.len() - passed)
     }
 
+    /// Prints the verdict; an error if anything failed.
+    pub fn conclude(&self, json: Option<&Path>) -> Result<()> {
+        self.print_summary();
+        self.print_timings();
+        json.map_or(Ok(()), |path| self.write_json(path))?;
+        let (passed, failed) = self.counts();
+        println!("{passed} passed, {failed} failed");
+        ensure!(failed == 0, "{failed} cases failed");
+        ensure!(passed > 0, "nothing was run: no operation applies to these sizes");
+        Ok(())
+    }
+
     /// Appends the rows of another run.
     pub fn merge(&mut self, other: Report) {
         self.rows.extend(other.rows);
     }
 
     /// One line per operation and memory pair.
-    pub fn print_summary(&self) {
+    fn print_summary(&self) {
         let mut lines: BTreeMap<(Op, Pair), (usize, usize)> = BTreeMap::new();
         for row in &self.rows {
             let counts = lines.entry((row.op, Pair { src: row.src, dst: row.dst })).or_default();
@@ -101,7 +133,7 @@ impl Report {
     }
 
     /// The measured rows as a table; the slower of the two directions counts.
-    pub fn print_timings(&self) {
+    fn print_timings(&self) {
         let mut lines: BTreeMap<(Op, Pair, usize), (f64, f64, bool)> = BTreeMap::new();
         for row in &self.rows {
             let (Some(latency), Some(gbps)) = (row.latency_us, row.gbps) else { continue };
@@ -120,7 +152,7 @@ impl Report {
     }
 
     /// Writes the rows as a JSON list.
-    pub fn write_json(&self, path: &Path) -> Result<()> {
+    fn write_json(&self, path: &Path) -> Result<()> {
         let text = serde_json::to_string_pretty(&self.rows)?;
         std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))
     }
@@ -134,8 +166,9 @@ mod tests {
     fn a_row_has_the_fields_the_demo_reads() {
         let case = Case { id: 0, op: Op::AmRndv, pair: Pair::ALL[1], size: 8, from: 1 };
         let mut report = Report::new("1.22.0");
-        report.add(case, None, Some(Timing { latency_us: 1.5, gbps: 2.0 }));
-        report.add(case, Some("wrong".into()), None);
+        let timing = Some(Timing { latency_us: 1.5, gbps: 2.0 });
+        report.add(case, Verdict::new(0, &[], timing));
+        report.add(case, Verdict::new(0, &["wrong".into()], None));
         assert_eq!(report.counts(), (1, 1));
         let rows = serde_json::to_value(&report.rows).unwrap();
         let good = serde_json::json!({

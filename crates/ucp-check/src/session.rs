@@ -1,41 +1,33 @@
-//! Running the cases of a plan, as one of two processes or as both sides at once; or as one of many, with
-//! a session for each of the others.
+//! Running the cases of a plan, as one of two processes or as both sides at once; or as one of many, with a
+//! session for each of the others.
 //!
-//! A case: fill the source, poison the destination, move the message, compare *both* allocations
-//! whole. Between the steps the two processes meet at barriers on the control line. Wrong bytes are
-//! a verdict and the run goes on; a failing UCX call ends it, because the sides are then out of step.
+//! A case: fill the source, poison the destination, move the message, compare *both* allocations whole.
+//! Between the steps the two processes meet at barriers on the control channel. Wrong bytes are a verdict and
+//! the run goes on; a failing UCX call ends it, because the sides are then out of step.
 
 use crate::buffer::Buffer;
+use crate::client::Client;
 use crate::control::Control;
 use crate::matrix::{Case, Op, Plan, Sabotage};
-use crate::ops::{Activity, Side, truncated};
-use crate::pattern::{Image, Layout, Mismatch};
-use crate::report::{Timing, Verdict};
-use crate::rig::Rig;
+use crate::message::Message;
+use crate::ops::{Activity, Side};
+use crate::pattern::Layout;
+use crate::report::{Timing, Verdict, median};
 use crate::ucp::{Endpoint, Memory, PackedRegion, Region, RemoteKey};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Display;
 use std::sync::Arc;
 use std::time::Instant;
-
-/// What the patterns and layouts of a case are made from.
-mod key {
-    pub(super) const MESSAGE: u64 = 0;
-    pub(super) const SRC_LAYOUT: u64 = 1;
-    pub(super) const DST_LAYOUT: u64 = 2;
-    pub(super) const SRC_POISON: u64 = 3;
-    pub(super) const DST_POISON: u64 = 4;
-    pub(super) const DST_POISON_TIMED: u64 = 5;
-}
 
 /// Messages outstanding when bandwidth is measured; fewer for large ones.
 const WINDOW: u32 = 8;
 /// Tag of the one-byte reply that ends a timed message; no case uses it.
 const REPLY: u64 = u64::MAX;
 
-/// A connected rig, ready to run cases.
+/// A connected client, ready to run cases.
 pub struct Session<'a> {
-    rig: &'a Rig,
+    client: &'a Client,
     plan: &'a Plan,
     endpoint: Endpoint,
     /// `None`: we are both sides.
@@ -56,14 +48,6 @@ pub(crate) struct Buffers {
 }
 
 impl Buffers {
-    fn source(&self, case: Case) -> &Buffer {
-        &self.here[&(Role::Source, case.pair.src)]
-    }
-
-    fn destination(&self, case: Case) -> &Buffer {
-        &self.here[&(Role::Destination, case.pair.dst)]
-    }
-
     /// Has UCX forget our memory.
     ///
     /// # Safety
@@ -79,8 +63,8 @@ impl Buffers {
     }
 }
 
-/// Memory for messages of one size: an allocation for each side of a message and each kind of memory,
-/// with a part for every session that uses it.
+/// Memory for messages of one size: an allocation for each side of a message and each kind of memory, with
+/// a part for every session that uses it.
 pub(crate) struct Arena {
     size: usize,
     staging: Arc<Region>,
@@ -88,36 +72,27 @@ pub(crate) struct Arena {
 }
 
 impl Arena {
-    /// For the roles that `plays` says are ours, where they are not both.
+    /// For the sides that `plays` says are ours, where they are not both.
     pub(crate) fn new(
-        rig: &Rig,
+        client: &Client,
         plan: &Plan,
         size: usize,
         parts: usize,
         plays: impl Fn(u8) -> bool,
     ) -> Result<Arena> {
-        let staging = rig.region(Memory::Host, Layout::allocation(size))?;
-        let places: BTreeSet<(Role, Memory)> = plan
-            .pairs
-            .iter()
-            .flat_map(|pair| [(Role::Source, pair.src), (Role::Destination, pair.dst)])
+        let length = Layout::allocation(size);
+        let staging = client.region(Memory::Host, length)?;
+        let ends =
+            |pair: &crate::matrix::Pair| [(Role::Source, pair.src), (Role::Destination, pair.dst)];
+        let needed: BTreeSet<(Role, Memory)> = (plan.pairs.iter().flat_map(ends))
             .filter(|(role, _)| !plan.one_way || plays(u8::from(*role != Role::Source)))
             .collect();
         let mut regions = BTreeMap::new();
-        for place in places {
-            rig.step(format_args!("allocating {} memory for {size} bytes", place.1));
-            regions.insert(place, rig.region(place.1, parts * Layout::allocation(size))?);
+        for (role, memory) in needed {
+            client.step(format_args!("allocating {memory} memory for {size} bytes"));
+            regions.insert((role, memory), client.region(memory, parts * length)?);
         }
         Ok(Arena { size, staging, regions })
-    }
-
-    fn part(&self, rig: &Rig, part: usize) -> Result<BTreeMap<(Role, Memory), Buffer>> {
-        let length = Layout::allocation(self.size);
-        let cut = |(place, region): (&(Role, Memory), &Arc<Region>)| {
-            let region = region.clone();
-            Ok((*place, Buffer::part(rig, region, part * length, length, &self.staging)?))
-        };
-        self.regions.iter().map(cut).collect()
     }
 }
 
@@ -128,29 +103,26 @@ pub(crate) struct Part<'p, 's> {
     pub(crate) case: Case,
 }
 
-/// Moves the messages of several sessions at once and checks each; the other side of every session does
-/// the same. Verdicts in the order of the sessions.
+/// Moves the messages of several sessions at once and checks each; the other side of every session does the
+/// same. Verdicts in the order of the sessions.
 ///
-/// Processes that have sessions with several others must list them in one and the same order (of the
-/// pairs), or they wait for each other in a circle.
-pub(crate) fn cases(rig: &Rig, parts: &mut [Part<'_, '_>]) -> Result<Vec<Verdict>> {
+/// Processes that have sessions with several others must list them in one and the same order (of the pairs),
+/// or they wait for each other in a circle.
+pub(crate) fn cases(client: &Client, parts: &mut [Part<'_, '_>]) -> Result<Vec<Verdict>> {
+    let mut wrong = Vec::new();
     for Part { session, buffers, case } in parts.iter() {
-        session.fill(*case, buffers)?;
-        session.poison(*case, buffers, key::DST_POISON)?;
+        wrong.push(session.prepare(*case, buffers, 0)?);
     }
-    transfer(rig, parts)?;
-    let verdict = |Part { session, buffers, case }: &Part<'_, '_>| {
-        let wrong = session.compare(*case, buffers, key::DST_POISON)?;
-        let wrong: Vec<String> =
-            wrong.into_iter().map(|(what, wrong)| format!("{what}: {wrong}")).collect();
-        let error = if wrong.is_empty() { None } else { Some(wrong.join("; ")) };
-        Ok(Verdict { case: case.id, error, timing: None })
+    transfer(client, parts)?;
+    let verdict = |(Part { session, buffers, case }, mut wrong): (&Part<'_, '_>, Vec<String>)| {
+        wrong.extend(session.compare(*case, buffers, 0)?);
+        Ok(Verdict::new(case.id, &wrong, None))
     };
-    parts.iter().map(verdict).collect()
+    parts.iter().zip(wrong).map(verdict).collect()
 }
 
 /// Both sides of the messages, each started when its case wants it to be.
-fn transfer(rig: &Rig, parts: &mut [Part<'_, '_>]) -> Result<()> {
+fn transfer(client: &Client, parts: &mut [Part<'_, '_>]) -> Result<()> {
     let meet = |parts: &mut [Part<'_, '_>], what: &str| {
         parts.iter_mut().try_for_each(|part| {
             part.session.meet(format_args!("{}, {what}", part.case), part.case.id)
@@ -166,43 +138,39 @@ fn transfer(rig: &Rig, parts: &mut [Part<'_, '_>]) -> Result<()> {
         activities.extend(part.session.start_in_turn(part.case, part.buffers, false)?);
     }
     if let [first, ..] = parts {
-        rig.step(format_args!("{}: waiting for completion", first.case));
+        client.step(format_args!("{}: waiting for completion", first.case));
     }
-    rig.drive(&mut activities)?;
+    client.drive(&mut activities)?;
     meet(parts, "done here")
 }
 
 impl<'a> Session<'a> {
     /// Both sides in this process: the worker talks to itself.
-    pub fn loopback(rig: &'a Rig, plan: &'a Plan) -> Result<Session<'a>> {
-        let address = rig.worker().address()?;
-        // SAFETY: the address of our own worker.
-        let endpoint = unsafe { rig.connect(&address, plan.peer_errors) }?;
-        Session::new(rig, plan, endpoint, None)
+    pub fn loopback(client: &'a Client, plan: &'a Plan) -> Result<Session<'a>> {
+        Session::new(client, plan, &client.worker().address()?, None)
     }
 
-    /// One side; the other is at the end of the control line.
+    /// One side; the other is at the end of the control channel.
     pub fn pair(
-        rig: &'a Rig,
+        client: &'a Client,
         plan: &'a Plan,
         rank: u8,
         mut control: Control,
     ) -> Result<Session<'a>> {
-        rig.step("exchanging worker addresses");
-        let theirs: Vec<u8> = control.exchange(rig.worker(), &rig.worker().address()?)?;
-        // SAFETY: the address of the worker of our twin, which runs the same UCX.
-        let endpoint = unsafe { rig.connect(&theirs, plan.peer_errors) }?;
-        Session::new(rig, plan, endpoint, Some((control, rank)))
+        client.step("exchanging worker addresses");
+        let theirs = control.exchange(client.worker(), &client.worker().address()?)?;
+        Session::new(client, plan, &theirs, Some((control, rank)))
     }
 
     fn new(
-        rig: &'a Rig,
+        client: &'a Client,
         plan: &'a Plan,
-        endpoint: Endpoint,
+        address: &[u8],
         peer: Option<(Control, u8)>,
     ) -> Result<Session<'a>> {
-        let reply = rig.region(Memory::Host, 1)?;
-        Ok(Session { rig, plan, endpoint, peer, reply })
+        // SAFETY: the address of our own worker, or that of the other process, which runs the same UCX.
+        let endpoint = unsafe { client.connect(address, plan.peer_errors) }?;
+        Ok(Session { client, plan, endpoint, peer, reply: client.region(Memory::Host, 1)? })
     }
 
     /// To the other side.
@@ -210,7 +178,7 @@ impl<'a> Session<'a> {
         &self.endpoint
     }
 
-    /// Runs all cases; `verdict` hears about each.
+    /// Runs all cases; `verdict` is called with each.
     pub fn run(&mut self, mut verdict: impl FnMut(Case, Verdict) -> Result<()>) -> Result<()> {
         for (size, cases) in self.plan.groups() {
             let buffers = self.allocate(size)?;
@@ -229,12 +197,19 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Closes the endpoint in good order, and gives the control line back.
+    /// Runs all cases; the first wrong byte is an error, which begins with `when`.
+    pub fn run_strictly(&mut self, when: &str) -> Result<()> {
+        self.run(|case, verdict| match verdict.error {
+            Some(error) => bail!("{when}{case}: {error}"),
+            None => Ok(()),
+        })
+    }
+
+    /// Closes the endpoint in good order, and gives the control channel back.
     pub fn close(mut self) -> Result<Option<Control>> {
         self.meet("closing", u64::MAX)?;
-        self.rig.step("ucp_ep_close");
-        let closing = self.endpoint.close(false)?;
-        self.rig.finish(closing)?;
+        self.client.step("ucp_ep_close");
+        self.client.finish(self.endpoint.close(false)?)?;
         self.meet("closed", u64::MAX - 2)?;
         Ok(self.peer.map(|(control, _)| control))
     }
@@ -243,133 +218,85 @@ impl<'a> Session<'a> {
         self.peer.as_ref().is_none_or(|(_, mine)| *mine == rank)
     }
 
-    pub(crate) fn meet(&mut self, what: impl std::fmt::Display, step: u64) -> Result<()> {
+    pub(crate) fn meet(&mut self, what: impl Display, step: u64) -> Result<()> {
         if let Some((control, _)) = &mut self.peer {
-            self.rig.step(format_args!("{what}: waiting for the other process"));
-            control.barrier(self.rig.worker(), step)?;
+            self.client.step(format_args!("{what}: waiting for the other process"));
+            control.barrier(self.client.worker(), step)?;
         }
         Ok(())
     }
 
     /// Memory for messages of one size, here and on the other side.
     pub(crate) fn allocate(&mut self, size: usize) -> Result<Buffers> {
-        let arena = Arena::new(self.rig, self.plan, size, 1, |rank| self.plays(rank))?;
+        let arena = Arena::new(self.client, self.plan, size, 1, |rank| self.plays(rank))?;
         self.part_of(&arena, 0)
     }
 
     /// A part of the memory that several sessions share; the other side does the same.
     pub(crate) fn part_of(&mut self, arena: &Arena, part: usize) -> Result<Buffers> {
-        let here = arena.part(self.rig, part)?;
+        let length = Layout::allocation(arena.size);
+        let cut = |(end, region): (&(Role, Memory), &Arc<Region>)| {
+            let (region, at) = (region.clone(), part * length);
+            Ok((*end, Buffer::part(self.client, region, at, length, &arena.staging)?))
+        };
+        let here: BTreeMap<_, _> = arena.regions.iter().map(cut).collect::<Result<_>>()?;
         let mut there = BTreeMap::new();
         if self.plan.ops.iter().any(|op| op.one_sided()) {
-            let mut packed: Vec<((Role, Memory), PackedRegion)> = Vec::new();
-            for (place, buffer) in &here {
-                packed.push((*place, buffer.pack()?));
-            }
+            let pack = |(end, buffer): (&(Role, Memory), &Buffer)| Ok((*end, buffer.pack()?));
+            let mut packed: Vec<((Role, Memory), PackedRegion)> =
+                here.iter().map(pack).collect::<Result<_>>()?;
             if let Some((control, _)) = &mut self.peer {
-                self.rig.step("exchanging remote keys");
-                packed = control.exchange(self.rig.worker(), &packed)?;
+                self.client.step("exchanging remote keys");
+                packed = control.exchange(self.client.worker(), &packed)?;
             }
-            for (place, packed) in packed {
+            for (end, packed) in packed {
                 // SAFETY: the other side keeps its buffers until we meet after the last case.
-                there.insert(place, unsafe { self.endpoint.unpack(&packed) }?);
+                there.insert(end, unsafe { self.endpoint.unpack(&packed) }?);
             }
         }
         Ok(Buffers { here, there })
     }
 
+    /// The buffers of a case that are ours.
+    fn ours<'b>(&self, case: Case, buffers: &'b Buffers) -> [Option<&'b Buffer>; 2] {
+        [
+            self.plays(case.from).then(|| &buffers.here[&(Role::Source, case.pair.src)]),
+            self.plays(case.to()).then(|| &buffers.here[&(Role::Destination, case.pair.dst)]),
+        ]
+    }
+
     pub(crate) fn case(&mut self, case: Case, buffers: &Buffers) -> Result<Verdict> {
-        let mut errors = Vec::new();
+        let mut wrong = self.prepare(case, buffers, 0)?;
+        let client = self.client;
+        transfer(client, &mut [Part { session: self, buffers, case }])?;
+        wrong.extend(self.compare(case, buffers, 0)?);
         let mut timing = None;
-        let timed = self.plan.iterations > 0 && Op::PLAIN.contains(&case.op);
-        self.fill(case, buffers)?;
-        for (measure, poison) in [(false, key::DST_POISON), (true, key::DST_POISON_TIMED)] {
-            if measure && !timed {
-                continue;
-            }
-            self.poison(case, buffers, poison)?;
-            if measure {
-                timing = self.measure(case, buffers)?;
-            } else {
-                let rig = self.rig;
-                transfer(rig, &mut [Part { session: self, buffers, case }])?;
-            }
-            let after = if measure { " after the timed messages" } else { "" };
-            let wrong = self.compare(case, buffers, poison)?;
-            errors.extend(wrong.into_iter().map(|(what, wrong)| format!("{what}{after}: {wrong}")));
+        if self.plan.iterations > 0 && Op::PLAIN.contains(&case.op) {
+            self.prepare(case, buffers, 1)?;
+            timing = self.measure(case, buffers)?;
+            let after = self.compare(case, buffers, 1)?.into_iter();
+            wrong.extend(after.map(|wrong| format!("after the timed messages: {wrong}")));
         }
-        let error = if errors.is_empty() { None } else { Some(errors.join("; ")) };
-        Ok(Verdict { case: case.id, error, timing })
+        Ok(Verdict::new(case.id, &wrong, timing))
     }
 
-    /// The sender's buffer becomes what it must be until the end.
-    fn fill(&self, case: Case, buffers: &Buffers) -> Result<()> {
-        if self.plays(case.from) {
-            buffers.source(case).fill(self.rig, &self.sent(case))?;
+    /// Writes our buffers of a case. Returns what is wrong already: nothing, unless that is what the plan
+    /// asks for.
+    fn prepare(&self, case: Case, buffers: &Buffers, round: u64) -> Result<Vec<String>> {
+        let message = Message::new(case, self.plan.seed, round);
+        let [source, destination] = self.ours(case, buffers);
+        source.map_or(Ok(()), |source| message.fill_source(self.client, source))?;
+        destination.map_or(Ok(()), |it| message.poison_destination(self.client, it))?;
+        if self.plan.sabotage == Some(Sabotage::Early) {
+            return self.compare(case, buffers, round);
         }
-        Ok(())
+        Ok(Vec::new())
     }
 
-    /// The receiver's buffer becomes something that no message is.
-    fn poison(&self, case: Case, buffers: &Buffers, poison: u64) -> Result<()> {
-        if self.plays(case.to()) {
-            let image = Image::poisoned(self.layouts(case)[1], case.key(self.plan.seed, poison));
-            buffers.destination(case).fill(self.rig, &image)?;
-        }
-        Ok(())
-    }
-
-    fn sent(&self, case: Case) -> Image {
-        let key = |what| case.key(self.plan.seed, what);
-        Image::message(self.layouts(case)[0], key(key::SRC_POISON), key(key::MESSAGE))
-    }
-
-    fn received(&self, case: Case, poison: u64) -> Image {
-        let (layout, key) = (self.layouts(case)[1], |what| case.key(self.plan.seed, what));
-        if case.op == Op::TagTruncated {
-            Image::truncated(layout, key(poison), truncated(case.size))
-        } else {
-            Image::message(layout, key(poison), key(key::MESSAGE))
-        }
-    }
-
-    /// Compares what is there with what must be there; what is wrong, and with which buffer. Does the
-    /// damage first that the plan may ask for.
-    fn compare(
-        &self,
-        case: Case,
-        buffers: &Buffers,
-        poison: u64,
-    ) -> Result<Vec<(&'static str, Mismatch)>> {
-        let (sending, receiving) = (self.plays(case.from), self.plays(case.to()));
-        let before = self.layouts(case)[1].before;
-        match self.plan.sabotage {
-            Some(Sabotage::Message) if receiving && case.size > 0 => {
-                buffers.destination(case).damage(self.rig, before + case.size - 1)?;
-            }
-            Some(Sabotage::Guard) if receiving => {
-                buffers.destination(case).damage(self.rig, before + case.size)?;
-            }
-            Some(Sabotage::Source) if sending => buffers.source(case).damage(self.rig, 0)?,
-            _ => {}
-        }
-        let mut wrong = Vec::new();
-        if receiving {
-            let image = self.received(case, poison);
-            let found = buffers.destination(case).verify(self.rig, &image)?;
-            wrong.extend(found.err().map(|wrong| ("destination", wrong)));
-        }
-        if sending {
-            let found = buffers.source(case).verify(self.rig, &self.sent(case))?;
-            wrong.extend(found.err().map(|wrong| ("source (must not change)", wrong)));
-        }
-        Ok(wrong)
-    }
-
-    /// Where the message is in the source and in the destination: both sides know both.
-    fn layouts(&self, case: Case) -> [Layout; 2] {
-        [key::SRC_LAYOUT, key::DST_LAYOUT]
-            .map(|what| Layout::new(case.size, case.key(self.plan.seed, what)))
+    fn compare(&self, case: Case, buffers: &Buffers, round: u64) -> Result<Vec<String>> {
+        let [source, destination] = self.ours(case, buffers);
+        let message = Message::new(case, self.plan.seed, round);
+        message.verify(self.client, source, destination, self.plan.sabotage)
     }
 
     /// Starts what we have to do of a case that is to be started `first`: the receiver's side, unless the
@@ -379,18 +306,16 @@ impl<'a> Session<'a> {
         case: Case,
         buffers: &Buffers,
         first: bool,
-    ) -> Result<Vec<Box<dyn Activity>>> {
+    ) -> Result<Option<Box<dyn Activity>>> {
         let send = first == (case.op == Op::TagUnexpected);
         if !self.plays(if send { case.from } else { case.to() }) {
-            return Ok(Vec::new());
+            return Ok(None);
         }
         if !send && !first {
             // Alone in the process, the message must have arrived before it is asked for.
-            for _ in 0..1000 {
-                self.rig.worker().progress();
-            }
+            (0..1000).for_each(|_| _ = self.client.worker().progress());
         }
-        Ok(vec![self.start(case, buffers, send, false)?])
+        self.start(case, buffers, send, false).map(Some)
     }
 
     /// Starts the sender's or the receiver's side of a case. `whole`: as when measuring.
@@ -401,32 +326,35 @@ impl<'a> Session<'a> {
         send: bool,
         whole: bool,
     ) -> Result<Box<dyn Activity>> {
-        let layouts = self.layouts(case);
-        let (mine, layout, their_place, their_layout) = if send {
-            let place = (Role::Destination, case.pair.dst);
-            (buffers.source(case), layouts[0], place, layouts[1])
+        let [from, to] = Message::layouts(case, self.plan.seed);
+        let (source, destination) =
+            ((Role::Source, case.pair.src), (Role::Destination, case.pair.dst));
+        let (mine, layout, other, offset) = if send {
+            (&buffers.here[&source], from, destination, to.before)
         } else {
-            let place = (Role::Source, case.pair.src);
-            (buffers.destination(case), layouts[1], place, layouts[0])
+            (&buffers.here[&destination], to, source, from.before)
         };
-        let remote = buffers.there.get(&their_place).map(|key| (key, their_layout.before));
         let side = Side {
             case,
             seed: self.plan.seed,
-            worker: self.rig.worker(),
+            worker: self.client.worker(),
             endpoint: &self.endpoint,
-            remote,
+            remote: buffers.there.get(&other).map(|key| (key, offset)),
             whole,
         };
         if !whole {
-            self.rig.step(format_args!("{case}: starting")); // not while the clock runs
+            self.client.step(format_args!("{case}: starting")); // not while the clock runs
         }
-        let body = mine.body(layout);
+        let mut body = mine.body(layout);
+        let active = send != (case.op == Op::Get);
+        if self.plan.sabotage == Some(Sabotage::Length) && active && !body.is_empty() {
+            body = body.part(0, body.len() - 1);
+        }
         if send { side.send(&body) } else { side.receive(&body) }
     }
 
-    /// Repeats the message, first one at a time, then several at once. Only the side that knows
-    /// when a message is complete returns a time.
+    /// Repeats the message, first one at a time, then several at once. Only the side that knows when a
+    /// message is complete returns a time.
     fn measure(&mut self, case: Case, buffers: &Buffers) -> Result<Option<Timing>> {
         let (sending, receiving) = (self.plays(case.from), self.plays(case.to()));
         let clock = if case.op == Op::Get { receiving } else { sending };
@@ -434,28 +362,26 @@ impl<'a> Session<'a> {
         let mut elapsed = [0.0; 2];
         for (outstanding, elapsed) in [1, window].into_iter().zip(&mut elapsed) {
             self.meet(format_args!("{case}, about to measure"), case.id)?;
-            self.rig.step(format_args!("{case}: measuring {outstanding} at a time"));
+            self.client.step(format_args!("{case}: measuring {outstanding} at a time"));
             let mut times = Vec::new();
             for _ in 0..self.plan.iterations {
                 let start = Instant::now();
                 let mut activities = Vec::new();
                 for _ in 0..outstanding {
-                    if receiving {
-                        activities.push(self.start(case, buffers, false, true)?);
-                    }
-                    if sending {
-                        activities.push(self.start(case, buffers, true, true)?);
+                    for (ours, send) in [(receiving, false), (sending, true)] {
+                        if ours {
+                            activities.push(self.start(case, buffers, send, true)?);
+                        }
                     }
                 }
-                self.rig.drive(&mut activities)?;
+                self.client.drive(&mut activities)?;
                 if !case.op.one_sided() && self.peer.is_some() {
                     self.acknowledge(receiving)?;
                 }
                 times.push(start.elapsed().as_secs_f64());
             }
             // The median: a process that lost its processor for a while says nothing about UCX.
-            times.sort_by(f64::total_cmp);
-            *elapsed = times[times.len() / 2];
+            *elapsed = median(times);
             self.meet(format_args!("{case}, measured"), case.id)?;
         }
         let bytes = f64::from(window) * case.size as f64;
@@ -469,9 +395,9 @@ impl<'a> Session<'a> {
         let request = if receiving {
             self.endpoint.tag_send(&byte, REPLY)?
         } else {
-            self.rig.worker().tag_receive(&byte, REPLY)?
+            self.client.worker().tag_receive(&byte, REPLY)?
         };
-        self.rig.finish(request)?;
+        self.client.finish(request)?;
         Ok(())
     }
 }

@@ -29,8 +29,8 @@ impl Watchdog {
     /// Starts watching; `who` begins the message of a hang.
     pub fn start(who: &str, limit: Duration) -> Watchdog {
         let step = Step { what: "starting".into(), since: Instant::now(), over: false };
-        let dog = Watchdog { step: Arc::new(Mutex::new(step)), limit };
-        let (watch, who) = (dog.clone(), who.to_owned());
+        let watchdog = Watchdog { step: Arc::new(Mutex::new(step)), limit };
+        let (watch, who) = (watchdog.clone(), who.to_owned());
         thread::spawn(move || {
             loop {
                 thread::sleep(watch.limit.min(Duration::from_millis(200)));
@@ -43,7 +43,7 @@ impl Watchdog {
                 }
             }
         });
-        dog
+        watchdog
     }
 
     /// Says what begins now; the clock starts anew.

@@ -45,7 +45,7 @@ fn long_run(ucx: &PathBuf, words: &str) -> Child {
 fn children(parent: &Child) -> [Pid; 2] {
     let started = |pid: &Pid| {
         let line = std::fs::read(format!("/proc/{}/cmdline", pid.as_raw_nonzero()));
-        line.is_ok_and(|line| line.split(|byte| *byte == 0).any(|word| word == b"pair-side"))
+        line.is_ok_and(|line| line.split(|byte| *byte == 0).any(|word| word == b"side"))
     };
     let path = format!("/proc/{0}/task/{0}/children", parent.id());
     let deadline = Instant::now() + Duration::from_secs(30);

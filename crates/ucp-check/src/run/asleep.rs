@@ -1,76 +1,85 @@
-//! `asleep`: one process that sleeps on its worker's event descriptor while a copy to or from Gaudi
-//! memory is all that is under way, and counts whether it really slept or went round and round.
+//! `asleep`: one process that sleeps on its worker's event descriptor while a copy to or from Gaudi memory is
+//! all that is in flight, and counts whether it really slept or polled.
 
-use crate::pattern::mix;
-use crate::rig::{Rig, RigOptions};
-use crate::ucp::{Features, Memory, Region, RemoteKey, Ucx, Waiting};
+use crate::client::Client;
+use crate::matrix::Size;
+use crate::pattern::fill;
+use crate::ucp::{Features, Memory, Region, RemoteKey, Ucx, WorkerOptions};
 use crate::watchdog::Watchdog;
 use anyhow::{Result, ensure};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Calls that one operation may take: a few wake-ups, each with a look before and after.
+/// Calls that one operation may take: a few wake-ups, each with a poll before and after.
 const CALLS_PER_OPERATION: u64 = 12;
 
 /// What to do.
-pub struct Options<'a> {
-    /// Where UCX is.
-    pub ucx: Option<&'a Path>,
-    /// Bytes of the copies.
-    pub sizes: &'a [usize],
-    /// How often, for each size, there and back.
-    pub count: u64,
-    /// The device is known to take its time: most operations must have slept.
-    pub slow: bool,
-    /// A step may take this long.
-    pub timeout: Duration,
+#[derive(clap::Args)]
+pub struct Options {
+    /// Bytes of the copies
+    #[arg(long, value_delimiter = ',', default_value = "8,4K,64K,1M,16M")]
+    sizes: Vec<Size>,
+    /// How often, there and back
+    #[arg(long, default_value_t = 10)]
+    count: u64,
+    /// The device has a latency (SOFT_GAUDI_LATENCY): most copies must be slept for
+    #[arg(long)]
+    slow: bool,
+    /// Seconds that one step may take
+    #[arg(long, default_value_t = 60.0)]
+    timeout: f64,
 }
 
 /// Copies there and back, asleep meanwhile.
-pub fn run(options: &Options<'_>) -> Result<()> {
-    let dog = Watchdog::start("asleep", options.timeout);
-    let ucx = Ucx::load(options.ucx)?;
+pub fn run(folder: Option<&Path>, options: &Options) -> Result<()> {
+    let watchdog = Watchdog::start("asleep", Duration::from_secs_f64(options.timeout));
     let features = Features::RMA.with_wakeup();
-    let rig = Rig::new(ucx, RigOptions { features, hint: false, multi: false }, &dog)?;
+    let client = Client::new(Ucx::load(folder)?, features, WorkerOptions::default(), &watchdog)?;
     println!("{:>10} {:>6} {:>8} {:>8} {:>8}", "bytes", "copies", "slept", "busy", "progress");
-    for &size in options.sizes {
-        dog.step(format_args!("copies of {size} bytes"));
-        let device = rig.region(Memory::Gaudi, size)?;
-        let key = rig.own_key(&device.pack()?)?;
-        let (sent, back) = (rig.region(Memory::Host, size)?, rig.region(Memory::Host, size)?);
+    for &Size(size) in &options.sizes {
+        watchdog.step(format_args!("copies of {size} bytes"));
+        let device = client.region(Memory::Gaudi, size)?;
+        let key = client.own_key(&device.pack()?)?;
+        let (sent, back) = (client.region(Memory::Host, size)?, client.region(Memory::Host, size)?);
         // Connections are made, and memory is pinned, by the first.
-        copy(&rig, &sent, &back, &key, 0)?;
-        let before = rig.worker().waiting();
-        for n in 1..=options.count {
-            copy(&rig, &sent, &back, &key, n)?;
-        }
+        copy(&client, &sent, &back, &key, 0)?;
+        let before = client.worker().waiting();
+        (1..=options.count).try_for_each(|n| copy(&client, &sent, &back, &key, n))?;
+        let now = client.worker().waiting();
         // A put and a get; the flush of the put has nothing left to wait for.
         let operations = 2 * options.count;
-        let Waiting { slept, busy, progressed } = rig.worker().waiting() - before;
+        let (slept, busy) = (now.slept - before.slept, now.busy - before.busy);
+        let progressed = now.progressed - before.progressed;
         println!("{size:>10} {operations:>6} {slept:>8} {busy:>8} {progressed:>8}");
         let most = CALLS_PER_OPERATION * operations;
         ensure!(
             busy <= most,
             "{size} bytes: {busy} times told not to sleep in {operations} copies"
         );
-        ensure!(progressed <= most, "{size} bytes: {progressed} calls of progress, spinning");
+        ensure!(progressed <= most, "{size} bytes: {progressed} calls of progress, polling");
         // Not each: on a busy machine the device may be quicker than we are in falling asleep.
         ensure!(!options.slow || slept >= options.count, "{size} bytes: slept only {slept} times");
     }
-    dog.step("ucp_cleanup");
+    watchdog.step("ucp_cleanup");
     Ok(())
 }
 
 /// Other bytes each time, there and back, compared.
-fn copy(rig: &Rig, sent: &Arc<Region>, back: &Arc<Region>, key: &RemoteKey, n: u64) -> Result<()> {
-    let bytes: Vec<u8> =
-        (0..sent.length() as u64).map(|at| (mix((at / 8) ^ (n << 40)) >> (at % 8)) as u8).collect();
+fn copy(
+    client: &Client,
+    sent: &Arc<Region>,
+    back: &Arc<Region>,
+    key: &RemoteKey,
+    n: u64,
+) -> Result<()> {
+    let mut bytes = vec![0; sent.length()];
+    fill(n, 0, &mut bytes);
     let mut came: Vec<u8> = bytes.iter().map(|byte| !byte).collect();
     sent.write(0, &bytes);
     back.write(0, &came);
-    rig.ferry_in(&sent.whole(), key)?;
-    rig.ferry_out(&back.whole(), key)?;
+    client.write_device(&sent.whole(), key)?;
+    client.read_device(&back.whole(), key)?;
     back.read(0, &mut came);
     let wrong = bytes.iter().zip(&came).position(|(sent, came)| sent != came);
     ensure!(wrong.is_none(), "round {n}: the bytes differ from byte {} on", wrong.unwrap_or(0));

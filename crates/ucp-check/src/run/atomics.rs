@@ -1,22 +1,21 @@
 //! `atomics`: every atomic operation, 32 and 64 bits wide, on a peer's memory or our own.
 //!
-//! UCX carries an atomic operation out with the processor of the process that owns the memory unless
-//! a transport can do it. On device memory that is a load from an address no processor can reach:
-//! the owner dies. This shows what happens, whatever it is.
+//! UCX carries an atomic operation out with the processor of the process that owns the memory unless a
+//! transport can do it. On device memory that is a load from an address no processor can reach: the owner
+//! dies. This shows what happens, whatever it is.
 
-use super::siblings::{Sibling, Siblings, describe};
-use super::surroundings::Surroundings;
-use crate::rig::{Rig, RigOptions};
-use crate::ucp::{Atomic, Endpoint, Features, Memory, PackedRegion, Region, RemoteKey, Ucx};
+use super::environment::{Environment, Variable};
+use super::group::{Group, Member, Message, describe};
+use crate::client::Client;
+use crate::ucp::{
+    Atomic, Endpoint, Features, Memory, PackedRegion, Region, RemoteKey, Ucx, WorkerOptions,
+};
 use crate::watchdog::Watchdog;
 use anyhow::{Result, bail, ensure};
 use serde::{Deserialize, Serialize};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
-
-/// Name of the hidden subcommand that runs one side.
-pub const ROLE: &str = "atomics-side";
 
 /// Rank of the process that asks for the operations; the other one has the memory.
 const INITIATOR: u8 = 0;
@@ -26,154 +25,135 @@ const OFFSET: usize = 64;
 const LENGTH: usize = 4096;
 
 /// What to do.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(clap::Args)]
 pub struct Options {
-    /// Where UCX is.
-    pub ucx: Option<PathBuf>,
-    /// Where the variable is.
-    pub memory: Memory,
-    /// Seconds for a step.
-    pub timeout_s: f64,
+    /// Where the variable is: gaudi or host
+    #[arg(long, default_value = "gaudi")]
+    memory: Memory,
+    /// In this process, not in another
+    #[arg(long)]
+    alone: bool,
+    /// Variable for the two processes
+    #[arg(long, value_name = "K=V")]
+    env: Vec<Variable>,
+    /// Seconds that one step may take
+    #[arg(long, default_value_t = 60.0)]
+    timeout: f64,
 }
 
+/// What one of two processes does.
 #[derive(Serialize, Deserialize)]
-enum Message {
-    /// An operation ended: its name, and what was wrong with it.
-    Ended(String, Option<String>),
-    Error(String),
+pub(crate) struct Job {
+    ucx: Option<PathBuf>,
+    memory: Memory,
+    pub(super) timeout_s: f64,
 }
 
-/// One operation: what it is called, whether the old value is asked for, and its effect.
-struct Row {
-    name: &'static str,
-    operation: Atomic,
-    fetches: bool,
-    effect: fn(u64, u64, u64) -> u64,
-}
+/// One operation: what it is called, whether the old value is asked for, and its effect on the old value
+/// with the operand and, for compare-swap, the new value.
+type Row = (&'static str, Atomic, bool, fn(u64, u64, u64) -> u64);
 
 const ROWS: [Row; 8] = [
-    Row {
-        name: "add",
-        operation: Atomic::Add,
-        fetches: false,
-        effect: |old, x, _| old.wrapping_add(x),
-    },
-    Row { name: "and", operation: Atomic::And, fetches: false, effect: |old, x, _| old & x },
-    Row { name: "or", operation: Atomic::Or, fetches: false, effect: |old, x, _| old | x },
-    Row { name: "xor", operation: Atomic::Xor, fetches: false, effect: |old, x, _| old ^ x },
-    Row {
-        name: "fetch-add",
-        operation: Atomic::Add,
-        fetches: true,
-        effect: |old, x, _| old.wrapping_add(x),
-    },
-    Row { name: "fetch-xor", operation: Atomic::Xor, fetches: true, effect: |old, x, _| old ^ x },
-    Row { name: "swap", operation: Atomic::Swap, fetches: true, effect: |_, x, _| x },
-    Row {
-        name: "compare-swap",
-        operation: Atomic::CompareSwap,
-        fetches: true,
-        effect: |old, x, new| if old == x { new } else { old },
-    },
+    ("add", Atomic::Add, false, |old, x, _| old.wrapping_add(x)),
+    ("and", Atomic::And, false, |old, x, _| old & x),
+    ("or", Atomic::Or, false, |old, x, _| old | x),
+    ("xor", Atomic::Xor, false, |old, x, _| old ^ x),
+    ("fetch-add", Atomic::Add, true, |old, x, _| old.wrapping_add(x)),
+    ("fetch-xor", Atomic::Xor, true, |old, x, _| old ^ x),
+    ("swap", Atomic::Swap, true, |_, x, _| x),
+    ("compare-swap", Atomic::CompareSwap, true, |old, x, new| if old == x { new } else { old }),
 ];
 
-/// Two processes; the lines say how each operation ended. An error when one went wrong.
-pub fn run(options: &Options, around: &Surroundings) -> Result<()> {
-    let mut twins: Siblings<Message> = Siblings::twins(ROLE, options, around)?;
-    let limit = Duration::from_secs_f64(options.timeout_s * 4.0 + 60.0);
+/// Prints how each operation ended. An error when one went wrong.
+pub fn run(folder: Option<&Path>, options: &Options) -> Result<()> {
+    let (memory, timeout_s) = (options.memory, options.timeout);
+    let job = Job { ucx: folder.map(Path::to_owned), memory, timeout_s };
     let (mut right, mut wrong) = (0, 0);
-    let mut deaths = Vec::new();
-    for _ in 0..2 {
-        let rank = loop {
-            match twins.next(limit)? {
-                (_, Some(Message::Ended(name, error))) => {
-                    println!("{} {name}: {}", options.memory, error.as_deref().unwrap_or("right"));
-                    if error.is_some() { wrong += 1 } else { right += 1 }
-                }
-                (rank, Some(Message::Error(error))) => bail!("process {rank}: {error}"),
-                (rank, None) => break rank,
+    let mut count = |name: &str, error: Option<String>| {
+        println!("{memory} {name}: {}", error.as_deref().unwrap_or("right"));
+        if error.is_some() { wrong += 1 } else { right += 1 }
+    };
+    let outcome = if options.alone {
+        alone(&job, |name, error| {
+            count(&name, error);
+            Ok(())
+        })
+    } else {
+        let environment = Environment { variables: options.env.clone(), refuse: None };
+        let group = Group::start(&super::Job::Atomics(job), 2, &environment)?;
+        let on = |_: &mut Group, _, message| {
+            if let Message::Checked(name, error) = message {
+                count(&name, error);
             }
+            Ok(())
         };
-        let status = twins.ended(rank)?;
-        if !status.success() {
+        group.collect(on, |rank, status| {
             let role = if rank == INITIATOR { "initiator" } else { "target" };
-            deaths.push(format!("{role}: {}", describe(rank, status)));
-            break; // dropping the twins ends the other one
-        }
-    }
+            ensure!(status.success(), "{role}: {}", describe(rank, status));
+            Ok(())
+        })
+    };
     println!("{right} right, {wrong} wrong");
-    ensure!(deaths.is_empty(), "{}", deaths.join(", "));
+    outcome?;
     ensure!(wrong == 0 && right == ROWS.len() * 2, "not every atomic operation is right");
     Ok(())
 }
 
 /// The variable is our own.
-pub fn run_alone(options: &Options) -> Result<()> {
-    let dog = Watchdog::start("atomics", Duration::from_secs_f64(options.timeout_s));
-    let rig = rig(options, &dog)?;
-    let region = rig.region(options.memory, LENGTH)?;
-    let address = rig.worker().address()?;
-    // SAFETY: the address of our own worker.
-    let endpoint = unsafe { rig.connect(&address, false) }?;
+fn alone(job: &Job, ended: impl FnMut(String, Option<String>) -> Result<()>) -> Result<()> {
+    let watchdog = Watchdog::start("atomics", Duration::from_secs_f64(job.timeout_s));
+    let client = client(job, &watchdog)?;
+    let region = client.region(job.memory, LENGTH)?;
+    let endpoint = Endpoint::to_itself(client.worker())?;
     // SAFETY: our own region, which lives longer than the key.
     let key = unsafe { endpoint.unpack(&region.pack()?) }?;
-    operations(&rig, &endpoint, &key, |name, error| {
-        println!("{} {name}: {}", options.memory, error.as_deref().unwrap_or("right"));
-        ensure!(error.is_none(), "not every atomic operation is right");
-        Ok(())
-    })?;
+    operations(&client, &endpoint, &key, ended)?;
     drop(key);
-    rig.finish(endpoint.close(false)?)?;
-    println!("{} right, 0 wrong", ROWS.len() * 2);
+    client.finish(endpoint.close(false)?)?;
     Ok(())
 }
 
-/// One of the two processes; `Ok(false)`: it failed and told the parent.
-pub fn side(rank: u8, parent: u32, options: &Options) -> Result<bool> {
-    let twin = Sibling::begin(rank, parent, Duration::from_secs_f64(options.timeout_s))?;
-    twin.run(Message::Error, |twin| run_side(rank, twin, options))
+fn client(job: &Job, watchdog: &Watchdog) -> Result<Client> {
+    let ucx = Ucx::load(job.ucx.as_deref())?;
+    Client::new(ucx, Features::ATOMIC, WorkerOptions::default(), watchdog)
 }
 
-fn rig(options: &Options, dog: &Watchdog) -> Result<Rig> {
-    let ucx = Ucx::load(options.ucx.as_deref())?;
-    Rig::new(ucx, RigOptions { features: Features::ATOMIC, hint: false, multi: false }, dog)
-}
-
-fn run_side(rank: u8, mut twin: Sibling, options: &Options) -> Result<()> {
-    let mut parent = twin.reporter()?;
-    let rig = rig(options, &twin.dog)?;
-    let worker = rig.worker();
-    let mut control = twin.only_line()?;
+/// One of the two processes.
+pub(super) fn side(job: &Job, mut member: Member) -> Result<()> {
+    let client = client(job, &member.watchdog)?;
+    let (worker, mut control) = (client.worker(), member.only_channel()?);
     let address: Vec<u8> = control.exchange(worker, &worker.address()?)?;
-    // SAFETY: the address of the worker of our twin, which runs the same UCX.
-    let endpoint = unsafe { rig.connect(&address, false) }?;
-    let region = rig.region(options.memory, LENGTH)?;
+    // SAFETY: the address of the worker of the other process, which runs the same UCX.
+    let endpoint = unsafe { client.connect(&address, false) }?;
+    let region = client.region(job.memory, LENGTH)?;
     let packed: PackedRegion = control.exchange(worker, &region.pack()?)?;
-    if rank == INITIATOR {
-        // SAFETY: the twin keeps its region until we meet.
+    if member.rank == INITIATOR {
+        // SAFETY: the other process keeps its region until we meet.
         let key = unsafe { endpoint.unpack(&packed) }?;
-        operations(&rig, &endpoint, &key, |name, error| parent.tell(&Message::Ended(name, error)))?;
+        operations(&client, &endpoint, &key, |name, error| {
+            member.report(&Message::Checked(name, error))
+        })?;
     }
-    rig.step("waiting for the other process");
+    client.step("waiting for the other process");
     control.barrier(worker, 1)?;
-    rig.finish(endpoint.close(false)?)?;
+    client.finish(endpoint.close(false)?)?;
     control.barrier(worker, 2)
 }
 
-/// All operations in both widths; `ended` hears how each went.
+/// All operations in both widths; `ended` is told how each went.
 fn operations(
-    rig: &Rig,
+    client: &Client,
     endpoint: &Endpoint,
     key: &RemoteKey,
     mut ended: impl FnMut(String, Option<String>) -> Result<()>,
 ) -> Result<()> {
-    // Operand, reply, and room for the variable's value.
-    let scratch = rig.region(Memory::Host, 64)?;
+    // Operand, reply, and the variable's value.
+    let scratch = client.region(Memory::Host, 64)?;
     for width in [4, 8] {
         for row in &ROWS {
-            let name = format!("{} {}", row.name, width * 8);
-            rig.step(&name);
-            let outcome = one(rig, endpoint, key, &scratch, width, row);
+            let name = format!("{} {}", row.0, width * 8);
+            client.step(&name);
+            let outcome = one(client, endpoint, key, &scratch, width, row);
             ended(name, outcome.err().map(|error| format!("{error:#}")))?;
         }
     }
@@ -181,18 +161,18 @@ fn operations(
 }
 
 fn one(
-    rig: &Rig,
+    client: &Client,
     endpoint: &Endpoint,
     key: &RemoteKey,
     scratch: &Arc<Region>,
     width: usize,
-    row: &Row,
+    &(_, operation, fetches, effect): &Row,
 ) -> Result<()> {
     let cut = |value: u64| if width == 4 { value & u64::from(u32::MAX) } else { value };
     let (old, new) = (cut(0x0123_4567_fedc_ba98), cut(0x1111_2222_3333_4444));
     // Swapping must happen, so the value that is compared with is the one that is there.
-    let operand =
-        if row.operation == Atomic::CompareSwap { old } else { cut(0x5a5a_a5a5_0ff0_f00f) };
+    let swaps = operation == Atomic::CompareSwap;
+    let operand = if swaps { old } else { cut(0x5a5a_a5a5_0ff0_f00f) };
     let write = |at: usize, value: u64| scratch.write(at, &value.to_le_bytes()[..width]);
     let read = |at: usize| {
         let mut bytes = [0; 8];
@@ -200,21 +180,19 @@ fn one(
         u64::from_le_bytes(bytes)
     };
     write(16, old);
-    let put = endpoint.put(&scratch.span(16, width), key, OFFSET)?;
-    rig.finish(put)?;
-    rig.finish(endpoint.flush()?)?;
+    client.finish(endpoint.put(&scratch.span(16, width), key, OFFSET)?)?;
+    client.finish(endpoint.flush()?)?;
     write(0, operand);
     write(8, new);
     let reply = scratch.span(8, width);
-    let reply = row.fetches.then_some(&reply);
-    let request = endpoint.atomic(row.operation, &scratch.span(0, width), key, OFFSET, reply)?;
-    rig.finish(request)?;
-    rig.finish(endpoint.flush()?)?;
-    rig.finish(endpoint.get(&scratch.span(16, width), key, OFFSET)?)?;
-    let (found, wanted) = (read(16), cut((row.effect)(old, operand, new)));
+    let reply = fetches.then_some(&reply);
+    client.finish(endpoint.atomic(operation, &scratch.span(0, width), key, OFFSET, reply)?)?;
+    client.finish(endpoint.flush()?)?;
+    client.finish(endpoint.get(&scratch.span(16, width), key, OFFSET)?)?;
+    let (found, wanted) = (read(16), cut(effect(old, operand, new)));
     ensure!(found == wanted, "the variable is {found:#x} instead of {wanted:#x}");
-    if row.fetches {
-        ensure!(read(8) == old, "the old value came back as {:#x} instead of {old:#x}", read(8));
+    if fetches && read(8) != old {
+        bail!("the old value came back as {:#x} instead of {old:#x}", read(8));
     }
     Ok(())
 }

@@ -4,37 +4,61 @@ pub mod alloc;
 pub mod asleep;
 pub mod atomics;
 pub mod costs;
+pub mod environment;
+mod group;
 pub mod loopback;
 pub mod memory;
-pub mod mesh;
 pub mod pair;
 pub mod peer_errors;
 mod process;
 pub mod reconnect;
 pub mod rotate;
-mod siblings;
 pub mod soak;
-pub mod surroundings;
-pub mod threads;
 
-use crate::report::Report;
-use anyhow::{Result, bail};
-use std::path::Path;
+use crate::client::Client;
+use crate::matrix::Plan;
+use crate::ucp::{Ucx, WorkerOptions};
+use crate::watchdog::Watchdog;
+use anyhow::Result;
+use group::Member;
+use serde::{Deserialize, Serialize};
 
-/// Prints the verdict of a run; an error if anything failed.
-pub fn conclude(report: &Report, json: Option<&Path>) -> Result<()> {
-    report.print_summary();
-    report.print_timings();
-    if let Some(path) = json {
-        report.write_json(path)?;
+/// What one process of a group does, as it is handed over on its command line.
+#[derive(Serialize, Deserialize)]
+pub(crate) enum Job {
+    Cases(pair::Mesh),
+    PeerErrors(peer_errors::Scenario),
+    Reconnect(reconnect::Rounds),
+    Rotate(rotate::Rotation),
+    Atomics(atomics::Job),
+}
+
+impl Job {
+    /// Seconds that one of its steps may take.
+    fn timeout_s(&self) -> f64 {
+        match self {
+            Job::Cases(mesh) => mesh.plan.timeout_s,
+            Job::PeerErrors(scenario) => scenario.plan.timeout_s,
+            Job::Reconnect(rounds) => rounds.plan.timeout_s,
+            Job::Rotate(rotation) => rotation.plan.timeout_s,
+            Job::Atomics(atomics) => atomics.timeout_s,
+        }
     }
-    let (passed, failed) = report.counts();
-    println!("{passed} passed, {failed} failed");
-    if failed > 0 {
-        bail!("{failed} cases failed");
+
+    fn run(&self, member: Member) -> Result<()> {
+        match self {
+            Job::Cases(mesh) => pair::side(mesh, member),
+            Job::PeerErrors(scenario) => peer_errors::side(scenario, member),
+            Job::Reconnect(rounds) => reconnect::side(rounds, member),
+            Job::Rotate(rotation) => rotate::side(rotation, member),
+            Job::Atomics(atomics) => atomics::side(atomics, member),
+        }
     }
-    if passed == 0 {
-        bail!("nothing was run: no operation applies to these sizes");
-    }
-    Ok(())
+}
+
+pub use group::Side;
+
+/// The client that a plan asks for.
+fn client(plan: &Plan, ucx: &'static Ucx, multi: bool, watchdog: &Watchdog) -> Result<Client> {
+    Client::new(ucx, plan.features, WorkerOptions { multi, hint: plan.hint }, watchdog)
 }

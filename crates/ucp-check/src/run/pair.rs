@@ -1,136 +1,190 @@
-//! `pair`: two processes run every case of a plan in both directions.
+//! `pair` and `mesh`: two or more processes, each connected to each other, run every case of a plan in both
+//! directions; put, get, tags and streams from and to everybody at once.
+//!
+//! In a mesh every process has one allocation of a kind, of which each of the others has a part: all of them
+//! open the same memory, and whoever writes beyond its part damages its neighbour's.
 
-use super::siblings::{Sibling, Siblings, describe};
-use super::surroundings::Surroundings;
-use crate::matrix::{Case, Plan};
-use crate::report::{Report, Timing, Verdict};
-use crate::rig::{Rig, RigOptions};
-use crate::session::Session;
+use super::environment::Environment;
+use super::group::{Group, Member, Message, succeeded};
+use super::{Job, client};
+use crate::client::Client;
+use crate::matrix::{Case, Op, Plan};
+use crate::report::{Report, Verdict};
+use crate::session::{Arena, Buffers, Part, Session, cases};
 use crate::ucp::Ucx;
 use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::time::Duration;
 
-/// Name of the hidden subcommand that runs one side.
-pub const ROLE: &str = "pair-side";
-
-/// What a process has to say.
-#[derive(Serialize, Deserialize)]
-pub(super) enum Message {
-    Ucx {
-        version: String,
-    },
-    Verdict(Verdict),
-    /// The end, with the number of times the worker slept.
-    Done {
-        sleeps: u64,
-    },
-    Error(String),
+/// How many processes do what.
+#[derive(Clone, Serialize, Deserialize)]
+pub struct Mesh {
+    /// How many.
+    pub processes: u8,
+    /// What each two do.
+    pub plan: Plan,
 }
 
-/// Starts both processes and collects what they find.
-pub fn run(plan: &Plan, around: &Surroundings) -> Result<Report> {
-    let twins = Siblings::twins(ROLE, plan, around)?;
-    collect(twins, 2, plan, std::slice::from_ref(plan))
+impl Mesh {
+    /// The processes, two by two, with what those two do. Cases have numbers of their own, because sessions
+    /// share a worker.
+    fn pairs(&self) -> Vec<((u8, u8), Plan)> {
+        let all = 0..self.processes;
+        let pairs = all.clone().flat_map(|one| (one + 1..all.end).map(move |other| (one, other)));
+        let cases = self.plan.cases().count();
+        let plan = |number: usize| Plan {
+            first_case: (number * cases) as u64,
+            seed: self.plan.seed.wrapping_add(number as u64),
+            ..self.plan.clone()
+        };
+        pairs.enumerate().map(|(number, pair)| (pair, plan(number))).collect()
+    }
 }
 
-/// Collects what `count` processes find about the cases of all `plans`, each of which concerns two of
-/// them.
-pub(super) fn collect(
-    mut siblings: Siblings<Message>,
-    count: u8,
-    plan: &Plan,
-    plans: &[Plan],
-) -> Result<Report> {
-    let cases: BTreeMap<u64, Case> = plans
-        .iter()
-        .flat_map(Plan::groups)
-        .flat_map(|(_, cases)| cases)
-        .map(|case| (case.id, case))
-        .collect();
-    // A step has its own limit in the children; we only guard against all being stopped.
-    let limit = Duration::from_secs_f64(plan.timeout_s * 4.0 + 60.0);
+/// Two processes.
+pub fn run(plan: &Plan, environment: &Environment) -> Result<Report> {
+    collect(Mesh { processes: 2, plan: plan.clone() }, environment)
+}
+
+/// Several processes.
+pub fn run_mesh(mesh: Mesh, environment: &Environment) -> Result<Report> {
+    // Each pair has a socket, all of them opened here.
+    ensure!((2..=24).contains(&mesh.processes), "2 to 24 processes, please");
+    ensure!(!mesh.plan.one_way, "everybody sends and receives");
+    ensure!(mesh.plan.iterations == 0, "nothing is timed when all do it at once");
+    let am = mesh.plan.ops.iter().any(|op| op.group() == Op::Am);
+    ensure!(!am, "active messages arrive in any order: not with several senders");
+    collect(mesh, environment)
+}
+
+/// Starts all processes and collects what they find.
+fn collect(mesh: Mesh, environment: &Environment) -> Result<Report> {
+    let (count, wakeup) = (mesh.processes, mesh.plan.features.wakeup());
+    let plans = mesh.pairs().into_iter().map(|(_, plan)| plan);
+    let cases: BTreeMap<u64, Case> =
+        plans.flat_map(|plan| plan.cases().collect::<Vec<_>>()).map(|it| (it.id, it)).collect();
     let mut report = Report::new("?");
     let mut half: BTreeMap<u64, Verdict> = BTreeMap::new();
-    let mut done = vec![None; usize::from(count)];
-    let mut trouble = Vec::new();
-    for _ in 0..count {
-        let rank = loop {
-            match siblings.next(limit)? {
-                (_, Some(Message::Ucx { version })) => {
-                    if report.counts() == (0, 0) {
-                        report = Report::new(version);
-                    }
+    let mut slept = BTreeMap::new();
+    let group = Group::start(&Job::Cases(mesh), count, environment)?;
+    let on = |_: &mut Group, rank, message| {
+        match message {
+            Message::Ucx(version) if report.counts() == (0, 0) => report = Report::new(version),
+            Message::Verdict(verdict) => match half.remove(&verdict.case) {
+                None => _ = half.insert(verdict.case, verdict),
+                Some(other) => {
+                    let case = cases.get(&verdict.case).context("verdict on an unknown case")?;
+                    report.add(*case, verdict.join(other));
                 }
-                (_, Some(Message::Verdict(verdict))) => match half.remove(&verdict.case) {
-                    None => _ = half.insert(verdict.case, verdict),
-                    Some(other) => {
-                        let case =
-                            cases.get(&verdict.case).context("verdict on an unknown case")?;
-                        let (error, timing) = join(verdict, other);
-                        report.add(*case, error, timing);
-                    }
-                },
-                (rank, Some(Message::Done { sleeps })) => done[usize::from(rank)] = Some(sleeps),
-                (rank, Some(Message::Error(error))) => {
-                    trouble.push(format!("process {rank}: {error}"));
-                }
-                (rank, None) => break rank,
-            }
-        };
-        let status = siblings.ended(rank)?;
-        if done[usize::from(rank)].is_none() || !status.success() {
-            if trouble.is_empty() {
-                trouble.push(describe(rank, status));
-            }
-            break; // dropping the siblings ends the others
+            },
+            Message::Done(sleeps) => _ = slept.insert(rank, sleeps),
+            _ => {}
         }
-    }
-    if !trouble.is_empty() {
-        let (passed, failed) = report.counts();
-        for line in &trouble {
-            println!("FAIL  {line}");
-        }
+        Ok(())
+    };
+    let outcome = group.collect(on, succeeded);
+    let (passed, failed) = report.counts();
+    if let Err(error) = outcome {
+        println!("FAIL  {error:#}");
         println!("{passed} passed, {failed} failed, {} not run", cases.len() - passed - failed);
         bail!("the run broke off");
     }
-    let (passed, failed) = report.counts();
+    ensure!(slept.len() == usize::from(count), "a process ended too early");
     ensure!(passed + failed == cases.len(), "{} cases are missing", cases.len() - passed - failed);
-    if plan.features.wakeup() {
-        let sleeps: Vec<u64> = done.into_iter().flatten().collect();
-        println!("times slept until an event, by process: {sleeps:?}");
-        let all = sleeps.iter().all(|sleeps| *sleeps > 0);
+    if wakeup {
+        let slept: Vec<u64> = slept.into_values().collect();
+        println!("times slept until an event, by process: {slept:?}");
+        let all = slept.iter().all(|slept| *slept > 0);
         ensure!(all, "a worker never slept: the event descriptor was not tested");
     }
     Ok(report)
 }
 
-/// Both sides' view of one case.
-fn join(one: Verdict, other: Verdict) -> (Option<String>, Option<Timing>) {
-    let errors: Vec<String> = [one.error, other.error].into_iter().flatten().collect();
-    let error = if errors.is_empty() { None } else { Some(errors.join("; ")) };
-    (error, one.timing.or(other.timing))
+/// One of the processes.
+pub(super) fn side(mesh: &Mesh, mut member: Member) -> Result<()> {
+    let ucx = Ucx::load(mesh.plan.ucx.as_deref())?;
+    member.report(&Message::Ucx(ucx.version().to_owned()))?;
+    let client = client(&mesh.plan, ucx, false, &member.watchdog)?;
+    // In the order of the pairs, which is the same in all processes: see `cases`.
+    let rank = member.rank;
+    let mut ours = mesh.pairs();
+    ours.retain(|((one, other), _)| [*one, *other].contains(&rank));
+    let mut sessions = Vec::new();
+    for (((one, _), plan), channel) in ours.iter().zip(std::mem::take(&mut member.channels)) {
+        sessions.push(Session::pair(&client, plan, u8::from(rank != *one), channel)?);
+    }
+    if let [session] = &mut sessions[..] {
+        session.run(|_, verdict| member.report(&Message::Verdict(verdict)))?;
+    } else {
+        all_at_once(&client, mesh, &ours, &mut sessions, &mut member)?;
+    }
+    meet(&mut sessions, "closing", u64::MAX)?;
+    sessions.into_iter().try_for_each(|session| session.close().map(drop))?;
+    let slept = client.worker().waiting().slept;
+    client.step("ucp_worker_destroy and ucp_cleanup");
+    drop(client);
+    member.report(&Message::Done(slept))
 }
 
-/// One of the two processes; `Ok(false)`: it failed and told the parent.
-pub fn side(rank: u8, parent: u32, plan: &Plan) -> Result<bool> {
-    let twin = Sibling::begin(rank, parent, Duration::from_secs_f64(plan.timeout_s))?;
-    twin.run(Message::Error, |twin| run_side(rank, twin, plan))
+/// The cases of all sessions, number by number.
+fn all_at_once(
+    client: &Client,
+    mesh: &Mesh,
+    ours: &[((u8, u8), Plan)],
+    sessions: &mut [Session<'_>],
+    member: &mut Member,
+) -> Result<()> {
+    let groups: Vec<Vec<(usize, Vec<Case>)>> = ours.iter().map(|(_, plan)| plan.groups()).collect();
+    for (group, &size) in mesh.plan.sizes.iter().enumerate() {
+        let arena = Arena::new(client, &mesh.plan, size, sessions.len(), |_| true)?;
+        let parts = sessions.iter_mut().enumerate();
+        let buffers: Vec<Buffers> =
+            parts.map(|(part, session)| session.part_of(&arena, part)).collect::<Result<_>>()?;
+        for at in 0..groups[0][group].1.len() {
+            let each = sessions.iter_mut().zip(&buffers).zip(&groups);
+            let mut parts: Vec<Part<'_, '_>> = each
+                .map(|((session, buffers), all)| Part { session, buffers, case: all[group].1[at] })
+                .collect();
+            for (mut verdict, ((one, other), _)) in cases(client, &mut parts)?.into_iter().zip(ours)
+            {
+                if let Some(error) = &mut verdict.error {
+                    *error = format!("0 is process {one} and 1 process {other}: {error}");
+                }
+                member.report(&Message::Verdict(verdict))?;
+            }
+        }
+        // Keys go first, everybody's, then the memory they are for.
+        let memory: Vec<_> = buffers.into_iter().map(Buffers::without_keys).collect();
+        meet(sessions, "freeing buffers", u64::MAX - 1)?;
+        drop((memory, arena));
+    }
+    Ok(())
 }
 
-fn run_side(rank: u8, mut twin: Sibling, plan: &Plan) -> Result<()> {
-    let mut parent = twin.reporter()?;
-    let ucx = Ucx::load(plan.ucx.as_deref())?;
-    parent.tell(&Message::Ucx { version: ucx.version().to_owned() })?;
-    let options = RigOptions { features: plan.features, hint: plan.hint, multi: false };
-    let rig = Rig::new(ucx, options, &twin.dog)?;
-    let mut session = Session::pair(&rig, plan, rank, twin.only_line()?)?;
-    session.run(|_, verdict| parent.tell(&Message::Verdict(verdict)))?;
-    session.close()?;
-    let sleeps = rig.worker().sleeps();
-    rig.step("ucp_worker_destroy and ucp_cleanup");
-    drop(rig);
-    twin.dog.step("leaving");
-    parent.tell(&Message::Done { sleeps })
+fn meet(sessions: &mut [Session<'_>], what: &str, step: u64) -> Result<()> {
+    sessions.iter_mut().try_for_each(|session| session.meet(what, step))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::matrix::Pair;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn each_two_processes_have_cases_of_their_own() {
+        let (ops, pairs, sizes) = (vec![Op::Tag, Op::Put], vec![Pair::HOST], vec![1, 8]);
+        let plan = Plan { ops, pairs, sizes, ..Plan::default() };
+        let pairs = Mesh { processes: 8, plan }.pairs();
+        assert_eq!(pairs.len(), 28);
+        assert!(pairs.is_sorted_by_key(|(pair, _)| *pair), "one order for everybody");
+        let ids: BTreeSet<u64> = pairs
+            .iter()
+            .flat_map(|(_, plan)| plan.cases().collect::<Vec<_>>())
+            .map(|it| it.id)
+            .collect();
+        assert_eq!(ids.len(), 28 * 2 * 2 * 2);
+        let seeds: BTreeSet<u64> = pairs.iter().map(|(_, plan)| plan.seed).collect();
+        assert_eq!(seeds.len(), 28);
+    }
 }

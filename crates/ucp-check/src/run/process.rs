@@ -3,6 +3,25 @@
 use anyhow::{Context, Result};
 use std::fs;
 
+/// What a process uses.
+#[derive(Debug)]
+pub(super) struct Usage {
+    pub(super) descriptors: usize,
+    pub(super) mappings: usize,
+    /// Bytes.
+    pub(super) resident: u64,
+}
+
+impl Usage {
+    pub(super) fn now() -> Result<Usage> {
+        let text = fs::read_to_string("/proc/self/statm").context("/proc/self/statm")?;
+        let pages: u64 = text.split(' ').nth(1).and_then(|n| n.parse().ok()).context("statm")?;
+        let page = rustix::param::page_size() as u64;
+        let (descriptors, mappings) = (descriptors()?, mappings()?.len());
+        Ok(Usage { descriptors, mappings, resident: pages * page })
+    }
+}
+
 /// Open descriptors.
 pub(super) fn descriptors() -> Result<usize> {
     // The folder itself is open while it is read, each time alike.
@@ -28,19 +47,9 @@ pub(super) fn mappings() -> Result<Vec<Mapping>> {
 fn parse(line: &str) -> Option<Mapping> {
     let (range, rest) = line.split_once(' ')?;
     let (start, end) = range.split_once('-')?;
-    Some(Mapping {
-        start: u64::from_str_radix(start, 16).ok()?,
-        end: u64::from_str_radix(end, 16).ok()?,
-        accessible: !rest.starts_with("---"),
-        line: line.to_owned(),
-    })
-}
-
-/// Bytes in memory.
-pub(super) fn resident() -> Result<u64> {
-    let text = fs::read_to_string("/proc/self/statm").context("/proc/self/statm")?;
-    let pages: u64 = text.split(' ').nth(1).and_then(|n| n.parse().ok()).context("statm")?;
-    Ok(pages * 4096)
+    let number = |text| u64::from_str_radix(text, 16).ok();
+    let accessible = !rest.starts_with("---");
+    Some(Mapping { start: number(start)?, end: number(end)?, accessible, line: line.to_owned() })
 }
 
 #[cfg(test)]
@@ -49,8 +58,7 @@ mod tests {
 
     #[test]
     fn mappings_are_read_with_their_protection() {
-        let line = "7f0000001000-7f0000003000 ---p 00000000 00:00 0 ";
-        let found = parse(line).unwrap();
+        let found = parse("7f0000001000-7f0000003000 ---p 00000000 00:00 0 ").unwrap();
         assert_eq!((found.start, found.end), (0x7f00_0000_1000, 0x7f00_0000_3000));
         assert!(!found.accessible);
         let line = "ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0 [vsyscall]";
@@ -60,12 +68,12 @@ mod tests {
 
     #[test]
     fn a_descriptor_and_a_mapping_show() {
-        let before = descriptors().unwrap();
+        let before = Usage::now().unwrap();
         let file = fs::File::open("/proc/self/maps").unwrap();
-        assert_eq!(descriptors().unwrap(), before + 1);
+        assert_eq!(descriptors().unwrap(), before.descriptors + 1);
         drop(file);
         let here = std::ptr::from_ref(&before).addr() as u64;
         assert!(mappings().unwrap().iter().any(|m| m.start <= here && here < m.end));
-        assert!(resident().unwrap() > 0);
+        assert!(before.resident > 0 && before.mappings > 0);
     }
 }

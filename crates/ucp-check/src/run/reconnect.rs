@@ -1,24 +1,19 @@
-//! `reconnect`: two processes connect, move verified messages, disconnect, many times over; what they
-//! hold afterwards is what they held after the first rounds.
+//! `reconnect`: two processes connect, move verified messages, disconnect, many times over; what they use
+//! afterwards is what they used after the first rounds.
 //!
-//! Within one worker only descriptors are counted, and TCP is left out: stock UCX keeps the mappings of
-//! the peer's shared memory (and with TCP, connections) for as long as the worker lives, also with host
-//! memory and without any plugin. With a worker per round everything is counted.
+//! Within one worker only descriptors are counted, and TCP is left out: stock UCX keeps the mappings of the
+//! peer's shared memory (and with TCP, connections) for as long as the worker lives, also with host memory
+//! and without any plugin. With a worker per round everything is counted.
 
-use super::process;
-use super::siblings::{Sibling, Siblings, describe};
-use super::surroundings::Surroundings;
-use crate::control::Control;
+use super::environment::Environment;
+use super::group::{Group, Member, Message};
+use super::process::Usage;
+use super::{Job, client};
 use crate::matrix::Plan;
-use crate::rig::{Rig, RigOptions};
 use crate::session::Session;
 use crate::ucp::Ucx;
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
-use std::time::Duration;
-
-/// Name of the hidden subcommand that runs one side.
-pub const ROLE: &str = "reconnect-side";
 
 /// Rounds until everything that is kept on purpose has been made.
 const WARM_UP: u32 = 20;
@@ -34,108 +29,47 @@ pub struct Rounds {
     pub fresh: bool,
 }
 
-#[derive(Serialize, Deserialize)]
-enum Message {
-    Done { ucx: String, held: String },
-    Error(String),
-}
-
 /// Runs both processes.
-pub fn run(rounds: &Rounds, around: &Surroundings) -> Result<()> {
-    let mut twins: Siblings<Message> = Siblings::twins(ROLE, rounds, around)?;
-    let limit = Duration::from_secs_f64(rounds.plan.timeout_s * 4.0 + 600.0);
-    let mut ended = 0;
-    while ended < 2 {
-        match twins.next(limit)? {
-            (rank, Some(Message::Done { ucx, held })) => {
-                println!("ok    process {rank}, UCX {ucx}, {} rounds: {held}", rounds.count);
-            }
-            (rank, Some(Message::Error(error))) => bail!("process {rank}: {error}"),
-            (rank, None) => {
-                let status = twins.ended(rank)?;
-                ensure!(status.success(), "{}", describe(rank, status));
-                ended += 1;
-            }
-        }
-    }
-    Ok(())
+pub fn run(rounds: Rounds, environment: &Environment) -> Result<()> {
+    Group::start(&Job::Reconnect(rounds), 2, environment)?.print_lines()
 }
 
-/// One of the two processes; `Ok(false)`: it failed and told the parent.
-pub fn side(rank: u8, parent: u32, rounds: &Rounds) -> Result<bool> {
-    let twin = Sibling::begin(rank, parent, Duration::from_secs_f64(rounds.plan.timeout_s))?;
-    twin.run(Message::Error, |twin| run_side(rank, twin, rounds))
-}
-
-fn run_side(rank: u8, mut twin: Sibling, rounds: &Rounds) -> Result<()> {
-    let mut parent = twin.reporter()?;
-    let mut control = Some(twin.only_line()?);
-    let ucx = Ucx::load(rounds.plan.ucx.as_deref())?;
-    let features = rounds.plan.features;
-    let make = || Rig::new(ucx, RigOptions { features, hint: false, multi: false }, &twin.dog);
-    let kept = if rounds.fresh { None } else { Some(make()?) };
+/// One of the two processes.
+pub(super) fn side(rounds: &Rounds, mut member: Member) -> Result<()> {
+    let Rounds { plan, count, fresh } = rounds;
+    let mut control = Some(member.only_channel()?);
+    let ucx = Ucx::load(plan.ucx.as_deref())?;
+    let make = || client(plan, ucx, false, &member.watchdog);
+    let kept = if *fresh { None } else { Some(make()?) };
     let mut round = || -> Result<()> {
-        let fresh;
-        let rig = match &kept {
-            Some(rig) => rig,
-            None => {
-                fresh = make()?;
-                &fresh
-            }
-        };
-        let line = control.take().context("no line to the other process")?;
-        control = one_round(rig, rank, &rounds.plan, line)?;
+        let client = kept.clone().map_or_else(make, Ok)?;
+        let channel = control.take().context("no channel to the other process")?;
+        let mut session = Session::pair(&client, plan, member.rank, channel)?;
+        session.run_strictly("")?;
+        control = session.close()?;
         Ok(())
     };
     (0..WARM_UP).try_for_each(|_| round())?;
-    let before = Held::now()?;
-    (0..rounds.count).try_for_each(|_| round())?;
-    let after = Held::now()?;
-    after.compare(&before, rounds)?;
+    let before = Usage::now()?;
+    (0..*count).try_for_each(|_| round())?;
+    let after = Usage::now()?;
+    compare(&before, &after, rounds)?;
     drop(kept);
-    twin.dog.step("leaving");
-    let held = format!("{before:?} before, {after:?} after");
-    parent.tell(&Message::Done { ucx: ucx.version().to_owned(), held })
+    let (rank, version) = (member.rank, ucx.version());
+    member.report(&Message::Line(format!(
+        "ok    process {rank}, UCX {version}, {count} rounds: {before:?} before, {after:?} after"
+    )))
 }
 
-fn one_round(rig: &Rig, rank: u8, plan: &Plan, line: Control) -> Result<Option<Control>> {
-    let mut session = Session::pair(rig, plan, rank, line)?;
-    session.run(|case, verdict| match verdict.error {
-        Some(error) => bail!("{case}: {error}"),
-        None => Ok(()),
-    })?;
-    session.close()
-}
-
-/// What a process holds.
-#[derive(Debug)]
-struct Held {
-    descriptors: usize,
-    mappings: usize,
-    resident: u64,
-}
-
-impl Held {
-    fn now() -> Result<Held> {
-        Ok(Held {
-            descriptors: process::descriptors()?,
-            mappings: process::mappings()?.len(),
-            resident: process::resident()?,
-        })
-    }
-
-    fn compare(&self, before: &Held, rounds: &Rounds) -> Result<()> {
-        // A cache may hold something at one moment and not at the next; a leak grows with the rounds.
-        let few = (rounds.count as usize / 10).max(8);
-        let grown = |now: usize, then: usize| now.saturating_sub(then);
-        let (then, now) = (before, self);
-        ensure!(grown(now.descriptors, then.descriptors) < few, "descriptors: {then:?}, {now:?}");
-        if !rounds.fresh {
-            return Ok(());
-        }
+fn compare(then: &Usage, now: &Usage, rounds: &Rounds) -> Result<()> {
+    // A cache may have something at one moment and not at the next; a leak grows with the rounds.
+    let few = (rounds.count as usize / 10).max(8);
+    let grown = |now: usize, then: usize| now.saturating_sub(then);
+    ensure!(grown(now.descriptors, then.descriptors) < few, "descriptors: {then:?}, {now:?}");
+    if rounds.fresh {
         ensure!(grown(now.mappings, then.mappings) < few.max(32), "mappings: {then:?}, {now:?}");
         let bytes = now.resident.saturating_sub(then.resident);
         ensure!(bytes < (4 << 20) + u64::from(rounds.count) * 4096, "memory: {then:?}, {now:?}");
-        Ok(())
     }
+    Ok(())
 }

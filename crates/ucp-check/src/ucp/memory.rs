@@ -1,19 +1,17 @@
 //! Memory for UCP: host pages we map (and register, or not), device memory that UCP allocates.
 //!
-//! A device address is a number here, never a pointer: nobody can read or write a device region
-//! through this type, only `ucp_put`/`ucp_get` can.
+//! A device address is a number here, never a pointer: nobody can read or write a device region through
+//! this type, only `ucp_put`/`ucp_get` can.
 
-use super::context::{Context, ContextInner};
-use super::sys::{self, MemAttr, MemMapParams};
-use super::{Error, Result};
-use std::ffi::{c_uint, c_void};
-use std::fmt;
-use std::ptr;
-use std::str::FromStr;
+use super::{Context, ContextInner, Error, Result};
+use crate::ucx::call;
+use crate::ucx::sys::{ERR_LAST, MemMapParams, MemoryType, Plain, UcpMemAttr, ucp};
+use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, Ordering};
+use std::{fmt, io, ptr, str::FromStr};
 
-/// Where memory lives.
+/// Where memory lives. A further kind is a variant and a row of [`Memory::KINDS`].
 #[derive(
     Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, serde::Serialize, serde::Deserialize,
 )]
@@ -26,49 +24,44 @@ pub enum Memory {
 }
 
 impl Memory {
-    pub(super) fn raw(self) -> c_uint {
-        match self {
-            Memory::Host => sys::MEMORY_TYPE_HOST,
-            Memory::Gaudi => sys::MEMORY_TYPE_GAUDI,
-        }
+    /// Every kind, its name, and UCX's number for it.
+    const KINDS: [(Memory, &'static str, MemoryType); 2] =
+        [(Memory::Host, "host", MemoryType::HOST), (Memory::Gaudi, "gaudi", MemoryType::GAUDI)];
+
+    fn row(self) -> &'static (Memory, &'static str, MemoryType) {
+        let row = Memory::KINDS.iter().find(|(kind, ..)| *kind == self);
+        row.expect("every kind has a row")
+    }
+
+    pub(super) fn raw(self) -> MemoryType {
+        self.row().2
     }
 }
 
 impl fmt::Display for Memory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Memory::Host => "host",
-            Memory::Gaudi => "gaudi",
-        })
+        f.write_str(self.row().1)
     }
 }
 
 impl FromStr for Memory {
     type Err = String;
     fn from_str(s: &str) -> std::result::Result<Self, String> {
-        match s {
-            "host" => Ok(Memory::Host),
-            "gaudi" => Ok(Memory::Gaudi),
-            _ => Err(format!("unknown memory '{s}': host or gaudi")),
-        }
+        let found = Memory::KINDS.iter().find(|(_, name, _)| *name == s);
+        let known = || Memory::KINDS.map(|(_, name, _)| name).join(" or ");
+        found.map(|(kind, ..)| *kind).ok_or_else(|| format!("unknown memory '{s}': {}", known()))
     }
 }
 
 /// A piece of memory mapped in a context; unmapped (and freed) when the last reference goes.
 pub struct Region {
     context: Arc<ContextInner>,
-    /// NULL: UCX was not told of these pages, or knows them no more.
+    /// NULL: UCX was not told of this memory, or knows it no more.
     memh: AtomicPtr<c_void>,
     address: usize,
     length: usize,
     memory: Memory,
 }
-
-// SAFETY: `memh` is only used together with the context, which checks the thread; host pages are
-// accessed by copies only, and overlapping accesses concern test data, never Rust references.
-unsafe impl Send for Region {}
-// SAFETY: as above.
-unsafe impl Sync for Region {}
 
 /// What a peer needs to reach a region: its address there and the packed key.
 #[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
@@ -85,99 +78,82 @@ impl Region {
     /// `length` bytes of `memory`: fresh zero pages for the host, `ucp_mem_map(ALLOCATE)` otherwise.
     pub fn new(context: &Context, memory: Memory, length: usize) -> Result<Arc<Region>> {
         let length = length.max(1);
-        match memory {
-            Memory::Host => Region::host(context, length),
-            Memory::Gaudi => Region::allocate(context, memory, length),
-        }
+        let mut region = if memory == Memory::Host {
+            let pages = Region::host(context, length, None);
+            pages.unwrap_or_else(|e| panic!("no {length} bytes of host memory: {e}"))
+        } else {
+            Region::of(context, memory, 0, length)
+        };
+        region.map()?;
+        Ok(Arc::new(region))
     }
 
-    /// `length` bytes of zero pages that UCX is not told about, as an application that registers
-    /// nothing has them; at the address `at` if it is given and free.
+    /// `length` bytes of zero pages that UCX is not told about, as an application that registers nothing
+    /// has them; at the address `at` if it is given and free.
     ///
     /// # Errors
     /// When there is no such memory.
-    pub fn pages(
-        context: &Context,
-        length: usize,
-        at: Option<u64>,
-    ) -> std::io::Result<Arc<Region>> {
-        let length = length.max(1);
-        let address = map_pages(length, at)? as usize;
-        let (context, memory) = (context.0.clone(), Memory::Host);
-        Ok(Arc::new(Region { context, memh: AtomicPtr::default(), address, length, memory }))
+    pub fn pages(context: &Context, length: usize, at: Option<u64>) -> io::Result<Arc<Region>> {
+        Region::host(context, length.max(1), at).map(Arc::new)
     }
 
-    /// Device memory that somebody else mapped at this address, and of which UCX was told nothing by
-    /// us. It must stay mapped as long as operations use it.
+    /// Device memory that somebody else mapped at this address, and of which UCX was told nothing by us. It
+    /// must stay mapped as long as operations use it.
     pub fn elsewhere(context: &Context, address: u64, length: usize) -> Arc<Region> {
-        let (context, memory) = (context.0.clone(), Memory::Gaudi);
-        let address = address as usize;
-        Arc::new(Region { context, memh: AtomicPtr::default(), address, length, memory })
+        Arc::new(Region::of(context, Memory::Gaudi, address as usize, length))
     }
 
-    fn host(context: &Context, length: usize) -> Result<Arc<Region>> {
-        let pages = map_pages(length, None)
-            .unwrap_or_else(|e| panic!("no {length} bytes of host memory: {e}"));
-        let params = MemMapParams {
-            field_mask: MemMapParams::ADDRESS | MemMapParams::LENGTH,
-            address: pages,
-            length,
-            flags: 0,
-            prot: 0,
-            memory_type: 0,
-            exported_memh_buffer: ptr::null(),
-        };
-        let inner = &context.0;
-        let mut memh = ptr::null_mut();
-        // SAFETY: the range was mapped just now and stays mapped until the region is dropped.
-        let status = unsafe { (inner.ucx.f.ucp_mem_map)(inner.raw(), &params, &mut memh) };
-        if let Err(error) = inner.ucx.check("ucp_mem_map of host memory", status) {
-            // SAFETY: nobody knows these pages.
-            unsafe { unmap_pages(pages, length) };
-            return Err(error);
-        }
-        let (memh, address, memory) = (AtomicPtr::new(memh), pages as usize, Memory::Host);
-        Ok(Arc::new(Region { context: inner.clone(), memh, address, length, memory }))
+    fn of(context: &Context, memory: Memory, address: usize, length: usize) -> Region {
+        let (context, memh) = (context.0.clone(), AtomicPtr::default());
+        Region { context, memh, address, length, memory }
     }
 
-    fn allocate(context: &Context, memory: Memory, length: usize) -> Result<Arc<Region>> {
-        let params = MemMapParams {
-            field_mask: MemMapParams::ADDRESS
-                | MemMapParams::LENGTH
-                | MemMapParams::FLAGS
-                | MemMapParams::MEMORY_TYPE,
-            address: ptr::null_mut(),
-            length,
-            flags: sys::MEM_MAP_ALLOCATE,
-            prot: 0,
-            memory_type: memory.raw(),
-            exported_memh_buffer: ptr::null(),
-        };
-        let inner = &context.0;
-        let mut memh = ptr::null_mut();
-        // SAFETY: UCX allocates the memory itself.
-        let status = unsafe { (inner.ucx.f.ucp_mem_map)(inner.raw(), &params, &mut memh) };
-        inner.ucx.check("ucp_mem_map(ALLOCATE)", status)?;
-        let mut attr =
-            MemAttr { field_mask: MemAttr::ALL, address: ptr::null_mut(), length: 0, mem_type: 0 };
-        // SAFETY: `memh` was returned just now.
-        let status = unsafe { (inner.ucx.f.ucp_mem_query)(memh, &mut attr) };
-        let address = attr.address as usize;
-        // From here the region owns `memh` and gives it back on every path.
-        let memh = AtomicPtr::new(memh);
-        let region = Region { context: inner.clone(), memh, address, length, memory };
-        inner.ucx.check("ucp_mem_query", status)?;
-        if attr.mem_type != memory.raw() || attr.length < length {
-            return Err(Error {
-                call: "ucp_mem_map(ALLOCATE)",
-                status: super::Status(sys::ERR_LAST),
-                text: format!(
-                    "asked for {length} bytes of {memory} memory, got {} bytes of type {}",
-                    attr.length, attr.mem_type
-                ),
-            });
+    /// Fresh zero pages. By libc's `mmap` as applications call it, not by a bare system call: that is where
+    /// UCX intercepts it.
+    fn host(context: &Context, length: usize, at: Option<u64>) -> io::Result<Region> {
+        let fixed = at.map_or(0, |_| libc::MAP_FIXED_NOREPLACE);
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | fixed;
+        let (wish, access) = (at.unwrap_or(0) as *mut c_void, libc::PROT_READ | libc::PROT_WRITE);
+        // SAFETY: a new anonymous mapping that replaces nothing.
+        let pages = unsafe { libc::mmap(wish, length, access, flags, -1, 0) };
+        if pages == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
         }
-        Ok(Arc::new(region))
+        Ok(Region::of(context, Memory::Host, pages as usize, length))
+    }
+
+    /// `ucp_mem_map` of our pages, or of memory that UCX allocates.
+    fn map(&mut self) -> Result<()> {
+        let (ucx, context) = (self.context.ucx, self.context.handle.get());
+        let mut params = MemMapParams {
+            field_mask: ucp::MAP_ADDRESS_AND_LENGTH,
+            address: self.address as *mut c_void,
+            length: self.length,
+            ..MemMapParams::zeroed()
+        };
+        if self.memory != Memory::Host {
+            params.field_mask |= ucp::MAP_FLAGS_AND_TYPE;
+            params.flags = ucp::MAP_ALLOCATE;
+            params.memory_type = self.memory.raw();
+        }
+        // SAFETY: UCX allocates the memory itself, or the region has it until it is dropped.
+        unsafe { call!(ucx, ucp_mem_map(context, &params, self.memh.get_mut())) }?;
+        if self.memory == Memory::Host {
+            return Ok(());
+        }
+        let mut attr = UcpMemAttr { field_mask: ucp::MEM_ATTR_ALL, ..UcpMemAttr::zeroed() };
+        // SAFETY: the handle was returned just now.
+        unsafe { call!(ucx, ucp_mem_query(*self.memh.get_mut(), &mut attr)) }?;
+        self.address = attr.address as usize;
+        if attr.mem_type != self.memory.raw() || attr.length < self.length {
+            let (wanted, got) = ((self.length, self.memory), (attr.length, attr.mem_type.0));
+            let text = format!(
+                "asked for {} bytes of {} memory, got {} bytes of type {}",
+                wanted.0, wanted.1, got.0, got.1
+            );
+            return Err(Error { call: "ucp_mem_map(ALLOCATE)", status: ERR_LAST, text });
+        }
+        Ok(())
     }
 
     /// Where the memory lives.
@@ -242,21 +218,18 @@ impl Region {
     pub fn pack(&self) -> Result<PackedRegion> {
         let memh = self.memh.load(Ordering::Acquire);
         assert!(!memh.is_null(), "only registered memory has a key");
-        let ucx = self.context.ucx;
+        let (ucx, context) = (self.context.ucx, self.context.handle.get());
         let (mut buffer, mut size) = (ptr::null_mut(), 0);
-        // SAFETY: `memh` belongs to this context.
-        let status =
-            unsafe { (ucx.f.ucp_rkey_pack)(self.context.raw(), memh, &mut buffer, &mut size) };
-        ucx.check("ucp_rkey_pack", status)?;
-        // SAFETY: UCX returned `size` readable bytes, ours until released.
-        let rkey = unsafe { std::slice::from_raw_parts(buffer.cast::<u8>(), size) }.to_vec();
-        // SAFETY: released once, no reference left.
-        unsafe { (ucx.f.ucp_rkey_buffer_release)(buffer) };
+        // SAFETY: `memh` belongs to this context; what UCX returned is copied, then released once.
+        let rkey = unsafe {
+            call!(ucx, ucp_rkey_pack(context, memh, &mut buffer, &mut size))?;
+            let rkey = std::slice::from_raw_parts(buffer.cast::<u8>(), size).to_vec();
+            (ucx.f.ucp_rkey_buffer_release)(buffer);
+            rkey
+        };
         Ok(PackedRegion { address: self.address(), length: self.length, rkey })
     }
-}
 
-impl Region {
     /// `ucp_mem_unmap`, if it was not done yet. Host pages stay until the region is dropped.
     ///
     /// # Safety
@@ -267,8 +240,9 @@ impl Region {
             return;
         }
         // SAFETY: given back once; the rest is the caller's promise.
-        let status = unsafe { (self.context.ucx.f.ucp_mem_unmap)(self.context.raw(), memh) };
-        if let Err(error) = self.context.ucx.check("ucp_mem_unmap", status) {
+        let done =
+            unsafe { call!(self.context.ucx, ucp_mem_unmap(self.context.handle.get(), memh)) };
+        if let Err(error) = done {
             eprintln!("ucp-check: {} memory at {:#x}: {error}", self.memory, self.address);
         }
     }
@@ -276,44 +250,17 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        if !self.context.threads.allowed() {
+        if !self.context.handle.usable() {
             return; // leaked rather than touched from a foreign thread
         }
         // SAFETY: requests hold their region, so no operation is under way.
         unsafe { self.unmap() };
         if self.memory == Memory::Host {
+            // By libc's `munmap`, as it was mapped.
             // SAFETY: our own mapping, of which no operation is under way.
-            unsafe { unmap_pages(self.address as *mut c_void, self.length) };
+            let done = unsafe { libc::munmap(self.address as *mut c_void, self.length) };
+            assert_eq!(done, 0, "munmap: {}", io::Error::last_os_error());
         }
-    }
-}
-
-/// Fresh zero pages. By libc's `mmap` as applications call it, not by a bare system call: that is
-/// where UCX listens.
-fn map_pages(length: usize, at: Option<u64>) -> std::io::Result<*mut c_void> {
-    let fixed = at.map_or(0, |_| libc::MAP_FIXED_NOREPLACE);
-    // SAFETY: a new anonymous mapping that replaces nothing.
-    let pages = unsafe {
-        libc::mmap(
-            at.unwrap_or(0) as *mut c_void,
-            length,
-            libc::PROT_READ | libc::PROT_WRITE,
-            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | fixed,
-            -1,
-            0,
-        )
-    };
-    if pages == libc::MAP_FAILED { Err(std::io::Error::last_os_error()) } else { Ok(pages) }
-}
-
-/// Gives pages back, by libc's `munmap` for the same reason.
-///
-/// # Safety
-/// They came from [`map_pages`], with this length, and nobody uses them any more.
-unsafe fn unmap_pages(pages: *mut c_void, length: usize) {
-    // SAFETY: as the caller promises.
-    if unsafe { libc::munmap(pages, length) } != 0 {
-        eprintln!("ucp-check: munmap of {length} bytes: {}", std::io::Error::last_os_error());
     }
 }
 
@@ -354,7 +301,7 @@ impl Span {
         Arc::ptr_eq(&self.region, &other.region)
     }
 
-    /// What UCX gets: for device memory a number in a pointer's clothes.
+    /// What UCX gets: for device memory a number in the type of a pointer.
     pub(super) fn pointer(&self) -> *mut c_void {
         (self.region.address + self.offset) as *mut c_void
     }

@@ -1,56 +1,125 @@
 //! UCP's public API, bound at run time, as owning types.
 //!
-//! `Ucx` (one loaded libucp) → [`Context`] → [`Worker`] → [`Endpoint`]; [`Region`] is memory mapped
-//! in a context, a [`Span`] a part of it. An operation takes spans and returns a [`Request`] that
-//! keeps them alive, so memory cannot vanish under UCX even when a request is forgotten.
-//! Handles know their thread: a worker that is not in multi-thread mode panics when it is used from
-//! another thread than the one that made it.
+//! [`Ucx`] (one loaded libucp) → [`Context`] → [`Worker`] → [`Endpoint`]; [`Region`] is memory mapped in a
+//! context, a [`Span`] a part of it. An operation takes spans and returns a [`Request`] that keeps them
+//! alive, so memory cannot vanish under UCX even when a request is forgotten.
+//! Handles know their thread: a worker that is not in multi-thread mode panics when it is used from another
+//! thread than the one that made it.
 
-mod context;
 mod endpoint;
-mod library;
 mod memory;
 mod request;
-mod sys;
 mod worker;
 
-pub use context::{Context, Features};
-pub use endpoint::{AmMode, Atomic, Endpoint, EndpointOptions, RemoteKey};
-pub use library::Ucx;
+pub use crate::ucx::{Error, Result, Status, Ucx};
+pub use endpoint::{AmMode, Atomic, Endpoint, RemoteKey};
 pub use memory::{Memory, PackedRegion, Region, Span};
-pub use request::{Completion, Request};
+pub use request::Request;
 pub use worker::{AmMessage, Idle, Waiting, Worker, WorkerOptions};
 
-use std::fmt;
+use crate::ucx::call;
+use crate::ucx::sys::{Params, Plain, Raw, ucp};
+use std::ptr;
+use std::sync::Arc;
+use std::thread::{self, ThreadId};
 
-/// The outcome of a UCP call that did not succeed.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Status(sys::RawStatus);
+/// What an application asks of UCP (`enum ucp_feature`).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
+pub struct Features(u64);
 
-impl Status {
-    /// A receive buffer was smaller than the message.
-    pub const TRUNCATED: Status = Status(sys::ERR_MESSAGE_TRUNCATED);
-    /// The request was cancelled by us.
-    pub const CANCELED: Status = Status(sys::ERR_CANCELED);
-}
+impl Features {
+    /// Tag matching only: what a minimal MPI asks for.
+    pub const TAG: Features = Features(1 << 0);
+    /// Put and get only.
+    pub const RMA: Features = Features(1 << 1);
+    /// Put, get, and atomic operations of both widths.
+    pub const ATOMIC: Features = Features(Self::RMA.0 | 1 << 2 | 1 << 3);
+    const WAKEUP: u64 = 1 << 4;
+    const STREAM: u64 = 1 << 5;
+    const AM: u64 = 1 << 6;
+    /// Tag, stream, active message and RMA.
+    pub const ALL: Features = Features(Self::TAG.0 | Self::RMA.0 | Self::STREAM | Self::AM);
 
-/// A failed UCP call: which one, and what UCX says about it.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Error {
-    /// The C function, or what was being waited for.
-    pub call: &'static str,
-    /// The status it ended with.
-    pub status: Status,
-    text: String,
-}
-
-impl fmt::Display for Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {} ({})", self.call, self.text, self.status.0)
+    /// The same with `ucp_worker_get_efd` and `ucp_worker_arm` usable.
+    pub const fn with_wakeup(self) -> Features {
+        Features(self.0 | Self::WAKEUP)
+    }
+    /// Whether workers can sleep.
+    pub fn wakeup(self) -> bool {
+        self.0 & Self::WAKEUP != 0
+    }
+    /// Whether put and get may be used.
+    pub fn rma(self) -> bool {
+        self.0 & Self::RMA.0 != 0
+    }
+    fn active_messages(self) -> bool {
+        self.0 & Self::AM != 0
     }
 }
 
-impl std::error::Error for Error {}
+/// An opaque handle that one thread may use, or all.
+struct Handle {
+    raw: Raw,
+    owner: Option<ThreadId>,
+}
 
-/// What the binding returns.
-pub type Result<T> = std::result::Result<T, Error>;
+// SAFETY: the handle is only handed out by `get`, which admits other threads only where UCX locks.
+unsafe impl Send for Handle {}
+// SAFETY: as above.
+unsafe impl Sync for Handle {}
+
+impl Handle {
+    fn new(raw: Raw, multi: bool) -> Handle {
+        Handle { raw, owner: (!multi).then(|| thread::current().id()) }
+    }
+
+    fn usable(&self) -> bool {
+        self.owner.is_none_or(|owner| owner == thread::current().id())
+    }
+
+    fn get(&self) -> Raw {
+        assert!(self.usable(), "a single-threaded handle of UCP was used from another thread");
+        self.raw
+    }
+}
+
+/// A context; clones are handles to the same one.
+#[derive(Clone)]
+pub struct Context(Arc<ContextInner>);
+
+struct ContextInner {
+    ucx: &'static Ucx,
+    handle: Handle,
+    features: Features,
+}
+
+impl Context {
+    /// `ucp_init` with the environment's configuration. `multi` makes the context usable from several
+    /// threads.
+    pub fn new(ucx: &'static Ucx, features: Features, multi: bool) -> Result<Context> {
+        let params = Params {
+            field_mask: ucp::PARAM_FEATURES | ucp::PARAM_MT_WORKERS_SHARED,
+            features: features.0,
+            mt_workers_shared: multi.into(),
+            ..Params::zeroed()
+        };
+        let ((major, minor), mut raw) = (ucp::API, ptr::null_mut());
+        // SAFETY: complete for its mask; without a configuration the environment is read.
+        unsafe { call!(ucx, ucp_init_version(major, minor, &params, ptr::null(), &mut raw)) }?;
+        Ok(Context(Arc::new(ContextInner { ucx, handle: Handle::new(raw, multi), features })))
+    }
+
+    /// The library behind it.
+    pub fn ucx(&self) -> &'static Ucx {
+        self.0.ucx
+    }
+}
+
+impl Drop for ContextInner {
+    fn drop(&mut self) {
+        if self.handle.usable() {
+            // SAFETY: workers and regions hold a reference to this context, so none is left.
+            unsafe { (self.ucx.f.ucp_cleanup)(self.handle.raw) }
+        }
+    }
+}

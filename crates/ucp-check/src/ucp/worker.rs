@@ -1,18 +1,18 @@
 //! A UCP worker: progress, sleeping until something happens, tag receives, active messages.
 
-use super::context::{Context, Threads};
 use super::memory::Span;
-use super::request::{Completion, Kind, Request, parameters};
-use super::sys::{self, AmHandlerParam, AmRecvParam, Raw, RawStatus, TagRecvInfo, WorkerParams};
-use super::{Result, Ucx};
+use super::request::{Kind, Request, parameters};
+use super::{Context, Handle, Result, Ucx};
+use crate::ucx::sys::{AmHandlerParam, AmRecvParam, Plain, Raw, TagRecvInfo, WorkerParams, ucp};
+use crate::ucx::{Status, call};
 use rustix::event::{PollFd, PollFlags};
 use std::collections::VecDeque;
-use std::ffi::{c_int, c_void};
+use std::ffi::c_void;
 use std::os::fd::{BorrowedFd, RawFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
-use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicI8, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 /// The one active message id this client uses.
 pub(super) const AM_ID: u32 = 7;
@@ -31,102 +31,73 @@ pub struct WorkerOptions {
 pub struct Worker(pub(super) Arc<WorkerInner>);
 
 pub(super) struct WorkerInner {
-    pub(super) context: Context,
-    raw: Raw,
-    threads: Threads,
-    pub(super) hint: bool,
+    context: Context,
+    handle: Handle,
+    options: WorkerOptions,
     event_fd: Option<RawFd>,
-    sleeps: AtomicU64,
+    slept: AtomicU64,
     busy: AtomicU64,
     progressed: AtomicU64,
     /// Boxed: its address is known to UCX.
     inbox: Box<Inbox>,
     /// Where error handlers of endpoints leave their status; UCX knows the addresses.
-    pub(super) failures: Mutex<Vec<Arc<AtomicI32>>>,
+    pub(super) failures: Mutex<Vec<Arc<AtomicI8>>>,
 }
 
-// SAFETY: the handle is only handed out by `raw`, which admits other threads only if the worker is
-// in multi-thread mode.
-unsafe impl Send for WorkerInner {}
-// SAFETY: as above.
-unsafe impl Sync for WorkerInner {}
-
-/// What waiting took.
+/// What waiting took: sleeps, times that UCX said not to sleep, calls of progress.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[allow(missing_docs)]
 pub struct Waiting {
-    /// Sleeps.
     pub slept: u64,
-    /// Times that UCX said not to sleep.
     pub busy: u64,
-    /// Calls of progress.
     pub progressed: u64,
-}
-
-impl std::ops::Sub for Waiting {
-    type Output = Waiting;
-
-    fn sub(self, before: Waiting) -> Waiting {
-        Waiting {
-            slept: self.slept - before.slept,
-            busy: self.busy - before.busy,
-            progressed: self.progressed - before.progressed,
-        }
-    }
 }
 
 /// How long a waiting loop has found nothing to do.
 #[derive(Default, Debug)]
 pub struct Idle(u32);
 
-/// Empty rounds before the processor is offered to others: spinning is for latency, and two
-/// processes on one core would otherwise wait for each other's time slice.
+/// Empty rounds before the processor is offered to others: spinning is for latency, and two processes on
+/// one core would otherwise wait for each other's time slice.
 const SPINS: u32 = 200;
 
 impl Worker {
-    /// `ucp_worker_create`, plus the active message handler and event descriptor where the
-    /// context's features have them.
+    /// `ucp_worker_create`, plus the active message handler and event descriptor where the context's
+    /// features have them.
     pub fn new(context: &Context, options: WorkerOptions) -> Result<Worker> {
         let ucx = context.ucx();
-        let params = WorkerParams {
-            field_mask: WorkerParams::THREAD_MODE,
-            thread_mode: if options.multi {
-                sys::THREAD_MODE_MULTI
-            } else {
-                sys::THREAD_MODE_SINGLE
-            },
-            cpu_mask: [0; 16],
-            events: 0,
-            user_data: ptr::null_mut(),
-            event_fd: -1,
-            flags: 0,
-            name: ptr::null(),
-            am_alignment: 0,
-            client_id: 0,
-        };
+        let thread_mode = if options.multi { ucp::THREAD_MODE_MULTI } else { 0 };
+        let field_mask = ucp::WORKER_THREAD_MODE;
+        let params = WorkerParams { field_mask, thread_mode, ..WorkerParams::zeroed() };
         let mut raw = ptr::null_mut();
         // SAFETY: a live context and parameters complete for their mask.
-        let status = unsafe { (ucx.f.ucp_worker_create)(context.0.raw(), &params, &mut raw) };
-        ucx.check("ucp_worker_create", status)?;
+        unsafe { call!(ucx, ucp_worker_create(context.0.handle.get(), &params, &mut raw)) }?;
         let mut inner = WorkerInner {
             context: context.clone(),
-            raw,
-            threads: Threads::new(options.multi),
-            hint: options.hint,
+            handle: Handle::new(raw, options.multi),
+            options,
             event_fd: None,
-            sleeps: AtomicU64::new(0),
+            slept: AtomicU64::new(0),
             busy: AtomicU64::new(0),
             progressed: AtomicU64::new(0),
             inbox: Box::default(),
             failures: Mutex::default(),
         };
-        if context.features().active_messages() {
-            inner.accept_active_messages()?;
+        if context.0.features.active_messages() {
+            let params = AmHandlerParam {
+                field_mask: ucp::AM_HANDLER_ALL,
+                id: AM_ID,
+                flags: ucp::AM_WHOLE_AND_PERSISTENT,
+                cb: Some(arrived),
+                arg: (&raw const *inner.inbox).cast_mut().cast(),
+            };
+            // SAFETY: the inbox lives in a box until after the worker is destroyed.
+            unsafe { call!(ucx, ucp_worker_set_am_recv_handler(raw, &params)) }?;
         }
-        if context.features().wakeup() {
-            let mut fd: c_int = -1;
+        if context.0.features.wakeup() {
+            let mut fd = -1;
             // SAFETY: a live worker with the wakeup feature.
-            let status = unsafe { (ucx.f.ucp_worker_get_efd)(inner.raw, &mut fd) };
-            ucx.check("ucp_worker_get_efd", status)?;
+            unsafe { call!(ucx, ucp_worker_get_efd(raw, &mut fd)) }?;
             inner.event_fd = Some(fd);
         }
         Ok(Worker(Arc::new(inner)))
@@ -143,14 +114,14 @@ impl Worker {
         unsafe { (self.0.ucx().f.ucp_worker_progress)(self.0.raw()) > 0 }
     }
 
-    /// One round of a waiting loop, to be called after the awaited condition was found false:
-    /// progress, and if there was none in the last round, rest. With the wakeup feature resting
-    /// means sleeping until the worker's event descriptor or `also` becomes readable, *without* a
-    /// time limit, so a lost event shows as a hang.
+    /// One round of a waiting loop, to be called after the awaited condition was found false: progress, and
+    /// if there was none in the last round, rest. With the wakeup feature resting means sleeping until the
+    /// worker's event descriptor or `also` becomes readable, *without* a time limit, so a lost event shows
+    /// as a hang.
     ///
-    /// Between a progress without result and the sleep the caller looks again: stock UCX completes
-    /// some requests (a flush on `cma`) in a progress call that reports nothing done, and sends no
-    /// event for them.
+    /// Between a progress without result and the sleep the caller looks again: stock UCX completes some
+    /// requests (a flush on `cma`) in a progress call that reports nothing done, and sends no event for
+    /// them.
     pub fn wait(&self, idle: &mut Idle, also: Option<BorrowedFd<'_>>) -> Result<()> {
         match self.0.event_fd {
             None => {
@@ -172,11 +143,27 @@ impl Worker {
         }
     }
 
+    /// Waits for `ready` to give something, polling it between rounds.
+    pub fn wait_for<T>(&self, mut ready: impl FnMut() -> Option<T>) -> Result<T> {
+        let mut idle = Idle::default();
+        loop {
+            if let Some(found) = ready() {
+                return Ok(found);
+            }
+            self.wait(&mut idle, None)?;
+        }
+    }
+
+    /// Waits for one operation of this worker.
+    pub fn finish(&self, mut request: Request) -> Result<usize> {
+        self.wait_for(|| request.poll())?
+    }
+
     fn sleep(&self, event_fd: RawFd, also: Option<BorrowedFd<'_>>) -> Result<()> {
         let ucx = self.0.ucx();
         // SAFETY: a live worker with the wakeup feature.
         match unsafe { (ucx.f.ucp_worker_arm)(self.0.raw()) } {
-            sys::ERR_BUSY => {
+            Status::BUSY => {
                 self.0.busy.fetch_add(1, Ordering::Relaxed);
                 return Ok(());
             }
@@ -184,66 +171,47 @@ impl Worker {
         }
         // SAFETY: UCX keeps the descriptor open as long as the worker lives.
         let event_fd = unsafe { BorrowedFd::borrow_raw(event_fd) };
-        let mut fds: Vec<_> = [Some(event_fd), also]
-            .into_iter()
-            .flatten()
-            .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
-            .collect();
-        self.0.sleeps.fetch_add(1, Ordering::Relaxed);
+        let fds = [Some(event_fd), also].into_iter().flatten();
+        let mut fds: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+        self.0.slept.fetch_add(1, Ordering::Relaxed);
         // A signal ends the sleep early; the loop around us looks again.
         let _ = rustix::event::poll(&mut fds, None);
         Ok(())
     }
 
-    /// How often [`Worker::wait`] really slept.
-    pub fn sleeps(&self) -> u64 {
-        self.0.sleeps.load(Ordering::Relaxed)
-    }
-
     /// What [`Worker::wait`] did so far, in workers that sleep.
     pub fn waiting(&self) -> Waiting {
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        Waiting {
-            slept: count(&self.0.sleeps),
-            busy: count(&self.0.busy),
-            progressed: count(&self.0.progressed),
-        }
+        let WorkerInner { slept, busy, progressed, .. } = &*self.0;
+        Waiting { slept: count(slept), busy: count(busy), progressed: count(progressed) }
     }
 
     /// The address by which others (or we ourselves) connect to it.
     pub fn address(&self) -> Result<Vec<u8>> {
         let ucx = self.0.ucx();
         let (mut address, mut length) = (ptr::null_mut(), 0);
-        // SAFETY: a live worker.
-        let status =
-            unsafe { (ucx.f.ucp_worker_get_address)(self.0.raw(), &mut address, &mut length) };
-        ucx.check("ucp_worker_get_address", status)?;
-        // SAFETY: UCX returned `length` readable bytes, ours until released.
-        let bytes = unsafe { std::slice::from_raw_parts(address.cast::<u8>(), length) }.to_vec();
-        // SAFETY: released once, no reference left.
-        unsafe { (ucx.f.ucp_worker_release_address)(self.0.raw(), address) };
-        Ok(bytes)
+        // SAFETY: a live worker; what UCX returned is copied, then released once.
+        unsafe {
+            call!(ucx, ucp_worker_get_address(self.0.raw(), &mut address, &mut length))?;
+            let bytes = std::slice::from_raw_parts(address.cast::<u8>(), length).to_vec();
+            (ucx.f.ucp_worker_release_address)(self.0.raw(), address);
+            Ok(bytes)
+        }
     }
 
     /// Receives one message with exactly this tag.
     pub fn tag_receive(&self, into: &Span, tag: u64) -> Result<Request> {
-        let mut info = TagRecvInfo::default();
-        let mut param = parameters(Some(into), 0, self.0.hint);
-        param.op_attr_mask |= sys::OP_ATTR_FIELD_RECV_INFO;
+        let mut info = TagRecvInfo::zeroed();
+        let mut param = parameters(Some(into), 0, self.0.hint());
+        param.op_attr_mask |= ucp::OP_RECV_INFO;
         param.recv_info = (&raw mut info).cast();
         // SAFETY: the request keeps `into` alive; `info` is written before the call returns or never.
         let returned = unsafe {
-            (self.0.ucx().f.ucp_tag_recv_nbx)(
-                self.0.raw(),
-                into.pointer(),
-                into.len(),
-                tag,
-                u64::MAX,
-                &param,
-            )
+            let receive = self.0.ucx().f.ucp_tag_recv_nbx;
+            receive(self.0.raw(), into.pointer(), into.len(), tag, u64::MAX, &param)
         };
-        let done = Completion { length: info.length, tag: info.sender_tag };
-        Request::started(&self.0, "ucp_tag_recv_nbx", Kind::TagReceive, returned, done, Some(into))
+        let (call, keep) = ("ucp_tag_recv_nbx", (Some(into.clone()), None));
+        Request::started(&self.0, call, Kind::TagReceive, (returned, info.length), keep)
     }
 
     /// The oldest active message that arrived and was not taken yet.
@@ -255,42 +223,29 @@ impl Worker {
 
 impl WorkerInner {
     pub(super) fn raw(&self) -> Raw {
-        assert!(
-            self.threads.allowed(),
-            "a single-threaded UCP worker was used from another thread"
-        );
-        self.raw
+        self.handle.get()
     }
 
     pub(super) fn ucx(&self) -> &'static Ucx {
         self.context.ucx()
     }
 
-    fn accept_active_messages(&self) -> Result<()> {
-        let params = AmHandlerParam {
-            field_mask: AmHandlerParam::ALL,
-            id: AM_ID,
-            flags: sys::AM_FLAG_WHOLE_MSG | sys::AM_FLAG_PERSISTENT_DATA,
-            cb: Some(arrived),
-            arg: (&raw const *self.inbox).cast_mut().cast(),
-        };
-        // SAFETY: the inbox lives in a box until after the worker is destroyed.
-        let status = unsafe { (self.ucx().f.ucp_worker_set_am_recv_handler)(self.raw, &params) };
-        self.ucx().check("ucp_worker_set_am_recv_handler", status)
+    pub(super) fn hint(&self) -> bool {
+        self.options.hint
     }
 }
 
 impl Drop for WorkerInner {
     fn drop(&mut self) {
-        if !self.threads.allowed() {
+        if !self.handle.usable() {
             return; // leaked rather than touched from a foreign thread
         }
         for message in self.inbox.lock().drain(..) {
-            message.release(self.ucx(), self.raw);
+            message.release(self.ucx(), self.raw());
         }
-        // SAFETY: endpoints, keys and requests hold a reference, so none is left in use. UCX
-        // destroys what endpoints it still has.
-        unsafe { (self.ucx().f.ucp_worker_destroy)(self.raw) }
+        // SAFETY: endpoints, keys and requests hold a reference, so none is left in use. UCX destroys what
+        // endpoints it still has.
+        unsafe { (self.ucx().f.ucp_worker_destroy)(self.raw()) }
     }
 }
 
@@ -299,7 +254,7 @@ impl Drop for WorkerInner {
 struct Inbox(Mutex<VecDeque<Arrived>>);
 
 impl Inbox {
-    fn lock(&self) -> std::sync::MutexGuard<'_, VecDeque<Arrived>> {
+    fn lock(&self) -> MutexGuard<'_, VecDeque<Arrived>> {
         self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }
@@ -312,7 +267,7 @@ struct Arrived {
     descriptor: *mut c_void,
 }
 
-// SAFETY: the descriptor is an opaque handle, used only with the worker that checks the thread.
+// SAFETY: the descriptor is an opaque handle, used only with the worker, which checks the thread.
 unsafe impl Send for Arrived {}
 
 impl Arrived {
@@ -332,24 +287,23 @@ unsafe extern "C" fn arrived(
     data: *mut c_void,
     length: usize,
     param: *const AmRecvParam,
-) -> RawStatus {
+) -> Status {
     let note = || {
         // SAFETY: `arg` is the inbox given at registration; `param` is valid during the call.
         let (inbox, attributes) = unsafe { (&*arg.cast::<Inbox>(), (*param).recv_attr) };
-        let header = if header_length == 0 {
-            Vec::new()
-        } else {
+        let header = match header_length {
+            0 => Vec::new(),
             // SAFETY: UCX lends us the header for the duration of the call.
-            unsafe { std::slice::from_raw_parts(header.cast::<u8>(), header_length) }.to_vec()
+            _ => unsafe { std::slice::from_raw_parts(header.cast::<u8>(), header_length) }.to_vec(),
         };
-        let rendezvous = attributes & sys::AM_RECV_ATTR_FLAG_RNDV != 0;
-        let ours = rendezvous || attributes & sys::AM_RECV_ATTR_FLAG_DATA != 0;
+        let rendezvous = attributes & ucp::AM_RECV_RNDV != 0;
+        let ours = rendezvous || attributes & ucp::AM_RECV_DATA != 0;
         let descriptor = if ours { data } else { ptr::null_mut() };
         inbox.lock().push_back(Arrived { header, length, rendezvous, descriptor });
-        if ours { sys::INPROGRESS } else { sys::OK }
+        if ours { Status::INPROGRESS } else { Status::OK }
     };
     // The message counts as dropped if noting it panics: no panic may enter UCX.
-    catch_unwind(AssertUnwindSafe(note)).unwrap_or(sys::OK)
+    catch_unwind(AssertUnwindSafe(note)).unwrap_or(Status::OK)
 }
 
 /// An active message whose data waits in UCX (eager) or at the sender (rendezvous).
@@ -376,24 +330,19 @@ impl AmMessage {
 
     /// Delivers the data into `into`. `None`: there is none to deliver (an empty message).
     pub fn receive(mut self, into: &Span) -> Result<Option<Request>> {
-        let descriptor = std::mem::replace(&mut self.arrived.descriptor, ptr::null_mut());
-        if descriptor.is_null() {
+        let data = std::mem::replace(&mut self.arrived.descriptor, ptr::null_mut());
+        if data.is_null() {
             return Ok(None);
         }
-        let param = parameters(Some(into), 0, self.worker.hint);
+        let worker = &self.worker;
+        let param = parameters(Some(into), 0, worker.hint());
         // SAFETY: UCX takes the descriptor over; the request keeps `into` alive.
         let returned = unsafe {
-            (self.worker.ucx().f.ucp_am_recv_data_nbx)(
-                self.worker.raw(),
-                descriptor,
-                into.pointer(),
-                into.len(),
-                &param,
-            )
+            let receive = worker.ucx().f.ucp_am_recv_data_nbx;
+            receive(worker.raw(), data, into.pointer(), into.len(), &param)
         };
-        let done = Completion::default();
-        let call = "ucp_am_recv_data_nbx";
-        Request::started(&self.worker, call, Kind::Plain, returned, done, Some(into)).map(Some)
+        let (call, keep) = ("ucp_am_recv_data_nbx", (Some(into.clone()), None));
+        Request::started(worker, call, Kind::Plain, (returned, 0), keep).map(Some)
     }
 }
 

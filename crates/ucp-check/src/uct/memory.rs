@@ -1,13 +1,20 @@
 //! What memory domains do: allocate, register, say what an address is, pack keys.
 
-use super::sys::{
-    self, AllocatedMemory, MemAllocParams, MemAttachParams, MemAttr, MemDeregParams, MemRegParams,
-    MkeyPackParams, Raw, RkeyBundle, RkeyUnpackParams,
+use super::Domain;
+use crate::ucx::sys::{
+    AllocatedMemory, MemAllocParams, MemAttachParams, MemAttr, MemDeregParams, MemRegParams,
+    MemoryType, MkeyPackParams, Plain, Raw, RkeyBundle, RkeyUnpackParams, SysDevice,
 };
-use super::{Domain, Result};
-use std::mem::zeroed;
+use crate::ucx::{Result, Status, call};
+use ::uct::abi::{MEM_FLAG_REGISTRABLE, REG_FLAG_HIDE_ERRORS, mem_attr_field as field};
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::ptr;
+
+/// Read and write, local and remote.
+pub(super) const ACCESS_ALL: u64 = 0b11_1110_0000;
+const ALLOC_METHOD_MD: u32 = 1;
+/// A value no answer has, to see which fields were written.
+const UNTOUCHED_FD: i32 = -77;
 
 /// Gaudi memory, freed when dropped.
 pub struct Memory<'d> {
@@ -36,10 +43,10 @@ pub struct Key<'d> {
 /// What a memory domain says of a range.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Answer {
-    /// It is Gaudi memory.
-    pub gaudi: bool,
-    /// Number of the device in UCX's topology, 255 for unknown.
-    pub sys_device: u8,
+    /// What it is.
+    pub kind: MemoryType,
+    /// Where it is in UCX's topology.
+    pub sys_device: SysDevice,
     /// First address of the allocation.
     pub base: u64,
     /// Its length.
@@ -48,158 +55,136 @@ pub struct Answer {
     pub registrable: bool,
 }
 
-/// A value no answer has, to see which fields were written.
-const UNTOUCHED_FD: i32 = -77;
-
-fn nothing() -> MemAttr {
-    // SAFETY: plain data.
-    let mut attr: MemAttr = unsafe { zeroed() };
-    attr.mem_type = u32::MAX;
-    attr.dmabuf_fd = UNTOUCHED_FD;
-    attr
+impl Answer {
+    /// The allocation, where it is Gaudi memory.
+    pub fn gaudi(&self) -> Option<(u64, usize)> {
+        (self.kind == MemoryType::GAUDI).then_some((self.base, self.length))
+    }
 }
 
 impl Domain {
-    /// Allocates Gaudi memory through `uct_mem_alloc`; `quiet` failures are not logged as errors.
-    pub fn allocate(&self, length: usize, quiet: bool) -> Result<Memory<'_>> {
-        self.allocate_on(length, quiet, None)
+    /// Allocates Gaudi memory through `uct_mem_alloc`.
+    pub fn allocate(&self, length: usize) -> Result<Memory<'_>> {
+        self.allocate_on(length, false, None)
     }
 
-    /// The same, on the card with this system device if one is given.
+    /// The same, on the card with this system device if one is given; `quiet` failures are not logged as
+    /// errors.
     pub fn allocate_on(
         &self,
         length: usize,
         quiet: bool,
-        sys_device: Option<u8>,
+        sys_device: Option<SysDevice>,
     ) -> Result<Memory<'_>> {
-        let named = if sys_device.is_some() { MemAllocParams::SYS_DEVICE } else { 0 };
+        // Flags, type, domains and name; then the device.
+        let named = u64::from(sys_device.is_some()) << 5;
         let params = MemAllocParams {
-            field_mask: named
-                | MemAllocParams::FLAGS
-                | MemAllocParams::MEM_TYPE
-                | MemAllocParams::MDS
-                | MemAllocParams::NAME,
-            flags: (sys::ACCESS_ALL | if quiet { sys::FLAG_HIDE_ERRORS } else { 0 }) as u32,
-            address: ptr::null_mut(),
-            mem_type: sys::MEMORY_TYPE_GAUDI,
+            field_mask: 0b1_1101 | named,
+            flags: (ACCESS_ALL | if quiet { REG_FLAG_HIDE_ERRORS } else { 0 }) as u32,
+            mem_type: MemoryType::GAUDI,
             mds: &self.md,
             md_count: 1,
             name: c"ucp-check".as_ptr(),
-            sys_device: sys_device.unwrap_or(sys::SYS_DEVICE_UNKNOWN),
+            sys_device: sys_device.unwrap_or(SysDevice::UNKNOWN),
+            ..MemAllocParams::zeroed()
         };
-        // SAFETY: plain data.
-        let mut allocated: AllocatedMemory = unsafe { zeroed() };
-        let method = sys::ALLOC_METHOD_MD;
+        let mut memory = AllocatedMemory::zeroed();
         // SAFETY: the parameters live through the call.
-        let status =
-            unsafe { (self.uct.f.uct_mem_alloc)(length, &method, 1, &params, &mut allocated) };
-        self.uct.check("uct_mem_alloc", status)?;
-        Ok(Memory { domain: self, allocated })
+        unsafe {
+            call!(self.ucx, uct_mem_alloc(length, &ALLOC_METHOD_MD, 1, &params, &mut memory))
+        }?;
+        Ok(Memory { domain: self, allocated: memory })
+    }
+
+    /// Asks for the fields of `mask`.
+    fn ask(&self, address: u64, length: usize, mask: u64) -> Result<MemAttr> {
+        let mut attr = blank(mask);
+        // SAFETY: the address is taken as a number; the mask says what to fill.
+        unsafe { call!(self.ucx, uct_md_mem_query_v2(self.md, address, length, &mut attr)) }?;
+        Ok(attr)
     }
 
     /// Says what a range is.
     pub fn query(&self, address: u64, length: usize) -> Result<Answer> {
-        let mut attr = nothing();
-        attr.field_mask = MemAttr::RANGE | MemAttr::MEM_FLAGS;
-        // SAFETY: the address is taken as a number; the mask says what to fill.
-        let status =
-            unsafe { (self.uct.f.uct_md_mem_query_v2)(self.md, address, length, &mut attr) };
-        self.uct.check("uct_md_mem_query_v2", status)?;
+        let attr = self.ask(address, length, RANGE | field::MEM_FLAGS)?;
         Ok(Answer {
-            gaudi: attr.mem_type == sys::MEMORY_TYPE_GAUDI,
+            kind: attr.mem_type,
             sys_device: attr.sys_dev,
-            base: attr.base_address,
+            base: attr.base_address.addr() as u64,
             length: attr.alloc_length,
-            registrable: attr.mem_flags & 1 != 0,
+            registrable: attr.mem_flags & MEM_FLAG_REGISTRABLE != 0,
         })
     }
 
     /// The same question through the two older calls; each says whether it is Gaudi memory.
     pub fn query_older(&self, address: u64, length: usize) -> [bool; 2] {
-        let mut attr = nothing();
-        attr.field_mask = MemAttr::RANGE;
-        let mut kind = u32::MAX;
+        let (mut attr, mut kind) = (blank(RANGE), MemoryType(u32::MAX));
+        let f = &self.ucx.f;
         // SAFETY: as above; the older structure is the beginning of the newer one.
-        let (first, second) = unsafe {
-            (
-                (self.uct.f.uct_md_mem_query)(self.md, address, length, &mut attr),
-                (self.uct.f.uct_md_detect_memory_type)(self.md, address, length, &mut kind),
-            )
+        let answers = unsafe {
+            [
+                (f.uct_md_mem_query)(self.md, address, length, &mut attr),
+                (f.uct_md_detect_memory_type)(self.md, address, length, &mut kind),
+            ]
         };
-        [
-            first == sys::OK && attr.mem_type == sys::MEMORY_TYPE_GAUDI,
-            second == sys::OK && kind == sys::MEMORY_TYPE_GAUDI,
-        ]
+        let gaudi = [attr.mem_type, kind].map(|kind| kind == MemoryType::GAUDI);
+        [0, 1].map(|n| answers[n] == Status::OK && gaudi[n])
     }
 
-    /// Asks for the dma-buf of a range: the descriptor, which is now ours, and the offset of the
-    /// range in it. `Ok(None)`: the domain answered, and offers none.
+    /// Asks for the dma-buf of a range: the descriptor, which is now ours, and the offset of the range in
+    /// it. `Ok(None)`: the domain answered, and offers none.
     pub fn export(&self, address: u64, length: usize) -> Result<Option<(OwnedFd, u64)>> {
-        let mut attr = nothing();
-        attr.field_mask = MemAttr::DMABUF_FD | MemAttr::DMABUF_OFFSET;
-        // SAFETY: as for `query`.
-        let status =
-            unsafe { (self.uct.f.uct_md_mem_query_v2)(self.md, address, length, &mut attr) };
-        self.uct.check("uct_md_mem_query_v2", status)?;
-        if attr.dmabuf_fd < 0 {
-            return Ok(None);
-        }
+        let attr = self.ask(address, length, field::DMABUF_FD | field::DMABUF_OFFSET)?;
         // SAFETY: UCX's contract: the caller closes the descriptor it was given.
-        let fd = unsafe { OwnedFd::from_raw_fd(attr.dmabuf_fd) };
-        Ok(Some((fd, attr.dmabuf_offset as u64)))
+        let fd = (attr.dmabuf_fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(attr.dmabuf_fd) });
+        Ok(fd.map(|fd| (fd, attr.dmabuf_offset as u64)))
     }
 
     /// Asks for the offset in the dma-buf alone. No descriptor is handed over.
     pub fn export_offset(&self, address: u64, length: usize) -> Result<u64> {
-        let mut attr = nothing();
-        attr.field_mask = MemAttr::DMABUF_OFFSET;
-        // SAFETY: as for `query`.
-        let status =
-            unsafe { (self.uct.f.uct_md_mem_query_v2)(self.md, address, length, &mut attr) };
-        self.uct.check("uct_md_mem_query_v2", status)?;
+        let attr = self.ask(address, length, field::DMABUF_OFFSET)?;
         assert_eq!(attr.dmabuf_fd, UNTOUCHED_FD, "a field that was not asked for was written");
         Ok(attr.dmabuf_offset as u64)
     }
 
-    /// Registers a range; `gaudi` tells the domain what it is, `None` leaves it to find out.
-    /// Failures are expected here, so they are not logged as errors.
+    /// Registers a range; `kind` tells the domain what it is, `None` leaves it to find out. Failures are
+    /// expected here, so they are not logged as errors.
     pub fn register(
         &self,
         address: u64,
         length: usize,
-        gaudi: Option<bool>,
+        kind: Option<MemoryType>,
     ) -> Result<Registration<'_>> {
-        let hint = if gaudi.is_some() { MemRegParams::MEM_TYPE } else { 0 };
         let params = MemRegParams {
-            field_mask: MemRegParams::FLAGS | hint,
-            flags: sys::ACCESS_ALL | sys::FLAG_HIDE_ERRORS,
+            field_mask: 1 | u64::from(kind.is_some()) << 3, // flags, and the type
+            flags: ACCESS_ALL | REG_FLAG_HIDE_ERRORS,
             dmabuf_fd: -1,
             dmabuf_offset: 0,
-            mem_type: match gaudi {
-                Some(true) => sys::MEMORY_TYPE_GAUDI,
-                _ => sys::MEMORY_TYPE_HOST,
-            },
+            mem_type: kind.unwrap_or(MemoryType::HOST),
         };
         let mut memh = ptr::null_mut();
         // SAFETY: the address is taken as a number until the memory is used in a copy.
-        let status =
-            unsafe { (self.uct.f.uct_md_mem_reg_v2)(self.md, address, length, &params, &mut memh) };
-        self.uct.check("uct_md_mem_reg_v2", status)?;
+        unsafe {
+            call!(self.ucx, uct_md_mem_reg_v2(self.md, address, length, &params, &mut memh))
+        }?;
         Ok(Registration { domain: self, memh })
     }
 
-    /// Packs the remote key of a handle into `buffer`, as many bytes as the attributes say.
+    /// Registers what a slice lies in.
+    pub fn register_slice(&self, bytes: &[u8]) -> Result<Registration<'_>> {
+        self.register(bytes.as_ptr().addr() as u64, bytes.len(), None)
+    }
+
+    /// Packs the remote key of a handle into `buffer`.
     ///
     /// # Safety
     /// `buffer` must be as long as the domain's keys; `memh` is null or a live handle of the domain.
     unsafe fn pack(&self, memh: Raw, address: u64, length: usize, buffer: &mut [u8]) -> Result<()> {
-        let params = MkeyPackParams::default();
+        let (params, buffer) = (MkeyPackParams::zeroed(), buffer.as_mut_ptr().cast());
         // SAFETY: as the caller promises.
-        let status = unsafe {
-            let buffer = buffer.as_mut_ptr().cast();
-            (self.uct.f.uct_md_mkey_pack_v2)(self.md, memh, address, length, &params, buffer)
-        };
-        self.uct.check("uct_md_mkey_pack_v2", status)
+        unsafe {
+            call!(self.ucx, uct_md_mkey_pack_v2(self.md, memh, address, length, &params, buffer))
+        }
     }
 
     /// Packs a key of no memory at all, which has to be refused.
@@ -208,40 +193,35 @@ impl Domain {
         unsafe { self.pack(ptr::null_mut(), 0, 0, &mut vec![0; key_size.max(1)]) }
     }
 
-    /// Attaches the memory of a peer by its packed key. Failures are expected, so they are not logged
-    /// as errors.
+    /// Attaches the memory of a peer by its packed key. Failures are expected, so they are not logged as
+    /// errors.
     pub fn attach(&self, key: &[u8]) -> Result<Registration<'_>> {
-        let params = MemAttachParams {
-            field_mask: MemAttachParams::FLAGS,
-            flags: MemAttachParams::HIDE_ERRORS,
-            mkey_size: 0,
-        };
-        let mut memh = ptr::null_mut();
+        const HIDE_ERRORS: u64 = 1;
+        let params = MemAttachParams { field_mask: 1, flags: HIDE_ERRORS, mkey_size: 0 };
+        let (key, mut memh) = (key.as_ptr().cast(), ptr::null_mut());
         // SAFETY: the key is as long as the component's keys are.
-        let status = unsafe {
-            (self.uct.f.uct_md_mem_attach)(self.md, key.as_ptr().cast(), &params, &mut memh)
-        };
-        self.uct.check("uct_md_mem_attach", status)?;
+        unsafe { call!(self.ucx, uct_md_mem_attach(self.md, key, &params, &mut memh)) }?;
         Ok(Registration { domain: self, memh })
     }
 
     /// Unpacks a key that came from this component.
-    pub fn unpack(&self, key: &[u8], sys_device: Option<u8>) -> Result<Key<'_>> {
-        let mut params = RkeyUnpackParams::default();
-        if let Some(device) = sys_device {
-            params.field_mask = RkeyUnpackParams::SYS_DEVICE;
-            params.sys_device = device;
-        }
-        // SAFETY: plain data.
-        let mut bundle: RkeyBundle = unsafe { zeroed() };
-        // SAFETY: the key is as long as the component's keys are.
-        let status = unsafe {
-            let key = key.as_ptr().cast();
-            (self.uct.f.uct_rkey_unpack_v2)(self.component, key, &params, &mut bundle)
+    pub fn unpack(&self, key: &[u8], sys_device: Option<SysDevice>) -> Result<Key<'_>> {
+        let params = RkeyUnpackParams {
+            field_mask: sys_device.is_some().into(),
+            sys_device: sys_device.unwrap_or(SysDevice::UNKNOWN),
         };
-        self.uct.check("uct_rkey_unpack_v2", status)?;
+        let (key, mut bundle) = (key.as_ptr().cast(), RkeyBundle::zeroed());
+        // SAFETY: the key is as long as the component's keys are.
+        unsafe { call!(self.ucx, uct_rkey_unpack_v2(self.component, key, &params, &mut bundle)) }?;
         Ok(Key { domain: self, bundle })
     }
+}
+
+const RANGE: u64 = field::MEM_TYPE | field::SYS_DEV | field::BASE_ADDRESS | field::ALLOC_LENGTH;
+
+fn blank(field_mask: u64) -> MemAttr {
+    let mem_type = MemoryType(u32::MAX);
+    MemAttr { field_mask, mem_type, dmabuf_fd: UNTOUCHED_FD, ..MemAttr::zeroed() }
 }
 
 impl Memory<'_> {
@@ -256,25 +236,19 @@ impl Memory<'_> {
         self.allocated.length
     }
 
+    /// First address and bytes.
+    pub fn range(&self) -> (u64, usize) {
+        (self.address(), self.len())
+    }
+
     pub(crate) fn handle(&self) -> Raw {
         self.allocated.memh
     }
 
-    /// Packs its remote key.
+    /// Packs its remote key; `buffer` is as long as the attributes say.
     pub fn pack(&self, buffer: &mut [u8]) -> Result<()> {
-        let (address, length) = (self.address(), self.len());
         // SAFETY: a live handle; the caller sized the buffer by the attributes.
-        unsafe { self.domain.pack(self.allocated.memh, address, length, buffer) }
-    }
-}
-
-impl Drop for Memory<'_> {
-    fn drop(&mut self) {
-        // SAFETY: freed once.
-        let status = unsafe { (self.domain.uct.f.uct_mem_free)(&self.allocated) };
-        if let Err(error) = self.domain.uct.check("uct_mem_free", status) {
-            panic!("{error}");
-        }
+        unsafe { self.domain.pack(self.allocated.memh, self.address(), self.len(), buffer) }
     }
 }
 
@@ -283,26 +257,10 @@ impl Registration<'_> {
         self.memh
     }
 
-    /// Packs its remote key.
+    /// Packs its remote key; `buffer` is as long as the attributes say.
     pub fn pack(&self, address: u64, length: usize, buffer: &mut [u8]) -> Result<()> {
         // SAFETY: a live handle; the caller sized the buffer by the attributes.
         unsafe { self.domain.pack(self.memh, address, length, buffer) }
-    }
-}
-
-impl Drop for Registration<'_> {
-    fn drop(&mut self) {
-        let params = MemDeregParams {
-            field_mask: MemDeregParams::MEMH,
-            flags: 0,
-            memh: self.memh,
-            comp: ptr::null_mut(),
-        };
-        // SAFETY: deregistered once.
-        let status = unsafe { (self.domain.uct.f.uct_md_mem_dereg_v2)(self.domain.md, &params) };
-        if let Err(error) = self.domain.uct.check("uct_md_mem_dereg_v2", status) {
-            panic!("{error}");
-        }
     }
 }
 
@@ -312,13 +270,32 @@ impl Key<'_> {
     }
 }
 
+/// Giving something back never fails.
+#[track_caller]
+fn given_back(result: Result<()>) {
+    result.unwrap_or_else(|error| panic!("{error}"));
+}
+
+impl Drop for Memory<'_> {
+    fn drop(&mut self) {
+        // SAFETY: freed once.
+        given_back(unsafe { call!(self.domain.ucx, uct_mem_free(&self.allocated)) });
+    }
+}
+
+impl Drop for Registration<'_> {
+    fn drop(&mut self) {
+        let memh = self.memh;
+        let params = MemDeregParams { field_mask: 1, flags: 0, memh, comp: ptr::null_mut() };
+        // SAFETY: deregistered once.
+        given_back(unsafe { call!(self.domain.ucx, uct_md_mem_dereg_v2(self.domain.md, &params)) });
+    }
+}
+
 impl Drop for Key<'_> {
     fn drop(&mut self) {
+        let Domain { ucx, component, .. } = self.domain;
         // SAFETY: released once.
-        let status =
-            unsafe { (self.domain.uct.f.uct_rkey_release)(self.domain.component, &self.bundle) };
-        if let Err(error) = self.domain.uct.check("uct_rkey_release", status) {
-            panic!("{error}");
-        }
+        given_back(unsafe { call!(ucx, uct_rkey_release(*component, &self.bundle)) });
     }
 }

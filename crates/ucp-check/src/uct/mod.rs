@@ -1,62 +1,155 @@
-//! UCT's API, bound at run time, as far as memory needs it: components, memory domains, allocated and
-//! registered memory, remote keys, and a copier that moves bytes through a copy transport.
+//! UCT's API as far as memory needs it: components, memory domains, allocated and registered memory, remote
+//! keys, and a copier that moves bytes through a copy transport.
 //!
-//! [`Uct`] (the libuct under one loaded libucp) → [`Domain`] → [`Memory`], [`Registration`], [`Key`];
-//! a [`Copier`] belongs to one thread, everything else may be used by several at once, as UCX allows.
+//! [`Ucx`] → [`Domain`] → [`Memory`], [`Registration`], [`Key`]; a [`Copier`] belongs to one thread,
+//! everything else may be used by several at once, as UCX allows.
 
 mod copier;
-mod domain;
-pub mod estimate;
-mod library;
 mod memory;
-mod sys;
 
-pub use copier::{Copier, Piece, Ticket, Way};
-pub use domain::{Attributes, Domain, MemoryTypes};
-pub use library::Uct;
+pub use crate::ucx::Status;
+pub use ::uct::abi::{MdAttr, MemoryType, Operation, SysDevice, md_flag};
+pub use copier::{Completion, Copier, Estimate, Piece, Rma};
 pub use memory::{Answer, Key, Memory, Registration};
-pub(crate) use sys::Raw;
 
-use std::fmt;
+use crate::ucx::sys::{ComponentAttr, Growing, MdResource, MemoryInfo, Plain, Raw};
+use crate::ucx::{Result, Ucx, call};
+use anyhow::Context as _;
+use std::ffi::{CStr, CString, c_char};
+use std::ptr;
 
-/// A failed call of UCT: which one, and what UCX says about it.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Error {
-    /// The C function.
-    pub call: &'static str,
-    /// The status it ended with.
-    pub status: Status,
-    text: String,
+/// An open memory domain. Its operations may be called by several threads at once.
+pub struct Domain {
+    ucx: &'static Ucx,
+    component: Raw,
+    md: Raw,
+    name: String,
 }
 
-/// A status other than success.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Status(pub i8);
+// SAFETY: UCX allows operations of a memory domain from any thread, also at the same time.
+unsafe impl Send for Domain {}
+// SAFETY: as above.
+unsafe impl Sync for Domain {}
 
-impl Status {
-    /// Out of memory.
-    pub const NO_MEMORY: Status = Status(-4);
-    /// The arguments make no sense.
-    pub const INVALID_PARAM: Status = Status(-5);
-    /// The range is not memory of the kind it was said to be.
-    pub const INVALID_ADDR: Status = Status(-7);
-    /// `UCS_ERR_UNREACHABLE`
-    pub const UNREACHABLE: Status = Status(-6);
-    /// There is no such thing.
-    pub const NO_ELEM: Status = Status(-12);
-    /// The device is taken.
-    pub const BUSY: Status = Status(-15);
-    /// Not memory of this domain.
-    pub const OUT_OF_RANGE: Status = Status(-19);
+/// Whether a set of memory types, as UCX writes it, has this one.
+pub fn has(types: u64, kind: MemoryType) -> bool {
+    types & (1 << kind.0) != 0
 }
 
-impl fmt::Display for Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {} ({})", self.call, self.text, self.status.0)
+/// What UCX writes into an array of fixed length.
+fn text(chars: &[c_char; 16]) -> String {
+    let bytes = chars.map(|c| c as u8);
+    CStr::from_bytes_until_nul(&bytes).unwrap_or_default().to_string_lossy().into_owned()
+}
+
+impl Ucx {
+    /// The components of this UCX by handle and name, each with the names of its memory domains.
+    pub fn components(&self) -> Result<Vec<(Raw, String, Vec<String>)>> {
+        let (mut list, mut count) = (ptr::null_mut(), 0);
+        // SAFETY: out-parameters; the list is copied, then released once; handles live for ever.
+        let handles = unsafe {
+            call!(self, uct_query_components(&mut list, &mut count))?;
+            let handles = std::slice::from_raw_parts(list, count as usize).to_vec();
+            (self.f.uct_release_component_list)(list);
+            handles
+        };
+        handles.into_iter().map(|handle| self.describe(handle)).collect()
+    }
+
+    fn describe(&self, component: Raw) -> Result<(Raw, String, Vec<String>)> {
+        // Name and number of domains first, then the domains.
+        let mut attr = ComponentAttr { field_mask: 0b11, ..ComponentAttr::zeroed() };
+        // SAFETY: a handle from the list; the mask says which fields are valid.
+        unsafe { call!(self, uct_component_query(component, &mut attr)) }?;
+        let count = attr.md_resource_count as usize;
+        let mut domains: Vec<_> = (0..count).map(|_| MdResource { md_name: [0; 16] }).collect();
+        if count > 0 {
+            attr.field_mask = 0b100;
+            attr.md_resources = domains.as_mut_ptr();
+            // SAFETY: as above; there is room for as many as it said.
+            unsafe { call!(self, uct_component_query(component, &mut attr)) }?;
+        }
+        let domains = domains.iter().map(|domain| text(&domain.md_name)).collect();
+        Ok((component, text(&attr.name), domains))
+    }
+
+    /// Opens the memory domain of a component, with `settings` on top of the environment.
+    pub fn open_domain(
+        &'static self,
+        component: &str,
+        settings: &[(String, String)],
+    ) -> anyhow::Result<Domain> {
+        let mut found = self.components()?.into_iter();
+        let (handle, _, domains) = found
+            .find(|(_, name, _)| name == component)
+            .with_context(|| format!("this UCX has no component {component}"))?;
+        let name = domains.into_iter().next();
+        let name =
+            name.with_context(|| format!("component {component} has no memory domain here"))?;
+        let (mut config, mut md) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: no prefix and no file: the environment and the defaults.
+        unsafe { call!(self, uct_md_config_read(handle, ptr::null(), ptr::null(), &mut config)) }?;
+        let opened = (|| {
+            for (key, value) in settings {
+                let (key, value) = (CString::new(key.as_str())?, CString::new(value.as_str())?);
+                // SAFETY: C strings, and the configuration read above.
+                unsafe { call!(self, uct_config_modify(config, key.as_ptr(), value.as_ptr())) }?;
+            }
+            let name = CString::new(name.as_str())?;
+            // SAFETY: name and configuration belong to this component.
+            unsafe { call!(self, uct_md_open(handle, name.as_ptr(), config, &mut md)) }?;
+            anyhow::Ok(())
+        })();
+        // SAFETY: read above, released once.
+        unsafe { (self.f.uct_config_release)(config) };
+        opened?;
+        Ok(Domain { ucx: self, component: handle, md, name })
+    }
+
+    /// PCI bus id of a system device, `None` if UCX does not know it.
+    pub fn bus_id(&self, device: SysDevice) -> Option<String> {
+        let mut name = [0; 64];
+        // SAFETY: writes a C string of at most the given length.
+        let text = unsafe {
+            (self.f.ucs_topo_sys_device_bdf_name)(device, name.as_mut_ptr(), name.len());
+            CStr::from_ptr(name.as_ptr())
+        };
+        (device != SysDevice::UNKNOWN).then(|| text.to_string_lossy().into_owned())
+    }
+
+    /// What UCX's memory-type cache says of a range: its type, or `None` for a miss.
+    pub fn cached_type(&self, address: u64, length: usize) -> Option<MemoryType> {
+        let mut info = MemoryInfo::zeroed();
+        // SAFETY: the cache takes any address as a number and fills the structure on success.
+        let status = unsafe { (self.f.ucs_memtype_cache_lookup)(address, length, &mut info) };
+        (status == Status::OK).then_some(MemoryType(info.mem_type))
     }
 }
 
-impl std::error::Error for Error {}
+impl Domain {
+    /// The UCX it belongs to.
+    pub fn ucx(&self) -> &'static Ucx {
+        self.ucx
+    }
 
-/// What the binding returns.
-pub type Result<T> = std::result::Result<T, Error>;
+    /// What it says of itself.
+    pub fn attributes(&self) -> Result<MdAttr> {
+        let mut attr = Growing::<MdAttr>::zeroed();
+        attr.known.field_mask = u64::MAX;
+        // SAFETY: an open domain, and a structure no smaller than UCX's own.
+        unsafe { call!(self.ucx, uct_md_query_v2(self.md, &mut attr.known)) }?;
+        Ok(attr.known)
+    }
+
+    /// Whether it offers dma-bufs of Gaudi memory.
+    pub fn exports(&self) -> Result<bool> {
+        Ok(has(self.attributes()?.dmabuf_mem_types, MemoryType::GAUDI))
+    }
+}
+
+impl Drop for Domain {
+    fn drop(&mut self) {
+        // SAFETY: closed once; memory and copiers borrow the domain and are gone.
+        unsafe { (self.ucx.f.uct_md_close)(self.md) };
+    }
+}

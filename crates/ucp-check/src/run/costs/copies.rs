@@ -2,10 +2,11 @@
 //! and short ones beside the driver's bare submission.
 
 use super::driver::Driver;
-use super::median;
 use super::working_set::{Rotation, last_level_cache, usable_memory};
+use crate::report::median;
 use crate::ucp::Ucx;
-use crate::uct::{Copier, Domain, Memory, Raw, Registration, Ticket, Uct, Way};
+use crate::uct::{Completion, Copier, Domain, Memory, MemoryType, Piece, Registration, Rma};
+use crate::ucx::sys::Raw;
 use crate::watchdog::Watchdog;
 use anyhow::{Result, ensure};
 use hl_thunk::HostPages;
@@ -33,15 +34,7 @@ struct Scene<'d> {
     to_handle: Registration<'d>,
     first: Memory<'d>,
     second: Memory<'d>,
-    tickets: Vec<Ticket>,
-}
-
-/// Where copies of one direction go: way, local side, its handle, remote side.
-struct Course {
-    way: Way,
-    local: u64,
-    handle: Raw,
-    remote: u64,
+    completions: Vec<Completion>,
 }
 
 impl<'d> Scene<'d> {
@@ -54,60 +47,50 @@ impl<'d> Scene<'d> {
         }
         let scene = Scene {
             copier: Copier::open(domain, "gaudi_cpy")?,
-            from_handle: domain.register(from.as_ptr() as u64, bytes, Some(false))?,
-            to_handle: domain.register(to.as_ptr() as u64, bytes, Some(false))?,
-            first: domain.allocate(bytes, false)?,
-            second: domain.allocate(bytes, false)?,
-            tickets: (0..outstanding).map(|_| Ticket::default()).collect(),
+            from_handle: domain.register(from.as_ptr() as u64, bytes, Some(MemoryType::HOST))?,
+            to_handle: domain.register(to.as_ptr() as u64, bytes, Some(MemoryType::HOST))?,
+            first: domain.allocate(bytes)?,
+            second: domain.allocate(bytes)?,
+            completions: Completion::several(outstanding),
             from,
             to,
         };
         Ok(scene)
     }
 
-    fn path(&self, direction: usize) -> Course {
+    /// Where copies of one direction go: way, local side, its handle, remote side.
+    fn path(&self, direction: usize) -> (Rma, u64, Raw, u64) {
         let (first, second) = (self.first.address(), self.second.address());
-        let (way, local, handle, remote) = match DIRECTIONS[direction] {
-            "h2d" => (Way::Put, self.from.as_ptr() as u64, self.from_handle.handle(), first),
-            "d2d" => (Way::Put, first, self.first.handle(), second),
-            _ => (Way::Get, self.to.as_ptr() as u64, self.to_handle.handle(), second),
-        };
-        Course { way, local, handle, remote }
+        match DIRECTIONS[direction] {
+            "h2d" => (Rma::Put, self.from.as_ptr() as u64, self.from_handle.handle(), first),
+            "d2d" => (Rma::Put, first, self.first.handle(), second),
+            _ => (Rma::Get, self.to.as_ptr() as u64, self.to_handle.handle(), second),
+        }
     }
 
-    /// Copies in the given places, so many at a time.
+    /// Copies in the given slots, so many at a time.
     fn copy(
         &self,
         direction: usize,
         size: usize,
-        places: impl Iterator<Item = usize>,
+        slots: impl Iterator<Item = usize>,
         outstanding: usize,
     ) -> Result<()> {
-        let path = self.path(direction);
-        let wait = |ticket: &Ticket| {
-            while !ticket.is_free() {
-                self.copier.progress();
-            }
-            self.copier.outcome(path.way, ticket)
-        };
-        for (n, place) in places.enumerate() {
-            let ticket = &self.tickets[n % outstanding];
-            wait(ticket)?;
-            let at = (place * size) as u64;
-            // SAFETY: inside the sets; places under way at the same time differ, and nobody else
-            // touches them.
-            unsafe {
-                let (local, remote) = ((path.local + at, size), path.remote + at);
-                self.copier.start(path.way, local, path.handle, remote, ticket)?;
-            }
+        let (way, local, handle, remote) = self.path(direction);
+        for (n, slot) in slots.enumerate() {
+            let completion = &self.completions[n % outstanding];
+            self.copier.wait(completion)?;
+            let at = (slot * size) as u64;
+            let local = [Piece::plain(local + at, size)];
+            // SAFETY: inside the sets; slots in flight at the same time differ, and nobody else touches them.
+            unsafe { self.copier.start(way, &local, handle, remote + at, completion)? };
         }
-        self.tickets.iter().try_for_each(wait)?;
-        Ok(())
+        Ok(self.completions.iter().try_for_each(|completion| self.copier.wait(completion))?)
     }
 
     fn memcpy(&self, rotation: Rotation) {
-        for place in 0..rotation.places {
-            let at = place * rotation.size;
+        for slot in 0..rotation.slots {
+            let at = slot * rotation.size;
             // SAFETY: inside two different mappings of this length.
             unsafe {
                 let (from, to) = (self.from.as_ptr().add(at), self.to.as_ptr().add(at));
@@ -121,7 +104,7 @@ impl<'d> Scene<'d> {
         let bytes = rotation.bytes();
         // SAFETY: ours, of this length; nothing is under way.
         unsafe { self.to.as_ptr().write_bytes(0xa5, bytes) };
-        let all = |direction| self.copy(direction, rotation.size, 0..rotation.places, 1);
+        let all = |direction| self.copy(direction, rotation.size, 0..rotation.slots, 1);
         (0..DIRECTIONS.len()).try_for_each(all)?;
         // SAFETY: as above.
         let (sent, back) = unsafe {
@@ -143,7 +126,7 @@ fn seconds(work: impl FnOnce() -> Result<()>) -> Result<f64> {
 
 /// Measures copies of one size, in all directions.
 fn measure(scene: &Scene<'_>, rotation: Rotation, rounds: usize) -> Result<()> {
-    let Rotation { size, places, outstanding } = rotation;
+    let Rotation { size, slots, outstanding } = rotation;
     scene.verify(rotation)?;
     let mut floor = Vec::new();
     let mut many = [const { Vec::new() }; DIRECTIONS.len()];
@@ -154,12 +137,12 @@ fn measure(scene: &Scene<'_>, rotation: Rotation, rounds: usize) -> Result<()> {
             Ok(())
         })?);
         for direction in 0..DIRECTIONS.len() {
-            many[direction].push(seconds(|| scene.copy(direction, size, 0..places, outstanding))?);
-            let some = (0..ALONE).map(|n| (round * ALONE + n) % places);
+            many[direction].push(seconds(|| scene.copy(direction, size, 0..slots, outstanding))?);
+            let some = (0..ALONE).map(|n| (round * ALONE + n) % slots);
             alone[direction].push(seconds(|| scene.copy(direction, size, some, 1))?);
         }
     }
-    println!("places {size}\t{places}");
+    println!("places {size}\t{slots}");
     println!("outstanding {size}\t{outstanding}");
     println!("memcpy {size}\t{}", rotation.bytes() as f64 / median(floor) / 1e9);
     for (name, times) in DIRECTIONS.into_iter().zip(many) {
@@ -205,9 +188,8 @@ fn short(scene: &Scene<'_>, rounds: usize, count: usize) -> Result<()> {
 /// sets, few rounds, figures without meaning.
 pub fn run(ucx: Option<&Path>, quick: bool, sizes: &[usize]) -> Result<()> {
     let sizes = if sizes.is_empty() { &SIZES } else { sizes };
-    let dog = Watchdog::start("costs", Duration::from_secs(300));
-    let uct = Uct::of(Ucx::load(ucx)?)?;
-    let domain = uct.open("gaudi_copy", &[])?;
+    let watchdog = Watchdog::start("costs", Duration::from_secs(300));
+    let domain = Ucx::load(ucx)?.open_domain("gaudi_copy", &[])?;
     let cache = last_level_cache();
     let (cache, most, rounds) =
         if quick { (0, 64 << 20, 1) } else { (cache, usable_memory(), ROUNDS) };
@@ -218,14 +200,14 @@ pub fn run(ucx: Option<&Path>, quick: bool, sizes: &[usize]) -> Result<()> {
     eprintln!("  {} MiB on each side …", bytes >> 20);
     let scene = Scene::new(&domain, bytes, outstanding)?;
     println!("cache\t{cache}");
-    dog.step("short copies");
+    watchdog.step("short copies");
     eprintln!("  copies of {SHORT} B …");
     short(&scene, rounds, if quick { 500 } else { SHORTS })?;
     for rotation in rotations {
-        dog.step(format_args!("copies of {} bytes", rotation.size));
+        watchdog.step(format_args!("copies of {} bytes", rotation.size));
         eprintln!("  copies of {} KiB …", rotation.size >> 10);
         measure(&scene, rotation, rounds)?;
     }
-    dog.step("closing");
+    watchdog.step("closing");
     Ok(())
 }

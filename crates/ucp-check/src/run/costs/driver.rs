@@ -21,7 +21,7 @@ pub(super) struct Driver {
 }
 
 /// Where the packets of the two ways start.
-const PLACES: [usize; 2] = [0, 2048];
+const OFFSETS: [usize; 2] = [0, 2048];
 
 impl Driver {
     /// The first card that is free. `bytes` is the length of the copies.
@@ -55,7 +55,7 @@ impl Driver {
             LinDma::Copy { src: addr, dst: host.addr(), len: bytes },
         );
         let mut len = 0;
-        for (dma, at) in [there, back].into_iter().zip(PLACES) {
+        for (dma, at) in [there, back].into_iter().zip(OFFSETS) {
             let packet = dma.encode(generation).context("this card takes no packets")?;
             // SAFETY: nothing was submitted yet.
             unsafe { buffer.write(at, &packet) };
@@ -69,7 +69,7 @@ impl Driver {
 
     /// Submits one copy (0: to the card, 1: from it) and waits for it.
     pub(super) fn copy(&self, way: usize) -> Result<()> {
-        let (offset, queue) = (PLACES[way], self.queues[way]);
+        let (offset, queue) = (OFFSETS[way], self.queues[way]);
         let chunk = Chunk { buffer: &self.buffer, offset, len: self.len, queue };
         // SAFETY: everything the packet names is kept here, and the copy is waited for.
         let sequence = unsafe { self.device.submit(&[chunk])? };

@@ -14,12 +14,6 @@ use std::time::Instant;
 
 pub use copies::run as copies;
 
-/// Median of some samples.
-fn median(mut samples: Vec<f64>) -> f64 {
-    samples.sort_by(f64::total_cmp);
-    samples.get(samples.len() / 2).copied().unwrap_or(f64::NAN)
-}
-
 /// Milliseconds of the first `ucp_init` of this process, with the modules it loads.
 pub fn init(ucx: Option<&Path>) -> Result<()> {
     let ucx = Ucx::load(ucx)?;

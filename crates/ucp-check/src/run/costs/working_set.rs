@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-/// Copies under way at the same time.
+/// Copies in flight at the same time.
 pub(super) const OUTSTANDING: usize = 16;
 /// Where the kernel does not say how large the last-level cache is.
 const USUAL_CACHE: usize = 64 << 20;
@@ -14,24 +14,24 @@ const PARTS: usize = 4;
 pub(super) struct Rotation {
     /// Bytes of a copy.
     pub(super) size: usize,
-    /// Different places, on each side.
-    pub(super) places: usize,
-    /// Copies under way at the same time, all in different places.
+    /// Different slots, on each side.
+    pub(super) slots: usize,
+    /// Copies in flight at the same time, all in different slots.
     pub(super) outstanding: usize,
 }
 
 impl Rotation {
     /// A rotation through more than four times `cache` on each side, and at least so much that all
-    /// copies under way have places of their own; less if that is more than `most` bytes.
+    /// copies in flight have slots of their own; less if that is more than `most` bytes.
     pub(super) fn new(size: usize, cache: usize, most: usize) -> Self {
         let wanted = (4 * cache / size + 1).max(OUTSTANDING);
-        let places = wanted.min((most / PARTS / size).max(1));
-        Self { size, places, outstanding: OUTSTANDING.min(places) }
+        let slots = wanted.min((most / PARTS / size).max(1));
+        Self { size, slots, outstanding: OUTSTANDING.min(slots) }
     }
 
     /// Bytes of one side.
     pub(super) fn bytes(&self) -> usize {
-        self.size * self.places
+        self.size * self.slots
     }
 }
 
@@ -77,14 +77,14 @@ mod tests {
         assert!(small.bytes() > 4 * (48 << 20));
         assert_eq!(small.outstanding, 16);
         let large = Rotation::new(64 << 20, 48 << 20, usize::MAX);
-        assert_eq!((large.places, large.outstanding), (16, 16));
+        assert_eq!((large.slots, large.outstanding), (16, 16));
     }
 
     #[test]
-    fn little_memory_means_fewer_places_and_never_none() {
+    fn little_memory_means_fewer_slots_and_never_none() {
         let tight = Rotation::new(64 << 20, 48 << 20, 1 << 30);
-        assert_eq!((tight.places, tight.outstanding), (4, 4));
-        assert_eq!(Rotation::new(64 << 20, 48 << 20, 0).places, 1);
+        assert_eq!((tight.slots, tight.outstanding), (4, 4));
+        assert_eq!(Rotation::new(64 << 20, 48 << 20, 0).slots, 1);
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! `alloc`: every size, all alive at once, disjoint, freed in any order, and again.
-//! `exhaust`: as much as there is, again and again.
+//! `exhaust`: as much as there is, again and again. `keys`: remote keys packed, unpacked and released.
 
-use super::ledger::Ledger;
-use super::{Scene, Tally};
+use super::ranges::LiveRanges;
+use super::{Checker, process, range};
 use crate::pattern::mix;
 use crate::uct::{Memory, Status};
 use anyhow::Result;
@@ -27,97 +27,117 @@ const SIZES: [usize; 15] = [
 /// More than any card has.
 const TOO_MUCH: usize = 1 << 50;
 
-pub(super) fn run(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
-    let sizes: Vec<usize> = SIZES.into_iter().filter(|&size| size <= scene.options.max).collect();
+pub(super) fn run(check: &Checker<'_>) -> Result<()> {
+    let domain = check.domain;
     for round in 0..3 {
-        let mut ledger = Ledger::default();
+        let mut ranges = LiveRanges::default();
         let mut live: Vec<Memory<'_>> = Vec::new();
-        for &size in &sizes {
+        for size in SIZES.into_iter().filter(|&size| size <= check.options.max.0) {
             for _ in 0..if size <= 65536 { 3 } else { 1 } {
-                let memory = scene.domain.allocate(size, false)?;
-                let (address, length) = (memory.address(), memory.len());
-                tally.expect(length >= size, || format!("{size} bytes asked for, {length} given"));
-                tally.expect(ledger.add(address, length), || {
-                    format!("{length} bytes at {address:#x} overlap live memory")
-                });
+                let memory = domain.allocate(size)?;
+                let length = memory.len();
+                check
+                    .expect(length >= size, format_args!("{size} bytes asked for, {length} given"));
+                add(check, &mut ranges, &memory);
                 live.push(memory);
             }
         }
-        for memory in &live {
-            check_whole(scene, tally, memory);
-        }
-        let mut draw = mix(scene.options.seed ^ round);
+        live.iter().for_each(|memory| whole(check, memory));
+        let mut draw = mix(check.options.seed ^ round);
         while !live.is_empty() {
             draw = mix(draw);
-            let memory = live.swap_remove(draw as usize % live.len());
-            let (address, length) = (memory.address(), memory.len());
-            drop(memory);
-            ledger.remove(address);
-            let found = scene.domain.query(address, length);
-            tally.expect(found.is_err(), || format!("{address:#x} is freed, but {found:?}"));
-            if let Some(other) = live.first() {
-                check_whole(scene, tally, other);
-            }
+            let (address, length) = live.swap_remove(draw as usize % live.len()).range();
+            ranges.remove(address);
+            let found = domain.query(address, length);
+            check.expect(found.is_err(), format_args!("{address:#x} is freed, but {found:?}"));
+            live.first().into_iter().for_each(|other| whole(check, other));
         }
     }
-    let nothing = scene.domain.allocate(0, true).err().map(|error| error.status);
-    tally.equal(&nothing, &Some(Status::INVALID_PARAM), "allocating 0 bytes");
-    let too_much = scene.domain.allocate(TOO_MUCH, true).err().map(|error| error.status);
-    tally.equal(&too_much, &Some(Status::NO_MEMORY), "allocating more than there is");
-    let after = scene.domain.allocate(4096, false);
-    tally.expect(after.is_ok(), || format!("allocating after a refusal: {:?}", after.err()));
+    let quiet = |length| domain.allocate_on(length, true, None);
+    check.refused(quiet(0), Status::INVALID_PARAM, "allocating 0 bytes");
+    check.refused(quiet(TOO_MUCH), Status::NO_MEMORY, "allocating more than there is");
+    let after = domain.allocate(4096);
+    check.expect(after.is_ok(), format_args!("allocating after a refusal: {:?}", after.err()));
     Ok(())
 }
 
+/// Adds an allocation to the live ones, which it must not overlap.
+pub(super) fn add(check: &Checker<'_>, ranges: &mut LiveRanges, memory: &Memory<'_>) {
+    let (address, length) = memory.range();
+    let free = ranges.add((address, length));
+    check.expect(free, format_args!("{length} bytes at {address:#x} overlap live memory"));
+}
+
+fn whole(check: &Checker<'_>, memory: &Memory<'_>) {
+    let found = check.domain.query(memory.address(), memory.len());
+    check.equal(&found.map(|it| it.gaudi()), &Ok(Some(memory.range())), "what an allocation is");
+}
+
 /// Fills the card in pieces until there is no more, gives all back, and gets as many again.
-pub(super) fn exhaust(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
-    let piece = scene.options.max;
+pub(super) fn exhaust(check: &Checker<'_>) -> Result<()> {
+    let (domain, piece) = (check.domain, check.options.max.0);
     let mut counts = Vec::new();
     for round in 0..4 {
-        let mut ledger = Ledger::default();
-        let mut live = Vec::new();
+        let (mut ranges, mut live) = (LiveRanges::default(), Vec::new());
         let refused = loop {
-            match scene.domain.allocate(piece, true) {
-                Ok(memory) => live.push(memory),
+            match domain.allocate_on(piece, true, None) {
                 Err(error) => break error.status,
+                Ok(memory) => {
+                    add(check, &mut ranges, &memory);
+                    live.push(memory);
+                }
             }
-            let (address, length) = live.last().map_or((0, 0), |m| (m.address(), m.len()));
-            tally.expect(ledger.add(address, length), || {
-                format!("{length} bytes at {address:#x} overlap live memory")
-            });
         };
-        tally.equal(&refused, &Status::NO_MEMORY, "the end of the card's memory");
+        check.equal(&refused, &Status::NO_MEMORY, "the end of the card's memory");
         counts.push(live.len());
         // Another order each time, with a dma-buf left open across the frees now and then.
         let mut kept = None;
         while !live.is_empty() {
-            let at = mix(scene.options.seed ^ (live.len() as u64) << round) as usize % live.len();
+            let at = mix(check.options.seed ^ (live.len() as u64) << round) as usize % live.len();
             let memory = live.swap_remove(at);
             if round % 2 == 1 && kept.is_none() {
-                kept = scene.domain.export(memory.address(), 1)?;
+                kept = domain.export(memory.address(), 1)?;
             }
         }
         if kept.is_some() {
-            // The driver keeps what is exported; the rest is to be had again.
-            let some = scene.domain.allocate(piece, false);
-            tally.expect(some.is_ok(), || format!("beside an open dma-buf: {:?}", some.err()));
+            // The driver keeps what is exported; the rest can be allocated again.
+            let some = domain.allocate(piece);
+            check.expect(some.is_ok(), format_args!("beside an open dma-buf: {:?}", some.err()));
         }
     }
     let same = counts.windows(2).all(|pair| pair[0] == pair[1]) && counts[0] > 0;
-    tally.expect(same, || format!("pieces of {piece} bytes, round by round: {counts:?}"));
+    check.expect(same, format_args!("pieces of {piece} bytes, round by round: {counts:?}"));
     println!("{} pieces of {piece} bytes, each round", counts[0]);
     Ok(())
 }
 
-fn check_whole(scene: &Scene<'_>, tally: &mut Tally, memory: &Memory<'_>) {
-    let (address, length) = (memory.address(), memory.len());
-    match scene.domain.query(address, length) {
-        Ok(answer) => {
-            let found = (answer.gaudi, answer.base, answer.length);
-            tally.equal(&found, &(true, address, length), "what an allocation is");
-        }
-        Err(error) => {
-            tally.expect(false, || format!("{length} bytes at {address:#x}: {error}"));
+pub(super) fn keys(check: &Checker<'_>) -> Result<()> {
+    /// What lies behind a key's bytes must stay.
+    const GUARD: u8 = 0xa5;
+    let domain = check.domain;
+    let size = domain.attributes()?.rkey_packed_size;
+    let (memory, host) = (domain.allocate(10_000)?, vec![0u8; 10_000]);
+    let (device, start) = (memory.address(), range(&host).0);
+    let of_device = domain.register(device, 10_000, None)?;
+    let of_host = domain.register_slice(&host)?;
+    let sys_device = domain.query(device, 1)?.sys_device;
+    let descriptors = process::descriptors()?;
+    for round in 0..1000 {
+        for which in 0..3 {
+            let mut buffer = vec![GUARD; size + 64];
+            match which {
+                0 => memory.pack(&mut buffer)?,
+                1 => of_device.pack(device + 4096, 100, &mut buffer)?,
+                _ => of_host.pack(start + 1, 100, &mut buffer)?,
+            }
+            let intact = buffer[size..].iter().all(|&byte| byte == GUARD);
+            check.expect(intact, format_args!("key {which} is longer than {size} bytes"));
+            let key = domain.unpack(&buffer[..size], (round % 2 == 0).then_some(sys_device));
+            check.expect(key.is_ok(), format_args!("key {which} does not unpack: {:?}", key.err()));
         }
     }
+    check.refused(domain.pack_nothing(size), Status::INVALID_PARAM, "a key of no memory");
+    check.equal(&process::descriptors()?, &descriptors, "descriptors after 3000 keys");
+    println!("keys of {size} bytes");
+    Ok(())
 }

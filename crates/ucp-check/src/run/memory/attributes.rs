@@ -1,61 +1,76 @@
 //! `attributes` and `transport`: components, memory domains, and what they say of themselves.
 
-use super::{Scene, Tally};
-use crate::uct::{Copier, estimate};
+use super::Checker;
+use crate::uct::{Estimate, MemoryType, Operation, has, md_flag};
 use anyhow::Result;
 
-pub(super) fn run(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
-    let components = scene.domain.uct().components()?;
+pub(super) fn run(check: &Checker<'_>) -> Result<()> {
+    let ucx = check.domain.ucx();
+    let components = ucx.components()?;
     for name in ["gaudi_copy", "gaudi_gdr"] {
-        let found: Vec<_> = components.iter().filter(|(other, _)| other == name).collect();
-        tally.equal(&found.len(), &1, format_args!("components called {name}"));
-        for (_, domains) in found {
-            tally.equal(domains, &vec![name.to_owned()], format_args!("domains of {name}"));
+        let found: Vec<_> = components.iter().filter(|(_, other, _)| other == name).collect();
+        check.equal(&found.len(), &1, format_args!("components called {name}"));
+        for (_, _, domains) in found {
+            check.equal(domains, &vec![name.to_owned()], format_args!("domains of {name}"));
         }
-    }
-    for component in ["gaudi_copy", "gaudi_gdr"] {
-        let domain = scene.domain.uct().open(component, &scene.options.settings)?;
-        let is = domain.attributes()?;
+        let settings: Vec<_> = check.options.set.iter().map(|setting| setting.pair()).collect();
+        let is = ucx.open_domain(name, &settings)?.attributes()?;
+        let gaudi = |types| has(types, MemoryType::GAUDI);
+        let host = |types| has(types, MemoryType::HOST);
+        let flag = |bit| is.flags & bit != 0;
+        let registers = gaudi(is.reg_mem_types) && host(is.reg_mem_types);
         for (right, what) in [
-            (is.allocates && is.allocate.gaudi(), "allocates Gaudi memory"),
-            (!is.allocate.host(), "leaves host memory to others"),
-            (is.detect.gaudi() && !is.detect.host(), "recognises Gaudi memory only"),
-            (is.registers && is.register.gaudi() && is.register.host(), "registers both"),
-            (is.cache == is.register, "lets UCP cache whatever it registers"),
-            (!is.dmabuf.host(), "exports no host memory"),
-            (!is.needs_key, "copies without a remote key"),
+            (flag(md_flag::ALLOC) && gaudi(is.alloc_mem_types), "allocates Gaudi memory"),
+            (!host(is.alloc_mem_types), "leaves host memory to others"),
+            (
+                gaudi(is.detect_mem_types) && !host(is.detect_mem_types),
+                "recognises Gaudi memory only",
+            ),
+            (flag(md_flag::REG) && registers, "registers both"),
+            (is.cache_mem_types == is.reg_mem_types, "lets UCP cache whatever it registers"),
+            (!host(is.dmabuf_mem_types), "exports no host memory"),
+            (!flag(md_flag::NEED_RKEY), "copies without a remote key"),
         ] {
-            tally.expect(right, || format!("{component} {what}: {is:?}"));
+            check.expect(right, format_args!("not so: {name} {what}"));
         }
-        let offers = if is.dmabuf.gaudi() { "offers" } else { "does not offer" };
-        println!("{component} {offers} dma-bufs of Gaudi memory");
-        println!("{component} registers in {:.0} ns", is.register_cost * 1e9);
+        let offers = if gaudi(is.dmabuf_mem_types) { "offers" } else { "does not offer" };
+        println!("{name} {offers} dma-bufs of Gaudi memory");
+        println!("{name} registers in {:.0} ns", is.reg_cost.constant * 1e9);
     }
     Ok(())
 }
 
 /// What the copy transport says of itself, beyond its memory domain.
-pub(super) fn transport(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
-    let copier = Copier::open(scene.domain, scene.transport())?;
+pub(super) fn transport(check: &Checker<'_>) -> Result<()> {
+    let (copier, name) = (check.copier()?, check.transport());
     let (endpoints, method) = (copier.max_endpoints()?, copier.allocation_method()?);
-    println!("{} takes {endpoints} endpoints", scene.transport());
-    println!("{} gets host memory by {method}", scene.transport());
-    tally.expect(endpoints > 0, || "no endpoint at all".into());
-    // Between processes the other side is Gaudi memory, always.
-    let between_processes = scene.transport() == "gaudi_ipc";
-    for copy in estimate::Copy::all().filter(|copy| copy.to_gaudi || !between_processes) {
-        let estimate::Estimate { bandwidth, overhead, latency } = copier.estimate(copy)?;
-        println!(
-            "{} {copy} at {:.2} GB/s, overhead {:.0} ns, latency {:.0} ns",
-            scene.transport(),
-            bandwidth / 1e9,
-            overhead * 1e9,
-            latency * 1e9
-        );
-        // UCX divides by the bandwidth, and adds the rest up.
-        let sensible =
-            bandwidth > 1.0 && bandwidth.is_finite() && overhead >= 0.0 && latency >= 0.0;
-        tally.expect(sensible, || format!("{copy}: an estimate that UCX cannot use"));
+    println!("{name} takes {endpoints} endpoints");
+    println!("{name} gets host memory by {method}");
+    check.expect(endpoints > 0, "no endpoint at all");
+    let (host, gaudi) = (("host", MemoryType::HOST), ("gaudi", MemoryType::GAUDI));
+    for (operation, raw) in [
+        ("put_short", Operation::PUT_SHORT),
+        ("put_zcopy", Operation::PUT_ZCOPY),
+        ("get_short", Operation::GET_SHORT),
+        ("get_zcopy", Operation::GET_ZCOPY),
+    ] {
+        for (local, remote) in [(host, gaudi), (gaudi, host), (gaudi, gaudi)] {
+            // Between processes the other side is Gaudi memory, always.
+            if name == "gaudi_ipc" && remote == host {
+                continue;
+            }
+            let copy = format!("{operation} {}:{}", local.0, remote.0);
+            let Estimate { bandwidth, overhead, latency } =
+                copier.estimate(raw, local.1, remote.1)?;
+            let (gbps, overhead_ns, latency_ns) = (bandwidth / 1e9, overhead * 1e9, latency * 1e9);
+            println!(
+                "{name} {copy} at {gbps:.2} GB/s, overhead {overhead_ns:.0} ns, latency {latency_ns:.0} ns"
+            );
+            // UCX divides by the bandwidth, and adds the rest up.
+            let usable =
+                bandwidth > 1.0 && bandwidth.is_finite() && overhead >= 0.0 && latency >= 0.0;
+            check.expect(usable, format_args!("{copy}: an estimate that UCX cannot use"));
+        }
     }
     Ok(())
 }

@@ -1,12 +1,11 @@
-//! Copies that are under way when the next call comes: pieces, fences, flushes, errors, and an
-//! interface that is closed before they are done.
+//! Copies that are in flight when the next call comes: pieces, fences, flushes, errors, and an interface
+//! that is closed before they are done.
 
-use super::{Scene, Tally};
-use crate::pattern::mix;
-use crate::uct::{Copier, Memory, Piece, Registration, Ticket, Way};
-use anyhow::Result;
+use super::Checker;
+use crate::uct::{Completion, Copier, Memory, MemoryType, Piece, Registration, Rma};
+use anyhow::{Result, ensure};
 
-const LEN: usize = 1 << 20;
+const LENGTH: usize = 1 << 20;
 
 /// A host buffer with its registration, and as much device memory.
 struct Stage<'d> {
@@ -17,83 +16,81 @@ struct Stage<'d> {
 }
 
 impl<'d> Stage<'d> {
-    fn new(scene: &'d Scene<'d>, seed: u64) -> Result<Stage<'d>> {
-        let host: Vec<u8> = (0..LEN as u64)
-            .map(|at| mix((at / 8) ^ (seed << 32)).to_le_bytes()[(at % 8) as usize])
-            .collect();
+    fn new(check: &'d Checker<'d>, n: u64) -> Result<Stage<'d>> {
+        let host = check.bytes(n, LENGTH);
         Ok(Stage {
-            copier: Copier::open(scene.domain, scene.transport())?,
-            handle: scene.domain.register(host.as_ptr() as u64, LEN, Some(false))?,
-            device: scene.domain.allocate(LEN, false)?,
+            copier: check.copier()?,
+            handle: check.domain.register(host.as_ptr() as u64, LENGTH, Some(MemoryType::HOST))?,
+            device: check.domain.allocate(LENGTH)?,
             host,
         })
     }
 
-    /// Starts a put of `[from, from + length)` of the host buffer to `to` in the device's.
-    fn put(&self, from: usize, to: usize, length: usize, ticket: &Ticket) -> Result<()> {
-        let local = (self.host.as_ptr() as u64 + from as u64, length);
-        let remote = self.device.address() + to as u64;
+    /// Starts a copy between `[host, host + length)` of the host buffer and `device` in the device's.
+    fn start(
+        &self,
+        way: Rma,
+        (host, device): (usize, usize),
+        length: usize,
+        done: &Completion,
+    ) -> Result<()> {
+        assert!(host + length <= LENGTH && device + length <= LENGTH);
+        let local = [Piece::plain(self.host.as_ptr() as u64 + host as u64, length)];
+        let remote = self.device.address() + device as u64;
         // SAFETY: inside both; the stage outlives the copier's work, which is waited for.
-        unsafe { self.copier.start(Way::Put, local, self.handle.handle(), remote, ticket)? };
+        unsafe { self.copier.start(way, &local, self.handle.handle(), remote, done)? };
         Ok(())
     }
 
-    fn wait(&self, ticket: &Ticket) -> Result<()> {
-        while !ticket.is_free() {
-            self.copier.progress();
-        }
-        Ok(self.copier.outcome(Way::Put, ticket)?)
+    fn put(&self, from: usize, to: usize, length: usize, done: &Completion) -> Result<()> {
+        self.start(Rma::Put, (from, to), length, done)
     }
 
-    fn read(&self, at: usize, length: usize) -> Result<Vec<u8>> {
-        let mut bytes = vec![0; length];
-        self.copier.get(self.device.address() + at as u64, &mut bytes)?;
-        Ok(bytes)
+    /// As many puts as there are completions, side by side.
+    fn put_all(&self, length: usize, done: &[Completion]) -> Result<()> {
+        let mut all = done.iter().enumerate();
+        all.try_for_each(|(n, done)| self.put(n * length, n * length, length, done))
+    }
+
+    fn wait_all(&self, done: &[Completion]) -> Result<()> {
+        Ok(done.iter().try_for_each(|done| self.copier.wait(done))?)
+    }
+
+    fn read(&self, length: usize) -> Result<Vec<u8>> {
+        Ok(self.copier.read(self.device.address(), length)?)
     }
 }
 
-fn check(tally: &mut Tally, what: &str, right: bool) {
-    tally.expect(right, || format!("not so: {what}"));
-}
-
-pub(super) fn run(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
-    pieces(scene, tally)?;
-    fences(scene, tally)?;
-    flushes(scene, tally)?;
-    more_than_there_is_room_for(scene, tally)?;
-    beside_one_that_does_not_progress(scene, tally)?;
-    closed_in_flight(scene, tally)
+pub(super) fn run(check: &Checker<'_>) -> Result<()> {
+    pieces(check)?;
+    fences(check)?;
+    flushes(check)?;
+    more_than_fit(check)?;
+    beside_one_that_does_not_progress(check)?;
+    closed_in_flight(check)
 }
 
 /// Some copies fail: each ends all the same, and those that failed say so.
-pub(super) fn failing(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
-    let stage = Stage::new(scene, 6)?;
-    let tickets: Vec<Ticket> = (0..32).map(|_| Ticket::default()).collect();
+pub(super) fn failing(check: &Checker<'_>) -> Result<()> {
+    let stage = Stage::new(check, 6)?;
+    let (done, flushed) = (Completion::several(32), Completion::default());
     let mut failed = 0;
-    for (n, ticket) in tickets.iter().enumerate() {
-        failed += usize::from(stage.put(n * 30_000, n * 30_000, 30_000, ticket).is_err());
+    for (n, done) in done.iter().enumerate() {
+        failed += usize::from(stage.put(n * 30_000, n * 30_000, 30_000, done).is_err());
     }
-    let flushed = Ticket::default();
     stage.copier.flush(&flushed)?;
-    for ticket in &tickets {
-        failed += usize::from(stage.wait(ticket).is_err());
-    }
-    stage.wait(&flushed)?;
-    check(tally, "those that failed say so", failed > 0);
-    println!("{failed} of {} copies failed", tickets.len());
+    failed += done.iter().filter(|done| stage.copier.wait(done).is_err()).count();
+    stage.copier.wait(&flushed)?;
+    check.expect(failed > 0, "no failed copy said so");
+    println!("{failed} of {} copies failed", done.len());
     Ok(())
 }
 
 /// Many pieces, strided ones, odd lengths, none at all: they arrive one behind the other.
-fn pieces(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
-    let stage = Stage::new(scene, 1)?;
+fn pieces(check: &Checker<'_>) -> Result<()> {
+    let stage = Stage::new(check, 1)?;
     let base = stage.host.as_ptr() as u64;
-    let plain = |n: usize| Piece {
-        address: base + (n * 5000) as u64,
-        length: n * 257 % 4001,
-        stride: 0,
-        count: 1,
-    };
+    let plain = |n: usize| Piece::plain(base + (n * 5000) as u64, n * 257 % 4001);
     let mut pieces: Vec<Piece> = (0..100).map(plain).collect();
     pieces.push(Piece { address: base + 7, length: 3, stride: 4099, count: 200 });
     pieces.push(Piece { address: base, length: 70_001, stride: 100_000, count: 3 });
@@ -105,133 +102,141 @@ fn pieces(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
             expected.extend_from_slice(&stage.host[at..at + piece.length]);
         }
     }
-    let ticket = Ticket::default();
-    let (memh, to) = (stage.handle.handle(), stage.device.address());
+    let (done, memh, to) = (Completion::default(), stage.handle.handle(), stage.device.address());
     // SAFETY: inside the buffers; waited for below.
-    unsafe { stage.copier.start_pieces(Way::Put, &pieces, memh, to, &ticket)? };
-    stage.wait(&ticket)?;
-    check(tally, "103 pieces arrive in order", stage.read(0, expected.len())? == expected);
+    unsafe { stage.copier.start(Rma::Put, &pieces, memh, to, &done)? };
+    stage.copier.wait(&done)?;
+    check.expect(stage.read(expected.len())? == expected, "103 pieces did not arrive in order");
     // SAFETY: there are none.
-    unsafe { stage.copier.start_pieces(Way::Put, &[], memh, to, &ticket)? };
-    check(tally, "no piece at all is over at once", ticket.is_free());
+    unsafe { stage.copier.start(Rma::Put, &[], memh, to, &done)? };
+    check.expect(done.is_free(), "a copy of no piece at all was not over at once");
     Ok(())
 }
 
 /// What is behind a fence is written after what is in front of it, also by other queues.
-fn fences(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
-    let stage = Stage::new(scene, 2)?;
-    let tickets: Vec<Ticket> = (0..64).map(|_| Ticket::default()).collect();
+fn fences(check: &Checker<'_>) -> Result<()> {
+    let (stage, done) = (Stage::new(check, 2)?, Completion::several(64));
     // Each writes the same place, long and short in turn; the last must win.
-    for (n, ticket) in tickets.iter().enumerate() {
-        let length = if n % 2 == 0 { 200_000 } else { 1000 + n };
-        stage.put(n * 1000, 0, length, ticket)?;
+    for (n, done) in done.iter().enumerate() {
+        stage.put(n * 1000, 0, if n % 2 == 0 { 200_000 } else { 1000 + n }, done)?;
         stage.copier.fence()?;
     }
-    for ticket in &tickets {
-        stage.wait(ticket)?;
-    }
-    let last = tickets.len() - 1;
+    stage.wait_all(&done)?;
+    let last = done.len() - 1;
     let (front, back) = (1000 + last, 200_000);
-    let mut expected = stage.host[(last - 1) * 1000..(last - 1) * 1000 + back].to_vec();
-    expected[..front].copy_from_slice(&stage.host[last * 1000..last * 1000 + front]);
-    check(tally, "fences order what writes one place", stage.read(0, back)? == expected);
+    let mut expected = stage.host[(last - 1) * 1000..][..back].to_vec();
+    expected[..front].copy_from_slice(&stage.host[last * 1000..][..front]);
+    check.expect(stage.read(back)? == expected, "fences did not order writes to one place");
     // A short copy behind a fence overtakes nothing either.
-    stage.put(0, 0, 200_000, &tickets[0])?;
+    stage.put(0, 0, 200_000, &done[0])?;
     stage.copier.fence()?;
     stage.copier.put(&[9; 8], stage.device.address())?;
-    check(tally, "a short put waits for the fence", stage.read(0, 8)? == [9; 8]);
-    stage.wait(&tickets[0])
+    check.expect(stage.read(8)? == [9; 8], "a short put did not wait for the fence");
+    Ok(stage.copier.wait(&done[0])?)
 }
 
 /// A flush ends when everything before it has ended, and not earlier.
-fn flushes(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
-    let stage = Stage::new(scene, 3)?;
-    let tickets: Vec<Ticket> = (0..32).map(|_| Ticket::default()).collect();
-    let flushed = Ticket::default();
+fn flushes(check: &Checker<'_>) -> Result<()> {
+    let stage = Stage::new(check, 3)?;
+    let (done, flushed) = (Completion::several(32), Completion::default());
+    let busy = || done.iter().any(|done| !done.is_free());
     stage.copier.flush(&flushed)?;
-    check(tally, "with nothing under way a flush is over at once", flushed.is_free());
-    for (n, ticket) in tickets.iter().enumerate() {
-        stage.put(n * 30_000, n * 30_000, 30_000, ticket)?;
-    }
-    let busy = tickets.iter().any(|ticket| !ticket.is_free());
+    check.expect(flushed.is_free(), "with nothing in flight a flush was not over at once");
+    stage.put_all(30_000, &done)?;
+    let before = busy();
     stage.copier.flush(&flushed)?;
-    check(tally, "a flush is under way while copies are", !busy || !flushed.is_free());
+    check.expect(!before || !flushed.is_free(), "a flush was over with copies in flight");
     let mut early = false;
     while !flushed.is_free() {
         stage.copier.progress();
-        early |= flushed.is_free() && tickets.iter().any(|ticket| !ticket.is_free());
+        early |= flushed.is_free() && busy();
     }
-    check(tally, "a flush does not end before the copies in front of it", !early);
-    check(tally, "what was flushed has arrived", stage.read(0, 960_000)? == stage.host[..960_000]);
+    check.expect(!early, "a flush ended before the copies in front of it");
+    check.expect(stage.read(960_000)? == stage.host[..960_000], "what was flushed has not arrived");
     Ok(())
 }
 
 /// More copies than the device takes: they wait their turn, and none is lost.
-fn more_than_there_is_room_for(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
-    let stage = Stage::new(scene, 4)?;
-    let tickets: Vec<Ticket> = (0..300).map(|_| Ticket::default()).collect();
-    for (n, ticket) in tickets.iter().enumerate() {
-        stage.put(n * 3000, n * 3000, 3000, ticket)?;
-    }
-    for ticket in &tickets {
-        stage.wait(ticket)?;
-    }
-    check(tally, "300 copies at once arrive", stage.read(0, 900_000)? == stage.host[..900_000]);
+fn more_than_fit(check: &Checker<'_>) -> Result<()> {
+    let (stage, done) = (Stage::new(check, 4)?, Completion::several(300));
+    stage.put_all(3000, &done)?;
+    stage.wait_all(&done)?;
+    check.expect(stage.read(900_000)? == stage.host[..900_000], "of 300 copies one was lost");
     Ok(())
 }
 
 /// An interface that posts copies and is never called again keeps nothing from others.
-fn beside_one_that_does_not_progress(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
-    let (stuck, other) = (Stage::new(scene, 7)?, Stage::new(scene, 8)?);
-    let tickets: Vec<Ticket> = (0..300).map(|_| Ticket::default()).collect();
-    let (local, memh) = (stuck.host.as_ptr() as u64, stuck.handle.handle());
+fn beside_one_that_does_not_progress(check: &Checker<'_>) -> Result<()> {
+    let (stuck, other) = (Stage::new(check, 7)?, Stage::new(check, 8)?);
+    let done = Completion::several(300);
     stuck.copier.put(&stuck.host, stuck.device.address())?;
-    for (n, ticket) in tickets.iter().enumerate() {
-        let at = (n * 3000) as u64;
+    for (n, done) in done.iter().enumerate() {
         // The same bytes back to where they came from, through bounce slots.
-        // SAFETY: inside the buffers; waited for below.
-        unsafe {
-            let from = stuck.device.address() + at;
-            stuck.copier.start(Way::Get, (local + at, 3000), memh, from, ticket)?;
-        }
+        stuck.start(Rma::Get, (n * 3000, n * 3000), 3000, done)?;
     }
-    let ticket = Ticket::default();
+    let one = Completion::default();
     for n in 0..100 {
-        other.put(n * 9000, n * 9000, if n % 2 == 0 { 9000 } else { 500 }, &ticket)?;
-        other.wait(&ticket)?;
+        other.put(n * 9000, n * 9000, if n % 2 == 0 { 9000 } else { 500 }, &one)?;
+        other.copier.wait(&one)?;
     }
-    let right = other.read(99 * 9000, 500)? == other.host[99 * 9000..99 * 9000 + 500];
-    check(tally, "others go on beside an interface that does not progress", right);
-    for ticket in &tickets {
-        stuck.wait(ticket)?;
-    }
-    Ok(())
+    let last = other.copier.read(other.device.address() + 99 * 9000, 500)?;
+    let right = last == other.host[99 * 9000..][..500];
+    check.expect(right, "others did not go on beside an interface that does not progress");
+    stuck.wait_all(&done)
 }
 
-/// Endpoint and interface go while copies are under way: the hardware is done with them first.
-fn closed_in_flight(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
-    let stage = Stage::new(scene, 5)?;
+/// Endpoint and interface go while copies are in flight: the hardware is done with them first.
+fn closed_in_flight(check: &Checker<'_>) -> Result<()> {
     const PIECE: usize = 9000;
     const BEFORE: u8 = 0x11;
+    let (stage, done) = (Stage::new(check, 5)?, Completion::several(100));
     stage.copier.put(&[BEFORE; 100 * PIECE], stage.device.address())?;
-    let tickets: Vec<Ticket> = (0..100).map(|_| Ticket::default()).collect();
-    for (n, ticket) in tickets.iter().enumerate() {
-        stage.put(n * PIECE, n * PIECE, PIECE, ticket)?;
-    }
+    stage.put_all(PIECE, &done)?;
     let Stage { copier, mut host, handle, device } = stage;
     let sent = host.clone();
     drop(copier);
-    // Theirs again: whatever the hardware had begun has ended, and reads this no more.
+    // Ours again: whatever the hardware had begun has ended, and reads this no more.
     host.fill(0);
-    let again = Copier::open(scene.domain, scene.transport())?;
-    let mut bytes = vec![0; 100 * PIECE];
-    again.get(device.address(), &mut bytes)?;
+    let again = check.copier()?;
+    let bytes = again.read(device.address(), 100 * PIECE)?;
     let pieces = || bytes.chunks(PIECE).zip(sent.chunks(PIECE));
     let whole = pieces().filter(|(is, sent)| is == sent).count();
     let untouched = pieces().filter(|(is, _)| is.iter().all(|byte| *byte == BEFORE)).count();
-    check(tally, "some copies were begun", whole > 0);
-    check(tally, "a copy was made before the end or not at all", whole + untouched == 100);
+    check.expect(whole > 0, "no copy was begun");
+    check.expect(whole + untouched == 100, "a copy was made in part, or after the end");
     drop((again, handle, device));
-    // Tickets of copies that never ended are left to UCX, as `Ticket::drop` says.
+    // Completions of copies that never ended are left to UCX, as `Completion::drop` says.
+    Ok(())
+}
+
+/// Closes an interface with unregistered copies in flight; their sources are used for something else at
+/// once.
+pub(super) fn closing(check: &Checker<'_>) -> Result<()> {
+    const COPIES: usize = 8;
+    const LENGTH: usize = 256 << 10;
+    let target = check.domain.allocate(COPIES * LENGTH)?;
+    let expected = check.bytes(0, COPIES * LENGTH);
+    let mut sources = expected.clone();
+    let copier = check.copier()?;
+    let done = Completion::several(COPIES);
+    let start = sources.as_mut_ptr().expose_provenance() as u64;
+    for (n, done) in done.iter().enumerate() {
+        let at = (n * LENGTH) as u64;
+        let (local, remote) = ([Piece::plain(start + at, LENGTH)], target.address() + at);
+        // SAFETY: the source lives on, and is written only when the interface is closed.
+        unsafe { copier.start(Rma::Put, &local, std::ptr::null_mut(), remote, done)? };
+    }
+    let in_flight = done.iter().filter(|done| !done.is_free()).count();
+    ensure!(in_flight > 0, "all copies were done at once: set SOFT_GAUDI_LATENCY");
+    println!("{in_flight} copies under way when the interface is closed");
+    drop(copier);
+    sources.fill(0xee);
+    let copier = check.copier()?;
+    let mut found = vec![0; COPIES * LENGTH];
+    for (n, part) in found.chunks_mut(LENGTH).enumerate() {
+        copier.get(target.address() + (n * LENGTH) as u64, part)?;
+    }
+    let right = found == expected;
+    check.expect(right, "a copy went on after its interface was closed, or was lost");
     Ok(())
 }

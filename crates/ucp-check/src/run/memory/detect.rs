@@ -1,57 +1,55 @@
-//! `detect`: which ranges are Gaudi memory, by address and length, and that no host memory is.
+//! `detect` and `holes`: which ranges are Gaudi memory, and what UCX's memory-type cache says of them.
 
-use super::ledger::Ledger;
-use super::mapping::Map;
-use super::{Scene, Tally, process};
-use crate::uct::{Memory, Uct};
+use super::host_map::{HostMap, NONE, READ, WRITE};
+use super::ranges::LiveRanges;
+use super::{Checker, process, range};
+use crate::uct::{Memory, MemoryType};
 use anyhow::Result;
 use rustix::fs::MemfdFlags;
-use rustix::mm::{MapFlags, ProtFlags};
 
-/// `ucs_memory_type_t` of Gaudi memory, as the memory-type cache stores it.
-const GAUDI: u32 = 9;
+const CACHED: Option<MemoryType> = Some(MemoryType::GAUDI);
 
 static READ_ONLY: [u8; 8192] = [7; 8192];
 
-pub(super) fn run(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
-    let uct = scene.domain.uct();
-    let live: Vec<Memory<'_>> = [1, 7, 4096, 4097, 8192, 1 << 20, 200 << 20]
-        .into_iter()
-        .filter(|&size| size <= scene.options.max)
-        .map(|size| scene.domain.allocate(size, false))
-        .collect::<Result<_, _>>()?;
-    let mut ledger = Ledger::default();
+pub(super) fn run(check: &Checker<'_>) -> Result<()> {
+    let (domain, ucx) = (check.domain, check.domain.ucx());
+    let sizes = [1, 7, 4096, 4097, 8192, 1 << 20, 200 << 20];
+    let fit = sizes.into_iter().filter(|&size| size <= check.options.max.0);
+    let live: Vec<Memory<'_>> = fit.map(|size| domain.allocate(size)).collect::<Result<_, _>>()?;
+    let mut ranges = LiveRanges::default();
+    live.iter().for_each(|memory| _ = ranges.add(memory.range()));
+    let mut devices = Vec::new();
     for memory in &live {
-        ledger.add(memory.address(), memory.len());
-    }
-    for memory in &live {
-        let (start, length) = (memory.address(), memory.len());
+        let (start, length) = memory.range();
         for (address, length) in questions(start, length) {
-            ask(scene, tally, &ledger, address, length);
+            ask(check, &ranges, address, length);
         }
-        let cached = uct.cached_type(start, length);
-        tally.equal(&cached, &Some(GAUDI), format_args!("UCX's cache on {start:#x}"));
+        check.equal(
+            &ucx.cached_type(start, length),
+            &CACHED,
+            format_args!("UCX's cache on {start:#x}"),
+        );
+        devices.push(domain.query(start, 1).ok().and_then(|answer| ucx.bus_id(answer.sys_device)));
     }
-    same_device(tally, scene, &live);
-    host(scene, tally, &ledger)?;
+    // One domain, one card: all memory has the same, known device.
+    let same = devices.windows(2).all(|pair| pair[0] == pair[1]) && devices[0].is_some();
+    check.expect(same, format_args!("system devices of one card: {devices:?}"));
+    host(check, &ranges)?;
     // Freed memory is nobody's.
-    let freed: Vec<(u64, usize)> =
-        live.iter().map(|memory| (memory.address(), memory.len())).collect();
+    let freed: Vec<_> = live.iter().map(Memory::range).collect();
     drop(live);
     for (address, length) in freed {
-        ledger.remove(address);
-        ask(scene, tally, &ledger, address, length);
-        ask(scene, tally, &ledger, address, 1);
-        ask(scene, tally, &ledger, address, 0);
+        ranges.remove(address);
+        [length, 1, 0].into_iter().for_each(|length| ask(check, &ranges, address, length));
     }
-    host(scene, tally, &ledger)
+    host(check, &ranges)
 }
 
 /// Ranges inside, at the ends, across the ends and beyond.
 fn questions(start: u64, length: usize) -> Vec<(u64, usize)> {
     let end = start + length as u64;
     let mid = start + length as u64 / 2;
-    vec![
+    let inside = [
         (start, 1),
         (start, length),
         (start, 0),
@@ -60,7 +58,8 @@ fn questions(start: u64, length: usize) -> Vec<(u64, usize)> {
         (mid, 0),
         (end - 1, 1),
         (end - 1, 0),
-        // Across an end, or beyond it.
+    ];
+    let across_or_beyond = [
         (end - 1, 2),
         (start, length + 1),
         (mid, length),
@@ -72,93 +71,96 @@ fn questions(start: u64, length: usize) -> Vec<(u64, usize)> {
         (start, usize::MAX),
         (end - 1, usize::MAX),
         (start, 1 << 47),
-    ]
+    ];
+    inside.into_iter().chain(across_or_beyond).collect()
 }
 
-fn ask(scene: &Scene<'_>, tally: &mut Tally, ledger: &Ledger, address: u64, length: usize) {
-    // `mem_query` answers for the allocation that the range begins in; detection, which cannot say how
-    // far that goes, for ranges inside one.
-    let wanted = ledger.holds(address, 0);
-    let inside = ledger.holds(address, length).is_some();
-    let found = scene.domain.query(address, length);
-    let range = match &found {
-        Ok(answer) if answer.gaudi && answer.registrable => Some((answer.base, answer.length)),
-        Ok(_) => Some((0, 0)),
-        Err(_) => None,
-    };
-    let what = || format!("{length} bytes at {address:#x}");
-    tally.expect(range == wanted, || format!("{}: {found:?}, not {wanted:?}", what()));
-    let older = scene.domain.query_older(address, length);
-    tally.equal(&older, &[wanted.is_some(), inside], format_args!("{}, the older calls", what()));
-}
-
-/// One domain, one card: all memory has the same, known device.
-fn same_device(tally: &mut Tally, scene: &Scene<'_>, live: &[Memory<'_>]) {
-    let devices: Vec<Option<String>> = live
-        .iter()
-        .map(|memory| {
-            let answer = scene.domain.query(memory.address(), 1).ok()?;
-            scene.domain.uct().bus_id(answer.sys_device)
-        })
-        .collect();
-    let same = devices.windows(2).all(|pair| pair[0] == pair[1]) && devices[0].is_some();
-    tally.expect(same, || format!("system devices of one card: {devices:?}"));
+fn ask(check: &Checker<'_>, ranges: &LiveRanges, address: u64, length: usize) {
+    // `mem_query` answers for the allocation that the range begins in; detection, which cannot say how far
+    // that goes, for ranges inside one.
+    let wanted = ranges.containing(address, 0);
+    let inside = ranges.containing(address, length).is_some();
+    let found = check.domain.query(address, length);
+    let range = found.as_ref().ok().map(|answer| match answer.gaudi() {
+        Some(range) if answer.registrable => range,
+        _ => (0, 0),
+    });
+    let what = format_args!("{length} bytes at {address:#x}");
+    check.expect(range == wanted, format_args!("{what}: {found:?}, not {wanted:?}"));
+    let older = check.domain.query_older(address, length);
+    check.equal(&older, &[wanted.is_some(), inside], format_args!("{what}, the older calls"));
 }
 
 /// Host memory of every kind, and every mapping that this process has.
-fn host(scene: &Scene<'_>, tally: &mut Tally, ledger: &Ledger) -> Result<()> {
-    let uct = scene.domain.uct();
-    let heap = vec![1u8; 100_000];
-    let stack = [0u8; 4096];
+fn host(check: &Checker<'_>, ranges: &LiveRanges) -> Result<()> {
+    let ucx = check.domain.ucx();
+    let (heap, stack) = (vec![1u8; 100_000], [0u8; 4096]);
     let code = questions as fn(u64, usize) -> Vec<(u64, usize)>;
-    let file = std::fs::File::open("/proc/self/exe")?;
+    let program = std::fs::File::open("/proc/self/exe")?;
     let memfd = rustix::fs::memfd_create("ucp-check", MemfdFlags::CLOEXEC)?;
     rustix::fs::ftruncate(&memfd, 1 << 20)?;
-    let read = ProtFlags::READ;
-    let write = ProtFlags::READ | ProtFlags::WRITE;
-    let anonymous = |prot, length| Map::anonymous(prot, length);
     let maps = [
-        anonymous(write, 1 << 20)?,
-        anonymous(ProtFlags::empty(), 1 << 30)?,
-        anonymous(write, 64 << 30)?,
-        Map::file(&file, read, MapFlags::PRIVATE, 4096)?,
-        Map::file(&memfd, write, MapFlags::SHARED, 1 << 20)?,
+        HostMap::anonymous(WRITE, 1 << 20)?,
+        HostMap::anonymous(NONE, 1 << 30)?,
+        HostMap::anonymous(WRITE, 64 << 30)?,
+        HostMap::file(&program, READ, libc::MAP_PRIVATE, 4096)?,
+        HostMap::file(&memfd, WRITE, libc::MAP_SHARED, 1 << 20)?,
     ];
-    let mut places = vec![
+    let mut asked = vec![
         (0, 1),
         (0, 0),
         (1, usize::MAX),
         (u64::MAX, 1),
         (u64::MAX - 10, 100),
-        (heap.as_ptr().addr() as u64, heap.len()),
-        (stack.as_ptr().addr() as u64, stack.len()),
-        (READ_ONLY.as_ptr().addr() as u64, READ_ONLY.len()),
+        range(&heap),
+        range(&stack),
+        range(&READ_ONLY),
         (code as usize as u64, 16),
     ];
-    places.extend(maps.iter().map(|map| (map.address(), map.length)));
-    for (address, length) in places {
-        ask(scene, tally, ledger, address, length);
-        uncached(uct, tally, address, length.min(1 << 40));
+    asked.extend(maps.iter().map(|map| (map.address(), map.length)));
+    for (address, length) in asked {
+        ask(check, ranges, address, length);
+        let length = length.min(1 << 40);
+        if address.checked_add(length as u64).is_some() {
+            let right = ucx.cached_type(address, length) != CACHED;
+            check.expect(right, format_args!("UCX's cache on {length} bytes at {address:#x}"));
+        }
     }
     for map in process::mappings()? {
         let length = (map.end - map.start) as usize;
         let mid = map.start + length as u64 / 2;
         for (address, length) in [(map.start, length), (mid, 1), (map.end - 1, 1)] {
-            ask(scene, tally, ledger, address, length);
+            ask(check, ranges, address, length);
             // A first-generation card's addresses are kept free of host memory by a reservation.
             if map.accessible {
-                let cached = uct.cached_type(address, length);
-                tally.expect(cached != Some(GAUDI), || format!("UCX's cache on {}", map.line));
+                let right = ucx.cached_type(address, length) != CACHED;
+                check.expect(right, format_args!("UCX's cache on {}", map.line));
             }
         }
     }
     Ok(())
 }
 
-fn uncached(uct: &Uct, tally: &mut Tally, address: u64, length: usize) {
-    let Some(_) = address.checked_add(length as u64) else { return };
-    let cached = uct.cached_type(address, length);
-    tally.expect(cached != Some(GAUDI), || {
-        format!("UCX's cache takes {length} bytes of host memory at {address:#x} for Gaudi memory")
-    });
+/// UCX's memory-type cache knows a range around freed memory as Gaudi memory still: pieces that only touch
+/// are not joined there.
+pub(super) fn holes(check: &Checker<'_>) -> Result<()> {
+    let cached = |address, length, what: &str| {
+        check.equal(&check.domain.ucx().cached_type(address, length), &CACHED, what);
+    };
+    let mut live = Vec::new();
+    for _ in 0..9 {
+        live.push(check.domain.allocate(1 << 20)?);
+    }
+    let start = live.iter().map(Memory::address).min().unwrap_or(0);
+    let end = live.iter().map(|memory| memory.address() + (1 << 20)).max().unwrap_or(0);
+    let length = (end - start) as usize;
+    cached(start, length, "before anything was freed");
+    for n in [4, 6, 1] {
+        drop(live.swap_remove(n));
+        cached(start, length, "around freed memory");
+    }
+    // A new tenant of the hole, across the ends of the old ones.
+    let again = check.domain.allocate((1 << 20) + 4096)?;
+    cached(again.address(), again.len(), "in the place of freed memory");
+    Ok(())
 }

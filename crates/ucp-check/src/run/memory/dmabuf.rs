@@ -1,53 +1,56 @@
 //! `dmabuf`: descriptors and offsets for any range, and, through an importer, the bytes behind them.
 
-use super::importer::Importer;
-use super::{Scene, Tally, process};
-use crate::pattern::{fill, mix};
-use crate::uct::{Copier, Memory};
-use anyhow::{Context, Result};
+use super::{Checker, process, range};
+use crate::uct::Memory;
+use anyhow::{Context, Result, ensure};
 use rustix::fs::SeekFrom;
 use rustix::io::FdFlags;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use std::io::{IoSlice, Read, Write};
+use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
 
 /// Small ones share a page of the driver's; the last is large enough to cross many host pages.
 const SIZES: [usize; 6] = [1, 100, 4096, 4097, 70_000, 3 << 20];
 
-pub(super) fn run(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
-    let live: Vec<Memory<'_>> = SIZES
-        .into_iter()
-        .map(|size| scene.domain.allocate(size, false))
-        .collect::<Result<_, _>>()?;
-    if !scene.domain.attributes()?.dmabuf.gaudi() {
-        return offers_none(scene, tally, &live);
+pub(super) fn run(check: &Checker<'_>) -> Result<()> {
+    let live: Vec<Memory<'_>> =
+        SIZES.into_iter().map(|size| check.domain.allocate(size)).collect::<Result<_, _>>()?;
+    if !check.domain.exports()? {
+        return offers_none(check, &live);
     }
     let before = process::descriptors()?;
-    drop(scene.domain.export(live[0].address(), 1)?);
-    let added = process::descriptors()? as i64 - before as i64;
-    println!("the first export added {added} descriptors to the process");
+    drop(check.domain.export(live[0].address(), 1)?);
     let settled = process::descriptors()?;
+    let added = settled as i64 - before as i64;
+    println!("the first export added {added} descriptors to the process");
     let mut pages: Vec<(u64, (u64, u64))> = Vec::new();
     for memory in &live {
         for (offset, length) in parts(memory.len()) {
-            let address = memory.address() + offset as u64;
-            pages.extend(descriptor(scene, tally, address, length)?);
+            pages.extend(descriptor(check, memory.address() + offset as u64, length)?);
         }
     }
     let mut shared = false;
     for (n, (start, file)) in pages.iter().enumerate() {
         for (other_start, other_file) in &pages[n + 1..] {
             // Ranges of one page have one dma-buf, ranges of two have two.
-            tally.expect((start == other_start) == (file == other_file), || {
-                format!("dma-bufs {file:?} from {start:#x}, {other_file:?} from {other_start:#x}")
-            });
+            check.expect(
+                (start == other_start) == (file == other_file),
+                format_args!(
+                    "dma-bufs {file:?} from {start:#x}, {other_file:?} from {other_start:#x}"
+                ),
+            );
             shared |= file == other_file;
         }
     }
-    tally.expect(shared, || "no two small allocations share the dma-buf of a page".into());
-    refusals(scene, tally, &live)?;
-    tally.equal(&process::descriptors()?, &settled, "descriptors left open");
-    outlives_its_memory(scene, tally)?;
-    match scene.options.importer {
-        Some(socket) => content(scene, tally, &live, &mut Importer::connect(socket)?),
+    check.expect(shared, "no two small allocations share the dma-buf of a page");
+    refusals(check, &live)?;
+    check.equal(&process::descriptors()?, &settled, "descriptors left open");
+    outlives_its_memory(check)?;
+    match &check.options.importer {
+        Some(socket) => content(check, &live, &mut Importer::connect(socket)?),
         None => {
             println!("content of dma-bufs not checked: no --importer");
             Ok(())
@@ -59,8 +62,7 @@ pub(super) fn run(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
 fn parts(size: usize) -> Vec<(usize, usize)> {
     let mut parts = vec![(0, size), (0, 1), (size - 1, 1)];
     if size > 8 {
-        parts.push((size / 3, size / 3));
-        parts.push((size / 2 + 1, 1));
+        parts.extend([(size / 3, size / 3), (size / 2 + 1, 1)]);
     }
     if size > 8192 {
         parts.extend([(4096, 4096), (4095, 2), (4097, size - 4097)]);
@@ -70,102 +72,91 @@ fn parts(size: usize) -> Vec<(usize, usize)> {
 
 /// Asks twice for the same range; returns where the dma-buf starts and which file it is.
 fn descriptor(
-    scene: &Scene<'_>,
-    tally: &mut Tally,
+    check: &Checker<'_>,
     address: u64,
     length: usize,
 ) -> Result<Option<(u64, (u64, u64))>> {
     let what = format!("dma-buf of {length} bytes at {address:#x}");
     let before = process::descriptors()?;
-    let first = scene.domain.export(address, length)?;
-    let second = scene.domain.export(address, length)?;
+    let (first, second) =
+        (check.domain.export(address, length)?, check.domain.export(address, length)?);
     let (Some((fd, offset)), Some((again, same_offset))) = (first, second) else {
-        tally.expect(false, || format!("{what}: none"));
+        check.expect(false, format_args!("{what}: none"));
         return Ok(None);
     };
-    tally.expect(fd.as_raw_fd() != again.as_raw_fd(), || format!("{what}: not a fresh one"));
-    tally.equal(&same_offset, &offset, format_args!("{what}: offset, asked again"));
-    tally.equal(&scene.domain.export_offset(address, length)?, &offset, format_args!("{what}"));
-    tally.equal(&process::descriptors()?, &(before + 2), "descriptors with two handed out");
+    check.expect(fd.as_raw_fd() != again.as_raw_fd(), format_args!("{what}: not a fresh one"));
+    check.equal(&same_offset, &offset, format_args!("{what}: offset, asked again"));
+    check.equal(&check.domain.export_offset(address, length)?, &offset, &what);
+    check.equal(&process::descriptors()?, &(before + 2), "descriptors with two handed out");
     for fd in [&fd, &again] {
         let flags = rustix::io::fcntl_getfd(fd)?;
-        tally.expect(flags.contains(FdFlags::CLOEXEC), || format!("{what}: not close-on-exec"));
+        check.expect(flags.contains(FdFlags::CLOEXEC), format_args!("{what}: not close-on-exec"));
         let size = rustix::fs::seek(fd, SeekFrom::End(0)).context("lseek on a dma-buf")?;
         let end = offset + length as u64;
-        tally.expect(end <= size, || format!("{what}: ends at {end}, but its size is {size}"));
+        check.expect(end <= size, format_args!("{what}: ends at {end}, but its size is {size}"));
     }
     let file = |fd: BorrowedFd<'_>| rustix::fs::fstat(fd).map(|stat| (stat.st_dev, stat.st_ino));
     let (identity, other) = (file(fd.as_fd())?, file(again.as_fd())?);
-    tally.equal(&other, &identity, format_args!("{what}: the file"));
+    check.equal(&other, &identity, format_args!("{what}: the file"));
     drop(fd);
     // Closing ours must leave the other alone.
-    tally.expect(file(again.as_fd()).is_ok(), || format!("{what}: closed more than once"));
+    check.expect(file(again.as_fd()).is_ok(), format_args!("{what}: closed more than once"));
     drop(again);
-    tally.equal(&process::descriptors()?, &before, "descriptors after closing what was handed out");
+    check.equal(&process::descriptors()?, &before, "descriptors after closing what was handed out");
     Ok(Some((address.wrapping_sub(offset), identity)))
 }
 
-fn offers_none(scene: &Scene<'_>, tally: &mut Tally, live: &[Memory<'_>]) -> Result<()> {
+fn offers_none(check: &Checker<'_>, live: &[Memory<'_>]) -> Result<()> {
     let before = process::descriptors()?;
     for memory in live {
-        let found = scene.domain.export(memory.address(), memory.len());
+        let found = check.domain.export(memory.address(), memory.len());
         let none = matches!(found, Ok(None) | Err(_));
-        tally.expect(none, || format!("a dma-buf, though none are offered: {found:?}"));
-        let still = scene.domain.query(memory.address(), memory.len());
-        tally.expect(still.is_ok_and(|it| it.gaudi), || "not even detected any more".into());
+        check.expect(none, format_args!("a dma-buf, though none are offered: {found:?}"));
+        let still = check.domain.query(memory.address(), memory.len());
+        check.expect(still.is_ok_and(|it| it.gaudi().is_some()), "not even detected any more");
     }
-    tally.equal(&process::descriptors()?, &before, "descriptors");
+    check.equal(&process::descriptors()?, &before, "descriptors");
     println!("no dma-bufs are offered");
     Ok(())
 }
 
-/// Host memory, ranges that stick out, freed memory: no descriptor, nothing left open.
-fn refusals(scene: &Scene<'_>, tally: &mut Tally, live: &[Memory<'_>]) -> Result<()> {
+/// Host memory, ranges past the end, freed memory: no descriptor, nothing left open.
+fn refusals(check: &Checker<'_>, live: &[Memory<'_>]) -> Result<()> {
     let host = vec![0u8; 8192];
-    let freed = {
-        let memory = scene.domain.allocate(5000, false)?;
-        memory.address()
-    };
-    let memory = &live[live.len() - 1];
-    let end = memory.address() + memory.len() as u64;
+    let freed = check.domain.allocate(5000)?.address();
+    let (start, length) = live[live.len() - 1].range();
     let before = process::descriptors()?;
-    for (address, length, what) in [
-        (host.as_ptr().addr() as u64, host.len(), "host memory"),
-        (end - 1, 2, "a range that sticks out"),
-        (memory.address(), usize::MAX, "a range without end"),
-        (freed, 5000, "freed memory"),
-        (0, 1, "nothing"),
+    for ((address, length), what) in [
+        (range(&host), "host memory"),
+        ((start + length as u64 - 1, 2), "a range past the end"),
+        ((start, usize::MAX), "a range without end"),
+        ((freed, 5000), "freed memory"),
+        ((0, 1), "nothing"),
     ] {
-        let found = scene.domain.export(address, length);
-        tally.expect(!matches!(found, Ok(Some(_))), || format!("dma-buf of {what}: {found:?}"));
+        let found = check.domain.export(address, length);
+        let none = !matches!(found, Ok(Some(_)));
+        check.expect(none, format_args!("dma-buf of {what}: {found:?}"));
     }
-    tally.equal(&process::descriptors()?, &before, "descriptors after refusals");
+    check.equal(&process::descriptors()?, &before, "descriptors after refusals");
     Ok(())
 }
 
 /// A descriptor that was handed out is ours: freeing the memory does not close it.
-fn outlives_its_memory(scene: &Scene<'_>, tally: &mut Tally) -> Result<()> {
-    let memory = scene.domain.allocate(4096, false)?;
-    let exported = scene.domain.export(memory.address(), 4096)?;
-    let (fd, _) = exported.context("no dma-buf")?;
+fn outlives_its_memory(check: &Checker<'_>) -> Result<()> {
+    let memory = check.domain.allocate(4096)?;
+    let (fd, _) = check.domain.export(memory.address(), 4096)?.context("no dma-buf")?;
     drop(memory);
     let open = rustix::io::fcntl_getfd(&fd);
-    tally.expect(open.is_ok(), || format!("closed with the memory: {open:?}"));
+    check.expect(open.is_ok(), format_args!("closed with the memory: {open:?}"));
     Ok(())
 }
 
 /// Bytes written through the copy path are read by the importer, and the other way round.
-fn content(
-    scene: &Scene<'_>,
-    tally: &mut Tally,
-    live: &[Memory<'_>],
-    importer: &mut Importer,
-) -> Result<()> {
-    let copier = Copier::open(scene.domain, scene.transport())?;
+fn content(check: &Checker<'_>, live: &[Memory<'_>], importer: &mut Importer) -> Result<()> {
+    let copier = check.copier()?;
     let mut images: Vec<Vec<u8>> = Vec::new();
     for (n, memory) in live.iter().enumerate() {
-        let mut image = vec![0; memory.len()];
-        fill(mix(scene.options.seed ^ n as u64), 0, &mut image);
+        let image = check.bytes(n as u64, memory.len());
         copier.put(&image, memory.address())?;
         images.push(image);
     }
@@ -173,25 +164,73 @@ fn content(
         for (at, length) in parts(memory.len()) {
             let address = memory.address() + at as u64;
             let what = format!("{length} bytes at {address:#x}");
-            let exported = scene.domain.export(address, length)?;
+            let exported = check.domain.export(address, length)?;
             let (fd, offset) = exported.with_context(|| format!("no dma-buf of {what}"))?;
-            let bytes = importer.read(fd.as_fd(), offset, length)?;
-            tally.expect(bytes == image[at..at + length], || {
-                format!("{what}: the importer reads something else at offset {offset}")
-            });
-            let fresh: Vec<u8> = image[at..at + length].iter().map(|byte| !byte).collect();
-            importer.write(fd.as_fd(), offset, &fresh)?;
-            image[at..at + length].copy_from_slice(&fresh);
+            let part = &mut image[at..at + length];
+            let same = importer.read(fd.as_fd(), offset, length)? == part;
+            check.expect(
+                same,
+                format_args!("{what}: the importer reads something else at {offset}"),
+            );
+            part.iter_mut().for_each(|byte| *byte = !*byte);
+            importer.write(fd.as_fd(), offset, part)?;
         }
     }
     // All at the end: whatever was written in the wrong place has damaged a neighbour.
     for (memory, image) in live.iter().zip(&images) {
-        let mut bytes = vec![0; memory.len()];
-        copier.get(memory.address(), &mut bytes)?;
-        tally.expect(&bytes == image, || {
-            format!("what the importer wrote is not in {:#x}", memory.address())
-        });
+        let same = &copier.read(memory.address(), memory.len())? == image;
+        let address = memory.address();
+        check.expect(same, format_args!("what the importer wrote is not in {address:#x}"));
     }
     println!("the importer read and wrote {} allocations", live.len());
     Ok(())
+}
+
+/// Somebody else who maps dma-bufs: a program at the other end of a socket that is handed a descriptor and
+/// reads or writes the memory behind it, as a network device would.
+///
+/// A request is the letter `r` or `w`, offset and length (8 bytes each, little endian), sent together with
+/// the descriptor; the bytes to write follow. The answer is one byte, 0 for success, and for `r` the bytes.
+struct Importer(UnixStream);
+
+impl Importer {
+    fn connect(socket: &Path) -> Result<Importer> {
+        let stream = UnixStream::connect(socket);
+        Ok(Importer(stream.with_context(|| format!("no importer at {}", socket.display()))?))
+    }
+
+    /// Reads `length` bytes at `offset` of a dma-buf.
+    fn read(&mut self, fd: BorrowedFd<'_>, offset: u64, length: usize) -> Result<Vec<u8>> {
+        self.ask(b'r', fd, offset, length)?;
+        self.answer()?;
+        let mut bytes = vec![0; length];
+        self.0.read_exact(&mut bytes).context("the importer's bytes")?;
+        Ok(bytes)
+    }
+
+    /// Writes bytes at `offset` of a dma-buf.
+    fn write(&mut self, fd: BorrowedFd<'_>, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.ask(b'w', fd, offset, bytes.len())?;
+        self.0.write_all(bytes).context("bytes for the importer")?;
+        self.answer()
+    }
+
+    fn ask(&mut self, what: u8, fd: BorrowedFd<'_>, offset: u64, length: usize) -> Result<()> {
+        let request = [&[what][..], &offset.to_le_bytes(), &(length as u64).to_le_bytes()].concat();
+        let fds = [fd];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        control.push(SendAncillaryMessage::ScmRights(&fds));
+        let sent = sendmsg(&self.0, &[IoSlice::new(&request)], &mut control, SendFlags::empty());
+        let sent = sent.context("handing the dma-buf to the importer")?;
+        ensure!(sent == request.len(), "the importer took {sent} bytes of a request");
+        Ok(())
+    }
+
+    fn answer(&mut self) -> Result<()> {
+        let mut answer = [0];
+        self.0.read_exact(&mut answer).context("the importer's answer")?;
+        ensure!(answer[0] == 0, "the importer could not map the dma-buf (errno {})", answer[0]);
+        Ok(())
+    }
 }

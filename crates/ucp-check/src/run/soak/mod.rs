@@ -1,19 +1,19 @@
 //! `soak`: many threads move random messages for a given time, and every byte is checked.
 //!
-//! Each thread has a worker of its own, which talks to itself and to a second worker of the thread;
-//! the last quarter of the threads share one worker in UCS_THREAD_MODE_MULTI. Buffers come and go
-//! meanwhile, in host memory also behind UCX's back (see `plots`).
+//! Each thread has a worker of its own, which talks to itself and to a second worker of the thread; the last
+//! quarter of the threads share one worker in UCS_THREAD_MODE_MULTI. Buffers come and go meanwhile, in host
+//! memory also without UCX being told (see `pool`).
 
-mod dice;
-mod plots;
+mod pool;
+mod random;
 mod thread;
 
-use crate::matrix::{Case, Op, Pair, Sabotage};
-use crate::rig::Rig;
+use crate::client::Client;
+use crate::matrix::{Case, Op, Pair, Sabotage, Size};
 use crate::ucp::{Context, Features, Ucx};
 use crate::watchdog::Watchdog;
-use anyhow::{Context as _, Result, ensure};
-use plots::Kind;
+use anyhow::{Context as _, Result, anyhow, ensure};
+use pool::Kind;
 use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -31,34 +31,30 @@ pub enum Workers {
     Mixed,
 }
 
-impl Workers {
-    fn sharing(self, threads: u8) -> u8 {
-        match self {
-            Workers::Own => 0,
-            Workers::Shared => threads,
-            Workers::Mixed => threads / 4,
-        }
-    }
-}
-
 /// What to do.
-pub struct Options<'a> {
-    /// Where UCX is.
-    pub ucx: Option<&'a Path>,
-    /// How many threads.
-    pub threads: u8,
-    /// Who uses which worker.
-    pub workers: Workers,
-    /// For how long.
-    pub time: Duration,
-    /// The largest message.
-    pub max: usize,
-    /// Makes everything that is random.
-    pub seed: u64,
-    /// A step may take this long.
-    pub timeout: Duration,
-    /// Test of the test.
-    pub sabotage: Option<Sabotage>,
+#[derive(clap::Args)]
+pub struct Options {
+    /// For how long
+    #[arg(long, default_value_t = 60.0)]
+    seconds: f64,
+    /// How many threads
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..))]
+    threads: u8,
+    /// Every thread its own worker, one shared by all, or the last quarter sharing one
+    #[arg(long, value_enum, default_value = "mixed")]
+    workers: Workers,
+    /// Largest message size
+    #[arg(long, default_value = "16M")]
+    max: Size,
+    /// Makes everything that is random
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Seconds that one step may take before it counts as hung
+    #[arg(long, default_value_t = 120.0)]
+    timeout: f64,
+    /// Damage one byte after every transfer: proves that the check can fail
+    #[arg(long, value_name = "WHERE")]
+    sabotage: Option<Sabotage>,
 }
 
 /// The run ends early after so many wrong messages.
@@ -67,7 +63,7 @@ const ENOUGH: u64 = 10;
 const EVERY: Duration = Duration::from_secs(5);
 
 /// What all threads did so far.
-pub(super) struct Totals {
+struct Totals {
     start: Instant,
     time: Duration,
     stop: AtomicBool,
@@ -75,8 +71,10 @@ pub(super) struct Totals {
     messages: [AtomicU64; Pair::ALL.len()],
     bytes: [AtomicU64; Pair::ALL.len()],
     made: [AtomicU64; Kind::ALL.len()],
-    again: AtomicU64,
-    failures: Mutex<Vec<String>>,
+    reused: AtomicU64,
+    failed: AtomicU64,
+    /// One failure is printed at a time.
+    printing: Mutex<()>,
 }
 
 impl Totals {
@@ -89,8 +87,9 @@ impl Totals {
             messages: Default::default(),
             bytes: Default::default(),
             made: Default::default(),
-            again: AtomicU64::new(0),
-            failures: Mutex::default(),
+            reused: AtomicU64::new(0),
+            failed: AtomicU64::new(0),
+            printing: Mutex::default(),
         }
     }
 
@@ -99,37 +98,33 @@ impl Totals {
     }
 
     fn passed(&self, case: &Case) {
-        let bump = |counters: &[AtomicU64], at: Option<usize>, by: u64| {
-            counters[at.expect("all are listed")].fetch_add(by, Relaxed);
-        };
+        let op = Op::PLAIN.iter().position(|op| *op == case.op.group());
         let pair = Pair::ALL.iter().position(|pair| *pair == case.pair);
-        bump(&self.ops, Op::PLAIN.iter().position(|op| *op == case.op.group()), 1);
-        bump(&self.messages, pair, 1);
-        bump(&self.bytes, pair, case.size as u64);
+        let (Some(op), Some(pair)) = (op, pair) else { unreachable!("all are listed") };
+        self.ops[op].fetch_add(1, Relaxed);
+        self.messages[pair].fetch_add(1, Relaxed);
+        self.bytes[pair].fetch_add(case.size as u64, Relaxed);
     }
 
     fn failed(&self, what: &str) {
-        let mut failures = self.failures.lock().unwrap_or_else(|e| e.into_inner());
+        let _printing = self.printing.lock();
         eprintln!("FAIL  {what}");
-        failures.push(what.to_owned());
-        if failures.len() as u64 >= ENOUGH {
+        if self.failed.fetch_add(1, Relaxed) + 1 >= ENOUGH {
             self.stop.store(true, Relaxed);
         }
     }
 
     fn made(&self, kind: Kind) {
-        let at = Kind::ALL.iter().position(|k| *k == kind).expect("all are listed");
-        self.made[at].fetch_add(1, Relaxed);
+        self.made[kind as usize].fetch_add(1, Relaxed);
     }
 
     /// Pages were mapped at the address of pages just given back.
-    fn again(&self) {
-        self.again.fetch_add(1, Relaxed);
+    fn reused_an_address(&self) {
+        self.reused.fetch_add(1, Relaxed);
     }
 
     fn counts(&self) -> (u64, u64) {
-        let failed = self.failures.lock().unwrap_or_else(|e| e.into_inner()).len() as u64;
-        (sum(&self.ops), failed)
+        (sum(&self.ops), self.failed.load(Relaxed))
     }
 
     fn print_progress(&self) {
@@ -150,10 +145,10 @@ impl Totals {
             let (messages, bytes) = (messages.load(Relaxed), bytes.load(Relaxed));
             println!("{:<34}{messages:>12} messages {bytes:>18} bytes", pair.to_string());
         }
-        for (kind, made) in Kind::ALL.iter().zip(&self.made) {
-            println!("{:<34}{:>12} buffers made", kind.name(), made.load(Relaxed));
+        for (name, made) in Kind::NAMES.iter().zip(&self.made) {
+            println!("{name:<34}{:>12} buffers made", made.load(Relaxed));
         }
-        println!("{:<34}{:>12} buffers", "of these at a freed address", self.again.load(Relaxed));
+        println!("{:<34}{:>12} buffers", "of these at a freed address", self.reused.load(Relaxed));
     }
 }
 
@@ -162,86 +157,81 @@ fn sum(counters: &[AtomicU64]) -> u64 {
 }
 
 /// Runs it; an error if a byte was wrong or a call of UCX failed.
-pub fn run(options: &Options<'_>) -> Result<()> {
-    ensure!(options.threads > 0, "a soak without threads moves nothing");
-    let dog = Watchdog::start("soak", options.time + options.timeout);
-    dog.step("the whole run");
-    let ucx = Ucx::load(options.ucx)?;
+pub fn run(folder: Option<&Path>, options: &Options) -> Result<()> {
+    let time = Duration::from_secs_f64(options.seconds);
+    let watchdog = Watchdog::start("soak", time + Duration::from_secs_f64(options.timeout));
+    watchdog.step("the whole run");
+    let ucx = Ucx::load(folder)?;
     let context = Context::new(ucx, Features::ALL, true)?;
-    let sharing = options.workers.sharing(options.threads);
+    let &Options { threads: count, seed, .. } = options;
+    let sharing = match options.workers {
+        Workers::Own => 0,
+        Workers::Shared => count,
+        Workers::Mixed => count / 4,
+    };
     println!(
-        "UCX {}: {} threads ({sharing} of them share a worker), {} s, up to {} bytes, seed {}",
+        "UCX {}: {count} threads ({sharing} of them share a worker), {} s, up to {} bytes, seed {seed}",
         ucx.version(),
-        options.threads,
-        options.time.as_secs_f64(),
-        options.max,
-        options.seed,
+        options.seconds,
+        options.max.0,
     );
-    let shared = Rig::in_context(&context, true, &dog)?;
-    let totals = Totals::new(options.time);
+    let shared = Client::in_context(&context, true, &watchdog)?;
+    let totals = Totals::new(time);
     let outcomes: Vec<Result<()>> = threads::scope(|scope| {
-        let running: Vec<_> = (0..options.threads)
-            .map(|n| {
-                let (context, shared, totals) = (&context, &shared, &totals);
-                scope.spawn(move || {
-                    let seat = if n < options.threads - sharing {
-                        Seat::Own(context)
-                    } else {
-                        Seat::Shared(shared)
-                    };
-                    let outcome = one(options, totals, n, &seat);
-                    if outcome.is_err() {
-                        totals.stop.store(true, Relaxed);
-                    }
-                    outcome
-                })
+        let start = |n: u8| {
+            let shared = (n >= count - sharing).then_some(&shared);
+            let (context, totals) = (&context, &totals);
+            scope.spawn(move || {
+                let outcome = one(options, totals, n, context, shared);
+                if outcome.is_err() {
+                    totals.stop.store(true, Relaxed);
+                }
+                outcome
             })
-            .collect();
-        let mut said = Instant::now();
+        };
+        let running: Vec<_> = (0..count).map(start).collect();
+        let mut printed = Instant::now();
         while running.iter().any(|thread| !thread.is_finished()) {
             threads::sleep(Duration::from_millis(100));
-            if said.elapsed() >= EVERY {
-                said = Instant::now();
+            if printed.elapsed() >= EVERY {
+                printed = Instant::now();
                 totals.print_progress();
             }
         }
-        let end = |thread: threads::ScopedJoinHandle<'_, Result<()>>| {
-            thread.join().unwrap_or_else(|_| Err(anyhow::anyhow!("panicked")))
+        let join = |thread: threads::ScopedJoinHandle<'_, Result<()>>| {
+            thread.join().unwrap_or_else(|_| Err(anyhow!("panicked")))
         };
-        running.into_iter().map(end).collect()
+        running.into_iter().map(join).collect()
     });
     totals.print();
     let (passed, failed) = totals.counts();
-    println!(
-        "soaked for {:.1} s with seed {}: {passed} passed, {failed} failed",
-        totals.start.elapsed().as_secs_f64(),
-        options.seed
-    );
+    let seconds = totals.start.elapsed().as_secs_f64();
+    println!("soaked for {seconds:.1} s with seed {seed}: {passed} passed, {failed} failed");
     for (n, outcome) in outcomes.into_iter().enumerate() {
         outcome.with_context(|| format!("thread {n}"))?;
     }
     ensure!(failed == 0, "{failed} messages were wrong; the same --seed makes the same ones again");
     ensure!(passed > 0, "nothing was moved in that time");
-    dog.step("ucp_cleanup");
+    watchdog.step("ucp_cleanup");
     Ok(())
 }
 
-/// Where a thread's worker comes from.
-enum Seat<'a> {
-    /// Made by the thread in this context.
-    Own(&'a Context),
-    /// Used by other threads as well.
-    Shared(&'a Rig),
-}
-
-fn one(options: &Options<'_>, totals: &Totals, n: u8, seat: &Seat<'_>) -> Result<()> {
-    let dog = Watchdog::start(&format!("thread {n}"), options.timeout);
-    let (rig, shared) = match seat {
-        Seat::Own(context) => (Rig::in_context(context, false, &dog)?, false),
-        Seat::Shared(rig) => (rig.watched_by(&dog), true),
+/// One thread, with a worker of its own unless it shares one.
+fn one(
+    options: &Options,
+    totals: &Totals,
+    n: u8,
+    context: &Context,
+    shared: Option<&Client>,
+) -> Result<()> {
+    let limit = Duration::from_secs_f64(options.timeout);
+    let watchdog = Watchdog::start(&format!("thread {n}"), limit);
+    let client = match shared {
+        None => Client::in_context(context, false, &watchdog)?,
+        Some(client) => client.watched_by(&watchdog),
     };
-    let outcome = thread::Soaker::new(options, totals, &rig, n, shared)?.run();
-    drop(rig);
-    dog.retire();
+    let outcome = thread::Soaker::new(options, totals, &client, n, shared.is_some())?.run();
+    drop(client);
+    watchdog.retire();
     outcome
 }

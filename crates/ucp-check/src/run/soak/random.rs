@@ -1,23 +1,23 @@
-//! The soak's chances: pure, and the same for the same seed.
+//! The soak's random numbers: pure, and the same for the same seed.
 
 use crate::pattern::mix;
 
 /// A sequence of random numbers.
-pub(super) struct Dice(u64);
+pub(super) struct Random(u64);
 
-impl Dice {
-    pub(super) fn new(seed: u64, thread: u64) -> Dice {
-        Dice(mix(seed ^ mix(thread)))
+impl Random {
+    pub(super) fn new(seed: u64, thread: u64) -> Random {
+        Random(mix(seed ^ mix(thread)))
     }
 
-    fn roll(&mut self) -> u64 {
+    fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(1);
         mix(self.0)
     }
 
     /// 0 … `end` - 1.
     pub(super) fn below(&mut self, end: usize) -> usize {
-        (self.roll() % end.max(1) as u64) as usize
+        (self.next() % end.max(1) as u64) as usize
     }
 
     pub(super) fn one_in(&mut self, n: usize) -> bool {
@@ -28,8 +28,8 @@ impl Dice {
         from[self.below(from.len())]
     }
 
-    /// 0 … `max`, each power of two as likely as the next: small sizes are where the protocols are,
-    /// large ones where the bytes are.
+    /// 0 … `max`, each power of two as likely as the next: small sizes are where the protocols are, large
+    /// ones where the bytes are.
     pub(super) fn size(&mut self, max: usize) -> usize {
         let powers = (usize::BITS - max.leading_zeros()) as usize;
         let size = match self.below(powers + 1) {
@@ -46,8 +46,8 @@ mod tests {
 
     #[test]
     fn sizes_reach_both_ends_and_every_power_between() {
-        let mut dice = Dice::new(1, 2);
-        let sizes: Vec<usize> = (0..10_000).map(|_| dice.size(1000)).collect();
+        let mut random = Random::new(1, 2);
+        let sizes: Vec<usize> = (0..10_000).map(|_| random.size(1000)).collect();
         assert!(sizes.iter().all(|&size| size <= 1000));
         assert!(sizes.contains(&0) && sizes.contains(&1000));
         for power in 0..10 {
@@ -57,12 +57,12 @@ mod tests {
 
     #[test]
     fn threads_have_other_numbers_and_a_seed_always_the_same() {
-        let rolls = |seed, thread| -> Vec<u64> {
-            let mut dice = Dice::new(seed, thread);
-            (0..8).map(|_| dice.roll()).collect()
+        let numbers = |seed, thread| -> Vec<u64> {
+            let mut random = Random::new(seed, thread);
+            (0..8).map(|_| random.next()).collect()
         };
-        assert_eq!(rolls(1, 0), rolls(1, 0));
-        assert_ne!(rolls(1, 0), rolls(1, 1));
-        assert_ne!(rolls(1, 0), rolls(2, 0));
+        assert_eq!(numbers(1, 0), numbers(1, 0));
+        assert_ne!(numbers(1, 0), numbers(1, 1));
+        assert_ne!(numbers(1, 0), numbers(2, 0));
     }
 }

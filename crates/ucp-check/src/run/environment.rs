@@ -1,33 +1,51 @@
-//! What the processes of a run find around them: variables, and what the system refuses them.
+//! What the processes of a run find around them: variables, and what the system refuses them. (Should two
+//! processes need network namespaces of their own, this is where a rank gets its own.)
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
 use std::io;
 use std::str::FromStr;
 
-/// A variable for all processes, or for one.
+/// `K=V`
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Variable {
-    /// Rank of the only process that has it.
-    pub of: Option<u8>,
-    name: String,
-    value: String,
+pub struct Setting(String, String);
+
+impl Setting {
+    /// Name and value.
+    pub fn new(name: &str, value: &str) -> Setting {
+        Setting(name.to_owned(), value.to_owned())
+    }
+
+    /// Name and value.
+    pub fn pair(&self) -> (String, String) {
+        (self.0.clone(), self.1.clone())
+    }
 }
+
+impl FromStr for Setting {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (name, value) = text.split_once('=').ok_or_else(|| format!("'{text}' is not K=V"))?;
+        Ok(Setting::new(name, value))
+    }
+}
+
+/// A variable for all processes, or for the one with this rank.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Variable(Option<u8>, Setting);
 
 impl FromStr for Variable {
     type Err = String;
 
     /// `K=V`, or `RANK:K=V`.
     fn from_str(text: &str) -> Result<Self, String> {
-        let (name, value) = text.split_once('=').ok_or_else(|| format!("'{text}' is not K=V"))?;
-        let (of, name) = match name.split_once(':') {
-            None => (None, name),
-            Some((rank, name)) => {
-                let rank = rank.parse().map_err(|_| format!("'{text}' is not RANK:K=V"))?;
-                (Some(rank), name)
-            }
+        let Setting(name, value) = text.parse()?;
+        let Some((rank, name)) = name.split_once(':') else {
+            return Ok(Variable(None, Setting(name, value)));
         };
-        Ok(Variable { of, name: name.to_owned(), value: value.to_owned() })
+        let rank = rank.parse().map_err(|_| format!("'{text}' is not RANK:K=V"))?;
+        Ok(Variable(Some(rank), Setting::new(name, &value)))
     }
 }
 
@@ -36,32 +54,32 @@ impl FromStr for Variable {
 pub enum Refusal {
     /// `pidfd_getfd`, by a seccomp filter, as in a container with Docker's default profile
     PidfdGetfd,
-    /// To look into each other (`ptrace`), each being in a Landlock domain of its own: what
+    /// To trace each other (`ptrace`), each being in a Landlock domain of its own: what
     /// kernel.yama.ptrace_scope=1 refuses to siblings, and more
     Ptrace,
 }
 
 /// What the processes of a run find around them.
 #[derive(Clone, Default, Debug)]
-pub struct Surroundings {
+pub struct Environment {
     /// Beside what we were started with.
     pub variables: Vec<Variable>,
     /// What the kernel refuses them.
     pub refuse: Option<Refusal>,
 }
 
-impl Surroundings {
+impl Environment {
     /// The same with one more variable, weaker than those that are there.
-    pub(super) fn with(&self, name: &str, value: &str) -> Surroundings {
+    pub(super) fn with(&self, name: &str, value: &str) -> Environment {
         let mut more = self.clone();
-        more.variables.insert(0, Variable { of: None, name: name.into(), value: value.into() });
+        more.variables.insert(0, Variable(None, Setting::new(name, value)));
         more
     }
 
     /// Variables of the process with this rank.
     pub(super) fn variables(&self, rank: u8) -> impl Iterator<Item = (&str, &str)> {
-        let its = self.variables.iter().filter(move |it| it.of.is_none_or(|of| of == rank));
-        its.map(|it| (it.name.as_str(), it.value.as_str()))
+        let its = self.variables.iter().filter(move |it| it.0.is_none_or(|of| of == rank));
+        its.map(|Variable(_, Setting(name, value))| (name.as_str(), value.as_str()))
     }
 
     /// Arguments by which a process learns the rest.
@@ -133,12 +151,12 @@ mod tests {
 
     #[test]
     fn a_variable_is_everybodys_or_one_process_s() {
-        let around = Surroundings {
+        let environment = Environment {
             variables: ["A=1", "1:A=2", "0:B=x:y=z"].map(|it| it.parse().unwrap()).to_vec(),
             refuse: None,
         };
-        let around = around.with("Z", "0");
-        let of = |rank| around.variables(rank).collect::<Vec<_>>();
+        let environment = environment.with("Z", "0");
+        let of = |rank| environment.variables(rank).collect::<Vec<_>>();
         assert_eq!(of(0), [("Z", "0"), ("A", "1"), ("B", "x:y=z")]);
         assert_eq!(of(1), [("Z", "0"), ("A", "1"), ("A", "2")]);
         assert_eq!(of(2), [("Z", "0"), ("A", "1")]);
@@ -149,8 +167,9 @@ mod tests {
 
     #[test]
     fn a_process_is_told_what_is_refused_to_it() {
-        assert!(Surroundings::default().arguments().is_empty());
-        let around = Surroundings { refuse: Some(Refusal::PidfdGetfd), ..Surroundings::default() };
-        assert_eq!(around.arguments(), ["--refuse", "pidfd-getfd"]);
+        assert!(Environment::default().arguments().is_empty());
+        let environment =
+            Environment { refuse: Some(Refusal::PidfdGetfd), ..Environment::default() };
+        assert_eq!(environment.arguments(), ["--refuse", "pidfd-getfd"]);
     }
 }

@@ -1,0 +1,98 @@
+//! What the two buffers of a case must look like before and after the message is moved, and the comparison.
+
+use crate::buffer::Buffer;
+use crate::client::Client;
+use crate::matrix::{Case, Op, Sabotage};
+use crate::ops::truncated;
+use crate::pattern::{Image, Layout};
+use anyhow::Result;
+
+/// What the patterns and layouts of a case are made from.
+mod key {
+    pub(super) const MESSAGE: u64 = 0;
+    pub(super) const LAYOUTS: [u64; 2] = [1, 2];
+    pub(super) const SRC_POISON: u64 = 3;
+    pub(super) const DST_POISON: u64 = 4;
+}
+
+/// A message: where it lies in the source and in the destination, and every byte of both.
+pub struct Message {
+    /// The case it is of.
+    pub case: Case,
+    /// Source and destination.
+    pub layouts: [Layout; 2],
+    sent: Image,
+    blank: Image,
+    received: Image,
+}
+
+impl Message {
+    /// The message of a case. The destination's bytes before it differ from round to round.
+    pub fn new(case: Case, seed: u64, round: u64) -> Message {
+        Message::placed(case, seed, round, Message::layouts(case, seed))
+    }
+
+    /// Where the message of a case lies in the source and in the destination: both sides know both.
+    pub fn layouts(case: Case, seed: u64) -> [Layout; 2] {
+        key::LAYOUTS.map(|what| Layout::new(case.size, case.key(seed, what)))
+    }
+
+    /// The same, somewhere else in its buffers.
+    pub fn placed(case: Case, seed: u64, round: u64, layouts: [Layout; 2]) -> Message {
+        let key = |what| case.key(seed, what);
+        let (message, poison) = (key(key::MESSAGE), key(key::DST_POISON + round));
+        let [source, destination] = layouts;
+        Message {
+            case,
+            layouts,
+            sent: Image::message(source, key(key::SRC_POISON), message),
+            blank: Image::poisoned(destination, poison),
+            received: if case.op == Op::TagTruncated {
+                Image::truncated(destination, poison, truncated(case.size))
+            } else {
+                Image::message(destination, poison, message)
+            },
+        }
+    }
+
+    /// The sender's buffer becomes what it must be until the end.
+    pub fn fill_source(&self, client: &Client, source: &Buffer) -> Result<()> {
+        source.fill(client, &self.sent)
+    }
+
+    /// The receiver's buffer becomes something that no message is.
+    pub fn poison_destination(&self, client: &Client, destination: &Buffer) -> Result<()> {
+        destination.fill(client, &self.blank)
+    }
+
+    /// Compares what is there, of the buffers that are ours, with what must be there after the message was
+    /// moved; returns what is wrong. Does the damage first that the plan may ask for.
+    pub fn verify(
+        &self,
+        client: &Client,
+        source: Option<&Buffer>,
+        destination: Option<&Buffer>,
+        sabotage: Option<Sabotage>,
+    ) -> Result<Vec<String>> {
+        let end = self.layouts[1].before + self.case.size;
+        match (sabotage, source, destination) {
+            (Some(Sabotage::Message), _, Some(destination)) if self.case.size > 0 => {
+                destination.damage(client, end - 1)?;
+            }
+            (Some(Sabotage::Guard), _, Some(destination)) => destination.damage(client, end)?,
+            (Some(Sabotage::Source), Some(source), _) => source.damage(client, 0)?,
+            _ => {}
+        }
+        let mut wrong = Vec::new();
+        for (what, buffer, image) in [
+            ("destination", destination, &self.received),
+            ("source (must not change)", source, &self.sent),
+        ] {
+            let Some(buffer) = buffer else { continue };
+            if let Err(mismatch) = buffer.verify(client, image)? {
+                wrong.push(format!("{what} at {:#x}: {mismatch}", buffer.address()));
+            }
+        }
+        Ok(wrong)
+    }
+}

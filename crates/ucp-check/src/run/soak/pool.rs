@@ -1,0 +1,120 @@
+//! The buffers of one thread: a few of each kind, made, replaced and now and then made again at the very
+//! address of their predecessor.
+
+use super::Totals;
+use super::random::Random;
+use crate::buffer::Buffer;
+use crate::client::Client;
+use crate::pattern::{GUARD, Layout};
+use crate::ucp::{Memory, Region};
+use anyhow::{Context, Result};
+use std::sync::Arc;
+
+/// Where a buffer comes from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Kind {
+    /// Host pages that UCX was told about: only these, of host memory, can be the target of a put or get.
+    Registered,
+    /// Host pages that UCX finds out about by itself, and of whose end it learns from its hooks alone.
+    Pages,
+    /// Device memory.
+    Gaudi,
+}
+
+impl Kind {
+    pub(super) const ALL: [Kind; 3] = [Kind::Registered, Kind::Pages, Kind::Gaudi];
+    pub(super) const NAMES: [&str; 3] =
+        ["registered host memory", "plain host pages", "gaudi memory"];
+
+    pub(super) fn memory(self) -> Memory {
+        if self == Kind::Gaudi { Memory::Gaudi } else { Memory::Host }
+    }
+}
+
+/// Free buffers of each kind that a thread keeps.
+const PER_KIND: usize = 8;
+/// A used buffer is replaced after one in so many messages.
+const REPLACE: usize = 8;
+
+/// Free buffers, and the host memory through which device buffers are filled and read.
+pub(super) struct Pool<'a> {
+    client: &'a Client,
+    totals: &'a Totals,
+    staging: Arc<Region>,
+    free: [Vec<Buffer>; Kind::ALL.len()],
+}
+
+/// A buffer taken for one message, and where in it the message lies.
+pub(super) struct Taken {
+    kind: Kind,
+    pub(super) buffer: Buffer,
+    pub(super) layout: Layout,
+}
+
+/// Guards on both sides, and as much for the body as its next power of two.
+fn length_for(body: usize) -> usize {
+    body.next_power_of_two() + 2 * (GUARD + 1)
+}
+
+impl<'a> Pool<'a> {
+    pub(super) fn new(client: &'a Client, totals: &'a Totals, max: usize) -> Result<Pool<'a>> {
+        let staging = client.region(Memory::Host, length_for(max))?;
+        Ok(Pool { client, totals, staging, free: Default::default() })
+    }
+
+    /// A buffer large enough for `body` bytes, with the message at an odd place in it.
+    pub(super) fn take(&mut self, random: &mut Random, kind: Kind, body: usize) -> Result<Taken> {
+        // Not a much larger one: every byte of it is written and compared for each message.
+        let lengths = length_for(body)..=8 * length_for(body);
+        let free = &mut self.free[kind as usize];
+        let fits = |n: &usize| lengths.contains(&free[*n].length());
+        let found: Vec<usize> = (0..free.len()).filter(fits).collect();
+        let buffer = if found.is_empty() {
+            self.make(kind, length_for(body), None)?
+        } else {
+            free.swap_remove(random.pick(&found))
+        };
+        let spare = buffer.length() - body - 2 * GUARD;
+        let before = GUARD + (random.below(spare) | 1);
+        let after = buffer.length() - before - body;
+        Ok(Taken { kind, buffer, layout: Layout { before, body, after } })
+    }
+
+    /// Keeps the buffer for the next message, or has another come in its place.
+    pub(super) fn put_back(&mut self, random: &mut Random, taken: Taken) -> Result<()> {
+        let Taken { kind, mut buffer, .. } = taken;
+        if random.one_in(REPLACE) {
+            let (address, length) = (buffer.address(), buffer.length());
+            drop(buffer);
+            if !random.one_in(2) {
+                return Ok(());
+            }
+            buffer = self.make(kind, length, (kind == Kind::Pages).then_some(address))?;
+        }
+        let free = &mut self.free[kind as usize];
+        if free.len() >= PER_KIND {
+            free.remove(0);
+        }
+        free.push(buffer);
+        Ok(())
+    }
+
+    fn make(&self, kind: Kind, length: usize, at: Option<u64>) -> Result<Buffer> {
+        self.client.step(format_args!("making {length} bytes of {}", Kind::NAMES[kind as usize]));
+        let pages = |at| Region::pages(self.client.worker().context(), length, at);
+        let region = if kind == Kind::Pages {
+            match at.map(|at| pages(Some(at))) {
+                Some(Ok(region)) => {
+                    self.totals.reused_an_address();
+                    region
+                }
+                // Another thread was quicker to map something there.
+                _ => pages(None).with_context(|| format!("no {length} bytes of host memory"))?,
+            }
+        } else {
+            self.client.region(kind.memory(), length)?
+        };
+        self.totals.made(kind);
+        Buffer::of(self.client, region, &self.staging)
+    }
+}

@@ -30,6 +30,16 @@ fn a_card_that_was_reset_is_opened_again_when_its_memory_is_freed() {
     }
 }
 
+/// The check can fail: without the reset, what it expects does not happen.
+#[test]
+fn an_expectation_that_fails_is_reported() {
+    let machine = Machine::new("a Gaudi2 that is not reset", "gaudi2", 1);
+    let end = machine.check(Ucx::V1_22, "lost").run();
+    assert!(!end.success() && !end.crashed(), "{}", end.report());
+    assert!(end.stdout.contains("FAIL  lost: the copy succeeded"), "{}", end.report());
+    assert!(end.stdout.contains("1 passed, 2 failed"), "{}", end.report());
+}
+
 #[test]
 fn the_memory_type_cache_has_no_holes_where_memory_was_freed() {
     for ucx in Ucx::ALL {

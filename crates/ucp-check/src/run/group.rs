@@ -18,6 +18,7 @@ use rustix::net::{
 };
 use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead, BufReader, IoSlice, IoSliceMut, Write};
 use std::mem::MaybeUninit;
@@ -54,6 +55,9 @@ pub(super) enum Message {
 /// What comes with every channel that is handed over, and what comes when there are no more.
 const ANOTHER: u8 = 1;
 const NO_MORE: u8 = 0;
+
+/// How long the other processes may take to report, once one has failed.
+const AFTERMATH: Duration = Duration::from_secs(1);
 
 /// The children; killed when dropped.
 pub(super) struct Group {
@@ -108,18 +112,29 @@ impl Group {
         mut ended: impl FnMut(u8, ExitStatus) -> Result<()>,
     ) -> Result<()> {
         let mut left = self.children.len();
+        let mut errors: BTreeMap<u8, String> = BTreeMap::new();
         while left > 0 {
-            match self.messages.recv_timeout(self.limit) {
-                Err(_) => bail!("no process said anything for {} s", self.limit.as_secs()),
-                Ok((rank, Some(Message::Error(error)))) => bail!("process {rank}: {error}"),
+            // One that failed leaves others without a peer: which of them reports first is chance.
+            let limit = if errors.is_empty() { self.limit } else { AFTERMATH };
+            match self.messages.recv_timeout(limit) {
+                Err(_) if !errors.is_empty() => break,
+                Err(_) => bail!("no process said anything for {} s", limit.as_secs()),
+                Ok((rank, Some(Message::Error(error)))) => {
+                    errors.insert(rank, format!("process {rank}: {error}"));
+                }
                 Ok((rank, Some(message))) => on(&mut self, rank, message)?,
                 Ok((rank, None)) => {
                     let child = &mut self.children[usize::from(rank)];
-                    ended(rank, child.wait().context("waiting for a process")?)?;
+                    if let Err(error) = ended(rank, child.wait().context("waiting for a process")?)
+                    {
+                        errors.entry(rank).or_insert(format!("{error:#}"));
+                    }
                     left -= 1;
                 }
             }
         }
+        let errors: Vec<String> = errors.into_values().collect();
+        ensure!(errors.is_empty(), "{}", errors.join("; "));
         Ok(())
     }
 

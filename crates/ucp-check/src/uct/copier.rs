@@ -23,6 +23,14 @@ type Flush = unsafe extern "C" fn(Raw, c_uint, *mut RawCompletion) -> Status;
 type Fence = unsafe extern "C" fn(Raw, c_uint) -> Status;
 type Progress = unsafe extern "C" fn(Raw) -> c_uint;
 
+/// An operation of an open interface, whose structure begins with the table of them; in an `unsafe` block of
+/// the caller's, who vouches for the function's type.
+macro_rules! operation {
+    ($copier:expr, $slot:expr, $type:ty) => {
+        transmute::<*const c_void, $type>((*$copier.iface.cast::<IfaceOps>()).0[$slot])
+    };
+}
+
 const ASYNC_MODE_THREAD: u32 = 1;
 const THREAD_MODE_SINGLE: u32 = 0;
 const OPEN_MODE_DEVICE: u64 = 1;
@@ -215,17 +223,12 @@ impl<'d> Copier<'d> {
         })
     }
 
-    fn operation(&self, slot: usize) -> *const c_void {
-        // SAFETY: an open interface begins with its operations.
-        unsafe { (*self.iface.cast::<IfaceOps>()).0[slot] }
-    }
-
     /// Host to device, waited for.
     pub fn put(&self, from: &[u8], to: u64) -> Result<()> {
         let (buffer, length) = (from.as_ptr().cast(), from.len() as u32);
         // SAFETY: the slot holds a function of this type; the device checks the destination.
         let status = unsafe {
-            let put: PutShort = transmute(self.operation(iface_op::EP_PUT_SHORT));
+            let put = operation!(self, iface_op::EP_PUT_SHORT, PutShort);
             put(self.ep, buffer, length, to, INVALID_RKEY)
         };
         self.ucx().check("uct_ep_put_short", status)
@@ -236,7 +239,7 @@ impl<'d> Copier<'d> {
         let (buffer, length) = (to.as_mut_ptr().cast(), to.len() as u32);
         // SAFETY: the slot holds a function of this type; the device checks the source.
         let status = unsafe {
-            let get: GetShort = transmute(self.operation(iface_op::EP_GET_SHORT));
+            let get = operation!(self, iface_op::EP_GET_SHORT, GetShort);
             get(self.ep, buffer, length, from, INVALID_RKEY)
         };
         self.ucx().check("uct_ep_get_short", status)
@@ -253,14 +256,14 @@ impl<'d> Copier<'d> {
     pub fn put_zcopy(&self, from: &[u8], by: Option<&Registration<'_>>, to: u64) -> Result<()> {
         let local = Piece::plain(from.as_ptr().expose_provenance() as u64, from.len());
         // SAFETY: the buffer lives until the copy is done, which is waited for.
-        unsafe { self.zcopy(Rma::Put, local, by, to, INVALID_RKEY) }
+        unsafe { self.zcopy(Rma::Put, local, by, (to, INVALID_RKEY)) }
     }
 
     /// Device to host by zero copy, waited for.
     pub fn get_zcopy(&self, from: u64, to: &mut [u8], by: Option<&Registration<'_>>) -> Result<()> {
         let local = Piece::plain(to.as_mut_ptr().expose_provenance() as u64, to.len());
         // SAFETY: the buffer lives until the copy is done, which is waited for.
-        unsafe { self.zcopy(Rma::Get, local, by, from, INVALID_RKEY) }
+        unsafe { self.zcopy(Rma::Get, local, by, (from, INVALID_RKEY)) }
     }
 
     /// Copies from a peer's memory, attached as `by`, to what `key` is for. Both are the peer's addresses.
@@ -273,7 +276,7 @@ impl<'d> Copier<'d> {
         key: &Key<'_>,
     ) -> Result<()> {
         // SAFETY: no memory of this process takes part; handle and key are live.
-        unsafe { self.zcopy(Rma::Put, Piece::plain(from, length), Some(by), to, key.raw()) }
+        unsafe { self.zcopy(Rma::Put, Piece::plain(from, length), Some(by), (to, key.raw())) }
     }
 
     /// # Safety
@@ -283,13 +286,12 @@ impl<'d> Copier<'d> {
         way: Rma,
         local: Piece,
         by: Option<&Registration<'_>>,
-        remote: u64,
-        key: usize,
+        remote: (u64, usize),
     ) -> Result<()> {
         let memh = by.map_or(ptr::null_mut(), Registration::handle);
         let completion = Completion::default();
         // SAFETY: as the caller promises.
-        unsafe { self.post(way, &[local], memh, remote, key, &completion)? };
+        unsafe { self.post(way, &[local], memh, remote, &completion)? };
         self.wait(&completion)
     }
 
@@ -308,7 +310,7 @@ impl<'d> Copier<'d> {
         completion: &Completion,
     ) -> Result<()> {
         // SAFETY: as the caller promises.
-        unsafe { self.post(way, local, memh, remote, INVALID_RKEY, completion) }
+        unsafe { self.post(way, local, memh, (remote, INVALID_RKEY), completion) }
     }
 
     /// # Safety
@@ -318,8 +320,7 @@ impl<'d> Copier<'d> {
         way: Rma,
         local: &[Piece],
         memh: Raw,
-        remote: u64,
-        key: usize,
+        (remote, key): (u64, usize),
         completion: &Completion,
     ) -> Result<()> {
         let (slot, name) = match way {
@@ -335,7 +336,7 @@ impl<'d> Copier<'d> {
             // SAFETY: the slot holds a function of this type; the rest as the caller promises; the
             // completion lives until its count is zero.
             unsafe {
-                let copy: Zcopy = transmute(self.operation(slot));
+                let copy = operation!(self, slot, Zcopy);
                 copy(self.ep, iov.as_ptr(), iov.len(), remote, key, raw)
             }
         })
@@ -345,20 +346,14 @@ impl<'d> Copier<'d> {
     pub(crate) fn flush(&self, completion: &Completion) -> Result<()> {
         self.track("uct_ep_flush", completion, |raw| {
             // SAFETY: the slot holds a function of this type; the completion lives until its count is zero.
-            unsafe {
-                let flush: Flush = transmute(self.operation(iface_op::EP_FLUSH));
-                flush(self.ep, 0, raw)
-            }
+            unsafe { operation!(self, iface_op::EP_FLUSH, Flush)(self.ep, 0, raw) }
         })
     }
 
     /// Orders what follows after what was posted before.
     pub(crate) fn fence(&self) -> Result<()> {
         // SAFETY: the slot holds a function of this type; a live endpoint.
-        let status = unsafe {
-            let fence: Fence = transmute(self.operation(iface_op::EP_FENCE));
-            fence(self.ep, 0)
-        };
+        let status = unsafe { operation!(self, iface_op::EP_FENCE, Fence)(self.ep, 0) };
         self.ucx().check("uct_ep_fence", status)
     }
 
@@ -407,10 +402,7 @@ impl<'d> Copier<'d> {
     /// Lets the interface work; how many operations ended.
     pub fn progress(&self) -> u32 {
         // SAFETY: the slot holds a function of this type; an open interface, on its only thread.
-        unsafe {
-            let progress: Progress = transmute(self.operation(iface_op::IFACE_PROGRESS));
-            progress(self.iface)
-        }
+        unsafe { operation!(self, iface_op::IFACE_PROGRESS, Progress)(self.iface) }
     }
 }
 

@@ -26,7 +26,7 @@ const SHORTS: usize = 2000;
 const DIRECTIONS: [&str; 3] = ["h2d", "d2d", "d2h"];
 
 /// Both sides on the host and both on the device.
-struct Scene<'d> {
+struct Buffers<'d> {
     copier: Copier<'d>,
     from: HostPages,
     to: HostPages,
@@ -37,15 +37,15 @@ struct Scene<'d> {
     completions: Vec<Completion>,
 }
 
-impl<'d> Scene<'d> {
-    fn new(domain: &'d Domain, bytes: usize, outstanding: usize) -> Result<Scene<'d>> {
+impl<'d> Buffers<'d> {
+    fn new(domain: &'d Domain, bytes: usize, outstanding: usize) -> Result<Buffers<'d>> {
         let (from, to) = (HostPages::new(bytes)?, HostPages::new(bytes)?);
         // SAFETY: fresh memory of this length, ours alone.
         let words = unsafe { std::slice::from_raw_parts_mut(from.as_ptr().cast(), bytes / 8) };
         for (at, word) in words.iter_mut().enumerate() {
             *word = (at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         }
-        let scene = Scene {
+        let buffers = Buffers {
             copier: Copier::open(domain, "gaudi_cpy")?,
             from_handle: domain.register(from.as_ptr() as u64, bytes, Some(MemoryType::HOST))?,
             to_handle: domain.register(to.as_ptr() as u64, bytes, Some(MemoryType::HOST))?,
@@ -55,7 +55,7 @@ impl<'d> Scene<'d> {
             from,
             to,
         };
-        Ok(scene)
+        Ok(buffers)
     }
 
     /// Where copies of one direction go: way, local side, its handle, remote side.
@@ -125,21 +125,21 @@ fn seconds(work: impl FnOnce() -> Result<()>) -> Result<f64> {
 }
 
 /// Measures copies of one size, in all directions.
-fn measure(scene: &Scene<'_>, rotation: Rotation, rounds: usize) -> Result<()> {
+fn measure(buffers: &Buffers<'_>, rotation: Rotation, rounds: usize) -> Result<()> {
     let Rotation { size, slots, outstanding } = rotation;
-    scene.verify(rotation)?;
+    buffers.verify(rotation)?;
     let mut floor = Vec::new();
     let mut many = [const { Vec::new() }; DIRECTIONS.len()];
     let mut alone = [const { Vec::new() }; DIRECTIONS.len()];
     for round in 0..rounds {
         floor.push(seconds(|| {
-            scene.memcpy(rotation);
+            buffers.memcpy(rotation);
             Ok(())
         })?);
         for direction in 0..DIRECTIONS.len() {
-            many[direction].push(seconds(|| scene.copy(direction, size, 0..slots, outstanding))?);
+            many[direction].push(seconds(|| buffers.copy(direction, size, 0..slots, outstanding))?);
             let some = (0..ALONE).map(|n| (round * ALONE + n) % slots);
-            alone[direction].push(seconds(|| scene.copy(direction, size, some, 1))?);
+            alone[direction].push(seconds(|| buffers.copy(direction, size, some, 1))?);
         }
     }
     println!("places {size}\t{slots}");
@@ -155,21 +155,22 @@ fn measure(scene: &Scene<'_>, rotation: Rotation, rounds: usize) -> Result<()> {
 }
 
 /// Short copies, complete when the call returns, in turn with the driver's own.
-fn short(scene: &Scene<'_>, rounds: usize, count: usize) -> Result<()> {
+fn short(buffers: &Buffers<'_>, rounds: usize, count: usize) -> Result<()> {
     let driver = Driver::open(SHORT)?;
     let mut bytes = [7; SHORT as usize];
-    let device = scene.first.address();
+    let device = buffers.first.address();
     let mut figures = [const { Vec::new() }; 4];
     // One round more, to warm up.
     for round in 0..=rounds {
         let times = [
             seconds(|| (0..count).try_for_each(|_| driver.copy(0)))?,
             seconds(|| {
-                (0..count).try_for_each(|_| Ok(scene.copier.put(black_box(&bytes), device)?))
+                (0..count).try_for_each(|_| Ok(buffers.copier.put(black_box(&bytes), device)?))
             })?,
             seconds(|| (0..count).try_for_each(|_| driver.copy(1)))?,
             seconds(|| {
-                (0..count).try_for_each(|_| Ok(scene.copier.get(device, black_box(&mut bytes))?))
+                (0..count)
+                    .try_for_each(|_| Ok(buffers.copier.get(device, black_box(&mut bytes))?))
             })?,
         ];
         if round > 0 {
@@ -198,15 +199,15 @@ pub fn run(ucx: Option<&Path>, quick: bool, sizes: &[usize]) -> Result<()> {
     let largest = |of: fn(&Rotation) -> usize| rotations.iter().map(of).max().unwrap_or(0);
     let (bytes, outstanding) = (largest(Rotation::bytes), largest(|r| r.outstanding));
     eprintln!("  {} MiB on each side …", bytes >> 20);
-    let scene = Scene::new(&domain, bytes, outstanding)?;
+    let buffers = Buffers::new(&domain, bytes, outstanding)?;
     println!("cache\t{cache}");
     watchdog.step("short copies");
     eprintln!("  copies of {SHORT} B …");
-    short(&scene, rounds, if quick { 500 } else { SHORTS })?;
+    short(&buffers, rounds, if quick { 500 } else { SHORTS })?;
     for rotation in rotations {
         watchdog.step(format_args!("copies of {} bytes", rotation.size));
         eprintln!("  copies of {} KiB …", rotation.size >> 10);
-        measure(&scene, rotation, rounds)?;
+        measure(&buffers, rotation, rounds)?;
     }
     watchdog.step("closing");
     Ok(())

@@ -21,6 +21,9 @@ pub fn is_setting(name: &OsStr) -> bool {
 /// Longest a single program may run unless a test says otherwise.
 const DEFAULT_LIMIT: Duration = Duration::from_secs(60);
 
+/// The same for our verifying client, which moves gigabytes.
+const CLIENT_LIMIT: Duration = Duration::from_secs(300);
+
 /// Where programs are taken from.
 #[derive(Debug, Clone)]
 pub struct Workbench {
@@ -80,6 +83,12 @@ impl Workbench {
     /// Our verifying client on the given UCX.
     pub fn ucp_check(&self, ucx: Ucx) -> Tool {
         Tool::new(self.layout.clone(), ucx, self.layout.bin().join("ucp-check"))
+    }
+
+    /// The same with the plugin and a device, about to run these words; it loads exactly that UCX.
+    pub fn client(&self, ucx: Ucx, device: &Device, words: &str) -> Tool {
+        let tool = self.ucp_check(ucx).plugin().device(device).words(words);
+        tool.arg("--ucx").arg(ucx.root(&self.layout)).limit(CLIENT_LIMIT)
     }
 }
 

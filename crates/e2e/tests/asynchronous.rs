@@ -2,8 +2,6 @@
 //! (`SOFT_GAUDI_LATENCY`), as a real one does not. Every protocol of UCX then runs on copies that are
 //! still under way when it goes on, and sleeping workers have something to sleep for.
 
-use std::time::Duration;
-
 use e2e::{Device, SoftNode, Ucx, Workbench};
 
 fn node(latency_us: u32) -> SoftNode {
@@ -19,19 +17,10 @@ fn passes(ucx: Ucx, latency_us: u32, arguments: &str) -> String {
 
 #[track_caller]
 fn passes_on(ucx: Ucx, node: SoftNode, arguments: &str) -> String {
-    let bench = Workbench::from_env();
     // Its folder goes with it, and the faults in there.
     let device = Device::Software(node);
-    let client = bench
-        .ucp_check(ucx)
-        .plugin()
-        .device(&device)
-        .words(arguments)
-        .arg("--ucx")
-        .arg(ucx.root(bench.layout()))
-        .env("UCX_GAUDI_COPY_ABORT_ON_ERROR", "n")
-        .limit(Duration::from_secs(300));
-    client.run().ok().stdout
+    let client = Workbench::from_env().client(ucx, &device, arguments);
+    client.env("UCX_GAUDI_COPY_ABORT_ON_ERROR", "n").run().ok().stdout
 }
 
 #[test]

@@ -5,9 +5,7 @@ use e2e::{Device, Finished, SoftNode, Ucx, Workbench};
 
 fn atomics(ucx: Ucx, words: &str) -> Finished {
     let device = Device::Software(SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2"));
-    let bench = Workbench::from_env();
-    let tool = bench.ucp_check(ucx).plugin().device(&device);
-    let tool = tool.arg("--ucx").arg(ucx.root(bench.layout())).arg("atomics").words(words);
+    let tool = Workbench::from_env().client(ucx, &device, &format!("atomics {words}"));
     // UCX's report on a crash is long, and may be followed by a debugger where there is one.
     tool.env("UCX_HANDLE_ERRORS", "none").run()
 }

@@ -11,11 +11,9 @@ const SIZE: usize = 1 << 20;
 /// What UCP does for a large put or get between these memories, every byte verified.
 fn chosen(ucx: Ucx, words: &str, operation: &str, pipelined: &str) -> Choice {
     let device = Device::Software(SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2"));
-    let bench = Workbench::from_env();
     let logs = ProtocolLogs::in_folder(&std::env::temp_dir()).expect("a folder");
-    let tool = bench.ucp_check(ucx).plugin().device(&device);
-    let tool = tool.arg("--ucx").arg(ucx.root(bench.layout()));
-    let tool = tool.words("pair --plain --sizes 1M").words(words);
+    let words = format!("pair --plain --sizes 1M {words}");
+    let tool = Workbench::from_env().client(ucx, &device, &words);
     logs.of(tool).env("UCX_RMA_PPLN_ENABLE", pipelined).run().ok();
     let protocols = logs.read().expect("protocols");
     let choice = protocols.choice("intra-node", operation, SIZE);

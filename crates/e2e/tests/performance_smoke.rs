@@ -39,8 +39,22 @@ fn performance_smoke_of_gaudi_bandwidth() {
     }
 }
 
-/// `cargo xtask bench NAME --quick --json FILE`.
-fn quick_bench(bench: &Workbench, name: &str, json: &Path) -> Command {
+/// What a bench left behind: its results, its CSV table where it was asked for one, and what it printed.
+struct Bench {
+    results: Vec<serde_json::Value>,
+    table: Option<String>,
+    stdout: String,
+    stderr: String,
+}
+
+/// `cargo xtask bench NAME --quick --json FILE`: it ends well, and every figure is a positive number.
+fn quick_bench(name: &str, csv: bool) -> Bench {
+    // Panics with the remedy if something is not built.
+    let bench = Workbench::from_env();
+    let file = |ending: &str| {
+        std::env::temp_dir().join(format!("{name}-bench-{}.{ending}", std::process::id()))
+    };
+    let (json, table) = (file("json"), file("csv"));
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
     // They describe this package; handed on, they make cargo rebuild crates that watch them.
@@ -49,44 +63,43 @@ fn quick_bench(bench: &Workbench, name: &str, json: &Path) -> Command {
             command.env_remove(name);
         }
     }
-    command.args(["xtask", "bench", name, "--quick", "--json"]).arg(json);
+    command.args(["xtask", "bench", name, "--quick", "--json"]).arg(&json);
+    if csv {
+        command.arg("--csv").arg(&table);
+    }
     command.current_dir(env!("CARGO_MANIFEST_DIR"));
     command.env("CARGO_TARGET_DIR", bench.layout().target());
-    command
+    let output = command.output().expect("cargo runs");
+    let take = |file: &Path| {
+        let text = std::fs::read_to_string(file).ok();
+        let _ = std::fs::remove_file(file);
+        text
+    };
+    let (results, table) = (take(&json), take(&table));
+    let [stdout, stderr] =
+        [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+    assert!(output.status.success(), "{stderr}");
+    let results: Vec<serde_json::Value> =
+        serde_json::from_str(&results.expect("JSON was written")).expect("a list");
+    for row in &results {
+        let positive = |field: &str| row[field].as_f64().is_some_and(|value| value > 0.0);
+        assert!(["value", "floor", "ratio"].into_iter().all(positive), "{row}");
+    }
+    Bench { results, table, stdout, stderr }
 }
 
 /// The whole bench, briefly: a figure for everything it promises, as JSON and as CSV.
 #[test]
 fn performance_smoke_of_the_copy_bench() {
-    // Panics with the remedy if something is not built.
-    let bench = Workbench::from_env();
-    let file = |ending: &str| {
-        std::env::temp_dir().join(format!("copy-bench-{}.{ending}", std::process::id()))
-    };
-    let (json, csv) = (file("json"), file("csv"));
-    let output = quick_bench(&bench, "copy", &json).arg("--csv").arg(&csv).output();
-    let output = output.expect("cargo runs");
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    let (results, table) = (std::fs::read_to_string(&json), std::fs::read_to_string(&csv));
-    let _ = (std::fs::remove_file(&json), std::fs::remove_file(&csv));
-    assert!(output.status.success(), "{said}");
-
-    let results: serde_json::Value =
-        serde_json::from_str(&results.expect("JSON was written")).expect("well formed");
-    let results = results.as_array().expect("a list");
+    let Bench { results, table, stdout, stderr } = quick_bench("copy", true);
     for name in ["host to device, 64 KiB", "device to host, 1 MiB", "device to device, 64 MiB"] {
         let found = |row: &&serde_json::Value| {
             row["name"].as_str().is_some_and(|title| title.starts_with(name))
         };
         // With many outstanding, and alone.
-        assert_eq!(results.iter().filter(found).count(), 2, "{name}\n{said}");
+        assert_eq!(results.iter().filter(found).count(), 2, "{name}\n{stderr}");
     }
-    for row in results {
-        let positive = |field: &str| row[field].as_f64().is_some_and(|value| value > 0.0);
-        assert!(["value", "floor", "ratio"].into_iter().all(positive), "{row}");
-    }
-    let shown = String::from_utf8_lossy(&output.stdout);
-    assert!(shown.contains("of memcpy") && shown.contains("put_short"), "{shown}");
+    assert!(stdout.contains("of memcpy") && stdout.contains("put_short"), "{stdout}");
     let table = table.expect("CSV was written");
     assert_eq!(table.lines().count(), 1 + results.len(), "{table}");
 }
@@ -94,44 +107,19 @@ fn performance_smoke_of_the_copy_bench() {
 /// A figure and a protocol for every operation, pair of memories, size, UCX and variant.
 #[test]
 fn performance_smoke_of_the_cliffs_bench() {
-    let bench = Workbench::from_env();
-    let json = std::env::temp_dir().join(format!("cliffs-bench-{}.json", std::process::id()));
-    let output = quick_bench(&bench, "cliffs", &json).output().expect("cargo runs");
-    let results = std::fs::read_to_string(&json);
-    let _ = std::fs::remove_file(&json);
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.success(), "{said}");
-    let results: serde_json::Value =
-        serde_json::from_str(&results.expect("JSON was written")).expect("well formed");
-    let results = results.as_array().expect("a list");
+    let Bench { results, stdout, stderr, .. } = quick_bench("cliffs", false);
     // And tag messages of the larger size with small fragments.
-    assert_eq!(results.len(), 5 * 4 * 2 * 2 * 2 + 4 * 2, "{said}");
+    assert_eq!(results.len(), 5 * 4 * 2 * 2 * 2 + 4 * 2, "{stderr}");
     for row in results {
-        let positive = |field: &str| row[field].as_f64().is_some_and(|value| value > 0.0);
-        assert!(["value", "floor", "ratio"].into_iter().all(positive), "{row}");
         let name = row["name"].as_str().expect("a name");
         assert!(!name.ends_with("not reported"), "no protocol: {name}");
     }
-    let shown = String::from_utf8_lossy(&output.stdout);
-    assert!(shown.contains("worst:") && shown.contains("software emulation"), "{shown}");
+    assert!(stdout.contains("worst:") && stdout.contains("software emulation"), "{stdout}");
 }
 
 /// Put and get beside three floors, their latency, opens, the worst operation and the streams.
 #[test]
 fn performance_smoke_of_the_ipc_bench() {
-    let bench = Workbench::from_env();
-    let json = std::env::temp_dir().join(format!("ipc-bench-{}.json", std::process::id()));
-    let output = quick_bench(&bench, "ipc", &json).output().expect("cargo runs");
-    let results = std::fs::read_to_string(&json);
-    let _ = std::fs::remove_file(&json);
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.success(), "{said}");
-    let results: serde_json::Value =
-        serde_json::from_str(&results.expect("JSON was written")).expect("well formed");
-    let results = results.as_array().expect("a list");
-    assert_eq!(results.len(), 2 * (3 + 1) + 4 + 1 + 3, "{said}");
-    for row in results {
-        let positive = |field: &str| row[field].as_f64().is_some_and(|value| value > 0.0);
-        assert!(["value", "floor", "ratio"].into_iter().all(positive), "{row}");
-    }
+    let Bench { results, stderr, .. } = quick_bench("ipc", false);
+    assert_eq!(results.len(), 2 * (3 + 1) + 4 + 1 + 3, "{stderr}");
 }

@@ -1,22 +1,11 @@
 //! A few seconds of the soak: many threads, random messages, buffers that come and go meanwhile.
 //! The long run is started by hand: `ucp-check soak --seconds 1860`.
 
-use std::time::Duration;
-
 use e2e::{Device, Finished, Ucx, Workbench};
 
 fn soak(ucx: Ucx, arguments: &str) -> Finished {
-    let bench = Workbench::from_env();
-    bench
-        .ucp_check(ucx)
-        .plugin()
-        .device(&Device::software())
-        .words("soak --max 4M")
-        .words(arguments)
-        .arg("--ucx")
-        .arg(ucx.root(bench.layout()))
-        .limit(Duration::from_secs(200))
-        .run()
+    let words = format!("soak --max 4M {arguments}");
+    Workbench::from_env().client(ucx, &Device::software(), &words).run()
 }
 
 #[test]

@@ -10,11 +10,9 @@ const PIPELINED_RMA: (&str, &str) = ("UCX_RMA_PPLN_ENABLE", "y");
 fn moved(ucx: Ucx, variables: &[(&str, &str)]) -> Protocols {
     let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2").with("SOFT_GAUDI_IMPORT", "no");
     let device = Device::Software(node);
-    let bench = Workbench::from_env();
     let logs = ProtocolLogs::in_folder(&std::env::temp_dir()).expect("a folder");
-    let tool = bench.ucp_check(ucx).plugin().device(&device);
-    let tool = tool.arg("--ucx").arg(ucx.root(bench.layout()));
-    let tool = tool.words("pair --plain --sizes 1,4097,65536,2M+13");
+    let words = "pair --plain --sizes 1,4097,65536,2M+13";
+    let tool = Workbench::from_env().client(ucx, &device, words);
     let tool = variables.iter().fold(tool, |tool, (name, value)| tool.env(name, value));
     let end = logs.of(tool).run().ok();
     // Five operations, four pairs of memories, four sizes, two directions.

@@ -6,7 +6,6 @@
 use std::ffi::OsStr;
 use std::marker::PhantomData;
 use std::path::PathBuf;
-use std::time::Duration;
 
 use e2e::{Device, Finished, Running, SoftNode, Tool, Ucx, Workbench};
 
@@ -52,16 +51,8 @@ impl Machine {
 
     /// The client's memory checks on this machine.
     pub(crate) fn check(&self, ucx: Ucx, words: &str) -> Check<'_> {
-        let bench = Workbench::from_env();
-        let tool = bench
-            .ucp_check(ucx)
-            .plugin()
-            .device(&self.device)
-            .arg("memory")
-            .words(words)
-            .arg("--ucx")
-            .arg(ucx.root(bench.layout()))
-            .limit(Duration::from_secs(200));
+        let words = format!("memory {words}");
+        let tool = Workbench::from_env().client(ucx, &self.device, &words);
         Check { tool, machine: PhantomData }
     }
 

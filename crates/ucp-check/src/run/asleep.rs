@@ -58,8 +58,9 @@ pub fn run(folder: Option<&Path>, options: &Options) -> Result<()> {
             "{size} bytes: {busy} times told not to sleep in {operations} copies"
         );
         ensure!(progressed <= most, "{size} bytes: {progressed} calls of progress, polling");
-        // Not each: on a busy machine the device may be quicker than we are in falling asleep.
-        ensure!(!options.slow || slept >= options.count, "{size} bytes: slept only {slept} times");
+        // Not each: on a busy machine the device may be done before we get to sleep, and UCX says "busy".
+        let enough = slept > 0 && slept + busy >= options.count;
+        ensure!(!options.slow || enough, "{size} bytes: slept only {slept} times");
     }
     watchdog.step("ucp_cleanup");
     Ok(())

@@ -414,7 +414,7 @@ impl Device {
         }
         let end = |side| End::of_side(self, side, len).map_err(|error| self.failed(error));
         // SAFETY: the caller's promise.
-        unsafe { copy_and_wait(self, (end(dst)?, end(src)?), len) }
+        unsafe { copy_and_wait(self, &(end(dst)?, end(src)?), len) }
     }
 
     /// Sets `len` bytes of device memory to `byte` and returns when it is done.

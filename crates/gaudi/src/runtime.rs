@@ -342,9 +342,9 @@ impl Runtime {
             Ok(ends) => ends,
             Err(error) => return Some(Err(error)),
         };
-        let device = Arc::clone(ends.0.device().or(ends.1.device())?);
+        let device = ends.0.device().or(ends.1.device())?;
         // SAFETY: the caller's promise.
-        Some(unsafe { copy_and_wait(&device, ends, len) })
+        Some(unsafe { copy_and_wait(device, &ends, len) })
     }
 
     /// Has `observer` called for every window: at once for those there are, later on the thread

@@ -79,6 +79,7 @@ impl End {
     }
 
     /// An address of this process, after [`Runtime::locate`](crate::Runtime::locate).
+    #[inline]
     pub(crate) fn of_address(addr: u64, location: Option<Location>) -> Result<End, Error> {
         let Some(location) = location else {
             let ptr = core::ptr::with_exposed_provenance_mut(addr as usize);

@@ -103,8 +103,8 @@ impl Step {
 }
 
 /// A copy between host and device memory that is small enough for the slot of a permit.
-pub(super) struct Short {
-    pub(super) on: Arc<Device>,
+pub(super) struct Short<'a> {
+    pub(super) on: &'a Arc<Device>,
     pub(super) host: HostPtr,
     pub(super) addr: DeviceAddr,
     pub(super) direction: Direction,
@@ -122,23 +122,24 @@ pub(super) enum Caller {
 ///
 /// # Safety
 /// As for [`Device::copy`].
-pub(super) unsafe fn route(
+#[inline]
+pub(super) unsafe fn route<'a>(
     device: &Arc<Device>,
-    (dst, src): (End, End),
+    (dst, src): &'a (End, End),
     len: usize,
     region: Option<&HostRegion>,
     caller: Caller,
     pieces: &mut Pieces,
-) -> Result<Option<Short>, Error> {
+) -> Result<Option<Short<'a>>, Error> {
     if len == 0 {
         return Ok(None);
     }
     let (on, host, addr, direction) = match (dst, src) {
         (End::Device(dst), End::Host(host)) => {
-            (dst.device, host, dst.addr, Direction::HostToDevice)
+            (&dst.device, *host, dst.addr, Direction::HostToDevice)
         }
         (End::Host(host), End::Device(src)) => {
-            (src.device, host, src.addr, Direction::DeviceToHost)
+            (&src.device, *host, src.addr, Direction::DeviceToHost)
         }
         (End::Device(dst), End::Device(src)) => {
             between(device, dst, src, len, pieces)?;
@@ -159,13 +160,13 @@ pub(super) unsafe fn route(
     }
     let start = host.0 as usize;
     // SAFETY: the caller keeps the memory while the copy uses it.
-    match unsafe { pin::pin(&on, start..start + len, region)? } {
+    match unsafe { pin::pin(on, start..start + len, region)? } {
         HostAccess::Pinned(Pinned { addr: seen, guard }) => {
             let (dst, src) =
                 if direction == Direction::DeviceToHost { (seen, addr) } else { (addr, seen) };
-            pieces.extend(direct(&on, dst, src, len, direction, Some(guard)));
+            pieces.extend(direct(on, dst, src, len, direction, Some(guard)));
         }
-        HostAccess::Bounce { guarded } => pieces.extend(parts(&on, len, BOUNCE_LEN, |at, len| {
+        HostAccess::Bounce { guarded } => pieces.extend(parts(on, len, BOUNCE_LEN, |at, len| {
             let (host, addr) = (host.add(at), DeviceAddr(addr.0 + at as u64));
             if direction == Direction::DeviceToHost {
                 Step::BounceOut { to: host, src: addr, len, guarded }
@@ -180,8 +181,8 @@ pub(super) unsafe fn route(
 /// Both ends are device memory.
 fn between(
     device: &Arc<Device>,
-    dst: Located,
-    src: Located,
+    dst: &Located,
+    src: &Located,
     len: usize,
     pieces: &mut Pieces,
 ) -> Result<(), Error> {
@@ -200,7 +201,7 @@ fn between(
         }
         // An import is of the device that was asked to copy.
         _ if dst.device.id() != src.device.id() => {
-            let owner = if dst.imported { src.device } else { dst.device };
+            let owner = if dst.imported { &src.device } else { &dst.device };
             return Err(invalid(
                 format!("one side is memory of {owner}, the other is imported by {device}"),
                 "import it for the card whose memory it is copied to or from",

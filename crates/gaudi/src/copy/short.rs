@@ -7,7 +7,7 @@ use super::host_copy::{copy_in, copy_out};
 use super::route::Short;
 use crate::{Direction, Error};
 
-impl Short {
+impl Short<'_> {
     /// Copies `len` bytes and waits.
     ///
     /// # Safety
@@ -15,7 +15,7 @@ impl Short {
     /// [`BOUNCE_LEN`](super::BOUNCE_LEN), and the device side is in use.
     pub(super) unsafe fn copy(&self, len: usize) -> Result<(), Error> {
         // SAFETY: the caller's promise.
-        unsafe { self.try_copy(len) }.map_err(|error| error.on(&self.on))
+        unsafe { self.try_copy(len) }.map_err(|error| error.on(self.on))
     }
 
     /// # Safety

@@ -81,9 +81,10 @@ enum Routed {
 ///
 /// # Safety
 /// As for [`Device::copy`].
+#[inline]
 pub(crate) unsafe fn copy_and_wait(
     device: &Arc<Device>,
-    ends: (End, End),
+    ends: &(End, End),
     len: usize,
 ) -> Result<(), Error> {
     let mut pieces = Pieces::new();
@@ -122,7 +123,7 @@ impl Transfer {
             let ends = (end(segment.dst)?, end(segment.src)?);
             let region = segment.host_region.as_deref();
             // SAFETY: the caller's promise.
-            unsafe { route(device, ends, segment.len, region, Caller::Polls, &mut pieces)? };
+            unsafe { route(device, &ends, segment.len, region, Caller::Polls, &mut pieces)? };
         }
         let transfer = Self::submit(device, pieces)?;
         if transfer.active.is_empty() && !transfer.waiting.is_empty() {

@@ -237,7 +237,6 @@ fn listed() -> BTreeSet<String> {
 /// Variables whose effect another file of these tests shows.
 const ELSEWHERE: &[(&str, &str)] = &[
     ("UCX_GAUDI_COPY_ABORT_ON_ERROR", "faults.rs"),
-    ("UCX_GAUDI_IPC_HANDOVER", "ipc.rs"),
     ("UCX_GAUDI_IPC_CACHE_MAX_REGIONS", "ipc.rs"),
     ("UCX_GAUDI_IPC_CACHE_MAX_SIZE", "ipc.rs"),
     ("UCX_GAUDI_IPC_OPEN_DEVICE", "ipc.rs"),

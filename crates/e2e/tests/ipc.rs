@@ -250,32 +250,10 @@ fn import_in_one_process_only_is_staged_and_both_say_why() {
     }
 }
 
-/// Verified messages of all kinds where the kernel refuses `refusal`: by `gaudi_ipc` as ever, and the
-/// descriptors come from the broker.
-fn by_the_broker(refusal: &str, variables: &[(&str, &str)]) {
-    let set = |tool: Tool| variables.iter().fold(tool, |tool, (name, value)| tool.env(name, value));
-    for ucx in Ucx::ALL {
-        let (device, logs) = (Device::Software(cards(2)), logs());
-        let arguments = format!("pair --plain --sizes 1,64K,1M+3 --refuse {refusal}");
-        logs.of(set(client(ucx, &device, &arguments))).run().ok();
-        assert_chosen_everywhere(&protocols(&logs));
-    }
-    counters(&format!("--refuse {refusal}"), variables, |count| {
-        assert_eq!(count("ipc_handovers_pidfd"), 0, "not refused");
-        count("ipc_handovers_broker") > 0 && count("ipc_cache_hits") > 10
-    });
-}
-
-/// As in a container with Docker's default seccomp profile.
-#[test]
-fn where_seccomp_refuses_pidfd_getfd_the_broker_hands_over() {
-    by_the_broker("pidfd-getfd", &[]);
-}
-
 /// As with `kernel.yama.ptrace_scope=1`, which asks the same question of the same hook. UCX's own ways of
 /// looking into another process are refused as well, so it must not try them.
 #[test]
-fn where_processes_may_not_look_into_each_other_the_broker_hands_over() {
+fn ipc_is_chosen_where_processes_may_not_look_into_each_other() {
     // SAFETY: asks the kernel for the version and changes nothing.
     let version =
         unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, std::ptr::null::<u8>(), 0, 1) };
@@ -283,7 +261,13 @@ fn where_processes_may_not_look_into_each_other_the_broker_hands_over() {
         println!("skipped: no Landlock ({})", std::io::Error::last_os_error());
         return;
     }
-    by_the_broker("ptrace", &[("UCX_TLS", "^cma"), ("UCX_POSIX_USE_PROC_LINK", "n")]);
+    for ucx in Ucx::ALL {
+        let (device, logs) = (Device::Software(cards(2)), logs());
+        let tool = client(ucx, &device, "pair --plain --sizes 1,64K,1M+3 --refuse ptrace");
+        let tool = tool.env("UCX_TLS", "^cma").env("UCX_POSIX_USE_PROC_LINK", "n");
+        logs.of(tool).run().ok();
+        assert_chosen_everywhere(&protocols(&logs));
+    }
 }
 
 #[test]
@@ -409,14 +393,10 @@ fn process_that_finds_no_free_card_is_served_another_way() {
 /// Runs messages of 1 MiB for ever, and waits until `condition` holds for the counters of one of the two
 /// processes.
 #[track_caller]
-fn counters(
-    more_arguments: &str,
-    variables: &[(&str, &str)],
-    condition: impl Fn(&dyn Fn(&str) -> u64) -> bool,
-) {
+fn counters(variables: &[(&str, &str)], condition: impl Fn(&dyn Fn(&str) -> u64) -> bool) {
     let device = Device::Software(cards(2));
     let arguments = "pair --plain --ops tag --mem gaudi:gaudi --sizes 1M --iters 1000000";
-    let tool = client(Ucx::V1_22, &device, arguments).words(more_arguments);
+    let tool = client(Ucx::V1_22, &device, arguments);
     let running = variables.iter().fold(tool, |tool, (name, value)| tool.env(name, value)).start();
     let seen = running.wait_until(|processes| {
         processes.iter().any(|process| {
@@ -427,44 +407,16 @@ fn counters(
     assert!(seen, "{variables:?}: {}", running.finish(Duration::ZERO).report());
 }
 
-/// Whether one process may take a descriptor of another here.
-fn permits_pidfd_getfd() -> Result<(), rustix::io::Errno> {
-    use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
-    let mut child = std::process::Command::new("sleep").arg("60").spawn().expect("sleep");
-    let process = pidfd_open(Pid::from_child(&child), PidfdFlags::empty());
-    let taken = process.and_then(|process| pidfd_getfd(process, 2, PidfdGetfdFlags::empty()));
-    child.kill().and_then(|()| child.wait()).expect("our own child");
-    taken.map(drop)
-}
-
-#[test]
-fn config_handover_decides_how_descriptors_come() {
-    match permits_pidfd_getfd() {
-        Ok(()) => {
-            counters("", &[], |count| count("ipc_handovers_pidfd") > 0);
-            let pidfd = [("UCX_GAUDI_IPC_HANDOVER", "pidfd")];
-            counters("", &pidfd, |count| count("ipc_handovers_pidfd") > 0);
-        }
-        // A filter, or ptrace_scope of 2 or 3. With 1, UCX itself has its processes permit it.
-        Err(errno) => println!("skipped: no descriptors by pidfd_getfd here ({errno})"),
-    }
-    let broker = [("UCX_GAUDI_IPC_HANDOVER", "broker")];
-    counters("", &broker, |count| {
-        assert_eq!(count("ipc_handovers_pidfd"), 0);
-        count("ipc_handovers_broker") > 0
-    });
-}
-
 #[test]
 fn config_cache_bounds_decide_what_stays_mapped() {
     let warm = |count: &dyn Fn(&str) -> u64| {
         assert!(count("ipc_cache_misses") < 8, "one allocation, mapped again and again");
         count("ipc_cache_hits") > 100
     };
-    counters("", &[], warm);
+    counters(&[], warm);
     for tight in [("UCX_GAUDI_IPC_CACHE_MAX_REGIONS", "0"), ("UCX_GAUDI_IPC_CACHE_MAX_SIZE", "64k")]
     {
-        counters("", &[tight], |count| {
+        counters(&[tight], |count| {
             count("ipc_cache_misses") > 20 && count("ipc_cache_evictions") > 20
         });
     }

@@ -1,24 +1,24 @@
-//! What opening another process's memory costs: cold by both ways, warm, and beside them the bare
-//! system calls that a cold open cannot do without. `cargo xtask bench ipc` runs it.
+//! What opening another process's memory costs: cold and warm, and beside it what a cold open cannot do
+//! without: a round trip that brings a descriptor (`SCM_RIGHTS`), and the driver's import. `cargo xtask
+//! bench ipc` runs it.
 //!
 //! Prints one figure a line: its name, a tab, nanoseconds. Needs a driver library with two cards,
 //! which `HL_THUNK_LIBRARY` may name.
 
 use std::io::{BufRead, BufReader, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::process::{Command, ExitCode, Stdio};
 use std::time::Instant;
 
-use gaudi::share::{Handover, Limits, allow_handover};
+use gaudi::share::Limits;
 use gaudi::{DeviceChoice, RemoteKey, Share, runtime};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
-use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 
 const LEN: u64 = 1 << 20;
 /// Allocations that are opened for the first time.
@@ -46,30 +46,32 @@ fn key_of(line: &str) -> Result<RemoteKey, Box<dyn std::error::Error>> {
     Ok(RemoteKey::parse(&bytes)?)
 }
 
-/// The socket of a process that hands a descriptor to whoever connects and says something: the floor
-/// of what a broker does.
+/// The socket of a process that hands a descriptor to whoever connects, once for each byte it is sent:
+/// the least that a broker must do.
 fn counter(process: u32) -> std::io::Result<SocketAddr> {
     SocketAddr::from_abstract_name(format!("share-costs-{process}"))
 }
 
 fn hand_out(counter: &UnixListener, descriptor: &OwnedFd) -> std::io::Result<()> {
     loop {
-        let (mut visitor, _) = counter.accept()?;
-        visitor.read_exact(&mut [0])?;
-        let fds = [descriptor.as_fd()];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut enclosed = SendAncillaryBuffer::new(&mut space);
-        enclosed.push(SendAncillaryMessage::ScmRights(&fds));
-        sendmsg(&visitor, &[IoSlice::new(b".")], &mut enclosed, SendFlags::empty())?;
+        let (mut peer, _) = counter.accept()?;
+        while peer.read_exact(&mut [0]).is_ok() {
+            let fds = [descriptor.as_fd()];
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+            let mut enclosed = SendAncillaryBuffer::new(&mut space);
+            enclosed.push(SendAncillaryMessage::ScmRights(&fds));
+            sendmsg(&peer, &[IoSlice::new(b".")], &mut enclosed, SendFlags::empty())?;
+        }
     }
 }
 
-fn ask_for(counter: &SocketAddr) -> std::io::Result<OwnedFd> {
-    let mut visit = UnixStream::connect_addr(counter)?;
-    visit.write_all(b"?")?;
+fn ask_for(connection: &mut UnixStream) -> std::io::Result<OwnedFd> {
+    connection.write_all(b"?")?;
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut enclosed = RecvAncillaryBuffer::new(&mut space);
-    recvmsg(&visit, &mut [IoSliceMut::new(&mut [0])], &mut enclosed, RecvFlags::CMSG_CLOEXEC)?;
+    let mut byte = [0];
+    let mut parts = [IoSliceMut::new(&mut byte)];
+    recvmsg(&*connection, &mut parts, &mut enclosed, RecvFlags::CMSG_CLOEXEC)?;
     let mut fds = enclosed.drain().filter_map(|message| match message {
         RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
         _ => None,
@@ -84,9 +86,7 @@ fn export() -> Result<(), Box<dyn std::error::Error>> {
     let share = device.share(memory.addr(), LEN)?;
     let (alone, _) = device.export_alone(memory.addr(), LEN)?;
     let listener = UnixListener::bind_addr(&counter(std::process::id())?)?;
-    let descriptor = alone.try_clone()?;
-    std::thread::spawn(move || hand_out(&listener, &descriptor));
-    println!("{}", alone.as_raw_fd());
+    std::thread::spawn(move || hand_out(&listener, &alone));
     println!("{}", hex(&share));
     let mut fresh = Vec::new();
     for _ in 0..FRESH {
@@ -110,28 +110,21 @@ fn measure() -> Result<(), Box<dyn std::error::Error>> {
         Some(line) => line,
         None => Err(std::io::Error::other("the other process failed")),
     };
-    let number: i32 = line()?.parse()?;
     let key = key_of(&line()?)?;
     let fresh = (0..FRESH).map(|_| key_of(&line()?)).collect::<Result<Vec<_>, _>>()?;
     let device = runtime().open(&DeviceChoice::Index(0))?;
 
-    let process = Pid::from_child(&exporter);
-    let process = pidfd_open(process, PidfdFlags::empty())?;
-    let fetch = || pidfd_getfd(&process, number, PidfdGetfdFlags::empty()).expect("a descriptor");
-    let dmabuf = fetch();
-    let bare = time(|| drop(device.import(fetch().as_fd(), LEN).expect("an import")));
-    println!("pidfd_getfd alone\t{:.0}", time(|| drop(fetch())));
+    let mut connection = UnixStream::connect_addr(&counter(exporter.id())?)?;
+    let dmabuf = ask_for(&mut connection)?;
+    let mut bare = || {
+        let came = ask_for(&mut connection).expect("a descriptor");
+        drop(device.import(came.as_fd(), LEN).expect("an import"));
+    };
+    println!("SCM_RIGHTS and import\t{:.0}", time(&mut bare));
     println!(
         "import alone\t{:.0}",
         time(|| drop(device.import(dmabuf.as_fd(), LEN).expect("an import")))
     );
-    println!("pidfd_getfd and import\t{bare:.0}");
-    let counter = counter(exporter.id())?;
-    let by_socket = || {
-        let came = ask_for(&counter).expect("a descriptor");
-        drop(device.import(came.as_fd(), LEN).expect("an import"));
-    };
-    println!("socket and import\t{:.0}", time(by_socket));
     let open = || drop(key.open(&device).expect("it opens"));
     let limits = device.handle_limits();
     device.set_handle_limits(Limits { handles: 0, bytes: 0 });
@@ -146,18 +139,14 @@ fn measure() -> Result<(), Box<dyn std::error::Error>> {
         times.sort_unstable();
         times[times.len() / 2]
     };
-    let bare = || drop(device.import(fetch().as_fd(), LEN).expect("an import"));
     let mut times = (Vec::new(), Vec::new());
     for key in &fresh {
-        times.0.push(once(&mut { bare }));
+        times.0.push(once(&mut bare));
         times.1.push(once(&mut || drop(key.open(&device).expect("it opens"))));
     }
-    println!("pidfd_getfd and import, median\t{}", median(times.0));
-    println!("first open by pidfd, median\t{}", median(times.1));
-    for (name, ways) in [("pidfd", Handover::Pidfd), ("broker", Handover::Broker)] {
-        allow_handover(ways);
-        println!("cold open by {name}\t{:.0}", time(open));
-    }
+    println!("SCM_RIGHTS and import, median\t{}", median(times.0));
+    println!("first open, median\t{}", median(times.1));
+    println!("cold open\t{:.0}", time(open));
     device.set_handle_limits(limits);
     println!("warm open\t{:.0}", time(open));
     drop(exporter.stdin.take());

@@ -72,7 +72,7 @@ impl Forgotten {
                 return;
             }
             std::thread::sleep(Duration::from_millis(pause));
-            share::settle();
+            share::reclaim();
         }
     }
 }
@@ -215,7 +215,7 @@ impl Device {
             }
             let Some(pause) = pauses.next() else { return Err(error) };
             std::thread::sleep(Duration::from_millis(pause));
-            share::settle();
+            share::reclaim();
         }
     }
 
@@ -428,6 +428,22 @@ impl Device {
             return Ok(());
         }
         self.check_own(addr, len, "filling device memory")?;
+        self.fill_range(addr, len, byte)
+    }
+
+    /// Clears what a former tenant left between the end of an allocation and the end of its last 4 KiB
+    /// page, of which nobody else has a part. Memory of the application is its own business.
+    pub(crate) fn clear_tail(&self, base: DeviceAddr, len: u64) -> Result<(), Error> {
+        let tail = len.next_multiple_of(PAGE_SIZE) - len;
+        if tail == 0 || !self.open.memory.has(base.0) {
+            return Ok(());
+        }
+        self.can_copy()?;
+        self.fill_range(DeviceAddr(base.0 + len), tail, 0)
+    }
+
+    /// Fills device memory that is ours.
+    fn fill_range(&self, addr: DeviceAddr, len: u64, byte: u8) -> Result<(), Error> {
         for (at, len) in packet::split(len) {
             let dma = LinDma::Fill { dst: DeviceAddr(addr.0 + at), len, byte };
             let direction = Direction::DeviceToDevice;

@@ -26,8 +26,8 @@ const OF_MEMCPY: f64 = 0.90;
 /// The worst operation beside the best, and streams beside those of host memory.
 const NO_CLIFF: f64 = 0.5;
 
-/// A cold open beside the bare hand-over and import.
-const COLD_OPEN: f64 = 1.5;
+/// A cold open beside a bare round trip with a descriptor, and import.
+const COLD_OPEN: f64 = 2.0;
 const COLD_OPEN_ROUNDS: usize = 3;
 
 /// The figures that one run of the client printed, by name.
@@ -141,27 +141,21 @@ fn opening(rounds: &[figures::Figures]) -> Result<Vec<Record>> {
     };
     Ok(vec![
         beside(
-            "cold open by pidfd_getfd, beside pidfd_getfd and import",
-            "cold open by pidfd",
-            "pidfd_getfd and import",
+            "cold open, beside SCM_RIGHTS and import",
+            "cold open",
+            "SCM_RIGHTS and import",
             Some(COLD_OPEN),
         )?,
         beside(
-            "first open ever by pidfd_getfd, beside pidfd_getfd and import (medians)",
-            "first open by pidfd, median",
-            "pidfd_getfd and import, median",
+            "first open ever, beside SCM_RIGHTS and import (medians)",
+            "first open, median",
+            "SCM_RIGHTS and import, median",
             Some(COLD_OPEN),
         )?,
         beside(
-            "cold open by the broker, beside a descriptor by socket and import",
-            "cold open by broker",
-            "socket and import",
-            Some(COLD_OPEN),
-        )?,
-        beside(
-            "warm open, beside pidfd_getfd and import",
+            "warm open, beside SCM_RIGHTS and import",
             "warm open",
-            "pidfd_getfd and import",
+            "SCM_RIGHTS and import",
             None,
         )?,
     ])
@@ -200,14 +194,12 @@ mod tests {
 
     #[test]
     fn opens_stand_beside_the_bare_calls() {
-        let printed = "pidfd_getfd and import\t1000\npidfd_getfd and import, median\t1000\n\
-                       socket and import\t10000\ncold open by pidfd\t1400\n\
-                       first open by pidfd, median\t1600\ncold open by broker\t14000\n\
-                       warm open\t100\n";
+        let printed = "SCM_RIGHTS and import\t10000\nSCM_RIGHTS and import, median\t10000\n\
+                       cold open\t19000\nfirst open, median\t21000\nwarm open\t100\n";
         let round = figures::parse(printed).expect("figures");
         let records = opening(std::slice::from_ref(&round)).expect("complete");
         let met: Vec<_> = records.iter().map(|record| record.met).collect();
-        assert_eq!(met, [Some(true), Some(false), Some(true), None]);
+        assert_eq!(met, [Some(true), Some(false), None]);
         let mut incomplete = round;
         incomplete.remove("warm open");
         assert!(opening(&[incomplete]).is_err());

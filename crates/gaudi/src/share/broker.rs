@@ -1,61 +1,135 @@
-//! The broker: a thread in the exporter that hands descriptors to peers that may not take them.
+//! The broker: a thread in the exporter that grants leases to importers and takes releases in.
 //!
-//! It is started when the first memory is shared, sleeps until somebody connects, and never blocks on
-//! anybody: every socket is non-blocking, who says nothing is sent away after a while, and there are
-//! never more than a fixed number of connections. It answers processes of its own user only, and
-//! these only if they know the token. All it can hand out are dma-bufs of single shared allocations.
+//! It is started when the first memory is shared, sleeps until something happens, and never blocks on
+//! anybody: all sockets are non-blocking. It talks to processes of its own user only. A connection
+//! that has not been granted a lease yet may stay for a moment ([`PATIENCE`]); how many there are, of
+//! either kind, is bounded by the process's limit of open files and per peer process.
 
+use std::collections::HashMap;
 use std::ffi::CString;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::sync::OnceLock;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
+use rustix::process::{Resource, getrlimit};
 
-use super::export::Exporter;
-use super::socket;
-use crate::process::{CloseOnFork, thread};
-use crate::stats::Counts;
+use super::Identity;
+use super::exporter::{Exporter, Offered, Reuse};
+use super::key::Fields;
+use super::leases::{ConnectionId, Lessor};
+use super::socket::{self, Outbox};
+use super::wire::{LeaseId, MAX_LEN, Refusal, Reply, Request};
+use crate::process::{CloseOnFork, Instance};
+use crate::stats::{Counter, Counts};
 
-/// Most connections taken from one socket before others have their turn.
+/// How long a connection may take to be granted its first lease. An importer asks at once, and waits
+/// a second for its turn (`importer`).
+const PATIENCE: Duration = Duration::from_millis(300);
+/// Most connections of one peer process: an importer has one.
+const MAX_PER_PROCESS: usize = 8;
+/// Most messages taken from one connection before others have their turn.
+const MAX_AT_ONCE: u32 = 256;
+/// Most connections accepted from one socket before others have their turn.
 const MAX_ACCEPTED: usize = 16;
-/// Pause after a round in which as many were sent away: strangers cannot keep a core busy.
+/// Pause after so many were refused, or when there is no descriptor for the next: strangers cannot
+/// keep a core busy.
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// Starts the thread; the reason if there can be none.
-pub(super) fn start(exporter: &'static Exporter) -> Result<(), String> {
-    let own = exporter.identity();
-    let in_no_file = socket::listen_abstract(own);
-    socket::remove_leftovers();
-    let in_folder = socket::listen_in_folder(own);
-    if let (Err(one), Err(other)) = (&in_no_file, &in_folder) {
-        return Err(format!("abstract socket: {one}; socket in /dev/shm or /tmp: {other}"));
-    }
-    let in_folder = in_folder.ok().map(|(socket, path)| {
-        remove_at_exit(path.as_os_str().as_bytes(), own.pid);
-        socket
-    });
-    let listeners = in_no_file.into_iter().chain(in_folder).filter_map(CloseOnFork::new).collect();
-    let broker = Broker { exporter, listeners };
-    thread::spawn("gaudi-broker", move || {
-        loop {
-            broker.round();
+/// Where the broker listens and sleeps.
+#[derive(Debug)]
+pub(super) struct Broker {
+    epoll: CloseOnFork,
+    listeners: Vec<CloseOnFork>,
+}
+
+impl Broker {
+    /// Listens; the reason if that is not possible.
+    pub(super) fn new(own: &Identity) -> Result<Self, String> {
+        let in_no_file = socket::listen_abstract(own);
+        socket::remove_leftovers();
+        let in_folder = socket::listen_in_folder(own);
+        if let (Err(one), Err(other)) = (&in_no_file, &in_folder) {
+            return Err(format!("abstract socket: {one}; socket in /dev/shm or /tmp: {other}"));
         }
-    })
-    .map(drop)
-    .map_err(|error| format!("no thread: {error}"))
+        let in_folder = in_folder.ok().map(|(socket, path)| {
+            remove_at_exit(path.as_os_str().as_bytes());
+            socket
+        });
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC);
+        let epoll = epoll.map_err(|errno| format!("epoll: {errno}"))?;
+        let epoll = CloseOnFork::new(epoll).ok_or("too many descriptors")?;
+        let listeners = in_no_file.into_iter().chain(in_folder);
+        let listeners: Vec<_> = listeners.filter_map(CloseOnFork::new).collect();
+        for (number, listener) in listeners.iter().enumerate() {
+            let data = epoll::EventData::new_u64(u64::MAX - number as u64);
+            epoll::add(&epoll, listener, data, epoll::EventFlags::IN)
+                .map_err(|errno| format!("epoll: {errno}"))?;
+        }
+        Ok(Self { epoll, listeners })
+    }
+
+    /// Sleeps and serves, for ever.
+    pub(super) fn run(&self, exporter: &Exporter) -> ! {
+        let mut events = Vec::with_capacity(64);
+        loop {
+            let patience = exporter.connections().patience();
+            let timeout = patience.and_then(|left| Timespec::try_from(left).ok());
+            events.clear();
+            let waited = epoll::wait(
+                &self.epoll,
+                rustix::buffer::spare_capacity(&mut events),
+                timeout.as_ref(),
+            );
+            if waited.is_err() {
+                // A signal, or no memory: neither lasts.
+                std::thread::sleep(PAUSE);
+                continue;
+            }
+            let mut refused = 0;
+            for event in &events {
+                let number = event.data.u64();
+                match self.listeners.get((u64::MAX - number) as usize) {
+                    Some(listener) => refused += self.accept(listener, exporter),
+                    None => exporter.serve(ConnectionId(number)),
+                }
+            }
+            exporter.expire();
+            if refused >= MAX_ACCEPTED {
+                std::thread::sleep(PAUSE);
+            }
+        }
+    }
+
+    /// Takes new connections; returns how many were refused.
+    fn accept(&self, listener: &CloseOnFork, exporter: &Exporter) -> usize {
+        let mut refused = 0;
+        for _ in 0..MAX_ACCEPTED {
+            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+            match rustix::net::accept_with(listener, flags) {
+                Ok(connection) => {
+                    let accepted = exporter.connections().accept(&self.epoll, connection);
+                    refused += usize::from(!accepted);
+                }
+                Err(Errno::AGAIN) => break,
+                // Out of descriptors, or the other end is gone again.
+                Err(_) => return MAX_ACCEPTED,
+            }
+        }
+        refused
+    }
 }
 
 /// Removes the socket's file when the program ends in an orderly way; see also
 /// [`socket::remove_leftovers`].
-fn remove_at_exit(path: &[u8], pid: u32) {
-    static FILE: OnceLock<(CString, u32)> = OnceLock::new();
+fn remove_at_exit(path: &[u8]) {
+    static FILE: OnceLock<(CString, Instance)> = OnceLock::new();
     extern "C" fn remove() {
-        if let Some((path, pid)) = FILE.get()
-            && std::process::id() == *pid
+        if let Some((path, owner)) = FILE.get()
+            && Instance::current() == *owner
         {
             // SAFETY: a string that lives for ever.
             unsafe { libc::unlink(path.as_ptr()) };
@@ -63,73 +137,270 @@ fn remove_at_exit(path: &[u8], pid: u32) {
     }
     let Ok(path) = CString::new(path) else { return };
     // A forked child that shares on its own leaves its file to `remove_leftovers`.
-    if FILE.set((path, pid)).is_ok() {
+    if FILE.set((path, Instance::current())).is_ok() {
         // SAFETY: the handler takes no arguments, and the plugin is never unloaded.
         unsafe { libc::atexit(remove) };
     }
 }
 
-struct Broker {
-    exporter: &'static Exporter,
-    listeners: Vec<CloseOnFork>,
+#[derive(Debug)]
+struct Connection {
+    socket: CloseOnFork,
+    /// The peer's process id; 0 if it has none in our pid namespace.
+    pid: u32,
+    /// Must have been granted a lease by then; `None` if it was.
+    deadline: Option<Instant>,
+    outbox: Outbox<Offered>,
+    /// Whether the broker's `epoll` waits for space in the peer's queue.
+    waits_for_space: bool,
+    /// When it last asked for something, in requests of all.
+    last_request: u64,
 }
 
-impl Broker {
-    /// Waits for something to happen, and deals with all that has.
-    fn round(&self) {
-        // Only this thread adds and removes connections: they are the same after the poll.
-        let (connections, patience) = {
-            let sessions = self.exporter.sessions();
-            (sessions.connections(), sessions.patience())
-        };
-        let timeout = patience.and_then(|left| Timespec::try_from(left).ok());
-        let listeners = self.listeners.iter().map(AsFd::as_fd);
-        let incoming = listeners.map(|fd| (fd, PollFlags::IN));
-        let peers = connections.iter().map(|(connection, behind)| {
-            let flags = if *behind { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
-            (connection.as_fd(), flags)
-        });
-        let behind = (self.exporter.behind(), PollFlags::IN);
-        let mut fds: Vec<PollFd<'_>> = incoming
-            .chain(peers)
-            .chain([behind])
-            .map(|(fd, flags)| PollFd::from_borrowed_fd(fd, flags))
-            .collect();
-        if poll(&mut fds, timeout.as_ref()).is_err() {
-            // A signal, or no memory: neither lasts.
-            std::thread::sleep(PAUSE);
-            return;
-        }
-        let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
-        let (knocking, spoke) = ready.split_at(self.listeners.len());
-        self.exporter.listen(&spoke[..connections.len()]);
-        let sent_away: usize = self
-            .listeners
-            .iter()
-            .zip(knocking)
-            .filter(|(_, knocking)| **knocking)
-            .map(|(listener, _)| self.accept(listener))
-            .sum();
-        if sent_away >= MAX_ACCEPTED {
-            std::thread::sleep(PAUSE);
-        }
+impl Connection {
+    /// An error: hang up.
+    fn send(
+        &mut self,
+        reply: Reply,
+        enclosed: Option<std::sync::Arc<Offered>>,
+    ) -> Result<(), Errno> {
+        self.outbox.send(self.socket.as_fd(), reply.pack(), enclosed)
+    }
+}
+
+/// The peers that are connected.
+#[derive(Debug, Default)]
+pub(super) struct Connections {
+    by_id: HashMap<ConnectionId, Connection>,
+    last: u64,
+    requests: u64,
+}
+
+/// How many connections this process may have that were not granted a lease yet, and that were.
+fn limits() -> (usize, usize) {
+    let files = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX).min(1 << 20) as usize;
+    ((files / 32).clamp(2, 64), (files / 4).clamp(4, 1024))
+}
+
+/// Whether the conversation goes on.
+enum Then {
+    GoOn,
+    HangUp,
+}
+
+impl Connections {
+    /// How long until somebody's patience is at its end.
+    fn patience(&self) -> Option<Duration> {
+        let deadlines = self.by_id.values().filter_map(|connection| connection.deadline);
+        let left = deadlines.min()?.saturating_duration_since(Instant::now());
+        Some(left + Duration::from_millis(1))
     }
 
-    /// Takes new connections; returns how many were sent away.
-    fn accept(&self, listener: &CloseOnFork) -> usize {
-        let mut sent_away = 0;
-        for _ in 0..MAX_ACCEPTED {
-            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-            match rustix::net::accept_with(listener, flags) {
-                Ok(connection) => {
-                    let welcome = self.exporter.sessions().welcome(connection, Counts::process());
-                    sent_away += usize::from(!welcome);
+    /// Whether the newcomer may stay for now.
+    fn accept(&mut self, epoll: &CloseOnFork, socket: OwnedFd) -> bool {
+        let peer = match socket::credentials(socket.as_fd()) {
+            Ok(peer) if socket::is_same_user(peer) => peer,
+            _ => {
+                count(Counter::BrokerRefusedUser);
+                return false;
+            }
+        };
+        let of_peer = self.by_id.values().filter(|other| peer.pid != 0 && other.pid == peer.pid);
+        let new = self.by_id.values().filter(|other| other.deadline.is_some());
+        let is_crowded = of_peer.count() >= MAX_PER_PROCESS || new.count() >= limits().0;
+        let id = ConnectionId(self.last + 1);
+        let data = epoll::EventData::new_u64(id.0);
+        let added =
+            |socket: &CloseOnFork| epoll::add(epoll, socket, data, epoll::EventFlags::IN).is_ok();
+        if is_crowded {
+            count(Counter::BrokerRefusedCrowded);
+            let reply = Reply::Refused { lease: LeaseId::NONE, why: Refusal::Crowded };
+            let _ = socket::send(socket.as_fd(), reply.pack().as_ref(), None);
+            return false;
+        }
+        let Some(socket) = CloseOnFork::new(socket).filter(added) else { return false };
+        self.last = id.0;
+        let connection = Connection {
+            socket,
+            pid: peer.pid,
+            deadline: Some(Instant::now() + PATIENCE),
+            outbox: Outbox::default(),
+            waits_for_space: false,
+            last_request: self.requests,
+        };
+        self.by_id.insert(id, connection);
+        true
+    }
+
+    /// Everybody.
+    pub(super) fn all(&self) -> Vec<ConnectionId> {
+        self.by_id.keys().copied().collect()
+    }
+
+    /// Those who were not granted anything in time.
+    pub(super) fn overdue(&self) -> Vec<ConnectionId> {
+        let now = Instant::now();
+        let overdue = |connection: &Connection| connection.deadline.is_some_and(|end| end <= now);
+        self.by_id.iter().filter(|(_, one)| overdue(one)).map(|(id, _)| *id).collect()
+    }
+
+    /// Sends what waits for space, and deals with what the peer has sent. Memory that is free now
+    /// goes to `reuse`.
+    pub(super) fn serve(
+        &mut self,
+        id: ConnectionId,
+        broker: &Broker,
+        lessor: &mut Lessor<Offered, Reuse>,
+        reuse: &mut Vec<Reuse>,
+    ) {
+        if let Then::HangUp = self.exchange(id, lessor, reuse) {
+            return self.hang_up(id, broker, lessor, reuse);
+        }
+        self.update_interest(id, broker);
+    }
+
+    fn exchange(
+        &mut self,
+        id: ConnectionId,
+        lessor: &mut Lessor<Offered, Reuse>,
+        reuse: &mut Vec<Reuse>,
+    ) -> Then {
+        let Some(connection) = self.by_id.get_mut(&id) else { return Then::GoOn };
+        if connection.outbox.flush(connection.socket.as_fd()).is_err() {
+            return Then::HangUp;
+        }
+        for _ in 0..MAX_AT_ONCE {
+            let Some(connection) = self.by_id.get_mut(&id) else { return Then::GoOn };
+            // A peer that does not take its answers asks for no more of them.
+            if !connection.outbox.is_empty() {
+                return Then::GoOn;
+            }
+            // One byte more than a message, so that a longer one is seen to be.
+            let mut message = [0; MAX_LEN + 1];
+            match socket::receive_plain(connection.socket.as_fd(), &mut message) {
+                Err(Errno::AGAIN | Errno::INTR) => return Then::GoOn,
+                Ok(0) | Err(_) => return Then::HangUp,
+                Ok(len) => {
+                    let request = Request::parse(&message[..len.min(message.len())]);
+                    if let Then::HangUp = self.answer(id, request, lessor, reuse) {
+                        return Then::HangUp;
+                    }
                 }
-                Err(Errno::AGAIN) => break,
-                // Out of descriptors, or the other end is gone again.
-                Err(_) => return MAX_ACCEPTED,
             }
         }
-        sent_away
+        Then::GoOn
+    }
+
+    fn answer(
+        &mut self,
+        id: ConnectionId,
+        request: Option<Request>,
+        lessor: &mut Lessor<Offered, Reuse>,
+        reuse: &mut Vec<Reuse>,
+    ) -> Then {
+        let has_capacity = self.has_capacity(id, lessor);
+        self.requests += 1;
+        let now = self.requests;
+        let Some(connection) = self.by_id.get_mut(&id) else { return Then::HangUp };
+        connection.last_request = now;
+        let is_new = connection.deadline.is_some();
+        let (lease, answer) = match request {
+            Some(Request::Release { lease }) if !is_new => {
+                reuse.extend(lessor.release(id, lease));
+                return Then::GoOn;
+            }
+            Some(Request::Open { lease, key }) => {
+                let base = Fields::parse(&key).map(|key| key.base);
+                let answer = match base {
+                    Ok(base) if has_capacity => lessor.open(id, lease, base, &key),
+                    Ok(_) => Err(Refusal::Crowded),
+                    Err(_) => Err(Refusal::Unknown),
+                };
+                (lease, answer)
+            }
+            Some(Request::Release { .. }) | None => (LeaseId::NONE, Err(Refusal::Malformed)),
+        };
+        let (sent, stays) = match answer {
+            Ok(descriptor) => {
+                count(Counter::BrokerGranted);
+                connection.deadline = None;
+                (connection.send(Reply::Grant { lease }, Some(descriptor)), true)
+            }
+            Err(why) => {
+                count(match why {
+                    Refusal::Unknown => Counter::BrokerRefusedToken,
+                    Refusal::Malformed => Counter::BrokerRefusedMessage,
+                    Refusal::Crowded => Counter::BrokerRefusedCrowded,
+                });
+                let stays = why == Refusal::Unknown && !is_new;
+                (connection.send(Reply::Refused { lease, why }, None), stays)
+            }
+        };
+        if sent.is_ok() && stays { Then::GoOn } else { Then::HangUp }
+    }
+
+    /// Whether this connection is among those that were granted a lease, or may become one of them:
+    /// somebody that has no lease at the moment is sent away for it if need be.
+    fn has_capacity(&mut self, id: ConnectionId, lessor: &mut Lessor<Offered, Reuse>) -> bool {
+        if self.by_id.get(&id).is_none_or(|connection| connection.deadline.is_none()) {
+            return true;
+        }
+        let granted = || self.by_id.iter().filter(|(_, other)| other.deadline.is_none());
+        if granted().count() < limits().1 {
+            return true;
+        }
+        let idle = granted().filter(|(id, _)| !lessor.has_leases(**id));
+        let Some(idle) = idle.min_by_key(|(_, other)| other.last_request).map(|(id, _)| *id) else {
+            return false;
+        };
+        let _none = lessor.hang_up(idle);
+        if let Some(mut idle) = self.by_id.remove(&idle) {
+            // It is told, so that it does not take us for dead. Closing takes it off the epoll.
+            let why = Refusal::Crowded;
+            let _ = idle.send(Reply::Refused { lease: LeaseId::NONE, why }, None);
+        }
+        true
+    }
+
+    /// Asks for a lease back. Whether that was sent or will be.
+    pub(super) fn revoke(&mut self, id: ConnectionId, lease: LeaseId, broker: &Broker) -> bool {
+        let Some(connection) = self.by_id.get_mut(&id) else { return false };
+        let sent = connection.send(Reply::Revoke { lease }, None).is_ok();
+        self.update_interest(id, broker);
+        sent
+    }
+
+    /// Closes a connection; all its leases have ended.
+    pub(super) fn hang_up(
+        &mut self,
+        id: ConnectionId,
+        broker: &Broker,
+        lessor: &mut Lessor<Offered, Reuse>,
+        reuse: &mut Vec<Reuse>,
+    ) {
+        if let Some(connection) = self.by_id.remove(&id) {
+            // Said explicitly: a child that is being forked has the socket too for a moment.
+            let _ = epoll::delete(&broker.epoll, &connection.socket);
+        }
+        reuse.extend(lessor.hang_up(id));
+    }
+
+    /// Has the broker wake up when there is space in the peer's queue, as long as that matters.
+    fn update_interest(&mut self, id: ConnectionId, broker: &Broker) {
+        let Some(connection) = self.by_id.get_mut(&id) else { return };
+        let waits = !connection.outbox.is_empty();
+        if waits != connection.waits_for_space {
+            // While it waits, its requests are not read.
+            let flags = if waits { epoll::EventFlags::OUT } else { epoll::EventFlags::IN };
+            let data = epoll::EventData::new_u64(id.0);
+            let _ = epoll::modify(&broker.epoll, &connection.socket, data, flags);
+            connection.waits_for_space = waits;
+        }
+    }
+}
+
+fn count(counter: Counter) {
+    if let Some(counts) = Counts::process() {
+        counts.add(counter, 1);
     }
 }

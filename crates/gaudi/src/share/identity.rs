@@ -2,20 +2,25 @@
 //! be reached.
 //!
 //! An identity travels: in keys, and as what a transport packs as its address. Everything in it is
-//! the word of whoever sent it until the kernel has confirmed it (see `handover`).
+//! the word of whoever sent it, until the broker of that very process has granted a lease.
 
 use std::fmt;
 use std::fs;
+use std::os::fd::OwnedFd;
 use std::process;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use rustix::rand::{GetRandomFlags, getrandom};
 
-use super::KeyError;
-use super::field::{Reader, Writer};
+use super::wire::{Reader, Writer};
+use super::{KeyError, importer};
 use crate::process::PerProcess;
+use crate::{Error, ErrorKind};
 
-/// Version of the packed form.
-const VERSION: u8 = 1;
+/// Version of the packed form, and of the protocol that its process speaks.
+const VERSION: u8 = 2;
 
 /// A process, as other processes of the machine can name it.
 ///
@@ -120,9 +125,13 @@ impl Identity {
         if self.host != own.host {
             return Err(KeyError::OtherHost);
         }
-        // In another user namespace numbers mean other users: the kernel decides at the hand-over.
+        // In another user namespace numbers mean other users: the kernel decides at the connection.
         if self.user_ns == own.user_ns && self.uid != own.uid {
             return Err(KeyError::OtherUser { theirs: self.uid, ours: own.uid });
+        }
+        // Two processes of one pid namespace never have the same number at the same time.
+        if self.pid == own.pid && self.pid_ns == own.pid_ns && self != own {
+            return Err(KeyError::Ended);
         }
         Ok(())
     }
@@ -135,6 +144,56 @@ impl Identity {
     /// Its process id, in its own pid namespace.
     pub fn pid(&self) -> u32 {
         self.pid
+    }
+
+    /// Whether the process lives; an error if there is no way to know. Never waits.
+    ///
+    /// In another pid namespace its number means nothing: there the connection tells, once it has
+    /// granted a lease.
+    pub fn is_alive(&self) -> Result<bool, Error> {
+        if self.is_own() {
+            return Ok(true);
+        }
+        let why = match self.pidfd() {
+            Ok(process) => return Ok(process.is_some_and(|process| !has_ended(&process))),
+            Err(why) => why,
+        };
+        importer::is_connected(self).ok_or_else(|| {
+            let detail = format!("{self}: {why}, and there is no connection to it");
+            Error::new(ErrorKind::ChannelFailed, "looking for a peer", detail, "")
+        })
+    }
+
+    /// Whether the kernel says that the process has ended. `false` where it cannot be asked.
+    pub(super) fn has_surely_ended(&self) -> bool {
+        self.pidfd().is_ok_and(|process| process.is_none_or(|process| has_ended(&process)))
+    }
+
+    /// A handle of exactly this process, not of one that has its number now; `None` if it has ended.
+    /// Or why there can be none.
+    fn pidfd(&self) -> Result<Option<OwnedFd>, String> {
+        if !self.is_in_our_pid_namespace() {
+            return Err("it is in another pid namespace".to_owned());
+        }
+        let Some(pid) = i32::try_from(self.pid).ok().and_then(Pid::from_raw) else {
+            return Ok(None);
+        };
+        let process = match pidfd_open(pid, PidfdFlags::empty()) {
+            Ok(process) => process,
+            // Nobody, or (as newer and older kernels say it) only a thread has this number.
+            Err(Errno::SRCH | Errno::NOENT | Errno::INVAL) => return Ok(None),
+            Err(errno) => return Err(format!("pidfd_open: {errno}")),
+        };
+        // If the number was reused before the handle was opened, the start time differs; if after,
+        // the handle is of a process that has ended.
+        if !proc_is_ours() {
+            return Err("/proc is another pid namespace's".to_owned());
+        }
+        match start_time(&self.pid.to_string()) {
+            Some(start) if start as u32 == self.start => Ok(Some(process)),
+            Some(_) => Ok(None),
+            None => Err("/proc does not show it".to_owned()),
+        }
     }
 
     /// Whether its process id means the same process to us.
@@ -151,6 +210,18 @@ impl fmt::Display for Identity {
         }
         Ok(())
     }
+}
+
+/// Whether the process of a pidfd has ended.
+fn has_ended(process: &OwnedFd) -> bool {
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&now)).is_ok_and(|ready| ready > 0)
+}
+
+/// Whether `/proc` has the numbers of our own pid namespace.
+fn proc_is_ours() -> bool {
+    let own = fs::read_link("/proc/self");
+    own.is_ok_and(|link| link.to_str().and_then(|pid| pid.parse().ok()) == Some(process::id()))
 }
 
 /// The first six bytes of a boot id, which is a random UUID.
@@ -170,7 +241,7 @@ fn namespace_of(link: &str) -> Option<u32> {
 }
 
 /// When a process started, from its line in `/proc`.
-pub(super) fn start_time(process: &str) -> Option<u64> {
+fn start_time(process: &str) -> Option<u64> {
     crate::stats::start_time(process)
 }
 
@@ -196,11 +267,15 @@ mod tests {
         let stranger = Identity { uid: own.uid + 1, ..own };
         let refused = KeyError::OtherUser { theirs: own.uid + 1, ours: own.uid };
         assert_eq!(stranger.check_reachable(), Err(refused));
-        let mapped = Identity { user_ns: 1, ..stranger };
+        let reused = Identity { instance: [0; 6], ..own };
+        assert_eq!(reused.check_reachable(), Err(KeyError::Ended), "our number is ours alone");
+        let elsewhere = Identity { pid_ns: 1, ..reused };
+        assert_eq!(elsewhere.check_reachable(), Ok(()), "numbers of another namespace say nothing");
+        let mapped = Identity { user_ns: 1, pid: own.pid + 1, ..stranger };
         assert_eq!(mapped.check_reachable(), Ok(()), "numbers of another namespace say nothing");
         let mut packed = own.pack();
         packed[0] = 9;
-        assert_eq!(Identity::parse(&packed), Err(KeyError::Version { found: 9, expected: 1 }));
+        assert_eq!(Identity::parse(&packed), Err(KeyError::Version { found: 9, expected: 2 }));
         let short = KeyError::Length { found: 3, expected: Identity::LEN };
         assert_eq!(Identity::parse(&packed[..3]), Err(short));
     }

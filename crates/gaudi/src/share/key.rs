@@ -8,26 +8,23 @@
 //! | 41 | 4 | source device: PCI domain, bus, device and function |
 //! | 45 | 7 | first address of the allocation, in units of 4 KiB |
 //! | 52 | 5 | its length in bytes |
-//! | 57 | 3 | descriptor of the exporter's ledger, in the exporter; all ones: none |
-//! | 60 | 4 | the share's line in the ledger |
 //!
-//! The dma-buf's own descriptor number, device and inode are in the ledger (see `ledger`), because
-//! whoever knows them could otherwise make a key without knowing the token.
+//! The exporter grants a lease only for a key that is its own to the last bit.
 
-use super::field::{Reader, Writer};
-use super::message::Offered;
+use std::hash::{Hash, Hasher};
+
+use super::wire::{Reader, Writer};
 use super::{Identity, KeyError};
 use crate::BusId;
 
 /// Bytes of a key.
-pub const KEY_LEN: usize = 64;
+pub const KEY_LEN: usize = 57;
 
 /// Version of the format; a key of another is refused.
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 /// The unit of addresses: allocations start at multiples of it, and dma-bufs are this long or a
 /// multiple.
 pub(super) const PAGE: u64 = crate::PAGE_SIZE;
-const NO_LEDGER: u64 = 0xff_ffff;
 /// More than any card has, and what five bytes can say.
 const LONGEST: u64 = 1 << 40;
 
@@ -42,31 +39,21 @@ impl std::fmt::Debug for Token {
     }
 }
 
-impl Token {
-    /// Compares in a time that does not depend on where the first difference is.
-    pub(super) fn matches(&self, other: &Token) -> bool {
-        let differs = self.0.iter().zip(&other.0).fold(0, |differs, (a, b)| differs | (a ^ b));
-        std::hint::black_box(differs) == 0
-    }
-}
-
-/// Where a share stands in its exporter's ledger.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Line {
-    /// The ledger's descriptor number in the exporter.
-    pub(super) ledger: u32,
-    pub(super) number: u32,
-}
-
 /// What a key says. Nothing of it is confirmed yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Fields {
+pub(crate) struct Fields {
     pub(super) peer: Identity,
     pub(super) token: Token,
     pub(super) source: Bus,
     pub(super) base: u64,
     pub(super) len: u64,
-    pub(super) line: Option<Line>,
+}
+
+impl Hash for Fields {
+    /// The token tells keys apart: it is random.
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.token.hash(state);
+    }
 }
 
 impl Fields {
@@ -79,9 +66,6 @@ impl Fields {
         to.number(self.source.0.into(), 4);
         to.number(self.base / PAGE, 7);
         to.number(self.len, 5);
-        let line = self.line.filter(|line| u64::from(line.ledger) < NO_LEDGER);
-        to.number(line.map_or(NO_LEDGER, |line| line.ledger.into()), 3);
-        to.number(line.map_or(0, |line| line.number.into()), 4);
         debug_assert!(to.is_full());
         bytes
     }
@@ -102,23 +86,13 @@ impl Fields {
         let token = Token(from.bytes());
         let source = Bus(from.number(4) as u32);
         let (pages, len) = (from.number(7), from.number(5));
-        let (ledger, number) = (from.number(3), from.number(4) as u32);
         if len == 0 {
             return Err(KeyError::Malformed("it is of no length"));
         }
         let base = pages.checked_mul(PAGE);
         let base = base.filter(|base| base.checked_add(LONGEST).is_some());
         let base = base.ok_or(KeyError::Malformed("its address is beyond all memory"))?;
-        if ledger == NO_LEDGER && number != 0 {
-            return Err(KeyError::Malformed("it names a line of no ledger"));
-        }
-        let line = (ledger != NO_LEDGER).then_some(Line { ledger: ledger as u32, number });
-        Ok(Self { peer, token, source, base, len, line })
-    }
-
-    /// The memory, as its exporter's broker knows it.
-    pub(super) fn offered(&self) -> Offered {
-        Offered { base: self.base, token: self.token }
+        Ok(Self { peer, token, source, base, len })
     }
 
     /// Length of the dma-buf: the range, rounded up.
@@ -167,16 +141,14 @@ mod tests {
     }
 
     fn any_fields() -> impl Strategy<Value = Fields> {
-        let line = prop::option::of((0..NO_LEDGER as u32, any::<u32>()));
         let base = 0..(u64::MAX - LONGEST) / PAGE;
-        (any_identity(), any::<[u8; 8]>(), any::<u32>(), base, 1..LONGEST, line).prop_map(
-            |(peer, token, source, pages, len, line)| Fields {
+        (any_identity(), any::<[u8; 8]>(), any::<u32>(), base, 1..LONGEST).prop_map(
+            |(peer, token, source, pages, len)| Fields {
                 peer,
                 token: Token(token),
                 source: Bus(source),
                 base: pages * PAGE,
                 len,
-                line: line.map(|(ledger, number)| Line { ledger, number }),
             },
         )
     }
@@ -204,12 +176,6 @@ mod tests {
             let bus = Bus(number);
             prop_assert_eq!(Bus::new(&bus.id()), Some(bus));
         }
-
-        #[test]
-        fn tokens_match_only_themselves(one in any::<[u8; 8]>(), other in any::<[u8; 8]>()) {
-            prop_assert!(Token(one).matches(&Token(one)));
-            prop_assert_eq!(Token(one).matches(&Token(other)), one == other);
-        }
     }
 
     #[test]
@@ -221,7 +187,6 @@ mod tests {
             source: Bus(0x0000_3300),
             base: 0x1001_0000_0000_0000,
             len: 5000,
-            line: None,
         };
         let good = fields.pack();
         assert_eq!(fields.source.id().as_str(), "0000:33:00.0");
@@ -230,13 +195,12 @@ mod tests {
             key[at] = byte;
             Fields::parse(&key).unwrap_err()
         };
-        assert_eq!(with(0, 2), KeyError::Version { found: 2, expected: 1 });
+        assert_eq!(with(0, 1), KeyError::Version { found: 1, expected: 2 });
         assert_eq!(with(51, 0xff), KeyError::Malformed("its address is beyond all memory"));
-        assert_eq!(with(60, 1), KeyError::Malformed("it names a line of no ledger"));
         let empty = Fields { len: 0, ..fields };
         let refused = KeyError::Malformed("it is of no length");
         assert_eq!(Fields::parse(&empty.pack()), Err(refused));
-        for len in [0, 1, 63, 65] {
+        for len in [0, 1, KEY_LEN - 1, KEY_LEN + 1, 64] {
             let mut bytes = good.to_vec();
             bytes.resize(len, 0);
             let length = KeyError::Length { found: len, expected: KEY_LEN };

@@ -1,54 +1,64 @@
-//! Device memory between processes: keys, and how they are made good.
+//! Device memory between processes: keys, and the leases that make them good.
 //!
 //! An exporter shares an allocation ([`Device::share`]) and sends the [`Share::key`] to a peer by
 //! whatever means. The peer parses it ([`RemoteKey::parse`]), opens it for one of its own devices
 //! ([`RemoteKey::open`]) and copies between that device and what [`Opened::translate`] answers: one
-//! DMA from card to card. No UCX here; `docs/ipc.md` has the path and the security model.
+//! DMA from card to card. No UCX here; `docs/ipc.md` has the security model.
+//!
+//! There is one connection from an importing process to each exporting one. The exporter hands a
+//! dma-buf out only over it, and records a *lease* on the connection in the same step. What is freed
+//! goes to its next tenant when all leases on it have ended. A lease, on both sides:
+//!
+//! | event | exporter (`Lessor`) | importer (`Lessee`) |
+//! |---|---|---|
+//! | memory is to be opened | | sends `Open`: *requested* |
+//! | `Open` with the key of shared memory | *leased*; sends `Grant` with the dma-buf | |
+//! | `Open` with any other key | sends `Refused`; hangs up if nothing was ever leased to this peer | |
+//! | `Grant` | | *requested* → *held*, imported; *abandoned* → sends `Release` |
+//! | `Refused` | | *requested*, *abandoned* → none |
+//! | no answer in a second | | *requested* → *abandoned* |
+//! | memory is unshared or freed | *leased* → *revoked*; sends `Revoke` | |
+//! | `Revoke` | | evicted from the cache; *held* until its last user is done |
+//! | the import is unmapped | | *held* → none; sends `Release` |
+//! | `Release` | *leased*, *revoked* → none | |
+//! | the connection ends | all its leases → none | evicted from the cache; the exporter counts as ended |
+//! | anything else | hangs up | hangs up |
 //!
 //! | file | what |
 //! |---|---|
-//! | `identity`, `key`, `field`, `message` | what travels; pure, total functions over bytes |
-//! | `export`, `ledger`, `sheet`, `broker`, `sessions`, `socket` | the exporter: what is shared, handing it out, and who has it |
-//! | `handover`, `conversation`, `opened`, `cache` | the importer: fetching, importing, keeping |
-//! | `watch`, `keeper`, `holds` | noticing that a peer has ended or takes memory back |
-//! | `fork`, `thread`, `sync` | being a guest in a program that forks, takes signals and is model-checked |
+//! | `identity`, `key`, `wire` | what travels; pure, total functions over bytes |
+//! | `leases` | both state machines, without sockets |
+//! | `exporter`, `broker` | what is shared; the thread that grants leases |
+//! | `importer`, `remote`, `cache` | connections to exporters; keys, imports, and which are kept |
+//! | `socket` | where brokers listen, who is at the other end, sending and receiving |
 
 mod broker;
 mod cache;
 #[cfg(test)]
 mod cache_tests;
-mod conversation;
-mod export;
-mod field;
-mod handover;
-mod holds;
+mod exporter;
 mod identity;
-mod keeper;
+mod importer;
 mod key;
-mod ledger;
-mod message;
-mod opened;
-mod sessions;
+mod leases;
 #[cfg(test)]
-mod sessions_tests;
-mod sheet;
+mod leases_model;
+mod remote;
 mod socket;
 mod sync;
-mod watch;
+mod wire;
 
 pub use cache::Limits;
-pub use export::Share;
-pub(crate) use export::{freed, settle};
-pub use handover::{Handover, allow_handover};
+pub use exporter::{Share, start_broker};
+pub(crate) use exporter::{freed, reclaim};
 pub use identity::Identity;
 pub use key::KEY_LEN;
-pub(crate) use opened::Handles;
-pub use opened::{DEFAULT_LIMITS, Opened, Relation, RemoteKey, set_handle_limits};
-pub use watch::Watch;
+pub(crate) use remote::Handles;
+pub use remote::{DEFAULT_LIMITS, Opened, Relation, RemoteKey, set_handle_limits};
 
 use std::sync::Arc;
 
-use crate::{Device, DeviceAddr, Error, runtime};
+use crate::{Device, DeviceAddr, Error};
 
 /// Why bytes are no key, or no key for this process.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -75,6 +85,9 @@ pub enum KeyError {
     /// From another machine, or from before this one was started.
     #[error("it is of another host, or of an earlier boot of this one")]
     OtherHost,
+    /// From a process that has ended: this one has its process id now.
+    #[error("it is of a process that has ended")]
+    Ended,
     /// From another user's process.
     #[error(
         "it is user {theirs}'s, and this process is user {ours}'s: memory is shared within a user only"
@@ -96,11 +109,8 @@ impl Device {
     ///
     /// The first call starts the broker, a thread that sleeps until a peer comes.
     pub fn share(self: &Arc<Self>, addr: DeviceAddr, len: u64) -> Result<Share, Error> {
-        let shared = self.check_own(addr, len, "sharing device memory").and_then(|_| {
-            let location = runtime().locate(addr.0, len.max(1) as usize);
-            let location = location.ok_or_else(|| self.gone(addr))?;
-            export::share(self, location)
-        });
+        let checked = self.check_own(addr, len, "sharing device memory");
+        let shared = checked.and_then(|_| exporter::share(self, addr));
         shared.map_err(|error| self.failed(error))
     }
 
@@ -108,10 +118,4 @@ impl Device {
         let detail = format!("{addr} was freed meanwhile");
         Error::new(crate::ErrorKind::InvalidParams, "sharing device memory", detail, "")
     }
-}
-
-/// Starts this process's broker, if it does not run yet: for those who want to be watched
-/// ([`Identity::watch`]) from another pid namespace before they share anything.
-pub fn start_broker() -> Result<(), Error> {
-    export::Exporter::here()?.start_broker()
 }

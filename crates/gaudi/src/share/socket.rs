@@ -5,12 +5,13 @@
 //! `/tmp`), also from another network namespace. Both are named after the exporter's random
 //! instance number: process ids mean nothing in another pid namespace.
 
+use std::collections::VecDeque;
 use std::fs;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use rustix::io::Errno;
 use rustix::net::{
@@ -19,6 +20,7 @@ use rustix::net::{
 };
 
 use super::Identity;
+use super::wire::Packed;
 
 /// Folders for the socket in the file system, in this order.
 const FOLDERS: [&str; 2] = ["/dev/shm", "/tmp"];
@@ -187,6 +189,46 @@ pub(super) fn is_same_user(credentials: Credentials) -> bool {
     credentials.uid == own && (own != overflow() || is_plain())
 }
 
+/// Messages to one end that found its queue full, in order. `E` is what a message may enclose.
+#[derive(Debug)]
+pub(super) struct Outbox<E>(VecDeque<(Packed, Option<Arc<E>>)>);
+
+impl<E> Default for Outbox<E> {
+    fn default() -> Self {
+        Self(VecDeque::new())
+    }
+}
+
+impl<E: AsFd> Outbox<E> {
+    /// Sends a message now, or with [`Outbox::flush`] when there is space. An error: hang up.
+    pub(super) fn send(
+        &mut self,
+        socket: BorrowedFd<'_>,
+        message: Packed,
+        enclosed: Option<Arc<E>>,
+    ) -> Result<(), Errno> {
+        self.0.push_back((message, enclosed));
+        self.flush(socket)
+    }
+
+    /// Sends as much as there is space for.
+    pub(super) fn flush(&mut self, socket: BorrowedFd<'_>) -> Result<(), Errno> {
+        while let Some((message, enclosed)) = self.0.front() {
+            let enclosed = enclosed.as_ref().map(|enclosed| enclosed.as_fd());
+            match send(socket, message.as_ref(), enclosed) {
+                Ok(()) => drop(self.0.pop_front()),
+                Err(Errno::AGAIN | Errno::INTR | Errno::NOBUFS | Errno::NOMEM) => break,
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
 /// Sends a message, with a descriptor if there is one. Never blocks.
 pub(super) fn send(
     socket: BorrowedFd<'_>,
@@ -231,6 +273,6 @@ pub(super) fn receive(
 }
 
 /// Receives a message where no descriptors are wanted: the kernel closes what comes along.
-pub(super) fn receive_plain(socket: &impl AsFd, message: &mut [u8]) -> Result<usize, Errno> {
+pub(super) fn receive_plain(socket: BorrowedFd<'_>, message: &mut [u8]) -> Result<usize, Errno> {
     rustix::net::recv(socket, message, RecvFlags::DONTWAIT).map(|(_, len)| len)
 }

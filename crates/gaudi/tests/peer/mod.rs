@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Lines, Write, stdin};
+use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
@@ -36,10 +37,8 @@ pub(crate) fn unhex(text: &str) -> Vec<u8> {
 pub(crate) struct Set {
     /// Another user.
     pub(crate) uid: Option<u32>,
-    /// A seccomp filter that refuses `pidfd_getfd`, as Docker's does.
-    pub(crate) no_getfd: bool,
-    /// … and `pidfd_open`, as older ones do.
-    pub(crate) no_pidfd: bool,
+    /// A seccomp filter that answers these system calls with `EPERM`.
+    pub(crate) refuse: &'static [libc::c_long],
     /// Namespaces of its own (`CLONE_NEW…`).
     pub(crate) namespaces: i32,
 }
@@ -195,8 +194,8 @@ fn become_it(set: Set) -> std::io::Result<()> {
             check(libc::setresuid(uid, uid, uid).into())?;
         }
     }
-    if set.no_getfd || set.no_pidfd {
-        refuse(set.no_pidfd)?;
+    if !set.refuse.is_empty() {
+        refuse(set.refuse)?;
     }
     Ok(())
 }
@@ -205,22 +204,19 @@ fn write_file(path: &std::ffi::CStr, text: &str) -> std::io::Result<()> {
     std::fs::write(path.to_str().expect("ASCII"), text)
 }
 
-/// Installs a filter that answers `pidfd_getfd` (and `pidfd_open`) with `EPERM`.
-fn refuse(open_too: bool) -> std::io::Result<()> {
+/// Installs a filter that answers some system calls with `EPERM`.
+fn refuse(calls: &[libc::c_long]) -> std::io::Result<()> {
     let statement = |code: u32, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: 0, k };
-    let jump = |k: u32, jt: u8| {
+    let mut program = vec![statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0)];
+    for (at, call) in calls.iter().enumerate() {
+        // Over the rest, and over the statement that allows.
+        let jt = (calls.len() - at) as u8;
         let code = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
-        libc::sock_filter { code, jt, jf: 0, k }
-    };
-    let open = if open_too { libc::SYS_pidfd_open } else { libc::SYS_pidfd_getfd };
+        program.push(libc::sock_filter { code, jt, jf: 0, k: *call as u32 });
+    }
+    program.push(statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW));
     let refused = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
-    let mut program = [
-        statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0),
-        jump(libc::SYS_pidfd_getfd as u32, 2),
-        jump(open as u32, 1),
-        statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW),
-        statement(libc::BPF_RET | libc::BPF_K, refused),
-    ];
+    program.push(statement(libc::BPF_RET | libc::BPF_K, refused));
     let filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
     // SAFETY: the program lives across the call.
     let done = unsafe {
@@ -257,6 +253,8 @@ struct State {
     shares: BTreeMap<u32, Share>,
     memory: BTreeMap<u32, Allocation>,
     device: Option<Arc<Device>>,
+    taken: Vec<std::fs::File>,
+    crowd: Vec<OwnedFd>,
 }
 
 impl State {
@@ -342,10 +340,41 @@ impl State {
             // Connects to a socket (abstract if it starts with @), says something, and reports what
             // comes back: nothing, or bytes, or bytes and a descriptor.
             "knock" => return Ok(format!("ok {}", knock(words[1], &unhex(words[2])))),
-            "handover" => gaudi::share::allow_handover(match words[1] {
-                "pidfd" => gaudi::share::Handover::Pidfd,
-                _ => gaudi::share::Handover::Broker,
-            }),
+            // Uses up all descriptors but so many.
+            "exhaust" => {
+                let mut taken: Vec<_> = Vec::new();
+                while let Ok(file) = std::fs::File::open("/dev/null") {
+                    taken.push(file);
+                }
+                taken.truncate(taken.len().saturating_sub(number(1) as usize));
+                self.taken = taken;
+            }
+            "restore" => self.taken.clear(),
+            // Connects so many times to a broker's socket, says this, and stays connected.
+            "crowd" => {
+                let told = unhex(words[3]);
+                self.crowd.extend((0..number(2)).map(|_| stranger(words[1], &told)));
+            }
+            // A child drops all that it has inherited.
+            "forkdrop" => {
+                // SAFETY: this thread is the only one of the test that has locks.
+                let child = unsafe { libc::fork() };
+                if child == 0 {
+                    self.opened.clear();
+                    self.shares.clear();
+                    // SAFETY: ends the process.
+                    unsafe { libc::_exit(0) };
+                }
+                let mut status = -1;
+                // SAFETY: our own child.
+                unsafe { libc::waitpid(child, &raw mut status, 0) };
+                assert_eq!(status, 0, "the child");
+            }
+            "alive" => {
+                let identity = gaudi::Identity::parse(&unhex(words[1])).expect("an identity");
+                let alive = identity.is_alive();
+                return Ok(alive.map_or("ok unknown".to_owned(), |alive| format!("ok {alive}")));
+            }
             "fds" => {
                 let fds = std::fs::read_dir("/proc/self/fd").expect("a Linux").count();
                 return Ok(format!("ok {fds}"));
@@ -398,12 +427,8 @@ pub(crate) fn copy(device: &Arc<Device>, dst: Side, src: Side, len: usize) -> Re
 /// Says something to a socket, from outside the engine; what came back.
 pub(crate) fn knock(name: &str, message: &[u8]) -> String {
     use rustix::net::*;
-    let address = match name.strip_prefix('@') {
-        Some(name) => SocketAddrUnix::new_abstract_name(name.as_bytes()),
-        None => SocketAddrUnix::new(name),
-    };
     let socket = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).expect("a socket");
-    if let Err(error) = connect(&socket, &address.expect("a name")) {
+    if let Err(error) = connect(&socket, &address(name)) {
         return format!("not connected: {error}");
     }
     // Refused with or without having listened.
@@ -420,14 +445,42 @@ pub(crate) fn knock(name: &str, message: &[u8]) -> String {
     }
 }
 
+fn address(name: &str) -> rustix::net::SocketAddrUnix {
+    use rustix::net::SocketAddrUnix;
+    let address = match name.strip_prefix('@') {
+        Some(name) => SocketAddrUnix::new_abstract_name(name.as_bytes()),
+        None => SocketAddrUnix::new(name),
+    };
+    address.expect("a name")
+}
+
+/// A connection to a broker on which something was said, and nobody reads the answer.
+pub(crate) fn stranger(name: &str, told: &[u8]) -> OwnedFd {
+    use rustix::net::*;
+    let flags = SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None);
+    let socket = socket.expect("a socket");
+    // Whoever finds the queue full is part of the crowd too.
+    let _ = connect(&socket, &address(name));
+    if !told.is_empty() {
+        let _ = send(&socket, told, SendFlags::NOSIGNAL);
+    }
+    socket
+}
+
 /// Where the broker of a key's exporter listens: its instance number is in the key.
 pub(crate) fn sockets(key: &[u8]) -> [String; 2] {
     let name = format!("ucx-gaudi-{}", hex(&key[7..13]));
     [format!("@{name}"), format!("/dev/shm/{name}.sock")]
 }
 
-/// A request for a dma-buf, as `docs/ipc.md` describes it.
-pub(crate) fn request(kind: u8, base: u64, token: &[u8]) -> Vec<u8> {
-    let head = [b'u', b'g', b's', b'h', 1, kind, 0, 0];
-    [&head[..], &base.to_le_bytes(), token].concat()
+/// A message to a broker, as `docs/design/ipc-protocol.md` describes it.
+pub(crate) fn message(kind: u8, lease: u64, body: &[u8]) -> Vec<u8> {
+    let head = [b'u', b'g', b's', b'h', 2, kind, 0, 0];
+    [&head[..], &lease.to_le_bytes(), body].concat()
+}
+
+/// A request for the dma-buf of a key.
+pub(crate) fn open_request(key: &[u8]) -> Vec<u8> {
+    message(1, 1, key)
 }

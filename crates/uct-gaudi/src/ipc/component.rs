@@ -8,7 +8,7 @@ use uct::config::{Values, Variable};
 use uct::{Component, Status, SysDevice, Ucx, log};
 
 use super::domain::IpcDomain;
-use super::key::{KEY_LEN, NoKey, OpenKey, Unusable};
+use super::key::{KEY_LEN, NoKey, RemoteMemory, Unusable};
 use super::{NAME, settings};
 use crate::{cards, domain, memtype_cache};
 
@@ -26,7 +26,7 @@ impl IpcComponent {
 
 impl Component for IpcComponent {
     type Md = IpcDomain;
-    type RemoteKey = OpenKey;
+    type RemoteKey = RemoteMemory;
 
     const NAME: &'static str = NAME;
     const CONFIG_PREFIX: &'static str = settings::PREFIX;
@@ -61,8 +61,8 @@ impl Component for IpcComponent {
         ucx: &'static Ucx,
         key: &[u8],
         device: SysDevice,
-    ) -> Result<OpenKey, Status> {
-        OpenKey::new(key, || card_near(ucx, device)).map_err(|why| unreachable(ucx, &why))
+    ) -> Result<RemoteMemory, Status> {
+        RemoteMemory::new(key, || card_near(ucx, device)).map_err(|why| unreachable(ucx, &why))
     }
 }
 

@@ -1,18 +1,18 @@
 //! The memory domain: keys for memory of this process, and attached memory of others.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use gaudi::share::Share;
 use gaudi::{DeviceAddr, DeviceId, HostRegion, Location};
 use uct::abi::md_flag;
 use uct::{
-    DomainAttributes, LinearFunc, MemoryDomain, MemoryType, MemoryTypes, Region, Status, SysDevice,
-    Ucx, log,
+    DomainAttributes, Level, LinearFunc, MemoryDomain, MemoryType, MemoryTypes, Region, Status,
+    SysDevice, Ucx, log,
 };
 
 use super::NAME;
 use super::component::{card_near, unreachable};
-use super::key::{NoKey, OpenKey};
+use super::key::{NoKey, RemoteMemory};
 
 /// An open memory domain. It opens no card.
 pub(crate) struct IpcDomain {
@@ -26,7 +26,7 @@ pub(crate) enum Memory {
     /// Host memory: of use on the local side only.
     Host(Arc<HostRegion>),
     /// A peer's memory.
-    Attached(OpenKey),
+    Attached(RemoteMemory),
 }
 
 /// Gaudi memory that was registered, and shared when the first key was packed.
@@ -60,10 +60,25 @@ impl Shareable {
             return Err(NoKey::NoImport);
         }
         device.share(self.base, self.length).map_err(|error| {
-            log!(ucx, Warn, "{NAME}: Gaudi memory is not shared: {error}");
+            // UCX asks for every buffer: the reason is a warning once, for each reason.
+            let level = if is_new(&error) { Level::Warn } else { Level::Debug };
+            let text = format_args!("{NAME}: Gaudi memory is not shared: {error}");
+            ucx.log(level, file!(), line!(), text);
             NoKey::Refused
         })
     }
+}
+
+/// Whether sharing has not failed for this reason before.
+fn is_new(error: &gaudi::Error) -> bool {
+    const MOST: usize = 16;
+    static KNOWN: Mutex<Vec<String>> = Mutex::new(Vec::new());
+    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    let is_new = known.len() < MOST && !known.iter().any(|detail| detail == error.detail());
+    if is_new {
+        known.push(error.detail().to_owned());
+    }
+    is_new
 }
 
 impl IpcDomain {
@@ -82,7 +97,7 @@ impl Memory {
     }
 
     /// A peer's memory that serves as the local buffer.
-    pub(super) fn attached(&self) -> Option<&OpenKey> {
+    pub(super) fn attached(&self) -> Option<&RemoteMemory> {
         match self {
             Memory::Attached(key) => Some(key),
             Memory::Device(_) | Memory::Host(_) => None,
@@ -170,7 +185,7 @@ impl MemoryDomain for IpcDomain {
     }
 
     fn attach(&self, key: &[u8], hide_errors: bool) -> Result<Memory, Status> {
-        match OpenKey::new(key, || card_near(self.ucx, SysDevice::UNKNOWN)) {
+        match RemoteMemory::new(key, || card_near(self.ucx, SysDevice::UNKNOWN)) {
             Ok(key) => Ok(Memory::Attached(key)),
             Err(why) if hide_errors => Err(unreachable(self.ucx, &why)),
             Err(why) => {

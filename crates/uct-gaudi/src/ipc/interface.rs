@@ -16,7 +16,7 @@ use uct::{
 use super::NAME;
 use super::component::IpcComponent;
 use super::domain::{IpcDomain, Memory};
-use super::key::OpenKey;
+use super::key::RemoteMemory;
 use super::remote::{InFlight, Reached, Remote};
 use super::settings::{self, Estimates};
 use crate::addresses::{Way, classify};
@@ -68,7 +68,7 @@ impl IpcInterface {
         remote: &Arc<Remote>,
         local: &Buffers<'_, Memory>,
         address: u64,
-        key: Option<&OpenKey>,
+        key: Option<&RemoteMemory>,
         completion: Completion,
     ) -> Posted {
         let posted = match self.prepare(way, local, address, key) {
@@ -99,7 +99,7 @@ impl IpcInterface {
         way: Way,
         local: &Buffers<'_, Memory>,
         address: u64,
-        key: Option<&OpenKey>,
+        key: Option<&RemoteMemory>,
     ) -> Result<Option<Prepared>, Status> {
         let key = key.ok_or(Status::INVALID_PARAM)?;
         let mut at = address;
@@ -140,7 +140,7 @@ impl IpcInterface {
     /// Where a card sees a range of a peer's memory.
     fn see(
         &self,
-        key: &OpenKey,
+        key: &RemoteMemory,
         device: &Arc<Device>,
         address: u64,
         length: usize,
@@ -328,7 +328,7 @@ impl Interface for IpcInterface {
         remote: &Arc<Remote>,
         local: Buffers<'_, Memory>,
         address: u64,
-        key: Option<&OpenKey>,
+        key: Option<&RemoteMemory>,
         completion: Completion,
     ) -> Result<Posted, Status> {
         Ok(self.start(Way::Put, remote, &local, address, key, completion))
@@ -339,7 +339,7 @@ impl Interface for IpcInterface {
         remote: &Arc<Remote>,
         local: Buffers<'_, Memory>,
         address: u64,
-        key: Option<&OpenKey>,
+        key: Option<&RemoteMemory>,
         completion: Completion,
     ) -> Result<Posted, Status> {
         Ok(self.start(Way::Get, remote, &local, address, key, completion))

@@ -66,11 +66,11 @@ impl fmt::Display for NoKey {
     }
 }
 
-/// A key of a peer's memory that can be opened.
+/// Memory of a peer, as UCX keeps it: a key that could be opened when it was unpacked.
 ///
-/// It does not hold the memory: applications keep keys for long, and a mapping keeps the peer's card
-/// busy also when the peer has ended. The engine remembers what was opened, and lets go of it then.
-pub(crate) struct OpenKey {
+/// It is not mapped by this: applications keep keys for long, and a mapping keeps the peer's card busy
+/// also when the peer has ended. The engine's cache has the mapping, and gives it up then.
+pub(crate) struct RemoteMemory {
     key: RemoteKey,
     /// The card that copies where the local buffer does not decide it.
     card: Arc<Device>,
@@ -105,12 +105,12 @@ impl fmt::Display for Unusable {
     }
 }
 
-impl OpenKey {
+impl RemoteMemory {
     /// Opens a packed key, on the card that `card` names. The key comes from another process.
     pub(crate) fn new(
         packed: &[u8],
         card: impl FnOnce() -> Result<Arc<Device>, Unusable>,
-    ) -> Result<OpenKey, Unusable> {
+    ) -> Result<RemoteMemory, Unusable> {
         if let Some(reason) = NoKey::parse(packed) {
             return Err(Unusable::None(reason));
         }
@@ -121,7 +121,7 @@ impl OpenKey {
         let card = card()?;
         // Closed at once; that it can be opened is what matters, while there is another way.
         key.open(&card).map_err(Unusable::Engine)?;
-        Ok(OpenKey { key, card })
+        Ok(RemoteMemory { key, card })
     }
 
     /// The memory as this card sees it.

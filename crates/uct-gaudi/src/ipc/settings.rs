@@ -3,26 +3,14 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use gaudi::share::{self, Handover, Limits};
+use gaudi::share::{self, Limits};
 use uct::config::{Kind, Values, Variable};
 
 /// Prefix of the variables, behind `UCX_`, of the memory domain and of the transport.
 pub(super) const PREFIX: &str = "GAUDI_IPC_";
 
-/// Words of HANDOVER, in the order of [`handover`].
-const HANDOVERS: &[&str] = &["try", "pidfd", "broker"];
-
 /// Of the memory domain.
 pub(super) const DOMAIN_VARIABLES: &[Variable] = &[
-    Variable {
-        name: "HANDOVER",
-        default: "try",
-        help: "How the descriptor of a peer's memory reaches this process.\n\
-               try: with pidfd_getfd where the system permits it, else from the peer's broker;\n\
-               pidfd: with pidfd_getfd only;\n\
-               broker: from the peer's broker only, over a Unix socket.",
-        kind: Kind::Choice(HANDOVERS),
-    },
     Variable {
         name: "CACHE_MAX_REGIONS",
         default: "1024",
@@ -70,10 +58,9 @@ pub(super) const TRANSPORT_VARIABLES: &[Variable] = &[
 /// OPEN_DEVICE of the domain that was opened last.
 static OPEN_DEVICE: AtomicBool = AtomicBool::new(true);
 
-/// Takes over what UCX parsed for a domain. Hand-over, cache and cards are the process's: keys are
+/// Takes over what UCX parsed for a domain. Cache and cards are the process's: keys are
 /// unpacked without a domain. The domain that was opened last decides.
 pub(super) fn take_over(values: &Values<'_>) {
-    share::allow_handover(handover(values.choice("HANDOVER")));
     share::set_handle_limits(Limits {
         handles: values.uint("CACHE_MAX_REGIONS") as usize,
         bytes: values.bytes("CACHE_MAX_SIZE") as u64,
@@ -84,14 +71,6 @@ pub(super) fn take_over(values: &Values<'_>) {
 /// Whether a card may be opened for the sake of a peer's memory.
 pub(super) fn may_open_device() -> bool {
     OPEN_DEVICE.load(Ordering::Relaxed)
-}
-
-fn handover(choice: usize) -> Handover {
-    match choice {
-        1 => Handover::Pidfd,
-        2 => Handover::Broker,
-        _ => Handover::Try,
-    }
 }
 
 /// What UCX shall think an operation costs.
@@ -112,18 +91,5 @@ impl Estimates {
             latency: values.real("LAT"),
             overhead: values.real("OVERHEAD"),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_word_of_handover_means_what_it_says() {
-        let meant: Vec<String> = (0..HANDOVERS.len())
-            .map(|choice| format!("{:?}", handover(choice)).to_lowercase())
-            .collect();
-        assert_eq!(meant, HANDOVERS);
     }
 }

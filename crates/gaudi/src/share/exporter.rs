@@ -1,0 +1,405 @@
+//! The exporter's side: which allocations are shared, under which token, through which dma-buf, and
+//! what becomes of them when they are freed.
+
+use std::fmt;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+
+use rustix::rand::{GetRandomFlags, getrandom};
+
+use super::broker::{Broker, Connections};
+use super::key::{self, Bus, Fields, Token};
+use super::leases::{ConnectionId, Lessor};
+use super::wire::LeaseId;
+use super::{Identity, KEY_LEN, remote};
+use crate::process::{PerProcess, thread};
+use crate::stats::{Counter, Counts, Gauge, GaugeGuard};
+use crate::{Device, DeviceAddr, Error, ErrorKind, Location, runtime};
+
+const SHARING: &str = "sharing device memory";
+
+/// One allocation that other processes may open, with the key to hand them.
+///
+/// It stands for the whole allocation; all shares of one allocation have the same key and the same
+/// dma-buf. When the last is dropped, or the allocation freed, the key is worth nothing any more: the
+/// broker refuses it, and those who have a lease are asked to release it. Freed memory goes to its
+/// next tenant when all leases on it have ended.
+///
+/// It keeps its device open.
+#[derive(Clone)]
+pub struct Share {
+    export: Arc<Export>,
+    device: Arc<Device>,
+}
+
+impl fmt::Debug for Share {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (base, len) = (self.base(), self.len());
+        f.debug_struct("Share").field("base", &base).field("len", &len).finish_non_exhaustive()
+    }
+}
+
+impl Share {
+    /// What to give to peers. Who has it can read and write the allocation: send it only to those
+    /// who may.
+    pub fn key(&self) -> [u8; KEY_LEN] {
+        self.export.fields.pack()
+    }
+
+    /// First address of the allocation.
+    pub fn base(&self) -> DeviceAddr {
+        DeviceAddr(self.export.fields.base)
+    }
+
+    /// Length of the allocation in bytes.
+    #[allow(clippy::len_without_is_empty, reason = "there are no empty allocations")]
+    pub fn len(&self) -> u64 {
+        self.export.fields.len
+    }
+
+    /// The device it lies on.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+}
+
+/// What all shares of an allocation have in common. The offer ends with the last of them.
+#[derive(Debug)]
+struct Export {
+    exporter: &'static Exporter,
+    fields: Fields,
+}
+
+impl Drop for Export {
+    fn drop(&mut self) {
+        // A forked child has inherited the offer, but has no say in it.
+        if self.exporter.is_current() {
+            let Fields { base, token, .. } = self.fields;
+            self.exporter.withdraw(base, Some(token));
+        }
+    }
+}
+
+/// What a lease is granted on.
+#[derive(Debug)]
+pub(super) struct Offered {
+    dmabuf: OwnedFd,
+    export: Weak<Export>,
+    _gauge: GaugeGuard,
+}
+
+impl AsFd for Offered {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.dmabuf.as_fd()
+    }
+}
+
+/// Gives memory to its next tenant: to be called without a lock.
+pub(super) struct Reuse(Box<dyn FnOnce() + Send>);
+
+impl fmt::Debug for Reuse {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Reuse")
+    }
+}
+
+#[derive(Debug, Default)]
+struct State {
+    lessor: Lessor<Offered, Reuse>,
+    connections: Connections,
+    /// Leases of this process on its own memory.
+    last_own: u64,
+}
+
+/// This process as an exporter. One lock for everything: a lease is granted and recorded, and memory
+/// withdrawn and its leases revoked, in one step.
+#[derive(Debug)]
+pub(super) struct Exporter {
+    identity: &'static Identity,
+    state: Mutex<State>,
+    broker: OnceLock<Broker>,
+    /// Taken to start the broker.
+    starting: Mutex<()>,
+}
+
+static EXPORTER: PerProcess<Exporter> = PerProcess::new();
+
+impl Exporter {
+    /// Made when the first memory is shared; a forked child makes its own.
+    fn current() -> Result<&'static Exporter, Error> {
+        EXPORTER.get_or_make(|| {
+            let identity = Identity::own().map_err(|error| {
+                let remedy = "mount /proc in this container";
+                Error::new(ErrorKind::ChannelFailed, SHARING, error.to_string(), remedy)
+            })?;
+            let (state, starting) = (Mutex::default(), Mutex::default());
+            Ok(Self { identity, state, broker: OnceLock::new(), starting })
+        })
+    }
+
+    /// The one there is, if this process has shared anything.
+    pub(super) fn if_any() -> Option<&'static Exporter> {
+        EXPORTER.get()
+    }
+
+    /// Whether this is the process it was made for, and not a forked child of it.
+    fn is_current(&self) -> bool {
+        Self::if_any().is_some_and(|current| std::ptr::eq(current, self))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Starts the broker if it does not run. Without one nothing can be shared; it is tried again
+    /// with the next share.
+    fn start_broker(&'static self) -> Result<&'static Broker, Error> {
+        let _starting = self.starting.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(broker) = self.broker.get() {
+            return Ok(broker);
+        }
+        let failed = |reason: String| {
+            let remedy =
+                "peers get this process's memory from its broker alone: let it open sockets";
+            Error::new(ErrorKind::ChannelFailed, "starting the broker", reason, remedy)
+        };
+        let broker = Broker::new(self.identity).map_err(failed)?;
+        let broker = self.broker.get_or_init(|| broker);
+        thread::spawn("gaudi-broker", move || broker.run(self))
+            .map_err(|error| failed(format!("no thread: {error}")))?;
+        Ok(broker)
+    }
+
+    fn share(&'static self, device: &Arc<Device>, addr: DeviceAddr) -> Result<Arc<Export>, Error> {
+        loop {
+            // One lock from here to the offer: whoever frees the memory meanwhile waits until the
+            // offer is there to be withdrawn, or has come first.
+            let mut state = self.state();
+            let location = runtime().locate(addr.0, 1).ok_or_else(|| device.gone(addr))?;
+            let base = location.base.0;
+            let Some((offered, token)) = state.lessor.offered(base) else {
+                let (export, offered) = self.export(device, location)?;
+                let Fields { token, .. } = export.fields;
+                state.lessor.offer(base, export.fields.pack(), token, offered);
+                return Ok(export);
+            };
+            if let Some(export) = offered.export.upgrade() {
+                return Ok(export);
+            }
+            // Its last share is just being dropped by another thread.
+            drop(state);
+            self.withdraw(base, Some(token));
+        }
+    }
+
+    fn export(
+        &'static self,
+        device: &Arc<Device>,
+        location: Location,
+    ) -> Result<(Arc<Export>, Offered), Error> {
+        let (base, len) = (location.base.0, location.length);
+        let failed = |detail: String| Error::new(ErrorKind::ChannelFailed, SHARING, detail, "");
+        let source = Bus::new(&device.info().bus_id).filter(|_| key::fits(base, len));
+        let source = source.ok_or_else(|| {
+            failed(format!("{len} bytes at {} do not fit into a key", location.base))
+        })?;
+        // A dma-buf covers whole 4 KiB pages. What a former tenant left behind the end of this
+        // allocation is not for peers.
+        device.clear_tail(location.base, len)?;
+        let (dmabuf, offset) = device.export_alone(location.base, len)?;
+        let found = file_len(dmabuf.as_fd()).map_err(|error| failed(format!("fstat: {error}")))?;
+        if offset != 0 || found != len.next_multiple_of(key::PAGE) {
+            return Err(failed(format!(
+                "the dma-buf of {len} bytes is {found} long and starts {offset} before them"
+            )));
+        }
+        let mut token = Token([0; 8]);
+        getrandom(&mut token.0[..], GetRandomFlags::empty())
+            .map_err(|error| failed(format!("getrandom: {error}")))?;
+        let fields = Fields { peer: *self.identity, token, source, base, len };
+        let export = Arc::new(Export { exporter: self, fields });
+        let gauge = device.counts().track(Gauge::Share, len);
+        let offered = Offered { dmabuf, export: Arc::downgrade(&export), _gauge: gauge };
+        Ok((export, offered))
+    }
+
+    /// Ends the offer at `base`, if there is one (with this token): nobody can open it from now on,
+    /// and all leases on it are revoked.
+    fn withdraw(&self, base: u64, token: Option<Token>) {
+        let Some(broker) = self.broker.get() else { return };
+        let mut state = self.state();
+        let State { lessor, connections, .. } = &mut *state;
+        // The dma-buf is closed here, under the lock: the driver may not let go of memory that is
+        // still exported, and who frees it need not be who ends the offer.
+        let revoked = lessor.withdraw(base, token);
+        let mut own = Vec::new();
+        for (connection, lease) in revoked {
+            if connection == ConnectionId::OWN {
+                own.push(lease);
+            } else {
+                // Where this fails the peer has hung up, as the broker is about to see.
+                let _ = connections.revoke(connection, lease, broker);
+            }
+        }
+        drop(state);
+        if !own.is_empty() {
+            remote::evict(|key| key.peer == *self.identity && key.base == base);
+        }
+    }
+
+    /// The connections, for the broker.
+    pub(super) fn connections(&self) -> impl std::ops::DerefMut<Target = Connections> + '_ {
+        ConnectionsGuard(self.state())
+    }
+
+    /// Serves one connection.
+    pub(super) fn serve(&self, id: ConnectionId) {
+        self.serve_some(|_| vec![id]);
+    }
+
+    /// Takes in what all peers have sent so far, without waiting for the broker's thread.
+    fn serve_all(&self) {
+        self.serve_some(Connections::all);
+    }
+
+    fn serve_some(&self, which: impl FnOnce(&Connections) -> Vec<ConnectionId>) {
+        let Some(broker) = self.broker.get() else { return };
+        let mut reuse = Vec::new();
+        let mut state = self.state();
+        let State { lessor, connections, .. } = &mut *state;
+        for id in which(connections) {
+            connections.serve(id, broker, lessor, &mut reuse);
+        }
+        drop(state);
+        reuse.into_iter().for_each(|Reuse(reuse)| reuse());
+    }
+
+    /// Hangs up on those who were not granted anything in time.
+    pub(super) fn expire(&self) {
+        let Some(broker) = self.broker.get() else { return };
+        let mut state = self.state();
+        let State { lessor, connections, .. } = &mut *state;
+        for id in connections.overdue() {
+            // They have no lease.
+            connections.hang_up(id, broker, lessor, &mut Vec::new());
+        }
+    }
+
+    /// Leases memory of this process to itself: for another card, or for who got the key back.
+    pub(super) fn lease_own(&'static self, key: &Fields) -> Option<OwnLease> {
+        let mut state = self.state();
+        state.last_own += 1;
+        let lease = LeaseId(state.last_own);
+        let granted = state.lessor.open(ConnectionId::OWN, lease, key.base, &key.pack());
+        let offered = granted.ok()?;
+        Some(OwnLease { exporter: self, lease, offered: Some(offered) })
+    }
+}
+
+struct ConnectionsGuard<'a>(MutexGuard<'a, State>);
+
+impl std::ops::Deref for ConnectionsGuard<'_> {
+    type Target = Connections;
+
+    fn deref(&self) -> &Connections {
+        &self.0.connections
+    }
+}
+
+impl std::ops::DerefMut for ConnectionsGuard<'_> {
+    fn deref_mut(&mut self) -> &mut Connections {
+        &mut self.0.connections
+    }
+}
+
+/// A lease of this process on its own memory; released when dropped.
+#[derive(Debug)]
+pub(super) struct OwnLease {
+    exporter: &'static Exporter,
+    lease: LeaseId,
+    offered: Option<Arc<Offered>>,
+}
+
+impl OwnLease {
+    /// The dma-buf, once.
+    pub(super) fn take_dmabuf(&mut self) -> Option<OwnedFd> {
+        self.offered.take()?.dmabuf.try_clone().ok()
+    }
+}
+
+impl Drop for OwnLease {
+    fn drop(&mut self) {
+        if !self.exporter.is_current() {
+            return;
+        }
+        self.offered = None;
+        let reuse = self.exporter.state().lessor.release(ConnectionId::OWN, self.lease);
+        if let Some(Reuse(reuse)) = reuse {
+            reuse();
+        }
+    }
+}
+
+/// Length of the file behind a descriptor.
+pub(super) fn file_len(file: BorrowedFd<'_>) -> Result<u64, rustix::io::Errno> {
+    rustix::fs::fstat(file).map(|stat| stat.st_size as u64)
+}
+
+/// Shares the allocation of `device` in which `addr` lies.
+pub(super) fn share(device: &Arc<Device>, addr: DeviceAddr) -> Result<Share, Error> {
+    let exporter = Exporter::current()?;
+    exporter.start_broker()?;
+    let export = exporter.share(device, addr)?;
+    Ok(Share { export, device: Arc::clone(device) })
+}
+
+/// Starts this process's broker ahead of the first [`Device::share`]. The error says why there can be
+/// none; every share fails with it.
+pub fn start_broker() -> Result<(), Error> {
+    Exporter::current()?.start_broker().map(drop)
+}
+
+/// The allocation at `base` is being freed: nobody can open it from now on. `reuse` gives the memory
+/// to its next tenant: it is called at once, or when the last lease on the memory has ended.
+pub(crate) fn freed(
+    base: DeviceAddr,
+    len: u64,
+    counts: Counts,
+    reuse: impl FnOnce() + Send + 'static,
+) {
+    let Some(exporter) = Exporter::if_any() else { return reuse() };
+    exporter.withdraw(base.0, None);
+    let quarantined = Quarantined::new(counts, len);
+    let reuse = Reuse(Box::new(move || {
+        drop(quarantined);
+        reuse();
+    }));
+    let now = exporter.state().lessor.free(base.0, reuse);
+    if let Some(Reuse(reuse)) = now {
+        reuse();
+    }
+}
+
+/// Counts memory that waits for leases to end; also where its wait is replaced by another, for memory
+/// of the application that could not be unmapped and is to be unmapped again.
+struct Quarantined(Counts, u64);
+
+impl Quarantined {
+    fn new(counts: Counts, len: u64) -> Self {
+        counts.add(Counter::IpcQuarantinedBytes, len);
+        Self(counts, len)
+    }
+}
+
+impl Drop for Quarantined {
+    fn drop(&mut self) {
+        self.0.subtract(Counter::IpcQuarantinedBytes, self.1);
+    }
+}
+
+/// Takes in which leases have ended by now, without waiting for the broker's thread.
+pub(crate) fn reclaim() {
+    if let Some(exporter) = Exporter::if_any() {
+        exporter.serve_all();
+    }
+}

@@ -1,0 +1,536 @@
+//! The importer's side of the protocol: one connection to each exporter, over which leases are asked
+//! for, revoked and released, and whose end is the exporter's end.
+//!
+//! Whoever opens memory asks and waits for the answer itself, one at a time per connection, and not for
+//! long: the exporter may be stopped, flooded or hostile. Everything else that comes in is received by
+//! one thread, started with the first lease. Nothing is kept of an exporter before it has granted one.
+
+use std::collections::{HashMap, VecDeque};
+use std::fmt;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
+use rustix::io::Errno;
+use rustix::net::Shutdown;
+use rustix::process::{Resource, getrlimit};
+
+use super::key::Fields;
+use super::leases::{Action, Lessee, Violation};
+use super::socket::{Credentials, Outbox, Unconnected};
+use super::wire::{LeaseId, MAX_LEN, Refusal, Reply, Request};
+use super::{Identity, remote, socket};
+use crate::process::{CloseOnFork, PerProcess, thread};
+
+/// How long an exporter may take to answer: longer than a broker's thread waits for its turn on a
+/// busy machine, and than it keeps connections that ask for nothing.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// How long an exporter that did not is not asked again.
+const REST: Duration = Duration::from_secs(5);
+/// Between two attempts at a broker that is crowded.
+const PAUSE: Duration = Duration::from_millis(2);
+/// Most exporters of which it is remembered that they did not answer, and that they have ended.
+const MAX_REMEMBERED: usize = 64;
+
+/// Why there is no lease.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum NoLease {
+    /// No such socket, or not for us.
+    NobodyListens(Errno),
+    /// The process that listens is not the exporter, or not of our user.
+    NotTheExporter,
+    /// No answer in time.
+    Silent,
+    /// The exporter ended, or does not talk to us: it sends other users away without a word.
+    HungUp,
+    /// Memory that is not shared under this key, or no more.
+    Unknown,
+    /// An answer that we do not understand, or it does not understand us.
+    NotUnderstood,
+    /// The exporter has too many peers.
+    Crowded,
+    /// This process lacks something.
+    Ourselves(String),
+}
+
+impl fmt::Display for NoLease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            NoLease::NobodyListens(Errno::CONNREFUSED) => f.write_str("nobody listens"),
+            NoLease::NobodyListens(errno) => write!(f, "nobody listens ({errno})"),
+            NoLease::NotTheExporter => f.write_str("the listener is not the exporter"),
+            NoLease::Silent => write!(f, "no answer in {} s", PATIENCE.as_secs()),
+            NoLease::HungUp => f.write_str("it hung up"),
+            NoLease::Unknown => f.write_str("this memory is not shared (any more)"),
+            NoLease::NotUnderstood => f.write_str("it speaks another version"),
+            NoLease::Crowded => f.write_str("it has too many peers"),
+            NoLease::Ourselves(what) => f.write_str(what),
+        }
+    }
+}
+
+impl From<Refusal> for NoLease {
+    fn from(refusal: Refusal) -> Self {
+        match refusal {
+            Refusal::Unknown => NoLease::Unknown,
+            Refusal::Malformed => NoLease::NotUnderstood,
+            Refusal::Crowded => NoLease::Crowded,
+        }
+    }
+}
+
+/// A lease on memory of another process; released when dropped.
+#[derive(Debug)]
+pub(super) struct Lease {
+    connection: Arc<Connection>,
+    id: LeaseId,
+}
+
+impl Lease {
+    /// Whether the exporter has ended or hung up: it counts on nobody having this memory any more.
+    pub(super) fn is_lost(&self) -> bool {
+        self.connection.is_closed()
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.connection.release(self.id);
+    }
+}
+
+/// Asks the exporter for a lease, on the connection there is or on a new one.
+pub(super) fn lease(key: &Fields) -> Result<(Lease, OwnedFd), NoLease> {
+    let importer = Importer::current()?;
+    if let Some(connection) = importer.find(&key.peer) {
+        match connection.request(key) {
+            // It may have had no capacity for a connection without leases: try a new one.
+            Err(NoLease::HungUp | NoLease::Crowded | NoLease::NotUnderstood) => {
+                importer.drop_connection(&connection);
+            }
+            answer => return answer,
+        }
+    }
+    importer.connect(key)
+}
+
+/// Whether the exporter lives, as far as its connection tells: `None` if there never was one.
+pub(super) fn is_connected(exporter: &Identity) -> Option<bool> {
+    let table = IMPORTER.get()?.table();
+    let has_ended = table.ended.contains(exporter).then_some(false);
+    table.connections.contains_key(exporter).then_some(true).or(has_ended)
+}
+
+/// This process as an importer.
+#[derive(Debug)]
+struct Importer {
+    epoll: CloseOnFork,
+    table: Mutex<Table>,
+    /// Taken by whoever talks to an exporter for the first time: there is one connection to each.
+    first_contact: Mutex<()>,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    /// All have granted a lease.
+    connections: HashMap<Identity, Arc<Connection>>,
+    last: u64,
+    /// Did not answer when they were first asked, and until when they are left alone.
+    silent: VecDeque<(Identity, Instant)>,
+    /// Whose connections have ended.
+    ended: VecDeque<Identity>,
+    thread_runs: bool,
+}
+
+static IMPORTER: PerProcess<Importer> = PerProcess::new();
+
+fn remember<T>(list: &mut VecDeque<T>, item: T) {
+    if list.len() >= MAX_REMEMBERED {
+        list.pop_front();
+    }
+    list.push_back(item);
+}
+
+/// Most exporters this process is connected to.
+fn max_connections() -> usize {
+    let files = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX).min(1 << 20) as usize;
+    (files / 8).clamp(4, 512)
+}
+
+impl Importer {
+    fn current() -> Result<&'static Importer, NoLease> {
+        IMPORTER.get_or_make(|| {
+            let epoll = epoll::create(epoll::CreateFlags::CLOEXEC);
+            let epoll = epoll.map_err(|errno| NoLease::Ourselves(format!("epoll: {errno}")))?;
+            let epoll = CloseOnFork::new(epoll);
+            let epoll = epoll.ok_or_else(|| NoLease::Ourselves("too many descriptors".into()))?;
+            Ok(Self { epoll, table: Mutex::default(), first_contact: Mutex::default() })
+        })
+    }
+
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn find(&self, exporter: &Identity) -> Option<Arc<Connection>> {
+        self.table().connections.get(exporter).cloned()
+    }
+
+    /// Connects to an exporter. The connection stays only if it grants the lease.
+    fn connect(&'static self, key: &Fields) -> Result<(Lease, OwnedFd), NoLease> {
+        let _first = self.first_contact.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(connection) = self.find(&key.peer) {
+            return connection.request(key);
+        }
+        let now = Instant::now();
+        self.table().silent.retain(|(_, end)| now < *end);
+        if self.table().silent.iter().any(|(exporter, _)| *exporter == key.peer) {
+            return Err(NoLease::Silent);
+        }
+        self.make_capacity()?;
+        self.start_thread()?;
+        let deadline = now + PATIENCE;
+        loop {
+            match self.try_connect(key) {
+                // Its queue is full: others are being served or sent away.
+                Err(NoLease::NobodyListens(Errno::AGAIN) | NoLease::Crowded)
+                    if Instant::now() < deadline =>
+                {
+                    std::thread::sleep(PAUSE);
+                }
+                Err(NoLease::Silent) => {
+                    let entry = (key.peer, Instant::now() + REST);
+                    remember(&mut self.table().silent, entry);
+                    return Err(NoLease::Silent);
+                }
+                answer => return answer,
+            }
+        }
+    }
+
+    fn try_connect(&'static self, key: &Fields) -> Result<(Lease, OwnedFd), NoLease> {
+        let exporter = key.peer;
+        let is_exporter = |listener: Credentials| {
+            let is_it = !exporter.is_in_our_pid_namespace() || listener.pid == exporter.pid;
+            is_it && socket::is_same_user(listener)
+        };
+        let socket = socket::connect(&exporter, is_exporter).map_err(|why| match why {
+            Unconnected::Nobody(errno) => NoLease::NobodyListens(errno),
+            Unconnected::Another => NoLease::NotTheExporter,
+        })?;
+        let socket = CloseOnFork::new(socket);
+        let socket = socket.ok_or_else(|| NoLease::Ourselves("too many descriptors".into()))?;
+        let number = {
+            let mut table = self.table();
+            table.last += 1;
+            table.last
+        };
+        let connection = Arc::new(Connection {
+            importer: self,
+            number,
+            exporter,
+            socket,
+            receiving: Mutex::default(),
+            state: Mutex::default(),
+            is_closed: AtomicBool::new(false),
+            was_dismissed: AtomicBool::new(false),
+        });
+        let granted = connection.request(key)?;
+        let mut table = self.table();
+        table.ended.retain(|ended| *ended != exporter);
+        table.connections.insert(exporter, Arc::clone(&connection));
+        drop(table);
+        // From here on the thread sees what comes in, also if it is the end.
+        let watched = connection.watch();
+        watched.map_err(|errno| {
+            self.drop_connection(&connection);
+            NoLease::Ourselves(format!("epoll: {errno}"))
+        })?;
+        Ok(granted)
+    }
+
+    /// Closes a connection that is not needed if there are too many.
+    fn make_capacity(&self) -> Result<(), NoLease> {
+        for attempt in 0..2 {
+            if self.table().connections.len() < max_connections() {
+                return Ok(());
+            }
+            if attempt == 0 {
+                // Leases that are only kept for later are released.
+                remote::evict(|_| true);
+            }
+            let idle = |connection: &&Arc<Connection>| connection.state().lessee.is_idle();
+            let idle = self.table().connections.values().find(idle).cloned();
+            if let Some(idle) = idle {
+                idle.was_dismissed.store(true, Ordering::Relaxed);
+                self.drop_connection(&idle);
+            }
+        }
+        let what = format!("memory of {} processes is in use already", max_connections());
+        Err(NoLease::Ourselves(what))
+    }
+
+    fn start_thread(&'static self) -> Result<(), NoLease> {
+        let mut table = self.table();
+        if !table.thread_runs {
+            thread::spawn("gaudi-peers", || self.run())
+                .map_err(|error| NoLease::Ourselves(format!("no thread: {error}")))?;
+            table.thread_runs = true;
+        }
+        Ok(())
+    }
+
+    /// Sleeps and receives, for ever.
+    fn run(&self) -> ! {
+        let mut events = Vec::with_capacity(64);
+        loop {
+            events.clear();
+            let events_here = rustix::buffer::spare_capacity(&mut events);
+            if epoll::wait(&self.epoll, events_here, None).is_err() {
+                std::thread::sleep(PAUSE);
+                continue;
+            }
+            for event in &events {
+                let number = event.data.u64();
+                let is_it = |connection: &&Arc<Connection>| connection.number == number;
+                let connection = self.table().connections.values().find(is_it).cloned();
+                if let Some(connection) = connection {
+                    connection.serve();
+                }
+            }
+        }
+    }
+
+    /// Hangs up, or has been hung up on: whatever is kept of this exporter's memory is unmapped, at once
+    /// or when its last user is done.
+    fn drop_connection(&self, connection: &Arc<Connection>) {
+        connection.is_closed.store(true, Ordering::Release);
+        let _ = rustix::net::shutdown(&connection.socket, Shutdown::Both);
+        let mut table = self.table();
+        let exporter = connection.exporter;
+        let listed = table.connections.get(&exporter);
+        if !listed.is_some_and(|listed| Arc::ptr_eq(listed, connection)) {
+            return;
+        }
+        table.connections.remove(&exporter);
+        if !connection.was_dismissed.load(Ordering::Relaxed) {
+            remember(&mut table.ended, exporter);
+        }
+        drop(table);
+        // Said explicitly: a child that is being forked has the socket too for a moment.
+        let _ = epoll::delete(&self.epoll, &connection.socket);
+        remote::evict(|key| key.peer == exporter);
+    }
+}
+
+/// A connection to an exporter's broker.
+#[derive(Debug)]
+struct Connection {
+    importer: &'static Importer,
+    number: u64,
+    exporter: Identity,
+    socket: CloseOnFork,
+    /// The right to receive. Whoever waits for an answer has it throughout: were the answer received
+    /// by another thread, the one that polls the socket would not wake up.
+    receiving: Mutex<()>,
+    state: Mutex<State>,
+    /// Hung up, by either side.
+    is_closed: AtomicBool,
+    /// Closed because one side needs the descriptor for others: the exporter has not ended.
+    was_dismissed: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    lessee: Lessee<Fields, OwnedFd>,
+    outbox: Outbox<OwnedFd>,
+    /// It did not answer in time: not asked again before.
+    silent_until: Option<Instant>,
+    /// Whether the thread's `epoll` has it.
+    is_watched: bool,
+    /// Somebody waits for an answer and receives by itself: the thread need not wake up.
+    is_muted: bool,
+}
+
+impl State {
+    fn interest(&self) -> epoll::EventFlags {
+        let mut flags = epoll::EventFlags::empty();
+        flags.set(epoll::EventFlags::IN, !self.is_muted);
+        flags.set(epoll::EventFlags::OUT, !self.outbox.is_empty());
+        flags
+    }
+}
+
+impl Connection {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_closed(&self) -> bool {
+        self.is_closed.load(Ordering::Acquire)
+    }
+
+    fn watch(&self) -> Result<(), Errno> {
+        let mut state = self.state();
+        let data = epoll::EventData::new_u64(self.number);
+        epoll::add(&self.importer.epoll, &self.socket, data, state.interest())?;
+        state.is_watched = true;
+        Ok(())
+    }
+
+    /// Tells the thread's `epoll` what to wait for.
+    fn update_interest(&self, state: &State) {
+        if state.is_watched {
+            let data = epoll::EventData::new_u64(self.number);
+            // Fails only for one that was dropped meanwhile.
+            let epoll = &self.importer.epoll;
+            let _ = epoll::modify(epoll, &self.socket, data, state.interest());
+        }
+    }
+
+    fn set_muted(&self, is_muted: bool) {
+        let mut state = self.state();
+        state.is_muted = is_muted;
+        self.update_interest(&state);
+    }
+
+    /// Asks for a lease and waits for the answer.
+    fn request(self: &Arc<Self>, key: &Fields) -> Result<(Lease, OwnedFd), NoLease> {
+        let _receiving = self.receiving.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.is_closed() {
+            return Err(NoLease::HungUp);
+        }
+        let now = Instant::now();
+        let id = {
+            let mut state = self.state();
+            if state.silent_until.is_some_and(|end| now < end) {
+                return Err(NoLease::Silent);
+            }
+            state.lessee.request(*key)
+        };
+        self.set_muted(true);
+        let answer = self.ask(id, key, now + PATIENCE);
+        self.set_muted(false);
+        if answer.is_err() {
+            let mut state = self.state();
+            if matches!(answer, Err(NoLease::Silent)) {
+                state.silent_until = Some(Instant::now() + REST);
+            }
+            let was_granted = state.lessee.abandon(id);
+            drop(state);
+            if was_granted {
+                self.send(Request::Release { lease: id });
+            }
+        }
+        let dmabuf = answer?;
+        Ok((Lease { connection: Arc::clone(self), id }, dmabuf))
+    }
+
+    fn ask(&self, lease: LeaseId, key: &Fields, deadline: Instant) -> Result<OwnedFd, NoLease> {
+        let open = Request::Open { lease, key: key.pack() }.pack();
+        loop {
+            match socket::send(self.socket.as_fd(), open.as_ref(), None) {
+                // It may have said why before it hung up.
+                Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => break,
+                Err(Errno::AGAIN | Errno::INTR | Errno::NOBUFS | Errno::NOMEM) => {
+                    self.wait(PollFlags::OUT, deadline)?;
+                }
+                Err(_) => return Err(NoLease::HungUp),
+            }
+        }
+        loop {
+            if let Some(answer) = self.state().lessee.answer(lease) {
+                return answer.map_err(NoLease::from);
+            }
+            if !self.receive()? {
+                self.wait(PollFlags::IN, deadline)?;
+            }
+        }
+    }
+
+    fn wait(&self, flags: PollFlags, deadline: Instant) -> Result<(), NoLease> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let timeout = Timespec::try_from(left).map_err(|_| NoLease::Silent)?;
+        match poll(&mut [PollFd::new(&self.socket, flags)], Some(&timeout)) {
+            Ok(0) => Err(NoLease::Silent),
+            Ok(_) | Err(Errno::INTR) => Ok(()),
+            Err(_) => Err(NoLease::HungUp),
+        }
+    }
+
+    /// Receives one message and does what it asks for; `false` if there is none. For whoever has the
+    /// right to receive.
+    fn receive(&self) -> Result<bool, NoLease> {
+        let mut message = [0; MAX_LEN + 1];
+        let received = match socket::receive(self.socket.as_fd(), &mut message) {
+            // It hung up without reading what we sent; what it sent comes after this error.
+            Err(Errno::CONNRESET) => socket::receive(self.socket.as_fd(), &mut message),
+            received => received,
+        };
+        let (len, descriptor) = match received {
+            Err(Errno::AGAIN | Errno::INTR) => return Ok(false),
+            Err(Errno::MSGSIZE) => return Err(NoLease::NotUnderstood),
+            Ok((0, _)) | Err(_) => return Err(NoLease::HungUp),
+            Ok(received) => received,
+        };
+        let reply = Reply::parse(&message[..len]).ok_or(NoLease::NotUnderstood)?;
+        if let Reply::Refused { lease: LeaseId::NONE, why } = reply {
+            // The answer to nothing: it hangs up.
+            self.was_dismissed.store(why == Refusal::Crowded, Ordering::Relaxed);
+            return Err(why.into());
+        }
+        let action = self.state().lessee.receive(reply, descriptor);
+        match action {
+            Ok(Action::Nothing) => {}
+            Ok(Action::Release(lease)) => self.send(Request::Release { lease }),
+            Ok(Action::Evict(revoked)) => remote::evict(|key| *key == revoked),
+            Err(Violation) => return Err(NoLease::NotUnderstood),
+        }
+        Ok(true)
+    }
+
+    /// Sends now, or has the thread send when there is space: never waits.
+    fn send(&self, request: Request) {
+        let mut state = self.state();
+        let had_space = state.outbox.is_empty();
+        // An error shows at the next receive too.
+        let _ = state.outbox.send(self.socket.as_fd(), request.pack(), None);
+        if had_space != state.outbox.is_empty() {
+            self.update_interest(&state);
+        }
+    }
+
+    /// The import is unmapped.
+    fn release(&self, lease: LeaseId) {
+        let is_ours = self.state().lessee.release(lease);
+        if is_ours && !self.is_closed() {
+            self.send(Request::Release { lease });
+        }
+    }
+
+    /// Sends what waits for space, and takes in what has come.
+    fn serve(self: &Arc<Self>) {
+        let flushed = {
+            let mut state = self.state();
+            let flushed = state.outbox.flush(self.socket.as_fd());
+            self.update_interest(&state);
+            flushed
+        };
+        let mut alive = flushed.is_ok();
+        // Else somebody waits for an answer, and takes in the rest as well.
+        if let Ok(_receiving) = self.receiving.try_lock() {
+            while alive {
+                match self.receive() {
+                    Ok(true) => {}
+                    Ok(false) => break,
+                    Err(_) => alive = false,
+                }
+            }
+        }
+        if !alive {
+            self.importer.drop_connection(self);
+        }
+    }
+}

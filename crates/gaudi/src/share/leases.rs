@@ -1,0 +1,297 @@
+//! The two state machines of the protocol, without sockets: [`Lessor`] in the exporter, [`Lessee`] in
+//! the importer, one per connection. The table is in [`super`]; `leases_model.rs` runs one against the
+//! other in any order of events.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use super::key::{KEY_LEN, Token};
+use super::wire::{LeaseId, Refusal, Reply};
+
+/// Most leases of one connection: each costs the exporter some memory.
+const MAX_LEASES: usize = 65_536;
+
+/// A connection of the exporter's. Never used twice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(super) struct ConnectionId(pub(super) u64);
+
+impl ConnectionId {
+    /// This process itself, which opens its own memory for another card.
+    pub(super) const OWN: ConnectionId = ConnectionId(0);
+}
+
+/// Memory that is shared.
+#[derive(Debug)]
+struct Offer<D> {
+    key: [u8; KEY_LEN],
+    token: Token,
+    descriptor: Arc<D>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Leased {
+    base: u64,
+    token: Token,
+}
+
+/// The exporter: what is shared, who has a lease on it, and what waits for leases to end.
+///
+/// `D` is what a grant hands over, `R` what gives memory to its next tenant.
+#[derive(Debug)]
+pub(super) struct Lessor<D, R> {
+    /// By first address.
+    offers: BTreeMap<u64, Offer<D>>,
+    leases: HashMap<ConnectionId, HashMap<LeaseId, Leased>>,
+    /// The same, by first address of the memory.
+    leases_at: HashMap<u64, Vec<(ConnectionId, LeaseId)>>,
+    /// Freed, and leased to somebody.
+    quarantine: HashMap<u64, R>,
+}
+
+impl<D, R> Default for Lessor<D, R> {
+    fn default() -> Self {
+        Self {
+            offers: BTreeMap::new(),
+            leases: HashMap::new(),
+            leases_at: HashMap::new(),
+            quarantine: HashMap::new(),
+        }
+    }
+}
+
+impl<D, R> Lessor<D, R> {
+    /// Shares the memory at `base`, which is not shared.
+    pub(super) fn offer(&mut self, base: u64, key: [u8; KEY_LEN], token: Token, descriptor: D) {
+        let offer = Offer { key, token, descriptor: Arc::new(descriptor) };
+        let before = self.offers.insert(base, offer);
+        debug_assert!(before.is_none(), "shared twice");
+    }
+
+    /// What is shared at `base`, and under which token.
+    pub(super) fn offered(&self, base: u64) -> Option<(&D, Token)> {
+        self.offers.get(&base).map(|offer| (&*offer.descriptor, offer.token))
+    }
+
+    /// Ends the offer at `base`, if there is one (with this token): nobody gets a lease on it any more.
+    /// Returns the leases to be revoked.
+    pub(super) fn withdraw(
+        &mut self,
+        base: u64,
+        token: Option<Token>,
+    ) -> Vec<(ConnectionId, LeaseId)> {
+        let Some(offered) = self.offers.get(&base).map(|offer| offer.token) else {
+            return Vec::new();
+        };
+        if token.is_some_and(|token| token != offered) {
+            return Vec::new();
+        }
+        self.offers.remove(&base);
+        let is_of_offer = |(connection, lease): &(ConnectionId, LeaseId)| {
+            let leases = self.leases.get(connection);
+            leases.is_some_and(|leases| leases.get(lease).is_some_and(|of| of.token == offered))
+        };
+        let at = self.leases_at.get(&base).into_iter().flatten().copied();
+        at.filter(is_of_offer).collect()
+    }
+
+    /// A connection asks for a lease. Recorded before the descriptor is returned: what cannot be
+    /// recorded is not handed over.
+    pub(super) fn open(
+        &mut self,
+        from: ConnectionId,
+        lease: LeaseId,
+        base: u64,
+        key: &[u8; KEY_LEN],
+    ) -> Result<Arc<D>, Refusal> {
+        let offer = self.offers.get(&base).filter(|offer| is_same(&offer.key, key));
+        let offer = offer.ok_or(Refusal::Unknown)?;
+        let leases = self.leases.entry(from).or_default();
+        if lease == LeaseId::NONE || leases.contains_key(&lease) {
+            return Err(Refusal::Malformed);
+        }
+        if leases.len() >= MAX_LEASES {
+            return Err(Refusal::Crowded);
+        }
+        leases.insert(lease, Leased { base, token: offer.token });
+        self.leases_at.entry(base).or_default().push((from, lease));
+        Ok(Arc::clone(&offer.descriptor))
+    }
+
+    /// Whether a connection has any lease.
+    pub(super) fn has_leases(&self, connection: ConnectionId) -> bool {
+        self.leases.get(&connection).is_some_and(|leases| !leases.is_empty())
+    }
+
+    /// A lease has ended. Memory that waited for it and for no other is returned, for its next
+    /// tenant. What is no lease of this connection (any more) is ignored.
+    pub(super) fn release(&mut self, from: ConnectionId, lease: LeaseId) -> Option<R> {
+        let Leased { base, .. } = self.leases.get_mut(&from)?.remove(&lease)?;
+        let at = self.leases_at.get_mut(&base)?;
+        at.retain(|one| *one != (from, lease));
+        if !at.is_empty() {
+            return None;
+        }
+        self.leases_at.remove(&base);
+        self.quarantine.remove(&base)
+    }
+
+    /// A connection has ended, and all its leases with it.
+    pub(super) fn hang_up(&mut self, connection: ConnectionId) -> Vec<R> {
+        let leases = self.leases.get(&connection).into_iter().flat_map(HashMap::keys);
+        let leases: Vec<LeaseId> = leases.copied().collect();
+        let reuse =
+            leases.into_iter().filter_map(|lease| self.release(connection, lease)).collect();
+        self.leases.remove(&connection);
+        reuse
+    }
+
+    /// The memory at `base` is freed and not shared any more. `reuse` comes back at once, or when the
+    /// last lease on the memory ends.
+    pub(super) fn free(&mut self, base: u64, reuse: R) -> Option<R> {
+        debug_assert!(!self.offers.contains_key(&base), "freed while it is shared");
+        if !self.leases_at.contains_key(&base) {
+            return Some(reuse);
+        }
+        self.quarantine.insert(base, reuse);
+        None
+    }
+}
+
+/// Compares in a time that does not depend on where the first difference is.
+fn is_same(one: &[u8; KEY_LEN], other: &[u8; KEY_LEN]) -> bool {
+    let differs = one.iter().zip(other).fold(0, |differs, (a, b)| differs | (a ^ b));
+    std::hint::black_box(differs) == 0
+}
+
+/// How far a lease has come in the importer. `D` is what a grant hands over.
+#[derive(Debug)]
+enum Stage<D> {
+    /// `Open` was sent, and somebody waits for the answer.
+    Requested,
+    /// Nobody waits for the answer any more.
+    Abandoned,
+    Answered(Result<D, Refusal>),
+    Held,
+}
+
+/// What a reply asks the importer to do.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Action<K> {
+    Nothing,
+    /// Send `Release`: nobody waits for this grant any more.
+    Release(LeaseId),
+    /// Unmap what is kept of this memory, and release the lease when its last user is done.
+    Evict(K),
+}
+
+/// The exporter broke the protocol: hang up.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Violation;
+
+/// The importer's end of one connection: what it asked for and what it holds. `K` names memory.
+#[derive(Debug)]
+pub(super) struct Lessee<K, D> {
+    last: u64,
+    leases: HashMap<LeaseId, (K, Stage<D>)>,
+}
+
+impl<K, D> Default for Lessee<K, D> {
+    fn default() -> Self {
+        Self { last: 0, leases: HashMap::new() }
+    }
+}
+
+impl<K: Copy, D> Lessee<K, D> {
+    /// The number under which `Open` is to be sent.
+    pub(super) fn request(&mut self, memory: K) -> LeaseId {
+        self.last += 1;
+        let lease = LeaseId(self.last);
+        self.leases.insert(lease, (memory, Stage::Requested));
+        lease
+    }
+
+    /// Takes a reply in.
+    pub(super) fn receive(
+        &mut self,
+        reply: Reply,
+        descriptor: Option<D>,
+    ) -> Result<Action<K>, Violation> {
+        match reply {
+            Reply::Grant { lease } => {
+                let descriptor = descriptor.ok_or(Violation)?;
+                match self.leases.get_mut(&lease) {
+                    Some((_, stage @ Stage::Requested)) => {
+                        *stage = Stage::Answered(Ok(descriptor));
+                        Ok(Action::Nothing)
+                    }
+                    Some((_, Stage::Abandoned)) => {
+                        self.leases.remove(&lease);
+                        Ok(Action::Release(lease))
+                    }
+                    _ => Err(Violation),
+                }
+            }
+            Reply::Refused { lease, why } => match self.leases.get_mut(&lease) {
+                Some((_, stage @ Stage::Requested)) => {
+                    *stage = Stage::Answered(Err(why));
+                    Ok(Action::Nothing)
+                }
+                Some((_, Stage::Abandoned)) => {
+                    self.leases.remove(&lease);
+                    Ok(Action::Nothing)
+                }
+                _ => Err(Violation),
+            },
+            Reply::Revoke { lease } => match self.leases.get(&lease) {
+                Some((memory, Stage::Answered(Ok(_)) | Stage::Held)) => Ok(Action::Evict(*memory)),
+                // Our `Release` and this have crossed.
+                None if lease.0 <= self.last => Ok(Action::Nothing),
+                _ => Err(Violation),
+            },
+        }
+    }
+
+    /// Takes the answer to a request, once there is one. What was granted is held from now on.
+    pub(super) fn answer(&mut self, lease: LeaseId) -> Option<Result<D, Refusal>> {
+        let (memory, stage) = self.leases.remove(&lease)?;
+        match stage {
+            Stage::Answered(answer) => {
+                if answer.is_ok() {
+                    self.leases.insert(lease, (memory, Stage::Held));
+                }
+                Some(answer)
+            }
+            stage => {
+                self.leases.insert(lease, (memory, stage));
+                None
+            }
+        }
+    }
+
+    /// Nobody waits for the answer any more. Whether the lease was granted meanwhile, so that
+    /// `Release` is to be sent.
+    pub(super) fn abandon(&mut self, lease: LeaseId) -> bool {
+        match self.leases.get_mut(&lease) {
+            Some((_, stage @ Stage::Requested)) => {
+                *stage = Stage::Abandoned;
+                false
+            }
+            Some((_, Stage::Answered(answer))) => {
+                let granted = answer.is_ok();
+                self.leases.remove(&lease);
+                granted
+            }
+            _ => false,
+        }
+    }
+
+    /// What was held is unmapped: `Release` is to be sent. `false` if there is no such lease.
+    pub(super) fn release(&mut self, lease: LeaseId) -> bool {
+        self.leases.remove(&lease).is_some()
+    }
+
+    /// Whether nothing is held or asked for.
+    pub(super) fn is_idle(&self) -> bool {
+        self.leases.is_empty()
+    }
+}

@@ -1,0 +1,401 @@
+//! Exporter against importers in any order of events: shares, frees, opens, timeouts, releases,
+//! messages that arrive late, processes that die and connect again.
+//!
+//! The state machines are the real ones; sockets are queues, imports are counts.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+
+use proptest::prelude::*;
+
+use super::key::{KEY_LEN, Token};
+use super::leases::{Action, ConnectionId, Lessee, Lessor};
+use super::wire::{LeaseId, Refusal, Reply, Request};
+
+const IMPORTERS: usize = 3;
+const BASES: u64 = 3;
+
+/// A generation of the memory at a base: what a share is of, and what a lease is on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Memory {
+    base: u64,
+    token: u64,
+}
+
+impl Memory {
+    fn key(self) -> [u8; KEY_LEN] {
+        let mut key = [0; KEY_LEN];
+        key[..8].copy_from_slice(&self.base.to_le_bytes());
+        key[8..16].copy_from_slice(&self.token.to_le_bytes());
+        key
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Share {
+        base: u64,
+    },
+    Unshare {
+        base: u64,
+    },
+    Free {
+        base: u64,
+    },
+    /// Opens the memory that is, or (with a key that is too old) was shared.
+    Open {
+        importer: usize,
+        base: u64,
+        stale: bool,
+    },
+    /// The oldest request that is not answered is given up.
+    Abandon {
+        importer: usize,
+    },
+    /// The user of an import is done.
+    Close {
+        importer: usize,
+        which: usize,
+    },
+    /// One message arrives.
+    ToExporter {
+        importer: usize,
+    },
+    ToImporter {
+        importer: usize,
+    },
+    /// The process is killed; its end is seen after what it sent before. Another takes its place.
+    Die {
+        importer: usize,
+    },
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let base = || 1..=BASES;
+    let importer = || 0..IMPORTERS;
+    let step = prop_oneof![
+        3 => base().prop_map(|base| Step::Share { base }),
+        1 => base().prop_map(|base| Step::Unshare { base }),
+        2 => base().prop_map(|base| Step::Free { base }),
+        6 => (importer(), base(), prop::bool::weighted(0.1))
+            .prop_map(|(importer, base, stale)| Step::Open { importer, base, stale }),
+        1 => importer().prop_map(|importer| Step::Abandon { importer }),
+        3 => (importer(), any::<usize>())
+            .prop_map(|(importer, which)| Step::Close { importer, which }),
+        8 => importer().prop_map(|importer| Step::ToExporter { importer }),
+        8 => importer().prop_map(|importer| Step::ToImporter { importer }),
+        1 => importer().prop_map(|importer| Step::Die { importer }),
+    ];
+    prop::collection::vec(step, 1..150)
+}
+
+/// One importing process, and its connection.
+struct Process {
+    connection: ConnectionId,
+    lessee: Lessee<Memory, Memory>,
+    /// What was sent to the exporter; `None`: hung up.
+    sent: VecDeque<Option<Request>>,
+    /// What the exporter sent.
+    incoming: VecDeque<(Reply, Option<Memory>)>,
+    /// Who waits for an answer.
+    waiting: Vec<LeaseId>,
+    /// What is mapped, and in use (not only kept).
+    mapped: BTreeMap<LeaseId, (Memory, bool)>,
+}
+
+impl Process {
+    fn new(connection: u64) -> Self {
+        Self {
+            connection: ConnectionId(connection),
+            lessee: Lessee::default(),
+            sent: VecDeque::new(),
+            incoming: VecDeque::new(),
+            waiting: Vec::new(),
+            mapped: BTreeMap::new(),
+        }
+    }
+
+    fn unmap(&mut self, lease: LeaseId) {
+        self.mapped.remove(&lease);
+        assert!(self.lessee.release(lease));
+        self.sent.push_back(Some(Request::Release { lease }));
+    }
+}
+
+struct World {
+    lessor: Lessor<Memory, u64>,
+    /// What the exporter has at each base, if it is shared, and every key there ever was.
+    shared: BTreeMap<u64, Memory>,
+    keys: Vec<Memory>,
+    /// Bases whose memory was freed and waits.
+    quarantined: BTreeSet<u64>,
+    processes: Vec<Process>,
+    /// Processes that have died, until the exporter has seen it.
+    dead: Vec<Process>,
+    connections: u64,
+    tokens: u64,
+}
+
+impl World {
+    fn new() -> Self {
+        let processes = (1..=IMPORTERS as u64).map(Process::new).collect();
+        Self {
+            lessor: Lessor::default(),
+            shared: BTreeMap::new(),
+            keys: Vec::new(),
+            quarantined: BTreeSet::new(),
+            processes,
+            dead: Vec::new(),
+            connections: IMPORTERS as u64,
+            tokens: 0,
+        }
+    }
+
+    /// The memory goes to its next tenant: nobody may reach it.
+    fn reuse(&mut self, base: u64) {
+        assert!(self.quarantined.remove(&base));
+        for process in &self.processes {
+            let reaches = process.mapped.values().any(|(memory, _)| memory.base == base);
+            assert!(!reaches, "{base} has a new tenant under {:?}", process.connection);
+            let mut coming = process.incoming.iter().filter_map(|(_, enclosed)| *enclosed);
+            assert!(
+                !coming.any(|memory| memory.base == base),
+                "a descriptor of {base} is under way"
+            );
+        }
+    }
+
+    fn withdraw(&mut self, base: u64) {
+        self.shared.remove(&base);
+        for (connection, lease) in self.lessor.withdraw(base, None) {
+            let everybody = self.processes.iter_mut().chain(&mut self.dead);
+            let holder = everybody.into_iter().find(|process| process.connection == connection);
+            let holder = holder.expect("leases are of connections that have not ended");
+            holder.incoming.push_back((Reply::Revoke { lease }, None));
+        }
+    }
+
+    fn step(&mut self, step: &Step) {
+        match *step {
+            Step::Share { base } => {
+                if !self.shared.contains_key(&base) && !self.quarantined.contains(&base) {
+                    self.tokens += 1;
+                    let memory = Memory { base, token: self.tokens };
+                    let token = Token(self.tokens.to_le_bytes());
+                    self.lessor.offer(base, memory.key(), token, memory);
+                    self.shared.insert(base, memory);
+                    self.keys.push(memory);
+                }
+            }
+            Step::Unshare { base } => self.withdraw(base),
+            Step::Free { base } => {
+                if !self.quarantined.contains(&base) {
+                    self.withdraw(base);
+                    self.quarantined.insert(base);
+                    if let Some(base) = self.lessor.free(base, base) {
+                        self.reuse(base);
+                    }
+                }
+            }
+            Step::Open { importer, base, stale } => {
+                let key = match stale {
+                    true => self.keys.first(),
+                    false => self.shared.get(&base).or(self.keys.last()),
+                };
+                if let Some(memory) = key.copied() {
+                    let process = &mut self.processes[importer];
+                    let lease = process.lessee.request(memory);
+                    process.waiting.push(lease);
+                    let open = Request::Open { lease, key: memory.key() };
+                    process.sent.push_back(Some(open));
+                }
+            }
+            Step::Abandon { importer } => {
+                let process = &mut self.processes[importer];
+                if !process.waiting.is_empty() {
+                    let lease = process.waiting.remove(0);
+                    if process.lessee.abandon(lease) {
+                        process.sent.push_back(Some(Request::Release { lease }));
+                    }
+                }
+            }
+            Step::Close { importer, which } => {
+                let process = &mut self.processes[importer];
+                if !process.mapped.is_empty() {
+                    let at = which % process.mapped.len();
+                    let lease = *process.mapped.keys().nth(at).expect("in range");
+                    process.unmap(lease);
+                }
+            }
+            Step::ToExporter { importer } => {
+                // Of the dead first: they sent theirs before.
+                let connection = self.processes[importer].connection;
+                let from = match self.dead.first() {
+                    Some(dead) => dead.connection,
+                    None => connection,
+                };
+                self.deliver_to_exporter(from);
+            }
+            Step::ToImporter { importer } => self.deliver_to_importer(importer),
+            Step::Die { importer } => {
+                self.connections += 1;
+                let next = Process::new(self.connections);
+                let mut dead = std::mem::replace(&mut self.processes[importer], next);
+                dead.sent.push_back(None);
+                // The kernel unmaps what it had, and closes what was under way.
+                dead.mapped.clear();
+                dead.incoming.clear();
+                self.dead.push(dead);
+            }
+        }
+    }
+
+    fn deliver_to_exporter(&mut self, from: ConnectionId) {
+        let mut everybody = self.processes.iter_mut().chain(&mut self.dead);
+        let process = everybody.find(|process| process.connection == from).expect("it exists");
+        let Some(message) = process.sent.pop_front() else { return };
+        match message {
+            Some(Request::Open { lease, key }) => {
+                let base = u64::from_le_bytes(key[..8].try_into().expect("eight"));
+                let answer = match self.lessor.open(from, lease, base, &key) {
+                    Ok(memory) => {
+                        assert_eq!(self.shared.get(&base), Some(&*memory), "not shared any more");
+                        assert_eq!(memory.key(), key);
+                        (Reply::Grant { lease }, Some(*Arc::as_ref(&memory)))
+                    }
+                    Err(why) => {
+                        assert_eq!(why, Refusal::Unknown);
+                        let is_shared = self.shared.get(&base).is_some_and(|of| of.key() == key);
+                        assert!(!is_shared, "refused though it is shared");
+                        (Reply::Refused { lease, why }, None)
+                    }
+                };
+                process.incoming.push_back(answer);
+            }
+            Some(Request::Release { lease }) => {
+                if let Some(base) = self.lessor.release(from, lease) {
+                    self.reuse(base);
+                }
+            }
+            None => {
+                for base in self.lessor.hang_up(from) {
+                    self.reuse(base);
+                }
+                assert!(!self.lessor.has_leases(from));
+                self.dead.retain(|process| process.connection != from);
+            }
+        }
+    }
+
+    fn deliver_to_importer(&mut self, importer: usize) {
+        let process = &mut self.processes[importer];
+        let Some((reply, enclosed)) = process.incoming.pop_front() else { return };
+        let action = process.lessee.receive(reply, enclosed).expect("nobody breaks the protocol");
+        match action {
+            Action::Nothing => {}
+            Action::Release(lease) => {
+                process.sent.push_back(Some(Request::Release { lease }));
+            }
+            // The real one unmaps what is only kept; here users are done at once, or later.
+            Action::Evict(memory) => {
+                let kept = process.mapped.iter().filter(|(_, mapped)| **mapped == (memory, false));
+                let kept: Vec<LeaseId> = kept.map(|(lease, _)| *lease).collect();
+                kept.into_iter().for_each(|lease| process.unmap(lease));
+            }
+        }
+        let answered: Vec<LeaseId> = process.waiting.clone();
+        for lease in answered {
+            let Some(answer) = process.lessee.answer(lease) else { continue };
+            process.waiting.retain(|waiting| *waiting != lease);
+            if let Ok(memory) = answer {
+                let in_use = lease.0.is_multiple_of(2);
+                process.mapped.insert(lease, (memory, in_use));
+            }
+        }
+    }
+
+    /// Everybody finishes: nothing may be left.
+    fn finish(mut self) {
+        for base in 1..=BASES {
+            self.step(&Step::Free { base });
+        }
+        loop {
+            let mut all: Vec<ConnectionId> = self.dead.iter().map(|dead| dead.connection).collect();
+            all.extend(self.processes.iter().map(|process| process.connection));
+            let is_quiet = |process: &Process| {
+                process.sent.is_empty() && process.incoming.is_empty() && process.mapped.is_empty()
+            };
+            if self.dead.is_empty() && self.processes.iter().all(is_quiet) {
+                break;
+            }
+            all.into_iter().for_each(|connection| self.deliver_to_exporter(connection));
+            for importer in 0..IMPORTERS {
+                self.deliver_to_importer(importer);
+                self.step(&Step::Close { importer, which: 0 });
+            }
+        }
+        assert!(self.quarantined.is_empty(), "still waits: {:?}", self.quarantined);
+        for process in &self.processes {
+            assert!(process.lessee.is_idle(), "{:?}", process.lessee);
+            assert!(!self.lessor.has_leases(process.connection));
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 500, ..ProptestConfig::default() })]
+
+    #[test]
+    fn memory_has_no_new_tenant_while_a_peer_reaches_it_and_all_comes_back(steps in steps()) {
+        let mut world = World::new();
+        for step in &steps {
+            world.step(step);
+        }
+        world.finish();
+    }
+}
+
+#[test]
+fn what_an_exporter_must_not_send_is_a_violation() {
+    let memory = Memory { base: 1, token: 1 };
+    let granted = || {
+        let mut lessee = Lessee::default();
+        let lease = lessee.request(memory);
+        lessee.receive(Reply::Grant { lease }, Some(memory)).expect("asked for");
+        (lessee, lease)
+    };
+    let (mut twice, lease) = granted();
+    twice.receive(Reply::Grant { lease }, Some(memory)).unwrap_err();
+    let (mut refused, lease) = granted();
+    let why = Refusal::Unknown;
+    refused.receive(Reply::Refused { lease, why }, None).unwrap_err();
+    let (mut unasked, _) = granted();
+    unasked.receive(Reply::Revoke { lease: LeaseId(99) }, None).unwrap_err();
+    let mut empty = Lessee::<Memory, Memory>::default();
+    let lease = empty.request(memory);
+    empty.receive(Reply::Grant { lease }, None).unwrap_err();
+    empty.receive(Reply::Revoke { lease }, None).unwrap_err();
+}
+
+#[test]
+fn what_an_importer_must_not_ask_for_is_refused() {
+    let memory = Memory { base: 1, token: 1 };
+    let mut lessor: Lessor<Memory, ()> = Lessor::default();
+    lessor.offer(1, memory.key(), Token([1; 8]), memory);
+    let (one, lease) = (ConnectionId(1), LeaseId(1));
+    lessor.open(one, lease, 1, &memory.key()).unwrap();
+    assert_eq!(lessor.open(one, lease, 1, &memory.key()), Err(Refusal::Malformed), "twice");
+    let none = LeaseId::NONE;
+    assert_eq!(lessor.open(one, none, 1, &memory.key()), Err(Refusal::Malformed));
+    for bit in 0..KEY_LEN * 8 {
+        let mut forged = memory.key();
+        forged[bit / 8] ^= 1 << (bit % 8);
+        let answer = lessor.open(one, LeaseId(2), 1, &forged);
+        assert_eq!(answer, Err(Refusal::Unknown), "bit {bit}");
+    }
+    // Somebody else's lease.
+    assert!(lessor.withdraw(1, None) == [(one, lease)]);
+    assert_eq!(lessor.free(1, ()), None);
+    assert_eq!(lessor.release(ConnectionId(2), lease), None);
+    assert_eq!(lessor.release(one, lease), Some(()));
+}

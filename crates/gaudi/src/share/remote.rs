@@ -1,0 +1,426 @@
+//! What an importer makes of a key: addresses that this process's card can copy from and to, and the
+//! cache of what is mapped.
+
+use std::fmt;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use super::cache::{Cache, Limits};
+use super::exporter::{Exporter, OwnLease, file_len};
+use super::importer::{self, Lease, NoLease};
+use super::key::{Bus, Fields};
+use super::{Identity, KeyError};
+use crate::backend::HostPin;
+use crate::process::ProcessBound;
+use crate::stats::{Counter, Counts, Gauge, GaugeGuard};
+use crate::{BusId, Device, DeviceAddr, Error, ErrorKind, runtime};
+
+const OPENING: &str = "opening a peer's memory";
+
+/// Most handles a device keeps open, and their bytes: eight cards' whole memory.
+pub const DEFAULT_LIMITS: Limits = Limits { handles: 1024, bytes: 1 << 40 };
+
+/// A key that was received: well-formed, of this machine and boot, and of this user as far as it can
+/// be told. Whether it opens anything, its exporter decides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RemoteKey(Fields);
+
+/// What a key's memory is to this process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Relation {
+    /// Shared by this very process: copy locally.
+    SameProcess,
+    /// Of another process, on a card that this process has open. A card has one owner, so this only
+    /// happens while one is handed from process to process; it cannot be opened.
+    SameDeviceOtherProcess,
+    /// Of another process, on a card that is not ours.
+    OtherDevice,
+}
+
+impl RemoteKey {
+    /// Takes a received key apart. Any bytes will do: what is no key, or of another version, boot,
+    /// host or user, is refused with the reason.
+    pub fn parse(bytes: &[u8]) -> Result<Self, KeyError> {
+        let parsed = Fields::parse(bytes).and_then(|fields| {
+            fields.peer.check_reachable()?;
+            Ok(Self(fields))
+        });
+        if parsed.is_err()
+            && let Some(counts) = Counts::process()
+        {
+            counts.add(Counter::IpcKeysRefused, 1);
+        }
+        parsed
+    }
+
+    /// Who shares the memory.
+    pub fn peer(&self) -> &Identity {
+        &self.0.peer
+    }
+
+    /// First address of the allocation, as its exporter sees it.
+    pub fn base(&self) -> u64 {
+        self.0.base
+    }
+
+    /// Length of the allocation in bytes, as the key says: what was imported decides, see
+    /// [`Opened::translate`].
+    #[allow(clippy::len_without_is_empty, reason = "never empty")]
+    pub fn len(&self) -> u64 {
+        self.0.len
+    }
+
+    /// The card the memory lies on.
+    pub fn source_device(&self) -> BusId {
+        self.0.source.id()
+    }
+
+    /// What the memory is to this process.
+    pub fn relation(&self) -> Relation {
+        if self.0.peer.is_own() {
+            return Relation::SameProcess;
+        }
+        let is_source =
+            |device: &Arc<Device>| Bus::new(&device.info().bus_id) == Some(self.0.source);
+        match runtime().devices().iter().any(is_source) {
+            true => Relation::SameDeviceOtherProcess,
+            false => Relation::OtherDevice,
+        }
+    }
+
+    /// Makes the memory visible to `device`, for as long as the answer lives and a while longer: it
+    /// is kept for the next who opens the same, within bounds ([`Device::set_handle_limits`]).
+    ///
+    /// Fails where the driver cannot import, where the exporter has ended, does not share memory under
+    /// exactly this key (any more) or cannot be asked. What is not open yet has to wait for the
+    /// exporter's broker: up to a second, and not again within the next five if that does not answer.
+    pub fn open(&self, device: &Arc<Device>) -> Result<Arc<Opened>, Error> {
+        self.try_open(device).map(Arc::new).map_err(|error| device.failed(error))
+    }
+
+    fn try_open(&self, device: &Arc<Device>) -> Result<Opened, Error> {
+        let key = &self.0;
+        // Every operation of a transport comes through here: what is open costs a lock and a lookup.
+        // A key that differs in anything from that of the import does not find it.
+        let memory = match device.handles().find(key, device.counts()) {
+            Some((handle, serial)) => Memory::Imported { handle, serial },
+            None => self.open_anew(device)?,
+        };
+        Ok(Opened { memory, device: Arc::clone(device), key: *key })
+    }
+
+    fn open_anew(&self, device: &Arc<Device>) -> Result<Memory, Error> {
+        let key = &self.0;
+        let is_own = key.peer.is_own();
+        if Bus::new(&device.info().bus_id) == Some(key.source) {
+            if !is_own {
+                let detail = format!("{} has the card this process uses itself", key.peer);
+                return Err(Error::unsupported(OPENING, detail, "use another card"));
+            }
+            // Who knows the key may use it, here as elsewhere.
+            let (lease, _) = lease(key).map_err(|failure| failed(device, &failure, key))?;
+            return Ok(Memory::Local { _lease: ProcessBound::new(lease) });
+        }
+        device.can_import()?;
+        let import = || Handle::import(key, device);
+        let (handle, serial) = device.handles().open(*key, device.counts(), import)?;
+        Ok(Memory::Imported { handle, serial })
+    }
+}
+
+/// Why memory cannot be opened.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Failure {
+    /// The exporter has ended.
+    Ended,
+    /// The exporter says that no memory is shared under this key: it is wrong, or was taken back.
+    Withdrawn,
+    /// The broker cannot be reached or does not serve us; why.
+    Unreachable(String),
+    /// What came is not what the key says.
+    Mismatch(&'static str),
+}
+
+impl Failure {
+    fn error(&self, peer: &Identity) -> Error {
+        let (kind, detail, remedy) = match self {
+            Failure::Ended => (ErrorKind::ChannelFailed, format!("{peer} has ended"), ""),
+            Failure::Withdrawn => (
+                ErrorKind::ChannelFailed,
+                format!("{peer} does not share this memory (any more)"),
+                "use the keys of memory that is still registered there",
+            ),
+            Failure::Unreachable(why) => (
+                ErrorKind::PermissionDenied,
+                format!("{peer} cannot hand over its dma-buf: broker: {why}"),
+                "run both as the same user, with a common network namespace or /dev/shm",
+            ),
+            Failure::Mismatch(what) => {
+                (ErrorKind::ChannelFailed, format!("{peer} sent something else: {what}"), "")
+            }
+        };
+        let mut error = Error::new(kind, OPENING, detail, remedy);
+        if *self == Failure::Ended {
+            error.set_errno(libc::ESRCH);
+        }
+        error
+    }
+}
+
+fn failed(device: &Device, failure: &Failure, key: &Fields) -> Error {
+    let counter = match failure {
+        Failure::Ended => Counter::IpcRefusedEnded,
+        Failure::Withdrawn => Counter::IpcRefusedWithdrawn,
+        Failure::Unreachable(_) => Counter::IpcRefusedUnreachable,
+        Failure::Mismatch(_) => Counter::IpcRefusedMismatch,
+    };
+    device.counts().add(counter, 1);
+    failure.error(&key.peer)
+}
+
+/// A lease on what a key is for: of this process itself, or of another.
+#[derive(Debug)]
+enum AnyLease {
+    Own { _lease: OwnLease },
+    Remote(Lease),
+}
+
+/// Asks whoever shares the memory for a lease on it, and for the dma-buf.
+fn lease(key: &Fields) -> Result<(AnyLease, OwnedFd), Failure> {
+    if key.peer.is_own() {
+        let exporter = Exporter::if_any().ok_or(Failure::Withdrawn)?;
+        let mut lease = exporter.lease_own(key).ok_or(Failure::Withdrawn)?;
+        let dmabuf = lease.take_dmabuf();
+        let dmabuf = dmabuf.ok_or(Failure::Unreachable("no descriptor is free".to_owned()))?;
+        return Ok((AnyLease::Own { _lease: lease }, dmabuf));
+    }
+    let (lease, dmabuf) = importer::lease(key).map_err(|why| match why {
+        NoLease::Unknown => Failure::Withdrawn,
+        _ if key.peer.has_surely_ended() => Failure::Ended,
+        why => Failure::Unreachable(why.to_string()),
+    })?;
+    Ok((AnyLease::Remote(lease), dmabuf))
+}
+
+/// Another process's allocation, visible to one device of this process.
+///
+/// Keeps the device open. What it reaches is nobody else's while it lives, even if the exporter frees
+/// it or ends.
+pub struct Opened {
+    memory: Memory,
+    // After the memory, which is given back to it.
+    device: Arc<Device>,
+    key: Fields,
+}
+
+enum Memory {
+    /// On this very device: the addresses are what they are.
+    Local {
+        _lease: ProcessBound<AnyLease>,
+    },
+    Imported {
+        handle: Arc<Handle>,
+        serial: u64,
+    },
+}
+
+impl fmt::Debug for Opened {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (base, len) = (DeviceAddr(self.key.base), self.key.len);
+        f.debug_struct("Opened").field("base", &base).field("len", &len).finish_non_exhaustive()
+    }
+}
+
+impl Opened {
+    /// Where the device sees `[remote_addr, remote_addr + len)` of the exporter; `None` if that is
+    /// not within the memory that was imported. Use it as [`Side::Device`](crate::Side::Device) in
+    /// copies of [`Opened::device`] only, and while this lives.
+    pub fn translate(&self, remote_addr: u64, len: usize) -> Option<DeviceAddr> {
+        let offset = remote_addr.checked_sub(self.key.base)?;
+        let end = offset.checked_add(len as u64)?;
+        let (start, most) = match &self.memory {
+            Memory::Local { .. } => (self.key.base, self.key.len),
+            Memory::Imported { handle, .. } => (handle.addr.0, handle.len),
+        };
+        (end <= most).then(|| DeviceAddr(start + offset))
+    }
+
+    /// The device that sees it.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    /// Whether the exporter has ended. Known within moments, without asking the system: an atomic
+    /// flag. What was opened can still be copied, but nobody is there to make use of it.
+    pub fn is_peer_gone(&self) -> bool {
+        match &self.memory {
+            Memory::Local { .. } => false,
+            Memory::Imported { handle, .. } => handle.is_lost(),
+        }
+    }
+}
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        if let Memory::Imported { serial, .. } = &self.memory {
+            self.device.handles().release(&self.key, *serial, self.device.counts());
+        }
+    }
+}
+
+/// An import that is unmapped exactly once: when the cache and all users have let it go.
+#[derive(Debug)]
+pub(crate) struct Handle {
+    addr: DeviceAddr,
+    /// What was leased; the import is longer by what it takes to make whole pages.
+    len: u64,
+    mapped_len: u64,
+    /// The device owns the cache that owns this, and must be able to go.
+    device: Weak<Device>,
+    // Unmapped, then counted, then the lease is released; by the process that opened it, not by a
+    // forked child, which has the same card.
+    _pin: ProcessBound<HostPin>,
+    _gauge: ProcessBound<GaugeGuard>,
+    lease: ProcessBound<AnyLease>,
+}
+
+impl Handle {
+    fn import(key: &Fields, device: &Arc<Device>) -> Result<(Self, u64), Error> {
+        let counts = device.counts();
+        let (lease, dmabuf) = lease(key).map_err(|failure| failed(device, &failure, key))?;
+        if matches!(lease, AnyLease::Remote(_)) {
+            counts.add(Counter::IpcHandoversBroker, 1);
+        }
+        let len = key.dmabuf_len();
+        if file_len(dmabuf.as_fd()) != Ok(len) {
+            let failure = Failure::Mismatch("a file of another length");
+            return Err(failed(device, &failure, key));
+        }
+        let pin = device.map_dmabuf(dmabuf.as_fd(), len)?;
+        let handle = Self {
+            addr: pin.addr,
+            len: key.len,
+            mapped_len: len,
+            device: Arc::downgrade(device),
+            _pin: ProcessBound::new(pin),
+            _gauge: ProcessBound::new(counts.track(Gauge::Handle, len)),
+            lease: ProcessBound::new(lease),
+        };
+        Ok((handle, len))
+    }
+
+    /// Whether the exporter counts on nobody having this memory any more: it has ended.
+    fn is_lost(&self) -> bool {
+        match &*self.lease {
+            AnyLease::Own { .. } => false,
+            AnyLease::Remote(lease) => lease.is_lost(),
+        }
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        // While the device itself is being dropped, nothing is in flight any more.
+        if self.lease.is_ours()
+            && let Some(device) = self.device.upgrade()
+        {
+            device.forget_import(self.addr, self.mapped_len);
+        }
+    }
+}
+
+/// The handles one device keeps, by the whole key.
+#[derive(Debug)]
+pub(crate) struct Handles(Cache<Fields, Handle>);
+
+impl Default for Handles {
+    fn default() -> Self {
+        Self(Cache::new(*default_limits()))
+    }
+}
+
+/// What a device begins with.
+fn default_limits() -> MutexGuard<'static, Limits> {
+    static LIMITS: Mutex<Limits> = Mutex::new(DEFAULT_LIMITS);
+    LIMITS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Bounds the handles of all devices of this process, of those there are and of those that come.
+pub fn set_handle_limits(limits: Limits) {
+    *default_limits() = limits;
+    for device in runtime().devices() {
+        device.set_handle_limits(limits);
+    }
+}
+
+/// Unmaps what is kept of some memory: at once, or when its last user is done.
+pub(super) fn evict(which: impl Fn(&Fields) -> bool) {
+    for device in runtime().devices() {
+        drop(device.handles().0.evict(&which));
+    }
+}
+
+impl Handles {
+    fn open(
+        &self,
+        key: Fields,
+        counts: Counts,
+        import: impl FnOnce() -> Result<(Handle, u64), Error>,
+    ) -> Result<(Arc<Handle>, u64), Error> {
+        let reference = self.0.open(key, import)?;
+        let is_hit = reference.hit;
+        counts.add(if is_hit { Counter::IpcCacheHits } else { Counter::IpcCacheMisses }, 1);
+        evicted(reference.evicted, counts);
+        Ok((reference.value, reference.serial))
+    }
+
+    /// One that is open already.
+    fn find(&self, key: &Fields, counts: Counts) -> Option<(Arc<Handle>, u64)> {
+        let (handle, serial) = self.0.find(key)?;
+        if handle.is_lost() {
+            // The thread that saw the connection end has not come to it yet.
+            self.release(key, serial, counts);
+            drop(handle);
+            drop(self.0.evict(|other| other == key));
+            return None;
+        }
+        counts.add(Counter::IpcCacheHits, 1);
+        Some((handle, serial))
+    }
+
+    fn release(&self, key: &Fields, serial: u64, counts: Counts) {
+        evicted(self.0.release(key, serial), counts);
+    }
+}
+
+fn evicted(handles: Vec<Arc<Handle>>, counts: Counts) {
+    counts.add(Counter::IpcCacheEvictions, handles.len() as u64);
+    drop(handles);
+}
+
+impl Device {
+    /// Bounds the peers' memory this device keeps open though nobody uses it at the moment. What is
+    /// in use counts, but is never closed.
+    pub fn set_handle_limits(&self, limits: Limits) {
+        evicted(self.handles().0.set_limits(limits), self.counts());
+    }
+
+    /// The bounds.
+    pub fn handle_limits(&self) -> Limits {
+        self.handles().0.limits()
+    }
+}
+
+impl KeyError {
+    /// As an error of the engine.
+    pub fn into_error(self) -> Error {
+        let kind = match self {
+            KeyError::OtherUser { .. } => ErrorKind::PermissionDenied,
+            KeyError::OtherHost | KeyError::OwnIdentity(_) | KeyError::Ended => {
+                ErrorKind::ChannelFailed
+            }
+            _ => ErrorKind::InvalidParams,
+        };
+        Error::new(kind, OPENING, self.to_string(), "")
+    }
+}

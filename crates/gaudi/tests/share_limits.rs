@@ -1,0 +1,262 @@
+//! What is refused though somebody could have been given it: ranges that were not leased, leases that
+//! cannot be recorded, connections of strangers, identities that are made up.
+
+mod machine;
+mod peer;
+
+use gaudi::{DeviceAddr, RemoteKey, Side};
+use machine::{alone, open, pattern, read, write};
+use peer::{Peer, Set, copy, hash, hex, sockets, stat, until};
+
+/// Where things are in a key (`docs/design/ipc-protocol.md`).
+const PID: std::ops::Range<usize> = 13..17;
+const TOKEN: std::ops::Range<usize> = 33..41;
+const SOURCE: usize = 42;
+const PAGE_NUMBER: usize = 45;
+const LENGTH: std::ops::Range<usize> = 52..57;
+const LEN: usize = 10_000;
+
+#[test]
+#[ignore = "run by the other tests as a process of its own"]
+fn serve() {
+    peer::serve();
+}
+
+/// A word by which `cargo xtask test ipc` finds them.
+mod ipc {
+    use super::*;
+
+    /// An exporter on card 1 with one piece of memory, and its key.
+    fn exporter_with(set: Set) -> (Peer, Vec<u8>) {
+        let mut exporter = Peer::start(set);
+        exporter.ask("card 1");
+        let key = exporter.share(1, LEN, 5);
+        (exporter, key)
+    }
+
+    fn exporter() -> (Peer, Vec<u8>) {
+        exporter_with(Set::default())
+    }
+
+    fn importer_with(set: Set) -> Peer {
+        let mut importer = Peer::start(set);
+        importer.ask("card 0");
+        importer
+    }
+
+    /// The exporter frees its memory: it must wait for the importer, which has it open.
+    fn assert_quarantined(exporter: &mut Peer, importer: &mut Peer) {
+        exporter.ask("unshare 1");
+        exporter.ask("free 1");
+        exporter.ask("restore");
+        assert_eq!(exporter.stat("ipc_quarantined_bytes"), LEN as u64, "not recorded");
+        importer.ask("close 1");
+        exporter.until("stat ipc_quarantined_bytes", "0");
+    }
+
+    #[test]
+    fn a_key_that_differs_from_the_cached_one_is_refused() {
+        if !alone("ipc::a_key_that_differs_from_the_cached_one_is_refused", 2) {
+            return;
+        }
+        let (mut exporter, key) = exporter();
+        // Another peer's memory, right behind.
+        exporter.share(2, 1 << 20, 6);
+        let device = open(0);
+        let good = RemoteKey::parse(&key).unwrap();
+        let opened = good.open(&device).unwrap();
+        for len in [LEN as u64 + 1, 1 << 20, LEN as u64 - 1, 1] {
+            let mut forged = key.clone();
+            forged[LENGTH].copy_from_slice(&len.to_le_bytes()[..5]);
+            let forged = RemoteKey::parse(&forged).unwrap();
+            assert_eq!(forged.len(), len);
+            let refused = forged.open(&device);
+            let reached = refused.as_ref().ok().and_then(|o| o.translate(good.base(), len as usize));
+            assert!(refused.is_err(), "length {len}: opened, reaches {reached:?}");
+        }
+        for (at, what) in [(PAGE_NUMBER, "address"), (SOURCE, "source device")] {
+            let mut forged = key.clone();
+            forged[at] ^= 1;
+            assert!(RemoteKey::parse(&forged).unwrap().open(&device).is_err(), "{what}");
+        }
+        assert_eq!(opened.translate(good.base(), LEN + 1), None);
+        assert!(good.open(&device).is_ok(), "the right one still opens");
+        assert_eq!(stat("ipc_handles_live"), 1);
+    }
+
+    #[test]
+    fn an_exporter_short_of_descriptors_grants_nothing_that_it_does_not_record() {
+        let name = "ipc::an_exporter_short_of_descriptors_grants_nothing_that_it_does_not_record";
+        if !alone(name, 2) {
+            return;
+        }
+        for left in 0..4 {
+            let (mut exporter, key) = exporter();
+            let mut importer = importer_with(Set::default());
+            exporter.ask(&format!("exhaust {left}"));
+            let opened = importer.tell(&format!("open 1 {}", hex(&key)));
+            println!("{left} descriptors left: {opened}");
+            if opened == "ok" {
+                assert_quarantined(&mut exporter, &mut importer);
+            } else {
+                assert!(opened.contains("broker: "), "{opened}");
+                exporter.ask("restore");
+                until("it is granted when there are descriptors again", || {
+                    importer.tell(&format!("open 1 {}", hex(&key))) == "ok"
+                });
+                assert_quarantined(&mut exporter, &mut importer);
+            }
+        }
+    }
+
+    #[test]
+    fn a_lease_needs_nothing_that_a_filter_in_the_importer_may_refuse() {
+        let name = "ipc::a_lease_needs_nothing_that_a_filter_in_the_importer_may_refuse";
+        if !alone(name, 2) {
+            return;
+        }
+        let calls: [&'static [libc::c_long]; 3] = [
+            &[libc::SYS_memfd_create],
+            &[libc::SYS_pidfd_getfd],
+            &[libc::SYS_pidfd_open, libc::SYS_pidfd_getfd, libc::SYS_memfd_create],
+        ];
+        for refuse in calls {
+            let (mut exporter, key) = exporter();
+            let mut importer = importer_with(Set { refuse, ..Set::default() });
+            importer.ask(&format!("open 1 {}", hex(&key)));
+            assert_eq!(importer.ask("pull 1"), hash(&pattern(LEN, 5)).to_string());
+            assert_quarantined(&mut exporter, &mut importer);
+        }
+    }
+
+    #[test]
+    fn strangers_without_a_token_hold_no_descriptors_of_an_exporter() {
+        if !alone("ipc::strangers_without_a_token_hold_no_descriptors_of_an_exporter", 2) {
+            return;
+        }
+        let (mut exporter, key) = exporter();
+        let before: usize = exporter.ask("fds").parse().unwrap();
+        let [in_no_file, in_folder] = sockets(&key);
+        // Nothing; a request with a wrong token; a request of version 1 to stay connected.
+        let mut guessed = peer::open_request(&key);
+        guessed[16 + TOKEN.start] ^= 1;
+        let stay = [&b"ugsh\x01\x02\0\0"[..], &[0; 16]].concat();
+        let mut crowd: Vec<Peer> = (0..4).map(|_| Peer::start(Set::default())).collect();
+        for stranger in &mut crowd {
+            for told in [&[][..], &guessed, &stay] {
+                for name in [&in_no_file, &in_folder] {
+                    let told = if told.is_empty() { "0".to_owned() } else { hex(told) };
+                    stranger.ask(&format!("crowd {name} 100 {told}"));
+                }
+            }
+        }
+        // All of 2400 have been served or refused when an honest peer is.
+        let mut importer = importer_with(Set::default());
+        until("the honest peer is served", || {
+            importer.tell(&format!("open 1 {}", hex(&key))) == "ok"
+        });
+        until("strangers hold nothing", || {
+            exporter.ask("fds").parse::<usize>().unwrap() <= before + 4
+        });
+        assert_quarantined(&mut exporter, &mut importer);
+    }
+
+    #[test]
+    fn forged_identities_leave_no_descriptors_in_the_importer() {
+        if !alone("ipc::forged_identities_leave_no_descriptors_in_the_importer", 2) {
+            return;
+        }
+        let (_exporter, key) = exporter();
+        let mut importer = importer_with(Set::default());
+        importer.ask(&format!("open 1 {}", hex(&key)));
+        let before: usize = importer.ask("fds").parse().unwrap();
+        // Start time, pid namespace, user namespace: each alone, and all with the right token.
+        for forged in 0..400_usize {
+            let mut other = key.clone();
+            let at = [17, 21, 25][forged % 3];
+            other[at..at + 2].copy_from_slice(&(forged as u16 + 1).to_le_bytes());
+            let refused = importer.tell(&format!("open 2 {}", hex(&other)));
+            assert!(refused.starts_with("failed "), "{forged}: {refused}");
+        }
+        let after: usize = importer.ask("fds").parse().unwrap();
+        assert!(after <= before, "{before} descriptors before, {after} after");
+        // The importer's own process id, under the exporter's name.
+        let mut own = key.clone();
+        own[PID].copy_from_slice(&importer.id().to_le_bytes());
+        let refused = importer.tell(&format!("open 2 {}", hex(&own)));
+        assert!(refused.contains("it is of a process that has ended"), "{refused}");
+        assert_eq!(importer.ask("pull 1"), hash(&pattern(LEN, 5)).to_string(), "as before");
+    }
+
+    #[test]
+    fn a_broker_that_cannot_listen_is_the_reason_why_sharing_fails() {
+        if !alone("ipc::a_broker_that_cannot_listen_is_the_reason_why_sharing_fails", 2) {
+            return;
+        }
+        let mut exporter = Peer::start(Set { refuse: &[libc::SYS_listen], ..Set::default() });
+        exporter.ask("card 1");
+        let fds: usize = exporter.ask("fds").parse().unwrap();
+        for _ in 0..2 {
+            let refused = exporter.tell(&format!("share 1 {LEN} 5"));
+            assert!(refused.starts_with("failed CHANNEL_FAILED"), "{refused}");
+            assert!(refused.contains("starting the broker failed"), "{refused}");
+            assert!(refused.contains("Operation not permitted"), "{refused}");
+        }
+        assert_eq!(exporter.ask("fds").parse::<usize>().unwrap(), fds);
+        assert_eq!(exporter.stat("ipc_shares"), 0);
+    }
+
+    #[test]
+    fn a_forked_child_of_the_importer_does_not_end_its_leases() {
+        if !alone("ipc::a_forked_child_of_the_importer_does_not_end_its_leases", 2) {
+            return;
+        }
+        let (mut exporter, key) = exporter();
+        let mut importer = importer_with(Set::default());
+        importer.ask(&format!("open 1 {}", hex(&key)));
+        importer.ask("forkdrop");
+        assert_eq!(importer.ask("pull 1"), hash(&pattern(LEN, 5)).to_string());
+        assert_quarantined(&mut exporter, &mut importer);
+    }
+
+    #[test]
+    fn a_forked_child_of_the_exporter_does_not_end_its_shares() {
+        if !alone("ipc::a_forked_child_of_the_exporter_does_not_end_its_shares", 2) {
+            return;
+        }
+        let (mut exporter, key) = exporter();
+        exporter.ask("forkdrop");
+        let mut importer = importer_with(Set::default());
+        importer.ask(&format!("open 1 {}", hex(&key)));
+        assert_quarantined(&mut exporter, &mut importer);
+    }
+
+    #[test]
+    fn what_a_former_tenant_left_behind_the_end_of_shared_memory_is_cleared() {
+        let name = "ipc::what_a_former_tenant_left_behind_the_end_of_shared_memory_is_cleared";
+        if !alone(name, 2) {
+            return;
+        }
+        const PAGES: usize = 3 * 4096;
+        let (device, other) = (open(0), open(1));
+        for len in [LEN, 4096 * 2 + 1, PAGES - 1] {
+            let former = device.alloc(PAGES as u64, 1).unwrap();
+            let base = former.addr();
+            write(&device, base, &[0xab; PAGES]);
+            drop(former);
+            let memory = device.alloc(len as u64, 1).unwrap();
+            assert_eq!(memory.addr(), base, "in the same place");
+            let share = device.share(base, 1).unwrap();
+            // All that the dma-buf reaches.
+            let (dmabuf, _) = device.export_alone(base, len as u64).unwrap();
+            let import = other.import(std::os::fd::AsFd::as_fd(&dmabuf), PAGES as u64).unwrap();
+            let here = other.alloc(PAGES as u64, 1).unwrap();
+            let (dst, src) = (Side::Device(here.addr()), Side::Device(import.addr()));
+            copy(&other, dst, src, PAGES).unwrap();
+            let found = read(&other, DeviceAddr(here.addr().0), PAGES);
+            assert!(found[..len].iter().all(|byte| *byte == 0xab), "{len}: its own bytes stay");
+            assert!(found[len..].iter().all(|byte| *byte == 0), "{len}: {:x?}", &found[len..]);
+            drop(share);
+        }
+    }
+}

@@ -190,11 +190,11 @@ impl Device {
     }
 
     /// Allocates `len` bytes (not zero) aligned to `align` (a power of two; at least 4 KiB is
-    /// always given). The contents are not defined.
+    /// always given). The contents are not defined, unless [`Options::clear_allocations`](crate::Options::clear_allocations) is set.
     pub fn alloc(self: &Arc<Self>, len: u64, align: u64) -> Result<Allocation, Error> {
         self.check_process("allocating device memory")?;
         self.announcement.ensure(runtime().windows(), &self.window);
-        let taken = self.take(len, align);
+        let taken = self.take(len, align).and_then(|base| self.clear_if_asked(base, len));
         let base = taken.map_err(|error| self.failed(error))?;
         self.counts.allocated(len);
         runtime().table().insert(DeviceRange { base, len, device: self.id });
@@ -217,6 +217,16 @@ impl Device {
             std::thread::sleep(Duration::from_millis(pause));
             share::reclaim();
         }
+    }
+
+    /// Clears memory that was just taken, with the rest of its last page, where the process wants that.
+    fn clear_if_asked(&self, base: u64, len: u64) -> Result<u64, Error> {
+        if !runtime().options().clear_allocations.unwrap_or(false) {
+            return Ok(base);
+        }
+        let len = len.next_multiple_of(PAGE_SIZE);
+        let cleared = self.can_copy().and_then(|()| self.fill_range(DeviceAddr(base), len, 0));
+        cleared.map(|()| base).inspect_err(|_| self.open.memory.give(base))
     }
 
     /// The other half of [`Allocation`]. Memory that another process has open waits until it has let

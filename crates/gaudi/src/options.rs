@@ -23,6 +23,9 @@ pub struct Options {
     ///
     /// [`Runtime::cache_registrations`]: crate::Runtime::cache_registrations
     pub registration_cache: Option<RegistrationCache>,
+    /// Whether memory is cleared before it is handed out. An allocation then costs a fill of its length,
+    /// and fails on a card that this process cannot submit to. Default: no.
+    pub clear_allocations: Option<bool>,
     /// How much memory of peers cards keep open while nobody uses it.
     pub handle_limits: Option<Limits>,
     /// Whether a card may be opened for the sake of a peer's memory. Default: yes.
@@ -49,6 +52,8 @@ pub enum OptionName {
     AdoptOwnCards,
     /// [`Options::registration_cache`]
     RegistrationCache,
+    /// [`Options::clear_allocations`]
+    ClearAllocations,
     /// [`Options::handle_limits`]
     HandleLimits,
     /// [`Options::open_for_peers`]
@@ -90,6 +95,7 @@ impl Configuration {
             register_access,
             adopt_own_cards,
             registration_cache,
+            clear_allocations,
             handle_limits,
             open_for_peers,
         } = wanted;
@@ -99,6 +105,7 @@ impl Configuration {
             merge(OptionName::RegisterAccess, &mut now.register_access, register_access),
             merge(OptionName::AdoptOwnCards, &mut now.adopt_own_cards, adopt_own_cards),
             merge(OptionName::RegistrationCache, &mut now.registration_cache, registration_cache),
+            merge(OptionName::ClearAllocations, &mut now.clear_allocations, clear_allocations),
             merge(OptionName::HandleLimits, &mut now.handle_limits, handle_limits),
             merge(OptionName::OpenForPeers, &mut now.open_for_peers, open_for_peers),
         ];

@@ -5,7 +5,9 @@ mod peer;
 
 use gaudi::{RemoteKey, Side};
 use machine::{alone, open, pattern, read};
-use peer::{Peer, Set, copy, hash, hex, knock, message, open_request, sockets, stat, stranger, until};
+use peer::{
+    Peer, Set, copy, hash, hex, knock, message, open_request, sockets, stat, stranger, until,
+};
 
 /// Where things are in a key (`docs/design/ipc-protocol.md`).
 const INSTANCE: std::ops::Range<usize> = 7..13;

@@ -71,7 +71,8 @@ mod ipc {
             let forged = RemoteKey::parse(&forged).unwrap();
             assert_eq!(forged.len(), len);
             let refused = forged.open(&device);
-            let reached = refused.as_ref().ok().and_then(|o| o.translate(good.base(), len as usize));
+            let reached =
+                refused.as_ref().ok().and_then(|o| o.translate(good.base(), len as usize));
             assert!(refused.is_err(), "length {len}: opened, reaches {reached:?}");
         }
         for (at, what) in [(PAGE_NUMBER, "address"), (SOURCE, "source device")] {
@@ -137,13 +138,13 @@ mod ipc {
         let (mut exporter, key) = exporter();
         let before: usize = exporter.ask("fds").parse().unwrap();
         let [in_no_file, in_folder] = sockets(&key);
-        // Nothing; a request with a wrong token; a request of version 1 to stay connected.
+        // A request of version 1 to stay connected; a request with a wrong token; nothing.
         let mut guessed = peer::open_request(&key);
         guessed[16 + TOKEN.start] ^= 1;
         let stay = [&b"ugsh\x01\x02\0\0"[..], &[0; 16]].concat();
         let mut crowd: Vec<Peer> = (0..4).map(|_| Peer::start(Set::default())).collect();
         for stranger in &mut crowd {
-            for told in [&[][..], &guessed, &stay] {
+            for told in [&stay[..], &guessed, &[]] {
                 for name in [&in_no_file, &in_folder] {
                     let told = if told.is_empty() { "0".to_owned() } else { hex(told) };
                     stranger.ask(&format!("crowd {name} 100 {told}"));
@@ -257,6 +258,28 @@ mod ipc {
             assert!(found[..len].iter().all(|byte| *byte == 0xab), "{len}: its own bytes stay");
             assert!(found[len..].iter().all(|byte| *byte == 0), "{len}: {:x?}", &found[len..]);
             drop(share);
+        }
+    }
+
+    #[test]
+    fn memory_is_cleared_before_it_is_handed_out_if_the_process_wants_that() {
+        let name = "ipc::memory_is_cleared_before_it_is_handed_out_if_the_process_wants_that";
+        if !alone(name, 1) {
+            return;
+        }
+        let device = open(0);
+        for clear in [false, true] {
+            let clear_allocations = Some(clear);
+            let options = gaudi::Options { clear_allocations, ..gaudi::Options::default() };
+            gaudi::runtime().configure(options);
+            let former = device.alloc(LEN as u64, 1).unwrap();
+            let base = former.addr();
+            write(&device, base, &[0xab; LEN]);
+            drop(former);
+            let memory = device.alloc(LEN as u64, 1).unwrap();
+            assert_eq!(memory.addr(), base, "in the same place");
+            let expected = if clear { 0 } else { 0xab };
+            assert!(read(&device, base, LEN).iter().all(|byte| *byte == expected), "{clear}");
         }
     }
 }

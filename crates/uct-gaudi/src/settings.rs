@@ -126,6 +126,13 @@ pub(crate) const VARIABLES: &[Variable] = &[
         kind: Kind::Bool,
     },
     Variable {
+        name: "CLEAR_MEMORY",
+        default: "n",
+        help: "Clear Gaudi memory before it is handed out, so that nobody sees what an earlier\n\
+               allocation left there. Takes the card's time, for every allocation.",
+        kind: Kind::Bool,
+    },
+    Variable {
         name: "LOG_LEVEL",
         default: "inherit",
         help: "Which lines of the plugin are logged, whatever UCX_LOG_LEVEL says;\n\
@@ -193,6 +200,7 @@ impl Settings {
             device: Some(settings.device.clone()),
             register_access: Some(settings.hw_block_access),
             adopt_own_cards: Some(settings.adopt),
+            clear_allocations: Some(values.bool("CLEAR_MEMORY")),
             ..Options::default()
         });
         Ok(settings)
@@ -216,6 +224,7 @@ fn variables_of(option: OptionName) -> &'static str {
         OptionName::RegistrationCache => {
             "UCX_GAUDI_COPY_ENABLE_RCACHE, RCACHE_MAX_REGIONS, RCACHE_MAX_SIZE"
         }
+        OptionName::ClearAllocations => "UCX_GAUDI_COPY_CLEAR_MEMORY",
         OptionName::HandleLimits => "UCX_GAUDI_IPC_CACHE_MAX_REGIONS, CACHE_MAX_SIZE",
         OptionName::OpenForPeers => "UCX_GAUDI_IPC_OPEN_DEVICE",
     }

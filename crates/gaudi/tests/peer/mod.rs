@@ -454,16 +454,19 @@ fn address(name: &str) -> rustix::net::SocketAddrUnix {
     address.expect("a name")
 }
 
-/// A connection to a broker on which something was said, and nobody reads the answer.
+/// A connection to a broker on which something was said, and answered if the broker wants to.
 pub(crate) fn stranger(name: &str, told: &[u8]) -> OwnedFd {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
     use rustix::net::*;
-    let flags = SocketFlags::NONBLOCK;
+    let flags = if told.is_empty() { SocketFlags::NONBLOCK } else { SocketFlags::empty() };
     let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None);
     let socket = socket.expect("a socket");
     // Whoever finds the queue full is part of the crowd too.
     let _ = connect(&socket, &address(name));
     if !told.is_empty() {
         let _ = send(&socket, told, SendFlags::NOSIGNAL);
+        let moment = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+        let _ = poll(&mut [PollFd::new(&socket, PollFlags::IN)], Some(&moment));
     }
     socket
 }

@@ -52,6 +52,10 @@ enum Step {
     Abandon {
         importer: usize,
     },
+    /// Those who wait look for their answers, and import what was granted.
+    Take {
+        importer: usize,
+    },
     /// The user of an import is done.
     Close {
         importer: usize,
@@ -80,6 +84,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         6 => (importer(), base(), prop::bool::weighted(0.1))
             .prop_map(|(importer, base, stale)| Step::Open { importer, base, stale }),
         1 => importer().prop_map(|importer| Step::Abandon { importer }),
+        6 => importer().prop_map(|importer| Step::Take { importer }),
         3 => (importer(), any::<usize>())
             .prop_map(|(importer, which)| Step::Close { importer, which }),
         8 => importer().prop_map(|importer| Step::ToExporter { importer }),
@@ -101,6 +106,8 @@ struct Process {
     waiting: Vec<LeaseId>,
     /// What is mapped, and in use (not only kept).
     mapped: BTreeMap<LeaseId, (Memory, bool)>,
+    /// What was revoked, and is not kept for later.
+    revoked: BTreeSet<Memory>,
 }
 
 impl Process {
@@ -112,6 +119,7 @@ impl Process {
             incoming: VecDeque::new(),
             waiting: Vec::new(),
             mapped: BTreeMap::new(),
+            revoked: BTreeSet::new(),
         }
     }
 
@@ -237,6 +245,7 @@ impl World {
                 self.deliver_to_exporter(from);
             }
             Step::ToImporter { importer } => self.deliver_to_importer(importer),
+            Step::Take { importer } => self.take_answers(importer),
             Step::Die { importer } => {
                 self.connections += 1;
                 let next = Process::new(self.connections);
@@ -296,19 +305,22 @@ impl World {
             Action::Release(lease) => {
                 process.sent.push_back(Some(Request::Release { lease }));
             }
-            // The real one unmaps what is only kept; here users are done at once, or later.
             Action::Evict(memory) => {
+                process.revoked.insert(memory);
                 let kept = process.mapped.iter().filter(|(_, mapped)| **mapped == (memory, false));
                 let kept: Vec<LeaseId> = kept.map(|(lease, _)| *lease).collect();
                 kept.into_iter().for_each(|lease| process.unmap(lease));
             }
         }
-        let answered: Vec<LeaseId> = process.waiting.clone();
-        for lease in answered {
+    }
+
+    fn take_answers(&mut self, importer: usize) {
+        let process = &mut self.processes[importer];
+        for lease in process.waiting.clone() {
             let Some(answer) = process.lessee.answer(lease) else { continue };
             process.waiting.retain(|waiting| *waiting != lease);
             if let Ok(memory) = answer {
-                let in_use = lease.0.is_multiple_of(2);
+                let in_use = lease.0.is_multiple_of(2) || process.revoked.contains(&memory);
                 process.mapped.insert(lease, (memory, in_use));
             }
         }
@@ -319,7 +331,8 @@ impl World {
         for base in 1..=BASES {
             self.step(&Step::Free { base });
         }
-        loop {
+        for round in 0.. {
+            assert!(round < 10_000, "something is never given back");
             let mut all: Vec<ConnectionId> = self.dead.iter().map(|dead| dead.connection).collect();
             all.extend(self.processes.iter().map(|process| process.connection));
             let is_quiet = |process: &Process| {
@@ -331,7 +344,13 @@ impl World {
             all.into_iter().for_each(|connection| self.deliver_to_exporter(connection));
             for importer in 0..IMPORTERS {
                 self.deliver_to_importer(importer);
-                self.step(&Step::Close { importer, which: 0 });
+                self.take_answers(importer);
+                // Users are done; what is only kept must go because it was revoked.
+                let process = &mut self.processes[importer];
+                let in_use = process.mapped.iter().find(|(_, (_, in_use))| *in_use);
+                if let Some(lease) = in_use.map(|(lease, _)| *lease) {
+                    process.unmap(lease);
+                }
             }
         }
         assert!(self.quarantined.is_empty(), "still waits: {:?}", self.quarantined);

@@ -290,7 +290,12 @@ impl Runtime {
     /// Sets options of this process; those that are `None` stay as they are. Whoever set one to another
     /// value before is overruled, which is reported once ([`Runtime::take_conflicts`]).
     pub fn configure(&self, options: Options) {
+        let handle_limits = options.handle_limits;
         self.options.set(options);
+        // Cards that come take them over when they are opened.
+        if let Some(limits) = handle_limits {
+            self.devices().iter().for_each(|device| device.set_handle_limits(limits));
+        }
     }
 
     /// What is set for this process.

@@ -54,7 +54,7 @@ pub(crate) use exporter::{freed, reclaim};
 pub use identity::Identity;
 pub use key::KEY_LEN;
 pub(crate) use remote::Handles;
-pub use remote::{DEFAULT_LIMITS, Opened, Relation, RemoteKey, set_handle_limits};
+pub use remote::{DEFAULT_LIMITS, Opened, Relation, RemoteKey};
 
 use std::sync::Arc;
 

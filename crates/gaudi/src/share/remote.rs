@@ -3,7 +3,7 @@
 
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use super::cache::{Cache, Limits};
 use super::exporter::{Exporter, OwnLease, file_len};
@@ -335,21 +335,7 @@ pub(crate) struct Handles(Cache<Fields, Handle>);
 
 impl Default for Handles {
     fn default() -> Self {
-        Self(Cache::new(*default_limits()))
-    }
-}
-
-/// What a device begins with.
-fn default_limits() -> MutexGuard<'static, Limits> {
-    static LIMITS: Mutex<Limits> = Mutex::new(DEFAULT_LIMITS);
-    LIMITS.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Bounds the handles of all devices of this process, of those there are and of those that come.
-pub fn set_handle_limits(limits: Limits) {
-    *default_limits() = limits;
-    for device in runtime().devices() {
-        device.set_handle_limits(limits);
+        Self(Cache::new(runtime().options().handle_limits.unwrap_or(DEFAULT_LIMITS)))
     }
 }
 

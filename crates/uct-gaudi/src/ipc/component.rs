@@ -51,7 +51,7 @@ impl Component for IpcComponent {
         _domain: &str,
         config: &Values<'_>,
     ) -> Result<IpcDomain, Status> {
-        settings::take_over(config);
+        settings::take_over(ucx, config);
         memtype_cache::begin(ucx);
         Ok(IpcDomain::new(ucx))
     }

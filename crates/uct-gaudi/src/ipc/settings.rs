@@ -1,10 +1,12 @@
 //! Configuration of `gaudi_ipc`: `UCX_GAUDI_IPC_*`. What decides how memory is shared belongs to the
 //! memory domain, what UCX shall think of the speed to the transport.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-
-use gaudi::share::{self, Limits};
+use gaudi::Options;
+use gaudi::share::Limits;
+use uct::Ucx;
 use uct::config::{Kind, Values, Variable};
+
+use crate::settings::warn_of_conflicts;
 
 /// Prefix of the variables, behind `UCX_`, of the memory domain and of the transport.
 pub(super) const PREFIX: &str = "GAUDI_IPC_";
@@ -55,22 +57,23 @@ pub(super) const TRANSPORT_VARIABLES: &[Variable] = &[
     },
 ];
 
-/// OPEN_DEVICE of the domain that was opened last.
-static OPEN_DEVICE: AtomicBool = AtomicBool::new(true);
-
-/// Takes over what UCX parsed for a domain. Cache and cards are the process's: keys are
-/// unpacked without a domain. The domain that was opened last decides.
-pub(super) fn take_over(values: &Values<'_>) {
-    share::set_handle_limits(Limits {
-        handles: values.uint("CACHE_MAX_REGIONS") as usize,
-        bytes: values.bytes("CACHE_MAX_SIZE") as u64,
+/// Takes over what UCX parsed for a domain. Cache and cards are the process's: keys are unpacked without
+/// a domain.
+pub(super) fn take_over(ucx: &Ucx, values: &Values<'_>) {
+    gaudi::runtime().configure(Options {
+        handle_limits: Some(Limits {
+            handles: values.uint("CACHE_MAX_REGIONS") as usize,
+            bytes: values.bytes("CACHE_MAX_SIZE") as u64,
+        }),
+        open_for_peers: Some(values.bool("OPEN_DEVICE")),
+        ..Options::default()
     });
-    OPEN_DEVICE.store(values.bool("OPEN_DEVICE"), Ordering::Relaxed);
+    warn_of_conflicts(ucx);
 }
 
 /// Whether a card may be opened for the sake of a peer's memory.
 pub(super) fn may_open_device() -> bool {
-    OPEN_DEVICE.load(Ordering::Relaxed)
+    gaudi::runtime().options().open_for_peers.unwrap_or(true)
 }
 
 /// What UCX shall think an operation costs.

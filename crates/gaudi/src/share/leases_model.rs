@@ -336,7 +336,8 @@ impl World {
             let mut all: Vec<ConnectionId> = self.dead.iter().map(|dead| dead.connection).collect();
             all.extend(self.processes.iter().map(|process| process.connection));
             let is_quiet = |process: &Process| {
-                process.sent.is_empty() && process.incoming.is_empty() && process.mapped.is_empty()
+                let has_messages = !process.sent.is_empty() || !process.incoming.is_empty();
+                !has_messages && process.mapped.is_empty() && process.waiting.is_empty()
             };
             if self.dead.is_empty() && self.processes.iter().all(is_quiet) {
                 break;

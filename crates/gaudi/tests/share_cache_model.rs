@@ -13,7 +13,7 @@ mod cache;
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use cache::{Cache, Lease, Limits};
+use cache::{Cache, Limits, Reference};
 use loom::sync::Arc;
 use loom::thread;
 
@@ -59,19 +59,19 @@ impl Model {
         Self { cache, tally: std::sync::Arc::default() }
     }
 
-    fn open(&self, key: u32) -> Lease<Handle> {
+    fn open(&self, key: u32) -> Reference<Handle> {
         let opened = self.cache.open(key, || {
             // Others may run while it is being opened.
             thread::yield_now();
             Ok::<_, ()>((Handle::open(&self.tally), 4096))
         });
-        let mut lease = opened.expect("it opens");
-        lease.evicted.clear();
-        lease
+        let mut reference = opened.expect("it opens");
+        reference.evicted.clear();
+        reference
     }
 
-    fn close(&self, key: u32, lease: Lease<Handle>) {
-        let Lease { value, serial, .. } = lease;
+    fn close(&self, key: u32, reference: Reference<Handle>) {
+        let Reference { value, serial, .. } = reference;
         drop(value);
         drop(self.cache.release(&key, serial));
     }
@@ -115,13 +115,13 @@ mod ipc {
             let model = Model::new(8);
             let other = model.clone();
             let thread = thread::spawn(move || {
-                let lease = other.open(1);
+                let reference = other.open(1);
                 assert_eq!(other.live(), 1);
-                other.close(1, lease);
+                other.close(1, reference);
             });
-            let lease = model.open(1);
+            let reference = model.open(1);
             assert_eq!(model.live(), 1, "never two at once");
-            model.close(1, lease);
+            model.close(1, reference);
             thread.join().unwrap();
             assert_eq!((model.opened(), model.live()), (1, 1), "opened once, and kept");
             assert_eq!(model.cache.size(), (1, 4096));
@@ -134,13 +134,13 @@ mod ipc {
             let model = Model::new(0);
             let other = model.clone();
             let thread = thread::spawn(move || {
-                let lease = other.open(1);
+                let reference = other.open(1);
                 assert!(other.live() >= 1);
-                other.close(1, lease);
+                other.close(1, reference);
             });
-            let lease = model.open(1);
+            let reference = model.open(1);
             assert!(model.live() >= 1);
-            model.close(1, lease);
+            model.close(1, reference);
             thread.join().unwrap();
             assert_eq!(model.live(), 0);
             assert_eq!(model.cache.size(), (0, 0));
@@ -190,9 +190,9 @@ mod ipc {
             let other = model.clone();
             let thread = thread::spawn(move || {
                 drop(other.cache.evict(|key| *key == 1));
-                let lease = other.open(1);
-                assert!(!lease.hit, "not the one that was evicted");
-                other.close(1, lease);
+                let reference = other.open(1);
+                assert!(!reference.hit, "not the one that was evicted");
+                other.close(1, reference);
             });
             model.close(1, first);
             thread.join().unwrap();
@@ -213,15 +213,15 @@ mod ipc {
                 });
                 // Either it failed, or the other was faster.
                 match failed {
-                    Ok(lease) => {
-                        assert!(lease.hit);
-                        other.close(1, lease);
+                    Ok(reference) => {
+                        assert!(reference.hit);
+                        other.close(1, reference);
                     }
                     Err(why) => assert_eq!(why, "no"),
                 }
             });
-            let lease = model.open(1);
-            model.close(1, lease);
+            let reference = model.open(1);
+            model.close(1, reference);
             thread.join().unwrap();
             assert_eq!((model.opened(), model.live()), (1, 1));
         });
@@ -235,14 +235,14 @@ mod ipc {
             let (user, keeper) = (model.clone(), model.clone());
             let threads = [
                 thread::spawn(move || {
-                    let lease = user.open(1);
-                    user.close(1, lease);
+                    let reference = user.open(1);
+                    user.close(1, reference);
                 }),
                 thread::spawn(move || drop(keeper.cache.evict(|_| true))),
             ];
-            let lease = model.open(1);
+            let reference = model.open(1);
             assert!(model.live() >= 1);
-            model.close(1, lease);
+            model.close(1, reference);
             threads.into_iter().for_each(|thread| thread.join().unwrap());
             let (kept, _) = model.cache.size();
             assert_eq!(model.live(), kept);

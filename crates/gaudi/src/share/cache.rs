@@ -20,7 +20,7 @@ pub struct Limits {
 
 /// What [`Cache::open`] gives: the value, to be given back with [`Cache::release`].
 #[derive(Debug)]
-pub(crate) struct Lease<V> {
+pub(crate) struct Reference<V> {
     pub(crate) value: Arc<V>,
     /// Tells this opening from a later one under the same key.
     pub(crate) serial: u64,
@@ -39,7 +39,7 @@ pub(crate) struct Cache<K, V> {
 
 #[derive(Debug)]
 struct State<K, V> {
-    entries: HashMap<K, Entry<V>>,
+    entries: HashMap<K, Slot<V>>,
     limits: Limits,
     bytes: u64,
     /// Grows with every use.
@@ -47,7 +47,7 @@ struct State<K, V> {
 }
 
 #[derive(Debug)]
-enum Entry<V> {
+enum Slot<V> {
     /// Somebody is opening it; `dead` if it must not be kept when it is done.
     Opening {
         serial: u64,
@@ -87,11 +87,11 @@ impl<K: Copy + Eq + Hash, V> Cache<K, V> {
         &self,
         key: K,
         open: impl FnOnce() -> Result<(V, u64), E>,
-    ) -> Result<Lease<V>, E> {
+    ) -> Result<Reference<V>, E> {
         let mut state = self.state();
         loop {
             if let Some((value, serial)) = state.use_open(&key) {
-                return Ok(Lease { value, serial, hit: true, evicted: Vec::new() });
+                return Ok(Reference { value, serial, hit: true, evicted: Vec::new() });
             }
             if !state.entries.contains_key(&key) {
                 break;
@@ -99,19 +99,19 @@ impl<K: Copy + Eq + Hash, V> Cache<K, V> {
             state = self.opened.wait(state).expect("never poisoned");
         }
         let serial = state.tick();
-        state.entries.insert(key, Entry::Opening { serial, dead: false });
+        state.entries.insert(key, Slot::Opening { serial, dead: false });
         drop(state);
         let opening = Opening { cache: self, key, serial };
         let (value, bytes) = open()?;
         let value = Arc::new(value);
         let evicted = opening.done(Arc::clone(&value), bytes);
-        Ok(Lease { value, serial, hit: false, evicted })
+        Ok(Reference { value, serial, hit: false, evicted })
     }
 
-    /// Gives a lease back; what has to go for the bounds' sake is returned, to be dropped.
+    /// Gives a reference back; what has to go for the bounds' sake is returned, to be dropped.
     pub(crate) fn release(&self, key: &K, serial: u64) -> Vec<Arc<V>> {
         let mut state = self.state();
-        if let Some(Entry::Open(entry)) = state.entries.get_mut(key)
+        if let Some(Slot::Open(entry)) = state.entries.get_mut(key)
             && entry.serial == serial
         {
             entry.users -= 1;
@@ -128,11 +128,11 @@ impl<K: Copy + Eq + Hash, V> Cache<K, V> {
         state.entries.retain(|key, entry| {
             match entry {
                 _ if !which(key) => return true,
-                Entry::Opening { dead, .. } => {
+                Slot::Opening { dead, .. } => {
                     *dead = true;
                     return true;
                 }
-                Entry::Open(open) => {
+                Slot::Open(open) => {
                     bytes += open.bytes;
                     evicted.push(Arc::clone(&open.value));
                 }
@@ -175,10 +175,10 @@ impl<K: Copy + Eq + Hash, V> Opening<'_, K, V> {
     fn done(self, value: Arc<V>, bytes: u64) -> Vec<Arc<V>> {
         let mut state = self.cache.state();
         let last_used = state.tick();
-        let dead = matches!(state.entries.get(&self.key), Some(Entry::Opening { dead: true, .. }));
+        let dead = matches!(state.entries.get(&self.key), Some(Slot::Opening { dead: true, .. }));
         if !dead {
             let open = Open { value, serial: self.serial, bytes, users: 1, last_used };
-            state.entries.insert(self.key, Entry::Open(open));
+            state.entries.insert(self.key, Slot::Open(open));
             state.bytes += bytes;
         }
         // Where it is dead, dropping `self` takes the promise back.
@@ -189,7 +189,7 @@ impl<K: Copy + Eq + Hash, V> Opening<'_, K, V> {
 impl<K: Copy + Eq + Hash, V> Drop for Opening<'_, K, V> {
     fn drop(&mut self) {
         let mut state = self.cache.state();
-        if matches!(state.entries.get(&self.key), Some(Entry::Opening { serial, .. }) if *serial == self.serial)
+        if matches!(state.entries.get(&self.key), Some(Slot::Opening { serial, .. }) if *serial == self.serial)
         {
             state.entries.remove(&self.key);
         }
@@ -208,7 +208,7 @@ impl<K: Copy + Eq + Hash, V> State<K, V> {
     fn use_open(&mut self, key: &K) -> Option<(Arc<V>, u64)> {
         let now = self.tick();
         match self.entries.get_mut(key) {
-            Some(Entry::Open(open)) => {
+            Some(Slot::Open(open)) => {
                 open.users += 1;
                 open.last_used = now;
                 Some((Arc::clone(&open.value), open.serial))
@@ -222,11 +222,11 @@ impl<K: Copy + Eq + Hash, V> State<K, V> {
         let mut evicted = Vec::new();
         while self.entries.len() > self.limits.handles || self.bytes > self.limits.bytes {
             let idle = self.entries.iter().filter_map(|(key, entry)| match entry {
-                Entry::Open(open) if open.users == 0 => Some((open.last_used, *key)),
+                Slot::Open(open) if open.users == 0 => Some((open.last_used, *key)),
                 _ => None,
             });
             let Some((_, oldest)) = idle.min_by_key(|(used, _)| *used) else { break };
-            if let Some(Entry::Open(open)) = self.entries.remove(&oldest) {
+            if let Some(Slot::Open(open)) = self.entries.remove(&oldest) {
                 self.bytes -= open.bytes;
                 evicted.push(open.value);
             }

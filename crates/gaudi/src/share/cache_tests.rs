@@ -66,7 +66,7 @@ proptest! {
         let limits = Limits { handles: 3, bytes: 100 };
         let cache: Cache<u8, u64> = Cache::new(limits);
         let mut model = Model { limits, kept: Vec::new() };
-        let mut leases: Vec<(u8, u64, Arc<u64>)> = Vec::new();
+        let mut references: Vec<(u8, u64, Arc<u64>)> = Vec::new();
         let mut next = 0;
         for step in steps {
             match step {
@@ -78,20 +78,20 @@ proptest! {
                         kept.id
                     });
                     match (opened, known) {
-                        (Ok(lease), known) => {
-                            prop_assert_eq!(lease.hit, known.is_some());
-                            prop_assert_eq!(*lease.value, known.unwrap_or(next));
+                        (Ok(reference), known) => {
+                            prop_assert_eq!(reference.hit, known.is_some());
+                            prop_assert_eq!(*reference.value, known.unwrap_or(next));
                             if known.is_none() {
                                 model.kept.push(Kept { key, bytes, id: next, users: 1 });
                                 model.trim();
                             }
-                            leases.push((key, lease.serial, lease.value));
+                            references.push((key, reference.serial, reference.value));
                         }
                         (Err(()), known) => prop_assert!(fails && known.is_none()),
                     }
                 }
-                Step::Close(pick) if !leases.is_empty() => {
-                    let (key, serial, value) = leases.swap_remove(pick % leases.len());
+                Step::Close(pick) if !references.is_empty() => {
+                    let (key, serial, value) = references.swap_remove(pick % references.len());
                     cache.release(&key, serial);
                     if let Some(kept) = model.kept.iter_mut().find(|kept| kept.id == *value) {
                         kept.users -= 1;

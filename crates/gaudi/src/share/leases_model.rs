@@ -363,8 +363,6 @@ impl World {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 500, ..ProptestConfig::default() })]
-
     #[test]
     fn memory_has_no_new_tenant_while_a_peer_reaches_it_and_all_comes_back(steps in steps()) {
         let mut world = World::new();

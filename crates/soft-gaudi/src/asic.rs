@@ -24,7 +24,12 @@ impl Generation {
         }
     }
 
-    /// The numbers of this generation.
+    /// The numbers of a Gaudi2 with five stacks of HBM.
+    pub fn five_hbm() -> &'static Profile {
+        &GAUDI2_FIVE_HBM
+    }
+
+    /// The numbers of this generation, of a Gaudi2 with six stacks of HBM.
     pub fn profile(self) -> &'static Profile {
         match self {
             Self::Gaudi1 => &GAUDI1,
@@ -55,6 +60,9 @@ impl Span {
             && addr.checked_add(size - 1).is_some_and(|last| last <= self.last)
     }
 }
+
+/// First queue of the two EDMA engines of each dcore of a Gaudi2.
+const EDMA_QUEUES: [u32; 4] = [8, 48, 84, 120];
 
 /// What one generation is made of.
 #[derive(Debug)]
@@ -121,6 +129,23 @@ pub struct Profile {
     pub first_free: [u32; 3],
 }
 
+impl Profile {
+    /// The EDMA engine of a Gaudi2's queue, as a bit number of [`Profile::edma_mask`].
+    pub fn edma_engine(&self, queue: u32) -> Option<u32> {
+        if self.generation != Generation::Gaudi2 {
+            return None;
+        }
+        let dcore = EDMA_QUEUES.iter().position(|first| (*first..first + 8).contains(&queue))?;
+        Some(2 * dcore as u32 + (queue - EDMA_QUEUES[dcore]) / 4)
+    }
+
+    /// Whether an address is one of host memory.
+    pub fn is_host(&self, addr: u64) -> bool {
+        self.host_va.contains(addr, 1)
+            || self.host_huge_va.is_some_and(|range| range.contains(addr, 1))
+    }
+}
+
 /// Where no interrupt or queue exists.
 const NONE: u16 = 0xffff;
 
@@ -157,7 +182,20 @@ static GAUDI1: Profile = Profile {
     first_free: [144, 72, NONE as u32],
 };
 
-static GAUDI2: Profile = Profile {
+static GAUDI2: Profile = GAUDI2_SIX_HBM;
+
+/// A Gaudi2 with five stacks of HBM: smaller pages, and one EDMA engine binned.
+static GAUDI2_FIVE_HBM: Profile = Profile {
+    dram_base: 0x1001_0014_0000_0000,
+    dram_page: 640 << 20,
+    dram_size: 0x13_d800_0000,
+    dram_reserved: 640 << 20,
+    dram_va: Span::to(0x1001_0014_0000_0000, 0x1001_a007_8000_0000),
+    edma_mask: 0x7f,
+    ..GAUDI2_SIX_HBM
+};
+
+const GAUDI2_SIX_HBM: Profile = Profile {
     generation: Generation::Gaudi2,
     pci_id: abi::PCI_ID_GAUDI2,
     device_name: abi::DEVICE_GAUDI2,
@@ -273,10 +311,24 @@ mod tests {
     }
 
     #[test]
-    fn gaudi2_dram_is_127_pages_of_768_mib() {
+    fn gaudi2_dram_is_127_pages_of_768_or_640_mib() {
+        for (profile, page) in
+            [(Generation::Gaudi2.profile(), 768 << 20), (Generation::five_hbm(), 640 << 20)]
+        {
+            assert_eq!(profile.dram_page, page);
+            assert_eq!(profile.dram_size, 127 * page);
+            assert_eq!((profile.dram_base & 0xffff_ffff_ffff) % page, 0);
+        }
+    }
+
+    #[test]
+    fn edma_queues_belong_to_two_engines_of_four_dcores() {
         let profile = Generation::Gaudi2.profile();
-        assert_eq!(profile.dram_size / profile.dram_page, 127);
-        assert_eq!(profile.dram_size % profile.dram_page, 0);
-        assert_eq!((profile.dram_base & 0xffff_ffff_ffff) % profile.dram_page, 0);
+        let engines = [0, 7, 8, 15, 16, 48, 55, 84, 120, 124, 127, 128]
+            .map(|queue| profile.edma_engine(queue));
+        let expected = [None, None, Some(0), Some(1), None, Some(2), Some(3), Some(4), Some(6)];
+        assert_eq!(engines[..9], expected);
+        assert_eq!(engines[9..], [Some(7), Some(7), None]);
+        assert_eq!(Generation::Gaudi1.profile().edma_engine(9), None);
     }
 }

@@ -97,6 +97,13 @@ impl QueueBus<'_> {
 
 impl Bus for QueueBus<'_> {
     fn read(&self, addr: u64, into: &mut [u8]) -> Result<(), Fault> {
+        let context = self.context;
+        if !context.node.config.edma_fetches_host
+            && context.profile.edma_engine(self.queue).is_some()
+            && context.profile.is_host(addr)
+        {
+            return Err(Fault::Fetch { addr });
+        }
         self.transfer(addr, into.as_mut_ptr(), into.len(), false)
     }
 

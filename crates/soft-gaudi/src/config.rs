@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use crate::asic::Generation;
+use crate::asic::{Generation, Profile};
 
 /// Most cards a machine may have (minors that the driver library scans).
 pub const MAX_DEVICES: u32 = 256;
@@ -17,12 +17,14 @@ pub const MAX_DEVICES: u32 = 256;
 const MAX_LATENCY_US: u64 = 1_000_000;
 
 /// The machine as this process sees it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct Config {
     /// Name of the machine: `SOFT_GAUDI_NODE`.
     pub node: String,
     /// Generation of all its cards: `SOFT_GAUDI_GENERATION`.
     pub generation: Generation,
+    /// The numbers of these cards: `SOFT_GAUDI_SHAPE`, for a Gaudi2 its stacks of HBM.
+    pub profile: &'static Profile,
     /// Number of cards: `SOFT_GAUDI_DEVICES`.
     pub devices: u32,
     /// Bytes of DRAM per card, a multiple of the page size: `SOFT_GAUDI_HBM`.
@@ -39,6 +41,11 @@ pub struct Config {
     pub latency: Duration,
     /// Whether the machine's fault rules apply to this process: `SOFT_GAUDI_FAULTS`.
     pub faults: bool,
+    /// How long a close takes, while opens give `EAGAIN`: `SOFT_GAUDI_CLOSE_TIME` (milliseconds).
+    pub close_time: Duration,
+    /// Whether the EDMA engines of a Gaudi2 can fetch command buffers from host memory, as they cannot on a
+    /// card: `SOFT_GAUDI_EDMA_FETCH=host|device`.
+    pub edma_fetches_host: bool,
     /// After which time a process that holds a card that was reset is killed, as by the driver:
     /// `SOFT_GAUDI_RESET_KILL` (milliseconds, or `no`). With faults on demand not by default.
     pub reset_kill: Option<Duration>,
@@ -81,7 +88,12 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
             format!("SOFT_GAUDI_DEVICES={text}: want a number from 0 to {MAX_DEVICES}")
         })?,
     };
-    let profile = generation.profile();
+    let profile = match (generation, var("SOFT_GAUDI_SHAPE").as_deref()) {
+        (Generation::Gaudi2, Some("5")) => Generation::five_hbm(),
+        // The other generations have one shape.
+        (_, None | Some("5" | "6")) => generation.profile(),
+        (_, Some(other)) => return Err(format!("SOFT_GAUDI_SHAPE={other}: want 6 or 5")),
+    };
     let dram_size = match var("SOFT_GAUDI_HBM") {
         None => profile.dram_size,
         Some(text) => {
@@ -135,6 +147,20 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
         Some("yes") => true,
         Some(other) => return Err(format!("SOFT_GAUDI_FAULTS={other}: want yes or no")),
     };
+    let close_time = match var("SOFT_GAUDI_CLOSE_TIME") {
+        None => Duration::ZERO,
+        Some(text) => text
+            .parse()
+            .map(Duration::from_millis)
+            .map_err(|_| format!("SOFT_GAUDI_CLOSE_TIME={text}: want a number of milliseconds"))?,
+    };
+    let edma_fetches_host = match var("SOFT_GAUDI_EDMA_FETCH").as_deref() {
+        None | Some("host") => true,
+        Some("device") => false,
+        Some(other) => {
+            return Err(format!("SOFT_GAUDI_EDMA_FETCH={other}: want host or device"));
+        }
+    };
     let reset_kill = match var("SOFT_GAUDI_RESET_KILL").as_deref() {
         None => (!faults).then_some(Duration::from_secs(1)),
         Some("no") => None,
@@ -148,6 +174,7 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
     Ok(Config {
         node,
         generation,
+        profile,
         devices,
         dram_size,
         cs_timeout,
@@ -155,6 +182,8 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
         all_pdma_streams,
         latency,
         faults,
+        close_time,
+        edma_fetches_host,
         reset_kill,
     })
 }
@@ -202,6 +231,8 @@ mod tests {
         assert_eq!(with(&[("SOFT_GAUDI_HBM", "2g")]).unwrap().dram_size, 2 * (768 << 20));
         assert_eq!(with(&[("SOFT_GAUDI_HBM", "3GiB")]).unwrap().dram_size, 4 * (768 << 20));
         assert!(with(&[("SOFT_GAUDI_HBM", "767m")]).is_err());
+        let five = with(&[("SOFT_GAUDI_HBM", "767m"), ("SOFT_GAUDI_SHAPE", "5")]).unwrap();
+        assert_eq!(five.dram_size, 640 << 20);
         assert!(with(&[("SOFT_GAUDI_HBM", "1000t")]).is_err());
     }
 
@@ -221,6 +252,9 @@ mod tests {
             ("SOFT_GAUDI_LATENCY", "1000001"),
             ("SOFT_GAUDI_FAULTS", "many"),
             ("SOFT_GAUDI_RESET_KILL", "yes"),
+            ("SOFT_GAUDI_SHAPE", "4"),
+            ("SOFT_GAUDI_CLOSE_TIME", "long"),
+            ("SOFT_GAUDI_EDMA_FETCH", "no"),
         ] {
             let reason = with(&[(name, value)]).unwrap_err();
             assert!(reason.contains(name), "{reason}");

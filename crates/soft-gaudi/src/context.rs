@@ -230,6 +230,8 @@ fn end_if_last(node: &Node, device: u32) {
                 context.stop();
             }
         }
+        // A real card resets itself inside the close; nobody can open it meanwhile.
+        std::thread::sleep(node.config.close_time);
         state.end();
         if let Ok(memory) = card_memory::of(node, device) {
             let _ = memory.reset(0);

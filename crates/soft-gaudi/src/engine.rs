@@ -253,6 +253,15 @@ impl Context {
                     workers::enqueue(self.clone(), queue);
                     None
                 }
+                Err(Fault::Fetch { addr }) => {
+                    eprintln!(
+                        "soft-gaudi: device {} ({}), queue {queue}: an EDMA engine cannot fetch from host memory \
+                         ({addr:#x}); the queue hangs until the watchdog resets the device",
+                        self.device,
+                        crate::asic::bus_id(self.device)
+                    );
+                    target.pause(running, true)
+                }
                 Err(fault) => {
                     target.pause(running, false);
                     self.fault(queue, fault);
@@ -376,7 +385,7 @@ impl Context {
                 self.state.record(Word::Razwi, now, addr, queue.into());
                 (format!("nobody answers at {addr:#x} (RAZWI)"), bit::RAZWI)
             }
-            Fault::Opcode => {
+            Fault::Opcode | Fault::Fetch { .. } => {
                 self.state.record(Word::UndefinedOpcode, now, 0, queue.into());
                 ("undefined packet".to_owned(), bit::UNDEFINED_OPCODE)
             }

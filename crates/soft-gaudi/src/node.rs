@@ -109,8 +109,8 @@ pub(crate) fn node() -> Result<&'static Node, Errno> {
     static NODE: OnceLock<Option<Node>> = OnceLock::new();
     NODE.get_or_init(|| {
         let config = config::config()?;
+        let profile = config.profile;
         let folder = base_folder()?.join(&config.node).join(config.generation.name());
-        let profile = config.generation.profile();
         Some(Node { config, profile, folder, known: RwLock::default(), mark: random_mark() })
     })
     .as_ref()

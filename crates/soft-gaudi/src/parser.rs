@@ -20,8 +20,12 @@ pub(crate) enum QueueKind {
 /// The kind of a queue; `None` where a user may not submit.
 ///
 /// `all_pdma` opens the streams that the embedded cores of a Gaudi2 have had since Linux 6.1.
-pub(crate) fn queue_kind(generation: Generation, queue: u32, all_pdma: bool) -> Option<QueueKind> {
-    match generation {
+pub(crate) fn queue_kind(profile: &Profile, queue: u32, all_pdma: bool) -> Option<QueueKind> {
+    // A binned engine has no queues.
+    if profile.edma_engine(queue).is_some_and(|engine| profile.edma_mask >> engine & 1 == 0) {
+        return None;
+    }
+    match profile.generation {
         Generation::Gaudi1 => match queue {
             0..=7 => Some(QueueKind::External),
             9..=72 => Some(QueueKind::Internal),
@@ -104,13 +108,16 @@ mod tests {
 
     #[test]
     fn gaudi2_users_have_three_pdma_queues() {
-        let open: Vec<u32> =
-            (0..8).filter(|q| queue_kind(Generation::Gaudi2, *q, false).is_some()).collect();
+        let [gaudi1, gaudi2, gaudi3] =
+            [Generation::Gaudi1, Generation::Gaudi2, Generation::Gaudi3].map(Generation::profile);
+        let open: Vec<u32> = (0..8).filter(|q| queue_kind(gaudi2, *q, false).is_some()).collect();
         assert_eq!(open, [0, 1, 4]);
-        assert_eq!(queue_kind(Generation::Gaudi2, 260, true), None);
-        assert_eq!(queue_kind(Generation::Gaudi2, 200, true), None);
-        assert_eq!(queue_kind(Generation::Gaudi1, 8, false), None);
-        assert_eq!(queue_kind(Generation::Gaudi3, 0, true), None);
+        assert_eq!(queue_kind(gaudi2, 260, true), None);
+        assert_eq!(queue_kind(gaudi2, 200, true), None);
+        assert_eq!(queue_kind(gaudi1, 8, false), None);
+        assert_eq!(queue_kind(gaudi3, 0, true), None);
+        assert!(queue_kind(gaudi2, 124, false).is_some());
+        assert_eq!(queue_kind(Generation::five_hbm(), 124, false), None, "a binned EDMA");
     }
 
     #[test]

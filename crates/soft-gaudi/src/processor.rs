@@ -26,11 +26,13 @@ pub(crate) enum Fault {
     Razwi { addr: u64 },
     /// Bytes that are no packet, or one a user may not use.
     Opcode,
+    /// A fetch that the engine cannot do: it hangs, and only the watchdog ends that.
+    Fetch { addr: u64 },
 }
 
 /// The rest of the device, as a queue sees it.
 pub(crate) trait Bus {
-    /// Reads device memory.
+    /// Fetches packets, or what they refer to.
     fn read(&self, addr: u64, into: &mut [u8]) -> Result<(), Fault>;
     /// Moves `len` bytes of a DMA from `done` on.
     fn dma(&self, dma: &LinDma, done: u64, len: u64) -> Result<(), Fault>;

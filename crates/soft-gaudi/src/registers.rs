@@ -187,7 +187,7 @@ mod tests {
         for (generation, queues) in [(Generation::Gaudi1, 0..73u32), (Generation::Gaudi2, 0..156)] {
             let profile = generation.profile();
             for queue in queues {
-                if crate::parser::queue_kind(generation, queue, true).is_none() {
+                if crate::parser::queue_kind(profile, queue, true).is_none() {
                     continue;
                 }
                 let mut registers = Registers::new(profile);

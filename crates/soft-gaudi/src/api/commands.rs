@@ -113,7 +113,7 @@ fn program(context: &Context, chunk: &CsChunk) -> Result<(u32, Program, QueueKin
     let all_pdma = context.node.config.all_pdma_streams;
     let queue = chunk.get(CsChunk::QUEUE_INDEX);
     let (handle, size) = (chunk.get(CsChunk::CB_HANDLE), chunk.get(CsChunk::CB_SIZE));
-    let kind = parser::queue_kind(profile.generation, queue, all_pdma).ok_or(Errno::INVAL)?;
+    let kind = parser::queue_kind(profile, queue, all_pdma).ok_or(Errno::INVAL)?;
     let user_buffer = chunk.get(CsChunk::CS_CHUNK_FLAGS) & abi::CS_CHUNK_USER_ALLOC_CB != 0;
     if kind == QueueKind::Hardware && !user_buffer {
         return Err(Errno::INVAL);

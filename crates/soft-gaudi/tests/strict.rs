@@ -1,0 +1,116 @@
+//! Settings that make the software card as strict as a real one, each in a process of its own.
+
+mod driver;
+
+use std::process::Command;
+
+use driver::*;
+use hl_thunk::sys;
+use soft_gaudi::api::*;
+
+/// Runs a role of `child` in another process with these settings.
+fn passes(role: &str, settings: &[(&str, &str)]) {
+    let node = format!("test-strict-{}-{}", std::process::id(), role.replace(' ', "-"));
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "child", "--nocapture", "--test-threads=1"])
+        .env("SOFT_GAUDI_NODE", &node)
+        .env("SOFT_GAUDI_TEST_CHILD", format!("{role} 0"))
+        .envs(settings.iter().copied())
+        .output()
+        .unwrap();
+    let user = rustix::process::geteuid().as_raw();
+    let _ = std::fs::remove_dir_all(format!("/dev/shm/soft-gaudi-{user}/{node}"));
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{role}: {}\n{text}", output.status);
+}
+
+#[test]
+fn child() {
+    let Some((role, _)) = child_role() else { return };
+    machine("gaudi2");
+    match role.as_str() {
+        "edma" => edma(),
+        "five hbm" => five_hbm(),
+        "close" => close(),
+        other => panic!("no such role: {other}"),
+    }
+}
+
+fn edma() {
+    let fd = open(0);
+    let (_, device) = alloc(fd, 1);
+    let mut source = pattern(4096, 1);
+    let mut target = vec![0u8; 4096];
+    let (src, dst) = (map_host(fd, &mut source), map_host(fd, &mut target));
+    // The engine may access host memory; only its packets must be in the card's.
+    let mut packets = gaudi2_copy(src, dst, 4096);
+    let program = map_host(fd, &mut packets);
+    assert_eq!(run(fd, 0, &gaudi2_copy(program, device, 24)), (0, sys::WAIT_COMPLETED));
+    let seq = submit(fd, &mut [user_chunk(8, device, 24)]).unwrap();
+    assert_eq!(wait(fd, seq), (0, sys::WAIT_COMPLETED));
+    assert_eq!(source, target);
+    // From host memory it is accepted, and hangs.
+    let seq = submit(fd, &mut [user_chunk(8, program, 24)]).unwrap();
+    assert_eq!(wait(fd, seq), (-libc::ETIMEDOUT, sys::WAIT_TIMEDOUT));
+    assert_eq!(hlthunk_get_device_status_info(fd), 1);
+    hlthunk_close(fd);
+}
+
+#[test]
+fn edma_hangs_when_it_fetches_its_packets_from_host_memory() {
+    passes("edma", &[("SOFT_GAUDI_EDMA_FETCH", "device"), ("SOFT_GAUDI_CS_TIMEOUT", "300")]);
+}
+
+fn five_hbm() {
+    const PAGE: u64 = 640 << 20;
+    let fd = open(0);
+    // SAFETY: plain data.
+    let mut info: sys::HwIpInfo = unsafe { core::mem::zeroed() };
+    assert_eq!(hlthunk_get_hw_ip_info(fd, (&raw mut info).cast()), 0);
+    assert_eq!((info.dram_page_size, info.dram_size), (PAGE, 127 * PAGE));
+    assert_eq!((info.dram_base_address, info.edma_enabled_mask), (0x1001_0014_0000_0000, 0x7f));
+    let (_, first) = alloc(fd, 1);
+    let (_, second) = alloc(fd, PAGE + 1);
+    assert_eq!((first, second), (0x1001_0014_0000_0000, 0x1001_0014_0000_0000 + PAGE));
+    let mut source = pattern(10_000, 1);
+    let mut target = vec![0u8; 10_000];
+    let (src, dst) = (map_host(fd, &mut source), map_host(fd, &mut target));
+    let edge = second + PAGE - 5000;
+    let mut packets = gaudi2_copy(src, edge, 10_000);
+    packets.extend(gaudi2_copy(edge, dst, 10_000));
+    assert_eq!(run(fd, 1, &packets), (0, sys::WAIT_COMPLETED));
+    assert_eq!(source, target);
+    let buffer = UserBuffer::new(fd, &packets);
+    assert_eq!(buffer.submit(124), Err(-libc::EINVAL), "the binned engine");
+    assert_eq!(wait(fd, buffer.submit(120).unwrap()), (0, sys::WAIT_COMPLETED));
+    drop(buffer);
+    hlthunk_close(fd);
+}
+
+#[test]
+fn a_card_with_five_stacks_of_hbm_has_smaller_pages_and_one_engine_less() {
+    passes("five hbm", &[("SOFT_GAUDI_SHAPE", "5")]);
+}
+
+fn close() {
+    let fd = open(0);
+    std::thread::scope(|scope| {
+        scope.spawn(|| assert_eq!(hlthunk_close(fd), 0));
+        let mut again = false;
+        let opened = loop {
+            match open(0) {
+                opened if opened >= 0 => break opened,
+                errno if errno == -libc::EAGAIN => again = true,
+                errno => assert_eq!(errno, -libc::EBUSY),
+            }
+            std::thread::yield_now();
+        };
+        assert!(again, "no EAGAIN while it was being closed");
+        hlthunk_close(opened);
+    });
+}
+
+#[test]
+fn opens_give_eagain_while_a_card_is_being_closed() {
+    passes("close", &[("SOFT_GAUDI_CLOSE_TIME", "500")]);
+}

@@ -4,7 +4,7 @@ use anyhow::Result;
 use clap::{Args, Parser, Subcommand};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use ucp_check::matrix::{Op, Pair, Plan, SIZES, Sabotage, Size};
+use ucp_check::matrix::{Op, Pair, Plan, Sabotage, Size};
 use ucp_check::run::environment::{Environment, Refusal, Variable};
 use ucp_check::run::{
     Side, alloc, asleep, atomics, costs, loopback, memory, pair, peer_errors, reconnect, rotate,
@@ -180,46 +180,35 @@ struct PlanArgs {
     sabotage: Option<Sabotage>,
 }
 
-/// What a subcommand runs unless the user says otherwise.
-struct Defaults<'a> {
-    ops: &'a [Op],
-    pairs: &'a [Pair],
-    sizes: &'a [usize],
-    iterations: u32,
-    features: Features,
-}
-
-const EVERYTHING: Defaults<'static> = Defaults {
-    ops: &Op::PLAIN,
-    pairs: &Pair::ALL,
-    sizes: &SIZES,
-    iterations: 0,
-    features: Features::ALL,
-};
-
 /// What several workers or processes share can tell these apart.
 const KEYED: [Op; 3] = [Op::Tag, Op::Put, Op::Get];
 
+/// What a subcommand runs unless the user says otherwise: the plain operations, which bring their variants.
+fn everything() -> Plan {
+    Plan { ops: Op::PLAIN.to_vec(), ..Plan::default() }
+}
+
 impl PlanArgs {
-    fn plan(&self, ucx: Option<&PathBuf>, defaults: &Defaults<'_>) -> Plan {
-        fn or<T: Copy>(given: &[T], default: &[T]) -> Vec<T> {
-            if given.is_empty() { default.to_vec() } else { given.to_vec() }
+    /// The subcommand's plan, with what the user said in its place.
+    fn plan(&self, ucx: Option<&PathBuf>, default: Plan) -> Plan {
+        fn or<T: Copy>(given: &[T], default: Vec<T>) -> Vec<T> {
+            if given.is_empty() { default } else { given.to_vec() }
         }
-        let mut ops = or(&self.ops, defaults.ops);
+        let mut ops = or(&self.ops, default.ops);
         if !self.plain {
             ops = ops.into_iter().flat_map(Op::variants).collect();
         }
         ops.sort();
         ops.dedup();
         let given: Vec<usize> = self.sizes.iter().map(|size| size.0).collect();
-        let mut sizes = or(&given, defaults.sizes);
+        let mut sizes = or(&given, default.sizes);
         sizes.retain(|&size| self.max.is_none_or(|max| size <= max.0));
-        let timed = if self.json.is_some() { 10 } else { defaults.iterations };
-        let features = defaults.features;
+        let timed = if self.json.is_some() { 10 } else { default.iterations };
+        let features = default.features;
         Plan {
             ucx: ucx.cloned(),
             ops,
-            pairs: or(&self.mem, defaults.pairs),
+            pairs: or(&self.mem, default.pairs),
             sizes,
             seed: self.seed,
             iterations: self.iters.unwrap_or(timed),
@@ -227,15 +216,15 @@ impl PlanArgs {
             hint: self.hint,
             timeout_s: self.timeout,
             sabotage: self.sabotage,
-            ..Plan::default()
+            ..default
         }
     }
 }
 
 impl PairArgs {
-    fn plan(&self, ucx: Option<&PathBuf>, defaults: &Defaults<'_>) -> Plan {
+    fn plan(&self, ucx: Option<&PathBuf>, default: Plan) -> Plan {
         let Self { peer_errors, one_way, .. } = *self;
-        Plan { peer_errors, one_way, ..self.plan.plan(ucx, defaults) }
+        Plan { peer_errors, one_way, ..self.plan.plan(ucx, default) }
     }
 
     fn environment(&self) -> Environment {
@@ -246,8 +235,8 @@ impl PairArgs {
         self.plan.json.as_deref()
     }
 
-    fn run(&self, ucx: Option<&PathBuf>, defaults: &Defaults<'_>) -> Result<()> {
-        pair::run(&self.plan(ucx, defaults), &self.environment())?.conclude(self.json())
+    fn run(&self, ucx: Option<&PathBuf>, default: Plan) -> Result<()> {
+        pair::run(&self.plan(ucx, default), &self.environment())?.conclude(self.json())
     }
 }
 
@@ -255,40 +244,40 @@ impl PairArgs {
 fn execute(cli: Cli) -> Result<bool> {
     let ucx = cli.ucx.first();
     let folder = ucx.map(PathBuf::as_path);
+    let keyed = || Plan { ops: KEYED.to_vec(), ..everything() };
     match cli.command {
-        Command::Pair(args) => args.run(ucx, &EVERYTHING),
-        Command::HostOnly(args) => args.run(ucx, &Defaults { pairs: &[Pair::HOST], ..EVERYTHING }),
+        Command::Pair(args) => args.run(ucx, everything()),
+        Command::HostOnly(args) => args.run(ucx, Plan { pairs: vec![Pair::HOST], ..everything() }),
         Command::Wakeup(args) => {
-            let features = Features::TAG.with_wakeup();
-            args.run(ucx, &Defaults { ops: &[Op::Tag], features, ..EVERYTHING })
+            let (ops, features) = (vec![Op::Tag], Features::TAG.with_wakeup());
+            args.run(ucx, Plan { ops, features, ..everything() })
         }
         Command::Bench(args) => {
             let args = PairArgs { plan: PlanArgs { plain: true, ..args.plan }, ..args };
-            let sizes = &[8, 4096, 65536, 1 << 20, 16 << 20];
-            args.run(ucx, &Defaults { sizes, iterations: 20, ..EVERYTHING })
+            let sizes = vec![8, 4096, 65536, 1 << 20, 16 << 20];
+            args.run(ucx, Plan { sizes, iterations: 20, ..everything() })
         }
         Command::Asleep(options) => asleep::run(folder, &options),
         Command::Loopback(args) => {
-            loopback::run(&args.plan(ucx, &EVERYTHING))?.conclude(args.json.as_deref())
+            loopback::run(&args.plan(ucx, everything()))?.conclude(args.json.as_deref())
         }
         Command::TwoUcx(args) => {
-            let report = loopback::run_copies(&args.plan(ucx, &EVERYTHING), &cli.ucx)?;
+            let report = loopback::run_copies(&args.plan(ucx, everything()), &cli.ucx)?;
             report.conclude(args.json.as_deref())
         }
         Command::PeerErrors { options, pair } => {
-            let plan = pair.plan(ucx, &Defaults { sizes: &[4096, 16 << 20], ..EVERYTHING });
+            let plan = pair.plan(ucx, Plan { sizes: vec![4096, 16 << 20], ..everything() });
             peer_errors::run(&plan, &pair.environment(), &options)?.conclude(pair.json())
         }
         Command::Reconnect { count, fresh, pair } => {
-            let plan = pair.plan(ucx, &Defaults { ops: &KEYED, sizes: &[65537], ..EVERYTHING });
+            let plan = pair.plan(ucx, Plan { sizes: vec![65537], ..keyed() });
             reconnect::run(reconnect::Rounds { plan, count, fresh }, &pair.environment())
         }
         Command::Alloc(options) => alloc::run(folder, &options),
         Command::Atomics(options) => atomics::run(folder, &options),
         Command::Memory(options) => memory::run(folder, &options),
         Command::Threads { count, plan } => {
-            let defaults = Defaults { ops: &KEYED, ..EVERYTHING };
-            let report = loopback::run_threads(&plan.plan(ucx, &defaults), count)?;
+            let report = loopback::run_threads(&plan.plan(ucx, keyed()), count)?;
             report.conclude(plan.json.as_deref())
         }
         Command::Soak(options) => soak::run(folder, &options),
@@ -298,15 +287,15 @@ fn execute(cli: Cli) -> Result<bool> {
         }
         Command::Costs(Costs::Init) => costs::init(folder),
         Command::Mesh { processes, pair } => {
-            let (sizes, pairs) = (&[1, 4097, 65537, (2 << 20) + 13], &[Pair::GAUDI]);
-            let plan = pair.plan(ucx, &Defaults { ops: &KEYED, sizes, pairs, ..EVERYTHING });
+            let (sizes, pairs) = (vec![1, 4097, 65537, (2 << 20) + 13], vec![Pair::GAUDI]);
+            let plan = pair.plan(ucx, Plan { sizes, pairs, ..keyed() });
             let report = pair::run_mesh(pair::Mesh { processes, plan }, &pair.environment())?;
             report.conclude(pair.json())
         }
         Command::Rotate { outstanding, set, pair } => {
-            let (ops, sizes) = (&[Op::Get, Op::Put], &[1 << 20, 4 << 20, 16 << 20]);
-            let pairs = &[Pair::GAUDI];
-            let plan = pair.plan(ucx, &Defaults { ops, sizes, pairs, ..EVERYTHING });
+            let (ops, pairs) = (vec![Op::Get, Op::Put], vec![Pair::GAUDI]);
+            let sizes = vec![1 << 20, 4 << 20, 16 << 20];
+            let plan = pair.plan(ucx, Plan { ops, sizes, pairs, ..everything() });
             let rotation = rotate::Rotation { plan, outstanding, set: set.0 };
             rotate::run(rotation, &pair.environment())
         }
@@ -334,7 +323,7 @@ mod tests {
     fn plan(args: &[&str]) -> Plan {
         let cli = Cli::try_parse_from([&["ucp-check"], args].concat()).unwrap();
         match &cli.command {
-            Command::Pair(args) => args.plan(cli.ucx.first(), &EVERYTHING),
+            Command::Pair(args) => args.plan(cli.ucx.first(), everything()),
             _ => panic!("not a pair"),
         }
     }

@@ -158,6 +158,8 @@ fn sum(counters: &[AtomicU64]) -> u64 {
 
 /// Runs it; an error if a byte was wrong or a call of UCX failed.
 pub fn run(folder: Option<&Path>, options: &Options) -> Result<()> {
+    let other = matches!(options.sabotage, Some(Sabotage::Length | Sabotage::Early));
+    ensure!(!other, "a soak can damage the message, the guard or the source");
     let time = Duration::from_secs_f64(options.seconds);
     let watchdog = Watchdog::start("soak", time + Duration::from_secs_f64(options.timeout));
     watchdog.step("the whole run");

@@ -1,7 +1,7 @@
-//! UCX hears of Gaudi memory that is freed: its memory-type free event names the range, so that
-//! whoever cached a registration of it lets go.
+//! UCX hears of Gaudi memory that is allocated and freed: its memory-type events name the range, so that
+//! whoever cached a registration of it lets go; and a memory-type cache that is made anew knows it.
 
-use std::ffi::c_void;
+use std::ffi::{CStr, c_void};
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Mutex;
@@ -9,7 +9,9 @@ use std::sync::Mutex;
 use e2e::{Device, Ucx, Workbench};
 use ucp_check::ucp;
 
-const UCM_EVENT_MEM_TYPE_FREE: i32 = 1 << 21;
+const MEM_TYPE_ALLOC: i32 = 1 << 20;
+const MEM_TYPE_FREE: i32 = 1 << 21;
+const FLAG_EXISTING_ALLOC: i32 = 1 << 25;
 const GAUDI: u32 = 9;
 
 /// The member of `ucm_event_t` that memory-type events use.
@@ -20,23 +22,34 @@ struct Event {
     memory_type: u32,
 }
 
-static FREED: Mutex<Vec<(u64, usize, u32)>> = Mutex::new(Vec::new());
+/// The beginning of `ucs_memory_info_t`, and room for the rest of it.
+#[repr(C)]
+struct Info {
+    memory_type: u32,
+    rest: [u64; 7],
+}
 
-unsafe extern "C" fn on_free(_event_type: i32, event: *mut Event, _argument: *mut c_void) {
-    // SAFETY: UCX passes a memory-type event, as it was asked for.
-    let Event { address, size, memory_type } = unsafe { event.read() };
-    FREED.lock().expect("not poisoned").push((address as u64, size, memory_type));
+type Heard = Mutex<Vec<(i32, u64, usize, u32)>>;
+
+static HEARD: Heard = Mutex::new(Vec::new());
+static EXISTING: Heard = Mutex::new(Vec::new());
+
+unsafe extern "C" fn on_event(event_type: i32, event: *mut Event, heard: *mut c_void) {
+    // SAFETY: UCX passes a memory-type event, as it was asked for, and one of the lists above.
+    let (Event { address, size, memory_type }, heard) =
+        unsafe { (event.read(), &*heard.cast::<Heard>()) };
+    heard.lock().expect("not poisoned").push((event_type, address as u64, size, memory_type));
 }
 
 /// Runs the function below in a process of its own, on each stock UCX.
 #[test]
-fn freed_memory_is_announced_through_libucm() {
+fn memory_is_announced_through_libucm_and_to_a_new_memory_type_cache() {
     for ucx in Ucx::ALL {
         let device = Device::software();
         let bench = Workbench::from_env();
         let template = bench.ucp_check(ucx).plugin().device(&device).command();
         let output = Command::new(std::env::current_exe().expect("this program"))
-            .args(["--exact", "listens_while_memory_is_freed", "--nocapture"])
+            .args(["--exact", "listens_to_memory_type_events", "--nocapture"])
             .envs(template.get_envs().filter_map(|(name, value)| Some((name, value?))))
             .env("UCX_GAUDI_TEST_UCP", ucx.libucp(bench.layout()))
             .env("UCX_MODULES", "^ib")
@@ -50,41 +63,88 @@ fn freed_memory_is_announced_through_libucm() {
 
 /// The second half of the test above.
 #[test]
-fn listens_while_memory_is_freed() {
+fn listens_to_memory_type_events() {
     type SetHandler = unsafe extern "C" fn(
         i32,
         i32,
         unsafe extern "C" fn(i32, *mut Event, *mut c_void),
-        *mut c_void,
+        *const Heard,
     ) -> i8;
     let Some(path) = std::env::var_os("UCX_GAUDI_TEST_UCP").map(PathBuf::from) else {
-        println!("nothing to do: the test above runs this in a process of its own");
+        println!("skipped: only meant to be run by the test above");
         return;
     };
     let library = ucp::Ucx::load(path.parent()).expect("UCX loads");
-    let context = ucp::Context::new(library, ucp::Features::RMA, false).expect("a context");
     let name = std::ffi::CString::new(path.to_str().expect("a plain path")).expect("no NUL");
-    // SAFETY: the library is loaded already, and libucm with it; the function has had this type in
-    // every version.
-    let set_handler = unsafe {
-        let handle = libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD);
-        assert!(!handle.is_null(), "{path:?} is not the library that was loaded");
-        let symbol = libc::dlsym(handle, c"ucm_set_event_handler".as_ptr());
-        assert!(!symbol.is_null(), "libucm is not there");
-        std::mem::transmute::<*mut c_void, SetHandler>(symbol)
+    // SAFETY: the library is loaded already, and stays so.
+    let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
+    assert!(!handle.is_null(), "{path:?} is not the library that was loaded");
+    let symbol = |name: &CStr| {
+        // SAFETY: an open handle and a C string.
+        let symbol = unsafe { libc::dlsym(handle, name.as_ptr()) };
+        assert!(!symbol.is_null(), "{name:?} is not there");
+        symbol
     };
-    // SAFETY: the handler lives as long as the program.
-    let status = unsafe { set_handler(UCM_EVENT_MEM_TYPE_FREE, 0, on_free, std::ptr::null_mut()) };
+    // SAFETY: the functions have had these types in every version.
+    let (set_handler, lookup, cleanup, init) = unsafe {
+        type Lookup = unsafe extern "C" fn(u64, usize, *mut Info) -> i8;
+        type Plain = unsafe extern "C" fn();
+        (
+            std::mem::transmute::<*mut c_void, SetHandler>(symbol(c"ucm_set_event_handler")),
+            std::mem::transmute::<*mut c_void, Lookup>(symbol(c"ucs_memtype_cache_lookup")),
+            std::mem::transmute::<*mut c_void, Plain>(symbol(c"ucs_memtype_cache_cleanup")),
+            std::mem::transmute::<*mut c_void, Plain>(symbol(c"ucs_memtype_cache_global_init")),
+        )
+    };
+    let cached = |address: u64, len: usize| {
+        let mut info = Info { memory_type: u32::MAX, rest: [0; 7] };
+        // SAFETY: the cache takes addresses as numbers, and the structure is large enough.
+        let status = unsafe { lookup(address, len, &mut info) };
+        (status == 0).then_some(info.memory_type)
+    };
+    let context = ucp::Context::new(library, ucp::Features::RMA, false).expect("a context");
+    // SAFETY: handler and list live as long as the program.
+    let status = unsafe { set_handler(MEM_TYPE_ALLOC | MEM_TYPE_FREE, 0, on_event, &HEARD) };
     assert_eq!(status, 0);
 
     let keep = ucp::Region::new(&context, ucp::Memory::Gaudi, 4096).expect("memory");
     let region = ucp::Region::new(&context, ucp::Memory::Gaudi, 100_000).expect("memory");
     let address = region.address();
-    assert!(FREED.lock().expect("not poisoned").is_empty());
+    let heard = || HEARD.lock().expect("not poisoned").clone();
+    assert!(heard().contains(&(MEM_TYPE_ALLOC, address, 100_000, GAUDI)), "{:x?}", heard());
+    assert!(heard().iter().all(|(what, ..)| *what == MEM_TYPE_ALLOC), "{:x?}", heard());
+
+    // Whoever comes later and asks is told of what there is.
+    let existing = MEM_TYPE_ALLOC | FLAG_EXISTING_ALLOC;
+    // SAFETY: as above.
+    assert_eq!(unsafe { set_handler(existing, 0, on_event, &EXISTING) }, 0);
+    let holds = |(what, start, len, memory_type): &(i32, u64, usize, u32)| {
+        (*what, *memory_type) == (MEM_TYPE_ALLOC, GAUDI)
+            && (*start..*start + *len as u64).contains(&address)
+    };
+    let told = EXISTING.lock().expect("not poisoned").clone();
+    assert!(told.iter().any(holds), "{told:x?}");
+
+    // So does the memory-type cache, made anew.
+    assert_eq!(cached(address, 100_000), Some(GAUDI));
+    // SAFETY: nobody else uses UCX in this process at the moment.
+    unsafe {
+        cleanup();
+        init();
+    }
+    assert_eq!(cached(address, 100_000), Some(GAUDI), "after ucs_memtype_cache_cleanup");
+
     drop(region);
-    let freed = FREED.lock().expect("not poisoned").clone();
-    assert!(freed.contains(&(address, 100_000, GAUDI)), "{freed:x?}");
-    assert!(freed.iter().all(|(start, _, _)| *start != keep.address()), "{freed:x?}");
+    let freed = |start| heard().iter().any(|event| (event.0, event.1) == (MEM_TYPE_FREE, start));
+    assert!(heard().contains(&(MEM_TYPE_FREE, address, 100_000, GAUDI)), "{:x?}", heard());
+    assert!(!freed(keep.address()), "{:x?}", heard());
+    // An address of an open card is never host memory, and the window stays in one piece.
+    assert_eq!(cached(address, 100_000), Some(GAUDI), "freed, with the card open");
+    assert_eq!(cached(keep.address(), 4096), Some(GAUDI));
+    let last = keep.address();
+    drop(keep);
+    drop(context);
+    assert_eq!(cached(last, 1), None, "the card is closed");
 
     println!("heard of it");
 }

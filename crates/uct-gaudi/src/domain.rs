@@ -348,6 +348,7 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
             self.export(&device, allocation.addr(), length)
                 .map_err(|error| self.fail(hidden, "DMABUF=yes, but the export failed", &error))?;
         }
+        memtype_cache::allocated(&allocation);
         Ok(Allocated {
             address: allocation.addr().0,
             length: request.length,

@@ -1,107 +1,174 @@
-//! Feeding UCX's memory-type cache.
+//! What UCX knows of Gaudi memory: its memory-type cache, and its memory-type events.
 //!
-//! UCP asks that cache what an address is and takes a miss for host memory, without asking any
-//! memory domain. So each UCX copy is told of a device's whole window before its first address is
-//! handed out. Not earlier: a region in that cache also costs UCP its short path for host memory,
-//! which a program that never touches a Gaudi must not pay for.
+//! UCP asks that cache what an address is and takes a miss for host memory, without asking any memory
+//! domain. So each UCX copy is told of a card's whole window before its first address is handed out. Not
+//! earlier: a region in that cache also costs UCP its short path for host memory, which a program that
+//! never touches a Gaudi must not pay for.
 //!
-//! And the other way round: UCX remembers registrations of memory, and is told when memory is freed.
+//! | what happens | cache | event |
+//! |---|---|---|
+//! | a card is opened | its window goes in | |
+//! | memory is allocated | | ALLOC |
+//! | memory is freed | a hole, closed at once: see below | FREE, before it is freed |
+//! | a card is closed | its window is taken out | |
+//! | the cache is made, or made again after `ucs_memtype_cache_cleanup`; a handler asks for existing memory | | ALLOC for each window |
+//!
+//! **Freed memory stays Gaudi memory in the cache** as long as its card is open. An address in a window is
+//! never host memory: taken for host memory, a stale pointer would be touched with the CPU and end the
+//! process with a fault; so it ends with an error that names the address. It also keeps the window in one
+//! piece: regions that only touch are never joined in the cache, and an allocation across two of them
+//! would not be recognised. What detects exactly is the memory domain (`mem_query`).
 
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use gaudi::{Allocation, Window, WindowEvent};
-use uct::{MemoryType, SysDevice, Ucx, log};
+use gaudi::{Allocation, DeviceInfo, WindowEvent};
+use uct::{DeviceRange, MemoryType, SysDevice, Ucx, log};
 
-/// A place that no memory of ours or of a host can have (a Gaudi2's on-chip memory lies there). It
+/// A range that no memory of ours or of a host can have (a Gaudi2's on-chip memory lies there). It
 /// stays in the cache for good: UCP looks without a lock whether the cache is empty, and changing a
 /// region means that it is gone for a moment. A cache with one region would then look empty, and
 /// another thread's Gaudi buffer pass for host memory.
-const SENTINEL: (u64, usize) = (0x1000_0000_0000_0000, 4096);
+const SENTINEL: DeviceRange = DeviceRange {
+    start: 0x1000_0000_0000_0000,
+    len: 4096,
+    memory_type: MemoryType::GAUDI,
+    device: SysDevice::UNKNOWN,
+};
 
-/// The UCX copies that are being told.
-static TOLD: Mutex<Vec<&'static Ucx>> = Mutex::new(Vec::new());
+/// A UCX copy, and the ranges it was told of: windows of open cards, and memory that the application
+/// mapped itself. Locked for a moment only, and never while UCX is called.
+struct Client {
+    ucx: &'static Ucx,
+    ranges: Mutex<Vec<DeviceRange>>,
+}
+
+static CLIENTS: Mutex<Vec<Arc<Client>>> = Mutex::new(Vec::new());
+
+fn clients() -> MutexGuard<'static, Vec<Arc<Client>>> {
+    CLIENTS.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Has `ucx` told of the windows there are and of those that come.
 pub(crate) fn begin(ucx: &'static Ucx) {
-    let mut told = TOLD.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    if told.iter().any(|known| core::ptr::eq(*known, ucx)) {
+    let mut clients = clients();
+    if clients.iter().any(|known| core::ptr::eq(known.ucx, ucx)) {
         return;
     }
-    told.push(ucx);
+    let client = Arc::new(Client { ucx, ranges: Mutex::default() });
+    clients.push(Arc::clone(&client));
+    let existing = Arc::clone(&client);
+    if !ucx.report_existing(Box::new(move || existing.existing())) {
+        log!(ucx, Debug, "a memory-type cache that UCX makes anew will not know of open cards");
+    }
     // The list stays locked until the observer is there: another thread that finds `ucx` in it may
     // allocate at once.
-    gaudi::runtime().subscribe(Box::new(move |event| match event {
-        WindowEvent::Opened(window) => {
-            log!(
-                ucx,
-                Debug,
-                "memory of {} is at {:#x}, {:#x} bytes",
-                window.info,
-                window.start.0,
-                window.len
-            );
-            let device = sys_device(ucx, &window.info);
-            let (start, len) = SENTINEL;
-            ucx.memory_type_cache_insert(start, len, MemoryType::GAUDI, device);
-            insert_window(ucx, window);
-        }
-        WindowEvent::Retired(window) => {
-            ucx.memory_type_cache_remove(window.start.0, length(window));
-        }
-        WindowEvent::Mapped(memory) => {
-            log!(
-                ucx,
-                Debug,
-                "the application mapped {} bytes at {} on {}",
-                memory.len,
-                memory.start,
-                memory.info
-            );
-            let device = sys_device(ucx, &memory.info);
-            let (start, len) = SENTINEL;
-            ucx.memory_type_cache_insert(start, len, MemoryType::GAUDI, device);
-            // The first makes the cache if there is none yet, and the event goes to everybody else.
-            ucx.memory_type_cache_insert(
-                memory.start.0,
-                bytes(memory.len),
-                MemoryType::GAUDI,
-                device,
-            );
-            ucx.memory_allocated(memory.start.0, bytes(memory.len), MemoryType::GAUDI, device);
-        }
-        WindowEvent::Unmapping(memory) => {
-            ucx.memory_freed(memory.start.0, bytes(memory.len), MemoryType::GAUDI);
-            // If it lay in the card's window, it has taken a hole out of that.
-            if let Some(card) = gaudi::runtime().device(memory.device)
-                && card.window().range().contains(&memory.start.0)
-                && card.memory().reserved > 0
-            {
-                insert_window(ucx, card.window());
-            }
-        }
-    }));
+    gaudi::runtime().subscribe(Box::new(move |event| client.follow(event)));
+}
+
+/// Reports memory that was just allocated to every UCX copy.
+pub(crate) fn allocated(allocation: &Allocation) {
+    for client in clients().clone() {
+        client.ucx.memory_allocated(&client.range_of(allocation));
+    }
 }
 
 /// Has every UCX copy drop what it remembers of memory that is about to be freed: a network
 /// device's registration would keep the driver's page in use, and reach its next tenant.
 pub(crate) fn freeing(allocation: &Allocation) {
-    let window = allocation.device().window();
-    let told = TOLD.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).clone();
-    for ucx in told {
-        ucx.memory_freed(allocation.addr().0, allocation.len() as usize, MemoryType::GAUDI);
-        // That took a hole out of the window. The whole window goes in again: pieces that only touch
-        // are never joined, and an allocation across two of them would not be recognised.
-        insert_window(ucx, window);
+    for client in clients().clone() {
+        client.ucx.memory_freed(&client.range_of(allocation));
+        client.insert_window(allocation.addr().0);
     }
 }
 
-fn insert_window(ucx: &Ucx, window: &Window) {
-    let device = sys_device(ucx, &window.info);
-    ucx.memory_type_cache_insert(window.start.0, length(window), MemoryType::GAUDI, device);
-}
+impl Client {
+    fn ranges(&self) -> MutexGuard<'_, Vec<DeviceRange>> {
+        self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 
-fn length(window: &Window) -> usize {
-    bytes(window.len)
+    /// What a cache that is made now has to know.
+    fn existing(&self) -> Vec<DeviceRange> {
+        let ranges = self.ranges().clone();
+        if ranges.is_empty() { ranges } else { [vec![SENTINEL], ranges].concat() }
+    }
+
+    fn follow(&self, event: &WindowEvent) {
+        let ucx = self.ucx;
+        match event {
+            WindowEvent::Opened(window) => {
+                let (start, len) = (window.start, window.len);
+                log!(ucx, Debug, "memory of {} is at {:#x}, {len:#x} bytes", window.info, start.0);
+                self.insert(self.range(start.0, len, &window.info));
+            }
+            WindowEvent::Retired(window) => {
+                let range = self.range(window.start.0, window.len, &window.info);
+                self.ranges().retain(|known| *known != range);
+                ucx.memory_type_cache_remove(&range);
+            }
+            WindowEvent::Mapped(memory) => {
+                let (start, len, card) = (memory.start, memory.len, &memory.info);
+                log!(ucx, Debug, "the application mapped {len} bytes at {start} on {card}");
+                let range = self.range(start.0, len, card);
+                // The first makes the cache if there is none yet, and the event goes to everybody else.
+                self.insert(range);
+                ucx.memory_allocated(&range);
+            }
+            WindowEvent::Unmapping(memory) => {
+                let range = self.range(memory.start.0, memory.len, &memory.info);
+                self.ranges().retain(|known| *known != range);
+                ucx.memory_freed(&range);
+                // If it lay in the card's window, it has taken a hole out of that.
+                if let Some(card) = gaudi::runtime().device(memory.device)
+                    && card.window().range().contains(&memory.start.0)
+                    && card.memory().reserved > 0
+                {
+                    self.insert_window(card.window().start.0);
+                }
+            }
+        }
+    }
+
+    /// Puts a range into the cache, and remembers it for one that is made later.
+    fn insert(&self, range: DeviceRange) {
+        {
+            let mut ranges = self.ranges();
+            if !ranges.contains(&range) {
+                ranges.push(range);
+            }
+        }
+        self.ucx.memory_type_cache_insert(&SENTINEL);
+        self.ucx.memory_type_cache_insert(&range);
+    }
+
+    /// Closes the hole that freed memory has taken out of the window it lay in.
+    fn insert_window(&self, start: u64) {
+        if let Some(window) = self.window_at(start) {
+            self.ucx.memory_type_cache_insert(&window);
+        }
+    }
+
+    /// The window that an address lies in. What the application mapped in one is smaller.
+    fn window_at(&self, address: u64) -> Option<DeviceRange> {
+        let ranges = self.ranges();
+        let around = ranges.iter().filter(|range| {
+            address.checked_sub(range.start).is_some_and(|offset| offset < range.len as u64)
+        });
+        around.max_by_key(|range| range.len).copied()
+    }
+
+    fn range_of(&self, allocation: &Allocation) -> DeviceRange {
+        let (start, len) = (allocation.addr().0, allocation.len());
+        match self.window_at(start) {
+            // Its device's number is known already.
+            Some(window) => DeviceRange { start, len: bytes(len), ..window },
+            None => self.range(start, len, allocation.device().info()),
+        }
+    }
+
+    fn range(&self, start: u64, len: u64, card: &DeviceInfo) -> DeviceRange {
+        let device = sys_device(self.ucx, card);
+        DeviceRange { start, len: bytes(len), memory_type: MemoryType::GAUDI, device }
+    }
 }
 
 fn bytes(len: u64) -> usize {
@@ -109,6 +176,6 @@ fn bytes(len: u64) -> usize {
 }
 
 /// UCX's topology number of a card, under the name `ucx_info -T` shows.
-pub(crate) fn sys_device(ucx: &Ucx, card: &gaudi::DeviceInfo) -> SysDevice {
+pub(crate) fn sys_device(ucx: &Ucx, card: &DeviceInfo) -> SysDevice {
     ucx.sys_device(card.bus_id.as_str(), &format!("GAUDI_{}", card.index))
 }

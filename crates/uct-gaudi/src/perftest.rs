@@ -193,6 +193,7 @@ unsafe extern "C" fn uct_alloc(
     let allocated = attempt("cannot allocate a test buffer", |bench| {
         let allocation = configured_device()?.alloc(length.max(1) as u64, 1)?;
         let address = allocation.addr().0 as usize;
+        memtype_cache::allocated(&allocation);
         bench.buffers.lock().unwrap_or_else(PoisonError::into_inner).insert(address, allocation);
         Ok((bench, address))
     });

@@ -50,5 +50,5 @@ pub use plugin::enter;
 pub use probe::probe_library;
 #[doc(hidden)]
 pub use relocation::RelocPatch;
-pub use ucm::Unmapped;
+pub use ucm::{DeviceRange, Existing, Unmapped};
 pub use ucx::{Bound, Level, Refusal, SUPPORTED, Ucx};

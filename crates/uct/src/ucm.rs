@@ -1,13 +1,20 @@
-//! Being told of memory that goes away: the events of UCX's libucm.
+//! The events of UCX's libucm: hearing of host memory that is unmapped, and reporting device memory.
 //!
 //! libucm hooks the calls by which a process gives memory back (`munmap`, `brk`, `madvise`, …) and
-//! tells whoever asked, before the kernel does it. Every copy of UCX has a libucm of its own; the
-//! functions are found through the libucs that belongs to the copy, whatever the file is called.
+//! calls its handlers before the kernel does it. The same handlers hear of device memory that is
+//! allocated and freed, if whoever allocates it dispatches the events. Every copy of UCX has a libucm of
+//! its own; the functions are found through the libucs that belongs to the copy, whatever the file is
+//! called.
 
 use core::ffi::{c_int, c_void};
-use std::panic::catch_unwind;
+use core::sync::atomic::{AtomicPtr, Ordering};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::OnceLock;
 
-use crate::abi::Status;
+use crate::abi::{
+    ListLink, MEM_FLAG_REGISTRABLE, MemTypeEvent, MemoryType, Status, SysDevice,
+    UCM_EVENT_MEM_TYPE_ALLOC, UCM_EVENT_MEM_TYPE_FREE,
+};
 use crate::ucx::Ucx;
 
 /// `UCM_EVENT_VM_UNMAPPED`: a range of addresses is about to lose its memory.
@@ -46,6 +53,148 @@ impl Ucx {
     }
 }
 
+/// A range of device memory in an event.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceRange {
+    /// First address.
+    pub start: u64,
+    /// Bytes.
+    pub len: usize,
+    /// Type of the memory.
+    pub memory_type: MemoryType,
+    /// Device in UCX's topology.
+    pub device: SysDevice,
+}
+
+impl DeviceRange {
+    fn event(&self) -> MemTypeEvent {
+        MemTypeEvent {
+            address: core::ptr::without_provenance_mut(self.start as usize),
+            size: self.len,
+            mem_type: self.memory_type,
+            sys_dev: self.device,
+            mem_flags: MEM_FLAG_REGISTRABLE,
+            spare: [0; 3],
+        }
+    }
+}
+
+/// What lists the device memory there is, see [`Ucx::report_existing`]. It is called on any thread, and
+/// must not wait for a lock that anyone holds while calling UCX.
+pub type Existing = Box<dyn Fn() -> Vec<DeviceRange> + Send + Sync>;
+
+/// `ucm_event_handler_t`.
+#[repr(C)]
+struct Handler {
+    list: ListLink,
+    events: c_int,
+    priority: c_int,
+    callback: unsafe extern "C" fn(c_int, *mut MemTypeEvent, *mut c_void),
+    argument: *mut c_void,
+}
+
+/// `ucm_event_installer_t`.
+#[repr(C)]
+struct Installer {
+    install: unsafe extern "C" fn(c_int) -> Status,
+    get_existing_alloc: unsafe extern "C" fn(*mut Handler),
+    list: ListLink,
+}
+
+/// Copies of UCX that can report existing memory: libucm passes nothing by which to tell who asks, so
+/// each copy has a function of its own.
+const REPORTERS: usize = 4;
+
+static EXISTING: [OnceLock<Existing>; REPORTERS] = [const { OnceLock::new() }; REPORTERS];
+
+impl Ucx {
+    /// Reports device memory that was just allocated to everyone in UCX who listens. Also puts it into
+    /// the memory-type cache, if UCX has made that one already.
+    pub fn memory_allocated(&self, range: &DeviceRange) {
+        self.memory_event(UCM_EVENT_MEM_TYPE_ALLOC, range);
+    }
+
+    /// Reports device memory that is about to be freed, so that registrations of it (a network device's,
+    /// say) are dropped. Also takes it out of the memory-type cache.
+    pub fn memory_freed(&self, range: &DeviceRange) {
+        self.memory_event(UCM_EVENT_MEM_TYPE_FREE, range);
+    }
+
+    fn memory_event(&self, what: u32, range: &DeviceRange) {
+        let mut event = range.event();
+        // SAFETY: the event is as long as UCX's union; handlers may run between enter and leave
+        // only, and take addresses as numbers.
+        unsafe {
+            (self.symbols.ucm_event_enter)();
+            (self.symbols.ucm_event_dispatch)(what, &mut event);
+            (self.symbols.ucm_event_leave)();
+        }
+    }
+
+    /// Has `existing` asked, from now on and for ever, when someone in UCX begins to listen to
+    /// memory-type events and wants to know of memory from before. UCX's memory-type cache does when it
+    /// is made, which may happen again after `ucs_memtype_cache_cleanup`. Call it once for a copy of
+    /// UCX. `false` where it cannot be done.
+    pub fn report_existing(&'static self, existing: Existing) -> bool {
+        const REPORT: [unsafe extern "C" fn(*mut Handler); REPORTERS] =
+            [report::<0>, report::<1>, report::<2>, report::<3>];
+        let Some(head) = self.symbol(c"ucm_event_installer_list") else { return false };
+        let mut existing = existing;
+        for (slot, get_existing_alloc) in EXISTING.iter().zip(REPORT) {
+            match slot.set(existing) {
+                Ok(()) => {
+                    // SAFETY: the list of this copy's libucm, which is never unmapped.
+                    unsafe { append(head.cast(), get_existing_alloc) };
+                    return true;
+                }
+                Err(taken) => existing = taken,
+            }
+        }
+        false
+    }
+}
+
+/// Appends an installer to libucm's list, for ever.
+///
+/// UCX's own modules do the same while they are loaded, and libucm walks the list without a lock. So the
+/// node is complete before it can be reached, by the one store that links it.
+///
+/// # Safety
+/// `head` is the list of a libucm that stays mapped, and nobody else appends meanwhile.
+unsafe fn append(head: *mut ListLink, get_existing_alloc: unsafe extern "C" fn(*mut Handler)) {
+    unsafe extern "C" fn install(_events: c_int) -> Status {
+        Status::OK // memory-type events of ours need no hooks
+    }
+    // SAFETY: as the caller promises; the node is leaked, as the list needs it.
+    unsafe {
+        let last = (*head).prev;
+        let list = ListLink { prev: last, next: head };
+        let node = Box::leak(Box::new(Installer { install, get_existing_alloc, list }));
+        let link = &raw mut node.list;
+        // Release: who reaches the node through this pointer sees it filled in.
+        AtomicPtr::from_ptr(&raw mut (*last).next).store(link, Ordering::Release);
+        (*head).prev = link;
+    }
+}
+
+/// Reports the existing memory of one copy of UCX to a handler that was just set.
+unsafe extern "C" fn report<const SLOT: usize>(handler: *mut Handler) {
+    // SAFETY: libucm passes the handler that it has just set.
+    let (events, callback, argument) =
+        unsafe { ((*handler).events, (*handler).callback, (*handler).argument) };
+    let alloc = UCM_EVENT_MEM_TYPE_ALLOC as c_int;
+    let Some(existing) = EXISTING[SLOT].get() else { return };
+    if events & alloc == 0 {
+        return;
+    }
+    // A panic must not pass into libucm.
+    let ranges = catch_unwind(AssertUnwindSafe(existing)).unwrap_or_default();
+    for range in ranges {
+        // SAFETY: a handler for events of this kind, with the argument it was set with.
+        unsafe { callback(alloc, &mut range.event(), argument) };
+    }
+}
+
 unsafe extern "C" fn forward(_: c_int, event: *mut UnmappedEvent, unmapped: *mut c_void) {
     // SAFETY: libucm passes an event of the kind that was asked for, and the argument it was given.
     let (start, len, unmapped) = unsafe {
@@ -59,7 +208,7 @@ unsafe extern "C" fn forward(_: c_int, event: *mut UnmappedEvent, unmapped: *mut
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::atomic::AtomicUsize;
 
     #[test]
     fn an_event_reaches_the_function_with_its_range_and_panics_stop_here() {
@@ -79,5 +228,57 @@ mod tests {
         tell(0x7000, 4096);
         let seen = SEEN.each_ref().map(|number| number.load(Ordering::Relaxed));
         assert_eq!(seen, [0x7000, 4096]);
+    }
+
+    #[test]
+    fn a_new_handler_hears_of_the_memory_there_is_if_it_wants_to() {
+        unsafe extern "C" fn hear(_: c_int, event: *mut MemTypeEvent, heard: *mut c_void) {
+            // SAFETY: the test passes a vector and events.
+            unsafe { (*heard.cast::<Vec<usize>>()).push((*event).address.addr()) };
+        }
+        const SLOT: usize = REPORTERS - 1;
+        let range = DeviceRange {
+            start: 0x9000,
+            len: 64,
+            memory_type: MemoryType::GAUDI,
+            device: SysDevice::UNKNOWN,
+        };
+        let set = EXISTING[SLOT]
+            .set(Box::new(move || vec![range, DeviceRange { start: 0xa000, ..range }]));
+        assert!(set.is_ok());
+        let mut heard: Vec<usize> = Vec::new();
+        let null = ListLink { prev: core::ptr::null_mut(), next: core::ptr::null_mut() };
+        let mut handler = Handler {
+            list: null,
+            events: VM_UNMAPPED,
+            priority: 0,
+            callback: hear,
+            argument: (&raw mut heard).cast(),
+        };
+        // SAFETY: a handler of the test's own.
+        unsafe { report::<SLOT>(&mut handler) };
+        assert!(heard.is_empty(), "it asked for something else");
+        handler.events |= UCM_EVENT_MEM_TYPE_ALLOC as c_int;
+        // SAFETY: as above.
+        unsafe { report::<SLOT>(&mut handler) };
+        assert_eq!(heard, [0x9000, 0xa000]);
+    }
+
+    #[test]
+    fn installers_are_appended_in_order_and_the_list_stays_closed() {
+        let mut head =
+            Box::new(ListLink { prev: core::ptr::null_mut(), next: core::ptr::null_mut() });
+        let head: *mut ListLink = &raw mut *head;
+        // SAFETY: a list of the test's own.
+        unsafe {
+            *head = ListLink { prev: head, next: head };
+            append(head, report::<0>);
+            let first = (*head).next;
+            append(head, report::<1>);
+            let second = (*head).prev;
+            assert_eq!((*first).next, second);
+            assert_eq!((*second).prev, first);
+            assert_eq!(((*second).next, (*first).prev), (head, head));
+        }
     }
 }

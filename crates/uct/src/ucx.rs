@@ -12,11 +12,11 @@ use std::sync::atomic::{AtomicI32, Ordering};
 
 use crate::abi::{
     Class, MemTypeEvent, MemoryInfo, MemoryType, RawComponent, RawMd, RawTl, Status, SysDevice,
-    UCM_EVENT_MEM_TYPE_ALLOC, UCM_EVENT_MEM_TYPE_FREE,
 };
 use crate::component::name_array;
 use crate::loaded::{self, FindError, Libraries};
 use crate::probe;
+use crate::ucm::DeviceRange;
 
 /// Versions this crate was tested with, for messages.
 pub const SUPPORTED: &str = "1.22 and 1.23";
@@ -381,27 +381,21 @@ impl Ucx {
         }
     }
 
-    /// Tells the memory-type cache that `[start, start + len)` is memory of `memory_type`.
+    /// Tells the memory-type cache of device memory.
     ///
     /// A miss in that cache means "host memory" to UCP, without asking any memory domain, so this
     /// must happen before UCP sees the first address of the range.
-    pub fn memory_type_cache_insert(
-        &self,
-        start: u64,
-        len: usize,
-        memory_type: MemoryType,
-        device: SysDevice,
-    ) {
+    pub fn memory_type_cache_insert(&self, range: &DeviceRange) {
         if !self.has_memory_type_cache() {
             return;
         }
         // SAFETY: the range is only recorded, never accessed.
         unsafe {
             (self.symbols.ucs_memtype_cache_update)(
-                core::ptr::without_provenance(start as usize),
-                len,
-                memory_type,
-                device,
+                core::ptr::without_provenance(range.start as usize),
+                range.len,
+                range.memory_type,
+                range.device,
                 crate::abi::MEM_FLAG_REGISTRABLE,
             );
         }
@@ -421,62 +415,16 @@ impl Ucx {
     }
 
     /// Takes a range out of the memory-type cache.
-    pub fn memory_type_cache_remove(&self, start: u64, len: usize) {
+    pub fn memory_type_cache_remove(&self, range: &DeviceRange) {
         if !self.has_memory_type_cache() {
             return;
         }
         // SAFETY: the range is only looked up.
         unsafe {
             (self.symbols.ucs_memtype_cache_remove)(
-                core::ptr::without_provenance(start as usize),
-                len,
+                core::ptr::without_provenance(range.start as usize),
+                range.len,
             );
-        }
-    }
-
-    /// Tells everyone in UCX that device memory is about to be freed, so that registrations of it
-    /// (a network device's, say) are dropped. Also takes it out of the memory-type cache.
-    pub fn memory_freed(&self, start: u64, len: usize, memory_type: MemoryType) {
-        let unknown = SysDevice::UNKNOWN;
-        self.memory_event(UCM_EVENT_MEM_TYPE_FREE, start, len, memory_type, unknown, 0);
-    }
-
-    /// Tells everyone in UCX of new device memory. Also puts it into the memory-type cache, if UCX
-    /// has made that one already.
-    pub fn memory_allocated(
-        &self,
-        start: u64,
-        len: usize,
-        memory_type: MemoryType,
-        device: SysDevice,
-    ) {
-        let flags = crate::abi::MEM_FLAG_REGISTRABLE;
-        self.memory_event(UCM_EVENT_MEM_TYPE_ALLOC, start, len, memory_type, device, flags);
-    }
-
-    fn memory_event(
-        &self,
-        what: u32,
-        start: u64,
-        len: usize,
-        mem_type: MemoryType,
-        sys_dev: SysDevice,
-        mem_flags: u8,
-    ) {
-        let mut event = MemTypeEvent {
-            address: core::ptr::without_provenance_mut(start as usize),
-            size: len,
-            mem_type,
-            sys_dev,
-            mem_flags,
-            spare: [0; 3],
-        };
-        // SAFETY: the event is as long as UCX's union; handlers may run between enter and leave
-        // only, and take addresses as numbers.
-        unsafe {
-            (self.symbols.ucm_event_enter)();
-            (self.symbols.ucm_event_dispatch)(what, &mut event);
-            (self.symbols.ucm_event_leave)();
         }
     }
 

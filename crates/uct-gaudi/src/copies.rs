@@ -235,7 +235,10 @@ impl<T> Copies<T> {
             hand_over(ended);
             count += 1;
         }
-        while let Some(completion) = self.state.borrow_mut().flushed() {
+        loop {
+            // A statement of its own: in a `while let` the borrow would last through the callback.
+            let flushed = self.state.borrow_mut().flushed();
+            let Some(completion) = flushed else { break };
             hand_over(Ended { completion, result: Ok(()), companion: None });
             count += 1;
         }
@@ -313,5 +316,29 @@ mod tests {
         assert_eq!(copies.reap(tell), 2);
         assert_eq!(told.into_inner(), [Some("one"), Some("two"), Some("three"), None]);
         assert!(copies.is_idle());
+    }
+
+    #[test]
+    fn a_callback_of_a_flush_may_post_and_flush() {
+        // SAFETY: numbers and a pointer to a function that may be null.
+        let mut raw: [RawCompletion; 4] = unsafe { std::mem::zeroed() };
+        let [one, flush, two, again] = raw.each_mut().map(completion);
+        let copies = Copies::new(OnFailure::Report);
+        copies.fail(Failure::Refused(Status::UNREACHABLE), "one", one);
+        assert!(matches!(copies.flush(flush), Posted::Later));
+        let mut later = Some((two, again));
+        let mut told = Vec::new();
+        let tell = |ended: Ended<&'static str>| {
+            if ended.companion.is_none()
+                && let Some((two, again)) = later.take()
+            {
+                copies.fail(Failure::Refused(Status::UNREACHABLE), "two", two);
+                assert!(matches!(copies.flush(again), Posted::Later));
+            }
+            told.push(ended.companion);
+        };
+        assert_eq!(copies.reap(tell), 2);
+        assert_eq!(copies.reap(|ended| told.push(ended.companion)), 2);
+        assert_eq!(told, [Some("one"), None, Some("two"), None]);
     }
 }

@@ -6,6 +6,8 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use e2e::{Layout, Ucx};
 use object::{Object, ObjectSection};
@@ -257,5 +259,56 @@ fn the_probe_agrees_with_both_stock_libraries() {
         let prefix = if ucx == Ucx::V1_22 { "libuct." } else { "libuct-" };
         let path = library(ucx, prefix);
         uct::probe_library(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    }
+}
+
+/// What the probe says of a libuct whose tables are laid out as these definitions say (`abi/grown.c`). It
+/// runs in this process: a probe that crashes ends the test.
+fn probe_of(definitions: &str) -> Result<(), String> {
+    static SERIAL: AtomicU32 = AtomicU32::new(0);
+    let serial = SERIAL.fetch_add(1, Ordering::Relaxed);
+    let folder = Layout::from_env().scratch();
+    std::fs::create_dir_all(&folder).expect("scratch folder");
+    let library = folder.join(format!("libuct-grown-{}-{serial}.so", std::process::id()));
+    let standard = "-DPUBLIC=50 -DBEFORE_LAST=0 -DINTERNAL=0 -DMD=0 -DCOMPONENT=0";
+    let compiled = Command::new("cc")
+        .args(["-shared", "-fPIC", "-Wall", "-o"])
+        .arg(&library)
+        .args(standard.split(' '))
+        // The last definition of a name counts; a second one without a word of warning.
+        .args(definitions.split_whitespace().flat_map(|definition| {
+            let name = definition.split('=').next().unwrap_or(definition);
+            [format!("-U{}", &name[2..]), definition.to_owned()]
+        }))
+        .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/abi/grown.c"))
+        .output()
+        .expect("a C compiler");
+    assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
+    let said = uct::probe_library(&library);
+    let _ = std::fs::remove_file(library);
+    said
+}
+
+#[test]
+fn the_probe_survives_tables_that_grew_and_says_where() {
+    assert_eq!(probe_of(""), Ok(()), "the stand-in as such");
+    let behind = "calls a slot behind those that are known";
+    for (definitions, says) in [
+        // More public operations, so that the pointer to the internal ones has moved.
+        ("-DPUBLIC=51", format!("uct_iface_query_v2 {behind}")),
+        ("-DPUBLIC=52", format!("uct_iface_query_v2 {behind}")),
+        ("-DPUBLIC=100", format!("uct_iface_query_v2 {behind}")),
+        // The same, and not at the end.
+        ("-DPUBLIC=51 -DBEFORE_LAST=1", "uct_iface_query calls slot 47, not 46".to_owned()),
+        ("-DPUBLIC=54 -DBEFORE_LAST=4", format!("uct_iface_query {behind}")),
+        ("-DPUBLIC=90 -DBEFORE_LAST=40", format!("uct_iface_query {behind}")),
+        ("-DINTERNAL=1", "uct_iface_query_v2 calls slot 51, not 50".to_owned()),
+        ("-DINTERNAL=40", format!("uct_iface_query_v2 {behind}")),
+        ("-DMD=1", "uct_md_query_v2 calls slot 2, not 1".to_owned()),
+        ("-DMD=80", format!("uct_md_query_v2 {behind}")),
+        ("-DCOMPONENT=2", "uct_rkey_ptr calls slot 6, not 4".to_owned()),
+        ("-DCOMPONENT=9", format!("uct_rkey_ptr {behind}")),
+    ] {
+        assert_eq!(probe_of(definitions), Err(says), "{definitions}");
     }
 }

@@ -258,3 +258,48 @@ fn loaded_and_unused_plugin_adds_no_thread_and_opens_no_card() {
     assert_eq!(threads_with, threads_without);
     assert_eq!(cards, Vec::<String>::new());
 }
+
+/// What both processes of a pair say in words, at this log level.
+fn said_at(ucx: Ucx, level: &str, words: &str) -> String {
+    let bench = Workbench::from_env();
+    let end = bench
+        .ucp_check(ucx)
+        .plugin()
+        .device(&Device::software())
+        .words(words)
+        .arg("--ucx")
+        .arg(ucx.root(bench.layout()))
+        .env("UCX_LOG_LEVEL", level)
+        .run()
+        .ok();
+    format!("{}{}", end.stdout, end.stderr)
+}
+
+/// UCX asks whether a peer can be reached, with room for the reason, and logs that.
+#[test]
+fn ucx_is_told_why_a_peer_cannot_be_reached() {
+    for ucx in Ucx::ALL {
+        let said = said_at(ucx, "debug", "pair --plain --ops tag --mem gaudi:gaudi --sizes 8");
+        for transport in ["gaudi_cpy", "gaudi_gdr"] {
+            let reason = format!("{transport} copies inside one process only");
+            let logged = said.lines().any(|line| line.contains("reach") && line.contains(&reason));
+            assert!(logged, "UCX {}: no \"{reason}\"\n{said}", ucx.name());
+        }
+    }
+}
+
+/// One line for each operation, as UCX's own transports write them; none at the level before.
+#[test]
+fn every_put_and_get_is_logged_at_level_data_and_no_other() {
+    for ucx in Ucx::ALL {
+        let words = "loopback --ops tag --mem gaudi:gaudi --sizes 8,9194319";
+        let said = said_at(ucx, "data", words);
+        for operation in ["PUT_SHORT", "GET_SHORT", "_ZCOPY"] {
+            let logged = said.lines().any(|line| {
+                line.contains("gaudi_") && line.contains(operation) && line.contains(" size ")
+            });
+            assert!(logged, "UCX {}: no {operation}", ucx.name());
+        }
+        assert!(!said_at(ucx, "debug", words).contains("_SHORT size "), "UCX {}", ucx.name());
+    }
+}

@@ -1,7 +1,7 @@
 //! `UCX_TLS`, `UCX_ACC_DEVICES` and `UCX_NET_DEVICES` select us as they do any accelerator; what
 //! leaves no copy path gives UCX's own message, never a crash.
 
-use e2e::{Device, Pair, Perftest, Workbench};
+use e2e::{Device, Pair, Perftest, Ucx, Workbench};
 
 fn gaudi_with(variables: &[(&str, &str)]) -> Pair {
     run("gaudi", variables)
@@ -114,5 +114,54 @@ fn net_devices_keep_selecting_networks_beside_us() {
 fn memtype_cache_may_be_on_or_off() {
     for cache in ["y", "n"] {
         assert_works(&gaudi_with(&[("UCX_MEMTYPE_CACHE", cache)]));
+    }
+}
+
+/// Fragments in Gaudi memory, for which UCX has no default size: it crashed.
+#[test]
+fn fragments_in_gaudi_memory_without_a_size_are_refused_in_words() {
+    for (protocols, memory, types) in
+        [("n", "gaudi", "gaudi"), ("n", "gaudi", "gaudi,host"), ("y", "gaudi,host", "host,gaudi")]
+    {
+        for scheme in ["get_ppln", "put_ppln"] {
+            let end = Workbench::from_env()
+                .tool(Ucx::V1_22, "ucx_perftest")
+                .plugin()
+                .device(&Device::software())
+                .words(&format!("-l -f -t tag_bw -m {memory} -s 4194304 -n 20 -w 2"))
+                .env("UCX_PROTO_ENABLE", protocols)
+                .env("UCX_RNDV_FRAG_MEM_TYPES", types)
+                .env("UCX_RNDV_SCHEME", scheme)
+                .run();
+            assert!(!end.crashed() && !end.success(), "{}", end.report());
+            let said = format!("{}{}", end.stdout, end.stderr);
+            assert!(said.contains("set UCX_RNDV_FRAG_SIZE="), "{}", end.report());
+        }
+    }
+    // Programs that do not use a Gaudi go on.
+    assert_works(&host_with(&[("UCX_RNDV_FRAG_MEM_TYPES", "host,gaudi")]));
+}
+
+#[test]
+fn fragments_in_gaudi_memory_of_a_size_carry_every_byte() {
+    let bench = Workbench::from_env();
+    for ucx in Ucx::ALL {
+        for scheme in ["get_ppln", "put_ppln"] {
+            for run in ["loopback", "pair"] {
+                bench
+                    .ucp_check(ucx)
+                    .plugin()
+                    .device(&Device::software())
+                    .words(&format!("{run} --ops tag --sizes 70001,1M,9194319"))
+                    .arg("--ucx")
+                    .arg(ucx.root(bench.layout()))
+                    .env("UCX_RNDV_FRAG_MEM_TYPES", "gaudi")
+                    .env("UCX_RNDV_FRAG_SIZE", "host:512K,gaudi:4M")
+                    .env("UCX_RNDV_FRAG_ALLOC_COUNT", "host:128,gaudi:16")
+                    .env("UCX_RNDV_SCHEME", scheme)
+                    .run()
+                    .ok();
+            }
+        }
     }
 }

@@ -4,9 +4,6 @@ use std::sync::Arc;
 
 use gaudi::{Device, DeviceAddr, Location, Side};
 
-/// Allocations never share a page of this size.
-const PAGE: u64 = 4096;
-
 /// Which way a copy goes, seen from the local buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
@@ -39,7 +36,7 @@ pub(crate) fn classify(address: u64, length: usize) -> (Side, Option<Arc<Device>
 /// little: to bytes that belong to the allocation's last page and to no other allocation.
 pub(crate) fn allocation_of(address: u64, length: usize) -> Option<Location> {
     let found = gaudi::runtime().locate(address, 1)?;
-    let rest = found.length.next_multiple_of(PAGE) - found.offset;
+    let rest = found.length.next_multiple_of(gaudi::PAGE_SIZE) - found.offset;
     (length as u64 <= rest).then_some(found)
 }
 

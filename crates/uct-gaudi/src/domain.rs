@@ -20,7 +20,7 @@ use crate::estimates::{self, Estimates};
 use crate::flavour::Flavour;
 use crate::settings::{self, Settings};
 use crate::status::explain;
-use crate::{cards, hooks, memory_events, memtype_cache, status};
+use crate::{cards, fragments, hooks, memory_events, memtype_cache, status};
 
 /// The component of one flavour.
 pub(crate) struct GaudiComponent<F> {
@@ -85,6 +85,9 @@ impl<F: Flavour> Component for GaudiComponent<F> {
         config: &Values<'_>,
     ) -> Result<GaudiDomain<F>, Status> {
         let settings = Settings::read(ucx, config, F::LEADS)?;
+        if fragments::lack_size(ucx, F::LEADS) {
+            return Err(Status::INVALID_PARAM);
+        }
         let candidates = gaudi::runtime().candidates(&settings.device).map_err(|error| {
             if F::LEADS {
                 match &settings.device {

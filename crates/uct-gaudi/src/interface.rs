@@ -43,19 +43,19 @@ pub(crate) struct CopyInterface<F> {
 impl<F: Flavour> CopyInterface<F> {
     /// Copies and returns when the bytes have arrived.
     fn copy_now(&self, way: Way, local: Buffer, remote: u64) -> Result<(), Status> {
-        if local.length == 0 {
+        if local.length() == 0 {
             return Ok(());
         }
         self.copies.wait_for_fences();
-        let (dst, src) = way.sides(local.address, remote);
+        let (dst, src) = way.sides(local.address(), remote);
         // SAFETY: UCX keeps the buffers of an operation valid until it returns, and nobody else
         // touches what it writes.
-        let Some(copied) = (unsafe { gaudi::runtime().copy(dst, src, local.length) }) else {
+        let Some(copied) = (unsafe { gaudi::runtime().copy(dst, src, local.length()) }) else {
             return self.copy_on_host(way, local, remote);
         };
         copied.map_err(|error| {
             // UCP aborts the process when a short copy fails: the reason must be in the log first.
-            log!(self.ucx, Error, "copy of {} bytes failed: {}", local.length, explain(&error));
+            log!(self.ucx, Error, "copy of {} bytes failed: {}", local.length(), explain(&error));
             status::of(&error)
         })
     }
@@ -66,7 +66,7 @@ impl<F: Flavour> CopyInterface<F> {
     /// any transport that reaches its own process and registers host memory as a lane for host
     /// messages. Other accelerators' copy transports serve that, so this one does.
     fn copy_on_host(&self, way: Way, local: Buffer, remote: u64) -> Result<(), Status> {
-        let Buffer { address, length } = local;
+        let (address, length) = (local.address(), local.length());
         if !is_host_memory(address, length) || !is_host_memory(remote, length) {
             log!(
                 self.ucx,
@@ -97,19 +97,19 @@ impl<F: Flavour> CopyInterface<F> {
         let mut device = None;
         let mut segments = Segments::new();
         let mut at = remote;
-        for (buffer, memory) in local.iter().filter(|(buffer, _)| buffer.length != 0) {
-            let (local_side, local_device) = classify(buffer.address, buffer.length);
-            let (remote_side, remote_device) = classify(at, buffer.length);
+        for (buffer, memory) in local.iter().filter(|(buffer, _)| buffer.length() != 0) {
+            let (local_side, local_device) = classify(buffer.address(), buffer.length());
+            let (remote_side, remote_device) = classify(at, buffer.length());
             if let Some(here) = local_device.or(remote_device) {
                 device.get_or_insert(here);
                 let (dst, src) = way.sides(local_side, remote_side);
                 let host_region = memory.and_then(Memory::host_region).cloned();
-                segments.push(Segment { dst, src, len: buffer.length, host_region });
+                segments.push(Segment { dst, src, len: buffer.length(), host_region });
             } else {
                 self.copies.wait_for_fences();
                 self.copy_on_host(way, buffer, at)?;
             }
-            at += buffer.length as u64;
+            at += buffer.length() as u64;
         }
         let Some(device) = device else {
             return Ok(Posted::Done(completion)); // nothing for a device to do

@@ -15,6 +15,7 @@ mod domain;
 mod duplicates;
 mod estimates;
 mod flavour;
+mod fragments;
 mod hooks;
 mod interface;
 mod ipc;

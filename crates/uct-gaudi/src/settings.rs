@@ -19,7 +19,7 @@ pub(crate) const PREFIX: &str = "GAUDI_COPY_";
 pub(crate) const ALIAS: &str = "UCT_GAUDI_COPY_";
 
 /// Words of LOG_LEVEL: follow UCX, or the levels in the order of [`Level::ALL`].
-const LOG_LEVELS: &[&str] = &["inherit", "error", "warn", "diag", "info", "debug", "trace"];
+const LOG_LEVELS: &[&str] = &["inherit", "error", "warn", "diag", "info", "debug", "trace", "data"];
 
 /// What `ucx_info -c -f` lists.
 pub(crate) const VARIABLES: &[Variable] = &[

@@ -115,12 +115,12 @@ impl Interface for LoopInterface {
     }
 
     fn put_short(&self, (): &(), at: Buffer, remote: u64, _: Option<&()>) -> Result<(), Status> {
-        copy(remote, at.address, at.length);
+        copy(remote, at.address(), at.length());
         Ok(())
     }
 
     fn get_short(&self, (): &(), at: Buffer, remote: u64, _: Option<&()>) -> Result<(), Status> {
-        copy(at.address, remote, at.length);
+        copy(at.address(), remote, at.length());
         Ok(())
     }
 

@@ -4,12 +4,18 @@
 //! The probe builds fake objects whose every slot is a function that reports its own index, calls
 //! the wrappers and compares. It runs before anything is registered, needs no initialised UCX,
 //! and is what decides whether a UCX is supported; version strings are only for messages.
+//!
+//! It has to survive a UCX whose tables grew. An interface begins with its public operations, and a
+//! pointer to the internal ones follows. In a table that grew, that pointer lies further behind, and where
+//! we have it is another function. So the public operations are probed first, with a function everywhere
+//! behind the known ones ([`beyond`]); and if these are where they should be, the internal ones, with a
+//! pointer to a table of such functions everywhere behind the known pointer.
 
 use core::cell::Cell;
 use core::ffi::{CStr, c_void};
 
 use crate::abi::{
-    IFACE_CONFIG_SIZE, MD_CONFIG_SIZE, REG_FLAG_HIDE_ERRORS, RawComponent, RawConfigField, md_op,
+    IFACE_CONFIG_SIZE, IFACE_OP_SLOTS, MD_CONFIG_SIZE, REG_FLAG_HIDE_ERRORS, RawConfigField, md_op,
 };
 use crate::loaded::Loaded;
 
@@ -19,6 +25,8 @@ thread_local! {
 
 /// Slots of the largest table probed.
 const SLOTS: usize = 64;
+/// Functions of a component, from its third word on.
+const COMPONENT_SLOTS: usize = 7;
 
 /// Reports its index. Returns a status that is neither success nor "in progress", so that no
 /// wrapper goes on to look at results.
@@ -26,6 +34,14 @@ unsafe extern "C" fn slot<const INDEX: usize>() -> i8 {
     FIRED.set(Some(INDEX));
     crate::abi::Status::UNSUPPORTED.0
 }
+
+/// Reports that it stands behind every slot that is known.
+unsafe extern "C" fn beyond() -> i8 {
+    FIRED.set(Some(BEYOND));
+    crate::abi::Status::UNSUPPORTED.0
+}
+
+const BEYOND: usize = usize::MAX;
 
 macro_rules! slots {
     ($($index:literal)*) => { [$(slot::<$index> as *const c_void),*] };
@@ -41,7 +57,7 @@ fn slots() -> [*const c_void; SLOTS] {
 /// Where the wrapper's object points its table.
 #[derive(Clone, Copy, Debug)]
 enum Object {
-    /// An interface: public operations.
+    /// An interface.
     Iface,
     /// An endpoint of that interface.
     Ep,
@@ -59,9 +75,9 @@ struct Expect {
     required: bool,
 }
 
-/// Internal operations sit behind their own pointer; their indices are reported with this offset
-/// so that a public slot cannot be mistaken for an internal one.
-const INTERNAL: usize = 50;
+/// Internal operations sit behind their own pointer, which follows the public ones; their indices are
+/// reported with this offset so that a public slot cannot be mistaken for an internal one.
+const INTERNAL: usize = IFACE_OP_SLOTS;
 
 const fn must(wrapper: &'static CStr, object: Object, slot: usize) -> Expect {
     Expect { wrapper, object, slot, required: true }
@@ -71,11 +87,16 @@ const fn may(wrapper: &'static CStr, object: Object, slot: usize) -> Expect {
     Expect { wrapper, object, slot, required: false }
 }
 
-const EXPECTED: &[Expect] = &[
+/// Public operations of interfaces and endpoints.
+const PUBLIC: &[Expect] = &[
     must(c"uct_iface_query", Object::Iface, 46),
     must(c"uct_iface_event_fd_get", Object::Iface, 43),
     must(c"uct_iface_get_address", Object::Iface, 48),
     must(c"uct_ep_check", Object::Ep, 28),
+];
+
+/// All others.
+const FURTHER: &[Expect] = &[
     must(c"uct_iface_query_v2", Object::Iface, INTERNAL),
     must(c"uct_iface_estimate_perf", Object::Iface, INTERNAL + 1),
     must(c"uct_ep_query", Object::Ep, INTERNAL + 3),
@@ -103,60 +124,75 @@ pub fn probe_library(path: &std::path::Path) -> Result<(), String> {
     check(&Loaded::open(path)?)
 }
 
-/// Zeroed memory, larger than any structure a wrapper is handed.
+/// Memory larger than any structure a wrapper is handed.
 #[repr(C, align(64))]
 struct Scratch([u64; 512]);
+
+impl Scratch {
+    /// Every word is `filler`, but for those from `start` on, which are `words`.
+    fn new(filler: u64, start: usize, words: impl IntoIterator<Item = u64>) -> Box<Self> {
+        let mut scratch = Box::new(Scratch([filler; 512]));
+        for (at, word) in scratch.0[start..].iter_mut().zip(words) {
+            *at = word;
+        }
+        scratch
+    }
+
+    fn as_ptr(&mut self) -> *mut c_void {
+        (&raw mut *self).cast()
+    }
+}
 
 /// Checks a libuct against the layouts of [`crate::abi`].
 pub(crate) fn check(uct: &Loaded) -> Result<(), String> {
     let slots = slots();
-    // The internal table's slot 0 must report INTERNAL: it points into the middle of the array.
-    let internal: *const *const c_void = &slots[INTERNAL];
-    let mut iface = Box::new(Scratch([0; 512]));
-    let (public, rest) = iface.0.split_at_mut(50);
-    for (word, function) in public.iter_mut().zip(&slots) {
-        *word = *function as u64;
-    }
-    rest[0] = internal as u64;
-    let iface_ptr: *mut c_void = (&raw mut *iface).cast();
-
-    let mut ep = Box::new(Scratch([0; 512]));
-    ep.0[0] = iface_ptr as u64;
-
-    let mut component = Box::new(Scratch([0; 512]));
-    for (word, function) in component.0[2..9].iter_mut().zip(&slots) {
-        *word = *function as u64;
-    }
-    let component_ptr = (&raw mut *component).cast::<RawComponent>();
-
-    let mut md = Box::new(Scratch([0; 512]));
-    md.0[0] = slots.as_ptr() as u64;
-    md.0[1] = component_ptr as u64;
+    let word = |function: &*const c_void| function.expose_provenance() as u64;
+    let beyond = word(&(beyond as *const c_void));
+    let functions = |count| slots.iter().take(count).map(word);
+    // A table behind a pointer: `beyond` from the end of the known slots on.
+    let table = |start: usize| Scratch::new(beyond, 0, slots[start..].iter().map(word));
+    let mut internal = table(INTERNAL);
+    let mut md_operations = table(0);
+    let mut unknown = Scratch::new(beyond, 0, []);
+    let unknown = unknown.as_ptr().expose_provenance() as u64;
 
     check_config(uct, c"uct_md_config_table", MD_CONFIG_SIZE)?;
     check_config(uct, c"uct_iface_config_table", IFACE_CONFIG_SIZE)?;
-    for expect in EXPECTED {
-        let name = expect.wrapper.to_string_lossy();
-        let Some(wrapper) = uct.symbol(expect.wrapper) else {
-            if expect.required {
-                return Err(format!("no {name}"));
-            }
-            continue;
-        };
-        let object: *mut c_void = match expect.object {
-            Object::Iface => iface_ptr,
-            Object::Ep => (&raw mut *ep).cast(),
-            Object::Md => (&raw mut *md).cast(),
-            Object::Component => component_ptr.cast(),
-        };
-        let fired = fire(wrapper, object);
-        match fired {
-            Some(slot) if slot == expect.slot => {}
-            Some(slot) => return Err(format!("{name} calls slot {slot}, not {}", expect.slot)),
-            None => return Err(format!("{name} calls no slot")),
+    // Of a component that grew, what follows the functions could be one.
+    let mut component = Scratch::new(beyond, 2, functions(COMPONENT_SLOTS));
+    let md_words =
+        [md_operations.as_ptr(), component.as_ptr()].map(|at| at.expose_provenance() as u64);
+    let mut md = Scratch::new(unknown, 0, md_words);
+    for (expected, behind, first_behind) in
+        [(PUBLIC, beyond, beyond), (FURTHER, unknown, internal.as_ptr().expose_provenance() as u64)]
+    {
+        let words = functions(IFACE_OP_SLOTS).chain([first_behind]);
+        let mut iface = Scratch::new(behind, 0, words);
+        let mut ep = Scratch::new(0, 0, [iface.as_ptr().expose_provenance() as u64]);
+        for expect in expected {
+            let object = match expect.object {
+                Object::Iface => &mut iface,
+                Object::Ep => &mut ep,
+                Object::Md => &mut md,
+                Object::Component => &mut component,
+            };
+            check_one(uct, expect, object.as_ptr())?;
         }
     }
     Ok(())
+}
+
+fn check_one(uct: &Loaded, expect: &Expect, object: *mut c_void) -> Result<(), String> {
+    let name = expect.wrapper.to_string_lossy();
+    let Some(wrapper) = uct.symbol(expect.wrapper) else {
+        return if expect.required { Err(format!("no {name}")) } else { Ok(()) };
+    };
+    match fire(wrapper, object) {
+        Some(slot) if slot == expect.slot => Ok(()),
+        Some(BEYOND) => Err(format!("{name} calls a slot behind those that are known")),
+        Some(slot) => Err(format!("{name} calls slot {slot}, not {}", expect.slot)),
+        None => Err(format!("{name} calls no slot")),
+    }
 }
 
 /// Our own configuration values lie behind UCX's, whose size is not exported: no field of UCX's may
@@ -186,10 +222,9 @@ fn fire(wrapper: *mut c_void, object: *mut c_void) -> Option<usize> {
         *mut c_void,
         *mut c_void,
     ) -> i8;
-    let mut scratch = Box::new(Scratch([0; 512]));
     // To the registration wrapper these are parameters that ask it not to log the failure.
-    scratch.0[..2].copy_from_slice(&[1, REG_FLAG_HIDE_ERRORS]);
-    let memory: *mut c_void = (&raw mut *scratch).cast();
+    let mut scratch = Scratch::new(0, 0, [1, REG_FLAG_HIDE_ERRORS]);
+    let memory = scratch.as_ptr();
     // SAFETY: every wrapper takes at most six pointer-sized arguments and, apart from the object,
     // reads or writes only structures that fit into the scratch memory before (and not after) it
     // jumps through the slot; extra arguments are ignored by the C calling convention.

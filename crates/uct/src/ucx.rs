@@ -168,17 +168,19 @@ pub enum Level {
     Info = 4,
     Debug = 5,
     Trace = 6,
+    TraceData = 8,
 }
 
 impl Level {
     /// All levels with the names UCX gives them, the quietest first.
-    pub const ALL: [(Level, &'static str); 6] = [
+    pub const ALL: [(Level, &'static str); 7] = [
         (Level::Error, "error"),
         (Level::Warn, "warn"),
         (Level::Diag, "diag"),
         (Level::Info, "info"),
         (Level::Debug, "debug"),
         (Level::Trace, "trace"),
+        (Level::TraceData, "data"),
     ];
 
     /// UCX's number of a level; what is quieter than an error counts as one, what is more talkative
@@ -367,13 +369,16 @@ impl Ucx {
             unsafe { (*self.symbols.ucs_global_opts.cast::<LogComponent>()).file_filter };
         let component = LogComponent { level: self.log_level(), name: self.plugin, file_filter };
         let (file, text) = (c_string(file), c_string(&message.to_string()));
+        // Release builds of UCX drop whatever is more talkative than "debug", whoever sends it. That the
+        // line is wanted was found out above.
+        let shown_as = level.min(Level::Debug);
         // SAFETY: C strings and a component that live through the call; "%s" takes one of them.
         unsafe {
             (self.symbols.ucs_log_dispatch)(
                 file.as_ptr(),
                 line,
                 c"".as_ptr(),
-                level as u32,
+                shown_as as u32,
                 (&raw const component).cast(),
                 c"%s".as_ptr(),
                 text.as_ptr(),

@@ -104,25 +104,25 @@ impl IpcInterface {
         let key = key.ok_or(Status::INVALID_PARAM)?;
         let mut at = address;
         let mut prepared: Option<Prepared> = None;
-        for (buffer, memory) in local.iter().filter(|(buffer, _)| buffer.length != 0) {
+        for (buffer, memory) in local.iter().filter(|(buffer, _)| buffer.length() != 0) {
             // Held from here on: what nobody holds, opening the next may unmap.
             let (side, device, held) = match memory.and_then(Memory::attached) {
                 Some(attached) => {
                     let card = Arc::clone(attached.card());
-                    let seen = self.see(attached, &card, buffer.address, buffer.length);
+                    let seen = self.see(attached, &card, buffer.address(), buffer.length());
                     let (held, here) = seen.map_err(|status| self.lost_attached(status, buffer))?;
                     (Side::Device(here), Some(card), Some(held))
                 }
                 None => {
-                    let (side, device) = classify(buffer.address, buffer.length);
+                    let (side, device) = classify(buffer.address(), buffer.length());
                     (side, device, None)
                 }
             };
             let device = device.unwrap_or_else(|| Arc::clone(key.card()));
-            let (opened, there) = self.see(key, &device, at, buffer.length)?;
+            let (opened, there) = self.see(key, &device, at, buffer.length())?;
             let (dst, src) = way.sides(side, Side::Device(there));
             let host_region = memory.and_then(Memory::host_region).cloned();
-            let segment = Segment { dst, src, len: buffer.length, host_region };
+            let segment = Segment { dst, src, len: buffer.length(), host_region };
             // One buffer is all that the attributes allow; strided ones lie on one card.
             let prepared = prepared.get_or_insert_with(|| Prepared {
                 device,
@@ -132,7 +132,7 @@ impl IpcInterface {
             prepared.segments.push(segment);
             prepared.reached.there.push(opened);
             prepared.reached.attached.extend(held);
-            at += buffer.length as u64;
+            at += buffer.length() as u64;
         }
         Ok(prepared)
     }
@@ -173,7 +173,7 @@ impl IpcInterface {
         if status != Status::CONNECTION_RESET {
             return status;
         }
-        let at = buffer.address;
+        let at = buffer.address();
         log!(self.ucx, Error, "{NAME}: the process whose memory is attached at {at:#x} has ended");
         Status::INVALID_ADDR
     }

@@ -1,14 +1,17 @@
 //! The calls that move data: put, get, flush, fence, progress, pending.
+//!
+//! Each put and get is logged as UCX's own transports do (`UCX_LOG_LEVEL=data`).
 
 use core::ffi::{c_uint, c_void};
 
-use super::endpoint::{ep_heads, iface_of};
-use super::object::{iface_head, needs_progress};
+use super::endpoint::EpRef;
+use super::object::IfaceRef;
 use super::{Buffer, Buffers, Interface};
 use crate::abi::{IFACE_OP_SLOTS, Iov, PendingReq, PurgeCallback, RawCompletion, Status, iface_op};
 use crate::border::{guarded, guarded_status};
 use crate::completion::{Completion, Posted};
 use crate::component::borrow_key;
+use crate::ucx::Level;
 
 /// Puts these calls into an operation table.
 pub(super) fn fill<I: Interface>(slots: &mut [*const c_void; IFACE_OP_SLOTS]) {
@@ -25,52 +28,74 @@ pub(super) fn fill<I: Interface>(slots: &mut [*const c_void; IFACE_OP_SLOTS]) {
     slots[iface_op::IFACE_PROGRESS] = progress::<I> as *const c_void;
 }
 
-/// # Safety
-/// The caller is an operation on the open interface `iface` of type `I`.
-unsafe fn status_of<I: Interface>(iface: *mut c_void, posted: Posted) -> Status {
+fn status_of<I: Interface>(iface: IfaceRef<'_, I>, posted: Posted) -> Status {
     match posted {
         // The operation is complete and the completion was never used: UCX must not hear of it.
         Posted::Done(_unused) => Status::OK,
         Posted::Later => {
-            // SAFETY: as the caller promises.
-            unsafe { needs_progress::<I>(iface) };
+            iface.needs_progress();
             Status::INPROGRESS
         }
     }
 }
 
+/// Logs an operation and how it was taken. What it costs while nobody wants to see it is the look at
+/// `traces_data`.
+fn trace<I: Interface>(
+    iface: IfaceRef<'_, I>,
+    what: &str,
+    bytes: impl FnOnce() -> usize,
+    (from, to): (u64, u64),
+    status: Status,
+) -> Status {
+    if iface.traces_data {
+        let (transport, bytes) = (I::TRANSPORT, bytes());
+        let line =
+            format_args!("{transport} {what} size {bytes} from {from:#x} to {to:#x}: {status:?}");
+        iface.ucx.log(Level::TraceData, file!(), line!(), line);
+    }
+    status
+}
+
 unsafe extern "C" fn put_short<I: Interface>(
-    ep: *mut c_void,
+    ep: EpRef<'_, I>,
     buffer: *const c_void,
     length: c_uint,
     remote: u64,
     rkey: usize,
 ) -> Status {
-    // SAFETY: a live endpoint of this type.
-    let (iface, ep) = unsafe { ep_heads::<I>(ep) };
-    guarded_status(iface.ucx, "put_short", || {
-        let local = Buffer { address: buffer.addr() as u64, length: length as usize };
-        // SAFETY: UCX passes a key of this component, or an invalid one.
-        let key = unsafe { borrow_key::<I::Component>(rkey) };
+    let iface = ep.iface();
+    let status = guarded_status(iface.ucx, "put_short", || {
+        // SAFETY: UCX passes a buffer that it keeps until this returns, and a key of this component, or
+        // an invalid one.
+        let (local, key) = unsafe {
+            let local = Buffer::new(buffer.addr() as u64, length as usize);
+            (local, borrow_key::<I::Component>(rkey))
+        };
         iface.interface.put_short(&ep.endpoint, local, remote, key).map(|()| Status::OK)
-    })
+    });
+    let addresses = (buffer.addr() as u64, remote);
+    trace(iface, "PUT_SHORT", || length as usize, addresses, status)
 }
 
 unsafe extern "C" fn get_short<I: Interface>(
-    ep: *mut c_void,
+    ep: EpRef<'_, I>,
     buffer: *mut c_void,
     length: c_uint,
     remote: u64,
     rkey: usize,
 ) -> Status {
-    // SAFETY: a live endpoint of this type.
-    let (iface, ep) = unsafe { ep_heads::<I>(ep) };
-    guarded_status(iface.ucx, "get_short", || {
-        let local = Buffer { address: buffer.addr() as u64, length: length as usize };
-        // SAFETY: UCX passes a key of this component, or an invalid one.
-        let key = unsafe { borrow_key::<I::Component>(rkey) };
+    let iface = ep.iface();
+    let status = guarded_status(iface.ucx, "get_short", || {
+        // SAFETY: as for put_short.
+        let (local, key) = unsafe {
+            let local = Buffer::new(buffer.addr() as u64, length as usize);
+            (local, borrow_key::<I::Component>(rkey))
+        };
         iface.interface.get_short(&ep.endpoint, local, remote, key).map(|()| Status::OK)
-    })
+    });
+    let addresses = (remote, buffer.addr() as u64);
+    trace(iface, "GET_SHORT", || length as usize, addresses, status)
 }
 
 /// # Safety
@@ -83,81 +108,80 @@ unsafe fn iov_slice<'a>(iov: *const Iov, count: usize) -> &'a [Iov] {
     unsafe { core::slice::from_raw_parts(iov, count) }
 }
 
+/// First address and all bytes of a list, for the log.
+fn extent(iov: &[Iov]) -> (u64, impl FnOnce() -> usize + use<'_>) {
+    let first = iov.first().map_or(0, |iov| iov.buffer.addr() as u64);
+    (first, || iov.iter().map(|iov| iov.length * iov.count as usize).sum())
+}
+
 unsafe extern "C" fn put_zcopy<I: Interface>(
-    ep: *mut c_void,
+    ep: EpRef<'_, I>,
     iov: *const Iov,
     count: usize,
     remote: u64,
     rkey: usize,
     completion: *mut RawCompletion,
 ) -> Status {
-    // SAFETY: a live endpoint of this type.
-    let (raw, (iface, ep)) = unsafe { (iface_of(ep), ep_heads::<I>(ep)) };
-    guarded_status(iface.ucx, "put_zcopy", || {
-        // SAFETY: UCX passes handles and keys of this domain and component, and a completion
-        // that lives until it is finished.
+    let iface = ep.iface();
+    // SAFETY: UCX passes as many entries as it says.
+    let iov = unsafe { iov_slice(iov, count) };
+    let status = guarded_status(iface.ucx, "put_zcopy", || {
+        // SAFETY: UCX passes handles and keys of this domain and component, and a completion; the buffers
+        // and the completion are there until it is finished.
         let (local, key, completion) = unsafe {
-            (
-                Buffers::new(iov_slice(iov, count)),
-                borrow_key::<I::Component>(rkey),
-                Completion::from_raw(completion),
-            )
+            let completion = Completion::from_raw(completion);
+            (Buffers::new(iov), borrow_key::<I::Component>(rkey), completion)
         };
         let posted = iface.interface.put_zcopy(&ep.endpoint, local, remote, key, completion)?;
-        // SAFETY: this is an operation on that interface.
-        Ok(unsafe { status_of::<I>(raw, posted) })
-    })
+        Ok(status_of(iface, posted))
+    });
+    let (first, bytes) = extent(iov);
+    trace(iface, "PUT_ZCOPY", bytes, (first, remote), status)
 }
 
 unsafe extern "C" fn get_zcopy<I: Interface>(
-    ep: *mut c_void,
+    ep: EpRef<'_, I>,
     iov: *const Iov,
     count: usize,
     remote: u64,
     rkey: usize,
     completion: *mut RawCompletion,
 ) -> Status {
-    // SAFETY: a live endpoint of this type.
-    let (raw, (iface, ep)) = unsafe { (iface_of(ep), ep_heads::<I>(ep)) };
-    guarded_status(iface.ucx, "get_zcopy", || {
+    let iface = ep.iface();
+    // SAFETY: UCX passes as many entries as it says.
+    let iov = unsafe { iov_slice(iov, count) };
+    let status = guarded_status(iface.ucx, "get_zcopy", || {
         // SAFETY: as for put_zcopy.
         let (local, key, completion) = unsafe {
-            (
-                Buffers::new(iov_slice(iov, count)),
-                borrow_key::<I::Component>(rkey),
-                Completion::from_raw(completion),
-            )
+            let completion = Completion::from_raw(completion);
+            (Buffers::new(iov), borrow_key::<I::Component>(rkey), completion)
         };
         let posted = iface.interface.get_zcopy(&ep.endpoint, local, remote, key, completion)?;
-        // SAFETY: this is an operation on that interface.
-        Ok(unsafe { status_of::<I>(raw, posted) })
-    })
+        Ok(status_of(iface, posted))
+    });
+    let (first, bytes) = extent(iov);
+    trace(iface, "GET_ZCOPY", bytes, (remote, first), status)
 }
 
 unsafe extern "C" fn ep_flush<I: Interface>(
-    ep: *mut c_void,
+    ep: EpRef<'_, I>,
     _flags: c_uint,
     completion: *mut RawCompletion,
 ) -> Status {
-    // SAFETY: a live endpoint of this type.
-    let (raw, (iface, ep)) = unsafe { (iface_of(ep), ep_heads::<I>(ep)) };
+    let iface = ep.iface();
     guarded_status(iface.ucx, "ep_flush", || {
         // SAFETY: a completion that lives until it is finished, or null.
         let completion = unsafe { Completion::from_raw(completion) };
         let posted = iface.interface.flush(Some(&ep.endpoint), completion)?;
-        // SAFETY: this is an operation on that interface.
-        Ok(unsafe { status_of::<I>(raw, posted) })
+        Ok(status_of(iface, posted))
     })
 }
 
 unsafe extern "C" fn iface_flush<I: Interface>(
-    iface: *mut c_void,
+    iface: IfaceRef<'_, I>,
     _flags: c_uint,
     completion: *mut RawCompletion,
 ) -> Status {
-    let raw = iface;
-    // SAFETY: an open interface of this type.
-    let iface = unsafe { iface_head::<I>(iface) };
     guarded_status(iface.ucx, "iface_flush", || {
         if !completion.is_null() {
             // As every transport of UCX: an interface flush is polled.
@@ -166,64 +190,55 @@ unsafe extern "C" fn iface_flush<I: Interface>(
         // SAFETY: a null completion is one nobody waits for.
         let completion = unsafe { Completion::from_raw(completion) };
         let posted = iface.interface.flush(None, completion)?;
-        // SAFETY: this is an operation on that interface.
-        Ok(unsafe { status_of::<I>(raw, posted) })
+        Ok(status_of(iface, posted))
     })
 }
 
-unsafe extern "C" fn ep_fence<I: Interface>(ep: *mut c_void, _flags: c_uint) -> Status {
-    // SAFETY: a live endpoint of this type.
-    let (iface, _) = unsafe { ep_heads::<I>(ep) };
+unsafe extern "C" fn ep_fence<I: Interface>(ep: EpRef<'_, I>, _flags: c_uint) -> Status {
+    let iface = ep.iface();
     guarded_status(iface.ucx, "ep_fence", || iface.interface.fence().map(|()| Status::OK))
 }
 
-unsafe extern "C" fn iface_fence<I: Interface>(iface: *mut c_void, _flags: c_uint) -> Status {
-    // SAFETY: an open interface of this type.
-    let iface = unsafe { iface_head::<I>(iface) };
+unsafe extern "C" fn iface_fence<I: Interface>(iface: IfaceRef<'_, I>, _flags: c_uint) -> Status {
     guarded_status(iface.ucx, "iface_fence", || iface.interface.fence().map(|()| Status::OK))
 }
 
-unsafe extern "C" fn progress<I: Interface>(iface: *mut c_void) -> c_uint {
-    // SAFETY: an open interface of this type.
-    let head = unsafe { iface_head::<I>(iface) };
-    guarded(head.ucx, "progress", 0, || {
-        let mut events = head.interface.progress();
-        if !head.pending.is_empty() && head.interface.has_room() {
+unsafe extern "C" fn progress<I: Interface>(iface: IfaceRef<'_, I>) -> c_uint {
+    guarded(iface.ucx, "progress", 0, || {
+        let mut events = iface.interface.progress();
+        if !iface.pending.is_empty() && iface.interface.has_room() {
             // SAFETY: UCX keeps requests alive until they succeed or are purged.
-            events += unsafe { head.pending.dispatch() };
+            events += unsafe { iface.pending.dispatch() };
         }
         events
     })
 }
 
 unsafe extern "C" fn pending_add<I: Interface>(
-    ep: *mut c_void,
+    ep: EpRef<'_, I>,
     request: *mut PendingReq,
     _flags: c_uint,
 ) -> Status {
-    // SAFETY: a live endpoint of this type.
-    let (raw, (iface, _)) = unsafe { (iface_of(ep), ep_heads::<I>(ep)) };
+    let iface = ep.iface();
     guarded_status(iface.ucx, "pending_add", || {
         if iface.pending.is_empty() && iface.interface.has_room() {
             // Room appeared meanwhile: UCX is to try again at once.
             return Err(Status::BUSY);
         }
-        iface.pending.add(ep, request);
-        // SAFETY: this is an operation on that interface.
-        unsafe { needs_progress::<I>(raw) };
+        iface.pending.add(ep.as_ptr(), request);
+        iface.needs_progress();
         Ok(Status::OK)
     })
 }
 
 unsafe extern "C" fn pending_purge<I: Interface>(
-    ep: *mut c_void,
+    ep: EpRef<'_, I>,
     callback: Option<PurgeCallback>,
     argument: *mut c_void,
 ) {
-    // SAFETY: a live endpoint of this type.
-    let (iface, _) = unsafe { ep_heads::<I>(ep) };
+    let iface = ep.iface();
     guarded(iface.ucx, "pending_purge", (), || {
         // SAFETY: UCX's requests and its own callback for them.
-        unsafe { iface.pending.purge(ep, callback, argument) };
+        unsafe { iface.pending.purge(ep.as_ptr(), callback, argument) };
     });
 }

@@ -3,10 +3,12 @@
 
 use core::alloc::Layout;
 use core::ffi::{c_int, c_uint, c_void};
+use core::marker::PhantomData;
+use core::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-use super::object::{IfaceHead, bytes, distance, head, iface_head, place, unplace};
+use super::object::{IfaceRef, bytes, distance, head, place, unplace};
 use super::{Interface, Peer};
 use crate::abi::{
     BaseEp, EP_PARAM_DEV_ADDR, EP_PARAM_IFACE_ADDR, EpParams, IFACE_OP_SLOTS, IsConnectedParams,
@@ -41,7 +43,10 @@ impl Link {
         }
         // SAFETY: the pointer is taken out before the endpoint is destroyed, so it is a live one; the
         // caller is inside a call of UCX on its interface and holds the worker's lock.
-        let taken = unsafe { (self.ucx.symbols.uct_iface_handle_ep_err)(iface_of(ep), ep, status) };
+        let taken = unsafe {
+            let iface = (*ep.cast::<BaseEp>()).iface;
+            (self.ucx.symbols.uct_iface_handle_ep_err)(iface, ep, status)
+        };
         taken == Status::OK
     }
 
@@ -58,28 +63,54 @@ pub(super) fn fill<I: Interface>(slots: &mut [*const c_void; IFACE_OP_SLOTS]) {
     slots[iface_op::EP_DESTROY] = ep_destroy::<I> as *const c_void;
 }
 
-/// # Safety
-/// `ep` is a live endpoint.
-pub(crate) unsafe fn iface_of(ep: *mut c_void) -> *mut c_void {
-    // SAFETY: as the caller promises; UCX's endpoint begins with its interface.
-    unsafe { (*ep.cast::<BaseEp>()).iface }
+/// A live endpoint of an interface of type `I`, as UCX passes it to a function of the operation table.
+/// See [`IfaceRef`].
+#[repr(transparent)]
+pub(super) struct EpRef<'call, I: Interface> {
+    base: NonNull<BaseEp>,
+    head: PhantomData<&'call EpHead<I>>,
 }
 
-/// # Safety
-/// `ep` is a live endpoint of an interface of type `I`.
-pub(crate) unsafe fn ep_heads<'a, I: Interface>(
-    ep: *mut c_void,
-) -> (&'a IfaceHead<I>, &'a EpHead<I>) {
-    // SAFETY: as the caller promises.
-    unsafe { (iface_head(iface_of(ep)), head(ep)) }
+impl<I: Interface> Clone for EpRef<'_, I> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<I: Interface> Copy for EpRef<'_, I> {}
+
+impl<I: Interface> core::ops::Deref for EpRef<'_, I> {
+    type Target = EpHead<I>;
+
+    fn deref(&self) -> &EpHead<I> {
+        // SAFETY: A value of this type is an argument of a call through the table `operations::<I>`. UCX
+        // makes such calls on endpoints of the interface that has the table, and those come from
+        // `ep_create::<I>` alone: `place` put their base structure behind room for an `EpHead<I>`, which
+        // is written before UCX learns the address. UCX destroys an endpoint once, after its last call,
+        // and `ep_destroy::<I>` does not use this type once it has taken the head.
+        unsafe { head(self.as_ptr()) }
+    }
+}
+
+impl<'call, I: Interface> EpRef<'call, I> {
+    pub(super) fn as_ptr(self) -> *mut c_void {
+        self.base.as_ptr().cast()
+    }
+
+    /// The interface it belongs to.
+    pub(super) fn iface(self) -> IfaceRef<'call, I> {
+        // SAFETY: UCX's part of a live endpoint, see above, begins with its interface, which UCX closes
+        // after its endpoints.
+        unsafe { IfaceRef::from_raw((*self.base.as_ptr()).iface) }
+    }
 }
 
 unsafe extern "C" fn ep_create<I: Interface>(
     params: *const EpParams,
     ep_p: *mut *mut c_void,
 ) -> Status {
-    // SAFETY: UCX names an open interface of this type in every call.
-    let (params, head) = unsafe { (&*params, iface_head::<I>((*params).iface)) };
+    // SAFETY: UCX calls through the table of an open interface, and names that in the parameters.
+    let (params, head) = unsafe { (&*params, IfaceRef::<I>::from_raw((*params).iface)) };
     guarded_status(head.ucx, "ep_create", || {
         let pick = |bit: u64, address| {
             if params.field_mask & bit != 0 { address } else { core::ptr::null() }
@@ -132,27 +163,27 @@ unsafe extern "C" fn ep_create<I: Interface>(
     })
 }
 
-unsafe extern "C" fn ep_destroy<I: Interface>(ep: *mut c_void) {
-    // SAFETY: a live endpoint, destroyed once, before its interface.
+unsafe extern "C" fn ep_destroy<I: Interface>(ep: EpRef<'_, I>) {
+    let (iface, base) = (ep.iface(), ep.as_ptr());
+    let class = iface.ucx.symbols.uct_base_ep_t_class;
+    // SAFETY: a live endpoint, destroyed once, before its interface. Its head is taken out, and not used
+    // through `ep` afterwards.
     unsafe {
-        let (iface, _) = ep_heads::<I>(ep);
-        let EpHead { endpoint, link, allocation } =
-            ep.byte_sub(distance::<EpHead<I>>()).cast::<EpHead<I>>().read();
+        let head = base.byte_sub(distance::<EpHead<I>>()).cast::<EpHead<I>>().read();
+        let EpHead { endpoint, link, allocation } = head;
         link.ep.store(core::ptr::null_mut(), Ordering::Relaxed);
         guarded(iface.ucx, "ep_destroy", (), || iface.interface.disconnect(endpoint));
-        let class = iface.ucx.symbols.uct_base_ep_t_class;
-        (iface.ucx.symbols.ucs_class_call_cleanup_chain)(class, ep, -1);
-        unplace::<EpHead<I>>(ep, allocation);
+        (iface.ucx.symbols.ucs_class_call_cleanup_chain)(class, base, -1);
+        unplace::<EpHead<I>>(base, allocation);
     }
 }
 
 unsafe extern "C" fn ep_check<I: Interface>(
-    ep: *mut c_void,
+    ep: EpRef<'_, I>,
     _flags: c_uint,
     _completion: *mut RawCompletion,
 ) -> Status {
-    // SAFETY: a live endpoint of this type.
-    let (iface, ep) = unsafe { ep_heads::<I>(ep) };
+    let iface = ep.iface();
     guarded_status(iface.ucx, "ep_check", || {
         // As UCX's own transports: what is found out goes to the error handler, not to the caller.
         if let Err(status) = iface.interface.check(&ep.endpoint) {
@@ -164,14 +195,14 @@ unsafe extern "C" fn ep_check<I: Interface>(
 }
 
 pub(super) unsafe extern "C" fn is_connected<I: Interface>(
-    ep: *mut c_void,
+    ep: EpRef<'_, I>,
     params: *const IsConnectedParams,
 ) -> c_int {
-    // SAFETY: a live endpoint of this type.
-    let (iface, head) = unsafe { ep_heads::<I>(ep) };
+    let iface = ep.iface();
     guarded(iface.ucx, "ep_is_connected", 0, || {
+        let is_connected = iface.ucx.symbols.uct_base_ep_is_connected;
         // SAFETY: UCX's own check of whether the address can be reached, on UCX's own parameters.
-        if unsafe { (iface.ucx.symbols.uct_base_ep_is_connected)(ep, params.cast()) } == 0 {
+        if unsafe { is_connected(ep.as_ptr(), params.cast()) } == 0 {
             return 0;
         }
         // SAFETY: the caller's structure; fields count only where the mask names them.
@@ -190,6 +221,6 @@ pub(super) unsafe extern "C" fn is_connected<I: Interface>(
                 ),
             }
         };
-        c_int::from(iface.interface.leads_to(&head.endpoint, &peer))
+        c_int::from(iface.interface.leads_to(&ep.endpoint, &peer))
     })
 }

@@ -292,13 +292,33 @@ pub struct Peer<'a> {
     pub interface: &'a [u8],
 }
 
-/// A local buffer: a host pointer or a device address, valid while the operation runs.
+/// A local buffer: a host pointer or a device address.
+///
+/// UCX promises that it is valid while its operation runs. Code that copies with it relies on that, so
+/// safe code can only pass on what UCX passed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Buffer {
+    address: u64,
+    length: usize,
+}
+
+impl Buffer {
+    /// # Safety
+    /// `length` bytes at `address` are valid, for reading or writing as the operation needs it, until the
+    /// operation that gets the buffer has ended.
+    pub unsafe fn new(address: u64, length: usize) -> Self {
+        Buffer { address, length }
+    }
+
     /// First byte.
-    pub address: u64,
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
     /// Bytes.
-    pub length: usize,
+    pub fn length(&self) -> usize {
+        self.length
+    }
 }
 
 /// The local buffers of a zero-copy operation.

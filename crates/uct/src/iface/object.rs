@@ -7,6 +7,8 @@
 use core::alloc::Layout;
 use core::cell::{Cell, UnsafeCell};
 use core::ffi::{CStr, c_char, c_int, c_void};
+use core::marker::PhantomData;
+use core::ptr::NonNull;
 use std::alloc::{alloc_zeroed, dealloc};
 use std::os::fd::AsRawFd;
 
@@ -32,7 +34,7 @@ pub(crate) struct TransportObject<I: Interface> {
     config: Table,
     operations: IfaceOps,
     internal: InternalOps,
-    interface: core::marker::PhantomData<fn() -> I>,
+    interface: PhantomData<fn() -> I>,
 }
 
 impl<I: Interface> TransportObject<I> {
@@ -56,7 +58,7 @@ impl<I: Interface> TransportObject<I> {
             ),
             operations: operations::<I>(symbols),
             internal: internal_operations::<I>(symbols),
-            interface: core::marker::PhantomData,
+            interface: PhantomData,
         }
     }
 
@@ -78,6 +80,8 @@ pub(crate) struct IfaceHead<I: Interface> {
     pub(crate) ucx: &'static Ucx,
     pub(crate) interface: I,
     pub(crate) pending: PendingQueue,
+    /// Every operation is logged.
+    pub(super) traces_data: bool,
     progress: Progress,
     /// Length of addresses, learnt once.
     pub(super) address_lengths: (usize, usize),
@@ -130,11 +134,61 @@ pub(super) unsafe fn unplace<T>(base: *mut c_void, layout: Layout) {
     unsafe { dealloc(base.byte_sub(distance::<T>()).cast(), layout) };
 }
 
-/// # Safety
-/// `iface` is an open interface of type `I`.
-pub(crate) unsafe fn iface_head<'a, I: Interface>(iface: *mut c_void) -> &'a IfaceHead<I> {
-    // SAFETY: as the caller promises.
-    unsafe { head(iface) }
+/// An open interface of type `I`, as UCX passes it to a function of its operation tables.
+///
+/// The functions of the tables take it by this type in place of a bare pointer, so what makes it sound is
+/// argued once, in [`Deref`](core::ops::Deref), and not in every function.
+#[repr(transparent)]
+pub(crate) struct IfaceRef<'call, I: Interface> {
+    base: NonNull<c_void>,
+    head: PhantomData<&'call IfaceHead<I>>,
+}
+
+impl<I: Interface> Clone for IfaceRef<'_, I> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<I: Interface> Copy for IfaceRef<'_, I> {}
+
+impl<I: Interface> core::ops::Deref for IfaceRef<'_, I> {
+    type Target = IfaceHead<I>;
+
+    fn deref(&self) -> &IfaceHead<I> {
+        // SAFETY: A value of this type is an argument of a call through the tables `operations::<I>` or
+        // `internal_operations::<I>`, or made by `from_raw` with the same promise. Those tables are in a
+        // `TransportObject<I>`, and only `iface_open::<I>` gives them to UCX, for a base structure that
+        // `place` put behind room for an `IfaceHead<I>`, which is written before UCX learns the address.
+        // UCX calls with that address, after open and before close returns; `iface_close::<I>` does not
+        // use this type once it has taken the head. Nobody has a `&mut` to the head in between, and UCX
+        // holds the worker's lock, so that its cells are used by one thread at a time.
+        unsafe { head(self.base.as_ptr()) }
+    }
+}
+
+impl<I: Interface> IfaceRef<'_, I> {
+    /// # Safety
+    /// `base` is an open interface of type `I`, and this is for the time of a call of UCX on it.
+    pub(super) unsafe fn from_raw(base: *mut c_void) -> Self {
+        // SAFETY: an open interface has an address, as the caller promises.
+        IfaceRef { base: unsafe { NonNull::new_unchecked(base) }, head: PhantomData }
+    }
+
+    /// What UCX's own functions take.
+    pub(super) fn as_ptr(self) -> *mut c_void {
+        self.base.as_ptr()
+    }
+
+    /// Something is in progress now: has the worker call the interface, if it does not do so yet.
+    pub(super) fn needs_progress(self) {
+        let progress = &self.progress;
+        if progress.wanted.get() != 0 && !progress.enabled.replace(true) {
+            let wanted = progress.wanted.get();
+            // SAFETY: UCX's own function on an open interface, under the worker's lock.
+            unsafe { (self.ucx.symbols.uct_base_iface_progress_enable)(self.as_ptr(), wanted) };
+        }
+    }
 }
 
 fn operations<I: Interface>(symbols: &Symbols) -> IfaceOps {
@@ -255,7 +309,16 @@ unsafe extern "C" fn iface_open<I: Interface>(
             return Err(status);
         }
         let (pending, progress) = (PendingQueue::default(), Progress::default());
-        let head = IfaceHead { ucx, interface, pending, progress, address_lengths, allocation };
+        let traces_data = ucx.logs(Level::TraceData);
+        let head = IfaceHead {
+            ucx,
+            interface,
+            pending,
+            traces_data,
+            progress,
+            address_lengths,
+            allocation,
+        };
         // SAFETY: `place` left room for the head in front; out-parameter of the caller.
         unsafe {
             base.byte_sub(distance::<IfaceHead<I>>()).cast::<IfaceHead<I>>().write(head);
@@ -265,79 +328,60 @@ unsafe extern "C" fn iface_open<I: Interface>(
     })
 }
 
-unsafe extern "C" fn iface_close<I: Interface>(iface: *mut c_void) {
-    // SAFETY: an open interface, closed once; its endpoints are gone.
+unsafe extern "C" fn iface_close<I: Interface>(iface: IfaceRef<'_, I>) {
+    let base = iface.as_ptr();
+    let (ucx, allocation) = (iface.ucx, iface.allocation);
+    let class = ucx.symbols.uct_base_iface_t_class;
+    // SAFETY: an open interface, closed once; its endpoints are gone. The head is taken out when nobody
+    // calls progress any more, which works on it, and not used through `iface` afterwards.
     unsafe {
-        let head_ptr = iface.byte_sub(distance::<IfaceHead<I>>()).cast::<IfaceHead<I>>();
-        let (ucx, allocation) = ((*head_ptr).ucx, (*head_ptr).allocation);
-        // Progress must end before what it works on.
-        (ucx.symbols.uct_base_iface_progress_disable)(iface, SEND_AND_RECEIVE);
-        let head = head_ptr.read();
+        (ucx.symbols.uct_base_iface_progress_disable)(base, SEND_AND_RECEIVE);
+        let head = base.byte_sub(distance::<IfaceHead<I>>()).cast::<IfaceHead<I>>().read();
         guarded(ucx, "iface_close", (), || drop(head));
-        let class = ucx.symbols.uct_base_iface_t_class;
-        (ucx.symbols.ucs_class_call_cleanup_chain)(class, iface, -1);
-        unplace::<IfaceHead<I>>(iface, allocation);
+        (ucx.symbols.ucs_class_call_cleanup_chain)(class, base, -1);
+        unplace::<IfaceHead<I>>(base, allocation);
     }
 }
 
-unsafe extern "C" fn progress_enable<I: Interface>(iface: *mut c_void, flags: u32) {
-    // SAFETY: an open interface of this type.
-    let head = unsafe { iface_head::<I>(iface) };
-    guarded(head.ucx, "progress_enable", (), || {
-        let progress = &head.progress;
+unsafe extern "C" fn progress_enable<I: Interface>(iface: IfaceRef<'_, I>, flags: u32) {
+    guarded(iface.ucx, "progress_enable", (), || {
+        let progress = &iface.progress;
         progress.wanted.set(progress.wanted.get() | flags & SEND_AND_RECEIVE);
-        if head.interface.is_busy() || progress.enabled.get() {
+        if iface.interface.is_busy() || progress.enabled.get() {
             progress.enabled.set(true);
             // SAFETY: UCX's own function on an open interface.
-            unsafe { (head.ucx.symbols.uct_base_iface_progress_enable)(iface, flags) };
+            unsafe { (iface.ucx.symbols.uct_base_iface_progress_enable)(iface.as_ptr(), flags) };
         }
     });
 }
 
-unsafe extern "C" fn progress_disable<I: Interface>(iface: *mut c_void, flags: u32) {
-    // SAFETY: an open interface of this type.
-    let head = unsafe { iface_head::<I>(iface) };
-    guarded(head.ucx, "progress_disable", (), || {
-        let progress = &head.progress;
+unsafe extern "C" fn progress_disable<I: Interface>(iface: IfaceRef<'_, I>, flags: u32) {
+    guarded(iface.ucx, "progress_disable", (), || {
+        let progress = &iface.progress;
         progress.wanted.set(progress.wanted.get() & !flags);
         if progress.enabled.get() {
             progress.enabled.set(progress.wanted.get() != 0);
             // SAFETY: UCX's own function on an open interface.
-            unsafe { (head.ucx.symbols.uct_base_iface_progress_disable)(iface, flags) };
+            unsafe { (iface.ucx.symbols.uct_base_iface_progress_disable)(iface.as_ptr(), flags) };
         }
     });
 }
 
-/// Something is in progress now: has the worker call the interface, if it does not do so yet.
-///
-/// # Safety
-/// `iface` is an open interface of type `I`, and the caller is an operation on it (so that it holds
-/// the worker's lock).
-pub(crate) unsafe fn needs_progress<I: Interface>(iface: *mut c_void) {
-    // SAFETY: as the caller promises.
-    let head = unsafe { iface_head::<I>(iface) };
-    let progress = &head.progress;
-    if progress.wanted.get() != 0 && !progress.enabled.replace(true) {
-        let wanted = progress.wanted.get();
-        // SAFETY: UCX's own function on an open interface.
-        unsafe { (head.ucx.symbols.uct_base_iface_progress_enable)(iface, wanted) };
-    }
-}
-
-unsafe extern "C" fn iface_query<I: Interface>(iface: *mut c_void, attr: *mut IfaceAttr) -> Status {
-    // SAFETY: an open interface of this type.
-    let head = unsafe { iface_head::<I>(iface) };
-    guarded_status(head.ucx, "iface_query", || {
-        let attributes = head.interface.attributes();
+unsafe extern "C" fn iface_query<I: Interface>(
+    iface: IfaceRef<'_, I>,
+    attr: *mut IfaceAttr,
+) -> Status {
+    guarded_status(iface.ucx, "iface_query", || {
+        let attributes = iface.interface.attributes();
         // SAFETY: UCX's structure, zeroed and given defaults by UCX first.
         unsafe {
-            (head.ucx.symbols.uct_base_iface_query)(iface, attr.cast());
+            (iface.ucx.symbols.uct_base_iface_query)(iface.as_ptr(), attr.cast());
             (*attr).put = attributes.put;
             (*attr).get = attributes.get;
             (*attr).flags = attributes.flags;
             (*attr).event_flags = attributes.event_flags;
-            (*attr).device_addr_len = head.address_lengths.0;
-            (*attr).iface_addr_len = head.address_lengths.1;
+            (*attr).device_addr_len = iface.address_lengths.0;
+            (*attr).iface_addr_len = iface.address_lengths.1;
             (*attr).bandwidth = attributes.bandwidth;
             (*attr).latency = attributes.latency;
             (*attr).overhead = attributes.overhead;
@@ -350,12 +394,10 @@ unsafe extern "C" fn iface_query<I: Interface>(iface: *mut c_void, attr: *mut If
 }
 
 unsafe extern "C" fn estimate_perf<I: Interface>(
-    iface: *mut c_void,
+    iface: IfaceRef<'_, I>,
     attr: *mut PerfAttr,
 ) -> Status {
-    // SAFETY: an open interface of this type.
-    let head = unsafe { iface_head::<I>(iface) };
-    guarded_status(head.ucx, "estimate_perf", || {
+    guarded_status(iface.ucx, "estimate_perf", || {
         // SAFETY: the caller's structure; only fields in its mask are initialised or written.
         let attr = unsafe { &mut *attr };
         let asked = |bit: u64| attr.field_mask & bit != 0;
@@ -372,7 +414,7 @@ unsafe extern "C" fn estimate_perf<I: Interface>(
                 MemoryType::UNKNOWN
             },
         };
-        let perf = head.interface.estimate(&query)?;
+        let perf = iface.interface.estimate(&query)?;
         let mask = attr.field_mask;
         macro_rules! answer {
             ($($bit:ident => $field:ident = $value:expr;)*) => {
@@ -406,12 +448,10 @@ pub(super) unsafe fn bytes<'a>(address: *const c_void, length: usize) -> &'a [u8
 }
 
 unsafe extern "C" fn is_reachable_v2<I: Interface>(
-    iface: *mut c_void,
+    iface: IfaceRef<'_, I>,
     params: *const ReachableParams,
 ) -> c_int {
-    // SAFETY: an open interface of this type.
-    let head = unsafe { iface_head::<I>(iface) };
-    guarded(head.ucx, "is_reachable", 0, || {
+    guarded(iface.ucx, "is_reachable", 0, || {
         // SAFETY: the caller's structure; fields count only where the mask names them.
         let params_ref = unsafe { &*params };
         let has = |bit: u64| params_ref.field_mask & bit != 0;
@@ -419,12 +459,12 @@ unsafe extern "C" fn is_reachable_v2<I: Interface>(
         let device_length = length(
             reachable_field::DEVICE_ADDR_LENGTH,
             params_ref.device_addr_length,
-            head.address_lengths.0,
+            iface.address_lengths.0,
         );
         let interface_length = length(
             reachable_field::IFACE_ADDR_LENGTH,
             params_ref.iface_addr_length,
-            head.address_lengths.1,
+            iface.address_lengths.1,
         );
         let pick = |bit, address| if has(bit) { address } else { core::ptr::null() };
         // SAFETY: addresses packed by a transport of the same name, of the length given or ours.
@@ -440,10 +480,10 @@ unsafe extern "C" fn is_reachable_v2<I: Interface>(
                 ),
             }
         };
-        match head.interface.reachable(&peer) {
+        match iface.interface.reachable(&peer) {
             // SAFETY: UCX's own check of the scope, on UCX's own parameters.
             Ok(()) => unsafe {
-                (head.ucx.symbols.uct_iface_scope_is_reachable)(iface, params.cast())
+                (iface.ucx.symbols.uct_iface_scope_is_reachable)(iface.as_ptr(), params.cast())
             },
             Err(reason) => {
                 explain(params_ref, &reason);
@@ -475,23 +515,19 @@ fn explain(params: &ReachableParams, reason: &str) {
 }
 
 unsafe extern "C" fn get_device_address<I: Interface>(
-    iface: *mut c_void,
+    iface: IfaceRef<'_, I>,
     to: *mut c_void,
 ) -> Status {
-    // SAFETY: an open interface of this type.
-    let head = unsafe { iface_head::<I>(iface) };
-    guarded_status(head.ucx, "get_device_address", || {
+    guarded_status(iface.ucx, "get_device_address", || {
         // SAFETY: the caller gives as many bytes as `iface_query` said.
-        unsafe { store(&head.interface.device_address(), head.address_lengths.0, to) }
+        unsafe { store(&iface.interface.device_address(), iface.address_lengths.0, to) }
     })
 }
 
-unsafe extern "C" fn get_address<I: Interface>(iface: *mut c_void, to: *mut c_void) -> Status {
-    // SAFETY: an open interface of this type.
-    let head = unsafe { iface_head::<I>(iface) };
-    guarded_status(head.ucx, "get_address", || {
+unsafe extern "C" fn get_address<I: Interface>(iface: IfaceRef<'_, I>, to: *mut c_void) -> Status {
+    guarded_status(iface.ucx, "get_address", || {
         // SAFETY: the caller gives as many bytes as `iface_query` said.
-        unsafe { store(&head.interface.address(), head.address_lengths.1, to) }
+        unsafe { store(&iface.interface.address(), iface.address_lengths.1, to) }
     })
 }
 
@@ -506,24 +542,23 @@ unsafe fn store(address: &[u8], length: usize, to: *mut c_void) -> Result<Status
     Ok(Status::OK)
 }
 
-unsafe extern "C" fn event_fd_get<I: Interface>(iface: *mut c_void, fd_p: *mut c_int) -> Status {
-    // SAFETY: an open interface of this type.
-    let head = unsafe { iface_head::<I>(iface) };
-    guarded_status(head.ucx, "event_fd_get", || {
-        let fd = head.interface.event_fd().ok_or(Status::UNSUPPORTED)?;
+unsafe extern "C" fn event_fd_get<I: Interface>(
+    iface: IfaceRef<'_, I>,
+    fd_p: *mut c_int,
+) -> Status {
+    guarded_status(iface.ucx, "event_fd_get", || {
+        let fd = iface.interface.event_fd().ok_or(Status::UNSUPPORTED)?;
         // SAFETY: out-parameter of the caller; the descriptor stays ours.
         unsafe { *fd_p = fd.as_raw_fd() };
         Ok(Status::OK)
     })
 }
 
-unsafe extern "C" fn event_arm<I: Interface>(iface: *mut c_void, _events: u32) -> Status {
-    // SAFETY: an open interface of this type.
-    let head = unsafe { iface_head::<I>(iface) };
-    guarded_status(head.ucx, "event_arm", || {
-        if !head.pending.is_empty() {
+unsafe extern "C" fn event_arm<I: Interface>(iface: IfaceRef<'_, I>, _events: u32) -> Status {
+    guarded_status(iface.ucx, "event_arm", || {
+        if !iface.pending.is_empty() {
             return Err(Status::BUSY);
         }
-        head.interface.arm().map(|()| Status::OK)
+        iface.interface.arm().map(|()| Status::OK)
     })
 }

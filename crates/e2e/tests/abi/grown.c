@@ -1,0 +1,57 @@
+/* A stand-in for libuct, of which only the wrappers that the layout probe calls are there. How its tables
+ * are laid out is chosen when it is compiled:
+ *   PUBLIC      number of public operations of an interface
+ *   BEFORE_LAST operations inserted in front of the last eight public ones
+ *   INTERNAL    operations inserted in front of the internal ones
+ *   MD          operations inserted in front of a memory domain's
+ *   COMPONENT   functions inserted in front of a component's rkey_ptr
+ */
+#include <stddef.h>
+
+typedef signed char status;
+typedef status (*operation)(void);
+
+static status call(void **table, size_t slot)
+{
+    return ((operation)table[slot])();
+}
+
+#define PUBLIC_SLOT(_slot) ((_slot) + ((_slot) >= 42 ? BEFORE_LAST : 0))
+#define PUBLIC_OF_IFACE(_name, _slot) \
+    status _name(void **iface) { return call(iface, PUBLIC_SLOT(_slot)); }
+#define PUBLIC_OF_EP(_name, _slot) \
+    status _name(void ***ep) { return call(*ep, PUBLIC_SLOT(_slot)); }
+#define INTERNAL_OF_IFACE(_name, _slot) \
+    status _name(void **iface) { return call(iface[PUBLIC], INTERNAL + (_slot)); }
+#define INTERNAL_OF_EP(_name, _slot) \
+    status _name(void ***ep) { return call((*ep)[PUBLIC], INTERNAL + (_slot)); }
+#define OF_MD(_name, _slot) \
+    status _name(void ***md) { return call(*md, MD + (_slot)); }
+
+PUBLIC_OF_IFACE(uct_iface_query, 46)
+PUBLIC_OF_IFACE(uct_iface_event_fd_get, 43)
+PUBLIC_OF_IFACE(uct_iface_get_address, 48)
+PUBLIC_OF_EP(uct_ep_check, 28)
+INTERNAL_OF_IFACE(uct_iface_query_v2, 0)
+INTERNAL_OF_IFACE(uct_iface_estimate_perf, 1)
+INTERNAL_OF_EP(uct_ep_query, 3)
+INTERNAL_OF_EP(uct_ep_invalidate, 4)
+INTERNAL_OF_IFACE(uct_iface_is_reachable_v2, 6)
+OF_MD(uct_md_query_v2, 1)
+OF_MD(uct_md_mem_free, 3)
+OF_MD(uct_md_mem_advise, 4)
+OF_MD(uct_md_mem_reg_v2, 5)
+OF_MD(uct_md_mem_dereg_v2, 6)
+OF_MD(uct_md_mem_query_v2, 7)
+OF_MD(uct_md_mkey_pack_v2, 8)
+OF_MD(uct_md_mem_attach, 9)
+OF_MD(uct_md_detect_memory_type, 10)
+
+status uct_rkey_ptr(void **component)
+{
+    return call(component + 2, COMPONENT + 4);
+}
+
+/* Tables without a field: only their ends. */
+void *uct_md_config_table[11];
+void *uct_iface_config_table[11];

@@ -2,9 +2,9 @@
 //!
 //! UCP's staging protocols take a copy transport's word that copies succeed: neither a refusal
 //! (`NO_RESOURCE`) nor an error of a copy in progress is looked at, and the message goes on with
-//! whatever bytes were there before. So a copy for which the device has no room waits here and
-//! starts from progress ([`queue`](crate::queue)), and one that failed is tried once more before
-//! anyone hears of it.
+//! whatever bytes were there before. So a copy that the device is too busy for waits
+//! here and starts from progress ([`queue`](crate::queue)), and one that failed is tried once more before
+//! the failure is reported.
 //!
 //! Between processes failures are looked at: [`OnFailure::Report`] hands every one of them on.
 
@@ -23,7 +23,7 @@ use crate::queue::{Queue, Start, Work};
 pub(crate) enum OnFailure {
     /// It is tried once more.
     TryAgain,
-    /// Whoever posted it hears of it.
+    /// The failure is reported to the poster.
     Report,
 }
 
@@ -35,7 +35,7 @@ pub(crate) type Segments = SmallVec<[Segment; 1]>;
 pub(crate) enum Failure {
     /// The engine could not do it.
     Copy(Error),
-    /// It was refused before the engine heard of it, and the reason logged.
+    /// It was refused before it reached the engine, and the reason logged.
     Refused(Status),
 }
 
@@ -46,7 +46,7 @@ struct CopyWork<T> {
     companion: T,
     completion: Completion,
     on_failure: OnFailure,
-    /// There was no room for it before.
+    /// The device was too busy for it before.
     tried: bool,
     running: Option<Transfer>,
 }
@@ -56,8 +56,8 @@ struct CopyWork<T> {
 unsafe impl<T: Send> Send for CopyWork<T> {}
 
 impl<T> CopyWork<T> {
-    /// Takes a result for good, or tries once more, waiting for the end, if it is a failure.
-    fn settle(&self, result: Result<(), Error>) -> Result<(), Error> {
+    /// The result; of a failed copy that is to be tried again, the result of a second, blocking try.
+    fn retry_once(&self, result: Result<(), Error>) -> Result<(), Error> {
         let Err(first) = result else { return Ok(()) };
         if self.on_failure == OnFailure::Report {
             return Err(first);
@@ -75,14 +75,14 @@ impl<T> Work for CopyWork<T> {
     type Outcome = Result<(), Error>;
 
     fn start(&mut self) -> Start<Self::Outcome> {
-        // A copy for which there is no room is counted, once.
+        // A copy that the device is too busy for is counted once.
         if self.tried && !self.device.can_submit() {
-            return Start::NoRoom;
+            return Start::Busy;
         }
         // SAFETY: promised when the copy was posted, until its completion.
         match unsafe { self.device.copy(&self.segments) } {
             Ok(mut transfer) => match transfer.poll() {
-                Some(result) => Start::Ended(self.settle(result)),
+                Some(result) => Start::Ended(self.retry_once(result)),
                 None => {
                     self.running = Some(transfer);
                     Start::Running
@@ -90,15 +90,15 @@ impl<T> Work for CopyWork<T> {
             },
             Err(SubmitError::Busy) => {
                 self.tried = true;
-                Start::NoRoom
+                Start::Busy
             }
-            Err(SubmitError::Failed(error)) => Start::Ended(self.settle(Err(error))),
+            Err(SubmitError::Failed(error)) => Start::Ended(self.retry_once(Err(error))),
         }
     }
 
     fn poll(&mut self) -> Option<Self::Outcome> {
         let result = self.running.as_mut()?.poll()?;
-        Some(self.settle(result))
+        Some(self.retry_once(result))
     }
 }
 
@@ -145,7 +145,7 @@ impl<T> State<T> {
         self.queue.is_empty() && self.ended.is_empty()
     }
 
-    /// The next flush for which there is nothing left to be told.
+    /// The next flush for which every earlier operation was handed over.
     fn flushed(&mut self) -> Option<Completion> {
         if self.ended.is_empty() { self.queue.flushed() } else { None }
     }
@@ -166,7 +166,7 @@ impl<T> Copies<T> {
         self.state.borrow_mut().queue.fence();
     }
 
-    /// Starts a copy, now or when there is room. One that cannot be started is given back.
+    /// Starts a copy, now or when the device takes it. One that cannot be started is given back.
     ///
     /// # Safety
     /// As for [`Device::copy`], until the completion is finished.
@@ -190,7 +190,7 @@ impl<T> Copies<T> {
         }
     }
 
-    /// Takes an operation that has failed already: its completion hears of it from progress.
+    /// Takes an operation that has failed already: its completion is finished by progress.
     pub(crate) fn fail(&self, why: Failure, companion: T, completion: Completion) -> Posted {
         let ended = Ended { completion, result: Err(why), companion: Some(companion) };
         self.state.borrow_mut().ended.push_back(ended);
@@ -218,10 +218,10 @@ impl<T> Copies<T> {
         }
     }
 
-    /// Starts what there is room for and hands over what has ended; how many. Never blocks.
+    /// Starts what the device takes and hands over what has ended; how many. Never blocks.
     ///
-    /// One at a time: a callback that flushes has to wait for those who have ended, too, but were not
-    /// told yet. What it fails at once is for the next time, so that this comes to an end.
+    /// One at a time: a callback that flushes has to wait for operations that have ended, too, but were not
+    /// handed over yet. What it fails at once is for the next time, so that this comes to an end.
     pub(crate) fn reap(&self, mut hand_over: impl FnMut(Ended<T>)) -> u32 {
         let known = {
             let mut state = self.state.borrow_mut();
@@ -251,7 +251,7 @@ impl<T> Copies<T> {
         let mut state = self.state.borrow_mut();
         state.advance();
         let running = || state.queue.running().filter_map(|copy| copy.running.as_ref());
-        // Room for the next comes when something on its device ends.
+        // The next can start when something on its device ends.
         let next = state.queue.next().map(|copy| &copy.device);
         if !state.ended.is_empty() || (running().next().is_none() && next.is_none()) {
             return false;
@@ -266,11 +266,11 @@ impl<T> Copies<T> {
 
 impl<T> Drop for Copies<T> {
     /// The interface is closed, and with it the memory of its operations may go: what the hardware
-    /// was told to do must be over first.
+    /// was given to do must be over first.
     fn drop(&mut self) {
         for mut copy in self.state.get_mut().queue.take_running() {
             if let Some(transfer) = &mut copy.running {
-                // Nobody is left to hear of a failure.
+                // Nobody is left to report a failure to.
                 let _ = transfer.wait();
             }
         }
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flush_in_a_callback_waits_for_those_who_were_not_told_yet() {
+    fn a_flush_in_a_callback_waits_for_operations_not_handed_over_yet() {
         // SAFETY: numbers and a pointer to a function that may be null.
         let mut raw: [RawCompletion; 4] = unsafe { std::mem::zeroed() };
         let [one, two, flush, three] = raw.each_mut().map(completion);
@@ -301,25 +301,28 @@ mod tests {
             copies.fail(Failure::Refused(Status::UNREACHABLE), name, completion);
         }
         let mut later = Some((flush, three));
-        let told = RefCell::new(Vec::new());
-        let tell = |ended: Ended<&'static str>| {
+        let order = RefCell::new(Vec::new());
+        let hand_over = |ended: Ended<&'static str>| {
             if let Some((flush, three)) = later.take() {
-                assert!(matches!(copies.flush(flush), Posted::Later), "one more is to be told");
+                assert!(
+                    matches!(copies.flush(flush), Posted::Later),
+                    "one more is to be handed over"
+                );
                 copies.fail(Failure::Refused(Status::UNREACHABLE), "three", three);
             }
-            told.borrow_mut().push(ended.companion);
+            order.borrow_mut().push(ended.companion);
             ended.completion.finish(Ok(()));
         };
-        assert_eq!(copies.reap(tell), 2, "what a callback fails is for the next time");
+        assert_eq!(copies.reap(hand_over), 2, "what a callback fails is for the next time");
         assert!(!copies.is_idle());
-        let tell = |ended: Ended<_>| told.borrow_mut().push(ended.companion);
-        assert_eq!(copies.reap(tell), 2);
-        assert_eq!(told.into_inner(), [Some("one"), Some("two"), Some("three"), None]);
+        let hand_over = |ended: Ended<_>| order.borrow_mut().push(ended.companion);
+        assert_eq!(copies.reap(hand_over), 2);
+        assert_eq!(order.into_inner(), [Some("one"), Some("two"), Some("three"), None]);
         assert!(copies.is_idle());
     }
 
     #[test]
-    fn a_callback_of_a_flush_may_post_and_flush() {
+    fn a_flush_callback_may_post_and_flush() {
         // SAFETY: numbers and a pointer to a function that may be null.
         let mut raw: [RawCompletion; 4] = unsafe { std::mem::zeroed() };
         let [one, flush, two, again] = raw.each_mut().map(completion);
@@ -327,18 +330,18 @@ mod tests {
         copies.fail(Failure::Refused(Status::UNREACHABLE), "one", one);
         assert!(matches!(copies.flush(flush), Posted::Later));
         let mut later = Some((two, again));
-        let mut told = Vec::new();
-        let tell = |ended: Ended<&'static str>| {
+        let mut order = Vec::new();
+        let hand_over = |ended: Ended<&'static str>| {
             if ended.companion.is_none()
                 && let Some((two, again)) = later.take()
             {
                 copies.fail(Failure::Refused(Status::UNREACHABLE), "two", two);
                 assert!(matches!(copies.flush(again), Posted::Later));
             }
-            told.push(ended.companion);
+            order.push(ended.companion);
         };
-        assert_eq!(copies.reap(tell), 2);
-        assert_eq!(copies.reap(|ended| told.push(ended.companion)), 2);
-        assert_eq!(told, [Some("one"), None, Some("two"), None]);
+        assert_eq!(copies.reap(hand_over), 2);
+        assert_eq!(copies.reap(|ended| order.push(ended.companion)), 2);
+        assert_eq!(order, [Some("one"), None, Some("two"), None]);
     }
 }

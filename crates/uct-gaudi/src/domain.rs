@@ -232,13 +232,13 @@ impl<F: Flavour> GaudiDomain<F> {
         // Our handle is one of those that keep a lost card from being opened again.
         drop(device.take());
         let opened = open(&self.settings.device)?;
-        self.introduce(&opened);
+        self.log_card(&opened);
         *device = Some(Card::new(&opened));
         Ok(opened)
     }
 
-    /// Says which card is used, and what the user wanted to know or allow about it.
-    fn introduce(&self, device: &Device) {
+    /// Logs which card is used, and applies and logs the settings that concern it.
+    fn log_card(&self, device: &Device) {
         let card = device.info();
         log!(self.ucx, Info, "{} uses {card}", F::COMPONENT);
         if let Some(reason) = gaudi::stats::why_unreadable() {

@@ -58,7 +58,7 @@ pub(crate) const OVERHEAD: Variable = Variable {
 
 /// What the user set.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Wishes {
+pub(crate) struct Overrides {
     /// Bytes per second; `None`: `auto`.
     h2d: Option<f64>,
     d2h: Option<f64>,
@@ -69,13 +69,13 @@ pub(crate) struct Wishes {
     overhead: f64,
 }
 
-impl Wishes {
+impl Overrides {
     /// Takes over what UCX parsed.
-    pub(crate) fn read(values: &Values<'_>) -> Wishes {
+    pub(crate) fn read(values: &Values<'_>) -> Overrides {
         // UCX accepts a bandwidth of nothing, with which nothing can be reckoned.
         let bandwidth = |key| Some(values.keyed(BANDWIDTH.name, key)).filter(|&given| given >= 1.0);
         let latency = |key| values.keyed(LATENCY.name, key).max(0.0);
-        Wishes {
+        Overrides {
             h2d: bandwidth("h2d"),
             d2h: bandwidth("d2h"),
             d2d: bandwidth("d2d"),
@@ -121,19 +121,19 @@ pub(crate) fn register_cost(reg_cost: f64, kept: bool) -> LinearFunc {
 impl Estimates {
     /// For a card with this link, where it is known. `cost`: factor on all of it.
     pub(crate) fn new(
-        wishes: &Wishes,
+        overrides: &Overrides,
         generation: Generation,
         link: Option<PciLink>,
         cost: f64,
     ) -> Estimates {
         let link = link.unwrap_or_else(|| usual_link(generation)).bandwidth() * LINK_EFFICIENCY;
         Estimates {
-            h2d: wishes.h2d.unwrap_or(link) / cost,
-            d2h: wishes.d2h.unwrap_or(link) / cost,
-            d2d: wishes.d2d.unwrap_or(INSIDE) / cost,
-            short_latency: wishes.short_latency * cost,
-            zcopy_latency: wishes.zcopy_latency * cost,
-            overhead: wishes.overhead * cost,
+            h2d: overrides.h2d.unwrap_or(link) / cost,
+            d2h: overrides.d2h.unwrap_or(link) / cost,
+            d2d: overrides.d2d.unwrap_or(INSIDE) / cost,
+            short_latency: overrides.short_latency * cost,
+            zcopy_latency: overrides.zcopy_latency * cost,
+            overhead: overrides.overhead * cost,
         }
     }
 
@@ -188,7 +188,7 @@ mod tests {
     use super::*;
     use uct::Operation;
 
-    const DEFAULTS: Wishes = Wishes {
+    const DEFAULTS: Overrides = Overrides {
         h2d: None,
         d2h: None,
         d2d: None,
@@ -228,10 +228,10 @@ mod tests {
     }
 
     #[test]
-    fn wishes_come_before_everything() {
-        let wishes = Wishes { h2d: Some(1e9), d2d: Some(3e9), overhead: 7e-6, ..DEFAULTS };
+    fn overrides_come_before_everything() {
+        let overrides = Overrides { h2d: Some(1e9), d2d: Some(3e9), overhead: 7e-6, ..DEFAULTS };
         let link = Some(PciLink { gigatransfers: 32.0, width: 16 });
-        let estimates = Estimates::new(&wishes, Generation::Gaudi2, link, 1.0);
+        let estimates = Estimates::new(&overrides, Generation::Gaudi2, link, 1.0);
         assert_eq!((estimates.h2d, estimates.d2d, estimates.overhead), (1e9, 3e9, 7e-6));
         assert!(estimates.d2h > 40e9, "what was not wished for is found out");
         assert_eq!(estimates.bandwidth().shared, 1e9);
@@ -240,8 +240,8 @@ mod tests {
     #[test]
     fn the_direction_is_that_of_the_bytes_not_of_the_call() {
         use MemoryType as M;
-        let wishes = Wishes { h2d: Some(1e9), d2h: Some(2e9), d2d: Some(3e9), ..DEFAULTS };
-        let estimates = Estimates::new(&wishes, Generation::Gaudi2, None, 1.0);
+        let overrides = Overrides { h2d: Some(1e9), d2h: Some(2e9), d2d: Some(3e9), ..DEFAULTS };
+        let estimates = Estimates::new(&overrides, Generation::Gaudi2, None, 1.0);
         for (put, get) in [
             (Operation::PUT_SHORT, Operation::GET_SHORT),
             (Operation::PUT_ZCOPY, Operation::GET_ZCOPY),

@@ -14,12 +14,12 @@ const TYPES: [&str; 2] = ["UCX_RNDV_FRAG_MEM_TYPES", "UCX_RNDV_FRAG_MEM_TYPE"];
 const SIZES: [&str; 2] = ["UCX_RNDV_FRAG_SIZE", "UCX_RNDV_FRAG_ALLOC_COUNT"];
 
 /// Whether the user wants fragments in Gaudi memory without a size or a count; the reason is logged if
-/// `aloud`.
-pub(crate) fn lack_size(ucx: &Ucx, aloud: bool) -> bool {
+/// `log_error`.
+pub(crate) fn lack_size(ucx: &Ucx, log_error: bool) -> bool {
     let variable = |name: &str| std::env::var(name).unwrap_or_default();
     let missing = missing(variable);
     if let Some(missing) = missing
-        && aloud
+        && log_error
     {
         log!(
             ucx,

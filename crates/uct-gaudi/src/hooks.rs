@@ -128,8 +128,8 @@ fn originals() -> &'static Originals {
     ORIGINALS.get().expect("set before the first redirection")
 }
 
-/// Tells the engine of a call; what goes wrong with that is the log's, not the caller's.
-fn tell<T>(fd: c_int, what: impl FnOnce(&'static Runtime, BorrowedFd<'_>) -> T) -> Option<T> {
+/// Reports a call to the engine. A failure of that is logged, and not the caller's.
+fn report<T>(fd: c_int, what: impl FnOnce(&'static Runtime, BorrowedFd<'_>) -> T) -> Option<T> {
     if fd < 0 {
         return None;
     }
@@ -137,10 +137,10 @@ fn tell<T>(fd: c_int, what: impl FnOnce(&'static Runtime, BorrowedFd<'_>) -> T) 
     let errno = unsafe { *libc::__errno_location() };
     // SAFETY: not negative; the caller of the driver has it open.
     let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-    let told = catch_unwind(AssertUnwindSafe(|| what(runtime(), fd))).ok();
+    let result = catch_unwind(AssertUnwindSafe(|| what(runtime(), fd))).ok();
     // SAFETY: as above.
     unsafe { *libc::__errno_location() = errno };
-    told
+    result
 }
 
 fn complain(what: &str, error: &gaudi::Error) {
@@ -154,20 +154,20 @@ unsafe extern "C" fn alloc(fd: c_int, size: u64, page: u64, near: bool, shared: 
     // SAFETY: the caller's own arguments.
     let handle = unsafe { (originals().alloc)(fd, size, page, near, shared) };
     if handle != 0 {
-        tell(fd, |runtime, fd| runtime.memory_allocated(fd, handle, size));
+        report(fd, |runtime, fd| runtime.memory_allocated(fd, handle, size));
     }
     handle
 }
 
 unsafe extern "C" fn free(fd: c_int, handle: u64) -> c_int {
     // Before the driver can give the handle to another thread.
-    let size = tell(fd, |runtime, fd| runtime.memory_freeing(fd, handle)).flatten();
+    let size = report(fd, |runtime, fd| runtime.memory_freeing(fd, handle)).flatten();
     // SAFETY: the caller's own arguments.
     let answer = unsafe { (originals().free)(fd, handle) };
     if answer != 0
         && let Some(size) = size
     {
-        tell(fd, |runtime, fd| runtime.memory_allocated(fd, handle, size));
+        report(fd, |runtime, fd| runtime.memory_allocated(fd, handle, size));
     }
     answer
 }
@@ -176,7 +176,7 @@ unsafe extern "C" fn map(fd: c_int, handle: u64, hint: u64) -> u64 {
     // SAFETY: the caller's own arguments.
     let address = unsafe { (originals().map)(fd, handle, hint) };
     if address != 0 {
-        tell(fd, |runtime, fd| {
+        report(fd, |runtime, fd| {
             if let Err(error) = runtime.memory_mapped(fd, handle, DeviceAddr(address)) {
                 complain("UCX will take this for host memory", &error);
             }
@@ -186,13 +186,13 @@ unsafe extern "C" fn map(fd: c_int, handle: u64, hint: u64) -> u64 {
 }
 
 unsafe extern "C" fn unmap(fd: c_int, address: u64) -> c_int {
-    let known = tell(fd, |runtime, fd| runtime.remove_memory(fd, DeviceAddr(address))).flatten();
+    let known = report(fd, |runtime, fd| runtime.remove_memory(fd, DeviceAddr(address))).flatten();
     // SAFETY: the caller's own arguments.
     let answer = unsafe { (originals().unmap)(fd, address) };
     if answer != 0
         && let Some(memory) = known
     {
-        tell(fd, |runtime, fd| {
+        report(fd, |runtime, fd| {
             if let Err(error) = runtime.keep_memory(fd, memory) {
                 complain("memory that could not be unmapped", &error);
             }
@@ -202,7 +202,7 @@ unsafe extern "C" fn unmap(fd: c_int, address: u64) -> c_int {
 }
 
 unsafe extern "C" fn close(fd: c_int) -> c_int {
-    tell(fd, |runtime, fd| runtime.card_closing(fd));
+    report(fd, |runtime, fd| runtime.card_closing(fd));
     // SAFETY: the caller's own arguments.
     unsafe { (originals().close)(fd) }
 }

@@ -1,10 +1,10 @@
-//! Telling the engine of host memory that goes away, so that it may keep pins of it.
+//! Notifying the engine of host memory that is unmapped, so that it may keep pins of it.
 //!
-//! UCX hooks the calls by which memory is unmapped and tells whoever asks. We ask when the first pin
+//! UCX hooks the calls by which memory is unmapped and calls handlers. Ours is set when the first pin
 //! is about to be kept, not before: hooking is felt by the whole process, and a program that never
 //! uses a Gaudi must not pay for one.
 //!
-//! Several copies of UCX in a process hook the same calls; to hear it from one of them is enough.
+//! Several copies of UCX in a process hook the same calls; a handler in one of them is enough.
 
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -19,8 +19,12 @@ use crate::settings::Settings;
 const PRIORITY: i32 = 1000;
 
 /// Does what ENABLE_RCACHE says, for this process: the domain that was opened last decides.
-/// `aloud`: say why not.
-pub(crate) fn begin(ucx: &'static Ucx, settings: &Settings, aloud: bool) -> Result<(), Status> {
+/// `log_errors`: say why not.
+pub(crate) fn begin(
+    ucx: &'static Ucx,
+    settings: &Settings,
+    log_errors: bool,
+) -> Result<(), Status> {
     match settings.rcache {
         Ternary::No => gaudi::runtime().stop_caching_registrations(),
         Ternary::Try => gaudi::runtime().cache_registrations(
@@ -35,7 +39,7 @@ pub(crate) fn begin(ucx: &'static Ucx, settings: &Settings, aloud: bool) -> Resu
         ),
         Ternary::Yes => {
             watch(ucx).map_err(|reason| {
-                if aloud {
+                if log_errors {
                     log!(ucx, Error, "UCX_GAUDI_COPY_ENABLE_RCACHE=yes, but {reason}");
                 }
                 Status::UNSUPPORTED
@@ -46,45 +50,45 @@ pub(crate) fn begin(ucx: &'static Ucx, settings: &Settings, aloud: bool) -> Resu
     Ok(())
 }
 
-/// Begins to listen, unless we do already; the error says why there is nothing to hear.
+/// Sets a handler for unmapped memory, unless one works already; the error says why none does.
 fn watch(ucx: &'static Ucx) -> Result<(), String> {
-    static LISTENING: Mutex<Listening> = Mutex::new(Listening { asked: Vec::new(), heard: false });
-    let mut listening = LISTENING.lock().unwrap_or_else(PoisonError::into_inner);
-    let ask = || ucx.watch_unmapped(PRIORITY, unmapped);
-    listening.begin(core::ptr::from_ref(ucx).addr(), ask, events_arrive)
+    static WATCH: Mutex<Watch> = Mutex::new(Watch { handlers: Vec::new(), works: false });
+    let mut watch = WATCH.lock().unwrap_or_else(PoisonError::into_inner);
+    let set = || ucx.watch_unmapped(PRIORITY, unmapped);
+    watch.begin(core::ptr::from_ref(ucx).addr(), set, events_arrive)
 }
 
-/// Whom we asked to tell us, and whether someone does.
-struct Listening {
-    /// Copies of UCX that have our handler. There is no need to take it back: one that says nothing
-    /// does no harm; but each would call it as often as it was given.
-    asked: Vec<usize>,
-    heard: bool,
+/// Our handlers for unmapped memory, and whether one of them is called.
+struct Watch {
+    /// Copies of UCX that have our handler. It is never taken back: one that is not called does no
+    /// harm. But a copy would call it as often as it was set.
+    handlers: Vec<usize>,
+    works: bool,
 }
 
-impl Listening {
-    /// `ask` gives our handler to the copy of UCX of this name; `try_out` says whether we are told.
+impl Watch {
+    /// `set` sets our handler in the copy of UCX of this name; `probe` says whether it is called.
     fn begin(
         &mut self,
         ucx: usize,
-        ask: impl FnOnce() -> Result<(), Status>,
-        try_out: impl FnOnce() -> bool,
+        set: impl FnOnce() -> Result<(), Status>,
+        probe: impl FnOnce() -> bool,
     ) -> Result<(), String> {
-        if self.heard {
+        if self.works {
             return Ok(());
         }
-        if !self.asked.contains(&ucx) {
-            ask().map_err(|status| match status {
+        if !self.handlers.contains(&ucx) {
+            set().map_err(|status| match status {
                 Status::UNSUPPORTED => String::from(
-                    "UCX's memory events, which tell of memory that is unmapped, are turned off \
+                    "UCX's memory events, which report memory that is unmapped, are turned off \
                      (they need UCX_MEM_EVENTS=y, and an UCX_MEM_MMAP_HOOK_MODE that is not none)",
                 ),
                 other => format!("UCX cannot hook the calls that unmap memory ({other:?})"),
             })?;
-            self.asked.push(ucx);
+            self.handlers.push(ucx);
         }
-        self.heard = try_out();
-        if !self.heard {
+        self.works = probe();
+        if !self.works {
             return Err(String::from(
                 "UCX does not notice when memory is unmapped in this process \
                  (UCX_MEM_MMAP_HOOK_MODE says how it would)",
@@ -94,7 +98,7 @@ impl Listening {
     }
 }
 
-/// The address that [`events_arrive`] unmaps; zero once it was heard of.
+/// The address that [`events_arrive`] unmaps; zero once that was reported.
 static PROBE: AtomicUsize = AtomicUsize::new(0);
 
 /// Runs inside `munmap`, `free` and the like: see [`uct::Unmapped`].
@@ -105,7 +109,7 @@ fn unmapped(start: usize, len: usize) {
     gaudi::rcache::invalidate(start, len);
 }
 
-/// Unmaps a page of our own, to see whether we are told.
+/// Unmaps a page of our own, to see whether that is reported.
 fn events_arrive() -> bool {
     const LEN: usize = gaudi::PAGE_SIZE as usize;
     // SAFETY: a new mapping that nobody else knows.
@@ -129,22 +133,22 @@ mod tests {
 
     #[test]
     fn each_copy_of_ucx_gets_one_handler_however_often_it_is_tried() {
-        let mut listening = Listening { asked: Vec::new(), heard: false };
-        let asked = Cell::new(0);
-        let ask = || {
-            asked.set(asked.get() + 1);
+        let mut watch = Watch { handlers: Vec::new(), works: false };
+        let calls = Cell::new(0);
+        let set = || {
+            calls.set(calls.get() + 1);
             Ok(())
         };
         let refuse = || Err(Status::UNSUPPORTED);
-        assert!(listening.begin(1, refuse, || true).unwrap_err().contains("UCX_MEM_EVENTS"));
+        assert!(watch.begin(1, refuse, || true).unwrap_err().contains("UCX_MEM_EVENTS"));
         for _ in 0..3 {
-            assert!(listening.begin(1, ask, || false).is_err());
+            assert!(watch.begin(1, set, || false).is_err());
         }
-        assert_eq!(asked.get(), 1, "refused at first, then asked once");
-        assert!(listening.begin(2, ask, || false).is_err());
-        assert_eq!(asked.get(), 2, "another copy may be able to tell");
-        assert!(listening.begin(1, ask, || true).is_ok());
-        assert!(listening.begin(3, ask, || panic!("known already")).is_ok());
-        assert_eq!(asked.get(), 2);
+        assert_eq!(calls.get(), 1, "refused at first, then set once");
+        assert!(watch.begin(2, set, || false).is_err());
+        assert_eq!(calls.get(), 2, "another copy may work");
+        assert!(watch.begin(1, set, || true).is_ok());
+        assert!(watch.begin(3, set, || panic!("known already")).is_ok());
+        assert_eq!(calls.get(), 2);
     }
 }

@@ -1,7 +1,7 @@
 //! What UCX knows of Gaudi memory: its memory-type cache, and its memory-type events.
 //!
 //! UCP asks that cache what an address is and takes a miss for host memory, without asking any memory
-//! domain. So each UCX copy is told of a card's whole window before its first address is handed out. Not
+//! domain. So a card's whole window is reported to each UCX copy before its first address is handed out. Not
 //! earlier: a region in that cache also costs UCP its short path for host memory, which a program that
 //! never touches a Gaudi must not pay for.
 //!
@@ -35,7 +35,7 @@ const SENTINEL: DeviceRange = DeviceRange {
     device: SysDevice::UNKNOWN,
 };
 
-/// A UCX copy, and the ranges it was told of: windows of open cards, and memory that the application
+/// A UCX copy, and the ranges reported to it: windows of open cards, and memory that the application
 /// mapped itself. Locked for a moment only, and never while UCX is called.
 struct Client {
     ucx: &'static Ucx,
@@ -48,7 +48,7 @@ fn clients() -> MutexGuard<'static, Vec<Arc<Client>>> {
     CLIENTS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Has `ucx` told of the windows there are and of those that come.
+/// Reports windows to `ucx`: those there are, and those that come.
 pub(crate) fn begin(ucx: &'static Ucx) {
     let mut clients = clients();
     if clients.iter().any(|known| core::ptr::eq(known.ucx, ucx)) {

@@ -1,12 +1,12 @@
-//! Work in the order it was posted: what runs, what waits for room or for a fence, who waits for all
-//! of it.
+//! Work in the order it was posted: what runs, what waits for the device or for a fence, and the
+//! flushes that wait for all of it.
 //!
 //! What runs is kept apart from what waits, so that a look at the queue costs as much as there is
 //! running, however much waits. Knows neither copies nor UCX.
 
 use std::collections::VecDeque;
 
-/// Something that is started when there is room, and then gets on by itself.
+/// Something that starts when the device takes it, and then runs by itself.
 pub(crate) trait Work {
     type Outcome;
 
@@ -22,7 +22,7 @@ pub(crate) enum Start<O> {
     Ended(O),
     Running,
     /// Try again later; nothing was done.
-    NoRoom,
+    Busy,
 }
 
 struct Numbered<W> {
@@ -36,7 +36,7 @@ enum Waiting<W> {
     Fence,
 }
 
-/// See the module. `F` is told when all that was posted before it has ended.
+/// See the module. `F` is given back when all that was posted before it has ended.
 pub(crate) struct Queue<W, F> {
     /// In the order they were posted, which is the order they were started in.
     running: VecDeque<Numbered<W>>,
@@ -85,7 +85,7 @@ impl<W: Work, F> Queue<W, F> {
     /// Starts work now, or takes it in until it can be. Work that has ended at once is given back.
     pub(crate) fn post(&mut self, mut work: W) -> Option<(W, W::Outcome)> {
         // Nobody overtakes those who wait.
-        let started = if self.waiting.is_empty() { work.start() } else { Start::NoRoom };
+        let started = if self.waiting.is_empty() { work.start() } else { Start::Busy };
         if let Start::Ended(outcome) = started {
             return Some((work, outcome));
         }
@@ -103,7 +103,7 @@ impl<W: Work, F> Queue<W, F> {
         self.flushes.push_back((self.next, who));
     }
 
-    /// Looks at what runs, takes fences down, starts what can start. `ended` is told of each work
+    /// Looks at what runs, takes fences down, starts what can start. `ended` is called with each work
     /// that has ended.
     pub(crate) fn advance(&mut self, mut ended: impl FnMut(W, W::Outcome)) {
         // Once around: what runs on comes back in at the end, and the order stays.
@@ -124,7 +124,7 @@ impl<W: Work, F> Queue<W, F> {
                     continue;
                 }
             };
-            if let Start::NoRoom = started {
+            if let Start::Busy = started {
                 return;
             }
             let Some(Waiting::Work(first)) = self.waiting.pop_front() else { return };
@@ -175,10 +175,10 @@ mod tests {
 
     use super::*;
 
-    /// Hardware with room for so much, which ends what the test says.
+    /// A device of this capacity, which ends what the test says.
     #[derive(Default)]
     struct World {
-        room: usize,
+        capacity: usize,
         running: BTreeSet<usize>,
         /// Ended, but nobody has seen it.
         over: BTreeMap<usize, Result<(), ()>>,
@@ -199,8 +199,8 @@ mod tests {
         fn start(&mut self) -> Start<Self::Outcome> {
             let world = &mut *self.world.borrow_mut();
             world.calls += 1;
-            if world.running.len() >= world.room {
-                return Start::NoRoom;
+            if world.running.len() >= world.capacity {
+                return Start::Busy;
             }
             world.started.push(self.id);
             if self.at_once {
@@ -238,7 +238,7 @@ mod tests {
         Fence,
         Flush,
         End { pick: usize, fails: bool },
-        Room(usize),
+        Capacity(usize),
         Advance,
     }
 
@@ -248,7 +248,7 @@ mod tests {
             1 => Just(Step::Fence),
             1 => Just(Step::Flush),
             4 => (any::<usize>(), any::<bool>()).prop_map(|(pick, fails)| Step::End { pick, fails }),
-            1 => (0..6_usize).prop_map(Step::Room),
+            1 => (0..6_usize).prop_map(Step::Capacity),
             3 => Just(Step::Advance),
         ];
         prop::collection::vec(step, 1..200)
@@ -257,16 +257,16 @@ mod tests {
     proptest! {
         #[test]
         fn fences_flushes_and_the_order_hold_over_any_sequence(steps in steps()) {
-            let world = Rc::new(RefCell::new(World { room: 3, ..World::default() }));
+            let world = Rc::new(RefCell::new(World { capacity: 3, ..World::default() }));
             let mut queue = Queue::default();
             // What was posted, with the number of works in front of the last fence before it; how
-            // each ended as far as was told; the flushes, with the number of works before them.
+            // each ended as far as was reported; the flushes, with the number of works before them.
             let (mut posted, mut fence) = (Vec::new(), 0);
-            let mut told = BTreeMap::new();
+            let mut seen = BTreeMap::new();
             let mut failed = BTreeSet::new();
             let mut flushes = BTreeMap::new();
             for step in steps.into_iter().chain((0..400).flat_map(|_| {
-                [Step::Room(5), Step::Advance, Step::End { pick: 0, fails: false }]
+                [Step::Capacity(5), Step::Advance, Step::End { pick: 0, fails: false }]
             })) {
                 match step {
                     Step::Post { at_once } => {
@@ -274,7 +274,7 @@ mod tests {
                         posted.push(fence);
                         let job = Job { id, at_once, world: Rc::clone(&world) };
                         let over = queue.post(job).map(|(job, outcome)| (job.id, outcome));
-                        told.extend(over);
+                        seen.extend(over);
                     }
                     Step::Fence => {
                         queue.fence();
@@ -294,10 +294,10 @@ mod tests {
                             failed.extend(fails.then_some(id));
                         }
                     }
-                    Step::Room(room) => world.borrow_mut().room = room,
+                    Step::Capacity(capacity) => world.borrow_mut().capacity = capacity,
                     Step::Advance => {
                         for (id, outcome) in advance(&mut queue) {
-                            prop_assert!(told.insert(id, outcome).is_none(), "{} told twice", id);
+                            prop_assert!(seen.insert(id, outcome).is_none(), "{} seen twice", id);
                         }
                     }
                 }
@@ -311,17 +311,17 @@ mod tests {
                 }
                 while let Some(who) = queue.flushed() {
                     let (before, done) = flushes.get_mut(&who).unwrap();
-                    prop_assert!((0..*before).all(|id| told.contains_key(&id)), "too early");
-                    prop_assert!(!std::mem::replace(done, true), "told twice");
+                    prop_assert!((0..*before).all(|id| seen.contains_key(&id)), "too early");
+                    prop_assert!(!std::mem::replace(done, true), "seen twice");
                 }
                 let late = |(before, done): &(usize, bool)| {
-                    !done && (0..*before).all(|id| told.contains_key(&id))
+                    !done && (0..*before).all(|id| seen.contains_key(&id))
                 };
                 prop_assert!(!flushes.values().any(late), "a flush waits for nothing");
             }
             prop_assert!(queue.is_empty() && !queue.has_fence());
-            prop_assert_eq!(told.len(), posted.len());
-            for (id, outcome) in told {
+            prop_assert_eq!(seen.len(), posted.len());
+            for (id, outcome) in seen {
                 prop_assert_eq!(outcome.is_err(), failed.contains(&id), "{}", id);
             }
         }
@@ -329,8 +329,8 @@ mod tests {
 
     /// However much waits, a look costs what is running, what it starts, and one try.
     #[test]
-    fn those_who_wait_cost_nothing() {
-        let world = Rc::new(RefCell::new(World { room: 4, ..World::default() }));
+    fn waiting_work_is_not_polled() {
+        let world = Rc::new(RefCell::new(World { capacity: 4, ..World::default() }));
         let mut queue = Queue::<_, usize>::default();
         for id in 0..10_000 {
             assert!(queue.post(Job { id, at_once: false, world: Rc::clone(&world) }).is_none());

@@ -9,7 +9,7 @@ use gaudi::{DeviceChoice, Error, OptionName, Options};
 use uct::config::{Kind, Ternary, Values, Variable};
 use uct::{Level, Status, Ucx, log};
 
-use crate::estimates::{self, Wishes};
+use crate::estimates::{self, Overrides};
 use crate::status;
 
 /// Prefix of the variables, behind `UCX_`.
@@ -151,7 +151,7 @@ pub(crate) struct Settings {
     pub(crate) reg_cost: f64,
     pub(crate) rcache: Ternary,
     pub(crate) rcache_limits: CacheLimits,
-    pub(crate) estimates: Wishes,
+    pub(crate) estimates: Overrides,
     pub(crate) nic_scale_out: Ternary,
     pub(crate) hw_block_access: bool,
     pub(crate) mem_hooks: Ternary,
@@ -165,16 +165,16 @@ pub(crate) fn chosen_device() -> DeviceChoice {
 }
 
 impl Settings {
-    /// Takes over what UCX parsed. `aloud`: say what is wrong with it.
+    /// Takes over what UCX parsed. `log_errors`: say what is wrong with it.
     pub(crate) fn read(
         ucx: &'static Ucx,
         values: &Values<'_>,
-        aloud: bool,
+        log_errors: bool,
     ) -> Result<Settings, Status> {
         ucx.set_log_level(level(values.choice("LOG_LEVEL")));
         let text = values.text("DEVICE");
         let device: DeviceChoice = text.parse().map_err(|error: Error| {
-            if aloud {
+            if log_errors {
                 log!(ucx, Warn, "UCX_GAUDI_COPY_DEVICE={text}: {}", status::explain(&error));
             }
             Status::INVALID_PARAM
@@ -189,7 +189,7 @@ impl Settings {
                 regions: values.uint("RCACHE_MAX_REGIONS") as usize,
                 bytes: cache_size(values.bytes("RCACHE_MAX_SIZE")),
             },
-            estimates: Wishes::read(values),
+            estimates: Overrides::read(values),
             nic_scale_out: values.ternary("ENABLE_NIC_SCALE_OUT"),
             hw_block_access: values.bool("ENABLE_HW_BLOCK_ACCESS"),
             mem_hooks: values.ternary("MEM_HOOKS"),

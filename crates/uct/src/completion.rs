@@ -1,4 +1,4 @@
-//! Completions: UCX's way to hear that an operation ended.
+//! Completions: how UCX is notified that an operation ended.
 
 use crate::abi::{RawCompletion, Status};
 
@@ -22,12 +22,12 @@ impl Completion {
         Completion(raw)
     }
 
-    /// Whether the caller wants to hear of the end at all.
+    /// Whether the caller wants to be notified at all.
     pub fn is_wanted(&self) -> bool {
         !self.0.is_null()
     }
 
-    /// Tells UCX. Runs UCX's callback, which may start other operations: hold no lock or borrow.
+    /// Notifies UCX. Runs UCX's callback, which may start other operations: hold no lock or borrow.
     pub fn finish(self, result: Result<(), Status>) {
         let Completion(raw) = self;
         if raw.is_null() {

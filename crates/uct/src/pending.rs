@@ -1,4 +1,4 @@
-//! Requests that wait for room in the transport.
+//! Requests that wait because the transport was busy.
 //!
 //! An operation that returns [`Status::NO_RESOURCE`](crate::Status::NO_RESOURCE) is queued by UCX
 //! here and driven again from progress, in order.
@@ -24,7 +24,7 @@ impl PendingQueue {
         self.waiting.borrow_mut().push_back((ep, request));
     }
 
-    /// Drives waiting requests until one finds no room. No borrow is held while UCX runs, since
+    /// Drives waiting requests until the transport is busy. No borrow is held while UCX runs, since
     /// it may add or purge requests meanwhile.
     ///
     /// # Safety
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn order_is_kept_while_the_first_finds_no_room() {
+    fn order_is_kept_while_the_transport_is_busy() {
         let queue = PendingQueue::default();
         let (mut first, mut second) = (request(1), request(0));
         let ep = core::ptr::without_provenance_mut(8);

@@ -1,8 +1,8 @@
-//! The events of UCX's libucm: hearing of host memory that is unmapped, and reporting device memory.
+//! The events of UCX's libucm: notification of host memory that is unmapped, and reports of device memory.
 //!
 //! libucm hooks the calls by which a process gives memory back (`munmap`, `brk`, `madvise`, …) and
-//! calls its handlers before the kernel does it. The same handlers hear of device memory that is
-//! allocated and freed, if whoever allocates it dispatches the events. Every copy of UCX has a libucm of
+//! calls its handlers before the kernel does it. The same handlers are called for device
+//! memory that is allocated and freed, if its allocator dispatches the events. Every copy of UCX has a libucm of
 //! its own; the functions are found through the libucs that belongs to the copy, whatever the file is
 //! called.
 
@@ -201,7 +201,7 @@ unsafe extern "C" fn forward(_: c_int, event: *mut UnmappedEvent, unmapped: *mut
         let unmapped = core::mem::transmute::<*mut c_void, Unmapped>(unmapped);
         ((*event).address.addr(), (*event).size, unmapped)
     };
-    // A panic must not pass into libucm. There is nobody to tell: writing a log allocates.
+    // A panic must not pass into libucm. It is not logged: writing a log allocates.
     let _ = catch_unwind(|| unmapped(start, len));
 }
 
@@ -218,23 +218,23 @@ mod tests {
             SEEN[1].store(len, Ordering::Relaxed);
             assert_ne!(len, 13, "a panic, to see that it goes no further");
         }
-        let tell = |address, size| {
+        let dispatch = |address, size| {
             let address = core::ptr::without_provenance_mut(address);
             let mut event = UnmappedEvent { address, size };
             // SAFETY: an event and a function of the types that the callback expects.
             unsafe { forward(VM_UNMAPPED, &mut event, note as *mut c_void) };
         };
-        tell(0x5000, 13);
-        tell(0x7000, 4096);
+        dispatch(0x5000, 13);
+        dispatch(0x7000, 4096);
         let seen = SEEN.each_ref().map(|number| number.load(Ordering::Relaxed));
         assert_eq!(seen, [0x7000, 4096]);
     }
 
     #[test]
-    fn a_new_handler_hears_of_the_memory_there_is_if_it_wants_to() {
-        unsafe extern "C" fn hear(_: c_int, event: *mut MemTypeEvent, heard: *mut c_void) {
+    fn a_new_alloc_handler_is_called_for_existing_memory_and_others_are_not() {
+        unsafe extern "C" fn record(_: c_int, event: *mut MemTypeEvent, recorded: *mut c_void) {
             // SAFETY: the test passes a vector and events.
-            unsafe { (*heard.cast::<Vec<usize>>()).push((*event).address.addr()) };
+            unsafe { (*recorded.cast::<Vec<usize>>()).push((*event).address.addr()) };
         }
         const SLOT: usize = REPORTERS - 1;
         let range = DeviceRange {
@@ -246,22 +246,22 @@ mod tests {
         let set = EXISTING[SLOT]
             .set(Box::new(move || vec![range, DeviceRange { start: 0xa000, ..range }]));
         assert!(set.is_ok());
-        let mut heard: Vec<usize> = Vec::new();
+        let mut recorded: Vec<usize> = Vec::new();
         let null = ListLink { prev: core::ptr::null_mut(), next: core::ptr::null_mut() };
         let mut handler = Handler {
             list: null,
             events: VM_UNMAPPED,
             priority: 0,
-            callback: hear,
-            argument: (&raw mut heard).cast(),
+            callback: record,
+            argument: (&raw mut recorded).cast(),
         };
         // SAFETY: a handler of the test's own.
         unsafe { report::<SLOT>(&mut handler) };
-        assert!(heard.is_empty(), "it asked for something else");
+        assert!(recorded.is_empty(), "it asked for something else");
         handler.events |= UCM_EVENT_MEM_TYPE_ALLOC as c_int;
         // SAFETY: as above.
         unsafe { report::<SLOT>(&mut handler) };
-        assert_eq!(heard, [0x9000, 0xa000]);
+        assert_eq!(recorded, [0x9000, 0xa000]);
     }
 
     #[test]

@@ -183,8 +183,8 @@ impl Level {
         (Level::TraceData, "data"),
     ];
 
-    /// UCX's number of a level; what is quieter than an error counts as one, what is more talkative
-    /// than this crate's levels as the last of them.
+    /// UCX's number of a level; what is below an error counts as one, what is above this crate's
+    /// levels as the last of them.
     pub(crate) fn of_number(number: c_int) -> Level {
         let at_most = |(level, _): &&(Level, _)| *level as c_int <= number;
         Self::ALL.iter().rev().find(at_most).map_or(Level::Error, |(level, _)| *level)
@@ -369,7 +369,7 @@ impl Ucx {
             unsafe { (*self.symbols.ucs_global_opts.cast::<LogComponent>()).file_filter };
         let component = LogComponent { level: self.log_level(), name: self.plugin, file_filter };
         let (file, text) = (c_string(file), c_string(&message.to_string()));
-        // Release builds of UCX drop whatever is more talkative than "debug", whoever sends it. That the
+        // Release builds of UCX drop every line above level "debug", also from plugins. That the
         // line is wanted was found out above.
         let shown_as = level.min(Level::Debug);
         // SAFETY: C strings and a component that live through the call; "%s" takes one of them.
@@ -386,7 +386,7 @@ impl Ucx {
         }
     }
 
-    /// Tells the memory-type cache of device memory.
+    /// Inserts device memory into the memory-type cache.
     ///
     /// A miss in that cache means "host memory" to UCP, without asking any memory domain, so this
     /// must happen before UCP sees the first address of the range.
@@ -469,7 +469,7 @@ impl Ucx {
         }
         let count = items.len() as u32;
         for (index, item) in items.into_iter().enumerate() {
-            // SAFETY: `memory` has room for `items.len()` elements, malloc-aligned.
+            // SAFETY: `memory` is large enough for `items.len()` elements, malloc-aligned.
             unsafe { memory.add(index).write(item) };
         }
         Some((memory, count))

@@ -30,7 +30,7 @@ pub(super) fn fill<I: Interface>(slots: &mut [*const c_void; IFACE_OP_SLOTS]) {
 
 fn status_of<I: Interface>(iface: IfaceRef<'_, I>, posted: Posted) -> Status {
     match posted {
-        // The operation is complete and the completion was never used: UCX must not hear of it.
+        // The operation is complete and the completion was never used: it must not be finished.
         Posted::Done(_unused) => Status::OK,
         Posted::Later => {
             iface.needs_progress();
@@ -206,7 +206,7 @@ unsafe extern "C" fn iface_fence<I: Interface>(iface: IfaceRef<'_, I>, _flags: c
 unsafe extern "C" fn progress<I: Interface>(iface: IfaceRef<'_, I>) -> c_uint {
     guarded(iface.ucx, "progress", 0, || {
         let mut events = iface.interface.progress();
-        if !iface.pending.is_empty() && iface.interface.has_room() {
+        if !iface.pending.is_empty() && iface.interface.has_capacity() {
             // SAFETY: UCX keeps requests alive until they succeed or are purged.
             events += unsafe { iface.pending.dispatch() };
         }
@@ -221,8 +221,8 @@ unsafe extern "C" fn pending_add<I: Interface>(
 ) -> Status {
     let iface = ep.iface();
     guarded_status(iface.ucx, "pending_add", || {
-        if iface.pending.is_empty() && iface.interface.has_room() {
-            // Room appeared meanwhile: UCX is to try again at once.
+        if iface.pending.is_empty() && iface.interface.has_capacity() {
+            // It has capacity by now: UCX is to try again at once.
             return Err(Status::BUSY);
         }
         iface.pending.add(ep.as_ptr(), request);

@@ -8,7 +8,7 @@ use core::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-use super::object::{IfaceRef, bytes, distance, head, place, unplace};
+use super::object::{IfaceRef, allocate, bytes, deallocate, distance, head};
 use super::{Interface, Peer};
 use crate::abi::{
     BaseEp, EP_PARAM_DEV_ADDR, EP_PARAM_IFACE_ADDR, EpParams, IFACE_OP_SLOTS, IsConnectedParams,
@@ -85,7 +85,7 @@ impl<I: Interface> core::ops::Deref for EpRef<'_, I> {
     fn deref(&self) -> &EpHead<I> {
         // SAFETY: A value of this type is an argument of a call through the table `operations::<I>`. UCX
         // makes such calls on endpoints of the interface that has the table, and those come from
-        // `ep_create::<I>` alone: `place` put their base structure behind room for an `EpHead<I>`, which
+        // `ep_create::<I>` alone: `allocate` put their base structure behind space for an `EpHead<I>`, which
         // is written before UCX learns the address. UCX destroys an endpoint once, after its last call,
         // and `ep_destroy::<I>` does not use this type once it has taken the head.
         unsafe { head(self.as_ptr()) }
@@ -128,7 +128,7 @@ unsafe extern "C" fn ep_create<I: Interface>(
         let class = head.ucx.symbols.uct_base_ep_t_class;
         // SAFETY: a class object of libuct: its size is that of this build's base structure.
         let size = unsafe { (*class).size };
-        let (base, allocation) = place::<EpHead<I>>(size).ok_or(Status::NO_MEMORY)?;
+        let (base, allocation) = allocate::<EpHead<I>>(size).ok_or(Status::NO_MEMORY)?;
         let mut initialised: c_int = 1;
         // SAFETY: `base` is zeroed memory of the class's size, `iface` an open interface.
         let status = unsafe {
@@ -138,7 +138,7 @@ unsafe extern "C" fn ep_create<I: Interface>(
             // SAFETY: undoes what the constructor did; then frees.
             unsafe {
                 (head.ucx.symbols.ucs_class_call_cleanup_chain)(class, base, initialised);
-                unplace::<EpHead<I>>(base, allocation);
+                deallocate::<EpHead<I>>(base, allocation);
             }
             return Err(status);
         }
@@ -147,10 +147,10 @@ unsafe extern "C" fn ep_create<I: Interface>(
             // SAFETY: undoes what the constructor did; then frees. Nobody else knows it.
             unsafe {
                 (head.ucx.symbols.ucs_class_call_cleanup_chain)(class, base, -1);
-                unplace::<EpHead<I>>(base, allocation);
+                deallocate::<EpHead<I>>(base, allocation);
             }
         })?;
-        // SAFETY: `place` left room for the head in front; out-parameter of the caller.
+        // SAFETY: `allocate` left space for the head in front; out-parameter of the caller.
         unsafe {
             base.byte_sub(distance::<EpHead<I>>()).cast::<EpHead<I>>().write(EpHead {
                 endpoint,
@@ -174,7 +174,7 @@ unsafe extern "C" fn ep_destroy<I: Interface>(ep: EpRef<'_, I>) {
         link.ep.store(core::ptr::null_mut(), Ordering::Relaxed);
         guarded(iface.ucx, "ep_destroy", (), || iface.interface.disconnect(endpoint));
         (iface.ucx.symbols.ucs_class_call_cleanup_chain)(class, base, -1);
-        unplace::<EpHead<I>>(base, allocation);
+        deallocate::<EpHead<I>>(base, allocation);
     }
 }
 

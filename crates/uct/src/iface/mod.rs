@@ -137,7 +137,7 @@ pub trait Interface: Send + Sized + 'static {
     /// Copies local buffers to consecutive remote addresses.
     ///
     /// # Errors
-    /// [`Status::NO_RESOURCE`] when there is no room now.
+    /// [`Status::NO_RESOURCE`] when the transport is busy now.
     fn put_zcopy(
         &self,
         endpoint: &Self::Endpoint,
@@ -153,7 +153,7 @@ pub trait Interface: Send + Sized + 'static {
     /// Copies from consecutive remote addresses to local buffers.
     ///
     /// # Errors
-    /// [`Status::NO_RESOURCE`] when there is no room now.
+    /// [`Status::NO_RESOURCE`] when the transport is busy now.
     fn get_zcopy(
         &self,
         endpoint: &Self::Endpoint,
@@ -194,8 +194,8 @@ pub trait Interface: Send + Sized + 'static {
         true
     }
 
-    /// Whether an operation posted now would find room.
-    fn has_room(&self) -> bool {
+    /// Whether an operation posted now would be taken.
+    fn has_capacity(&self) -> bool {
         true
     }
 
@@ -232,7 +232,7 @@ pub struct OpenRequest<'a> {
     pub device: String,
     /// Configuration.
     pub config: Values<'a>,
-    /// The level at which the user wants to hear of peers that fail (`UCX_<PREFIX>FAILURE`).
+    /// The level at which failures of peers are to be logged (`UCX_<PREFIX>FAILURE`).
     pub failure_level: Level,
 }
 
@@ -334,7 +334,7 @@ impl<'a, M> Buffers<'a, M> {
         Buffers { iov, memory: PhantomData }
     }
 
-    /// The pieces in order, strided entries spelt out, with their handles.
+    /// The pieces in order, strided entries one by one, with their handles.
     pub fn iter(&self) -> impl Iterator<Item = (Buffer, Option<&'a M>)> + use<'a, M> {
         self.iov.iter().flat_map(|iov| {
             // SAFETY: as promised at construction.
@@ -352,7 +352,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn strided_buffers_are_spelt_out_and_empty_ones_left_out() {
+    fn strided_buffers_are_listed_one_by_one_and_empty_ones_left_out() {
         let null = core::ptr::null_mut();
         let at = |address, length, stride, count| Iov {
             buffer: core::ptr::without_provenance_mut(address),

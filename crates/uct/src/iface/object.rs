@@ -112,14 +112,14 @@ pub(super) const fn distance<T>() -> usize {
 /// The head in front of a base structure.
 ///
 /// # Safety
-/// `base` was made by [`place`] with the same `T` and its head was written.
+/// `base` was made by [`allocate`] with the same `T` and its head was written.
 pub(crate) unsafe fn head<'a, T>(base: *mut c_void) -> &'a T {
     // SAFETY: as the caller promises.
     unsafe { &*base.byte_sub(distance::<T>()).cast::<T>() }
 }
 
-/// Room for a head and a zeroed base structure of `size` bytes; returns the base.
-pub(super) fn place<T>(size: usize) -> Option<(*mut c_void, Layout)> {
+/// Allocates a head, not initialised, and a zeroed base structure of `size` bytes; returns the base.
+pub(super) fn allocate<T>(size: usize) -> Option<(*mut c_void, Layout)> {
     let layout = Layout::from_size_align(distance::<T>() + size, ALIGN).ok()?;
     // SAFETY: the size is not zero.
     let memory = unsafe { alloc_zeroed(layout) };
@@ -128,8 +128,8 @@ pub(super) fn place<T>(size: usize) -> Option<(*mut c_void, Layout)> {
 }
 
 /// # Safety
-/// `base` and `layout` came from [`place`] with the same `T`; nothing uses it any more.
-pub(super) unsafe fn unplace<T>(base: *mut c_void, layout: Layout) {
+/// `base` and `layout` came from [`allocate`] with the same `T`; nothing uses it any more.
+pub(super) unsafe fn deallocate<T>(base: *mut c_void, layout: Layout) {
     // SAFETY: as the caller promises.
     unsafe { dealloc(base.byte_sub(distance::<T>()).cast(), layout) };
 }
@@ -159,7 +159,7 @@ impl<I: Interface> core::ops::Deref for IfaceRef<'_, I> {
         // SAFETY: A value of this type is an argument of a call through the tables `operations::<I>` or
         // `internal_operations::<I>`, or made by `from_raw` with the same promise. Those tables are in a
         // `TransportObject<I>`, and only `iface_open::<I>` gives them to UCX, for a base structure that
-        // `place` put behind room for an `IfaceHead<I>`, which is written before UCX learns the address.
+        // `allocate` put behind space for an `IfaceHead<I>`, which is written before UCX learns the address.
         // UCX calls with that address, after open and before close returns; `iface_close::<I>` does not
         // use this type once it has taken the head. Nobody has a `&mut` to the head in between, and UCX
         // holds the worker's lock, so that its cells are used by one thread at a time.
@@ -281,7 +281,7 @@ unsafe extern "C" fn iface_open<I: Interface>(
         let class = ucx.symbols.uct_base_iface_t_class;
         // SAFETY: a class object of libuct: its size is that of this build's base structure.
         let size = unsafe { (*class).size };
-        let (base, allocation) = place::<IfaceHead<I>>(size).ok_or(Status::NO_MEMORY)?;
+        let (base, allocation) = allocate::<IfaceHead<I>>(size).ok_or(Status::NO_MEMORY)?;
         let mut initialised: c_int = 1;
         // SAFETY: `base` is zeroed memory of the class's size; the tables live for ever. The two
         // last arguments exist in builds with statistics only; others ignore them.
@@ -304,7 +304,7 @@ unsafe extern "C" fn iface_open<I: Interface>(
             // SAFETY: undoes what the constructor did, as UCX's own callers do; then frees.
             unsafe {
                 (ucx.symbols.ucs_class_call_cleanup_chain)(class, base, initialised);
-                unplace::<IfaceHead<I>>(base, allocation);
+                deallocate::<IfaceHead<I>>(base, allocation);
             }
             return Err(status);
         }
@@ -319,7 +319,7 @@ unsafe extern "C" fn iface_open<I: Interface>(
             address_lengths,
             allocation,
         };
-        // SAFETY: `place` left room for the head in front; out-parameter of the caller.
+        // SAFETY: `allocate` left space for the head in front; out-parameter of the caller.
         unsafe {
             base.byte_sub(distance::<IfaceHead<I>>()).cast::<IfaceHead<I>>().write(head);
             *iface_p = base;
@@ -339,7 +339,7 @@ unsafe extern "C" fn iface_close<I: Interface>(iface: IfaceRef<'_, I>) {
         let head = base.byte_sub(distance::<IfaceHead<I>>()).cast::<IfaceHead<I>>().read();
         guarded(ucx, "iface_close", (), || drop(head));
         (ucx.symbols.ucs_class_call_cleanup_chain)(class, base, -1);
-        unplace::<IfaceHead<I>>(base, allocation);
+        deallocate::<IfaceHead<I>>(base, allocation);
     }
 }
 
@@ -532,7 +532,7 @@ unsafe extern "C" fn get_address<I: Interface>(iface: IfaceRef<'_, I>, to: *mut 
 }
 
 /// # Safety
-/// `to` has room for `length` bytes.
+/// `to` is valid for writing `length` bytes.
 unsafe fn store(address: &[u8], length: usize, to: *mut c_void) -> Result<Status, Status> {
     if address.len() != length {
         return Err(Status::INVALID_ADDR);

@@ -405,7 +405,7 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
         if wants.dmabuf && self.settings.dmabuf != Ternary::No {
             if answer.contains(address, length) {
                 let exported = self.export(&device, DeviceAddr(address), length as u64);
-                answer.dmabuf = exported.inspect_err(|error| no_dmabuf(error)).ok();
+                answer.dmabuf = exported.inspect_err(|error| no_dmabuf(&explain(error))).ok();
             } else {
                 no_dmabuf(&"it runs past the end of the Gaudi allocation it begins in");
             }

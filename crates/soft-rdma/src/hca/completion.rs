@@ -18,7 +18,8 @@ pub(crate) enum Armed {
 
 #[derive(Default)]
 struct Inner {
-    queue: VecDeque<ibv_wc>,
+    /// Completions, and whether each was solicited.
+    queue: VecDeque<(ibv_wc, bool)>,
     armed: Armed,
     overrun: bool,
 }
@@ -68,17 +69,14 @@ impl CompletionQueue {
             self.asynchronous.push(AsyncEvent { kind: IBV_EVENT_CQ_ERR, element });
             return;
         }
-        inner.queue.push_back(wc);
+        inner.queue.push_back((wc, solicited));
         let notify = match inner.armed {
             Armed::No => false,
             Armed::Any => true,
             Armed::Solicited => solicited || wc.status != IBV_WC_SUCCESS,
         };
         if notify {
-            inner.armed = Armed::No;
-            if let Some(channel) = &self.channel {
-                channel.push(self.clone());
-            }
+            self.notify(&mut inner);
         }
     }
 
@@ -89,23 +87,42 @@ impl CompletionQueue {
             return Err(());
         }
         let count = most.min(inner.queue.len());
-        inner.queue.drain(..count).for_each(&mut take);
+        inner.queue.drain(..count).for_each(|(wc, _)| take(wc));
         Ok(count)
     }
 
-    /// Asks for one notification of the next completion.
-    pub(crate) fn arm(&self, solicited_only: bool) {
+    /// Asks for one notification of the next completion that the program has not polled.
+    ///
+    /// What came between its last poll and this call counts, as it does on ConnectX, whose programs
+    /// (UCX) rely on that: they arm and sleep without another look.
+    pub(crate) fn arm(self: &Arc<Self>, solicited_only: bool) {
         let mut inner = lock(&self.inner);
         let wanted = if solicited_only { Armed::Solicited } else { Armed::Any };
         // Asking for less does not take back that more was asked for.
         if inner.armed != Armed::Any {
             inner.armed = wanted;
         }
+        let unpolled = match inner.armed {
+            Armed::Any => !inner.queue.is_empty(),
+            _ => {
+                inner.queue.iter().any(|(wc, solicited)| *solicited || wc.status != IBV_WC_SUCCESS)
+            }
+        };
+        if unpolled {
+            self.notify(&mut inner);
+        }
+    }
+
+    fn notify(self: &Arc<Self>, inner: &mut Inner) {
+        inner.armed = Armed::No;
+        if let Some(channel) = &self.channel {
+            channel.push(self.clone());
+        }
     }
 
     /// Removes what a queue pair left, so that nobody sees its completions after it is gone.
     pub(crate) fn forget(&self, qp_num: u32) {
-        lock(&self.inner).queue.retain(|wc| wc.qp_num != qp_num);
+        lock(&self.inner).queue.retain(|(wc, _)| wc.qp_num != qp_num);
     }
 
     /// Before the queue goes: no more events, and waits for their acknowledgement.
@@ -141,11 +158,27 @@ mod tests {
         let (cq, channel, _) = queue(9);
         cq.push(ibv_wc::default(), false);
         assert_eq!(channel.pop(|_| ()), Err(Errno::AGAIN));
+        assert_eq!(cq.poll(9, |_| ()), Ok(1));
         cq.arm(false);
+        assert_eq!(channel.pop(|_| ()), Err(Errno::AGAIN));
         cq.push(ibv_wc::default(), false);
         cq.push(ibv_wc::default(), false);
         assert_eq!(channel.pop(|_| ()), Ok(()));
         assert_eq!(channel.pop(|_| ()), Err(Errno::AGAIN));
+    }
+
+    #[test]
+    fn arming_with_something_to_poll_notifies_at_once() {
+        let (cq, channel, _) = queue(9);
+        cq.push(ibv_wc::default(), false);
+        cq.arm(true);
+        assert_eq!(channel.pop(|_| ()), Err(Errno::AGAIN));
+        cq.arm(false);
+        assert_eq!(channel.pop(|_| ()), Ok(()));
+        cq.push(ibv_wc::default(), true);
+        assert_eq!(channel.pop(|_| ()), Err(Errno::AGAIN));
+        cq.arm(true);
+        assert_eq!(channel.pop(|_| ()), Ok(()));
     }
 
     #[test]
@@ -156,6 +189,7 @@ mod tests {
         assert_eq!(channel.pop(|_| ()), Err(Errno::AGAIN));
         cq.push(ibv_wc { status: 5, ..Default::default() }, false);
         assert_eq!(channel.pop(|_| ()), Ok(()));
+        assert_eq!(cq.poll(9, |_| ()), Ok(2));
         cq.arm(true);
         cq.push(ibv_wc::default(), true);
         assert_eq!(channel.pop(|_| ()), Ok(()));

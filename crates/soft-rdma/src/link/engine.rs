@@ -80,7 +80,7 @@ pub(crate) struct Engine {
 }
 
 /// While a program polls at least that often the thread leaves the work to it.
-const POLLING: Duration = Duration::from_millis(1);
+const POLLING: Duration = Duration::from_micros(200);
 
 fn listen_unix(node: &Node, config: &Config) -> Result<OwnedFd, Errno> {
     let path = node.socket_path(config.node, node.slot);

@@ -58,15 +58,8 @@ counters! {
 /// The counters of this process.
 pub(crate) static STATS: Stats = Stats::new();
 
-/// Appends a line with all counters to the configured file when the process ends.
-pub(crate) fn write_at_exit() {
-    if crate::config::get().stats.is_some() {
-        // SAFETY: the library is never unloaded, so the function stays.
-        unsafe { libc::atexit(write) };
-    }
-}
-
-extern "C" fn write() {
+/// Appends a line with all counters to the configured file.
+pub(crate) fn write() {
     let Some(path) = &crate::config::get().stats else { return };
     let counters: Vec<_> =
         STATS.read().iter().map(|(name, value)| format!("\"{name}\":{value}")).collect();

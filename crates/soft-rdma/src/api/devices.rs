@@ -180,7 +180,7 @@ pub unsafe extern "C" fn ibv_open_device(device: *mut ibv_device) -> *mut ibv_co
     })
 }
 
-/// Closes a device; refused while it has objects.
+/// Closes a device. Like rdma-core's it never refuses: programs leave objects behind (perftest does).
 ///
 /// # Safety
 /// `context` is open.
@@ -189,8 +189,11 @@ pub unsafe extern "C" fn ibv_close_device(context: *mut ibv_context) -> c_int {
     minus_one(|| {
         // SAFETY: the caller's promise.
         let open: &Context = unsafe { from_c(context) }?;
-        if open.objects.load(Ordering::Acquire) != 0 {
-            return Err(Errno::BUSY);
+        let objects = open.objects.load(Ordering::Acquire);
+        if objects != 0 {
+            // They refer to the context, so it stays, with them, until the process ends.
+            config::log!(Debug, "closed with {objects} objects that were not destroyed");
+            return Ok(());
         }
         // SAFETY: it came from `ibv_open_device` and nothing refers to it.
         drop(unsafe { Box::from_raw(context.cast::<Context>()) });

@@ -199,7 +199,7 @@ unsafe fn write<T>(pointer: *mut T, value: T) -> Result<(), Errno> {
 /// # Safety
 /// `context` is the context of a live object.
 unsafe fn context_of<'a>(context: *mut ibv_context) -> Result<&'a Context, Errno> {
-    // SAFETY: contexts outlive their objects: closing one with objects is refused.
+    // SAFETY: contexts outlive their objects: one that is closed with objects stays.
     unsafe { from_c(context) }
 }
 

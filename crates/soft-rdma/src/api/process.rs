@@ -10,7 +10,7 @@ use crate::hca::events::lock;
 use crate::hca::model::LinkModel;
 use crate::link::engine::Engine;
 use crate::node::{Node, random};
-use crate::stats::STATS;
+use crate::stats::{self, STATS};
 
 /// HCA and engine of this process.
 #[derive(Clone)]
@@ -40,7 +40,8 @@ pub(super) fn get() -> Result<&'static Process, Errno> {
     hca.model = config.model.map(LinkModel::new);
     let hca = Arc::new(hca);
     let engine = Engine::start(hca.clone(), node, config)?;
-    crate::stats::write_at_exit();
+    // SAFETY: the library is never unloaded, so the function stays.
+    unsafe { libc::atexit(at_exit) };
     log!(
         Info,
         "this is a software HCA, not hardware ({} device(s), node {}, slot {slot}, {})",
@@ -52,4 +53,14 @@ pub(super) fn get() -> Result<&'static Process, Errno> {
     let made: &'static Process = Box::leak(Box::new(Process { hca, engine, pid }));
     *process = Some(made);
     Ok(made)
+}
+
+/// The process ends by `exit`: the HCA answers what it has executed, then writes its counters.
+extern "C" fn at_exit() {
+    let ours = PROCESS.try_lock().ok().and_then(|process| *process);
+    // In a forked child the engine's thread, and whatever it locked, stayed behind.
+    if let Some(process) = ours.filter(|process| process.pid == rustix::process::getpid()) {
+        process.engine.finish();
+        stats::write();
+    }
 }

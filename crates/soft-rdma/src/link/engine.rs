@@ -228,6 +228,18 @@ impl Engine {
         }
     }
 
+    /// Waits until requests that are being executed are answered: the process is about to end, and
+    /// a peer whose message was received must not be told otherwise.
+    pub(crate) fn finish(&self) {
+        for _ in 0..1000 {
+            // Whoever has the turn writes all answers before giving it up.
+            if self.turn.try_lock().is_ok() {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
     fn handle(&self, events: &[epoll::Event]) {
         for event in events {
             match event.data.u64() {

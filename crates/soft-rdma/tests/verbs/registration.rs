@@ -40,7 +40,6 @@ fn objects_in_use_cannot_be_destroyed() {
     unsafe {
         assert_eq!(ibv_dealloc_pd(device.pd), libc::EBUSY);
         assert_eq!(ibv_destroy_cq(device.cq), libc::EBUSY);
-        assert_eq!((ibv_close_device(device.context), last_error()), (-1, libc::EBUSY));
         qp.destroy();
         drop(buffer);
         assert_eq!(ibv_destroy_cq(device.cq), 0);

@@ -1,0 +1,162 @@
+//! rdma-core's own programs and perftest on the library, unchanged.
+//!
+//! Needs the library (`cargo xtask build`) and the programs: in `VERBS_TOOLS`, a folder into which
+//! Debian's packages `ibverbs-utils`, `perftest` and what they depend on were unpacked, or on `PATH`.
+
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+struct Tools {
+    library: PathBuf,
+    unpacked: Option<PathBuf>,
+    folder: PathBuf,
+}
+
+impl Drop for Tools {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.folder);
+    }
+}
+
+/// Kills the server if the test ends before it does.
+struct Server(Child);
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Tools {
+    /// `None`, with the reason printed, where library or program are missing.
+    fn find(program: &str) -> Option<Self> {
+        let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().expect("below target");
+        let library = target.join("dist/lib/ucx-gaudi/soft/rdma");
+        if !library.join("libibverbs.so.1").exists() {
+            eprintln!("skipped: no library (cargo xtask build)");
+            return None;
+        }
+        let unpacked = std::env::var_os("VERBS_TOOLS").map(PathBuf::from);
+        let places = match &unpacked {
+            Some(root) => vec![root.join("usr/bin")],
+            None => std::env::split_paths(&std::env::var_os("PATH")?).collect(),
+        };
+        if !places.iter().any(|place| place.join(program).exists()) {
+            eprintln!(
+                "skipped: no {program} (install ibverbs-utils and perftest, or set VERBS_TOOLS)"
+            );
+            return None;
+        }
+        let folder =
+            PathBuf::from(format!("/tmp/soft-rdma-tools-{}-{program}", std::process::id()));
+        Some(Self { library, unpacked, folder })
+    }
+
+    fn command(&self, program: &str, arguments: &[&str]) -> Command {
+        let mut path = vec![self.library.clone()];
+        let mut command = match &self.unpacked {
+            Some(root) => {
+                path.extend(
+                    ["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu"]
+                        .map(|below| root.join(below)),
+                );
+                Command::new(root.join("usr/bin").join(program))
+            }
+            None => Command::new(program),
+        };
+        command
+            .args(arguments)
+            .env("LD_LIBRARY_PATH", std::env::join_paths(path).expect("no colons"))
+            .env("SOFT_RDMA_DIR", &self.folder)
+            .env("SOFT_RDMA_LOG", "off");
+        command
+    }
+
+    /// Runs server and client of a program; both must succeed.
+    #[track_caller]
+    fn pair(program: &str, arguments: &[&str]) {
+        let Some(tools) = Self::find(program) else { return };
+        let port = TcpListener::bind(("127.0.0.1", 0))
+            .and_then(|free| free.local_addr())
+            .expect("a port")
+            .port();
+        let port = port.to_string();
+        let arguments = [&["-p", &port], arguments].concat();
+        let mut server = tools.command(program, &arguments);
+        let mut server = Server(server.stdout(Stdio::null()).spawn().expect("the server starts"));
+        let end = Instant::now() + Duration::from_secs(60);
+        // The client gives up at once if the server does not listen yet.
+        let client = loop {
+            let client = output(tools.command(program, &[&arguments[..], &["127.0.0.1"]].concat()));
+            let text = String::from_utf8_lossy(&client.stderr).into_owned();
+            if !text.contains("Couldn't connect") || Instant::now() > end {
+                break client;
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        };
+        let text = [client.stdout, client.stderr].concat();
+        assert!(client.status.success(), "{program}: {}", String::from_utf8_lossy(&text));
+        assert!(
+            server.0.wait().expect("the server ends").success(),
+            "{program}: the server failed"
+        );
+    }
+}
+
+fn output(mut command: Command) -> Output {
+    command.output().expect("the program runs")
+}
+
+#[test]
+fn ibv_devinfo_describes_the_device() {
+    let Some(tools) = Tools::find("ibv_devinfo") else { return };
+    let output = output(tools.command("ibv_devinfo", &["-v"]));
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{text}");
+    for expected in ["softrdma0", "soft-rdma", "PORT_ACTIVE", "InfiniBand"] {
+        assert!(text.contains(expected), "{expected} is missing in {text}");
+    }
+}
+
+#[test]
+fn ibv_rc_pingpong_checks_its_buffers() {
+    Tools::pair("ibv_rc_pingpong", &["-c"]);
+}
+
+#[test]
+fn ibv_rc_pingpong_sleeps_on_events() {
+    Tools::pair("ibv_rc_pingpong", &["-c", "-e", "-n", "200"]);
+}
+
+#[test]
+fn ibv_srq_pingpong_runs() {
+    Tools::pair("ibv_srq_pingpong", &["-n", "200"]);
+}
+
+#[test]
+fn ibv_ud_pingpong_runs() {
+    Tools::pair("ibv_ud_pingpong", &["-n", "200"]);
+}
+
+#[test]
+fn ib_write_bw_runs() {
+    Tools::pair("ib_write_bw", &["-n", "500"]);
+}
+
+#[test]
+fn ib_read_bw_runs() {
+    Tools::pair("ib_read_bw", &["-n", "500"]);
+}
+
+#[test]
+fn ib_send_bw_runs() {
+    Tools::pair("ib_send_bw", &["-n", "500"]);
+}
+
+#[test]
+fn ib_atomic_bw_runs() {
+    Tools::pair("ib_atomic_bw", &["-n", "500"]);
+}

@@ -26,6 +26,7 @@ unsafe impl Sync for CachedPin {}
 impl CachedPin {
     /// # Panics
     /// If the reference is to another cache's table: releasing it here would be unsound.
+    #[inline]
     pub(super) fn new(cache: &Arc<Shared>, range: RangeRef<'_, HostPin>) -> Self {
         assert!(range.is_of(&cache.table));
         Self { cache: Arc::clone(cache), range: range.into_raw() }

@@ -57,6 +57,9 @@ static CACHES: OnceLock<Roster<Shared, CARDS>> = OnceLock::new();
 /// Whether invalidated pins may wait to be unpinned: a hint for [`reclaim`].
 static INVALIDATED: AtomicBool = AtomicBool::new(false);
 
+/// Whether a pin was ever refused: spares [`registered`] the list of caches.
+static REFUSED: AtomicBool = AtomicBool::new(false);
+
 /// Tells all caches that memory of `[start, start + len)` is about to be unmapped: no copy that starts
 /// after this returns uses a pin of it that was made before.
 ///
@@ -78,7 +81,10 @@ pub fn invalidate(start: usize, len: usize) {
 
 /// Memory was registered: where unmap events arrive, pinning it may be tried again.
 pub(super) fn registered(start: usize, len: usize) {
-    let Some(caches) = CACHES.get().filter(|_| runtime().rcache().has_events()) else { return };
+    if !REFUSED.load(Ordering::Relaxed) || !runtime().rcache().has_events() {
+        return;
+    }
+    let Some(caches) = CACHES.get() else { return };
     let range = pages(start as u64, len as u64);
     caches.for_each(|cache| cache.refusals.invalidate(&range));
 }
@@ -139,6 +145,7 @@ impl Shared {
     }
 
     /// The same, at the price of one load where there is nothing to do.
+    #[inline]
     fn reclaim_if_marked(&self) {
         if self.table.has_marked() {
             self.reclaim();
@@ -236,6 +243,7 @@ impl Cache {
     }
 
     /// The cached pin that covers `[addr, addr + len)`. Wait-free.
+    #[inline]
     pub(super) fn find(&self, addr: usize, len: usize) -> Option<Pinned> {
         if !self.switch().is_wanted() {
             return None;
@@ -247,6 +255,7 @@ impl Cache {
     }
 
     /// The address of host memory that is cached as a whole; counts as a copy's lookup does.
+    #[inline]
     pub(crate) fn address_of(&self, addr: usize, len: usize) -> Option<DeviceAddr> {
         self.find(addr, len).map(|pinned| pinned.addr)
     }
@@ -272,6 +281,7 @@ impl Cache {
     /// Remembers that the driver refused `[start, start + len)` when `unpins` pins had been given back.
     pub(super) fn remember_refusal(&self, start: u64, len: u64, reason: Reason, unpins: u64) {
         self.shared.refusals.insert(&pages(start, len), reason, unpins);
+        REFUSED.store(true, Ordering::Relaxed);
     }
 
     /// Pins, with `pin`, all pages of `whole`, which contains `[addr, addr + len)`, and caches the pin.
@@ -366,6 +376,7 @@ impl Cache {
     }
 
     /// `addr`, which is in what was found.
+    #[inline]
     fn pinned(&self, found: Found<'_, HostPin>, addr: usize) -> Pinned {
         let seen = DeviceAddr(found.base + (addr as u64 - found.start));
         let guard = PinRef::Cached(CachedPin::new(&self.shared, found.range));

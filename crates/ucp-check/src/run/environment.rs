@@ -52,8 +52,6 @@ impl FromStr for Variable {
 /// What the kernel is to refuse a process.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub enum Refusal {
-    /// `pidfd_getfd`, by a seccomp filter, as in a container with Docker's default profile
-    PidfdGetfd,
     /// To trace each other (`ptrace`), each being in a Landlock domain of its own: what
     /// kernel.yama.ptrace_scope=1 refuses to siblings, and more
     Ptrace,
@@ -96,7 +94,6 @@ impl Refusal {
         let done = unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
         check(done.into()).context("giving up new privileges")?;
         match self {
-            Refusal::PidfdGetfd => filter(libc::SYS_pidfd_getfd).context("a seccomp filter"),
             Refusal::Ptrace => enter_domain().context("a Landlock domain"),
         }
     }
@@ -104,28 +101,6 @@ impl Refusal {
 
 fn check(done: libc::c_long) -> io::Result<libc::c_long> {
     if done < 0 { Err(io::Error::last_os_error()) } else { Ok(done) }
-}
-
-/// Has the kernel answer a system call with `EPERM`.
-fn filter(call: libc::c_long) -> io::Result<()> {
-    let statement = |code: u32, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: 0, k };
-    let is_call = libc::sock_filter {
-        code: (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16,
-        jt: 0,
-        jf: 1,
-        k: call as u32,
-    };
-    let mut program = [
-        statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0), // the call's number
-        is_call,
-        statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32),
-        statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW),
-    ];
-    let filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
-    // SAFETY: the program lives across the call.
-    let done =
-        unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const filter) };
-    check(done.into()).map(|_| ())
 }
 
 /// Makes a Landlock domain that forbids something nobody does, and enters it: no process outside it may
@@ -168,8 +143,7 @@ mod tests {
     #[test]
     fn a_process_is_told_what_is_refused_to_it() {
         assert!(Environment::default().arguments().is_empty());
-        let environment =
-            Environment { refuse: Some(Refusal::PidfdGetfd), ..Environment::default() };
-        assert_eq!(environment.arguments(), ["--refuse", "pidfd-getfd"]);
+        let environment = Environment { refuse: Some(Refusal::Ptrace), ..Environment::default() };
+        assert_eq!(environment.arguments(), ["--refuse", "ptrace"]);
     }
 }

@@ -98,7 +98,7 @@ impl FromStr for DeviceChoice {
                 format!("\"{}\" names no device", text.escape_debug()),
                 "write an index (0), a module id (module:2) or a PCI bus id (0000:33:00.0)",
             )
-            .blame_setting()
+            .caused_by_setting()
         })
     }
 }

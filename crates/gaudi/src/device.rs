@@ -20,10 +20,10 @@ use crate::memory::{AddressTable, DeviceRange, Extent, Memory};
 use crate::pin::Pins;
 use crate::process::ProcessBound;
 use crate::rcache::CacheInfo;
-use crate::runtime::Registration;
+use crate::runtime::DirectoryGuard;
 use crate::share::{self, Handles};
 use crate::stats::{Counter, Counts, Gauge, Path, Tally};
-use crate::window::{Announcement, Blocked};
+use crate::window::{Announcement, ReservedAddresses};
 use crate::{
     Allocation, DeviceAddr, DeviceInfo, Direction, Error, ErrorKind, Import, Notifier, PAGE_SIZE,
     Segment, Side, SubmitError, Transfer, Window, runtime,
@@ -59,14 +59,14 @@ pub struct MemoryInfo {
 
 /// Memory of the application that peers may have open still.
 #[derive(Debug)]
-pub(crate) struct Forgotten {
+pub(crate) struct Withdrawn {
     let_go: Arc<AtomicBool>,
 }
 
-impl Forgotten {
+impl Withdrawn {
     /// Waits until no peer has any of it, but not longer than it takes a peer that only keeps it at
     /// hand: one that is using it is the application's own business.
-    pub(crate) fn wait(all: &[Forgotten]) {
+    pub(crate) fn wait(all: &[Withdrawn]) {
         for pause in PEERS_PAUSES_MS {
             if all.iter().all(|one| one.let_go.load(Ordering::Acquire)) {
                 return;
@@ -106,8 +106,8 @@ struct Open {
     staging: OnceLock<Result<Arc<SlotPool>, Error>>,
     memory: Memory,
     backend: Arc<dyn Backend>,
-    _blocked: Option<Blocked>,
-    _registration: Registration,
+    _blocked: Option<ReservedAddresses>,
+    _listed: DirectoryGuard,
 }
 
 impl fmt::Debug for Device {
@@ -131,8 +131,8 @@ impl Device {
         backend: Arc<dyn Backend>,
         window: Window,
         geometry: Geometry,
-        blocked: Option<Blocked>,
-        registration: Registration,
+        blocked: Option<ReservedAddresses>,
+        listed: DirectoryGuard,
     ) -> Arc<Self> {
         let counts = Counts::of(&window.info);
         counts.opened();
@@ -146,7 +146,7 @@ impl Device {
             memory: Memory::new(window.range(), geometry, counts),
             backend,
             _blocked: blocked,
-            _registration: registration,
+            _listed: listed,
         };
         Arc::new(Self {
             info: window.info.clone(),
@@ -248,15 +248,15 @@ impl Device {
 
     /// Forgets memory that the application is about to unmap: nobody finds it or can open it from now
     /// on, and copies with the hardware are waited for. A peer that has it open, be it only to have it
-    /// at hand, keeps the driver from unmapping it: it is asked to let go, and [`Forgotten::wait`]
+    /// at hand, keeps the driver from unmapping it: it is asked to let go, and [`Withdrawn::wait`]
     /// waits for that.
-    pub(crate) fn forget_foreign(&self, addr: DeviceAddr, len: u64) -> Forgotten {
+    pub(crate) fn withdraw_foreign(&self, addr: DeviceAddr, len: u64) -> Withdrawn {
         runtime().table().remove(addr.0);
         self.open.engine.quiesce(&(addr.0..addr.0 + len));
         let let_go = Arc::new(AtomicBool::new(false));
         let set = Arc::clone(&let_go);
         share::freed(addr, len, self.counts, move || set.store(true, Ordering::Release));
-        Forgotten { let_go }
+        Withdrawn { let_go }
     }
 
     /// A dma-buf for `[addr, addr + len)`, which must lie in one live allocation: a close-on-exec

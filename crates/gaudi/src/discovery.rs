@@ -90,7 +90,7 @@ pub(crate) fn discover(library: &Arc<Library>) -> Result<Discovered, Error> {
             let detail = format!("{VISIBLE_MODULES} hides all {before} cards");
             let remedy = "list module ids of cards that are there";
             let hidden = Error::new(ErrorKind::DeviceNotFound, LOOKING, detail, remedy);
-            return Err(hidden.blame_setting());
+            return Err(hidden.caused_by_setting());
         }
         let nothing = || String::from("there is no Gaudi in this machine");
         return Err(none(library, last_problem.unwrap_or_else(nothing)));
@@ -184,7 +184,7 @@ fn read_modules(text: &str) -> Result<Option<BTreeSet<u32>>, Error> {
             format!("{VISIBLE_MODULES}=\"{}\" is not a list of module ids", text.escape_debug()),
             "write numbers with commas between them, for example 0,2,3",
         )
-        .blame_setting()
+        .caused_by_setting()
     })
 }
 

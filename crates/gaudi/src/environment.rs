@@ -20,7 +20,7 @@ pub(crate) fn read(name: &str) -> Result<Option<String>, Error> {
             format!("{name}={value:?} is not UTF-8 text"),
             "set it to plain text, or unset it",
         )
-        .blame_setting()
+        .caused_by_setting()
     })?;
     let text = text.trim();
     Ok((!text.is_empty()).then(|| text.to_owned()))

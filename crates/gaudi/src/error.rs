@@ -206,7 +206,7 @@ impl Error {
     }
 
     /// Says that the user's settings are the cause.
-    pub(crate) fn blame_setting(mut self) -> Self {
+    pub(crate) fn caused_by_setting(mut self) -> Self {
         self.setting_wrong = true;
         self
     }

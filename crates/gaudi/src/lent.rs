@@ -12,11 +12,11 @@ use std::collections::{BTreeMap, HashMap};
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::backend::lent::Lent;
-use crate::device::Forgotten;
+use crate::backend::lent::LentDriver;
+use crate::device::Withdrawn;
 use crate::error::Phase;
-use crate::holders;
 use crate::memory::DeviceRange;
+use crate::owners;
 use crate::window::ForeignMemory;
 use crate::{BusId, Device, DeviceAddr, DeviceId, DeviceInfo, Error, ErrorKind, Remedy, Runtime};
 
@@ -82,7 +82,7 @@ impl Runtime {
     /// back or (seen by the hooks) closed. `fd` is its compute node.
     pub fn lend(&self, fd: BorrowedFd<'_>) -> Result<(), Error> {
         let info = self.card_of(fd)?;
-        self.know(&info, fd, true).map(drop)
+        self.lent_device(&info, fd, true).map(drop)
     }
 
     /// The application wants its card back: forgets its memory and, once nothing of ours on the
@@ -90,7 +90,7 @@ impl Runtime {
     pub fn take_back(&self, fd: BorrowedFd<'_>) -> Result<(), Error> {
         self.check_process("giving a card back")?;
         let info = self.card_of(fd)?;
-        if self.forget_card(&info.bus_id) {
+        if self.withdraw_card(&info.bus_id) {
             return Ok(());
         }
         let detail = "it was not lent";
@@ -101,7 +101,7 @@ impl Runtime {
     /// answer said. A card that was not lent is known from now on, but not used for copies.
     pub fn add_memory(&self, fd: BorrowedFd<'_>, start: DeviceAddr, len: u64) -> Result<(), Error> {
         let info = self.card_of(fd)?;
-        self.know(&info, fd, self.adopts_own_cards())?;
+        self.lent_device(&info, fd, self.adopts_own_cards())?;
         let end = start.0.checked_add(len).filter(|_| start.0 != 0 && len != 0);
         let refuse = |detail: String, remedy| {
             Err(Error::new(ErrorKind::InvalidParams, NOTING, detail, remedy).on(&info))
@@ -159,7 +159,7 @@ impl Runtime {
             let len = known.memory.remove(&start.0)?;
             (Arc::clone(&known.device), len)
         };
-        Forgotten::wait(&[self.forget_memory(&device, start.0, len)]);
+        Withdrawn::wait(&[self.withdraw_memory(&device, start.0, len)]);
         Some(Unmapping { card, start: start.0, len })
     }
 
@@ -220,7 +220,7 @@ impl Runtime {
             state.cards.get(&card).is_some_and(|known| known.descriptor == closing)
         };
         if known {
-            self.forget_card(&card);
+            self.withdraw_card(&card);
         }
     }
 
@@ -247,7 +247,7 @@ impl Runtime {
             self.adopts_own_cards()
                 || !self.devices().is_empty()
                 || self.discover().is_ok_and(|cards| {
-                    let own = |card: &DeviceInfo| holders::own_descriptor(library, card.node);
+                    let own = |card: &DeviceInfo| owners::own_descriptor(library, card.node);
                     cards.iter().any(|card| own(card).is_some())
                 })
         })
@@ -265,15 +265,15 @@ impl Runtime {
         }
         let library = self.library_if_loaded()?;
         candidates.iter().find_map(|card| {
-            let fd = holders::own_descriptor(library, card.node)?;
+            let fd = owners::own_descriptor(library, card.node)?;
             // SAFETY: open just now; whoever closes it meanwhile makes the duplication fail.
             let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-            self.know(card, fd, true).ok()
+            self.lent_device(card, fd, true).ok()
         })
     }
 
     /// The device of the application's card, made if this is the first we hear of it.
-    fn know(
+    fn lent_device(
         &self,
         info: &DeviceInfo,
         fd: BorrowedFd<'_>,
@@ -340,21 +340,21 @@ impl Runtime {
                 error.advise_instead("lend the compute node, not the control node")
             }
         })?;
-        self.adopt(info, Arc::new(Lent::new(device, lend)))
+        self.adopt(info, Arc::new(LentDriver::new(device, lend)))
     }
 
-    fn forget_card(&self, bus_id: &BusId) -> bool {
+    fn withdraw_card(&self, bus_id: &BusId) -> bool {
         let Some(card) = self.lent.state().cards.remove(bus_id) else { return false };
         let memory = card.memory.iter();
-        let forgotten: Vec<Forgotten> =
-            memory.map(|(&start, &len)| self.forget_memory(&card.device, start, len)).collect();
-        Forgotten::wait(&forgotten);
+        let forgotten: Vec<Withdrawn> =
+            memory.map(|(&start, &len)| self.withdraw_memory(&card.device, start, len)).collect();
+        Withdrawn::wait(&forgotten);
         true
     }
 
-    fn forget_memory(&self, device: &Device, start: u64, len: u64) -> Forgotten {
+    fn withdraw_memory(&self, device: &Device, start: u64, len: u64) -> Withdrawn {
         self.windows().unmapping(DeviceAddr(start));
-        device.forget_foreign(DeviceAddr(start), len)
+        device.withdraw_foreign(DeviceAddr(start), len)
     }
 
     fn bus_id_of(&self, fd: BorrowedFd<'_>) -> Result<BusId, Error> {

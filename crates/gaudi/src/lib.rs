@@ -30,7 +30,7 @@ mod device;
 mod discovery;
 mod environment;
 mod error;
-mod holders;
+mod owners;
 
 mod import;
 mod lent;

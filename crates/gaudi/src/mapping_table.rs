@@ -56,7 +56,7 @@ impl MappingTable {
                     format!("{listed}: there is no card at {}{}", listed.bus_id, others(found)),
                     "correct the table, or unset it to have the cards discovered",
                 )
-                .blame_setting());
+                .caused_by_setting());
             };
             if card.module_id != listed.module_id {
                 return Err(wrong(format!(
@@ -86,7 +86,7 @@ impl std::fmt::Display for MappedCard {
 }
 
 fn wrong(detail: String) -> Error {
-    Error::new(ErrorKind::InvalidParams, READING, detail, SHAPE).blame_setting()
+    Error::new(ErrorKind::InvalidParams, READING, detail, SHAPE).caused_by_setting()
 }
 
 impl FromStr for MappingTable {

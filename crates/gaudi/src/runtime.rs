@@ -12,20 +12,20 @@ use arc_swap::ArcSwap;
 use hl_thunk::{Generation, Library};
 
 use crate::backend::Backend;
-use crate::backend::owner::Owner;
+use crate::backend::driver::Driver;
 use crate::copy::copy_and_wait;
 use crate::copy::located::End;
 use crate::discovery;
 use crate::environment::{self, MODULE_ID, number};
 use crate::error::Phase;
-use crate::holders::{self, Holders};
 use crate::lent::LentCards;
 use crate::memory::AddressTable;
 use crate::options::Configuration;
+use crate::owners::{self, Owners};
 use crate::process::Instance;
 use crate::rcache::{self, CacheLimits, Switch, Watch};
 use crate::topology::PciLink;
-use crate::window::{Blocked, Windows};
+use crate::window::{ReservedAddresses, Windows};
 use crate::{
     BusId, Conflict, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Error, ErrorKind,
     Location, Options, RegistrationCache, Remedy, ScaleOut, Sysfs, Window, WindowEvent,
@@ -136,7 +136,7 @@ impl Runtime {
     pub(crate) fn library(&self) -> Result<&Arc<Library>, Error> {
         let loaded = self.library.get_or_init(|| {
             Library::load().map_err(|error| {
-                let named = std::env::var_os("HL_THUNK_LIBRARY").is_some();
+                let named = error.named_by_variable;
                 let remedy = if named {
                     "correct or unset HL_THUNK_LIBRARY, which names the file of the driver library"
                 } else {
@@ -144,7 +144,7 @@ impl Runtime {
                 };
                 let what = "loading the driver library";
                 let error = Error::new(ErrorKind::DeviceNotFound, what, error.to_string(), remedy);
-                if named { error.blame_setting() } else { error }
+                if named { error.caused_by_setting() } else { error }
             })
         });
         loaded.as_ref().map_err(Clone::clone)
@@ -176,7 +176,7 @@ impl Runtime {
         let opened = first_to_open(candidates, |card| self.open_card(card), std::thread::sleep);
         drop(opening);
         opened.or_else(|failures| {
-            let error = none_opened(failures, |nodes| self.holders(nodes));
+            let error = none_opened(failures, |nodes| self.owners(nodes));
             if error.kind() != ErrorKind::DeviceBusy {
                 return Err(error);
             }
@@ -203,13 +203,13 @@ impl Runtime {
     /// devices.
     pub fn link(&self, card: &DeviceInfo) -> Option<PciLink> {
         let sysfs = Sysfs::default();
-        let there = sysfs.place(&card.bus_id).is_some_and(|place| place.is_gaudi());
+        let there = sysfs.location(&card.bus_id).is_some_and(|place| place.is_gaudi());
         if there { sysfs.link(&card.bus_id) } else { None }
     }
 
     /// Who has these nodes open; asked only when an open has failed.
-    fn holders(&self, nodes: &[u32]) -> Vec<Holders> {
-        self.library().map(|library| holders::of_cards(library, nodes)).unwrap_or_default()
+    fn owners(&self, nodes: &[u32]) -> Vec<Owners> {
+        self.library().map(|library| owners::of_cards(library, nodes)).unwrap_or_default()
     }
 
     /// A card of `candidates` that this process has open.
@@ -224,7 +224,7 @@ impl Runtime {
         let library = self.library()?;
         let opened = hl_thunk::Device::open(library, card.bus_id.as_str());
         let device = opened.map_err(|error| Error::driver(Phase::Open, OPENING, error).on(card))?;
-        self.adopt(card, Arc::new(Owner::new(device)))
+        self.adopt(card, Arc::new(Driver::new(device)))
     }
 
     /// Makes a device of an opened card.
@@ -234,7 +234,7 @@ impl Runtime {
         backend: Arc<dyn Backend>,
     ) -> Result<Arc<Device>, Error> {
         let mut geometry = backend.geometry();
-        let mut range = self.windows.place(info, geometry).map_err(|error| error.on(info))?;
+        let mut range = self.windows.range_for(info, geometry).map_err(|error| error.on(info))?;
         let mut blocked = None;
         if geometry.physical_base.is_some() {
             let (block, part) = self.block(info, &range)?;
@@ -250,8 +250,8 @@ impl Runtime {
             device: id,
             info: info.clone(),
         };
-        let registration = Registration { bus_id: info.bus_id.clone(), id };
-        let device = Device::new(backend, window, geometry, blocked, registration);
+        let listed = DirectoryGuard { bus_id: info.bus_id.clone(), id };
+        let device = Device::new(backend, window, geometry, blocked, listed);
         let open = OpenCard { id, info: info.clone(), device: Arc::downgrade(&device) };
         let mut cards = self.cards();
         cards.insert(info.bus_id.clone(), open);
@@ -261,7 +261,11 @@ impl Runtime {
     }
 
     /// Keeps host memory out of a first-generation card's addresses.
-    fn block(&self, info: &DeviceInfo, range: &Range<u64>) -> Result<(Blocked, Range<u64>), Error> {
+    fn block(
+        &self,
+        info: &DeviceInfo,
+        range: &Range<u64>,
+    ) -> Result<(ReservedAddresses, Range<u64>), Error> {
         let other = {
             let cards = self.cards();
             let mut open = cards.values().map(|card| &card.info);
@@ -275,7 +279,7 @@ impl Runtime {
             )
             .on(info));
         }
-        Blocked::most_of(range).map_err(|error| error.on(info))
+        ReservedAddresses::largest_part_of(range).map_err(|error| error.on(info))
     }
 
     /// A card that another thread of this process is closing would look busy.
@@ -423,12 +427,12 @@ impl Runtime {
 
 /// A device's place in the process; the last part of it to go.
 #[derive(Debug)]
-pub(crate) struct Registration {
+pub(crate) struct DirectoryGuard {
     bus_id: BusId,
     id: DeviceId,
 }
 
-impl Drop for Registration {
+impl Drop for DirectoryGuard {
     fn drop(&mut self) {
         let runtime = runtime();
         runtime.windows.retired(self.id);
@@ -457,7 +461,7 @@ fn default_choice(
             format!("{MODULE_ID}=\"{}\" is not a module id", id.escape_debug()),
             "unset it, or set it to a number",
         )
-        .blame_setting()
+        .caused_by_setting()
     })?;
     Ok((module, Some(MODULE_ID)))
 }
@@ -469,7 +473,8 @@ fn no_match(choice: &DeviceChoice, named_by: Option<&str>, all: &[DeviceInfo]) -
         .collect();
     let by = named_by.map(|variable| format!(" (from {variable})")).unwrap_or_default();
     let detail = format!("no card is \"{choice}\"{by}; there are {}", cards.join(", "));
-    Error::new(ErrorKind::DeviceNotFound, OPENING, detail, "choose one of these").blame_setting()
+    Error::new(ErrorKind::DeviceNotFound, OPENING, detail, "choose one of these")
+        .caused_by_setting()
 }
 
 /// Cards that did not open, and why.
@@ -501,8 +506,8 @@ fn first_to_open<T>(
 }
 
 /// One error for all cards that did not open: the most telling one's own, or a summary. Busy cards
-/// are named with their owners, whom `holders` finds by node number.
-fn none_opened(mut failures: Failures, holders: impl FnOnce(&[u32]) -> Vec<Holders>) -> Error {
+/// are named with their owners, whom `owners` finds by node number.
+fn none_opened(mut failures: Failures, owners: impl FnOnce(&[u32]) -> Vec<Owners>) -> Error {
     // Not "busy", which is only how the others happen to be.
     let telling = failures.iter().position(|(_, error)| error.kind() != ErrorKind::DeviceBusy);
     if let Some(at) = telling {
@@ -511,21 +516,21 @@ fn none_opened(mut failures: Failures, holders: impl FnOnce(&[u32]) -> Vec<Holde
     let is_owned = |error: &Error| error.errno() == Some(libc::EBUSY);
     let owned = failures.iter().filter(|(_, error)| is_owned(error));
     let nodes: Vec<u32> = owned.map(|(card, _)| card.node).collect();
-    let mut found = if nodes.is_empty() { Vec::new() } else { holders(&nodes) }.into_iter();
+    let mut found = if nodes.is_empty() { Vec::new() } else { owners(&nodes) }.into_iter();
     let mut why = |error: &Error| if is_owned(error) { found.next() } else { None };
     if let [(_, error)] = &mut failures[..] {
-        let ours = why(error).is_some_and(|holders| {
-            error.add_detail(&holders);
-            holders.is_this_process()
+        let ours = why(error).is_some_and(|owners| {
+            error.add_detail(&owners);
+            owners.is_this_process()
         });
         let error = failures.remove(0).1;
         return if ours { error.advise_instead(Remedy::LendCard) } else { error };
     }
     let mut ours = false;
     let reason = |(card, error): &(DeviceInfo, Error)| match why(error) {
-        Some(holders) => {
-            ours |= holders.is_this_process();
-            format!("{}: {holders}", card.bus_id)
+        Some(owners) => {
+            ours |= owners.is_this_process();
+            format!("{}: {owners}", card.bus_id)
         }
         None => format!("{}: {}", card.bus_id, error.detail()),
     };
@@ -594,12 +599,12 @@ mod tests {
         let error = |errno_of: fn(&DeviceInfo) -> i32| {
             let opened =
                 first_to_open(cards(3), |card| refused(card, errno_of(card)), |_| {}).unwrap_err();
-            none_opened(opened, |nodes| vec![Holders::default(); nodes.len()])
+            none_opened(opened, |nodes| vec![Owners::default(); nodes.len()])
         };
         let all_busy = error(|_| libc::EBUSY);
         assert_eq!((all_busy.kind(), all_busy.errno()), (ErrorKind::DeviceBusy, Some(libc::EBUSY)));
         let ours = first_to_open(cards(3), |card| refused(card, libc::EBUSY), |_| {}).unwrap_err();
-        let ours = none_opened(ours, |nodes| vec![Holders::ourselves(); nodes.len()]);
+        let ours = none_opened(ours, |nodes| vec![Owners::ourselves(); nodes.len()]);
         assert_eq!(ours.remedy(), Remedy::LendCard);
         let text = all_busy.to_string();
         assert!(text.contains("none of 3 cards is free"), "{text}");

@@ -5,7 +5,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use crate::sysfs::{entries, line};
-use crate::topology::{Distance, PciPlace};
+use crate::topology::{Distance, PciLocation};
 use crate::{BusId, DeviceInfo, Sysfs};
 
 /// State of an RDMA port, as its driver reports it.
@@ -79,7 +79,7 @@ pub struct Nic {
     /// Such as `mlx5_0`.
     pub name: String,
     /// Where it sits; `None` for one that is no PCI device.
-    pub place: Option<PciPlace>,
+    pub location: Option<PciLocation>,
     /// Its ports.
     pub ports: Vec<NicPort>,
 }
@@ -101,7 +101,7 @@ pub struct NetDevice {
     /// Which port of its device it is, from 0.
     pub port: Option<u32>,
     /// Where its device sits; `None` for virtual ones.
-    pub place: Option<PciPlace>,
+    pub location: Option<PciLocation>,
 }
 
 impl fmt::Display for NetDevice {
@@ -129,25 +129,29 @@ impl Network {
                 name,
                 state: line(&folder.join("operstate")),
                 port: line(&folder.join("dev_port")).and_then(|text| text.parse().ok()),
-                place: sysfs.place_of(&folder.join("device")),
+                location: sysfs.location_of(&folder.join("device")),
             })
             .collect();
         let nic = |(name, folder): (String, PathBuf)| {
-            let place = sysfs.place_of(&folder.join("device"));
-            let ports = read_ports(&folder.join("ports"), place.as_ref(), &netdevs);
-            Nic { name, place, ports }
+            let location = sysfs.location_of(&folder.join("device"));
+            let ports = read_ports(&folder.join("ports"), location.as_ref(), &netdevs);
+            Nic { name, location, ports }
         };
         let nics = sysfs.class("infiniband").into_iter().map(nic).collect();
         Self { nics, netdevs }
     }
 }
 
-fn read_ports(folder: &Path, place: Option<&PciPlace>, netdevs: &[NetDevice]) -> Vec<NicPort> {
+fn read_ports(
+    folder: &Path,
+    location: Option<&PciLocation>,
+    netdevs: &[NetDevice],
+) -> Vec<NicPort> {
     let numbered = |(name, folder): (String, _)| Some((name.parse::<u32>().ok()?, folder));
     let ports: Vec<(u32, PathBuf)> = entries(folder).into_iter().filter_map(numbered).collect();
     let only = ports.len() == 1;
     let of_device = |netdev: &&NetDevice| {
-        place.is_some_and(|place| is_at(netdev.place.as_ref(), place.bus_id()))
+        location.is_some_and(|location| is_at(netdev.location.as_ref(), location.bus_id()))
     };
     let interfaces = |number: u32| {
         let names = |fits: &dyn Fn(&NetDevice) -> bool| -> Vec<String> {
@@ -173,14 +177,14 @@ fn read_ports(folder: &Path, place: Option<&PciPlace>, netdevs: &[NetDevice]) ->
     ports.into_iter().map(port).collect()
 }
 
-fn is_at(place: Option<&PciPlace>, bus_id: &str) -> bool {
-    place.is_some_and(|place| place.bus_id() == bus_id)
+fn is_at(location: Option<&PciLocation>, bus_id: &str) -> bool {
+    location.is_some_and(|location| location.bus_id() == bus_id)
 }
 
 /// A NIC as one card sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Near {
-    /// Its place in [`ScaleOut::nics`].
+    /// Its index in [`ScaleOut::nics`].
     pub nic: usize,
     /// How far it is.
     pub distance: Distance,
@@ -192,7 +196,7 @@ pub struct CardView {
     /// The card.
     pub card: DeviceInfo,
     /// Where it sits; `None` if sysfs does not have it.
-    pub place: Option<PciPlace>,
+    pub location: Option<PciLocation>,
     /// The host's NICs, nearest first.
     pub near: Vec<Near>,
     /// The card's own ports as RDMA devices, where the driver shows them.
@@ -211,37 +215,37 @@ pub struct ScaleOut {
 impl ScaleOut {
     /// Reads what sysfs has about these cards and their NICs.
     pub fn read(sysfs: &Sysfs, cards: &[DeviceInfo]) -> Self {
-        let placed = cards.iter().map(|card| (card.clone(), sysfs.place(&card.bus_id)));
+        let placed = cards.iter().map(|card| (card.clone(), sysfs.location(&card.bus_id)));
         Self::assemble(placed.collect(), Network::read(sysfs))
     }
 
     /// Relates cards to NICs.
-    pub fn assemble(cards: Vec<(DeviceInfo, Option<PciPlace>)>, network: Network) -> Self {
+    pub fn assemble(cards: Vec<(DeviceInfo, Option<PciLocation>)>, network: Network) -> Self {
         // Also those of cards that this process may not use: they are nobody else's way out.
         let is_of_a_card = |nic: &Nic| {
-            let place = nic.place.as_ref();
-            place.is_some_and(PciPlace::is_gaudi)
-                || cards.iter().any(|(card, _)| is_at(place, card.bus_id.as_str()))
+            let location = nic.location.as_ref();
+            location.is_some_and(PciLocation::is_gaudi)
+                || cards.iter().any(|(card, _)| is_at(location, card.bus_id.as_str()))
         };
         let (own, nics): (Vec<Nic>, Vec<Nic>) = network.nics.into_iter().partition(is_of_a_card);
-        let view = |(card, place): (DeviceInfo, Option<PciPlace>)| {
+        let view = |(card, location): (DeviceInfo, Option<PciLocation>)| {
             let bus_id = card.bus_id.as_str();
-            let distance = |nic: &Nic| match (&place, &nic.place) {
+            let distance = |nic: &Nic| match (&location, &nic.location) {
                 (Some(card), Some(nic)) => Distance::between(card, nic),
                 _ => Distance::Unknown,
             };
             let near = |(at, nic)| Near { nic: at, distance: distance(nic) };
             let mut near: Vec<Near> = nics.iter().enumerate().map(near).collect();
             near.sort_by_key(|near| near.distance);
-            let own_nics = own.iter().filter(|nic| is_at(nic.place.as_ref(), bus_id));
+            let own_nics = own.iter().filter(|nic| is_at(nic.location.as_ref(), bus_id));
             let own_netdevs =
-                network.netdevs.iter().filter(|netdev| is_at(netdev.place.as_ref(), bus_id));
+                network.netdevs.iter().filter(|netdev| is_at(netdev.location.as_ref(), bus_id));
             CardView {
                 near,
                 own_nics: own_nics.cloned().collect(),
                 own_netdevs: own_netdevs.cloned().collect(),
                 card,
-                place,
+                location,
             }
         };
         let cards = cards.clone().into_iter().map(view).collect();
@@ -270,8 +274,8 @@ impl ScaleOut {
 
     fn write_card(&self, f: &mut fmt::Formatter<'_>, view: &CardView) -> fmt::Result {
         write!(f, "{}, module {}, ", view.card, view.card.module_id)?;
-        match &view.place {
-            Some(place) => writeln!(f, "{place}")?,
+        match &view.location {
+            Some(location) => writeln!(f, "{location}")?,
             None => writeln!(f, "not in sysfs")?,
         }
         // One line for each class of distance: eight cards and eight NICs are 64 pairs.
@@ -311,8 +315,8 @@ impl fmt::Display for ScaleOut {
             return writeln!(f, "no RDMA devices in this machine");
         }
         for nic in &self.nics {
-            let address = nic.place.as_ref().map_or("not a PCI device", PciPlace::bus_id);
-            let node = nic.place.as_ref().and_then(|place| place.numa_node);
+            let address = nic.location.as_ref().map_or("not a PCI device", PciLocation::bus_id);
+            let node = nic.location.as_ref().and_then(|location| location.numa_node);
             let node = node.map_or(String::from("-"), |node| node.to_string());
             let ports = joined(&nic.ports);
             let ports = if ports.is_empty() { "no ports" } else { &ports };

@@ -24,7 +24,7 @@ impl Slots {
     }
 
     /// Gives a slot back.
-    pub(crate) fn give(&self, slot: u32) {
+    pub(crate) fn release(&self, slot: u32) {
         let before = self.0.fetch_or(1 << slot, Ordering::Release);
         debug_assert_eq!(before & (1 << slot), 0, "slot {slot} given back twice");
     }
@@ -39,7 +39,7 @@ mod tests {
         let slots = Slots::new(3);
         assert_eq!([slots.take(), slots.take(), slots.take()], [Some(0), Some(1), Some(2)]);
         assert_eq!(slots.take(), None);
-        slots.give(1);
+        slots.release(1);
         assert_eq!(slots.take(), Some(1));
     }
 
@@ -55,7 +55,7 @@ mod tests {
                             let holders = &holders[slot as usize];
                             assert_eq!(holders.fetch_add(1, Ordering::SeqCst), 0);
                             holders.fetch_sub(1, Ordering::SeqCst);
-                            slots.give(slot);
+                            slots.release(slot);
                         }
                     }
                 });

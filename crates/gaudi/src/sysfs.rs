@@ -10,7 +10,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use crate::BusId;
-use crate::topology::{PciLink, PciPlace};
+use crate::topology::{PciLink, PciLocation};
 
 /// Names another root than `/sys`.
 const ROOT_VARIABLE: &str = "GAUDI_SYSFS_ROOT";
@@ -40,8 +40,8 @@ impl Sysfs {
     }
 
     /// Where a PCI device sits; `None` if it is not there.
-    pub fn place(&self, bus_id: &BusId) -> Option<PciPlace> {
-        self.place_of(&self.root.join("bus/pci/devices").join(bus_id.as_str()))
+    pub fn location(&self, bus_id: &BusId) -> Option<PciLocation> {
+        self.location_of(&self.root.join("bus/pci/devices").join(bus_id.as_str()))
     }
 
     /// How a PCI device is connected; `None` where sysfs does not say.
@@ -52,21 +52,21 @@ impl Sysfs {
     }
 
     /// Where the PCI device that a folder (or a link) lies in sits.
-    pub(crate) fn place_of(&self, folder: &Path) -> Option<PciPlace> {
+    pub(crate) fn location_of(&self, folder: &Path) -> Option<PciLocation> {
         let folder = folder.canonicalize().ok()?;
-        let mut place = PciPlace::from_path(&folder)?;
+        let mut location = PciLocation::from_path(&folder)?;
         // A port or a queue is a folder inside its device's, which has what we want to know.
-        let name = OsStr::new(place.bus_id());
+        let name = OsStr::new(location.bus_id());
         let device = folder.ancestors().find(|folder| folder.file_name() == Some(name))?;
         let hex = |text: String| u32::from_str_radix(text.strip_prefix("0x")?, 16).ok();
-        place.vendor = line(&device.join("vendor")).and_then(hex);
+        location.vendor = line(&device.join("vendor")).and_then(hex);
         // -1: the firmware does not say.
-        place.numa_node = line(&device.join("numa_node")).and_then(|text| text.parse().ok());
+        location.numa_node = line(&device.join("numa_node")).and_then(|text| text.parse().ok());
         let list = |text: &String| {
             text.bytes().all(|byte| byte.is_ascii_digit() || matches!(byte, b',' | b'-'))
         };
-        place.local_cpus = line(&device.join("local_cpulist")).filter(list);
-        Some(place)
+        location.local_cpus = line(&device.join("local_cpulist")).filter(list);
+        Some(location)
     }
 
     /// The devices of a class (such as `net`), by name and folder, in the order people count them.
@@ -115,7 +115,7 @@ mod tests {
     #[test]
     fn what_is_not_there_says_nothing() {
         let nowhere = Sysfs::at("/nonexistent");
-        assert_eq!(nowhere.place(&"0000:33:00.0".parse().unwrap()), None);
+        assert_eq!(nowhere.location(&"0000:33:00.0".parse().unwrap()), None);
         assert_eq!(nowhere.link(&"0000:33:00.0".parse().unwrap()), None);
         assert!(nowhere.class("net").is_empty());
         assert_eq!(line(Path::new("/dev/null")), None);

@@ -7,9 +7,9 @@ use std::path::Path;
 /// PCI vendor id of Habana Labs.
 const HABANA: u32 = 0x1da3;
 
-/// A PCI device's place in the machine.
+/// A PCI device's location in the machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PciPlace {
+pub struct PciLocation {
     /// From the host bridge (`pci0000:30`) over every bridge down to the device itself.
     path: Vec<String>,
     /// Who made it (PCI vendor id).
@@ -20,7 +20,7 @@ pub struct PciPlace {
     pub local_cpus: Option<String>,
 }
 
-impl PciPlace {
+impl PciLocation {
     /// From the device's folder in sysfs, links resolved; `None` if that is no PCI device.
     pub(crate) fn from_path(folder: &Path) -> Option<Self> {
         let names = folder.components().filter_map(|part| part.as_os_str().to_str());
@@ -49,7 +49,7 @@ impl PciPlace {
     }
 }
 
-impl fmt::Display for PciPlace {
+impl fmt::Display for PciLocation {
     /// Where it is near; the address is left to whoever names the device.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.numa_node {
@@ -139,7 +139,7 @@ pub enum Distance {
 
 impl Distance {
     /// From one device to another.
-    pub fn between(one: &PciPlace, other: &PciPlace) -> Self {
+    pub fn between(one: &PciLocation, other: &PciLocation) -> Self {
         let common = one.path.iter().zip(&other.path).take_while(|(a, b)| a == b).count();
         if one.bus_id() == other.bus_id() {
             return Distance::SameDevice;
@@ -175,32 +175,32 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn place(path: &str, numa_node: Option<u32>) -> PciPlace {
-        let place = PciPlace::from_path(Path::new(path)).expect("a PCI device");
-        PciPlace { numa_node, ..place }
+    fn location(path: &str, numa_node: Option<u32>) -> PciLocation {
+        let location = PciLocation::from_path(Path::new(path)).expect("a PCI device");
+        PciLocation { numa_node, ..location }
     }
 
     const SWITCH: &str = "/sys/devices/pci0000:30/0000:30:01.0/0000:31:00.0";
 
     #[test]
     fn a_place_is_the_way_from_the_host_bridge_to_the_device() {
-        let card = place(&format!("{SWITCH}/0000:32:00.0/0000:33:00.0"), None);
+        let card = location(&format!("{SWITCH}/0000:32:00.0/0000:33:00.0"), None);
         assert_eq!(card.bus_id(), "0000:33:00.0");
         assert_eq!(card.path()[..2], ["pci0000:30", "0000:30:01.0"]);
-        let port = place(&format!("{SWITCH}/0000:32:00.0/0000:33:00.0/hbl.en.0/net/eth3"), None);
+        let port = location(&format!("{SWITCH}/0000:32:00.0/0000:33:00.0/hbl.en.0/net/eth3"), None);
         assert_eq!(port, card, "what is inside a device is where the device is");
-        let arm = place("/sys/devices/platform/40000000.pcie/pci0000:00/0000:00:01.0", None);
+        let arm = location("/sys/devices/platform/40000000.pcie/pci0000:00/0000:00:01.0", None);
         assert_eq!(arm.path(), ["pci0000:00", "0000:00:01.0"]);
-        let vmd = place("/s/devices/pci0000:00/0000:00:0e.0/pci10000:e0/10000:e0:06.0", None);
+        let vmd = location("/s/devices/pci0000:00/0000:00:0e.0/pci10000:e0/10000:e0:06.0", None);
         assert_eq!(vmd.bus_id(), "10000:e0:06.0");
         for none in ["/", "/sys/devices/virtual/net/lo", "/sys/devices/pci0000:30", "/pci:/x"] {
-            assert_eq!(PciPlace::from_path(Path::new(none)), None, "{none}");
+            assert_eq!(PciLocation::from_path(Path::new(none)), None, "{none}");
         }
     }
 
     #[test]
     fn nearer_is_less() {
-        let card = place(&format!("{SWITCH}/0000:32:00.0/0000:33:00.0"), Some(0));
+        let card = location(&format!("{SWITCH}/0000:32:00.0/0000:33:00.0"), Some(0));
         let distances = [
             (format!("{SWITCH}/0000:32:00.0/0000:33:00.0"), Some(0), Distance::SameDevice),
             (
@@ -231,7 +231,7 @@ mod tests {
             ("/sys/devices/pci0000:97/0000:97:01.0/0000:98:00.0".into(), None, Distance::Unknown),
         ];
         for (path, node, distance) in &distances {
-            let nic = place(path, *node);
+            let nic = location(path, *node);
             assert_eq!(Distance::between(&card, &nic), *distance, "{path}");
             assert_eq!(Distance::between(&nic, &card), *distance, "{path}");
         }
@@ -262,7 +262,7 @@ mod tests {
         fn any_name_is_an_address_or_not_without_a_panic(name in "[0-9a-f:.pci ä]{0,16}") {
             let fits = name.parse::<crate::BusId>().is_ok() && name.len() == 12;
             prop_assert!(!fits || is_bus_id(&name), "what we accept elsewhere is an address here");
-            let _ = (is_host_bridge(&name), PciPlace::from_path(Path::new(&name)));
+            let _ = (is_host_bridge(&name), PciLocation::from_path(Path::new(&name)));
         }
     }
 }

@@ -93,7 +93,11 @@ struct State {
 
 impl Windows {
     /// The addresses for a card's memory.
-    pub(crate) fn place(&self, info: &DeviceInfo, geometry: Geometry) -> Result<Range<u64>, Error> {
+    pub(crate) fn range_for(
+        &self,
+        info: &DeviceInfo,
+        geometry: Geometry,
+    ) -> Result<Range<u64>, Error> {
         if let Some(base) = geometry.physical_base {
             return Ok(base..base + geometry.total);
         }
@@ -264,7 +268,7 @@ pub(crate) fn find_gap(
 
 /// Host addresses that nothing else may use while this lives.
 #[derive(Debug)]
-pub(crate) struct Blocked {
+pub(crate) struct ReservedAddresses {
     start: usize,
     len: usize,
 }
@@ -298,10 +302,10 @@ fn largest_free(range: &Range<u64>, maps: &str, align: u64) -> Option<Range<u64>
     best
 }
 
-impl Blocked {
+impl ReservedAddresses {
     /// Blocks as much of `range` as is free in one piece: a program that is not position-independent
     /// has its heap somewhere in the first gigabytes, and that part of the card stays unused.
-    pub(crate) fn most_of(range: &Range<u64>) -> Result<(Self, Range<u64>), Error> {
+    pub(crate) fn largest_part_of(range: &Range<u64>) -> Result<(Self, Range<u64>), Error> {
         const ALIGN: u64 = 2 << 20;
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
         let part = largest_free(range, &maps, ALIGN).unwrap_or_else(|| range.clone());
@@ -329,7 +333,7 @@ impl Blocked {
     }
 }
 
-impl Drop for Blocked {
+impl Drop for ReservedAddresses {
     fn drop(&mut self) {
         // SAFETY: our own inaccessible mapping.
         let _ = unsafe { munmap(self.start as *mut c_void, self.len) };
@@ -351,7 +355,7 @@ mod tests {
     #[test]
     fn every_card_has_a_window_of_its_own_for_ever() {
         let windows = Windows::default();
-        let place = |index| windows.place(&DeviceInfo::example(index), GEOMETRY);
+        let place = |index| windows.range_for(&DeviceInfo::example(index), GEOMETRY);
         let count = (0x2000_0000_0000 / SLICE) as u32;
         // This card and number 3 would like the same one.
         let mut placed = vec![place(count + 3).unwrap()];
@@ -371,11 +375,11 @@ mod tests {
     #[test]
     fn the_window_follows_from_the_cards_number_alone() {
         let (one, another) = (Windows::default(), Windows::default());
-        one.place(&DeviceInfo::example(5), GEOMETRY).unwrap();
+        one.range_for(&DeviceInfo::example(5), GEOMETRY).unwrap();
         // A mapping table may call it something else; it is the same card all the same.
         let place = |windows: &Windows, index| {
             let card = DeviceInfo { index, ..DeviceInfo::example(2) };
-            windows.place(&card, GEOMETRY).unwrap()
+            windows.range_for(&card, GEOMETRY).unwrap()
         };
         assert_eq!(place(&one, 2), place(&another, 7));
     }
@@ -425,10 +429,10 @@ mod tests {
     #[test]
     fn a_blocked_range_is_refused_a_second_time_and_free_afterwards() {
         let range = 0x6_0000_0000..0x6_0010_0000;
-        let blocked = Blocked::new(&range).unwrap();
-        assert_eq!(Blocked::new(&range).unwrap_err().errno(), Some(libc::EEXIST));
+        let blocked = ReservedAddresses::new(&range).unwrap();
+        assert_eq!(ReservedAddresses::new(&range).unwrap_err().errno(), Some(libc::EEXIST));
         drop(blocked);
-        Blocked::new(&range).unwrap();
+        ReservedAddresses::new(&range).unwrap();
     }
 
     #[test]

@@ -86,9 +86,9 @@ fn the_place_of_a_card_is_read_from_the_sysfs_that_the_variable_names() {
     machine::set_up("gaudi2");
     if machine::is_child() {
         let view = runtime().scale_out().unwrap();
-        let place = view.cards()[0].place.as_ref().expect("the first card is there");
+        let place = view.cards()[0].location.as_ref().expect("the first card is there");
         assert_eq!((place.numa_node, place.path().len()), (Some(5), 2));
-        assert!(view.cards()[1].place.is_none());
+        assert!(view.cards()[1].location.is_none());
         assert!(runtime().devices().is_empty(), "no card was opened");
         return;
     }

@@ -138,7 +138,7 @@ fn every_card_of_a_server_has_its_nics_in_order_of_distance() {
     assert_eq!(view.cards().len(), 8);
     assert_eq!(view.nics().len(), 8, "a card's own RDMA device is no NIC of the host");
     for (at, seen) in view.cards().iter().enumerate() {
-        let place = seen.place.as_ref().unwrap();
+        let place = seen.location.as_ref().unwrap();
         assert_eq!(place.bus_id(), cards[at].bus_id.as_str());
         assert_eq!(place.numa_node, Some(at as u32 / 4));
         assert_eq!(place.local_cpus.as_deref(), Some(if at < 4 { "0-31" } else { "32-63" }));
@@ -208,7 +208,7 @@ fn a_nic_with_two_ports_has_each_interface_at_its_port() {
         (&["eth0".to_owned()][..], &["eth1".into()][..])
     );
     assert_eq!(second.state, PortState::Unknown);
-    let place = view.nics()[0].place.as_ref().unwrap();
+    let place = view.nics()[0].location.as_ref().unwrap();
     assert_eq!(place.numa_node, None, "-1 is no node");
 
     // A NIC of one port whose driver counts interfaces over the whole card.
@@ -224,7 +224,7 @@ fn a_machine_that_says_nothing_gives_a_view_that_says_so() {
     let (tree, cards) = (Tree::new(), [card(0, 2, "0000:33:00.0")]);
     for sysfs in [tree.sysfs(), Sysfs::at("/nonexistent")] {
         let view = ScaleOut::read(&sysfs, &cards);
-        assert_eq!(view.cards()[0].place, None);
+        assert_eq!(view.cards()[0].location, None);
         let text = view.to_string();
         assert!(text.contains("not in sysfs") && text.contains("no RDMA devices"), "{text}");
         assert!(view.nearest(&cards[0].bus_id).is_empty());

@@ -54,13 +54,6 @@ impl Node {
     fn bus_id(&self) -> Result<String, Error> {
         self.library.bus_id_of(self.fd())
     }
-
-    /// `HL_DEVICE_STATUS_*`, or `None` where the library cannot tell.
-    fn status(&self) -> Option<Result<i32, Error>> {
-        let call = self.library.symbols.hlthunk_get_device_status_info?;
-        // SAFETY: the fd is open.
-        Some(check("hlthunk_get_device_status_info", || unsafe { call(self.fd().as_raw_fd()) }))
-    }
 }
 
 impl Drop for Node {
@@ -119,11 +112,6 @@ impl ControlDevice {
     /// PCI address, `dddd:bb:dd.f`.
     pub fn bus_id(&self) -> Result<String, Error> {
         self.node.bus_id()
-    }
-
-    /// `HL_DEVICE_STATUS_*` (0 is operational); `None` where the library has no such call.
-    pub fn status(&self) -> Option<Result<i32, Error>> {
-        self.node.status()
     }
 }
 
@@ -206,11 +194,6 @@ impl Device {
     /// PCI address, `dddd:bb:dd.f`.
     pub fn bus_id(&self) -> Result<String, Error> {
         self.inner.node.bus_id()
-    }
-
-    /// `HL_DEVICE_STATUS_*` (0 is operational); `None` where the library has no such call.
-    pub fn status(&self) -> Option<Result<i32, Error>> {
-        self.inner.node.status()
     }
 
     /// Whether the driver takes everything back when this is closed: nobody else opened the card.

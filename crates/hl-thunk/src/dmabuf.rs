@@ -144,7 +144,6 @@ fn export_from(device: &Device, addr: DeviceAddr, len: u64) -> Result<i32, Error
 pub struct ImportedMapping {
     device: Device,
     addr: DeviceAddr,
-    len: u64,
 }
 
 impl ImportedMapping {
@@ -156,7 +155,7 @@ impl ImportedMapping {
         if addr == 0 {
             return Err(Error::new(Self::CALL, libc::EIO));
         }
-        Ok(Self { device: device.clone(), addr: DeviceAddr(addr), len })
+        Ok(Self { device: device.clone(), addr: DeviceAddr(addr) })
     }
 
     /// Whether the driver can import at all: most cannot. Asks with a descriptor that is none;
@@ -168,12 +167,6 @@ impl ImportedMapping {
     /// Where the device sees the first byte.
     pub fn addr(&self) -> DeviceAddr {
         self.addr
-    }
-
-    /// Length in bytes.
-    #[allow(clippy::len_without_is_empty, reason = "never empty")]
-    pub fn len(&self) -> u64 {
-        self.len
     }
 }
 

@@ -31,6 +31,8 @@ impl fmt::Display for Error {
 pub struct LoadError {
     /// Name or path, and the reason.
     pub tried: Vec<(String, String)>,
+    /// Whether it was the one that `HL_THUNK_LIBRARY` names.
+    pub named_by_variable: bool,
 }
 
 impl std::error::Error for LoadError {}
@@ -121,6 +123,7 @@ mod tests {
                 ("a.so".into(), "a.so: cannot open".into()),
                 ("b.so".into(), "symbol x missing".into()),
             ],
+            named_by_variable: false,
         };
         assert_eq!(
             error.to_string(),

@@ -81,7 +81,6 @@ symbols! {
         hlthunk_device_mapped_memory_export_dmabuf_fd:
             unsafe extern "C" fn(c_int, u64, u64, u64, u32) -> c_int;
         hlthunk_get_device_count: unsafe extern "C" fn(DeviceName) -> c_int;
-        hlthunk_get_device_status_info: unsafe extern "C" fn(c_int) -> c_int;
         hlthunk_get_hw_block: unsafe extern "C" fn(c_int, u64, *mut u32, *mut u64) -> c_int;
         hlthunk_get_version: unsafe extern "C" fn() -> *mut c_char;
         hlthunk_free: unsafe extern "C" fn(*mut c_void);
@@ -127,7 +126,8 @@ impl Library {
     pub fn load() -> Result<Arc<Self>, LoadError> {
         match std::env::var(LIBRARY_VARIABLE) {
             // Whoever names a library means that one; another in its place would mislead.
-            Ok(name) if !name.is_empty() && !is_setuid() => Self::load_first(&[&name]),
+            Ok(name) if !name.is_empty() && !is_setuid() => Self::load_first(&[&name])
+                .map_err(|error| LoadError { named_by_variable: true, ..error }),
             _ => Self::load_first(&NAMES),
         }
     }
@@ -141,7 +141,7 @@ impl Library {
                 Err(reason) => tried.push(((*name).to_owned(), reason)),
             }
         }
-        Err(LoadError { tried })
+        Err(LoadError { tried, named_by_variable: false })
     }
 
     fn load_one(name: &str) -> Result<Self, String> {

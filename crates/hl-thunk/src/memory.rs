@@ -11,7 +11,6 @@ use crate::{Device, DeviceAddr, Error};
 pub struct DeviceMemory {
     device: Device,
     handle: u64,
-    size: u64,
     /// A dma-buf keeps it: the driver frees it with that and the device.
     left: AtomicBool,
 }
@@ -34,12 +33,7 @@ impl DeviceMemory {
         // a device has one context.
         let handle =
             check_nonzero(call, || unsafe { alloc(device.raw_fd(), size, 0, false, false) })?;
-        Ok(Arc::new(Self { device: device.clone(), handle, size, left: AtomicBool::new(false) }))
-    }
-
-    /// Bytes asked for.
-    pub fn size(&self) -> u64 {
-        self.size
+        Ok(Arc::new(Self { device: device.clone(), handle, left: AtomicBool::new(false) }))
     }
 
     /// Maps it. The driver takes `hint` if it is free and aligned as the device needs it, and
@@ -83,11 +77,6 @@ impl DeviceMapping {
     /// First address.
     pub fn addr(&self) -> DeviceAddr {
         self.addr
-    }
-
-    /// The memory mapped.
-    pub fn memory(&self) -> &Arc<DeviceMemory> {
-        &self.memory
     }
 
     /// The device.
@@ -143,7 +132,6 @@ pub(crate) fn unmap(device: &Device, addr: DeviceAddr) -> Result<(), Error> {
 pub struct HostMapping {
     device: Device,
     addr: DeviceAddr,
-    len: u64,
 }
 
 impl HostMapping {
@@ -161,18 +149,12 @@ impl HostMapping {
         let addr = check_nonzero("hlthunk_host_memory_map", || unsafe {
             map(device.raw_fd(), ptr.cast(), 0, len)
         })?;
-        Ok(Self { device: device.clone(), addr: DeviceAddr(addr), len })
+        Ok(Self { device: device.clone(), addr: DeviceAddr(addr) })
     }
 
     /// Where the device sees the first byte.
     pub fn addr(&self) -> DeviceAddr {
         self.addr
-    }
-
-    /// Length in bytes.
-    #[allow(clippy::len_without_is_empty, reason = "never empty")]
-    pub fn len(&self) -> u64 {
-        self.len
     }
 }
 

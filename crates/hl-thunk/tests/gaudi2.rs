@@ -70,14 +70,12 @@ fn control_nodes_answer_without_taking_the_card() {
     let device = Device::open(library(), &bus_id).unwrap();
     assert_eq!(device.bus_id().unwrap(), bus_id);
     assert_eq!(device.generation(), Generation::Gaudi2);
-    assert_eq!(device.status().unwrap(), Ok(0));
     for index in 0..64 {
         let control = ControlDevice::open(library(), index).unwrap();
         if control.bus_id().unwrap() == bus_id {
             let hw = control.hw_info().unwrap();
             assert_eq!(hw.dram_page_size, PAGE);
             assert_eq!(hw.module_id, device.hw_info().module_id);
-            assert_eq!(control.status().unwrap(), Ok(0));
         }
     }
     assert_eq!(library().device_count().unwrap().unwrap(), 64);

@@ -1,4 +1,4 @@
-//! The back end for a card that the application opened: as [`Owner`], through a descriptor of our
+//! The back end for a card that the application opened: as [`Driver`], through a descriptor of our
 //! own of the same opening, if the application has lent it; otherwise only what disturbs nobody.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -6,7 +6,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use hl_thunk::packet::LinDma;
 use hl_thunk::{DeviceAddr, Direction};
 
-use super::owner::Owner;
+use super::driver::Driver;
 use super::{Backend, CopyLimits, Geometry, HostPin, Page, Registers, Ticket};
 use crate::error::ErrorKind;
 use crate::stats::Counts;
@@ -14,20 +14,20 @@ use crate::{Error, Remedy};
 
 /// Somebody else's card.
 #[derive(Debug)]
-pub(crate) struct Lent {
-    owner: Owner,
+pub(crate) struct LentDriver {
+    driver: Driver,
     lent: bool,
 }
 
-impl Lent {
+impl LentDriver {
     /// `lent`: we may use it as if it were ours; else we only know of it.
     pub(crate) fn new(device: hl_thunk::Device, lent: bool) -> Self {
-        Self { owner: Owner::new(device), lent }
+        Self { driver: Driver::new(device), lent }
     }
 
-    fn permitted(&self, operation: &'static str) -> Result<&Owner, Error> {
+    fn permitted(&self, operation: &'static str) -> Result<&Driver, Error> {
         if self.lent {
-            return Ok(&self.owner);
+            return Ok(&self.driver);
         }
         Err(Error::new(
             ErrorKind::PermissionDenied,
@@ -38,9 +38,9 @@ impl Lent {
     }
 }
 
-impl Backend for Lent {
+impl Backend for LentDriver {
     fn geometry(&self) -> Geometry {
-        self.owner.geometry()
+        self.driver.geometry()
     }
 
     fn take_page(&self, at: DeviceAddr, len: u64) -> Result<Box<dyn Page>, Error> {
@@ -67,7 +67,7 @@ impl Backend for Lent {
         len: u64,
         counts: Counts,
     ) -> Result<OwnedFd, Error> {
-        self.owner.export_foreign(mapping, offset, len, counts)
+        self.driver.export_foreign(mapping, offset, len, counts)
     }
 
     fn map_block(&self, address: DeviceAddr) -> Result<Box<dyn Registers>, Error> {
@@ -91,6 +91,6 @@ impl Backend for Lent {
     }
 
     fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error> {
-        self.owner.wait(ticket, timeout_us)
+        self.driver.wait(ticket, timeout_us)
     }
 }

@@ -1,14 +1,14 @@
 //! The seam under the engine: what it needs from whoever owns the card.
 //!
 //! The engine above divides memory, plans copies and keeps count; a back end below knows one way to
-//! reach the hardware. [`owner`] is the one for cards this process opened itself, through the
+//! reach the hardware. [`driver`] is the one for cards this process opened itself, through the
 //! driver's command submission; [`lent`] the one for cards that the application opened and may have
 //! lent to us. A fake one serves the engine's own tests.
 
+pub(crate) mod driver;
 #[cfg(test)]
 pub(crate) mod fake;
 pub(crate) mod lent;
-pub(crate) mod owner;
 
 use std::any::Any;
 use std::fmt;

@@ -146,7 +146,7 @@ impl Slot {
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        self.pool.free.give(self.index);
+        self.pool.free.release(self.index);
     }
 }
 

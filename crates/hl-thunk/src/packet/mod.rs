@@ -16,7 +16,6 @@ pub const MAX_PIECE: u64 = (1 << 32) - 128;
 
 const OPCODE_SHIFT: u32 = 24;
 const OPCODE_LIN_DMA: u32 = 0x9;
-const OPCODE_NOP: u32 = 0xa;
 /// The engine finishes earlier work before it goes on.
 const ENGINE_BARRIER: u32 = 1 << 29;
 /// Messages that follow wait for this packet's writes.
@@ -76,13 +75,6 @@ fn pack(tsize: u32, ctl: u32, src: u64, dst: u64) -> [u8; LIN_DMA_LEN] {
     packet
 }
 
-/// A packet that does nothing: eight bytes, the same on every generation.
-pub fn nop() -> [u8; 8] {
-    let mut packet = [0; 8];
-    packet[4..8].copy_from_slice(&(OPCODE_NOP << OPCODE_SHIFT).to_le_bytes());
-    packet
-}
-
 /// Cuts a transfer of `len` bytes into pieces that fit a packet: offset and length of each.
 pub fn split(len: u64) -> impl Iterator<Item = (u64, u32)> {
     (0..len.div_ceil(MAX_PIECE)).map(move |piece| {
@@ -95,11 +87,6 @@ pub fn split(len: u64) -> impl Iterator<Item = (u64, u32)> {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-
-    #[test]
-    fn nop_is_the_documented_word() {
-        assert_eq!(nop(), [0, 0, 0, 0, 0, 0, 0, 0x0a]);
-    }
 
     #[test]
     fn gaudi3_has_no_packets() {

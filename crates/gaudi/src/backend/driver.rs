@@ -28,7 +28,7 @@ const FALLBACK_PAGE: u64 = 32 << 20;
 
 /// A card through `libhl-thunk`.
 #[derive(Debug)]
-pub(crate) struct Owner {
+pub(crate) struct Driver {
     // Before the device: command buffers are given back first.
     commands: OnceLock<Commands>,
     making_commands: Mutex<()>,
@@ -72,7 +72,7 @@ impl Commands {
     }
 }
 
-impl Owner {
+impl Driver {
     pub(crate) fn new(device: hl_thunk::Device) -> Self {
         let mut lane = 0;
         let queues = [Direction::HostToDevice, Direction::DeviceToHost, Direction::DeviceToDevice]
@@ -123,7 +123,7 @@ impl Owner {
     }
 }
 
-impl Backend for Owner {
+impl Backend for Driver {
     fn geometry(&self) -> Geometry {
         geometry_of(self.device.generation(), self.device.hw_info())
     }

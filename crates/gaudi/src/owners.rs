@@ -16,25 +16,25 @@ use hl_thunk::{ControlDevice, Library};
 
 /// Most descriptors looked at in one search.
 const MAX_LOOKS: usize = 100_000;
-/// Most holders named.
+/// Most owners named.
 const MAX_NAMED: usize = 4;
 
 /// A process that has the node open.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Holder {
+struct OwningProcess {
     pid: u32,
     command: String,
 }
 
-/// What a search for one node's holders brought.
+/// What a search for one node's owners brought.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Holders {
-    found: Vec<Holder>,
+pub(crate) struct Owners {
+    found: Vec<OwningProcess>,
     /// Whether some processes could not be looked into.
     incomplete: bool,
 }
 
-impl fmt::Display for Holders {
+impl fmt::Display for Owners {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.found.is_empty() {
             return f.write_str(if self.incomplete {
@@ -45,7 +45,7 @@ impl fmt::Display for Holders {
             });
         }
         f.write_str("it is held by ")?;
-        for (at, Holder { pid, command }) in self.found.iter().take(MAX_NAMED).enumerate() {
+        for (at, OwningProcess { pid, command }) in self.found.iter().take(MAX_NAMED).enumerate() {
             let comma = if at == 0 { "" } else { ", " };
             if *pid == std::process::id() {
                 write!(f, "{comma}this process (pid {pid}), through another library")?;
@@ -60,17 +60,17 @@ impl fmt::Display for Holders {
     }
 }
 
-impl Holders {
+impl Owners {
     /// This process alone.
     #[cfg(test)]
     pub(crate) fn ourselves() -> Self {
-        let holder = Holder { pid: std::process::id(), command: String::from("test") };
-        Holders { found: vec![holder], incomplete: false }
+        let owner = OwningProcess { pid: std::process::id(), command: String::from("test") };
+        Owners { found: vec![owner], incomplete: false }
     }
 
     /// Whether this process is among them.
     pub(crate) fn is_this_process(&self) -> bool {
-        self.found.iter().any(|holder| holder.pid == std::process::id())
+        self.found.iter().any(|owner| owner.pid == std::process::id())
     }
 }
 
@@ -81,7 +81,7 @@ pub(crate) fn own_descriptor(library: &Arc<Library>, node: u32) -> Option<RawFd>
     descriptors.flatten().find_map(|descriptor| {
         let link = descriptor.path();
         let named = std::fs::read_link(&link).ok()?.file_name() == Some(&wanted.name);
-        let is_it = named && Identity::of(&std::fs::metadata(&link).ok()?) == wanted.identity;
+        let is_it = named && FileIdentity::of(&std::fs::metadata(&link).ok()?) == wanted.identity;
         if is_it { descriptor.file_name().to_str()?.parse().ok() } else { None }
     })
 }
@@ -93,7 +93,7 @@ fn wanted(library: &Arc<Library>, node: u32) -> Option<Wanted> {
 }
 
 /// Who has the compute nodes of these cards open, by their node numbers.
-pub(crate) fn of_cards(library: &Arc<Library>, nodes: &[u32]) -> Vec<Holders> {
+pub(crate) fn of_cards(library: &Arc<Library>, nodes: &[u32]) -> Vec<Owners> {
     let wanted: Vec<Option<Wanted>> = nodes.iter().map(|&node| wanted(library, node)).collect();
     search(Path::new("/proc"), &wanted)
 }
@@ -109,36 +109,36 @@ fn compute_node(control: &Path) -> Option<PathBuf> {
 #[derive(Debug)]
 struct Wanted {
     name: std::ffi::OsString,
-    identity: Identity,
+    identity: FileIdentity,
 }
 
 /// The same file under any path: a device by its number, another file by its place on the disk.
 #[derive(Debug, PartialEq, Eq)]
-enum Identity {
+enum FileIdentity {
     Device(u64),
     File(u64, u64),
 }
 
-impl Identity {
+impl FileIdentity {
     fn of(meta: &Metadata) -> Self {
         if meta.file_type().is_char_device() {
-            Identity::Device(meta.rdev())
+            FileIdentity::Device(meta.rdev())
         } else {
-            Identity::File(meta.dev(), meta.ino())
+            FileIdentity::File(meta.dev(), meta.ino())
         }
     }
 }
 
 impl Wanted {
     fn at(path: &Path) -> Option<Self> {
-        let identity = Identity::of(&std::fs::metadata(path).ok()?);
+        let identity = FileIdentity::of(&std::fs::metadata(path).ok()?);
         Some(Self { name: path.file_name()?.to_owned(), identity })
     }
 }
 
 /// Looks through the processes under `proc`, once for all nodes.
-fn search(proc: &Path, wanted: &[Option<Wanted>]) -> Vec<Holders> {
-    let mut answers = vec![Holders::default(); wanted.len()];
+fn search(proc: &Path, wanted: &[Option<Wanted>]) -> Vec<Owners> {
+    let mut answers = vec![Owners::default(); wanted.len()];
     let mut looks = 0;
     let mut incomplete = false;
     let processes = std::fs::read_dir(proc).into_iter().flatten().flatten();
@@ -158,11 +158,11 @@ fn search(proc: &Path, wanted: &[Option<Wanted>]) -> Vec<Holders> {
                 let is_it = |wanted: &Wanted| {
                     target.file_name() == Some(&wanted.name)
                         && std::fs::metadata(&link)
-                            .is_ok_and(|meta| Identity::of(&meta) == wanted.identity)
+                            .is_ok_and(|meta| FileIdentity::of(&meta) == wanted.identity)
                 };
                 if !*counted && wanted.as_ref().is_some_and(is_it) {
                     *counted = true;
-                    answer.found.push(Holder { pid, command: command(&process.path()) });
+                    answer.found.push(OwningProcess { pid, command: command(&process.path()) });
                 }
             }
         }
@@ -202,7 +202,7 @@ mod tests {
 
     #[test]
     fn a_holder_is_found_by_the_file_and_not_by_its_name() {
-        let folder = std::env::temp_dir().join(format!("gaudi-holders-{}", std::process::id()));
+        let folder = std::env::temp_dir().join(format!("gaudi-owners-{}", std::process::id()));
         std::fs::create_dir_all(folder.join("other")).unwrap();
         let paths =
             [folder.join("accel0"), folder.join("accel1"), folder.join("other").join("accel1")];
@@ -211,12 +211,12 @@ mod tests {
         }
         let open = [std::fs::File::open(&paths[0]), std::fs::File::open(&paths[2])];
         let wanted: Vec<_> = paths[..2].iter().map(|path| Wanted::at(path)).collect();
-        let holders = search(Path::new("/proc"), &wanted);
+        let owners = search(Path::new("/proc"), &wanted);
         let mine =
-            |holders: &Holders| holders.found.iter().any(|holder| holder.pid == std::process::id());
-        assert!(mine(&holders[0]), "{holders:?}");
-        assert!(!mine(&holders[1]), "the same name in another folder: {holders:?}");
-        assert!(holders[0].to_string().contains("this process"), "{}", holders[0]);
+            |owners: &Owners| owners.found.iter().any(|owner| owner.pid == std::process::id());
+        assert!(mine(&owners[0]), "{owners:?}");
+        assert!(!mine(&owners[1]), "the same name in another folder: {owners:?}");
+        assert!(owners[0].to_string().contains("this process"), "{}", owners[0]);
         drop(open);
         std::fs::remove_dir_all(folder).unwrap();
     }
@@ -224,30 +224,30 @@ mod tests {
     #[test]
     fn a_device_is_the_same_under_any_path() {
         let (null, zero) = (Path::new("/dev/null"), Path::new("/dev/zero"));
-        let identity = |path: &Path| Identity::of(&std::fs::metadata(path).unwrap());
+        let identity = |path: &Path| FileIdentity::of(&std::fs::metadata(path).unwrap());
         let open = std::fs::File::open(null).unwrap();
         let link = format!("/proc/self/fd/{}", open.as_raw_fd());
-        assert!(matches!(identity(null), Identity::Device(_)));
+        assert!(matches!(identity(null), FileIdentity::Device(_)));
         assert_eq!(identity(null), identity(Path::new(&link)));
         assert_ne!(identity(null), identity(zero));
     }
 
     #[test]
     fn what_is_known_is_said() {
-        let holder = |pid| Holder { pid, command: String::from("python3") };
-        let holders = |count, incomplete| {
-            Holders { found: (0..count).map(|at| holder(4_200_000 + at)).collect(), incomplete }
+        let owner = |pid| OwningProcess { pid, command: String::from("python3") };
+        let owners = |count, incomplete| {
+            Owners { found: (0..count).map(|at| owner(4_200_000 + at)).collect(), incomplete }
                 .to_string()
         };
-        assert_eq!(holders(1, true), "it is held by python3 (pid 4200000)");
-        assert!(holders(6, false).ends_with("python3 (pid 4200003) and 2 more"));
-        assert!(holders(0, true).contains("may look into"));
-        assert!(holders(0, false).contains("dma-buf"));
+        assert_eq!(owners(1, true), "it is held by python3 (pid 4200000)");
+        assert!(owners(6, false).ends_with("python3 (pid 4200003) and 2 more"));
+        assert!(owners(0, true).contains("may look into"));
+        assert!(owners(0, false).contains("dma-buf"));
     }
 
     #[test]
     fn a_system_without_proc_is_no_reason_to_fail() {
         let nothing = search(Path::new("/nonexistent"), &[None]);
-        assert_eq!(nothing, [Holders { found: Vec::new(), incomplete: true }]);
+        assert_eq!(nothing, [Owners { found: Vec::new(), incomplete: true }]);
     }
 }

@@ -37,7 +37,7 @@ const EXPORTING: &str = "exporting a dma-buf";
 const STAGING_LEN: usize = 1 << 20;
 const STAGING_SLOTS: u32 = 8;
 
-/// Pauses while memory waits for peers to let it go, a second in all.
+/// Pauses while peers release memory, a second in all.
 const PEERS_PAUSES_MS: [u64; 11] = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512];
 
 /// Identifies one opening of a card in this process; never reused.
@@ -57,18 +57,18 @@ pub struct MemoryInfo {
     pub allocations: usize,
 }
 
-/// Memory of the application that peers may have open still.
+/// Memory of the application that peers may still have open.
 #[derive(Debug)]
 pub(crate) struct Withdrawn {
-    let_go: Arc<AtomicBool>,
+    released: Arc<AtomicBool>,
 }
 
 impl Withdrawn {
-    /// Waits until no peer has any of it, but not longer than it takes a peer that only keeps it at
-    /// hand: one that is using it is the application's own business.
+    /// Waits until no peer has any of it open, but no longer than a peer needs to release what it only
+    /// caches. A peer that is using it is the application's responsibility.
     pub(crate) fn wait(all: &[Withdrawn]) {
         for pause in PEERS_PAUSES_MS {
-            if all.iter().all(|one| one.let_go.load(Ordering::Acquire)) {
+            if all.iter().all(|one| one.released.load(Ordering::Acquire)) {
                 return;
             }
             std::thread::sleep(Duration::from_millis(pause));
@@ -201,8 +201,8 @@ impl Device {
         Ok(Allocation::new(Arc::clone(self), DeviceAddr(base), len))
     }
 
-    /// Takes memory from the pool. Where there is none left, and freed memory waits for peers to let
-    /// it go, waits a moment for them too.
+    /// Takes memory from the pool. If there is none left, and peers still have freed memory open, waits
+    /// a moment for them to release it.
     fn take(&self, len: u64, align: u64) -> Result<u64, Error> {
         let mut pauses = PEERS_PAUSES_MS.into_iter();
         loop {
@@ -229,8 +229,8 @@ impl Device {
         cleared.map(|()| base).inspect_err(|_| self.open.memory.give(base))
     }
 
-    /// The other half of [`Allocation`]. Memory that another process has open waits until it has let
-    /// go; the card may be closed before that.
+    /// Frees the memory of an [`Allocation`]. Memory that another process has open returns to the pool
+    /// when it is released there; the card may be closed before that.
     pub(crate) fn free(self: &Arc<Self>, addr: DeviceAddr, len: u64) {
         if !self.is_ours() {
             return;
@@ -246,17 +246,16 @@ impl Device {
         });
     }
 
-    /// Forgets memory that the application is about to unmap: nobody finds it or can open it from now
-    /// on, and copies with the hardware are waited for. A peer that has it open, be it only to have it
-    /// at hand, keeps the driver from unmapping it: it is asked to let go, and [`Withdrawn::wait`]
-    /// waits for that.
+    /// Withdraws memory that the application is about to unmap: lookups do not find it any more, peers
+    /// cannot open it, and submitted copies are waited for. A peer that has it open, or cached, keeps
+    /// the driver from unmapping it: its lease is revoked, and [`Withdrawn::wait`] waits for that.
     pub(crate) fn withdraw_foreign(&self, addr: DeviceAddr, len: u64) -> Withdrawn {
         runtime().table().remove(addr.0);
         self.open.engine.quiesce(&(addr.0..addr.0 + len));
-        let let_go = Arc::new(AtomicBool::new(false));
-        let set = Arc::clone(&let_go);
+        let released = Arc::new(AtomicBool::new(false));
+        let set = Arc::clone(&released);
         share::freed(addr, len, self.counts, move || set.store(true, Ordering::Release));
-        Withdrawn { let_go }
+        Withdrawn { released }
     }
 
     /// A dma-buf for `[addr, addr + len)`, which must lie in one live allocation: a close-on-exec
@@ -281,8 +280,8 @@ impl Device {
 
     /// A dma-buf of its own for `[addr, addr + len)` alone, rounded out to 4 KiB, which nobody
     /// else's memory shares: for what leaves the process. Freeing the allocation does not take it
-    /// back: whoever holds the descriptor reaches the range also when it has a new tenant. For
-    /// processes that tell what they hold there is [`Device::share`].
+    /// back: the descriptor reaches the range also when it belongs to another allocation. With
+    /// [`Device::share`] it does not.
     pub fn export_alone(&self, addr: DeviceAddr, len: u64) -> Result<(OwnedFd, u64), Error> {
         self.export_extent(addr, len, Extent::Alone)
     }
@@ -309,7 +308,7 @@ impl Device {
         exported.map_err(|error| self.failed(error))
     }
 
-    /// Whether the device was reset or went away under our hands. Nothing works on it any more;
+    /// Whether the device was reset or removed while open. Nothing works on it any more;
     /// when its last handle and allocation are gone, the card can be opened again.
     pub fn is_lost(&self) -> bool {
         self.open.engine.is_lost()
@@ -497,7 +496,7 @@ impl Device {
         self.open.engine.try_permit().is_some()
     }
 
-    /// Whoever asked is told that it failed.
+    /// Counts a failure that is returned to the caller.
     pub(crate) fn failed(&self, error: Error) -> Error {
         self.counts.failed(error.kind());
         error.on(self)
@@ -565,7 +564,7 @@ impl Drop for Device {
         if !self.is_ours() {
             return;
         }
-        // Nothing may be freed under the hardware's hands. Failures were told to whoever waited.
+        // Nothing may be freed that the hardware still uses. Failures were returned to those who waited.
         let _ = self.open.engine.drain();
         self.open.engine.stop();
         self.counts.closed();

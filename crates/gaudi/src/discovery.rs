@@ -1,5 +1,5 @@
-//! Which cards there are, learnt from their control nodes: nobody's compute node is touched. Which of
-//! them this process may use, and under which numbers, is then the environment's word.
+//! Which cards there are, from their control nodes; no compute node is opened. The environment decides
+//! which of them this process may use, and their numbers.
 
 use std::collections::BTreeSet;
 use std::fmt;

@@ -1,5 +1,5 @@
-//! Variables of the environment that are not UCX's, read with one rule: unset and empty mean "not
-//! said", and what is not text is an error, never silence.
+//! Variables of the environment that are not UCX's, read with one rule: unset and empty are the same,
+//! and what is not text is an error.
 
 use crate::{Error, ErrorKind};
 

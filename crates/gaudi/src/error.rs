@@ -205,23 +205,23 @@ impl Error {
         Self { remedy: self.remedy.for_software(), ..self }
     }
 
-    /// Says that the user's settings are the cause.
+    /// A setting of the user is the cause.
     pub(crate) fn caused_by_setting(mut self) -> Self {
         self.setting_wrong = true;
         self
     }
 
-    /// Says more about what went wrong.
+    /// Adds to what went wrong.
     pub(crate) fn add_detail(&mut self, more: &dyn fmt::Display) {
         self.detail = format!("{}, {more}", self.detail);
     }
 
-    /// Says what to do, where the errno alone did not.
+    /// Sets the remedy, unless there is one.
     pub(crate) fn advise(self, remedy: impl Into<Remedy>) -> Self {
         if self.remedy == Remedy::None { self.advise_instead(remedy) } else { self }
     }
 
-    /// Says what to do here, whatever the errno alone would advise.
+    /// Sets the remedy, also where there is one.
     pub(crate) fn advise_instead(self, remedy: impl Into<Remedy>) -> Self {
         Self { remedy: remedy.into(), ..self }
     }
@@ -230,11 +230,11 @@ impl Error {
         self.errno = Some(errno);
     }
 
-    /// Nobody mapped anything at this address, as far as we were told.
+    /// The application has not reported memory at this address.
     pub fn unknown_memory(start: impl fmt::Display) -> Self {
-        let detail = format!("no memory that starts at {start} was noted");
+        let detail = format!("no memory that starts at {start} was reported");
         let remedy = "give the address that hlthunk_device_memory_map returned";
-        Self::new(ErrorKind::InvalidParams, "forgetting memory of the application", detail, remedy)
+        Self::new(ErrorKind::InvalidParams, "withdrawing memory of the application", detail, remedy)
     }
 
     /// Which of the eight kinds this is.
@@ -380,7 +380,7 @@ mod tests {
         assert_eq!(busy.on(&software).remedy(), Remedy::ChooseAnotherCard);
     }
 
-    /// Whoever shows an error adds the words of their world: see [`Remedy`].
+    /// Settings are named by the crate that has them: see [`Remedy`].
     #[test]
     fn the_engine_names_no_variable_of_ucx() {
         let mut folders =

@@ -97,8 +97,7 @@ impl Runtime {
         Err(Error::new(ErrorKind::InvalidParams, "giving a card back", detail, "").on(&info))
     }
 
-    /// The application mapped `len` bytes of device memory at `start`, which is where the driver's
-    /// answer said. A card that was not lent is known from now on, but not used for copies.
+    /// The application mapped `len` bytes of device memory at `start`. A card that was not lent is known from now on, but not used for copies.
     pub fn add_memory(&self, fd: BorrowedFd<'_>, start: DeviceAddr, len: u64) -> Result<(), Error> {
         let info = self.card_of(fd)?;
         self.lent_device(&info, fd, self.adopts_own_cards())?;
@@ -107,7 +106,11 @@ impl Runtime {
             Err(Error::new(ErrorKind::InvalidParams, NOTING, detail, remedy).on(&info))
         };
         let Some(end) = end else {
-            return refuse(format!("{len} bytes at {start} are an empty or impossible range"), "");
+            let detail = match len {
+                0 => format!("zero-length range at {start}"),
+                _ => format!("{len} bytes at {start} are not device memory"),
+            };
+            return refuse(detail, "");
         };
         let overlaps = |from: u64, to: u64| from < end && start.0 < to;
         // Our own windows on other cards; on this one the driver keeps the two apart.
@@ -144,12 +147,11 @@ impl Runtime {
         Ok(())
     }
 
-    /// The application is about to unmap the memory at `start`. When this returns, the copies that
-    /// were with the hardware have ended, those that were not fail instead of starting, whoever
-    /// cached something about it was told, and peers have had a second to let it go: those that do
-    /// not use it have. A copy that another thread is just submitting, or a small one that it waits
-    /// for, is not seen: its caller still uses memory that is being unmapped. `None`: it is none that
-    /// we know.
+    /// The application is about to unmap the memory at `start`. When this returns, submitted copies
+    /// have ended, later ones fail, observers were notified, and peers have had a second to release it:
+    /// those that do not use it have. A copy that another thread is just submitting, or a small one
+    /// that it waits for, is not seen: its caller still uses memory that is being unmapped. `None`: the
+    /// memory is not known.
     pub fn remove_memory(&self, fd: BorrowedFd<'_>, start: DeviceAddr) -> Option<Unmapping> {
         self.check_process(NOTING).ok()?;
         let card = self.bus_id_of(fd).ok()?;
@@ -169,7 +171,7 @@ impl Runtime {
         self.add_memory(fd, DeviceAddr(unmapping.start), unmapping.len)
     }
 
-    /// The application allocated device memory; where it lies is said when it is mapped.
+    /// The application allocated device memory; its address follows when it is mapped.
     pub fn memory_allocated(&self, fd: BorrowedFd<'_>, handle: u64, len: u64) {
         if let (Ok(card), Some(through)) = (self.bus_id_of(fd), Descriptor::of(fd)) {
             self.lent.state().sizes.insert((card, handle), (len, through));
@@ -243,7 +245,7 @@ impl Runtime {
         }
         let library = self.library_if_loaded().filter(|library| library.was_loaded());
         library.is_some_and(|library| {
-            // Who wants his cards adopted is going to have some.
+            // A program that has its cards adopted is going to open some.
             self.adopts_own_cards()
                 || !self.devices().is_empty()
                 || self.discover().is_ok_and(|cards| {
@@ -253,7 +255,7 @@ impl Runtime {
         })
     }
 
-    /// The address of a function of the driver library, for whoever stands in for it.
+    /// The address of a function of the driver library, for hooks.
     pub fn driver_function(&self, name: &str) -> Option<*const std::ffi::c_void> {
         self.library_if_loaded()?.function(name)
     }
@@ -272,7 +274,7 @@ impl Runtime {
         })
     }
 
-    /// The device of the application's card, made if this is the first we hear of it.
+    /// The device of the application's card, made if it is not known yet.
     fn lent_device(
         &self,
         info: &DeviceInfo,

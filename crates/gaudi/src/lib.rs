@@ -19,9 +19,11 @@
 //! # Ok::<(), gaudi::Error>(())
 //! ```
 //!
-//! What holds what: an [`Allocation`], an [`Import`], a [`Share`], an [`Opened`], a [`Transfer`] and
-//! a [`RegisterBlock`] hold their device open; a [`HostRegion`] and a [`Location`] do not. When the last holder lets go, the card is closed and
-//! another process can have it.
+//! An [`Allocation`], an [`Import`], a [`Share`], an [`Opened`], a [`Transfer`] and a [`RegisterBlock`]
+//! keep their device open; a [`HostRegion`] and a [`Location`] do not. When the last of them is dropped,
+//! the card is closed, and another process can open it.
+//!
+//! The engine belongs to the process: a forked child is refused its parent's cards (`process`).
 
 mod backend;
 mod choice;

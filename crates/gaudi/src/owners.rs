@@ -1,4 +1,4 @@
-//! Who has a card open, so that "device busy" can name a process instead of a riddle.
+//! Which processes have a card open, so that "device busy" can name them.
 //!
 //! Only asked when an open has failed. The answer is a best effort: descriptors of other users'
 //! processes are not ours to see, and a process may end while we look. It opens nothing but a
@@ -92,7 +92,7 @@ fn wanted(library: &Arc<Library>, node: u32) -> Option<Wanted> {
     Wanted::at(&compute_node(&std::fs::read_link(link).ok()?)?)
 }
 
-/// Who has the compute nodes of these cards open, by their node numbers.
+/// Which processes have the compute nodes of these cards open, by their node numbers.
 pub(crate) fn of_cards(library: &Arc<Library>, nodes: &[u32]) -> Vec<Owners> {
     let wanted: Vec<Option<Wanted>> = nodes.iter().map(|&node| wanted(library, node)).collect();
     search(Path::new("/proc"), &wanted)
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_holder_is_found_by_the_file_and_not_by_its_name() {
+    fn an_owner_is_found_by_the_file_and_not_by_its_name() {
         let folder = std::env::temp_dir().join(format!("gaudi-owners-{}", std::process::id()));
         std::fs::create_dir_all(folder.join("other")).unwrap();
         let paths =

@@ -1,5 +1,5 @@
-//! What to do about an error: a value, so that whoever shows the error to people can say it in the words
-//! of their world. The words here are the engine's own, and name no setting of whoever uses it.
+//! What to do about an error, as a value: the crate that shows the error to users renders it with the
+//! names of its own settings. The words here name no setting.
 
 use std::fmt;
 

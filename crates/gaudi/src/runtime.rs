@@ -42,7 +42,7 @@ pub struct Runtime {
     /// One card is opened at a time, so that two threads share it instead of racing for it.
     opening: Mutex<()>,
     cards: Mutex<HashMap<BusId, OpenCard>>,
-    /// The same devices again, for those who ask at every copy. Changed under the lock of `cards`.
+    /// The same devices again, for wait-free lookups. Changed under the lock of `cards`.
     directory: ArcSwap<Vec<Listed>>,
     card_closed: Condvar,
     next_id: AtomicU32,
@@ -70,7 +70,7 @@ struct OpenCard {
     device: Weak<Device>,
 }
 
-/// What a log should hear once.
+/// Lines for a log, each logged once.
 #[derive(Debug, Default)]
 struct Notes {
     waiting: Vec<String>,
@@ -291,8 +291,8 @@ impl Runtime {
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Sets options of this process; those that are `None` stay as they are. Whoever set one to another
-    /// value before is overruled, which is reported once ([`Runtime::take_conflicts`]).
+    /// Sets options of this process; those that are `None` stay as they are. The last value of an
+    /// option is used; that there was another one is reported once ([`Runtime::take_conflicts`]).
     pub fn configure(&self, options: Options) {
         let handle_limits = options.handle_limits;
         self.options.set(options);
@@ -363,8 +363,7 @@ impl Runtime {
         self.windows.subscribe(Arc::from(observer));
     }
 
-    /// Failures of the driver while things were dropped, where nobody could be told, since the last
-    /// call. Whoever writes a log asks now and then.
+    /// Failures of the driver in destructors, which return nothing, since the last call: for a log.
     pub fn take_drop_errors(&self) -> Vec<Error> {
         let Some(Ok(library)) = self.library.get() else { return Vec::new() };
         let (errors, _lost) = library.take_drop_errors();
@@ -446,7 +445,7 @@ impl Drop for DirectoryGuard {
     }
 }
 
-/// Without a choice, what the launcher said; and by which variable.
+/// Without a choice, the launcher's; and the variable it came from.
 fn default_choice(
     choice: &DeviceChoice,
     module_id: Option<&str>,

@@ -1,8 +1,8 @@
 //! The kernel's view of the machine, read from a folder that tests (and containers that have the
 //! host's sysfs elsewhere) can replace.
 //!
-//! Nothing in it is taken on trust: a file that is missing, empty or makes no sense is the same as
-//! one that does not say. The only result of a strange sysfs is that less is known.
+//! Nothing in it is taken on trust: a file that is empty or makes no sense is the same as one
+//! that is missing. A strange sysfs only means that less is known.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -14,7 +14,7 @@ use crate::topology::{PciLink, PciLocation};
 
 /// Names another root than `/sys`.
 const ROOT_VARIABLE: &str = "GAUDI_SYSFS_ROOT";
-/// Attributes are one line; nobody needs more of them.
+/// Attributes are one line.
 const MAX_TEXT: u64 = 4096;
 /// More devices of a class than any machine has.
 const MAX_ENTRIES: usize = 4096;

@@ -1,5 +1,5 @@
 //! The back end for a card that the application opened: as [`Driver`], through a descriptor of our
-//! own of the same opening, if the application has lent it; otherwise only what disturbs nobody.
+//! own of the same opening, if the application has lent it; otherwise only what does not disturb it.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 
@@ -12,7 +12,7 @@ use crate::error::ErrorKind;
 use crate::stats::Counts;
 use crate::{Error, Remedy};
 
-/// Somebody else's card.
+/// The application's card.
 #[derive(Debug)]
 pub(crate) struct LentDriver {
     driver: Driver,
@@ -76,7 +76,7 @@ impl Backend for LentDriver {
 
     fn copy_limits(&self) -> Result<CopyLimits, Error> {
         let limits = self.permitted("copying")?.copy_limits()?;
-        // The application submits work, too, and the driver has room for so much of both.
+        // The application submits work, too, and the driver's limit is for both.
         Ok(CopyLimits { in_flight: (limits.in_flight / 2).max(1), ..limits })
     }
 

@@ -1,4 +1,4 @@
-//! The seam under the engine: what it needs from whoever owns the card.
+//! The interface between the engine and whatever drives the card.
 //!
 //! The engine above divides memory, plans copies and keeps count; a back end below knows one way to
 //! reach the hardware. [`driver`] is the one for cards this process opened itself, through the
@@ -93,7 +93,7 @@ pub(crate) trait Page: Send + Sync + fmt::Debug {
     /// a dma-buf of it is still open somewhere), to be used further.
     fn give_back(self: Box<Self>) -> Result<(), Box<dyn Page>>;
 
-    /// Lets go of the page because the device is being closed. Other processes may still have
+    /// Drops the page because the device is being closed. Other processes may still have
     /// dma-bufs of it open: the driver then keeps it for them, which is nothing to complain about.
     fn leave(self: Box<Self>) {}
 }

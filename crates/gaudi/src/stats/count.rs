@@ -1,4 +1,4 @@
-//! What the engine says when something happened.
+//! Counting: what the engine calls when something happened.
 //!
 //! Additions are relaxed: a counter is a number of its own, and orders nothing. What exists for a
 //! while (a pin, an export, an import) is counted by a guard that lives exactly as long, so that no
@@ -128,7 +128,7 @@ impl Counts {
         self.add(Counter::BouncedOperations, 1);
     }
 
-    /// Someone was told of a failure.
+    /// A failure was returned to a caller.
     pub(crate) fn failed(self, kind: ErrorKind) {
         self.add(FAILURES[(-1 - kind.code()) as usize], 1);
     }

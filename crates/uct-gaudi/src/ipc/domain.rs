@@ -13,6 +13,7 @@ use uct::{
 use super::NAME;
 use super::component::{card_near, unreachable};
 use super::key::{NoKey, RemoteMemory};
+use crate::addresses::allocation_of;
 
 /// An open memory domain. It opens no card.
 pub(crate) struct IpcDomain {
@@ -105,14 +106,6 @@ impl Memory {
     }
 }
 
-/// The allocation a region lies in. UCX's cache of registrations rounds regions up a little: to what
-/// belongs to the allocation and to nobody else.
-fn allocation_of(region: &Region) -> Option<Location> {
-    let place = gaudi::runtime().locate(region.address, 1)?;
-    let room = place.length.next_multiple_of(gaudi::PAGE_SIZE) - place.offset;
-    (region.length as u64 <= room).then_some(place)
-}
-
 impl MemoryDomain for IpcDomain {
     type Memory = Memory;
 
@@ -144,7 +137,7 @@ impl MemoryDomain for IpcDomain {
     }
 
     fn register(&self, region: &Region) -> Result<Memory, Status> {
-        if let Some(place) = allocation_of(region) {
+        if let Some(place) = allocation_of(region.address, region.length) {
             return Ok(Memory::Device(Shareable::new(&place)));
         }
         if region.memory_type == Some(MemoryType::GAUDI) {

@@ -59,7 +59,7 @@ fn listing_has_one_gaudi_ipc_with_its_documented_names() {
         assert_once(&listing, wanted);
     }
     let domain = Listing::of(&listing.stdout).domain("gaudi_ipc");
-    for wanted in ["remote key: 64 bytes", "error handling: peer failure, ep_check"] {
+    for wanted in ["remote key: 57 bytes", "error handling: peer failure, ep_check"] {
         assert_eq!(Listing::of(&domain).count(wanted), 1, "`{wanted}`: {domain}");
     }
 }

@@ -55,7 +55,10 @@ fn pair(name: &str, arguments: &[&str]) -> Option<impl Fn(&str) -> u64> {
     let dist = target().join("dist");
     let soft = dist.join("lib/ucx-gaudi/soft");
     let stock = target().join("stock/nixl");
-    let libraries = [stock.join("nixl_cu12.libs"), soft.join("gaudi")];
+    // NIXL's UCX would load the machine's libefa, where there is one, and crash at exit.
+    let layout = e2e::Layout::new(target());
+    layout.hide_rdma_libraries().expect("the folder is made");
+    let libraries = [layout.no_rdma(), stock.join("nixl_cu12.libs"), soft.join("gaudi")];
     let output = Command::new(dist.join("bin/ucp-check"))
         .args(["pair", "--plain", "--ucx"])
         .arg(&stock)

@@ -190,6 +190,49 @@ mod ipc {
     }
 
     #[test]
+    fn an_importer_is_connected_to_as_many_exporters_as_its_limit_of_open_files_permits() {
+        let name = "ipc::an_importer_is_connected_to_as_many_exporters_as_its_limit_of_open_files_\
+                    permits";
+        if !alone(name, 8) {
+            return;
+        }
+        // An eighth of the limit: five.
+        const FILES: u32 = 40;
+        let mut importer = importer_with(Set::default());
+        importer.ask(&format!("nofile {FILES}"));
+        let mut exporters: Vec<(Peer, String)> = (1..=7)
+            .map(|card| {
+                let mut exporter = Peer::start(Set::default());
+                exporter.ask(&format!("card {card}"));
+                let key = hex(&exporter.share(1, LEN, card));
+                (exporter, key)
+            })
+            .collect();
+        let before: usize = importer.ask("fds").parse().unwrap();
+        // What is only kept for later gives way.
+        for (at, (_, key)) in exporters.iter().enumerate() {
+            importer.ask(&format!("open 1 {key}"));
+            assert_eq!(importer.ask("pull 1"), hash(&pattern(LEN, at as u64 + 1)).to_string());
+            importer.ask("close 1");
+        }
+        let after: usize = importer.ask("fds").parse().unwrap();
+        // One connection each, and once the thread's epoll.
+        assert!(after <= before + 6, "{before} descriptors before, {after} after");
+        // What is in use does not.
+        for (at, (_, key)) in exporters.iter().enumerate().take(5) {
+            importer.ask(&format!("open {at} {key}"));
+        }
+        let refused = importer.tell(&format!("open 5 {}", exporters[5].1));
+        assert!(refused.contains("memory of 5 processes is in use already"), "{refused}");
+        importer.ask("close 4");
+        importer.ask(&format!("open 5 {}", exporters[5].1));
+        // Who was dropped does not wait for anybody.
+        let (dropped, _) = &mut exporters[4];
+        dropped.ask("free 1");
+        dropped.until("stat ipc_quarantined_bytes", "0");
+    }
+
+    #[test]
     fn a_broker_that_cannot_listen_is_the_reason_why_sharing_fails() {
         if !alone("ipc::a_broker_that_cannot_listen_is_the_reason_why_sharing_fails", 2) {
             return;

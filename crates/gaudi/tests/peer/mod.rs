@@ -349,6 +349,12 @@ impl State {
                 taken.truncate(taken.len().saturating_sub(number(1) as usize));
                 self.taken = taken;
             }
+            // Limits the number of open files.
+            "nofile" => {
+                let limit = libc::rlimit { rlim_cur: number(1), rlim_max: number(1) };
+                // SAFETY: a structure that lives across the call.
+                assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) }, 0);
+            }
             "restore" => self.taken.clear(),
             // Connects so many times to a broker's socket, says this, and stays connected.
             "crowd" => {

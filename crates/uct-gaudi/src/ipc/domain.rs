@@ -62,7 +62,7 @@ impl Shareable {
         }
         device.share(self.base, self.length).map_err(|error| {
             // UCX asks for every buffer: the reason is a warning once, for each reason.
-            let level = if is_new(&error) { Level::Warn } else { Level::Debug };
+            let level = if is_new(error.detail()) { Level::Warn } else { Level::Debug };
             let text = format_args!("{NAME}: Gaudi memory is not shared: {error}");
             ucx.log(level, file!(), line!(), text);
             NoKey::Refused
@@ -71,13 +71,13 @@ impl Shareable {
 }
 
 /// Whether sharing has not failed for this reason before.
-fn is_new(error: &gaudi::Error) -> bool {
+fn is_new(reason: &str) -> bool {
     const MOST: usize = 16;
     static KNOWN: Mutex<Vec<String>> = Mutex::new(Vec::new());
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-    let is_new = known.len() < MOST && !known.iter().any(|detail| detail == error.detail());
+    let is_new = known.len() < MOST && !known.iter().any(|known| known == reason);
     if is_new {
-        known.push(error.detail().to_owned());
+        known.push(reason.to_owned());
     }
     is_new
 }
@@ -186,5 +186,17 @@ impl MemoryDomain for IpcDomain {
                 Err(Status::UNREACHABLE)
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_new;
+
+    #[test]
+    fn a_reason_is_a_warning_once() {
+        assert!(is_new("no socket"));
+        assert!(!is_new("no socket"));
+        assert!(is_new("no thread"));
     }
 }

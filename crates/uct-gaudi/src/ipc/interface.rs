@@ -105,13 +105,14 @@ impl IpcInterface {
         let mut at = address;
         let mut prepared: Option<Prepared> = None;
         for (buffer, memory) in local.iter().filter(|(buffer, _)| buffer.length() != 0) {
-            // Held from here on: what nobody holds, opening the next may unmap.
-            let (side, device, held) = match memory.and_then(Memory::attached) {
+            // Kept from here on: opening the next may unmap what has no user.
+            let (side, device, opened_here) = match memory.and_then(Memory::attached) {
                 Some(attached) => {
                     let card = Arc::clone(attached.card());
-                    let seen = self.see(attached, &card, buffer.address(), buffer.length());
-                    let (held, here) = seen.map_err(|status| self.lost_attached(status, buffer))?;
-                    (Side::Device(here), Some(card), Some(held))
+                    let found = self.locate(attached, &card, buffer.address(), buffer.length());
+                    let (opened, here) =
+                        found.map_err(|status| self.lost_attached(status, buffer))?;
+                    (Side::Device(here), Some(card), Some(opened))
                 }
                 None => {
                     let (side, device) = classify(buffer.address(), buffer.length());
@@ -119,7 +120,7 @@ impl IpcInterface {
                 }
             };
             let device = device.unwrap_or_else(|| Arc::clone(key.card()));
-            let (opened, there) = self.see(key, &device, at, buffer.length())?;
+            let (opened, there) = self.locate(key, &device, at, buffer.length())?;
             let (dst, src) = way.sides(side, Side::Device(there));
             let host_region = memory.and_then(Memory::host_region).cloned();
             let segment = Segment { dst, src, len: buffer.length(), host_region };
@@ -131,21 +132,21 @@ impl IpcInterface {
             });
             prepared.segments.push(segment);
             prepared.reached.there.push(opened);
-            prepared.reached.attached.extend(held);
+            prepared.reached.attached.extend(opened_here);
             at += buffer.length() as u64;
         }
         Ok(prepared)
     }
 
-    /// Where a card sees a range of a peer's memory.
-    fn see(
+    /// Opens a peer's memory on a card, and finds a range in it.
+    fn locate(
         &self,
         key: &RemoteMemory,
         device: &Arc<Device>,
         address: u64,
         length: usize,
     ) -> Result<(Arc<Opened>, gaudi::DeviceAddr), Status> {
-        let opened = key.on(device).map_err(|error| {
+        let opened = key.open_on(device).map_err(|error| {
             if error.errno() == Some(libc::ESRCH) {
                 // Told when the operation ends, as every loss of a peer.
                 log!(self.ucx, Debug, "{NAME}: {error}");

@@ -124,8 +124,8 @@ impl RemoteMemory {
         Ok(RemoteMemory { key, card })
     }
 
-    /// The memory as this card sees it.
-    pub(crate) fn on(&self, device: &Arc<Device>) -> Result<Arc<Opened>, Error> {
+    /// Maps the memory on this card, or finds it mapped.
+    pub(crate) fn open_on(&self, device: &Arc<Device>) -> Result<Arc<Opened>, Error> {
         self.key.open(device)
     }
 

@@ -121,5 +121,5 @@ fn performance_smoke_of_the_cliffs_bench() {
 #[test]
 fn performance_smoke_of_the_ipc_bench() {
     let Bench { results, stderr, .. } = quick_bench("ipc", false);
-    assert_eq!(results.len(), 2 * (3 + 1) + 4 + 1 + 3, "{stderr}");
+    assert_eq!(results.len(), 2 * (3 + 1) + 3 + 1 + 3, "{stderr}");
 }

@@ -192,10 +192,11 @@ fn a_child_does_not_keep_its_parents_card_busy() {
     let device = open(0);
     let memory = device.alloc(1 << 20, 1).unwrap();
     write(&device, memory.addr(), &pattern(1 << 20, 4));
-    // The engine keeps the dma-buf, and the share; we keep nothing.
+    // The engine keeps a dma-buf of the page, and one for peers; we keep nothing.
     drop(device.export(memory.addr(), 4096).unwrap());
+    let share = device.share(memory.addr(), 4096).unwrap();
     let child = Child::new(|| {});
-    drop((memory, device));
+    drop((share, memory, device));
     let again = open(0);
     let memory = again.alloc(1 << 20, 1).unwrap();
     assert!(child.succeeds());

@@ -3,92 +3,89 @@
 //! If a child kept its parent's sockets, peers would not see them hang up when the parent ends, and
 //! new peers would connect to a listener that nobody serves. If it kept its parent's card, that would
 //! stay busy after the parent has closed it. The fork handler closes them; it may only make system
-//! calls, so the numbers are in a fixed table of atomics.
+//! calls, so their numbers are in a fixed bitmap.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use super::watch_forks;
+use super::{Instance, ProcessBound, watch_forks};
 
-/// More than a process ever has of these.
-const CAPACITY: usize = 2048;
-const FREE: i32 = -1;
+/// Descriptors are numbered below this: the usual hard limit of a process.
+const NUMBERS: usize = 1 << 20;
 
-static NUMBERS: [AtomicI32; CAPACITY] = [const { AtomicI32::new(FREE) }; CAPACITY];
+/// A bit for each descriptor that children do not keep. Pages of it that nobody uses cost nothing.
+static LISTED: [AtomicU64; NUMBERS / 64] = [const { AtomicU64::new(0) }; NUMBERS / 64];
+/// The words of the bitmap in use end before this one.
+static END: AtomicUsize = AtomicUsize::new(0);
 
 /// Has a descriptor that somebody else owns closed in every child that `fork` makes. To be dropped
 /// before the descriptor is closed; its owner must leave it alone in a child.
 #[derive(Debug)]
 pub(crate) struct ClosedInChildren {
-    index: usize,
     number: RawFd,
+    made_by: Instance,
 }
 
 impl ClosedInChildren {
-    /// `None` if there are too many.
+    /// `None` if its number is beyond all limits.
     pub(crate) fn new(fd: BorrowedFd<'_>) -> Option<Self> {
         watch_forks();
         let number = fd.as_raw_fd();
-        let take = |slot: &AtomicI32| {
-            slot.compare_exchange(FREE, number, Ordering::AcqRel, Ordering::Relaxed).is_ok()
-        };
-        let index = NUMBERS.iter().position(take)?;
-        Some(Self { index, number })
-    }
-
-    /// Takes it off the table; `false` in a forked child, where it is closed and the number not ours.
-    fn withdraw(&mut self) -> bool {
-        let slot = &NUMBERS[self.index];
-        // Once: from then on both slot and number may be somebody else's.
-        let number = std::mem::replace(&mut self.number, FREE);
-        slot.compare_exchange(number, FREE, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+        let (word, bit) = place(number);
+        let listed = LISTED.get(word)?;
+        END.fetch_max(word + 1, Ordering::Relaxed);
+        listed.fetch_or(bit, Ordering::Relaxed);
+        Some(Self { number, made_by: Instance::current() })
     }
 }
 
 impl Drop for ClosedInChildren {
     fn drop(&mut self) {
-        self.withdraw();
+        // In a forked child it is closed, and the number not ours.
+        if self.made_by == Instance::current() {
+            let (word, bit) = place(self.number);
+            LISTED[word].fetch_and(!bit, Ordering::Relaxed);
+        }
     }
+}
+
+/// Where the bit of a descriptor is.
+fn place(number: RawFd) -> (usize, u64) {
+    (number as usize / 64, 1 << (number % 64))
 }
 
 /// A descriptor that is closed in every child that `fork` makes.
 #[derive(Debug)]
 pub(crate) struct CloseOnFork {
-    listed: ClosedInChildren,
-    fd: Option<OwnedFd>,
+    // Off the list before it is closed, the number may be somebody else's right after: fields drop in
+    // this order.
+    _listed: ClosedInChildren,
+    fd: ProcessBound<OwnedFd>,
 }
 
 impl CloseOnFork {
-    /// `None` if there are too many.
+    /// `None` if its number is beyond all limits.
     pub(crate) fn new(fd: OwnedFd) -> Option<Self> {
         let listed = ClosedInChildren::new(fd.as_fd())?;
-        Some(Self { listed, fd: Some(fd) })
+        Some(Self { _listed: listed, fd: ProcessBound::new(fd) })
     }
 }
 
 impl AsFd for CloseOnFork {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_ref().expect("taken only when dropped").as_fd()
+        self.fd.as_fd()
     }
 }
 
-impl Drop for CloseOnFork {
-    fn drop(&mut self) {
-        let fd = self.fd.take().expect("taken only here");
-        // Off the table before it is closed: the number may be somebody else's right after.
-        if !self.listed.withdraw() {
-            std::mem::forget(fd);
-        }
-    }
-}
-
-/// In a forked child: closes them all. Their owners notice, and leave the number alone.
+/// In a forked child: closes them all. Their owners notice, and leave the numbers alone.
 pub(super) fn in_child() {
-    for slot in &NUMBERS {
-        let fd = slot.swap(FREE, Ordering::AcqRel);
-        if fd != FREE {
+    for (word, listed) in LISTED.iter().enumerate().take(END.load(Ordering::Relaxed)) {
+        let mut bits = listed.swap(0, Ordering::Relaxed);
+        while bits != 0 {
+            let number = word * 64 + bits.trailing_zeros() as usize;
             // SAFETY: a system call on a number.
-            unsafe { libc::close(fd) };
+            unsafe { libc::close(number as RawFd) };
+            bits &= bits - 1;
         }
     }
 }

@@ -12,7 +12,7 @@ use super::key::{self, Bus, Fields, Token};
 use super::leases::{ConnectionId, Lessor};
 use super::wire::LeaseId;
 use super::{Identity, KEY_LEN, remote};
-use crate::process::{PerProcess, thread};
+use crate::process::{CloseOnFork, PerProcess, thread};
 use crate::stats::{Counter, Counts, Gauge, GaugeGuard};
 use crate::{Device, DeviceAddr, Error, ErrorKind, Location, runtime};
 
@@ -83,7 +83,8 @@ impl Drop for Export {
 /// What a lease is granted on.
 #[derive(Debug)]
 pub(super) struct Offered {
-    dmabuf: OwnedFd,
+    /// A forked child does not keep it: it would keep the card busy.
+    dmabuf: CloseOnFork,
     export: Weak<Export>,
     _gauge: GaugeGuard,
 }
@@ -219,6 +220,8 @@ impl Exporter {
         let fields = Fields { peer: *self.identity, token, source, base, len };
         let export = Arc::new(Export { exporter: self, fields });
         let gauge = device.counts().track(Gauge::Share, len);
+        let dmabuf = CloseOnFork::new(dmabuf)
+            .ok_or_else(|| failed("too many descriptors are open".to_owned()))?;
         let offered = Offered { dmabuf, export: Arc::downgrade(&export), _gauge: gauge };
         Ok((export, offered))
     }
@@ -323,7 +326,7 @@ pub(super) struct OwnLease {
 impl OwnLease {
     /// The dma-buf, once.
     pub(super) fn take_dmabuf(&mut self) -> Option<OwnedFd> {
-        self.offered.take()?.dmabuf.try_clone().ok()
+        self.offered.take()?.dmabuf.as_fd().try_clone_to_owned().ok()
     }
 }
 

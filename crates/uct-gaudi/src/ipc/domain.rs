@@ -14,6 +14,7 @@ use super::NAME;
 use super::component::{card_near, unreachable};
 use super::key::{NoKey, RemoteMemory};
 use crate::addresses::allocation_of;
+use crate::status::explain;
 
 /// An open memory domain. It opens no card.
 pub(crate) struct IpcDomain {
@@ -57,13 +58,14 @@ impl Shareable {
             && error.errno() == Some(libc::EOPNOTSUPP)
         {
             // What this driver cannot do here, it cannot do for the peer either.
-            log!(ucx, Info, "{NAME}: Gaudi memory is not shared: {error}");
+            log!(ucx, Info, "{NAME}: Gaudi memory is not shared: {}", explain(&error));
             return Err(NoKey::NoImport);
         }
         device.share(self.base, self.length).map_err(|error| {
             // UCX asks for every buffer: the reason is a warning once, for each reason.
             let level = if is_new(error.detail()) { Level::Warn } else { Level::Debug };
-            let text = format_args!("{NAME}: Gaudi memory is not shared: {error}");
+            let why = explain(&error);
+            let text = format_args!("{NAME}: Gaudi memory is not shared: {why}");
             ucx.log(level, file!(), line!(), text);
             NoKey::Refused
         })

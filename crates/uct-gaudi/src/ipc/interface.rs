@@ -22,7 +22,7 @@ use super::settings::{self, Estimates};
 use crate::addresses::{Way, classify};
 use crate::copies::{Copies, Ended, Failure, NotStarted, OnFailure, Segments};
 use crate::sleeper::Sleeper;
-use crate::status;
+use crate::status::{self, explain};
 
 /// What goes into addresses, where all processes must agree.
 const WIRE: Estimates = Estimates { bandwidth: 22e9, latency: 3e-6, overhead: 2e-6 };
@@ -149,10 +149,10 @@ impl IpcInterface {
         let opened = key.open_on(device).map_err(|error| {
             if error.errno() == Some(libc::ESRCH) {
                 // Told when the operation ends, as every loss of a peer.
-                log!(self.ucx, Debug, "{NAME}: {error}");
+                log!(self.ucx, Debug, "{NAME}: {}", explain(&error));
                 return Status::CONNECTION_RESET;
             }
-            log!(self.ucx, Error, "{NAME}: {error}");
+            log!(self.ucx, Error, "{NAME}: {}", explain(&error));
             status::of(&error)
         })?;
         match opened.translate(address, length) {
@@ -193,7 +193,7 @@ impl IpcInterface {
         let failed = match result {
             _ if gone => Some((Status::CONNECTION_RESET, format!("{remote} has ended"))),
             Ok(()) => None,
-            Err(Failure::Copy(error)) => Some((status::of(&error), error.to_string())),
+            Err(Failure::Copy(error)) => Some((status::of(&error), explain(&error).to_string())),
             Err(Failure::Refused(status)) => Some((status, status.to_string())),
         };
         let Some((status, why)) = failed else { return completion.finish(Ok(())) };

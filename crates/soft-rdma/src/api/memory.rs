@@ -48,15 +48,6 @@ pub unsafe extern "C" fn ibv_dealloc_pd(pd: *mut ibv_pd) -> c_int {
     })
 }
 
-/// Whether memory is there: its first and last page can be read.
-fn check_mapped(addr: u64, length: u64) -> Result<(), Errno> {
-    let mut byte = [0];
-    for at in [addr, addr + (length - 1)] {
-        copy::gather(&[Segment { addr: at, len: 1 }], &mut byte).map_err(|_| Errno::FAULT)?;
-    }
-    Ok(())
-}
-
 unsafe fn register(
     pd: *mut ibv_pd,
     addr: *mut c_void,
@@ -73,7 +64,9 @@ unsafe fn register(
         let piece = Segment { addr: addr as u64, len: length as u64 };
         piece.addr.checked_add(piece.len).ok_or(Errno::INVAL)?;
         check_access(access)?;
-        check_mapped(piece.addr, piece.len)?;
+        if !copy::is_mapped(&[piece]) {
+            return Err(Errno::FAULT);
+        }
         let what =
             Registration { domain: domain.id, access, iova, pieces: vec![piece], backing: None };
         let region = finish(domain, pd, addr, length, what)?;

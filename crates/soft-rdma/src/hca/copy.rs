@@ -115,6 +115,13 @@ pub(crate) fn scatter(bytes: &[u8], to: &[Segment]) -> Result<(), Errno> {
     unsafe { transfer(Direction::Push, rustix::process::getpid(), &[own], to) }
 }
 
+/// Whether memory of this process is there: the first and last byte of every segment can be read.
+pub(crate) fn is_mapped(list: &[Segment]) -> bool {
+    let ends = |segment: &Segment| [segment.addr, segment.addr + segment.len.saturating_sub(1)];
+    let mut byte = [0];
+    list.iter().flat_map(ends).all(|addr| gather(&[Segment { addr, len: 1 }], &mut byte).is_ok())
+}
+
 /// Writes registered memory to a stream, as much as it takes. The kernel reads the memory: what is
 /// gone gives `EFAULT`.
 pub(crate) fn write_to(fd: BorrowedFd<'_>, from: &[Segment]) -> Result<u64, Errno> {

@@ -49,6 +49,11 @@ impl ReceiveQueue {
         Ok(())
     }
 
+    /// Gives back a buffer that was taken and not used: it is the next again.
+    pub(crate) fn put_back(&mut self, buffer: Buffer) {
+        self.queue.push_front(buffer);
+    }
+
     /// The oldest buffer.
     pub(crate) fn take(&mut self) -> Option<Buffer> {
         self.queue.pop_front()
@@ -107,6 +112,11 @@ impl SharedQueue {
             self.asynchronous.push(AsyncEvent { kind: IBV_EVENT_SRQ_LIMIT_REACHED, element });
         }
         Some(buffer)
+    }
+
+    /// Gives back a buffer that was taken and not used.
+    pub(crate) fn put_back(&self, buffer: Buffer) {
+        lock(&self.inner).queue.put_back(buffer);
     }
 
     /// Sets the limit below which an event is raised; zero for none.

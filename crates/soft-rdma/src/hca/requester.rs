@@ -432,6 +432,7 @@ impl QueuePair {
             Outcome::InvalidRequest => self.fail_front(&mut send, IBV_WC_REM_INV_REQ_ERR),
             Outcome::AccessError => self.fail_front(&mut send, IBV_WC_REM_ACCESS_ERR),
             Outcome::OperationError => self.fail_front(&mut send, IBV_WC_REM_OP_ERR),
+            Outcome::RequesterFault => self.fail_front(&mut send, IBV_WC_LOC_PROT_ERR),
         }
     }
 

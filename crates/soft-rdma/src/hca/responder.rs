@@ -26,33 +26,63 @@ pub(crate) enum Step {
     Provide(Placement),
 }
 
+/// How moving the data of a request ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Moved {
+    /// All of it was moved.
+    All,
+    /// Memory of this process is gone.
+    LocalFault,
+    /// The peer, or its memory, is gone.
+    PeerFault,
+}
+
 /// A request that was accepted and whose data is on the way.
 pub(crate) struct Placement {
     qp: Arc<QueuePair>,
     /// Memory of this process, as long as the request says.
     pub(crate) targets: Vec<Located>,
     response: Response,
-    receive: Option<(ibv_wc, bool)>,
+    receive: Option<(ibv_wc, bool, Buffer)>,
 }
 
 impl Placement {
     /// The data was moved, or that failed.
-    pub(crate) fn finish(self, moved: bool) -> Response {
-        let receive = lock(&self.qp.receive);
-        if moved {
-            if let Some((wc, solicited)) = self.receive {
-                self.qp.complete_receive(wc, solicited);
+    pub(crate) fn finish(self, moved: Moved) -> Response {
+        let mut receive = lock(&self.qp.receive);
+        match moved {
+            Moved::All => {
+                if let Some((wc, solicited, _)) = self.receive {
+                    self.qp.complete_receive(wc, solicited);
+                }
+                self.response
             }
-            return self.response;
+            // As if the message had never come in whole: the buffer waits for the next one.
+            Moved::PeerFault => {
+                receive.expected = self.response.psn;
+                if let Some((_, _, buffer)) = self.receive {
+                    match &self.qp.parts.shared {
+                        Some(shared) => shared.put_back(buffer),
+                        None => receive.queue.put_back(buffer),
+                    }
+                }
+                drop(receive);
+                if self.qp.state() == IBV_QPS_ERR {
+                    self.qp.flush_receive();
+                }
+                Response { outcome: Outcome::RequesterFault, ..self.response }
+            }
+            Moved::LocalFault => {
+                if let Some((wc, ..)) = self.receive {
+                    let status = IBV_WC_LOC_PROT_ERR;
+                    self.qp.complete_receive(ibv_wc { status, ..wc }, false);
+                }
+                drop(receive);
+                self.qp.fail(Some(IBV_EVENT_QP_FATAL));
+                self.qp.flush();
+                Response { outcome: Outcome::OperationError, ..self.response }
+            }
         }
-        if let Some((wc, _)) = self.receive {
-            let status = IBV_WC_LOC_PROT_ERR;
-            self.qp.complete_receive(ibv_wc { status, ..wc }, false);
-        }
-        drop(receive);
-        self.qp.fail(Some(IBV_EVENT_QP_FATAL));
-        self.qp.flush();
-        Response { outcome: Outcome::OperationError, ..self.response }
     }
 }
 
@@ -154,7 +184,6 @@ pub(crate) fn begin(hca: &Hca, request: &Request) -> Step {
             sl: attributes.ah_attr.sl,
             ..Default::default()
         };
-        completion = Some((wc, request.solicited));
         if request.opcode == Opcode::Send {
             let domain = qp.parts.shared.as_ref().map_or(qp.parts.domain, |shared| shared.domain);
             let list = hca.regions.local(domain, &buffer.sges, true);
@@ -176,6 +205,7 @@ pub(crate) fn begin(hca: &Hca, request: &Request) -> Step {
                 return step;
             }
         }
+        completion = Some((wc, request.solicited, buffer));
     }
     drop(receive);
 

@@ -15,7 +15,7 @@ use super::memory::Registration;
 use super::qp::{Parts, QueuePair};
 use super::receive::Buffer;
 use super::requester::{Data, Work};
-use super::responder::{self, Step};
+use super::responder::{self, Moved, Step};
 use super::transitions::Kind;
 use super::{Fabric, Hca, Link, Payload, memory};
 use crate::abi::*;
@@ -201,7 +201,7 @@ impl Side {
                 }
                 .expect("mapped");
                 drop(guards);
-                Some((placement.finish(true), Vec::new()))
+                Some((placement.finish(Moved::All), Vec::new()))
             }
             Step::Provide(placement) => {
                 let (ours, guards) = memory::lock_all(&placement.targets).expect("registered");
@@ -216,7 +216,7 @@ impl Side {
                 }
                 .expect("mapped");
                 drop(guards);
-                Some((placement.finish(true), data))
+                Some((placement.finish(Moved::All), data))
             }
         }
     }
@@ -375,6 +375,26 @@ fn an_unready_receiver_gets_everything_again_in_order() {
         a.qp.transmit_again(&a.hca);
     }
     assert!(!b.serve(&a), "nothing is left");
+}
+
+#[test]
+fn a_message_whose_sender_is_gone_leaves_the_receive_buffer_posted() {
+    let (a, b) = (Side::new(1), Side::new(2));
+    a.connect(&b);
+    b.connect(&a);
+    b.qp.post_receive(Buffer { wr_id: 7, sges: vec![b.sge(0, 100)] }).unwrap();
+    b.qp.post_receive(Buffer { wr_id: 8, sges: vec![b.sge(0, 100)] }).unwrap();
+    assert!(a.qp.post_send(&a.hca, vec![send(1)]).is_ok());
+    let frame = lock(&a.link.frames)[0].0.clone();
+    let Frame::Request(request) = frame else { panic!("a request") };
+    let Step::Place(placement) = responder::begin(&b.hca, &request) else { panic!("accepted") };
+    let response = placement.finish(Moved::PeerFault);
+    assert_eq!(response.outcome, crate::wire::Outcome::RequesterFault);
+    assert!(b.completions().is_empty());
+    assert_eq!(b.qp.state(), IBV_QPS_RTS);
+    // The same request again finds everything as it was.
+    assert!(b.serve(&a));
+    assert_eq!(b.completions().iter().map(|wc| wc.wr_id).collect::<Vec<_>>(), [7]);
 }
 
 #[test]

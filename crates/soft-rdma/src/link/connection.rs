@@ -15,7 +15,7 @@ use crate::fabric::Owner;
 use crate::hca::copy::{self, Direction};
 use crate::hca::events::lock;
 use crate::hca::qp::QueuePair;
-use crate::hca::responder::{self, Placement, Step};
+use crate::hca::responder::{self, Moved, Placement, Step};
 use crate::hca::{Hca, Link, Payload, datagram, memory};
 use crate::node::random;
 use crate::wire::{Challenge, Frame, Hello, Request, Response, Segment, Welcome};
@@ -136,6 +136,9 @@ impl Connection {
         self.state.store(BROKEN, Ordering::Release);
         let _ = epoll::delete(&*self.epoll, &self.socket);
         let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
+        if let Some(Incoming::Place(placement)) = lock(&self.input).take_unfinished() {
+            placement.finish(Moved::PeerFault);
+        }
         self.users().iter().for_each(|qp| qp.link_lost());
     }
 
@@ -165,7 +168,10 @@ impl Connection {
 
     fn payload(self: &Arc<Self>, hca: &Hca, what: Incoming, placed: bool) {
         match what {
-            Incoming::Place(placement) => self.respond(placement.finish(placed), Payload::Empty),
+            Incoming::Place(placement) => {
+                let moved = if placed { Moved::All } else { Moved::LocalFault };
+                self.respond(placement.finish(moved), Payload::Empty);
+            }
             Incoming::Return(qp, response) => qp.respond(hca, &response, placed),
             Incoming::Datagram(head, bytes) => datagram::deliver(hca, &head, &bytes),
             Incoming::Discard(Some(response)) => self.respond(response, Payload::Empty),
@@ -284,10 +290,10 @@ impl Connection {
                     self.respond(placement.finish(moved), Payload::Empty);
                 }
                 None if length != request.length => {
-                    self.respond(placement.finish(false), Payload::Empty);
+                    placement.finish(Moved::PeerFault);
                     return Err(Errno::PROTO);
                 }
-                None if length == 0 => self.respond(placement.finish(true), Payload::Empty),
+                None if length == 0 => self.respond(placement.finish(Moved::All), Payload::Empty),
                 None => {
                     let targets = placement.targets.clone();
                     // An RDMA write without a key to check has no targets, but no bytes either.
@@ -303,7 +309,7 @@ impl Connection {
                     let data = placement.targets.clone();
                     let payload =
                         if request.length > 0 { Payload::Memory(data) } else { Payload::Empty };
-                    self.respond(placement.finish(true), payload);
+                    self.respond(placement.finish(Moved::All), payload);
                 }
             },
         }
@@ -317,20 +323,27 @@ impl Connection {
         direction: Direction,
         placement: &Placement,
         theirs: &[Segment],
-    ) -> bool {
+    ) -> Moved {
         let Some(peer) = self.peer.filter(|_| self.direct.load(Ordering::Acquire)) else {
-            return false;
+            return Moved::PeerFault;
         };
-        let Some((ours, _guards)) = memory::lock_all(&placement.targets) else { return false };
+        let Some((ours, _guards)) = memory::lock_all(&placement.targets) else {
+            return Moved::LocalFault;
+        };
         // SAFETY: the targets were looked up by key as memory that may be written.
-        let copied = unsafe { copy::transfer(direction, peer, &ours, theirs) }.is_ok();
-        if copied && !ours.is_empty() {
-            hca.stats.direct_copies.fetch_add(1, Ordering::Relaxed);
-            hca.stats
-                .direct_bytes
-                .fetch_add(ours.iter().map(|segment| segment.len).sum(), Ordering::Relaxed);
+        match unsafe { copy::transfer(direction, peer, &ours, theirs) } {
+            Ok(()) => {
+                if !ours.is_empty() {
+                    let bytes = ours.iter().map(|segment| segment.len).sum();
+                    hca.stats.direct_copies.fetch_add(1, Ordering::Relaxed);
+                    hca.stats.direct_bytes.fetch_add(bytes, Ordering::Relaxed);
+                }
+                Moved::All
+            }
+            // The kernel does not say whose memory is missing.
+            Err(Errno::FAULT) if !copy::is_mapped(&ours) => Moved::LocalFault,
+            Err(_) => Moved::PeerFault,
         }
-        copied
     }
 }
 

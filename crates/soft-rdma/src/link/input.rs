@@ -66,6 +66,11 @@ impl Input {
             Some(Payload { what, targets, length: length.into(), done: 0, failed: false });
     }
 
+    /// The payload that will never be complete, when the connection is given up.
+    pub(super) fn take_unfinished(&mut self) -> Option<Incoming> {
+        self.payload.take().map(|payload| payload.what)
+    }
+
     /// The next frame or finished payload; `Ok(None)` when the socket has no more for now.
     /// `Err(PIPE)` at its end, `Err(PROTO)` if the peer does not speak our language.
     pub(super) fn next(&mut self, socket: BorrowedFd<'_>) -> Result<Option<Received>, Errno> {

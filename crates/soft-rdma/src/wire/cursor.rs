@@ -51,6 +51,7 @@ pub(super) mod put {
             Outcome::InvalidRequest => (3, 0),
             Outcome::AccessError => (4, 0),
             Outcome::OperationError => (5, 0),
+            Outcome::RequesterFault => (6, 0),
         };
         out.push(code);
         out.extend_from_slice(&value.to_le_bytes());
@@ -195,6 +196,7 @@ impl<'a> Reader<'a> {
             3 => Outcome::InvalidRequest,
             4 => Outcome::AccessError,
             5 => Outcome::OperationError,
+            6 => Outcome::RequesterFault,
             _ => return Err(Malformed),
         };
         Ok(Response { dst_qpn, src_qpn, psn, outcome })

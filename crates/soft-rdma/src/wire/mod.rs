@@ -91,6 +91,8 @@ pub(crate) enum Outcome {
     AccessError,
     /// The responder could not finish it.
     OperationError,
+    /// The responder could not reach the requester's memory.
+    RequesterFault,
 }
 
 /// Answer to a request. For a read without segments the data follows as payload.

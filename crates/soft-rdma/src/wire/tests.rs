@@ -52,6 +52,7 @@ fn any_frame() -> impl Strategy<Value = Frame> {
         Just(Outcome::InvalidRequest),
         Just(Outcome::AccessError),
         Just(Outcome::OperationError),
+        Just(Outcome::RequesterFault),
     ];
     prop_oneof![
         any_request().prop_map(Frame::Request),

@@ -83,26 +83,20 @@ impl Generation {
         }
     }
 
-    /// The queues that may carry copies in `direction`; empty where there are none.
+    /// The queues that may carry copies and fills in `direction`; empty where there are none.
     ///
-    /// `edma_enabled_mask` is the field of that name in the hardware information: engines that
-    /// were fused off take no work.
-    pub fn queues(self, direction: Direction, edma_enabled_mask: u32) -> Vec<u32> {
+    /// A Gaudi2 copies on its PDMA engines in every direction, also inside its own memory. Its EDMA
+    /// engines cannot fetch a command buffer from host memory: the driver accepts such a submission,
+    /// the engine hangs, and the watchdog resets the card under all its users.
+    pub fn queues(self, direction: Direction) -> &'static [u32] {
         match (self, direction) {
-            (Generation::Gaudi, Direction::DeviceToHost) => vec![4, 5, 6, 7],
-            (Generation::Gaudi, _) => vec![0, 1, 2, 3],
+            (Generation::Gaudi, Direction::DeviceToHost) => &[4, 5, 6, 7],
+            (Generation::Gaudi, _) => &[0, 1, 2, 3],
             // Streams 2 and 3 of the first and 1 to 3 of the second PDMA belong to the firmware.
-            (Generation::Gaudi2, Direction::HostToDevice) => vec![0, 1],
-            (Generation::Gaudi2, Direction::DeviceToHost) => vec![4],
-            (Generation::Gaudi2, Direction::DeviceToDevice) => {
-                let first_of_dcore = [8, 48, 84, 120];
-                let engines: Vec<u32> = (0..8)
-                    .filter(|engine| edma_enabled_mask & (1 << engine) != 0)
-                    .map(|engine| first_of_dcore[engine as usize / 2] + 4 * (engine % 2))
-                    .collect();
-                if engines.is_empty() { vec![0, 1] } else { engines }
-            }
-            (Generation::Gaudi3, _) => Vec::new(),
+            (Generation::Gaudi2, Direction::HostToDevice) => &[0, 1],
+            (Generation::Gaudi2, Direction::DeviceToHost) => &[4],
+            (Generation::Gaudi2, Direction::DeviceToDevice) => &[0, 1, 4],
+            (Generation::Gaudi3, _) => &[],
         }
     }
 }
@@ -120,11 +114,14 @@ mod tests {
         assert_eq!(Generation::from_pci_id(0x0001), None, "Goya");
     }
 
+    /// Queues 0 to 7 are the PDMA engines'; all others of a Gaudi2 are EDMA's, TPC's, MME's or NIC's.
     #[test]
-    fn gaudi2_device_copies_avoid_engines_that_were_fused_off() {
-        let queues = |mask| Generation::Gaudi2.queues(Direction::DeviceToDevice, mask);
-        assert_eq!(queues(0xff), [8, 12, 48, 52, 84, 88, 120, 124]);
-        assert_eq!(queues(0xfd), [8, 48, 52, 84, 88, 120, 124]);
-        assert_eq!(queues(0), [0, 1]);
+    fn gaudi2_submits_to_pdma_queues_of_the_user_only() {
+        use Direction::{DeviceToDevice, DeviceToHost, HostToDevice};
+        for direction in [HostToDevice, DeviceToHost, DeviceToDevice] {
+            let queues = Generation::Gaudi2.queues(direction);
+            assert!(!queues.is_empty(), "{direction:?}");
+            assert!(queues.iter().all(|queue| [0, 1, 4].contains(queue)), "{direction:?}");
+        }
     }
 }

@@ -48,7 +48,7 @@ impl Mapped {
 fn run(device: &Device, direction: Direction, dma: LinDma) -> Result<(), Error> {
     let buffer = CommandBuffer::new(device, 4096)?;
     let packet = dma.encode(device.generation()).expect("this generation has packets");
-    let queue = device.generation().queues(direction, device.hw_info().edma_enabled_mask)[0];
+    let queue = device.generation().queues(direction)[0];
     // An offset that is not zero, as the engine uses them.
     let offset = 512;
     // SAFETY: everything named is kept by the caller until the wait has returned.

@@ -155,8 +155,8 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
             .map_err(|_| format!("SOFT_GAUDI_CLOSE_TIME={text}: want a number of milliseconds"))?,
     };
     let edma_fetches_host = match var("SOFT_GAUDI_EDMA_FETCH").as_deref() {
-        None | Some("host") => true,
-        Some("device") => false,
+        None | Some("device") => false,
+        Some("host") => true,
         Some(other) => {
             return Err(format!("SOFT_GAUDI_EDMA_FETCH={other}: want host or device"));
         }

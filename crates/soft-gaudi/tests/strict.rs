@@ -89,7 +89,7 @@ fn five_hbm() {
 
 #[test]
 fn a_card_with_five_stacks_of_hbm_has_smaller_pages_and_one_engine_less() {
-    passes("five hbm", &[("SOFT_GAUDI_SHAPE", "5")]);
+    passes("five hbm", &[("SOFT_GAUDI_SHAPE", "5"), ("SOFT_GAUDI_EDMA_FETCH", "host")]);
 }
 
 fn close() {

@@ -41,7 +41,7 @@ pub(crate) struct Driver {
 
 #[derive(Debug)]
 struct Queues {
-    ids: Vec<u32>,
+    ids: &'static [u32],
     next: AtomicU32,
     /// Lane of the first of them.
     lane: u32,
@@ -77,8 +77,7 @@ impl Driver {
         let mut lane = 0;
         let queues = [Direction::HostToDevice, Direction::DeviceToHost, Direction::DeviceToDevice]
             .map(|direction| {
-                let mask = device.hw_info().edma_enabled_mask;
-                let ids = device.generation().queues(direction, mask);
+                let ids = device.generation().queues(direction);
                 let queues = Queues { next: AtomicU32::new(0), lane, ids };
                 lane += queues.ids.len() as u32;
                 queues

@@ -39,6 +39,10 @@ pub(crate) fn machine(generation: &str) {
             if std::env::var_os("SOFT_GAUDI_RESET_KILL").is_none() {
                 std::env::set_var("SOFT_GAUDI_RESET_KILL", "no");
             }
+            // Most tests use EDMA queues as queues among others; `strict.rs` has what cards do.
+            if std::env::var_os("SOFT_GAUDI_EDMA_FETCH").is_none() {
+                std::env::set_var("SOFT_GAUDI_EDMA_FETCH", "host");
+            }
         }
         extern "C" fn remove() {
             let _ = std::fs::remove_dir_all(node_folder());

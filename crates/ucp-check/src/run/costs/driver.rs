@@ -61,9 +61,8 @@ impl Driver {
             unsafe { buffer.write(at, &packet) };
             len = packet.len();
         }
-        let mask = device.hw_info().edma_enabled_mask;
         let queues = [Direction::HostToDevice, Direction::DeviceToHost]
-            .map(|direction| generation.queues(direction, mask)[0]);
+            .map(|direction| generation.queues(direction)[0]);
         Ok(Driver { buffer, _host: host, _pages: pages, _memory: memory, device, len, queues })
     }
 

@@ -84,8 +84,7 @@ fn pair(name: &str, arguments: &[&str]) -> Option<impl Fn(&str) -> u64> {
     })
 }
 
-// Multiples of 16: see docs/software-rdma.md on lengths of Gaudi memory.
-const SIZES: &str = "0,16,112,5008,64K+16,1M+16";
+const SIZES: &str = "0,1,16,113,5001,64K+1,1M+7";
 
 #[test]
 fn host_memory_over_rc_arrives_in_one_copy() {

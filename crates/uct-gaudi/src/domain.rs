@@ -403,8 +403,11 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
         };
         // Without a dma-buf UCX goes on, and stages through host memory.
         if wants.dmabuf && self.settings.dmabuf != Ternary::No {
-            if answer.contains(address, length) {
-                let exported = self.export(&device, DeviceAddr(address), length as u64);
+            if allocation_of(address, length).is_some() {
+                // UCP rounds a range up to 16 bytes before it asks. The dma-buf covers the
+                // allocation's last page, so what is registered stays within it.
+                let len = (length as u64).min(found.length - found.offset);
+                let exported = self.export(&device, DeviceAddr(address), len);
                 answer.dmabuf = exported.inspect_err(|error| no_dmabuf(&explain(error))).ok();
             } else {
                 no_dmabuf(&"it runs past the end of the Gaudi allocation it begins in");

@@ -46,6 +46,7 @@ pub(super) fn run(check: &Checker<'_>) -> Result<()> {
         }
     }
     check.expect(shared, "no two small allocations share the dma-buf of a page");
+    rounded_up(check)?;
     refusals(check, &live)?;
     check.equal(&process::descriptors()?, &settled, "descriptors left open");
     outlives_its_memory(check)?;
@@ -120,6 +121,17 @@ fn offers_none(check: &Checker<'_>, live: &[Memory<'_>]) -> Result<()> {
     Ok(())
 }
 
+/// UCP rounds ranges up before it asks: up to the end of the last page there is a dma-buf.
+fn rounded_up(check: &Checker<'_>) -> Result<()> {
+    let memory = check.domain.allocate(8257)?;
+    for (at, length) in [(0, 8272), (0, 3 * 4096), (8256, 16), (8256, 1)] {
+        let found = check.domain.export(memory.address() + at, length);
+        let some = matches!(found, Ok(Some(_)));
+        check.expect(some, format_args!("dma-buf of {length} bytes at {at} of 8257: {found:?}"));
+    }
+    Ok(())
+}
+
 /// Host memory, ranges past the end, freed memory: no descriptor, nothing left open.
 fn refusals(check: &Checker<'_>, live: &[Memory<'_>]) -> Result<()> {
     let host = vec![0u8; 8192];
@@ -128,7 +140,7 @@ fn refusals(check: &Checker<'_>, live: &[Memory<'_>]) -> Result<()> {
     let before = process::descriptors()?;
     for ((address, length), what) in [
         (range(&host), "host memory"),
-        ((start + length as u64 - 1, 2), "a range past the end"),
+        ((start, length.next_multiple_of(4096) + 1), "a range past the last page"),
         ((start, usize::MAX), "a range without end"),
         ((freed, 5000), "freed memory"),
         ((0, 1), "nothing"),

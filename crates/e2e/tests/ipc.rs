@@ -306,7 +306,7 @@ fn killed_peer_is_an_error_and_its_card_is_free_again() {
     // Six deaths in a round: of tag and am as both sides, of put and get as one.
     let rounds = deaths().div_ceil(6);
     let arguments = format!(
-        "peer-errors --heir --times {rounds} --ops tag,am,put,get --mem gaudi:gaudi --sizes 4M"
+        "peer-errors --reuse-card --times {rounds} --ops tag,am,put,get --mem gaudi:gaudi --sizes 4M"
     );
     let device = Device::Software(cards(2));
     client(Ucx::V1_22, &device, &arguments).limit(Duration::from_secs(600)).run().ok();

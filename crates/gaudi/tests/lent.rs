@@ -261,13 +261,13 @@ fn peers_that_keep_memory_open_let_it_go_before_it_is_unmapped() {
     runtime().lend(fd).unwrap();
     let device = application.device();
     let mut peer = Peer::start(Set::default());
-    peer.ask("card 1");
+    peer.request_ok("card 1");
     for slot in 0..20 {
         let theirs = application.map_apart(1 << 20);
         runtime().add_memory(fd, theirs.addr(), 1 << 20).unwrap();
         let share = device.share(theirs.addr(), 1).unwrap();
-        peer.ask(&format!("open {slot} {}", hex(&share.key())));
-        peer.ask(&format!("close {slot}"));
+        peer.request_ok(&format!("open {slot} {}", hex(&share.key())));
+        peer.request_ok(&format!("close {slot}"));
         assert_eq!(peer.stat("dmabuf_imports_live"), 1, "kept for the next time");
         runtime().remove_memory(fd, theirs.addr()).unwrap();
         theirs.unmap().expect("the peer has let it go");
@@ -277,12 +277,12 @@ fn peers_that_keep_memory_open_let_it_go_before_it_is_unmapped() {
     let theirs = application.map_apart(1 << 20);
     runtime().add_memory(fd, theirs.addr(), 1 << 20).unwrap();
     let share = device.share(theirs.addr(), 1).unwrap();
-    peer.ask(&format!("open 50 {}", hex(&share.key())));
+    peer.request_ok(&format!("open 50 {}", hex(&share.key())));
     let unmapping = runtime().remove_memory(fd, theirs.addr()).unwrap();
     let (theirs, refused) = theirs.unmap().unwrap_err();
     assert_eq!(refused.errno, libc::EINVAL);
     runtime().keep_memory(fd, unmapping).unwrap();
-    peer.ask("close 50");
+    peer.request_ok("close 50");
     runtime().remove_memory(fd, theirs.addr()).unwrap();
     theirs.unmap().expect("the peer has let it go");
     assert_eq!(stat("ipc_quarantined_bytes"), 0);

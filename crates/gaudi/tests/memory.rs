@@ -135,10 +135,10 @@ fn two_devices_never_have_the_same_addresses() {
 fn observers_are_notified_of_a_window_before_its_first_address_and_of_its_end() {
     let device = setup();
     let index = device.info().index;
-    type Heard = Arc<Mutex<Vec<(bool, u64, u64)>>>;
+    type Notified = Arc<Mutex<Vec<(bool, u64, u64)>>>;
     let subscribe = |late: bool| {
-        let heard = Heard::default();
-        let record = Arc::clone(&heard);
+        let notified = Notified::default();
+        let record = Arc::clone(&notified);
         runtime().subscribe(Box::new(move |event| {
             let (opened, window) = match event {
                 WindowEvent::Opened(window) => (true, window),
@@ -149,11 +149,11 @@ fn observers_are_notified_of_a_window_before_its_first_address_and_of_its_end() 
                 // Calling back is allowed. No address is live yet, or any more.
                 let device = runtime().device(window.device);
                 let live = device.map_or(0, |device| device.memory().allocations);
-                assert!(live == 0 || late, "told before the first address");
+                assert!(live == 0 || late, "notified before the first address");
                 record.lock().unwrap().push((opened, window.start.0, window.len));
             }
         }));
-        heard
+        notified
     };
     let early = subscribe(false);
     assert!(early.lock().unwrap().is_empty(), "an open card without memory has no window yet");
@@ -165,7 +165,7 @@ fn observers_are_notified_of_a_window_before_its_first_address_and_of_its_end() 
     let late = subscribe(true);
     assert_eq!(*late.lock().unwrap(), [opened]);
     let another = device.alloc(1, 1).unwrap();
-    assert_eq!(early.lock().unwrap().len(), 1, "told once");
+    assert_eq!(early.lock().unwrap().len(), 1, "notified once");
     drop((allocation, another, device));
     let retired = (false, window.start.0, window.len);
     assert_eq!(*early.lock().unwrap(), [opened, retired]);

@@ -25,7 +25,7 @@ mod ipc {
             return;
         }
         let mut peer = Peer::start(Set::default());
-        peer.ask("card 1");
+        peer.request_ok("card 1");
         let len = 300_001_usize;
         let bytes = pattern(len, 1);
         let key = RemoteKey::parse(&peer.share(1, len, 1)).unwrap();
@@ -59,13 +59,13 @@ mod ipc {
 
     /// Has one process use another's memory, both ways.
     fn exchange(exporter: &mut Peer, importer: &mut Peer) {
-        exporter.ask("card 1");
-        importer.ask("card 0");
+        exporter.request_ok("card 1");
+        importer.request_ok("card 0");
         let len = 100_000;
         let key = exporter.share(1, len, 7);
-        importer.ask(&format!("open 1 {}", hex(&key)));
-        assert_eq!(importer.ask("pull 1"), hash(&pattern(len, 7)).to_string(), "pulled");
-        importer.ask("push 1 8");
+        importer.request_ok(&format!("open 1 {}", hex(&key)));
+        assert_eq!(importer.request_ok("pull 1"), hash(&pattern(len, 7)).to_string(), "pulled");
+        importer.request_ok("push 1 8");
         assert_eq!(exporter.sum(1), hash(&pattern(len, 8)), "pushed");
         assert_eq!(importer.stat("ipc_handovers_broker"), 1);
     }
@@ -78,7 +78,7 @@ mod ipc {
         let filtered = Set { refuse: &[libc::SYS_pidfd_open], ..Set::default() };
         let (mut exporter, mut importer) = (Peer::start(Set::default()), Peer::start(filtered));
         exchange(&mut exporter, &mut importer);
-        assert_eq!(importer.ask("gone 1"), "false");
+        assert_eq!(importer.request_ok("gone 1"), "false");
         exporter.kill();
         importer.until("gone 1", "true");
     }
@@ -121,9 +121,9 @@ mod ipc {
             };
             println!("exporter in another {name} namespace");
             exchange(&mut inside, &mut outside);
-            let identity = inside.ask("identity");
-            assert_eq!(outside.ask("gone 1"), "false");
-            assert_eq!(outside.ask(&format!("alive {identity}")), "true");
+            let identity = inside.request_ok("identity");
+            assert_eq!(outside.request_ok("gone 1"), "false");
+            assert_eq!(outside.request_ok(&format!("alive {identity}")), "true");
             drop(inside);
             outside.until("gone 1", "true");
             outside.until(&format!("alive {identity}"), "false");
@@ -139,22 +139,22 @@ mod ipc {
         let mut peers: Vec<Peer> = (0..8).map(|_| Peer::start(Set::default())).collect();
         let mut keys = Vec::new();
         for (at, peer) in peers.iter_mut().enumerate() {
-            peer.ask(&format!("card {at}"));
+            peer.request_ok(&format!("card {at}"));
             keys.push(hex(&peer.share(99, LEN, at as u64)));
         }
         for (at, peer) in peers.iter_mut().enumerate() {
             for (from, key) in keys.iter().enumerate().filter(|(from, _)| *from != at) {
-                peer.ask(&format!("open {from} {key}"));
-                let pulled = peer.ask(&format!("pull {from}"));
+                peer.request_ok(&format!("open {from} {key}"));
+                let pulled = peer.request_ok(&format!("pull {from}"));
                 assert_eq!(pulled, hash(&pattern(LEN, from as u64)).to_string(), "{from} to {at}");
             }
         }
         // Each writes into the next, all at once.
         for (at, peer) in peers.iter_mut().enumerate() {
-            peer.say(&format!("push {} {}", (at + 1) % 8, 100 + at));
+            peer.send(&format!("push {} {}", (at + 1) % 8, 100 + at));
         }
         for peer in &mut peers {
-            assert_eq!(peer.answer(), "ok");
+            assert_eq!(peer.receive(), "ok");
         }
         for (at, peer) in peers.iter_mut().enumerate() {
             let from = 100 + (at as u64 + 7) % 8;
@@ -231,13 +231,13 @@ mod ipc {
             return;
         }
         let mut peer = Peer::start(Set::default());
-        peer.ask("card 1");
+        peer.request_ok("card 1");
         let key = RemoteKey::parse(&peer.share(1, 5000, 1)).unwrap();
         // SAFETY: no other thread of this process reads the environment.
         unsafe { std::env::set_var("SOFT_GAUDI_IMPORT", "no") };
         let mut old = Peer::start(Set::default());
-        old.ask("card 0");
-        let refused = old.tell(&format!("open 1 {}", hex(&peer.share(2, 5000, 1))));
+        old.request_ok("card 0");
+        let refused = old.request(&format!("open 1 {}", hex(&peer.share(2, 5000, 1))));
         assert!(refused.starts_with("failed INVALID_PARAMS"), "{refused}");
         assert!(refused.contains("the driver has no dma-buf import"), "{refused}");
         let _ = key;
@@ -249,7 +249,7 @@ mod ipc {
             return;
         }
         let mut peer = Peer::start(Set::default());
-        peer.ask("card 1");
+        peer.request_ok("card 1");
         let keys: Vec<RemoteKey> =
             (0..4).map(|slot| RemoteKey::parse(&peer.share(slot, 8192, 1)).unwrap()).collect();
         let device = open(0);
@@ -283,14 +283,14 @@ mod ipc {
             return;
         }
         let mut peer = Peer::start(Set::default());
-        peer.ask("card 1");
+        peer.request_ok("card 1");
         let device = open(0);
         let old = RemoteKey::parse(&peer.share(1, 9000, 1)).unwrap();
         drop(old.open(&device).unwrap());
         assert_eq!(stat("ipc_handles_live"), 1, "kept");
-        peer.ask("unshare 1");
-        peer.ask("free 1");
-        // We are told, and let go what we only kept.
+        peer.request_ok("unshare 1");
+        peer.request_ok("free 1");
+        // The lease is revoked, and what is only cached is unmapped.
         peer::until("the handle is let go", || stat("ipc_handles_live") == 0);
         peer.until("stat ipc_quarantined_bytes", "0");
 
@@ -313,11 +313,11 @@ mod ipc {
             return;
         }
         let mut peer = Peer::start(Set::default());
-        peer.ask("card 1");
+        peer.request_ok("card 1");
         let device = open(0);
         let key = RemoteKey::parse(&peer.share(1, 9000, 1)).unwrap();
         let opened = key.open(&device).unwrap();
-        peer.ask("free 1");
+        peer.request_ok("free 1");
         assert_eq!(peer.stat("ipc_quarantined_bytes"), 9000);
         let other = RemoteKey::parse(&peer.share(2, 9000, 2)).unwrap();
         assert_ne!(other.base(), key.base(), "nobody else's memory while we have it open");
@@ -350,22 +350,22 @@ mod ipc {
         let device = open(1);
         let most = device.memory().total / 3 * 2;
         let mut importer = Peer::start(Set::default());
-        importer.ask("card 0");
+        importer.request_ok("card 0");
         for round in 0..5 {
             // More than half of the card: the next must wait for this one.
             let memory = eventually(|| device.alloc(most, 1));
             let share = device.share(memory.addr(), 1).unwrap();
-            importer.ask(&format!("open 1 {}", hex(&share.key())));
-            importer.ask("close 1");
+            importer.request_ok(&format!("open 1 {}", hex(&share.key())));
+            importer.request_ok("close 1");
             assert_eq!(importer.stat("ipc_handles_live"), 1, "round {round}: kept for later");
         }
         // While it is in use, there is none; and the error comes after a moment.
         let memory = eventually(|| device.alloc(most, 1));
         let share = device.share(memory.addr(), 1).unwrap();
-        importer.ask(&format!("open 1 {}", hex(&share.key())));
+        importer.request_ok(&format!("open 1 {}", hex(&share.key())));
         drop(memory);
         assert_eq!(device.alloc(most, 1).unwrap_err().kind(), ErrorKind::OutOfMemory);
-        importer.ask("close 1");
+        importer.request_ok("close 1");
         eventually(|| device.alloc(most, 1));
     }
 }

@@ -42,7 +42,7 @@ mod ipc {
         for round in 0..50 {
             // That the card opens shows that the survivor holds nothing of its last owner.
             let mut exporter = Peer::start(Set::default());
-            until("the dead owner's card is free", || exporter.tell("card 1") == "ok");
+            until("the dead owner's card is free", || exporter.request("card 1") == "ok");
             let keys: Vec<RemoteKey> = (0..3)
                 .map(|slot| RemoteKey::parse(&exporter.share(slot, LEN, 1)).unwrap())
                 .collect();
@@ -90,10 +90,10 @@ mod ipc {
             let memory = device.alloc(LEN as u64, 1).unwrap();
             let share = device.share(memory.addr(), 1).unwrap();
             let mut importer = Peer::start(Set::default());
-            until("the dead owner's card is free", || importer.tell("card 0") == "ok");
-            importer.say(&format!("open 1 {}", peer::hex(&share.key())));
+            until("the dead owner's card is free", || importer.request("card 0") == "ok");
+            importer.send(&format!("open 1 {}", peer::hex(&share.key())));
             for _ in 0..20 {
-                importer.say("push 1 1");
+                importer.send("push 1 1");
             }
             pause(round);
             if round % 3 == 0 {
@@ -141,14 +141,14 @@ mod ipc {
         }
         let device = open(1);
         let mut importer = Peer::start(Set::default());
-        importer.ask("card 0");
+        importer.request_ok("card 0");
         let shared: Vec<_> = (0..MANY)
             .map(|_| {
                 let memory = device.alloc(4096, 1).unwrap();
                 let share = device.share(memory.addr(), 1).unwrap();
                 // Opened and closed: kept for the next who opens it.
-                importer.ask(&format!("open 1 {}", peer::hex(&share.key())));
-                importer.ask("close 1");
+                importer.request_ok(&format!("open 1 {}", peer::hex(&share.key())));
+                importer.request_ok("close 1");
                 (share, memory)
             })
             .collect();
@@ -167,7 +167,7 @@ mod ipc {
             return;
         }
         let mut exporter = Peer::start(Set::default());
-        exporter.ask("card 1");
+        exporter.request_ok("card 1");
         let device = open(0);
         let opened: Vec<_> = (0..MANY)
             .map(|slot| {
@@ -176,8 +176,8 @@ mod ipc {
             })
             .collect();
         for slot in 0..MANY {
-            exporter.ask(&format!("unshare {slot}"));
-            exporter.ask(&format!("free {slot}"));
+            exporter.request_ok(&format!("unshare {slot}"));
+            exporter.request_ok(&format!("free {slot}"));
         }
         assert_eq!(exporter.stat("ipc_quarantined_bytes"), u64::from(MANY) * 4096);
         signal(&exporter, libc::SIGSTOP);
@@ -193,17 +193,17 @@ mod ipc {
             return;
         }
         let mut exporter = Peer::start(Set::default());
-        exporter.ask("card 1");
+        exporter.request_ok("card 1");
         let keys: Vec<_> = (0..20).map(|slot| peer::hex(&exporter.share(slot, LEN, 1))).collect();
         let mut importer = Peer::start(Set::default());
-        importer.ask("card 0");
+        importer.request_ok("card 0");
         signal(&exporter, libc::SIGSTOP);
         for key in &keys {
-            let refused = importer.tell(&format!("open 1 {key}"));
+            let refused = importer.request(&format!("open 1 {key}"));
             assert!(refused.contains("broker: no answer in 1 s"), "{refused}");
         }
         signal(&exporter, libc::SIGCONT);
-        until("it is asked again", || importer.tell(&format!("open 1 {}", keys[0])) == "ok");
+        until("it is asked again", || importer.request(&format!("open 1 {}", keys[0])) == "ok");
         // It finds all that it was asked meanwhile.
         let asked = exporter.stat("ipc_broker_granted");
         assert!(asked < 10, "asked {asked} times");
@@ -215,23 +215,23 @@ mod ipc {
             return;
         }
         let mut exporter = Peer::start(Set::default());
-        exporter.ask("card 1");
+        exporter.request_ok("card 1");
         let keys = [1, 2].map(|slot| peer::hex(&exporter.share(slot, LEN, 1)));
         let mut importer = Peer::start(Set::default());
-        importer.ask("card 0");
-        importer.ask(&format!("open 1 {}", keys[0]));
+        importer.request_ok("card 0");
+        importer.request_ok(&format!("open 1 {}", keys[0]));
         signal(&exporter, libc::SIGSTOP);
-        let refused = importer.tell(&format!("open 2 {}", keys[1]));
+        let refused = importer.request(&format!("open 2 {}", keys[1]));
         assert!(refused.contains("broker: no answer in 1 s"), "{refused}");
         signal(&exporter, libc::SIGCONT);
         // It answers late, on the connection whose first lease lives on.
         exporter.until("stat ipc_broker_granted", "2");
-        exporter.ask("free 2");
+        exporter.request_ok("free 2");
         exporter.until("stat ipc_quarantined_bytes", "0");
-        assert_eq!(importer.ask("gone 1"), "false");
-        exporter.ask("free 1");
+        assert_eq!(importer.request_ok("gone 1"), "false");
+        exporter.request_ok("free 1");
         assert_eq!(exporter.stat("ipc_quarantined_bytes"), LEN as u64);
-        importer.ask("close 1");
+        importer.request_ok("close 1");
         exporter.until("stat ipc_quarantined_bytes", "0");
     }
 
@@ -241,19 +241,19 @@ mod ipc {
             return;
         }
         let mut exporter = Peer::start(Set::default());
-        exporter.ask("card 1");
+        exporter.request_ok("card 1");
         let key = exporter.share(1, LEN, 1);
         // One that has only the broker to go by, connected before the fork.
         let mut importer = Peer::start(Set { refuse: &[libc::SYS_pidfd_open], ..Set::default() });
-        importer.ask("card 0");
-        let opened = importer.tell(&format!("open 1 {}", peer::hex(&key)));
-        let child: i32 = exporter.ask("fork").parse().unwrap();
+        importer.request_ok("card 0");
+        let opened = importer.request(&format!("open 1 {}", peer::hex(&key)));
+        let child: i32 = exporter.request_ok("fork").parse().unwrap();
         assert_eq!(opened, "ok");
-        assert_eq!(importer.ask("gone 1"), "false");
+        assert_eq!(importer.request_ok("gone 1"), "false");
         exporter.kill();
         importer.until("gone 1", "true");
-        importer.ask("close 1");
-        let refused = importer.tell(&format!("open 1 {}", peer::hex(&key)));
+        importer.request_ok("close 1");
+        let refused = importer.request(&format!("open 1 {}", peer::hex(&key)));
         assert!(refused.contains("nobody listens"), "{refused}");
         // SAFETY: our own grandchild, which sleeps for an hour.
         unsafe { libc::kill(child, libc::SIGKILL) };
@@ -265,12 +265,12 @@ mod ipc {
             return;
         }
         let mut exporter = Peer::start(Set::default());
-        exporter.ask("card 1");
+        exporter.request_ok("card 1");
         let [_, first] = peer::sockets(&exporter.share(1, LEN, 1));
         assert!(std::path::Path::new(&first).exists(), "{first}");
         exporter.kill();
         let mut exporter = Peer::start(Set::default());
-        exporter.ask("card 1");
+        exporter.request_ok("card 1");
         let [_, second] = peer::sockets(&exporter.share(1, LEN, 1));
         assert!(!std::path::Path::new(&first).exists(), "{first} is left");
         assert!(std::path::Path::new(&second).exists(), "{second}");
@@ -284,8 +284,8 @@ mod ipc {
             return;
         }
         let mut peer = Peer::start(Set::default());
-        peer.ask("card 1");
-        let packed = unhex(&peer.ask("identity"));
+        peer.request_ok("card 1");
+        let packed = unhex(&peer.request_ok("identity"));
         let identity = Identity::parse(&packed).unwrap();
         identity.check_reachable().unwrap();
         assert!(!identity.is_own());
@@ -309,7 +309,7 @@ mod ipc {
             return;
         }
         let mut peer = Peer::start(Set::default());
-        peer.ask("card 1");
+        peer.request_ok("card 1");
         let device = open(0);
         let keep_none = Limits { handles: 0, bytes: 0 };
         let key = RemoteKey::parse(&peer.share(1, LEN, 1)).unwrap();
@@ -322,24 +322,24 @@ mod ipc {
         assert_eq!((stat("ipc_handles_opened"), stat("ipc_handles_closed")), (1020, 1020));
 
         // New memory each time.
-        let used: u64 = peer.ask("used").parse().unwrap();
-        let fds: usize = peer.ask("fds").parse().unwrap();
+        let used: u64 = peer.request_ok("used").parse().unwrap();
+        let fds: usize = peer.request_ok("fds").parse().unwrap();
         let mut importer = Peer::start(Set::default());
         drop(device);
-        until("our card is free", || importer.tell("card 0") == "ok");
-        importer.ask("limits 3 1000000000");
+        until("our card is free", || importer.request("card 0") == "ok");
+        importer.request_ok("limits 3 1000000000");
         for round in 0..200 {
             let key = peer::hex(&peer.share(2, 8192, round));
-            importer.ask(&format!("open 1 {key}"));
-            peer.ask("unshare 2");
-            peer.ask("free 2");
-            importer.ask("close 1");
+            importer.request_ok(&format!("open 1 {key}"));
+            peer.request_ok("unshare 2");
+            peer.request_ok("free 2");
+            importer.request_ok("close 1");
         }
         peer.until("used", &used.to_string());
         importer.until("stat ipc_handles_live", "0");
         assert_eq!(importer.stat("ipc_handovers_broker"), 200);
         assert_eq!(peer.stat("ipc_shares"), 201);
         drop(importer);
-        until("descriptors are closed", || peer.ask("fds").parse::<usize>().unwrap() <= fds);
+        until("descriptors are closed", || peer.request_ok("fds").parse::<usize>().unwrap() <= fds);
     }
 }

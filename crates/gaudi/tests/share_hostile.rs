@@ -46,7 +46,7 @@ mod ipc {
     /// An exporter with one piece of memory, and its key.
     fn exporter() -> (Peer, Vec<u8>) {
         let mut exporter = Peer::start(Set::default());
-        exporter.ask("card 1");
+        exporter.request_ok("card 1");
         let key = exporter.share(1, LEN, 5);
         (exporter, key)
     }
@@ -67,21 +67,21 @@ mod ipc {
             }
         };
         // Cards of its own: the software machine is per user.
-        stranger.ask("card 0");
-        let refused = stranger.tell(&format!("open 1 {}", hex(&key)));
+        stranger.request_ok("card 0");
+        let refused = stranger.request(&format!("open 1 {}", hex(&key)));
         assert!(refused.starts_with("failed PERMISSION_DENIED"), "{refused}");
         assert!(refused.contains("it is user "), "{refused}");
         // It knows the token, and lies about the user.
         let mut forged = key.clone();
         forged[UID].copy_from_slice(&NOBODY.to_le_bytes());
-        let refused = stranger.tell(&format!("open 1 {}", hex(&forged)));
+        let refused = stranger.request(&format!("open 1 {}", hex(&forged)));
         assert!(refused.starts_with("failed PERMISSION_DENIED"), "{refused}");
         assert!(refused.contains("broker: "), "{refused}");
         // It talks to the sockets itself.
         let fetch = hex(&open_request(&key));
         let [in_no_file, in_folder] = sockets(&key);
-        assert_eq!(stranger.ask(&format!("knock {in_no_file} {fetch}")), "hung up");
-        let answer = stranger.ask(&format!("knock {in_folder} {fetch}"));
+        assert_eq!(stranger.request_ok(&format!("knock {in_no_file} {fetch}")), "hung up");
+        let answer = stranger.request_ok(&format!("knock {in_folder} {fetch}"));
         assert!(answer.starts_with("not connected"), "{answer}");
         assert!(exporter.stat("ipc_broker_refused_user") >= 2);
         assert_eq!(exporter.stat("ipc_broker_granted"), 0);
@@ -150,7 +150,7 @@ mod ipc {
         let (mut exporter, key) = exporter();
         let base = RemoteKey::parse(&key).unwrap().base();
         let device = open(0);
-        exporter.ask("free 1");
+        exporter.request_ok("free 1");
         let again = exporter.share(2, LEN, 6);
         assert_eq!(RemoteKey::parse(&again).unwrap().base(), base, "the same place");
         RemoteKey::parse(&key).unwrap().open(&device).unwrap_err();
@@ -175,15 +175,15 @@ mod ipc {
         bind(&squatter, &name).unwrap();
         listen(&squatter, 8).unwrap();
         let mut importer = Peer::start(Set::default());
-        importer.ask("card 0");
+        importer.request_ok("card 0");
         let open = format!("open 1 {}", hex(&elsewhere));
-        let refused = importer.tell(&open);
+        let refused = importer.request(&open);
         assert!(refused.contains("broker: the listener is not the exporter"), "{refused}");
         // The exporter's own socket in the file system is found behind the squatter's: it is the
         // exporter that refuses, because the key is not exactly its own.
         let [_, real] = sockets(&key);
         std::os::unix::fs::symlink(real, &in_folder).unwrap();
-        let opened = importer.tell(&open);
+        let opened = importer.request(&open);
         std::fs::remove_file(&in_folder).unwrap();
         assert!(opened.contains("does not share this memory"), "{opened}");
     }
@@ -195,7 +195,7 @@ mod ipc {
         }
         let (mut exporter, key) = exporter();
         let [in_no_file, in_folder] = sockets(&key);
-        let before: usize = exporter.ask("fds").parse().unwrap();
+        let before: usize = exporter.request_ok("fds").parse().unwrap();
         let mut dice = Dice(77);
         for round in 0..300 {
             let mut sent = dice.bytes(round % 90);
@@ -211,13 +211,14 @@ mod ipc {
         let names = [&in_no_file, &in_folder];
         let crowd: Vec<_> = (0..200).map(|at| stranger(names[at % 2], &[])).collect();
         let mut importer = Peer::start(Set::default());
-        importer.ask("card 0");
-        importer.ask(&format!("open 1 {}", hex(&key)));
-        assert_eq!(importer.ask("pull 1"), hash(&pattern(LEN, 5)).to_string());
+        importer.request_ok("card 0");
+        importer.request_ok(&format!("open 1 {}", hex(&key)));
+        assert_eq!(importer.request_ok("pull 1"), hash(&pattern(LEN, 5)).to_string());
         assert_eq!(importer.stat("ipc_handovers_broker"), 1);
         assert!(exporter.stat("ipc_broker_refused_message") > 100);
         drop((crowd, importer));
-        let flat = |exporter: &mut Peer| exporter.ask("fds").parse::<usize>().unwrap() <= before;
+        let flat =
+            |exporter: &mut Peer| exporter.request_ok("fds").parse::<usize>().unwrap() <= before;
         until("the broker has closed all connections", || flat(&mut exporter));
         assert_eq!(exporter.sum(1), hash(&pattern(LEN, 5)), "untouched");
     }

@@ -29,7 +29,7 @@ mod ipc {
     /// An exporter on card 1 with one piece of memory, and its key.
     fn exporter_with(set: Set) -> (Peer, Vec<u8>) {
         let mut exporter = Peer::start(set);
-        exporter.ask("card 1");
+        exporter.request_ok("card 1");
         let key = exporter.share(1, LEN, 5);
         (exporter, key)
     }
@@ -40,17 +40,17 @@ mod ipc {
 
     fn importer_with(set: Set) -> Peer {
         let mut importer = Peer::start(set);
-        importer.ask("card 0");
+        importer.request_ok("card 0");
         importer
     }
 
     /// The exporter frees its memory: it must wait for the importer, which has it open.
     fn assert_quarantined(exporter: &mut Peer, importer: &mut Peer) {
-        exporter.ask("unshare 1");
-        exporter.ask("free 1");
-        exporter.ask("restore");
+        exporter.request_ok("unshare 1");
+        exporter.request_ok("free 1");
+        exporter.request_ok("restore");
         assert_eq!(exporter.stat("ipc_quarantined_bytes"), LEN as u64, "not recorded");
-        importer.ask("close 1");
+        importer.request_ok("close 1");
         exporter.until("stat ipc_quarantined_bytes", "0");
     }
 
@@ -94,16 +94,16 @@ mod ipc {
         for left in 0..4 {
             let (mut exporter, key) = exporter();
             let mut importer = importer_with(Set::default());
-            exporter.ask(&format!("exhaust {left}"));
-            let opened = importer.tell(&format!("open 1 {}", hex(&key)));
+            exporter.request_ok(&format!("exhaust {left}"));
+            let opened = importer.request(&format!("open 1 {}", hex(&key)));
             println!("{left} descriptors left: {opened}");
             if opened == "ok" {
                 assert_quarantined(&mut exporter, &mut importer);
             } else {
                 assert!(opened.contains("broker: "), "{opened}");
-                exporter.ask("restore");
+                exporter.request_ok("restore");
                 until("it is granted when there are descriptors again", || {
-                    importer.tell(&format!("open 1 {}", hex(&key))) == "ok"
+                    importer.request(&format!("open 1 {}", hex(&key))) == "ok"
                 });
                 assert_quarantined(&mut exporter, &mut importer);
             }
@@ -124,8 +124,8 @@ mod ipc {
         for refuse in calls {
             let (mut exporter, key) = exporter();
             let mut importer = importer_with(Set { refuse, ..Set::default() });
-            importer.ask(&format!("open 1 {}", hex(&key)));
-            assert_eq!(importer.ask("pull 1"), hash(&pattern(LEN, 5)).to_string());
+            importer.request_ok(&format!("open 1 {}", hex(&key)));
+            assert_eq!(importer.request_ok("pull 1"), hash(&pattern(LEN, 5)).to_string());
             assert_quarantined(&mut exporter, &mut importer);
         }
     }
@@ -136,7 +136,7 @@ mod ipc {
             return;
         }
         let (mut exporter, key) = exporter();
-        let before: usize = exporter.ask("fds").parse().unwrap();
+        let before: usize = exporter.request_ok("fds").parse().unwrap();
         let [in_no_file, in_folder] = sockets(&key);
         // A request of version 1 to stay connected; a request with a wrong token; nothing.
         let mut guessed = peer::open_request(&key);
@@ -144,20 +144,20 @@ mod ipc {
         let stay = [&b"ugsh\x01\x02\0\0"[..], &[0; 16]].concat();
         let mut crowd: Vec<Peer> = (0..4).map(|_| Peer::start(Set::default())).collect();
         for stranger in &mut crowd {
-            for told in [&stay[..], &guessed, &[]] {
+            for sent in [&stay[..], &guessed, &[]] {
                 for name in [&in_no_file, &in_folder] {
-                    let told = if told.is_empty() { "0".to_owned() } else { hex(told) };
-                    stranger.ask(&format!("crowd {name} 100 {told}"));
+                    let sent = if sent.is_empty() { "0".to_owned() } else { hex(sent) };
+                    stranger.request_ok(&format!("crowd {name} 100 {sent}"));
                 }
             }
         }
         // All of 2400 have been served or refused when an honest peer is.
         let mut importer = importer_with(Set::default());
         until("the honest peer is served", || {
-            importer.tell(&format!("open 1 {}", hex(&key))) == "ok"
+            importer.request(&format!("open 1 {}", hex(&key))) == "ok"
         });
         until("strangers hold nothing", || {
-            exporter.ask("fds").parse::<usize>().unwrap() <= before + 4
+            exporter.request_ok("fds").parse::<usize>().unwrap() <= before + 4
         });
         assert_quarantined(&mut exporter, &mut importer);
     }
@@ -169,24 +169,24 @@ mod ipc {
         }
         let (_exporter, key) = exporter();
         let mut importer = importer_with(Set::default());
-        importer.ask(&format!("open 1 {}", hex(&key)));
-        let before: usize = importer.ask("fds").parse().unwrap();
+        importer.request_ok(&format!("open 1 {}", hex(&key)));
+        let before: usize = importer.request_ok("fds").parse().unwrap();
         // Start time, pid namespace, user namespace: each alone, and all with the right token.
         for forged in 0..400_usize {
             let mut other = key.clone();
             let at = [17, 21, 25][forged % 3];
             other[at..at + 2].copy_from_slice(&(forged as u16 + 1).to_le_bytes());
-            let refused = importer.tell(&format!("open 2 {}", hex(&other)));
+            let refused = importer.request(&format!("open 2 {}", hex(&other)));
             assert!(refused.starts_with("failed "), "{forged}: {refused}");
         }
-        let after: usize = importer.ask("fds").parse().unwrap();
+        let after: usize = importer.request_ok("fds").parse().unwrap();
         assert!(after <= before, "{before} descriptors before, {after} after");
         // The importer's own process id, under the exporter's name.
         let mut own = key.clone();
         own[PID].copy_from_slice(&importer.id().to_le_bytes());
-        let refused = importer.tell(&format!("open 2 {}", hex(&own)));
+        let refused = importer.request(&format!("open 2 {}", hex(&own)));
         assert!(refused.contains("it is of a process that has ended"), "{refused}");
-        assert_eq!(importer.ask("pull 1"), hash(&pattern(LEN, 5)).to_string(), "as before");
+        assert_eq!(importer.request_ok("pull 1"), hash(&pattern(LEN, 5)).to_string(), "as before");
     }
 
     #[test]
@@ -199,36 +199,39 @@ mod ipc {
         // An eighth of the limit: five.
         const FILES: u32 = 40;
         let mut importer = importer_with(Set::default());
-        importer.ask(&format!("nofile {FILES}"));
+        importer.request_ok(&format!("nofile {FILES}"));
         let mut exporters: Vec<(Peer, String)> = (1..=7)
             .map(|card| {
                 let mut exporter = Peer::start(Set::default());
-                exporter.ask(&format!("card {card}"));
+                exporter.request_ok(&format!("card {card}"));
                 let key = hex(&exporter.share(1, LEN, card));
                 (exporter, key)
             })
             .collect();
-        let before: usize = importer.ask("fds").parse().unwrap();
+        let before: usize = importer.request_ok("fds").parse().unwrap();
         // What is only kept for later gives way.
         for (at, (_, key)) in exporters.iter().enumerate() {
-            importer.ask(&format!("open 1 {key}"));
-            assert_eq!(importer.ask("pull 1"), hash(&pattern(LEN, at as u64 + 1)).to_string());
-            importer.ask("close 1");
+            importer.request_ok(&format!("open 1 {key}"));
+            assert_eq!(
+                importer.request_ok("pull 1"),
+                hash(&pattern(LEN, at as u64 + 1)).to_string()
+            );
+            importer.request_ok("close 1");
         }
-        let after: usize = importer.ask("fds").parse().unwrap();
+        let after: usize = importer.request_ok("fds").parse().unwrap();
         // One connection each, and once the thread's epoll.
         assert!(after <= before + 6, "{before} descriptors before, {after} after");
         // What is in use does not.
         for (at, (_, key)) in exporters.iter().enumerate().take(5) {
-            importer.ask(&format!("open {at} {key}"));
+            importer.request_ok(&format!("open {at} {key}"));
         }
-        let refused = importer.tell(&format!("open 5 {}", exporters[5].1));
+        let refused = importer.request(&format!("open 5 {}", exporters[5].1));
         assert!(refused.contains("memory of 5 processes is in use already"), "{refused}");
-        importer.ask("close 4");
-        importer.ask(&format!("open 5 {}", exporters[5].1));
+        importer.request_ok("close 4");
+        importer.request_ok(&format!("open 5 {}", exporters[5].1));
         // Who was dropped does not wait for anybody.
         let (dropped, _) = &mut exporters[4];
-        dropped.ask("free 1");
+        dropped.request_ok("free 1");
         dropped.until("stat ipc_quarantined_bytes", "0");
     }
 
@@ -238,15 +241,15 @@ mod ipc {
             return;
         }
         let mut exporter = Peer::start(Set { refuse: &[libc::SYS_listen], ..Set::default() });
-        exporter.ask("card 1");
-        let fds: usize = exporter.ask("fds").parse().unwrap();
+        exporter.request_ok("card 1");
+        let fds: usize = exporter.request_ok("fds").parse().unwrap();
         for _ in 0..2 {
-            let refused = exporter.tell(&format!("share 1 {LEN} 5"));
+            let refused = exporter.request(&format!("share 1 {LEN} 5"));
             assert!(refused.starts_with("failed CHANNEL_FAILED"), "{refused}");
             assert!(refused.contains("starting the broker failed"), "{refused}");
             assert!(refused.contains("Operation not permitted"), "{refused}");
         }
-        assert_eq!(exporter.ask("fds").parse::<usize>().unwrap(), fds);
+        assert_eq!(exporter.request_ok("fds").parse::<usize>().unwrap(), fds);
         assert_eq!(exporter.stat("ipc_shares"), 0);
     }
 
@@ -257,9 +260,9 @@ mod ipc {
         }
         let (mut exporter, key) = exporter();
         let mut importer = importer_with(Set::default());
-        importer.ask(&format!("open 1 {}", hex(&key)));
-        importer.ask("forkdrop");
-        assert_eq!(importer.ask("pull 1"), hash(&pattern(LEN, 5)).to_string());
+        importer.request_ok(&format!("open 1 {}", hex(&key)));
+        importer.request_ok("forkdrop");
+        assert_eq!(importer.request_ok("pull 1"), hash(&pattern(LEN, 5)).to_string());
         assert_quarantined(&mut exporter, &mut importer);
     }
 
@@ -269,9 +272,9 @@ mod ipc {
             return;
         }
         let (mut exporter, key) = exporter();
-        exporter.ask("forkdrop");
+        exporter.request_ok("forkdrop");
         let mut importer = importer_with(Set::default());
-        importer.ask(&format!("open 1 {}", hex(&key)));
+        importer.request_ok(&format!("open 1 {}", hex(&key)));
         assert_quarantined(&mut exporter, &mut importer);
     }
 

@@ -1,4 +1,4 @@
-//! Another process on the same software machine, which does as it is told: a line in, a line out.
+//! Another process on the same software machine, which executes commands: a line in, a line out.
 
 #![allow(dead_code, reason = "each test program uses its own part of this")]
 
@@ -43,7 +43,7 @@ pub(crate) struct Set {
     pub(crate) namespaces: i32,
 }
 
-/// A process that does as it is told.
+/// A process that executes commands.
 pub(crate) struct Peer {
     child: Child,
     input: Option<ChildStdin>,
@@ -73,12 +73,12 @@ impl Peer {
         let input = child.stdin.take();
         let output = BufReader::new(child.stdout.take().expect("piped")).lines();
         let mut peer = Self { child, input, output };
-        assert_eq!(peer.answer(), "ready");
+        assert_eq!(peer.receive(), "ready");
         Ok(peer)
     }
 
     /// Waits for an answer.
-    pub(crate) fn answer(&mut self) -> String {
+    pub(crate) fn receive(&mut self) -> String {
         self.output
             .by_ref()
             .map_while(Result::ok)
@@ -86,45 +86,45 @@ impl Peer {
             .unwrap_or_else(|| "ended".to_owned())
     }
 
-    /// Says a line and waits for the answer.
-    pub(crate) fn tell(&mut self, line: &str) -> String {
-        self.say(line);
-        self.answer()
+    /// Sends a line and waits for the answer.
+    pub(crate) fn request(&mut self, line: &str) -> String {
+        self.send(line);
+        self.receive()
     }
 
-    /// Says a line, and does not wait.
-    pub(crate) fn say(&mut self, line: &str) {
+    /// Sends a line, and does not wait.
+    pub(crate) fn send(&mut self, line: &str) {
         if let Some(input) = &mut self.input {
             let _ = writeln!(input, "{line}");
         }
     }
 
-    /// Says a line that must be answered with `ok`, and what else the answer has.
+    /// Sends a line that must be answered with `ok`; returns the rest of the answer.
     #[track_caller]
-    pub(crate) fn ask(&mut self, line: &str) -> String {
-        let answer = self.tell(line);
+    pub(crate) fn request_ok(&mut self, line: &str) -> String {
+        let answer = self.request(line);
         let rest = answer.strip_prefix("ok");
         rest.unwrap_or_else(|| panic!("{line}: {answer}")).trim().to_owned()
     }
 
     /// Has it allocate, fill and share memory; the key.
     pub(crate) fn share(&mut self, slot: u32, len: usize, seed: u64) -> Vec<u8> {
-        unhex(&self.ask(&format!("share {slot} {len} {seed}")))
+        unhex(&self.request_ok(&format!("share {slot} {len} {seed}")))
     }
 
     /// The hash of what it has in its memory.
     pub(crate) fn sum(&mut self, slot: u32) -> u64 {
-        self.ask(&format!("sum {slot}")).parse().expect("a number")
+        self.request_ok(&format!("sum {slot}")).parse().expect("a number")
     }
 
     pub(crate) fn stat(&mut self, counter: &str) -> u64 {
-        self.ask(&format!("stat {counter}")).parse().expect("a number")
+        self.request_ok(&format!("stat {counter}")).parse().expect("a number")
     }
 
     /// Asks until the answer is this one.
     #[track_caller]
     pub(crate) fn until(&mut self, line: &str, answer: &str) {
-        until(line, || self.ask(line) == answer);
+        until(line, || self.request_ok(line) == answer);
     }
 
     pub(crate) fn id(&self) -> u32 {
@@ -226,7 +226,7 @@ fn refuse(calls: &[libc::c_long]) -> std::io::Result<()> {
     if done == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
 }
 
-/// The other side: does what standard input says, until it ends.
+/// The other side: executes the commands on standard input, until it ends.
 pub(crate) fn serve() {
     if std::env::var_os("SOFT_GAUDI_NODE").is_none() {
         // Run by hand with all other ignored tests: there is nobody to serve.
@@ -237,7 +237,7 @@ pub(crate) fn serve() {
     let mut state = State::default();
     for line in stdin().lines().map_while(Result::ok) {
         let words: Vec<&str> = line.split_whitespace().collect();
-        let answer = state.obey(&words);
+        let answer = state.execute(&words);
         println!("\n{MARK}{}", answer.unwrap_or_else(|error| failure(&error)));
     }
 }
@@ -262,7 +262,7 @@ impl State {
         self.device.as_ref().expect("open first")
     }
 
-    fn obey(&mut self, words: &[&str]) -> Result<String, Error> {
+    fn execute(&mut self, words: &[&str]) -> Result<String, Error> {
         let number = |at: usize| words[at].parse::<u64>().expect("a number");
         let slot = || number(1) as u32;
         match words[0] {
@@ -321,8 +321,7 @@ impl State {
                 self.device().set_handle_limits(limits);
             }
             "used" => return Ok(format!("ok {}", self.device().memory().used)),
-            // A child that has inherited everything and does nothing, until we have ended and it
-            // is told to end by its standard input.
+            // A child that has inherited everything and does nothing until it is killed.
             "fork" => {
                 // SAFETY: the child only makes system calls.
                 let child = unsafe { libc::fork() };
@@ -337,7 +336,7 @@ impl State {
                 }
                 return Ok(format!("ok {child}"));
             }
-            // Connects to a socket (abstract if it starts with @), says something, and reports what
+            // Connects to a socket (abstract if it starts with @), sends a message, and reports what
             // comes back: nothing, or bytes, or bytes and a descriptor.
             "knock" => return Ok(format!("ok {}", knock(words[1], &unhex(words[2])))),
             // Uses up all descriptors but so many.
@@ -356,10 +355,10 @@ impl State {
                 assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) }, 0);
             }
             "restore" => self.taken.clear(),
-            // Connects so many times to a broker's socket, says this, and stays connected.
+            // Connects so many times to a broker's socket, sends this, and stays connected.
             "crowd" => {
-                let told = unhex(words[3]);
-                self.crowd.extend((0..number(2)).map(|_| stranger(words[1], &told)));
+                let sent = unhex(words[3]);
+                self.crowd.extend((0..number(2)).map(|_| stranger(words[1], &sent)));
             }
             // A child drops all that it has inherited.
             "forkdrop" => {
@@ -430,14 +429,14 @@ pub(crate) fn copy(device: &Arc<Device>, dst: Side, src: Side, len: usize) -> Re
     unsafe { device.copy_blocking(dst, src, len) }
 }
 
-/// Says something to a socket, from outside the engine; what came back.
+/// Sends a message to a socket, from outside the engine; what came back.
 pub(crate) fn knock(name: &str, message: &[u8]) -> String {
     use rustix::net::*;
     let socket = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).expect("a socket");
     if let Err(error) = connect(&socket, &address(name)) {
         return format!("not connected: {error}");
     }
-    // Refused with or without having listened.
+    // It may be refused before it is read.
     let _ = send(&socket, message, SendFlags::NOSIGNAL);
     let mut answer = [0; 64];
     let mut space = [std::mem::MaybeUninit::uninit(); 128];
@@ -460,17 +459,17 @@ fn address(name: &str) -> rustix::net::SocketAddrUnix {
     address.expect("a name")
 }
 
-/// A connection to a broker on which something was said, and answered if the broker wants to.
-pub(crate) fn stranger(name: &str, told: &[u8]) -> OwnedFd {
+/// A connection to a broker on which a message was sent, and answered if the broker does so.
+pub(crate) fn stranger(name: &str, sent: &[u8]) -> OwnedFd {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
     use rustix::net::*;
-    let flags = if told.is_empty() { SocketFlags::NONBLOCK } else { SocketFlags::empty() };
+    let flags = if sent.is_empty() { SocketFlags::NONBLOCK } else { SocketFlags::empty() };
     let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None);
     let socket = socket.expect("a socket");
     // Whoever finds the queue full is part of the crowd too.
     let _ = connect(&socket, &address(name));
-    if !told.is_empty() {
-        let _ = send(&socket, told, SendFlags::NOSIGNAL);
+    if !sent.is_empty() {
+        let _ = send(&socket, sent, SendFlags::NOSIGNAL);
         let moment = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
         let _ = poll(&mut [PollFd::new(&socket, PollFlags::IN)], Some(&moment));
     }

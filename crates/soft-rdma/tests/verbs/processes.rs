@@ -32,16 +32,16 @@ impl Peer {
         Self { child, stdin, lines }
     }
 
-    fn tell(&mut self, numbers: &[u64]) {
+    fn send(&mut self, numbers: &[u64]) {
         let line: Vec<_> = numbers.iter().map(u64::to_string).collect();
         writeln!(self.stdin, "{}", line.join(" ")).expect("the peer reads");
     }
 
-    fn hear(&mut self) -> Vec<u64> {
+    fn receive(&mut self) -> Vec<u64> {
         // The test harness prints lines of its own.
         let mut lines = self.lines.by_ref().map(|line| line.expect("text"));
         let line = lines.find_map(|line| line.split_once("peer:").map(|(_, rest)| rest.to_owned()));
-        numbers(&line.expect("the peer speaks"))
+        numbers(&line.expect("the peer sends a line"))
     }
 }
 
@@ -58,7 +58,7 @@ fn numbers(line: &str) -> Vec<u64> {
 
 fn read_line() -> Vec<u64> {
     let mut line = String::new();
-    std::io::stdin().read_line(&mut line).expect("the test speaks");
+    std::io::stdin().read_line(&mut line).expect("the test sends a line");
     numbers(&line)
 }
 
@@ -86,12 +86,12 @@ fn peer() {
 
 fn connect(test: &str, node: u16, device: &Device) -> (Peer, Qp, u64, u32) {
     let mut peer = Peer::start(test, node);
-    let told = peer.hear();
+    let received = peer.receive();
     let qp = device.rc();
-    qp.connect_to(told[1] as u16, told[0] as u32, |_| ());
-    peer.tell(&[u64::from(qp.number()), u64::from(device.lid())]);
-    peer.hear();
-    (peer, qp, told[2], told[3] as u32)
+    qp.connect_to(received[1] as u16, received[0] as u32, |_| ());
+    peer.send(&[u64::from(qp.number()), u64::from(device.lid())]);
+    peer.receive();
+    (peer, qp, received[2], received[3] as u32)
 }
 
 /// Reads, writes, a message and its answer with a process of a node.
@@ -117,8 +117,8 @@ fn exchange(test: &str, node: u16) {
     assert!((0..2).all(|_| device.wait().status == IBV_WC_SUCCESS));
     assert_eq!(answer.read(), message.read());
     // The peer found in its memory what was written there.
-    assert_eq!(other.hear(), [1 << 20]);
-    other.tell(&[]);
+    assert_eq!(other.receive(), [1 << 20]);
+    other.send(&[]);
 }
 
 /// The peer is killed between two reads.

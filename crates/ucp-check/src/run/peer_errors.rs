@@ -55,7 +55,7 @@ enum MustEnd {
 #[derive(clap::Args)]
 pub struct Options {
     /// A third process must get the dead one's card while the survivor lives; needs exactly two cards
-    #[arg(long, alias = "heir")]
+    #[arg(long)]
     reuse_card: bool,
     /// Everything goes straight to or from the peer's memory: the survivor's operation must end, put and get
     /// by themselves, others at the latest when the memory is unmapped

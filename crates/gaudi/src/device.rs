@@ -95,8 +95,8 @@ pub struct Device {
     open: ProcessBound<Open>,
 }
 
-/// What ends when the card is closed, from the top of this list down: pins and rings, then memory,
-/// then the card itself, then the place it had in this process.
+/// What ends when the card is closed, from the top of this list down: submissions, pins and imports,
+/// bounce and staging buffers, then memory, then the card itself, then its entry in this process.
 struct Open {
     engine: Arc<Engine>,
     pins: Pins,
@@ -440,7 +440,7 @@ impl Device {
         self.fill_range(addr, len, byte)
     }
 
-    /// Clears what a former tenant left between the end of an allocation and the end of its last 4 KiB
+    /// Clears what an earlier allocation left between the end of this one and the end of its last 4 KiB
     /// page, of which nobody else has a part. Memory of the application is its own business.
     pub(crate) fn clear_tail(&self, base: DeviceAddr, len: u64) -> Result<(), Error> {
         let tail = len.next_multiple_of(PAGE_SIZE) - len;

@@ -2,11 +2,11 @@
 //!
 //! A card has one context, so a program that opened it keeps us out, unless it lends us the card:
 //! then we work through a duplicate of its descriptor, which is the same context. Memory that it
-//! mapped by itself is told to us, by the program or by hooks on the driver library's calls, and is
+//! mapped by itself is reported to us, by the program or by hooks on the driver library's calls, and is
 //! from then on Gaudi memory like any other: detected, exported and, on a card that was lent, copied.
 //!
-//! Called from any thread, also from inside a driver call of the application. Observers are told
-//! with no lock held.
+//! Called from any thread, also from inside a driver call of the application. Observers are
+//! notified with no lock held.
 
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
@@ -236,9 +236,9 @@ impl Runtime {
         self.options().adopt_own_cards.unwrap_or(false)
     }
 
-    /// Whether the application may map memory on a card by itself: it has told us of a card; or it
-    /// had the driver library before us, and a card is in use, its own or ours. To have the library
-    /// is not enough: it comes with programs that never use a Gaudi.
+    /// Whether the application may map memory on a card by itself: it has lent us a card or reported
+    /// memory; or it had the driver library before us, and a card is in use, its own or ours. To have
+    /// the library is not enough: it comes with programs that never use a Gaudi.
     pub fn application_uses_cards(&self) -> bool {
         if !self.lent.state().cards.is_empty() {
             return true;

@@ -53,7 +53,7 @@ pub mod topology;
 mod window;
 
 pub use choice::{BusId, DeviceChoice};
-pub use copy::{Segment, Side, SubmitError, Transfer};
+pub use copy::{Segment, Side, SubmitError, Transfer, USER_SPACE_END};
 pub use device::{Device, DeviceId, MemoryInfo};
 pub use discovery::{DeviceInfo, PortMasks};
 pub use error::{Error, ErrorKind};

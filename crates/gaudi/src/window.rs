@@ -1,5 +1,5 @@
 //! Address windows: each device of a process has one range of addresses of its own, and those who
-//! must know about it (UCX's memory-type cache) are told before its first address is handed out.
+//! must know about it (UCX's memory-type cache) are notified before its first address is handed out.
 //!
 //! Every Gaudi2 has an MMU of its own, so two of them may answer with the same address. Each card
 //! gets a slice of the range that the driver leaves to callers' hints, for the life of the process:
@@ -130,7 +130,7 @@ impl Windows {
         Ok(start..start + SLICE)
     }
 
-    /// Adds an observer and tells it what is already there.
+    /// Adds an observer and notifies it of what is already there.
     pub(crate) fn subscribe(&self, observer: Observer) {
         let (windows, foreign) = {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -145,7 +145,7 @@ impl Windows {
         }
     }
 
-    /// Tells the observers of memory that the application mapped.
+    /// Notifies the observers of memory that the application mapped.
     pub(crate) fn mapped(&self, memory: ForeignMemory) {
         let observers = {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -155,7 +155,7 @@ impl Windows {
         notify(&observers, &WindowEvent::Mapped(memory));
     }
 
-    /// Tells the observers that the application is about to unmap memory.
+    /// Notifies the observers that the application is about to unmap memory.
     pub(crate) fn unmapping(&self, start: DeviceAddr) {
         let (memory, observers) = {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -176,7 +176,7 @@ impl Windows {
         notify(&observers, &WindowEvent::Opened(window.clone()));
     }
 
-    /// The device is closed; tells the observers if they had been told of it.
+    /// The device is closed; notifies the observers if they were notified of its window.
     pub(crate) fn retired(&self, device: DeviceId) {
         let (window, observers) = {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -196,7 +196,7 @@ fn notify(observers: &[Observer], event: &WindowEvent) {
     }
 }
 
-/// Tells the observers of one device's window, once, before its first address is handed out.
+/// Notifies the observers of one device's window, once, before its first address is handed out.
 #[derive(Debug, Default)]
 pub(crate) struct Announcement {
     state: Mutex<Progress>,
@@ -212,7 +212,7 @@ enum Progress {
 }
 
 impl Announcement {
-    /// Returns when all observers know the window. Other threads wait for the one that tells them;
+    /// Returns when all observers know the window. Other threads wait for the one that notifies them;
     /// an observer that calls back on the same thread does not.
     pub(crate) fn ensure(&self, windows: &Windows, window: &Window) {
         let me = std::thread::current().id();
@@ -437,8 +437,8 @@ mod tests {
 
     #[test]
     fn nobody_gets_an_address_before_the_observers_know_the_window() {
-        let told = Arc::new(Mutex::new(HashSet::new()));
-        let record = Arc::clone(&told);
+        let notified = Arc::new(Mutex::new(HashSet::new()));
+        let record = Arc::clone(&notified);
         runtime().subscribe(Box::new(move |event| {
             if let WindowEvent::Opened(window) = event {
                 std::thread::yield_now();
@@ -451,7 +451,7 @@ mod tests {
                 for _ in 0..3 {
                     scope.spawn(|| {
                         let _allocation = device.alloc(1, 1).unwrap();
-                        assert!(told.lock().unwrap().contains(&device.id()));
+                        assert!(notified.lock().unwrap().contains(&device.id()));
                     });
                 }
             });

@@ -217,7 +217,7 @@ impl Device {
         };
         let mut out = CsOut::default();
         let submit = self.library().symbols.hlthunk_command_submission;
-        // The packets must be in memory before the device is told of them.
+        // The packets must be in memory before they are submitted.
         std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
         // SAFETY: both structures and the chunk array live across the call; what the packets do is
         // the caller's promise.

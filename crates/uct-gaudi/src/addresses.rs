@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use gaudi::{Device, DeviceAddr, Location, Side};
+use gaudi::{Device, DeviceAddr, Location, Side, USER_SPACE_END};
 
 /// Which way a copy goes, seen from the local buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,10 +39,6 @@ pub(crate) fn allocation_of(address: u64, length: usize) -> Option<Location> {
     let rest = found.length.next_multiple_of(gaudi::PAGE_SIZE) - found.offset;
     (length as u64 <= rest).then_some(found)
 }
-
-/// First address that no host memory has: user space ends below it on every x86-64 and arm64 kernel
-/// (56 bits with five-level page tables). Gaudi2's device addresses lie above.
-const USER_SPACE_END: u64 = 1 << 56;
 
 /// Whether the CPU may access `[address, address + length)`, as far as Gaudi is concerned: no byte of
 /// it is a device address, of memory that is allocated or of memory that was freed. `length` is not 0.

@@ -1,12 +1,15 @@
 //! The copies an interface has under way, in the order they were posted.
 //!
-//! UCP's staging protocols take a copy transport's word that copies succeed: neither a refusal
-//! (`NO_RESOURCE`) nor an error of a copy in progress is looked at, and the message goes on with
-//! whatever bytes were there before. So a copy that the device is too busy for waits
-//! here and starts from progress ([`queue`](crate::queue)), and one that failed is tried once more before
-//! the failure is reported.
+//! UCP's staging protocols ignore the status of copies in the background: both a refusal
+//! (`NO_RESOURCE`) and the error of a copy in progress. The message goes on with whatever bytes were
+//! there before. So a copy that the device is too busy for waits here and starts from progress
+//! ([`queue`](crate::queue)), and one that failed is tried once more before the failure is reported
+//! (and the process aborted, unless `ABORT_ON_ERROR=n`).
 //!
-//! Between processes failures are looked at: [`OnFailure::Report`] hands every one of them on.
+//! Short copies do not come through here: they are not repeated. They return their error, and UCP's
+//! staging asserts that there is none.
+//!
+//! Between processes UCP does use the status: [`OnFailure::Report`] reports every failure at once.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -66,7 +69,7 @@ impl<T> CopyWork<T> {
             // SAFETY: promised when the copy was posted, until its completion.
             unsafe { self.device.copy_blocking(segment.dst, segment.src, segment.len) }
         });
-        // What went wrong first says more than what went wrong after it.
+        // Report the first error: it is the cause.
         again.map_err(|_| first)
     }
 }
@@ -131,7 +134,7 @@ struct State<T> {
 }
 
 impl<T> State<T> {
-    /// Looks at what is running, starts what can start, takes fences down.
+    /// Polls what is running, starts what can start, removes fences that are passed.
     fn advance(&mut self) {
         let State { queue, ended } = self;
         queue.advance(|copy, result| {
@@ -256,7 +259,7 @@ impl<T> Copies<T> {
         if !state.ended.is_empty() || (running().next().is_none() && next.is_none()) {
             return false;
         }
-        // Looked at again after the notifier is in place: what happens from there on notifies.
+        // Polled again after the notifier is in place: what happens from then on notifies.
         running().all(|transfer| transfer.notify_when_done(notifier))
             && next.is_none_or(|device| device.notify_on_completion(notifier))
             && !running().any(Transfer::has_news)

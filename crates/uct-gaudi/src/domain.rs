@@ -43,7 +43,7 @@ pub(crate) fn configured_device() -> Result<Arc<Device>, Error> {
 /// Opens a card. From the first on there is a reason to notice what the application does with it.
 fn open(choice: &DeviceChoice) -> Result<Arc<Device>, Error> {
     let device = gaudi::runtime().open(choice)?;
-    hooks::consider();
+    hooks::install_if_needed();
     Ok(device)
 }
 

@@ -2,8 +2,9 @@
 //!
 //! libucm has the objects of the process call the functions below instead of the driver library's
 //! (see `uct::Ucx::redirect`), and only if the application has that library on its own account and
-//! a Gaudi is in use, or the user wants it. Each does what the original does, tells the engine, and leaves `errno` alone.
-//! Our own calls do not come through here: we have found the library's functions with `dlsym`.
+//! a Gaudi is in use, or the user wants it. Each does what the original does, notifies the
+//! engine, and leaves `errno` alone. Our own calls do not come through here: we have found the
+//! library's functions with `dlsym`.
 //!
 //! There is no `libucm_gaudi`: every UCX program would load a module of that framework, before it is
 //! known whether there is a Gaudi.
@@ -40,15 +41,15 @@ static ORIGINALS: OnceLock<Originals> = OnceLock::new();
 /// Through which UCX hooks are set, and whether they are wanted.
 static WANTED: Mutex<Option<(&'static Ucx, Ternary)>> = Mutex::new(None);
 
-/// Takes the user's wish; sets the hooks if they are due.
+/// Sets whether hooks are wanted, and installs them if they are needed now.
 pub(crate) fn configure(ucx: &'static Ucx, wanted: Ternary) {
     *WANTED.lock().unwrap_or_else(PoisonError::into_inner) = Some((ucx, wanted));
-    consider();
+    install_if_needed();
 }
 
-/// Sets the hooks if they are wanted, there is a reason, and it was not done before. To be called
-/// whenever there may be a reason: a card was opened, lent or heard of.
-pub(crate) fn consider() {
+/// Installs the hooks if they are wanted and needed, and it was not done before. Call it whenever
+/// that may have changed: a card was opened or lent, or memory reported.
+pub(crate) fn install_if_needed() {
     static DONE: Mutex<bool> = Mutex::new(false);
     let mut done = DONE.lock().unwrap_or_else(PoisonError::into_inner);
     if *done {
@@ -90,7 +91,8 @@ fn install(ucx: &Ucx) -> Result<(), String> {
             close: transmute::<*const c_void, Close>(find("hlthunk_close")?),
         }
     };
-    // The library's own calls are its own business: it closes control nodes that nobody saw it open.
+    // The driver library's own calls are not redirected: it closes control nodes whose opening was not
+    // seen here.
     let driver = file_of(originals.close as *const c_void);
     let driver = driver.ok_or("it is not known which file the driver library is")?;
     let _ = ORIGINALS.set(originals);
@@ -99,7 +101,7 @@ fn install(ucx: &Ucx) -> Result<(), String> {
         (c"hlthunk_device_memory_free", free as *const c_void),
         (c"hlthunk_memory_unmap", unmap as *const c_void),
         (c"hlthunk_close", close as *const c_void),
-        // Last: whoever is seen mapping is seen unmapping.
+        // Last: where a mapping is seen, its unmapping is seen, too.
         (c"hlthunk_device_memory_map", map as *const c_void),
     ];
     for (name, function) in functions {

@@ -41,7 +41,8 @@ pub(crate) struct CopyInterface<F> {
 }
 
 impl<F: Flavour> CopyInterface<F> {
-    /// Copies and returns when the bytes have arrived.
+    /// Copies and returns when the bytes have arrived. Not repeated after a failure, and not subject to
+    /// `ABORT_ON_ERROR`: the caller gets the error.
     fn copy_now(&self, way: Way, local: Buffer, remote: u64) -> Result<(), Status> {
         if local.length() == 0 {
             return Ok(());
@@ -54,7 +55,7 @@ impl<F: Flavour> CopyInterface<F> {
             return self.copy_on_host(way, local, remote);
         };
         copied.map_err(|error| {
-            // UCP aborts the process when a short copy fails: the reason must be in the log first.
+            // UCP's staging asserts that a short copy succeeds: the reason must be in the log first.
             log!(self.ucx, Error, "copy of {} bytes failed: {}", local.length(), explain(&error));
             status::of(&error)
         })
@@ -122,8 +123,8 @@ impl<F: Flavour> CopyInterface<F> {
         posted.map_err(|NotStarted { error, .. }| self.copy_failed(&error))
     }
 
-    /// A copy has failed, for the second time. UCP does not look at the outcome of the copies its
-    /// protocols are made of, so going on could deliver a message with wrong bytes.
+    /// A copy in the background has failed, for the second time. UCP ignores the status of these copies
+    /// in its protocols, so going on could deliver a message with wrong bytes.
     fn copy_failed(&self, error: &Error) -> Status {
         if self.abort_on_error {
             log!(

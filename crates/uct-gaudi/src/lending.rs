@@ -47,7 +47,7 @@ fn run(fd: c_int, body: impl FnOnce(BorrowedFd<'_>) -> Result<(), Error>) -> c_i
 pub(crate) extern "C" fn ucx_gaudi_lend(fd: c_int) -> c_int {
     run(fd, |fd| {
         runtime().lend(fd)?;
-        hooks::consider();
+        hooks::install_if_needed();
         Ok(())
     })
 }
@@ -63,7 +63,7 @@ pub(crate) extern "C" fn ucx_gaudi_take_back(fd: c_int) -> c_int {
 pub(crate) extern "C" fn ucx_gaudi_memory_mapped(fd: c_int, address: u64, length: u64) -> c_int {
     run(fd, |fd| {
         runtime().add_memory(fd, DeviceAddr(address), length)?;
-        hooks::consider();
+        hooks::install_if_needed();
         Ok(())
     })
 }

@@ -73,7 +73,7 @@ pub(crate) fn allocated(allocation: &Allocation) {
 }
 
 /// Has every UCX copy drop what it remembers of memory that is about to be freed: a network
-/// device's registration would keep the driver's page in use, and reach its next tenant.
+/// device's registration would keep the driver's page in use, and reach the next allocation in it.
 pub(crate) fn freeing(allocation: &Allocation) {
     for client in clients().clone() {
         client.ucx.memory_freed(&client.range_of(allocation));

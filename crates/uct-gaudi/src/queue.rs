@@ -1,7 +1,7 @@
 //! Work in the order it was posted: what runs, what waits for the device or for a fence, and the
 //! flushes that wait for all of it.
 //!
-//! What runs is kept apart from what waits, so that a look at the queue costs as much as there is
+//! What runs is kept apart from what waits, so that polling the queue costs as much as there is
 //! running, however much waits. Knows neither copies nor UCX.
 
 use std::collections::VecDeque;
@@ -84,7 +84,7 @@ impl<W: Work, F> Queue<W, F> {
 
     /// Starts work now, or takes it in until it can be. Work that has ended at once is given back.
     pub(crate) fn post(&mut self, mut work: W) -> Option<(W, W::Outcome)> {
-        // Nobody overtakes those who wait.
+        // FIFO: do not start before queued work.
         let started = if self.waiting.is_empty() { work.start() } else { Start::Busy };
         if let Start::Ended(outcome) = started {
             return Some((work, outcome));
@@ -103,8 +103,8 @@ impl<W: Work, F> Queue<W, F> {
         self.flushes.push_back((self.next, who));
     }
 
-    /// Looks at what runs, takes fences down, starts what can start. `ended` is called with each work
-    /// that has ended.
+    /// Polls what runs, removes fences that are passed, starts what can start. `ended` is called with
+    /// each work that has ended.
     pub(crate) fn advance(&mut self, mut ended: impl FnMut(W, W::Outcome)) {
         // Once around: what runs on comes back in at the end, and the order stays.
         for _ in 0..self.running.len() {
@@ -327,7 +327,7 @@ mod tests {
         }
     }
 
-    /// However much waits, a look costs what is running, what it starts, and one try.
+    /// However much waits, a poll costs what is running, what it starts, and one try.
     #[test]
     fn waiting_work_is_not_polled() {
         let world = Rc::new(RefCell::new(World { capacity: 4, ..World::default() }));

@@ -104,7 +104,7 @@ pub(crate) const VARIABLES: &[Variable] = &[
                hlthunk_device_memory_map and its like in the objects of this process (and, so that\n\
                libucm finds objects that are loaded later, for dlopen and dlclose).\n\
                yes: always, with a warning where it is impossible;\n\
-               try: once the application lends a card or tells of its memory; also, if it had\n\
+               try: once the application lends a card or reports memory; also, if it had\n\
                loaded the driver library before UCX, once it or UCX has a card open;\n\
                no: never.",
         kind: Kind::Ternary,
@@ -120,9 +120,9 @@ pub(crate) const VARIABLES: &[Variable] = &[
     Variable {
         name: "ABORT_ON_ERROR",
         default: "y",
-        help: "Abort the process when a copy fails for good. UCX does not look at the outcome of\n\
-               the copies that its protocols are made of: without this, a message may arrive\n\
-               with wrong bytes.",
+        help: "Abort the process when a copy in the background has failed twice. UCX ignores the\n\
+               status of these copies in its protocols: without this, a message may arrive\n\
+               with wrong bytes. Short copies return their error to UCX in either case.",
         kind: Kind::Bool,
     },
     Variable {

@@ -43,7 +43,7 @@ struct State {
     last: u64,
     queued: BTreeMap<u64, (Direction, Vec<LinDma>)>,
     finished: BTreeMap<u64, Result<(), i32>>,
-    /// Which of the finished ones someone has heard of.
+    /// Which of the finished ones were reported by a wait.
     noticed: BTreeSet<u64>,
     /// The submission that each slot was last used for.
     slots: BTreeMap<u32, u64>,
@@ -167,7 +167,7 @@ impl Fake {
         self.state().pins.clone()
     }
 
-    /// Says that the pages at `addr` can also be reached at `elsewhere`, as long as a pin of them
+    /// Sets that the pages at `addr` can also be reached at `elsewhere`, as long as a pin of them
     /// lives. A pin is of pages, not of addresses: with this the fake device keeps using the pages
     /// it pinned when the program maps others in their place, as hardware does.
     pub(crate) fn pages_are_at(&self, addr: *const u8, len: usize, elsewhere: *const u8) {

@@ -100,8 +100,9 @@ impl End {
     }
 }
 
-/// Linux gives programs at most this many bits of address (with five-level page tables).
-const USER_ADDRESS_BITS: u32 = 56;
+/// First address that no host memory has: user space ends below it on every x86-64 and arm64 kernel
+/// (56 bits with five-level page tables). Gaudi2's device addresses lie above.
+pub const USER_SPACE_END: u64 = 1 << 56;
 
 /// Refuses what cannot be host memory.
 pub(super) fn check_host(ptr: HostPtr, len: usize) -> Result<(), Error> {
@@ -115,8 +116,7 @@ pub(super) fn check_host(ptr: HostPtr, len: usize) -> Result<(), Error> {
             "pass the memory type UCX detected, or leave detection to UCX",
         ));
     }
-    // Programs have no memory up there; cards with an MMU have theirs.
-    if addr >> USER_ADDRESS_BITS != 0 {
+    if addr as u64 >= USER_SPACE_END {
         return Err(invalid(
             format!("{addr:#x} is neither host memory nor in a live device allocation"),
             "this may be device memory that was freed",

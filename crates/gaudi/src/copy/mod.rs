@@ -2,11 +2,12 @@
 //!
 //! The life of a copy:
 //!
-//! 1. [`located`]: each end is looked up once; what was found is carried down.
-//! 2. [`route`]: decides how the bytes travel: short, pinned, bounced or staged. One table, in its first
+//! 1. [`located`]: each end is found to be host or device memory; the device memory that was found is
+//!    passed on, and looked up again only by steps that had to wait.
+//! 2. [`route`]: decides how the bytes travel: short, direct, bounced or staged. One table, in its first
 //!    lines.
-//! 3. [`short`] copies small ones at once and waits; [`transfer`] carries all others out step by step
-//!    and never blocks.
+//! 3. [`short`] submits a small copy and waits for it in the driver; [`transfer`] submits all others step
+//!    by step, and blocks only where its caller asks it to wait.
 //! 4. [`engine`] gives out [`permits`] to submit, records what the hardware is doing ([`submission`]),
 //!    and has sleepers woken when it is done ([`waiter`]).
 //!
@@ -38,14 +39,15 @@ mod waiter_tests;
 
 use std::sync::Arc;
 
+pub use located::USER_SPACE_END;
 pub(crate) use permits::SLOTS;
 pub use transfer::Transfer;
 pub(crate) use transfer::copy_and_wait;
 
 use crate::{DeviceAddr, Error, HostRegion};
 
-/// The size of a bounce slot. A host side up to this size is copied through one unless it is pinned
-/// already: pinning and unpinning costs the driver more than the CPU needs to copy it.
+/// The size of a bounce slot. Most host buffers up to this size are copied through one, because pinning
+/// and unpinning costs more than the CPU needs to copy them; [`pin`](crate::pin) has the exceptions.
 pub(crate) const BOUNCE_LEN: usize = 64 * 1024;
 
 /// One end of a copy.

@@ -1,5 +1,5 @@
-//! A copy under way: pieces that are submitted step by step, never blocking, as permits and slots
-//! allow.
+//! A copy under way: pieces that are submitted step by step, as permits and slots allow. Starting and
+//! polling never block; [`Transfer::wait`] and [`copy_and_wait`] do.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ use crate::{Device, DeviceAddr, Error};
 /// A copy under way.
 ///
 /// Dropping it before it has finished abandons it: nothing more is started and nothing is written
-/// to host memory by the CPU any more; what the hardware was already told to do runs to its end,
+/// to host memory by the CPU any more; what was already submitted runs to its end,
 /// and everything it needs is kept until then.
 #[derive(Debug)]
 #[must_use = "a copy that nobody polls is never known to be complete"]

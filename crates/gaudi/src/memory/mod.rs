@@ -183,7 +183,7 @@ impl Memory {
 
     fn exhausted(&self, state: &State, len: u64) -> Error {
         let detail = format!(
-            "no room for {len} bytes: {} of {} bytes are allocated in {} pieces",
+            "not enough device memory for {len} bytes: {} of {} bytes are allocated in {} pieces",
             state.pool.used(),
             self.geometry.total,
             state.pool.allocations()

@@ -12,7 +12,7 @@
 //! | not registered, or less than 1/16 of its region copied so far | up to 64 KiB | bounce |
 //! | registered, cache on, region within `RCACHE_MAX_SIZE` | any | the whole region, kept in the cache |
 //! | registered, cache off | any | the whole region, kept until it is deregistered |
-//! | cache on, and room in it | above 64 KiB | the pages of the range, kept in the cache |
+//! | cache on, and not full | above 64 KiB | the pages of the range, kept in the cache |
 //! | cache off or full | above 64 KiB | the range, for this copy only (one-off) |
 //! | whatever the driver refused above | any | bounce; guarded above 64 KiB |
 //!
@@ -205,7 +205,7 @@ unsafe fn pin_range(device: &Device, range: &Range<usize>) -> Result<Option<Pinn
 }
 
 /// Pins the pages of `whole`, which contains `range`, and keeps the pin in the cache. `None`: the cache
-/// has no room for it.
+/// is full.
 ///
 /// # Safety
 /// As for [`pin`].

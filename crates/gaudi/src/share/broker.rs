@@ -2,7 +2,7 @@
 //!
 //! It is started when the first memory is shared, sleeps until something happens, and never blocks on
 //! anybody: all sockets are non-blocking. It talks to processes of its own user only. A connection
-//! that has not been granted a lease yet may stay for a moment ([`PATIENCE`]); how many there are, of
+//! that has not been granted a lease yet is closed after [`GRANT_DEADLINE`]; how many there are, of
 //! either kind, is bounded by the process's limit of open files and per peer process.
 
 use std::collections::HashMap;
@@ -28,15 +28,15 @@ use crate::stats::{Counter, Counts};
 
 /// How long a connection may take to be granted its first lease. An importer asks at once, and waits
 /// a second for its turn (`importer`).
-const PATIENCE: Duration = Duration::from_millis(300);
+const GRANT_DEADLINE: Duration = Duration::from_millis(300);
 /// Most connections of one peer process: an importer has one.
 const MAX_PER_PROCESS: usize = 8;
 /// Most messages taken from one connection before others have their turn.
 const MAX_AT_ONCE: u32 = 256;
 /// Most connections accepted from one socket before others have their turn.
 const MAX_ACCEPTED: usize = 16;
-/// Pause after so many were refused, or when there is no descriptor for the next: strangers cannot
-/// keep a core busy.
+/// Pause after so many were refused, or when there is no descriptor for the next: unauthorised
+/// connections cannot keep a core busy.
 const PAUSE: Duration = Duration::from_millis(2);
 
 /// Where the broker listens and sleeps.
@@ -76,8 +76,8 @@ impl Broker {
     pub(super) fn run(&self, exporter: &Exporter) -> ! {
         let mut events = Vec::with_capacity(64);
         loop {
-            let patience = exporter.connections().patience();
-            let timeout = patience.and_then(|left| Timespec::try_from(left).ok());
+            let time_left = exporter.connections().time_left();
+            let timeout = time_left.and_then(|left| Timespec::try_from(left).ok());
             events.clear();
             let waited = epoll::wait(
                 &self.epoll,
@@ -189,14 +189,14 @@ enum Then {
 }
 
 impl Connections {
-    /// How long until somebody's patience is at its end.
-    fn patience(&self) -> Option<Duration> {
+    /// Time until the next grant deadline.
+    fn time_left(&self) -> Option<Duration> {
         let deadlines = self.by_id.values().filter_map(|connection| connection.deadline);
         let left = deadlines.min()?.saturating_duration_since(Instant::now());
         Some(left + Duration::from_millis(1))
     }
 
-    /// Whether the newcomer may stay for now.
+    /// Whether the connection was accepted.
     fn accept(&mut self, epoll: &CloseOnFork, socket: OwnedFd) -> bool {
         let peer = match socket::credentials(socket.as_fd()) {
             Ok(peer) if socket::is_same_user(peer) => peer,
@@ -223,7 +223,7 @@ impl Connections {
         let connection = Connection {
             socket,
             pid: peer.pid,
-            deadline: Some(Instant::now() + PATIENCE),
+            deadline: Some(Instant::now() + GRANT_DEADLINE),
             outbox: Outbox::default(),
             waits_for_space: false,
             last_request: self.requests,
@@ -271,7 +271,7 @@ impl Connections {
         }
         for _ in 0..MAX_AT_ONCE {
             let Some(connection) = self.by_id.get_mut(&id) else { return Then::GoOn };
-            // A peer that does not take its answers asks for no more of them.
+            // Its requests are not read while replies to it wait for space.
             if !connection.outbox.is_empty() {
                 return Then::GoOn;
             }
@@ -339,8 +339,8 @@ impl Connections {
         if sent.is_ok() && stays { Then::GoOn } else { Then::HangUp }
     }
 
-    /// Whether this connection is among those that were granted a lease, or may become one of them:
-    /// somebody that has no lease at the moment is sent away for it if need be.
+    /// Whether this connection is among those that were granted a lease, or may become one of them. At
+    /// the limit, the least recent connection without leases is closed.
     fn has_capacity(&mut self, id: ConnectionId, lessor: &mut Lessor<Offered, Reuse>) -> bool {
         if self.by_id.get(&id).is_none_or(|connection| connection.deadline.is_none()) {
             return true;
@@ -355,7 +355,7 @@ impl Connections {
         };
         let _none = lessor.hang_up(idle);
         if let Some(mut idle) = self.by_id.remove(&idle) {
-            // It is told, so that it does not take us for dead. Closing takes it off the epoll.
+            // Notify it, so that it does not take EOF for our exit. Closing removes it from epoll.
             let why = Refusal::Crowded;
             let _ = idle.send(Reply::Refused { lease: LeaseId::NONE, why }, None);
         }
@@ -379,7 +379,7 @@ impl Connections {
         reuse: &mut Vec<Reuse>,
     ) {
         if let Some(connection) = self.by_id.remove(&id) {
-            // Said explicitly: a child that is being forked has the socket too for a moment.
+            // Remove from epoll explicitly: a child may still have the socket open.
             let _ = epoll::delete(&broker.epoll, &connection.socket);
         }
         reuse.extend(lessor.hang_up(id));

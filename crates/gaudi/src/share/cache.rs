@@ -26,7 +26,7 @@ pub(crate) struct Reference<V> {
     pub(crate) serial: u64,
     /// Whether it was open already.
     pub(crate) hit: bool,
-    /// What had to go to make room; drop them.
+    /// Evicted to keep the limits; drop them.
     pub(crate) evicted: Vec<Arc<V>>,
 }
 
@@ -163,7 +163,7 @@ impl<K: Copy + Eq + Hash, V> Cache<K, V> {
     }
 }
 
-/// A promise to others that wait; kept or withdrawn when dropped.
+/// Guard: wakes waiters when dropped, and removes the entry if opening failed.
 struct Opening<'a, K: Copy + Eq + Hash, V> {
     cache: &'a Cache<K, V>,
     key: K,
@@ -181,7 +181,7 @@ impl<K: Copy + Eq + Hash, V> Opening<'_, K, V> {
             state.entries.insert(self.key, Slot::Open(open));
             state.bytes += bytes;
         }
-        // Where it is dead, dropping `self` takes the promise back.
+        // Where it is dead, dropping `self` removes the entry.
         state.trim()
     }
 }

@@ -21,9 +21,9 @@ const SHARING: &str = "sharing device memory";
 /// One allocation that other processes may open, with the key to hand them.
 ///
 /// It stands for the whole allocation; all shares of one allocation have the same key and the same
-/// dma-buf. When the last is dropped, or the allocation freed, the key is worth nothing any more: the
-/// broker refuses it, and those who have a lease are asked to release it. Freed memory goes to its
-/// next tenant when all leases on it have ended.
+/// dma-buf. When the last is dropped, or the allocation freed, the key is invalid: the broker refuses it,
+/// and those who have a lease are asked to release it. Freed memory is returned to the pool when all
+/// leases on it have ended.
 ///
 /// It keeps its device open.
 #[derive(Clone)]
@@ -72,7 +72,7 @@ struct Export {
 
 impl Drop for Export {
     fn drop(&mut self) {
-        // A forked child has inherited the offer, but has no say in it.
+        // A child must not withdraw it: the offer is its parent's.
         if self.exporter.is_current() {
             let Fields { base, token, .. } = self.fields;
             self.exporter.withdraw(base, Some(token));
@@ -95,7 +95,7 @@ impl AsFd for Offered {
     }
 }
 
-/// Gives memory to its next tenant: to be called without a lock.
+/// Returns memory to the pool: to be called without a lock.
 pub(super) struct Reuse(Box<dyn FnOnce() + Send>);
 
 impl fmt::Debug for Reuse {
@@ -204,8 +204,8 @@ impl Exporter {
         let source = source.ok_or_else(|| {
             failed(format!("{len} bytes at {} do not fit into a key", location.base))
         })?;
-        // A dma-buf covers whole 4 KiB pages. What a former tenant left behind the end of this
-        // allocation is not for peers.
+        // A dma-buf covers whole 4 KiB pages. What an earlier allocation left behind the end of this
+        // one is not for peers.
         device.clear_tail(location.base, len)?;
         let (dmabuf, offset) = device.export_alone(location.base, len)?;
         let found = file_len(dmabuf.as_fd()).map_err(|error| failed(format!("fstat: {error}")))?;
@@ -232,8 +232,8 @@ impl Exporter {
         let Some(broker) = self.broker.get() else { return };
         let mut state = self.state();
         let State { lessor, connections, .. } = &mut *state;
-        // The dma-buf is closed here, under the lock: the driver may not let go of memory that is
-        // still exported, and who frees it need not be who ends the offer.
+        // The dma-buf is closed here, under the lock: the driver refuses to unmap exported memory, and
+        // another thread may free it than the one that ends the offer.
         let revoked = lessor.withdraw(base, token);
         let mut own = Vec::new();
         for (connection, lease) in revoked {
@@ -362,8 +362,8 @@ pub fn start_broker() -> Result<(), Error> {
     Exporter::current()?.start_broker().map(drop)
 }
 
-/// The allocation at `base` is being freed: nobody can open it from now on. `reuse` gives the memory
-/// to its next tenant: it is called at once, or when the last lease on the memory has ended.
+/// The allocation at `base` is being freed: nobody can open it from now on. `reuse` returns
+/// the memory to the pool: it is called at once, or when the last lease on the memory has ended.
 pub(crate) fn freed(
     base: DeviceAddr,
     len: u64,

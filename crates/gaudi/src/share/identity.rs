@@ -2,7 +2,7 @@
 //! be reached.
 //!
 //! An identity travels: in keys, and as what a transport packs as its address. Everything in it is
-//! the word of whoever sent it, until the broker of that very process has granted a lease.
+//! unverified until the broker of that process has granted a lease.
 
 use std::fmt;
 use std::fs;

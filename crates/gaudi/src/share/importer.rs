@@ -26,9 +26,9 @@ use crate::process::{CloseOnFork, PerProcess, thread};
 
 /// How long an exporter may take to answer: longer than a broker's thread waits for its turn on a
 /// busy machine, and than it keeps connections that ask for nothing.
-const PATIENCE: Duration = Duration::from_secs(1);
-/// How long an exporter that did not is not asked again.
-const REST: Duration = Duration::from_secs(5);
+const REPLY_TIMEOUT: Duration = Duration::from_secs(1);
+/// How long an exporter that did not answer is not asked again.
+const RETRY_AFTER: Duration = Duration::from_secs(5);
 /// Between two attempts at a broker that is crowded.
 const PAUSE: Duration = Duration::from_millis(2);
 /// Most exporters of which it is remembered that they did not answer, and that they have ended.
@@ -43,7 +43,7 @@ pub(super) enum NoLease {
     NotTheExporter,
     /// No answer in time.
     Silent,
-    /// The exporter ended, or does not talk to us: it sends other users away without a word.
+    /// The exporter ended, or closed the connection: it does so to other users, without a reply.
     HungUp,
     /// Memory that is not shared under this key, or no more.
     Unknown,
@@ -61,7 +61,7 @@ impl fmt::Display for NoLease {
             NoLease::NobodyListens(Errno::CONNREFUSED) => f.write_str("nobody listens"),
             NoLease::NobodyListens(errno) => write!(f, "nobody listens ({errno})"),
             NoLease::NotTheExporter => f.write_str("the listener is not the exporter"),
-            NoLease::Silent => write!(f, "no answer in {} s", PATIENCE.as_secs()),
+            NoLease::Silent => write!(f, "no answer in {} s", REPLY_TIMEOUT.as_secs()),
             NoLease::HungUp => f.write_str("it hung up"),
             NoLease::Unknown => f.write_str("this memory is not shared (any more)"),
             NoLease::NotUnderstood => f.write_str("it speaks another version"),
@@ -89,7 +89,7 @@ pub(super) struct Lease {
 }
 
 impl Lease {
-    /// Whether the exporter has ended or hung up: it counts on nobody having this memory any more.
+    /// Whether the exporter has ended; its leases are void. Also if it only closed the connection.
     pub(super) fn is_lost(&self) -> bool {
         self.connection.is_closed()
     }
@@ -106,7 +106,7 @@ pub(super) fn lease(key: &Fields) -> Result<(Lease, OwnedFd), NoLease> {
     let importer = Importer::current()?;
     if let Some(connection) = importer.find(&key.peer) {
         match connection.request(key) {
-            // It may have had no capacity for a connection without leases: try a new one.
+            // It may have closed a connection without leases for capacity: try a new one.
             Err(NoLease::HungUp | NoLease::Crowded | NoLease::NotUnderstood) => {
                 importer.drop_connection(&connection);
             }
@@ -116,7 +116,7 @@ pub(super) fn lease(key: &Fields) -> Result<(Lease, OwnedFd), NoLease> {
     importer.connect(key)
 }
 
-/// Whether the exporter lives, as far as its connection tells: `None` if there never was one.
+/// Whether the exporter lives, by the state of its connection: `None` if there never was one.
 pub(super) fn is_connected(exporter: &Identity) -> Option<bool> {
     let table = IMPORTER.get()?.table();
     let has_ended = table.ended.contains(exporter).then_some(false);
@@ -128,7 +128,9 @@ pub(super) fn is_connected(exporter: &Identity) -> Option<bool> {
 struct Importer {
     epoll: CloseOnFork,
     table: Mutex<Table>,
-    /// Taken by whoever talks to an exporter for the first time: there is one connection to each.
+    /// Held from the first connection attempt to an exporter until its reply, so that there is one
+    /// connection to each. One lock for all: an exporter that does not answer delays the first contact
+    /// with others by up to [`REPLY_TIMEOUT`].
     first_contact: Mutex<()>,
 }
 
@@ -137,7 +139,7 @@ struct Table {
     /// All have granted a lease.
     connections: HashMap<Identity, Arc<Connection>>,
     last: u64,
-    /// Did not answer when they were first asked, and until when they are left alone.
+    /// Did not answer the first request, and until when they are not asked again.
     silent: VecDeque<(Identity, Instant)>,
     /// Whose connections have ended.
     ended: VecDeque<Identity>,
@@ -191,17 +193,17 @@ impl Importer {
         }
         self.make_capacity()?;
         self.start_thread()?;
-        let deadline = now + PATIENCE;
+        let deadline = now + REPLY_TIMEOUT;
         loop {
             match self.try_connect(key) {
-                // Its queue is full: others are being served or sent away.
+                // Its queue is full, or it has too many connections at the moment.
                 Err(NoLease::NobodyListens(Errno::AGAIN) | NoLease::Crowded)
                     if Instant::now() < deadline =>
                 {
                     std::thread::sleep(PAUSE);
                 }
                 Err(NoLease::Silent) => {
-                    let entry = (key.peer, Instant::now() + REST);
+                    let entry = (key.peer, Instant::now() + RETRY_AFTER);
                     remember(&mut self.table().silent, entry);
                     return Err(NoLease::Silent);
                 }
@@ -235,7 +237,7 @@ impl Importer {
             receiving: Mutex::default(),
             state: Mutex::default(),
             is_closed: AtomicBool::new(false),
-            was_dismissed: AtomicBool::new(false),
+            closed_for_capacity: AtomicBool::new(false),
         });
         let granted = connection.request(key)?;
         let mut table = self.table();
@@ -264,7 +266,7 @@ impl Importer {
             let idle = |connection: &&Arc<Connection>| connection.state().lessee.is_idle();
             let idle = self.table().connections.values().find(idle).cloned();
             if let Some(idle) = idle {
-                idle.was_dismissed.store(true, Ordering::Relaxed);
+                idle.closed_for_capacity.store(true, Ordering::Relaxed);
                 self.drop_connection(&idle);
             }
         }
@@ -303,8 +305,8 @@ impl Importer {
         }
     }
 
-    /// Hangs up, or has been hung up on: whatever is kept of this exporter's memory is unmapped, at once
-    /// or when its last user is done.
+    /// Closes a connection, from this side or after the exporter has: what is mapped of the exporter's
+    /// memory is unmapped, at once or when its last user is done.
     fn drop_connection(&self, connection: &Arc<Connection>) {
         connection.is_closed.store(true, Ordering::Release);
         let _ = rustix::net::shutdown(&connection.socket, Shutdown::Both);
@@ -315,11 +317,11 @@ impl Importer {
             return;
         }
         table.connections.remove(&exporter);
-        if !connection.was_dismissed.load(Ordering::Relaxed) {
+        if !connection.closed_for_capacity.load(Ordering::Relaxed) {
             remember(&mut table.ended, exporter);
         }
         drop(table);
-        // Said explicitly: a child that is being forked has the socket too for a moment.
+        // Remove from epoll explicitly: a child may still have the socket open.
         let _ = epoll::delete(&self.epoll, &connection.socket);
         remote::evict(|key| key.peer == exporter);
     }
@@ -338,8 +340,8 @@ struct Connection {
     state: Mutex<State>,
     /// Hung up, by either side.
     is_closed: AtomicBool,
-    /// Closed because one side needs the descriptor for others: the exporter has not ended.
-    was_dismissed: AtomicBool,
+    /// Closed because one side needs the descriptor for other connections: the exporter has not ended.
+    closed_for_capacity: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -380,7 +382,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Tells the thread's `epoll` what to wait for.
+    /// Sets what the thread's `epoll` waits for.
     fn update_interest(&self, state: &State) {
         if state.is_watched {
             let data = epoll::EventData::new_u64(self.number);
@@ -411,12 +413,12 @@ impl Connection {
             state.lessee.request(*key)
         };
         self.set_muted(true);
-        let answer = self.ask(id, key, now + PATIENCE);
+        let answer = self.ask(id, key, now + REPLY_TIMEOUT);
         self.set_muted(false);
         if answer.is_err() {
             let mut state = self.state();
             if matches!(answer, Err(NoLease::Silent)) {
-                state.silent_until = Some(Instant::now() + REST);
+                state.silent_until = Some(Instant::now() + RETRY_AFTER);
             }
             let was_granted = state.lessee.abandon(id);
             drop(state);
@@ -432,7 +434,7 @@ impl Connection {
         let open = Request::Open { lease, key: key.pack() }.pack();
         loop {
             match socket::send(self.socket.as_fd(), open.as_ref(), None) {
-                // It may have said why before it hung up.
+                // It may have sent the reason before it closed the connection.
                 Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => break,
                 Err(Errno::AGAIN | Errno::INTR | Errno::NOBUFS | Errno::NOMEM) => {
                     self.wait(PollFlags::OUT, deadline)?;
@@ -478,7 +480,7 @@ impl Connection {
         let reply = Reply::parse(&message[..len]).ok_or(NoLease::NotUnderstood)?;
         if let Reply::Refused { lease: LeaseId::NONE, why } = reply {
             // The answer to nothing: it hangs up.
-            self.was_dismissed.store(why == Refusal::Crowded, Ordering::Relaxed);
+            self.closed_for_capacity.store(why == Refusal::Crowded, Ordering::Relaxed);
             return Err(why.into());
         }
         let action = self.state().lessee.receive(reply, descriptor);

@@ -36,7 +36,7 @@ struct Leased {
 
 /// The exporter: what is shared, who has a lease on it, and what waits for leases to end.
 ///
-/// `D` is what a grant hands over, `R` what gives memory to its next tenant.
+/// `D` is what a grant hands over, `R` what returns memory to the pool.
 #[derive(Debug)]
 pub(super) struct Lessor<D, R> {
     /// By first address.
@@ -122,8 +122,8 @@ impl<D, R> Lessor<D, R> {
         self.leases.get(&connection).is_some_and(|leases| !leases.is_empty())
     }
 
-    /// A lease has ended. Memory that waited for it and for no other is returned, for its next
-    /// tenant. What is no lease of this connection (any more) is ignored.
+    /// A lease has ended. Memory that waited for it and for no other is returned, to go back to the
+    /// pool. What is no lease of this connection (any more) is ignored.
     pub(super) fn release(&mut self, from: ConnectionId, lease: LeaseId) -> Option<R> {
         let Leased { base, .. } = self.leases.get_mut(&from)?.remove(&lease)?;
         let at = self.leases_at.get_mut(&base)?;

@@ -159,12 +159,12 @@ impl World {
         }
     }
 
-    /// The memory goes to its next tenant: nobody may reach it.
+    /// The memory is returned to the pool: nobody may reach it.
     fn reuse(&mut self, base: u64) {
         assert!(self.quarantined.remove(&base));
         for process in &self.processes {
             let reaches = process.mapped.values().any(|(memory, _)| memory.base == base);
-            assert!(!reaches, "{base} has a new tenant under {:?}", process.connection);
+            assert!(!reaches, "{base} is reused under {:?}", process.connection);
             let mut coming = process.incoming.iter().filter_map(|(_, enclosed)| *enclosed);
             assert!(
                 !coming.any(|memory| memory.base == base),
@@ -364,7 +364,7 @@ impl World {
 
 proptest! {
     #[test]
-    fn memory_has_no_new_tenant_while_a_peer_reaches_it_and_all_comes_back(steps in steps()) {
+    fn memory_is_not_reused_while_a_peer_reaches_it_and_all_comes_back(steps in steps()) {
         let mut world = World::new();
         for step in &steps {
             world.step(step);

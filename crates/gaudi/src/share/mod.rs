@@ -7,20 +7,21 @@
 //!
 //! There is one connection from an importing process to each exporting one. The exporter hands a
 //! dma-buf out only over it, and records a *lease* on the connection in the same step. What is freed
-//! goes to its next tenant when all leases on it have ended. A lease, on both sides:
+//! is returned to the pool when all leases on it have ended. A lease, on both sides:
 //!
 //! | event | exporter (`Lessor`) | importer (`Lessee`) |
 //! |---|---|---|
 //! | memory is to be opened | | sends `Open`: *requested* |
 //! | `Open` with the key of shared memory | *leased*; sends `Grant` with the dma-buf | |
 //! | `Open` with any other key | sends `Refused`; hangs up if nothing was ever leased to this peer | |
-//! | `Grant` | | *requested* → *held*, imported; *abandoned* → sends `Release` |
-//! | `Refused` | | *requested*, *abandoned* → none |
+//! | `Grant` | | *requested* → *answered*; *abandoned* → none, sends `Release` |
+//! | `Refused` | | *requested* → *answered*; *abandoned* → none |
+//! | the requester takes the answer | | *answered* → *held* and imported, or none if it was refused |
 //! | no answer in a second | | *requested* → *abandoned* |
-//! | memory is unshared or freed | *leased* → *revoked*; sends `Revoke` | |
-//! | `Revoke` | | evicted from the cache; *held* until its last user is done |
+//! | memory is unshared or freed | stays *leased*; sends `Revoke` | |
+//! | `Revoke` | | evicted from the cache; *held* until its last user is done. Ignored if it was released |
 //! | the import is unmapped | | *held* → none; sends `Release` |
-//! | `Release` | *leased*, *revoked* → none | |
+//! | `Release` | *leased* → none; ignored if there is no such lease (but not before the first `Grant`) | |
 //! | the connection ends | all its leases → none | evicted from the cache; the exporter counts as ended |
 //! | anything else | hangs up | hangs up |
 //!

@@ -20,8 +20,8 @@ const OPENING: &str = "opening a peer's memory";
 /// Most handles a device keeps open, and their bytes: eight cards' whole memory.
 pub const DEFAULT_LIMITS: Limits = Limits { handles: 1024, bytes: 1 << 40 };
 
-/// A key that was received: well-formed, of this machine and boot, and of this user as far as it can
-/// be told. Whether it opens anything, its exporter decides.
+/// A key that was received: well-formed, of this machine and boot, and of this user as far as is
+/// known. Whether it opens anything, its exporter decides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RemoteKey(Fields);
 
@@ -117,7 +117,7 @@ impl RemoteKey {
                 let detail = format!("{} has the card this process uses itself", key.peer);
                 return Err(Error::unsupported(OPENING, detail, "use another card"));
             }
-            // Who knows the key may use it, here as elsewhere.
+            // Own keys need a lease too.
             let (lease, _) = lease(key).map_err(|failure| failed(device, &failure, key))?;
             return Ok(Memory::Local { _lease: ProcessBound::new(lease) });
         }
@@ -133,9 +133,11 @@ impl RemoteKey {
 enum Failure {
     /// The exporter has ended.
     Ended,
-    /// The exporter says that no memory is shared under this key: it is wrong, or was taken back.
+    /// The exporter replied that no memory is shared under this key: it is wrong, or was withdrawn.
     Withdrawn,
-    /// The broker cannot be reached or does not serve us; why.
+    /// The broker cannot be reached or does not serve us, with the reason: another user or namespace, a
+    /// peer that is stopped, or too many peers. All are [`ErrorKind::PermissionDenied`], whose detail has
+    /// the reason.
     Unreachable(String),
     /// What came is not what the key says.
     Mismatch(&'static str),
@@ -268,7 +270,7 @@ impl Drop for Opened {
     }
 }
 
-/// An import that is unmapped exactly once: when the cache and all users have let it go.
+/// An import that is unmapped exactly once: when the cache and all users have dropped it.
 #[derive(Debug)]
 pub(crate) struct Handle {
     addr: DeviceAddr,
@@ -309,7 +311,7 @@ impl Handle {
         Ok((handle, len))
     }
 
-    /// Whether the exporter counts on nobody having this memory any more: it has ended.
+    /// Whether the exporter has ended; its leases are void.
     fn is_lost(&self) -> bool {
         match &*self.lease {
             AnyLease::Own { .. } => false,
@@ -364,7 +366,7 @@ impl Handles {
     fn find(&self, key: &Fields, counts: Counts) -> Option<(Arc<Handle>, u64)> {
         let (handle, serial) = self.0.find(key)?;
         if handle.is_lost() {
-            // The thread that saw the connection end has not come to it yet.
+            // The receiver thread has not evicted it yet.
             self.release(key, serial, counts);
             drop(handle);
             drop(self.0.evict(|other| other == key));

@@ -7,7 +7,7 @@
 //!
 //! A forked child must not count into its parent's page: in the child, private memory takes the
 //! place of the shared one at the same address (a `fork` handler does it), so that what is inherited
-//! counts on, unseen. The descriptor is inherited too; readers tell by the process id in the header.
+//! counts on, unseen. The descriptor is inherited too; readers check the process id in the header.
 
 use std::convert::Infallible;
 use std::ffi::c_void;

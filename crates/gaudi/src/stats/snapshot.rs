@@ -29,7 +29,7 @@ pub struct Snapshot {
     pub start_time: u64,
     /// When it opened its first card.
     pub created: SystemTime,
-    /// What belongs to no card, or to cards for which the page has no room.
+    /// What belongs to no card, or to cards for which the page has no slot.
     pub other: Counters,
     /// The cards that were opened, also those that are closed again.
     pub cards: Vec<CardCounters>,
@@ -165,7 +165,7 @@ pub enum ReadError {
     System {
         /// Whom we asked.
         pid: u32,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
 }

@@ -1,4 +1,4 @@
-//! What a DMA engine is told: the bytes of its packets, per generation. Pure functions.
+//! The bytes of a DMA engine's packets, per generation. Pure functions.
 //!
 //! The layouts are the vendor's; the tests hold them against bytes written down independently and
 //! against a second, bit-by-bit reading of the specification.

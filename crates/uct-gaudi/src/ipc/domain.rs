@@ -53,11 +53,11 @@ impl Shareable {
     /// The allocation is shared as a whole, so that all keys of it open the same mapping.
     fn share(&self, ucx: &Ucx) -> Result<Share, NoKey> {
         let device = gaudi::runtime().device(self.device).ok_or(NoKey::Refused)?;
-        // A card that only this process may not use is none of the peer's concern.
+        // Only a driver without import keeps the peer from it as well. That this process may not import
+        // on a card (it was lent) does not.
         if let Err(error) = device.can_import()
             && error.errno() == Some(libc::EOPNOTSUPP)
         {
-            // What this driver cannot do here, it cannot do for the peer either.
             log!(ucx, Info, "{NAME}: Gaudi memory is not shared: {}", explain(&error));
             return Err(NoKey::NoImport);
         }

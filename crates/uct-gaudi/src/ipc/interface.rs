@@ -148,7 +148,7 @@ impl IpcInterface {
     ) -> Result<(Arc<Opened>, gaudi::DeviceAddr), Status> {
         let opened = key.open_on(device).map_err(|error| {
             if error.errno() == Some(libc::ESRCH) {
-                // Told when the operation ends, as every loss of a peer.
+                // Reported when the operation ends, as every loss of a peer.
                 log!(self.ucx, Debug, "{NAME}: {}", explain(&error));
                 return Status::CONNECTION_RESET;
             }
@@ -169,7 +169,7 @@ impl IpcInterface {
         }
     }
 
-    /// The owner of attached memory may have ended: that is no word about the peer at the other end.
+    /// The owner of attached memory may have ended: this does not mean that the endpoint's peer ended.
     fn lost_attached(&self, status: Status, buffer: Buffer) -> Status {
         if status != Status::CONNECTION_RESET {
             return status;
@@ -188,7 +188,7 @@ impl IpcInterface {
         // The memory of a process that died stays as long as we have it mapped, and copies on it
         // succeed: but nobody is there any more.
         let gone = in_flight.was_orphaned() || result.is_err() && remote.is_gone();
-        // What is mapped no longer keeps the peer's card busy when UCX hears of it.
+        // Unmapped before UCX is notified, so that the peer's card is not kept busy.
         drop(in_flight);
         let failed = match result {
             _ if gone => Some((Status::CONNECTION_RESET, format!("{remote} has ended"))),

@@ -1,4 +1,4 @@
-//! Keys as UCX carries them: one of the engine's, or the word that there is none.
+//! Keys as UCX carries them: one of the engine's, or a reason code.
 //!
 //! UCX takes a failure to pack a key as the failure of the whole message, also where another way to
 //! the memory exists. So memory that cannot be shared has a key too, which says why, and which nobody
@@ -86,7 +86,7 @@ pub(crate) enum Unusable {
     OwnMemory,
     /// This process has no card open, and is to open none.
     NoCard,
-    /// No card, no hand-over, no import.
+    /// No card could be opened, no lease granted, or nothing imported.
     Engine(Error),
 }
 

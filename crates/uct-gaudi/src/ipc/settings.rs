@@ -16,14 +16,14 @@ pub(super) const DOMAIN_VARIABLES: &[Variable] = &[
     Variable {
         name: "CACHE_MAX_REGIONS",
         default: "1024",
-        help: "How many of the peers' allocations stay mapped while no operation uses them. Those\n\
-               used longest ago go first. 0: none.",
+        help: "Most allocations of peers that are mapped on a card. Those in use count, but only\n\
+               unused ones are unmapped, those unused for longest first. 0: none stays mapped.",
         kind: Kind::Uint,
     },
     Variable {
         name: "CACHE_MAX_SIZE",
         default: "1024g",
-        help: "How many bytes of the peers' memory stay mapped while no operation uses them.",
+        help: "The same in bytes.",
         kind: Kind::MemUnits,
     },
     Variable {

@@ -60,7 +60,7 @@ static INVALIDATED: AtomicBool = AtomicBool::new(false);
 /// Whether a pin was ever refused: spares [`registered`] the list of caches.
 static REFUSED: AtomicBool = AtomicBool::new(false);
 
-/// Tells all caches that memory of `[start, start + len)` is about to be unmapped: no copy that starts
+/// Notifies all caches that memory of `[start, start + len)` is about to be unmapped: no copy that starts
 /// after this returns uses a pin of it that was made before.
 ///
 /// May be called anywhere, also inside `munmap` or `free`, by any thread: it takes no lock, waits
@@ -199,7 +199,7 @@ impl std::fmt::Debug for Shared {
 /// The cached pins of one card.
 pub(crate) struct Cache {
     shared: Arc<Shared>,
-    /// Its slot in [`CACHES`]. Without one it hears of no unmapped memory, and caches nothing.
+    /// Its slot in [`CACHES`]. Without one it is not notified of unmapped memory, and caches nothing.
     slot: Option<usize>,
     /// In place of the process's, so that tests do not share it.
     #[cfg(test)]
@@ -285,7 +285,7 @@ impl Cache {
     }
 
     /// Pins, with `pin`, all pages of `whole`, which contains `[addr, addr + len)`, and caches the pin.
-    /// `None`: there is no room in the cache.
+    /// `None`: the cache is full.
     pub(super) fn insert(
         &self,
         (addr, len): (usize, usize),

@@ -26,7 +26,7 @@ pub(crate) enum Inserted<'a, P> {
     Hit(Found<'a, P>),
     /// It is new.
     New(Found<'a, P>),
-    /// The table has no room for it; `make` was not called.
+    /// The table is full; `make` was not called.
     Full,
 }
 

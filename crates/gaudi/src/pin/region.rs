@@ -11,7 +11,7 @@ use crate::{Device, DeviceAddr, DeviceId, Error};
 /// A range of host memory that will be used for copies, perhaps often.
 ///
 /// Recording opens no device and pins no page. What copies pin of it, and for how long, is decided in
-/// the [module](super): the pins stay in the registration cache where there is one, otherwise until
+/// the module: the pins stay in the registration cache where there is one, otherwise until
 /// the region is dropped and the copies that use them have ended.
 #[derive(Debug)]
 pub struct HostRegion {

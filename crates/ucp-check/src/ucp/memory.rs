@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::{fmt, io, ptr, str::FromStr};
 
-/// Where memory lives. A further kind is a variant and a row of [`Memory::KINDS`].
+/// Where memory lives. A further kind is a variant and a row of `Memory::KINDS`.
 #[derive(
     Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, serde::Serialize, serde::Deserialize,
 )]

@@ -1,6 +1,6 @@
 //! `memory`: what a memory domain promises, asked of it through stock UCX's own libuct.
 //!
-//! [`CHECKS`] is the table of checks; each counts what it found right and wrong in a [`Checker`]. They know
+//! `CHECKS` is the table of checks; each counts what it found right and wrong in a `Checker`. They know
 //! Gaudi memory by its type only: they run as well on a card as on the software one.
 
 mod alloc;

@@ -14,6 +14,7 @@ use hl_thunk::{DeviceAddr, Direction, ExportCall};
 use super::{Backend, CopyLimits, Geometry, HostPin, Page, Registers, Ticket};
 use crate::copy::SLOTS;
 use crate::error::Phase;
+use crate::rcache::invalidate;
 use crate::stats::Counts;
 use crate::{Device, DeviceInfo, Error, runtime};
 
@@ -52,6 +53,8 @@ struct State {
     refuse_pins: Option<i32>,
     /// Pins that hold this address are refused.
     unpinnable: Option<u64>,
+    /// Memory that is unmapped while a pin is refused: start and length.
+    unmapped_meanwhile: Option<(usize, usize)>,
     /// Only so many pins at a time.
     most_pins: Option<usize>,
     /// Only pins of so many bytes.
@@ -145,6 +148,11 @@ impl Fake {
     /// Has pins refused that hold this address.
     pub(crate) fn refuse_pins_of(&self, addr: *const u8) {
         self.state().unpinnable = Some(addr as u64);
+    }
+
+    /// Has this memory unmapped, as if by another thread, while a pin is refused.
+    pub(crate) fn unmap_while_refusing(&self, memory: Option<(*const u8, usize)>) {
+        self.state().unmapped_meanwhile = memory.map(|(start, len)| (start as usize, len));
     }
 
     /// Has pins refused, for lack of memory, while there are so many.
@@ -292,6 +300,9 @@ impl Backend for Fake {
             .or(state.unpinnable.is_some_and(holds).then_some(libc::EFAULT))
             .or(full.then_some(libc::ENOMEM));
         if let Some(errno) = refused {
+            if let Some((start, len)) = state.unmapped_meanwhile {
+                invalidate(start, len);
+            }
             return Err(Error::os(Phase::Use, "pinning host memory", "fake", errno));
         }
         state.pins.push((addr, len));

@@ -230,6 +230,7 @@ unsafe fn ask_driver(device: &Device, start: u64, len: u64) -> Result<HostPin, P
     if let Some(reason) = cache.known_refusal(start, len, unpins) {
         return Err(PinError::Refused(reason));
     }
+    let generation = cache.refusal_generation();
     let ptr = core::ptr::with_exposed_provenance_mut(start as usize);
     // SAFETY: the caller's promise.
     match unsafe { device.backend().pin(ptr, len as usize) } {
@@ -239,7 +240,7 @@ unsafe fn ask_driver(device: &Device, start: u64, len: u64) -> Result<HostPin, P
             let Some(reason) = Reason::of(&error) else {
                 return Err(PinError::Failed(error.on(device)));
             };
-            cache.remember_refusal(start, len, reason, unpins);
+            cache.remember_refusal((start, len), reason, unpins, generation);
             Err(PinError::Refused(reason))
         }
     }

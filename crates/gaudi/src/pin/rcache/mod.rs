@@ -278,9 +278,21 @@ impl Cache {
         self.shared.refusals.find(&pages(start, len), unpins, events)
     }
 
-    /// Remembers that the driver refused `[start, start + len)` when `unpins` pins had been given back.
-    pub(super) fn remember_refusal(&self, start: u64, len: u64, reason: Reason, unpins: u64) {
-        self.shared.refusals.insert(&pages(start, len), reason, unpins);
+    /// See [`Refusals::generation`].
+    pub(super) fn refusal_generation(&self) -> u64 {
+        self.shared.refusals.generation()
+    }
+
+    /// Remembers that the driver refused `[start, start + len)`. `unpins` and `generation`: those of
+    /// before it was asked.
+    pub(super) fn remember_refusal(
+        &self,
+        (start, len): (u64, u64),
+        reason: Reason,
+        unpins: u64,
+        generation: u64,
+    ) {
+        self.shared.refusals.insert(&pages(start, len), reason, unpins, generation);
         REFUSED.store(true, Ordering::Relaxed);
     }
 

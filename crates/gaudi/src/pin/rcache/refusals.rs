@@ -11,6 +11,12 @@
 //! * when [`SLOTS`] newer ones have come;
 //! * if memory had run out: when anything was unpinned on this device.
 //!
+//! While the driver refuses a range, another thread may unmap it and map other memory there:
+//! `invalidate` finds nothing to forget yet. So a refusal is *unconfirmed* if any invalidation came
+//! between the request to the driver and its entry here, and is forgotten after [`RETRY`] requests. It
+//! is entered all the same: a program that often unmaps other memory would otherwise have every
+//! request refused anew, with an error line each.
+//!
 //! Not forgotten when `mprotect` makes memory writable: there is no event for that.
 //!
 //! Readers take no lock and `invalidate` may run inside `free`. The fields of a slot are not read as
@@ -18,14 +24,14 @@
 //! one copy: it bounces, or it tries a pin that is refused again. Both are correct copies.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Mutex, PoisonError};
 
 use crate::Error;
 
 /// Refusals that are remembered for each device.
 pub(super) const SLOTS: usize = 64;
-/// Without unmap events, one request in this many is tried again.
+/// Without unmap events, one request in this many is tried again; as is an unconfirmed refusal.
 pub(super) const RETRY: u32 = 256;
 
 /// Why the driver refused.
@@ -56,6 +62,8 @@ pub(crate) struct Refusals {
     any: AtomicBool,
     /// The slot that the next refusal replaces. Held while a slot is written.
     next: Mutex<usize>,
+    /// Counts the calls of [`Refusals::invalidate`].
+    generation: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -69,12 +77,15 @@ struct Slot {
     unpins: AtomicU64,
     /// Requests since the refusal.
     asked: AtomicU32,
+    /// Something was invalidated while the driver refused: perhaps this range.
+    unconfirmed: AtomicBool,
 }
 
 impl Default for Refusals {
     fn default() -> Self {
         let slots = std::array::from_fn(|_| Slot::default());
-        Self { slots, any: AtomicBool::new(false), next: Mutex::default() }
+        let generation = AtomicU64::new(0);
+        Self { slots, any: AtomicBool::new(false), next: Mutex::default(), generation }
     }
 }
 
@@ -92,12 +103,25 @@ impl Refusals {
                     .then_some(Reason::OutOfMemory);
             }
             let asked = slot.asked.fetch_add(1, Ordering::Relaxed);
-            (events || asked % RETRY != RETRY - 1).then_some(Reason::Unpinnable)
+            let retry = asked % RETRY == RETRY - 1;
+            if retry && slot.unconfirmed.load(Ordering::Relaxed) {
+                slot.end.store(0, Ordering::Relaxed);
+                return None;
+            }
+            (events || !retry).then_some(Reason::Unpinnable)
         })
     }
 
+    /// To be read before the driver is asked, for [`Refusals::insert`].
+    pub(super) fn generation(&self) -> u64 {
+        // Acquire: the driver is asked after this load. Otherwise it could look at the memory first,
+        // and the load could then count an invalidation of what it saw as an earlier one.
+        self.generation.load(Ordering::Acquire)
+    }
+
     /// Remembers that `range` was refused when `unpins` pins of the device had been given back.
-    pub(super) fn insert(&self, range: &Range<u64>, reason: Reason, unpins: u64) {
+    /// `generation`: that of before the driver was asked.
+    pub(super) fn insert(&self, range: &Range<u64>, reason: Reason, unpins: u64, generation: u64) {
         let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
         let known = self.slots.iter().position(|slot| slot.range() == *range);
         let at = known.unwrap_or_else(|| {
@@ -111,14 +135,25 @@ impl Refusals {
         slot.out_of_memory.store(reason == Reason::OutOfMemory, Ordering::Relaxed);
         slot.unpins.store(unpins, Ordering::Relaxed);
         slot.asked.store(0, Ordering::Relaxed);
+        slot.unconfirmed.store(true, Ordering::Relaxed);
         // Release: pairs with the load in `Slot::range`, so that a reader who finds this range finds
         // the fields above as well. Without it, it could take an old reason for the new one.
         slot.end.store(range.end, Ordering::Release);
         self.any.store(true, Ordering::Relaxed);
+        // Pairs with the fence in `invalidate`: either the load below sees the new generation, or
+        // `invalidate` sees the range that was just stored. Without the fences it could be neither, and
+        // a refusal of memory that is gone would stay.
+        fence(Ordering::SeqCst);
+        if self.generation.load(Ordering::Relaxed) == generation {
+            slot.unconfirmed.store(false, Ordering::Relaxed);
+        }
     }
 
     /// Forgets what `range` touches. Takes no lock and allocates nothing.
     pub(super) fn invalidate(&self, range: &Range<u64>) {
+        self.generation.fetch_add(1, Ordering::Relaxed);
+        // Pairs with the fence in `insert`.
+        fence(Ordering::SeqCst);
         for slot in self.slots_if_any() {
             let refused = slot.range();
             if refused.start < range.end && range.start < refused.end {
@@ -149,7 +184,7 @@ mod tests {
     fn refused<const N: usize>(ranges: [(u64, u64); N]) -> Refusals {
         let refusals = Refusals::default();
         for (start, end) in ranges {
-            refusals.insert(&(start..end), Reason::Unpinnable, 0);
+            refusals.insert(&(start..end), Reason::Unpinnable, 0, 0);
         }
         refusals
     }
@@ -176,7 +211,7 @@ mod tests {
     #[test]
     fn a_lack_of_memory_is_forgotten_when_something_was_unpinned() {
         let refusals = Refusals::default();
-        refusals.insert(&(0x2000..0x4000), Reason::OutOfMemory, 7);
+        refusals.insert(&(0x2000..0x4000), Reason::OutOfMemory, 7, 0);
         assert_eq!(refusals.find(&(0x2000..0x4000), 7, EVENTS), Some(Reason::OutOfMemory));
         assert_eq!(refusals.find(&(0x2000..0x4000), 8, EVENTS), None);
     }
@@ -189,12 +224,26 @@ mod tests {
     }
 
     #[test]
+    fn a_refusal_that_an_invalidation_overlapped_is_forgotten_after_some_requests() {
+        let range = 0x2000..0x4000;
+        let refusals = Refusals::default();
+        let before = refusals.generation();
+        refusals.invalidate(&range);
+        refusals.insert(&range, Reason::Unpinnable, 0, before);
+        let find = || refusals.find(&range, 0, EVENTS);
+        assert!((1..RETRY).all(|_| find() == Some(Reason::Unpinnable)));
+        assert_eq!([find(), find()], [None; 2], "forgotten: a copy may look more than once");
+        refusals.insert(&range, Reason::Unpinnable, 0, refusals.generation());
+        assert!((0..=2 * RETRY).all(|_| find() == Some(Reason::Unpinnable)), "confirmed now");
+    }
+
+    #[test]
     fn the_oldest_refusal_makes_room_and_one_range_takes_one_slot() {
         let range = |number: u64| number * 0x1000..(number + 1) * 0x1000;
         let refusals = refused([(0x1000, 0x2000), (0x1000, 0x2000)]);
-        (2..=SLOTS as u64).for_each(|n| refusals.insert(&range(n), Reason::Unpinnable, 0));
+        (2..=SLOTS as u64).for_each(|n| refusals.insert(&range(n), Reason::Unpinnable, 0, 0));
         assert!(refusals.find(&range(1), 0, EVENTS).is_some(), "the table is just full");
-        refusals.insert(&range(100), Reason::Unpinnable, 0);
+        refusals.insert(&range(100), Reason::Unpinnable, 0, 0);
         assert!(refusals.find(&range(1), 0, EVENTS).is_none());
         assert!(refusals.find(&range(100), 0, EVENTS).is_some());
     }

@@ -490,6 +490,25 @@ fn memory_that_was_refused_is_not_tried_again_until_some_of_it_is_unmapped() {
 }
 
 #[test]
+fn memory_that_is_unmapped_while_the_driver_refuses_it_is_tried_again() {
+    let (fake, device) = device(PLENTY);
+    let target = device.alloc(LARGE as u64, 1).unwrap();
+    let host = Pages::new(2 * LARGE);
+    copy(&fake, &device, &target, host.addr, 8); // pins the bounce buffers
+    fake.refuse_pins(Some(libc::EFAULT));
+    fake.unmap_while_refusing(Some((host.addr.cast_const(), LARGE)));
+    assert_eq!(bounce(&fake, &device, &target, host.addr), 1);
+    fake.refuse_pins(None);
+    (0..RETRY).for_each(|_| copy(&fake, &device, &target, host.addr, LARGE));
+    assert_eq!(fake.pins()[1..], [(host.addr as u64, LARGE)]);
+
+    // Other memory that is unmapped all the time does not have every copy ask the driver.
+    fake.refuse_pins(Some(libc::EFAULT));
+    let tries = (0..=RETRY).map(|_| bounce(&fake, &device, &target, host.at(LARGE)));
+    assert_eq!(tries.sum::<usize>(), 2);
+}
+
+#[test]
 fn without_a_cache_refused_memory_is_tried_again_now_and_then() {
     let (fake, device) = device(PLENTY);
     device.pins().cache().switch.get().unwrap().off();

@@ -163,8 +163,12 @@ pub(crate) fn install() {
 }
 
 extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
-    // SAFETY: the kernel passes a valid ucontext to an SA_SIGINFO handler.
-    let registers = unsafe { &mut (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs };
+    // SAFETY: the kernel passes a valid ucontext to an SA_SIGINFO handler. A program's handler without
+    // SA_SIGINFO that chains to ours has none to pass: null.
+    let Some(context_of_fault) = (unsafe { context.cast::<libc::ucontext_t>().as_mut() }) else {
+        return pass_on(signal, info, context);
+    };
+    let registers = &mut context_of_fault.uc_mcontext.gregs;
     let rip = registers[libc::REG_RIP as usize] as usize;
     let begin = &raw const soft_gaudi_guarded_begin as usize;
     let end = &raw const soft_gaudi_guarded_end as usize;
@@ -181,12 +185,12 @@ extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, context:
 /// More than once means that a program's handler chains to ours, which was there before it; the next older one
 /// is called then. The count lies in the last bytes of the siginfo, which the kernel clears for each
 /// delivery: a handler that leaves by `siglongjmp` leaves nothing behind that the next fault could stumble over.
-fn chain_depth(info: *mut libc::siginfo_t) -> usize {
+///
+/// # Safety
+/// `info` is a siginfo of the kernel's.
+unsafe fn chain_depth(info: *mut libc::siginfo_t) -> usize {
     const MARK: u64 = 0x736f_6674_4761_0000;
     const LAST: usize = size_of::<libc::siginfo_t>() / 8 - 1;
-    if info.is_null() {
-        return 0;
-    }
     // SAFETY: the siginfo lies in the signal's frame on this thread's stack, aligned to eight bytes, and the
     // kernel uses its first 48 bytes only.
     let word = unsafe { &mut *info.cast::<u64>().add(LAST) };
@@ -195,25 +199,70 @@ fn chain_depth(info: *mut libc::siginfo_t) -> usize {
     depth
 }
 
+/// The handler that is called at this depth of the chain.
+///
+/// # Safety
+/// As for [`chain_depth`].
+unsafe fn at_this_depth(
+    latest: Option<&'static Previous>,
+    info: *mut libc::siginfo_t,
+) -> Option<&'static Previous> {
+    let mut previous = latest;
+    // SAFETY: the caller's promise.
+    for _ in 0..unsafe { chain_depth(info) } {
+        // SAFETY: null, or leaked in `install`.
+        previous = previous.and_then(|previous| unsafe { previous.older.as_ref() });
+    }
+    previous
+}
+
+/// The handler that is called when a program's handler chains to ours without a siginfo.
+///
+/// There is nowhere to count the depth. The oldest handler was there before ours, so it does not chain to
+/// ours, unless the program installed it again later: then it is the one that called us, and only
+/// the default action is left. Any other choice could recurse without end.
+fn oldest_but_the_caller(
+    signal: libc::c_int,
+    latest: Option<&'static Previous>,
+) -> Option<&'static Previous> {
+    let mut oldest = latest?;
+    // SAFETY: null, or leaked in `install`.
+    while let Some(older) = unsafe { oldest.older.as_ref() } {
+        oldest = older;
+    }
+    // SAFETY: `sigaction` is plain data and zero a valid value.
+    let mut now: libc::sigaction = unsafe { core::mem::zeroed() };
+    // SAFETY: reads the current action into valid memory.
+    unsafe { libc::sigaction(signal, core::ptr::null(), &mut now) };
+    // The kernel called the current handler; if that is ours, then ours called the latest.
+    let caller = match now.sa_sigaction == on_fault as *const () as usize {
+        true => latest?.action.sa_sigaction,
+        false => now.sa_sigaction,
+    };
+    (oldest.action.sa_sigaction != caller).then_some(oldest)
+}
+
 /// Does what would have happened without our handler.
 fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
     // SAFETY: valid, or null when a program's handler calls us without one.
-    let sent = unsafe { info.as_ref() }.is_some_and(|info| info.si_code <= 0);
+    let code = unsafe { info.as_ref() }.map(|info| info.si_code);
     let slot = usize::from(signal == SIGNALS[1]);
-    let mut previous = PREVIOUS[slot].load(Ordering::Acquire).cast_const();
-    for _ in 0..chain_depth(info) {
-        // SAFETY: null, or leaked in `install`.
-        previous =
-            unsafe { previous.as_ref() }.map_or(core::ptr::null(), |previous| previous.older);
-    }
     // SAFETY: null, or leaked in `install`.
-    let Some(Previous { action, .. }) = (unsafe { previous.as_ref() }) else {
-        return default_action(signal, sent);
+    let latest = unsafe { PREVIOUS[slot].load(Ordering::Acquire).as_ref() };
+    let previous = match code {
+        // SAFETY: a siginfo that is not null is the kernel's.
+        Some(_) => unsafe { at_this_depth(latest, info) },
+        None => oldest_but_the_caller(signal, latest),
+    };
+    // Without a siginfo it may have been sent. Then nothing raises it again unless we do.
+    let may_be_sent = code.is_none_or(|code| code <= 0);
+    let Some(Previous { action, .. }) = previous else {
+        return default_action(signal, may_be_sent);
     };
     match action.sa_sigaction {
         // Faults cannot be ignored.
-        libc::SIG_IGN if sent => return,
-        libc::SIG_DFL | libc::SIG_IGN => return default_action(signal, sent),
+        libc::SIG_IGN if code.is_some_and(|code| code <= 0) => return,
+        libc::SIG_DFL | libc::SIG_IGN => return default_action(signal, may_be_sent),
         _ => {}
     }
     // SAFETY: a copy of plain data; the calls get valid sets. When our handler returns the kernel restores
@@ -242,10 +291,10 @@ fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut c_void
 }
 
 /// Ends the process as the kernel would have.
-fn default_action(signal: libc::c_int, sent: bool) {
+fn default_action(signal: libc::c_int, may_be_sent: bool) {
     // SAFETY: sets a default action.
     unsafe { libc::signal(signal, libc::SIG_DFL) };
-    if sent {
+    if may_be_sent {
         // SAFETY: no preconditions.
         unsafe { libc::raise(signal) };
     }

@@ -152,6 +152,47 @@ extern "C" fn chaining(signal: c_int, info: *mut libc::siginfo_t, context: *mut 
     }
 }
 
+/// A handler without SA_SIGINFO that passes on to the one it replaced: it has no siginfo to pass.
+extern "C" fn chaining_plainly(signal: c_int) {
+    chain_with(signal, core::ptr::null_mut());
+}
+
+/// A handler that passes on the context alone.
+extern "C" fn chaining_with_context(
+    signal: c_int,
+    _info: *mut libc::siginfo_t,
+    context: *mut c_void,
+) {
+    chain_with(signal, context);
+}
+
+fn chain_with(signal: c_int, context: *mut c_void) {
+    static DEPTH: AtomicUsize = AtomicUsize::new(0);
+    CALLS.fetch_add(1, Ordering::Relaxed);
+    if DEPTH.fetch_add(1, Ordering::Relaxed) > 0 {
+        // SAFETY: ends the process at once.
+        unsafe { libc::_exit(98) };
+    }
+    // SAFETY: what `sigaction` gave, with SA_SIGINFO.
+    unsafe {
+        let replaced = (*REPLACED.load(Ordering::Relaxed)).sa_sigaction;
+        let handler: extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void) =
+            core::mem::transmute(replaced);
+        handler(signal, core::ptr::null_mut(), context);
+    }
+    DEPTH.fetch_sub(1, Ordering::Relaxed);
+}
+
+/// Puts a handler that chains without a siginfo in the place of ours.
+fn chain_without_info(role: &str) {
+    let (handler, flags) = match role.contains("context") {
+        true => (chaining_with_context as *const () as usize, libc::SA_SIGINFO),
+        false => (chaining_plainly as *const () as usize, 0),
+    };
+    let replaced = install(libc::SIGSEGV, handler, flags);
+    REPLACED.store(Box::into_raw(Box::new(replaced)), Ordering::Relaxed);
+}
+
 #[test]
 fn child() {
     let Some((role, _)) = child_role() else { return };
@@ -234,6 +275,42 @@ fn child() {
             assert!(!read(forbidden_page()));
             assert_eq!(CALLS.load(Ordering::Relaxed), 2, "both handlers, once each");
         }
+        "chain without info" | "chain with context" => {
+            install(segv, plain as *const () as usize, 0);
+            device_fault(0);
+            chain_without_info(&role);
+            assert!(!read(forbidden_page()));
+            assert_eq!(CALLS.load(Ordering::Relaxed), 2, "both handlers, once each");
+            // The next open puts ours in front again.
+            device_fault(0);
+            assert_eq!(CALLS.load(Ordering::Relaxed), 2);
+            assert!(!read(forbidden_page()));
+            assert_eq!(CALLS.load(Ordering::Relaxed), 4, "both handlers, once each");
+        }
+        "chain to default" | "chain to default, ours in front" | "chain to default, sent" => {
+            install(segv, libc::SIG_DFL, 0);
+            device_fault(0);
+            chain_without_info(&role);
+            if role.ends_with("front") {
+                device_fault(0);
+            }
+            if role.ends_with("sent") {
+                // SAFETY: no preconditions.
+                unsafe { libc::raise(segv) };
+            } else {
+                read(forbidden_page());
+            }
+        }
+        "chain to itself" | "chain to itself, ours in front" => {
+            chain_without_info(&role);
+            device_fault(0);
+            // Installed again, it has replaced ours, which was in front of itself.
+            chain_without_info(&role);
+            if role.ends_with("front") {
+                device_fault(0);
+            }
+            read(forbidden_page());
+        }
         other => panic!("no such role: {other}"),
     }
 }
@@ -290,4 +367,25 @@ fn ignored_signals_stay_ignored_and_faults_are_not() {
 fn a_handler_that_passes_on_to_ours_reaches_the_one_before() {
     let _exclusive = exclusive();
     assert!(status_of("chain").success());
+}
+
+#[test]
+fn a_handler_that_passes_on_without_a_siginfo_reaches_the_oldest() {
+    let _exclusive = exclusive();
+    assert!(status_of("chain without info").success());
+    assert!(status_of("chain with context").success());
+}
+
+#[test]
+fn a_handler_that_passes_on_without_a_siginfo_to_nobody_ends_the_process() {
+    let _exclusive = exclusive();
+    for role in [
+        "chain to default",
+        "chain to default, ours in front",
+        "chain to default, sent",
+        "chain to itself",
+        "chain to itself, ours in front",
+    ] {
+        assert_eq!(status_of(role).signal(), Some(libc::SIGSEGV), "{role}");
+    }
 }

@@ -143,9 +143,9 @@ impl Ucx {
         for (slot, get_existing_alloc) in EXISTING.iter().zip(REPORT) {
             match slot.set(existing) {
                 Ok(()) => {
-                    // SAFETY: the list of this copy's libucm, which is never unmapped.
-                    unsafe { append(head.cast(), get_existing_alloc) };
-                    return true;
+                    // SAFETY: the list of this copy's libucm, which is never unmapped. Modules of UCX
+                    // that append to it meanwhile cannot be kept out, see `append`.
+                    return unsafe { append(head.cast(), get_existing_alloc) };
                 }
                 Err(taken) => existing = taken,
             }
@@ -154,27 +154,52 @@ impl Ucx {
     }
 }
 
-/// Appends an installer to libucm's list, for ever.
+/// Appends an installer to libucm's list, for ever. `false` if another append seems not to end.
 ///
-/// UCX's own modules do the same while they are loaded, and libucm walks the list without a lock. So the
-/// node is complete before it can be reached, by the one store that links it.
+/// libucm has no lock for this list. It walks it without one, so the node is complete before it can be
+/// reached, by the one store that links it. UCX's own modules (CUDA, ROCm, Level Zero) append to it
+/// with plain stores when they are loaded, once for a copy of UCX: by the first thread that sets an
+/// event handler which needs hooks. Having UCX load them here first is no way out, since that installs
+/// the hooks, also for a user who turned off what needs them.
+///
+/// So the node is linked by a compare-exchange, which fails when another append has come in between
+/// or is half done. One case remains: a module that read the end of the list before the exchange and
+/// writes it after. Its node then replaces ours, or ours hides nodes that come later. Every link still
+/// points to a node or the head, so a walk ends; what is lost is the report of existing memory, or a
+/// module's hooks.
 ///
 /// # Safety
-/// `head` is the list of a libucm that stays mapped, and nobody else appends meanwhile.
-unsafe fn append(head: *mut ListLink, get_existing_alloc: unsafe extern "C" fn(*mut Handler)) {
+/// `head` is the list of a libucm that stays mapped. Calls for one list do not overlap.
+unsafe fn append(
+    head: *mut ListLink,
+    get_existing_alloc: unsafe extern "C" fn(*mut Handler),
+) -> bool {
+    /// Another thread needs two stores to end its append.
+    const ATTEMPTS: usize = 1000;
     unsafe extern "C" fn install(_events: c_int) -> Status {
         Status::OK // memory-type events of ours need no hooks
     }
-    // SAFETY: as the caller promises; the node is leaked, as the list needs it.
-    unsafe {
-        let last = (*head).prev;
-        let list = ListLink { prev: last, next: head };
-        let node = Box::leak(Box::new(Installer { install, get_existing_alloc, list }));
-        let link = &raw mut node.list;
-        // Release: who reaches the node through this pointer sees it filled in.
-        AtomicPtr::from_ptr(&raw mut (*last).next).store(link, Ordering::Release);
-        (*head).prev = link;
+    let list = ListLink { prev: head, next: head };
+    let node = Box::into_raw(Box::new(Installer { install, get_existing_alloc, list }));
+    for _ in 0..ATTEMPTS {
+        // SAFETY: the list and its nodes stay mapped; nobody else knows the node until it is linked.
+        unsafe {
+            let link = &raw mut (*node).list;
+            let end = AtomicPtr::from_ptr(&raw mut (*head).prev);
+            let last = end.load(Ordering::Acquire);
+            (*link).prev = last;
+            // Release: who reaches the node through this pointer sees it filled in.
+            let next = AtomicPtr::from_ptr(&raw mut (*last).next);
+            if next.compare_exchange(head, link, Ordering::Release, Ordering::Relaxed).is_ok() {
+                end.store(link, Ordering::Release);
+                return true; // the node is leaked, as the list needs it
+            }
+        }
+        std::thread::yield_now();
     }
+    // SAFETY: made above, and not linked.
+    drop(unsafe { Box::from_raw(node) });
+    false
 }
 
 /// Reports the existing memory of one copy of UCX to a handler that was just set.
@@ -272,13 +297,31 @@ mod tests {
         // SAFETY: a list of the test's own.
         unsafe {
             *head = ListLink { prev: head, next: head };
-            append(head, report::<0>);
+            assert!(append(head, report::<0>));
             let first = (*head).next;
-            append(head, report::<1>);
+            assert!(append(head, report::<1>));
             let second = (*head).prev;
             assert_eq!((*first).next, second);
             assert_eq!((*second).prev, first);
             assert_eq!(((*second).next, (*first).prev), (head, head));
+        }
+    }
+
+    #[test]
+    fn an_append_of_another_thread_that_is_half_done_is_left_alone() {
+        let null = || ListLink { prev: core::ptr::null_mut(), next: core::ptr::null_mut() };
+        let (mut head, mut other) = (null(), null());
+        let (head, other) = (&raw mut head, &raw mut other);
+        // SAFETY: a list of the test's own.
+        unsafe {
+            *other = ListLink { prev: head, next: head };
+            // The other thread's last store, to `head.prev`, is missing.
+            *head = ListLink { prev: head, next: other };
+            assert!(!append(head, report::<0>));
+            assert_eq!(((*head).prev, (*head).next), (head, other));
+            (*head).prev = other;
+            assert!(append(head, report::<0>));
+            assert_eq!(((*other).next, (*(*head).prev).prev), ((*head).prev, other));
         }
     }
 }

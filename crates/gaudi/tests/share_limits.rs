@@ -111,6 +111,25 @@ mod ipc {
     }
 
     #[test]
+    fn an_importer_short_of_descriptors_keeps_the_leases_that_it_has() {
+        if !alone("ipc::an_importer_short_of_descriptors_keeps_the_leases_that_it_has", 2) {
+            return;
+        }
+        let (mut exporter, key) = exporter();
+        let second = exporter.share(2, LEN, 6);
+        let mut importer = importer_with(Set::default());
+        importer.request_ok(&format!("open 1 {}", hex(&key)));
+        importer.request_ok("exhaust 0");
+        let refused = importer.request(&format!("open 2 {}", hex(&second)));
+        assert!(refused.contains("broker: no free descriptor"), "{refused}");
+        assert_eq!(importer.request_ok("gone 1"), "false");
+        importer.request_ok("restore");
+        importer.request_ok(&format!("open 2 {}", hex(&second)));
+        assert_eq!(importer.request_ok("pull 2"), hash(&pattern(LEN, 6)).to_string());
+        assert_quarantined(&mut exporter, &mut importer);
+    }
+
+    #[test]
     fn a_lease_needs_nothing_that_a_filter_in_the_importer_may_refuse() {
         let name = "ipc::a_lease_needs_nothing_that_a_filter_in_the_importer_may_refuse";
         if !alone(name, 2) {

@@ -18,7 +18,7 @@ use rustix::net::Shutdown;
 use rustix::process::{Resource, getrlimit};
 
 use super::key::Fields;
-use super::leases::{Action, Lessee, Violation};
+use super::leases::{Action, Denied, Lessee, Violation};
 use super::socket::{Credentials, Outbox, Unconnected};
 use super::wire::{LeaseId, MAX_LEN, Refusal, Reply, Request};
 use super::{Identity, remote, socket};
@@ -67,6 +67,15 @@ impl fmt::Display for NoLease {
             NoLease::NotUnderstood => f.write_str("it speaks another version"),
             NoLease::Crowded => f.write_str("it has too many peers"),
             NoLease::Ourselves(what) => f.write_str(what),
+        }
+    }
+}
+
+impl From<Denied> for NoLease {
+    fn from(denied: Denied) -> Self {
+        match denied {
+            Denied::Refused(why) => why.into(),
+            Denied::NoDescriptor => NoLease::Ourselves("no free descriptor".into()),
         }
     }
 }
@@ -245,15 +254,11 @@ impl Importer {
         table.connections.insert(exporter, Arc::clone(&connection));
         drop(table);
         // From here on the thread sees what comes in, also if it is the end.
-        let watched = connection.watch();
-        watched.map_err(|errno| {
-            self.drop_connection(&connection);
-            NoLease::Ourselves(format!("epoll: {errno}"))
-        })?;
+        connection.watch().inspect_err(|_| self.drop_connection(&connection))?;
         Ok(granted)
     }
 
-    /// Closes a connection that is not needed if there are too many.
+    /// Closes a connection without leases if there are too many.
     fn make_capacity(&self) -> Result<(), NoLease> {
         for attempt in 0..2 {
             if self.table().connections.len() < max_connections() {
@@ -263,10 +268,9 @@ impl Importer {
                 // Leases that are only kept for later are released.
                 remote::evict(|_| true);
             }
-            let idle = |connection: &&Arc<Connection>| connection.state().lessee.is_idle();
-            let idle = self.table().connections.values().find(idle).cloned();
+            let closed = |connection: &&Arc<Connection>| connection.close_if_idle();
+            let idle = self.table().connections.values().find(closed).cloned();
             if let Some(idle) = idle {
-                idle.closed_for_capacity.store(true, Ordering::Relaxed);
                 self.drop_connection(&idle);
             }
         }
@@ -308,8 +312,7 @@ impl Importer {
     /// Closes a connection, from this side or after the exporter has: what is mapped of the exporter's
     /// memory is unmapped, at once or when its last user is done.
     fn drop_connection(&self, connection: &Arc<Connection>) {
-        connection.is_closed.store(true, Ordering::Release);
-        let _ = rustix::net::shutdown(&connection.socket, Shutdown::Both);
+        connection.close();
         let mut table = self.table();
         let exporter = connection.exporter;
         let listed = table.connections.get(&exporter);
@@ -321,8 +324,6 @@ impl Importer {
             remember(&mut table.ended, exporter);
         }
         drop(table);
-        // Remove from epoll explicitly: a child may still have the socket open.
-        let _ = epoll::delete(&self.epoll, &connection.socket);
         remote::evict(|key| key.peer == exporter);
     }
 }
@@ -338,7 +339,7 @@ struct Connection {
     /// by another thread, the one that polls the socket would not wake up.
     receiving: Mutex<()>,
     state: Mutex<State>,
-    /// Hung up, by either side.
+    /// Hung up, by either side: nothing is requested any more. Set under `state`.
     is_closed: AtomicBool,
     /// Closed because one side needs the descriptor for other connections: the exporter has not ended.
     closed_for_capacity: AtomicBool,
@@ -374,12 +375,45 @@ impl Connection {
         self.is_closed.load(Ordering::Acquire)
     }
 
-    fn watch(&self) -> Result<(), Errno> {
+    fn watch(&self) -> Result<(), NoLease> {
         let mut state = self.state();
+        // Another thread may have found it in the table and dropped it.
+        if self.is_closed() {
+            return Err(NoLease::HungUp);
+        }
         let data = epoll::EventData::new_u64(self.number);
-        epoll::add(&self.importer.epoll, &self.socket, data, state.interest())?;
+        epoll::add(&self.importer.epoll, &self.socket, data, state.interest())
+            .map_err(|errno| NoLease::Ourselves(format!("epoll: {errno}")))?;
         state.is_watched = true;
         Ok(())
+    }
+
+    /// Requests nothing any more. The exporter takes the end of the connection for the end of its
+    /// leases: while there are any it stays open, and is closed with the last [`Lease`].
+    fn close(&self) {
+        self.close_locked(&mut self.state());
+    }
+
+    /// Closes it for its descriptor, if it has no leases and nobody waits for one.
+    fn close_if_idle(&self) -> bool {
+        let mut state = self.state();
+        let is_idle = state.lessee.is_idle();
+        if is_idle {
+            self.closed_for_capacity.store(true, Ordering::Relaxed);
+            self.close_locked(&mut state);
+        }
+        is_idle
+    }
+
+    fn close_locked(&self, state: &mut State) {
+        self.is_closed.store(true, Ordering::Release);
+        if std::mem::take(&mut state.is_watched) {
+            // Remove from epoll explicitly: a child may still have the socket open.
+            let _ = epoll::delete(&self.importer.epoll, &self.socket);
+        }
+        if state.lessee.is_idle() {
+            let _ = rustix::net::shutdown(&self.socket, Shutdown::Both);
+        }
     }
 
     /// Sets what the thread's `epoll` waits for.
@@ -401,12 +435,12 @@ impl Connection {
     /// Asks for a lease and waits for the answer.
     fn request(self: &Arc<Self>, key: &Fields) -> Result<(Lease, OwnedFd), NoLease> {
         let _receiving = self.receiving.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.is_closed() {
-            return Err(NoLease::HungUp);
-        }
         let now = Instant::now();
         let id = {
             let mut state = self.state();
+            if self.is_closed() {
+                return Err(NoLease::HungUp);
+            }
             if state.silent_until.is_some_and(|end| now < end) {
                 return Err(NoLease::Silent);
             }
@@ -506,8 +540,7 @@ impl Connection {
 
     /// The import is unmapped.
     fn release(&self, lease: LeaseId) {
-        let is_ours = self.state().lessee.release(lease);
-        if is_ours && !self.is_closed() {
+        if self.state().lessee.release(lease) {
             self.send(Request::Release { lease });
         }
     }

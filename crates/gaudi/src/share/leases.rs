@@ -170,15 +170,23 @@ enum Stage<D> {
     Requested,
     /// Nobody waits for the answer any more.
     Abandoned,
-    Answered(Result<D, Refusal>),
+    Answered(Result<D, Denied>),
     Held,
+}
+
+/// Why a request brought no descriptor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Denied {
+    Refused(Refusal),
+    /// Granted, but this process had no number free for the descriptor: the kernel closed it.
+    NoDescriptor,
 }
 
 /// What a reply asks the importer to do.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Action<K> {
     Nothing,
-    /// Send `Release`: nobody waits for this grant any more.
+    /// Send `Release`: nobody waits for this grant any more, or its descriptor did not arrive.
     Release(LeaseId),
     /// Unmap what is kept of this memory, and release the lease when its last user is done.
     Evict(K),
@@ -217,23 +225,21 @@ impl<K: Copy, D> Lessee<K, D> {
         descriptor: Option<D>,
     ) -> Result<Action<K>, Violation> {
         match reply {
-            Reply::Grant { lease } => {
-                let descriptor = descriptor.ok_or(Violation)?;
-                match self.leases.get_mut(&lease) {
-                    Some((_, stage @ Stage::Requested)) => {
-                        *stage = Stage::Answered(Ok(descriptor));
-                        Ok(Action::Nothing)
-                    }
-                    Some((_, Stage::Abandoned)) => {
-                        self.leases.remove(&lease);
-                        Ok(Action::Release(lease))
-                    }
-                    _ => Err(Violation),
+            Reply::Grant { lease } => match self.leases.get_mut(&lease) {
+                Some((_, stage @ Stage::Requested)) => {
+                    let is_complete = descriptor.is_some();
+                    *stage = Stage::Answered(descriptor.ok_or(Denied::NoDescriptor));
+                    Ok(if is_complete { Action::Nothing } else { Action::Release(lease) })
                 }
-            }
+                Some((_, Stage::Abandoned)) => {
+                    self.leases.remove(&lease);
+                    Ok(Action::Release(lease))
+                }
+                _ => Err(Violation),
+            },
             Reply::Refused { lease, why } => match self.leases.get_mut(&lease) {
                 Some((_, stage @ Stage::Requested)) => {
-                    *stage = Stage::Answered(Err(why));
+                    *stage = Stage::Answered(Err(Denied::Refused(why)));
                     Ok(Action::Nothing)
                 }
                 Some((_, Stage::Abandoned)) => {
@@ -244,7 +250,8 @@ impl<K: Copy, D> Lessee<K, D> {
             },
             Reply::Revoke { lease } => match self.leases.get(&lease) {
                 Some((memory, Stage::Answered(Ok(_)) | Stage::Held)) => Ok(Action::Evict(*memory)),
-                // Our `Release` and this have crossed.
+                // Our `Release` and this have crossed, or the grant could not be sent after all.
+                Some((_, Stage::Answered(Err(_)))) => Ok(Action::Nothing),
                 None if lease.0 <= self.last => Ok(Action::Nothing),
                 _ => Err(Violation),
             },
@@ -252,7 +259,7 @@ impl<K: Copy, D> Lessee<K, D> {
     }
 
     /// Takes the answer to a request, once there is one. What was granted is held from now on.
-    pub(super) fn answer(&mut self, lease: LeaseId) -> Option<Result<D, Refusal>> {
+    pub(super) fn answer(&mut self, lease: LeaseId) -> Option<Result<D, Denied>> {
         let (memory, stage) = self.leases.remove(&lease)?;
         match stage {
             Stage::Answered(answer) => {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use proptest::prelude::*;
 
 use super::key::{KEY_LEN, Token};
-use super::leases::{Action, ConnectionId, Lessee, Lessor};
+use super::leases::{Action, ConnectionId, Denied, Lessee, Lessor};
 use super::wire::{LeaseId, Refusal, Reply, Request};
 
 const IMPORTERS: usize = 3;
@@ -391,8 +391,24 @@ fn what_an_exporter_must_not_send_is_a_violation() {
     unasked.receive(Reply::Revoke { lease: LeaseId(99) }, None).unwrap_err();
     let mut empty = Lessee::<Memory, Memory>::default();
     let lease = empty.request(memory);
-    empty.receive(Reply::Grant { lease }, None).unwrap_err();
     empty.receive(Reply::Revoke { lease }, None).unwrap_err();
+}
+
+#[test]
+fn a_grant_without_a_descriptor_is_released_and_other_leases_stay() {
+    let memory = Memory { base: 1, token: 1 };
+    let mut lessee = Lessee::default();
+    let held = lessee.request(memory);
+    lessee.receive(Reply::Grant { lease: held }, Some(memory)).unwrap();
+    assert_eq!(lessee.answer(held), Some(Ok(memory)));
+    let lease = lessee.request(memory);
+    assert_eq!(lessee.receive(Reply::Grant { lease }, None), Ok(Action::Release(lease)));
+    // The exporter has not read the release yet.
+    assert_eq!(lessee.receive(Reply::Revoke { lease }, None), Ok(Action::Nothing));
+    assert_eq!(lessee.answer(lease), Some(Err(Denied::NoDescriptor)));
+    assert_eq!(lessee.receive(Reply::Revoke { lease }, None), Ok(Action::Nothing));
+    assert!(lessee.release(held));
+    assert!(lessee.is_idle());
 }
 
 #[test]

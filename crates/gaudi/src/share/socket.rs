@@ -269,7 +269,8 @@ pub(super) fn receive(
     if received.flags.contains(ReturnFlags::TRUNC) {
         return Err(Errno::MSGSIZE);
     }
-    Ok((received.bytes, fd))
+    // Where this process has no number free for the descriptor, the message comes without it.
+    Ok((received.bytes, fd.filter(|_| !received.flags.contains(ReturnFlags::CTRUNC))))
 }
 
 /// Receives a message where no descriptors are wanted: the kernel closes what comes along.

@@ -130,6 +130,39 @@ mod ipc {
     }
 
     #[test]
+    fn an_exporter_that_hangs_up_on_a_peer_waits_until_the_peer_has_closed() {
+        if !alone("ipc::an_exporter_that_hangs_up_on_a_peer_waits_until_the_peer_has_closed", 2) {
+            return;
+        }
+        use rustix::net::{RecvFlags, SendFlags, recv, send};
+        let (mut exporter, key) = exporter();
+        let second = exporter.share(2, LEN, 6);
+        let [name, _] = sockets(&key);
+        let peer = peer::stranger(&name, &peer::open_request(&key));
+        send(&peer, &peer::message(1, 2, &second), SendFlags::NOSIGNAL).unwrap();
+        send(&peer, b"nonsense", SendFlags::NOSIGNAL).unwrap();
+        // Two grants and a refusal, then its end.
+        let mut message = [0; 64];
+        let kinds: Vec<u8> = std::iter::from_fn(|| {
+            let (_, len) = recv(&peer, &mut message, RecvFlags::empty()).unwrap();
+            (len != 0).then_some(message[5])
+        })
+        .collect();
+        assert_eq!(kinds, [0x81, 0x81, 0x82]);
+        for slot in 1..=2 {
+            exporter.request_ok(&format!("unshare {slot}"));
+            exporter.request_ok(&format!("free {slot}"));
+        }
+        assert_eq!(exporter.stat("ipc_quarantined_bytes"), 2 * LEN as u64);
+        // Releases are still read, and nothing else.
+        send(&peer, &peer::message(1, 3, &key), SendFlags::NOSIGNAL).unwrap();
+        send(&peer, &peer::message(2, 2, &[]), SendFlags::NOSIGNAL).unwrap();
+        exporter.until("stat ipc_quarantined_bytes", &LEN.to_string());
+        drop(peer);
+        exporter.until("stat ipc_quarantined_bytes", "0");
+    }
+
+    #[test]
     fn a_lease_needs_nothing_that_a_filter_in_the_importer_may_refuse() {
         let name = "ipc::a_lease_needs_nothing_that_a_filter_in_the_importer_may_refuse";
         if !alone(name, 2) {

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
-use rustix::net::SocketFlags;
+use rustix::net::{Shutdown, SocketFlags};
 use rustix::process::{Resource, getrlimit};
 
 use super::Identity;
@@ -98,7 +98,7 @@ impl Broker {
                 }
             }
             exporter.expire();
-            if refused >= MAX_ACCEPTED {
+            if refused >= MAX_ACCEPTED || exporter.connections().lack_memory() {
                 std::thread::sleep(PAUSE);
             }
         }
@@ -153,6 +153,8 @@ struct Connection {
     outbox: Outbox<Offered>,
     /// Whether the broker's `epoll` waits for space in the peer's queue.
     waits_for_space: bool,
+    /// We have hung up on a peer that has leases: only releases are read, until the peer closes.
+    is_draining: bool,
     /// When it last asked for something, in requests of all.
     last_request: u64,
 }
@@ -165,6 +167,35 @@ impl Connection {
         enclosed: Option<std::sync::Arc<Offered>>,
     ) -> Result<(), Errno> {
         self.outbox.send(self.socket.as_fd(), reply.pack(), enclosed)
+    }
+
+    /// Sends what waits. A descriptor may be refused by the kernel for what others do: too many of
+    /// this user's are in flight. Then the lease is refused, and the peer keeps those it has.
+    fn flush(
+        &mut self,
+        id: ConnectionId,
+        lessor: &mut Lessor<Offered, Reuse>,
+        reuse: &mut Vec<Reuse>,
+    ) -> Result<(), Errno> {
+        loop {
+            let error = match self.outbox.flush(self.socket.as_fd()) {
+                Ok(()) => return Ok(()),
+                Err(error) => error,
+            };
+            let refuse = |grant: &[u8]| {
+                let lease = match Reply::parse(grant) {
+                    Some(Reply::Grant { lease }) => lease,
+                    _ => LeaseId::NONE,
+                };
+                reuse.extend(lessor.release(id, lease));
+                count(Counter::BrokerRefusedCrowded);
+                Reply::Refused { lease, why: Refusal::Crowded }.pack()
+            };
+            let is_gone = matches!(error, Errno::PIPE | Errno::CONNRESET);
+            if is_gone || !self.outbox.replace_enclosing(refuse) {
+                return Err(error);
+            }
+        }
     }
 }
 
@@ -185,7 +216,10 @@ fn limits() -> (usize, usize) {
 /// Whether the conversation goes on.
 enum Then {
     GoOn,
+    /// We do not want to go on.
     HangUp,
+    /// The peer has closed its end: it has unmapped everything, or has ended.
+    Ended,
 }
 
 impl Connections {
@@ -194,6 +228,11 @@ impl Connections {
         let deadlines = self.by_id.values().filter_map(|connection| connection.deadline);
         let left = deadlines.min()?.saturating_duration_since(Instant::now());
         Some(left + Duration::from_millis(1))
+    }
+
+    /// Whether the kernel had no memory for something that is to be sent.
+    fn lack_memory(&self) -> bool {
+        self.by_id.values().any(|connection| connection.outbox.lacks_memory())
     }
 
     /// Whether the connection was accepted.
@@ -226,6 +265,7 @@ impl Connections {
             deadline: Some(Instant::now() + GRANT_DEADLINE),
             outbox: Outbox::default(),
             waits_for_space: false,
+            is_draining: false,
             last_request: self.requests,
         };
         self.by_id.insert(id, connection);
@@ -253,10 +293,21 @@ impl Connections {
         lessor: &mut Lessor<Offered, Reuse>,
         reuse: &mut Vec<Reuse>,
     ) {
-        if let Then::HangUp = self.exchange(id, lessor, reuse) {
-            return self.hang_up(id, broker, lessor, reuse);
+        match self.exchange(id, lessor, reuse) {
+            Then::GoOn => {}
+            Then::HangUp if lessor.has_leases(id) => self.drain(id),
+            Then::HangUp | Then::Ended => return self.hang_up(id, broker, lessor, reuse),
         }
         self.update_interest(id, broker);
+    }
+
+    /// Hangs up on a peer that has leases. It may be copying: its leases end when it releases them or
+    /// closes its end, which it does when it has unmapped the last.
+    fn drain(&mut self, id: ConnectionId) {
+        let Some(connection) = self.by_id.get_mut(&id) else { return };
+        connection.is_draining = true;
+        connection.outbox = Outbox::default();
+        let _ = rustix::net::shutdown(&connection.socket, Shutdown::Write);
     }
 
     fn exchange(
@@ -266,7 +317,7 @@ impl Connections {
         reuse: &mut Vec<Reuse>,
     ) -> Then {
         let Some(connection) = self.by_id.get_mut(&id) else { return Then::GoOn };
-        if connection.outbox.flush(connection.socket.as_fd()).is_err() {
+        if connection.flush(id, lessor, reuse).is_err() {
             return Then::HangUp;
         }
         for _ in 0..MAX_AT_ONCE {
@@ -279,10 +330,14 @@ impl Connections {
             let mut message = [0; MAX_LEN + 1];
             match socket::receive_plain(connection.socket.as_fd(), &mut message) {
                 Err(Errno::AGAIN | Errno::INTR) => return Then::GoOn,
-                Ok(0) | Err(_) => return Then::HangUp,
+                Ok(0) | Err(_) => return Then::Ended,
                 Ok(len) => {
                     let request = Request::parse(&message[..len.min(message.len())]);
-                    if let Then::HangUp = self.answer(id, request, lessor, reuse) {
+                    if connection.is_draining {
+                        if let Some(Request::Release { lease }) = request {
+                            reuse.extend(lessor.release(id, lease));
+                        }
+                    } else if let Then::HangUp = self.answer(id, request, lessor, reuse) {
                         return Then::HangUp;
                     }
                 }
@@ -320,11 +375,13 @@ impl Connections {
             }
             Some(Request::Release { .. }) | None => (LeaseId::NONE, Err(Refusal::Malformed)),
         };
-        let (sent, stays) = match answer {
+        let stays = match answer {
             Ok(descriptor) => {
                 count(Counter::BrokerGranted);
                 connection.deadline = None;
-                (connection.send(Reply::Grant { lease }, Some(descriptor)), true)
+                // What fails is tried again below.
+                let _ = connection.send(Reply::Grant { lease }, Some(descriptor));
+                true
             }
             Err(why) => {
                 count(match why {
@@ -332,10 +389,11 @@ impl Connections {
                     Refusal::Malformed => Counter::BrokerRefusedMessage,
                     Refusal::Crowded => Counter::BrokerRefusedCrowded,
                 });
-                let stays = why == Refusal::Unknown && !is_new;
-                (connection.send(Reply::Refused { lease, why }, None), stays)
+                let _ = connection.send(Reply::Refused { lease, why }, None);
+                why != Refusal::Malformed && !is_new
             }
         };
+        let sent = connection.flush(id, lessor, reuse);
         if sent.is_ok() && stays { Then::GoOn } else { Then::HangUp }
     }
 
@@ -364,13 +422,14 @@ impl Connections {
 
     /// Asks for a lease back. Whether that was sent or will be.
     pub(super) fn revoke(&mut self, id: ConnectionId, lease: LeaseId, broker: &Broker) -> bool {
-        let Some(connection) = self.by_id.get_mut(&id) else { return false };
+        let connection = self.by_id.get_mut(&id).filter(|connection| !connection.is_draining);
+        let Some(connection) = connection else { return false };
         let sent = connection.send(Reply::Revoke { lease }, None).is_ok();
         self.update_interest(id, broker);
         sent
     }
 
-    /// Closes a connection; all its leases have ended.
+    /// Closes a connection whose peer has closed it or has no lease; all its leases end.
     pub(super) fn hang_up(
         &mut self,
         id: ConnectionId,

@@ -115,6 +115,10 @@ pub(super) fn lease(key: &Fields) -> Result<(Lease, OwnedFd), NoLease> {
     let importer = Importer::current()?;
     if let Some(connection) = importer.find(&key.peer) {
         match connection.request(key) {
+            // It refused this lease, and stays connected.
+            Err(NoLease::Crowded) if !connection.closed_for_capacity.load(Ordering::Relaxed) => {
+                return Err(NoLease::Crowded);
+            }
             // It may have closed a connection without leases for capacity: try a new one.
             Err(NoLease::HungUp | NoLease::Crowded | NoLease::NotUnderstood) => {
                 importer.drop_connection(&connection);
@@ -553,6 +557,10 @@ impl Connection {
             self.update_interest(&state);
             flushed
         };
+        if self.state().outbox.lacks_memory() {
+            // The socket is writable: the thread wakes up at once.
+            std::thread::sleep(PAUSE);
+        }
         let mut alive = flushed.is_ok();
         // Else somebody waits for an answer, and takes in the rest as well.
         if let Ok(_receiving) = self.receiving.try_lock() {

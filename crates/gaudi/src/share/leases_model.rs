@@ -412,6 +412,17 @@ fn a_grant_without_a_descriptor_is_released_and_other_leases_stay() {
 }
 
 #[test]
+fn a_revocation_behind_a_refused_grant_is_ignored() {
+    let memory = Memory { base: 1, token: 1 };
+    let mut lessee = Lessee::<Memory, Memory>::default();
+    let lease = lessee.request(memory);
+    // The exporter recorded a lease, revoked it, and could not send the grant.
+    lessee.receive(Reply::Refused { lease, why: Refusal::Crowded }, None).unwrap();
+    assert_eq!(lessee.receive(Reply::Revoke { lease }, None), Ok(Action::Nothing));
+    assert_eq!(lessee.answer(lease), Some(Err(Denied::Refused(Refusal::Crowded))));
+}
+
+#[test]
 fn what_an_importer_must_not_ask_for_is_refused() {
     let memory = Memory { base: 1, token: 1 };
     let mut lessor: Lessor<Memory, ()> = Lessor::default();

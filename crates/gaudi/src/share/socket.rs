@@ -189,13 +189,17 @@ pub(super) fn is_same_user(credentials: Credentials) -> bool {
     credentials.uid == own && (own != overflow() || is_plain())
 }
 
-/// Messages to one end that found its queue full, in order. `E` is what a message may enclose.
+/// Messages to one end that could not be sent yet, in order. `E` is what a message may enclose.
 #[derive(Debug)]
-pub(super) struct Outbox<E>(VecDeque<(Packed, Option<Arc<E>>)>);
+pub(super) struct Outbox<E> {
+    messages: VecDeque<(Packed, Option<Arc<E>>)>,
+    /// The kernel had no memory for the first: the socket is writable, and trying at once is useless.
+    lacks_memory: bool,
+}
 
 impl<E> Default for Outbox<E> {
     fn default() -> Self {
-        Self(VecDeque::new())
+        Self { messages: VecDeque::new(), lacks_memory: false }
     }
 }
 
@@ -207,25 +211,43 @@ impl<E: AsFd> Outbox<E> {
         message: Packed,
         enclosed: Option<Arc<E>>,
     ) -> Result<(), Errno> {
-        self.0.push_back((message, enclosed));
+        self.messages.push_back((message, enclosed));
         self.flush(socket)
     }
 
-    /// Sends as much as there is space for.
+    /// Sends as much as there is space for. What fails stays the first.
     pub(super) fn flush(&mut self, socket: BorrowedFd<'_>) -> Result<(), Errno> {
-        while let Some((message, enclosed)) = self.0.front() {
+        self.lacks_memory = false;
+        while let Some((message, enclosed)) = self.messages.front() {
             let enclosed = enclosed.as_ref().map(|enclosed| enclosed.as_fd());
             match send(socket, message.as_ref(), enclosed) {
-                Ok(()) => drop(self.0.pop_front()),
-                Err(Errno::AGAIN | Errno::INTR | Errno::NOBUFS | Errno::NOMEM) => break,
+                Ok(()) => drop(self.messages.pop_front()),
+                Err(Errno::AGAIN | Errno::INTR) => break,
+                Err(Errno::NOBUFS | Errno::NOMEM) if enclosed.is_none() => {
+                    self.lacks_memory = true;
+                    break;
+                }
                 Err(error) => return Err(error),
             }
         }
         Ok(())
     }
 
+    /// Replaces the first message, if it encloses something, by what `instead` makes of it.
+    pub(super) fn replace_enclosing(&mut self, instead: impl FnOnce(&[u8]) -> Packed) -> bool {
+        let Some((message, enclosed @ Some(_))) = self.messages.front_mut() else { return false };
+        *message = instead(message.as_ref());
+        *enclosed = None;
+        true
+    }
+
     pub(super) fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.messages.is_empty()
+    }
+
+    /// Whether to try again after a pause, and not when the socket is writable.
+    pub(super) fn lacks_memory(&self) -> bool {
+        self.lacks_memory
     }
 }
 
@@ -276,4 +298,48 @@ pub(super) fn receive(
 /// Receives a message where no descriptors are wanted: the kernel closes what comes along.
 pub(super) fn receive_plain(socket: BorrowedFd<'_>, message: &mut [u8]) -> Result<usize, Errno> {
     rustix::net::recv(socket, message, RecvFlags::DONTWAIT).map(|(_, len)| len)
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::net::socketpair;
+
+    use super::super::wire::{LeaseId, Refusal, Reply};
+    use super::*;
+
+    /// The kernel refuses to send it, as it does when too many descriptors are in flight.
+    struct Unsendable;
+
+    impl AsFd for Unsendable {
+        fn as_fd(&self) -> BorrowedFd<'_> {
+            // SAFETY: no process has so many descriptors, so it stands for none of ours.
+            unsafe { BorrowedFd::borrow_raw(i32::MAX) }
+        }
+    }
+
+    #[test]
+    fn a_message_whose_descriptor_cannot_be_sent_is_replaced_and_others_follow() {
+        let (kind, flags) = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
+        let (here, there) = socketpair(AddressFamily::UNIX, kind, flags, None).unwrap();
+        let (lease, other) = (LeaseId(1), LeaseId(2));
+        let mut outbox = Outbox::default();
+        let grant = Reply::Grant { lease };
+        let failed = outbox.send(here.as_fd(), grant.pack(), Some(Arc::new(Unsendable)));
+        assert_eq!(failed, Err(Errno::BADF));
+        outbox.send(here.as_fd(), Reply::Revoke { lease: other }.pack(), None).unwrap_err();
+        let refused = Reply::Refused { lease, why: Refusal::Crowded };
+        assert!(outbox.replace_enclosing(|message| {
+            assert_eq!(Reply::parse(message), Some(grant));
+            refused.pack()
+        }));
+        assert!(!outbox.replace_enclosing(|_| unreachable!("it encloses nothing any more")));
+        outbox.flush(here.as_fd()).unwrap();
+        assert!(outbox.is_empty());
+        for expected in [refused, Reply::Revoke { lease: other }] {
+            let mut message = [0; 64];
+            let (len, fd) = receive(there.as_fd(), &mut message).unwrap();
+            assert_eq!(Reply::parse(&message[..len]), Some(expected));
+            assert!(fd.is_none());
+        }
+    }
 }

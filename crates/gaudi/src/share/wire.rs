@@ -49,7 +49,8 @@ pub(super) enum Refusal {
     Unknown,
     /// The request makes no sense to this version. The exporter hangs up.
     Malformed,
-    /// Too many connections or leases; try again later. The exporter hangs up.
+    /// Too many connections, leases or descriptors; try again later. The exporter hangs up if it has
+    /// granted this connection nothing.
     Crowded,
 }
 

@@ -9,6 +9,7 @@ use machine::{alone, open, pattern, read, write};
 use peer::{Peer, Set, copy, hash, hex, sockets, stat, until};
 
 /// Where things are in a key (`docs/design/ipc-protocol.md`).
+const IDENTITY: std::ops::Range<usize> = 1..33;
 const PID: std::ops::Range<usize> = 13..17;
 const TOKEN: std::ops::Range<usize> = 33..41;
 const SOURCE: usize = 42;
@@ -159,6 +160,29 @@ mod ipc {
         send(&peer, &peer::message(2, 2, &[]), SendFlags::NOSIGNAL).unwrap();
         exporter.until("stat ipc_quarantined_bytes", &LEN.to_string());
         drop(peer);
+        exporter.until("stat ipc_quarantined_bytes", "0");
+    }
+
+    #[test]
+    fn an_exporter_that_revokes_without_end_keeps_an_importer_from_nothing() {
+        if !alone("ipc::an_exporter_that_revokes_without_end_keeps_an_importer_from_nothing", 2) {
+            return;
+        }
+        let (mut exporter, key) = exporter();
+        // This process stands for the hostile exporter.
+        let mut hostile = key.clone();
+        hostile[IDENTITY].copy_from_slice(&peer::identity().pack()[1..]);
+        let listener = peer::listener(&sockets(&hostile)[0]);
+        std::thread::spawn(move || peer::grant_once_and_revoke_for_ever(&listener));
+        let mut importer = importer_with(Set::default());
+        let granted = importer.request(&format!("open 1 {}", hex(&hostile)));
+        assert!(granted.contains("a file of another length"), "{granted}");
+        let refused = importer.request(&format!("open 1 {}", hex(&hostile)));
+        assert!(refused.contains("broker: no answer in"), "{refused}");
+        // The thread that takes in what exporters send has a turn for others.
+        importer.request_ok(&format!("open 1 {}", hex(&key)));
+        importer.request_ok("close 1");
+        exporter.request_ok("free 1");
         exporter.until("stat ipc_quarantined_bytes", "0");
     }
 

@@ -31,6 +31,8 @@ const REPLY_TIMEOUT: Duration = Duration::from_secs(1);
 const RETRY_AFTER: Duration = Duration::from_secs(5);
 /// Between two attempts at a broker that is crowded.
 const PAUSE: Duration = Duration::from_millis(2);
+/// Most messages taken from one exporter before others have their turn.
+const MAX_AT_ONCE: u32 = 256;
 /// Most exporters of which it is remembered that they did not answer, and that they have ended.
 const MAX_REMEMBERED: usize = 64;
 
@@ -332,6 +334,12 @@ impl Importer {
     }
 }
 
+/// How long an exporter may still take.
+fn time_left(deadline: Instant) -> Result<Duration, NoLease> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() { Err(NoLease::Silent) } else { Ok(left) }
+}
+
 /// A connection to an exporter's broker.
 #[derive(Debug)]
 struct Connection {
@@ -474,8 +482,11 @@ impl Connection {
             match socket::send(self.socket.as_fd(), open.as_ref(), None) {
                 // It may have sent the reason before it closed the connection.
                 Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => break,
-                Err(Errno::AGAIN | Errno::INTR | Errno::NOBUFS | Errno::NOMEM) => {
-                    self.wait(PollFlags::OUT, deadline)?;
+                Err(Errno::AGAIN | Errno::INTR) => self.wait(PollFlags::OUT, deadline)?,
+                Err(Errno::NOBUFS | Errno::NOMEM) => {
+                    // The socket is writable: there is nothing to wait for.
+                    time_left(deadline)?;
+                    std::thread::sleep(PAUSE);
                 }
                 Err(_) => return Err(NoLease::HungUp),
             }
@@ -484,6 +495,8 @@ impl Connection {
             if let Some(answer) = self.state().lessee.answer(lease) {
                 return answer.map_err(NoLease::from);
             }
+            // An exporter that sends other things without end does not keep us.
+            time_left(deadline)?;
             if !self.receive()? {
                 self.wait(PollFlags::IN, deadline)?;
             }
@@ -491,8 +504,7 @@ impl Connection {
     }
 
     fn wait(&self, flags: PollFlags, deadline: Instant) -> Result<(), NoLease> {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let timeout = Timespec::try_from(left).map_err(|_| NoLease::Silent)?;
+        let timeout = Timespec::try_from(time_left(deadline)?).map_err(|_| NoLease::Silent)?;
         match poll(&mut [PollFd::new(&self.socket, flags)], Some(&timeout)) {
             Ok(0) => Err(NoLease::Silent),
             Ok(_) | Err(Errno::INTR) => Ok(()),
@@ -564,7 +576,9 @@ impl Connection {
         let mut alive = flushed.is_ok();
         // Else somebody waits for an answer, and takes in the rest as well.
         if let Ok(_receiving) = self.receiving.try_lock() {
-            while alive {
+            let mut left = MAX_AT_ONCE;
+            while alive && left > 0 {
+                left -= 1;
                 match self.receive() {
                     Ok(true) => {}
                     Ok(false) => break,

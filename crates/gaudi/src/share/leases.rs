@@ -252,7 +252,7 @@ impl<K: Copy, D> Lessee<K, D> {
                 Some((memory, Stage::Answered(Ok(_)) | Stage::Held)) => Ok(Action::Evict(*memory)),
                 // Our `Release` and this have crossed, or the grant could not be sent after all.
                 Some((_, Stage::Answered(Err(_)))) => Ok(Action::Nothing),
-                None if lease.0 <= self.last => Ok(Action::Nothing),
+                None if (1..=self.last).contains(&lease.0) => Ok(Action::Nothing),
                 _ => Err(Violation),
             },
         }

@@ -389,6 +389,8 @@ fn what_an_exporter_must_not_send_is_a_violation() {
     refused.receive(Reply::Refused { lease, why }, None).unwrap_err();
     let (mut unasked, _) = granted();
     unasked.receive(Reply::Revoke { lease: LeaseId(99) }, None).unwrap_err();
+    let (mut none, _) = granted();
+    none.receive(Reply::Revoke { lease: LeaseId::NONE }, None).unwrap_err();
     let mut empty = Lessee::<Memory, Memory>::default();
     let lease = empty.request(memory);
     empty.receive(Reply::Revoke { lease }, None).unwrap_err();

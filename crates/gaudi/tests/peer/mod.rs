@@ -476,6 +476,33 @@ pub(crate) fn stranger(name: &str, sent: &[u8]) -> OwnedFd {
     socket
 }
 
+/// A socket that listens in a broker's place.
+pub(crate) fn listener(name: &str) -> OwnedFd {
+    use rustix::net::*;
+    let socket = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).expect("a socket");
+    bind(&socket, &address(name)).expect("a free name");
+    listen(&socket, 8).expect("a socket that listens");
+    socket
+}
+
+/// An exporter that grants a file that is no dma-buf as lease 1, and revokes that until the peer is
+/// gone.
+pub(crate) fn grant_once_and_revoke_for_ever(listener: &OwnedFd) {
+    use rustix::net::*;
+    let socket = accept(listener).expect("a peer");
+    let _ = recv(&socket, &mut [0; 128], RecvFlags::empty());
+    let file = std::fs::File::open("/dev/null").expect("a file");
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let files = [std::os::fd::AsFd::as_fd(&file)];
+    assert!(control.push(SendAncillaryMessage::ScmRights(&files)));
+    let grant = message(0x81, 1, &[]);
+    sendmsg(&socket, &[std::io::IoSlice::new(&grant)], &mut control, SendFlags::NOSIGNAL)
+        .expect("a grant that is sent");
+    // The importer releases it; what it sends is not read.
+    while send(&socket, &message(0x83, 1, &[]), SendFlags::NOSIGNAL).is_ok() {}
+}
+
 /// Where the broker of a key's exporter listens: its instance number is in the key.
 pub(crate) fn sockets(key: &[u8]) -> [String; 2] {
     let name = format!("ucx-gaudi-{}", hex(&key[7..13]));

@@ -330,6 +330,21 @@ mod ipc {
     }
 
     #[test]
+    fn a_broker_whose_thread_did_not_start_is_started_by_the_next_share() {
+        if !alone("ipc::a_broker_whose_thread_did_not_start_is_started_by_the_next_share", 2) {
+            return;
+        }
+        let mut exporter = Peer::start(Set::default());
+        let refused = exporter.request("threadless-broker");
+        assert!(refused.contains("no thread: "), "{refused}");
+        exporter.request_ok("card 1");
+        let key = exporter.share(1, LEN, 5);
+        let mut importer = importer_with(Set::default());
+        importer.request_ok(&format!("open 1 {}", hex(&key)));
+        assert_quarantined(&mut exporter, &mut importer);
+    }
+
+    #[test]
     fn a_forked_child_of_the_importer_does_not_end_its_leases() {
         if !alone("ipc::a_forked_child_of_the_importer_does_not_end_its_leases", 2) {
             return;

@@ -119,8 +119,8 @@ pub(super) struct Exporter {
     identity: &'static Identity,
     state: Mutex<State>,
     broker: OnceLock<Broker>,
-    /// Taken to start the broker.
-    starting: Mutex<()>,
+    /// Whether the broker's thread runs. Taken to start it.
+    is_running: Mutex<bool>,
 }
 
 static EXPORTER: PerProcess<Exporter> = PerProcess::new();
@@ -133,8 +133,8 @@ impl Exporter {
                 let remedy = "mount /proc in this container";
                 Error::new(ErrorKind::ChannelFailed, SHARING, error.to_string(), remedy)
             })?;
-            let (state, starting) = (Mutex::default(), Mutex::default());
-            Ok(Self { identity, state, broker: OnceLock::new(), starting })
+            let (state, is_running) = (Mutex::default(), Mutex::default());
+            Ok(Self { identity, state, broker: OnceLock::new(), is_running })
         })
     }
 
@@ -155,19 +155,24 @@ impl Exporter {
     /// Starts the broker if it does not run. Without one nothing can be shared; it is tried again
     /// with the next share.
     fn start_broker(&'static self) -> Result<&'static Broker, Error> {
-        let _starting = self.starting.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(broker) = self.broker.get() {
-            return Ok(broker);
-        }
+        let mut is_running = self.is_running.lock().unwrap_or_else(PoisonError::into_inner);
         let failed = |reason: String| {
             let remedy =
                 "peers get this process's memory from its broker alone: let it open sockets";
             Error::new(ErrorKind::ChannelFailed, "starting the broker", reason, remedy)
         };
-        let broker = Broker::new(self.identity).map_err(failed)?;
-        let broker = self.broker.get_or_init(|| broker);
-        thread::spawn("gaudi-broker", move || broker.run(self))
-            .map_err(|error| failed(format!("no thread: {error}")))?;
+        let broker = match self.broker.get() {
+            Some(broker) => broker,
+            None => {
+                let broker = Broker::new(self.identity).map_err(failed)?;
+                self.broker.get_or_init(|| broker)
+            }
+        };
+        if !*is_running {
+            thread::spawn("gaudi-broker", move || broker.run(self))
+                .map_err(|error| failed(format!("no thread: {error}")))?;
+            *is_running = true;
+        }
         Ok(broker)
     }
 

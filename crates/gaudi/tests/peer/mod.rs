@@ -316,6 +316,14 @@ impl State {
             }
             "identity" => return Ok(format!("ok {}", hex(&identity().pack()))),
             "broker" => gaudi::share::start_broker()?,
+            // The same by a thread that cannot start others.
+            "threadless-broker" => {
+                let start = || {
+                    refuse(&[libc::SYS_clone, libc::SYS_clone3]).expect("a filter");
+                    gaudi::share::start_broker()
+                };
+                std::thread::spawn(start).join().expect("no panic")?;
+            }
             "limits" => {
                 let limits = gaudi::share::Limits { handles: number(1) as usize, bytes: number(2) };
                 self.device().set_handle_limits(limits);

@@ -8,8 +8,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use gaudi::{
-    Device, DeviceAddr, DeviceChoice, Error, ErrorKind, HostRegion, Segment, Side, SubmitError,
-    runtime,
+    Device, DeviceAddr, DeviceChoice, Error, ErrorKind, HostRegion, RemoteKey, Segment, Side,
+    SubmitError, runtime,
 };
 use machine::{alone, assert_same, open, pattern, read, write};
 
@@ -182,6 +182,24 @@ fn an_inherited_transfer_fails_in_the_child_and_ends_in_the_parent() {
     assert_same(&read(&device, memory.addr(), 1000), &bytes[..1000], "bounced");
     let pinned = DeviceAddr(memory.addr().0 + 4096);
     assert_same(&read(&device, pinned, (8 << 20) - 4096), &bytes[4096..], "pinned");
+}
+
+#[test]
+fn a_child_is_refused_a_peers_memory_that_its_parent_has_open() {
+    if !alone("a_child_is_refused_a_peers_memory_that_its_parent_has_open", 2) {
+        return;
+    }
+    let (device, other) = (open(0), open(1));
+    let memory = device.alloc(4096, 1).unwrap();
+    let share = device.share(memory.addr(), 1).unwrap();
+    let key = RemoteKey::parse(&share.key()).unwrap();
+    let mut inherited = Some(key.open(&other).unwrap());
+    let child = Child::new(|| {
+        assert_refused(key.open(&other));
+        drop(inherited.take());
+    });
+    assert!(child.succeeds());
+    assert!(key.open(&other).is_ok());
 }
 
 #[test]

@@ -95,6 +95,8 @@ impl RemoteKey {
     /// exactly this key (any more) or cannot be asked. What is not open yet has to wait for the
     /// exporter's broker: up to a second, and not again within the next five if that does not answer.
     pub fn open(&self, device: &Arc<Device>) -> Result<Arc<Opened>, Error> {
+        // First: a forked child may have inherited the lock of the cache locked.
+        device.check_process(OPENING)?;
         self.try_open(device).map(Arc::new).map_err(|error| device.failed(error))
     }
 
@@ -264,7 +266,10 @@ impl Opened {
 
 impl Drop for Opened {
     fn drop(&mut self) {
-        if let Memory::Imported { serial, .. } = &self.memory {
+        // A forked child may have inherited the lock of the cache locked.
+        if let Memory::Imported { serial, .. } = &self.memory
+            && self.device.is_ours()
+        {
             self.device.handles().release(&self.key, *serial, self.device.counts());
         }
     }

@@ -223,10 +223,11 @@ impl Exporter {
         getrandom(&mut token.0[..], GetRandomFlags::empty())
             .map_err(|error| failed(format!("getrandom: {error}")))?;
         let fields = Fields { peer: *self.identity, token, source, base, len };
-        let export = Arc::new(Export { exporter: self, fields });
         let gauge = device.counts().track(Gauge::Share, len);
         let dmabuf = CloseOnFork::new(dmabuf)
             .ok_or_else(|| failed("too many descriptors are open".to_owned()))?;
+        // Nothing may fail from here on: dropping it takes the lock that our caller has.
+        let export = Arc::new(Export { exporter: self, fields });
         let offered = Offered { dmabuf, export: Arc::downgrade(&export), _gauge: gauge };
         Ok((export, offered))
     }

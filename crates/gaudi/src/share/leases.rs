@@ -2,7 +2,7 @@
 //! the importer, one per connection. The table is in [`super`]; `leases_model.rs` runs one against the
 //! other in any order of events.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
 use super::key::{KEY_LEN, Token};
@@ -10,6 +10,9 @@ use super::wire::{LeaseId, Refusal, Reply};
 
 /// Most leases of one connection: each costs the exporter some memory.
 const MAX_LEASES: usize = 65_536;
+/// Most leases of one connection on the same memory, all of which are revoked at once. An importer has
+/// one per card, and more only while earlier ones are being released.
+const MAX_LEASES_AT: usize = 256;
 
 /// A connection of the exporter's. Never used twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -43,7 +46,7 @@ pub(super) struct Lessor<D, R> {
     offers: BTreeMap<u64, Offer<D>>,
     leases: HashMap<ConnectionId, HashMap<LeaseId, Leased>>,
     /// The same, by first address of the memory.
-    leases_at: HashMap<u64, Vec<(ConnectionId, LeaseId)>>,
+    leases_at: HashMap<u64, HashMap<ConnectionId, HashSet<LeaseId>>>,
     /// Freed, and leased to somebody.
     quarantine: HashMap<u64, R>,
 }
@@ -90,7 +93,9 @@ impl<D, R> Lessor<D, R> {
             let leases = self.leases.get(connection);
             leases.is_some_and(|leases| leases.get(lease).is_some_and(|of| of.token == offered))
         };
-        let at = self.leases_at.get(&base).into_iter().flatten().copied();
+        let at = self.leases_at.get(&base).into_iter().flatten();
+        let at =
+            at.flat_map(|(connection, leases)| leases.iter().map(|lease| (*connection, *lease)));
         at.filter(is_of_offer).collect()
     }
 
@@ -109,11 +114,14 @@ impl<D, R> Lessor<D, R> {
         if lease == LeaseId::NONE || leases.contains_key(&lease) {
             return Err(Refusal::Malformed);
         }
-        if leases.len() >= MAX_LEASES {
+        let at = self.leases_at.get(&base).and_then(|at| at.get(&from)).map_or(0, HashSet::len);
+        // This process itself has one for each key that it opens.
+        let is_crowded = at >= MAX_LEASES_AT && from != ConnectionId::OWN;
+        if is_crowded || leases.len() >= MAX_LEASES {
             return Err(Refusal::Crowded);
         }
         leases.insert(lease, Leased { base, token: offer.token });
-        self.leases_at.entry(base).or_default().push((from, lease));
+        self.leases_at.entry(base).or_default().entry(from).or_default().insert(lease);
         Ok(Arc::clone(&offer.descriptor))
     }
 
@@ -127,7 +135,11 @@ impl<D, R> Lessor<D, R> {
     pub(super) fn release(&mut self, from: ConnectionId, lease: LeaseId) -> Option<R> {
         let Leased { base, .. } = self.leases.get_mut(&from)?.remove(&lease)?;
         let at = self.leases_at.get_mut(&base)?;
-        at.retain(|one| *one != (from, lease));
+        let of_connection = at.get_mut(&from)?;
+        of_connection.remove(&lease);
+        if of_connection.is_empty() {
+            at.remove(&from);
+        }
         if !at.is_empty() {
             return None;
         }

@@ -591,3 +591,7 @@ impl Connection {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "importer_tests.rs"]
+mod tests;

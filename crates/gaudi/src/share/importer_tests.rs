@@ -1,0 +1,81 @@
+//! When an importer closes its connection to an exporter, which is the end of all leases on it, and how
+//! long it waits for an answer.
+
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+use super::*;
+use crate::share::key::{Bus, Token};
+
+/// A connection, and the exporter's end of it.
+fn connection() -> (Arc<Connection>, OwnedFd, Fields) {
+    let (kind, flags) = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
+    let (here, there) = socketpair(AddressFamily::UNIX, kind, flags, None).unwrap();
+    let exporter = *Identity::own().unwrap();
+    let connection = Connection {
+        importer: Importer::current().unwrap(),
+        number: 1,
+        exporter,
+        socket: CloseOnFork::new(here).unwrap(),
+        receiving: Mutex::default(),
+        state: Mutex::default(),
+        is_closed: AtomicBool::new(false),
+        closed_for_capacity: AtomicBool::new(false),
+    };
+    let source = Bus::new(&"0000:01:00.0".parse().unwrap()).unwrap();
+    let key = Fields { peer: exporter, token: Token([1; 8]), source, base: 4096, len: 4096 };
+    (Arc::new(connection), there, key)
+}
+
+/// What the exporter receives; `None`: the connection has ended.
+fn received(exporter: &OwnedFd) -> Result<Option<Request>, Errno> {
+    let mut message = [0; MAX_LEN];
+    let len = socket::receive_plain(exporter.as_fd(), &mut message)?;
+    Ok(Request::parse(&message[..len]))
+}
+
+#[test]
+fn a_connection_with_leases_ends_with_the_last_of_them() {
+    let (connection, exporter, key) = connection();
+    connection.watch().unwrap();
+    let id = connection.state().lessee.request(key);
+    assert!(!connection.close_if_idle(), "an answer is awaited");
+    let dmabuf = Some(exporter.try_clone().unwrap());
+    connection.state().lessee.receive(Reply::Grant { lease: id }, dmabuf).unwrap();
+    connection.state().lessee.answer(id).unwrap().unwrap();
+    let lease = Lease { connection: Arc::clone(&connection), id };
+    assert!(!connection.close_if_idle(), "there is a lease");
+    connection.importer.drop_connection(&connection);
+    assert_eq!(connection.request(&key).unwrap_err(), NoLease::HungUp);
+    drop(connection);
+    assert_eq!(received(&exporter), Err(Errno::AGAIN), "it stays open");
+    drop(lease);
+    assert_eq!(received(&exporter), Ok(Some(Request::Release { lease: id })));
+    assert_eq!(received(&exporter), Ok(None));
+}
+
+#[test]
+fn an_idle_connection_that_is_closed_takes_no_request_and_is_not_watched() {
+    let (connection, exporter, key) = connection();
+    assert!(connection.close_if_idle());
+    assert_eq!(received(&exporter), Ok(None));
+    assert_eq!(connection.watch(), Err(NoLease::HungUp));
+    assert_eq!(connection.request(&key).unwrap_err(), NoLease::HungUp);
+    assert!(connection.state().lessee.is_idle());
+}
+
+#[test]
+fn an_answer_behind_other_messages_is_not_awaited_past_the_deadline() {
+    let (connection, exporter, key) = connection();
+    let ended = connection.state().lessee.request(key);
+    let refused = Reply::Refused { lease: ended, why: Refusal::Unknown };
+    connection.state().lessee.receive(refused, None).unwrap();
+    connection.state().lessee.answer(ended).unwrap().unwrap_err();
+    let id = connection.state().lessee.request(key);
+    let revoke = Reply::Revoke { lease: ended }.pack();
+    socket::send(exporter.as_fd(), revoke.as_ref(), None).unwrap();
+    let grant = Reply::Grant { lease: id }.pack();
+    socket::send(exporter.as_fd(), grant.as_ref(), Some(exporter.as_fd())).unwrap();
+    assert_eq!(connection.ask(id, &key, Instant::now()).unwrap_err(), NoLease::Silent);
+    let deadline = Instant::now() + REPLY_TIMEOUT;
+    connection.ask(id, &key, deadline).expect("it is still there");
+}

@@ -93,6 +93,13 @@ fn a_card_with_five_stacks_of_hbm_has_smaller_pages_and_one_engine_less() {
 }
 
 fn close() {
+    // Between the end of the old owner's lock and the start of the release another open may get
+    // the card, as it may right after a close: then it is tried again.
+    assert!((0..20).any(|_| close_gives_eagain()), "no EAGAIN while it was being closed");
+}
+
+/// Closes a card while another thread opens it again and again; whether that saw `EAGAIN`.
+fn close_gives_eagain() -> bool {
     let fd = open(0);
     std::thread::scope(|scope| {
         scope.spawn(|| assert_eq!(hlthunk_close(fd), 0));
@@ -105,9 +112,9 @@ fn close() {
             }
             std::thread::yield_now();
         };
-        assert!(again, "no EAGAIN while it was being closed");
         hlthunk_close(opened);
-    });
+        again
+    })
 }
 
 #[test]

@@ -93,8 +93,9 @@ fn a_card_with_five_stacks_of_hbm_has_smaller_pages_and_one_engine_less() {
 }
 
 fn close() {
-    // Between the end of the old owner's lock and the start of the release another open may get
-    // the card, as it may right after a close: then it is tried again.
+    // The software card has a gap that the driver has not: between the end of the old owner's lock
+    // and the start of the release another open may get the card. Then it is tried again; see "What
+    // is not" in docs/software-gaudi.md.
     assert!((0..20).any(|_| close_gives_eagain()), "no EAGAIN while it was being closed");
 }
 

@@ -19,7 +19,7 @@ use crate::command_buffers::CommandBuffers;
 use crate::dma_core::DmaCore;
 use crate::events::Events;
 use crate::interrupts::Interrupts;
-use crate::node::{Node, Role, node};
+use crate::node::{Identity, Node, Role, node};
 use crate::queue::Queue;
 use crate::registers::Registers;
 use crate::signals::Signals;
@@ -90,17 +90,20 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
     let node = node()?;
     let fd = node.open(device, Role::Compute)?;
     let state = state::of(node, device)?;
-    let now = state.read()?;
-    if now.get(Word::Removed) != 0 {
-        return Err(Errno::NODEV);
-    }
-    match ownership::lock(fd.as_fd()) {
-        Ok(()) => {}
-        Err(Errno::AGAIN | Errno::ACCESS) => {
-            let releasing = now.get(Word::InRelease) != 0;
-            return Err(if releasing { Errno::AGAIN } else { Errno::BUSY });
+    {
+        let _deciding = deciding(node, device)?;
+        let now = state.read()?;
+        if now.get(Word::Removed) != 0 {
+            return Err(Errno::NODEV);
         }
-        Err(other) => return Err(other),
+        match ownership::lock(fd.as_fd()) {
+            Ok(()) => {}
+            Err(Errno::AGAIN | Errno::ACCESS) => {
+                let releasing = now.get(Word::InRelease) != 0;
+                return Err(if releasing { Errno::AGAIN } else { Errno::BUSY });
+            }
+            Err(other) => return Err(other),
+        }
     }
     if dmabuf::any_alive(node, device) {
         return Err(Errno::BUSY);
@@ -205,39 +208,53 @@ extern "C" fn discard_open_cards() {
 
 /// Closes a descriptor and, if it was the last of its card, ends the context.
 pub(crate) fn close(fd: OwnedFd) {
-    let identity = node().and_then(|node| Ok((node, node.identify(fd.as_fd())?)));
-    drop(fd);
-    if let Ok((node, identity)) = identity
-        && identity.role == Role::Compute
-    {
-        end_if_last(node, identity.device);
+    match node().and_then(|node| Ok((node, node.identify(fd.as_fd())?))) {
+        Ok((node, Identity { device, role: Role::Compute, .. })) => {
+            // If it fails the card is not cleaned up now; the next open does that.
+            let _ = end_if_last(node, device, fd);
+        }
+        _ => drop(fd),
     }
 }
 
-fn end_if_last(node: &Node, device: u32) {
-    let Ok(state) = state::of(node, device) else { return };
-    let Ok(own) = node.open(device, Role::Compute) else { return };
-    if ownership::is_locked(own.as_fd()).unwrap_or(true) || dmabuf::any_alive(node, device) {
-        return;
+/// Until it is dropped no other thread or process decides whether an open gets the card.
+fn deciding(node: &Node, device: u32) -> Result<OwnedFd, Errno> {
+    let lock = node.open(device, Role::Compute)?;
+    ownership::decide(lock.as_fd())?;
+    Ok(lock)
+}
+
+/// Drops `fd`. If that was the last reference to the owner's open file, the release begins before
+/// anyone else can get the card.
+fn end_if_last(node: &Node, device: u32, fd: OwnedFd) -> Result<(), Errno> {
+    let state = state::of(node, device)?;
+    let own = node.open(device, Role::Compute)?;
+    let lock = deciding(node, device)?;
+    drop(fd);
+    if dmabuf::any_alive(node, device) {
+        return Ok(());
     }
+    ownership::lock(own.as_fd())?;
     state.set_unowned(Word::InRelease, 1);
-    if ownership::lock(own.as_fd()).is_ok() {
-        if let Ok(slot) = slot(device) {
-            let mut slot = slot.write().unwrap_or_else(|poisoned| poisoned.into_inner());
-            if slot.as_ref().is_some_and(|context| context.is_current())
-                && let Some(context) = slot.take()
-            {
-                context.stop();
-            }
-        }
-        // A real card resets itself inside the close; nobody can open it meanwhile.
-        std::thread::sleep(node.config.close_time);
-        state.end();
-        if let Ok(memory) = card_memory::of(node, device) {
-            let _ = memory.reset(0);
+    drop(lock);
+    if let Ok(slot) = slot(device) {
+        let mut slot = slot.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+        if slot.as_ref().is_some_and(|context| context.is_current())
+            && let Some(context) = slot.take()
+        {
+            context.stop();
         }
     }
+    // A real card resets itself inside the close; nobody can open it meanwhile.
+    std::thread::sleep(node.config.close_time);
+    state.end();
+    if let Ok(memory) = card_memory::of(node, device) {
+        let _ = memory.reset(0);
+    }
+    let _lock = deciding(node, device);
     state.set_unowned(Word::InRelease, 0);
+    drop(own);
+    Ok(())
 }
 
 /// The context behind a compute descriptor.

@@ -11,7 +11,7 @@
 
 use core::ffi::c_void;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 
 /// The address could not be read or written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -119,6 +119,8 @@ const SIGNALS: [libc::c_int; 2] = [libc::SIGSEGV, libc::SIGBUS];
 /// A handler that was in place when ours was installed.
 struct Previous {
     action: libc::sigaction,
+    /// It asked for one call only (SA_RESETHAND) and had it: the default action has its place.
+    spent: AtomicBool,
     /// The one before it, from an earlier installation.
     older: *const Previous,
 }
@@ -150,10 +152,12 @@ pub(crate) fn install() {
         ours.sa_flags = libc::SA_SIGINFO | libc::SA_NODEFER | inherited;
         let older = previous.load(Ordering::Acquire);
         // SAFETY: null, or leaked below.
-        let known = unsafe { older.as_ref() }
-            .is_some_and(|older| older.action.sa_sigaction == now.sa_sigaction);
+        let known = unsafe { older.as_ref() }.is_some_and(|older| {
+            let same = older.action.sa_sigaction == now.sa_sigaction;
+            same && !older.spent.load(Ordering::Relaxed)
+        });
         if !known {
-            let latest = Box::new(Previous { action: now, older });
+            let latest = Box::new(Previous { action: now, spent: AtomicBool::new(false), older });
             previous.store(Box::into_raw(latest), Ordering::Release);
         }
         // SAFETY: `on_fault` has the signature SA_SIGINFO asks for and only does what a signal
@@ -256,9 +260,13 @@ fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut c_void
     };
     // Without a siginfo it may have been sent. Then nothing raises it again unless we do.
     let may_be_sent = code.is_none_or(|code| code <= 0);
-    let Some(Previous { action, .. }) = previous else {
+    let Some(Previous { action, spent, .. }) = previous else {
         return default_action(signal, may_be_sent);
     };
+    let once = action.sa_flags & libc::SA_RESETHAND != 0;
+    if once && spent.swap(true, Ordering::Relaxed) {
+        return default_action(signal, may_be_sent);
+    }
     match action.sa_sigaction {
         // Faults cannot be ignored.
         libc::SIG_IGN if code.is_some_and(|code| code <= 0) => return,
@@ -273,9 +281,6 @@ fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut c_void
             libc::sigaddset(&mut blocked, signal);
         }
         libc::pthread_sigmask(libc::SIG_BLOCK, &blocked, core::ptr::null_mut());
-    }
-    if action.sa_flags & libc::SA_RESETHAND != 0 {
-        PREVIOUS[slot].store(core::ptr::null_mut(), Ordering::Release);
     }
     if action.sa_flags & libc::SA_SIGINFO != 0 {
         // SAFETY: an action with SA_SIGINFO holds a function of this type.

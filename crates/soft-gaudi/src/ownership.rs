@@ -8,17 +8,37 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 
 use rustix::io::Errno;
 
-fn whole_file(kind: libc::c_int) -> libc::flock {
-    // SAFETY: `flock` is plain data; zero is a valid value of every field (whole file, pid 0).
+/// The byte that the owner locks.
+const OWNER: libc::off_t = 0;
+/// The byte that [`decide`] locks.
+const DECISION: libc::off_t = 1;
+
+fn byte(at: libc::off_t) -> libc::flock {
+    // SAFETY: `flock` is plain data; zero is a valid value of every field.
     let mut lock: libc::flock = unsafe { core::mem::zeroed() };
-    lock.l_type = kind as libc::c_short;
+    lock.l_type = libc::F_WRLCK as libc::c_short;
     lock.l_whence = libc::SEEK_SET as libc::c_short;
+    (lock.l_start, lock.l_len) = (at, 1);
     lock
+}
+
+/// Waits for the lock under which an open and a close decide who has the card. It ends with `fd`'s description,
+/// which nobody else may use.
+pub(crate) fn decide(fd: BorrowedFd<'_>) -> Result<(), Errno> {
+    let range = byte(DECISION);
+    // SAFETY: the descriptor is open and `range` is a valid `struct flock` for the call.
+    while unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_SETLKW, &range) } != 0 {
+        match last_errno() {
+            Errno::INTR => {}
+            other => return Err(other),
+        }
+    }
+    Ok(())
 }
 
 /// Locks the file for this open file description; `EAGAIN` when another one has the lock.
 pub(crate) fn lock(fd: BorrowedFd<'_>) -> Result<(), Errno> {
-    let range = whole_file(libc::F_WRLCK);
+    let range = byte(OWNER);
     // SAFETY: the descriptor is open and `lock` is a valid `struct flock` for the call.
     match unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_SETLK, &range) } {
         0 => Ok(()),
@@ -28,7 +48,7 @@ pub(crate) fn lock(fd: BorrowedFd<'_>) -> Result<(), Errno> {
 
 /// Whether a description other than `fd`'s has the lock.
 pub(crate) fn is_locked(fd: BorrowedFd<'_>) -> Result<bool, Errno> {
-    let mut range = whole_file(libc::F_WRLCK);
+    let mut range = byte(OWNER);
     // SAFETY: the descriptor is open and `lock` is a valid, writable `struct flock`.
     match unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_GETLK, &mut range) } {
         0 => Ok(range.l_type != libc::F_UNLCK as libc::c_short),

@@ -264,16 +264,20 @@ fn child() {
                 read(forbidden_page());
             }
         }
-        "chain" => {
+        "chain" | "chain once" => {
+            let once = if role == "chain once" { libc::SA_RESETHAND } else { 0 };
             install(segv, plain as *const () as usize, 0);
             device_fault(0);
             // Replaces ours and passes on to it; the next open puts ours in front again.
-            let replaced = install(segv, chaining as *const () as usize, libc::SA_SIGINFO);
+            let replaced = install(segv, chaining as *const () as usize, libc::SA_SIGINFO | once);
             REPLACED.store(Box::into_raw(Box::new(replaced)), Ordering::Relaxed);
             device_fault(0);
             assert_eq!(CALLS.load(Ordering::Relaxed), 0);
             assert!(!read(forbidden_page()));
             assert_eq!(CALLS.load(Ordering::Relaxed), 2, "both handlers, once each");
+            if once != 0 {
+                read(forbidden_page());
+            }
         }
         "chain without info" | "chain with context" => {
             install(segv, plain as *const () as usize, 0);
@@ -367,6 +371,12 @@ fn ignored_signals_stay_ignored_and_faults_are_not() {
 fn a_handler_that_passes_on_to_ours_reaches_the_one_before() {
     let _exclusive = exclusive();
     assert!(status_of("chain").success());
+}
+
+#[test]
+fn a_handler_for_one_call_passes_on_to_the_one_before_and_leaves_the_default() {
+    let _exclusive = exclusive();
+    assert_eq!(status_of("chain once").signal(), Some(libc::SIGSEGV));
 }
 
 #[test]

@@ -4,14 +4,14 @@
 //! whether all passed. Only what later steps need (packages, the build) stops the run.
 
 use std::io::{BufRead, BufReader};
-use std::process::{Command, ExitStatus, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 
-use crate::category::{Category, Selection};
 use crate::dist::{self, Profile};
 use crate::repo::Repo;
+use crate::sets::{MACHINES, Machine, SETS, Set};
 use crate::setup;
 use crate::skipped::Skipped;
 use crate::units::seconds;
@@ -19,11 +19,16 @@ use crate::units::seconds;
 /// Exit code of cargo-nextest when a filter matches no test.
 const NEXTEST_NO_TESTS: i32 = 4;
 
-/// Runs all steps, or the tests of one category.
-pub(crate) fn run(repo: &Repo, category: Option<Category>) -> Result<()> {
+/// Runs all steps, or the tests of one set; `long` runs tests again on other software machines.
+pub(crate) fn run(repo: &Repo, set: Option<&str>, long: bool) -> Result<()> {
+    let set = match set {
+        Some(name) => Some(SETS.iter().find(|set| set.name == name).context("no such set")?),
+        None => None,
+    };
+    ensure!(!long || has_nextest(repo), "--long needs cargo-nextest, which is not installed");
     let mut steps = Steps::default();
     steps.required("stock UCX", || setup::run(repo))?;
-    if category.is_none() {
+    if set.is_none() {
         steps.step("formatting", || {
             cargo(repo, &["fmt", "--all", "--", "--check"], &[]).map(passed)
         });
@@ -39,50 +44,84 @@ pub(crate) fn run(repo: &Repo, category: Option<Category>) -> Result<()> {
     }
     steps.required("build", || dist::build(repo, Profile::Release))?;
     let mut skipped = Skipped::default();
-    match category {
-        None => {
-            steps.step("tests", || all_tests(repo, &mut skipped));
-            steps.step("documentation tests", || {
-                cargo(repo, &["test", "--workspace", "--doc", "--locked"], &[]).map(passed)
-            });
-            steps.step("dependencies", || dependencies(repo));
-        }
-        Some(category) => {
-            let name = format!("tests: {}", category.name());
-            steps.step(&name, || category_tests(repo, category, &mut skipped));
-        }
+    let name = set.map_or("tests".to_owned(), |set| format!("tests: {}", set.name));
+    steps.step(&name, || tests(repo, set, &mut skipped));
+    for machine in MACHINES.iter().filter(|_| long) {
+        let name = format!("{name}, {}", machine.about);
+        steps.step(&name, || tests_again(repo, set, machine, &mut skipped));
+    }
+    if set.is_none() {
+        steps.step("documentation tests", || {
+            cargo(repo, &["test", "--workspace", "--doc", "--locked"], &[]).map(passed)
+        });
+        steps.step("dependencies", || dependencies(repo));
     }
     eprintln!("\n{}", skipped.text());
     steps.summary()
 }
 
-fn all_tests(repo: &Repo, skipped: &mut Skipped) -> Result<Outcome> {
+/// Runs the tests of a set, or all.
+fn tests(repo: &Repo, set: Option<&Set>, skipped: &mut Skipped) -> Result<Outcome> {
     if has_nextest(repo) {
-        let status = nextest(repo, &[], skipped)?;
-        ensure!(status.success(), "cargo nextest: {status}");
-        return Ok(passed(()));
+        let filter = set.map(Set::nextest_filter);
+        return nextest(repo, filter.as_deref(), &[], skipped);
     }
-    let arguments = ["--workspace", "--lib", "--bins", "--tests"].map(str::to_owned);
-    libtest(repo, &arguments, skipped)?;
-    Ok(without_nextest())
+    let everything = ["--workspace", "--lib", "--bins", "--tests"].map(str::to_owned).to_vec();
+    let calls = set.map_or_else(|| vec![everything], Set::cargo_test_calls);
+    let mut ran = 0;
+    for call in calls {
+        ran += libtest(repo, &call, skipped)?;
+    }
+    ensure!(ran > 0, "no such tests: nothing was shown to work");
+    Ok(Outcome::Passed(
+        "with `cargo test`; cargo-nextest is not installed, so no time limits".into(),
+    ))
+}
+
+/// Runs those tests on another software machine that do not describe theirs.
+fn tests_again(
+    repo: &Repo,
+    set: Option<&Set>,
+    machine: &Machine,
+    skipped: &mut Skipped,
+) -> Result<Outcome> {
+    let filter = match set {
+        Some(set) => format!("({}) & ({})", set.nextest_filter(), machine.tests),
+        None => machine.tests.to_owned(),
+    };
+    nextest(repo, Some(&filter), machine.variables, skipped)
 }
 
 /// Runs nextest and collects what was skipped from its report.
-fn nextest(repo: &Repo, arguments: &[&str], skipped: &mut Skipped) -> Result<ExitStatus> {
+fn nextest(
+    repo: &Repo,
+    filter: Option<&str>,
+    variables: &[(&str, &str)],
+    skipped: &mut Skipped,
+) -> Result<Outcome> {
     let report = repo.layout().target().join("nextest/default/junit.xml");
     // A run that ends early writes none; the last one's must not pass for this one's.
     let _ = std::fs::remove_file(&report);
     let mut command = repo.cargo_for_tests();
-    command.args(["nextest", "run", "--workspace", "--locked"]).args(arguments);
+    command.args(["nextest", "run", "--workspace", "--locked", "--no-tests=fail"]);
+    if let Some(filter) = filter {
+        command.args(["--filterset", filter]);
+    }
+    let names: Vec<&str> = variables.iter().map(|(name, _)| *name).collect();
+    command.envs(variables.iter().copied()).env(e2e::KEEP, names.join(","));
     let status = command.status().context("cannot run cargo")?;
     if let Ok(text) = std::fs::read_to_string(&report) {
         skipped.extend(Skipped::from_junit(&text));
     }
-    Ok(status)
+    match status.code() {
+        Some(0) => Ok(passed(())),
+        Some(NEXTEST_NO_TESTS) => bail!("no such tests: nothing was shown to work"),
+        _ => bail!("cargo nextest: {status}"),
+    }
 }
 
-/// Runs `cargo test`, shows what it says, and collects what was skipped.
-fn libtest(repo: &Repo, arguments: &[String], skipped: &mut Skipped) -> Result<()> {
+/// Runs `cargo test`, shows what it says, and collects what was skipped; returns how many tests ran.
+fn libtest(repo: &Repo, arguments: &[String], skipped: &mut Skipped) -> Result<usize> {
     let mut command = repo.cargo_for_tests();
     command.args(["test", "--locked"]).args(arguments);
     if !arguments.iter().any(|argument| argument == "--") {
@@ -101,52 +140,7 @@ fn libtest(repo: &Repo, arguments: &[String], skipped: &mut Skipped) -> Result<(
     skipped.extend(Skipped::from_libtest(&output));
     let status = child.wait().context("cannot wait for cargo")?;
     ensure!(status.success(), "cargo test: {status}");
-    Ok(())
-}
-
-fn without_nextest() -> Outcome {
-    Outcome::Passed("with `cargo test`; cargo-nextest is not installed, so no time limits".into())
-}
-
-fn category_tests(repo: &Repo, category: Category, skipped: &mut Skipped) -> Result<Outcome> {
-    let selection = category.selection();
-    let none =
-        || format!("category `{}` has no tests yet: nothing was shown to work", category.name());
-    if has_nextest(repo) {
-        let filter = selection.nextest_filter();
-        let status = nextest(repo, &["--no-tests=fail", "--filterset", &filter], skipped)?;
-        return match status.code() {
-            Some(0) => Ok(passed(())),
-            Some(NEXTEST_NO_TESTS) => bail!(none()),
-            _ => bail!("cargo nextest: {status}"),
-        };
-    }
-    if count_with_cargo_test(repo, &selection)? == 0 {
-        bail!(none());
-    }
-    for call in selection.cargo_test_calls() {
-        libtest(repo, &call, skipped)?;
-    }
-    Ok(without_nextest())
-}
-
-fn count_with_cargo_test(repo: &Repo, selection: &Selection) -> Result<usize> {
-    let mut count = 0;
-    for call in selection.cargo_test_calls() {
-        let mut command = repo.cargo();
-        command.args(["test", "--locked"]).args(&call);
-        if !call.iter().any(|argument| argument == "--") {
-            command.arg("--");
-        }
-        let output = command.args(["--list", "--format=terse"]).stderr(Stdio::inherit()).output();
-        let output = output.context("cannot run cargo")?;
-        if !output.status.success() {
-            bail!("the tests cannot be listed (cargo says why above)");
-        }
-        let listing = String::from_utf8_lossy(&output.stdout).into_owned();
-        count += listing.lines().filter(|line| line.ends_with(": test")).count();
-    }
-    Ok(count)
+    Ok(output.lines().filter(|line| line.starts_with("test ") && line.ends_with(" ... ok")).count())
 }
 
 fn dependencies(repo: &Repo) -> Result<Outcome> {

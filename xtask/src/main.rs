@@ -4,13 +4,13 @@
 //! people read goes to standard error, what programs read (`env`, tables, JSON) to standard output.
 
 mod bench;
-mod category;
 mod check;
 mod demo;
 mod dist;
 mod install;
 mod progress;
 mod repo;
+mod sets;
 mod setup;
 mod shell;
 mod skipped;
@@ -20,6 +20,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Result;
+use clap::builder::PossibleValuesParser;
 use clap::{Parser, Subcommand, ValueEnum};
 
 use crate::repo::Repo;
@@ -64,11 +65,17 @@ enum Command {
     ///
     /// Uses the machine's Gaudi if it has a card and libhl-thunk.so, else the software Gaudi.
     Demo,
-    /// Run all tests, lints and documentation checks, or the tests of one category
+    /// Run all tests, lints and documentation checks, or the tests of one set
     Test {
-        /// Only the tests of this category (no lints)
-        #[arg(value_enum)]
-        category: Option<category::Category>,
+        /// Only the tests of this set (no lints)
+        #[arg(value_parser = PossibleValuesParser::new(sets::SETS.iter().map(|set| set.name)))]
+        set: Option<String>,
+        /// Run them again on other software machines: other cards, no dma-buf import
+        #[arg(long)]
+        long: bool,
+        /// Print the sets, the machines and which tests they run
+        #[arg(long)]
+        list: bool,
     },
     /// Measure, with a floor taken in the same run
     Bench {
@@ -142,7 +149,11 @@ fn run(command: Command) -> Result<()> {
         }
         Command::Env { soft, ucx } => shell::print_exports(&repo, soft, ucx.into()),
         Command::Demo => demo::run(&repo),
-        Command::Test { category } => check::run(&repo, category),
+        Command::Test { list: true, .. } => {
+            println!("{}", sets::list());
+            Ok(())
+        }
+        Command::Test { set, long, list: false } => check::run(&repo, set.as_deref(), long),
         Command::Bench { name, json, csv, quick } => {
             let (json, csv) = (json.as_deref(), csv.as_deref());
             bench::run(&repo, name, bench::Options { json, csv, quick })

@@ -18,6 +18,10 @@ pub fn is_setting(name: &OsStr) -> bool {
     name.to_str().is_some_and(|name| PREFIXES.iter().any(|prefix| name.starts_with(prefix)))
 }
 
+/// Names, separated by commas, of such variables that programs get from the caller nevertheless:
+/// `cargo xtask test --long` runs the tests on other software machines than the default.
+pub const KEEP: &str = "UCX_GAUDI_TEST_KEEP";
+
 /// Longest a single program may run unless a test says otherwise.
 const DEFAULT_LIMIT: Duration = Duration::from_secs(60);
 
@@ -193,7 +197,9 @@ impl Tool {
     pub fn command(&self) -> Command {
         let scratch = self.layout.scratch();
         let mut command = Command::new(&self.program);
-        for (name, _) in std::env::vars_os().filter(|(name, _)| is_setting(name)) {
+        let keep = std::env::var(KEEP).unwrap_or_default();
+        let kept = |name: &OsStr| keep.split(',').any(|kept| name == kept);
+        for (name, _) in std::env::vars_os().filter(|(name, _)| is_setting(name) && !kept(name)) {
             command.env_remove(name);
         }
         command.current_dir(&scratch).env("HOME", &scratch).env("LC_ALL", "C");

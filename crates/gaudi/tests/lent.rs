@@ -40,9 +40,9 @@ impl Application {
     /// Somewhere no other card has memory or a window (those of the first cards are in the upper half
     /// of the range): the engine refuses two cards at one address.
     fn map_apart(&self, len: u64) -> DeviceMapping {
-        const PAGE: u64 = 0x3000_0000;
-        let aligned = 0x5000_0000_0000_u64.next_multiple_of(PAGE);
-        let hint = (0x1001 << 48) + aligned + u64::from(self.index) * 64 * PAGE;
+        let page = machine::driver_page();
+        let aligned = 0x5000_0000_0000_u64.next_multiple_of(page);
+        let hint = (0x1001 << 48) + aligned + u64::from(self.index) * 64 * page;
         let mapping = self.map(len, Some(DeviceAddr(hint)));
         assert_eq!(mapping.addr().0, hint, "the driver takes the hint");
         mapping

@@ -8,10 +8,8 @@ use std::sync::{Arc, Mutex};
 use gaudi::{
     Allocation, Device, DeviceAddr, DeviceChoice, ErrorKind, ExportCall, WindowEvent, runtime,
 };
-use machine::{Footprint, assert_same, fresh, pattern, write};
+use machine::{Footprint, assert_same, driver_page, fresh, pattern, write};
 use soft_gaudi::dmabuf::Exported;
-
-const DRIVER_PAGE: u64 = 768 << 20;
 
 fn setup() -> Arc<Device> {
     machine::set_up("gaudi2");
@@ -57,7 +55,7 @@ fn allocations_are_found_by_exact_range_and_length() {
 fn small_allocations_share_the_drivers_page_but_no_4k_page() {
     let device = setup();
     let tenants: Vec<Allocation> = (0..1000).map(|at| device.alloc(1 + at, 1).unwrap()).collect();
-    assert_eq!(device.memory().reserved, DRIVER_PAGE);
+    assert_eq!(device.memory().reserved, driver_page());
     assert_eq!(device.memory().allocations, 1000);
     let mut pages: Vec<u64> = tenants.iter().map(|tenant| tenant.addr().0 >> 12).collect();
     pages.sort_unstable();
@@ -66,7 +64,7 @@ fn small_allocations_share_the_drivers_page_but_no_4k_page() {
     drop(tenants);
     let memory = device.memory();
     assert_eq!((memory.used, memory.allocations), (0, 0));
-    assert_eq!(memory.reserved, DRIVER_PAGE, "one page is kept for the next tenant");
+    assert_eq!(memory.reserved, driver_page(), "one page is kept for the next tenant");
 }
 
 #[test]
@@ -92,7 +90,7 @@ fn pages_return_to_the_driver_and_a_full_card_is_out_of_memory() {
 
     // The spare page must not keep an allocation from succeeding that needs all pages.
     drop(device.alloc(1, 1).unwrap());
-    assert_eq!(device.memory().reserved, DRIVER_PAGE);
+    assert_eq!(device.memory().reserved, driver_page());
     device.alloc(total, 1).unwrap();
 
     for (len, align) in [(0, 1), (1, 3), (1, 0)] {
@@ -106,14 +104,14 @@ fn pages_return_to_the_driver_and_a_full_card_is_out_of_memory() {
 #[test]
 fn addresses_between_two_pages_in_use_can_be_used_again() {
     let device = setup();
-    let mut pages: Vec<_> = (0..4).map(|_| device.alloc(DRIVER_PAGE, 1).unwrap()).collect();
+    let mut pages: Vec<_> = (0..4).map(|_| device.alloc(driver_page(), 1).unwrap()).collect();
     // The kept spare first, then the hole.
     drop(pages.remove(3));
     drop(pages.remove(1));
     let reserved = device.memory().reserved;
-    assert_eq!(reserved, 3 * DRIVER_PAGE);
-    let more: Vec<_> = (0..3).map(|_| device.alloc(DRIVER_PAGE, 1).unwrap()).collect();
-    assert_eq!(device.memory().reserved, 5 * DRIVER_PAGE);
+    assert_eq!(reserved, 3 * driver_page());
+    let more: Vec<_> = (0..3).map(|_| device.alloc(driver_page(), 1).unwrap()).collect();
+    assert_eq!(device.memory().reserved, 5 * driver_page());
     drop((pages, more));
 }
 
@@ -223,7 +221,7 @@ fn an_export_reaches_the_right_bytes_at_its_offset() {
         let flags = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETFD) };
         assert_eq!(flags & libc::FD_CLOEXEC, libc::FD_CLOEXEC);
         let export = Exported::from_fd(fd.as_fd()).unwrap();
-        assert_eq!(export.size(), DRIVER_PAGE, "tenants share the page's export");
+        assert_eq!(export.size(), driver_page(), "tenants share the page's export");
         assert_same(&read_export(&export, offset, len), &bytes[start..start + len], "shared");
 
         let (fd, offset) = device.export_alone(addr, len as u64).unwrap();
@@ -254,12 +252,16 @@ fn either_driver_call_exports_the_same_bytes() {
 #[test]
 fn a_page_that_is_still_exported_stays_usable() {
     let device = setup();
-    let large = device.alloc(2 * DRIVER_PAGE, 1).unwrap();
+    let large = device.alloc(2 * driver_page(), 1).unwrap();
     let (fd, _) = device.export(large.addr(), 1).unwrap();
     drop(large);
     let reserved = device.memory().reserved;
-    assert_eq!(reserved, 2 * DRIVER_PAGE, "the driver does not take it back while it is exported");
-    let again = device.alloc(2 * DRIVER_PAGE, 1).unwrap();
+    assert_eq!(
+        reserved,
+        2 * driver_page(),
+        "the driver does not take it back while it is exported"
+    );
+    let again = device.alloc(2 * driver_page(), 1).unwrap();
     assert_eq!(device.memory().reserved, reserved, "the same pages are used again");
     drop(fd);
     drop(again);

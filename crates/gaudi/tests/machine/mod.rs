@@ -58,6 +58,12 @@ pub(crate) fn set_up(generation: &str) {
     });
 }
 
+/// A page of the driver's on a Gaudi2: `cargo xtask test --long` runs these tests on another shape.
+pub(crate) fn driver_page() -> u64 {
+    let five_stacks = std::env::var_os("SOFT_GAUDI_SHAPE").is_some_and(|shape| shape == "5");
+    if five_stacks { 640 << 20 } else { 768 << 20 }
+}
+
 /// Opens a card that no other test of this program uses.
 pub(crate) fn fresh() -> Arc<Device> {
     static NEXT: AtomicU32 = AtomicU32::new(0);

@@ -63,6 +63,7 @@ pub use lent::Unmapping;
 pub use mapping_table::{MappedCard, MappingTable};
 pub use memory::{Allocation, Location};
 pub use options::{Conflict, OptionName, Options, RegistrationCache};
+pub use owners::{Owners, OwningProcess};
 pub use pin::{HostRegion, rcache};
 pub use process::Notifier;
 pub use registers::RegisterBlock;

@@ -1,6 +1,6 @@
 //! Which processes have a card open, so that "device busy" can name them.
 //!
-//! Only asked when an open has failed. The answer is a best effort: descriptors of other users'
+//! Asked when an open has failed, and by tools. The answer is a best effort: descriptors of other users'
 //! processes are not ours to see, and a process may end while we look. It opens nothing but a
 //! control node, and follows no link before its name fits, so that a dead network mount somewhere
 //! in the system cannot hang us.
@@ -19,19 +19,22 @@ const MAX_LOOKS: usize = 100_000;
 /// Most owners named.
 const MAX_NAMED: usize = 4;
 
-/// A process that has the node open.
+/// A process that has a card's compute node open.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct OwningProcess {
-    pid: u32,
-    command: String,
+pub struct OwningProcess {
+    /// Its process id.
+    pub pid: u32,
+    /// The name it gave itself, fit for one line of text.
+    pub command: String,
 }
 
-/// What a search for one node's owners brought.
+/// What a search for one card's owners brought.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Owners {
-    found: Vec<OwningProcess>,
+pub struct Owners {
+    /// The processes that have its compute node open.
+    pub found: Vec<OwningProcess>,
     /// Whether some processes could not be looked into.
-    incomplete: bool,
+    pub incomplete: bool,
 }
 
 impl fmt::Display for Owners {

@@ -207,8 +207,8 @@ impl Runtime {
         if there { sysfs.link(&card.bus_id) } else { None }
     }
 
-    /// Who has these nodes open; asked only when an open has failed.
-    fn owners(&self, nodes: &[u32]) -> Vec<Owners> {
+    /// Which processes have the cards with these nodes open, as far as this user may see.
+    pub fn owners(&self, nodes: &[u32]) -> Vec<Owners> {
         self.library().map(|library| owners::of_cards(library, nodes)).unwrap_or_default()
     }
 

@@ -1,0 +1,78 @@
+//! How a command ends that could not do what it was asked: one message, one remedy, one exit code.
+
+use std::fmt;
+
+use gaudi::Remedy;
+use serde_json::json;
+
+/// The exit codes of the tool. `run` ends with the code of the program it runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Exit {
+    /// Done, and nothing is wrong.
+    Fine = 0,
+    /// Done, and something is wrong: a check failed, recordings differ.
+    Problem = 1,
+    /// The command line makes no sense (clap uses the same code).
+    Usage = 2,
+    /// Could not be done: no card, card busy, file not readable.
+    Unable = 3,
+    /// `run`: the program is there and cannot be run.
+    NotRunnable = 126,
+    /// `run`: no such program.
+    NotFound = 127,
+}
+
+impl From<Exit> for std::process::ExitCode {
+    fn from(exit: Exit) -> Self {
+        std::process::ExitCode::from(exit as u8)
+    }
+}
+
+/// Why a command gave up.
+#[derive(Clone, Debug)]
+pub(crate) struct Failure {
+    pub(crate) what: String,
+    pub(crate) remedy: String,
+    pub(crate) exit: Exit,
+}
+
+impl Failure {
+    /// It could not be done.
+    pub(crate) fn unable(what: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self { what: what.into(), remedy: remedy.into(), exit: Exit::Unable }
+    }
+
+    pub(crate) fn to_json(&self) -> serde_json::Value {
+        json!({"error": {"what": self.what, "remedy": self.remedy, "exit": self.exit as u8}})
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.what)?;
+        if self.remedy.is_empty() { Ok(()) } else { write!(f, " ({})", self.remedy) }
+    }
+}
+
+impl From<gaudi::Error> for Failure {
+    fn from(error: gaudi::Error) -> Self {
+        let mut what = String::new();
+        // Writing to a string does not fail.
+        let _ = error.explain(&mut what, "");
+        Self::unable(what, words(error.remedy()))
+    }
+}
+
+/// The remedy in terms of this tool.
+fn words(remedy: Remedy) -> String {
+    match remedy {
+        Remedy::ChooseAnotherCard => {
+            "wait for its owner or end it, or choose another card with --card".to_owned()
+        }
+        Remedy::CheckCard => "run `ucx-gaudi doctor`, which says what is missing; without a card, \
+             add --soft for the software one"
+            .to_owned(),
+        other => other.words().to_owned(),
+    }
+}

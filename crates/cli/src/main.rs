@@ -1,0 +1,202 @@
+//! `ucx-gaudi`: what Gaudis are here, whether they work, and programs run with them.
+//!
+//! It needs no checkout and no cargo: plugin and software devices are found beside the program
+//! ([`prefix`]). Each command is a module of its own; this file knows their names and arguments.
+//! Results go to standard output, everything else to standard error.
+
+mod failure;
+mod info;
+mod output;
+mod prefix;
+mod run;
+mod topo;
+mod tuning;
+
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser, Subcommand};
+use clap_complete::Shell;
+
+use failure::{Exit, Failure};
+use prefix::Prefix;
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0    done, nothing is wrong
+  1    done, something is wrong: a check failed, recordings differ
+  2    the command line is wrong
+  3    it could not be done: no card, card busy, file not readable
+  126  run: the program cannot be run
+  127  run: there is no such program
+Otherwise `run` ends as its program does.";
+
+/// Gaudi memory in stock UCX: what is here, whether it works, programs run with it
+#[derive(Debug, Parser)]
+#[command(name = "ucx-gaudi", version, after_help = EXIT_CODES, disable_help_subcommand = true)]
+struct Cli {
+    /// Print one JSON document on standard output
+    #[arg(long, global = true)]
+    json: bool,
+    /// Use the software Gaudi instead of the machine's, with N cards
+    #[arg(
+        long, global = true, value_name = "N", num_args = 0..=1, require_equals = true,
+        default_missing_value = "as-set", value_parser = soft_cards
+    )]
+    soft: Option<Soft>,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run a program with the plugin
+    ///
+    /// Sets UCX_PLUGIN_PATH, with --soft also what the software Gaudi needs, says on standard error what it
+    /// set, and becomes the program.
+    Run(run::Options),
+    /// Show the Gaudis of this machine: memory, generation, who has them
+    Info(info::Options),
+    /// Show how near Gaudis, HCAs and NUMA nodes are to each other
+    Topo,
+    /// Print completions for a shell: source <(ucx-gaudi completions bash)
+    Completions {
+        /// The shell
+        shell: Shell,
+    },
+    /// Write the manual pages to a folder
+    #[command(hide = true)]
+    Man {
+        /// Where to
+        folder: std::path::PathBuf,
+    },
+}
+
+/// `--soft[=N]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Soft {
+    /// `None`: as `SOFT_GAUDI_DEVICES` says.
+    pub(crate) cards: Option<u32>,
+}
+
+fn soft_cards(text: &str) -> Result<Soft, String> {
+    if text == "as-set" {
+        return Ok(Soft { cards: None });
+    }
+    match text.parse() {
+        Ok(cards @ 1..=256) => Ok(Soft { cards: Some(cards) }),
+        _ => Err(String::from("give a number of cards from 1 to 256, or --soft alone")),
+    }
+}
+
+/// What every command may need.
+#[derive(Debug)]
+pub(crate) struct Context {
+    pub(crate) json: bool,
+    pub(crate) soft: Option<Soft>,
+    pub(crate) prefix: Prefix,
+}
+
+fn main() -> ExitCode {
+    restore_sigpipe();
+    let cli = Cli::parse();
+    let json = cli.json;
+    match dispatch(cli) {
+        Ok(exit) => exit.into(),
+        Err(failure) => {
+            output::print_failure(&failure, json);
+            failure.exit.into()
+        }
+    }
+}
+
+fn dispatch(cli: Cli) -> Result<Exit, Failure> {
+    let context = Context { json: cli.json, soft: cli.soft, prefix: Prefix::find()? };
+    match cli.command {
+        Command::Run(options) => return run::run(&context, &options),
+        Command::Completions { shell } => {
+            clap_complete::generate(
+                shell,
+                &mut Cli::command(),
+                "ucx-gaudi",
+                &mut std::io::stdout(),
+            );
+            return Ok(Exit::Fine);
+        }
+        Command::Man { folder } => return write_manual(&folder),
+        _ => {}
+    }
+    use_software_card(&context)?;
+    match cli.command {
+        Command::Info(options) => info::run(&context, &options),
+        Command::Topo => topo::run(&context),
+        Command::Run(_) | Command::Completions { .. } | Command::Man { .. } => {
+            unreachable!("above")
+        }
+    }
+}
+
+/// Chooses the software Gaudi for this process, if asked to.
+fn use_software_card(context: &Context) -> Result<(), Failure> {
+    let Some(soft) = context.soft else { return Ok(()) };
+    let library = context.prefix.soft_gaudi()?.join("libhl-thunk.so");
+    let set = |name: &str, value: &std::ffi::OsStr| {
+        // SAFETY: no other thread runs yet: nothing was loaded, and we started none.
+        unsafe { std::env::set_var(name, value) }
+    };
+    set("HL_THUNK_LIBRARY", library.as_os_str());
+    if std::env::var_os("SOFT_GAUDI_NODE").is_none() {
+        set("SOFT_GAUDI_NODE", context.prefix.soft_node().as_ref());
+    }
+    if let Some(cards) = soft.cards {
+        set("SOFT_GAUDI_DEVICES", cards.to_string().as_ref());
+    }
+    Ok(())
+}
+
+/// So that `ucx-gaudi info | head -1` ends quietly, as other programs do.
+fn restore_sigpipe() {
+    // SAFETY: no handler of ours; the default action is set before anything else runs.
+    unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
+}
+
+fn write_manual(folder: &std::path::Path) -> Result<Exit, Failure> {
+    std::fs::create_dir_all(folder)
+        .and_then(|()| clap_mangen::generate_to(Cli::command().hide_possible_values(true), folder))
+        .map(|()| Exit::Fine)
+        .map_err(|error| {
+            let what = format!("cannot write to {}: {error}", folder.display());
+            Failure::unable(what, "give a folder that you may write to")
+        })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn software_cards_are_counted_from_1_to_256() {
+        let soft = |arg: &str| Cli::try_parse_from(["ucx-gaudi", arg, "info"]).map(|cli| cli.soft);
+        assert_eq!(soft("--soft").expect("alone"), Some(Soft { cards: None }));
+        assert_eq!(soft("--soft=3").expect("a number"), Some(Soft { cards: Some(3) }));
+        for wrong in ["--soft=0", "--soft=257", "--soft=x", "--soft=-1"] {
+            assert!(soft(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn arguments_of_the_program_are_not_ours() {
+        for line in [
+            &["ucx-gaudi", "run", "--soft=2", "--tuned", "--", "ls", "--json"][..],
+            &["ucx-gaudi", "run", "--soft=2", "ls", "--json", "--tuned"],
+        ] {
+            let cli = Cli::try_parse_from(line).expect("parsed");
+            assert!(!cli.json, "{line:?}");
+            assert_eq!(cli.soft, Some(Soft { cards: Some(2) }));
+        }
+    }
+}

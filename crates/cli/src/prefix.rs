@@ -1,0 +1,58 @@
+//! Where the tool is installed: plugin and software devices lie at fixed places beside it.
+//!
+//! `PREFIX/bin/ucx-gaudi`, `PREFIX/lib/ucx-gaudi/plugins`, `PREFIX/lib/ucx-gaudi/soft/gaudi`. Nothing is
+//! read from the environment, so that a moved installation keeps working.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
+
+use crate::failure::Failure;
+
+/// The installation this program belongs to.
+#[derive(Clone, Debug)]
+pub(crate) struct Prefix(PathBuf);
+
+impl Prefix {
+    /// From the path of the running program, links resolved.
+    pub(crate) fn find() -> Result<Self, Failure> {
+        let program = std::env::current_exe().and_then(std::fs::canonicalize);
+        let prefix = program.as_deref().ok().and_then(Path::parent).and_then(Path::parent);
+        prefix.map(|prefix| Self(prefix.to_owned())).ok_or_else(|| {
+            Failure::unable(
+                "the path of this program is not known",
+                "start it by its path, with /proc mounted",
+            )
+        })
+    }
+
+    /// The value for `UCX_PLUGIN_PATH`.
+    pub(crate) fn plugins(&self) -> Result<PathBuf, Failure> {
+        self.there("lib/ucx-gaudi/plugins", "libuct_gaudi.so.0")
+    }
+
+    /// The folder with the software Gaudi's `libhl-thunk.so`.
+    pub(crate) fn soft_gaudi(&self) -> Result<PathBuf, Failure> {
+        self.there("lib/ucx-gaudi/soft/gaudi", "libhl-thunk.so")
+    }
+
+    /// A folder of the installation that must contain this file.
+    fn there(&self, folder: &str, file: &str) -> Result<PathBuf, Failure> {
+        let path = self.0.join(folder);
+        if path.join(file).exists() {
+            return Ok(path);
+        }
+        Err(Failure::unable(
+            format!("{} is not there", path.join(file).display()),
+            "the tool looks for its files beside its own folder: install all of ucx-gaudi under one \
+             prefix, and start it as PREFIX/bin/ucx-gaudi",
+        ))
+    }
+
+    /// The software machine of this installation: all programs started with it share the cards, and those
+    /// of another installation, perhaps of another version, have their own.
+    pub(crate) fn soft_node(&self) -> String {
+        let mut hasher = DefaultHasher::new();
+        self.0.hash(&mut hasher);
+        format!("tool-{:08x}", hasher.finish() as u32)
+    }
+}

@@ -1,0 +1,177 @@
+//! `ucx-gaudi run`: a program with the environment that UCX needs to find the plugin.
+//!
+//! What the user has set stays, except where it would undo what was asked for; the one line on standard
+//! error says everything that was set.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use clap::Args;
+use serde_json::json;
+
+use crate::failure::{Exit, Failure};
+use crate::output::note;
+use crate::tuning::STAGING;
+use crate::{Context, Soft};
+
+/// Options of `run`.
+#[derive(Debug, Args)]
+pub(crate) struct Options {
+    /// Set also the settings of UCX that suit Gaudi memory between processes; yours stay
+    #[arg(long)]
+    tuned: bool,
+    /// Do not print the line that says what was set
+    #[arg(long, short)]
+    quiet: bool,
+    /// The program and its arguments
+    #[arg(
+        required = true,
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        value_name = "CMD"
+    )]
+    command: Vec<OsString>,
+}
+
+/// A change to the environment of the program.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Change {
+    Set(&'static str, OsString),
+    Remove(&'static str),
+}
+
+/// Replaces this process by the program; returns only if that failed.
+pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure> {
+    let var = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
+    let mut changes = vec![plugin_path(context.prefix.plugins()?, var("UCX_PLUGIN_PATH"))?];
+    if let Some(soft) = context.soft {
+        changes.extend(software_card(context, soft, &var)?);
+    }
+    if options.tuned {
+        let unset = STAGING.iter().filter(|(name, _)| var(name).is_none());
+        changes.extend(unset.map(|(name, value)| Change::Set(name, value.into())));
+    }
+    match (options.quiet, context.json) {
+        (true, _) => {}
+        // The program's own output is on standard output.
+        (false, true) => eprintln!("{}", in_json(&changes)),
+        (false, false) => note(&in_words(&changes)),
+    }
+    let (program, args) = options.command.split_first().expect("clap requires one");
+    let mut command = Command::new(program);
+    command.args(args);
+    for change in &changes {
+        match change {
+            Change::Set(name, value) => command.env(name, value),
+            Change::Remove(name) => command.env_remove(name),
+        };
+    }
+    Err(cannot_run(program, &command.exec()))
+}
+
+fn cannot_run(program: &OsStr, error: &std::io::Error) -> Failure {
+    let shown = Path::new(program).display();
+    let what = format!("cannot run {shown}: {error}");
+    match error.kind() {
+        std::io::ErrorKind::NotFound if is_path(program) && Path::new(program).exists() => {
+            Failure {
+                what: format!(
+                    "cannot run {shown}: the interpreter it names in its first line is not there"
+                ),
+                remedy: String::from(
+                    "correct its first line, or run the interpreter: run -- sh FILE",
+                ),
+                exit: Exit::NotRunnable,
+            }
+        }
+        std::io::ErrorKind::NotFound => Failure {
+            what,
+            remedy: String::from(
+                "write its path (./NAME for this folder), or add its folder to PATH",
+            ),
+            exit: Exit::NotFound,
+        },
+        std::io::ErrorKind::PermissionDenied => Failure {
+            what,
+            remedy: String::from("is it a program? `chmod +x` makes a file of yours one"),
+            exit: Exit::NotRunnable,
+        },
+        _ => Failure { what, remedy: String::new(), exit: Exit::NotRunnable },
+    }
+}
+
+/// Whether it is a path, and not a name to be searched in `PATH`.
+fn is_path(program: &OsStr) -> bool {
+    program.as_encoded_bytes().contains(&b'/')
+}
+
+/// Ours first: UCX takes the first file of a name.
+fn plugin_path(ours: PathBuf, theirs: Option<OsString>) -> Result<Change, Failure> {
+    Ok(Change::Set("UCX_PLUGIN_PATH", prepend(ours, theirs)?))
+}
+
+fn software_card(
+    context: &Context,
+    soft: Soft,
+    var: &dyn Fn(&str) -> Option<OsString>,
+) -> Result<Vec<Change>, Failure> {
+    let libraries = prepend(context.prefix.soft_gaudi()?, var("LD_LIBRARY_PATH"))?;
+    let mut changes = vec![Change::Set("LD_LIBRARY_PATH", libraries)];
+    // It would win over the loader path.
+    if var("HL_THUNK_LIBRARY").is_some() {
+        changes.push(Change::Remove("HL_THUNK_LIBRARY"));
+    }
+    if var("SOFT_GAUDI_NODE").is_none() {
+        changes.push(Change::Set("SOFT_GAUDI_NODE", context.prefix.soft_node().into()));
+    }
+    if let Some(cards) = soft.cards {
+        changes.push(Change::Set("SOFT_GAUDI_DEVICES", cards.to_string().into()));
+    }
+    Ok(changes)
+}
+
+/// A list of folders that begins with this one; it is in there once.
+fn prepend(folder: PathBuf, list: Option<OsString>) -> Result<OsString, Failure> {
+    let others = list.iter().flat_map(std::env::split_paths).filter(|other| *other != folder);
+    // An empty entry means the working directory to the loader: not what anybody wants.
+    let others = others.filter(|other| !other.as_os_str().is_empty());
+    std::env::join_paths(std::iter::once(folder.clone()).chain(others)).map_err(|_| {
+        Failure::unable(
+            format!("{} contains a colon, which separates folders in such lists", folder.display()),
+            "install ucx-gaudi under a path without colons",
+        )
+    })
+}
+
+fn in_words(changes: &[Change]) -> String {
+    let words = changes.iter().map(|change| match change {
+        Change::Set(name, value) => format!("{name}={}", value.display()),
+        Change::Remove(name) => format!("{name} unset"),
+    });
+    words.collect::<Vec<_>>().join(" ")
+}
+
+fn in_json(changes: &[Change]) -> String {
+    let value = |change: &Change| match change {
+        Change::Set(name, value) => ((*name).to_owned(), json!(value.to_string_lossy())),
+        Change::Remove(name) => ((*name).to_owned(), serde_json::Value::Null),
+    };
+    serde_json::Value::Object(changes.iter().map(value).collect()).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn our_folder_comes_first_and_once_and_no_entry_is_empty() {
+        let list = |text: &str| prepend("/ours".into(), Some(text.into())).expect("a list");
+        assert_eq!(list("/a:/ours:/b"), "/ours:/a:/b");
+        assert_eq!(list("/a::"), "/ours:/a");
+        assert_eq!(prepend("/ours".into(), None).expect("a list"), "/ours");
+        let refused = prepend("/o:urs".into(), None).expect_err("a colon");
+        assert!(refused.what.contains("/o:urs"), "{refused}");
+    }
+}

@@ -1,0 +1,146 @@
+//! `ucx-gaudi topo`: a matrix of distances between Gaudis and HCAs, and their NUMA nodes, in the form that
+//! `nvidia-smi topo -m` made known.
+
+use gaudi::topology::{Distance, PciLocation};
+use gaudi::{ScaleOut, Sysfs, runtime};
+use serde::Serialize;
+
+use crate::Context;
+use crate::failure::{Exit, Failure};
+use crate::info::Nic;
+use crate::output::{print_json, print_table, table};
+
+const LEGEND: &[(&str, &str)] = &[
+    ("X", "the device itself"),
+    ("PIX", "one PCI switch between them"),
+    ("PXB", "several PCI switches, not the host bridge"),
+    ("PHB", "the host bridge"),
+    ("NODE", "several host bridges of one NUMA node"),
+    ("SYS", "the link between processors"),
+    ("?", "the machine does not say (software cards are none of its devices)"),
+];
+
+/// A row and a column of the matrix.
+struct Place {
+    name: String,
+    location: Option<PciLocation>,
+}
+
+#[derive(Debug, Serialize)]
+struct Report {
+    devices: Vec<Device>,
+    /// `matrix[row][column]`, in the order of `devices`.
+    matrix: Vec<Vec<&'static str>>,
+    nics: Vec<Nic>,
+    nearest: Vec<Nearest>,
+}
+
+#[derive(Debug, Serialize)]
+struct Device {
+    name: String,
+    bus_id: Option<String>,
+    numa_node: Option<u32>,
+    cpus: Option<String>,
+}
+
+/// The active HCAs nearest to a card.
+#[derive(Debug, Serialize)]
+struct Nearest {
+    card: String,
+    nics: Vec<String>,
+}
+
+/// Shows the matrix.
+pub(crate) fn run(context: &Context) -> Result<Exit, Failure> {
+    let cards = runtime().discover()?;
+    let all = ScaleOut::read(&Sysfs::default(), &cards);
+    let card = |view: &gaudi::scale_out::CardView| Place {
+        name: format!("Gaudi{}", view.card.index),
+        // A software card's address may be that of another device.
+        location: view.location.clone().filter(|place| place.is_gaudi() && !view.card.is_software),
+    };
+    let nic = |nic: &gaudi::scale_out::Nic| Place {
+        name: nic.name.clone(),
+        location: nic.location.clone(),
+    };
+    let places: Vec<Place> =
+        all.cards().iter().map(card).chain(all.nics().iter().map(nic)).collect();
+    let report = report(&all, &places);
+    if context.json {
+        print_json(&report);
+    } else {
+        print(&report);
+    }
+    Ok(Exit::Fine)
+}
+
+fn report(all: &ScaleOut, places: &[Place]) -> Report {
+    let device = |place: &Place| Device {
+        name: place.name.clone(),
+        bus_id: place.location.as_ref().map(|location| location.bus_id().to_owned()),
+        numa_node: place.location.as_ref().and_then(|location| location.numa_node),
+        cpus: place.location.as_ref().and_then(|location| location.local_cpus.clone()),
+    };
+    let row = |at: usize| (0..places.len()).map(|other| relation(places, at, other)).collect();
+    let nearest = |view: &gaudi::scale_out::CardView| Nearest {
+        card: format!("Gaudi{}", view.card.index),
+        nics: match view.location.is_some() && !view.card.is_software {
+            true => all.nearest(&view.card.bus_id).iter().map(|nic| nic.name.clone()).collect(),
+            false => Vec::new(),
+        },
+    };
+    Report {
+        devices: places.iter().map(device).collect(),
+        matrix: (0..places.len()).map(row).collect(),
+        nics: all.nics().iter().map(Nic::from).collect(),
+        nearest: all.cards().iter().map(nearest).collect(),
+    }
+}
+
+fn relation(places: &[Place], one: usize, other: usize) -> &'static str {
+    if one == other {
+        return "X";
+    }
+    match (&places[one].location, &places[other].location) {
+        (Some(one), Some(other)) => short(Distance::between(one, other)),
+        _ => "?",
+    }
+}
+
+/// `nvidia-smi`'s word for a distance.
+fn short(distance: Distance) -> &'static str {
+    match distance {
+        Distance::SameDevice | Distance::SameSwitch { links: ..=4 } => "PIX",
+        Distance::SameSwitch { .. } => "PXB",
+        Distance::SameRootComplex => "PHB",
+        Distance::SameNumaNode => "NODE",
+        Distance::OtherNumaNode => "SYS",
+        Distance::Unknown => "?",
+    }
+}
+
+fn print(report: &Report) {
+    let mut header = vec![""];
+    header.extend(report.devices.iter().map(|device| &*device.name));
+    header.extend(["NUMA", "CPUs"]);
+    let mut matrix = table(&header);
+    for (device, row) in report.devices.iter().zip(&report.matrix) {
+        let mut cells = vec![device.name.clone()];
+        cells.extend(row.iter().map(|&cell| cell.to_owned()));
+        cells.push(device.numa_node.map_or_else(|| String::from("-"), |node| node.to_string()));
+        cells.push(device.cpus.clone().unwrap_or_else(|| String::from("-")));
+        matrix.add_row(cells);
+    }
+    print_table(&matrix);
+    println!();
+    if report.nics.is_empty() {
+        println!("no RDMA devices in this machine");
+    }
+    for nearest in report.nearest.iter().filter(|nearest| !nearest.nics.is_empty()) {
+        println!("nearest active to {}: {}", nearest.card, nearest.nics.join(", "));
+    }
+    let used = |word: &str| report.matrix.iter().flatten().any(|cell| *cell == word);
+    for (word, meaning) in LEGEND.iter().filter(|(word, _)| used(word)) {
+        println!("  {word:<4}  {meaning}");
+    }
+}

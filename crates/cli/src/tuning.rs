@@ -1,0 +1,10 @@
+//! Settings of UCX that suit Gaudi memory: what `ucx-gaudi run --tuned` sets. `cargo xtask` includes
+//! this file, so that its `env` and benches set the same.
+
+/// For Gaudi memory that is staged through host memory between processes: put and get are pipelined
+/// instead of emulated, and streams use larger segments (`docs/performance.md`).
+pub(crate) const STAGING: &[(&str, &str)] = &[
+    ("UCX_RMA_PPLN_ENABLE", "y"),
+    ("UCX_SYSV_SEG_SIZE", "32832"),
+    ("UCX_POSIX_SEG_SIZE", "32832"),
+];

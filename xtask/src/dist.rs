@@ -37,14 +37,25 @@ struct Artifacts {
     soft_gaudi: PathBuf,
     soft_rdma: PathBuf,
     ucp_check: PathBuf,
+    tool: PathBuf,
 }
+
+/// Where shells look for completions below a prefix, and the name each wants.
+const COMPLETIONS: [(&str, &str); 3] = [
+    ("bash", "share/bash-completion/completions/ucx-gaudi"),
+    ("zsh", "share/zsh/site-functions/_ucx-gaudi"),
+    ("fish", "share/fish/vendor_completions.d/ucx-gaudi.fish"),
+];
 
 /// Builds, then puts a whole new `target/dist` in the place of the old one.
 pub(crate) fn build(repo: &Repo, profile: Profile) -> Result<()> {
     let artifacts = compile(repo, profile)?;
     let dist = repo.layout().dist();
     let work = Work::start(format!("laying out {}", repo.shown(&dist)));
-    replace_folder(&dist, |staging| lay_out(staging, &artifacts))?;
+    replace_folder(&dist, |staging| {
+        lay_out(staging, &artifacts)?;
+        write_documents(staging, &artifacts.tool)
+    })?;
     work.done("");
     Ok(())
 }
@@ -57,7 +68,7 @@ pub(crate) fn build_if_missing(repo: &Repo) -> Result<()> {
 fn compile(repo: &Repo, profile: Profile) -> Result<Artifacts> {
     let mut cargo = repo.cargo();
     cargo.args(["build", "--message-format=json-render-diagnostics"]);
-    cargo.args(["--package=uct-gaudi", "--package=ucp-check"]);
+    cargo.args(["--package=uct-gaudi", "--package=ucp-check", "--package=cli"]);
     cargo.args(["--package=soft-gaudi", "--package=soft-rdma"]);
     if profile == Profile::Release {
         cargo.arg("--release");
@@ -72,6 +83,7 @@ fn compile(repo: &Repo, profile: Profile) -> Result<Artifacts> {
         soft_gaudi: artifact(&messages, "soft_gaudi", ".so")?,
         soft_rdma: link_soft_rdma(repo, &artifact(&messages, "soft_rdma", ".a")?)?,
         ucp_check: artifact(&messages, "ucp-check", "")?,
+        tool: artifact(&messages, "ucx-gaudi", "")?,
     })
 }
 
@@ -140,7 +152,29 @@ fn lay_out(dist: &Path, artifacts: &Artifacts) -> Result<()> {
     copy(&artifacts.soft_gaudi, &place(layout.soft_gaudi())?.join("libhl-thunk.so"))?;
     let rdma = layout.soft_gaudi().with_file_name("rdma");
     copy(&artifacts.soft_rdma, &place(rdma)?.join("libibverbs.so.1"))?;
-    copy(&artifacts.ucp_check, &place(layout.bin())?.join("ucp-check"))
+    copy(&artifacts.ucp_check, &place(layout.bin())?.join("ucp-check"))?;
+    copy(&artifacts.tool, &place(layout.bin())?.join("ucx-gaudi"))
+}
+
+/// The tool writes its own manual pages and completions: they are of its version.
+fn write_documents(dist: &Path, tool: &Path) -> Result<()> {
+    let run = |command: &mut Command| -> Result<Vec<u8>> {
+        let output = command.stderr(Stdio::inherit()).output().context("cannot run ucx-gaudi")?;
+        if !output.status.success() {
+            bail!("{command:?} failed ({})", output.status);
+        }
+        Ok(output.stdout)
+    };
+    run(Command::new(tool).arg("man").arg(dist.join("share/man/man1")))?;
+    for (shell, path) in COMPLETIONS {
+        let script = run(Command::new(tool).args(["completions", shell]))?;
+        let path = dist.join(path);
+        let folder = path.parent().context("no parent")?;
+        fs::create_dir_all(folder)
+            .and_then(|()| fs::write(&path, script))
+            .with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    Ok(())
 }
 
 fn copy(from: &Path, to: &Path) -> Result<()> {
@@ -197,6 +231,7 @@ mod tests {
             soft_gaudi: file("soft"),
             soft_rdma: file("rdma"),
             ucp_check: file("ucp-check"),
+            tool: file("ucx-gaudi"),
         }
     }
 
@@ -224,6 +259,7 @@ mod tests {
         assert!(dist.join("lib/ucx-gaudi/soft/gaudi/libhl-thunk.so").exists());
         assert!(dist.join("lib/ucx-gaudi/soft/rdma/libibverbs.so.1").exists());
         assert!(dist.join("bin/ucp-check").exists());
+        assert!(dist.join("bin/ucx-gaudi").exists());
         assert!(dist.join("include/ucx_gaudi.h").exists());
         let _ = fs::remove_dir_all(root);
     }

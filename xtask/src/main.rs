@@ -14,6 +14,9 @@ mod sets;
 mod setup;
 mod shell;
 mod skipped;
+// The tool's, so that both set the same.
+#[path = "../../crates/cli/src/tuning.rs"]
+mod tuning;
 mod units;
 
 use std::path::PathBuf;

@@ -9,14 +9,7 @@ use e2e::{Layout, Ucx};
 use crate::dist;
 use crate::repo::Repo;
 use crate::setup;
-
-/// Settings of UCX for Gaudi memory that is staged through host memory between processes: put and get
-/// are pipelined instead of emulated, and streams use larger segments (`docs/performance.md`).
-pub(crate) const STAGING: &[(&str, &str)] = &[
-    ("UCX_RMA_PPLN_ENABLE", "y"),
-    ("UCX_SYSV_SEG_SIZE", "32832"),
-    ("UCX_POSIX_SEG_SIZE", "32832"),
-];
+use crate::tuning::STAGING;
 
 /// Prints exports, and nothing else, on standard output; if there can be none, a command that fails.
 /// What is missing is fetched and built first.

@@ -21,7 +21,7 @@ use super::quiet::Watch;
 use super::record::{Record, median};
 use crate::progress::Work;
 use crate::repo::Repo;
-use crate::shell::STAGING;
+use crate::tuning::STAGING;
 use crate::units;
 
 const OPS: [&str; 5] = ["tag", "stream", "am", "put", "get"];

@@ -15,7 +15,7 @@ use super::figures::{self, Effort};
 use super::record::Record;
 use crate::progress::Work;
 use crate::repo::Repo;
-use crate::shell::STAGING;
+use crate::tuning::STAGING;
 
 /// Sizes in MiB whose bandwidth is held against the floors.
 const SIZES: [usize; 3] = [1, 4, 16];

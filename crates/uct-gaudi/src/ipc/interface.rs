@@ -1,7 +1,7 @@
 //! The transport: copies between local memory and Gaudi memory of other processes.
 
 use std::os::fd::BorrowedFd;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use gaudi::share::{Identity, Opened};
 use gaudi::{Device, Segment, Side};
@@ -36,6 +36,12 @@ pub(crate) struct IpcInterface {
     copies: Copies<InFlight>,
     sleeper: Sleeper,
     failure_level: Level,
+    /// Why no peer is reachable, as first found out.
+    ///
+    /// An answer that changed when the first card is opened would change the lanes of an endpoint that
+    /// is being connected, and UCX 1.23 crashes on the keys that it unpacked before (the new remote-key
+    /// configuration has no distances of lanes: `ucp_rkey_update_config`).
+    no_import: OnceLock<Option<String>>,
 }
 
 /// What to copy, with which card.
@@ -240,6 +246,7 @@ impl Interface for IpcInterface {
             copies: Copies::new(OnFailure::Report),
             sleeper: Sleeper::new(request.ucx, NAME),
             failure_level: request.failure_level,
+            no_import: OnceLock::new(),
         })
     }
 
@@ -299,8 +306,8 @@ impl Interface for IpcInterface {
                 return Err(String::from("same process"));
             }
             identity.check_reachable().map_err(|error| error.to_string())?;
-            match why_no_import() {
-                Some(reason) => Err(reason),
+            match self.no_import.get_or_init(why_no_import) {
+                Some(reason) => Err(reason.clone()),
                 None => Ok(()),
             }
         };

@@ -9,6 +9,7 @@
 //! | `SOFT_RDMA_SECRET` | file with the secret that all nodes share (default: `secret` in the folder, made at first use) |
 //! | `SOFT_RDMA_INLINE` | longest payload, in bytes, that travels inside a request between processes of one node (default 1024); longer ones are copied once, from region to region |
 //! | `SOFT_RDMA_MODEL` | a modelled link: `bandwidth=MB/S,latency=US` of every port |
+//! | `SOFT_RDMA_RATE` | Gb/s that a port says it has: 100 (default), 200 or 400. UCX chooses protocols by it; nothing is slower or faster for it |
 //! | `SOFT_RDMA_STATS` | file to which each process appends its counters when it ends |
 //! | `SOFT_RDMA_LOG` | `off`, `info` (default: one line at the first open) or `debug` |
 
@@ -38,6 +39,8 @@ pub(crate) struct Config {
     pub(crate) secret: Option<PathBuf>,
     pub(crate) inline_limit: u32,
     pub(crate) model: Option<Figures>,
+    /// As `active_speed` has it, of four lanes: EDR, HDR or NDR.
+    pub(crate) active_speed: u8,
     pub(crate) stats: Option<PathBuf>,
     pub(crate) log: LogLevel,
 }
@@ -77,6 +80,15 @@ impl Config {
                 }
                 figures
             }),
+            active_speed: match get("SOFT_RDMA_RATE").as_deref() {
+                None | Some("100") => 32,
+                Some("200") => 64,
+                Some("400") => 128,
+                Some(text) => {
+                    eprintln!("soft-rdma: SOFT_RDMA_RATE={text} is not 100, 200 or 400, using 100");
+                    32
+                }
+            },
             stats: get("SOFT_RDMA_STATS").map(PathBuf::from),
             log,
         }
@@ -139,5 +151,12 @@ mod tests {
         assert_eq!(config.devices, 1);
         let config = Config::parse(|name| (name == "SOFT_RDMA_DEVICES").then(|| "4".to_owned()));
         assert_eq!(config.devices, 4);
+    }
+
+    #[test]
+    fn a_rate_is_one_that_ports_have() {
+        let speed = |rate: &str| Config::parse(|_| Some(rate.to_owned())).active_speed;
+        assert_eq!(["100", "200", "400", "300"].map(speed), [32, 64, 128, 32]);
+        assert_eq!(Config::parse(|_| None).active_speed, 32);
     }
 }

@@ -273,9 +273,9 @@ fn port_attributes(port: Port) -> ibv_port_attr {
         sm_sl: 0,
         subnet_timeout: 18,
         init_type_reply: 0,
-        // 4X, EDR: 100 Gb/s.
+        // 4X
         active_width: 2,
-        active_speed: 32,
+        active_speed: crate::config::get().active_speed,
         phys_state: PHYS_STATE_LINK_UP,
         link_layer: IBV_LINK_LAYER_INFINIBAND,
         flags: 0,

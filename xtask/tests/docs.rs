@@ -118,11 +118,11 @@ fn declared() -> BTreeSet<String> {
     let source = root().join("crates/uct-gaudi/src");
     let mut found = BTreeSet::new();
     for path in files(&source, ".rs") {
-        let component = if path.starts_with(source.join("ipc")) { "IPC" } else { "COPY" };
+        let component = if path.starts_with(source.join("ipc")) { "IPC_" } else { "" };
         for rest in read(&path).split("name: \"").skip(1) {
             let name = rest.split('"').next().unwrap_or_default();
             if !name.is_empty() && name.chars().all(variable_part) {
-                found.insert(format!("UCX_GAUDI_{component}_{name}"));
+                found.insert(format!("UCX_GAUDI_{component}{name}"));
             }
         }
     }

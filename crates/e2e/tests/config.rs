@@ -148,6 +148,14 @@ const EFFECTS: &[Effect] = &[
         ..PLAIN
     },
     Effect {
+        variable: "UCX_GAUDI_TRACE",
+        value: "/dev/null",
+        check: "where",
+        shows: "driver calls are recorded in /dev/null",
+        with: &[("UCX_LOG_LEVEL", "info")],
+        ..PLAIN
+    },
+    Effect {
         variable: "UCX_GAUDI_CPY_ALLOC",
         value: "heap",
         check: "transport",

@@ -57,7 +57,7 @@ pub use copy::{Segment, Side, SubmitError, Transfer, USER_SPACE_END};
 pub use device::{Device, DeviceId, MemoryInfo};
 pub use discovery::{DeviceInfo, PortMasks};
 pub use error::{Error, ErrorKind};
-pub use hl_thunk::{DeviceAddr, Direction, ExportCall, Generation, PAGE_SIZE};
+pub use hl_thunk::{DeviceAddr, Direction, ExportCall, Generation, PAGE_SIZE, trace};
 pub use import::Import;
 pub use lent::Unmapping;
 pub use mapping_table::{MappedCard, MappingTable};

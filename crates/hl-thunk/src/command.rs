@@ -1,13 +1,19 @@
 //! Command buffers, their submission, and waiting for the device to have carried them out.
 
+use std::fmt::Write as _;
 use std::ptr::NonNull;
+use std::time::Instant;
 
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use crate::error::check;
+use crate::packet::LIN_DMA_LEN;
 use crate::pages::keep_from_children;
 use crate::sys::{self, CsChunk, CsIn, CsOut};
-use crate::{Device, Error, HostMapping, HostPages};
+use crate::{Device, Error, HostMapping, HostPages, trace};
+
+/// How many packets of a submission a trace has.
+const RECORDED_PACKETS: usize = 4;
 
 /// Memory for packets, in the form the device's generation wants it: on a Gaudi a buffer of the
 /// kernel's, on later ones host memory of ours that is mapped for the device.
@@ -59,12 +65,17 @@ impl CommandBuffer {
     pub unsafe fn write(&self, offset: usize, packets: &[u8]) {
         let end = offset.checked_add(packets.len());
         assert!(end.is_some_and(|end| end <= self.len()), "packets beyond the command buffer");
-        let start = match &self.memory {
+        // SAFETY: inside the buffer by the check above; exclusive by the caller's promise.
+        unsafe {
+            self.start().add(offset).copy_from_nonoverlapping(packets.as_ptr(), packets.len());
+        }
+    }
+
+    fn start(&self) -> *mut u8 {
+        match &self.memory {
             Memory::Kernel(buffer) => buffer.start.as_ptr(),
             Memory::Mapped { pages, .. } => pages.as_ptr(),
-        };
-        // SAFETY: inside the buffer by the check above; exclusive by the caller's promise.
-        unsafe { start.add(offset).copy_from_nonoverlapping(packets.as_ptr(), packets.len()) };
+        }
     }
 }
 
@@ -85,10 +96,9 @@ unsafe impl Sync for KernelBuffer {}
 impl KernelBuffer {
     fn new(device: &Device, size: u32) -> Result<Self, Error> {
         let mut handle = 0;
-        let request = device.library().symbols.hlthunk_request_command_buffer;
         // SAFETY: the fd is open and the handle is a place to write to.
         check("hlthunk_request_command_buffer", || unsafe {
-            request(device.raw_fd(), size, &mut handle)
+            device.symbols().hlthunk_request_command_buffer(device.raw_fd(), size, &mut handle)
         })?;
         let len = (size as usize).max(1).next_multiple_of(crate::PAGE_SIZE as usize);
         // SAFETY: a new mapping at an address of the kernel's choice; the handle is the offset.
@@ -129,10 +139,10 @@ impl Drop for KernelBuffer {
 }
 
 fn destroy(device: &Device, handle: u64) {
-    let destroy = device.library().symbols.hlthunk_destroy_command_buffer;
     // SAFETY: plain numbers on an open fd; the handle is ours.
-    let destroyed =
-        check("hlthunk_destroy_command_buffer", || unsafe { destroy(device.raw_fd(), handle) });
+    let destroyed = check("hlthunk_destroy_command_buffer", || unsafe {
+        device.symbols().hlthunk_destroy_command_buffer(device.raw_fd(), handle)
+    });
     if let Err(error) = destroyed {
         device.library().record_drop_error(error);
     }
@@ -172,6 +182,27 @@ impl Chunk<'_> {
             cs_chunk_flags,
             ..CsChunk::default()
         })
+    }
+}
+
+impl Chunk<'_> {
+    /// Records what is about to be submitted, which the arguments of the call only point to.
+    fn record_packets(&self, began: Instant) {
+        let len = self.len.min(RECORDED_PACKETS * LIN_DMA_LEN);
+        trace::record(began, "packets", true, 0, |arguments| {
+            for (name, number) in [("queue", u64::from(self.queue)), ("size", self.len as u64)] {
+                trace::write_number(arguments.key(name), number);
+            }
+            let line = arguments.key("bytes");
+            line.push('"');
+            // SAFETY: inside the buffer, as `to_raw` has checked; nobody writes it now.
+            let bytes =
+                unsafe { std::slice::from_raw_parts(self.buffer.start().add(self.offset), len) };
+            for byte in bytes {
+                let _ = write!(line, "{byte:02x}");
+            }
+            line.push('"');
+        });
     }
 }
 
@@ -216,13 +247,15 @@ impl Device {
             flags: 0,
         };
         let mut out = CsOut::default();
-        let submit = self.library().symbols.hlthunk_command_submission;
+        if let Some(began) = trace::begin() {
+            chunks.iter().for_each(|chunk| chunk.record_packets(began));
+        }
         // The packets must be in memory before they are submitted.
         std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
         // SAFETY: both structures and the chunk array live across the call; what the packets do is
         // the caller's promise.
         check("hlthunk_command_submission", || unsafe {
-            submit(self.raw_fd(), &mut cs_in, &mut out)
+            self.symbols().hlthunk_command_submission(self.raw_fd(), &mut cs_in, &mut out)
         })?;
         Ok(out.seq)
     }
@@ -233,10 +266,14 @@ impl Device {
     pub fn wait(&self, sequence: u64, timeout_us: u32) -> Result<WaitStatus, Error> {
         let call = "hlthunk_wait_for_cs";
         let mut status = sys::WAIT_BUSY;
-        let wait = self.library().symbols.hlthunk_wait_for_cs;
         // SAFETY: the fd is open and the status is a place to write to.
         check(call, || unsafe {
-            wait(self.raw_fd(), sequence, u64::from(timeout_us), &mut status)
+            self.symbols().hlthunk_wait_for_cs(
+                self.raw_fd(),
+                sequence,
+                timeout_us.into(),
+                &mut status,
+            )
         })?;
         match status {
             sys::WAIT_COMPLETED => Ok(WaitStatus::Completed),

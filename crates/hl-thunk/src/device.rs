@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::sync::Arc;
 
 use crate::error::check;
+use crate::symbols::Symbols;
 use crate::sys::{self, HwIpInfo};
 use crate::{Error, Generation, Library, ProcessInstance};
 
@@ -45,9 +46,10 @@ impl Node {
     fn hw_info(&self) -> Result<HwIpInfo, Error> {
         // SAFETY: the structure is plain numbers; all zeroes is a value of it.
         let mut info: HwIpInfo = unsafe { std::mem::zeroed() };
-        let call = self.library.symbols.hlthunk_get_hw_ip_info;
         // SAFETY: the fd is open and the structure has the size of all known library versions.
-        check("hlthunk_get_hw_ip_info", || unsafe { call(self.fd().as_raw_fd(), &mut info) })?;
+        check("hlthunk_get_hw_ip_info", || unsafe {
+            self.library.symbols.hlthunk_get_hw_ip_info(self.fd().as_raw_fd(), &mut info)
+        })?;
         Ok(info)
     }
 
@@ -64,9 +66,10 @@ impl Drop for Node {
             let _ = fd.into_raw_fd();
             return;
         }
-        let close = self.library.symbols.hlthunk_close;
+        let symbols = &self.library.symbols;
         // SAFETY: ours, and given up here.
-        if let Err(error) = check("hlthunk_close", || unsafe { close(fd.into_raw_fd()) }) {
+        let closed = check("hlthunk_close", || unsafe { symbols.hlthunk_close(fd.into_raw_fd()) });
+        if let Err(error) = closed {
             self.library.record_drop_error(error);
         }
     }
@@ -77,10 +80,12 @@ impl Library {
     pub fn bus_id_of(&self, fd: BorrowedFd<'_>) -> Result<String, Error> {
         let name = "hlthunk_get_pci_bus_id_from_fd";
         let mut text = [0 as c_char; 16];
-        let call = self.symbols.hlthunk_get_pci_bus_id_from_fd;
         // SAFETY: the fd is open; the buffer's length is passed with it, and its last byte is
         // kept zero whatever the library writes.
-        check(name, || unsafe { call(fd.as_raw_fd(), text.as_mut_ptr(), text.len() as i32 - 1) })?;
+        check(name, || unsafe {
+            let (fd, len) = (fd.as_raw_fd(), text.len() as i32 - 1);
+            self.symbols.hlthunk_get_pci_bus_id_from_fd(fd, text.as_mut_ptr(), len)
+        })?;
         // SAFETY: at least the last byte is zero.
         let text = unsafe { CStr::from_ptr(text.as_ptr()) };
         Ok(text.to_string_lossy().trim().to_owned())
@@ -96,10 +101,9 @@ pub struct ControlDevice {
 impl ControlDevice {
     /// Opens the control node with this index.
     pub fn open(library: &Arc<Library>, index: u32) -> Result<Self, Error> {
-        let open = library.symbols.hlthunk_open_control;
         // SAFETY: a number and no string.
         let node = Node::new(library, "hlthunk_open_control", || unsafe {
-            open(index as i32, std::ptr::null())
+            library.symbols.hlthunk_open_control(index as i32, std::ptr::null())
         })?;
         Ok(Self { node })
     }
@@ -145,10 +149,10 @@ impl Device {
     pub fn open(library: &Arc<Library>, bus_id: &str) -> Result<Self, Error> {
         let name = "hlthunk_open";
         let bus_id = CString::new(bus_id).map_err(|_| Error::new(name, libc::EINVAL))?;
-        let open = library.symbols.hlthunk_open;
         // SAFETY: the string is terminated and outlives the call.
-        let node =
-            Node::new(library, name, || unsafe { open(sys::DEVICE_DONT_CARE, bus_id.as_ptr()) })?;
+        let node = Node::new(library, name, || unsafe {
+            library.symbols.hlthunk_open(sys::DEVICE_DONT_CARE, bus_id.as_ptr())
+        })?;
         let hw = node.hw_info()?;
         let generation =
             Generation::from_pci_id(hw.device_id).ok_or(Error::new(name, libc::ENODEV))?;
@@ -161,10 +165,11 @@ impl Device {
     pub fn from_opened(library: &Arc<Library>, fd: OwnedFd) -> Result<Self, Error> {
         let node = Node::from_fd(library, fd);
         let name = "hlthunk_memory_unmap";
-        let unmap = library.symbols.hlthunk_memory_unmap;
         // A control node answers questions as well; only a compute node knows what memory is.
         // SAFETY: no mapping starts at 0, so nothing is unmapped.
-        let asked = check(name, || unsafe { unmap(node.fd().as_raw_fd(), 0) });
+        let asked = check(name, || unsafe {
+            library.symbols.hlthunk_memory_unmap(node.fd().as_raw_fd(), 0)
+        });
         if let Err(error) = asked
             && error.errno != libc::EINVAL
         {
@@ -179,6 +184,11 @@ impl Device {
     /// The library it was opened with.
     pub fn library(&self) -> &Arc<Library> {
         &self.inner.node.library
+    }
+
+    /// The functions to call on it.
+    pub(crate) fn symbols(&self) -> &Symbols {
+        &self.library().symbols
     }
 
     /// Its generation.

@@ -112,30 +112,27 @@ fn export_mapped(
     len: u64,
     call: ExportCall,
 ) -> Result<i32, Error> {
-    let symbols = &device.library().symbols;
-    match (call, symbols.hlthunk_device_mapped_memory_export_dmabuf_fd) {
-        (ExportCall::Mapped, Some(export)) => {
-            // SAFETY: plain numbers on an open fd.
-            check("hlthunk_device_mapped_memory_export_dmabuf_fd", || unsafe {
-                export(device.raw_fd(), mapping.0, len, offset, sys::DMABUF_FLAGS)
-            })
-        }
-        (ExportCall::Mapped, None) => {
-            let call = "hlthunk_device_mapped_memory_export_dmabuf_fd";
-            Err(Error::new(call, libc::ENOSYS))
-        }
-        (ExportCall::Whole, _) if offset != 0 => {
+    match call {
+        // SAFETY: plain numbers on an open fd.
+        ExportCall::Mapped => check("hlthunk_device_mapped_memory_export_dmabuf_fd", || unsafe {
+            let (fd, flags) = (device.raw_fd(), sys::DMABUF_FLAGS);
+            let symbols = device.symbols();
+            symbols
+                .hlthunk_device_mapped_memory_export_dmabuf_fd(fd, mapping.0, len, offset, flags)
+                .unwrap_or(-libc::ENOSYS)
+        }),
+        ExportCall::Whole if offset != 0 => {
             Err(Error::new("hlthunk_device_memory_export_dmabuf_fd", libc::EINVAL))
         }
-        (ExportCall::Whole, _) => export_from(device, mapping, len),
+        ExportCall::Whole => export_from(device, mapping, len),
     }
 }
 
 fn export_from(device: &Device, addr: DeviceAddr, len: u64) -> Result<i32, Error> {
-    let export = device.library().symbols.hlthunk_device_memory_export_dmabuf_fd;
     // SAFETY: plain numbers on an open fd. The library ignores the flags.
     check("hlthunk_device_memory_export_dmabuf_fd", || unsafe {
-        export(device.raw_fd(), addr.0, len, sys::DMABUF_FLAGS)
+        let (fd, flags) = (device.raw_fd(), sys::DMABUF_FLAGS);
+        device.symbols().hlthunk_device_memory_export_dmabuf_fd(fd, addr.0, len, flags)
     })
 }
 
@@ -188,13 +185,9 @@ fn import(device: &Device, dmabuf: i32, length: u64) -> Result<u64, Error> {
         op: sys::MEM_OP_REG_DMABUF_FD,
         ..MemArgs::default()
     };
-    let fd = device.raw_fd();
-    let args_ptr: *mut MemArgs = &mut args;
-    check(ImportedMapping::CALL, || match device.library().symbols.ioctl {
-        // SAFETY: the structure is the one this request takes and lives on this stack frame.
-        Some(ioctl) => unsafe { ioctl(fd, sys::IOCTL_MEMORY, args_ptr) },
-        // SAFETY: as above.
-        None => unsafe { libc::ioctl(fd, sys::IOCTL_MEMORY as _, args_ptr) },
+    // SAFETY: the structure is the one this request takes and lives on this stack frame.
+    check(ImportedMapping::CALL, || unsafe {
+        device.symbols().memory_ioctl(device.raw_fd(), &mut args)
     })?;
     Ok(args.fd_or_device_va)
 }

@@ -32,11 +32,15 @@ impl HwBlock {
     /// list. `EOPNOTSUPP`: the library has no such call.
     pub fn map(device: &Device, address: DeviceAddr) -> Result<Self, Error> {
         let name = "hlthunk_get_hw_block";
-        let get = device.library().symbols.hlthunk_get_hw_block;
-        let get = get.ok_or(Error::new(name, libc::EOPNOTSUPP))?;
+        let symbols = device.symbols();
+        symbols.hlthunk_get_hw_block.ok_or(Error::new(name, libc::EOPNOTSUPP))?;
         let (mut size, mut handle) = (0, 0);
         // SAFETY: the fd is open, and both results have a place to go to.
-        check(name, || unsafe { get(device.raw_fd(), address.0, &mut size, &mut handle) })?;
+        check(name, || unsafe {
+            let asked =
+                symbols.hlthunk_get_hw_block(device.raw_fd(), address.0, &mut size, &mut handle);
+            asked.unwrap_or(-libc::EOPNOTSUPP)
+        })?;
         let mapping = Mapping::new(device, size as usize, handle)?;
         Ok(Self { mapping, address, device: device.clone() })
     }

@@ -16,6 +16,7 @@
 
 pub mod packet;
 pub mod sys;
+pub mod trace;
 
 mod addr;
 mod command;
@@ -28,6 +29,7 @@ mod library;
 mod memory;
 mod pages;
 mod process;
+mod symbols;
 
 pub use addr::DeviceAddr;
 pub use command::{Chunk, CommandBuffer, WaitStatus};

@@ -3,7 +3,7 @@
 //! Nothing is loaded before [`Library::load`] is called. A library once loaded is never unloaded:
 //! it may have started threads or registered handlers of its own.
 
-use std::ffi::{CStr, c_char, c_int, c_ulong, c_void};
+use std::ffi::{c_int, c_void};
 use std::mem::ManuallyDrop;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -13,8 +13,8 @@ use libloading::os::unix::{Library as Handle, RTLD_LOCAL, RTLD_NOW};
 const RTLD_NOLOAD: c_int = libc::RTLD_NOLOAD;
 
 use crate::error::check;
-use crate::sys::{CsIn, CsOut, DeviceName, HwIpInfo};
-use crate::{Error, LoadError};
+use crate::symbols::{Symbols, reason};
+use crate::{Error, LoadError, trace};
 
 /// Names the library to load, and no other, when set. Ignored in setuid programs: their user must not
 /// choose the code that runs with their rights.
@@ -28,68 +28,6 @@ const SOFTWARE: &str = "soft-gaudi";
 /// Failures in `drop` that are kept for whoever asks; more are only counted.
 const KEPT_DROP_ERRORS: usize = 16;
 
-macro_rules! symbols {
-    (
-        required { $($name:ident: $type:ty;)* }
-        optional { $($optional:ident: $optional_type:ty;)* }
-    ) => {
-        /// The functions of the library, each with its C signature.
-        pub(crate) struct Symbols {
-            $(pub(crate) $name: $type,)*
-            $(pub(crate) $optional: Option<$optional_type>,)*
-        }
-
-        impl Symbols {
-            fn find(handle: &Handle) -> Result<Self, String> {
-                Ok(Self {
-                    $($name: {
-                        // SAFETY: the type is the signature that hlthunk.h gives this function.
-                        let found = unsafe { handle.get::<$type>(stringify!($name)) };
-                        *found.map_err(|error| reason(&error))?
-                    },)*
-                    $($optional: {
-                        // SAFETY: as above.
-                        let found = unsafe { handle.get::<$optional_type>(stringify!($optional)) };
-                        found.ok().map(|symbol| *symbol)
-                    },)*
-                })
-            }
-        }
-    };
-}
-
-symbols! {
-    required {
-        hlthunk_open: unsafe extern "C" fn(DeviceName, *const c_char) -> c_int;
-        hlthunk_open_control: unsafe extern "C" fn(c_int, *const c_char) -> c_int;
-        hlthunk_close: unsafe extern "C" fn(c_int) -> c_int;
-        hlthunk_get_pci_bus_id_from_fd: unsafe extern "C" fn(c_int, *mut c_char, c_int) -> c_int;
-        hlthunk_get_hw_ip_info: unsafe extern "C" fn(c_int, *mut HwIpInfo) -> c_int;
-        hlthunk_device_memory_alloc: unsafe extern "C" fn(c_int, u64, u64, bool, bool) -> u64;
-        hlthunk_device_memory_free: unsafe extern "C" fn(c_int, u64) -> c_int;
-        hlthunk_device_memory_map: unsafe extern "C" fn(c_int, u64, u64) -> u64;
-        hlthunk_host_memory_map: unsafe extern "C" fn(c_int, *mut c_void, u64, u64) -> u64;
-        hlthunk_memory_unmap: unsafe extern "C" fn(c_int, u64) -> c_int;
-        hlthunk_request_command_buffer: unsafe extern "C" fn(c_int, u32, *mut u64) -> c_int;
-        hlthunk_destroy_command_buffer: unsafe extern "C" fn(c_int, u64) -> c_int;
-        hlthunk_command_submission: unsafe extern "C" fn(c_int, *mut CsIn, *mut CsOut) -> c_int;
-        hlthunk_wait_for_cs: unsafe extern "C" fn(c_int, u64, u64, *mut u32) -> c_int;
-        hlthunk_device_memory_export_dmabuf_fd:
-            unsafe extern "C" fn(c_int, u64, u64, u32) -> c_int;
-    }
-    optional {
-        hlthunk_device_mapped_memory_export_dmabuf_fd:
-            unsafe extern "C" fn(c_int, u64, u64, u64, u32) -> c_int;
-        hlthunk_get_device_count: unsafe extern "C" fn(DeviceName) -> c_int;
-        hlthunk_get_hw_block: unsafe extern "C" fn(c_int, u64, *mut u32, *mut u64) -> c_int;
-        hlthunk_get_version: unsafe extern "C" fn() -> *mut c_char;
-        hlthunk_free: unsafe extern "C" fn(*mut c_void);
-        // Not the library's own, but what its calls use: libc's behind the real library, the
-        // software device's behind that one. Operations without a wrapper must go the same way.
-        ioctl: unsafe extern "C" fn(c_int, c_ulong, ...) -> c_int;
-    }
-}
-
 /// The loaded driver library.
 pub struct Library {
     pub(crate) symbols: Symbols,
@@ -102,7 +40,7 @@ pub struct Library {
 }
 
 /// Whether the program has rights that the user who started it lacks (setuid, setgid, capabilities).
-fn is_setuid() -> bool {
+pub(crate) fn is_setuid() -> bool {
     // SAFETY: no requirements; an unknown entry is answered with 0.
     unsafe { libc::getauxval(libc::AT_SECURE) != 0 }
 }
@@ -145,6 +83,7 @@ impl Library {
     }
 
     fn load_one(name: &str) -> Result<Self, String> {
+        let began = trace::begin();
         // SAFETY: nothing is loaded, so no initialiser runs; the reference is given back at once.
         let was_loaded = unsafe { Handle::open(Some(name), RTLD_NOLOAD | RTLD_NOW) }.is_ok();
         // SAFETY: loading runs the initialisers of the driver library the user installed or named.
@@ -152,9 +91,15 @@ impl Library {
         // Whatever was loaded stays loaded, also when it turns out to be the wrong library.
         let handle = ManuallyDrop::new(handle.map_err(|error| reason(&error))?);
         let symbols = Symbols::find(&handle)?;
-        let version = version_of(&symbols);
+        let version = symbols.version();
         let drop_errors = Mutex::default();
         let name = name.to_owned();
+        if let Some(began) = began {
+            trace::record(began, "load", false, 0, |arguments| {
+                trace::write_text(arguments.key("library"), &name);
+                trace::write_text(arguments.key("version"), version.as_deref().unwrap_or(""));
+            });
+        }
         Ok(Self { symbols, name, version, was_loaded, drop_errors, _handle: handle })
     }
 
@@ -190,10 +135,11 @@ impl Library {
     ///
     /// `None` when the library has no such call.
     pub fn device_count(&self) -> Option<Result<u32, Error>> {
-        let count = self.symbols.hlthunk_get_device_count?;
+        self.symbols.hlthunk_get_device_count?;
         // SAFETY: takes a plain number.
-        let answer =
-            check("hlthunk_get_device_count", || unsafe { count(crate::sys::DEVICE_DONT_CARE) });
+        let answer = check("hlthunk_get_device_count", || unsafe {
+            self.symbols.hlthunk_get_device_count(crate::sys::DEVICE_DONT_CARE).unwrap_or(0)
+        });
         Some(answer.map(|count| count as u32))
     }
 
@@ -213,27 +159,6 @@ impl Library {
             errors.lost += 1;
         }
     }
-}
-
-/// The loader's own words, which libloading keeps as the source of its error.
-fn reason(error: &dyn std::error::Error) -> String {
-    error.source().map_or_else(|| error.to_string(), |source| source.to_string())
-}
-
-fn version_of(symbols: &Symbols) -> Option<String> {
-    let get = symbols.hlthunk_get_version?;
-    // SAFETY: no arguments; the result is a string the caller owns, or null.
-    let text = unsafe { get() };
-    if text.is_null() {
-        return None;
-    }
-    // SAFETY: not null, and the library terminates it.
-    let version = unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned();
-    if let Some(free) = symbols.hlthunk_free {
-        // SAFETY: allocated by the library for its caller and not used any more.
-        unsafe { free(text.cast()) };
-    }
-    Some(version)
 }
 
 #[cfg(test)]

@@ -28,22 +28,21 @@ impl DeviceMemory {
         if !device.generation().has_dram_mmu() {
             return Err(Error::new(call, libc::EOPNOTSUPP));
         }
-        let alloc = device.library().symbols.hlthunk_device_memory_alloc;
         // SAFETY: plain numbers on an open fd. Default page size, any pages, nobody to share with:
         // a device has one context.
-        let handle =
-            check_nonzero(call, || unsafe { alloc(device.raw_fd(), size, 0, false, false) })?;
+        let handle = check_nonzero(call, || unsafe {
+            device.symbols().hlthunk_device_memory_alloc(device.raw_fd(), size, 0, false, false)
+        })?;
         Ok(Arc::new(Self { device: device.clone(), handle, left: AtomicBool::new(false) }))
     }
 
     /// Maps it. The driver takes `hint` if it is free and aligned as the device needs it, and
     /// otherwise any address: compare.
     pub fn map(self: &Arc<Self>, hint: Option<DeviceAddr>) -> Result<DeviceMapping, Error> {
-        let map = self.device.library().symbols.hlthunk_device_memory_map;
         let hint = hint.map_or(0, |addr| addr.0);
         // SAFETY: plain numbers on an open fd; the handle is live.
         let addr = check_nonzero("hlthunk_device_memory_map", || unsafe {
-            map(self.device.raw_fd(), self.handle, hint)
+            self.device.symbols().hlthunk_device_memory_map(self.device.raw_fd(), self.handle, hint)
         })?;
         Ok(DeviceMapping { memory: Arc::clone(self), addr: DeviceAddr(addr), unmapped: false })
     }
@@ -54,10 +53,9 @@ impl Drop for DeviceMemory {
         if self.left.load(Ordering::Relaxed) || !self.device.is_ours() {
             return;
         }
-        let free = self.device.library().symbols.hlthunk_device_memory_free;
         // SAFETY: the handle is ours; mappings hold this object, so none is left.
         let freed = check("hlthunk_device_memory_free", || unsafe {
-            free(self.device.raw_fd(), self.handle)
+            self.device.symbols().hlthunk_device_memory_free(self.device.raw_fd(), self.handle)
         });
         if let Err(error) = freed {
             self.device.library().record_drop_error(error);
@@ -122,9 +120,11 @@ impl Drop for DeviceMapping {
 }
 
 pub(crate) fn unmap(device: &Device, addr: DeviceAddr) -> Result<(), Error> {
-    let unmap = device.library().symbols.hlthunk_memory_unmap;
     // SAFETY: plain numbers on an open fd; the caller owns the mapping at this address.
-    check("hlthunk_memory_unmap", || unsafe { unmap(device.raw_fd(), addr.0) }).map(drop)
+    check("hlthunk_memory_unmap", || unsafe {
+        device.symbols().hlthunk_memory_unmap(device.raw_fd(), addr.0)
+    })
+    .map(drop)
 }
 
 /// Host memory pinned and mapped for a device.
@@ -144,10 +144,9 @@ impl HostMapping {
     /// The memory must stay allocated as long as the mapping lives and the device may use it:
     /// copies read and write it behind the compiler's back.
     pub unsafe fn new(device: &Device, ptr: *mut u8, len: u64) -> Result<Self, Error> {
-        let map = device.library().symbols.hlthunk_host_memory_map;
         // SAFETY: the driver checks the range before it pins it.
         let addr = check_nonzero("hlthunk_host_memory_map", || unsafe {
-            map(device.raw_fd(), ptr.cast(), 0, len)
+            device.symbols().hlthunk_host_memory_map(device.raw_fd(), ptr.cast(), 0, len)
         })?;
         Ok(Self { device: device.clone(), addr: DeviceAddr(addr) })
     }

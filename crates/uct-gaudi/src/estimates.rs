@@ -19,7 +19,7 @@ const INSIDE: f64 = 200e9;
 
 /// The variables of this model.
 pub(crate) const BANDWIDTH: Variable = Variable {
-    name: "BW",
+    name: "COPY_BW",
     default: "auto",
     help: "Bandwidth of copies that UCX reckons with when it chooses protocols.\n\
            auto: what the card's PCI Express link carries, or the link its generation is built\n\
@@ -36,7 +36,7 @@ pub(crate) const BANDWIDTH: Variable = Variable {
 
 /// See [`BANDWIDTH`].
 pub(crate) const LATENCY: Variable = Variable {
-    name: "LATENCY",
+    name: "COPY_LATENCY",
     default: "short:500ns,zcopy:2us",
     help: "Time from the submission of a copy to its end, beyond its bytes, that UCX reckons with.",
     kind: Kind::Keyed(&Keyed {
@@ -50,7 +50,7 @@ pub(crate) const LATENCY: Variable = Variable {
 
 /// See [`BANDWIDTH`].
 pub(crate) const OVERHEAD: Variable = Variable {
-    name: "OVERHEAD",
+    name: "COPY_OVERHEAD",
     default: "1us",
     help: "Processor time to submit a copy that UCX reckons with.",
     kind: Kind::Time,

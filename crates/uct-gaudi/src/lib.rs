@@ -35,6 +35,7 @@ uct::plugin!("ucx-gaudi", register, perftest::offer);
 
 fn register(ucx: &'static Ucx) -> Result<(), Status> {
     settings::early_log_level(ucx);
+    settings::early_trace(ucx);
     duplicates::warn(ucx);
     if ucx.memory_type_name(MemoryType::GAUDI).as_deref() != Some("gaudi") {
         log!(

@@ -1,8 +1,10 @@
-//! The plugin's configuration: `UCX_GAUDI_COPY_*`, with the spelling `UCT_GAUDI_COPY_*` accepted.
+//! The plugin's configuration: `UCX_GAUDI_COPY_*` and `UCX_GAUDI_TRACE`, with `UCT_` instead of `UCX_` accepted.
 //!
 //! There is one set of variables for both names: UCX reads the same table for `gaudi_gdr`. A value
 //! that UCX does not understand thus takes both away, and never leaves one of them on a card that
 //! nobody meant.
+
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use gaudi::rcache::CacheLimits;
 use gaudi::{DeviceChoice, Error, OptionName, Options};
@@ -13,10 +15,10 @@ use crate::estimates::{self, Overrides};
 use crate::status;
 
 /// Prefix of the variables, behind `UCX_`.
-pub(crate) const PREFIX: &str = "GAUDI_COPY_";
+pub(crate) const PREFIX: &str = "GAUDI_";
 
 /// Second spelling of it, whole.
-pub(crate) const ALIAS: &str = "UCT_GAUDI_COPY_";
+pub(crate) const ALIAS: &str = "UCT_GAUDI_";
 
 /// Words of LOG_LEVEL: follow UCX, or the levels in the order of [`Level::ALL`].
 const LOG_LEVELS: &[&str] = &["inherit", "error", "warn", "diag", "info", "debug", "trace", "data"];
@@ -24,14 +26,14 @@ const LOG_LEVELS: &[&str] = &["inherit", "error", "warn", "diag", "info", "debug
 /// What `ucx_info -c -f` lists.
 pub(crate) const VARIABLES: &[Variable] = &[
     Variable {
-        name: "DEVICE",
+        name: "COPY_DEVICE",
         default: "",
         help: "Which Gaudi to use: an index (0), a module id (module:2) or a PCI bus id\n\
                (0000:33:00.0). Empty: HLS_MODULE_ID if set, else the first that opens.",
         kind: Kind::Text,
     },
     Variable {
-        name: "DMABUF",
+        name: "COPY_DMABUF",
         default: "try",
         help: "Offer Gaudi memory as dma-buf, so that network devices access it directly.\n\
                yes: export at allocation, which fails where it is impossible;\n\
@@ -40,7 +42,7 @@ pub(crate) const VARIABLES: &[Variable] = &[
         kind: Kind::Ternary,
     },
     Variable {
-        name: "ENABLE_MAPPED_DMABUF",
+        name: "COPY_ENABLE_MAPPED_DMABUF",
         default: "try",
         help: "Export with the driver call that takes an offset into mapped memory.\n\
                yes: always, which fails where the driver library lacks it;\n\
@@ -49,7 +51,7 @@ pub(crate) const VARIABLES: &[Variable] = &[
         kind: Kind::Ternary,
     },
     Variable {
-        name: "REG_COST",
+        name: "COPY_REG_COST",
         default: "7000ns",
         help: "What UCX assumes the registration of a buffer to cost with ENABLE_RCACHE=no. UCX adds it\n\
                to its estimate of every copy, so with the cache it is told the cost of a look-up.",
@@ -59,7 +61,7 @@ pub(crate) const VARIABLES: &[Variable] = &[
     estimates::LATENCY,
     estimates::OVERHEAD,
     Variable {
-        name: "ENABLE_RCACHE",
+        name: "COPY_ENABLE_RCACHE",
         default: "try",
         help: "Keep host memory that was pinned for a copy, so that the next copy finds it pinned.\n\
                Needs UCX's memory events, to learn of memory that is unmapped.\n\
@@ -69,20 +71,20 @@ pub(crate) const VARIABLES: &[Variable] = &[
         kind: Kind::Ternary,
     },
     Variable {
-        name: "RCACHE_MAX_REGIONS",
+        name: "COPY_RCACHE_MAX_REGIONS",
         default: "65536",
         help: "Most ranges of host memory that are kept pinned for one Gaudi.",
         kind: Kind::Uint,
     },
     Variable {
-        name: "RCACHE_MAX_SIZE",
+        name: "COPY_RCACHE_MAX_SIZE",
         default: "auto",
         help: "Most host memory that is kept pinned for one Gaudi.\n\
                auto: a quarter of the machine's memory.",
         kind: Kind::MemUnits,
     },
     Variable {
-        name: "ENABLE_NIC_SCALE_OUT",
+        name: "COPY_ENABLE_NIC_SCALE_OUT",
         default: "try",
         help: "Look which network devices are near the Gaudi that is used, and say so at info level.\n\
                yes: warn if there is none that is active;\n\
@@ -91,14 +93,14 @@ pub(crate) const VARIABLES: &[Variable] = &[
         kind: Kind::Ternary,
     },
     Variable {
-        name: "ENABLE_HW_BLOCK_ACCESS",
+        name: "COPY_ENABLE_HW_BLOCK_ACCESS",
         default: "n",
         help: "Permit the mapping of a Gaudi's register blocks, for debugging and profiling tools in\n\
                this process. The driver decides which blocks.",
         kind: Kind::Bool,
     },
     Variable {
-        name: "MEM_HOOKS",
+        name: "COPY_MEM_HOOKS",
         default: "try",
         help: "Notice memory that the application maps on a Gaudi by itself, by standing in for\n\
                hlthunk_device_memory_map and its like in the objects of this process (and, so that\n\
@@ -110,7 +112,7 @@ pub(crate) const VARIABLES: &[Variable] = &[
         kind: Kind::Ternary,
     },
     Variable {
-        name: "ADOPT",
+        name: "COPY_ADOPT",
         default: "n",
         help: "Use a Gaudi that this very process has opened by itself as if it had lent it with\n\
                ucx_gaudi_lend(). Not where Synapse is loaded: it has the queues of the card to\n\
@@ -118,7 +120,7 @@ pub(crate) const VARIABLES: &[Variable] = &[
         kind: Kind::Bool,
     },
     Variable {
-        name: "ABORT_ON_ERROR",
+        name: "COPY_ABORT_ON_ERROR",
         default: "y",
         help: "Abort the process when a copy in the background has failed twice. UCX ignores the\n\
                status of these copies in its protocols: without this, a message may arrive\n\
@@ -126,18 +128,25 @@ pub(crate) const VARIABLES: &[Variable] = &[
         kind: Kind::Bool,
     },
     Variable {
-        name: "CLEAR_MEMORY",
+        name: "COPY_CLEAR_MEMORY",
         default: "n",
         help: "Clear Gaudi memory before it is handed out, so that nobody sees what an earlier\n\
                allocation left there. Takes the card's time, for every allocation.",
         kind: Kind::Bool,
     },
     Variable {
-        name: "LOG_LEVEL",
+        name: "COPY_LOG_LEVEL",
         default: "inherit",
         help: "Which lines of the plugin are logged, whatever UCX_LOG_LEVEL says;\n\
                inherit: as UCX_LOG_LEVEL says.",
         kind: Kind::Choice(LOG_LEVELS),
+    },
+    Variable {
+        name: "TRACE",
+        default: "",
+        help: "File to which every call into the driver library is appended, with its arguments, result,\n\
+               errno and time, as lines of JSON. %p is the process id, %h the host name. Empty: none.",
+        kind: Kind::Text,
     },
 ];
 
@@ -171,8 +180,9 @@ impl Settings {
         values: &Values<'_>,
         log_errors: bool,
     ) -> Result<Settings, Status> {
-        ucx.set_log_level(level(values.choice("LOG_LEVEL")));
-        let text = values.text("DEVICE");
+        ucx.set_log_level(level(values.choice("COPY_LOG_LEVEL")));
+        start_trace(ucx, &values.text("TRACE"));
+        let text = values.text("COPY_DEVICE");
         let device: DeviceChoice = text.parse().map_err(|error: Error| {
             if log_errors {
                 log!(ucx, Warn, "UCX_GAUDI_COPY_DEVICE={text}: {}", status::explain(&error));
@@ -181,26 +191,26 @@ impl Settings {
         })?;
         let settings = Settings {
             device,
-            dmabuf: values.ternary("DMABUF"),
-            mapped_dmabuf: values.ternary("ENABLE_MAPPED_DMABUF"),
-            reg_cost: values.real("REG_COST"),
-            rcache: values.ternary("ENABLE_RCACHE"),
+            dmabuf: values.ternary("COPY_DMABUF"),
+            mapped_dmabuf: values.ternary("COPY_ENABLE_MAPPED_DMABUF"),
+            reg_cost: values.real("COPY_REG_COST"),
+            rcache: values.ternary("COPY_ENABLE_RCACHE"),
             rcache_limits: CacheLimits {
-                regions: values.uint("RCACHE_MAX_REGIONS") as usize,
-                bytes: cache_size(values.bytes("RCACHE_MAX_SIZE")),
+                regions: values.uint("COPY_RCACHE_MAX_REGIONS") as usize,
+                bytes: cache_size(values.bytes("COPY_RCACHE_MAX_SIZE")),
             },
             estimates: Overrides::read(values),
-            nic_scale_out: values.ternary("ENABLE_NIC_SCALE_OUT"),
-            hw_block_access: values.bool("ENABLE_HW_BLOCK_ACCESS"),
-            mem_hooks: values.ternary("MEM_HOOKS"),
-            adopt: values.bool("ADOPT"),
-            abort_on_error: values.bool("ABORT_ON_ERROR"),
+            nic_scale_out: values.ternary("COPY_ENABLE_NIC_SCALE_OUT"),
+            hw_block_access: values.bool("COPY_ENABLE_HW_BLOCK_ACCESS"),
+            mem_hooks: values.ternary("COPY_MEM_HOOKS"),
+            adopt: values.bool("COPY_ADOPT"),
+            abort_on_error: values.bool("COPY_ABORT_ON_ERROR"),
         };
         gaudi::runtime().configure(Options {
             device: Some(settings.device.clone()),
             register_access: Some(settings.hw_block_access),
             adopt_own_cards: Some(settings.adopt),
-            clear_allocations: Some(values.bool("CLEAR_MEMORY")),
+            clear_allocations: Some(values.bool("COPY_CLEAR_MEMORY")),
             ..Options::default()
         });
         Ok(settings)
@@ -247,6 +257,26 @@ fn cache_size(value: usize) -> u64 {
 
 fn level(choice: usize) -> Option<Level> {
     choice.checked_sub(1).and_then(|index| Level::ALL.get(index)).map(|(level, _)| *level)
+}
+
+/// Begins to record driver calls, unless that was begun before.
+fn start_trace(ucx: &Ucx, file: &str) {
+    static STARTED: AtomicBool = AtomicBool::new(false);
+    if file.is_empty() || STARTED.swap(true, Ordering::Relaxed) {
+        return;
+    }
+    match gaudi::trace::start(file) {
+        Ok(path) => log!(ucx, Info, "driver calls are recorded in {}", path.display()),
+        Err(error) => log!(ucx, Warn, "UCX_GAUDI_TRACE={file}: nothing is recorded: {error}"),
+    }
+}
+
+/// Cards are looked for before UCX hands over the configuration, and that is to be recorded, too.
+pub(crate) fn early_trace(ucx: &Ucx) {
+    let names = ["UCX_GAUDI_TRACE", "UCT_GAUDI_TRACE"];
+    if let Some(file) = names.iter().find_map(|name| std::env::var(name).ok()) {
+        start_trace(ucx, &file);
+    }
 }
 
 /// Lines may have to be written before UCX hands over the configuration: looks at the environment

@@ -1,0 +1,345 @@
+//! The functions of the driver library: their C signatures, and how their calls are recorded.
+
+use std::cell::Cell;
+use std::ffi::{CStr, c_char, c_int, c_ulong, c_void};
+use std::fmt::Write as _;
+use std::slice;
+
+use libloading::os::unix::Library as Handle;
+
+use crate::sys::{
+    CsChunk, CsIn, CsOut, DeviceName, HwIpInfo, IOCTL_MEMORY, MemArgs, WAIT_BUSY, WAIT_COMPLETED,
+};
+use crate::trace;
+
+macro_rules! symbols {
+    (
+        required { $(fn $name:ident($($arg:ident: $type:ty),*) -> $out:ty;)* }
+        optional { $(fn $optional:ident($($optional_arg:ident: $optional_type:ty),*) -> $optional_out:ty;)* }
+        by_hand {
+            required { $($hand:ident: $hand_type:ty;)* }
+            optional { $($hand_optional:ident: $hand_optional_type:ty;)* }
+        }
+    ) => {
+        /// The functions of the library, each with its C signature. Call the methods of the same names, which
+        /// record the call where that is wanted; the fields only say what there is.
+        pub(crate) struct Symbols {
+            $(pub(crate) $name: unsafe extern "C" fn($($type),*) -> $out,)*
+            $(pub(crate) $optional:
+                Option<unsafe extern "C" fn($($optional_type),*) -> $optional_out>,)*
+            $($hand: $hand_type,)*
+            $($hand_optional: Option<$hand_optional_type>,)*
+        }
+
+        impl Symbols {
+            pub(crate) fn find(handle: &Handle) -> Result<Self, String> {
+                Ok(Self {
+                    // SAFETY: the types are the signatures that hlthunk.h gives these functions.
+                    $($name: unsafe { required(handle, stringify!($name)) }?,)*
+                    // SAFETY: as above.
+                    $($optional: unsafe { optional(handle, stringify!($optional)) },)*
+                    // SAFETY: as above.
+                    $($hand: unsafe { required(handle, stringify!($hand)) }?,)*
+                    // SAFETY: as above.
+                    $($hand_optional: unsafe { optional(handle, stringify!($hand_optional)) },)*
+                })
+            }
+
+            $(pub(crate) unsafe fn $name(&self, $($arg: $type),*) -> $out {
+                let began = trace::begin();
+                // SAFETY: the caller's promise, as for all functions here.
+                let ret = unsafe { (self.$name)($($arg),*) };
+                if let Some(began) = began {
+                    let quiet = is_frequent(stringify!($name));
+                    // SAFETY: pointers are still those of the call.
+                    trace::record(began, stringify!($name), quiet, ret, |arguments| unsafe {
+                        $($arg.describe(arguments.key(stringify!($arg)));)*
+                    });
+                }
+                ret
+            })*
+
+            /// `None`: the library has no such function.
+            $(pub(crate) unsafe fn $optional(&self, $($optional_arg: $optional_type),*) -> Option<$optional_out> {
+                let call = self.$optional?;
+                let began = trace::begin();
+                // SAFETY: the caller's promise.
+                let ret = unsafe { call($($optional_arg),*) };
+                if let Some(began) = began {
+                    // SAFETY: pointers are still those of the call.
+                    trace::record(began, stringify!($optional), false, ret, |arguments| unsafe {
+                        let _ = &arguments;
+                        $($optional_arg.describe(arguments.key(stringify!($optional_arg)));)*
+                    });
+                }
+                Some(ret)
+            })*
+        }
+    };
+}
+
+symbols! {
+    required {
+        fn hlthunk_open(device_name: DeviceName, bus_id: *const c_char) -> c_int;
+        fn hlthunk_open_control(index: c_int, bus_id: *const c_char) -> c_int;
+        fn hlthunk_close(fd: c_int) -> c_int;
+        fn hlthunk_get_pci_bus_id_from_fd(fd: c_int, bus_id: *mut c_char, len: c_int) -> c_int;
+        fn hlthunk_get_hw_ip_info(fd: c_int, info: *mut HwIpInfo) -> c_int;
+        fn hlthunk_device_memory_alloc(
+            fd: c_int, size: u64, page_size: u64, contiguous: bool, shared: bool
+        ) -> u64;
+        fn hlthunk_device_memory_free(fd: c_int, handle: u64) -> c_int;
+        fn hlthunk_device_memory_map(fd: c_int, handle: u64, hint: u64) -> u64;
+        fn hlthunk_host_memory_map(fd: c_int, ptr: *mut c_void, hint: u64, size: u64) -> u64;
+        fn hlthunk_memory_unmap(fd: c_int, addr: u64) -> c_int;
+        fn hlthunk_request_command_buffer(fd: c_int, size: u32, handle: *mut u64) -> c_int;
+        fn hlthunk_destroy_command_buffer(fd: c_int, handle: u64) -> c_int;
+        fn hlthunk_command_submission(fd: c_int, chunks: *mut CsIn, out: *mut CsOut) -> c_int;
+        fn hlthunk_device_memory_export_dmabuf_fd(
+            fd: c_int, addr: u64, size: u64, flags: u32
+        ) -> c_int;
+    }
+    optional {
+        fn hlthunk_device_mapped_memory_export_dmabuf_fd(
+            fd: c_int, addr: u64, size: u64, offset: u64, flags: u32
+        ) -> c_int;
+        fn hlthunk_get_device_count(device_name: DeviceName) -> c_int;
+        fn hlthunk_get_hw_block(fd: c_int, addr: u64, size: *mut u32, handle: *mut u64) -> c_int;
+    }
+    by_hand {
+        required {
+            hlthunk_wait_for_cs: unsafe extern "C" fn(c_int, u64, u64, *mut u32) -> c_int;
+        }
+        optional {
+            hlthunk_get_version: unsafe extern "C" fn() -> *mut c_char;
+            hlthunk_free: unsafe extern "C" fn(*mut c_void);
+            // Not the library's own, but what its calls use: libc's behind the real library, the
+            // software device's behind that one. Operations without a wrapper must go the same way.
+            ioctl: unsafe extern "C" fn(c_int, c_ulong, ...) -> c_int;
+        }
+    }
+}
+
+/// # Safety
+/// `T` is the function's type.
+unsafe fn required<T: Copy>(handle: &Handle, name: &str) -> Result<T, String> {
+    // SAFETY: the caller's promise.
+    unsafe { handle.get::<T>(name) }.map(|symbol| *symbol).map_err(|error| reason(&error))
+}
+
+/// # Safety
+/// As for [`required`].
+unsafe fn optional<T: Copy>(handle: &Handle, name: &str) -> Option<T> {
+    // SAFETY: the caller's promise.
+    unsafe { handle.get::<T>(name) }.ok().map(|symbol| *symbol)
+}
+
+/// Calls of which every copy makes some: recorded, but not written to the file at once.
+fn is_frequent(call: &str) -> bool {
+    call == "hlthunk_command_submission"
+}
+
+thread_local! {
+    /// How often this thread polled for submissions in vain since its last recorded wait.
+    static IDLE_POLLS: Cell<u64> = const { Cell::new(0) };
+}
+
+impl Symbols {
+    /// As the library's function. Polls that find nothing are only counted in a record: there are as many
+    /// as the program has time for.
+    pub(crate) unsafe fn hlthunk_wait_for_cs(
+        &self,
+        fd: c_int,
+        sequence: u64,
+        timeout_us: u64,
+        status: *mut u32,
+    ) -> c_int {
+        let began = trace::begin();
+        // SAFETY: the caller's promise.
+        let ret = unsafe { (self.hlthunk_wait_for_cs)(fd, sequence, timeout_us, status) };
+        let Some(began) = began else { return ret };
+        // SAFETY: the caller's place for the status.
+        let found = unsafe { *status };
+        if ret == 0 && timeout_us == 0 && found == WAIT_BUSY {
+            IDLE_POLLS.with(|polls| polls.set(polls.get() + 1));
+            return ret;
+        }
+        let idle = IDLE_POLLS.with(Cell::take);
+        trace::record(began, "hlthunk_wait_for_cs", found == WAIT_COMPLETED, ret, |arguments| {
+            let numbers = [("fd", fd as u64), ("sequence", sequence), ("timeout_us", timeout_us)];
+            let results = [("status", u64::from(found)), ("idle_polls", idle)];
+            for (name, number) in numbers.into_iter().chain(results) {
+                trace::write_number(arguments.key(name), number);
+            }
+        });
+        ret
+    }
+
+    /// The driver's memory ioctl, for operations that the library has no function for.
+    pub(crate) unsafe fn memory_ioctl(&self, fd: c_int, args: *mut MemArgs) -> c_int {
+        let began = trace::begin();
+        // SAFETY: the caller's structure; the answer takes the place of what was given.
+        let given = unsafe { (*args).fd_or_device_va } & u64::from(u32::MAX);
+        let ret = match self.ioctl {
+            // SAFETY: the caller's promise.
+            Some(ioctl) => unsafe { ioctl(fd, IOCTL_MEMORY, args) },
+            // SAFETY: as above.
+            None => unsafe { libc::ioctl(fd, IOCTL_MEMORY as _, args) },
+        };
+        if let Some(began) = began {
+            trace::record(began, "ioctl_memory", false, ret, |arguments| {
+                // SAFETY: the caller's structure.
+                let MemArgs { op, length, fd_or_device_va, .. } = unsafe { *args };
+                let numbers = [("op", op.into()), ("dmabuf", given), ("length", length)];
+                let result = ("device_va", fd_or_device_va);
+                for (name, number) in numbers.into_iter().chain([result]) {
+                    trace::write_number(arguments.key(name), number);
+                }
+            });
+        }
+        ret
+    }
+}
+
+impl Symbols {
+    /// What the library calls itself.
+    pub(crate) fn version(&self) -> Option<String> {
+        let get = self.hlthunk_get_version?;
+        // SAFETY: no arguments; the result is a string the caller owns, or null.
+        let text = unsafe { get() };
+        if text.is_null() {
+            return None;
+        }
+        // SAFETY: not null, and the library terminates it.
+        let version = unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned();
+        if let Some(free) = self.hlthunk_free {
+            // SAFETY: allocated by the library for its caller and not used any more.
+            unsafe { free(text.cast()) };
+        }
+        Some(version)
+    }
+}
+
+/// The loader's own words, which libloading keeps as the source of its error.
+pub(crate) fn reason(error: &dyn std::error::Error) -> String {
+    error.source().map_or_else(|| error.to_string(), |source| source.to_string())
+}
+
+/// An argument of a call, in a record.
+trait Argument {
+    /// # Safety
+    /// Pointers are what the call was given; it has returned.
+    unsafe fn describe(&self, line: &mut String);
+}
+
+macro_rules! plain_arguments {
+    ($($type:ty),*) => {
+        $(impl Argument for $type {
+            unsafe fn describe(&self, line: &mut String) {
+                let _ = write!(line, "{self}");
+            }
+        })*
+    };
+}
+
+plain_arguments!(c_int, u32, bool);
+
+impl Argument for u64 {
+    unsafe fn describe(&self, line: &mut String) {
+        trace::write_number(line, *self);
+    }
+}
+
+impl Argument for *mut c_void {
+    unsafe fn describe(&self, line: &mut String) {
+        trace::write_number(line, *self as u64);
+    }
+}
+
+impl Argument for *const c_char {
+    unsafe fn describe(&self, line: &mut String) {
+        if self.is_null() {
+            line.push_str("null");
+            return;
+        }
+        // SAFETY: a terminated string of the caller's, or of the library's.
+        trace::write_text(line, &unsafe { CStr::from_ptr(*self) }.to_string_lossy());
+    }
+}
+
+impl Argument for *mut c_char {
+    unsafe fn describe(&self, line: &mut String) {
+        // SAFETY: as the caller promises.
+        unsafe { self.cast_const().describe(line) }
+    }
+}
+
+impl Argument for *mut u32 {
+    unsafe fn describe(&self, line: &mut String) {
+        // SAFETY: the caller's place for an answer.
+        let _ = write!(line, "{}", unsafe { **self });
+    }
+}
+
+impl Argument for *mut u64 {
+    unsafe fn describe(&self, line: &mut String) {
+        // SAFETY: the caller's place for an answer.
+        trace::write_number(line, unsafe { **self });
+    }
+}
+
+impl Argument for *mut HwIpInfo {
+    unsafe fn describe(&self, line: &mut String) {
+        // SAFETY: the caller's structure.
+        let info = unsafe { &**self };
+        let numbers = [
+            ("device_id", info.device_id.into()),
+            ("module_id", info.module_id.into()),
+            ("revision_id", info.revision_id.into()),
+            ("dram_base_address", info.dram_base_address),
+            ("dram_size", info.dram_size),
+            ("dram_page_size", info.dram_page_size),
+            ("default_page_size", info.device_mem_alloc_default_page_size),
+            ("edma_enabled_mask", info.edma_enabled_mask.into()),
+            ("pdma_user_owned_ch_mask", info.pdma_user_owned_ch_mask),
+            ("nic_ports_mask", info.nic_ports_mask),
+            ("security_enabled", info.security_enabled.into()),
+        ];
+        for (at, (name, number)) in numbers.into_iter().enumerate() {
+            let _ = write!(line, "{}\"{name}\":", if at == 0 { "{" } else { "," });
+            trace::write_number(line, number);
+        }
+        line.push('}');
+    }
+}
+
+impl Argument for *mut CsIn {
+    unsafe fn describe(&self, line: &mut String) {
+        // SAFETY: the caller's structure, and the chunks it names.
+        let chunks = unsafe {
+            let cs = &**self;
+            slice::from_raw_parts(
+                cs.chunks_execute.cast::<CsChunk>(),
+                cs.num_chunks_execute as usize,
+            )
+        };
+        line.push('[');
+        for (at, chunk) in chunks.iter().enumerate() {
+            let comma = if at == 0 { "" } else { "," };
+            let CsChunk { queue_index, cb_size, cs_chunk_flags, .. } = chunk;
+            let _ = write!(line, "{comma}{{\"queue\":{queue_index},\"size\":{cb_size},");
+            let _ = write!(line, "\"flags\":{cs_chunk_flags},\"cb\":");
+            trace::write_number(line, chunk.cb_handle);
+            line.push('}');
+        }
+        line.push(']');
+    }
+}
+
+impl Argument for *mut CsOut {
+    unsafe fn describe(&self, line: &mut String) {
+        // SAFETY: the caller's place for the answer.
+        let out = unsafe { &**self };
+        let _ = write!(line, "{{\"sequence\":{},\"status\":{}}}", out.seq, out.status);
+    }
+}

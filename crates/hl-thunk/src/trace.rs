@@ -1,0 +1,282 @@
+//! A record of every call into the driver library, as lines of JSON (`docs/trace.md`).
+//!
+//! [`start`] turns it on for the process; [`Symbols`](crate::library) calls [`record`] after each call. Off, it costs
+//! one load per call. On, a line is formatted without a lock and appended to one buffer of the process.
+//! The buffer is written out at once for everything but copies that went well; for those, when it is
+//! full or a tenth of a second old. So what happened before a hang or a kill is in the file, up to that.
+
+use std::fmt::Write as _;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write as _};
+use std::path::PathBuf;
+use std::ptr;
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use crate::ProcessInstance;
+
+/// Version of the format, in the first line of a record.
+const FORMAT: u32 = 1;
+/// The buffer is written out when it has this many bytes, or when its first line is this old.
+const BUFFERED: usize = 64 << 10;
+const OLDEST: Duration = Duration::from_millis(100);
+
+/// Where lines go; null: nowhere. Never freed: another thread may be using it.
+static SINK: AtomicPtr<Sink> = AtomicPtr::new(ptr::null_mut());
+
+struct Sink {
+    pattern: String,
+    began: Instant,
+    process: ProcessInstance,
+    state: Mutex<State>,
+}
+
+struct State {
+    file: File,
+    buffer: Vec<u8>,
+    /// When the first line of the buffer was added.
+    since: Instant,
+}
+
+/// Begins to record the driver calls of this process in a file, to which it appends. In `pattern`, `%p`
+/// is the process id and `%h` the host name. Returns the file's name.
+///
+/// A second call has no effect: the first file stays. A forked child begins a record of its own,
+/// with its first call. Refused in setuid programs, whose user must not choose a file to write.
+pub fn start(pattern: &str) -> io::Result<PathBuf> {
+    if crate::library::is_setuid() {
+        return Err(io::Error::from(io::ErrorKind::PermissionDenied));
+    }
+    if sink().is_some() {
+        return Ok(PathBuf::from(expand(pattern)));
+    }
+    let path = begin_record(pattern, ptr::null_mut())?;
+    // SAFETY: the handler takes no arguments and may run at any time.
+    unsafe { libc::atexit(flush_at_exit) };
+    Ok(path)
+}
+
+/// Writes out what is buffered.
+pub fn flush() {
+    if let Some(sink) = sink() {
+        sink.state.lock().unwrap_or_else(PoisonError::into_inner).write_out();
+    }
+}
+
+extern "C" fn flush_at_exit() {
+    flush();
+}
+
+fn begin_record(pattern: &str, instead_of: *mut Sink) -> io::Result<PathBuf> {
+    let path = PathBuf::from(expand(pattern));
+    let file = OpenOptions::new().append(true).create(true).open(&path)?;
+    let began = Instant::now();
+    let mut state = State { file, buffer: Vec::new(), since: began };
+    let mut line = String::new();
+    let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let (pid, program) = (std::process::id(), std::env::args_os().next().unwrap_or_default());
+    let _ = write!(line, "{{\"trace\":{FORMAT},\"pid\":{pid},\"unix\":{},", unix.as_secs_f64());
+    line.push_str("\"program\":");
+    write_text(&mut line, &program.to_string_lossy());
+    line.push_str(",\"kernel\":");
+    write_text(&mut line, &kernel_says("osrelease"));
+    line.push_str("}\n");
+    state.buffer.extend_from_slice(line.as_bytes());
+    state.write_out();
+    let process = ProcessInstance::current();
+    let state = Mutex::new(state);
+    let made = Box::into_raw(Box::new(Sink { pattern: pattern.to_owned(), began, process, state }));
+    // Another thread may have begun one meanwhile; ours then stays behind, unused.
+    let _ = SINK.compare_exchange(instead_of, made, Ordering::AcqRel, Ordering::Acquire);
+    Ok(path)
+}
+
+/// The record of this process. A forked child must not use its parent's, whose lock may be held by a
+/// thread that is not there.
+fn sink() -> Option<&'static Sink> {
+    let pointer = SINK.load(Ordering::Acquire);
+    // SAFETY: null, or never freed.
+    let sink = unsafe { pointer.as_ref() }?;
+    if sink.process == ProcessInstance::current() {
+        return Some(sink);
+    }
+    if begin_record(&sink.pattern, pointer).is_err() {
+        SINK.store(ptr::null_mut(), Ordering::Release);
+    }
+    // SAFETY: as above.
+    unsafe { SINK.load(Ordering::Acquire).as_ref() }
+}
+
+impl State {
+    fn write_out(&mut self) {
+        if self.file.write_all(&self.buffer).is_err() {
+            // Such as a full disk. What cannot be recorded must not disturb what is recorded.
+            SINK.store(ptr::null_mut(), Ordering::Release);
+        }
+        self.buffer.clear();
+    }
+}
+
+/// When a call begins; `None` if nothing is recorded.
+#[inline]
+pub(crate) fn begin() -> Option<Instant> {
+    if SINK.load(Ordering::Relaxed).is_null() { None } else { Some(Instant::now()) }
+}
+
+/// Records a call that has just returned. `quiet`: there may be very many of them.
+///
+/// Leaves errno alone, which the caller has yet to read.
+#[cold]
+pub(crate) fn record(
+    began: Instant,
+    call: &str,
+    quiet: bool,
+    ret: impl Outcome,
+    arguments: impl FnOnce(&mut Arguments),
+) {
+    let took = began.elapsed();
+    // SAFETY: errno is this thread's own.
+    let errno = unsafe { *libc::__errno_location() };
+    let Some(sink) = sink() else { return };
+    let at = began.saturating_duration_since(sink.began);
+    let mut line = String::with_capacity(256);
+    // SAFETY: takes nothing, cannot fail.
+    let thread = unsafe { libc::gettid() };
+    let _ = write!(line, "{{\"t\":{:.6},\"tid\":{thread},\"call\":\"{call}\"", at.as_secs_f64());
+    line.push_str(",\"args\":{");
+    let mut arguments_of_call = Arguments { line, is_first: true };
+    arguments(&mut arguments_of_call);
+    let mut line = arguments_of_call.line;
+    line.push_str("},\"ret\":");
+    ret.write(&mut line);
+    let failure = ret.failure(errno);
+    if let Some(errno) = failure {
+        let _ = write!(line, ",\"errno\":{errno}");
+    }
+    let _ = writeln!(line, ",\"us\":{:.1}}}", took.as_secs_f64() * 1e6);
+    let mut state = sink.state.lock().unwrap_or_else(PoisonError::into_inner);
+    let now = began + took;
+    if state.buffer.is_empty() {
+        state.since = now;
+    }
+    state.buffer.extend_from_slice(line.as_bytes());
+    let is_due = state.buffer.len() >= BUFFERED || now.duration_since(state.since) >= OLDEST;
+    if !quiet || failure.is_some() || is_due {
+        state.write_out();
+    }
+    drop(state);
+    // SAFETY: as above.
+    unsafe { *libc::__errno_location() = errno };
+}
+
+/// What a call returns.
+pub(crate) trait Outcome {
+    /// The errno, if it failed; `errno` is the thread's.
+    fn failure(&self, errno: i32) -> Option<i32>;
+    fn write(&self, line: &mut String);
+}
+
+impl Outcome for i32 {
+    fn failure(&self, errno: i32) -> Option<i32> {
+        match *self {
+            0.. => None,
+            -1 => Some(if errno == 0 { libc::EPERM } else { errno }),
+            code => Some(code.saturating_neg()),
+        }
+    }
+
+    fn write(&self, line: &mut String) {
+        let _ = write!(line, "{self}");
+    }
+}
+
+impl Outcome for u64 {
+    fn failure(&self, errno: i32) -> Option<i32> {
+        (*self == 0).then_some(if errno == 0 { libc::EIO } else { errno })
+    }
+
+    fn write(&self, line: &mut String) {
+        write_number(line, *self);
+    }
+}
+
+/// The arguments of a call, written one after the other.
+pub(crate) struct Arguments {
+    line: String,
+    is_first: bool,
+}
+
+impl Arguments {
+    pub(crate) fn key(&mut self, name: &str) -> &mut String {
+        let comma = if std::mem::replace(&mut self.is_first, false) { "" } else { "," };
+        let _ = write!(self.line, "{comma}\"{name}\":");
+        &mut self.line
+    }
+}
+
+/// Addresses and handles are large and people read them in hexadecimal; JSON has only decimals.
+pub(crate) fn write_number(line: &mut String, number: u64) {
+    let _ = match u32::try_from(number) {
+        Ok(number) => write!(line, "{number}"),
+        Err(_) => write!(line, "\"{number:#x}\""),
+    };
+}
+
+pub(crate) fn write_text(line: &mut String, text: &str) {
+    line.push('"');
+    for c in text.chars() {
+        match c {
+            '"' | '\\' => {
+                line.push('\\');
+                line.push(c);
+            }
+            c if c.is_control() => {
+                let _ = write!(line, "\\u{:04x}", c as u32);
+            }
+            c => line.push(c),
+        }
+    }
+    line.push('"');
+}
+
+fn expand(pattern: &str) -> String {
+    let pid = std::process::id().to_string();
+    pattern.replace("%p", &pid).replace("%h", &kernel_says("hostname"))
+}
+
+fn kernel_says(what: &str) -> String {
+    let text = std::fs::read_to_string(format!("/proc/sys/kernel/{what}")).unwrap_or_default();
+    text.trim().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_and_numbers_are_json() {
+        let mut line = String::new();
+        write_text(&mut line, "a\"b\\c\n");
+        assert_eq!(line, r#""a\"b\\c\u000a""#);
+        line.clear();
+        write_number(&mut line, 24);
+        write_number(&mut line, 0x1001_6000_0000_0000);
+        assert_eq!(line, "24\"0x1001600000000000\"");
+    }
+
+    #[test]
+    fn a_failure_keeps_its_errno_in_both_conventions() {
+        assert_eq!((-libc::EBUSY).failure(0), Some(libc::EBUSY));
+        assert_eq!((-1).failure(libc::EAGAIN), Some(libc::EAGAIN));
+        assert_eq!(0u64.failure(libc::ENOMEM), Some(libc::ENOMEM));
+        assert_eq!((7.failure(libc::ENOENT), 1u64.failure(libc::ENOENT)), (None, None));
+    }
+
+    #[test]
+    fn the_process_id_and_the_host_are_part_of_the_name() {
+        let name = expand("/tmp/%h.%p.trace");
+        assert!(name.ends_with(&format!(".{}.trace", std::process::id())), "{name}");
+        assert!(!name.contains('%'), "{name}");
+    }
+}

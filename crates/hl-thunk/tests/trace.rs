@@ -1,0 +1,66 @@
+//! The record of driver calls, in a program of its own: it is one per process.
+
+mod machine;
+
+use hl_thunk::packet::LinDma;
+use hl_thunk::{Chunk, CommandBuffer, Device, DeviceMemory, trace};
+
+fn lines(path: &std::path::Path) -> Vec<String> {
+    trace::flush();
+    std::fs::read_to_string(path).unwrap().lines().map(str::to_owned).collect()
+}
+
+#[test]
+fn every_call_is_recorded_with_its_arguments_result_errno_and_packets() {
+    let pattern = std::env::temp_dir().join("hl-thunk-%p.trace");
+    let path = trace::start(pattern.to_str().unwrap()).unwrap();
+    assert!(path.to_str().unwrap().contains(&std::process::id().to_string()), "{path:?}");
+    let bus_id = machine::fresh(machine::library("gaudi2"));
+    let device = Device::open(machine::library("gaudi2"), &bus_id).unwrap();
+    let busy = Device::open(machine::library("gaudi2"), &bus_id).unwrap_err();
+    assert_eq!(busy.errno, libc::EBUSY, "recording leaves errno alone");
+    let recorded = lines(&path);
+    assert!(recorded[0].starts_with("{\"trace\":1,\"pid\":"), "{}", recorded[0]);
+    let opens: Vec<&String> =
+        recorded.iter().filter(|line| line.contains("\"call\":\"hlthunk_open\"")).collect();
+    assert_eq!(opens.len(), 2, "{recorded:#?}");
+    assert!(opens[0].contains(&format!("\"bus_id\":\"{bus_id}\"")), "{}", opens[0]);
+    assert!(!opens[0].contains("errno"), "{}", opens[0]);
+    assert!(opens[1].contains("\"errno\":16"), "{}", opens[1]);
+
+    let mapping = DeviceMemory::alloc(&device, 1).unwrap().map(None).unwrap();
+    let buffer = CommandBuffer::new(&device, 4096).unwrap();
+    let fill = LinDma::Fill { dst: mapping.addr(), len: 128, byte: 0x5a };
+    let packet = fill.encode(device.generation()).unwrap();
+    // SAFETY: the memory stays mapped until the wait below has returned.
+    let sequence = unsafe {
+        buffer.write(0, &packet);
+        let chunk = Chunk { buffer: &buffer, offset: 0, len: packet.len(), queue: 4 };
+        device.submit(&[chunk]).unwrap()
+    };
+    while device.wait(sequence, 1000).unwrap() == hl_thunk::WaitStatus::Busy {}
+    let recorded = lines(&path);
+    let of = |call: &str| {
+        let name = format!("\"call\":\"{call}\"");
+        let found = recorded.iter().rfind(|line| line.contains(&name));
+        found.unwrap_or_else(|| panic!("no {call} in {recorded:#?}"))
+    };
+    let address = format!("\"ret\":\"{:#x}\"", mapping.addr().0);
+    assert!(of("hlthunk_device_memory_map").contains(&address), "{recorded:#?}");
+    let hex: String = packet.iter().map(|byte| format!("{byte:02x}")).collect();
+    assert!(of("packets").contains(&format!("\"bytes\":\"{hex}\"")), "{}", of("packets"));
+    let submission = of("hlthunk_command_submission");
+    assert!(submission.contains("\"queue\":4,\"size\":24"), "{submission}");
+    assert!(submission.contains(&format!("\"sequence\":{sequence}")), "{submission}");
+    assert!(of("hlthunk_wait_for_cs").contains("\"status\":0"), "{recorded:#?}");
+    for line in &recorded {
+        let parsed = serde_json::from_str::<serde_json::Value>(line);
+        assert!(parsed.is_ok_and(|value| value.is_object()), "{line}");
+    }
+
+    // A poll that finds nothing is only counted.
+    let before = recorded.len();
+    assert!(device.wait(sequence + 1000, 0).is_err());
+    assert_eq!(lines(&path).len(), before + 1);
+    std::fs::remove_file(&path).unwrap();
+}

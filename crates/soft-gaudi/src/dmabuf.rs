@@ -9,7 +9,9 @@
 //! [`Exported`] is what an importer makes of such a descriptor: the software RDMA device maps
 //! exported memory with it, and so does the import of a second card.
 
+use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -118,7 +120,6 @@ pub(crate) fn export(
     memory: &CardMemory,
     segments: &[Segment],
 ) -> Result<(OwnedFd, PathBuf), Errno> {
-    use std::os::unix::ffi::OsStrExt;
     static COUNT: AtomicU64 = AtomicU64::new(0);
 
     let in_file = |s: &Segment| Segment { offset: CardMemory::file_offset(s.offset), len: s.len };
@@ -194,6 +195,8 @@ pub struct Exported {
     device: u32,
     size: u64,
     ranges: Vec<Range>,
+    /// The card's state file, and how often it had been reset.
+    state: Option<(&'static OwnedFd, u64)>,
 }
 
 // SAFETY: the ranges are plain addresses of a mapping that is never undone.
@@ -228,8 +231,14 @@ impl Exported {
         if description.size() != stat.st_size as u64 {
             return Err(Errno::INVAL);
         }
-        let ranges = map_ranges(&description)?;
-        Ok(Self { _fd: keep, device: description.device, size: description.size(), ranges })
+        let (ranges, state) = map_ranges(&description)?;
+        let state = state.and_then(|state| Some((state, crate::state::resets(state)?)));
+        Ok(Self { _fd: keep, device: description.device, size: description.size(), ranges, state })
+    }
+
+    /// Whether the card was reset since. Its memory is then not what was exported.
+    pub fn was_reset(&self) -> bool {
+        self.state.is_some_and(|(state, before)| crate::state::resets(state) != Some(before))
     }
 
     /// Index of the card whose memory it is.
@@ -256,12 +265,11 @@ struct Foreign {
     file: (u64, u64),
     base: usize,
     len: u64,
+    state: Option<&'static OwnedFd>,
 }
 
-fn map_ranges(description: &Description) -> Result<Vec<Range>, Errno> {
-    use std::os::unix::ffi::OsStrExt;
-
-    let path = Path::new(std::ffi::OsStr::from_bytes(&description.path));
+fn map_ranges(description: &Description) -> Result<(Vec<Range>, Option<&'static OwnedFd>), Errno> {
+    let path = Path::new(OsStr::from_bytes(&description.path));
     let file =
         rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW, Mode::empty())
             .map_err(|_| Errno::INVAL)?;
@@ -276,8 +284,8 @@ fn map_ranges(description: &Description) -> Result<Vec<Range>, Errno> {
     }
     let mut foreign = FOREIGN.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     let known = foreign.iter().find(|f| f.file == description.memory && f.len >= len);
-    let base = match known {
-        Some(known) => known.base,
+    let (base, state) = match known {
+        Some(known) => (known.base, known.state),
         None => {
             // SAFETY: a fresh mapping at an address of the kernel's choice.
             let base = unsafe {
@@ -290,12 +298,14 @@ fn map_ranges(description: &Description) -> Result<Vec<Range>, Errno> {
                     0,
                 )
             }? as usize;
-            foreign.push(Foreign { file: description.memory, base, len });
-            base
+            let state = crate::state::open_beside(path, description.device);
+            let state = state.map(|state| &*Box::leak(Box::new(state)));
+            foreign.push(Foreign { file: description.memory, base, len, state });
+            (base, state)
         }
     };
     let range = |s: &Segment| Range { ptr: (base as u64 + s.offset) as *mut u8, len: s.len };
-    Ok(description.segments.iter().map(range).collect())
+    Ok((description.segments.iter().map(range).collect(), state))
 }
 
 #[cfg(test)]

@@ -15,8 +15,10 @@
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
 use std::sync::{Mutex, MutexGuard};
 
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use crate::node::Node;
@@ -260,6 +262,20 @@ impl StateFile {
         self.set(Word::HardResets, resets);
         self.set(Word::Status, IN_RESET);
     }
+}
+
+/// Opens the state file beside a card's memory: for an importer, to which the card is another process's.
+pub(crate) fn open_beside(memory: &Path, device: u32) -> Option<OwnedFd> {
+    let path = memory.with_file_name(format!("state{device}"));
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    rustix::fs::open(path, flags, Mode::empty()).ok()
+}
+
+/// How often the card of a state file was reset.
+pub(crate) fn resets(file: &OwnedFd) -> Option<u64> {
+    let mut bytes = [0; 8];
+    let read = rustix::io::pread(file, &mut bytes, Word::HardResets as u64 * 8).ok()?;
+    (read == bytes.len()).then(|| u64::from_le_bytes(bytes))
 }
 
 fn complain_once(name: &str) {

@@ -3,6 +3,7 @@
 //! | variable | meaning |
 //! |---|---|
 //! | `SOFT_RDMA_DEVICES` | number of HCAs (default 1) |
+//! | `SOFT_RDMA_PLACES` | where the HCAs are: for each the index of a Gaudi to be near to, or a PCI address with its NUMA node (`0000:81:00.0@1`); default: two near each Gaudi |
 //! | `SOFT_RDMA_DIR` | folder that the node's processes share (default `/tmp/soft-rdma-UID`) |
 //! | `SOFT_RDMA_NODE` | number of this node in the fabric (default 1) |
 //! | `SOFT_RDMA_NODES` | other nodes, for connections between hosts: `NUMBER=ADDRESS:PORT` separated by commas; a process of slot S listens at PORT + S of its own entry |
@@ -10,6 +11,8 @@
 //! | `SOFT_RDMA_INLINE` | longest payload, in bytes, that travels inside a request between processes of one node (default 1024); longer ones are copied once, from region to region |
 //! | `SOFT_RDMA_MODEL` | a modelled link: `bandwidth=MB/S,latency=US` of every port |
 //! | `SOFT_RDMA_RATE` | Gb/s that a port says it has: 100 (default), 200 or 400. UCX chooses protocols by it; nothing is slower or faster for it |
+//! | `SOFT_RDMA_MEMLOCK` | limit on memory registered by address: `kernel` (default: `RLIMIT_MEMLOCK`, except for the privileged), `off`, or bytes |
+//! | `SOFT_RDMA_DMABUF` | registration by dma-buf: `on` (default), `off` (an HCA without it: `EOPNOTSUPP`), `bridge` (`EPERM` unless HCA and card share a host bridge), `refused` (`EPERM`) |
 //! | `SOFT_RDMA_STATS` | file to which each process appends its counters when it ends |
 //! | `SOFT_RDMA_LOG` | `off`, `info` (default: one line at the first open) or `debug` |
 
@@ -20,6 +23,8 @@ use std::sync::OnceLock;
 
 use crate::fabric::{MAX_DEVICES, MAX_NODE};
 use crate::hca::model::Figures;
+use crate::hca::pinned::Limit;
+use crate::placement::{self, Place};
 
 /// How much to say on standard error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd)]
@@ -29,10 +34,33 @@ pub(crate) enum LogLevel {
     Debug,
 }
 
+/// Which dma-bufs of cards can be registered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum DmabufSupport {
+    On,
+    Off,
+    HostBridge,
+    Refused,
+}
+
+impl DmabufSupport {
+    fn parse(text: &str) -> Option<Self> {
+        Some(match text {
+            "on" => Self::On,
+            "off" => Self::Off,
+            "bridge" => Self::HostBridge,
+            "refused" => Self::Refused,
+            _ => return None,
+        })
+    }
+}
+
 /// The configuration of this process.
 #[derive(Debug)]
 pub(crate) struct Config {
     pub(crate) devices: u8,
+    /// One for each device.
+    pub(crate) places: Vec<Place>,
     pub(crate) folder: PathBuf,
     pub(crate) node: u16,
     pub(crate) nodes: HashMap<u16, SocketAddr>,
@@ -41,12 +69,14 @@ pub(crate) struct Config {
     pub(crate) model: Option<Figures>,
     /// As `active_speed` has it, of four lanes: EDR, HDR or NDR.
     pub(crate) active_speed: u8,
+    pub(crate) memlock: Limit,
+    pub(crate) dmabuf: DmabufSupport,
     pub(crate) stats: Option<PathBuf>,
     pub(crate) log: LogLevel,
 }
 
 impl Config {
-    fn parse(get: impl Fn(&str) -> Option<String>) -> Self {
+    pub(crate) fn parse(get: impl Fn(&str) -> Option<String>) -> Self {
         let number = |name: &str, default: u32, low: u32, high: u32| match get(name) {
             None => default,
             Some(text) => match text.parse::<u32>() {
@@ -66,33 +96,51 @@ impl Config {
             || format!("/tmp/soft-rdma-{}", rustix::process::getuid().as_raw()).into(),
             PathBuf::from,
         );
+        let devices = number("SOFT_RDMA_DEVICES", 1, 0, u32::from(MAX_DEVICES)) as u8;
+        let places = get("SOFT_RDMA_PLACES").unwrap_or_default();
+        let places = placement::hcas(devices, &places).unwrap_or_else(|entry| {
+            eprintln!("soft-rdma: SOFT_RDMA_PLACES: cannot use {entry}, using the default");
+            placement::hcas(devices, "").unwrap_or_default()
+        });
         Self {
-            devices: number("SOFT_RDMA_DEVICES", 1, 0, u32::from(MAX_DEVICES)) as u8,
+            devices,
+            places,
             folder,
             node: number("SOFT_RDMA_NODE", 1, 1, u32::from(MAX_NODE)) as u16,
             nodes: get("SOFT_RDMA_NODES").map_or_else(HashMap::new, |text| parse_nodes(&text)),
             secret: get("SOFT_RDMA_SECRET").map(PathBuf::from),
             inline_limit: number("SOFT_RDMA_INLINE", 1024, 0, crate::wire::MAX_INLINE),
-            model: get("SOFT_RDMA_MODEL").and_then(|text| {
-                let figures = Figures::parse(&text);
-                if figures.is_none() {
-                    eprintln!("soft-rdma: SOFT_RDMA_MODEL={text} is not bandwidth=MB/S,latency=US");
-                }
-                figures
-            }),
-            active_speed: match get("SOFT_RDMA_RATE").as_deref() {
-                None | Some("100") => 32,
-                Some("200") => 64,
-                Some("400") => 128,
-                Some(text) => {
-                    eprintln!("soft-rdma: SOFT_RDMA_RATE={text} is not 100, 200 or 400, using 100");
-                    32
-                }
-            },
+            active_speed: word("SOFT_RDMA_RATE", &get, parse_rate).unwrap_or(32),
+            model: word("SOFT_RDMA_MODEL", &get, Figures::parse),
+            memlock: word("SOFT_RDMA_MEMLOCK", &get, Limit::parse).unwrap_or(Limit::Kernel),
+            dmabuf: word("SOFT_RDMA_DMABUF", &get, DmabufSupport::parse)
+                .unwrap_or(DmabufSupport::On),
             stats: get("SOFT_RDMA_STATS").map(PathBuf::from),
             log,
         }
     }
+}
+
+/// Four lanes of EDR, HDR or NDR.
+fn parse_rate(text: &str) -> Option<u8> {
+    [("100", 32), ("200", 64), ("400", 128)]
+        .into_iter()
+        .find(|rate| rate.0 == text)
+        .map(|rate| rate.1)
+}
+
+/// A variable that is not a number. What cannot be read counts as not set, with a line about it.
+fn word<T>(
+    name: &str,
+    get: &impl Fn(&str) -> Option<String>,
+    parse: impl Fn(&str) -> Option<T>,
+) -> Option<T> {
+    let text = get(name).filter(|text| !text.is_empty())?;
+    let value = parse(&text);
+    if value.is_none() {
+        eprintln!("soft-rdma: {name}={text} is ignored: it cannot be read");
+    }
+    value
 }
 
 /// `1=10.0.0.1:7000,2=10.0.0.2:7000`; what cannot be read is left out, with a line about it.

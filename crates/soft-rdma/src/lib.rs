@@ -7,7 +7,8 @@
 //! From the outside in: [`abi`] has the C structures, `api` the C functions; `hca` is the device
 //! (regions, queues, queue pairs) and knows neither C nor sockets; `wire` are the messages between
 //! processes, `link` the sockets and the thread behind them; `node` is what processes of one node
-//! share, `fabric` what LIDs, GIDs and queue pair numbers mean.
+//! share, `fabric` what LIDs, GIDs and queue pair numbers mean; `placement` and `sysfs` say where the
+//! devices sit in the machine, `ports` counts what went through them.
 
 pub mod abi;
 pub mod api;
@@ -16,5 +17,8 @@ mod fabric;
 mod hca;
 mod link;
 mod node;
+mod placement;
+mod ports;
 mod stats;
+mod sysfs;
 mod wire;

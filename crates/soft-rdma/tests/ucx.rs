@@ -40,8 +40,36 @@ fn missing() -> Option<PathBuf> {
     needed.map(|below| target().join(below)).into_iter().find(|path| !path.exists())
 }
 
-/// Runs `ucp-check pair` and returns the sums of the counters of its processes.
-fn pair(name: &str, arguments: &[&str]) -> Option<impl Fn(&str) -> u64> {
+/// What a run of `ucp-check` left behind.
+struct Run {
+    node: Node,
+    counters: String,
+}
+
+impl Run {
+    /// A counter, summed over the processes.
+    fn counter(&self, name: &str) -> u64 {
+        let key = format!("\"{name}\":");
+        let lines = self.counters.lines().filter_map(|line| line.split_once(&key));
+        let number = |rest: &str| rest[..rest.find([',', '}'])?].parse::<u64>().ok();
+        lines.map(|(_, rest)| number(rest).expect("JSON")).sum()
+    }
+
+    /// A counter of a port, as programs read it.
+    fn port(&self, device: u32, name: &str) -> u64 {
+        let output = Command::new("cat")
+            .arg(format!("/sys/class/infiniband/softrdma{device}/ports/1/{name}"))
+            .env("LD_PRELOAD", target().join("dist/lib/ucx-gaudi/soft/rdma/libibverbs.so.1"))
+            .env("SOFT_RDMA_DIR", &self.node.0)
+            .env("SOFT_RDMA_DEVICES", "64")
+            .output()
+            .expect("cat runs");
+        String::from_utf8_lossy(&output.stdout).trim().parse().expect("a number")
+    }
+}
+
+/// Runs `ucp-check pair`.
+fn pair(name: &str, arguments: &[&str]) -> Option<Run> {
     if let Some(path) = missing() {
         eprintln!(
             "skipped: {} is not there (cargo xtask setup, cargo xtask build)",
@@ -69,19 +97,14 @@ fn pair(name: &str, arguments: &[&str]) -> Option<impl Fn(&str) -> u64> {
         .env("SOFT_GAUDI_NODE", format!("rdma-{}-{name}", std::process::id()))
         .env("SOFT_RDMA_DIR", &node.0)
         .env("SOFT_RDMA_STATS", &stats)
+        // An ordinary user's limit is too low for UCX's own buffers.
+        .env("SOFT_RDMA_MEMLOCK", "off")
         .output()
         .expect("ucp-check runs");
     let text = [output.stdout, output.stderr].concat();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&text));
     let counters = std::fs::read_to_string(&stats).expect("counters were written");
-    Some(move |name: &str| {
-        let key = format!("\"{name}\":");
-        let values = counters.lines().filter_map(|line| line.split_once(&key)).map(|(_, rest)| {
-            let end = rest.find([',', '}']).expect("JSON");
-            rest[..end].parse::<u64>().expect("a number")
-        });
-        values.sum()
-    })
+    Some(Run { node, counters })
 }
 
 const SIZES: &str = "0,1,16,113,5001,64K+1,1M+7";
@@ -90,18 +113,18 @@ const SIZES: &str = "0,1,16,113,5001,64K+1,1M+7";
 fn host_memory_over_rc_arrives_in_one_copy() {
     let arguments =
         ["--mem", "host:host", "--sizes", SIZES, "--env", "UCX_TLS=rc_verbs,ud_verbs:aux"];
-    let Some(counter) = pair("rc", &arguments) else { return };
-    assert!(counter("direct_copies") > 0);
-    assert!(counter("direct_bytes") > 10 * counter("stream_bytes"));
-    assert_eq!(counter("access_errors"), 0);
+    let Some(run) = pair("rc", &arguments) else { return };
+    assert!(run.counter("direct_copies") > 0);
+    assert!(run.counter("direct_bytes") > 10 * run.counter("stream_bytes"));
+    assert_eq!(run.counter("access_errors"), 0);
 }
 
 #[test]
 fn host_memory_over_ud_arrives() {
     let arguments = ["--mem", "host:host", "--sizes", SIZES, "--env", "UCX_TLS=ud_verbs"];
-    let Some(counter) = pair("ud", &arguments) else { return };
-    assert!(counter("datagrams") > 0);
-    assert_eq!(counter("requests"), 0);
+    let Some(run) = pair("ud", &arguments) else { return };
+    assert!(run.counter("datagrams") > 0);
+    assert_eq!(run.counter("requests"), 0);
 }
 
 #[test]
@@ -113,10 +136,10 @@ fn gaudi_memory_is_registered_by_dmabuf_and_arrives_in_one_copy() {
         SIZES,
         "--env=UCX_TLS=rc_verbs,ud_verbs:aux,gaudi_cpy",
     ];
-    let Some(counter) = pair("gaudi", &arguments) else { return };
-    assert!(counter("dmabuf_regions") > 0);
-    assert!(counter("direct_bytes") > 1 << 20);
-    assert_eq!(counter("access_errors"), 0);
+    let Some(run) = pair("gaudi", &arguments) else { return };
+    assert!(run.counter("dmabuf_regions") > 0);
+    assert!(run.counter("direct_bytes") > 1 << 20);
+    assert_eq!(run.counter("access_errors"), 0);
 }
 
 #[test]
@@ -131,7 +154,29 @@ fn two_hosts_exchange_host_and_gaudi_memory_over_tcp() {
         "--env=1:SOFT_RDMA_NODE=2",
         &nodes,
     ];
-    let Some(counter) = pair("tcp", &arguments) else { return };
-    assert!(counter("dmabuf_regions") > 0);
-    assert!(counter("stream_bytes") > 1 << 20);
+    let Some(run) = pair("tcp", &arguments) else { return };
+    assert!(run.counter("dmabuf_regions") > 0);
+    assert!(run.counter("stream_bytes") > 1 << 20);
+}
+
+#[test]
+fn the_hca_near_the_card_carries_the_bytes() {
+    // Card 0 is on NUMA node 0, card 4 on the other.
+    for (places, near, far) in [("0,4", 0, 1), ("4,0", 1, 0)] {
+        let places = format!("--env=SOFT_RDMA_PLACES={places}");
+        let arguments = [
+            "--ops=put,get",
+            "--mem=gaudi:gaudi",
+            "--sizes=1M+7",
+            "--env=UCX_TLS=rc_verbs,ud_verbs:aux,gaudi_cpy",
+            "--env=SOFT_RDMA_DEVICES=2",
+            &places,
+        ];
+        let Some(run) = pair("near", &arguments) else { return };
+        // Two puts and two gets, each in one copy; only the handshake goes elsewhere.
+        let direct = |device| run.port(device, "hw_counters/direct_bytes");
+        assert!(direct(near) >= 4 * ((1 << 20) + 7), "{places}: {}", direct(near));
+        assert_eq!(direct(far), 0, "{places}");
+        assert!(run.port(near, "counters/port_xmit_data") >= 1 << 20);
+    }
 }

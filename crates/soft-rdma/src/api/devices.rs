@@ -15,6 +15,8 @@ use crate::fabric::{MAX_QPS, Port};
 use crate::hca::events::EventQueue;
 use crate::hca::memory::MAX_REGIONS;
 use crate::hca::{MAX_RD_ATOMIC, MAX_SGE, MAX_WR};
+use crate::placement::Place;
+use crate::sysfs::device_name;
 use crate::wire::MAX_MESSAGE;
 
 /// Completion queue entries of one queue.
@@ -32,6 +34,7 @@ pub(super) struct Device {
     /// Drivers of rdma-core compare a pointer behind the public structure with their own.
     _no_driver: [usize; 32],
     pub(super) port: Port,
+    pub(super) place: Place,
 }
 
 // SAFETY: the pointers inside are NULL and nothing is changed after the list was made.
@@ -47,16 +50,11 @@ fn text<const N: usize>(text: &str) -> [c_char; N] {
     chars
 }
 
-/// Name of the device with an index, in lists and under `/dev/infiniband`.
-fn device_name(index: u8) -> String {
-    format!("softrdma{index}")
-}
-
 fn devices() -> &'static [Device] {
     static DEVICES: OnceLock<Vec<Device>> = OnceLock::new();
     DEVICES.get_or_init(|| {
         let config = config::get();
-        let device = |device: u8| {
+        let device = |device: u8, place: Place| {
             let name = device_name(device);
             Device {
                 c: ibv_device {
@@ -70,9 +68,10 @@ fn devices() -> &'static [Device] {
                 },
                 _no_driver: [0; 32],
                 port: Port { node: config.node, device },
+                place,
             }
         };
-        (0..config.devices).map(device).collect()
+        (0..).zip(&config.places).map(|(index, place)| device(index, *place)).collect()
     })
 }
 

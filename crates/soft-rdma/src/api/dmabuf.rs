@@ -2,7 +2,8 @@
 //!
 //! The software Gaudi's dma-bufs are recognised and mapped by its own code; any other descriptor is
 //! mapped as the exporter allows, and its refusal is passed on. The mapping keeps the exported
-//! memory alive for as long as the region is registered, as an attachment does.
+//! memory alive for as long as the region is registered, as an attachment does. The driver refuses an
+//! HCA that cannot reach its card by PCI peer-to-peer with `EPERM`.
 
 use std::os::fd::BorrowedFd;
 
@@ -10,12 +11,23 @@ use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 use soft_gaudi::dmabuf::Exported;
 
-use crate::hca::memory::Backing;
+use crate::config::{self, DmabufSupport};
+use crate::hca::memory::{Backing, Memory};
+use crate::placement::Place;
 use crate::wire::Segment;
 
 struct Mapping {
     base: usize,
     length: usize,
+}
+
+impl Memory for Mapping {}
+
+impl Memory for Exported {
+    /// A reset of the card ends every mapping of its memory.
+    fn is_valid(&self) -> bool {
+        !self.was_reset()
+    }
 }
 
 impl Drop for Mapping {
@@ -30,18 +42,27 @@ pub(super) fn import(
     fd: BorrowedFd<'_>,
     offset: u64,
     length: u64,
+    place: &Place,
 ) -> Result<(Vec<Segment>, Backing), Errno> {
     // Tells a closed descriptor from one that is no dma-buf.
     rustix::io::fcntl_getfd(fd)?;
     let (pieces, backing): (Vec<Segment>, Backing) = match Exported::from_fd(fd) {
         Ok(exported) => {
+            let card = Place::of_card(exported.device());
+            let near = card.is_some_and(|card| card.shares_host_bridge(place));
+            match config::get().dmabuf {
+                DmabufSupport::Refused => return Err(Errno::PERM),
+                DmabufSupport::HostBridge if !near => return Err(Errno::PERM),
+                _ => {}
+            }
             let piece = |range: &soft_gaudi::dmabuf::Range| Segment {
                 addr: range.ptr as u64,
                 len: range.len,
             };
             (exported.ranges().iter().map(piece).collect(), Box::new(exported))
         }
-        Err(_) => map(fd)?,
+        Err(Errno::INVAL) => map(fd)?,
+        Err(error) => return Err(error),
     };
     Ok((cut(&pieces, offset, length).ok_or(Errno::INVAL)?, backing))
 }
@@ -96,6 +117,8 @@ mod tests {
     fn a_memfd_is_mapped_and_what_cannot_be_is_refused_with_the_reason() {
         let fd = rustix::fs::memfd_create("dmabuf", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&fd, 8192).unwrap();
+        let place = Place::of_card(0).unwrap();
+        let import = |fd, offset, length| import(fd, offset, length, &place);
         let (pieces, _backing) = import(fd.as_fd(), 4096, 4096).unwrap();
         assert_eq!(pieces.iter().map(|piece| piece.len).sum::<u64>(), 4096);
         assert_eq!(import(fd.as_fd(), 4096, 4097).err(), Some(Errno::INVAL));

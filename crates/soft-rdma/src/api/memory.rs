@@ -8,10 +8,15 @@ use rustix::io::Errno;
 
 use super::{Context, Domain, MemoryRegion, Users, context_of, dmabuf, from_c, object, status};
 use crate::abi::*;
+use crate::config::{self, DmabufSupport};
 use crate::hca::copy;
 use crate::hca::memory::{Registration, check_access};
+use crate::hca::pinned::Account;
 use crate::node::random;
 use crate::wire::Segment;
+
+/// Memory of this process that is pinned.
+static PINNED: Account = Account::new();
 
 /// Allocates a protection domain.
 ///
@@ -67,9 +72,11 @@ unsafe fn register(
         if !copy::is_mapped(&[piece]) {
             return Err(Errno::FAULT);
         }
+        let pinned = PINNED.pin(&piece, config::get().memlock)?;
         let what =
             Registration { domain: domain.id, access, iova, pieces: vec![piece], backing: None };
-        let region = finish(domain, pd, addr, length, what)?;
+        let mut region = finish(domain, pd, addr, length, what)?;
+        region._pinned = Some(pinned);
         crate::stats::STATS.host_regions.fetch_add(1, Ordering::Relaxed);
         Ok(region)
     })
@@ -89,7 +96,7 @@ fn finish(
     let key = region.key();
     let c =
         ibv_mr { context: domain.c.context, pd, addr, length, handle: key, lkey: key, rkey: key };
-    Ok(Box::new(MemoryRegion { c, region }))
+    Ok(Box::new(MemoryRegion { c, region, _pinned: None }))
 }
 
 /// Registers memory.
@@ -155,6 +162,9 @@ pub unsafe extern "C" fn ibv_reg_dmabuf_mr(
     object(|| {
         // SAFETY: the caller's promise.
         let domain: &Domain = unsafe { from_c(pd) }?;
+        if config::get().dmabuf == DmabufSupport::Off {
+            return Err(Errno::OPNOTSUPP);
+        }
         let access = access as c_uint & !IBV_ACCESS_OPTIONAL_RANGE;
         check_access(access)?;
         // The kernel's rules: same place inside a page, some bytes, inside the dma-buf.
@@ -164,9 +174,11 @@ pub unsafe extern "C" fn ibv_reg_dmabuf_mr(
         if fd < 0 {
             return Err(Errno::BADF);
         }
+        // SAFETY: a live domain's context is open.
+        let open = unsafe { context_of(domain.c.context) }?;
         // SAFETY: borrowed for this call only; a wrong number gives EBADF from the kernel.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-        let (pieces, backing) = dmabuf::import(fd, offset, length as u64)?;
+        let (pieces, backing) = dmabuf::import(fd, offset, length as u64, &open.device.place)?;
         let what = Registration { domain: domain.id, access, iova, pieces, backing: Some(backing) };
         let region = finish(domain, pd, core::ptr::null_mut(), length, what)?;
         crate::stats::STATS.dmabuf_regions.fetch_add(1, Ordering::Relaxed);

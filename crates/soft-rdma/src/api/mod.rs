@@ -9,11 +9,11 @@
 
 mod addresses;
 mod channels;
-mod device_node;
 mod devices;
 mod dmabuf;
 mod drivers;
 mod events;
+mod files;
 mod memory;
 mod names;
 mod posting;
@@ -33,15 +33,16 @@ use crate::abi::*;
 use crate::hca::completion::{Channel, CompletionQueue};
 use crate::hca::events::{AsyncEvent, EventQueue};
 use crate::hca::memory::Region;
+use crate::hca::pinned::Pages;
 use crate::hca::qp::QueuePair;
 use crate::hca::receive::SharedQueue;
 
 pub use addresses::*;
 pub use channels::*;
-pub use device_node::*;
 pub use devices::*;
 pub use drivers::*;
 pub use events::*;
+pub use files::*;
 pub use memory::*;
 pub use names::*;
 pub use queue_pairs::*;
@@ -91,6 +92,7 @@ impl Users {
 struct MemoryRegion {
     c: ibv_mr,
     region: Arc<Region>,
+    _pinned: Option<Pages<'static>>,
 }
 
 #[repr(C)]

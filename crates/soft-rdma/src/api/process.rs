@@ -10,6 +10,7 @@ use crate::hca::events::lock;
 use crate::hca::model::LinkModel;
 use crate::link::engine::Engine;
 use crate::node::{Node, random};
+use crate::ports;
 use crate::stats::{self, STATS};
 
 /// HCA and engine of this process.
@@ -38,6 +39,7 @@ pub(super) fn get() -> Result<&'static Process, Errno> {
     let slot = node.slot;
     let mut hca = Hca::new(slot, first_qp, config.inline_limit, &STATS);
     hca.model = config.model.map(LinkModel::new);
+    hca.ports = ports::map(&config.folder, config.node)?;
     let hca = Arc::new(hca);
     let engine = Engine::start(hca.clone(), node, config)?;
     // SAFETY: the library is never unloaded, so the function stays.

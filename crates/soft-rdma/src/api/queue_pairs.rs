@@ -49,6 +49,7 @@ pub unsafe extern "C" fn ibv_create_qp(
             cap,
             signal_all: init.sq_sig_all != 0,
             asynchronous: open.asynchronous.clone(),
+            counters: open.process.hca.counters(open.device.port),
         };
         let qp = open.process.hca.add_qp(|number| Arc::new(QueuePair::new(number, parts)))?;
         domain.users.add();

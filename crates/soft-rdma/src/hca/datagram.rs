@@ -78,6 +78,7 @@ impl QueuePair {
             return Ok(());
         };
         hca.stats.datagrams.fetch_add(1, Ordering::Relaxed);
+        self.parts.counters.sent(length);
         link.flush();
         Ok(())
     }
@@ -140,6 +141,7 @@ fn try_deliver(hca: &Hca, datagram: &Datagram, payload: &[u8]) -> bool {
         None if buffer.length() < u64::from(wc.byte_len) => IBV_WC_LOC_LEN_ERR,
         None => IBV_WC_LOC_PROT_ERR,
     };
+    qp.parts.counters.received(payload.len() as u64);
     qp.complete_receive(wc, datagram.solicited);
     true
 }

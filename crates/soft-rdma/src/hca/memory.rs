@@ -14,8 +14,16 @@ use crate::wire::Segment;
 /// Regions of one process.
 pub(crate) const MAX_REGIONS: usize = 1 << 20;
 
-/// Something that keeps the pages of a region mapped.
-pub(crate) type Backing = Box<dyn Send + Sync>;
+/// What is behind a region, and keeps its pages mapped.
+pub(crate) trait Memory: Send + Sync {
+    /// Whether it is still what was registered.
+    fn is_valid(&self) -> bool {
+        true
+    }
+}
+
+/// The owner of a region's memory.
+pub(crate) type Backing = Box<dyn Memory>;
 
 /// A registered range of memory.
 pub(crate) struct Region {
@@ -29,7 +37,7 @@ pub(crate) struct Region {
     pieces: Vec<Segment>,
     /// False once deregistered. Copies hold the lock for reading.
     live: RwLock<bool>,
-    _backing: Option<Backing>,
+    backing: Option<Backing>,
 }
 
 /// Part of a region that an operation may use.
@@ -70,6 +78,9 @@ pub(crate) fn trim(list: &mut Vec<Located>, length: u64) {
 impl Region {
     /// The bytes from `addr` on, if they are all inside.
     fn resolve(self: &Arc<Self>, addr: u64, len: u64) -> Option<Located> {
+        if self.backing.as_ref().is_some_and(|memory| !memory.is_valid()) {
+            return None;
+        }
         let mut skip = addr.checked_sub(self.iova)?;
         if skip.checked_add(len)? > self.length {
             return None;
@@ -178,7 +189,7 @@ impl Regions {
             length,
             pieces: what.pieces,
             live: RwLock::new(true),
-            _backing: what.backing,
+            backing: what.backing,
         });
         table.insert(key, region.clone());
         Ok(region)

@@ -13,6 +13,7 @@ pub(crate) mod datagram;
 pub(crate) mod events;
 pub(crate) mod memory;
 pub(crate) mod model;
+pub(crate) mod pinned;
 pub(crate) mod qp;
 pub(crate) mod receive;
 pub(crate) mod requester;
@@ -30,7 +31,8 @@ use std::time::Instant;
 use rustix::io::Errno;
 
 use crate::abi::ibv_ah_attr;
-use crate::fabric::{MAX_QPS, Owner, Port, QpNumber};
+use crate::fabric::{MAX_DEVICES, MAX_QPS, Owner, Port, QpNumber};
+use crate::ports::{PortCounters, Ports};
 use crate::stats::Stats;
 use crate::wire::Frame;
 use events::lock;
@@ -45,6 +47,9 @@ pub(crate) const MAX_SGE: u32 = 30;
 pub(crate) const MAX_INLINE_DATA: u32 = 1024;
 /// Outstanding reads and atomics of one queue pair.
 pub(crate) const MAX_RD_ATOMIC: u32 = 16;
+
+/// Counters before a node was joined.
+static UNSHARED: Ports = [const { PortCounters::new() }; MAX_DEVICES as usize];
 
 /// Bytes that follow a frame.
 pub(crate) enum Payload {
@@ -89,6 +94,8 @@ pub(crate) struct Hca {
     pub(crate) slot: u16,
     pub(crate) regions: Regions,
     pub(crate) stats: &'static Stats,
+    /// Counters of the node's ports, by device.
+    pub(crate) ports: &'static Ports,
     /// Payloads up to this length travel inside requests.
     pub(crate) inline_limit: u32,
     /// The speed that links pretend to have.
@@ -107,6 +114,7 @@ impl Hca {
             slot,
             regions: Regions::default(),
             stats,
+            ports: &UNSHARED,
             inline_limit,
             model: None,
             fabric: RwLock::default(),
@@ -123,6 +131,11 @@ impl Hca {
 
     fn fabric(&self) -> Option<Arc<dyn Fabric>> {
         self.fabric.read().unwrap_or_else(|poisoned| poisoned.into_inner()).clone()
+    }
+
+    /// The counters of a port.
+    pub(crate) fn counters(&self, port: Port) -> &'static PortCounters {
+        &self.ports[usize::from(port.device % MAX_DEVICES)]
     }
 
     /// Adds a queue pair under a number that was not used for long.

@@ -13,6 +13,7 @@ use super::requester::SendQueue;
 use super::transitions::{self, Kind};
 use crate::abi::*;
 use crate::fabric::{Port, QpNumber};
+use crate::ports::PortCounters;
 
 /// What a queue pair is made of.
 pub(crate) struct Parts {
@@ -25,6 +26,8 @@ pub(crate) struct Parts {
     pub(crate) cap: ibv_qp_cap,
     pub(crate) signal_all: bool,
     pub(crate) asynchronous: Arc<EventQueue<AsyncEvent>>,
+    /// Of the port.
+    pub(crate) counters: &'static PortCounters,
 }
 
 /// The receiving side.

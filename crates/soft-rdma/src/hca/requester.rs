@@ -401,6 +401,12 @@ impl QueuePair {
                     send.front_psn = send.front_psn.wrapping_add(1) & 0xff_ffff;
                     send.sent -= 1;
                     send.reads -= u32::from(work.returns_data());
+                    let (counters, bytes) = (self.parts.counters, work.data.length());
+                    if work.opcode == Opcode::Read {
+                        counters.received(bytes);
+                    } else {
+                        counters.sent(bytes);
+                    }
                     if work.signaled || self.parts.signal_all {
                         self.complete_send(work.completion(IBV_WC_SUCCESS));
                     }

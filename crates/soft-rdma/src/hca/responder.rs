@@ -29,8 +29,10 @@ pub(crate) enum Step {
 /// How moving the data of a request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Moved {
-    /// All of it was moved.
-    All,
+    /// All of it, in one copy from region to region.
+    Direct,
+    /// All of it, in the stream.
+    Streamed,
     /// Memory of this process is gone.
     LocalFault,
     /// The peer, or its memory, is gone.
@@ -44,6 +46,8 @@ pub(crate) struct Placement {
     pub(crate) targets: Vec<Located>,
     response: Response,
     receive: Option<(ibv_wc, bool, Buffer)>,
+    /// Whether the peer reads.
+    provides: bool,
 }
 
 impl Placement {
@@ -51,7 +55,18 @@ impl Placement {
     pub(crate) fn finish(self, moved: Moved) -> Response {
         let mut receive = lock(&self.qp.receive);
         match moved {
-            Moved::All => {
+            Moved::Direct | Moved::Streamed => {
+                let counters = self.qp.parts.counters;
+                let bytes = self.targets.iter().flat_map(|target| &target.segments);
+                let bytes = bytes.map(|segment| segment.len).sum();
+                if self.provides {
+                    counters.sent(bytes)
+                } else {
+                    counters.received(bytes)
+                }
+                let direct = moved == Moved::Direct;
+                let way = if direct { &counters.direct_bytes } else { &counters.stream_bytes };
+                way.fetch_add(bytes, Ordering::Relaxed);
                 if let Some((wc, solicited, _)) = self.receive {
                     self.qp.complete_receive(wc, solicited);
                 }
@@ -229,7 +244,8 @@ pub(crate) fn begin(hca: &Hca, request: &Request) -> Step {
             }
         };
     }
-    let placement =
-        Placement { qp, targets, response: answer(Outcome::Ack(0)), receive: completion };
-    if request.opcode == Opcode::Read { Step::Provide(placement) } else { Step::Place(placement) }
+    let provides = request.opcode == Opcode::Read;
+    let response = answer(Outcome::Ack(0));
+    let placement = Placement { qp, targets, response, receive: completion, provides };
+    if provides { Step::Provide(placement) } else { Step::Place(placement) }
 }

@@ -109,6 +109,7 @@ impl Side {
             },
             signal_all: true,
             asynchronous: events,
+            counters: hca.counters(Port { node: 1, device: 0 }),
         };
         let qp = hca.add_qp(|number| Arc::new(QueuePair::new(number, parts))).expect("capacity");
         let mut memory: Box<[u8]> = (0..MEMORY).map(|at| (at * slot as usize) as u8).collect();
@@ -201,7 +202,7 @@ impl Side {
                 }
                 .expect("mapped");
                 drop(guards);
-                Some((placement.finish(Moved::All), Vec::new()))
+                Some((placement.finish(Moved::Streamed), Vec::new()))
             }
             Step::Provide(placement) => {
                 let (ours, guards) = memory::lock_all(&placement.targets).expect("registered");
@@ -216,7 +217,7 @@ impl Side {
                 }
                 .expect("mapped");
                 drop(guards);
-                Some((placement.finish(Moved::All), data))
+                Some((placement.finish(Moved::Streamed), data))
             }
         }
     }

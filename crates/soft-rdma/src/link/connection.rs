@@ -169,7 +169,7 @@ impl Connection {
     fn payload(self: &Arc<Self>, hca: &Hca, what: Incoming, placed: bool) {
         match what {
             Incoming::Place(placement) => {
-                let moved = if placed { Moved::All } else { Moved::LocalFault };
+                let moved = if placed { Moved::Streamed } else { Moved::LocalFault };
                 self.respond(placement.finish(moved), Payload::Empty);
             }
             Incoming::Return(qp, response) => qp.respond(hca, &response, placed),
@@ -293,7 +293,9 @@ impl Connection {
                     placement.finish(Moved::PeerFault);
                     return Err(Errno::PROTO);
                 }
-                None if length == 0 => self.respond(placement.finish(Moved::All), Payload::Empty),
+                None if length == 0 => {
+                    self.respond(placement.finish(Moved::Direct), Payload::Empty)
+                }
                 None => {
                     let targets = placement.targets.clone();
                     // An RDMA write without a key to check has no targets, but no bytes either.
@@ -309,7 +311,7 @@ impl Connection {
                     let data = placement.targets.clone();
                     let payload =
                         if request.length > 0 { Payload::Memory(data) } else { Payload::Empty };
-                    self.respond(placement.finish(Moved::All), payload);
+                    self.respond(placement.finish(Moved::Streamed), payload);
                 }
             },
         }
@@ -338,7 +340,7 @@ impl Connection {
                     hca.stats.direct_copies.fetch_add(1, Ordering::Relaxed);
                     hca.stats.direct_bytes.fetch_add(bytes, Ordering::Relaxed);
                 }
-                Moved::All
+                Moved::Direct
             }
             // The kernel does not say whose memory is missing.
             Err(Errno::FAULT) if !copy::is_mapped(&ours) => Moved::LocalFault,

@@ -39,6 +39,26 @@ extern "C" fn remove_folder() {
     }
 }
 
+/// Runs one test once more in a process of its own, with variables. True in the process that did so.
+pub(crate) fn rerun(test: &str, variables: &[(&str, &str)]) -> bool {
+    const AGAIN: &str = "SOFT_RDMA_TEST_AGAIN";
+    if std::env::var_os(AGAIN).is_some() {
+        return false;
+    }
+    let status = std::process::Command::new(std::env::current_exe().expect("our own program"))
+        .args(["--exact", test, "--nocapture", "--test-threads=1"])
+        .env(AGAIN, "1")
+        .envs(variables.iter().copied())
+        .status();
+    assert!(status.expect("it starts").success(), "with {variables:?}");
+    true
+}
+
+/// `errno` of this thread.
+pub(crate) fn last_error() -> i32 {
+    std::io::Error::last_os_error().raw_os_error().unwrap_or(0)
+}
+
 /// An open device with a protection domain and a completion queue.
 pub(crate) struct Device {
     pub(crate) context: *mut ibv_context,

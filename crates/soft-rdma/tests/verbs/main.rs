@@ -1,6 +1,7 @@
 //! What the verbs promise, asked through the C functions: two queue pairs in one process, whose
 //! requests go through the sockets and the engine as those of two processes do.
 
+mod gaudi;
 mod harness;
 
 mod atomics;
@@ -10,5 +11,6 @@ mod errors;
 mod notification;
 mod one_sided;
 mod processes;
+mod refusals;
 mod registration;
 mod send_receive;

@@ -5,10 +5,6 @@ use soft_rdma::api::*;
 
 use crate::harness::*;
 
-fn last_error() -> i32 {
-    std::io::Error::last_os_error().raw_os_error().unwrap_or(0)
-}
-
 #[test]
 fn memory_that_is_not_there_or_wrong_rights_cannot_be_registered() {
     let device = Device::open();

@@ -1,0 +1,58 @@
+//! A software Gaudi in this process, whose memory is exported.
+
+use std::ffi::CString;
+use std::os::fd::{FromRawFd, OwnedFd};
+use std::path::PathBuf;
+
+use soft_gaudi::api::*;
+
+/// An open card and some of its memory.
+pub(crate) struct Card {
+    fd: i32,
+    address: u64,
+}
+
+/// Folder of this process's machine.
+fn folder() -> PathBuf {
+    let user = rustix::process::geteuid().as_raw();
+    PathBuf::from(format!("/dev/shm/soft-gaudi-{user}/rdma-test-{}", std::process::id()))
+}
+
+impl Card {
+    /// Opens a card of a machine that this process has for itself.
+    pub(crate) fn open(index: u32) -> Self {
+        extern "C" fn remove() {
+            let _ = std::fs::remove_dir_all(folder());
+        }
+        // SAFETY: before the library, the only reader in this process, looks at them; the handler is
+        // a function of this program.
+        unsafe {
+            std::env::set_var("SOFT_GAUDI_NODE", format!("rdma-test-{}", std::process::id()));
+            std::env::set_var("SOFT_GAUDI_FAULTS", "yes");
+            std::env::set_var("SOFT_GAUDI_RESET_KILL", "no");
+            libc::atexit(remove);
+        }
+        let name = CString::new(soft_gaudi::asic::bus_id(index)).expect("no NUL");
+        let fd = hlthunk_open(soft_gaudi::abi::DEVICE_DONT_CARE, name.as_ptr());
+        assert!(fd >= 0, "open: {fd}");
+        let handle = hlthunk_device_memory_alloc(fd, 4 << 20, 0, true, false);
+        let address = hlthunk_device_memory_map(fd, handle, 0);
+        assert_ne!(address, 0, "{}", std::io::Error::last_os_error());
+        Self { fd, address }
+    }
+
+    /// Exports the first bytes.
+    pub(crate) fn export(&self, length: u64) -> OwnedFd {
+        let fd = hlthunk_device_memory_export_dmabuf_fd(self.fd, self.address, length, 0);
+        assert!(fd >= 0, "export: {fd}");
+        // SAFETY: a fresh descriptor.
+        unsafe { OwnedFd::from_raw_fd(fd) }
+    }
+
+    /// The driver resets the card.
+    pub(crate) fn reset(&self) {
+        std::fs::write(folder().join("gaudi2/faults"), "hlthunk_device_memory_alloc reset\n")
+            .expect("the machine's folder");
+        assert_eq!(hlthunk_device_memory_alloc(self.fd, 1, 0, true, false), 0);
+    }
+}

@@ -2,7 +2,7 @@
 //! without: a round trip that brings a descriptor (`SCM_RIGHTS`), and the driver's import. `cargo xtask
 //! bench ipc` runs it.
 //!
-//! Prints one figure a line: its name, a tab, nanoseconds. Needs a driver library with two cards,
+//! Prints one figure a line: its name, a tab, nanoseconds. Needs a driver library with three cards,
 //! which `HL_THUNK_LIBRARY` may name.
 
 use std::io::{BufRead, BufReader, IoSlice, IoSliceMut, Read, Write};
@@ -13,8 +13,9 @@ use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::process::{Command, ExitCode, Stdio};
 use std::time::Instant;
 
-use gaudi::share::Limits;
-use gaudi::{DeviceChoice, RemoteKey, Share, runtime};
+use gaudi::share::{Limits, RemoteKey, Share};
+use gaudi::{DeviceChoice, runtime};
+use hl_thunk::{ImportedMapping, Library};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
@@ -114,19 +115,21 @@ fn measure() -> Result<(), Box<dyn std::error::Error>> {
     let fresh = (0..FRESH).map(|_| key_of(&line()?)).collect::<Result<Vec<_>, _>>()?;
     let device = runtime().open(&DeviceChoice::Index(0))?;
 
+    // A card of its own for what the driver alone needs.
+    let choice = DeviceChoice::Index(2);
+    let bus_id = runtime().candidates(&choice)?.remove(0).bus_id;
+    let bare_device = hl_thunk::Device::open(&Library::load()?, bus_id.as_str())?;
+    let import = |dmabuf: &OwnedFd| {
+        drop(ImportedMapping::new(&bare_device, dmabuf.as_fd(), LEN).expect("an import"));
+    };
     let mut connection = UnixStream::connect_addr(&counter(exporter.id())?)?;
     let dmabuf = ask_for(&mut connection)?;
     let mut bare = || {
-        let came = ask_for(&mut connection).expect("a descriptor");
-        drop(device.import(came.as_fd(), LEN).expect("an import"));
+        import(&ask_for(&mut connection).expect("a descriptor"));
     };
     println!("SCM_RIGHTS and import\t{:.0}", time(&mut bare));
-    println!(
-        "import alone\t{:.0}",
-        time(|| drop(device.import(dmabuf.as_fd(), LEN).expect("an import")))
-    );
+    println!("import alone\t{:.0}", time(|| import(&dmabuf)));
     let open = || drop(key.open(&device).expect("it opens"));
-    let limits = device.handle_limits();
     device.set_handle_limits(Limits { handles: 0, bytes: 0 });
     open();
     // Each can be opened for the first time only once: a median, beside one of the bare calls.
@@ -147,7 +150,7 @@ fn measure() -> Result<(), Box<dyn std::error::Error>> {
     println!("SCM_RIGHTS and import, median\t{}", median(times.0));
     println!("first open, median\t{}", median(times.1));
     println!("cold open\t{:.0}", time(open));
-    device.set_handle_limits(limits);
+    device.set_handle_limits(Limits { handles: 1, bytes: LEN });
     println!("warm open\t{:.0}", time(open));
     drop(exporter.stdin.take());
     exporter.wait()?;

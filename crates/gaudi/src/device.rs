@@ -25,8 +25,8 @@ use crate::share::{self, Handles};
 use crate::stats::{Counter, Counts, Gauge, Path, Tally};
 use crate::window::{Announcement, ReservedAddresses};
 use crate::{
-    Allocation, DeviceAddr, DeviceInfo, Direction, Error, ErrorKind, Import, Notifier, PAGE_SIZE,
-    Segment, Side, SubmitError, Transfer, Window, runtime,
+    Allocation, DeviceAddr, DeviceInfo, Direction, Error, ErrorKind, Notifier, PAGE_SIZE, Segment,
+    Side, SubmitError, Transfer, Window, runtime,
 };
 
 /// Bounce slots of a device, of [`BOUNCE_LEN`] bytes each. Short copies have others: one per permit.
@@ -321,11 +321,6 @@ impl Device {
 
     /// Makes the first `len` bytes of another device's dma-buf visible to this device's copies.
     /// Between devices this is experimental in drivers that have it at all.
-    pub fn import(self: &Arc<Self>, dmabuf: BorrowedFd<'_>, len: u64) -> Result<Import, Error> {
-        self.check_process("importing a dma-buf")?;
-        Import::new(self, dmabuf, len).map_err(|error| self.failed(error))
-    }
-
     pub(crate) fn map_dmabuf(&self, dmabuf: BorrowedFd<'_>, len: u64) -> Result<HostPin, Error> {
         let mapped = self.open.backend.import(dmabuf, len).map_err(|error| {
             self.counts.dmabuf_failed(&error);

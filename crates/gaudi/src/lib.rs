@@ -19,7 +19,7 @@
 //! # Ok::<(), gaudi::Error>(())
 //! ```
 //!
-//! An [`Allocation`], an [`Import`], a [`Share`], an [`Opened`], a [`Transfer`] and a [`RegisterBlock`]
+//! An [`Allocation`], a [`Share`](share::Share), an [`Opened`](share::Opened), a [`Transfer`] and a [`RegisterBlock`]
 //! keep their device open; a [`HostRegion`] and a [`Location`] do not. When the last of them is dropped,
 //! the card is closed, and another process can open it.
 //!
@@ -34,7 +34,6 @@ mod environment;
 mod error;
 mod owners;
 
-mod import;
 mod lent;
 mod mapping_table;
 mod memory;
@@ -58,7 +57,6 @@ pub use device::{Device, DeviceId, MemoryInfo};
 pub use discovery::{DeviceInfo, PortMasks};
 pub use error::{Error, ErrorKind};
 pub use hl_thunk::{DeviceAddr, Direction, ExportCall, Generation, PAGE_SIZE, trace};
-pub use import::Import;
 pub use lent::Unmapping;
 pub use mapping_table::{MappedCard, MappingTable};
 pub use memory::{Allocation, Location};
@@ -70,7 +68,6 @@ pub use registers::RegisterBlock;
 pub use remedy::Remedy;
 pub use runtime::{Runtime, runtime};
 pub use scale_out::ScaleOut;
-pub use share::{Identity, KEY_LEN, KeyError, Opened, Relation, RemoteKey, Share};
 pub use sysfs::Sysfs;
 pub use window::{ForeignMemory, Window, WindowEvent};
 
@@ -82,9 +79,8 @@ const _: () = {
     from_any_thread::<Allocation>();
     from_any_thread::<Notifier>();
     from_any_thread::<HostRegion>();
-    from_any_thread::<Import>();
-    from_any_thread::<Opened>();
-    from_any_thread::<Share>();
+    from_any_thread::<share::Opened>();
+    from_any_thread::<share::Share>();
     from_any_thread::<RegisterBlock>();
     from_any_thread::<Transfer>();
     from_any_thread::<Error>();

@@ -2,16 +2,19 @@
 //! they inherit, and when they have cards of their own.
 
 mod machine;
+mod peer;
 
-use std::os::fd::{AsFd, FromRawFd, OwnedFd};
+use std::os::fd::{FromRawFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
+use gaudi::share::RemoteKey;
 use gaudi::{
-    Device, DeviceAddr, DeviceChoice, Error, ErrorKind, HostRegion, RemoteKey, Segment, Side,
-    SubmitError, runtime,
+    Device, DeviceAddr, DeviceChoice, Error, ErrorKind, HostRegion, Segment, Side, SubmitError,
+    runtime,
 };
 use machine::{alone, assert_same, open, pattern, read, write};
+use peer::{Peer, Set};
 
 /// A child of this process.
 struct Child {
@@ -82,8 +85,6 @@ fn use_parents_card(device: &Arc<Device>, at: DeviceAddr) {
     assert_refused(device.export(at, 16));
     assert_refused(device.export_alone(at, 16));
     assert_refused(device.share(at, 16).map(drop));
-    let dmabuf = std::fs::File::open("/dev/null").unwrap();
-    assert_refused(device.import(dmabuf.as_fd(), 4096));
     assert_refused(device.drain());
     for len in [8, 1 << 20] {
         let mut host = vec![7_u8; len];
@@ -107,10 +108,14 @@ fn use_parents_card(device: &Arc<Device>, at: DeviceAddr) {
 }
 
 #[test]
+#[ignore = "run by the other tests as a process of its own"]
+fn serve() {
+    peer::serve();
+}
+
+#[test]
 fn a_child_is_refused_its_parents_card_and_what_it_drops_stays_there() {
-    if !alone("a_child_is_refused_its_parents_card_and_what_it_drops_stays_there", 2) {
-        return;
-    }
+    alone!(2);
     let device = open(0);
     let memory = device.alloc(2 << 20, 1).unwrap();
     let at = memory.addr();
@@ -153,9 +158,7 @@ fn a_child_is_refused_its_parents_card_and_what_it_drops_stays_there() {
 
 #[test]
 fn an_inherited_transfer_fails_in_the_child_and_ends_in_the_parent() {
-    if !alone("an_inherited_transfer_fails_in_the_child_and_ends_in_the_parent", 1) {
-        return;
-    }
+    alone!(1);
     let device = open(0);
     let memory = device.alloc(8 << 20, 1).unwrap();
     let bytes = pattern(8 << 20, 3);
@@ -186,27 +189,23 @@ fn an_inherited_transfer_fails_in_the_child_and_ends_in_the_parent() {
 
 #[test]
 fn a_child_is_refused_a_peers_memory_that_its_parent_has_open() {
-    if !alone("a_child_is_refused_a_peers_memory_that_its_parent_has_open", 2) {
-        return;
-    }
-    let (device, other) = (open(0), open(1));
-    let memory = device.alloc(4096, 1).unwrap();
-    let share = device.share(memory.addr(), 1).unwrap();
-    let key = RemoteKey::parse(&share.key()).unwrap();
-    let mut inherited = Some(key.open(&other).unwrap());
+    alone!(2);
+    let mut peer = Peer::start(Set::default());
+    peer.request_ok("card 1");
+    let key = RemoteKey::parse(&peer.share(1, 4096, 1)).unwrap();
+    let device = open(0);
+    let mut inherited = Some(key.open(&device).unwrap());
     let child = Child::new(|| {
-        assert_refused(key.open(&other));
+        assert_refused(key.open(&device));
         drop(inherited.take());
     });
     assert!(child.succeeds());
-    assert!(key.open(&other).is_ok());
+    assert!(key.open(&device).is_ok());
 }
 
 #[test]
 fn a_child_does_not_keep_its_parents_card_busy() {
-    if !alone("a_child_does_not_keep_its_parents_card_busy", 1) {
-        return;
-    }
+    alone!(1);
     let device = open(0);
     let memory = device.alloc(1 << 20, 1).unwrap();
     write(&device, memory.addr(), &pattern(1 << 20, 4));
@@ -223,9 +222,7 @@ fn a_child_does_not_keep_its_parents_card_busy() {
 
 #[test]
 fn a_child_made_by_a_bare_clone_is_refused_too() {
-    if !alone("a_child_made_by_a_bare_clone_is_refused_too", 2) {
-        return;
-    }
+    alone!(2);
     let device = open(0);
     let memory = device.alloc(2 << 20, 1).unwrap();
     let bytes = pattern(5000, 5);
@@ -260,9 +257,7 @@ fn use_own_card(choice: &DeviceChoice) {
 
 #[test]
 fn a_child_forked_before_a_card_was_opened_uses_cards_as_its_parent_does() {
-    if !alone("a_child_forked_before_a_card_was_opened_uses_cards_as_its_parent_does", 2) {
-        return;
-    }
+    alone!(2);
     // The driver library is loaded, cards are known.
     assert_eq!(runtime().discover().unwrap().len(), 2);
     let child = Child::new(|| use_own_card(&DeviceChoice::Any));

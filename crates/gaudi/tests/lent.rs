@@ -253,9 +253,7 @@ fn serve() {
 /// A peer that has the memory at hand must not make the application's own unmapping fail.
 #[test]
 fn peers_that_keep_memory_open_let_it_go_before_it_is_unmapped() {
-    if !alone("peers_that_keep_memory_open_let_it_go_before_it_is_unmapped", 2) {
-        return;
-    }
+    alone!(2);
     let application = Application::start();
     let fd = application.card.as_fd();
     runtime().lend(fd).unwrap();

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use gaudi::{
     Allocation, Device, DeviceAddr, DeviceChoice, ErrorKind, ExportCall, WindowEvent, runtime,
 };
-use machine::{Footprint, assert_same, driver_page, fresh, pattern, write};
+use machine::{Footprint, alone, assert_same, driver_page, fresh, pattern, write};
 use soft_gaudi::dmabuf::Exported;
 
 fn setup() -> Arc<Device> {
@@ -271,9 +271,7 @@ fn a_page_that_is_still_exported_stays_usable() {
 #[test]
 fn closing_a_card_whose_memory_is_still_exported_is_no_failure() {
     // Failures are of the whole process: this test must not share it.
-    if !machine::alone("closing_a_card_whose_memory_is_still_exported_is_no_failure", 1) {
-        return;
-    }
+    alone!(1);
     let device = setup();
     let index = device.info().index;
     let allocation = device.alloc(10_000, 1).unwrap();
@@ -295,9 +293,7 @@ fn closing_a_card_whose_memory_is_still_exported_is_no_failure() {
 #[test]
 fn cycles_of_allocation_copy_and_export_leave_nothing_behind() {
     // Counts are of the whole process: this test must not share it.
-    if !machine::alone("cycles_of_allocation_copy_and_export_leave_nothing_behind", 1) {
-        return;
-    }
+    alone!(1);
     let device = setup();
     let bytes = pattern(200_000, 1);
     let cycle = |round: usize| {

@@ -5,8 +5,9 @@ mod peer;
 
 use std::time::Duration;
 
+use gaudi::Side;
 use gaudi::share::Limits;
-use gaudi::{Identity, RemoteKey, Side};
+use gaudi::share::{Identity, RemoteKey};
 use machine::{Footprint, alone, open};
 use peer::{Peer, Set, copy, stat, unhex, until};
 
@@ -33,9 +34,7 @@ mod ipc {
 
     #[test]
     fn an_exporter_killed_at_any_point_leaves_nothing_behind() {
-        if !alone("ipc::an_exporter_killed_at_any_point_leaves_nothing_behind", 2) {
-            return;
-        }
+        alone!(2);
         let device = open(0);
         let here = device.alloc(LEN as u64, 1).unwrap();
         let mut before = None;
@@ -81,9 +80,7 @@ mod ipc {
 
     #[test]
     fn an_importer_killed_at_any_point_leaves_nothing_behind() {
-        if !alone("ipc::an_importer_killed_at_any_point_leaves_nothing_behind", 2) {
-            return;
-        }
+        alone!(2);
         let device = open(1);
         let mut before = None;
         for round in 0..50 {
@@ -134,11 +131,7 @@ mod ipc {
 
     #[test]
     fn memory_taken_back_from_an_importer_that_is_stopped_comes_free_when_it_goes_on() {
-        let name =
-            "ipc::memory_taken_back_from_an_importer_that_is_stopped_comes_free_when_it_goes_on";
-        if !alone(name, 2) {
-            return;
-        }
+        alone!(2);
         let device = open(1);
         let mut importer = Peer::start(Set::default());
         importer.request_ok("card 0");
@@ -163,9 +156,7 @@ mod ipc {
 
     #[test]
     fn an_exporter_that_is_stopped_hears_what_was_let_go_when_it_goes_on() {
-        if !alone("ipc::an_exporter_that_is_stopped_hears_what_was_let_go_when_it_goes_on", 2) {
-            return;
-        }
+        alone!(2);
         let mut exporter = Peer::start(Set::default());
         exporter.request_ok("card 1");
         let device = open(0);
@@ -189,9 +180,7 @@ mod ipc {
 
     #[test]
     fn an_exporter_that_does_not_answer_is_not_asked_again_at_once() {
-        if !alone("ipc::an_exporter_that_does_not_answer_is_not_asked_again_at_once", 2) {
-            return;
-        }
+        alone!(2);
         let mut exporter = Peer::start(Set::default());
         exporter.request_ok("card 1");
         let keys: Vec<_> = (0..20).map(|slot| peer::hex(&exporter.share(slot, LEN, 1))).collect();
@@ -211,9 +200,7 @@ mod ipc {
 
     #[test]
     fn a_grant_that_nobody_waits_for_any_more_is_released() {
-        if !alone("ipc::a_grant_that_nobody_waits_for_any_more_is_released", 2) {
-            return;
-        }
+        alone!(2);
         let mut exporter = Peer::start(Set::default());
         exporter.request_ok("card 1");
         let keys = [1, 2].map(|slot| peer::hex(&exporter.share(slot, LEN, 1)));
@@ -237,9 +224,7 @@ mod ipc {
 
     #[test]
     fn a_forked_child_neither_answers_for_its_parent_nor_hides_its_end() {
-        if !alone("ipc::a_forked_child_neither_answers_for_its_parent_nor_hides_its_end", 2) {
-            return;
-        }
+        alone!(2);
         let mut exporter = Peer::start(Set::default());
         exporter.request_ok("card 1");
         let key = exporter.share(1, LEN, 1);
@@ -261,9 +246,7 @@ mod ipc {
 
     #[test]
     fn the_socket_of_a_killed_exporter_is_removed_by_the_next() {
-        if !alone("ipc::the_socket_of_a_killed_exporter_is_removed_by_the_next", 2) {
-            return;
-        }
+        alone!(2);
         let mut exporter = Peer::start(Set::default());
         exporter.request_ok("card 1");
         let [_, first] = peer::sockets(&exporter.share(1, LEN, 1));
@@ -280,9 +263,7 @@ mod ipc {
 
     #[test]
     fn whether_a_process_lives_is_known_of_exactly_that_process() {
-        if !alone("ipc::whether_a_process_lives_is_known_of_exactly_that_process", 2) {
-            return;
-        }
+        alone!(2);
         let mut peer = Peer::start(Set::default());
         peer.request_ok("card 1");
         let packed = unhex(&peer.request_ok("identity"));
@@ -305,9 +286,7 @@ mod ipc {
 
     #[test]
     fn a_thousand_cycles_leave_nothing_behind() {
-        if !alone("ipc::a_thousand_cycles_leave_nothing_behind", 2) {
-            return;
-        }
+        alone!(2);
         let mut peer = Peer::start(Set::default());
         peer.request_ok("card 1");
         let device = open(0);

@@ -3,7 +3,8 @@
 mod machine;
 mod peer;
 
-use gaudi::{RemoteKey, Side};
+use gaudi::Side;
+use gaudi::share::RemoteKey;
 use machine::{alone, open, pattern, read};
 use peer::{
     Peer, Set, copy, hash, hex, knock, message, open_request, sockets, stat, stranger, until,
@@ -53,9 +54,7 @@ mod ipc {
 
     #[test]
     fn another_user_gets_nothing() {
-        if !alone("ipc::another_user_gets_nothing", 2) {
-            return;
-        }
+        alone!(2);
         const NOBODY: u32 = 65_500;
         let (mut exporter, key) = exporter();
         let stranger = Set { uid: Some(NOBODY), ..Set::default() };
@@ -69,8 +68,7 @@ mod ipc {
         // Cards of its own: the software machine is per user.
         stranger.request_ok("card 0");
         let refused = stranger.request(&format!("open 1 {}", hex(&key)));
-        assert!(refused.starts_with("failed PERMISSION_DENIED"), "{refused}");
-        assert!(refused.contains("it is user "), "{refused}");
+        assert!(refused.starts_with("failed it is user "), "{refused}");
         // It knows the token, and lies about the user.
         let mut forged = key.clone();
         forged[UID].copy_from_slice(&NOBODY.to_le_bytes());
@@ -96,9 +94,7 @@ mod ipc {
 
     #[test]
     fn a_damaged_key_opens_nothing_else() {
-        if !alone("ipc::a_damaged_key_opens_nothing_else", 2) {
-            return;
-        }
+        alone!(2);
         let (mut exporter, key) = exporter();
         let other = exporter.share(2, LEN, 6);
         let device = open(0);
@@ -144,9 +140,7 @@ mod ipc {
 
     #[test]
     fn a_replayed_key_opens_nothing_after_the_memory_was_freed() {
-        if !alone("ipc::a_replayed_key_opens_nothing_after_the_memory_was_freed", 2) {
-            return;
-        }
+        alone!(2);
         let (mut exporter, key) = exporter();
         let base = RemoteKey::parse(&key).unwrap().base();
         let device = open(0);
@@ -161,9 +155,7 @@ mod ipc {
 
     #[test]
     fn who_listens_in_an_exporters_place_is_passed_over() {
-        if !alone("ipc::who_listens_in_an_exporters_place_is_passed_over", 2) {
-            return;
-        }
+        alone!(2);
         use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, bind, listen, socket};
         let (_exporter, key) = exporter();
         // As if the exporter were in another network namespace: its name is not taken in ours.
@@ -190,9 +182,7 @@ mod ipc {
 
     #[test]
     fn garbage_and_crowds_do_not_keep_the_broker_from_its_work() {
-        if !alone("ipc::garbage_and_crowds_do_not_keep_the_broker_from_its_work", 2) {
-            return;
-        }
+        alone!(2);
         let (mut exporter, key) = exporter();
         let [in_no_file, in_folder] = sockets(&key);
         let before: usize = exporter.request_ok("fds").parse().unwrap();

@@ -4,9 +4,9 @@
 mod machine;
 mod peer;
 
-use gaudi::{DeviceAddr, RemoteKey, Side};
+use gaudi::share::RemoteKey;
 use machine::{alone, open, pattern, read, write};
-use peer::{Peer, Set, copy, hash, hex, sockets, stat, until};
+use peer::{Peer, Set, hash, hex, sockets, stat, until};
 
 /// Where things are in a key (`docs/design/ipc-protocol.md`).
 const IDENTITY: std::ops::Range<usize> = 1..33;
@@ -57,9 +57,7 @@ mod ipc {
 
     #[test]
     fn a_key_that_differs_from_the_cached_one_is_refused() {
-        if !alone("ipc::a_key_that_differs_from_the_cached_one_is_refused", 2) {
-            return;
-        }
+        alone!(2);
         let (mut exporter, key) = exporter();
         // Another peer's memory, right behind.
         exporter.share(2, 1 << 20, 6);
@@ -88,10 +86,7 @@ mod ipc {
 
     #[test]
     fn an_exporter_short_of_descriptors_grants_nothing_that_it_does_not_record() {
-        let name = "ipc::an_exporter_short_of_descriptors_grants_nothing_that_it_does_not_record";
-        if !alone(name, 2) {
-            return;
-        }
+        alone!(2);
         for left in 0..4 {
             let (mut exporter, key) = exporter();
             let mut importer = importer_with(Set::default());
@@ -113,9 +108,7 @@ mod ipc {
 
     #[test]
     fn an_importer_short_of_descriptors_keeps_the_leases_that_it_has() {
-        if !alone("ipc::an_importer_short_of_descriptors_keeps_the_leases_that_it_has", 2) {
-            return;
-        }
+        alone!(2);
         let (mut exporter, key) = exporter();
         let second = exporter.share(2, LEN, 6);
         let mut importer = importer_with(Set::default());
@@ -132,9 +125,7 @@ mod ipc {
 
     #[test]
     fn an_exporter_that_hangs_up_on_a_peer_waits_until_the_peer_has_closed() {
-        if !alone("ipc::an_exporter_that_hangs_up_on_a_peer_waits_until_the_peer_has_closed", 2) {
-            return;
-        }
+        alone!(2);
         use rustix::net::{RecvFlags, SendFlags, recv, send};
         let (mut exporter, key) = exporter();
         let second = exporter.share(2, LEN, 6);
@@ -165,9 +156,7 @@ mod ipc {
 
     #[test]
     fn an_exporter_that_revokes_without_end_keeps_an_importer_from_nothing() {
-        if !alone("ipc::an_exporter_that_revokes_without_end_keeps_an_importer_from_nothing", 2) {
-            return;
-        }
+        alone!(2);
         let (mut exporter, key) = exporter();
         // This process stands for the hostile exporter.
         let mut hostile = key.clone();
@@ -188,10 +177,7 @@ mod ipc {
 
     #[test]
     fn a_lease_needs_nothing_that_a_filter_in_the_importer_may_refuse() {
-        let name = "ipc::a_lease_needs_nothing_that_a_filter_in_the_importer_may_refuse";
-        if !alone(name, 2) {
-            return;
-        }
+        alone!(2);
         let calls: [&'static [libc::c_long]; 3] = [
             &[libc::SYS_memfd_create],
             &[libc::SYS_pidfd_getfd],
@@ -208,9 +194,7 @@ mod ipc {
 
     #[test]
     fn strangers_without_a_token_hold_no_descriptors_of_an_exporter() {
-        if !alone("ipc::strangers_without_a_token_hold_no_descriptors_of_an_exporter", 2) {
-            return;
-        }
+        alone!(2);
         let (mut exporter, key) = exporter();
         let before: usize = exporter.request_ok("fds").parse().unwrap();
         let [in_no_file, in_folder] = sockets(&key);
@@ -240,9 +224,7 @@ mod ipc {
 
     #[test]
     fn forged_identities_leave_no_descriptors_in_the_importer() {
-        if !alone("ipc::forged_identities_leave_no_descriptors_in_the_importer", 2) {
-            return;
-        }
+        alone!(2);
         let (_exporter, key) = exporter();
         let mut importer = importer_with(Set::default());
         importer.request_ok(&format!("open 1 {}", hex(&key)));
@@ -267,11 +249,7 @@ mod ipc {
 
     #[test]
     fn an_importer_is_connected_to_as_many_exporters_as_its_limit_of_open_files_permits() {
-        let name = "ipc::an_importer_is_connected_to_as_many_exporters_as_its_limit_of_open_files_\
-                    permits";
-        if !alone(name, 8) {
-            return;
-        }
+        alone!(8);
         // An eighth of the limit: five.
         const FILES: u32 = 40;
         let mut importer = importer_with(Set::default());
@@ -313,9 +291,7 @@ mod ipc {
 
     #[test]
     fn a_broker_that_cannot_listen_is_the_reason_why_sharing_fails() {
-        if !alone("ipc::a_broker_that_cannot_listen_is_the_reason_why_sharing_fails", 2) {
-            return;
-        }
+        alone!(2);
         let mut exporter = Peer::start(Set { refuse: &[libc::SYS_listen], ..Set::default() });
         exporter.request_ok("card 1");
         let fds: usize = exporter.request_ok("fds").parse().unwrap();
@@ -331,9 +307,7 @@ mod ipc {
 
     #[test]
     fn a_broker_whose_thread_did_not_start_is_started_by_the_next_share() {
-        if !alone("ipc::a_broker_whose_thread_did_not_start_is_started_by_the_next_share", 2) {
-            return;
-        }
+        alone!(2);
         let mut exporter = Peer::start(Set::default());
         let refused = exporter.request("threadless-broker");
         assert!(refused.contains("no thread: "), "{refused}");
@@ -346,9 +320,7 @@ mod ipc {
 
     #[test]
     fn a_forked_child_of_the_importer_does_not_end_its_leases() {
-        if !alone("ipc::a_forked_child_of_the_importer_does_not_end_its_leases", 2) {
-            return;
-        }
+        alone!(2);
         let (mut exporter, key) = exporter();
         let mut importer = importer_with(Set::default());
         importer.request_ok(&format!("open 1 {}", hex(&key)));
@@ -359,9 +331,7 @@ mod ipc {
 
     #[test]
     fn a_forked_child_of_the_exporter_does_not_end_its_shares() {
-        if !alone("ipc::a_forked_child_of_the_exporter_does_not_end_its_shares", 2) {
-            return;
-        }
+        alone!(2);
         let (mut exporter, key) = exporter();
         exporter.request_ok("forkdrop");
         let mut importer = importer_with(Set::default());
@@ -371,12 +341,9 @@ mod ipc {
 
     #[test]
     fn what_a_former_tenant_left_behind_the_end_of_shared_memory_is_cleared() {
-        let name = "ipc::what_a_former_tenant_left_behind_the_end_of_shared_memory_is_cleared";
-        if !alone(name, 2) {
-            return;
-        }
+        alone!(1);
         const PAGES: usize = 3 * 4096;
-        let (device, other) = (open(0), open(1));
+        let device = open(0);
         for len in [LEN, 4096 * 2 + 1, PAGES - 1] {
             let former = device.alloc(PAGES as u64, 1).unwrap();
             let base = former.addr();
@@ -385,25 +352,19 @@ mod ipc {
             let memory = device.alloc(len as u64, 1).unwrap();
             assert_eq!(memory.addr(), base, "in the same place");
             let share = device.share(base, 1).unwrap();
-            // All that the dma-buf reaches.
-            let (dmabuf, _) = device.export_alone(base, len as u64).unwrap();
-            let import = other.import(std::os::fd::AsFd::as_fd(&dmabuf), PAGES as u64).unwrap();
-            let here = other.alloc(PAGES as u64, 1).unwrap();
-            let (dst, src) = (Side::Device(here.addr()), Side::Device(import.addr()));
-            copy(&other, dst, src, PAGES).unwrap();
-            let found = read(&other, DeviceAddr(here.addr().0), PAGES);
+            drop((share, memory));
+            // All that the dma-buf reached.
+            let whole = device.alloc(PAGES as u64, 1).unwrap();
+            assert_eq!(whole.addr(), base, "in the same place");
+            let found = read(&device, base, PAGES);
             assert!(found[..len].iter().all(|byte| *byte == 0xab), "{len}: its own bytes stay");
             assert!(found[len..].iter().all(|byte| *byte == 0), "{len}: {:x?}", &found[len..]);
-            drop(share);
         }
     }
 
     #[test]
     fn memory_is_cleared_before_it_is_handed_out_if_the_process_wants_that() {
-        let name = "ipc::memory_is_cleared_before_it_is_handed_out_if_the_process_wants_that";
-        if !alone(name, 1) {
-            return;
-        }
+        alone!(1);
         let device = open(0);
         for clear in [false, true] {
             let clear_allocations = Some(clear);

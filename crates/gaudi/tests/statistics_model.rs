@@ -5,12 +5,12 @@
 mod machine;
 
 use std::collections::BTreeMap;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
 use gaudi::{
-    Allocation, Device, DeviceAddr, ExportCall, HostRegion, Import, Segment, Side, runtime, stats,
+    Allocation, Device, DeviceAddr, ExportCall, HostRegion, Segment, Side, runtime, stats,
 };
 use proptest::prelude::*;
 
@@ -29,9 +29,6 @@ enum Step {
     ExportAlone { pick: usize, keep: bool },
     ExportNothing { card: usize },
     Close(usize),
-    Import { pick: usize },
-    DropImport(usize),
-    CopyFromImport { pick: usize },
     Copy { pick: usize, len: usize, down: bool },
     CopyRegion { pick: usize, region: usize, len: usize },
     Forget(usize),
@@ -54,9 +51,6 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         2 => (any(), prop::bool::ANY).prop_map(|(pick, keep)| ExportAlone { pick, keep }),
         1 => (0..2_usize).prop_map(|card| ExportNothing { card }),
         3 => any().prop_map(Close),
-        2 => any().prop_map(|pick| Import { pick }),
-        2 => any().prop_map(DropImport),
-        2 => any().prop_map(|pick| CopyFromImport { pick }),
         4 => (any(), small.clone(), prop::bool::ANY)
             .prop_map(|(pick, len, down)| Copy { pick, len, down }),
         3 => (any(), 0..2_usize, small)
@@ -91,8 +85,6 @@ struct Bench {
     staging_pinned: bool,
     tenants: Vec<(usize, Allocation)>,
     descriptors: Vec<OwnedFd>,
-    /// The importing card, the import, and the inode of the dma-buf.
-    imports: Vec<(usize, Import, u64)>,
     host: [Vec<u8>; 2],
     regions: [Option<Arc<HostRegion>>; 2],
 }
@@ -108,7 +100,6 @@ impl Bench {
             staging_pinned: false,
             tenants: Vec::new(),
             descriptors: Vec::new(),
-            imports: Vec::new(),
             host: [vec![1; HOST_LEN], vec![2; HOST_LEN]],
             regions: [None, None],
         }
@@ -121,7 +112,7 @@ impl Bench {
     }
 
     /// Dma-bufs that the engine has open, by inode, with their lengths: those of the process less
-    /// those that only this test holds, or the card for an import.
+    /// those that only this test holds.
     fn engines_dmabufs(&self) -> BTreeMap<u64, u64> {
         let mut open: BTreeMap<u64, (i32, u64)> = BTreeMap::new();
         for entry in std::fs::read_dir("/proc/self/fd").unwrap().flatten() {
@@ -131,8 +122,7 @@ impl Bench {
                 open.entry(about.ino()).or_insert((0, about.len())).0 += 1;
             }
         }
-        let own = self.descriptors.iter().map(inode);
-        for inode in own.chain(self.imports.iter().map(|(_, _, inode)| *inode)) {
+        for inode in self.descriptors.iter().map(inode) {
             open.get_mut(&inode).expect("a dma-buf of the test").0 -= 1;
         }
         open.into_iter()
@@ -225,45 +215,6 @@ impl Bench {
             Step::Close(pick) => {
                 let Some(at) = picked(pick, self.descriptors.len()) else { return };
                 drop(self.descriptors.swap_remove(at));
-            }
-            Step::Import { pick } => {
-                let Some(at) = picked(pick, self.tenants.len()) else { return };
-                let (card, allocation) = &self.tenants[at];
-                let (card, len) = (*card, allocation.len().next_multiple_of(4096));
-                let (fd, _) =
-                    self.cards[card].export_alone(allocation.addr(), allocation.len()).unwrap();
-                let import = self.cards[1 - card].import(fd.as_fd(), len).unwrap();
-                self.imports.push((1 - card, import, inode(&fd)));
-                drop(fd);
-                self.expect(card, &[("dmabuf_descriptors", 1), ("dmabuf_exports", 1)]);
-                let bytes = ("dmabuf_imports_bytes", len as i64);
-                self.expect(1 - card, &[("dmabuf_imports", 1), ("dmabuf_imports_live", 1), bytes]);
-            }
-            Step::DropImport(pick) => {
-                let Some(at) = picked(pick, self.imports.len()) else { return };
-                let (card, import, _) = self.imports.swap_remove(at);
-                let len = import.len() as i64;
-                drop(import);
-                self.expect(card, &[("dmabuf_imports_live", -1), ("dmabuf_imports_bytes", -len)]);
-            }
-            Step::CopyFromImport { pick } => {
-                let Some(at) = picked(pick, self.imports.len()) else { return };
-                let (card, import, _) = &self.imports[at];
-                let (card, from, len) = (*card, import.addr(), import.len());
-                let mut own = self.tenants.iter().filter(|(on, _)| *on == card);
-                let Some((_, target)) = own.next() else { return };
-                let len = len.min(target.len()).min(1 << 20) as usize;
-                // SAFETY: only device memory.
-                unsafe {
-                    self.cards[card].copy_blocking(
-                        Side::Device(target.addr()),
-                        Side::Device(from),
-                        len,
-                    )
-                }
-                .unwrap();
-                let bytes = ("cross_card_bytes", len as i64);
-                self.expect(card, &[("submissions", 1), ("cross_card_operations", 1), bytes]);
             }
             Step::Copy { pick, len, down } => {
                 let Some(at) = picked(pick, self.tenants.len()) else { return };

@@ -150,11 +150,6 @@ impl<K: Copy + Eq + Hash, V> Cache<K, V> {
         state.trim()
     }
 
-    /// The bounds.
-    pub(crate) fn limits(&self) -> Limits {
-        self.state().limits
-    }
-
     /// How many are open, and their bytes.
     #[allow(dead_code, reason = "for tests and models")]
     pub(crate) fn size(&self) -> (usize, u64) {

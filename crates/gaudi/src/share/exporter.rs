@@ -2,7 +2,7 @@
 //! what becomes of them when they are freed.
 
 use std::fmt;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use rustix::rand::{GetRandomFlags, getrandom};
@@ -10,8 +10,7 @@ use rustix::rand::{GetRandomFlags, getrandom};
 use super::broker::{Broker, Connections};
 use super::key::{self, Bus, Fields, Token};
 use super::leases::{ConnectionId, Lessor};
-use super::wire::LeaseId;
-use super::{Identity, KEY_LEN, remote};
+use super::{Identity, KEY_LEN};
 use crate::process::{CloseOnFork, PerProcess, thread};
 use crate::stats::{Counter, Counts, Gauge, GaugeGuard};
 use crate::{Device, DeviceAddr, Error, ErrorKind, Location, runtime};
@@ -29,7 +28,7 @@ const SHARING: &str = "sharing device memory";
 #[derive(Clone)]
 pub struct Share {
     export: Arc<Export>,
-    device: Arc<Device>,
+    _device: Arc<Device>,
 }
 
 impl fmt::Debug for Share {
@@ -55,11 +54,6 @@ impl Share {
     #[allow(clippy::len_without_is_empty, reason = "there are no empty allocations")]
     pub fn len(&self) -> u64 {
         self.export.fields.len
-    }
-
-    /// The device it lies on.
-    pub fn device(&self) -> &Arc<Device> {
-        &self.device
     }
 }
 
@@ -108,8 +102,6 @@ impl fmt::Debug for Reuse {
 struct State {
     lessor: Lessor<Offered, Reuse>,
     connections: Connections,
-    /// Leases of this process on its own memory.
-    last_own: u64,
 }
 
 /// This process as an exporter. One lock for everything: a lease is granted and recorded, and memory
@@ -237,22 +229,13 @@ impl Exporter {
     fn withdraw(&self, base: u64, token: Option<Token>) {
         let Some(broker) = self.broker.get() else { return };
         let mut state = self.state();
-        let State { lessor, connections, .. } = &mut *state;
+        let State { lessor, connections } = &mut *state;
         // The dma-buf is closed here, under the lock: the driver refuses to unmap exported memory, and
         // another thread may free it than the one that ends the offer.
         let revoked = lessor.withdraw(base, token);
-        let mut own = Vec::new();
         for (connection, lease) in revoked {
-            if connection == ConnectionId::OWN {
-                own.push(lease);
-            } else {
-                // Where this fails the peer has hung up, as the broker is about to see.
-                let _ = connections.revoke(connection, lease, broker);
-            }
-        }
-        drop(state);
-        if !own.is_empty() {
-            remote::evict(|key| key.peer == *self.identity && key.base == base);
+            // Where this fails the peer has hung up, as the broker is about to see.
+            let _ = connections.revoke(connection, lease, broker);
         }
     }
 
@@ -275,7 +258,7 @@ impl Exporter {
         let Some(broker) = self.broker.get() else { return };
         let mut reuse = Vec::new();
         let mut state = self.state();
-        let State { lessor, connections, .. } = &mut *state;
+        let State { lessor, connections } = &mut *state;
         for id in which(connections) {
             connections.serve(id, broker, lessor, &mut reuse);
         }
@@ -287,21 +270,11 @@ impl Exporter {
     pub(super) fn expire(&self) {
         let Some(broker) = self.broker.get() else { return };
         let mut state = self.state();
-        let State { lessor, connections, .. } = &mut *state;
+        let State { lessor, connections } = &mut *state;
         for id in connections.overdue() {
             // They have no lease.
             connections.hang_up(id, broker, lessor, &mut Vec::new());
         }
-    }
-
-    /// Leases memory of this process to itself: for another card, or for who got the key back.
-    pub(super) fn lease_own(&'static self, key: &Fields) -> Option<OwnLease> {
-        let mut state = self.state();
-        state.last_own += 1;
-        let lease = LeaseId(state.last_own);
-        let granted = state.lessor.open(ConnectionId::OWN, lease, key.base, &key.pack());
-        let offered = granted.ok()?;
-        Some(OwnLease { exporter: self, lease, offered: Some(offered) })
     }
 }
 
@@ -321,34 +294,6 @@ impl std::ops::DerefMut for ConnectionsGuard<'_> {
     }
 }
 
-/// A lease of this process on its own memory; released when dropped.
-#[derive(Debug)]
-pub(super) struct OwnLease {
-    exporter: &'static Exporter,
-    lease: LeaseId,
-    offered: Option<Arc<Offered>>,
-}
-
-impl OwnLease {
-    /// The dma-buf, once.
-    pub(super) fn take_dmabuf(&mut self) -> Option<OwnedFd> {
-        self.offered.take()?.dmabuf.as_fd().try_clone_to_owned().ok()
-    }
-}
-
-impl Drop for OwnLease {
-    fn drop(&mut self) {
-        if !self.exporter.is_current() {
-            return;
-        }
-        self.offered = None;
-        let reuse = self.exporter.state().lessor.release(ConnectionId::OWN, self.lease);
-        if let Some(Reuse(reuse)) = reuse {
-            reuse();
-        }
-    }
-}
-
 /// Length of the file behind a descriptor.
 pub(super) fn file_len(file: BorrowedFd<'_>) -> Result<u64, rustix::io::Errno> {
     rustix::fs::fstat(file).map(|stat| stat.st_size as u64)
@@ -359,7 +304,7 @@ pub(super) fn share(device: &Arc<Device>, addr: DeviceAddr) -> Result<Share, Err
     let exporter = Exporter::current()?;
     exporter.start_broker()?;
     let export = exporter.share(device, addr)?;
-    Ok(Share { export, device: Arc::clone(device) })
+    Ok(Share { export, _device: Arc::clone(device) })
 }
 
 /// Starts this process's broker ahead of the first [`Device::share`]. The error says why there can be

@@ -18,11 +18,6 @@ const MAX_LEASES_AT: usize = 256;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct ConnectionId(pub(super) u64);
 
-impl ConnectionId {
-    /// This process itself, which opens its own memory for another card.
-    pub(super) const OWN: ConnectionId = ConnectionId(0);
-}
-
 /// Memory that is shared.
 #[derive(Debug)]
 struct Offer<D> {
@@ -115,9 +110,7 @@ impl<D, R> Lessor<D, R> {
             return Err(Refusal::Malformed);
         }
         let at = self.leases_at.get(&base).and_then(|at| at.get(&from)).map_or(0, HashSet::len);
-        // This process itself has one for each key that it opens.
-        let is_crowded = at >= MAX_LEASES_AT && from != ConnectionId::OWN;
-        if is_crowded || leases.len() >= MAX_LEASES {
+        if at >= MAX_LEASES_AT || leases.len() >= MAX_LEASES {
             return Err(Refusal::Crowded);
         }
         leases.insert(lease, Leased { base, token: offer.token });

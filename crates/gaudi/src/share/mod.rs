@@ -55,7 +55,7 @@ pub(crate) use exporter::{freed, reclaim};
 pub use identity::Identity;
 pub use key::KEY_LEN;
 pub(crate) use remote::Handles;
-pub use remote::{DEFAULT_LIMITS, Opened, Relation, RemoteKey};
+pub use remote::{Opened, RemoteKey};
 
 use std::sync::Arc;
 

@@ -6,36 +6,24 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Weak};
 
 use super::cache::{Cache, Limits};
-use super::exporter::{Exporter, OwnLease, file_len};
+use super::exporter::file_len;
 use super::importer::{self, Lease, NoLease};
 use super::key::{Bus, Fields};
 use super::{Identity, KeyError};
 use crate::backend::HostPin;
 use crate::process::ProcessBound;
 use crate::stats::{Counter, Counts, Gauge, GaugeGuard};
-use crate::{BusId, Device, DeviceAddr, Error, ErrorKind, runtime};
+use crate::{Device, DeviceAddr, Error, ErrorKind, runtime};
 
 const OPENING: &str = "opening a peer's memory";
 
 /// Most handles a device keeps open, and their bytes: eight cards' whole memory.
-pub const DEFAULT_LIMITS: Limits = Limits { handles: 1024, bytes: 1 << 40 };
+const DEFAULT_LIMITS: Limits = Limits { handles: 1024, bytes: 1 << 40 };
 
 /// A key that was received: well-formed, of this machine and boot, and of this user as far as is
 /// known. Whether it opens anything, its exporter decides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RemoteKey(Fields);
-
-/// What a key's memory is to this process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Relation {
-    /// Shared by this very process: copy locally.
-    SameProcess,
-    /// Of another process, on a card that this process has open. A card has one owner, so this only
-    /// happens while one is handed from process to process; it cannot be opened.
-    SameDeviceOtherProcess,
-    /// Of another process, on a card that is not ours.
-    OtherDevice,
-}
 
 impl RemoteKey {
     /// Takes a received key apart. Any bytes will do: what is no key, or of another version, boot,
@@ -70,24 +58,6 @@ impl RemoteKey {
         self.0.len
     }
 
-    /// The card the memory lies on.
-    pub fn source_device(&self) -> BusId {
-        self.0.source.id()
-    }
-
-    /// What the memory is to this process.
-    pub fn relation(&self) -> Relation {
-        if self.0.peer.is_own() {
-            return Relation::SameProcess;
-        }
-        let is_source =
-            |device: &Arc<Device>| Bus::new(&device.info().bus_id) == Some(self.0.source);
-        match runtime().devices().iter().any(is_source) {
-            true => Relation::SameDeviceOtherProcess,
-            false => Relation::OtherDevice,
-        }
-    }
-
     /// Makes the memory visible to `device`, for as long as the answer lives and a while longer: it
     /// is kept for the next who opens the same, within bounds ([`Device::set_handle_limits`]).
     ///
@@ -104,29 +74,26 @@ impl RemoteKey {
         let key = &self.0;
         // Every operation of a transport comes through here: what is open costs a lock and a lookup.
         // A key that differs in anything from that of the import does not find it.
-        let memory = match device.handles().find(key, device.counts()) {
-            Some((handle, serial)) => Memory::Imported { handle, serial },
+        let (handle, serial) = match device.handles().find(key, device.counts()) {
+            Some(found) => found,
             None => self.open_anew(device)?,
         };
-        Ok(Opened { memory, device: Arc::clone(device), key: *key })
+        Ok(Opened { handle, serial, device: Arc::clone(device), key: *key })
     }
 
-    fn open_anew(&self, device: &Arc<Device>) -> Result<Memory, Error> {
+    fn open_anew(&self, device: &Arc<Device>) -> Result<(Arc<Handle>, u64), Error> {
         let key = &self.0;
-        let is_own = key.peer.is_own();
+        if key.peer.is_own() {
+            let remedy = "copy it as memory of this process";
+            return Err(Error::unsupported(OPENING, "this process shares it itself", remedy));
+        }
         if Bus::new(&device.info().bus_id) == Some(key.source) {
-            if !is_own {
-                let detail = format!("{} has the card this process uses itself", key.peer);
-                return Err(Error::unsupported(OPENING, detail, "use another card"));
-            }
-            // Own keys need a lease too.
-            let (lease, _) = lease(key).map_err(|failure| failed(device, &failure, key))?;
-            return Ok(Memory::Local { _lease: ProcessBound::new(lease) });
+            let detail = format!("{} has the card this process uses itself", key.peer);
+            return Err(Error::unsupported(OPENING, detail, "use another card"));
         }
         device.can_import()?;
         let import = || Handle::import(key, device);
-        let (handle, serial) = device.handles().open(*key, device.counts(), import)?;
-        Ok(Memory::Imported { handle, serial })
+        device.handles().open(*key, device.counts(), import)
     }
 }
 
@@ -182,28 +149,13 @@ fn failed(device: &Device, failure: &Failure, key: &Fields) -> Error {
     failure.error(&key.peer)
 }
 
-/// A lease on what a key is for: of this process itself, or of another.
-#[derive(Debug)]
-enum AnyLease {
-    Own { _lease: OwnLease },
-    Remote(Lease),
-}
-
 /// Asks whoever shares the memory for a lease on it, and for the dma-buf.
-fn lease(key: &Fields) -> Result<(AnyLease, OwnedFd), Failure> {
-    if key.peer.is_own() {
-        let exporter = Exporter::if_any().ok_or(Failure::Withdrawn)?;
-        let mut lease = exporter.lease_own(key).ok_or(Failure::Withdrawn)?;
-        let dmabuf = lease.take_dmabuf();
-        let dmabuf = dmabuf.ok_or(Failure::Unreachable("no descriptor is free".to_owned()))?;
-        return Ok((AnyLease::Own { _lease: lease }, dmabuf));
-    }
-    let (lease, dmabuf) = importer::lease(key).map_err(|why| match why {
+fn lease(key: &Fields) -> Result<(Lease, OwnedFd), Failure> {
+    importer::lease(key).map_err(|why| match why {
         NoLease::Unknown => Failure::Withdrawn,
         _ if key.peer.has_surely_ended() => Failure::Ended,
         why => Failure::Unreachable(why.to_string()),
-    })?;
-    Ok((AnyLease::Remote(lease), dmabuf))
+    })
 }
 
 /// Another process's allocation, visible to one device of this process.
@@ -211,21 +163,11 @@ fn lease(key: &Fields) -> Result<(AnyLease, OwnedFd), Failure> {
 /// Keeps the device open. What it reaches is nobody else's while it lives, even if the exporter frees
 /// it or ends.
 pub struct Opened {
-    memory: Memory,
-    // After the memory, which is given back to it.
+    handle: Arc<Handle>,
+    serial: u64,
+    // After the handle, which is given back to it.
     device: Arc<Device>,
     key: Fields,
-}
-
-enum Memory {
-    /// On this very device: the addresses are what they are.
-    Local {
-        _lease: ProcessBound<AnyLease>,
-    },
-    Imported {
-        handle: Arc<Handle>,
-        serial: u64,
-    },
 }
 
 impl fmt::Debug for Opened {
@@ -238,39 +180,25 @@ impl fmt::Debug for Opened {
 impl Opened {
     /// Where the device sees `[remote_addr, remote_addr + len)` of the exporter; `None` if that is
     /// not within the memory that was imported. Use it as [`Side::Device`](crate::Side::Device) in
-    /// copies of [`Opened::device`] only, and while this lives.
+    /// copies of the device it was opened for only, and while this lives.
     pub fn translate(&self, remote_addr: u64, len: usize) -> Option<DeviceAddr> {
         let offset = remote_addr.checked_sub(self.key.base)?;
         let end = offset.checked_add(len as u64)?;
-        let (start, most) = match &self.memory {
-            Memory::Local { .. } => (self.key.base, self.key.len),
-            Memory::Imported { handle, .. } => (handle.addr.0, handle.len),
-        };
-        (end <= most).then(|| DeviceAddr(start + offset))
-    }
-
-    /// The device that sees it.
-    pub fn device(&self) -> &Arc<Device> {
-        &self.device
+        (end <= self.handle.len).then(|| DeviceAddr(self.handle.addr.0 + offset))
     }
 
     /// Whether the exporter has ended. Known within moments, without asking the system: an atomic
     /// flag. What was opened can still be copied, but nobody is there to make use of it.
     pub fn is_peer_gone(&self) -> bool {
-        match &self.memory {
-            Memory::Local { .. } => false,
-            Memory::Imported { handle, .. } => handle.is_lost(),
-        }
+        self.handle.lease.is_lost()
     }
 }
 
 impl Drop for Opened {
     fn drop(&mut self) {
         // A forked child may have inherited the lock of the cache locked.
-        if let Memory::Imported { serial, .. } = &self.memory
-            && self.device.is_ours()
-        {
-            self.device.handles().release(&self.key, *serial, self.device.counts());
+        if self.device.is_ours() {
+            self.device.handles().release(&self.key, self.serial, self.device.counts());
         }
     }
 }
@@ -288,16 +216,14 @@ pub(crate) struct Handle {
     // forked child, which has the same card.
     _pin: ProcessBound<HostPin>,
     _gauge: ProcessBound<GaugeGuard>,
-    lease: ProcessBound<AnyLease>,
+    lease: ProcessBound<Lease>,
 }
 
 impl Handle {
     fn import(key: &Fields, device: &Arc<Device>) -> Result<(Self, u64), Error> {
         let counts = device.counts();
         let (lease, dmabuf) = lease(key).map_err(|failure| failed(device, &failure, key))?;
-        if matches!(lease, AnyLease::Remote(_)) {
-            counts.add(Counter::IpcHandoversBroker, 1);
-        }
+        counts.add(Counter::IpcHandoversBroker, 1);
         let len = key.dmabuf_len();
         if file_len(dmabuf.as_fd()) != Ok(len) {
             let failure = Failure::Mismatch("a file of another length");
@@ -314,14 +240,6 @@ impl Handle {
             lease: ProcessBound::new(lease),
         };
         Ok((handle, len))
-    }
-
-    /// Whether the exporter has ended; its leases are void.
-    fn is_lost(&self) -> bool {
-        match &*self.lease {
-            AnyLease::Own { .. } => false,
-            AnyLease::Remote(lease) => lease.is_lost(),
-        }
     }
 }
 
@@ -370,7 +288,7 @@ impl Handles {
     /// One that is open already.
     fn find(&self, key: &Fields, counts: Counts) -> Option<(Arc<Handle>, u64)> {
         let (handle, serial) = self.0.find(key)?;
-        if handle.is_lost() {
+        if handle.lease.is_lost() {
             // The receiver thread has not evicted it yet.
             self.release(key, serial, counts);
             drop(handle);
@@ -396,24 +314,5 @@ impl Device {
     /// in use counts, but is never closed.
     pub fn set_handle_limits(&self, limits: Limits) {
         evicted(self.handles().0.set_limits(limits), self.counts());
-    }
-
-    /// The bounds.
-    pub fn handle_limits(&self) -> Limits {
-        self.handles().0.limits()
-    }
-}
-
-impl KeyError {
-    /// As an error of the engine.
-    pub fn into_error(self) -> Error {
-        let kind = match self {
-            KeyError::OtherUser { .. } => ErrorKind::PermissionDenied,
-            KeyError::OtherHost | KeyError::OwnIdentity(_) | KeyError::Ended => {
-                ErrorKind::ChannelFailed
-            }
-            _ => ErrorKind::InvalidParams,
-        };
-        Error::new(kind, OPENING, self.to_string(), "")
     }
 }

@@ -124,14 +124,29 @@ pub(crate) fn read_side(device: &Arc<Device>, side: Side, len: usize) -> Vec<u8>
     }
 }
 
-/// Runs a test in a process of its own, on a machine of its own with so many Gaudi2: `true` there.
+/// Runs the rest of the test in a process of its own, on a machine of its own with so many Gaudi2.
 /// Counters, descriptors and limits are then the test's alone.
+#[allow(unused_macros, reason = "as above")]
+macro_rules! alone {
+    ($cards:expr) => {
+        fn here() {}
+        if !machine::is_alone(std::any::type_name_of_val(&here), $cards) {
+            return;
+        }
+    };
+}
+#[allow(unused_imports, reason = "as above")]
+pub(crate) use alone;
+
+/// Whether this is the process that [`alone`] started, for the test in which `here` (a path) lies.
 #[track_caller]
-pub(crate) fn alone(test: &str, cards: u32) -> bool {
+pub(crate) fn is_alone(here: &str, cards: u32) -> bool {
     if is_child() {
         set_up("gaudi2");
         return true;
     }
+    let test = here.split_once("::").and_then(|(_, path)| path.rsplit_once("::"));
+    let (test, _) = test.expect("program::test::here");
     let mut command = child(test);
     let output = command.env("SOFT_GAUDI_DEVICES", cards.to_string()).output().expect("it starts");
     let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);

@@ -9,7 +9,8 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 
-use gaudi::{Allocation, Device, Error, Opened, RemoteKey, Share, Side};
+use gaudi::share::{Identity, Opened, RemoteKey, Share};
+use gaudi::{Allocation, Device, Error, Side};
 
 use crate::machine::{self, pattern};
 
@@ -291,7 +292,10 @@ impl State {
                 return Ok(format!("ok {}", hash(&bytes)));
             }
             "open" => {
-                let key = RemoteKey::parse(&unhex(words[2])).map_err(|error| error.into_error())?;
+                let key = match RemoteKey::parse(&unhex(words[2])) {
+                    Ok(key) => key,
+                    Err(error) => return Ok(format!("failed {error}")),
+                };
                 self.opened.insert(slot(), key.open(self.device())?);
                 self.keys.insert(slot(), key);
             }
@@ -384,7 +388,7 @@ impl State {
                 assert_eq!(status, 0, "the child");
             }
             "alive" => {
-                let identity = gaudi::Identity::parse(&unhex(words[1])).expect("an identity");
+                let identity = Identity::parse(&unhex(words[1])).expect("an identity");
                 let alive = identity.is_alive();
                 return Ok(alive.map_or("ok unknown".to_owned(), |alive| format!("ok {alive}")));
             }
@@ -428,8 +432,8 @@ pub(crate) fn stat(counter: &str) -> u64 {
     counters.get(counter).expect("a counter")
 }
 
-pub(crate) fn identity() -> &'static gaudi::Identity {
-    gaudi::Identity::own().expect("a Linux")
+pub(crate) fn identity() -> &'static Identity {
+    Identity::own().expect("a Linux")
 }
 
 pub(crate) fn copy(device: &Arc<Device>, dst: Side, src: Side, len: usize) -> Result<(), Error> {

@@ -166,7 +166,6 @@ fn structures_equal_the_debug_information_of_the_stock_library() {
     });
     same_shape!(shapes, "uct_iov_t", Iov, { buffer, length, memh, stride, count });
     same_shape!(shapes, "uct_completion_t", RawCompletion, { func, count, status });
-    same_shape!(shapes, "uct_pending_req_t", PendingReq, { func, private => "priv" });
     same_shape!(shapes, "ucs_class_t", Class, { name, size, superclass, init, cleanup });
     same_shape!(shapes, "ucs_list_link_t", ListLink, { prev, next });
     same_shape!(shapes, "ucs_linear_func_t", LinearFunc, { constant => "c", slope => "m" });

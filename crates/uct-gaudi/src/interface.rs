@@ -14,10 +14,10 @@ use gaudi::{Error, Segment};
 use uct::abi::iface_flag;
 use uct::{
     Bandwidth, Buffer, Buffers, Completion, DeviceType, Interface, InterfaceAttributes, Link,
-    OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, Status, Ucx, log,
+    OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, Status, Ucx, Way, log,
 };
 
-use crate::addresses::{Way, classify, is_host_memory};
+use crate::addresses::{classify, is_host_memory};
 use crate::copies::{Copies, Failure, NotStarted, OnFailure, Segments};
 use crate::domain::{GaudiComponent, GaudiDomain, Memory};
 use crate::estimates::Estimates;
@@ -241,34 +241,27 @@ impl<F: Flavour> Interface for CopyInterface<F> {
         Ok(())
     }
 
-    fn put_short(&self, (): &(), at: Buffer, remote: u64, _: Option<&()>) -> Result<(), Status> {
-        self.copy_now(Way::Put, at, remote)
-    }
-
-    fn get_short(&self, (): &(), at: Buffer, remote: u64, _: Option<&()>) -> Result<(), Status> {
-        self.copy_now(Way::Get, at, remote)
-    }
-
-    fn put_zcopy(
+    fn short(
         &self,
+        way: Way,
+        (): &(),
+        local: Buffer,
+        remote: u64,
+        _: Option<&()>,
+    ) -> Result<(), Status> {
+        self.copy_now(way, local, remote)
+    }
+
+    fn zcopy(
+        &self,
+        way: Way,
         (): &(),
         local: Buffers<'_, Memory>,
         remote: u64,
         _: Option<&()>,
         completion: Completion,
     ) -> Result<Posted, Status> {
-        self.start(Way::Put, &local, remote, completion)
-    }
-
-    fn get_zcopy(
-        &self,
-        (): &(),
-        local: Buffers<'_, Memory>,
-        remote: u64,
-        _: Option<&()>,
-        completion: Completion,
-    ) -> Result<Posted, Status> {
-        self.start(Way::Get, &local, remote, completion)
+        self.start(way, &local, remote, completion)
     }
 
     fn flush(&self, _: Option<&()>, completion: Completion) -> Result<Posted, Status> {

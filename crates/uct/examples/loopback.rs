@@ -12,7 +12,7 @@ use uct::config::Values;
 use uct::{
     Bandwidth, Buffer, Completion, Component, Device, DeviceType, DomainAttributes, Interface,
     InterfaceAttributes, LinearFunc, Link, MemoryDomain, MemoryType, MemoryTypes, OpenRequest,
-    Peer, Perf, PerfQuery, Posted, Region, Registration, RmaLimits, Status, SysDevice, Ucx,
+    Peer, Perf, PerfQuery, Posted, Region, Registration, RmaLimits, Status, SysDevice, Ucx, Way,
 };
 
 uct::plugin!("rust_loop", register);
@@ -62,12 +62,6 @@ struct LoopInterface {
     process: u32,
 }
 
-fn copy(to: u64, from: u64, length: usize) {
-    // SAFETY: both are host memory of this process (the only kind this domain accesses and the
-    // only process it reaches), which the caller of the operation keeps valid.
-    unsafe { core::ptr::copy(from as *const u8, to as *mut u8, length) };
-}
-
 impl Interface for LoopInterface {
     type Component = Loop;
     type Endpoint = ();
@@ -114,13 +108,18 @@ impl Interface for LoopInterface {
         Ok(())
     }
 
-    fn put_short(&self, (): &(), at: Buffer, remote: u64, _: Option<&()>) -> Result<(), Status> {
-        copy(remote, at.address(), at.length());
-        Ok(())
-    }
-
-    fn get_short(&self, (): &(), at: Buffer, remote: u64, _: Option<&()>) -> Result<(), Status> {
-        copy(at.address(), remote, at.length());
+    fn short(
+        &self,
+        way: Way,
+        (): &(),
+        local: Buffer,
+        remote: u64,
+        _: Option<&()>,
+    ) -> Result<(), Status> {
+        let (to, from) = way.sides(local.address(), remote);
+        // SAFETY: both are host memory of this process (the only kind this domain accesses and the
+        // only process it reaches), which the caller of the operation keeps valid.
+        unsafe { core::ptr::copy(from as *const u8, to as *mut u8, local.length()) };
         Ok(())
     }
 

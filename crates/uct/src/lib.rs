@@ -25,7 +25,6 @@ pub mod config;
 mod iface;
 mod loaded;
 mod md;
-mod pending;
 mod plugin;
 mod probe;
 mod relocation;
@@ -40,7 +39,7 @@ pub use completion::{Completion, Posted};
 pub use component::{Component, Registration};
 pub use iface::{
     Buffer, Buffers, Device, Interface, InterfaceAttributes, KeyOf, Link, MdOf, MemoryOf,
-    OpenRequest, Peer, Perf, PerfQuery,
+    OpenRequest, Peer, Perf, PerfQuery, Way,
 };
 pub use loaded::FindError;
 pub use md::{

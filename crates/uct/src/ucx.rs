@@ -94,6 +94,8 @@ symbols! {
         ucs_topo_sys_device_set_name:
             unsafe extern "C" fn(SysDevice, *const c_char, u32) -> Status,
         ucs_empty_function: Opaque,
+        ucs_empty_function_return_busy: Opaque,
+        ucs_empty_function_return_success: Opaque,
         ucs_empty_function_return_unsupported: Opaque,
         ucs_empty_function_return_ptr_unsupported: Opaque,
         ucs_config_sscanf_table: Opaque,

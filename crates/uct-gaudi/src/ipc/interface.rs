@@ -10,7 +10,7 @@ use uct::config::Variable;
 use uct::{
     Bandwidth, Buffer, Buffers, Completion, DeviceType, Interface, InterfaceAttributes, Level,
     LinearFunc, Link, MemoryType, OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, Status,
-    SysDevice, Ucx, log,
+    SysDevice, Ucx, Way, log,
 };
 
 use super::NAME;
@@ -19,7 +19,7 @@ use super::domain::{IpcDomain, Memory};
 use super::key::RemoteMemory;
 use super::remote::{InFlight, Reached, Remote};
 use super::settings::{self, Estimates};
-use crate::addresses::{Way, classify};
+use crate::addresses::classify;
 use crate::copies::{Copies, Ended, Failure, NotStarted, OnFailure, Segments};
 use crate::sleeper::Sleeper;
 use crate::status::{self, explain};
@@ -331,26 +331,16 @@ impl Interface for IpcInterface {
         if remote.is_gone() { Err(Status::CONNECTION_RESET) } else { Ok(()) }
     }
 
-    fn put_zcopy(
+    fn zcopy(
         &self,
+        way: Way,
         remote: &Arc<Remote>,
         local: Buffers<'_, Memory>,
         address: u64,
         key: Option<&RemoteMemory>,
         completion: Completion,
     ) -> Result<Posted, Status> {
-        Ok(self.start(Way::Put, remote, &local, address, key, completion))
-    }
-
-    fn get_zcopy(
-        &self,
-        remote: &Arc<Remote>,
-        local: Buffers<'_, Memory>,
-        address: u64,
-        key: Option<&RemoteMemory>,
-        completion: Completion,
-    ) -> Result<Posted, Status> {
-        Ok(self.start(Way::Get, remote, &local, address, key, completion))
+        Ok(self.start(way, remote, &local, address, key, completion))
     }
 
     fn flush(&self, _: Option<&Arc<Remote>>, completion: Completion) -> Result<Posted, Status> {

@@ -264,19 +264,6 @@ pub struct RawCompletion {
 }
 assert_layout!(RawCompletion, 16, func @ 0, count @ 8, status @ 12);
 
-/// `uct_pending_req_t`: the callback, then 40 bytes that belong to the transport.
-#[repr(C)]
-#[derive(Debug)]
-#[allow(missing_docs)]
-pub struct PendingReq {
-    pub func: Option<unsafe extern "C" fn(*mut PendingReq) -> Status>,
-    pub private: [u64; 5],
-}
-assert_layout!(PendingReq, 48, func @ 0, private @ 8);
-
-/// `uct_pending_purge_callback_t`.
-pub type PurgeCallback = unsafe extern "C" fn(*mut PendingReq, *mut c_void);
-
 /// `ucs_class_t`.
 #[repr(C)]
 #[derive(Debug)]

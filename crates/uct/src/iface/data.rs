@@ -1,4 +1,4 @@
-//! The calls that move data: put, get, flush, fence, progress, pending.
+//! The calls that move data: put, get, flush, fence, progress.
 //!
 //! Each put and get is logged as UCX's own transports do (`UCX_LOG_LEVEL=data`).
 
@@ -6,8 +6,8 @@ use core::ffi::{c_uint, c_void};
 
 use super::endpoint::EpRef;
 use super::object::IfaceRef;
-use super::{Buffer, Buffers, Interface};
-use crate::abi::{IFACE_OP_SLOTS, Iov, PendingReq, PurgeCallback, RawCompletion, Status, iface_op};
+use super::{Buffer, Buffers, Interface, Way};
+use crate::abi::{IFACE_OP_SLOTS, Iov, RawCompletion, Status, iface_op};
 use crate::border::{guarded, guarded_status};
 use crate::completion::{Completion, Posted};
 use crate::component::borrow_key;
@@ -21,8 +21,6 @@ pub(super) fn fill<I: Interface>(slots: &mut [*const c_void; IFACE_OP_SLOTS]) {
     slots[iface_op::EP_GET_ZCOPY] = get_zcopy::<I> as *const c_void;
     slots[iface_op::EP_FLUSH] = ep_flush::<I> as *const c_void;
     slots[iface_op::EP_FENCE] = ep_fence::<I> as *const c_void;
-    slots[iface_op::EP_PENDING_ADD] = pending_add::<I> as *const c_void;
-    slots[iface_op::EP_PENDING_PURGE] = pending_purge::<I> as *const c_void;
     slots[iface_op::IFACE_FLUSH] = iface_flush::<I> as *const c_void;
     slots[iface_op::IFACE_FENCE] = iface_fence::<I> as *const c_void;
     slots[iface_op::IFACE_PROGRESS] = progress::<I> as *const c_void;
@@ -43,18 +41,44 @@ fn status_of<I: Interface>(iface: IfaceRef<'_, I>, posted: Posted) -> Status {
 /// `traces_data`.
 fn trace<I: Interface>(
     iface: IfaceRef<'_, I>,
+    way: Way,
     what: &str,
     bytes: impl FnOnce() -> usize,
-    (from, to): (u64, u64),
+    (local, remote): (u64, u64),
     status: Status,
 ) -> Status {
     if iface.traces_data {
+        let (to, from) = way.sides(local, remote);
         let (transport, bytes) = (I::TRANSPORT, bytes());
         let line =
             format_args!("{transport} {what} size {bytes} from {from:#x} to {to:#x}: {status:?}");
         iface.ucx.log(Level::TraceData, file!(), line!(), line);
     }
     status
+}
+
+/// # Safety
+/// UCX passes these to the operation: a buffer that it keeps until this returns, and a key of this
+/// component, or an invalid one.
+unsafe fn short<I: Interface>(
+    way: Way,
+    ep: EpRef<'_, I>,
+    buffer: *const c_void,
+    length: c_uint,
+    remote: u64,
+    rkey: usize,
+) -> Status {
+    let iface = ep.iface();
+    let name = way.choose("PUT_SHORT", "GET_SHORT");
+    let status = guarded_status(iface.ucx, name, || {
+        // SAFETY: as the caller promises.
+        let (local, key) = unsafe {
+            let local = Buffer::new(buffer.addr() as u64, length as usize);
+            (local, borrow_key::<I::Component>(rkey))
+        };
+        iface.interface.short(way, &ep.endpoint, local, remote, key).map(|()| Status::OK)
+    });
+    trace(iface, way, name, || length as usize, (buffer.addr() as u64, remote), status)
 }
 
 unsafe extern "C" fn put_short<I: Interface>(
@@ -64,18 +88,8 @@ unsafe extern "C" fn put_short<I: Interface>(
     remote: u64,
     rkey: usize,
 ) -> Status {
-    let iface = ep.iface();
-    let status = guarded_status(iface.ucx, "put_short", || {
-        // SAFETY: UCX passes a buffer that it keeps until this returns, and a key of this component, or
-        // an invalid one.
-        let (local, key) = unsafe {
-            let local = Buffer::new(buffer.addr() as u64, length as usize);
-            (local, borrow_key::<I::Component>(rkey))
-        };
-        iface.interface.put_short(&ep.endpoint, local, remote, key).map(|()| Status::OK)
-    });
-    let addresses = (buffer.addr() as u64, remote);
-    trace(iface, "PUT_SHORT", || length as usize, addresses, status)
+    // SAFETY: what UCX passes.
+    unsafe { short(Way::Put, ep, buffer, length, remote, rkey) }
 }
 
 unsafe extern "C" fn get_short<I: Interface>(
@@ -85,17 +99,8 @@ unsafe extern "C" fn get_short<I: Interface>(
     remote: u64,
     rkey: usize,
 ) -> Status {
-    let iface = ep.iface();
-    let status = guarded_status(iface.ucx, "get_short", || {
-        // SAFETY: as for put_short.
-        let (local, key) = unsafe {
-            let local = Buffer::new(buffer.addr() as u64, length as usize);
-            (local, borrow_key::<I::Component>(rkey))
-        };
-        iface.interface.get_short(&ep.endpoint, local, remote, key).map(|()| Status::OK)
-    });
-    let addresses = (remote, buffer.addr() as u64);
-    trace(iface, "GET_SHORT", || length as usize, addresses, status)
+    // SAFETY: what UCX passes.
+    unsafe { short(Way::Get, ep, buffer, length, remote, rkey) }
 }
 
 /// # Safety
@@ -114,6 +119,34 @@ fn extent(iov: &[Iov]) -> (u64, impl FnOnce() -> usize + use<'_>) {
     (first, || iov.iter().map(|iov| iov.length * iov.count as usize).sum())
 }
 
+/// # Safety
+/// UCX passes these to the operation: as many entries as it says, handles and keys of this domain and
+/// component, and a completion. The buffers and the completion are there until it is finished.
+unsafe fn zcopy<I: Interface>(
+    way: Way,
+    ep: EpRef<'_, I>,
+    (iov, count): (*const Iov, usize),
+    remote: u64,
+    rkey: usize,
+    completion: *mut RawCompletion,
+) -> Status {
+    let iface = ep.iface();
+    let name = way.choose("PUT_ZCOPY", "GET_ZCOPY");
+    // SAFETY: as the caller promises.
+    let iov = unsafe { iov_slice(iov, count) };
+    let status = guarded_status(iface.ucx, name, || {
+        // SAFETY: as the caller promises.
+        let (local, key, completion) = unsafe {
+            let completion = Completion::from_raw(completion);
+            (Buffers::new(iov), borrow_key::<I::Component>(rkey), completion)
+        };
+        let posted = iface.interface.zcopy(way, &ep.endpoint, local, remote, key, completion)?;
+        Ok(status_of(iface, posted))
+    });
+    let (first, bytes) = extent(iov);
+    trace(iface, way, name, bytes, (first, remote), status)
+}
+
 unsafe extern "C" fn put_zcopy<I: Interface>(
     ep: EpRef<'_, I>,
     iov: *const Iov,
@@ -122,21 +155,8 @@ unsafe extern "C" fn put_zcopy<I: Interface>(
     rkey: usize,
     completion: *mut RawCompletion,
 ) -> Status {
-    let iface = ep.iface();
-    // SAFETY: UCX passes as many entries as it says.
-    let iov = unsafe { iov_slice(iov, count) };
-    let status = guarded_status(iface.ucx, "put_zcopy", || {
-        // SAFETY: UCX passes handles and keys of this domain and component, and a completion; the buffers
-        // and the completion are there until it is finished.
-        let (local, key, completion) = unsafe {
-            let completion = Completion::from_raw(completion);
-            (Buffers::new(iov), borrow_key::<I::Component>(rkey), completion)
-        };
-        let posted = iface.interface.put_zcopy(&ep.endpoint, local, remote, key, completion)?;
-        Ok(status_of(iface, posted))
-    });
-    let (first, bytes) = extent(iov);
-    trace(iface, "PUT_ZCOPY", bytes, (first, remote), status)
+    // SAFETY: what UCX passes.
+    unsafe { zcopy(Way::Put, ep, (iov, count), remote, rkey, completion) }
 }
 
 unsafe extern "C" fn get_zcopy<I: Interface>(
@@ -147,20 +167,8 @@ unsafe extern "C" fn get_zcopy<I: Interface>(
     rkey: usize,
     completion: *mut RawCompletion,
 ) -> Status {
-    let iface = ep.iface();
-    // SAFETY: UCX passes as many entries as it says.
-    let iov = unsafe { iov_slice(iov, count) };
-    let status = guarded_status(iface.ucx, "get_zcopy", || {
-        // SAFETY: as for put_zcopy.
-        let (local, key, completion) = unsafe {
-            let completion = Completion::from_raw(completion);
-            (Buffers::new(iov), borrow_key::<I::Component>(rkey), completion)
-        };
-        let posted = iface.interface.get_zcopy(&ep.endpoint, local, remote, key, completion)?;
-        Ok(status_of(iface, posted))
-    });
-    let (first, bytes) = extent(iov);
-    trace(iface, "GET_ZCOPY", bytes, (remote, first), status)
+    // SAFETY: what UCX passes.
+    unsafe { zcopy(Way::Get, ep, (iov, count), remote, rkey, completion) }
 }
 
 unsafe extern "C" fn ep_flush<I: Interface>(
@@ -204,41 +212,5 @@ unsafe extern "C" fn iface_fence<I: Interface>(iface: IfaceRef<'_, I>, _flags: c
 }
 
 unsafe extern "C" fn progress<I: Interface>(iface: IfaceRef<'_, I>) -> c_uint {
-    guarded(iface.ucx, "progress", 0, || {
-        let mut events = iface.interface.progress();
-        if !iface.pending.is_empty() && iface.interface.has_capacity() {
-            // SAFETY: UCX keeps requests alive until they succeed or are purged.
-            events += unsafe { iface.pending.dispatch() };
-        }
-        events
-    })
-}
-
-unsafe extern "C" fn pending_add<I: Interface>(
-    ep: EpRef<'_, I>,
-    request: *mut PendingReq,
-    _flags: c_uint,
-) -> Status {
-    let iface = ep.iface();
-    guarded_status(iface.ucx, "pending_add", || {
-        if iface.pending.is_empty() && iface.interface.has_capacity() {
-            // It has capacity by now: UCX is to try again at once.
-            return Err(Status::BUSY);
-        }
-        iface.pending.add(ep.as_ptr(), request);
-        iface.needs_progress();
-        Ok(Status::OK)
-    })
-}
-
-unsafe extern "C" fn pending_purge<I: Interface>(
-    ep: EpRef<'_, I>,
-    callback: Option<PurgeCallback>,
-    argument: *mut c_void,
-) {
-    let iface = ep.iface();
-    guarded(iface.ucx, "pending_purge", (), || {
-        // SAFETY: UCX's requests and its own callback for them.
-        unsafe { iface.pending.purge(ep.as_ptr(), callback, argument) };
-    });
+    guarded(iface.ucx, "progress", 0, || iface.interface.progress())
 }

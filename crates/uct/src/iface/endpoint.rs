@@ -11,8 +11,8 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 use super::object::{IfaceRef, allocate, bytes, deallocate, distance, head};
 use super::{Interface, Peer};
 use crate::abi::{
-    BaseEp, EP_PARAM_DEV_ADDR, EP_PARAM_IFACE_ADDR, EpParams, IFACE_OP_SLOTS, IsConnectedParams,
-    RawCompletion, Status, iface_op, is_connected_field,
+    BaseEp, EP_PARAM_IFACE_ADDR, EpParams, IFACE_OP_SLOTS, IsConnectedParams, RawCompletion,
+    Status, iface_op, is_connected_field,
 };
 use crate::border::{guarded, guarded_status};
 use crate::ucx::Ucx;
@@ -112,19 +112,12 @@ unsafe extern "C" fn ep_create<I: Interface>(
     // SAFETY: UCX calls through the table of an open interface, and names that in the parameters.
     let (params, head) = unsafe { (&*params, IfaceRef::<I>::from_raw((*params).iface)) };
     guarded_status(head.ucx, "ep_create", || {
-        let pick = |bit: u64, address| {
-            if params.field_mask & bit != 0 { address } else { core::ptr::null() }
+        let interface = match params.field_mask & EP_PARAM_IFACE_ADDR {
+            0 => &[],
+            // SAFETY: an address of a transport of the same name, thus of our length.
+            _ => unsafe { bytes(params.iface_addr, head.address_length) },
         };
-        // SAFETY: addresses of a transport of the same name, thus of our lengths.
-        let peer = unsafe {
-            Peer {
-                device: bytes(pick(EP_PARAM_DEV_ADDR, params.dev_addr), head.address_lengths.0),
-                interface: bytes(
-                    pick(EP_PARAM_IFACE_ADDR, params.iface_addr),
-                    head.address_lengths.1,
-                ),
-            }
-        };
+        let peer = Peer { interface };
         let class = head.ucx.symbols.uct_base_ep_t_class;
         // SAFETY: a class object of libuct: its size is that of this build's base structure.
         let size = unsafe { (*class).size };
@@ -172,7 +165,7 @@ unsafe extern "C" fn ep_destroy<I: Interface>(ep: EpRef<'_, I>) {
         let head = base.byte_sub(distance::<EpHead<I>>()).cast::<EpHead<I>>().read();
         let EpHead { endpoint, link, allocation } = head;
         link.ep.store(core::ptr::null_mut(), Ordering::Relaxed);
-        guarded(iface.ucx, "ep_destroy", (), || iface.interface.disconnect(endpoint));
+        guarded(iface.ucx, "ep_destroy", (), || drop(endpoint));
         (iface.ucx.symbols.ucs_class_call_cleanup_chain)(class, base, -1);
         deallocate::<EpHead<I>>(base, allocation);
     }
@@ -207,20 +200,12 @@ pub(super) unsafe extern "C" fn is_connected<I: Interface>(
         }
         // SAFETY: the caller's structure; fields count only where the mask names them.
         let params = unsafe { &*params };
-        let pick = |bit: u64, address| {
-            if params.field_mask & bit != 0 { address } else { core::ptr::null() }
+        let interface = match params.field_mask & is_connected_field::IFACE_ADDR {
+            0 => &[],
+            // SAFETY: an address of a transport of the same name, thus of our length.
+            _ => unsafe { bytes(params.iface_addr, iface.address_length) },
         };
-        // SAFETY: addresses of a transport of the same name, thus of our lengths.
-        let peer = unsafe {
-            let (device, interface) = iface.address_lengths;
-            Peer {
-                device: bytes(pick(is_connected_field::DEVICE_ADDR, params.device_addr), device),
-                interface: bytes(
-                    pick(is_connected_field::IFACE_ADDR, params.iface_addr),
-                    interface,
-                ),
-            }
-        };
+        let peer = Peer { interface };
         c_int::from(iface.interface.leads_to(&ep.endpoint, &peer))
     })
 }

@@ -34,7 +34,7 @@ pub type KeyOf<I> = <<I as Interface>::Component as Component>::RemoteKey;
 pub trait Interface: Send + Sized + 'static {
     /// The component it belongs to.
     type Component: Component;
-    /// What an endpoint remembers of its peer.
+    /// What an endpoint remembers of its peer; operations still going on must not touch it after its end.
     type Endpoint: Send + 'static;
 
     /// Name, at most 9 characters.
@@ -62,11 +62,6 @@ pub trait Interface: Send + Sized + 'static {
     /// # Errors
     /// [`Status::UNSUPPORTED`] for a pair of memory types that cannot be done.
     fn estimate(&self, query: &PerfQuery) -> Result<Perf, Status>;
-
-    /// Address of the device, equal for all interfaces on it.
-    fn device_address(&self) -> Vec<u8> {
-        Vec::new()
-    }
 
     /// Address of this interface, always of the same length.
     fn address(&self) -> Vec<u8>;
@@ -99,70 +94,36 @@ pub trait Interface: Send + Sized + 'static {
         Ok(())
     }
 
-    /// Takes an endpoint down; operations still going on must not touch it afterwards.
-    fn disconnect(&self, endpoint: Self::Endpoint) {
-        drop(endpoint);
-    }
-
-    /// Copies to the remote address before it returns. UCP aborts the process on an error.
+    /// Copies to or from the remote address before it returns. UCP aborts the process on an error.
     ///
     /// # Errors
     /// What went wrong; say why in the log first.
-    fn put_short(
+    fn short(
         &self,
+        way: Way,
         endpoint: &Self::Endpoint,
         local: Buffer,
         remote: u64,
         key: Option<&KeyOf<Self>>,
     ) -> Result<(), Status> {
-        let _ = (endpoint, local, remote, key);
+        let _ = (way, endpoint, local, remote, key);
         Err(Status::UNSUPPORTED)
     }
 
-    /// Copies from the remote address before it returns.
+    /// Copies local buffers to or from consecutive remote addresses.
     ///
     /// # Errors
-    /// As for [`put_short`](Interface::put_short).
-    fn get_short(
+    /// What went wrong. Never [`Status::NO_RESOURCE`]: there is no queue for operations that wait.
+    fn zcopy(
         &self,
-        endpoint: &Self::Endpoint,
-        local: Buffer,
-        remote: u64,
-        key: Option<&KeyOf<Self>>,
-    ) -> Result<(), Status> {
-        let _ = (endpoint, local, remote, key);
-        Err(Status::UNSUPPORTED)
-    }
-
-    /// Copies local buffers to consecutive remote addresses.
-    ///
-    /// # Errors
-    /// [`Status::NO_RESOURCE`] when the transport is busy now.
-    fn put_zcopy(
-        &self,
+        way: Way,
         endpoint: &Self::Endpoint,
         local: Buffers<'_, MemoryOf<Self>>,
         remote: u64,
         key: Option<&KeyOf<Self>>,
         completion: Completion,
     ) -> Result<Posted, Status> {
-        let _ = (endpoint, local, remote, key, completion);
-        Err(Status::UNSUPPORTED)
-    }
-
-    /// Copies from consecutive remote addresses to local buffers.
-    ///
-    /// # Errors
-    /// [`Status::NO_RESOURCE`] when the transport is busy now.
-    fn get_zcopy(
-        &self,
-        endpoint: &Self::Endpoint,
-        local: Buffers<'_, MemoryOf<Self>>,
-        remote: u64,
-        key: Option<&KeyOf<Self>>,
-        completion: Completion,
-    ) -> Result<Posted, Status> {
-        let _ = (endpoint, local, remote, key, completion);
+        let _ = (way, endpoint, local, remote, key, completion);
         Err(Status::UNSUPPORTED)
     }
 
@@ -194,11 +155,6 @@ pub trait Interface: Send + Sized + 'static {
         true
     }
 
-    /// Whether an operation posted now would be taken.
-    fn has_capacity(&self) -> bool {
-        true
-    }
-
     /// A descriptor that becomes readable when there is something to progress.
     fn event_fd(&self) -> Option<BorrowedFd<'_>> {
         None
@@ -210,6 +166,29 @@ pub trait Interface: Send + Sized + 'static {
     /// [`Status::BUSY`] when there is something to progress already: do not sleep.
     fn arm(&self) -> Result<(), Status> {
         Err(Status::UNSUPPORTED)
+    }
+}
+
+/// Which way a copy goes, seen from the local buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// From local to remote memory.
+    Put,
+    /// From remote to local memory.
+    Get,
+}
+
+impl Way {
+    /// Destination and source.
+    pub fn sides<S>(self, local: S, remote: S) -> (S, S) {
+        match self {
+            Way::Put => (remote, local),
+            Way::Get => (local, remote),
+        }
+    }
+
+    fn choose<T>(self, put: T, get: T) -> T {
+        self.sides(get, put).0
     }
 }
 
@@ -228,8 +207,6 @@ pub struct Device {
 pub struct OpenRequest<'a> {
     /// The copy of UCX.
     pub ucx: &'static Ucx,
-    /// Name of the device chosen.
-    pub device: String,
     /// Configuration.
     pub config: Values<'a>,
     /// The level at which failures of peers are to be logged (`UCX_<PREFIX>FAILURE`).
@@ -286,8 +263,6 @@ pub struct Perf {
 /// A peer's address as it came over the wire: not to be trusted.
 #[derive(Clone, Copy, Debug)]
 pub struct Peer<'a> {
-    /// Device address.
-    pub device: &'a [u8],
     /// Interface address.
     pub interface: &'a [u8],
 }

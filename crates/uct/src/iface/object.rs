@@ -6,7 +6,7 @@
 
 use core::alloc::Layout;
 use core::cell::{Cell, UnsafeCell};
-use core::ffi::{CStr, c_char, c_int, c_void};
+use core::ffi::{c_char, c_int, c_void};
 use core::marker::PhantomData;
 use core::ptr::NonNull;
 use std::alloc::{alloc_zeroed, dealloc};
@@ -14,16 +14,14 @@ use std::os::fd::AsRawFd;
 
 use super::{Device, Interface, OpenRequest, Peer, PerfQuery, data, endpoint};
 use crate::abi::{
-    IFACE_CONFIG_SIZE, IFACE_OP_SLOTS, IFACE_PARAM_DEVICE, IFACE_PARAM_STATS_ROOT,
-    INTERNAL_OP_SLOTS, IfaceAttr, IfaceConfig, IfaceOps, IfaceParams, InternalOps, ListLink,
-    MemoryType, PerfAttr, RawMd, RawTl, ReachableParams, Status, TlResource, iface_op, internal_op,
-    perf_field, reachable_field,
+    IFACE_CONFIG_SIZE, IFACE_OP_SLOTS, IFACE_PARAM_STATS_ROOT, INTERNAL_OP_SLOTS, IfaceAttr,
+    IfaceConfig, IfaceOps, IfaceParams, InternalOps, ListLink, MemoryType, PerfAttr, RawMd, RawTl,
+    ReachableParams, Status, TlResource, iface_op, internal_op, perf_field, reachable_field,
 };
 use crate::border::{guarded, guarded_status};
 use crate::component::name_array;
 use crate::config::Table;
 use crate::md::MdObject;
-use crate::pending::PendingQueue;
 use crate::ucx::{Level, Symbols, Ucx};
 
 /// A registered transport.
@@ -79,12 +77,11 @@ pub(crate) fn raw_transport<I: Interface>(object: *const c_void) -> *mut RawTl {
 pub(crate) struct IfaceHead<I: Interface> {
     pub(crate) ucx: &'static Ucx,
     pub(crate) interface: I,
-    pub(crate) pending: PendingQueue,
     /// Every operation is logged.
     pub(super) traces_data: bool,
     progress: Progress,
     /// Length of addresses, learnt once.
-    pub(super) address_lengths: (usize, usize),
+    pub(super) address_length: usize,
     allocation: Layout,
 }
 
@@ -193,6 +190,9 @@ impl<I: Interface> IfaceRef<'_, I> {
 
 fn operations<I: Interface>(symbols: &Symbols) -> IfaceOps {
     let mut slots = [symbols.ucs_empty_function_return_unsupported; IFACE_OP_SLOTS];
+    // No operation returns `NO_RESOURCE`: UCX never has a request to add, and would be told to try again.
+    slots[iface_op::EP_PENDING_ADD] = symbols.ucs_empty_function_return_busy;
+    slots[iface_op::EP_PENDING_PURGE] = symbols.ucs_empty_function;
     slots[iface_op::EP_TAG_RNDV_ZCOPY] = symbols.ucs_empty_function_return_ptr_unsupported;
     data::fill::<I>(&mut slots);
     endpoint::fill::<I>(&mut slots);
@@ -202,7 +202,8 @@ fn operations<I: Interface>(symbols: &Symbols) -> IfaceOps {
     slots[iface_op::IFACE_EVENT_ARM] = event_arm::<I> as *const c_void;
     slots[iface_op::IFACE_CLOSE] = iface_close::<I> as *const c_void;
     slots[iface_op::IFACE_QUERY] = iface_query::<I> as *const c_void;
-    slots[iface_op::IFACE_GET_DEVICE_ADDRESS] = get_device_address::<I> as *const c_void;
+    // Device addresses have no bytes.
+    slots[iface_op::IFACE_GET_DEVICE_ADDRESS] = symbols.ucs_empty_function_return_success;
     slots[iface_op::IFACE_GET_ADDRESS] = get_address::<I> as *const c_void;
     slots[iface_op::IFACE_IS_REACHABLE] = symbols.uct_base_iface_is_reachable;
     IfaceOps(slots)
@@ -257,14 +258,6 @@ unsafe extern "C" fn iface_open<I: Interface>(
     let ucx = md.component.ucx;
     guarded_status(ucx, "iface_open", || {
         let transport = md.component.transport::<I>().ok_or(Status::NO_DEVICE)?;
-        // SAFETY: the mask tells whether the device name is there; it is a C string.
-        let device = unsafe {
-            if (*params).field_mask & IFACE_PARAM_DEVICE != 0 && !(*params).dev_name.is_null() {
-                CStr::from_ptr((*params).dev_name).to_string_lossy().into_owned()
-            } else {
-                String::new()
-            }
-        };
         // SAFETY: the mask tells whether the root is there. Builds with statistics need it.
         let stats_root = unsafe {
             let given = (*params).field_mask & IFACE_PARAM_STATS_ROOT != 0;
@@ -274,9 +267,9 @@ unsafe extern "C" fn iface_open<I: Interface>(
         let values = unsafe { transport.config.values(ucx, config) };
         // SAFETY: every such block begins with UCX's own part.
         let failure_level = Level::of_number(unsafe { (*config.cast::<IfaceConfig>()).failure });
-        let request = OpenRequest { ucx, device, config: values, failure_level };
+        let request = OpenRequest { ucx, config: values, failure_level };
         let interface = I::open(&md.domain, &request)?;
-        let address_lengths = (interface.device_address().len(), interface.address().len());
+        let address_length = interface.address().len();
 
         let class = ucx.symbols.uct_base_iface_t_class;
         // SAFETY: a class object of libuct: its size is that of this build's base structure.
@@ -308,17 +301,8 @@ unsafe extern "C" fn iface_open<I: Interface>(
             }
             return Err(status);
         }
-        let (pending, progress) = (PendingQueue::default(), Progress::default());
-        let traces_data = ucx.logs(Level::TraceData);
-        let head = IfaceHead {
-            ucx,
-            interface,
-            pending,
-            traces_data,
-            progress,
-            address_lengths,
-            allocation,
-        };
+        let (progress, traces_data) = (Progress::default(), ucx.logs(Level::TraceData));
+        let head = IfaceHead { ucx, interface, traces_data, progress, address_length, allocation };
         // SAFETY: `allocate` left space for the head in front; out-parameter of the caller.
         unsafe {
             base.byte_sub(distance::<IfaceHead<I>>()).cast::<IfaceHead<I>>().write(head);
@@ -380,8 +364,8 @@ unsafe extern "C" fn iface_query<I: Interface>(
             (*attr).get = attributes.get;
             (*attr).flags = attributes.flags;
             (*attr).event_flags = attributes.event_flags;
-            (*attr).device_addr_len = iface.address_lengths.0;
-            (*attr).iface_addr_len = iface.address_lengths.1;
+            (*attr).device_addr_len = 0;
+            (*attr).iface_addr_len = iface.address_length;
             (*attr).bandwidth = attributes.bandwidth;
             (*attr).latency = attributes.latency;
             (*attr).overhead = attributes.overhead;
@@ -455,31 +439,17 @@ unsafe extern "C" fn is_reachable_v2<I: Interface>(
         // SAFETY: the caller's structure; fields count only where the mask names them.
         let params_ref = unsafe { &*params };
         let has = |bit: u64| params_ref.field_mask & bit != 0;
-        let length = |bit: u64, given: usize, own: usize| if has(bit) { given } else { own };
-        let device_length = length(
-            reachable_field::DEVICE_ADDR_LENGTH,
-            params_ref.device_addr_length,
-            iface.address_lengths.0,
-        );
-        let interface_length = length(
-            reachable_field::IFACE_ADDR_LENGTH,
-            params_ref.iface_addr_length,
-            iface.address_lengths.1,
-        );
-        let pick = |bit, address| if has(bit) { address } else { core::ptr::null() };
-        // SAFETY: addresses packed by a transport of the same name, of the length given or ours.
-        let peer = unsafe {
-            Peer {
-                device: bytes(
-                    pick(reachable_field::DEVICE_ADDR, params_ref.device_addr),
-                    device_length,
-                ),
-                interface: bytes(
-                    pick(reachable_field::IFACE_ADDR, params_ref.iface_addr),
-                    interface_length,
-                ),
-            }
+        let length = if has(reachable_field::IFACE_ADDR_LENGTH) {
+            params_ref.iface_addr_length
+        } else {
+            iface.address_length
         };
+        let interface = match has(reachable_field::IFACE_ADDR) {
+            // SAFETY: an address packed by a transport of the same name, of the length given or ours.
+            true => unsafe { bytes(params_ref.iface_addr, length) },
+            false => &[],
+        };
+        let peer = Peer { interface };
         match iface.interface.reachable(&peer) {
             // SAFETY: UCX's own check of the scope, on UCX's own parameters.
             Ok(()) => unsafe {
@@ -514,32 +484,16 @@ fn explain(params: &ReachableParams, reason: &str) {
     }
 }
 
-unsafe extern "C" fn get_device_address<I: Interface>(
-    iface: IfaceRef<'_, I>,
-    to: *mut c_void,
-) -> Status {
-    guarded_status(iface.ucx, "get_device_address", || {
-        // SAFETY: the caller gives as many bytes as `iface_query` said.
-        unsafe { store(&iface.interface.device_address(), iface.address_lengths.0, to) }
-    })
-}
-
 unsafe extern "C" fn get_address<I: Interface>(iface: IfaceRef<'_, I>, to: *mut c_void) -> Status {
     guarded_status(iface.ucx, "get_address", || {
+        let address = iface.interface.address();
+        if address.len() != iface.address_length {
+            return Err(Status::INVALID_ADDR);
+        }
         // SAFETY: the caller gives as many bytes as `iface_query` said.
-        unsafe { store(&iface.interface.address(), iface.address_lengths.1, to) }
+        unsafe { core::ptr::copy_nonoverlapping(address.as_ptr(), to.cast(), address.len()) };
+        Ok(Status::OK)
     })
-}
-
-/// # Safety
-/// `to` is valid for writing `length` bytes.
-unsafe fn store(address: &[u8], length: usize, to: *mut c_void) -> Result<Status, Status> {
-    if address.len() != length {
-        return Err(Status::INVALID_ADDR);
-    }
-    // SAFETY: as the caller promises.
-    unsafe { core::ptr::copy_nonoverlapping(address.as_ptr(), to.cast::<u8>(), length) };
-    Ok(Status::OK)
 }
 
 unsafe extern "C" fn event_fd_get<I: Interface>(
@@ -555,10 +509,5 @@ unsafe extern "C" fn event_fd_get<I: Interface>(
 }
 
 unsafe extern "C" fn event_arm<I: Interface>(iface: IfaceRef<'_, I>, _events: u32) -> Status {
-    guarded_status(iface.ucx, "event_arm", || {
-        if !iface.pending.is_empty() {
-            return Err(Status::BUSY);
-        }
-        iface.interface.arm().map(|()| Status::OK)
-    })
+    guarded_status(iface.ucx, "event_arm", || iface.interface.arm().map(|()| Status::OK))
 }

@@ -6,7 +6,7 @@ mod peer;
 
 use gaudi::share::{KeyError, Limits, RemoteKey};
 use gaudi::{DeviceAddr, ErrorKind, Segment, Side, runtime};
-use machine::{alone, assert_same, open, pattern, read, write};
+use machine::{alone, assert_same, faults, open, pattern, read, write};
 use peer::{Peer, Set, copy, hash, hex, stat};
 
 #[test]
@@ -302,6 +302,54 @@ mod ipc {
         peer.until("stat ipc_quarantined_bytes", "0");
         let next = RemoteKey::parse(&peer.share(3, 9000, 3)).unwrap();
         assert_eq!(next.base(), key.base(), "then it is used again");
+    }
+
+    #[test]
+    fn while_one_share_waits_for_the_card_peers_are_served_and_memory_is_freed() {
+        alone!(2);
+        let mut importer = Peer::start(Set::default());
+        importer.request_ok("card 0");
+        // SAFETY: no other thread of this process reads the environment.
+        unsafe { std::env::set_var("SOFT_GAUDI_FAULTS", "yes") };
+        let device = open(1);
+        let alloc = || device.alloc(9000, 1).unwrap();
+        let (shared, other) = (alloc(), alloc());
+        let key = device.share(shared.addr(), 1).unwrap().key();
+        // The rest of the last page is cleared; that this has ended is seen after one more copy.
+        let stalled = |memory: &gaudi::Allocation| {
+            let (device, addr) = (device.clone(), memory.addr());
+            faults("submission late:1");
+            let share = std::thread::spawn(move || device.share(addr, 1));
+            let file = machine::faults_file();
+            peer::until("it waits", || std::fs::read_to_string(&file).unwrap().is_empty());
+            share
+        };
+        let end_stall = || write(&device, shared.addr(), &[1; 100]);
+
+        let again = device.share(shared.addr(), 1).unwrap();
+        let memory = alloc();
+        let share = stalled(&memory);
+        importer.request_ok(&format!("open 1 {}", hex(&again.key())));
+        drop(other);
+        assert!(!share.is_finished());
+        end_stall();
+        let share = share.join().unwrap().unwrap();
+        importer.request_ok(&format!("open 2 {}", hex(&share.key())));
+        assert_ne!(key, again.key(), "the first share had ended");
+
+        // Memory that is freed meanwhile is not shared, and nobody else's before.
+        let memory = alloc();
+        let addr = memory.addr();
+        let share = stalled(&memory);
+        drop(memory);
+        assert_eq!(stat("ipc_quarantined_bytes"), 9000);
+        assert_ne!(alloc().addr(), addr);
+        end_stall();
+        let error = share.join().unwrap().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidParams, "{error}");
+        assert_eq!(stat("ipc_quarantined_bytes"), 0);
+        assert_eq!(stat("ipc_shares_live"), 2);
+        assert_eq!(alloc().addr(), addr);
     }
 
     /// The engine itself waits a second, which is not always enough on a busy machine.

@@ -4,13 +4,12 @@
 mod machine;
 
 use std::io::{BufRead, BufReader, Read, Write};
-use std::path::PathBuf;
 use std::process::{Child, Stdio};
 use std::sync::Arc;
 
 use gaudi::stats::{self, Malformed, ReadError, Snapshot};
 use gaudi::{Device, DeviceAddr, ErrorKind, HostRegion, Segment, Side, runtime};
-use machine::{Footprint, fresh, read, write};
+use machine::{Footprint, faults, fresh, read, write};
 
 fn myself() -> u32 {
     std::process::id()
@@ -230,17 +229,6 @@ fn something_with_the_pages_name_is_refused_with_the_reason() {
     machine::set_up("gaudi2");
     let device = fresh();
     assert_eq!(of(&device, "opens"), 1);
-}
-
-/// Where the software machine of this process is told what shall go wrong.
-fn faults(rule: &str) {
-    // SAFETY: asks for a number.
-    let user = unsafe { libc::geteuid() };
-    let node = std::env::var("SOFT_GAUDI_NODE").unwrap();
-    let folders = [PathBuf::from("/dev/shm"), std::env::temp_dir()]
-        .map(|base| base.join(format!("soft-gaudi-{user}")).join(&node).join("gaudi2"));
-    let folder = folders.iter().find(|folder| folder.is_dir()).expect("the machine's folder");
-    std::fs::write(folder.join("faults"), format!("{rule}\n")).unwrap();
 }
 
 #[test]

@@ -3,7 +3,7 @@
 
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use rustix::rand::{GetRandomFlags, getrandom};
 
@@ -105,11 +105,13 @@ struct State {
 }
 
 /// This process as an exporter. One lock for everything: a lease is granted and recorded, and memory
-/// withdrawn and its leases revoked, in one step.
+/// withdrawn and its leases revoked, in one step. Nothing waits for a card under it.
 #[derive(Debug)]
 pub(super) struct Exporter {
     identity: &'static Identity,
     state: Mutex<State>,
+    /// A [`Preparation`] has ended.
+    prepared: Condvar,
     broker: OnceLock<Broker>,
     /// Whether the broker's thread runs. Taken to start it.
     is_running: Mutex<bool>,
@@ -126,7 +128,8 @@ impl Exporter {
                 Error::new(ErrorKind::ChannelFailed, SHARING, error.to_string(), remedy)
             })?;
             let (state, is_running) = (Mutex::default(), Mutex::default());
-            Ok(Self { identity, state, broker: OnceLock::new(), is_running })
+            let prepared = Condvar::new();
+            Ok(Self { identity, state, prepared, broker: OnceLock::new(), is_running })
         })
     }
 
@@ -170,24 +173,42 @@ impl Exporter {
 
     fn share(&'static self, device: &Arc<Device>, addr: DeviceAddr) -> Result<Arc<Export>, Error> {
         loop {
-            // One lock from here to the offer: whoever frees the memory meanwhile waits until the
-            // offer is there to be withdrawn, or has come first.
             let mut state = self.state();
             let location = runtime().locate(addr.0, 1).ok_or_else(|| device.gone(addr))?;
             let base = location.base.0;
-            let Some((offered, token)) = state.lessor.offered(base) else {
-                let (export, offered) = self.export(device, location)?;
-                let Fields { token, .. } = export.fields;
-                state.lessor.offer(base, export.fields.pack(), token, offered);
-                return Ok(export);
-            };
-            if let Some(export) = offered.export.upgrade() {
-                return Ok(export);
+            if let Some((offered, token)) = state.lessor.offered(base) {
+                if let Some(export) = offered.export.upgrade() {
+                    return Ok(export);
+                }
+                // Its last share is just being dropped by another thread.
+                drop(state);
+                self.withdraw(base, Some(token));
+            } else if state.lessor.prepare(base) {
+                drop(state);
+                return self.share_prepared(device, location);
+            } else {
+                drop(self.prepared.wait(state).unwrap_or_else(PoisonError::into_inner));
             }
-            // Its last share is just being dropped by another thread.
-            drop(state);
-            self.withdraw(base, Some(token));
         }
+    }
+
+    /// Exports memory and offers it. The card may be busy, so this does not hold the lock: whoever frees
+    /// the memory meanwhile leaves it to the [`Preparation`].
+    fn share_prepared(
+        &'static self,
+        device: &Arc<Device>,
+        location: Location,
+    ) -> Result<Arc<Export>, Error> {
+        let base = location.base;
+        let _preparation = Preparation { exporter: self, base: base.0 };
+        let (export, offered) = self.export(device, location)?;
+        let mut state = self.state();
+        if state.lessor.is_freed(base.0) {
+            return Err(device.gone(base));
+        }
+        state.lessor.offer(base.0, export.fields.pack(), export.fields.token, offered);
+        drop(state);
+        Ok(export)
     }
 
     fn export(
@@ -218,7 +239,6 @@ impl Exporter {
         let gauge = device.counts().track(Gauge::Share, len);
         let dmabuf = CloseOnFork::new(dmabuf)
             .ok_or_else(|| failed("too many descriptors are open".to_owned()))?;
-        // Nothing may fail from here on: dropping it takes the lock that our caller has.
         let export = Arc::new(Export { exporter: self, fields });
         let offered = Offered { dmabuf, export: Arc::downgrade(&export), _gauge: gauge };
         Ok((export, offered))
@@ -291,6 +311,23 @@ impl std::ops::Deref for ConnectionsGuard<'_> {
 impl std::ops::DerefMut for ConnectionsGuard<'_> {
     fn deref_mut(&mut self) -> &mut Connections {
         &mut self.0.connections
+    }
+}
+
+/// Memory that a thread is about to share. Others that want to share it wait for this to end, and freed
+/// memory does not go back to the pool before.
+struct Preparation {
+    exporter: &'static Exporter,
+    base: u64,
+}
+
+impl Drop for Preparation {
+    fn drop(&mut self) {
+        let reuse = self.exporter.state().lessor.prepared(self.base);
+        self.exporter.prepared.notify_all();
+        if let Some(Reuse(reuse)) = reuse {
+            reuse();
+        }
     }
 }
 

@@ -42,7 +42,9 @@ pub(super) struct Lessor<D, R> {
     leases: HashMap<ConnectionId, HashMap<LeaseId, Leased>>,
     /// The same, by first address of the memory.
     leases_at: HashMap<u64, HashMap<ConnectionId, HashSet<LeaseId>>>,
-    /// Freed, and leased to somebody.
+    /// Memory that is about to be shared, by first address: it is not given to anybody else meanwhile.
+    preparing: HashSet<u64>,
+    /// Freed, and leased to somebody or about to be shared.
     quarantine: HashMap<u64, R>,
 }
 
@@ -52,12 +54,37 @@ impl<D, R> Default for Lessor<D, R> {
             offers: BTreeMap::new(),
             leases: HashMap::new(),
             leases_at: HashMap::new(),
+            preparing: HashSet::new(),
             quarantine: HashMap::new(),
         }
     }
 }
 
 impl<D, R> Lessor<D, R> {
+    /// Keeps the memory at `base`, should it be freed, until [`Lessor::prepared`]. `false` if somebody
+    /// prepares it already.
+    pub(super) fn prepare(&mut self, base: u64) -> bool {
+        self.preparing.insert(base)
+    }
+
+    /// Whether memory that is being prepared was freed meanwhile.
+    pub(super) fn is_freed(&self, base: u64) -> bool {
+        self.quarantine.contains_key(&base)
+    }
+
+    /// The memory is shared, or will not be. If it was freed meanwhile it is returned, to go back to the
+    /// pool, or waits for leases to end.
+    pub(super) fn prepared(&mut self, base: u64) -> Option<R> {
+        self.preparing.remove(&base);
+        self.reuse(base)
+    }
+
+    /// Memory that was freed, if nothing keeps it any more.
+    fn reuse(&mut self, base: u64) -> Option<R> {
+        let is_kept = self.leases_at.contains_key(&base) || self.preparing.contains(&base);
+        if is_kept { None } else { self.quarantine.remove(&base) }
+    }
+
     /// Shares the memory at `base`, which is not shared.
     pub(super) fn offer(&mut self, base: u64, key: [u8; KEY_LEN], token: Token, descriptor: D) {
         let offer = Offer { key, token, descriptor: Arc::new(descriptor) };
@@ -133,11 +160,10 @@ impl<D, R> Lessor<D, R> {
         if of_connection.is_empty() {
             at.remove(&from);
         }
-        if !at.is_empty() {
-            return None;
+        if at.is_empty() {
+            self.leases_at.remove(&base);
         }
-        self.leases_at.remove(&base);
-        self.quarantine.remove(&base)
+        self.reuse(base)
     }
 
     /// A connection has ended, and all its leases with it.
@@ -151,14 +177,11 @@ impl<D, R> Lessor<D, R> {
     }
 
     /// The memory at `base` is freed and not shared any more. `reuse` comes back at once, or when the
-    /// last lease on the memory ends.
+    /// last lease on the memory ends, and whoever is about to share it has given up.
     pub(super) fn free(&mut self, base: u64, reuse: R) -> Option<R> {
         debug_assert!(!self.offers.contains_key(&base), "freed while it is shared");
-        if !self.leases_at.contains_key(&base) {
-            return Some(reuse);
-        }
         self.quarantine.insert(base, reuse);
-        None
+        self.reuse(base)
     }
 }
 

@@ -33,6 +33,11 @@ impl Memory {
 
 #[derive(Clone, Debug)]
 enum Step {
+    /// Memory is exported, to be shared.
+    Prepare {
+        base: u64,
+    },
+    /// It is shared, unless it was freed meanwhile.
     Share {
         base: u64,
     },
@@ -78,7 +83,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     let base = || 1..=BASES;
     let importer = || 0..IMPORTERS;
     let step = prop_oneof![
-        3 => base().prop_map(|base| Step::Share { base }),
+        3 => base().prop_map(|base| Step::Prepare { base }),
+        4 => base().prop_map(|base| Step::Share { base }),
         1 => base().prop_map(|base| Step::Unshare { base }),
         2 => base().prop_map(|base| Step::Free { base }),
         6 => (importer(), base(), prop::bool::weighted(0.1))
@@ -135,6 +141,7 @@ struct World {
     /// What the exporter has at each base, if it is shared, and every key there ever was.
     shared: BTreeMap<u64, Memory>,
     keys: Vec<Memory>,
+    preparing: BTreeSet<u64>,
     /// Bases whose memory was freed and waits.
     quarantined: BTreeSet<u64>,
     processes: Vec<Process>,
@@ -151,6 +158,7 @@ impl World {
             lessor: Lessor::default(),
             shared: BTreeMap::new(),
             keys: Vec::new(),
+            preparing: BTreeSet::new(),
             quarantined: BTreeSet::new(),
             processes,
             dead: Vec::new(),
@@ -162,6 +170,7 @@ impl World {
     /// The memory is returned to the pool: nobody may reach it.
     fn reuse(&mut self, base: u64) {
         assert!(self.quarantined.remove(&base));
+        assert!(!self.preparing.contains(&base), "{base} is being exported");
         for process in &self.processes {
             let reaches = process.mapped.values().any(|(memory, _)| memory.base == base);
             assert!(!reaches, "{base} is reused under {:?}", process.connection);
@@ -185,14 +194,26 @@ impl World {
 
     fn step(&mut self, step: &Step) {
         match *step {
-            Step::Share { base } => {
+            Step::Prepare { base } => {
                 if !self.shared.contains_key(&base) && !self.quarantined.contains(&base) {
+                    assert_eq!(self.lessor.prepare(base), self.preparing.insert(base));
+                }
+            }
+            Step::Share { base } => {
+                if !self.preparing.remove(&base) {
+                    return;
+                }
+                assert_eq!(self.lessor.is_freed(base), self.quarantined.contains(&base));
+                if !self.lessor.is_freed(base) {
                     self.tokens += 1;
                     let memory = Memory { base, token: self.tokens };
                     let token = Token(self.tokens.to_le_bytes());
                     self.lessor.offer(base, memory.key(), token, memory);
                     self.shared.insert(base, memory);
                     self.keys.push(memory);
+                }
+                if let Some(base) = self.lessor.prepared(base) {
+                    self.reuse(base);
                 }
             }
             Step::Unshare { base } => self.withdraw(base),
@@ -330,6 +351,7 @@ impl World {
     fn finish(mut self) {
         for base in 1..=BASES {
             self.step(&Step::Free { base });
+            self.step(&Step::Share { base });
         }
         for round in 0.. {
             assert!(round < 10_000, "something is never given back");

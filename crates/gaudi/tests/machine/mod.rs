@@ -156,6 +156,21 @@ pub(crate) fn is_alone(here: &str, cards: u32) -> bool {
     false
 }
 
+/// The file in which the software machine of this process is told what shall go wrong.
+pub(crate) fn faults_file() -> PathBuf {
+    // SAFETY: asks for a number.
+    let user = unsafe { libc::geteuid() };
+    let folders = [PathBuf::from("/dev/shm"), std::env::temp_dir()]
+        .map(|base| base.join(format!("soft-gaudi-{user}")).join(node_name()).join("gaudi2"));
+    let folder = folders.iter().find(|folder| folder.is_dir()).expect("the machine's folder");
+    folder.join("faults")
+}
+
+/// What shall go wrong. `SOFT_GAUDI_FAULTS` must have been set to `yes`.
+pub(crate) fn faults(rule: &str) {
+    std::fs::write(faults_file(), format!("{rule}\n")).unwrap();
+}
+
 /// Fails with the place and not with megabytes of text.
 #[track_caller]
 pub(crate) fn assert_same(found: &[u8], expected: &[u8], what: &str) {

@@ -17,12 +17,15 @@ use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
 use crate::backend::Geometry;
 use crate::error::Phase;
-use crate::{BusId, DeviceAddr, DeviceId, DeviceInfo, Error, ErrorKind};
+use crate::{BusId, DeviceAddr, DeviceId, DeviceInfo, Error, ErrorKind, Generation};
 
 /// Size of a card's slice: several times the memory of any card, and a power of two so that UCX's
 /// page table holds it in one entry. The unit tests of this crate open more cards in one process
 /// than a machine has.
 const SLICE: u64 = if cfg!(test) { 1 << 37 } else { 1 << 39 };
+/// Addresses from the start of a framework's pool that no card's slice has any of: several times the memory
+/// of any card. A framework may have the same card, or another one in this process.
+const KEPT_CLEAR: u64 = 1 << 40;
 /// The driver aligns device addresses by their low 48 bits only.
 const ALIGNED_BITS: u64 = (1 << 48) - 1;
 
@@ -85,6 +88,7 @@ pub(crate) struct Windows {
 
 #[derive(Default)]
 struct State {
+    /// First address of each card's slice.
     slices: HashMap<BusId, u64>,
     open: Vec<Window>,
     foreign: Vec<ForeignMemory>,
@@ -110,24 +114,23 @@ impl Windows {
             )
         };
         let hints = info.generation.hint_range().ok_or_else(full)?;
-        let count = (hints.end - hints.start) / SLICE;
+        let starts = slice_starts(info.generation, hints);
         let state = &mut *self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let slice = match state.slices.get(&info.bus_id) {
             Some(&slice) => slice,
             None => {
                 // By the card's number, so that a second copy of this library in the process, which
-                // has other cards, has other addresses too. A framework places its own pool at the
-                // bottom of the range; start half way up.
-                let wanted = u64::from(info.node) + count / 2;
-                let mut slices = (0..count).map(|step| (wanted + step) % count);
+                // has other cards, has other addresses too.
+                let count = starts.len();
+                let wanted = info.node as usize + count / 2;
+                let mut slices = (0..count).map(|step| starts[(wanted + step) % count]);
                 let free = |slice: &u64| !state.slices.values().any(|taken| taken == slice);
                 let slice = slices.find(free).ok_or_else(full)?;
                 state.slices.insert(info.bus_id.clone(), slice);
                 slice
             }
         };
-        let start = hints.start + slice * SLICE;
-        Ok(start..start + SLICE)
+        Ok(slice..slice + SLICE)
     }
 
     /// Adds an observer and notifies it of what is already there.
@@ -187,6 +190,15 @@ impl Windows {
         };
         notify(&observers, &WindowEvent::Retired(window));
     }
+}
+
+/// Where the slices of `hints` start that are clear of all pools of frameworks.
+fn slice_starts(generation: Generation, hints: Range<u64>) -> Vec<u64> {
+    let pools = generation.framework_pools();
+    let is_clear = |start: &u64| {
+        pools.iter().all(|pool| *start >= pool + KEPT_CLEAR || start + SLICE <= *pool)
+    };
+    hints.step_by(SLICE as usize).filter(is_clear).collect()
 }
 
 /// No lock is held here: observers may call back.
@@ -356,13 +368,17 @@ mod tests {
     fn every_card_has_a_window_of_its_own_for_ever() {
         let windows = Windows::default();
         let place = |index| windows.range_for(&DeviceInfo::example(index), GEOMETRY);
-        let count = (0x2000_0000_0000 / SLICE) as u32;
+        let count = ((0x2000_0000_0000 - 2 * KEPT_CLEAR) / SLICE) as u32;
         // This card and number 3 would like the same one.
         let mut placed = vec![place(count + 3).unwrap()];
         placed.extend((0..count - 1).map(|index| place(index).unwrap()));
         for (at, one) in placed.iter().enumerate() {
             assert!(one.start >= 0x1001_5000_0000_0000 && one.end <= 0x1001_7000_0000_0000);
             assert_eq!(one.start % SLICE, 0, "one entry in UCX's page table");
+            // Where SCAL has its pool: five HBM stacks, six HBM stacks.
+            for pool in [0x1001_5000_0000_0000, 0x1001_6000_0000_0000_u64] {
+                assert!(one.start >= pool + (1 << 40) || one.end <= pool, "{one:#x?}");
+            }
             for other in &placed[at + 1..] {
                 assert!(one.end <= other.start || other.end <= one.start);
             }
@@ -456,6 +472,34 @@ mod tests {
                 }
             });
         }
+    }
+
+    #[test]
+    fn memory_goes_past_a_mapping_of_somebody_else_in_the_window() {
+        let (fake, device) = Fake::device();
+        let start = device.window().start.0;
+        fake.others_have(start + (8 << 20)..start + (24 << 20));
+        let allocation = device.alloc(1, 1).unwrap();
+        assert!(device.window().range().contains(&allocation.addr().0));
+        assert!(allocation.addr().0 >= start + (24 << 20));
+        let asked = fake.page_calls();
+        let large = device.alloc(20 << 20, 1).unwrap();
+        assert_eq!(fake.page_calls(), asked + 1, "the mapping is remembered");
+        drop((allocation, large));
+        fake.others_have(0..u64::MAX);
+        let error = device.alloc(64 << 20, 1).unwrap_err();
+        assert!(error.to_string().contains("the driver maps at"), "{error}");
+    }
+
+    #[test]
+    fn the_driver_is_not_asked_for_more_memory_than_there_is() {
+        let (fake, device) = Fake::device();
+        let most = device.alloc(device.memory().total - (16 << 20), 1).unwrap();
+        let asked = fake.page_calls();
+        let error = device.alloc(17 << 20, 1).unwrap_err();
+        assert_eq!((error.kind(), error.errno()), (ErrorKind::OutOfMemory, Some(libc::ENOMEM)));
+        assert_eq!(fake.page_calls(), asked);
+        drop(most);
     }
 
     #[test]

@@ -286,3 +286,46 @@ fn peers_that_keep_memory_open_let_it_go_before_it_is_unmapped() {
     assert_eq!(stat("ipc_quarantined_bytes"), 0);
     runtime().take_back(fd).unwrap();
 }
+
+/// SCAL maps its pool at fixed addresses of every card it opens. On a card that a framework lends, both of
+/// us map memory.
+#[test]
+fn a_card_with_a_framework_s_pool_has_room_for_ours() {
+    alone!(2);
+    let _turn = adopting(false);
+    let application = Application::start();
+    let page = machine::driver_page();
+    let low = if page == 640 << 20 { 0x5000_0000_0000 } else { 0x6000_0000_0000 };
+    let pool = application.map(8 * page, Some(DeviceAddr((0x1001 << 48) + low)));
+    assert_eq!(pool.addr().0 & 0xffff_ffff_ffff, low, "the driver takes the hint");
+    runtime().lend(application.card.as_fd()).unwrap();
+    let device = application.device();
+    let ours = device.alloc(3 * page, 1).unwrap();
+    let bytes = pattern(4099, 3);
+    write(&device, ours.addr(), &bytes);
+    assert_same(&read(&device, ours.addr(), bytes.len()), &bytes, "beside the pool");
+
+    // The framework's pool on another card is not taken for memory of this one.
+    for other in runtime().discover().unwrap() {
+        let card = runtime().open(&DeviceChoice::Bus(other.bus_id)).unwrap();
+        assert!(!card.window().range().contains(&pool.addr().0), "{card}");
+    }
+}
+
+#[test]
+fn memory_that_the_application_maps_in_our_window_is_gone_round() {
+    let _turn = adopting(false);
+    let application = Application::start();
+    runtime().lend(application.card.as_fd()).unwrap();
+    let device = application.device();
+    let page = machine::driver_page();
+    let window = device.window().range();
+    let low = (window.start & 0xffff_ffff_ffff).next_multiple_of(page);
+    let theirs = application.map(4 * page, Some(DeviceAddr((0x1001 << 48) + low)));
+    assert!(window.contains(&theirs.addr().0), "the driver takes the hint");
+    let ours = device.alloc(2 * page, 1).unwrap();
+    assert!(window.contains(&ours.addr().0));
+    let bytes = pattern(257, 4);
+    write(&device, ours.addr(), &bytes);
+    assert_same(&read(&device, ours.addr(), bytes.len()), &bytes, "beside it");
+}

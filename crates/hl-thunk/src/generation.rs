@@ -83,6 +83,16 @@ impl Generation {
         }
     }
 
+    /// Where in [`Generation::hint_range`] the vendor's runtime (SCAL) places its own pool. On a Gaudi2 with
+    /// five HBM stacks it is the first address, on one with six, whose pages do not divide that, the second.
+    pub fn framework_pools(self) -> &'static [u64] {
+        match self {
+            Generation::Gaudi => &[],
+            Generation::Gaudi2 => &[0x1001_5000_0000_0000, 0x1001_6000_0000_0000],
+            Generation::Gaudi3 => &[0x0201_e000_0000_0000],
+        }
+    }
+
     /// The queues that may carry copies and fills in `direction`; empty where there are none.
     ///
     /// A Gaudi2 copies on its PDMA engines in every direction, also inside its own memory. Its EDMA

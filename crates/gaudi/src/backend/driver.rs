@@ -11,7 +11,7 @@ use hl_thunk::{
     Generation, HostMapping, HwBlock, ImportedMapping, PAGE_SIZE, WaitStatus,
 };
 
-use super::{Backend, CopyLimits, Geometry, HostPin, Page, Registers, Ticket};
+use super::{Backend, CopyLimits, Geometry, HostPin, Page, Registers, Taken, Ticket};
 use crate::copy::SLOTS;
 use crate::error::{Error, ErrorKind, Phase};
 use crate::process::{CloseOnFork, ClosedInChildren};
@@ -127,25 +127,21 @@ impl Backend for Driver {
         geometry_of(self.device.generation(), self.device.hw_info())
     }
 
-    fn take_page(&self, at: DeviceAddr, len: u64) -> Result<Box<dyn Page>, Error> {
+    fn take_page(&self, at: DeviceAddr, len: u64) -> Result<Taken, Error> {
         let operation = "allocating device memory";
         let device = self.device(operation)?;
         if !device.generation().has_dram_mmu() {
             let device = device.clone();
-            return Ok(Box::new(PhysicalPage { device, addr: at, len, whole: Mutex::default() }));
+            let page = PhysicalPage { device, addr: at, len, whole: Mutex::default() };
+            return Ok(Taken::Page(Box::new(page)));
         }
         let failed = |error| Error::driver(Phase::Use, operation, error);
         let memory = DeviceMemory::alloc(device, len).map_err(failed)?;
         let mapping = memory.map(Some(at)).map_err(failed)?;
         if mapping.addr() != at {
-            return Err(Error::new(
-                ErrorKind::OutOfMemory,
-                operation,
-                format!("the driver mapped at {} instead of {at}", mapping.addr()),
-                "another part of this process may use the card's address space; report this",
-            ));
+            return Ok(Taken::Elsewhere(mapping.addr()));
         }
-        Ok(Box::new(MappedPage::new(mapping, len)))
+        Ok(Taken::Page(Box::new(MappedPage::new(mapping, len))))
     }
 
     unsafe fn pin(&self, ptr: *mut u8, len: usize) -> Result<HostPin, Error> {

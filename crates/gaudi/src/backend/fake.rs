@@ -11,7 +11,7 @@ use std::time::Duration;
 use hl_thunk::packet::LinDma;
 use hl_thunk::{DeviceAddr, Direction, ExportCall};
 
-use super::{Backend, CopyLimits, Geometry, HostPin, Page, Registers, Ticket};
+use super::{Backend, CopyLimits, Geometry, HostPin, Page, Registers, Taken, Ticket};
 use crate::copy::SLOTS;
 use crate::error::Phase;
 use crate::rcache::invalidate;
@@ -66,6 +66,10 @@ struct State {
     /// Addresses whose pages are known under another address, which outlives them.
     pages_elsewhere: Vec<(Range<u64>, u64)>,
     refuse_submissions: Option<i32>,
+    /// Device addresses that somebody else has mappings at.
+    taken_by_others: Vec<Range<u64>>,
+    /// How often a page was asked for.
+    page_calls: usize,
 }
 
 impl Fake {
@@ -129,6 +133,16 @@ impl Fake {
 
     pub(crate) fn refuse_pins(&self, errno: Option<i32>) {
         self.state().refuse_pins = errno;
+    }
+
+    /// Sets that somebody else has a mapping here.
+    pub(crate) fn others_have(&self, addresses: Range<u64>) {
+        self.state().taken_by_others.push(addresses);
+    }
+
+    /// How often a page was asked for.
+    pub(crate) fn page_calls(&self) -> usize {
+        self.state().page_calls
     }
 
     pub(crate) fn refuse_submissions(&self, errno: Option<i32>) {
@@ -283,9 +297,15 @@ impl Backend for Fake {
         Geometry { total: 4 * PAGE, page: PAGE, physical_base: None }
     }
 
-    fn take_page(&self, at: DeviceAddr, len: u64) -> Result<Box<dyn Page>, Error> {
-        self.state().pages.insert(at.0, vec![0; len as usize]);
-        Ok(Box::new(FakePage))
+    fn take_page(&self, at: DeviceAddr, len: u64) -> Result<Taken, Error> {
+        let mut state = self.state();
+        state.page_calls += 1;
+        let taken = |other: &Range<u64>| other.start < at.0 + len && at.0 < other.end;
+        if state.taken_by_others.iter().any(taken) {
+            return Ok(Taken::Elsewhere(DeviceAddr(0x1001_1000_0000_0000)));
+        }
+        state.pages.insert(at.0, vec![0; len as usize]);
+        Ok(Taken::Page(Box::new(FakePage)))
     }
 
     unsafe fn pin(&self, ptr: *mut u8, len: usize) -> Result<HostPin, Error> {

@@ -7,7 +7,7 @@ use hl_thunk::packet::LinDma;
 use hl_thunk::{DeviceAddr, Direction};
 
 use super::driver::Driver;
-use super::{Backend, CopyLimits, Geometry, HostPin, Page, Registers, Ticket};
+use super::{Backend, CopyLimits, Geometry, HostPin, Registers, Taken, Ticket};
 use crate::error::ErrorKind;
 use crate::stats::Counts;
 use crate::{Error, Remedy};
@@ -43,7 +43,7 @@ impl Backend for LentDriver {
         self.driver.geometry()
     }
 
-    fn take_page(&self, at: DeviceAddr, len: u64) -> Result<Box<dyn Page>, Error> {
+    fn take_page(&self, at: DeviceAddr, len: u64) -> Result<Taken, Error> {
         self.permitted("allocating device memory")?.take_page(at, len)
     }
 

@@ -80,6 +80,15 @@ impl fmt::Debug for HostPin {
     }
 }
 
+/// What asking for a page brought.
+#[derive(Debug)]
+pub(crate) enum Taken {
+    /// The page, at the address that was asked for.
+    Page(Box<dyn Page>),
+    /// The driver would have mapped it here instead: something else has that address. Nothing was kept.
+    Elsewhere(DeviceAddr),
+}
+
 /// One allocation of the driver's, mapped in the device's window.
 pub(crate) trait Page: Send + Sync + fmt::Debug {
     /// A new descriptor of the dma-buf of the whole page, made with this driver call (`None`: the
@@ -119,7 +128,7 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
     fn geometry(&self) -> Geometry;
 
     /// Takes `len` bytes (whole pages) from the driver, at exactly this address.
-    fn take_page(&self, at: DeviceAddr, len: u64) -> Result<Box<dyn Page>, Error>;
+    fn take_page(&self, at: DeviceAddr, len: u64) -> Result<Taken, Error>;
 
     /// Pins host memory.
     ///

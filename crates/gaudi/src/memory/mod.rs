@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use hl_thunk::ExportCall;
 pub(crate) use table::{AddressTable, DeviceRange};
 
-use crate::backend::{Backend, Geometry, Page};
+use crate::backend::{Backend, Geometry, Page, Taken};
 use crate::stats::{Counter, Counts};
 use crate::window::find_gap;
 use crate::{Device, DeviceAddr, DeviceId, Error, ErrorKind, MemoryInfo};
@@ -99,6 +99,8 @@ struct State {
     pool: Pool,
     /// The driver's page under each span of the pool.
     pages: BTreeMap<u64, Box<dyn Page>>,
+    /// Addresses of the window that somebody else has, and how many from there on to avoid.
+    obstacles: Vec<(u64, u64)>,
 }
 
 const ALLOCATING: &str = "allocating device memory";
@@ -159,26 +161,52 @@ impl Memory {
     }
 
     fn add_page(&self, state: &mut State, backend: &dyn Backend, bytes: u64) -> Result<(), Error> {
-        let gap = || match self.geometry.physical_base {
+        let reserved: u64 = state.pool.spans().map(|span| span.len).sum();
+        if reserved.saturating_add(bytes) > self.geometry.total {
+            // The driver would refuse, and write an error to the kernel log.
+            return Err(self.exhausted(state, bytes));
+        }
+        let mut instead = None;
+        while let Some(at) = self.gap(state, bytes) {
+            let taken = backend.take_page(DeviceAddr(at), bytes).map_err(|error| {
+                let usual = error.errno() == Some(libc::ENOMEM);
+                if usual { self.exhausted(state, bytes) } else { error }
+            })?;
+            match taken {
+                Taken::Page(page) => {
+                    state.pages.insert(at, page);
+                    state.pool.add_span(at, bytes);
+                    self.counts.add(Counter::ReservedBytes, bytes);
+                    return Ok(());
+                }
+                // Somebody else's mapping, which has at most all of the card's memory: go past it.
+                Taken::Elsewhere(addr) => {
+                    state.obstacles.push((at, self.geometry.total.max(bytes)));
+                    instead = Some((at, addr));
+                }
+            }
+        }
+        let Some((at, instead)) = instead else { return Err(self.exhausted(state, bytes)) };
+        let detail = format!("the driver maps at {instead} instead of {}", DeviceAddr(at));
+        let remedy = "another part of this process may use the card's address space; report this";
+        Err(Error::new(ErrorKind::OutOfMemory, ALLOCATING, detail, remedy))
+    }
+
+    /// An address for `bytes` of new pages.
+    fn gap(&self, state: &State, bytes: u64) -> Option<u64> {
+        match self.geometry.physical_base {
             Some(_) if !state.pages.is_empty() => None,
             Some(base) => Some(base),
             None => {
                 // The driver honours a hint only if the block of free addresses goes on beyond
                 // the mapping: keep a page of addresses free behind each.
                 let page = self.geometry.page;
-                let taken = state.pool.spans().map(|span| (span.start, span.len + page));
-                find_gap(&self.window, taken, page, bytes.checked_add(page)?)
+                let spans = state.pool.spans().map(|span| (span.start, span.len + page));
+                let mut taken: Vec<_> = spans.chain(state.obstacles.iter().copied()).collect();
+                taken.sort_unstable();
+                find_gap(&self.window, taken.into_iter(), page, bytes.checked_add(page)?)
             }
-        };
-        let at = gap().ok_or_else(|| self.exhausted(state, bytes))?;
-        let page = backend.take_page(DeviceAddr(at), bytes).map_err(|error| {
-            let usual = error.errno() == Some(libc::ENOMEM);
-            if usual { self.exhausted(state, bytes) } else { error }
-        })?;
-        state.pages.insert(at, page);
-        state.pool.add_span(at, bytes);
-        self.counts.add(Counter::ReservedBytes, bytes);
-        Ok(())
+        }
     }
 
     fn exhausted(&self, state: &State, len: u64) -> Error {

@@ -13,6 +13,7 @@
 //! | `SOFT_RDMA_RATE` | Gb/s that a port says it has: 100 (default), 200 or 400. UCX chooses protocols by it; nothing is slower or faster for it |
 //! | `SOFT_RDMA_MEMLOCK` | limit on memory registered by address: `kernel` (default: `RLIMIT_MEMLOCK`, except for the privileged), `off`, or bytes |
 //! | `SOFT_RDMA_DMABUF` | registration by dma-buf: `on` (default), `off` (an HCA without it: `EOPNOTSUPP`), `bridge` (`EPERM` unless HCA and card share a host bridge), `refused` (`EPERM`) |
+//! | `SOFT_RDMA_FAIL` | `DEVICE@BYTES`: the port of this HCA goes down when it has carried so many bytes |
 //! | `SOFT_RDMA_STATS` | file to which each process appends its counters when it ends |
 //! | `SOFT_RDMA_LOG` | `off`, `info` (default: one line at the first open) or `debug` |
 
@@ -70,6 +71,8 @@ pub(crate) struct Config {
     /// As `active_speed` has it, of four lanes: EDR, HDR or NDR.
     pub(crate) active_speed: u8,
     pub(crate) memlock: Limit,
+    /// Which port goes down by itself, and after how many bytes.
+    pub(crate) failing: Option<(u8, u64)>,
     pub(crate) dmabuf: DmabufSupport,
     pub(crate) stats: Option<PathBuf>,
     pub(crate) log: LogLevel,
@@ -112,6 +115,10 @@ impl Config {
             inline_limit: number("SOFT_RDMA_INLINE", 1024, 0, crate::wire::MAX_INLINE),
             active_speed: word("SOFT_RDMA_RATE", &get, parse_rate).unwrap_or(32),
             model: word("SOFT_RDMA_MODEL", &get, Figures::parse),
+            failing: word("SOFT_RDMA_FAIL", &get, |text| {
+                let (device, bytes) = text.split_once('@')?;
+                Some((device.parse().ok()?, bytes.parse().ok()?))
+            }),
             memlock: word("SOFT_RDMA_MEMLOCK", &get, Limit::parse).unwrap_or(Limit::Kernel),
             dmabuf: word("SOFT_RDMA_DMABUF", &get, DmabufSupport::parse)
                 .unwrap_or(DmabufSupport::On),

@@ -53,9 +53,23 @@ counters! {
     xmit_discards,
     /// Times the port went down.
     link_downed,
+    /// 1 while it is down.
+    down,
 }
 
 impl PortCounters {
+    /// Takes the port down or up.
+    pub(crate) fn set_down(&self, down: bool) {
+        if self.down.swap(down.into(), Ordering::AcqRel) == 0 && down {
+            self.link_downed.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether nothing leaves or arrives.
+    pub(crate) fn is_down(&self) -> bool {
+        self.down.load(Ordering::Acquire) != 0
+    }
+
     /// A message left.
     pub(crate) fn sent(&self, bytes: u64) {
         self.xmit_bytes.fetch_add(bytes, Ordering::Relaxed);

@@ -95,6 +95,7 @@ fn entry(config: &Config, device: &Device, place: &Place, rest: &str) -> Option<
                 "" | "/ports" | "/ports/1" | "/ports/1/counters" | "/ports/1/hw_counters" => {
                     Some(Entry::Folder)
                 }
+                "/ports/1/state" => file(if read("down")? == 0 { "4: ACTIVE" } else { "1: DOWN" }),
                 // The specification counts words of four bytes.
                 "/ports/1/counters/port_xmit_data" => number(read("xmit_bytes")? / 4),
                 "/ports/1/counters/port_rcv_data" => number(read("rcv_bytes")? / 4),

@@ -88,10 +88,12 @@ pub struct ibv_port_attr {
     pub port_cap_flags2: u16,
 }
 
+pub const IBV_PORT_DOWN: c_int = 1;
 pub const IBV_PORT_ACTIVE: c_int = 4;
 pub const IBV_MTU_4096: c_int = 5;
 pub const IBV_LINK_LAYER_INFINIBAND: u8 = 1;
 /// `phys_state` of a link that is up.
+pub const PHYS_STATE_DISABLED: u8 = 3;
 pub const PHYS_STATE_LINK_UP: u8 = 5;
 
 #[repr(C)]

@@ -158,6 +158,7 @@ pub unsafe extern "C" fn ibv_open_device(device: *mut ibv_device) -> *mut ibv_co
         let found: &'static Device = unsafe { from_c(device) }?;
         let process = process::get()?;
         let asynchronous = Arc::new(EventQueue::new()?);
+        process.hca.listen(found.port.device, &asynchronous);
         let async_fd = std::os::fd::AsRawFd::as_raw_fd(asynchronous.fd());
         let c = ibv_context {
             device,
@@ -254,9 +255,9 @@ pub unsafe extern "C" fn ibv_query_device(
     })
 }
 
-fn port_attributes(port: Port) -> ibv_port_attr {
+fn port_attributes(port: Port, down: bool) -> ibv_port_attr {
     ibv_port_attr {
-        state: IBV_PORT_ACTIVE,
+        state: if down { IBV_PORT_DOWN } else { IBV_PORT_ACTIVE },
         max_mtu: IBV_MTU_4096,
         active_mtu: IBV_MTU_4096,
         gid_tbl_len: 1,
@@ -275,7 +276,7 @@ fn port_attributes(port: Port) -> ibv_port_attr {
         // 4X
         active_width: 2,
         active_speed: crate::config::get().active_speed,
-        phys_state: PHYS_STATE_LINK_UP,
+        phys_state: if down { PHYS_STATE_DISABLED } else { PHYS_STATE_LINK_UP },
         link_layer: IBV_LINK_LAYER_INFINIBAND,
         flags: 0,
         port_cap_flags2: 0,
@@ -302,7 +303,9 @@ pub unsafe extern "C" fn ibv_query_port(
             return Err(Errno::INVAL);
         }
         // SAFETY: the caller's promise.
-        let found = port_attributes(unsafe { from_c::<Context, _>(context) }?.device.port);
+        let open: &Context = unsafe { from_c(context) }?;
+        let down = open.process.hca.counters(open.device.port).is_down();
+        let found = port_attributes(open.device.port, down);
         let short = core::mem::offset_of!(ibv_port_attr, port_cap_flags2);
         // SAFETY: every caller's structure is at least that long.
         unsafe {

@@ -39,6 +39,7 @@ pub(super) fn get() -> Result<&'static Process, Errno> {
     let slot = node.slot;
     let mut hca = Hca::new(slot, first_qp, config.inline_limit, &STATS);
     hca.model = config.model.map(LinkModel::new);
+    hca.failing = config.failing;
     hca.ports = ports::map(&config.folder, config.node)?;
     let hca = Arc::new(hca);
     let engine = Engine::start(hca.clone(), node, config)?;

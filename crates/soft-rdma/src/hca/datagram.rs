@@ -72,6 +72,7 @@ impl QueuePair {
         });
         let link = hca
             .fabric()
+            .filter(|_| !hca.is_down(self.parts.port))
             .and_then(|fabric| fabric.link(Owner { node: port.node, slot: number.slot() }));
         let Some(link) = link.filter(|link| link.send_datagram(&frame, &bytes)) else {
             lost();
@@ -114,6 +115,7 @@ fn try_deliver(hca: &Hca, datagram: &Datagram, payload: &[u8]) -> bool {
     };
     let mut receive = lock(&qp.receive);
     let wanted = matches!(qp.state(), IBV_QPS_RTR | IBV_QPS_RTS)
+        && !hca.is_down(qp.parts.port)
         && datagram.dst_lid == qp.parts.port.lid()
         && datagram.qkey == qp.attributes().qkey;
     if !wanted {

@@ -24,18 +24,18 @@ pub(crate) mod transitions;
 mod tests;
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, RwLock};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, RwLock, Weak};
 use std::time::Instant;
 
 use rustix::io::Errno;
 
-use crate::abi::ibv_ah_attr;
+use crate::abi::{IBV_EVENT_PORT_ACTIVE, IBV_EVENT_PORT_ERR, ibv_ah_attr};
 use crate::fabric::{MAX_DEVICES, MAX_QPS, Owner, Port, QpNumber};
 use crate::ports::{PortCounters, Ports};
 use crate::stats::Stats;
 use crate::wire::Frame;
-use events::lock;
+use events::{AsyncEvent, EventQueue, lock};
 use memory::{Located, Regions};
 use qp::QueuePair;
 
@@ -86,6 +86,8 @@ pub(crate) trait Fabric: Send + Sync {
     fn link(&self, to: Owner) -> Option<Arc<dyn Link>>;
     /// Transmits for a queue pair at a time.
     fn wake_at(&self, when: Instant, qp: &Arc<QueuePair>);
+    /// Takes a port of this node down.
+    fn take_down(&self, device: u8);
 }
 
 /// The HCAs of this process (what belongs to which device is in its objects).
@@ -100,6 +102,10 @@ pub(crate) struct Hca {
     pub(crate) inline_limit: u32,
     /// The speed that links pretend to have.
     pub(crate) model: Option<model::LinkModel>,
+    /// A port that goes down by itself when it has carried so many bytes.
+    pub(crate) failing: Option<(u8, u64)>,
+    /// Where open contexts, by device, are told of their port.
+    listeners: Mutex<Vec<(u8, Weak<EventQueue<AsyncEvent>>)>>,
     fabric: RwLock<Option<Arc<dyn Fabric>>>,
     qps: RwLock<HashMap<u32, Arc<QueuePair>>>,
     next_qp: AtomicU32,
@@ -117,6 +123,8 @@ impl Hca {
             ports: &UNSHARED,
             inline_limit,
             model: None,
+            failing: None,
+            listeners: Mutex::default(),
             fabric: RwLock::default(),
             qps: RwLock::default(),
             next_qp: AtomicU32::new(first_qp),
@@ -136,6 +144,41 @@ impl Hca {
     /// The counters of a port.
     pub(crate) fn counters(&self, port: Port) -> &'static PortCounters {
         &self.ports[usize::from(port.device % MAX_DEVICES)]
+    }
+
+    /// Whether a port is down. One that is to fail does so here, once.
+    fn is_down(&self, port: Port) -> bool {
+        let counters = self.counters(port);
+        if let Some((device, limit)) = self.failing
+            && device == port.device
+            && counters.link_downed.load(Ordering::Relaxed) == 0
+        {
+            let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+            let fails = load(&counters.xmit_bytes) + load(&counters.rcv_bytes) >= limit;
+            if let Some(fabric) = self.fabric().filter(|_| fails) {
+                fabric.take_down(device);
+                counters.set_down(true);
+            }
+        }
+        counters.is_down()
+    }
+
+    /// Tells a context of changes of its port.
+    pub(crate) fn listen(&self, device: u8, events: &Arc<EventQueue<AsyncEvent>>) {
+        let mut listeners = lock(&self.listeners);
+        listeners.retain(|(_, events)| events.strong_count() > 0);
+        listeners.push((device, Arc::downgrade(events)));
+    }
+
+    /// A port went down or up.
+    pub(crate) fn port_changed(&self, device: u8, down: bool) {
+        let kind = if down { IBV_EVENT_PORT_ERR } else { IBV_EVENT_PORT_ACTIVE };
+        for (_, events) in lock(&self.listeners).iter().filter(|(of, _)| *of == device) {
+            if let Some(events) = events.upgrade() {
+                // The only port has number 1.
+                events.push(AsyncEvent { kind, element: 1 });
+            }
+        }
     }
 
     /// Adds a queue pair under a number that was not used for long.

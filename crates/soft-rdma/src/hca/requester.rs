@@ -208,6 +208,10 @@ impl QueuePair {
         }
         send.paused = None;
         let attributes = self.attributes();
+        if hca.is_down(self.parts.port) {
+            self.parts.counters.xmit_discards.fetch_add(1, Ordering::Relaxed);
+            return self.lost(hca, send, &attributes);
+        }
         let Some(link) = self.link(hca, send, &attributes) else {
             return self.fail_front(send, IBV_WC_RETRY_EXC_ERR);
         };
@@ -424,22 +428,25 @@ impl QueuePair {
                 }
                 self.pause(hca, &mut send, Some(rnr_time(code)));
             }
-            Outcome::Dropped => {
-                hca.stats.retries.fetch_add(1, Ordering::Relaxed);
-                if send.retries == 0 {
-                    return self.fail_front(&mut send, IBV_WC_RETRY_EXC_ERR);
-                }
-                send.retries -= 1;
-                // A timeout of zero means: wait for ever.
-                let nanos = 4096u64 << attributes.timeout.min(31);
-                let time = (attributes.timeout > 0).then(|| Duration::from_nanos(nanos));
-                self.pause(hca, &mut send, time);
-            }
+            Outcome::Dropped => self.lost(hca, &mut send, &attributes),
             Outcome::InvalidRequest => self.fail_front(&mut send, IBV_WC_REM_INV_REQ_ERR),
             Outcome::AccessError => self.fail_front(&mut send, IBV_WC_REM_ACCESS_ERR),
             Outcome::OperationError => self.fail_front(&mut send, IBV_WC_REM_OP_ERR),
             Outcome::RequesterFault => self.fail_front(&mut send, IBV_WC_LOC_PROT_ERR),
         }
+    }
+
+    /// Nobody took what was sent: it is sent again after the timeout, as often as the program allows.
+    fn lost(self: &Arc<Self>, hca: &Hca, send: &mut SendQueue, attributes: &ibv_qp_attr) {
+        hca.stats.retries.fetch_add(1, Ordering::Relaxed);
+        if send.retries == 0 {
+            return self.fail_front(send, IBV_WC_RETRY_EXC_ERR);
+        }
+        send.retries -= 1;
+        // A timeout of zero means: wait for ever.
+        let nanos = 4096u64 << attributes.timeout.min(31);
+        let time = (attributes.timeout > 0).then(|| Duration::from_nanos(nanos));
+        self.pause(hca, send, time);
     }
 
     /// Writes the old value of an atomic to where the program wants it.

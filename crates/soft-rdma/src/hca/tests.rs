@@ -71,6 +71,7 @@ impl Fabric for QueueFabric {
     }
     // The test transmits again by itself.
     fn wake_at(&self, _when: Instant, _qp: &Arc<QueuePair>) {}
+    fn take_down(&self, _device: u8) {}
 }
 
 /// One side: an HCA with a queue pair, a completion queue and a registered buffer.

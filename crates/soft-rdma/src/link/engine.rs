@@ -17,6 +17,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
 use super::connection::{Connection, Identity};
+use super::control::Control;
 use crate::config::{Config, log};
 use crate::fabric::Owner;
 use crate::hca::events::lock;
@@ -27,6 +28,7 @@ use crate::node::Node;
 const WAKE: u64 = 0;
 const LISTEN_UNIX: u64 = 1;
 const LISTEN_TCP: u64 = 2;
+const CONTROL: u64 = 3;
 const FIRST_CONNECTION: u64 = 16;
 /// Connections of one process, accepted and own.
 const MAX_CONNECTIONS: usize = 4096;
@@ -64,6 +66,7 @@ pub(crate) struct Engine {
     wake: OwnedFd,
     unix: OwnedFd,
     tcp: Option<OwnedFd>,
+    control: Control,
     connections: Mutex<HashMap<u64, Arc<Connection>>>,
     /// Those that we opened, by where they lead.
     links: Mutex<HashMap<Owner, Arc<Connection>>>,
@@ -124,8 +127,14 @@ impl Engine {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let unix = listen_unix(&node, config)?;
         let tcp = listen_tcp(&node, config)?;
-        let listeners =
-            [(Some(&wake), WAKE), (Some(&unix), LISTEN_UNIX), (tcp.as_ref(), LISTEN_TCP)];
+        let control = Control::open(config);
+        control.changes(hca.ports);
+        let listeners = [
+            (Some(&wake), WAKE),
+            (Some(&unix), LISTEN_UNIX),
+            (tcp.as_ref(), LISTEN_TCP),
+            (control.fd(), CONTROL),
+        ];
         for (fd, id) in listeners {
             if let Some(fd) = fd {
                 epoll::add(&*epoll, fd, epoll::EventData::new_u64(id), epoll::EventFlags::IN)?;
@@ -143,6 +152,7 @@ impl Engine {
             wake,
             unix,
             tcp,
+            control,
             connections: Mutex::default(),
             links: Mutex::default(),
             timers: Mutex::default(),
@@ -251,6 +261,12 @@ impl Engine {
                 LISTEN_TCP => {
                     if let Some(tcp) = &self.tcp {
                         self.accept(tcp, false);
+                    }
+                }
+                CONTROL => {
+                    for (device, down) in self.control.changes(self.hca.ports) {
+                        log!(Debug, "port of HCA {device} is {}", if down { "down" } else { "up" });
+                        self.hca.port_changed(device, down);
                     }
                 }
                 id => self.serve(id, event.flags),
@@ -385,6 +401,10 @@ impl Fabric for Engine {
         let timer = Timer { when: when + Duration::from_micros(1), order, qp: Arc::downgrade(qp) };
         lock(&self.timers).push(Reverse(timer));
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+
+    fn take_down(&self, device: u8) {
+        self.control.take_down(device);
     }
 }
 

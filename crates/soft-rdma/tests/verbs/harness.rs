@@ -1,6 +1,7 @@
 //! Devices, queues and buffers for the tests, with the boring parts done.
 
 use core::ffi::c_int;
+use std::os::fd::BorrowedFd;
 use std::sync::Once;
 use std::time::{Duration, Instant};
 
@@ -163,6 +164,23 @@ pub(crate) fn poll(cq: *mut ibv_cq) -> Option<ibv_wc> {
         }
     }
     None
+}
+
+/// Calls on a descriptor of the library do not wait.
+pub(crate) fn set_nonblocking(fd: i32) {
+    // SAFETY: a descriptor of the library, open as long as its object.
+    rustix::io::ioctl_fionbio(unsafe { BorrowedFd::borrow_raw(fd) }, true)
+        .expect("a valid descriptor");
+}
+
+/// The next asynchronous event, if there is one.
+pub(crate) fn next_event(device: &Device) -> Option<ibv_async_event> {
+    let mut event = ibv_async_event { element: 0, event_type: -1 };
+    // SAFETY: the context is open.
+    unsafe {
+        set_nonblocking((*device.context).async_fd);
+        (ibv_get_async_event(device.context, &raw mut event) == 0).then_some(event)
+    }
 }
 
 /// Registered memory with poison around it.

@@ -10,6 +10,7 @@ mod datagrams;
 mod errors;
 mod notification;
 mod one_sided;
+mod ports;
 mod processes;
 mod refusals;
 mod registration;

@@ -1,24 +1,7 @@
-use std::os::fd::BorrowedFd;
-
 use soft_rdma::abi::*;
 use soft_rdma::api::*;
 
 use crate::harness::*;
-
-fn set_nonblocking(fd: i32) {
-    // SAFETY: a descriptor of the library, open as long as its object.
-    rustix::io::ioctl_fionbio(unsafe { BorrowedFd::borrow_raw(fd) }, true)
-        .expect("a valid descriptor");
-}
-
-fn next_event(device: &Device) -> Option<ibv_async_event> {
-    let mut event = ibv_async_event { element: 0, event_type: -1 };
-    // SAFETY: the context is open.
-    unsafe {
-        set_nonblocking((*device.context).async_fd);
-        (ibv_get_async_event(device.context, &raw mut event) == 0).then_some(event)
-    }
-}
 
 #[test]
 fn a_program_asleep_on_the_channel_is_woken_by_a_completion() {

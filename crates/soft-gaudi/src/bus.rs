@@ -93,6 +93,14 @@ impl QueueBus<'_> {
         }
         Ok(())
     }
+
+    /// Changes a bit, where a fault rule asks for it.
+    fn flip(&self, addr: u64) -> Result<(), Fault> {
+        let mut byte = 0_u8;
+        self.transfer(addr, &raw mut byte, 1, false)?;
+        byte ^= 1;
+        self.transfer(addr, &raw mut byte, 1, true)
+    }
 }
 
 impl Bus for QueueBus<'_> {
@@ -108,12 +116,14 @@ impl Bus for QueueBus<'_> {
     }
 
     fn dma(&self, dma: &LinDma, done: u64, len: u64) -> Result<(), Fault> {
+        let mut flip = None;
         if done == 0 {
             match self.context.node.fault("transfer") {
                 Some(Action::Fail(_)) => return Err(Fault::Page { addr: dma.src }),
                 Some(Action::Slow(time)) => std::thread::sleep(time),
                 Some(Action::Reset) => self.context.reset(None),
                 Some(Action::Remove) => crate::context::remove_all(),
+                Some(Action::Flip(at)) => flip = Some(dma.dst.wrapping_add(at)),
                 Some(Action::Hang | Action::Late(_)) | None => {}
             }
         }
@@ -156,7 +166,7 @@ impl Bus for QueueBus<'_> {
             moved?;
             at += part;
         }
-        Ok(())
+        flip.map_or(Ok(()), |addr| self.flip(addr))
     }
 
     fn write(&self, addr: u64, value: u32) -> Result<(), Fault> {

@@ -69,7 +69,7 @@ impl Context {
     ) {
         let mut programs = programs;
         match self.node.fault("submission") {
-            None => {}
+            None | Some(Action::Flip(_)) => {}
             Some(Action::Hang) => {
                 // STOP halts a queue until the card is reset.
                 let stop: Arc<[u8]> = [0, 0, 0, 0, 0, 0, 0, 0x0b].into();

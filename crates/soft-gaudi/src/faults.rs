@@ -11,7 +11,8 @@
 //! *point*: a C function (`hlthunk_device_memory_alloc`), `submission` or `transfer`.
 //! *action*: `fail:ERRNO` (a call; a transfer faults), `slow:MILLISECONDS`, `hang` (a submission
 //! never ends by itself), `late:N` (a submission's end is reported after N others have ended),
-//! `reset`, `remove` (both: every card this process has open).
+//! `reset`, `remove` (both: every card this process has open), `flip:N` (a transfer, at its end, changes a bit of
+//! the byte N behind the start of its destination, which need not be one of its own).
 //! `after=N` skips the first N matches; `times=N` repeats (default 1, 0 is for ever).
 //! A rule that is used up disappears from the file, so a test can see that it was hit.
 
@@ -35,6 +36,7 @@ pub(crate) enum Action {
     Late(u64),
     Reset,
     Remove,
+    Flip(u64),
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -80,6 +82,7 @@ fn parse(line: &str) -> Result<Rule, String> {
         "late" => Action::Late(number(value)?),
         "reset" => Action::Reset,
         "remove" => Action::Remove,
+        "flip" => Action::Flip(number(value)?),
         _ => return Err(format!("'{line}': unknown action")),
     };
     let mut rule = Rule { point: point.to_owned(), action, after: 0, times: 1 };
@@ -104,6 +107,7 @@ fn print(rule: &Rule) -> String {
         Action::Late(n) => format!("late:{n}"),
         Action::Reset => "reset".to_owned(),
         Action::Remove => "remove".to_owned(),
+        Action::Flip(at) => format!("flip:{at}"),
     };
     format!("{} {action} after={} times={}\n", rule.point, rule.after, rule.times)
 }
@@ -173,11 +177,12 @@ mod tests {
             "hlthunk_open fail:EBUSY after=2 times=0\n",
             "submission late:3 after=0 times=1\n",
             "transfer slow:20 after=0 times=5\n",
+            "transfer flip:7 after=0 times=1\n",
             "hlthunk_wait_for_cs remove after=0 times=1\n",
         ] {
             assert_eq!(print(&parse(line).unwrap()), line);
         }
-        for bad in ["x", "x explode", "x fail:EWHAT", "x slow:soon", "x hang often"] {
+        for bad in ["x", "x explode", "x fail:EWHAT", "x slow:soon", "x flip", "x hang often"] {
             assert!(parse(bad).is_err(), "{bad}");
         }
     }

@@ -160,15 +160,17 @@ impl Node {
         };
         match open() {
             Err(Errno::NOENT) => {
-                std::fs::DirBuilder::new()
-                    .mode(0o700)
-                    .recursive(true)
-                    .create(self.dmabuf_folder())
-                    .map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
+                self.make_folders()?;
                 open()
             }
             other => other,
         }
+    }
+
+    fn make_folders(&self) -> Result<(), Errno> {
+        let made =
+            std::fs::DirBuilder::new().mode(0o700).recursive(true).create(self.dmabuf_folder());
+        made.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))
     }
 
     /// A fresh open file description of a card's node.
@@ -190,6 +192,8 @@ impl Node {
 
     /// The card's memory file.
     pub(crate) fn open_memory(&self, device: u32) -> Result<OwnedFd, Errno> {
+        // Whoever wrote rules for faults made the machine's folder, but not the one for exports.
+        self.make_folders()?;
         self.open_file(&format!("hbm{device}"), OFlags::RDWR)
     }
 

@@ -75,8 +75,10 @@ fn inject_fault(name: &str) -> Result<(), Errno> {
             crate::context::remove_all();
             Ok(())
         }
-        Some(Action::Hang | Action::Late(_)) => {
-            eprintln!("soft-gaudi: faults: {name} can fail or be slow, not hang or be late");
+        Some(Action::Hang | Action::Late(_) | Action::Flip(_)) => {
+            eprintln!(
+                "soft-gaudi: faults: {name} can fail or be slow, not hang, be late or flip bits"
+            );
             Ok(())
         }
     }

@@ -4,10 +4,13 @@
 //! ([`prefix`]). Each command is a module of its own; this file knows their names and arguments.
 //! Results go to standard output, everything else to standard error.
 
+mod check_card;
+mod driver;
 mod failure;
 mod info;
 mod output;
 mod prefix;
+mod report;
 mod run;
 mod topo;
 mod tuning;
@@ -58,6 +61,11 @@ enum Command {
     Info(info::Options),
     /// Show how near Gaudis, HCAs and NUMA nodes are to each other
     Topo,
+    /// Try a card step by step, safest first, and compare every byte
+    ///
+    /// For cards on which the plugin never ran. Takes the card for some seconds. Stops before anything that
+    /// may hang an engine, unless --may-reset. Send back the report of --save FILE.
+    CheckCard(check_card::Options),
     /// Print completions for a shell: source <(ucx-gaudi completions bash)
     Completions {
         /// The shell
@@ -129,6 +137,7 @@ fn dispatch(cli: Cli) -> Result<Exit, Failure> {
     match cli.command {
         Command::Info(options) => info::run(&context, &options),
         Command::Topo => topo::run(&context),
+        Command::CheckCard(options) => check_card::run(&context, &options),
         Command::Run(_) | Command::Completions { .. } | Command::Man { .. } => {
             unreachable!("above")
         }

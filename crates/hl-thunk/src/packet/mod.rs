@@ -14,6 +14,9 @@ pub const LIN_DMA_LEN: usize = 24;
 /// multiple of the device's cache line so that the next piece starts aligned.
 pub const MAX_PIECE: u64 = (1 << 32) - 128;
 
+/// A packet that does nothing, the same on every generation that has packets.
+pub const NOP: [u8; 8] = [0, 0, 0, 0, 0, 0, 0, 0x0a];
+
 const OPCODE_SHIFT: u32 = 24;
 const OPCODE_LIN_DMA: u32 = 0x9;
 /// The engine finishes earlier work before it goes on.

@@ -1,0 +1,278 @@
+//! Steps that only ask, and the opening of the card.
+
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use gaudi::{DeviceChoice, DeviceInfo, Owners, runtime};
+use hl_thunk::sys::HwIpInfo;
+use hl_thunk::{ControlDevice, Device, Generation, Library};
+use serde_json::json;
+
+use crate::failure::Failure;
+use crate::info::{choice, load};
+use crate::output::size;
+use crate::report::Finding;
+
+/// How long a card may refuse to be opened after it was closed: a Gaudi2's firmware resets its engines.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// Space for the answer about the hardware; the largest known one has 336 bytes.
+const ANSWER: usize = 4096;
+/// What the plugin has room for.
+const ROOM: usize = 1024;
+
+/// Loads the driver library.
+pub(super) fn library() -> (Finding, Option<Arc<Library>>) {
+    match load() {
+        Ok(library) => {
+            let version = library.version().unwrap_or("which does not tell its version");
+            let found = format!("{} ({version})", library.name());
+            let data = json!({"version": library.version(), "software": library.is_software()});
+            (Finding::good("", found).with(data), Some(library))
+        }
+        Err(failure) => {
+            let remedy = "install habanalabs-thunk, or set HL_THUNK_LIBRARY to its file; without a card add --soft";
+            (Finding::bad("", failure.what, remedy), None)
+        }
+    }
+}
+
+/// Chooses the card: the one asked for, else the first that nobody has open.
+pub(super) fn card(text: Option<&str>) -> (Finding, Option<DeviceInfo>) {
+    let found = choice(text).and_then(|choice| match choice {
+        DeviceChoice::Any => Ok(runtime().discover()?),
+        choice => Ok(runtime().candidates(&choice)?),
+    });
+    let cards = match found {
+        Ok(cards) => cards,
+        Err(failure) => return (Finding::failed("", &failure), None),
+    };
+    let nodes: Vec<u32> = cards.iter().map(|card| card.node).collect();
+    let owners = runtime().owners(&nodes);
+    let is_free = |owners: &Owners| owners.found.is_empty();
+    let free = cards.iter().zip(&owners).find(|(_, owners)| is_free(owners));
+    let Some((card, _)) = free else {
+        let held: Vec<String> =
+            cards.iter().zip(&owners).map(|(card, owners)| format!("{card}: {owners}")).collect();
+        let remedy = "end the owner, or choose another card with --card";
+        return (Finding::bad("", held.join("; "), remedy), None);
+    };
+    let name = &card.card_name;
+    let found = format!("{card}, {name}, module {}; nobody has it open", card.module_id);
+    let data = json!({
+        "generation": card.generation.to_string(), "name": name, "module_id": card.module_id,
+        "bus_id": card.bus_id.as_str(), "software": card.is_software,
+    });
+    (Finding::good("", found).with(data), Some(card.clone()))
+}
+
+/// Asks for the hardware's numbers into a buffer that shows every byte that was written.
+pub(super) fn hw_info(library: &Arc<Library>, card: &DeviceInfo) -> Finding {
+    let control = match ControlDevice::open(library, card.node) {
+        Ok(control) => control,
+        Err(error) => {
+            return Finding::bad("", error.to_string(), "look at hl-smi and the kernel log");
+        }
+    };
+    let Some(function) = library.function("hlthunk_get_hw_ip_info") else {
+        return Finding::bad("", "the library has no hlthunk_get_hw_ip_info", "");
+    };
+    // SAFETY: the function of this name takes a descriptor and a place for its answer (hlthunk.h).
+    let call: unsafe extern "C" fn(i32, *mut u8) -> i32 = unsafe { std::mem::transmute(function) };
+    let ask = |canary: u8| -> Result<Vec<u8>, i32> {
+        // Eight bytes more than we look at, so that the structure can be aligned.
+        let mut buffer = vec![u64::from_ne_bytes([canary; 8]); ANSWER / 8];
+        // SAFETY: an open descriptor; the place is aligned and more than ten times as large as the
+        // structure of any known library.
+        let rc = unsafe { call(control.as_fd().as_raw_fd(), buffer.as_mut_ptr().cast()) };
+        let bytes = buffer.iter().flat_map(|word| word.to_ne_bytes()).collect();
+        if rc == 0 { Ok(bytes) } else { Err(rc) }
+    };
+    match (ask(0xc7), ask(0x38)) {
+        (Ok(one), Ok(other)) => {
+            let written = written([&one, &other]);
+            match control.hw_info() {
+                Ok(hw) => judge_hw_info(written, &hw),
+                Err(error) => {
+                    Finding::bad("", error.to_string(), "look at hl-smi and the kernel log")
+                }
+            }
+        }
+        (Err(rc), _) | (_, Err(rc)) => {
+            let error = std::io::Error::from_raw_os_error(rc.saturating_neg());
+            let found = format!("hlthunk_get_hw_ip_info answers {rc} ({error})");
+            Finding::bad("", found, "look at hl-smi and the kernel log")
+        }
+    }
+}
+
+/// How many bytes from the start were written, by two answers over different canaries.
+fn written(answers: [&[u8]; 2]) -> usize {
+    let [one, other] = answers;
+    let touched = |(one, other): (&u8, &u8)| (*one, *other) != (0xc7, 0x38);
+    one.iter().zip(other).rposition(touched).map_or(0, |last| last + 1)
+}
+
+fn judge_hw_info(written: usize, hw: &HwIpInfo) -> Finding {
+    let generation = Generation::from_pci_id(hw.device_id);
+    let data = json!({
+        "bytes_written": written, "device_id": format!("{:#06x}", hw.device_id),
+        "dram_base": format!("{:#x}", hw.dram_base_address), "dram_size": hw.dram_size,
+        "dram_page_size": hw.dram_page_size,
+        "default_page_size": hw.device_mem_alloc_default_page_size,
+        "edma_enabled_mask": format!("{:#x}", hw.edma_enabled_mask),
+        "pdma_user_owned_ch_mask": format!("{:#x}", hw.pdma_user_owned_ch_mask),
+        "nic_ports_mask": format!("{:#x}", hw.nic_ports_mask), "server_type": hw.server_type,
+        "revision_id": hw.revision_id, "security_enabled": hw.security_enabled,
+        "reserved_dram_size": hw.reserved_dram_size,
+    });
+    let known = size_of::<HwIpInfo>();
+    let answer = format!(
+        "{written} bytes; {} of memory in pages of {}",
+        size(hw.dram_size),
+        size(hw.dram_page_size)
+    );
+    let finding = match (written, generation) {
+        (_, None) => {
+            let found =
+                format!("PCI device id {:#06x} is no Gaudi that the plugin knows", hw.device_id);
+            Finding::bad("", found, "send this report: the id has to be added")
+        }
+        (written, _) if written > ROOM => Finding::bad(
+            "",
+            format!("the library wrote {written} bytes; the plugin has room for {ROOM}"),
+            "do not use the plugin with this library; send this report",
+        ),
+        (written, _) if written > known => Finding::warning(
+            "",
+            format!(
+                "{answer}; the library's structure is larger than the {known} bytes known here"
+            ),
+            "send this report: the library is newer than the plugin",
+        ),
+        _ if hw.dram_size == 0 => {
+            Finding::bad("", format!("{answer}: no memory"), "look at hl-smi and the kernel log")
+        }
+        _ => Finding::good("", answer),
+    };
+    finding.with(data)
+}
+
+/// Opens and closes the card, with times; the last opening stays.
+pub(super) fn open_and_close(
+    library: &Arc<Library>,
+    card: &DeviceInfo,
+    rounds: u32,
+) -> (Finding, Option<Device>) {
+    let (mut opens, mut closes, mut refusals) = (Vec::new(), Vec::new(), Vec::new());
+    for round in 0..=rounds {
+        let (device, took, refused) = match open(library, card) {
+            Ok(opened) => opened,
+            Err((failure, waited)) => {
+                let found = format!("round {round}: {} (tried for {})", failure.what, ms(waited));
+                return (Finding::bad("", found, failure.remedy), None);
+            }
+        };
+        opens.push(took);
+        refusals.push(refused);
+        if round == rounds {
+            let longest = |times: &[Duration]| times.iter().max().copied().unwrap_or_default();
+            let found = format!(
+                "{rounds} rounds; open up to {}, close up to {}, refused with EAGAIN for up to {}",
+                ms(longest(&opens)),
+                ms(longest(&closes)),
+                ms(longest(&refusals))
+            );
+            let all = |times: &[Duration]| -> Vec<f64> {
+                times.iter().map(|time| time.as_secs_f64() * 1e3).collect()
+            };
+            let data = json!({
+                "open_ms": all(&opens), "close_ms": all(&closes), "eagain_ms": all(&refusals),
+            });
+            return (Finding::good("", found).with(data), Some(device));
+        }
+        let began = Instant::now();
+        drop(device);
+        closes.push(began.elapsed());
+        if let (errors, _) = library.take_drop_errors()
+            && let Some(error) = errors.first()
+        {
+            let found = format!("round {round}: closing failed: {error}");
+            return (Finding::bad("", found, "look at the kernel log"), None);
+        }
+    }
+    unreachable!("the last round returns")
+}
+
+/// Opens the card; how long the call took that succeeded, and how long others were refused before.
+fn open(
+    library: &Arc<Library>,
+    card: &DeviceInfo,
+) -> Result<(Device, Duration, Duration), (Failure, Duration)> {
+    let began = Instant::now();
+    loop {
+        let call = Instant::now();
+        match Device::open(library, card.bus_id.as_str()) {
+            Ok(device) => return Ok((device, call.elapsed(), call - began)),
+            Err(error) if error.errno == libc::EAGAIN && began.elapsed() < PATIENCE => {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            Err(error) => {
+                let remedy = match error.errno {
+                    libc::EBUSY => "another process has it: `ucx-gaudi info` shows which",
+                    libc::EAGAIN => "it is in reset or being released: look at the kernel log",
+                    libc::EACCES => "check group and mode of its node in /dev/accel",
+                    libc::EPERM => "the card is not operational: look at hl-smi",
+                    _ => "look at hl-smi and the kernel log",
+                };
+                return Err((Failure::unable(error.to_string(), remedy), began.elapsed()));
+            }
+        }
+    }
+}
+
+/// A time as people read it.
+pub(super) fn ms(time: Duration) -> String {
+    match time.as_secs_f64() * 1e3 {
+        ms if ms < 0.1 => format!("{:.1} µs", ms * 1e3),
+        ms if ms < 10.0 => format!("{ms:.2} ms"),
+        ms => format!("{ms:.0} ms"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::Verdict;
+
+    fn hw() -> HwIpInfo {
+        // SAFETY: the structure is plain numbers; all zeroes is a value of it.
+        let mut hw: HwIpInfo = unsafe { std::mem::zeroed() };
+        (hw.device_id, hw.dram_size, hw.dram_page_size) = (0x1020, 96 << 30, 768 << 20);
+        hw
+    }
+
+    #[test]
+    fn every_written_byte_is_seen_also_one_that_equals_a_canary() {
+        let answer = |canary: u8, at: usize, value: u8| {
+            let mut bytes = vec![canary; 64];
+            bytes[at] = value;
+            bytes
+        };
+        assert_eq!(written([&[0xc7; 64], &[0x38; 64]]), 0);
+        for value in [0, 0xc7, 0x38, 0xff] {
+            let (one, other) = (answer(0xc7, 40, value), answer(0x38, 40, value));
+            assert_eq!(written([&one, &other]), 41, "{value:#x}");
+        }
+    }
+
+    #[test]
+    fn a_longer_answer_is_noticed_and_one_beyond_our_room_is_bad() {
+        let verdict = |written, hw: &HwIpInfo| judge_hw_info(written, hw).verdict;
+        assert_eq!(verdict(336, &hw()), Verdict::Good);
+        assert_eq!(verdict(344, &hw()), Verdict::Warning);
+        assert_eq!(verdict(1025, &hw()), Verdict::Bad);
+        assert_eq!(verdict(336, &HwIpInfo { device_id: 1, ..hw() }), Verdict::Bad);
+        assert_eq!(verdict(336, &HwIpInfo { dram_size: 0, ..hw() }), Verdict::Bad);
+    }
+}

@@ -1,0 +1,251 @@
+//! `ucx-gaudi check-card`: the first hour on a card, safest step first.
+//!
+//! Every step rests on what the drivers' sources say and no card has confirmed yet. The steps run in a
+//! child process that reports each of them as a line of JSON: users of a card that is reset are killed, and
+//! the report must survive that. Nothing that may hang an engine is done without `--may-reset`.
+
+mod asking;
+mod bench;
+mod copies;
+mod edma;
+mod memory;
+mod pattern;
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use clap::Args;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+use crate::Context;
+use crate::driver::{Driver, kernel};
+use crate::failure::{Exit, Failure};
+use crate::info::choice;
+use crate::output::{DIM, print_json};
+use crate::report::{Finding, Summary, Verdict};
+
+/// Options of `check-card`.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct Options {
+    /// The card: an index, module:N or a PCI address; else the first that nobody has
+    #[arg(long, value_name = "CARD")]
+    card: Option<String>,
+    /// All lengths from 1 to 4097 at all offsets, ten rounds of open and close, 1 GiB of host memory
+    #[arg(long)]
+    thorough: bool,
+    /// Go on to the steps that may hang an engine; the driver then resets the card and kills its users
+    #[arg(long)]
+    may_reset: bool,
+    /// Also write the JSON report to this file, to send it back
+    #[arg(long, value_name = "FILE")]
+    save: Option<PathBuf>,
+    /// The process that does the work
+    #[arg(long, hide = true)]
+    child: bool,
+}
+
+/// The checks, in the order in which they are done.
+const CHECKS: [&str; 14] = [
+    "library",
+    "pair",
+    "card",
+    "hw-info",
+    "open",
+    "device-memory",
+    "host-memory",
+    "queues",
+    "bulk-copies",
+    "odd-copies",
+    "device-copies",
+    "fill",
+    "export",
+    "import",
+];
+/// Done last, and only with `--may-reset`.
+const EDMA: &str = "edma";
+
+/// A line from the child.
+#[derive(Debug, Serialize, Deserialize)]
+enum Line {
+    Begin(String),
+    End(Finding),
+}
+
+/// Runs the steps and shows what they found.
+pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure> {
+    if options.child {
+        child(options);
+        return Ok(Exit::Fine);
+    }
+    choice(options.card.as_deref())?;
+    // Opened before the work begins: afterwards is too late to find that it cannot be written.
+    let file = options
+        .save
+        .as_deref()
+        .map(|path| std::fs::File::create(path).map_err(|error| cannot_write(path, &error)));
+    let file = file.transpose()?;
+    let began = Instant::now();
+    let findings = watch(context, options)?;
+    let summary = Summary::of(&findings);
+    let report = json!({
+        "report": "check-card",
+        "version": env!("CARGO_PKG_VERSION"),
+        "kernel": kernel(),
+        "thorough": options.thorough,
+        "may_reset": options.may_reset,
+        "seconds": began.elapsed().as_secs_f64(),
+        "summary": summary,
+        "checks": findings,
+    });
+    if let (Some(mut file), Some(path)) = (file, &options.save) {
+        let written = serde_json::to_writer_pretty(&mut file, &report);
+        written.map_err(|error| cannot_write(path, &error.into()))?;
+    }
+    if context.json {
+        print_json(&report);
+    } else {
+        summary.print();
+        if !options.may_reset && summary.exit() == Exit::Fine {
+            anstream::println!(
+                "{DIM}not tried: {EDMA}, which may reset the card (--may-reset){DIM:#}"
+            );
+        }
+    }
+    Ok(summary.exit())
+}
+
+fn cannot_write(path: &Path, error: &std::io::Error) -> Failure {
+    Failure::unable(
+        format!("cannot write {}: {error}", path.display()),
+        "name a file in a folder that you may write to",
+    )
+}
+
+/// Runs the child, and prints its findings as they come.
+fn watch(context: &Context, options: &Options) -> Result<Vec<Finding>, Failure> {
+    let cannot = |error: std::io::Error| {
+        Failure::unable(format!("cannot start the process that does the checks: {error}"), "")
+    };
+    let mut command = Command::new(std::env::current_exe().map_err(cannot)?);
+    command.args(["check-card", "--child"]);
+    command.args(options.card.iter().flat_map(|card| ["--card", card]));
+    command.args(options.thorough.then_some("--thorough"));
+    command.args(options.may_reset.then_some("--may-reset"));
+    let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().map_err(cannot)?;
+    let lines = BufReader::new(child.stdout.take().expect("piped")).lines();
+    let (mut findings, mut running) = (Vec::new(), None);
+    let mut take = |finding: Finding| {
+        if !context.json {
+            finding.print();
+        }
+        findings.push(finding);
+    };
+    for line in lines.map_while(Result::ok) {
+        match serde_json::from_str(&line) {
+            Ok(Line::Begin(check)) => running = Some(check),
+            Ok(Line::End(finding)) => {
+                running = None;
+                take(finding);
+            }
+            // Something that the driver library printed.
+            Err(_) => eprintln!("{line}"),
+        }
+    }
+    let status = child.wait().map_err(cannot)?;
+    if let Some(check) = running {
+        let how = match status.signal() {
+            Some(libc::SIGKILL) => String::from(
+                "the process was killed in this step, as the driver kills users of a card that it reset",
+            ),
+            Some(signal) => format!("the process died of signal {signal} in this step"),
+            None => format!("the process ended in this step ({status})"),
+        };
+        let remedy = "look at the kernel log (dmesg), and send it with the report";
+        take(Finding::bad(&check, how, remedy));
+    }
+    Ok(findings)
+}
+
+/// The child: does the checks, until one fails that the others need.
+fn child(options: &Options) {
+    let mut lines = Lines { done: Vec::new(), failed: None };
+    let _ = checks(&mut lines, options);
+    let missing = CHECKS.iter().filter(|check| !lines.done.contains(check));
+    let why = lines.failed.unwrap_or("an earlier check");
+    for check in missing {
+        say(&Line::End(Finding::skipped(check, format!("not tried: {why} failed"))));
+    }
+}
+
+/// `None` if it ended early.
+fn checks(lines: &mut Lines, options: &Options) -> Option<()> {
+    let library = lines.needed("library", asking::library)?;
+    lines.check("pair", || Driver::read(Path::new("/")).judge(&library));
+    let card = lines.needed("card", || asking::card(options.card.as_deref()))?;
+    lines.check("hw-info", || asking::hw_info(&library, &card));
+    let rounds = if options.thorough { 10 } else { 3 };
+    let device = lines.needed("open", || asking::open_and_close(&library, &card, rounds))?;
+    let area = lines.needed("device-memory", || memory::device_memory(&device))?;
+    lines.check("host-memory", || memory::host_memory(&device, options.thorough));
+    if !device.generation().accepts_submissions() {
+        let generation = device.generation();
+        for check in ["queues", "bulk-copies", "odd-copies", "device-copies", "fill"] {
+            let why = format!("a {generation} takes no copies through the kernel");
+            lines.check(check, || Finding::skipped(check, why));
+        }
+    } else {
+        let mut bench = lines.needed("queues", || copies::queues(&device, &area))?;
+        lines.needed("bulk-copies", || copies::bulk(&mut bench))?;
+        lines.check("odd-copies", || copies::odd(&mut bench, options.thorough));
+        lines.check("device-copies", || copies::within_the_card(&mut bench, options.thorough));
+        lines.check("fill", || copies::fill(&mut bench, options.thorough));
+    }
+    lines.check("export", || memory::export(&device, &area));
+    lines.check("import", || memory::import(&device));
+    if options.may_reset {
+        lines.check(EDMA, || edma::host_command_buffer(&device, &area));
+    }
+    Some(())
+}
+
+/// Tells the parent what is done.
+struct Lines {
+    done: Vec<&'static str>,
+    failed: Option<&'static str>,
+}
+
+impl Lines {
+    /// A check that the others do not depend on.
+    fn check(&mut self, check: &'static str, f: impl FnOnce() -> Finding) {
+        self.needed(check, || (f(), Some(())));
+    }
+
+    /// A check that brings what the others need.
+    fn needed<T>(
+        &mut self,
+        check: &'static str,
+        f: impl FnOnce() -> (Finding, Option<T>),
+    ) -> Option<T> {
+        say(&Line::Begin(check.to_owned()));
+        let (finding, brought) = f();
+        self.done.push(check);
+        let brought = brought.filter(|_| finding.verdict != Verdict::Bad);
+        if brought.is_none() {
+            self.failed = Some(check);
+        }
+        say(&Line::End(Finding { check: check.to_owned(), ..finding }));
+        brought
+    }
+}
+
+fn say(line: &Line) {
+    let mut text = serde_json::to_string(line).expect("representable");
+    text.push('\n');
+    let mut out = std::io::stdout().lock();
+    // If nobody listens any more, there is nothing left to be done about it.
+    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+}

@@ -1,0 +1,112 @@
+//! A list of checks, as `check-card` and `doctor` show it: what was found, and what to do about it.
+
+use serde::{Deserialize, Serialize};
+
+use crate::failure::{Exit, Failure};
+use crate::output::{DIM, GREEN, RED, YELLOW};
+
+/// How a check ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Verdict {
+    /// As it should be.
+    Good,
+    /// It works, but not as it could.
+    Warning,
+    /// It does not work.
+    Bad,
+    /// Not tried; `found` says why.
+    Skipped,
+}
+
+/// What one check brought.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Finding {
+    /// A short name that stays the same from version to version.
+    pub(crate) check: String,
+    pub(crate) verdict: Verdict,
+    pub(crate) found: String,
+    /// Empty if nothing has to be done.
+    pub(crate) remedy: String,
+    /// Figures for programs.
+    #[serde(default)]
+    pub(crate) data: serde_json::Value,
+}
+
+impl Finding {
+    fn new(check: &str, verdict: Verdict, found: String, remedy: String) -> Self {
+        Self { check: check.to_owned(), verdict, found, remedy, data: serde_json::Value::Null }
+    }
+
+    pub(crate) fn good(check: &str, found: impl Into<String>) -> Self {
+        Self::new(check, Verdict::Good, found.into(), String::new())
+    }
+
+    pub(crate) fn warning(
+        check: &str,
+        found: impl Into<String>,
+        remedy: impl Into<String>,
+    ) -> Self {
+        Self::new(check, Verdict::Warning, found.into(), remedy.into())
+    }
+
+    pub(crate) fn bad(check: &str, found: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self::new(check, Verdict::Bad, found.into(), remedy.into())
+    }
+
+    pub(crate) fn skipped(check: &str, why: impl Into<String>) -> Self {
+        Self::new(check, Verdict::Skipped, why.into(), String::new())
+    }
+
+    pub(crate) fn failed(check: &str, failure: &Failure) -> Self {
+        Self::bad(check, failure.what.clone(), failure.remedy.clone())
+    }
+
+    pub(crate) fn with(self, data: serde_json::Value) -> Self {
+        Self { data, ..self }
+    }
+
+    /// One line, and one for the remedy.
+    pub(crate) fn print(&self) {
+        let (style, mark) = match self.verdict {
+            Verdict::Good => (GREEN, "✓"),
+            Verdict::Warning => (YELLOW, "!"),
+            Verdict::Bad => (RED, "✗"),
+            Verdict::Skipped => (DIM, "–"),
+        };
+        anstream::println!("{style}{mark}{style:#} {:<14} {}", self.check, self.found);
+        if !self.remedy.is_empty() {
+            anstream::println!("  {:<14} {DIM}→ {}{DIM:#}", "", self.remedy);
+        }
+    }
+}
+
+/// How many checks ended how.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub(crate) struct Summary {
+    good: usize,
+    warning: usize,
+    bad: usize,
+    skipped: usize,
+}
+
+impl Summary {
+    pub(crate) fn of(findings: &[Finding]) -> Self {
+        let count = |verdict| findings.iter().filter(|finding| finding.verdict == verdict).count();
+        Self {
+            good: count(Verdict::Good),
+            warning: count(Verdict::Warning),
+            bad: count(Verdict::Bad),
+            skipped: count(Verdict::Skipped),
+        }
+    }
+
+    pub(crate) fn print(self) {
+        let Self { good, warning, bad, skipped } = self;
+        println!("\n{good} good, {warning} to look at, {bad} wrong, {skipped} not tried");
+    }
+
+    pub(crate) fn exit(self) -> Exit {
+        if self.bad == 0 { Exit::Fine } else { Exit::Problem }
+    }
+}

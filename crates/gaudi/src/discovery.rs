@@ -8,7 +8,7 @@ use std::sync::Arc;
 use hl_thunk::{ControlDevice, Generation, Library};
 
 use crate::environment::{self, MAPPING_TABLE, VISIBLE_MODULES, number};
-use crate::{BusId, Error, ErrorKind, MappingTable, Remedy};
+use crate::{BusId, Error, ErrorKind, MappingTable, Remedy, pairing};
 
 /// Control nodes are numbered below this.
 const MAX_INDEX: u32 = 256;
@@ -71,7 +71,7 @@ pub(crate) fn discover(library: &Arc<Library>) -> Result<Discovered, Error> {
     let visible = environment::read(VISIBLE_MODULES)?;
     let visible = visible.as_deref().map(read_modules).transpose()?.flatten();
     let Enumerated { cards, last_problem } = enumerate(library)?;
-    let (mut cards, notes) = match &table {
+    let (mut cards, mut notes) = match &table {
         Some(table) => {
             let listed = table.apply(&cards).map_err(|mut error| {
                 if let Some(problem) = &last_problem {
@@ -83,6 +83,7 @@ pub(crate) fn discover(library: &Arc<Library>) -> Result<Discovered, Error> {
         }
         None => (cards, Vec::new()),
     };
+    notes.extend(library.unknown_hw_info_len().map(|len| unknown_structure(library, len)));
     let before = cards.len();
     cards.retain(|card| visible.as_ref().is_none_or(|set| set.contains(&card.module_id)));
     if cards.is_empty() {
@@ -92,8 +93,10 @@ pub(crate) fn discover(library: &Arc<Library>) -> Result<Discovered, Error> {
             let hidden = Error::new(ErrorKind::DeviceNotFound, LOOKING, detail, remedy);
             return Err(hidden.caused_by_setting());
         }
-        let nothing = || String::from("there is no Gaudi in this machine");
-        return Err(none(library, last_problem.unwrap_or_else(nothing)));
+        return Err(match last_problem {
+            Some(problem) => none(library, problem),
+            None => nothing_there(library, "there is no Gaudi in this machine"),
+        });
     }
     Ok(Discovered { cards, notes })
 }
@@ -108,7 +111,7 @@ struct Enumerated {
 fn enumerate(library: &Arc<Library>) -> Result<Enumerated, Error> {
     // Every open of a node is a search for the vendor's profiler: do not try 256 of them.
     let expected = match library.device_count() {
-        Some(Ok(0)) => return Err(none(library, String::from("the driver reports no card"))),
+        Some(Ok(0)) => return Err(nothing_there(library, "the driver reports no card")),
         Some(Ok(count)) => count,
         Some(Err(_)) | None => MAX_INDEX,
     };
@@ -139,6 +142,26 @@ fn enumerate(library: &Arc<Library>) -> Result<Enumerated, Error> {
 fn none(library: &Library, detail: String) -> Error {
     let error = Error::new(ErrorKind::DeviceNotFound, LOOKING, detail, Remedy::CheckCard);
     if library.is_software() { error.on_software() } else { error }
+}
+
+/// The library knows of no card; the kernel might.
+fn nothing_there(library: &Library, detail: &str) -> Error {
+    match pairing::reason(library).filter(|_| !library.is_software()) {
+        Some((reason, advice)) => Error::new(ErrorKind::DeviceNotFound, LOOKING, reason, advice),
+        None => none(library, detail.to_owned()),
+    }
+}
+
+/// The library is of a version that this one has not seen.
+fn unknown_structure(library: &Library, len: usize) -> String {
+    format!(
+        "the driver library {} {} describes a card in {len} bytes, of which {} are known here: the \
+         known part is used, as long as cards and their memory are listed rightly; else use another \
+         version of the library, and report this",
+        library.name(),
+        library.version().unwrap_or("of unknown version"),
+        size_of::<hl_thunk::sys::HwIpInfo>(),
+    )
 }
 
 /// `None` for a card of a generation we do not know.

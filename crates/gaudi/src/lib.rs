@@ -38,6 +38,7 @@ mod lent;
 mod mapping_table;
 mod memory;
 mod options;
+mod pairing;
 mod pin;
 mod process;
 mod registers;

@@ -10,6 +10,18 @@ use crate::symbols::Symbols;
 use crate::sys::{self, HwIpInfo};
 use crate::{Error, Generation, Library, ProcessInstance};
 
+/// Room for what the library writes about the hardware. It does not ask how much there is, and the structure
+/// of another version may be larger than the one we know.
+#[repr(C)]
+struct HwIpRoom {
+    info: HwIpInfo,
+    beyond: [u8; HW_IP_ROOM - size_of::<HwIpInfo>()],
+}
+
+const HW_IP_ROOM: usize = 4096;
+/// Fills the room beyond the structure that we know.
+const CANARY: u8 = 0xc5;
+
 /// An open descriptor that is closed through the library.
 #[derive(Debug)]
 struct Node {
@@ -45,12 +57,17 @@ impl Node {
 
     fn hw_info(&self) -> Result<HwIpInfo, Error> {
         // SAFETY: the structure is plain numbers; all zeroes is a value of it.
-        let mut info: HwIpInfo = unsafe { std::mem::zeroed() };
-        // SAFETY: the fd is open and the structure has the size of all known library versions.
+        let info: HwIpInfo = unsafe { std::mem::zeroed() };
+        let mut room = HwIpRoom { info, beyond: [CANARY; HW_IP_ROOM - size_of::<HwIpInfo>()] };
+        let place: *mut HwIpRoom = &mut room;
+        // SAFETY: the fd is open, and the place is larger than any structure of this kind.
         check("hlthunk_get_hw_ip_info", || unsafe {
-            self.library.symbols.hlthunk_get_hw_ip_info(self.fd().as_raw_fd(), &mut info)
+            self.library.symbols.hlthunk_get_hw_ip_info(self.fd().as_raw_fd(), place.cast())
         })?;
-        Ok(info)
+        if let Some(last) = room.beyond.iter().rposition(|&byte| byte != CANARY) {
+            self.library.record_hw_info_len(size_of::<HwIpInfo>() + last + 1);
+        }
+        Ok(room.info)
     }
 
     fn bus_id(&self) -> Result<String, Error> {
@@ -164,18 +181,13 @@ impl Device {
     /// closed. `ENOTTY` if it is no compute node.
     pub fn from_opened(library: &Arc<Library>, fd: OwnedFd) -> Result<Self, Error> {
         let node = Node::from_fd(library, fd);
-        let name = "hlthunk_memory_unmap";
-        // A control node answers questions as well; only a compute node knows what memory is.
-        // SAFETY: no mapping starts at 0, so nothing is unmapped.
-        let asked = check(name, || unsafe {
-            library.symbols.hlthunk_memory_unmap(node.fd().as_raw_fd(), 0)
-        });
-        if let Err(error) = asked
-            && error.errno != libc::EINVAL
-        {
-            return Err(error);
-        }
+        let name = "hlthunk_get_hw_ip_info";
         let hw = node.hw_info()?;
+        // A control node answers that as well. By its name, because the driver would write whatever else
+        // it is asked in vain into the kernel log.
+        if is_control_node(node.fd()) {
+            return Err(Error::new(name, libc::ENOTTY));
+        }
         let generation =
             Generation::from_pci_id(hw.device_id).ok_or(Error::new(name, libc::ENODEV))?;
         Ok(Self { inner: Arc::new(Inner { node, generation, hw, own_opening: false }) })
@@ -207,7 +219,7 @@ impl Device {
     }
 
     /// Whether the driver takes everything back when this is closed: nobody else opened the card.
-    pub(crate) fn is_own_opening(&self) -> bool {
+    pub fn is_own_opening(&self) -> bool {
         self.inner.own_opening
     }
 
@@ -223,8 +235,46 @@ impl Device {
     }
 }
 
+/// Whether a descriptor is of a control node (`accel_controlD0`, `hl_controlD0`), as far as `/proc` says.
+fn is_control_node(fd: BorrowedFd<'_>) -> bool {
+    let link = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()));
+    let name = link.ok().and_then(|path| Some(path.file_name()?.to_str()?.to_owned()));
+    name.is_some_and(|name| name.contains("_controlD"))
+}
+
 impl AsFd for Device {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.inner.node.fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::{MemfdFlags, memfd_create};
+
+    /// Bytes of the structure of a library that is newer than this crate.
+    const NEWER: usize = 1000;
+
+    unsafe extern "C" fn newer_hw_ip_info(_fd: i32, info: *mut HwIpInfo) -> i32 {
+        // SAFETY: such a library trusts its caller to have its own structure.
+        unsafe {
+            info.cast::<u8>().write_bytes(1, NEWER);
+            (*info).device_id = sys::PCI_ID_GAUDI2;
+        }
+        0
+    }
+
+    #[test]
+    fn a_library_with_a_larger_structure_overwrites_nothing_and_is_noticed() {
+        let program = std::env::current_exe().unwrap();
+        let path = program.with_file_name("libsoft_gaudi.so");
+        let mut library = Library::load_first(&[path.to_str().unwrap()]).unwrap();
+        let symbols = &mut Arc::get_mut(&mut library).unwrap().symbols;
+        symbols.hlthunk_get_hw_ip_info = newer_hw_ip_info;
+        assert_eq!(library.unknown_hw_info_len(), None);
+        let node = Node::from_fd(&library, memfd_create("node", MemfdFlags::CLOEXEC).unwrap());
+        assert_eq!(node.hw_info().unwrap().device_id, sys::PCI_ID_GAUDI2);
+        assert_eq!(library.unknown_hw_info_len(), Some(NEWER));
     }
 }

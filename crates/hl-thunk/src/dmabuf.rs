@@ -55,6 +55,7 @@ impl DmaBuf {
         call: ExportCall,
     ) -> Result<Self, Error> {
         let raw = export_mapped(mapping.device(), mapping.addr(), offset, len, call)?;
+        mapping.mark_exported();
         // SAFETY: the library just opened it for us.
         let fd = unsafe { OwnedFd::from_raw_fd(raw) };
         Ok(Self { fd, len, _source: Source::Mapping(Arc::clone(mapping)) })
@@ -156,9 +157,19 @@ impl ImportedMapping {
     }
 
     /// Whether the driver can import at all: most cannot. Asks with a descriptor that is none;
-    /// only a driver that knows the operation looks at it.
+    /// only a driver that knows the operation looks at it. The others write an error into the kernel log,
+    /// so the answer of one card, which is the driver's, serves for the process.
     pub fn supported(device: &Device) -> bool {
-        matches!(import(device, -1, crate::PAGE_SIZE), Err(Error { errno: libc::EBADF, .. }))
+        let known = &device.library().imports;
+        if let Some(&answer) = known.get() {
+            return answer;
+        }
+        match import(device, -1, crate::PAGE_SIZE).map_err(|error| error.errno) {
+            Err(libc::EBADF) => *known.get_or_init(|| true),
+            Err(libc::EINVAL | libc::ENOTTY | libc::EOPNOTSUPP) => *known.get_or_init(|| false),
+            // Such as a card in reset, which answers nothing.
+            _ => false,
+        }
     }
 
     /// Where the device sees the first byte.

@@ -5,7 +5,8 @@
 
 use std::ffi::{c_int, c_void};
 use std::mem::ManuallyDrop;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use libloading::os::unix::{Library as Handle, RTLD_LOCAL, RTLD_NOW};
 
@@ -35,6 +36,10 @@ pub struct Library {
     version: Option<String>,
     was_loaded: bool,
     drop_errors: Mutex<DropErrors>,
+    /// Bytes that the library wrote about the hardware, if more than we know; else 0.
+    hw_info_len: AtomicUsize,
+    /// Whether the driver imports dma-bufs, once it has answered.
+    pub(crate) imports: OnceLock<bool>,
     // The symbols point into it, and it may have threads of its own: never unloaded.
     _handle: ManuallyDrop<Handle>,
 }
@@ -100,7 +105,16 @@ impl Library {
                 trace::write_text(arguments.key("version"), version.as_deref().unwrap_or(""));
             });
         }
-        Ok(Self { symbols, name, version, was_loaded, drop_errors, _handle: handle })
+        Ok(Self {
+            symbols,
+            name,
+            version,
+            was_loaded,
+            drop_errors,
+            hw_info_len: AtomicUsize::new(0),
+            imports: OnceLock::new(),
+            _handle: handle,
+        })
     }
 
     /// The name or path under which it was found.
@@ -141,6 +155,16 @@ impl Library {
             self.symbols.hlthunk_get_device_count(crate::sys::DEVICE_DONT_CARE).unwrap_or(0)
         });
         Some(answer.map(|count| count as u32))
+    }
+
+    /// How many bytes the library wrote about the hardware, if that is more than this crate knows: its
+    /// structure is of another version. The part that is known is read as always.
+    pub fn unknown_hw_info_len(&self) -> Option<usize> {
+        Some(self.hw_info_len.load(Ordering::Relaxed)).filter(|&len| len != 0)
+    }
+
+    pub(crate) fn record_hw_info_len(&self, len: usize) {
+        self.hw_info_len.fetch_max(len, Ordering::Relaxed);
     }
 
     /// The failures that happened while things were dropped since the last call, and how many more

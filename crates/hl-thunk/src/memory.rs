@@ -44,7 +44,8 @@ impl DeviceMemory {
         let addr = check_nonzero("hlthunk_device_memory_map", || unsafe {
             self.device.symbols().hlthunk_device_memory_map(self.device.raw_fd(), self.handle, hint)
         })?;
-        Ok(DeviceMapping { memory: Arc::clone(self), addr: DeviceAddr(addr), unmapped: false })
+        let (memory, addr) = (Arc::clone(self), DeviceAddr(addr));
+        Ok(DeviceMapping { memory, addr, unmapped: false, exported: AtomicBool::new(false) })
     }
 }
 
@@ -69,6 +70,8 @@ pub struct DeviceMapping {
     memory: Arc<DeviceMemory>,
     addr: DeviceAddr,
     unmapped: bool,
+    /// There was a dma-buf of it.
+    exported: AtomicBool,
 }
 
 impl DeviceMapping {
@@ -80,6 +83,16 @@ impl DeviceMapping {
     /// The device.
     pub fn device(&self) -> &Device {
         &self.memory.device
+    }
+
+    /// Whether a dma-buf was ever made of it, which may be open still: then the driver refuses to unmap it,
+    /// and writes that into the kernel log.
+    pub fn was_exported(&self) -> bool {
+        self.exported.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn mark_exported(&self) {
+        self.exported.store(true, Ordering::Relaxed);
     }
 
     /// Unmaps it. Fails with `EINVAL`, and gives the mapping back, while a dma-buf exported from it
@@ -94,16 +107,13 @@ impl DeviceMapping {
         }
     }
 
-    /// Unmaps it, or leaves it to the driver while a dma-buf exported from it is open anywhere
-    /// (`EINVAL`): both then go when that and the device are closed, which is no failure. On a card
-    /// that somebody else opened they would stay, so that is recorded as all other failures are.
-    pub fn leave(self) {
-        if let Err((mut mapping, error)) = self.unmap()
-            && error.errno == libc::EINVAL
-            && mapping.device().is_own_opening()
-        {
-            mapping.unmapped = true;
-            mapping.memory.left.store(true, Ordering::Relaxed);
+    /// Unmaps it because the device is about to be closed. If it was ever exported, leaves it to the driver
+    /// instead: it goes when the dma-bufs and the device are closed. On a card that somebody else opened it
+    /// would stay, so there it is unmapped all the same, and a failure recorded like all others.
+    pub fn leave(mut self) {
+        if self.was_exported() && self.device().is_own_opening() {
+            self.unmapped = true;
+            self.memory.left.store(true, Ordering::Relaxed);
         }
     }
 }

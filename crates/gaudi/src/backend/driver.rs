@@ -36,7 +36,6 @@ pub(crate) struct Driver {
     _closed_in_children: Option<ClosedInChildren>,
     device: hl_thunk::Device,
     queues: [Queues; 3],
-    imports: OnceLock<bool>,
 }
 
 #[derive(Debug)]
@@ -88,7 +87,6 @@ impl Driver {
             _closed_in_children: ClosedInChildren::new(device.as_fd()),
             device,
             queues,
-            imports: OnceLock::new(),
         }
     }
 
@@ -154,7 +152,7 @@ impl Backend for Driver {
     }
 
     fn can_import(&self) -> Result<(), Error> {
-        if *self.imports.get_or_init(|| ImportedMapping::supported(&self.device)) {
+        if ImportedMapping::supported(&self.device) {
             return Ok(());
         }
         Err(Error::unsupported(
@@ -344,7 +342,11 @@ impl Page for MappedPage {
         alone(DmaBuf::export(&self.mapping, offset, len, self.best()), counts)
     }
 
-    fn give_back(self: Box<Self>) -> Result<(), Box<dyn Page>> {
+    fn give_back(self: Box<Self>, needed: bool) -> Result<(), Box<dyn Page>> {
+        // Nobody else could use the memory: the card is ours alone.
+        if !needed && self.mapping.was_exported() && self.mapping.device().is_own_opening() {
+            return Err(self);
+        }
         let MappedPage { by_mapped, by_whole, mapping, len } = *self;
         drop((by_mapped, by_whole));
         let mapping = Arc::into_inner(mapping).expect("exports are gone, nobody else holds it");
@@ -381,7 +383,7 @@ impl Page for PhysicalPage {
         alone(DmaBuf::export_physical(&self.device, addr, len), counts)
     }
 
-    fn give_back(self: Box<Self>) -> Result<(), Box<dyn Page>> {
+    fn give_back(self: Box<Self>, _needed: bool) -> Result<(), Box<dyn Page>> {
         Ok(())
     }
 }

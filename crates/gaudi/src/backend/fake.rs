@@ -268,7 +268,7 @@ impl Page for FakePage {
         self.export_whole(None, counts)
     }
 
-    fn give_back(self: Box<Self>) -> Result<(), Box<dyn Page>> {
+    fn give_back(self: Box<Self>, _needed: bool) -> Result<(), Box<dyn Page>> {
         Ok(())
     }
 }

@@ -99,8 +99,9 @@ pub(crate) trait Page: Send + Sync + fmt::Debug {
     fn export_part(&self, offset: u64, len: u64, counts: Counts) -> Result<OwnedFd, Error>;
 
     /// Gives the page back to the driver; the page itself if the driver will not take it (because
-    /// a dma-buf of it is still open somewhere), to be used further.
-    fn give_back(self: Box<Self>) -> Result<(), Box<dyn Page>>;
+    /// a dma-buf of it is still open somewhere), to be used further. Unless the memory is `needed`, the
+    /// driver is not asked where it might refuse: it writes that into the kernel log.
+    fn give_back(self: Box<Self>, needed: bool) -> Result<(), Box<dyn Page>>;
 
     /// Drops the page because the device is being closed. Other processes may still have
     /// dma-bufs of it open: the driver then keeps it for them, which is nothing to complain about.

@@ -154,7 +154,7 @@ impl Memory {
         };
         // Pages kept for later may be what is missing.
         let spare = state.pool.empty_spans();
-        if spare.into_iter().filter(|&span| self.give_back(state, span)).count() == 0 {
+        if spare.into_iter().filter(|&span| self.give_back(state, span, true)).count() == 0 {
             return Err(first);
         }
         self.add_page(state, backend, bytes)
@@ -233,7 +233,7 @@ impl Memory {
         if let Some(emptied) = state.pool.give(addr) {
             let only_spare = state.pool.empty_spans().len() == 1;
             if !(only_spare && emptied.len == self.geometry.page) {
-                self.give_back(&mut state, emptied);
+                self.give_back(&mut state, emptied, false);
             }
         }
     }
@@ -278,10 +278,10 @@ impl Memory {
     }
 
     /// Returns an unused span to the driver. If the driver will not have it, it stays in use: a
-    /// dma-buf of it is still open somewhere.
-    fn give_back(&self, state: &mut State, span: SpanInfo) -> bool {
+    /// dma-buf of it is still open somewhere, or may be and the memory is not `needed`.
+    fn give_back(&self, state: &mut State, span: SpanInfo, needed: bool) -> bool {
         let Some(page) = state.pages.remove(&span.start) else { return false };
-        match page.give_back() {
+        match page.give_back(needed) {
             Ok(()) => {
                 self.counts.subtract(Counter::ReservedBytes, span.len);
                 state.pool.remove_span(span.start)

@@ -1,0 +1,129 @@
+//! Why the driver library finds no card although the kernel has one.
+//!
+//! Library and kernel driver come in pairs: from Linux 6.8 on the driver takes the ioctls of DRM only, which
+//! `libhl-thunk` 1.10 does not speak, and newer libraries do not speak the older ones. A library on the
+//! wrong kernel reports no card, as if there were none.
+
+use std::fs::OpenOptions;
+use std::path::Path;
+
+use crate::sysfs::{Sysfs, line};
+
+/// The folder with the nodes of drivers since Linux 6.4; the classes in sysfs of those and of older ones.
+const NODES: &str = "/dev/accel";
+const CLASSES: [&str; 2] = ["accel", "habanalabs"];
+
+/// Why no card is found, and what to do; `None` if the kernel has none either.
+pub(crate) fn reason(library: &hl_thunk::Library) -> Option<(String, &'static str)> {
+    let release = line(Path::new("/proc/sys/kernel/osrelease"));
+    let release = release.as_deref().unwrap_or("of unknown release");
+    let name = format!("{} {}", library.name(), library.version().unwrap_or("of unknown version"));
+    explain(&Sysfs::default(), Path::new(NODES), release, &name)
+}
+
+fn explain(
+    sysfs: &Sysfs,
+    nodes: &Path,
+    release: &str,
+    library: &str,
+) -> Option<(String, &'static str)> {
+    let mut cards = CLASSES.iter().flat_map(|class| sysfs.class(class)).filter_map(|(name, at)| {
+        let location = sysfs.location_of(&at)?;
+        // Control nodes are in the class as well.
+        (location.is_gaudi() && !name.contains("control")).then(|| (name, location))
+    });
+    let (name, location) = cards.next()?;
+    let bus_id = location.bus_id();
+    let has = format!("the kernel (Linux {release}) has a Gaudi, {name} at {bus_id}");
+    let stem = name.trim_end_matches(|c: char| c.is_ascii_digit());
+    let control = format!("{stem}_controlD{}", &name[stem.len()..]);
+    let node = match stem {
+        "accel" => nodes.join(control),
+        _ => nodes.with_file_name(control),
+    };
+    match OpenOptions::new().read(true).write(true).open(&node) {
+        Err(error) if error.raw_os_error() == Some(libc::EACCES) => Some((
+            format!("{has}, but this user may not open {}", node.display()),
+            "join the group of the node, or change its mode",
+        )),
+        Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Some((
+            format!("{has}, but there is no {}", node.display()),
+            "give the container the card's nodes under /dev/accel, or let udev make them",
+        )),
+        _ => Some((
+            format!(
+                "{has}, but the driver library {library} finds none: library and kernel driver come \
+                 in pairs, and these two do not speak the same ioctls (from Linux 6.8 on those of DRM, \
+                 which libhl-thunk 1.10 and older do not know)"
+            ),
+            "install the driver (habanalabs-dkms) and the library (habanalabs-thunk) of one release, \
+             or name a library that fits with HL_THUNK_LIBRARY",
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::{PermissionsExt, symlink};
+    use std::path::PathBuf;
+
+    /// A machine whose kernel has a Gaudi at 0000:33:00.0, in this class under this name.
+    fn machine(class: &str, name: &str) -> (PathBuf, Sysfs) {
+        let root = std::env::temp_dir().join(format!("gaudi-pair-{}-{class}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&root);
+        let device = root.join("sys/devices/pci0000:30/0000:30:01.0/0000:33:00.0");
+        std::fs::create_dir_all(device.join(class).join(name)).unwrap();
+        std::fs::write(device.join("vendor"), "0x1da3\n").unwrap();
+        let folder = root.join("sys/class").join(class);
+        std::fs::create_dir_all(&folder).unwrap();
+        symlink(device.join(class).join(name), folder.join(name)).unwrap();
+        std::fs::create_dir_all(root.join("dev/accel")).unwrap();
+        let sysfs = Sysfs::at(root.join("sys"));
+        (root, sysfs)
+    }
+
+    fn why(root: &Path, sysfs: &Sysfs) -> String {
+        let library = "libhl-thunk.so 1.10.0-8636f13";
+        explain(sysfs, &root.join("dev/accel"), "6.12.0", library).expect("a reason").0
+    }
+
+    #[test]
+    fn a_card_that_only_the_kernel_knows_is_a_pair_that_does_not_fit() {
+        for (class, name, node) in [
+            ("accel", "accel0", "dev/accel/accel_controlD0"),
+            ("habanalabs", "hl3", "dev/hl_controlD3"),
+        ] {
+            let (root, sysfs) = machine(class, name);
+            assert!(
+                why(&root, &sysfs).contains(&format!("there is no {}", root.join(node).display()))
+            );
+            std::fs::write(root.join(node), "").unwrap();
+            let text = why(&root, &sysfs);
+            for part in
+                [name, "0000:33:00.0", "Linux 6.12.0", "libhl-thunk.so 1.10.0-8636f13", "pairs"]
+            {
+                assert!(text.contains(part), "{part} is not in: {text}");
+            }
+            let mode = std::fs::Permissions::from_mode(0);
+            std::fs::set_permissions(root.join(node), mode).unwrap();
+            if rustix::process::geteuid().is_root() {
+                println!("skipped: root may open every node");
+            } else {
+                assert!(why(&root, &sysfs).contains("may not open"));
+            }
+            std::fs::remove_dir_all(&root).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_machine_without_a_gaudi_has_no_pair_to_blame() {
+        let nowhere = Sysfs::at("/nonexistent");
+        assert_eq!(explain(&nowhere, Path::new("/nonexistent"), "6.12.0", ""), None);
+        let (root, sysfs) = machine("accel", "accel9");
+        let vendor = root.join("sys/devices/pci0000:30/0000:30:01.0/0000:33:00.0/vendor");
+        std::fs::write(vendor, "0x8086\n").unwrap();
+        assert_eq!(explain(&sysfs, &root.join("dev/accel"), "6.12.0", ""), None);
+        std::fs::remove_dir_all(&root).unwrap();
+    }
+}

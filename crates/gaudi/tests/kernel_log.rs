@@ -1,0 +1,73 @@
+//! What the driver would answer with a line in the kernel log is not asked, or not asked twice. The record
+//! of driver calls shows it.
+
+mod machine;
+
+use std::os::fd::AsFd;
+
+use gaudi::{DeviceChoice, ErrorKind, runtime, trace};
+use machine::alone;
+use serde_json::Value;
+
+/// The calls that failed since the record was begun.
+fn failed(path: &std::path::Path) -> Vec<Value> {
+    trace::flush();
+    let text = std::fs::read_to_string(path).unwrap();
+    let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    lines.filter(|line| line.get("errno").is_some()).collect()
+}
+
+#[test]
+fn nothing_is_asked_of_the_driver_that_it_refuses_but_one_import() {
+    if !machine::is_child() {
+        // No upstream kernel imports.
+        // SAFETY: this program has one test, and nothing reads the environment yet.
+        unsafe { std::env::set_var("SOFT_GAUDI_IMPORT", "no") };
+    }
+    alone!(2);
+    let path = std::env::temp_dir().join(format!("gaudi-{}.trace", std::process::id()));
+    trace::start(path.to_str().unwrap()).unwrap();
+    let choice = DeviceChoice::Index(0);
+
+    // Memory that is exported and freed, while the export is still open: in use, then on closing.
+    for _ in 0..2 {
+        let device = runtime().open(&choice).unwrap();
+        let page = machine::driver_page();
+        let kept = device.alloc(page, 1).unwrap();
+        let exported = device.alloc(2 * page, 1).unwrap();
+        let (open, _) = device.export(exported.addr(), 4096).unwrap();
+        drop(exported);
+        // Twice: the pages are used again.
+        let again = device.alloc(2 * page, 1).unwrap();
+        assert_eq!(device.memory().reserved, 3 * page);
+        let (part, _) = device.export_alone(again.addr(), 4096).unwrap();
+        drop((kept, again));
+        assert!(device.can_import().is_err(), "SOFT_GAUDI_IMPORT");
+        drop((device, open, part));
+    }
+
+    // More than there is.
+    let device = runtime().open(&choice).unwrap();
+    let most = device.memory().total;
+    let error = device.alloc(most + 1, 1).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{error}");
+    let all = device.alloc(most, 1).unwrap();
+    assert_eq!(device.alloc(1, 1).unwrap_err().kind(), ErrorKind::OutOfMemory);
+    drop((all, device));
+
+    // A card that the application lends.
+    let library = hl_thunk::Library::load().unwrap();
+    let card = runtime().discover().unwrap()[1].bus_id.clone();
+    let theirs = hl_thunk::Device::open(&library, card.as_str()).unwrap();
+    runtime().lend(theirs.as_fd()).unwrap();
+    let ours = runtime().open(&DeviceChoice::Bus(card)).unwrap();
+    drop(ours.alloc(1, 1).unwrap());
+    assert!(ours.can_import().is_err());
+    drop(ours);
+    runtime().take_back(theirs.as_fd()).unwrap();
+
+    let failed = failed(&path);
+    std::fs::remove_file(&path).unwrap();
+    let [import] = &failed[..] else { panic!("{failed:#?}") };
+    assert_eq!(import["call"], "ioctl_memory", "{import}");
+}

@@ -13,6 +13,7 @@ mod prefix;
 mod report;
 mod run;
 mod topo;
+mod trace;
 mod tuning;
 
 use std::process::ExitCode;
@@ -66,6 +67,8 @@ enum Command {
     /// For cards on which the plugin never ran. Takes the card for some seconds. Stops before anything that
     /// may hang an engine, unless --may-reset. Send back the report of --save FILE.
     CheckCard(check_card::Options),
+    /// Show or compare recordings of driver calls (UCX_GAUDI_TRACE)
+    Trace(trace::Options),
     /// Print completions for a shell: source <(ucx-gaudi completions bash)
     Completions {
         /// The shell
@@ -120,7 +123,11 @@ fn main() -> ExitCode {
 fn dispatch(cli: Cli) -> Result<Exit, Failure> {
     let context = Context { json: cli.json, soft: cli.soft, prefix: Prefix::find()? };
     match cli.command {
-        Command::Run(options) => return run::run(&context, &options),
+        Command::Run(options) => run::run(&context, &options),
+        Command::Info(options) => info::run(&on_card(context)?, &options),
+        Command::Topo => topo::run(&on_card(context)?),
+        Command::CheckCard(options) => check_card::run(&on_card(context)?, &options),
+        Command::Trace(options) => trace::run(&context, &options),
         Command::Completions { shell } => {
             clap_complete::generate(
                 shell,
@@ -128,25 +135,15 @@ fn dispatch(cli: Cli) -> Result<Exit, Failure> {
                 "ucx-gaudi",
                 &mut std::io::stdout(),
             );
-            return Ok(Exit::Fine);
+            Ok(Exit::Fine)
         }
-        Command::Man { folder } => return write_manual(&folder),
-        _ => {}
-    }
-    use_software_card(&context)?;
-    match cli.command {
-        Command::Info(options) => info::run(&context, &options),
-        Command::Topo => topo::run(&context),
-        Command::CheckCard(options) => check_card::run(&context, &options),
-        Command::Run(_) | Command::Completions { .. } | Command::Man { .. } => {
-            unreachable!("above")
-        }
+        Command::Man { folder } => write_manual(&folder),
     }
 }
 
 /// Chooses the software Gaudi for this process, if asked to.
-fn use_software_card(context: &Context) -> Result<(), Failure> {
-    let Some(soft) = context.soft else { return Ok(()) };
+fn on_card(context: Context) -> Result<Context, Failure> {
+    let Some(soft) = context.soft else { return Ok(context) };
     let library = context.prefix.soft_gaudi()?.join("libhl-thunk.so");
     let set = |name: &str, value: &std::ffi::OsStr| {
         // SAFETY: no other thread runs yet: nothing was loaded, and we started none.
@@ -159,7 +156,7 @@ fn use_software_card(context: &Context) -> Result<(), Failure> {
     if let Some(cards) = soft.cards {
         set("SOFT_GAUDI_DEVICES", cards.to_string().as_ref());
     }
-    Ok(())
+    Ok(context)
 }
 
 /// So that `ucx-gaudi info | head -1` ends quietly, as other programs do.

@@ -48,11 +48,14 @@ impl Prefix {
         ))
     }
 
-    /// The software machine of this installation: all programs started with it share the cards, and those
-    /// of another installation, perhaps of another version, have their own.
+    /// The software machine of this installation: all programs started with it share the cards. Those of
+    /// another installation, or of an earlier version in the same place, have their own: a machine's state is
+    /// of one version.
     pub(crate) fn soft_node(&self) -> String {
         let mut hasher = DefaultHasher::new();
-        self.0.hash(&mut hasher);
+        let library = self.0.join("lib/ucx-gaudi/soft/gaudi/libhl-thunk.so");
+        let built = std::fs::metadata(library).and_then(|meta| Ok((meta.len(), meta.modified()?)));
+        (&self.0, built.ok()).hash(&mut hasher);
         format!("tool-{:08x}", hasher.finish() as u32)
     }
 }

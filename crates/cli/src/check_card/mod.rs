@@ -43,6 +43,9 @@ pub(crate) struct Options {
     /// Also write the JSON report to this file, to send it back
     #[arg(long, value_name = "FILE")]
     save: Option<PathBuf>,
+    /// Also record every driver call in this file, for `ucx-gaudi trace`
+    #[arg(long, value_name = "FILE")]
+    trace: Option<String>,
     /// The process that does the work
     #[arg(long, hide = true)]
     child: bool,
@@ -78,10 +81,17 @@ enum Line {
 /// Runs the steps and shows what they found.
 pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure> {
     if options.child {
+        if let Some(file) = &options.trace {
+            hl_thunk::trace::start(file).map_err(|error| cannot_write(Path::new(file), &error))?;
+        }
         child(options);
         return Ok(Exit::Fine);
     }
     choice(options.card.as_deref())?;
+    if let Some(file) = &options.trace {
+        // A recording is appended to its file; this one is of one run.
+        std::fs::File::create(file).map_err(|error| cannot_write(Path::new(file), &error))?;
+    }
     // Opened before the work begins: afterwards is too late to find that it cannot be written.
     let file = options
         .save
@@ -133,6 +143,7 @@ fn watch(context: &Context, options: &Options) -> Result<Vec<Finding>, Failure> 
     let mut command = Command::new(std::env::current_exe().map_err(cannot)?);
     command.args(["check-card", "--child"]);
     command.args(options.card.iter().flat_map(|card| ["--card", card]));
+    command.args(options.trace.iter().flat_map(|file| ["--trace", file]));
     command.args(options.thorough.then_some("--thorough"));
     command.args(options.may_reset.then_some("--may-reset"));
     let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().map_err(cannot)?;

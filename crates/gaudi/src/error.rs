@@ -23,7 +23,7 @@ pub enum ErrorKind {
     DeviceBusy = -4,
     /// The device accepted a copy and did not carry it out.
     DmaFailed = -5,
-    /// The device did not finish in time.
+    /// The device did not finish, or a peer not answer, in time.
     Timeout = -6,
     /// The driver or the system forbids it.
     PermissionDenied = -7,

@@ -5,9 +5,9 @@ mod peer;
 
 use std::time::Duration;
 
-use gaudi::Side;
 use gaudi::share::Limits;
 use gaudi::share::{Identity, RemoteKey};
+use gaudi::{ErrorKind, Side};
 use machine::{Footprint, alone, open};
 use peer::{Peer, Set, copy, stat, unhex, until};
 
@@ -189,13 +189,51 @@ mod ipc {
         signal(&exporter, libc::SIGSTOP);
         for key in &keys {
             let refused = importer.request(&format!("open 1 {key}"));
-            assert!(refused.contains("broker: no answer in 1 s"), "{refused}");
+            assert!(refused.starts_with("failed TIMEOUT"), "{refused}");
+            assert!(refused.contains("broker: no answer in 1 s; it is stopped"), "{refused}");
         }
         signal(&exporter, libc::SIGCONT);
         until("it is asked again", || importer.request(&format!("open 1 {}", keys[0])) == "ok");
         // It finds all that it was asked meanwhile.
         let asked = exporter.stat("ipc_broker_granted");
         assert!(asked < 10, "asked {asked} times");
+    }
+
+    /// The stopped ones are waited for in vain for a second, each once.
+    #[test]
+    fn an_exporter_that_does_not_answer_does_not_delay_the_first_contact_with_another() {
+        alone!(2);
+        const STOPPED: usize = 5;
+        let mut exporter = Peer::start(Set::default());
+        exporter.request_ok("card 1");
+        let mut others: Vec<Peer> = (0..2 * STOPPED).map(|_| Peer::start(Set::default())).collect();
+        // Their brokers listen, and have nothing to share.
+        others.iter_mut().for_each(|other| drop(other.request_ok("broker")));
+        let key = exporter.share(1, LEN, 1);
+        let key_of = |peer: &mut Peer| {
+            let mut key = key.clone();
+            let identity = peer::unhex(&peer.request_ok("identity"));
+            key[1..33].copy_from_slice(&identity[1..]);
+            RemoteKey::parse(&key).unwrap()
+        };
+        let device = open(0);
+        let was_prompt = others.chunks_mut(2).any(|pair| {
+            let [stopped, other] = pair else { unreachable!("of two") };
+            let (stopped_key, other_key) = (key_of(stopped), key_of(other));
+            signal(stopped, libc::SIGSTOP);
+            let waits = {
+                let device = device.clone();
+                std::thread::spawn(move || stopped_key.open(&device))
+            };
+            std::thread::sleep(std::time::Duration::from_millis(50));
+            let refused = other_key.open(&device).unwrap_err().to_string();
+            assert!(refused.contains("does not share this memory"), "{refused}");
+            let was_prompt = !waits.is_finished();
+            assert_eq!(waits.join().unwrap().unwrap_err().kind(), ErrorKind::Timeout);
+            signal(stopped, libc::SIGCONT);
+            was_prompt
+        });
+        assert!(was_prompt, "every time the first had to be given up before");
     }
 
     #[test]

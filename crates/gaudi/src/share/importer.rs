@@ -5,11 +5,11 @@
 //! long: the exporter may be stopped, flooded or hostile. Everything else that comes in is received by
 //! one thread, started with the first lease. Nothing is kept of an exporter before it has granted one.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
@@ -22,6 +22,7 @@ use super::leases::{Action, Denied, Lessee, Violation};
 use super::socket::{Credentials, Outbox, Unconnected};
 use super::wire::{LeaseId, MAX_LEN, Refusal, Reply, Request};
 use super::{Identity, remote, socket};
+use crate::ErrorKind;
 use crate::process::{CloseOnFork, PerProcess, thread};
 
 /// How long an exporter may take to answer: longer than a broker's thread waits for its turn on a
@@ -69,6 +70,34 @@ impl fmt::Display for NoLease {
             NoLease::NotUnderstood => f.write_str("it speaks another version"),
             NoLease::Crowded => f.write_str("it has too many peers"),
             NoLease::Ourselves(what) => f.write_str(what),
+        }
+    }
+}
+
+impl NoLease {
+    /// What kind of failure this is to who opens memory, and what to do about it.
+    pub(super) fn remedy(&self) -> (ErrorKind, &'static str) {
+        match self {
+            NoLease::NobodyListens(Errno::AGAIN) | NoLease::Crowded => (
+                ErrorKind::ChannelFailed,
+                "try again later, have fewer processes use its memory, or raise its limit of open files",
+            ),
+            // It hangs up on other users without a reply.
+            NoLease::NobodyListens(_) | NoLease::NotTheExporter | NoLease::HungUp => (
+                ErrorKind::PermissionDenied,
+                "run both as the same user, with a common network namespace or /dev/shm",
+            ),
+            NoLease::Silent => {
+                (ErrorKind::Timeout, "it is stopped or very busy: continue it, or try again later")
+            }
+            NoLease::Unknown => (ErrorKind::ChannelFailed, ""),
+            NoLease::NotUnderstood => {
+                (ErrorKind::ChannelFailed, "use one version of ucx-gaudi in both processes")
+            }
+            NoLease::Ourselves(_) => (
+                ErrorKind::OutOfMemory,
+                "raise this process's limits of open files and threads, or use fewer peers' memory",
+            ),
         }
     }
 }
@@ -143,14 +172,14 @@ pub(super) fn is_connected(exporter: &Identity) -> Option<bool> {
 struct Importer {
     epoll: CloseOnFork,
     table: Mutex<Table>,
-    /// Held from the first connection attempt to an exporter until its reply, so that there is one
-    /// connection to each. One lock for all: an exporter that does not answer delays the first contact
-    /// with others by up to [`REPLY_TIMEOUT`].
-    first_contact: Mutex<()>,
+    /// A [`FirstContact`] has ended.
+    contacted: Condvar,
 }
 
 #[derive(Debug, Default)]
 struct Table {
+    /// Those with which a thread makes the first contact.
+    contacting: HashSet<Identity>,
     /// All have granted a lease.
     connections: HashMap<Identity, Arc<Connection>>,
     last: u64,
@@ -183,7 +212,7 @@ impl Importer {
             let epoll = epoll.map_err(|errno| NoLease::Ourselves(format!("epoll: {errno}")))?;
             let epoll = CloseOnFork::new(epoll);
             let epoll = epoll.ok_or_else(|| NoLease::Ourselves("too many descriptors".into()))?;
-            Ok(Self { epoll, table: Mutex::default(), first_contact: Mutex::default() })
+            Ok(Self { epoll, table: Mutex::default(), contacted: Condvar::new() })
         })
     }
 
@@ -197,7 +226,7 @@ impl Importer {
 
     /// Connects to an exporter. The connection stays only if it grants the lease.
     fn connect(&'static self, key: &Fields) -> Result<(Lease, OwnedFd), NoLease> {
-        let _first = self.first_contact.lock().unwrap_or_else(PoisonError::into_inner);
+        let _contact = self.first_contact(&key.peer);
         if let Some(connection) = self.find(&key.peer) {
             return connection.request(key);
         }
@@ -225,6 +254,15 @@ impl Importer {
                 answer => return answer,
             }
         }
+    }
+
+    /// Waits until no other thread makes contact with this exporter: there is one connection to each.
+    fn first_contact(&'static self, exporter: &Identity) -> FirstContact {
+        let mut table = self.table();
+        while !table.contacting.insert(*exporter) {
+            table = self.contacted.wait(table).unwrap_or_else(PoisonError::into_inner);
+        }
+        FirstContact { importer: self, exporter: *exporter }
     }
 
     fn try_connect(&'static self, key: &Fields) -> Result<(Lease, OwnedFd), NoLease> {
@@ -267,9 +305,11 @@ impl Importer {
     /// Closes a connection without leases if there are too many.
     fn make_capacity(&self) -> Result<(), NoLease> {
         for attempt in 0..2 {
-            if self.table().connections.len() < max_connections() {
+            let table = self.table();
+            if table.connections.len() + table.contacting.len() <= max_connections() {
                 return Ok(());
             }
+            drop(table);
             if attempt == 0 {
                 // Leases that are only kept for later are released.
                 remote::evict(|_| true);
@@ -331,6 +371,19 @@ impl Importer {
         }
         drop(table);
         remote::evict(|key| key.peer == exporter);
+    }
+}
+
+/// A thread makes the first contact with an exporter.
+struct FirstContact {
+    importer: &'static Importer,
+    exporter: Identity,
+}
+
+impl Drop for FirstContact {
+    fn drop(&mut self) {
+        self.importer.table().contacting.remove(&self.exporter);
+        self.importer.contacted.notify_all();
     }
 }
 

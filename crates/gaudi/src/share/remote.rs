@@ -104,10 +104,8 @@ enum Failure {
     Ended,
     /// The exporter replied that no memory is shared under this key: it is wrong, or was withdrawn.
     Withdrawn,
-    /// The broker cannot be reached or does not serve us, with the reason: another user or namespace, a
-    /// peer that is stopped, or too many peers. All are [`ErrorKind::PermissionDenied`], whose detail has
-    /// the reason.
-    Unreachable(String),
+    /// The broker cannot be reached, or does not serve us.
+    NoLease(NoLease),
     /// What came is not what the key says.
     Mismatch(&'static str),
 }
@@ -121,11 +119,10 @@ impl Failure {
                 format!("{peer} does not share this memory (any more)"),
                 "use the keys of memory that is still registered there",
             ),
-            Failure::Unreachable(why) => (
-                ErrorKind::PermissionDenied,
-                format!("{peer} cannot hand over its dma-buf: broker: {why}"),
-                "run both as the same user, with a common network namespace or /dev/shm",
-            ),
+            Failure::NoLease(why) => {
+                let (kind, remedy) = why.remedy();
+                (kind, format!("{peer} cannot hand over its dma-buf: broker: {why}"), remedy)
+            }
             Failure::Mismatch(what) => {
                 (ErrorKind::ChannelFailed, format!("{peer} sent something else: {what}"), "")
             }
@@ -142,7 +139,7 @@ fn failed(device: &Device, failure: &Failure, key: &Fields) -> Error {
     let counter = match failure {
         Failure::Ended => Counter::IpcRefusedEnded,
         Failure::Withdrawn => Counter::IpcRefusedWithdrawn,
-        Failure::Unreachable(_) => Counter::IpcRefusedUnreachable,
+        Failure::NoLease(_) => Counter::IpcRefusedUnreachable,
         Failure::Mismatch(_) => Counter::IpcRefusedMismatch,
     };
     device.counts().add(counter, 1);
@@ -154,7 +151,7 @@ fn lease(key: &Fields) -> Result<(Lease, OwnedFd), Failure> {
     importer::lease(key).map_err(|why| match why {
         NoLease::Unknown => Failure::Withdrawn,
         _ if key.peer.has_surely_ended() => Failure::Ended,
-        why => Failure::Unreachable(why.to_string()),
+        why => Failure::NoLease(why),
     })
 }
 

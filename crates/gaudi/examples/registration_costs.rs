@@ -141,7 +141,7 @@ fn again(device: &Arc<Device>) {
     let start = buffer.as_mut_ptr();
     let first = |_| {
         invalidate(start as usize, LEN);
-        assert!(!device.is_cached(start, LEN));
+        assert!(device.cached_at(start, LEN).is_none());
         let begin = Instant::now();
         prepare(device, start, LEN);
         begin.elapsed().as_nanos() as f64

@@ -543,11 +543,6 @@ impl Device {
         self.open.pins.cache().address_of(ptr as usize, len)
     }
 
-    /// Whether a copy would find all of this host memory in the registration cache.
-    pub fn is_cached(&self, ptr: *const u8, len: usize) -> bool {
-        self.cached_at(ptr, len).is_some()
-    }
-
     /// The host memory that is pinned for this device.
     pub(crate) fn pins(&self) -> &Pins {
         &self.open.pins

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use gaudi::{Device, DeviceAddr, Location, Side, USER_SPACE_END};
+use gaudi::{Device, DeviceAddr, HostRegion, Location, Side, USER_SPACE_END};
+use uct::{MemoryType, Region, Status, Ucx, log};
 
 /// What an address of this process is, and the device it lies on if it is a device address.
 pub(crate) fn classify(address: u64, length: usize) -> (Side, Option<Arc<Device>>) {
@@ -21,6 +22,35 @@ pub(crate) fn allocation_of(address: u64, length: usize) -> Option<Location> {
     let found = gaudi::runtime().locate(address, 1)?;
     let rest = found.length.next_multiple_of(gaudi::PAGE_SIZE) - found.offset;
     (length as u64 <= rest).then_some(found)
+}
+
+/// What a range to be registered is.
+pub(crate) enum Registered {
+    /// Gaudi memory of this process, in this allocation.
+    Device(Location),
+    /// Host memory: recorded, and pinned when a copy first uses it.
+    Host(Arc<HostRegion>),
+}
+
+/// Registers a range for the domain of this name.
+pub(crate) fn register(ucx: &Ucx, name: &str, region: &Region) -> Result<Registered, Status> {
+    let Region { address, length, .. } = *region;
+    if let Some(found) = allocation_of(address, length) {
+        return Ok(Registered::Device(found));
+    }
+    if region.memory_type == Some(MemoryType::GAUDI) {
+        if !region.hide_errors {
+            log!(
+                ucx,
+                Error,
+                "{name}: cannot register {address:#x}, {length} bytes: not inside one Gaudi \
+                 allocation of this process"
+            );
+        }
+        return Err(Status::INVALID_ADDR);
+    }
+    let start = core::ptr::with_exposed_provenance_mut::<u8>(address as usize);
+    Ok(Registered::Host(HostRegion::record(start, length)))
 }
 
 /// Whether the CPU may access `[address, address + length)`, as far as Gaudi is concerned: no byte of

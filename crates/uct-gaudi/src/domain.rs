@@ -15,7 +15,7 @@ use uct::{
     MemoryTypes, Region, Status, SysDevice, Ucx, Wants, log,
 };
 
-use crate::addresses::allocation_of;
+use crate::addresses::{Registered, allocation_of, register};
 use crate::estimates::{self, Estimates};
 use crate::flavour::Flavour;
 use crate::settings::{self, Settings};
@@ -360,24 +360,10 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
     }
 
     fn register(&self, region: &Region) -> Result<Memory, Status> {
-        if allocation_of(region.address, region.length).is_some() {
-            return Ok(Memory::Foreign);
-        }
-        if region.memory_type == Some(MemoryType::GAUDI) {
-            if !region.hide_errors {
-                log!(
-                    self.ucx,
-                    Error,
-                    "cannot register {:#x}, {} bytes: not inside one Gaudi allocation of this \
-                     process",
-                    region.address,
-                    region.length
-                );
-            }
-            return Err(Status::INVALID_ADDR);
-        }
-        let start = core::ptr::with_exposed_provenance_mut::<u8>(region.address as usize);
-        Ok(Memory::Host(HostRegion::record(start, region.length)))
+        Ok(match register(self.ucx, F::COMPONENT, region)? {
+            Registered::Device(_) => Memory::Foreign,
+            Registered::Host(region) => Memory::Host(region),
+        })
     }
 
     fn query(&self, address: u64, length: usize, wants: Wants) -> Result<MemoryAnswer, Status> {

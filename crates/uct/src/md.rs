@@ -4,9 +4,9 @@ use core::ffi::{CStr, c_char, c_void};
 use std::os::fd::{IntoRawFd, OwnedFd};
 
 use crate::abi::{
-    LinearFunc, MD_OP_SLOTS, MdAttr, MdOps, MemAllocFn, MemAttachParams, MemAttr, MemDeregParams,
-    MemRegParams, MemoryType, MemoryTypes, REG_FLAG_HIDE_ERRORS, RawComponent, RawMd, Status,
-    SysDevice, md_flag, md_op, mem_attr_field as field,
+    LinearFunc, MD_OP_SLOTS, MdAttr, MdOps, MemAttachParams, MemAttr, MemDeregParams, MemRegParams,
+    MemoryType, MemoryTypes, REG_FLAG_HIDE_ERRORS, RawComponent, RawMd, Status, SysDevice, md_flag,
+    md_op, mem_attr_field as field,
 };
 use crate::border::{guarded, guarded_status};
 use crate::completion::Completion;
@@ -216,11 +216,14 @@ impl<C: Component> MdObject<C> {
 type MemoryOf<C> = <<C as Component>::Md as MemoryDomain>::Memory;
 
 /// The operation table; slots that no supported version has are populated all the same.
+///
+/// Its functions take the domain by reference: UCX passes a pointer to a domain that the component has
+/// opened, whose raw structure is the first field of a `MdObject<C>`, and closes it after its last call.
 pub(crate) fn operations<C: Component>(symbols: &Symbols) -> MdOps {
     let mut slots = [symbols.ucs_empty_function_return_unsupported; MD_OP_SLOTS];
     slots[md_op::CLOSE] = close::<C> as *const c_void;
     slots[md_op::QUERY] = query::<C> as *const c_void;
-    slots[md_op::MEM_ALLOC] = (mem_alloc::<C> as MemAllocFn) as *const c_void;
+    slots[md_op::MEM_ALLOC] = mem_alloc::<C> as *const c_void;
     slots[md_op::MEM_FREE] = mem_free::<C> as *const c_void;
     slots[md_op::MEM_REG] = mem_reg::<C> as *const c_void;
     slots[md_op::MEM_DEREG] = mem_dereg::<C> as *const c_void;
@@ -239,15 +242,13 @@ unsafe extern "C" fn close<C: Component>(md: *mut RawMd) {
     guarded(ucx, "md close", (), || drop(object));
 }
 
-unsafe extern "C" fn query<C: Component>(md: *mut RawMd, attr: *mut MdAttr) -> Status {
-    // SAFETY: an open domain of ours.
-    let object = unsafe { MdObject::<C>::from_raw(md) };
-    guarded_status(object.ucx(), "md query", || {
-        let attributes = object.domain.attributes();
+unsafe extern "C" fn query<C: Component>(md: &MdObject<C>, attr: *mut MdAttr) -> Status {
+    guarded_status(md.ucx(), "md query", || {
+        let attributes = md.domain.attributes();
         // SAFETY: UCX's structure, first given UCX's own defaults for all of its fields; all
         // fields written here exist in every supported version.
         unsafe {
-            (object.ucx().symbols.uct_md_base_md_query)(attr.cast());
+            (md.ucx().symbols.uct_md_base_md_query)(attr.cast());
             (*attr).flags = attributes.flags;
             (*attr).reg_mem_types = attributes.register.0;
             (*attr).cache_mem_types = attributes.cache.0;
@@ -265,7 +266,7 @@ unsafe extern "C" fn query<C: Component>(md: *mut RawMd, attr: *mut MdAttr) -> S
 
 #[allow(clippy::too_many_arguments)]
 unsafe extern "C" fn mem_alloc<C: Component>(
-    md: *mut RawMd,
+    md: &MdObject<C>,
     length_p: *mut usize,
     address_p: *mut *mut c_void,
     memory_type: MemoryType,
@@ -274,9 +275,7 @@ unsafe extern "C" fn mem_alloc<C: Component>(
     name: *const c_char,
     memh_p: *mut *mut c_void,
 ) -> Status {
-    // SAFETY: an open domain of ours.
-    let object = unsafe { MdObject::<C>::from_raw(md) };
-    guarded_status(object.ucx(), "mem_alloc", || {
+    guarded_status(md.ucx(), "mem_alloc", || {
         let name = if name.is_null() {
             String::new()
         } else {
@@ -287,7 +286,7 @@ unsafe extern "C" fn mem_alloc<C: Component>(
         let length = unsafe { *length_p };
         let hide_errors = u64::from(flags) & REG_FLAG_HIDE_ERRORS != 0;
         let request = AllocRequest { length, memory_type, device, name: &name, hide_errors };
-        let allocated = object.domain.allocate(&request)?;
+        let allocated = md.domain.allocate(&request)?;
         // SAFETY: out-parameters of the caller.
         unsafe {
             *length_p = allocated.length;
@@ -298,10 +297,8 @@ unsafe extern "C" fn mem_alloc<C: Component>(
     })
 }
 
-unsafe extern "C" fn mem_free<C: Component>(md: *mut RawMd, memh: *mut c_void) -> Status {
-    // SAFETY: an open domain of ours.
-    let object = unsafe { MdObject::<C>::from_raw(md) };
-    guarded_status(object.ucx(), "mem_free", || {
+unsafe extern "C" fn mem_free<C: Component>(md: &MdObject<C>, memh: *mut c_void) -> Status {
+    guarded_status(md.ucx(), "mem_free", || {
         // SAFETY: made by `mem_alloc`, freed once.
         drop(unsafe { Box::from_raw(memh.cast::<MemoryOf<C>>()) });
         Ok(Status::OK)
@@ -309,7 +306,7 @@ unsafe extern "C" fn mem_free<C: Component>(md: *mut RawMd, memh: *mut c_void) -
 }
 
 unsafe extern "C" fn mem_reg<C: Component>(
-    md: *mut RawMd,
+    md: &MdObject<C>,
     address: *mut c_void,
     length: usize,
     params: *const MemRegParams,
@@ -317,9 +314,7 @@ unsafe extern "C" fn mem_reg<C: Component>(
 ) -> Status {
     const FLAGS: u64 = 1 << 0;
     const MEM_TYPE: u64 = 1 << 3;
-    // SAFETY: an open domain of ours.
-    let object = unsafe { MdObject::<C>::from_raw(md) };
-    guarded_status(object.ucx(), "mem_reg", || {
+    guarded_status(md.ucx(), "mem_reg", || {
         // SAFETY: the mask tells which fields the caller's structure carries.
         let (flags, memory_type) = unsafe {
             let mask = (*params).field_mask;
@@ -328,7 +323,7 @@ unsafe extern "C" fn mem_reg<C: Component>(
                 (mask & MEM_TYPE != 0).then(|| (*params).mem_type),
             )
         };
-        let memory = object.domain.register(&Region {
+        let memory = md.domain.register(&Region {
             address: address.addr() as u64,
             length,
             memory_type,
@@ -341,16 +336,14 @@ unsafe extern "C" fn mem_reg<C: Component>(
 }
 
 unsafe extern "C" fn mem_dereg<C: Component>(
-    md: *mut RawMd,
+    md: &MdObject<C>,
     params: *const MemDeregParams,
 ) -> Status {
     const MEMH: u64 = 1 << 0;
     const FLAGS: u64 = 1 << 1;
     const COMPLETION: u64 = 1 << 2;
     const INVALIDATE: u32 = 1 << 0;
-    // SAFETY: an open domain of ours.
-    let object = unsafe { MdObject::<C>::from_raw(md) };
-    guarded_status(object.ucx(), "mem_dereg", || {
+    guarded_status(md.ucx(), "mem_dereg", || {
         let null = core::ptr::null_mut();
         // SAFETY: the mask tells which fields the caller's structure carries.
         let (memh, flags, completion) = unsafe {
@@ -362,7 +355,7 @@ unsafe extern "C" fn mem_dereg<C: Component>(
             )
         };
         let invalidate = flags & INVALIDATE != 0;
-        if invalidate && object.domain.attributes().flags & md_flag::INVALIDATE == 0 {
+        if invalidate && md.domain.attributes().flags & md_flag::INVALIDATE == 0 {
             return Err(Status::UNSUPPORTED);
         }
         if memh.is_null() || invalidate && completion.is_null() {
@@ -371,7 +364,7 @@ unsafe extern "C" fn mem_dereg<C: Component>(
         // SAFETY: made by `mem_reg` or `mem_attach`, deregistered once.
         let memory = *unsafe { Box::from_raw(memh.cast::<MemoryOf<C>>()) };
         if invalidate {
-            object.domain.invalidate(memory);
+            md.domain.invalidate(memory);
             // SAFETY: UCX's completion, which counts this one operation.
             unsafe { Completion::from_raw(completion) }.finish(Ok(()));
         } else {
@@ -382,18 +375,16 @@ unsafe extern "C" fn mem_dereg<C: Component>(
 }
 
 unsafe extern "C" fn mem_query<C: Component>(
-    md: *mut RawMd,
+    md: &MdObject<C>,
     address: *const c_void,
     length: usize,
     attr: *mut MemAttr,
 ) -> Status {
-    // SAFETY: an open domain of ours.
-    let object = unsafe { MdObject::<C>::from_raw(md) };
-    guarded_status(object.ucx(), "mem_query", || {
+    guarded_status(md.ucx(), "mem_query", || {
         // SAFETY: the mask is the one field of the caller's structure that is initialised.
         let mask = unsafe { (*attr).field_mask };
         let wants = Wants { dmabuf: mask & (field::DMABUF_FD | field::DMABUF_OFFSET) != 0 };
-        let answer = object.domain.query(address.addr() as u64, length, wants)?;
+        let answer = md.domain.query(address.addr() as u64, length, wants)?;
         let (fd, offset) = match answer.dmabuf {
             Some((fd, offset)) if mask & field::DMABUF_FD != 0 => (fd.into_raw_fd(), offset),
             // Only the offset was asked for: the descriptor is closed here.
@@ -430,18 +421,15 @@ unsafe extern "C" fn mem_query<C: Component>(
 }
 
 unsafe extern "C" fn detect_memory_type<C: Component>(
-    md: *mut RawMd,
+    md: &MdObject<C>,
     address: *const c_void,
     length: usize,
     memory_type_p: *mut MemoryType,
 ) -> Status {
-    // SAFETY: an open domain of ours.
-    let object = unsafe { MdObject::<C>::from_raw(md) };
-    guarded_status(object.ucx(), "detect_memory_type", || {
+    guarded_status(md.ucx(), "detect_memory_type", || {
         let wants = Wants { dmabuf: false };
         let address = address.addr() as u64;
-        let answer =
-            object.domain.query(address, length, wants).map_err(|_| Status::INVALID_ADDR)?;
+        let answer = md.domain.query(address, length, wants).map_err(|_| Status::INVALID_ADDR)?;
         if !answer.contains(address, length) {
             return Err(Status::INVALID_ADDR);
         }
@@ -452,7 +440,7 @@ unsafe extern "C" fn detect_memory_type<C: Component>(
 }
 
 unsafe extern "C" fn mem_attach<C: Component>(
-    md: *mut RawMd,
+    md: &MdObject<C>,
     key: *const c_void,
     params: *const MemAttachParams,
     memh_p: *mut *mut c_void,
@@ -460,9 +448,7 @@ unsafe extern "C" fn mem_attach<C: Component>(
     const FLAGS: u64 = 1 << 0;
     const MKEY_SIZE: u64 = 1 << 1;
     const HIDE_ERRORS: u64 = 1 << 0;
-    // SAFETY: an open domain of ours.
-    let object = unsafe { MdObject::<C>::from_raw(md) };
-    guarded_status(object.ucx(), "mem_attach", || {
+    guarded_status(md.ucx(), "mem_attach", || {
         if C::KEY_SIZE == 0 {
             return Err(Status::UNSUPPORTED);
         }
@@ -479,7 +465,7 @@ unsafe extern "C" fn mem_attach<C: Component>(
         }
         // SAFETY: the caller has at least as many bytes as our keys have.
         let key = unsafe { core::slice::from_raw_parts(key.cast::<u8>(), C::KEY_SIZE) };
-        let memory = object.domain.attach(key, hide_errors)?;
+        let memory = md.domain.attach(key, hide_errors)?;
         // SAFETY: out-parameter of the caller.
         unsafe { *memh_p = Box::into_raw(Box::new(memory)).cast() };
         Ok(Status::OK)
@@ -487,16 +473,14 @@ unsafe extern "C" fn mem_attach<C: Component>(
 }
 
 unsafe extern "C" fn mkey_pack<C: Component>(
-    md: *mut RawMd,
+    md: &MdObject<C>,
     memh: *mut c_void,
     address: *mut c_void,
     length: usize,
     _params: *const c_void,
     buffer: *mut c_void,
 ) -> Status {
-    // SAFETY: an open domain of ours.
-    let object = unsafe { MdObject::<C>::from_raw(md) };
-    guarded_status(object.ucx(), "mkey_pack", || {
+    guarded_status(md.ucx(), "mkey_pack", || {
         if memh.is_null() {
             return Err(Status::INVALID_PARAM);
         }
@@ -508,7 +492,7 @@ unsafe extern "C" fn mkey_pack<C: Component>(
         };
         // SAFETY: a live handle of this domain.
         let memory = unsafe { &*memh.cast::<MemoryOf<C>>() };
-        object.domain.pack_key(memory, address.addr() as u64, length, key)?;
+        md.domain.pack_key(memory, address.addr() as u64, length, key)?;
         Ok(Status::OK)
     })
 }

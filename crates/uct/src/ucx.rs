@@ -278,11 +278,6 @@ impl Ucx {
         copies.retain(|copy| !core::ptr::eq(*copy, ucx));
     }
 
-    /// Every copy bound in this process.
-    pub fn copies() -> Vec<&'static Ucx> {
-        COPIES.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).clone()
-    }
-
     /// Says through the log of the UCX that called us why it is not served.
     pub fn report_refusal(caller: *const c_void, plugin: &str, refusal: &Refusal) {
         let message = format!("{plugin}: not loaded: {refusal}");

@@ -13,7 +13,7 @@ use uct::{
 use super::NAME;
 use super::component::{card_near, unreachable};
 use super::key::{NoKey, RemoteMemory};
-use crate::addresses::allocation_of;
+use crate::addresses::{Registered, register};
 use crate::status::explain;
 
 /// An open memory domain. It opens no card.
@@ -139,24 +139,10 @@ impl MemoryDomain for IpcDomain {
     }
 
     fn register(&self, region: &Region) -> Result<Memory, Status> {
-        if let Some(place) = allocation_of(region.address, region.length) {
-            return Ok(Memory::Device(Shareable::new(&place)));
-        }
-        if region.memory_type == Some(MemoryType::GAUDI) {
-            if !region.hide_errors {
-                log!(
-                    self.ucx,
-                    Error,
-                    "{NAME}: cannot register {:#x}, {} bytes: not inside one Gaudi allocation of \
-                     this process",
-                    region.address,
-                    region.length
-                );
-            }
-            return Err(Status::INVALID_ADDR);
-        }
-        let start = core::ptr::with_exposed_provenance_mut::<u8>(region.address as usize);
-        Ok(Memory::Host(HostRegion::record(start, region.length)))
+        Ok(match register(self.ucx, NAME, region)? {
+            Registered::Device(found) => Memory::Device(Shareable::new(&found)),
+            Registered::Host(region) => Memory::Host(region),
+        })
     }
 
     fn pack_key(

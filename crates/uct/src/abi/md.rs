@@ -2,9 +2,7 @@
 
 use core::ffi::{c_char, c_void};
 
-use super::{
-    LinearFunc, MemoryType, RawCompletion, RawComponent, Status, SysDevice, assert_layout,
-};
+use super::{LinearFunc, MemoryType, RawCompletion, RawComponent, SysDevice, assert_layout};
 
 /// Slots of the operation table handed to UCX: 1.22 reads 12, 1.23 reads 13.
 pub const MD_OP_SLOTS: usize = 16;
@@ -150,15 +148,3 @@ assert_layout!(MemAttachParams, 24, flags @ 8, mkey_size @ 16);
 
 /// Registration flag: the caller does not want errors logged (`UCT_MD_MEM_FLAG_HIDE_ERRORS`).
 pub const REG_FLAG_HIDE_ERRORS: u64 = 1 << 3;
-
-/// `status mem_alloc(md, len*, addr**, mem_type, sys_dev, flags, name, memh*)`.
-pub type MemAllocFn = unsafe extern "C" fn(
-    *mut RawMd,
-    *mut usize,
-    *mut *mut c_void,
-    MemoryType,
-    SysDevice,
-    u32,
-    *const c_char,
-    *mut *mut c_void,
-) -> Status;

@@ -8,7 +8,7 @@ use core::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-use super::object::{IfaceRef, allocate, bytes, deallocate, distance, head};
+use super::object::{IfaceRef, bytes, construct, destroy, distance, head};
 use super::{Interface, Peer};
 use crate::abi::{
     BaseEp, EP_PARAM_IFACE_ADDR, EpParams, IFACE_OP_SLOTS, IsConnectedParams, RawCompletion,
@@ -85,7 +85,7 @@ impl<I: Interface> core::ops::Deref for EpRef<'_, I> {
     fn deref(&self) -> &EpHead<I> {
         // SAFETY: A value of this type is an argument of a call through the table `operations::<I>`. UCX
         // makes such calls on endpoints of the interface that has the table, and those come from
-        // `ep_create::<I>` alone: `allocate` put their base structure behind space for an `EpHead<I>`, which
+        // `ep_create::<I>` alone: `construct` put their base structure behind space for an `EpHead<I>`, which
         // is written before UCX learns the address. UCX destroys an endpoint once, after its last call,
         // and `ep_destroy::<I>` does not use this type once it has taken the head.
         unsafe { head(self.as_ptr()) }
@@ -119,31 +119,18 @@ unsafe extern "C" fn ep_create<I: Interface>(
         };
         let peer = Peer { interface };
         let class = head.ucx.symbols.uct_base_ep_t_class;
-        // SAFETY: a class object of libuct: its size is that of this build's base structure.
-        let size = unsafe { (*class).size };
-        let (base, allocation) = allocate::<EpHead<I>>(size).ok_or(Status::NO_MEMORY)?;
-        let mut initialised: c_int = 1;
-        // SAFETY: `base` is zeroed memory of the class's size, `iface` an open interface.
-        let status = unsafe {
-            (head.ucx.symbols.uct_base_ep_t_init)(base, class, &mut initialised, params.iface)
+        let init = |base, initialised: &mut c_int| {
+            // SAFETY: `iface` is an open interface.
+            unsafe { (head.ucx.symbols.uct_base_ep_t_init)(base, class, initialised, params.iface) }
         };
-        if status != Status::OK {
-            // SAFETY: undoes what the constructor did; then frees.
-            unsafe {
-                (head.ucx.symbols.ucs_class_call_cleanup_chain)(class, base, initialised);
-                deallocate::<EpHead<I>>(base, allocation);
-            }
-            return Err(status);
-        }
+        // SAFETY: the class and its constructor.
+        let (base, allocation) = unsafe { construct::<EpHead<I>>(head.ucx, class, init)? };
         let link = Link { ucx: head.ucx, ep: Arc::new(AtomicPtr::new(base)) };
         let endpoint = head.interface.connect(&peer, link.clone()).inspect_err(|_| {
-            // SAFETY: undoes what the constructor did; then frees. Nobody else knows it.
-            unsafe {
-                (head.ucx.symbols.ucs_class_call_cleanup_chain)(class, base, -1);
-                deallocate::<EpHead<I>>(base, allocation);
-            }
+            // SAFETY: nobody else knows it.
+            unsafe { destroy::<EpHead<I>>(head.ucx, class, base, allocation, -1) };
         })?;
-        // SAFETY: `allocate` left space for the head in front; out-parameter of the caller.
+        // SAFETY: `construct` left space for the head in front; out-parameter of the caller.
         unsafe {
             base.byte_sub(distance::<EpHead<I>>()).cast::<EpHead<I>>().write(EpHead {
                 endpoint,
@@ -166,8 +153,7 @@ unsafe extern "C" fn ep_destroy<I: Interface>(ep: EpRef<'_, I>) {
         let EpHead { endpoint, link, allocation } = head;
         link.ep.store(core::ptr::null_mut(), Ordering::Relaxed);
         guarded(iface.ucx, "ep_destroy", (), || drop(endpoint));
-        (iface.ucx.symbols.ucs_class_call_cleanup_chain)(class, base, -1);
-        deallocate::<EpHead<I>>(base, allocation);
+        destroy::<EpHead<I>>(iface.ucx, class, base, allocation, -1);
     }
 }
 

@@ -14,7 +14,7 @@ use std::os::fd::AsRawFd;
 
 use super::{Device, Interface, OpenRequest, Peer, PerfQuery, data, endpoint};
 use crate::abi::{
-    IFACE_CONFIG_SIZE, IFACE_OP_SLOTS, IFACE_PARAM_STATS_ROOT, INTERNAL_OP_SLOTS, IfaceAttr,
+    Class, IFACE_CONFIG_SIZE, IFACE_OP_SLOTS, IFACE_PARAM_STATS_ROOT, INTERNAL_OP_SLOTS, IfaceAttr,
     IfaceConfig, IfaceOps, IfaceParams, InternalOps, ListLink, MemoryType, PerfAttr, RawMd, RawTl,
     ReachableParams, Status, TlResource, iface_op, internal_op, perf_field, reachable_field,
 };
@@ -109,26 +109,61 @@ pub(super) const fn distance<T>() -> usize {
 /// The head in front of a base structure.
 ///
 /// # Safety
-/// `base` was made by [`allocate`] with the same `T` and its head was written.
+/// `base` was made by [`construct`] with the same `T` and its head was written.
 pub(crate) unsafe fn head<'a, T>(base: *mut c_void) -> &'a T {
     // SAFETY: as the caller promises.
     unsafe { &*base.byte_sub(distance::<T>()).cast::<T>() }
 }
 
-/// Allocates a head, not initialised, and a zeroed base structure of `size` bytes; returns the base.
-pub(super) fn allocate<T>(size: usize) -> Option<(*mut c_void, Layout)> {
-    let layout = Layout::from_size_align(distance::<T>() + size, ALIGN).ok()?;
+/// Allocates space for a head of type `T`, and behind it an object of one of UCX's classes, which `init`
+/// constructs; returns the object.
+///
+/// # Safety
+/// `class` is a class of libuct, and `init` its constructor, which gets zeroed memory of its size.
+pub(super) unsafe fn construct<T>(
+    ucx: &Ucx,
+    class: *mut Class,
+    init: impl FnOnce(*mut c_void, &mut c_int) -> Status,
+) -> Result<(*mut c_void, Layout), Status> {
+    // SAFETY: as the caller promises: its size is that of this build's base structure.
+    let size = unsafe { (*class).size };
+    let layout = Layout::from_size_align(distance::<T>() + size, ALIGN);
+    let layout = layout.map_err(|_| Status::NO_MEMORY)?;
     // SAFETY: the size is not zero.
     let memory = unsafe { alloc_zeroed(layout) };
+    if memory.is_null() {
+        return Err(Status::NO_MEMORY);
+    }
     // SAFETY: inside the allocation.
-    (!memory.is_null()).then(|| (unsafe { memory.add(distance::<T>()) }.cast(), layout))
+    let base: *mut c_void = unsafe { memory.add(distance::<T>()) }.cast();
+    let mut initialised: c_int = 1;
+    match init(base, &mut initialised) {
+        Status::OK => Ok((base, layout)),
+        status => {
+            // SAFETY: undoes what the constructor did, as UCX's own callers do. Nobody knows it.
+            unsafe { destroy::<T>(ucx, class, base, layout, initialised) };
+            Err(status)
+        }
+    }
 }
 
+/// Destroys so many constructors' work (-1: of all), and frees the memory.
+///
 /// # Safety
-/// `base` and `layout` came from [`allocate`] with the same `T`; nothing uses it any more.
-pub(super) unsafe fn deallocate<T>(base: *mut c_void, layout: Layout) {
+/// `base` and `layout` came from [`construct`] with the same `T` and class; nothing uses it any more, and
+/// the head was taken out.
+pub(super) unsafe fn destroy<T>(
+    ucx: &Ucx,
+    class: *mut Class,
+    base: *mut c_void,
+    layout: Layout,
+    initialised: c_int,
+) {
     // SAFETY: as the caller promises.
-    unsafe { dealloc(base.byte_sub(distance::<T>()).cast(), layout) };
+    unsafe {
+        (ucx.symbols.ucs_class_call_cleanup_chain)(class, base, initialised);
+        dealloc(base.byte_sub(distance::<T>()).cast(), layout);
+    }
 }
 
 /// An open interface of type `I`, as UCX passes it to a function of its operation tables.
@@ -156,7 +191,7 @@ impl<I: Interface> core::ops::Deref for IfaceRef<'_, I> {
         // SAFETY: A value of this type is an argument of a call through the tables `operations::<I>` or
         // `internal_operations::<I>`, or made by `from_raw` with the same promise. Those tables are in a
         // `TransportObject<I>`, and only `iface_open::<I>` gives them to UCX, for a base structure that
-        // `allocate` put behind space for an `IfaceHead<I>`, which is written before UCX learns the address.
+        // `construct` put behind space for an `IfaceHead<I>`, which is written before UCX learns the address.
         // UCX calls with that address, after open and before close returns; `iface_close::<I>` does not
         // use this type once it has taken the head. Nobody has a `&mut` to the head in between, and UCX
         // holds the worker's lock, so that its cells are used by one thread at a time.
@@ -272,38 +307,30 @@ unsafe extern "C" fn iface_open<I: Interface>(
         let address_length = interface.address().len();
 
         let class = ucx.symbols.uct_base_iface_t_class;
-        // SAFETY: a class object of libuct: its size is that of this build's base structure.
-        let size = unsafe { (*class).size };
-        let (base, allocation) = allocate::<IfaceHead<I>>(size).ok_or(Status::NO_MEMORY)?;
-        let mut initialised: c_int = 1;
-        // SAFETY: `base` is zeroed memory of the class's size; the tables live for ever. The two
-        // last arguments exist in builds with statistics only; others ignore them.
-        let status = unsafe {
-            (ucx.symbols.uct_base_iface_t_init)(
-                base,
-                class,
-                &mut initialised,
-                (&raw const transport.operations).cast(),
-                (&raw const transport.internal).cast(),
-                raw_md,
-                worker,
-                params.cast(),
-                config,
-                stats_root,
-                c"plugin".as_ptr(),
-            )
-        };
-        if status != Status::OK {
-            // SAFETY: undoes what the constructor did, as UCX's own callers do; then frees.
+        let init = |base, initialised: &mut c_int| {
+            // SAFETY: the tables live for ever. The two last arguments exist in builds with statistics
+            // only; others ignore them.
             unsafe {
-                (ucx.symbols.ucs_class_call_cleanup_chain)(class, base, initialised);
-                deallocate::<IfaceHead<I>>(base, allocation);
+                (ucx.symbols.uct_base_iface_t_init)(
+                    base,
+                    class,
+                    initialised,
+                    (&raw const transport.operations).cast(),
+                    (&raw const transport.internal).cast(),
+                    raw_md,
+                    worker,
+                    params.cast(),
+                    config,
+                    stats_root,
+                    c"plugin".as_ptr(),
+                )
             }
-            return Err(status);
-        }
+        };
+        // SAFETY: the class and its constructor.
+        let (base, allocation) = unsafe { construct::<IfaceHead<I>>(ucx, class, init)? };
         let (progress, traces_data) = (Progress::default(), ucx.logs(Level::TraceData));
         let head = IfaceHead { ucx, interface, traces_data, progress, address_length, allocation };
-        // SAFETY: `allocate` left space for the head in front; out-parameter of the caller.
+        // SAFETY: `construct` left space for the head in front; out-parameter of the caller.
         unsafe {
             base.byte_sub(distance::<IfaceHead<I>>()).cast::<IfaceHead<I>>().write(head);
             *iface_p = base;
@@ -322,8 +349,7 @@ unsafe extern "C" fn iface_close<I: Interface>(iface: IfaceRef<'_, I>) {
         (ucx.symbols.uct_base_iface_progress_disable)(base, SEND_AND_RECEIVE);
         let head = base.byte_sub(distance::<IfaceHead<I>>()).cast::<IfaceHead<I>>().read();
         guarded(ucx, "iface_close", (), || drop(head));
-        (ucx.symbols.ucs_class_call_cleanup_chain)(class, base, -1);
-        deallocate::<IfaceHead<I>>(base, allocation);
+        destroy::<IfaceHead<I>>(ucx, class, base, allocation, -1);
     }
 }
 

@@ -5,8 +5,11 @@
 //! * `fuzz_mapping_table --file F...` reads files: what a fuzzer that runs programs (AFL, honggfuzz)
 //!   calls, and how a finding is looked at again.
 
+mod fuzzing;
+
 use std::process::ExitCode;
 
+use fuzzing::Dice;
 use gaudi::{ErrorKind, MappingTable};
 
 const SEEDS: [&str; 4] = [
@@ -53,77 +56,50 @@ fn check(text: &str) -> bool {
     }
 }
 
-/// Numbers that look random and are the same every time.
-struct Dice(u64);
-
-impl Dice {
-    fn below(&mut self, end: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 % end.max(1) as u64) as usize
-    }
-
-    fn damaged_table(&mut self) -> String {
-        let mut bytes = SEEDS[self.below(SEEDS.len())].as_bytes().to_vec();
-        for _ in 0..=self.below(8) {
-            let at = self.below(bytes.len() + 1);
-            let end = (at + self.below(12)).min(bytes.len());
-            match self.below(4) {
-                0 => drop(bytes.drain(at..end)),
-                1 => {
-                    let copy = bytes[at..end].to_vec();
-                    bytes.splice(at..at, copy);
-                }
-                2 => {
-                    let piece = PIECES[self.below(PIECES.len())];
-                    bytes.splice(at..at, piece.bytes());
-                }
-                _ => {
-                    let byte = self.below(256) as u8;
-                    bytes.splice(at..at, [byte]);
-                }
+fn damaged_table(dice: &mut Dice) -> String {
+    let mut bytes = SEEDS[dice.below(SEEDS.len())].as_bytes().to_vec();
+    for _ in 0..=dice.below(8) {
+        let at = dice.below(bytes.len() + 1);
+        let end = (at + dice.below(12)).min(bytes.len());
+        match dice.below(4) {
+            0 => drop(bytes.drain(at..end)),
+            1 => {
+                let copy = bytes[at..end].to_vec();
+                bytes.splice(at..at, copy);
+            }
+            2 => {
+                let piece = PIECES[dice.below(PIECES.len())];
+                bytes.splice(at..at, piece.bytes());
+            }
+            _ => {
+                let byte = dice.below(256) as u8;
+                bytes.splice(at..at, [byte]);
             }
         }
-        String::from_utf8_lossy(&bytes).into_owned()
     }
+    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 fn main() -> ExitCode {
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
-    if let Some((first, files)) = arguments.split_first()
-        && first == "--file"
-    {
-        for file in files {
-            let Ok(bytes) = std::fs::read(file) else {
-                eprintln!("{file}: cannot be read");
-                return ExitCode::FAILURE;
-            };
-            match String::from_utf8_lossy(&bytes).parse::<MappingTable>() {
-                Ok(table) => println!("{file}: {} cards", table.cards().len()),
-                Err(error) => println!("{file}: {error}"),
-            }
-            check(&String::from_utf8_lossy(&bytes));
-        }
-        return ExitCode::SUCCESS;
-    }
-    let number = |at: usize, default| arguments.get(at).map_or(Some(default), |n| n.parse().ok());
-    let (Some(rounds), Some(seed)) = (number(0, 200_000_u64), number(1, 1_u64)) else {
-        eprintln!("usage: fuzz_mapping_table [ROUNDS [SEED]] | --file FILE...");
-        return ExitCode::FAILURE;
-    };
-    let mut dice = Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
     let mut tables = 0_u64;
-    for round in 0..rounds {
-        let text = dice.damaged_table();
-        match std::panic::catch_unwind(|| check(&text)) {
-            Ok(is_table) => tables += u64::from(is_table),
-            Err(_) => {
-                eprintln!("seed {seed}, round {round}: {text:?}");
-                return ExitCode::FAILURE;
+    let ended = fuzzing::run(
+        "fuzz_mapping_table",
+        200_000,
+        |dice| {
+            let text = damaged_table(dice);
+            let is_table = std::panic::catch_unwind(|| check(&text));
+            tables += u64::from(is_table.map_err(|_| format!("{text:?}"))?);
+            Ok(())
+        },
+        |bytes| {
+            let text = String::from_utf8_lossy(bytes);
+            check(&text);
+            match text.parse::<MappingTable>() {
+                Ok(table) => format!("{} cards", table.cards().len()),
+                Err(error) => error.to_string(),
             }
-        }
-    }
-    println!("{rounds} texts: {tables} tables, {} errors, all as they should be", rounds - tables);
-    ExitCode::SUCCESS
+        },
+    );
+    println!("{tables} were tables");
+    ended
 }

@@ -7,10 +7,13 @@
 //! * `fuzz_share --file F...` does the same with files: what a fuzzer that runs programs (AFL,
 //!   honggfuzz) calls, and how a finding is looked at again.
 
+mod fuzzing;
+
 use std::mem::MaybeUninit;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 
+use fuzzing::Dice;
 use gaudi::share::{Identity, KEY_LEN, RemoteKey, start_broker};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvFlags, SendFlags, SocketAddrUnix, SocketType, connect,
@@ -97,77 +100,48 @@ fn check_broker(bytes: &[u8]) -> bool {
     true
 }
 
-/// Numbers that look random and are the same every time.
-struct Dice(u64);
-
-impl Dice {
-    fn below(&mut self, end: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 % end.max(1) as u64) as usize
-    }
-
-    fn damage(&mut self, bytes: &mut Vec<u8>) {
-        for _ in 0..=self.below(4) {
-            let at = self.below(bytes.len());
-            match self.below(8) {
-                0 => bytes.truncate(at.max(1)),
-                1 => bytes.push(self.below(256) as u8),
-                2 => bytes[at] = [0, 1, 0x7f, 0x80, 0xff][self.below(5)],
-                _ => bytes[at] ^= 1 << self.below(8),
-            }
+fn damage(dice: &mut Dice, bytes: &mut Vec<u8>) {
+    for _ in 0..=dice.below(4) {
+        let at = dice.below(bytes.len());
+        match dice.below(8) {
+            0 => bytes.truncate(at.max(1)),
+            1 => bytes.push(dice.below(256) as u8),
+            2 => bytes[at] = [0, 1, 0x7f, 0x80, 0xff][dice.below(5)],
+            _ => bytes[at] ^= 1 << dice.below(8),
         }
     }
 }
 
 fn main() -> ExitCode {
     start_broker().expect("a broker");
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
-    if let Some((first, files)) = arguments.split_first()
-        && first == "--file"
-    {
-        for file in files {
-            let Ok(bytes) = std::fs::read(file) else {
-                eprintln!("{file}: cannot be read");
-                return ExitCode::FAILURE;
-            };
-            let answer = if bytes.is_empty() { false } else { check_broker(&bytes) };
-            println!("{file}: parsed {}, answered {answer}", check_parsers(&bytes));
-        }
-        return ExitCode::SUCCESS;
-    }
-    let number = |at: usize, default| arguments.get(at).map_or(Some(default), |n| n.parse().ok());
-    let (Some(rounds), Some(seed)) = (number(0, 100_000_u64), number(1, 1_u64)) else {
-        eprintln!("usage: fuzz_share [ROUNDS [SEED]] | --file FILE...");
-        return ExitCode::FAILURE;
-    };
     assert!(check_parsers(&key()) && check_parsers(&own().pack()), "the seeds are good");
     assert!(check_broker(&message(OPEN)), "the broker answers");
-    let mut dice = Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
     let (mut parsed, mut answered, mut messages) = (0_u64, 0_u64, 0_u64);
-    for round in 0..rounds {
-        let mut bytes = match dice.below(8) {
-            0 => own().pack().to_vec(),
-            1 => message(dice.below(6) as u8),
-            _ => key().to_vec(),
-        };
-        dice.damage(&mut bytes);
-        let is_message = bytes[0] == MAGIC[0];
-        let checked = catch_unwind(AssertUnwindSafe(|| {
-            (check_parsers(&bytes), is_message && check_broker(&bytes))
-        }));
-        let Ok((is_known, is_answered)) = checked else {
-            eprintln!("seed {seed}, round {round}: {bytes:02x?}");
-            return ExitCode::FAILURE;
-        };
-        parsed += u64::from(is_known);
-        messages += u64::from(is_message);
-        answered += u64::from(is_answered);
-    }
-    println!(
-        "{rounds} rounds: {parsed} parsed; {messages} messages to the broker, {answered} answered; \
-         all as they should be"
+    let ended = fuzzing::run(
+        "fuzz_share",
+        100_000,
+        |dice| {
+            let mut bytes = match dice.below(8) {
+                0 => own().pack().to_vec(),
+                1 => message(dice.below(6) as u8),
+                _ => key().to_vec(),
+            };
+            damage(dice, &mut bytes);
+            let is_message = bytes[0] == MAGIC[0];
+            let checked = catch_unwind(AssertUnwindSafe(|| {
+                (check_parsers(&bytes), is_message && check_broker(&bytes))
+            }));
+            let (is_known, is_answered) = checked.map_err(|_| format!("{bytes:02x?}"))?;
+            parsed += u64::from(is_known);
+            messages += u64::from(is_message);
+            answered += u64::from(is_answered);
+            Ok(())
+        },
+        |bytes| {
+            let answer = if bytes.is_empty() { false } else { check_broker(bytes) };
+            format!("parsed {}, answered {answer}", check_parsers(bytes))
+        },
     );
-    ExitCode::SUCCESS
+    println!("{parsed} parsed; {messages} messages to the broker, {answered} answered");
+    ended
 }

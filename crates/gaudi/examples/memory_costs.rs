@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use gaudi::{Allocation, DeviceAddr, DeviceChoice, runtime};
-use timing::time;
+use timing::{shuffled, time};
 
 /// The two halves of a pair timed apart, over batches: making many, then dropping them.
 fn time_pair<T>(mut make: impl FnMut() -> T) -> (f64, f64) {
@@ -31,19 +31,6 @@ fn time_pair<T>(mut make: impl FnMut() -> T) -> (f64, f64) {
         best = (best.0.min(each(middle - start)), best.1.min(each(end - middle)));
     }
     best
-}
-
-/// All numbers below `count`, each once, in no order that a processor could guess.
-fn shuffled(count: usize) -> Vec<usize> {
-    let mut order: Vec<usize> = (0..count).collect();
-    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
-    for at in (1..count).rev() {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        order.swap(at, (state % (at as u64 + 1)) as usize);
-    }
-    order
 }
 
 /// Looks addresses up one after the other, each only when the last answer is known: that is how

@@ -15,7 +15,7 @@ use gaudi::rcache::{CacheLimits, invalidate};
 use gaudi::{Device, DeviceChoice, HostRegion, Segment, Side, runtime};
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags};
-use timing::time;
+use timing::{shuffled, time};
 
 /// Ranges of the lookups: this long, and this far apart.
 const RANGE: usize = 80 << 10;
@@ -26,19 +26,6 @@ const PAGES: usize = 64 << 20;
 fn median(mut samples: Vec<f64>) -> f64 {
     samples.sort_by(f64::total_cmp);
     samples[samples.len() / 2]
-}
-
-/// All numbers below `count`, each once, in no order that a processor could guess.
-fn shuffled(count: usize) -> Vec<usize> {
-    let mut order: Vec<usize> = (0..count).collect();
-    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
-    for at in (1..count).rev() {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        order.swap(at, (state % (at as u64 + 1)) as usize);
-    }
-    order
 }
 
 /// Addresses of `count` ranges, over as few pages as will do.

@@ -5,6 +5,8 @@
 //! Prints one figure a line: its name, a tab, nanoseconds. Needs a driver library with three cards,
 //! which `HL_THUNK_LIBRARY` may name.
 
+mod timing;
+
 use std::io::{BufRead, BufReader, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
@@ -21,20 +23,11 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
+use timing::time;
+
 const LEN: u64 = 1 << 20;
 /// Allocations that are opened for the first time.
 const FRESH: usize = 1000;
-
-/// Nanoseconds per call in the fastest of several batches: other work on the machine only adds.
-fn time(mut f: impl FnMut()) -> f64 {
-    const CALLS: u32 = 50;
-    let batch = |_| {
-        let start = Instant::now();
-        (0..CALLS).for_each(|_| f());
-        start.elapsed().as_nanos() as f64 / f64::from(CALLS)
-    };
-    (0..40).map(batch).fold(f64::INFINITY, f64::min)
-}
 
 fn hex(share: &Share) -> String {
     share.key().iter().map(|byte| format!("{byte:02x}")).collect()

@@ -44,6 +44,21 @@ impl Driver {
         }
     }
 
+    /// What there is without a library.
+    pub(crate) fn alone(&self) -> Finding {
+        let module = match self.module.as_deref() {
+            None => "not loaded".to_owned(),
+            Some(version) => format!("loaded {version}"),
+        };
+        let found = format!(
+            "{} Gaudis on the PCI bus, kernel module {}, {} device nodes",
+            self.pci,
+            module.trim_end(),
+            self.nodes
+        );
+        Finding::skipped("driver", found)
+    }
+
     /// Whether driver and library belong together.
     pub(crate) fn judge(&self, library: &Library) -> Finding {
         let version = library.version().unwrap_or("of unknown version");

@@ -5,6 +5,7 @@
 //! Results go to standard output, everything else to standard error.
 
 mod check_card;
+mod doctor;
 mod driver;
 mod failure;
 mod info;
@@ -53,6 +54,10 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Check everything between a program and a Gaudi, and say what to do
+    ///
+    /// Opens a card for a moment, if one is free, to copy on it (--no-card: not).
+    Doctor(doctor::Options),
     /// Run a program with the plugin
     ///
     /// Sets UCX_PLUGIN_PATH, with --soft also what the software Gaudi needs, says on standard error what it
@@ -73,6 +78,12 @@ enum Command {
     Completions {
         /// The shell
         shell: Shell,
+    },
+    /// A check of `doctor` in a process of its own
+    #[command(hide = true)]
+    Probe {
+        #[command(subcommand)]
+        what: doctor::Probe,
     },
     /// Write the manual pages to a folder
     #[command(hide = true)]
@@ -125,6 +136,8 @@ fn dispatch(cli: Cli) -> Result<Exit, Failure> {
     match cli.command {
         Command::Run(options) => run::run(&context, &options),
         Command::Info(options) => info::run(&on_card(context)?, &options),
+        Command::Doctor(options) => doctor::run(&on_card(context)?, &options),
+        Command::Probe { what } => Ok(doctor::answer(&what)),
         Command::Topo => topo::run(&on_card(context)?),
         Command::CheckCard(options) => check_card::run(&on_card(context)?, &options),
         Command::Trace(options) => trace::run(&context, &options),

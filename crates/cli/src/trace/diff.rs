@@ -237,7 +237,8 @@ impl Correspondence {
                 }
             }
             (a, b, Some(kind)) if is_value(a) && is_value(b) => {
-                if !self.stand_for_each_other(kind, a, b) {
+                let same = self.stand_for_each_other(kind, a, b);
+                if !same {
                     differences.push(format!(
                         "{path}: {a} in A and {b} in B do not stand for each other (as {} and {} do)",
                         self.taken.get(&(kind, b.to_string())).map_or("something else", |a| a),

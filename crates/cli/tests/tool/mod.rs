@@ -47,6 +47,11 @@ impl Installed {
         &self.prefix
     }
 
+    /// The name of the software machine.
+    pub(crate) fn node(&self) -> &str {
+        &self.node
+    }
+
     /// The folder of the software machine, once a process has used it.
     pub(crate) fn machine(&self) -> PathBuf {
         let user = rustix::process::geteuid().as_raw();

@@ -1,0 +1,80 @@
+//! A verified copy, an export and the question for imports, on a card of the engine's choice.
+
+use gaudi::{DeviceChoice, Side, runtime};
+use serde_json::json;
+
+use crate::failure::Failure;
+use crate::info::choice;
+use crate::output::size;
+use crate::report::Finding;
+
+/// Bytes that are copied, and not a round number of them.
+const LEN: usize = (1 << 20) + 77;
+
+/// In the child: opens a card and copies there and back.
+pub(super) fn check(card: Option<&str>) -> Vec<Finding> {
+    let choice = choice(card).unwrap_or(DeviceChoice::Any);
+    let device = match runtime().open(&choice) {
+        Ok(device) => device,
+        Err(error) if error.kind() == gaudi::ErrorKind::DeviceBusy => {
+            let failure = Failure::from(error);
+            return vec![Finding::warning("copy", failure.what, failure.remedy)];
+        }
+        Err(error) => return vec![Finding::failed("copy", &Failure::from(error))],
+    };
+    let name = device.info().to_string();
+    if let Err(error) = device.can_copy() {
+        return vec![Finding::warning("copy", Failure::from(error).to_string(), "")];
+    }
+    let there = match device.alloc(LEN as u64, 1) {
+        Ok(there) => there,
+        Err(error) => return vec![Finding::failed("copy", &Failure::from(error))],
+    };
+    let sent: Vec<u8> = (0..LEN).map(|at| (at * 31 + at / 256) as u8).collect();
+    let mut back = vec![0_u8; LEN];
+    let mut source = sent.clone();
+    let (at, from, to) = (there.addr(), source.as_mut_ptr(), back.as_mut_ptr());
+    // SAFETY: both buffers live across the calls, which return when the bytes have arrived, and nobody
+    // else uses them.
+    let copied = unsafe {
+        device
+            .copy_blocking(Side::Device(at), Side::Host(from), LEN)
+            .and_then(|()| device.copy_blocking(Side::Host(to), Side::Device(at), LEN))
+    };
+    let copy = match copied {
+        Err(error) => Finding::failed("copy", &Failure::from(error)),
+        Ok(()) if back != sent => {
+            let wrong = back.iter().zip(&sent).filter(|(back, sent)| back != sent).count();
+            let found = format!("{name}: {wrong} of {LEN} bytes came back wrong");
+            Finding::bad(
+                "copy",
+                found,
+                "run `ucx-gaudi check-card --thorough`, and report what it finds",
+            )
+        }
+        Ok(()) => {
+            let found = format!("{name}: {} there and back, every byte right", size(LEN as u64));
+            Finding::good("copy", found)
+        }
+    };
+    let export = match device.export(there.addr(), LEN as u64) {
+        Ok(_) => Finding::good("dma-buf", "memory can be exported: an HCA may read and write it"),
+        Err(error) => {
+            let failure = Failure::from(error);
+            let remedy = if failure.remedy.is_empty() {
+                "without dma-bufs messages are staged through host memory; check the BIOS (large BAR, IOMMU)".to_owned()
+            } else {
+                failure.remedy
+            };
+            Finding::warning("dma-buf", failure.what, remedy)
+        }
+    };
+    let import = match device.can_import() {
+        Ok(()) => Finding::good("import", "the driver imports dma-bufs: gaudi_ipc is available"),
+        Err(_) => Finding::good(
+            "import",
+            "the driver imports no dma-bufs, as no upstream kernel does: processes exchange memory through the host",
+        ),
+    };
+    vec![copy, export.with(json!({"card": name})), import]
+}

@@ -1,0 +1,232 @@
+//! `ucx-gaudi doctor`: everything between a program and a Gaudi, checked one by one, with what was found and
+//! what to do.
+//!
+//! Foreign code is loaded in child processes only ([`probe`]): a UCX that crashes, or a card that is reset, must
+//! not take the report with it.
+
+mod card;
+mod machine;
+mod probe;
+mod ucx;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use clap::Args;
+use gaudi::{DeviceInfo, runtime};
+use hl_thunk::Library;
+use serde_json::{Value, json};
+
+use crate::Context;
+use crate::driver::Driver;
+use crate::failure::{Exit, Failure};
+use crate::info::{choice, load};
+use crate::output::{note, print_json};
+use crate::report::{Finding, Summary};
+
+pub(crate) use probe::{Probe, answer};
+
+/// Options of `doctor`.
+#[derive(Debug, Args)]
+pub(crate) struct Options {
+    /// Look for UCX in this folder, too (may be given several times)
+    #[arg(long, value_name = "DIR")]
+    ucx: Vec<PathBuf>,
+    /// The card to copy on: an index, module:N or a PCI address; else the first that nobody has
+    #[arg(long, value_name = "CARD")]
+    card: Option<String>,
+    /// Do not open a card
+    #[arg(long)]
+    no_card: bool,
+    /// Also write the report, without names of users, hosts and home directories, for a bug report
+    #[arg(long, value_name = "FILE")]
+    bundle: Option<PathBuf>,
+}
+
+/// Collects findings, and prints them as they come.
+struct Findings {
+    all: Vec<Finding>,
+    json: bool,
+}
+
+impl Findings {
+    fn add(&mut self, finding: Finding) {
+        if !self.json {
+            finding.print();
+        }
+        self.all.push(finding);
+    }
+}
+
+/// Runs all checks.
+pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure> {
+    choice(options.card.as_deref())?;
+    for folder in &options.ucx {
+        if !folder.is_dir() {
+            return Err(Failure {
+                exit: Exit::Usage,
+                ..Failure::unable(
+                    format!("--ucx {}: no such folder", folder.display()),
+                    "give the folder with libucp.so, or the prefix of a UCX",
+                )
+            });
+        }
+    }
+    let mut findings = Findings { all: Vec::new(), json: context.json };
+    findings.add(machine::kernel());
+    let library = check_library(&mut findings);
+    findings.add(machine::settings(context.soft.is_some()));
+    let cards = match &library {
+        Some(_) => check_cards(&mut findings),
+        None => Vec::new(),
+    };
+    machine::permissions(&cards).into_iter().for_each(|finding| findings.add(finding));
+    check_ucx(context, options, &mut findings);
+    let hcas = machine::hcas();
+    findings.add(machine::limits(hcas.len() > 1));
+    hcas.into_iter().for_each(|finding| findings.add(finding));
+    for finding in copy_on_a_card(options, &cards) {
+        findings.add(finding);
+    }
+    let summary = Summary::of(&findings.all);
+    let report = json!({
+        "report": "doctor",
+        "version": env!("CARGO_PKG_VERSION"),
+        "summary": summary,
+        "checks": findings.all,
+    });
+    if let Some(path) = &options.bundle {
+        write_bundle(path, &report)?;
+    }
+    if context.json {
+        print_json(&report);
+    } else {
+        summary.print();
+    }
+    Ok(summary.exit())
+}
+
+fn check_library(findings: &mut Findings) -> Option<Arc<Library>> {
+    match load() {
+        Ok(library) => {
+            let version = library.version().unwrap_or("which does not tell its version");
+            findings.add(Finding::good("library", format!("{} ({version})", library.name())));
+            findings.add(Driver::read(std::path::Path::new("/")).judge(&library));
+            Some(library)
+        }
+        Err(failure) => {
+            let remedy = "install habanalabs-thunk, or set HL_THUNK_LIBRARY to its file; to try the software Gaudi \
+                          add --soft";
+            findings.add(Finding::bad("library", failure.what, remedy));
+            findings.add(Driver::read(std::path::Path::new("/")).alone());
+            None
+        }
+    }
+}
+
+fn check_cards(findings: &mut Findings) -> Vec<DeviceInfo> {
+    let cards = match runtime().discover() {
+        Ok(cards) => cards,
+        Err(error) => {
+            let mut failure = Failure::from(error);
+            if failure.remedy.contains("doctor") {
+                failure.remedy =
+                    String::from("look at hl-smi, and at the finding on the pair above");
+            }
+            findings.add(Finding::failed("cards", &failure));
+            return Vec::new();
+        }
+    };
+    let nodes: Vec<u32> = cards.iter().map(|card| card.node).collect();
+    let owners = runtime().owners(&nodes);
+    let free = owners.iter().filter(|owners| owners.found.is_empty()).count();
+    let rows: Vec<Value> = cards
+        .iter()
+        .zip(&owners)
+        .map(|(card, owners)| {
+            let held_by: Vec<&str> = owners.found.iter().map(|owner| &*owner.command).collect();
+            json!({"card": card.to_string(), "name": card.card_name, "held_by": held_by})
+        })
+        .collect();
+    let notes = runtime().take_notes();
+    let mut found = format!("{}: {} cards, {free} of them free", cards[0].generation, cards.len());
+    for (card, owners) in cards.iter().zip(&owners).filter(|(_, owners)| !owners.found.is_empty()) {
+        found = format!("{found}; {card}: {owners}");
+    }
+    let data = json!({"cards": rows, "notes": notes});
+    let finding = if free == 0 {
+        Finding::warning("cards", found, "a card has one owner at a time: wait for one, or end it")
+    } else if let [first, ..] = &*notes {
+        Finding::warning("cards", format!("{found}; {first}"), "correct GAUDI_MAPPING_TABLE")
+    } else {
+        Finding::good("cards", found)
+    };
+    findings.add(finding.with(data));
+    cards
+}
+
+fn check_ucx(context: &Context, options: &Options, findings: &mut Findings) {
+    let plugins = match context.prefix.plugins() {
+        Ok(plugins) => plugins,
+        Err(failure) => return findings.add(Finding::failed("plugin", &failure)),
+    };
+    ucx::check(&options.ucx, &plugins).into_iter().for_each(|finding| findings.add(finding));
+}
+
+fn copy_on_a_card(options: &Options, cards: &[DeviceInfo]) -> Vec<Finding> {
+    if options.no_card {
+        return vec![Finding::skipped("copy", "not tried: --no-card")];
+    }
+    if cards.is_empty() {
+        return vec![Finding::skipped("copy", "not tried: there is no card")];
+    }
+    probe::in_child(&Probe::Card { card: options.card.clone() }, &[]).unwrap_or_else(|failed| {
+        let remedy = "look at the kernel log (dmesg), then try `ucx-gaudi check-card`";
+        vec![Finding::bad("copy", failed.how, remedy)]
+    })
+}
+
+/// Writes the report with everything that names a user or a machine replaced.
+fn write_bundle(path: &std::path::Path, report: &Value) -> Result<(), Failure> {
+    let text = serde_json::to_string_pretty(report).expect("representable in JSON");
+    let text = without_names(&text, &private_names());
+    std::fs::write(path, text + "\n").map_err(|error| {
+        Failure::unable(
+            format!("cannot write {}: {error}", path.display()),
+            "name a file in a folder that you may write to",
+        )
+    })?;
+    note(&format!("wrote {}; look into it before you send it", path.display()));
+    Ok(())
+}
+
+/// What is replaced, and by what.
+fn private_names() -> Vec<(String, &'static str)> {
+    let mut names = Vec::new();
+    let mut add = |name: Option<String>, by| {
+        // A name of one or two letters is part of every word.
+        names.extend(name.filter(|name| name.len() > 2 && name != "root").map(|name| (name, by)));
+    };
+    let var = |name: &str| std::env::var(name).ok();
+    add(var("HOME").filter(|home| home != "/"), "<home>");
+    let uname = rustix::system::uname();
+    add(Some(uname.nodename().to_string_lossy().into_owned()), "<host>");
+    add(var("USER").or_else(|| var("LOGNAME")), "<user>");
+    names
+}
+
+fn without_names(text: &str, names: &[(String, &'static str)]) -> String {
+    names.iter().fold(text.to_owned(), |text, (name, by)| text.replace(name.as_str(), by))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_replaced_everywhere() {
+        let names = [("/home/ada".to_owned(), "<home>"), ("ada".to_owned(), "<user>")];
+        let text = without_names("/home/ada/ucx, /scratch/ada/lib", &names);
+        assert_eq!(text, "<home>/ucx, /scratch/<user>/lib");
+    }
+}

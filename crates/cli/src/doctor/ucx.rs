@@ -1,0 +1,369 @@
+//! Which UCX copies there are, and whether each loads the plugin.
+
+use std::collections::BTreeSet;
+use std::ffi::{CStr, c_char, c_uint, c_void};
+use std::path::{Path, PathBuf};
+
+use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+use super::probe::{NoAnswer, Probe, in_child};
+use crate::report::{Finding, Verdict};
+
+/// The first version that looks for plugins.
+const PLUGINS_SINCE: (u32, u32) = (1, 22);
+
+/// What a UCX says of itself.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(super) struct Loaded {
+    /// Why it could not be loaded.
+    error: Option<String>,
+    version: (u32, u32, u32),
+    /// Where its libucs was loaded from.
+    libucs: Option<PathBuf>,
+    /// Its components, and how many memory domains each has.
+    components: Vec<(String, u32)>,
+}
+
+/// In the child: loads a UCX, and the plugin with it.
+pub(super) fn load(libucp: &Path) -> Loaded {
+    match try_load(libucp) {
+        Ok(loaded) => loaded,
+        Err(error) => Loaded { error: Some(error), ..Loaded::default() },
+    }
+}
+
+fn try_load(libucp: &Path) -> Result<Loaded, String> {
+    let reason = |error: libloading::Error| {
+        use std::error::Error as _;
+        error.source().map_or_else(|| error.to_string(), ToString::to_string)
+    };
+    // SAFETY: runs initialisers of a UCX that the user installed; this process is here for it.
+    let library = unsafe { Library::open(Some(libucp), RTLD_NOW | RTLD_GLOBAL) }.map_err(reason)?;
+    // Stays loaded: the process ends without destructors.
+    let library = std::mem::ManuallyDrop::new(library);
+    type GetVersion = unsafe extern "C" fn(*mut c_uint, *mut c_uint, *mut c_uint);
+    // SAFETY: the signature in ucp.h, the same in all versions.
+    let get_version = unsafe { library.get::<GetVersion>("ucp_get_version") }.map_err(reason)?;
+    let mut version = (0, 0, 0);
+    // SAFETY: three places to write to.
+    unsafe { get_version(&mut version.0, &mut version.1, &mut version.2) };
+    let mut loaded = Loaded { version, libucs: path_of_libucs(&library), ..Loaded::default() };
+    if (version.0, version.1) >= PLUGINS_SINCE {
+        loaded.components = components(&library).map_err(reason)?;
+    }
+    Ok(loaded)
+}
+
+/// The file that a function of libucs is in, as the loader knows it: UCX looks for plugins with its suffix.
+fn path_of_libucs(library: &Library) -> Option<PathBuf> {
+    // SAFETY: only the address is taken.
+    let symbol = unsafe { library.get::<*const c_void>("ucs_status_string") }.ok()?;
+    // SAFETY: plain pointers; all zeroes is a value of it.
+    let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
+    // SAFETY: an address inside a loaded library, and a place for the answer.
+    let found = unsafe { libc::dladdr(symbol.into_raw().cast_const(), &mut info) } != 0;
+    if !found || info.dli_fname.is_null() {
+        return None;
+    }
+    // SAFETY: the loader's own string, terminated.
+    let name = unsafe { CStr::from_ptr(info.dli_fname) };
+    Some(PathBuf::from(name.to_string_lossy().into_owned()))
+}
+
+/// `uct_component_attr_t` as far as it is asked for, and room for what may follow.
+#[repr(C)]
+struct ComponentAttr {
+    field_mask: u64,
+    name: [c_char; 16],
+    md_resource_count: c_uint,
+    room: [u64; 32],
+}
+
+fn components(library: &Library) -> Result<Vec<(String, u32)>, libloading::Error> {
+    type Query = unsafe extern "C" fn(*mut *mut *mut c_void, *mut c_uint) -> i8;
+    type Describe = unsafe extern "C" fn(*mut c_void, *mut ComponentAttr) -> i8;
+    // SAFETY: the signatures in uct.h. A status is an 8-bit number.
+    let (query, describe) = unsafe {
+        (
+            library.get::<Query>("uct_query_components")?,
+            library.get::<Describe>("uct_component_query")?,
+        )
+    };
+    let (mut list, mut count) = (std::ptr::null_mut(), 0);
+    // SAFETY: two places to write to.
+    if unsafe { query(&mut list, &mut count) } != 0 || list.is_null() {
+        return Ok(Vec::new());
+    }
+    let mut found = Vec::new();
+    for at in 0..count as usize {
+        const NAME_AND_COUNT: u64 = 3;
+        let mut attr = ComponentAttr {
+            field_mask: NAME_AND_COUNT,
+            name: [0; 16],
+            md_resource_count: 0,
+            room: [0; 32],
+        };
+        // SAFETY: inside the list, which is as long as UCX said.
+        let component = unsafe { *list.add(at) };
+        // SAFETY: a component of the list, and a structure larger than UCX's.
+        if unsafe { describe(component, &mut attr) } != 0 {
+            continue;
+        }
+        // A name fills its field at most.
+        let name: Vec<u8> =
+            attr.name.iter().map(|&byte| byte as u8).take_while(|&byte| byte != 0).collect();
+        found.push((String::from_utf8_lossy(&name).into_owned(), attr.md_resource_count));
+    }
+    Ok(found)
+}
+
+/// One finding for each UCX found, and one on the whole.
+pub(super) fn check(extra: &[PathBuf], plugins: &Path) -> Vec<Finding> {
+    let copies = find(&folders(extra));
+    if copies.is_empty() {
+        return vec![Finding::bad(
+            "ucx",
+            "no libucp.so found on the loader path and in the usual places",
+            "install UCX 1.22 or later (pip install libucx-cu12), or name its folder with --ucx DIR",
+        )];
+    }
+    let mut findings: Vec<Finding> = copies.iter().map(|copy| check_one(copy, plugins)).collect();
+    let works = findings.iter().any(|finding| finding.verdict == Verdict::Good);
+    for finding in &mut findings {
+        // An old UCX beside a good one does no harm.
+        if works && finding.verdict == Verdict::Bad {
+            finding.verdict = Verdict::Warning;
+        }
+    }
+    findings
+}
+
+fn check_one(libucp: &Path, plugins: &Path) -> Finding {
+    let variables = [
+        ("UCX_PLUGIN_PATH", plugins.as_os_str()),
+        ("UCX_LOG_LEVEL", "warn".as_ref()),
+        ("UCX_WARN_UNUSED_ENV_VARS", "n".as_ref()),
+    ];
+    judge(libucp, in_child(&Probe::Ucx { libucp: libucp.to_owned() }, &variables))
+}
+
+fn judge(libucp: &Path, loaded: Result<Loaded, NoAnswer>) -> Finding {
+    let shown = libucp.display();
+    let loaded = match loaded {
+        Ok(loaded) => loaded,
+        Err(NoAnswer { how }) => {
+            let remedy =
+                "try `ucx-gaudi run -- ucx_info -d` with this UCX, and report what it prints";
+            return Finding::bad("ucx", format!("{shown}: {how}"), remedy);
+        }
+    };
+    if let Some(error) = &loaded.error {
+        let remedy = "install what is missing, or put its folder on LD_LIBRARY_PATH";
+        return Finding::warning("ucx", format!("{shown} cannot be loaded: {error}"), remedy);
+    }
+    let (major, minor, patch) = loaded.version;
+    let folder = loaded.libucs.as_deref().and_then(Path::parent).map(|folder| folder.join("ucx"));
+    let verbs = folder.as_deref().is_some_and(|folder| {
+        names(folder)
+            .iter()
+            .any(|name| name.starts_with("libuct_ib.") || name.starts_with("libuct_ib-"))
+    });
+    let suffix = loaded.libucs.as_deref().and_then(suffix);
+    let gaudi: Vec<&(String, u32)> =
+        loaded.components.iter().filter(|(name, _)| name.starts_with("gaudi")).collect();
+    let data = json!({
+        "version": format!("{major}.{minor}.{patch}"), "suffix": suffix, "verbs": verbs,
+        "own_modules": folder, "knows_plugins": (major, minor) >= PLUGINS_SINCE,
+        "gaudi_components": gaudi,
+    });
+    let what = format!(
+        "{major}.{minor}.{patch} at {shown}, {}",
+        if verbs { "with InfiniBand" } else { "without InfiniBand" }
+    );
+    let domains: u32 = gaudi.iter().map(|(_, domains)| domains).sum();
+    let finding = if (major, minor) < PLUGINS_SINCE {
+        let why = if (major, minor) == (1, 21) {
+            "does not look for plugins"
+        } else {
+            "does not know Gaudi memory"
+        };
+        Finding::bad(
+            "ucx",
+            format!("{what}: {why}"),
+            "use UCX 1.22 or later, first on LD_LIBRARY_PATH (programs built for older ones run on it)",
+        )
+    } else if gaudi.is_empty() {
+        Finding::bad(
+            "ucx",
+            format!("{what}: does not load the plugin"),
+            format!(
+                "is there a file libuct_gaudi{} in the plugin's folder? UCX_MODULE_LOG_LEVEL=warn shows what it does",
+                suffix.as_deref().unwrap_or(".so.0")
+            ),
+        )
+    } else if domains == 0 {
+        Finding::warning(
+            "ucx",
+            format!("{what}: loads the plugin, which offers no Gaudi"),
+            "see the findings on library and cards; UCX_LOG_LEVEL=info makes the plugin say why",
+        )
+    } else {
+        Finding::good("ucx", format!("{what}: loads the plugin and lists Gaudis"))
+    };
+    finding.with(data)
+}
+
+/// What follows a library's name: `.so.0` of `libucs.so.0`.
+fn suffix(libucs: &Path) -> Option<String> {
+    let name = libucs.file_name()?.to_str()?;
+    name.find(".so").map(|at| name[at..].to_owned())
+}
+
+/// Where a UCX may be.
+fn folders(extra: &[PathBuf]) -> Vec<PathBuf> {
+    let mut folders: Vec<PathBuf> = Vec::new();
+    for folder in extra {
+        folders.extend(["", "lib", "lib64", "libucx/lib"].map(|below| folder.join(below)));
+    }
+    let paths = |name: &str| {
+        let value = std::env::var_os(name).unwrap_or_default();
+        std::env::split_paths(&value).filter(|path| path.is_absolute()).collect::<Vec<_>>()
+    };
+    folders.extend(paths("LD_LIBRARY_PATH"));
+    // A ucx_info on PATH has its libraries beside it.
+    let with_info = paths("PATH").into_iter().filter(|path| path.join("ucx_info").exists());
+    folders.extend(with_info.map(|path| path.join("../lib")));
+    folders.extend(loader_folders());
+    let fixed = ["/lib", "/usr/lib", "/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/local/lib"];
+    folders.extend(fixed.map(PathBuf::from));
+    for product in children(Path::new("/opt")) {
+        folders.extend(["lib", "lib64", "ucx/lib"].map(|below| product.join(below)));
+    }
+    let mut roots = vec![PathBuf::from("/usr"), PathBuf::from("/usr/local")];
+    roots.extend(
+        ["VIRTUAL_ENV", "CONDA_PREFIX"].iter().filter_map(std::env::var_os).map(PathBuf::from),
+    );
+    for root in roots {
+        let pythons = children(&root.join("lib")).into_iter().filter(|path| {
+            path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("python"))
+        });
+        for site in pythons
+            .flat_map(|python| ["site-packages", "dist-packages"].map(|kind| python.join(kind)))
+        {
+            folders.push(site.join("libucx/lib"));
+            let bundled = |path: &PathBuf| path.extension().is_some_and(|kind| kind == "libs");
+            folders.extend(children(&site).into_iter().filter(bundled));
+        }
+    }
+    folders
+}
+
+/// Folders in the loader's configuration.
+fn loader_folders() -> Vec<PathBuf> {
+    let mut files = vec![PathBuf::from("/etc/ld.so.conf")];
+    files.extend(children(Path::new("/etc/ld.so.conf.d")));
+    let texts = files.iter().filter_map(|file| std::fs::read_to_string(file).ok());
+    let lines = texts.flat_map(|text| text.lines().map(str::to_owned).collect::<Vec<_>>());
+    lines.map(|line| PathBuf::from(line.trim())).filter(|path| path.is_absolute()).collect()
+}
+
+fn children(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut paths: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
+    paths.sort();
+    paths
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let name = |path: &PathBuf| Some(path.file_name()?.to_string_lossy().into_owned());
+    children(folder).iter().filter_map(name).collect()
+}
+
+/// The libucp files in these folders, each file once.
+fn find(folders: &[PathBuf]) -> Vec<PathBuf> {
+    let (mut found, mut seen) = (Vec::new(), BTreeSet::new());
+    for folder in folders {
+        for path in children(folder) {
+            let name = path.file_name().map(|name| name.to_string_lossy().into_owned());
+            let is_it = name.as_deref().is_some_and(|name| {
+                (name.starts_with("libucp.so") || name.starts_with("libucp-"))
+                    && name.contains(".so")
+            });
+            if !is_it {
+                continue;
+            }
+            let Ok(real) = path.canonicalize() else { continue };
+            if seen.insert(real.clone()) {
+                found.push(real);
+            }
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn loaded(version: (u32, u32, u32), components: &[(&str, u32)]) -> Loaded {
+        Loaded {
+            version,
+            libucs: Some(PathBuf::from("/x/lib/libucs-14c2.so.0.0.0")),
+            components: components
+                .iter()
+                .map(|(name, count)| ((*name).to_owned(), *count))
+                .collect(),
+            ..Loaded::default()
+        }
+    }
+
+    #[test]
+    fn each_kind_of_ucx_gets_its_own_remedy() {
+        let judge = |loaded| judge(Path::new("/x/lib/libucp.so.0"), loaded);
+        let cases = [
+            (loaded((1, 13, 1), &[]), Verdict::Bad, "does not know Gaudi", "1.22"),
+            (loaded((1, 21, 0), &[]), Verdict::Bad, "does not look for plugins", "1.22"),
+            (
+                loaded((1, 22, 0), &[("self", 1)]),
+                Verdict::Bad,
+                "does not load",
+                "libuct_gaudi.so.0.0.0",
+            ),
+            (
+                loaded((1, 22, 0), &[("gaudi_copy", 0)]),
+                Verdict::Warning,
+                "no Gaudi",
+                "UCX_LOG_LEVEL",
+            ),
+            (loaded((1, 23, 0), &[("gaudi_copy", 1)]), Verdict::Good, "lists Gaudis", ""),
+        ];
+        for (one, verdict, found, remedy) in cases {
+            let finding = judge(Ok(one));
+            assert_eq!(finding.verdict, verdict, "{finding:?}");
+            assert!(finding.found.contains(found), "{finding:?}");
+            assert!(finding.remedy.contains(remedy), "{finding:?}");
+        }
+        let broken =
+            Loaded { error: Some(String::from("libnuma.so.1: not found")), ..Loaded::default() };
+        assert!(judge(Ok(broken)).found.contains("libnuma"));
+        let crashed = judge(Err(NoAnswer { how: String::from("died of signal 11") }));
+        assert_eq!((crashed.verdict, crashed.found.contains("signal 11")), (Verdict::Bad, true));
+    }
+
+    #[test]
+    fn copies_are_found_once_whatever_they_are_called() {
+        let root = std::env::temp_dir().join(format!("cli-ucx-{}", std::process::id()));
+        std::fs::create_dir_all(&root).expect("a folder");
+        for name in
+            ["libucp.so.0.0.0", "libucp-14c218c5.so.0.0.0", "libucpx.so", "libucp.a", "libuct.so"]
+        {
+            std::fs::write(root.join(name), "").expect("a file");
+        }
+        std::os::unix::fs::symlink("libucp.so.0.0.0", root.join("libucp.so.0")).expect("a link");
+        let found = find(&[root.clone(), root.join("."), root.join("none")]);
+        assert_eq!(found.len(), 2, "{found:?}");
+        std::fs::remove_dir_all(root).expect("removed");
+    }
+}

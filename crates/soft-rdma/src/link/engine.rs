@@ -8,7 +8,7 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::time::{Duration, Instant};
 
@@ -74,6 +74,8 @@ pub(crate) struct Engine {
     next: AtomicU64,
     /// Held by whoever handles events.
     turn: Mutex<()>,
+    /// How often a program was refused the turn since it last had it.
+    refused: AtomicU32,
     /// When a program last polled, in microseconds since `epoch`; zero if it stopped.
     polled: AtomicU64,
     epoch: Instant,
@@ -83,7 +85,9 @@ pub(crate) struct Engine {
 }
 
 /// While a program polls at least that often the thread leaves the work to it.
-const POLLING: Duration = Duration::from_micros(200);
+const POLLING: Duration = Duration::from_micros(10);
+/// How long it then stands back before it looks again: at first, and at most.
+const STAND_BACK: [Duration; 2] = [Duration::from_micros(10), Duration::from_micros(320)];
 
 fn listen_unix(node: &Node, config: &Config) -> Result<OwnedFd, Errno> {
     let path = node.socket_path(config.node, node.slot);
@@ -158,6 +162,7 @@ impl Engine {
             timers: Mutex::default(),
             next: AtomicU64::new(FIRST_CONNECTION),
             turn: Mutex::default(),
+            refused: AtomicU32::new(0),
             polled: AtomicU64::new(0),
             epoch: Instant::now(),
             takeover: Condvar::new(),
@@ -169,6 +174,7 @@ impl Engine {
             .name("soft-rdma".to_owned())
             .spawn(move || {
                 block_signals();
+                run_soon();
                 thread.run();
             })
             .map_err(|_| Errno::AGAIN)?;
@@ -176,6 +182,7 @@ impl Engine {
     }
 
     fn run(&self) {
+        let [mut stand_back, most] = STAND_BACK;
         loop {
             let timeout = self.next_timer().map(|when| {
                 let left = when.saturating_duration_since(Instant::now());
@@ -198,10 +205,12 @@ impl Engine {
                 let idle = lock(&self.idle);
                 if self.is_polled() {
                     // The program does it. Two who do the same slow each other down.
-                    drop(self.takeover.wait_timeout(idle, POLLING));
+                    drop(self.takeover.wait_timeout(idle, stand_back));
+                    stand_back = most.min(stand_back * 2);
                     continue;
                 }
             }
+            stand_back = STAND_BACK[0];
             let _turn = lock(&self.turn);
             self.handle(&events);
         }
@@ -226,9 +235,15 @@ impl Engine {
     pub(crate) fn progress(&self) {
         self.polled.store(self.epoch.elapsed().as_micros() as u64 | 1, Ordering::Relaxed);
         let Ok(_turn) = self.turn.try_lock() else {
-            std::thread::yield_now();
+            // Only a thread that sleeps surely leaves its processor to the one that has the turn.
+            if self.refused.fetch_add(1, Ordering::Relaxed) % 16 == 15 {
+                std::thread::sleep(Duration::from_micros(1));
+            } else {
+                std::thread::yield_now();
+            }
             return;
         };
+        self.refused.store(0, Ordering::Relaxed);
         let mut events = Vec::with_capacity(16);
         let none = Timespec { tv_sec: 0, tv_nsec: 0 };
         if epoll::wait(&*self.epoll, rustix::buffer::spare_capacity(&mut events), Some(&none))
@@ -416,6 +431,37 @@ fn block_signals() {
         libc::sigfillset(&raw mut all);
         libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, core::ptr::null_mut());
     }
+}
+
+/// Asks the scheduler for short turns that come soon: programs that wait for a write spin on memory,
+/// and would otherwise keep the processor for milliseconds. Where that is refused all works, later.
+fn run_soon() {
+    let attributes = SchedulerAttributes {
+        size: size_of::<SchedulerAttributes>() as u32,
+        // SAFETY: asks about this thread.
+        nice: unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) },
+        runtime: 100_000,
+        ..Default::default()
+    };
+    // SAFETY: a structure of its own size; only this thread is concerned.
+    unsafe {
+        libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0);
+        libc::prctl(libc::PR_SET_TIMERSLACK, 1000);
+    }
+}
+
+/// `struct sched_attr`, as far as kernels have known it from the beginning.
+#[repr(C)]
+#[derive(Default)]
+struct SchedulerAttributes {
+    size: u32,
+    policy: u32,
+    flags: u64,
+    nice: i32,
+    priority: u32,
+    runtime: u64,
+    deadline: u64,
+    period: u64,
 }
 
 impl std::fmt::Debug for Engine {

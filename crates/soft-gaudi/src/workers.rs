@@ -4,7 +4,7 @@
 //! process, not to a card, and are as many as there are processors, two to eight.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
@@ -14,6 +14,8 @@ use crate::context::Context;
 struct Pool {
     state: Mutex<PoolState>,
     work: Condvar,
+    /// Set with the first task, for the worker that polls instead of sleeping.
+    has_tasks: AtomicBool,
 }
 
 #[derive(Default)]
@@ -26,7 +28,13 @@ struct PoolState {
     threads: usize,
     /// Workers that sleep until they are woken.
     idle: usize,
+    /// One worker polls [`Pool::has_tasks`] and needs no waking.
+    polling: bool,
 }
+
+/// How long a worker polls for the next task before it sleeps. A card's queue needs no waking: without this a copy that
+/// follows another would wait for a futex.
+const POLL: Duration = Duration::from_micros(50);
 
 /// The most a worker does for one queue while others wait for it.
 const TURN_BYTES: u64 = 16 << 20;
@@ -77,7 +85,11 @@ pub(crate) fn enqueue(context: Arc<Context>, queue: u32) {
     let pool = pool();
     let mut state = pool.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     state.tasks.push_back((context, queue));
-    wake_or_start(pool, &mut state, max_threads());
+    pool.has_tasks.store(true, Ordering::Release);
+    // The worker that polls takes the first; each further one needs another worker.
+    if !state.polling || state.tasks.len() > 1 {
+        wake_or_start(pool, &mut state, max_threads());
+    }
     if state.threads == 0
         && let Some((context, queue)) = state.tasks.pop_back()
     {
@@ -173,6 +185,7 @@ fn block_signals() -> libc::sigset_t {
 fn work(pool: &'static Pool) {
     let lock = || pool.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     let mut state = lock();
+    let mut last_work = Instant::now();
     loop {
         let next = promote_due(&mut state);
         if let Some((context, queue)) = state.tasks.pop_front() {
@@ -182,7 +195,19 @@ fn work(pool: &'static Pool) {
             context.run(queue, &mut budget);
             context.run_ready(&mut budget);
             drop(context);
+            last_work = Instant::now();
             state = lock();
+            continue;
+        }
+        pool.has_tasks.store(false, Ordering::Relaxed);
+        if last_work.elapsed() < POLL && !state.polling {
+            state.polling = true;
+            drop(state);
+            while !pool.has_tasks.load(Ordering::Acquire) && last_work.elapsed() < POLL {
+                std::thread::yield_now();
+            }
+            state = lock();
+            state.polling = false;
             continue;
         }
         let (timeout, busy) = contexts_in_flight(&mut state);

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use comfy_table::{CellAlignment, Table, presets};
-use e2e::{Device, Listing, Perftest, Row, Ucx, Workbench};
+use e2e::{Device, KIND, Listing, Perftest, Row, Ucx, Workbench};
 
 use crate::dist::{self, Profile};
 use crate::progress::Work;
@@ -23,7 +23,13 @@ pub(crate) fn run(repo: &Repo) -> Result<()> {
     heading("What stock UCX sees (ucx_info -d)");
     println!("UCX:    stock 1.22.0, from {}", repo.shown(&Ucx::V1_22.root(bench.layout())));
     println!("plugin: {}", repo.shown(&bench.layout().plugins()));
-    println!("device: {}\n", device.title());
+    println!("device: {}", device.title());
+    if matches!(device, Device::Software(_)) {
+        println!(
+            "        SOFT_GAUDI_KIND={KIND}: it imports dma-bufs, as an upstream driver does not"
+        );
+    }
+    println!();
     println!("{}", listing(&bench, &device)?);
 
     heading("Verified transfers between two processes (ucp-check pair)");

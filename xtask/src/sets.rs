@@ -159,8 +159,8 @@ pub(crate) const MACHINES: &[Machine] = &[
         tests: "package(=gaudi) | package(=uct-gaudi) | package(=e2e)",
     },
     Machine {
-        about: "no dma-buf import, as in upstream Linux",
-        variables: &[("SOFT_GAUDI_IMPORT", "no")],
+        about: "dma-buf import, as with Habana's own driver",
+        variables: &[("SOFT_GAUDI_KIND", "import")],
         tests: "package(=e2e) & not binary_id(=e2e::ipc)",
     },
 ];

@@ -4,7 +4,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::PathBuf;
 
 use anyhow::{Result, bail};
-use e2e::{Layout, Ucx};
+use e2e::{KIND, Layout, Ucx};
 
 use crate::dist;
 use crate::repo::Repo;
@@ -68,6 +68,8 @@ fn exports(layout: &Layout, soft: bool, ucx: Ucx) -> Result<String> {
     lines.extend(staging);
     if soft {
         lines.push(format!("export SOFT_GAUDI_NODE={}", quote(&node(layout))));
+        // So that gaudi_ipc can be tried; an upstream driver cannot import.
+        lines.push(format!("export SOFT_GAUDI_KIND=\"${{SOFT_GAUDI_KIND-{KIND}}}\""));
     }
     lines.push(String::new());
     Ok(lines.join("\n"))

@@ -162,7 +162,7 @@ fn edma_is_tried_only_when_a_reset_is_permitted() {
     let report = ran.json();
     assert_ne!(finding(&report, "edma")["found"], "", "{report:#}");
     let mut command = tool.command("check-card --soft=1 --json --may-reset");
-    command.env("SOFT_GAUDI_EDMA_FETCH", "host");
+    command.env("SOFT_GAUDI_KIND", "edma-fetch");
     let report = Ran::of(&command.output().expect("runs")).json();
     assert_eq!(finding(&report, "edma")["data"]["fetches_host"], true, "{report:#}");
 }

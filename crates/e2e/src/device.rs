@@ -27,6 +27,9 @@ pub enum Device {
     },
 }
 
+/// `SOFT_GAUDI_KIND` of the demo, the benches and `cargo xtask env`.
+pub const KIND: &str = "import,unpinned";
+
 /// A machine in software: its name keeps it apart from all others, its settings are variables.
 #[derive(Debug)]
 pub struct SoftNode {
@@ -40,6 +43,11 @@ impl SoftNode {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let serial = NEXT.fetch_add(1, Ordering::Relaxed);
         Self { name: format!("e2e-{}-{serial}", std::process::id()), settings: Vec::new() }
+    }
+
+    /// A node as quick as it can be, with dma-buf import: kinder than a card with an upstream driver.
+    pub fn kind() -> Self {
+        Self::unique().with("SOFT_GAUDI_KIND", KIND)
     }
 
     /// Adds a setting of the software Gaudi, for example `SOFT_GAUDI_DEVICES`.
@@ -107,9 +115,9 @@ impl Device {
         Self::Software(SoftNode::unique())
     }
 
-    /// The machine's own card if it has one and its driver library, else a software one.
+    /// The machine's own card if it has one and its driver library, else a software one for the demo and benches.
     pub fn hardware_or_software() -> Self {
-        Self::hardware(Path::new("/")).unwrap_or_else(Self::software)
+        Self::hardware(Path::new("/")).unwrap_or_else(|| Self::Software(SoftNode::kind()))
     }
 
     /// The card of the machine whose file system is at `root`, if it has one and its driver library.

@@ -24,7 +24,7 @@ mod protocols;
 mod tool;
 
 pub use client::Row;
-pub use device::{Device, SoftNode};
+pub use device::{Device, KIND, SoftNode};
 pub use layout::{Layout, Ucx};
 pub use listing::Listing;
 pub use perftest::{Figures, Pair, Perftest};

@@ -6,9 +6,10 @@ use std::time::Duration;
 use e2e::{Device, Perftest, ProtocolLogs, Protocols, SoftNode, Tool, Ucx, Workbench};
 use gaudi::stats;
 
-/// A machine with this many cards.
+/// A machine with this many cards, whose driver imports dma-bufs.
 fn cards(count: u32) -> SoftNode {
-    SoftNode::unique().with("SOFT_GAUDI_DEVICES", &count.to_string())
+    let count = count.to_string();
+    SoftNode::unique().with("SOFT_GAUDI_DEVICES", &count).with("SOFT_GAUDI_KIND", "import")
 }
 
 fn client(ucx: Ucx, device: &Device, arguments: &str) -> Tool {
@@ -195,7 +196,7 @@ fn staged(device: &Device, variables: &str) -> ProtocolLogs {
 
 #[test]
 fn without_import_in_the_driver_ipc_is_not_used_and_the_log_says_why() {
-    let device = Device::Software(cards(2).with("SOFT_GAUDI_IMPORT", "no"));
+    let device = Device::Software(cards(2).with("SOFT_GAUDI_KIND", ""));
     let logs = staged(&device, "");
     assert!(!protocols(&logs).name_transport("gaudi_ipc"));
     assert_say(&logs, "the driver has no dma-buf import");
@@ -204,7 +205,7 @@ fn without_import_in_the_driver_ipc_is_not_used_and_the_log_says_why() {
 /// The card is known when the endpoint is made: then the lane is not even built.
 #[test]
 fn without_import_in_the_driver_a_peer_is_not_reachable_by_ipc() {
-    let device = Device::Software(cards(2).with("SOFT_GAUDI_IMPORT", "no"));
+    let device = Device::Software(cards(2).with("SOFT_GAUDI_KIND", ""));
     let logs = logs();
     let pair = Perftest::new(&Workbench::from_env(), "tag_bw", 1 << 20)
         .iterations(50, 5)
@@ -225,7 +226,7 @@ fn import_in_one_process_only_is_staged_and_both_say_why() {
         for rank in [0, 1] {
             let (device, logs) = (Device::Software(cards(2)), logs());
             let arguments = "pair --plain --sizes 0,1,4K,1M+3 --env UCX_LOG_LEVEL=info";
-            let variable = format!("--env {rank}:SOFT_GAUDI_IMPORT=no");
+            let variable = format!("--env {rank}:SOFT_GAUDI_KIND=");
             logs.of(client(ucx, &device, &format!("{arguments} {variable}"))).run().ok();
             let each = logs.each().expect("the logs are there");
             assert_eq!(each.len(), 2, "both processes choose protocols");

@@ -10,7 +10,9 @@ const SIZE: usize = 1 << 20;
 
 /// What UCP does for a large put or get between these memories, every byte verified.
 fn chosen(ucx: Ucx, words: &str, operation: &str, pipelined: &str) -> Choice {
-    let device = Device::Software(SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2"));
+    let device = Device::Software(
+        SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2").with("SOFT_GAUDI_KIND", "import"),
+    );
     let logs = ProtocolLogs::in_folder(&std::env::temp_dir()).expect("a folder");
     let words = format!("pair --plain --sizes 1M {words}");
     let tool = Workbench::from_env().client(ucx, &device, &words);

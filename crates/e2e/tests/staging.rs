@@ -8,7 +8,7 @@ const PIPELINED_RMA: (&str, &str) = ("UCX_RMA_PPLN_ENABLE", "y");
 
 /// All operations between all memories, every byte verified.
 fn moved(ucx: Ucx, variables: &[(&str, &str)]) -> Protocols {
-    let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2").with("SOFT_GAUDI_IMPORT", "no");
+    let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2");
     let device = Device::Software(node);
     let logs = ProtocolLogs::in_folder(&std::env::temp_dir()).expect("a folder");
     let words = "pair --plain --sizes 1,4097,65536,2M+13";

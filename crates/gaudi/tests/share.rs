@@ -213,7 +213,7 @@ mod ipc {
         peer.request_ok("card 1");
         let key = RemoteKey::parse(&peer.share(1, 5000, 1)).unwrap();
         // SAFETY: no other thread of this process reads the environment.
-        unsafe { std::env::set_var("SOFT_GAUDI_IMPORT", "no") };
+        unsafe { std::env::set_var("SOFT_GAUDI_KIND", "") };
         let mut old = Peer::start(Set::default());
         old.request_ok("card 0");
         let refused = old.request(&format!("open 1 {}", hex(&peer.share(2, 5000, 1))));

@@ -10,6 +10,8 @@ use crate::asic::Profile;
 use crate::card_memory::CardMemory;
 use crate::dmabuf;
 use crate::dram::{Pages, Segment};
+use crate::pinning::HostMemory;
+use crate::ring::{Pin, PinId};
 use crate::va::{Align, FreeRange, Hint};
 
 /// Pages of the host.
@@ -23,6 +25,8 @@ pub(crate) struct HostRange {
     pub(crate) ptr: *mut u8,
     /// Contiguous bytes from there.
     pub(crate) len: u64,
+    /// The pages that were at this address when it was mapped for the card.
+    pub(crate) pin: Option<PinId>,
 }
 
 #[derive(Debug)]
@@ -35,7 +39,7 @@ struct Allocation {
 #[derive(Debug)]
 enum Backing {
     /// Pages of the process that opened the card.
-    Host { huge: bool },
+    Host { huge: bool, pins: Vec<Pin> },
     /// An allocation, with the dma-bufs made of this mapping.
     Device { handle: u64, segments: Vec<Segment>, exports: Vec<PathBuf> },
     /// A command buffer of the driver; not the user's to unmap.
@@ -176,17 +180,16 @@ impl AddressSpace {
     pub(crate) fn map_host(
         &mut self,
         ptr: u64,
-        size: u64,
-        huge: bool,
+        memory: HostMemory,
         hint: Hint,
     ) -> Result<u64, Errno> {
         let in_page = ptr % HOST_PAGE;
         if hint.force && hint.addr != 0 && in_page != 0 {
             return Err(Errno::INVAL);
         }
+        let HostMemory { huge, pieces, pins } = memory;
         let start = ptr - in_page;
-        let end = ptr.checked_add(size).and_then(|e| e.checked_next_multiple_of(HOST_PAGE));
-        let len = end.ok_or(Errno::INVAL)? - start;
+        let len = pieces.iter().map(|(_, len)| len).sum();
         let huge = huge && self.huge_va.is_some();
         let align = if huge || start.is_multiple_of(HUGE_PAGE) { HUGE_PAGE } else { HOST_PAGE };
         let range = match &mut self.huge_va {
@@ -195,9 +198,8 @@ impl AddressSpace {
         };
         let block = range.allocate(len, Align::Power(align), hint).ok_or(Errno::NOMEM)?;
         let va = block + in_page;
-        let pieces = vec![(start as usize, len)];
-        self.mappings
-            .insert(block, Mapping { va, size: len, pieces, backing: Backing::Host { huge } });
+        let backing = Backing::Host { huge, pins };
+        self.mappings.insert(block, Mapping { va, size: len, pieces, backing });
         Ok(va)
     }
 
@@ -247,7 +249,7 @@ impl AddressSpace {
                     allocation.mapped -= 1;
                 }
             }
-            Backing::Host { huge } => match &mut self.huge_va {
+            Backing::Host { huge, .. } => match &mut self.huge_va {
                 Some(range) if huge => range.release(start, mapping.size),
                 _ => self.host_va.release(start, mapping.size),
             },
@@ -315,12 +317,14 @@ impl AddressSpace {
         if let Some((&start, mapping)) = self.mappings.range(..=addr).next_back() {
             let mut into = addr - start;
             if into < mapping.size {
-                for &(ptr, len) in &mapping.pieces {
+                for (piece, &(ptr, len)) in mapping.pieces.iter().enumerate() {
                     if into < len {
-                        return Some(HostRange {
-                            ptr: (ptr as u64 + into) as *mut u8,
-                            len: len - into,
-                        });
+                        let pin = match &mapping.backing {
+                            Backing::Host { pins, .. } => pins.get(piece).map(Pin::id),
+                            _ => None,
+                        };
+                        let ptr = (ptr as u64 + into) as *mut u8;
+                        return Some(HostRange { ptr, len: len - into, pin });
                     }
                     into -= len;
                 }
@@ -331,12 +335,12 @@ impl AddressSpace {
             addr.checked_sub(base).filter(|into| *into < size).map(|into| (into, size - into))
         };
         if let Some((into, len)) = within(profile.sram_base, profile.sram_size) {
-            return Some(HostRange { ptr: self.memory.sram(into), len });
+            return Some(HostRange { ptr: self.memory.sram(into), len, pin: None });
         }
         if !profile.dram_mmu
             && let Some((into, len)) = within(profile.dram_base, self.dram_size)
         {
-            return Some(HostRange { ptr: self.memory.dram(into), len });
+            return Some(HostRange { ptr: self.memory.dram(into), len, pin: None });
         }
         None
     }

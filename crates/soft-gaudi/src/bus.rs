@@ -4,17 +4,21 @@ use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard};
 
+use crate::address_space::HostRange;
 use crate::asic::Generation;
 use crate::context::Context;
 use crate::engine::INLINE_BYTES;
 use crate::faults::Action;
-use crate::guarded;
+use crate::guarded::{self, BadAddress};
 use crate::packet::LinDma;
 use crate::processor::{Bus, Fault};
 use crate::registers::{Registers, WriteEffects};
+use crate::ring::Other;
 use crate::sync_manager::Effect;
 use crate::workers;
 
+/// Most bytes copied through a buffer at once.
+const BOUNCE: usize = 64 << 10;
 /// Monitors that trigger each other without end are an error.
 const MAX_EFFECTS: u32 = 1 << 16;
 
@@ -32,18 +36,49 @@ impl QueueBus<'_> {
             let at = addr.checked_add(done as u64).ok_or(Fault::Page { addr })?;
             let range = self.context.space().translate(at).ok_or(Fault::Page { addr: at })?;
             let part = range.len.min((len - done) as u64) as usize;
-            // SAFETY: `range` is memory the program mapped for the device, `ptr` the caller's
-            // buffer of `len` bytes; a vanished mapping comes back as an error.
-            let moved = unsafe {
-                let here = ptr.add(done);
-                if write {
-                    guarded::copy(range.ptr, here, part)
-                } else {
-                    guarded::copy(here, range.ptr, part)
-                }
-            };
+            let here = HostRange { ptr: ptr.wrapping_add(done), len: part as u64, pin: None };
+            let moved =
+                if write { self.copy(&range, &here, part) } else { self.copy(&here, &range, part) };
             moved.map_err(|_| Fault::Page { addr: at })?;
             done += part;
+        }
+        Ok(())
+    }
+
+    /// Copies between two ranges of memory, each mapped for the device or a buffer of the caller.
+    fn copy(&self, to: &HostRange, from: &HostRange, len: usize) -> Result<(), BadAddress> {
+        let other = |range: &HostRange| match self.context.memory.file_range(range.ptr) {
+            Some((file, offset)) => Other::File(file, offset),
+            None => Other::Memory(range.ptr),
+        };
+        match (to.pin, from.pin) {
+            // SAFETY: a vanished mapping comes back as an error.
+            (None, None) => unsafe { guarded::copy(to.ptr, from.ptr, len) },
+            (Some(pin), None) => pin.copy(to.ptr as u64, other(from), len, true),
+            (None, Some(pin)) => pin.copy(from.ptr as u64, other(to), len, false),
+            (Some(to_pin), Some(from_pin)) => {
+                let mut buffer = vec![0u8; len.min(BOUNCE)];
+                let memory = Other::Memory(buffer.as_mut_ptr());
+                for at in (0..len).step_by(BOUNCE) {
+                    let part = (len - at).min(BOUNCE);
+                    from_pin.copy(from.ptr as u64 + at as u64, memory, part, false)?;
+                    to_pin.copy(to.ptr as u64 + at as u64, memory, part, true)?;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Fills memory that is mapped for the device with eight bytes, over and over.
+    fn fill(&self, to: &HostRange, pattern: u64, len: usize) -> Result<(), BadAddress> {
+        let Some(pin) = to.pin else {
+            // SAFETY: a vanished mapping comes back as an error.
+            return unsafe { guarded::fill(to.ptr, pattern, len) };
+        };
+        let mut buffer = vec![pattern; len.min(BOUNCE).div_ceil(8)];
+        for at in (0..len).step_by(BOUNCE) {
+            let memory = Other::Memory(buffer.as_mut_ptr().cast());
+            pin.copy(to.ptr as u64 + at as u64, memory, (len - at).min(BOUNCE), true)?;
         }
         Ok(())
     }
@@ -82,10 +117,10 @@ impl QueueBus<'_> {
     /// Copies through a buffer, reversing the bytes of each unit.
     fn swap(&self, dma: &LinDma, done: u64, len: u64) -> Result<(), Fault> {
         let unit = 1usize << dma.swap;
-        let mut bounce = vec![0u8; len.min(64 << 10) as usize];
+        let mut bounce = vec![0u8; len.min(BOUNCE as u64) as usize];
         let mut at = 0;
         while at < len {
-            let part = &mut bounce[..(len - at).min(64 << 10) as usize];
+            let part = &mut bounce[..(len - at).min(BOUNCE as u64) as usize];
             self.transfer(dma.src.wrapping_add(done + at), part.as_mut_ptr(), part.len(), false)?;
             part.chunks_exact_mut(unit).for_each(<[u8]>::reverse);
             self.transfer(dma.dst.wrapping_add(done + at), part.as_mut_ptr(), part.len(), true)?;
@@ -106,7 +141,7 @@ impl QueueBus<'_> {
 impl Bus for QueueBus<'_> {
     fn read(&self, addr: u64, into: &mut [u8]) -> Result<(), Fault> {
         let context = self.context;
-        if !context.node.config.edma_fetches_host
+        if !context.node.config.kind.edma_fetch
             && context.profile.edma_engine(self.queue).is_some()
             && context.profile.is_host(addr)
         {
@@ -151,16 +186,11 @@ impl Bus for QueueBus<'_> {
             let moved = match from {
                 Some(from) => {
                     part = part.min(from.len);
-                    // SAFETY: both are memory the program mapped for the device; a vanished
-                    // mapping comes back as an error.
-                    unsafe { guarded::copy(to.ptr, from.ptr, part as usize) }
-                        .map_err(|_| Fault::Page { addr: src })
+                    self.copy(&to, &from, part as usize).map_err(|_| Fault::Page { addr: src })
                 }
                 None => {
                     let pattern = fill_pattern(dma, self.context.profile.dram_mmu, at);
-                    // SAFETY: as above.
-                    unsafe { guarded::fill(to.ptr, pattern, part as usize) }
-                        .map_err(|_| Fault::Page { addr: dst })
+                    self.fill(&to, pattern, part as usize).map_err(|_| Fault::Page { addr: dst })
                 }
             };
             moved?;

@@ -5,7 +5,7 @@
 //! that a full tmpfs cannot provide, answers with a fault that [`crate::guarded`] turns into an
 //! error.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Mutex;
 
 use rustix::fs::FallocateFlags;
@@ -56,6 +56,7 @@ fn map(file: OwnedFd, dram_size: u64) -> Result<CardMemory, Errno> {
     }?;
     // SAFETY: the range was just mapped; leaving it out of core dumps changes nothing else.
     unsafe { libc::madvise(base, len as usize, libc::MADV_DONTDUMP) };
+    crate::ring::serve_at_once(&file);
     Ok(CardMemory { file, base: base as usize, len })
 }
 
@@ -101,6 +102,12 @@ impl CardMemory {
     pub(crate) fn sram(&self, offset: u64) -> *mut u8 {
         debug_assert!(offset < SRAM_BYTES);
         (self.base as u64 + offset) as *mut u8
+    }
+
+    /// Which part of the file is mapped at this address, if any.
+    pub(crate) fn file_range(&self, ptr: *mut u8) -> Option<(BorrowedFd<'_>, u64)> {
+        let offset = (ptr as usize).checked_sub(self.base)? as u64;
+        (offset < self.len).then_some((self.file.as_fd(), offset))
     }
 
     /// Offset in the file of a DRAM byte.

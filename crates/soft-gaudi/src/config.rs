@@ -31,11 +31,8 @@ pub struct Config {
     pub dram_size: u64,
     /// Until a stuck submission resets the device: `SOFT_GAUDI_CS_TIMEOUT` (milliseconds).
     pub cs_timeout: Duration,
-    /// Whether dma-bufs can be imported: `SOFT_GAUDI_IMPORT`.
-    pub import: bool,
-    /// Whether Gaudi2's PDMA streams 0 to 5 are all the user's, as they were before Linux 6.1,
-    /// rather than 0, 1 and 4: `SOFT_GAUDI_PDMA=all|user`.
-    pub all_pdma_streams: bool,
+    /// Where it is kinder than a card: `SOFT_GAUDI_KIND`.
+    pub kind: Kind,
     /// How long a queue that was idle takes before it begins: `SOFT_GAUDI_LATENCY` (microseconds).
     /// Zero is as quick as can be, in the submitting thread if the work is small.
     pub latency: Duration,
@@ -43,13 +40,55 @@ pub struct Config {
     pub faults: bool,
     /// How long a close takes, while opens give `EAGAIN`: `SOFT_GAUDI_CLOSE_TIME` (milliseconds).
     pub close_time: Duration,
-    /// Whether the EDMA engines of a Gaudi2 can fetch command buffers from host memory, as they cannot on a
-    /// card: `SOFT_GAUDI_EDMA_FETCH=host|device`.
-    pub edma_fetches_host: bool,
     /// After which time a process that holds a card that was reset is killed, as by the driver:
     /// `SOFT_GAUDI_RESET_KILL` (milliseconds, or `no`). With faults on demand not by default.
     pub reset_kill: Option<Duration>,
 }
+
+/// What a card or its driver would not do; off unless named.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Kind {
+    /// `edma-fetch`: the EDMA engines of a Gaudi2 can fetch command buffers from host memory.
+    pub edma_fetch: bool,
+    /// `import`: dma-bufs can be imported, as with Habana's own driver but no upstream kernel.
+    pub import: bool,
+    /// `pdma-streams`: Gaudi2's PDMA streams 0 to 5 are all the user's, as before Linux 6.1, rather than 0, 1 and 4.
+    pub pdma_streams: bool,
+    /// `unpinned`: copies find host pages by their address when they run.
+    pub unpinned: bool,
+    /// `instant-close`: the card can be opened again as soon as it was closed.
+    pub instant_close: bool,
+}
+
+impl Kind {
+    fn parse(list: &str) -> Result<Self, String> {
+        let mut kind = Self::default();
+        for name in list.split(',').map(str::trim).filter(|name| !name.is_empty()) {
+            let field = match name {
+                "edma-fetch" => &mut kind.edma_fetch,
+                "import" => &mut kind.import,
+                "pdma-streams" => &mut kind.pdma_streams,
+                "unpinned" => &mut kind.unpinned,
+                "instant-close" => &mut kind.instant_close,
+                other => {
+                    return Err(format!(
+                        "SOFT_GAUDI_KIND={list}: '{other}' is none of edma-fetch, import, instant-close, \
+                         pdma-streams, unpinned"
+                    ));
+                }
+            };
+            *field = true;
+        }
+        Ok(kind)
+    }
+}
+
+/// Variables of earlier versions: a program that sets one would get another card than it expects.
+const REPLACED: [(&str, &str); 3] = [
+    ("SOFT_GAUDI_EDMA_FETCH", "edma-fetch"),
+    ("SOFT_GAUDI_IMPORT", "import"),
+    ("SOFT_GAUDI_PDMA", "pdma-streams"),
+];
 
 /// The configuration of this process; `None` after complaining when a variable is malformed.
 pub fn config() -> Option<&'static Config> {
@@ -121,16 +160,10 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
             .map(Duration::from_millis)
             .ok_or_else(|| format!("SOFT_GAUDI_CS_TIMEOUT={text}: want milliseconds above 0"))?,
     };
-    let import = match var("SOFT_GAUDI_IMPORT").as_deref() {
-        None | Some("yes") => true,
-        Some("no") => false,
-        Some(other) => return Err(format!("SOFT_GAUDI_IMPORT={other}: want yes or no")),
-    };
-    let all_pdma_streams = match var("SOFT_GAUDI_PDMA").as_deref() {
-        None | Some("user") => false,
-        Some("all") => true,
-        Some(other) => return Err(format!("SOFT_GAUDI_PDMA={other}: want user or all")),
-    };
+    if let Some((name, word)) = REPLACED.iter().find(|(name, _)| var(name).is_some()) {
+        return Err(format!("{name} is no longer a variable; SOFT_GAUDI_KIND={word} turns it on"));
+    }
+    let kind = Kind::parse(&var("SOFT_GAUDI_KIND").unwrap_or_default())?;
     let latency = match var("SOFT_GAUDI_LATENCY") {
         None => Duration::ZERO,
         Some(text) => text
@@ -148,18 +181,12 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
         Some(other) => return Err(format!("SOFT_GAUDI_FAULTS={other}: want yes or no")),
     };
     let close_time = match var("SOFT_GAUDI_CLOSE_TIME") {
-        None => Duration::ZERO,
+        None if kind.instant_close => Duration::ZERO,
+        None => Duration::from_millis(10),
         Some(text) => text
             .parse()
             .map(Duration::from_millis)
             .map_err(|_| format!("SOFT_GAUDI_CLOSE_TIME={text}: want a number of milliseconds"))?,
-    };
-    let edma_fetches_host = match var("SOFT_GAUDI_EDMA_FETCH").as_deref() {
-        None | Some("device") => false,
-        Some("host") => true,
-        Some(other) => {
-            return Err(format!("SOFT_GAUDI_EDMA_FETCH={other}: want host or device"));
-        }
     };
     let reset_kill = match var("SOFT_GAUDI_RESET_KILL").as_deref() {
         None => (!faults).then_some(Duration::from_secs(1)),
@@ -178,12 +205,10 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
         devices,
         dram_size,
         cs_timeout,
-        import,
-        all_pdma_streams,
+        kind,
         latency,
         faults,
         close_time,
-        edma_fetches_host,
         reset_kill,
     })
 }
@@ -237,6 +262,14 @@ mod tests {
     }
 
     #[test]
+    fn kindness_is_a_list_and_empty_unless_named() {
+        assert_eq!(with(&[]).unwrap().kind, Kind::default());
+        let config = with(&[("SOFT_GAUDI_KIND", "import, instant-close,")]).unwrap();
+        let kind = Kind { import: true, instant_close: true, ..Kind::default() };
+        assert_eq!((config.kind, config.close_time), (kind, Duration::ZERO));
+    }
+
+    #[test]
     fn malformed_variables_are_named_in_the_reason() {
         for (name, value) in [
             ("SOFT_GAUDI_NODE", "../up"),
@@ -246,15 +279,14 @@ mod tests {
             ("SOFT_GAUDI_DEVICES", "-1"),
             ("SOFT_GAUDI_HBM", "lots"),
             ("SOFT_GAUDI_CS_TIMEOUT", "0"),
-            ("SOFT_GAUDI_IMPORT", "maybe"),
-            ("SOFT_GAUDI_PDMA", "2"),
+            ("SOFT_GAUDI_KIND", "import,all"),
+            ("SOFT_GAUDI_IMPORT", "no"),
             ("SOFT_GAUDI_LATENCY", "-1"),
             ("SOFT_GAUDI_LATENCY", "1000001"),
             ("SOFT_GAUDI_FAULTS", "many"),
             ("SOFT_GAUDI_RESET_KILL", "yes"),
             ("SOFT_GAUDI_SHAPE", "4"),
             ("SOFT_GAUDI_CLOSE_TIME", "long"),
-            ("SOFT_GAUDI_EDMA_FETCH", "no"),
         ] {
             let reason = with(&[(name, value)]).unwrap_err();
             assert!(reason.contains(name), "{reason}");

@@ -25,7 +25,7 @@ use crate::registers::Registers;
 use crate::signals::Signals;
 use crate::state::{self, StateFile, Word};
 use crate::submission::{Submission, Window};
-use crate::{blocks, dmabuf, guarded, ownership, workers};
+use crate::{blocks, dmabuf, guarded, ownership, ring, workers};
 
 /// One open card.
 #[derive(Debug)]
@@ -109,6 +109,9 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
         return Err(Errno::BUSY);
     }
     guarded::install();
+    if !node.config.kind.unpinned {
+        ring::prepare();
+    }
     discard_at_exit();
     let mut slot = slot(device)?.write().unwrap_or_else(|poisoned| poisoned.into_inner());
     // Left over from a descriptor that was closed by a plain `close`.

@@ -13,8 +13,8 @@ use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock};
 
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
@@ -24,6 +24,7 @@ use crate::card_memory::CardMemory;
 use crate::dram::Segment;
 use crate::node::Node;
 use crate::ownership;
+use crate::state;
 
 const MAGIC: &[u8; 8] = b"softGdma";
 /// Of the description's layout.
@@ -195,8 +196,10 @@ pub struct Exported {
     device: u32,
     size: u64,
     ranges: Vec<Range>,
-    /// The card's state file, and how often it had been reset.
-    state: Option<(&'static OwnedFd, u64)>,
+    /// The card's memory file, beside which its state is, and how often it had been reset.
+    resets: (PathBuf, Option<u64>),
+    /// The state file, open from the first question on.
+    state: OnceLock<Option<OwnedFd>>,
 }
 
 // SAFETY: the ranges are plain addresses of a mapping that is never undone.
@@ -231,14 +234,19 @@ impl Exported {
         if description.size() != stat.st_size as u64 {
             return Err(Errno::INVAL);
         }
-        let (ranges, state) = map_ranges(&description)?;
-        let state = state.and_then(|state| Some((state, crate::state::resets(state)?)));
-        Ok(Self { _fd: keep, device: description.device, size: description.size(), ranges, state })
+        let ranges = map_ranges(&description)?;
+        let (device, size) = (description.device, description.size());
+        let path = PathBuf::from(OsStr::from_bytes(&description.path));
+        let before = state::open_beside(&path, device).and_then(|state| state::resets(&state));
+        let resets = (path, before);
+        Ok(Self { _fd: keep, device, size, ranges, resets, state: OnceLock::new() })
     }
 
     /// Whether the card was reset since. Its memory is then not what was exported.
     pub fn was_reset(&self) -> bool {
-        self.state.is_some_and(|(state, before)| crate::state::resets(state) != Some(before))
+        let (path, before) = &self.resets;
+        let state = self.state.get_or_init(|| state::open_beside(path, self.device));
+        before.is_some() && state.as_ref().and_then(state::resets) != *before
     }
 
     /// Index of the card whose memory it is.
@@ -265,10 +273,9 @@ struct Foreign {
     file: (u64, u64),
     base: usize,
     len: u64,
-    state: Option<&'static OwnedFd>,
 }
 
-fn map_ranges(description: &Description) -> Result<(Vec<Range>, Option<&'static OwnedFd>), Errno> {
+fn map_ranges(description: &Description) -> Result<Vec<Range>, Errno> {
     let path = Path::new(OsStr::from_bytes(&description.path));
     let file =
         rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW, Mode::empty())
@@ -284,8 +291,8 @@ fn map_ranges(description: &Description) -> Result<(Vec<Range>, Option<&'static 
     }
     let mut foreign = FOREIGN.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     let known = foreign.iter().find(|f| f.file == description.memory && f.len >= len);
-    let (base, state) = match known {
-        Some(known) => (known.base, known.state),
+    let base = match known {
+        Some(known) => known.base,
         None => {
             // SAFETY: a fresh mapping at an address of the kernel's choice.
             let base = unsafe {
@@ -298,14 +305,12 @@ fn map_ranges(description: &Description) -> Result<(Vec<Range>, Option<&'static 
                     0,
                 )
             }? as usize;
-            let state = crate::state::open_beside(path, description.device);
-            let state = state.map(|state| &*Box::leak(Box::new(state)));
-            foreign.push(Foreign { file: description.memory, base, len, state });
-            (base, state)
+            foreign.push(Foreign { file: description.memory, base, len });
+            base
         }
     };
     let range = |s: &Segment| Range { ptr: (base as u64 + s.offset) as *mut u8, len: s.len };
-    Ok((description.segments.iter().map(range).collect(), state))
+    Ok(description.segments.iter().map(range).collect())
 }
 
 #[cfg(test)]

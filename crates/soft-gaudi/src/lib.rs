@@ -39,6 +39,7 @@ mod pinning;
 mod processor;
 mod queue;
 mod registers;
+mod ring;
 mod signals;
 mod state;
 mod submission;

@@ -1,24 +1,52 @@
-//! A substitute for pinning: makes sure that pages are present and writable when they are mapped for the card.
+//! Host memory mapped for the card: pinned ([`crate::ring`]), or, where that is not possible or not wanted, made
+//! present and writable.
 //!
-//! The pages are not pinned: a program that unmaps them under a running copy gets a device fault
-//! where a real card would go on with the old pages. That difference is documented.
+//! Without pins a copy finds the pages that are mapped when it runs. A program that has unmapped them gets a device
+//! fault where a real card would go on with the old pages.
 
 use std::sync::OnceLock;
 
 use rustix::io::Errno;
 
 use crate::address_space::HOST_PAGE;
+use crate::ring::{self, Pin};
 
-/// Checks and populates `[ptr, ptr + size)`; returns whether it is made of huge pages.
-pub(crate) fn pin(ptr: u64, size: u64) -> Result<bool, Errno> {
+/// Host memory of a mapping.
+#[derive(Debug)]
+pub(crate) struct HostMemory {
+    /// It is made of huge pages.
+    pub(crate) huge: bool,
+    /// Its pages in this process, in pieces.
+    pub(crate) pieces: Vec<(usize, u64)>,
+    /// The pin of each piece; none if the pages are found when they are used.
+    pub(crate) pins: Vec<Pin>,
+}
+
+/// Checks and pins `[ptr, ptr + size)`; if not `by_kernel`, the pages are only populated.
+pub(crate) fn pin(ptr: u64, size: u64, by_kernel: bool) -> Result<HostMemory, Errno> {
     if size == 0 {
         return Err(Errno::INVAL);
     }
     let start = ptr - ptr % HOST_PAGE;
     let end = ptr.checked_add(size).and_then(|end| end.checked_next_multiple_of(HOST_PAGE));
     let len = end.ok_or(Errno::INVAL)? - start;
-    populate(start, len)?;
-    Ok(start.is_multiple_of(HUGE_PAGE) && len.is_multiple_of(HUGE_PAGE) && is_huge(start))
+    let piece = |at: u64| (start + at, (len - at).min(ring::MAX_PIN));
+    let mut pieces = Vec::new();
+    let mut pins = Vec::new();
+    if by_kernel {
+        for (start, len) in (0..len).step_by(ring::MAX_PIN as usize).map(piece) {
+            let Some(pin) = ring::pin(start, len)? else { break };
+            pieces.push((start as usize, len));
+            pins.push(pin);
+        }
+    }
+    if pieces.iter().map(|(_, len)| len).sum::<u64>() < len {
+        populate(start, len)?;
+        pins.clear();
+        pieces = vec![(start as usize, len)];
+    }
+    let huge = start.is_multiple_of(HUGE_PAGE) && len.is_multiple_of(HUGE_PAGE) && is_huge(start);
+    Ok(HostMemory { huge, pieces, pins })
 }
 
 const HUGE_PAGE: u64 = 2 << 20;
@@ -72,7 +100,7 @@ mod tests {
         let ptr = anonymous(2, ProtFlags::READ | ProtFlags::WRITE);
         // SAFETY: within the mapping just made.
         unsafe { (ptr as *mut u8).add(5000).write(77) };
-        assert_eq!(pin(ptr + 123, 6000), Ok(false));
+        assert!(!pin(ptr + 123, 6000, false).unwrap().huge);
         // SAFETY: as above.
         assert_eq!(unsafe { (ptr as *const u8).add(5000).read() }, 77);
     }
@@ -80,11 +108,11 @@ mod tests {
     #[test]
     fn read_only_missing_and_overflowing_ranges_are_refused() {
         let ptr = anonymous(1, ProtFlags::READ);
-        assert_eq!(pin(ptr, 10), Err(Errno::FAULT));
+        assert_eq!(pin(ptr, 10, false).map(drop), Err(Errno::FAULT));
         static CONSTANT: [u8; 64] = [7; 64];
-        assert_eq!(pin(CONSTANT.as_ptr() as u64, 64), Err(Errno::FAULT));
-        assert_eq!(pin(0x10, 10), Err(Errno::FAULT));
-        assert_eq!(pin(ptr, 0), Err(Errno::INVAL));
-        assert_eq!(pin(u64::MAX - 5, 10), Err(Errno::INVAL));
+        assert_eq!(pin(CONSTANT.as_ptr() as u64, 64, false).map(drop), Err(Errno::FAULT));
+        assert_eq!(pin(0x10, 10, false).map(drop), Err(Errno::FAULT));
+        assert_eq!(pin(ptr, 0, false).map(drop), Err(Errno::INVAL));
+        assert_eq!(pin(u64::MAX - 5, 10, false).map(drop), Err(Errno::INVAL));
     }
 }

@@ -57,6 +57,7 @@ extern "C" fn in_child() {
     FORKS.fetch_add(1, Ordering::Relaxed);
     // The parent's pool may be locked and its threads do not exist here: leak it, start with none.
     POOL.store(core::ptr::null_mut(), Ordering::Relaxed);
+    crate::ring::forget_after_fork();
 }
 
 fn pool() -> &'static Pool {

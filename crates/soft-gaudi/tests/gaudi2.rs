@@ -214,36 +214,6 @@ fn unmapped_addresses_fault_and_take_the_device_down_until_reopened() {
 }
 
 #[test]
-fn host_memory_that_vanishes_is_a_device_fault_not_a_crash() {
-    machine("gaudi2");
-    let fd = card();
-    let len = 1 << 20;
-    // SAFETY: a fresh mapping.
-    let memory = unsafe {
-        libc::mmap(
-            core::ptr::null_mut(),
-            len,
-            libc::PROT_READ | libc::PROT_WRITE,
-            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
-            -1,
-            0,
-        )
-    };
-    let host = hlthunk_host_memory_map(fd, memory, 0, len as u64);
-    let (_, device) = alloc(fd, 1);
-    // SAFETY: removes the memory of above (and reserves its address from other threads' mappings);
-    // only the card uses it.
-    unsafe {
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
-        assert_eq!(libc::mmap(memory, len, libc::PROT_NONE, flags, -1, 0), memory);
-    }
-    let buffer = UserBuffer::new(fd, &gaudi2_copy(host, device, len as u32));
-    let seq = buffer.submit(0).unwrap();
-    assert_eq!(wait(fd, seq), (-libc::EIO, sys::WAIT_ABORTED));
-    hlthunk_close(fd);
-}
-
-#[test]
 fn undefined_packets_are_accepted_and_then_abort() {
     machine("gaudi2");
     let fd = card();

@@ -73,7 +73,7 @@ fn memory_and_node_files_truncated_under_a_running_card_are_device_faults() {
     let (_, va) = alloc(fd, 1);
     let mut memory = vec![7u8; 1 << 20];
     let host = map_host(fd, &mut memory);
-    let packets = gaudi2_copy(host, va, 1 << 20);
+    let packets = gaudi2_copy(va, host, 1 << 20);
     assert_eq!(run(fd, 0, &packets), (0, sys::WAIT_COMPLETED));
     truncate(node_folder().join("gaudi2").join(format!("hbm{index}")), 0);
     assert_eq!(run(fd, 0, &packets), (-libc::EIO, sys::WAIT_ABORTED));

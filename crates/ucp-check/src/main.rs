@@ -125,7 +125,7 @@ enum Costs {
 struct PairArgs {
     #[command(flatten)]
     plan: PlanArgs,
-    /// Variable for the processes, e.g. UCX_TLS=tcp,gaudi_cpy, or for one of them: 1:SOFT_GAUDI_IMPORT=no
+    /// Variable for the processes, e.g. UCX_TLS=tcp,gaudi_cpy, or for one of them: 1:SOFT_GAUDI_KIND=import
     #[arg(long, value_name = "[RANK:]K=V")]
     env: Vec<Variable>,
     /// What the kernel is to refuse the processes

@@ -43,7 +43,7 @@ fn figure(figures: &Figures, name: &str) -> Result<f64> {
 }
 
 fn machine() -> Device {
-    Device::Software(SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2"))
+    Device::Software(SoftNode::kind().with("SOFT_GAUDI_DEVICES", "2"))
 }
 
 fn client(bench: &Workbench, device: &Device, words: &str) -> Tool {

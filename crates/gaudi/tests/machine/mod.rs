@@ -43,6 +43,8 @@ pub(crate) fn set_up(generation: &str) {
             ("SOFT_GAUDI_NODE", node_name().into()),
             ("SOFT_GAUDI_GENERATION", generation.into()),
             ("SOFT_GAUDI_DEVICES", OsString::from("64")),
+            // Sharing is tested with a driver that can; one that cannot, by tests of its own.
+            ("SOFT_GAUDI_KIND", OsString::from("import")),
         ];
         for (name, value) in variables {
             if std::env::var_os(CHILD).is_none() || std::env::var_os(name).is_none() {

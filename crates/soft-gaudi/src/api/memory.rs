@@ -78,8 +78,8 @@ pub extern "C" fn hlthunk_host_memory_map_flags(
         let context = context::operational(borrow(fd)?)?;
         let ptr = host_virt_addr as u64;
         let hint = Hint { addr: hint_addr, force: flags & abi::MEM_FORCE_HINT != 0 };
-        let huge = pinning::pin(ptr, host_size)?;
-        context.space_mut().map_host(ptr, host_size, huge, hint)
+        let memory = pinning::pin(ptr, host_size, !context.node.config.kind.unpinned)?;
+        context.space_mut().map_host(ptr, memory, hint)
     })
 }
 
@@ -133,7 +133,7 @@ pub extern "C" fn hlthunk_device_mapped_memory_export_dmabuf_fd(
 /// Import of a dma-buf, which the library does not wrap (see [`super::ioctl`]).
 pub(super) fn import(fd: c_int, dmabuf_fd: u64, length: u64) -> Result<u64, Errno> {
     let context = context::operational(borrow(fd)?)?;
-    if !context.node.config.import {
+    if !context.node.config.kind.import {
         return Err(Errno::INVAL);
     }
     let dmabuf_fd = c_int::try_from(dmabuf_fd).map_err(|_| Errno::BADF)?;

@@ -40,8 +40,9 @@ pub(crate) fn machine(generation: &str) {
                 std::env::set_var("SOFT_GAUDI_RESET_KILL", "no");
             }
             // Most tests use EDMA queues as queues among others; `strict.rs` has what cards do.
-            if std::env::var_os("SOFT_GAUDI_EDMA_FETCH").is_none() {
-                std::env::set_var("SOFT_GAUDI_EDMA_FETCH", "host");
+            // Imports are tested as Habana's driver does them.
+            if std::env::var_os("SOFT_GAUDI_KIND").is_none() {
+                std::env::set_var("SOFT_GAUDI_KIND", "edma-fetch,import,instant-close");
             }
         }
         extern "C" fn remove() {

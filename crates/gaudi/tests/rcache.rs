@@ -107,6 +107,53 @@ fn ten_thousand_mappings_at_one_address_leave_nothing_pinned() {
     assert!(device.registration_cache().regions <= 1);
 }
 
+/// Gives the address of a mapping other pages: mapped over, moved away, or discarded.
+fn replace_pages(way: usize, at: *mut u8) {
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    // SAFETY: the caller's own mapping; nothing else is touched.
+    let done = unsafe {
+        if way == 1 {
+            let to = libc::mmap(null_mut(), SIZE, libc::PROT_NONE, flags, -1, 0);
+            let moved = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+            assert_eq!(libc::mremap(at.cast(), SIZE, SIZE, moved, to), to);
+        }
+        match way {
+            2 => libc::madvise(at.cast(), SIZE, libc::MADV_DONTNEED) == 0,
+            _ => libc::mmap(at.cast(), SIZE, access, flags | libc::MAP_FIXED, -1, 0) == at.cast(),
+        }
+    };
+    assert!(done, "way {way}");
+}
+
+/// What the driver does with a pin that nobody took back is what the unmap events are for.
+#[test]
+fn replaced_pages_are_copied_after_the_event_and_old_ones_without_it() {
+    let (_alone, device) = fresh();
+    let target = device.alloc(SIZE as u64, 1).expect("memory");
+    for way in 0..3 {
+        let mut mapping = Mapping::new(null_mut());
+        mapping.bytes().copy_from_slice(&pattern(SIZE, 1));
+        put(&device, target.addr(), mapping.bytes(), None);
+        for told in [true, false] {
+            if told {
+                rcache::invalidate(mapping.0 as usize, SIZE);
+            }
+            replace_pages(way, mapping.0);
+            mapping.bytes().copy_from_slice(&pattern(SIZE, 2 + u64::from(told)));
+            put(&device, target.addr(), mapping.bytes(), None);
+            let seen = read(&device, target.addr(), SIZE);
+            if told {
+                assert_same(&seen, mapping.bytes(), "new pages");
+            } else if seen == mapping.bytes() {
+                eprintln!("way {way}: skipped, the kernel pins no pages for the card here");
+            } else {
+                assert_same(&seen, &pattern(SIZE, 3), "a stale pin: the pages before");
+            }
+        }
+    }
+}
+
 #[test]
 fn copies_are_right_while_another_thread_invalidates_what_they_use() {
     let (_alone, device) = fresh();

@@ -94,9 +94,9 @@ pub(crate) const SETS: &[Set] = &[
     },
     Set {
         name: "ib",
-        about: "InfiniBand",
+        about: "RDMA on Gaudi memory: InfiniBand, NIXL",
         packages: &["soft-rdma"],
-        end_to_end: &[],
+        end_to_end: &["ib", "ib_failures", "nixl"],
         words: &["ib::", "verbs", "rdma"],
     },
     Set {

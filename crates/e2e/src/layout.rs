@@ -55,6 +55,11 @@ impl Layout {
         self.dist().join("lib/ucx-gaudi/soft/gaudi")
     }
 
+    /// The folder with the software `libibverbs.so.1`.
+    pub fn soft_rdma(&self) -> PathBuf {
+        self.dist().join("lib/ucx-gaudi/soft/rdma")
+    }
+
     /// The folder of the stock packages.
     pub fn stock(&self) -> PathBuf {
         self.target.join("stock")

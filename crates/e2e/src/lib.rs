@@ -21,6 +21,7 @@ mod listing;
 mod perftest;
 mod process;
 mod protocols;
+pub mod rdma;
 mod tool;
 
 pub use client::Row;

@@ -123,6 +123,11 @@ impl Tool {
         }
     }
 
+    /// Where it is taken from.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
     /// Lets UCX find our plugin.
     #[must_use]
     pub fn plugin(mut self) -> Self {

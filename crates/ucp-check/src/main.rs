@@ -5,7 +5,7 @@ use clap::{Args, Parser, Subcommand};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use ucp_check::matrix::{Op, Pair, Plan, Sabotage, Size};
-use ucp_check::run::environment::{Environment, Refusal, Variable};
+use ucp_check::run::environment::{Environment, Refusal, Variable, Via};
 use ucp_check::run::{
     Side, alloc, asleep, atomics, costs, loopback, memory, pair, peer_errors, reconnect, rotate,
     soak,
@@ -131,6 +131,9 @@ struct PairArgs {
     /// What the kernel is to refuse the processes
     #[arg(long, value_enum)]
     refuse: Option<Refusal>,
+    /// Program that starts the process with this rank, e.g. in another namespace: 1:nsenter -t PID -n
+    #[arg(long, value_name = "RANK:COMMAND")]
+    via: Vec<Via>,
     /// Endpoints with UCP_ERR_HANDLING_MODE_PEER
     #[arg(long)]
     peer_errors: bool,
@@ -228,7 +231,7 @@ impl PairArgs {
     }
 
     fn environment(&self) -> Environment {
-        Environment { variables: self.env.clone(), refuse: self.refuse }
+        Environment { variables: self.env.clone(), refuse: self.refuse, via: self.via.clone() }
     }
 
     fn json(&self) -> Option<&Path> {

@@ -79,7 +79,7 @@ pub fn run(folder: Option<&Path>, options: &Options) -> Result<()> {
             Ok(())
         })
     } else {
-        let environment = Environment { variables: options.env.clone(), refuse: None };
+        let environment = Environment { variables: options.env.clone(), ..Environment::default() };
         let group = Group::start(&super::Job::Atomics(job), 2, &environment)?;
         let on = |_: &mut Group, _, message| {
             if let Message::Checked(name, error) = message {

@@ -1,9 +1,11 @@
-//! What the processes of a run find around them: variables, and what the system refuses them. (Should two
-//! processes need network namespaces of their own, this is where a rank gets its own.)
+//! What the processes of a run find around them: variables, what the system refuses them, and the program that
+//! starts them, for example in another network namespace.
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
 use std::io;
+use std::path::Path;
+use std::process::Command;
 use std::str::FromStr;
 
 /// `K=V`
@@ -49,6 +51,22 @@ impl FromStr for Variable {
     }
 }
 
+/// The words in front of the command of the process with this rank.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Via(u8, Vec<String>);
+
+impl FromStr for Via {
+    type Err = String;
+
+    /// `RANK:WORDS`, separated by blanks.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (rank, words) = text.split_once(':').ok_or("not RANK:COMMAND")?;
+        let rank = rank.parse().map_err(|_| format!("'{text}' is not RANK:COMMAND"))?;
+        let words: Vec<String> = words.split_whitespace().map(str::to_owned).collect();
+        if words.is_empty() { Err("no command".to_owned()) } else { Ok(Via(rank, words)) }
+    }
+}
+
 /// What the kernel is to refuse a process.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub enum Refusal {
@@ -64,6 +82,8 @@ pub struct Environment {
     pub variables: Vec<Variable>,
     /// What the kernel refuses them.
     pub refuse: Option<Refusal>,
+    /// How some are started.
+    pub via: Vec<Via>,
 }
 
 impl Environment {
@@ -72,6 +92,17 @@ impl Environment {
         let mut more = self.clone();
         more.variables.insert(0, Variable(None, Setting::new(name, value)));
         more
+    }
+
+    /// The command of the process with this rank. What stands in front of `program` must become it (`exec`):
+    /// the process is killed by its id.
+    pub(super) fn command(&self, rank: u8, program: &Path) -> Command {
+        let Some(Via(_, words)) = self.via.iter().find(|Via(of, _)| *of == rank) else {
+            return Command::new(program);
+        };
+        let mut command = Command::new(&words[0]);
+        command.args(&words[1..]).arg(program);
+        command
     }
 
     /// Variables of the process with this rank.
@@ -128,7 +159,7 @@ mod tests {
     fn a_variable_is_everybodys_or_one_process_s() {
         let environment = Environment {
             variables: ["A=1", "1:A=2", "0:B=x:y=z"].map(|it| it.parse().unwrap()).to_vec(),
-            refuse: None,
+            ..Environment::default()
         };
         let environment = environment.with("Z", "0");
         let of = |rank| environment.variables(rank).collect::<Vec<_>>();
@@ -137,6 +168,18 @@ mod tests {
         assert_eq!(of(2), [("Z", "0"), ("A", "1")]);
         for wrong in ["A", "", "x:A=1", "300:A=1"] {
             assert!(wrong.parse::<Variable>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_rank_may_be_started_by_another_program() {
+        let via = vec!["1:nsenter -t 7 -n".parse().unwrap()];
+        let environment = Environment { via, ..Environment::default() };
+        let line = |rank| format!("{:?}", environment.command(rank, Path::new("/bin/it")));
+        assert_eq!(line(0), r#""/bin/it""#);
+        assert_eq!(line(1), r#""nsenter" "-t" "7" "-n" "/bin/it""#);
+        for wrong in ["nsenter", "x:nsenter", "1: "] {
+            assert!(wrong.parse::<Via>().is_err(), "{wrong}");
         }
     }
 

@@ -25,7 +25,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, ExitStatus, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
 
@@ -79,7 +79,8 @@ impl Group {
         for (rank, channels) in (0..count).zip(channels_of_all(count)?) {
             let (ours, theirs) = UnixStream::pair().context("making a socket pair")?;
             hand_over(&ours, &channels).context("handing over the channels to the others")?;
-            let mut child = Command::new(&exe)
+            let mut child = environment
+                .command(rank, &exe)
                 .args([ROLE, "--rank", &rank.to_string(), "--job", &text])
                 .args(["--parent", &std::process::id().to_string()])
                 .args(environment.arguments())

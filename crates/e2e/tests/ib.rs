@@ -1,0 +1,177 @@
+//! RDMA on Gaudi memory: NIXL's UCX with its own InfiniBand transport on the software HCA, every byte
+//! verified, and the counters of HCA and card that show which way the bytes went.
+
+use e2e::rdma::{Counters, Fabric, RC, TwoNodes, UD};
+use e2e::{Device, Finished, ProtocolLogs, Protocols, SoftNode, Tool, Ucx, Workbench};
+
+/// Odd lengths, and what each protocol of UCX is chosen for.
+const SIZES: &str = "0,1,16,113,5001,64K+1,1M+7";
+
+/// Inline sizes of the HCA and around them.
+const SMALL: &str = "1,7,8,16,31,32,63,64,65,100,127,128,129,200,255,256";
+
+fn machine(import: bool) -> Device {
+    let import = if import { "yes" } else { "no" };
+    let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2");
+    Device::Software(node.with("SOFT_GAUDI_IMPORT", import))
+}
+
+fn client(device: &Device, words: &str) -> Tool {
+    Workbench::from_env().client(Ucx::Nixl, device, words)
+}
+
+/// With this choice of transports, and the card's copies beside them.
+fn over(tool: Tool, transports: &str) -> Tool {
+    tool.env("UCX_TLS", format!("{transports},gaudi_cpy"))
+}
+
+fn run(fabric: &Fabric, tool: Tool) -> (Finished, Counters) {
+    let end = fabric.under(tool).run().ok();
+    (end, fabric.counters().expect("counters"))
+}
+
+#[track_caller]
+fn assert_nothing_was_refused(counters: &Counters) {
+    assert_eq!((counters.get("access_errors"), counters.get("retries")), (0, 0), "{counters:?}");
+}
+
+#[test]
+fn every_operation_between_every_pair_of_memories_over_rc() {
+    let (fabric, device) = (Fabric::new(), machine(true));
+    let words = format!("pair --sizes {SIZES},8M+1");
+    let (_, counters) = run(&fabric, over(client(&device, &words), RC));
+    assert!(counters.get("dmabuf_regions") > 0 && counters.get("direct_bytes") > 64 << 20);
+    assert_nothing_was_refused(&counters);
+}
+
+#[test]
+fn every_operation_between_every_pair_of_memories_over_ud() {
+    let (fabric, device) = (Fabric::new(), machine(true));
+    let (_, counters) = run(&fabric, over(client(&device, &format!("pair --sizes {SIZES}")), UD));
+    assert!(counters.get("datagrams") > 0);
+    assert_eq!(counters.get("requests"), 0, "nothing over reliable connections");
+}
+
+#[test]
+fn every_operation_between_two_nodes_over_rc_and_ud() {
+    let nodes = TwoNodes::here();
+    for transports in [RC, UD] {
+        let (fabric, device) = (Fabric::new(), machine(true));
+        let tool = over(client(&device, &format!("pair --sizes {SIZES}")), transports);
+        let end = nodes.run(&fabric, tool).ok();
+        let counters = fabric.counters().expect("counters");
+        assert!(counters.get("stream_bytes") > 1 << 20, "{}", end.report());
+    }
+}
+
+/// UCX copies into the request what it sends inline, with the CPU: from Gaudi memory that would be a
+/// fault, as the addresses of the card are mapped nowhere.
+#[test]
+fn small_messages_from_gaudi_memory_are_not_sent_inline() {
+    let (fabric, device) = (Fabric::new(), machine(false));
+    let words = format!("pair --plain --sizes {SMALL} --mem gaudi:gaudi,gaudi:host,host:gaudi");
+    let logs = logs();
+    let (_, counters) = run(&fabric, logs.of(over(client(&device, &words), RC)));
+    assert_nothing_was_refused(&counters);
+    let protocols = logs.read().expect("protocols");
+    for operation in [
+        "remote memory write by ucp_put* from gaudi to gaudi",
+        "remote memory write by ucp_put* from gaudi to host",
+    ] {
+        for size in [1, 64, 256] {
+            let choice = protocols.choice("intra-node", operation, size).expect("a row");
+            assert_eq!(choice.protocol, "zero-copy", "{operation}, {size} bytes: {choice:?}");
+        }
+    }
+}
+
+fn logs() -> ProtocolLogs {
+    ProtocolLogs::in_folder(&std::env::temp_dir()).expect("a temporary folder")
+}
+
+/// The transports of a rendezvous between Gaudi memories, and the protocol.
+fn fetch(protocols: &Protocols, size: usize) -> (String, String) {
+    let operation = "rendezvous data fetch into gaudi from gaudi";
+    let choice = protocols.choice("intra-node", operation, size);
+    let choice = choice.unwrap_or_else(|| panic!("nothing of `{operation}`: {protocols:#?}"));
+    (choice.protocol.clone(), choice.transports.clone())
+}
+
+/// All transports, as a user has them who sets nothing.
+fn two_cards(import: bool, rate: &str, extra: &[(&str, &str)]) -> (Protocols, Counters) {
+    let (fabric, device) = (Fabric::new().with("SOFT_RDMA_RATE", rate), machine(import));
+    let logs = logs();
+    let words = "pair --plain --ops tag,put,get --mem gaudi:gaudi --sizes 4K,1M+3,8M";
+    let tool =
+        extra.iter().fold(client(&device, words), |tool, (name, value)| tool.env(name, value));
+    let (_, counters) = run(&fabric, logs.of(tool));
+    (logs.read().expect("protocols"), counters)
+}
+
+/// What upstream drivers can do: no import. UCX finds out by itself that the HCA's loopback is the
+/// shorter way.
+#[test]
+fn two_cards_without_import_talk_through_the_hca_where_that_is_faster() {
+    let (protocols, counters) = two_cards(false, "200", &[]);
+    let (protocol, transports) = fetch(&protocols, 8 << 20);
+    assert_eq!(protocol, "zero-copy read from remote");
+    assert!(transports.contains("rc_verbs/softrdma0"), "{transports}");
+    // Three operations in both directions, each byte once.
+    assert!(counters.get("direct_bytes") >= 3 * 2 * (9 << 20), "{counters:?}");
+    assert_nothing_was_refused(&counters);
+}
+
+#[test]
+fn two_cards_stage_through_host_memory_where_dma_bufs_are_off() {
+    let (protocols, counters) = two_cards(false, "200", &[("UCX_GAUDI_COPY_DMABUF", "no")]);
+    assert_eq!(counters.get("dmabuf_regions"), 0);
+    let (protocol, _) = fetch(&protocols, 8 << 20);
+    assert!(protocol.contains("frag host"), "{protocol}");
+}
+
+#[test]
+fn two_cards_with_import_talk_directly_and_may_use_the_hca_beside_it() {
+    let (protocols, _) = two_cards(true, "100", &[]);
+    let (_, transports) = fetch(&protocols, 8 << 20);
+    assert!(transports.contains("gaudi_ipc"), "{transports}");
+}
+
+/// Endpoints are made before the first card is open, and connected after. See
+/// `uct-gaudi/src/ipc/interface.rs`, `no_import`.
+#[test]
+fn keys_unpacked_while_an_endpoint_is_being_connected_stay_valid() {
+    for _ in 0..6 {
+        let (fabric, device) = (Fabric::new(), machine(false));
+        let words = "pair --plain --ops am,put --sizes 1 --mem gaudi:gaudi";
+        fabric.under(client(&device, words)).run().ok();
+    }
+}
+
+/// Names that scripts in the field use, `UCX_MEMTYPE_CACHE` left as it is.
+#[test]
+fn transport_lists_in_use_work_unchanged() {
+    for transports in
+        ["gaudi,rc,ud", "ib,rc,gaudi_gdr", "rc,gaudi_gdr,sm", "rc,ud,ib,gaudi_gdr", "ib,gaudi"]
+    {
+        let (fabric, device) = (Fabric::new(), machine(true));
+        let words = "pair --plain --ops tag,am,put,get --sizes 1,113,64K+1,1M+7";
+        let tool = client(&device, words).env("UCX_TLS", transports);
+        let (end, counters) = run(&fabric, tool);
+        assert!(counters.get("dmabuf_regions") > 0, "{transports}: {}", end.report());
+        assert!(!end.report().contains("WARN"), "{transports}: {}", end.report());
+    }
+}
+
+/// A registration of a part of an allocation reaches that part: `ucp-check` puts its buffers at odd
+/// offsets of larger allocations, and checks what lies around them.
+#[test]
+fn interior_ranges_of_an_allocation_are_registered_where_they_are() {
+    let (fabric, device) = (Fabric::new(), machine(true));
+    for seed in 1..4 {
+        let words = format!("pair --plain --ops put,get,tag --sizes 4095,64K-1 --seed {seed}");
+        let tool = over(client(&device, &words), RC);
+        let tool = tool.words("--mem gaudi:gaudi,host:gaudi,gaudi:host");
+        let (_, counters) = run(&fabric, tool);
+        assert_nothing_was_refused(&counters);
+    }
+}

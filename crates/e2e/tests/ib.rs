@@ -99,7 +99,9 @@ fn fetch(protocols: &Protocols, size: usize) -> (String, String) {
 
 /// All transports, as a user has them who sets nothing.
 fn two_cards(import: bool, rate: &str, extra: &[(&str, &str)]) -> (Protocols, Counters) {
-    let (fabric, device) = (Fabric::new().with("SOFT_RDMA_RATE", rate), machine(import));
+    // An HCA beside each card.
+    let hcas = Fabric::new().with("SOFT_RDMA_DEVICES", "2").with("SOFT_RDMA_PLACES", "0,1");
+    let (fabric, device) = (hcas.with("SOFT_RDMA_RATE", rate), machine(import));
     let logs = logs();
     let words = "pair --plain --ops tag,put,get --mem gaudi:gaudi --sizes 4K,1M+3,8M";
     let tool =
@@ -115,7 +117,7 @@ fn two_cards_without_import_talk_through_the_hca_where_that_is_faster() {
     let (protocols, counters) = two_cards(false, "200", &[]);
     let (protocol, transports) = fetch(&protocols, 8 << 20);
     assert_eq!(protocol, "zero-copy read from remote");
-    assert!(transports.contains("rc_verbs/softrdma0"), "{transports}");
+    assert!(transports.contains("rc_verbs/softrdma"), "{transports}");
     // Three operations in both directions, each byte once.
     assert!(counters.get("direct_bytes") >= 3 * 2 * (9 << 20), "{counters:?}");
     assert_nothing_was_refused(&counters);

@@ -100,6 +100,19 @@ impl Fabric {
         Ok(Counters(processes))
     }
 
+    /// A counter of a port (`docs/software-rdma.md`), as any tool reads it; of all processes of node 1.
+    ///
+    /// # Errors
+    /// When it cannot be read.
+    pub fn port(&self, layout: &Layout, hca: usize, counter: &str) -> Result<u64> {
+        let path = format!("/sys/class/infiniband/softrdma{hca}/ports/1/hw_counters/{counter}");
+        let mut cat = Command::new("cat");
+        cat.arg(&path).envs(self.variables(&Self::library(layout))).env_remove("SOFT_RDMA_STATS");
+        let output = cat.output().context("cannot run cat")?;
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        text.trim().parse().with_context(|| format!("{path} is `{text}`"))
+    }
+
     /// The folder, for what a test adds.
     pub fn folder(&self) -> &std::path::Path {
         &self.folder

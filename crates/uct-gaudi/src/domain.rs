@@ -372,6 +372,20 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
                 log!(self.ucx, Info, "no dma-buf for {address:#x}, {length} bytes: {why}");
             }
         };
+        let not_exported = |error: &Error| {
+            // UCX then registers the address itself, which fails, and does not say why.
+            static WARNED: AtomicBool = AtomicBool::new(false);
+            no_dmabuf(&explain(error));
+            if !WARNED.swap(true, Ordering::Relaxed) {
+                log!(
+                    self.ucx,
+                    Warn,
+                    "Gaudi memory cannot be registered with network devices: {}; with \
+                     UCX_GAUDI_COPY_DMABUF=no it is staged through host memory",
+                    explain(error)
+                );
+            }
+        };
         let found = gaudi::runtime().locate(address, 1).ok_or_else(|| {
             no_dmabuf(
                 &"not in a Gaudi allocation of this process (the driver exports device memory only; \
@@ -387,14 +401,13 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
             length: found.length as usize,
             dmabuf: None,
         };
-        // Without a dma-buf UCX goes on, and stages through host memory.
         if wants.dmabuf && self.settings.dmabuf != Ternary::No {
             if allocation_of(address, length).is_some() {
                 // UCP rounds a range up to 16 bytes before it asks. The dma-buf covers the
                 // allocation's last page, so what is registered stays within it.
                 let len = (length as u64).min(found.length - found.offset);
                 let exported = self.export(&device, DeviceAddr(address), len);
-                answer.dmabuf = exported.inspect_err(|error| no_dmabuf(&explain(error))).ok();
+                answer.dmabuf = exported.inspect_err(not_exported).ok();
             } else {
                 no_dmabuf(&"it runs past the end of the Gaudi allocation it begins in");
             }

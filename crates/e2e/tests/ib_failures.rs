@@ -1,0 +1,110 @@
+//! RDMA on Gaudi memory where something is missing or breaks: HCAs without dma-bufs, limits, ports that
+//! fail, a card that is reset, a peer that dies. Every byte is right, or the error shows.
+
+use e2e::rdma::{Counters, Fabric, RC};
+use e2e::{Device, Finished, SoftNode, Tool, Ucx, Workbench};
+
+const WORDS: &str = "pair --plain --ops tag,am,put,get --sizes 1,113,64K+1,2M+7 \
+                     --mem gaudi:gaudi,host:gaudi,gaudi:host";
+
+fn machine() -> SoftNode {
+    SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2").with("SOFT_GAUDI_IMPORT", "no")
+}
+
+fn client(device: &Device, words: &str) -> Tool {
+    let tool = Workbench::from_env().client(Ucx::Nixl, device, words);
+    tool.env("UCX_TLS", format!("{RC},gaudi_cpy"))
+}
+
+fn run(fabric: &Fabric, tool: Tool) -> (Finished, Counters) {
+    let end = fabric.under(tool).run().ok();
+    (end, fabric.counters().expect("counters"))
+}
+
+/// Two HCAs near the first card, which both processes' memory is near to.
+fn two_rails() -> Fabric {
+    let fabric = Fabric::new().with("SOFT_RDMA_DEVICES", "2").with("SOFT_RDMA_PLACES", "0,0");
+    fabric.with("SOFT_RDMA_RATE", "200")
+}
+
+/// UCX asks the HCA when it opens it, and does not offer it Gaudi memory.
+#[test]
+fn an_hca_that_cannot_register_dma_bufs_is_used_with_staging() {
+    let fabric = Fabric::new().with("SOFT_RDMA_DMABUF", "off");
+    let device = Device::Software(machine());
+    let (_, counters) = run(&fabric, client(&device, WORDS));
+    assert_eq!(counters.get("dmabuf_regions"), 0);
+    assert!(counters.get("direct_bytes") > 2 << 20, "through the HCA all the same");
+}
+
+/// A registration that is refused later makes UCX fail to map the memory: the text names the call, and
+/// `UCX_GAUDI_COPY_DMABUF=no` is the way round.
+#[track_caller]
+fn refused_unless_dma_bufs_are_off(fabric: &Fabric, device: &Device, reason: &str) {
+    let refused = fabric.under(client(device, WORDS).env("UCX_LOG_LEVEL", "info")).run();
+    assert!(!refused.success() && !refused.crashed(), "{}", refused.report());
+    let text = format!("{}{}", refused.stdout, refused.stderr);
+    assert!(text.contains(reason), "no `{reason}`: {}", refused.report());
+    fabric.under(client(device, WORDS).env("UCX_GAUDI_COPY_DMABUF", "no")).run().ok();
+    assert_eq!(fabric.counters().expect("counters").get("dmabuf_regions"), 0);
+}
+
+#[test]
+fn a_dma_buf_that_the_hca_refuses_is_an_error_and_staging_works() {
+    let fabric = Fabric::new().with("SOFT_RDMA_DMABUF", "refused");
+    let reason = "ibv_reg_dmabuf_mr";
+    refused_unless_dma_bufs_are_off(&fabric, &Device::Software(machine()), reason);
+}
+
+#[test]
+fn a_card_behind_another_host_bridge_is_refused_and_staging_works() {
+    let fabric = Fabric::new().with("SOFT_RDMA_DMABUF", "bridge");
+    let fabric = fabric.with("SOFT_RDMA_PLACES", "0000:c1:00.0@1");
+    refused_unless_dma_bufs_are_off(&fabric, &Device::Software(machine()), "not permitted");
+}
+
+#[test]
+fn memory_that_the_driver_does_not_export_is_refused_with_the_remedy_and_staging_works() {
+    let rules = "hlthunk_device_mapped_memory_export_dmabuf_fd fail:EINVAL times=0\n\
+                 hlthunk_device_memory_export_dmabuf_fd fail:EINVAL times=0";
+    let device = Device::Software(machine().with_faults(rules));
+    refused_unless_dma_bufs_are_off(&Fabric::new(), &device, "UCX_GAUDI_COPY_DMABUF=no");
+}
+
+/// Two Gaudi buffers and one of host memory are more than the limit: only the last one counts.
+#[test]
+fn a_limit_on_locked_memory_leaves_gaudi_memory_direct() {
+    let fabric = Fabric::new().with("SOFT_RDMA_MEMLOCK", "250000000");
+    let device = Device::Software(machine());
+    let words = "pair --plain --ops put,get --sizes 1,64K+1,96M --mem gaudi:gaudi";
+    let (_, counters) = run(&fabric, client(&device, words));
+    assert!(counters.get("dmabuf_regions") > 0);
+    assert!(counters.get("direct_bytes") > 4 * (96 << 20), "{counters:?}");
+}
+
+#[test]
+fn large_messages_use_both_rails() {
+    let (fabric, device) = (two_rails(), Device::Software(machine()));
+    let words = "pair --plain --ops tag,put,get --sizes 64K+1,8M+5 --mem gaudi:gaudi";
+    run(&fabric, client(&device, words).env("UCX_MAX_RMA_RAILS", "2"));
+    let [first, second] = rails(&fabric);
+    let (less, more) = (first.min(second), first.max(second));
+    assert!(less * 2 > more, "{first} and {second} bytes");
+}
+
+#[test]
+fn an_hca_on_the_other_numa_node_is_left_alone() {
+    let fabric = Fabric::new().with("SOFT_RDMA_DEVICES", "2").with("SOFT_RDMA_RATE", "200");
+    let fabric = fabric.with("SOFT_RDMA_PLACES", "0000:c1:00.0@1,0");
+    let device = Device::Software(machine());
+    let words = "pair --plain --ops tag,put,get --sizes 64K+1,8M+5 --mem gaudi:gaudi --one-way";
+    run(&fabric, client(&device, words));
+    let [far, near] = rails(&fabric);
+    assert!(near > 20 * far, "{far} bytes through the far HCA, {near} through the near one");
+}
+
+/// Bytes that each of two HCAs sent.
+fn rails(fabric: &Fabric) -> [u64; 2] {
+    let bench = Workbench::from_env();
+    [0, 1].map(|hca| fabric.port(bench.layout(), hca, "xmit_bytes").expect("a counter"))
+}

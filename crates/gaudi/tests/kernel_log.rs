@@ -22,7 +22,7 @@ fn nothing_is_asked_of_the_driver_that_it_refuses_but_one_import() {
     if !machine::is_child() {
         // No upstream kernel imports.
         // SAFETY: this program has one test, and nothing reads the environment yet.
-        unsafe { std::env::set_var("SOFT_GAUDI_IMPORT", "no") };
+        unsafe { std::env::set_var("SOFT_GAUDI_KIND", "") };
     }
     alone!(2);
     let path = std::env::temp_dir().join(format!("gaudi-{}.trace", std::process::id()));
@@ -42,7 +42,7 @@ fn nothing_is_asked_of_the_driver_that_it_refuses_but_one_import() {
         assert_eq!(device.memory().reserved, 3 * page);
         let (part, _) = device.export_alone(again.addr(), 4096).unwrap();
         drop((kept, again));
-        assert!(device.can_import().is_err(), "SOFT_GAUDI_IMPORT");
+        assert!(device.can_import().is_err(), "import is off");
         drop((device, open, part));
     }
 

@@ -135,7 +135,8 @@ pub unsafe extern "C" fn ibv_query_qp(
     status(|| {
         // SAFETY: the caller's promise.
         let ours: &Qp = unsafe { from_c(qp) }?;
-        let found = ours.qp.attributes();
+        let mut found = ours.qp.attributes();
+        found.sq_draining = ours.qp.is_draining().into();
         // SAFETY: the caller's promise.
         unsafe {
             write(attr, found)?;

@@ -16,8 +16,8 @@ use crate::wire::{Datagram, Frame, MAX_DATAGRAM};
 pub(crate) const GRH: usize = 40;
 
 impl QueuePair {
-    /// Sends one datagram and completes it.
-    pub(super) fn send_datagram(self: &Arc<Self>, hca: &Hca, work: Work) {
+    /// Sends one datagram and completes it; false if that was an error.
+    pub(super) fn send_datagram(self: &Arc<Self>, hca: &Hca, work: Work) -> bool {
         let status = match self.try_send_datagram(hca, &work) {
             Ok(()) => IBV_WC_SUCCESS,
             Err(status) => status,
@@ -25,6 +25,7 @@ impl QueuePair {
         if status != IBV_WC_SUCCESS || work.signaled || self.parts.signal_all {
             self.complete_send(work.completion(status));
         }
+        status == IBV_WC_SUCCESS
     }
 
     fn try_send_datagram(self: &Arc<Self>, hca: &Hca, work: &Work) -> Result<(), i32> {
@@ -114,7 +115,7 @@ fn try_deliver(hca: &Hca, datagram: &Datagram, payload: &[u8]) -> bool {
         return false;
     };
     let mut receive = lock(&qp.receive);
-    let wanted = matches!(qp.state(), IBV_QPS_RTR | IBV_QPS_RTS)
+    let wanted = qp.receives()
         && !hca.is_down(qp.parts.port)
         && datagram.dst_lid == qp.parts.port.lid()
         && datagram.qkey == qp.attributes().qkey;

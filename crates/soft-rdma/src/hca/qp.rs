@@ -84,9 +84,45 @@ impl QueuePair {
         self.state.load(Ordering::Acquire)
     }
 
+    /// Whether it takes messages: sending may have stopped for itself.
+    pub(super) fn receives(&self) -> bool {
+        matches!(self.state(), IBV_QPS_RTR | IBV_QPS_RTS | IBV_QPS_SQD | IBV_QPS_SQE)
+    }
+
+    /// Whether what was sent is still acknowledged.
+    pub(super) fn sends(&self) -> bool {
+        matches!(self.state(), IBV_QPS_RTS | IBV_QPS_SQD)
+    }
+
     /// A copy of its attributes.
     pub(crate) fn attributes(&self) -> ibv_qp_attr {
         *lock(&self.attributes)
+    }
+
+    /// Whether the send queue is to be drained and is not yet.
+    pub(crate) fn is_draining(&self) -> bool {
+        self.state() == IBV_QPS_SQD && !lock(&self.send).is_drained()
+    }
+
+    /// Says that the send queue is drained, if it is and the program asked for that; once.
+    pub(super) fn notify_drained(&self, send: &SendQueue) {
+        if self.state() == IBV_QPS_SQD && send.is_drained() {
+            let asked = core::mem::take(&mut lock(&self.attributes).en_sqd_async_notify);
+            if asked != 0 {
+                self.notify(IBV_EVENT_SQ_DRAINED);
+            }
+        }
+    }
+
+    /// An error in the send queue of a datagram queue pair: it goes on receiving.
+    pub(super) fn stop_sending(&self, send: &mut SendQueue) {
+        let mut attributes = lock(&self.attributes);
+        if attributes.qp_state == IBV_QPS_RTS {
+            (attributes.qp_state, attributes.cur_qp_state) = (IBV_QPS_SQE, IBV_QPS_SQE);
+            self.state.store(IBV_QPS_SQE, Ordering::Release);
+        }
+        drop(attributes);
+        self.flush_send(send);
     }
 
     /// Changes attributes and state.
@@ -112,8 +148,17 @@ impl QueuePair {
             }
             IBV_QPS_RTS if from != IBV_QPS_RTS => {
                 let mut send = lock(&self.send);
-                send.start(&attributes);
+                if from == IBV_QPS_RTR {
+                    send.start(&attributes);
+                }
                 self.transmit(hca, &mut send);
+            }
+            IBV_QPS_SQD => {
+                let mut send = lock(&self.send);
+                if mask & IBV_QP_AV != 0 {
+                    send.forget_link();
+                }
+                self.notify_drained(&send);
             }
             _ => {}
         }

@@ -95,7 +95,9 @@ pub(crate) struct SendQueue {
     queue: VecDeque<Work>,
     /// How many at the front of the queue were sent.
     sent: usize,
-    /// How many of those return data.
+    /// How many at the front were sent at least once. These complete when the queue is drained.
+    started: usize,
+    /// How many of those that were sent return data.
     reads: u32,
     /// Sequence number of the front.
     front_psn: u32,
@@ -113,6 +115,16 @@ impl SendQueue {
     pub(super) fn start(&mut self, attributes: &ibv_qp_attr) {
         self.front_psn = attributes.sq_psn & 0xff_ffff;
         (self.retries, self.rnr_retries) = (attributes.retry_cnt, attributes.rnr_retry);
+    }
+
+    /// Nothing is on its way.
+    pub(super) fn is_drained(&self) -> bool {
+        self.started == 0
+    }
+
+    /// The way to the peer has changed.
+    pub(super) fn forget_link(&mut self) {
+        self.link = None;
     }
 
     /// Everything that was sent is to be sent again.
@@ -153,7 +165,7 @@ impl QueuePair {
             }
             send.queue.push_back(work);
         }
-        if self.state() == IBV_QPS_ERR {
+        if matches!(self.state(), IBV_QPS_ERR | IBV_QPS_SQE) {
             self.flush_send(&mut send);
         } else {
             self.transmit(hca, &mut send);
@@ -163,7 +175,7 @@ impl QueuePair {
 
     fn check(&self, send: &SendQueue, work: &Work) -> Result<(), Errno> {
         let cap = &self.parts.cap;
-        if !matches!(self.state(), IBV_QPS_RTS | IBV_QPS_ERR) {
+        if !matches!(self.state(), IBV_QPS_RTS | IBV_QPS_SQD | IBV_QPS_SQE | IBV_QPS_ERR) {
             return Err(Errno::INVAL);
         }
         if send.queue.len() >= cap.max_send_wr as usize {
@@ -193,13 +205,21 @@ impl QueuePair {
     }
 
     pub(super) fn transmit(self: &Arc<Self>, hca: &Hca, send: &mut SendQueue) {
-        if self.state() != IBV_QPS_RTS || send.sent == send.queue.len() {
+        // A queue that is being drained sends nothing new.
+        let most = match self.state() {
+            IBV_QPS_RTS => send.queue.len(),
+            IBV_QPS_SQD => send.started,
+            _ => return,
+        };
+        if send.sent >= most {
             return;
         }
         if self.parts.kind == Kind::Ud {
             while !self.is_delayed(hca, send) {
                 let Some(work) = send.queue.pop_front() else { return };
-                self.send_datagram(hca, work);
+                if !self.send_datagram(hca, work) {
+                    return self.stop_sending(send);
+                }
             }
             return;
         }
@@ -219,7 +239,7 @@ impl QueuePair {
             return self.fail_front(send, IBV_WC_RETRY_EXC_ERR);
         }
         let mut any = false;
-        while link.ready() && !self.is_delayed(hca, send) {
+        while send.sent < most && link.ready() && !self.is_delayed(hca, send) {
             let Some(work) = send.queue.get(send.sent) else { break };
             let limit = u32::from(attributes.max_rd_atomic);
             if work.fence && send.reads > 0
@@ -233,6 +253,7 @@ impl QueuePair {
                     hca.stats.requests.fetch_add(1, Ordering::Relaxed);
                     send.reads += u32::from(work.returns_data());
                     send.sent += 1;
+                    send.started = send.started.max(send.sent);
                     link.send(&Frame::Request(request), payload);
                     any = true;
                 }
@@ -359,6 +380,7 @@ impl QueuePair {
     /// Completes what is queued with a flush error.
     pub(super) fn flush_send(&self, send: &mut SendQueue) {
         send.go_back();
+        send.started = 0;
         while let Some(work) = send.queue.pop_front() {
             self.complete_send(work.completion(IBV_WC_WR_FLUSH_ERR));
         }
@@ -367,7 +389,7 @@ impl QueuePair {
     /// The link to the peer is gone: its process ended, or the network between.
     pub(crate) fn link_lost(&self) {
         let mut send = lock(&self.send);
-        if self.state() == IBV_QPS_RTS && !send.queue.is_empty() {
+        if self.sends() && !send.queue.is_empty() {
             self.fail_front(&mut send, IBV_WC_RETRY_EXC_ERR);
         }
     }
@@ -390,7 +412,7 @@ impl QueuePair {
     pub(crate) fn respond(self: &Arc<Self>, hca: &Hca, response: &Response, placed: bool) {
         let mut send = lock(&self.send);
         // Responses to what was sent before going back, or before a reset, are stale.
-        if self.state() != IBV_QPS_RTS || send.sent == 0 || send.front_psn != response.psn {
+        if !self.sends() || send.sent == 0 || send.front_psn != response.psn {
             return;
         }
         let attributes = self.attributes();
@@ -403,7 +425,7 @@ impl QueuePair {
                 (send.retries, send.rnr_retries) = (attributes.retry_cnt, attributes.rnr_retry);
                 if let Some(work) = send.queue.pop_front() {
                     send.front_psn = send.front_psn.wrapping_add(1) & 0xff_ffff;
-                    send.sent -= 1;
+                    (send.sent, send.started) = (send.sent - 1, send.started - 1);
                     send.reads -= u32::from(work.returns_data());
                     let (counters, bytes) = (self.parts.counters, work.data.length());
                     if work.opcode == Opcode::Read {
@@ -411,6 +433,7 @@ impl QueuePair {
                     } else {
                         counters.sent(bytes);
                     }
+                    self.notify_drained(&send);
                     if work.signaled || self.parts.signal_all {
                         self.complete_send(work.completion(IBV_WC_SUCCESS));
                     }

@@ -129,7 +129,7 @@ pub(crate) fn begin(hca: &Hca, request: &Request) -> Step {
     let from_peer = request.src_qpn == attributes.dest_qp_num
         && request.dst_lid == qp.parts.port.lid()
         && destination(&attributes.ah_attr).is_some_and(|port| port.lid() == request.src_lid);
-    let ready = matches!(qp.state(), IBV_QPS_RTR | IBV_QPS_RTS) && !hca.is_down(qp.parts.port);
+    let ready = qp.receives() && !hca.is_down(qp.parts.port);
     if !ready || !from_peer {
         return dropped();
     }

@@ -44,7 +44,21 @@ fn masks(kind: Kind, from: i32, to: i32) -> Option<(i32, i32)> {
         (Kind::Rc, IBV_QPS_RTR, IBV_QPS_RTS) => (RTS, AGAIN),
         (Kind::Ud, IBV_QPS_RTR, IBV_QPS_RTS) => (IBV_QP_SQ_PSN, IBV_QP_CUR_STATE | IBV_QP_QKEY),
         (Kind::Rc, IBV_QPS_RTS, IBV_QPS_RTS) => (0, AGAIN),
-        (Kind::Ud, IBV_QPS_RTS, IBV_QPS_RTS) => (0, IBV_QP_CUR_STATE | IBV_QP_QKEY),
+        (Kind::Rc, IBV_QPS_SQD, IBV_QPS_RTS) => (0, AGAIN),
+        (Kind::Ud, IBV_QPS_RTS | IBV_QPS_SQD | IBV_QPS_SQE, IBV_QPS_RTS) => {
+            (0, IBV_QP_CUR_STATE | IBV_QP_QKEY)
+        }
+        (_, IBV_QPS_RTS, IBV_QPS_SQD) => (0, IBV_QP_CUR_STATE | IBV_QP_EN_SQD_ASYNC_NOTIFY),
+        (Kind::Rc, IBV_QPS_SQD, IBV_QPS_SQD) => (
+            0,
+            SETUP
+                | IBV_QP_ACCESS_FLAGS
+                | IBV_QP_AV
+                | IBV_QP_MAX_DEST_RD_ATOMIC
+                | IBV_QP_MIN_RNR_TIMER
+                | RTS & !IBV_QP_SQ_PSN,
+        ),
+        (Kind::Ud, IBV_QPS_SQD, IBV_QPS_SQD) => (0, IBV_QP_PKEY_INDEX | IBV_QP_QKEY),
         _ => return None,
     })
 }
@@ -57,9 +71,7 @@ pub(crate) fn modify(
     new: &ibv_qp_attr,
     mask: i32,
 ) -> Result<(), Errno> {
-    if mask & (IBV_QP_ALT_PATH | IBV_QP_PATH_MIG_STATE | IBV_QP_CAP | IBV_QP_EN_SQD_ASYNC_NOTIFY)
-        != 0
-    {
+    if mask & (IBV_QP_ALT_PATH | IBV_QP_PATH_MIG_STATE | IBV_QP_CAP) != 0 {
         return Err(Errno::OPNOTSUPP);
     }
     let from = now.qp_state;
@@ -67,9 +79,6 @@ pub(crate) fn modify(
         return Err(Errno::INVAL);
     }
     let to = if mask & IBV_QP_STATE != 0 { new.qp_state } else { from };
-    if to == IBV_QPS_SQD {
-        return Err(Errno::OPNOTSUPP);
-    }
     let (required, optional) = masks(kind, from, to).ok_or(Errno::INVAL)?;
     let given = mask & !IBV_QP_STATE;
     if given & required != required || given & !(required | optional) != 0 {
@@ -100,6 +109,7 @@ pub(crate) fn modify(
         IBV_QP_SQ_PSN: sq_psn;
         IBV_QP_MAX_DEST_RD_ATOMIC: max_dest_rd_atomic;
         IBV_QP_DEST_QPN: dest_qp_num;
+        IBV_QP_EN_SQD_ASYNC_NOTIFY: en_sqd_async_notify;
     }
     now.qp_state = to;
     now.cur_qp_state = to;

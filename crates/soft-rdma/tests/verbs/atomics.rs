@@ -65,3 +65,32 @@ fn an_address_that_is_not_aligned_is_refused() {
     assert_eq!(remote.read(), [0; 24]);
     assert_eq!((a.state(), b.state()), (IBV_QPS_ERR, IBV_QPS_ERR));
 }
+
+#[test]
+fn without_the_right_or_beyond_the_region_nothing_changes() {
+    let readable = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE;
+    for (access, beyond) in [(readable, 0), (ALL_ACCESS, 24)] {
+        let device = Device::open();
+        let (a, b) = device.pair();
+        let local = device.buffer(8, |_| 9);
+        let remote = Buffer::new(device.pd, 24, access, |_| 0);
+        let work = Send::new(IBV_WR_ATOMIC_CMP_AND_SWP, 1, &[local.all()]);
+        assert_eq!(work.atomic(aligned(&remote).0 + beyond, remote.key(), 0, 3).post(&a), 0);
+        assert_eq!(device.wait().status, IBV_WC_REM_ACCESS_ERR);
+        assert_eq!((remote.read(), local.read()), (vec![0; 24], vec![9; 8]));
+        assert_eq!((a.state(), b.state()), (IBV_QPS_ERR, IBV_QPS_ERR));
+    }
+}
+
+#[test]
+fn a_queue_pair_that_may_have_none_outstanding_is_refused_at_home() {
+    let device = Device::open();
+    let (a, b) = (device.rc(), device.rc());
+    a.connect(&b, |attr| attr.max_rd_atomic = 0);
+    b.connect(&a, |_| ());
+    let (local, remote) = (device.buffer(8, |_| 0), device.buffer(24, |_| 0));
+    let work = Send::new(IBV_WR_ATOMIC_FETCH_AND_ADD, 1, &[local.all()]);
+    assert_eq!(work.atomic(aligned(&remote).0, remote.key(), 1, 0).post(&a), 0);
+    assert_eq!(device.wait().status, IBV_WC_LOC_QP_OP_ERR);
+    assert_eq!(remote.read(), [0; 24]);
+}

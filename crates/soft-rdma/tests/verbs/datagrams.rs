@@ -3,7 +3,7 @@ use soft_rdma::api::*;
 
 use crate::harness::*;
 
-fn address(device: &Device, global: bool) -> *mut ibv_ah {
+pub(crate) fn address(device: &Device, global: bool) -> *mut ibv_ah {
     let mut attr = ibv_ah_attr { dlid: device.lid(), port_num: 1, ..Default::default() };
     if global {
         attr.is_global = 1;
@@ -18,13 +18,13 @@ fn address(device: &Device, global: bool) -> *mut ibv_ah {
     ah
 }
 
-fn datagram(ah: *mut ibv_ah, to: &Qp, qkey: u32, sges: &[ibv_sge]) -> Send {
+pub(crate) fn datagram(ah: *mut ibv_ah, to: &Qp, qkey: u32, sges: &[ibv_sge]) -> Send {
     let mut send = Send::new(IBV_WR_SEND, 1, sges);
     send.wr.wr.ud = ud_wr { ah, remote_qpn: to.number(), remote_qkey: qkey };
     send
 }
 
-fn pair(device: &Device) -> (Qp, Qp) {
+pub(crate) fn pair(device: &Device) -> (Qp, Qp) {
     let (a, b) = (device.qp_with(IBV_QPT_UD, |_| ()), device.qp_with(IBV_QPT_UD, |_| ()));
     a.open_datagrams(7);
     b.open_datagrams(7);

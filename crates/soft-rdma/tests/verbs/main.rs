@@ -15,3 +15,4 @@ mod processes;
 mod refusals;
 mod registration;
 mod send_receive;
+mod states;

@@ -61,10 +61,19 @@ fn a_queue_pair_with_a_shared_queue_says_when_it_uses_it_no_more() {
             0
         );
         assert_eq!(b.receive(1, &[]), libc::EINVAL);
+        // Asked for once, told once: with the first buffer that is taken.
+        let mut limit = ibv_srq_attr { srq_limit: 1, ..init.attr };
+        assert_eq!(ibv_modify_srq(srq, &raw mut limit, IBV_SRQ_LIMIT), 0);
         let from = device.buffer(64, |at| at as u8);
         assert_eq!(Send::new(IBV_WR_SEND, 1, &[from.all()]).flags(0).post(&a), 0);
         let wc = device.wait();
         assert_eq!((wc.wr_id, wc.qp_num, to.read()), (4, b.number(), from.read()));
+        let mut event = next_event(&device).expect("the limit");
+        let expected = (IBV_EVENT_SRQ_LIMIT_REACHED, srq as usize);
+        assert_eq!((event.event_type, event.element), expected);
+        ibv_ack_async_event(&raw mut event);
+        assert_eq!(ibv_query_srq(srq, &raw mut limit), 0);
+        assert_eq!(limit.srq_limit, 0);
         assert!(next_event(&device).is_none());
         b.enter(IBV_QPS_ERR);
         let mut event = next_event(&device).expect("an event");

@@ -29,6 +29,11 @@ pub(crate) fn setup() {
             // SAFETY: a function of this program, which stays loaded.
             unsafe { libc::atexit(remove_folder) };
         }
+        if std::env::var_os("SOFT_RDMA_MEMLOCK").is_none() {
+            // All tests of this program together may be above an ordinary user's limit.
+            // SAFETY: as above.
+            unsafe { std::env::set_var("SOFT_RDMA_MEMLOCK", "off") };
+        }
         // SAFETY: as above.
         unsafe { std::env::set_var("SOFT_RDMA_LOG", "off") };
     });
@@ -49,6 +54,9 @@ pub(crate) fn rerun(test: &str, variables: &[(&str, &str)]) -> bool {
     let status = std::process::Command::new(std::env::current_exe().expect("our own program"))
         .args(["--exact", test, "--nocapture", "--test-threads=1"])
         .env(AGAIN, "1")
+        // Other tests of this program may have set these.
+        .env_remove("SOFT_RDMA_DIR")
+        .env_remove("SOFT_RDMA_NODES")
         .envs(variables.iter().copied())
         .status();
     assert!(status.expect("it starts").success(), "with {variables:?}");

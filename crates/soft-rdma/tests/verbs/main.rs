@@ -8,6 +8,7 @@ mod atomics;
 mod connections;
 mod datagrams;
 mod errors;
+mod namespaces;
 mod notification;
 mod one_sided;
 mod ports;

@@ -19,7 +19,17 @@ impl Peer {
     /// Starts this program again on a node, to run one test as the other side.
     fn start(test: &str, node: u16) -> Self {
         setup();
-        let mut child = Command::new(std::env::current_exe().expect("our own program"))
+        let program = std::env::current_exe().expect("our own program");
+        // How to get to another host, if it is one.
+        let enter = std::env::var("SOFT_RDMA_TEST_ENTER").unwrap_or_default();
+        let mut words =
+            enter.split_whitespace().map(std::ffi::OsStr::new).chain([program.as_os_str()]);
+        let mut command = Command::new(words.next().expect("the program at least"));
+        if let Some(folder) = std::env::var_os("SOFT_RDMA_TEST_PEER_DIR") {
+            command.env("SOFT_RDMA_DIR", folder);
+        }
+        let mut child = command
+            .args(words)
             .args(["--exact", test, "--nocapture", "--test-threads=1"])
             .env(ROLE, "1")
             .env("SOFT_RDMA_NODE", node.to_string())
@@ -50,6 +60,11 @@ impl Drop for Peer {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// Whether this process is the other side of a test.
+pub(crate) fn is_peer() -> bool {
+    std::env::var_os(ROLE).is_some()
 }
 
 fn numbers(line: &str) -> Vec<u64> {
@@ -95,8 +110,8 @@ fn connect(test: &str, node: u16, device: &Device) -> (Peer, Qp, u64, u32) {
 }
 
 /// Reads, writes, a message and its answer with a process of a node.
-fn exchange(test: &str, node: u16) {
-    if std::env::var_os(ROLE).is_some() {
+pub(crate) fn exchange(test: &str, node: u16) {
+    if is_peer() {
         return peer();
     }
     let device = Device::open();
@@ -122,8 +137,8 @@ fn exchange(test: &str, node: u16) {
 }
 
 /// The peer is killed between two reads.
-fn lose(test: &str, node: u16) {
-    if std::env::var_os(ROLE).is_some() {
+pub(crate) fn lose(test: &str, node: u16) {
+    if is_peer() {
         return peer();
     }
     let device = Device::open();

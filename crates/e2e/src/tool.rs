@@ -89,7 +89,12 @@ impl Workbench {
         Tool::new(self.layout.clone(), ucx, self.layout.bin().join("ucp-check"))
     }
 
-    /// The same with the plugin and a device, about to run these words; it loads exactly that UCX.
+    /// The tool `ucx-gaudi`, with the libraries of the given UCX on the loader path.
+    pub fn ucx_gaudi(&self, ucx: Ucx) -> Tool {
+        Tool::new(self.layout.clone(), ucx, self.layout.bin().join("ucx-gaudi"))
+    }
+
+    /// The same client with the plugin and a device, about to run these words; it loads exactly that UCX.
     pub fn client(&self, ucx: Ucx, device: &Device, words: &str) -> Tool {
         let tool = self.ucp_check(ucx).plugin().device(device).words(words);
         tool.arg("--ucx").arg(ucx.root(&self.layout)).limit(CLIENT_LIMIT)
@@ -244,6 +249,7 @@ fn missing(layout: &Layout, ucx: &[Ucx]) -> Option<PathBuf> {
         layout.plugins().join("libuct_gaudi.so.0"),
         layout.soft_gaudi().join("libhl-thunk.so"),
         layout.bin().join("ucp-check"),
+        layout.bin().join("ucx-gaudi"),
     ];
     ucx.iter().map(|ucx| ucx.libucp(layout)).chain(built).find(|path| !path.exists())
 }

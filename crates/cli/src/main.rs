@@ -13,6 +13,7 @@ mod output;
 mod prefix;
 mod report;
 mod run;
+mod stats;
 mod topo;
 mod trace;
 mod tuning;
@@ -72,6 +73,10 @@ enum Command {
     /// For cards on which the plugin never ran. Takes the card for some seconds. Stops before anything that
     /// may hang an engine, unless --may-reset. Send back the report of --save FILE.
     CheckCard(check_card::Options),
+    /// Show the counters of running processes
+    Stats(stats::Options),
+    /// Show what running processes do with their Gaudis, again and again
+    Top(stats::TopOptions),
     /// Show or compare recordings of driver calls (UCX_GAUDI_TRACE)
     Trace(trace::Options),
     /// Print completions for a shell: source <(ucx-gaudi completions bash)
@@ -140,6 +145,8 @@ fn dispatch(cli: Cli) -> Result<Exit, Failure> {
         Command::Probe { what } => Ok(doctor::answer(&what)),
         Command::Topo => topo::run(&on_card(context)?),
         Command::CheckCard(options) => check_card::run(&on_card(context)?, &options),
+        Command::Stats(options) => stats::run(&context, &options),
+        Command::Top(options) => stats::top(&context, &options),
         Command::Trace(options) => trace::run(&context, &options),
         Command::Completions { shell } => {
             clap_complete::generate(

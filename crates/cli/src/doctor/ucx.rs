@@ -141,7 +141,13 @@ pub(super) fn check(extra: &[PathBuf], plugins: &Path) -> Vec<Finding> {
 }
 
 fn check_one(libucp: &Path, plugins: &Path) -> Finding {
+    // Its own libucs and libuct, not those of another UCX on the loader path.
+    let beside = libucp.parent().map(Path::to_owned);
+    let others = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+    let others = std::env::split_paths(&others).filter(|path| !path.as_os_str().is_empty());
+    let libraries = std::env::join_paths(beside.into_iter().chain(others)).unwrap_or_default();
     let variables = [
+        ("LD_LIBRARY_PATH", libraries.as_os_str()),
         ("UCX_PLUGIN_PATH", plugins.as_os_str()),
         ("UCX_LOG_LEVEL", "warn".as_ref()),
         ("UCX_WARN_UNUSED_ENV_VARS", "n".as_ref()),

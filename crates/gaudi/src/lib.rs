@@ -46,7 +46,6 @@ mod remedy;
 mod runtime;
 pub mod scale_out;
 pub mod share;
-mod slots;
 pub mod stats;
 mod sysfs;
 pub mod topology;

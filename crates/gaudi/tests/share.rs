@@ -59,7 +59,7 @@ mod ipc {
         }
         let there = opened.translate(key.base(), 1).unwrap();
         assert_eq!(runtime().locate(there.0, 1), None, "a peer's memory is no allocation of ours");
-        assert!(!opened.is_peer_gone());
+        assert!(!opened.has_peer_ended());
         assert_eq!((stat("ipc_handovers_broker"), peer.stat("ipc_broker_granted")), (1, 1));
         assert_eq!((stat("staged_operations"), stat("cross_card_operations")), (0, 2));
         device.set_handle_limits(Limits { handles: 0, bytes: 0 });

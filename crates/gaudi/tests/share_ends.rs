@@ -65,7 +65,7 @@ mod ipc {
                 exporter.kill();
                 let opened = work.join().unwrap();
                 for opened in &opened {
-                    until("the end is seen", || opened.is_peer_gone());
+                    until("the end is seen", || opened.has_peer_ended());
                 }
             });
             until("all handles are let go", || stat("ipc_handles_live") == 0);

@@ -1,11 +1,41 @@
-//! Small copies that the caller waits for: one packet, one submission, and none of the bookkeeping of a
-//! copy that outlives its caller.
+//! Copies that the caller waits for. A small one is one packet and one submission, and needs none of the
+//! bookkeeping of a copy that outlives its caller.
+
+use std::sync::Arc;
 
 use hl_thunk::packet::LinDma;
 
+use super::Transfer;
 use super::host_copy::{copy_in, copy_out};
-use super::route::Short;
-use crate::{Direction, Error};
+use super::located::End;
+use super::route::{Caller, Pieces, Short, route};
+use crate::{Device, Direction, Error};
+
+/// Copies `len` bytes between two ends and returns when they have arrived. `device` was asked to copy.
+///
+/// # Safety
+/// As for [`Device::copy`].
+#[inline]
+pub(crate) unsafe fn copy_and_wait(
+    device: &Arc<Device>,
+    ends: &(End, End),
+    len: usize,
+) -> Result<(), Error> {
+    let mut pieces = Pieces::new();
+    // SAFETY: the caller's promise.
+    let routed = unsafe { route(device, ends, len, None, Caller::Waits, &mut pieces) };
+    let done = match routed {
+        // SAFETY: the caller's promise; the device side was looked up, and `route` checked the length.
+        Ok(Some(short)) => unsafe { short.copy(len) },
+        Ok(None) => match Transfer::submit(device, pieces) {
+            // A failure was counted when the transfer concluded.
+            Ok(mut transfer) => return transfer.wait().map_err(|error| error.on(device)),
+            Err(error) => Err(error),
+        },
+        Err(error) => Err(error),
+    };
+    done.map_err(|error| device.failed(error))
+}
 
 impl Short<'_> {
     /// Copies `len` bytes and waits.

@@ -1,12 +1,12 @@
-//! Up to 64 numbered slots, allocated without a lock.
+//! Which slots of a slab are free: up to 64, taken without a lock.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Up to 64 slots; a set bit is a free one.
 #[derive(Debug)]
-pub(crate) struct Slots(AtomicU64);
+pub(crate) struct FreeSlots(AtomicU64);
 
-impl Slots {
+impl FreeSlots {
     /// Slots `0..count`, all free.
     pub(crate) fn new(count: u32) -> Self {
         assert!((1..=64).contains(&count));
@@ -36,7 +36,7 @@ mod tests {
 
     #[test]
     fn slots_are_handed_out_once_until_given_back() {
-        let slots = Slots::new(3);
+        let slots = FreeSlots::new(3);
         assert_eq!([slots.take(), slots.take(), slots.take()], [Some(0), Some(1), Some(2)]);
         assert_eq!(slots.take(), None);
         slots.release(1);
@@ -45,7 +45,7 @@ mod tests {
 
     #[test]
     fn concurrent_threads_never_get_the_same_slot() {
-        let slots = Slots::new(64);
+        let slots = FreeSlots::new(64);
         let holders: Vec<AtomicU64> = (0..64).map(|_| AtomicU64::new(0)).collect();
         std::thread::scope(|scope| {
             for _ in 0..4 {

@@ -6,15 +6,19 @@
 //!    passed on, and looked up again only by steps that had to wait.
 //! 2. [`route`]: decides how the bytes travel: short, direct, bounced or staged. One table, in its first
 //!    lines.
-//! 3. [`short`] submits a small copy and waits for it in the driver; [`transfer`] submits all others step
-//!    by step, and blocks only where its caller asks it to wait.
+//! 3. [`blocking`] does what its caller waits for, and submits a small copy itself; [`transfer`] submits all
+//!    others step by step, and blocks only where its caller asks it to wait.
 //! 4. [`engine`] gives out [`permits`] to submit, records what the hardware is doing ([`submission`]),
 //!    and has sleepers woken when it is done ([`waiter`]).
 //!
 //! [`slab`] is the pinned memory that small or unpinnable host buffers go through, [`host_copy`] the CPU's
 //! part of that.
 
+mod blocking;
+#[cfg(test)]
+mod blocking_tests;
 pub(crate) mod engine;
+mod free_slots;
 mod host_copy;
 pub(crate) mod located;
 mod permits;
@@ -23,9 +27,6 @@ mod reaping_tests;
 mod route;
 #[cfg(test)]
 mod schedule_tests;
-mod short;
-#[cfg(test)]
-mod short_tests;
 pub(crate) mod slab;
 #[cfg(test)]
 mod split_tests;
@@ -39,10 +40,10 @@ mod waiter_tests;
 
 use std::sync::Arc;
 
+pub(crate) use blocking::copy_and_wait;
 pub use located::USER_SPACE_END;
 pub(crate) use permits::SLOTS;
 pub use transfer::Transfer;
-pub(crate) use transfer::copy_and_wait;
 
 use crate::{DeviceAddr, Error, HostRegion};
 

@@ -10,11 +10,11 @@ use std::sync::{Arc, OnceLock};
 
 use hl_thunk::HostPages;
 
+use super::free_slots::FreeSlots;
 use super::{BOUNCE_LEN, SLOTS};
 use crate::backend::HostPin;
 use crate::error::Phase;
 use crate::pin::pin_slab;
-use crate::slots::Slots;
 use crate::{Device, DeviceAddr, Error, HostRegion};
 
 /// Slots of one size in one block of pages. Pinned at first use, for each device that uses it.
@@ -89,7 +89,7 @@ impl PermitSlots {
 #[derive(Debug)]
 pub(crate) struct SlotPool {
     slab: Slab,
-    free: Slots,
+    free: FreeSlots,
     /// Slots that the hardware is using.
     in_flight: AtomicU32,
 }
@@ -98,7 +98,7 @@ impl SlotPool {
     /// `count` slots (at most 64) of `slot_len` bytes.
     pub(crate) fn new(slot_len: usize, count: u32) -> Result<Arc<Self>, Error> {
         let slab = Slab::new(slot_len, count)?;
-        Ok(Arc::new(Self { slab, free: Slots::new(count), in_flight: AtomicU32::new(0) }))
+        Ok(Arc::new(Self { slab, free: FreeSlots::new(count), in_flight: AtomicU32::new(0) }))
     }
 
     /// A free slot, if there is one.

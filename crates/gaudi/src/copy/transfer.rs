@@ -1,5 +1,5 @@
 //! A copy under way: pieces that are submitted step by step, as permits and slots allow. Starting and
-//! polling never block; [`Transfer::wait`] and [`copy_and_wait`] do.
+//! polling never block; [`Transfer::wait`] does.
 
 use std::sync::Arc;
 
@@ -77,32 +77,6 @@ enum Routed {
     Earlier,
 }
 
-/// Copies `len` bytes between two ends and returns when they have arrived. `device` was asked to copy.
-///
-/// # Safety
-/// As for [`Device::copy`].
-#[inline]
-pub(crate) unsafe fn copy_and_wait(
-    device: &Arc<Device>,
-    ends: &(End, End),
-    len: usize,
-) -> Result<(), Error> {
-    let mut pieces = Pieces::new();
-    // SAFETY: the caller's promise.
-    let routed = unsafe { route(device, ends, len, None, Caller::Waits, &mut pieces) };
-    let done = match routed {
-        // SAFETY: the caller's promise; the device side was looked up, and `route` checked the length.
-        Ok(Some(short)) => unsafe { short.copy(len) },
-        Ok(None) => match Transfer::submit(device, pieces) {
-            // A failure was counted when the transfer concluded.
-            Ok(mut transfer) => return transfer.wait().map_err(|error| error.on(device)),
-            Err(error) => Err(error),
-        },
-        Err(error) => Err(error),
-    };
-    done.map_err(|error| device.failed(error))
-}
-
 impl Transfer {
     /// Routes a copy and starts it.
     ///
@@ -133,7 +107,7 @@ impl Transfer {
     }
 
     /// Starts as many of the pieces as there are permits for.
-    fn submit(device: &Arc<Device>, mut pieces: Pieces) -> Result<Self, Error> {
+    pub(super) fn submit(device: &Arc<Device>, mut pieces: Pieces) -> Result<Self, Error> {
         pieces.reverse();
         let mut transfer = Self {
             device: Arc::clone(device),

@@ -18,9 +18,9 @@ use rustix::net::{Shutdown, SocketFlags};
 use rustix::process::{Resource, getrlimit};
 
 use super::Identity;
-use super::exporter::{Exporter, Offered, Reuse};
+use super::exporter::{Exporter, Reuse, SharedDmabuf};
 use super::key::Fields;
-use super::leases::{ConnectionId, Lessor};
+use super::leases::{ConnectionId, ExporterLeases};
 use super::socket::{self, Outbox};
 use super::wire::{LeaseId, MAX_LEN, Refusal, Reply, Request};
 use crate::process::{CloseOnFork, Instance};
@@ -150,7 +150,7 @@ struct Connection {
     pid: u32,
     /// Must have been granted a lease by then; `None` if it was.
     deadline: Option<Instant>,
-    outbox: Outbox<Offered>,
+    outbox: Outbox<SharedDmabuf>,
     /// Whether the broker's `epoll` waits for space in the peer's queue.
     waits_for_space: bool,
     /// We have hung up on a peer that has leases: only releases are read, until the peer closes.
@@ -164,7 +164,7 @@ impl Connection {
     fn send(
         &mut self,
         reply: Reply,
-        enclosed: Option<std::sync::Arc<Offered>>,
+        enclosed: Option<std::sync::Arc<SharedDmabuf>>,
     ) -> Result<(), Errno> {
         self.outbox.send(self.socket.as_fd(), reply.pack(), enclosed)
     }
@@ -174,7 +174,7 @@ impl Connection {
     fn flush(
         &mut self,
         id: ConnectionId,
-        lessor: &mut Lessor<Offered, Reuse>,
+        leases: &mut ExporterLeases<SharedDmabuf, Reuse>,
         reuse: &mut Vec<Reuse>,
     ) -> Result<(), Errno> {
         loop {
@@ -187,7 +187,7 @@ impl Connection {
                     Some(Reply::Grant { lease }) => lease,
                     _ => LeaseId::NONE,
                 };
-                reuse.extend(lessor.release(id, lease));
+                reuse.extend(leases.release(id, lease));
                 count(Counter::BrokerRefusedCrowded);
                 Reply::Refused { lease, why: Refusal::Crowded }.pack()
             };
@@ -290,13 +290,13 @@ impl Connections {
         &mut self,
         id: ConnectionId,
         broker: &Broker,
-        lessor: &mut Lessor<Offered, Reuse>,
+        leases: &mut ExporterLeases<SharedDmabuf, Reuse>,
         reuse: &mut Vec<Reuse>,
     ) {
-        match self.exchange(id, lessor, reuse) {
+        match self.exchange(id, leases, reuse) {
             Then::GoOn => {}
-            Then::HangUp if lessor.has_leases(id) => self.drain(id),
-            Then::HangUp | Then::Ended => return self.hang_up(id, broker, lessor, reuse),
+            Then::HangUp if leases.has_leases(id) => self.drain(id),
+            Then::HangUp | Then::Ended => return self.hang_up(id, broker, leases, reuse),
         }
         self.update_interest(id, broker);
     }
@@ -313,11 +313,11 @@ impl Connections {
     fn exchange(
         &mut self,
         id: ConnectionId,
-        lessor: &mut Lessor<Offered, Reuse>,
+        leases: &mut ExporterLeases<SharedDmabuf, Reuse>,
         reuse: &mut Vec<Reuse>,
     ) -> Then {
         let Some(connection) = self.by_id.get_mut(&id) else { return Then::GoOn };
-        if connection.flush(id, lessor, reuse).is_err() {
+        if connection.flush(id, leases, reuse).is_err() {
             return Then::HangUp;
         }
         for _ in 0..MAX_AT_ONCE {
@@ -335,9 +335,9 @@ impl Connections {
                     let request = Request::parse(&message[..len.min(message.len())]);
                     if connection.is_draining {
                         if let Some(Request::Release { lease }) = request {
-                            reuse.extend(lessor.release(id, lease));
+                            reuse.extend(leases.release(id, lease));
                         }
-                    } else if let Then::HangUp = self.answer(id, request, lessor, reuse) {
+                    } else if let Then::HangUp = self.answer(id, request, leases, reuse) {
                         return Then::HangUp;
                     }
                 }
@@ -350,10 +350,10 @@ impl Connections {
         &mut self,
         id: ConnectionId,
         request: Option<Request>,
-        lessor: &mut Lessor<Offered, Reuse>,
+        leases: &mut ExporterLeases<SharedDmabuf, Reuse>,
         reuse: &mut Vec<Reuse>,
     ) -> Then {
-        let has_capacity = self.has_capacity(id, lessor);
+        let has_capacity = self.has_capacity(id, leases);
         self.requests += 1;
         let now = self.requests;
         let Some(connection) = self.by_id.get_mut(&id) else { return Then::HangUp };
@@ -361,13 +361,13 @@ impl Connections {
         let is_new = connection.deadline.is_some();
         let (lease, answer) = match request {
             Some(Request::Release { lease }) if !is_new => {
-                reuse.extend(lessor.release(id, lease));
+                reuse.extend(leases.release(id, lease));
                 return Then::GoOn;
             }
             Some(Request::Open { lease, key }) => {
                 let base = Fields::parse(&key).map(|key| key.base);
                 let answer = match base {
-                    Ok(base) if has_capacity => lessor.open(id, lease, base, &key),
+                    Ok(base) if has_capacity => leases.open(id, lease, base, &key),
                     Ok(_) => Err(Refusal::Crowded),
                     Err(_) => Err(Refusal::Unknown),
                 };
@@ -393,13 +393,17 @@ impl Connections {
                 why != Refusal::Malformed && !is_new
             }
         };
-        let sent = connection.flush(id, lessor, reuse);
+        let sent = connection.flush(id, leases, reuse);
         if sent.is_ok() && stays { Then::GoOn } else { Then::HangUp }
     }
 
     /// Whether this connection is among those that were granted a lease, or may become one of them. At
     /// the limit, the least recent connection without leases is closed.
-    fn has_capacity(&mut self, id: ConnectionId, lessor: &mut Lessor<Offered, Reuse>) -> bool {
+    fn has_capacity(
+        &mut self,
+        id: ConnectionId,
+        leases: &mut ExporterLeases<SharedDmabuf, Reuse>,
+    ) -> bool {
         if self.by_id.get(&id).is_none_or(|connection| connection.deadline.is_none()) {
             return true;
         }
@@ -407,11 +411,11 @@ impl Connections {
         if granted().count() < limits().1 {
             return true;
         }
-        let idle = granted().filter(|(id, _)| !lessor.has_leases(**id));
+        let idle = granted().filter(|(id, _)| !leases.has_leases(**id));
         let Some(idle) = idle.min_by_key(|(_, other)| other.last_request).map(|(id, _)| *id) else {
             return false;
         };
-        let _none = lessor.hang_up(idle);
+        let _none = leases.hang_up(idle);
         if let Some(mut idle) = self.by_id.remove(&idle) {
             // Notify it, so that it does not take EOF for our exit. Closing removes it from epoll.
             let why = Refusal::Crowded;
@@ -434,14 +438,14 @@ impl Connections {
         &mut self,
         id: ConnectionId,
         broker: &Broker,
-        lessor: &mut Lessor<Offered, Reuse>,
+        leases: &mut ExporterLeases<SharedDmabuf, Reuse>,
         reuse: &mut Vec<Reuse>,
     ) {
         if let Some(connection) = self.by_id.remove(&id) {
             // Remove from epoll explicitly: a child may still have the socket open.
             let _ = epoll::delete(&broker.epoll, &connection.socket);
         }
-        reuse.extend(lessor.hang_up(id));
+        reuse.extend(leases.hang_up(id));
     }
 
     /// Has the broker wake up when there is space in the peer's queue, as long as that matters.

@@ -39,7 +39,7 @@ pub(crate) struct Cache<K, V> {
 
 #[derive(Debug)]
 struct State<K, V> {
-    entries: HashMap<K, Slot<V>>,
+    entries: HashMap<K, Cached<V>>,
     limits: Limits,
     bytes: u64,
     /// Grows with every use.
@@ -47,7 +47,7 @@ struct State<K, V> {
 }
 
 #[derive(Debug)]
-enum Slot<V> {
+enum Cached<V> {
     /// Somebody is opening it; `dead` if it must not be kept when it is done.
     Opening {
         serial: u64,
@@ -99,7 +99,7 @@ impl<K: Copy + Eq + Hash, V> Cache<K, V> {
             state = self.opened.wait(state).expect("never poisoned");
         }
         let serial = state.tick();
-        state.entries.insert(key, Slot::Opening { serial, dead: false });
+        state.entries.insert(key, Cached::Opening { serial, dead: false });
         drop(state);
         let opening = Opening { cache: self, key, serial };
         let (value, bytes) = open()?;
@@ -111,7 +111,7 @@ impl<K: Copy + Eq + Hash, V> Cache<K, V> {
     /// Gives a reference back; what has to go for the bounds' sake is returned, to be dropped.
     pub(crate) fn release(&self, key: &K, serial: u64) -> Vec<Arc<V>> {
         let mut state = self.state();
-        if let Some(Slot::Open(entry)) = state.entries.get_mut(key)
+        if let Some(Cached::Open(entry)) = state.entries.get_mut(key)
             && entry.serial == serial
         {
             entry.users -= 1;
@@ -128,11 +128,11 @@ impl<K: Copy + Eq + Hash, V> Cache<K, V> {
         state.entries.retain(|key, entry| {
             match entry {
                 _ if !which(key) => return true,
-                Slot::Opening { dead, .. } => {
+                Cached::Opening { dead, .. } => {
                     *dead = true;
                     return true;
                 }
-                Slot::Open(open) => {
+                Cached::Open(open) => {
                     bytes += open.bytes;
                     evicted.push(Arc::clone(&open.value));
                 }
@@ -170,10 +170,10 @@ impl<K: Copy + Eq + Hash, V> Opening<'_, K, V> {
     fn done(self, value: Arc<V>, bytes: u64) -> Vec<Arc<V>> {
         let mut state = self.cache.state();
         let last_used = state.tick();
-        let dead = matches!(state.entries.get(&self.key), Some(Slot::Opening { dead: true, .. }));
+        let dead = matches!(state.entries.get(&self.key), Some(Cached::Opening { dead: true, .. }));
         if !dead {
             let open = Open { value, serial: self.serial, bytes, users: 1, last_used };
-            state.entries.insert(self.key, Slot::Open(open));
+            state.entries.insert(self.key, Cached::Open(open));
             state.bytes += bytes;
         }
         // Where it is dead, dropping `self` removes the entry.
@@ -184,7 +184,7 @@ impl<K: Copy + Eq + Hash, V> Opening<'_, K, V> {
 impl<K: Copy + Eq + Hash, V> Drop for Opening<'_, K, V> {
     fn drop(&mut self) {
         let mut state = self.cache.state();
-        if matches!(state.entries.get(&self.key), Some(Slot::Opening { serial, .. }) if *serial == self.serial)
+        if matches!(state.entries.get(&self.key), Some(Cached::Opening { serial, .. }) if *serial == self.serial)
         {
             state.entries.remove(&self.key);
         }
@@ -203,7 +203,7 @@ impl<K: Copy + Eq + Hash, V> State<K, V> {
     fn use_open(&mut self, key: &K) -> Option<(Arc<V>, u64)> {
         let now = self.tick();
         match self.entries.get_mut(key) {
-            Some(Slot::Open(open)) => {
+            Some(Cached::Open(open)) => {
                 open.users += 1;
                 open.last_used = now;
                 Some((Arc::clone(&open.value), open.serial))
@@ -217,11 +217,11 @@ impl<K: Copy + Eq + Hash, V> State<K, V> {
         let mut evicted = Vec::new();
         while self.entries.len() > self.limits.handles || self.bytes > self.limits.bytes {
             let idle = self.entries.iter().filter_map(|(key, entry)| match entry {
-                Slot::Open(open) if open.users == 0 => Some((open.last_used, *key)),
+                Cached::Open(open) if open.users == 0 => Some((open.last_used, *key)),
                 _ => None,
             });
             let Some((_, oldest)) = idle.min_by_key(|(used, _)| *used) else { break };
-            if let Some(Slot::Open(open)) = self.entries.remove(&oldest) {
+            if let Some(Cached::Open(open)) = self.entries.remove(&oldest) {
                 self.bytes -= open.bytes;
                 evicted.push(open.value);
             }

@@ -9,7 +9,7 @@ use rustix::rand::{GetRandomFlags, getrandom};
 
 use super::broker::{Broker, Connections};
 use super::key::{self, Bus, Fields, Token};
-use super::leases::{ConnectionId, Lessor};
+use super::leases::{ConnectionId, ExporterLeases};
 use super::{Identity, KEY_LEN};
 use crate::process::{CloseOnFork, PerProcess, thread};
 use crate::stats::{Counter, Counts, Gauge, GaugeGuard};
@@ -27,7 +27,7 @@ const SHARING: &str = "sharing device memory";
 /// It keeps its device open.
 #[derive(Clone)]
 pub struct Share {
-    export: Arc<Export>,
+    inner: Arc<ShareInner>,
     _device: Arc<Device>,
 }
 
@@ -42,29 +42,29 @@ impl Share {
     /// What to give to peers. Who has it can read and write the allocation: send it only to those
     /// who may.
     pub fn key(&self) -> [u8; KEY_LEN] {
-        self.export.fields.pack()
+        self.inner.fields.pack()
     }
 
     /// First address of the allocation.
     pub fn base(&self) -> DeviceAddr {
-        DeviceAddr(self.export.fields.base)
+        DeviceAddr(self.inner.fields.base)
     }
 
     /// Length of the allocation in bytes.
     #[allow(clippy::len_without_is_empty, reason = "there are no empty allocations")]
     pub fn len(&self) -> u64 {
-        self.export.fields.len
+        self.inner.fields.len
     }
 }
 
 /// What all shares of an allocation have in common. The offer ends with the last of them.
 #[derive(Debug)]
-struct Export {
+struct ShareInner {
     exporter: &'static Exporter,
     fields: Fields,
 }
 
-impl Drop for Export {
+impl Drop for ShareInner {
     fn drop(&mut self) {
         // A child must not withdraw it: the offer is its parent's.
         if self.exporter.is_current() {
@@ -74,16 +74,16 @@ impl Drop for Export {
     }
 }
 
-/// What a lease is granted on.
+/// What a lease is granted on, for as long as the memory is offered.
 #[derive(Debug)]
-pub(super) struct Offered {
+pub(super) struct SharedDmabuf {
     /// A forked child does not keep it: it would keep the card busy.
     dmabuf: CloseOnFork,
-    export: Weak<Export>,
+    share: Weak<ShareInner>,
     _gauge: GaugeGuard,
 }
 
-impl AsFd for Offered {
+impl AsFd for SharedDmabuf {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.dmabuf.as_fd()
     }
@@ -100,7 +100,7 @@ impl fmt::Debug for Reuse {
 
 #[derive(Debug, Default)]
 struct State {
-    lessor: Lessor<Offered, Reuse>,
+    leases: ExporterLeases<SharedDmabuf, Reuse>,
     connections: Connections,
 }
 
@@ -171,19 +171,24 @@ impl Exporter {
         Ok(broker)
     }
 
-    fn share(&'static self, device: &Arc<Device>, addr: DeviceAddr) -> Result<Arc<Export>, Error> {
+    fn share(
+        &'static self,
+        device: &Arc<Device>,
+        addr: DeviceAddr,
+    ) -> Result<Arc<ShareInner>, Error> {
         loop {
             let mut state = self.state();
-            let location = runtime().locate(addr.0, 1).ok_or_else(|| device.gone(addr))?;
+            let location =
+                runtime().locate(addr.0, 1).ok_or_else(|| device.freed_meanwhile(addr))?;
             let base = location.base.0;
-            if let Some((offered, token)) = state.lessor.offered(base) {
-                if let Some(export) = offered.export.upgrade() {
-                    return Ok(export);
+            if let Some((offered, token)) = state.leases.offered(base) {
+                if let Some(share) = offered.share.upgrade() {
+                    return Ok(share);
                 }
                 // Its last share is just being dropped by another thread.
                 drop(state);
                 self.withdraw(base, Some(token));
-            } else if state.lessor.prepare(base) {
+            } else if state.leases.prepare(base) {
                 drop(state);
                 return self.share_prepared(device, location);
             } else {
@@ -198,24 +203,24 @@ impl Exporter {
         &'static self,
         device: &Arc<Device>,
         location: Location,
-    ) -> Result<Arc<Export>, Error> {
+    ) -> Result<Arc<ShareInner>, Error> {
         let base = location.base;
         let _preparation = Preparation { exporter: self, base: base.0 };
-        let (export, offered) = self.export(device, location)?;
+        let (share, dmabuf) = self.export(device, location)?;
         let mut state = self.state();
-        if state.lessor.is_freed(base.0) {
-            return Err(device.gone(base));
+        if state.leases.is_freed(base.0) {
+            return Err(device.freed_meanwhile(base));
         }
-        state.lessor.offer(base.0, export.fields.pack(), export.fields.token, offered);
+        state.leases.offer(base.0, share.fields.pack(), share.fields.token, dmabuf);
         drop(state);
-        Ok(export)
+        Ok(share)
     }
 
     fn export(
         &'static self,
         device: &Arc<Device>,
         location: Location,
-    ) -> Result<(Arc<Export>, Offered), Error> {
+    ) -> Result<(Arc<ShareInner>, SharedDmabuf), Error> {
         let (base, len) = (location.base.0, location.length);
         let failed = |detail: String| Error::new(ErrorKind::ChannelFailed, SHARING, detail, "");
         let source = Bus::new(&device.info().bus_id).filter(|_| key::fits(base, len));
@@ -239,9 +244,9 @@ impl Exporter {
         let gauge = device.counts().track(Gauge::Share, len);
         let dmabuf = CloseOnFork::new(dmabuf)
             .ok_or_else(|| failed("too many descriptors are open".to_owned()))?;
-        let export = Arc::new(Export { exporter: self, fields });
-        let offered = Offered { dmabuf, export: Arc::downgrade(&export), _gauge: gauge };
-        Ok((export, offered))
+        let share = Arc::new(ShareInner { exporter: self, fields });
+        let dmabuf = SharedDmabuf { dmabuf, share: Arc::downgrade(&share), _gauge: gauge };
+        Ok((share, dmabuf))
     }
 
     /// Ends the offer at `base`, if there is one (with this token): nobody can open it from now on,
@@ -249,10 +254,10 @@ impl Exporter {
     fn withdraw(&self, base: u64, token: Option<Token>) {
         let Some(broker) = self.broker.get() else { return };
         let mut state = self.state();
-        let State { lessor, connections } = &mut *state;
+        let State { leases, connections } = &mut *state;
         // The dma-buf is closed here, under the lock: the driver refuses to unmap exported memory, and
         // another thread may free it than the one that ends the offer.
-        let revoked = lessor.withdraw(base, token);
+        let revoked = leases.withdraw(base, token);
         for (connection, lease) in revoked {
             // Where this fails the peer has hung up, as the broker is about to see.
             let _ = connections.revoke(connection, lease, broker);
@@ -278,9 +283,9 @@ impl Exporter {
         let Some(broker) = self.broker.get() else { return };
         let mut reuse = Vec::new();
         let mut state = self.state();
-        let State { lessor, connections } = &mut *state;
+        let State { leases, connections } = &mut *state;
         for id in which(connections) {
-            connections.serve(id, broker, lessor, &mut reuse);
+            connections.serve(id, broker, leases, &mut reuse);
         }
         drop(state);
         reuse.into_iter().for_each(|Reuse(reuse)| reuse());
@@ -290,10 +295,10 @@ impl Exporter {
     pub(super) fn expire(&self) {
         let Some(broker) = self.broker.get() else { return };
         let mut state = self.state();
-        let State { lessor, connections } = &mut *state;
+        let State { leases, connections } = &mut *state;
         for id in connections.overdue() {
             // They have no lease.
-            connections.hang_up(id, broker, lessor, &mut Vec::new());
+            connections.hang_up(id, broker, leases, &mut Vec::new());
         }
     }
 }
@@ -323,7 +328,7 @@ struct Preparation {
 
 impl Drop for Preparation {
     fn drop(&mut self) {
-        let reuse = self.exporter.state().lessor.prepared(self.base);
+        let reuse = self.exporter.state().leases.prepared(self.base);
         self.exporter.prepared.notify_all();
         if let Some(Reuse(reuse)) = reuse {
             reuse();
@@ -340,8 +345,8 @@ pub(super) fn file_len(file: BorrowedFd<'_>) -> Result<u64, rustix::io::Errno> {
 pub(super) fn share(device: &Arc<Device>, addr: DeviceAddr) -> Result<Share, Error> {
     let exporter = Exporter::current()?;
     exporter.start_broker()?;
-    let export = exporter.share(device, addr)?;
-    Ok(Share { export, _device: Arc::clone(device) })
+    let inner = exporter.share(device, addr)?;
+    Ok(Share { inner, _device: Arc::clone(device) })
 }
 
 /// Starts this process's broker ahead of the first [`Device::share`]. The error says why there can be
@@ -365,7 +370,7 @@ pub(crate) fn freed(
         drop(quarantined);
         reuse();
     }));
-    let now = exporter.state().lessor.free(base.0, reuse);
+    let now = exporter.state().leases.free(base.0, reuse);
     if let Some(Reuse(reuse)) = now {
         reuse();
     }

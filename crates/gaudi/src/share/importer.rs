@@ -18,10 +18,10 @@ use rustix::net::Shutdown;
 use rustix::process::{Resource, getrlimit};
 
 use super::key::Fields;
-use super::leases::{Action, Denied, Lessee, Violation};
+use super::leases::{Action, Denied, ImporterLeases, Violation};
 use super::socket::{Credentials, Outbox, Unconnected};
 use super::wire::{LeaseId, MAX_LEN, Refusal, Reply, Request};
-use super::{Identity, remote, socket};
+use super::{Identity, opened, socket};
 use crate::ErrorKind;
 use crate::process::{CloseOnFork, PerProcess, thread};
 
@@ -130,7 +130,7 @@ pub(super) struct Lease {
 
 impl Lease {
     /// Whether the exporter has ended; its leases are void. Also if it only closed the connection.
-    pub(super) fn is_lost(&self) -> bool {
+    pub(super) fn has_exporter_ended(&self) -> bool {
         self.connection.is_closed()
     }
 }
@@ -312,7 +312,7 @@ impl Importer {
             drop(table);
             if attempt == 0 {
                 // Leases that are only kept for later are released.
-                remote::evict(|_| true);
+                opened::evict(|_| true);
             }
             let closed = |connection: &&Arc<Connection>| connection.close_if_idle();
             let idle = self.table().connections.values().find(closed).cloned();
@@ -370,7 +370,7 @@ impl Importer {
             remember(&mut table.ended, exporter);
         }
         drop(table);
-        remote::evict(|key| key.peer == exporter);
+        opened::evict(|key| key.peer == exporter);
     }
 }
 
@@ -412,7 +412,7 @@ struct Connection {
 
 #[derive(Debug, Default)]
 struct State {
-    lessee: Lessee<Fields, OwnedFd>,
+    leases: ImporterLeases<Fields, OwnedFd>,
     outbox: Outbox<OwnedFd>,
     /// It did not answer in time: not asked again before.
     silent_until: Option<Instant>,
@@ -462,7 +462,7 @@ impl Connection {
     /// Closes it for its descriptor, if it has no leases and nobody waits for one.
     fn close_if_idle(&self) -> bool {
         let mut state = self.state();
-        let is_idle = state.lessee.is_idle();
+        let is_idle = state.leases.is_idle();
         if is_idle {
             self.closed_for_capacity.store(true, Ordering::Relaxed);
             self.close_locked(&mut state);
@@ -476,7 +476,7 @@ impl Connection {
             // Remove from epoll explicitly: a child may still have the socket open.
             let _ = epoll::delete(&self.importer.epoll, &self.socket);
         }
-        if state.lessee.is_idle() {
+        if state.leases.is_idle() {
             let _ = rustix::net::shutdown(&self.socket, Shutdown::Both);
         }
     }
@@ -509,7 +509,7 @@ impl Connection {
             if state.silent_until.is_some_and(|end| now < end) {
                 return Err(NoLease::Silent);
             }
-            state.lessee.request(*key)
+            state.leases.request(*key)
         };
         self.set_muted(true);
         let answer = self.ask(id, key, now + REPLY_TIMEOUT);
@@ -519,7 +519,7 @@ impl Connection {
             if matches!(answer, Err(NoLease::Silent)) {
                 state.silent_until = Some(Instant::now() + RETRY_AFTER);
             }
-            let was_granted = state.lessee.abandon(id);
+            let was_granted = state.leases.abandon(id);
             drop(state);
             if was_granted {
                 self.send(Request::Release { lease: id });
@@ -545,7 +545,7 @@ impl Connection {
             }
         }
         loop {
-            if let Some(answer) = self.state().lessee.answer(lease) {
+            if let Some(answer) = self.state().leases.answer(lease) {
                 return answer.map_err(NoLease::from);
             }
             // An exporter that sends other things without end does not keep us.
@@ -586,11 +586,11 @@ impl Connection {
             self.closed_for_capacity.store(why == Refusal::Crowded, Ordering::Relaxed);
             return Err(why.into());
         }
-        let action = self.state().lessee.receive(reply, descriptor);
+        let action = self.state().leases.receive(reply, descriptor);
         match action {
             Ok(Action::Nothing) => {}
             Ok(Action::Release(lease)) => self.send(Request::Release { lease }),
-            Ok(Action::Evict(revoked)) => remote::evict(|key| *key == revoked),
+            Ok(Action::Evict(revoked)) => opened::evict(|key| *key == revoked),
             Err(Violation) => return Err(NoLease::NotUnderstood),
         }
         Ok(true)
@@ -609,7 +609,7 @@ impl Connection {
 
     /// The import is unmapped.
     fn release(&self, lease: LeaseId) {
-        if self.state().lessee.release(lease) {
+        if self.state().leases.release(lease) {
             self.send(Request::Release { lease });
         }
     }

@@ -37,11 +37,11 @@ fn received(exporter: &OwnedFd) -> Result<Option<Request>, Errno> {
 fn a_connection_with_leases_ends_with_the_last_of_them() {
     let (connection, exporter, key) = connection();
     connection.watch().unwrap();
-    let id = connection.state().lessee.request(key);
+    let id = connection.state().leases.request(key);
     assert!(!connection.close_if_idle(), "an answer is awaited");
     let dmabuf = Some(exporter.try_clone().unwrap());
-    connection.state().lessee.receive(Reply::Grant { lease: id }, dmabuf).unwrap();
-    connection.state().lessee.answer(id).unwrap().unwrap();
+    connection.state().leases.receive(Reply::Grant { lease: id }, dmabuf).unwrap();
+    connection.state().leases.answer(id).unwrap().unwrap();
     let lease = Lease { connection: Arc::clone(&connection), id };
     assert!(!connection.close_if_idle(), "there is a lease");
     connection.importer.drop_connection(&connection);
@@ -60,17 +60,17 @@ fn an_idle_connection_that_is_closed_takes_no_request_and_is_not_watched() {
     assert_eq!(received(&exporter), Ok(None));
     assert_eq!(connection.watch(), Err(NoLease::HungUp));
     assert_eq!(connection.request(&key).unwrap_err(), NoLease::HungUp);
-    assert!(connection.state().lessee.is_idle());
+    assert!(connection.state().leases.is_idle());
 }
 
 #[test]
 fn an_answer_behind_other_messages_is_not_awaited_past_the_deadline() {
     let (connection, exporter, key) = connection();
-    let ended = connection.state().lessee.request(key);
+    let ended = connection.state().leases.request(key);
     let refused = Reply::Refused { lease: ended, why: Refusal::Unknown };
-    connection.state().lessee.receive(refused, None).unwrap();
-    connection.state().lessee.answer(ended).unwrap().unwrap_err();
-    let id = connection.state().lessee.request(key);
+    connection.state().leases.receive(refused, None).unwrap();
+    connection.state().leases.answer(ended).unwrap().unwrap_err();
+    let id = connection.state().leases.request(key);
     let revoke = Reply::Revoke { lease: ended }.pack();
     socket::send(exporter.as_fd(), revoke.as_ref(), None).unwrap();
     let grant = Reply::Grant { lease: id }.pack();

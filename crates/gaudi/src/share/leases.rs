@@ -1,4 +1,4 @@
-//! The two state machines of the protocol, without sockets: [`Lessor`] in the exporter, [`Lessee`] in
+//! The two state machines of the protocol, without sockets: [`ExporterLeases`] in the exporter, [`ImporterLeases`] in
 //! the importer, one per connection. The table is in [`super`]; `leases_model.rs` runs one against the
 //! other in any order of events.
 
@@ -36,7 +36,7 @@ struct Leased {
 ///
 /// `D` is what a grant hands over, `R` what returns memory to the pool.
 #[derive(Debug)]
-pub(super) struct Lessor<D, R> {
+pub(super) struct ExporterLeases<D, R> {
     /// By first address.
     offers: BTreeMap<u64, Offer<D>>,
     leases: HashMap<ConnectionId, HashMap<LeaseId, Leased>>,
@@ -48,7 +48,7 @@ pub(super) struct Lessor<D, R> {
     quarantine: HashMap<u64, R>,
 }
 
-impl<D, R> Default for Lessor<D, R> {
+impl<D, R> Default for ExporterLeases<D, R> {
     fn default() -> Self {
         Self {
             offers: BTreeMap::new(),
@@ -60,8 +60,8 @@ impl<D, R> Default for Lessor<D, R> {
     }
 }
 
-impl<D, R> Lessor<D, R> {
-    /// Keeps the memory at `base`, should it be freed, until [`Lessor::prepared`]. `false` if somebody
+impl<D, R> ExporterLeases<D, R> {
+    /// Keeps the memory at `base`, should it be freed, until [`ExporterLeases::prepared`]. `false` if somebody
     /// prepares it already.
     pub(super) fn prepare(&mut self, base: u64) -> bool {
         self.preparing.insert(base)
@@ -226,18 +226,18 @@ pub(super) struct Violation;
 
 /// The importer's end of one connection: what it asked for and what it holds. `K` names memory.
 #[derive(Debug)]
-pub(super) struct Lessee<K, D> {
+pub(super) struct ImporterLeases<K, D> {
     last: u64,
     leases: HashMap<LeaseId, (K, Stage<D>)>,
 }
 
-impl<K, D> Default for Lessee<K, D> {
+impl<K, D> Default for ImporterLeases<K, D> {
     fn default() -> Self {
         Self { last: 0, leases: HashMap::new() }
     }
 }
 
-impl<K: Copy, D> Lessee<K, D> {
+impl<K: Copy, D> ImporterLeases<K, D> {
     /// The number under which `Open` is to be sent.
     pub(super) fn request(&mut self, memory: K) -> LeaseId {
         self.last += 1;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use proptest::prelude::*;
 
 use super::key::{KEY_LEN, Token};
-use super::leases::{Action, ConnectionId, Denied, Lessee, Lessor};
+use super::leases::{Action, ConnectionId, Denied, ExporterLeases, ImporterLeases};
 use super::wire::{LeaseId, Refusal, Reply, Request};
 
 const IMPORTERS: usize = 3;
@@ -103,7 +103,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 /// One importing process, and its connection.
 struct Process {
     connection: ConnectionId,
-    lessee: Lessee<Memory, Memory>,
+    leases: ImporterLeases<Memory, Memory>,
     /// What was sent to the exporter; `None`: hung up.
     sent: VecDeque<Option<Request>>,
     /// What the exporter sent.
@@ -120,7 +120,7 @@ impl Process {
     fn new(connection: u64) -> Self {
         Self {
             connection: ConnectionId(connection),
-            lessee: Lessee::default(),
+            leases: ImporterLeases::default(),
             sent: VecDeque::new(),
             incoming: VecDeque::new(),
             waiting: Vec::new(),
@@ -131,13 +131,13 @@ impl Process {
 
     fn unmap(&mut self, lease: LeaseId) {
         self.mapped.remove(&lease);
-        assert!(self.lessee.release(lease));
+        assert!(self.leases.release(lease));
         self.sent.push_back(Some(Request::Release { lease }));
     }
 }
 
 struct World {
-    lessor: Lessor<Memory, u64>,
+    leases: ExporterLeases<Memory, u64>,
     /// What the exporter has at each base, if it is shared, and every key there ever was.
     shared: BTreeMap<u64, Memory>,
     keys: Vec<Memory>,
@@ -155,7 +155,7 @@ impl World {
     fn new() -> Self {
         let processes = (1..=IMPORTERS as u64).map(Process::new).collect();
         Self {
-            lessor: Lessor::default(),
+            leases: ExporterLeases::default(),
             shared: BTreeMap::new(),
             keys: Vec::new(),
             preparing: BTreeSet::new(),
@@ -184,7 +184,7 @@ impl World {
 
     fn withdraw(&mut self, base: u64) {
         self.shared.remove(&base);
-        for (connection, lease) in self.lessor.withdraw(base, None) {
+        for (connection, lease) in self.leases.withdraw(base, None) {
             let everybody = self.processes.iter_mut().chain(&mut self.dead);
             let holder = everybody.into_iter().find(|process| process.connection == connection);
             let holder = holder.expect("leases are of connections that have not ended");
@@ -196,23 +196,23 @@ impl World {
         match *step {
             Step::Prepare { base } => {
                 if !self.shared.contains_key(&base) && !self.quarantined.contains(&base) {
-                    assert_eq!(self.lessor.prepare(base), self.preparing.insert(base));
+                    assert_eq!(self.leases.prepare(base), self.preparing.insert(base));
                 }
             }
             Step::Share { base } => {
                 if !self.preparing.remove(&base) {
                     return;
                 }
-                assert_eq!(self.lessor.is_freed(base), self.quarantined.contains(&base));
-                if !self.lessor.is_freed(base) {
+                assert_eq!(self.leases.is_freed(base), self.quarantined.contains(&base));
+                if !self.leases.is_freed(base) {
                     self.tokens += 1;
                     let memory = Memory { base, token: self.tokens };
                     let token = Token(self.tokens.to_le_bytes());
-                    self.lessor.offer(base, memory.key(), token, memory);
+                    self.leases.offer(base, memory.key(), token, memory);
                     self.shared.insert(base, memory);
                     self.keys.push(memory);
                 }
-                if let Some(base) = self.lessor.prepared(base) {
+                if let Some(base) = self.leases.prepared(base) {
                     self.reuse(base);
                 }
             }
@@ -221,7 +221,7 @@ impl World {
                 if !self.quarantined.contains(&base) {
                     self.withdraw(base);
                     self.quarantined.insert(base);
-                    if let Some(base) = self.lessor.free(base, base) {
+                    if let Some(base) = self.leases.free(base, base) {
                         self.reuse(base);
                     }
                 }
@@ -233,7 +233,7 @@ impl World {
                 };
                 if let Some(memory) = key.copied() {
                     let process = &mut self.processes[importer];
-                    let lease = process.lessee.request(memory);
+                    let lease = process.leases.request(memory);
                     process.waiting.push(lease);
                     let open = Request::Open { lease, key: memory.key() };
                     process.sent.push_back(Some(open));
@@ -243,7 +243,7 @@ impl World {
                 let process = &mut self.processes[importer];
                 if !process.waiting.is_empty() {
                     let lease = process.waiting.remove(0);
-                    if process.lessee.abandon(lease) {
+                    if process.leases.abandon(lease) {
                         process.sent.push_back(Some(Request::Release { lease }));
                     }
                 }
@@ -287,7 +287,7 @@ impl World {
         match message {
             Some(Request::Open { lease, key }) => {
                 let base = u64::from_le_bytes(key[..8].try_into().expect("eight"));
-                let answer = match self.lessor.open(from, lease, base, &key) {
+                let answer = match self.leases.open(from, lease, base, &key) {
                     Ok(memory) => {
                         assert_eq!(self.shared.get(&base), Some(&*memory), "not shared any more");
                         assert_eq!(memory.key(), key);
@@ -303,15 +303,15 @@ impl World {
                 process.incoming.push_back(answer);
             }
             Some(Request::Release { lease }) => {
-                if let Some(base) = self.lessor.release(from, lease) {
+                if let Some(base) = self.leases.release(from, lease) {
                     self.reuse(base);
                 }
             }
             None => {
-                for base in self.lessor.hang_up(from) {
+                for base in self.leases.hang_up(from) {
                     self.reuse(base);
                 }
-                assert!(!self.lessor.has_leases(from));
+                assert!(!self.leases.has_leases(from));
                 self.dead.retain(|process| process.connection != from);
             }
         }
@@ -320,7 +320,7 @@ impl World {
     fn deliver_to_importer(&mut self, importer: usize) {
         let process = &mut self.processes[importer];
         let Some((reply, enclosed)) = process.incoming.pop_front() else { return };
-        let action = process.lessee.receive(reply, enclosed).expect("nobody breaks the protocol");
+        let action = process.leases.receive(reply, enclosed).expect("nobody breaks the protocol");
         match action {
             Action::Nothing => {}
             Action::Release(lease) => {
@@ -338,7 +338,7 @@ impl World {
     fn take_answers(&mut self, importer: usize) {
         let process = &mut self.processes[importer];
         for lease in process.waiting.clone() {
-            let Some(answer) = process.lessee.answer(lease) else { continue };
+            let Some(answer) = process.leases.answer(lease) else { continue };
             process.waiting.retain(|waiting| *waiting != lease);
             if let Ok(memory) = answer {
                 let in_use = lease.0.is_multiple_of(2) || process.revoked.contains(&memory);
@@ -378,8 +378,8 @@ impl World {
         }
         assert!(self.quarantined.is_empty(), "still waits: {:?}", self.quarantined);
         for process in &self.processes {
-            assert!(process.lessee.is_idle(), "{:?}", process.lessee);
-            assert!(!self.lessor.has_leases(process.connection));
+            assert!(process.leases.is_idle(), "{:?}", process.leases);
+            assert!(!self.leases.has_leases(process.connection));
         }
     }
 }
@@ -399,10 +399,10 @@ proptest! {
 fn what_an_exporter_must_not_send_is_a_violation() {
     let memory = Memory { base: 1, token: 1 };
     let granted = || {
-        let mut lessee = Lessee::default();
-        let lease = lessee.request(memory);
-        lessee.receive(Reply::Grant { lease }, Some(memory)).expect("asked for");
-        (lessee, lease)
+        let mut leases = ImporterLeases::default();
+        let lease = leases.request(memory);
+        leases.receive(Reply::Grant { lease }, Some(memory)).expect("asked for");
+        (leases, lease)
     };
     let (mut twice, lease) = granted();
     twice.receive(Reply::Grant { lease }, Some(memory)).unwrap_err();
@@ -413,7 +413,7 @@ fn what_an_exporter_must_not_send_is_a_violation() {
     unasked.receive(Reply::Revoke { lease: LeaseId(99) }, None).unwrap_err();
     let (mut none, _) = granted();
     none.receive(Reply::Revoke { lease: LeaseId::NONE }, None).unwrap_err();
-    let mut empty = Lessee::<Memory, Memory>::default();
+    let mut empty = ImporterLeases::<Memory, Memory>::default();
     let lease = empty.request(memory);
     empty.receive(Reply::Revoke { lease }, None).unwrap_err();
 }
@@ -421,68 +421,68 @@ fn what_an_exporter_must_not_send_is_a_violation() {
 #[test]
 fn a_grant_without_a_descriptor_is_released_and_other_leases_stay() {
     let memory = Memory { base: 1, token: 1 };
-    let mut lessee = Lessee::default();
-    let held = lessee.request(memory);
-    lessee.receive(Reply::Grant { lease: held }, Some(memory)).unwrap();
-    assert_eq!(lessee.answer(held), Some(Ok(memory)));
-    let lease = lessee.request(memory);
-    assert_eq!(lessee.receive(Reply::Grant { lease }, None), Ok(Action::Release(lease)));
+    let mut leases = ImporterLeases::default();
+    let held = leases.request(memory);
+    leases.receive(Reply::Grant { lease: held }, Some(memory)).unwrap();
+    assert_eq!(leases.answer(held), Some(Ok(memory)));
+    let lease = leases.request(memory);
+    assert_eq!(leases.receive(Reply::Grant { lease }, None), Ok(Action::Release(lease)));
     // The exporter has not read the release yet.
-    assert_eq!(lessee.receive(Reply::Revoke { lease }, None), Ok(Action::Nothing));
-    assert_eq!(lessee.answer(lease), Some(Err(Denied::NoDescriptor)));
-    assert_eq!(lessee.receive(Reply::Revoke { lease }, None), Ok(Action::Nothing));
-    assert!(lessee.release(held));
-    assert!(lessee.is_idle());
+    assert_eq!(leases.receive(Reply::Revoke { lease }, None), Ok(Action::Nothing));
+    assert_eq!(leases.answer(lease), Some(Err(Denied::NoDescriptor)));
+    assert_eq!(leases.receive(Reply::Revoke { lease }, None), Ok(Action::Nothing));
+    assert!(leases.release(held));
+    assert!(leases.is_idle());
 }
 
 #[test]
 fn a_connection_is_refused_ever_more_leases_on_the_same_memory() {
     let memory = Memory { base: 1, token: 1 };
-    let mut lessor: Lessor<Memory, ()> = Lessor::default();
-    lessor.offer(1, memory.key(), Token([1; 8]), memory);
+    let mut leases: ExporterLeases<Memory, ()> = ExporterLeases::default();
+    leases.offer(1, memory.key(), Token([1; 8]), memory);
     let (one, other) = (ConnectionId(1), ConnectionId(2));
-    let mut open = |from, lease| lessor.open(from, LeaseId(lease), 1, &memory.key());
+    let mut open = |from, lease| leases.open(from, LeaseId(lease), 1, &memory.key());
     let refused = (1..).find(|lease| open(one, *lease) == Err(Refusal::Crowded)).unwrap();
     assert!(refused < 1000, "{refused}");
     open(other, 1).expect("others have leases of their own");
-    lessor.release(one, LeaseId(1));
-    lessor.open(one, LeaseId(refused), 1, &memory.key()).expect("one was released");
-    assert_eq!(lessor.withdraw(1, None).len() as u64, refused);
-    assert_eq!(lessor.free(1, ()), None);
-    let all = [one, other].map(|from| lessor.hang_up(from).len());
+    leases.release(one, LeaseId(1));
+    leases.open(one, LeaseId(refused), 1, &memory.key()).expect("one was released");
+    assert_eq!(leases.withdraw(1, None).len() as u64, refused);
+    assert_eq!(leases.free(1, ()), None);
+    let all = [one, other].map(|from| leases.hang_up(from).len());
     assert_eq!(all, [0, 1], "free with the last");
 }
 
 #[test]
 fn a_revocation_behind_a_refused_grant_is_ignored() {
     let memory = Memory { base: 1, token: 1 };
-    let mut lessee = Lessee::<Memory, Memory>::default();
-    let lease = lessee.request(memory);
+    let mut leases = ImporterLeases::<Memory, Memory>::default();
+    let lease = leases.request(memory);
     // The exporter recorded a lease, revoked it, and could not send the grant.
-    lessee.receive(Reply::Refused { lease, why: Refusal::Crowded }, None).unwrap();
-    assert_eq!(lessee.receive(Reply::Revoke { lease }, None), Ok(Action::Nothing));
-    assert_eq!(lessee.answer(lease), Some(Err(Denied::Refused(Refusal::Crowded))));
+    leases.receive(Reply::Refused { lease, why: Refusal::Crowded }, None).unwrap();
+    assert_eq!(leases.receive(Reply::Revoke { lease }, None), Ok(Action::Nothing));
+    assert_eq!(leases.answer(lease), Some(Err(Denied::Refused(Refusal::Crowded))));
 }
 
 #[test]
 fn what_an_importer_must_not_ask_for_is_refused() {
     let memory = Memory { base: 1, token: 1 };
-    let mut lessor: Lessor<Memory, ()> = Lessor::default();
-    lessor.offer(1, memory.key(), Token([1; 8]), memory);
+    let mut leases: ExporterLeases<Memory, ()> = ExporterLeases::default();
+    leases.offer(1, memory.key(), Token([1; 8]), memory);
     let (one, lease) = (ConnectionId(1), LeaseId(1));
-    lessor.open(one, lease, 1, &memory.key()).unwrap();
-    assert_eq!(lessor.open(one, lease, 1, &memory.key()), Err(Refusal::Malformed), "twice");
+    leases.open(one, lease, 1, &memory.key()).unwrap();
+    assert_eq!(leases.open(one, lease, 1, &memory.key()), Err(Refusal::Malformed), "twice");
     let none = LeaseId::NONE;
-    assert_eq!(lessor.open(one, none, 1, &memory.key()), Err(Refusal::Malformed));
+    assert_eq!(leases.open(one, none, 1, &memory.key()), Err(Refusal::Malformed));
     for bit in 0..KEY_LEN * 8 {
         let mut forged = memory.key();
         forged[bit / 8] ^= 1 << (bit % 8);
-        let answer = lessor.open(one, LeaseId(2), 1, &forged);
+        let answer = leases.open(one, LeaseId(2), 1, &forged);
         assert_eq!(answer, Err(Refusal::Unknown), "bit {bit}");
     }
     // Somebody else's lease.
-    assert!(lessor.withdraw(1, None) == [(one, lease)]);
-    assert_eq!(lessor.free(1, ()), None);
-    assert_eq!(lessor.release(ConnectionId(2), lease), None);
-    assert_eq!(lessor.release(one, lease), Some(()));
+    assert!(leases.withdraw(1, None) == [(one, lease)]);
+    assert_eq!(leases.free(1, ()), None);
+    assert_eq!(leases.release(ConnectionId(2), lease), None);
+    assert_eq!(leases.release(one, lease), Some(()));
 }

@@ -9,7 +9,7 @@
 //! dma-buf out only over it, and records a *lease* on the connection in the same step. What is freed
 //! is returned to the pool when all leases on it have ended. A lease, on both sides:
 //!
-//! | event | exporter (`Lessor`) | importer (`Lessee`) |
+//! | event | exporter (`ExporterLeases`) | importer (`ImporterLeases`) |
 //! |---|---|---|
 //! | memory is to be opened | | sends `Open`: *requested* |
 //! | `Open` with the key of shared memory | *leased*; sends `Grant` with the dma-buf | |
@@ -30,7 +30,7 @@
 //! | `identity`, `key`, `wire` | what travels; pure, total functions over bytes |
 //! | `leases` | both state machines, without sockets |
 //! | `exporter`, `broker` | what is shared; the thread that grants leases |
-//! | `importer`, `remote`, `cache` | connections to exporters; keys, imports, and which are kept |
+//! | `importer`, `opened`, `cache` | connections to exporters; keys, imports, and which are kept |
 //! | `socket` | where brokers listen, who is at the other end, sending and receiving |
 
 mod broker;
@@ -44,7 +44,7 @@ mod key;
 mod leases;
 #[cfg(test)]
 mod leases_model;
-mod remote;
+mod opened;
 mod socket;
 mod sync;
 mod wire;
@@ -54,8 +54,8 @@ pub use exporter::{Share, start_broker};
 pub(crate) use exporter::{freed, reclaim};
 pub use identity::Identity;
 pub use key::KEY_LEN;
-pub(crate) use remote::Handles;
-pub use remote::{Opened, RemoteKey};
+pub(crate) use opened::Handles;
+pub use opened::{Opened, RemoteKey};
 
 use std::sync::Arc;
 
@@ -115,7 +115,7 @@ impl Device {
         shared.map_err(|error| self.failed(error))
     }
 
-    fn gone(&self, addr: DeviceAddr) -> Error {
+    fn freed_meanwhile(&self, addr: DeviceAddr) -> Error {
         let detail = format!("{addr} was freed meanwhile");
         Error::new(crate::ErrorKind::InvalidParams, "sharing device memory", detail, "")
     }

@@ -186,8 +186,8 @@ impl Opened {
 
     /// Whether the exporter has ended. Known within moments, without asking the system: an atomic
     /// flag. What was opened can still be copied, but nobody is there to make use of it.
-    pub fn is_peer_gone(&self) -> bool {
-        self.handle.lease.is_lost()
+    pub fn has_peer_ended(&self) -> bool {
+        self.handle.lease.has_exporter_ended()
     }
 }
 
@@ -285,7 +285,7 @@ impl Handles {
     /// One that is open already.
     fn find(&self, key: &Fields, counts: Counts) -> Option<(Arc<Handle>, u64)> {
         let (handle, serial) = self.0.find(key)?;
-        if handle.lease.is_lost() {
+        if handle.lease.has_exporter_ended() {
             // The receiver thread has not evicted it yet.
             self.release(key, serial, counts);
             drop(handle);

@@ -314,7 +314,7 @@ impl State {
                 copy(self.device(), dst, src, len)?;
             }
             "close" => drop(self.opened.remove(&slot())),
-            "gone" => return Ok(format!("ok {}", self.opened[&slot()].is_peer_gone())),
+            "gone" => return Ok(format!("ok {}", self.opened[&slot()].has_peer_ended())),
             "stat" => {
                 return Ok(format!("ok {}", stat(words[1])));
             }

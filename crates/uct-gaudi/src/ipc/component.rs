@@ -8,7 +8,7 @@ use uct::config::{Values, Variable};
 use uct::{Component, Status, SysDevice, Ucx, log};
 
 use super::domain::IpcDomain;
-use super::key::{KEY_LEN, NoKey, RemoteMemory, Unusable};
+use super::remote_memory::{KEY_LEN, NoKey, RemoteMemory, Unusable};
 use super::{NAME, settings};
 use crate::{cards, domain, memtype_cache};
 

@@ -12,7 +12,7 @@ use uct::{
 
 use super::NAME;
 use super::component::{card_near, unreachable};
-use super::key::{NoKey, RemoteMemory};
+use super::remote_memory::{NoKey, RemoteMemory};
 use crate::addresses::{Registered, register};
 use crate::status::explain;
 

@@ -16,8 +16,8 @@ use uct::{
 use super::NAME;
 use super::component::IpcComponent;
 use super::domain::{IpcDomain, Memory};
-use super::key::RemoteMemory;
-use super::remote::{InFlight, Reached, Remote};
+use super::peer::{InFlight, PeerProcess, Reached};
+use super::remote_memory::RemoteMemory;
 use super::settings::{self, Estimates};
 use crate::addresses::classify;
 use crate::copies::{Copies, Ended, Failure, NotStarted, OnFailure, Segments};
@@ -71,7 +71,7 @@ impl IpcInterface {
     fn start(
         &self,
         way: Way,
-        remote: &Arc<Remote>,
+        remote: &Arc<PeerProcess>,
         local: &Buffers<'_, Memory>,
         address: u64,
         key: Option<&RemoteMemory>,
@@ -193,11 +193,11 @@ impl IpcInterface {
         let remote = Arc::clone(&in_flight.remote);
         // The memory of a process that died stays as long as we have it mapped, and copies on it
         // succeed: but nobody is there any more.
-        let gone = in_flight.was_orphaned() || result.is_err() && remote.is_gone();
+        let has_ended = in_flight.has_peer_ended() || result.is_err() && remote.has_ended();
         // Unmapped before UCX is notified, so that the peer's card is not kept busy.
         drop(in_flight);
         let failed = match result {
-            _ if gone => Some((Status::CONNECTION_RESET, format!("{remote} has ended"))),
+            _ if has_ended => Some((Status::CONNECTION_RESET, format!("{remote} has ended"))),
             Ok(()) => None,
             Err(Failure::Copy(error)) => Some((status::of(&error), explain(&error).to_string())),
             Err(Failure::Refused(status)) => Some((status, status.to_string())),
@@ -217,7 +217,7 @@ impl IpcInterface {
 
 impl Interface for IpcInterface {
     type Component = IpcComponent;
-    type Endpoint = Arc<Remote>;
+    type Endpoint = Arc<PeerProcess>;
 
     const TRANSPORT: &'static str = NAME;
     const CONFIG_PREFIX: &'static str = settings::PREFIX;
@@ -318,23 +318,23 @@ impl Interface for IpcInterface {
         })
     }
 
-    fn connect(&self, peer: &Peer<'_>, link: Link) -> Result<Arc<Remote>, Status> {
+    fn connect(&self, peer: &Peer<'_>, link: Link) -> Result<Arc<PeerProcess>, Status> {
         let identity = Identity::parse(peer.interface).map_err(|_| Status::UNREACHABLE)?;
-        Ok(Arc::new(Remote::new(identity, link)))
+        Ok(Arc::new(PeerProcess::new(identity, link)))
     }
 
-    fn leads_to(&self, remote: &Arc<Remote>, peer: &Peer<'_>) -> bool {
+    fn leads_to(&self, remote: &Arc<PeerProcess>, peer: &Peer<'_>) -> bool {
         Identity::parse(peer.interface).is_ok_and(|identity| remote.is(&identity))
     }
 
-    fn check(&self, remote: &Arc<Remote>) -> Result<(), Status> {
-        if remote.is_gone() { Err(Status::CONNECTION_RESET) } else { Ok(()) }
+    fn check(&self, remote: &Arc<PeerProcess>) -> Result<(), Status> {
+        if remote.has_ended() { Err(Status::CONNECTION_RESET) } else { Ok(()) }
     }
 
     fn zcopy(
         &self,
         way: Way,
-        remote: &Arc<Remote>,
+        remote: &Arc<PeerProcess>,
         local: Buffers<'_, Memory>,
         address: u64,
         key: Option<&RemoteMemory>,
@@ -343,7 +343,11 @@ impl Interface for IpcInterface {
         Ok(self.start(way, remote, &local, address, key, completion))
     }
 
-    fn flush(&self, _: Option<&Arc<Remote>>, completion: Completion) -> Result<Posted, Status> {
+    fn flush(
+        &self,
+        _: Option<&Arc<PeerProcess>>,
+        completion: Completion,
+    ) -> Result<Posted, Status> {
         // Waits for the copies of other endpoints as well: they are not kept apart.
         Ok(self.copies.flush(completion))
     }

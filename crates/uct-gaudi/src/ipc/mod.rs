@@ -19,8 +19,8 @@
 mod component;
 mod domain;
 mod interface;
-mod key;
-mod remote;
+mod peer;
+mod remote_memory;
 mod settings;
 
 pub(crate) use component::IpcComponent;

@@ -7,15 +7,15 @@ use gaudi::share::{Identity, Opened};
 use uct::Link;
 
 /// A peer, shared by its endpoint and the copies under way to it.
-pub(crate) struct Remote {
+pub(crate) struct PeerProcess {
     identity: Identity,
     /// The endpoint as UCX knows it.
     pub(super) link: Link,
 }
 
-impl Remote {
+impl PeerProcess {
     pub(super) fn new(identity: Identity, link: Link) -> Self {
-        Remote { identity, link }
+        PeerProcess { identity, link }
     }
 
     pub(super) fn is(&self, identity: &Identity) -> bool {
@@ -23,12 +23,12 @@ impl Remote {
     }
 
     /// Whether the process is known to have ended. Asks the system.
-    pub(super) fn is_gone(&self) -> bool {
+    pub(super) fn has_ended(&self) -> bool {
         matches!(self.identity.is_alive(), Ok(false))
     }
 }
 
-impl fmt::Display for Remote {
+impl fmt::Display for PeerProcess {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.identity.fmt(f)
     }
@@ -45,19 +45,19 @@ pub(super) struct Reached {
 
 /// What goes with a copy until it has ended.
 pub(super) struct InFlight {
-    pub(super) remote: Arc<Remote>,
+    pub(super) remote: Arc<PeerProcess>,
     /// Empty if it could not be opened.
     reached: Reached,
 }
 
 impl InFlight {
-    pub(super) fn new(remote: &Arc<Remote>, reached: Reached) -> Self {
+    pub(super) fn new(remote: &Arc<PeerProcess>, reached: Reached) -> Self {
         InFlight { remote: Arc::clone(remote), reached }
     }
 
     /// Whether the peer has ended, as far as the engine has noticed: it does within moments, and
     /// asking costs nothing.
-    pub(super) fn was_orphaned(&self) -> bool {
-        self.reached.there.iter().any(|opened| opened.is_peer_gone())
+    pub(super) fn has_peer_ended(&self) -> bool {
+        self.reached.there.iter().any(|opened| opened.has_peer_ended())
     }
 }

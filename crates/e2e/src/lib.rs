@@ -18,6 +18,7 @@ mod client;
 mod device;
 mod layout;
 mod listing;
+pub mod nixl;
 mod perftest;
 mod process;
 mod protocols;

@@ -80,6 +80,8 @@ impl Fabric {
             ("SOFT_RDMA_DIR".to_owned(), self.folder.join("node").into()),
             ("SOFT_RDMA_STATS".to_owned(), self.folder.join("stats").into()),
             ("SOFT_RDMA_LOG".to_owned(), "off".into()),
+            // An ordinary user may lock 8 MiB, which UCX's own buffers exceed.
+            ("SOFT_RDMA_MEMLOCK".to_owned(), "off".into()),
         ];
         all.extend(self.settings.iter().cloned());
         let _ = std::fs::create_dir_all(&self.folder);

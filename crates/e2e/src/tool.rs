@@ -84,6 +84,11 @@ impl Workbench {
         Tool::new(self.layout.clone(), ucx, dir.join(program))
     }
 
+    /// A program of the machine, with the libraries of the given UCX.
+    pub fn program(&self, ucx: Ucx, program: impl Into<PathBuf>) -> Tool {
+        Tool::new(self.layout.clone(), ucx, program.into())
+    }
+
     /// Our verifying client on the given UCX.
     pub fn ucp_check(&self, ucx: Ucx) -> Tool {
         Tool::new(self.layout.clone(), ucx, self.layout.bin().join("ucp-check"))

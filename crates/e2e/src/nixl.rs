@@ -1,0 +1,62 @@
+//! NIXL's Python package, and `examples/kv_cache.py` on it: two processes hand over a KV cache in Gaudi
+//! memory.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use crate::{Device, Finished, Tool, Ucx, Workbench};
+
+/// A Python that can load the package, or why there is none: it is built for one version of Python.
+fn python(package: &Path) -> Result<PathBuf, String> {
+    // NIXL imports numpy, which nothing here uses.
+    let probe = "import sys, types; sys.modules['numpy'] = types.ModuleType('numpy'); \
+                 sys.modules['numpy'].ndarray = list; import nixl_cu12._bindings; \
+                 print(sys.executable)";
+    let mut reason = String::from("no Python is installed");
+    for name in ["python3", "python3.11"] {
+        let run = Command::new(name).args(["-c", probe]).env("PYTHONPATH", package).output();
+        match run {
+            Ok(output) if output.status.success() => {
+                return Ok(String::from_utf8_lossy(&output.stdout).trim().into());
+            }
+            Ok(output) => {
+                let text = String::from_utf8_lossy(&output.stderr);
+                reason = text.lines().next_back().unwrap_or("it does not load").to_owned();
+            }
+            Err(_) => {}
+        }
+    }
+    Err(reason)
+}
+
+/// `examples/kv_cache.py` with these arguments; `None`, with a line about it, where this machine's Python
+/// cannot load NIXL.
+pub fn kv_cache(device: &Device, words: &str) -> Option<Tool> {
+    let bench = Workbench::from_env();
+    let package = Ucx::Nixl.root(bench.layout());
+    let python = match python(&package) {
+        Ok(python) => python,
+        Err(reason) => {
+            println!("skipped: NIXL's package does not load: {reason}");
+            return None;
+        }
+    };
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/kv_cache.py");
+    let tool = bench.program(Ucx::Nixl, python).plugin().device(device);
+    let tool = tool.arg(script).words(words).limit(Duration::from_secs(100));
+    let tool = tool.env("PYTHONPATH", package).env("PYTHONDONTWRITEBYTECODE", "1");
+    Some(tool.env("NIXL_LOG_LEVEL", "WARN"))
+}
+
+/// Microseconds that a block took, as the example prints them.
+///
+/// # Panics
+/// When it prints none.
+#[track_caller]
+pub fn block_us(end: &Finished) -> f64 {
+    let cost =
+        end.stdout.split_once("bytes: ").and_then(|(_, rest)| rest.split_once(" us a block"));
+    let cost = cost.and_then(|(number, _)| number.parse().ok());
+    cost.unwrap_or_else(|| panic!("no cost of a block: {}", end.report()))
+}

@@ -1,0 +1,103 @@
+//! NIXL on Gaudi memory: `examples/kv_cache.py` in two processes, over InfiniBand and over `gaudi_ipc`,
+//! with every byte checked by itself, and on two nodes.
+
+use e2e::nixl::{block_us, kv_cache};
+use e2e::rdma::{Fabric, TwoNodes};
+use e2e::{Device, Finished, SoftNode, Tool};
+
+fn machine() -> Device {
+    Device::Software(SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2"))
+}
+
+/// InfiniBand alone, and the card's own copies.
+const IB: &str = "rc,gaudi_cpy";
+
+#[track_caller]
+fn verified(end: Finished) -> Finished {
+    let end = end.ok();
+    assert!(end.stdout.contains("every byte is right"), "{}", end.report());
+    end
+}
+
+fn over_ib(tool: Tool, fabric: &Fabric) -> Tool {
+    fabric.under(tool).env("UCX_TLS", IB)
+}
+
+#[test]
+fn a_cache_is_read_and_written_over_infiniband() {
+    for operation in ["READ", "WRITE"] {
+        let (device, fabric) = (machine(), Fabric::new());
+        let words = format!("--layers 3 --blocks 40 --operation {operation}");
+        let Some(tool) = kv_cache(&device, &words) else { return };
+        verified(over_ib(tool, &fabric).run());
+        let counters = fabric.counters().expect("counters");
+        assert!(counters.get("dmabuf_regions") > 0, "{operation}");
+        assert!(counters.get("direct_bytes") >= 3 * 40 * 46080, "{operation}");
+        assert_eq!(counters.get("access_errors"), 0, "{operation}");
+    }
+}
+
+#[test]
+fn a_cache_is_read_and_written_by_the_card_itself() {
+    for operation in ["READ", "WRITE"] {
+        let device = machine();
+        let words = format!("--layers 3 --blocks 40 --operation {operation}");
+        let Some(tool) = kv_cache(&device, &words) else { return };
+        verified(tool.run());
+    }
+}
+
+#[test]
+fn a_cache_is_handed_over_between_two_nodes() {
+    for operation in ["READ", "WRITE"] {
+        let (device, fabric) = (machine(), Fabric::new());
+        let words = format!("--layers 4 --blocks 64 --operation {operation}");
+        let Some(tool) = kv_cache(&device, &words) else { return };
+        verified(TwoNodes::here().run(&fabric, tool.env("UCX_TLS", IB)));
+        let counters = fabric.counters().expect("counters");
+        assert!(counters.get("stream_bytes") >= 4 * 64 * 46080, "{operation}");
+    }
+}
+
+#[test]
+fn ten_thousand_blocks_of_4_kib() {
+    let words = "--layers 1 --blocks 10000 --block-bytes 4096";
+    let device = machine();
+    let Some(tool) = kv_cache(&device, words) else { return };
+    let end = verified(tool.run());
+    println!("gaudi_ipc: {:.1} us a block", block_us(&end));
+    let (device, fabric) = (machine(), Fabric::new());
+    let Some(tool) = kv_cache(&device, words) else { return };
+    let end = verified(over_ib(tool, &fabric).run());
+    println!("rc: {:.1} us a block", block_us(&end));
+}
+
+/// What serving does: one transfer of 100 000 descriptors, here over a cache of 2 000 blocks.
+#[test]
+fn a_hundred_thousand_blocks_of_45_kib_in_one_transfer() {
+    let words = "--layers 1 --blocks 2000 --descriptors 100000";
+    let device = machine();
+    let Some(tool) = kv_cache(&device, words) else { return };
+    let end = verified(tool.run());
+    println!("gaudi_ipc: {:.1} us a block", block_us(&end));
+    let (device, fabric) = (machine(), Fabric::new());
+    let Some(tool) = kv_cache(&device, words) else { return };
+    let end = verified(over_ib(tool, &fabric).run());
+    println!("rc: {:.1} us a block", block_us(&end));
+}
+
+#[test]
+fn a_peer_that_is_killed_in_a_transfer_is_an_error() {
+    let words = "--layers 1 --blocks 2000 --descriptors 20000 --kill";
+    for operation in ["READ", "WRITE"] {
+        for ib in [false, true] {
+            let (device, fabric) = (machine(), Fabric::new());
+            let Some(tool) = kv_cache(&device, &format!("{words} --operation {operation}")) else {
+                return;
+            };
+            let tool = if ib { over_ib(tool, &fabric) } else { tool };
+            let end = tool.env("UCX_RC_TIMEOUT", "100ms").env("UCX_RC_RETRY_COUNT", "3").run().ok();
+            assert!(end.stdout.contains("the peer died"), "{}", end.report());
+        }
+    }
+}

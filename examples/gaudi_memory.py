@@ -1,0 +1,95 @@
+"""Gaudi memory from Python, through the libucp that NIXL brings.
+
+A framework has memory of its own, and hands NIXL its addresses. Without one, stock UCX allocates on the
+card for whoever asks: `ucp_mem_map` with the memory type of a Gaudi. Nothing of ucx-gaudi is called.
+"""
+
+import ctypes as c
+import glob
+import os
+
+GAUDI = 9  # UCS_MEMORY_TYPE_GAUDI
+FEATURE_RMA = 1 << 1
+ALLOCATE = 1 << 1  # UCP_MEM_MAP_ALLOCATE
+
+
+class Params(c.Structure):
+    """The beginning of ucp_params_t; what follows is not read without its bit in the mask."""
+
+    _fields_ = [("field_mask", c.c_uint64), ("features", c.c_uint64), ("rest", c.c_uint64 * 16)]
+
+
+class MapParams(c.Structure):
+    """ucp_mem_map_params_t"""
+
+    _fields_ = [
+        ("field_mask", c.c_uint64),
+        ("address", c.c_void_p),
+        ("length", c.c_size_t),
+        ("flags", c.c_uint),
+        ("prot", c.c_uint),
+        ("memory_type", c.c_uint),
+        ("exported", c.c_void_p),
+    ]
+
+
+class MemAttributes(c.Structure):
+    """ucp_mem_attr_t"""
+
+    _fields_ = [
+        ("field_mask", c.c_uint64),
+        ("address", c.c_void_p),
+        ("length", c.c_size_t),
+        ("memory_type", c.c_uint),
+    ]
+
+
+def libucp():
+    """The libucp of the NIXL package: the same that its UCX backend uses."""
+    import nixl_cu12
+
+    root = os.path.join(os.path.dirname(nixl_cu12.__file__), "..", "nixl_cu12.libs")
+    return c.CDLL(glob.glob(os.path.join(root, "libucp-*"))[0])
+
+
+def check(status, what):
+    """`ucs_status_t` is one byte."""
+    status = c.c_int8(status).value
+    if status != 0:
+        raise RuntimeError(f"{what}: UCX status {status}")
+
+
+class GaudiMemory:
+    """Allocations on a card, all freed together."""
+
+    def __init__(self, ucp):
+        self.ucp, self.context, self.handles = ucp, c.c_void_p(), []
+        config = c.c_void_p()
+        check(ucp.ucp_config_read(None, None, c.byref(config)), "ucp_config_read")
+        params = Params(field_mask=1, features=FEATURE_RMA)
+        version = ucp.ucp_init_version(1, 22, c.byref(params), config, c.byref(self.context))
+        check(version, "ucp_init")
+        ucp.ucp_config_release(config)
+
+    def allocate(self, length):
+        """The address of so many bytes on the card. The CPU cannot use it."""
+        params = MapParams(field_mask=2 | 4 | 16, length=length, flags=ALLOCATE, memory_type=GAUDI)
+        handle = c.c_void_p()
+        mapped = self.ucp.ucp_mem_map(self.context, c.byref(params), c.byref(handle))
+        check(mapped, f"{length} bytes of Gaudi memory")
+        self.handles.append(handle)
+        attributes = MemAttributes(field_mask=1)
+        check(self.ucp.ucp_mem_query(handle, c.byref(attributes)), "ucp_mem_query")
+        return attributes.address
+
+    def free(self):
+        """Frees everything, and closes the card."""
+        for handle in self.handles:
+            check(self.ucp.ucp_mem_unmap(self.context, handle), "ucp_mem_unmap")
+        self.handles.clear()
+        self.ucp.ucp_cleanup(self.context)
+
+    @staticmethod
+    def address_of(buffer):
+        """Where a bytearray is."""
+        return c.addressof(c.c_char.from_buffer(buffer))

@@ -1,0 +1,267 @@
+#!/usr/bin/env python3
+"""Hands a KV cache in Gaudi memory from a prefill to a decode process, as vLLM does it with NIXL.
+
+Each process has, for every layer, one allocation that holds all blocks, and registers it with its NIXL
+agent as VRAM. The receiver (READ) or the sender (WRITE) then moves a list of blocks of each layer to
+other places of the peer's cache, and a notification says when a layer is complete. Every byte is checked.
+
+    python3 kv_cache.py --layers 4 --blocks 64 --block-bytes 46080 --operation READ
+
+Environment: UCX_PLUGIN_PATH and a driver library as for every use of ucx-gaudi (docs/rdma.md), NIXL on
+PYTHONPATH. Which way the bytes go is up to UCX: UCX_TLS=rc,gaudi_cpy for InfiniBand alone.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+
+from gaudi_memory import GaudiMemory, libucp
+
+try:
+    import numpy  # noqa: F401
+except ImportError:
+    # NIXL imports it to recognise its arrays, and needs it for nothing else if it gets lists of its own.
+    sys.modules["numpy"] = types.SimpleNamespace(ndarray=type("ndarray", (), {}))
+
+
+def descriptors(kind, memory, tuples):
+    """A list of NIXL's own: for registration with a fourth element in each tuple, a text."""
+    from nixl_cu12 import _bindings as nixl
+
+    memory = {"VRAM": nixl.VRAM_SEG, "DRAM": nixl.DRAM_SEG}[memory]
+    made = {"registration": nixl.nixlRegDList, "transfer": nixl.nixlXferDList}[kind](memory)
+    for each in tuples:
+        made.addDesc(each)
+    return made
+
+
+class Channel:
+    """Messages between the two processes, a line of JSON each; metadata as hexadecimal."""
+
+    def __init__(self, sock):
+        self.source, self.target = sock.makefile("r"), sock.makefile("w")
+
+    def send(self, **message):
+        self.target.write(json.dumps(message) + "\n")
+        self.target.flush()
+
+    def receive(self, name):
+        line = self.source.readline()
+        if not line:
+            raise SystemExit(f"the other process ended before it said `{name}`")
+        return json.loads(line)[name]
+
+
+class Node:
+    """An agent with a cache in Gaudi memory."""
+
+    def __init__(self, name, options):
+        from nixl_cu12 import nixl_agent, nixl_agent_config
+
+        self.name, self.options = name, options
+        self.agent = nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+        self.memory = GaudiMemory(libucp())
+        self.layer_bytes = options.blocks * options.block_bytes
+        self.layers = [self.memory.allocate(self.layer_bytes) for _ in range(options.layers)]
+        started = time.perf_counter()
+        regions = [(address, self.layer_bytes, 0, "") for address in self.layers]
+        self.registered = self.agent.register_memory(descriptors("registration", "VRAM", regions))
+        self.registration_us = (time.perf_counter() - started) * 1e6 / options.layers
+        # Host memory, by which the cache is filled and read back.
+        self.host = bytearray(self.layer_bytes)
+        self.host_address = GaudiMemory.address_of(self.host)
+        host = [(self.host_address, self.layer_bytes, 0, "")]
+        self.host_registered = self.agent.register_memory(descriptors("registration", "DRAM", host))
+
+    def wait(self, handle):
+        """Drives a transfer to its end."""
+        moving = going_on(self.agent.transfer(handle))
+        while moving:
+            moving = going_on(self.agent.check_xfer_state(handle))
+
+    def copy(self, operation, layer):
+        """Between our own host memory and a layer."""
+        agent = self.agent
+        host = descriptors("transfer", "DRAM", [(self.host_address, self.layer_bytes, 0)])
+        cache = descriptors("transfer", "VRAM", [(self.layers[layer], self.layer_bytes, 0)])
+        handle = agent.initialize_xfer(operation, host, cache, self.name)
+        self.wait(handle)
+        agent.release_xfer_handle(handle)
+
+    def fill(self, seed):
+        for layer in range(self.options.layers):
+            self.host[:] = content(seed, layer, self.layer_bytes)
+            self.copy("WRITE", layer)
+
+    def read(self, layer):
+        self.host[:] = bytes(self.layer_bytes)
+        self.copy("READ", layer)
+        return self.host
+
+    def notifications(self, count, deadline):
+        """Waits for so many messages of peers."""
+        messages = []
+        while len(messages) < count:
+            if time.monotonic() > deadline:
+                raise SystemExit(f"{len(messages)} of {count} notifications")
+            for some in self.agent.get_new_notifs().values():
+                messages += some
+        return messages
+
+
+def content(seed, layer, length):
+    return random.Random(f"{seed} {layer}").randbytes(length)
+
+
+def places(options):
+    """Which block of the sender goes to which of the receiver, `descriptors` of them per layer."""
+    there = list(range(options.blocks))
+    random.Random(7).shuffle(there)
+    here = [index % options.blocks for index in range(options.descriptors or options.blocks)]
+    return here, [there[index] for index in here]
+
+
+def going_on(state):
+    if state not in ("PROC", "DONE"):
+        raise RuntimeError(f"the transfer is in state {state}")
+    return state == "PROC"
+
+
+def move(node, peer, remote_layers, options, started_moving=None):
+    """Moves all layers; returns the seconds of the transfers and of their preparation."""
+    agent, size = node.agent, options.block_bytes
+    source, target = places(options)
+    mine, theirs = (target, source) if options.operation == "READ" else (source, target)
+    handles = []
+    started = time.perf_counter()
+    for layer in range(options.layers):
+        here, there = node.layers[layer], remote_layers[layer]
+        near = [(here + block * size, size, 0) for block in mine]
+        far = [(there + block * size, size, 0) for block in theirs]
+        near, far = (descriptors("transfer", "VRAM", side) for side in (near, far))
+        notice = f"layer {layer}".encode()
+        handles.append(agent.initialize_xfer(options.operation, near, far, peer, notice))
+    prepared = time.perf_counter() - started
+    started = time.perf_counter()
+    try:
+        waiting = [handle for handle in handles if going_on(agent.transfer(handle))]
+        if started_moving:
+            started_moving()
+        while waiting:
+            waiting = [handle for handle in waiting if going_on(agent.check_xfer_state(handle))]
+    except Exception as error:  # NIXL's have nothing else in common
+        return None, error
+    moved = time.perf_counter() - started
+    for handle in handles:
+        agent.release_xfer_handle(handle)
+    return moved, prepared
+
+
+def verify(node, options):
+    """The receiver's cache holds the sender's blocks where they should be, and its own elsewhere."""
+    size = options.block_bytes
+    source, target = places(options)
+    for layer in range(options.layers):
+        expected = bytearray(content("decode", layer, node.layer_bytes))
+        sent = content("prefill", layer, node.layer_bytes)
+        for here, there in zip(source, target):
+            expected[there * size : (there + 1) * size] = sent[here * size : (here + 1) * size]
+        if node.read(layer) != expected:
+            raise SystemExit(f"layer {layer}: wrong bytes arrived")
+
+
+def side(options):
+    sock = socket.socket(fileno=options.channel)
+    channel = Channel(sock)
+    name = ["prefill", "decode"][options.rank]
+    node = Node(name, options)
+    node.fill(name)
+    channel.send(metadata=node.agent.get_agent_metadata().hex())
+    peer = node.agent.add_remote_agent(bytes.fromhex(channel.receive("metadata")))
+    peer = peer.decode() if isinstance(peer, bytes) else peer
+    channel.send(layers=node.layers)
+    remote_layers = channel.receive("layers")
+    active = 1 if options.operation == "READ" else 0
+    deadline = time.monotonic() + options.timeout
+    if options.rank == active:
+        begun = (lambda: channel.send(moving=True)) if options.kill else None
+        seconds, extra = move(node, peer, remote_layers, options, begun)
+        if options.kill:
+            assert seconds is None, "the transfer was done before the peer was dead"
+            print(f"the peer died: NIXL reports {extra!r}", flush=True)
+            # What is left of the transfer keeps the memory registered: nothing to clean up with.
+            os._exit(0)
+        count = options.layers * (options.descriptors or options.blocks)
+        total = count * options.block_bytes
+        print(
+            f"{options.operation} {count} blocks of {options.block_bytes} bytes: "
+            f"{seconds * 1e6 / count:.2f} us a block, {total / seconds / 1e9:.2f} GB/s, "
+            f"preparation {extra * 1e6 / count:.2f} us a block, "
+            f"registration {node.registration_us:.0f} us a layer",
+            flush=True,
+        )
+    elif options.kill:
+        channel.receive("moving")
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        said = sorted(node.notifications(options.layers, deadline))
+        assert said == sorted(f"layer {layer}".encode() for layer in range(options.layers)), said
+    channel.send(moved=True)
+    channel.receive("moved")
+    if options.rank == 1:
+        verify(node, options)
+        print("every byte is right", flush=True)
+    channel.send(done=True)
+    channel.receive("done")
+    node.agent.remove_remote_agent(peer)
+    node.agent.deregister_memory(node.registered)
+    node.agent.deregister_memory(node.host_registered)
+    node.memory.free()
+
+
+def main():
+    arguments = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    arguments.add_argument("--layers", type=int, default=4)
+    arguments.add_argument("--blocks", type=int, default=64, help="blocks of a layer")
+    arguments.add_argument("--block-bytes", type=int, default=46080)
+    arguments.add_argument("--descriptors", type=int, help="blocks to move per layer, if not each once")
+    arguments.add_argument("--operation", choices=["READ", "WRITE"], default="READ")
+    arguments.add_argument("--timeout", type=float, default=120, help="seconds")
+    arguments.add_argument("--kill", action="store_true", help="the passive process dies in between")
+    arguments.add_argument("--via", help="RANK:COMMAND that starts this process, 1:nsenter -t PID -n")
+    arguments.add_argument("--env", action="append", default=[], help="RANK:NAME=VALUE")
+    arguments.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    arguments.add_argument("--channel", type=int, help=argparse.SUPPRESS)
+    options = arguments.parse_args()
+    if options.rank is not None:
+        return side(options)
+    ends = socket.socketpair()
+    children = []
+    for rank, end in enumerate(ends):
+        command = [sys.executable, *sys.argv, f"--rank={rank}", f"--channel={end.fileno()}"]
+        if options.via and options.via.startswith(f"{rank}:"):
+            command = options.via.split(":", 1)[1].split() + command
+        mine = [it.split(":", 1)[1].split("=", 1) for it in options.env if it.startswith(f"{rank}:")]
+        environment = {**os.environ, **dict(mine)}
+        children.append(subprocess.Popen(command, env=environment, pass_fds=[end.fileno()]))
+    for end in ends:
+        end.close()
+    codes = [child.wait() for child in children]
+    if options.kill:
+        passive = 0 if options.operation == "READ" else 1
+        codes[passive] = 0 if codes[passive] == -signal.SIGKILL else 1
+    if codes != [0, 0]:
+        print(f"prefill ended with {codes[0]}, decode with {codes[1]}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

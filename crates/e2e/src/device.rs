@@ -28,7 +28,7 @@ pub enum Device {
 }
 
 /// `SOFT_GAUDI_KIND` of the demo, the benches and `cargo xtask env`.
-pub const KIND: &str = "import,unpinned";
+pub const KIND: &str = "import,ordered,unpinned";
 
 /// A machine in software: its name keeps it apart from all others, its settings are variables.
 #[derive(Debug)]

@@ -229,8 +229,8 @@ impl AddressSpace {
         Ok(va)
     }
 
-    /// Removes the mapping with exactly this address.
-    pub(crate) fn unmap(&mut self, va: u64) -> Result<(), Errno> {
+    /// Removes the mapping with exactly this address; returns how many bytes of host memory it had.
+    pub(crate) fn unmap(&mut self, va: u64) -> Result<u64, Errno> {
         let (&start, mapping) = self.mappings.range_mut(..=va).next_back().ok_or(Errno::INVAL)?;
         if mapping.va != va || matches!(mapping.backing, Backing::CommandBuffer) {
             return Err(Errno::INVAL);
@@ -249,14 +249,17 @@ impl AddressSpace {
                     allocation.mapped -= 1;
                 }
             }
-            Backing::Host { huge, .. } => match &mut self.huge_va {
-                Some(range) if huge => range.release(start, mapping.size),
-                _ => self.host_va.release(start, mapping.size),
-            },
+            Backing::Host { huge, .. } => {
+                match &mut self.huge_va {
+                    Some(range) if huge => range.release(start, mapping.size),
+                    _ => self.host_va.release(start, mapping.size),
+                }
+                return Ok(mapping.size);
+            }
             Backing::Import { .. } => self.host_va.release(start, mapping.size),
             Backing::CommandBuffer => self.cb_va.release(start, mapping.size),
         }
-        Ok(())
+        Ok(0)
     }
 
     /// Takes addresses for a command buffer of the driver that the card can read.

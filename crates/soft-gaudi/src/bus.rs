@@ -15,6 +15,7 @@ use crate::processor::{Bus, Fault};
 use crate::registers::{Registers, WriteEffects};
 use crate::ring::Other;
 use crate::sync_manager::Effect;
+use crate::timing::Link;
 use crate::workers;
 
 /// Most bytes copied through a buffer at once.
@@ -81,6 +82,18 @@ impl QueueBus<'_> {
             pin.copy(to.ptr as u64 + at as u64, memory, (len - at).min(BOUNCE), true)?;
         }
         Ok(())
+    }
+
+    /// Has the clocks of the links run.
+    fn account(&self, dma: &LinDma, len: u64) {
+        let context = self.context;
+        let host = |addr| context.profile.is_host(addr);
+        let link = match (!dma.memset && host(dma.src), host(dma.dst)) {
+            (true, _) => Link::ToDevice,
+            (false, true) => Link::ToHost,
+            (false, false) => Link::Inside,
+        };
+        context.timing.moved(self.queue, link, len);
     }
 
     fn registers(&self) -> MutexGuard<'_, Registers> {
@@ -165,6 +178,7 @@ impl Bus for QueueBus<'_> {
         if len >= INLINE_BYTES {
             self.hand_over_ready_queues();
         }
+        self.account(dma, len);
         if dma.swap != 0 && !dma.memset {
             return self.swap(dma, done, len);
         }

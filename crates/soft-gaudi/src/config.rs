@@ -9,12 +9,18 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use crate::asic::{Generation, Profile};
+use crate::timing::Model;
 
 /// Most cards a machine may have (minors that the driver library scans).
 pub const MAX_DEVICES: u32 = 256;
 
 /// Longest [`Config::latency`], in microseconds.
 const MAX_LATENCY_US: u64 = 1_000_000;
+
+/// How long ends of submissions are held back at most.
+const JITTER: Duration = Duration::from_micros(10);
+/// How long the last close takes without a model.
+const CLOSE_TIME: Duration = Duration::from_millis(10);
 
 /// The machine as this process sees it.
 #[derive(Clone, Debug)]
@@ -36,6 +42,11 @@ pub struct Config {
     /// How long a queue that was idle takes before it begins: `SOFT_GAUDI_LATENCY` (microseconds).
     /// Zero is as quick as can be, in the submitting thread if the work is small.
     pub latency: Duration,
+    /// Until when the end of a submission is reported, at random, and the seed: `SOFT_GAUDI_JITTER`
+    /// (microseconds, then the seed).
+    pub jitter: (Duration, u64),
+    /// Times of a real card: `SOFT_GAUDI_MODEL`.
+    pub model: Option<Model>,
     /// Whether the machine's fault rules apply to this process: `SOFT_GAUDI_FAULTS`.
     pub faults: bool,
     /// How long a close takes, while opens give `EAGAIN`: `SOFT_GAUDI_CLOSE_TIME` (milliseconds).
@@ -58,6 +69,8 @@ pub struct Kind {
     pub unpinned: bool,
     /// `instant-close`: the card can be opened again as soon as it was closed.
     pub instant_close: bool,
+    /// `ordered`: ends of submissions are reported at once.
+    pub ordered: bool,
 }
 
 impl Kind {
@@ -70,10 +83,11 @@ impl Kind {
                 "pdma-streams" => &mut kind.pdma_streams,
                 "unpinned" => &mut kind.unpinned,
                 "instant-close" => &mut kind.instant_close,
+                "ordered" => &mut kind.ordered,
                 other => {
                     return Err(format!(
                         "SOFT_GAUDI_KIND={list}: '{other}' is none of edma-fetch, import, instant-close, \
-                         pdma-streams, unpinned"
+                         ordered, pdma-streams, unpinned"
                     ));
                 }
             };
@@ -175,6 +189,26 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
                 format!("SOFT_GAUDI_LATENCY={text}: want microseconds up to {MAX_LATENCY_US}")
             })?,
     };
+    let jitter = match var("SOFT_GAUDI_JITTER") {
+        None if kind.ordered => (Duration::ZERO, 0),
+        None => (JITTER, 1),
+        Some(text) => {
+            let (us, seed) = text.split_once(',').unwrap_or((&text, "1"));
+            let number = |text: &str| text.trim().parse::<u64>().ok();
+            let (Some(us @ 0..=MAX_LATENCY_US), Some(seed)) = (number(us), number(seed)) else {
+                return Err(format!(
+                    "SOFT_GAUDI_JITTER={text}: want microseconds up to {MAX_LATENCY_US}, and a seed after a comma"
+                ));
+            };
+            (Duration::from_micros(us), seed)
+        }
+    };
+    let model = match var("SOFT_GAUDI_MODEL") {
+        None => None,
+        Some(text) => Some(Model::parse(&text).ok_or_else(|| {
+            format!("SOFT_GAUDI_MODEL={text}: want gaudi2 or gaudi2,slow=N, N from 1 to 10000")
+        })?),
+    };
     let faults = match var("SOFT_GAUDI_FAULTS").as_deref() {
         None | Some("no") => false,
         Some("yes") => true,
@@ -182,7 +216,7 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
     };
     let close_time = match var("SOFT_GAUDI_CLOSE_TIME") {
         None if kind.instant_close => Duration::ZERO,
-        None => Duration::from_millis(10),
+        None => model.map_or(CLOSE_TIME, |model| model.close_time()),
         Some(text) => text
             .parse()
             .map(Duration::from_millis)
@@ -207,6 +241,8 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
         cs_timeout,
         kind,
         latency,
+        jitter,
+        model,
         faults,
         close_time,
         reset_kill,
@@ -283,6 +319,8 @@ mod tests {
             ("SOFT_GAUDI_IMPORT", "no"),
             ("SOFT_GAUDI_LATENCY", "-1"),
             ("SOFT_GAUDI_LATENCY", "1000001"),
+            ("SOFT_GAUDI_JITTER", "5,x"),
+            ("SOFT_GAUDI_MODEL", "gaudi9"),
             ("SOFT_GAUDI_FAULTS", "many"),
             ("SOFT_GAUDI_RESET_KILL", "yes"),
             ("SOFT_GAUDI_SHAPE", "4"),

@@ -4,7 +4,7 @@
 //! description ties the card to it ([`crate::ownership`]). A context whose descriptor was closed
 //! by a plain `close` is noticed when the card is opened again.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -25,6 +25,7 @@ use crate::registers::Registers;
 use crate::signals::Signals;
 use crate::state::{self, StateFile, Word};
 use crate::submission::{Submission, Window};
+use crate::timing::Timing;
 use crate::{blocks, dmabuf, guarded, ownership, ring, workers};
 
 /// One open card.
@@ -42,6 +43,11 @@ pub(crate) struct Context {
     space: RwLock<AddressSpace>,
     buffers: Mutex<CommandBuffers>,
     pub(crate) window: Window,
+    pub(crate) timing: Timing,
+    /// Submissions that are done, by when that is reported, and their numbers.
+    pub(crate) ends: Mutex<BTreeMap<(u64, u64), Arc<Submission>>>,
+    /// One at a time maps or unmaps, as under the driver's lock of the MMU.
+    pub(crate) mmu: Mutex<()>,
     pub(crate) queues: Vec<Queue>,
     /// Locked while the jobs of one submission enter their queues.
     pub(crate) entering: Mutex<()>,
@@ -113,6 +119,7 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
         ring::prepare();
     }
     discard_at_exit();
+    node.announce_model();
     let mut slot = slot(device)?.write().unwrap_or_else(|poisoned| poisoned.into_inner());
     // Left over from a descriptor that was closed by a plain `close`.
     if let Some(stale) = slot.take() {
@@ -139,6 +146,9 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
         space: RwLock::new(space),
         buffers: Mutex::new(buffers),
         window: Window::new(profile.max_pending),
+        timing: Timing::new(node.config, profile.queues),
+        ends: Mutex::default(),
+        mmu: Mutex::default(),
         queues: (0..profile.queues).map(|_| Queue::new(profile.generation)).collect(),
         entering: Mutex::new(()),
         ready: Mutex::default(),
@@ -322,6 +332,21 @@ impl Context {
             }
         };
         workers::spawn("soft-gaudi-reset".to_owned(), kill);
+    }
+
+    /// Records the line that the kernel logs when it refuses a call.
+    pub(crate) fn log_refusal<T>(&self, what: &str, result: Result<T, Errno>) -> Result<T, Errno> {
+        result.inspect_err(|errno| self.node.log_kernel_error(self.device, what, *errno))
+    }
+
+    /// Takes as long as the driver takes to map or unmap so much host memory, if times are modelled.
+    pub(crate) fn model_mapping(&self, len: u64) {
+        if let Some(model) = self.node.config.model
+            && len > 0
+        {
+            let _one_at_a_time = self.mmu.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            std::thread::sleep(model.map_time(len));
+        }
     }
 
     pub(crate) fn space(&self) -> RwLockReadGuard<'_, AddressSpace> {

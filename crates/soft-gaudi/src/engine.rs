@@ -5,9 +5,10 @@
 //! that waits runs a queue if no other thread does. What a program sees is the same in all
 //! cases: each queue in order, queues independent of each other.
 
+use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
@@ -33,6 +34,10 @@ pub(crate) const INLINE_BYTES: u64 = 64 << 10;
 const WAITER_BYTES: u64 = 256 << 20;
 /// Entries of a queue's ring.
 const RING: usize = 4096;
+/// Below this a waiting thread yields instead of sleeping.
+const SHORT: Duration = Duration::from_micros(60);
+/// How long a thread sleeps that does not know when the next end is reported.
+const NAP: Duration = Duration::from_millis(1);
 /// What a waiter may do per microsecond of its timeout; about the speed of a copy.
 const BYTES_PER_US: u64 = 4096;
 
@@ -134,8 +139,9 @@ impl Context {
                     // The driver returns EAGAIN and its library retries; each try is counted.
                     self.state.reject(Rejection::InFlight);
                     self.run_queues_of(&in_the_way, u64::MAX);
+                    let next = self.report_ends();
                     if in_the_way.outcome().is_none() {
-                        self.window.wait_for_slot(self.until_timeout());
+                        self.window.wait_for_slot(self.nap(next));
                         self.check_timeout();
                     }
                 }
@@ -236,7 +242,7 @@ impl Context {
                     if let Some(Job { submission, sob, .. }) = job {
                         // Released before the end is published: then it can be reused.
                         drop(sob);
-                        self.job_done(&submission);
+                        self.job_done_at(&submission, self.timing.queue_done(queue));
                     }
                     next
                 }
@@ -322,6 +328,7 @@ impl Context {
         };
         let deadline = timeout.map(|timeout| (timeout, Instant::now()));
         loop {
+            let next = self.report_ends();
             if let Some(outcome) = submission.outcome() {
                 return Ok(Waited::Ended { outcome, at_ns: submission.finished_ns() });
             }
@@ -339,9 +346,14 @@ impl Context {
             };
             let budget = u64::try_from(left.as_micros()).unwrap_or(u64::MAX);
             self.run_queues_of(&submission, budget.saturating_mul(BYTES_PER_US));
-            if submission.outcome().is_none() {
-                submission.sleep(left.min(self.until_timeout()));
-                self.check_timeout();
+            match next {
+                // A timer would be late by more than that.
+                Some(next) if next < SHORT => std::thread::yield_now(),
+                _ if submission.outcome().is_some() => {}
+                _ => {
+                    submission.sleep(left.min(self.nap(next)));
+                    self.check_timeout();
+                }
             }
         }
     }
@@ -358,6 +370,7 @@ impl Context {
 
     /// Resets the card if its oldest submission has been stuck for too long.
     pub(crate) fn check_timeout(&self) {
+        self.report_ends();
         let Some(oldest) = self.window.oldest() else { return };
         let since = oldest
             .submitted
@@ -441,9 +454,51 @@ impl Context {
     }
 
     /// One job of a submission is done, or a stage that was to come is not coming any more.
-    pub(crate) fn job_done(&self, submission: &Submission) {
-        if submission.job_done() {
-            self.end(submission, Outcome::Completed);
+    pub(crate) fn job_done(&self, submission: &Arc<Submission>) {
+        self.job_done_at(submission, 0);
+    }
+
+    fn job_done_at(&self, submission: &Arc<Submission>, at: u64) {
+        let Some(done) = submission.job_done(at) else { return };
+        if self.timing.is_instant() {
+            return self.end(submission, Outcome::Completed);
+        }
+        let at = self.timing.report_at(done);
+        self.lock_ends().insert((at, submission.seq), submission.clone());
+        // Whoever waits for it learns when it ends. One who is about to sleep may miss this: see `nap`.
+        submission.wake();
+    }
+
+    /// How long a thread that waits may sleep, if the next end is reported after that time.
+    fn nap(&self, next: Option<Duration>) -> Duration {
+        let limit = self.until_timeout();
+        match next {
+            _ if self.timing.is_instant() => limit,
+            Some(next) => next.min(limit),
+            None => NAP.min(limit),
+        }
+    }
+
+    fn lock_ends(&self) -> MutexGuard<'_, BTreeMap<(u64, u64), Arc<Submission>>> {
+        self.ends.lock().unwrap_or_else(|p| p.into_inner())
+    }
+
+    /// Reports the ends whose time has come; how long until the next.
+    pub(crate) fn report_ends(&self) -> Option<Duration> {
+        if self.timing.is_instant() {
+            return None;
+        }
+        loop {
+            let due = {
+                let mut ends = self.lock_ends();
+                let first = ends.first_entry()?;
+                let (at, now) = (first.key().0, self.timing.now());
+                if at > now {
+                    return Some(Duration::from_nanos(at - now));
+                }
+                first.remove()
+            };
+            self.end(&due, Outcome::Completed);
         }
     }
 
@@ -475,6 +530,7 @@ impl Context {
         let until = timeout.map(|timeout| Instant::now() + timeout);
         self.any_waiters.fetch_add(1, Ordering::SeqCst);
         let result = loop {
+            let next = self.report_ends();
             let guard = self.any_ended.0.lock().unwrap_or_else(|p| p.into_inner());
             let mut set = 0;
             let mut first = u64::MAX;
@@ -503,7 +559,7 @@ impl Context {
             if !found.iter().any(any) {
                 let left =
                     until.map_or(Duration::MAX, |until| until.saturating_duration_since(now));
-                let left = left.min(self.until_timeout());
+                let left = left.min(self.nap(next));
                 drop(self.any_ended.1.wait_timeout(guard, left));
                 self.check_timeout();
             }

@@ -44,5 +44,6 @@ mod signals;
 mod state;
 mod submission;
 mod sync_manager;
+mod timing;
 mod va;
 mod workers;

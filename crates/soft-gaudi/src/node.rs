@@ -6,6 +6,7 @@
 //! | `accel_controlDN` | the control node |
 //! | `hbmN` | the memory: SRAM, then DRAM, sparse |
 //! | `stateN` | what the owner publishes for other processes, with magic and version ([`crate::state`]) |
+//! | `kernel.log` | what the driver would have written to the kernel's log as an error, a line each |
 //! | `faults` | rules of faults on demand ([`crate::faults`]) |
 //! | `dmabuf/` | exported ranges ([`crate::dmabuf`]) |
 //!
@@ -252,6 +253,31 @@ impl Node {
             eprintln!("soft-gaudi: no space left for the machine in {}", self.folder.display());
         });
         Errno::NOMEM
+    }
+
+    /// Records a line that the kernel would log as an error, in `kernel.log` of the machine's folder.
+    pub(crate) fn log_kernel_error(&self, device: u32, what: &str, errno: Errno) {
+        const MOST: u64 = 1 << 20;
+        let flags = OFlags::WRONLY | OFlags::APPEND;
+        let Ok(file) = self.open_file("kernel.log", flags) else { return };
+        if rustix::fs::fstat(&file).is_ok_and(|stat| (stat.st_size as u64) < MOST) {
+            let errno = errno.raw_os_error();
+            // Lost when there is no space, as the kernel's own are.
+            let _ = rustix::io::write(&file, format!("accel{device} {what} {errno}\n").as_bytes());
+        }
+    }
+
+    /// Says once that times are modelled.
+    pub(crate) fn announce_model(&self) {
+        static SAID: std::sync::Once = std::sync::Once::new();
+        if let Some(model) = self.config.model {
+            SAID.call_once(|| {
+                eprintln!(
+                    "soft-gaudi: times are modelled ({}, {} times slower): {} and {} MB/s to and from the card",
+                    model.name, model.slow, model.to_device / model.slow, model.to_host / model.slow
+                );
+            });
+        }
     }
 
     /// The fault on demand for this point, if a rule says so.

@@ -54,6 +54,8 @@ pub(crate) struct Submission {
     state: AtomicU32,
     sleepers: AtomicU32,
     finished_ns: AtomicU64,
+    /// When its queues have done their work, by the clock of [`crate::timing`].
+    done_at: AtomicU64,
 }
 
 impl Submission {
@@ -69,6 +71,7 @@ impl Submission {
             state: AtomicU32::new(PENDING),
             sleepers: AtomicU32::new(0),
             finished_ns: AtomicU64::new(0),
+            done_at: AtomicU64::new(0),
         }
     }
 
@@ -93,9 +96,10 @@ impl Submission {
         self.jobs.fetch_add(count, Ordering::AcqRel);
     }
 
-    /// One job is done; true if it was the last.
-    pub(crate) fn job_done(&self) -> bool {
-        self.jobs.fetch_sub(1, Ordering::AcqRel) == 1
+    /// One job is done, at this time; when all were done, if it was the last.
+    pub(crate) fn job_done(&self, at: u64) -> Option<u64> {
+        let others = self.done_at.fetch_max(at, Ordering::Relaxed);
+        (self.jobs.fetch_sub(1, Ordering::AcqRel) == 1).then_some(others.max(at))
     }
 
     /// Claims the right to end it; false if another thread has.
@@ -107,6 +111,11 @@ impl Submission {
     pub(crate) fn publish(&self, outcome: Outcome, now_ns: u64) {
         self.finished_ns.store(now_ns, Ordering::Relaxed);
         self.state.store(outcome.code(), Ordering::SeqCst);
+        self.wake();
+    }
+
+    /// Has those who sleep look again.
+    pub(crate) fn wake(&self) {
         if self.sleepers.load(Ordering::SeqCst) > 0 {
             let _ = futex::wake(&self.state, futex::Flags::PRIVATE, i32::MAX as u32);
         }

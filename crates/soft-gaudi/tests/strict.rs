@@ -4,13 +4,14 @@ mod driver;
 
 use core::ffi::c_void;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use driver::*;
 use hl_thunk::sys;
 use soft_gaudi::api::*;
 
 /// Runs a role of `child` in another process with these settings.
-fn passes(role: &str, settings: &[(&str, &str)]) {
+fn passes(role: &str, settings: &[(&str, &str)]) -> String {
     let node = format!("test-strict-{}-{}", std::process::id(), role.replace(' ', "-"));
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "child", "--nocapture", "--test-threads=1"])
@@ -23,6 +24,113 @@ fn passes(role: &str, settings: &[(&str, &str)]) {
     let _ = std::fs::remove_dir_all(format!("/dev/shm/soft-gaudi-{user}/{node}"));
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{role}: {}\n{text}", output.status);
+    text.into_owned()
+}
+
+/// Status of a submission, asked without waiting.
+fn poll(fd: i32, sequence: u64) -> u32 {
+    let mut status = 99;
+    assert_eq!(hlthunk_wait_for_cs(fd, sequence, 0, &mut status), 0);
+    status
+}
+
+fn latency() {
+    let fd = open(0);
+    let mut memory = vec![0u8; 64];
+    memory[..32].fill(7);
+    let host = map_host(fd, &mut memory);
+    let buffer = UserBuffer::new(fd, &gaudi2_copy(host, host + 32, 32));
+    let first = buffer.submit(0).unwrap();
+    assert_eq!(poll(fd, first), sys::WAIT_BUSY);
+    assert_eq!(memory[32..], [0; 32], "nothing was moved yet");
+    // Behind it in the same queue, and in another one.
+    let others = [buffer.submit(0).unwrap(), buffer.submit(1).unwrap()];
+    for sequence in [first].into_iter().chain(others) {
+        assert_eq!(wait(fd, sequence), (0, 0));
+    }
+    assert_eq!(memory, [7; 64]);
+    assert_eq!(hlthunk_close(fd), 0);
+}
+
+#[test]
+fn with_a_latency_even_small_work_is_done_after_the_submission_has_returned() {
+    // The longest possible: the test must poll before it is over, also on a busy machine.
+    passes("latency", &[("SOFT_GAUDI_LATENCY", "1000000")]);
+}
+
+fn jitter() {
+    let fd = open(0);
+    let mut memory = pattern(64, 1);
+    let host = map_host(fd, &mut memory);
+    let buffer = UserBuffer::new(fd, &gaudi2_copy(host, host + 32, 32));
+    let mut open: Vec<u64> = (0..48).map(|n| buffer.submit([0, 1, 4][n % 3]).unwrap()).collect();
+    let mut ended = Vec::new();
+    while !open.is_empty() {
+        open.retain(|sequence| {
+            let busy = poll(fd, *sequence) == sys::WAIT_BUSY;
+            if !busy {
+                ended.push(*sequence);
+            }
+            busy
+        });
+    }
+    assert_eq!(memory[..32], memory[32..]);
+    assert!(!ended.is_sorted(), "{ended:?}");
+    for queue in 0..3 {
+        let of_queue: Vec<u64> = ended.iter().copied().filter(|n| (n - 1) % 3 == queue).collect();
+        assert!(!of_queue.is_sorted(), "one queue: {of_queue:?}");
+    }
+    hlthunk_close(fd);
+}
+
+#[test]
+fn ends_are_reported_late_and_in_any_order() {
+    passes("jitter", &[("SOFT_GAUDI_KIND", ""), ("SOFT_GAUDI_JITTER", "50000,7")]);
+}
+
+fn model() {
+    let fd = open(0);
+    let (_, device) = alloc(fd, 1);
+    let mut memory = pattern(1 << 20, 1);
+    let begun = Instant::now();
+    let host = map_host(fd, &mut memory);
+    // 250 µs and 256 pages of 0.25 µs, ten times slower.
+    assert!(begun.elapsed() >= Duration::from_micros(3140));
+    let buffer = UserBuffer::new(fd, &gaudi2_copy(host, device, 1 << 20));
+    let begun = Instant::now();
+    let sequences: Vec<u64> = [0, 1, 4].map(|queue| buffer.submit(queue).unwrap()).to_vec();
+    sequences.iter().for_each(|sequence| assert_eq!(wait(fd, *sequence), (0, 0)));
+    // Three times 1 MiB at 26 GB/s on one link, 5 µs before and 20 µs after.
+    assert!(begun.elapsed() >= Duration::from_micros(10 * (5 + 3 * 40 + 20)));
+    hlthunk_close(fd);
+}
+
+#[test]
+fn a_modelled_card_takes_at_least_the_modelled_time_and_says_that_it_is_modelled() {
+    let settings = [("SOFT_GAUDI_MODEL", "gaudi2,slow=10"), ("SOFT_GAUDI_CLOSE_TIME", "0")];
+    let text = passes("model", &settings);
+    assert!(text.contains("times are modelled (gaudi2, 10 times slower)"), "{text}");
+}
+
+fn kernel_log() {
+    let fd = open(0);
+    let (handle, device) = alloc(fd, 1);
+    assert_eq!(hlthunk_host_memory_map(fd, 16 as *mut c_void, 0, 4096), 0);
+    assert_eq!(hlthunk_memory_unmap(fd, 0), -libc::EINVAL);
+    assert_eq!(hlthunk_device_memory_free(fd, handle), -libc::EINVAL, "it is mapped");
+    assert_eq!(hlthunk_device_memory_alloc(fd, u64::MAX, 0, true, false), 0);
+    let dmabuf = hlthunk_device_mapped_memory_export_dmabuf_fd(fd, device, 4096, 0, 0x80002);
+    assert!(dmabuf >= 0, "{dmabuf}");
+    assert_eq!(hlthunk_memory_unmap(fd, device), -libc::EINVAL, "it is exported");
+    let log = std::fs::read_to_string(node_folder().join("gaudi2/kernel.log")).unwrap();
+    let calls: Vec<&str> = log.lines().map(|line| line.split(' ').nth(1).unwrap()).collect();
+    assert_eq!(calls, ["pin", "unmap", "free", "alloc", "unmap"], "{log}");
+    hlthunk_close(fd);
+}
+
+#[test]
+fn refusals_that_the_kernel_logs_are_recorded() {
+    passes("kernel log", &[]);
 }
 
 #[test]
@@ -35,6 +143,10 @@ fn child() {
         "close" => close(),
         "stale" => stale_pins(),
         "vanished" => vanished(),
+        "latency" => latency(),
+        "jitter" => jitter(),
+        "model" => model(),
+        "kernel log" => kernel_log(),
         other => panic!("no such role: {other}"),
     }
 }

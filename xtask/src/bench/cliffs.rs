@@ -227,7 +227,9 @@ fn run_client(
     iterations: u32,
 ) -> Result<(Vec<Row>, Protocols)> {
     let device = Device::Software(
-        SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2").with("SOFT_GAUDI_KIND", "unpinned"),
+        SoftNode::unique()
+            .with("SOFT_GAUDI_DEVICES", "2")
+            .with("SOFT_GAUDI_KIND", "ordered,unpinned"),
     );
     let target = bench.layout().target();
     let logs = ProtocolLogs::in_folder(target)?;

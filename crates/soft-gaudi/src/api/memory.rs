@@ -26,7 +26,7 @@ pub extern "C" fn hlthunk_device_memory_alloc(
     handle("hlthunk_device_memory_alloc", || {
         let context = context::operational(borrow(fd)?)?;
         let mut space = context.space_mut();
-        let handle = space.alloc(size, contiguous)?;
+        let handle = context.log_refusal("alloc", space.alloc(size, contiguous))?;
         context.account(&space);
         Ok(handle)
     })
@@ -38,7 +38,7 @@ pub extern "C" fn hlthunk_device_memory_free(fd: c_int, handle: u64) -> c_int {
     status("hlthunk_device_memory_free", || {
         let context = context::operational(borrow(fd)?)?;
         let mut space = context.space_mut();
-        space.free(handle)?;
+        context.log_refusal("free", space.free(handle))?;
         context.account(&space);
         Ok(0)
     })
@@ -50,7 +50,8 @@ pub extern "C" fn hlthunk_device_memory_map(fd: c_int, alloc: u64, hint_addr: u6
     handle("hlthunk_device_memory_map", || {
         let context = context::operational(borrow(fd)?)?;
         let hint = Hint { addr: hint_addr, force: false };
-        context.space_mut().map_device(alloc, hint)
+        let mapped = context.space_mut().map_device(alloc, hint);
+        context.log_refusal("map", mapped)
     })
 }
 
@@ -78,8 +79,11 @@ pub extern "C" fn hlthunk_host_memory_map_flags(
         let context = context::operational(borrow(fd)?)?;
         let ptr = host_virt_addr as u64;
         let hint = Hint { addr: hint_addr, force: flags & abi::MEM_FORCE_HINT != 0 };
-        let memory = pinning::pin(ptr, host_size, !context.node.config.kind.unpinned)?;
-        context.space_mut().map_host(ptr, memory, hint)
+        let memory = pinning::pin(ptr, host_size, !context.node.config.kind.unpinned);
+        let memory = context.log_refusal("pin", memory)?;
+        context.model_mapping(host_size);
+        let mapped = context.space_mut().map_host(ptr, memory, hint);
+        context.log_refusal("map", mapped)
     })
 }
 
@@ -87,7 +91,10 @@ pub extern "C" fn hlthunk_host_memory_map_flags(
 #[unsafe(no_mangle)]
 pub extern "C" fn hlthunk_memory_unmap(fd: c_int, device_virt_addr: u64) -> c_int {
     status("hlthunk_memory_unmap", || {
-        context::operational(borrow(fd)?)?.space_mut().unmap(device_virt_addr)?;
+        let context = context::operational(borrow(fd)?)?;
+        let unmapped = context.space_mut().unmap(device_virt_addr);
+        let size = context.log_refusal("unmap", unmapped)?;
+        context.model_mapping(size);
         Ok(0)
     })
 }
@@ -134,7 +141,7 @@ pub extern "C" fn hlthunk_device_mapped_memory_export_dmabuf_fd(
 pub(super) fn import(fd: c_int, dmabuf_fd: u64, length: u64) -> Result<u64, Errno> {
     let context = context::operational(borrow(fd)?)?;
     if !context.node.config.kind.import {
-        return Err(Errno::INVAL);
+        return context.log_refusal("opcode", Err(Errno::INVAL));
     }
     let dmabuf_fd = c_int::try_from(dmabuf_fd).map_err(|_| Errno::BADF)?;
     let exported = dmabuf::Exported::from_fd(borrow(dmabuf_fd)?)?;

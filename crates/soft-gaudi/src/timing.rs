@@ -1,0 +1,204 @@
+//! When the end of a submission is reported.
+//!
+//! The driver learns of it by an interrupt and reports it from an unbound work queue: some time after the last byte has
+//! arrived, and not always in the order of submission. So here the end is reported after a random time
+//! (`SOFT_GAUDI_JITTER`). With `SOFT_GAUDI_MODEL` it is reported when a real card would report it: the links between host and
+//! device are clocks that run ahead of the copies, which are made as fast as this machine can.
+//!
+//! Nothing here waits; [`crate::engine`] has the list of ends to come.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::config::Config;
+
+/// What a card's work costs, in nanoseconds and bytes per microsecond.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Model {
+    /// Name of the card in `SOFT_GAUDI_MODEL`.
+    pub name: &'static str,
+    /// From host memory to the card.
+    pub to_device: u64,
+    /// From the card to host memory.
+    pub to_host: u64,
+    /// Inside the card.
+    pub inside: u64,
+    /// From a submission to the first byte, on an idle queue.
+    pub start: u64,
+    /// From the last byte to the end that a program sees.
+    pub completion: u64,
+    /// Mapping host memory, and unmapping it.
+    pub map: u64,
+    /// Each 4 KiB page of it.
+    pub page: u64,
+    /// The last close of a card, which resets it.
+    pub close: u64,
+    /// All other times are stretched by this.
+    pub slow: u64,
+}
+
+/// docs/software-gaudi.md has the source of each figure.
+const GAUDI2: Model = Model {
+    name: "gaudi2",
+    to_device: 26_000,
+    to_host: 26_000,
+    inside: 200_000,
+    start: 5_000,
+    completion: 20_000,
+    map: 250_000,
+    page: 250,
+    close: 5_000_000_000,
+    slow: 1,
+};
+
+impl Model {
+    /// Parses `gaudi2` or `gaudi2,slow=N`.
+    pub(crate) fn parse(text: &str) -> Option<Self> {
+        let (name, slow) = text.split_once(',').unwrap_or((text, "slow=1"));
+        let slow = slow.strip_prefix("slow=")?.parse().ok().filter(|n| (1..=10_000).contains(n))?;
+        (name == GAUDI2.name).then_some(Model { slow, ..GAUDI2 })
+    }
+
+    /// How long the last close takes. Not stretched: programs give up on a card after a while.
+    pub(crate) fn close_time(&self) -> Duration {
+        Duration::from_nanos(self.close)
+    }
+
+    /// How long the driver takes to map this many bytes of host memory, or to unmap them.
+    pub(crate) fn map_time(&self, len: u64) -> Duration {
+        Duration::from_nanos((self.map + len / 4096 * self.page) * self.slow)
+    }
+}
+
+/// Which wires a copy uses.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Link {
+    ToDevice,
+    ToHost,
+    Inside,
+}
+
+/// The clocks of one context; times are nanoseconds since it was opened.
+#[derive(Debug)]
+pub(crate) struct Timing {
+    epoch: Instant,
+    model: Option<Model>,
+    jitter: u64,
+    random: AtomicU64,
+    /// When each link has moved what it was given.
+    links: [AtomicU64; 3],
+    /// When each queue has done what it was given.
+    queues: Vec<AtomicU64>,
+}
+
+impl Timing {
+    pub(crate) fn new(config: &Config, queues: u32) -> Self {
+        Self {
+            epoch: Instant::now(),
+            model: config.model,
+            jitter: config.jitter.0.as_nanos() as u64,
+            random: AtomicU64::new(config.jitter.1 | 1),
+            links: Default::default(),
+            queues: (0..queues).map(|_| AtomicU64::new(0)).collect(),
+        }
+    }
+
+    pub(crate) fn now(&self) -> u64 {
+        self.epoch.elapsed().as_nanos() as u64
+    }
+
+    /// Ends are reported at once.
+    pub(crate) fn is_instant(&self) -> bool {
+        self.model.is_none() && self.jitter == 0
+    }
+
+    /// A queue has moved bytes.
+    pub(crate) fn moved(&self, queue: u32, link: Link, bytes: u64) {
+        let Some(model) = self.model else { return };
+        let now = self.now();
+        let before = self.queues[queue as usize].load(Ordering::Relaxed);
+        let from = if before > now { before } else { now + model.start * model.slow };
+        let rate = [model.to_device, model.to_host, model.inside][link as usize];
+        let time = bytes * 1000 * model.slow / rate;
+        let advance = |free: u64| Some(free.max(from) + time);
+        let link = &self.links[link as usize];
+        let begun = link.fetch_update(Ordering::Relaxed, Ordering::Relaxed, advance).unwrap_or(0);
+        let done = begun.max(from) + time;
+        self.queues[queue as usize].fetch_max(done, Ordering::Relaxed);
+    }
+
+    /// When a queue has done what it was given, 0 for long ago.
+    pub(crate) fn queue_done(&self, queue: u32) -> u64 {
+        self.queues[queue as usize].load(Ordering::Relaxed)
+    }
+
+    /// When the end of a submission is reported whose queues were done at this time.
+    pub(crate) fn report_at(&self, done: u64) -> u64 {
+        let completion = self.model.map_or(0, |model| model.completion * model.slow);
+        done.max(self.now()) + completion + self.random_delay()
+    }
+
+    fn random_delay(&self) -> u64 {
+        if self.jitter == 0 {
+            return 0;
+        }
+        // xorshift64.
+        let step = |mut x: u64| {
+            x ^= x << 13;
+            x ^= x >> 7;
+            x ^ x << 17
+        };
+        let next =
+            self.random.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |x| Some(step(x)));
+        step(next.unwrap_or(1)) % self.jitter
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn timing(model: Option<Model>, jitter: u64) -> Timing {
+        Timing {
+            epoch: Instant::now(),
+            model,
+            jitter,
+            random: AtomicU64::new(1),
+            links: Default::default(),
+            queues: vec![AtomicU64::new(0), AtomicU64::new(0)],
+        }
+    }
+
+    #[test]
+    fn two_queues_share_a_link_and_directions_do_not() {
+        // So slow that the time this test takes is nothing.
+        let model = Model::parse("gaudi2,slow=10000").unwrap();
+        let timing = timing(Some(model), 0);
+        let one = (1 << 20) * 1000 * 10_000 / model.to_device;
+        timing.moved(0, Link::ToDevice, 1 << 20);
+        let first = timing.queue_done(0);
+        assert!(first >= one + model.start * 10_000);
+        timing.moved(1, Link::ToDevice, 1 << 20);
+        assert_eq!(timing.queue_done(1), first + one);
+        timing.moved(0, Link::ToHost, 1 << 20);
+        assert_eq!(timing.queue_done(0), first + one, "behind its first copy, beside the other");
+        assert_eq!(timing.report_at(first + one), first + one + model.completion * 10_000);
+    }
+
+    #[test]
+    fn random_delays_are_below_the_limit_and_differ() {
+        let timing = timing(None, 1000);
+        let delays: Vec<u64> = (0..100).map(|_| timing.random_delay()).collect();
+        assert!(delays.iter().all(|delay| *delay < 1000));
+        assert!(delays.windows(2).filter(|two| two[0] > two[1]).count() > 20);
+    }
+
+    #[test]
+    fn models_are_named_and_stretched() {
+        assert_eq!(Model::parse("gaudi2"), Some(GAUDI2));
+        assert_eq!(Model::parse("gaudi2,slow=20").unwrap().slow, 20);
+        for bad in ["", "gaudi9", "gaudi2,slow=0", "gaudi2,fast=2", "gaudi2,slow=1,slow=2"] {
+            assert_eq!(Model::parse(bad), None, "{bad}");
+        }
+    }
+}

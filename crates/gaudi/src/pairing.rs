@@ -30,7 +30,7 @@ fn explain(
     let mut cards = CLASSES.iter().flat_map(|class| sysfs.class(class)).filter_map(|(name, at)| {
         let location = sysfs.location_of(&at)?;
         // Control nodes are in the class as well.
-        (location.is_gaudi() && !name.contains("control")).then(|| (name, location))
+        (location.is_gaudi() && !name.contains("control")).then_some((name, location))
     });
     let (name, location) = cards.next()?;
     let bus_id = location.bus_id();
@@ -105,7 +105,7 @@ mod tests {
             {
                 assert!(text.contains(part), "{part} is not in: {text}");
             }
-            let mode = std::fs::Permissions::from_mode(0);
+            let mode = std::fs::Permissions::from_mode(0o000);
             std::fs::set_permissions(root.join(node), mode).unwrap();
             if rustix::process::geteuid().is_root() {
                 println!("skipped: root may open every node");

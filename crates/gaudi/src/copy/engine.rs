@@ -3,7 +3,8 @@
 //! Any thread may find that a submission has ended: the owner of the transfer, a thread that needs a
 //! permit, or the [waiter](super::waiter). Whichever does completes it (see [`submission`](super::submission)).
 //!
-//! Submissions of one lane (a hardware queue) end in order. So only the oldest of each lane is polled.
+//! Submissions of one lane (a hardware queue) end in order. So only the oldest of each lane is polled. The
+//! driver may report the ends in another order: nothing is taken for ended that was not reported itself.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -201,3 +201,39 @@ fn younger_submissions_share_the_polls_of_the_oldest() {
     let seen = [transfers[3].poll(), transfers[3].poll()];
     assert_eq!(seen[1], Some(Ok(())), "another's poll is relied on once");
 }
+
+/// The driver reports ends from a work queue with several workers: those of one hardware queue may be seen
+/// in any order.
+#[test]
+fn the_ends_of_one_queue_may_be_reported_in_any_order() {
+    for order in [[3, 2, 1], [2, 3, 1], [3, 1, 2]] {
+        let (fake, device) = Fake::device();
+        fake.use_one_lane();
+        let source = device.alloc(24, 1).unwrap();
+        let sent = pattern(24, 5);
+        fake.poke(source.addr(), &sent);
+        let mut hosts = [[0; 8]; 3];
+        let mut transfers: Vec<Option<Transfer>> = (0..3)
+            .map(|at| {
+                let src = Side::Device(DeviceAddr(source.addr().0 + 8 * at as u64));
+                let dst = Side::Host(hosts[at].as_mut_ptr());
+                start(&device, &[Segment { dst, src, len: 8, host_region: None }]).ok()
+            })
+            .collect();
+        for (done, sequence) in order.into_iter().enumerate() {
+            fake.finish(sequence);
+            device.progress();
+            for unfinished in fake.queued() {
+                let transfer = transfers[unfinished as usize - 1].as_mut().unwrap();
+                assert_eq!(transfer.poll(), None, "{unfinished} has not ended");
+            }
+            // Waiting for the one that has ended does not wait for those before it.
+            let mut ended = transfers[sequence as usize - 1].take().unwrap();
+            assert_eq!(ended.wait(), Ok(()), "{sequence} is number {done} of {order:?}");
+        }
+        for (at, host) in hosts.iter().enumerate() {
+            assert_eq!(host, &sent[8 * at..8 * at + 8]);
+        }
+        assert_eq!(device.progress(), 0);
+    }
+}

@@ -147,6 +147,16 @@ const EFFECTS: &[Effect] = &[
         with: &[("UCX_LOG_LEVEL", "warn")],
         ..PLAIN
     },
+    // By default it is tried again until the rule is used up.
+    Effect {
+        variable: "UCX_GAUDI_COPY_OPEN_TIMEOUT",
+        value: "0s",
+        check: "where",
+        shows: "hlthunk_open: Resource temporarily unavailable",
+        succeeds: false,
+        faults: "hlthunk_open fail:EAGAIN times=4\n",
+        ..PLAIN
+    },
     Effect {
         variable: "UCX_GAUDI_TRACE",
         value: "/dev/null",
@@ -253,6 +263,7 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ("UCX_GAUDI_IPC_OVERHEAD", "ipc.rs"),
     ("UCX_GAUDI_IPC_FAILURE", "ipc.rs"),
     ("UCX_GAUDI_COPY_ADOPT", "hooks.rs"),
+    ("UCX_GAUDI_COPY_KEEP_OPEN", "ends.rs"),
     ("UCX_GAUDI_COPY_CLEAR_MEMORY", "ipc.rs"),
     ("UCX_GAUDI_COPY_RCACHE_MAX_REGIONS", "rcache.rs"),
     ("UCX_GAUDI_COPY_RCACHE_MAX_SIZE", "rcache.rs"),

@@ -53,3 +53,30 @@ fn memory_is_allocated_on_the_card_that_ucx_names() {
         Machine::eight_cards().check(ucx, "named").run().ok();
     }
 }
+
+/// The driver calls of a run, by name, as its record has them.
+fn calls(ucx: Ucx, variables: &[(&str, &str)]) -> Vec<String> {
+    let machine = Machine::new("a Gaudi2", "gaudi2", 1);
+    let path = std::env::temp_dir().join(format!("e2e-ends-{}.trace", std::process::id()));
+    let tool = machine.check(ucx, "where").env("UCX_GAUDI_TRACE", path.to_str().expect("text"));
+    variables.iter().fold(tool, |tool, (name, value)| tool.env(name, value)).run().ok();
+    let text = std::fs::read_to_string(&path).expect("a record");
+    std::fs::remove_file(&path).expect("just read");
+    let line = |line: &str| serde_json::from_str::<serde_json::Value>(line).expect("JSON");
+    let calls = text.lines().map(line).filter_map(|line| Some(line["call"].as_str()?.to_owned()));
+    calls.collect()
+}
+
+#[test]
+fn a_card_is_closed_with_the_last_memory_domain_unless_it_is_kept_open() {
+    let count = |calls: &[String], name: &str| calls.iter().filter(|call| *call == name).count();
+    let left_open = |calls: &[String]| {
+        let opened = count(calls, "hlthunk_open") + count(calls, "hlthunk_open_control");
+        opened - count(calls, "hlthunk_close")
+    };
+    for ucx in Ucx::ALL {
+        let (closed, kept) = (calls(ucx, &[]), calls(ucx, &[("UCX_GAUDI_COPY_KEEP_OPEN", "1m")]));
+        assert_eq!((left_open(&closed), left_open(&kept)), (0, 1), "{closed:?} {kept:?}");
+        assert_eq!(count(&kept, "hlthunk_open"), 1, "{kept:?}");
+    }
+}

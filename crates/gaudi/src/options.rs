@@ -5,6 +5,7 @@
 
 use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use crate::DeviceChoice;
 use crate::rcache::CacheLimits;
@@ -30,6 +31,11 @@ pub struct Options {
     pub handle_limits: Option<Limits>,
     /// Whether a card may be opened for the sake of a peer's memory. Default: yes.
     pub open_for_peers: Option<bool>,
+    /// How long a card stays open after its last use, beyond what [`KeptOpen`](crate::KeptOpen) keeps.
+    /// Default: not at all.
+    pub keep_open: Option<Duration>,
+    /// How long to wait for a card that is in reset or being closed. Default: 30 s.
+    pub open_timeout: Option<Duration>,
 }
 
 /// Whether pins of host memory are kept.
@@ -58,6 +64,10 @@ pub enum OptionName {
     HandleLimits,
     /// [`Options::open_for_peers`]
     OpenForPeers,
+    /// [`Options::keep_open`]
+    KeepOpen,
+    /// [`Options::open_timeout`]
+    OpenTimeout,
 }
 
 /// Two users of the engine set an option to different values.
@@ -98,6 +108,8 @@ impl Configuration {
             clear_allocations,
             handle_limits,
             open_for_peers,
+            keep_open,
+            open_timeout,
         } = wanted;
         let now = &mut state.options;
         let conflicts = [
@@ -108,6 +120,8 @@ impl Configuration {
             merge(OptionName::ClearAllocations, &mut now.clear_allocations, clear_allocations),
             merge(OptionName::HandleLimits, &mut now.handle_limits, handle_limits),
             merge(OptionName::OpenForPeers, &mut now.open_for_peers, open_for_peers),
+            merge(OptionName::KeepOpen, &mut now.keep_open, keep_open),
+            merge(OptionName::OpenTimeout, &mut now.open_timeout, open_timeout),
         ];
         for conflict in conflicts.into_iter().flatten() {
             if !state.reported.contains(&conflict.option) {
@@ -149,6 +163,12 @@ trait Describe {
 impl Describe for bool {
     fn describe(&self) -> String {
         String::from(if *self { "yes" } else { "no" })
+    }
+}
+
+impl Describe for Duration {
+    fn describe(&self) -> String {
+        format!("{} s", self.as_secs_f64())
     }
 }
 

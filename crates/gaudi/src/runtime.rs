@@ -6,7 +6,6 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
-use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use hl_thunk::{Generation, Library};
@@ -20,6 +19,7 @@ use crate::environment::{self, MODULE_ID, number};
 use crate::error::Phase;
 use crate::lent::LentCards;
 use crate::memory::AddressTable;
+use crate::opening::{OPEN_TIMEOUT, OPENING, first_to_open, is_in_reset, none_opened};
 use crate::options::Configuration;
 use crate::owners::{self, Owners};
 use crate::process::Instance;
@@ -28,12 +28,8 @@ use crate::topology::PciLink;
 use crate::window::{ReservedAddresses, Windows};
 use crate::{
     BusId, Conflict, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Error, ErrorKind,
-    Location, Options, RegistrationCache, Remedy, ScaleOut, Sysfs, Window, WindowEvent,
+    Location, Options, RegistrationCache, ScaleOut, Sysfs, Window, WindowEvent, kept,
 };
-
-/// Pauses between attempts while a card is in reset or being released, about three seconds in all.
-const RETRY_PAUSES_MS: [u64; 12] = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1024];
-const OPENING: &str = "opening a device";
 
 /// The engine of this process. See [`runtime()`].
 #[derive(Default)]
@@ -52,7 +48,11 @@ pub struct Runtime {
     windows: Windows,
     pub(crate) lent: LentCards,
     rcache: Switch,
+    /// Who logs what the engine waits for.
+    on_wait: OnceLock<OnWait>,
 }
+
+type OnWait = Box<dyn Fn(&str) + Send + Sync>;
 
 /// A card that was opened in this process, or in the one that it was forked from.
 #[derive(Debug)]
@@ -159,6 +159,7 @@ impl Runtime {
     pub fn open(&self, choice: &DeviceChoice) -> Result<Arc<Device>, Error> {
         self.check_process(OPENING)?;
         let opening = self.opening();
+        kept::drop_lost();
         let candidates = self.candidates(choice)?;
         if let Some(device) = self.find_open(&candidates) {
             if !device.is_lost() {
@@ -173,7 +174,18 @@ impl Runtime {
             .on(&device));
         }
         let tried = candidates.clone();
-        let opened = first_to_open(candidates, |card| self.open_card(card), std::thread::sleep);
+        let options = self.options();
+        let limit = options.open_timeout.unwrap_or(OPEN_TIMEOUT);
+        let waiting = |line: &str| {
+            if let Some(log) = self.on_wait.get() {
+                log(line);
+            }
+        };
+        let open = |card: &DeviceInfo| self.open_card(card);
+        let opened = first_to_open(candidates, limit, open, std::thread::sleep, waiting);
+        if let Ok(device) = &opened {
+            kept::opened(device, options.keep_open.unwrap_or_default());
+        }
         drop(opening);
         opened.or_else(|failures| {
             let error = none_opened(failures, |nodes| self.owners(nodes));
@@ -223,7 +235,14 @@ impl Runtime {
         self.wait_until_closed(&card.bus_id);
         let library = self.library()?;
         let opened = hl_thunk::Device::open(library, card.bus_id.as_str());
-        let device = opened.map_err(|error| Error::driver(Phase::Open, OPENING, error).on(card))?;
+        let device = opened.map_err(|mut error| {
+            // Some drivers say "busy" of a card in reset, too.
+            if error.errno == libc::EBUSY && is_in_reset(Sysfs::default().card_status(&card.bus_id))
+            {
+                error.errno = libc::EAGAIN;
+            }
+            Error::driver(Phase::Open, OPENING, error).on(card)
+        })?;
         self.adopt(card, Arc::new(Driver::new(device)))
     }
 
@@ -300,6 +319,11 @@ impl Runtime {
         if let Some(limits) = handle_limits {
             self.devices().iter().for_each(|device| device.set_handle_limits(limits));
         }
+    }
+
+    /// Has `log` called with a line for people while an open waits for a card. The first one set is used.
+    pub fn on_wait(&self, log: impl Fn(&str) + Send + Sync + 'static) {
+        let _ = self.on_wait.set(Box::new(log));
     }
 
     /// What is set for this process.
@@ -476,148 +500,9 @@ fn no_match(choice: &DeviceChoice, named_by: Option<&str>, all: &[DeviceInfo]) -
         .caused_by_setting()
 }
 
-/// Cards that did not open, and why.
-type Failures = Vec<(DeviceInfo, Error)>;
-
-/// Tries the cards in order until one opens. While at least one is in reset or being released, tries
-/// again after a pause, a bounded number of times.
-fn first_to_open<T>(
-    mut candidates: Vec<DeviceInfo>,
-    mut open: impl FnMut(&DeviceInfo) -> Result<T, Error>,
-    mut pause: impl FnMut(Duration),
-) -> Result<T, Failures> {
-    let mut pauses = RETRY_PAUSES_MS.into_iter();
-    loop {
-        let mut failures = Vec::new();
-        for card in candidates {
-            match open(&card) {
-                Ok(opened) => return Ok(opened),
-                Err(error) => failures.push((card, error)),
-            }
-        }
-        let may_recover = failures.iter().any(|(_, error)| error.errno() == Some(libc::EAGAIN));
-        match pauses.next() {
-            Some(length) if may_recover => pause(Duration::from_millis(length)),
-            _ => return Err(failures),
-        }
-        candidates = failures.into_iter().map(|(card, _)| card).collect();
-    }
-}
-
-/// One error for all cards that did not open: the most telling one's own, or a summary. Busy cards
-/// are named with their owners, whom `owners` finds by node number.
-fn none_opened(mut failures: Failures, owners: impl FnOnce(&[u32]) -> Vec<Owners>) -> Error {
-    // Not "busy", which is only how the others happen to be.
-    let telling = failures.iter().position(|(_, error)| error.kind() != ErrorKind::DeviceBusy);
-    if let Some(at) = telling {
-        return failures.swap_remove(at).1;
-    }
-    let is_owned = |error: &Error| error.errno() == Some(libc::EBUSY);
-    let owned = failures.iter().filter(|(_, error)| is_owned(error));
-    let nodes: Vec<u32> = owned.map(|(card, _)| card.node).collect();
-    let mut found = if nodes.is_empty() { Vec::new() } else { owners(&nodes) }.into_iter();
-    let mut why = |error: &Error| if is_owned(error) { found.next() } else { None };
-    if let [(_, error)] = &mut failures[..] {
-        let ours = why(error).is_some_and(|owners| {
-            error.add_detail(&owners);
-            owners.is_this_process()
-        });
-        let error = failures.remove(0).1;
-        return if ours { error.advise_instead(Remedy::LendCard) } else { error };
-    }
-    let mut ours = false;
-    let reason = |(card, error): &(DeviceInfo, Error)| match why(error) {
-        Some(owners) => {
-            ours |= owners.is_this_process();
-            format!("{}: {owners}", card.bus_id)
-        }
-        None => format!("{}: {}", card.bus_id, error.detail()),
-    };
-    let cards: Vec<String> = failures.iter().map(reason).collect();
-    let mut error = Error::new(
-        ErrorKind::DeviceBusy,
-        OPENING,
-        format!("none of {} cards is free ({})", cards.len(), cards.join("; ")),
-        if ours { Remedy::LendCard } else { "wait for one of the owners or end it".into() },
-    );
-    error.set_errno(libc::EBUSY);
-    error
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn cards(count: u32) -> Vec<DeviceInfo> {
-        (0..count).map(DeviceInfo::example).collect()
-    }
-
-    fn refused(card: &DeviceInfo, errno: i32) -> Result<u32, Error> {
-        Err(Error::os(Phase::Open, OPENING, "hlthunk_open", errno).on(card))
-    }
-
-    #[test]
-    fn a_busy_card_is_passed_over_without_a_pause() {
-        let opened = first_to_open(
-            cards(3),
-            |card| if card.index < 2 { refused(card, libc::EBUSY) } else { Ok(card.index) },
-            |_| panic!("no pause"),
-        );
-        assert_eq!(opened, Ok(2));
-    }
-
-    #[test]
-    fn a_card_in_reset_is_tried_again_with_growing_pauses() {
-        let mut tries = 0;
-        let mut pauses = Vec::new();
-        let opened = first_to_open(
-            cards(1),
-            |card| {
-                tries += 1;
-                if tries < 5 { refused(card, libc::EAGAIN) } else { Ok(card.index) }
-            },
-            |pause| pauses.push(pause.as_millis()),
-        );
-        assert_eq!(opened, Ok(0));
-        assert_eq!(pauses, [1, 2, 4, 8]);
-    }
-
-    #[test]
-    fn a_card_that_stays_in_reset_is_given_up_after_about_three_seconds() {
-        let mut waited = Duration::ZERO;
-        let opened =
-            first_to_open(cards(1), |card| refused(card, libc::EAGAIN), |pause| waited += pause);
-        let error = none_opened(opened.unwrap_err(), |_| panic!("nobody owns it"));
-        assert_eq!((error.kind(), error.errno()), (ErrorKind::DeviceBusy, Some(libc::EAGAIN)));
-        assert!(error.to_string().contains("try again"), "{error}");
-        assert!((2000..4000).contains(&waited.as_millis()), "{waited:?}");
-    }
-
-    #[test]
-    fn if_all_are_busy_the_error_says_so_and_a_stranger_cause_is_not_hidden() {
-        let error = |errno_of: fn(&DeviceInfo) -> i32| {
-            let opened =
-                first_to_open(cards(3), |card| refused(card, errno_of(card)), |_| {}).unwrap_err();
-            none_opened(opened, |nodes| vec![Owners::default(); nodes.len()])
-        };
-        let all_busy = error(|_| libc::EBUSY);
-        assert_eq!((all_busy.kind(), all_busy.errno()), (ErrorKind::DeviceBusy, Some(libc::EBUSY)));
-        let ours = first_to_open(cards(3), |card| refused(card, libc::EBUSY), |_| {}).unwrap_err();
-        let ours = none_opened(ours, |nodes| vec![Owners::ourselves(); nodes.len()]);
-        assert_eq!(ours.remedy(), Remedy::LendCard);
-        let text = all_busy.to_string();
-        assert!(text.contains("none of 3 cards is free"), "{text}");
-        assert_eq!(text.matches("no process here has it open").count(), 3, "{text}");
-
-        let one_in_reset =
-            error(|card| if card.node == 1 { libc::EAGAIN } else { libc::EBUSY }).to_string();
-        let named = one_in_reset.matches("no process here has it open").count();
-        assert_eq!(named, 2, "a card in reset has no owner: {one_in_reset}");
-
-        let mixed = error(|card| if card.node == 1 { libc::EACCES } else { libc::EBUSY });
-        assert_eq!(mixed.kind(), ErrorKind::PermissionDenied);
-        assert!(mixed.to_string().contains("0001:00:00.0"), "{mixed}");
-    }
 
     #[test]
     fn the_launchers_module_id_counts_only_without_a_choice() {

@@ -51,6 +51,11 @@ impl Sysfs {
         PciLink::from_words(&attribute("current_link_speed")?, &attribute("current_link_width")?)
     }
 
+    /// What the driver says of a card's state, such as "operational" or "in reset".
+    pub(crate) fn card_status(&self, bus_id: &BusId) -> Option<String> {
+        line(&self.root.join("bus/pci/devices").join(bus_id.as_str()).join("status"))
+    }
+
     /// Where the PCI device that a folder (or a link) lies in sits.
     pub(crate) fn location_of(&self, folder: &Path) -> Option<PciLocation> {
         let folder = folder.canonicalize().ok()?;

@@ -4,10 +4,12 @@
 //! that UCX does not understand thus takes both away, and never leaves one of them on a card that
 //! nobody meant.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use gaudi::rcache::CacheLimits;
-use gaudi::{DeviceChoice, Error, OptionName, Options};
+use gaudi::{DeviceChoice, Error, KeptOpen, OptionName, Options};
 use uct::config::{Kind, Ternary, Values, Variable};
 use uct::{Level, Status, Ucx, log};
 
@@ -135,6 +137,20 @@ pub(crate) const VARIABLES: &[Variable] = &[
         kind: Kind::Bool,
     },
     Variable {
+        name: "COPY_OPEN_TIMEOUT",
+        default: "30s",
+        help: "How long to wait for a Gaudi that is in reset, or that its last user is just closing.\n\
+               A Gaudi2 is reset when it is closed, which takes seconds.",
+        kind: Kind::Time,
+    },
+    Variable {
+        name: "COPY_KEEP_OPEN",
+        default: "0s",
+        help: "How long a Gaudi stays open after its last use, when no memory domain is left. While it\n\
+               is open, no other process can open it, and a child that is forked cannot use Gaudis.",
+        kind: Kind::Time,
+    },
+    Variable {
         name: "COPY_LOG_LEVEL",
         default: "inherit",
         help: "Which lines of the plugin are logged, whatever UCX_LOG_LEVEL says;\n\
@@ -166,6 +182,8 @@ pub(crate) struct Settings {
     pub(crate) mem_hooks: Ternary,
     pub(crate) adopt: bool,
     pub(crate) abort_on_error: bool,
+    /// A memory domain keeps the cards open that are opened while it is.
+    _kept_open: Arc<KeptOpen>,
 }
 
 /// The card that was last chosen in this process, for those who have no memory domain at hand.
@@ -205,16 +223,25 @@ impl Settings {
             mem_hooks: values.ternary("COPY_MEM_HOOKS"),
             adopt: values.bool("COPY_ADOPT"),
             abort_on_error: values.bool("COPY_ABORT_ON_ERROR"),
+            _kept_open: Arc::new(gaudi::runtime().keep_open()),
         };
+        gaudi::runtime().on_wait(move |line| log!(ucx, Info, "{line}"));
         gaudi::runtime().configure(Options {
             device: Some(settings.device.clone()),
             register_access: Some(settings.hw_block_access),
             adopt_own_cards: Some(settings.adopt),
             clear_allocations: Some(values.bool("COPY_CLEAR_MEMORY")),
+            keep_open: Some(seconds(values.real("COPY_KEEP_OPEN"))),
+            open_timeout: Some(seconds(values.real("COPY_OPEN_TIMEOUT"))),
             ..Options::default()
         });
         Ok(settings)
     }
+}
+
+/// What UCX parsed as a time: any number, also "infinite".
+fn seconds(value: f64) -> Duration {
+    Duration::try_from_secs_f64(value.clamp(0.0, 1e9)).unwrap_or_default()
 }
 
 /// Warns, once each, of variables that two memory domains of this process have with different values:
@@ -237,6 +264,8 @@ fn variables_of(option: OptionName) -> &'static str {
         OptionName::ClearAllocations => "UCX_GAUDI_COPY_CLEAR_MEMORY",
         OptionName::HandleLimits => "UCX_GAUDI_IPC_CACHE_MAX_REGIONS, CACHE_MAX_SIZE",
         OptionName::OpenForPeers => "UCX_GAUDI_IPC_OPEN_DEVICE",
+        OptionName::KeepOpen => "UCX_GAUDI_COPY_KEEP_OPEN",
+        OptionName::OpenTimeout => "UCX_GAUDI_COPY_OPEN_TIMEOUT",
     }
 }
 

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use gaudi::share::Share;
-use gaudi::{DeviceAddr, DeviceId, HostRegion, Location};
+use gaudi::{DeviceAddr, DeviceId, HostRegion, KeptOpen, Location};
 use uct::abi::md_flag;
 use uct::{
     DomainAttributes, Level, LinearFunc, MemoryDomain, MemoryType, MemoryTypes, Region, Status,
@@ -19,6 +19,8 @@ use crate::status::explain;
 /// An open memory domain. It opens no card.
 pub(crate) struct IpcDomain {
     pub(super) ucx: &'static Ucx,
+    /// A card that is opened for a peer's memory stays open for the next key.
+    _kept_open: KeptOpen,
 }
 
 /// What stands behind a memory handle.
@@ -86,7 +88,7 @@ fn is_new(reason: &str) -> bool {
 
 impl IpcDomain {
     pub(super) fn new(ucx: &'static Ucx) -> Self {
-        IpcDomain { ucx }
+        IpcDomain { ucx, _kept_open: gaudi::runtime().keep_open() }
     }
 }
 

@@ -1,0 +1,130 @@
+//! Cards that stay open while nobody uses them.
+//!
+//! A Gaudi2 is reset when it is closed, inside `close`, which takes seconds; opening it again has to wait
+//! for that. So a card that was opened while somebody holds a [`KeptOpen`] (in the plugin, a memory domain)
+//! stays open until the last of these is dropped, and for [`Options::keep_open`](crate::Options::keep_open)
+//! after its last use.
+//!
+//! Not longer by default: a card has one owner. Another process could not open it, nor could a child that is
+//! forked meanwhile.
+
+use std::convert::Infallible;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::process::{Instance, PerProcess, thread};
+use crate::{Device, Runtime, runtime};
+
+/// How often an unused card is looked at, at most.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// Keeps cards open, those that are opened while it exists.
+#[derive(Debug)]
+#[must_use = "cards are kept as long as this lives"]
+pub struct KeptOpen {
+    made_by: Instance,
+}
+
+/// Not the parent's in a forked child: that has none of its cards.
+static CARDS: PerProcess<Mutex<State>> = PerProcess::new();
+
+#[derive(Debug, Default)]
+struct State {
+    /// How many [`KeptOpen`] there are.
+    holders: usize,
+    cards: Vec<Kept>,
+    /// Whether a thread looks after unused cards.
+    watched: bool,
+}
+
+#[derive(Debug)]
+struct Kept {
+    device: Arc<Device>,
+    unused_since: Option<Instant>,
+}
+
+fn state() -> MutexGuard<'static, State> {
+    let made = CARDS.get_or_make(|| Ok::<_, Infallible>(Mutex::default()));
+    let Ok(state) = made;
+    state.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A card was opened.
+pub(crate) fn opened(device: &Arc<Device>, keep_open: Duration) {
+    let mut state = state();
+    if state.holders == 0 && keep_open.is_zero() {
+        return;
+    }
+    state.cards.push(Kept { device: Arc::clone(device), unused_since: None });
+    if state.holders == 0 {
+        watch(&mut state);
+    }
+}
+
+/// Lets go of cards that were reset: nothing works on them until they were closed.
+pub(crate) fn drop_lost() {
+    let lost: Vec<Kept> = state().cards.extract_if(.., |kept| kept.device.is_lost()).collect();
+    // Closed here, without the lock.
+    drop(lost);
+}
+
+/// Starts the thread that closes cards once they were unused for long enough.
+fn watch(state: &mut State) {
+    if !state.watched && !state.cards.is_empty() {
+        // Without a thread they stay open until the process ends.
+        state.watched = thread::spawn("gaudi-keep", close_unused).is_ok();
+    }
+}
+
+fn close_unused() {
+    loop {
+        let limit = runtime().options().keep_open.unwrap_or_default();
+        let now = Instant::now();
+        let mut state = state();
+        if state.holders > 0 || state.cards.is_empty() {
+            state.watched = false;
+            return;
+        }
+        let over = state.cards.extract_if(.., |kept| {
+            // One reference is ours.
+            if Arc::strong_count(&kept.device) > 1 {
+                kept.unused_since = None;
+                return false;
+            }
+            now.duration_since(*kept.unused_since.get_or_insert(now)) >= limit
+        });
+        let over: Vec<Kept> = over.collect();
+        drop(state);
+        drop(over);
+        std::thread::sleep(LOOK.min(limit));
+    }
+}
+
+impl Runtime {
+    /// Keeps the cards open that are opened from now on, until the result is dropped.
+    pub fn keep_open(&self) -> KeptOpen {
+        state().holders += 1;
+        KeptOpen { made_by: Instance::current() }
+    }
+}
+
+impl Drop for KeptOpen {
+    fn drop(&mut self) {
+        // Made by the process that this one was forked from.
+        if self.made_by != Instance::current() {
+            return;
+        }
+        let mut state = state();
+        state.holders -= 1;
+        if state.holders > 0 {
+            return;
+        }
+        if !runtime().options().keep_open.unwrap_or_default().is_zero() {
+            watch(&mut state);
+            return;
+        }
+        let cards = std::mem::take(&mut state.cards);
+        drop(state);
+        drop(cards);
+    }
+}

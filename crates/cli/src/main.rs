@@ -17,6 +17,7 @@ mod stats;
 mod topo;
 mod trace;
 mod tuning;
+mod verbs;
 
 use std::process::ExitCode;
 

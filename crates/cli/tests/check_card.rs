@@ -5,7 +5,7 @@ mod tool;
 use serde_json::Value;
 use tool::{Installed, Ran, keys};
 
-const CHECKS: [&str; 14] = [
+const CHECKS: [&str; 15] = [
     "library",
     "pair",
     "card",
@@ -20,6 +20,7 @@ const CHECKS: [&str; 14] = [
     "fill",
     "export",
     "import",
+    "hca",
 ];
 
 /// The report of a card that misbehaves as ordered.
@@ -54,7 +55,9 @@ fn a_good_card_passes_all_checks() {
     assert_eq!(names, CHECKS);
     for finding in report["checks"].as_array().expect("a list") {
         assert_eq!(keys(finding), ["check", "data", "found", "remedy", "verdict"]);
-        assert_eq!(finding["verdict"], "good", "{finding:#}");
+        let skipped = if finding["check"] == "hca" { "skipped" } else { "good" };
+        let verdict = finding["verdict"].as_str().expect("text");
+        assert!(["good", skipped].contains(&verdict), "{finding:#}");
     }
     let saved = std::fs::read_to_string(file).expect("saved");
     assert_eq!(serde_json::from_str::<Value>(&saved).expect("JSON"), report);
@@ -67,8 +70,10 @@ fn people_get_marks_and_a_summary() {
     let tool = Installed::new();
     let ran = tool.run("check-card --soft=1");
     assert_eq!(ran.code, Some(0), "{ran:?}");
-    assert_eq!(ran.out.lines().filter(|line| line.starts_with('✓')).count(), CHECKS.len());
-    assert!(ran.out.contains("14 good, 0 to look at, 0 wrong, 0 not tried"), "{}", ran.out);
+    // Whether there is an HCA to try depends on the machine.
+    let good = ran.out.lines().filter(|line| line.starts_with('✓')).count();
+    assert!(good + 1 >= CHECKS.len(), "{}", ran.out);
+    assert!(ran.out.contains(" 0 wrong, "), "{}", ran.out);
     assert!(ran.out.contains("--may-reset"), "{}", ran.out);
 }
 
@@ -194,5 +199,5 @@ fn what_cannot_be_checked_is_told_at_once() {
     command.env("HL_THUNK_LIBRARY", "/no/such.so");
     let report = Ran::of(&command.output().expect("runs")).json();
     assert_eq!(finding(&report, "library")["verdict"], "bad", "{report:#}");
-    assert_eq!(report["summary"]["skipped"], 13);
+    assert_eq!(report["summary"]["skipped"], CHECKS.len() - 1);
 }

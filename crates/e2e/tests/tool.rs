@@ -101,6 +101,31 @@ fn recordings_of_two_equal_runs_of_perftest_are_the_same() {
 }
 
 #[test]
+fn check_card_registers_memory_with_a_software_hca() {
+    let bench = Workbench::from_env();
+    let node = SoftNode::unique();
+    let rdma = bench.layout().soft_gaudi().with_file_name("rdma");
+    let folder = bench.layout().scratch().with_file_name(format!("rdma-{}", std::process::id()));
+    let run = |devices: &str, dmabuf: &str| {
+        let tool = bench.ucx_gaudi(Ucx::V1_22).env("LD_LIBRARY_PATH", &rdma);
+        let tool = tool.env("SOFT_RDMA_DEVICES", devices).env("SOFT_RDMA_DIR", &folder);
+        let tool = tool.env("SOFT_RDMA_DMABUF", dmabuf);
+        let tool = tool.env("SOFT_GAUDI_NODE", node.name());
+        let report = json(&tool.words("check-card --soft=1 --json").run().ok());
+        let checks = report["checks"].as_array().expect("a list").clone();
+        checks.into_iter().find(|finding| finding["check"] == "hca").expect("a check")
+    };
+    let finding = run("2", "on");
+    assert_eq!(finding["verdict"], "good", "{finding:#}");
+    assert!(finding["found"].as_str().expect("text").contains("softrdma1"), "{finding:#}");
+    assert_eq!(run("0", "on")["verdict"], "skipped");
+    let refused = run("1", "refused");
+    assert_eq!(refused["verdict"], "warning", "{refused:#}");
+    assert!(refused["remedy"].as_str().expect("text").contains("PCI switch"), "{refused:#}");
+    let _ = std::fs::remove_dir_all(folder);
+}
+
+#[test]
 fn installation_that_was_moved_still_works() {
     let bench = Workbench::from_env();
     let prefix = std::env::temp_dir().join(format!("e2e-moved-{}", std::process::id()));

@@ -1,5 +1,6 @@
 //! Device memory, host memory mapped for the card, and dma-bufs.
 
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -13,6 +14,7 @@ use serde_json::json;
 use super::asking::ms;
 use crate::output::size;
 use crate::report::Finding;
+use crate::verbs::{Registration, Verbs};
 
 const LOOK_AT_LOG: &str = "look at the kernel log (dmesg), and send it with this report";
 /// Used where the driver does not tell its page.
@@ -259,6 +261,51 @@ pub(super) fn export(device: &Device, area: &Area) -> Finding {
             Finding::warning("", found, LOOK_AT_LOG)
         }
     }
+}
+
+/// Registers a dma-buf with each HCA there is.
+pub(super) fn hca(device: &Device, area: &Area) -> Finding {
+    let Some(verbs) = Verbs::load() else {
+        return Finding::skipped("", "there is no libibverbs.so.1");
+    };
+    let len = 16 * PAGE_SIZE;
+    let call = ExportCall::best(device.library());
+    let exported = match area {
+        Area::Physical(addr) => DmaBuf::export_physical(device, *addr, len),
+        Area::Mapped(_) => {
+            own_mapping(device).and_then(|mapping| DmaBuf::export(&mapping, 0, len, call))
+        }
+    };
+    let dmabuf = match exported {
+        Ok(dmabuf) => dmabuf,
+        Err(error) => return Finding::skipped("", format!("nothing to register: {error}")),
+    };
+    let all = verbs.register_everywhere(dmabuf.as_fd(), len);
+    if all.is_empty() {
+        return Finding::skipped("", "there is no HCA");
+    }
+    let (mut good, mut refused, mut rows) = (Vec::new(), Vec::new(), Vec::new());
+    for Registration { hca, outcome } in &all {
+        rows.push(json!({"hca": hca, "errno": outcome.err().map(|(_, errno)| errno)}));
+        match outcome {
+            Ok(()) => good.push(hca.clone()),
+            Err((call, errno)) => {
+                let error = std::io::Error::from_raw_os_error(*errno);
+                refused.push(format!("{hca}: {call}: {error}"));
+            }
+        }
+    }
+    let finding = if refused.is_empty() {
+        Finding::good("", format!("the card's memory can be registered with {}", good.join(", ")))
+    } else {
+        Finding::warning(
+            "",
+            refused.join("; "),
+            "peer-to-peer from card to HCA is refused: both should be below one PCI switch, with ACS and IOMMU off; \
+             otherwise messages are staged through host memory",
+        )
+    };
+    finding.with(json!({ "hcas": rows }))
 }
 
 fn own_mapping(device: &Device) -> Result<Arc<DeviceMapping>, Error> {

@@ -52,7 +52,7 @@ pub(crate) struct Options {
 }
 
 /// The checks, in the order in which they are done.
-const CHECKS: [&str; 14] = [
+const CHECKS: [&str; 15] = [
     "library",
     "pair",
     "card",
@@ -67,6 +67,7 @@ const CHECKS: [&str; 14] = [
     "fill",
     "export",
     "import",
+    "hca",
 ];
 /// Done last, and only with `--may-reset`.
 const EDMA: &str = "edma";
@@ -217,6 +218,7 @@ fn checks(lines: &mut Lines, options: &Options) -> Option<()> {
     }
     lines.check("export", || memory::export(&device, &area));
     lines.check("import", || memory::import(&device));
+    lines.check("hca", || memory::hca(&device, &area));
     if options.may_reset {
         lines.check(EDMA, || edma::host_command_buffer(&device, &area));
     }

@@ -12,6 +12,7 @@ use serde_json::json;
 use crate::driver;
 use crate::output::size;
 use crate::report::Finding;
+use crate::verbs::Verbs;
 
 /// Enough descriptors for a job: UCX opens tens, each peer of `gaudi_ipc` some.
 const DESCRIPTORS: u64 = 1024;
@@ -146,29 +147,20 @@ pub(super) fn hcas() -> Vec<Finding> {
 
 /// Whether libibverbs has the call that registers dma-bufs.
 fn verbs_library() -> Finding {
-    use libloading::os::unix::{Library, RTLD_LAZY, RTLD_LOCAL};
-    // SAFETY: runs the initialisers of the machine's libibverbs, which has none of consequence.
-    match unsafe { Library::open(Some("libibverbs.so.1"), RTLD_LAZY | RTLD_LOCAL) } {
-        Err(_) => Finding::warning(
+    match Verbs::load() {
+        None => Finding::warning(
             "verbs",
             "libibverbs.so.1 is not there: UCX cannot use the HCAs",
             "install rdma-core (libibverbs1, ibverbs-providers), or use a UCX that brings its own",
         ),
-        Ok(library) => {
-            // Not unloaded: it may have registered handlers.
-            let library = std::mem::ManuallyDrop::new(library);
-            // SAFETY: only looked for.
-            let has = unsafe { library.get::<*const ()>("ibv_reg_dmabuf_mr") }.is_ok();
-            if has {
-                Finding::good("verbs", "libibverbs can register dma-bufs")
-            } else {
-                Finding::warning(
-                    "verbs",
-                    "libibverbs is older than dma-bufs",
-                    "install rdma-core 34 or later; until then messages are staged through host memory",
-                )
-            }
+        Some(verbs) if verbs.knows_dmabufs() => {
+            Finding::good("verbs", "libibverbs can register dma-bufs (check-card tries it)")
         }
+        Some(_) => Finding::warning(
+            "verbs",
+            "libibverbs is older than dma-bufs",
+            "install rdma-core 34 or later; until then messages are staged through host memory",
+        ),
     }
 }
 

@@ -9,6 +9,9 @@ use gaudi::{DeviceChoice, ErrorKind, runtime, trace};
 use machine::alone;
 use serde_json::Value;
 
+/// Large enough to be pinned.
+const LEN: usize = 1 << 20;
+
 /// The calls that failed since the record was begun.
 fn failed(path: &std::path::Path) -> Vec<Value> {
     trace::flush();
@@ -46,6 +49,22 @@ fn nothing_is_asked_of_the_driver_that_it_refuses_but_one_import() {
         drop((device, open, part));
     }
 
+    // Memory that cannot be pinned, again and again: the driver is asked once.
+    let device = runtime().open(&choice).unwrap();
+    let target = device.alloc(LEN as u64, 1).unwrap();
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    // SAFETY: a fresh mapping of zeros that nobody can change, never unmapped.
+    let source: &[u8] = unsafe {
+        let at = libc::mmap(std::ptr::null_mut(), LEN, libc::PROT_READ, flags, -1, 0);
+        assert_ne!(at, libc::MAP_FAILED);
+        std::slice::from_raw_parts(at.cast(), LEN)
+    };
+    for round in 0..3 {
+        machine::write(&device, target.addr(), source);
+        assert_eq!(machine::kernel_log(), ["opcode", "pin"], "round {round}");
+    }
+    drop((target, device));
+
     // More than there is.
     let device = runtime().open(&choice).unwrap();
     let most = device.memory().total;
@@ -68,6 +87,7 @@ fn nothing_is_asked_of_the_driver_that_it_refuses_but_one_import() {
 
     let failed = failed(&path);
     std::fs::remove_file(&path).unwrap();
-    let [import] = &failed[..] else { panic!("{failed:#?}") };
-    assert_eq!(import["call"], "ioctl_memory", "{import}");
+    let calls: Vec<&Value> = failed.iter().map(|call| &call["call"]).collect();
+    assert_eq!(calls, ["ioctl_memory", "hlthunk_host_memory_map"], "{failed:#?}");
+    assert_eq!(machine::kernel_log(), ["opcode", "pin"]);
 }

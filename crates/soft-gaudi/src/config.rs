@@ -120,118 +120,94 @@ pub fn config() -> Option<&'static Config> {
 
 /// Reads the variables through `var`.
 fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
-    let node = var("SOFT_GAUDI_NODE").unwrap_or_else(|| "default".to_owned());
-    let proper = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
-    if node.is_empty() || node.len() > 64 || node.starts_with('.') || !node.chars().all(proper) {
-        return Err(format!(
-            "SOFT_GAUDI_NODE={node}: want 1 to 64 letters, digits, '.', '_' or '-', not starting with '.'"
-        ));
-    }
-    let generation = match var("SOFT_GAUDI_GENERATION").as_deref() {
-        None | Some("gaudi2") => Generation::Gaudi2,
-        Some("gaudi1") => Generation::Gaudi1,
-        Some("gaudi3") => Generation::Gaudi3,
-        Some(other) => {
-            return Err(format!("SOFT_GAUDI_GENERATION={other}: want gaudi1, gaudi2 or gaudi3"));
-        }
-    };
-    let devices = match var("SOFT_GAUDI_DEVICES") {
-        None => 8,
-        Some(text) => text.parse().ok().filter(|n| *n <= MAX_DEVICES).ok_or_else(|| {
-            format!("SOFT_GAUDI_DEVICES={text}: want a number from 0 to {MAX_DEVICES}")
-        })?,
-    };
-    let profile = match (generation, var("SOFT_GAUDI_SHAPE").as_deref()) {
-        (Generation::Gaudi2, Some("5")) => Generation::five_hbm(),
-        // The other generations have one shape.
-        (_, None | Some("5" | "6")) => generation.profile(),
-        (_, Some(other)) => return Err(format!("SOFT_GAUDI_SHAPE={other}: want 6 or 5")),
-    };
-    let dram_size = match var("SOFT_GAUDI_HBM") {
-        None => profile.dram_size,
-        Some(text) => {
-            let page = profile.dram_page;
-            let size = parse_size(&text).ok_or_else(|| {
-                format!("SOFT_GAUDI_HBM={text}: want a size such as 3g, 768m or 805306368")
-            })? / page
-                * page;
-            if size == 0 || size > profile.dram_size {
-                return Err(format!(
-                    "SOFT_GAUDI_HBM={text}: want at least one page of {} MiB and at most {} MiB",
-                    page >> 20,
-                    profile.dram_size >> 20
-                ));
-            }
-            size
-        }
-    };
-    let cs_timeout = match var("SOFT_GAUDI_CS_TIMEOUT") {
-        None => Duration::from_secs(profile.cs_timeout_s),
-        Some(text) => text
-            .parse()
-            .ok()
-            .filter(|ms| *ms > 0)
-            .map(Duration::from_millis)
-            .ok_or_else(|| format!("SOFT_GAUDI_CS_TIMEOUT={text}: want milliseconds above 0"))?,
-    };
     if let Some((name, word)) = REPLACED.iter().find(|(name, _)| var(name).is_some()) {
         return Err(format!("{name} is no longer a variable; SOFT_GAUDI_KIND={word} turns it on"));
     }
+    /// The value of a variable as `parse` understands it, `default` if it is not set.
+    fn read<T>(
+        var: &impl Fn(&str) -> Option<String>,
+        name: &str,
+        default: T,
+        want: &str,
+        parse: impl Fn(&str) -> Option<T>,
+    ) -> Result<T, String> {
+        let Some(text) = var(name) else { return Ok(default) };
+        parse(&text).ok_or_else(|| format!("{name}={text}: want {want}"))
+    }
+    let milliseconds = |text: &str| text.parse().ok().map(Duration::from_millis);
+    let microseconds = |text: &str| {
+        let us = text.trim().parse().ok().filter(|us| *us <= MAX_LATENCY_US);
+        us.map(Duration::from_micros)
+    };
+
+    let want = "1 to 64 letters, digits, '.', '_' or '-', not starting with '.'";
+    let node = read(&var, "SOFT_GAUDI_NODE", "default".to_owned(), want, |text| {
+        let proper = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+        let fits = (1..=64).contains(&text.len()) && !text.starts_with('.');
+        (fits && text.chars().all(proper)).then(|| text.to_owned())
+    })?;
+    let want = "gaudi1, gaudi2 or gaudi3";
+    let generation =
+        read(&var, "SOFT_GAUDI_GENERATION", Generation::Gaudi2, want, |text| match text {
+            "gaudi1" => Some(Generation::Gaudi1),
+            "gaudi2" => Some(Generation::Gaudi2),
+            "gaudi3" => Some(Generation::Gaudi3),
+            _ => None,
+        })?;
+    let want = format!("a number from 0 to {MAX_DEVICES}");
+    let devices = read(&var, "SOFT_GAUDI_DEVICES", 8, &want, |text| {
+        text.parse().ok().filter(|n| *n <= MAX_DEVICES)
+    })?;
+    // Other generations than Gaudi2 have one shape.
+    let profile =
+        read(&var, "SOFT_GAUDI_SHAPE", generation.profile(), "6 or 5", |text| match text {
+            "5" if generation == Generation::Gaudi2 => Some(Generation::five_hbm()),
+            "5" | "6" => Some(generation.profile()),
+            _ => None,
+        })?;
+    let (page, most) = (profile.dram_page, profile.dram_size);
+    let want = format!(
+        "a size such as 3g or 768m, at least one page of {} MiB and at most {} MiB",
+        page >> 20,
+        most >> 20
+    );
+    let dram_size = read(&var, "SOFT_GAUDI_HBM", most, &want, |text| {
+        parse_size(text).map(|size| size / page * page).filter(|size| (page..=most).contains(size))
+    })?;
+    let default = Duration::from_secs(profile.cs_timeout_s);
+    let want = "milliseconds above 0";
+    let cs_timeout = read(&var, "SOFT_GAUDI_CS_TIMEOUT", default, want, |text| {
+        milliseconds(text).filter(|time| !time.is_zero())
+    })?;
     let kind = Kind::parse(&var("SOFT_GAUDI_KIND").unwrap_or_default())?;
-    let latency = match var("SOFT_GAUDI_LATENCY") {
-        None => Duration::ZERO,
-        Some(text) => text
-            .parse()
-            .ok()
-            .filter(|us| *us <= MAX_LATENCY_US)
-            .map(Duration::from_micros)
-            .ok_or_else(|| {
-                format!("SOFT_GAUDI_LATENCY={text}: want microseconds up to {MAX_LATENCY_US}")
-            })?,
+    let want = format!("microseconds up to {MAX_LATENCY_US}");
+    let latency = read(&var, "SOFT_GAUDI_LATENCY", Duration::ZERO, &want, microseconds)?;
+    let default = (if kind.ordered { Duration::ZERO } else { JITTER }, 1);
+    let want = format!("{want}, and a seed after a comma");
+    let jitter = read(&var, "SOFT_GAUDI_JITTER", default, &want, |text| {
+        let (time, seed) = text.split_once(',').unwrap_or((text, "1"));
+        Some((microseconds(time)?, seed.trim().parse().ok()?))
+    })?;
+    let want = "gaudi2 or gaudi2,slow=N, N from 1 to 10000";
+    let model = read(&var, "SOFT_GAUDI_MODEL", None, want, |text| Model::parse(text).map(Some))?;
+    let faults = read(&var, "SOFT_GAUDI_FAULTS", false, "yes or no", |text| match text {
+        "yes" => Some(true),
+        "no" => Some(false),
+        _ => None,
+    })?;
+    let default = match model {
+        _ if kind.instant_close => Duration::ZERO,
+        Some(model) => model.close_time(),
+        None => CLOSE_TIME,
     };
-    let jitter = match var("SOFT_GAUDI_JITTER") {
-        None if kind.ordered => (Duration::ZERO, 0),
-        None => (JITTER, 1),
-        Some(text) => {
-            let (us, seed) = text.split_once(',').unwrap_or((&text, "1"));
-            let number = |text: &str| text.trim().parse::<u64>().ok();
-            let (Some(us @ 0..=MAX_LATENCY_US), Some(seed)) = (number(us), number(seed)) else {
-                return Err(format!(
-                    "SOFT_GAUDI_JITTER={text}: want microseconds up to {MAX_LATENCY_US}, and a seed after a comma"
-                ));
-            };
-            (Duration::from_micros(us), seed)
-        }
-    };
-    let model = match var("SOFT_GAUDI_MODEL") {
-        None => None,
-        Some(text) => Some(Model::parse(&text).ok_or_else(|| {
-            format!("SOFT_GAUDI_MODEL={text}: want gaudi2 or gaudi2,slow=N, N from 1 to 10000")
-        })?),
-    };
-    let faults = match var("SOFT_GAUDI_FAULTS").as_deref() {
-        None | Some("no") => false,
-        Some("yes") => true,
-        Some(other) => return Err(format!("SOFT_GAUDI_FAULTS={other}: want yes or no")),
-    };
-    let close_time = match var("SOFT_GAUDI_CLOSE_TIME") {
-        None if kind.instant_close => Duration::ZERO,
-        None => model.map_or(CLOSE_TIME, |model| model.close_time()),
-        Some(text) => text
-            .parse()
-            .map(Duration::from_millis)
-            .map_err(|_| format!("SOFT_GAUDI_CLOSE_TIME={text}: want a number of milliseconds"))?,
-    };
-    let reset_kill = match var("SOFT_GAUDI_RESET_KILL").as_deref() {
-        None => (!faults).then_some(Duration::from_secs(1)),
-        Some("no") => None,
-        Some(text) => {
-            let ms = text.parse().map_err(|_| {
-                format!("SOFT_GAUDI_RESET_KILL={text}: want a number of milliseconds, or no")
-            })?;
-            Some(Duration::from_millis(ms))
-        }
-    };
+    let want = "a number of milliseconds";
+    let close_time = read(&var, "SOFT_GAUDI_CLOSE_TIME", default, want, milliseconds)?;
+    let default = (!faults).then_some(Duration::from_secs(1));
+    let want = "a number of milliseconds, or no";
+    let reset_kill = read(&var, "SOFT_GAUDI_RESET_KILL", default, want, |text| match text {
+        "no" => Some(None),
+        _ => milliseconds(text).map(Some),
+    })?;
     Ok(Config {
         node,
         generation,

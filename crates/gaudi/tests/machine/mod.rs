@@ -25,12 +25,26 @@ fn node_name() -> String {
     std::env::var("SOFT_GAUDI_NODE").unwrap_or_else(|_| format!("gaudi-{}", std::process::id()))
 }
 
-extern "C" fn remove_node() {
+/// Where the machine's folder may be.
+fn folders() -> [PathBuf; 2] {
     // SAFETY: asks for a number.
     let user = unsafe { libc::geteuid() };
-    for base in [PathBuf::from("/dev/shm"), std::env::temp_dir()] {
-        let _ = std::fs::remove_dir_all(base.join(format!("soft-gaudi-{user}")).join(node_name()));
+    [PathBuf::from("/dev/shm"), std::env::temp_dir()]
+        .map(|base| base.join(format!("soft-gaudi-{user}")).join(node_name()))
+}
+
+extern "C" fn remove_node() {
+    for folder in folders() {
+        let _ = std::fs::remove_dir_all(folder);
     }
+}
+
+/// What the kernel would have logged as errors: what was refused, a word each.
+#[allow(dead_code, reason = "for some test programs")]
+pub(crate) fn kernel_log() -> Vec<String> {
+    let logs = folders().map(|folder| std::fs::read_to_string(folder.join("gaudi2/kernel.log")));
+    let lines = logs.iter().flatten().flat_map(|log| log.lines());
+    lines.filter_map(|line| line.split(' ').nth(1).map(str::to_owned)).collect()
 }
 
 /// Sets up a machine with 64 cards of `generation`, once per program; it goes when the program ends.

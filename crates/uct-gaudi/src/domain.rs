@@ -16,7 +16,7 @@ use uct::{
 };
 
 use crate::addresses::{Registered, allocation_of, register};
-use crate::estimates::{self, Estimates};
+use crate::estimates::Estimates;
 use crate::flavour::Flavour;
 use crate::settings::{self, Settings};
 use crate::status::explain;
@@ -122,7 +122,7 @@ impl<F: Flavour> Component for GaudiComponent<F> {
                 None => log!(ucx, Debug, "the link of {card} is not in sysfs"),
             }
         }
-        let estimates = Estimates::new(&settings.estimates, card.generation, link, F::COST);
+        let estimates = Estimates::new(&settings.estimates, card, link, F::COST);
         memtype_cache::begin(ucx);
         memory_events::begin(ucx, &settings, F::LEADS)?;
         settings::warn_of_conflicts(ucx);
@@ -330,11 +330,8 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
             access: if self.copies { both } else { MemoryTypes::NONE },
             dmabuf: if self.settings.dmabuf == Ternary::No { MemoryTypes::NONE } else { gaudi },
             max_alloc: u64::MAX,
-            register_cost: estimates::register_cost(
-                self.settings.reg_cost,
-                // Where the watch was asked for and refused, this says so.
-                gaudi::runtime().caches_registrations(),
-            ),
+            // Where the watch was asked for and refused, `caches_registrations` says so.
+            register_cost: self.estimates.register_cost(gaudi::runtime().caches_registrations()),
         }
     }
 

@@ -2,11 +2,12 @@
 //!
 //! Bandwidth between host and card is what the card's PCI Express link carries, as sysfs has it;
 //! where it has none (a virtual machine, a card in software), the link that the generation is built
-//! with. The times are those of the software card, the only one that could be measured so far. The
-//! user's variables come before all of it: `UCX_GAUDI_COPY_BW`, `…_LATENCY`, `…_OVERHEAD`.
+//! with. The rest is in one table, a row per kind of card ([`Costs::of`]): the software card's is measured,
+//! those of silicon are assumed from the driver's source. The user's variables come before all of it:
+//! `UCX_GAUDI_COPY_BW`, `…_LATENCY`, `…_OVERHEAD`, `…_REG_COST`.
 
-use gaudi::Generation;
 use gaudi::topology::PciLink;
+use gaudi::{DeviceInfo, Generation};
 use uct::config::{Keyed, Kind, Values, Variable};
 use uct::{Bandwidth, LinearFunc, MemoryType, Perf, PerfQuery};
 
@@ -16,6 +17,57 @@ const LINK_EFFICIENCY: f64 = 0.7;
 
 /// Bytes per second inside a card. Any figure far above the link's leads UCP to the same choices.
 const INSIDE: f64 = 200e9;
+
+/// What a kind of card costs, beyond its bytes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Costs {
+    /// Processor time of a submission, in seconds.
+    overhead: f64,
+    /// From a submission to its end, waited for in the driver.
+    short_latency: f64,
+    /// The same, polled for by `progress`.
+    zcopy_latency: f64,
+    /// Pinning and unpinning a buffer, where nothing stays pinned.
+    registration: f64,
+    /// The link in the servers that the card is built into; 16 lanes.
+    gigatransfers: f64,
+}
+
+impl Costs {
+    /// The table. No row but the first was measured: see docs/hardware.md.
+    fn of(generation: Generation, is_software: bool) -> Costs {
+        let gigatransfers = match generation {
+            // PCIe 3.0 is what the vendor's qualification tool expects of the host.
+            Generation::Gaudi => 8.0,
+            Generation::Gaudi2 => 16.0,
+            Generation::Gaudi3 => 32.0,
+        };
+        if is_software {
+            // Measured on the software card (`cargo xtask bench copy`).
+            return Costs {
+                overhead: 1e-6,
+                short_latency: 0.5e-6,
+                zcopy_latency: 2e-6,
+                registration: 7e-6,
+                gigatransfers,
+            };
+        }
+        // Assumed. A submission is an ioctl; the first generation's driver parses the packets as well.
+        let overhead = if generation == Generation::Gaudi { 4e-6 } else { 2e-6 };
+        // Assumed. The driver learns of an end by an interrupt and tells it from a work queue.
+        let latency = 20e-6;
+        // The driver invalidates the card's MMU at each map and each unmap, and polls for the end of that
+        // in steps of 250 to 1000 us (memory.c, gaudi2.c): two of the shorter ones, assumed for all.
+        let registration = 500e-6;
+        Costs {
+            overhead,
+            short_latency: latency,
+            zcopy_latency: latency,
+            registration,
+            gigatransfers,
+        }
+    }
+}
 
 /// The variables of this model.
 pub(crate) const BANDWIDTH: Variable = Variable {
@@ -37,8 +89,9 @@ pub(crate) const BANDWIDTH: Variable = Variable {
 /// See [`BANDWIDTH`].
 pub(crate) const LATENCY: Variable = Variable {
     name: "COPY_LATENCY",
-    default: "short:500ns,zcopy:2us",
-    help: "Time from the submission of a copy to its end, beyond its bytes, that UCX reckons with.",
+    default: "short:0us,zcopy:0us",
+    help: "Time from the submission of a copy to its end, beyond its bytes, that UCX reckons with.\n\
+           0: what is known or assumed of the kind of card.",
     kind: Kind::Keyed(&Keyed {
         keys: &[
             ("short", "a copy that is waited for on the spot: eager messages, streams"),
@@ -51,22 +104,34 @@ pub(crate) const LATENCY: Variable = Variable {
 /// See [`BANDWIDTH`].
 pub(crate) const OVERHEAD: Variable = Variable {
     name: "COPY_OVERHEAD",
-    default: "1us",
-    help: "Processor time to submit a copy that UCX reckons with.",
+    default: "0us",
+    help: "Processor time to submit a copy that UCX reckons with.\n\
+           0: what is known or assumed of the kind of card.",
     kind: Kind::Time,
 };
 
-/// What the user set.
-#[derive(Clone, Copy, Debug, PartialEq)]
+/// See [`BANDWIDTH`].
+pub(crate) const REG_COST: Variable = Variable {
+    name: "COPY_REG_COST",
+    default: "0us",
+    help: "What UCX assumes the registration of a buffer to cost with ENABLE_RCACHE=no. UCX adds it\n\
+           to its estimate of every copy, so with the cache it is told the cost of a look-up.\n\
+           0: what is known or assumed of the kind of card.",
+    kind: Kind::Time,
+};
+
+/// What the user set; `None`: nothing, or `auto`.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Overrides {
-    /// Bytes per second; `None`: `auto`.
+    /// Bytes per second.
     h2d: Option<f64>,
     d2h: Option<f64>,
     d2d: Option<f64>,
     /// Seconds.
-    short_latency: f64,
-    zcopy_latency: f64,
-    overhead: f64,
+    short_latency: Option<f64>,
+    zcopy_latency: Option<f64>,
+    overhead: Option<f64>,
+    registration: Option<f64>,
 }
 
 impl Overrides {
@@ -74,14 +139,15 @@ impl Overrides {
     pub(crate) fn read(values: &Values<'_>) -> Overrides {
         // UCX accepts a bandwidth of nothing, with which nothing can be reckoned.
         let bandwidth = |key| Some(values.keyed(BANDWIDTH.name, key)).filter(|&given| given >= 1.0);
-        let latency = |key| values.keyed(LATENCY.name, key).max(0.0);
+        let time = |given: f64| Some(given).filter(|&given| given > 0.0);
         Overrides {
             h2d: bandwidth("h2d"),
             d2h: bandwidth("d2h"),
             d2d: bandwidth("d2d"),
-            short_latency: latency("short"),
-            zcopy_latency: latency("zcopy"),
-            overhead: values.real(OVERHEAD.name).max(0.0),
+            short_latency: time(values.keyed(LATENCY.name, "short")),
+            zcopy_latency: time(values.keyed(LATENCY.name, "zcopy")),
+            overhead: time(values.real(OVERHEAD.name)),
+            registration: time(values.real(REG_COST.name)),
         }
     }
 }
@@ -95,46 +161,48 @@ pub(crate) struct Estimates {
     short_latency: f64,
     zcopy_latency: f64,
     overhead: f64,
-}
-
-/// The link a card of this generation has in the servers it is built into.
-fn usual_link(generation: Generation) -> PciLink {
-    let gigatransfers = match generation {
-        // PCIe 3.0 is what the vendor's qualification tool expects of the host.
-        Generation::Gaudi => 8.0,
-        Generation::Gaudi2 => 16.0,
-        Generation::Gaudi3 => 32.0,
-    };
-    PciLink { gigatransfers, width: 16 }
+    registration: f64,
 }
 
 /// Seconds to find memory that is pinned already.
 const CACHE_HIT: f64 = 50e-9;
 
-/// What UCX shall reckon a registration with. UCP adds it to the estimate of *every* copy, as if each
-/// had to register its buffers. That is so only where nothing is kept pinned: with the registration
-/// cache a copy pays for a look-up. `kept`: pins are kept, as far as is known.
-pub(crate) fn register_cost(reg_cost: f64, kept: bool) -> LinearFunc {
-    LinearFunc { constant: if kept { CACHE_HIT } else { reg_cost }, slope: 0.0 }
-}
-
 impl Estimates {
     /// For a card with this link, where it is known. `cost`: factor on all of it.
     pub(crate) fn new(
         overrides: &Overrides,
-        generation: Generation,
+        card: &DeviceInfo,
         link: Option<PciLink>,
         cost: f64,
     ) -> Estimates {
-        let link = link.unwrap_or_else(|| usual_link(generation)).bandwidth() * LINK_EFFICIENCY;
+        Self::of_kind(overrides, (card.generation, card.is_software), link, cost)
+    }
+
+    fn of_kind(
+        overrides: &Overrides,
+        (generation, is_software): (Generation, bool),
+        link: Option<PciLink>,
+        cost: f64,
+    ) -> Estimates {
+        let costs = Costs::of(generation, is_software);
+        let usual = PciLink { gigatransfers: costs.gigatransfers, width: 16 };
+        let link = link.unwrap_or(usual).bandwidth() * LINK_EFFICIENCY;
         Estimates {
             h2d: overrides.h2d.unwrap_or(link) / cost,
             d2h: overrides.d2h.unwrap_or(link) / cost,
             d2d: overrides.d2d.unwrap_or(INSIDE) / cost,
-            short_latency: overrides.short_latency * cost,
-            zcopy_latency: overrides.zcopy_latency * cost,
-            overhead: overrides.overhead * cost,
+            short_latency: overrides.short_latency.unwrap_or(costs.short_latency) * cost,
+            zcopy_latency: overrides.zcopy_latency.unwrap_or(costs.zcopy_latency) * cost,
+            overhead: overrides.overhead.unwrap_or(costs.overhead) * cost,
+            registration: overrides.registration.unwrap_or(costs.registration),
         }
+    }
+
+    /// What UCX shall reckon a registration with. UCP adds it to the estimate of *every* copy, as if each
+    /// had to register its buffers. That is so only where nothing is kept pinned: with the registration
+    /// cache a copy pays for a look-up. `kept`: pins are kept, as far as is known.
+    pub(crate) fn register_cost(&self, kept: bool) -> LinearFunc {
+        LinearFunc { constant: if kept { CACHE_HIT } else { self.registration }, slope: 0.0 }
     }
 
     /// Where one figure has to do for all copies: that of the slower direction.
@@ -188,14 +256,20 @@ mod tests {
     use super::*;
     use uct::Operation;
 
-    const DEFAULTS: Overrides = Overrides {
-        h2d: None,
-        d2h: None,
-        d2d: None,
-        short_latency: 0.5e-6,
-        zcopy_latency: 2e-6,
-        overhead: 1e-6,
-    };
+    const KINDS: [(Generation, bool); 6] = [
+        (Generation::Gaudi, false),
+        (Generation::Gaudi2, false),
+        (Generation::Gaudi3, false),
+        (Generation::Gaudi, true),
+        (Generation::Gaudi2, true),
+        (Generation::Gaudi3, true),
+    ];
+    const SOFT_GAUDI2: (Generation, bool) = (Generation::Gaudi2, true);
+
+    /// Nothing set.
+    fn defaults(kind: (Generation, bool), link: Option<PciLink>) -> Estimates {
+        Estimates::of_kind(&Overrides::default(), kind, link, 1.0)
+    }
 
     fn query(operation: Option<Operation>, local: MemoryType, remote: MemoryType) -> PerfQuery {
         PerfQuery { operation, local, remote }
@@ -207,14 +281,28 @@ mod tests {
 
     #[test]
     fn a_registration_costs_a_look_up_where_pins_are_kept() {
-        assert_eq!(register_cost(7e-6, true).constant, CACHE_HIT);
-        assert_eq!(register_cost(7e-6, false).constant, 7e-6);
+        let estimates = defaults(SOFT_GAUDI2, None);
+        assert_eq!(estimates.register_cost(true).constant, CACHE_HIT);
+        assert_eq!(estimates.register_cost(false).constant, 7e-6);
+    }
+
+    #[test]
+    fn silicon_is_not_mistaken_for_the_software_card() {
+        for kind in KINDS {
+            let (estimates, soft) = (defaults(kind, None), defaults(SOFT_GAUDI2, None));
+            let slower = |of: fn(&Estimates) -> f64| of(&estimates) > of(&soft);
+            let all = slower(|costs| costs.overhead)
+                && slower(|costs| costs.short_latency)
+                && slower(|costs| costs.zcopy_latency)
+                && slower(|costs| costs.registration);
+            assert_eq!(all, !kind.1, "{kind:?}: {estimates:?}");
+        }
     }
 
     #[test]
     fn a_link_that_is_known_counts_more_than_the_generation() {
         let [usual, narrow] = [None, Some(PciLink { gigatransfers: 16.0, width: 8 })]
-            .map(|link| Estimates::new(&DEFAULTS, Generation::Gaudi2, link, 1.0));
+            .map(|link| defaults((Generation::Gaudi2, false), link));
         assert!((usual.h2d - 22e9).abs() < 0.1e9, "{usual:?}");
         assert_eq!((narrow.h2d, narrow.d2h), (usual.h2d / 2.0, usual.d2h / 2.0));
         assert_eq!(narrow.d2d, usual.d2d, "the link is not involved");
@@ -223,15 +311,22 @@ mod tests {
     #[test]
     fn each_generation_is_faster_than_the_last() {
         let [one, two, three] = [Generation::Gaudi, Generation::Gaudi2, Generation::Gaudi3]
-            .map(|generation| Estimates::new(&DEFAULTS, generation, None, 1.0).h2d);
+            .map(|generation| defaults((generation, false), None).h2d);
         assert!(one < two && two < three);
     }
 
     #[test]
     fn overrides_come_before_everything() {
-        let overrides = Overrides { h2d: Some(1e9), d2d: Some(3e9), overhead: 7e-6, ..DEFAULTS };
+        let overrides = Overrides {
+            h2d: Some(1e9),
+            d2d: Some(3e9),
+            overhead: Some(7e-6),
+            registration: Some(9e-6),
+            ..Overrides::default()
+        };
         let link = Some(PciLink { gigatransfers: 32.0, width: 16 });
-        let estimates = Estimates::new(&overrides, Generation::Gaudi2, link, 1.0);
+        let estimates = Estimates::of_kind(&overrides, (Generation::Gaudi2, false), link, 1.0);
+        assert_eq!(estimates.register_cost(false).constant, 9e-6);
         assert_eq!((estimates.h2d, estimates.d2d, estimates.overhead), (1e9, 3e9, 7e-6));
         assert!(estimates.d2h > 40e9, "what was not wished for is found out");
         assert_eq!(estimates.bandwidth().shared, 1e9);
@@ -240,8 +335,9 @@ mod tests {
     #[test]
     fn the_direction_is_that_of_the_bytes_not_of_the_call() {
         use MemoryType as M;
-        let overrides = Overrides { h2d: Some(1e9), d2h: Some(2e9), d2d: Some(3e9), ..DEFAULTS };
-        let estimates = Estimates::new(&overrides, Generation::Gaudi2, None, 1.0);
+        let [h2d, d2h, d2d] = [1e9, 2e9, 3e9].map(Some);
+        let overrides = Overrides { h2d, d2h, d2d, ..Overrides::default() };
+        let estimates = Estimates::of_kind(&overrides, SOFT_GAUDI2, None, 1.0);
         for (put, get) in [
             (Operation::PUT_SHORT, Operation::GET_SHORT),
             (Operation::PUT_ZCOPY, Operation::GET_ZCOPY),
@@ -259,7 +355,7 @@ mod tests {
     #[test]
     fn what_is_not_ours_to_copy_has_no_cost() {
         use MemoryType as M;
-        let estimates = Estimates::new(&DEFAULTS, Generation::Gaudi2, None, 1.0);
+        let estimates = defaults(SOFT_GAUDI2, None);
         for (local, remote) in [(M::HOST, M::HOST), (M::CUDA, M::GAUDI), (M::GAUDI, M::CUDA)] {
             assert!(estimates.of(&query(None, local, remote)).is_none());
         }
@@ -267,7 +363,7 @@ mod tests {
 
     #[test]
     fn waiting_for_a_short_copy_is_the_callers_own_time() {
-        let estimates = Estimates::new(&DEFAULTS, Generation::Gaudi2, None, 2.0);
+        let estimates = Estimates::of_kind(&Overrides::default(), SOFT_GAUDI2, None, 2.0);
         let of = |operation| {
             let query = query(Some(operation), MemoryType::HOST, MemoryType::GAUDI);
             let perf = estimates.of(&query).expect("a copy of ours");

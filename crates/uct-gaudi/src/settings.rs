@@ -52,13 +52,7 @@ pub(crate) const VARIABLES: &[Variable] = &[
                no: with the older call, on the whole mapping.",
         kind: Kind::Ternary,
     },
-    Variable {
-        name: "COPY_REG_COST",
-        default: "7000ns",
-        help: "What UCX assumes the registration of a buffer to cost with ENABLE_RCACHE=no. UCX adds it\n\
-               to its estimate of every copy, so with the cache it is told the cost of a look-up.",
-        kind: Kind::Time,
-    },
+    estimates::REG_COST,
     estimates::BANDWIDTH,
     estimates::LATENCY,
     estimates::OVERHEAD,
@@ -172,8 +166,6 @@ pub(crate) struct Settings {
     pub(crate) device: DeviceChoice,
     pub(crate) dmabuf: Ternary,
     pub(crate) mapped_dmabuf: Ternary,
-    /// Seconds.
-    pub(crate) reg_cost: f64,
     pub(crate) rcache: Ternary,
     pub(crate) rcache_limits: CacheLimits,
     pub(crate) estimates: Overrides,
@@ -211,7 +203,6 @@ impl Settings {
             device,
             dmabuf: values.ternary("COPY_DMABUF"),
             mapped_dmabuf: values.ternary("COPY_ENABLE_MAPPED_DMABUF"),
-            reg_cost: values.real("COPY_REG_COST"),
             rcache: values.ternary("COPY_ENABLE_RCACHE"),
             rcache_limits: CacheLimits {
                 regions: values.uint("COPY_RCACHE_MAX_REGIONS") as usize,

@@ -56,7 +56,7 @@ impl Tools {
     }
 
     fn command(&self, program: &str, arguments: &[&str]) -> Command {
-        let mut path = vec![self.library.clone()];
+        let mut path = vec![self.library.clone(), self.library.with_file_name("gaudi")];
         let mut command = match &self.unpacked {
             Some(root) => {
                 path.extend(
@@ -71,26 +71,36 @@ impl Tools {
             .args(arguments)
             .env("LD_LIBRARY_PATH", std::env::join_paths(path).expect("no colons"))
             .env("SOFT_RDMA_DIR", &self.folder)
-            .env("SOFT_RDMA_LOG", "off");
+            .env("SOFT_RDMA_LOG", "off")
+            .env("SOFT_RDMA_MEMLOCK", "off")
+            .env("SOFT_GAUDI_NODE", format!("tools-{}", std::process::id()));
         command
     }
 
     /// Runs server and client of a program; both must succeed.
     #[track_caller]
     fn pair(program: &str, arguments: &[&str]) {
-        let Some(tools) = Self::find(program) else { return };
+        if let Some(tools) = Self::find(program) {
+            tools.run(program, arguments, [&[], &[]]);
+        }
+    }
+
+    /// The same, with arguments that only the server or only the client has.
+    #[track_caller]
+    fn run(&self, program: &str, arguments: &[&str], sides: [&[&str]; 2]) {
         let port = TcpListener::bind(("127.0.0.1", 0))
             .and_then(|free| free.local_addr())
             .expect("a port")
             .port();
         let port = port.to_string();
         let arguments = [&["-p", &port], arguments].concat();
-        let mut server = tools.command(program, &arguments);
+        let mut server = self.command(program, &[&arguments[..], sides[0]].concat());
         let mut server = Server(server.stdout(Stdio::null()).spawn().expect("the server starts"));
         let end = Instant::now() + Duration::from_secs(60);
         // The client gives up at once if the server does not listen yet.
         let client = loop {
-            let client = output(tools.command(program, &[&arguments[..], &["127.0.0.1"]].concat()));
+            let all = [&arguments[..], sides[1], &["127.0.0.1"]].concat();
+            let client = output(self.command(program, &all));
             let text = String::from_utf8_lossy(&client.stderr).into_owned();
             if !text.contains("Couldn't connect") || Instant::now() > end {
                 break client;
@@ -106,8 +116,8 @@ impl Tools {
     }
 }
 
-fn output(mut command: Command) -> Output {
-    command.output().expect("the program runs")
+fn output(mut command: impl std::borrow::BorrowMut<Command>) -> Output {
+    command.borrow_mut().output().expect("the program runs")
 }
 
 #[test]
@@ -159,4 +169,35 @@ fn ib_send_bw_runs() {
 #[test]
 fn ib_atomic_bw_runs() {
     Tools::pair("ib_atomic_bw", &["-n", "500"]);
+}
+
+/// perftest built with `--enable-hl` registers Gaudi memory by dma-buf; Debian's is built without.
+fn on_gaudi_memory(program: &str) {
+    let Some(tools) = Tools::find(program) else { return };
+    let help = output(tools.command(program, &["--help"])).stdout;
+    if !String::from_utf8_lossy(&help).contains("--use_hl") {
+        eprintln!("skipped: this {program} is built without Gaudi (configure --enable-hl)");
+        return;
+    }
+    let card = |index| format!("--use_hl={}", soft_gaudi::asic::bus_id(index));
+    tools.run(program, &["-n", "500"], [&[&card(0)], &[&card(1)]]);
+    let counter = |name: &str| {
+        let path = format!("/sys/class/infiniband/softrdma0/ports/1/hw_counters/{name}");
+        let mut cat = Command::new("cat");
+        cat.arg(path).env("LD_PRELOAD", tools.library.join("libibverbs.so.1"));
+        let text = output(cat.env("SOFT_RDMA_DIR", &tools.folder)).stdout;
+        String::from_utf8_lossy(&text).trim().parse::<u64>().expect("a number")
+    };
+    // From card to card, each byte copied once.
+    assert_eq!((counter("direct_bytes"), counter("stream_bytes")), (500 * 65536, 0));
+}
+
+#[test]
+fn ib_write_bw_writes_gaudi_memory() {
+    on_gaudi_memory("ib_write_bw");
+}
+
+#[test]
+fn ib_read_bw_reads_gaudi_memory() {
+    on_gaudi_memory("ib_read_bw");
 }

@@ -3,6 +3,7 @@ use std::os::fd::AsRawFd;
 use soft_rdma::abi::*;
 use soft_rdma::api::*;
 
+use crate::gaudi::Card;
 use crate::harness::*;
 
 #[test]
@@ -131,4 +132,47 @@ fn keys_differ_and_cannot_be_guessed_from_each_other() {
     keys.sort_unstable();
     assert!(keys.windows(2).all(|pair| pair[0] != pair[1]));
     assert!(keys.windows(2).any(|pair| pair[1] - pair[0] > 1 << 16));
+}
+
+#[test]
+fn bytes_go_from_card_to_card() {
+    if rerun("registration::bytes_go_from_card_to_card", &[]) {
+        return;
+    }
+    let device = Device::open();
+    let (a, _b) = device.pair();
+    const LENGTH: usize = (1 << 20) + 8191;
+    // As UCX registers: the card's address is the region's, and pages at both ends are whole.
+    let regions = [0, 1].map(|index| {
+        let fd = Card::open(index).export((LENGTH as u64).next_multiple_of(4096));
+        let iova = 0x1001_0018_0000_0000 + u64::from(index) * 0x1000_0000;
+        // SAFETY: the domain is live.
+        let mr = unsafe {
+            ibv_reg_dmabuf_mr(device.pd, 0, LENGTH, iova, fd.as_raw_fd(), ALL_ACCESS as i32)
+        };
+        assert!(!mr.is_null(), "{}", std::io::Error::last_os_error());
+        // The region keeps the memory exported.
+        drop(fd);
+        // SAFETY: the region is live.
+        (mr, iova, unsafe { (*mr).rkey })
+    });
+    let [(_, from, from_key), (_, to, to_key)] = regions;
+    let (source, target) =
+        (device.buffer(LENGTH, |at| (at * 7) as u8), device.buffer(LENGTH, |_| 0));
+    let on_card = ibv_sge { addr: from, length: LENGTH as u32, lkey: from_key };
+    let works = [
+        Send::new(IBV_WR_RDMA_WRITE, 1, &[source.all()]).remote(from, from_key),
+        Send::new(IBV_WR_RDMA_WRITE, 2, &[on_card]).remote(to, to_key),
+        Send::new(IBV_WR_RDMA_READ, 3, &[target.all()]).remote(to, to_key),
+    ];
+    for work in works {
+        assert_eq!(work.post(&a), 0);
+        assert_eq!(device.wait().status, IBV_WC_SUCCESS);
+    }
+    assert_eq!(target.read(), source.read());
+    target.assert_guards();
+    for (mr, ..) in regions {
+        // SAFETY: the region is live.
+        assert_eq!(unsafe { ibv_dereg_mr(mr) }, 0);
+    }
 }

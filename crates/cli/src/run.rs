@@ -86,6 +86,18 @@ fn cannot_run(program: &OsStr, error: &std::io::Error) -> Failure {
                 exit: Exit::NotRunnable,
             }
         }
+        // The search in PATH says so, too, if it met a folder that this user may not look into.
+        std::io::ErrorKind::NotFound | std::io::ErrorKind::PermissionDenied
+            if !is_path(program) && !is_in_path(program) =>
+        {
+            Failure {
+                what: format!("cannot run {shown}: no such program on PATH"),
+                remedy: String::from(
+                    "write its path (./NAME for this folder), or add its folder to PATH",
+                ),
+                exit: Exit::NotFound,
+            }
+        }
         std::io::ErrorKind::NotFound => Failure {
             what,
             remedy: String::from(
@@ -105,6 +117,11 @@ fn cannot_run(program: &OsStr, error: &std::io::Error) -> Failure {
 /// Whether it is a path, and not a name to be searched in `PATH`.
 fn is_path(program: &OsStr) -> bool {
     program.as_encoded_bytes().contains(&b'/')
+}
+
+fn is_in_path(program: &OsStr) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).any(|folder| folder.join(program).exists())
 }
 
 /// Ours first: UCX takes the first file of a name.

@@ -51,6 +51,7 @@ fn run_ends_as_its_program_does() {
 fn run_refuses_what_is_no_program() {
     let tool = Installed::new();
     tool.run("run -- no-such-program").fails(127, &["no-such-program", "remedy:", "PATH"]);
+    tool.run("run -- ./no-such-program").fails(127, &["No such file"]);
     let script = tool.prefix().join("script");
     std::fs::write(&script, "#!/no/such/shell\n").expect("a file");
     tool.run(&format!("run -- {}", script.display())).fails(126, &["remedy:", "chmod +x"]);

@@ -15,9 +15,10 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use clap::Args;
+use indicatif::ProgressBar;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -150,15 +151,21 @@ fn watch(context: &Context, options: &Options) -> Result<Vec<Finding>, Failure> 
     let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().map_err(cannot)?;
     let lines = BufReader::new(child.stdout.take().expect("piped")).lines();
     let (mut findings, mut running) = (Vec::new(), None);
+    // Shown on terminals only: a thorough check takes minutes.
+    let spinner = ProgressBar::new_spinner();
     let mut take = |finding: Finding| {
         if !context.json {
-            finding.print();
+            spinner.suspend(|| finding.print());
         }
         findings.push(finding);
     };
     for line in lines.map_while(Result::ok) {
         match serde_json::from_str(&line) {
-            Ok(Line::Begin(check)) => running = Some(check),
+            Ok(Line::Begin(check)) => {
+                spinner.enable_steady_tick(Duration::from_millis(100));
+                spinner.set_message(check.clone());
+                running = Some(check);
+            }
             Ok(Line::End(finding)) => {
                 running = None;
                 take(finding);
@@ -168,6 +175,7 @@ fn watch(context: &Context, options: &Options) -> Result<Vec<Finding>, Failure> 
         }
     }
     let status = child.wait().map_err(cannot)?;
+    spinner.finish_and_clear();
     if let Some(check) = running {
         let how = match status.signal() {
             Some(libc::SIGKILL) => String::from(

@@ -247,11 +247,6 @@ impl Error {
         self.device.as_deref()
     }
 
-    /// What was being done.
-    pub fn operation(&self) -> &'static str {
-        self.operation
-    }
-
     /// The errno of the driver call, unchanged; `EOPNOTSUPP` where there is no such call, `ESRCH` where a
     /// peer has ended.
     pub fn errno(&self) -> Option<i32> {

@@ -4,8 +4,10 @@
 //! engine is one. The last one decides; that they disagree is reported once.
 
 use std::fmt;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+
+use arc_swap::ArcSwap;
 
 use crate::DeviceChoice;
 use crate::rcache::CacheLimits;
@@ -83,23 +85,26 @@ pub struct Conflict {
 
 /// The options of this process.
 #[derive(Debug, Default)]
-pub(crate) struct Configuration(Mutex<State>);
+pub(crate) struct Configuration {
+    /// Changed under the lock of `reports`. Every allocation reads it.
+    options: ArcSwap<Options>,
+    reports: Mutex<Reports>,
+}
 
 #[derive(Debug, Default)]
-struct State {
-    options: Options,
+struct Reports {
     conflicts: Vec<Conflict>,
     reported: Vec<OptionName>,
 }
 
 impl Configuration {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn reports(&self) -> MutexGuard<'_, Reports> {
+        self.reports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Sets what `wanted` says.
     pub(crate) fn set(&self, wanted: Options) {
-        let state = &mut *self.state();
+        let mut reports = self.reports();
         let Options {
             device,
             register_access,
@@ -111,7 +116,7 @@ impl Configuration {
             keep_open,
             open_timeout,
         } = wanted;
-        let now = &mut state.options;
+        let mut now = Options::clone(&self.options.load());
         let conflicts = [
             merge(OptionName::Device, &mut now.device, device),
             merge(OptionName::RegisterAccess, &mut now.register_access, register_access),
@@ -123,20 +128,21 @@ impl Configuration {
             merge(OptionName::KeepOpen, &mut now.keep_open, keep_open),
             merge(OptionName::OpenTimeout, &mut now.open_timeout, open_timeout),
         ];
+        self.options.store(Arc::new(now));
         for conflict in conflicts.into_iter().flatten() {
-            if !state.reported.contains(&conflict.option) {
-                state.reported.push(conflict.option);
-                state.conflicts.push(conflict);
+            if !reports.reported.contains(&conflict.option) {
+                reports.reported.push(conflict.option);
+                reports.conflicts.push(conflict);
             }
         }
     }
 
-    pub(crate) fn get(&self) -> Options {
-        self.state().options.clone()
+    pub(crate) fn get(&self) -> Arc<Options> {
+        self.options.load_full()
     }
 
     pub(crate) fn take_conflicts(&self) -> Vec<Conflict> {
-        std::mem::take(&mut self.state().conflicts)
+        std::mem::take(&mut self.reports().conflicts)
     }
 }
 
@@ -230,7 +236,7 @@ mod tests {
         configuration.set(access(true));
         assert_eq!(configuration.take_conflicts(), [], "once");
         assert_eq!(
-            configuration.get(),
+            *configuration.get(),
             Options { adopt_own_cards: Some(true), ..access(true) },
             "others are left alone"
         );

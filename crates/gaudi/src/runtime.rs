@@ -326,8 +326,8 @@ impl Runtime {
         let _ = self.on_wait.set(Box::new(log));
     }
 
-    /// What is set for this process.
-    pub fn options(&self) -> Options {
+    /// What is set for this process. Wait-free.
+    pub fn options(&self) -> Arc<Options> {
         self.options.get()
     }
 

@@ -180,7 +180,7 @@ pub(crate) struct Settings {
 
 /// The card that was last chosen in this process, for those who have no memory domain at hand.
 pub(crate) fn chosen_device() -> DeviceChoice {
-    gaudi::runtime().options().device.unwrap_or_default()
+    gaudi::runtime().options().device.clone().unwrap_or_default()
 }
 
 impl Settings {

@@ -11,6 +11,7 @@
 //!
 //! | event | exporter (`ExporterLeases`) | importer (`ImporterLeases`) |
 //! |---|---|---|
+//! | memory is to be shared | exported without the lock; if it was freed meanwhile it is not offered | |
 //! | memory is to be opened | | sends `Open`: *requested* |
 //! | `Open` with the key of shared memory | *leased*; sends `Grant` with the dma-buf | |
 //! | `Open` with any other key | sends `Refused`; hangs up if nothing was ever leased to this peer | |

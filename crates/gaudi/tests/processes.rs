@@ -6,6 +6,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Command, Stdio};
 
 use gaudi::{DeviceChoice, ErrorKind, HostRegion, runtime};
+use machine::alone;
 
 const CHOICE: &str = "GAUDI_TEST_CHOICE";
 
@@ -214,42 +215,29 @@ fn a_mapping_table_names_the_cards_and_nothing_stands_in_for_it() {
 
 #[test]
 fn a_missing_library_is_named_once_and_for_all() {
-    if machine::is_child() {
-        let first = runtime().discover().unwrap_err();
-        assert_eq!(first.kind(), ErrorKind::DeviceNotFound);
-        let text = first.to_string();
-        assert!(text.contains("libno-such-thunk.so") && !text.contains('\n'), "{text}");
-        // SAFETY: this process has no other thread that reads the environment.
-        unsafe { std::env::set_var("HL_THUNK_LIBRARY", machine::library()) };
-        assert_eq!(runtime().discover().unwrap_err(), first, "not tried again");
-        assert_eq!(runtime().open(&DeviceChoice::Any).unwrap_err(), first);
-        return;
-    }
-    let mut command = machine::child("a_missing_library_is_named_once_and_for_all");
-    let output = command.env("HL_THUNK_LIBRARY", "libno-such-thunk.so").output().unwrap();
-    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+    alone!(1, ("HL_THUNK_LIBRARY", "libno-such-thunk.so"));
+    let first = runtime().discover().unwrap_err();
+    assert_eq!(first.kind(), ErrorKind::DeviceNotFound);
+    let text = first.to_string();
+    assert!(text.contains("libno-such-thunk.so") && !text.contains('\n'), "{text}");
+    // SAFETY: this process has no other thread that reads the environment.
+    unsafe { std::env::set_var("HL_THUNK_LIBRARY", machine::library()) };
+    assert_eq!(runtime().discover().unwrap_err(), first, "not tried again");
+    assert_eq!(runtime().open(&DeviceChoice::Any).unwrap_err(), first);
 }
 
 #[test]
 fn nothing_is_loaded_until_a_device_is_asked_for() {
-    if machine::is_child() {
-        let loaded = || std::fs::read_to_string("/proc/self/maps").unwrap().contains("soft_gaudi");
-        let mut host = vec![0_u8; 1 << 20];
-        runtime().subscribe(Box::new(|_| {}));
-        assert!(runtime().locate(host.as_ptr() as u64, host.len()).is_none());
-        drop(HostRegion::record(host.as_mut_ptr(), host.len()));
-        assert!(runtime().devices().is_empty());
-        assert!(!loaded());
-        machine::set_up("gaudi2");
-        runtime().discover().unwrap();
-        assert!(loaded());
-        return;
-    }
-    let mut command = machine::child("nothing_is_loaded_until_a_device_is_asked_for");
-    let output = command.output().unwrap();
-    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+    alone!(1);
+    let loaded = || std::fs::read_to_string("/proc/self/maps").unwrap().contains("soft_gaudi");
+    let mut host = vec![0_u8; 1 << 20];
+    runtime().subscribe(Box::new(|_| {}));
+    assert!(runtime().locate(host.as_ptr() as u64, host.len()).is_none());
+    drop(HostRegion::record(host.as_mut_ptr(), host.len()));
+    assert!(runtime().devices().is_empty());
+    assert!(!loaded());
+    runtime().discover().unwrap();
+    assert!(loaded());
 }
 
 #[test]

@@ -306,11 +306,9 @@ mod ipc {
 
     #[test]
     fn while_one_share_waits_for_the_card_peers_are_served_and_memory_is_freed() {
-        alone!(2);
+        alone!(2, ("SOFT_GAUDI_FAULTS", "yes"));
         let mut importer = Peer::start(Set::default());
         importer.request_ok("card 0");
-        // SAFETY: no other thread of this process reads the environment.
-        unsafe { std::env::set_var("SOFT_GAUDI_FAULTS", "yes") };
         let device = open(1);
         let alloc = || device.alloc(9000, 1).unwrap();
         let (shared, other) = (alloc(), alloc());

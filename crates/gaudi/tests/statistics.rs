@@ -9,19 +9,10 @@ use std::sync::Arc;
 
 use gaudi::stats::{self, Malformed, ReadError, Snapshot};
 use gaudi::{Device, DeviceAddr, ErrorKind, HostRegion, Segment, Side, runtime};
-use machine::{Footprint, faults, fresh, read, write};
+use machine::{Footprint, alone, faults, fresh, read, write};
 
 fn myself() -> u32 {
     std::process::id()
-}
-
-/// Runs a test of this program in a process of its own, with these variables.
-#[track_caller]
-fn in_child(test: &str, variables: &[(&str, &str)]) {
-    machine::set_up("gaudi2");
-    let output = machine::child(test).envs(variables.iter().copied()).output().unwrap();
-    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success() && text.contains("1 passed"), "{text}");
 }
 
 fn of(device: &Device, name: &str) -> u64 {
@@ -105,10 +96,7 @@ fn another_process_reads_while_the_first_copies() {
 
 #[test]
 fn a_process_without_a_card_has_no_page() {
-    if !machine::is_child() {
-        return in_child("a_process_without_a_card_has_no_page", &[]);
-    }
-    machine::set_up("gaudi2");
+    alone!(64);
     let mut host = vec![0_u8; 1 << 20];
     drop(HostRegion::record(host.as_mut_ptr(), host.len()));
     runtime().discover().unwrap();
@@ -154,10 +142,7 @@ fn the_page_can_neither_be_resized_nor_written_by_others() {
 
 #[test]
 fn a_forked_child_does_not_count_into_its_parents_page() {
-    if !machine::is_child() {
-        return in_child("a_forked_child_does_not_count_into_its_parents_page", &[]);
-    }
-    machine::set_up("gaudi2");
+    alone!(64);
     let device = fresh();
     let mut go = [0; 2];
     let mut done = [0; 2];
@@ -203,9 +188,7 @@ fn a_forked_child_does_not_count_into_its_parents_page() {
 #[test]
 fn something_with_the_pages_name_is_refused_with_the_reason() {
     use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
-    if !machine::is_child() {
-        return in_child("something_with_the_pages_name_is_refused_with_the_reason", &[]);
-    }
+    alone!(64);
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let refused = || match stats::read(myself()).unwrap_err() {
         ReadError::Malformed { source, .. } => source,
@@ -233,11 +216,7 @@ fn something_with_the_pages_name_is_refused_with_the_reason() {
 
 #[test]
 fn dmabuf_failures_are_counted_by_cause() {
-    if !machine::is_child() {
-        let variables = [("SOFT_GAUDI_FAULTS", "yes")];
-        return in_child("dmabuf_failures_are_counted_by_cause", &variables);
-    }
-    machine::set_up("gaudi2");
+    alone!(64, ("SOFT_GAUDI_FAULTS", "yes"));
     let device = fresh();
     let memory = device.alloc(4096, 1).unwrap();
     let export = "hlthunk_device_mapped_memory_export_dmabuf_fd";
@@ -269,11 +248,7 @@ fn dmabuf_failures_are_counted_by_cause() {
 
 #[test]
 fn failed_copies_are_dma_errors_and_move_no_bytes() {
-    if !machine::is_child() {
-        let variables = [("SOFT_GAUDI_FAULTS", "yes")];
-        return in_child("failed_copies_are_dma_errors_and_move_no_bytes", &variables);
-    }
-    machine::set_up("gaudi2");
+    alone!(64, ("SOFT_GAUDI_FAULTS", "yes"));
     let device = fresh();
     let memory = device.alloc(1 << 20, 1).unwrap();
     let mut host = vec![1_u8; 1 << 20];
@@ -352,11 +327,7 @@ fn assert_cycles_are_flat(device: &Arc<Device>, what: &str, mut cycle: impl FnMu
 
 #[test]
 fn ten_thousand_registrations_and_exports_leave_nothing_behind() {
-    if !machine::is_child() {
-        // By itself: other tests open and map things meanwhile.
-        return in_child("ten_thousand_registrations_and_exports_leave_nothing_behind", &[]);
-    }
-    machine::set_up("gaudi2");
+    alone!(64);
     let device = fresh();
     let memory = device.alloc(1 << 20, 1).unwrap();
     let mut host = vec![3_u8; 128 << 10];

@@ -140,36 +140,34 @@ pub(crate) fn read_side(device: &Arc<Device>, side: Side, len: usize) -> Vec<u8>
     }
 }
 
-/// Runs the rest of the test in a process of its own, on a machine of its own with so many Gaudi2.
-/// Counters, descriptors and limits are then the test's alone.
+/// Runs the rest of the test in a process of its own, on a machine of its own with so many Gaudi2, and with
+/// these variables. Counters, descriptors and limits are then the test's alone.
 #[allow(unused_macros, reason = "as above")]
 macro_rules! alone {
-    ($cards:expr) => {
-        fn here() {}
-        if !machine::is_alone(std::any::type_name_of_val(&here), $cards) {
-            return;
+    ($cards:expr $(, $variable:expr)*) => {
+        if machine::is_child() {
+            machine::set_up("gaudi2");
+        } else {
+            fn here() {}
+            let cards = $cards.to_string();
+            let variables = [("SOFT_GAUDI_DEVICES", &*cards) $(, $variable)*];
+            return machine::run_alone(std::any::type_name_of_val(&here), &variables);
         }
     };
 }
 #[allow(unused_imports, reason = "as above")]
 pub(crate) use alone;
 
-/// Whether this is the process that [`alone`] started, for the test in which `here` (a path) lies.
+/// Runs the test in which `here` (a path) lies in a process of its own, with these variables.
 #[track_caller]
-pub(crate) fn is_alone(here: &str, cards: u32) -> bool {
-    if is_child() {
-        set_up("gaudi2");
-        return true;
-    }
+pub(crate) fn run_alone(here: &str, variables: &[(&str, &str)]) {
     let test = here.split_once("::").and_then(|(_, path)| path.rsplit_once("::"));
     let (test, _) = test.expect("program::test::here");
-    let mut command = child(test);
-    let output = command.env("SOFT_GAUDI_DEVICES", cards.to_string()).output().expect("it starts");
+    let output = child(test).envs(variables.iter().copied()).output().expect("it starts");
     let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && text.contains("1 passed"), "{text}");
     // What was skipped says so here too.
     text.lines().filter(|line| line.contains("skipped")).for_each(|line| println!("{line}"));
-    false
 }
 
 /// The file in which the software machine of this process is told what shall go wrong.

@@ -1,6 +1,8 @@
 //! How fast the software card is, each figure beside the floor it is measured against, in the same
 //! run: a system call, a futex round trip between threads, memcpy over the same memory.
 //!
+//! With `SOFT_GAUDI_MODEL` bandwidths stand beside the modelled link's.
+//!
 //! `cargo bench -p soft-gaudi` prints a table; `-- --json FILE` writes it as well.
 
 #[path = "../tests/driver/mod.rs"]
@@ -12,6 +14,7 @@ use std::time::Instant;
 
 use driver::*;
 use soft_gaudi::api::*;
+use soft_gaudi::config::{self, Model};
 
 struct Figure {
     name: String,
@@ -95,6 +98,7 @@ fn pages(len: usize) -> &'static mut [u8] {
 struct Bench {
     fd: i32,
     figures: Vec<Figure>,
+    model: Option<Model>,
 }
 
 impl Bench {
@@ -138,7 +142,8 @@ impl Bench {
         let fd = self.fd;
         let piece =
             |n: usize| submit(fd, &mut [user_chunk(0, buffer.va + (n * 24) as u64, 24)]).unwrap();
-        let rounds = ((512 << 20) / set).clamp(1, 64);
+        let slow = self.model.map_or(1, |model| model.slow as usize);
+        let rounds = ((512 << 20) / set / slow).clamp(1, 64);
         let memcpy = |target: &mut [u8], source: &[u8]| {
             for _ in 0..rounds {
                 for (to, from) in target.chunks_exact_mut(size).zip(source.chunks_exact(size)) {
@@ -178,7 +183,9 @@ impl Bench {
             times.sort_by(f64::total_cmp);
             bytes / times[times.len() / 2] / 1e9
         };
-        let floor = rate(&mut floor);
+        // With a model the link is what copies are measured against.
+        let link = |model: Model| model.to_device as f64 / model.slow as f64 / 1e3;
+        let floor = self.model.map_or(rate(&mut floor), link);
         let goal = (size >= 1 << 20).then_some(0.8);
         for (how, value, target) in
             [("one at a time", rate(&mut single), None), ("16 outstanding", rate(&mut pipe), goal)]
@@ -218,7 +225,8 @@ fn main() {
     machine("gaudi2");
     let fd = open(0);
     assert!(fd >= 0, "cannot open the card: {fd}");
-    let mut bench = Bench { fd, figures: Vec::new() };
+    let mut bench =
+        Bench { fd, figures: Vec::new(), model: config::config().and_then(|config| config.model) };
     bench.latency();
     bench.bandwidth(64 << 10, 8 << 20, "8 MiB set");
     bench.bandwidth(1 << 20, 8 << 20, "8 MiB set");

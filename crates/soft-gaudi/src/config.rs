@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use crate::asic::{Generation, Profile};
-use crate::timing::Model;
+pub use crate::timing::Model;
 
 /// Most cards a machine may have (minors that the driver library scans).
 pub const MAX_DEVICES: u32 = 256;

@@ -227,7 +227,12 @@ impl RingQueue {
             match unsafe { io_uring_enter(ring, to_submit, 1, IoringEnterFlags::GETEVENTS) } {
                 Ok(submitted) => to_submit -= submitted.min(to_submit),
                 Err(Errno::INTR | Errno::AGAIN | Errno::BUSY) => {}
-                Err(errno) => return Err(errno),
+                Err(errno) => {
+                    if to_submit > 0 {
+                        self.sq_tail.store(tail, Ordering::Release);
+                    }
+                    return Err(errno);
+                }
             }
         }
         // SAFETY: the kernel has written this entry before it moved the tail.

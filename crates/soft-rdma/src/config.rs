@@ -1,21 +1,4 @@
-//! What the environment says about this node's HCAs.
-//!
-//! | variable | meaning |
-//! |---|---|
-//! | `SOFT_RDMA_DEVICES` | number of HCAs (default 1) |
-//! | `SOFT_RDMA_PLACES` | where the HCAs are: for each the index of a Gaudi to be near to, or a PCI address with its NUMA node (`0000:81:00.0@1`); default: two near each Gaudi |
-//! | `SOFT_RDMA_DIR` | folder that the node's processes share (default `/tmp/soft-rdma-UID`) |
-//! | `SOFT_RDMA_NODE` | number of this node in the fabric (default 1) |
-//! | `SOFT_RDMA_NODES` | other nodes, for connections between hosts: `NUMBER=ADDRESS:PORT` separated by commas; a process of slot S listens at PORT + S of its own entry |
-//! | `SOFT_RDMA_SECRET` | file with the secret that all nodes share (default: `secret` in the folder, made at first use) |
-//! | `SOFT_RDMA_INLINE` | longest payload, in bytes, that travels inside a request between processes of one node (default 1024); longer ones are copied once, from region to region |
-//! | `SOFT_RDMA_MODEL` | a modelled link: `bandwidth=MB/S,latency=US` of every port |
-//! | `SOFT_RDMA_RATE` | Gb/s that a port says it has: 100 (default), 200 or 400. UCX chooses protocols by it; nothing is slower or faster for it |
-//! | `SOFT_RDMA_MEMLOCK` | limit on memory registered by address: `kernel` (default: `RLIMIT_MEMLOCK`, except for the privileged), `off`, or bytes |
-//! | `SOFT_RDMA_DMABUF` | registration by dma-buf: `on` (default), `off` (an HCA without it: `EOPNOTSUPP`), `bridge` (`EPERM` unless HCA and card share a host bridge), `refused` (`EPERM`) |
-//! | `SOFT_RDMA_FAIL` | `DEVICE@BYTES`: the port of this HCA goes down when it has carried so many bytes |
-//! | `SOFT_RDMA_STATS` | file to which each process appends its counters when it ends |
-//! | `SOFT_RDMA_LOG` | `off`, `info` (default: one line at the first open) or `debug` |
+//! What the environment says about this node's HCAs: the variables of `docs/software-rdma.md`.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;

@@ -10,9 +10,6 @@ use crate::abi::*;
 use crate::hca::destination;
 
 /// Creates an address handle.
-///
-/// # Safety
-/// `pd` is live, `attr` points to the structure.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_create_ah(pd: *mut ibv_pd, attr: *mut ibv_ah_attr) -> *mut ibv_ah {
     static NEXT: AtomicU32 = AtomicU32::new(1);
@@ -29,9 +26,6 @@ pub unsafe extern "C" fn ibv_create_ah(pd: *mut ibv_pd, attr: *mut ibv_ah_attr) 
 }
 
 /// Destroys an address handle.
-///
-/// # Safety
-/// `ah` is live.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_destroy_ah(ah: *mut ibv_ah) -> c_int {
     status(|| {
@@ -45,9 +39,6 @@ pub unsafe extern "C" fn ibv_destroy_ah(ah: *mut ibv_ah) -> c_int {
 }
 
 /// The address that a received datagram came from.
-///
-/// # Safety
-/// `wc` and `attr` point to structures, `grh` to the 40 bytes in front of the datagram.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_init_ah_from_wc(
     _context: *mut ibv_context,
@@ -87,9 +78,6 @@ pub unsafe extern "C" fn ibv_init_ah_from_wc(
 }
 
 /// An address handle for answering a received datagram.
-///
-/// # Safety
-/// As [`ibv_init_ah_from_wc`] and [`ibv_create_ah`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_create_ah_from_wc(
     pd: *mut ibv_pd,

@@ -16,9 +16,6 @@ use crate::abi::*;
 use crate::hca::completion::{Channel, CompletionQueue};
 
 /// Creates a completion channel.
-///
-/// # Safety
-/// `context` is open.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_create_comp_channel(
     context: *mut ibv_context,
@@ -34,9 +31,6 @@ pub unsafe extern "C" fn ibv_create_comp_channel(
 }
 
 /// Destroys a completion channel; refused while queues use it.
-///
-/// # Safety
-/// `channel` is live.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_destroy_comp_channel(channel: *mut ibv_comp_channel) -> c_int {
     status(|| {
@@ -53,9 +47,6 @@ pub unsafe extern "C" fn ibv_destroy_comp_channel(channel: *mut ibv_comp_channel
 }
 
 /// Creates a completion queue.
-///
-/// # Safety
-/// `context` is open, `channel` NULL or live.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_create_cq(
     context: *mut ibv_context,
@@ -100,9 +91,6 @@ pub unsafe extern "C" fn ibv_create_cq(
 }
 
 /// Destroys a completion queue; waits until its events are acknowledged.
-///
-/// # Safety
-/// `cq` is live.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_destroy_cq(cq: *mut ibv_cq) -> c_int {
     status(|| {
@@ -125,9 +113,6 @@ pub unsafe extern "C" fn ibv_destroy_cq(cq: *mut ibv_cq) -> c_int {
 }
 
 /// Waits for the next completion event of a channel.
-///
-/// # Safety
-/// `channel` is live; the others point to pointers.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_get_cq_event(
     channel: *mut ibv_comp_channel,
@@ -153,9 +138,6 @@ pub unsafe extern "C" fn ibv_get_cq_event(
 }
 
 /// Acknowledges completion events.
-///
-/// # Safety
-/// `cq` is live.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_ack_cq_events(cq: *mut ibv_cq, count: c_uint) {
     status(|| {

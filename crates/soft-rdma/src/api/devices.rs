@@ -82,9 +82,6 @@ pub(super) fn is_device(name: &[u8]) -> bool {
 }
 
 /// Lists the devices; NULL at the end.
-///
-/// # Safety
-/// `count` is NULL or points to an int.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_get_device_list(count: *mut c_int) -> *mut *mut ibv_device {
     let list = super::caught(|| Ok(devices())).unwrap_or(&[]);
@@ -107,9 +104,6 @@ pub unsafe extern "C" fn ibv_get_device_list(count: *mut c_int) -> *mut *mut ibv
 }
 
 /// Frees a list. Devices stay: they belong to the library.
-///
-/// # Safety
-/// `list` came from `ibv_get_device_list`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_free_device_list(list: *mut *mut ibv_device) {
     // SAFETY: it was made by `calloc`.
@@ -117,9 +111,6 @@ pub unsafe extern "C" fn ibv_free_device_list(list: *mut *mut ibv_device) {
 }
 
 /// Name of a device.
-///
-/// # Safety
-/// `device` is from a list.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_get_device_name(device: *mut ibv_device) -> *const c_char {
     // SAFETY: devices are never freed.
@@ -127,9 +118,6 @@ pub unsafe extern "C" fn ibv_get_device_name(device: *mut ibv_device) -> *const 
 }
 
 /// Kernel index of a device.
-///
-/// # Safety
-/// `device` is from a list.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_get_device_index(device: *mut ibv_device) -> c_int {
     // SAFETY: devices are never freed.
@@ -137,9 +125,6 @@ pub unsafe extern "C" fn ibv_get_device_index(device: *mut ibv_device) -> c_int 
 }
 
 /// GUID of a device, in network byte order.
-///
-/// # Safety
-/// `device` is from a list.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_get_device_guid(device: *mut ibv_device) -> u64 {
     // SAFETY: devices are never freed.
@@ -148,9 +133,6 @@ pub unsafe extern "C" fn ibv_get_device_guid(device: *mut ibv_device) -> u64 {
 }
 
 /// Opens a device.
-///
-/// # Safety
-/// `device` is from a list.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_open_device(device: *mut ibv_device) -> *mut ibv_context {
     object(|| {
@@ -181,9 +163,6 @@ pub unsafe extern "C" fn ibv_open_device(device: *mut ibv_device) -> *mut ibv_co
 }
 
 /// Closes a device. Like rdma-core's it never refuses: programs leave objects behind (perftest does).
-///
-/// # Safety
-/// `context` is open.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_close_device(context: *mut ibv_context) -> c_int {
     minus_one(|| {
@@ -241,9 +220,6 @@ fn device_attributes(port: Port) -> ibv_device_attr {
 }
 
 /// Attributes of a device.
-///
-/// # Safety
-/// `context` is open, `attr` points to the structure.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_query_device(
     context: *mut ibv_context,
@@ -288,9 +264,6 @@ fn check_port(port: u32) -> Result<(), Errno> {
 }
 
 /// Attributes of a port. The caller's structure may be the old, short one.
-///
-/// # Safety
-/// `context` is open, `attr` points to the structure.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_query_port(
     context: *mut ibv_context,
@@ -329,9 +302,6 @@ fn gid_at(context: *mut ibv_context, port: u32, index: i64) -> Result<ibv_gid, E
 }
 
 /// An entry of the GID table.
-///
-/// # Safety
-/// `context` is open, `gid` points to 16 bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_query_gid(
     context: *mut ibv_context,
@@ -344,9 +314,6 @@ pub unsafe extern "C" fn ibv_query_gid(
 }
 
 /// Type of an entry of the GID table: InfiniBand.
-///
-/// # Safety
-/// `context` is open, `kind` points to an int.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_query_gid_type(
     context: *mut ibv_context,
@@ -362,9 +329,6 @@ pub unsafe extern "C" fn ibv_query_gid_type(
 }
 
 /// An entry of the GID table, with its type.
-///
-/// # Safety
-/// `context` is open, `entry` points to the structure.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn _ibv_query_gid_ex(
     context: *mut ibv_context,
@@ -396,9 +360,6 @@ pub unsafe extern "C" fn _ibv_query_gid_ex(
 }
 
 /// All entries of all GID tables.
-///
-/// # Safety
-/// `context` is open, `entries` points to `max` structures.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn _ibv_query_gid_table(
     context: *mut ibv_context,
@@ -418,9 +379,6 @@ pub unsafe extern "C" fn _ibv_query_gid_table(
 }
 
 /// An entry of the partition key table, in network byte order.
-///
-/// # Safety
-/// `context` is open, `pkey` points to two bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_query_pkey(
     _context: *mut ibv_context,
@@ -463,9 +421,6 @@ pub extern "C" fn ibv_get_sysfs_path() -> *const c_char {
 }
 
 /// Reads a file of sysfs, without the newline at its end; -1 if it is not there.
-///
-/// # Safety
-/// Strings end with NUL; `buffer` has `size` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_read_sysfs_file(
     folder: *const c_char,

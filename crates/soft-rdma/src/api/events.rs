@@ -34,9 +34,6 @@ unsafe fn counter<'a>(event: &AsyncEvent) -> Option<&'a Unacknowledged> {
 }
 
 /// Waits for the next asynchronous event.
-///
-/// # Safety
-/// `context` is open, `event` points to the structure.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_get_async_event(
     context: *mut ibv_context,
@@ -58,9 +55,6 @@ pub unsafe extern "C" fn ibv_get_async_event(
 }
 
 /// Acknowledges an asynchronous event.
-///
-/// # Safety
-/// `event` came from [`ibv_get_async_event`] and was not acknowledged.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_ack_async_event(event: *mut ibv_async_event) {
     status(|| {

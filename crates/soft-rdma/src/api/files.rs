@@ -102,9 +102,6 @@ unsafe fn open_any(path: *const c_char, flags: c_int, mode: libc::mode_t) -> c_i
 macro_rules! in_place_of {
     ($($name:ident($($arg:ident: $kind:ty),*) -> $result:ty = $ours:expr;)*) => {$(
         #[doc = concat!("`", stringify!($name), "`.")]
-        ///
-        /// # Safety
-        /// As the C library's.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($arg: $kind),*) -> $result {
             // SAFETY: passed on.
@@ -128,9 +125,6 @@ in_place_of! {
 }
 
 /// `access`.
-///
-/// # Safety
-/// As the C library's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn access(path: *const c_char, mode: c_int) -> c_int {
     // SAFETY: the caller's path.
@@ -144,9 +138,6 @@ pub unsafe extern "C" fn access(path: *const c_char, mode: c_int) -> c_int {
 type Realpath = unsafe extern "C" fn(*const c_char, *mut c_char) -> *mut c_char;
 
 /// `realpath`.
-///
-/// # Safety
-/// As the C library's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn realpath(path: *const c_char, out: *mut c_char) -> *mut c_char {
     static NEXT: OnceLock<Option<Realpath>> = OnceLock::new();

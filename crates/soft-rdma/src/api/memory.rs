@@ -19,9 +19,6 @@ use crate::wire::Segment;
 static PINNED: Account = Account::new();
 
 /// Allocates a protection domain.
-///
-/// # Safety
-/// `context` is open.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_alloc_pd(context: *mut ibv_context) -> *mut ibv_pd {
     static NEXT: AtomicU32 = AtomicU32::new(1);
@@ -35,9 +32,6 @@ pub unsafe extern "C" fn ibv_alloc_pd(context: *mut ibv_context) -> *mut ibv_pd 
 }
 
 /// Frees a protection domain; refused while something uses it.
-///
-/// # Safety
-/// `pd` is live.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_dealloc_pd(pd: *mut ibv_pd) -> c_int {
     status(|| {
@@ -100,9 +94,6 @@ fn finish(
 }
 
 /// Registers memory.
-///
-/// # Safety
-/// `pd` is live; the memory is the program's to register.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_reg_mr(
     pd: *mut ibv_pd,
@@ -115,9 +106,6 @@ pub unsafe extern "C" fn ibv_reg_mr(
 }
 
 /// Registers memory under other addresses.
-///
-/// # Safety
-/// As [`ibv_reg_mr`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_reg_mr_iova(
     pd: *mut ibv_pd,
@@ -131,9 +119,6 @@ pub unsafe extern "C" fn ibv_reg_mr_iova(
 }
 
 /// Registers memory under other addresses; unknown optional access flags are ignored.
-///
-/// # Safety
-/// As [`ibv_reg_mr`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_reg_mr_iova2(
     pd: *mut ibv_pd,
@@ -147,9 +132,6 @@ pub unsafe extern "C" fn ibv_reg_mr_iova2(
 }
 
 /// Registers memory of a device by its dma-buf.
-///
-/// # Safety
-/// `pd` is live.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_reg_dmabuf_mr(
     pd: *mut ibv_pd,
@@ -187,9 +169,6 @@ pub unsafe extern "C" fn ibv_reg_dmabuf_mr(
 }
 
 /// Ends a registration. When it returns, nobody reads or writes the memory any more.
-///
-/// # Safety
-/// `mr` is live.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_dereg_mr(mr: *mut ibv_mr) -> c_int {
     status(|| {

@@ -5,7 +5,10 @@
 //!
 //! Objects that programs hold pointers to start with the C structure, then come our own fields. A
 //! program must pass pointers that it got from here and has not destroyed, as with any such library;
-//! that is the safety argument for every pointer that is read below.
+//! that is the safety argument for every pointer that is read below, and the contract of every function: a
+//! pointer is live, of the type it has in the manual page, or NULL where that allows it.
+
+#![expect(clippy::missing_safety_doc, reason = "said once, above, for all functions")]
 
 mod addresses;
 mod channels;

@@ -15,9 +15,6 @@ use crate::hca::transitions::Kind;
 use crate::hca::{MAX_INLINE_DATA, MAX_SGE, MAX_WR};
 
 /// Creates a queue pair.
-///
-/// # Safety
-/// `pd` is live, `init` points to the structure and what it refers to is live.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_create_qp(
     pd: *mut ibv_pd,
@@ -99,9 +96,6 @@ fn capacities(asked: &ibv_qp_cap, shared: bool) -> Result<ibv_qp_cap, Errno> {
 }
 
 /// Changes state and attributes of a queue pair.
-///
-/// # Safety
-/// `qp` is live, `attr` points to the structure.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_modify_qp(
     qp: *mut ibv_qp,
@@ -122,9 +116,6 @@ pub unsafe extern "C" fn ibv_modify_qp(
 }
 
 /// Attributes of a queue pair.
-///
-/// # Safety
-/// `qp` is live, the others point to structures.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_query_qp(
     qp: *mut ibv_qp,
@@ -159,9 +150,6 @@ pub unsafe extern "C" fn ibv_query_qp(
 }
 
 /// Destroys a queue pair; waits until its events are acknowledged.
-///
-/// # Safety
-/// `qp` is live.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_destroy_qp(qp: *mut ibv_qp) -> c_int {
     status(|| {

@@ -14,9 +14,6 @@ use crate::hca::receive::SharedQueue;
 use crate::hca::{MAX_SGE, MAX_WR};
 
 /// Creates a shared receive queue.
-///
-/// # Safety
-/// `pd` is live, `init` points to the structure.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_create_srq(
     pd: *mut ibv_pd,
@@ -56,9 +53,6 @@ pub unsafe extern "C" fn ibv_create_srq(
 }
 
 /// Sets the limit of a shared receive queue. Its size cannot be changed.
-///
-/// # Safety
-/// `srq` is live, `attr` points to the structure.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_modify_srq(
     srq: *mut ibv_srq,
@@ -76,9 +70,6 @@ pub unsafe extern "C" fn ibv_modify_srq(
 }
 
 /// Attributes of a shared receive queue.
-///
-/// # Safety
-/// `srq` is live, `attr` points to the structure.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_query_srq(srq: *mut ibv_srq, attr: *mut ibv_srq_attr) -> c_int {
     status(|| {
@@ -91,9 +82,6 @@ pub unsafe extern "C" fn ibv_query_srq(srq: *mut ibv_srq, attr: *mut ibv_srq_att
 }
 
 /// Destroys a shared receive queue; refused while queue pairs use it.
-///
-/// # Safety
-/// `srq` is live.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_destroy_srq(srq: *mut ibv_srq) -> c_int {
     status(|| {

@@ -233,3 +233,26 @@ fn unsupported_work_and_queue_pairs_are_refused() {
     assert!(unsafe { ibv_create_qp(device.pd, &raw mut init) }.is_null());
     assert_eq!(std::io::Error::last_os_error().raw_os_error(), Some(libc::EOPNOTSUPP));
 }
+
+#[test]
+fn of_a_list_the_requests_before_the_refused_one_are_posted() {
+    let device = Device::open();
+    let (a, b) = device.pair();
+    assert_eq!(b.receive(9, &[]), 0);
+    let mut sges = [ibv_sge::default(); 5];
+    let mut list = [1, 2, 3].map(|id| Send::new(IBV_WR_SEND, id, &[]).wr);
+    // More elements than the queue pair was made for.
+    (list[1].sg_list, list[1].num_sge) = (sges.as_mut_ptr(), 5);
+    let next = [0, 1, 2].map(|at| &raw mut list[at]);
+    // SAFETY: requests of the list above.
+    unsafe { ((*next[0]).next, (*next[1]).next) = (next[1], next[2]) };
+    let mut bad = core::ptr::null_mut();
+    // SAFETY: what the header's inline function does; the list outlives the call.
+    let refused =
+        unsafe { (*(*a.qp).context).ops.post_send.expect("set")(a.qp, next[0], &raw mut bad) };
+    assert_eq!((refused, bad), (libc::EINVAL, next[1]));
+    let mut ids: Vec<_> = (0..2).map(|_| device.wait()).map(|wc| (wc.wr_id, wc.status)).collect();
+    ids.sort_unstable();
+    assert_eq!(ids, [(1, IBV_WC_SUCCESS), (9, IBV_WC_SUCCESS)]);
+    device.assert_quiet();
+}

@@ -1,6 +1,5 @@
 //! Command buffers, their submission, and waiting for the device to have carried them out.
 
-use std::fmt::Write as _;
 use std::ptr::NonNull;
 use std::time::Instant;
 
@@ -198,9 +197,7 @@ impl Chunk<'_> {
             // SAFETY: inside the buffer, as `to_raw` has checked; nobody writes it now.
             let bytes =
                 unsafe { std::slice::from_raw_parts(self.buffer.start().add(self.offset), len) };
-            for byte in bytes {
-                let _ = write!(line, "{byte:02x}");
-            }
+            trace::write_hex(line, bytes);
             line.push('"');
         });
     }

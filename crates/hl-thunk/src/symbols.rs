@@ -326,10 +326,17 @@ impl Argument for *mut CsIn {
         line.push('[');
         for (at, chunk) in chunks.iter().enumerate() {
             let comma = if at == 0 { "" } else { "," };
-            let CsChunk { queue_index, cb_size, cs_chunk_flags, .. } = chunk;
-            let _ = write!(line, "{comma}{{\"queue\":{queue_index},\"size\":{cb_size},");
-            let _ = write!(line, "\"flags\":{cs_chunk_flags},\"cb\":");
-            trace::write_number(line, chunk.cb_handle);
+            line.push_str(comma);
+            let numbers = [
+                ("{\"queue\":", chunk.queue_index.into()),
+                (",\"size\":", chunk.cb_size.into()),
+                (",\"flags\":", chunk.cs_chunk_flags.into()),
+                (",\"cb\":", chunk.cb_handle),
+            ];
+            for (key, number) in numbers {
+                line.push_str(key);
+                trace::write_number(line, number);
+            }
             line.push('}');
         }
         line.push(']');
@@ -340,6 +347,10 @@ impl Argument for *mut CsOut {
     unsafe fn describe(&self, line: &mut String) {
         // SAFETY: the caller's place for the answer.
         let out = unsafe { &**self };
-        let _ = write!(line, "{{\"sequence\":{},\"status\":{}}}", out.seq, out.status);
+        line.push_str("{\"sequence\":");
+        trace::write_number(line, out.seq);
+        line.push_str(",\"status\":");
+        trace::write_number(line, out.status.into());
+        line.push('}');
     }
 }

@@ -79,3 +79,21 @@ fn an_answer_behind_other_messages_is_not_awaited_past_the_deadline() {
     let deadline = Instant::now() + REPLY_TIMEOUT;
     connection.ask(id, &key, deadline).expect("it is still there");
 }
+
+#[test]
+fn a_peer_that_refuses_is_crowded_or_does_not_answer_has_a_remedy_of_its_own() {
+    use ErrorKind::*;
+    for (why, kind, words) in [
+        (NoLease::NobodyListens(Errno::CONNREFUSED), PermissionDenied, "as the same user"),
+        (NoLease::NotTheExporter, PermissionDenied, "as the same user"),
+        (NoLease::HungUp, PermissionDenied, "as the same user"),
+        (NoLease::NobodyListens(Errno::AGAIN), ChannelFailed, "fewer processes"),
+        (NoLease::Crowded, ChannelFailed, "fewer processes"),
+        (NoLease::Silent, Timeout, "stopped or very busy"),
+        (NoLease::NotUnderstood, ChannelFailed, "one version"),
+        (NoLease::Ourselves("epoll".into()), OutOfMemory, "this process's limits"),
+    ] {
+        let (found, remedy) = why.remedy();
+        assert!(found == kind && remedy.contains(words), "{why:?}: {found:?}, {remedy}");
+    }
+}

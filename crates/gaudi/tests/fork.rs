@@ -14,7 +14,7 @@ use gaudi::{
     runtime,
 };
 use machine::{alone, assert_same, open, pattern, read, write};
-use peer::{Peer, Set};
+use peer::Peer;
 
 /// A child of this process.
 struct Child {
@@ -190,8 +190,7 @@ fn an_inherited_transfer_fails_in_the_child_and_ends_in_the_parent() {
 #[test]
 fn a_child_is_refused_a_peers_memory_that_its_parent_has_open() {
     alone!(2);
-    let mut peer = Peer::start(Set::default());
-    peer.request_ok("card 1");
+    let mut peer = Peer::on_card(1);
     let key = RemoteKey::parse(&peer.share(1, 4096, 1)).unwrap();
     let device = open(0);
     let mut inherited = Some(key.open(&device).unwrap());

@@ -22,8 +22,7 @@ mod ipc {
     #[test]
     fn a_peers_memory_is_read_and_written_by_one_copy() {
         alone!(2);
-        let mut peer = Peer::start(Set::default());
-        peer.request_ok("card 1");
+        let mut peer = Peer::on_card(1);
         let len = 300_001_usize;
         let bytes = pattern(len, 1);
         let key = RemoteKey::parse(&peer.share(1, len, 1)).unwrap();
@@ -209,13 +208,11 @@ mod ipc {
     #[test]
     fn a_driver_without_import_says_so_and_why() {
         alone!(2);
-        let mut peer = Peer::start(Set::default());
-        peer.request_ok("card 1");
+        let mut peer = Peer::on_card(1);
         let key = RemoteKey::parse(&peer.share(1, 5000, 1)).unwrap();
         // SAFETY: no other thread of this process reads the environment.
         unsafe { std::env::set_var("SOFT_GAUDI_KIND", "") };
-        let mut old = Peer::start(Set::default());
-        old.request_ok("card 0");
+        let mut old = Peer::on_card(0);
         let refused = old.request(&format!("open 1 {}", hex(&peer.share(2, 5000, 1))));
         assert!(refused.starts_with("failed INVALID_PARAMS"), "{refused}");
         assert!(refused.contains("the driver has no dma-buf import"), "{refused}");
@@ -225,8 +222,7 @@ mod ipc {
     #[test]
     fn handles_are_kept_within_bounds_and_opened_once() {
         alone!(2);
-        let mut peer = Peer::start(Set::default());
-        peer.request_ok("card 1");
+        let mut peer = Peer::on_card(1);
         let keys: Vec<RemoteKey> =
             (0..4).map(|slot| RemoteKey::parse(&peer.share(slot, 8192, 1)).unwrap()).collect();
         let device = open(0);
@@ -256,8 +252,7 @@ mod ipc {
     #[test]
     fn a_new_tenant_at_the_same_address_has_a_key_of_its_own() {
         alone!(2);
-        let mut peer = Peer::start(Set::default());
-        peer.request_ok("card 1");
+        let mut peer = Peer::on_card(1);
         let device = open(0);
         let old = RemoteKey::parse(&peer.share(1, 9000, 1)).unwrap();
         drop(old.open(&device).unwrap());
@@ -284,8 +279,7 @@ mod ipc {
     #[test]
     fn freed_memory_waits_for_who_has_it_open() {
         alone!(2);
-        let mut peer = Peer::start(Set::default());
-        peer.request_ok("card 1");
+        let mut peer = Peer::on_card(1);
         let device = open(0);
         let key = RemoteKey::parse(&peer.share(1, 9000, 1)).unwrap();
         let opened = key.open(&device).unwrap();
@@ -307,8 +301,7 @@ mod ipc {
     #[test]
     fn while_one_share_waits_for_the_card_peers_are_served_and_memory_is_freed() {
         alone!(2, ("SOFT_GAUDI_FAULTS", "yes"));
-        let mut importer = Peer::start(Set::default());
-        importer.request_ok("card 0");
+        let mut importer = Peer::on_card(0);
         let device = open(1);
         let alloc = || device.alloc(9000, 1).unwrap();
         let (shared, other) = (alloc(), alloc());
@@ -365,8 +358,7 @@ mod ipc {
         alone!(2);
         let device = open(1);
         let most = device.memory().total / 3 * 2;
-        let mut importer = Peer::start(Set::default());
-        importer.request_ok("card 0");
+        let mut importer = Peer::on_card(0);
         for round in 0..5 {
             // More than half of the card: the next must wait for this one.
             let memory = eventually(|| device.alloc(most, 1));

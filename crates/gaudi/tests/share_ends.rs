@@ -133,8 +133,7 @@ mod ipc {
     fn memory_taken_back_from_an_importer_that_is_stopped_comes_free_when_it_goes_on() {
         alone!(2);
         let device = open(1);
-        let mut importer = Peer::start(Set::default());
-        importer.request_ok("card 0");
+        let mut importer = Peer::on_card(0);
         let shared: Vec<_> = (0..MANY)
             .map(|_| {
                 let memory = device.alloc(4096, 1).unwrap();
@@ -157,8 +156,7 @@ mod ipc {
     #[test]
     fn an_exporter_that_is_stopped_hears_what_was_let_go_when_it_goes_on() {
         alone!(2);
-        let mut exporter = Peer::start(Set::default());
-        exporter.request_ok("card 1");
+        let mut exporter = Peer::on_card(1);
         let device = open(0);
         let opened: Vec<_> = (0..MANY)
             .map(|slot| {
@@ -181,11 +179,9 @@ mod ipc {
     #[test]
     fn an_exporter_that_does_not_answer_is_not_asked_again_at_once() {
         alone!(2);
-        let mut exporter = Peer::start(Set::default());
-        exporter.request_ok("card 1");
+        let mut exporter = Peer::on_card(1);
         let keys: Vec<_> = (0..20).map(|slot| peer::hex(&exporter.share(slot, LEN, 1))).collect();
-        let mut importer = Peer::start(Set::default());
-        importer.request_ok("card 0");
+        let mut importer = Peer::on_card(0);
         signal(&exporter, libc::SIGSTOP);
         for key in &keys {
             let refused = importer.request(&format!("open 1 {key}"));
@@ -204,8 +200,7 @@ mod ipc {
     fn an_exporter_that_does_not_answer_does_not_delay_the_first_contact_with_another() {
         alone!(2);
         const STOPPED: usize = 5;
-        let mut exporter = Peer::start(Set::default());
-        exporter.request_ok("card 1");
+        let mut exporter = Peer::on_card(1);
         let mut others: Vec<Peer> = (0..2 * STOPPED).map(|_| Peer::start(Set::default())).collect();
         // Their brokers listen, and have nothing to share.
         others.iter_mut().for_each(|other| drop(other.request_ok("broker")));
@@ -239,11 +234,9 @@ mod ipc {
     #[test]
     fn a_grant_that_nobody_waits_for_any_more_is_released() {
         alone!(2);
-        let mut exporter = Peer::start(Set::default());
-        exporter.request_ok("card 1");
+        let mut exporter = Peer::on_card(1);
         let keys = [1, 2].map(|slot| peer::hex(&exporter.share(slot, LEN, 1)));
-        let mut importer = Peer::start(Set::default());
-        importer.request_ok("card 0");
+        let mut importer = Peer::on_card(0);
         importer.request_ok(&format!("open 1 {}", keys[0]));
         signal(&exporter, libc::SIGSTOP);
         let refused = importer.request(&format!("open 2 {}", keys[1]));
@@ -263,8 +256,7 @@ mod ipc {
     #[test]
     fn a_forked_child_neither_answers_for_its_parent_nor_hides_its_end() {
         alone!(2);
-        let mut exporter = Peer::start(Set::default());
-        exporter.request_ok("card 1");
+        let mut exporter = Peer::on_card(1);
         let key = exporter.share(1, LEN, 1);
         // One that has only the broker to go by, connected before the fork.
         let mut importer = Peer::start(Set { refuse: &[libc::SYS_pidfd_open], ..Set::default() });
@@ -285,13 +277,11 @@ mod ipc {
     #[test]
     fn the_socket_of_a_killed_exporter_is_removed_by_the_next() {
         alone!(2);
-        let mut exporter = Peer::start(Set::default());
-        exporter.request_ok("card 1");
+        let mut exporter = Peer::on_card(1);
         let [_, first] = peer::sockets(&exporter.share(1, LEN, 1));
         assert!(std::path::Path::new(&first).exists(), "{first}");
         exporter.kill();
-        let mut exporter = Peer::start(Set::default());
-        exporter.request_ok("card 1");
+        let mut exporter = Peer::on_card(1);
         let [_, second] = peer::sockets(&exporter.share(1, LEN, 1));
         assert!(!std::path::Path::new(&first).exists(), "{first} is left");
         assert!(std::path::Path::new(&second).exists(), "{second}");
@@ -302,8 +292,7 @@ mod ipc {
     #[test]
     fn whether_a_process_lives_is_known_of_exactly_that_process() {
         alone!(2);
-        let mut peer = Peer::start(Set::default());
-        peer.request_ok("card 1");
+        let mut peer = Peer::on_card(1);
         let packed = unhex(&peer.request_ok("identity"));
         let identity = Identity::parse(&packed).unwrap();
         identity.check_reachable().unwrap();
@@ -325,8 +314,7 @@ mod ipc {
     #[test]
     fn a_thousand_cycles_leave_nothing_behind() {
         alone!(2);
-        let mut peer = Peer::start(Set::default());
-        peer.request_ok("card 1");
+        let mut peer = Peer::on_card(1);
         let device = open(0);
         let keep_none = Limits { handles: 0, bytes: 0 };
         let key = RemoteKey::parse(&peer.share(1, LEN, 1)).unwrap();

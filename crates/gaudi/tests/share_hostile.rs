@@ -46,8 +46,7 @@ mod ipc {
 
     /// An exporter with one piece of memory, and its key.
     fn exporter() -> (Peer, Vec<u8>) {
-        let mut exporter = Peer::start(Set::default());
-        exporter.request_ok("card 1");
+        let mut exporter = Peer::on_card(1);
         let key = exporter.share(1, LEN, 5);
         (exporter, key)
     }
@@ -166,8 +165,7 @@ mod ipc {
         let squatter = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
         bind(&squatter, &name).unwrap();
         listen(&squatter, 8).unwrap();
-        let mut importer = Peer::start(Set::default());
-        importer.request_ok("card 0");
+        let mut importer = Peer::on_card(0);
         let open = format!("open 1 {}", hex(&elsewhere));
         let refused = importer.request(&open);
         assert!(refused.contains("broker: the listener is not the exporter"), "{refused}");
@@ -200,8 +198,7 @@ mod ipc {
         // A crowd that connects and says nothing, more than there is capacity for, on both sockets.
         let names = [&in_no_file, &in_folder];
         let crowd: Vec<_> = (0..200).map(|at| stranger(names[at % 2], &[])).collect();
-        let mut importer = Peer::start(Set::default());
-        importer.request_ok("card 0");
+        let mut importer = Peer::on_card(0);
         importer.request_ok(&format!("open 1 {}", hex(&key)));
         assert_eq!(importer.request_ok("pull 1"), hash(&pattern(LEN, 5)).to_string());
         assert_eq!(importer.stat("ipc_handovers_broker"), 1);

@@ -57,6 +57,13 @@ impl Peer {
         Self::try_start(set).expect("the process starts")
     }
 
+    /// One that has opened this card.
+    pub(crate) fn on_card(index: u32) -> Self {
+        let mut peer = Self::start(Set::default());
+        peer.request_ok(&format!("card {index}"));
+        peer
+    }
+
     /// As [`Peer::start`]; the system's refusal of what was to be different.
     pub(crate) fn try_start(set: Set) -> std::io::Result<Self> {
         let mut command = machine::child("serve");

@@ -119,6 +119,8 @@ enum Costs {
     },
     /// The first ucp_init of a process
     Init,
+    /// Registering host and Gaudi memory, the first time and when it is cached
+    Registration,
 }
 
 #[derive(Args)]
@@ -289,6 +291,7 @@ fn execute(cli: Cli) -> Result<bool> {
             costs::copies(folder, quick, &sizes)
         }
         Command::Costs(Costs::Init) => costs::init(folder),
+        Command::Costs(Costs::Registration) => costs::registration(folder),
         Command::Mesh { processes, pair } => {
             let (sizes, pairs) = (vec![1, 4097, 65537, (2 << 20) + 13], vec![Pair::GAUDI]);
             let plan = pair.plan(ucx, Plan { sizes, pairs, ..keyed() });

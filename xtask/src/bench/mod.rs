@@ -9,6 +9,7 @@ mod ipc;
 mod memory;
 mod quiet;
 mod rcache;
+mod rdma;
 mod record;
 pub(crate) mod report;
 
@@ -37,6 +38,8 @@ pub(crate) enum Name {
     Memory,
     /// The registration cache: hits with few and many regions, registering again, a steady loop
     Rcache,
+    /// RDMA on Gaudi memory beside host memory, staging, and one rail (software HCA)
+    Rdma,
     /// The software card itself: latency and bandwidth of submissions beside memcpy and a futex
     SoftGaudi,
 }
@@ -47,12 +50,13 @@ impl Name {
         match self {
             Name::Cliffs => &Ucx::ALL,
             Name::Copy | Name::HostLatency | Name::Ipc => &[Ucx::V1_22],
+            Name::Rdma => &[Ucx::Nixl],
             Name::Memory | Name::Rcache | Name::SoftGaudi => &[],
         }
     }
 
     fn has_quick(self) -> bool {
-        matches!(self, Name::Cliffs | Name::Copy | Name::Ipc)
+        matches!(self, Name::Cliffs | Name::Copy | Name::Ipc | Name::Rdma)
     }
 }
 
@@ -70,7 +74,7 @@ pub(crate) struct Options<'a> {
 /// Measures, prints, writes.
 pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
     let Options { json, csv, quick } = options;
-    ensure!(!quick || name.has_quick(), "--quick is for `bench copy`, `cliffs` and `ipc`");
+    ensure!(!quick || name.has_quick(), "--quick is for `bench copy`, `cliffs`, `ipc` and `rdma`");
     if name == Name::SoftGaudi {
         ensure!(csv.is_none(), "`bench soft-gaudi` writes JSON only");
         // The crate's own bench, which prints and writes by itself.
@@ -88,6 +92,7 @@ pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
         Name::Ipc => ipc::run(repo, quick)?,
         Name::Memory => memory::run(repo)?,
         Name::Rcache => rcache::run(repo)?,
+        Name::Rdma => rdma::run(repo, quick)?,
         Name::SoftGaudi => Vec::new(),
     };
     // A map of hundreds of figures was printed as such; what has a target is shown again.

@@ -156,6 +156,26 @@ impl Region {
         Ok(())
     }
 
+    /// Registers the whole of it by its address, as an application does with memory it has, and lets go of it.
+    ///
+    /// # Errors
+    /// When UCX refuses.
+    pub fn register(&self) -> Result<()> {
+        let (ucx, context) = (self.context.ucx, self.context.handle.get());
+        let params = MemMapParams {
+            field_mask: ucp::MAP_ADDRESS_AND_LENGTH,
+            address: self.address as *mut c_void,
+            length: self.length,
+            ..MemMapParams::zeroed()
+        };
+        let mut memh = std::ptr::null_mut();
+        // SAFETY: the region has its memory until it is dropped.
+        unsafe { call!(ucx, ucp_mem_map(context, &params, &mut memh)) }?;
+        // SAFETY: the handle was returned just now and is used for nothing else.
+        unsafe { call!(ucx, ucp_mem_unmap(context, memh)) }?;
+        Ok(())
+    }
+
     /// Where the memory lives.
     pub fn memory(&self) -> Memory {
         self.memory

@@ -7,7 +7,8 @@ mod copies;
 mod driver;
 mod working_set;
 
-use crate::ucp::{Context, Features, Ucx};
+use crate::report::median;
+use crate::ucp::{Context, Features, Memory, Region, Ucx};
 use anyhow::Result;
 use std::path::Path;
 use std::time::Instant;
@@ -22,5 +23,33 @@ pub fn init(ucx: Option<&Path>) -> Result<()> {
     let spent = start.elapsed().as_secs_f64() * 1e3;
     drop(context);
     println!("ucp_init\t{spent}");
+    Ok(())
+}
+
+/// Microseconds to register memory with all domains there are: the first time, and when UCX has it in its cache.
+pub fn registration(ucx: Option<&Path>) -> Result<()> {
+    let context = Context::new(Ucx::load(ucx)?, Features::ALL, false)?;
+    for memory in [Memory::Host, Memory::Gaudi] {
+        for mib in [1, 64] {
+            let (mut first, mut cached) = (Vec::new(), Vec::new());
+            for _ in 0..5 {
+                let region = match memory {
+                    Memory::Host => Region::pages(&context, mib << 20, None)?,
+                    Memory::Gaudi => Region::new(&context, memory, mib << 20)?,
+                };
+                let timed = || -> Result<f64> {
+                    let start = Instant::now();
+                    region.register()?;
+                    Ok(start.elapsed().as_secs_f64() * 1e6)
+                };
+                first.push(timed()?);
+                for _ in 0..100 {
+                    cached.push(timed()?);
+                }
+            }
+            println!("{memory} {mib} MiB first\t{}", median(first));
+            println!("{memory} {mib} MiB cached\t{}", median(cached));
+        }
+    }
     Ok(())
 }

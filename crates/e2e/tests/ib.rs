@@ -11,9 +11,9 @@ const SIZES: &str = "0,1,16,113,5001,64K+1,1M+7";
 const SMALL: &str = "1,7,8,16,31,32,63,64,65,100,127,128,129,200,255,256";
 
 fn machine(import: bool) -> Device {
-    let import = if import { "yes" } else { "no" };
+    let kind = if import { "import" } else { "" };
     let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2");
-    Device::Software(node.with("SOFT_GAUDI_IMPORT", import))
+    Device::Software(node.with("SOFT_GAUDI_KIND", kind))
 }
 
 fn client(device: &Device, words: &str) -> Tool {

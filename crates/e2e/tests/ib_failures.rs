@@ -8,7 +8,7 @@ const WORDS: &str = "pair --plain --ops tag,am,put,get --sizes 1,113,64K+1,2M+7 
                      --mem gaudi:gaudi,host:gaudi,gaudi:host";
 
 fn machine() -> SoftNode {
-    SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2").with("SOFT_GAUDI_IMPORT", "no")
+    SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2")
 }
 
 fn client(device: &Device, words: &str) -> Tool {
@@ -107,4 +107,46 @@ fn an_hca_on_the_other_numa_node_is_left_alone() {
 fn rails(fabric: &Fabric) -> [u64; 2] {
     let bench = Workbench::from_env();
     [0, 1].map(|hca| fabric.port(bench.layout(), hca, "xmit_bytes").expect("a counter"))
+}
+
+/// Requests that are lost are repeated, for some seconds.
+#[test]
+fn a_rail_that_fails_in_a_transfer_and_comes_back_loses_nothing() {
+    let fabric = two_rails().with("SOFT_RDMA_MODEL", "bandwidth=400,latency=5");
+    let device = Device::Software(machine());
+    let words = "pair --plain --ops tag,put --sizes 16M+5 --iters 6 --mem gaudi:gaudi";
+    let tool = fabric.under(client(&device, words).env("UCX_MAX_RMA_RAILS", "2"));
+    let running = tool.start();
+    let port = fabric.folder().join("node/ports-1/softrdma1");
+    let layout = Workbench::from_env().layout().clone();
+    let carried = || fabric.port(&layout, 1, "xmit_bytes").unwrap_or(0);
+    assert!(running.wait_until(|_| carried() > 20 << 20), "the second rail was not used");
+    std::fs::write(&port, "down").expect("the port's file");
+    std::thread::sleep(std::time::Duration::from_millis(700));
+    std::fs::write(&port, "up").expect("the port's file");
+    let end = running.finish(tool.time_limit()).ok();
+    assert!(end.stdout.contains("4 passed, 0 failed"), "{}", end.report());
+    let counters = fabric.counters().expect("counters");
+    assert!(counters.get("retries") > 0, "the port was not down in a transfer: {counters:?}");
+}
+
+/// One that does not come back ends the endpoint: the program learns it, nothing hangs, no byte is wrong.
+#[test]
+fn a_rail_that_stays_down_is_an_error_of_the_endpoint() {
+    let fabric = two_rails().with("SOFT_RDMA_FAIL", "1@30000000");
+    let device = Device::Software(machine());
+    let words = "pair --plain --ops tag --sizes 16M+5 --iters 4 --mem gaudi:gaudi --peer-errors";
+    let tool = client(&device, words).env("UCX_RC_TIMEOUT", "50ms").env("UCX_RC_RETRY_COUNT", "3");
+    let end = fabric.under(tool).run();
+    assert!(!end.success() && !end.crashed(), "{}", end.report());
+    assert!(end.stdout.contains("Endpoint timeout"), "{}", end.report());
+}
+
+#[test]
+fn a_killed_peer_is_noticed_by_the_active_side_over_rc() {
+    let (fabric, device) = (Fabric::new(), Device::Software(machine()));
+    let words = "peer-errors --ops put,get --sizes 16M --mem gaudi:gaudi";
+    let tool = client(&device, words).env("UCX_RC_TIMEOUT", "50ms");
+    let tool = tool.env("UCX_RC_RETRY_COUNT", "3").env("UCX_KEEPALIVE_INTERVAL", "1s");
+    fabric.under(tool).run().ok();
 }

@@ -6,7 +6,8 @@ use e2e::rdma::{Fabric, TwoNodes};
 use e2e::{Device, Finished, SoftNode, Tool};
 
 fn machine() -> Device {
-    Device::Software(SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2"))
+    let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2");
+    Device::Software(node.with("SOFT_GAUDI_KIND", "import"))
 }
 
 /// InfiniBand alone, and the card's own copies.

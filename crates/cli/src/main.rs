@@ -7,10 +7,13 @@
 mod check_card;
 mod doctor;
 mod driver;
+mod explain;
 mod failure;
 mod info;
 mod output;
 mod prefix;
+#[allow(dead_code, reason = "the end-to-end tests use all of it")]
+mod protocols;
 mod report;
 mod run;
 mod stats;
@@ -74,6 +77,11 @@ enum Command {
     /// For cards on which the plugin never ran. Takes the card for some seconds. Stops before anything that
     /// may hang an engine, unless --may-reset. Send back the report of --save FILE.
     CheckCard(check_card::Options),
+    /// Say which protocol UCX uses for an operation, in plain words
+    ///
+    /// Does the operation once between two processes, with the UCX on the loader path or of --ucx, and the
+    /// settings in the environment. Takes a card for each side with Gaudi memory.
+    Explain(explain::Options),
     /// Show the counters of running processes
     Stats(stats::Options),
     /// Show what running processes do with their Gaudis, again and again
@@ -146,6 +154,7 @@ fn dispatch(cli: Cli) -> Result<Exit, Failure> {
         Command::Probe { what } => Ok(doctor::answer(&what)),
         Command::Topo => topo::run(&on_card(context)?),
         Command::CheckCard(options) => check_card::run(&on_card(context)?, &options),
+        Command::Explain(options) => explain::run(&on_card(context)?, &options),
         Command::Stats(options) => stats::run(&context, &options),
         Command::Top(options) => stats::top(&context, &options),
         Command::Trace(options) => trace::run(&context, &options),

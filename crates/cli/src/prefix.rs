@@ -35,6 +35,11 @@ impl Prefix {
         self.there("lib/ucx-gaudi/soft/gaudi", "libhl-thunk.so")
     }
 
+    /// A program that is installed beside this one.
+    pub(crate) fn program(&self, name: &str) -> Result<PathBuf, Failure> {
+        Ok(self.there("bin", name)?.join(name))
+    }
+
     /// A folder of the installation that must contain this file.
     fn there(&self, folder: &str, file: &str) -> Result<PathBuf, Failure> {
         let path = self.0.join(folder);

@@ -188,3 +188,12 @@ fn completions_and_manual_pages_name_every_command() {
         assert!(folder.join(page).exists(), "{page}");
     }
 }
+
+#[test]
+fn explain_refuses_what_it_cannot_ask() {
+    let tool = Installed::new();
+    tool.run("explain tag gaudi cuda 8").fails(2, &["host, gaudi"]);
+    tool.run("explain tag gaudi host 8X").fails(2, &["64K"]);
+    tool.run("explain swap gaudi host 8").fails(2, &["tag, am, stream, put, get"]);
+    tool.run("explain tag gaudi host 8").fails(3, &["ucp-check is not there", "one prefix"]);
+}

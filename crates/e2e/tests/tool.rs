@@ -126,6 +126,27 @@ fn check_card_registers_memory_with_a_software_hca() {
 }
 
 #[test]
+fn explain_tells_the_protocol_in_words() {
+    let bench = Workbench::from_env();
+    let explain = |words: &str, device: &Device| tool(Ucx::V1_22, device, words);
+    let device = Device::software();
+    let told = json(&explain("explain tag gaudi gaudi 4M --json", &device).ok());
+    assert_eq!(told["size"], 4 << 20);
+    let steps = told["steps"].as_array().expect("a list");
+    assert_eq!((steps.len(), &steps[0]["who"]), (2, &"sender".into()), "{told:#}");
+    assert!(steps[1]["transports"].as_str().expect("text").contains("gaudi_ipc"), "{told:#}");
+    // Without import put is emulated, unless it is told to be pipelined.
+    let staged = Device::Software(SoftNode::unique().with("SOFT_GAUDI_IMPORT", "no"));
+    let told = json(&explain("explain put gaudi gaudi 1M --json", &staged).ok());
+    let advice = told["advice"].to_string();
+    assert!(advice.contains("--tuned") && advice.contains("gaudi_ipc"), "{told:#}");
+    let old = format!("explain put host gaudi 8 --ucx {}", bench.layout().old_ucx().display());
+    let refused = explain(&old, &device);
+    assert_eq!(refused.status.and_then(|status| status.code()), Some(3), "{}", refused.report());
+    assert!(refused.stderr.contains("remedy:"), "{}", refused.report());
+}
+
+#[test]
 fn installation_that_was_moved_still_works() {
     let bench = Workbench::from_env();
     let prefix = std::env::temp_dir().join(format!("e2e-moved-{}", std::process::id()));

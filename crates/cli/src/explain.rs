@@ -1,0 +1,352 @@
+//! `ucx-gaudi explain`: which protocol UCP uses for an operation, and why, in plain words.
+//!
+//! UCX decides when endpoints are there and memory is known, so it is asked in the act: two processes of
+//! `ucp-check` do the operation once, with `UCX_PROTO_INFO=y`, and their tables are read.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use clap::{Args, ValueEnum};
+use serde_json::json;
+
+use crate::Context;
+use crate::failure::{Exit, Failure};
+use crate::output::{DIM, print_json, size};
+use crate::protocols::{Choice, Protocols};
+
+/// Options of `explain`.
+#[derive(Debug, Args)]
+pub(crate) struct Options {
+    /// What is done
+    #[arg(value_enum)]
+    operation: Operation,
+    /// Where the data is
+    #[arg(value_enum)]
+    source: Memory,
+    /// Where it goes to
+    #[arg(value_enum)]
+    destination: Memory,
+    /// Bytes, such as 8, 64K or 4M
+    #[arg(value_parser = bytes)]
+    size: usize,
+    /// Folder with libucp, or the prefix of a UCX; default: what the loader path finds
+    #[arg(long, value_name = "DIR")]
+    ucx: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Operation {
+    /// ucp_tag_send and ucp_tag_recv
+    Tag,
+    /// ucp_am_send
+    Am,
+    /// ucp_stream_send and ucp_stream_recv
+    Stream,
+    /// ucp_put
+    Put,
+    /// ucp_get
+    Get,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Memory {
+    /// Host memory
+    Host,
+    /// Memory of a Gaudi
+    Gaudi,
+}
+
+/// Largest message that is tried.
+const LARGEST: usize = 1 << 30;
+
+fn bytes(text: &str) -> Result<usize, String> {
+    let digits = text.trim_end_matches(|letter: char| letter.is_ascii_alphabetic());
+    let shift = match text[digits.len()..].to_ascii_lowercase().as_str() {
+        "" | "b" => 0,
+        "k" | "kib" => 10,
+        "m" | "mib" => 20,
+        "g" | "gib" => 30,
+        _ => return Err(String::from("write bytes as 8, 64K or 4M")),
+    };
+    let number = digits.parse::<usize>().ok().and_then(|number| number.checked_mul(1 << shift));
+    let number = number.filter(|number| *number <= LARGEST);
+    number.ok_or_else(|| String::from("write bytes as 8, 64K or 4M, up to 1G"))
+}
+
+impl Operation {
+    fn word(self) -> &'static str {
+        match self {
+            Operation::Tag => "tag",
+            Operation::Am => "am",
+            Operation::Stream => "stream",
+            Operation::Put => "put",
+            Operation::Get => "get",
+        }
+    }
+
+    /// The operation in UCX's words, devices left out.
+    fn title(self, source: Memory, destination: Memory) -> String {
+        let (from, to) = (source.near(), destination.far());
+        match self {
+            Operation::Tag => format!("tagged message by ucp_tag_send* from {from}"),
+            Operation::Am => format!("active message by ucp_am_send* from {from}"),
+            Operation::Stream => format!("stream message by ucp_stream_send* from {from}"),
+            Operation::Put => format!("remote memory write by ucp_put* from {from} to {to}"),
+            Operation::Get => {
+                let (into, from) = (destination.near(), source.far());
+                format!("remote memory read by ucp_get* into {into} from {from}")
+            }
+        }
+    }
+}
+
+impl Memory {
+    fn word(self) -> &'static str {
+        match self {
+            Memory::Host => "host",
+            Memory::Gaudi => "gaudi",
+        }
+    }
+
+    /// As UCX names memory of the process itself.
+    fn near(self) -> &'static str {
+        match self {
+            Memory::Host => "host memory",
+            Memory::Gaudi => "gaudi",
+        }
+    }
+
+    /// As UCX names memory of the peer.
+    fn far(self) -> &'static str {
+        self.word()
+    }
+}
+
+/// One step of the answer.
+struct Step {
+    who: &'static str,
+    choice: Choice,
+}
+
+/// Asks UCX and explains.
+pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure> {
+    let protocols = ask(context, options)?;
+    let Options { operation, source, destination, size: len, .. } = *options;
+    let title = operation.title(source, destination);
+    let steps = steps(&protocols, &title, source, destination, len);
+    if steps.is_empty() {
+        let known: Vec<&str> = protocols.operations().map(|(_, operation)| operation).collect();
+        return Err(Failure::unable(
+            format!("UCX told nothing about \"{title}\" between two processes"),
+            format!("it told about: {}", known.join("; ")),
+        ));
+    }
+    if context.json {
+        let steps: Vec<_> = steps
+            .iter()
+            .map(|Step { who, choice }| {
+                json!({
+                    "who": who, "protocol": choice.protocol, "transports": choice.transports,
+                    "from": choice.sizes.start(), "to": choice.sizes.end(), "words": words(choice),
+                })
+            })
+            .collect();
+        print_json(
+            &json!({"operation": title, "size": len, "steps": steps, "advice": advice(&protocols, &title, len)}),
+        );
+        return Ok(Exit::Fine);
+    }
+    let word = operation.word();
+    println!(
+        "{word} of {} from {} to {} memory, between two processes of this host:",
+        size(len as u64),
+        source.word(),
+        destination.word()
+    );
+    for Step { who, choice } in &steps {
+        let (from, to) = (choice.sizes.start(), choice.sizes.end());
+        let to = if *to == usize::MAX { String::from("any size") } else { size(*to as u64) };
+        let over = if choice.transports.is_empty() { "" } else { " over " };
+        println!("\n  {who}: {}{over}{}", choice.protocol, choice.transports);
+        anstream::println!("  {DIM}from {} to {to}{DIM:#}", size(*from as u64));
+        for line in words(choice) {
+            println!("  - {line}");
+        }
+    }
+    for line in advice(&protocols, &title, len) {
+        println!("\n  → {line}");
+    }
+    Ok(Exit::Fine)
+}
+
+/// What the sender does, and if the receiver decides on the rest, what that does.
+fn steps(
+    protocols: &Protocols,
+    title: &str,
+    source: Memory,
+    destination: Memory,
+    len: usize,
+) -> Vec<Step> {
+    let scope = "intra-node";
+    let Some(first) = protocols.choice(scope, title, len) else { return Vec::new() };
+    let who = if title.starts_with("remote memory") { "initiator" } else { "sender" };
+    let mut steps = vec![Step { who, choice: first.clone() }];
+    if first.depends {
+        let fetch =
+            format!("rendezvous data fetch into {} from {}", destination.near(), source.far());
+        let send = format!("rendezvous data send from {} to {}", source.near(), destination.far());
+        let receiver = protocols.choice(scope, &fetch, len);
+        steps.extend(receiver.map(|choice| Step { who: "receiver", choice: choice.clone() }));
+        if receiver.is_some_and(|choice| choice.depends) {
+            let sender = protocols.choice(scope, &send, len);
+            steps.extend(sender.map(|choice| Step { who: "sender then", choice: choice.clone() }));
+        }
+    }
+    steps
+}
+
+/// UCX's words, and what they mean.
+const GLOSSARY: &[(&str, &str)] = &[
+    ("eager", "the data is sent at once, with the message"),
+    ("rendezvous", "the sender announces the message; the data moves when the receiver is ready"),
+    ("short", "the CPU writes the data into the packet"),
+    ("copy-in", "the data is copied into a send buffer first"),
+    ("copy-out", "and out of a receive buffer at the other side"),
+    ("zero-copy", "the data moves without a copy in between"),
+    ("read from remote", "the receiver reads it from the sender's memory"),
+    ("write to remote", "the sender writes it into the receiver's memory"),
+    ("frag", "in pieces, through buffers of the memory named"),
+    ("pipeline", "in pieces, several of them under way at once"),
+    ("mapped remote memory", "the receiver maps the sender's memory and copies from it"),
+    (
+        "software emulation",
+        "the peer's CPU takes part: slow, and only while the peer makes progress",
+    ),
+    ("gaudi_ipc", "gaudi_ipc: the card copies to or from the other process's card memory itself"),
+    ("gaudi_cpy", "gaudi_cpy: the card's DMA engine copies between host memory and card"),
+    ("gaudi_gdr", "gaudi_gdr: the card's DMA engine copies between host memory and card"),
+    ("sysv", "sysv: shared host memory"),
+    ("posix", "posix: shared host memory"),
+    ("cma", "cma: the kernel copies between the processes' host memory"),
+    ("tcp", "tcp: the host's network stack"),
+    ("rc_", "rc: an HCA moves the data"),
+    ("ud_", "ud: an HCA moves the data, in packets that the CPU handles"),
+    ("self/", "self: within the process"),
+];
+
+/// What the choice means.
+fn words(choice: &Choice) -> Vec<&'static str> {
+    let text = format!("{} {}", choice.protocol, choice.transports);
+    GLOSSARY.iter().filter(|(word, _)| text.contains(word)).map(|(_, meaning)| *meaning).collect()
+}
+
+/// What could be better.
+fn advice(protocols: &Protocols, title: &str, len: usize) -> Vec<&'static str> {
+    let Some(choice) = protocols.choice("intra-node", title, len) else { return Vec::new() };
+    let mut advice = Vec::new();
+    if choice.protocol.contains("software emulation") {
+        advice
+            .push("`ucx-gaudi run --tuned` sets UCX_RMA_PPLN_ENABLE=y, which avoids the emulation");
+    }
+    // Streams never use it.
+    let may_use_ipc = title.contains("gaudi") && !title.starts_with("stream");
+    if may_use_ipc && !protocols.name_transport("gaudi_ipc") {
+        advice.push(
+            "gaudi_ipc is not used at all: the driver imports no dma-bufs, or UCX_TLS leaves it out (`ucx-gaudi doctor`)",
+        );
+    }
+    advice
+}
+
+/// Has two processes do it, and reads what they log.
+fn ask(context: &Context, options: &Options) -> Result<Protocols, Failure> {
+    let checker = context.prefix.program("ucp-check")?;
+    let folder = Folder::new()?;
+    let mut command = Command::new(checker);
+    command.args(["pair", "--plain", "--one-way", "--ops", options.operation.word()]);
+    let memory = format!("{}:{}", options.source.word(), options.destination.word());
+    command.args(["--mem", &memory, "--sizes", &options.size.to_string()]);
+    if let Some(ucx) = &options.ucx {
+        command.arg("--ucx").arg(ucx);
+    }
+    command.env("UCX_PLUGIN_PATH", context.prefix.plugins()?);
+    command.env("UCX_PROTO_INFO", "y").env("UCX_LOG_FILE", folder.0.join("%p"));
+    let output = command.stdin(Stdio::null()).output().map_err(|error| {
+        Failure::unable(format!("cannot run ucp-check: {error}"), "install all of ucx-gaudi")
+    })?;
+    let logs = std::fs::read_dir(&folder.0).into_iter().flatten().flatten();
+    let texts = logs.filter_map(|log| std::fs::read(log.path()).ok());
+    let each = texts.map(|text| Protocols::parse(&String::from_utf8_lossy(&text)));
+    let protocols = Protocols::merged(each);
+    if output.status.success() && !protocols.is_empty() {
+        return Ok(protocols);
+    }
+    let text = String::from_utf8_lossy(&output.stdout);
+    // `FAIL  process 0: why; process 1: why`
+    let reason = text.lines().find_map(|line| line.strip_prefix("FAIL"));
+    let reason = reason.and_then(|line| line.split("; process 1:").next()).or(text.lines().last());
+    Err(Failure::unable(
+        format!("UCX did not do it: {}", reason.unwrap_or("without a word").trim()),
+        "name a UCX with --ucx DIR; `ucx-gaudi doctor` says what is missing",
+    ))
+}
+
+/// A folder that goes when this does.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Result<Self, Failure> {
+        let folder = std::env::temp_dir().join(format!("ucx-gaudi-explain-{}", std::process::id()));
+        std::fs::create_dir(&folder).map(|()| Self(folder.clone())).map_err(|error| {
+            Failure::unable(
+                format!("cannot create {}: {error}", folder.display()),
+                "set TMPDIR to a folder that you may write to",
+            )
+        })
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(Path::new(&self.0));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LOG: &str = "\
+[1.0] [vm:1:0]   | ucp_context_0 intra-node cfg#2 |
+[1.0] [vm:1:0]   | tagged message by ucp_tag_send* from gaudi/GAUDI_1 |
+[1.0] [vm:1:0]   |     1..8248 | eager copy-in copy-out | sysv/memory |
+[1.0] [vm:1:0]   |   8249..inf | (?) rendezvous zero-copy read from remote | gaudi_ipc/gaudi_ipc |
+[1.0] [vm:2:0]   | ucp_context_0 intra-node cfg#2 |
+[1.0] [vm:2:0]   | rendezvous data fetch into gaudi/GAUDI_0 from gaudi |
+[1.0] [vm:2:0]   |   1..inf | zero-copy read from remote | gaudi_ipc/gaudi_ipc |
+";
+
+    #[test]
+    fn the_receiver_is_asked_where_it_decides() {
+        let protocols = Protocols::parse(LOG);
+        let title = Operation::Tag.title(Memory::Gaudi, Memory::Gaudi);
+        let who = |len| {
+            let steps = steps(&protocols, &title, Memory::Gaudi, Memory::Gaudi, len);
+            steps.iter().map(|step| step.who).collect::<Vec<_>>()
+        };
+        assert_eq!(who(100), ["sender"]);
+        assert_eq!(who(1 << 20), ["sender", "receiver"]);
+        let large = steps(&protocols, &title, Memory::Gaudi, Memory::Gaudi, 1 << 20);
+        let meaning = words(&large[1].choice);
+        assert!(meaning.iter().any(|words| words.starts_with("gaudi_ipc:")), "{meaning:?}");
+        assert!(advice(&protocols, &title, 100).is_empty());
+    }
+
+    #[test]
+    fn sizes_are_read_or_refused() {
+        assert_eq!((bytes("8"), bytes("64K"), bytes("4MiB")), (Ok(8), Ok(65536), Ok(4 << 20)));
+        for wrong in ["", "K", "8X", "-1", "2G", "99999999999999999999"] {
+            assert!(bytes(wrong).is_err(), "{wrong}");
+        }
+    }
+}

@@ -6,12 +6,15 @@
 //! HCA that cannot reach its card by PCI peer-to-peer with `EPERM`.
 
 use std::os::fd::BorrowedFd;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 use soft_gaudi::dmabuf::Exported;
 
 use crate::config::{self, DmabufSupport};
+use crate::hca::events::lock;
 use crate::hca::memory::{Backing, Memory};
 use crate::placement::Place;
 use crate::wire::Segment;
@@ -23,10 +26,21 @@ struct Mapping {
 
 impl Memory for Mapping {}
 
-impl Memory for Exported {
+/// Memory of a card. To ask whether it was reset takes a system call, so it is asked now and then: a reset
+/// takes longer than that.
+struct CardMemory {
+    exported: Exported,
+    asked: Mutex<(Instant, bool)>,
+}
+
+impl Memory for CardMemory {
     /// A reset of the card ends every mapping of its memory.
     fn is_valid(&self) -> bool {
-        !self.was_reset()
+        let mut asked = lock(&self.asked);
+        if asked.0.elapsed() >= Duration::from_micros(100) {
+            *asked = (Instant::now(), !self.exported.was_reset());
+        }
+        asked.1
     }
 }
 
@@ -59,7 +73,8 @@ pub(super) fn import(
                 addr: range.ptr as u64,
                 len: range.len,
             };
-            (exported.ranges().iter().map(piece).collect(), Box::new(exported))
+            let pieces = exported.ranges().iter().map(piece).collect();
+            (pieces, Box::new(CardMemory { exported, asked: Mutex::new((Instant::now(), true)) }))
         }
         Err(Errno::INVAL) => map(fd)?,
         Err(error) => return Err(error),

@@ -144,6 +144,8 @@ fn memory_of_a_card_that_was_reset_is_not_reached_any_more() {
     assert_eq!(Send::new(IBV_WR_RDMA_WRITE, 1, &[local.all()]).remote(0, key).post(&a), 0);
     assert_eq!(device.wait().status, IBV_WC_SUCCESS);
     card.reset();
+    // The HCA asks every 100 us.
+    std::thread::sleep(std::time::Duration::from_millis(1));
     assert_write_fails(&device, key, IBV_WC_REM_ACCESS_ERR);
     deregister(mr);
 }

@@ -5,7 +5,6 @@
 
 use std::path::PathBuf;
 use std::process::Command;
-use std::time::Duration;
 
 use e2e::{Device, SoftNode, Ucx, Workbench};
 use ucp_check::buffer::Buffer;
@@ -96,7 +95,7 @@ fn the_program_that_forks() {
         return;
     };
     let path = PathBuf::from(std::env::var_os("UCX_GAUDI_TEST_UCP").expect("set by the test"));
-    let watch = || Watchdog::start("fork", Duration::from_secs(60));
+    let watch = || Watchdog::start("fork", 60.0);
     let passed = if scene == "before" {
         // The driver library and the plugin are loaded, UCP looked for cards: nothing was opened.
         drop(start(&path, &watch()));

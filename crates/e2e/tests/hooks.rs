@@ -9,7 +9,6 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use e2e::{Device, Layout, Ucx, Workbench};
 use ucp_check::client::Client;
@@ -283,7 +282,7 @@ fn the_application() {
     let early = early.map(|driver| driver.map(LEN as u64));
 
     let ucx = ucp::Ucx::load(path.parent()).expect("UCX loads");
-    let watchdog = Watchdog::start("application", Duration::from_secs(60));
+    let watchdog = Watchdog::start("application", 60.0);
     let options = WorkerOptions::default();
     let client = Client::new(ucx, Features::ALL, options, &watchdog).expect("UCP starts");
     if scene == "use no card" {

@@ -4,7 +4,6 @@
 use std::ffi::CString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
 
 use e2e::{Device, Ucx, Workbench};
 use ucp_check::buffer::Buffer;
@@ -66,7 +65,7 @@ fn allocates_and_copies() {
         assert!(!handle.is_null(), "{file:?} does not load");
     }
     let ucx = ucp::Ucx::load(path.parent()).expect("UCX loads");
-    let watchdog = Watchdog::start("loading", Duration::from_secs(60));
+    let watchdog = Watchdog::start("loading", 60.0);
     let options = WorkerOptions::default();
     let client = Client::new(ucx, Features::ALL, options, &watchdog).expect("UCP starts");
     for body in [8, 100_000, 3 << 20] {

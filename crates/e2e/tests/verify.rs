@@ -129,13 +129,6 @@ fn multi_threaded_worker() {
 }
 
 #[test]
-fn allocations_of_many_sizes() {
-    for ucx in Ucx::ALL {
-        passes(ucx, "alloc");
-    }
-}
-
-#[test]
 fn host_only_program_with_the_plugin_loaded() {
     for ucx in Ucx::ALL {
         passes(ucx, "host-only --max 1M");

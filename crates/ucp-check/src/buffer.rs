@@ -52,12 +52,10 @@ impl Buffer {
         Ok(buffer)
     }
 
-    /// The message part, as an operand.
     pub fn body(&self, layout: Layout) -> Span {
         self.region.span(self.offset + layout.before, layout.body)
     }
 
-    /// For a peer's put and get.
     pub fn pack(&self) -> Result<PackedRegion> {
         Ok(PackedRegion { address: self.address(), length: self.length, ..self.region.pack()? })
     }
@@ -71,17 +69,14 @@ impl Buffer {
         unsafe { self.region.unmap() }
     }
 
-    /// Length of the buffer.
     pub fn length(&self) -> usize {
         self.length
     }
 
-    /// Address of the buffer.
     pub fn address(&self) -> u64 {
         self.region.address() + self.offset as u64
     }
 
-    /// Makes the whole buffer look like `image`.
     pub fn fill(&self, client: &Client, image: &Image) -> Result<()> {
         assert_eq!(image.total(), self.length);
         let (host, start) = self.host_side();

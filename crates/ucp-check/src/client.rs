@@ -38,7 +38,8 @@ impl Client {
             Ok(Worker::new(&context, options)?)
         };
         let worker = make(features)?;
-        let staging = if features.rma() { worker.clone() } else { make(Features::RMA)? };
+        let staging =
+            if features.has(Features::RMA) { worker.clone() } else { make(Features::RMA)? };
         Client::with(worker, staging, watchdog)
     }
 
@@ -59,17 +60,14 @@ impl Client {
         Client { watchdog: watchdog.clone(), ..self.clone() }
     }
 
-    /// The worker under test.
     pub fn worker(&self) -> &Worker {
         &self.worker
     }
 
-    /// The UCX it runs on.
     pub fn ucx(&self) -> &'static Ucx {
         self.worker.context().ucx()
     }
 
-    /// Says what is being done, for the watchdog.
     pub fn step(&self, what: impl std::fmt::Display) {
         self.watchdog.step(what);
     }
@@ -120,7 +118,6 @@ impl Client {
         Ok(())
     }
 
-    /// Waits for one operation of the worker under test.
     pub fn finish(&self, request: Request) -> Result<usize> {
         Ok(self.worker.finish(request)?)
     }

@@ -11,14 +11,12 @@ use std::io::{ErrorKind, Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 
-/// One end of the channel.
 pub struct Control {
     socket: UnixStream,
     received: Vec<u8>,
 }
 
 impl Control {
-    /// Takes a connected socket.
     pub fn new(socket: UnixStream) -> Result<Control> {
         socket.set_nonblocking(true).context("control socket")?;
         Ok(Control { socket, received: Vec::new() })
@@ -51,7 +49,6 @@ impl Control {
         }
     }
 
-    /// Sends a message and waits for the peer's counterpart.
     pub fn exchange<T: Serialize + DeserializeOwned>(
         &mut self,
         worker: &Worker,
@@ -61,7 +58,6 @@ impl Control {
         self.receive(worker)
     }
 
-    /// Returns when both have arrived at `step`.
     pub fn barrier(&mut self, worker: &Worker, step: u64) -> Result<()> {
         let theirs = self.exchange(worker, &step)?;
         if theirs != step {

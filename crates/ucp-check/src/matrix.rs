@@ -4,13 +4,14 @@
 
 use crate::pattern::mix;
 use crate::ucp::{Features, Memory};
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
 /// One way of moving a message.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Op {
     /// Tag send to a posted receive.
@@ -36,71 +37,47 @@ pub enum Op {
 }
 
 impl Op {
-    /// Every operation, its name, and the plain operation that it is (a variant of).
-    const TABLE: [(Op, &'static str, Op); 10] = [
-        (Op::Tag, "tag", Op::Tag),
-        (Op::TagUnexpected, "tag-unexpected", Op::Tag),
-        (Op::TagMany, "tag-many", Op::Tag),
-        (Op::TagTruncated, "tag-truncated", Op::Tag),
-        (Op::Stream, "stream", Op::Stream),
-        (Op::Am, "am", Op::Am),
-        (Op::AmEager, "am-eager", Op::Am),
-        (Op::AmRndv, "am-rndv", Op::Am),
-        (Op::Put, "put", Op::Put),
-        (Op::Get, "get", Op::Get),
-    ];
     /// The five an application knows; the others are variants.
     pub const PLAIN: [Op; 5] = [Op::Tag, Op::Stream, Op::Am, Op::Put, Op::Get];
+    /// What workers shared by several threads or peers can tell apart.
+    pub const KEYED: [Op; 3] = [Op::Tag, Op::Put, Op::Get];
 
     /// The plain operation that this one is (a variant of).
     pub fn group(self) -> Op {
-        Op::TABLE[self as usize].2
+        match self {
+            Op::TagUnexpected | Op::TagMany | Op::TagTruncated => Op::Tag,
+            Op::AmEager | Op::AmRndv => Op::Am,
+            plain => plain,
+        }
     }
 
     /// A plain operation with its variants, or a variant alone.
     pub fn variants(self) -> impl Iterator<Item = Op> {
-        let rows = Op::TABLE.into_iter();
-        rows.filter(move |&(op, _, group)| op == self || group == self).map(|(op, ..)| op)
+        let all = Op::value_variants().iter().copied();
+        all.filter(move |op| *op == self || op.group() == self)
     }
 
     /// Put and get need no receiver.
     pub fn one_sided(self) -> bool {
         matches!(self, Op::Put | Op::Get)
     }
-
-    /// Nothing can be truncated from nothing.
-    fn applies_to(self, size: usize) -> bool {
-        self != Op::TagTruncated || size > 0
-    }
 }
 
 impl fmt::Display for Op {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(Op::TABLE[*self as usize].1)
-    }
-}
-
-impl FromStr for Op {
-    type Err = String;
-    fn from_str(s: &str) -> Result<Self, String> {
-        let found = Op::TABLE.iter().find(|(_, name, _)| *name == s);
-        let known = || Op::TABLE.map(|(_, name, _)| name).join(", ");
-        found.map(|(op, ..)| *op).ok_or_else(|| format!("unknown operation '{s}': {}", known()))
+        self.serialize(f)
     }
 }
 
 /// Memory on the sending and on the receiving side.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
-#[allow(missing_docs)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub struct Pair {
     pub src: Memory,
     pub dst: Memory,
 }
 
 impl Pair {
-    /// Host to host.
     pub const HOST: Pair = Pair { src: Memory::Host, dst: Memory::Host };
-    /// Gaudi to Gaudi.
     pub const GAUDI: Pair = Pair { src: Memory::Gaudi, dst: Memory::Gaudi };
     /// The four pairs of host and Gaudi.
     pub const ALL: [Pair; 4] = [
@@ -120,44 +97,37 @@ impl fmt::Display for Pair {
 impl FromStr for Pair {
     type Err = String;
     fn from_str(s: &str) -> Result<Self, String> {
-        let (src, dst) = s.split_once(':').ok_or_else(|| {
-            format!("'{s}' is no memory pair: SOURCE:DESTINATION, e.g. host:gaudi")
-        })?;
-        Ok(Pair { src: src.parse()?, dst: dst.parse()? })
-    }
-}
-
-/// A number of bytes as users write it: `65537`, `64K`, `4M+13`, `1M-1`.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub struct Size(pub usize);
-
-impl FromStr for Size {
-    type Err = String;
-    fn from_str(s: &str) -> Result<Self, String> {
-        let size = match s.find(['+', '-']) {
-            None => units(s),
-            Some(at) => units(&s[..at]).zip(units(&s[at + 1..])).and_then(|(base, more)| {
-                if s[at..].starts_with('+') {
-                    base.checked_add(more)
-                } else {
-                    base.checked_sub(more)
-                }
-            }),
-        };
-        size.map(Size).ok_or_else(|| {
-            format!("'{s}' is no size: a number with K, M or G, e.g. 65537, 64K, 4M+13")
+        let found = Pair::ALL.into_iter().find(|pair| pair.to_string() == s);
+        found.ok_or_else(|| {
+            format!("SOURCE:DESTINATION of host and gaudi, e.g. host:gaudi, not '{s}'")
         })
     }
 }
 
-fn units(s: &str) -> Option<usize> {
-    let (digits, shift) = match s.as_bytes().last()?.to_ascii_uppercase() {
-        b'K' => (&s[..s.len() - 1], 10),
-        b'M' => (&s[..s.len() - 1], 20),
-        b'G' => (&s[..s.len() - 1], 30),
-        _ => (s, 0),
+/// A number of bytes as users write it: `65537`, `64K`, `4M+13`, `1M-1`.
+pub fn size(text: &str) -> Result<usize, String> {
+    let units = |text: &str| {
+        let digits = text.trim_end_matches(['K', 'M', 'G', 'k', 'm', 'g']);
+        let shift = match text[digits.len()..].to_ascii_uppercase().as_str() {
+            "" => 0,
+            "K" => 10,
+            "M" => 20,
+            "G" => 30,
+            _ => return None,
+        };
+        digits.parse::<usize>().ok()?.checked_mul(1 << shift)
     };
-    digits.parse::<usize>().ok()?.checked_mul(1 << shift)
+    let size = match text.find(['+', '-']) {
+        None => units(text),
+        Some(at) => units(&text[..at]).zip(units(&text[at + 1..])).and_then(|(base, more)| {
+            if text[at..].starts_with('+') {
+                base.checked_add(more)
+            } else {
+                base.checked_sub(more)
+            }
+        }),
+    };
+    size.ok_or_else(|| format!("a number with K, M or G, e.g. 65537, 64K, 4M+13, not '{text}'"))
 }
 
 /// Empty to 64 MiB; around the sizes where UCX changes protocol; mostly odd.
@@ -168,7 +138,7 @@ pub const SIZES: [usize; 24] = [
 ];
 
 /// What is done wrong on purpose in each transfer: the check must report every case.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize, clap::ValueEnum)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize, ValueEnum)]
 pub enum Sabotage {
     /// The last byte of what was received is changed.
     Message,
@@ -182,55 +152,59 @@ pub enum Sabotage {
     Early,
 }
 
-/// Everything both processes must agree on.
-#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+/// Everything both processes must agree on, and how users say it.
+#[derive(Clone, PartialEq, Debug, clap::Args, Serialize, Deserialize)]
 pub struct Plan {
-    /// Where UCX is.
+    #[arg(skip)]
     pub ucx: Option<PathBuf>,
-    /// Operations, variants spelled out.
+    /// Operations: tag, stream, am, put, get (each with its variants), or a variant by name
+    #[arg(long, value_delimiter = ',', hide_possible_values = true)]
     pub ops: Vec<Op>,
-    /// Memory pairs.
+    /// Only the operations named, without their variants
+    #[arg(long)]
+    pub plain: bool,
+    /// Memory pairs SOURCE:DESTINATION of host and gaudi; default: all four
+    #[arg(long = "mem", value_delimiter = ',', value_name = "SRC:DST")]
     pub pairs: Vec<Pair>,
-    /// Message sizes.
+    /// Message sizes, e.g. 0,1,7,64K,4M+13; default: 24 sizes from 0 to 64M
+    #[arg(long, value_delimiter = ',', value_parser = size)]
     pub sizes: Vec<usize>,
-    /// Makes the patterns, offsets and cuts.
+    /// Leave out sizes above this
+    #[arg(long, value_parser = size)]
+    pub max: Option<usize>,
+    /// Makes patterns, offsets and cuts
+    #[arg(long, default_value_t = 1)]
     pub seed: u64,
     /// Number of the first case: plans that share a worker must not share numbers.
+    #[arg(skip)]
     pub first_case: u64,
-    /// Timed messages per case beside the verified one; 0: none.
-    pub iterations: u32,
+    /// Timed repetitions per case beside the verified message; default: 0, with --json 10
+    #[arg(long)]
+    pub iters: Option<u32>,
+    /// Write one row per case: op, src, dst, size, ucx, latency_us, gbps, verified
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
     /// What the context asks for.
+    #[arg(skip = Features::ALL)]
     pub features: Features,
-    /// Endpoints report the death of a peer.
+    /// Context with the WAKEUP feature: sleep on the event descriptor while waiting
+    #[arg(long)]
+    pub wakeup: bool,
+    /// Endpoints with UCP_ERR_HANDLING_MODE_PEER
+    #[arg(long)]
     pub peer_errors: bool,
-    /// Process 0 sends and process 1 receives; neither has other memory than that takes.
+    /// Process 0 sends and process 1 receives: with --mem gaudi:host only process 0 has Gaudi memory
+    #[arg(long)]
     pub one_way: bool,
-    /// Pass the memory type with every operation.
+    /// Tell UCX the memory type of every buffer instead of letting it find out
+    #[arg(long)]
     pub hint: bool,
-    /// A step may take this long.
-    pub timeout_s: f64,
-    /// Test of the test.
+    /// Seconds that one step may take before it counts as hung
+    #[arg(long, default_value_t = 60.0)]
+    pub timeout: f64,
+    /// Do something wrong in every transfer: proves that the check can fail
+    #[arg(long, value_name = "WHAT")]
     pub sabotage: Option<Sabotage>,
-}
-
-impl Default for Plan {
-    fn default() -> Plan {
-        Plan {
-            ucx: None,
-            ops: Op::TABLE.map(|(op, ..)| op).to_vec(),
-            pairs: Pair::ALL.to_vec(),
-            sizes: SIZES.to_vec(),
-            seed: 1,
-            first_case: 0,
-            iterations: 0,
-            features: Features::ALL,
-            peer_errors: false,
-            one_way: false,
-            hint: false,
-            timeout_s: 60.0,
-            sabotage: None,
-        }
-    }
 }
 
 /// One message to be moved and checked.
@@ -238,11 +212,8 @@ impl Default for Plan {
 pub struct Case {
     /// Unique in its plan; makes tags and patterns unique.
     pub id: u64,
-    /// How.
     pub op: Op,
-    /// From which memory to which.
     pub pair: Pair,
-    /// How much.
     pub size: usize,
     /// Rank of the sender, 0 or 1.
     pub from: u8,
@@ -254,7 +225,6 @@ impl Case {
         mix(mix(seed ^ mix(self.id)) ^ what)
     }
 
-    /// Rank of the receiver.
     pub fn to(&self) -> u8 {
         1 - self.from
     }
@@ -268,13 +238,38 @@ impl fmt::Display for Case {
 }
 
 impl Plan {
+    /// The plan with what a subcommand does where the user said nothing, variants spelled out.
+    #[must_use]
+    pub fn or(mut self, ops: &[Op], pairs: &[Pair], sizes: &[usize]) -> Plan {
+        fn or<T: Copy>(given: &mut Vec<T>, default: &[T]) {
+            if given.is_empty() {
+                given.extend_from_slice(default);
+            }
+        }
+        or(&mut self.ops, ops);
+        or(&mut self.pairs, pairs);
+        or(&mut self.sizes, sizes);
+        if !self.plain {
+            self.ops = self.ops.iter().flat_map(|op| op.variants()).collect();
+        }
+        self.ops.sort();
+        self.ops.dedup();
+        self.sizes.retain(|&size| self.max.is_none_or(|max| size <= max));
+        self.iters = self.iters.or(self.json.is_some().then_some(10));
+        if self.wakeup {
+            self.features = self.features.with_wakeup();
+        }
+        self
+    }
+
     /// All cases, grouped by size because buffers are allocated per size.
     pub fn groups(&self) -> Vec<(usize, Vec<Case>)> {
         let mut id = self.first_case;
         let mut cases_of = |size| {
             let mut cases = Vec::new();
             for &pair in &self.pairs {
-                for &op in self.ops.iter().filter(|op| op.applies_to(size)) {
+                // Nothing can be truncated from nothing.
+                for &op in self.ops.iter().filter(|op| size > 0 || **op != Op::TagTruncated) {
                     for from in if self.one_way { 0..=0 } else { 0..=1 } {
                         cases.push(Case { id, op, pair, size, from });
                         id += 1;
@@ -286,69 +281,90 @@ impl Plan {
         self.sizes.iter().map(|&size| (size, cases_of(size))).collect()
     }
 
-    /// All cases.
     pub fn cases(&self) -> impl Iterator<Item = Case> {
         self.groups().into_iter().flat_map(|(_, cases)| cases)
     }
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
+    use clap::Parser;
     use std::collections::HashSet;
 
-    fn plan() -> Plan {
-        let ops = vec![Op::Tag, Op::TagTruncated, Op::Put];
-        Plan { ops, sizes: vec![0, 1, 8], sabotage: Some(Sabotage::Guard), ..Plan::default() }
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        plan: Plan,
+    }
+
+    /// What the command line `words` asks for.
+    pub(crate) fn plan(words: &str) -> Plan {
+        let line = Line::try_parse_from(["plan"].into_iter().chain(words.split_whitespace()));
+        line.unwrap_or_else(|error| panic!("{error}")).plan.or(&Op::PLAIN, &Pair::ALL, &SIZES)
     }
 
     #[test]
     fn sizes_are_read_as_people_write_them() {
-        for (text, bytes) in [
-            ("0", 0),
-            ("65537", 65537),
-            ("64K", 65536),
-            ("4M+13", (4 << 20) + 13),
-            ("1m-1", 1048575),
-        ] {
-            assert_eq!(text.parse(), Ok(Size(bytes)), "{text}");
+        let (odd, less) = ((4 << 20) + 13, (1 << 20) - 1);
+        for (text, bytes) in
+            [("0", 0), ("65537", 65537), ("64K", 65536), ("4M+13", odd), ("1m-1", less)]
+        {
+            assert_eq!(size(text), Ok(bytes), "{text}");
         }
-        for text in ["", "K", "x", "1Q", "1-2", "-1", "99999999999999999999G"] {
-            assert!(text.parse::<Size>().is_err(), "{text}");
+        for text in ["", "K", "x", "1Q", "1KK", "1-2", "-1", "99999999999999999999G"] {
+            assert!(size(text).is_err(), "{text}");
         }
     }
 
     #[test]
-    fn names_survive_a_round_trip() {
-        for (n, (op, name, group)) in Op::TABLE.into_iter().enumerate() {
-            assert_eq!((op as usize, op.to_string().parse()), (n, Ok(op)));
-            assert_eq!(serde_json::to_string(&op).unwrap(), format!("\"{name}\""));
-            assert!(group.variants().any(|variant| variant == op) && Op::PLAIN.contains(&group));
+    fn names_are_the_same_on_the_command_line_in_json_and_in_reports() {
+        for op in Op::value_variants() {
+            let name = op.to_possible_value().unwrap().get_name().to_owned();
+            assert_eq!(op.to_string(), name);
+            assert_eq!(serde_json::to_string(op).unwrap(), format!("\"{name}\""));
+            assert!(op.group().variants().any(|variant| variant == *op));
         }
+        assert_eq!(format!("{:<5}|", Op::Am), "am   |");
         assert_eq!(Op::Am.variants().collect::<Vec<_>>(), [Op::Am, Op::AmEager, Op::AmRndv]);
         assert_eq!(Op::AmEager.variants().collect::<Vec<_>>(), [Op::AmEager]);
-        for pair in Pair::ALL {
-            assert_eq!(pair.to_string().parse(), Ok(pair));
-        }
-        assert!("host".parse::<Pair>().unwrap_err().contains("host:gaudi"));
-        assert!("cuda:host".parse::<Pair>().is_err());
+        assert_eq!(Pair::ALL.map(|pair| pair.to_string().parse()), Pair::ALL.map(Ok));
+    }
+
+    #[test]
+    fn by_default_everything_is_run_and_nothing_is_hinted() {
+        let all = plan("");
+        assert_eq!(all.ops, Op::value_variants());
+        assert!(!all.hint && all.iters.is_none() && all.sizes == SIZES && all.pairs == Pair::ALL);
+        assert_eq!(plan("--plain --ops am,tag").ops, [Op::Tag, Op::Am]);
+    }
+
+    #[test]
+    fn lists_limits_and_flags_are_taken() {
+        let plan =
+            plan("--ops tag,put --mem host:gaudi --sizes 0,7,64K,1M --max 64K --wakeup --json F");
+        assert_eq!(plan.ops, [Op::Tag, Op::TagUnexpected, Op::TagMany, Op::TagTruncated, Op::Put]);
+        assert_eq!((plan.pairs, plan.sizes), (vec![Pair::ALL[1]], vec![0, 7, 65536]));
+        assert!(plan.iters == Some(10) && plan.features.wakeup());
     }
 
     #[test]
     fn every_combination_runs_in_both_directions_with_keys_of_its_own() {
-        let cases: Vec<Case> = plan().cases().collect();
+        let words = "--plain --ops tag,tag-truncated,put --sizes 0,1,8";
+        let cases: Vec<Case> = plan(words).cases().collect();
         // 4 pairs × 2 directions × (2 operations at size 0, 3 at sizes 1 and 8)
         assert_eq!(cases.len(), 4 * 2 * (2 + 3 + 3));
         let keys: HashSet<_> =
             cases.iter().flat_map(|case| (0..4).map(|what| case.key(7, what))).collect();
         assert_eq!(keys.len(), 4 * cases.len());
-        let one_way: Vec<Case> = Plan { one_way: true, ..plan() }.cases().collect();
+        let one_way: Vec<Case> = plan(&format!("{words} --one-way")).cases().collect();
         assert!(one_way.len() == cases.len() / 2 && one_way.iter().all(|case| case.from == 0));
     }
 
     #[test]
     fn a_plan_reaches_the_other_process_unchanged() {
-        let text = serde_json::to_string(&plan()).unwrap();
-        assert_eq!(serde_json::from_str::<Plan>(&text).unwrap(), plan());
+        let plan = plan("--sizes 1 --sabotage guard --mem gaudi:host --wakeup");
+        let text = serde_json::to_string(&plan).unwrap();
+        assert_eq!(serde_json::from_str::<Plan>(&text).unwrap(), plan);
     }
 }

@@ -17,7 +17,6 @@ mod key {
 
 /// A message: where it lies in the source and in the destination, and every byte of both.
 pub struct Message {
-    /// The case it is of.
     pub case: Case,
     /// Source and destination.
     pub layouts: [Layout; 2],

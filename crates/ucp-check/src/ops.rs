@@ -9,7 +9,6 @@ use crate::ucp::{AmMode, Endpoint, RemoteKey, Request, Span, Worker};
 use crate::ucx::sys::ERR_TRUNCATED;
 use anyhow::{Context, Result, bail, ensure};
 
-/// One side of an operation in flight.
 pub trait Activity {
     /// `true` when it is complete; errors are UCX's or a wrong length.
     fn poll(&mut self) -> Result<bool>;
@@ -36,13 +35,9 @@ pub fn poll_all(activities: &mut Vec<Box<dyn Activity>>) -> Result<bool> {
 
 /// What one side of a case needs.
 pub struct Side<'a> {
-    /// The case.
     pub case: Case,
-    /// Seed of the plan.
     pub seed: u64,
-    /// The worker under test.
     pub worker: &'a Worker,
-    /// To the other side.
     pub endpoint: &'a Endpoint,
     /// The other side's buffer and the offset of the message in it, for put and get.
     pub remote: Option<(&'a RemoteKey, usize)>,
@@ -76,7 +71,6 @@ impl Side<'_> {
         self.remote.context("no remote key was exchanged")
     }
 
-    /// Starts the sender's side.
     pub fn send(&self, from: &Span) -> Result<Box<dyn Activity>> {
         let ep = self.endpoint;
         let am = |mode| ep.am_send(&self.tag(0).to_le_bytes(), from, mode);
@@ -103,7 +97,6 @@ impl Side<'_> {
         Ok(Requests::all(requests, Expected::Success))
     }
 
-    /// Starts the receiver's side.
     pub fn receive(&self, into: &Span) -> Result<Box<dyn Activity>> {
         let receive = |part: &Span, tag| self.worker.tag_receive(part, tag);
         Ok(match self.case.op {

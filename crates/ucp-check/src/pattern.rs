@@ -39,7 +39,6 @@ fn word(mixed_key: u64, offset: usize) -> u64 {
 pub enum Part {
     /// Before the message: must never change.
     GuardBefore,
-    /// The message.
     Body,
     /// The part of the body that a shorter message must leave alone.
     Unreceived,
@@ -63,9 +62,7 @@ impl fmt::Display for Part {
 pub struct Layout {
     /// Guard bytes in front; also the offset of the body, deliberately odd.
     pub before: usize,
-    /// Length of the message.
     pub body: usize,
-    /// Guard bytes behind.
     pub after: usize,
 }
 
@@ -86,7 +83,6 @@ impl Layout {
         Layout { before: GUARD + shift, body, after: GUARD + SHIFT - shift }
     }
 
-    /// Length of the whole.
     pub fn total(&self) -> usize {
         self.before + self.body + self.after
     }
@@ -138,7 +134,6 @@ impl Image {
         Image { segments }
     }
 
-    /// Length of the allocation it describes.
     pub fn total(&self) -> usize {
         self.segments.iter().map(|segment| segment.length).sum()
     }
@@ -209,15 +204,11 @@ fn note(found: &mut Option<Mismatch>, part: Part, at: usize, expected: &[u8], ac
 /// The first byte that is not what it must be.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Mismatch {
-    /// In which part of the allocation.
     pub part: Part,
     /// Offset from the start of that part; for unreceived bytes from the start of the message.
     pub offset: usize,
-    /// What it must be.
     pub expected: u8,
-    /// What it is.
     pub got: u8,
-    /// How many bytes of the part differ.
     pub differing: usize,
 }
 

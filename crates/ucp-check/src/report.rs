@@ -7,7 +7,6 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Time measured for one case: medians.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Timing {
     /// From posting one message until a one-byte host reply (tag, stream, am) or the flush (put) is
@@ -20,7 +19,6 @@ pub struct Timing {
 /// What one process says about one case.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Verdict {
-    /// [`Case::id`]
     pub case: u64,
     /// What was wrong, `None` if nothing.
     pub error: Option<String>,
@@ -34,20 +32,17 @@ impl Verdict {
         Verdict { case, error: (!wrong.is_empty()).then(|| wrong.join("; ")), timing }
     }
 
-    /// Both sides' view of one case.
     pub fn join(self, other: Verdict) -> Verdict {
         let wrong: Vec<String> = [self.error, other.error].into_iter().flatten().collect();
         Verdict::new(self.case, &wrong, self.timing.or(other.timing))
     }
 }
 
-/// Median of some samples.
 pub fn median(mut samples: Vec<f64>) -> f64 {
     samples.sort_by(f64::total_cmp);
     samples.get(samples.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// One row of the JSON file.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct Row {
     op: Op,
@@ -64,14 +59,12 @@ pub struct Row {
     error: Option<String>,
 }
 
-/// Collects the verdicts of a run.
 pub struct Report {
     ucx: String,
     rows: Vec<Row>,
 }
 
 impl Report {
-    /// For a run on the UCX with this version.
     pub fn new(ucx: impl Into<String>) -> Report {
         Report { ucx: ucx.into(), rows: Vec::new() }
     }
@@ -96,7 +89,6 @@ impl Report {
         });
     }
 
-    /// Cases that passed and failed.
     pub fn counts(&self) -> (usize, usize) {
         let passed = self.rows.iter().filter(|row| row.verified).count();
         (passed, self.rows.len() - passed)
@@ -114,7 +106,6 @@ impl Report {
         Ok(())
     }
 
-    /// Appends the rows of another run.
     pub fn merge(&mut self, other: Report) {
         self.rows.extend(other.rows);
     }
@@ -151,7 +142,6 @@ impl Report {
         }
     }
 
-    /// Writes the rows as a JSON list.
     fn write_json(&self, path: &Path) -> Result<()> {
         let text = serde_json::to_string_pretty(&self.rows)?;
         std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))

@@ -173,7 +173,6 @@ impl<'a> Session<'a> {
         Ok(Session { client, plan, endpoint, peer, reply: client.region(Memory::Host, 1)? })
     }
 
-    /// To the other side.
     pub fn endpoint(&self) -> &Endpoint {
         &self.endpoint
     }
@@ -271,7 +270,7 @@ impl<'a> Session<'a> {
         transfer(client, &mut [Part { session: self, buffers, case }])?;
         wrong.extend(self.compare(case, buffers, 0)?);
         let mut timing = None;
-        if self.plan.iterations > 0 && Op::PLAIN.contains(&case.op) {
+        if self.plan.iters > Some(0) && Op::PLAIN.contains(&case.op) {
             self.prepare(case, buffers, 1)?;
             timing = self.measure(case, buffers)?;
             let after = self.compare(case, buffers, 1)?.into_iter();
@@ -364,7 +363,7 @@ impl<'a> Session<'a> {
             self.meet(format_args!("{case}, about to measure"), case.id)?;
             self.client.step(format_args!("{case}: measuring {outstanding} at a time"));
             let mut times = Vec::new();
-            for _ in 0..self.plan.iterations {
+            for _ in 0..self.plan.iters.unwrap_or(0) {
                 let start = Instant::now();
                 let mut activities = Vec::new();
                 for _ in 0..outstanding {

@@ -8,7 +8,6 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Exit status of a process that hung.
 pub const HUNG: i32 = 3;
 
 /// Ends the process if one step takes longer than the limit. Clones watch the same steps.
@@ -26,8 +25,9 @@ struct Step {
 }
 
 impl Watchdog {
-    /// Starts watching; `who` begins the message of a hang.
-    pub fn start(who: &str, limit: Duration) -> Watchdog {
+    /// Starts watching steps, each at most so many seconds long; `who` begins the message of a hang.
+    pub fn start(who: &str, seconds: f64) -> Watchdog {
+        let limit = Duration::from_secs_f64(seconds);
         let step = Step { what: "starting".into(), since: Instant::now(), over: false };
         let watchdog = Watchdog { step: Arc::new(Mutex::new(step)), limit };
         let (watch, who) = (watchdog.clone(), who.to_owned());
@@ -46,19 +46,16 @@ impl Watchdog {
         watchdog
     }
 
-    /// Says what begins now; the clock starts anew.
     pub fn step(&self, what: impl Display) {
         let mut step = self.lock();
         step.what = what.to_string();
         step.since = Instant::now();
     }
 
-    /// Ends the watch: the last step is done.
     pub fn retire(&self) {
         self.lock().over = true;
     }
 
-    /// What was said last.
     pub fn current(&self) -> String {
         self.lock().what.clone()
     }

@@ -2,24 +2,22 @@
 //! all that is in flight, and counts whether it really slept or polled.
 
 use crate::client::Client;
-use crate::matrix::Size;
+use crate::matrix::size;
 use crate::pattern::fill;
 use crate::ucp::{Features, Memory, Region, RemoteKey, Ucx, WorkerOptions};
 use crate::watchdog::Watchdog;
 use anyhow::{Result, ensure};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 /// Calls that one operation may take: a few wake-ups, each with a poll before and after.
 const CALLS_PER_OPERATION: u64 = 12;
 
-/// What to do.
 #[derive(clap::Args)]
 pub struct Options {
     /// Bytes of the copies
-    #[arg(long, value_delimiter = ',', default_value = "8,4K,64K,1M,16M")]
-    sizes: Vec<Size>,
+    #[arg(long, value_delimiter = ',', value_parser = size, default_value = "8,4K,64K,1M,16M")]
+    sizes: Vec<usize>,
     /// How often, there and back
     #[arg(long, default_value_t = 10)]
     count: u64,
@@ -33,11 +31,11 @@ pub struct Options {
 
 /// Copies there and back, asleep meanwhile.
 pub fn run(folder: Option<&Path>, options: &Options) -> Result<()> {
-    let watchdog = Watchdog::start("asleep", Duration::from_secs_f64(options.timeout));
+    let watchdog = Watchdog::start("asleep", options.timeout);
     let features = Features::RMA.with_wakeup();
     let client = Client::new(Ucx::load(folder)?, features, WorkerOptions::default(), &watchdog)?;
     println!("{:>10} {:>6} {:>8} {:>8} {:>8}", "bytes", "copies", "slept", "busy", "progress");
-    for &Size(size) in &options.sizes {
+    for &size in &options.sizes {
         watchdog.step(format_args!("copies of {size} bytes"));
         let device = client.region(Memory::Gaudi, size)?;
         let key = client.own_key(&device.pack()?)?;

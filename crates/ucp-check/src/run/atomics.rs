@@ -4,7 +4,7 @@
 //! transport can do it. On device memory that is a load from an address no processor can reach: the owner
 //! dies. This shows what happens, whatever it is.
 
-use super::environment::{Environment, Variable};
+use super::environment::Environment;
 use super::group::{Group, Member, Message, describe};
 use crate::client::Client;
 use crate::ucp::{
@@ -15,7 +15,6 @@ use anyhow::{Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 /// Rank of the process that asks for the operations; the other one has the memory.
 const INITIATOR: u8 = 0;
@@ -24,18 +23,16 @@ const OFFSET: usize = 64;
 /// Length of the regions.
 const LENGTH: usize = 4096;
 
-/// What to do.
 #[derive(clap::Args)]
 pub struct Options {
     /// Where the variable is: gaudi or host
-    #[arg(long, default_value = "gaudi")]
+    #[arg(long, value_enum, default_value = "gaudi")]
     memory: Memory,
     /// In this process, not in another
     #[arg(long)]
     alone: bool,
-    /// Variable for the two processes
-    #[arg(long, value_name = "K=V")]
-    env: Vec<Variable>,
+    #[command(flatten)]
+    environment: Environment,
     /// Seconds that one step may take
     #[arg(long, default_value_t = 60.0)]
     timeout: f64,
@@ -43,10 +40,9 @@ pub struct Options {
 
 /// What one of two processes does.
 #[derive(Serialize, Deserialize)]
-pub(crate) struct Job {
+pub(super) struct Job {
     ucx: Option<PathBuf>,
     memory: Memory,
-    pub(super) timeout_s: f64,
 }
 
 /// One operation: what it is called, whether the old value is asked for, and its effect on the old value
@@ -65,22 +61,22 @@ const ROWS: [Row; 8] = [
 ];
 
 /// Prints how each operation ended. An error when one went wrong.
-pub fn run(folder: Option<&Path>, options: &Options) -> Result<()> {
-    let (memory, timeout_s) = (options.memory, options.timeout);
-    let job = Job { ucx: folder.map(Path::to_owned), memory, timeout_s };
+pub fn run(folder: Option<&Path>, options: Options) -> Result<()> {
+    let (memory, timeout) = (options.memory, options.timeout);
+    let job = Job { ucx: folder.map(Path::to_owned), memory };
     let (mut right, mut wrong) = (0, 0);
     let mut count = |name: &str, error: Option<String>| {
         println!("{memory} {name}: {}", error.as_deref().unwrap_or("right"));
         if error.is_some() { wrong += 1 } else { right += 1 }
     };
     let outcome = if options.alone {
-        alone(&job, |name, error| {
+        alone(&job, timeout, |name, error| {
             count(&name, error);
             Ok(())
         })
     } else {
-        let environment = Environment { variables: options.env.clone(), ..Environment::default() };
-        let group = Group::start(&super::Job::Atomics(job), 2, &environment)?;
+        let job = super::Job::Atomics(job);
+        let group = Group::start(&job, 2, timeout, &options.environment)?;
         let on = |_: &mut Group, _, message| {
             if let Message::Checked(name, error) = message {
                 count(&name, error);
@@ -100,8 +96,12 @@ pub fn run(folder: Option<&Path>, options: &Options) -> Result<()> {
 }
 
 /// The variable is our own.
-fn alone(job: &Job, ended: impl FnMut(String, Option<String>) -> Result<()>) -> Result<()> {
-    let watchdog = Watchdog::start("atomics", Duration::from_secs_f64(job.timeout_s));
+fn alone(
+    job: &Job,
+    timeout: f64,
+    ended: impl FnMut(String, Option<String>) -> Result<()>,
+) -> Result<()> {
+    let watchdog = Watchdog::start("atomics", timeout);
     let client = client(job, &watchdog)?;
     let region = client.region(job.memory, LENGTH)?;
     let endpoint = Endpoint::to_itself(client.worker())?;

@@ -4,55 +4,36 @@
 use anyhow::{Context, Result};
 use clap::ValueEnum;
 use std::io;
+use std::os::fd::{FromRawFd, OwnedFd};
 use std::path::Path;
 use std::process::Command;
 use std::str::FromStr;
 
-/// `K=V`
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Setting(String, String);
-
-impl Setting {
-    /// Name and value.
-    pub fn new(name: &str, value: &str) -> Setting {
-        Setting(name.to_owned(), value.to_owned())
-    }
-
-    /// Name and value.
-    pub fn pair(&self) -> (String, String) {
-        (self.0.clone(), self.1.clone())
-    }
-}
-
-impl FromStr for Setting {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let (name, value) = text.split_once('=').ok_or_else(|| format!("'{text}' is not K=V"))?;
-        Ok(Setting::new(name, value))
-    }
+pub(super) fn setting(text: &str) -> Result<(String, String), String> {
+    let (name, value) = text.split_once('=').ok_or_else(|| format!("'{text}' is not K=V"))?;
+    Ok((name.to_owned(), value.to_owned()))
 }
 
 /// A variable for all processes, or for the one with this rank.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Variable(Option<u8>, Setting);
+#[derive(Clone, Debug)]
+pub struct Variable(Option<u8>, (String, String));
 
 impl FromStr for Variable {
     type Err = String;
 
     /// `K=V`, or `RANK:K=V`.
     fn from_str(text: &str) -> Result<Self, String> {
-        let Setting(name, value) = text.parse()?;
+        let (name, value) = setting(text)?;
         let Some((rank, name)) = name.split_once(':') else {
-            return Ok(Variable(None, Setting(name, value)));
+            return Ok(Variable(None, (name, value)));
         };
         let rank = rank.parse().map_err(|_| format!("'{text}' is not RANK:K=V"))?;
-        Ok(Variable(Some(rank), Setting::new(name, &value)))
+        Ok(Variable(Some(rank), (name.to_owned(), value)))
     }
 }
 
 /// The words in front of the command of the process with this rank.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, Debug)]
 pub struct Via(u8, Vec<String>);
 
 impl FromStr for Via {
@@ -68,7 +49,7 @@ impl FromStr for Via {
 }
 
 /// What the kernel is to refuse a process.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+#[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum Refusal {
     /// To trace each other (`ptrace`), each being in a Landlock domain of its own: what
     /// kernel.yama.ptrace_scope=1 refuses to siblings, and more
@@ -76,21 +57,24 @@ pub enum Refusal {
 }
 
 /// What the processes of a run find around them.
-#[derive(Clone, Default, Debug)]
+#[derive(Clone, Default, Debug, clap::Args)]
 pub struct Environment {
-    /// Beside what we were started with.
-    pub variables: Vec<Variable>,
-    /// What the kernel refuses them.
-    pub refuse: Option<Refusal>,
-    /// How some are started.
-    pub via: Vec<Via>,
+    /// Variable for the processes, e.g. UCX_TLS=tcp,gaudi_cpy, or for one of them: 1:SOFT_GAUDI_KIND=import
+    #[arg(long = "env", value_name = "[RANK:]K=V")]
+    variables: Vec<Variable>,
+    /// What the kernel is to refuse the processes
+    #[arg(long, value_enum)]
+    refuse: Option<Refusal>,
+    /// Program that starts the process with this rank, e.g. in another namespace: 1:nsenter -t PID -n
+    #[arg(long, value_name = "RANK:COMMAND")]
+    via: Vec<Via>,
 }
 
 impl Environment {
     /// The same with one more variable, weaker than those that are there.
     pub(super) fn with(&self, name: &str, value: &str) -> Environment {
         let mut more = self.clone();
-        more.variables.insert(0, Variable(None, Setting::new(name, value)));
+        more.variables.insert(0, Variable(None, (name.to_owned(), value.to_owned())));
         more
     }
 
@@ -108,30 +92,23 @@ impl Environment {
     /// Variables of the process with this rank.
     pub(super) fn variables(&self, rank: u8) -> impl Iterator<Item = (&str, &str)> {
         let its = self.variables.iter().filter(move |it| it.0.is_none_or(|of| of == rank));
-        its.map(|Variable(_, Setting(name, value))| (name.as_str(), value.as_str()))
+        its.map(|Variable(_, (name, value))| (name.as_str(), value.as_str()))
     }
 
     /// Arguments by which a process learns the rest.
-    pub(super) fn arguments(&self) -> Vec<String> {
-        let name = self.refuse.and_then(|refusal| refusal.to_possible_value());
-        name.map_or_else(Vec::new, |it| vec!["--refuse".into(), it.get_name().into()])
+    pub(super) fn arguments(&self) -> impl Iterator<Item = &'static str> {
+        self.refuse.into_iter().flat_map(|Refusal::Ptrace| ["--refuse", "ptrace"])
     }
 }
 
 impl Refusal {
     /// From now on, for this process and all it starts. To be called while it has one thread.
-    pub fn impose(self) -> Result<()> {
-        // SAFETY: a plain request about this process.
-        let done = unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
-        check(done.into()).context("giving up new privileges")?;
+    pub(super) fn impose(self) -> Result<()> {
+        rustix::thread::set_no_new_privs(true).context("giving up new privileges")?;
         match self {
             Refusal::Ptrace => enter_domain().context("a Landlock domain"),
         }
     }
-}
-
-fn check(done: libc::c_long) -> io::Result<libc::c_long> {
-    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(done) }
 }
 
 /// Makes a Landlock domain that forbids something nobody does, and enters it: no process outside it may
@@ -140,15 +117,15 @@ fn enter_domain() -> io::Result<()> {
     /// LANDLOCK_ACCESS_FS_MAKE_BLOCK: to make block devices.
     const HANDLED: u64 = 1 << 11;
     let (attributes, length) = (HANDLED, size_of::<u64>());
+    let check = |done| if done < 0 { Err(io::Error::last_os_error()) } else { Ok(done) };
     // SAFETY: the kernel reads that many bytes of the attributes.
     let rules = check(unsafe {
         libc::syscall(libc::SYS_landlock_create_ruleset, &raw const attributes, length, 0)
     })?;
-    // SAFETY: a descriptor that we have just made.
-    let entered = check(unsafe { libc::syscall(libc::SYS_landlock_restrict_self, rules, 0) });
-    // SAFETY: it is ours and not used any more.
-    unsafe { libc::close(rules as i32) };
-    entered.map(|_| ())
+    // SAFETY: a descriptor that the kernel has just made for us.
+    let _owned = unsafe { OwnedFd::from_raw_fd(rules as i32) };
+    // SAFETY: a plain request about this process.
+    check(unsafe { libc::syscall(libc::SYS_landlock_restrict_self, rules, 0) }).map(|_| ())
 }
 
 #[cfg(test)]
@@ -157,11 +134,8 @@ mod tests {
 
     #[test]
     fn a_variable_is_everybodys_or_one_process_s() {
-        let environment = Environment {
-            variables: ["A=1", "1:A=2", "0:B=x:y=z"].map(|it| it.parse().unwrap()).to_vec(),
-            ..Environment::default()
-        };
-        let environment = environment.with("Z", "0");
+        let variables = ["A=1", "1:A=2", "0:B=x:y=z"].map(|it| it.parse().unwrap()).to_vec();
+        let environment = Environment { variables, ..Environment::default() }.with("Z", "0");
         let of = |rank| environment.variables(rank).collect::<Vec<_>>();
         assert_eq!(of(0), [("Z", "0"), ("A", "1"), ("B", "x:y=z")]);
         assert_eq!(of(1), [("Z", "0"), ("A", "1"), ("A", "2")]);
@@ -181,12 +155,5 @@ mod tests {
         for wrong in ["nsenter", "x:nsenter", "1: "] {
             assert!(wrong.parse::<Via>().is_err(), "{wrong}");
         }
-    }
-
-    #[test]
-    fn a_process_is_told_what_is_refused_to_it() {
-        assert!(Environment::default().arguments().is_empty());
-        let environment = Environment { refuse: Some(Refusal::Ptrace), ..Environment::default() };
-        assert_eq!(environment.arguments(), ["--refuse", "ptrace"]);
     }
 }

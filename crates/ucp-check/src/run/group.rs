@@ -52,9 +52,8 @@ pub(super) enum Message {
     Error(String),
 }
 
-/// What comes with every channel that is handed over, and what comes when there are no more.
-const ANOTHER: u8 = 1;
-const NO_MORE: u8 = 0;
+/// Most processes of a group: each gets its channels to the others in one message.
+pub(super) const MOST: u8 = 24;
 
 /// How long the other processes may take to report, once one has failed.
 const AFTERMATH: Duration = Duration::from_secs(1);
@@ -67,13 +66,18 @@ pub(super) struct Group {
 }
 
 impl Group {
-    /// Starts `count` processes with the same job.
-    pub(super) fn start(job: &Job, count: u8, environment: &Environment) -> Result<Group> {
+    /// Starts `count` processes with the same job, each step of which may take `timeout` seconds.
+    pub(super) fn start(
+        job: &Job,
+        count: u8,
+        timeout: f64,
+        environment: &Environment,
+    ) -> Result<Group> {
         let text = serde_json::to_string(job)?;
         let exe = std::env::current_exe().context("finding our own program")?;
         let (sender, messages) = mpsc::channel();
         // A step has its own limit in the children; we only guard against all being stopped.
-        let limit = Duration::from_secs_f64(job.timeout_s() * 4.0 + 60.0);
+        let limit = Duration::from_secs_f64(timeout * 4.0 + 60.0);
         // If one cannot start, dropping this ends those that did.
         let mut group = Group { children: Vec::new(), messages, limit };
         for (rank, channels) in (0..count).zip(channels_of_all(count)?) {
@@ -83,6 +87,7 @@ impl Group {
                 .command(rank, &exe)
                 .args([ROLE, "--rank", &rank.to_string(), "--job", &text])
                 .args(["--parent", &std::process::id().to_string()])
+                .args(["--timeout", &timeout.to_string()])
                 .args(environment.arguments())
                 .envs(environment.variables(rank))
                 .stdin(Stdio::from(OwnedFd::from(theirs)))
@@ -150,7 +155,6 @@ impl Group {
         self.collect(print, succeeded)
     }
 
-    /// Kills a child that waits for it.
     pub(super) fn kill(&mut self, rank: u8) -> Result<()> {
         self.children[usize::from(rank)].kill().context("killing a process")
     }
@@ -195,36 +199,22 @@ fn channels_of_all(count: u8) -> Result<Vec<Vec<UnixStream>>> {
 }
 
 fn hand_over(to: &UnixStream, channels: &[UnixStream]) -> Result<()> {
-    for channel in channels {
-        let fds = [channel.as_fd()];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        control.push(SendAncillaryMessage::ScmRights(&fds));
-        sendmsg(to, &[IoSlice::new(&[ANOTHER])], &mut control, SendFlags::empty())?;
-    }
-    let mut nothing = SendAncillaryBuffer::default();
-    sendmsg(to, &[IoSlice::new(&[NO_MORE])], &mut nothing, SendFlags::empty())?;
+    let fds: Vec<_> = channels.iter().map(UnixStream::as_fd).collect();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST as usize))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    ensure!(control.push(SendAncillaryMessage::ScmRights(&fds)), "more than {MOST} processes");
+    sendmsg(to, &[IoSlice::new(&[0])], &mut control, SendFlags::empty())?;
     Ok(())
 }
 
 fn take_over(from: impl AsFd) -> Result<Vec<Control>> {
-    let mut channels = Vec::new();
-    loop {
-        let mut word = [NO_MORE];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let mut data = [IoSliceMut::new(&mut word)];
-        let got = recvmsg(&from, &mut data, &mut control, RecvFlags::CMSG_CLOEXEC)?;
-        let channel = control.drain().find_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
-            _ => None,
-        });
-        let Some(channel) = channel else {
-            ensure!(got.bytes == 1 && word == [NO_MORE], "half of our channels to the others");
-            return Ok(channels);
-        };
-        channels.push(Control::new(UnixStream::from(channel))?);
-    }
+    let (mut space, mut word) =
+        ([MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST as usize))], [0]);
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    recvmsg(&from, &mut [IoSliceMut::new(&mut word)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    let message = control.drain().next();
+    let Some(RecvAncillaryMessage::ScmRights(fds)) = message else { bail!("they did not come") };
+    fds.map(|fd| Control::new(UnixStream::from(fd))).collect()
 }
 
 /// The command line of one process of a group.
@@ -234,6 +224,8 @@ pub struct Side {
     rank: u8,
     #[arg(long)]
     parent: u32,
+    #[arg(long)]
+    timeout: f64,
     #[arg(long)]
     job: String,
     #[arg(long, value_enum)]
@@ -246,7 +238,7 @@ impl Side {
     pub fn run(&self) -> Result<bool> {
         self.refuse.map_or(Ok(()), Refusal::impose)?;
         let job: Job = serde_json::from_str(&self.job)?;
-        let member = Member::begin(self, Duration::from_secs_f64(job.timeout_s()))?;
+        let member = Member::begin(self)?;
         let (mut parent, watchdog) = (member.parent.try_clone()?, member.watchdog.clone());
         let outcome = job.run(member);
         if let Err(error) = &outcome {
@@ -270,7 +262,7 @@ pub(super) struct Member {
 
 impl Member {
     /// Takes over what the parent prepared. To be called first thing in the child.
-    fn begin(side: &Side, limit: Duration) -> Result<Member> {
+    fn begin(side: &Side) -> Result<Member> {
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
             .context("asking to die with the parent")?;
         // The parent may have died before we asked.
@@ -282,7 +274,7 @@ impl Member {
         Ok(Member {
             rank: side.rank,
             channels: take_over(rustix::stdio::stdin()).context("our channels to the others")?,
-            watchdog: Watchdog::start(&format!("process {}", side.rank), limit),
+            watchdog: Watchdog::start(&format!("process {}", side.rank), side.timeout),
             parent: File::from(pipe),
         })
     }
@@ -294,7 +286,6 @@ impl Member {
         Ok(channel)
     }
 
-    /// Reports to the parent.
     pub(super) fn report(&mut self, message: &Message) -> Result<()> {
         report(&mut self.parent, message)
     }
@@ -330,7 +321,7 @@ mod tests {
 
     #[test]
     fn channels_are_handed_over_and_a_lost_parent_is_noticed() {
-        for count in [0, 1, 7] {
+        for count in [1, usize::from(MOST) - 1] {
             let (ours, theirs) = UnixStream::pair().unwrap();
             let near: Vec<UnixStream> = (0..count).map(|_| UnixStream::pair().unwrap().0).collect();
             hand_over(&ours, &near).unwrap();

@@ -1,6 +1,5 @@
 //! The subcommands: who runs which cases, in how many processes, threads and copies of UCX.
 
-pub mod alloc;
 pub mod asleep;
 pub mod atomics;
 pub mod costs;
@@ -21,11 +20,12 @@ use crate::ucp::{Ucx, WorkerOptions};
 use crate::watchdog::Watchdog;
 use anyhow::Result;
 use group::Member;
+pub use group::Side;
 use serde::{Deserialize, Serialize};
 
 /// What one process of a group does, as it is handed over on its command line.
 #[derive(Serialize, Deserialize)]
-pub(crate) enum Job {
+enum Job {
     Cases(pair::Mesh),
     PeerErrors(peer_errors::Scenario),
     Reconnect(reconnect::Rounds),
@@ -34,17 +34,6 @@ pub(crate) enum Job {
 }
 
 impl Job {
-    /// Seconds that one of its steps may take.
-    fn timeout_s(&self) -> f64 {
-        match self {
-            Job::Cases(mesh) => mesh.plan.timeout_s,
-            Job::PeerErrors(scenario) => scenario.plan.timeout_s,
-            Job::Reconnect(rounds) => rounds.plan.timeout_s,
-            Job::Rotate(rotation) => rotation.plan.timeout_s,
-            Job::Atomics(atomics) => atomics.timeout_s,
-        }
-    }
-
     fn run(&self, member: Member) -> Result<()> {
         match self {
             Job::Cases(mesh) => pair::side(mesh, member),
@@ -55,8 +44,6 @@ impl Job {
         }
     }
 }
-
-pub use group::Side;
 
 /// The client that a plan asks for.
 fn client(plan: &Plan, ucx: &'static Ucx, multi: bool, watchdog: &Watchdog) -> Result<Client> {

@@ -5,7 +5,7 @@
 //! open the same memory, and whoever writes beyond its part damages its neighbour's.
 
 use super::environment::Environment;
-use super::group::{Group, Member, Message, succeeded};
+use super::group::{Group, MOST, Member, Message, succeeded};
 use super::{Job, client};
 use crate::client::Client;
 use crate::matrix::{Case, Op, Plan};
@@ -16,13 +16,11 @@ use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// How many processes do what.
-#[derive(Clone, Serialize, Deserialize)]
-pub struct Mesh {
-    /// How many.
-    pub processes: u8,
-    /// What each two do.
-    pub plan: Plan,
+/// How many processes do what, each two of them.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Mesh {
+    processes: u8,
+    plan: Plan,
 }
 
 impl Mesh {
@@ -41,32 +39,25 @@ impl Mesh {
     }
 }
 
-/// Two processes.
-pub fn run(plan: &Plan, environment: &Environment) -> Result<Report> {
-    collect(Mesh { processes: 2, plan: plan.clone() }, environment)
-}
-
-/// Several processes.
-pub fn run_mesh(mesh: Mesh, environment: &Environment) -> Result<Report> {
+/// Starts all processes and prints what they find; an error if anything is wrong.
+pub fn run(processes: u8, plan: Plan, environment: &Environment) -> Result<()> {
     // Each pair has a socket, all of them opened here.
-    ensure!((2..=24).contains(&mesh.processes), "2 to 24 processes, please");
-    ensure!(!mesh.plan.one_way, "everybody sends and receives");
-    ensure!(mesh.plan.iterations == 0, "nothing is timed when all do it at once");
-    let am = mesh.plan.ops.iter().any(|op| op.group() == Op::Am);
-    ensure!(!am, "active messages arrive in any order: not with several senders");
-    collect(mesh, environment)
-}
-
-/// Starts all processes and collects what they find.
-fn collect(mesh: Mesh, environment: &Environment) -> Result<Report> {
-    let (count, wakeup) = (mesh.processes, mesh.plan.features.wakeup());
+    ensure!((2..=MOST).contains(&processes), "2 to {MOST} processes, please");
+    if processes > 2 {
+        ensure!(!plan.one_way, "everybody sends and receives");
+        ensure!(plan.iters.is_none(), "nothing is timed when all do it at once");
+        let am = plan.ops.iter().any(|op| op.group() == Op::Am);
+        ensure!(!am, "active messages arrive in any order: not with several senders");
+    }
+    let mesh = Mesh { processes, plan };
     let plans = mesh.pairs().into_iter().map(|(_, plan)| plan);
     let cases: BTreeMap<u64, Case> =
         plans.flat_map(|plan| plan.cases().collect::<Vec<_>>()).map(|it| (it.id, it)).collect();
     let mut report = Report::new("?");
     let mut half: BTreeMap<u64, Verdict> = BTreeMap::new();
     let mut slept = BTreeMap::new();
-    let group = Group::start(&Job::Cases(mesh), count, environment)?;
+    let Plan { json, timeout, features, .. } = mesh.plan.clone();
+    let group = Group::start(&Job::Cases(mesh), processes, timeout, environment)?;
     let on = |_: &mut Group, rank, message| {
         match message {
             Message::Ucx(version) if report.counts() == (0, 0) => report = Report::new(version),
@@ -89,15 +80,15 @@ fn collect(mesh: Mesh, environment: &Environment) -> Result<Report> {
         println!("{passed} passed, {failed} failed, {} not run", cases.len() - passed - failed);
         bail!("the run broke off");
     }
-    ensure!(slept.len() == usize::from(count), "a process ended too early");
+    ensure!(slept.len() == usize::from(processes), "a process ended too early");
     ensure!(passed + failed == cases.len(), "{} cases are missing", cases.len() - passed - failed);
-    if wakeup {
+    if features.wakeup() {
         let slept: Vec<u64> = slept.into_values().collect();
         println!("times slept until an event, by process: {slept:?}");
         let all = slept.iter().all(|slept| *slept > 0);
         ensure!(all, "a worker never slept: the event descriptor was not tested");
     }
-    Ok(report)
+    report.conclude(json.as_deref())
 }
 
 /// One of the processes.
@@ -168,23 +159,20 @@ fn meet(sessions: &mut [Session<'_>], what: &str, step: u64) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::matrix::Pair;
     use std::collections::BTreeSet;
 
     #[test]
     fn each_two_processes_have_cases_of_their_own() {
-        let (ops, pairs, sizes) = (vec![Op::Tag, Op::Put], vec![Pair::HOST], vec![1, 8]);
-        let plan = Plan { ops, pairs, sizes, ..Plan::default() };
+        let plan = crate::matrix::tests::plan("--plain --ops tag,put --mem host:host --sizes 1,8");
         let pairs = Mesh { processes: 8, plan }.pairs();
         assert_eq!(pairs.len(), 28);
         assert!(pairs.is_sorted_by_key(|(pair, _)| *pair), "one order for everybody");
-        let ids: BTreeSet<u64> = pairs
-            .iter()
-            .flat_map(|(_, plan)| plan.cases().collect::<Vec<_>>())
-            .map(|it| it.id)
+        let plans = pairs.iter().map(|(_, plan)| plan);
+        let ids: BTreeSet<u64> = plans
+            .clone()
+            .flat_map(|plan| plan.cases().map(|it| it.id).collect::<Vec<_>>())
             .collect();
         assert_eq!(ids.len(), 28 * 2 * 2 * 2);
-        let seeds: BTreeSet<u64> = pairs.iter().map(|(_, plan)| plan.seed).collect();
-        assert_eq!(seeds.len(), 28);
+        assert_eq!(plans.map(|plan| plan.seed).collect::<BTreeSet<u64>>().len(), 28);
     }
 }

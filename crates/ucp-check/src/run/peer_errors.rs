@@ -30,9 +30,9 @@ const SURVIVOR: u8 = 0;
 
 /// One death.
 #[derive(Serialize, Deserialize)]
-pub(crate) struct Scenario {
+pub(super) struct Scenario {
     /// One operation, one pair, one size.
-    pub(super) plan: Plan,
+    plan: Plan,
     /// Rank of the sender.
     from: u8,
     /// The survivor waits to be killed, with its card open, instead of ending.
@@ -77,7 +77,7 @@ impl Moment {
 }
 
 /// Runs every case of `plan`, with the victim receiving and sending.
-pub fn run(plan: &Plan, environment: &Environment, options: &Options) -> Result<Report> {
+pub fn run(plan: &Plan, environment: &Environment, options: &Options) -> Result<()> {
     let mut report = Report::new("?");
     // UCX warns of every message and request that a dead peer leaves behind: expected here.
     let environment = environment.with("UCX_LOG_LEVEL", "error");
@@ -98,7 +98,7 @@ pub fn run(plan: &Plan, environment: &Environment, options: &Options) -> Result<
                 pairs: vec![case.pair],
                 sizes: vec![case.size],
                 seed: plan.seed ^ mix(case.id),
-                iterations: 0,
+                iters: None,
                 features: Features::ALL,
                 peer_errors: true,
                 ..plan.clone()
@@ -123,12 +123,13 @@ pub fn run(plan: &Plan, environment: &Environment, options: &Options) -> Result<
         }
         report.add(case, Verdict::new(case.id, &wrong, None));
     }
-    Ok(report)
+    report.conclude(plan.json.as_deref())
 }
 
 fn one(scenario: Scenario, environment: &Environment, ucx: &mut Option<String>) -> Result<String> {
-    let (folder, stays) = (scenario.plan.ucx.clone(), scenario.stays);
-    let group = Group::start(&Job::PeerErrors(scenario), 2, environment)?;
+    let (folder, stays, timeout) =
+        (scenario.plan.ucx.clone(), scenario.stays, scenario.plan.timeout);
+    let group = Group::start(&Job::PeerErrors(scenario), 2, timeout, environment)?;
     let (mut survived, mut death) = (None, None);
     let on = |group: &mut Group, rank, message| {
         match message {
@@ -162,7 +163,7 @@ fn one(scenario: Scenario, environment: &Environment, ucx: &mut Option<String>) 
 fn allocate_in_a_third(folder: Option<&std::path::Path>, environment: &Environment) -> Result<()> {
     let exe = std::env::current_exe().context("finding our own program")?;
     let mut command = Command::new(exe);
-    command.args(["alloc", "--count", "1", "--max", "64K"]);
+    command.args("loopback --plain --ops put --mem gaudi:gaudi --sizes 64K".split(' '));
     command.args(folder.iter().flat_map(|folder| ["--ucx".as_ref(), folder.as_os_str()]));
     command.envs(environment.variables(u8::MAX));
     let end = command.output().context("starting the third process")?;

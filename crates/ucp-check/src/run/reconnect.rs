@@ -19,9 +19,8 @@ use serde::{Deserialize, Serialize};
 const WARM_UP: u32 = 20;
 
 /// What to do, how often.
-#[derive(Clone, Serialize, Deserialize)]
+#[derive(Serialize, Deserialize)]
 pub struct Rounds {
-    /// The messages of one round.
     pub plan: Plan,
     /// Rounds that count, after the first few.
     pub count: u32,
@@ -29,9 +28,9 @@ pub struct Rounds {
     pub fresh: bool,
 }
 
-/// Runs both processes.
 pub fn run(rounds: Rounds, environment: &Environment) -> Result<()> {
-    Group::start(&Job::Reconnect(rounds), 2, environment)?.print_lines()
+    let timeout = rounds.plan.timeout;
+    Group::start(&Job::Reconnect(rounds), 2, timeout, environment)?.print_lines()
 }
 
 /// One of the two processes.

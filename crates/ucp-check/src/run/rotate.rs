@@ -20,8 +20,7 @@ use std::time::Instant;
 /// Passes over the working set; the median counts.
 const PASSES: usize = 7;
 
-/// What to measure.
-#[derive(Clone, Serialize, Deserialize)]
+#[derive(Serialize, Deserialize)]
 pub struct Rotation {
     /// UCX, features and patience; operations (put, get), one pair, and sizes.
     pub plan: Plan,
@@ -34,11 +33,12 @@ pub struct Rotation {
 /// Runs both processes and prints each figure: a name, a tab, and GB/s or µs.
 pub fn run(rotation: Rotation, environment: &Environment) -> Result<()> {
     let Rotation { plan, set, .. } = &rotation;
+    let timeout = plan.timeout;
     ensure!(plan.ops.iter().all(|op| op.one_sided()), "only put and get can be measured so");
     ensure!(plan.pairs.len() == 1, "one pair of memories, please");
     let fits = |size: &usize| (1..=*set).contains(size);
     ensure!(plan.sizes.iter().all(fits), "sizes from 1 to the working set's");
-    Group::start(&Job::Rotate(rotation), 2, environment)?.print_lines()
+    Group::start(&Job::Rotate(rotation), 2, timeout, environment)?.print_lines()
 }
 
 /// One of the two processes.

@@ -1,7 +1,7 @@
 //! A connection to a worker (a peer's or our own) and everything that is sent through it.
 
 use super::memory::{PackedRegion, Span};
-use super::request::{Kind, Request, parameters};
+use super::request::{Kind, Request, Uses};
 use super::worker::{AM_ID, Worker, WorkerInner};
 use super::{Error, Handle, Result};
 use crate::ucx::sys::{EpParams, Functions, Plain, Raw, RequestParam, StatusPtr, ucp};
@@ -14,7 +14,6 @@ use std::sync::atomic::{AtomicBool, AtomicI8, Ordering};
 /// How an active message travels: UCX decides, the data goes with it, or the receiver fetches it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
-#[allow(missing_docs)]
 pub enum AmMode {
     Auto = 0,
     Eager = ucp::AM_SEND_EAGER,
@@ -24,7 +23,6 @@ pub enum AmMode {
 /// An atomic operation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
-#[allow(missing_docs)]
 pub enum Atomic {
     Add = 0,
     Swap = 1,
@@ -34,7 +32,6 @@ pub enum Atomic {
     Xor = 5,
 }
 
-/// An endpoint; clones are handles to the same one.
 #[derive(Clone)]
 pub struct Endpoint(Arc<Inner>);
 
@@ -79,7 +76,6 @@ impl Endpoint {
         Ok(Endpoint(Arc::new(Inner { worker, handle, closed, failure })))
     }
 
-    /// Connects a worker to itself.
     pub fn to_itself(worker: &Worker) -> Result<Endpoint> {
         // SAFETY: the address of the very worker.
         unsafe { Endpoint::connect(worker, &worker.address()?, false) }
@@ -91,54 +87,61 @@ impl Endpoint {
         self.0.worker.ucx().check("the peer", status).err()
     }
 
-    /// Sends a tagged message.
+    /// Runs one `nbx` function of this endpoint; see `Request::start` for what makes that sound.
+    fn start(
+        &self,
+        call: &'static str,
+        kind: Kind,
+        uses: Uses<'_>,
+        run: impl FnOnce(&Functions, Raw, *const RequestParam, &mut usize) -> StatusPtr,
+    ) -> Result<Request> {
+        Request::start(&self.0.worker, call, kind, &uses, |f, param, length| {
+            run(f, self.raw(), param, length)
+        })
+    }
+
     pub fn tag_send(&self, from: &Span, tag: u64) -> Result<Request> {
-        self.start("ucp_tag_send_nbx", Some(from), None, 0, |f, ep, param| {
-            // SAFETY: see `start`.
+        let uses = Uses { span: Some(from), ..Uses::default() };
+        self.start("ucp_tag_send_nbx", Kind::Plain, uses, |f, ep, param, _| {
+            // SAFETY: see `Request::start`.
             unsafe { (f.ucp_tag_send_nbx)(ep, from.pointer(), from.len(), tag, param) }
         })
     }
 
-    /// Appends to the byte stream.
     pub fn stream_send(&self, from: &Span) -> Result<Request> {
-        self.start("ucp_stream_send_nbx", Some(from), None, 0, |f, ep, param| {
-            // SAFETY: see `start`.
+        let uses = Uses { span: Some(from), ..Uses::default() };
+        self.start("ucp_stream_send_nbx", Kind::Plain, uses, |f, ep, param, _| {
+            // SAFETY: see `Request::start`.
             unsafe { (f.ucp_stream_send_nbx)(ep, from.pointer(), from.len(), param) }
         })
     }
 
     /// Takes bytes from the stream: as many as there are, or (`all`) exactly the span's length.
     pub fn stream_receive(&self, into: &Span, all: bool) -> Result<Request> {
-        let worker = &self.0.worker;
-        let param =
-            parameters(Some(into), if all { ucp::STREAM_WAITALL } else { 0 }, worker.hint());
-        let (ep, call, mut length) = (self.raw(), "ucp_stream_recv_nbx", 0);
-        // SAFETY: the request keeps `into` alive; `length` is written before the call returns or never.
-        let returned = unsafe {
-            let receive = worker.ucx().f.ucp_stream_recv_nbx;
-            receive(ep, into.pointer(), into.len(), &mut length, &param)
-        };
-        let keep = (Some(into.clone()), None);
-        Request::started(worker, call, Kind::StreamReceive, (returned, length), keep)
+        let flags = if all { ucp::STREAM_WAITALL } else { 0 };
+        let uses = Uses { span: Some(into), flags, ..Uses::default() };
+        self.start("ucp_stream_recv_nbx", Kind::StreamReceive, uses, |f, ep, param, length| {
+            // SAFETY: see `Request::start`.
+            unsafe { (f.ucp_stream_recv_nbx)(ep, into.pointer(), into.len(), length, param) }
+        })
     }
 
-    /// Sends an active message.
     pub fn am_send(&self, header: &[u8], from: &Span, mode: AmMode) -> Result<Request> {
         let flags = ucp::AM_SEND_COPY_HEADER | mode as u32;
-        self.start("ucp_am_send_nbx", Some(from), None, flags, |f, ep, param| {
-            let (head, head_length) = (header.as_ptr().cast(), header.len());
-            // SAFETY: see `start`; the header is copied before the call returns.
-            unsafe {
-                (f.ucp_am_send_nbx)(ep, AM_ID, head, head_length, from.pointer(), from.len(), param)
-            }
+        let uses = Uses { span: Some(from), flags, ..Uses::default() };
+        self.start("ucp_am_send_nbx", Kind::Plain, uses, |f, ep, param, _| {
+            let (head, size) = (header.as_ptr().cast(), header.len());
+            // SAFETY: see `Request::start`; the header is copied before the call returns.
+            unsafe { (f.ucp_am_send_nbx)(ep, AM_ID, head, size, from.pointer(), from.len(), param) }
         })
     }
 
     /// Writes `from` into the peer's memory. Visible there after a [`Endpoint::flush`].
     pub fn put(&self, from: &Span, to: &RemoteKey, offset: usize) -> Result<Request> {
         let (address, key) = self.remote(to, offset, from.len());
-        self.start("ucp_put_nbx", Some(from), Some(to), 0, |f, ep, param| {
-            // SAFETY: see `start`.
+        let uses = Uses { span: Some(from), key: Some(to), flags: 0 };
+        self.start("ucp_put_nbx", Kind::Plain, uses, |f, ep, param, _| {
+            // SAFETY: see `Request::start`.
             unsafe { (f.ucp_put_nbx)(ep, from.pointer(), from.len(), address, key, param) }
         })
     }
@@ -146,8 +149,9 @@ impl Endpoint {
     /// Reads the peer's memory into `into`.
     pub fn get(&self, into: &Span, from: &RemoteKey, offset: usize) -> Result<Request> {
         let (address, key) = self.remote(from, offset, into.len());
-        self.start("ucp_get_nbx", Some(into), Some(from), 0, |f, ep, param| {
-            // SAFETY: see `start`.
+        let uses = Uses { span: Some(into), key: Some(from), flags: 0 };
+        self.start("ucp_get_nbx", Kind::Plain, uses, |f, ep, param, _| {
+            // SAFETY: see `Request::start`.
             unsafe { (f.ucp_get_nbx)(ep, into.pointer(), into.len(), address, key, param) }
         })
     }
@@ -164,7 +168,8 @@ impl Endpoint {
         reply: Option<&Span>,
     ) -> Result<Request> {
         let (address, key) = self.remote(to, offset, operand.len());
-        self.start("ucp_atomic_op_nbx", Some(operand), Some(to), 0, |f, ep, param| {
+        let uses = Uses { span: Some(operand), key: Some(to), flags: 0 };
+        self.start("ucp_atomic_op_nbx", Kind::Plain, uses, |f, ep, param, _| {
             // SAFETY: `start` hands over its own, complete parameters.
             let mut param = unsafe { *param };
             param.op_attr_mask |= ucp::OP_DATATYPE | ucp::OP_NO_IMMEDIATE;
@@ -176,15 +181,15 @@ impl Endpoint {
                 param.reply_buffer = reply.pointer();
             }
             let (op, value) = (operation as u32, operand.pointer());
-            // SAFETY: see `start`; the operand's region is the reply's as well.
+            // SAFETY: see `Request::start`; the operand's region is the reply's as well.
             unsafe { (f.ucp_atomic_op_nbx)(ep, op, value, 1, address, key, &param) }
         })
     }
 
     /// Finished when everything sent before is complete at the peer.
     pub fn flush(&self) -> Result<Request> {
-        self.start("ucp_ep_flush_nbx", None, None, 0, |f, ep, param| {
-            // SAFETY: see `start`.
+        self.start("ucp_ep_flush_nbx", Kind::Plain, Uses::default(), |f, ep, param, _| {
+            // SAFETY: see `Request::start`.
             unsafe { (f.ucp_ep_flush_nbx)(ep, param) }
         })
     }
@@ -192,9 +197,10 @@ impl Endpoint {
     /// Closes it, after flushing or (`force`, only with peer errors) at once. No further use.
     pub fn close(&self, force: bool) -> Result<Request> {
         let flags = if force { ucp::CLOSE_FORCE } else { 0 };
-        self.start("ucp_ep_close_nbx", None, None, flags, |f, ep, param| {
+        let uses = Uses { flags, ..Uses::default() };
+        self.start("ucp_ep_close_nbx", Kind::Plain, uses, |f, ep, param, _| {
             self.0.closed.store(true, Ordering::Relaxed);
-            // SAFETY: see `start`; `closed` keeps everybody away from the handle from now on.
+            // SAFETY: see `Request::start`; `closed` keeps everybody away from the handle from now on.
             unsafe { (f.ucp_ep_close_nbx)(ep, param) }
         })
     }
@@ -223,24 +229,6 @@ impl Endpoint {
     fn raw(&self) -> Raw {
         assert!(!self.0.closed.load(Ordering::Relaxed), "a closed endpoint was used");
         self.0.handle.get()
-    }
-
-    /// Runs one `nbx` function. What makes that sound: the endpoint is live and on a thread that may use
-    /// it, `param` is complete, and the request keeps `span` and `key` alive until UCX is done.
-    fn start(
-        &self,
-        call: &'static str,
-        span: Option<&Span>,
-        key: Option<&RemoteKey>,
-        flags: u32,
-        run: impl FnOnce(&Functions, Raw, *const RequestParam) -> StatusPtr,
-    ) -> Result<Request> {
-        let worker = &self.0.worker;
-        worker.raw(); // is this thread allowed?
-        let param = parameters(span, flags, worker.hint());
-        let returned = run(&worker.ucx().f, self.raw(), &param);
-        let keep = (span.cloned(), key.cloned());
-        Request::started(worker, call, Kind::Plain, (returned, 0), keep)
     }
 }
 

@@ -6,14 +6,15 @@
 use super::{Context, ContextInner, Error, Result};
 use crate::ucx::call;
 use crate::ucx::sys::{ERR_LAST, MemMapParams, MemoryType, Plain, UcpMemAttr, ucp};
+use serde::{Deserialize, Serialize};
 use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, Ordering};
-use std::{fmt, io, ptr, str::FromStr};
+use std::{fmt, io, ptr};
 
-/// Where memory lives. A further kind is a variant and a row of `Memory::KINDS`.
+/// Where memory lives.
 #[derive(
-    Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, serde::Serialize, serde::Deserialize,
+    Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize, Deserialize, clap::ValueEnum,
 )]
 #[serde(rename_all = "lowercase")]
 pub enum Memory {
@@ -24,32 +25,17 @@ pub enum Memory {
 }
 
 impl Memory {
-    /// Every kind, its name, and UCX's number for it.
-    const KINDS: [(Memory, &'static str, MemoryType); 2] =
-        [(Memory::Host, "host", MemoryType::HOST), (Memory::Gaudi, "gaudi", MemoryType::GAUDI)];
-
-    fn row(self) -> &'static (Memory, &'static str, MemoryType) {
-        let row = Memory::KINDS.iter().find(|(kind, ..)| *kind == self);
-        row.expect("every kind has a row")
-    }
-
     pub(super) fn raw(self) -> MemoryType {
-        self.row().2
+        match self {
+            Memory::Host => MemoryType::HOST,
+            Memory::Gaudi => MemoryType::GAUDI,
+        }
     }
 }
 
 impl fmt::Display for Memory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.row().1)
-    }
-}
-
-impl FromStr for Memory {
-    type Err = String;
-    fn from_str(s: &str) -> std::result::Result<Self, String> {
-        let found = Memory::KINDS.iter().find(|(_, name, _)| *name == s);
-        let known = || Memory::KINDS.map(|(_, name, _)| name).join(" or ");
-        found.map(|(kind, ..)| *kind).ok_or_else(|| format!("unknown memory '{s}': {}", known()))
+        self.serialize(f)
     }
 }
 
@@ -64,13 +50,10 @@ pub struct Region {
 }
 
 /// What a peer needs to reach a region: its address there and the packed key.
-#[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
+#[derive(Serialize, Deserialize)]
 pub struct PackedRegion {
-    /// Address in the owner's process (or on its device).
     pub address: u64,
-    /// Length in bytes.
     pub length: usize,
-    /// What `ucp_rkey_pack` gave.
     pub rkey: Vec<u8>,
 }
 
@@ -90,9 +73,6 @@ impl Region {
 
     /// `length` bytes of zero pages that UCX is not told about, as an application that registers nothing
     /// has them; at the address `at` if it is given and free.
-    ///
-    /// # Errors
-    /// When there is no such memory.
     pub fn pages(context: &Context, length: usize, at: Option<u64>) -> io::Result<Arc<Region>> {
         Region::host(context, length.max(1), at).map(Arc::new)
     }
@@ -157,9 +137,6 @@ impl Region {
     }
 
     /// Registers the whole of it by its address, as an application does with memory it has, and lets go of it.
-    ///
-    /// # Errors
-    /// When UCX refuses.
     pub fn register(&self) -> Result<()> {
         let (ucx, context) = (self.context.ucx, self.context.handle.get());
         let params = MemMapParams {
@@ -176,49 +153,33 @@ impl Region {
         Ok(())
     }
 
-    /// Where the memory lives.
     pub fn memory(&self) -> Memory {
         self.memory
     }
 
-    /// The address UCX knows it by.
     pub fn address(&self) -> u64 {
         self.address as u64
     }
 
-    /// Length in bytes, as asked for.
     pub fn length(&self) -> usize {
         self.length
     }
 
-    /// Part of the region, as an operand.
-    ///
-    /// # Panics
-    /// When the range is not inside the region.
     pub fn span(self: &Arc<Self>, offset: usize, length: usize) -> Span {
         assert!(offset.checked_add(length).is_some_and(|end| end <= self.length));
         Span { region: self.clone(), offset, length }
     }
 
-    /// The whole region, as an operand.
     pub fn whole(self: &Arc<Self>) -> Span {
         self.span(0, self.length)
     }
 
-    /// Copies bytes out of a host region.
-    ///
-    /// # Panics
-    /// When the region is device memory, or the range is not inside it.
     pub fn read(&self, offset: usize, to: &mut [u8]) {
         let from = self.host_pointer(offset, to.len());
         // SAFETY: host pages owned by this region, long enough, not overlapping a Rust slice.
         unsafe { ptr::copy_nonoverlapping(from, to.as_mut_ptr(), to.len()) }
     }
 
-    /// Copies bytes into a host region.
-    ///
-    /// # Panics
-    /// When the region is device memory, or the range is not inside it.
     pub fn write(&self, offset: usize, from: &[u8]) {
         let to = self.host_pointer(offset, from.len());
         // SAFETY: as in `read`.
@@ -232,9 +193,6 @@ impl Region {
     }
 
     /// Address and packed remote key, ready to be sent to a peer.
-    ///
-    /// # Panics
-    /// When UCX was not told of the region.
     pub fn pack(&self) -> Result<PackedRegion> {
         let memh = self.memh.load(Ordering::Acquire);
         assert!(!memh.is_null(), "only registered memory has a key");
@@ -293,7 +251,6 @@ pub struct Span {
 }
 
 impl Span {
-    /// Number of bytes.
     pub fn len(&self) -> usize {
         self.length
     }
@@ -303,10 +260,6 @@ impl Span {
         self.length == 0
     }
 
-    /// A part of this span.
-    ///
-    /// # Panics
-    /// When the range is not inside the span.
     pub fn part(&self, offset: usize, length: usize) -> Span {
         assert!(offset.checked_add(length).is_some_and(|end| end <= self.length));
         Span { region: self.region.clone(), offset: self.offset + offset, length }

@@ -30,30 +30,24 @@ pub struct Features(u64);
 impl Features {
     /// Tag matching only: what a minimal MPI asks for.
     pub const TAG: Features = Features(1 << 0);
-    /// Put and get only.
     pub const RMA: Features = Features(1 << 1);
     /// Put, get, and atomic operations of both widths.
     pub const ATOMIC: Features = Features(Self::RMA.0 | 1 << 2 | 1 << 3);
-    const WAKEUP: u64 = 1 << 4;
-    const STREAM: u64 = 1 << 5;
-    const AM: u64 = 1 << 6;
+    const WAKEUP: Features = Features(1 << 4);
+    const STREAM: Features = Features(1 << 5);
+    const AM: Features = Features(1 << 6);
     /// Tag, stream, active message and RMA.
-    pub const ALL: Features = Features(Self::TAG.0 | Self::RMA.0 | Self::STREAM | Self::AM);
+    pub const ALL: Features = Features(Self::TAG.0 | Self::RMA.0 | Self::STREAM.0 | Self::AM.0);
 
     /// The same with `ucp_worker_get_efd` and `ucp_worker_arm` usable.
     pub const fn with_wakeup(self) -> Features {
-        Features(self.0 | Self::WAKEUP)
+        Features(self.0 | Self::WAKEUP.0)
     }
-    /// Whether workers can sleep.
     pub fn wakeup(self) -> bool {
-        self.0 & Self::WAKEUP != 0
+        self.has(Self::WAKEUP)
     }
-    /// Whether put and get may be used.
-    pub fn rma(self) -> bool {
-        self.0 & Self::RMA.0 != 0
-    }
-    fn active_messages(self) -> bool {
-        self.0 & Self::AM != 0
+    pub fn has(self, feature: Features) -> bool {
+        self.0 & feature.0 == feature.0
     }
 }
 
@@ -83,7 +77,6 @@ impl Handle {
     }
 }
 
-/// A context; clones are handles to the same one.
 #[derive(Clone)]
 pub struct Context(Arc<ContextInner>);
 
@@ -109,7 +102,6 @@ impl Context {
         Ok(Context(Arc::new(ContextInner { ucx, handle: Handle::new(raw, multi), features })))
     }
 
-    /// The library behind it.
     pub fn ucx(&self) -> &'static Ucx {
         self.0.ucx
     }

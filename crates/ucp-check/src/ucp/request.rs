@@ -8,17 +8,25 @@ use super::endpoint::RemoteKey;
 use super::memory::Span;
 use super::worker::WorkerInner;
 use crate::ucx::Status;
-use crate::ucx::sys::{ERR_LAST, Plain, RequestParam, StatusPtr, TagRecvInfo, ucp};
+use crate::ucx::sys::{ERR_LAST, Functions, Plain, RequestParam, StatusPtr, TagRecvInfo, ucp};
 use std::ffi::c_void;
 use std::sync::Arc;
 use std::{mem, ptr};
 
 /// How the length of a finished request is asked for.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub(super) enum Kind {
     Plain,
     TagReceive,
     StreamReceive,
+}
+
+/// What an operation of UCX uses beside its endpoint or worker.
+#[derive(Default)]
+pub(super) struct Uses<'a> {
+    pub(super) span: Option<&'a Span>,
+    pub(super) key: Option<&'a RemoteKey>,
+    pub(super) flags: u32,
 }
 
 /// An operation that UCX may still be working on.
@@ -34,23 +42,40 @@ pub struct Request {
 }
 
 impl Request {
-    /// Takes what an `nbx` function returned, and the length where it was over at once; an immediate error
-    /// is an `Err` here.
-    pub(super) fn started(
+    /// Runs one `nbx` function; an immediate error is an `Err` here. What makes that sound: the worker is on
+    /// a thread that may use it, the parameters are complete, the request keeps span and key alive until UCX
+    /// is done, and UCX writes the length before the call returns or never.
+    pub(super) fn start(
         worker: &Arc<WorkerInner>,
         call: &'static str,
         kind: Kind,
-        (returned, length): (StatusPtr, usize),
-        keep: (Option<Span>, Option<RemoteKey>),
+        uses: &Uses<'_>,
+        run: impl FnOnce(&Functions, *const RequestParam, &mut usize) -> StatusPtr,
     ) -> Result<Request> {
-        if (i64::from(ERR_LAST.0)..0).contains(&(returned as i64)) {
-            return Err(worker.ucx().error(call, Status(returned as i8)));
+        worker.raw(); // is this thread allowed?
+        let mut info = TagRecvInfo::zeroed();
+        let mut param = RequestParam { flags: uses.flags, ..RequestParam::zeroed() };
+        if uses.flags != 0 {
+            param.op_attr_mask |= ucp::OP_FLAGS;
         }
-        let outcome = returned.is_null().then_some(Ok(length));
-        Ok(Request { worker: worker.clone(), call, kind, raw: returned, outcome, keep })
+        if kind == Kind::TagReceive {
+            param.op_attr_mask |= ucp::OP_RECV_INFO;
+            param.recv_info = (&raw mut info).cast();
+        }
+        if let (Some(span), true) = (uses.span, worker.options.hint) {
+            param.op_attr_mask |= ucp::OP_MEMORY_TYPE;
+            param.memory_type = span.memory().raw();
+        }
+        let mut length = 0;
+        let raw = run(&worker.ucx().f, &param, &mut length);
+        if (i64::from(ERR_LAST.0)..0).contains(&(raw as i64)) {
+            return Err(worker.ucx().error(call, Status(raw as i8)));
+        }
+        let outcome = raw.is_null().then_some(Ok(length.max(info.length)));
+        let keep = (uses.span.cloned(), uses.key.cloned());
+        Ok(Request { worker: worker.clone(), call, kind, raw, outcome, keep })
     }
 
-    /// The function that started it.
     pub fn call(&self) -> &'static str {
         self.call
     }
@@ -59,14 +84,14 @@ impl Request {
     /// stream receives, else 0.
     pub fn poll(&mut self) -> Option<Result<usize>> {
         if self.outcome.is_none() {
-            let (ucx, mut info) = (self.worker.ucx(), TagRecvInfo::zeroed());
+            let (f, mut info) = (&self.worker.ucx().f, TagRecvInfo::zeroed());
             // SAFETY: `raw` is a live request of the kind its maker said.
             let status = unsafe {
                 match self.kind {
-                    Kind::Plain => (ucx.f.ucp_request_check_status)(self.raw),
-                    Kind::TagReceive => (ucx.f.ucp_tag_recv_request_test)(self.raw, &mut info),
+                    Kind::Plain => (f.ucp_request_check_status)(self.raw),
+                    Kind::TagReceive => (f.ucp_tag_recv_request_test)(self.raw, &mut info),
                     Kind::StreamReceive => {
-                        (ucx.f.ucp_stream_recv_request_test)(self.raw, &mut info.length)
+                        (f.ucp_stream_recv_request_test)(self.raw, &mut info.length)
                     }
                 }
             };
@@ -74,7 +99,7 @@ impl Request {
                 return None;
             }
             self.release();
-            self.outcome = Some(ucx.check(self.call, status).map(|()| info.length));
+            self.outcome = Some(self.worker.ucx().check(self.call, status).map(|()| info.length));
         }
         self.outcome.clone()
     }
@@ -101,17 +126,4 @@ impl Drop for Request {
             mem::forget(mem::take(&mut self.keep));
         }
     }
-}
-
-/// Parameters of an operation on `span`; the memory type is passed only if `hint` says so.
-pub(super) fn parameters(span: Option<&Span>, flags: u32, hint: bool) -> RequestParam {
-    let mut param = RequestParam { flags, ..RequestParam::zeroed() };
-    if flags != 0 {
-        param.op_attr_mask |= ucp::OP_FLAGS;
-    }
-    if let (Some(span), true) = (span, hint) {
-        param.op_attr_mask |= ucp::OP_MEMORY_TYPE;
-        param.memory_type = span.memory().raw();
-    }
-    param
 }

@@ -1,9 +1,9 @@
 //! A UCP worker: progress, sleeping until something happens, tag receives, active messages.
 
 use super::memory::Span;
-use super::request::{Kind, Request, parameters};
-use super::{Context, Handle, Result, Ucx};
-use crate::ucx::sys::{AmHandlerParam, AmRecvParam, Plain, Raw, TagRecvInfo, WorkerParams, ucp};
+use super::request::{Kind, Request, Uses};
+use super::{Context, Features, Handle, Result, Ucx};
+use crate::ucx::sys::{AmHandlerParam, AmRecvParam, Plain, Raw, WorkerParams, ucp};
 use crate::ucx::{Status, call};
 use rustix::event::{PollFd, PollFlags};
 use std::collections::VecDeque;
@@ -11,13 +11,12 @@ use std::ffi::c_void;
 use std::os::fd::{BorrowedFd, RawFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
-use std::sync::atomic::{AtomicI8, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::atomic::AtomicI8;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The one active message id this client uses.
 pub(super) const AM_ID: u32 = 7;
 
-/// How a worker is made.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct WorkerOptions {
     /// UCS_THREAD_MODE_MULTI: any thread may use it. The context must be made for it, too.
@@ -26,18 +25,15 @@ pub struct WorkerOptions {
     pub hint: bool,
 }
 
-/// A worker; clones are handles to the same one.
 #[derive(Clone)]
 pub struct Worker(pub(super) Arc<WorkerInner>);
 
 pub(super) struct WorkerInner {
     context: Context,
     handle: Handle,
-    options: WorkerOptions,
+    pub(super) options: WorkerOptions,
     event_fd: Option<RawFd>,
-    slept: AtomicU64,
-    busy: AtomicU64,
-    progressed: AtomicU64,
+    waiting: Mutex<Waiting>,
     /// Boxed: its address is known to UCX.
     inbox: Box<Inbox>,
     /// Where error handlers of endpoints leave their status; UCX knows the addresses.
@@ -45,8 +41,7 @@ pub(super) struct WorkerInner {
 }
 
 /// What waiting took: sleeps, times that UCX said not to sleep, calls of progress.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[allow(missing_docs)]
+#[derive(Clone, Copy, Default)]
 pub struct Waiting {
     pub slept: u64,
     pub busy: u64,
@@ -77,13 +72,11 @@ impl Worker {
             handle: Handle::new(raw, options.multi),
             options,
             event_fd: None,
-            slept: AtomicU64::new(0),
-            busy: AtomicU64::new(0),
-            progressed: AtomicU64::new(0),
+            waiting: Mutex::default(),
             inbox: Box::default(),
             failures: Mutex::default(),
         };
-        if context.0.features.active_messages() {
+        if context.0.features.has(Features::AM) {
             let params = AmHandlerParam {
                 field_mask: ucp::AM_HANDLER_ALL,
                 id: AM_ID,
@@ -103,7 +96,6 @@ impl Worker {
         Ok(Worker(Arc::new(inner)))
     }
 
-    /// The context it belongs to.
     pub fn context(&self) -> &Context {
         &self.0.context
     }
@@ -132,7 +124,7 @@ impl Worker {
                 Ok(())
             }
             Some(_) if idle.0 == 0 => {
-                self.0.progressed.fetch_add(1, Ordering::Relaxed);
+                self.0.count(|waiting| waiting.progressed += 1);
                 idle.0 = u32::from(!self.progress());
                 Ok(())
             }
@@ -164,7 +156,7 @@ impl Worker {
         // SAFETY: a live worker with the wakeup feature.
         match unsafe { (ucx.f.ucp_worker_arm)(self.0.raw()) } {
             Status::BUSY => {
-                self.0.busy.fetch_add(1, Ordering::Relaxed);
+                self.0.count(|waiting| waiting.busy += 1);
                 return Ok(());
             }
             status => ucx.check("ucp_worker_arm", status)?,
@@ -173,7 +165,7 @@ impl Worker {
         let event_fd = unsafe { BorrowedFd::borrow_raw(event_fd) };
         let fds = [Some(event_fd), also].into_iter().flatten();
         let mut fds: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
-        self.0.slept.fetch_add(1, Ordering::Relaxed);
+        self.0.count(|waiting| waiting.slept += 1);
         // A signal ends the sleep early; the loop around us looks again.
         let _ = rustix::event::poll(&mut fds, None);
         Ok(())
@@ -181,9 +173,7 @@ impl Worker {
 
     /// What [`Worker::wait`] did so far, in workers that sleep.
     pub fn waiting(&self) -> Waiting {
-        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let WorkerInner { slept, busy, progressed, .. } = &*self.0;
-        Waiting { slept: count(slept), busy: count(busy), progressed: count(progressed) }
+        *self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The address by which others (or we ourselves) connect to it.
@@ -201,17 +191,12 @@ impl Worker {
 
     /// Receives one message with exactly this tag.
     pub fn tag_receive(&self, into: &Span, tag: u64) -> Result<Request> {
-        let mut info = TagRecvInfo::zeroed();
-        let mut param = parameters(Some(into), 0, self.0.hint());
-        param.op_attr_mask |= ucp::OP_RECV_INFO;
-        param.recv_info = (&raw mut info).cast();
-        // SAFETY: the request keeps `into` alive; `info` is written before the call returns or never.
-        let returned = unsafe {
-            let receive = self.0.ucx().f.ucp_tag_recv_nbx;
-            receive(self.0.raw(), into.pointer(), into.len(), tag, u64::MAX, &param)
-        };
-        let (call, keep) = ("ucp_tag_recv_nbx", (Some(into.clone()), None));
-        Request::started(&self.0, call, Kind::TagReceive, (returned, info.length), keep)
+        let uses = Uses { span: Some(into), ..Uses::default() };
+        Request::start(&self.0, "ucp_tag_recv_nbx", Kind::TagReceive, &uses, |f, param, _| {
+            let (worker, buffer, all) = (self.0.raw(), into.pointer(), u64::MAX);
+            // SAFETY: see `Request::start`.
+            unsafe { (f.ucp_tag_recv_nbx)(worker, buffer, into.len(), tag, all, param) }
+        })
     }
 
     /// The oldest active message that arrived and was not taken yet.
@@ -230,8 +215,8 @@ impl WorkerInner {
         self.context.ucx()
     }
 
-    pub(super) fn hint(&self) -> bool {
-        self.options.hint
+    fn count(&self, count: impl FnOnce(&mut Waiting)) {
+        count(&mut self.waiting.lock().unwrap_or_else(PoisonError::into_inner));
     }
 }
 
@@ -255,7 +240,7 @@ struct Inbox(Mutex<VecDeque<Arrived>>);
 
 impl Inbox {
     fn lock(&self) -> MutexGuard<'_, VecDeque<Arrived>> {
-        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -313,12 +298,10 @@ pub struct AmMessage {
 }
 
 impl AmMessage {
-    /// The header the sender gave.
     pub fn header(&self) -> &[u8] {
         &self.arrived.header
     }
 
-    /// Length of the data.
     pub fn length(&self) -> usize {
         self.arrived.length
     }
@@ -334,15 +317,14 @@ impl AmMessage {
         if data.is_null() {
             return Ok(None);
         }
-        let worker = &self.worker;
-        let param = parameters(Some(into), 0, worker.hint());
-        // SAFETY: UCX takes the descriptor over; the request keeps `into` alive.
-        let returned = unsafe {
-            let receive = worker.ucx().f.ucp_am_recv_data_nbx;
-            receive(worker.raw(), data, into.pointer(), into.len(), &param)
-        };
-        let (call, keep) = ("ucp_am_recv_data_nbx", (Some(into.clone()), None));
-        Request::started(worker, call, Kind::Plain, (returned, 0), keep).map(Some)
+        let (worker, uses) = (&self.worker, Uses { span: Some(into), ..Uses::default() });
+        let call = "ucp_am_recv_data_nbx";
+        Request::start(worker, call, Kind::Plain, &uses, |f, param, _| {
+            let receive = f.ucp_am_recv_data_nbx;
+            // SAFETY: see `Request::start`; UCX takes the descriptor over.
+            unsafe { receive(worker.raw(), data, into.pointer(), into.len(), param) }
+        })
+        .map(Some)
     }
 }
 

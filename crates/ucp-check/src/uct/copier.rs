@@ -36,7 +36,6 @@ const THREAD_MODE_SINGLE: u32 = 0;
 const OPEN_MODE_DEVICE: u64 = 1;
 const IFACE_PARAM_OPEN_MODE: u64 = 1 << 1;
 const EP_PARAM_IFACE: u64 = 1;
-/// Names of `uct_alloc_method_t`.
 const ALLOC_METHODS: [&str; 5] = ["thp", "md", "heap", "mmap", "huge"];
 /// How long a copy may take before it counts as hung.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -70,7 +69,6 @@ pub struct Piece {
 }
 
 impl Piece {
-    /// Contiguous bytes.
     pub fn plain(address: u64, length: usize) -> Piece {
         Piece { address, length, stride: 0, count: 1 }
     }
@@ -79,7 +77,6 @@ impl Piece {
 /// What a transport says that a copy costs.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Estimate {
-    /// Bytes a second.
     pub bandwidth: f64,
     /// Seconds of the caller's time.
     pub overhead: f64,
@@ -104,7 +101,6 @@ impl Default for Completion {
 }
 
 impl Completion {
-    /// Several of them.
     pub fn several(count: usize) -> Vec<Completion> {
         (0..count).map(|_| Completion::default()).collect()
     }
@@ -223,7 +219,6 @@ impl<'d> Copier<'d> {
         })
     }
 
-    /// Host to device, waited for.
     pub fn put(&self, from: &[u8], to: u64) -> Result<()> {
         let (buffer, length) = (from.as_ptr().cast(), from.len() as u32);
         // SAFETY: the slot holds a function of this type; the device checks the destination.
@@ -234,7 +229,6 @@ impl<'d> Copier<'d> {
         self.ucx().check("uct_ep_put_short", status)
     }
 
-    /// Device to host, waited for.
     pub fn get(&self, from: u64, to: &mut [u8]) -> Result<()> {
         let (buffer, length) = (to.as_mut_ptr().cast(), to.len() as u32);
         // SAFETY: the slot holds a function of this type; the device checks the source.
@@ -245,7 +239,6 @@ impl<'d> Copier<'d> {
         self.ucx().check("uct_ep_get_short", status)
     }
 
-    /// The bytes at a device address.
     pub fn read(&self, from: u64, length: usize) -> Result<Vec<u8>> {
         let mut bytes = vec![0; length];
         self.get(from, &mut bytes)?;
@@ -259,7 +252,6 @@ impl<'d> Copier<'d> {
         unsafe { self.zcopy(Rma::Put, local, by, (to, INVALID_RKEY)) }
     }
 
-    /// Device to host by zero copy, waited for.
     pub fn get_zcopy(&self, from: u64, to: &mut [u8], by: Option<&Registration<'_>>) -> Result<()> {
         let local = Piece::plain(to.as_mut_ptr().expose_provenance() as u64, to.len());
         // SAFETY: the buffer lives until the copy is done, which is waited for.

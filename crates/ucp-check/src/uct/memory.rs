@@ -43,15 +43,10 @@ pub struct Key<'d> {
 /// What a memory domain says of a range.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Answer {
-    /// What it is.
     pub kind: MemoryType,
-    /// Where it is in UCX's topology.
     pub sys_device: SysDevice,
-    /// First address of the allocation.
     pub base: u64,
-    /// Its length.
     pub length: usize,
-    /// It can be registered.
     pub registrable: bool,
 }
 
@@ -104,7 +99,6 @@ impl Domain {
         Ok(attr)
     }
 
-    /// Says what a range is.
     pub fn query(&self, address: u64, length: usize) -> Result<Answer> {
         let attr = self.ask(address, length, RANGE | field::MEM_FLAGS)?;
         Ok(Answer {
@@ -170,7 +164,6 @@ impl Domain {
         Ok(Registration { domain: self, memh })
     }
 
-    /// Registers what a slice lies in.
     pub fn register_slice(&self, bytes: &[u8]) -> Result<Registration<'_>> {
         self.register(bytes.as_ptr().addr() as u64, bytes.len(), None)
     }
@@ -225,7 +218,6 @@ fn blank(field_mask: u64) -> MemAttr {
 }
 
 impl Memory<'_> {
-    /// First address.
     pub fn address(&self) -> u64 {
         self.allocated.address
     }
@@ -236,7 +228,6 @@ impl Memory<'_> {
         self.allocated.length
     }
 
-    /// First address and bytes.
     pub fn range(&self) -> (u64, usize) {
         (self.address(), self.len())
     }

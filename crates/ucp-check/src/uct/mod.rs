@@ -127,12 +127,10 @@ impl Ucx {
 }
 
 impl Domain {
-    /// The UCX it belongs to.
     pub fn ucx(&self) -> &'static Ucx {
         self.ucx
     }
 
-    /// What it says of itself.
     pub fn attributes(&self) -> Result<MdAttr> {
         let mut attr = Growing::<MdAttr>::zeroed();
         attr.known.field_mask = u64::MAX;

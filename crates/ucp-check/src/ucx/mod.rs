@@ -27,7 +27,6 @@ pub struct Ucx {
 pub struct Error {
     /// The C function, or what was being waited for.
     pub call: &'static str,
-    /// The status it ended with.
     pub status: Status,
     pub(crate) text: String,
 }
@@ -40,7 +39,6 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// What calls of UCX return.
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// Calls a function of UCX that returns a status, inside an `unsafe` block of the caller's; an error names
@@ -85,12 +83,10 @@ impl Ucx {
         Ok(Box::leak(Box::new(Ucx { f, version, path })))
     }
 
-    /// What `ucp_get_version_string` says.
     pub fn version(&self) -> &str {
         &self.version
     }
 
-    /// The file that was loaded.
     pub fn path(&self) -> &Path {
         &self.path
     }

@@ -12,7 +12,7 @@ use anyhow::{Result, ensure};
 use hl_thunk::HostPages;
 use std::hint::black_box;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 const SIZES: [usize; 5] = [64 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20];
 const ROUNDS: usize = 9;
@@ -189,7 +189,7 @@ fn short(buffers: &Buffers<'_>, rounds: usize, count: usize) -> Result<()> {
 /// sets, few rounds, figures without meaning.
 pub fn run(ucx: Option<&Path>, quick: bool, sizes: &[usize]) -> Result<()> {
     let sizes = if sizes.is_empty() { &SIZES } else { sizes };
-    let watchdog = Watchdog::start("costs", Duration::from_secs(300));
+    let watchdog = Watchdog::start("costs", 300.0);
     let domain = Ucx::load(ucx)?.open_domain("gaudi_copy", &[])?;
     let cache = last_level_cache();
     let (cache, most, rounds) =

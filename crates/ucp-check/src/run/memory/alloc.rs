@@ -32,12 +32,11 @@ pub(super) fn run(check: &Checker<'_>) -> Result<()> {
     for round in 0..3 {
         let mut ranges = LiveRanges::default();
         let mut live: Vec<Memory<'_>> = Vec::new();
-        for size in SIZES.into_iter().filter(|&size| size <= check.options.max.0) {
+        for size in SIZES.into_iter().filter(|&size| size <= check.options.max) {
             for _ in 0..if size <= 65536 { 3 } else { 1 } {
                 let memory = domain.allocate(size)?;
                 let length = memory.len();
-                check
-                    .expect(length >= size, format_args!("{size} bytes asked for, {length} given"));
+                expect!(check, length >= size, "{size} bytes asked for, {length} given");
                 add(check, &mut ranges, &memory);
                 live.push(memory);
             }
@@ -49,7 +48,7 @@ pub(super) fn run(check: &Checker<'_>) -> Result<()> {
             let (address, length) = live.swap_remove(draw as usize % live.len()).range();
             ranges.remove(address);
             let found = domain.query(address, length);
-            check.expect(found.is_err(), format_args!("{address:#x} is freed, but {found:?}"));
+            expect!(check, found.is_err(), "{address:#x} is freed, but {found:?}");
             live.first().into_iter().for_each(|other| whole(check, other));
         }
     }
@@ -57,7 +56,7 @@ pub(super) fn run(check: &Checker<'_>) -> Result<()> {
     check.refused(quiet(0), Status::INVALID_PARAM, "allocating 0 bytes");
     check.refused(quiet(TOO_MUCH), Status::NO_MEMORY, "allocating more than there is");
     let after = domain.allocate(4096);
-    check.expect(after.is_ok(), format_args!("allocating after a refusal: {:?}", after.err()));
+    expect!(check, after.is_ok(), "allocating after a refusal: {:?}", after.err());
     Ok(())
 }
 
@@ -65,7 +64,7 @@ pub(super) fn run(check: &Checker<'_>) -> Result<()> {
 pub(super) fn add(check: &Checker<'_>, ranges: &mut LiveRanges, memory: &Memory<'_>) {
     let (address, length) = memory.range();
     let free = ranges.add((address, length));
-    check.expect(free, format_args!("{length} bytes at {address:#x} overlap live memory"));
+    expect!(check, free, "{length} bytes at {address:#x} overlap live memory");
 }
 
 fn whole(check: &Checker<'_>, memory: &Memory<'_>) {
@@ -75,7 +74,7 @@ fn whole(check: &Checker<'_>, memory: &Memory<'_>) {
 
 /// Fills the card in pieces until there is no more, gives all back, and gets as many again.
 pub(super) fn exhaust(check: &Checker<'_>) -> Result<()> {
-    let (domain, piece) = (check.domain, check.options.max.0);
+    let (domain, piece) = (check.domain, check.options.max);
     let mut counts = Vec::new();
     for round in 0..4 {
         let (mut ranges, mut live) = (LiveRanges::default(), Vec::new());
@@ -102,11 +101,11 @@ pub(super) fn exhaust(check: &Checker<'_>) -> Result<()> {
         if kept.is_some() {
             // The driver keeps what is exported; the rest can be allocated again.
             let some = domain.allocate(piece);
-            check.expect(some.is_ok(), format_args!("beside an open dma-buf: {:?}", some.err()));
+            expect!(check, some.is_ok(), "beside an open dma-buf: {:?}", some.err());
         }
     }
     let same = counts.windows(2).all(|pair| pair[0] == pair[1]) && counts[0] > 0;
-    check.expect(same, format_args!("pieces of {piece} bytes, round by round: {counts:?}"));
+    expect!(check, same, "pieces of {piece} bytes, round by round: {counts:?}");
     println!("{} pieces of {piece} bytes, each round", counts[0]);
     Ok(())
 }
@@ -131,9 +130,9 @@ pub(super) fn keys(check: &Checker<'_>) -> Result<()> {
                 _ => of_host.pack(start + 1, 100, &mut buffer)?,
             }
             let intact = buffer[size..].iter().all(|&byte| byte == GUARD);
-            check.expect(intact, format_args!("key {which} is longer than {size} bytes"));
+            expect!(check, intact, "key {which} is longer than {size} bytes");
             let key = domain.unpack(&buffer[..size], (round % 2 == 0).then_some(sys_device));
-            check.expect(key.is_ok(), format_args!("key {which} does not unpack: {:?}", key.err()));
+            expect!(check, key.is_ok(), "key {which} does not unpack: {:?}", key.err());
         }
     }
     check.refused(domain.pack_nothing(size), Status::INVALID_PARAM, "a key of no memory");

@@ -40,7 +40,6 @@ pub(super) fn run(check: &Checker<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The other process.
 pub(super) fn attached(check: &Checker<'_>) -> Result<()> {
     let mut text = String::new();
     std::io::stdin().read_to_string(&mut text).context("no key on standard input")?;

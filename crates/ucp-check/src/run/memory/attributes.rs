@@ -9,12 +9,11 @@ pub(super) fn run(check: &Checker<'_>) -> Result<()> {
     let components = ucx.components()?;
     for name in ["gaudi_copy", "gaudi_gdr"] {
         let found: Vec<_> = components.iter().filter(|(_, other, _)| other == name).collect();
-        check.equal(&found.len(), &1, format_args!("components called {name}"));
+        equal!(check, &found.len(), &1, "components called {name}");
         for (_, _, domains) in found {
-            check.equal(domains, &vec![name.to_owned()], format_args!("domains of {name}"));
+            equal!(check, domains, &vec![name.to_owned()], "domains of {name}");
         }
-        let settings: Vec<_> = check.options.set.iter().map(|setting| setting.pair()).collect();
-        let is = ucx.open_domain(name, &settings)?.attributes()?;
+        let is = ucx.open_domain(name, &check.options.set)?.attributes()?;
         let gaudi = |types| has(types, MemoryType::GAUDI);
         let host = |types| has(types, MemoryType::HOST);
         let flag = |bit| is.flags & bit != 0;
@@ -31,7 +30,7 @@ pub(super) fn run(check: &Checker<'_>) -> Result<()> {
             (!host(is.dmabuf_mem_types), "exports no host memory"),
             (!flag(md_flag::NEED_RKEY), "copies without a remote key"),
         ] {
-            check.expect(right, format_args!("not so: {name} {what}"));
+            expect!(check, right, "not so: {name} {what}");
         }
         let offers = if gaudi(is.dmabuf_mem_types) { "offers" } else { "does not offer" };
         println!("{name} {offers} dma-bufs of Gaudi memory");
@@ -69,7 +68,7 @@ pub(super) fn transport(check: &Checker<'_>) -> Result<()> {
             // UCX divides by the bandwidth, and adds the rest up.
             let usable =
                 bandwidth > 1.0 && bandwidth.is_finite() && overhead >= 0.0 && latency >= 0.0;
-            check.expect(usable, format_args!("{copy}: an estimate that UCX cannot use"));
+            expect!(check, usable, "{copy}: an estimate that UCX cannot use");
         }
     }
     Ok(())

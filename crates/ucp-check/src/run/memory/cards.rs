@@ -3,7 +3,6 @@
 use super::alloc::add;
 use super::ranges::LiveRanges;
 use super::{Checker, card};
-use crate::run::environment::Setting;
 use crate::uct::Domain;
 use crate::watchdog::Watchdog;
 use anyhow::Result;
@@ -14,7 +13,7 @@ pub(super) fn whereabouts(check: &Checker<'_>) -> Result<()> {
     let memory = check.domain.allocate(4096)?;
     let card = card(check.domain, memory.address())?;
     println!("memory lies on card {card}");
-    check.expect(card.len() == 12, format_args!("{card} is not a bus id"));
+    expect!(check, card.len() == 12, "{card} is not a bus id");
     Ok(())
 }
 
@@ -37,7 +36,7 @@ pub(super) fn stay(watchdog: &Watchdog) -> ! {
 fn on(check: &Checker<'_>, index: usize) -> Result<Domain> {
     let component = &check.options.component;
     let name = format!("{}_DEVICE", component.to_uppercase());
-    check.domain.ucx().open_domain(component, &[Setting::new(&name, &index.to_string()).pair()])
+    check.domain.ucx().open_domain(component, &[(name, index.to_string())])
 }
 
 /// Two domains on two cards: disjoint addresses, right devices, each other's memory recognised, and patterns
@@ -53,7 +52,7 @@ pub(super) fn two(check: &Checker<'_>) -> Result<()> {
         }
     }
     let cards = [card(&domains[0], live[0].1.address())?, card(&domains[1], live[1].1.address())?];
-    check.expect(cards[0] != cards[1], format_args!("both are {}", cards[0]));
+    expect!(check, cards[0] != cards[1], "both are {}", cards[0]);
     println!("cards {} and {}", cards[0], cards[1]);
     let copiers = domains.each_ref().map(|it| crate::uct::Copier::open(it, check.transport()));
     let [first, second] = copiers;
@@ -61,17 +60,14 @@ pub(super) fn two(check: &Checker<'_>) -> Result<()> {
     for (n, (owner, memory)) in live.iter().enumerate() {
         for domain in &domains {
             let found = card(domain, memory.address())?;
-            check.equal(&found, &cards[*owner], format_args!("card of {:#x}", memory.address()));
+            equal!(check, &found, &cards[*owner], "card of {:#x}", memory.address());
         }
         copiers[*owner].put(&check.bytes(n as u64, memory.len()), memory.address())?;
     }
     for (n, (owner, memory)) in live.iter().enumerate() {
         let (address, length) = memory.range();
         let same = copiers[*owner].read(address, length)? == check.bytes(n as u64, length);
-        check.expect(
-            same,
-            format_args!("{address:#x} of card {owner} does not hold what was written"),
-        );
+        expect!(check, same, "{address:#x} of card {owner} does not hold what was written");
     }
     Ok(())
 }

@@ -58,17 +58,19 @@ fn cycles(
     let before = process::Usage::now()?;
     (0..count).try_for_each(&mut cycle)?;
     let now = process::Usage::now()?;
-    check.equal(&now.descriptors, &before.descriptors, format_args!("descriptors after {what}"));
+    equal!(check, &now.descriptors, &before.descriptors, "descriptors after {what}");
     // A thread of the driver library may start meanwhile (a stack and an arena of the C library's heap are
     // five mappings); a leak would be thousands.
     let (mappings, descriptors) = (now.mappings, now.descriptors);
-    check.expect(
+    expect!(
+        check,
         mappings.abs_diff(before.mappings) <= 32,
-        format_args!("{} mappings before, {mappings} after {count} {what}", before.mappings),
+        "{} mappings before, {mappings} after {count} {what}",
+        before.mappings
     );
     let grown = now.resident.saturating_sub(before.resident);
     // Ten thousand of the smallest things there are would be more.
-    check.expect(grown <= 256 << 10, format_args!("{grown} bytes more are resident after {what}"));
+    expect!(check, grown <= 256 << 10, "{grown} bytes more are resident after {what}");
     println!("{count} {what}: {mappings} mappings, {descriptors} descriptors, {grown} bytes more");
     Ok(())
 }

@@ -14,7 +14,7 @@ static READ_ONLY: [u8; 8192] = [7; 8192];
 pub(super) fn run(check: &Checker<'_>) -> Result<()> {
     let (domain, ucx) = (check.domain, check.domain.ucx());
     let sizes = [1, 7, 4096, 4097, 8192, 1 << 20, 200 << 20];
-    let fit = sizes.into_iter().filter(|&size| size <= check.options.max.0);
+    let fit = sizes.into_iter().filter(|&size| size <= check.options.max);
     let live: Vec<Memory<'_>> = fit.map(|size| domain.allocate(size)).collect::<Result<_, _>>()?;
     let mut ranges = LiveRanges::default();
     live.iter().for_each(|memory| _ = ranges.add(memory.range()));
@@ -24,16 +24,12 @@ pub(super) fn run(check: &Checker<'_>) -> Result<()> {
         for (address, length) in questions(start, length) {
             ask(check, &ranges, address, length);
         }
-        check.equal(
-            &ucx.cached_type(start, length),
-            &CACHED,
-            format_args!("UCX's cache on {start:#x}"),
-        );
+        equal!(check, &ucx.cached_type(start, length), &CACHED, "UCX's cache on {start:#x}");
         devices.push(domain.query(start, 1).ok().and_then(|answer| ucx.bus_id(answer.sys_device)));
     }
     // One domain, one card: all memory has the same, known device.
     let same = devices.windows(2).all(|pair| pair[0] == pair[1]) && devices[0].is_some();
-    check.expect(same, format_args!("system devices of one card: {devices:?}"));
+    expect!(check, same, "system devices of one card: {devices:?}");
     host(check, &ranges)?;
     // Freed memory is nobody's.
     let freed: Vec<_> = live.iter().map(Memory::range).collect();
@@ -86,9 +82,9 @@ fn ask(check: &Checker<'_>, ranges: &LiveRanges, address: u64, length: usize) {
         _ => (0, 0),
     });
     let what = format_args!("{length} bytes at {address:#x}");
-    check.expect(range == wanted, format_args!("{what}: {found:?}, not {wanted:?}"));
+    expect!(check, range == wanted, "{what}: {found:?}, not {wanted:?}");
     let older = check.domain.query_older(address, length);
-    check.equal(&older, &[wanted.is_some(), inside], format_args!("{what}, the older calls"));
+    equal!(check, &older, &[wanted.is_some(), inside], "{what}, the older calls");
 }
 
 /// Host memory of every kind, and every mapping that this process has.
@@ -123,18 +119,21 @@ fn host(check: &Checker<'_>, ranges: &LiveRanges) -> Result<()> {
         let length = length.min(1 << 40);
         if address.checked_add(length as u64).is_some() {
             let right = ucx.cached_type(address, length) != CACHED;
-            check.expect(right, format_args!("UCX's cache on {length} bytes at {address:#x}"));
+            expect!(check, right, "UCX's cache on {length} bytes at {address:#x}");
         }
     }
-    for map in process::mappings()? {
-        let length = (map.end - map.start) as usize;
-        let mid = map.start + length as u64 / 2;
-        for (address, length) in [(map.start, length), (mid, 1), (map.end - 1, 1)] {
+    for map in process::mappings()?.iter() {
+        let (start, end) = map.address;
+        let length = (end - start) as usize;
+        let accessible = process::MMPermissions::READ
+            | process::MMPermissions::WRITE
+            | process::MMPermissions::EXECUTE;
+        for (address, length) in [(start, length), (start + length as u64 / 2, 1), (end - 1, 1)] {
             ask(check, ranges, address, length);
             // A first-generation card's addresses are kept free of host memory by a reservation.
-            if map.accessible {
+            if map.perms.intersects(accessible) {
                 let right = ucx.cached_type(address, length) != CACHED;
-                check.expect(right, format_args!("UCX's cache on {}", map.line));
+                expect!(check, right, "UCX's cache on {map:?}");
             }
         }
     }

@@ -36,11 +36,10 @@ pub(super) fn run(check: &Checker<'_>) -> Result<()> {
     for (n, (start, file)) in pages.iter().enumerate() {
         for (other_start, other_file) in &pages[n + 1..] {
             // Ranges of one page have one dma-buf, ranges of two have two.
-            check.expect(
+            expect!(
+                check,
                 (start == other_start) == (file == other_file),
-                format_args!(
-                    "dma-bufs {file:?} from {start:#x}, {other_file:?} from {other_start:#x}"
-                ),
+                "dma-bufs {file:?} from {start:#x}, {other_file:?} from {other_start:#x}"
             );
             shared |= file == other_file;
         }
@@ -82,26 +81,26 @@ fn descriptor(
     let (first, second) =
         (check.domain.export(address, length)?, check.domain.export(address, length)?);
     let (Some((fd, offset)), Some((again, same_offset))) = (first, second) else {
-        check.expect(false, format_args!("{what}: none"));
+        expect!(check, false, "{what}: none");
         return Ok(None);
     };
-    check.expect(fd.as_raw_fd() != again.as_raw_fd(), format_args!("{what}: not a fresh one"));
-    check.equal(&same_offset, &offset, format_args!("{what}: offset, asked again"));
+    expect!(check, fd.as_raw_fd() != again.as_raw_fd(), "{what}: not a fresh one");
+    equal!(check, &same_offset, &offset, "{what}: offset, asked again");
     check.equal(&check.domain.export_offset(address, length)?, &offset, &what);
     check.equal(&process::descriptors()?, &(before + 2), "descriptors with two handed out");
     for fd in [&fd, &again] {
         let flags = rustix::io::fcntl_getfd(fd)?;
-        check.expect(flags.contains(FdFlags::CLOEXEC), format_args!("{what}: not close-on-exec"));
+        expect!(check, flags.contains(FdFlags::CLOEXEC), "{what}: not close-on-exec");
         let size = rustix::fs::seek(fd, SeekFrom::End(0)).context("lseek on a dma-buf")?;
         let end = offset + length as u64;
-        check.expect(end <= size, format_args!("{what}: ends at {end}, but its size is {size}"));
+        expect!(check, end <= size, "{what}: ends at {end}, but its size is {size}");
     }
     let file = |fd: BorrowedFd<'_>| rustix::fs::fstat(fd).map(|stat| (stat.st_dev, stat.st_ino));
     let (identity, other) = (file(fd.as_fd())?, file(again.as_fd())?);
-    check.equal(&other, &identity, format_args!("{what}: the file"));
+    equal!(check, &other, &identity, "{what}: the file");
     drop(fd);
     // Closing ours must leave the other alone.
-    check.expect(file(again.as_fd()).is_ok(), format_args!("{what}: closed more than once"));
+    expect!(check, file(again.as_fd()).is_ok(), "{what}: closed more than once");
     drop(again);
     check.equal(&process::descriptors()?, &before, "descriptors after closing what was handed out");
     Ok(Some((address.wrapping_sub(offset), identity)))
@@ -112,7 +111,7 @@ fn offers_none(check: &Checker<'_>, live: &[Memory<'_>]) -> Result<()> {
     for memory in live {
         let found = check.domain.export(memory.address(), memory.len());
         let none = matches!(found, Ok(None) | Err(_));
-        check.expect(none, format_args!("a dma-buf, though none are offered: {found:?}"));
+        expect!(check, none, "a dma-buf, though none are offered: {found:?}");
         let still = check.domain.query(memory.address(), memory.len());
         check.expect(still.is_ok_and(|it| it.gaudi().is_some()), "not even detected any more");
     }
@@ -127,7 +126,7 @@ fn rounded_up(check: &Checker<'_>) -> Result<()> {
     for (at, length) in [(0, 8272), (0, 3 * 4096), (8256, 16), (8256, 1)] {
         let found = check.domain.export(memory.address() + at, length);
         let some = matches!(found, Ok(Some(_)));
-        check.expect(some, format_args!("dma-buf of {length} bytes at {at} of 8257: {found:?}"));
+        expect!(check, some, "dma-buf of {length} bytes at {at} of 8257: {found:?}");
     }
     Ok(())
 }
@@ -147,7 +146,7 @@ fn refusals(check: &Checker<'_>, live: &[Memory<'_>]) -> Result<()> {
     ] {
         let found = check.domain.export(address, length);
         let none = !matches!(found, Ok(Some(_)));
-        check.expect(none, format_args!("dma-buf of {what}: {found:?}"));
+        expect!(check, none, "dma-buf of {what}: {found:?}");
     }
     check.equal(&process::descriptors()?, &before, "descriptors after refusals");
     Ok(())
@@ -159,7 +158,7 @@ fn outlives_its_memory(check: &Checker<'_>) -> Result<()> {
     let (fd, _) = check.domain.export(memory.address(), 4096)?.context("no dma-buf")?;
     drop(memory);
     let open = rustix::io::fcntl_getfd(&fd);
-    check.expect(open.is_ok(), format_args!("closed with the memory: {open:?}"));
+    expect!(check, open.is_ok(), "closed with the memory: {open:?}");
     Ok(())
 }
 
@@ -180,10 +179,7 @@ fn content(check: &Checker<'_>, live: &[Memory<'_>], importer: &mut Importer) ->
             let (fd, offset) = exported.with_context(|| format!("no dma-buf of {what}"))?;
             let part = &mut image[at..at + length];
             let same = importer.read(fd.as_fd(), offset, length)? == part;
-            check.expect(
-                same,
-                format_args!("{what}: the importer reads something else at {offset}"),
-            );
+            expect!(check, same, "{what}: the importer reads something else at {offset}");
             part.iter_mut().for_each(|byte| *byte = !*byte);
             importer.write(fd.as_fd(), offset, part)?;
         }
@@ -192,7 +188,7 @@ fn content(check: &Checker<'_>, live: &[Memory<'_>], importer: &mut Importer) ->
     for (memory, image) in live.iter().zip(&images) {
         let same = &copier.read(memory.address(), memory.len())? == image;
         let address = memory.address();
-        check.expect(same, format_args!("what the importer wrote is not in {address:#x}"));
+        expect!(check, same, "what the importer wrote is not in {address:#x}");
     }
     println!("the importer read and wrote {} allocations", live.len());
     Ok(())

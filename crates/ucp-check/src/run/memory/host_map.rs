@@ -102,7 +102,6 @@ impl HostMap {
         unsafe { std::slice::from_raw_parts_mut(self.start.cast(), self.length) }
     }
 
-    /// First address.
     pub(super) fn address(&self) -> u64 {
         self.start.addr() as u64
     }

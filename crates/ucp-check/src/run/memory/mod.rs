@@ -3,6 +3,17 @@
 //! `CHECKS` is the table of checks; each counts what it found right and wrong in a `Checker`. They know
 //! Gaudi memory by its type only: they run as well on a card as on the software one.
 
+/// Counts whether something is as it should be; the words say what is not.
+macro_rules! expect {
+    ($check:expr, $right:expr, $($what:tt)+) => { $check.expect($right, format_args!($($what)+)) };
+}
+/// The same of two values that have to be equal.
+macro_rules! equal {
+    ($check:expr, $found:expr, $wanted:expr, $($what:tt)+) => {
+        $check.equal($found, $wanted, format_args!($($what)+))
+    };
+}
+
 mod alloc;
 mod attach;
 mod attributes;
@@ -17,9 +28,9 @@ mod ranges;
 mod rcache;
 mod register;
 
-use super::environment::Setting;
+use super::environment::setting;
 use super::process;
-use crate::matrix::Size;
+use crate::matrix::size;
 use crate::pattern::{fill, mix};
 use crate::uct::{Copier, Domain, Status};
 use crate::ucx::{self, Ucx};
@@ -29,7 +40,6 @@ use clap::builder::{PossibleValue, PossibleValuesParser};
 use std::fmt::{Debug, Display};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::time::Duration;
 
 /// A check: name, what it looks at, whether it is one of `all`, and what runs it.
 type Check = (&'static str, &'static str, bool, fn(&Checker<'_>) -> Result<()>);
@@ -74,11 +84,11 @@ pub struct Options {
     #[arg(long, default_value = "gaudi_copy")]
     component: String,
     /// Setting of the memory domain, e.g. GAUDI_COPY_DEVICE=1; stronger than the environment
-    #[arg(long, value_name = "K=V")]
-    set: Vec<Setting>,
+    #[arg(long, value_name = "K=V", value_parser = setting)]
+    set: Vec<(String, String)>,
     /// Largest allocation
-    #[arg(long, default_value = "256M")]
-    max: Size,
+    #[arg(long, default_value = "256M", value_parser = size)]
+    max: usize,
     /// Cycles of churn; rcache makes a hundredth of it
     #[arg(long, default_value_t = 10_000)]
     cycles: u32,
@@ -169,11 +179,10 @@ fn range(bytes: &[u8]) -> (u64, usize) {
 
 /// Runs a check, or all of them, and prints the verdict.
 pub fn run(folder: Option<&Path>, options: &Options) -> Result<()> {
-    let watchdog = Watchdog::start("memory", Duration::from_secs_f64(options.timeout));
+    let watchdog = Watchdog::start("memory", options.timeout);
     let ucx = Ucx::load(folder)?;
     println!("UCX {}, seed {}", ucx.version(), options.seed);
-    let settings: Vec<_> = options.set.iter().map(Setting::pair).collect();
-    let domain = ucx.open_domain(&options.component, &settings)?;
+    let domain = ucx.open_domain(&options.component, &options.set)?;
     let checker = |name| Checker {
         domain: &domain,
         options,

@@ -64,8 +64,7 @@ impl Piece<'_> {
     fn verify(&self, check: &Checker<'_>, copier: &Copier<'_>, step: u64) -> Result<()> {
         let (address, length) = self.memory.range();
         let same = copier.read(address, length)? == self.bytes();
-        check
-            .expect(same, format_args!("step {step}: {address:#x} does not hold what was written"));
+        expect!(check, same, "step {step}: {address:#x} does not hold what was written");
         Ok(())
     }
 }
@@ -83,7 +82,7 @@ fn sequence(check: &Checker<'_>, seed: u64, shared: &Mutex<LiveRanges>) -> Resul
         let pick = (draw >> 32) as usize;
         match draw % 8 {
             0..3 if live.len() < LIVE => {
-                let memory = domain.allocate(size(pick, check.options.max.0))?;
+                let memory = domain.allocate(size(pick, check.options.max))?;
                 add(check, &mut ranges(), &memory);
                 let piece = Piece { memory, key: draw };
                 copier.put(&piece.bytes(), piece.memory.address())?;
@@ -105,11 +104,10 @@ fn sequence(check: &Checker<'_>, seed: u64, shared: &Mutex<LiveRanges>) -> Resul
                     && found.is_some_and(|range| {
                         inside(address, range) && ours.all(|(base, _)| base != range.0)
                     });
-                check.expect(
+                expect!(
+                    check,
                     found == wanted || foreign,
-                    format_args!(
-                        "step {step}: {length} bytes at {address:#x}: {found:x?}, not {wanted:x?}"
-                    ),
+                    "step {step}: {length} bytes at {address:#x}: {found:x?}, not {wanted:x?}"
                 );
             }
             6 if !live.is_empty() && offers => {
@@ -121,7 +119,7 @@ fn sequence(check: &Checker<'_>, seed: u64, shared: &Mutex<LiveRanges>) -> Resul
                     rustix::fs::seek(fd, SeekFrom::End(0))
                         .is_ok_and(|size| offset + length as u64 <= size)
                 });
-                check.expect(covers, format_args!("step {step}: dma-buf of {length} bytes"));
+                expect!(check, covers, "step {step}: dma-buf of {length} bytes");
                 exports.extend(exported);
                 if exports.len() > 20 {
                     exports.swap_remove(pick % exports.len());

@@ -41,7 +41,7 @@ impl Bench<'_> {
         let back = self.copier.read(self.memory.address(), host.len())?;
         let wrong = back.iter().zip(host).position(|(back, host)| back != host);
         let right = wrong.is_none();
-        self.check.expect(right, format_args!("{what}, round {round}: byte {wrong:?} is stale"));
+        expect!(self.check, right, "{what}, round {round}: byte {wrong:?} is stale");
         Ok(())
     }
 
@@ -133,7 +133,7 @@ fn steady(bench: &Bench<'_>) -> Result<()> {
             ends(buffer, &[0; 8]);
             bench.copier.get_zcopy(bench.memory.address(), buffer, None)?;
             let right = buffer[..8] == stamp && buffer[SIZE - 8..] == stamp;
-            bench.check.expect(right, format_args!("buffer {number} in round {round}"));
+            expect!(bench.check, right, "buffer {number} in round {round}");
         }
     }
     Ok(())

@@ -35,7 +35,7 @@ fn host_memory(check: &Checker<'_>) -> Result<()> {
             let mut back = vec![0; length];
             let by = domain.register_slice(&back)?;
             copier.get_zcopy(to, &mut back, Some(&by))?;
-            check.expect(back == part[..length], format_args!("{length} bytes at {at}, {name}"));
+            expect!(check, back == part[..length], "{length} bytes at {at}, {name}");
         }
         // Each registration is independent of the others.
         drop(first);
@@ -58,10 +58,7 @@ fn device_memory(check: &Checker<'_>) -> Result<()> {
                 let (one, two) = (register(), register());
                 let right = one.is_ok() && two.is_ok();
                 let errors = (one.err(), two.err());
-                check.expect(
-                    right,
-                    format_args!("{size} bytes at {at} of device memory: {errors:?}"),
-                );
+                expect!(check, right, "{size} bytes at {at} of device memory: {errors:?}");
             }
         }
         (start, length)
@@ -106,7 +103,7 @@ fn read_only_sources(check: &Checker<'_>) -> Result<()> {
             copier.put(&vec![0xee; length], memory.address())?;
             let done = copier.put_zcopy(part, Some(&by), memory.address());
             let right = done.is_ok() && copier.read(memory.address(), length)? == part;
-            check.expect(right, format_args!("{length} bytes from {what}: {done:?}"));
+            expect!(check, right, "{length} bytes from {what}: {done:?}");
         }
     }
     Ok(())
@@ -140,10 +137,10 @@ pub(super) fn host_only(check: &Checker<'_>) -> Result<()> {
     let now = process::Usage::now()?;
     let grown = now.resident.saturating_sub(before.resident);
     // Bookkeeping for 8193 registrations, not the pages behind them.
-    check.expect(grown < 64 << 20, format_args!("{grown} bytes became resident"));
+    expect!(check, grown < 64 << 20, "{grown} bytes became resident");
     check.equal(&now.descriptors, &before.descriptors, "descriptors: a card was opened");
     let more = now.mappings.saturating_sub(before.mappings);
-    check.expect(more <= 16, format_args!("{more} mappings were added"));
+    expect!(check, more <= 16, "{more} mappings were added");
     println!("{} registrations of {} GiB, {grown} bytes resident", registrations.len(), SIZE >> 30);
     Ok(())
 }

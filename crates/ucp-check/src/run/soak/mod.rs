@@ -5,18 +5,18 @@
 //! memory also without UCX being told (see `pool`).
 
 mod pool;
-mod random;
 mod thread;
 
 use crate::client::Client;
-use crate::matrix::{Case, Op, Pair, Sabotage, Size};
+use crate::matrix::{Case, Sabotage, size};
 use crate::ucp::{Context, Features, Ucx};
 use crate::watchdog::Watchdog;
 use anyhow::{Context as _, Result, anyhow, ensure};
 use pool::Kind;
+use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread as threads;
 use std::time::{Duration, Instant};
 
@@ -31,7 +31,6 @@ pub enum Workers {
     Mixed,
 }
 
-/// What to do.
 #[derive(clap::Args)]
 pub struct Options {
     /// For how long
@@ -44,8 +43,8 @@ pub struct Options {
     #[arg(long, value_enum, default_value = "mixed")]
     workers: Workers,
     /// Largest message size
-    #[arg(long, default_value = "16M")]
-    max: Size,
+    #[arg(long, default_value = "16M", value_parser = size)]
+    max: usize,
     /// Makes everything that is random
     #[arg(long, default_value_t = 1)]
     seed: u64,
@@ -67,30 +66,29 @@ struct Totals {
     start: Instant,
     time: Duration,
     stop: AtomicBool,
-    ops: [AtomicU64; Op::PLAIN.len()],
-    messages: [AtomicU64; Pair::ALL.len()],
-    bytes: [AtomicU64; Pair::ALL.len()],
-    made: [AtomicU64; Kind::ALL.len()],
-    reused: AtomicU64,
-    failed: AtomicU64,
-    /// One failure is printed at a time.
-    printing: Mutex<()>,
+    counts: Mutex<Counts>,
+}
+
+#[derive(Default)]
+struct Counts {
+    passed: u64,
+    failed: u64,
+    bytes: u64,
+    buffers: u64,
+    /// By operation, pair of memories or kind of buffer: how many, and how many bytes.
+    by_name: BTreeMap<String, (u64, u64)>,
+}
+
+impl Counts {
+    fn add(&mut self, name: String, bytes: usize) {
+        let (count, sum) = self.by_name.entry(name).or_default();
+        (*count, *sum) = (*count + 1, *sum + bytes as u64);
+    }
 }
 
 impl Totals {
-    fn new(time: Duration) -> Totals {
-        Totals {
-            start: Instant::now(),
-            time,
-            stop: AtomicBool::new(false),
-            ops: Default::default(),
-            messages: Default::default(),
-            bytes: Default::default(),
-            made: Default::default(),
-            reused: AtomicU64::new(0),
-            failed: AtomicU64::new(0),
-            printing: Mutex::default(),
-        }
+    fn counts(&self) -> MutexGuard<'_, Counts> {
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn over(&self) -> bool {
@@ -98,62 +96,41 @@ impl Totals {
     }
 
     fn passed(&self, case: &Case) {
-        let op = Op::PLAIN.iter().position(|op| *op == case.op.group());
-        let pair = Pair::ALL.iter().position(|pair| *pair == case.pair);
-        let (Some(op), Some(pair)) = (op, pair) else { unreachable!("all are listed") };
-        self.ops[op].fetch_add(1, Relaxed);
-        self.messages[pair].fetch_add(1, Relaxed);
-        self.bytes[pair].fetch_add(case.size as u64, Relaxed);
+        let mut counts = self.counts();
+        (counts.passed, counts.bytes) = (counts.passed + 1, counts.bytes + case.size as u64);
+        counts.add(format!("{} messages", case.op.group()), case.size);
+        counts.add(format!("{} messages", case.pair), case.size);
     }
 
     fn failed(&self, what: &str) {
-        let _printing = self.printing.lock();
+        let mut counts = self.counts();
+        // With the counts locked: one failure is printed at a time.
         eprintln!("FAIL  {what}");
-        if self.failed.fetch_add(1, Relaxed) + 1 >= ENOUGH {
+        counts.failed += 1;
+        if counts.failed >= ENOUGH {
             self.stop.store(true, Relaxed);
         }
     }
 
-    fn made(&self, kind: Kind) {
-        self.made[kind as usize].fetch_add(1, Relaxed);
-    }
-
-    /// Pages were mapped at the address of pages just given back.
-    fn reused_an_address(&self) {
-        self.reused.fetch_add(1, Relaxed);
-    }
-
-    fn counts(&self) -> (u64, u64) {
-        (sum(&self.ops), self.failed.load(Relaxed))
+    /// A buffer was made, `reused`: of pages at the address of pages just given back.
+    fn made(&self, kind: Kind, length: usize, reused: bool) {
+        let mut counts = self.counts();
+        counts.buffers += 1;
+        counts.add(format!("buffers of {}", Kind::NAMES[kind as usize]), length);
+        if reused {
+            counts.add("of these at a freed address".to_owned(), length);
+        }
     }
 
     fn print_progress(&self) {
-        let (passed, failed) = self.counts();
+        let seconds = self.start.elapsed().as_secs_f64();
+        let Counts { passed, failed, bytes, buffers, .. } = &*self.counts();
+        let gigabytes = *bytes as f64 / 1e9;
         println!(
-            "{:>6.0} s  {passed:>10} messages  {:>9.2} GB  {:>8} buffers  {failed} failed",
-            self.start.elapsed().as_secs_f64(),
-            sum(&self.bytes) as f64 / 1e9,
-            sum(&self.made),
+            "{seconds:>6.0} s  {passed:>10} messages  {gigabytes:>9.2} GB  {buffers:>8} buffers  \
+             {failed} failed"
         );
     }
-
-    fn print(&self) {
-        for (op, count) in Op::PLAIN.iter().zip(&self.ops) {
-            println!("{:<34}{:>12} messages", op.to_string(), count.load(Relaxed));
-        }
-        for ((pair, messages), bytes) in Pair::ALL.iter().zip(&self.messages).zip(&self.bytes) {
-            let (messages, bytes) = (messages.load(Relaxed), bytes.load(Relaxed));
-            println!("{:<34}{messages:>12} messages {bytes:>18} bytes", pair.to_string());
-        }
-        for (name, made) in Kind::NAMES.iter().zip(&self.made) {
-            println!("{name:<34}{:>12} buffers made", made.load(Relaxed));
-        }
-        println!("{:<34}{:>12} buffers", "of these at a freed address", self.reused.load(Relaxed));
-    }
-}
-
-fn sum(counters: &[AtomicU64]) -> u64 {
-    counters.iter().map(|counter| counter.load(Relaxed)).sum()
 }
 
 /// Runs it; an error if a byte was wrong or a call of UCX failed.
@@ -161,7 +138,7 @@ pub fn run(folder: Option<&Path>, options: &Options) -> Result<()> {
     let other = matches!(options.sabotage, Some(Sabotage::Length | Sabotage::Early));
     ensure!(!other, "a soak can damage the message, the guard or the source");
     let time = Duration::from_secs_f64(options.seconds);
-    let watchdog = Watchdog::start("soak", time + Duration::from_secs_f64(options.timeout));
+    let watchdog = Watchdog::start("soak", options.seconds + options.timeout);
     watchdog.step("the whole run");
     let ucx = Ucx::load(folder)?;
     let context = Context::new(ucx, Features::ALL, true)?;
@@ -175,10 +152,11 @@ pub fn run(folder: Option<&Path>, options: &Options) -> Result<()> {
         "UCX {}: {count} threads ({sharing} of them share a worker), {} s, up to {} bytes, seed {seed}",
         ucx.version(),
         options.seconds,
-        options.max.0,
+        options.max,
     );
     let shared = Client::in_context(&context, true, &watchdog)?;
-    let totals = Totals::new(time);
+    let (start, counts) = (Instant::now(), Mutex::default());
+    let totals = Totals { start, time, stop: AtomicBool::new(false), counts };
     let outcomes: Vec<Result<()>> = threads::scope(|scope| {
         let start = |n: u8| {
             let shared = (n >= count - sharing).then_some(&shared);
@@ -205,8 +183,10 @@ pub fn run(folder: Option<&Path>, options: &Options) -> Result<()> {
         };
         running.into_iter().map(join).collect()
     });
-    totals.print();
-    let (passed, failed) = totals.counts();
+    let Counts { passed, failed, by_name, .. } = std::mem::take(&mut *totals.counts());
+    for (name, (count, bytes)) in by_name {
+        println!("{name:<40}{count:>12}{bytes:>18} bytes");
+    }
     let seconds = totals.start.elapsed().as_secs_f64();
     println!("soaked for {seconds:.1} s with seed {seed}: {passed} passed, {failed} failed");
     for (n, outcome) in outcomes.into_iter().enumerate() {
@@ -226,8 +206,7 @@ fn one(
     context: &Context,
     shared: Option<&Client>,
 ) -> Result<()> {
-    let limit = Duration::from_secs_f64(options.timeout);
-    let watchdog = Watchdog::start(&format!("thread {n}"), limit);
+    let watchdog = Watchdog::start(&format!("thread {n}"), options.timeout);
     let client = match shared {
         None => Client::in_context(context, false, &watchdog)?,
         Some(client) => client.watched_by(&watchdog),

@@ -2,12 +2,12 @@
 //! address of their predecessor.
 
 use super::Totals;
-use super::random::Random;
 use crate::buffer::Buffer;
 use crate::client::Client;
 use crate::pattern::{GUARD, Layout};
 use crate::ucp::{Memory, Region};
 use anyhow::{Context, Result};
+use fastrand::Rng;
 use std::sync::Arc;
 
 /// Where a buffer comes from.
@@ -34,7 +34,7 @@ impl Kind {
 /// Free buffers of each kind that a thread keeps.
 const PER_KIND: usize = 8;
 /// A used buffer is replaced after one in so many messages.
-const REPLACE: usize = 8;
+const REPLACE: u8 = 8;
 
 /// Free buffers, and the host memory through which device buffers are filled and read.
 pub(super) struct Pool<'a> {
@@ -63,7 +63,7 @@ impl<'a> Pool<'a> {
     }
 
     /// A buffer large enough for `body` bytes, with the message at an odd place in it.
-    pub(super) fn take(&mut self, random: &mut Random, kind: Kind, body: usize) -> Result<Taken> {
+    pub(super) fn take(&mut self, random: &mut Rng, kind: Kind, body: usize) -> Result<Taken> {
         // Not a much larger one: every byte of it is written and compared for each message.
         let lengths = length_for(body)..=8 * length_for(body);
         let free = &mut self.free[kind as usize];
@@ -72,21 +72,21 @@ impl<'a> Pool<'a> {
         let buffer = if found.is_empty() {
             self.make(kind, length_for(body), None)?
         } else {
-            free.swap_remove(random.pick(&found))
+            free.swap_remove(found[random.usize(..found.len())])
         };
         let spare = buffer.length() - body - 2 * GUARD;
-        let before = GUARD + (random.below(spare) | 1);
+        let before = GUARD + (random.usize(..spare.max(1)) | 1);
         let after = buffer.length() - before - body;
         Ok(Taken { kind, buffer, layout: Layout { before, body, after } })
     }
 
     /// Keeps the buffer for the next message, or has another come in its place.
-    pub(super) fn put_back(&mut self, random: &mut Random, taken: Taken) -> Result<()> {
+    pub(super) fn put_back(&mut self, random: &mut Rng, taken: Taken) -> Result<()> {
         let Taken { kind, mut buffer, .. } = taken;
-        if random.one_in(REPLACE) {
+        if random.u8(..REPLACE) == 0 {
             let (address, length) = (buffer.address(), buffer.length());
             drop(buffer);
-            if !random.one_in(2) {
+            if random.bool() {
                 return Ok(());
             }
             buffer = self.make(kind, length, (kind == Kind::Pages).then_some(address))?;
@@ -102,19 +102,14 @@ impl<'a> Pool<'a> {
     fn make(&self, kind: Kind, length: usize, at: Option<u64>) -> Result<Buffer> {
         self.client.step(format_args!("making {length} bytes of {}", Kind::NAMES[kind as usize]));
         let pages = |at| Region::pages(self.client.worker().context(), length, at);
-        let region = if kind == Kind::Pages {
-            match at.map(|at| pages(Some(at))) {
-                Some(Ok(region)) => {
-                    self.totals.reused_an_address();
-                    region
-                }
-                // Another thread was quicker to map something there.
-                _ => pages(None).with_context(|| format!("no {length} bytes of host memory"))?,
-            }
-        } else {
-            self.client.region(kind.memory(), length)?
+        // Another thread may be quicker to map something there.
+        let reused = at.and_then(|at| pages(Some(at)).ok());
+        self.totals.made(kind, length, reused.is_some());
+        let region = match (kind, reused) {
+            (Kind::Pages, Some(region)) => region,
+            (Kind::Pages, None) => pages(None).context("no host memory")?,
+            _ => self.client.region(kind.memory(), length)?,
         };
-        self.totals.made(kind);
         Buffer::of(self.client, region, &self.staging)
     }
 }

@@ -1,19 +1,34 @@
 //! What one thread of the soak does: a handful of messages at once, all checked, and again.
 
 use super::pool::{Kind, Pool, Taken};
-use super::random::Random;
 use super::{Options, Totals};
 use crate::client::Client;
 use crate::matrix::{Case, Op, Pair};
 use crate::message::Message;
 use crate::ops::{Side, poll_all};
+use crate::pattern::mix;
 use crate::ucp::{Endpoint, Idle, RemoteKey, Worker, WorkerOptions};
 use anyhow::{Context, Result};
+use fastrand::Rng;
 
 /// Messages in flight at once.
 const AT_ONCE: usize = 4;
 /// Rounds of progress after which an early message has arrived.
 const ARRIVAL: usize = 100;
+
+fn pick<T: Copy>(random: &mut Rng, from: &[T]) -> T {
+    from[random.usize(..from.len())]
+}
+
+/// 0 … `max`, each power of two as likely as the next: small sizes are where the protocols are, large
+/// ones where the bytes are.
+fn draw_size(random: &mut Rng, max: usize) -> usize {
+    let size = match random.u32(..=usize::BITS - max.leading_zeros()) {
+        0 => 0,
+        power => random.usize(1 << (power - 1)..1 << power),
+    };
+    size.min(max)
+}
 
 /// A way from a sender to a receiver, both ours.
 struct Lane {
@@ -103,7 +118,7 @@ pub(super) struct Soaker<'a> {
     options: &'a Options,
     totals: &'a Totals,
     client: &'a Client,
-    random: Random,
+    random: Rng,
     pool: Pool<'a>,
     lanes: Vec<Lane>,
     next: u64,
@@ -126,8 +141,8 @@ impl<'a> Soaker<'a> {
             options,
             totals,
             client,
-            random: Random::new(options.seed, thread.into()),
-            pool: Pool::new(client, totals, options.max.0)?,
+            random: Rng::with_seed(mix(options.seed ^ mix(thread.into()))),
+            pool: Pool::new(client, totals, options.max)?,
             lanes,
             next: u64::from(thread) << 40,
         })
@@ -145,10 +160,10 @@ impl<'a> Soaker<'a> {
     }
 
     fn batch(&mut self) -> Result<()> {
-        let lane = self.random.below(self.lanes.len());
+        let lane = self.random.usize(..self.lanes.len());
         let mut messages: Vec<Moving> = Vec::new();
-        for _ in 0..=self.random.below(AT_ONCE) {
-            let op = self.random.pick(&self.lanes[lane].ops);
+        for _ in 0..=self.random.usize(..AT_ONCE) {
+            let op = pick(&mut self.random, &self.lanes[lane].ops);
             // Streams and active messages have no tag: one at a time can be told apart.
             let tagless = matches!(op.group(), Op::Stream | Op::Am);
             if !tagless || messages.iter().all(|m| m.message.case.op.group() != op.group()) {
@@ -164,10 +179,10 @@ impl<'a> Soaker<'a> {
 
     fn prepare(&mut self, lane: usize, op: Op) -> Result<Moving> {
         let random = &mut self.random;
-        let size = random.size(self.options.max.0).max(usize::from(op == Op::TagTruncated));
+        let size = draw_size(random, self.options.max).max(usize::from(op == Op::TagTruncated));
         let keyed = [Kind::Registered, Kind::Gaudi];
-        let from = if op == Op::Get { random.pick(&keyed) } else { random.pick(&Kind::ALL) };
-        let to = if op == Op::Put { random.pick(&keyed) } else { random.pick(&Kind::ALL) };
+        let from = pick(random, if op == Op::Get { &keyed } else { &Kind::ALL });
+        let to = pick(random, if op == Op::Put { &keyed } else { &Kind::ALL });
         let source = self.pool.take(random, from, size)?;
         let destination = self.pool.take(random, to, size)?;
         let pair = Pair { src: from.memory(), dst: to.memory() };
@@ -232,5 +247,21 @@ impl<'a> Soaker<'a> {
         }
         self.pool.put_back(&mut self.random, source)?;
         self.pool.put_back(&mut self.random, destination)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_reach_both_ends_and_every_power_between() {
+        let mut random = Rng::with_seed(1);
+        let sizes: Vec<usize> = (0..10_000).map(|_| draw_size(&mut random, 1000)).collect();
+        assert!(sizes.iter().all(|&size| size <= 1000));
+        assert!(sizes.contains(&0) && sizes.contains(&1000));
+        for power in 0..10 {
+            assert!(sizes.iter().any(|size| (1 << power..2 << power).contains(size)), "2^{power}");
+        }
     }
 }

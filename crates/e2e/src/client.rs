@@ -1,9 +1,9 @@
 //! The rows that `ucp-check pair --json FILE` writes: a JSON list, one object per case.
 
-use std::path::Path;
-
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
+
+use crate::Tool;
 
 /// One operation between two memory kinds at one size.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -29,17 +29,20 @@ pub struct Row {
     pub error: Option<String>,
 }
 
-impl Row {
-    /// All rows in a file.
+impl Tool {
+    /// Runs our client, which has to succeed, and reads its rows.
     ///
     /// # Errors
-    /// When the file cannot be read or holds something else.
-    pub fn read(path: &Path) -> Result<Vec<Row>> {
-        let text = std::fs::read_to_string(path)
-            .with_context(|| format!("ucp-check left no results in {}", path.display()))?;
-        Self::parse(&text)
+    /// With everything that it said.
+    pub fn rows(self) -> Result<Vec<Row>> {
+        let file = tempfile::NamedTempFile::new().context("cannot create a temporary file")?;
+        let end = self.arg("--json").arg(file.path()).run();
+        ensure!(end.success(), "{}", end.report());
+        Row::parse(&std::fs::read_to_string(file.path())?).with_context(|| end.report())
     }
+}
 
+impl Row {
     fn parse(text: &str) -> Result<Vec<Row>> {
         serde_json::from_str(text).context("these are not ucp-check's results")
     }

@@ -3,6 +3,7 @@
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::Layout;
@@ -30,10 +31,11 @@ pub enum Device {
 /// `SOFT_GAUDI_KIND` of the demo, the benches and `cargo xtask env`.
 pub const KIND: &str = "import,ordered,unpinned";
 
-/// A machine in software: its name keeps it apart from all others, its settings are variables.
+/// A machine in software: its name keeps it apart from all others, its settings are variables. It is
+/// removed when neither this nor a tool or process that was given it is left.
 #[derive(Debug)]
 pub struct SoftNode {
-    name: String,
+    machine: Arc<Machine>,
     settings: Vec<(OsString, OsString)>,
 }
 
@@ -42,7 +44,8 @@ impl SoftNode {
     pub fn unique() -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let serial = NEXT.fetch_add(1, Ordering::Relaxed);
-        Self { name: format!("e2e-{}-{serial}", std::process::id()), settings: Vec::new() }
+        let name = format!("e2e-{}-{serial}", std::process::id());
+        Self { machine: Arc::new(Machine(name)), settings: Vec::new() }
     }
 
     /// A node as quick as it can be, with dma-buf import: kinder than a card with an upstream driver.
@@ -59,21 +62,17 @@ impl SoftNode {
 
     /// The value of `SOFT_GAUDI_NODE`.
     pub fn name(&self) -> &str {
-        &self.name
+        &self.machine.0
     }
-}
 
-impl SoftNode {
-    /// Injects faults into the driver calls of the (Gaudi2) machine: rules as in `docs/software-gaudi.md`.
+    /// Injects faults into the driver calls of the machine: rules as in `docs/software-gaudi.md`.
     ///
     /// # Panics
     /// When the rules cannot be written.
     #[must_use]
     #[track_caller]
     pub fn with_faults(self, rules: &str) -> Self {
-        let [in_memory, on_disk] = self.folders();
-        let folder =
-            if Path::new("/dev/shm").is_dir() { in_memory } else { on_disk }.join("gaudi2");
+        let folder = self.folder();
         let written = private_folders(&folder)
             .and_then(|()| std::fs::write(folder.join("faults"), format!("{rules}\n")));
         if let Err(error) = written {
@@ -82,18 +81,42 @@ impl SoftNode {
         self.with("SOFT_GAUDI_FAULTS", "yes")
     }
 
+    /// The cards that were ever opened on this machine: their memory has a file.
+    pub fn cards_opened(&self) -> usize {
+        let entries = self.folder().read_dir().into_iter().flatten().flatten();
+        entries.filter(|entry| entry.file_name().to_string_lossy().starts_with("hbm")).count()
+    }
+
     /// Removes the machine with all its cards, even if processes still use them.
     pub fn remove(&self) {
+        self.machine.remove();
+    }
+
+    /// Where the software Gaudi makes this machine.
+    fn folder(&self) -> PathBuf {
+        let [in_memory, on_disk] = self.machine.folders();
+        let name = OsString::from("SOFT_GAUDI_GENERATION");
+        let generation = self.settings.iter().rfind(|(other, _)| *other == name);
+        let generation = generation.map_or("gaudi2".as_ref(), |(_, value)| value.as_os_str());
+        if Path::new("/dev/shm").is_dir() { in_memory } else { on_disk }.join(generation)
+    }
+}
+
+/// The name of a machine in software, whose folder outlives its processes and goes with this.
+#[derive(Debug)]
+pub(crate) struct Machine(String);
+
+impl Machine {
+    fn remove(&self) {
         for folder in self.folders() {
             let _ = std::fs::remove_dir_all(folder);
         }
     }
 
-    /// Folders where the machine may be.
+    /// Folders where it may be.
     fn folders(&self) -> [PathBuf; 2] {
         let user = format!("soft-gaudi-{}", rustix::process::geteuid().as_raw());
-        [PathBuf::from("/dev/shm"), std::env::temp_dir()]
-            .map(|base| base.join(&user).join(&self.name))
+        [PathBuf::from("/dev/shm"), std::env::temp_dir()].map(|base| base.join(&user).join(&self.0))
     }
 }
 
@@ -102,8 +125,7 @@ fn private_folders(path: &Path) -> std::io::Result<()> {
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path)
 }
 
-impl Drop for SoftNode {
-    /// The folder of a machine in software outlives its processes.
+impl Drop for Machine {
     fn drop(&mut self) {
         self.remove();
     }
@@ -113,6 +135,17 @@ impl Device {
     /// A software Gaudi with default settings.
     pub fn software() -> Self {
         Self::Software(SoftNode::unique())
+    }
+
+    /// A software Gaudi with so many cards.
+    pub fn cards(count: u32) -> Self {
+        Self::Software(SoftNode::unique().with("SOFT_GAUDI_DEVICES", &count.to_string()))
+    }
+
+    /// The same with a driver that imports dma-bufs.
+    pub fn importing(count: u32) -> Self {
+        let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", &count.to_string());
+        Self::Software(node.with("SOFT_GAUDI_KIND", "import"))
     }
 
     /// The machine's own card if it has one and its driver library, else a software one for the demo and benches.
@@ -149,13 +182,21 @@ impl Device {
         }
     }
 
+    /// What has to live as long as programs use it.
+    pub(crate) fn machine(&self) -> Option<Arc<Machine>> {
+        match self {
+            Device::Software(node) => Some(node.machine.clone()),
+            Device::None | Device::Hardware { .. } => None,
+        }
+    }
+
     /// Folders for the loader path, and variables.
     pub fn loader(&self, layout: &Layout) -> (Vec<PathBuf>, Vec<(OsString, OsString)>) {
         match self {
             Device::None => (Vec::new(), Vec::new()),
             Device::Hardware { lib_dirs } => (lib_dirs.clone(), Vec::new()),
             Device::Software(node) => {
-                let mut envs = vec![("SOFT_GAUDI_NODE".into(), node.name.clone().into())];
+                let mut envs = vec![("SOFT_GAUDI_NODE".into(), node.name().into())];
                 envs.extend(node.settings.iter().cloned());
                 (vec![layout.soft_gaudi()], envs)
             }
@@ -185,27 +226,15 @@ fn under(root: &Path, path: &Path) -> PathBuf {
 mod tests {
     use super::*;
 
-    struct Root(PathBuf);
-
-    impl Root {
-        fn new(name: &str) -> Self {
-            let dir = std::env::temp_dir().join(format!("e2e-{}-{name}", std::process::id()));
-            std::fs::create_dir_all(&dir).expect("temporary folder");
-            Self(dir)
-        }
-
-        fn file(&self, path: &str, text: &str) -> &Self {
-            let path = self.0.join(path);
+    /// A machine whose file system has these files.
+    fn hardware(files: &[(&str, &str)]) -> Option<Device> {
+        let root = tempfile::tempdir().expect("temporary folder");
+        for (path, text) in files {
+            let path = root.path().join(path);
             std::fs::create_dir_all(path.parent().expect("has a parent")).expect("folders");
             std::fs::write(path, text).expect("file");
-            self
         }
-    }
-
-    impl Drop for Root {
-        fn drop(&mut self) {
-            let _ = std::fs::remove_dir_all(&self.0);
-        }
+        Device::hardware(root.path())
     }
 
     #[test]
@@ -214,37 +243,16 @@ mod tests {
     }
 
     #[test]
-    fn card_without_driver_library_is_no_hardware() {
-        let root = Root::new("card-only");
-        root.file("sys/class/accel/accel0/device/vendor", "0x1da3\n");
-        assert!(Device::hardware(&root.0).is_none());
-    }
-
-    #[test]
-    fn driver_library_without_card_is_no_hardware() {
-        let root = Root::new("library-only");
-        root.file("usr/lib/habanalabs/libhl-thunk.so", "");
-        assert!(Device::hardware(&root.0).is_none());
-    }
-
-    #[test]
-    fn accelerator_of_another_vendor_is_no_hardware() {
-        let root = Root::new("other-vendor");
-        root.file("sys/class/accel/accel0/device/vendor", "0x8086\n")
-            .file("usr/lib/habanalabs/libhl-thunk.so", "");
-        assert!(Device::hardware(&root.0).is_none());
-    }
-
-    #[test]
-    fn card_and_library_are_hardware() {
-        let root = Root::new("both");
-        root.file("sys/class/accel/accel0/device/vendor", "0x1da3\n")
-            .file("usr/lib/habanalabs/libhl-thunk.so", "");
-        match Device::hardware(&root.0) {
-            Some(Device::Hardware { lib_dirs }) => {
-                assert_eq!(lib_dirs, [PathBuf::from(HABANA_LIB_DIR)]);
-            }
-            other => panic!("expected hardware, found {other:?}"),
+    fn hardware_is_a_card_of_habanas_and_the_driver_library() {
+        let card = ("sys/class/accel/accel0/device/vendor", "0x1da3\n");
+        let other_card = ("sys/class/accel/accel0/device/vendor", "0x8086\n");
+        let library = ("usr/lib/habanalabs/libhl-thunk.so", "");
+        for files in [&[card][..], &[library], &[other_card, library]] {
+            assert!(hardware(files).is_none(), "{files:?}");
         }
+        let Some(Device::Hardware { lib_dirs }) = hardware(&[card, library]) else {
+            panic!("no hardware");
+        };
+        assert_eq!(lib_dirs, [PathBuf::from(HABANA_LIB_DIR)]);
     }
 }

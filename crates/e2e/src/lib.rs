@@ -32,4 +32,4 @@ pub use listing::Listing;
 pub use perftest::{Figures, Pair, Perftest};
 pub use process::{Finished, Running};
 pub use protocols::{Choice, ProtocolLogs, Protocols};
-pub use tool::{KEEP, Tool, Workbench, is_setting};
+pub use tool::{KEEP, Tool, Workbench, client, is_setting, libucp_to_test, stock};

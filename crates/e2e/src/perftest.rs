@@ -5,6 +5,7 @@ use std::net::{Ipv4Addr, TcpListener};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use procfs::net::TcpState;
 
 use crate::{Device, Finished, Running, Tool, Ucx, Workbench};
 
@@ -45,6 +46,19 @@ impl Perftest {
             .words("-f -v")
             .words(&format!("-t {test} -s {size}"));
         Self { server: tool.clone(), client: tool }
+    }
+
+    /// The same with the plugin and a device, and few iterations.
+    #[track_caller]
+    pub fn on(device: &Device, test: &str, size: usize) -> Self {
+        let bench = Workbench::from_env();
+        Self::new(&bench, test, size).plugin().device(device).iterations(100, 10)
+    }
+
+    /// Adds arguments to both.
+    #[must_use]
+    pub fn words(self, words: &str) -> Self {
+        self.both(|tool| tool.words(words))
     }
 
     /// Changes both processes alike.
@@ -99,6 +113,17 @@ impl Perftest {
             pair = self.run_once()?;
         }
         Ok(pair)
+    }
+
+    /// Runs the two processes, which have to end well.
+    ///
+    /// # Panics
+    /// With everything both said, when they do not.
+    #[track_caller]
+    pub fn works(&self) -> (Pair, Figures) {
+        let pair = self.run().unwrap_or_else(|error| panic!("{error:#}"));
+        let figures = pair.figures().unwrap_or_else(|error| panic!("{error:#}"));
+        (pair, figures)
     }
 
     fn run_once(&self) -> Result<Pair> {
@@ -179,26 +204,16 @@ fn free_port() -> Result<u16> {
 fn wait_for_listener(server: &Running, port: u16, limit: Duration) -> bool {
     let deadline = Instant::now() + limit;
     while Instant::now() < deadline && !server.has_ended() {
-        let tables = ["/proc/net/tcp", "/proc/net/tcp6"];
-        let tables = tables.map(|path| std::fs::read_to_string(path).unwrap_or_default());
-        if tables.iter().any(|table| listens(table, port)) {
+        let mut sockets = [procfs::net::tcp(), procfs::net::tcp6()].into_iter().flatten().flatten();
+        let listens = |socket: procfs::net::TcpNetEntry| {
+            socket.state == TcpState::Listen && socket.local_address.port() == port
+        };
+        if sockets.any(listens) {
             return true;
         }
         std::thread::sleep(Duration::from_millis(5));
     }
     false
-}
-
-/// Whether a table of the kernel's sockets has a listener on `port`.
-fn listens(table: &str, port: u16) -> bool {
-    const LISTEN: &str = "0A";
-    let suffix = format!(":{port:04X}");
-    table.lines().skip(1).any(|line| {
-        let mut columns = line.split_whitespace().skip(1);
-        let local = columns.next().unwrap_or_default();
-        let state = columns.nth(1).unwrap_or_default();
-        local.ends_with(&suffix) && state == LISTEN
-    })
 }
 
 #[cfg(test)]
@@ -229,15 +244,5 @@ mod tests {
             parse_figures("iterations,50.0_percentile_lat,overall_bw,overall_mr\n1,x,2,3\n")
                 .is_err()
         );
-    }
-
-    #[test]
-    fn listener_is_told_from_connection() {
-        let table = "  sl  local_address rem_address   st tx_queue\n\
-                     0: 0100007F:5BA0 00000000:0000 0A 00000000:00000000\n\
-                     1: 0100007F:5BA1 0100007F:1234 01 00000000:00000000\n";
-        assert!(listens(table, 0x5BA0));
-        assert!(!listens(table, 0x5BA1));
-        assert!(!listens(table, 0x1234));
     }
 }

@@ -3,13 +3,17 @@
 
 use std::io::Read;
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use procfs::process::Process;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::OwnedFd;
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
+
+use crate::device::Machine;
 
 /// A child that is running. Dropping it kills it and its descendants.
 #[derive(Debug)]
@@ -20,6 +24,8 @@ pub struct Running {
     stdout: Option<JoinHandle<Vec<u8>>>,
     stderr: Option<JoinHandle<Vec<u8>>>,
     reaped: bool,
+    /// The software machine that it uses; declared last, as it goes last.
+    machine: Option<Arc<Machine>>,
 }
 
 /// What a child left behind.
@@ -51,7 +57,13 @@ impl Running {
         };
         let stdout = child.stdout.take().map(drain);
         let stderr = child.stderr.take().map(drain);
-        Ok(Self { line, child, pidfd, stdout, stderr, reaped: false })
+        Ok(Self { line, child, pidfd, stdout, stderr, reaped: false, machine: None })
+    }
+
+    /// Keeps the software machine that it uses.
+    pub(crate) fn on(mut self, machine: Option<Arc<Machine>>) -> Self {
+        self.machine = machine;
+        self
     }
 
     /// Process id of the child.
@@ -164,6 +176,23 @@ impl Finished {
         )
     }
 
+    /// Everything it wrote.
+    pub fn text(&self) -> String {
+        format!("{}{}", self.stdout, self.stderr)
+    }
+
+    /// Whether a line that it wrote holds all these words.
+    pub fn says(&self, words: &[&str]) -> bool {
+        self.text().lines().any(|line| words.iter().all(|word| line.contains(word)))
+    }
+
+    /// This, if it failed without dying of a signal; else a panic with everything the child said.
+    #[track_caller]
+    pub fn refused(self) -> Self {
+        assert!(!self.success() && !self.crashed(), "{}", self.report());
+        self
+    }
+
     /// Whether it died of a signal (a crash), as opposed to refusing with an exit code.
     pub fn crashed(&self) -> bool {
         use std::os::unix::process::ExitStatusExt;
@@ -186,19 +215,14 @@ fn collect(reader: Option<JoinHandle<Vec<u8>>>) -> String {
 
 /// All processes below `pid`, deepest last.
 fn descendants(pid: u32) -> Vec<u32> {
-    let mut found = Vec::new();
-    let mut queue = vec![pid];
+    let (mut found, mut queue) = (Vec::new(), vec![pid]);
     while let Some(parent) = queue.pop() {
-        let Ok(tasks) = std::fs::read_dir(format!("/proc/{parent}/task")) else { continue };
-        for task in tasks.flatten() {
-            let children = std::fs::read_to_string(task.path().join("children"));
-            for child in children.unwrap_or_default().split_whitespace() {
-                if let Ok(child) = child.parse::<u32>() {
-                    found.push(child);
-                    queue.push(child);
-                }
-            }
-        }
+        let tasks = Process::new(parent as i32).and_then(|process| process.tasks());
+        let children =
+            tasks.into_iter().flatten().flatten().filter_map(|task| task.children().ok());
+        let children: Vec<u32> = children.flatten().collect();
+        found.extend(&children);
+        queue.extend(&children);
     }
     found
 }

@@ -1,9 +1,7 @@
 //! Which protocols UCP chose in a run, from what its processes log with `UCX_PROTO_INFO=y`.
 
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, Ordering};
-
 use anyhow::{Context, Result};
+use tempfile::TempDir;
 
 use crate::Tool;
 
@@ -15,26 +13,21 @@ pub use tables::{Choice, Protocols};
 
 /// A folder into which each process of a tool writes what UCX logs, protocols included.
 #[derive(Debug)]
-pub struct ProtocolLogs(PathBuf);
+pub struct ProtocolLogs(TempDir);
 
 impl ProtocolLogs {
-    /// A folder of its own in `place`.
+    /// A folder of its own, which goes with this.
     ///
     /// # Errors
     /// When it cannot be made.
-    pub fn in_folder(place: &Path) -> Result<Self> {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let serial = NEXT.fetch_add(1, Ordering::Relaxed);
-        let folder = place.join(format!("protocols-{}-{serial}", std::process::id()));
-        std::fs::create_dir_all(&folder)
-            .with_context(|| format!("cannot create {}", folder.display()))?;
-        Ok(Self(folder))
+    pub fn new() -> Result<Self> {
+        Ok(Self(tempfile::tempdir().context("cannot create a temporary folder")?))
     }
 
     /// Has a tool write there.
     #[must_use]
     pub fn of(&self, tool: Tool) -> Tool {
-        tool.env("UCX_LOG_FILE", self.0.join("%p")).env("UCX_PROTO_INFO", "y")
+        tool.env("UCX_LOG_FILE", self.0.path().join("%p")).env("UCX_PROTO_INFO", "y")
     }
 
     /// Whether one of its processes logged this.
@@ -43,7 +36,7 @@ impl ProtocolLogs {
     /// When the logs cannot be read.
     pub fn say(&self, words: &str) -> Result<bool> {
         let mut said = false;
-        for entry in std::fs::read_dir(&self.0)? {
+        for entry in std::fs::read_dir(self.0.path())? {
             let log = std::fs::read(entry?.path())?;
             said |= String::from_utf8_lossy(&log).contains(words);
         }
@@ -66,17 +59,11 @@ impl ProtocolLogs {
     /// When the logs cannot be read.
     pub fn each(&self) -> Result<Vec<Protocols>> {
         let mut each = Vec::new();
-        for entry in std::fs::read_dir(&self.0)? {
+        for entry in std::fs::read_dir(self.0.path())? {
             let log = std::fs::read(entry?.path())?;
             each.push(Protocols::parse(&String::from_utf8_lossy(&log)));
         }
         each.retain(|protocols| !protocols.is_empty());
         Ok(each)
-    }
-}
-
-impl Drop for ProtocolLogs {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
     }
 }

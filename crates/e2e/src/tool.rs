@@ -4,10 +4,12 @@
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 
+use crate::device::Machine;
 use crate::{Device, Finished, Layout, Running, Ucx};
 
 /// Whether a variable configures UCX, the driver or a software device: the caller's must not decide a
@@ -99,11 +101,55 @@ impl Workbench {
         Tool::new(self.layout.clone(), ucx, self.layout.bin().join("ucx-gaudi"))
     }
 
-    /// The same client with the plugin and a device, about to run these words; it loads exactly that UCX.
+    /// A program of stock UCX with the plugin and a device, about to run these words.
+    #[track_caller]
+    pub fn stock(&self, program: &str, device: &Device, words: &str) -> Tool {
+        self.tool(Ucx::V1_22, program).plugin().device(device).words(words)
+    }
+
+    /// The running test program once more, to run one of its ignored tests in a process of its own, with
+    /// the plugin and a device. That test finds the libucp of this UCX by [`libucp_to_test`].
+    ///
+    /// # Panics
+    /// When this program has no path.
+    pub fn own_process(&self, ucx: Ucx, device: &Device, test: &str) -> Tool {
+        let program = std::env::current_exe().expect("a running program has a path");
+        let tool = Tool::new(self.layout.clone(), ucx, program).plugin().device(device);
+        let tool = tool
+            .words(&format!("--exact {test} --nocapture --include-ignored"))
+            .env("UCX_MODULES", "^ib");
+        tool.env(LIBUCP, ucx.libucp(&self.layout))
+    }
+
+    /// Our client with the plugin and a device, about to run these words; it loads exactly that UCX.
     pub fn client(&self, ucx: Ucx, device: &Device, words: &str) -> Tool {
         let tool = self.ucp_check(ucx).plugin().device(device).words(words);
         tool.arg("--ucx").arg(ucx.root(&self.layout)).limit(CLIENT_LIMIT)
     }
+}
+
+/// Where the test in a process of its own finds libucp.
+const LIBUCP: &str = "UCX_GAUDI_TEST_UCP";
+
+/// The libucp to load, in a test that others run by [`Workbench::own_process`].
+///
+/// # Panics
+/// When it was not started by them.
+#[track_caller]
+pub fn libucp_to_test() -> PathBuf {
+    std::env::var_os(LIBUCP).expect("run by another test").into()
+}
+
+/// A program of stock UCX 1.22 with the plugin and a device, about to run these words.
+#[track_caller]
+pub fn stock(program: &str, device: &Device, words: &str) -> Tool {
+    Workbench::from_env().stock(program, device, words)
+}
+
+/// Our verifying client with the plugin and a device, about to run these words.
+#[track_caller]
+pub fn client(ucx: Ucx, device: &Device, words: &str) -> Tool {
+    Workbench::from_env().client(ucx, device, words)
 }
 
 /// A program about to be run.
@@ -115,6 +161,7 @@ pub struct Tool {
     args: Vec<OsString>,
     envs: Vec<(OsString, OsString)>,
     extra_libs: Vec<PathBuf>,
+    machine: Option<Arc<Machine>>,
     plugin: bool,
     limit: Duration,
 }
@@ -128,6 +175,7 @@ impl Tool {
             args: Vec::new(),
             envs: Vec::new(),
             extra_libs: Vec::new(),
+            machine: None,
             plugin: false,
             limit: DEFAULT_LIMIT,
         }
@@ -150,6 +198,7 @@ impl Tool {
     pub fn device(mut self, device: &Device) -> Self {
         let (libs, envs) = device.loader(&self.layout);
         self.extra_libs.extend(libs);
+        self.machine = device.machine();
         self.envs.extend(envs);
         self
     }
@@ -175,6 +224,12 @@ impl Tool {
         self
     }
 
+    /// Sets variables.
+    #[must_use]
+    pub fn envs(self, variables: &[(&str, &str)]) -> Self {
+        variables.iter().fold(self, |tool, (name, value)| tool.env(name, value))
+    }
+
     /// Changes the time limit.
     #[must_use]
     pub fn limit(mut self, limit: Duration) -> Self {
@@ -194,7 +249,7 @@ impl Tool {
     #[track_caller]
     pub fn start(&self) -> Running {
         match Running::start(self.command(), self.line()) {
-            Ok(running) => running,
+            Ok(running) => running.on(self.machine.clone()),
             Err(error) => panic!("{error:#}"),
         }
     }

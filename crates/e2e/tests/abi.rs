@@ -7,7 +7,6 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::atomic::{AtomicU32, Ordering};
 
 use e2e::{Layout, Ucx};
 use object::{Object, ObjectSection};
@@ -196,60 +195,36 @@ fn structures_equal_the_debug_information_of_the_stock_library() {
 fn operation_slots_have_their_names_where_the_stock_library_has_them() {
     use uct::abi::{iface_op, internal_op, md_op};
     let shapes = shapes(&library(Ucx::V1_22, "libuct."));
-    let slot = |table: &str, field: &str| (shapes[table].fields[field] / 8) as usize;
-    for (field, expected) in [
-        ("ep_put_short", iface_op::EP_PUT_SHORT),
-        ("ep_put_zcopy", iface_op::EP_PUT_ZCOPY),
-        ("ep_get_short", iface_op::EP_GET_SHORT),
-        ("ep_get_zcopy", iface_op::EP_GET_ZCOPY),
-        ("ep_tag_rndv_zcopy", iface_op::EP_TAG_RNDV_ZCOPY),
-        ("ep_pending_add", iface_op::EP_PENDING_ADD),
-        ("ep_pending_purge", iface_op::EP_PENDING_PURGE),
-        ("ep_flush", iface_op::EP_FLUSH),
-        ("ep_fence", iface_op::EP_FENCE),
-        ("ep_check", iface_op::EP_CHECK),
-        ("ep_create", iface_op::EP_CREATE),
-        ("ep_destroy", iface_op::EP_DESTROY),
-        ("iface_flush", iface_op::IFACE_FLUSH),
-        ("iface_fence", iface_op::IFACE_FENCE),
-        ("iface_progress_enable", iface_op::IFACE_PROGRESS_ENABLE),
-        ("iface_progress_disable", iface_op::IFACE_PROGRESS_DISABLE),
-        ("iface_progress", iface_op::IFACE_PROGRESS),
-        ("iface_event_fd_get", iface_op::IFACE_EVENT_FD_GET),
-        ("iface_event_arm", iface_op::IFACE_EVENT_ARM),
-        ("iface_close", iface_op::IFACE_CLOSE),
-        ("iface_query", iface_op::IFACE_QUERY),
-        ("iface_get_device_address", iface_op::IFACE_GET_DEVICE_ADDRESS),
-        ("iface_get_address", iface_op::IFACE_GET_ADDRESS),
-        ("iface_is_reachable", iface_op::IFACE_IS_REACHABLE),
-    ] {
-        assert_eq!(slot("uct_iface_ops_t", field), expected, "{field}");
+    macro_rules! slots {
+        ($table:literal, $module:ident, { $($field:ident $slot:ident,)* }) => {$(
+            let offset = shapes[$table].fields[stringify!($field)];
+            assert_eq!(offset / 8, $module::$slot as u64, stringify!($field));
+        )*};
     }
-    for (field, expected) in [
-        ("iface_query_v2", internal_op::IFACE_QUERY_V2),
-        ("iface_estimate_perf", internal_op::IFACE_ESTIMATE_PERF),
-        ("iface_vfs_refresh", internal_op::IFACE_VFS_REFRESH),
-        ("iface_is_reachable_v2", internal_op::IFACE_IS_REACHABLE_V2),
-        ("ep_is_connected", internal_op::EP_IS_CONNECTED),
-    ] {
-        assert_eq!(slot("uct_iface_internal_ops_t", field), expected, "{field}");
-    }
-    for (field, expected) in [
-        ("close", md_op::CLOSE),
-        ("query", md_op::QUERY),
-        ("mem_alloc", md_op::MEM_ALLOC),
-        ("mem_free", md_op::MEM_FREE),
-        ("mem_advise", md_op::MEM_ADVISE),
-        ("mem_reg", md_op::MEM_REG),
-        ("mem_dereg", md_op::MEM_DEREG),
-        ("mem_query", md_op::MEM_QUERY),
-        ("mkey_pack", md_op::MKEY_PACK),
-        ("mem_attach", md_op::MEM_ATTACH),
-        ("detect_memory_type", md_op::DETECT_MEMORY_TYPE),
-        ("mem_elem_pack", md_op::MEM_ELEM_PACK),
-    ] {
-        assert_eq!(slot("uct_md_ops_t", field), expected, "{field}");
-    }
+    slots!("uct_iface_ops_t", iface_op, {
+        ep_put_short EP_PUT_SHORT, ep_put_zcopy EP_PUT_ZCOPY, ep_get_short EP_GET_SHORT,
+        ep_get_zcopy EP_GET_ZCOPY, ep_tag_rndv_zcopy EP_TAG_RNDV_ZCOPY,
+        ep_pending_add EP_PENDING_ADD, ep_pending_purge EP_PENDING_PURGE, ep_flush EP_FLUSH,
+        ep_fence EP_FENCE, ep_check EP_CHECK, ep_create EP_CREATE, ep_destroy EP_DESTROY,
+        iface_flush IFACE_FLUSH, iface_fence IFACE_FENCE,
+        iface_progress_enable IFACE_PROGRESS_ENABLE,
+        iface_progress_disable IFACE_PROGRESS_DISABLE, iface_progress IFACE_PROGRESS,
+        iface_event_fd_get IFACE_EVENT_FD_GET, iface_event_arm IFACE_EVENT_ARM,
+        iface_close IFACE_CLOSE, iface_query IFACE_QUERY,
+        iface_get_device_address IFACE_GET_DEVICE_ADDRESS, iface_get_address IFACE_GET_ADDRESS,
+        iface_is_reachable IFACE_IS_REACHABLE,
+    });
+    slots!("uct_iface_internal_ops_t", internal_op, {
+        iface_query_v2 IFACE_QUERY_V2, iface_estimate_perf IFACE_ESTIMATE_PERF,
+        iface_vfs_refresh IFACE_VFS_REFRESH, iface_is_reachable_v2 IFACE_IS_REACHABLE_V2,
+        ep_is_connected EP_IS_CONNECTED,
+    });
+    slots!("uct_md_ops_t", md_op, {
+        close CLOSE, query QUERY, mem_alloc MEM_ALLOC, mem_free MEM_FREE, mem_advise MEM_ADVISE,
+        mem_reg MEM_REG, mem_dereg MEM_DEREG, mem_query MEM_QUERY, mkey_pack MKEY_PACK,
+        mem_attach MEM_ATTACH, detect_memory_type DETECT_MEMORY_TYPE,
+        mem_elem_pack MEM_ELEM_PACK,
+    });
 }
 
 #[test]
@@ -264,11 +239,8 @@ fn the_probe_agrees_with_both_stock_libraries() {
 /// What the probe says of a libuct whose tables are laid out as these definitions say (`abi/grown.c`). It
 /// runs in this process: a probe that crashes ends the test.
 fn probe_of(definitions: &str) -> Result<(), String> {
-    static SERIAL: AtomicU32 = AtomicU32::new(0);
-    let serial = SERIAL.fetch_add(1, Ordering::Relaxed);
-    let folder = Layout::from_env().scratch();
-    std::fs::create_dir_all(&folder).expect("scratch folder");
-    let library = folder.join(format!("libuct-grown-{}-{serial}.so", std::process::id()));
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let library = folder.path().join("libuct-grown.so");
     let standard = "-DPUBLIC=50 -DBEFORE_LAST=0 -DINTERNAL=0 -DMD=0 -DCOMPONENT=0";
     let compiled = Command::new("cc")
         .args(["-shared", "-fPIC", "-Wall", "-o"])
@@ -283,9 +255,7 @@ fn probe_of(definitions: &str) -> Result<(), String> {
         .output()
         .expect("a C compiler");
     assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
-    let said = uct::probe_library(&library);
-    let _ = std::fs::remove_file(library);
-    said
+    uct::probe_library(&library)
 }
 
 #[test]

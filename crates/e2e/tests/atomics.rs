@@ -1,11 +1,10 @@
 //! Atomic operations: on host memory they are right with the plugin loaded; on Gaudi memory UCX ends
 //! the process that owns it, and no transport can keep it from that. See `docs/errors.md`.
 
-use e2e::{Device, Finished, SoftNode, Ucx, Workbench};
+use e2e::{Device, Finished, Ucx, client};
 
 fn atomics(ucx: Ucx, words: &str) -> Finished {
-    let device = Device::Software(SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2"));
-    let tool = Workbench::from_env().client(ucx, &device, &format!("atomics {words}"));
+    let tool = client(ucx, &Device::cards(2), &format!("atomics {words}"));
     // UCX's report on a crash is long, and may be followed by a debugger where there is one.
     tool.env("UCX_HANDLE_ERRORS", "none").run()
 }

@@ -5,7 +5,7 @@ mod memory;
 
 use std::collections::BTreeSet;
 
-use e2e::{Finished, Perftest, Ucx, Workbench};
+use e2e::{Finished, Perftest, Ucx, stock};
 use memory::Machine;
 
 /// Bus ids of the software Gaudi's cards.
@@ -29,225 +29,93 @@ struct Effect {
     faults: &'static str,
 }
 
-const PLAIN: Effect = Effect {
-    variable: "",
-    value: "",
-    check: "attributes",
-    shows: "",
-    with: &[],
-    succeeds: true,
-    faults: "",
-};
+/// A variable, a value, a check, and what the check shows with them.
+const fn effect(
+    variable: &'static str,
+    value: &'static str,
+    check: &'static str,
+    shows: &'static str,
+) -> Effect {
+    Effect { variable, value, check, shows, with: &[], succeeds: true, faults: "" }
+}
 
 /// Without this driver call there is nothing to export with, unless the other one is asked for.
-const NO_MAPPED_EXPORT: &str =
-    "hlthunk_device_mapped_memory_export_dmabuf_fd fail:EINVAL times=0\n";
+const NO_MAPPED_EXPORT: &str = "hlthunk_device_mapped_memory_export_dmabuf_fd fail:EINVAL times=0";
 
 /// A row for each variable. The last three of each transport are UCX's own, which all have.
+#[rustfmt::skip] // a table
 const EFFECTS: &[Effect] = &[
-    Effect {
-        variable: "UCX_GAUDI_COPY_DEVICE",
-        value: "1",
-        check: "where",
-        shows: CARD_1,
-        ..PLAIN
-    },
-    Effect {
-        variable: "UCX_GAUDI_COPY_DMABUF",
-        value: "no",
-        shows: "gaudi_copy does not offer dma-bufs",
-        ..PLAIN
-    },
-    Effect {
-        variable: "UCX_GAUDI_COPY_ENABLE_MAPPED_DMABUF",
-        value: "no",
-        check: "churn --cycles 1",
-        shows: "1 exports:",
-        faults: NO_MAPPED_EXPORT,
-        ..PLAIN
-    },
-    Effect {
-        variable: "UCX_GAUDI_COPY_REG_COST",
-        value: "31us",
-        shows: "gaudi_copy registers in 31000 ns",
-        // With it, UCX is told what finding pinned memory costs.
-        with: &[("UCX_GAUDI_COPY_ENABLE_RCACHE", "no")],
-        ..PLAIN
-    },
+    effect("UCX_GAUDI_COPY_DEVICE", "1", "where", CARD_1),
+    effect("UCX_GAUDI_COPY_DMABUF", "no", "attributes", "gaudi_copy does not offer dma-bufs"),
+    effect("UCX_GAUDI_COPY_ENABLE_MAPPED_DMABUF", "no", "churn --cycles 1", "1 exports:").faults(NO_MAPPED_EXPORT),
+    // Without the cache: with it, UCX is told what finding pinned memory costs.
+    effect("UCX_GAUDI_COPY_REG_COST", "31us", "attributes", "gaudi_copy registers in 31000 ns")
+        .with(&[("UCX_GAUDI_COPY_ENABLE_RCACHE", "no")]),
     // By default it is done without, at info level; rcache.rs has the rest.
-    Effect {
-        variable: "UCX_GAUDI_COPY_ENABLE_RCACHE",
-        value: "yes",
-        shows: "UCX_GAUDI_COPY_ENABLE_RCACHE=yes, but UCX's memory events",
-        with: &[("UCX_MEM_EVENTS", "n")],
-        succeeds: false,
-        ..PLAIN
-    },
-    Effect {
-        variable: "UCX_GAUDI_COPY_BW",
-        value: "auto,d2h:5GBs",
-        check: "transport",
-        shows: "gaudi_cpy get_zcopy host:gaudi at 5.37 GB/s",
-        ..PLAIN
-    },
-    Effect {
-        variable: "UCX_GAUDI_COPY_LATENCY",
-        value: "short:500ns,zcopy:123us",
-        check: "transport",
-        shows: "latency 123000 ns",
-        ..PLAIN
-    },
-    Effect {
-        variable: "UCX_GAUDI_COPY_OVERHEAD",
-        value: "321us",
-        check: "transport",
-        shows: "overhead 321000 ns",
-        ..PLAIN
-    },
+    effect("UCX_GAUDI_COPY_ENABLE_RCACHE", "yes", "attributes", "UCX_GAUDI_COPY_ENABLE_RCACHE=yes, but UCX's memory events")
+        .with(&[("UCX_MEM_EVENTS", "n")]).fails(),
+    effect("UCX_GAUDI_COPY_BW", "auto,d2h:5GBs", "transport", "gaudi_cpy get_zcopy host:gaudi at 5.37 GB/s"),
+    effect("UCX_GAUDI_COPY_LATENCY", "short:500ns,zcopy:123us", "transport", "latency 123000 ns"),
+    effect("UCX_GAUDI_COPY_OVERHEAD", "321us", "transport", "overhead 321000 ns"),
     // By default the process ends where the error was; if not, the client is told of it.
-    Effect {
-        variable: "UCX_GAUDI_COPY_ABORT_ON_ERROR",
-        value: "n",
-        check: "register",
-        shows: "ucp-check: uct_ep_put_zcopy: ",
-        succeeds: false,
-        faults: "transfer fail:EIO times=0\n",
-        ..PLAIN
-    },
-    Effect {
-        variable: "UCX_GAUDI_COPY_ENABLE_NIC_SCALE_OUT",
-        value: "yes",
-        check: "where",
-        shows: "no active NIC is near",
-        // A machine without any NIC, whatever this one has.
-        with: &[("GAUDI_SYSFS_ROOT", "/nonexistent")],
-        ..PLAIN
-    },
-    Effect {
-        variable: "UCX_GAUDI_COPY_ENABLE_HW_BLOCK_ACCESS",
-        value: "y",
-        check: "where",
-        shows: "may be mapped",
-        with: &[("UCX_LOG_LEVEL", "info")],
-        ..PLAIN
-    },
-    Effect {
-        variable: "UCX_GAUDI_COPY_MEM_HOOKS",
-        value: "yes",
-        check: "where",
-        shows: "maps on a Gaudi by itself is noticed",
-        with: &[("UCX_LOG_LEVEL", "info")],
-        ..PLAIN
-    },
-    Effect {
-        variable: "UCX_GAUDI_COPY_LOG_LEVEL",
-        value: "info",
-        check: "where",
-        shows: "gaudi_copy uses ",
-        with: &[("UCX_LOG_LEVEL", "warn")],
-        ..PLAIN
-    },
+    effect("UCX_GAUDI_COPY_ABORT_ON_ERROR", "n", "register", "ucp-check: uct_ep_put_zcopy: ")
+        .faults("transfer fail:EIO times=0").fails(),
+    // A machine without any NIC, whatever this one has.
+    effect("UCX_GAUDI_COPY_ENABLE_NIC_SCALE_OUT", "yes", "where", "no active NIC is near")
+        .with(&[("GAUDI_SYSFS_ROOT", "/nonexistent")]),
+    effect("UCX_GAUDI_COPY_ENABLE_HW_BLOCK_ACCESS", "y", "where", "may be mapped").with(&[("UCX_LOG_LEVEL", "info")]),
+    effect("UCX_GAUDI_COPY_MEM_HOOKS", "yes", "where", "maps on a Gaudi by itself is noticed").with(&[("UCX_LOG_LEVEL", "info")]),
+    effect("UCX_GAUDI_COPY_LOG_LEVEL", "info", "where", "gaudi_copy uses ").with(&[("UCX_LOG_LEVEL", "warn")]),
     // By default it is tried again until the rule is used up.
-    Effect {
-        variable: "UCX_GAUDI_COPY_OPEN_TIMEOUT",
-        value: "0s",
-        check: "where",
-        shows: "hlthunk_open: Resource temporarily unavailable",
-        succeeds: false,
-        faults: "hlthunk_open fail:EAGAIN times=4\n",
-        ..PLAIN
-    },
-    Effect {
-        variable: "UCX_GAUDI_TRACE",
-        value: "/dev/null",
-        check: "where",
-        shows: "driver calls are recorded in /dev/null",
-        with: &[("UCX_LOG_LEVEL", "info")],
-        ..PLAIN
-    },
-    Effect {
-        variable: "UCX_GAUDI_CPY_ALLOC",
-        value: "heap",
-        check: "transport",
-        shows: "gaudi_cpy gets host memory by heap",
-        ..PLAIN
-    },
-    Effect {
-        variable: "UCX_GAUDI_CPY_MAX_NUM_EPS",
-        value: "77",
-        check: "transport",
-        shows: "gaudi_cpy takes 77 endpoints",
-        ..PLAIN
-    },
+    effect("UCX_GAUDI_COPY_OPEN_TIMEOUT", "0s", "where", "hlthunk_open: Resource temporarily unavailable")
+        .faults("hlthunk_open fail:EAGAIN times=4").fails(),
+    effect("UCX_GAUDI_TRACE", "/dev/null", "where", "driver calls are recorded in /dev/null").with(&[("UCX_LOG_LEVEL", "info")]),
+    effect("UCX_GAUDI_CPY_ALLOC", "heap", "transport", "gaudi_cpy gets host memory by heap"),
+    effect("UCX_GAUDI_CPY_MAX_NUM_EPS", "77", "transport", "gaudi_cpy takes 77 endpoints"),
     // The level of messages about peers that fail. Our endpoints lead to ourselves and have no such
     // message, nor have those of UCX's own copy transports; UCX reads the variable all the same.
-    Effect {
-        variable: "UCX_GAUDI_CPY_FAILURE",
-        value: "nonsense",
-        check: "transport",
-        shows: "Invalid value for FAILURE",
-        succeeds: false,
-        ..PLAIN
-    },
-    Effect {
-        variable: "UCX_GAUDI_IPC_ALLOC",
-        value: "heap",
-        check: "transport --component gaudi_ipc",
-        shows: "gaudi_ipc gets host memory by heap",
-        ..PLAIN
-    },
-    Effect {
-        variable: "UCX_GAUDI_IPC_MAX_NUM_EPS",
-        value: "77",
-        check: "transport --component gaudi_ipc",
-        shows: "gaudi_ipc takes 77 endpoints",
-        ..PLAIN
-    },
-    Effect {
-        variable: "UCX_GAUDI_GDR_ALLOC",
-        value: "heap",
-        check: "transport --component gaudi_gdr",
-        shows: "gaudi_gdr gets host memory by heap",
-        ..PLAIN
-    },
-    Effect {
-        variable: "UCX_GAUDI_GDR_MAX_NUM_EPS",
-        value: "77",
-        check: "transport --component gaudi_gdr",
-        shows: "gaudi_gdr takes 77 endpoints",
-        ..PLAIN
-    },
-    Effect {
-        variable: "UCX_GAUDI_GDR_FAILURE",
-        value: "nonsense",
-        check: "transport --component gaudi_gdr",
-        shows: "Invalid value for FAILURE",
-        succeeds: false,
-        ..PLAIN
-    },
+    effect("UCX_GAUDI_CPY_FAILURE", "nonsense", "transport", "Invalid value for FAILURE").fails(),
+    effect("UCX_GAUDI_IPC_ALLOC", "heap", "transport --component gaudi_ipc", "gaudi_ipc gets host memory by heap"),
+    effect("UCX_GAUDI_IPC_MAX_NUM_EPS", "77", "transport --component gaudi_ipc", "gaudi_ipc takes 77 endpoints"),
+    effect("UCX_GAUDI_GDR_ALLOC", "heap", "transport --component gaudi_gdr", "gaudi_gdr gets host memory by heap"),
+    effect("UCX_GAUDI_GDR_MAX_NUM_EPS", "77", "transport --component gaudi_gdr", "gaudi_gdr takes 77 endpoints"),
+    effect("UCX_GAUDI_GDR_FAILURE", "nonsense", "transport --component gaudi_gdr", "Invalid value for FAILURE").fails(),
 ];
 
 impl Effect {
+    const fn with(self, with: &'static [(&'static str, &'static str)]) -> Effect {
+        Effect { with, ..self }
+    }
+
+    const fn faults(self, faults: &'static str) -> Effect {
+        Effect { faults, ..self }
+    }
+
+    const fn fails(self) -> Effect {
+        Effect { succeeds: false, ..self }
+    }
+
     fn run(&self, ucx: Ucx, variables: &[(&str, &str)]) -> Finished {
         let machine = Machine::with("Gaudi2 with eight cards", "gaudi2", 8, |node| {
-            node.with("SOFT_GAUDI_FAULTS", "yes")
+            if self.faults.is_empty() { node } else { node.with_faults(self.faults) }
         });
-        machine.faults(self.faults);
-        let tool = machine.check(ucx, self.check);
-        let set = self.with.iter().chain(variables);
-        set.fold(tool, |tool, (name, value)| tool.env(name, value)).run()
+        machine.check(ucx, self.check).envs(self.with).envs(variables).run()
     }
 
     fn is_shown(&self, end: &Finished) -> bool {
-        end.stdout.contains(self.shows) || end.stderr.contains(self.shows)
+        end.text().contains(self.shows)
     }
+}
+
+/// Where memory of a Gaudi2 with eight cards lies, with these variables.
+fn whereabouts(ucx: Ucx, variables: &[(&str, &str)]) -> Finished {
+    Machine::eight_cards().check(ucx, "where").envs(variables).run()
 }
 
 /// The variables of ours that `ucx_info -c -f` lists.
 fn listed() -> BTreeSet<String> {
     let machine = Machine::eight_cards();
-    let tool = Workbench::from_env().tool(Ucx::V1_22, "ucx_info").plugin().device(&machine.device);
-    let end = tool.words("-c -f").run().ok();
+    let end = stock("ucx_info", &machine.device, "-c -f").run().ok();
     let names = end.stdout.lines().filter_map(|line| line.split_once('=')).map(|(name, _)| name);
     names.filter(|name| name.starts_with("UCX_GAUDI_")).map(str::to_owned).collect()
 }
@@ -325,12 +193,7 @@ fn the_alias_does_what_the_variable_does() {
 #[test]
 fn of_two_spellings_the_one_of_ucx_wins() {
     for ucx in Ucx::ALL {
-        let run = |variables: &[(&str, &str)]| {
-            let machine = Machine::eight_cards();
-            let tool = machine.check(ucx, "where");
-            let set = variables.iter();
-            set.fold(tool, |tool, (name, value)| tool.env(name, value)).run().ok()
-        };
+        let run = |variables: &[(&str, &str)]| whereabouts(ucx, variables).ok();
         let end = run(&[("UCX_GAUDI_COPY_DEVICE", "3"), ("UCT_GAUDI_COPY_DEVICE", "1")]);
         assert!(end.stdout.contains(CARD_3), "{}", end.report());
         let end =
@@ -352,16 +215,8 @@ fn what_the_program_sets_wins() {
 
 #[test]
 fn nonsense_in_an_alias_is_a_warning_that_names_it() {
-    let machine = Machine::eight_cards();
-    let tool = machine.check(Ucx::V1_22, "where");
-    let end = tool.env("UCT_GAUDI_COPY_DMABUF", "perhaps").run().ok();
-    assert!(says(&end, "WARN", &["UCT_GAUDI_COPY_DMABUF", "perhaps"]), "{}", end.report());
-}
-
-/// Whether a line of this level holds all the words.
-fn says(end: &Finished, level: &str, words: &[&str]) -> bool {
-    let mut lines = end.stdout.lines().chain(end.stderr.lines());
-    lines.any(|line| line.contains(level) && words.iter().all(|word| line.contains(word)))
+    let end = whereabouts(Ucx::V1_22, &[("UCT_GAUDI_COPY_DMABUF", "perhaps")]).ok();
+    assert!(end.says(&["WARN", "UCT_GAUDI_COPY_DMABUF", "perhaps"]), "{}", end.report());
 }
 
 #[test]
@@ -379,9 +234,7 @@ fn the_card_is_chosen_by_index_module_id_and_bus_id() {
             ("34:00.0", CARD_3),
             ("0000:4D:00.0", CARD_1),
         ] {
-            let machine = Machine::eight_cards();
-            let tool = machine.check(ucx, "where");
-            let end = tool.env("UCX_GAUDI_COPY_DEVICE", value).run().ok();
+            let end = whereabouts(ucx, &[("UCX_GAUDI_COPY_DEVICE", value)]).ok();
             assert!(end.stdout.contains(card), "{value:?}: {}", end.report());
         }
     }
@@ -398,10 +251,7 @@ fn the_launchers_variables_are_respected() {
             (&[("HABANA_VISIBLE_MODULES", "0")], CARD_3),
             (&[("HABANA_VISIBLE_MODULES", "all")], CARD_0),
         ] {
-            let machine = Machine::eight_cards();
-            let tool = machine.check(ucx, "where");
-            let set = variables.iter();
-            let end = set.fold(tool, |tool, (name, value)| tool.env(name, value)).run().ok();
+            let end = whereabouts(ucx, variables).ok();
             assert!(end.stdout.contains(card), "{variables:?}: {}", end.report());
         }
     }
@@ -413,18 +263,15 @@ fn the_mapping_table_decides_what_an_index_means() {
     let table = r#"[{"index":0,"module_id":0,"bus_id":"0000:34:00.0"},
                     {"index":5,"module_id":3,"bus_id":"0000:4d:00.0"}]"#;
     for ucx in Ucx::ALL {
-        let run = |device: &str| {
-            let machine = Machine::eight_cards();
-            let tool = machine.check(ucx, "where");
-            tool.env("GAUDI_MAPPING_TABLE", table).env("UCX_GAUDI_COPY_DEVICE", device).run()
+        let run = |device| {
+            whereabouts(ucx, &[("GAUDI_MAPPING_TABLE", table), ("UCX_GAUDI_COPY_DEVICE", device)])
         };
         for (device, card) in [("", CARD_3), ("0", CARD_3), ("5", CARD_1), ("module:3", CARD_1)] {
             let end = run(device).ok();
             assert!(end.stdout.contains(card), "{device:?}: {}", end.report());
         }
-        let end = run("1");
-        assert!(!end.success() && !end.crashed(), "{}", end.report());
-        assert!(says(&end, "WARN", &["UCX_GAUDI_COPY_DEVICE=1"]), "{}", end.report());
+        let end = run("1").refused();
+        assert!(end.says(&["WARN", "UCX_GAUDI_COPY_DEVICE=1"]), "{}", end.report());
     }
 }
 
@@ -442,23 +289,18 @@ fn a_broken_mapping_table_is_quoted_and_means_no_gaudi() {
         ),
     ] {
         for ucx in Ucx::ALL {
-            let machine = Machine::eight_cards();
-            let tool = machine.check(ucx, "where");
-            let end = tool.env("GAUDI_MAPPING_TABLE", table).run();
-            assert!(!end.success() && !end.crashed(), "{table}: {}", end.report());
-            assert!(says(&end, "WARN", &["GAUDI_MAPPING_TABLE", quoted]), "{}", end.report());
+            let end = whereabouts(ucx, &[("GAUDI_MAPPING_TABLE", table)]).refused();
+            assert!(end.says(&["WARN", "GAUDI_MAPPING_TABLE", quoted]), "{}", end.report());
             assert!(!end.stdout.contains("memory lies on"), "{table}: {}", end.report());
         }
-        let machine = Machine::eight_cards();
-        let pair = Perftest::new(&Workbench::from_env(), "tag_bw", 65536)
-            .iterations(100, 10)
-            .plugin()
-            .device(&machine.device)
-            .both(|tool| tool.env("GAUDI_MAPPING_TABLE", table))
-            .run()
-            .unwrap_or_else(|error| panic!("{table}: {error:#}"));
-        pair.figures().unwrap_or_else(|error| panic!("{table}: {error:#}"));
+        host_traffic_runs_with("GAUDI_MAPPING_TABLE", table);
     }
+}
+
+#[track_caller]
+fn host_traffic_runs_with(variable: &str, value: &str) {
+    let machine = Machine::eight_cards();
+    Perftest::on(&machine.device, "tag_bw", 65536).both(|tool| tool.env(variable, value)).works();
 }
 
 /// What names no card: a warning with variable and value, no Gaudi, and host traffic unharmed.
@@ -466,32 +308,17 @@ fn a_broken_mapping_table_is_quoted_and_means_no_gaudi() {
 fn a_card_that_is_not_there_is_named_in_a_warning() {
     for value in ["8", "module:9", "0000:99:00.0", "gaudi0", "-1", "module:", "nonsense"] {
         for ucx in Ucx::ALL {
-            let machine = Machine::eight_cards();
-            let tool = machine.check(ucx, "where");
-            let end = tool.env("UCX_GAUDI_COPY_DEVICE", value).run();
-            assert!(!end.success() && !end.crashed(), "{value}: {}", end.report());
-            let named = says(&end, "WARN", &["UCX_GAUDI_COPY_DEVICE", value]);
+            let end = whereabouts(ucx, &[("UCX_GAUDI_COPY_DEVICE", value)]).refused();
+            let named = end.says(&["WARN", "UCX_GAUDI_COPY_DEVICE", value]);
             assert!(named, "{value}: {}", end.report());
         }
     }
     for value in ["8", "nonsense"] {
         let machine = Machine::eight_cards();
-        let tool = Workbench::from_env().tool(Ucx::V1_22, "ucx_info").plugin();
-        let end = tool
-            .device(&machine.device)
-            .env("UCX_GAUDI_COPY_DEVICE", value)
-            .words("-u t -w")
-            .run()
-            .ok();
+        let tool = stock("ucx_info", &machine.device, "-u t -w");
+        let end = tool.env("UCX_GAUDI_COPY_DEVICE", value).run().ok();
         assert!(!end.stdout.contains("gaudi_cpy/"), "{value}: {}", end.report());
-        let pair = Perftest::new(&Workbench::from_env(), "tag_bw", 65536)
-            .iterations(100, 10)
-            .plugin()
-            .device(&machine.device)
-            .both(|tool| tool.env("UCX_GAUDI_COPY_DEVICE", value))
-            .run()
-            .unwrap_or_else(|error| panic!("{value}: {error:#}"));
-        pair.figures().unwrap_or_else(|error| panic!("{value}: {error:#}"));
+        host_traffic_runs_with("UCX_GAUDI_COPY_DEVICE", value);
     }
 }
 
@@ -505,11 +332,9 @@ fn a_busy_card_is_passed_over_or_named() {
     for ucx in Ucx::ALL {
         let end = machine.check(ucx, "where").run().ok();
         assert!(end.stdout.contains(CARD_1), "{}", end.report());
-        let tool = machine.check(ucx, "where");
-        let end = tool.env("UCX_GAUDI_COPY_DEVICE", "0").run();
-        assert!(!end.success() && !end.crashed(), "{}", end.report());
+        let end = machine.check(ucx, "where").env("UCX_GAUDI_COPY_DEVICE", "0").run().refused();
         let owner = format!("pid {}", holder.id());
-        let named = says(&end, "ERROR", &["0000:33:00.0", "DEVICE_BUSY", &owner]);
+        let named = end.says(&["ERROR", "0000:33:00.0", "DEVICE_BUSY", &owner]);
         assert!(named, "{}", end.report());
     }
 }
@@ -517,22 +342,19 @@ fn a_busy_card_is_passed_over_or_named() {
 #[test]
 fn log_level_of_our_own_hides_and_shows_our_lines_only() {
     for ucx in Ucx::ALL {
-        let machine = Machine::eight_cards();
-        let warns = |end: &Finished| says(end, "WARN", &["UCX_GAUDI_COPY_DEVICE"]);
         let run = |ours: &str| {
-            let tool = machine.check(ucx, "where").env("UCX_GAUDI_COPY_DEVICE", "99");
-            tool.env("UCX_GAUDI_COPY_LOG_LEVEL", ours).run()
+            whereabouts(ucx, &[("UCX_GAUDI_COPY_DEVICE", "99"), ("UCX_GAUDI_COPY_LOG_LEVEL", ours)])
         };
         let (loud, quiet) = (run("inherit"), run("error"));
-        assert!(warns(&loud) && !warns(&quiet), "{}\n{}", loud.report(), quiet.report());
+        let [warns, silent] =
+            [&loud, &quiet].map(|end| end.says(&["WARN", "UCX_GAUDI_COPY_DEVICE"]));
+        assert!(warns && !silent, "{}\n{}", loud.report(), quiet.report());
         // Ours at debug level, UCX's stay as they are.
-        let tool = machine.check(ucx, "where").env("UCX_LOG_LEVEL", "warn");
-        let end = tool.env("UCX_GAUDI_COPY_LOG_LEVEL", "trace").run().ok();
-        let debug: Vec<&str> = end
-            .stdout
-            .lines()
-            .filter(|line| line.contains("DEBUG") || line.contains("INFO"))
-            .collect();
+        let levels = [("UCX_LOG_LEVEL", "warn"), ("UCX_GAUDI_COPY_LOG_LEVEL", "trace")];
+        let end = whereabouts(ucx, &levels).ok();
+        let lines = end.stdout.lines();
+        let debug: Vec<&str> =
+            lines.filter(|line| line.contains("DEBUG") || line.contains("INFO")).collect();
         assert!(!debug.is_empty(), "{}", end.report());
         let foreign: Vec<_> = debug.iter().filter(|line| !line.contains("ucx-gaudi")).collect();
         assert!(foreign.is_empty(), "lines of others: {foreign:#?}");
@@ -546,14 +368,9 @@ fn a_value_without_sense_takes_both_names_away() {
         [("UCX_GAUDI_COPY_DMABUF", "banana"), ("UCX_GAUDI_COPY_REG_COST", "banana")]
     {
         let machine = Machine::eight_cards();
-        let tool = Workbench::from_env().tool(Ucx::V1_22, "ucx_perftest").plugin();
-        let end = tool
-            .device(&machine.device)
-            .env("UCX_GAUDI_COPY_DEVICE", "3")
-            .env(variable, value)
-            .words("-l -t tag_lat -m gaudi -s 8 -n 10")
-            .run();
-        assert!(!end.success() && !end.crashed(), "{}", end.report());
+        let words = "-l -t tag_lat -m gaudi -s 8 -n 10";
+        let tool = stock("ucx_perftest", &machine.device, words);
+        let end = tool.env("UCX_GAUDI_COPY_DEVICE", "3").env(variable, value).run().refused();
         assert!(end.stdout.contains("Invalid value for"), "{}", end.report());
         assert_eq!(machine.cards_opened(), 0, "{}", end.report());
     }

@@ -39,21 +39,17 @@ fn both_driver_calls_give_the_right_bytes() {
     }
 }
 
+/// `try`, the default, exports when first asked, `yes` at allocation.
 #[test]
-fn dmabuf_try_exports_when_first_asked() {
+fn dmabuf_setting_decides_when_memory_is_exported() {
     for ucx in Ucx::ALL {
-        let end = Machine::eight_cards().check(ucx, "dmabuf").run().ok();
-        assert!(end.stdout.contains("the first export added 1 descriptors"), "{}", end.report());
-    }
-}
-
-#[test]
-fn dmabuf_yes_exports_at_allocation() {
-    for ucx in Ucx::ALL {
-        let machine = Machine::eight_cards();
-        let tool = machine.check(ucx, "dmabuf").env("UCX_GAUDI_COPY_DMABUF", "yes");
-        let end = tool.run().ok();
-        assert!(end.stdout.contains("the first export added 0 descriptors"), "{}", end.report());
+        for (setting, added) in [("try", 1), ("yes", 0)] {
+            let machine = Machine::eight_cards();
+            let tool = machine.check(ucx, "dmabuf").env("UCX_GAUDI_COPY_DMABUF", setting);
+            let end = tool.run().ok();
+            let said = format!("the first export added {added} descriptors");
+            assert!(end.stdout.contains(&said), "{setting}: {}", end.report());
+        }
     }
 }
 
@@ -74,25 +70,20 @@ fn dmabuf_no_offers_none() {
 
 /// A machine whose driver refuses every export.
 fn without_exports() -> Machine {
-    let machine = Machine::with("Gaudi2 without exports", "gaudi2", 1, |node| {
-        node.with("SOFT_GAUDI_FAULTS", "yes")
-    });
-    machine.faults(
-        "hlthunk_device_mapped_memory_export_dmabuf_fd fail:EINVAL times=0\n\
-         hlthunk_device_memory_export_dmabuf_fd fail:EINVAL times=0\n",
-    );
-    machine
+    Machine::with("Gaudi2 without exports", "gaudi2", 1, |node| {
+        node.with_faults(
+            "hlthunk_device_mapped_memory_export_dmabuf_fd fail:EINVAL times=0\n\
+             hlthunk_device_memory_export_dmabuf_fd fail:EINVAL times=0",
+        )
+    })
 }
 
 #[test]
 fn dmabuf_yes_fails_loudly_where_the_driver_refuses() {
     for ucx in Ucx::ALL {
         let machine = without_exports();
-        let end = machine.check(ucx, "where").env("UCX_GAUDI_COPY_DMABUF", "yes").run();
-        assert!(!end.success() && !end.crashed(), "{}", end.report());
-        let loud =
-            end.stdout.lines().any(|line| line.contains("ERROR") && line.contains("DMABUF=yes"));
-        assert!(loud, "{}", end.report());
+        let end = machine.check(ucx, "where").env("UCX_GAUDI_COPY_DMABUF", "yes").run().refused();
+        assert!(end.says(&["ERROR", "DMABUF=yes"]), "{}", end.report());
     }
 }
 
@@ -103,10 +94,7 @@ fn dmabuf_try_goes_on_without_and_says_why_at_info_level() {
         machine.check(ucx, "where").run().ok();
         let end = machine.check(ucx, "dmabuf").env("UCX_LOG_LEVEL", "info").run();
         assert!(!end.crashed(), "{}", end.report());
-        let why = end.stdout.lines().any(|line| {
-            line.contains("INFO") && line.contains("no dma-buf") && line.contains("exporting")
-        });
-        assert!(why, "{}", end.report());
+        assert!(end.says(&["INFO", "no dma-buf", "exporting"]), "{}", end.report());
     }
 }
 
@@ -115,6 +103,5 @@ fn dmabuf_try_goes_on_without_and_says_why_at_info_level() {
 fn host_memory_as_dmabuf_is_refused_with_the_reason() {
     let machine = Machine::eight_cards();
     let end = machine.check(Ucx::V1_22, "dmabuf").env("UCX_LOG_LEVEL", "info").run().ok();
-    let text = format!("{}{}", end.stdout, end.stderr);
-    assert!(text.contains("the driver exports device memory only"), "{}", end.report());
+    assert!(end.says(&["the driver exports device memory only"]), "{}", end.report());
 }

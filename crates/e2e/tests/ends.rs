@@ -10,8 +10,9 @@ use memory::Machine;
 fn copies_under_way_are_waited_for_when_an_interface_closes() {
     for ucx in Ucx::ALL {
         // Nothing is done before the interface closes.
-        let slow = |node: e2e::SoftNode| node.with("SOFT_GAUDI_LATENCY", "100000");
-        let machine = Machine::with("a Gaudi2 that takes its time", "gaudi2", 1, slow);
+        let machine = Machine::with("a Gaudi2 that takes its time", "gaudi2", 1, |node| {
+            node.with("SOFT_GAUDI_LATENCY", "100000")
+        });
         let end = machine.check(ucx, "closing").run().ok();
         assert!(end.stdout.contains("copies under way"), "{}", end.report());
     }
@@ -21,9 +22,8 @@ fn copies_under_way_are_waited_for_when_an_interface_closes() {
 fn a_card_that_was_reset_is_opened_again_when_its_memory_is_freed() {
     for ucx in Ucx::ALL {
         let machine = Machine::with("a Gaudi2 that is reset", "gaudi2", 1, |node| {
-            node.with("SOFT_GAUDI_FAULTS", "yes")
+            node.with_faults("hlthunk_command_submission reset times=1")
         });
-        machine.faults("hlthunk_command_submission reset times=1\n");
         let tool = machine.check(ucx, "lost").env("UCX_GAUDI_COPY_ABORT_ON_ERROR", "n");
         let end = tool.run().ok();
         assert!(end.stdout.contains("opened again after its reset"), "{}", end.report());
@@ -33,9 +33,7 @@ fn a_card_that_was_reset_is_opened_again_when_its_memory_is_freed() {
 /// The check can fail: without the reset, what it expects does not happen.
 #[test]
 fn an_expectation_that_fails_is_reported() {
-    let machine = Machine::new("a Gaudi2 that is not reset", "gaudi2", 1);
-    let end = machine.check(Ucx::V1_22, "lost").run();
-    assert!(!end.success() && !end.crashed(), "{}", end.report());
+    let end = Machine::one_card().check(Ucx::V1_22, "lost").run().refused();
     assert!(end.stdout.contains("FAIL  lost: the copy succeeded"), "{}", end.report());
     assert!(end.stdout.contains("1 passed, 2 failed"), "{}", end.report());
 }
@@ -43,7 +41,7 @@ fn an_expectation_that_fails_is_reported() {
 #[test]
 fn the_memory_type_cache_has_no_holes_where_memory_was_freed() {
     for ucx in Ucx::ALL {
-        Machine::new("Gaudi2 with one card", "gaudi2", 1).check(ucx, "holes").run().ok();
+        Machine::one_card().check(ucx, "holes").run().ok();
     }
 }
 

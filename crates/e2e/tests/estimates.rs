@@ -5,16 +5,14 @@ mod memory;
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::symlink;
-use std::path::{Path, PathBuf};
 
-use e2e::{Listing, ProtocolLogs, Protocols, Ucx, Workbench};
+use e2e::{Device, Listing, ProtocolLogs, Protocols, Ucx, client, stock};
 use memory::Machine;
+use tempfile::TempDir;
 
 /// The estimates of every copy, by its name (`put_short host:gaudi`).
 fn estimates(ucx: Ucx, variables: &[(&str, &str)]) -> BTreeMap<String, String> {
-    let machine = Machine::new("Gaudi2 with one card", "gaudi2", 1);
-    let tool = machine.check(ucx, "transport");
-    let end = variables.iter().fold(tool, |tool, (name, value)| tool.env(name, value)).run().ok();
+    let end = Machine::one_card().check(ucx, "transport").envs(variables).run().ok();
     let lines = end.stdout.lines().filter_map(|line| line.strip_prefix("gaudi_cpy "));
     let named = lines.filter_map(|line| line.split_once(" at "));
     named.map(|(name, cost)| (name.to_owned(), cost.to_owned())).collect()
@@ -29,24 +27,14 @@ fn changed(ucx: Ucx, variable: &str, value: &str) -> Vec<String> {
 
 #[test]
 fn each_part_of_each_variable_changes_its_own_copies_and_no_others() {
-    let to_device = [
-        "get_short gaudi:host",
-        "get_zcopy gaudi:host",
-        "put_short host:gaudi",
-        "put_zcopy host:gaudi",
-    ];
-    let from_device = [
-        "get_short host:gaudi",
-        "get_zcopy host:gaudi",
-        "put_short gaudi:host",
-        "put_zcopy gaudi:host",
-    ];
-    let inside = [
-        "get_short gaudi:gaudi",
-        "get_zcopy gaudi:gaudi",
-        "put_short gaudi:gaudi",
-        "put_zcopy gaudi:gaudi",
-    ];
+    // In the order of their names.
+    let copies = |get: &str, put: &str| {
+        let row = |name, pair| format!("{name} {pair}");
+        [row("get_short", get), row("get_zcopy", get), row("put_short", put), row("put_zcopy", put)]
+    };
+    let to_device = copies("gaudi:host", "host:gaudi");
+    let from_device = copies("host:gaudi", "gaudi:host");
+    let inside = copies("gaudi:gaudi", "gaudi:gaudi");
     for ucx in Ucx::ALL {
         let bandwidth = |value| changed(ucx, "UCX_GAUDI_COPY_BW", value);
         assert_eq!(bandwidth("auto,h2d:5GBs"), to_device);
@@ -65,13 +53,11 @@ fn each_part_of_each_variable_changes_its_own_copies_and_no_others() {
 
 #[test]
 fn the_listing_shows_them() {
-    let machine = Machine::new("Gaudi2 with one card", "gaudi2", 1);
-    let bench = Workbench::from_env();
-    let tool = bench.tool(Ucx::V1_22, "ucx_info").plugin().device(&machine.device).arg("-d");
-    let tool = tool
-        .env("UCX_GAUDI_COPY_BW", "auto,d2h:5GBs")
-        .env("UCX_GAUDI_COPY_LATENCY", "short:1us,zcopy:77us")
-        .env("UCX_GAUDI_COPY_OVERHEAD", "88us");
+    let tool = stock("ucx_info", &Device::cards(1), "-d").envs(&[
+        ("UCX_GAUDI_COPY_BW", "auto,d2h:5GBs"),
+        ("UCX_GAUDI_COPY_LATENCY", "short:1us,zcopy:77us"),
+        ("UCX_GAUDI_COPY_OVERHEAD", "88us"),
+    ]);
     let listing = tool.run().ok().stdout;
     let domain = Listing::of(&listing).domain("gaudi_copy");
     for line in ["bandwidth: 5120.00/ppn", "latency: 77000 nsec", "overhead: 88000 nsec"] {
@@ -80,62 +66,46 @@ fn the_listing_shows_them() {
 }
 
 /// A sysfs with the first card of the software Gaudi in it.
-struct Sysfs(PathBuf);
-
-impl Sysfs {
-    fn new(name: &str, attributes: &[(&str, &str)]) -> Self {
-        let root = std::env::temp_dir().join(format!("e2e-sysfs-{}-{name}", std::process::id()));
-        let card = root.join("devices/pci0000:30/0000:33:00.0");
-        std::fs::create_dir_all(&card).unwrap();
-        std::fs::create_dir_all(root.join("bus/pci/devices")).unwrap();
-        symlink(&card, root.join("bus/pci/devices/0000:33:00.0")).unwrap();
-        for (attribute, text) in attributes {
-            std::fs::write(card.join(attribute), format!("{text}\n")).unwrap();
-        }
-        Self(root)
+fn sysfs(attributes: &[(&str, &str)]) -> TempDir {
+    let sysfs = tempfile::tempdir().unwrap();
+    let (card, devices) = ("devices/pci0000:30/0000:33:00.0", "bus/pci/devices");
+    let [card, devices] = [card, devices].map(|folder| sysfs.path().join(folder));
+    std::fs::create_dir_all(&card).unwrap();
+    std::fs::create_dir_all(&devices).unwrap();
+    symlink(&card, devices.join("0000:33:00.0")).unwrap();
+    for (attribute, text) in attributes {
+        std::fs::write(card.join(attribute), format!("{text}\n")).unwrap();
     }
-
-    fn path(&self) -> &Path {
-        &self.0
-    }
-}
-
-impl Drop for Sysfs {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
+    sysfs
 }
 
 #[test]
 fn the_link_of_the_card_is_what_its_copies_are_reckoned_with() {
     let gaudi = ("vendor", "0x1da3");
     let (slow, width) = (("current_link_speed", "8.0 GT/s PCIe"), ("current_link_width", "4"));
-    let put = |sysfs: &Sysfs| {
-        let root = sysfs.path().to_str().expect("a path that is text").to_owned();
-        let estimates = estimates(Ucx::V1_22, &[("GAUDI_SYSFS_ROOT", &root)]);
+    let put = |attributes: &[(&str, &str)]| {
+        let sysfs = sysfs(attributes);
+        let root = sysfs.path().to_str().expect("a path that is text");
+        let estimates = estimates(Ucx::V1_22, &[("GAUDI_SYSFS_ROOT", root)]);
         estimates["put_zcopy host:gaudi"].clone()
     };
-    let usual = put(&Sysfs::new("empty", &[]));
+    let usual = put(&[]);
     assert!(usual.starts_with("22.06 GB/s"), "Gaudi2's own, less packet headers: {usual}");
-    let narrow = put(&Sysfs::new("narrow", &[gaudi, slow, width]));
+    let narrow = put(&[gaudi, slow, width]);
     assert!(narrow.starts_with("2.76 GB/s"), "{narrow}");
     // What sits at the software card's address in the real machine is not that card.
-    let other = put(&Sysfs::new("other", &[("vendor", "0x15b3"), slow, width]));
+    let other = put(&[("vendor", "0x15b3"), slow, width]);
     assert_eq!(other, usual);
     let unknown = ("current_link_speed", "Unknown");
-    assert_eq!(put(&Sysfs::new("unknown", &[gaudi, unknown, width])), usual);
+    assert_eq!(put(&[gaudi, unknown, width]), usual);
 }
 
 /// The protocols between two processes that send each other Gaudi memory by staging it.
 fn chosen(ucx: Ucx, variables: &[(&str, &str)]) -> Protocols {
-    let machine = Machine::new("Gaudi2 with two cards", "gaudi2", 2);
-    let bench = Workbench::from_env();
-    let logs = ProtocolLogs::in_folder(&std::env::temp_dir()).expect("a folder");
-    let tool = bench.ucp_check(ucx).plugin().device(&machine.device);
-    let tool = tool.words("pair --plain --ops tag --mem gaudi:gaudi --sizes 8,1M");
-    let tool = tool.arg("--ucx").arg(ucx.root(bench.layout()));
-    let tool = variables.iter().fold(tool, |tool, (name, value)| tool.env(name, value));
-    logs.of(tool.env("UCX_TLS", "^gaudi_ipc")).run().ok();
+    let device = Device::cards(2);
+    let logs = ProtocolLogs::new().expect("a folder");
+    let tool = client(ucx, &device, "pair --plain --ops tag --mem gaudi:gaudi --sizes 8,1M");
+    logs.of(tool.envs(variables).env("UCX_TLS", "^gaudi_ipc")).run().ok();
     logs.read().expect("protocols")
 }
 

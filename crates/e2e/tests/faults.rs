@@ -1,18 +1,13 @@
 //! Copies that fail in the middle of a message. UCP does not look at the outcome of the copies its
 //! protocols are made of, so it is up to us that wrong bytes never arrive.
 
-use e2e::{Device, Finished, SoftNode, Ucx, Workbench};
+use e2e::{Device, Finished, SoftNode, Ucx, client};
 
 /// A 4 MiB message is staged in eight pieces on each side.
 fn message_with(rules: &str, variables: &[(&str, &str)]) -> Finished {
     let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2").with_faults(rules);
-    let device = Device::Software(node);
-    let tool = Workbench::from_env()
-        .ucp_check(Ucx::V1_22)
-        .plugin()
-        .device(&device)
-        .words("pair --ops tag --plain --mem gaudi:gaudi --sizes 4M --iters 0");
-    variables.iter().fold(tool, |tool, (name, value)| tool.env(name, value)).run()
+    let words = "pair --ops tag --plain --mem gaudi:gaudi --sizes 4M";
+    client(Ucx::V1_22, &Device::Software(node), words).envs(variables).run()
 }
 
 #[test]
@@ -27,7 +22,7 @@ fn submission_that_fails_once_is_made_again() {
 #[test]
 fn copy_that_fails_for_good_ends_the_process_with_the_reason() {
     let end = message_with("hlthunk_command_submission fail:EIO after=4 times=0", &[]);
-    let text = format!("{}{}", end.stdout, end.stderr);
+    let text = end.text();
     assert!(!end.success(), "{}", end.report());
     assert!(text.contains("fatal: copy failed") && text.contains("EIO") | text.contains("error 5"));
     assert!(!text.contains("message wrong"), "wrong bytes arrived\n{}", end.report());
@@ -38,7 +33,7 @@ fn copy_that_fails_for_good_ends_the_process_with_the_reason() {
 fn without_abort_on_error_ucx_goes_on_with_wrong_bytes() {
     let variables = [("UCX_GAUDI_COPY_ABORT_ON_ERROR", "n")];
     let end = message_with("hlthunk_command_submission fail:EIO after=4 times=0", &variables);
-    let text = format!("{}{}", end.stdout, end.stderr);
+    let text = end.text();
     assert!(!end.success(), "{}", end.report());
     assert!(!text.contains("fatal: copy failed"), "{}", end.report());
     assert!(text.contains("copy failed"), "the reason is logged all the same\n{}", end.report());
@@ -46,8 +41,7 @@ fn without_abort_on_error_ucx_goes_on_with_wrong_bytes() {
 
 #[test]
 fn memory_that_runs_out_is_reported_and_nothing_else_suffers() {
-    let end = message_with("hlthunk_device_memory_alloc fail:ENOMEM times=0", &[]);
-    let text = format!("{}{}", end.stdout, end.stderr);
-    assert!(!end.success() && !end.crashed(), "{}", end.report());
+    let end = message_with("hlthunk_device_memory_alloc fail:ENOMEM times=0", &[]).refused();
+    let text = end.text();
     assert!(text.contains("OUT_OF_MEMORY"), "{}", end.report());
 }

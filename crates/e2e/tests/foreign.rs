@@ -1,27 +1,10 @@
 //! UCX that is not ours to serve, and plugins that are not ours: an old UCX is refused in one line,
 //! and the `uct` crate carries a transport that has nothing to do with Gaudi.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use e2e::{Layout, Ucx, Workbench};
-
-/// A folder that goes away with the test.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("ucx-gaudi-{name}-{}", std::process::id()));
-        std::fs::create_dir_all(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
-        Folder(path)
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
 
 fn link(from: &Path, to: &Path) {
     std::os::unix::fs::symlink(from, to).unwrap_or_else(|e| panic!("{}: {e}", to.display()));
@@ -33,25 +16,25 @@ fn link(from: &Path, to: &Path) {
 fn ucx_too_old_is_refused_in_one_line_that_names_versions() {
     let bench = Workbench::from_env();
     let old = bench.layout().old_ucx();
-    let folder = Folder::new("old-ucx");
+    let folder = tempfile::tempdir().expect("a temporary folder");
     for entry in std::fs::read_dir(&old).unwrap_or_else(|e| panic!("{}: {e}", old.display())) {
         let path = entry.expect("a directory entry").path();
         if path.is_file() {
             // Copied, not linked: UCX looks for its modules beside the file it was loaded from.
             let name = path.file_name().expect("a file name");
-            std::fs::copy(&path, folder.0.join(name)).expect("copied");
+            std::fs::copy(&path, folder.path().join(name)).expect("copied");
         }
     }
-    std::fs::create_dir(folder.0.join("ucx")).expect("a folder");
+    std::fs::create_dir(folder.path().join("ucx")).expect("a folder");
     link(
         &bench.layout().plugins().join("libuct_gaudi.so.0"),
-        &folder.0.join("ucx/libuct_cma.so.0"),
+        &folder.path().join("ucx/libuct_cma.so.0"),
     );
 
     let output = Command::new(std::env::current_exe().expect("this program"))
-        .args(["--exact", "asks_an_old_ucx_for_its_components", "--nocapture"])
-        .env("LD_LIBRARY_PATH", &folder.0)
-        .env("UCX_GAUDI_TEST_OLD_UCX", &folder.0)
+        .args(["--exact", "asks_an_old_ucx_for_its_components", "--nocapture", "--ignored"])
+        .env("LD_LIBRARY_PATH", folder.path())
+        .env("UCX_GAUDI_TEST_OLD_UCX", folder.path())
         .output()
         .expect("run");
     let text = String::from_utf8_lossy(&output.stdout).into_owned()
@@ -67,11 +50,9 @@ fn ucx_too_old_is_refused_in_one_line_that_names_versions() {
 
 /// The second half of the test above, in a process of its own.
 #[test]
+#[ignore = "run by the other tests as a process of its own"]
 fn asks_an_old_ucx_for_its_components() {
-    let Some(folder) = std::env::var_os("UCX_GAUDI_TEST_OLD_UCX") else {
-        println!("nothing to do: the test above runs this in a process of its own");
-        return;
-    };
+    let folder = std::env::var_os("UCX_GAUDI_TEST_OLD_UCX").expect("run by another test");
     let open = |name: &str| {
         let path = Path::new(&folder).join(name);
         let path = std::ffi::CString::new(path.to_str().expect("a plain path")).expect("no NUL");
@@ -113,23 +94,16 @@ fn example_transport_is_loaded_and_copies() {
     assert!(built.success());
     let library = Layout::from_env().target().join("debug/examples/libloopback.so");
     let library = library.canonicalize().unwrap_or_else(|e| panic!("{}: {e}", library.display()));
-    let folder = Folder::new("loopback");
-    link(&library, &folder.0.join("libuct_loopback.so.0"));
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    link(&library, &folder.path().join("libuct_loopback.so.0"));
 
-    let bench = Workbench::from_env();
-    let listing = bench
-        .tool(Ucx::V1_22, "ucx_info")
-        .env("UCX_PLUGIN_PATH", &folder.0)
-        .words("-d -t rustloop")
-        .run()
-        .ok();
+    let bench = |program| {
+        Workbench::from_env().tool(Ucx::V1_22, program).env("UCX_PLUGIN_PATH", folder.path())
+    };
+    let listing = bench("ucx_info").words("-d -t rustloop").run().ok();
     assert!(listing.stdout.contains("Transport: rustloop"), "{}", listing.report());
-    let run = bench
-        .tool(Ucx::V1_22, "ucx_perftest")
-        .env("UCX_PLUGIN_PATH", &folder.0)
-        .words("-t put_lat -x rustloop -d loop -l -D short -s 4096 -n 1000")
-        .run()
-        .ok();
+    let words = "-t put_lat -x rustloop -d loop -l -D short -s 4096 -n 1000";
+    let run = bench("ucx_perftest").words(words).run().ok();
     assert!(run.stdout.contains("Final:"), "{}", run.report());
 }
 
@@ -137,19 +111,13 @@ fn example_transport_is_loaded_and_copies() {
 #[test]
 fn plugin_copied_without_its_links_is_noticed() {
     let bench = Workbench::from_env();
-    let folder = Folder::new("copied");
+    let folder = tempfile::tempdir().expect("a temporary folder");
     for name in ["libuct_gaudi.so.0", "libucx_perftest_gaudi.so.0"] {
-        std::fs::copy(bench.layout().plugins().join(name), folder.0.join(name)).expect("copied");
+        std::fs::copy(bench.layout().plugins().join(name), folder.path().join(name))
+            .expect("copied");
     }
-    let end = bench
-        .tool(Ucx::V1_22, "ucx_perftest")
-        .device(&e2e::Device::software())
-        .env("UCX_PLUGIN_PATH", &folder.0)
-        .words("-l -t tag_lat -m gaudi -s 8 -n 10")
-        .run();
-    assert!(
-        end.stdout.contains("WARN") && end.stdout.contains("loaded 2 times"),
-        "{}",
-        end.report()
-    );
+    let words = "-l -t tag_lat -m gaudi -s 8 -n 10";
+    let tool = bench.stock("ucx_perftest", &e2e::Device::software(), words);
+    let end = tool.env("UCX_PLUGIN_PATH", folder.path()).run();
+    assert!(end.says(&["WARN", "loaded 2 times"]), "{}", end.report());
 }

@@ -3,10 +3,7 @@
 //!
 //! Each test runs the last function of this file in a process of its own.
 
-use std::path::PathBuf;
-use std::process::Command;
-
-use e2e::{Device, SoftNode, Ucx, Workbench};
+use e2e::{Device, Ucx, Workbench};
 use ucp_check::buffer::Buffer;
 use ucp_check::client::Client;
 use ucp_check::pattern::{Image, Layout};
@@ -16,30 +13,18 @@ use ucp_check::watchdog::Watchdog;
 const PROGRAM: &str = "the_program_that_forks";
 const SCENE: &str = "UCX_GAUDI_TEST_SCENE";
 
-/// Runs the program on a machine with `cards`; what it and UCX said.
-fn run(ucx: Ucx, scene: &str, cards: u32) -> String {
-    let bench = Workbench::from_env();
-    let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", &cards.to_string());
-    let device = Device::Software(node);
-    let template = bench.ucp_check(ucx).plugin().device(&device).command();
-    let output = Command::new(std::env::current_exe().expect("this program"))
-        .args(["--exact", PROGRAM, "--nocapture"])
-        .envs(template.get_envs().filter_map(|(name, value)| Some((name, value?))))
-        .env("UCX_GAUDI_TEST_UCP", ucx.libucp(bench.layout()))
-        .env("UCX_MODULES", "^ib")
-        .env(SCENE, scene)
-        .output()
-        .expect("run");
-    let text = String::from_utf8_lossy(&output.stdout).into_owned()
-        + &String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success() && text.contains("parent and child passed"), "{ucx:?}\n{text}");
-    text
+/// Runs the program on a machine with two cards; what it and UCX said.
+fn run(ucx: Ucx, scene: &str) -> String {
+    let tool = Workbench::from_env().own_process(ucx, &Device::cards(2), PROGRAM);
+    let end = tool.env(SCENE, scene).run().ok();
+    assert!(end.stdout.contains("parent and child passed"), "{ucx:?}\n{}", end.report());
+    end.text()
 }
 
 #[test]
 fn a_child_is_refused_gaudi_memory_with_the_reason_and_its_parents_memory_stays() {
     for ucx in Ucx::ALL {
-        let text = run(ucx, "after", 2);
+        let text = run(ucx, "after");
         assert!(
             text.contains("this process was forked from the one that opened the card"),
             "{text}"
@@ -50,7 +35,7 @@ fn a_child_is_refused_gaudi_memory_with_the_reason_and_its_parents_memory_stays(
 #[test]
 fn a_child_forked_before_ucx_starts_has_a_card_of_its_own() {
     for ucx in Ucx::ALL {
-        run(ucx, "before", 2);
+        run(ucx, "before");
     }
 }
 
@@ -89,12 +74,10 @@ fn fork(child: impl FnOnce()) -> impl FnOnce() -> bool {
 
 /// The second half of the tests above.
 #[test]
+#[ignore = "run by the other tests as a process of its own"]
 fn the_program_that_forks() {
-    let Ok(scene) = std::env::var(SCENE) else {
-        println!("nothing to do: the tests above run this in a process of its own");
-        return;
-    };
-    let path = PathBuf::from(std::env::var_os("UCX_GAUDI_TEST_UCP").expect("set by the test"));
+    let path = e2e::libucp_to_test();
+    let scene = std::env::var(SCENE).expect("set by the test");
     let watch = || Watchdog::start("fork", 60.0);
     let passed = if scene == "before" {
         // The driver library and the plugin are loaded, UCP looked for cards: nothing was opened.

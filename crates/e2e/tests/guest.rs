@@ -5,46 +5,31 @@ mod memory;
 
 use std::time::Duration;
 
-use e2e::{Device, Finished, Perftest, Running, SoftNode, Ucx, Workbench};
+use e2e::{Device, Finished, Perftest, Running, Tool, Ucx, Workbench, client, stock};
 use memory::Machine;
 
-#[track_caller]
-fn works(test: Perftest) {
-    let pair = test.run().unwrap_or_else(|error| panic!("{error:#}"));
-    pair.figures().unwrap_or_else(|error| panic!("{error:#}"));
+/// A ping-pong of memory of this kind between two processes.
+fn tag(device: &Device, memory: &str, options: &str) -> Perftest {
+    Perftest::on(device, "tag_lat", 4096).words(&format!("-m {memory} {options}"))
 }
 
-fn tag(memory: &str, options: &str) -> Perftest {
-    Perftest::new(&Workbench::from_env(), "tag_lat", 4096)
-        .iterations(100, 10)
-        .plugin()
-        .both(|tool| tool.words(&format!("-m {memory}")).words(options))
+macro_rules! works {
+    ($($(#[$doc:meta])* $name:ident: $memory:literal, $options:literal;)*) => {$(
+        $(#[$doc])*
+        #[test]
+        fn $name() {
+            tag(&Device::software(), $memory, $options).works();
+        }
+    )*};
 }
 
-/// A copy transport without an event fd leaves a lane empty that UCX then dereferences.
-#[test]
-fn wakeup_feature_with_gaudi_memory() {
-    works(tag("gaudi", "-I").device(&Device::software()));
-}
-
-#[test]
-fn wakeup_feature_with_host_memory_only() {
-    works(tag("host", "-I").device(&Device::software()));
-}
-
-#[test]
-fn sleeping_worker_with_gaudi_memory() {
-    works(tag("gaudi", "-E sleep").device(&Device::software()));
-}
-
-#[test]
-fn peer_error_mode_with_gaudi_memory() {
-    works(tag("gaudi", "-e").device(&Device::software()));
-}
-
-#[test]
-fn host_only_program_is_not_disturbed() {
-    works(tag("host", "").device(&Device::software()));
+works! {
+    /// A copy transport without an event fd leaves a lane empty that UCX then dereferences.
+    wakeup_feature_with_gaudi_memory: "gaudi", "-I";
+    wakeup_feature_with_host_memory_only: "host", "-I";
+    sleeping_worker_with_gaudi_memory: "gaudi", "-E sleep";
+    peer_error_mode_with_gaudi_memory: "gaudi", "-e";
+    host_only_program_is_not_disturbed: "host", "";
 }
 
 /// The old protocols take our transport as a lane for host messages of a process to itself, because
@@ -54,21 +39,12 @@ const OLD_PROTOCOLS: [&str; 2] = ["get_zcopy", "put_zcopy"];
 /// Every byte of host messages over the lanes that the old protocols choose, and no card for it.
 #[test]
 fn old_protocols_send_host_memory_to_themselves_byte_by_byte_and_open_no_card() {
-    let bench = Workbench::from_env();
+    let words = "loopback --mem host:host --ops tag,am --sizes 1,4095,70001,1M,4194319";
     for ucx in Ucx::ALL {
         for scheme in OLD_PROTOCOLS {
-            let machine = Machine::new("Gaudi2 with one card", "gaudi2", 1);
-            bench
-                .ucp_check(ucx)
-                .plugin()
-                .device(&machine.device)
-                .words("loopback --mem host:host --ops tag,am --sizes 1,4095,70001,1M,4194319")
-                .arg("--ucx")
-                .arg(ucx.root(bench.layout()))
-                .env("UCX_PROTO_ENABLE", "n")
-                .env("UCX_RNDV_SCHEME", scheme)
-                .run()
-                .ok();
+            let machine = Machine::one_card();
+            let tool = client(ucx, &machine.device, words).env("UCX_PROTO_ENABLE", "n");
+            tool.env("UCX_RNDV_SCHEME", scheme).run().ok();
             assert_eq!(machine.cards_opened(), 0, "UCX {}, {scheme}", ucx.name());
         }
     }
@@ -79,18 +55,11 @@ fn old_protocols_send_host_memory_to_themselves_byte_by_byte_and_open_no_card() 
 fn old_protocols_end_perftest_of_host_memory_with_itself() {
     for scheme in OLD_PROTOCOLS {
         for test in ["tag_bw", "ucp_am_bw"] {
-            let end = Workbench::from_env()
-                .tool(Ucx::V1_22, "ucx_perftest")
-                .plugin()
-                .device(&Device::software())
-                .words(&format!("-l -f -t {test} -s 1048576 -n 200 -w 10"))
-                .env("UCX_PROTO_ENABLE", "n")
-                .env("UCX_RNDV_SCHEME", scheme)
-                .limit(Duration::from_secs(60))
-                .run()
-                .ok();
-            let said = format!("{}{}", end.stdout, end.stderr);
-            assert!(!said.contains("ERROR"), "{scheme} {test}\n{}", end.report());
+            let words = format!("-l -f -t {test} -s 1048576 -n 200 -w 10");
+            let tool = stock("ucx_perftest", &Device::software(), &words);
+            let tool = tool.env("UCX_PROTO_ENABLE", "n").env("UCX_RNDV_SCHEME", scheme);
+            let end = tool.run().ok();
+            assert!(!end.says(&["ERROR"]), "{scheme} {test}\n{}", end.report());
         }
     }
 }
@@ -100,33 +69,32 @@ fn old_protocols_end_perftest_of_host_memory_with_itself() {
 fn peer_without_plugin_talks_to_peer_with_it() {
     let device = Device::software();
     for plugin_on_server in [true, false] {
-        works(Perftest::new(&Workbench::from_env(), "tag_bw", 65536).iterations(100, 10).sides(
-            |server| if plugin_on_server { server.plugin().device(&device) } else { server },
-            |client| if plugin_on_server { client } else { client.plugin().device(&device) },
-        ));
+        let test = Perftest::new(&Workbench::from_env(), "tag_bw", 65536).iterations(100, 10);
+        let with = |tool: Tool| tool.plugin().device(&device);
+        let test = if plugin_on_server {
+            test.sides(with, |client| client)
+        } else {
+            test.sides(|server| server, with)
+        };
+        test.works();
     }
 }
 
 #[test]
 fn two_processes_started_alike_take_two_cards() {
-    let device = Device::Software(SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2"));
-    works(tag("gaudi", "").device(&device));
+    tag(&Device::cards(2), "gaudi", "").works();
 }
 
 /// One card and two processes that want one each: the second is refused in words.
 #[test]
 fn second_process_on_the_only_card_is_refused_in_words() {
-    let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "1");
-    let device = Device::Software(node);
+    let device = Device::cards(1);
     let owner = hold_the_only_card(&device);
     let second = allocate(&device);
     assert!(!second.crashed(), "{}", second.report());
     assert!(!second.stdout.contains("allocated 1M"), "two owners\n{}", second.report());
-    let said = second
-        .stdout
-        .lines()
-        .chain(second.stderr.lines())
-        .any(|line| line.contains("ERROR") && line.to_lowercase().contains("busy"));
+    let text = second.text().to_lowercase();
+    let said = text.lines().any(|line| line.contains("error") && line.contains("busy"));
     assert!(said, "no reason given\n{}", second.report());
 
     // A killed owner holds nothing.
@@ -138,26 +106,18 @@ fn second_process_on_the_only_card_is_refused_in_words() {
 /// Nobody needs the card, so nobody may miss it.
 #[test]
 fn host_traffic_runs_while_another_process_owns_the_only_card() {
-    let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "1");
-    let device = Device::Software(node);
+    let device = Device::cards(1);
     let _owner = hold_the_only_card(&device);
-    works(tag("host", "").device(&device));
-    works(tag("host", "-I").device(&device));
+    tag(&device, "host", "").works();
+    tag(&device, "host", "-I").works();
 }
 
 /// Loading and listing open no card: it is shown even while someone else owns it.
 #[test]
 fn listing_opens_no_card() {
-    let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "1");
-    let device = Device::Software(node);
+    let device = Device::cards(1);
     let _owner = hold_the_only_card(&device);
-    let listing = Workbench::from_env()
-        .tool(Ucx::V1_22, "ucx_info")
-        .plugin()
-        .device(&device)
-        .arg("-d")
-        .run()
-        .ok();
+    let listing = stock("ucx_info", &device, "-d").run().ok();
     assert!(listing.stdout.contains("Memory domain: gaudi_copy"), "{}", listing.report());
 }
 
@@ -165,12 +125,7 @@ fn listing_opens_no_card() {
 #[test]
 fn host_only_program_survives_the_device_taken_away() {
     let device = Device::software();
-    let running = Workbench::from_env()
-        .ucp_check(Ucx::V1_22)
-        .plugin()
-        .device(&device)
-        .words("host-only --max 1M --iters 100")
-        .start();
+    let running = client(Ucx::V1_22, &device, "host-only --max 1M --iters 100").start();
     let plugin_is_loaded = running.wait_until(|pids| {
         pids.iter().any(|pid| {
             let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
@@ -185,22 +140,13 @@ fn host_only_program_survives_the_device_taken_away() {
 }
 
 fn allocate(device: &Device) -> Finished {
-    Workbench::from_env()
-        .tool(Ucx::V1_22, "ucx_info")
-        .plugin()
-        .device(device)
-        .words("-u r -m 1m,gaudi")
-        .run()
+    stock("ucx_info", device, "-u r -m 1m,gaudi").run()
 }
 
 /// A process that uses card 0 until it is dropped.
 fn hold_the_only_card(device: &Device) -> Running {
-    let owner = Workbench::from_env()
-        .tool(Ucx::V1_22, "ucx_perftest")
-        .plugin()
-        .device(device)
-        .words("-l -f -t tag_lat -m gaudi -s 8 -n 1000000000 -w 1")
-        .start();
+    let words = "-l -f -t tag_lat -m gaudi -s 8 -n 1000000000 -w 1";
+    let owner = stock("ucx_perftest", device, words).start();
     let held = owner.wait_until(|pids| {
         pids.iter().any(|pid| {
             let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd"));
@@ -217,19 +163,13 @@ fn hold_the_only_card(device: &Device) -> Running {
 
 /// What a process holds: threads, and open files that look like a card's.
 fn footprint(process: u32) -> (usize, Vec<String>) {
-    let count = |folder: &str| std::fs::read_dir(format!("/proc/{process}/{folder}"));
-    let threads = count("task").map_or(0, Iterator::count);
-    let cards = count("fd").map_or_else(
-        |_| Vec::new(),
-        |files| {
-            files
-                .filter_map(|file| std::fs::read_link(file.ok()?.path()).ok())
-                .map(|path| path.to_string_lossy().into_owned())
-                .filter(|path| path.contains("accel") || path.contains("hbm"))
-                .collect()
-        },
-    );
-    (threads, cards)
+    let entries = |folder: &str| {
+        std::fs::read_dir(format!("/proc/{process}/{folder}")).into_iter().flatten().flatten()
+    };
+    let files = entries("fd").filter_map(|file| std::fs::read_link(file.path()).ok());
+    let files = files.map(|path| path.to_string_lossy().into_owned());
+    let cards = files.filter(|path| path.contains("accel") || path.contains("hbm")).collect();
+    (entries("task").count(), cards)
 }
 
 /// A host-only program in the middle of its traffic has no thread and no card more than without us.
@@ -261,18 +201,7 @@ fn loaded_and_unused_plugin_adds_no_thread_and_opens_no_card() {
 
 /// What both processes of a pair say in words, at this log level.
 fn said_at(ucx: Ucx, level: &str, words: &str) -> String {
-    let bench = Workbench::from_env();
-    let end = bench
-        .ucp_check(ucx)
-        .plugin()
-        .device(&Device::software())
-        .words(words)
-        .arg("--ucx")
-        .arg(ucx.root(bench.layout()))
-        .env("UCX_LOG_LEVEL", level)
-        .run()
-        .ok();
-    format!("{}{}", end.stdout, end.stderr)
+    client(ucx, &Device::software(), words).env("UCX_LOG_LEVEL", level).run().ok().text()
 }
 
 /// UCX asks whether a peer can be reached, with room for the reason, and logs that.

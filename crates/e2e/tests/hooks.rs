@@ -7,7 +7,6 @@
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
 use e2e::{Device, Layout, Ucx, Workbench};
@@ -19,18 +18,13 @@ use ucp_check::watchdog::Watchdog;
 const CHILD: &str = "the_application";
 const SCENE: &str = "UCX_GAUDI_TEST_SCENE";
 
-/// Compiles the application's library, into a file of this test's own.
-fn application() -> PathBuf {
+/// Compiles the application's library.
+fn compile_application(library: &Path) {
     let layout = Layout::from_env();
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/hooks/application.c");
-    let folder = layout.scratch();
-    std::fs::create_dir_all(&folder).expect("scratch folder");
-    static SERIAL: AtomicU32 = AtomicU32::new(0);
-    let serial = SERIAL.fetch_add(1, Ordering::Relaxed);
-    let library = folder.join(format!("libapplication-{}-{serial}.so", std::process::id()));
     let compiled = Command::new("cc")
         .args(["-shared", "-fPIC", "-Wall", "-Werror", "-o"])
-        .arg(&library)
+        .arg(library)
         .arg(source)
         // Only to see that it is C.
         .arg("-I")
@@ -40,30 +34,17 @@ fn application() -> PathBuf {
         .output()
         .expect("a C compiler");
     assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
-    library
 }
 
 /// Plays a scene on a stock UCX; whether it ended well, and what was said.
 fn play(ucx: Ucx, scene: &str, settings: &[(&str, &str)]) -> (bool, String) {
-    let bench = Workbench::from_env();
-    let device = Device::software();
-    let template = bench.ucp_check(ucx).plugin().device(&device).command();
-    let library = application();
-    let output = Command::new(std::env::current_exe().expect("this program"))
-        .args(["--exact", CHILD, "--nocapture"])
-        .envs(template.get_envs().filter_map(|(name, value)| Some((name, value?))))
-        .env("UCX_GAUDI_TEST_UCP", ucx.libucp(bench.layout()))
-        .env("UCX_GAUDI_TEST_APPLICATION", &library)
-        .env("UCX_MODULES", "^ib")
-        .env("UCX_LOG_LEVEL", "info")
-        .env(SCENE, scene)
-        .envs(settings.iter().copied())
-        .output()
-        .expect("run");
-    let _ = std::fs::remove_file(library);
-    let text = String::from_utf8_lossy(&output.stdout).into_owned()
-        + &String::from_utf8_lossy(&output.stderr);
-    (output.status.success(), text)
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let library = folder.path().join("libapplication.so");
+    compile_application(&library);
+    let tool = Workbench::from_env().own_process(ucx, &Device::software(), CHILD);
+    let tool = tool.env("UCX_GAUDI_TEST_APPLICATION", &library).env("UCX_LOG_LEVEL", "info");
+    let end = tool.env(SCENE, scene).envs(settings).run();
+    (end.success(), end.text())
 }
 
 #[track_caller]
@@ -261,15 +242,11 @@ unsafe extern "C" fn on_free(_event_type: c_int, event: *mut Event, _argument: *
 
 /// The second half of the tests above.
 #[test]
+#[ignore = "run by the other tests as a process of its own"]
 fn the_application() {
-    let variable = |name: &str| std::env::var_os(name).map(PathBuf::from);
-    let (Some(scene), Some(library)) =
-        (std::env::var(SCENE).ok(), variable("UCX_GAUDI_TEST_APPLICATION"))
-    else {
-        println!("nothing to do: the test above runs this in a process of its own");
-        return;
-    };
-    let path = variable("UCX_GAUDI_TEST_UCP").expect("set by the test");
+    let path = e2e::libucp_to_test();
+    let variable = |name: &str| std::env::var(name).expect("set by the test");
+    let (scene, library) = (variable(SCENE), PathBuf::from(variable("UCX_GAUDI_TEST_APPLICATION")));
     let say = scene == "lend and say";
     const LEN: usize = (1 << 20) + 77;
 

@@ -3,30 +3,12 @@
 
 use std::time::Duration;
 
-use e2e::{Device, Perftest, ProtocolLogs, Protocols, SoftNode, Tool, Ucx, Workbench};
+use e2e::{Device, Perftest, ProtocolLogs, Protocols, Ucx, client};
 use gaudi::stats;
-
-/// A machine with this many cards, whose driver imports dma-bufs.
-fn cards(count: u32) -> SoftNode {
-    let count = count.to_string();
-    SoftNode::unique().with("SOFT_GAUDI_DEVICES", &count).with("SOFT_GAUDI_KIND", "import")
-}
-
-fn client(ucx: Ucx, device: &Device, arguments: &str) -> Tool {
-    let bench = Workbench::from_env();
-    bench
-        .ucp_check(ucx)
-        .plugin()
-        .device(device)
-        .words(arguments)
-        .arg("--ucx")
-        .arg(ucx.root(bench.layout()))
-        .limit(Duration::from_secs(300))
-}
 
 /// What UCX logs, one file per process.
 fn logs() -> ProtocolLogs {
-    ProtocolLogs::in_folder(&std::env::temp_dir()).expect("a temporary folder")
+    ProtocolLogs::new().expect("a temporary folder")
 }
 
 #[track_caller]
@@ -72,22 +54,18 @@ fn assert_chosen_everywhere(protocols: &Protocols) {
     }
 }
 
-fn chosen(ucx: Ucx) {
-    let device = Device::Software(cards(2));
+#[track_caller]
+fn is_chosen(ucx: Ucx, arguments: &str) {
     let logs = logs();
-    let tool = client(ucx, &device, "pair --sizes 1,4K,64K,1M+3,8M");
-    logs.of(tool).run().ok();
+    logs.of(client(ucx, &Device::importing(2), arguments)).run().ok();
     assert_chosen_everywhere(&protocols(&logs));
 }
 
 #[test]
-fn ipc_is_chosen_for_every_message_it_can_carry_on_1_22() {
-    chosen(Ucx::V1_22);
-}
-
-#[test]
-fn ipc_is_chosen_for_every_message_it_can_carry_on_the_ucx_inside_nixl() {
-    chosen(Ucx::Nixl);
+fn ipc_is_chosen_for_every_message_it_can_carry() {
+    for ucx in Ucx::ALL {
+        is_chosen(ucx, "pair --sizes 1,4K,64K,1M+3,8M");
+    }
 }
 
 /// The condition under which NIXL uses a transport at all.
@@ -96,27 +74,16 @@ fn ipc_is_chosen_with_error_handling_and_for_sleeping_workers() {
     for (ucx, options) in
         [(Ucx::V1_22, "--peer-errors"), (Ucx::Nixl, "--peer-errors"), (Ucx::V1_22, "--wakeup")]
     {
-        let device = Device::Software(cards(2));
-        let logs = logs();
-        let arguments = "pair --plain --sizes 1,64K,1M+3";
-        logs.of(client(ucx, &device, &format!("{arguments} {options}"))).run().ok();
-        assert_chosen_everywhere(&protocols(&logs));
+        is_chosen(ucx, &format!("pair --plain --sizes 1,64K,1M+3 {options}"));
     }
 }
 
 #[test]
 fn perftest_with_gaudi_memory_selects_ipc() {
     for test in ["tag_bw", "tag_lat", "ucp_put_bw", "ucp_get", "ucp_am_bw"] {
-        let device = Device::Software(cards(2));
         let logs = logs();
-        let pair = Perftest::new(&Workbench::from_env(), test, 1 << 20)
-            .iterations(50, 5)
-            .plugin()
-            .device(&device)
-            .both(|tool| logs.of(tool.words("-m gaudi")))
-            .run()
-            .expect("both processes run");
-        pair.figures().unwrap_or_else(|error| panic!("{error:#}"));
+        let run = Perftest::on(&Device::importing(2), test, 1 << 20).words("-m gaudi");
+        run.both(|tool| logs.of(tool)).works();
         assert!(protocols(&logs).name_transport("gaudi_ipc"), "{test}");
     }
 }
@@ -125,15 +92,8 @@ fn perftest_with_gaudi_memory_selects_ipc() {
 #[test]
 fn perftest_of_the_transport_alone() {
     for test in ["put_bw", "get_bw"] {
-        let device = Device::Software(cards(2));
-        let pair = Perftest::new(&Workbench::from_env(), test, 65536)
-            .iterations(200, 20)
-            .plugin()
-            .device(&device)
-            .both(|tool| tool.words("-m gaudi -x gaudi_ipc -d gaudi_ipc -D zcopy"))
-            .run()
-            .expect("both processes run");
-        pair.figures().unwrap_or_else(|error| panic!("{test}: {error:#}"));
+        let words = "-m gaudi -x gaudi_ipc -d gaudi_ipc -D zcopy";
+        Perftest::on(&Device::importing(2), test, 65536).words(words).works();
     }
 }
 
@@ -142,7 +102,7 @@ fn perftest_of_the_transport_alone() {
 #[test]
 fn attached_memory_of_a_peer_is_a_local_buffer() {
     for ucx in Ucx::ALL {
-        client(ucx, &Device::Software(cards(2)), "memory attach").run().ok();
+        client(ucx, &Device::importing(2), "memory attach").run().ok();
     }
 }
 
@@ -151,7 +111,7 @@ fn attached_memory_of_a_peer_is_a_local_buffer() {
 #[test]
 fn attached_memory_stays_mapped_during_the_copy() {
     for regions in ["0", "1"] {
-        let tool = client(Ucx::V1_22, &Device::Software(cards(2)), "memory attach");
+        let tool = client(Ucx::V1_22, &Device::importing(2), "memory attach");
         tool.env("UCX_GAUDI_IPC_CACHE_MAX_REGIONS", regions).run().ok();
     }
 }
@@ -159,9 +119,9 @@ fn attached_memory_stays_mapped_during_the_copy() {
 /// Eight processes with a card each, all connected to each other, each of the 28 pairs in both
 /// directions at once. Every process has one allocation, of which all others have a part.
 fn mesh(ucx: Ucx, arguments: &str, cases: usize) {
-    let device = Device::Software(cards(8));
     let logs = logs();
-    let tool = client(ucx, &device, &format!("mesh --processes 8 --plain {arguments}"));
+    let words = format!("mesh --processes 8 --plain {arguments}");
+    let tool = client(ucx, &Device::importing(8), &words);
     let end = logs.of(tool).run().ok();
     let verdict = format!("\n{} passed, 0 failed", 28 * 2 * cases);
     assert!(end.stdout.contains(&verdict), "{}", end.report());
@@ -196,8 +156,7 @@ fn staged(device: &Device, variables: &str) -> ProtocolLogs {
 
 #[test]
 fn without_import_in_the_driver_ipc_is_not_used_and_the_log_says_why() {
-    let device = Device::Software(cards(2).with("SOFT_GAUDI_KIND", ""));
-    let logs = staged(&device, "");
+    let logs = staged(&Device::cards(2), "");
     assert!(!protocols(&logs).name_transport("gaudi_ipc"));
     assert_say(&logs, "the driver has no dma-buf import");
 }
@@ -205,16 +164,9 @@ fn without_import_in_the_driver_ipc_is_not_used_and_the_log_says_why() {
 /// The card is known when the endpoint is made: then the lane is not even built.
 #[test]
 fn without_import_in_the_driver_a_peer_is_not_reachable_by_ipc() {
-    let device = Device::Software(cards(2).with("SOFT_GAUDI_KIND", ""));
     let logs = logs();
-    let pair = Perftest::new(&Workbench::from_env(), "tag_bw", 1 << 20)
-        .iterations(50, 5)
-        .plugin()
-        .device(&device)
-        .both(|tool| logs.of(tool.words("-m gaudi").env("UCX_LOG_LEVEL", "debug")))
-        .run()
-        .expect("both processes run");
-    pair.figures().unwrap_or_else(|error| panic!("{error:#}"));
+    let run = Perftest::on(&Device::cards(2), "tag_bw", 1 << 20).words("-m gaudi");
+    run.both(|tool| logs.of(tool.env("UCX_LOG_LEVEL", "debug"))).works();
     assert_say(&logs, "not reachable: the driver has no dma-buf import");
 }
 
@@ -224,10 +176,11 @@ fn without_import_in_the_driver_a_peer_is_not_reachable_by_ipc() {
 fn import_in_one_process_only_is_staged_and_both_say_why() {
     for ucx in Ucx::ALL {
         for rank in [0, 1] {
-            let (device, logs) = (Device::Software(cards(2)), logs());
+            let logs = logs();
             let arguments = "pair --plain --sizes 0,1,4K,1M+3 --env UCX_LOG_LEVEL=info";
             let variable = format!("--env {rank}:SOFT_GAUDI_KIND=");
-            logs.of(client(ucx, &device, &format!("{arguments} {variable}"))).run().ok();
+            let words = format!("{arguments} {variable}");
+            logs.of(client(ucx, &Device::importing(2), &words)).run().ok();
             let each = logs.each().expect("the logs are there");
             assert_eq!(each.len(), 2, "both processes choose protocols");
             for put in ["put* from gaudi to gaudi", "get* into gaudi from gaudi"] {
@@ -263,8 +216,9 @@ fn ipc_is_chosen_where_processes_may_not_look_into_each_other() {
         return;
     }
     for ucx in Ucx::ALL {
-        let (device, logs) = (Device::Software(cards(2)), logs());
-        let tool = client(ucx, &device, "pair --plain --sizes 1,64K,1M+3 --refuse ptrace");
+        let logs = logs();
+        let words = "pair --plain --sizes 1,64K,1M+3 --refuse ptrace";
+        let tool = client(ucx, &Device::importing(2), words);
         let tool = tool.env("UCX_TLS", "^cma").env("UCX_POSIX_USE_PROC_LINK", "n");
         logs.of(tool).run().ok();
         assert_chosen_everywhere(&protocols(&logs));
@@ -273,8 +227,7 @@ fn ipc_is_chosen_where_processes_may_not_look_into_each_other() {
 
 #[test]
 fn ipc_left_out_of_ucx_tls_is_not_used() {
-    let device = Device::Software(cards(2));
-    let logs = staged(&device, "--env UCX_TLS=^gaudi_ipc");
+    let logs = staged(&Device::importing(2), "--env UCX_TLS=^gaudi_ipc");
     assert!(!protocols(&logs).name_transport("gaudi_ipc"));
 }
 
@@ -282,9 +235,8 @@ fn ipc_left_out_of_ucx_tls_is_not_used() {
 #[test]
 fn a_process_does_not_reach_itself_by_ipc() {
     for ucx in Ucx::ALL {
-        let device = Device::software();
         let logs = logs();
-        let tool = client(ucx, &device, "loopback --plain --sizes 1,64K,1M+3");
+        let tool = client(ucx, &Device::software(), "loopback --plain --sizes 1,64K,1M+3");
         logs.of(tool.env("UCX_LOG_LEVEL", "debug")).run().ok();
         assert!(!protocols(&logs).name_transport("gaudi_ipc"));
         assert_say(&logs, "gaudi_ipc: not reachable: same process");
@@ -309,14 +261,14 @@ fn killed_peer_is_an_error_and_its_card_is_free_again() {
     let arguments = format!(
         "peer-errors --reuse-card --times {rounds} --ops tag,am,put,get --mem gaudi:gaudi --sizes 4M"
     );
-    let device = Device::Software(cards(2));
+    let device = Device::importing(2);
     client(Ucx::V1_22, &device, &arguments).limit(Duration::from_secs(600)).run().ok();
 }
 
 #[test]
 fn killed_peer_leaves_a_survivor_that_works_on() {
     for ucx in Ucx::ALL {
-        let device = Device::Software(cards(2));
+        let device = Device::importing(2);
         let arguments = "peer-errors --ops put,get,tag --mem gaudi:gaudi,host:gaudi,gaudi:host \
                          --sizes 4096,4M";
         client(ucx, &device, arguments).run().ok();
@@ -328,7 +280,7 @@ fn killed_peer_leaves_a_survivor_that_works_on() {
 #[test]
 fn killed_peer_ends_every_operation() {
     for ucx in Ucx::ALL {
-        let device = Device::Software(cards(2));
+        let device = Device::importing(2);
         let times = deaths().div_ceil(6);
         let arguments = format!(
             "peer-errors --direct --times {times} --ops put,get,tag,am --mem gaudi:gaudi --sizes 4M"
@@ -343,7 +295,7 @@ fn killed_peer_ends_every_operation() {
 
 #[test]
 fn thousand_connections_leave_no_descriptor_behind() {
-    let device = Device::Software(cards(2));
+    let device = Device::importing(2);
     let arguments = "reconnect --count 1000 --plain --ops tag,put --mem gaudi:gaudi --sizes 64K+1";
     client(Ucx::V1_22, &device, arguments).run().ok();
 }
@@ -351,15 +303,14 @@ fn thousand_connections_leave_no_descriptor_behind() {
 #[test]
 fn many_contexts_leave_nothing_behind() {
     for ucx in Ucx::ALL {
-        let device = Device::Software(cards(2));
+        let device = Device::importing(2);
         client(ucx, &device, "reconnect --count 30 --fresh --plain").run().ok();
     }
 }
 
 /// Only process 0 has Gaudi memory; process 1 fetches it into host memory.
-fn one_sided(node: SoftNode, variables: &str) -> ProtocolLogs {
-    let device = Device::Software(node);
-    let logs = logs();
+fn one_sided(cards: u32, variables: &str) -> ProtocolLogs {
+    let (device, logs) = (Device::importing(cards), logs());
     let arguments = "pair --one-way --mem gaudi:host --plain --ops tag,am,get --sizes 1,64K,1M+3 \
                      --env UCX_LOG_LEVEL=info";
     logs.of(client(Ucx::V1_22, &device, &format!("{arguments} {variables}"))).run().ok();
@@ -374,19 +325,19 @@ fn fetches_by_dma(logs: &ProtocolLogs) -> bool {
 
 #[test]
 fn process_with_host_memory_only_opens_a_card_to_fetch_gaudi_memory() {
-    assert!(fetches_by_dma(&one_sided(cards(2), "")));
+    assert!(fetches_by_dma(&one_sided(2, "")));
 }
 
 #[test]
 fn config_open_device_no_keeps_cards_closed_and_says_so() {
-    let logs = one_sided(cards(2), "--env UCX_GAUDI_IPC_OPEN_DEVICE=n");
+    let logs = one_sided(2, "--env UCX_GAUDI_IPC_OPEN_DEVICE=n");
     assert!(!fetches_by_dma(&logs));
     assert_say(&logs, "UCX_GAUDI_IPC_OPEN_DEVICE=n");
 }
 
 #[test]
 fn process_that_finds_no_free_card_is_served_another_way() {
-    let logs = one_sided(cards(1), "");
+    let logs = one_sided(1, "");
     assert!(!fetches_by_dma(&logs));
     assert_say(&logs, "gaudi_ipc: a peer's memory is not reachable: ");
 }
@@ -395,10 +346,8 @@ fn process_that_finds_no_free_card_is_served_another_way() {
 /// processes.
 #[track_caller]
 fn counters(variables: &[(&str, &str)], condition: impl Fn(&dyn Fn(&str) -> u64) -> bool) {
-    let device = Device::Software(cards(2));
     let arguments = "pair --plain --ops tag --mem gaudi:gaudi --sizes 1M --iters 1000000";
-    let tool = client(Ucx::V1_22, &device, arguments);
-    let running = variables.iter().fold(tool, |tool, (name, value)| tool.env(name, value)).start();
+    let running = client(Ucx::V1_22, &Device::importing(2), arguments).envs(variables).start();
     let seen = running.wait_until(|processes| {
         processes.iter().any(|process| {
             let Ok(page) = stats::read(*process) else { return false };
@@ -442,11 +391,9 @@ fn config_clear_memory_fills_allocations_before_they_are_handed_out() {
 #[test]
 fn config_estimates_decide_what_ucx_chooses() {
     let goes = |variables: &[(&str, &str)]| {
-        let device = Device::Software(cards(2));
         let logs = logs();
-        let tool =
-            client(Ucx::V1_22, &device, "pair --plain --ops tag --mem gaudi:gaudi --sizes 1M");
-        let tool = variables.iter().fold(tool, |tool, (name, value)| tool.env(name, value));
+        let words = "pair --plain --ops tag --mem gaudi:gaudi --sizes 1M";
+        let tool = client(Ucx::V1_22, &Device::importing(2), words).envs(variables);
         logs.of(tool).run().ok();
         let protocols = protocols(&logs);
         [64 << 10, 1 << 20, 64 << 20].map(|size| {
@@ -467,13 +414,12 @@ fn config_estimates_decide_what_ucx_chooses() {
 #[test]
 fn config_failure_is_the_level_at_which_a_lost_peer_is_told() {
     let told = |level: &str, deaths: u32| {
-        let device = Device::Software(cards(2));
+        let device = Device::importing(2);
         let arguments =
             format!("peer-errors --times {deaths} --ops put --mem gaudi:gaudi --sizes 4M");
         let tool = client(Ucx::V1_22, &device, &arguments);
         let end = tool.env("UCX_GAUDI_IPC_FAILURE", level).run().ok();
-        let words = "gaudi_ipc: copy to or from memory of process";
-        end.stderr.contains(words) || end.stdout.contains(words)
+        end.says(&["gaudi_ipc: copy to or from memory of process"])
     };
     // The client asks for errors only. Whether a death shows as a failed copy is chance: five times as
     // many deaths as it took to see one at level error must show none at level diag.

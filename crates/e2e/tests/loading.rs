@@ -3,7 +3,6 @@
 
 use std::ffi::CString;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use e2e::{Device, Ucx, Workbench};
 use ucp_check::buffer::Buffer;
@@ -31,31 +30,19 @@ fn some_libraries_of_ucx_in_the_global_scope() {
     for ucx in Ucx::ALL {
         for global in ["", "libucs", "libuct", "libucs libuct"] {
             let bench = Workbench::from_env();
-            let device = Device::software();
-            let template = bench.ucp_check(ucx).plugin().device(&device).command();
-            let output = Command::new(std::env::current_exe().expect("this program"))
-                .args(["--exact", "allocates_and_copies", "--nocapture"])
-                .envs(template.get_envs().filter_map(|(name, value)| Some((name, value?))))
-                .env("UCX_GAUDI_TEST_UCP", ucx.libucp(bench.layout()))
-                .env("UCX_GAUDI_TEST_GLOBAL", global)
-                .env("UCX_MODULES", "^ib")
-                .output()
-                .expect("run");
-            let text = String::from_utf8_lossy(&output.stdout).into_owned()
-                + &String::from_utf8_lossy(&output.stderr);
-            let well = output.status.success() && text.contains("every byte is right");
-            assert!(well, "{ucx:?}, global: {global:?}\n{text}");
+            let tool = bench.own_process(ucx, &Device::software(), "allocates_and_copies");
+            let end = tool.env("UCX_GAUDI_TEST_GLOBAL", global).run().ok();
+            let well = end.stdout.contains("every byte is right");
+            assert!(well, "{ucx:?}, global: {global:?}\n{}", end.report());
         }
     }
 }
 
 /// The second half of the test above.
 #[test]
+#[ignore = "run by the other tests as a process of its own"]
 fn allocates_and_copies() {
-    let Some(path) = std::env::var_os("UCX_GAUDI_TEST_UCP").map(PathBuf::from) else {
-        println!("nothing to do: the test above runs this in a process of its own");
-        return;
-    };
+    let path = e2e::libucp_to_test();
     let global = std::env::var("UCX_GAUDI_TEST_GLOBAL").expect("set by the test");
     for name in global.split_whitespace() {
         let file = library(&path, name);

@@ -1,7 +1,7 @@
 //! `docs/names.md`, which leads from the names of this product's predecessors to today's: each name
 //! that it says is here must be here.
 
-use e2e::{Device, Ucx, Workbench};
+use e2e::{Device, stock};
 
 /// Rows of a chapter's table: what stands between backticks in the first two columns, or the second
 /// column as it is.
@@ -21,9 +21,7 @@ fn rows(chapter: &str) -> Vec<(String, String)> {
 
 #[test]
 fn settings_of_before_are_settings_now() {
-    let device = Device::software();
-    let tool = Workbench::from_env().tool(Ucx::V1_22, "ucx_info").plugin().device(&device);
-    let listed = tool.words("-c").run().ok().stdout;
+    let listed = stock("ucx_info", &Device::software(), "-c").run().ok().stdout;
     let settings = rows("Settings");
     assert_eq!(settings.len(), 8);
     for (before, now) in settings {

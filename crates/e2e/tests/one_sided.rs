@@ -4,18 +4,14 @@
 //! host memory, and a get the other way round, are emulated by UCX as it comes. With one of its variables
 //! the peer is asked to do the transfer, and then it is `gaudi_ipc` again.
 
-use e2e::{Choice, Device, ProtocolLogs, SoftNode, Ucx, Workbench};
+use e2e::{Choice, Device, ProtocolLogs, Ucx, client};
 
 const SIZE: usize = 1 << 20;
 
 /// What UCP does for a large put or get between these memories, every byte verified.
 fn chosen(ucx: Ucx, words: &str, operation: &str, pipelined: &str) -> Choice {
-    let device = Device::Software(
-        SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2").with("SOFT_GAUDI_KIND", "import"),
-    );
-    let logs = ProtocolLogs::in_folder(&std::env::temp_dir()).expect("a folder");
-    let words = format!("pair --plain --sizes 1M {words}");
-    let tool = Workbench::from_env().client(ucx, &device, &words);
+    let logs = ProtocolLogs::new().expect("a folder");
+    let tool = client(ucx, &Device::importing(2), &format!("pair --plain --sizes 1M {words}"));
     logs.of(tool).env("UCX_RMA_PPLN_ENABLE", pipelined).run().ok();
     let protocols = logs.read().expect("protocols");
     let choice = protocols.choice("intra-node", operation, SIZE);

@@ -8,32 +8,17 @@
 
 mod memory;
 
-use std::sync::atomic::{AtomicU32, Ordering};
-
-use e2e::{Finished, Ucx};
+use e2e::Ucx;
 use gaudi::stats::Snapshot;
-use memory::Machine;
+use memory::{Machine, counters_after};
 
 /// The client makes a hundredth of `--cycles`.
 const CYCLES: u64 = 60;
 
-/// Counters of the client's process after its check, with the memory domain still open.
+/// Counters of the client's process after its check.
 fn counters(ucx: Ucx, component: &str, variables: &[(&str, &str)]) -> Snapshot {
-    static RUN: AtomicU32 = AtomicU32::new(0);
-    let run = RUN.fetch_add(1, Ordering::Relaxed);
-    let file = std::env::temp_dir().join(format!("e2e-rcache-{}-{run}", std::process::id()));
-    let _ = std::fs::remove_file(&file);
-    let machine = Machine::eight_cards();
     let words = format!("rcache --cycles {} --component {component}", CYCLES * 100);
-    let check = machine.check(ucx, &words).arg("--stay").arg(&file);
-    let check = variables.iter().fold(check, |check, (name, value)| check.env(name, value));
-    let client = check.start();
-    let done = || std::fs::read_to_string(&file).is_ok_and(|text| text.ends_with('\n'));
-    let in_time = client.wait_until(|_| done());
-    let verdict = std::fs::read_to_string(&file).unwrap_or_default();
-    let _ = std::fs::remove_file(&file);
-    assert!(in_time && verdict.contains(" 0 failed"), "{variables:?}: {verdict}");
-    gaudi::stats::read(client.id()).expect("the client has a card open")
+    counters_after(ucx, &words, variables)
 }
 
 fn get(counters: &Snapshot, name: &str) -> u64 {
@@ -101,12 +86,6 @@ fn the_bounds_are_kept_and_the_bytes_are_right_all_the_same() {
     }
 }
 
-/// Whether a line of this level holds all the words.
-fn says(end: &Finished, level: &str, words: &[&str]) -> bool {
-    let mut lines = end.stdout.lines().chain(end.stderr.lines());
-    lines.any(|line| line.contains(level) && words.iter().all(|word| line.contains(word)))
-}
-
 #[test]
 fn where_events_cannot_be_had_try_says_why_and_yes_fails() {
     for ucx in Ucx::ALL {
@@ -118,14 +97,13 @@ fn where_events_cannot_be_had_try_says_why_and_yes_fails() {
                 check.env("UCX_GAUDI_COPY_ENABLE_RCACHE", value).run()
             };
             let end = run("try").ok();
-            let why = ["pinned host memory is not kept", "UCX_MEM_EVENTS", "HOOK_MODE"];
-            assert!(says(&end, "INFO", &why), "{off:?}: {}", end.report());
-            let end = run("yes");
-            assert!(!end.success() && !end.crashed(), "{off:?}: {}", end.report());
-            let why = ["ENABLE_RCACHE=yes", "UCX_MEM_EVENTS"];
-            assert!(says(&end, "ERROR", &why), "{off:?}: {}", end.report());
+            let why = ["INFO", "pinned host memory is not kept", "UCX_MEM_EVENTS", "HOOK_MODE"];
+            assert!(end.says(&why), "{off:?}: {}", end.report());
+            let end = run("yes").refused();
+            let why = ["ERROR", "ENABLE_RCACHE=yes", "UCX_MEM_EVENTS"];
+            assert!(end.says(&why), "{off:?}: {}", end.report());
             let end = run("no").ok();
-            assert!(!says(&end, "INFO", &["not kept"]), "{off:?}: {}", end.report());
+            assert!(!end.says(&["INFO", "not kept"]), "{off:?}: {}", end.report());
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Two processes, each with a card of its own, whose driver cannot import dma-bufs: everything works
 //! through host memory, and UCP does it in pipelines.
 
-use e2e::{Device, ProtocolLogs, Protocols, SoftNode, Ucx, Workbench};
+use e2e::{Device, ProtocolLogs, Protocols, SoftNode, Ucx, client};
 
 /// What `cargo xtask env` sets (and `docs/performance.md` recommends) for put and get.
 const PIPELINED_RMA: (&str, &str) = ("UCX_RMA_PPLN_ENABLE", "y");
@@ -10,11 +10,9 @@ const PIPELINED_RMA: (&str, &str) = ("UCX_RMA_PPLN_ENABLE", "y");
 fn moved(ucx: Ucx, variables: &[(&str, &str)]) -> Protocols {
     let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2");
     let device = Device::Software(node);
-    let logs = ProtocolLogs::in_folder(&std::env::temp_dir()).expect("a folder");
+    let logs = ProtocolLogs::new().expect("a folder");
     let words = "pair --plain --sizes 1,4097,65536,2M+13";
-    let tool = Workbench::from_env().client(ucx, &device, words);
-    let tool = variables.iter().fold(tool, |tool, (name, value)| tool.env(name, value));
-    let end = logs.of(tool).run().ok();
+    let end = logs.of(client(ucx, &device, words).envs(variables)).run().ok();
     // Five operations, four pairs of memories, four sizes, two directions.
     assert!(end.stdout.contains("160 passed, 0 failed"), "{}", end.report());
     logs.read().expect("protocols")

@@ -2,18 +2,13 @@
 
 use std::cell::Cell;
 
-use e2e::{Device, Ucx, Workbench};
+use e2e::{Device, stock};
 use gaudi::stats;
 
 #[test]
 fn counters_of_a_running_job_can_be_read_and_grow() {
-    let device = Device::software();
-    let running = Workbench::from_env()
-        .tool(Ucx::V1_22, "ucx_perftest")
-        .plugin()
-        .device(&device)
-        .words("-l -f -t tag_lat -m gaudi -s 65536 -n 1000000000 -w 1")
-        .start();
+    let words = "-l -f -t tag_lat -m gaudi -s 65536 -n 1000000000 -w 1";
+    let running = stock("ucx_perftest", &Device::software(), words).start();
     let job = running.id();
     let first = Cell::new(None);
     let grows = running.wait_until(|_| {
@@ -34,13 +29,8 @@ fn counters_of_a_running_job_can_be_read_and_grow() {
 
 #[test]
 fn a_host_only_job_has_no_page() {
-    let device = Device::software();
-    let running = Workbench::from_env()
-        .tool(Ucx::V1_22, "ucx_perftest")
-        .plugin()
-        .device(&device)
-        .words("-l -f -t tag_lat -s 8 -n 1000000000 -w 1")
-        .start();
+    let words = "-l -f -t tag_lat -s 8 -n 1000000000 -w 1";
+    let running = stock("ucx_perftest", &Device::software(), words).start();
     // The plugin is mapped once UCX has loaded its modules; the job runs for ever after.
     let loaded = running.wait_until(|processes| {
         processes.iter().any(|process| {

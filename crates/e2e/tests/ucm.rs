@@ -2,8 +2,6 @@
 //! whoever cached a registration of it lets go; and a memory-type cache that is made anew knows it.
 
 use std::ffi::{CStr, c_void};
-use std::path::PathBuf;
-use std::process::Command;
 use std::sync::Mutex;
 
 use e2e::{Device, Ucx, Workbench};
@@ -45,24 +43,15 @@ unsafe extern "C" fn on_event(event_type: i32, event: *mut Event, heard: *mut c_
 #[test]
 fn memory_is_announced_through_libucm_and_to_a_new_memory_type_cache() {
     for ucx in Ucx::ALL {
-        let device = Device::software();
-        let bench = Workbench::from_env();
-        let template = bench.ucp_check(ucx).plugin().device(&device).command();
-        let output = Command::new(std::env::current_exe().expect("this program"))
-            .args(["--exact", "listens_to_memory_type_events", "--nocapture"])
-            .envs(template.get_envs().filter_map(|(name, value)| Some((name, value?))))
-            .env("UCX_GAUDI_TEST_UCP", ucx.libucp(bench.layout()))
-            .env("UCX_MODULES", "^ib")
-            .output()
-            .expect("run");
-        let text = String::from_utf8_lossy(&output.stdout).into_owned()
-            + &String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success() && text.contains("heard of it"), "{ucx:?}\n{text}");
+        let (bench, test) = (Workbench::from_env(), "listens_to_memory_type_events");
+        let end = bench.own_process(ucx, &Device::software(), test).run().ok();
+        assert!(end.stdout.contains("heard of it"), "{ucx:?}\n{}", end.report());
     }
 }
 
 /// The second half of the test above.
 #[test]
+#[ignore = "run by the other tests as a process of its own"]
 fn listens_to_memory_type_events() {
     type SetHandler = unsafe extern "C" fn(
         i32,
@@ -70,10 +59,7 @@ fn listens_to_memory_type_events() {
         unsafe extern "C" fn(i32, *mut Event, *mut c_void),
         *const Heard,
     ) -> i8;
-    let Some(path) = std::env::var_os("UCX_GAUDI_TEST_UCP").map(PathBuf::from) else {
-        println!("skipped: only meant to be run by the test above");
-        return;
-    };
+    let path = e2e::libucp_to_test();
     let library = ucp::Ucx::load(path.parent()).expect("UCX loads");
     let name = std::ffi::CString::new(path.to_str().expect("a plain path")).expect("no NUL");
     // SAFETY: the library is loaded already, and stays so.

@@ -8,25 +8,23 @@ use std::io::{IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail, ensure};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use soft_gaudi::dmabuf::{Exported, Range};
+use tempfile::TempDir;
 
 /// Listens at a socket; serves one client after the other until it is dropped.
 pub(crate) struct Importer {
-    path: PathBuf,
+    folder: TempDir,
 }
 
 impl Importer {
     pub(crate) fn start() -> Self {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let serial = NEXT.fetch_add(1, Ordering::Relaxed);
-        let name = format!("e2e-importer-{}-{serial}", std::process::id());
-        let path = std::env::temp_dir().join(name);
-        let listener = UnixListener::bind(&path).expect("a socket");
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let importer = Self { folder };
+        let listener = UnixListener::bind(importer.socket()).expect("a socket");
         // Ends with the process: the listener waits for a client that may never come.
         std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
@@ -35,17 +33,11 @@ impl Importer {
                 }
             }
         });
-        Self { path }
+        importer
     }
 
-    pub(crate) fn socket(&self) -> &Path {
-        &self.path
-    }
-}
-
-impl Drop for Importer {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.path);
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.folder.path().join("importer")
     }
 }
 

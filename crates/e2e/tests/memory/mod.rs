@@ -3,17 +3,12 @@
 // Each test file uses its part of this.
 #![allow(dead_code)]
 
-use std::ffi::OsStr;
-use std::marker::PhantomData;
-use std::path::PathBuf;
+use e2e::{Device, SoftNode, Tool, Ucx};
+use gaudi::stats::Snapshot;
 
-use e2e::{Device, Finished, Running, SoftNode, Tool, Ucx, Workbench};
-
-/// A machine in software, and what to call it.
+/// A machine in software, and what to call it. It is removed when dropped.
 pub(crate) struct Machine {
     pub(crate) name: &'static str,
-    pub(crate) generation: &'static str,
-    pub(crate) node: String,
     pub(crate) device: Device,
 }
 
@@ -31,8 +26,12 @@ impl Machine {
         let node = SoftNode::unique()
             .with("SOFT_GAUDI_GENERATION", generation)
             .with("SOFT_GAUDI_DEVICES", &cards.to_string());
-        let node = settings(node);
-        Self { name, generation, node: node.name().to_owned(), device: Device::Software(node) }
+        Self { name, device: Device::Software(settings(node)) }
+    }
+
+    /// A Gaudi2 with one card.
+    pub(crate) fn one_card() -> Self {
+        Self::new("Gaudi2 with one card", "gaudi2", 1)
     }
 
     /// A Gaudi2 with eight cards.
@@ -42,74 +41,18 @@ impl Machine {
 
     /// Those that every memory test runs on.
     pub(crate) fn all() -> [Self; 3] {
-        [
-            Self::new("Gaudi2 with one card", "gaudi2", 1),
-            Self::eight_cards(),
-            Self::new("Gaudi1 with one card", "gaudi1", 1),
-        ]
+        [Self::one_card(), Self::eight_cards(), Self::new("Gaudi1 with one card", "gaudi1", 1)]
     }
 
-    /// The client's memory checks on this machine.
-    pub(crate) fn check(&self, ucx: Ucx, words: &str) -> Check<'_> {
-        let words = format!("memory {words}");
-        let tool = Workbench::from_env().client(ucx, &self.device, &words);
-        Check { tool, machine: PhantomData }
+    /// The client's memory checks on this machine, which has to live longer.
+    pub(crate) fn check(&self, ucx: Ucx, words: &str) -> Tool {
+        e2e::client(ucx, &self.device, &format!("memory {words}"))
     }
 
-    /// The folder that is this machine, where the software Gaudi would make it.
-    pub(crate) fn folder(&self) -> PathBuf {
-        let user = format!("soft-gaudi-{}", rustix::process::geteuid().as_raw());
-        let shm = PathBuf::from("/dev/shm");
-        let base = if shm.is_dir() { shm } else { std::env::temp_dir() };
-        base.join(user).join(&self.node).join(self.generation)
-    }
-
-    /// The cards that were ever opened on this machine: their memory has a file.
+    /// The cards that were ever opened on this machine.
     pub(crate) fn cards_opened(&self) -> usize {
-        let Ok(entries) = self.folder().read_dir() else { return 0 };
-        entries
-            .flatten()
-            .filter(|entry| entry.file_name().to_string_lossy().starts_with("hbm"))
-            .count()
-    }
-
-    /// Makes calls of the driver fail (a machine with SOFT_GAUDI_FAULTS=yes).
-    pub(crate) fn faults(&self, rules: &str) {
-        use std::os::unix::fs::DirBuilderExt;
-        let folder = self.folder();
-        std::fs::DirBuilder::new()
-            .mode(0o700)
-            .recursive(true)
-            .create(folder.join("dmabuf"))
-            .expect("the machine's folder");
-        std::fs::write(folder.join("faults"), rules).expect("the file of faults");
-    }
-}
-
-/// The client about to be run. It borrows the machine, which is removed when dropped: a program
-/// that ran after that would make it anew and leave it behind.
-pub(crate) struct Check<'a> {
-    tool: Tool,
-    machine: PhantomData<&'a Machine>,
-}
-
-impl Check<'_> {
-    pub(crate) fn env(self, name: impl AsRef<OsStr>, value: impl AsRef<OsStr>) -> Self {
-        Self { tool: self.tool.env(name, value), ..self }
-    }
-
-    pub(crate) fn arg(self, arg: impl AsRef<OsStr>) -> Self {
-        Self { tool: self.tool.arg(arg), ..self }
-    }
-
-    #[track_caller]
-    pub(crate) fn run(&self) -> Finished {
-        self.tool.run()
-    }
-
-    #[track_caller]
-    pub(crate) fn start(&self) -> Running {
-        self.tool.start()
+        let Device::Software(node) = &self.device else { unreachable!("made above") };
+        node.cards_opened()
     }
 }
 
@@ -122,4 +65,19 @@ pub(crate) fn passes_everywhere(words: &str) {
             assert!(end.success(), "{}, UCX {}: {}", machine.name, ucx.name(), end.report());
         }
     }
+}
+
+/// The plugin's counters of a process that has gone through a check and still has the memory domain
+/// open.
+#[track_caller]
+pub(crate) fn counters_after(ucx: Ucx, words: &str, variables: &[(&str, &str)]) -> Snapshot {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let file = folder.path().join("verdict");
+    let check = Machine::eight_cards().check(ucx, words).arg("--stay").arg(&file);
+    let client = check.envs(variables).start();
+    let verdict = || std::fs::read_to_string(&file).unwrap_or_default();
+    let in_time = client.wait_until(|_| verdict().ends_with('\n'));
+    let verdict = verdict();
+    assert!(in_time && verdict.contains(" 0 failed"), "{words}, {variables:?}: {verdict}");
+    gaudi::stats::read(client.id()).expect("the client has a card open")
 }

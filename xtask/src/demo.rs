@@ -1,8 +1,6 @@
 //! `cargo xtask demo`: what a newcomer sees. The tools are stock UCX's, the client and the environment
 //! are those of the tests.
 
-use std::time::Duration;
-
 use anyhow::{Context, Result, bail, ensure};
 use comfy_table::{CellAlignment, Table, presets};
 use e2e::{Device, KIND, Listing, Perftest, Row, Ucx, Workbench};
@@ -51,7 +49,7 @@ fn heading(text: &str) {
 }
 
 fn listing(bench: &Workbench, device: &Device) -> Result<String> {
-    let end = bench.tool(Ucx::V1_22, "ucx_info").plugin().device(device).arg("-d").run();
+    let end = bench.stock("ucx_info", device, "-d").run();
     ensure!(end.success(), "{}", end.report());
     let section = Listing::of(&end.stdout).domain("gaudi_copy");
     ensure!(
@@ -65,20 +63,9 @@ fn listing(bench: &Workbench, device: &Device) -> Result<String> {
 
 fn transfers(bench: &Workbench, device: &Device) -> Result<Vec<Row>> {
     let work = Work::start("moving and checking data");
-    let file = bench.layout().target().join(format!("demo-{}.json", std::process::id()));
-    let end = bench
-        .ucp_check(Ucx::V1_22)
-        .plugin()
-        .device(device)
-        .words("pair --plain --sizes 8,4K,64K,1M,16M --json")
-        .arg(&file)
-        .limit(Duration::from_secs(300))
-        .run();
-    let rows = Row::read(&file);
-    let _ = std::fs::remove_file(&file);
-    ensure!(end.success(), "{}", end.report());
-    let rows = rows?;
-    ensure!(!rows.is_empty(), "no transfers were made\n{}", end.report());
+    let words = "pair --plain --sizes 8,4K,64K,1M,16M --iters 10";
+    let rows = bench.client(Ucx::V1_22, device, words).rows()?;
+    ensure!(!rows.is_empty(), "no transfers were made");
     if let Some(bad) = rows.iter().find(|row| !row.verified) {
         let why = bad.error.as_deref().unwrap_or("not verified");
         bail!("{} {} → {}, {} bytes: {why}", bad.op, bad.src, bad.dst, bad.size);

@@ -212,12 +212,10 @@ fn replace_folder(place: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Resul
 mod tests {
     use super::*;
     use std::os::unix::fs::MetadataExt;
+    use tempfile::TempDir;
 
-    fn folder(name: &str) -> PathBuf {
-        let path = std::env::temp_dir().join(format!("xtask-dist-{}-{name}", std::process::id()));
-        let _ = fs::remove_dir_all(&path);
-        fs::create_dir_all(&path).expect("temporary folder");
-        path
+    fn folder() -> TempDir {
+        tempfile::tempdir().expect("temporary folder")
     }
 
     fn artifacts(root: &Path) -> Artifacts {
@@ -237,9 +235,9 @@ mod tests {
 
     #[test]
     fn all_plugin_names_are_one_file() {
-        let root = folder("names");
-        let dist = root.join("dist");
-        let artifacts = artifacts(&root);
+        let root = folder();
+        let dist = root.path().join("dist");
+        let artifacts = artifacts(root.path());
         replace_folder(&dist, |staging| lay_out(staging, &artifacts)).expect("laid out");
 
         let plugins = dist.join("lib/ucx-gaudi/plugins");
@@ -261,28 +259,29 @@ mod tests {
         assert!(dist.join("bin/ucp-check").exists());
         assert!(dist.join("bin/ucx-gaudi").exists());
         assert!(dist.join("include/ucx_gaudi.h").exists());
-        let _ = fs::remove_dir_all(root);
     }
 
     #[test]
     fn rebuilding_drops_files_of_the_past() {
-        let root = folder("stale");
-        let dist = root.join("dist");
+        let root = folder();
+        let dist = root.path().join("dist");
         replace_folder(&dist, |staging| Ok(fs::write(staging.join("old"), "")?)).expect("first");
         replace_folder(&dist, |staging| Ok(fs::write(staging.join("new"), "")?)).expect("second");
         assert!(dist.join("new").exists() && !dist.join("old").exists());
-        assert_eq!(fs::read_dir(&root).expect("folder").count(), 1, "no staging folder stays");
-        let _ = fs::remove_dir_all(root);
+        assert_eq!(
+            fs::read_dir(root.path()).expect("folder").count(),
+            1,
+            "no staging folder stays"
+        );
     }
 
     #[test]
     fn failed_layout_keeps_the_old_folder() {
-        let root = folder("failed");
-        let dist = root.join("dist");
+        let root = folder();
+        let dist = root.path().join("dist");
         replace_folder(&dist, |staging| Ok(fs::write(staging.join("old"), "")?)).expect("first");
         replace_folder(&dist, |_| bail!("no")).expect_err("fails");
         assert!(dist.join("old").exists());
-        let _ = fs::remove_dir_all(root);
     }
 
     #[test]

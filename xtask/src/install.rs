@@ -102,28 +102,17 @@ fn remedy(path: &Path) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tempfile::TempDir;
 
-    struct Place(PathBuf);
-
-    impl Place {
-        /// A checkout with something built.
-        fn new(name: &str) -> (Self, Repo) {
-            let root =
-                std::env::temp_dir().join(format!("xtask-install-{}-{name}", std::process::id()));
-            let _ = fs::remove_dir_all(&root);
-            let repo = Repo::at(&root);
-            let plugins = repo.layout().plugins();
-            fs::create_dir_all(&plugins).expect("folders");
-            fs::write(plugins.join("libuct_gaudi.so.0.0.0"), "plugin").expect("file");
-            symlink("libuct_gaudi.so.0.0.0", plugins.join("libuct_gaudi.so.0")).expect("link");
-            (Self(root), repo)
-        }
-    }
-
-    impl Drop for Place {
-        fn drop(&mut self) {
-            let _ = fs::remove_dir_all(&self.0);
-        }
+    /// A checkout with something built.
+    fn built() -> (TempDir, Repo) {
+        let place = tempfile::tempdir().expect("temporary folder");
+        let repo = Repo::at(place.path());
+        let plugins = repo.layout().plugins();
+        fs::create_dir_all(&plugins).expect("folders");
+        fs::write(plugins.join("libuct_gaudi.so.0.0.0"), "plugin").expect("file");
+        symlink("libuct_gaudi.so.0.0.0", plugins.join("libuct_gaudi.so.0")).expect("link");
+        (place, repo)
     }
 
     fn refusal(repo: &Repo, prefix: &Path) -> String {
@@ -132,8 +121,8 @@ mod tests {
 
     #[test]
     fn links_stay_links_and_a_second_time_works() {
-        let (place, repo) = Place::new("links");
-        let prefix = place.0.join("prefix");
+        let (place, repo) = built();
+        let prefix = place.path().join("prefix");
         for _ in 0..2 {
             run(&repo, &prefix).expect("installed");
             let link = prefix.join("lib/ucx-gaudi/plugins/libuct_gaudi.so.0");
@@ -146,7 +135,7 @@ mod tests {
 
     #[test]
     fn root_is_refused() {
-        let (_place, repo) = Place::new("root");
+        let (_place, repo) = built();
         for prefix in ["/", "/usr/..", "//"] {
             let text = refusal(&repo, Path::new(prefix));
             assert!(text.contains("/opt/ucx-gaudi"), "{prefix} → {text}");
@@ -155,9 +144,9 @@ mod tests {
 
     #[test]
     fn the_build_itself_is_refused() {
-        let (place, repo) = Place::new("inside");
+        let (place, repo) = built();
         let dist = repo.layout().dist();
-        let link = place.0.join("link");
+        let link = place.path().join("link");
         symlink(&dist, &link).expect("link");
         for prefix in [dist.clone(), dist.join("lib/new"), dist.join(".."), link.join("x")] {
             let text = refusal(&repo, &prefix);
@@ -167,8 +156,8 @@ mod tests {
 
     #[test]
     fn file_as_prefix_is_refused() {
-        let (place, repo) = Place::new("file");
-        let file = place.0.join("file");
+        let (place, repo) = built();
+        let file = place.path().join("file");
         fs::write(&file, "").expect("file");
         for prefix in [file.clone(), file.join("below")] {
             let text = refusal(&repo, &prefix);
@@ -178,9 +167,9 @@ mod tests {
 
     #[test]
     fn nothing_built_says_what_to_do() {
-        let (place, repo) = Place::new("unbuilt");
+        let (place, repo) = built();
         fs::remove_dir_all(repo.layout().dist()).expect("removed");
-        let text = refusal(&repo, &place.0.join("prefix"));
+        let text = refusal(&repo, &place.path().join("prefix"));
         assert!(text.contains("cargo xtask build"), "{text}");
     }
 }

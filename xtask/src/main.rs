@@ -45,10 +45,7 @@ enum Command {
     Setup,
     /// Build the plugin, the software Gaudi and the tools into target/dist
     Build {
-        /// Optimised build (the default)
-        #[arg(long, conflicts_with = "debug")]
-        release: bool,
-        /// Unoptimised build with debug assertions
+        /// Without optimisation, with debug assertions
         #[arg(long)]
         debug: bool,
     },
@@ -147,7 +144,7 @@ fn run(command: Command) -> Result<()> {
     let repo = Repo::find()?;
     match command {
         Command::Setup => setup::run(&repo),
-        Command::Build { release: _, debug } => {
+        Command::Build { debug } => {
             dist::build(&repo, if debug { dist::Profile::Debug } else { dist::Profile::Release })
         }
         Command::Env { soft, ucx } => shell::print_exports(&repo, soft, ucx.into()),
@@ -179,12 +176,6 @@ mod tests {
     #[test]
     fn command_line_is_consistent() {
         Cli::command().debug_assert();
-    }
-
-    #[test]
-    fn release_and_debug_exclude_each_other() {
-        assert!(Cli::try_parse_from(["xtask", "build", "--release", "--debug"]).is_err());
-        assert!(Cli::try_parse_from(["xtask", "build", "--debug"]).is_ok());
     }
 
     #[test]

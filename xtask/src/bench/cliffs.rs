@@ -13,7 +13,7 @@ use std::fmt::Write as _;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use comfy_table::{Table, presets};
 use e2e::{Device, ProtocolLogs, Protocols, Row, SoftNode, Ucx, Workbench};
 
@@ -231,23 +231,16 @@ fn run_client(
             .with("SOFT_GAUDI_DEVICES", "2")
             .with("SOFT_GAUDI_KIND", "ordered,unpinned"),
     );
-    let target = bench.layout().target();
-    let logs = ProtocolLogs::in_folder(target)?;
-    let file = target.join(format!("cliffs-{}.json", std::process::id()));
+    let logs = ProtocolLogs::new()?;
     let list: Vec<String> = sizes.iter().map(usize::to_string).collect();
     let words = format!(
-        "pair --plain --ops {} --sizes {} --iters {iterations} --json",
+        "pair --plain --ops {} --sizes {} --iters {iterations}",
         ops.join(","),
         list.join(",")
     );
-    let tool = bench.ucp_check(ucx).arg("--ucx").arg(ucx.root(bench.layout()));
-    let tool = tool.words(&words).arg(&file).plugin().device(&device).limit(LIMIT);
-    let tool = variant.variables().iter().fold(tool, |tool, (name, value)| tool.env(name, value));
-    let end = logs.of(tool).run();
-    let rows = Row::read(&file);
-    let _ = std::fs::remove_file(&file);
-    ensure!(end.success(), "{}", end.report());
-    Ok((rows?, logs.read()?))
+    let tool = bench.client(ucx, &device, &words).limit(LIMIT).envs(variant.variables());
+    let rows = logs.of(tool).rows()?;
+    Ok((rows, logs.read()?))
 }
 
 /// The best of both directions and of all runs.

@@ -63,31 +63,6 @@ fn records(figures: &Figures) -> Result<Vec<Record>> {
     Ok(records)
 }
 
-/// The bandwidths as bars.
-fn bars(figures: &Figures) -> Result<String> {
-    const WIDTH: f64 = 48.0;
-    let mut rows = Vec::new();
-    for size in SIZES {
-        let floor = get(figures, &format!("memcpy {size}"))?;
-        rows.push((units::size(size), "memcpy", floor, None));
-        for (name, _) in DIRECTIONS {
-            let value = get(figures, &format!("{name} {size}"))?;
-            rows.push((String::new(), name, value, Some(value / floor)));
-        }
-    }
-    let longest = rows.iter().map(|row| row.2).fold(0.0, f64::max);
-    let bar = |value: f64| {
-        let eighths = (value / longest * WIDTH * 8.0).round().max(0.0) as usize;
-        let part = ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"][eighths % 8];
-        format!("{}{part}", "█".repeat(eighths / 8))
-    };
-    let lines = rows.into_iter().map(|(size, name, value, ratio)| {
-        let ratio = ratio.map(|ratio| format!("  {ratio:.2} of memcpy")).unwrap_or_default();
-        format!("{size:>8} {name:<6} {} {value:.1} GB/s{ratio}\n", bar(value))
-    });
-    Ok(lines.collect())
-}
-
 /// Runs the client with its progress shown; its figures.
 fn figures(tool: &Tool) -> Result<Figures> {
     let mut child = tool
@@ -147,7 +122,6 @@ pub(super) fn run(repo: &Repo, quick: bool) -> Result<Vec<Record>> {
     work.done("");
     let mut records = records(&figures)?;
     records.extend(init_records(&bench, &device, if quick { 1 } else { INIT_ROUNDS })?);
-    println!("{}", bars(&figures)?);
     Ok(records)
 }
 
@@ -192,20 +166,6 @@ mod tests {
         assert_eq!(find("get_short").met, Some(false));
         // 64 KiB at 10 GB/s are 6.5 µs.
         assert!((find("host to device, 64 KiB, alone").floor - 6.5536).abs() < 1e-9);
-    }
-
-    #[test]
-    fn bars_are_as_long_as_the_values() {
-        let mut figures = made_up();
-        figures.insert(format!("h2d {}", 1 << 20), 5.0);
-        let text = bars(&figures).expect("bars");
-        let length = |name: &str, at: usize| {
-            let bar = format!("{name:<6} █");
-            let lines: Vec<&str> = text.lines().filter(|line| line.contains(&bar)).collect();
-            lines[at].matches('█').count()
-        };
-        assert_eq!((length("memcpy", 2), length("h2d", 2)), (48, 24));
-        assert!(text.contains("0.50 of memcpy"), "{text}");
     }
 
     #[test]

@@ -7,8 +7,8 @@
 //!
 //! The variants take turns, so that a noisy minute hits all of them.
 
-use anyhow::{Context, Result, ensure};
-use e2e::{Device, Perftest, Row, Ucx, Workbench};
+use anyhow::{Context, Result};
+use e2e::{Device, Perftest, Ucx, Workbench};
 
 use super::record::{Record, median};
 use crate::progress::Work;
@@ -76,23 +76,19 @@ impl Variant {
 
 /// Our client's host-to-host time, the better of the two directions.
 fn client(bench: &Workbench, device: Option<&Device>, size: usize) -> Result<f64> {
-    let file = bench.layout().target().join(format!("host-latency-{}.json", std::process::id()));
     let client = bench.ucp_check(Ucx::V1_22).words("pair --plain --ops tag --iters 500 --sizes");
-    let client = client.arg(size.to_string()).arg("--json").arg(&file).arg("--mem");
+    let client = client.arg(size.to_string()).arg("--mem");
     let client = match device {
         None => client.arg("host:host"),
         Some(device) => client.arg("gaudi:gaudi,host:host").plugin().device(device),
     };
-    let end = client.run();
-    let rows = Row::read(&file);
-    let _ = std::fs::remove_file(&file);
-    ensure!(end.success(), "{}", end.report());
-    rows?
+    client
+        .rows()?
         .iter()
         .filter(|row| row.src == "host" && row.dst == "host")
         .filter_map(|row| row.latency_us)
         .min_by(f64::total_cmp)
-        .with_context(|| format!("no time was measured\n{}", end.report()))
+        .context("no time was measured")
 }
 
 /// All variants at all sizes.

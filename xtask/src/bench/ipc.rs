@@ -9,9 +9,9 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, ensure};
-use e2e::{Device, Row, SoftNode, Tool, Ucx, Workbench};
+use e2e::{Device, SoftNode, Tool, Ucx, Workbench};
 
-use super::figures::{self, Effort};
+use super::figures::{self, Effort, Figures, get};
 use super::record::Record;
 use crate::progress::Work;
 use crate::repo::Repo;
@@ -30,26 +30,9 @@ const NO_CLIFF: f64 = 0.5;
 const COLD_OPEN: f64 = 2.0;
 const COLD_OPEN_ROUNDS: usize = 3;
 
-/// The figures that one run of the client printed, by name.
-type Figures = BTreeMap<String, f64>;
-
-fn figures(text: &str) -> Figures {
-    let lines = text.lines().filter_map(|line| line.split_once('\t'));
-    lines.filter_map(|(name, value)| Some((name.to_owned(), value.parse().ok()?))).collect()
-}
-
-fn figure(figures: &Figures, name: &str) -> Result<f64> {
-    figures.get(name).copied().with_context(|| format!("no figure `{name}`"))
-}
-
-fn machine() -> Device {
-    Device::Software(SoftNode::kind().with("SOFT_GAUDI_DEVICES", "2"))
-}
-
-fn client(bench: &Workbench, device: &Device, words: &str) -> Tool {
-    let ucx = Ucx::V1_22;
-    let tool = bench.ucp_check(ucx).plugin().device(device).words(words);
-    let tool = tool.arg("--ucx").arg(ucx.root(bench.layout()));
+fn client(bench: &Workbench, words: &str) -> Tool {
+    let device = Device::Software(SoftNode::kind().with("SOFT_GAUDI_DEVICES", "2"));
+    let tool = bench.client(Ucx::V1_22, &device, words);
     tool.limit(std::time::Duration::from_secs(600))
 }
 
@@ -57,26 +40,18 @@ fn client(bench: &Workbench, device: &Device, words: &str) -> Tool {
 fn rotate(bench: &Workbench, mem: &str, tls: Option<&str>, sizes: &[usize]) -> Result<Figures> {
     let sizes: Vec<String> = sizes.iter().map(|size| format!("{size}M")).collect();
     let words = format!("rotate --mem {mem} --sizes {}", sizes.join(","));
-    let device = machine();
-    let tool = client(bench, &device, &words);
+    let tool = client(bench, &words);
     let end = tls.iter().fold(tool, |tool, tls| tool.env("UCX_TLS", tls)).run();
     ensure!(end.success(), "{}", end.report());
-    Ok(figures(&end.stdout))
+    figures::parse(&end.stdout)
 }
 
 /// GB/s of every operation and pair at 1 MiB and more, the better of the two directions.
 fn matrix(bench: &Workbench, quick: bool) -> Result<BTreeMap<(String, String, u64), f64>> {
     let (sizes, iterations) = if quick { ("1M", 2) } else { ("1M,4M,16M", 10) };
-    let file = bench.layout().target().join(format!("ipc-{}.json", std::process::id()));
     let words = format!("pair --plain --sizes {sizes} --iters {iterations}");
-    let device = machine();
-    let tool = client(bench, &device, &words).arg("--json").arg(&file);
-    let end = STAGING.iter().fold(tool, |tool, (name, value)| tool.env(name, value)).run();
-    let rows = Row::read(&file);
-    let _ = std::fs::remove_file(&file);
-    ensure!(end.success(), "{}", end.report());
     let mut best = BTreeMap::new();
-    for row in rows? {
+    for row in client(bench, &words).envs(STAGING).rows()? {
         let Some(gbps) = row.gbps else { continue };
         let name = (row.op.clone(), format!("{}:{}", row.src, row.dst), row.size);
         let known: &mut f64 = best.entry(name).or_default();
@@ -117,16 +92,16 @@ fn beside(ipc: &Figures, cma: &Figures, posix: &Figures, sizes: &[usize]) -> Res
     for op in ["get", "put"] {
         for size in sizes {
             let bytes = size << 20;
-            let value = figure(ipc, &format!("{op} {bytes}"))?;
+            let value = get(ipc, &format!("{op} {bytes}"))?;
             let mut held = |floor: f64, what: &str, target| {
                 let name = format!("{op}, {size} MiB, beside {what}");
                 records.push(Record::at_least(name, value, "GB/s", floor, target));
             };
-            held(figure(ipc, &format!("{op} memcpy {bytes}"))?, "memcpy", Some(OF_MEMCPY));
-            held(figure(cma, &format!("{op} {bytes}"))?, "cma between host memories", Some(OF_CMA));
-            held(figure(posix, &format!("{op} {bytes}"))?, "posix between host memories", None);
+            held(get(ipc, &format!("{op} memcpy {bytes}"))?, "memcpy", Some(OF_MEMCPY));
+            held(get(cma, &format!("{op} {bytes}"))?, "cma between host memories", Some(OF_CMA));
+            held(get(posix, &format!("{op} {bytes}"))?, "posix between host memories", None);
         }
-        let latency = |from: &Figures| figure(from, &format!("{op} latency"));
+        let latency = |from: &Figures| get(from, &format!("{op} latency"));
         let name = format!("{op}, 8 bytes, one at a time, beside cma");
         records.push(Record::at_most(name, latency(ipc)?, "µs", latency(cma)?, None));
     }
@@ -134,30 +109,17 @@ fn beside(ipc: &Figures, cma: &Figures, posix: &Figures, sizes: &[usize]) -> Res
 }
 
 /// Opening memory of another process beside what it cannot do without.
-fn opening(rounds: &[figures::Figures]) -> Result<Vec<Record>> {
+fn opening(rounds: &[Figures]) -> Result<Vec<Record>> {
     let beside = |title: &str, value: &str, floor: &str, target| {
         let figure = |name| figures::middle(rounds, name).map(|ns| ns / 1e3);
         anyhow::Ok(Record::at_most(title, figure(value)?, "µs", figure(floor)?, target))
     };
+    let (floor, median) = ("SCM_RIGHTS and import", "SCM_RIGHTS and import, median");
+    let first = "first open ever, beside SCM_RIGHTS and import (medians)";
     Ok(vec![
-        beside(
-            "cold open, beside SCM_RIGHTS and import",
-            "cold open",
-            "SCM_RIGHTS and import",
-            Some(COLD_OPEN),
-        )?,
-        beside(
-            "first open ever, beside SCM_RIGHTS and import (medians)",
-            "first open, median",
-            "SCM_RIGHTS and import, median",
-            Some(COLD_OPEN),
-        )?,
-        beside(
-            "warm open, beside SCM_RIGHTS and import",
-            "warm open",
-            "SCM_RIGHTS and import",
-            None,
-        )?,
+        beside("cold open, beside SCM_RIGHTS and import", "cold open", floor, Some(COLD_OPEN))?,
+        beside(first, "first open, median", median, Some(COLD_OPEN))?,
+        beside("warm open, beside SCM_RIGHTS and import", "warm open", floor, None)?,
     ])
 }
 
@@ -183,14 +145,6 @@ pub(super) fn run(repo: &Repo, quick: bool) -> Result<Vec<Record>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn figures_are_read_line_by_line() {
-        let read = figures("put first unpack\t12.5\nnoise\nget 1048576\t3\nbad\tx\n");
-        assert_eq!(read.len(), 2);
-        assert_eq!(figure(&read, "get 1048576").expect("there"), 3.0);
-        assert!(figure(&read, "get 1").is_err());
-    }
 
     #[test]
     fn opens_stand_beside_the_bare_calls() {

@@ -25,64 +25,30 @@ const PERCENT: f64 = 1.0;
 /// Each figure beside its floor, the median of the rounds for both.
 fn records(rounds: &[Figures]) -> Result<Vec<Record>> {
     let middle = |name: &str| figures::middle(rounds, name);
-    let call = middle("floor call")?;
-    let (few, many) = (middle("hit 1024")?, middle("hit 65536")?);
-    let told = |live: u32| {
-        let title = format!("hearing of other memory that goes, beside a call, {live} ranges");
-        Ok::<_, anyhow::Error>(Record::at_most(
-            title,
-            middle(&format!("told {live}"))?,
-            "ns",
-            call,
-            None,
-        ))
+    let within = |title, name, unit, floor, limit| {
+        anyhow::Ok(Record::within(title, middle(name)?, unit, floor, limit))
     };
+    let beside = |title, name, floor, target| {
+        anyhow::Ok(Record::at_most(title, middle(name)?, "ns", middle(floor)?, target))
+    };
+    let (call, record) = (middle("floor call")?, middle("floor record 65536")?);
+    let of_many = "hit, beside reading one of as many records, 65536 ranges";
+    let reading = "reading one of 65536 records beside one of 1024";
+    let again = "registering 16 MiB again, beside the first time";
+    let one_more = "pinning 80 KiB and giving it back, 65536 ranges beside 1024";
+    let told = "hearing of other memory that goes, beside a call,";
+    let misses = "misses in a steady loop over 100 buffers";
+    let own = "the cache's own memory beside 100 buffers of 256 KiB";
     Ok(vec![
-        Record::within("hit, beside a call, 1024 ranges", few, "ns", call, HIT_LIMIT_NS),
-        Record::within(
-            "hit, beside reading one of as many records, 65536 ranges",
-            many,
-            "ns",
-            middle("floor record 65536")?,
-            MANY_LIMIT_NS,
-        ),
-        Record::at_most(
-            "reading one of 65536 records beside one of 1024",
-            middle("floor record 65536")?,
-            "ns",
-            middle("floor record 1024")?,
-            None,
-        ),
-        Record::at_most(
-            "registering 16 MiB again, beside the first time",
-            middle("again")?,
-            "ns",
-            middle("first")?,
-            Some(AGAIN),
-        ),
-        Record::at_most(
-            "pinning 80 KiB and giving it back, 65536 ranges beside 1024",
-            middle("one more 65536")?,
-            "ns",
-            middle("one more 1024")?,
-            None,
-        ),
-        told(1024)?,
-        told(65536)?,
-        Record::within(
-            "misses in a steady loop over 100 buffers",
-            middle("steady miss rate")?,
-            "%",
-            100.0,
-            PERCENT,
-        ),
-        Record::within(
-            "the cache's own memory beside 100 buffers of 256 KiB",
-            middle("steady overhead")?,
-            "%",
-            100.0,
-            PERCENT,
-        ),
+        within("hit, beside a call, 1024 ranges", "hit 1024", "ns", call, HIT_LIMIT_NS)?,
+        within(of_many, "hit 65536", "ns", record, MANY_LIMIT_NS)?,
+        beside(reading, "floor record 65536", "floor record 1024", None)?,
+        beside(again, "again", "first", Some(AGAIN))?,
+        beside(one_more, "one more 65536", "one more 1024", None)?,
+        beside(&format!("{told} 1024 ranges"), "told 1024", "floor call", None)?,
+        beside(&format!("{told} 65536 ranges"), "told 65536", "floor call", None)?,
+        within(misses, "steady miss rate", "%", 100.0, PERCENT)?,
+        within(own, "steady overhead", "%", 100.0, PERCENT)?,
     ])
 }
 

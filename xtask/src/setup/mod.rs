@@ -108,19 +108,16 @@ impl Setup {
 
     fn fetch(&self, package: &Package) -> Result<()> {
         // Under `target`, so that the rename stays in one file system and `cargo clean` clears it.
-        let temporary = Temporary::new(self.stock.join(format!(
-            ".new-{}-{}",
-            package.folder,
-            std::process::id()
-        )))?;
-        let wheel = self.download(package, &temporary.0)?;
-        let folder = temporary.0.join("unpacked");
+        let temporary = tempfile::Builder::new().prefix(".new-").tempdir_in(&self.stock);
+        let temporary = temporary.context("cannot create a temporary folder")?;
+        let wheel = self.download(package, temporary.path())?;
+        let folder = temporary.path().join("unpacked");
         self.unpack(package, &wheel, &folder)?;
         fs::write(self.stamp(&folder), package.stamp()).context("cannot write the stamp file")?;
 
         let place = self.place(package);
         if place.exists() {
-            fs::rename(&place, temporary.0.join("old"))
+            fs::rename(&place, temporary.path().join("old"))
                 .with_context(|| format!("cannot replace {}", place.display()))?;
         }
         fs::rename(&folder, &place)
@@ -221,22 +218,6 @@ fn size_of(folder: &Path) -> u64 {
             Err(_) => 0,
         })
         .sum()
-}
-
-/// A folder that is removed whatever happens.
-struct Temporary(PathBuf);
-
-impl Temporary {
-    fn new(path: PathBuf) -> Result<Self> {
-        fs::create_dir_all(&path).with_context(|| format!("cannot create {}", path.display()))?;
-        Ok(Self(path))
-    }
-}
-
-impl Drop for Temporary {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
 }
 
 #[cfg(test)]

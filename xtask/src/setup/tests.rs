@@ -12,19 +12,16 @@ const PACKAGE: Package = Package {
     left_out: &["left_out/"],
 };
 
-struct Place(PathBuf);
+struct Place(tempfile::TempDir);
 
 impl Place {
-    fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("xtask-setup-{}-{name}", std::process::id()));
-        let _ = fs::remove_dir_all(&path);
-        fs::create_dir_all(&path).expect("temporary folder");
-        Self(path)
+    fn new() -> Self {
+        Self(tempfile::tempdir().expect("temporary folder"))
     }
 
     /// A `python3` that is a shell script.
     fn fake_python(&self, script: &str) -> Setup {
-        let python = self.0.join("python3");
+        let python = self.0.path().join("python3");
         // Written by a child: a file this process had open for writing may still be so in a fork
         // of another test thread, and cannot be executed then.
         let status = Command::new("sh")
@@ -42,11 +39,11 @@ impl Place {
     }
 
     fn with_python(&self, python: &Path) -> Setup {
-        Setup { stock: self.0.join("stock"), python: python.to_owned() }
+        Setup { stock: self.0.path().join("stock"), python: python.to_owned() }
     }
 
     fn leftovers(&self) -> Vec<String> {
-        fs::read_dir(self.0.join("stock"))
+        fs::read_dir(self.0.path().join("stock"))
             .map(|entries| {
                 entries
                     .flatten()
@@ -55,12 +52,6 @@ impl Place {
                     .collect()
             })
             .unwrap_or_default()
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
     }
 }
 
@@ -97,7 +88,7 @@ fn serving(wheel: &Path) -> String {
 
 #[test]
 fn warm_cache_needs_neither_python_nor_network() {
-    let place = Place::new("warm");
+    let place = Place::new();
     let setup = place.with_python(Path::new("/nonexistent/python3"));
     fs::create_dir_all(setup.place(&PACKAGE)).expect("folder");
     fs::write(setup.stamp(&setup.place(&PACKAGE)), PACKAGE.stamp()).expect("stamp");
@@ -106,7 +97,7 @@ fn warm_cache_needs_neither_python_nor_network() {
 
 #[test]
 fn missing_python_is_named_with_a_remedy() {
-    let place = Place::new("no-python");
+    let place = Place::new();
     let error = place.with_python(Path::new("/nonexistent/python3")).run(&[PACKAGE]);
     let text = format!("{:#}", error.expect_err("no Python"));
     assert!(text.contains("not installed") && text.contains("apt install"), "{text}");
@@ -114,7 +105,7 @@ fn missing_python_is_named_with_a_remedy() {
 
 #[test]
 fn missing_pip_is_named_with_a_remedy() {
-    let place = Place::new("no-pip");
+    let place = Place::new();
     let setup = place.fake_python("echo 'python3: No module named pip' >&2; exit 1");
     let text = format!("{:#}", setup.run(&[PACKAGE]).expect_err("no pip"));
     assert!(text.contains("ensurepip"), "{text}");
@@ -122,7 +113,7 @@ fn missing_pip_is_named_with_a_remedy() {
 
 #[test]
 fn failed_download_leaves_nothing_behind() {
-    let place = Place::new("no-network");
+    let place = Place::new();
     let setup = place.fake_python(
         "[ \"$3\" = --version ] && exit 0; echo 'NewConnectionError: no route' >&2; exit 1",
     );
@@ -133,8 +124,8 @@ fn failed_download_leaves_nothing_behind() {
 
 #[test]
 fn package_is_unpacked_as_it_was_before_it_became_a_zip() {
-    let place = Place::new("unpack");
-    let wheel = place.0.join("some_package-1.0-py3-none-any.whl");
+    let place = Place::new();
+    let wheel = place.0.path().join("some_package-1.0-py3-none-any.whl");
     make_wheel(&wheel);
     let setup = place.fake_python(&serving(&wheel));
     setup.run(&[PACKAGE]).expect("unpacked");
@@ -157,8 +148,8 @@ fn package_is_unpacked_as_it_was_before_it_became_a_zip() {
 
 #[test]
 fn package_of_another_version_is_replaced() {
-    let place = Place::new("replace");
-    let wheel = place.0.join("some_package-1.0-py3-none-any.whl");
+    let place = Place::new();
+    let wheel = place.0.path().join("some_package-1.0-py3-none-any.whl");
     make_wheel(&wheel);
     let setup = place.fake_python(&serving(&wheel));
     fs::create_dir_all(setup.place(&PACKAGE)).expect("folder");

@@ -18,13 +18,6 @@ fn estimates(ucx: Ucx, variables: &[(&str, &str)]) -> BTreeMap<String, String> {
     named.map(|(name, cost)| (name.to_owned(), cost.to_owned())).collect()
 }
 
-/// The copies whose estimates differ.
-fn changed(ucx: Ucx, variable: &str, value: &str) -> Vec<String> {
-    let (before, after) = (estimates(ucx, &[]), estimates(ucx, &[(variable, value)]));
-    assert_eq!((before.len(), after.len()), (12, 12));
-    before.into_iter().filter(|(name, cost)| after[name] != *cost).map(|(name, _)| name).collect()
-}
-
 #[test]
 fn each_part_of_each_variable_changes_its_own_copies_and_no_others() {
     // In the order of their names.
@@ -36,18 +29,26 @@ fn each_part_of_each_variable_changes_its_own_copies_and_no_others() {
     let from_device = copies("host:gaudi", "gaudi:host");
     let inside = copies("gaudi:gaudi", "gaudi:gaudi");
     for ucx in Ucx::ALL {
-        let bandwidth = |value| changed(ucx, "UCX_GAUDI_COPY_BW", value);
+        let before = estimates(ucx, &[]);
+        // The copies whose estimates differ.
+        let changed = |variable, value| -> Vec<String> {
+            let after = estimates(ucx, &[(variable, value)]);
+            assert_eq!((before.len(), after.len()), (12, 12));
+            let differ = before.iter().filter(|(name, cost)| after[*name] != **cost);
+            differ.map(|(name, _)| name.clone()).collect()
+        };
+        let bandwidth = |value| changed("UCX_GAUDI_COPY_BW", value);
         assert_eq!(bandwidth("auto,h2d:5GBs"), to_device);
         assert_eq!(bandwidth("auto,d2h:5GBs"), from_device);
         assert_eq!(bandwidth("auto,d2d:5GBs"), inside);
         assert_eq!(bandwidth("5GBs").len(), 12);
-        let latency = |value| changed(ucx, "UCX_GAUDI_COPY_LATENCY", value);
+        let latency = |value| changed("UCX_GAUDI_COPY_LATENCY", value);
         let names = |part: &str, changed: Vec<String>| {
             changed.len() == 6 && changed.iter().all(|name| name.contains(part))
         };
         assert!(names("_short", latency("short:9us,zcopy:2us")));
         assert!(names("_zcopy", latency("short:500ns,zcopy:9us")));
-        assert_eq!(changed(ucx, "UCX_GAUDI_COPY_OVERHEAD", "9us").len(), 12);
+        assert_eq!(changed("UCX_GAUDI_COPY_OVERHEAD", "9us").len(), 12);
     }
 }
 

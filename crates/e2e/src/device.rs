@@ -144,8 +144,19 @@ impl Device {
 
     /// The same with a driver that imports dma-bufs.
     pub fn importing(count: u32) -> Self {
-        let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", &count.to_string());
-        Self::Software(node.with("SOFT_GAUDI_KIND", "import"))
+        Self::cards(count).kind("import")
+    }
+
+    /// The same with one that does not, also where `--long` chose another.
+    pub fn not_importing(count: u32) -> Self {
+        Self::cards(count).kind("")
+    }
+
+    fn kind(self, kind: &str) -> Self {
+        match self {
+            Self::Software(node) => Self::Software(node.with("SOFT_GAUDI_KIND", kind)),
+            other => other,
+        }
     }
 
     /// The machine's own card if it has one and its driver library, else a software one for the demo and benches.

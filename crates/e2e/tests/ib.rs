@@ -86,7 +86,7 @@ fn small_messages_from_gaudi_memory_are_not_sent_inline() {
 }
 
 fn logs() -> ProtocolLogs {
-    ProtocolLogs::in_folder(&std::env::temp_dir()).expect("a temporary folder")
+    ProtocolLogs::new().expect("a temporary folder")
 }
 
 /// The transports of a rendezvous between Gaudi memories, and the protocol.

@@ -156,7 +156,7 @@ fn staged(device: &Device, variables: &str) -> ProtocolLogs {
 
 #[test]
 fn without_import_in_the_driver_ipc_is_not_used_and_the_log_says_why() {
-    let logs = staged(&Device::cards(2), "");
+    let logs = staged(&Device::not_importing(2), "");
     assert!(!protocols(&logs).name_transport("gaudi_ipc"));
     assert_say(&logs, "the driver has no dma-buf import");
 }
@@ -165,7 +165,7 @@ fn without_import_in_the_driver_ipc_is_not_used_and_the_log_says_why() {
 #[test]
 fn without_import_in_the_driver_a_peer_is_not_reachable_by_ipc() {
     let logs = logs();
-    let run = Perftest::on(&Device::cards(2), "tag_bw", 1 << 20).words("-m gaudi");
+    let run = Perftest::on(&Device::not_importing(2), "tag_bw", 1 << 20).words("-m gaudi");
     run.both(|tool| logs.of(tool.env("UCX_LOG_LEVEL", "debug"))).works();
     assert_say(&logs, "not reachable: the driver has no dma-buf import");
 }

@@ -1,15 +1,14 @@
 //! Two processes, each with a card of its own, whose driver cannot import dma-bufs: everything works
 //! through host memory, and UCP does it in pipelines.
 
-use e2e::{Device, ProtocolLogs, Protocols, SoftNode, Ucx, client};
+use e2e::{Device, ProtocolLogs, Protocols, Ucx, client};
 
 /// What `cargo xtask env` sets (and `docs/performance.md` recommends) for put and get.
 const PIPELINED_RMA: (&str, &str) = ("UCX_RMA_PPLN_ENABLE", "y");
 
 /// All operations between all memories, every byte verified.
 fn moved(ucx: Ucx, variables: &[(&str, &str)]) -> Protocols {
-    let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2");
-    let device = Device::Software(node);
+    let device = Device::not_importing(2);
     let logs = ProtocolLogs::new().expect("a folder");
     let words = "pair --plain --sizes 1,4097,65536,2M+13";
     let end = logs.of(client(ucx, &device, words).envs(variables)).run().ok();

@@ -10,7 +10,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use e2e::rdma::{Fabric, RC};
-use e2e::{Device, Row, SoftNode, Tool, Ucx, Workbench};
+use e2e::{Device, SoftNode, Tool, Ucx, Workbench};
 
 use super::figures;
 use super::record::Record;
@@ -62,12 +62,9 @@ impl Run<'_> {
 
     fn measure(&self, memories: &str, sizes: &[(u64, &str)], iterations: u32) -> Result<Cells> {
         let (device, fabric) = (machine(), self.fabric());
-        let file = fabric.folder().join("rows.json");
         let words = pair(memories, sizes, iterations);
-        let end = self.tool(&fabric, &device, &words).arg("--json").arg(&file).run();
-        ensure!(end.success(), "{}", end.report());
         let mut best = Cells::new();
-        for row in Row::read(&file)? {
+        for row in self.tool(&fabric, &device, &words).rows()? {
             let Some(gbps) = row.gbps else { continue };
             let known = best.entry((row.op, row.src, row.size)).or_default();
             *known = known.max(gbps);

@@ -68,7 +68,7 @@ const EFFECTS: &[Effect] = &[
     effect("UCX_GAUDI_COPY_LOG_LEVEL", "info", "where", "gaudi_copy uses ").with(&[("UCX_LOG_LEVEL", "warn")]),
     // By default it is tried again until the rule is used up.
     effect("UCX_GAUDI_COPY_OPEN_TIMEOUT", "0s", "where", "hlthunk_open: Resource temporarily unavailable")
-        .faults("hlthunk_open fail:EAGAIN times=4").fails(),
+        .with(&[("UCX_GAUDI_COPY_DEVICE", "0")]).faults("hlthunk_open fail:EAGAIN times=4").fails(),
     effect("UCX_GAUDI_TRACE", "/dev/null", "where", "driver calls are recorded in /dev/null").with(&[("UCX_LOG_LEVEL", "info")]),
     effect("UCX_GAUDI_CPY_ALLOC", "heap", "transport", "gaudi_cpy gets host memory by heap"),
     effect("UCX_GAUDI_CPY_MAX_NUM_EPS", "77", "transport", "gaudi_cpy takes 77 endpoints"),

@@ -14,6 +14,7 @@ fn device_port_and_tables_are_described() {
         let name = core::ffi::CStr::from_ptr(ibv_get_device_name(*list));
         assert_eq!(name, c"softrdma0");
         let guid = ibv_get_device_guid(*list);
+        assert_eq!(ibv_get_device_index(*list), -1, "the kernel does not know it");
         ibv_free_device_list(list);
         let mut attr: ibv_device_attr = core::mem::zeroed();
         assert_eq!(ibv_query_device(device.context, &raw mut attr), 0);

@@ -29,6 +29,7 @@ use clap_complete::Shell;
 
 use failure::{Exit, Failure};
 use prefix::Prefix;
+use tuning::SOFT_KIND;
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -149,12 +150,12 @@ fn dispatch(cli: Cli) -> Result<Exit, Failure> {
     let context = Context { json: cli.json, soft: cli.soft, prefix: Prefix::find()? };
     match cli.command {
         Command::Run(options) => run::run(&context, &options),
-        Command::Info(options) => info::run(&on_card(context)?, &options),
-        Command::Doctor(options) => doctor::run(&on_card(context)?, &options),
+        Command::Info(options) => info::run(&on_card(context, SOFT_KIND)?, &options),
+        Command::Doctor(options) => doctor::run(&on_card(context, SOFT_KIND)?, &options),
         Command::Probe { what } => Ok(doctor::answer(&what)),
-        Command::Topo => topo::run(&on_card(context)?),
-        Command::CheckCard(options) => check_card::run(&on_card(context)?, &options),
-        Command::Explain(options) => explain::run(&on_card(context)?, &options),
+        Command::Topo => topo::run(&on_card(context, SOFT_KIND)?),
+        Command::CheckCard(options) => check_card::run(&on_card(context, STRICT)?, &options),
+        Command::Explain(options) => explain::run(&on_card(context, SOFT_KIND)?, &options),
         Command::Stats(options) => stats::run(&context, &options),
         Command::Top(options) => stats::top(&context, &options),
         Command::Trace(options) => trace::run(&context, &options),
@@ -171,8 +172,11 @@ fn dispatch(cli: Cli) -> Result<Exit, Failure> {
     }
 }
 
-/// Chooses the software Gaudi for this process, if asked to.
-fn on_card(context: Context) -> Result<Context, Failure> {
+/// `SOFT_GAUDI_KIND` for checks: a software card as strict as it can be.
+const STRICT: &str = "";
+
+/// Chooses the software Gaudi for this process, if asked to, and how kind it is unless the user said so.
+fn on_card(context: Context, kind: &str) -> Result<Context, Failure> {
     let Some(soft) = context.soft else { return Ok(context) };
     let library = context.prefix.soft_gaudi()?.join("libhl-thunk.so");
     let set = |name: &str, value: &std::ffi::OsStr| {
@@ -182,6 +186,9 @@ fn on_card(context: Context) -> Result<Context, Failure> {
     set("HL_THUNK_LIBRARY", library.as_os_str());
     if std::env::var_os("SOFT_GAUDI_NODE").is_none() {
         set("SOFT_GAUDI_NODE", context.prefix.soft_node().as_ref());
+    }
+    if std::env::var_os("SOFT_GAUDI_KIND").is_none() {
+        set("SOFT_GAUDI_KIND", kind.as_ref());
     }
     if let Some(cards) = soft.cards {
         set("SOFT_GAUDI_DEVICES", cards.to_string().as_ref());

@@ -13,7 +13,7 @@ use serde_json::json;
 
 use crate::failure::{Exit, Failure};
 use crate::output::note;
-use crate::tuning::STAGING;
+use crate::tuning::{SOFT_KIND, STAGING};
 use crate::{Context, Soft};
 
 /// Options of `run`.
@@ -142,6 +142,10 @@ fn software_card(
     }
     if var("SOFT_GAUDI_NODE").is_none() {
         changes.push(Change::Set("SOFT_GAUDI_NODE", context.prefix.soft_node().into()));
+    }
+    // Set to nothing, it makes the card as strict as hardware.
+    if std::env::var_os("SOFT_GAUDI_KIND").is_none() {
+        changes.push(Change::Set("SOFT_GAUDI_KIND", SOFT_KIND.into()));
     }
     if let Some(cards) = soft.cards {
         changes.push(Change::Set("SOFT_GAUDI_DEVICES", cards.to_string().into()));

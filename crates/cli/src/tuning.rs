@@ -1,6 +1,8 @@
 //! Settings of UCX that suit Gaudi memory: what `ucx-gaudi run --tuned` sets. `cargo xtask` includes
 //! this file, so that its `env` and benches set the same.
 
+#![allow(dead_code, reason = "each program uses a part")]
+
 /// For Gaudi memory that is staged through host memory between processes: put and get are pipelined
 /// instead of emulated, and streams use larger segments (`docs/performance.md`).
 pub(crate) const STAGING: &[(&str, &str)] = &[
@@ -8,3 +10,6 @@ pub(crate) const STAGING: &[(&str, &str)] = &[
     ("UCX_SYSV_SEG_SIZE", "32832"),
     ("UCX_POSIX_SEG_SIZE", "32832"),
 ];
+
+/// `SOFT_GAUDI_KIND` for whoever tries things out: quick, and with dma-buf import. What `cargo xtask env` sets, too.
+pub(crate) const SOFT_KIND: &str = "import,ordered,unpinned";

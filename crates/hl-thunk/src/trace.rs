@@ -1,6 +1,6 @@
 //! A record of every call into the driver library, as lines of JSON (`docs/trace.md`).
 //!
-//! [`start`] turns it on for the process; [`Symbols`](crate::library) calls [`record`] after each call. Off, it costs
+//! [`start`] turns it on for the process; `Symbols` calls `record` after each call. Off, it costs
 //! one load per call. On, a line is formatted without a lock and appended to one buffer of the process.
 //! The buffer is written out at once for everything but copies that went well; for those, when it is
 //! full or a tenth of a second old. So what happened before a hang or a kill is in the file, up to that.

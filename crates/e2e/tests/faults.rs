@@ -5,9 +5,13 @@ use e2e::{Device, Finished, SoftNode, Ucx, client};
 
 /// A 4 MiB message is staged in eight pieces on each side.
 fn message_with(rules: &str, variables: &[(&str, &str)]) -> Finished {
+    message_of("4M", rules, variables)
+}
+
+fn message_of(size: &str, rules: &str, variables: &[(&str, &str)]) -> Finished {
     let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2").with_faults(rules);
-    let words = "pair --ops tag --plain --mem gaudi:gaudi --sizes 4M";
-    client(Ucx::V1_22, &Device::Software(node), words).envs(variables).run()
+    let words = format!("pair --ops tag --plain --mem gaudi:gaudi --sizes {size}");
+    client(Ucx::V1_22, &Device::Software(node), &words).envs(variables).run()
 }
 
 #[test]
@@ -17,6 +21,26 @@ fn submission_that_fails_once_is_made_again() {
         let end = message_with(&rules, &[]).ok();
         assert!(end.stdout.contains("2 passed, 0 failed"), "{}", end.report());
     }
+}
+
+/// A small message is packed and unpacked by copies that UCX waits for.
+#[test]
+fn short_copy_that_fails_once_is_made_again() {
+    for calls_before in 0..6 {
+        let rules = format!("hlthunk_command_submission fail:EIO after={calls_before} times=1");
+        let end = message_of("1K", &rules, &[]).ok();
+        assert!(end.stdout.contains("2 passed, 0 failed"), "{}", end.report());
+    }
+}
+
+/// UCP ends the process itself.
+#[test]
+fn short_copy_that_fails_for_good_is_logged_and_no_wrong_bytes_arrive() {
+    let end = message_of("1K", "hlthunk_command_submission fail:EIO after=3 times=0", &[]);
+    let text = format!("{}{}", end.stdout, end.stderr);
+    assert!(!end.success(), "{}", end.report());
+    assert!(text.contains("bytes failed: "), "{}", end.report());
+    assert!(!text.contains("message wrong"), "wrong bytes arrived\n{}", end.report());
 }
 
 #[test]

@@ -6,7 +6,7 @@
 //! ([`queue`](crate::queue)), and one that failed is tried once more before the failure is reported
 //! (and the process aborted, unless `ABORT_ON_ERROR=n`).
 //!
-//! Short copies do not come through here: they are not repeated. They return their error, and UCP's
+//! Short copies do not come through here. They are tried once more, too, and return their error; UCP's
 //! staging asserts that there is none.
 //!
 //! Between processes UCP does use the status: [`OnFailure::Report`] reports every failure at once.

@@ -41,24 +41,30 @@ pub(crate) struct CopyInterface<F> {
 }
 
 impl<F: Flavour> CopyInterface<F> {
-    /// Copies and returns when the bytes have arrived. Not repeated after a failure, and not subject to
-    /// `ABORT_ON_ERROR`: the caller gets the error.
+    /// Copies and returns when the bytes have arrived. Tried once more after a failure, as copies in the
+    /// background are, but not subject to `ABORT_ON_ERROR`: the caller gets the error.
     fn copy_now(&self, way: Way, local: Buffer, remote: u64) -> Result<(), Status> {
-        if local.length() == 0 {
+        let length = local.length();
+        if length == 0 {
             return Ok(());
         }
         self.copies.wait_for_fences();
         let (dst, src) = way.sides(local.address(), remote);
         // SAFETY: UCX keeps the buffers of an operation valid until it returns, and nobody else
         // touches what it writes.
-        let Some(copied) = (unsafe { gaudi::runtime().copy(dst, src, local.length()) }) else {
-            return self.copy_on_host(way, local, remote);
+        let copy = || unsafe { gaudi::runtime().copy(dst, src, length) };
+        let error = match copy() {
+            Some(Ok(())) => return Ok(()),
+            Some(Err(error)) => error,
+            None => return self.copy_on_host(way, local, remote),
         };
-        copied.map_err(|error| {
-            // UCP's staging asserts that a short copy succeeds: the reason must be in the log first.
-            log!(self.ucx, Error, "copy of {} bytes failed: {}", local.length(), explain(&error));
-            status::of(&error)
-        })
+        if let Some(Ok(())) = copy() {
+            return Ok(());
+        }
+        // UCP's staging asserts that a short copy succeeds: the reason must be in the log first. The first
+        // error is the cause.
+        log!(self.ucx, Error, "copy of {length} bytes failed: {}", explain(&error));
+        Err(status::of(&error))
     }
 
     /// Copies between two ranges of host memory, neither of which is device memory, with the CPU.

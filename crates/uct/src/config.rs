@@ -305,74 +305,43 @@ fn key_value_parser(symbols: &Symbols, value: &ConfigKeyValue) -> ConfigParser {
 
 /// The parser of a single value.
 fn parser(symbols: &Symbols, kind: Kind, words: *const c_void) -> ConfigParser {
-    let (read, write, clone, release, help, arg): (_, _, _, _, _, *const c_void) = match kind {
-        Kind::Bool => (
-            symbols.ucs_config_sscanf_bool,
-            symbols.ucs_config_sprintf_bool,
-            symbols.ucs_config_clone_int,
-            symbols.ucs_config_release_nop,
-            symbols.ucs_config_help_generic,
-            c"<y|n>".as_ptr().cast(),
-        ),
-        Kind::Ternary => (
-            symbols.ucs_config_sscanf_ternary,
-            symbols.ucs_config_sprintf_ternary_auto,
-            symbols.ucs_config_clone_int,
-            symbols.ucs_config_release_nop,
-            symbols.ucs_config_help_generic,
-            c"<yes|no|try>".as_ptr().cast(),
-        ),
-        Kind::Uint => (
-            symbols.ucs_config_sscanf_uint,
-            symbols.ucs_config_sprintf_uint,
-            symbols.ucs_config_clone_uint,
-            symbols.ucs_config_release_nop,
-            symbols.ucs_config_help_generic,
-            c"unsigned integer".as_ptr().cast(),
-        ),
-        Kind::Time => (
-            symbols.ucs_config_sscanf_time,
-            symbols.ucs_config_sprintf_time,
-            symbols.ucs_config_clone_double,
-            symbols.ucs_config_release_nop,
-            symbols.ucs_config_help_generic,
-            c"time value: <number>[s|us|ms|ns]".as_ptr().cast(),
-        ),
-        Kind::Bandwidth => (
-            symbols.ucs_config_sscanf_bw,
-            symbols.ucs_config_sprintf_bw,
-            symbols.ucs_config_clone_double,
-            symbols.ucs_config_release_nop,
-            symbols.ucs_config_help_generic,
-            c"bandwidth value: <number>[T|G|M|K]B|b[[p|/]s]".as_ptr().cast(),
-        ),
-        Kind::MemUnits => (
-            symbols.ucs_config_sscanf_memunits,
-            symbols.ucs_config_sprintf_memunits,
-            symbols.ucs_config_clone_ulong,
-            symbols.ucs_config_release_nop,
-            symbols.ucs_config_help_generic,
-            c"memory units: <number>[b|kb|mb|gb], \"inf\", or \"auto\"".as_ptr().cast(),
-        ),
-        Kind::Text => (
-            symbols.ucs_config_sscanf_string,
-            symbols.ucs_config_sprintf_string,
-            symbols.ucs_config_clone_string,
-            symbols.ucs_config_release_string,
-            symbols.ucs_config_help_generic,
-            c"string".as_ptr().cast(),
-        ),
-        Kind::Choice(_) => (
-            symbols.ucs_config_sscanf_enum,
-            symbols.ucs_config_sprintf_enum,
-            symbols.ucs_config_clone_uint,
-            symbols.ucs_config_release_nop,
-            symbols.ucs_config_help_enum,
-            words,
-        ),
+    let s = symbols;
+    let (read, write) = match kind {
+        Kind::Bool => (s.ucs_config_sscanf_bool, s.ucs_config_sprintf_bool),
+        Kind::Ternary => (s.ucs_config_sscanf_ternary, s.ucs_config_sprintf_ternary_auto),
+        Kind::Uint => (s.ucs_config_sscanf_uint, s.ucs_config_sprintf_uint),
+        Kind::Time => (s.ucs_config_sscanf_time, s.ucs_config_sprintf_time),
+        Kind::Bandwidth => (s.ucs_config_sscanf_bw, s.ucs_config_sprintf_bw),
+        Kind::MemUnits => (s.ucs_config_sscanf_memunits, s.ucs_config_sprintf_memunits),
+        Kind::Text => (s.ucs_config_sscanf_string, s.ucs_config_sprintf_string),
+        Kind::Choice(_) => (s.ucs_config_sscanf_enum, s.ucs_config_sprintf_enum),
         Kind::Keyed(_) => panic!("the values of a keyed variable are times or bandwidths"),
     };
-    ConfigParser { read, write, clone, release, help, doc: symbols.ucs_config_doc_nop, arg }
+    let clone = match kind {
+        Kind::Bool | Kind::Ternary => s.ucs_config_clone_int,
+        Kind::Time | Kind::Bandwidth => s.ucs_config_clone_double,
+        Kind::MemUnits => s.ucs_config_clone_ulong,
+        Kind::Text => s.ucs_config_clone_string,
+        Kind::Uint | Kind::Choice(_) | Kind::Keyed(_) => s.ucs_config_clone_uint,
+    };
+    let (release, help) = match kind {
+        Kind::Text => (s.ucs_config_release_string, s.ucs_config_help_generic),
+        Kind::Choice(_) => (s.ucs_config_release_nop, s.ucs_config_help_enum),
+        _ => (s.ucs_config_release_nop, s.ucs_config_help_generic),
+    };
+    // What the help function prints.
+    let syntax = match kind {
+        Kind::Bool => c"<y|n>",
+        Kind::Ternary => c"<yes|no|try>",
+        Kind::Uint => c"unsigned integer",
+        Kind::Time => c"time value: <number>[s|us|ms|ns]",
+        Kind::Bandwidth => c"bandwidth value: <number>[T|G|M|K]B|b[[p|/]s]",
+        Kind::MemUnits => c"memory units: <number>[b|kb|mb|gb], \"inf\", or \"auto\"",
+        Kind::Text => c"string",
+        Kind::Choice(_) | Kind::Keyed(_) => c"",
+    };
+    let arg = if matches!(kind, Kind::Choice(_)) { words } else { syntax.as_ptr().cast() };
+    ConfigParser { read, write, clone, release, help, doc: s.ucs_config_doc_nop, arg }
 }
 
 /// Parsed values, valid while UCX opens the object they belong to.

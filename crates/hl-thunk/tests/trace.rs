@@ -3,7 +3,7 @@
 mod machine;
 
 use hl_thunk::packet::LinDma;
-use hl_thunk::{Chunk, CommandBuffer, Device, DeviceMemory, trace};
+use hl_thunk::{Chunk, CommandBuffer, ControlDevice, Device, DeviceMemory, trace};
 
 fn lines(path: &std::path::Path) -> Vec<String> {
     trace::flush();
@@ -62,5 +62,27 @@ fn every_call_is_recorded_with_its_arguments_result_errno_and_packets() {
     let before = recorded.len();
     assert!(device.wait(sequence + 1000, 0).is_err());
     assert_eq!(lines(&path).len(), before + 1);
+
+    // A forked child begins a record of its own, and leaves its parent's alone.
+    let before = lines(&path).len();
+    // SAFETY: the child makes two calls and ends.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let opened = ControlDevice::open(machine::library("gaudi2"), 0).is_ok();
+        trace::flush();
+        // SAFETY: ends the process, whatever else is there.
+        unsafe { libc::_exit(if opened { 0 } else { 1 }) };
+    }
+    let mut status = 0;
+    // SAFETY: our own child, and a place for its status.
+    unsafe { libc::waitpid(child, &mut status, 0) };
+    assert_eq!(status, 0);
+    assert_eq!(lines(&path).len(), before);
+    let of_child = std::env::temp_dir().join(format!("hl-thunk-{child}.trace"));
+    let recorded = lines(&of_child);
+    assert!(recorded[0].contains(&format!("\"pid\":{child},")), "{recorded:?}");
+    assert!(recorded[1].contains("\"hlthunk_open_control\""), "{recorded:?}");
+    assert!(recorded[1].contains(&format!("\"tid\":{child},")), "{recorded:?}");
+    std::fs::remove_file(&of_child).unwrap();
     std::fs::remove_file(&path).unwrap();
 }

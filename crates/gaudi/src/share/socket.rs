@@ -75,13 +75,18 @@ pub(super) fn listen_in_folder(own: &Identity) -> Result<(OwnedFd, PathBuf), Err
 /// It gets its name when it is ready: one that does not listen yet looks like a leftover.
 fn listen_at_path(path: &Path) -> Result<OwnedFd, Errno> {
     let unready = path.with_extension("new");
-    let socket = listen_at(&SocketAddrUnix::new(&unready)?)?;
-    let ready = fs::set_permissions(&unready, fs::Permissions::from_mode(0o600))
-        .and_then(|()| fs::rename(&unready, path));
-    ready.map(|()| socket).map_err(|error| {
+    let address = SocketAddrUnix::new(&unready)?;
+    let ready = listen_at(&address).and_then(|socket| {
+        fs::set_permissions(&unready, fs::Permissions::from_mode(0o600))
+            .and_then(|()| fs::rename(&unready, path))
+            .map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
+        Ok(socket)
+    });
+    if ready.is_err() {
+        // Also when it was bound and could not listen.
         let _ = fs::remove_file(&unready);
-        Errno::from_io_error(&error).unwrap_or(Errno::IO)
-    })
+    }
+    ready
 }
 
 /// Removes sockets of this user's processes that ended without doing so themselves.

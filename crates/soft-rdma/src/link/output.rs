@@ -62,7 +62,8 @@ impl Output {
         if let Payload::Bytes(bytes) = &payload {
             tail.extend_from_slice(bytes);
         }
-        self.bytes += self.tail().len() - before;
+        let added = tail.len() - before;
+        self.bytes += added;
         if let Payload::Memory(list) = payload {
             self.queue.push_back(Item::Memory { list, total: length, done: 0 });
         }
@@ -121,5 +122,36 @@ impl Output {
             }
         }
         Ok(true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+    use crate::wire::Challenge;
+
+    #[test]
+    fn frames_count_until_they_are_written_also_beyond_one_buffer() {
+        let mut output = Output::default();
+        let frame = Frame::Challenge(Challenge { nonce: [7; 32] });
+        let mut total = 0;
+        for size in [40 << 10, 40 << 10, 100, 70 << 10, 1] {
+            output.push(&frame, Payload::Bytes(vec![5; size]));
+            let mut head = Vec::new();
+            frame.encode(size as u32, &mut head);
+            total += head.len() + size;
+            assert_eq!(output.bytes(), total);
+        }
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let reader = std::thread::spawn(move || std::io::copy(&mut &theirs, &mut std::io::sink()));
+        while output.write(ours.as_fd()) != Ok(true) {
+            std::thread::yield_now();
+        }
+        drop(ours);
+        assert_eq!(reader.join().unwrap().unwrap(), total as u64);
+        assert_eq!(output.bytes(), 0);
     }
 }

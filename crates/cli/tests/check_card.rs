@@ -88,7 +88,7 @@ fn each_check_is_seen_to_fail() {
         ("hlthunk_close fail:EIO after=3", "open", "closing failed"),
         ("hlthunk_device_memory_alloc fail:ENOMEM", "device-memory", "Cannot allocate memory"),
         ("hlthunk_device_memory_map fail:EINVAL", "device-memory", "hlthunk_device_memory_map"),
-        ("hlthunk_host_memory_map_flags fail:ENOMEM", "host-memory", "4 KiB"),
+        ("hlthunk_host_memory_map fail:ENOMEM", "host-memory", "4 KiB"),
         ("hlthunk_command_submission fail:EIO", "queues", "queue 0"),
         ("hlthunk_wait_for_cs fail:EIO after=30", "queues", "queue 1"),
         ("transfer fail:EIO", "bulk-copies", "queue"),

@@ -267,7 +267,7 @@ fn failed_copies_are_dma_errors_and_move_no_bytes() {
     }
     assert_eq!(of(&device, "pins"), of(&device, "unpins") + 1, "the bounce ring stays pinned");
     // Memory that cannot be pinned goes through bounce buffers.
-    faults("hlthunk_host_memory_map_flags fail:EFAULT");
+    faults("hlthunk_host_memory_map fail:EFAULT");
     copy(1 << 20).unwrap();
     assert_eq!((of(&device, "pins_refused"), of(&device, "bounced_operations")), (1, 17));
     assert_eq!(of(&device, "h2d_bytes"), 100 + (1 << 20));

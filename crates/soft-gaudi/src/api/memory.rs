@@ -63,7 +63,9 @@ pub extern "C" fn hlthunk_host_memory_map(
     hint_addr: u64,
     host_size: u64,
 ) -> u64 {
-    hlthunk_host_memory_map_flags(fd, host_virt_addr, hint_addr, host_size, 0)
+    handle("hlthunk_host_memory_map", || {
+        map_host(fd, host_virt_addr as u64, Hint { addr: hint_addr, force: false }, host_size)
+    })
 }
 
 /// `hlthunk_host_memory_map_flags`.
@@ -76,15 +78,18 @@ pub extern "C" fn hlthunk_host_memory_map_flags(
     flags: u32,
 ) -> u64 {
     handle("hlthunk_host_memory_map_flags", || {
-        let context = context::operational(borrow(fd)?)?;
-        let ptr = host_virt_addr as u64;
         let hint = Hint { addr: hint_addr, force: flags & abi::MEM_FORCE_HINT != 0 };
-        let memory = pinning::pin(ptr, host_size, !context.node.config.kind.unpinned);
-        let memory = context.log_refusal("pin", memory)?;
-        context.model_mapping(host_size);
-        let mapped = context.space_mut().map_host(ptr, memory, hint);
-        context.log_refusal("map", mapped)
+        map_host(fd, host_virt_addr as u64, hint, host_size)
     })
+}
+
+fn map_host(fd: c_int, ptr: u64, hint: Hint, size: u64) -> Result<u64, Errno> {
+    let context = context::operational(borrow(fd)?)?;
+    let memory = pinning::pin(ptr, size, !context.node.config.kind.unpinned);
+    let memory = context.log_refusal("pin", memory)?;
+    context.model_mapping(size);
+    let mapped = context.space_mut().map_host(ptr, memory, hint);
+    context.log_refusal("map", mapped)
 }
 
 /// `hlthunk_memory_unmap`.

@@ -322,13 +322,18 @@ fn map(file: &OwnedFd, len: usize, offset: u64) -> Result<*mut u8, Errno> {
 
 /// Has the kernel carry out operations on a file of shared memory inside the call. Otherwise it hands them to a thread.
 pub(crate) fn serve_at_once(file: &OwnedFd) {
-    // Direct I/O means nothing there but that writes need not be handed over (since Linux 6.6).
-    let _ = rustix::fs::fcntl_setfl(file, OFlags::NONBLOCK | OFlags::DIRECT)
+    // Direct I/O means nothing there but that writes need not be handed over (since Linux 6.6). On a disk it would
+    // refuse odd lengths, and go past the pages that others have mapped.
+    let is_shared_memory = rustix::fs::fstatfs(file).is_ok_and(|fs| fs.f_type == libc::TMPFS_MAGIC);
+    let direct = if is_shared_memory { OFlags::DIRECT } else { OFlags::empty() };
+    let _ = rustix::fs::fcntl_setfl(file, OFlags::NONBLOCK | direct)
         .or_else(|_| rustix::fs::fcntl_setfl(file, OFlags::NONBLOCK));
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd;
+
     use super::*;
 
     const LEN: usize = 8192;
@@ -358,6 +363,36 @@ mod tests {
         let id = pin.id();
         drop(pin);
         assert!(id.copy(ptr as u64, memory, 8, false).is_err(), "unpinned");
+    }
+
+    #[test]
+    fn odd_lengths_reach_a_file_on_any_file_system() {
+        let ptr = pages();
+        let Some(pin) = pin(ptr as u64, LEN as u64).unwrap() else {
+            return eprintln!("skipped: no pins by io_uring here");
+        };
+        // SAFETY: the mapping just made.
+        unsafe { ptr.write_bytes(7, LEN) };
+        for folder in [std::env::temp_dir(), "/dev/shm".into()] {
+            let path = folder.join(format!("soft-gaudi-odd-{}", std::process::id()));
+            let Ok(file) =
+                std::fs::File::options().create_new(true).read(true).write(true).open(&path)
+            else {
+                eprintln!("skipped: no file in {}", folder.display());
+                continue;
+            };
+            file.set_len(LEN as u64).unwrap();
+            let file = OwnedFd::from(file);
+            serve_at_once(&file);
+            pin.id().copy(ptr as u64 + 3, Other::File(file.as_fd(), 13), 77, false).unwrap();
+            let seen = std::fs::read(&path).unwrap();
+            std::fs::remove_file(&path).unwrap();
+            assert!(
+                seen.iter()
+                    .enumerate()
+                    .all(|(at, byte)| *byte == 7 * u8::from((13..90).contains(&at)))
+            );
+        }
     }
 
     fn pages() -> *mut u8 {

@@ -20,6 +20,7 @@ use crate::dma_core::DmaCore;
 use crate::events::Events;
 use crate::interrupts::Interrupts;
 use crate::node::{Identity, Node, Role, node};
+use crate::ownership::Decision;
 use crate::queue::Queue;
 use crate::registers::Registers;
 use crate::signals::Signals;
@@ -231,10 +232,8 @@ pub(crate) fn close(fd: OwnedFd) {
 }
 
 /// Until it is dropped no other thread or process decides whether an open gets the card.
-fn deciding(node: &Node, device: u32) -> Result<OwnedFd, Errno> {
-    let lock = node.open(device, Role::Compute)?;
-    ownership::decide(lock.as_fd())?;
-    Ok(lock)
+fn deciding(node: &Node, device: u32) -> Result<Decision, Errno> {
+    Decision::wait(node.open(device, Role::Compute)?)
 }
 
 /// Drops `fd`. If that was the last reference to the owner's open file, the release begins before
@@ -266,7 +265,7 @@ fn end_if_last(node: &Node, device: u32, fd: OwnedFd) -> Result<(), Errno> {
     }
     let _lock = deciding(node, device);
     state.set_unowned(Word::InRelease, 0);
-    drop(own);
+    ownership::release(own.as_fd());
     Ok(())
 }
 

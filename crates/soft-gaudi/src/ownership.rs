@@ -4,13 +4,13 @@
 //! `pidfd_getfd` and `mmap`, end with its last reference (also by `kill -9`), and, unlike `flock`,
 //! can be queried without taking them, so that a query never makes another process's open fail.
 
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use rustix::io::Errno;
 
 /// The byte that the owner locks.
 const OWNER: libc::off_t = 0;
-/// The byte that [`decide`] locks.
+/// The byte that a [`Decision`] locks.
 const DECISION: libc::off_t = 1;
 
 fn byte(at: libc::off_t) -> libc::flock {
@@ -22,18 +22,41 @@ fn byte(at: libc::off_t) -> libc::flock {
     lock
 }
 
-/// Waits for the lock under which an open and a close decide who has the card. It ends with `fd`'s description,
-/// which nobody else may use.
-pub(crate) fn decide(fd: BorrowedFd<'_>) -> Result<(), Errno> {
-    let range = byte(DECISION);
-    // SAFETY: the descriptor is open and `range` is a valid `struct flock` for the call.
-    while unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_SETLKW, &range) } != 0 {
-        match last_errno() {
-            Errno::INTR => {}
-            other => return Err(other),
+/// The lock under which an open and a close decide who has the card, until it is dropped.
+pub(crate) struct Decision(OwnedFd);
+
+impl Decision {
+    /// Waits for it; `fd` is a description of its own.
+    pub(crate) fn wait(fd: OwnedFd) -> Result<Self, Errno> {
+        let range = byte(DECISION);
+        // SAFETY: the descriptor is open and `range` is a valid `struct flock` for the call.
+        while unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_SETLKW, &range) } != 0 {
+            match last_errno() {
+                Errno::INTR => {}
+                other => return Err(other),
+            }
         }
+        Ok(Self(fd))
     }
-    Ok(())
+}
+
+impl Drop for Decision {
+    fn drop(&mut self) {
+        unlock(self.0.as_fd(), DECISION);
+    }
+}
+
+/// Ends the owner's lock now.
+pub(crate) fn release(fd: BorrowedFd<'_>) {
+    unlock(fd, OWNER);
+}
+
+/// To close the descriptor is not enough where the lock must end: a child that was forked meanwhile has a copy of it.
+fn unlock(fd: BorrowedFd<'_>, at: libc::off_t) {
+    let mut range = byte(at);
+    range.l_type = libc::F_UNLCK as libc::c_short;
+    // SAFETY: the descriptor is open and `range` is a valid `struct flock` for the call.
+    unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_SETLK, &range) };
 }
 
 /// Locks the file for this open file description; `EAGAIN` when another one has the lock.
@@ -64,7 +87,6 @@ fn last_errno() -> Errno {
 mod tests {
     use super::*;
     use rustix::fs::{Mode, OFlags};
-    use std::os::fd::{AsFd, OwnedFd};
 
     fn open(path: &std::path::Path, flags: OFlags) -> OwnedFd {
         rustix::fs::open(path, flags | OFlags::CREATE | OFlags::CLOEXEC, Mode::RWXU).unwrap()
@@ -84,6 +106,21 @@ mod tests {
         assert!(is_locked(other.as_fd()).unwrap());
         drop(copy);
         assert!(!is_locked(other.as_fd()).unwrap());
+        std::fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn a_decision_and_a_release_end_although_a_copy_of_the_descriptor_lives() {
+        let path = std::env::temp_dir().join(format!("soft-gaudi-decision-{}", std::process::id()));
+        let (one, two) = (open(&path, OFlags::RDWR), open(&path, OFlags::RDWR));
+        let copy = one.try_clone().unwrap();
+        lock(one.as_fd()).unwrap();
+        release(one.as_fd());
+        lock(two.as_fd()).unwrap();
+        drop(Decision::wait(one).unwrap());
+        // Would wait for ever.
+        drop(Decision::wait(two).unwrap());
+        drop(copy);
         std::fs::remove_file(path).unwrap();
     }
 }

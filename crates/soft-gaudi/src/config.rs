@@ -174,7 +174,10 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
     let dram_size = read(&var, "SOFT_GAUDI_HBM", most, &want, |text| {
         parse_size(text).map(|size| size / page * page).filter(|size| (page..=most).contains(size))
     })?;
-    let default = Duration::from_secs(profile.cs_timeout_s);
+    let want = "gaudi2 or gaudi2,slow=N, N from 1 to 10000";
+    let model = read(&var, "SOFT_GAUDI_MODEL", None, want, |text| Model::parse(text).map(Some))?;
+    let slow = model.map_or(1, |model| model.slow);
+    let default = Duration::from_secs(profile.cs_timeout_s * slow);
     let want = "milliseconds above 0";
     let cs_timeout = read(&var, "SOFT_GAUDI_CS_TIMEOUT", default, want, |text| {
         milliseconds(text).filter(|time| !time.is_zero())
@@ -188,8 +191,6 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
         let (time, seed) = text.split_once(',').unwrap_or((text, "1"));
         Some((microseconds(time)?, seed.trim().parse().ok()?))
     })?;
-    let want = "gaudi2 or gaudi2,slow=N, N from 1 to 10000";
-    let model = read(&var, "SOFT_GAUDI_MODEL", None, want, |text| Model::parse(text).map(Some))?;
     let faults = read(&var, "SOFT_GAUDI_FAULTS", false, "yes or no", |text| match text {
         "yes" => Some(true),
         "no" => Some(false),

@@ -268,9 +268,11 @@ pub(super) fn submit(
     if (flags & FLAGS_KINDS).count_ones() > 1 || execute == 0 {
         return Err(Errno::INVAL);
     }
+    let config = &context.node.config;
+    let slow = config.model.map_or(1, |model| model.slow);
     let timeout = match timeout {
-        Some(seconds) => Duration::from_secs(seconds.into()),
-        None => context.node.config.cs_timeout,
+        Some(seconds) => Duration::from_secs(u64::from(seconds) * slow),
+        None => config.cs_timeout,
     };
     if flags & FLAG_FORCE_RESTORE != 0 && restore > 0 {
         let chunks = read_chunks(input.get(CsIn::CHUNKS_RESTORE), restore)?;

@@ -13,8 +13,8 @@ use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, OnceLock};
 
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
@@ -196,10 +196,8 @@ pub struct Exported {
     device: u32,
     size: u64,
     ranges: Vec<Range>,
-    /// The card's memory file, beside which its state is, and how often it had been reset.
-    resets: (PathBuf, Option<u64>),
-    /// The state file, open from the first question on.
-    state: OnceLock<Option<OwnedFd>>,
+    /// The card's state file, and how often the card had been reset.
+    resets: (OwnedFd, u64),
 }
 
 // SAFETY: the ranges are plain addresses of a mapping that is never undone.
@@ -210,8 +208,9 @@ unsafe impl Sync for Exported {}
 impl Exported {
     /// Recognises a dma-buf descriptor of the software Gaudi and maps the memory it stands for.
     ///
-    /// `EINVAL` when the descriptor is something else or its memory is gone. What the caller
-    /// passes is not trusted: the description is bounded, checksummed and compared with the file.
+    /// `EINVAL` when the descriptor is something else or its memory is gone, `EMFILE` when it takes more
+    /// descriptors than the process may have. What the caller passes is not trusted: the description is
+    /// bounded, checksummed and compared with the file.
     pub fn from_fd(fd: BorrowedFd<'_>) -> Result<Self, Errno> {
         let keep = fd.try_clone_to_owned().map_err(|_| Errno::MFILE)?;
         let link = format!("/proc/self/fd/{}", keep.as_raw_fd());
@@ -220,7 +219,7 @@ impl Exported {
             return Err(Errno::INVAL);
         }
         let reader = rustix::fs::open(link, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
-            .map_err(|_| Errno::INVAL)?;
+            .map_err(not_ours)?;
         let mut header = [0; HEADER];
         if rustix::io::pread(&reader, &mut header, 0)? != HEADER {
             return Err(Errno::INVAL);
@@ -236,17 +235,16 @@ impl Exported {
         }
         let ranges = map_ranges(&description)?;
         let (device, size) = (description.device, description.size());
-        let path = PathBuf::from(OsStr::from_bytes(&description.path));
-        let before = state::open_beside(&path, device).and_then(|state| state::resets(&state));
-        let resets = (path, before);
-        Ok(Self { _fd: keep, device, size, ranges, resets, state: OnceLock::new() })
+        let path = Path::new(OsStr::from_bytes(&description.path));
+        let state = state::open_beside(path, device).map_err(not_ours)?;
+        let before = state::resets(&state).ok_or(Errno::INVAL)?;
+        Ok(Self { _fd: keep, device, size, ranges, resets: (state, before) })
     }
 
     /// Whether the card was reset since. Its memory is then not what was exported.
     pub fn was_reset(&self) -> bool {
-        let (path, before) = &self.resets;
-        let state = self.state.get_or_init(|| state::open_beside(path, self.device));
-        before.is_some() && state.as_ref().and_then(state::resets) != *before
+        let (state, before) = &self.resets;
+        state::resets(state) != Some(*before)
     }
 
     /// Index of the card whose memory it is.
@@ -266,6 +264,11 @@ impl Exported {
     }
 }
 
+/// A file that cannot be opened is none of ours, unless there are no descriptors left to open it.
+fn not_ours(error: Errno) -> Errno {
+    if matches!(error, Errno::MFILE | Errno::NFILE) { error } else { Errno::INVAL }
+}
+
 /// Foreign memory files, each mapped once per process and kept.
 static FOREIGN: Mutex<Vec<Foreign>> = Mutex::new(Vec::new());
 
@@ -279,7 +282,7 @@ fn map_ranges(description: &Description) -> Result<Vec<Range>, Errno> {
     let path = Path::new(OsStr::from_bytes(&description.path));
     let file =
         rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW, Mode::empty())
-            .map_err(|_| Errno::INVAL)?;
+            .map_err(not_ours)?;
     let stat = rustix::fs::fstat(&file)?;
     if (stat.st_dev, stat.st_ino) != description.memory {
         return Err(Errno::INVAL);

@@ -265,10 +265,10 @@ impl StateFile {
 }
 
 /// Opens the state file beside a card's memory: for an importer, to which the card is another process's.
-pub(crate) fn open_beside(memory: &Path, device: u32) -> Option<OwnedFd> {
+pub(crate) fn open_beside(memory: &Path, device: u32) -> Result<OwnedFd, Errno> {
     let path = memory.with_file_name(format!("state{device}"));
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-    rustix::fs::open(path, flags, Mode::empty()).ok()
+    rustix::fs::open(path, flags, Mode::empty())
 }
 
 /// How often the card of a state file was reset.

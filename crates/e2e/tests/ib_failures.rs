@@ -82,6 +82,72 @@ fn a_limit_on_locked_memory_leaves_gaudi_memory_direct() {
     assert!(counters.get("direct_bytes") > 4 * (96 << 20), "{counters:?}");
 }
 
+/// What a run wrote in which no process crashed, hung, or received other bytes than were sent.
+#[track_caller]
+fn sound(end: &Finished) -> String {
+    let text = end.text();
+    for bad in ["wrong", "hung", "killed by signal"] {
+        assert!(!text.contains(bad), "{bad}: {}", end.report());
+    }
+    text
+}
+
+/// Each limit on open files stops another step: UCX's own, opening the card, the export, the registration.
+/// Each says so. Where only the registration is too much, staging works.
+#[test]
+fn a_process_with_few_descriptors_says_so_and_staging_takes_fewer() {
+    let (fabric, device) = (Fabric::new(), Device::Software(machine()));
+    let words = "pair --plain --ops tag,put,get --sizes 1,64K+1 --mem gaudi:gaudi";
+    let limited = |limit: u32| {
+        let via = format!("1:prlimit --nofile={limit}");
+        fabric.under(client(&device, words)).arg("--via").arg(via)
+    };
+    if let Err(error) = std::process::Command::new("prlimit").arg("--version").output() {
+        println!("skipped: prlimit: {error}");
+        return;
+    }
+    let mut reasons = String::new();
+    let enough = (26..200).find(|&limit| {
+        let end = limited(limit).run();
+        if end.success() {
+            return true;
+        }
+        let text = sound(&end);
+        assert!(text.contains("Too many open files"), "{limit}: {}", end.report());
+        reasons.push_str(&text);
+        false
+    });
+    let enough = enough.expect("a limit that suffices");
+    for reason in ["exporting a dma-buf failed", "(ulimit -n)", "ibv_reg_dmabuf_mr"] {
+        assert!(reasons.contains(reason), "no `{reason}` below {enough} descriptors: {reasons}");
+    }
+    limited(enough - 1).env("UCX_GAUDI_COPY_DMABUF", "no").run().ok();
+}
+
+/// A reset ends what the card's memory was registered for: an operation of the HCA on it is an error, at
+/// the process that started it, whichever of the two has lost its card.
+#[test]
+fn a_card_that_is_reset_under_a_registration_is_an_error_and_never_wrong_bytes() {
+    for (op, lost, shown) in [
+        ("put", 1, "Connection reset by remote peer"),
+        ("get", 0, "Connection reset by remote peer"),
+        ("put", 0, "local protection error"),
+        ("get", 1, "local protection error"),
+    ] {
+        // The copy that fills the buffer is small: it is complete when the reset comes, and does not fail.
+        let node = machine().with("SOFT_GAUDI_KIND", "ordered");
+        let device = Device::Software(node.with_faults("hlthunk_wait_for_cs reset"));
+        let words = format!(
+            "pair --plain --one-way --ops {op} --sizes 40K+7 --mem gaudi:gaudi --peer-errors \
+             --timeout 20 --env {}:SOFT_GAUDI_FAULTS=no",
+            1 - lost
+        );
+        let fabric = Fabric::new();
+        let end = fabric.under(client(&device, &words)).run().refused();
+        assert!(sound(&end).contains(shown), "{op}, process {lost}, {shown}: {}", end.report());
+    }
+}
+
 #[test]
 fn large_messages_use_both_rails() {
     let (fabric, device) = (two_rails(), Device::Software(machine()));

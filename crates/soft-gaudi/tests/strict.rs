@@ -85,7 +85,8 @@ fn jitter() {
 
 #[test]
 fn ends_are_reported_late_and_in_any_order() {
-    passes("jitter", &[("SOFT_GAUDI_KIND", ""), ("SOFT_GAUDI_JITTER", "50000,7")]);
+    // The longest possible: on a busy machine the test must poll several times before all are over.
+    passes("jitter", &[("SOFT_GAUDI_KIND", ""), ("SOFT_GAUDI_JITTER", "1000000,7")]);
 }
 
 fn model() {

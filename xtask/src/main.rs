@@ -70,7 +70,7 @@ enum Command {
         /// Only the tests of this set (no lints)
         #[arg(value_parser = PossibleValuesParser::new(sets::SETS.iter().map(|set| set.name)))]
         set: Option<String>,
-        /// Run them again on other software machines: other cards, no dma-buf import
+        /// Run them again on other software machines: other cards, with dma-buf import
         #[arg(long)]
         long: bool,
         /// Print the sets, the machines and which tests they run

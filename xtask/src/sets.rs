@@ -40,6 +40,7 @@ pub(crate) const SETS: &[Set] = &[
             "registration",
             "staging",
             "one_sided",
+            "fork",
         ],
         words: &[],
     },
@@ -98,6 +99,13 @@ pub(crate) const SETS: &[Set] = &[
         packages: &["soft-rdma"],
         end_to_end: &["ib", "ib_failures", "nixl"],
         words: &["ib::", "verbs", "rdma"],
+    },
+    Set {
+        name: "tool",
+        about: "the program ucx-gaudi, the verifier ucp-check, counters",
+        packages: &["cli", "ucp-check"],
+        end_to_end: &["tool", "statistics"],
+        words: &[],
     },
     Set {
         name: "performance-smoke",
@@ -202,6 +210,18 @@ mod tests {
             }
             for package in set.packages {
                 assert!(root.join("crates").join(package).exists(), "{package}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_end_to_end_file_is_in_a_set() {
+        let tests = Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates/e2e/tests");
+        for entry in std::fs::read_dir(tests).unwrap() {
+            let path = entry.unwrap().path();
+            if path.extension().is_some_and(|extension| extension == "rs") {
+                let file = path.file_stem().unwrap().to_str().unwrap();
+                assert!(SETS.iter().any(|set| set.end_to_end.contains(&file)), "{file}");
             }
         }
     }

@@ -10,6 +10,7 @@ use rustix::rand::{GetRandomFlags, getrandom};
 use super::broker::{Broker, Connections};
 use super::key::{self, Bus, Fields, Token};
 use super::leases::{ConnectionId, ExporterLeases};
+use super::wire::LeaseId;
 use super::{Identity, KEY_LEN};
 use crate::process::{CloseOnFork, PerProcess, thread};
 use crate::stats::{Counter, Counts, Gauge, GaugeGuard};
@@ -69,7 +70,7 @@ impl Drop for ShareInner {
         // A child must not withdraw it: the offer is its parent's.
         if self.exporter.is_current() {
             let Fields { base, token, .. } = self.fields;
-            self.exporter.withdraw(base, Some(token));
+            self.exporter.withdraw(base, token);
         }
     }
 }
@@ -187,7 +188,7 @@ impl Exporter {
                 }
                 // Its last share is just being dropped by another thread.
                 drop(state);
-                self.withdraw(base, Some(token));
+                self.withdraw(base, token);
             } else if state.leases.prepare(base) {
                 drop(state);
                 return self.share_prepared(device, location);
@@ -249,18 +250,34 @@ impl Exporter {
         Ok((share, dmabuf))
     }
 
-    /// Ends the offer at `base`, if there is one (with this token): nobody can open it from now on,
-    /// and all leases on it are revoked.
-    fn withdraw(&self, base: u64, token: Option<Token>) {
-        let Some(broker) = self.broker.get() else { return };
+    /// Ends the offer at `base` with this token, if there is one: nobody can open it from now on, and all
+    /// leases on it are revoked.
+    fn withdraw(&self, base: u64, token: Token) {
         let mut state = self.state();
-        let State { leases, connections } = &mut *state;
         // The dma-buf is closed here, under the lock: the driver refuses to unmap exported memory, and
         // another thread may free it than the one that ends the offer.
-        let revoked = leases.withdraw(base, token);
+        let revoked = state.leases.withdraw(base, Some(token));
+        self.revoke(&mut state, revoked);
+    }
+
+    /// Ends the offer at `base`, if there is one, and keeps the memory until its leases have ended. One
+    /// lock for both: a thread that has just exported the memory offers it before this, and the offer
+    /// ends, or sees that it was freed.
+    fn free(&self, base: u64, reuse: Reuse) {
+        let mut state = self.state();
+        let (revoked, now) = state.leases.free(base, reuse);
+        self.revoke(&mut state, revoked);
+        drop(state);
+        if let Some(Reuse(reuse)) = now {
+            reuse();
+        }
+    }
+
+    fn revoke(&self, state: &mut State, revoked: Vec<(ConnectionId, LeaseId)>) {
+        let Some(broker) = self.broker.get() else { return };
         for (connection, lease) in revoked {
             // Where this fails the peer has hung up, as the broker is about to see.
-            let _ = connections.revoke(connection, lease, broker);
+            let _ = state.connections.revoke(connection, lease, broker);
         }
     }
 
@@ -364,16 +381,12 @@ pub(crate) fn freed(
     reuse: impl FnOnce() + Send + 'static,
 ) {
     let Some(exporter) = Exporter::if_any() else { return reuse() };
-    exporter.withdraw(base.0, None);
     let quarantined = Quarantined::new(counts, len);
     let reuse = Reuse(Box::new(move || {
         drop(quarantined);
         reuse();
     }));
-    let now = exporter.state().leases.free(base.0, reuse);
-    if let Some(Reuse(reuse)) = now {
-        reuse();
-    }
+    exporter.free(base.0, reuse);
 }
 
 /// Counts memory that waits for leases to end; also where its wait is replaced by another, for memory

@@ -176,12 +176,17 @@ impl<D, R> ExporterLeases<D, R> {
         reuse
     }
 
-    /// The memory at `base` is freed and not shared any more. `reuse` comes back at once, or when the
-    /// last lease on the memory ends, and whoever is about to share it has given up.
-    pub(super) fn free(&mut self, base: u64, reuse: R) -> Option<R> {
-        debug_assert!(!self.offers.contains_key(&base), "freed while it is shared");
+    /// The memory at `base` is freed. Ends the offer, if there is one, in the same step: nobody can offer
+    /// it between the two. Returns the leases to be revoked. `reuse` comes back at once, or when the last
+    /// lease on the memory ends, and whoever is about to share it has given up.
+    pub(super) fn free(
+        &mut self,
+        base: u64,
+        reuse: R,
+    ) -> (Vec<(ConnectionId, LeaseId)>, Option<R>) {
+        let revoked = self.withdraw(base, None);
         self.quarantine.insert(base, reuse);
-        self.reuse(base)
+        (revoked, self.reuse(base))
     }
 }
 

@@ -171,6 +171,7 @@ impl World {
     fn reuse(&mut self, base: u64) {
         assert!(self.quarantined.remove(&base));
         assert!(!self.preparing.contains(&base), "{base} is being exported");
+        assert!(self.leases.offered(base).is_none(), "{base} is shared");
         for process in &self.processes {
             let reaches = process.mapped.values().any(|(memory, _)| memory.base == base);
             assert!(!reaches, "{base} is reused under {:?}", process.connection);
@@ -182,9 +183,10 @@ impl World {
         }
     }
 
-    fn withdraw(&mut self, base: u64) {
+    /// The offer at `base` has ended.
+    fn revoke(&mut self, base: u64, revoked: Vec<(ConnectionId, LeaseId)>) {
         self.shared.remove(&base);
-        for (connection, lease) in self.leases.withdraw(base, None) {
+        for (connection, lease) in revoked {
             let everybody = self.processes.iter_mut().chain(&mut self.dead);
             let holder = everybody.into_iter().find(|process| process.connection == connection);
             let holder = holder.expect("leases are of connections that have not ended");
@@ -216,12 +218,16 @@ impl World {
                     self.reuse(base);
                 }
             }
-            Step::Unshare { base } => self.withdraw(base),
+            Step::Unshare { base } => {
+                let revoked = self.leases.withdraw(base, None);
+                self.revoke(base, revoked);
+            }
             Step::Free { base } => {
                 if !self.quarantined.contains(&base) {
-                    self.withdraw(base);
+                    let (revoked, now) = self.leases.free(base, base);
+                    self.revoke(base, revoked);
                     self.quarantined.insert(base);
-                    if let Some(base) = self.leases.free(base, base) {
+                    if let Some(base) = now {
                         self.reuse(base);
                     }
                 }
@@ -447,10 +453,26 @@ fn a_connection_is_refused_ever_more_leases_on_the_same_memory() {
     open(other, 1).expect("others have leases of their own");
     leases.release(one, LeaseId(1));
     leases.open(one, LeaseId(refused), 1, &memory.key()).expect("one was released");
-    assert_eq!(leases.withdraw(1, None).len() as u64, refused);
-    assert_eq!(leases.free(1, ()), None);
+    let (revoked, now) = leases.free(1, ());
+    assert_eq!((revoked.len() as u64, now), (refused, None));
     let all = [one, other].map(|from| leases.hang_up(from).len());
     assert_eq!(all, [0, 1], "free with the last");
+}
+
+#[test]
+fn memory_that_is_offered_when_it_is_freed_is_not_offered_any_more() {
+    let memory = Memory { base: 1, token: 1 };
+    let (one, lease) = (ConnectionId(1), LeaseId(1));
+    let mut leases = ExporterLeases::default();
+    // One thread has taken the memory out of the table, another just ends its export.
+    assert!(leases.prepare(1));
+    leases.offer(1, memory.key(), Token([1; 8]), memory);
+    leases.open(one, lease, 1, &memory.key()).unwrap();
+    assert_eq!(leases.free(1, "reuse"), (vec![(one, lease)], None));
+    assert!(leases.offered(1).is_none());
+    assert_eq!(leases.open(one, LeaseId(2), 1, &memory.key()), Err(Refusal::Unknown));
+    assert_eq!(leases.prepared(1), None, "leased");
+    assert_eq!(leases.release(one, lease), Some("reuse"));
 }
 
 #[test]
@@ -481,8 +503,7 @@ fn what_an_importer_must_not_ask_for_is_refused() {
         assert_eq!(answer, Err(Refusal::Unknown), "bit {bit}");
     }
     // Somebody else's lease.
-    assert!(leases.withdraw(1, None) == [(one, lease)]);
-    assert_eq!(leases.free(1, ()), None);
+    assert_eq!(leases.free(1, ()), (vec![(one, lease)], None));
     assert_eq!(leases.release(ConnectionId(2), lease), None);
     assert_eq!(leases.release(one, lease), Some(()));
 }

@@ -145,6 +145,22 @@ fn wrong_bytes_within_the_card_and_in_fills_are_seen() {
 }
 
 #[test]
+fn after_a_copy_that_does_not_end_the_later_checks_are_skipped() {
+    let tool = Installed::new();
+    let ran = with_faults(&tool, "transfer fail:EIO after=17", "");
+    let report = ran.json();
+    assert_eq!(ran.code, Some(1), "{report:#}");
+    assert_eq!(finding(&report, "odd-copies")["verdict"], "bad", "{report:#}");
+    let at = CHECKS.iter().position(|check| *check == "odd-copies").expect("a check");
+    for check in &CHECKS[at + 1..] {
+        let finding = finding(&report, check);
+        assert_eq!(finding["verdict"], "skipped", "{finding:#}");
+        assert_eq!(finding["found"], "not tried: odd-copies failed");
+    }
+    assert!(!ran.err.contains("panicked"), "{}", ran.err);
+}
+
+#[test]
 fn a_card_that_hangs_and_kills_its_users_still_gets_a_report() {
     let tool = Installed::new();
     tool.order_faults("submission hang");

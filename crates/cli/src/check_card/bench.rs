@@ -1,5 +1,6 @@
 //! An open card with memory to copy between: two images in host memory, two in device memory.
 
+use std::mem::ManuallyDrop;
 use std::time::{Duration, Instant};
 
 use hl_thunk::packet::LinDma;
@@ -45,8 +46,8 @@ pub(super) enum Image {
 pub(super) struct Bench {
     device: Device,
     area: DeviceAddr,
-    host: [HostImage; 2],
-    commands: CommandBuffer,
+    host: ManuallyDrop<[HostImage; 2]>,
+    commands: ManuallyDrop<CommandBuffer>,
     /// A submission did not end: the card may still use the memory.
     lost: bool,
 }
@@ -57,8 +58,8 @@ impl Bench {
         Ok(Self {
             device: device.clone(),
             area,
-            host: [HostImage::new(device)?, HostImage::new(device)?],
-            commands: CommandBuffer::new(device, COMMANDS as u32)?,
+            host: ManuallyDrop::new([HostImage::new(device)?, HostImage::new(device)?]),
+            commands: ManuallyDrop::new(CommandBuffer::new(device, COMMANDS as u32)?),
             lost: false,
         })
     }
@@ -67,13 +68,23 @@ impl Bench {
         &self.device
     }
 
-    /// The bytes of an image in host memory.
-    pub(super) fn bytes(&mut self, image: usize) -> &mut [u8] {
-        assert!(!self.lost, "the card may be writing");
+    /// Whether a submission did not end. The bench is of no more use then.
+    pub(super) fn lost(&self) -> bool {
+        self.lost
+    }
+
+    /// The bytes of an image in host memory, unless the card may be writing them.
+    pub(super) fn bytes(&mut self, image: usize) -> Result<&mut [u8], String> {
+        self.usable()?;
         let pages = &self.host[image].pages;
         // SAFETY: our own pages, which nobody else uses: the exclusive borrow keeps this process
         // out, and every submission was waited for, or `lost` is set.
-        unsafe { std::slice::from_raw_parts_mut(pages.as_ptr(), IMAGE) }
+        Ok(unsafe { std::slice::from_raw_parts_mut(pages.as_ptr(), IMAGE) })
+    }
+
+    fn usable(&self) -> Result<(), String> {
+        let lost = || String::from("not tried: an earlier submission did not end");
+        (!self.lost).then_some(()).ok_or_else(lost)
     }
 
     /// Where the card sees a byte of an image.
@@ -104,9 +115,7 @@ impl Bench {
 
     /// Submits packets that touch nothing but the four images, and waits.
     pub(super) fn submit(&mut self, queue: u32, packets: &[u8]) -> Result<Duration, String> {
-        if self.lost {
-            return Err(String::from("not tried: an earlier submission did not end"));
-        }
+        self.usable()?;
         // SAFETY: every submission was waited for, so none contains these bytes.
         unsafe { self.commands.write(0, packets) };
         let began = Instant::now();
@@ -128,6 +137,18 @@ impl Bench {
                     return Err(format!("queue {queue}: {error}"));
                 }
             }
+        }
+    }
+}
+
+impl Drop for Bench {
+    fn drop(&mut self) {
+        // An engine may still use the memory of a lost bench: that stays until the process ends.
+        if !self.lost {
+            // SAFETY: dropped here only, and not used afterwards.
+            unsafe { ManuallyDrop::drop(&mut self.commands) };
+            // SAFETY: as above.
+            unsafe { ManuallyDrop::drop(&mut self.host) };
         }
     }
 }

@@ -57,18 +57,9 @@ pub(super) fn bulk(bench: &mut Bench) -> (Finding, Option<()>) {
     let downs = generation.queues(Direction::HostToDevice);
     let ups = generation.queues(Direction::DeviceToHost);
     for round in 0..8 {
-        let (down, up) = (downs[round % downs.len()], ups[round % ups.len()]);
-        let images = Images::new(&[], round as u64);
-        bench.bytes(0).copy_from_slice(&images.source);
-        bench.bytes(1).fill(0);
-        let copied = bench
-            .copy(Image::Host(0), Image::Device(0), down)
-            .and_then(|time| Ok([time, bench.copy(Image::Device(0), Image::Host(1), up)?]));
-        match copied {
-            Ok(times) => {
-                best = [best[0].min(times[0]), best[1].min(times[1])];
-                wrong.add("copy down and up", &[], &images.source, bench.bytes(1));
-            }
+        let queues = [downs[round % downs.len()], ups[round % ups.len()]];
+        match down_and_up(bench, queues, round as u64, &mut wrong) {
+            Ok(times) => best = [best[0].min(times[0]), best[1].min(times[1])],
             Err(why) => return (Finding::bad("", why, LOOK_AT_LOG), None),
         }
     }
@@ -84,6 +75,23 @@ pub(super) fn bulk(bench: &mut Bench) -> (Finding, Option<()>) {
     );
     let data = json!({"h2d_gb_per_s": rates[0], "d2h_gb_per_s": rates[1]});
     (Finding::good("", found).with(data), Some(()))
+}
+
+fn down_and_up(
+    bench: &mut Bench,
+    [down, up]: [u32; 2],
+    seed: u64,
+    wrong: &mut Wrong,
+) -> Result<[Duration; 2], String> {
+    let images = Images::new(&[], seed);
+    bench.bytes(0)?.copy_from_slice(&images.source);
+    bench.bytes(1)?.fill(0);
+    let times = [
+        bench.copy(Image::Host(0), Image::Device(0), down)?,
+        bench.copy(Image::Device(0), Image::Host(1), up)?,
+    ];
+    wrong.add("copy down and up", &[], &images.source, bench.bytes(1)?);
+    Ok(times)
 }
 
 /// Copies of odd lengths at odd places, down and up.
@@ -159,11 +167,11 @@ fn copy_batch(
 /// Puts bytes into an image: by a whole, aligned copy, which was checked before, where it is the card's.
 fn place(bench: &mut Bench, image: Image, bytes: &[u8]) -> Result<(), String> {
     match image {
-        Image::Host(which) => bench.bytes(which).copy_from_slice(bytes),
+        Image::Host(which) => bench.bytes(which)?.copy_from_slice(bytes),
         Image::Device(_) => {
             // Host image 1 is never copied from.
             let queue = bench.device().generation().queues(Direction::HostToDevice)[0];
-            bench.bytes(1).copy_from_slice(bytes);
+            bench.bytes(1)?.copy_from_slice(bytes);
             bench.copy(Image::Host(1), image, queue)?;
         }
     }
@@ -176,12 +184,12 @@ fn fetch(bench: &mut Bench, image: Image) -> Result<&[u8], String> {
         Image::Host(which) => which,
         Image::Device(_) => {
             let queue = bench.device().generation().queues(Direction::DeviceToHost)[0];
-            bench.bytes(1).fill(0);
+            bench.bytes(1)?.fill(0);
             bench.copy(image, Image::Host(1), queue)?;
             1
         }
     };
-    Ok(bench.bytes(which))
+    Ok(bench.bytes(which)?)
 }
 
 /// Fills of odd lengths at odd places.

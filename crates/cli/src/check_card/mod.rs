@@ -17,7 +17,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use bench::Bench;
 use clap::Args;
+use hl_thunk::Device;
 use indicatif::ProgressBar;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -217,18 +219,41 @@ fn checks(lines: &mut Lines, options: &Options) -> Option<()> {
             let why = format!("a {generation} takes no copies through the kernel");
             lines.check(check, || Finding::skipped(check, why));
         }
-    } else {
-        let mut bench = lines.needed("queues", || copies::queues(&device, &area))?;
-        lines.needed("bulk-copies", || copies::bulk(&mut bench))?;
-        lines.check("odd-copies", || copies::odd(&mut bench, options.thorough));
-        lines.check("device-copies", || copies::within_the_card(&mut bench, options.thorough));
-        lines.check("fill", || copies::fill(&mut bench, options.thorough));
+    } else if copy_checks(lines, &device, &area, options).is_none() {
+        // An engine may still use it: it stays mapped until the process ends.
+        std::mem::forget(area);
+        return None;
     }
     lines.check("export", || memory::export(&device, &area));
     lines.check("import", || memory::import(&device));
     lines.check("hca", || memory::hca(&device, &area));
     if options.may_reset {
         lines.check(EDMA, || edma::host_command_buffer(&device, &area));
+    }
+    Some(())
+}
+
+type CopyCheck = fn(&mut Bench, bool) -> Finding;
+
+/// `None` if the card cannot copy, or a submission did not end.
+fn copy_checks(
+    lines: &mut Lines,
+    device: &Device,
+    area: &memory::Area,
+    options: &Options,
+) -> Option<()> {
+    let mut bench = lines.needed("queues", || copies::queues(device, area))?;
+    lines.needed("bulk-copies", || copies::bulk(&mut bench))?;
+    let others: [(_, CopyCheck); 3] = [
+        ("odd-copies", copies::odd),
+        ("device-copies", copies::within_the_card),
+        ("fill", copies::fill),
+    ];
+    for (check, copy) in others {
+        lines.check(check, || copy(&mut bench, options.thorough));
+        if bench.lost() {
+            return None;
+        }
     }
     Some(())
 }

@@ -49,10 +49,11 @@ fn state() -> MutexGuard<'static, State> {
     state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A card was opened.
+/// A card was opened, or is shared by one more user. The thread below may just have let go of it.
 pub(crate) fn opened(device: &Arc<Device>, keep_open: Duration) {
     let mut state = state();
-    if state.holders == 0 && keep_open.is_zero() {
+    let is_kept = state.cards.iter().any(|kept| Arc::ptr_eq(&kept.device, device));
+    if is_kept || (state.holders == 0 && keep_open.is_zero()) {
         return;
     }
     state.cards.push(Kept { device: Arc::clone(device), unused_since: None });
@@ -96,7 +97,8 @@ fn close_unused() {
         let over: Vec<Kept> = over.collect();
         drop(state);
         drop(over);
-        std::thread::sleep(LOOK.min(limit));
+        // The limit may be set to zero meanwhile.
+        std::thread::sleep(LOOK.min(limit.max(Duration::from_millis(1))));
     }
 }
 

@@ -2,6 +2,7 @@
 //! tells Gaudi addresses from others.
 
 use std::collections::{BTreeSet, HashMap};
+use std::convert::Infallible;
 use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -22,7 +23,7 @@ use crate::memory::AddressTable;
 use crate::opening::{OPEN_TIMEOUT, OPENING, first_to_open, is_in_reset, none_opened};
 use crate::options::Configuration;
 use crate::owners::{self, Owners};
-use crate::process::Instance;
+use crate::process::{Instance, PerProcess};
 use crate::rcache::{self, CacheLimits, Switch, Watch};
 use crate::topology::PciLink;
 use crate::window::{ReservedAddresses, Windows};
@@ -35,8 +36,6 @@ use crate::{
 #[derive(Default)]
 pub struct Runtime {
     library: OnceLock<Result<Arc<Library>, Error>>,
-    /// One card is opened at a time, so that two threads share it instead of racing for it.
-    opening: Mutex<()>,
     cards: Mutex<HashMap<BusId, OpenCard>>,
     /// The same devices again, for wait-free lookups. Changed under the lock of `cards`.
     directory: ArcSwap<Vec<Listed>>,
@@ -68,6 +67,12 @@ struct OpenCard {
     id: DeviceId,
     info: DeviceInfo,
     device: Weak<Device>,
+}
+
+impl OpenCard {
+    fn is_closing(&self) -> bool {
+        self.device.strong_count() == 0
+    }
 }
 
 /// Lines for a log, each logged once.
@@ -128,9 +133,13 @@ impl Runtime {
         self.library.get()?.as_ref().ok()
     }
 
-    /// Held while a card is opened.
-    pub(crate) fn opening(&self) -> MutexGuard<'_, ()> {
-        self.opening.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Held while a card is opened, but not while one is waited for: one is opened at a time, so that two
+    /// threads share it instead of racing for it.
+    pub(crate) fn opening(&self) -> MutexGuard<'static, ()> {
+        // Not the parent's in a forked child: a thread that is not there may have that one.
+        static LOCK: PerProcess<Mutex<()>> = PerProcess::new();
+        let Ok(lock) = LOCK.get_or_make(|| Ok::<_, Infallible>(Mutex::default()));
+        lock.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn library(&self) -> Result<&Arc<Library>, Error> {
@@ -158,41 +167,30 @@ impl Runtime {
     /// process does.
     pub fn open(&self, choice: &DeviceChoice) -> Result<Arc<Device>, Error> {
         self.check_process(OPENING)?;
-        let opening = self.opening();
         kept::drop_lost();
         let candidates = self.candidates(choice)?;
-        if let Some(device) = self.find_open(&candidates) {
-            if !device.is_lost() {
-                return Ok(device);
-            }
-            return Err(Error::new(
-                ErrorKind::DeviceBusy,
-                OPENING,
-                "it was reset, and this process still holds memory of it",
-                "free all memory of this card, then open it again",
-            )
-            .on(&device));
+        if let Some(shared) = self.share_open(&candidates) {
+            return shared;
         }
-        let tried = candidates.clone();
-        let options = self.options();
-        let limit = options.open_timeout.unwrap_or(OPEN_TIMEOUT);
+        let limit = self.options().open_timeout.unwrap_or(OPEN_TIMEOUT);
         let waiting = |line: &str| {
             if let Some(log) = self.on_wait.get() {
                 log(line);
             }
         };
-        let open = |card: &DeviceInfo| self.open_card(card);
-        let opened = first_to_open(candidates, limit, open, std::thread::sleep, waiting);
-        if let Ok(device) = &opened {
-            kept::opened(device, options.keep_open.unwrap_or_default());
-        }
-        drop(opening);
+        let open = |card: &DeviceInfo| {
+            self.wait_until_closed(&card.bus_id);
+            let _opening = self.opening();
+            // Another thread may have opened one meanwhile.
+            self.share_open(&candidates).unwrap_or_else(|| self.open_card(card))
+        };
+        let opened = first_to_open(candidates.clone(), limit, open, std::thread::sleep, waiting);
         opened.or_else(|failures| {
             let error = none_opened(failures, |nodes| self.owners(nodes));
             if error.kind() != ErrorKind::DeviceBusy {
                 return Err(error);
             }
-            self.adopt_busy(&tried).ok_or(error)
+            self.adopt_busy(&candidates).ok_or(error)
         })
     }
 
@@ -224,6 +222,25 @@ impl Runtime {
         self.library().map(|library| owners::of_cards(library, nodes)).unwrap_or_default()
     }
 
+    /// A card of `candidates` that this process has open, for one more user.
+    fn share_open(&self, candidates: &[DeviceInfo]) -> Option<Result<Arc<Device>, Error>> {
+        let device = self.find_open(candidates)?;
+        if !device.is_lost() {
+            return Some(Ok(self.keep(device)));
+        }
+        let detail = "it was reset, and this process still holds memory of it";
+        let remedy = "free all memory of this card, then open it again";
+        Some(Err(Error::new(ErrorKind::DeviceBusy, OPENING, detail, remedy).on(&device)))
+    }
+
+    /// Has a card stay open if that is wanted. The application's is the application's to close.
+    fn keep(&self, device: Arc<Device>) -> Arc<Device> {
+        if !self.is_lent(device.id()) {
+            kept::opened(&device, self.options().keep_open.unwrap_or_default());
+        }
+        device
+    }
+
     /// A card of `candidates` that this process has open.
     fn find_open(&self, candidates: &[DeviceInfo]) -> Option<Arc<Device>> {
         let cards = self.cards();
@@ -232,7 +249,10 @@ impl Runtime {
     }
 
     fn open_card(&self, card: &DeviceInfo) -> Result<Arc<Device>, Error> {
-        self.wait_until_closed(&card.bus_id);
+        // Opened and closed since it was waited for.
+        if self.cards().get(&card.bus_id).is_some_and(OpenCard::is_closing) {
+            return Err(Error::os(Phase::Open, OPENING, "hlthunk_open", libc::EAGAIN).on(card));
+        }
         let library = self.library()?;
         let opened = hl_thunk::Device::open(library, card.bus_id.as_str());
         let device = opened.map_err(|mut error| {
@@ -243,7 +263,7 @@ impl Runtime {
             }
             Error::driver(Phase::Open, OPENING, error).on(card)
         })?;
-        self.adopt(card, Arc::new(Driver::new(device)))
+        self.adopt(card, Arc::new(Driver::new(device))).map(|device| self.keep(device))
     }
 
     /// Makes a device of an opened card.
@@ -304,7 +324,7 @@ impl Runtime {
     /// A card that another thread of this process is closing would look busy.
     fn wait_until_closed(&self, bus_id: &BusId) {
         let closing = |cards: &mut HashMap<BusId, OpenCard>| {
-            cards.get(bus_id).is_some_and(|card| card.device.strong_count() == 0)
+            cards.get(bus_id).is_some_and(OpenCard::is_closing)
         };
         let waited = self.card_closed.wait_while(self.cards(), closing);
         drop(waited.unwrap_or_else(PoisonError::into_inner));

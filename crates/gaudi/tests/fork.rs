@@ -267,3 +267,22 @@ fn a_child_forked_before_a_card_was_opened_uses_cards_as_its_parent_does() {
     use_own_card(&DeviceChoice::Any);
     assert!(child.succeeds());
 }
+
+#[test]
+fn a_child_forked_while_a_thread_waits_for_a_card_opens_one_itself() {
+    alone!(2, ("SOFT_GAUDI_FAULTS", "yes"));
+    assert_eq!(runtime().discover().unwrap().len(), 2);
+    machine::faults("hlthunk_open fail:EAGAIN times=0");
+    let (waits, waiting) = std::sync::mpsc::channel();
+    runtime().on_wait(move |line| waits.send(line.to_owned()).unwrap());
+    let waiter = std::thread::spawn(|| runtime().open(&DeviceChoice::Index(0)));
+    assert!(waiting.recv().unwrap().contains("in reset"));
+    let child = Child::new(|| {
+        // SAFETY: ends the child, should it hang.
+        unsafe { libc::alarm(20) };
+        machine::faults("");
+        use_own_card(&DeviceChoice::Index(1));
+    });
+    assert!(child.succeeds());
+    drop(waiter.join().unwrap().unwrap());
+}

@@ -433,10 +433,11 @@ impl QueuePair {
                     } else {
                         counters.sent(bytes);
                     }
-                    self.notify_drained(&send);
                     if work.signaled || self.parts.signal_all {
                         self.complete_send(work.completion(IBV_WC_SUCCESS));
                     }
+                    // After the completion: who got the event polls once and has them all.
+                    self.notify_drained(&send);
                 }
                 self.transmit(hca, &mut send);
             }

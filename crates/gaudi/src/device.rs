@@ -26,7 +26,7 @@ use crate::stats::{Counter, Counts, Gauge, Path, Tally};
 use crate::window::{Announcement, ReservedAddresses};
 use crate::{
     Allocation, DeviceAddr, DeviceInfo, Direction, Error, ErrorKind, Notifier, PAGE_SIZE, Segment,
-    Side, SubmitError, Transfer, Window, runtime,
+    Side, SubmitError, Transfer, Window, kept, runtime,
 };
 
 /// Bounce slots of a device, of [`BOUNCE_LEN`] bytes each. Short copies have others: one per permit.
@@ -195,7 +195,10 @@ impl Device {
         self.check_process("allocating device memory")?;
         self.announcement.ensure(runtime().windows(), &self.window);
         let taken = self.take(len, align).and_then(|base| self.clear_if_asked(base, len));
-        let base = taken.map_err(|error| self.failed(error))?;
+        let base = taken.map_err(|error| {
+            self.let_go_if_lost();
+            self.failed(error)
+        })?;
         self.counts.allocated(len);
         runtime().table().insert(DeviceRange { base, len, device: self.id });
         Ok(Allocation::new(Arc::clone(self), DeviceAddr(base), len))
@@ -206,7 +209,8 @@ impl Device {
     fn take(&self, len: u64, align: u64) -> Result<u64, Error> {
         let mut pauses = PEERS_PAUSES_MS.into_iter();
         loop {
-            let error = match self.open.memory.take(&*self.open.backend, len, align) {
+            let taken = self.open.memory.take(&*self.open.backend, len, align);
+            let error = match taken.map_err(|error| self.open.engine.note_loss(error)) {
                 Err(error) if error.kind() == ErrorKind::OutOfMemory => error,
                 taken => return taken,
             };
@@ -244,6 +248,15 @@ impl Device {
                 device.open.memory.give(addr.0);
             }
         });
+        self.let_go_if_lost();
+    }
+
+    /// Has a card that was reset closed with the last of its users: the driver waits for that, and kills
+    /// processes that take long.
+    fn let_go_if_lost(&self) {
+        if self.is_lost() {
+            kept::drop_lost();
+        }
     }
 
     /// Withdraws memory that the application is about to unmap: lookups do not find it any more, peers

@@ -91,7 +91,21 @@ fn a_card_that_was_reset_is_not_kept() {
     let lost = device.fill(memory.addr(), 4096, 1).unwrap_err();
     assert!(device.is_lost(), "{lost}");
     drop((memory, device));
+    assert!(runtime().devices().is_empty(), "closed with the last memory");
     assert!(!runtime().open(&CARD).unwrap().is_lost());
+}
+
+#[test]
+fn a_card_whose_reset_an_allocation_finds_is_not_kept() {
+    alone!(1, ("SOFT_GAUDI_FAULTS", "yes"));
+    let _kept = runtime().keep_open();
+    let device = runtime().open(&CARD).unwrap();
+    machine::faults("hlthunk_device_memory_alloc fail:ENODEV");
+    let error = device.alloc(4096, 1).unwrap_err();
+    assert!(error.is_device_lost() && device.is_lost(), "{error}");
+    drop(device);
+    assert!(runtime().devices().is_empty());
+    allocate_and_free();
 }
 
 /// The other process takes four seconds to close the card: longer than opens were once retried.

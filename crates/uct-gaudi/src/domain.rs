@@ -133,7 +133,7 @@ impl<F: Flavour> Component for GaudiComponent<F> {
             copies,
             estimates,
             sys_device,
-            device: Mutex::new(None),
+            device: Mutex::default(),
             first_sys_device: OnceLock::new(),
             flavour: PhantomData,
         })
@@ -153,37 +153,12 @@ pub(crate) struct GaudiDomain<F> {
     /// What copies cost.
     pub(crate) estimates: Estimates,
     pub(crate) sys_device: SysDevice,
-    /// The card, once it was needed.
-    device: Mutex<Option<Card>>,
+    /// The card, once it was needed. What keeps it open is in the settings; one that the application lent is
+    /// not kept, nor is one that was reset.
+    device: Mutex<Weak<Device>>,
     /// UCX's number of the first card asked about.
     first_sys_device: OnceLock<(DeviceId, SysDevice)>,
     flavour: PhantomData<F>,
-}
-
-/// A card that was used before.
-enum Card {
-    /// Ours: kept open as long as the domain.
-    Own(Arc<Device>),
-    /// The application's: it may want it back.
-    Lent(Weak<Device>),
-}
-
-impl Card {
-    fn new(device: &Arc<Device>) -> Card {
-        if gaudi::runtime().is_lent(device.id()) {
-            Card::Lent(Arc::downgrade(device))
-        } else {
-            Card::Own(Arc::clone(device))
-        }
-    }
-
-    fn device(&self) -> Option<Arc<Device>> {
-        match self {
-            Card::Own(device) => Some(Arc::clone(device)),
-            Card::Lent(device) => device.upgrade(),
-        }
-        .filter(|device| !device.is_lost())
-    }
 }
 
 /// What stands behind a memory handle.
@@ -198,7 +173,6 @@ pub(crate) enum Memory {
 
 impl<F> Drop for GaudiDomain<F> {
     fn drop(&mut self) {
-        drop(self.device.get_mut().unwrap_or_else(PoisonError::into_inner).take());
         for error in gaudi::runtime().take_drop_errors() {
             log!(self.ucx, Warn, "{}", explain(&error));
         }
@@ -226,14 +200,12 @@ impl Memory {
 impl<F: Flavour> GaudiDomain<F> {
     fn device(&self) -> Result<Arc<Device>, Error> {
         let mut device = self.device.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(known) = device.as_ref().and_then(Card::device) {
+        if let Some(known) = device.upgrade().filter(|known| !known.is_lost()) {
             return Ok(known);
         }
-        // Our handle is one of those that keep a lost card from being opened again.
-        drop(device.take());
         let opened = open(&self.settings.device)?;
         self.log_card(&opened);
-        *device = Some(Card::new(&opened));
+        *device = Arc::downgrade(&opened);
         Ok(opened)
     }
 

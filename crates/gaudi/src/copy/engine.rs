@@ -68,7 +68,7 @@ impl Engine {
     }
 
     /// Remembers an error that means the hardware is gone.
-    fn note_loss(&self, error: Error) -> Error {
+    pub(crate) fn note_loss(&self, error: Error) -> Error {
         if error.is_device_lost() {
             self.lost.store(true, Ordering::Relaxed);
         }

@@ -139,30 +139,38 @@ fn cannot_write(path: &Path, error: &std::io::Error) -> Failure {
     )
 }
 
-/// Runs the child, and prints its findings as they come.
+/// Runs the checks in a child.
 fn watch(context: &Context, options: &Options) -> Result<Vec<Finding>, Failure> {
-    let cannot = |error: std::io::Error| {
-        Failure::unable(format!("cannot start the process that does the checks: {error}"), "")
-    };
-    let mut command = Command::new(std::env::current_exe().map_err(cannot)?);
+    let mut command = Command::new(std::env::current_exe().map_err(|error| cannot_start(&error))?);
     command.args(["check-card", "--child"]);
     command.args(options.card.iter().flat_map(|card| ["--card", card]));
     command.args(options.trace.iter().flat_map(|file| ["--trace", file]));
     command.args(options.thorough.then_some("--thorough"));
     command.args(options.may_reset.then_some("--may-reset"));
-    let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().map_err(cannot)?;
-    let lines = BufReader::new(child.stdout.take().expect("piped")).lines();
+    findings_of(&mut command, context.json)
+}
+
+fn cannot_start(error: &std::io::Error) -> Failure {
+    Failure::unable(format!("cannot start the process that does the checks: {error}"), "")
+}
+
+/// Runs the child, and prints its findings as they come, unless they are for JSON.
+fn findings_of(command: &mut Command, json: bool) -> Result<Vec<Finding>, Failure> {
+    let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn();
+    let mut child = child.map_err(|error| cannot_start(&error))?;
+    let mut lines = BufReader::new(child.stdout.take().expect("piped"));
     let (mut findings, mut running) = (Vec::new(), None);
     // Shown on terminals only: a thorough check takes minutes.
     let spinner = ProgressBar::new_spinner();
-    let mut take = |finding: Finding| {
-        if !context.json {
+    let take = |findings: &mut Vec<Finding>, finding: Finding| {
+        if !json {
             spinner.suspend(|| finding.print());
         }
         findings.push(finding);
     };
-    for line in lines.map_while(Result::ok) {
-        match serde_json::from_str(&line) {
+    let mut line = Vec::new();
+    while lines.read_until(b'\n', &mut line).is_ok_and(|len| len > 0) {
+        match serde_json::from_slice(&line) {
             Ok(Line::Begin(check)) => {
                 spinner.enable_steady_tick(Duration::from_millis(100));
                 spinner.set_message(check.clone());
@@ -170,24 +178,33 @@ fn watch(context: &Context, options: &Options) -> Result<Vec<Finding>, Failure> 
             }
             Ok(Line::End(finding)) => {
                 running = None;
-                take(finding);
+                take(&mut findings, finding);
             }
-            // Something that the driver library printed.
-            Err(_) => eprintln!("{line}"),
+            // Something that the driver library printed, in whatever encoding.
+            Err(_) => eprintln!("{}", String::from_utf8_lossy(&line).trim_end_matches('\n')),
         }
+        line.clear();
     }
-    let status = child.wait().map_err(cannot)?;
+    let status = child.wait().map_err(|error| cannot_start(&error))?;
     spinner.finish_and_clear();
-    if let Some(check) = running {
-        let how = match status.signal() {
-            Some(libc::SIGKILL) => String::from(
-                "the process was killed in this step, as the driver kills users of a card that it reset",
-            ),
-            Some(signal) => format!("the process died of signal {signal} in this step"),
-            None => format!("the process ended in this step ({status})"),
-        };
-        let remedy = "look at the kernel log (dmesg), and send it with the report";
-        take(Finding::bad(&check, how, remedy));
+    let mut missing = CHECKS.to_vec();
+    missing.retain(|check| findings.iter().all(|finding| finding.check != *check));
+    if running.is_none() && status.success() && missing.is_empty() {
+        return Ok(findings);
+    }
+    let step = if running.is_some() { "in this step" } else { "outside a step" };
+    let how = match status.signal() {
+        Some(libc::SIGKILL) => format!(
+            "the process was killed {step}, as the driver kills users of a card that it reset"
+        ),
+        Some(signal) => format!("the process died of signal {signal} {step}"),
+        None => format!("the process ended {step} ({status})"),
+    };
+    let check = running.as_deref().unwrap_or("process");
+    let remedy = "look at the kernel log (dmesg), and send it with the report";
+    take(&mut findings, Finding::bad(check, how, remedy));
+    for other in missing.into_iter().filter(|other| *other != check) {
+        take(&mut findings, Finding::skipped(other, "not tried: the process ended before"));
     }
     Ok(findings)
 }
@@ -294,4 +311,53 @@ fn say(line: &Line) {
     let mut out = std::io::stdout().lock();
     // If nobody listens any more, there is nothing left to be done about it.
     let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The findings of a child that prints this and ends so.
+    fn findings(lines: &[u8], end: &str) -> Vec<Finding> {
+        let text: String = lines.iter().map(|byte| format!("\\{byte:03o}")).collect();
+        let mut command = Command::new("sh");
+        command.args(["-c", &format!("printf '{text}'; {end}")]);
+        findings_of(&mut command, true).expect("runs")
+    }
+
+    fn all_good() -> Vec<u8> {
+        let line = |check: &&str| serde_json::to_vec(&Line::End(Finding::good(check, ""))).unwrap();
+        CHECKS.iter().map(line).collect::<Vec<_>>().join(&b'\n')
+    }
+
+    #[test]
+    fn a_child_that_dies_outside_a_step_is_a_bad_finding() {
+        assert_eq!(findings(&all_good(), "exit 0").len(), CHECKS.len());
+        for end in ["exit 3", "kill -SEGV $$"] {
+            let found = findings(&all_good(), end);
+            assert_eq!(found.len(), CHECKS.len() + 1, "{end}");
+            assert_eq!(Summary::of(&found).exit(), Exit::Problem, "{end}");
+        }
+    }
+
+    #[test]
+    fn checks_that_the_child_does_not_report_are_skipped() {
+        for (begun, bad) in [("", "process"), ("{\"Begin\":\"pair\"}\n", "pair")] {
+            let lines = serde_json::to_string(&Line::End(Finding::good("library", ""))).unwrap();
+            let found = findings(format!("{lines}\n{begun}").as_bytes(), "exit 0");
+            let verdict = |check: &str| {
+                found.iter().find(|finding| finding.check == check).expect("reported").verdict
+            };
+            assert_eq!(verdict("library"), Verdict::Good);
+            assert_eq!(verdict(bad), Verdict::Bad);
+            let skipped = CHECKS.iter().filter(|check| verdict(check) == Verdict::Skipped).count();
+            assert_eq!(skipped, CHECKS.len() - if bad == "pair" { 2 } else { 1 });
+        }
+    }
+
+    #[test]
+    fn output_of_the_driver_library_that_is_not_utf8_hides_no_finding() {
+        let lines = [b"caf\xe9\n".as_slice(), &all_good()].concat();
+        assert_eq!(findings(&lines, "exit 0").len(), CHECKS.len());
+    }
 }

@@ -2,8 +2,8 @@
 //! the same HCA in the same run, beside the staged path (dma-bufs off), and two rails beside one.
 //!
 //! The link is modelled, so that the figures are those of the path and not of this machine's memory.
-//! Copies of the card are counted from a recording of its driver calls: what a message costs is the
-//! difference between many and few messages.
+//! Copies of the card are submissions in a recording of its driver calls, of both processes: what a
+//! message costs is the difference between many and few messages.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -34,6 +34,13 @@ const OF_ONE_RAIL: f64 = 1.8;
 
 const OPERATIONS: [&str; 3] = ["put", "get", "tag"];
 
+/// Messages in each of two directions for one of the client's `--iters`: one alone, then eight at once.
+const MESSAGES_A_REPETITION: usize = 2 * (1 + 8);
+
+/// Runs of each number of rails, in turns: the best counts. Two rails keep two processors busy, so that
+/// whatever else runs on the machine shows there first.
+const RAIL_RUNS: usize = 3;
+
 /// GB/s by operation, memory and size, the better of the two directions.
 type Cells = BTreeMap<(String, String, u64), f64>;
 
@@ -61,30 +68,41 @@ impl Run<'_> {
     }
 
     fn measure(&self, memories: &str, sizes: &[(u64, &str)], iterations: u32) -> Result<Cells> {
-        let (device, fabric) = (machine(), self.fabric());
-        let words = pair(memories, sizes, iterations);
         let mut best = Cells::new();
+        self.improve(&mut best, memories, sizes, iterations)?;
+        Ok(best)
+    }
+
+    /// Measures once more, and keeps what is better.
+    fn improve(
+        &self,
+        best: &mut Cells,
+        memories: &str,
+        sizes: &[(u64, &str)],
+        iterations: u32,
+    ) -> Result<()> {
+        let (device, fabric) = (machine(), self.fabric());
+        let words = pair(&OPERATIONS, memories, sizes, iterations);
         for row in self.tool(&fabric, &device, &words).rows()? {
             let Some(gbps) = row.gbps else { continue };
             let known = best.entry((row.op, row.src, row.size)).or_default();
             *known = known.max(gbps);
         }
-        Ok(best)
+        Ok(())
     }
 
     /// Copies of the card that a message takes, over both processes.
-    fn copies(&self, sizes: &[(u64, &str)]) -> Result<f64> {
+    fn copies(&self, op: &str, size: (u64, &str)) -> Result<f64> {
         let submissions = |iterations| -> Result<usize> {
             let (device, fabric) = (machine(), self.fabric());
-            let tool = self.tool(&fabric, &device, &pair("gaudi:gaudi", sizes, iterations));
+            let tool =
+                self.tool(&fabric, &device, &pair(&[op], "gaudi:gaudi", &[size], iterations));
             let end = tool.env("UCX_GAUDI_TRACE", fabric.folder().join("trace.%p")).run();
             ensure!(end.success(), "{}", end.report());
             count_submissions(fabric.folder())
         };
         let (few, many) = (submissions(2)?, submissions(12)?);
-        // Ten more of each operation, size and direction.
-        let messages = 10 * OPERATIONS.len() * sizes.len() * 2;
-        Ok((many as f64 - few as f64) / messages as f64)
+        Ok((many as f64 - few as f64) / (10 * MESSAGES_A_REPETITION) as f64)
     }
 }
 
@@ -92,9 +110,9 @@ fn machine() -> Device {
     Device::Software(SoftNode::kind().with("SOFT_GAUDI_DEVICES", "2"))
 }
 
-fn pair(memories: &str, sizes: &[(u64, &str)], iterations: u32) -> String {
+fn pair(ops: &[&str], memories: &str, sizes: &[(u64, &str)], iterations: u32) -> String {
     let sizes: Vec<&str> = sizes.iter().map(|(_, text)| *text).collect();
-    let (sizes, ops) = (sizes.join(","), OPERATIONS.join(","));
+    let (sizes, ops) = (sizes.join(","), ops.join(","));
     format!("pair --plain --ops {ops} --mem {memories} --sizes {sizes} --iters {iterations}")
 }
 
@@ -157,8 +175,13 @@ fn registrations(bench: &Workbench) -> Result<Vec<Record>> {
 /// Two HCAs beside one, for messages that are striped.
 fn rails(bench: &Workbench) -> Result<Vec<Record>> {
     let variables = [("UCX_MAX_RMA_RAILS", "2")];
-    let of = |hcas| Run { bench, hcas, variables: &variables }.measure("gaudi:gaudi", &STRIPED, 5);
-    let (one, two) = (of(1)?, of(2)?);
+    let (mut one, mut two) = (Cells::new(), Cells::new());
+    for _ in 0..RAIL_RUNS {
+        for (hcas, best) in [(1, &mut one), (2, &mut two)] {
+            let run = Run { bench, hcas, variables: &variables };
+            run.improve(best, "gaudi:gaudi", &STRIPED, 5)?;
+        }
+    }
     let mut records = Vec::new();
     for op in OPERATIONS {
         for (size, text) in STRIPED {
@@ -184,9 +207,12 @@ pub(super) fn run(repo: &Repo, quick: bool) -> Result<Vec<Record>> {
     work.done("");
     let mut records = compared(&beside, &through_host, sizes)?;
     let work = Work::start("copies of the card".to_owned());
-    let (copies, staging) = (direct.copies(&QUICK)?, staged.copies(&QUICK)?);
-    let name = "copies of the card for a message, direct beside staged";
-    records.push(Record::within(name, copies, "copies", staging, 0.0));
+    for op in OPERATIONS {
+        let [size] = QUICK;
+        let (copies, staging) = (direct.copies(op, size)?, staged.copies(op, size)?);
+        let name = format!("{op}, {}iB, copies of the card, direct beside staged", size.1);
+        records.push(Record::within(name, copies, "copies", staging, 0.0));
+    }
     work.done("");
     if !quick {
         let work = Work::start("registrations, two rails".to_owned());

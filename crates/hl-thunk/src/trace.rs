@@ -58,9 +58,11 @@ pub fn start(pattern: &str) -> io::Result<PathBuf> {
     Ok(path)
 }
 
-/// Writes out what is buffered.
+/// Writes out what is buffered. A forked child that has not called the driver has nothing to write.
 pub fn flush() {
-    if let Some(sink) = sink() {
+    // SAFETY: null, or never freed.
+    let sink = unsafe { SINK.load(Ordering::Acquire).as_ref() };
+    if let Some(sink) = sink.filter(|sink| sink.process == ProcessInstance::current()) {
         sink.state.lock().unwrap_or_else(PoisonError::into_inner).write_out();
     }
 }
@@ -139,7 +141,12 @@ pub(crate) fn record(
     let took = began.elapsed();
     // SAFETY: errno is this thread's own.
     let errno = unsafe { *libc::__errno_location() };
-    let Some(sink) = sink() else { return };
+    let Some(sink) = sink() else {
+        // A forked child could not begin its record.
+        // SAFETY: as above.
+        unsafe { *libc::__errno_location() = errno };
+        return;
+    };
     let at = began.saturating_duration_since(sink.began);
     let mut line = String::with_capacity(256);
     line.push_str("{\"t\":");

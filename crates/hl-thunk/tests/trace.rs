@@ -12,7 +12,9 @@ fn lines(path: &std::path::Path) -> Vec<String> {
 
 #[test]
 fn every_call_is_recorded_with_its_arguments_result_errno_and_packets() {
-    let pattern = std::env::temp_dir().join("hl-thunk-%p.trace");
+    let folder = std::env::temp_dir().join(format!("hl-thunk-{}", std::process::id()));
+    std::fs::create_dir(&folder).unwrap();
+    let pattern = folder.join("%p.trace");
     let path = trace::start(pattern.to_str().unwrap()).unwrap();
     assert!(path.to_str().unwrap().contains(&std::process::id().to_string()), "{path:?}");
     let bus_id = machine::fresh(machine::library("gaudi2"));
@@ -65,24 +67,44 @@ fn every_call_is_recorded_with_its_arguments_result_errno_and_packets() {
 
     // A forked child begins a record of its own, and leaves its parent's alone.
     let before = lines(&path).len();
-    // SAFETY: the child makes two calls and ends.
-    let child = unsafe { libc::fork() };
-    if child == 0 {
+    let (child, status) = in_child(|| {
         let opened = ControlDevice::open(machine::library("gaudi2"), 0).is_ok();
         trace::flush();
-        // SAFETY: ends the process, whatever else is there.
-        unsafe { libc::_exit(if opened { 0 } else { 1 }) };
-    }
-    let mut status = 0;
-    // SAFETY: our own child, and a place for its status.
-    unsafe { libc::waitpid(child, &mut status, 0) };
+        if opened { 0 } else { 1 }
+    });
     assert_eq!(status, 0);
     assert_eq!(lines(&path).len(), before);
-    let of_child = std::env::temp_dir().join(format!("hl-thunk-{child}.trace"));
+    let of_child = folder.join(format!("{child}.trace"));
     let recorded = lines(&of_child);
     assert!(recorded[0].contains(&format!("\"pid\":{child},")), "{recorded:?}");
     assert!(recorded[1].contains("\"hlthunk_open_control\""), "{recorded:?}");
     assert!(recorded[1].contains(&format!("\"tid\":{child},")), "{recorded:?}");
-    std::fs::remove_file(&of_child).unwrap();
-    std::fs::remove_file(&path).unwrap();
+
+    // One that does not call the driver has no record.
+    let (child, _) = in_child(|| {
+        trace::flush();
+        0
+    });
+    assert!(!folder.join(format!("{child}.trace")).exists());
+
+    // One that cannot begin a record leaves errno alone. The device is its parent's.
+    std::fs::remove_dir_all(&folder).unwrap();
+    let (_, errno) = in_child(|| DeviceMemory::alloc(&device, 1).unwrap_err().errno);
+    assert_eq!(errno, libc::EBADF);
+}
+
+/// Runs `work` in a forked child. Returns the child's process id and what `work` returned.
+fn in_child(work: impl FnOnce() -> i32) -> (i32, i32) {
+    // SAFETY: the child makes a few calls and ends.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let code = work();
+        // SAFETY: ends the process, whatever else is there.
+        unsafe { libc::_exit(code) };
+    }
+    let mut status = 0;
+    // SAFETY: our own child, and a place for its status.
+    unsafe { libc::waitpid(child, &mut status, 0) };
+    assert!(libc::WIFEXITED(status), "{status:#x}");
+    (child, libc::WEXITSTATUS(status))
 }

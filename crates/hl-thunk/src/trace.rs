@@ -29,6 +29,7 @@ static SINK: AtomicPtr<Sink> = AtomicPtr::new(ptr::null_mut());
 struct Sink {
     pattern: String,
     began: Instant,
+    pid: u32,
     process: ProcessInstance,
     state: Mutex<State>,
 }
@@ -89,7 +90,8 @@ fn begin_record(pattern: &str, instead_of: *mut Sink) -> io::Result<PathBuf> {
     state.write_out();
     let process = ProcessInstance::current();
     let state = Mutex::new(state);
-    let made = Box::into_raw(Box::new(Sink { pattern: pattern.to_owned(), began, process, state }));
+    let sink = Sink { pattern: pattern.to_owned(), began, pid, process, state };
+    let made = Box::into_raw(Box::new(sink));
     // Another thread may have begun one meanwhile; ours then stays behind, unused.
     let _ = SINK.compare_exchange(instead_of, made, Ordering::AcqRel, Ordering::Acquire);
     Ok(path)
@@ -155,6 +157,8 @@ pub(crate) fn record(
     // Six digits behind the point.
     write_decimal(&mut line, 1_000_000 + u64::from(at.subsec_micros()));
     line.remove(line.len() - 7);
+    line.push_str(",\"pid\":");
+    write_decimal(&mut line, u64::from(sink.pid));
     line.push_str(",\"tid\":");
     write_decimal(&mut line, u64::from(thread()));
     line.push_str(",\"call\":\"");

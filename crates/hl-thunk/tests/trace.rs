@@ -78,7 +78,7 @@ fn every_call_is_recorded_with_its_arguments_result_errno_and_packets() {
     let recorded = lines(&of_child);
     assert!(recorded[0].contains(&format!("\"pid\":{child},")), "{recorded:?}");
     assert!(recorded[1].contains("\"hlthunk_open_control\""), "{recorded:?}");
-    assert!(recorded[1].contains(&format!("\"tid\":{child},")), "{recorded:?}");
+    assert!(recorded[1].contains(&format!("\"pid\":{child},\"tid\":{child},")), "{recorded:?}");
 
     // One that does not call the driver has no record.
     let (child, _) = in_child(|| {

@@ -8,7 +8,8 @@ use serde_json::{Map, Value};
 /// The version of the format that is understood.
 const FORMAT: u64 = 1;
 
-/// One recording: the lines from one first line to the next.
+/// One recording: a first line and the lines of the same process behind it. Those of several processes
+/// may be mixed in one file.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Recording {
     pub(crate) pid: u64,
@@ -58,17 +59,24 @@ pub(crate) fn parse(text: &str) -> Vec<Recording> {
             Ok(Value::Object(object)) => Some(object),
             _ => None,
         };
-        match (object, recordings.last_mut()) {
+        match (object, recordings.last()) {
             (Some(first), _) if first.get("trace").and_then(Value::as_u64) == Some(FORMAT) => {
                 recordings.push(header(&first));
             }
-            (Some(object), Some(recording)) => match call(at + 1, object) {
-                Some(call) => recording.add(call),
-                None => recording.unreadable.push(at + 1),
-            },
-            (None, Some(recording)) => recording.unreadable.push(at + 1),
             // Before the first recording: not one of ours.
             (_, None) => {}
+            (object, Some(last)) => {
+                // Older versions did not name the process.
+                let pid = object.as_ref().and_then(|object| object.get("pid")?.as_u64());
+                let pid = pid.unwrap_or(last.pid);
+                let of_process = recordings.iter_mut().rfind(|recording| recording.pid == pid);
+                match (object.and_then(|object| call(at + 1, object)), of_process) {
+                    (Some(call), Some(recording)) => recording.add(call),
+                    (_, Some(recording)) => recording.unreadable.push(at + 1),
+                    // The process's first line is not in the file.
+                    (_, None) => {}
+                }
+            }
         }
     }
     recordings
@@ -152,6 +160,21 @@ mod tests {
         let all = parse(&format!("{FIRST}\n{OPEN}\n{FIRST}\n{OPEN}\n{OPEN}\n"));
         let lengths: Vec<usize> = all.iter().map(|one| one.calls.len()).collect();
         assert_eq!(lengths, [1, 2]);
+    }
+
+    #[test]
+    fn lines_of_two_processes_in_one_file_are_told_apart() {
+        let of = |line: &str, pid: u64| match line.contains("trace") {
+            true => line.replace("\"pid\":7", &format!("\"pid\":{pid}")),
+            false => line.replace("\"tid\":7", &format!("\"pid\":{pid},\"tid\":{pid}")),
+        };
+        let lines = [(FIRST, 7), (OPEN, 7), (FIRST, 8), (OPEN, 7), (OPEN, 8), (OPEN, 9), (OPEN, 7)];
+        let all = parse(&lines.map(|(line, pid)| of(line, pid)).join("\n"));
+        let lines: Vec<(u64, Vec<usize>)> = all
+            .iter()
+            .map(|one| (one.pid, one.calls.iter().map(|call| call.line).collect()))
+            .collect();
+        assert_eq!(lines, [(7, vec![2, 4, 7]), (8, vec![5])]);
     }
 
     proptest! {

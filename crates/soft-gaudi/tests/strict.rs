@@ -312,28 +312,38 @@ fn a_card_with_five_stacks_of_hbm_has_smaller_pages_and_one_engine_less() {
     passes("five hbm", &[("SOFT_GAUDI_SHAPE", "5"), ("SOFT_GAUDI_KIND", "edma-fetch")]);
 }
 
+const CLOSE_MS: u64 = 30;
+
 fn close() {
+    let mut again = 0;
     // Each round is one chance to meet the moment between the end of the ownership and the release.
     for _ in 0..20 {
         let fd = open(0);
+        let began = std::time::Instant::now();
         std::thread::scope(|scope| {
             scope.spawn(|| assert_eq!(hlthunk_close(fd), 0));
-            let mut again = false;
+            let mut is_closing = false;
             let opened = loop {
                 match open(0) {
                     opened if opened >= 0 => break opened,
-                    errno if errno == -libc::EAGAIN => again = true,
-                    errno => assert_eq!((errno, again), (-libc::EBUSY, false)),
+                    errno if errno == -libc::EAGAIN => is_closing = true,
+                    errno => assert_eq!((errno, is_closing), (-libc::EBUSY, false)),
                 }
                 std::thread::yield_now();
             };
-            assert!(again, "opened while it was being closed");
+            // A thread that did not run meanwhile sees no EAGAIN, but no thread gets the card early.
+            assert!(
+                began.elapsed().as_millis() >= CLOSE_MS.into(),
+                "opened while it was being closed"
+            );
+            again += u32::from(is_closing);
             hlthunk_close(opened);
         });
     }
+    assert_ne!(again, 0, "no round met the close");
 }
 
 #[test]
 fn opens_give_eagain_while_a_card_is_being_closed() {
-    passes("close", &[("SOFT_GAUDI_CLOSE_TIME", "30")]);
+    passes("close", &[("SOFT_GAUDI_CLOSE_TIME", &CLOSE_MS.to_string())]);
 }

@@ -7,6 +7,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use hl_thunk::{Generation, Library};
@@ -18,6 +19,7 @@ use crate::copy::located::End;
 use crate::discovery;
 use crate::environment::{self, MODULE_ID, number};
 use crate::error::Phase;
+use crate::kept::User;
 use crate::lent::LentCards;
 use crate::memory::AddressTable;
 use crate::opening::{OPEN_TIMEOUT, OPENING, first_to_open, is_in_reset, none_opened};
@@ -166,23 +168,40 @@ impl Runtime {
     /// parent's, and so are the threads and the locks. A child that was forked before opens cards as any
     /// process does.
     pub fn open(&self, choice: &DeviceChoice) -> Result<Arc<Device>, Error> {
+        self.open_for(choice, User::Process)
+    }
+
+    /// As [`Runtime::open`], for copies of peers' memory: waits for no card that is in reset or being closed,
+    /// and a card that is opened here alone stays open for ten seconds after its last use, not as long as
+    /// [`Runtime::keep_open`] keeps others.
+    pub fn open_for_peers(&self, choice: &DeviceChoice) -> Result<Arc<Device>, Error> {
+        self.open_for(choice, User::Peers)
+    }
+
+    fn open_for(&self, choice: &DeviceChoice, user: User) -> Result<Arc<Device>, Error> {
         self.check_process(OPENING)?;
         kept::drop_lost();
         let candidates = self.candidates(choice)?;
-        if let Some(shared) = self.share_open(&candidates) {
+        if let Some(shared) = self.share_open(&candidates, user) {
             return shared;
         }
-        let limit = self.options().open_timeout.unwrap_or(OPEN_TIMEOUT);
+        let limit = match user {
+            User::Process => self.options().open_timeout.unwrap_or(OPEN_TIMEOUT),
+            User::Peers => Duration::ZERO,
+        };
         let waiting = |line: &str| {
             if let Some(log) = self.on_wait.get() {
                 log(line);
             }
         };
         let open = |card: &DeviceInfo| {
-            self.wait_until_closed(&card.bus_id);
+            if user == User::Process {
+                self.wait_until_closed(&card.bus_id);
+            }
             let _opening = self.opening();
             // Another thread may have opened one meanwhile.
-            self.share_open(&candidates).unwrap_or_else(|| self.open_card(card))
+            let shared = self.share_open(&candidates, user);
+            shared.unwrap_or_else(|| Ok(self.keep(self.open_card(card)?, user)))
         };
         let opened = first_to_open(candidates.clone(), limit, open, std::thread::sleep, waiting);
         opened.or_else(|failures| {
@@ -223,10 +242,14 @@ impl Runtime {
     }
 
     /// A card of `candidates` that this process has open, for one more user.
-    fn share_open(&self, candidates: &[DeviceInfo]) -> Option<Result<Arc<Device>, Error>> {
+    fn share_open(
+        &self,
+        candidates: &[DeviceInfo],
+        user: User,
+    ) -> Option<Result<Arc<Device>, Error>> {
         let device = self.find_open(candidates)?;
         if !device.is_lost() {
-            return Some(Ok(self.keep(device)));
+            return Some(Ok(self.keep(device, user)));
         }
         let detail = "it was reset, and this process still holds memory of it";
         let remedy = "free all memory of this card, then open it again";
@@ -234,9 +257,9 @@ impl Runtime {
     }
 
     /// Has a card stay open if that is wanted. The application's is the application's to close.
-    fn keep(&self, device: Arc<Device>) -> Arc<Device> {
+    fn keep(&self, device: Arc<Device>, user: User) -> Arc<Device> {
         if !self.is_lent(device.id()) {
-            kept::opened(&device, self.options().keep_open.unwrap_or_default());
+            kept::opened(&device, user, self.options().keep_open.unwrap_or_default());
         }
         device
     }
@@ -249,7 +272,7 @@ impl Runtime {
     }
 
     fn open_card(&self, card: &DeviceInfo) -> Result<Arc<Device>, Error> {
-        // Opened and closed since it was waited for.
+        // Nobody waits for that here, with the lock.
         if self.cards().get(&card.bus_id).is_some_and(OpenCard::is_closing) {
             return Err(Error::os(Phase::Open, OPENING, "hlthunk_open", libc::EAGAIN).on(card));
         }
@@ -263,7 +286,7 @@ impl Runtime {
             }
             Error::driver(Phase::Open, OPENING, error).on(card)
         })?;
-        self.adopt(card, Arc::new(Driver::new(device))).map(|device| self.keep(device))
+        self.adopt(card, Arc::new(Driver::new(device)))
     }
 
     /// Makes a device of an opened card.

@@ -1,9 +1,10 @@
 //! The component: whether there is a domain at all, and what a peer's key opens.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
-use gaudi::Device;
+use gaudi::{Device, Error};
 use uct::config::{Values, Variable};
 use uct::{Component, Status, SysDevice, Ucx, log};
 
@@ -11,6 +12,9 @@ use super::domain::IpcDomain;
 use super::remote_memory::{KEY_LEN, NoKey, RemoteMemory, Unusable};
 use super::{NAME, settings};
 use crate::{cards, domain, memtype_cache};
+
+/// For how long no card is tried after one was refused.
+const REFUSED_FOR: Duration = Duration::from_secs(3);
 
 /// The component.
 pub(crate) struct IpcComponent {
@@ -100,7 +104,21 @@ pub(super) fn card_near(ucx: &Ucx, wanted: SysDevice) -> Result<Arc<Device>, Unu
         return Ok(card);
     }
     if settings::may_open_device() {
-        return domain::configured_device().map_err(Unusable::Engine);
+        return open_card().map_err(Unusable::Engine);
     }
     Err(Unusable::NoCard)
+}
+
+/// Opens the card this process is configured for. UCX unpacks keys while it makes progress, so nothing is
+/// waited for, and a card that was refused is not tried for every key.
+fn open_card() -> Result<Arc<Device>, Error> {
+    static REFUSED: Mutex<Option<(Instant, Error)>> = Mutex::new(None);
+    let refused = || REFUSED.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((at, error)) = &*refused()
+        && at.elapsed() < REFUSED_FOR
+    {
+        return Err(error.clone());
+    }
+    domain::device_for_peers()
+        .inspect_err(|error| *refused() = Some((Instant::now(), error.clone())))
 }

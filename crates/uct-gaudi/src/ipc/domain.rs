@@ -19,7 +19,7 @@ use crate::status::explain;
 /// An open memory domain. It opens no card.
 pub(crate) struct IpcDomain {
     pub(super) ucx: &'static Ucx,
-    /// A card that is opened for a peer's memory stays open for the next key.
+    /// Cards stay open between two uses; those opened for peers' memory alone for some seconds.
     _kept_open: KeptOpen,
 }
 

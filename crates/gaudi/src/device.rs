@@ -327,7 +327,9 @@ impl Device {
         self.open.engine.is_lost()
     }
 
-    /// Whether dma-bufs of other devices can be imported; the error says why not.
+    /// Whether dma-bufs of other devices can be imported; the error says why not. One that is neither
+    /// [`Error::is_unsupported`] nor [`ErrorKind::PermissionDenied`](crate::ErrorKind) is not for good:
+    /// the card did not answer, as one in reset.
     pub fn can_import(&self) -> Result<(), Error> {
         self.open.backend.can_import().map_err(|error| error.on(self))
     }

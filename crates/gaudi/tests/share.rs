@@ -220,6 +220,19 @@ mod ipc {
     }
 
     #[test]
+    fn a_card_in_reset_does_not_say_that_the_driver_has_no_import() {
+        alone!(1, ("SOFT_GAUDI_FAULTS", "yes"));
+        let device = open(0);
+        let memory = device.alloc(4096, 1).unwrap();
+        faults("transfer fail:EIO");
+        device.fill(memory.addr(), 4096, 1).unwrap_err();
+        let error = device.can_import().unwrap_err();
+        assert!(error.is_device_lost() && !error.is_unsupported(), "{error}");
+        drop((memory, device));
+        open(0).can_import().unwrap();
+    }
+
+    #[test]
     fn handles_are_kept_within_bounds_and_opened_once() {
         alone!(2);
         let mut peer = Peer::on_card(1);

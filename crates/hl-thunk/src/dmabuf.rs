@@ -158,17 +158,20 @@ impl ImportedMapping {
 
     /// Whether the driver can import at all: most cannot. Asks with a descriptor that is none;
     /// only a driver that knows the operation looks at it. The others write an error into the kernel log,
-    /// so the answer of one card, which is the driver's, serves for the process.
-    pub fn supported(device: &Device) -> bool {
+    /// so the answer of one card, which is the driver's, serves for the process. An error means that
+    /// this is not known now: a card in reset does not answer.
+    pub fn supported(device: &Device) -> Result<bool, Error> {
         let known = &device.library().imports;
         if let Some(&answer) = known.get() {
-            return answer;
+            return Ok(answer);
         }
-        match import(device, -1, crate::PAGE_SIZE).map_err(|error| error.errno) {
-            Err(libc::EBADF) => *known.get_or_init(|| true),
-            Err(libc::EINVAL | libc::ENOTTY | libc::EOPNOTSUPP) => *known.get_or_init(|| false),
-            // Such as a card in reset, which answers nothing.
-            _ => false,
+        let Err(error) = import(device, -1, crate::PAGE_SIZE) else {
+            return Err(Error::new(Self::CALL, libc::EIO));
+        };
+        match error.errno {
+            libc::EBADF => Ok(*known.get_or_init(|| true)),
+            libc::EINVAL | libc::ENOTTY | libc::EOPNOTSUPP => Ok(*known.get_or_init(|| false)),
+            _ => Err(error),
         }
     }
 

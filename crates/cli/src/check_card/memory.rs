@@ -314,7 +314,10 @@ fn own_mapping(device: &Device) -> Result<Arc<DeviceMapping>, Error> {
 
 /// Asks, once, whether the driver imports dma-bufs of others.
 pub(super) fn import(device: &Device) -> Finding {
-    let supported = ImportedMapping::supported(device);
+    let supported = match ImportedMapping::supported(device) {
+        Ok(supported) => supported,
+        Err(error) => return Finding::bad("", error.to_string(), LOOK_AT_LOG),
+    };
     let found = if supported {
         "the driver imports dma-bufs: gaudi_ipc copies from card to card"
     } else {

@@ -71,6 +71,10 @@ pub(super) fn check(card: Option<&str>) -> Vec<Finding> {
     };
     let import = match device.can_import() {
         Ok(()) => Finding::good("import", "the driver imports dma-bufs: gaudi_ipc is available"),
+        Err(error) if !error.is_unsupported() => {
+            let failure = Failure::from(error);
+            Finding::warning("import", failure.what, failure.remedy)
+        }
         Err(_) => Finding::good(
             "import",
             "the driver imports no dma-bufs, as no upstream kernel does: processes exchange memory through the host",

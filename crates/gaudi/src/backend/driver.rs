@@ -152,11 +152,14 @@ impl Backend for Driver {
     }
 
     fn can_import(&self) -> Result<(), Error> {
-        if ImportedMapping::supported(&self.device) {
+        let operation = "importing a dma-buf";
+        let supported = ImportedMapping::supported(&self.device)
+            .map_err(|error| Error::driver(Phase::Share, operation, error))?;
+        if supported {
             return Ok(());
         }
         Err(Error::unsupported(
-            "importing a dma-buf",
+            operation,
             "the driver has no dma-buf import",
             "transfers between devices go through host memory",
         ))

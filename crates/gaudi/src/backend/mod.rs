@@ -137,7 +137,7 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
     /// The memory must stay allocated as long as copies use the pin.
     unsafe fn pin(&self, ptr: *mut u8, len: usize) -> Result<HostPin, Error>;
 
-    /// Whether dma-bufs can be imported; the error says why not.
+    /// Whether dma-bufs can be imported; the error says why not, or why that is not known now.
     fn can_import(&self) -> Result<(), Error>;
 
     /// Maps the first `len` bytes of another device's dma-buf for this device, whose engines then

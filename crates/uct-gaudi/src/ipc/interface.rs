@@ -4,7 +4,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::{Arc, OnceLock};
 
 use gaudi::share::{Identity, Opened};
-use gaudi::{Device, Segment, Side};
+use gaudi::{Device, Error, ErrorKind, Segment, Side};
 use uct::abi::iface_flag;
 use uct::config::Variable;
 use uct::{
@@ -52,16 +52,23 @@ struct Prepared {
 }
 
 /// Why memory of peers cannot be imported, if that is known already: a card has to be open. One that
-/// cannot (the application's own, not lent) does not speak for the others.
+/// cannot (the application's own, not lent) does not speak for the others. One that does not answer,
+/// because it is in reset, may be able to: if not, unpacking a key says so.
 fn why_no_import() -> Option<String> {
     let cards = gaudi::runtime().devices();
-    let reason = unless_one_can(cards.iter().map(|card| card.can_import()));
+    let lasting =
+        |error: &Error| error.is_unsupported() || error.kind() == ErrorKind::PermissionDenied;
+    let reason = unless_one_may(cards.iter().map(|card| card.can_import()), lasting);
     reason.map(|error| error.detail().to_owned())
 }
 
-/// The first reason, if everyone has one.
-fn unless_one_can<E>(answers: impl IntoIterator<Item = Result<(), E>>) -> Option<E> {
-    let reasons: Option<Vec<E>> = answers.into_iter().map(Result::err).collect();
+/// The first reason, if everyone has a lasting one.
+fn unless_one_may<E>(
+    answers: impl IntoIterator<Item = Result<(), E>>,
+    lasting: impl Fn(&E) -> bool,
+) -> Option<E> {
+    let reasons: Option<Vec<E>> =
+        answers.into_iter().map(|answer| answer.err().filter(&lasting)).collect();
     reasons?.into_iter().next()
 }
 
@@ -380,13 +387,18 @@ impl Interface for IpcInterface {
 
 #[cfg(test)]
 mod tests {
-    use super::unless_one_can;
+    use super::unless_one_may;
 
     #[test]
-    fn one_card_that_can_import_is_enough() {
-        assert_eq!(unless_one_can::<&str>([]), None, "no card is open: nobody knows");
-        assert_eq!(unless_one_can([Err("not lent"), Ok(())]), None);
-        assert_eq!(unless_one_can([Ok(()), Err("not lent")]), None);
-        assert_eq!(unless_one_can([Err("no import"), Err("not lent")]), Some("no import"));
+    fn one_card_that_can_import_or_does_not_answer_is_enough() {
+        let why = |answers: &[Result<(), &'static str>]| {
+            unless_one_may(answers.iter().copied(), |reason| *reason != "in reset")
+        };
+        assert_eq!(why(&[]), None, "no card is open: nobody knows");
+        assert_eq!(why(&[Err("not lent"), Ok(())]), None);
+        assert_eq!(why(&[Ok(()), Err("not lent")]), None);
+        assert_eq!(why(&[Err("in reset")]), None);
+        assert_eq!(why(&[Err("not lent"), Err("in reset")]), None);
+        assert_eq!(why(&[Err("no import"), Err("not lent")]), Some("no import"));
     }
 }

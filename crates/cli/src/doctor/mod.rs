@@ -6,6 +6,7 @@
 
 mod card;
 mod machine;
+mod private;
 mod probe;
 mod ucx;
 
@@ -38,7 +39,7 @@ pub(crate) struct Options {
     /// Do not open a card
     #[arg(long)]
     no_card: bool,
-    /// Also write the report, without names of users, hosts and home directories, for a bug report
+    /// Also write the report, without names of users, hosts, home directories and processes, for a bug report
     #[arg(long, value_name = "FILE")]
     bundle: Option<PathBuf>,
 }
@@ -188,8 +189,9 @@ fn copy_on_a_card(options: &Options, cards: &[DeviceInfo]) -> Vec<Finding> {
 
 /// Writes the report with everything that names a user or a machine replaced.
 fn write_bundle(path: &std::path::Path, report: &Value) -> Result<(), Failure> {
-    let text = serde_json::to_string_pretty(report).expect("representable in JSON");
-    let text = without_names(&text, &private_names());
+    let mut report = report.clone();
+    private::remove_from(&mut report);
+    let text = serde_json::to_string_pretty(&report).expect("representable in JSON");
     std::fs::write(path, text + "\n").map_err(|error| {
         Failure::unable(
             format!("cannot write {}: {error}", path.display()),
@@ -198,35 +200,4 @@ fn write_bundle(path: &std::path::Path, report: &Value) -> Result<(), Failure> {
     })?;
     note(&format!("wrote {}; look into it before you send it", path.display()));
     Ok(())
-}
-
-/// What is replaced, and by what.
-fn private_names() -> Vec<(String, &'static str)> {
-    let mut names = Vec::new();
-    let mut add = |name: Option<String>, by| {
-        // A name of one or two letters is part of every word.
-        names.extend(name.filter(|name| name.len() > 2 && name != "root").map(|name| (name, by)));
-    };
-    let var = |name: &str| std::env::var(name).ok();
-    add(var("HOME").filter(|home| home != "/"), "<home>");
-    let uname = rustix::system::uname();
-    add(Some(uname.nodename().to_string_lossy().into_owned()), "<host>");
-    add(var("USER").or_else(|| var("LOGNAME")), "<user>");
-    names
-}
-
-fn without_names(text: &str, names: &[(String, &'static str)]) -> String {
-    names.iter().fold(text.to_owned(), |text, (name, by)| text.replace(name.as_str(), by))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn names_are_replaced_everywhere() {
-        let names = [("/home/ada".to_owned(), "<home>"), ("ada".to_owned(), "<user>")];
-        let text = without_names("/home/ada/ucx, /scratch/ada/lib", &names);
-        assert_eq!(text, "<home>/ucx, /scratch/<user>/lib");
-    }
 }

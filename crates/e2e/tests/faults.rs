@@ -20,6 +20,7 @@ fn submission_that_fails_once_is_made_again() {
         let rules = format!("hlthunk_command_submission fail:EIO after={calls_before} times=1");
         let end = message_with(&rules, &[]).ok();
         assert!(end.stdout.contains("2 passed, 0 failed"), "{}", end.report());
+        assert!(end.text().contains("succeeded at the second try"), "{}", end.report());
     }
 }
 
@@ -30,6 +31,7 @@ fn short_copy_that_fails_once_is_made_again() {
         let rules = format!("hlthunk_command_submission fail:EIO after={calls_before} times=1");
         let end = message_of("1K", &rules, &[]).ok();
         assert!(end.stdout.contains("2 passed, 0 failed"), "{}", end.report());
+        assert!(end.text().contains("succeeded at the second try"), "{}", end.report());
     }
 }
 

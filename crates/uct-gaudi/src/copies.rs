@@ -14,18 +14,20 @@
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use gaudi::{Device, Error, Notifier, Segment, SubmitError, Transfer};
+use gaudi::{Device, Error, ErrorKind, Notifier, Segment, SubmitError, Transfer};
 use smallvec::SmallVec;
-use uct::{Completion, Posted, Status};
+use uct::{Completion, Posted, Status, Ucx, log};
 
 use crate::queue::{Queue, Start, Work};
+use crate::status::explain;
 
 /// What becomes of a copy that failed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy)]
 pub(crate) enum OnFailure {
-    /// It is tried once more.
-    TryAgain,
+    /// It is tried once more. If that succeeds, the first error is logged here.
+    TryAgain(&'static Ucx),
     /// The failure is reported to the poster.
     Report,
 }
@@ -40,6 +42,28 @@ pub(crate) enum Failure {
     Copy(Error),
     /// It was refused before it reached the engine, and the reason logged.
     Refused(Status),
+}
+
+/// The outcome of a copy that failed with `first`: it is made once more, unless it is invalid (`None`: its
+/// memory was freed meanwhile). Of two errors the first is the cause.
+///
+/// A success is logged with the first error: a warning once per process, as a card in trouble may fail
+/// many.
+pub(crate) fn try_again(
+    ucx: &Ucx,
+    first: Error,
+    copy: impl FnOnce() -> Option<Result<(), Error>>,
+) -> Result<(), Error> {
+    static WARNED: AtomicBool = AtomicBool::new(false);
+    if first.kind() == ErrorKind::InvalidParams || !matches!(copy(), Some(Ok(()))) {
+        return Err(first);
+    }
+    if WARNED.swap(true, Ordering::Relaxed) {
+        log!(ucx, Debug, "copy succeeded at the second try, after {}", explain(&first));
+    } else {
+        log!(ucx, Warn, "copy succeeded at the second try, after {}", explain(&first));
+    }
+    Ok(())
 }
 
 /// What to copy, and what has to live until it is done.
@@ -62,15 +86,13 @@ impl<T> CopyWork<T> {
     /// The result; of a failed copy that is to be tried again, the result of a second, blocking try.
     fn retry_once(&self, result: Result<(), Error>) -> Result<(), Error> {
         let Err(first) = result else { return Ok(()) };
-        if self.on_failure == OnFailure::Report {
-            return Err(first);
-        }
-        let again = self.segments.iter().try_for_each(|segment| {
-            // SAFETY: promised when the copy was posted, until its completion.
-            unsafe { self.device.copy_blocking(segment.dst, segment.src, segment.len) }
-        });
-        // Report the first error: it is the cause.
-        again.map_err(|_| first)
+        let OnFailure::TryAgain(ucx) = self.on_failure else { return Err(first) };
+        try_again(ucx, first, || {
+            Some(self.segments.iter().try_for_each(|segment| {
+                // SAFETY: promised when the copy was posted, until its completion.
+                unsafe { self.device.copy_blocking(segment.dst, segment.src, segment.len) }
+            }))
+        })
     }
 }
 

@@ -18,7 +18,7 @@ use uct::{
 };
 
 use crate::addresses::{classify, is_host_memory};
-use crate::copies::{Copies, Failure, NotStarted, OnFailure, Segments};
+use crate::copies::{Copies, Failure, NotStarted, OnFailure, Segments, try_again};
 use crate::domain::{GaudiComponent, GaudiDomain, Memory};
 use crate::estimates::Estimates;
 use crate::flavour::Flavour;
@@ -53,18 +53,16 @@ impl<F: Flavour> CopyInterface<F> {
         // SAFETY: UCX keeps the buffers of an operation valid until it returns, and nobody else
         // touches what it writes.
         let copy = || unsafe { gaudi::runtime().copy(dst, src, length) };
-        let error = match copy() {
+        let first = match copy() {
             Some(Ok(())) => return Ok(()),
-            Some(Err(error)) => error,
+            Some(Err(first)) => first,
             None => return self.copy_on_host(way, local, remote),
         };
-        if let Some(Ok(())) = copy() {
-            return Ok(());
-        }
-        // UCP's staging asserts that a short copy succeeds: the reason must be in the log first. The first
-        // error is the cause.
-        log!(self.ucx, Error, "copy of {length} bytes failed: {}", explain(&error));
-        Err(status::of(&error))
+        // UCP's staging asserts that a short copy succeeds: the reason must be in the log first.
+        try_again(self.ucx, first, copy).map_err(|error| {
+            log!(self.ucx, Error, "copy of {length} bytes failed: {}", explain(&error));
+            status::of(&error)
+        })
     }
 
     /// Copies between two ranges of host memory, neither of which is device memory, with the CPU.
@@ -129,7 +127,7 @@ impl<F: Flavour> CopyInterface<F> {
         posted.map_err(|NotStarted { error, .. }| self.copy_failed(&error))
     }
 
-    /// A copy in the background has failed, for the second time. UCP ignores the status of these copies
+    /// A copy in the background has failed for good. UCP ignores the status of these copies
     /// in its protocols, so going on could deliver a message with wrong bytes.
     fn copy_failed(&self, error: &Error) -> Status {
         if self.abort_on_error {
@@ -181,7 +179,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
             copies_possible: md.copies,
             estimates: md.estimates,
             abort_on_error: md.settings.abort_on_error,
-            copies: Copies::new(OnFailure::TryAgain),
+            copies: Copies::new(OnFailure::TryAgain(request.ucx)),
             sleeper: Sleeper::new(request.ucx, F::TRANSPORT),
             lost: Cell::new(false),
             flavour: PhantomData,

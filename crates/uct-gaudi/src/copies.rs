@@ -16,7 +16,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use gaudi::{Device, Error, ErrorKind, Notifier, Segment, SubmitError, Transfer};
+use gaudi::{Device, Error, Notifier, Segment, SubmitError, Transfer};
 use smallvec::SmallVec;
 use uct::{Completion, Posted, Status, Ucx, log};
 
@@ -44,8 +44,9 @@ pub(crate) enum Failure {
     Refused(Status),
 }
 
-/// The outcome of a copy that failed with `first`: it is made once more, unless it is invalid (`None`: its
-/// memory was freed meanwhile). Of two errors the first is the cause.
+/// The outcome of a copy that failed with `first`: it is made once more (`None`: its memory was freed
+/// meanwhile), whatever the error: what has passed by then, such as `EIO` of one submission or `EINTR`, has the
+/// same kinds as a lost card or an invalid request. Of two errors the first is the cause.
 ///
 /// A success is logged with the first error: a warning once per process, as a card in trouble may fail
 /// many.
@@ -55,7 +56,7 @@ pub(crate) fn try_again(
     copy: impl FnOnce() -> Option<Result<(), Error>>,
 ) -> Result<(), Error> {
     static WARNED: AtomicBool = AtomicBool::new(false);
-    if first.kind() == ErrorKind::InvalidParams || !matches!(copy(), Some(Ok(()))) {
+    if !matches!(copy(), Some(Ok(()))) {
         return Err(first);
     }
     if WARNED.swap(true, Ordering::Relaxed) {

@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
 
+use hl_thunk::sys::HwIpInfo;
 use hl_thunk::{ControlDevice, Generation, Library};
 
 use crate::environment::{self, MAPPING_TABLE, VISIBLE_MODULES, number};
@@ -70,7 +71,7 @@ pub(crate) fn discover(library: &Arc<Library>) -> Result<Discovered, Error> {
     let table = table.as_deref().map(str::parse::<MappingTable>).transpose()?;
     let visible = environment::read(VISIBLE_MODULES)?;
     let visible = visible.as_deref().map(read_modules).transpose()?.flatten();
-    let Enumerated { cards, last_problem } = enumerate(library)?;
+    let Enumerated { cards, last_problem, unknown_ioctl } = enumerate(library)?;
     let (mut cards, mut notes) = match &table {
         Some(table) => {
             let listed = table.apply(&cards).map_err(|mut error| {
@@ -94,6 +95,7 @@ pub(crate) fn discover(library: &Arc<Library>) -> Result<Discovered, Error> {
             return Err(hidden.caused_by_setting());
         }
         return Err(match last_problem {
+            Some(problem) if unknown_ioctl => nothing_there(library, &problem),
             Some(problem) => none(library, problem),
             None => nothing_there(library, "there is no Gaudi in this machine"),
         });
@@ -106,6 +108,8 @@ struct Enumerated {
     cards: Vec<DeviceInfo>,
     /// Why the last of those that did not answer did not.
     last_problem: Option<String>,
+    /// A control node was opened and does not know the library's ioctl.
+    unknown_ioctl: bool,
 }
 
 fn enumerate(library: &Arc<Library>) -> Result<Enumerated, Error> {
@@ -115,7 +119,7 @@ fn enumerate(library: &Arc<Library>) -> Result<Enumerated, Error> {
         Some(Ok(count)) => count,
         Some(Err(_)) | None => MAX_INDEX,
     };
-    let (mut cards, mut last_problem) = (Vec::new(), None);
+    let (mut cards, mut last_problem, mut unknown_ioctl) = (Vec::new(), None, false);
     let mut seen = 0;
     for node in 0..MAX_INDEX {
         if seen == expected {
@@ -131,12 +135,16 @@ fn enumerate(library: &Arc<Library>) -> Result<Enumerated, Error> {
             }
         };
         seen += 1;
-        match describe(library, node, &control) {
+        let described = control.hw_info().map_err(|error| {
+            unknown_ioctl |= error.errno == libc::ENOTTY;
+            error.to_string()
+        });
+        match described.and_then(|hw| describe(library, node, &control, &hw)) {
             Ok(card) => cards.extend(card),
             Err(reason) => last_problem = Some(reason),
         }
     }
-    Ok(Enumerated { cards, last_problem })
+    Ok(Enumerated { cards, last_problem, unknown_ioctl })
 }
 
 fn none(library: &Library, detail: String) -> Error {
@@ -144,10 +152,14 @@ fn none(library: &Library, detail: String) -> Error {
     if library.is_software() { error.on_software() } else { error }
 }
 
-/// The library knows of no card; the kernel might.
+/// The library knows of no card, or none it can talk to; the kernel might.
 fn nothing_there(library: &Library, detail: &str) -> Error {
     match pairing::reason(library).filter(|_| !library.is_software()) {
-        Some((reason, advice)) => Error::new(ErrorKind::DeviceNotFound, LOOKING, reason, advice),
+        Some((reason, advice)) => {
+            let mut error = Error::new(ErrorKind::DeviceNotFound, LOOKING, reason, advice);
+            error.add_detail(&format_args!("the library's answer is: {detail}"));
+            error
+        }
         None => none(library, detail.to_owned()),
     }
 }
@@ -169,8 +181,8 @@ fn describe(
     library: &Library,
     node: u32,
     control: &ControlDevice,
+    hw: &HwIpInfo,
 ) -> Result<Option<DeviceInfo>, String> {
-    let hw = control.hw_info().map_err(|error| error.to_string())?;
     let Some(generation) = Generation::from_pci_id(hw.device_id) else { return Ok(None) };
     let bus_id = control.bus_id().map_err(|error| error.to_string())?;
     let driver_version = library.version().unwrap_or("unknown").to_owned();

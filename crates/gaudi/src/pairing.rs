@@ -27,26 +27,35 @@ fn explain(
     release: &str,
     library: &str,
 ) -> Option<(String, &'static str)> {
-    let mut cards = CLASSES.iter().flat_map(|class| sysfs.class(class)).filter_map(|(name, at)| {
+    let cards = CLASSES.iter().flat_map(|class| sysfs.class(class)).filter_map(|(name, at)| {
         let location = sysfs.location_of(&at)?;
         // Control nodes are in the class as well.
         (location.is_gaudi() && !name.contains("control")).then_some((name, location))
     });
-    let (name, location) = cards.next()?;
+    let tried = cards.map(|(name, location)| {
+        let stem = name.trim_end_matches(|c: char| c.is_ascii_digit());
+        let control = format!("{stem}_controlD{}", &name[stem.len()..]);
+        let node = match stem {
+            "accel" => nodes.join(control),
+            _ => nodes.with_file_name(control),
+        };
+        let opened = OpenOptions::new().read(true).write(true).open(&node);
+        (name, location, node, opened.map_err(|error| error.raw_os_error()))
+    });
+    // A container has the nodes of some cards only: the others say nothing about those.
+    let (name, location, node, opened) = tried.min_by_key(|(.., opened)| match opened {
+        Ok(_) => 0,
+        Err(Some(libc::ENOENT)) => 2,
+        Err(_) => 1,
+    })?;
     let bus_id = location.bus_id();
     let has = format!("the kernel (Linux {release}) has a Gaudi, {name} at {bus_id}");
-    let stem = name.trim_end_matches(|c: char| c.is_ascii_digit());
-    let control = format!("{stem}_controlD{}", &name[stem.len()..]);
-    let node = match stem {
-        "accel" => nodes.join(control),
-        _ => nodes.with_file_name(control),
-    };
-    match OpenOptions::new().read(true).write(true).open(&node) {
-        Err(error) if error.raw_os_error() == Some(libc::EACCES) => Some((
+    match opened {
+        Err(Some(libc::EACCES)) => Some((
             format!("{has}, but this user may not open {}", node.display()),
             "join the group of the node, or change its mode",
         )),
-        Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Some((
+        Err(Some(libc::ENOENT)) => Some((
             format!("{has}, but there is no {}", node.display()),
             "give the container the card's nodes under /dev/accel, or let udev make them",
         )),
@@ -70,17 +79,21 @@ mod tests {
 
     /// A machine whose kernel has a Gaudi at 0000:33:00.0, in this class under this name.
     fn machine(class: &str, name: &str) -> (PathBuf, Sysfs) {
-        let root = std::env::temp_dir().join(format!("gaudi-pair-{}-{class}", std::process::id()));
+        let root = std::env::temp_dir().join(format!("gaudi-pair-{}-{name}", std::process::id()));
         let _ = std::fs::remove_dir_all(&root);
-        let device = root.join("sys/devices/pci0000:30/0000:30:01.0/0000:33:00.0");
+        add_card(&root, class, name, "0000:33:00.0");
+        std::fs::create_dir_all(root.join("dev/accel")).unwrap();
+        let sysfs = Sysfs::at(root.join("sys"));
+        (root, sysfs)
+    }
+
+    fn add_card(root: &Path, class: &str, name: &str, bus_id: &str) {
+        let device = root.join("sys/devices/pci0000:30/0000:30:01.0").join(bus_id);
         std::fs::create_dir_all(device.join(class).join(name)).unwrap();
         std::fs::write(device.join("vendor"), "0x1da3\n").unwrap();
         let folder = root.join("sys/class").join(class);
         std::fs::create_dir_all(&folder).unwrap();
         symlink(device.join(class).join(name), folder.join(name)).unwrap();
-        std::fs::create_dir_all(root.join("dev/accel")).unwrap();
-        let sysfs = Sysfs::at(root.join("sys"));
-        (root, sysfs)
     }
 
     fn why(root: &Path, sysfs: &Sysfs) -> String {
@@ -114,6 +127,17 @@ mod tests {
             }
             std::fs::remove_dir_all(&root).unwrap();
         }
+    }
+
+    #[test]
+    fn a_card_whose_node_is_there_is_named_before_one_without() {
+        let (root, sysfs) = machine("accel", "accel4");
+        add_card(&root, "accel", "accel5", "0000:34:00.0");
+        assert!(why(&root, &sysfs).contains("there is no"));
+        std::fs::write(root.join("dev/accel/accel_controlD5"), "").unwrap();
+        let text = why(&root, &sysfs);
+        assert!(text.contains("accel5 at 0000:34:00.0") && text.contains("pairs"), "{text}");
+        std::fs::remove_dir_all(&root).unwrap();
     }
 
     #[test]

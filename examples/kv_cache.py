@@ -134,8 +134,11 @@ def going_on(state):
     return state == "PROC"
 
 
-def move(node, peer, remote_layers, options, started_moving=None):
-    """Moves all layers; returns the seconds of the transfers and of their preparation."""
+def move(node, peer, remote_layers, options, begin=None, until=0):
+    """Moves all layers, again and again until then; returns the seconds of the transfers and of their preparation.
+
+    `begin` is called when all is prepared. For the seconds of a transfer that fails: None and the error.
+    """
     agent, size = node.agent, options.block_bytes
     source, target = places(options)
     mine, theirs = (target, source) if options.operation == "READ" else (source, target)
@@ -150,12 +153,15 @@ def move(node, peer, remote_layers, options, started_moving=None):
         handles.append(agent.initialize_xfer(options.operation, near, far, peer, notice))
     prepared = time.perf_counter() - started
     started = time.perf_counter()
+    if begin:
+        begin()
     try:
-        waiting = [handle for handle in handles if going_on(agent.transfer(handle))]
-        if started_moving:
-            started_moving()
-        while waiting:
-            waiting = [handle for handle in waiting if going_on(agent.check_xfer_state(handle))]
+        while True:
+            waiting = [handle for handle in handles if going_on(agent.transfer(handle))]
+            while waiting:
+                waiting = [handle for handle in waiting if going_on(agent.check_xfer_state(handle))]
+            if time.monotonic() > until:
+                break
     except Exception as error:  # NIXL's have nothing else in common
         return None, error
     moved = time.perf_counter() - started
@@ -191,10 +197,10 @@ def side(options):
     active = 1 if options.operation == "READ" else 0
     deadline = time.monotonic() + options.timeout
     if options.rank == active:
-        begun = (lambda: channel.send(moving=True)) if options.kill else None
-        seconds, extra = move(node, peer, remote_layers, options, begun)
+        killing = {"begin": lambda: channel.send(moving=True), "until": deadline}
+        seconds, extra = move(node, peer, remote_layers, options, **(killing if options.kill else {}))
         if options.kill:
-            assert seconds is None, "the transfer was done before the peer was dead"
+            assert seconds is None, "transfers went on although the peer was dead"
             print(f"the peer died: NIXL reports {extra!r}", flush=True)
             # What is left of the transfer keeps the memory registered: nothing to clean up with.
             os._exit(0)

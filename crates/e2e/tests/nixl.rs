@@ -94,7 +94,7 @@ fn many_blocks_of_45_kib_in_one_transfer() {
 
 #[test]
 fn a_peer_that_is_killed_in_a_transfer_is_an_error() {
-    let words = "--layers 1 --blocks 2000 --descriptors 20000 --kill";
+    let words = "--layers 1 --blocks 1000 --timeout 60 --kill";
     for operation in ["READ", "WRITE"] {
         for ib in [false, true] {
             let (device, fabric) = (machine(), Fabric::new());

@@ -11,8 +11,9 @@ use rustix::io::Errno;
 
 use crate::asic::{Generation, Profile};
 
-/// Marks a handle as a register block's; also where they begin in the file.
-const HANDLES: u64 = 0x2000_0000_0000_0000;
+/// Marks a handle as a register block's; also where they begin in the file (below 16 TiB, where files of
+/// ext4 end).
+const HANDLES: u64 = 8 << 40;
 /// Bytes of a block.
 const SIZE: u32 = 4096;
 /// What the first registers hold.

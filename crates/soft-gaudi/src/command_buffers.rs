@@ -13,8 +13,9 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::address_space::HOST_PAGE;
 
-/// Marks a handle as a command buffer's; also where they begin in the file.
-pub(crate) const HANDLES: u64 = 0x1000_0000_0000_0000;
+/// Marks a handle as a command buffer's; also where they begin in the file: beyond any other handle, and
+/// below 16 TiB, where files of ext4 end.
+pub(crate) const HANDLES: u64 = 4 << 40;
 /// Bytes of command buffers a context may have.
 const CAPACITY: u64 = 16 << 30;
 /// Destroyed buffers are not reused before this much has been destroyed after them, because the
@@ -164,5 +165,35 @@ impl Drop for CommandBuffers {
     fn drop(&mut self) {
         // SAFETY: the mapping made in `new`; no pointer into it is used after its context.
         let _ = unsafe { rustix::mm::munmap(self.base as *mut _, CAPACITY as usize) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_in_memory_and_one_on_disk_hold_command_buffers() {
+        for folder in [std::env::temp_dir(), "/dev/shm".into()] {
+            let path = folder.join(format!("soft-gaudi-buffers-{}", std::process::id()));
+            let file = std::fs::File::create_new(&path);
+            let Ok(file) =
+                file.inspect_err(|error| println!("skipped: {}: {error}", path.display()))
+            else {
+                continue;
+            };
+            drop(file);
+            let file = std::fs::File::options().read(true).write(true).open(&path).unwrap();
+            std::fs::remove_file(&path).unwrap();
+            let mut buffers = CommandBuffers::new(file.into())
+                .unwrap_or_else(|errno| panic!("{}: {errno}", path.display()));
+            let (handle, buffer) = buffers.create(4096).unwrap();
+            assert_eq!(handle, HANDLES + HOST_PAGE);
+            // SAFETY: the buffer is a page of the mapping that `buffers` holds.
+            unsafe { core::ptr::write_bytes(buffer.ptr as *mut u8, 0x5a, 4096) };
+            let mut byte = [0];
+            rustix::io::pread(&buffers.file, &mut byte, handle + 4095).unwrap();
+            assert_eq!(byte, [0x5a], "{}", path.display());
+        }
     }
 }

@@ -16,7 +16,7 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{OnceLock, RwLock};
@@ -124,7 +124,12 @@ fn base_folder() -> Option<PathBuf> {
     for base in [PathBuf::from("/dev/shm"), std::env::temp_dir()] {
         let folder = config::user_folder(&base);
         match private_folder(&folder) {
-            Ok(()) => return Some(folder),
+            Ok(()) => {
+                if !reasons.is_empty() {
+                    eprintln!("soft-gaudi: the machine is in {}{reasons}", folder.display());
+                }
+                return Some(folder);
+            }
             Err(reason) => reasons = format!("{reasons}; {}: {reason}", folder.display()),
         }
     }
@@ -143,10 +148,15 @@ fn private_folder(folder: &Path) -> Result<(), String> {
     if !meta.is_dir() || meta.uid() != rustix::process::geteuid().as_raw() {
         return Err("is not a folder of this user".to_owned());
     }
-    if meta.mode() & 0o077 != 0 {
-        return Err(format!("others may look into it (mode {:o})", meta.mode() & 0o777));
+    match meta.mode() & 0o077 {
+        0 => Ok(()),
+        // Made by somebody who did not mind the mode: nobody else can have put anything there.
+        open if open & 0o022 == 0 => {
+            std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o700))
+                .map_err(|error| format!("cannot be closed to others: {error}"))
+        }
+        _ => Err(format!("others may write to it (mode {:o})", meta.mode() & 0o777)),
     }
-    Ok(())
 }
 
 impl Node {
@@ -366,5 +376,19 @@ mod tests {
         for position in [0, 1, 4096, u64::MAX] {
             assert_eq!(Identity::from_position(position, mark), None);
         }
+    }
+
+    #[test]
+    fn a_folder_that_others_may_read_is_closed_and_one_they_may_write_is_refused() {
+        let folder = std::env::temp_dir().join(format!("soft-gaudi-mode-{}", std::process::id()));
+        std::fs::create_dir(&folder).unwrap();
+        let mode = |mode| {
+            std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(mode)).unwrap();
+            let result = private_folder(&folder);
+            (result, std::fs::metadata(&folder).unwrap().mode() & 0o777)
+        };
+        assert_eq!(mode(0o755), (Ok(()), 0o700));
+        assert_eq!(mode(0o777), (Err("others may write to it (mode 777)".to_owned()), 0o777));
+        std::fs::remove_dir(&folder).unwrap();
     }
 }

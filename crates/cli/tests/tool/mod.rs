@@ -2,6 +2,7 @@
 
 #![allow(dead_code, reason = "each test program uses a part")]
 
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -60,7 +61,10 @@ impl Installed {
 
     /// Rules for the software card; see docs/software-gaudi.md.
     pub(crate) fn order_faults(&self, rules: &str) {
-        std::fs::create_dir_all(self.machine()).expect("the machine's folder");
+        // As the software card makes it: it refuses a folder that others may write to.
+        let mut folders = std::fs::DirBuilder::new();
+        folders.mode(0o700).recursive(true);
+        folders.create(self.machine()).expect("the machine's folder");
         std::fs::write(self.machine().join("faults"), rules).expect("rules");
     }
 

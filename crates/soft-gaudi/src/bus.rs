@@ -230,18 +230,18 @@ impl Bus for QueueBus<'_> {
                 return Err(Fault::Razwi { addr });
             }
             match effect {
-                Effect::Write { addr, value } if self.context.profile.cfg.contains(addr, 4) => {
+                Effect::Write { addr, value, .. } if self.context.profile.cfg.contains(addr, 4) => {
                     let mut then = WriteEffects::default();
                     self.registers().write(addr, value, &mut then);
                     effects.extend(then.effects);
                     kicked.extend(then.kicked);
                 }
-                Effect::Write { addr, value } => {
+                Effect::Write { addr, value, .. } => {
                     let mut bytes = value.to_le_bytes();
                     self.transfer(addr, bytes.as_mut_ptr(), bytes.len(), true)?;
                 }
-                Effect::Add { addr, value } => self.add(addr, value)?,
-                Effect::Interrupt { id } => self.context.interrupt(id),
+                Effect::Add { addr, value, .. } => self.add(addr, value)?,
+                Effect::Interrupt { id, .. } => self.context.interrupt(id),
             }
         }
         for queue in kicked {

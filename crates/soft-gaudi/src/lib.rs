@@ -9,8 +9,10 @@
 //! runs its queues with `processor` and `packet`; `address_space` says what device addresses mean;
 //! `node` is the machine that processes share.
 //!
-//! As a Rust library the crate offers one thing: [`dmabuf::Exported`], with which other software
-//! devices reach memory that was exported as a dma-buf.
+//! As a Rust library the crate offers [`dmabuf::Exported`], with which other software devices reach
+//! memory that was exported as a dma-buf, and to `pci-gaudi`, the same card behind a PCI bus, the
+//! decoder of packets ([`packet`]), the command processor ([`processor`]) and the sync manager
+//! ([`sync_manager`]).
 
 pub mod abi;
 pub mod api;
@@ -18,6 +20,9 @@ pub mod asic;
 pub mod config;
 pub mod dmabuf;
 pub mod dram;
+pub mod packet;
+pub mod processor;
+pub mod sync_manager;
 
 mod address_space;
 mod blocks;
@@ -33,17 +38,14 @@ mod guarded;
 mod interrupts;
 mod node;
 mod ownership;
-mod packet;
 mod parser;
 mod pinning;
-mod processor;
 mod queue;
 mod registers;
 mod ring;
 mod signals;
 mod state;
 mod submission;
-mod sync_manager;
 mod timing;
 mod va;
 mod workers;

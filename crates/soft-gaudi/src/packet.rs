@@ -7,7 +7,8 @@ use crate::asic::Generation;
 
 /// What a packet has the command processor do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Command {
+#[allow(missing_docs, reason = "the fields bear the names of the specification")]
+pub enum Command {
     /// Write to a register of the queue's own engine.
     Wreg32 { offset: u16, value: u32 },
     /// Copy or fill memory.
@@ -44,7 +45,7 @@ pub(crate) enum Command {
 
 /// What a message writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Message {
+pub enum Message {
     /// This value.
     Value(u32),
     /// The device's time.
@@ -53,49 +54,51 @@ pub(crate) enum Message {
 
 /// A linear DMA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct LinDma {
+pub struct LinDma {
     /// Bytes.
-    pub(crate) size: u32,
+    pub size: u32,
     /// Source address, or the pattern of a fill.
-    pub(crate) src: u64,
+    pub src: u64,
     /// Destination address.
-    pub(crate) dst: u64,
+    pub dst: u64,
     /// Fill instead of copy.
-    pub(crate) memset: bool,
+    pub memset: bool,
     /// Byte swap: log2 of the unit (0 none, 1: 16 bit, 2: 32 bit, 3: 64 bit).
-    pub(crate) swap: u8,
+    pub swap: u8,
     /// Write to the engine's write-completion address when done.
-    pub(crate) completion: bool,
+    pub completion: bool,
 }
 
 /// See [`Command::LoadAndExe`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct LoadAndExe {
-    pub(crate) addr: u64,
+#[allow(missing_docs, reason = "the fields bear the names of the specification")]
+pub struct LoadAndExe {
+    pub addr: u64,
     /// Scalars rather than predicates.
-    pub(crate) scalars: bool,
+    pub scalars: bool,
     /// Predicates come as a bit mask (Gaudi2).
-    pub(crate) packed: bool,
-    pub(crate) load: bool,
-    pub(crate) execute: bool,
+    pub packed: bool,
+    pub load: bool,
+    pub execute: bool,
     /// Only the upper half of the scalars.
-    pub(crate) upper: bool,
+    pub upper: bool,
 }
 
 /// A packet: what to do, when, and how long it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Packet {
-    pub(crate) command: Command,
+#[allow(missing_docs, reason = "the fields bear the names of the specification")]
+pub struct Packet {
+    pub command: Command,
     /// Skipped when this predicate is 0; predicate 0 is always true.
-    pub(crate) predicate: u8,
+    pub predicate: u8,
     /// Wait for the queue's earlier DMA.
-    pub(crate) engine_barrier: bool,
-    pub(crate) len: u32,
+    pub engine_barrier: bool,
+    pub len: u32,
 }
 
 /// Why bytes are no packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Malformed {
+pub enum Malformed {
     /// The buffer ends inside it.
     Truncated,
     /// The command processor has no such opcode.
@@ -103,7 +106,7 @@ pub(crate) enum Malformed {
 }
 
 /// Bytes that are always enough for [`decode`], except for the registers of a bulk write.
-pub(crate) const MAX_FIXED: usize = 24;
+pub const MAX_FIXED: usize = 24;
 
 mod opcode {
     pub(super) const WREG_32: u8 = 1;
@@ -145,7 +148,7 @@ fn message(value: u32, ctl: u32) -> Message {
 }
 
 /// Decodes the packet at the start of `bytes`.
-pub(crate) fn decode(generation: Generation, bytes: &[u8]) -> Result<Packet, Malformed> {
+pub fn decode(generation: Generation, bytes: &[u8]) -> Result<Packet, Malformed> {
     let first = u32_at(bytes, 0)?;
     let ctl = u32_at(bytes, 4)?;
     let gaudi1 = generation == Generation::Gaudi1;

@@ -9,7 +9,7 @@ use crate::asic::Generation;
 use crate::packet::{self, Command, LinDma, LoadAndExe, Message, Packet};
 
 /// Largest piece of a copy done in one go; between pieces a reset is noticed.
-pub(crate) const SLICE: u64 = 256 << 10;
+pub const SLICE: u64 = 256 << 10;
 /// What a packet costs of a budget besides the bytes it moves.
 const PACKET_COST: u64 = 64;
 /// Packets are fetched in blocks of this size.
@@ -19,7 +19,8 @@ const MAX_DEPTH: usize = 8;
 
 /// What ends a queue's work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fault {
+#[allow(missing_docs, reason = "the fields bear the names of the specification")]
+pub enum Fault {
     /// No translation for an address.
     Page { addr: u64 },
     /// An access that no one answers, or that is not allowed.
@@ -31,7 +32,7 @@ pub(crate) enum Fault {
 }
 
 /// The rest of the device, as a queue sees it.
-pub(crate) trait Bus {
+pub trait Bus {
     /// Fetches packets, or what they refer to.
     fn read(&self, addr: u64, into: &mut [u8]) -> Result<(), Fault>;
     /// Moves `len` bytes of a DMA from `done` on.
@@ -54,7 +55,8 @@ pub(crate) trait Bus {
 
 /// Where packets come from.
 #[derive(Clone, Debug)]
-pub(crate) enum Program {
+#[allow(missing_docs, reason = "the fields bear the names of the specification")]
+pub enum Program {
     /// Copied by the driver when they were submitted.
     Copied(Arc<[u8]>),
     /// In device memory.
@@ -72,7 +74,7 @@ impl Program {
 
 /// How far [`Processor::run`] got.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Pause {
+pub enum Pause {
     /// The program is finished.
     Done,
     /// A fence does not let it pass.
@@ -139,7 +141,7 @@ impl Frame {
 
 /// State of one queue's command processor.
 #[derive(Debug)]
-pub(crate) struct Processor {
+pub struct Processor {
     generation: Generation,
     frames: Vec<Frame>,
     /// A fetch buffer for the next frame.
@@ -153,7 +155,8 @@ pub(crate) struct Processor {
 }
 
 impl Processor {
-    pub(crate) fn new(generation: Generation) -> Self {
+    /// With nothing to run.
+    pub fn new(generation: Generation) -> Self {
         Self {
             generation,
             frames: Vec::new(),
@@ -166,7 +169,7 @@ impl Processor {
     }
 
     /// Begins a program; the one before must be done.
-    pub(crate) fn start(&mut self, program: Program) {
+    pub fn start(&mut self, program: Program) {
         self.frames.clear();
         self.moved = 0;
         self.granted = false;
@@ -175,7 +178,7 @@ impl Processor {
     }
 
     /// Executes packets until something stops it.
-    pub(crate) fn run(&mut self, bus: &impl Bus, budget: &mut u64) -> Result<Pause, Fault> {
+    pub fn run(&mut self, bus: &impl Bus, budget: &mut u64) -> Result<Pause, Fault> {
         loop {
             let depth = self.frames.len();
             let Some(frame) = self.frames.last_mut() else { return Ok(Pause::Done) };

@@ -181,6 +181,7 @@ fn raise(counter: &mut u32, by: u32) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sync_manager::Writer;
 
     #[test]
     fn every_user_queue_has_fences_of_its_own() {
@@ -228,6 +229,7 @@ mod tests {
         registers.write(monitors + 0x6000, 0xfe << 8 | 1 << 16 | 1 << 17, &mut then);
         assert!(then.effects.is_empty());
         registers.write(registers.message_base(1), 1, &mut then);
-        assert_eq!(then.effects, [Effect::Write { addr: 0x77, value: 5 }]);
+        let by = Writer::Monitor(0);
+        assert_eq!(then.effects, [Effect::Write { addr: 0x77, value: 5, by }]);
     }
 }

@@ -7,18 +7,28 @@ use crate::asic::Generation;
 
 /// What a register write sets off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Effect {
+#[allow(missing_docs, reason = "the fields bear the names of the specification")]
+pub enum Effect {
     /// Write a word to an address.
-    Write { addr: u64, value: u32 },
+    Write { addr: u64, value: u32, by: Writer },
     /// Add to a 64-bit counter in memory.
-    Add { addr: u64, value: u32 },
-    /// Raise an interrupt of the user.
-    Interrupt { id: u32 },
+    Add { addr: u64, value: u32, by: Writer },
+    /// Write `id` to the interrupt doorbell that the completion queue names, at `addr`.
+    Interrupt { id: u32, addr: u64, enabled: bool },
+}
+
+/// Which register made a write: the driver's own write physical addresses, those of users virtual ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Writer {
+    /// A monitor, by number.
+    Monitor(usize),
+    /// A completion queue, by number.
+    Queue(usize),
 }
 
 /// Where the parts of a sync manager lie, from its first sync object on.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Layout {
+pub struct Layout {
     sobs: u64,
     monitors: u64,
     addr_low: u64,
@@ -31,7 +41,8 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    pub(crate) fn of(generation: Generation) -> Self {
+    /// Of a generation.
+    pub fn of(generation: Generation) -> Self {
         match generation {
             Generation::Gaudi1 => Self {
                 sobs: 2048,
@@ -95,6 +106,11 @@ impl Monitor {
         self.config >> 4 & 1 != 0
     }
 
+    /// Its completion queue raises an interrupt.
+    fn interrupts(&self) -> bool {
+        self.config >> 8 & 1 != 0
+    }
+
     /// First of the eight sync objects it monitors.
     fn group(&self) -> usize {
         let high = (self.config >> 16 & 0xf) << 8;
@@ -107,13 +123,14 @@ struct CompletionQueue {
     base: u64,
     size_log2: u32,
     produced: u32,
+    interrupt_addr: u64,
     interrupt_data: u32,
     counts: bool,
 }
 
 /// The registers.
 #[derive(Debug)]
-pub(crate) struct SyncManager {
+pub struct SyncManager {
     layout: Layout,
     sobs: Vec<u16>,
     monitors: Vec<Monitor>,
@@ -123,7 +140,8 @@ pub(crate) struct SyncManager {
 }
 
 impl SyncManager {
-    pub(crate) fn new(layout: Layout) -> Self {
+    /// After a reset.
+    pub fn new(layout: Layout) -> Self {
         Self {
             layout,
             sobs: vec![0; layout.sobs as usize],
@@ -134,7 +152,7 @@ impl SyncManager {
     }
 
     /// Writes a register at an offset from the first sync object.
-    pub(crate) fn write(&mut self, offset: u64, value: u32, effects: &mut Vec<Effect>) {
+    pub fn write(&mut self, offset: u64, value: u32, effects: &mut Vec<Effect>) {
         let layout = self.layout;
         let monitor = |base: u64| {
             let index = offset.checked_sub(base)? / 4;
@@ -161,10 +179,9 @@ impl SyncManager {
         }
     }
 
-    /// Value of a sync object.
-    #[cfg(test)]
-    fn sob(&self, index: usize) -> u16 {
-        self.sobs[index]
+    /// Value of a sync object; `None` if there is none of this number.
+    pub fn sob(&self, index: usize) -> Option<u16> {
+        self.sobs.get(index).copied()
     }
 
     fn write_sob(&mut self, index: usize, value: u32) {
@@ -237,9 +254,10 @@ impl SyncManager {
             for payload in at..=last {
                 let Monitor { addr, data, .. } = self.monitors[payload];
                 if self.monitors[at].has_queue() {
-                    self.produce(addr as usize, data, effects);
+                    let enabled = self.monitors[at].interrupts();
+                    self.produce(addr as usize, data, enabled, effects);
                 } else {
-                    effects.push(Effect::Write { addr, value: data });
+                    effects.push(Effect::Write { addr, value: data, by: Writer::Monitor(payload) });
                 }
             }
         }
@@ -255,22 +273,26 @@ impl SyncManager {
                 queue.produced = 0;
             }
             3 => queue.produced = value,
+            5 => queue.interrupt_addr = queue.interrupt_addr & !0xffff_ffff | u64::from(value),
+            6 => queue.interrupt_addr = queue.interrupt_addr & 0xffff_ffff | u64::from(value) << 32,
             7 => queue.interrupt_data = value,
             8 => queue.counts = value & 1 != 0,
             _ => {}
         }
     }
 
-    fn produce(&mut self, index: usize, data: u32, effects: &mut Vec<Effect>) {
+    fn produce(&mut self, index: usize, data: u32, enabled: bool, effects: &mut Vec<Effect>) {
         let Some(queue) = self.queues.get_mut(index) else { return };
+        let by = Writer::Queue(index);
         if queue.counts {
-            effects.push(Effect::Add { addr: queue.base, value: data });
+            effects.push(Effect::Add { addr: queue.base, value: data, by });
         } else {
             let place = u64::from(queue.produced) * 4 % (1 << queue.size_log2.max(2));
             queue.produced = queue.produced.wrapping_add(1);
-            effects.push(Effect::Write { addr: queue.base.wrapping_add(place), value: data });
+            effects.push(Effect::Write { addr: queue.base.wrapping_add(place), value: data, by });
         }
-        effects.push(Effect::Interrupt { id: queue.interrupt_data });
+        let (id, addr) = (queue.interrupt_data, queue.interrupt_addr);
+        effects.push(Effect::Interrupt { id, addr, enabled });
     }
 }
 
@@ -305,7 +327,8 @@ mod tests {
         write(&mut sm, 0xc000 + 4 * 7, 42);
         assert_eq!(write(&mut sm, 0xe000 + 4 * 7, arm(13, 2)), []);
         assert_eq!(write(&mut sm, 4 * 13, ADD | 1), []);
-        let fired = [Effect::Write { addr: 0x1000_0000_1234, value: 42 }];
+        let by = Writer::Monitor(7);
+        let fired = [Effect::Write { addr: 0x1000_0000_1234, value: 42, by }];
         assert_eq!(write(&mut sm, 4 * 13, ADD | 1), fired);
         assert_eq!(write(&mut sm, 4 * 13, 2), []);
         // Armed when the condition already holds: at once.
@@ -327,7 +350,7 @@ mod tests {
         let target: u64 = 0xfff_e000_3fff_8100;
         write(&mut sm, 4 * 416, LONG | 0x7fff);
         write(&mut sm, 4 * 416, ADD | LONG | 1);
-        assert_eq!((sm.sob(416), sm.sob(417)), (0, 1));
+        assert_eq!((sm.sob(416), sm.sob(417)), (Some(0), Some(1)));
         for n in 0..4 {
             let value = (target >> (15 * n) & 0x7fff) as u32;
             write(&mut sm, 4 * (416 + n), if n == 0 { LONG | value } else { value });
@@ -345,22 +368,24 @@ mod tests {
     fn completion_queues_store_or_count_and_interrupt() {
         let mut sm = gaudi2();
         let cq = |register: u64| 0x1e050 + register * 0x100 + 4 * 3;
-        for (register, value) in [(0, 0x5000), (1, 0xfff0_0000), (2, 3), (7, 50), (8, 0)] {
+        for (register, value) in [(0, 0x5000), (1, 0xfff0_0000), (2, 3), (5, 0x77), (7, 50), (8, 0)]
+        {
             write(&mut sm, cq(register), value);
         }
-        write(&mut sm, 0x10000, 1 << 4);
+        write(&mut sm, 0x10000, 1 << 4 | 1 << 8);
         write(&mut sm, 0x8000, 3);
+        let by = Writer::Queue(3);
         write(&mut sm, 0xc000, 101);
         for place in [0, 4, 0] {
             write(&mut sm, 0, 0);
             write(&mut sm, 0xe000, arm(0, 1));
             let addr = 0xfff0_0000_0000_5000 + place;
-            let stored = [Effect::Write { addr, value: 101 }, Effect::Interrupt { id: 50 }];
-            assert_eq!(write(&mut sm, 0, 1), stored);
+            let interrupt = Effect::Interrupt { id: 50, addr: 0x77, enabled: true };
+            assert_eq!(write(&mut sm, 0, 1), [Effect::Write { addr, value: 101, by }, interrupt]);
         }
         write(&mut sm, cq(8), 1);
         let counted = write(&mut sm, 0xe000, arm(0, 1));
-        assert_eq!(counted[0], Effect::Add { addr: 0xfff0_0000_0000_5000, value: 101 });
+        assert_eq!(counted[0], Effect::Add { addr: 0xfff0_0000_0000_5000, value: 101, by });
     }
 
     proptest::proptest! {

@@ -1,0 +1,235 @@
+//! The framework in this process: whether it is there, and which card it has.
+
+use std::ffi::{c_int, c_void};
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
+
+use crate::Loaded;
+use crate::loaded::Changes;
+use crate::status::{CallError, Status};
+use crate::sys::{DeviceInfoV2, Functions, Handle, PoolInfoV2};
+
+/// The id that `synDeviceAcquire` returns, whatever the card; the functions ignore it.
+pub(crate) const DEVICE: u32 = 0;
+/// The pool that tensors come from.
+const POOL: &std::ffi::CStr = c"global_hbm";
+
+/// libSynapse, and libscal if it is there.
+#[derive(Debug)]
+pub struct Framework {
+    pub(crate) functions: Functions,
+    // The functions are theirs: they stay in the process.
+    path: String,
+    _libraries: Vec<Loaded>,
+}
+
+/// The card that the framework has acquired, as it describes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Acquired {
+    /// The compute node's descriptor. It is the framework's: never close it, never duplicate it for longer than a
+    /// call.
+    pub fd: c_int,
+    /// Place of the card in the server.
+    pub module_id: u32,
+    /// N of `/dev/accel/accelN`, where the library says so.
+    pub index: Option<u8>,
+    /// `synDeviceType`.
+    pub device_type: u32,
+    /// The base of the pool, where the library says so and libscal does not.
+    hbm_base: Option<u64>,
+    /// Bytes that can be allocated.
+    dram_size: u64,
+    /// This opening of the card: libscal's key for it, 0 where that is not known.
+    opening: usize,
+}
+
+/// The device memory that the framework divides.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pool {
+    /// The addresses that it hands out.
+    pub range: Range<u64>,
+    /// Where the driver's mapping begins that it lies in: what the driver exports.
+    pub mapping: u64,
+}
+
+impl Framework {
+    /// The framework, if libSynapse is in this process. Looks at the loader's list only when that has changed.
+    pub fn find() -> Option<Arc<Framework>> {
+        static KNOWN: OnceLock<Arc<Framework>> = OnceLock::new();
+        static CHANGES: Changes = Changes::new();
+        if let Some(known) = KNOWN.get() {
+            return Some(Arc::clone(known));
+        }
+        let found = CHANGES.look_if_any(Framework::look)??;
+        Some(Arc::clone(KNOWN.get_or_init(|| Arc::new(found))))
+    }
+
+    fn look() -> Option<Framework> {
+        let synapse = Loaded::find("libSynapse")?;
+        let scal = Loaded::find("libscal");
+        let in_scal = |name: &std::ffi::CStr| match &scal {
+            Some(scal) => scal.function(name),
+            // It may be part of libSynapse.
+            None => synapse.function(name),
+        };
+        // SAFETY: libraries of these names have the vendor's functions, and stay in the process.
+        let functions = unsafe { Functions::find(|name| synapse.function(name), in_scal) };
+        let path = synapse.path().to_owned();
+        Some(Framework {
+            functions,
+            path,
+            _libraries: [Some(synapse), scal].into_iter().flatten().collect(),
+        })
+    }
+
+    /// A framework with these functions.
+    ///
+    /// # Safety
+    /// They do what the libraries' do.
+    pub unsafe fn with_functions(functions: Functions) -> Framework {
+        Framework {
+            functions,
+            path: String::from("(a table of functions)"),
+            _libraries: Vec::new(),
+        }
+    }
+
+    /// Where libSynapse was loaded from.
+    pub fn path(&self) -> &str {
+        &self.path
+    }
+
+    /// The card that the framework has, if it has acquired one. Changes nothing.
+    pub fn acquired(&self) -> Result<Option<Acquired>, CallError> {
+        let (name, call) =
+            match (self.functions.synDeviceGetInfoV2, self.functions.synDeviceGetInfo) {
+                (Some(call), _) => ("synDeviceGetInfoV2", call),
+                (None, Some(call)) => ("synDeviceGetInfo", call),
+                (None, None) => return Err(CallError::Missing("synDeviceGetInfoV2")),
+            };
+        let mut info = DeviceInfoV2::default();
+        // SAFETY: the larger of the two structures.
+        match Status(unsafe { call(DEVICE, &raw mut info) }) {
+            Status::SUCCESS => {}
+            Status::UNINITIALIZED | Status::FAIL | Status::NO_DEVICE_FOUND => return Ok(None),
+            status => return Err(CallError::Refused { call: name, status }),
+        }
+        let has_v2 = self.functions.synDeviceGetInfoV2.is_some();
+        let fd = info.fd as c_int;
+        Ok(Some(Acquired {
+            fd,
+            module_id: info.device_id,
+            index: has_v2.then_some(info.device_index),
+            device_type: info.device_type,
+            hbm_base: Some(info.hbm_base).filter(|&base| has_v2 && base != 0),
+            dram_size: info.dram_size,
+            opening: self.scal_of(fd).map_or(0, |scal| scal as usize),
+        }))
+    }
+
+    /// libscal's handle for a descriptor, if it drives that card.
+    fn scal_of(&self, fd: c_int) -> Result<Handle, CallError> {
+        let name = "scal_get_handle_from_fd";
+        let call = self.functions.scal_get_handle_from_fd.ok_or(CallError::Missing(name))?;
+        let mut scal = std::ptr::null_mut();
+        // SAFETY: a number, and room for a pointer.
+        let code = unsafe { call(fd, &raw mut scal) };
+        if code == 0 && !scal.is_null() {
+            Ok(scal)
+        } else {
+            Err(CallError::Scal { call: name, code })
+        }
+    }
+
+    /// Whether SCAL drives the card behind this descriptor: then its queues are SCAL's.
+    pub fn drives(&self, fd: c_int) -> bool {
+        self.scal_of(fd).is_ok()
+            || self.acquired().is_ok_and(|card| card.is_some_and(|card| card.fd == fd))
+    }
+
+    /// Where the card's pool is: as libscal says, else as libSynapse does.
+    pub fn pool(&self, card: &Acquired) -> Result<Pool, CallError> {
+        let pool = self.pool_of_scal(card.fd);
+        match (pool, card.hbm_base) {
+            (Ok(pool), _) => Ok(pool),
+            (Err(_), Some(base)) => {
+                Ok(Pool { range: base..base.saturating_add(card.dram_size), mapping: base })
+            }
+            (Err(error), None) => Err(error),
+        }
+    }
+
+    fn pool_of_scal(&self, fd: c_int) -> Result<Pool, CallError> {
+        let (find, ask) = ("scal_get_pool_handle_by_name", "scal_pool_get_infoV2");
+        let by_name =
+            self.functions.scal_get_pool_handle_by_name.ok_or(CallError::Missing(find))?;
+        let get_info = self.functions.scal_pool_get_infoV2.ok_or(CallError::Missing(ask))?;
+        let scal = self.scal_of(fd)?;
+        let check =
+            |call, code| if code == 0 { Ok(()) } else { Err(CallError::Scal { call, code }) };
+        let mut pool = std::ptr::null_mut();
+        // SAFETY: a handle that libscal just returned, and a terminated string.
+        check(find, unsafe { by_name(scal, POOL.as_ptr(), &raw mut pool) })?;
+        // SAFETY: plain data, for which zeroes are a value.
+        let mut info: PoolInfoV2 = unsafe { std::mem::zeroed() };
+        // SAFETY: as above, and room for the structure.
+        check(ask, unsafe { get_info(pool, &raw mut info) })?;
+        let PoolInfoV2 { device_base, total, allocated_base, .. } = info;
+        let end = device_base.checked_add(total).filter(|_| {
+            device_base != 0 && total != 0 && allocated_base != 0 && allocated_base <= device_base
+        });
+        // What makes no sense is as good as no answer.
+        let end = end.ok_or(CallError::Scal { call: ask, code: 0 })?;
+        Ok(Pool { range: device_base..end, mapping: allocated_base })
+    }
+
+    /// The card's PCI address, as the framework writes it.
+    pub fn bus_id(&self) -> Result<String, CallError> {
+        let name = "synDeviceGetPCIBusId";
+        let call = self.functions.synDeviceGetPCIBusId.ok_or(CallError::Missing(name))?;
+        let mut text = [0_u8; 32];
+        // SAFETY: the room's length is passed with it, less the last byte, which stays zero.
+        let status =
+            Status(unsafe { call(text.as_mut_ptr().cast(), text.len() as c_int - 1, DEVICE) });
+        accepted(name, status)?;
+        let text = std::ffi::CStr::from_bytes_until_nul(&text).unwrap_or_default();
+        Ok(text.to_string_lossy().trim().to_owned())
+    }
+
+    /// Free and total bytes of the pool.
+    pub fn memory(&self) -> Result<(u64, u64), CallError> {
+        let name = "synDeviceGetMemoryInfo";
+        let call = self.functions.synDeviceGetMemoryInfo.ok_or(CallError::Missing(name))?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: room for two numbers.
+        accepted(name, Status(unsafe { call(DEVICE, &raw mut free, &raw mut total) }))?;
+        Ok((free, total))
+    }
+
+    /// The first function that copies need and the library does not have.
+    pub fn missing_for_copies(&self) -> Option<&'static str> {
+        let functions = &self.functions;
+        let needed: [(&'static str, bool); 8] = [
+            ("synStreamCreateGeneric", functions.synStreamCreateGeneric.is_some()),
+            ("synStreamSynchronize", functions.synStreamSynchronize.is_some()),
+            ("synEventCreate", functions.synEventCreate.is_some()),
+            ("synEventRecord", functions.synEventRecord.is_some()),
+            ("synEventQuery", functions.synEventQuery.is_some()),
+            ("synMemCopyAsync", functions.synMemCopyAsync.is_some()),
+            ("synHostMap", functions.synHostMap.is_some()),
+            ("synHostUnmap", functions.synHostUnmap.is_some()),
+        ];
+        needed.into_iter().find(|(_, there)| !there).map(|(name, _)| name)
+    }
+
+    /// The address of a function of libSynapse, for whoever stands in for it.
+    pub fn function(&self, name: &std::ffi::CStr) -> Option<*const c_void> {
+        let found = self._libraries.first()?.function(name);
+        (!found.is_null()).then_some(found.cast_const())
+    }
+}
+
+/// An answer of libSynapse as a result.
+pub(crate) fn accepted(call: &'static str, status: Status) -> Result<(), CallError> {
+    if status == Status::SUCCESS { Ok(()) } else { Err(CallError::Refused { call, status }) }
+}

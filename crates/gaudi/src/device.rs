@@ -11,11 +11,11 @@ use hl_thunk::packet::{self, LinDma};
 use smallvec::smallvec;
 
 use crate::backend::{Backend, Geometry, HostPin};
+use crate::copy::copy_and_wait;
 use crate::copy::engine::Engine;
 use crate::copy::located::End;
 use crate::copy::slab::{PermitSlots, SlotPool};
 use crate::copy::submission::Resources;
-use crate::copy::{BOUNCE_LEN, copy_and_wait};
 use crate::memory::{AddressTable, DeviceRange, Extent, Memory};
 use crate::pin::Pins;
 use crate::process::ProcessBound;
@@ -29,8 +29,6 @@ use crate::{
     Side, SubmitError, Transfer, Window, kept, runtime,
 };
 
-/// Bounce slots of a device, of [`BOUNCE_LEN`] bytes each. Short copies have others: one per permit.
-const BOUNCE_SLOTS: u32 = 64;
 const EXPORTING: &str = "exporting a dma-buf";
 
 /// Staging slots between two cards.
@@ -143,7 +141,7 @@ impl Device {
             bounce: OnceLock::new(),
             permit_slots: OnceLock::new(),
             staging: OnceLock::new(),
-            memory: Memory::new(window.range(), geometry, counts),
+            memory: Memory::new(window.range(), geometry, backend.pool(), counts),
             backend,
             _blocked: blocked,
             _listed: listed,
@@ -184,6 +182,11 @@ impl Device {
         &self.window
     }
 
+    /// Whether the card is a framework's (Synapse), in whose process this is, and used through it.
+    pub fn is_guest(&self) -> bool {
+        self.open.memory.is_in_pool()
+    }
+
     /// How much memory there is.
     pub fn memory(&self) -> MemoryInfo {
         self.open.memory.info()
@@ -193,14 +196,19 @@ impl Device {
     /// always given). The contents are not defined, unless [`Options::clear_allocations`](crate::Options::clear_allocations) is set.
     pub fn alloc(self: &Arc<Self>, len: u64, align: u64) -> Result<Allocation, Error> {
         self.check_process("allocating device memory")?;
-        self.announcement.ensure(runtime().windows(), &self.window);
+        if !self.is_guest() {
+            self.announcement.ensure(runtime().windows(), &self.window);
+        }
         let taken = self.take(len, align).and_then(|base| self.clear_if_asked(base, len));
         let base = taken.map_err(|error| {
             self.let_go_if_lost();
             self.failed(error)
         })?;
         self.counts.allocated(len);
-        runtime().table().insert(DeviceRange { base, len, device: self.id });
+        // A framework's pool is in the table as a whole.
+        if !self.is_guest() {
+            runtime().table().insert(DeviceRange { base, len, device: self.id });
+        }
         Ok(Allocation::new(Arc::clone(self), DeviceAddr(base), len))
     }
 
@@ -239,9 +247,16 @@ impl Device {
         if !self.is_ours() {
             return;
         }
-        runtime().table().remove(addr.0);
+        if !self.is_guest() {
+            runtime().table().remove(addr.0);
+        }
         self.open.engine.quiesce(&(addr.0..addr.0 + len));
         self.counts.freed(len);
+        if self.is_guest() {
+            // What peers have open is the pool, not this.
+            self.open.memory.give(addr.0);
+            return;
+        }
         let device = Arc::downgrade(self);
         share::freed(addr, len, self.counts, move || {
             if let Some(device) = device.upgrade() {
@@ -308,7 +323,7 @@ impl Device {
         self.check_process(EXPORTING)?;
         let checked = self.check_own(addr, len, EXPORTING);
         let exported = checked.and_then(|entry| {
-            if self.open.memory.has(addr.0) {
+            if self.open.memory.exports(addr.0) {
                 self.open.memory.export(addr.0, len, extent)
             } else {
                 self.export_foreign(&entry, addr, len)
@@ -531,7 +546,10 @@ impl Device {
 
     /// Slots for small or unpinnable host buffers, made at the first copy that needs one.
     pub(crate) fn bounce(&self) -> Result<&Arc<SlotPool>, Error> {
-        let made = self.open.bounce.get_or_init(|| SlotPool::new(BOUNCE_LEN, BOUNCE_SLOTS));
+        let made = self.open.bounce.get_or_init(|| {
+            let (count, len) = self.open.backend.bounce_slots();
+            SlotPool::new(len, count)
+        });
         made.as_ref().map_err(Clone::clone)
     }
 

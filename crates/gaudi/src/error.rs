@@ -211,6 +211,12 @@ impl Error {
         self
     }
 
+    /// The open device is of no more use.
+    pub(crate) fn device_is_lost(mut self) -> Self {
+        self.device_lost = true;
+        self
+    }
+
     /// Adds to what went wrong.
     pub(crate) fn add_detail(&mut self, more: &dyn fmt::Display) {
         self.detail = format!("{}, {more}", self.detail);

@@ -12,9 +12,12 @@ use std::collections::{BTreeMap, HashMap};
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use synapse::Framework;
+
 use crate::backend::lent::LentDriver;
 use crate::device::Withdrawn;
 use crate::error::Phase;
+use crate::guest::driven_by_framework;
 use crate::memory::DeviceRange;
 use crate::owners;
 use crate::window::ForeignMemory;
@@ -262,7 +265,7 @@ impl Runtime {
 
     /// Takes a card that did not open because this process has it, if that is wanted.
     pub(crate) fn adopt_busy(&self, candidates: &[DeviceInfo]) -> Option<Arc<Device>> {
-        if !self.adopts_own_cards() || synapse_is_there() {
+        if !self.adopts_own_cards() {
             return None;
         }
         let library = self.library_if_loaded()?;
@@ -282,6 +285,9 @@ impl Runtime {
         lend: bool,
     ) -> Result<Arc<Device>, Error> {
         self.check_process(LENDING)?;
+        if Framework::drives(fd.as_raw_fd()) {
+            return Err(driven_by_framework(LENDING).on(info));
+        }
         let _opening = self.opening();
         let known = match self.lent.state().cards.get(&info.bus_id) {
             Some(card) if card.lent || !lend => return Ok(Arc::clone(&card.device)),
@@ -329,6 +335,7 @@ impl Runtime {
         fd: BorrowedFd<'_>,
         lend: bool,
     ) -> Result<Arc<Device>, Error> {
+        let number = fd.as_raw_fd();
         let fd = fd.try_clone_to_owned().map_err(|error| {
             let errno = error.raw_os_error().unwrap_or(libc::EMFILE);
             Error::os(Phase::Use, LENDING, "dup", errno).on(info)
@@ -342,7 +349,7 @@ impl Runtime {
                 error.advise_instead("lend the compute node, not the control node")
             }
         })?;
-        self.adopt(info, Arc::new(LentDriver::new(device, lend)))
+        self.adopt(info, Arc::new(LentDriver::new(device, lend, number)))
     }
 
     fn withdraw_card(&self, bus_id: &BusId) -> bool {
@@ -378,33 +385,5 @@ impl Runtime {
                 "check GAUDI_MAPPING_TABLE and HABANA_VISIBLE_MODULES",
             )
         })
-    }
-}
-
-/// Whether Habana's own stack is in this process: then the card's queues are its, and work of ours
-/// beside it is not safe.
-fn synapse_is_there() -> bool {
-    has_synapse(&std::fs::read_to_string("/proc/self/maps").unwrap_or_default())
-}
-
-/// The same, of the text of `/proc/self/maps`.
-fn has_synapse(maps: &str) -> bool {
-    let files = maps.lines().filter_map(|line| line.get(line.find('/')?..)?.rsplit('/').next());
-    files
-        .into_iter()
-        .any(|name| name.starts_with("libSynapse.so") || name.starts_with("libscal.so"))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn synapse_is_recognised_by_its_libraries() {
-        let line = |path: &str| format!("7f00-7f01 r-xp 00000000 fe:00 11 {path}\n");
-        assert!(has_synapse(&line("/usr/lib/habanalabs/libSynapse.so")));
-        assert!(has_synapse(&(line("/usr/bin/python3") + &line("/opt/libscal.so.1.20"))));
-        assert!(!has_synapse(&line("/home/libSynapse.so/libhl-thunk.so")));
-        assert!(!has_synapse("7f00-7f01 rw-p 00000000 00:00 0\n"));
     }
 }

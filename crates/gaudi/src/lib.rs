@@ -32,6 +32,7 @@ mod device;
 mod discovery;
 mod environment;
 mod error;
+mod guest;
 mod owners;
 
 mod kept;

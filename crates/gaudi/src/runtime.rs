@@ -12,8 +12,8 @@ use std::time::Duration;
 use arc_swap::ArcSwap;
 use hl_thunk::{Generation, Library};
 
-use crate::backend::Backend;
 use crate::backend::driver::Driver;
+use crate::backend::{Backend, Placement};
 use crate::copy::copy_and_wait;
 use crate::copy::located::End;
 use crate::discovery;
@@ -31,7 +31,8 @@ use crate::topology::PciLink;
 use crate::window::{ReservedAddresses, Windows};
 use crate::{
     BusId, Conflict, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Error, ErrorKind,
-    Location, Options, RegistrationCache, ScaleOut, Sysfs, Window, WindowEvent, kept,
+    Location, Options, RegistrationCache, ScaleOut, Sysfs, USER_SPACE_END, Window, WindowEvent,
+    kept,
 };
 
 /// The engine of this process. See [`runtime()`].
@@ -182,6 +183,9 @@ impl Runtime {
         self.check_process(OPENING)?;
         kept::drop_lost();
         let candidates = self.candidates(choice)?;
+        if let Some(device) = self.open_framework_card(choice, &candidates)? {
+            return Ok(device);
+        }
         if let Some(shared) = self.share_open(&candidates, user) {
             return shared;
         }
@@ -258,7 +262,7 @@ impl Runtime {
 
     /// Has a card stay open if that is wanted. The application's is the application's to close.
     fn keep(&self, device: Arc<Device>, user: User) -> Arc<Device> {
-        if !self.is_lent(device.id()) {
+        if !self.is_lent(device.id()) && !device.is_guest() {
             kept::opened(&device, user, self.options().keep_open.unwrap_or_default());
         }
         device
@@ -298,11 +302,11 @@ impl Runtime {
         let mut geometry = backend.geometry();
         let mut range = self.windows.range_for(info, geometry).map_err(|error| error.on(info))?;
         let mut blocked = None;
-        if geometry.physical_base.is_some() {
+        if let Placement::Physical(_) = geometry.placement {
             let (block, part) = self.block(info, &range)?;
             geometry.total = part.end - part.start;
             geometry.page = geometry.total;
-            geometry.physical_base = Some(part.start);
+            geometry.placement = Placement::Physical(part.start);
             (blocked, range) = (Some(block), part);
         }
         let id = DeviceId(self.next_id.fetch_add(1, Ordering::Relaxed));
@@ -393,6 +397,21 @@ impl Runtime {
     /// Whether all of `[addr, addr + len)` is memory of one live allocation, and which. Wait-free.
     /// A length of zero asks about the address alone.
     pub fn locate(&self, addr: u64, len: usize) -> Option<Location> {
+        self.locate_known(addr, len).or_else(|| self.locate_late(addr, len))
+    }
+
+    /// No host memory has this address: a framework may have come since the last look, or acquired its card.
+    #[cold]
+    fn locate_late(&self, addr: u64, len: usize) -> Option<Location> {
+        if addr < USER_SPACE_END || self.check_process("finding device memory").is_err() {
+            return None;
+        }
+        self.look_at_framework();
+        self.locate_known(addr, len)
+    }
+
+    /// As [`Runtime::locate`], without a look at the framework: for those who hold a lock.
+    pub(crate) fn locate_known(&self, addr: u64, len: usize) -> Option<Location> {
         let entry = self.table.find(addr, len as u64)?;
         Some(Location {
             device_id: entry.device,

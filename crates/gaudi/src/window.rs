@@ -15,7 +15,7 @@ use std::thread::ThreadId;
 
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
-use crate::backend::Geometry;
+use crate::backend::{Geometry, Placement};
 use crate::error::Phase;
 use crate::{BusId, DeviceAddr, DeviceId, DeviceInfo, Error, ErrorKind, Generation};
 
@@ -102,8 +102,10 @@ impl Windows {
         info: &DeviceInfo,
         geometry: Geometry,
     ) -> Result<Range<u64>, Error> {
-        if let Some(base) = geometry.physical_base {
-            return Ok(base..base + geometry.total);
+        match geometry.placement {
+            Placement::Physical(base) => return Ok(base..base + geometry.total),
+            Placement::Pool { start, len } => return Ok(start..start + len),
+            Placement::Window => {}
         }
         let full = || {
             Error::new(
@@ -124,7 +126,17 @@ impl Windows {
                 let count = starts.len();
                 let wanted = info.node as usize + count / 2;
                 let mut slices = (0..count).map(|step| starts[(wanted + step) % count]);
-                let free = |slice: &u64| !state.slices.values().any(|taken| taken == slice);
+                let foreign = |slice: u64| {
+                    let overlaps = |other: &ForeignMemory| {
+                        other.info.bus_id != info.bus_id
+                            && slice < other.start.0 + other.len
+                            && other.start.0 < slice + SLICE
+                    };
+                    state.foreign.iter().any(overlaps)
+                };
+                let free = |slice: &u64| {
+                    !state.slices.values().any(|taken| taken == slice) && !foreign(*slice)
+                };
                 let slice = slices.find(free).ok_or_else(full)?;
                 state.slices.insert(info.bus_id.clone(), slice);
                 slice
@@ -362,7 +374,7 @@ mod tests {
 
     const GAUDI2_PAGE: u64 = 0x3000_0000;
     const GEOMETRY: Geometry =
-        Geometry { total: 127 * GAUDI2_PAGE, page: GAUDI2_PAGE, physical_base: None };
+        Geometry { total: 127 * GAUDI2_PAGE, page: GAUDI2_PAGE, placement: Placement::Window };
 
     #[test]
     fn every_card_has_a_window_of_its_own_for_ever() {

@@ -2,7 +2,7 @@
 //! owns.
 
 use std::ffi::{CStr, CString, c_char};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 
 use crate::error::check;
@@ -22,12 +22,20 @@ const HW_IP_ROOM: usize = 4096;
 /// Fills the room beyond the structure that we know.
 const CANARY: u8 = 0xc5;
 
-/// An open descriptor that is closed through the library.
+/// An open descriptor. Our own is closed through the library.
 #[derive(Debug)]
 struct Node {
     library: Arc<Library>,
-    fd: Option<OwnedFd>,
+    fd: NodeFd,
     opened_by: ProcessInstance,
+}
+
+#[derive(Debug)]
+enum NodeFd {
+    /// `None` in `drop` only.
+    Ours(Option<OwnedFd>),
+    /// Somebody else's, who closes it.
+    Borrowed(RawFd),
 }
 
 impl Node {
@@ -44,7 +52,7 @@ impl Node {
 
     fn from_fd(library: &Arc<Library>, fd: OwnedFd) -> Self {
         let opened_by = ProcessInstance::current();
-        Self { library: Arc::clone(library), fd: Some(fd), opened_by }
+        Self { library: Arc::clone(library), fd: NodeFd::Ours(Some(fd)), opened_by }
     }
 
     fn is_ours(&self) -> bool {
@@ -52,7 +60,11 @@ impl Node {
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_ref().expect("taken only in drop").as_fd()
+        match &self.fd {
+            NodeFd::Ours(fd) => fd.as_ref().expect("taken only in drop").as_fd(),
+            // SAFETY: whoever made this answers for it.
+            NodeFd::Borrowed(fd) => unsafe { BorrowedFd::borrow_raw(*fd) },
+        }
     }
 
     fn hw_info(&self) -> Result<HwIpInfo, Error> {
@@ -77,7 +89,8 @@ impl Node {
 
 impl Drop for Node {
     fn drop(&mut self) {
-        let Some(fd) = self.fd.take() else { return };
+        let NodeFd::Ours(fd) = &mut self.fd else { return };
+        let Some(fd) = fd.take() else { return };
         if !self.is_ours() {
             // A fork handler may have closed it: then the number is somebody else's by now.
             let _ = fd.into_raw_fd();
@@ -180,7 +193,20 @@ impl Device {
     /// all descriptors of one opening share its context, and the card is free when the last is
     /// closed. `ENOTTY` if it is no compute node.
     pub fn from_opened(library: &Arc<Library>, fd: OwnedFd) -> Result<Self, Error> {
-        let node = Node::from_fd(library, fd);
+        Self::of_node(Node::from_fd(library, fd))
+    }
+
+    /// As [`Device::from_opened`], through that somebody's own descriptor, which is never closed here: for one who
+    /// must be able to give the card up by closing it.
+    ///
+    /// # Safety
+    /// The descriptor stays open, and of the same card, as long as the answer, or anything made of it, is used.
+    pub unsafe fn borrow(library: &Arc<Library>, fd: RawFd) -> Result<Self, Error> {
+        let (library, opened_by) = (Arc::clone(library), ProcessInstance::current());
+        Self::of_node(Node { library, fd: NodeFd::Borrowed(fd), opened_by })
+    }
+
+    fn of_node(node: Node) -> Result<Self, Error> {
         let name = "hlthunk_get_hw_ip_info";
         let hw = node.hw_info()?;
         // A control node answers that as well. By its name, because the driver would write whatever else

@@ -64,6 +64,21 @@ impl Framework {
         Some(Arc::clone(KNOWN.get_or_init(|| Arc::new(found))))
     }
 
+    /// libscal alone, which a program may use without libSynapse.
+    fn find_scal() -> Option<&'static Framework> {
+        static KNOWN: OnceLock<Framework> = OnceLock::new();
+        static CHANGES: Changes = Changes::new();
+        if let Some(known) = KNOWN.get() {
+            return Some(known);
+        }
+        let scal = CHANGES.look_if_any(|| Loaded::find("libscal"))??;
+        // SAFETY: as in `look`.
+        let functions =
+            unsafe { Functions::find(|_| std::ptr::null_mut(), |name| scal.function(name)) };
+        let path = scal.path().to_owned();
+        Some(KNOWN.get_or_init(|| Framework { functions, path, _libraries: vec![scal] }))
+    }
+
     fn look() -> Option<Framework> {
         let synapse = Loaded::find("libSynapse")?;
         let scal = Loaded::find("libscal");
@@ -141,10 +156,16 @@ impl Framework {
         }
     }
 
-    /// Whether SCAL drives the card behind this descriptor: then its queues are SCAL's.
-    pub fn drives(&self, fd: c_int) -> bool {
-        self.scal_of(fd).is_ok()
-            || self.acquired().is_ok_and(|card| card.is_some_and(|card| card.fd == fd))
+    /// Whether Synapse or SCAL drives the card behind this descriptor, given by its owner's number: then its queues
+    /// are SCAL's.
+    pub fn drives(fd: c_int) -> bool {
+        match Framework::find() {
+            Some(framework) => {
+                let has = |card: Option<Acquired>| card.is_some_and(|card| card.fd == fd);
+                framework.scal_of(fd).is_ok() || framework.acquired().is_ok_and(has)
+            }
+            None => Framework::find_scal().is_some_and(|scal| scal.scal_of(fd).is_ok()),
+        }
     }
 
     /// Where the card's pool is: as libscal says, else as libSynapse does.

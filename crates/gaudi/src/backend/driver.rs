@@ -11,7 +11,7 @@ use hl_thunk::{
     Generation, HostMapping, HwBlock, ImportedMapping, PAGE_SIZE, WaitStatus,
 };
 
-use super::{Backend, CopyLimits, Geometry, HostPin, Page, Registers, Taken, Ticket};
+use super::{Backend, CopyLimits, Geometry, HostPin, Page, Placement, Registers, Taken, Ticket};
 use crate::copy::SLOTS;
 use crate::error::{Error, ErrorKind, Phase};
 use crate::process::{CloseOnFork, ClosedInChildren};
@@ -264,12 +264,16 @@ fn geometry_of(generation: Generation, hw: &HwIpInfo) -> Geometry {
         let base = hw.dram_base_address.next_multiple_of(PAGE_SIZE);
         let end = hw.dram_base_address.saturating_add(hw.dram_size) / PAGE_SIZE * PAGE_SIZE;
         let total = end.saturating_sub(base);
-        return Geometry { total, page: total.max(PAGE_SIZE), physical_base: Some(base) };
+        return Geometry {
+            total,
+            page: total.max(PAGE_SIZE),
+            placement: Placement::Physical(base),
+        };
     }
     let reported = [hw.device_mem_alloc_default_page_size, hw.dram_page_size];
     let usable = |page: &u64| *page != 0 && page.is_multiple_of(PAGE_SIZE);
     let page = reported.into_iter().find(usable).unwrap_or(FALLBACK_PAGE);
-    Geometry { total: hw.dram_size / page * page, page, physical_base: None }
+    Geometry { total: hw.dram_size / page * page, page, placement: Placement::Window }
 }
 
 const EXPORTING: &str = "exporting a dma-buf";
@@ -279,9 +283,9 @@ fn export_failed(error: hl_thunk::Error) -> Error {
 }
 
 /// The one export that everyone in this process shares, made when first asked for.
-type Shared = Mutex<Option<(CloseOnFork, GaugeGuard)>>;
+pub(super) type Shared = Mutex<Option<(CloseOnFork, GaugeGuard)>>;
 
-fn shared(
+pub(super) fn shared(
     whole: &Shared,
     counts: Counts,
     export: impl FnOnce() -> Result<DmaBuf, hl_thunk::Error>,
@@ -304,7 +308,10 @@ fn shared(
 }
 
 /// An export of its own, for the caller alone.
-fn alone(part: Result<DmaBuf, hl_thunk::Error>, counts: Counts) -> Result<OwnedFd, Error> {
+pub(super) fn alone(
+    part: Result<DmaBuf, hl_thunk::Error>,
+    counts: Counts,
+) -> Result<OwnedFd, Error> {
     let part = part.map_err(export_failed)?;
     counts.add(Counter::DmabufExports, 1);
     Ok(part.into_fd())
@@ -406,12 +413,13 @@ mod tests {
         (gaudi2.dram_size, gaudi2.dram_page_size) = (0x17_d000_0000, 0x3000_0000);
         let geometry = geometry_of(Generation::Gaudi2, &gaudi2);
         assert_eq!((geometry.total, geometry.page), (0x17_d000_0000, 0x3000_0000));
-        assert_eq!(geometry.physical_base, None);
+        assert_eq!(geometry.placement, Placement::Window);
 
         let mut gaudi = hw();
         (gaudi.dram_base_address, gaudi.dram_size) = (0x2000_0000, 0x7_e000_0000);
         let geometry = geometry_of(Generation::Gaudi, &gaudi);
-        assert_eq!((geometry.total, geometry.physical_base), (0x7_e000_0000, Some(0x2000_0000)));
+        let physical = Placement::Physical(0x2000_0000);
+        assert_eq!((geometry.total, geometry.placement), (0x7_e000_0000, physical));
     }
 
     #[test]

@@ -11,7 +11,7 @@ use std::time::Duration;
 use hl_thunk::packet::LinDma;
 use hl_thunk::{DeviceAddr, Direction, ExportCall};
 
-use super::{Backend, CopyLimits, Geometry, HostPin, Page, Registers, Taken, Ticket};
+use super::{Backend, CopyLimits, Geometry, HostPin, Page, Placement, Registers, Taken, Ticket};
 use crate::copy::SLOTS;
 use crate::error::Phase;
 use crate::rcache::invalidate;
@@ -294,7 +294,7 @@ impl Registers for FakeBlock {
 
 impl Backend for Fake {
     fn geometry(&self) -> Geometry {
-        Geometry { total: 4 * PAGE, page: PAGE, physical_base: None }
+        Geometry { total: 4 * PAGE, page: PAGE, placement: Placement::Window }
     }
 
     fn take_page(&self, at: DeviceAddr, len: u64) -> Result<Taken, Error> {

@@ -1,14 +1,16 @@
 //! The back end for a card that the application opened: as [`Driver`], through a descriptor of our
 //! own of the same opening, if the application has lent it; otherwise only what does not disturb it.
 
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
 
 use hl_thunk::packet::LinDma;
 use hl_thunk::{DeviceAddr, Direction};
+use synapse::Framework;
 
 use super::driver::Driver;
 use super::{Backend, CopyLimits, Geometry, HostPin, Registers, Taken, Ticket};
 use crate::error::ErrorKind;
+use crate::guest::driven_by_framework;
 use crate::stats::Counts;
 use crate::{Error, Remedy};
 
@@ -17,12 +19,14 @@ use crate::{Error, Remedy};
 pub(crate) struct LentDriver {
     driver: Driver,
     lent: bool,
+    /// The application's own descriptor: by its number SCAL knows the card.
+    theirs: RawFd,
 }
 
 impl LentDriver {
     /// `lent`: we may use it as if it were ours; else we only know of it.
-    pub(crate) fn new(device: hl_thunk::Device, lent: bool) -> Self {
-        Self { driver: Driver::new(device), lent }
+    pub(crate) fn new(device: hl_thunk::Device, lent: bool, theirs: RawFd) -> Self {
+        Self { driver: Driver::new(device), lent, theirs }
     }
 
     fn permitted(&self, operation: &'static str) -> Result<&Driver, Error> {
@@ -86,8 +90,13 @@ impl Backend for LentDriver {
         slot: u32,
         moves: &[LinDma],
     ) -> Result<Ticket, Error> {
+        let operation = "submitting a copy";
+        // It may have been started after the card was lent.
+        if Framework::drives(self.theirs) {
+            return Err(driven_by_framework(operation));
+        }
         // SAFETY: the caller's promise.
-        unsafe { self.permitted("submitting a copy")?.submit(direction, slot, moves) }
+        unsafe { self.permitted(operation)?.submit(direction, slot, moves) }
     }
 
     fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error> {

@@ -3,11 +3,13 @@
 //! The engine above divides memory, plans copies and keeps count; a back end below knows one way to
 //! reach the hardware. [`driver`] is the one for cards this process opened itself, through the
 //! driver's command submission; [`lent`] the one for cards that the application opened and may have
-//! lent to us. A fake one serves the engine's own tests.
+//! lent to us; [`guest`] the one for the card of a framework (Synapse) in this process. A fake one
+//! serves the engine's own tests.
 
 pub(crate) mod driver;
 #[cfg(test)]
 pub(crate) mod fake;
+pub(crate) mod guest;
 pub(crate) mod lent;
 
 use std::any::Any;
@@ -18,7 +20,11 @@ use hl_thunk::packet::LinDma;
 use hl_thunk::{DeviceAddr, Direction, ExportCall};
 
 use crate::Error;
+use crate::copy::BOUNCE_LEN;
 use crate::stats::{Counts, GaugeGuard};
+
+/// Bounce slots of a device, of [`BOUNCE_LEN`] bytes each. Short copies have others: one per permit.
+const BOUNCE_SLOTS: u32 = 64;
 
 /// How a device's memory comes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,8 +33,18 @@ pub(crate) struct Geometry {
     pub(crate) total: u64,
     /// The unit in which the driver gives memory.
     pub(crate) page: u64,
-    /// `Some` where addresses are physical: all memory is one page, at this address.
-    pub(crate) physical_base: Option<u64>,
+    pub(crate) placement: Placement,
+}
+
+/// Which addresses a device's memory has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Placement {
+    /// Those that we ask for, in a window of the card's own.
+    Window,
+    /// Physical ones: all memory is one page, at this address.
+    Physical(u64),
+    /// Those of a pool that somebody else divides, who takes memory for us from it. All of it is device memory.
+    Pool { start: u64, len: u64 },
 }
 
 /// What one submission may be.
@@ -130,6 +146,28 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
 
     /// Takes `len` bytes (whole pages) from the driver, at exactly this address.
     fn take_page(&self, at: DeviceAddr, len: u64) -> Result<Taken, Error>;
+
+    /// Where memory is a [`Placement::Pool`]: takes `len` bytes from it, wherever it has them, aligned to 4 KiB.
+    fn take_from_pool(&self, len: u64) -> Result<(DeviceAddr, Box<dyn Page>), Error> {
+        let _ = len;
+        let detail = "the device has no pool";
+        Err(Error::unsupported("allocating device memory", detail, "report this"))
+    }
+
+    /// The whole of a [`Placement::Pool`], to export from.
+    fn pool(&self) -> Option<Box<dyn Page>> {
+        None
+    }
+
+    /// Whether copies may pin the caller's host memory; else only the engine's own buffers.
+    fn pins_callers_memory(&self) -> bool {
+        true
+    }
+
+    /// How many bounce slots there are, and how long they are.
+    fn bounce_slots(&self) -> (u32, usize) {
+        (BOUNCE_SLOTS, BOUNCE_LEN)
+    }
 
     /// Pins host memory.
     ///

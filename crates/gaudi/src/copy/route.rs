@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | host and device, the caller waits | up to 64 KiB | *short*: through the slot of the permit, by one packet |
 //! | host and device, the host side can be pinned ([`pin`](crate::pin)) | any | *direct*: packets between the pin and the device |
-//! | host and device otherwise | any | *bounce*: pieces of 64 KiB through bounce slots |
+//! | host and device otherwise | any | *bounce*: pieces of 64 KiB (a guest's: 1 MiB) through bounce slots |
 //! | both on one device, or one of them imported by it | any | *direct* |
 //! | two devices | any | *staged*: pieces of 1 MiB, to a staging slot by one device and on by the other |
 //! | both host memory | | refused: the caller uses `memcpy` |
@@ -166,14 +166,16 @@ pub(super) unsafe fn route<'a>(
                 if direction == Direction::DeviceToHost { (seen, addr) } else { (addr, seen) };
             pieces.extend(direct(on, dst, src, len, direction, Some(guard)));
         }
-        HostAccess::Bounce { guarded } => pieces.extend(parts(on, len, BOUNCE_LEN, |at, len| {
-            let (host, addr) = (host.add(at), DeviceAddr(addr.0 + at as u64));
-            if direction == Direction::DeviceToHost {
-                Step::BounceOut { to: host, src: addr, len, guarded }
-            } else {
-                Step::BounceIn { from: host, dst: addr, len, guarded }
-            }
-        })),
+        HostAccess::Bounce { guarded } => {
+            pieces.extend(parts(on, len, on.bounce()?.slot_len(), |at, len| {
+                let (host, addr) = (host.add(at), DeviceAddr(addr.0 + at as u64));
+                if direction == Direction::DeviceToHost {
+                    Step::BounceOut { to: host, src: addr, len, guarded }
+                } else {
+                    Step::BounceIn { from: host, dst: addr, len, guarded }
+                }
+            }))
+        }
     }
     Ok(None)
 }

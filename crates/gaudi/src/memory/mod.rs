@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use hl_thunk::ExportCall;
 pub(crate) use table::{AddressTable, DeviceRange};
 
-use crate::backend::{Backend, Geometry, Page, Taken};
+use crate::backend::{Backend, Geometry, Page, Placement, Taken};
 use crate::stats::{Counter, Counts};
 use crate::window::find_gap;
 use crate::{Device, DeviceAddr, DeviceId, Error, ErrorKind, MemoryInfo};
@@ -91,6 +91,8 @@ pub(crate) struct Memory {
     window: Range<u64>,
     geometry: Geometry,
     counts: Counts,
+    /// The pool of somebody else that all of it is in: what is exported is exported from that.
+    pool: Option<Box<dyn Page>>,
     state: Mutex<State>,
 }
 
@@ -107,8 +109,18 @@ const ALLOCATING: &str = "allocating device memory";
 const EXPORTING: &str = "exporting a dma-buf";
 
 impl Memory {
-    pub(crate) fn new(window: Range<u64>, geometry: Geometry, counts: Counts) -> Self {
-        Self { window, geometry, counts, state: Mutex::default() }
+    pub(crate) fn new(
+        window: Range<u64>,
+        geometry: Geometry,
+        pool: Option<Box<dyn Page>>,
+        counts: Counts,
+    ) -> Self {
+        Self { window, geometry, counts, pool, state: Mutex::default() }
+    }
+
+    /// Whether it is in a pool of somebody else.
+    pub(crate) fn is_in_pool(&self) -> bool {
+        self.pool.is_some()
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -166,6 +178,11 @@ impl Memory {
             // The driver would refuse, and write an error to the kernel log.
             return Err(self.exhausted(state, bytes));
         }
+        if let Placement::Pool { .. } = self.geometry.placement {
+            let (at, page) = backend.take_from_pool(bytes)?;
+            self.add(state, at.0, bytes, page);
+            return Ok(());
+        }
         let mut instead = None;
         while let Some(at) = self.gap(state, bytes) {
             let taken = backend.take_page(DeviceAddr(at), bytes).map_err(|error| {
@@ -174,9 +191,7 @@ impl Memory {
             })?;
             match taken {
                 Taken::Page(page) => {
-                    state.pages.insert(at, page);
-                    state.pool.add_span(at, bytes);
-                    self.counts.add(Counter::ReservedBytes, bytes);
+                    self.add(state, at, bytes, page);
                     return Ok(());
                 }
                 // Somebody else's mapping, which has at most all of the card's memory: go past it.
@@ -192,12 +207,19 @@ impl Memory {
         Err(Error::new(ErrorKind::OutOfMemory, ALLOCATING, detail, remedy))
     }
 
+    fn add(&self, state: &mut State, at: u64, bytes: u64, page: Box<dyn Page>) {
+        state.pages.insert(at, page);
+        state.pool.add_span(at, bytes);
+        self.counts.add(Counter::ReservedBytes, bytes);
+    }
+
     /// An address for `bytes` of new pages.
     fn gap(&self, state: &State, bytes: u64) -> Option<u64> {
-        match self.geometry.physical_base {
-            Some(_) if !state.pages.is_empty() => None,
-            Some(base) => Some(base),
-            None => {
+        match self.geometry.placement {
+            Placement::Physical(_) if !state.pages.is_empty() => None,
+            Placement::Physical(base) => Some(base),
+            Placement::Pool { .. } => None,
+            Placement::Window => {
                 // The driver honours a hint only if the block of free addresses goes on beyond
                 // the mapping: keep a page of addresses free behind each.
                 let page = self.geometry.page;
@@ -243,7 +265,12 @@ impl Memory {
         self.state().pool.span_at(addr).is_some()
     }
 
-    /// A descriptor for a range inside one allocation, and where in it the range starts.
+    /// Whether [`Memory::export`] exports what lies at this address.
+    pub(crate) fn exports(&self, addr: u64) -> bool {
+        self.is_in_pool() || self.has(addr)
+    }
+
+    /// A descriptor for a range inside one allocation (or the pool), and where in it the range starts.
     pub(crate) fn export(
         &self,
         addr: u64,
@@ -251,10 +278,13 @@ impl Memory {
         extent: Extent,
     ) -> Result<(OwnedFd, u64), Error> {
         let state = self.state();
-        let found = state.pool.span_at(addr).and_then(|span| {
-            let page = state.pages.get(&span.start)?;
-            Some((page, addr - span.start))
-        });
+        let found = match &self.pool {
+            Some(pool) => Some((pool, addr - self.window.start)),
+            None => state.pool.span_at(addr).and_then(|span| {
+                let page = state.pages.get(&span.start)?;
+                Some((page, addr - span.start))
+            }),
+        };
         let Some((page, offset)) = found else {
             let detail = format!("{} is not device memory", DeviceAddr(addr));
             return Err(Error::new(ErrorKind::InvalidParams, EXPORTING, detail, ""));
@@ -300,5 +330,8 @@ impl Drop for Memory {
         self.counts.subtract(Counter::ReservedBytes, reserved);
         let pages = std::mem::take(&mut self.state().pages);
         pages.into_values().for_each(|page| page.leave());
+        if let Some(pool) = self.pool.take() {
+            pool.leave();
+        }
     }
 }

@@ -6,6 +6,7 @@
 //!
 //! | host memory | length | answer |
 //! |---|---|---|
+//! | of a caller, on a framework's card | any | bounce |
 //! | in the registration cache | any | the cached pin |
 //! | in a region that has a pin of its own | any | the region's pin |
 //! | anything else | up to 8 KiB | bounce |
@@ -116,6 +117,9 @@ pub(crate) unsafe fn pin(
     region: Option<&HostRegion>,
 ) -> Result<HostAccess, Error> {
     let (addr, len) = (range.start, range.len());
+    if !device.backend().pins_callers_memory() {
+        return Ok(HostAccess::Bounce { guarded: false });
+    }
     if let Some(pinned) = device.pins().cache.find(addr, len) {
         return Ok(HostAccess::Pinned(pinned));
     }
@@ -172,6 +176,9 @@ unsafe fn pin_region(
     region: &HostRegion,
 ) -> Result<Option<Pinned>, Error> {
     let cache = &device.pins().cache;
+    if !device.backend().pins_callers_memory() {
+        return Ok(None);
+    }
     if cache.keeps(region.len()) {
         // SAFETY: the caller's promise.
         return refused_as_none(unsafe { pin_in_cache(device, range, &region.range()) });

@@ -180,7 +180,7 @@ impl Exporter {
         loop {
             let mut state = self.state();
             let location =
-                runtime().locate(addr.0, 1).ok_or_else(|| device.freed_meanwhile(addr))?;
+                runtime().locate_known(addr.0, 1).ok_or_else(|| device.freed_meanwhile(addr))?;
             let base = location.base.0;
             if let Some((offered, token)) = state.leases.offered(base) {
                 if let Some(share) = offered.share.upgrade() {

@@ -1,0 +1,504 @@
+//! The back end for the card of a framework (Synapse) in this process: memory from its pool, copies on streams of
+//! our own beside its streams.
+//!
+//! The card is the framework's. Nothing here opens, closes, acquires or releases it, and nothing is submitted to
+//! its queues but through the framework. Host memory of the application is never mapped: the framework does not
+//! count references to a mapping, so that giving ours back could take the application's. Every copy goes through
+//! bounce buffers.
+//!
+//! The framework may release the card at any time. It must not find one of our threads in a call of its then,
+//! nor a dma-buf of ours: [`Guest::end`] waits for the calls under way, gives everything back and has all later
+//! ones fail. After that the handles of streams and events are forgotten, because their numbers may be given to
+//! somebody else.
+
+use std::collections::HashMap;
+use std::mem::forget;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
+use std::time::{Duration, Instant};
+
+use hl_thunk::packet::LinDma;
+use hl_thunk::{DeviceAddr, Direction, DmaBuf, ExportCall, PAGE_SIZE};
+use smallvec::SmallVec;
+use synapse::sys::DmaDir;
+use synapse::{
+    Acquired, CallError, Copied, DeviceBlock, Event, Framework, HostMapping, Status, Stream,
+};
+
+use super::driver::{Shared, alone, shared};
+use super::{Backend, CopyLimits, Geometry, HostPin, Page, Placement, Registers, Taken, Ticket};
+use crate::copy::SLOTS;
+use crate::error::ErrorKind;
+use crate::stats::Counts;
+use crate::{Error, Remedy};
+
+/// The unit in which memory is taken from the framework's pool.
+const PAGE: u64 = 2 << 20;
+/// Numbers that stay unused between the oldest submission and the newest, of [`SLOTS`] events.
+const MARGIN: u64 = 4;
+/// Most copies of one submission.
+const MOVES: usize = 64;
+/// All large copies are bounced: slots are long, so that the framework is called rarely.
+const BOUNCE: (u32, usize) = (16, 1 << 20);
+/// A wait asks without pause this often, then lets others run, then sleeps.
+const SPINS: u32 = 64;
+const YIELDS: u32 = 1024;
+const SLEEP: Duration = Duration::from_micros(50);
+
+const ALLOCATING: &str = "allocating device memory";
+const EXPORTING: &str = "exporting a dma-buf";
+const SUBMITTING: &str = "submitting a copy";
+const WAITING: &str = "waiting for a copy";
+
+/// How the framework's card goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ending {
+    /// It is about to be released: everything is given back.
+    Announced,
+    /// It was released, or is being: the framework must not be called.
+    Unannounced,
+}
+
+/// A card through libSynapse.
+#[derive(Debug)]
+pub(crate) struct Guest {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    framework: Arc<Framework>,
+    /// The framework's descriptor, for exports.
+    device: hl_thunk::Device,
+    card: Acquired,
+    pool: synapse::Pool,
+    /// Whether the card is still there: read by every call of the framework, while it lasts.
+    present: RwLock<bool>,
+    /// A stream per direction.
+    streams: [Mutex<Option<Stream>>; 3],
+    /// An event for each submission in flight, by its number.
+    events: Vec<Mutex<Recorded>>,
+    last: AtomicU64,
+    /// Our own host memory that is mapped, by its address.
+    mappings: Mutex<HashMap<usize, HostMapping>>,
+    /// The export of the whole pool.
+    whole: Shared,
+}
+
+#[derive(Debug, Default)]
+struct Recorded {
+    /// Of the submission that it was last recorded for.
+    sequence: u64,
+    event: Option<Event>,
+}
+
+impl Guest {
+    /// `device` is through the descriptor of `card`.
+    pub(crate) fn new(
+        framework: Arc<Framework>,
+        card: Acquired,
+        pool: synapse::Pool,
+        device: hl_thunk::Device,
+    ) -> Self {
+        let inner = Inner {
+            framework,
+            device,
+            card,
+            pool,
+            present: RwLock::new(true),
+            streams: Default::default(),
+            events: (0..SLOTS).map(|_| Mutex::default()).collect(),
+            last: AtomicU64::new(0),
+            mappings: Mutex::default(),
+            whole: Mutex::default(),
+        };
+        Self { inner: Arc::new(inner) }
+    }
+
+    /// Where the driver's mapping begins that the pool lies in.
+    pub(crate) fn mapping(&self) -> DeviceAddr {
+        DeviceAddr(self.inner.pool.mapping)
+    }
+
+    /// Whether [`Guest::end`] was not called.
+    pub(crate) fn is_present(&self) -> bool {
+        *self.inner.present.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has all later calls fail; waits for those under way.
+    pub(crate) fn refuse(&self) {
+        *self.inner.present.write().unwrap_or_else(PoisonError::into_inner) = false;
+    }
+
+    /// Gives up everything on the card, and has all later calls fail.
+    pub(crate) fn end(&self, how: Ending) {
+        self.refuse();
+        drop(lock(&self.inner.whole).take());
+        let streams = self.inner.streams.iter().filter_map(|stream| lock(stream).take());
+        let streams: Vec<Stream> = streams.collect();
+        let events = self.inner.events.iter().filter_map(|recorded| lock(recorded).event.take());
+        let events: Vec<Event> = events.collect();
+        let mappings = std::mem::take(&mut *lock(&self.inner.mappings));
+        match how {
+            // Destroying a stream waits for its work.
+            Ending::Announced => drop((streams, events, mappings)),
+            Ending::Unannounced => forget((streams, events, mappings)),
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// While this lives, the card is not given up.
+type Present<'a> = RwLockReadGuard<'a, bool>;
+
+impl Inner {
+    fn enter(&self, operation: &'static str) -> Result<Present<'_>, Error> {
+        if !self.device.is_ours() {
+            return Err(Error::forked(operation));
+        }
+        let present = self.present.read().unwrap_or_else(PoisonError::into_inner);
+        if *present { Ok(present) } else { Err(released(operation)) }
+    }
+
+    /// The framework's refusal, for the engine. It may mean that the card is not the same any more.
+    fn failed(&self, operation: &'static str, error: CallError) -> Error {
+        let suspicious = matches!(
+            error.status(),
+            Some(Status::FAIL | Status::INVALID_ARGUMENT | Status::INVALID_EVENT_HANDLE)
+        );
+        if suspicious && self.framework.acquired() != Ok(Some(self.card)) {
+            return released(operation);
+        }
+        translate(operation, error)
+    }
+
+    /// A stream for this direction.
+    fn stream<'a>(&self, place: &'a mut Option<Stream>) -> Result<&'a Stream, CallError> {
+        if place.is_none() {
+            *place = Some(Stream::new(&self.framework)?);
+        }
+        Ok(place.as_ref().expect("made just above"))
+    }
+
+    /// A dma-buf of part of the pool, in whole 4 KiB.
+    fn export(&self, offset: u64, len: u64) -> Result<DmaBuf, hl_thunk::Error> {
+        let call = ExportCall::best(self.device.library());
+        let mapping = DeviceAddr(self.pool.mapping);
+        let offset = self.pool.range.start - self.pool.mapping + offset;
+        DmaBuf::export_foreign(&self.device, mapping, offset, len, call)
+    }
+
+    /// Enters for a call on the framework's descriptor, whose number may be another file's by now.
+    fn enter_for_export(&self) -> Result<Present<'_>, Error> {
+        let present = self.enter(EXPORTING)?;
+        if self.framework.acquired() != Ok(Some(self.card)) {
+            return Err(released(EXPORTING));
+        }
+        Ok(present)
+    }
+
+    fn len(&self) -> u64 {
+        self.pool.range.end - self.pool.range.start
+    }
+}
+
+/// The framework has released the card.
+fn released(operation: &'static str) -> Error {
+    let detail = "Synapse has released the card";
+    let remedy = "have the framework release it after the last use of its memory";
+    Error::new(ErrorKind::DeviceNotFound, operation, detail, remedy).device_is_lost()
+}
+
+/// What libSynapse's status means. Some are surprising: no device and no memory are "Fail" as well.
+fn translate(operation: &'static str, error: CallError) -> Error {
+    let CallError::Refused { status, .. } = error else {
+        return Error::unsupported(operation, error.to_string(), Remedy::None);
+    };
+    let (kind, lost) = match status {
+        Status::UNINITIALIZED | Status::NO_DEVICE_FOUND => return released(operation),
+        Status::UNSUPPORTED => {
+            return Error::unsupported(operation, error.to_string(), Remedy::None);
+        }
+        Status::OUT_OF_HOST_MEMORY
+        | Status::OUT_OF_DEVICE_MEMORY
+        | Status::ALL_RESOURCES_TAKEN
+        | Status::OUT_OF_RESOURCES => (ErrorKind::OutOfMemory, false),
+        Status::DEVICE_RESET | Status::SYNAPSE_TERMINATED | Status::ASSERT_ASYNC => {
+            (ErrorKind::DmaFailed, true)
+        }
+        Status::TIMEOUT => (ErrorKind::Timeout, true),
+        // Our handles are not valid: the card was released and acquired again.
+        Status::INVALID_EVENT_HANDLE => (ErrorKind::DmaFailed, true),
+        Status::INVALID_ARGUMENT | Status::MAPPING_NOT_FOUND => (ErrorKind::InvalidParams, false),
+        Status::BUSY => (ErrorKind::DeviceBusy, false),
+        _ => (ErrorKind::DmaFailed, false),
+    };
+    let remedy = if lost {
+        "the framework's card has failed: look at the kernel log and at Synapse's logs (HABANA_LOGS), \
+         then restart"
+    } else {
+        "look at Synapse's logs (HABANA_LOGS)"
+    };
+    let error = Error::new(kind, operation, error.to_string(), remedy);
+    if lost { error.device_is_lost() } else { error }
+}
+
+fn not_ours(operation: &'static str, detail: &'static str, remedy: &'static str) -> Error {
+    Error::new(ErrorKind::PermissionDenied, operation, detail, remedy)
+}
+
+impl Backend for Guest {
+    fn geometry(&self) -> Geometry {
+        let (start, len) = (self.inner.pool.range.start, self.inner.len());
+        Geometry { total: len, page: PAGE, placement: Placement::Pool { start, len } }
+    }
+
+    fn take_page(&self, _at: DeviceAddr, _len: u64) -> Result<Taken, Error> {
+        let detail = "a framework's card has memory where the framework has it";
+        Err(Error::unsupported(ALLOCATING, detail, "report this"))
+    }
+
+    fn take_from_pool(&self, len: u64) -> Result<(DeviceAddr, Box<dyn Page>), Error> {
+        let _present = self.inner.enter(ALLOCATING)?;
+        let framework = &self.inner.framework;
+        // The framework aligns to 128 bytes.
+        let block = DeviceBlock::new(framework, len + PAGE_SIZE).map_err(|error| {
+            // What the library says if the pool is empty, and where it would be documented.
+            let exhausted = [Status::FAIL, Status::OUT_OF_DEVICE_MEMORY];
+            match self.inner.failed(ALLOCATING, error) {
+                other if other.is_device_lost() => other,
+                _ if error.status().is_some_and(|status| exhausted.contains(&status)) => {
+                    exhausted_pool(len, framework.memory().ok())
+                }
+                other => other,
+            }
+        })?;
+        let addr = DeviceAddr(block.addr().next_multiple_of(PAGE_SIZE));
+        let page = PoolPage { inner: Arc::clone(&self.inner), block: Some(block) };
+        Ok((addr, Box::new(page)))
+    }
+
+    fn pool(&self) -> Option<Box<dyn Page>> {
+        Some(Box::new(PoolPage { inner: Arc::clone(&self.inner), block: None }))
+    }
+
+    fn pins_callers_memory(&self) -> bool {
+        false
+    }
+
+    fn bounce_slots(&self) -> (u32, usize) {
+        BOUNCE
+    }
+
+    unsafe fn pin(&self, ptr: *mut u8, len: usize) -> Result<HostPin, Error> {
+        let operation = "mapping bounce buffers";
+        let _present = self.inner.enter(operation)?;
+        // SAFETY: the caller keeps the memory. It is the engine's own: `pins_callers_memory` says so.
+        let mapping = unsafe { HostMapping::new(&self.inner.framework, ptr, len) };
+        let mapping = mapping.map_err(|error| self.inner.failed(operation, error))?;
+        lock(&self.inner.mappings).insert(ptr as usize, mapping);
+        let mapped = Mapped { inner: Arc::clone(&self.inner), start: ptr as usize };
+        // The framework translates it.
+        Ok(HostPin::new(DeviceAddr(ptr as u64), mapped))
+    }
+
+    fn can_import(&self) -> Result<(), Error> {
+        Err(not_ours(
+            "importing a dma-buf",
+            "the card is the framework's, and whether its streams copy imported memory is not proven",
+            "peers may import this process's memory; else transfers go through a network device or host memory",
+        ))
+    }
+
+    fn import(&self, _dmabuf: BorrowedFd<'_>, _len: u64) -> Result<HostPin, Error> {
+        Err(self.can_import().expect_err("never possible"))
+    }
+
+    fn map_block(&self, _address: DeviceAddr) -> Result<Box<dyn Registers>, Error> {
+        let detail = "the card is the framework's, and its registers are SCAL's";
+        Err(not_ours("mapping a register block", detail, "use a card that no framework has"))
+    }
+
+    fn copy_limits(&self) -> Result<CopyLimits, Error> {
+        if let Some(missing) = self.inner.framework.missing_for_copies() {
+            let path = self.inner.framework.path();
+            let detail = format!("{path} has no {missing}, which copies need");
+            let remedy =
+                "memory can be detected and exported; use Synapse 1.16 or later for copies";
+            return Err(Error::unsupported("copying", detail, remedy));
+        }
+        Ok(CopyLimits {
+            moves: MOVES,
+            in_flight: u64::from(SLOTS) - MARGIN,
+            lanes: self.inner.streams.len(),
+        })
+    }
+
+    unsafe fn submit(
+        &self,
+        direction: Direction,
+        _slot: u32,
+        moves: &[LinDma],
+    ) -> Result<Ticket, Error> {
+        let inner = &*self.inner;
+        let _present = inner.enter(SUBMITTING)?;
+        let lane = direction as usize;
+        // Held until the event is recorded: it must stand for these copies, and numbers grow within a lane.
+        let mut place = lock(&inner.streams[lane]);
+        let failed = |error| inner.failed(SUBMITTING, error);
+        let stream = inner.stream(&mut place).map_err(failed)?;
+        let sequence = inner.last.fetch_add(1, Ordering::Relaxed) + 1;
+        let mut recorded = lock(&inner.events[(sequence % u64::from(SLOTS)) as usize]);
+        let recorded = &mut *recorded;
+        let event = match &mut recorded.event {
+            Some(event) => event,
+            none => none.insert(Event::new(&inner.framework).map_err(failed)?),
+        };
+        // SAFETY: the caller's promise.
+        let started = unsafe { start(stream, direction, moves) };
+        if let Err(error) = started.and_then(|()| event.record(stream)) {
+            // Some of it may run, and the caller takes it for not started.
+            let _ = stream.synchronize();
+            return Err(failed(error));
+        }
+        recorded.sequence = sequence;
+        Ok(Ticket { sequence, lane: lane as u32 })
+    }
+
+    fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error> {
+        let inner = &*self.inner;
+        let place = &inner.events[(ticket.sequence % u64::from(SLOTS)) as usize];
+        let mut end = None;
+        let mut asked = 0_u32;
+        loop {
+            {
+                let _present = inner.enter(WAITING)?;
+                let recorded = lock(place);
+                // Its number is given again only after somebody has seen its end.
+                let ended = match &recorded.event {
+                    Some(event) if recorded.sequence == ticket.sequence => event.has_ended(),
+                    _ => Ok(true),
+                };
+                drop(recorded);
+                if ended.map_err(|error| inner.failed(WAITING, error))? {
+                    return Ok(true);
+                }
+            }
+            if timeout_us == 0 {
+                return Ok(false);
+            }
+            asked += 1;
+            if asked < SPINS {
+                std::hint::spin_loop();
+            } else if asked < YIELDS {
+                std::thread::yield_now();
+            } else {
+                std::thread::sleep(SLEEP);
+            }
+            let timeout = Duration::from_micros(timeout_us.into());
+            if Instant::now() >= *end.get_or_insert_with(|| Instant::now() + timeout) {
+                return Ok(false);
+            }
+        }
+    }
+}
+
+/// Hands the moves to the stream.
+///
+/// # Safety
+/// As for [`Backend::submit`].
+unsafe fn start(stream: &Stream, direction: Direction, moves: &[LinDma]) -> Result<(), CallError> {
+    let direction = match direction {
+        Direction::HostToDevice => DmaDir::HostToDram,
+        Direction::DeviceToHost => DmaDir::DramToHost,
+        Direction::DeviceToDevice => DmaDir::DramToDram,
+    };
+    let mut copies = SmallVec::<[Copied; 4]>::new();
+    for dma in moves {
+        match *dma {
+            LinDma::Copy { src, dst, len } => {
+                copies.push(Copied { src: src.0, dst: dst.0, len: len.into() });
+            }
+            // SAFETY: the caller's promise.
+            LinDma::Fill { dst, len, byte } => unsafe { stream.fill(dst.0, byte, len as usize)? },
+        }
+    }
+    // SAFETY: the caller's promise.
+    unsafe { stream.copy(&copies, direction) }
+}
+
+/// The framework has no memory for us: `(free, total)` bytes of its pool.
+fn exhausted_pool(len: u64, memory: Option<(u64, u64)>) -> Error {
+    let left = match memory {
+        Some((free, total)) => format!("{free} of {total} bytes of its pool are free"),
+        None => String::from("it does not say how much is left"),
+    };
+    let detail = format!("Synapse has no device memory for {len} bytes: {left}");
+    let remedy = "PyTorch takes all of it at its start: leave some with PT_HPU_POOL_MEM_ACQUIRE_PERC below \
+                  100, or use memory of the framework's tensors";
+    let mut error = Error::new(ErrorKind::OutOfMemory, ALLOCATING, detail, remedy);
+    error.set_errno(libc::ENOMEM);
+    error
+}
+
+/// Keeps our own host memory mapped.
+#[derive(Debug)]
+struct Mapped {
+    inner: Arc<Inner>,
+    start: usize,
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // Without the card the framework must not be called, and has no mapping any more.
+        let present = self.inner.enter("unmapping bounce buffers");
+        let mapping = lock(&self.inner.mappings).remove(&self.start);
+        if present.is_err() {
+            forget(mapping);
+        }
+    }
+}
+
+/// Memory of the pool: a block that was taken from it, or all of it.
+#[derive(Debug)]
+struct PoolPage {
+    inner: Arc<Inner>,
+    block: Option<DeviceBlock>,
+}
+
+impl PoolPage {
+    fn free(self) {
+        let PoolPage { inner, block } = self;
+        match inner.enter("freeing device memory") {
+            Ok(_present) => drop(block),
+            Err(_) => forget(block),
+        }
+    }
+}
+
+impl Page for PoolPage {
+    /// The pool as a whole, once for the process; there is only one call that can.
+    fn export_whole(&self, _call: Option<ExportCall>, counts: Counts) -> Result<OwnedFd, Error> {
+        let _present = self.inner.enter_for_export()?;
+        let len = self.inner.len() / PAGE_SIZE * PAGE_SIZE;
+        shared(&self.inner.whole, counts, || self.inner.export(0, len))
+    }
+
+    fn export_part(&self, offset: u64, len: u64, counts: Counts) -> Result<OwnedFd, Error> {
+        let _present = self.inner.enter_for_export()?;
+        alone(self.inner.export(offset, len), counts)
+    }
+
+    fn give_back(self: Box<Self>, _needed: bool) -> Result<(), Box<dyn Page>> {
+        self.free();
+        Ok(())
+    }
+
+    fn leave(self: Box<Self>) {
+        self.free();
+    }
+}

@@ -1,0 +1,280 @@
+//! The card of a framework (Synapse) in this process: found, used as its guest, and left in time.
+//!
+//! A framework has one card per process, and all of its memory. We do not open that card, but use it through the
+//! framework ([`backend::guest`](crate::backend::guest)). Its pool is one range of device memory: any pointer
+//! into it is a tensor's, or was.
+//!
+//! The framework may come late: [`Runtime::locate`] looks again for an address that no host memory can have. It may go
+//! early: who knows in advance calls [`Runtime::framework_releasing`] (hooks do), else the next look notices. Looking
+//! is a call of the framework's that changes nothing.
+//!
+//! No lock is held while observers are notified, nor while the framework is called.
+
+use std::convert::Infallible;
+use std::ffi::c_int;
+use std::os::fd::BorrowedFd;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use hl_thunk::Generation;
+use synapse::{Acquired, Framework};
+
+use crate::backend::guest::{Ending, Guest};
+use crate::device::Withdrawn;
+use crate::error::Phase;
+use crate::memory::DeviceRange;
+use crate::process::{Instance, PerProcess};
+use crate::window::ForeignMemory;
+use crate::{Device, DeviceAddr, DeviceChoice, DeviceInfo, Error, ErrorKind, PortMasks, Runtime};
+
+const ATTACHING: &str = "attaching to the card of Synapse";
+
+/// What a look at the framework brought.
+#[derive(Debug)]
+pub(crate) enum Look {
+    /// It is not in this process.
+    Absent,
+    /// It is, and has no card (yet, or any more).
+    NoCard,
+    /// Its card.
+    Card(Arc<Device>),
+    /// It has a card that cannot be used.
+    Unusable(Error),
+}
+
+#[derive(Debug, Default)]
+struct State {
+    current: Option<Current>,
+    /// The last card that could not be used, and why.
+    unusable: Option<(Acquired, Error)>,
+}
+
+/// The framework's card.
+#[derive(Debug)]
+struct Current {
+    card: Acquired,
+    device: Arc<Device>,
+    backend: Arc<Guest>,
+}
+
+/// The process that first saw a card of the framework's. A child of it has the framework's state, but not its threads.
+static SEEN_BY: OnceLock<Instance> = OnceLock::new();
+
+fn state() -> MutexGuard<'static, State> {
+    // Not the parent's in a forked child: a thread that is not there may have that one.
+    static STATE: PerProcess<Mutex<State>> = PerProcess::new();
+    let Ok(state) = STATE.get_or_make(|| Ok::<_, Infallible>(Mutex::default()));
+    state.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Runtime {
+    /// Looks at the framework and its card, and follows what has changed.
+    pub(crate) fn look_at_framework(&self) -> Look {
+        let Some(framework) = Framework::find() else { return Look::Absent };
+        if SEEN_BY.get().is_some_and(|seen_by| *seen_by != Instance::current()) {
+            return Look::Unusable(Error::forked(ATTACHING));
+        }
+        let acquired = match framework.acquired() {
+            Ok(acquired) => acquired,
+            Err(error) => return Look::Unusable(unusable(error.to_string())),
+        };
+        loop {
+            let mut state = state();
+            let same =
+                |current: &Current| Some(current.card) == acquired && current.backend.is_present();
+            if let Some(current) = state.current.take_if(|current| !same(current)) {
+                drop(state);
+                self.leave(current, Ending::Unannounced);
+                continue;
+            }
+            let Some(card) = acquired else { return Look::NoCard };
+            if let Some(current) = &state.current {
+                return Look::Card(Arc::clone(&current.device));
+            }
+            if let Some((_, error)) = state.unusable.as_ref().filter(|(known, _)| *known == card) {
+                return Look::Unusable(error.clone());
+            }
+            SEEN_BY.get_or_init(Instance::current);
+            match self.attach(&framework, card) {
+                Ok(current) => {
+                    let device = Arc::clone(&current.device);
+                    state.current = Some(current);
+                    drop(state);
+                    self.announce_pool(&device);
+                    return Look::Card(device);
+                }
+                Err(error) => {
+                    state.unusable = Some((card, error.clone()));
+                    return Look::Unusable(error);
+                }
+            }
+        }
+    }
+
+    fn attach(&self, framework: &Arc<Framework>, card: Acquired) -> Result<Current, Error> {
+        let info = self.info_of(framework, &card)?;
+        let pool = framework.pool(&card).map_err(|error| {
+            let detail = format!("where its memory is, is not known: {error}");
+            Error::unsupported(ATTACHING, detail, "use Synapse 1.16 or later with its libscal")
+                .on(&info)
+        })?;
+        let overlap = self.devices().into_iter().find(|other| {
+            let window = other.window().range();
+            window.start < pool.range.end && pool.range.start < window.end
+        });
+        if let Some(other) = overlap {
+            let detail = format!("its memory at {:#x} has addresses of {other}", pool.range.start);
+            let remedy = "close that card, or use another in this process";
+            return Err(Error::new(ErrorKind::DeviceBusy, ATTACHING, detail, remedy).on(&info));
+        }
+        // SAFETY: it is used only while the framework says that it has this very card.
+        let device = unsafe { hl_thunk::Device::borrow(self.library()?, card.fd) };
+        let device =
+            device.map_err(|error| Error::driver(Phase::Use, ATTACHING, error).on(&info))?;
+        let range = pool.range.clone();
+        let backend = Arc::new(Guest::new(Arc::clone(framework), card, pool, device));
+        let device = self.adopt(&info, Arc::clone(&backend) as Arc<_>)?;
+        let (base, len) = (range.start, range.end - range.start);
+        self.table().insert(DeviceRange { base, len, device: device.id() });
+        Ok(Current { card, device, backend })
+    }
+
+    /// Which card it is, as discovery describes it; or as far as the framework does, where it is hidden from discovery.
+    fn info_of(&self, framework: &Framework, card: &Acquired) -> Result<DeviceInfo, Error> {
+        // SAFETY: the framework has it open.
+        let fd = unsafe { BorrowedFd::borrow_raw(card.fd) };
+        let library = self.library()?;
+        let bus_id = match library.bus_id_of(fd) {
+            Ok(bus_id) => bus_id,
+            Err(error) => framework
+                .bus_id()
+                .map_err(|_| Error::driver(Phase::Use, "finding the card of Synapse", error))?,
+        };
+        let bus_id = bus_id.parse()?;
+        if let Ok(cards) = self.discover()
+            && let Some(known) = cards.into_iter().find(|known| known.bus_id == bus_id)
+        {
+            return Ok(known);
+        }
+        let generation = match card.device_type {
+            synapse::sys::TYPE_GAUDI2 => Generation::Gaudi2,
+            synapse::sys::TYPE_GAUDI3 => Generation::Gaudi3,
+            other => return Err(unusable(format!("it is of type {other}, which is not known"))),
+        };
+        let node = card.index.map_or(card.module_id, u32::from);
+        Ok(DeviceInfo {
+            index: node,
+            node,
+            module_id: card.module_id,
+            bus_id,
+            generation,
+            ports: PortMasks::default(),
+            card_name: generation.to_string(),
+            driver_version: library.version().unwrap_or("unknown").to_owned(),
+            is_software: library.is_software(),
+        })
+    }
+
+    fn announce_pool(&self, device: &Arc<Device>) {
+        let window = device.window();
+        self.windows().mapped(ForeignMemory {
+            start: window.start,
+            len: window.len,
+            device: device.id(),
+            info: device.info().clone(),
+        });
+    }
+
+    /// The card goes: forgets its memory, has peers and network devices release it, and gives up what is ours.
+    fn leave(&self, current: Current, how: Ending) {
+        let Current { device, backend, .. } = current;
+        if how == Ending::Unannounced {
+            // First: waiting for copies would call the framework.
+            backend.refuse();
+        }
+        let (start, len) = (device.window().start, device.window().len);
+        self.windows().unmapping(start);
+        Withdrawn::wait(&[device.withdraw_foreign(start, len)]);
+        backend.end(how);
+    }
+
+    /// The framework is about to release its card. When this returns, nothing of ours is on it: copies have ended,
+    /// later ones fail, observers were notified, and peers have had a second to release its memory.
+    pub fn framework_releasing(&self) {
+        self.end_framework(Ending::Announced, |_| true);
+    }
+
+    /// The framework is just releasing its card, and unmaps memory or closes a descriptor: as
+    /// [`Runtime::framework_releasing`], but the framework is not called. Whether it was its card.
+    pub fn framework_unmapping(&self, fd: c_int, start: Option<DeviceAddr>) -> bool {
+        self.end_framework(Ending::Unannounced, |current| {
+            let unmaps_pool = start.is_none_or(|start| {
+                let window = current.device.window().range();
+                // The driver's mapping may begin before the pool; other pools have mappings of their own.
+                start.0 == current.backend.mapping().0 || window.contains(&start.0)
+            });
+            current.card.fd == fd && unmaps_pool
+        })
+    }
+
+    fn end_framework(&self, how: Ending, is_meant: impl FnOnce(&Current) -> bool) -> bool {
+        if SEEN_BY.get().is_none_or(|seen_by| *seen_by != Instance::current()) {
+            return false;
+        }
+        let current = {
+            let mut state = state();
+            state.unusable = None;
+            if state.current.as_ref().is_some_and(is_meant) { state.current.take() } else { None }
+        };
+        let was_there = current.is_some();
+        if let Some(current) = current {
+            self.leave(current, how);
+        }
+        was_there
+    }
+
+    /// Whether a framework (Synapse) is in this process: its card is used through it, by copies as well.
+    pub fn has_framework(&self) -> bool {
+        Framework::find().is_some()
+    }
+
+    /// The framework's card, if `choice` leads to it among `candidates`; `None` if a card of our own is to be
+    /// opened. An error if there is no card to use without taking it from the framework.
+    pub(crate) fn open_framework_card(
+        &self,
+        choice: &DeviceChoice,
+        candidates: &[DeviceInfo],
+    ) -> Result<Option<Arc<Device>>, Error> {
+        let named = *choice != DeviceChoice::Any;
+        match self.look_at_framework() {
+            Look::Absent => Ok(None),
+            Look::Card(device) => {
+                let is_candidate =
+                    candidates.iter().any(|card| card.bus_id == device.info().bus_id);
+                if named && !is_candidate { Ok(None) } else { Ok(Some(device)) }
+            }
+            Look::NoCard | Look::Unusable(_) if named => Ok(None),
+            Look::NoCard => Err(Error::new(
+                ErrorKind::DeviceBusy,
+                crate::opening::OPENING,
+                "Synapse is in this process and has acquired no card; a card that is opened here could be the one \
+                 it wants",
+                "have the framework acquire its card first, or choose a card for this library alone",
+            )),
+            Look::Unusable(error) => Err(error),
+        }
+    }
+}
+
+/// Why raw submissions to a card are refused.
+pub(crate) fn driven_by_framework(operation: &'static str) -> Error {
+    Error::new(
+        ErrorKind::PermissionDenied,
+        operation,
+        "SCAL (Synapse) drives the card: its queues are reprogrammed, and submissions beside it are not safe",
+        "do not lend the framework's card: its memory is found and copied through Synapse",
+    )
+}
+
+fn unusable(detail: String) -> Error {
+    Error::unsupported(ATTACHING, detail, "")
+}

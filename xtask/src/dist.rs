@@ -36,6 +36,8 @@ struct Artifacts {
     plugin: PathBuf,
     soft_gaudi: PathBuf,
     soft_rdma: PathBuf,
+    soft_scal: PathBuf,
+    soft_synapse: PathBuf,
     ucp_check: PathBuf,
     tool: PathBuf,
 }
@@ -70,6 +72,7 @@ fn compile(repo: &Repo, profile: Profile) -> Result<Artifacts> {
     cargo.args(["build", "--message-format=json-render-diagnostics"]);
     cargo.args(["--package=uct-gaudi", "--package=ucp-check", "--package=cli"]);
     cargo.args(["--package=soft-gaudi", "--package=soft-rdma"]);
+    cargo.args(["--package=soft-scal", "--package=soft-synapse"]);
     if profile == Profile::Release {
         cargo.arg("--release");
     }
@@ -82,6 +85,8 @@ fn compile(repo: &Repo, profile: Profile) -> Result<Artifacts> {
         plugin: artifact(&messages, "uct_gaudi", ".so")?,
         soft_gaudi: artifact(&messages, "soft_gaudi", ".so")?,
         soft_rdma: link_soft_rdma(repo, &artifact(&messages, "soft_rdma", ".a")?)?,
+        soft_scal: artifact(&messages, "soft_scal", ".so")?,
+        soft_synapse: artifact(&messages, "soft_synapse", ".so")?,
         ucp_check: artifact(&messages, "ucp-check", "")?,
         tool: artifact(&messages, "ucx-gaudi", "")?,
     })
@@ -152,6 +157,9 @@ fn lay_out(dist: &Path, artifacts: &Artifacts) -> Result<()> {
     copy(&artifacts.soft_gaudi, &place(layout.soft_gaudi())?.join("libhl-thunk.so"))?;
     let rdma = layout.soft_gaudi().with_file_name("rdma");
     copy(&artifacts.soft_rdma, &place(rdma)?.join("libibverbs.so.1"))?;
+    let synapse = place(layout.soft_synapse())?;
+    copy(&artifacts.soft_scal, &synapse.join("libscal.so"))?;
+    copy(&artifacts.soft_synapse, &synapse.join("libSynapse.so"))?;
     copy(&artifacts.ucp_check, &place(layout.bin())?.join("ucp-check"))?;
     copy(&artifacts.tool, &place(layout.bin())?.join("ucx-gaudi"))
 }
@@ -228,6 +236,8 @@ mod tests {
             plugin: file("plugin"),
             soft_gaudi: file("soft"),
             soft_rdma: file("rdma"),
+            soft_scal: file("scal"),
+            soft_synapse: file("synapse"),
             ucp_check: file("ucp-check"),
             tool: file("ucx-gaudi"),
         }
@@ -256,6 +266,8 @@ mod tests {
         assert_eq!(fs::read_dir(&plugins).expect("folder").count(), 6, "and nothing else");
         assert!(dist.join("lib/ucx-gaudi/soft/gaudi/libhl-thunk.so").exists());
         assert!(dist.join("lib/ucx-gaudi/soft/rdma/libibverbs.so.1").exists());
+        assert!(dist.join("lib/ucx-gaudi/soft/synapse/libscal.so").exists());
+        assert!(dist.join("lib/ucx-gaudi/soft/synapse/libSynapse.so").exists());
         assert!(dist.join("bin/ucp-check").exists());
         assert!(dist.join("bin/ucx-gaudi").exists());
         assert!(dist.join("include/ucx_gaudi.h").exists());

@@ -60,6 +60,11 @@ impl Layout {
         self.dist().join("lib/ucx-gaudi/soft/rdma")
     }
 
+    /// The folder with the software `libSynapse.so` and `libscal.so`.
+    pub fn soft_synapse(&self) -> PathBuf {
+        self.dist().join("lib/ucx-gaudi/soft/synapse")
+    }
+
     /// The folder of the stock packages.
     pub fn stock(&self) -> PathBuf {
         self.target.join("stock")

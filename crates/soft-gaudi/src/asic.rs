@@ -61,6 +61,9 @@ impl Span {
     }
 }
 
+/// How many queues SCAL has, after those of the driver (`api::scal`).
+pub(crate) const SCAL_QUEUES: u32 = 8;
+
 /// First queue of the two EDMA engines of each dcore of a Gaudi2.
 const EDMA_QUEUES: [u32; 4] = [8, 48, 84, 120];
 

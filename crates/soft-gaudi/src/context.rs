@@ -6,14 +6,14 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Instant;
 
 use rustix::io::Errno;
 
 use crate::address_space::AddressSpace;
-use crate::asic::Profile;
+use crate::asic::{Generation, Profile, SCAL_QUEUES};
 use crate::card_memory::{self, CardMemory};
 use crate::command_buffers::CommandBuffers;
 use crate::dma_core::DmaCore;
@@ -52,6 +52,8 @@ pub(crate) struct Context {
     pub(crate) queues: Vec<Queue>,
     /// Locked while the jobs of one submission enter their queues.
     pub(crate) entering: Mutex<()>,
+    /// SCAL drives the engines (`api::scal`) through this descriptor; -1: it does not. Its queues come after the driver's.
+    pub(crate) scal: AtomicI32,
     /// Queues whose fence was passed and that no thread runs yet.
     pub(crate) ready: Mutex<VecDeque<u32>>,
     pub(crate) registers: Mutex<Registers>,
@@ -147,10 +149,14 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
         space: RwLock::new(space),
         buffers: Mutex::new(buffers),
         window: Window::new(profile.max_pending),
-        timing: Timing::new(node.config, profile.queues),
+        timing: Timing::new(node.config, profile.queues + SCAL_QUEUES),
         ends: Mutex::default(),
         mmu: Mutex::default(),
-        queues: (0..profile.queues).map(|_| Queue::new(profile.generation)).collect(),
+        queues: (0..profile.queues)
+            .map(|_| Queue::new(profile.generation))
+            .chain((0..SCAL_QUEUES).map(|_| Queue::new(Generation::Gaudi2)))
+            .collect(),
+        scal: AtomicI32::new(-1),
         entering: Mutex::new(()),
         ready: Mutex::default(),
         registers: Mutex::new(Registers::new(profile)),

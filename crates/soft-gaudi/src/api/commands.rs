@@ -260,6 +260,7 @@ pub(super) fn submit(
         return Err(Errno::INVAL);
     }
     let context = context::operational(borrow(fd)?)?;
+    super::scal::refuse_beside_scal(&context)?;
     if flags & FLAGS_STAGED != 0 && context.profile.generation != Generation::Gaudi1 {
         return Err(Errno::PERM);
     }

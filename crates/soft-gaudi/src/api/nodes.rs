@@ -2,6 +2,7 @@
 
 use core::ffi::{CStr, c_char, c_int};
 use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
+use std::sync::atomic::Ordering;
 
 use rustix::io::Errno;
 
@@ -123,6 +124,10 @@ pub extern "C" fn hlthunk_open_control_by_bus_id(busid: *const c_char) -> c_int 
 pub extern "C" fn hlthunk_close(fd: c_int) -> c_int {
     let closed = super::guard("hlthunk_close", || {
         rustix::io::fcntl_getfd(borrow(fd)?)?;
+        if context::of(borrow(fd)?).is_ok_and(|context| context.scal.load(Ordering::Acquire) == fd)
+        {
+            super::scal::forbidden("the descriptor through which SCAL drives a card was closed");
+        }
         // SAFETY: open, and the caller gives it up.
         context::close(unsafe { OwnedFd::from_raw_fd(fd) });
         Ok(0)

@@ -36,9 +36,10 @@ fn enter(
     queue: u32,
     timeout: Option<u32>,
 ) -> Result<Arc<Submission>, Errno> {
-    if context.queues.len() <= queue as usize {
+    if context.profile.queues <= queue {
         return Err(Errno::INVAL);
     }
+    super::scal::refuse_beside_scal(context)?;
     let timeout = timeout_of(context, timeout);
     let submission = context.enter_window(|seq| Submission::new(seq, vec![queue], 1, timeout))?;
     match context.wait_for_ring_space(&submission) {

@@ -201,3 +201,15 @@ fn ib_write_bw_writes_gaudi_memory() {
 fn ib_read_bw_reads_gaudi_memory() {
     on_gaudi_memory("ib_read_bw");
 }
+
+#[test]
+fn the_python_lines_of_the_readme_name_the_devices() {
+    let Some(tools) = Tools::find("python3") else { return };
+    let readme = include_str!("../README.md");
+    let (_, from) = readme.split_once("```python\n").expect("lines of Python");
+    let (script, _) = from.split_once("```").expect("their end");
+    let mut python = tools.command("python3", &["-c", script]);
+    let output = python.env("SOFT_RDMA_DEVICES", "2").output().expect("python3 starts");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(text.trim(), "softrdma0 softrdma1", "{output:?}");
+}

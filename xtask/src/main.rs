@@ -88,9 +88,15 @@ enum Command {
         /// Also write the results there, as CSV for a spreadsheet or a plot program
         #[arg(long, value_name = "FILE")]
         csv: Option<PathBuf>,
-        /// Only show that it runs, on what is built already; its figures are not valid (copy, cliffs, ipc)
+        /// Only show that it runs, on what is built already; its figures are not valid (copy, cliffs, ipc, pairs, rdma)
         #[arg(long)]
         quick: bool,
+        /// Fetch and build nothing: measure what is in the target directory
+        #[arg(long)]
+        prebuilt: bool,
+        /// Write UCX's tables of protocols into this folder, a file for each pair of memories (pairs)
+        #[arg(long, value_name = "DIR")]
+        logs: Option<PathBuf>,
     },
     /// Put results of benches into docs/performance.md
     BenchReport {
@@ -154,9 +160,9 @@ fn run(command: Command) -> Result<()> {
             Ok(())
         }
         Command::Test { set, long, list: false } => check::run(&repo, set.as_deref(), long),
-        Command::Bench { name, json, csv, quick } => {
-            let (json, csv) = (json.as_deref(), csv.as_deref());
-            bench::run(&repo, name, bench::Options { json, csv, quick })
+        Command::Bench { name, json, csv, quick, prebuilt, logs } => {
+            let (json, csv, logs) = (json.as_deref(), csv.as_deref(), logs.as_deref());
+            bench::run(&repo, name, bench::Options { json, csv, quick, prebuilt, logs })
         }
         Command::BenchReport { files, machine } => {
             bench::report::run(&repo, &files, machine.as_deref())

@@ -43,6 +43,18 @@ impl ProtocolLogs {
         Ok(said)
     }
 
+    /// Everything that its processes logged, one after the other.
+    ///
+    /// # Errors
+    /// When the logs cannot be read.
+    pub fn text(&self) -> Result<String> {
+        let mut all = String::new();
+        for entry in std::fs::read_dir(self.0.path())? {
+            all.push_str(&String::from_utf8_lossy(&std::fs::read(entry?.path())?));
+        }
+        Ok(all)
+    }
+
     /// What its processes chose, all together.
     ///
     /// # Errors

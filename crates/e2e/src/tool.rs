@@ -161,6 +161,7 @@ pub struct Tool {
     args: Vec<OsString>,
     envs: Vec<(OsString, OsString)>,
     extra_libs: Vec<PathBuf>,
+    last_libs: Vec<PathBuf>,
     machine: Option<Arc<Machine>>,
     plugin: bool,
     limit: Duration,
@@ -175,6 +176,7 @@ impl Tool {
             args: Vec::new(),
             envs: Vec::new(),
             extra_libs: Vec::new(),
+            last_libs: Vec::new(),
             machine: None,
             plugin: false,
             limit: DEFAULT_LIMIT,
@@ -200,6 +202,15 @@ impl Tool {
         self.extra_libs.extend(libs);
         self.machine = device.machine();
         self.envs.extend(envs);
+        self
+    }
+
+    /// Puts the machine's CUDA driver on the loader path, where the loader does not look for it anyway.
+    #[must_use]
+    pub fn cuda(mut self) -> Self {
+        let inherited = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+        let folders = std::env::split_paths(&inherited);
+        self.last_libs = folders.filter(|folder| folder.join("libcuda.so.1").exists()).collect();
         self
     }
 
@@ -287,6 +298,7 @@ impl Tool {
         let mut dirs = self.extra_libs.clone();
         dirs.push(self.layout.no_rdma());
         dirs.extend(self.ucx.lib_dirs(&self.layout));
+        dirs.extend(self.last_libs.iter().cloned());
         dirs
     }
 

@@ -9,8 +9,9 @@ use std::sync::Arc;
 
 /// Host or device memory of the size that layouts of one message size have.
 pub struct Buffer {
-    /// For device memory: how we get at it. Declared first: the key goes before its region.
-    staging: Option<(RemoteKey, Arc<Region>)>,
+    /// For device memory: the host memory by which we get at it, and the key for `ucp_put` and `ucp_get` where
+    /// they do. Declared first: the key goes before its region.
+    staging: Option<(Option<RemoteKey>, Arc<Region>)>,
     region: Arc<Region>,
     /// Which part of it.
     offset: usize,
@@ -46,9 +47,11 @@ impl Buffer {
     ) -> Result<Buffer> {
         assert!(length <= staging.length());
         let mut buffer = Buffer { staging: None, region, offset, length };
-        if buffer.region.memory() != Memory::Host {
-            buffer.staging = Some((client.own_key(&buffer.pack()?)?, staging.clone()));
-        }
+        buffer.staging = match buffer.region.memory() {
+            Memory::Host => None,
+            Memory::Gaudi => Some((Some(client.own_key(&buffer.pack()?)?), staging.clone())),
+            Memory::Cuda => Some((None, staging.clone())),
+        };
         Ok(buffer)
     }
 
@@ -114,20 +117,26 @@ impl Buffer {
     /// Brings the bytes of the device to the staging region, if there is one.
     fn load(&self, client: &Client) -> Result<()> {
         let Some((key, staging)) = &self.staging else { return Ok(()) };
-        client.step("reading device memory by ucp_get from ourselves");
+        client.step("reading device memory");
         // Nothing of an earlier copy may pass for what the device holds.
         let blank = [0x5a; 8192];
         for at in (0..self.length).step_by(blank.len()) {
             staging.write(at, &blank[..blank.len().min(self.length - at)]);
         }
-        client.read_device(&staging.span(0, self.length), key)
+        match key {
+            Some(key) => client.read_device(&staging.span(0, self.length), key),
+            None => self.region.download(self.offset, staging, self.length),
+        }
     }
 
     /// Brings the bytes of the staging region, if there is one, to the device.
     fn write_back(&self, client: &Client) -> Result<()> {
         let Some((key, staging)) = &self.staging else { return Ok(()) };
-        client.step("filling device memory by ucp_put to ourselves");
-        client.write_device(&staging.span(0, self.length), key)
+        client.step("filling device memory");
+        match key {
+            Some(key) => client.write_device(&staging.span(0, self.length), key),
+            None => self.region.upload(self.offset, staging, self.length),
+        }
     }
 
     /// Fills with `image` and reads it back: does the way into this memory work at all?

@@ -87,6 +87,11 @@ impl Client {
         let region = Region::new(self.staging.context(), memory, length);
         region.with_context(|| match memory {
             Memory::Host => format!("no {length} bytes of host memory"),
+            Memory::Cuda => format!(
+                "{:?} cannot use {length} bytes of CUDA memory. Are libuct_cuda and libucm_cuda in its folder \
+                 ucx, and libnvidia-ml.so.1 and libcudart.so.12 on the loader path?",
+                self.ucx()
+            ),
             Memory::Gaudi => format!(
                 "{:?} cannot allocate {length} bytes of Gaudi memory. Is UCX_PLUGIN_PATH the folder with \
                  libuct_gaudi, is libhl-thunk.so (the driver's or the software one) on LD_LIBRARY_PATH, and \

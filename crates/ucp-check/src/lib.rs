@@ -5,7 +5,8 @@
 //! buffer must look like ([`pattern`], [`message`]), which cases there are ([`matrix`]), how one case runs
 //! ([`ops`], [`session`]) and who runs it (the subcommands under [`run`]).
 //!
-//! Device memory is never dereferenced here: it is filled and read back by `ucp_put`/`ucp_get`.
+//! Device memory is never dereferenced here: Gaudi memory is filled and read back by `ucp_put`/`ucp_get`,
+//! CUDA memory by its driver ([`cuda`]).
 #![allow(
     missing_docs,
     reason = "for this workspace's tests only; a name that says it all has no comment"
@@ -14,6 +15,7 @@
 pub mod buffer;
 pub mod client;
 pub mod control;
+pub mod cuda;
 pub mod matrix;
 pub mod message;
 pub mod ops;

@@ -4,16 +4,18 @@ use anyhow::Result;
 use clap::{Args, Parser, Subcommand};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use ucp_check::cuda::Cuda;
 use ucp_check::matrix::{Op, Pair, Plan, SIZES, size};
 use ucp_check::run::environment::Environment;
 use ucp_check::run::{
-    Side, asleep, atomics, costs, loopback, memory, pair, peer_errors, reconnect, rotate, soak,
+    Side, asleep, atomics, costs, cuda_dmabuf, loopback, memory, pair, peer_errors, reconnect,
+    rotate, soak,
 };
 use ucp_check::ucp::Features;
 
 /// Moves messages through a stock UCX and checks every byte, and the bytes around, on both sides.
 ///
-/// Host and Gaudi memory, tag, stream, active message, put and get. Gaudi memory needs the plugin
+/// Host, Gaudi and CUDA memory, tag, stream, active message, put and get. Gaudi memory needs the plugin
 /// (UCX_PLUGIN_PATH) and a driver library, the real or the software one (LD_LIBRARY_PATH); it is allocated,
 /// filled and read back through UCX alone. Exit status 0 means that everything that was asked for was run and
 /// verified.
@@ -97,6 +99,8 @@ enum Command {
         #[command(flatten)]
         run: Processes,
     },
+    /// A dma-buf of CUDA memory: can the processor map it, does a Gaudi's driver import it?
+    CudaDmabuf,
     #[command(hide = true)]
     Side(Side),
 }
@@ -132,7 +136,14 @@ fn execute(cli: Cli) -> Result<bool> {
     let folder = ucx.as_deref();
     let plan = |mut plan: Plan, ops: &[Op], pairs: &[Pair], sizes: &[usize]| {
         plan.ucx.clone_from(&ucx);
-        plan.or(ops, pairs, sizes)
+        let mut plan = plan.or(ops, pairs, sizes);
+        if plan.cuda {
+            match Cuda::get() {
+                Ok(_) => plan.pairs.extend(Pair::CUDA),
+                Err(error) => println!("skipped: the pairs with CUDA memory ({error:#})"),
+            }
+        }
+        plan
     };
     let everything = |it: Plan| plan(it, &Op::PLAIN, &Pair::ALL, &SIZES);
     let two = |plan: Plan, environment: &Environment| pair::run(2, plan, environment);
@@ -175,6 +186,7 @@ fn execute(cli: Cli) -> Result<bool> {
             let plan = plan(run.plan, &[Op::Get, Op::Put], &[Pair::GAUDI], &sizes);
             rotate::run(rotate::Rotation { plan, outstanding, set }, &run.environment)
         }
+        Command::CudaDmabuf => cuda_dmabuf::run(),
         Command::Side(side) => return side.run(),
     }?;
     Ok(true)
@@ -206,7 +218,7 @@ mod tests {
         for (args, hint) in [
             ("pair --ops send", "tag-many"),
             ("pair --mem host", "host:gaudi"),
-            ("pair --mem host:cuda", "host and gaudi"),
+            ("pair --mem host:rocm", "host, gaudi and cuda"),
             ("pair --sizes big", "4M+13"),
             ("pair --env UCX_TLS", "K=V"),
             ("pair --env x:A=1", "RANK:K=V"),

@@ -86,6 +86,14 @@ impl Pair {
         Pair { src: Memory::Gaudi, dst: Memory::Host },
         Pair::GAUDI,
     ];
+    /// The five pairs with CUDA.
+    pub const CUDA: [Pair; 5] = [
+        Pair { src: Memory::Host, dst: Memory::Cuda },
+        Pair { src: Memory::Cuda, dst: Memory::Host },
+        Pair { src: Memory::Gaudi, dst: Memory::Cuda },
+        Pair { src: Memory::Cuda, dst: Memory::Gaudi },
+        Pair { src: Memory::Cuda, dst: Memory::Cuda },
+    ];
 }
 
 impl fmt::Display for Pair {
@@ -97,9 +105,9 @@ impl fmt::Display for Pair {
 impl FromStr for Pair {
     type Err = String;
     fn from_str(s: &str) -> Result<Self, String> {
-        let found = Pair::ALL.into_iter().find(|pair| pair.to_string() == s);
+        let found = Pair::ALL.into_iter().chain(Pair::CUDA).find(|pair| pair.to_string() == s);
         found.ok_or_else(|| {
-            format!("SOURCE:DESTINATION of host and gaudi, e.g. host:gaudi, not '{s}'")
+            format!("SOURCE:DESTINATION of host, gaudi and cuda, e.g. host:gaudi, not '{s}'")
         })
     }
 }
@@ -163,9 +171,12 @@ pub struct Plan {
     /// Only the operations named, without their variants
     #[arg(long)]
     pub plain: bool,
-    /// Memory pairs SOURCE:DESTINATION of host and gaudi; default: all four
+    /// Memory pairs SOURCE:DESTINATION of host, gaudi and cuda; default: the four of host and gaudi
     #[arg(long = "mem", value_delimiter = ',', value_name = "SRC:DST")]
     pub pairs: Vec<Pair>,
+    /// The five pairs with CUDA memory as well, where there is a GPU
+    #[arg(long)]
+    pub cuda: bool,
     /// Message sizes, e.g. 0,1,7,64K,4M+13; default: 24 sizes from 0 to 64M
     #[arg(long, value_delimiter = ',', value_parser = size)]
     pub sizes: Vec<usize>,
@@ -262,6 +273,13 @@ impl Plan {
         self
     }
 
+    /// Whether the process with this rank has such memory.
+    pub fn has(&self, memory: Memory, rank: u8) -> bool {
+        let sides = |pair: &Pair| [pair.src, pair.dst];
+        let has = |(side, its)| its == memory && (!self.one_way || side == usize::from(rank));
+        self.pairs.iter().any(|pair| sides(pair).into_iter().enumerate().any(has))
+    }
+
     /// All cases, grouped by size because buffers are allocated per size.
     pub fn groups(&self) -> Vec<(usize, Vec<Case>)> {
         let mut id = self.first_case;
@@ -329,6 +347,7 @@ pub(crate) mod tests {
         assert_eq!(Op::Am.variants().collect::<Vec<_>>(), [Op::Am, Op::AmEager, Op::AmRndv]);
         assert_eq!(Op::AmEager.variants().collect::<Vec<_>>(), [Op::AmEager]);
         assert_eq!(Pair::ALL.map(|pair| pair.to_string().parse()), Pair::ALL.map(Ok));
+        assert_eq!(Pair::CUDA.map(|pair| pair.to_string().parse()), Pair::CUDA.map(Ok));
     }
 
     #[test]

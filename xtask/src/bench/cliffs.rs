@@ -24,7 +24,7 @@ use crate::repo::Repo;
 use crate::tuning::STAGING;
 use crate::units;
 
-const OPS: [&str; 5] = ["tag", "stream", "am", "put", "get"];
+pub(super) const OPS: [&str; 5] = ["tag", "stream", "am", "put", "get"];
 const PAIRS: [[&str; 2]; 4] =
     [["host", "host"], ["host", "gaudi"], ["gaudi", "host"], ["gaudi", "gaudi"]];
 
@@ -105,7 +105,12 @@ impl Cell {
 }
 
 /// The protocol that UCP chose for a message, in UCP's words.
-fn protocol(protocols: &Protocols, op: &str, [src, dst]: [&str; 2], size: usize) -> String {
+pub(super) fn protocol(
+    protocols: &Protocols,
+    op: &str,
+    [src, dst]: [&str; 2],
+    size: usize,
+) -> String {
     let local =
         |memory: &str| if memory == "host" { "host memory".to_owned() } else { memory.into() };
     let asked = match op {

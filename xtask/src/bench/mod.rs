@@ -7,6 +7,7 @@ mod figures;
 mod host_latency;
 mod ipc;
 mod memory;
+mod pairs;
 mod quiet;
 mod rcache;
 mod rdma;
@@ -36,6 +37,8 @@ pub(crate) enum Name {
     Ipc,
     /// Allocation, detection and export with few and many live allocations
     Memory,
+    /// Every operation between host, Gaudi and CUDA memory of two processes
+    Pairs,
     /// The registration cache: hits with few and many regions, registering again, a steady loop
     Rcache,
     /// RDMA on Gaudi memory beside host memory, staging, and one rail (software HCA)
@@ -48,7 +51,7 @@ impl Name {
     /// The stock UCXes it runs on.
     fn ucx(self) -> &'static [Ucx] {
         match self {
-            Name::Cliffs => &Ucx::ALL,
+            Name::Cliffs | Name::Pairs => &Ucx::ALL,
             Name::Copy | Name::HostLatency | Name::Ipc => &[Ucx::V1_22],
             Name::Rdma => &[Ucx::Nixl],
             Name::Memory | Name::Rcache | Name::SoftGaudi => &[],
@@ -56,7 +59,7 @@ impl Name {
     }
 
     fn has_quick(self) -> bool {
-        matches!(self, Name::Cliffs | Name::Copy | Name::Ipc | Name::Rdma)
+        matches!(self, Name::Cliffs | Name::Copy | Name::Ipc | Name::Pairs | Name::Rdma)
     }
 }
 
@@ -69,19 +72,27 @@ pub(crate) struct Options<'a> {
     pub(crate) csv: Option<&'a Path>,
     /// Only show that it runs.
     pub(crate) quick: bool,
+    /// Measure what is there already: nothing is fetched or built.
+    pub(crate) prebuilt: bool,
+    /// Where `pairs` writes UCX's tables of protocols.
+    pub(crate) logs: Option<&'a Path>,
 }
 
 /// Measures, prints, writes.
 pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
-    let Options { json, csv, quick } = options;
-    ensure!(!quick || name.has_quick(), "--quick is for `bench copy`, `cliffs`, `ipc` and `rdma`");
+    let Options { json, csv, quick, prebuilt, logs } = options;
+    ensure!(
+        !quick || name.has_quick(),
+        "--quick is for `copy`, `cliffs`, `ipc`, `pairs` and `rdma`"
+    );
+    ensure!(logs.is_none() || name == Name::Pairs, "--logs is for `bench pairs`");
     if name == Name::SoftGaudi {
         ensure!(csv.is_none(), "`bench soft-gaudi` writes JSON only");
         // The crate's own bench, which prints and writes by itself.
         return soft_gaudi(repo, json);
     }
     // A smoke test runs on what was fetched and built for the tests.
-    if !quick {
+    if !quick && !prebuilt {
         setup::fetch(repo, name.ucx())?;
         dist::build(repo, Profile::Release)?;
     }
@@ -91,13 +102,16 @@ pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
         Name::HostLatency => host_latency::run(repo)?,
         Name::Ipc => ipc::run(repo, quick)?,
         Name::Memory => memory::run(repo)?,
+        Name::Pairs => pairs::run(repo, logs, quick)?,
         Name::Rcache => rcache::run(repo)?,
         Name::Rdma => rdma::run(repo, quick)?,
         Name::SoftGaudi => Vec::new(),
     };
     // A map of hundreds of figures was printed as such; what has a target is shown again.
     let shown: Vec<record::Record> = match name {
-        Name::Cliffs => records.iter().filter(|record| record.target.is_some()).cloned().collect(),
+        Name::Cliffs | Name::Pairs => {
+            records.iter().filter(|record| record.target.is_some()).cloned().collect()
+        }
         _ => records.clone(),
     };
     println!("{}", record::table(&shown));

@@ -65,7 +65,7 @@ fn on(plan: &Plan, folder: Option<&Path>, watchdog: &Watchdog) -> Result<Client>
     watchdog.step("loading UCX");
     let ucx = Ucx::load(folder)?;
     println!("UCX {} from {}", ucx.version(), ucx.path().display());
-    client(plan, ucx, false, watchdog)
+    client(plan, 0, ucx, false, watchdog)
 }
 
 fn alone(client: &Client, plan: &Plan, report: &mut Report) -> Result<()> {
@@ -85,7 +85,7 @@ pub fn run_threads(plan: &Plan, count: u8) -> Result<()> {
         "threads share one worker, so only tag, put and get can tell their messages apart"
     );
     let watchdog = Watchdog::start("threads", plan.timeout);
-    let client = client(plan, Ucx::load(plan.ucx.as_deref())?, true, &watchdog)?;
+    let client = client(plan, 0, Ucx::load(plan.ucx.as_deref())?, true, &watchdog)?;
     let mut report = Report::new(client.ucx().version());
     thread::scope(|scope| {
         let start = |n: u8| {

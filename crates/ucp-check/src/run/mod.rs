@@ -3,6 +3,7 @@
 pub mod asleep;
 pub mod atomics;
 pub mod costs;
+pub mod cuda_dmabuf;
 pub mod environment;
 mod group;
 pub mod loopback;
@@ -15,8 +16,9 @@ pub mod rotate;
 pub mod soak;
 
 use crate::client::Client;
+use crate::cuda::Cuda;
 use crate::matrix::Plan;
-use crate::ucp::{Ucx, WorkerOptions};
+use crate::ucp::{Memory, Ucx, WorkerOptions};
 use crate::watchdog::Watchdog;
 use anyhow::Result;
 use group::Member;
@@ -45,7 +47,17 @@ impl Job {
     }
 }
 
-/// The client that a plan asks for.
-fn client(plan: &Plan, ucx: &'static Ucx, multi: bool, watchdog: &Watchdog) -> Result<Client> {
+/// The client that a plan asks for. CUDA is initialized before UCX, as applications do.
+fn client(
+    plan: &Plan,
+    rank: u8,
+    ucx: &'static Ucx,
+    multi: bool,
+    watchdog: &Watchdog,
+) -> Result<Client> {
+    if plan.has(Memory::Cuda, rank) {
+        watchdog.step("cuInit");
+        Cuda::get()?;
+    }
     Client::new(ucx, plan.features, WorkerOptions { multi, hint: plan.hint }, watchdog)
 }

@@ -95,7 +95,7 @@ pub fn run(processes: u8, plan: Plan, environment: &Environment) -> Result<()> {
 pub(super) fn side(mesh: &Mesh, mut member: Member) -> Result<()> {
     let ucx = Ucx::load(mesh.plan.ucx.as_deref())?;
     member.report(&Message::Ucx(ucx.version().to_owned()))?;
-    let client = client(&mesh.plan, ucx, false, &member.watchdog)?;
+    let client = client(&mesh.plan, member.rank, ucx, false, &member.watchdog)?;
     // In the order of the pairs, which is the same in all processes: see `cases`.
     let rank = member.rank;
     let mut ours = mesh.pairs();

@@ -177,7 +177,7 @@ pub(super) fn side(scenario: &Scenario, mut member: Member) -> Result<()> {
     let Scenario { plan, from, stays, must_end } = scenario;
     let ucx = Ucx::load(plan.ucx.as_deref())?;
     member.report(&Message::Ucx(ucx.version().to_owned()))?;
-    let client = client(plan, ucx, false, &member.watchdog)?;
+    let client = client(plan, member.rank, ucx, false, &member.watchdog)?;
     let mut session = Session::pair(&client, plan, member.rank, member.only_channel()?)?;
     // First a healthy round, verified: what dies is a working connection.
     session.run_strictly("before anybody died: ")?;

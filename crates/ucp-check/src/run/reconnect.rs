@@ -38,7 +38,7 @@ pub(super) fn side(rounds: &Rounds, mut member: Member) -> Result<()> {
     let Rounds { plan, count, fresh } = rounds;
     let mut control = Some(member.only_channel()?);
     let ucx = Ucx::load(plan.ucx.as_deref())?;
-    let make = || client(plan, ucx, false, &member.watchdog);
+    let make = || client(plan, member.rank, ucx, false, &member.watchdog);
     let kept = if *fresh { None } else { Some(make()?) };
     let mut round = || -> Result<()> {
         let client = kept.clone().map_or_else(make, Ok)?;

@@ -45,7 +45,8 @@ pub fn run(rotation: Rotation, environment: &Environment) -> Result<()> {
 pub(super) fn side(rotation: &Rotation, mut member: Member) -> Result<()> {
     let Rotation { plan, set, .. } = rotation;
     let (rank, control) = (member.rank, &mut member.only_channel()?);
-    let client = client(plan, Ucx::load(plan.ucx.as_deref())?, false, &member.watchdog)?;
+    let client =
+        client(plan, member.rank, Ucx::load(plan.ucx.as_deref())?, false, &member.watchdog)?;
     let mut report =
         |name: String, value: f64| member.report(&Message::Line(format!("{name}\t{value}")));
     for &op in &plan.ops {

@@ -1,11 +1,14 @@
-//! Memory for UCP: host pages we map (and register, or not), device memory that UCP allocates.
+//! Memory for UCP: host pages we map (and register, or not), Gaudi memory that UCP allocates, CUDA memory
+//! that its driver allocates.
 //!
-//! A device address is a number here, never a pointer: nobody can read or write a device region through
-//! this type, only `ucp_put`/`ucp_get` can.
+//! A device address is a number here, never a pointer: `ucp_put`/`ucp_get` read and write Gaudi memory, the
+//! driver CUDA memory.
 
 use super::{Context, ContextInner, Error, Result};
+use crate::cuda::{self, Cuda};
 use crate::ucx::call;
 use crate::ucx::sys::{ERR_LAST, MemMapParams, MemoryType, Plain, UcpMemAttr, ucp};
+use anyhow::Context as _;
 use serde::{Deserialize, Serialize};
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -22,6 +25,8 @@ pub enum Memory {
     Host,
     /// HBM of a Gaudi, allocated through UCX.
     Gaudi,
+    /// Memory of the first GPU, allocated through the CUDA driver.
+    Cuda,
 }
 
 impl Memory {
@@ -29,6 +34,7 @@ impl Memory {
         match self {
             Memory::Host => MemoryType::HOST,
             Memory::Gaudi => MemoryType::GAUDI,
+            Memory::Cuda => MemoryType::CUDA,
         }
     }
 }
@@ -47,6 +53,8 @@ pub struct Region {
     address: usize,
     length: usize,
     memory: Memory,
+    /// What it is, if it is CUDA memory.
+    cuda: Option<cuda::Allocation>,
 }
 
 /// What a peer needs to reach a region: its address there and the packed key.
@@ -58,14 +66,17 @@ pub struct PackedRegion {
 }
 
 impl Region {
-    /// `length` bytes of `memory`: fresh zero pages for the host, `ucp_mem_map(ALLOCATE)` otherwise.
+    /// `length` bytes of `memory`: fresh zero pages for the host, `cuMemAlloc` for CUDA,
+    /// `ucp_mem_map(ALLOCATE)` otherwise.
     pub fn new(context: &Context, memory: Memory, length: usize) -> Result<Arc<Region>> {
         let length = length.max(1);
-        let mut region = if memory == Memory::Host {
-            let pages = Region::host(context, length, None);
-            pages.unwrap_or_else(|e| panic!("no {length} bytes of host memory: {e}"))
-        } else {
-            Region::of(context, memory, 0, length)
+        let mut region = match memory {
+            Memory::Host => {
+                let pages = Region::host(context, length, None);
+                pages.unwrap_or_else(|e| panic!("no {length} bytes of host memory: {e}"))
+            }
+            Memory::Gaudi => Region::of(context, memory, 0, length),
+            Memory::Cuda => Region::cuda(context, length)?,
         };
         region.map()?;
         Ok(Arc::new(region))
@@ -85,7 +96,18 @@ impl Region {
 
     fn of(context: &Context, memory: Memory, address: usize, length: usize) -> Region {
         let (context, memh) = (context.0.clone(), AtomicPtr::default());
-        Region { context, memh, address, length, memory }
+        Region { context, memh, address, length, memory, cuda: None }
+    }
+
+    fn cuda(context: &Context, length: usize) -> Result<Region> {
+        let memory = Cuda::get().and_then(|cuda| cuda.allocate(length)).map_err(|error| Error {
+            call: "the CUDA driver",
+            status: ERR_LAST,
+            text: format!("{error:#}"),
+        })?;
+        let mut region = Region::of(context, Memory::Cuda, memory.address() as usize, length);
+        region.cuda = Some(memory);
+        Ok(region)
     }
 
     /// Fresh zero pages. By libc's `mmap` as applications call it, not by a bare system call: that is where
@@ -111,7 +133,7 @@ impl Region {
             length: self.length,
             ..MemMapParams::zeroed()
         };
-        if self.memory != Memory::Host {
+        if self.memory == Memory::Gaudi {
             params.field_mask |= ucp::MAP_FLAGS_AND_TYPE;
             params.flags = ucp::MAP_ALLOCATE;
             params.memory_type = self.memory.raw();
@@ -124,14 +146,16 @@ impl Region {
         let mut attr = UcpMemAttr { field_mask: ucp::MEM_ATTR_ALL, ..UcpMemAttr::zeroed() };
         // SAFETY: the handle was returned just now.
         unsafe { call!(ucx, ucp_mem_query(*self.memh.get_mut(), &mut attr)) }?;
-        self.address = attr.address as usize;
+        if self.memory == Memory::Gaudi {
+            self.address = attr.address as usize;
+        }
         if attr.mem_type != self.memory.raw() || attr.length < self.length {
             let (wanted, got) = ((self.length, self.memory), (attr.length, attr.mem_type.0));
             let text = format!(
                 "asked for {} bytes of {} memory, got {} bytes of type {}",
                 wanted.0, wanted.1, got.0, got.1
             );
-            return Err(Error { call: "ucp_mem_map(ALLOCATE)", status: ERR_LAST, text });
+            return Err(Error { call: "ucp_mem_map", status: ERR_LAST, text });
         }
         Ok(())
     }
@@ -184,6 +208,22 @@ impl Region {
         let to = self.host_pointer(offset, from.len());
         // SAFETY: as in `read`.
         unsafe { ptr::copy_nonoverlapping(from.as_ptr(), to, from.len()) }
+    }
+
+    /// Brings bytes of CUDA memory into host memory.
+    pub fn download(&self, offset: usize, to: &Region, length: usize) -> anyhow::Result<()> {
+        let pointer = to.host_pointer(0, length);
+        // SAFETY: host pages owned by `to`, long enough, which nobody else touches meanwhile.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(pointer, length) };
+        self.cuda.as_ref().context("no CUDA memory")?.read(offset, bytes)
+    }
+
+    /// Brings bytes of host memory into CUDA memory.
+    pub fn upload(&self, offset: usize, from: &Region, length: usize) -> anyhow::Result<()> {
+        let pointer = from.host_pointer(0, length);
+        // SAFETY: as in `download`.
+        let bytes = unsafe { std::slice::from_raw_parts(pointer, length) };
+        self.cuda.as_ref().context("no CUDA memory")?.write(offset, bytes)
     }
 
     fn host_pointer(&self, offset: usize, length: usize) -> *mut u8 {

@@ -2,13 +2,13 @@
 # Host, Gaudi and CUDA memory on a machine with an NVIDIA GPU: verifies every byte, measures the map, and tries the
 # settings of UCX that might help mixed pairs. Runs from what `bundle.sh` packed; needs no toolchain.
 #
-#   measure.sh BUNDLE [STEP...]     steps: facts raw settings verify both pairs   (all, in this order)
+#   measure.sh BUNDLE [STEP...]     steps: facts raw settings both verify pairs   (all, in this order)
 #
 # Results go to $OUT (default: ./out): a text file for each step, pairs.json, and logs.tgz with UCX's own tables of
 # protocols. The Gaudi is the software one. CUDA_FOLDER: where libcuda.so.1 is, if it is somewhere unusual.
 set -uo pipefail
 bundle=$(realpath "$1") && shift
-steps=${*:-facts raw settings verify both pairs}
+steps=${*:-facts raw settings both verify pairs}
 OUT=$(realpath -m "${OUT:-out}") && mkdir -p "$OUT"
 root=$(mktemp -d) && trap 'rm -rf "$root"' EXIT
 tar -C "$root" -xzf "$bundle"
@@ -143,12 +143,6 @@ if has settings; then
         done
     done
 fi
-if has verify; then
-    for ucx in ucx nixl; do
-        step "verify $ucx, as it comes" "verify-$ucx.txt" 200 check $ucx -- pair --cuda &
-    done
-    wait
-fi
 if has both; then
     tls="UCX_TLS=sysv,cma,cuda_copy,cuda_ipc,gaudi_cpy"
     for ucx in ucx nixl; do
@@ -159,7 +153,7 @@ if has both; then
         step "$ucx: one process, as it comes (UCX hangs here)" both.txt 30 check $ucx -- \
             loopback --plain --mem gaudi:cuda --ops tag --sizes 65537 --timeout 5
         step "$ucx: contexts come and go" both.txt 40 check $ucx $host -- \
-            reconnect --fresh --count 10 --mem gaudi:cuda,cuda:gaudi,gaudi:gaudi,cuda:cuda
+            reconnect --fresh --count 10 --mem gaudi:cuda,cuda:gaudi,gaudi:gaudi,host:cuda
         step "$ucx: a process is killed" both.txt 60 check $ucx $host -- \
             peer-errors --plain --mem gaudi:cuda,cuda:gaudi --ops tag,put,get --sizes 16M --timeout 20
         step "$ucx: three threads" both.txt 30 check $ucx $host -- threads --plain --cuda --sizes 4097,1M+1
@@ -168,6 +162,12 @@ if has both; then
         SOFT_GAUDI_KIND=import,ordered,unpinned UCX_TLS=rc,sysv,cuda_copy,gaudi_cpy -- \
         pair --plain --cuda --sizes 1,4097,1M+1
     step "a dma-buf of CUDA" both.txt 20 check ucx SOFT_GAUDI_KIND=import -- cuda-dmabuf
+fi
+if has verify; then
+    for ucx in ucx nixl; do
+        step "verify $ucx, as it comes" "verify-$ucx.txt" 200 check $ucx -- pair --cuda &
+    done
+    wait
 fi
 if has pairs; then
     export UCX_GAUDI_TARGET_DIR=$root

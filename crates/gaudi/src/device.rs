@@ -196,6 +196,8 @@ impl Device {
     /// always given). The contents are not defined, unless [`Options::clear_allocations`](crate::Options::clear_allocations) is set.
     pub fn alloc(self: &Arc<Self>, len: u64, align: u64) -> Result<Allocation, Error> {
         self.check_process("allocating device memory")?;
+        let present = self.open.backend.check_present("allocating device memory");
+        present.map_err(|error| self.failed(error))?;
         if !self.is_guest() {
             self.announcement.ensure(runtime().windows(), &self.window);
         }

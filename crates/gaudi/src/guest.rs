@@ -119,7 +119,8 @@ impl Runtime {
         })?;
         let overlap = self.devices().into_iter().find(|other| {
             let window = other.window().range();
-            window.start < pool.range.end && pool.range.start < window.end
+            // What the framework had before it has released.
+            !other.is_guest() && window.start < pool.range.end && pool.range.start < window.end
         });
         if let Some(other) = overlap {
             let detail = format!("its memory at {:#x} has addresses of {other}", pool.range.start);
@@ -194,6 +195,7 @@ impl Runtime {
         let (start, len) = (device.window().start, device.window().len);
         self.windows().unmapping(start);
         Withdrawn::wait(&[device.withdraw_foreign(start, len)]);
+        device.engine().lose();
         backend.end(how);
     }
 

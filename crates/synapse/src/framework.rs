@@ -55,13 +55,19 @@ pub struct Pool {
 impl Framework {
     /// The framework, if libSynapse is in this process. Looks at the loader's list only when that has changed.
     pub fn find() -> Option<Arc<Framework>> {
-        static KNOWN: OnceLock<Arc<Framework>> = OnceLock::new();
+        // libscal may come later than libSynapse.
+        static WITHOUT_SCAL: OnceLock<Arc<Framework>> = OnceLock::new();
+        static COMPLETE: OnceLock<Arc<Framework>> = OnceLock::new();
         static CHANGES: Changes = Changes::new();
-        if let Some(known) = KNOWN.get() {
+        if let Some(known) = COMPLETE.get() {
             return Some(Arc::clone(known));
         }
-        let found = CHANGES.look_if_any(Framework::look)??;
-        Some(Arc::clone(KNOWN.get_or_init(|| Arc::new(found))))
+        if let Some(Some(found)) = CHANGES.look_if_any(Framework::look) {
+            let has_scal = found.functions.scal_pool_get_infoV2.is_some();
+            let known = if has_scal { &COMPLETE } else { &WITHOUT_SCAL };
+            known.get_or_init(|| Arc::new(found));
+        }
+        COMPLETE.get().or(WITHOUT_SCAL.get()).map(Arc::clone)
     }
 
     /// libscal alone, which a program may use without libSynapse.

@@ -257,6 +257,10 @@ impl Backend for Guest {
         Geometry { total: len, page: PAGE, placement: Placement::Pool { start, len } }
     }
 
+    fn check_present(&self, operation: &'static str) -> Result<(), Error> {
+        self.inner.enter(operation).map(drop)
+    }
+
     fn take_page(&self, _at: DeviceAddr, _len: u64) -> Result<Taken, Error> {
         let detail = "a framework's card has memory where the framework has it";
         Err(Error::unsupported(ALLOCATING, detail, "report this"))

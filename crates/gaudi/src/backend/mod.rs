@@ -144,6 +144,12 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
     /// How memory comes.
     fn geometry(&self) -> Geometry;
 
+    /// Whether the card is still there to be used; its owner may have closed it.
+    fn check_present(&self, operation: &'static str) -> Result<(), Error> {
+        let _ = operation;
+        Ok(())
+    }
+
     /// Takes `len` bytes (whole pages) from the driver, at exactly this address.
     fn take_page(&self, at: DeviceAddr, len: u64) -> Result<Taken, Error>;
 

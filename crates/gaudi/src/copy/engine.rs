@@ -67,10 +67,15 @@ impl Engine {
         self.lost.load(Ordering::Relaxed)
     }
 
+    /// The hardware is gone.
+    pub(crate) fn lose(&self) {
+        self.lost.store(true, Ordering::Relaxed);
+    }
+
     /// Remembers an error that means the hardware is gone.
     pub(crate) fn note_loss(&self, error: Error) -> Error {
         if error.is_device_lost() {
-            self.lost.store(true, Ordering::Relaxed);
+            self.lose();
         }
         error
     }

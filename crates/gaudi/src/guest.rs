@@ -10,8 +10,10 @@
 //!
 //! No lock is held while observers are notified, nor while the framework is called.
 
+use std::cell::Cell;
 use std::convert::Infallible;
 use std::ffi::c_int;
+use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -23,7 +25,7 @@ use crate::device::Withdrawn;
 use crate::error::Phase;
 use crate::memory::DeviceRange;
 use crate::process::{Instance, PerProcess};
-use crate::window::ForeignMemory;
+use crate::window::{ForeignMemory, KEPT_CLEAR};
 use crate::{Device, DeviceAddr, DeviceChoice, DeviceInfo, Error, ErrorKind, PortMasks, Runtime};
 
 const ATTACHING: &str = "attaching to the card of Synapse";
@@ -59,6 +61,11 @@ struct Current {
 /// The process that first saw a card of the framework's. A child of it has the framework's state, but not its threads.
 static SEEN_BY: OnceLock<Instance> = OnceLock::new();
 
+thread_local! {
+    /// The framework is releasing its card on this thread, and must not be called.
+    static RELEASING: Cell<bool> = const { Cell::new(false) };
+}
+
 fn state() -> MutexGuard<'static, State> {
     // Not the parent's in a forked child: a thread that is not there may have that one.
     static STATE: PerProcess<Mutex<State>> = PerProcess::new();
@@ -70,6 +77,9 @@ impl Runtime {
     /// Looks at the framework and its card, and follows what has changed.
     pub(crate) fn look_at_framework(&self) -> Look {
         let Some(framework) = Framework::find() else { return Look::Absent };
+        if RELEASING.get() {
+            return Look::NoCard;
+        }
         if SEEN_BY.get().is_some_and(|seen_by| *seen_by != Instance::current()) {
             return Look::Unusable(Error::forked(ATTACHING));
         }
@@ -208,14 +218,17 @@ impl Runtime {
     /// The framework is just releasing its card, and unmaps memory or closes a descriptor: as
     /// [`Runtime::framework_releasing`], but the framework is not called. Whether it was its card.
     pub fn framework_unmapping(&self, fd: c_int, start: Option<DeviceAddr>) -> bool {
-        self.end_framework(Ending::Unannounced, |current| {
+        RELEASING.set(true);
+        let was_there = self.end_framework(Ending::Unannounced, |current| {
             let unmaps_pool = start.is_none_or(|start| {
                 let window = current.device.window().range();
                 // The driver's mapping may begin before the pool; other pools have mappings of their own.
                 start.0 == current.backend.mapping().0 || window.contains(&start.0)
             });
             current.card.fd == fd && unmaps_pool
-        })
+        });
+        RELEASING.set(false);
+        was_there
     }
 
     fn end_framework(&self, how: Ending, is_meant: impl FnOnce(&Current) -> bool) -> bool {
@@ -232,6 +245,28 @@ impl Runtime {
             self.leave(current, how);
         }
         was_there
+    }
+
+    /// The framework's card, if it has one that can be used; looks again. A reason if it has one that cannot.
+    pub fn framework_card(&self) -> Result<Option<Arc<Device>>, Error> {
+        match self.look_at_framework() {
+            Look::Absent | Look::NoCard => Ok(None),
+            Look::Card(device) => Ok(Some(device)),
+            Look::Unusable(error) => Err(error),
+        }
+    }
+
+    /// Where the framework will have its memory, if it is in this process: on cards of the generations that are here.
+    /// No host memory and no card of ours has these addresses.
+    pub fn framework_addresses(&self) -> Vec<Range<u64>> {
+        if !self.has_framework() {
+            return Vec::new();
+        }
+        let mut generations: Vec<Generation> =
+            self.discover().unwrap_or_default().iter().map(|card| card.generation).collect();
+        generations.dedup();
+        let pools = generations.iter().flat_map(|generation| generation.framework_pools());
+        pools.map(|&start| start..start + KEPT_CLEAR).collect()
     }
 
     /// Whether a framework (Synapse) is in this process: its card is used through it, by copies as well.

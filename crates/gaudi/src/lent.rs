@@ -229,6 +229,17 @@ impl Runtime {
         }
     }
 
+    /// How much memory is behind a handle of the application's, if that was seen.
+    pub fn memory_behind(&self, fd: BorrowedFd<'_>, handle: u64) -> Option<u64> {
+        let card = self.bus_id_of(fd).ok()?;
+        self.lent.state().sizes.get(&(card, handle)).map(|&(len, _)| len)
+    }
+
+    /// Whether the card behind a descriptor was lent, or memory of it reported.
+    pub fn knows_card_of(&self, fd: BorrowedFd<'_>) -> bool {
+        self.bus_id_of(fd).is_ok_and(|card| self.lent.state().cards.contains_key(&card))
+    }
+
     /// Whether this device is the application's.
     pub fn is_lent(&self, device: DeviceId) -> bool {
         self.lent.state().cards.values().any(|card| card.device.id() == device)
@@ -240,10 +251,10 @@ impl Runtime {
     }
 
     /// Whether the application may map memory on a card by itself: it has lent us a card or reported
-    /// memory; or it had the driver library before us, and a card is in use, its own or ours. To have
+    /// memory, or a framework is in the process; or it had the driver library before us, and a card is in use, its own or ours. To have
     /// the library is not enough: it comes with programs that never use a Gaudi.
     pub fn application_uses_cards(&self) -> bool {
-        if !self.lent.state().cards.is_empty() {
+        if !self.lent.state().cards.is_empty() || self.has_framework() {
             return true;
         }
         let library = self.library_if_loaded().filter(|library| library.was_loaded());

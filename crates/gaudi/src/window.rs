@@ -25,7 +25,7 @@ use crate::{BusId, DeviceAddr, DeviceId, DeviceInfo, Error, ErrorKind, Generatio
 const SLICE: u64 = if cfg!(test) { 1 << 37 } else { 1 << 39 };
 /// Addresses from the start of a framework's pool that no card's slice has any of: several times the memory
 /// of any card. A framework may have the same card, or another one in this process.
-const KEPT_CLEAR: u64 = 1 << 40;
+pub(crate) const KEPT_CLEAR: u64 = 1 << 40;
 /// The driver aligns device addresses by their low 48 bits only.
 const ALIGNED_BITS: u64 = (1 << 48) - 1;
 

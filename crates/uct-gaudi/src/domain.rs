@@ -107,7 +107,8 @@ impl<F: Flavour> Component for GaudiComponent<F> {
             status::of(&error)
         })?;
         let card = candidates.first().ok_or(Status::NO_DEVICE)?;
-        let copies = card.generation.accepts_submissions();
+        // A framework's card copies through the framework, whatever the generation.
+        let copies = card.generation.accepts_submissions() || gaudi::runtime().has_framework();
         if !copies && F::LEADS {
             log!(
                 ucx,
@@ -134,6 +135,11 @@ impl<F: Flavour> Component for GaudiComponent<F> {
         memory_events::begin(ucx, &settings, F::LEADS)?;
         settings::warn_of_conflicts(ucx);
         hooks::configure(ucx, settings.mem_hooks);
+        if let Err(error) = gaudi::runtime().framework_card()
+            && F::LEADS
+        {
+            log!(ucx, Warn, "the card of Synapse cannot be used: {}", explain(&error));
+        }
         Ok(GaudiDomain {
             ucx,
             settings,
@@ -219,7 +225,8 @@ impl<F: Flavour> GaudiDomain<F> {
     /// Logs which card is used, and applies and logs the settings that concern it.
     fn log_card(&self, device: &Device) {
         let card = device.info();
-        log!(self.ucx, Info, "{} uses {card}", F::COMPONENT);
+        let how = if device.is_guest() { ", as a guest of Synapse" } else { "" };
+        log!(self.ucx, Info, "{} uses {card}{how}", F::COMPONENT);
         if let Some(reason) = gaudi::stats::why_unreadable() {
             log!(self.ucx, Info, "statistics cannot be read from outside: {reason}");
         }

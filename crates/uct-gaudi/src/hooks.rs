@@ -6,6 +6,9 @@
 //! engine, and leaves `errno` alone. Our own calls do not come through here: we have found the
 //! library's functions with `dlsym`.
 //!
+//! A framework (Synapse) maps its memory through these calls as well, made by its libscal. It is not asked for its card
+//! here, in the middle of a call of its own; but before it unmaps its memory, everything of ours on it is given up.
+//!
 //! There is no `libucm_gaudi`: every UCX program would load a module of that framework, before it is
 //! known whether there is a Gaudi.
 
@@ -19,7 +22,7 @@ use gaudi::{DeviceAddr, Runtime, runtime};
 use uct::config::Ternary;
 use uct::{Ucx, log};
 
-use crate::status;
+use crate::{memtype_cache, status};
 
 type Alloc = unsafe extern "C" fn(c_int, u64, u64, bool, bool) -> u64;
 type Map = unsafe extern "C" fn(c_int, u64, u64) -> u64;
@@ -179,7 +182,12 @@ unsafe extern "C" fn map(fd: c_int, handle: u64, hint: u64) -> u64 {
     let address = unsafe { (originals().map)(fd, handle, hint) };
     if address != 0 {
         report(fd, |runtime, fd| {
-            if let Err(error) = runtime.memory_mapped(fd, handle, DeviceAddr(address)) {
+            if runtime.has_framework() && !runtime.knows_card_of(fd) {
+                // The framework is starting its card, and must not be asked yet: UCX asks us when it sees such an
+                // address.
+                let len = runtime.memory_behind(fd, handle).unwrap_or(1);
+                memtype_cache::watch(&[address..address.saturating_add(len)]);
+            } else if let Err(error) = runtime.memory_mapped(fd, handle, DeviceAddr(address)) {
                 complain("UCX will take this for host memory", &error);
             }
         });
@@ -188,7 +196,15 @@ unsafe extern "C" fn map(fd: c_int, handle: u64, hint: u64) -> u64 {
 }
 
 unsafe extern "C" fn unmap(fd: c_int, address: u64) -> c_int {
-    let known = report(fd, |runtime, fd| runtime.remove_memory(fd, DeviceAddr(address))).flatten();
+    let start = DeviceAddr(address);
+    let known = report(fd, |runtime, borrowed| {
+        // The framework is ending: it cannot unmap what is exported or registered.
+        if runtime.framework_unmapping(fd, Some(start)) {
+            return None;
+        }
+        runtime.remove_memory(borrowed, start)
+    });
+    let known = known.flatten();
     // SAFETY: the caller's own arguments.
     let answer = unsafe { (originals().unmap)(fd, address) };
     if answer != 0
@@ -204,7 +220,11 @@ unsafe extern "C" fn unmap(fd: c_int, address: u64) -> c_int {
 }
 
 unsafe extern "C" fn close(fd: c_int) -> c_int {
-    report(fd, |runtime, fd| runtime.card_closing(fd));
+    report(fd, |runtime, borrowed| {
+        if !runtime.framework_unmapping(fd, None) {
+            runtime.card_closing(borrowed);
+        }
+    });
     // SAFETY: the caller's own arguments.
     unsafe { (originals().close)(fd) }
 }

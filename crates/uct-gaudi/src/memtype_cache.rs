@@ -11,6 +11,9 @@
 //! | memory is allocated | | ALLOC |
 //! | memory is freed | a hole, closed at once: see below | FREE, before it is freed |
 //! | a card is closed | its window is taken out | |
+//! | a framework (Synapse) is in the process | where it may have memory, as unknown: UCP asks the domains | |
+//! | its card is found | its pool goes in | ALLOC |
+//! | it releases the card | its pool is unknown again | FREE |
 //! | the cache is made, or made again after `ucs_memtype_cache_cleanup`; a handler asks for existing memory | | ALLOC for each window |
 //!
 //! **Freed memory stays Gaudi memory in the cache** as long as its card is open. An address in a window is
@@ -19,6 +22,7 @@
 //! piece: regions that only touch are never joined in the cache, and an allocation across two of them
 //! would not be recognised. What detects exactly is the memory domain (`mem_query`).
 
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use gaudi::{Allocation, DeviceInfo, WindowEvent};
@@ -40,6 +44,8 @@ const SENTINEL: DeviceRange = DeviceRange {
 struct Client {
     ucx: &'static Ucx,
     ranges: Mutex<Vec<DeviceRange>>,
+    /// Where a framework may have memory: of unknown type, so that UCX asks the memory domains.
+    watched: Mutex<Vec<DeviceRange>>,
 }
 
 static CLIENTS: Mutex<Vec<Arc<Client>>> = Mutex::new(Vec::new());
@@ -54,15 +60,23 @@ pub(crate) fn begin(ucx: &'static Ucx) {
     if clients.iter().any(|known| core::ptr::eq(known.ucx, ucx)) {
         return;
     }
-    let client = Arc::new(Client { ucx, ranges: Mutex::default() });
+    let client = Arc::new(Client { ucx, ranges: Mutex::default(), watched: Mutex::default() });
     clients.push(Arc::clone(&client));
     let existing = Arc::clone(&client);
     if !ucx.report_existing(Box::new(move || existing.existing())) {
         log!(ucx, Debug, "a memory-type cache that UCX makes anew will not know of open cards");
     }
+    client.watch(&gaudi::runtime().framework_addresses());
     // The list stays locked until the observer is there: another thread that finds `ucx` in it may
     // allocate at once.
     gaudi::runtime().subscribe(Box::new(move |event| client.follow(event)));
+}
+
+/// Has every UCX copy ask about addresses in these ranges: a framework is about to have memory there.
+pub(crate) fn watch(addresses: &[Range<u64>]) {
+    for client in clients().clone() {
+        client.watch(addresses);
+    }
 }
 
 /// Reports memory that was just allocated to every UCX copy.
@@ -88,8 +102,41 @@ impl Client {
 
     /// What a cache that is made now has to know.
     fn existing(&self) -> Vec<DeviceRange> {
-        let ranges = self.ranges().clone();
-        if ranges.is_empty() { ranges } else { [vec![SENTINEL], ranges].concat() }
+        let known = [self.watched().clone(), self.ranges().clone()].concat();
+        if known.is_empty() { known } else { [vec![SENTINEL], known].concat() }
+    }
+
+    fn watched(&self) -> MutexGuard<'_, Vec<DeviceRange>> {
+        self.watched.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn watch(&self, addresses: &[Range<u64>]) {
+        for Range { start, end } in addresses {
+            let (memory_type, device) = (MemoryType::UNKNOWN, SysDevice::UNKNOWN);
+            let range = DeviceRange { start: *start, len: bytes(end - start), memory_type, device };
+            {
+                let mut watched = self.watched();
+                if watched.contains(&range) {
+                    continue;
+                }
+                watched.push(range);
+            }
+            self.ucx.memory_type_cache_insert(&SENTINEL);
+            self.ucx.memory_type_cache_insert(&range);
+        }
+    }
+
+    /// Watches again what has no memory any more.
+    fn watch_again(&self, freed: &DeviceRange) {
+        let holds = |range: &&DeviceRange| {
+            range.start <= freed.start
+                && freed.start - range.start + freed.len as u64 <= range.len as u64
+        };
+        let held = self.watched().iter().any(|range| holds(&range));
+        if held {
+            let range = DeviceRange { memory_type: MemoryType::UNKNOWN, ..*freed };
+            self.ucx.memory_type_cache_insert(&range);
+        }
     }
 
     fn follow(&self, event: &WindowEvent) {
@@ -107,7 +154,16 @@ impl Client {
             }
             WindowEvent::Mapped(memory) => {
                 let (start, len, card) = (memory.start, memory.len, &memory.info);
-                log!(ucx, Debug, "the application mapped {len} bytes at {start} on {card}");
+                let device = gaudi::runtime().device(memory.device);
+                if device.is_some_and(|device| device.is_guest()) {
+                    log!(
+                        ucx,
+                        Info,
+                        "guest of Synapse on {card}: its memory is at {start}, {len} bytes"
+                    );
+                } else {
+                    log!(ucx, Debug, "the application mapped {len} bytes at {start} on {card}");
+                }
                 let range = self.range(start.0, len, card);
                 // The first makes the cache if there is none yet, and the event goes to everybody else.
                 self.insert(range);
@@ -117,8 +173,10 @@ impl Client {
                 let range = self.range(memory.start.0, memory.len, &memory.info);
                 self.ranges().retain(|known| *known != range);
                 ucx.memory_freed(&range);
+                self.watch_again(&range);
                 // If it lay in the card's window, it has taken a hole out of that.
                 if let Some(card) = gaudi::runtime().device(memory.device)
+                    && !card.is_guest()
                     && card.window().range().contains(&memory.start.0)
                     && card.memory().reserved > 0
                 {

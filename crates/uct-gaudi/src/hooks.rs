@@ -186,7 +186,7 @@ unsafe extern "C" fn map(fd: c_int, handle: u64, hint: u64) -> u64 {
                 // The framework is starting its card, and must not be asked yet: UCX asks us when it sees such an
                 // address.
                 let len = runtime.memory_behind(fd, handle).unwrap_or(1);
-                memtype_cache::watch(&[address..address.saturating_add(len)]);
+                memtype_cache::watch(&(address..address.saturating_add(len)));
             } else if let Err(error) = runtime.memory_mapped(fd, handle, DeviceAddr(address)) {
                 complain("UCX will take this for host memory", &error);
             }

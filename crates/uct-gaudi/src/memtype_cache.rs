@@ -66,14 +66,14 @@ pub(crate) fn begin(ucx: &'static Ucx) {
     if !ucx.report_existing(Box::new(move || existing.existing())) {
         log!(ucx, Debug, "a memory-type cache that UCX makes anew will not know of open cards");
     }
-    client.watch(&gaudi::runtime().framework_addresses());
+    gaudi::runtime().framework_addresses().iter().for_each(|range| client.watch(range));
     // The list stays locked until the observer is there: another thread that finds `ucx` in it may
     // allocate at once.
     gaudi::runtime().subscribe(Box::new(move |event| client.follow(event)));
 }
 
-/// Has every UCX copy ask about addresses in these ranges: a framework is about to have memory there.
-pub(crate) fn watch(addresses: &[Range<u64>]) {
+/// Has every UCX copy ask about addresses in this range: a framework is about to have memory there.
+pub(crate) fn watch(addresses: &Range<u64>) {
     for client in clients().clone() {
         client.watch(addresses);
     }
@@ -110,20 +110,22 @@ impl Client {
         self.watched.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn watch(&self, addresses: &[Range<u64>]) {
-        for Range { start, end } in addresses {
-            let (memory_type, device) = (MemoryType::UNKNOWN, SysDevice::UNKNOWN);
-            let range = DeviceRange { start: *start, len: bytes(end - start), memory_type, device };
-            {
-                let mut watched = self.watched();
-                if watched.contains(&range) {
-                    continue;
-                }
-                watched.push(range);
+    fn watch(&self, addresses: &Range<u64>) {
+        let range = DeviceRange {
+            start: addresses.start,
+            len: bytes(addresses.end - addresses.start),
+            memory_type: MemoryType::UNKNOWN,
+            device: SysDevice::UNKNOWN,
+        };
+        {
+            let mut watched = self.watched();
+            if watched.contains(&range) {
+                return;
             }
-            self.ucx.memory_type_cache_insert(&SENTINEL);
-            self.ucx.memory_type_cache_insert(&range);
+            watched.push(range);
         }
+        self.ucx.memory_type_cache_insert(&SENTINEL);
+        self.ucx.memory_type_cache_insert(&range);
     }
 
     /// Watches again what has no memory any more.

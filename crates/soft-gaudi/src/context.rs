@@ -217,7 +217,10 @@ extern "C" fn discard_open_cards() {
             // Other threads may be anywhere; never wait for them here.
             let Ok(slot) = slot.try_read() else { continue };
             let Some(context) = &*slot else { continue };
-            let ours = context.forks == workers::fork_generation() && context.is_current();
+            // A framework ends Synapse in an exit handler of its own, which may run after this one.
+            let ours = context.forks == workers::fork_generation()
+                && context.is_current()
+                && context.scal.load(Ordering::Acquire) < 0;
             if ours && !dmabuf::any_alive(context.node, context.device) {
                 context.take_down(None);
                 context.memory.discard_all();

@@ -3,7 +3,7 @@
 use core::ffi::c_int;
 
 use crate::pool::{Pool, new_handle};
-use crate::thunk::{Generation, Thunk};
+use crate::thunk::{self, Generation};
 use crate::{FAILURE, OUT_OF_MEMORY};
 
 /// Where SCAL maps its memory on a Gaudi2; moved up where that is no multiple of the page.
@@ -49,16 +49,16 @@ impl Instance {
     }
 
     /// Takes all HBM that is left, and the engines.
-    pub(crate) fn start(thunk: &Thunk, fd: c_int) -> Result<Self, c_int> {
-        let info = thunk.hw_ip(fd).ok_or(FAILURE)?;
+    pub(crate) fn start(fd: c_int) -> Result<Self, c_int> {
+        let info = thunk::hw_ip(fd).ok_or(FAILURE)?;
         let generation = info.generation().ok_or(FAILURE)?;
         let mut usage = [0; 2];
         // SAFETY: two words, as the structure has.
-        if unsafe { (thunk.hlthunk_get_dram_usage)(fd, &raw mut usage) } != 0 {
+        if unsafe { thunk::hlthunk_get_dram_usage(fd, &raw mut usage) } != 0 {
             return Err(FAILURE);
         }
         // SAFETY: takes a number.
-        if unsafe { (thunk.soft_gaudi_scal_begin)(fd) } != 0 {
+        if unsafe { thunk::soft_gaudi_scal_begin(fd) } != 0 {
             return Err(FAILURE);
         }
         let mut this = Self {
@@ -70,19 +70,19 @@ impl Instance {
         };
         let page = info.dram_page();
         let taken = match generation {
-            Generation::Gaudi2 => this.take_gaudi2(thunk, usage[0] / page * page, page),
-            Generation::Gaudi3 => this.take_gaudi3(thunk, usage[0] / page * page, page),
+            Generation::Gaudi2 => this.take_gaudi2(usage[0] / page * page, page),
+            Generation::Gaudi3 => this.take_gaudi3(usage[0] / page * page, page),
         };
         if let Err(code) = taken {
-            this.stop(thunk);
+            this.stop();
             return Err(code);
         }
         Ok(this)
     }
 
     /// One mapping, out of which all pools are cut.
-    fn take_gaudi2(&mut self, thunk: &Thunk, size: u64, page: u64) -> Result<(), c_int> {
-        let (allocation, mapping) = self.map(thunk, size, page, gaudi2_address(page))?;
+    fn take_gaudi2(&mut self, size: u64, page: u64) -> Result<(), c_int> {
+        let (allocation, mapping) = self.map(size, page, gaudi2_address(page))?;
         let mut at = mapping;
         for (name, size) in POOLS {
             self.add(name, at, size, mapping, allocation);
@@ -94,30 +94,30 @@ impl Instance {
     }
 
     /// A mapping for each pool.
-    fn take_gaudi3(&mut self, thunk: &Thunk, size: u64, page: u64) -> Result<(), c_int> {
+    fn take_gaudi3(&mut self, size: u64, page: u64) -> Result<(), c_int> {
         let (mut at, mut left) = (GAUDI3_BASE, size);
         for (name, size) in GAUDI3_POOLS {
             let mapped = size.next_multiple_of(page);
-            let (allocation, mapping) = self.map(thunk, mapped, page, at)?;
+            let (allocation, mapping) = self.map(mapped, page, at)?;
             self.add(name, mapping, size, mapping, allocation);
             at += mapped;
             left = left.checked_sub(mapped).ok_or(OUT_OF_MEMORY)?;
         }
-        let (allocation, mapping) = self.map(thunk, left, page, at)?;
+        let (allocation, mapping) = self.map(left, page, at)?;
         let usable = left.checked_sub(PREFETCH).ok_or(OUT_OF_MEMORY)?;
         self.add(GLOBAL, mapping, usable, mapping, allocation);
         Ok(())
     }
 
-    fn map(&mut self, thunk: &Thunk, size: u64, page: u64, hint: u64) -> Result<(u64, u64), c_int> {
+    fn map(&mut self, size: u64, page: u64, hint: u64) -> Result<(u64, u64), c_int> {
         // SAFETY: plain numbers.
         let handle =
-            unsafe { (thunk.hlthunk_device_memory_alloc)(self.fd, size, page, false, false) };
+            unsafe { thunk::hlthunk_device_memory_alloc(self.fd, size, page, false, false) };
         if handle == 0 {
             return Err(OUT_OF_MEMORY);
         }
         // SAFETY: as above.
-        let addr = unsafe { (thunk.hlthunk_device_memory_map)(self.fd, handle, hint) };
+        let addr = unsafe { thunk::hlthunk_device_memory_map(self.fd, handle, hint) };
         if addr != 0 {
             self.mappings.push((handle, addr));
         }
@@ -143,13 +143,12 @@ impl Instance {
     }
 
     /// Gives everything back. What a dma-buf still refers to stays allocated, as in the driver.
-    pub(crate) fn stop(self, thunk: &Thunk) {
+    pub(crate) fn stop(self) {
         for (handle, addr) in self.mappings {
             // SAFETY: plain numbers; an address of 0 is not mapped.
-            let unmapped = unsafe { (thunk.hlthunk_memory_unmap)(self.fd, addr) };
+            let unmapped = unsafe { thunk::hlthunk_memory_unmap(self.fd, addr) };
             // SAFETY: as above.
-            if unmapped != 0 || unsafe { (thunk.hlthunk_device_memory_free)(self.fd, handle) } != 0
-            {
+            if unmapped != 0 || unsafe { thunk::hlthunk_device_memory_free(self.fd, handle) } != 0 {
                 eprintln!(
                     "soft-scal: cannot give back the memory at {addr:#x}: {} (a dma-buf of it is alive?)",
                     std::io::Error::from_raw_os_error(-unmapped)
@@ -157,7 +156,7 @@ impl Instance {
             }
         }
         // SAFETY: as above.
-        unsafe { (thunk.soft_gaudi_scal_end)(self.fd) };
+        unsafe { thunk::soft_gaudi_scal_end(self.fd) };
     }
 }
 

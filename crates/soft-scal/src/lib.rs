@@ -17,7 +17,6 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use instance::Instance;
 use pool::Pool;
-use thunk::Thunk;
 
 const SUCCESS: c_int = 0;
 const FAILURE: c_int = -1;
@@ -124,8 +123,7 @@ pub extern "C" fn scal_init(
     _firmware: *mut c_void,
 ) -> c_int {
     guard(|| {
-        let thunk = Thunk::get().ok_or(FAILURE)?;
-        thunk.owner_call(c"scal_init");
+        thunk::owner_call(c"scal_init");
         if fd <= 0 || config.is_null() || scal.is_null() {
             return Err(INVALID_PARAM);
         }
@@ -133,7 +131,7 @@ pub extern "C" fn scal_init(
         if let Some(instance) = instances.iter().find(|instance| instance.fd == fd) {
             return put(scal, instance.handle() as Handle);
         }
-        let instance = Instance::start(thunk, fd)?;
+        let instance = Instance::start(fd)?;
         put(scal, instance.handle() as Handle)?;
         instances.push(instance);
         Ok(())
@@ -144,11 +142,10 @@ pub extern "C" fn scal_init(
 #[unsafe(no_mangle)]
 pub extern "C" fn scal_destroy(scal: Handle) {
     guard(|| {
-        let thunk = Thunk::get().ok_or(FAILURE)?;
-        thunk.owner_call(c"scal_destroy");
+        thunk::owner_call(c"scal_destroy");
         let mut instances = instances();
         let at = instances.iter().position(|instance| instance.handle() == scal as usize);
-        instances.swap_remove(at.ok_or(INVALID_PARAM)?).stop(thunk);
+        instances.swap_remove(at.ok_or(INVALID_PARAM)?).stop();
         Ok(())
     });
 }

@@ -1,11 +1,9 @@
-//! The functions of the software `libhl-thunk.so` that the software SCAL and Synapse use, found at run time.
+//! The functions of the software `libhl-thunk.so` that the software SCAL and Synapse use.
 //!
-//! Both crates include this file. As one crate that both link, it would export the C functions of either from both.
+//! They are linked, as the vendor's are: programs that redirect calls of a library (libucm does) see these as well. Both
+//! crates include this file; as a crate that both link, it would have to be a shared object of its own.
 
 use core::ffi::{CStr, c_char, c_int, c_void};
-use std::sync::OnceLock;
-
-use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 /// A transfer of `soft_gaudi_scal_submit`; with `fill` 1, `src` is the value.
 #[repr(C)]
@@ -18,81 +16,69 @@ pub(crate) struct Transfer {
     pub(crate) fill: u64,
 }
 
-macro_rules! thunk {
-    ($(fn $name:ident($($type:ty),*) $(-> $out:ty)?;)*) => {
-        /// See the module.
-        #[derive(Debug)]
+/// Functions of a library that this one is linked with.
+macro_rules! linked {
+    ($(fn $name:ident($($argument:ident: $type:ty),*) $(-> $out:ty)?;)*) => {
+        #[cfg(not(test))]
         #[allow(dead_code)] // Each of the two crates uses a part.
-        pub(crate) struct Thunk {
-            $(pub(crate) $name: unsafe extern "C" fn($($type),*) $(-> $out)?,)*
+        unsafe extern "C" {
+            $(pub(crate) fn $name($($argument: $type),*) $(-> $out)?;)*
         }
 
-        impl Thunk {
-            fn find(library: &Library) -> Result<Self, libloading::Error> {
-                // SAFETY: the types are the signatures that hlthunk.h and soft-gaudi give these functions.
-                Ok(Self { $($name: *unsafe { library.get(stringify!($name)) }?,)* })
-            }
+        /// A test program is linked without the library, and calls none of this.
+        #[cfg(test)]
+        #[allow(dead_code, unused_variables)]
+        mod absent {
+            use super::*;
+            $(pub(crate) unsafe extern "C" fn $name($($argument: $type),*) $(-> $out)? { unreachable!() })*
         }
+        #[cfg(test)]
+        #[allow(unused_imports)]
+        pub(crate) use absent::*;
     };
 }
 
-thunk! {
-    fn hlthunk_open_by_module_id(u32) -> c_int;
-    fn hlthunk_open_control(c_int, *const c_char) -> c_int;
-    fn hlthunk_open_control_by_module_id(u32) -> c_int;
-    fn hlthunk_close(c_int) -> c_int;
-    fn hlthunk_get_device_count(c_int) -> c_int;
-    fn hlthunk_get_pci_bus_id_from_fd(c_int, *mut c_char, c_int) -> c_int;
-    fn hlthunk_get_device_index_from_pci_bus_id(*const c_char) -> c_int;
-    fn hlthunk_get_hw_ip_info(c_int, *mut HwIp) -> c_int;
-    fn hlthunk_get_dram_usage(c_int, *mut [u64; 2]) -> c_int;
-    fn hlthunk_device_memory_alloc(c_int, u64, u64, bool, bool) -> u64;
-    fn hlthunk_device_memory_free(c_int, u64) -> c_int;
-    fn hlthunk_device_memory_map(c_int, u64, u64) -> u64;
-    fn hlthunk_host_memory_map(c_int, *mut c_void, u64, u64) -> u64;
-    fn hlthunk_memory_unmap(c_int, u64) -> c_int;
-    fn hlthunk_wait_for_cs_with_timestamp(c_int, u64, u64, *mut u32, *mut u64) -> c_int;
-    fn soft_gaudi_scal_begin(c_int) -> c_int;
-    fn soft_gaudi_scal_end(c_int) -> c_int;
-    fn soft_gaudi_scal_submit(c_int, u32, *const Transfer, usize, *mut u64) -> c_int;
-    fn soft_gaudi_owner_call(*const c_char);
-    fn soft_gaudi_forbid(*const c_char);
+linked! {
+    fn hlthunk_open_by_module_id(module: u32) -> c_int;
+    fn hlthunk_open_control(index: c_int, bus: *const c_char) -> c_int;
+    fn hlthunk_close(fd: c_int) -> c_int;
+    fn hlthunk_get_device_count(name: c_int) -> c_int;
+    fn hlthunk_get_pci_bus_id_from_fd(fd: c_int, bus: *mut c_char, len: c_int) -> c_int;
+    fn hlthunk_get_device_index_from_pci_bus_id(bus: *const c_char) -> c_int;
+    fn hlthunk_get_hw_ip_info(fd: c_int, info: *mut HwIp) -> c_int;
+    fn hlthunk_get_dram_usage(fd: c_int, usage: *mut [u64; 2]) -> c_int;
+    fn hlthunk_device_memory_alloc(fd: c_int, size: u64, page: u64, contiguous: bool, shared: bool) -> u64;
+    fn hlthunk_device_memory_free(fd: c_int, handle: u64) -> c_int;
+    fn hlthunk_device_memory_map(fd: c_int, handle: u64, hint: u64) -> u64;
+    fn hlthunk_host_memory_map(fd: c_int, ptr: *mut c_void, hint: u64, size: u64) -> u64;
+    fn hlthunk_memory_unmap(fd: c_int, addr: u64) -> c_int;
+    fn hlthunk_wait_for_cs_with_timestamp(fd: c_int, seq: u64, timeout: u64, status: *mut u32, at: *mut u64) -> c_int;
+    fn soft_gaudi_scal_begin(fd: c_int) -> c_int;
+    fn soft_gaudi_scal_end(fd: c_int) -> c_int;
+    fn soft_gaudi_scal_submit(fd: c_int, queue: u32, transfers: *const Transfer, count: usize, seq: *mut u64) -> c_int;
+    fn soft_gaudi_owner_call(name: *const c_char);
+    fn soft_gaudi_forbid(what: *const c_char);
     fn soft_gaudi_is_guest() -> c_int;
 }
 
-impl Thunk {
-    /// The library, loaded by its name; `None` after saying why not.
-    pub(crate) fn get() -> Option<&'static Self> {
-        static THUNK: OnceLock<Option<Thunk>> = OnceLock::new();
-        THUNK
-            .get_or_init(|| {
-                // SAFETY: runs the initialisers of the library that the loader path names.
-                let library =
-                    unsafe { Library::open(Some("libhl-thunk.so"), RTLD_NOW | RTLD_LOCAL) };
-                let library = library.map(core::mem::ManuallyDrop::new);
-                match library.and_then(|library| Self::find(&library)) {
-                    Ok(thunk) => Some(thunk),
-                    Err(error) => {
-                        eprintln!("{}: needs the software Gaudi: {error}", env!("CARGO_PKG_NAME"));
-                        None
-                    }
-                }
-            })
-            .as_ref()
-    }
+/// What the card behind a descriptor is.
+pub(crate) fn hw_ip(fd: c_int) -> Option<HwIp> {
+    let mut info = HwIp([0; 128]);
+    // SAFETY: three times as large as the structure that the library fills in.
+    (unsafe { hlthunk_get_hw_ip_info(fd, &raw mut info) } == 0).then_some(info)
+}
 
-    /// What the card behind a descriptor is.
-    pub(crate) fn hw_ip(&self, fd: c_int) -> Option<HwIp> {
-        let mut info = HwIp([0; 128]);
-        // SAFETY: three times as large as the structure that the library fills in.
-        (unsafe { (self.hlthunk_get_hw_ip_info)(fd, &raw mut info) } == 0).then_some(info)
-    }
+/// Counts a call that only the owner of a card may make.
+pub(crate) fn owner_call(name: &CStr) {
+    // SAFETY: a C string.
+    unsafe { soft_gaudi_owner_call(name.as_ptr()) }
+}
 
-    /// Counts a call that only the owner of a card may make.
-    pub(crate) fn owner_call(&self, name: &CStr) {
-        // SAFETY: a C string.
-        unsafe { (self.soft_gaudi_owner_call)(name.as_ptr()) }
-    }
+/// Something was done that breaks a real card or the framework on it.
+#[allow(dead_code)] // Synapse's.
+pub(crate) fn forbid(what: &CStr) {
+    // SAFETY: a C string.
+    unsafe { soft_gaudi_forbid(what.as_ptr()) }
 }
 
 /// `struct hlthunk_hw_ip_info`, with room for later ones.

@@ -10,7 +10,7 @@ use crate::device::{Device, cards, count, device_type, put_text};
 use crate::process::{self, device, device_or, guard, initialised};
 use crate::status::{Status, describe};
 use crate::stream::{Event, Stream};
-use crate::thunk::{Generation, Transfer};
+use crate::thunk::{self, Generation, Transfer};
 
 type Handle = *mut c_void;
 
@@ -81,15 +81,15 @@ pub extern "C" fn synDriverGetVersion(out: *mut c_char, len: c_int) -> c_int {
 /// `synDeviceGetCount`.
 #[unsafe(no_mangle)]
 pub extern "C" fn synDeviceGetCount(out: *mut u32) -> c_int {
-    guard(|| initialised(|libraries, _| put(out, count(libraries.thunk))))
+    guard(|| initialised(|_| put(out, count())))
 }
 
 /// `synDeviceGetCountByDeviceType`.
 #[unsafe(no_mangle)]
 pub extern "C" fn synDeviceGetCountByDeviceType(out: *mut u32, wanted: c_int) -> c_int {
     guard(|| {
-        initialised(|libraries, _| {
-            let cards = cards(libraries.thunk);
+        initialised(|_| {
+            let cards = cards();
             let types = cards.iter().filter_map(|info| info.generation()).map(device_type);
             put(out, types.filter(|found| *found == wanted).count() as u32)
         })
@@ -100,9 +100,9 @@ pub extern "C" fn synDeviceGetCountByDeviceType(out: *mut u32, wanted: c_int) ->
 #[unsafe(no_mangle)]
 pub extern "C" fn synDeviceGetModuleIDs(ids: *mut u32, size: *mut u32) -> c_int {
     guard(|| {
-        initialised(|libraries, _| {
+        initialised(|_| {
             let room = get(size, 0)? as usize;
-            let mut found: Vec<_> = cards(libraries.thunk).iter().map(|i| i.module_id()).collect();
+            let mut found: Vec<_> = cards().iter().map(|i| i.module_id()).collect();
             found.sort_unstable();
             found.truncate(room);
             for (at, id) in found.iter().enumerate() {
@@ -117,8 +117,8 @@ pub extern "C" fn synDeviceGetModuleIDs(ids: *mut u32, size: *mut u32) -> c_int 
 #[unsafe(no_mangle)]
 pub extern "C" fn synDeviceAcquireByModuleId(out: *mut u32, module: u32) -> c_int {
     guard(|| {
-        process::acquire(c"synDeviceAcquireByModuleId", |libraries| {
-            Device::acquire(libraries, module, Status::NO_DEVICE_FOUND)
+        process::acquire(c"synDeviceAcquireByModuleId", || {
+            Device::acquire(module, Status::NO_DEVICE_FOUND)
         })?;
         put(out, 0)
     })
@@ -128,8 +128,8 @@ pub extern "C" fn synDeviceAcquireByModuleId(out: *mut u32, module: u32) -> c_in
 #[unsafe(no_mangle)]
 pub extern "C" fn synDeviceAcquireByDeviceType(out: *mut u32, wanted: c_int) -> c_int {
     guard(|| {
-        process::acquire(c"synDeviceAcquireByDeviceType", |libraries| {
-            let cards = cards(libraries.thunk);
+        process::acquire(c"synDeviceAcquireByDeviceType", || {
+            let cards = cards();
             let right =
                 |info: &&_| crate::thunk::HwIp::generation(info).map(device_type) == Some(wanted);
             let mut modules: Vec<_> =
@@ -138,8 +138,7 @@ pub extern "C" fn synDeviceAcquireByDeviceType(out: *mut u32, wanted: c_int) -> 
                 return Err(Status::DEVICE_TYPE_MISMATCH);
             }
             modules.sort_unstable();
-            let acquire =
-                |module: u32| Device::acquire(libraries, module, Status::NO_DEVICE_FOUND).ok();
+            let acquire = |module: u32| Device::acquire(module, Status::NO_DEVICE_FOUND).ok();
             modules.into_iter().find_map(acquire).ok_or(Status::NO_DEVICE_FOUND)
         })?;
         put(out, 0)
@@ -150,20 +149,19 @@ pub extern "C" fn synDeviceAcquireByDeviceType(out: *mut u32, wanted: c_int) -> 
 #[unsafe(no_mangle)]
 pub extern "C" fn synDeviceAcquire(out: *mut u32, bus: *const c_char) -> c_int {
     guard(|| {
-        process::acquire(c"synDeviceAcquire", |libraries| {
-            let thunk = libraries.thunk;
+        process::acquire(c"synDeviceAcquire", || {
             if bus.is_null() {
                 return Err(Status::INVALID_ARGUMENT);
             }
             // SAFETY: C's callers promise a NUL-terminated string.
-            let fd = unsafe { (thunk.hlthunk_open_control)(0, bus) };
+            let fd = unsafe { thunk::hlthunk_open_control(0, bus) };
             if fd < 0 {
                 return Err(Status::FAIL);
             }
-            let info = thunk.hw_ip(fd);
+            let info = thunk::hw_ip(fd);
             // SAFETY: opened above.
-            unsafe { (thunk.hlthunk_close)(fd) };
-            Device::acquire(libraries, info.ok_or(Status::FAIL)?.module_id(), Status::FAIL)
+            unsafe { thunk::hlthunk_close(fd) };
+            Device::acquire(info.ok_or(Status::FAIL)?.module_id(), Status::FAIL)
         })?;
         put(out, 0)
     })
@@ -395,7 +393,7 @@ pub extern "C" fn synStreamWaitEvent(handle: Handle, wanted: Handle, flags: u32)
         if flags != 0 {
             return Err(Status::INVALID_ARGUMENT);
         }
-        match device.streams.find_event(wanted as usize)?.mark(device) {
+        match device.streams.find_event(wanted as usize)?.mark() {
             Some(mark) => stream.wait(device, mark),
             None => Ok(()),
         }
@@ -458,7 +456,7 @@ pub extern "C" fn synEventRecord(handle: Handle, on: Handle) -> c_int {
 /// `synEventQuery`.
 #[unsafe(no_mangle)]
 pub extern "C" fn synEventQuery(handle: Handle) -> c_int {
-    event(handle, |device, event| match event.mark(device) {
+    event(handle, |device, event| match event.mark() {
         Some(mark) if !mark.has_ended(device)? => Err(Status::BUSY),
         _ => Ok(()),
     })
@@ -467,7 +465,7 @@ pub extern "C" fn synEventQuery(handle: Handle) -> c_int {
 /// `synEventSynchronize`.
 #[unsafe(no_mangle)]
 pub extern "C" fn synEventSynchronize(handle: Handle) -> c_int {
-    event(handle, |device, event| event.mark(device).map_or(Ok(()), |mark| mark.wait(device)))
+    event(handle, |device, event| event.mark().map_or(Ok(()), |mark| mark.wait(device)))
 }
 
 /// `synEventElapsedTime`: both events must collect times.

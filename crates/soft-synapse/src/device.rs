@@ -7,11 +7,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::hostmap::{HostMap, HostMaps, Wish};
-use crate::process::Libraries;
 use crate::scal;
 use crate::status::Status;
 use crate::stream::Streams;
-use crate::thunk::{Generation, HwIp, Thunk};
+use crate::thunk::{self, Generation, HwIp};
 
 /// HBM that Synapse keeps for itself.
 const RESERVE: u64 = 16 << 20;
@@ -31,31 +30,30 @@ pub(crate) fn device_type(generation: Generation) -> i32 {
 }
 
 /// How many cards the machine has.
-pub(crate) fn count(thunk: &Thunk) -> u32 {
+pub(crate) fn count() -> u32 {
     // SAFETY: takes a number.
-    u32::try_from(unsafe { (thunk.hlthunk_get_device_count)(ANY) }).unwrap_or(0)
+    u32::try_from(unsafe { thunk::hlthunk_get_device_count(ANY) }).unwrap_or(0)
 }
 
 /// What cards there are, by index, as their control nodes say.
-pub(crate) fn cards(thunk: &Thunk) -> Vec<HwIp> {
+pub(crate) fn cards() -> Vec<HwIp> {
     let info = |index: u32| {
         // SAFETY: NULL leaves the choice to the index.
-        let fd = unsafe { (thunk.hlthunk_open_control)(index as c_int, core::ptr::null()) };
+        let fd = unsafe { thunk::hlthunk_open_control(index as c_int, core::ptr::null()) };
         if fd < 0 {
             return None;
         }
-        let info = thunk.hw_ip(fd);
+        let info = thunk::hw_ip(fd);
         // SAFETY: opened above.
-        unsafe { (thunk.hlthunk_close)(fd) };
+        unsafe { thunk::hlthunk_close(fd) };
         info
     };
-    (0..count(thunk)).filter_map(info).collect()
+    (0..count()).filter_map(info).collect()
 }
 
 /// An acquired device.
 #[derive(Debug)]
 pub(crate) struct Device {
-    pub(crate) libraries: Libraries,
     pub(crate) fd: c_int,
     pub(crate) info: HwIp,
     pub(crate) generation: Generation,
@@ -79,16 +77,11 @@ unsafe impl Sync for Device {}
 
 impl Device {
     /// Opens the card with this module id and starts SCAL on it; a failure to open is `unopened`.
-    pub(crate) fn acquire(
-        libraries: Libraries,
-        module: u32,
-        unopened: Status,
-    ) -> Result<Self, Status> {
-        let thunk = libraries.thunk;
+    pub(crate) fn acquire(module: u32, unopened: Status) -> Result<Self, Status> {
         let since = Instant::now();
         let fd = loop {
             // SAFETY: takes a number.
-            let fd = unsafe { (thunk.hlthunk_open_by_module_id)(module) };
+            let fd = unsafe { thunk::hlthunk_open_by_module_id(module) };
             if fd >= 0 {
                 break fd;
             }
@@ -97,44 +90,41 @@ impl Device {
             }
             std::thread::sleep(Duration::from_millis(5));
         };
-        let started = Self::start(libraries, fd);
+        let started = Self::start(fd);
         if started.is_err() {
             // SAFETY: opened above, and nobody has it.
-            unsafe { (thunk.hlthunk_close)(fd) };
+            unsafe { thunk::hlthunk_close(fd) };
         }
         started
     }
 
-    fn start(libraries: Libraries, fd: c_int) -> Result<Self, Status> {
-        let Libraries { thunk, scal } = libraries;
-        let info = thunk.hw_ip(fd).ok_or(Status::FAIL)?;
+    fn start(fd: c_int) -> Result<Self, Status> {
+        let info = thunk::hw_ip(fd).ok_or(Status::FAIL)?;
         let generation = info.generation().ok_or(Status::DEVICE_TYPE_MISMATCH)?;
         let mut bus = [0_u8; 16];
         // SAFETY: so many bytes.
         unsafe {
-            (thunk.hlthunk_get_pci_bus_id_from_fd)(fd, bus.as_mut_ptr().cast(), bus.len() as c_int)
+            thunk::hlthunk_get_pci_bus_id_from_fd(fd, bus.as_mut_ptr().cast(), bus.len() as c_int)
         };
         // SAFETY: a C string.
-        let index =
-            unsafe { (thunk.hlthunk_get_device_index_from_pci_bus_id)(bus.as_ptr().cast()) };
+        let index = unsafe { thunk::hlthunk_get_device_index_from_pci_bus_id(bus.as_ptr().cast()) };
         let null: scal::Handle = core::ptr::null_mut();
         let (mut handle, mut pool, mut reserve) = (null, null, null);
         // SAFETY: a C string and an out pointer.
-        if unsafe { (scal.scal_init)(fd, c"".as_ptr(), &raw mut handle, null) } != 0 {
+        if unsafe { scal::scal_init(fd, c"".as_ptr(), &raw mut handle, null) } != 0 {
             return Err(Status::FAIL);
         }
         // SAFETY: as above; handles that SCAL gave.
         let found = unsafe {
-            (scal.scal_get_pool_handle_by_name)(handle, c"global_hbm".as_ptr(), &raw mut pool) == 0
-                && (scal.scal_allocate_buffer)(pool, RESERVE, &raw mut reserve) == 0
+            scal::scal_get_pool_handle_by_name(handle, c"global_hbm".as_ptr(), &raw mut pool) == 0
+                && scal::scal_allocate_buffer(pool, RESERVE, &raw mut reserve) == 0
         };
         if !found {
             // SAFETY: as above.
-            unsafe { (scal.scal_destroy)(handle) };
+            unsafe { scal::scal_destroy(handle) };
             return Err(Status::FAIL);
         }
         Ok(Self {
-            libraries,
             fd,
             info,
             generation,
@@ -153,16 +143,12 @@ impl Device {
 
     /// Ends everything on the device and closes it.
     pub(crate) fn release(&self) {
-        let Libraries { thunk, scal } = self.libraries;
         if self.process != std::process::id() {
             return;
         }
         self.streams.end(self);
-        if thunk.hw_ip(self.fd).is_none_or(|info| info.module_id() != self.info.module_id()) {
-            // SAFETY: a C string.
-            unsafe {
-                (thunk.soft_gaudi_forbid)(c"Synapse's descriptor of the card was closed".as_ptr())
-            };
+        if thunk::hw_ip(self.fd).is_none_or(|info| info.module_id() != self.info.module_id()) {
+            thunk::forbid(c"Synapse's descriptor of the card was closed");
             return;
         }
         let maps = core::mem::take(&mut *self.maps());
@@ -171,20 +157,19 @@ impl Device {
         }
         // SAFETY: handles that SCAL gave; the descriptor is Synapse's own.
         unsafe {
-            (scal.scal_free_buffer)(self.reserve);
-            (scal.scal_destroy)(self.scal);
-            (thunk.hlthunk_close)(self.fd);
+            scal::scal_free_buffer(self.reserve);
+            scal::scal_destroy(self.scal);
+            thunk::hlthunk_close(self.fd);
         }
     }
 
     /// Whether the device can be used, in this process.
     pub(crate) fn check(&self) -> Result<(), Status> {
         if self.process != std::process::id() {
-            let thunk = self.libraries.thunk;
             // SAFETY: no arguments; a C string.
             unsafe {
-                if (thunk.soft_gaudi_is_guest)() != 0 {
-                    (thunk.soft_gaudi_forbid)(c"a guest called Synapse in a forked child".as_ptr());
+                if thunk::soft_gaudi_is_guest() != 0 {
+                    thunk::soft_gaudi_forbid(c"a guest called Synapse in a forked child".as_ptr());
                 }
             }
             return Err(Status::FAIL);
@@ -202,18 +187,17 @@ impl Device {
     pub(crate) fn memory(&self) -> (u64, u64, u64) {
         let mut info: scal::PoolInfo = [0; 8];
         // SAFETY: a handle that SCAL gave, and room for the structure.
-        unsafe { (self.libraries.scal.scal_pool_get_info)(self.pool, &raw mut info) };
+        unsafe { scal::scal_pool_get_info(self.pool, &raw mut info) };
         (info[3], info[6].saturating_sub(RESERVE), info[7])
     }
 
     pub(crate) fn allocate(&self, size: u64) -> Result<u64, Status> {
-        let scal = self.libraries.scal;
         let mut buffer = core::ptr::null_mut();
         let mut info: scal::BufferInfo = [0; 4];
         // SAFETY: handles that SCAL gave, and out pointers.
         let allocated = unsafe {
-            (scal.scal_allocate_buffer)(self.pool, size, &raw mut buffer) == 0
-                && (scal.scal_buffer_get_info)(buffer, &raw mut info) == 0
+            scal::scal_allocate_buffer(self.pool, size, &raw mut buffer) == 0
+                && scal::scal_buffer_get_info(buffer, &raw mut info) == 0
         };
         if !allocated {
             return Err(Status::FAIL);
@@ -225,7 +209,7 @@ impl Device {
     pub(crate) fn free(&self, addr: u64) -> Result<(), Status> {
         let buffer = self.buffers.lock().unwrap_or_else(PoisonError::into_inner).remove(&addr);
         // SAFETY: a handle that SCAL gave.
-        unsafe { (self.libraries.scal.scal_free_buffer)(buffer.ok_or(Status::FAIL)?) };
+        unsafe { scal::scal_free_buffer(buffer.ok_or(Status::FAIL)?) };
         Ok(())
     }
 
@@ -235,7 +219,7 @@ impl Device {
 
     fn is_guest(&self) -> bool {
         // SAFETY: no arguments.
-        unsafe { (self.libraries.thunk.soft_gaudi_is_guest)() != 0 }
+        unsafe { thunk::soft_gaudi_is_guest() != 0 }
     }
 
     fn map(
@@ -245,9 +229,8 @@ impl Device {
         len: u64,
         owned: Option<usize>,
     ) -> Result<(), Status> {
-        let thunk = self.libraries.thunk;
         // SAFETY: the driver refuses memory that is not there.
-        let va = unsafe { (thunk.hlthunk_host_memory_map)(self.fd, ptr as *mut c_void, 0, len) };
+        let va = unsafe { thunk::hlthunk_host_memory_map(self.fd, ptr as *mut c_void, 0, len) };
         if va == 0 {
             return Err(Status::FAIL);
         }
@@ -256,14 +239,12 @@ impl Device {
     }
 
     fn unmap(&self, ptr: u64, map: HostMap) {
-        let thunk = self.libraries.thunk;
         // SAFETY: plain numbers.
-        if unsafe { (thunk.hlthunk_memory_unmap)(self.fd, map.va) } != 0
+        if unsafe { thunk::hlthunk_memory_unmap(self.fd, map.va) } != 0
             && !self.failed.load(Ordering::Acquire)
         {
             let what = c"host memory that Synapse had mapped was unmapped by someone else";
-            // SAFETY: a C string.
-            unsafe { (thunk.soft_gaudi_forbid)(what.as_ptr()) };
+            thunk::forbid(what);
         }
         if let Some(len) = map.owned {
             // SAFETY: mapped by `host_alloc` with this length; its owner gives it up.
@@ -288,8 +269,7 @@ impl Device {
         let Some(map) = maps.0.get(&ptr).copied().filter(|map| map.owned.is_none()) else { return };
         if !map.guest && self.is_guest() {
             let what = c"a guest unmapped host memory that the application had mapped";
-            // SAFETY: a C string.
-            unsafe { (self.libraries.thunk.soft_gaudi_forbid)(what.as_ptr()) };
+            thunk::forbid(what);
         }
         maps.0.remove(&ptr);
         self.unmap(ptr, map);

@@ -7,6 +7,10 @@
 //!
 //! [`api`] has the C functions; `process` is what a process has one of; `device` is the acquired card; `stream` runs copies.
 
+#[path = "../../soft-scal/src/thunk.rs"]
+#[macro_use]
+mod thunk;
+
 mod api;
 mod device;
 mod hostmap;
@@ -14,7 +18,4 @@ mod process;
 mod scal;
 mod status;
 mod stream;
-#[path = "../../soft-scal/src/thunk.rs"]
-mod thunk;
-
 pub use api::*;

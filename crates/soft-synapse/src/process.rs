@@ -6,9 +6,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError, RwLock, TryLockError};
 
 use crate::device::Device;
-use crate::scal::Scal;
 use crate::status::Status;
-use crate::thunk::Thunk;
+use crate::thunk;
 
 #[derive(Debug)]
 struct Process {
@@ -17,20 +16,6 @@ struct Process {
 }
 
 static PROCESS: RwLock<Process> = RwLock::new(Process { initialised: false, device: None });
-
-/// The libraries below.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Libraries {
-    pub(crate) thunk: &'static Thunk,
-    pub(crate) scal: &'static Scal,
-}
-
-impl Libraries {
-    fn get() -> Result<Self, Status> {
-        let thunk = Thunk::get().ok_or(Status::FAIL)?;
-        Ok(Self { thunk, scal: Scal::get().ok_or(Status::FAIL)? })
-    }
-}
 
 /// Runs the body of a C function; a panic becomes `Fail`.
 pub(crate) fn guard(body: impl FnOnce() -> Result<(), Status>) -> i32 {
@@ -46,13 +31,13 @@ pub(crate) fn guard(body: impl FnOnce() -> Result<(), Status>) -> i32 {
 
 /// A call that needs no device.
 pub(crate) fn initialised<T>(
-    body: impl FnOnce(Libraries, Option<&Arc<Device>>) -> Result<T, Status>,
+    body: impl FnOnce(Option<&Arc<Device>>) -> Result<T, Status>,
 ) -> Result<T, Status> {
     let process = PROCESS.read().unwrap_or_else(PoisonError::into_inner);
     if !process.initialised {
         return Err(Status::UNINITIALIZED);
     }
-    body(Libraries::get()?, process.device.as_ref())
+    body(process.device.as_ref())
 }
 
 /// A call on the device; `absent` without one.
@@ -60,7 +45,7 @@ pub(crate) fn device_or<T>(
     absent: Status,
     body: impl FnOnce(&Arc<Device>) -> Result<T, Status>,
 ) -> Result<T, Status> {
-    initialised(|_, device| {
+    initialised(|device| {
         let device = device.ok_or(absent)?;
         device.check()?;
         body(device)
@@ -74,16 +59,14 @@ pub(crate) fn device<T>(body: impl FnOnce(&Arc<Device>) -> Result<T, Status>) ->
 
 /// `synInitialize`: without a reference count.
 pub(crate) fn initialise() -> Result<(), Status> {
-    let libraries = Libraries::get()?;
-    libraries.thunk.owner_call(c"synInitialize");
+    thunk::owner_call(c"synInitialize");
     PROCESS.write().unwrap_or_else(PoisonError::into_inner).initialised = true;
     Ok(())
 }
 
 /// `synDestroy`: for everybody in the process.
 pub(crate) fn destroy() -> Result<(), Status> {
-    let libraries = Libraries::get()?;
-    libraries.thunk.owner_call(c"synDestroy");
+    thunk::owner_call(c"synDestroy");
     let mut process = PROCESS.write().unwrap_or_else(PoisonError::into_inner);
     if !process.initialised {
         return Err(Status::UNINITIALIZED);
@@ -98,10 +81,9 @@ pub(crate) fn destroy() -> Result<(), Status> {
 /// Acquires what `find` finds.
 pub(crate) fn acquire(
     name: &core::ffi::CStr,
-    find: impl FnOnce(Libraries) -> Result<Device, Status>,
+    find: impl FnOnce() -> Result<Device, Status>,
 ) -> Result<(), Status> {
-    let libraries = Libraries::get()?;
-    libraries.thunk.owner_call(name);
+    thunk::owner_call(name);
     let mut process = PROCESS.write().unwrap_or_else(PoisonError::into_inner);
     if !process.initialised {
         return Err(Status::UNINITIALIZED);
@@ -109,14 +91,13 @@ pub(crate) fn acquire(
     if process.device.is_some() {
         return Err(Status::DEVICE_ALREADY_ACQUIRED);
     }
-    process.device = Some(Arc::new(find(libraries)?));
+    process.device = Some(Arc::new(find()?));
     Ok(())
 }
 
 /// `synDeviceRelease`: refused while another thread is inside a call.
 pub(crate) fn release() -> Result<(), Status> {
-    let libraries = Libraries::get()?;
-    libraries.thunk.owner_call(c"synDeviceRelease");
+    thunk::owner_call(c"synDeviceRelease");
     let mut process = match PROCESS.try_write() {
         Ok(process) => process,
         Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),

@@ -11,7 +11,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::device::Device;
 use crate::status::Status;
-use crate::thunk::Transfer;
+use crate::thunk::{self, Transfer};
 
 /// Queues that SCAL has for copies.
 const QUEUES: usize = 8;
@@ -93,9 +93,16 @@ fn ended(device: &Device, seq: u64, timeout: u64) -> Result<Option<u64>, Status>
         return Ok(Some(0));
     }
     let (mut status, mut at) = (0, 0);
-    let wait = device.libraries.thunk.hlthunk_wait_for_cs_with_timestamp;
     // SAFETY: out pointers to our own.
-    let result: c_int = unsafe { wait(device.fd, seq, timeout, &raw mut status, &raw mut at) };
+    let result: c_int = unsafe {
+        thunk::hlthunk_wait_for_cs_with_timestamp(
+            device.fd,
+            seq,
+            timeout,
+            &raw mut status,
+            &raw mut at,
+        )
+    };
     match result {
         0 if status == WAIT_BUSY => Ok(None),
         0 => Ok(Some(at)),
@@ -136,11 +143,16 @@ impl Stream {
         state: &mut State,
         transfers: &[Transfer],
     ) -> Result<(), Status> {
-        let submit = device.libraries.thunk.soft_gaudi_scal_submit;
         let mut seq = 0;
         // SAFETY: so many transfers, and an out pointer to our own.
         let result = unsafe {
-            submit(device.fd, self.queue, transfers.as_ptr(), transfers.len(), &raw mut seq)
+            thunk::soft_gaudi_scal_submit(
+                device.fd,
+                self.queue,
+                transfers.as_ptr(),
+                transfers.len(),
+                &raw mut seq,
+            )
         };
         if result != 0 {
             return Err(device.fail());
@@ -243,19 +255,18 @@ impl Event {
     }
 
     /// Where it was recorded. The real library follows a pointer here without a check.
-    pub(crate) fn mark(&self, device: &Device) -> Option<Arc<Mark>> {
+    pub(crate) fn mark(&self) -> Option<Arc<Mark>> {
         let mark = locked(&self.mark).clone();
         if mark.is_none() {
             let what = c"an event was used before it was recorded";
-            // SAFETY: a C string.
-            unsafe { (device.libraries.thunk.soft_gaudi_forbid)(what.as_ptr()) };
+            thunk::forbid(what);
         }
         mark
     }
 
     /// Realtime clock when its work had ended.
     pub(crate) fn time(&self, device: &Device) -> Result<u64, Status> {
-        let mark = self.mark(device).ok_or(Status::FAILED_TO_COLLECT_TIME)?;
+        let mark = self.mark().ok_or(Status::FAILED_TO_COLLECT_TIME)?;
         if !mark.has_ended(device)? {
             return Err(Status::BUSY);
         }

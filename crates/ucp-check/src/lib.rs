@@ -16,6 +16,7 @@ pub mod buffer;
 pub mod client;
 pub mod control;
 pub mod cuda;
+pub mod framework;
 pub mod matrix;
 pub mod message;
 pub mod ops;

@@ -1,11 +1,12 @@
-//! Memory for UCP: host pages we map (and register, or not), Gaudi memory that UCP allocates, CUDA memory
-//! that its driver allocates.
+//! Memory for UCP: host pages we map (and register, or not), Gaudi memory that UCP or a framework
+//! ([`crate::framework`]) allocates, CUDA memory that its driver allocates.
 //!
 //! A device address is a number here, never a pointer: `ucp_put`/`ucp_get` read and write Gaudi memory, the
 //! driver CUDA memory.
 
 use super::{Context, ContextInner, Error, Result};
 use crate::cuda::{self, Cuda};
+use crate::framework;
 use crate::ucx::call;
 use crate::ucx::sys::{ERR_LAST, MemMapParams, MemoryType, Plain, UcpMemAttr, ucp};
 use anyhow::Context as _;
@@ -55,6 +56,8 @@ pub struct Region {
     memory: Memory,
     /// What it is, if it is CUDA memory.
     cuda: Option<cuda::Allocation>,
+    /// The framework's memory, to be given back to it.
+    tensor: bool,
 }
 
 /// What a peer needs to reach a region: its address there and the packed key.
@@ -67,7 +70,7 @@ pub struct PackedRegion {
 
 impl Region {
     /// `length` bytes of `memory`: fresh zero pages for the host, `cuMemAlloc` for CUDA,
-    /// `ucp_mem_map(ALLOCATE)` otherwise.
+    /// `ucp_mem_map(ALLOCATE)` or a framework's otherwise.
     pub fn new(context: &Context, memory: Memory, length: usize) -> Result<Arc<Region>> {
         let length = length.max(1);
         let mut region = match memory {
@@ -75,6 +78,7 @@ impl Region {
                 let pages = Region::host(context, length, None);
                 pages.unwrap_or_else(|e| panic!("no {length} bytes of host memory: {e}"))
             }
+            Memory::Gaudi if framework::is_wanted() => Region::tensor(context, length)?,
             Memory::Gaudi => Region::of(context, memory, 0, length),
             Memory::Cuda => Region::cuda(context, length)?,
         };
@@ -96,7 +100,19 @@ impl Region {
 
     fn of(context: &Context, memory: Memory, address: usize, length: usize) -> Region {
         let (context, memh) = (context.0.clone(), AtomicPtr::default());
-        Region { context, memh, address, length, memory, cuda: None }
+        Region { context, memh, address, length, memory, cuda: None, tensor: false }
+    }
+
+    /// Memory of the framework's, of which UCX is told the address.
+    fn tensor(context: &Context, length: usize) -> Result<Region> {
+        let address = framework::allocate(length).map_err(|error| Error {
+            call: "synDeviceMalloc",
+            status: ERR_LAST,
+            text: format!("{error:#}"),
+        })?;
+        let mut region = Region::of(context, Memory::Gaudi, address as usize, length);
+        region.tensor = true;
+        Ok(region)
     }
 
     fn cuda(context: &Context, length: usize) -> Result<Region> {
@@ -133,7 +149,7 @@ impl Region {
             length: self.length,
             ..MemMapParams::zeroed()
         };
-        if self.memory == Memory::Gaudi {
+        if self.memory == Memory::Gaudi && !self.tensor {
             params.field_mask |= ucp::MAP_FLAGS_AND_TYPE;
             params.flags = ucp::MAP_ALLOCATE;
             params.memory_type = self.memory.raw();
@@ -278,6 +294,9 @@ impl Drop for Region {
             // SAFETY: our own mapping, of which no operation is under way.
             let done = unsafe { libc::munmap(self.address as *mut c_void, self.length) };
             assert_eq!(done, 0, "munmap: {}", io::Error::last_os_error());
+        }
+        if self.tensor {
+            framework::free(self.address());
         }
     }
 }

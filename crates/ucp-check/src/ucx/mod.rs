@@ -64,6 +64,7 @@ impl Ucx {
     /// a folder, the `libucp.so.0` that the loader path finds.
     pub fn load(folder: Option<&Path>) -> anyhow::Result<&'static Ucx> {
         let path = folder.map_or_else(|| Ok("libucp.so.0".into()), find)?;
+        crate::framework::before_ucx()?;
         // SAFETY: loading libucp runs its constructors, which is what every user of UCX does.
         let library =
             unsafe { unix::Library::open(Some(&path), libc::RTLD_NOW | libc::RTLD_LOCAL) };

@@ -7,6 +7,9 @@ other places of the peer's cache, and a notification says when a layer is comple
 
     python3 kv_cache.py --layers 4 --blocks 64 --block-bytes 46080 --operation READ
 
+With --framework each process also plays the framework (synapse_memory.py): it acquires a card through Synapse, the cache
+is memory of Synapse's, and Synapse fills it and reads it back; NIXL is only told the addresses (docs/frameworks.md).
+
 Environment: UCX_PLUGIN_PATH and a driver library as for every use of ucx-gaudi (docs/rdma.md), NIXL on
 PYTHONPATH. Which way the bytes go is up to UCX: UCX_TLS=rc,gaudi_cpy for InfiniBand alone.
 """
@@ -23,6 +26,7 @@ import time
 import types
 
 from gaudi_memory import GaudiMemory, libucp
+from synapse_memory import Synapse, SynapseMemory
 
 try:
     import numpy  # noqa: F401
@@ -66,9 +70,17 @@ class Node:
         from nixl_cu12 import nixl_agent, nixl_agent_config
 
         self.name, self.options = name, options
-        self.agent = nixl_agent(name, nixl_agent_config(backends=["UCX"]))
-        self.memory = GaudiMemory(libucp())
         self.layer_bytes = options.blocks * options.block_bytes
+        self.synapse = Synapse() if options.framework == "before" else None
+        self.agent = nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+        if options.framework:
+            self.synapse = self.synapse or Synapse()
+            # An odd place for the first layer: tensors begin anywhere in the pool.
+            self.memory = SynapseMemory(self.synapse, options.layers * (self.layer_bytes + 128) + 640)
+            self.memory.allocate(513)
+            print(f"{name}: {self.synapse.version()}, {self.synapse.name} in slot {self.synapse.module()}", flush=True)
+        else:
+            self.memory = GaudiMemory(libucp())
         self.layers = [self.memory.allocate(self.layer_bytes) for _ in range(options.layers)]
         started = time.perf_counter()
         regions = [(address, self.layer_bytes, 0, "") for address in self.layers]
@@ -97,10 +109,16 @@ class Node:
 
     def fill(self, seed):
         for layer in range(self.options.layers):
-            self.host[:] = content(seed, layer, self.layer_bytes)
+            data = content(seed, layer, self.layer_bytes)
+            if self.synapse:
+                self.memory.write(self.layers[layer], data)
+                continue
+            self.host[:] = data
             self.copy("WRITE", layer)
 
     def read(self, layer):
+        if self.synapse:
+            return self.memory.read(self.layers[layer], self.layer_bytes)
         self.host[:] = bytes(self.layer_bytes)
         self.copy("READ", layer)
         return self.host
@@ -230,6 +248,8 @@ def side(options):
     node.agent.deregister_memory(node.registered)
     node.agent.deregister_memory(node.host_registered)
     node.memory.free()
+    if node.synapse:
+        node.synapse.destroy()
 
 
 def main():
@@ -239,6 +259,7 @@ def main():
     arguments.add_argument("--block-bytes", type=int, default=46080)
     arguments.add_argument("--descriptors", type=int, help="blocks to move per layer, if not each once")
     arguments.add_argument("--operation", choices=["READ", "WRITE"], default="READ")
+    arguments.add_argument("--framework", choices=["before", "after"], help="Synapse acquires a card before or after NIXL starts")
     arguments.add_argument("--timeout", type=float, default=120, help="seconds")
     arguments.add_argument("--kill", action="store_true", help="the passive process dies in between")
     arguments.add_argument("--via", help="RANK:COMMAND that starts this process, 1:nsenter -t PID -n")

@@ -1,0 +1,51 @@
+//! `pci-gaudi`: waits for a QEMU on a socket and is a Gaudi2 to it until it goes.
+
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::thread;
+
+use anyhow::{Context, Result};
+use clap::Parser;
+use pci_gaudi::card::Card;
+use pci_gaudi::endpoint::Endpoint;
+use pci_gaudi::vfio_user;
+
+/// A Gaudi2 for QEMU's vfio-user-pci
+#[derive(Debug, Parser)]
+#[command(version)]
+struct Arguments {
+    /// Socket to listen on; it must not exist
+    #[arg(long)]
+    socket: PathBuf,
+    /// Position of the card in its machine, as the firmware reports it
+    #[arg(long, default_value_t = 0)]
+    module_id: u32,
+    /// Trap every access to BAR 0, slower, so that unexpected ones are logged
+    #[arg(long)]
+    trap_all: bool,
+}
+
+/// Engines work while QEMU's messages are answered.
+const ENGINE_THREADS: usize = 2;
+
+fn main() -> Result<()> {
+    let arguments = Arguments::parse();
+    let card = Card::new(arguments.module_id).context("no memory for the card")?;
+    let listener = UnixListener::bind(&arguments.socket)
+        .with_context(|| format!("cannot listen on {}", arguments.socket.display()))?;
+    let (stream, _) = listener.accept()?;
+    let _ = std::fs::remove_file(&arguments.socket);
+    let endpoint = Endpoint { card: &card, trap_all: arguments.trap_all };
+    let served = thread::scope(|scope| {
+        for _ in 0..ENGINE_THREADS {
+            scope.spawn(|| card.queues.work(&card));
+        }
+        let served = vfio_user::serve(&endpoint, stream);
+        for _ in 0..ENGINE_THREADS {
+            card.queues.end();
+        }
+        served
+    });
+    card.log.summary();
+    served.context("connection to QEMU")
+}

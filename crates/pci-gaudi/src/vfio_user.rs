@@ -1,0 +1,331 @@
+//! The server's side of the vfio-user protocol: what QEMU's `vfio-user-pci` asks of a device in
+//! another process.
+//!
+//! A message is a 16-byte header and a body; descriptors travel with the header. Everything that
+//! arrives is checked before it is used. Nothing here knows what the device is: see [`Device`].
+
+use std::io::{self, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+
+use rustix::io::Errno;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+
+/// A region of the device, as the client may use it.
+#[derive(Debug, Default)]
+pub struct Region<'a> {
+    /// Bytes; 0 where there is none.
+    pub size: u64,
+    /// Memory behind the region, and the parts of it (offset, bytes) that the client may map.
+    pub memory: Option<(BorrowedFd<'a>, Vec<(u64, u64)>)>,
+}
+
+/// Which interrupts a client sets, and to what.
+#[derive(Debug)]
+pub enum Irqs {
+    /// From this one on, each to its eventfd.
+    Eventfds(u32, Vec<OwnedFd>),
+    /// These no longer have one.
+    Clear(std::ops::Range<u32>),
+}
+
+/// What the protocol serves.
+pub trait Device {
+    /// Number of regions.
+    const REGIONS: u32 = 9;
+    /// Number of interrupt kinds.
+    const IRQS: u32 = 5;
+    /// The region of an index.
+    fn region(&self, index: u32) -> Region<'_>;
+    /// How many interrupts of a kind there are.
+    fn irqs(&self, index: u32) -> u32;
+    /// Reads from a part of a region that is not mapped.
+    fn read(&self, region: u32, offset: u64, into: &mut [u8]);
+    /// Writes to a part of a region that is not mapped.
+    fn write(&self, region: u32, offset: u64, data: &[u8]);
+    /// Guest memory appeared; without a descriptor the device cannot access it.
+    fn map(&self, addr: u64, size: u64, memory: Option<(OwnedFd, u64)>) -> io::Result<()>;
+    /// Guest memory goes.
+    fn unmap(&self, addr: u64, size: u64);
+    /// Interrupts of the MSI-X kind are connected.
+    fn set_msix(&self, irqs: Irqs);
+    /// The client resets the device.
+    fn reset(&self);
+}
+
+const HEADER: usize = 16;
+/// Largest transfer that a client may ask for, and thereby the largest message.
+const MAX_TRANSFER: usize = 1 << 20;
+const MAX_MESSAGE: usize = MAX_TRANSFER + 4096;
+const MAX_FDS: usize = 16;
+const REPLY: u32 = 1;
+const NO_REPLY: u32 = 0x10;
+const ERROR: u32 = 0x20;
+const MSIX: u32 = 2;
+
+mod command {
+    pub(super) const VERSION: u16 = 1;
+    pub(super) const DMA_MAP: u16 = 2;
+    pub(super) const DMA_UNMAP: u16 = 3;
+    pub(super) const GET_INFO: u16 = 4;
+    pub(super) const GET_REGION_INFO: u16 = 5;
+    pub(super) const GET_IRQ_INFO: u16 = 7;
+    pub(super) const SET_IRQS: u16 = 8;
+    pub(super) const REGION_READ: u16 = 9;
+    pub(super) const REGION_WRITE: u16 = 10;
+    pub(super) const RESET: u16 = 13;
+}
+
+struct Message {
+    id: u16,
+    command: u16,
+    flags: u32,
+    body: Vec<u8>,
+    fds: Vec<OwnedFd>,
+}
+
+/// What is sent back: a body, and perhaps the descriptor of a region.
+struct Reply<'a> {
+    body: Vec<u8>,
+    fd: Option<BorrowedFd<'a>>,
+}
+
+impl From<Vec<u8>> for Reply<'_> {
+    fn from(body: Vec<u8>) -> Self {
+        Self { body, fd: None }
+    }
+}
+
+/// Serves one client until it closes the connection.
+pub fn serve<D: Device>(device: &D, mut stream: UnixStream) -> io::Result<()> {
+    while let Some(message) = receive(&mut stream)? {
+        let (id, command, flags) = (message.id, message.command, message.flags);
+        let answer = answer(device, message);
+        if flags & NO_REPLY == 0 {
+            send(&mut stream, id, command, answer)?;
+        }
+    }
+    Ok(())
+}
+
+fn receive(stream: &mut UnixStream) -> io::Result<Option<Message>> {
+    let mut header = [0; HEADER];
+    let mut have = 0;
+    let mut fds = Vec::new();
+    while have < HEADER {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut into = [IoSliceMut::new(&mut header[have..])];
+        let got = match recvmsg(&*stream, &mut into, &mut control, RecvFlags::CMSG_CLOEXEC) {
+            Ok(got) => got.bytes,
+            Err(Errno::INTR) => continue,
+            Err(error) => return Err(error.into()),
+        };
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(received) = message {
+                fds.extend(received);
+            }
+        }
+        match got {
+            0 if have == 0 => return Ok(None),
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            got => have += got,
+        }
+    }
+    let (id, command) = (u16_at(&header, 0), u16_at(&header, 2));
+    let (size, flags) = (u32_at(&header, 4) as usize, u32_at(&header, 8));
+    if !(HEADER..=MAX_MESSAGE).contains(&size) {
+        return Err(io::Error::other(format!("message {command} of {size} bytes")));
+    }
+    let mut body = vec![0; size - HEADER];
+    stream.read_exact(&mut body)?;
+    Ok(Some(Message { id, command, flags, body, fds }))
+}
+
+fn send(
+    stream: &mut UnixStream,
+    id: u16,
+    command: u16,
+    answer: Result<Reply<'_>, Errno>,
+) -> io::Result<()> {
+    let (reply, flags, errno) = match answer {
+        Ok(reply) => (reply, REPLY, 0),
+        Err(errno) => (Vec::new().into(), REPLY | ERROR, errno.raw_os_error() as u32),
+    };
+    let mut bytes = Vec::with_capacity(HEADER + reply.body.len());
+    bytes.extend(id.to_le_bytes());
+    bytes.extend(command.to_le_bytes());
+    put32(&mut bytes, &[(HEADER + reply.body.len()) as u32, flags, errno]);
+    bytes.extend(reply.body);
+    let mut sent = 0;
+    if let Some(fd) = reply.fd {
+        let fds = [fd];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        control.push(SendAncillaryMessage::ScmRights(&fds));
+        let from = [io::IoSlice::new(&bytes)];
+        sent = sendmsg(&*stream, &from, &mut control, SendFlags::NOSIGNAL)?;
+    }
+    stream.write_all(&bytes[sent..])
+}
+
+fn answer<D: Device>(device: &D, message: Message) -> Result<Reply<'_>, Errno> {
+    let Message { command, body, fds, .. } = message;
+    let word = |at: usize| body.get(at..at + 4).map(|_| u32_at(&body, at)).ok_or(Errno::INVAL);
+    let long = |at: usize| body.get(at..at + 8).map(|_| u64_at(&body, at)).ok_or(Errno::INVAL);
+    match command {
+        command::VERSION => {
+            // Major and minor 0, and what the client may expect.
+            let mut reply = vec![0; 4];
+            let text = format!(
+                r#"{{"capabilities":{{"max_msg_fds":{MAX_FDS},"max_data_xfer_size":{MAX_TRANSFER}}}}}"#
+            );
+            reply.extend(text.as_bytes());
+            reply.push(0);
+            Ok(reply.into())
+        }
+        command::DMA_MAP => {
+            let (offset, addr, size) = (long(8)?, long(16)?, long(24)?);
+            let memory = fds.into_iter().next().map(|fd| (fd, offset));
+            device.map(addr, size, memory).map_err(|_| Errno::INVAL)?;
+            Ok(Vec::new().into())
+        }
+        command::DMA_UNMAP => {
+            device.unmap(long(8)?, long(16)?);
+            Ok(body.get(..24).ok_or(Errno::INVAL)?.to_vec().into())
+        }
+        command::GET_INFO => {
+            const RESETTABLE: u32 = 1;
+            const PCI: u32 = 2;
+            Ok(words(&[16, RESETTABLE | PCI, D::REGIONS, D::IRQS]).into())
+        }
+        command::GET_REGION_INFO => {
+            let (room, index) = (word(0)?, word(8)?);
+            if index >= D::REGIONS {
+                return Err(Errno::INVAL);
+            }
+            Ok(region_info(room, index, device.region(index)))
+        }
+        command::GET_IRQ_INFO => {
+            let index = word(8)?;
+            if index >= D::IRQS {
+                return Err(Errno::INVAL);
+            }
+            const EVENTFD_NORESIZE: u32 = 1 | 8;
+            let count = device.irqs(index);
+            let flags = if count == 0 { 0 } else { EVENTFD_NORESIZE };
+            Ok(words(&[16, flags, index, count]).into())
+        }
+        command::SET_IRQS => {
+            let (flags, index, start, count) = (word(4)?, word(8)?, word(12)?, word(16)?);
+            set_irqs(device, flags, index, start, count, fds)?;
+            Ok(Vec::new().into())
+        }
+        command::REGION_READ => {
+            let (offset, region, count) = (long(0)?, word(8)?, word(12)?);
+            check(device, region, offset, count)?;
+            let mut reply = body[..16].to_vec();
+            reply.resize(16 + count as usize, 0);
+            device.read(region, offset, &mut reply[16..]);
+            Ok(reply.into())
+        }
+        command::REGION_WRITE => {
+            let (offset, region, count) = (long(0)?, word(8)?, word(12)?);
+            check(device, region, offset, count)?;
+            let data = body.get(16..16 + count as usize).ok_or(Errno::INVAL)?;
+            device.write(region, offset, data);
+            Ok(body[..16].to_vec().into())
+        }
+        command::RESET => {
+            device.reset();
+            Ok(Vec::new().into())
+        }
+        _ => Err(Errno::OPNOTSUPP),
+    }
+}
+
+fn check<D: Device>(device: &D, region: u32, offset: u64, count: u32) -> Result<(), Errno> {
+    let inside = region < D::REGIONS
+        && count as usize <= MAX_TRANSFER
+        && offset.checked_add(count.into()).is_some_and(|end| end <= device.region(region).size);
+    if inside { Ok(()) } else { Err(Errno::INVAL) }
+}
+
+fn region_info(room: u32, index: u32, region: Region<'_>) -> Reply<'_> {
+    const READ_WRITE: u32 = 3;
+    const MMAP: u32 = 4;
+    const CAPABILITIES: u32 = 8;
+    const FIXED: u32 = 32;
+    let present = if region.size == 0 { 0 } else { READ_WRITE };
+    let Some((fd, areas)) = region.memory else {
+        let mut body = words(&[FIXED, present, index, 0]);
+        put64(&mut body, &[region.size, 0]);
+        return body.into();
+    };
+    let needed = FIXED + 16 + 16 * areas.len() as u32;
+    let mut body = words(&[needed, present | MMAP | CAPABILITIES, index, 0]);
+    put64(&mut body, &[region.size, 0]);
+    if room < needed {
+        // The client asks again, with room for the list.
+        return body.into();
+    }
+    body[12..16].copy_from_slice(&FIXED.to_le_bytes());
+    // Capability 1 (sparse mapping), version 1, the last one.
+    put32(&mut body, &[0x0001_0001, 0, areas.len() as u32, 0]);
+    for (offset, size) in areas {
+        put64(&mut body, &[offset, size]);
+    }
+    Reply { body, fd: Some(fd) }
+}
+
+fn set_irqs<D: Device>(
+    device: &D,
+    flags: u32,
+    index: u32,
+    start: u32,
+    count: u32,
+    fds: Vec<OwnedFd>,
+) -> Result<(), Errno> {
+    const EVENTFD: u32 = 4;
+    const TRIGGER: u32 = 32;
+    let total = if index < D::IRQS { device.irqs(index) } else { return Err(Errno::INVAL) };
+    let end = start.checked_add(count).filter(|end| *end <= total).ok_or(Errno::INVAL)?;
+    if index != MSIX || flags & TRIGGER == 0 {
+        return Ok(());
+    }
+    device.set_msix(match (count, fds.is_empty()) {
+        (0, _) => Irqs::Clear(0..total),
+        (_, true) => Irqs::Clear(start..end),
+        _ if flags & EVENTFD == 0 || fds.len() != count as usize => return Err(Errno::INVAL),
+        _ => Irqs::Eventfds(start, fds),
+    });
+    Ok(())
+}
+
+fn u16_at(bytes: &[u8], at: usize) -> u16 {
+    u16::from_le_bytes([bytes[at], bytes[at + 1]])
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    u64::from(u32_at(bytes, at)) | u64::from(u32_at(bytes, at + 4)) << 32
+}
+
+fn words(values: &[u32]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    put32(&mut bytes, values);
+    bytes
+}
+
+fn put32(bytes: &mut Vec<u8>, values: &[u32]) {
+    bytes.extend(values.iter().flat_map(|value| value.to_le_bytes()));
+}
+
+fn put64(bytes: &mut Vec<u8>, values: &[u64]) {
+    bytes.extend(values.iter().flat_map(|value| value.to_le_bytes()));
+}

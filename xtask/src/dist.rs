@@ -107,7 +107,7 @@ fn link_soft_rdma(repo: &Repo, archive: &Path) -> Result<PathBuf> {
 }
 
 /// The file cargo reports for a target: a library by its extension, a program by having none.
-fn artifact(messages: &str, target: &str, extension: &str) -> Result<PathBuf> {
+pub(crate) fn artifact(messages: &str, target: &str, extension: &str) -> Result<PathBuf> {
     messages
         .lines()
         .filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok())

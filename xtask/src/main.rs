@@ -18,6 +18,7 @@ mod skipped;
 #[path = "../../crates/cli/src/tuning.rs"]
 mod tuning;
 mod units;
+mod vm;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -113,6 +114,13 @@ enum Command {
         #[arg(long)]
         prefix: PathBuf,
     },
+    /// The kernel's own driver on an emulated Gaudi2, in a virtual machine
+    ///
+    /// QEMU and a kernel are downloaded from Debian and unpacked into target/vm; nothing is installed.
+    Vm {
+        #[command(subcommand)]
+        what: vm::What,
+    },
 }
 
 /// `--ucx`: the stock UCX by the name people use.
@@ -171,6 +179,7 @@ fn run(command: Command) -> Result<()> {
             dist::build_if_missing(&repo)?;
             install::run(&repo, &prefix)
         }
+        Command::Vm { what } => vm::run(&repo, what),
     }
 }
 

@@ -1,0 +1,160 @@
+//! The guest's root file system: one archive with busybox, the driver, stock UCX, our programs and the
+//! libraries of this machine that they need.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::{BufWriter, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+use e2e::Ucx;
+
+use super::cpio::Archive;
+use super::packages::Debian;
+use super::{Folders, kernel_module};
+use crate::dist::artifact;
+use crate::progress::Work;
+use crate::repo::Repo;
+
+/// What was built for the machine.
+#[derive(Debug)]
+pub(super) struct Programs {
+    /// The card, which runs outside.
+    pub(super) card: PathBuf,
+    /// The driver library for the kernel's ioctls, which runs inside.
+    thunk: PathBuf,
+}
+
+pub(super) fn build_programs(repo: &Repo) -> Result<Programs> {
+    let mut cargo = repo.cargo();
+    cargo.args(["build", "--release", "--message-format=json-render-diagnostics"]);
+    cargo.args(["--package=pci-gaudi", "--package=kernel-thunk"]);
+    let output = cargo.stderr(Stdio::inherit()).output().context("cannot run cargo")?;
+    if !output.status.success() {
+        bail!("the build failed (cargo says why above)");
+    }
+    let messages = String::from_utf8_lossy(&output.stdout);
+    Ok(Programs {
+        card: artifact(&messages, "pci-gaudi", "")?,
+        thunk: artifact(&messages, "kernel_thunk", ".so")?,
+    })
+}
+
+/// Writes the archive anew.
+pub(super) fn write(
+    repo: &Repo,
+    folders: &Folders,
+    debian: &Debian,
+    programs: &Programs,
+) -> Result<()> {
+    let work = Work::start("writing the guest's file system");
+    let path = folders.initramfs();
+    let out = BufWriter::new(fs::File::create(&path)?);
+    let mut image = Image { archive: Archive::new(out), folders: BTreeSet::new() };
+    let layout = repo.layout();
+
+    image.file("init", include_bytes!("guest.sh"), true)?;
+    image.copy(&debian.busybox(), "bin/busybox")?;
+    let drm = kernel_module::read(&debian.module("drivers/gpu/drm/drm.ko.xz"))?;
+    image.file("mod/drm.ko", &drm, false)?;
+    let driver = debian.module("drivers/accel/habanalabs/habanalabs.ko.xz");
+    let driver = kernel_module::make_openable(kernel_module::read(&driver)?)?;
+    image.file("mod/habanalabs.ko", &driver, false)?;
+    // The emulated card takes any firmware.
+    for name in ["gaudi2-boot-fit.itb", "gaudi2-fit.itb"] {
+        image.file(&format!("lib/firmware/habanalabs/gaudi2/{name}"), &[0; 256], false)?;
+    }
+
+    let ucx = Ucx::V1_22;
+    let mut linked = vec![programs.thunk.clone()];
+    image.copy(&programs.thunk, "opt/thunk/libhl-thunk.so")?;
+    let parts = [
+        (layout.bin(), "opt/gaudi/bin"),
+        (layout.plugins(), "opt/gaudi/plugins"),
+        (ucx.bin_dir(layout).context("no programs of UCX")?, "opt/ucx/bin"),
+        (ucx.lib_dirs(layout)[0].clone(), "opt/ucx/lib"),
+        (ucx.lib_dirs(layout)[1].clone(), "opt/ucx-libs"),
+    ];
+    for (from, to) in &parts {
+        image.tree(from, to, &mut linked)?;
+    }
+    for library in needed(&linked, &ucx.lib_dirs(layout))? {
+        image.copy(&library, library.to_string_lossy().trim_start_matches('/'))?;
+    }
+    image.archive.finish()?.flush()?;
+    work.done(&format!("{} MiB", fs::metadata(&path)?.len() >> 20));
+    Ok(())
+}
+
+struct Image<W> {
+    archive: Archive<W>,
+    folders: BTreeSet<PathBuf>,
+}
+
+impl<W: Write> Image<W> {
+    /// The folders above a path.
+    fn parents(&mut self, path: &str) -> Result<()> {
+        let mut above: Vec<_> = Path::new(path).ancestors().skip(1).map(Path::to_owned).collect();
+        above.reverse();
+        for folder in above {
+            let name = folder.to_string_lossy().into_owned();
+            if !name.is_empty() && self.folders.insert(folder) {
+                self.archive.folder(&name)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn file(&mut self, path: &str, data: &[u8], executable: bool) -> Result<()> {
+        self.parents(path)?;
+        Ok(self.archive.file(path, data, executable)?)
+    }
+
+    fn copy(&mut self, from: &Path, path: &str) -> Result<()> {
+        let data = fs::read(from).with_context(|| format!("cannot read {}", from.display()))?;
+        let executable = fs::metadata(from)?.permissions().mode() & 0o111 != 0;
+        self.file(path, &data, executable)
+    }
+
+    /// A folder of programs and libraries, except those for other accelerators. Files go to `linked` too.
+    fn tree(&mut self, from: &Path, to: &str, linked: &mut Vec<PathBuf>) -> Result<()> {
+        let entries = fs::read_dir(from).with_context(|| format!("cannot read {}", from.display()));
+        for entry in entries?.collect::<std::io::Result<Vec<_>>>()? {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let path = format!("{to}/{name}");
+            let kind = entry.file_type()?;
+            let foreign = ["cuda", "rocm", "libze", "_ze", "cmake", "pkgconfig"];
+            if foreign.iter().any(|part| name.contains(part)) || name.ends_with(".a") {
+                continue;
+            }
+            if kind.is_dir() {
+                self.tree(&entry.path(), &path, linked)?;
+            } else if kind.is_symlink() {
+                self.parents(&path)?;
+                self.archive.link(&path, &fs::read_link(entry.path())?.to_string_lossy())?;
+            } else {
+                self.copy(&entry.path(), &path)?;
+                linked.push(entry.path());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The libraries of this machine, loader included, that files need.
+fn needed(files: &[PathBuf], search: &[PathBuf]) -> Result<BTreeSet<PathBuf>> {
+    let search = std::env::join_paths(search)?;
+    let output = Command::new("ldd").args(files).env("LD_LIBRARY_PATH", search).output();
+    let output = output.context("cannot run ldd")?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    // "name => /path (address)", and "/path (address)" for the loader.
+    let paths =
+        text.lines().filter(|line| line.starts_with(char::is_whitespace)).filter_map(|line| {
+            let path = line.split("=>").last()?.split_whitespace().next()?;
+            path.starts_with('/').then(|| PathBuf::from(path))
+        });
+    let stock = |path: &PathBuf| !path.to_string_lossy().contains("/target/");
+    Ok(paths.filter(stock).collect())
+}

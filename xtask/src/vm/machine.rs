@@ -1,0 +1,200 @@
+//! The virtual machine: QEMU, and a `pci-gaudi` for each card.
+//!
+//! QEMU interprets the guest (TCG): a machine for tests of a driver need not be fast, and it works everywhere.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use comfy_table::Table;
+
+use super::Folders;
+use super::packages::Debian;
+use super::sets::{END, Outcome, Set, Verdict};
+use crate::repo::Repo;
+use crate::units::seconds;
+
+/// Memory of the guest: the driver alone takes a third of a gigabyte per card.
+const MEMORY: &str = "2G";
+
+/// A process that ends with this value.
+struct Guard(Child);
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Runs a set and prints its results; says how many checks failed.
+pub(super) fn test(
+    repo: &Repo,
+    folders: &Folders,
+    debian: &Debian,
+    card: &Path,
+    set: &Set,
+    trap_all: bool,
+) -> Result<usize> {
+    let logs = folders.logs().join(set.name);
+    let _ = fs::remove_dir_all(&logs);
+    let machine = Machine::new(folders, debian, card, &logs, set.cards, trap_all)?;
+    eprintln!("set {} on Linux {} (logs in {}) …", set.name, debian.kernel, repo.shown(&logs));
+    let began = Instant::now();
+    let mut qemu = machine.qemu(&format!("VM_SET={}", set.name));
+    let mut qemu =
+        Guard(qemu.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().context("cannot run QEMU")?);
+    let lines = lines_of(qemu.0.stdout.take().context("QEMU has no output")?);
+
+    let mut table = Table::new();
+    table.set_header(["check", "result", "in the guest"]);
+    let (mut failed, mut ended) = (0, false);
+    let mut said = String::new();
+    loop {
+        let left = set.limit.saturating_sub(began.elapsed());
+        let line = match lines.recv_timeout(left) {
+            Ok(line) => line,
+            Err(mpsc::RecvTimeoutError::Disconnected) => break,
+            Err(mpsc::RecvTimeoutError::Timeout) => {
+                eprintln!("stopped after {}", seconds(set.limit));
+                break;
+            }
+        };
+        said += &line;
+        said.push('\n');
+        ended |= line == END;
+        match Outcome::parse(&line) {
+            Some(Outcome { verdict, name, milliseconds }) => {
+                let verdict = match verdict {
+                    Verdict::Ok => "ok",
+                    Verdict::Skipped => "skipped",
+                    Verdict::Failed => {
+                        failed += 1;
+                        "FAILED"
+                    }
+                };
+                eprintln!("  {verdict} {name} ({milliseconds} ms)");
+                table.add_row([name, verdict, &format!("{milliseconds} ms")]);
+            }
+            None => eprintln!("    {line}"),
+        }
+    }
+    drop(qemu);
+    fs::write(logs.join("output.log"), said)?;
+    println!("{table}\n{} in {}", set.name, seconds(began.elapsed()));
+    if !ended {
+        eprintln!("the guest did not come to its end; its kernel's last words are in kernel.log");
+        failed += 1;
+    }
+    Ok(failed)
+}
+
+/// A shell inside, on this terminal.
+pub(super) fn shell(
+    repo: &Repo,
+    folders: &Folders,
+    debian: &Debian,
+    card: &Path,
+    cards: u32,
+) -> Result<()> {
+    let logs = folders.logs().join("shell");
+    let _ = fs::remove_dir_all(&logs);
+    let machine = Machine::new(folders, debian, card, &logs, cards, false)?;
+    eprintln!("booting Linux {} (logs in {}) …", debian.kernel, repo.shown(&logs));
+    let status = machine.qemu("").status().context("cannot run QEMU")?;
+    if !status.success() {
+        bail!("QEMU ended with {status}");
+    }
+    Ok(())
+}
+
+fn lines_of(output: std::process::ChildStdout) -> mpsc::Receiver<String> {
+    let (send, receive) = mpsc::channel();
+    thread::spawn(move || {
+        for line in BufReader::new(output).split(b'\n').map_while(Result::ok) {
+            let line = String::from_utf8_lossy(&line).trim_end().to_owned();
+            if send.send(line).is_err() {
+                return;
+            }
+        }
+    });
+    receive
+}
+
+/// Cards that wait for a QEMU.
+struct Machine<'a> {
+    debian: &'a Debian,
+    initramfs: PathBuf,
+    logs: PathBuf,
+    sockets: Vec<PathBuf>,
+    _folder: tempfile::TempDir,
+    _cards: Vec<Guard>,
+}
+
+impl<'a> Machine<'a> {
+    fn new(
+        folders: &Folders,
+        debian: &'a Debian,
+        card: &Path,
+        logs: &Path,
+        cards: u32,
+        trap_all: bool,
+    ) -> Result<Self> {
+        fs::create_dir_all(logs)?;
+        // A short path, whatever the checkout is called.
+        let folder = tempfile::tempdir()?;
+        let mut running = Vec::new();
+        let mut sockets = Vec::new();
+        for n in 0..cards {
+            let socket = folder.path().join(format!("card{n}"));
+            let log = fs::File::create(logs.join(format!("card{n}.log")))?;
+            let mut command = Command::new(card);
+            command.arg("--socket").arg(&socket).args(["--module-id", &n.to_string()]);
+            if trap_all {
+                command.arg("--trap-all");
+            }
+            let child = command.stdin(Stdio::null()).stderr(log).spawn();
+            running.push(Guard(child.with_context(|| format!("cannot run {}", card.display()))?));
+            sockets.push(socket);
+        }
+        let began = Instant::now();
+        while let Some(missing) = sockets.iter().find(|socket| !socket.exists()) {
+            if began.elapsed() > Duration::from_secs(20) {
+                bail!("no card listens on {}; see its log", missing.display());
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+        let initramfs = folders.initramfs();
+        let logs = logs.to_owned();
+        Ok(Self { debian, initramfs, logs, sockets, _folder: folder, _cards: running })
+    }
+
+    fn qemu(&self, settings: &str) -> Command {
+        let mut qemu = self.debian.qemu();
+        qemu.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
+        qemu.args(["-M", "q35,memory-backend=memory", "-accel", "tcg,thread=multi"]);
+        // A plain processor: its features cost less to interpret.
+        qemu.args(["-cpu", "qemu64", "-smp", "2", "-m", MEMORY, "-object"]);
+        // The cards access the guest's memory, so it must be shared.
+        qemu.arg(format!("memory-backend-memfd,id=memory,size={MEMORY},share=on"));
+        for (n, socket) in self.sockets.iter().enumerate() {
+            let device = serde_json::json!({
+                "driver": "vfio-user-pci",
+                "bus": format!("port{n}"),
+                "socket": { "type": "unix", "path": socket },
+            });
+            let port = format!("pcie-root-port,id=port{n},chassis={},slot={}", n + 1, n + 1);
+            qemu.args(["-device", &port, "-device", &device.to_string()]);
+        }
+        qemu.args(["-serial", "stdio", "-serial"]);
+        qemu.arg(format!("file:{}", self.logs.join("kernel.log").display()));
+        qemu.arg("-kernel").arg(self.debian.vmlinuz()).arg("-initrd").arg(&self.initramfs);
+        qemu.arg("-append").arg(format!("console=ttyS1 panic=-1 loglevel=7 {settings}"));
+        qemu
+    }
+}

@@ -1,0 +1,101 @@
+//! `cargo xtask vm`: the kernel's own driver on an emulated Gaudi2, in a virtual machine.
+//!
+//! QEMU, a kernel and its modules come from Debian's packages and are unpacked into `target/vm`; nothing is
+//! installed. `pci-gaudi` is the card. Inside run stock UCX, the plugin and its tools, on `kernel-thunk`.
+//! `docs/design/pci-gaudi.md` has the whole picture.
+
+mod cpio;
+mod image;
+mod kernel_module;
+mod machine;
+mod packages;
+mod sets;
+
+use std::path::PathBuf;
+
+use anyhow::{Result, bail};
+use clap::Subcommand;
+use clap::builder::PossibleValuesParser;
+
+use crate::dist;
+use crate::repo::Repo;
+use crate::setup;
+
+/// What to do with the machine.
+#[derive(Debug, Subcommand)]
+pub(crate) enum What {
+    /// Run the checks of one set inside, or of all
+    Test {
+        /// Only this set
+        #[arg(value_parser = PossibleValuesParser::new(sets::SETS.iter().map(|set| set.name)))]
+        set: Option<String>,
+        /// Log every register the driver touches (slower)
+        #[arg(long)]
+        trap_all: bool,
+    },
+    /// A shell inside, on this terminal; `poweroff -f` ends it
+    Shell {
+        /// Cards in the machine
+        #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4))]
+        cards: u32,
+    },
+}
+
+/// Folders of the machine, all under `target/vm`.
+#[derive(Debug)]
+struct Folders {
+    root: PathBuf,
+}
+
+impl Folders {
+    fn of(repo: &Repo) -> Self {
+        Self { root: repo.layout().target().join("vm") }
+    }
+
+    /// The private package manager.
+    fn apt(&self) -> PathBuf {
+        self.root.join("apt")
+    }
+
+    /// Unpacked packages.
+    fn packages(&self) -> PathBuf {
+        self.root.join("packages")
+    }
+
+    /// What the last run has left: the kernel's and the device's log.
+    fn logs(&self) -> PathBuf {
+        self.root.join("logs")
+    }
+
+    /// The root file system of the guest.
+    fn initramfs(&self) -> PathBuf {
+        self.root.join("initramfs")
+    }
+}
+
+pub(crate) fn run(repo: &Repo, what: What) -> Result<()> {
+    if !cfg!(target_arch = "x86_64") {
+        bail!("the virtual machine is an x86-64 one, and so must be the machine it runs on");
+    }
+    let folders = Folders::of(repo);
+    let debian = packages::fetch(&folders)?;
+    setup::fetch(repo, &[e2e::Ucx::V1_22])?;
+    dist::build_if_missing(repo)?;
+    let programs = image::build_programs(repo)?;
+    image::write(repo, &folders, &debian, &programs)?;
+    match what {
+        What::Shell { cards } => machine::shell(repo, &folders, &debian, &programs.card, cards),
+        What::Test { set, trap_all } => {
+            let mut failed = 0;
+            for set in
+                sets::SETS.iter().filter(|s| set.as_deref().is_none_or(|name| name == s.name))
+            {
+                failed += machine::test(repo, &folders, &debian, &programs.card, set, trap_all)?;
+            }
+            if failed > 0 {
+                bail!("{failed} checks failed; logs are in {}", repo.shown(&folders.logs()));
+            }
+            Ok(())
+        }
+    }
+}

@@ -1,13 +1,17 @@
 //! The event queue: what the firmware reports to the driver by itself.
 
 use crate::card::Card;
-use crate::registers::cpu;
+use crate::mmu::{self, Kind, Mmu};
+use crate::registers::{self as reg, cpu};
 
 /// Entries of the queue, and bytes of one.
 const ENTRIES: u32 = 64;
 const ENTRY: u64 = 64;
 /// The vector of the event queue.
 const VECTOR: u32 = 0;
+/// Errors of the host's MMU, and of the first of HBM's.
+const HOST_MMU: u16 = 520;
+const HBM_MMU: u16 = 503;
 
 /// State of the queue.
 #[derive(Debug, Default)]
@@ -37,4 +41,17 @@ impl Events {
         }
         card.interrupts.raise(VECTOR);
     }
+}
+
+/// Reports an address without translation: the MMU's registers say which, the event that they do.
+pub fn page_fault(card: &Card, addr: u64) {
+    let (page, event, seen) = match Mmu::kind_of(addr) {
+        Some(Kind::Hbm) => (reg::mmu::HBM, HBM_MMU, mmu::scramble(addr)),
+        _ => (reg::mmu::HOST, HOST_MMU, addr),
+    };
+    card.set(page + reg::mmu::FAULT_HIGH, (seen >> 32) as u32);
+    card.set(page + reg::mmu::FAULT_LOW, seen as u32);
+    card.set(page + reg::mmu::FAULT_VALID, 1);
+    card.set(page + reg::mmu::CAUSE, 1);
+    card.events.lock().unwrap().raise(card, event, &[0; 56]);
 }

@@ -126,7 +126,7 @@ fn walk(
 }
 
 /// The address that HBM's MMU sees.
-fn scramble(addr: u64) -> u64 {
+pub fn scramble(addr: u64) -> u64 {
     let low = addr & LOW;
     (addr - low) + ((low / CHUNK) << 26) + low % CHUNK
 }

@@ -14,6 +14,7 @@ use soft_gaudi::packet::LinDma;
 use soft_gaudi::processor::{Bus, Fault, Pause, Processor, Program};
 
 use crate::card::{Card, Place, View};
+use crate::events::page_fault;
 use crate::registers::{self as reg, Engine, core, qman};
 
 const STREAMS: usize = 4;
@@ -389,6 +390,9 @@ impl StreamBus<'_> {
         running.dead = true;
         let (engine, page, stream) = (self.qman.engine, self.qman.page, self.stream);
         self.card.log.say(format_args!("{engine:?} {page:#x} stream {stream} stops: {fault:x?}"));
+        if let Fault::Page { addr } = fault {
+            page_fault(self.card, addr);
+        }
     }
 }
 

@@ -163,6 +163,22 @@ pub mod stlb {
     pub const INVALIDATE_RANGE: u32 = 0x8c;
 }
 
+/// Registers of an MMU, on the page before its TLB's: what a page fault leaves there.
+pub mod mmu {
+    /// Page of the host's.
+    pub const HOST: u32 = 0x4d0_0000;
+    /// Page of the first of HBM's.
+    pub const HBM: u32 = 0x408_0000;
+    /// Causes; bit 0 is a page fault.
+    pub const CAUSE: u32 = 0x30;
+    /// Bits 63:32 of the address.
+    pub const FAULT_HIGH: u32 = 0x34;
+    /// Bits 31:0 of the address.
+    pub const FAULT_LOW: u32 = 0x38;
+    /// Bit 0: there is an address of a page fault.
+    pub const FAULT_VALID: u32 = 0x44;
+}
+
 /// The decoder's handshake: bit 4 answers bit 0.
 pub const DECODER_GRACEFUL: u32 = 0x110;
 

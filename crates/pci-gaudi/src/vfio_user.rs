@@ -265,13 +265,13 @@ fn region_info(room: u32, index: u32, region: Region<'_>) -> Reply<'_> {
         return body.into();
     };
     let needed = FIXED + 16 + 16 * areas.len() as u32;
-    let mut body = words(&[needed, present | MMAP | CAPABILITIES, index, 0]);
+    // The list follows the fixed part; QEMU wants to read so even where there was no room for it.
+    let mut body = words(&[needed, present | MMAP | CAPABILITIES, index, FIXED]);
     put64(&mut body, &[region.size, 0]);
     if room < needed {
         // The client asks again, with room for the list.
         return body.into();
     }
-    body[12..16].copy_from_slice(&FIXED.to_le_bytes());
     // Capability 1 (sparse mapping), version 1, the last one.
     put32(&mut body, &[0x0001_0001, 0, areas.len() as u32, 0]);
     for (offset, size) in areas {

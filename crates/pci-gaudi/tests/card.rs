@@ -221,6 +221,27 @@ fn a_reset_by_the_driver_leaves_the_card_as_after_power_on() {
     });
 }
 
+#[test]
+fn a_page_fault_is_reported_with_its_address() {
+    const EVENTS: u64 = 0x70_0000;
+    with_card(|card| {
+        let interrupt = vector(card, 0);
+        set_up(card, 0x1_400f);
+        card.set(cpu::EQ_BASE, EVENTS as u32);
+        card.write_register(psoc::EVENTS, 554);
+        let missing = 0xfff0_0001_2345_6000;
+        submit(card, missing, &[0, 0x0a00_0000]);
+        wait_until("the interrupt", || raised(&interrupt));
+        let mut entry = [0; 8];
+        card.guest.read(EVENTS, &mut entry).unwrap();
+        let control = u32::from_le_bytes(entry[4..].try_into().unwrap());
+        assert_eq!((control >> 31, control >> 16 & 0xfff), (1, 520));
+        let registers = [reg::mmu::FAULT_HIGH, reg::mmu::FAULT_LOW, reg::mmu::FAULT_VALID];
+        let found = registers.map(|register| card.get(reg::mmu::HOST + register));
+        assert_eq!(found, [0xfff0_0001, 0x2345_6000, 1]);
+    });
+}
+
 /// One COMMS command, as the driver gives it; the status word at its end.
 fn comms(card: &Card, command: u32, size: u32) -> u32 {
     let word = |command: u32| card.write_register(psoc::COMMS_COMMAND, command << 27 | size);

@@ -90,7 +90,7 @@ pub(crate) const SETS: &[Set] = &[
         name: "config",
         about: "variables, transport selection",
         packages: &[],
-        end_to_end: &["selection", "config", "estimates"],
+        end_to_end: &["selection", "config", "estimates", "asked"],
         words: &["config"],
     },
     Set {

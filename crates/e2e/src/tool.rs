@@ -17,7 +17,10 @@ use crate::{Device, Finished, Layout, Running, Ucx};
 pub fn is_setting(name: &OsStr) -> bool {
     const PREFIXES: [&str; 9] =
         ["UCX_", "UCT_", "UCS_", "SOFT_GAUDI", "SOFT_RDMA", "GAUDI_", "HABANA_", "HLS_", "HL_"];
-    name.to_str().is_some_and(|name| PREFIXES.iter().any(|prefix| name.starts_with(prefix)))
+    // The numbers of a rank on its host choose cards.
+    const RANKS: [&str; 4] = ["OMPI_COMM_WORLD", "SLURM_LOCALID", "PMI_LOCAL", "LOCAL_RANK"];
+    let all = PREFIXES.iter().chain(&RANKS);
+    name.to_str().is_some_and(|name| all.into_iter().any(|prefix| name.starts_with(prefix)))
 }
 
 /// Names, separated by commas, of such variables that programs get from the caller nevertheless:

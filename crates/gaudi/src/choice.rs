@@ -62,13 +62,18 @@ pub enum DeviceChoice {
     Module(u32),
     /// The card at this PCI address.
     Bus(BusId),
+    /// The card in the place of this process's rank on its host, as the launcher says it: the first for
+    /// rank 0.
+    LocalRank,
+    /// Any, those near the processors that this process may run on first.
+    Numa,
 }
 
 impl DeviceChoice {
     /// Whether a card may be meant.
     pub fn selects(&self, card: &DeviceInfo) -> bool {
         match self {
-            DeviceChoice::Any => true,
+            DeviceChoice::Any | DeviceChoice::LocalRank | DeviceChoice::Numa => true,
             DeviceChoice::Index(index) => card.index == *index,
             DeviceChoice::Module(id) => card.module_id == *id,
             DeviceChoice::Bus(bus) => card.bus_id == *bus,
@@ -79,11 +84,15 @@ impl DeviceChoice {
 impl FromStr for DeviceChoice {
     type Err = Error;
 
-    /// Reads `""`, `"<index>"`, `"module:<id>"` or `"<bus id>"`.
+    /// Reads `""`, `"<index>"`, `"module:<id>"`, `"<bus id>"`, `"local-rank"` or `"numa"`.
     fn from_str(text: &str) -> Result<Self, Error> {
         let text = text.trim();
         let choice = if text.is_empty() {
             Some(DeviceChoice::Any)
+        } else if text.eq_ignore_ascii_case("local-rank") {
+            Some(DeviceChoice::LocalRank)
+        } else if text.eq_ignore_ascii_case("numa") {
+            Some(DeviceChoice::Numa)
         } else if let Some(id) = text.strip_prefix("module:") {
             number(id).map(DeviceChoice::Module)
         } else if text.contains(':') {
@@ -96,7 +105,8 @@ impl FromStr for DeviceChoice {
                 ErrorKind::InvalidParams,
                 "choosing a device",
                 format!("\"{}\" names no device", text.escape_debug()),
-                "write an index (0), a module id (module:2) or a PCI bus id (0000:33:00.0)",
+                "write an index (0), a module id (module:2), a PCI bus id (0000:33:00.0), local-rank or \
+                 numa",
             )
             .caused_by_setting()
         })
@@ -110,6 +120,8 @@ impl fmt::Display for DeviceChoice {
             DeviceChoice::Index(index) => write!(f, "{index}"),
             DeviceChoice::Module(id) => write!(f, "module:{id}"),
             DeviceChoice::Bus(bus) => bus.fmt(f),
+            DeviceChoice::LocalRank => f.write_str("local-rank"),
+            DeviceChoice::Numa => f.write_str("numa"),
         }
     }
 }
@@ -126,6 +138,8 @@ mod tests {
             ("0", DeviceChoice::Index(0)),
             (" 7 ", DeviceChoice::Index(7)),
             ("module:2", DeviceChoice::Module(2)),
+            ("local-rank", DeviceChoice::LocalRank),
+            ("numa", DeviceChoice::Numa),
             ("0000:4D:00.0", DeviceChoice::Bus(BusId("0000:4d:00.0".into()))),
             ("33:00.0", DeviceChoice::Bus(BusId("0000:33:00.0".into()))),
         ] {

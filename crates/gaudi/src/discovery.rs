@@ -9,6 +9,7 @@ use hl_thunk::sys::HwIpInfo;
 use hl_thunk::{ControlDevice, Generation, Library};
 
 use crate::environment::{self, MAPPING_TABLE, VISIBLE_MODULES, number};
+use crate::error::Phase;
 use crate::{BusId, Error, ErrorKind, MappingTable, Remedy, pairing};
 
 /// Control nodes are numbered below this.
@@ -63,6 +64,9 @@ pub(crate) struct Discovered {
     pub(crate) cards: Vec<DeviceInfo>,
     /// What was ignored on the way, for a log.
     pub(crate) notes: Vec<String>,
+    /// Cards of this machine that are not among `cards`, and why: also in `notes`, and worth saying where a
+    /// card that was wanted is not there.
+    pub(crate) left_out: Vec<String>,
 }
 
 /// Lists the cards this process may use.
@@ -71,11 +75,11 @@ pub(crate) fn discover(library: &Arc<Library>) -> Result<Discovered, Error> {
     let table = table.as_deref().map(str::parse::<MappingTable>).transpose()?;
     let visible = environment::read(VISIBLE_MODULES)?;
     let visible = visible.as_deref().map(read_modules).transpose()?.flatten();
-    let Enumerated { cards, last_problem, unknown_ioctl } = enumerate(library)?;
+    let Enumerated { cards, problems, unknown_ioctl } = enumerate(library)?;
     let (mut cards, mut notes) = match &table {
         Some(table) => {
             let listed = table.apply(&cards).map_err(|mut error| {
-                if let Some(problem) = &last_problem {
+                if let Some(problem) = problems.last() {
                     error.add_detail(&format_args!("and a card did not answer: {problem}"));
                 }
                 error
@@ -94,22 +98,66 @@ pub(crate) fn discover(library: &Arc<Library>) -> Result<Discovered, Error> {
             let hidden = Error::new(ErrorKind::DeviceNotFound, LOOKING, detail, remedy);
             return Err(hidden.caused_by_setting());
         }
-        return Err(match last_problem {
-            Some(problem) if unknown_ioctl => nothing_there(library, &problem),
-            Some(problem) => none(library, problem),
+        return Err(match problems.last() {
+            Some(problem) if unknown_ioctl => nothing_there(library, &problem.to_string()),
+            Some(problem) => problem.error(library),
             None => nothing_there(library, "there is no Gaudi in this machine"),
         });
     }
-    Ok(Discovered { cards, notes })
+    let mut left_out: Vec<String> = problems.iter().map(Problem::to_string).collect();
+    if before > cards.len() {
+        left_out
+            .push(format!("{VISIBLE_MODULES} hides {} of {before} cards", before - cards.len()));
+    }
+    notes.extend(left_out.iter().cloned());
+    Ok(Discovered { cards, notes, left_out })
 }
 
 /// Every card of the machine, numbered by its node.
 struct Enumerated {
     cards: Vec<DeviceInfo>,
-    /// Why the last of those that did not answer did not.
-    last_problem: Option<String>,
+    /// Those that did not answer.
+    problems: Vec<Problem>,
     /// A control node was opened and does not know the library's ioctl.
     unknown_ioctl: bool,
+}
+
+/// A card that did not answer.
+#[derive(Debug)]
+struct Problem {
+    node: u32,
+    reason: String,
+    /// The errno with which its control node could not be opened.
+    refused: Option<hl_thunk::Error>,
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "card {} is left out: {}", self.node, self.reason)?;
+        match self.refused.map(|refused| Error::driver(Phase::Open, LOOKING, refused).remedy()) {
+            None | Some(Remedy::None | Remedy::CheckCard) => Ok(()),
+            Some(remedy) => write!(f, " ({remedy})"),
+        }
+    }
+}
+
+impl Problem {
+    /// The error, if it was the only card. A card that is there and does not open is not "not found".
+    fn error(&self, library: &Library) -> Error {
+        let refused = self.refused.map(|refused| Error::driver(Phase::Open, LOOKING, refused));
+        match refused {
+            Some(error)
+                if error.remedy() != Remedy::CheckCard && error.remedy() != Remedy::None =>
+            {
+                if library.is_software() {
+                    error.on_software()
+                } else {
+                    error
+                }
+            }
+            _ => none(library, self.reason.clone()),
+        }
+    }
 }
 
 fn enumerate(library: &Arc<Library>) -> Result<Enumerated, Error> {
@@ -119,7 +167,7 @@ fn enumerate(library: &Arc<Library>) -> Result<Enumerated, Error> {
         Some(Ok(count)) => count,
         Some(Err(_)) | None => MAX_INDEX,
     };
-    let (mut cards, mut last_problem, mut unknown_ioctl) = (Vec::new(), None, false);
+    let (mut cards, mut problems, mut unknown_ioctl) = (Vec::new(), Vec::new(), false);
     let mut seen = 0;
     for node in 0..MAX_INDEX {
         if seen == expected {
@@ -129,7 +177,8 @@ fn enumerate(library: &Arc<Library>) -> Result<Enumerated, Error> {
             Ok(control) => control,
             Err(error) => {
                 if !matches!(error.errno, libc::ENOENT | libc::ENXIO | libc::ENODEV) {
-                    last_problem = Some(error.to_string());
+                    let reason = error.to_string();
+                    problems.push(Problem { node, reason, refused: Some(error) });
                 }
                 continue;
             }
@@ -141,10 +190,10 @@ fn enumerate(library: &Arc<Library>) -> Result<Enumerated, Error> {
         });
         match described.and_then(|hw| describe(library, node, &control, &hw)) {
             Ok(card) => cards.extend(card),
-            Err(reason) => last_problem = Some(reason),
+            Err(reason) => problems.push(Problem { node, reason, refused: None }),
         }
     }
-    Ok(Enumerated { cards, last_problem, unknown_ioctl })
+    Ok(Enumerated { cards, problems, unknown_ioctl })
 }
 
 fn none(library: &Library, detail: String) -> Error {

@@ -48,6 +48,7 @@ mod registers;
 mod remedy;
 mod runtime;
 pub mod scale_out;
+mod selection;
 pub mod share;
 pub mod stats;
 mod sysfs;

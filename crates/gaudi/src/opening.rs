@@ -94,13 +94,21 @@ pub(crate) fn none_opened(
         None => format!("{}: {}", card.bus_id, error.detail()),
     };
     let cards: Vec<String> = failures.iter().map(reason).collect();
-    let mut error = Error::new(
-        ErrorKind::DeviceBusy,
-        OPENING,
-        format!("none of {} cards is free ({})", cards.len(), cards.join("; ")),
-        if ours { Remedy::LendCard } else { "wait for one of the owners or end it".into() },
-    );
-    error.set_errno(libc::EBUSY);
+    let owned = nodes.len();
+    let remedy = match (ours, owned) {
+        (true, _) => Remedy::LendCard,
+        // Nobody is to be ended for a card in reset.
+        (false, 0) => {
+            "they are in reset or being released by their last owners: try again in a moment".into()
+        }
+        (false, _) if owned < cards.len() => {
+            "try again in a moment: a card that is in reset or being released will be free".into()
+        }
+        (false, _) => "wait for one of the owners or end it".into(),
+    };
+    let detail = format!("none of {} cards is free ({})", cards.len(), cards.join("; "));
+    let mut error = Error::new(ErrorKind::DeviceBusy, OPENING, detail, remedy);
+    error.set_errno(if owned == 0 { libc::EAGAIN } else { libc::EBUSY });
     error
 }
 
@@ -186,6 +194,12 @@ mod tests {
             error(|card| if card.node == 1 { libc::EAGAIN } else { libc::EBUSY }).to_string();
         let named = one_in_reset.matches("no process here has it open").count();
         assert_eq!(named, 2, "a card in reset has no owner: {one_in_reset}");
+        let all_in_reset = error(|_| libc::EAGAIN);
+        assert_eq!(all_in_reset.errno(), Some(libc::EAGAIN));
+        for text in [one_in_reset, all_in_reset.to_string()] {
+            assert!(text.contains("try again in a moment"), "{text}");
+            assert!(!text.contains("end it"), "nobody's fault: {text}");
+        }
 
         let mixed = error(|card| if card.node == 1 { libc::EACCES } else { libc::EBUSY });
         assert_eq!(mixed.kind(), ErrorKind::PermissionDenied);

@@ -16,8 +16,7 @@ use crate::backend::driver::Driver;
 use crate::backend::{Backend, Placement};
 use crate::copy::copy_and_wait;
 use crate::copy::located::End;
-use crate::discovery;
-use crate::environment::{self, MODULE_ID, number};
+use crate::discovery::{self, Discovered};
 use crate::error::Phase;
 use crate::kept::User;
 use crate::lent::LentCards;
@@ -27,6 +26,7 @@ use crate::options::Configuration;
 use crate::owners::{self, Owners};
 use crate::process::{Instance, PerProcess};
 use crate::rcache::{self, CacheLimits, Switch, Watch};
+use crate::selection::{self, Selection};
 use crate::topology::PciLink;
 use crate::window::{ReservedAddresses, Windows};
 use crate::{
@@ -105,14 +105,18 @@ impl Runtime {
     /// says whether the library or the cards are missing; a library that did not load is not tried
     /// again. A variable that makes no sense is an error, not ignored.
     pub fn discover(&self) -> Result<Vec<DeviceInfo>, Error> {
+        Ok(self.look()?.cards)
+    }
+
+    fn look(&self) -> Result<Discovered, Error> {
         let found = discovery::discover(self.library()?)?;
         let notes = &mut *self.notes.lock().unwrap_or_else(PoisonError::into_inner);
-        for note in found.notes {
+        for note in &found.notes {
             if notes.known.insert(note.clone()) {
-                notes.waiting.push(note);
+                notes.waiting.push(note.clone());
             }
         }
-        Ok(found.cards)
+        Ok(found)
     }
 
     /// What discovery ignored, each once, since the last call: for a log.
@@ -123,12 +127,16 @@ impl Runtime {
     /// The cards that [`Runtime::open`] would try for this choice, in this order; at least one.
     /// Opens none of them.
     pub fn candidates(&self, choice: &DeviceChoice) -> Result<Vec<DeviceInfo>, Error> {
-        let launcher = environment::read(MODULE_ID)?;
-        let (choice, named_by) = default_choice(choice, launcher.as_deref())?;
-        let all = self.discover()?;
-        let candidates: Vec<DeviceInfo> =
-            all.iter().filter(|card| choice.selects(card)).cloned().collect();
-        if candidates.is_empty() { Err(no_match(&choice, named_by, &all)) } else { Ok(candidates) }
+        Ok(self.select(choice)?.cards)
+    }
+
+    /// Why [`Runtime::candidates`] are those for this choice.
+    pub fn why_chosen(&self, choice: &DeviceChoice) -> Result<String, Error> {
+        Ok(self.select(choice)?.why)
+    }
+
+    fn select(&self, choice: &DeviceChoice) -> Result<Selection, Error> {
+        selection::select(choice, self.look()?)
     }
 
     /// The driver library, if it was needed before.
@@ -182,7 +190,7 @@ impl Runtime {
     fn open_for(&self, choice: &DeviceChoice, user: User) -> Result<Arc<Device>, Error> {
         self.check_process(OPENING)?;
         kept::drop_lost();
-        let candidates = self.candidates(choice)?;
+        let Selection { cards: candidates, left_out, .. } = self.select(choice)?;
         if let Some(device) = self.open_framework_card(choice, &candidates)? {
             return Ok(device);
         }
@@ -209,7 +217,8 @@ impl Runtime {
         };
         let opened = first_to_open(candidates.clone(), limit, open, std::thread::sleep, waiting);
         opened.or_else(|failures| {
-            let error = none_opened(failures, |nodes| self.owners(nodes));
+            let mut error = none_opened(failures, |nodes| self.owners(nodes));
+            left_out.iter().for_each(|line| error.add_detail(line));
             if error.kind() != ErrorKind::DeviceBusy {
                 return Err(error);
             }
@@ -528,55 +537,5 @@ impl Drop for DirectoryGuard {
         }
         drop(cards);
         runtime.card_closed.notify_all();
-    }
-}
-
-/// Without a choice, the launcher's; and the variable it came from.
-fn default_choice(
-    choice: &DeviceChoice,
-    module_id: Option<&str>,
-) -> Result<(DeviceChoice, Option<&'static str>), Error> {
-    let (DeviceChoice::Any, Some(id)) = (choice, module_id) else {
-        return Ok((choice.clone(), None));
-    };
-    let module = number(id).map(DeviceChoice::Module).ok_or_else(|| {
-        Error::new(
-            ErrorKind::InvalidParams,
-            OPENING,
-            format!("{MODULE_ID}=\"{}\" is not a module id", id.escape_debug()),
-            "unset it, or set it to a number",
-        )
-        .caused_by_setting()
-    })?;
-    Ok((module, Some(MODULE_ID)))
-}
-
-fn no_match(choice: &DeviceChoice, named_by: Option<&str>, all: &[DeviceInfo]) -> Error {
-    let cards: Vec<String> = all
-        .iter()
-        .map(|card| format!("{} = module:{} = {}", card.index, card.module_id, card.bus_id))
-        .collect();
-    let by = named_by.map(|variable| format!(" (from {variable})")).unwrap_or_default();
-    let detail = format!("no card is \"{choice}\"{by}; there are {}", cards.join(", "));
-    Error::new(ErrorKind::DeviceNotFound, OPENING, detail, "choose one of these")
-        .caused_by_setting()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_launchers_module_id_counts_only_without_a_choice() {
-        let any = DeviceChoice::Any;
-        let index = DeviceChoice::Index(1);
-        let launched = (DeviceChoice::Module(3), Some("HLS_MODULE_ID"));
-        assert_eq!(default_choice(&any, Some("3")).unwrap(), launched);
-        assert_eq!(default_choice(&index, Some("3")).unwrap(), (index, None));
-        assert_eq!(default_choice(&any, None).unwrap(), (any.clone(), None));
-        for text in ["x", "-1", "+3", "3,4"] {
-            let error = default_choice(&any, Some(text)).unwrap_err().to_string();
-            assert!(error.contains("HLS_MODULE_ID") && error.contains(text), "{error}");
-        }
     }
 }

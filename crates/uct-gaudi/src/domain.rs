@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use gaudi::{
-    Allocation, Device, DeviceAddr, DeviceChoice, DeviceId, Error, ExportCall, HostRegion,
+    Allocation, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Error, ExportCall,
+    HostRegion,
 };
 use uct::abi::md_flag;
 use uct::config::{Ternary, Values, Variable};
@@ -20,7 +21,7 @@ use crate::estimates::Estimates;
 use crate::flavour::Flavour;
 use crate::settings::{self, Settings};
 use crate::status::explain;
-use crate::{cards, fragments, hooks, memory_events, memtype_cache, status};
+use crate::{asked, cards, fragments, hooks, memory_events, memtype_cache, status, summary};
 
 /// The component of one flavour.
 pub(crate) struct GaudiComponent<F> {
@@ -70,14 +71,25 @@ impl<F: Flavour> Component for GaudiComponent<F> {
             log!(ucx, Info, "{note}");
         }
         match found {
-            Ok(_) => vec![F::COMPONENT.to_owned()],
+            Ok(_) => {
+                // If UCX does not understand a variable of ours, it does not even try to open the domain.
+                if asked::settings().iter().any(|setting| setting.contains("_GAUDI_COPY_")) {
+                    REFUSED.store(true, Ordering::Relaxed);
+                }
+                vec![F::COMPONENT.to_owned()]
+            }
             Err(reason) => {
                 if F::LEADS && !self.explained.swap(true, Ordering::Relaxed) {
-                    // No Gaudi is nothing to bother anyone with; a mistake in a variable is.
+                    // No Gaudi is nothing to bother anyone with, unless somebody asked for one; a
+                    // mistake in a variable is.
+                    let asked = asked::settings();
                     if reason.is_setting_wrong() {
                         log!(ucx, Warn, "no Gaudi: {}", explain(&reason));
-                    } else {
+                    } else if asked.is_empty() {
                         log!(ucx, Info, "no Gaudi here: {}", explain(&reason));
+                    } else {
+                        let asked = asked.join(", ");
+                        log!(ucx, Warn, "{asked} is set, but no Gaudi here: {}", explain(&reason));
                     }
                 }
                 Vec::new()
@@ -89,6 +101,31 @@ impl<F: Flavour> Component for GaudiComponent<F> {
         &self,
         ucx: &'static Ucx,
         _domain: &str,
+        config: &Values<'_>,
+    ) -> Result<GaudiDomain<F>, Status> {
+        REFUSED.store(true, Ordering::Relaxed);
+        let domain = self.open_domain(ucx, config)?;
+        REFUSED.store(false, Ordering::Relaxed);
+        Ok(domain)
+    }
+
+    fn unpack_key(&self, _: &'static Ucx, _: &[u8], _: SysDevice) -> Result<(), Status> {
+        Ok(())
+    }
+}
+
+/// Whether UCX wanted to open a copy domain and could not: other domains are of no use then.
+static REFUSED: AtomicBool = AtomicBool::new(false);
+
+/// See [`REFUSED`].
+pub(crate) fn is_refused() -> bool {
+    REFUSED.load(Ordering::Relaxed)
+}
+
+impl<F: Flavour> GaudiComponent<F> {
+    fn open_domain(
+        &self,
+        ucx: &'static Ucx,
         config: &Values<'_>,
     ) -> Result<GaudiDomain<F>, Status> {
         let settings = Settings::read(ucx, config, F::LEADS)?;
@@ -107,6 +144,8 @@ impl<F: Flavour> Component for GaudiComponent<F> {
             status::of(&error)
         })?;
         let card = candidates.first().ok_or(Status::NO_DEVICE)?;
+        summary::at_start(ucx, &settings.device, &candidates);
+        asked::say_if_excluded(ucx, false);
         // A framework's card copies through the framework, whatever the generation.
         let copies = card.generation.accepts_submissions() || gaudi::runtime().has_framework();
         if !copies && F::LEADS {
@@ -150,10 +189,6 @@ impl<F: Flavour> Component for GaudiComponent<F> {
             first_sys_device: OnceLock::new(),
             flavour: PhantomData,
         })
-    }
-
-    fn unpack_key(&self, _: &'static Ucx, _: &[u8], _: SysDevice) -> Result<(), Status> {
-        Ok(())
     }
 }
 
@@ -237,19 +272,22 @@ impl<F: Flavour> GaudiDomain<F> {
                 log!(self.ucx, Warn, "a {} lets nobody map register blocks", card.generation);
             }
         }
+        let nics = self.nearest_nics(card);
+        summary::at_first_use(self.ucx, device, self.settings.dmabuf, &nics);
+    }
+
+    /// The active NICs near a card, in words; a warning where one is wanted and there is none.
+    fn nearest_nics(&self, card: &DeviceInfo) -> String {
         if self.settings.nic_scale_out == Ternary::No {
-            return;
+            return String::from("not looked for");
         }
         let view = gaudi::runtime().scale_out();
         let near = view.as_ref().map(|view| view.nearest(&card.bus_id)).unwrap_or_default();
-        let names: Vec<&str> = near.iter().map(|nic| nic.name.as_str()).collect();
-        match (names.is_empty(), self.settings.nic_scale_out) {
-            (false, _) => log!(self.ucx, Info, "nearest to {card}: {}", names.join(", ")),
-            (true, Ternary::Yes) => {
-                log!(self.ucx, Warn, "ENABLE_NIC_SCALE_OUT=yes, but no active NIC is near {card}");
-            }
-            (true, _) => log!(self.ucx, Info, "no active NIC is near {card}"),
+        if near.is_empty() && self.settings.nic_scale_out == Ternary::Yes {
+            log!(self.ucx, Warn, "ENABLE_NIC_SCALE_OUT=yes, but no active NIC is near {card}");
         }
+        let names: Vec<&str> = near.iter().map(|nic| nic.name.as_str()).collect();
+        if names.is_empty() { String::from("no active one") } else { names.join(", ") }
     }
 
     /// The card that UCX names, or the one that was chosen where UCX names none.

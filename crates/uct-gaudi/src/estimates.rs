@@ -83,6 +83,7 @@ pub(crate) const BANDWIDTH: Variable = Variable {
             ("d2d", "inside a device, and between devices"),
         ],
         value: Kind::Bandwidth,
+        fallback: "auto",
     }),
 };
 
@@ -98,6 +99,7 @@ pub(crate) const LATENCY: Variable = Variable {
             ("zcopy", "a copy that completes later: rendezvous and its pipelines"),
         ],
         value: Kind::Time,
+        fallback: "0us",
     }),
 };
 

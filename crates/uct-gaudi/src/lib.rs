@@ -9,6 +9,7 @@
 //! such calls itself (`hooks`).
 
 mod addresses;
+mod asked;
 mod cards;
 mod copies;
 mod domain;
@@ -27,6 +28,7 @@ mod queue;
 mod settings;
 mod sleeper;
 mod status;
+mod summary;
 
 use flavour::{GaudiCopy, GaudiGdr};
 use uct::{MemoryType, Registration, Status, Ucx, log};

@@ -31,7 +31,9 @@ pub(crate) const VARIABLES: &[Variable] = &[
         name: "COPY_DEVICE",
         default: "",
         help: "Which Gaudi to use: an index (0), a module id (module:2) or a PCI bus id\n\
-               (0000:33:00.0). Empty: HLS_MODULE_ID if set, else the first that opens.",
+               (0000:33:00.0); local-rank: the one in the place of the rank that mpirun, srun or\n\
+               torchrun gave this process on its host; numa: the first that opens, those near the\n\
+               processors of this process first. Empty: HLS_MODULE_ID if set, else the first.",
         kind: Kind::Text,
     },
     Variable {

@@ -70,7 +70,21 @@ pub struct Keyed {
     pub keys: &'static [(&'static str, &'static str)],
     /// [`Kind::Time`] or [`Kind::Bandwidth`].
     pub value: Kind,
+    /// The value of keys that are not named, where no value stands without a key. UCX has none and would
+    /// refuse the whole text.
+    pub fallback: &'static str,
 }
+
+/// What UCX's functions for a keyed variable get as their argument, and behind it what is ours.
+#[repr(C)]
+struct KeyedArgument {
+    raw: ConfigKeyValue,
+    /// UCX's parser.
+    read: Read,
+    fallback: &'static str,
+}
+
+type Read = unsafe extern "C" fn(*const c_char, *mut c_void, *const c_void) -> c_int;
 
 /// A `yes`/`no`/`try` answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -95,7 +109,7 @@ pub(crate) struct Table {
     /// What the fields point to.
     _strings: Vec<CString>,
     _choices: Vec<Box<[*const c_char]>>,
-    _keyed: Vec<(Box<[ConfigKeyField]>, Box<ConfigKeyValue>)>,
+    _keyed: Vec<(Box<[ConfigKeyField]>, Box<KeyedArgument>)>,
 }
 
 /// Each value gets this much room in the block.
@@ -150,9 +164,19 @@ impl Table {
             let parser = match variable.kind {
                 Kind::Keyed(keyed) => {
                     let keys = key_fields(keyed, &mut keep);
-                    let value = Box::new(ConfigKeyValue {
-                        parser: parser(symbols, keyed.value, core::ptr::null()),
-                        keys: keys.as_ptr(),
+                    // SAFETY: this is the type of every parser of UCX.
+                    let read = unsafe {
+                        core::mem::transmute::<*const c_void, Read>(
+                            symbols.ucs_config_sscanf_key_value,
+                        )
+                    };
+                    let value = Box::new(KeyedArgument {
+                        raw: ConfigKeyValue {
+                            parser: parser(symbols, keyed.value, core::ptr::null()),
+                            keys: keys.as_ptr(),
+                        },
+                        read,
+                        fallback: keyed.fallback,
                     });
                     let parser = key_value_parser(symbols, &value);
                     all_keyed.push((keys, value));
@@ -253,7 +277,6 @@ impl Table {
     }
 
     fn parse(&self, index: usize, text: &str) -> Option<Slots> {
-        type Read = unsafe extern "C" fn(*const c_char, *mut c_void, *const c_void) -> c_int;
         let parser = &self.fields[index + 1].parser;
         let mut slots: Slots = vec![0; self.variables[index].kind.slots()].into();
         let text = c_string(text);
@@ -291,9 +314,30 @@ fn key_fields(
     keys.chain([end]).collect()
 }
 
-fn key_value_parser(symbols: &Symbols, value: &ConfigKeyValue) -> ConfigParser {
+/// UCX's parser of keyed values, which is given the fallback where the text has no value without a key.
+unsafe extern "C" fn read_keyed(
+    text: *const c_char,
+    slots: *mut c_void,
+    argument: *const c_void,
+) -> c_int {
+    // SAFETY: UCX passes the argument of `key_value_parser`, which lives for ever.
+    let ours = unsafe { &*argument.cast::<KeyedArgument>() };
+    // SAFETY: UCX passes a C string.
+    let given = unsafe { CStr::from_ptr(text) };
+    let keyed_only = |text: &str| text.split(',').all(|item| item.contains(':'));
+    let completed = given
+        .to_str()
+        .ok()
+        .filter(|text| !text.is_empty() && keyed_only(text))
+        .and_then(|text| CString::new(format!("{},{text}", ours.fallback)).ok());
+    let text = completed.as_deref().unwrap_or(given);
+    // SAFETY: UCX's own function, with its own kind of argument, which is the first part of ours.
+    unsafe { (ours.read)(text.as_ptr(), slots, argument) }
+}
+
+fn key_value_parser(symbols: &Symbols, value: &KeyedArgument) -> ConfigParser {
     ConfigParser {
-        read: symbols.ucs_config_sscanf_key_value,
+        read: read_keyed as *const c_void,
         write: symbols.ucs_config_sprintf_key_value,
         clone: symbols.ucs_config_clone_key_value,
         release: symbols.ucs_config_release_key_value,

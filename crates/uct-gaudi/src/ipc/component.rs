@@ -55,6 +55,10 @@ impl Component for IpcComponent {
         _domain: &str,
         config: &Values<'_>,
     ) -> Result<IpcDomain, Status> {
+        // Alone it allocates nothing, and UCX would list a Gaudi that nobody can use.
+        if domain::is_refused() {
+            return Err(Status::NO_DEVICE);
+        }
         settings::take_over(ucx, config);
         memtype_cache::begin(ucx);
         Ok(IpcDomain::new(ucx))

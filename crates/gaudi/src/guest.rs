@@ -281,7 +281,7 @@ impl Runtime {
         choice: &DeviceChoice,
         candidates: &[DeviceInfo],
     ) -> Result<Option<Arc<Device>>, Error> {
-        let named = *choice != DeviceChoice::Any;
+        let named = !matches!(choice, DeviceChoice::Any | DeviceChoice::Numa);
         match self.look_at_framework() {
             Look::Absent => Ok(None),
             Look::Card(device) => {

@@ -10,10 +10,11 @@ const SIZES: &str = "0,1,16,113,5001,64K+1,1M+7";
 /// Inline sizes of the HCA and around them.
 const SMALL: &str = "1,7,8,16,31,32,63,64,65,100,127,128,129,200,255,256";
 
+/// Two cards that acknowledge writes of HCAs before their engines see them, as newer drivers let them.
 fn machine(import: bool) -> Device {
     let kind = if import { "import" } else { "" };
     let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2");
-    Device::Software(node.with("SOFT_GAUDI_KIND", kind))
+    Device::Software(node.with("SOFT_GAUDI_KIND", kind).with("SOFT_GAUDI_EARLY_WRITES", "yes"))
 }
 
 fn client(device: &Device, words: &str) -> Tool {
@@ -62,6 +63,44 @@ fn every_operation_between_two_nodes_over_rc_and_ud() {
         let counters = fabric.counters().expect("counters");
         assert!(counters.get("stream_bytes") > 1 << 20, "{}", end.report());
     }
+}
+
+/// The client reads what arrived by a copy of the card. (Datagrams arrive in host memory, and need no flush.)
+#[test]
+fn what_an_hca_wrote_is_right_after_a_flush_and_wrong_without() {
+    let words = "pair --plain --ops tag,am,put,get --sizes 5001,1M+7 --mem host:gaudi,gaudi:gaudi";
+    let tool = || over(client(&machine(false), words), RC);
+    run(&Fabric::new(), tool());
+    let fabric = Fabric::new();
+    let wrong = fabric.under(tool().env("UCX_GAUDI_COPY_FLUSH_PEER_WRITES", "no")).run();
+    assert!(!wrong.success() && !wrong.crashed(), "{}", wrong.report());
+    assert!(wrong.text().contains("bytes differ"), "{}", wrong.report());
+}
+
+/// `gaudi_ipc`: the card of one process writes memory of another's.
+#[test]
+fn what_a_peers_card_wrote_is_right_after_a_flush_and_wrong_without() {
+    let device = machine(true);
+    let words = "pair --plain --ops put --sizes 5001,1M+7 --mem gaudi:gaudi";
+    client(&device, words).run().ok();
+    let wrong = client(&device, words).env("UCX_GAUDI_COPY_FLUSH_PEER_WRITES", "no").run();
+    assert!(!wrong.success() && !wrong.crashed(), "{}", wrong.report());
+    assert!(wrong.text().contains("bytes differ"), "{}", wrong.report());
+}
+
+/// A driver that cannot flush: `yes` means that no HCA gets the memory.
+#[test]
+fn memory_is_not_offered_to_hcas_where_a_flush_is_demanded_and_there_is_none() {
+    let rules = "hlthunk_cs_flush_pci_hbw_writes fail:EINVAL times=0";
+    let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2").with_faults(rules);
+    let (fabric, device) = (Fabric::new(), Device::Software(node));
+    let words = "pair --plain --ops tag,put --sizes 5001,1M+7 --mem gaudi:gaudi";
+    let tool = || over(client(&device, words), RC);
+    run(&fabric, tool());
+    let refused = tool().env("UCX_GAUDI_COPY_FLUSH_PEER_WRITES", "yes");
+    let refused = fabric.under(refused.env("UCX_LOG_LEVEL", "info")).run();
+    assert!(!refused.success() && !refused.crashed(), "{}", refused.report());
+    assert!(refused.text().contains("the driver cannot"), "{}", refused.report());
 }
 
 /// UCX copies into the request what it sends inline, with the CPU: from Gaudi memory that would be a

@@ -7,7 +7,7 @@ use e2e::{Device, Finished, SoftNode, Tool};
 
 fn machine() -> Device {
     let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2");
-    Device::Software(node.with("SOFT_GAUDI_KIND", "import"))
+    Device::Software(node.with("SOFT_GAUDI_KIND", "import").with("SOFT_GAUDI_EARLY_WRITES", "yes"))
 }
 
 /// InfiniBand alone, and the card's own copies.

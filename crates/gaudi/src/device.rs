@@ -262,10 +262,16 @@ impl Device {
         let device = Arc::downgrade(self);
         share::freed(addr, len, self.counts, move || {
             if let Some(device) = device.upgrade() {
+                device.peer_writes_end(addr);
                 device.open.memory.give(addr.0);
             }
         });
         self.let_go_if_lost();
+    }
+
+    /// Freed memory is not written by other devices any more.
+    fn peer_writes_end(&self, addr: DeviceAddr) {
+        self.open.engine.peer_writes().freed(addr.0, &*self.open.backend, self.counts);
     }
 
     /// Has a card that was reset closed with the last of its users: the driver waits for that, and kills
@@ -282,6 +288,7 @@ impl Device {
     pub(crate) fn withdraw_foreign(&self, addr: DeviceAddr, len: u64) -> Withdrawn {
         runtime().table().remove(addr.0);
         self.open.engine.quiesce(&(addr.0..addr.0 + len));
+        self.peer_writes_end(addr);
         let released = Arc::new(AtomicBool::new(false));
         let set = Arc::clone(&released);
         share::freed(addr, len, self.counts, move || set.store(true, Ordering::Release));
@@ -325,11 +332,14 @@ impl Device {
         self.check_process(EXPORTING)?;
         let checked = self.check_own(addr, len, EXPORTING);
         let exported = checked.and_then(|entry| {
-            if self.open.memory.exports(addr.0) {
+            let peer_writes = self.open.engine.peer_writes();
+            peer_writes.permit_export(&*self.open.backend)?;
+            let exported = if self.open.memory.exports(addr.0) {
                 self.open.memory.export(addr.0, len, extent)
             } else {
                 self.export_foreign(&entry, addr, len)
-            }
+            };
+            exported.inspect(|_| peer_writes.exported(entry))
         });
         match exported {
             Ok(_) => self.counts.add(Counter::DmabufDescriptors, 1),

@@ -65,7 +65,7 @@ pub use kept::KeptOpen;
 pub use lent::Unmapping;
 pub use mapping_table::{MappedCard, MappingTable};
 pub use memory::{Allocation, Location};
-pub use options::{Conflict, OptionName, Options, RegistrationCache};
+pub use options::{Conflict, FlushPeerWrites, OptionName, Options, RegistrationCache};
 pub use owners::{Owners, OwningProcess};
 pub use pin::{HostRegion, rcache};
 pub use process::Notifier;

@@ -38,6 +38,21 @@ pub struct Options {
     pub keep_open: Option<Duration>,
     /// How long to wait for a card that is in reset or being closed. Default: 30 s.
     pub open_timeout: Option<Duration>,
+    /// Whether copies wait for what other devices wrote. Default: where the driver has a call for it.
+    pub flush_peer_writes: Option<FlushPeerWrites>,
+}
+
+/// What other devices (NICs, peers' cards) write to exported memory may be acknowledged before the engines of
+/// the card see it: whether the driver is asked to flush it before a copy uses that memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum FlushPeerWrites {
+    /// No.
+    Never,
+    /// Where the driver can.
+    #[default]
+    IfPossible,
+    /// Yes: memory is not exported where the driver cannot.
+    Always,
 }
 
 /// Whether pins of host memory are kept.
@@ -70,6 +85,8 @@ pub enum OptionName {
     KeepOpen,
     /// [`Options::open_timeout`]
     OpenTimeout,
+    /// [`Options::flush_peer_writes`]
+    FlushPeerWrites,
 }
 
 /// Two users of the engine set an option to different values.
@@ -115,6 +132,7 @@ impl Configuration {
             open_for_peers,
             keep_open,
             open_timeout,
+            flush_peer_writes,
         } = wanted;
         let mut now = Options::clone(&self.options.load());
         let conflicts = [
@@ -127,6 +145,7 @@ impl Configuration {
             merge(OptionName::OpenForPeers, &mut now.open_for_peers, open_for_peers),
             merge(OptionName::KeepOpen, &mut now.keep_open, keep_open),
             merge(OptionName::OpenTimeout, &mut now.open_timeout, open_timeout),
+            merge(OptionName::FlushPeerWrites, &mut now.flush_peer_writes, flush_peer_writes),
         ];
         self.options.store(Arc::new(now));
         for conflict in conflicts.into_iter().flatten() {
@@ -169,6 +188,16 @@ trait Describe {
 impl Describe for bool {
     fn describe(&self) -> String {
         String::from(if *self { "yes" } else { "no" })
+    }
+}
+
+impl Describe for FlushPeerWrites {
+    fn describe(&self) -> String {
+        String::from(match self {
+            FlushPeerWrites::Never => "no",
+            FlushPeerWrites::IfPossible => "try",
+            FlushPeerWrites::Always => "yes",
+        })
     }
 }
 

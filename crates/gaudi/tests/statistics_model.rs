@@ -4,7 +4,7 @@
 
 mod machine;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
@@ -84,6 +84,8 @@ struct Bench {
     bounce_pinned: [[bool; 2]; 2],
     staging_pinned: bool,
     tenants: Vec<(usize, Allocation)>,
+    /// Those of which a dma-buf was handed out.
+    exported: BTreeSet<u64>,
     descriptors: Vec<OwnedFd>,
     host: [Vec<u8>; 2],
     regions: [Option<Arc<HostRegion>>; 2],
@@ -99,6 +101,7 @@ impl Bench {
             bounce_pinned: [[false; 2]; 2],
             staging_pinned: false,
             tenants: Vec::new(),
+            exported: BTreeSet::new(),
             descriptors: Vec::new(),
             host: [vec![1; HOST_LEN], vec![2; HOST_LEN]],
             regions: [None, None],
@@ -161,6 +164,12 @@ impl Bench {
         self.expect(card, &[("bounced_operations", 1)]);
     }
 
+    /// A submission uses an allocation: if it was exported, what others wrote is flushed first.
+    fn touched(&mut self, card: usize, allocation: DeviceAddr) {
+        let flushed = i64::from(self.exported.contains(&allocation.0));
+        self.expect(card, &[("peer_write_flushes", flushed)]);
+    }
+
     fn run(&mut self, step: &Step) {
         let picked = |pick: usize, len: usize| (len > 0).then(|| pick % len);
         match *step {
@@ -175,8 +184,10 @@ impl Bench {
             Step::Free(pick) => {
                 let Some(at) = picked(pick, self.tenants.len()) else { return };
                 let (card, allocation) = self.tenants.swap_remove(at);
-                let len = allocation.len() as i64;
+                let (addr, len) = (allocation.addr(), allocation.len() as i64);
                 drop(allocation);
+                self.touched(card, addr);
+                self.exported.remove(&addr.0);
                 let changes = [("frees", 1), ("allocations_live", -1), ("allocated_bytes", -len)];
                 self.expect(card, &changes);
             }
@@ -191,6 +202,7 @@ impl Bench {
                     Some(false) => self.cards[card].export_with(addr, len, ExportCall::Whole),
                 };
                 let (fd, _) = exported.unwrap();
+                self.exported.insert(addr.0);
                 self.descriptors.push(fd);
                 let made = self.engines_dmabufs().len() as i64 - before as i64;
                 if !keep {
@@ -201,9 +213,9 @@ impl Bench {
             Step::ExportAlone { pick, keep } => {
                 let Some(at) = picked(pick, self.tenants.len()) else { return };
                 let (card, allocation) = &self.tenants[at];
-                let card = *card;
-                let (fd, _) =
-                    self.cards[card].export_alone(allocation.addr(), allocation.len()).unwrap();
+                let (card, addr) = (*card, allocation.addr());
+                let (fd, _) = self.cards[card].export_alone(addr, allocation.len()).unwrap();
+                self.exported.insert(addr.0);
                 self.descriptors.extend(keep.then_some(fd));
                 self.expect(card, &[("dmabuf_descriptors", 1), ("dmabuf_exports", 1)]);
             }
@@ -220,11 +232,13 @@ impl Bench {
                 let Some(at) = picked(pick, self.tenants.len()) else { return };
                 let (card, allocation) = &self.tenants[at];
                 let (card, len) = (*card, len.min(allocation.len() as usize));
-                let there = Side::Device(allocation.addr());
+                let addr = allocation.addr();
+                let there = Side::Device(addr);
                 let here = Side::Host(self.host[0].as_mut_ptr());
                 let (dst, src) = if down { (there, here) } else { (here, there) };
                 // SAFETY: the buffer lives across the call and nobody else has it.
                 unsafe { self.cards[card].copy_blocking(dst, src, len) }.unwrap();
+                self.touched(card, addr);
                 self.copied(card, len, down);
                 if len <= BOUNCE {
                     self.bounced(card, true);
@@ -241,11 +255,13 @@ impl Bench {
                 let (card, allocation) = &self.tenants[at];
                 let (card, len) = (*card, len.min(allocation.len() as usize));
                 let was_pinned = host_region.is_pinned_for(&self.cards[card]);
-                let dst = Side::Device(allocation.addr());
+                let addr = allocation.addr();
+                let dst = Side::Device(addr);
                 let src = Side::Host(start);
                 let segment = Segment { dst, src, len, host_region: Some(host_region) };
                 // SAFETY: as above.
                 unsafe { self.cards[card].copy(&[segment]) }.unwrap().wait().unwrap();
+                self.touched(card, addr);
                 self.copied(card, len, true);
                 // A copy above 8 KiB may have earned the region its pin; a smaller one never does.
                 let now = self.regions[region].as_ref().expect("just used");
@@ -273,15 +289,16 @@ impl Bench {
             Step::Within { pick } => {
                 let Some(at) = picked(pick, self.tenants.len()) else { return };
                 let (card, allocation) = &self.tenants[at];
-                let card = *card;
+                let (card, addr) = (*card, allocation.addr());
                 let half = (allocation.len() / 2).min(1 << 20);
                 if half == 0 {
                     return;
                 }
-                let dst = Side::Device(DeviceAddr(allocation.addr().0 + half));
-                let src = Side::Device(allocation.addr());
+                let dst = Side::Device(DeviceAddr(addr.0 + half));
+                let src = Side::Device(addr);
                 // SAFETY: only device memory.
                 unsafe { self.cards[card].copy_blocking(dst, src, half as usize) }.unwrap();
+                self.touched(card, addr);
                 let bytes = ("d2d_bytes", half as i64);
                 self.expect(card, &[("submissions", 1), ("d2d_operations", 1), bytes]);
             }
@@ -294,9 +311,12 @@ impl Bench {
                 let source = &of(0).nth(from % sources).unwrap().1;
                 let target = &of(1).nth(to % targets).unwrap().1;
                 let len = source.len().min(target.len()).min(1 << 20) as usize;
-                let (dst, src) = (Side::Device(target.addr()), Side::Device(source.addr()));
+                let (to, from) = (target.addr(), source.addr());
+                let (dst, src) = (Side::Device(to), Side::Device(from));
                 // SAFETY: only device memory.
                 unsafe { self.cards[0].copy_blocking(dst, src, len) }.unwrap();
+                self.touched(0, from);
+                self.touched(1, to);
                 let bytes = ("cross_card_bytes", len as i64);
                 self.expect(0, &[("submissions", 1)]);
                 let arrived = [("submissions", 1), ("cross_card_operations", 1), bytes];
@@ -311,8 +331,9 @@ impl Bench {
             Step::Fill(pick) => {
                 let Some(at) = picked(pick, self.tenants.len()) else { return };
                 let (card, allocation) = &self.tenants[at];
-                let (card, len) = (*card, allocation.len().min(1 << 20));
-                self.cards[card].fill(allocation.addr(), len, 7).unwrap();
+                let (card, addr, len) = (*card, allocation.addr(), allocation.len().min(1 << 20));
+                self.cards[card].fill(addr, len, 7).unwrap();
+                self.touched(card, addr);
                 let bytes = ("fill_bytes", len as i64);
                 self.expect(card, &[("submissions", 1), ("fill_operations", 1), bytes]);
             }

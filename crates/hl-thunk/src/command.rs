@@ -257,6 +257,18 @@ impl Device {
         Ok(out.seq)
     }
 
+    /// Returns when what other devices wrote to this card's memory over PCI Express so far is visible to its
+    /// engines. Takes no queue and no submission. `EOPNOTSUPP`: the library or the driver has no such call.
+    pub fn flush_peer_writes(&self) -> Result<(), Error> {
+        let call = "hlthunk_cs_flush_pci_hbw_writes";
+        check(call, || {
+            // SAFETY: a number.
+            let ret = unsafe { self.symbols().hlthunk_cs_flush_pci_hbw_writes(self.raw_fd()) };
+            ret.unwrap_or(-libc::EOPNOTSUPP)
+        })
+        .map(drop)
+    }
+
     /// Waits up to `timeout_us` microseconds (zero: only looks) for a submission.
     ///
     /// `ETIMEDOUT`: the driver gave the submission up. `EIO`: it was aborted by a reset.

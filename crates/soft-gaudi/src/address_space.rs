@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use rustix::io::Errno;
 
@@ -45,7 +46,7 @@ enum Backing {
     /// A command buffer of the driver; not the user's to unmap.
     CommandBuffer,
     /// Another card's memory; what keeps it exported.
-    Import { _keep: dmabuf::Exported },
+    Import { peer: Arc<dmabuf::Exported> },
 }
 
 #[derive(Debug)]
@@ -224,7 +225,7 @@ impl AddressSpace {
         }
         let align = Align::Power(HOST_PAGE);
         let va = self.host_va.allocate(len, align, Hint::default()).ok_or(Errno::NOMEM)?;
-        let backing = Backing::Import { _keep: exported };
+        let backing = Backing::Import { peer: Arc::new(exported) };
         self.mappings.insert(va, Mapping { va, size: len, pieces, backing });
         Ok(va)
     }
@@ -312,6 +313,15 @@ impl AddressSpace {
             self.mappings.get_mut(&addr)
         {
             exports.push(path);
+        }
+    }
+
+    /// The memory of another card that is mapped at an address.
+    pub(crate) fn peer(&self, addr: u64) -> Option<Arc<dmabuf::Exported>> {
+        let (&start, mapping) = self.mappings.range(..=addr).next_back()?;
+        match &mapping.backing {
+            Backing::Import { peer } if addr - start < mapping.size => Some(Arc::clone(peer)),
+            _ => None,
         }
     }
 

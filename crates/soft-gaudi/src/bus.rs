@@ -182,20 +182,28 @@ impl Bus for QueueBus<'_> {
         if dma.swap != 0 && !dma.memset {
             return self.swap(dma, done, len);
         }
+        let early = self.context.node.config.early_writes;
         let mut at = done;
         while at < done + len {
             let dst = dma.dst.checked_add(at).ok_or(Fault::Page { addr: dma.dst })?;
             let src = dma.src.wrapping_add(at);
-            let (to, from) = {
+            let (mut to, from, peer) = {
                 let space = self.context.space();
+                let peer = |addr| early.then(|| space.peer(addr)).flatten();
+                if let Some(peer) = peer(src) {
+                    peer.before_read();
+                }
                 let to = space.translate(dst).ok_or(Fault::Page { addr: dst })?;
                 let from = if dma.memset {
                     None
                 } else {
                     Some(space.translate(src).ok_or(Fault::Page { addr: src })?)
                 };
-                (to, from)
+                (to, from, peer(dst))
             };
+            if let Some(peer) = &peer {
+                to.ptr = peer.write_to(to.ptr);
+            }
             let mut part = (done + len - at).min(to.len);
             let moved = match from {
                 Some(from) => {
@@ -208,6 +216,9 @@ impl Bus for QueueBus<'_> {
                 }
             };
             moved?;
+            if let Some(peer) = &peer {
+                peer.written(to.ptr, part);
+            }
             at += part;
         }
         flip.map_or(Ok(()), |addr| self.flip(addr))

@@ -49,6 +49,9 @@ pub struct Config {
     pub model: Option<Model>,
     /// Whether the machine's fault rules apply to this process: `SOFT_GAUDI_FAULTS`.
     pub faults: bool,
+    /// Whether writes of other devices are acknowledged before the engines see them:
+    /// `SOFT_GAUDI_EARLY_WRITES`.
+    pub early_writes: bool,
     /// How long a close takes, while opens give `EAGAIN`: `SOFT_GAUDI_CLOSE_TIME` (milliseconds).
     pub close_time: Duration,
     /// After which time a process that holds a card that was reset is killed, as by the driver:
@@ -191,11 +194,13 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
         let (time, seed) = text.split_once(',').unwrap_or((text, "1"));
         Some((microseconds(time)?, seed.trim().parse().ok()?))
     })?;
-    let faults = read(&var, "SOFT_GAUDI_FAULTS", false, "yes or no", |text| match text {
+    let yes_or_no = |text: &str| match text {
         "yes" => Some(true),
         "no" => Some(false),
         _ => None,
-    })?;
+    };
+    let faults = read(&var, "SOFT_GAUDI_FAULTS", false, "yes or no", yes_or_no)?;
+    let early_writes = read(&var, "SOFT_GAUDI_EARLY_WRITES", false, "yes or no", yes_or_no)?;
     let default = match model {
         _ if kind.instant_close => Duration::ZERO,
         Some(model) => model.close_time(),
@@ -221,6 +226,7 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
         jitter,
         model,
         faults,
+        early_writes,
         close_time,
         reset_kill,
     })

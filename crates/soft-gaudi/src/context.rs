@@ -27,7 +27,7 @@ use crate::signals::Signals;
 use crate::state::{self, StateFile, Word};
 use crate::submission::{Submission, Window};
 use crate::timing::Timing;
-use crate::{blocks, dmabuf, guarded, ownership, ring, workers};
+use crate::{blocks, dmabuf, guarded, ownership, posted, ring, workers};
 
 /// One open card.
 #[derive(Debug)]
@@ -130,6 +130,9 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
     }
     let memory = card_memory::of(node, device)?;
     memory.reset(node.config.dram_size)?;
+    if node.config.early_writes {
+        posted::of(&node.memory_path(device), memory.identity()?)?.forget()?;
+    }
     // For the library's own mapping, see `command_buffers`.
     let second = node.open(device, Role::Compute)?;
     let buffers = CommandBuffers::new(second)?;
@@ -355,6 +358,15 @@ impl Context {
             let _one_at_a_time = self.mmu.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
             std::thread::sleep(model.map_time(len));
         }
+    }
+
+    /// From now on the engines see what other devices wrote.
+    pub(crate) fn flush_peer_writes(&self) -> Result<(), Errno> {
+        if self.node.config.early_writes {
+            let path = self.node.memory_path(self.device);
+            posted::of(&path, self.memory.identity()?)?.flush();
+        }
+        Ok(())
     }
 
     pub(crate) fn space(&self) -> RwLockReadGuard<'_, AddressSpace> {

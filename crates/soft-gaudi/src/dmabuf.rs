@@ -13,17 +13,19 @@ use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::card_memory::CardMemory;
+use crate::config::config;
 use crate::dram::Segment;
 use crate::node::Node;
 use crate::ownership;
+use crate::posted::{self, Posted};
 use crate::state;
 
 const MAGIC: &[u8; 8] = b"softGdma";
@@ -198,6 +200,16 @@ pub struct Exported {
     ranges: Vec<Range>,
     /// The card's state file, and how often the card had been reset.
     resets: (OwnedFd, u64),
+    early: Option<Early>,
+}
+
+/// The memory that writes go to until the card's engines may see them.
+#[derive(Debug)]
+struct Early {
+    posted: Arc<Posted>,
+    /// Where the card's memory and the other file are mapped.
+    memory: usize,
+    bytes: usize,
 }
 
 // SAFETY: the ranges are plain addresses of a mapping that is never undone.
@@ -233,12 +245,43 @@ impl Exported {
         if description.size() != stat.st_size as u64 {
             return Err(Errno::INVAL);
         }
-        let ranges = map_ranges(&description)?;
-        let (device, size) = (description.device, description.size());
         let path = Path::new(OsStr::from_bytes(&description.path));
+        let (memory, len) = map_memory(&description)?;
+        let range = |s: &Segment| Range { ptr: (memory as u64 + s.offset) as *mut u8, len: s.len };
+        let ranges = description.segments.iter().map(range).collect();
+        let (device, size) = (description.device, description.size());
+        let early = match config().is_some_and(|config| config.early_writes) {
+            true => {
+                let posted = posted::of(path, description.memory)?;
+                let bytes = map_once(posted.bytes(), posted.identity()?, len)?;
+                Some(Early { posted, memory, bytes })
+            }
+            false => None,
+        };
         let state = state::open_beside(path, device).map_err(not_ours)?;
         let before = state::resets(&state).ok_or(Errno::INVAL)?;
-        Ok(Self { _fd: keep, device, size, ranges, resets: (state, before) })
+        Ok(Self { _fd: keep, device, size, ranges, resets: (state, before), early })
+    }
+
+    /// Where a write of another device to this part of [`Exported::ranges`] goes: elsewhere, if the card
+    /// acknowledges writes before its engines see them.
+    pub fn write_to(&self, ptr: *mut u8) -> *mut u8 {
+        let moved = |early: &Early| ptr.wrapping_byte_add(early.bytes.wrapping_sub(early.memory));
+        self.early.as_ref().map_or(ptr, moved)
+    }
+
+    /// Another device has written these bytes, at what [`Exported::write_to`] returned.
+    pub fn written(&self, at: *mut u8, len: u64) {
+        if let Some(early) = &self.early {
+            early.posted.add((at as usize).wrapping_sub(early.bytes) as u64, len);
+        }
+    }
+
+    /// Another device is going to read: on PCI Express that does not overtake earlier writes.
+    pub fn before_read(&self) {
+        if let Some(early) = &self.early {
+            early.posted.flush();
+        }
     }
 
     /// Whether the card was reset since. Its memory is then not what was exported.
@@ -278,7 +321,8 @@ struct Foreign {
     len: u64,
 }
 
-fn map_ranges(description: &Description) -> Result<Vec<Range>, Errno> {
+/// Where the memory file of a dma-buf is mapped in this process, and how long it is.
+fn map_memory(description: &Description) -> Result<(usize, u64), Errno> {
     let path = Path::new(OsStr::from_bytes(&description.path));
     let file =
         rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW, Mode::empty())
@@ -292,28 +336,28 @@ fn map_ranges(description: &Description) -> Result<Vec<Range>, Errno> {
     if !description.segments.iter().all(inside) {
         return Err(Errno::INVAL);
     }
+    Ok((map_once(file.as_fd(), description.memory, len)?, len))
+}
+
+/// Maps a file, unless that was done before.
+fn map_once(file: BorrowedFd<'_>, identity: (u64, u64), len: u64) -> Result<usize, Errno> {
     let mut foreign = FOREIGN.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    let known = foreign.iter().find(|f| f.file == description.memory && f.len >= len);
-    let base = match known {
-        Some(known) => known.base,
-        None => {
-            // SAFETY: a fresh mapping at an address of the kernel's choice.
-            let base = unsafe {
-                rustix::mm::mmap(
-                    core::ptr::null_mut(),
-                    len as usize,
-                    ProtFlags::READ | ProtFlags::WRITE,
-                    MapFlags::SHARED | MapFlags::NORESERVE,
-                    &file,
-                    0,
-                )
-            }? as usize;
-            foreign.push(Foreign { file: description.memory, base, len });
-            base
-        }
-    };
-    let range = |s: &Segment| Range { ptr: (base as u64 + s.offset) as *mut u8, len: s.len };
-    Ok(description.segments.iter().map(range).collect())
+    if let Some(known) = foreign.iter().find(|f| f.file == identity && f.len >= len) {
+        return Ok(known.base);
+    }
+    // SAFETY: a fresh mapping at an address of the kernel's choice.
+    let base = unsafe {
+        rustix::mm::mmap(
+            core::ptr::null_mut(),
+            len as usize,
+            ProtFlags::READ | ProtFlags::WRITE,
+            MapFlags::SHARED | MapFlags::NORESERVE,
+            file,
+            0,
+        )
+    }? as usize;
+    foreign.push(Foreign { file: identity, base, len });
+    Ok(base)
 }
 
 #[cfg(test)]

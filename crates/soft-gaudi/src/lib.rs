@@ -40,6 +40,7 @@ mod node;
 mod ownership;
 mod parser;
 mod pinning;
+mod posted;
 mod queue;
 mod registers;
 mod ring;

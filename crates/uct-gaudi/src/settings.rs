@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use gaudi::rcache::CacheLimits;
-use gaudi::{DeviceChoice, Error, KeptOpen, OptionName, Options};
+use gaudi::{DeviceChoice, Error, FlushPeerWrites, KeptOpen, OptionName, Options};
 use uct::config::{Kind, Ternary, Values, Variable};
 use uct::{Level, Status, Ucx, log};
 
@@ -52,6 +52,16 @@ pub(crate) const VARIABLES: &[Variable] = &[
                yes: always, which fails where the driver library lacks it;\n\
                try: where the library has it;\n\
                no: with the older call, on the whole mapping.",
+        kind: Kind::Ternary,
+    },
+    Variable {
+        name: "COPY_FLUSH_PEER_WRITES",
+        default: "try",
+        help: "Have the driver flush what network devices and Gaudis of other processes wrote to\n\
+               Gaudi memory, before a copy of the plugin uses that memory.\n\
+               yes: always; memory is not offered as dma-buf where the driver cannot flush;\n\
+               try: where the driver can;\n\
+               no: never.",
         kind: Kind::Ternary,
     },
     estimates::REG_COST,
@@ -226,6 +236,11 @@ impl Settings {
             clear_allocations: Some(values.bool("COPY_CLEAR_MEMORY")),
             keep_open: Some(seconds(values.real("COPY_KEEP_OPEN"))),
             open_timeout: Some(seconds(values.real("COPY_OPEN_TIMEOUT"))),
+            flush_peer_writes: Some(match values.ternary("COPY_FLUSH_PEER_WRITES") {
+                Ternary::No => FlushPeerWrites::Never,
+                Ternary::Try => FlushPeerWrites::IfPossible,
+                Ternary::Yes => FlushPeerWrites::Always,
+            }),
             ..Options::default()
         });
         Ok(settings)
@@ -259,6 +274,7 @@ fn variables_of(option: OptionName) -> &'static str {
         OptionName::OpenForPeers => "UCX_GAUDI_IPC_OPEN_DEVICE",
         OptionName::KeepOpen => "UCX_GAUDI_COPY_KEEP_OPEN",
         OptionName::OpenTimeout => "UCX_GAUDI_COPY_OPEN_TIMEOUT",
+        OptionName::FlushPeerWrites => "UCX_GAUDI_COPY_FLUSH_PEER_WRITES",
     }
 }
 

@@ -11,7 +11,9 @@ use hl_thunk::{
     Generation, HostMapping, HwBlock, ImportedMapping, PAGE_SIZE, WaitStatus,
 };
 
-use super::{Backend, CopyLimits, Geometry, HostPin, Page, Placement, Registers, Taken, Ticket};
+use super::{
+    Backend, CopyLimits, FLUSHING, Geometry, HostPin, Page, Placement, Registers, Taken, Ticket,
+};
 use crate::copy::SLOTS;
 use crate::error::{Error, ErrorKind, Phase};
 use crate::process::{CloseOnFork, ClosedInChildren};
@@ -231,6 +233,18 @@ impl Backend for Driver {
         let sequence = unsafe { device.submit(&[Chunk { buffer, offset, len, queue }]) }
             .map_err(|error| Error::driver(Phase::Copy, operation, error))?;
         Ok(Ticket { sequence, lane })
+    }
+
+    fn flush_peer_writes(&self) -> Result<(), Error> {
+        self.device(FLUSHING)?.flush_peer_writes().map_err(|error| match error.errno {
+            // A driver that is older than the call takes it for an empty submission.
+            libc::EINVAL | libc::EOPNOTSUPP => Error::unsupported(
+                FLUSHING,
+                format!("{}: the driver cannot", error.call),
+                "a newer driver has it",
+            ),
+            _ => Error::driver(Phase::Copy, FLUSHING, error),
+        })
     }
 
     fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error> {

@@ -11,7 +11,9 @@ use std::time::Duration;
 use hl_thunk::packet::LinDma;
 use hl_thunk::{DeviceAddr, Direction, ExportCall};
 
-use super::{Backend, CopyLimits, Geometry, HostPin, Page, Placement, Registers, Taken, Ticket};
+use super::{
+    Backend, CopyLimits, FLUSHING, Geometry, HostPin, Page, Placement, Registers, Taken, Ticket,
+};
 use crate::copy::SLOTS;
 use crate::error::Phase;
 use crate::rcache::invalidate;
@@ -66,6 +68,9 @@ struct State {
     /// Addresses whose pages are known under another address, which outlives them.
     pages_elsewhere: Vec<(Range<u64>, u64)>,
     refuse_submissions: Option<i32>,
+    refuse_flushes: Option<i32>,
+    /// For each flush the last submission before it.
+    flushes: Vec<u64>,
     /// Device addresses that somebody else has mappings at.
     taken_by_others: Vec<Range<u64>>,
     /// How often a page was asked for.
@@ -143,6 +148,15 @@ impl Fake {
     /// How often a page was asked for.
     pub(crate) fn page_calls(&self) -> usize {
         self.state().page_calls
+    }
+
+    pub(crate) fn refuse_flushes(&self, errno: i32) {
+        self.state().refuse_flushes = Some(errno);
+    }
+
+    /// For each flush of peers' writes the number of submissions before it.
+    pub(crate) fn flushes(&self) -> Vec<u64> {
+        self.state().flushes.clone()
     }
 
     pub(crate) fn refuse_submissions(&self, errno: Option<i32>) {
@@ -261,7 +275,7 @@ struct FakePage;
 
 impl Page for FakePage {
     fn export_whole(&self, _: Option<ExportCall>, _: Counts) -> Result<OwnedFd, Error> {
-        Err(Error::unsupported("exporting a dma-buf", "the fake device has none", ""))
+        Ok(std::fs::File::open("/dev/null").unwrap().into())
     }
 
     fn export_part(&self, _offset: u64, _len: u64, counts: Counts) -> Result<OwnedFd, Error> {
@@ -373,6 +387,17 @@ impl Backend for Fake {
         state.queued.insert(sequence, (direction, moves.to_vec()));
         let lane = if state.one_lane { 0 } else { sequence % LANES };
         Ok(Ticket { sequence, lane: lane as u32 })
+    }
+
+    fn flush_peer_writes(&self) -> Result<(), Error> {
+        let mut state = self.state();
+        let last = state.last;
+        state.flushes.push(last);
+        match state.refuse_flushes {
+            None => Ok(()),
+            Some(libc::EOPNOTSUPP) => Err(Error::unsupported(FLUSHING, "the fake cannot", "")),
+            Some(errno) => Err(Error::os(Phase::Copy, FLUSHING, "fake", errno)),
+        }
     }
 
     fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error> {

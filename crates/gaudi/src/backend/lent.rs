@@ -99,6 +99,10 @@ impl Backend for LentDriver {
         unsafe { self.permitted(operation)?.submit(direction, slot, moves) }
     }
 
+    fn flush_peer_writes(&self) -> Result<(), Error> {
+        self.driver.flush_peer_writes()
+    }
+
     fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error> {
         self.driver.wait(ticket, timeout_us)
     }

@@ -26,6 +26,8 @@ use crate::stats::{Counts, GaugeGuard};
 /// Bounce slots of a device, of [`BOUNCE_LEN`] bytes each. Short copies have others: one per permit.
 const BOUNCE_SLOTS: u32 = 64;
 
+pub(crate) const FLUSHING: &str = "flushing what other devices wrote";
+
 /// How a device's memory comes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Geometry {
@@ -223,6 +225,12 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
         slot: u32,
         moves: &[LinDma],
     ) -> Result<Ticket, Error>;
+
+    /// Returns when the engines see what other devices wrote to this card's memory before. An error that
+    /// [`Error::is_unsupported`]: there is no such operation here.
+    fn flush_peer_writes(&self) -> Result<(), Error> {
+        Err(Error::unsupported(FLUSHING, "there is no call for it", "report this"))
+    }
 
     /// Whether a submission has completed, after waiting up to `timeout_us` for it.
     fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error>;

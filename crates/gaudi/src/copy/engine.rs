@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use hl_thunk::Direction;
 use hl_thunk::packet::LinDma;
 
+use super::peer_writes::PeerWrites;
 use super::permits::{InFlight, Permit};
 use super::submission::{Moves, Resources, Submission};
 use super::waiter::Waiter;
@@ -45,6 +46,7 @@ pub(crate) struct Engine {
     lost: AtomicBool,
     counts: Counts,
     waiter: Waiter,
+    peer_writes: PeerWrites,
 }
 
 impl Engine {
@@ -59,7 +61,13 @@ impl Engine {
             lost: AtomicBool::new(false),
             counts,
             waiter: Waiter::default(),
+            peer_writes: PeerWrites::default(),
         })
+    }
+
+    /// Which memory other devices may write to.
+    pub(crate) fn peer_writes(&self) -> &PeerWrites {
+        &self.peer_writes
     }
 
     /// Whether the hardware was lost.
@@ -230,8 +238,9 @@ impl Engine {
         slot: u32,
         moves: &[LinDma],
     ) -> Result<Ticket, Error> {
+        let flushed = self.peer_writes.flush_for(moves, &*self.backend, self.counts);
         // SAFETY: the caller's promise.
-        match unsafe { self.backend.submit(direction, slot, moves) } {
+        match flushed.and_then(|()| unsafe { self.backend.submit(direction, slot, moves) }) {
             Ok(ticket) => {
                 self.counts.submitted();
                 Ok(ticket)

@@ -11,6 +11,8 @@
 //! 4. [`engine`] gives out [`permits`] to submit, records what the hardware is doing ([`submission`]),
 //!    and has sleepers woken when it is done ([`waiter`]).
 //!
+//! [`peer_writes`] has the driver flush what other devices wrote before a copy uses exported memory.
+//!
 //! [`slab`] is the pinned memory that small or unpinnable host buffers go through, [`host_copy`] the CPU's
 //! part of that.
 
@@ -21,6 +23,7 @@ pub(crate) mod engine;
 mod free_slots;
 mod host_copy;
 pub(crate) mod located;
+mod peer_writes;
 mod permits;
 #[cfg(test)]
 mod reaping_tests;

@@ -107,6 +107,7 @@ counters! {
     DmabufImports "dmabuf_imports" Sum Number,
     DmabufImportsLive "dmabuf_imports_live" Now Number,
     DmabufImportsBytes "dmabuf_imports_bytes" Now Bytes,
+    PeerWriteFlushes "peer_write_flushes" Sum Number,
     DmabufFailuresRange "dmabuf_failures_range" Sum Number,
     DmabufFailuresUnsupported "dmabuf_failures_unsupported" Sum Number,
     DmabufFailuresResources "dmabuf_failures_resources" Sum Number,

@@ -38,6 +38,8 @@ pub extern "C" fn hlthunk_device_memory_free(fd: c_int, handle: u64) -> c_int {
     status("hlthunk_device_memory_free", || {
         let context = context::operational(borrow(fd)?)?;
         let mut space = context.space_mut();
+        // A real card has long taken in what was on its way.
+        context.flush_peer_writes()?;
         context.log_refusal("free", space.free(handle))?;
         context.account(&space);
         Ok(0)

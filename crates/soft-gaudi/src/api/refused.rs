@@ -30,14 +30,16 @@ pub extern "C" fn hlthunk_debug(fd: c_int, args: *mut DebugArgs) -> c_int {
     })
 }
 
-/// `hlthunk_cs_flush_pci_hbw_writes`: writes of the software card are visible at once.
+/// `hlthunk_cs_flush_pci_hbw_writes`: from now on the engines see what other devices wrote before.
 #[unsafe(no_mangle)]
 pub extern "C" fn hlthunk_cs_flush_pci_hbw_writes(fd: c_int) -> c_int {
     status("hlthunk_cs_flush_pci_hbw_writes", || {
-        match context::operational(borrow(fd)?)?.profile.generation {
-            Generation::Gaudi1 | Generation::Gaudi2 => Ok(0),
-            Generation::Gaudi3 => Err(Errno::OPNOTSUPP),
+        let context = context::operational(borrow(fd)?)?;
+        if context.profile.generation == Generation::Gaudi3 {
+            return Err(Errno::OPNOTSUPP);
         }
+        context.flush_peer_writes()?;
+        Ok(0)
     })
 }
 

@@ -42,6 +42,18 @@ impl Memory for CardMemory {
         }
         asked.1
     }
+
+    fn write_to(&self, Segment { addr, len }: Segment) -> Segment {
+        Segment { addr: self.exported.write_to(addr as *mut u8) as u64, len }
+    }
+
+    fn written(&self, place: Segment) {
+        self.exported.written(place.addr as *mut u8, place.len);
+    }
+
+    fn before_read(&self) {
+        self.exported.before_read();
+    }
 }
 
 impl Drop for Mapping {

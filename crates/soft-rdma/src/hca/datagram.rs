@@ -161,5 +161,7 @@ fn place(
     memory::trim(&mut list, (GRH + payload.len()) as u64);
     let (segments, _guards) = memory::lock_all(&list)?;
     let header = route_header(datagram, payload.len());
-    copy::scatter(&[&header, payload].concat(), &segments).ok()
+    copy::scatter(&[&header, payload].concat(), &segments).ok()?;
+    memory::written(&list);
+    Some(())
 }

@@ -20,6 +20,26 @@ pub(crate) trait Memory: Send + Sync {
     fn is_valid(&self) -> bool {
         true
     }
+
+    /// Where the HCA writes these bytes, if not there: a card may acknowledge writes before others see them.
+    fn write_to(&self, place: Segment) -> Segment {
+        place
+    }
+
+    /// The HCA has written there.
+    fn written(&self, _place: Segment) {}
+
+    /// The HCA is going to read.
+    fn before_read(&self) {}
+}
+
+/// What an operation does with memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Intent {
+    Read,
+    Write,
+    /// Reads and writes in one step.
+    Atomic,
 }
 
 /// The owner of a region's memory.
@@ -46,6 +66,7 @@ pub(crate) struct Located {
     region: Arc<Region>,
     /// The bytes in this process.
     pub(crate) segments: Vec<Segment>,
+    intent: Intent,
 }
 
 impl Located {
@@ -53,6 +74,15 @@ impl Located {
     pub(crate) fn guard(&self) -> Option<RwLockReadGuard<'_, bool>> {
         let guard = self.region.live.read().unwrap_or_else(|poisoned| poisoned.into_inner());
         guard.then_some(guard)
+    }
+}
+
+/// The bytes were written: to be called before anyone learns of it.
+pub(crate) fn written(list: &[Located]) {
+    for located in list.iter().filter(|located| located.intent == Intent::Write) {
+        if let Some(memory) = &located.region.backing {
+            located.segments.iter().for_each(|segment| memory.written(*segment));
+        }
     }
 }
 
@@ -77,9 +107,14 @@ pub(crate) fn trim(list: &mut Vec<Located>, length: u64) {
 
 impl Region {
     /// The bytes from `addr` on, if they are all inside.
-    fn resolve(self: &Arc<Self>, addr: u64, len: u64) -> Option<Located> {
+    fn resolve(self: &Arc<Self>, addr: u64, len: u64, intent: Intent) -> Option<Located> {
         if self.backing.as_ref().is_some_and(|memory| !memory.is_valid()) {
             return None;
+        }
+        let early = self.backing.as_ref().filter(|_| intent == Intent::Write);
+        match &self.backing {
+            Some(memory) if intent != Intent::Write => memory.before_read(),
+            _ => {}
         }
         let mut skip = addr.checked_sub(self.iova)?;
         if skip.checked_add(len)? > self.length {
@@ -96,10 +131,11 @@ impl Region {
                 continue;
             }
             let take = (piece.len - skip).min(left);
-            segments.push(Segment { addr: piece.addr + skip, len: take });
+            let place = Segment { addr: piece.addr + skip, len: take };
+            segments.push(early.map_or(place, |memory| memory.write_to(place)));
             (skip, left) = (0, left - take);
         }
-        (left == 0).then(|| Located { region: self.clone(), segments })
+        (left == 0).then(|| Located { region: self.clone(), segments, intent })
     }
 
     /// The key, local and remote.
@@ -217,7 +253,8 @@ impl Regions {
             if write && region.access & IBV_ACCESS_LOCAL_WRITE == 0 {
                 return None;
             }
-            list.push(region.resolve(sge.addr, u64::from(sge.length))?);
+            let intent = if write { Intent::Write } else { Intent::Read };
+            list.push(region.resolve(sge.addr, u64::from(sge.length), intent)?);
         }
         Some(list)
     }
@@ -234,7 +271,12 @@ impl Regions {
         if region.access & access.flag() == 0 {
             return None;
         }
-        region.resolve(addr, u64::from(len))
+        let intent = match access {
+            RemoteAccess::Read => Intent::Read,
+            RemoteAccess::Write => Intent::Write,
+            RemoteAccess::Atomic => Intent::Atomic,
+        };
+        region.resolve(addr, u64::from(len), intent)
     }
 }
 

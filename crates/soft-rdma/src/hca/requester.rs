@@ -473,17 +473,22 @@ impl QueuePair {
         self.pause(hca, send, time);
     }
 
-    /// Writes the old value of an atomic to where the program wants it.
+    /// Writes the old value of an atomic to where the program wants it; what was read is there already.
     fn return_value(&self, hca: &Hca, send: &SendQueue, value: u64) -> bool {
         let Some(work) = send.queue.front() else { return false };
         let Data::Gather(sges) = &work.data else { return true };
-        if !matches!(work.opcode, Opcode::CompareSwap | Opcode::FetchAdd) {
+        if !work.returns_data() {
             return true;
         }
         let list = hca.regions.local(self.parts.domain, sges, true);
         let Some(list) = list else { return false };
         let Some((segments, _guards)) = memory::lock_all(&list) else { return false };
-        copy::scatter(&value.to_ne_bytes(), &segments).is_ok()
+        let placed =
+            work.opcode == Opcode::Read || copy::scatter(&value.to_ne_bytes(), &segments).is_ok();
+        if placed {
+            memory::written(&list);
+        }
+        placed
     }
 
     fn pause(self: &Arc<Self>, hca: &Hca, send: &mut SendQueue, time: Option<Duration>) {

@@ -67,6 +67,7 @@ impl Placement {
                 let direct = moved == Moved::Direct;
                 let way = if direct { &counters.direct_bytes } else { &counters.stream_bytes };
                 way.fetch_add(bytes, Ordering::Relaxed);
+                memory::written(&self.targets);
                 if let Some((wc, solicited, _)) = self.receive {
                     self.qp.complete_receive(wc, solicited);
                 }

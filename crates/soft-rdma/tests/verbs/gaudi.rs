@@ -49,6 +49,11 @@ impl Card {
         unsafe { OwnedFd::from_raw_fd(fd) }
     }
 
+    /// The driver makes writes of other devices visible to the engines.
+    pub(crate) fn flush(&self) {
+        assert_eq!(hlthunk_cs_flush_pci_hbw_writes(self.fd), 0);
+    }
+
     /// The driver resets the card.
     pub(crate) fn reset(&self) {
         std::fs::write(folder().join("gaudi2/faults"), "hlthunk_device_memory_alloc reset\n")

@@ -1,0 +1,179 @@
+//! What other devices write to this card's memory, and when its engines see it.
+//!
+//! A NIC, or the card of a peer, writes exported memory over PCI Express. Such writes are posted, and drivers
+//! with *early write response* acknowledge them before they are in HBM: the NIC reports that all is there, and
+//! an engine that reads the memory now gets the old bytes. A copy that writes such memory can be overtaken by
+//! an older write in the same way. So the driver is asked to flush these writes before each submission that
+//! touches memory of which a dma-buf was handed out, and before such memory is used for something else.
+//!
+//! Nobody tells us when a NIC has written, nor when its registration ends. So memory counts as exported from
+//! the first dma-buf until it is freed, and each submission flushes for itself. A flush is a call into the
+//! driver, which reads a register of the card.
+//!
+//! Reads of peers need nothing: a read over PCI Express does not overtake the writes before it.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use hl_thunk::packet::LinDma;
+
+use crate::backend::Backend;
+use crate::memory::{AddressTable, DeviceRange};
+use crate::options::FlushPeerWrites;
+use crate::stats::{Counter, Counts};
+use crate::{Error, runtime};
+
+/// The memory of one card that other devices may write to.
+#[derive(Debug, Default)]
+pub(crate) struct PeerWrites {
+    exported: AddressTable,
+    /// The driver has no call for it.
+    unsupported: AtomicBool,
+}
+
+fn policy() -> FlushPeerWrites {
+    runtime().options().flush_peer_writes.unwrap_or_default()
+}
+
+impl PeerWrites {
+    /// Whether memory may be exported: not where a flush is demanded and the driver has none.
+    pub(crate) fn permit_export(&self, backend: &dyn Backend) -> Result<(), Error> {
+        if policy() == FlushPeerWrites::Always { backend.flush_peer_writes() } else { Ok(()) }
+    }
+
+    /// A dma-buf of this allocation is about to be handed out.
+    pub(crate) fn exported(&self, range: DeviceRange) {
+        if self.exported.find(range.base, 1).is_none() {
+            self.exported.insert(range);
+        }
+    }
+
+    /// The allocation that starts at `base` is going to be freed: what is still on its way must not end up in
+    /// the next one at that address.
+    pub(crate) fn freed(&self, base: u64, backend: &dyn Backend, counts: Counts) {
+        if self.exported.find(base, 1).is_some() {
+            self.exported.remove(base);
+            // A card that cannot any more is not going to be used again.
+            let _ = self.flush(backend, counts);
+        }
+    }
+
+    /// Flushes, if these moves touch exported memory.
+    pub(super) fn flush_for(
+        &self,
+        moves: &[LinDma],
+        backend: &dyn Backend,
+        counts: Counts,
+    ) -> Result<(), Error> {
+        let exported = |addr: hl_thunk::DeviceAddr| self.exported.find(addr.0, 1).is_some();
+        let touched = moves.iter().any(|dma| match *dma {
+            LinDma::Copy { src, dst, .. } => exported(src) || exported(dst),
+            LinDma::Fill { dst, .. } => exported(dst),
+        });
+        if touched { self.flush(backend, counts) } else { Ok(()) }
+    }
+
+    fn flush(&self, backend: &dyn Backend, counts: Counts) -> Result<(), Error> {
+        // Relaxed: a thread that does not see it asks once more.
+        if self.unsupported.load(Ordering::Relaxed) || policy() == FlushPeerWrites::Never {
+            return Ok(());
+        }
+        match backend.flush_peer_writes() {
+            Ok(()) => {
+                counts.add(Counter::PeerWriteFlushes, 1);
+                Ok(())
+            }
+            Err(error) if error.is_unsupported() => {
+                self.unsupported.store(true, Ordering::Relaxed);
+                Ok(())
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::backend::fake::Fake;
+    use crate::{Allocation, Device, ErrorKind, FlushPeerWrites, Options, Side, runtime};
+    use std::sync::Arc;
+
+    fn policy(flush: FlushPeerWrites) {
+        runtime().configure(Options { flush_peer_writes: Some(flush), ..Options::default() });
+    }
+
+    /// A card with memory of which a dma-buf was handed out, and with other memory.
+    fn card() -> (Arc<Fake>, Arc<Device>, Allocation, Allocation) {
+        let (fake, device) = Fake::device();
+        let (exported, other) = (device.alloc(100, 1).unwrap(), device.alloc(100, 1).unwrap());
+        device.export(exported.addr(), 10).expect("exported");
+        (fake, device, exported, other)
+    }
+
+    /// A copy of one byte; what the fake hardware flushed before it was submitted.
+    fn flushed(fake: &Arc<Fake>, device: &Arc<Device>, dst: Side, src: Side) -> bool {
+        let before = fake.flushes().len();
+        let segment = crate::Segment { dst, src, len: 1, host_region: None };
+        // SAFETY: the host's byte outlives the copy, which ends here.
+        let mut transfer = unsafe { device.copy(&[segment]) }.expect("started");
+        let submitted = *fake.queued().last().expect("submitted");
+        fake.finish_all();
+        transfer.wait().expect("copied");
+        let flushes = &fake.flushes()[before..];
+        assert!(flushes.iter().all(|after| *after < submitted), "before the submission");
+        flushes.len() == 1
+    }
+
+    #[test]
+    fn writes_are_flushed_before_a_copy_touches_exported_memory() {
+        let (fake, device, exported, other) = card();
+        let mut byte = 0_u8;
+        let host = Side::Host(&raw mut byte);
+        let [exported_side, other_side] = [&exported, &other].map(|it| Side::Device(it.addr()));
+        let flushed = |dst, src| flushed(&fake, &device, dst, src);
+        assert!(flushed(host, exported_side) && flushed(exported_side, host), "read and written");
+        assert!(flushed(other_side, exported_side), "read within the card");
+        assert!(!flushed(host, other_side) && !flushed(other_side, host), "nobody else writes it");
+        let before = fake.flushes().len();
+        drop((exported, other));
+        assert_eq!(fake.flushes().len(), before + 1, "before the memory is used again");
+    }
+
+    #[test]
+    fn nothing_is_flushed_where_it_is_off_or_the_driver_cannot() {
+        let (fake, device, exported, _other) = card();
+        let mut byte = 0_u8;
+        let (host, memory) = (Side::Host(&raw mut byte), Side::Device(exported.addr()));
+        policy(FlushPeerWrites::Never);
+        assert!(!flushed(&fake, &device, host, memory));
+        policy(FlushPeerWrites::IfPossible);
+        fake.refuse_flushes(libc::EOPNOTSUPP);
+        assert!(flushed(&fake, &device, host, memory), "asked once");
+        assert!(!flushed(&fake, &device, host, memory), "and not again");
+    }
+
+    #[test]
+    fn a_flush_that_fails_fails_the_copy() {
+        let (fake, device, exported, _other) = card();
+        let mut byte = 0_u8;
+        let (host, memory) = (Side::Host(&raw mut byte), Side::Device(exported.addr()));
+        fake.refuse_flushes(libc::EIO);
+        // SAFETY: nothing is copied.
+        let failed = unsafe { device.copy_blocking(host, memory, 1) }.expect_err("not flushed");
+        assert!(failed.is_device_lost(), "{failed}");
+        assert!(fake.queued().is_empty());
+    }
+
+    #[test]
+    fn memory_is_not_exported_where_a_flush_is_demanded_and_there_is_none() {
+        let (fake, device) = Fake::device();
+        let memory = device.alloc(100, 1).unwrap();
+        policy(FlushPeerWrites::Always);
+        device.export(memory.addr(), 10).expect("the driver can");
+        fake.refuse_flushes(libc::EOPNOTSUPP);
+        let refused = device.export(memory.addr(), 10).expect_err("it cannot");
+        assert!(refused.is_unsupported(), "{refused}");
+        assert_eq!(refused.kind(), ErrorKind::InvalidParams);
+        policy(FlushPeerWrites::IfPossible);
+        device.export(memory.addr(), 10).expect("not demanded");
+    }
+}

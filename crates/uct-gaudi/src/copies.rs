@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use gaudi::{Device, Error, Notifier, Segment, SubmitError, Transfer};
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 use uct::{Completion, Posted, Status, Ucx, log};
 
 use crate::queue::{Queue, Start, Work};
@@ -67,16 +67,29 @@ pub(crate) fn try_again(
     Ok(())
 }
 
-/// What to copy, and what has to live until it is done.
+/// Small copies that have to wait share a submission: the driver takes few at a time, and each costs as much as
+/// copying some 100 KiB. Not more than this, so that those of several queues work at the same time.
+const JOINED_BYTES: usize = 1 << 20;
+const JOINED_COPIES: usize = 64;
+
+/// What to copy, and what has to live until it is done: one copy, or several that were joined.
 struct CopyWork<T> {
     device: Arc<Device>,
     segments: Segments,
-    companion: T,
-    completion: Completion,
+    bytes: usize,
+    copies: SmallVec<[OneCopy<T>; 1]>,
     on_failure: OnFailure,
     /// The device was too busy for it before.
     tried: bool,
     running: Option<Transfer>,
+}
+
+/// A copy as it was posted.
+struct OneCopy<T> {
+    /// How many of the segments are its own.
+    segments: usize,
+    companion: T,
+    completion: Completion,
 }
 
 // SAFETY: the host pointers in the segments belong to an operation of UCX, which keeps them valid
@@ -84,21 +97,46 @@ struct CopyWork<T> {
 unsafe impl<T: Send> Send for CopyWork<T> {}
 
 impl<T> CopyWork<T> {
-    /// The result; of a failed copy that is to be tried again, the result of a second, blocking try.
-    fn retry_once(&self, result: Result<(), Error>) -> Result<(), Error> {
+    /// Copies these segments and waits.
+    fn copy_blocking(&self, segments: &[Segment]) -> Result<(), Error> {
+        segments.iter().try_for_each(|segment| {
+            // SAFETY: promised when the copy was posted, until its completion.
+            unsafe { self.device.copy_blocking(segment.dst, segment.src, segment.len) }
+        })
+    }
+
+    /// What each of the copies ended with. Copies that failed together are made once more, each by itself,
+    /// so that one has no part in the failure of another; a single one is, if it is to be tried again.
+    fn results(&self, result: Result<(), Error>) -> Result<(), Vec<Result<(), Error>>> {
         let Err(first) = result else { return Ok(()) };
-        let OnFailure::TryAgain(ucx) = self.on_failure else { return Err(first) };
-        try_again(ucx, first, || {
-            Some(self.segments.iter().try_for_each(|segment| {
-                // SAFETY: promised when the copy was posted, until its completion.
-                unsafe { self.device.copy_blocking(segment.dst, segment.src, segment.len) }
-            }))
+        let mut rest = &self.segments[..];
+        let results = self.copies.iter().map(|copy| {
+            let (own, others) = rest.split_at(copy.segments.min(rest.len()));
+            rest = others;
+            match self.on_failure {
+                OnFailure::TryAgain(ucx) => {
+                    try_again(ucx, first.clone(), || Some(self.copy_blocking(own)))
+                }
+                OnFailure::Report if self.copies.len() > 1 => self.copy_blocking(own),
+                OnFailure::Report => Err(first.clone()),
+            }
+        });
+        Err(results.collect())
+    }
+
+    /// The copies, each with its result.
+    fn ended(self, results: Result<(), Vec<Result<(), Error>>>) -> impl Iterator<Item = Ended<T>> {
+        let mut results = results.err().unwrap_or_default().into_iter();
+        self.copies.into_iter().map(move |OneCopy { companion, completion, .. }| {
+            let result = results.next().unwrap_or(Ok(())).map_err(Failure::Copy);
+            Ended { completion, result, companion: Some(companion) }
         })
     }
 }
 
 impl<T> Work for CopyWork<T> {
-    type Outcome = Result<(), Error>;
+    /// Or the result of each of the copies.
+    type Outcome = Result<(), Vec<Result<(), Error>>>;
 
     fn start(&mut self) -> Start<Self::Outcome> {
         // A copy that the device is too busy for is counted once.
@@ -108,7 +146,7 @@ impl<T> Work for CopyWork<T> {
         // SAFETY: promised when the copy was posted, until its completion.
         match unsafe { self.device.copy(&self.segments) } {
             Ok(mut transfer) => match transfer.poll() {
-                Some(result) => Start::Ended(self.retry_once(result)),
+                Some(result) => Start::Ended(self.results(result)),
                 None => {
                     self.running = Some(transfer);
                     Start::Running
@@ -118,13 +156,25 @@ impl<T> Work for CopyWork<T> {
                 self.tried = true;
                 Start::Busy
             }
-            Err(SubmitError::Failed(error)) => Start::Ended(self.retry_once(Err(error))),
+            Err(SubmitError::Failed(error)) => Start::Ended(self.results(Err(error))),
         }
     }
 
     fn poll(&mut self) -> Option<Self::Outcome> {
         let result = self.running.as_mut()?.poll()?;
-        Some(self.retry_once(result))
+        Some(self.results(result))
+    }
+
+    fn takes(&self, next: &Self) -> bool {
+        self.device.id() == next.device.id()
+            && self.bytes.saturating_add(next.bytes) <= JOINED_BYTES
+            && self.copies.len() + next.copies.len() <= JOINED_COPIES
+    }
+
+    fn join(&mut self, next: Self) {
+        self.bytes += next.bytes;
+        self.segments.extend(next.segments);
+        self.copies.extend(next.copies);
     }
 }
 
@@ -160,11 +210,7 @@ impl<T> State<T> {
     /// Polls what is running, starts what can start, removes fences that are passed.
     fn advance(&mut self) {
         let State { queue, ended } = self;
-        queue.advance(|copy, result| {
-            let CopyWork { companion, completion, .. } = copy;
-            let result = result.map_err(Failure::Copy);
-            ended.push_back(Ended { completion, result, companion: Some(companion) });
-        });
+        queue.advance(|copy, results| ended.extend(copy.ended(results)));
     }
 
     fn is_idle(&self) -> bool {
@@ -204,15 +250,26 @@ impl<T> Copies<T> {
         completion: Completion,
     ) -> Result<Posted, NotStarted<T>> {
         let on_failure = self.on_failure;
-        let (tried, running) = (false, None);
-        let copy = CopyWork { device, segments, companion, completion, on_failure, tried, running };
-        let over = self.state.borrow_mut().queue.post(copy);
-        match over {
-            None => Ok(Posted::Later),
-            Some((copy, Ok(()))) => Ok(Posted::Done(copy.completion)),
-            Some((CopyWork { companion, completion, .. }, Err(error))) => {
-                Err(NotStarted { error, companion, completion })
-            }
+        let copy = CopyWork {
+            device,
+            bytes: segments.iter().map(|segment| segment.len).sum(),
+            copies: smallvec![OneCopy { segments: segments.len(), companion, completion }],
+            segments,
+            on_failure,
+            tried: false,
+            running: None,
+        };
+        let mut state = self.state.borrow_mut();
+        let State { queue, ended } = &mut *state;
+        let over = queue.post(copy, |copy, results| ended.extend(copy.ended(results)));
+        drop(state);
+        let Some((mut copy, results)) = over else { return Ok(Posted::Later) };
+        let Some(OneCopy { companion, completion, .. }) = copy.copies.pop() else {
+            return Ok(Posted::Later);
+        };
+        match results.err().and_then(|mut results| results.pop()) {
+            Some(Err(error)) => Err(NotStarted { error, companion, completion }),
+            _ => Ok(Posted::Done(completion)),
         }
     }
 

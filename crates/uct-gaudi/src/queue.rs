@@ -2,7 +2,8 @@
 //! flushes that wait for all of it.
 //!
 //! What runs is kept apart from what waits, so that polling the queue costs as much as there is
-//! running, however much waits. Knows neither copies nor UCX.
+//! running, however much waits. Small works that wait behind each other are started as one. Knows
+//! neither copies nor UCX.
 
 use std::collections::VecDeque;
 
@@ -15,7 +16,17 @@ pub(crate) trait Work {
 
     /// Whether it has ended, and how. Asked only while it runs, and no more after it has ended.
     fn poll(&mut self) -> Option<Self::Outcome>;
+
+    /// Whether the next work had better be started together with this one. Neither runs yet.
+    fn takes(&self, next: &Self) -> bool;
+
+    /// Makes the next work part of this one.
+    fn join(&mut self, next: Self);
 }
+
+/// While work is posted and nobody polls, as many are taken in before the device is asked again whether it
+/// takes some.
+const ASK_EVERY: usize = 64;
 
 /// How far starting got.
 pub(crate) enum Start<O> {
@@ -82,8 +93,13 @@ impl<W: Work, F> Queue<W, F> {
         }
     }
 
-    /// Starts work now, or takes it in until it can be. Work that has ended at once is given back.
-    pub(crate) fn post(&mut self, mut work: W) -> Option<(W, W::Outcome)> {
+    /// Starts work now, or takes it in until it can be. Work that has ended at once is given back; `ended` is
+    /// called with older work that has.
+    pub(crate) fn post(
+        &mut self,
+        mut work: W,
+        ended: impl FnMut(W, W::Outcome),
+    ) -> Option<(W, W::Outcome)> {
         // FIFO: do not start before queued work.
         let started = if self.waiting.is_empty() { work.start() } else { Start::Busy };
         if let Start::Ended(outcome) = started {
@@ -93,7 +109,12 @@ impl<W: Work, F> Queue<W, F> {
         self.next += 1;
         match started {
             Start::Running => self.running.push_back(work),
-            _ => self.waiting.push_back(Waiting::Work(work)),
+            _ => {
+                self.waiting.push_back(Waiting::Work(work));
+                if self.waiting.len().is_multiple_of(ASK_EVERY) {
+                    self.start_waiting(ended);
+                }
+            }
         }
         None
     }
@@ -114,7 +135,14 @@ impl<W: Work, F> Queue<W, F> {
                 None => self.running.push_back(running),
             }
         }
-        while let Some(first) = self.waiting.front_mut() {
+        self.start_waiting(ended);
+    }
+
+    /// Removes fences that are passed, starts what can start.
+    fn start_waiting(&mut self, mut ended: impl FnMut(W, W::Outcome)) {
+        loop {
+            self.join_waiting();
+            let Some(first) = self.waiting.front_mut() else { return };
             let started = match first {
                 Waiting::Work(first) => first.work.start(),
                 Waiting::Fence if !self.running.is_empty() => return,
@@ -133,6 +161,19 @@ impl<W: Work, F> Queue<W, F> {
                 _ => self.running.push_back(first),
             }
         }
+    }
+
+    /// Joins the first that waits and those behind it.
+    fn join_waiting(&mut self) {
+        let Some(Waiting::Work(_)) = self.waiting.front() else { return };
+        let Some(Waiting::Work(mut first)) = self.waiting.pop_front() else { return };
+        while let Some(Waiting::Work(next)) = self.waiting.front()
+            && first.work.takes(&next.work)
+            && let Some(Waiting::Work(next)) = self.waiting.pop_front()
+        {
+            first.work.join(*next.work);
+        }
+        self.waiting.push_front(Waiting::Work(first));
     }
 
     /// The next of those who waited for work that has ended by now.
@@ -188,6 +229,10 @@ mod tests {
 
     struct Job {
         id: usize,
+        /// Those that were joined to it.
+        others: Vec<usize>,
+        /// It may be joined to others of that kind.
+        small: bool,
         /// It ends while it is started.
         at_once: bool,
         world: Rc<RefCell<World>>,
@@ -203,6 +248,7 @@ mod tests {
                 return Start::Busy;
             }
             world.started.push(self.id);
+            world.started.extend(&self.others);
             if self.at_once {
                 return Start::Ended(Ok(()));
             }
@@ -217,6 +263,25 @@ mod tests {
             assert!(outcome.is_some() || world.running.contains(&self.id), "asked once too often");
             outcome
         }
+
+        fn takes(&self, next: &Self) -> bool {
+            self.small && next.small && self.at_once == next.at_once && self.others.len() < 3
+        }
+
+        fn join(&mut self, next: Self) {
+            assert!(next.others.is_empty());
+            self.others.push(next.id);
+        }
+    }
+
+    impl Job {
+        fn new(world: &Rc<RefCell<World>>, id: usize, small: bool, at_once: bool) -> Self {
+            Job { id, others: Vec::new(), small, at_once, world: Rc::clone(world) }
+        }
+
+        fn ids(&self) -> impl Iterator<Item = usize> {
+            std::iter::once(self.id).chain(self.others.iter().copied())
+        }
     }
 
     impl World {
@@ -228,13 +293,13 @@ mod tests {
 
     fn advance(queue: &mut Queue<Job, usize>) -> Vec<(usize, Result<(), ()>)> {
         let mut ended = Vec::new();
-        queue.advance(|job, outcome| ended.push((job.id, outcome)));
+        queue.advance(|job, outcome| ended.extend(job.ids().map(|id| (id, outcome))));
         ended
     }
 
     #[derive(Clone, Debug)]
     enum Step {
-        Post { at_once: bool },
+        Post { small: bool, at_once: bool },
         Fence,
         Flush,
         End { pick: usize, fails: bool },
@@ -244,7 +309,8 @@ mod tests {
 
     fn steps() -> impl Strategy<Value = Vec<Step>> {
         let step = prop_oneof![
-            6 => prop::bool::weighted(0.2).prop_map(|at_once| Step::Post { at_once }),
+            6 => (any::<bool>(), prop::bool::weighted(0.2))
+                .prop_map(|(small, at_once)| Step::Post { small, at_once }),
             1 => Just(Step::Fence),
             1 => Just(Step::Flush),
             4 => (any::<usize>(), any::<bool>()).prop_map(|(pick, fails)| Step::End { pick, fails }),
@@ -263,18 +329,20 @@ mod tests {
             // each ended as far as was reported; the flushes, with the number of works before them.
             let (mut posted, mut fence) = (Vec::new(), 0);
             let mut seen = BTreeMap::new();
-            let mut failed = BTreeSet::new();
+            let mut failures = BTreeSet::new();
             let mut flushes = BTreeMap::new();
             for step in steps.into_iter().chain((0..400).flat_map(|_| {
                 [Step::Capacity(5), Step::Advance, Step::End { pick: 0, fails: false }]
             })) {
                 match step {
-                    Step::Post { at_once } => {
+                    Step::Post { small, at_once } => {
                         let id = posted.len();
                         posted.push(fence);
-                        let job = Job { id, at_once, world: Rc::clone(&world) };
-                        let over = queue.post(job).map(|(job, outcome)| (job.id, outcome));
-                        seen.extend(over);
+                        let job = Job::new(&world, id, small, at_once);
+                        let over = queue.post(job, |job, outcome| {
+                            seen.extend(job.ids().map(|id| (id, outcome)));
+                        });
+                        seen.extend(over.map(|(job, outcome)| (job.id, outcome)));
                     }
                     Step::Fence => {
                         queue.fence();
@@ -291,7 +359,7 @@ mod tests {
                         let picked = world.running.iter().nth(pick % running.max(1)).copied();
                         if let Some(id) = picked {
                             world.end(id, if fails { Err(()) } else { Ok(()) });
-                            failed.extend(fails.then_some(id));
+                            failures.extend(fails.then_some(id));
                         }
                     }
                     Step::Capacity(capacity) => world.borrow_mut().capacity = capacity,
@@ -321,9 +389,12 @@ mod tests {
             }
             prop_assert!(queue.is_empty() && !queue.has_fence());
             prop_assert_eq!(seen.len(), posted.len());
-            for (id, outcome) in seen {
-                prop_assert_eq!(outcome.is_err(), failed.contains(&id), "{}", id);
+            for (id, outcome) in &seen {
+                // The failure of one is that of all that were joined to it.
+                prop_assert!(!failures.contains(id) || outcome.is_err(), "{}", id);
             }
+            let failed = seen.values().filter(|outcome| outcome.is_err()).count();
+            prop_assert!(failed <= 4 * failures.len());
         }
     }
 
@@ -333,9 +404,11 @@ mod tests {
         let world = Rc::new(RefCell::new(World { capacity: 4, ..World::default() }));
         let mut queue = Queue::<_, usize>::default();
         for id in 0..10_000 {
-            assert!(queue.post(Job { id, at_once: false, world: Rc::clone(&world) }).is_none());
+            let job = Job::new(&world, id, false, false);
+            assert!(queue.post(job, |_, _| panic!("none has ended")).is_none());
         }
-        assert_eq!(world.borrow().calls, 5, "the others know that someone waits");
+        let asked = 9_996 / ASK_EVERY;
+        assert_eq!(world.borrow().calls, 5 + asked, "the others know that someone waits");
         for done in 0..9_990 {
             {
                 let world = &mut *world.borrow_mut();
@@ -346,6 +419,25 @@ mod tests {
             }
             assert_eq!(advance(&mut queue).len(), 1);
             assert_eq!(world.borrow().calls, 4 + 1 + 1);
+        }
+    }
+
+    #[test]
+    fn small_works_that_wait_are_started_together() {
+        let world = Rc::new(RefCell::new(World { capacity: 1, ..World::default() }));
+        let mut queue = Queue::<_, usize>::default();
+        for (id, small) in [true, true, true, false, true, true].into_iter().enumerate() {
+            assert!(queue.post(Job::new(&world, id, small, false), |_, _| ()).is_none());
+        }
+        queue.fence();
+        assert!(queue.post(Job::new(&world, 6, true, false), |_, _| ()).is_none());
+        assert_eq!(world.borrow().started, [0], "nothing waited when it came");
+        let groups: [(usize, &[usize]); 4] = [(0, &[1, 2]), (1, &[3]), (3, &[4, 5]), (4, &[6])];
+        for (ends, starts) in groups {
+            world.borrow_mut().started.clear();
+            world.borrow_mut().end(ends, Ok(()));
+            advance(&mut queue);
+            assert_eq!(world.borrow().started, starts, "not over a fence");
         }
     }
 }

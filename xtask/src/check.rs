@@ -57,6 +57,9 @@ pub(crate) fn run(repo: &Repo, set: Option<&str>, long: bool) -> Result<()> {
         steps.step("dependencies", || dependencies(repo));
     }
     eprintln!("\n{}", skipped.text());
+    eprintln!(
+        "not part of this: `cargo xtask vm test`, the kernel's own driver in a virtual machine"
+    );
     steps.summary()
 }
 

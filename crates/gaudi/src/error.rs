@@ -319,7 +319,15 @@ fn kind_of(phase: Phase, errno: i32) -> (ErrorKind, Remedy) {
             ),
         ),
         (Open, libc::EPERM) => (PermissionDenied, Remedy::CheckHealth),
-        (Open, libc::EINVAL | libc::ENOENT | libc::ENXIO | libc::ENODEV | libc::EBADF) => {
+        // A card that was found, and whose file the kernel refuses to open.
+        (Open, libc::EINVAL) => (
+            DeviceNotFound,
+            Advice(
+                "Linux's own driver opens no card since 6.12 (docs/upstream/habanalabs-open.md): use one with \
+                 the fix, the vendor's driver or an older kernel",
+            ),
+        ),
+        (Open, libc::ENOENT | libc::ENXIO | libc::ENODEV | libc::EBADF) => {
             (DeviceNotFound, Remedy::CheckCard)
         }
         (_, libc::ENODEV | libc::ENXIO) => (DeviceNotFound, Remedy::CardGone),

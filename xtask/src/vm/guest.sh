@@ -61,15 +61,98 @@ hard_reset() {
     attribute status Operational && [ "$(cat $card/hard_reset_cnt)" -gt "$before" ]
 }
 
+# One process at a time computes on a card. Closing it resets it, and opens fail meanwhile.
+opens() { (exec 3<>/dev/accel/accel${1:-0}); }
+opens_within_10_s() {
+    for _ in $(seq 100); do
+        opens 2>/tmp/open && return 0
+        sleep 0.1
+    done
+    cat /tmp/open
+    return 1
+}
+busy() {
+    exec 4<>/dev/accel/accel0 || return 1
+    (opens) 2>/tmp/open
+    refused=$?
+    exec 4>&-
+    cat /tmp/open
+    [ $refused != 0 ] && grep -q 'resource busy' /tmp/open && opens_within_10_s
+}
+again_while_closing() {
+    sh -c 'exec 4<>/dev/accel/accel0; sleep 1' &
+    for _ in $(seq 400); do
+        (opens) 2>>/tmp/while-closing
+    done
+    wait
+    sort /tmp/while-closing | uniq -c
+    grep -q 'temporarily unavailable' /tmp/while-closing && opens_within_10_s
+}
+kill_owner() {
+    sh -c 'exec 4<>/dev/accel/accel0; echo open >/tmp/owner; exec sleep 100' &
+    owner=$!
+    until [ -s /tmp/owner ]; do sleep 0.1; done
+    ! (opens) 2>/dev/null && kill -9 $owner && opens_within_10_s
+}
+control_node() { exec 5<>/dev/accel/accel_controlD0 && exec 6<>/dev/accel/accel_controlD0 && exec 5>&- 6>&-; }
+
 set_card() {
+    check control-node-for-many control_node
+    check busy-while-open busy
+    check again-while-closing again_while_closing
+    check free-after-kill kill_owner
     check check-card ucx-gaudi check-card
     check doctor ucx-gaudi doctor
 }
 
+pingpong() {
+    ucx_perftest -t $1 -m $2 -n 20 -w 2 -s $3 >/tmp/server 2>&1 &
+    sleep 1
+    ucx_perftest localhost -t $1 -m $2 -n 20 -w 2 -s $3
+    status=$?
+    wait
+    cat /tmp/server
+    return $status
+}
+
 set_ucx() {
-    check ucx_info sh -c 'ucx_info -d | grep gaudi_copy'
-    check perftest ucx_perftest -t tag_bw -m gaudi -n 10 -s 65536 -l
-    check ucp-check ucp-check
+    check ucx_info sh -c 'ucx_info -d | tee /dev/stderr | grep gaudi_copy'
+    check loopback ucp-check loopback --ops tag,put,get --plain --sizes 0,1,7,4097,64K,1M+13
+    check to-host ucp-check pair --one-way --mem gaudi:host --ops tag,put --plain --sizes 1,4097,1M+13
+    check perftest-loopback ucx_perftest -t tag_lat -m gaudi -n 20 -w 2 -s 65536 -l
+}
+
+set_two_cards() {
+    check second-card [ -c /dev/accel/accel1 ]
+    check different-addresses different_addresses
+    check pair ucp-check pair --mem gaudi:gaudi --ops tag,am,put,get --plain --sizes 1,4097,1M+13
+    check perftest pingpong tag_bw gaudi 262144
+}
+different_addresses() {
+    [ "$(cat $card/pci_addr)" != "$(cat /sys/class/accel/accel1/device/pci_addr)" ] &&
+        [ "$(cat /sys/class/accel/accel1/device/module_id)" = 1 ]
+}
+
+# The driver ends the processes that hold a card which it resets.
+reset_under_load() {
+    ucx_perftest -t tag_bw -m gaudi -n 1000000 -s 65536 -l >/tmp/load 2>&1 &
+    load=$!
+    sleep 4
+    kill -0 $load || { cat /tmp/load; return 1; }
+    hard_reset || return 1
+    sleep 2
+    if kill -0 $load 2>/dev/null; then
+        echo "the process still runs"
+        kill -9 $load
+        return 1
+    fi
+    wait $load
+    echo "ended with $?"
+    opens_within_10_s
+}
+set_reset() {
+    check hard-reset-under-load reset_under_load
+    check loopback-afterwards ucp-check loopback --ops tag --plain --sizes 1,4097
 }
 
 check load load

@@ -18,8 +18,11 @@ pub(super) const SETS: &[Set] = &[
     Set { name: "probe", cards: 1, limit: Duration::from_secs(120) },
     // The driver library on the driver: open, memory, copies, export.
     Set { name: "card", cards: 1, limit: Duration::from_secs(170) },
-    // Stock UCX with the plugin.
+    // Stock UCX with the plugin, on one card and between two.
     Set { name: "ucx", cards: 1, limit: Duration::from_secs(170) },
+    Set { name: "two_cards", cards: 2, limit: Duration::from_secs(170) },
+    // A hard reset while the plugin copies.
+    Set { name: "reset", cards: 1, limit: Duration::from_secs(170) },
 ];
 
 /// One line of the guest: `VM-RESULT ok|failed|skipped NAME MILLISECONDS`.

@@ -179,6 +179,8 @@ impl Queues {
         } else if let Some(stream) = index(qman::PQ_CI, 4) {
             let mut running = qman.streams[stream].running.lock().unwrap();
             *running = Running { consumed: value, ..Running::new() };
+        } else if matches!(offset, qman::ENABLE | qman::STOP) {
+            (0..STREAMS).for_each(|stream| self.wake(number, stream));
         } else if let Some(at) = index(qman::FENCE_RAISE, 20) {
             self.raise(card, number, at % 5, at / 5, value & 0xf);
         }
@@ -210,7 +212,8 @@ impl Queues {
         let mut budget = BUDGET;
         while !running.dead {
             if running.descriptor.is_none() {
-                if running.consumed == state.produced.load(Ordering::Acquire) {
+                let produced = state.produced.load(Ordering::Acquire);
+                if running.consumed == produced || !bus.enabled() {
                     return;
                 }
                 match bus.descriptor(running.consumed) {
@@ -338,6 +341,11 @@ struct StreamBus<'a> {
 impl StreamBus<'_> {
     fn get(&self, register: u32) -> u32 {
         self.card.get(self.qman.page + register + 4 * self.stream as u32)
+    }
+
+    fn enabled(&self) -> bool {
+        let bit = |register| self.card.get(self.qman.page + register) >> self.stream & 1;
+        bit(qman::ENABLE) == 1 && bit(qman::STOP) == 0
     }
 
     fn entries(&self) -> u32 {

@@ -86,6 +86,10 @@ pub const MSIX_DOORBELL: u32 = 0x4c1_7000;
 
 /// Registers of a queue manager, from its page on; stream s at +4s, command processor c at +4c.
 pub mod qman {
+    /// Bit s: stream s fetches descriptors.
+    pub const ENABLE: u32 = 0x00;
+    /// Bit s: stream s fetches no more descriptors.
+    pub const STOP: u32 = 0x04;
     /// Trust of fetches and command processors.
     pub const PROT: u32 = 0x4c;
     /// Address of the descriptor ring, low.

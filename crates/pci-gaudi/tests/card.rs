@@ -67,6 +67,7 @@ fn raised(fd: &OwnedFd) -> bool {
 /// completion queue 0, which raises vector 21.
 fn set_up(card: &Card, protection: u32) {
     let write = |register, value| card.write_register(register, value);
+    write(PDMA + qman::ENABLE, 0x7ff3);
     write(PDMA + qman::PQ_BASE_LO, RING as u32);
     write(PDMA + qman::PQ_SIZE, 12);
     write(PDMA + qman::PROT, protection);
@@ -203,6 +204,27 @@ fn a_fence_holds_a_stream_until_it_is_raised() {
         card.write_register(PDMA + qman::FENCE_RAISE + 40, 1);
         wait_until("the interrupt", || raised(&interrupt));
         assert_eq!(card.read_register(PDMA + qman::FENCE_COUNT + 40), 0);
+    });
+}
+
+#[test]
+fn a_queue_manager_that_is_stopped_or_disabled_fetches_nothing() {
+    with_card(|card| {
+        let interrupt = vector(card, 21);
+        set_up(card, 0x1_5eff);
+        for (register, off, on) in [(qman::ENABLE, 0, 0x7ff3), (qman::STOP, 0x3fff, 0)] {
+            card.write_register(PDMA + register, off);
+            submit(card, BUFFER, &[0, 0x0a00_0000]);
+            thread::sleep(Duration::from_millis(50));
+            assert!(!raised(&interrupt));
+            card.write_register(PDMA + register, on);
+            wait_until("the interrupt", || raised(&interrupt));
+            card.write_register(PDMA + qman::ENABLE, 0);
+            card.write_register(PDMA + qman::PQ_PI, 0);
+            card.write_register(PDMA + qman::PQ_CI, 0);
+            card.write_register(reg::sync(0) + 20, 0);
+            set_up(card, 0x1_5eff);
+        }
     });
 }
 

@@ -311,7 +311,7 @@ impl Card {
                 }
             }
             None if register == reg::MSIX_DOORBELL => self.interrupt(value),
-            None => self.log.unexpected(format!("message to CFG {register:#x}")),
+            None => self.log.unexpected(format!("write to CFG {register:#x}")),
         }
     }
 

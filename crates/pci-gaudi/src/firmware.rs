@@ -69,6 +69,8 @@ impl Firmware {
             }
             (psoc::EVENTS, doorbell::EVENTS) => card.events.lock().unwrap().enabled = true,
             (psoc::COMMS_STATUS | psoc::BOOT_STATUS, _) => {}
+            // Protection of the block's registers, of which users reach none anyway.
+            (psoc::PROTECTION.., _) => {}
             _ => card.log.unexpected(format!("write of {value:#x} to CFG {register:#x}")),
         }
     }
@@ -248,7 +250,7 @@ impl Firmware {
         put(1300, b"software");
         put(1428, SYSTEM.as_bytes());
         put(1560, &HBM_LEN.to_le_bytes());
-        put(1568, b"HL225 software");
+        put(1568, b"HL225soft");
         put(1616, &[0xff; 16]);
         put(1640, b"software");
         bytes

@@ -382,7 +382,7 @@ impl StreamBus<'_> {
 
     /// The write by which the driver learns that a descriptor is done.
     fn complete(&self, control: u32) {
-        if self.get(qman::COMPLETION_ENABLE) & 1 == 0 {
+        if self.card.get(self.qman.page + qman::COMPLETION_ENABLE) & 1 == 0 {
             return;
         }
         let low = u64::from(self.get(qman::COMPLETION_LO));

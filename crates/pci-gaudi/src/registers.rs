@@ -63,6 +63,8 @@ pub mod psoc {
     pub const BOOT_STATUS: u32 = PAGE + 0x300;
     /// A COMMS command.
     pub const COMMS_COMMAND: u32 = PAGE + 0x304;
+    /// From here on: who may access the registers of the block.
+    pub const PROTECTION: u32 = PAGE + 0xf80;
     /// Scratchpad n, for the register table of the firmware's descriptor.
     pub const fn scratchpad(n: u32) -> u32 {
         PAGE + 0x100 + 4 * n
@@ -114,7 +116,7 @@ pub mod qman {
     pub const COMPLETION_LO: u32 = 0x46c;
     /// And high.
     pub const COMPLETION_HI: u32 = 0x47c;
-    /// Bit 0: finished descriptors write.
+    /// Bit 0: finished descriptors of all streams write.
     pub const COMPLETION_ENABLE: u32 = 0x48c;
     /// Address space of accesses that are not trusted.
     pub const ASID: u32 = 0xb80;

@@ -13,7 +13,7 @@ ip link set lo up
 exec </dev/ttyS0 >/dev/ttyS0 2>&1
 export PATH=/opt/gaudi/bin:/opt/ucx/bin:/bin
 export LD_LIBRARY_PATH=/opt/thunk:/opt/ucx/lib:/opt/ucx-libs
-export UCX_PLUGIN_PATH=/opt/gaudi/plugins HOME=/tmp
+export UCX_PLUGIN_PATH=/opt/gaudi/lib/ucx-gaudi/plugins HOME=/tmp
 
 milliseconds() { awk '{ printf "%d", $1 * 1000 }' /proc/uptime; }
 
@@ -80,13 +80,13 @@ busy() {
     [ $refused != 0 ] && grep -q 'resource busy' /tmp/open && opens_within_10_s
 }
 again_while_closing() {
-    sh -c 'exec 4<>/dev/accel/accel0; sleep 1' &
-    for _ in $(seq 400); do
-        (opens) 2>>/tmp/while-closing
-    done
+    sh -c 'exec 4<>/dev/accel/accel0; echo open >/tmp/closing; sleep 0.5' &
+    until [ -s /tmp/closing ]; do sleep 0.1; done
+    # Busy while it is open, then EAGAIN while it is closed.
+    until (opens) 2>/tmp/open || ! grep -q 'resource busy' /tmp/open; do :; done
     wait
-    sort /tmp/while-closing | uniq -c
-    grep -q 'temporarily unavailable' /tmp/while-closing && opens_within_10_s
+    cat /tmp/open
+    grep -q 'temporarily unavailable' /tmp/open && opens_within_10_s
 }
 kill_owner() {
     sh -c 'exec 4<>/dev/accel/accel0; echo open >/tmp/owner; exec sleep 100' &

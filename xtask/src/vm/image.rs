@@ -72,7 +72,7 @@ pub(super) fn write(
     image.copy(&programs.thunk, "opt/thunk/libhl-thunk.so")?;
     let parts = [
         (layout.bin(), "opt/gaudi/bin"),
-        (layout.plugins(), "opt/gaudi/plugins"),
+        (layout.plugins(), "opt/gaudi/lib/ucx-gaudi/plugins"),
         (ucx.bin_dir(layout).context("no programs of UCX")?, "opt/ucx/bin"),
         (ucx.lib_dirs(layout)[0].clone(), "opt/ucx/lib"),
         (ucx.lib_dirs(layout)[1].clone(), "opt/ucx-libs"),

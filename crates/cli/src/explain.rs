@@ -59,7 +59,7 @@ enum Memory {
 /// Largest message that is tried.
 const LARGEST: usize = 1 << 30;
 
-fn bytes(text: &str) -> Result<usize, String> {
+pub(crate) fn bytes(text: &str) -> Result<usize, String> {
     let digits = text.trim_end_matches(|letter: char| letter.is_ascii_alphabetic());
     let shift = match text[digits.len()..].to_ascii_lowercase().as_str() {
         "" | "b" => 0,
@@ -261,7 +261,7 @@ fn advice(protocols: &Protocols, title: &str, len: usize) -> Vec<&'static str> {
 /// Has two processes do it, and reads what they log.
 fn ask(context: &Context, options: &Options) -> Result<Protocols, Failure> {
     let checker = context.prefix.program("ucp-check")?;
-    let folder = Folder::new()?;
+    let folder = Folder::new("explain")?;
     let mut command = Command::new(checker);
     command.args(["pair", "--plain", "--one-way", "--ops", options.operation.word()]);
     let memory = format!("{}:{}", options.source.word(), options.destination.word());
@@ -270,11 +270,11 @@ fn ask(context: &Context, options: &Options) -> Result<Protocols, Failure> {
         command.arg("--ucx").arg(ucx);
     }
     command.env("UCX_PLUGIN_PATH", context.prefix.plugins()?);
-    command.env("UCX_PROTO_INFO", "y").env("UCX_LOG_FILE", folder.0.join("%p"));
+    command.env("UCX_PROTO_INFO", "y").env("UCX_LOG_FILE", folder.path().join("%p"));
     let output = command.stdin(Stdio::null()).output().map_err(|error| {
         Failure::unable(format!("cannot run ucp-check: {error}"), "install all of ucx-gaudi")
     })?;
-    let logs = std::fs::read_dir(&folder.0).into_iter().flatten().flatten();
+    let logs = std::fs::read_dir(folder.path()).into_iter().flatten().flatten();
     let texts = logs.filter_map(|log| std::fs::read(log.path()).ok());
     let each = texts.map(|text| Protocols::parse(&String::from_utf8_lossy(&text)));
     let protocols = Protocols::merged(each);
@@ -292,11 +292,16 @@ fn ask(context: &Context, options: &Options) -> Result<Protocols, Failure> {
 }
 
 /// A folder that goes when this does.
-struct Folder(PathBuf);
+pub(crate) struct Folder(PathBuf);
 
 impl Folder {
-    fn new() -> Result<Self, Failure> {
-        let folder = std::env::temp_dir().join(format!("ucx-gaudi-explain-{}", std::process::id()));
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
+    }
+
+    pub(crate) fn new(command: &str) -> Result<Self, Failure> {
+        let name = format!("ucx-gaudi-{command}-{}", std::process::id());
+        let folder = std::env::temp_dir().join(name);
         std::fs::create_dir(&folder).map(|()| Self(folder.clone())).map_err(|error| {
             Failure::unable(
                 format!("cannot create {}: {error}", folder.display()),

@@ -21,6 +21,8 @@ pub(crate) enum Exit {
     NotRunnable = 126,
     /// `run`: no such program.
     NotFound = 127,
+    /// `bench`: ended by Ctrl-C, with what was measured until then.
+    Interrupted = 130,
 }
 
 impl From<Exit> for std::process::ExitCode {

@@ -4,6 +4,7 @@
 //! ([`prefix`]). Each command is a module of its own; this file knows their names and arguments.
 //! Results go to standard output, everything else to standard error.
 
+mod bench;
 mod check_card;
 mod doctor;
 mod driver;
@@ -12,6 +13,7 @@ mod failure;
 mod info;
 mod output;
 mod prefix;
+mod private;
 #[allow(dead_code, reason = "the end-to-end tests use all of it")]
 mod protocols;
 mod report;
@@ -34,11 +36,12 @@ use tuning::SOFT_KIND;
 const EXIT_CODES: &str = "\
 Exit codes:
   0    done, nothing is wrong
-  1    done, something is wrong: a check failed, recordings differ
+  1    done, something is wrong: a check failed, recordings differ, a result is slower
   2    the command line is wrong
   3    it could not be done: no card, card busy, file not readable
   126  run: the program cannot be run
   127  run: there is no such program
+  130  bench: ended by Ctrl-C, after the results until then
 Otherwise `run` ends as its program does.";
 
 /// Gaudi memory in stock UCX: what is here, whether it works, programs run with it
@@ -83,6 +86,11 @@ enum Command {
     /// Does the operation once between two processes, with the UCX on the loader path or of --ucx, and the
     /// settings in the environment. Takes a card for each side with Gaudi memory.
     Explain(explain::Options),
+    /// Measure how fast messages move between two processes, with every byte compared
+    ///
+    /// Operation × memories × size, beside host memory and memcpy in the same run; the best of several rounds
+    /// counts. gaudi:gaudi takes two cards. Ctrl-C ends it with the results until then.
+    Bench(bench::Options),
     /// Show the counters of running processes
     Stats(stats::Options),
     /// Show what running processes do with their Gaudis, again and again
@@ -156,6 +164,7 @@ fn dispatch(cli: Cli) -> Result<Exit, Failure> {
         Command::Topo => topo::run(&on_card(context, SOFT_KIND)?),
         Command::CheckCard(options) => check_card::run(&on_card(context, STRICT)?, &options),
         Command::Explain(options) => explain::run(&on_card(context, SOFT_KIND)?, &options),
+        Command::Bench(options) => bench::run(&on_card(context, SOFT_KIND)?, &options),
         Command::Stats(options) => stats::run(&context, &options),
         Command::Top(options) => stats::top(&context, &options),
         Command::Trace(options) => trace::run(&context, &options),

@@ -35,6 +35,12 @@ impl Prefix {
         self.there("lib/ucx-gaudi/soft/gaudi", "libhl-thunk.so")
     }
 
+    /// The software HCA's `libibverbs.so.1`.
+    pub(crate) fn soft_rdma(&self) -> Result<PathBuf, Failure> {
+        let name = "libibverbs.so.1";
+        Ok(self.there("lib/ucx-gaudi/soft/rdma", name)?.join(name))
+    }
+
     /// A program that is installed beside this one.
     pub(crate) fn program(&self, name: &str) -> Result<PathBuf, Failure> {
         Ok(self.there("bin", name)?.join(name))

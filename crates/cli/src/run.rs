@@ -22,6 +22,12 @@ pub(crate) struct Options {
     /// Set also the settings of UCX that suit Gaudi memory between processes; yours stay
     #[arg(long)]
     tuned: bool,
+    /// Also put the software HCA under the program, with N ports
+    #[arg(
+        long, value_name = "N", num_args = 0..=1, require_equals = true, default_missing_value = "1",
+        value_parser = clap::value_parser!(u32).range(1..=64)
+    )]
+    soft_rdma: Option<u32>,
     /// Do not print the line that says what was set
     #[arg(long, short)]
     quiet: bool,
@@ -48,6 +54,9 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
     let mut changes = vec![plugin_path(context.prefix.plugins()?, var("UCX_PLUGIN_PATH"))?];
     if let Some(soft) = context.soft {
         changes.extend(software_card(context, soft, &var)?);
+    }
+    if let Some(hcas) = options.soft_rdma {
+        changes.extend(software_hca(context.prefix.soft_rdma()?, hcas, &var)?);
     }
     if options.tuned {
         let unset = STAGING.iter().filter(|(name, _)| var(name).is_none());
@@ -149,6 +158,23 @@ fn software_card(
     }
     if let Some(cards) = soft.cards {
         changes.push(Change::Set("SOFT_GAUDI_DEVICES", cards.to_string().into()));
+    }
+    Ok(changes)
+}
+
+/// UCX finds the HCA only if the library is preloaded (docs/software-rdma.md).
+fn software_hca(
+    library: PathBuf,
+    hcas: u32,
+    var: &dyn Fn(&str) -> Option<OsString>,
+) -> Result<Vec<Change>, Failure> {
+    let mut changes = vec![
+        Change::Set("LD_PRELOAD", prepend(library, var("LD_PRELOAD"))?),
+        Change::Set("SOFT_RDMA_DEVICES", hcas.to_string().into()),
+    ];
+    // An ordinary user may lock 8 MiB, less than UCX needs for its own buffers.
+    if var("SOFT_RDMA_MEMLOCK").is_none() {
+        changes.push(Change::Set("SOFT_RDMA_MEMLOCK", "off".into()));
     }
     Ok(changes)
 }

@@ -168,3 +168,122 @@ fn installation_that_was_moved_still_works() {
     assert!(prefix.join("share/man/man1/ucx-gaudi-check-card.1").exists());
     let _ = std::fs::remove_dir_all(prefix);
 }
+
+fn two_cards() -> Device {
+    Device::Software(SoftNode::kind().with("SOFT_GAUDI_DEVICES", "2"))
+}
+
+#[test]
+fn bench_measures_with_verified_bytes_and_its_files_compare() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let (saved, csv, svg) = (path("a.json"), path("a.csv"), path("a.svg"));
+    let words = format!(
+        "bench --ops tag --mem gaudi:gaudi --sizes 8,64K -n 2 --iterations 3 --save {saved} --csv {csv} \
+         --svg {svg}"
+    );
+    let finished = tool(Ucx::V1_22, &two_cards(), &words).ok();
+    let rows = finished.stdout.lines().filter(|line| line.ends_with("verified")).count();
+    assert_eq!(rows, 4, "host:host is the floor, of each size: {}", finished.report());
+    assert!(finished.stdout.contains("█"), "a chart: {}", finished.report());
+    let read = |file: &str| std::fs::read_to_string(file).expect("written");
+    let mut results: serde_json::Value = serde_json::from_str(&read(&saved)).expect("JSON");
+    assert_eq!(results["cells"].as_array().map(Vec::len), Some(4), "{results:#}");
+    assert_eq!(results["cells"][0]["rounds"].as_array().map(Vec::len), Some(2), "{results:#}");
+    assert_eq!(read(&csv).lines().count(), 5);
+    assert!(read(&svg).contains("<polyline"));
+    let compare = |other: &str| {
+        tool(Ucx::V1_22, &two_cards(), &format!("bench compare --json {saved} {other}"))
+    };
+    assert_eq!(json(&compare(&saved).ok())["worse"], 0);
+    // Half as fast, and one of the cells is gone.
+    let slower = path("b.json");
+    let cells = results["cells"].as_array_mut().expect("a list");
+    cells.truncate(3);
+    for cell in cells {
+        for (key, factor) in [("gbps", 0.5), ("latency_us", 2.0)] {
+            cell[key] = serde_json::json!(cell[key].as_f64().expect("a number") * factor);
+        }
+    }
+    std::fs::write(&slower, results.to_string()).expect("written");
+    let end = compare(&slower);
+    assert_eq!(end.status.and_then(|status| status.code()), Some(1), "{}", end.report());
+    assert_eq!(json(&end)["worse"], 3, "{}", end.report());
+    let end = compare(&svg);
+    assert_eq!(end.status.and_then(|status| status.code()), Some(3), "{}", end.report());
+}
+
+#[test]
+fn bench_ends_at_ctrl_c_with_the_results_until_then() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let saved = folder.path().join("a.json");
+    let device = two_cards();
+    let words = "bench --ops tag --mem host:gaudi --sizes 8 -n 100 --iterations 2 --json --save";
+    let bench =
+        Workbench::from_env().ucx_gaudi(Ucx::V1_22).device(&device).words(words).arg(&saved);
+    let running = bench.start();
+    // Children come and go with each step; the second shows that one step was done.
+    let seen = std::sync::Mutex::new(std::collections::BTreeSet::new());
+    let several = running.wait_until(|children| {
+        let mut seen = seen.lock().expect("no panic");
+        seen.extend(children.iter().copied());
+        seen.len() > 12
+    });
+    assert!(several, "it measures");
+    // SAFETY: sends a signal to our own child.
+    unsafe { libc::kill(i32::try_from(running.id()).expect("an id"), libc::SIGINT) };
+    let end = running.finish(std::time::Duration::from_secs(30));
+    assert_eq!(end.status.and_then(|status| status.code()), Some(130), "{}", end.report());
+    let results = json(&end);
+    assert_eq!(results["interrupted"], true, "{}", end.report());
+    assert!(results["cells"].as_array().is_some_and(|cells| !cells.is_empty()), "{}", end.report());
+    let kept: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(saved).expect("saved")).expect("JSON");
+    assert_eq!(kept, results);
+}
+
+#[test]
+fn bench_without_a_card_says_what_is_missing() {
+    let end =
+        tool(Ucx::V1_22, &Device::cards(0), "bench --ops tag --mem host:gaudi --sizes 8 -n 1");
+    assert_eq!(end.status.and_then(|status| status.code()), Some(3), "{}", end.report());
+    assert!(end.stderr.contains("tag host:gaudi did not run"), "{}", end.report());
+    assert!(end.stderr.contains("ucx-gaudi doctor"), "{}", end.report());
+}
+
+#[test]
+fn run_puts_the_software_hca_under_a_program() {
+    let bench = Workbench::from_env();
+    let folder = Ucx::Nixl.lib_dirs(bench.layout()).remove(0);
+    let check = bench.layout().bin().join("ucp-check");
+    let words = format!(
+        "run --soft=2 --soft-rdma=2 -- {} pair --plain --ops put --mem gaudi:gaudi --sizes 64K --ucx {}",
+        check.display(),
+        folder.display()
+    );
+    let rdma = tempfile::tempdir().expect("a folder");
+    let run = bench.ucx_gaudi(Ucx::Nixl).device(&two_cards()).words(&words);
+    let run = run
+        .env("UCX_TLS", "rc_verbs,ud_verbs:aux,gaudi_cpy")
+        .env("SOFT_RDMA_DIR", rdma.path().join("n"));
+    let end = run.run().ok();
+    assert!(end.stderr.contains("SOFT_RDMA_DEVICES=2"), "{}", end.report());
+    assert!(end.stdout.contains("2 passed, 0 failed"), "{}", end.report());
+}
+
+/// Who holds a card is told here, and not to whom the report is sent.
+#[test]
+fn a_saved_report_of_check_card_names_no_process() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let saved = folder.path().join("report.json");
+    let device = Device::cards(1);
+    let holder = e2e::client(Ucx::V1_22, &device, "memory hold").start();
+    let Device::Software(node) = &device else { unreachable!("made above") };
+    assert!(holder.wait_until(|_| node.cards_opened() == 1), "the card was not taken");
+    let end = tool(Ucx::V1_22, &device, &format!("check-card --save {}", saved.display()));
+    assert_eq!(end.status.and_then(|status| status.code()), Some(1), "{}", end.report());
+    let pid = format!("ucp-check (pid {})", holder.id());
+    assert!(end.stdout.contains(&pid), "{}", end.report());
+    let saved = std::fs::read_to_string(saved).expect("saved");
+    assert!(!saved.contains("ucp-check") && saved.contains("<process> (pid"), "{saved}");
+}

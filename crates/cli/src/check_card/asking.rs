@@ -55,7 +55,12 @@ pub(super) fn card(text: Option<&str>) -> (Finding, Option<DeviceInfo>) {
         let held: Vec<String> =
             cards.iter().zip(&owners).map(|(card, owners)| format!("{card}: {owners}")).collect();
         let remedy = "end the owner, or choose another card with --card";
-        return (Finding::bad("", held.join("; "), remedy), None);
+        let held_by = |(card, owners): (&DeviceInfo, &Owners)| {
+            let commands: Vec<&str> = owners.found.iter().map(|owner| &*owner.command).collect();
+            json!({"card": card.to_string(), "held_by": commands})
+        };
+        let data: Vec<_> = cards.iter().zip(&owners).map(held_by).collect();
+        return (Finding::bad("", held.join("; "), remedy).with(json!({"cards": data})), None);
     };
     let name = &card.card_name;
     let found = format!("{card}, {name}, module {}; nobody has it open", card.module_id);

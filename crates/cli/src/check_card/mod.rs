@@ -29,6 +29,7 @@ use crate::driver::{Driver, kernel};
 use crate::failure::{Exit, Failure};
 use crate::info::choice;
 use crate::output::{DIM, print_json};
+use crate::private;
 use crate::report::{Finding, Summary, Verdict};
 
 /// Options of `check-card`.
@@ -43,7 +44,8 @@ pub(crate) struct Options {
     /// Go on to the steps that may hang an engine; the driver then resets the card and kills its users
     #[arg(long)]
     may_reset: bool,
-    /// Also write the JSON report to this file, to send it back
+    /// Also write the JSON report to this file, to send it back: without names of users, of the host and
+    /// of processes that hold cards
     #[arg(long, value_name = "FILE")]
     save: Option<PathBuf>,
     /// Also record every driver call in this file, for `ucx-gaudi trace`
@@ -116,6 +118,8 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
         "checks": findings,
     });
     if let (Some(mut file), Some(path)) = (file, &options.save) {
+        let mut report = report.clone();
+        private::remove_from(&mut report);
         let written = serde_json::to_writer_pretty(&mut file, &report);
         written.map_err(|error| cannot_write(path, &error.into()))?;
     }

@@ -6,7 +6,6 @@
 
 mod card;
 mod machine;
-mod private;
 mod probe;
 mod ucx;
 
@@ -190,7 +189,7 @@ fn copy_on_a_card(options: &Options, cards: &[DeviceInfo]) -> Vec<Finding> {
 /// Writes the report with everything that names a user or a machine replaced.
 fn write_bundle(path: &std::path::Path, report: &Value) -> Result<(), Failure> {
     let mut report = report.clone();
-    private::remove_from(&mut report);
+    crate::private::remove_from(&mut report);
     let text = serde_json::to_string_pretty(&report).expect("representable in JSON");
     std::fs::write(path, text + "\n").map_err(|error| {
         Failure::unable(

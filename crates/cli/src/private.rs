@@ -8,7 +8,7 @@ use serde_json::Value;
 type Names = Vec<(String, &'static str)>;
 
 /// Replaces private names in what the checks of a report found. Its keys and fixed words stay.
-pub(super) fn remove_from(report: &mut Value) {
+pub(crate) fn remove_from(report: &mut Value) {
     let mut names = Names::new();
     commands(report, &mut names);
     names.extend(own_names());

@@ -1,0 +1,169 @@
+//! `ucx-gaudi bench`: how fast messages move between two processes, for each operation, pair of memories and
+//! size, with every byte compared.
+//!
+//! The data is moved by `ucp-check`, which is installed beside the tool ([`runner`]). In every round each
+//! operation is measured between host memories as well, and memcpy in this process: a machine that is busy
+//! slows the floors down, too. The best of several rounds counts. Ctrl-C ends the run after the table of what
+//! was measured until then.
+
+mod chart;
+mod compare;
+mod interrupt;
+mod results;
+mod runner;
+mod svg;
+
+use std::path::{Path, PathBuf};
+
+use clap::{Args, Subcommand};
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::Context;
+use crate::explain::bytes;
+use crate::failure::{Exit, Failure};
+use crate::output::{note, print_json};
+use results::Results;
+use runner::Runner;
+
+/// Options of `bench`.
+#[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true)]
+pub(crate) struct Options {
+    #[command(subcommand)]
+    command: Option<Command>,
+    #[command(flatten)]
+    measure: Measure,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Compare two files of --save: exit code 1 if the second is slower
+    Compare(compare::Options),
+}
+
+/// What is measured, and where results go.
+#[derive(Debug, Args)]
+struct Measure {
+    /// Operations
+    #[arg(long, value_delimiter = ',', value_parser = ["tag", "am", "stream", "put", "get"],
+          default_value = "tag,put,get", value_name = "OP,…")]
+    ops: Vec<String>,
+    /// Memories of sender and receiver; host:host is always measured, as the floor
+    #[arg(long = "mem", value_delimiter = ',',
+          value_parser = ["host:host", "host:gaudi", "gaudi:host", "gaudi:gaudi"],
+          default_value = "host:gaudi,gaudi:host,gaudi:gaudi", value_name = "SRC:DST,…")]
+    pairs: Vec<String>,
+    /// Sizes, such as 8,64K,4M
+    #[arg(long, value_delimiter = ',', value_parser = bytes, default_value = "8,4K,64K,1M,16M",
+          value_name = "SIZE,…")]
+    sizes: Vec<usize>,
+    /// Rounds, of which the best counts
+    #[arg(long, short = 'n', default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
+    rounds: u32,
+    /// Messages of each size in a round, each alone and then eight at once
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    iterations: u32,
+    /// Folder with libucp, or the prefix of a UCX; default: what the loader path finds
+    #[arg(long, value_name = "DIR")]
+    ucx: Option<PathBuf>,
+    /// With the settings of `run --tuned`, where you set none
+    #[arg(long)]
+    tuned: bool,
+    /// Write the results as JSON, for `bench compare`
+    #[arg(long, value_name = "FILE")]
+    save: Option<PathBuf>,
+    /// Write the results as CSV
+    #[arg(long, value_name = "FILE")]
+    csv: Option<PathBuf>,
+    /// Write the results as a picture
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+}
+
+/// Measures, or compares.
+pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure> {
+    match &options.command {
+        Some(Command::Compare(options)) => compare::run(context, options),
+        None => measure(context, &options.measure),
+    }
+}
+
+fn measure(context: &Context, options: &Measure) -> Result<Exit, Failure> {
+    // Not after minutes of measuring.
+    for file in [&options.save, &options.csv, &options.svg].into_iter().flatten() {
+        write(file, "")?;
+    }
+    let mut pairs = options.pairs.clone();
+    pairs.retain(|pair| pair != results::FLOOR);
+    pairs.insert(0, String::from(results::FLOOR));
+    let steps = u64::from(options.rounds) * (options.ops.len() * pairs.len()) as u64;
+    let bar = progress(context, steps);
+    let interrupted = interrupt::watch();
+    let runner = Runner::new(context, options)?;
+    let mut results = Results::new(context.soft.is_some(), options.rounds);
+    'all: for round in 1..=options.rounds {
+        for &size in &options.sizes {
+            results.add_memcpy(size, runner::memcpy(size));
+        }
+        for op in &options.ops {
+            for pair in &pairs {
+                bar.set_message(format!("round {round} of {}: {op} {pair}", options.rounds));
+                match runner.run(op, pair, interrupted)? {
+                    Some(rows) => rows.into_iter().for_each(|row| results.add(row)),
+                    None => break 'all,
+                }
+                bar.inc(1);
+            }
+        }
+    }
+    bar.finish_and_clear();
+    results.interrupted = interrupted();
+    if results.interrupted {
+        note("ended by Ctrl-C: these are the results until then");
+    }
+    publish(context, options, &results)?;
+    match (results.interrupted, results.all_verified()) {
+        (true, _) => Ok(Exit::Interrupted),
+        (false, true) => Ok(Exit::Fine),
+        (false, false) => Ok(Exit::Problem),
+    }
+}
+
+fn publish(context: &Context, options: &Measure, results: &Results) -> Result<(), Failure> {
+    if context.json {
+        print_json(results);
+    } else {
+        results.print_table();
+        chart::print(results);
+    }
+    let files = [
+        (&options.save, results.json()),
+        (&options.csv, results.csv()),
+        (&options.svg, svg::draw(results)),
+    ];
+    for (file, text) in files {
+        let Some(file) = file else { continue };
+        write(file, &text)?;
+        note(&format!("wrote {}", file.display()));
+    }
+    Ok(())
+}
+
+fn write(file: &Path, text: &str) -> Result<(), Failure> {
+    std::fs::write(file, text).map_err(|error| {
+        let what = format!("cannot write {}: {error}", file.display());
+        Failure::unable(what, "give a file in a folder that you may write to")
+    })
+}
+
+/// On a terminal only.
+fn progress(context: &Context, steps: u64) -> ProgressBar {
+    if context.json {
+        return ProgressBar::hidden();
+    }
+    let bar = ProgressBar::new(steps);
+    let style = ProgressStyle::with_template("{bar:30} {pos}/{len}  {msg}  {eta} left");
+    bar.set_style(style.expect("a fixed template"));
+    bar.enable_steady_tick(std::time::Duration::from_millis(200));
+    bar
+}

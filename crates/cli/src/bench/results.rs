@@ -1,0 +1,236 @@
+//! Results: the best of the rounds for each operation, memories and size, and their floors.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::output::{print_table, size as in_words, table};
+
+/// The pair of memories that the others are compared with.
+pub(super) const FLOOR: &str = "host:host";
+
+/// A row of `ucp-check`.
+#[derive(Debug, Deserialize)]
+pub(super) struct Row {
+    op: String,
+    src: String,
+    dst: String,
+    size: usize,
+    ucx: String,
+    latency_us: Option<f64>,
+    gbps: Option<f64>,
+    verified: bool,
+}
+
+/// GB/s as people read it: small messages have small ones.
+pub(super) fn gbps(value: f64) -> String {
+    if value < 0.1 { format!("{value:.4}") } else { format!("{value:.2}") }
+}
+
+/// What is kept, in a file of `--save` as well.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Results {
+    /// Version of the tool.
+    version: String,
+    /// Version of UCX.
+    pub(super) ucx: String,
+    /// Whether the card was the software Gaudi: its figures say nothing of hardware.
+    pub(super) software: bool,
+    /// Rounds that were asked for.
+    rounds: u32,
+    /// Whether it was ended before.
+    pub(super) interrupted: bool,
+    /// GB/s of memcpy by size.
+    memcpy: BTreeMap<usize, f64>,
+    pub(super) cells: Vec<Cell>,
+}
+
+/// One operation between two memories with one size.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Cell {
+    pub(super) op: String,
+    pub(super) pair: String,
+    pub(super) size: usize,
+    /// µs of a message alone, the shortest of the rounds.
+    pub(super) latency_us: f64,
+    /// 10⁹ bytes a second with eight messages at once, the highest of the rounds.
+    pub(super) gbps: f64,
+    /// GB/s of each round.
+    rounds: Vec<f64>,
+    /// Whether every byte of every round was right.
+    pub(super) verified: bool,
+}
+
+impl Cell {
+    pub(super) fn key(&self) -> (&str, &str, usize) {
+        (&self.op, &self.pair, self.size)
+    }
+}
+
+impl Results {
+    pub(super) fn new(software: bool, rounds: u32) -> Self {
+        Self {
+            version: String::from(env!("CARGO_PKG_VERSION")),
+            ucx: String::new(),
+            software,
+            rounds,
+            interrupted: false,
+            memcpy: BTreeMap::new(),
+            cells: Vec::new(),
+        }
+    }
+
+    pub(super) fn add_memcpy(&mut self, size: usize, gbps: f64) {
+        let best = self.memcpy.entry(size).or_default();
+        *best = best.max(gbps);
+    }
+
+    pub(super) fn add(&mut self, row: Row) {
+        let pair = format!("{}:{}", row.src, row.dst);
+        let gbps = row.gbps.unwrap_or_default();
+        let latency_us = row.latency_us.unwrap_or(f64::INFINITY);
+        self.ucx = row.ucx;
+        let found = self.cells.iter_mut().find(|cell| cell.key() == (&row.op, &pair, row.size));
+        match found {
+            Some(cell) => {
+                cell.gbps = cell.gbps.max(gbps);
+                cell.latency_us = cell.latency_us.min(latency_us);
+                cell.verified &= row.verified;
+                cell.rounds.push(gbps);
+            }
+            None => self.cells.push(Cell {
+                op: row.op,
+                pair,
+                size: row.size,
+                latency_us,
+                gbps,
+                rounds: vec![gbps],
+                verified: row.verified,
+            }),
+        }
+    }
+
+    pub(super) fn all_verified(&self) -> bool {
+        self.cells.iter().all(|cell| cell.verified)
+    }
+
+    /// The same operation and size between host memories.
+    fn floor(&self, cell: &Cell) -> Option<&Cell> {
+        self.cells.iter().find(|other| other.key() == (&cell.op, FLOOR, cell.size))
+    }
+
+    pub(super) fn print_table(&self) {
+        let mut table = table(&[
+            "op",
+            "memory",
+            "size",
+            "µs",
+            "GB/s",
+            "of host:host",
+            "of memcpy",
+            "rounds",
+            "bytes",
+        ]);
+        let ratio = |of: Option<f64>, gbps: f64| match of {
+            Some(floor) if floor > 0.0 => format!("{:.2}", gbps / floor),
+            _ => String::from("–"),
+        };
+        for cell in &self.cells {
+            let floor = self.floor(cell).filter(|_| cell.pair != FLOOR).map(|floor| floor.gbps);
+            let (least, most) = self.spread(cell);
+            table.add_row([
+                cell.op.clone(),
+                cell.pair.clone(),
+                in_words(cell.size as u64),
+                format!("{:.1}", cell.latency_us),
+                gbps(cell.gbps),
+                ratio(floor, cell.gbps),
+                ratio(self.memcpy.get(&cell.size).copied(), cell.gbps),
+                format!("{}–{}", gbps(least), gbps(most)),
+                String::from(if cell.verified { "verified" } else { "WRONG" }),
+            ]);
+        }
+        for column in 2..8 {
+            if let Some(column) = table.column_mut(column) {
+                column.set_cell_alignment(comfy_table::CellAlignment::Right);
+            }
+        }
+        print_table(&table);
+        let card = if self.software { "software Gaudi, no card involved" } else { "Gaudi" };
+        println!("\nUCX {}, {card}, best of {}", self.ucx, self.rounds);
+    }
+
+    /// GB/s of the slowest and of the fastest round.
+    fn spread(&self, cell: &Cell) -> (f64, f64) {
+        let least = cell.rounds.iter().copied().fold(f64::INFINITY, f64::min);
+        (least, cell.gbps)
+    }
+
+    pub(super) fn json(&self) -> String {
+        let text = serde_json::to_string_pretty(self);
+        text.expect("our types are representable in JSON") + "\n"
+    }
+
+    pub(super) fn csv(&self) -> String {
+        let mut text = String::from(
+            "op,source,destination,size,latency_us,gbps,host_gbps,memcpy_gbps,verified\n",
+        );
+        let number = |value: Option<f64>| value.map(|value| value.to_string()).unwrap_or_default();
+        for cell in &self.cells {
+            let (from, to) = cell.pair.split_once(':').unwrap_or((&cell.pair, ""));
+            let floor = number(self.floor(cell).map(|floor| floor.gbps));
+            let memcpy = number(self.memcpy.get(&cell.size).copied());
+            let Cell { op, size, latency_us, gbps, verified, .. } = cell;
+            let line = format!(
+                "{op},{from},{to},{size},{latency_us},{gbps},{floor},{memcpy},{verified}\n"
+            );
+            text.push_str(&line);
+        }
+        text
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    /// `op pair size µs GB/s` a line.
+    pub(in super::super) fn results(lines: &str) -> Results {
+        let mut results = Results::new(true, 2);
+        for line in lines.lines() {
+            let words: Vec<&str> = line.split_whitespace().collect();
+            let [op, pair, size, latency, gbps] = words[..] else { panic!("{line}") };
+            let (src, dst) = pair.split_once(':').unwrap();
+            results.add(Row {
+                op: op.to_owned(),
+                src: src.to_owned(),
+                dst: dst.to_owned(),
+                size: size.parse().unwrap(),
+                ucx: String::from("1.22.0"),
+                latency_us: latency.parse().ok(),
+                gbps: gbps.parse().ok(),
+                verified: true,
+            });
+        }
+        results
+    }
+
+    #[test]
+    fn the_best_round_counts_and_floors_are_of_the_same_operation_and_size() {
+        let mut results = results(
+            "tag host:host 8 1.0 2.0\ntag gaudi:gaudi 8 5.0 1.0\ntag gaudi:gaudi 8 4.0 0.5\n\
+             tag gaudi:gaudi 64 9.0 3.0",
+        );
+        let [host, gaudi, large] = &results.cells[..] else { panic!("{results:?}") };
+        assert_eq!((gaudi.latency_us, gaudi.gbps, &gaudi.rounds[..]), (4.0, 1.0, &[1.0, 0.5][..]));
+        assert_eq!(results.floor(gaudi), Some(host));
+        assert_eq!(results.floor(large), None);
+        results.add_memcpy(8, 10.0);
+        results.add_memcpy(8, 9.0);
+        let csv = results.csv();
+        assert!(csv.contains("\ntag,gaudi,gaudi,8,4,1,2,10,true\n"), "{csv}");
+        assert!(csv.contains("\ntag,gaudi,gaudi,64,9,3,,,true\n"), "{csv}");
+        let read: Results = serde_json::from_str(&results.json()).unwrap();
+        assert_eq!(read, results);
+    }
+}

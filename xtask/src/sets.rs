@@ -41,6 +41,7 @@ pub(crate) const SETS: &[Set] = &[
             "staging",
             "one_sided",
             "fork",
+            "cpu_access",
         ],
         words: &[],
     },

@@ -21,7 +21,7 @@ use crate::estimates::Estimates;
 use crate::flavour::Flavour;
 use crate::settings::{self, Settings};
 use crate::status::explain;
-use crate::{asked, cards, fragments, hooks, memory_events, memtype_cache, status, summary};
+use crate::{asked, cards, fault, fragments, hooks, memory_events, memtype_cache, status, summary};
 
 /// The component of one flavour.
 pub(crate) struct GaudiComponent<F> {
@@ -171,6 +171,9 @@ impl<F: Flavour> GaudiComponent<F> {
         }
         let estimates = Estimates::new(&settings.estimates, card, link, F::COST);
         memtype_cache::begin(ucx);
+        if settings.explain_faults {
+            fault::begin(ucx);
+        }
         memory_events::begin(ucx, &settings, F::LEADS)?;
         settings::warn_of_conflicts(ucx);
         hooks::configure(ucx, settings.mem_hooks);

@@ -5,7 +5,8 @@
 //!
 //! Loading it registers three components and nothing else: no thread, no hook, no driver library.
 //! The driver is looked for when UCX asks for memory domains, and a card is opened when the first
-//! byte is allocated on it. Calls of the driver library are hooked only where the application makes
+//! byte is allocated on it; then SIGSEGV gets a handler that explains faults at Gaudi addresses (`fault`).
+//! Calls of the driver library are hooked only where the application makes
 //! such calls itself (`hooks`).
 
 mod addresses;
@@ -15,6 +16,7 @@ mod copies;
 mod domain;
 mod duplicates;
 mod estimates;
+mod fault;
 mod flavour;
 mod fragments;
 mod hooks;

@@ -136,6 +136,14 @@ pub(crate) const VARIABLES: &[Variable] = &[
         kind: Kind::Bool,
     },
     Variable {
+        name: "COPY_EXPLAIN_FAULTS",
+        default: "y",
+        help: "When code touches Gaudi memory with the CPU and is killed by SIGSEGV for it, write a line\n\
+               to standard error that says so and names the code. Then the fault takes its course, as\n\
+               without this.",
+        kind: Kind::Bool,
+    },
+    Variable {
         name: "COPY_CLEAR_MEMORY",
         default: "n",
         help: "Clear Gaudi memory before it is handed out, so that nobody sees what an earlier\n\
@@ -186,6 +194,7 @@ pub(crate) struct Settings {
     pub(crate) mem_hooks: Ternary,
     pub(crate) adopt: bool,
     pub(crate) abort_on_error: bool,
+    pub(crate) explain_faults: bool,
     /// A memory domain keeps the cards open that are opened while it is.
     _kept_open: Arc<KeptOpen>,
 }
@@ -226,6 +235,7 @@ impl Settings {
             mem_hooks: values.ternary("COPY_MEM_HOOKS"),
             adopt: values.bool("COPY_ADOPT"),
             abort_on_error: values.bool("COPY_ABORT_ON_ERROR"),
+            explain_faults: values.bool("COPY_EXPLAIN_FAULTS"),
             _kept_open: Arc::new(gaudi::runtime().keep_open()),
         };
         gaudi::runtime().on_wait(move |line| log!(ucx, Info, "{line}"));

@@ -17,6 +17,18 @@ pub(super) fn whereabouts(check: &Checker<'_>) -> Result<()> {
     Ok(())
 }
 
+/// Does what must not be done: copies out of Gaudi memory with the CPU.
+pub(super) fn touch(check: &Checker<'_>) -> Result<()> {
+    let memory = check.domain.allocate(4096)?;
+    let mut here = vec![0u8; 4096];
+    let there = memory.address() as *const u8;
+    // SAFETY: none. Gaudi memory is not the CPU's, and the process is to end of it.
+    unsafe { std::ptr::copy_nonoverlapping(std::hint::black_box(there), here.as_mut_ptr(), 4096) };
+    std::hint::black_box(&here);
+    expect!(check, false, "the CPU has read Gaudi memory");
+    Ok(())
+}
+
 /// Keeps a card until the process is killed.
 pub(super) fn hold(check: &Checker<'_>) -> Result<()> {
     let memory = check.domain.allocate(4096)?;

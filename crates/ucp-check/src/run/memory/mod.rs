@@ -45,7 +45,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 type Check = (&'static str, &'static str, bool, fn(&Checker<'_>) -> Result<()>);
 
 #[rustfmt::skip] // a table
-const CHECKS: [Check; 23] = [
+const CHECKS: [Check; 24] = [
     ("attributes", "Components, memory domains and what they say of themselves", true, attributes::run),
     ("transport", "What the copy transport says of itself", true, attributes::transport),
     ("alloc", "Allocate and free: sizes, disjoint ranges, any order, more than there is", true, alloc::run),
@@ -68,6 +68,7 @@ const CHECKS: [Check; 23] = [
     ("closing", "Close an interface with copies in flight; needs a card with a latency", false, copies::closing),
     ("lost", "Go on after a reset of the card, which the machine's faults must order for the first copy", false, cards::lost),
     ("holes", "What UCX's memory-type cache says around freed memory", false, detect::holes),
+    ("touch", "Read allocated memory with the CPU: it must end the process", false, cards::touch),
     ("where", "Allocate, and say on which card", false, cards::whereabouts),
 ];
 /// Checks that are more than a row of the table.

@@ -1,0 +1,238 @@
+//! A device address touched by the CPU: one line says what happened and whose code did it.
+//!
+//! Libraries that take a Gaudi buffer for host memory (reductions of Open MPI, datatypes, UCP's atomic
+//! operations) touch it with the CPU and die of SIGSEGV, with a stack in which the plugin may appear and an
+//! address that says nothing: Gaudi addresses are no addresses to an x86, and the kernel reports 0.
+//!
+//! **Why a handler in a plugin is bearable.** It is installed when the first card is opened, so programs
+//! without a Gaudi keep what they have. It writes its line and puts the handler of before back *before* it
+//! returns, so the instruction faults again and the program's own handler, UCX's or the kernel's default gets
+//! the fault as if ours had never been: no frame of ours, the same registers. After any fault it is gone. A
+//! runtime that lives with faults (a JVM) pays one extra fault in its life. A signal that was sent by somebody
+//! is sent again. What runs in the handler is async-signal-safe: no lock, no allocation, no dynamic linker.
+//! `UCX_GAUDI_COPY_EXPLAIN_FAULTS=n` leaves SIGSEGV alone.
+
+mod code;
+mod line;
+
+use core::cell::UnsafeCell;
+use core::ffi::{c_int, c_void};
+use core::mem::MaybeUninit;
+use core::ptr;
+use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
+use std::sync::Once;
+
+use gaudi::WindowEvent;
+use uct::{Ucx, log};
+
+use code::Room;
+use line::Line;
+
+/// Address windows that cards of this process had, first and last address; 0: none. One that was closed stays:
+/// a stale pointer is no better.
+static WINDOWS: [(AtomicU64, AtomicU64); 64] =
+    [const { (AtomicU64::new(0), AtomicU64::new(0)) }; 64];
+
+/// What was installed before us, in memory that is never freed.
+static BEFORE: AtomicPtr<libc::sigaction> = AtomicPtr::new(ptr::null_mut());
+/// Whether a fault is to be explained, and none was yet.
+static ARMED: AtomicBool = AtomicBool::new(false);
+
+/// What the one thread works in that disarmed the handler.
+struct Desk(UnsafeCell<(Line, Room)>);
+// SAFETY: used by whoever turned ARMED off, which nobody turns on again.
+unsafe impl Sync for Desk {}
+static DESK: Desk = Desk(UnsafeCell::new((Line::new(), Room::new())));
+
+type SigactionFn =
+    unsafe extern "C" fn(c_int, *const libc::sigaction, *mut libc::sigaction) -> c_int;
+/// libc's own, as a number.
+static SIGACTION: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
+
+/// From the first card on, explains a fault at an address of ours.
+pub(crate) fn begin(ucx: &'static Ucx) {
+    static BEGUN: Once = Once::new();
+    BEGUN.call_once(|| {
+        gaudi::runtime().subscribe(Box::new(move |event| match event {
+            WindowEvent::Opened(window) => {
+                remember(window.start.0, window.len);
+                install(ucx);
+            }
+            WindowEvent::Mapped(memory) => remember(memory.start.0, memory.len),
+            _ => {}
+        }));
+    });
+}
+
+fn remember(start: u64, len: u64) {
+    let end = start.saturating_add(len);
+    let known = |slot: &(AtomicU64, AtomicU64)| {
+        slot.0.load(Ordering::Relaxed) == start && slot.1.load(Ordering::Relaxed) == end
+    };
+    if WINDOWS.iter().any(known) {
+        return;
+    }
+    // Full: those beyond are not explained. The end is stored first: a slot with a start is complete.
+    for (first, last) in &WINDOWS {
+        if last.compare_exchange(0, end, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
+            first.store(start, Ordering::Release);
+            return;
+        }
+    }
+}
+
+/// Whether an address is one of ours. Called in the handler.
+fn is_ours(address: u64) -> bool {
+    WINDOWS.iter().any(|(first, last)| {
+        let first = first.load(Ordering::Acquire);
+        first != 0 && (first..last.load(Ordering::Relaxed)).contains(&address)
+    })
+}
+
+/// libc's `sigaction`. Not by the usual name: libucs has one of that name that does nothing for SIGSEGV.
+fn libc_sigaction() -> Option<SigactionFn> {
+    // SAFETY: libc is loaded, since we use it: this only finds it. Its handle is never closed.
+    let symbol = unsafe {
+        let libc = libc::dlopen(c"libc.so.6".as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD);
+        if libc.is_null() { ptr::null_mut() } else { libc::dlsym(libc, c"sigaction".as_ptr()) }
+    };
+    SIGACTION.store(symbol, Ordering::Relaxed);
+    // SAFETY: libc's function has this type.
+    (!symbol.is_null()).then(|| unsafe { core::mem::transmute::<*mut c_void, SigactionFn>(symbol) })
+}
+
+/// Puts the handler in front of whatever there is. Once per process: who replaces it later wants that.
+fn install(ucx: &'static Ucx) {
+    static INSTALLED: Once = Once::new();
+    INSTALLED.call_once(|| {
+        let Some(sigaction) = libc_sigaction() else { return };
+        let mut before = MaybeUninit::<libc::sigaction>::uninit();
+        // SAFETY: asks what is installed; the structure is filled on success.
+        let before = unsafe {
+            if sigaction(libc::SIGSEGV, ptr::null(), before.as_mut_ptr()) != 0 {
+                return;
+            }
+            before.assume_init()
+        };
+        if before.sa_sigaction == libc::SIG_IGN {
+            return;
+        }
+        BEFORE.store(Box::into_raw(Box::new(before)), Ordering::Release);
+        ARMED.store(true, Ordering::Release);
+        // SAFETY: a structure of numbers, all of them set that matter.
+        let mut ours = unsafe { core::mem::zeroed::<libc::sigaction>() };
+        ours.sa_sigaction = handler as *const () as usize;
+        // On the alternate stack, where there is one: the fault may be a stack that ran out.
+        ours.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+        // SAFETY: the handler is async-signal-safe, and this library is never unloaded.
+        let installed = unsafe { sigaction(libc::SIGSEGV, &ours, ptr::null_mut()) } == 0;
+        log!(ucx, Debug, "faults at Gaudi addresses are explained: {installed}");
+    });
+}
+
+unsafe extern "C" fn handler(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
+    // SAFETY: glibc's errno of this thread; what was interrupted must find its own again.
+    let errno = unsafe { *libc::__errno_location() };
+    // SAFETY: the kernel passes both.
+    let (code, address, registers) =
+        unsafe { ((*info).si_code, (*info).si_addr() as u64, Registers::of(context)) };
+    let sent = code <= 0;
+    let reported = is_ours(address).then_some(address);
+    if !sent
+        && let Some(address) = reported.or_else(|| registers.first(is_ours))
+        && ARMED.swap(false, Ordering::AcqRel)
+    {
+        explain(address, &registers);
+    }
+    put_back(signal);
+    if sent {
+        // SAFETY: sends the very signal again, to this thread; it is delivered when this handler returns.
+        unsafe {
+            let [pid, thread] = [libc::getpid(), libc::gettid()];
+            libc::syscall(libc::SYS_rt_tgsigqueueinfo, pid, thread, signal, info);
+        }
+    }
+    // SAFETY: as above.
+    unsafe { *libc::__errno_location() = errno };
+}
+
+/// Has the next fault, which comes at once, go where it would have gone without us.
+fn put_back(signal: c_int) {
+    let (before, function) = (BEFORE.load(Ordering::Acquire), SIGACTION.load(Ordering::Relaxed));
+    // SAFETY: stored before the handler was installed, never freed; libc's function has this type.
+    unsafe {
+        let sigaction = core::mem::transmute::<*mut c_void, SigactionFn>(function);
+        sigaction(signal, before, ptr::null_mut());
+    }
+}
+
+/// Writes the line to standard error. Called once in a process.
+fn explain(address: u64, registers: &Registers) {
+    // SAFETY: see `Desk`.
+    let (line, room) = unsafe { &mut *DESK.0.get() };
+    line.text(b"ucx-gaudi: SIGSEGV: the CPU accessed Gaudi memory (");
+    line.hex(address);
+    line.text(b"), which only the card can, in ");
+    let culprit = code::describe(room, line, registers.instruction());
+    if culprit.is_library_of_c {
+        line.text(b", called from ");
+        code::describe_caller(room, line, registers.stack());
+    }
+    line.text(
+        b". That code took the buffer for host memory: see docs/errors.md, \"CPU access\".\n",
+    );
+    line.write_to(libc::STDERR_FILENO);
+}
+
+/// The processor's registers at the fault.
+struct Registers(*const libc::ucontext_t);
+
+#[cfg(target_arch = "x86_64")]
+impl Registers {
+    /// # Safety
+    /// `context` is what the kernel passed to a signal handler that is still running.
+    unsafe fn of(context: *mut c_void) -> Self {
+        Registers(context.cast())
+    }
+
+    fn get(&self, register: c_int) -> u64 {
+        // SAFETY: alive as long as the handler, see `of`; the index is one of libc's.
+        unsafe { (*self.0).uc_mcontext.gregs[register as usize].cast_unsigned() }
+    }
+
+    fn instruction(&self) -> u64 {
+        self.get(libc::REG_RIP)
+    }
+
+    fn stack(&self) -> u64 {
+        self.get(libc::REG_RSP)
+    }
+
+    /// The first register that is as wanted: an x86 does not report the address if it is none to it, but one of
+    /// these made it.
+    fn first(&self, wanted: fn(u64) -> bool) -> Option<u64> {
+        let general = libc::REG_R8..=libc::REG_RCX;
+        general.map(|register| self.get(register)).find(|value| wanted(*value))
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+impl Registers {
+    /// # Safety
+    /// None: it looks at nothing.
+    unsafe fn of(context: *mut c_void) -> Self {
+        Registers(context.cast())
+    }
+
+    fn instruction(&self) -> u64 {
+        0
+    }
+
+    fn stack(&self) -> u64 {
+        0
+    }
+
+    fn first(&self, _: fn(u64) -> bool) -> Option<u64> {
+        None
+    }
+}

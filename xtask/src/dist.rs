@@ -1,11 +1,10 @@
 //! `cargo xtask build`: builds what users get and lays it out as `target/dist`.
 //!
 //! UCX matches plugin files by the suffix under which its own libucs was opened (`.so`, `.so.0` or
-//! `.so.0.0.0`), so each plugin has all three names. The plugin for UCT and the one for ucx_perftest
-//! are one file: two mappings of it would be two engines on one card.
+//! `.so.0.0.0`), so each plugin has all three names. The file under these names is a small loader
+//! (`crates/plugin-loader`) of the one engine beside them: any number of copies is one engine.
 
 use std::fs;
-use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -22,10 +21,9 @@ pub(crate) enum Profile {
     Debug,
 }
 
-/// Frameworks of UCX that load our one shared object, by the name each gives to it.
+/// Frameworks of UCX that load us, by the name each gives to the file.
 const PLUGIN_NAMES: [&str; 2] = ["libuct_gaudi", "libucx_perftest_gaudi"];
-const REAL_SUFFIX: &str = ".so.0.0.0";
-const LINK_SUFFIXES: [&str; 2] = [".so.0", ".so"];
+const PLUGIN_SUFFIXES: [&str; 3] = [".so", ".so.0", ".so.0.0.0"];
 
 /// For programs that open a card by themselves.
 const HEADER: &str = include_str!("../../crates/uct-gaudi/include/ucx_gaudi.h");
@@ -33,7 +31,8 @@ const HEADER: &str = include_str!("../../crates/uct-gaudi/include/ucx_gaudi.h");
 /// What cargo built, wherever it put it.
 #[derive(Debug)]
 struct Artifacts {
-    plugin: PathBuf,
+    engine: PathBuf,
+    loader: PathBuf,
     soft_gaudi: PathBuf,
     soft_rdma: PathBuf,
     soft_scal: PathBuf,
@@ -76,13 +75,10 @@ fn compile(repo: &Repo, profile: Profile) -> Result<Artifacts> {
     if profile == Profile::Release {
         cargo.arg("--release");
     }
-    let output = cargo.stderr(Stdio::inherit()).output().context("cannot run cargo")?;
-    if !output.status.success() {
-        bail!("the build failed (cargo says why above)");
-    }
-    let messages = String::from_utf8_lossy(&output.stdout);
+    let messages = messages(&mut cargo)?;
     Ok(Artifacts {
-        plugin: artifact(&messages, "uct_gaudi", ".so")?,
+        engine: artifact(&messages, "uct_gaudi", ".so")?,
+        loader: compile_loader(repo)?,
         soft_gaudi: artifact(&messages, "soft_gaudi", ".so")?,
         soft_rdma: link_soft_rdma(repo, &artifact(&messages, "soft_rdma", ".a")?)?,
         soft_scal: artifact(&messages, "soft_scal", ".so")?,
@@ -90,6 +86,23 @@ fn compile(repo: &Repo, profile: Profile) -> Result<Artifacts> {
         ucp_check: artifact(&messages, "ucp-check", "")?,
         tool: artifact(&messages, "ucx-gaudi", "")?,
     })
+}
+
+/// The loader is small only if it is optimised and never unwinds, which profiles cannot say of one crate.
+fn compile_loader(repo: &Repo) -> Result<PathBuf> {
+    let mut cargo = repo.cargo();
+    cargo.args(["rustc", "--message-format=json-render-diagnostics", "--release"]);
+    cargo.args(["--package=plugin-loader", "--", "-Cpanic=abort"]);
+    artifact(&messages(&mut cargo)?, "plugin_loader", ".so")
+}
+
+/// What cargo reports as JSON.
+fn messages(cargo: &mut Command) -> Result<String> {
+    let output = cargo.stderr(Stdio::inherit()).output().context("cannot run cargo")?;
+    if !output.status.success() {
+        bail!("the build failed (cargo says why above)");
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 /// Makes libibverbs.so.1 of an archive. Its symbols need versions, which cargo's own shared objects
@@ -141,17 +154,12 @@ fn lay_out(dist: &Path, artifacts: &Artifacts) -> Result<()> {
     };
 
     let plugins = place(layout.plugins())?;
-    let real = format!("{}{REAL_SUFFIX}", PLUGIN_NAMES[0]);
-    copy(&artifacts.plugin, &plugins.join(&real))?;
     for name in PLUGIN_NAMES {
-        for suffix in [REAL_SUFFIX].iter().chain(&LINK_SUFFIXES) {
-            let link = format!("{name}{suffix}");
-            if link != real {
-                let path = plugins.join(link);
-                symlink(&real, &path).with_context(|| format!("cannot link {}", path.display()))?;
-            }
+        for suffix in PLUGIN_SUFFIXES {
+            copy(&artifacts.loader, &plugins.join(format!("{name}{suffix}")))?;
         }
     }
+    copy(&artifacts.engine, &plugins.with_file_name("libucx_gaudi.so"))?;
     let header = place(layout.dist().join("include"))?.join("ucx_gaudi.h");
     fs::write(&header, HEADER).with_context(|| format!("cannot write {}", header.display()))?;
     copy(&artifacts.soft_gaudi, &place(layout.soft_gaudi())?.join("libhl-thunk.so"))?;
@@ -219,7 +227,6 @@ fn replace_folder(place: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Resul
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::unix::fs::MetadataExt;
     use tempfile::TempDir;
 
     fn folder() -> TempDir {
@@ -233,7 +240,8 @@ mod tests {
             path
         };
         Artifacts {
-            plugin: file("plugin"),
+            engine: file("engine"),
+            loader: file("loader"),
             soft_gaudi: file("soft"),
             soft_rdma: file("rdma"),
             soft_scal: file("scal"),
@@ -244,26 +252,23 @@ mod tests {
     }
 
     #[test]
-    fn all_plugin_names_are_one_file() {
+    fn every_plugin_name_is_a_loader_of_the_one_engine() {
         let root = folder();
         let dist = root.path().join("dist");
         let artifacts = artifacts(root.path());
         replace_folder(&dist, |staging| lay_out(staging, &artifacts)).expect("laid out");
 
         let plugins = dist.join("lib/ucx-gaudi/plugins");
-        let mut inodes = Vec::new();
         for name in ["libuct_gaudi", "libucx_perftest_gaudi"] {
             for suffix in [".so", ".so.0", ".so.0.0.0"] {
                 let path = plugins.join(format!("{name}{suffix}"));
-                inodes.push(fs::metadata(&path).expect("exists").ino());
-                if let Ok(target) = fs::read_link(&path) {
-                    assert!(target.is_relative(), "{} survives a move", path.display());
-                }
+                assert!(!path.is_symlink(), "links do not survive every package format");
+                assert_eq!(fs::read(&path).expect("exists"), b"loader");
             }
         }
-        assert_eq!(inodes.len(), 6);
-        assert!(inodes.windows(2).all(|pair| pair[0] == pair[1]), "{inodes:?}");
         assert_eq!(fs::read_dir(&plugins).expect("folder").count(), 6, "and nothing else");
+        let engine = dist.join("lib/ucx-gaudi/libucx_gaudi.so");
+        assert_eq!(fs::read(engine).expect("exists"), b"engine");
         assert!(dist.join("lib/ucx-gaudi/soft/gaudi/libhl-thunk.so").exists());
         assert!(dist.join("lib/ucx-gaudi/soft/rdma/libibverbs.so.1").exists());
         assert!(dist.join("lib/ucx-gaudi/soft/synapse/libscal.so").exists());

@@ -1,7 +1,6 @@
-//! `cargo xtask install --prefix P`: copies `target/dist` to a prefix, links kept as links.
+//! `cargo xtask install --prefix P`: copies `target/dist` to a prefix.
 
 use std::fs;
-use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
@@ -16,7 +15,7 @@ pub(crate) fn run(repo: &Repo, prefix: &Path) -> Result<()> {
     let prefix = check(&dist, prefix)?;
     let work = Work::start(format!("installing to {}", prefix.display()));
     let files = copy_tree(&dist, &prefix)?;
-    work.done(&format!("{files} files and links"));
+    work.done(&format!("{files} files"));
     let lib = prefix.join("lib/ucx-gaudi");
     eprintln!(
         "\nStock UCX (1.22 or later) loads the plugin with\n\n    export UCX_PLUGIN_PATH={}\n\n\
@@ -66,25 +65,21 @@ fn check(dist: &Path, prefix: &Path) -> Result<PathBuf> {
     Ok(absolute)
 }
 
-fn copy_tree(from: &Path, to: &Path) -> Result<usize> {
+/// Copies a folder, replacing files that are there.
+pub(crate) fn copy_tree(from: &Path, to: &Path) -> Result<usize> {
     fs::create_dir_all(to).with_context(|| remedy(to))?;
     let mut copied = 0;
     for entry in fs::read_dir(from).with_context(|| format!("cannot read {}", from.display()))? {
         let entry = entry?;
         let (source, target) = (entry.path(), to.join(entry.file_name()));
-        let kind = entry.file_type()?;
-        if kind.is_dir() {
+        if entry.file_type()?.is_dir() {
             copied += copy_tree(&source, &target)?;
             continue;
         }
         // Beside, then renamed over: a program that has the old file mapped must not see it change.
         let fresh = to.join(format!(".{}.new", entry.file_name().display()));
         let _ = fs::remove_file(&fresh);
-        if kind.is_symlink() {
-            symlink(fs::read_link(&source)?, &fresh).with_context(|| remedy(to))?;
-        } else {
-            fs::copy(&source, &fresh).with_context(|| remedy(to))?;
-        }
+        fs::copy(&source, &fresh).with_context(|| remedy(to))?;
         fs::rename(&fresh, &target).with_context(|| remedy(&target))?;
         copied += 1;
     }
@@ -102,6 +97,7 @@ fn remedy(path: &Path) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::fs::symlink;
     use tempfile::TempDir;
 
     /// A checkout with something built.
@@ -111,7 +107,6 @@ mod tests {
         let plugins = repo.layout().plugins();
         fs::create_dir_all(&plugins).expect("folders");
         fs::write(plugins.join("libuct_gaudi.so.0.0.0"), "plugin").expect("file");
-        symlink("libuct_gaudi.so.0.0.0", plugins.join("libuct_gaudi.so.0")).expect("link");
         (place, repo)
     }
 
@@ -120,17 +115,16 @@ mod tests {
     }
 
     #[test]
-    fn links_stay_links_and_a_second_time_works() {
+    fn a_second_time_replaces_the_files() {
         let (place, repo) = built();
         let prefix = place.path().join("prefix");
         for _ in 0..2 {
             run(&repo, &prefix).expect("installed");
-            let link = prefix.join("lib/ucx-gaudi/plugins/libuct_gaudi.so.0");
-            assert_eq!(fs::read_link(&link).expect("a link"), Path::new("libuct_gaudi.so.0.0.0"));
-            assert_eq!(fs::read(&link).expect("it leads somewhere"), b"plugin");
+            let file = prefix.join("lib/ucx-gaudi/plugins/libuct_gaudi.so.0.0.0");
+            assert_eq!(fs::read(&file).expect("a file"), b"plugin");
         }
         let files = fs::read_dir(prefix.join("lib/ucx-gaudi/plugins")).expect("folder").count();
-        assert_eq!(files, 2, "no temporary names stay");
+        assert_eq!(files, 1, "no temporary names stay");
     }
 
     #[test]

@@ -107,17 +107,44 @@ fn example_transport_is_loaded_and_copies() {
     assert!(run.stdout.contains("Final:"), "{}", run.report());
 }
 
-/// `cp -rL` makes two plugins of one; using both would end in an error that misleads.
-#[test]
-fn plugin_copied_without_its_links_is_noticed() {
-    let bench = Workbench::from_env();
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    for name in ["libuct_gaudi.so.0", "libucx_perftest_gaudi.so.0"] {
-        std::fs::copy(bench.layout().plugins().join(name), folder.path().join(name))
-            .expect("copied");
+/// Copies parts of the installation to a prefix of its own; what UCX loads comes first.
+fn installation(bench: &Workbench, loaders: &[&str], engine: bool) -> tempfile::TempDir {
+    let (from, to) = (bench.layout().plugins(), tempfile::tempdir().expect("a temporary folder"));
+    let copy = |from: &Path, to: &Path| {
+        std::fs::copy(from, to).unwrap_or_else(|e| panic!("{}: {e}", from.display()));
+    };
+    std::fs::create_dir(to.path().join("plugins")).expect("a folder");
+    for name in loaders {
+        copy(&from.join(name), &to.path().join("plugins").join(name));
     }
-    let words = "-l -t tag_lat -m gaudi -s 8 -n 10";
-    let tool = bench.stock("ucx_perftest", &e2e::Device::software(), words);
-    let end = tool.env("UCX_PLUGIN_PATH", folder.path()).run();
+    if engine {
+        let name = "libucx_gaudi.so";
+        copy(&from.with_file_name(name), &to.path().join(name));
+    }
+    to
+}
+
+const UCT: &str = "libuct_gaudi.so.0";
+const PERFTEST: &str = "libucx_perftest_gaudi.so.0";
+
+#[test]
+fn plugin_without_its_engine_says_so_in_one_line_and_host_memory_works() {
+    let bench = Workbench::from_env();
+    let place = installation(&bench, &[UCT, PERFTEST], false);
+    let tool = bench.stock("ucx_perftest", &e2e::Device::software(), "-l -t tag_lat -s 8 -n 10");
+    let end = tool.env("UCX_PLUGIN_PATH", place.path().join("plugins")).run().ok();
+    let report = end.report();
+    assert_eq!(report.matches("ucx-gaudi: not loaded: ").count(), 1, "{report}");
+    assert!(end.says(&["libucx_gaudi.so: cannot open", "under one prefix"]), "{report}");
+}
+
+#[test]
+fn two_installations_in_one_process_are_noticed() {
+    let bench = Workbench::from_env();
+    let (one, two) = (installation(&bench, &[UCT], true), installation(&bench, &[PERFTEST], true));
+    let tool =
+        bench.stock("ucx_perftest", &e2e::Device::software(), "-l -t tag_lat -m gaudi -s 8 -n 10");
+    let path = [&one, &two].map(|place| place.path().join("plugins").display().to_string());
+    let end = tool.env("UCX_PLUGIN_PATH", path.join(":")).run();
     assert!(end.says(&["WARN", "loaded 2 times"]), "{}", end.report());
 }

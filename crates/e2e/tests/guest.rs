@@ -129,7 +129,7 @@ fn host_only_program_survives_the_device_taken_away() {
     let plugin_is_loaded = running.wait_until(|pids| {
         pids.iter().any(|pid| {
             let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
-            maps.contains("libuct_gaudi")
+            maps.contains("libucx_gaudi")
         })
     });
     if let Device::Software(node) = &device {

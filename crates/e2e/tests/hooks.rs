@@ -190,7 +190,7 @@ impl Driver {
 /// Calls one of the plugin's functions for applications.
 fn plugin(name: &CStr, fd: c_int, address: u64, length: u64) {
     let path = PathBuf::from(std::env::var_os("UCX_PLUGIN_PATH").expect("set by the test"));
-    let path = path.join("libuct_gaudi.so.0");
+    let path = path.with_file_name("libucx_gaudi.so");
     // SAFETY: a function of ucx_gaudi.h, which looks at as many arguments as it has.
     let (answer, reason) = unsafe {
         let call: unsafe extern "C" fn(c_int, u64, u64) -> c_int = function(&path, name, 0);

@@ -35,7 +35,7 @@ fn a_host_only_job_has_no_page() {
     let loaded = running.wait_until(|processes| {
         processes.iter().any(|process| {
             std::fs::read_to_string(format!("/proc/{process}/maps"))
-                .is_ok_and(|maps| maps.contains("libuct_gaudi"))
+                .is_ok_and(|maps| maps.contains("libucx_gaudi"))
         })
     });
     assert!(loaded);

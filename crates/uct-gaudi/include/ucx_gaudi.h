@@ -1,8 +1,8 @@
 /*
  * ucx-gaudi for programs that open a Gaudi by themselves (docs/hooks.md).
  *
- * The functions are in the plugin, libuct_gaudi.so.0, under UCX_PLUGIN_PATH. Load it with
- * dlopen(path, RTLD_NOW) and find them with dlsym; UCX will find the same copy.
+ * The functions are in libucx_gaudi.so, beside the folder that UCX_PLUGIN_PATH names. Load it with
+ * dlopen(path, RTLD_NOW) and find them with dlsym, or link with it; UCX will find the same copy.
  *
  * Each returns 0, or a negative code of docs/errors.md; ucx_gaudi_error() then says why.
  * All may be called from any thread.

@@ -1,14 +1,15 @@
-//! Noticing a second copy of the plugin in the process.
+//! Noticing a second engine in the process.
 //!
-//! The plugin's several names are links to one file, and a file is mapped once. Copied without the
-//! links they are several plugins with an engine each, none of which knows the others' memory.
+//! All files that UCX loads open the one engine beside them. A process has two engines if it uses two
+//! installations, for example one through UCX and another through `ucx_gaudi.h`: neither knows the other's
+//! memory.
 
 use std::collections::BTreeMap;
 
 use uct::{Ucx, log};
 
-/// Names under which UCX loads us.
-const NAMES: [&str; 3] = ["libuct_gaudi.", "libucx_perftest_gaudi.", "libucm_gaudi."];
+/// This library's name.
+const NAME: &str = "libucx_gaudi.so";
 
 /// Warns if more than one file of ours is mapped.
 pub(crate) fn warn(ucx: &Ucx) {
@@ -19,8 +20,8 @@ pub(crate) fn warn(ucx: &Ucx) {
         log!(
             ucx,
             Warn,
-            "the plugin is loaded {} times ({}), and these do not know each other's memory: its \
-             names must be links to one file; copy them with `cp -a` or `cargo xtask install`",
+            "ucx-gaudi is loaded {} times ({}), and these do not know each other's memory: use one \
+             installation in a process",
             files.len(),
             files.join(", ")
         );
@@ -29,10 +30,7 @@ pub(crate) fn warn(ucx: &Ucx) {
 
 /// Our files in the format of `/proc/self/maps`, by device and inode.
 fn files(maps: &str) -> BTreeMap<(&str, &str), &str> {
-    let ours = |line: &&str| {
-        let name = line.rsplit('/').next().unwrap_or_default();
-        NAMES.iter().any(|known| name.starts_with(known))
-    };
+    let ours = |line: &&str| line.rsplit('/').next() == Some(NAME);
     maps.lines()
         .filter(ours)
         .filter_map(|line| {
@@ -48,12 +46,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn links_are_one_file_and_copies_are_two() {
-        let one = "7f00-7f01 r-xp 00000000 fe:00 11 /a b/libuct_gaudi.so.0.0.0\n\
-                   7f01-7f02 rw-p 00001000 fe:00 11 /a b/libuct_gaudi.so.0.0.0\n\
-                   7f03-7f04 rw-p 00001000 fe:00 12 /usr/lib/libuct_cma.so.0\n";
-        assert_eq!(files(one).into_values().collect::<Vec<_>>(), ["/a b/libuct_gaudi.so.0.0.0"]);
-        let two = format!("{one}7f05-7f06 r-xp 0 fe:00 13 /c/libucx_perftest_gaudi.so.0\n");
+    fn mappings_of_one_file_count_once_and_loaders_not_at_all() {
+        let one = "7f00-7f01 r-xp 00000000 fe:00 11 /a b/libucx_gaudi.so\n\
+                   7f01-7f02 rw-p 00001000 fe:00 11 /a b/libucx_gaudi.so\n\
+                   7f03-7f04 rw-p 00001000 fe:00 12 /a b/plugins/libuct_gaudi.so.0\n";
+        assert_eq!(files(one).into_values().collect::<Vec<_>>(), ["/a b/libucx_gaudi.so"]);
+        let two = format!("{one}7f05-7f06 r-xp 0 fe:00 13 /c/libucx_gaudi.so\n");
         assert_eq!(files(&two).len(), 2);
         assert!(files("").is_empty());
     }

@@ -1,7 +1,7 @@
 //! The C functions for programs that open a card by themselves: `include/ucx_gaudi.h`.
 //!
 //! They are found in this very library, which the program may load before UCX does
-//! (`dlopen("libuct_gaudi.so.0", RTLD_NOW)`): nothing happens by that.
+//! (`dlopen("libucx_gaudi.so", RTLD_NOW)`): nothing happens by that.
 
 use core::ffi::{c_char, c_int};
 use std::cell::RefCell;

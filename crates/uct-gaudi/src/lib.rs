@@ -1,7 +1,8 @@
 //! The UCX plugin: Gaudi for an unmodified UCX.
 //!
-//! Little more than translation: UCX's words (`uct`) to the engine's (`gaudi`) and back. One
-//! library serves UCX's module frameworks `uct` and `ucx_perftest` through links to the same file.
+//! Little more than translation: UCX's words (`uct`) to the engine's (`gaudi`) and back. One library,
+//! `libucx_gaudi.so`, serves UCX's module frameworks `uct` and `ucx_perftest`: the files that UCX loads for
+//! them pass its call on (crate `plugin-loader`).
 //!
 //! Loading it registers three components and nothing else: no thread, no hook, no driver library.
 //! The driver is looked for when UCX asks for memory domains, and a card is opened when the first

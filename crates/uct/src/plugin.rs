@@ -8,8 +8,8 @@ use crate::ucx::{Bound, Ucx};
 
 /// What [`plugin!`](crate::plugin) calls when UCX loads the library.
 ///
-/// `register` runs once per copy of UCX in the process; later calls for the same copy (the same
-/// file may serve several of UCX's module frameworks through links) run `again`.
+/// `register` runs once per copy of UCX in the process; later calls for the same copy (one
+/// library may serve several of UCX's module frameworks) run `again`.
 #[doc(hidden)]
 pub fn enter(
     caller: *const c_void,

@@ -8,6 +8,7 @@ mod check;
 mod demo;
 mod dist;
 mod install;
+mod package;
 mod progress;
 mod repo;
 mod sets;
@@ -121,6 +122,18 @@ enum Command {
         #[command(subcommand)]
         what: vm::What,
     },
+    /// Make packages of target/dist, after a build if there was none: tar, deb, rpm and wheel
+    Package {
+        /// Which; without any: all
+        #[arg(value_enum)]
+        formats: Vec<package::Format>,
+        /// The version they say
+        #[arg(long, default_value = env!("CARGO_PKG_VERSION"))]
+        version: String,
+        /// Where to, if not target/package
+        #[arg(long, value_name = "DIR")]
+        out: Option<PathBuf>,
+    },
 }
 
 /// `--ucx`: the stock UCX by the name people use.
@@ -180,6 +193,13 @@ fn run(command: Command) -> Result<()> {
             install::run(&repo, &prefix)
         }
         Command::Vm { what } => vm::run(&repo, what),
+        Command::Package { formats, version, out } => {
+            dist::build_if_missing(&repo)?;
+            let all = package::Format::value_variants();
+            let formats = if formats.is_empty() { all } else { &formats };
+            let out = out.unwrap_or_else(|| repo.layout().target().join("package"));
+            package::run(&repo, formats, &version, &out)
+        }
     }
 }
 

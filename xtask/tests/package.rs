@@ -1,0 +1,189 @@
+//! What `cargo xtask package` makes can be installed, run, upgraded and removed: the wheel with pip in a
+//! virtual environment, the deb with dpkg in a folder, the tar anywhere. Packages are made of `target/dist`
+//! as it is; nothing is compiled, and nothing outside of temporary folders is changed.
+
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use e2e::{Layout, Ucx};
+use tempfile::TempDir;
+
+/// Makes packages of one format with this version, and returns those of the plugin and the software devices.
+fn packages(format: &str, version: &str, out: &Path) -> [PathBuf; 2] {
+    let made = Command::new(env!("CARGO_BIN_EXE_xtask"))
+        .args(["package", format, "--version", version, "--out"])
+        .arg(out)
+        .output()
+        .expect("xtask runs");
+    text(made, true);
+    let all = std::fs::read_dir(out).expect("a folder").map(|entry| entry.expect("entry").path());
+    let of_version = |path: &PathBuf| path.display().to_string().contains(version);
+    let mut found: Vec<PathBuf> = all.filter(of_version).collect();
+    // `ucx-gaudi_` and `ucx_gaudi-0` before `…soft`.
+    found.sort_by_key(|path| path.display().to_string().contains("soft"));
+    found.try_into().expect("two packages")
+}
+
+/// What a program said on both channels.
+fn text(output: Output, good: bool) -> String {
+    let text = String::from_utf8_lossy(&output.stdout).into_owned()
+        + &String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.success(), good, "{}\n{text}", output.status);
+    text
+}
+
+fn run<S: AsRef<OsStr>>(
+    program: impl AsRef<OsStr>,
+    arguments: impl IntoIterator<Item = S>,
+) -> String {
+    let name = program.as_ref().display().to_string();
+    let output = Command::new(program).args(arguments).output();
+    text(output.unwrap_or_else(|error| panic!("{name}: {error}")), true)
+}
+
+fn exists(program: &str) -> bool {
+    Command::new(program).arg("--version").output().is_ok_and(|output| output.status.success())
+}
+
+/// A folder, unless something is missing for this test; then says what.
+fn place(programs: &[&str]) -> Option<TempDir> {
+    let layout = Layout::from_env();
+    let needed = [layout.plugins(), Ucx::V1_22.libucp(&layout)];
+    let missing = needed.iter().find(|path| !path.exists()).map(|path| path.display().to_string());
+    let program = programs.iter().find(|program| !exists(program)).map(|name| name.to_string());
+    if let Some(missing) = missing.or(program) {
+        println!("skipped: no {missing}");
+        return None;
+    }
+    Some(tempfile::tempdir().expect("a temporary folder"))
+}
+
+/// Uses an installed tool as its users do: stock UCX moves Gaudi memory on a software card.
+fn works(tool: &Path, version: &str) {
+    let layout = Layout::from_env();
+    let said = run(tool, ["--version"]);
+    assert!(said.contains("ucx-gaudi"), "{version}: {said}");
+    let perftest = Ucx::V1_22.bin_dir(&layout).expect("it has programs").join("ucx_perftest");
+    let libraries = Ucx::V1_22.lib_dirs(&layout);
+    let mut command = Command::new(tool);
+    command.args(["run", "--soft=1", "--tuned", "--"]).arg(perftest);
+    command.args(["-l", "-t", "tag_lat", "-m", "gaudi", "-s", "4096", "-n", "20"]);
+    for (name, _) in std::env::vars_os().filter(|(name, _)| e2e::is_setting(name)) {
+        command.env_remove(name);
+    }
+    command.env("LD_LIBRARY_PATH", std::env::join_paths(libraries).expect("plain paths"));
+    let said = text(command.output().expect("the tool runs"), true);
+    assert!(said.contains("Final:") && !said.contains("WARN"), "{said}");
+}
+
+/// Files below a folder.
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let below = |path: PathBuf| if path.is_dir() { files(&path) } else { vec![path] };
+    entries.flat_map(|entry| below(entry.path())).collect()
+}
+
+#[test]
+fn wheel_is_installed_run_upgraded_and_removed() {
+    let Some(place) = place(&["python3"]) else { return };
+    let venv = place.path().join("venv");
+    run("python3", [OsStr::new("-m"), "venv".as_ref(), "--without-pip".as_ref(), venv.as_ref()]);
+    let python = venv.join("bin/python");
+    let before = files(&venv);
+    let pip = |arguments: &[&OsStr]| {
+        let mut command = Command::new("python3");
+        command.args(["-m", "pip", "--disable-pip-version-check", "--python"]).arg(&python);
+        command.args(arguments).output().expect("python3 runs")
+    };
+    if !pip(&["--version".as_ref()]).status.success() {
+        return println!("skipped: no pip that has --python (22.3 or later)");
+    }
+    for version in ["0.1.0", "0.1.1"] {
+        let [main, soft] = packages("wheel", version, place.path());
+        let tag = main.display().to_string();
+        assert!(tag.contains("-py3-none-manylinux_2_") && tag.ends_with("_x86_64.whl"), "{tag}");
+        let install = ["install", "--no-index", "--upgrade", "--no-deps"].map(OsStr::new);
+        text(pip(&[&install[..], &[main.as_ref(), soft.as_ref()]].concat()), true);
+        works(&venv.join("bin/ucx-gaudi"), version);
+        let script = "import ucx_gaudi; print(ucx_gaudi.plugin_path())";
+        let path = PathBuf::from(run(&python, ["-c", script]).trim_end());
+        assert!(path.join("libuct_gaudi.so.0").exists(), "{}", path.display());
+        text(pip(&["check".as_ref()]), true);
+    }
+    let uninstall = ["uninstall", "--yes", "ucx-gaudi", "ucx-gaudi-soft"];
+    text(pip(&uninstall.map(OsStr::new)), true);
+    assert_eq!(files(&venv).len(), before.len(), "something stays: {:?}", files(&venv));
+}
+
+#[test]
+fn deb_is_installed_run_upgraded_and_removed() {
+    let Some(place) = place(&["dpkg"]) else { return };
+    let root = place.path().join("root");
+    for folder in ["updates", "info"] {
+        std::fs::create_dir_all(root.join("var/lib/dpkg").join(folder)).expect("folders");
+    }
+    std::fs::write(root.join("var/lib/dpkg/status"), "").expect("a file");
+    // Of the dependencies only ours are there.
+    let dpkg = |arguments: &[&OsStr]| {
+        let mut command = Command::new("dpkg");
+        command.arg("--root").arg(&root).args([
+            "--force-not-root",
+            "--force-depends",
+            "--log=/dev/null",
+        ]);
+        // An ordinary user's PATH may lack what dpkg wants to find there.
+        let path = std::env::var("PATH").unwrap_or_default() + ":/usr/sbin:/sbin";
+        text(command.args(arguments).env("PATH", path).output().expect("dpkg runs"), true)
+    };
+    for version in ["0.1.0", "0.1.1"] {
+        let [main, soft] = packages("deb", version, place.path());
+        dpkg(&["--install".as_ref(), main.as_ref(), soft.as_ref()]);
+        works(&root.join("usr/bin/ucx-gaudi"), version);
+        let listed = dpkg(&["--list".as_ref(), "ucx-gaudi*".as_ref()]);
+        assert_eq!(listed.matches(version).count(), 2, "{listed}");
+    }
+    let conf =
+        std::fs::read_to_string(root.join("usr/share/ucx-gaudi/ucx.conf")).expect("settings");
+    assert!(conf.contains("\nUCX_PLUGIN_PATH=/usr/lib/ucx-gaudi/plugins\n"), "{conf}");
+    dpkg(&["--purge", "ucx-gaudi", "ucx-gaudi-soft"].map(OsStr::new));
+    assert!(!root.join("usr").exists(), "something stays: {:?}", files(&root.join("usr")));
+}
+
+#[test]
+fn rpm_has_the_files_of_the_deb() {
+    let Some(place) = place(&["rpmbuild", "rpm"]) else { return };
+    let [main, soft] = packages("rpm", "0.1.0", place.path());
+    let list = |package: &Path| run("rpm", ["-qpl".as_ref(), package.as_os_str()]);
+    let (main, soft) = (list(&main), list(&soft));
+    for file in ["bin/ucx-gaudi", "lib/ucx-gaudi/libucx_gaudi.so", "share/ucx-gaudi/ucx.conf"] {
+        assert!(main.contains(&format!("/usr/{file}\n")), "{main}");
+    }
+    assert!(!main.contains("/soft/") && soft.contains("/soft/gaudi/libhl-thunk.so"), "{soft}");
+}
+
+#[test]
+fn tar_works_wherever_it_is_unpacked_and_its_modulefile_finds_it() {
+    let Some(place) = place(&["tar"]) else { return };
+    let home = place.path().join("a folder");
+    std::fs::create_dir(&home).expect("a folder");
+    for package in packages("tar", "0.1.0", place.path()) {
+        run("tar", ["-xzf".as_ref(), package.as_os_str(), "-C".as_ref(), home.as_os_str()]);
+    }
+    let prefix = home.join("ucx-gaudi-0.1.0");
+    works(&prefix.join("bin/ucx-gaudi"), "0.1.0");
+
+    // Tcl with the commands of Environment Modules that the file uses.
+    let script = "proc unknown {name args} {puts \"$name $args\"}\n\
+                  set ModulesCurrentModulefile [lindex $argv 0]\nsource [lindex $argv 0]\n";
+    let file = place.path().join("module.tcl");
+    std::fs::write(&file, script).expect("a script");
+    let module = prefix.join("share/modulefiles/ucx-gaudi/0.1.0");
+    let Ok(output) = Command::new("tclsh").arg(&file).arg(&module).output() else {
+        return println!("skipped: no tclsh to read the modulefile with");
+    };
+    let said = text(output, true);
+    let plugins = prefix.join("lib/ucx-gaudi/plugins").canonicalize().expect("a folder");
+    assert!(said.contains(&format!("UCX_PLUGIN_PATH {{{}}}", plugins.display())), "{said}");
+    assert!(said.contains("setenv UCX_RMA_PPLN_ENABLE y"), "{said}");
+}

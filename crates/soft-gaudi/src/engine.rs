@@ -358,27 +358,41 @@ impl Context {
         }
     }
 
-    /// How long the oldest submission may still take.
-    pub(crate) fn until_timeout(&self) -> Duration {
-        let Some(oldest) = self.window.oldest() else { return Duration::from_secs(1) };
+    /// How much longer a submission may take: its time runs while it is the oldest.
+    fn time_left(&self, oldest: &Submission) -> Duration {
         let since = oldest
             .submitted
             .max(self.epoch + Duration::from_nanos(self.last_end.load(Ordering::Relaxed)));
-        let left = oldest.timeout.saturating_sub(since.elapsed());
-        left.max(Duration::from_millis(1))
+        oldest.timeout.saturating_sub(since.elapsed())
     }
 
-    /// Resets the card if its oldest submission has been stuck for too long.
+    /// How long the oldest submission may still take.
+    pub(crate) fn until_timeout(&self) -> Duration {
+        const LOOK: Duration = Duration::from_secs(1);
+        match self.window.oldest() {
+            Some(oldest) if !oldest.is_overdue() => {
+                self.time_left(&oldest).max(Duration::from_millis(1))
+            }
+            _ => LOOK,
+        }
+    }
+
+    /// Resets the card if its oldest submission has been stuck for too long. One that asked the driver to spare the
+    /// card stays in flight instead, and keeps the watchdog from those behind it, as the driver's list does.
     pub(crate) fn check_timeout(&self) {
         self.report_ends();
         let Some(oldest) = self.window.oldest() else { return };
-        let since = oldest
-            .submitted
-            .max(self.epoch + Duration::from_nanos(self.last_end.load(Ordering::Relaxed)));
-        if since.elapsed() >= oldest.timeout && !self.down.load(Ordering::Acquire) {
+        if !self.time_left(&oldest).is_zero() || self.down.load(Ordering::Acquire) {
+            return;
+        }
+        if !oldest.spares_card {
             self.state.record(Word::CsTimeout, realtime_ns(), oldest.seq, 0);
             self.events.raise(bit::CS_TIMEOUT | bit::DEVICE_RESET);
             self.reset(Some(&oldest));
+        } else if oldest.set_overdue() {
+            self.state.record(Word::CsTimeout, realtime_ns(), oldest.seq, 0);
+            self.events.raise(bit::CS_TIMEOUT);
+            self.node.log_kernel_error(self.device, "timeout", Errno::TIMEDOUT);
         }
     }
 

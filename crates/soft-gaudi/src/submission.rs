@@ -1,7 +1,7 @@
 //! Submissions: sequence numbers, the window of those in flight, and waiting for their end.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -49,6 +49,10 @@ pub(crate) struct Submission {
     signal: OnceLock<u32>,
     /// Its end is remembered longer than it has a slot in the window.
     remembered: bool,
+    /// Its timeout is recorded, and does not reset the card.
+    pub(crate) spares_card: bool,
+    /// That has happened.
+    overdue: AtomicBool,
     jobs: AtomicU32,
     /// Futex: [`PENDING`] or an outcome's code.
     state: AtomicU32,
@@ -67,6 +71,8 @@ impl Submission {
             timeout,
             signal: OnceLock::new(),
             remembered: false,
+            spares_card: false,
+            overdue: AtomicBool::new(false),
             jobs: AtomicU32::new(jobs),
             state: AtomicU32::new(PENDING),
             sleepers: AtomicU32::new(0),
@@ -79,6 +85,22 @@ impl Submission {
     pub(crate) fn remembered(mut self, yes: bool) -> Self {
         self.remembered = yes;
         self
+    }
+
+    /// Keeps its timeout from resetting the card.
+    pub(crate) fn sparing_card(mut self, yes: bool) -> Self {
+        self.spares_card = yes;
+        self
+    }
+
+    /// Its timeout has passed, and was recorded.
+    pub(crate) fn is_overdue(&self) -> bool {
+        self.overdue.load(Ordering::Relaxed)
+    }
+
+    /// Notes that its timeout has passed; true the first time.
+    pub(crate) fn set_overdue(&self) -> bool {
+        !self.overdue.swap(true, Ordering::Relaxed)
     }
 
     /// Makes it a signal.

@@ -101,6 +101,36 @@ fn a_hanging_submission_times_out_and_signals_the_notifier() {
     hlthunk_close(fd);
 }
 
+/// As the driver with SKIP_RESET_ON_TIMEOUT (0x400): recorded, logged and announced once; in flight until the close.
+#[test]
+fn a_hanging_submission_that_spares_the_card_stays_in_flight() {
+    let (fd, _guard) = card_with_faults();
+    let log = node_folder().join("gaudi2/kernel.log");
+    let lines = || std::fs::read_to_string(&log).unwrap_or_default().matches(" timeout ").count();
+    let before = lines();
+    let notifier = hlthunk_notifier_create(fd);
+    let buffer = nop(fd);
+    inject("submission hang\n");
+    let mut chunk = [user_chunk(0, buffer.va, 8)];
+    let stuck = submit_flagged(fd, &mut chunk, 0x400).unwrap();
+    let (mut events, mut count) = (0, 0);
+    assert_eq!(hlthunk_notifier_recv(fd, notifier, &mut events, &mut count, 0, 20_000), 0);
+    assert_eq!((events, count), (1 << 3, 1), "a timeout and no reset");
+    let mut record = sys::CsTimeoutRecord::default();
+    assert_eq!(hlthunk_get_event_record(fd, 1, (&raw mut record).cast()), 0);
+    assert_eq!(record.seq, stuck);
+    let mut status = 99;
+    for _ in 0..3 {
+        assert_eq!(wait(fd, buffer.submit(4).unwrap()), (0, sys::WAIT_COMPLETED), "another queue");
+        assert_eq!(hlthunk_wait_for_cs(fd, stuck, 200_000, &mut status), 0);
+        assert_eq!(status, sys::WAIT_BUSY);
+    }
+    assert_eq!(lines(), before + 1);
+    assert_eq!(hlthunk_notifier_release(fd, notifier), 0);
+    drop(buffer);
+    assert_eq!(hlthunk_close(fd), 0);
+}
+
 #[test]
 fn a_late_submission_ends_after_others() {
     let (fd, _guard) = card_with_faults();

@@ -185,7 +185,9 @@ fn submit_chunks(
     // A first part that is not the last keeps the submission open with a job of its own.
     let open = u32::from(staged && first && !last);
     let submission = context.enter_window(|seq| {
-        Submission::new(seq, queues, jobs + open, timeout).remembered(flags & FLAG_TIMESTAMP != 0)
+        Submission::new(seq, queues, jobs + open, timeout)
+            .remembered(flags & FLAG_TIMESTAMP != 0)
+            .sparing_card(flags & FLAG_SKIP_RESET_ON_TIMEOUT != 0)
     })?;
     let whole = if staged && !first {
         let Stage::Sequence(sequence) = stage else { return Err(Errno::INVAL) };
@@ -242,6 +244,7 @@ const FLAG_TIMESTAMP: u32 = 0x20;
 const FLAG_STAGED: u32 = 0x40;
 const FLAG_STAGED_FIRST: u32 = 0x80;
 const FLAG_STAGED_LAST: u32 = 0x100;
+const FLAG_SKIP_RESET_ON_TIMEOUT: u32 = 0x400;
 const FLAGS_STAGED: u32 = FLAG_STAGED | FLAG_STAGED_FIRST | FLAG_STAGED_LAST;
 /// Each of these makes a submission one of another kind.
 const FLAGS_KINDS: u32 = 0x2 | 0x4 | 0x8 | 0x1000 | 0x2000 | 0x4000 | 0x8000 | 0x10000;

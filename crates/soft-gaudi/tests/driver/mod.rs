@@ -123,12 +123,21 @@ pub(crate) fn gaudi1_copy(src: u64, dst: u64, size: u32) -> Vec<u8> {
 
 /// Submits chunks: sequence number or negative errno.
 pub(crate) fn submit(fd: c_int, chunks: &mut [CsChunk]) -> Result<u64, c_int> {
+    submit_flagged(fd, chunks, 0)
+}
+
+/// Submits chunks with flags of the driver: sequence number or negative errno.
+pub(crate) fn submit_flagged(
+    fd: c_int,
+    chunks: &mut [CsChunk],
+    flags: u32,
+) -> Result<u64, c_int> {
     let input = CsIn {
         chunks_restore: core::ptr::null_mut(),
         chunks_execute: chunks.as_mut_ptr().cast::<c_void>(),
         num_chunks_restore: 0,
         num_chunks_execute: chunks.len() as u32,
-        flags: 0,
+        flags,
     };
     let mut out = CsOut::default();
     match hlthunk_command_submission(fd, (&raw const input).cast(), (&raw mut out).cast()) {

@@ -35,6 +35,24 @@ fn short_copy_that_fails_once_is_made_again() {
     }
 }
 
+/// A second try would only give the kernel's log another line.
+#[test]
+fn copies_on_a_card_that_was_reset_are_not_made_again() {
+    for size in ["1K", "4M"] {
+        let trace = tempfile::NamedTempFile::new().expect("a file");
+        let path = trace.path().to_str().expect("UTF-8");
+        // Both processes have a card; the reset meets the fourth wait of whoever is first.
+        let end =
+            message_of(size, "hlthunk_wait_for_cs reset after=3", &[("UCX_GAUDI_TRACE", path)]);
+        assert!(!end.success(), "{}", end.report());
+        let trace = std::fs::read_to_string(path).expect("a trace");
+        let refused = trace.lines().filter(|line| {
+            line.contains("hlthunk_command_submission") && line.contains("\"errno\":16")
+        });
+        assert_eq!(refused.count(), 0, "{trace}\n{}", end.report());
+    }
+}
+
 /// UCP ends the process itself.
 #[test]
 fn short_copy_that_fails_for_good_is_logged_and_no_wrong_bytes_arrive() {

@@ -25,8 +25,8 @@ use crate::share::{self, Handles};
 use crate::stats::{Counter, Counts, Gauge, Path, Tally};
 use crate::window::{Announcement, ReservedAddresses};
 use crate::{
-    Allocation, DeviceAddr, DeviceInfo, Direction, Error, ErrorKind, Notifier, PAGE_SIZE, Segment,
-    Side, SubmitError, Transfer, Window, kept, runtime,
+    Allocation, Costs, DeviceAddr, DeviceInfo, Direction, Error, ErrorKind, Notifier, PAGE_SIZE,
+    Segment, Side, SubmitError, Transfer, Window, kept, runtime,
 };
 
 const EXPORTING: &str = "exporting a dma-buf";
@@ -136,7 +136,7 @@ impl Device {
         counts.opened();
         let open = Open {
             engine: Engine::new(Arc::clone(&backend), counts),
-            pins: Pins::new(counts),
+            pins: Pins::new(counts, Costs::of(&window.info).pinning),
             handles: Handles::default(),
             bounce: OnceLock::new(),
             permit_slots: OnceLock::new(),
@@ -352,6 +352,11 @@ impl Device {
     /// when its last handle and allocation are gone, the card can be opened again.
     pub fn is_lost(&self) -> bool {
         self.open.engine.is_lost()
+    }
+
+    /// The same, after a failure and with the driver asked: an error of one submission may look like a lost device.
+    pub fn is_surely_lost(&self) -> bool {
+        self.is_lost() && !self.open.backend.is_operational()
     }
 
     /// Whether dma-bufs of other devices can be imported; the error says why not. One that is neither

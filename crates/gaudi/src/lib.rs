@@ -28,6 +28,7 @@
 mod backend;
 mod choice;
 mod copy;
+mod costs;
 mod device;
 mod discovery;
 mod environment;
@@ -57,6 +58,7 @@ mod window;
 
 pub use choice::{BusId, DeviceChoice};
 pub use copy::{Segment, Side, SubmitError, Transfer, USER_SPACE_END};
+pub use costs::{CardKind, Costs, Pinning};
 pub use device::{Device, DeviceId, MemoryInfo};
 pub use discovery::{DeviceInfo, PortMasks};
 pub use error::{Error, ErrorKind};

@@ -189,6 +189,15 @@ impl Device {
         Ok(Self { inner: Arc::new(Inner { node, generation, hw, own_opening: true }) })
     }
 
+    /// Whether the driver takes work for the card: not while it is in reset, or after one until it was opened
+    /// again. `true` where the library cannot be asked.
+    pub fn is_operational(&self) -> bool {
+        const OPERATIONAL: i32 = 0;
+        // SAFETY: the fd is open.
+        let status = unsafe { self.symbols().hlthunk_get_device_status_info(self.raw_fd()) };
+        status.is_none_or(|status| status == OPERATIONAL)
+    }
+
     /// A card that somebody else in this process opened, through a descriptor of our own (`dup`):
     /// all descriptors of one opening share its context, and the card is free when the last is
     /// closed. `ENOTTY` if it is no compute node.

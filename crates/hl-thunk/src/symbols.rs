@@ -104,6 +104,7 @@ symbols! {
             fd: c_int, addr: u64, size: u64, offset: u64, flags: u32
         ) -> c_int;
         fn hlthunk_get_device_count(device_name: DeviceName) -> c_int;
+        fn hlthunk_get_device_status_info(fd: c_int) -> c_int;
         fn hlthunk_get_hw_block(fd: c_int, addr: u64, size: *mut u32, handle: *mut u64) -> c_int;
         fn hlthunk_cs_flush_pci_hbw_writes(fd: c_int) -> c_int;
     }

@@ -88,7 +88,7 @@ enum Command {
     /// Figures for `cargo xtask bench`: a name, a tab and a number a line
     #[command(subcommand)]
     Costs(Costs),
-    /// Bandwidth of put and get over a working set that no cache holds, beside memcpy
+    /// Bandwidth of put, get, tag and active message over a working set that no cache holds, beside memcpy
     Rotate {
         /// Operations in flight at any time
         #[arg(long, default_value_t = 16)]

@@ -46,17 +46,19 @@ pub(crate) enum Failure {
 
 /// The outcome of a copy that failed with `first`: it is made once more (`None`: its memory was freed
 /// meanwhile), whatever the error: what has passed by then, such as `EIO` of one submission or `EINTR`, has the
-/// same kinds as a lost card or an invalid request. Of two errors the first is the cause.
+/// same kinds as a lost card or an invalid request. Only a card that the driver calls lost is not tried again. Of two
+/// errors the first is the cause.
 ///
 /// A success is logged with the first error: a warning once per process, as a card in trouble may fail
 /// many.
 pub(crate) fn try_again(
     ucx: &Ucx,
     first: Error,
+    is_lost: impl FnOnce() -> bool,
     copy: impl FnOnce() -> Option<Result<(), Error>>,
 ) -> Result<(), Error> {
     static WARNED: AtomicBool = AtomicBool::new(false);
-    if !matches!(copy(), Some(Ok(()))) {
+    if is_lost() || !matches!(copy(), Some(Ok(()))) {
         return Err(first);
     }
     if WARNED.swap(true, Ordering::Relaxed) {
@@ -109,13 +111,15 @@ impl<T> CopyWork<T> {
     /// so that one has no part in the failure of another; a single one is, if it is to be tried again.
     fn results(&self, result: Result<(), Error>) -> Result<(), Vec<Result<(), Error>>> {
         let Err(first) = result else { return Ok(()) };
+        let lost = self.device.is_surely_lost();
         let mut rest = &self.segments[..];
         let results = self.copies.iter().map(|copy| {
             let (own, others) = rest.split_at(copy.segments.min(rest.len()));
             rest = others;
             match self.on_failure {
+                _ if lost => Err(first.clone()),
                 OnFailure::TryAgain(ucx) => {
-                    try_again(ucx, first.clone(), || Some(self.copy_blocking(own)))
+                    try_again(ucx, first.clone(), || false, || Some(self.copy_blocking(own)))
                 }
                 OnFailure::Report if self.copies.len() > 1 => self.copy_blocking(own),
                 OnFailure::Report => Err(first.clone()),

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use gaudi::{
-    Allocation, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Error, ExportCall,
+    Allocation, Costs, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Error, ExportCall,
     HostRegion,
 };
 use uct::abi::md_flag;
@@ -169,7 +169,7 @@ impl<F: Flavour> GaudiComponent<F> {
                 None => log!(ucx, Debug, "the link of {card} is not in sysfs"),
             }
         }
-        let estimates = Estimates::new(&settings.estimates, card, link, F::COST);
+        let estimates = Estimates::new(&settings.estimates, &Costs::of(card), link, F::COST);
         memtype_cache::begin(ucx);
         if settings.explain_faults {
             fault::begin(ucx);

@@ -59,7 +59,11 @@ impl<F: Flavour> CopyInterface<F> {
             None => return self.copy_on_host(way, local, remote),
         };
         // UCP's staging asserts that a short copy succeeds: the reason must be in the log first.
-        try_again(self.ucx, first, copy).map_err(|error| {
+        let is_lost = || {
+            let device = |addr| gaudi::runtime().locate(addr, length)?.device();
+            [dst, src].into_iter().filter_map(device).any(|device| device.is_surely_lost())
+        };
+        try_again(self.ucx, first, is_lost, copy).map_err(|error| {
             log!(self.ucx, Error, "copy of {length} bytes failed: {}", explain(&error));
             status::of(&error)
         })

@@ -153,6 +153,10 @@ impl Backend for Driver {
         Ok(HostPin::new(mapping.addr(), mapping))
     }
 
+    fn is_operational(&self) -> bool {
+        self.device.is_operational()
+    }
+
     fn can_import(&self) -> Result<(), Error> {
         let operation = "importing a dma-buf";
         let supported = ImportedMapping::supported(&self.device)

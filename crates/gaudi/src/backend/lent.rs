@@ -56,6 +56,10 @@ impl Backend for LentDriver {
         unsafe { self.permitted("pinning host memory")?.pin(ptr, len) }
     }
 
+    fn is_operational(&self) -> bool {
+        self.driver.is_operational()
+    }
+
     fn can_import(&self) -> Result<(), Error> {
         self.permitted("importing a dma-buf")?.can_import()
     }

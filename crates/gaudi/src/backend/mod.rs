@@ -232,6 +232,11 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
         Err(Error::unsupported(FLUSHING, "there is no call for it", "report this"))
     }
 
+    /// Whether the card takes work. It is asked only after a failure.
+    fn is_operational(&self) -> bool {
+        true
+    }
+
     /// Whether a submission has completed, after waiting up to `timeout_us` for it.
     fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error>;
 }

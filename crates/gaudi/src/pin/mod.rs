@@ -9,13 +9,16 @@
 //! | of a caller, on a framework's card | any | bounce |
 //! | in the registration cache | any | the cached pin |
 //! | in a region that has a pin of its own | any | the region's pin |
-//! | anything else | up to 8 KiB | bounce |
-//! | not registered, or less than 1/16 of its region copied so far | up to 64 KiB | bounce |
+//! | anything else | up to *small* | bounce |
+//! | not registered, or its region has not earned a pin yet | up to *bounce* | bounce |
 //! | registered, cache on, region within `RCACHE_MAX_SIZE` | any | the whole region, kept in the cache |
 //! | registered, cache off | any | the whole region, kept until it is deregistered |
-//! | cache on, and not full | above 64 KiB | the pages of the range, kept in the cache |
-//! | cache off or full | above 64 KiB | the range, for this copy only (one-off) |
-//! | whatever the driver refused above | any | bounce; guarded above 64 KiB |
+//! | cache on, and not full | above *bounce* | the pages of the range, kept in the cache |
+//! | cache off or full | above *bounce* | the range, for this copy only (one-off) |
+//! | whatever the driver refused above | any | bounce; guarded above *bounce* |
+//!
+//! *small*, *bounce* and what a region has to earn depend on what pinning costs on the kind of card:
+//! [`Pinning`], in the table of [`costs`](crate::costs). On the software card: 8 KiB, 64 KiB, a sixteenth of the region.
 //!
 //! So a region that cannot be pinned whole, or is too large for the cache, is *pinned in parts*: each
 //! large copy pins its own range. A guarded bounce lets the kernel check the caller's memory, because
@@ -34,16 +37,11 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::backend::HostPin;
-use crate::copy::BOUNCE_LEN;
 use crate::error::Phase;
 use crate::stats::{Counter, Counts, Gauge};
-use crate::{Device, DeviceAddr, Error};
+use crate::{Device, DeviceAddr, Error, Pinning};
 use rcache::{Cache, CachedPin, Reason};
 pub use region::HostRegion;
-
-/// Up to this size the CPU's part of a bounced copy is small beside the submission: a registered
-/// region is not pinned for it.
-const SMALL_LEN: usize = 8 * 1024;
 
 /// Keeps host memory pinned until it is dropped.
 #[derive(Clone, Debug)]
@@ -90,11 +88,12 @@ pub(crate) struct Pins {
     /// has weak references, because a registration must not keep a card open.
     regions: Mutex<HashMap<u64, Arc<HostPin>>>,
     cache: Cache,
+    policy: Pinning,
 }
 
 impl Pins {
-    pub(crate) fn new(counts: Counts) -> Self {
-        Self { regions: Mutex::default(), cache: Cache::new(counts) }
+    pub(crate) fn new(counts: Counts, policy: Pinning) -> Self {
+        Self { regions: Mutex::default(), cache: Cache::new(counts), policy }
     }
 
     pub(crate) fn cache(&self) -> &Cache {
@@ -127,8 +126,9 @@ pub(crate) unsafe fn pin(
     if let Some(pinned) = region.and_then(|region| region.pinned_at(device, addr)) {
         return Ok(HostAccess::Pinned(pinned));
     }
-    let earned = len > SMALL_LEN && region.is_some_and(|region| region.earns_pin(len));
-    if len <= BOUNCE_LEN && !earned {
+    let policy = &device.pins().policy;
+    let earned = len > policy.small && region.is_some_and(|region| region.earns_pin(len, policy));
+    if len <= policy.bounce && !earned {
         return Ok(HostAccess::Bounce { guarded: false });
     }
     if let Some(region) = region
@@ -137,13 +137,13 @@ pub(crate) unsafe fn pin(
     {
         return Ok(HostAccess::Pinned(pinned));
     }
-    if len > BOUNCE_LEN
+    if len > policy.bounce
         // SAFETY: the caller's promise.
         && let Some(pinned) = unsafe { pin_range(device, &range)? }
     {
         return Ok(HostAccess::Pinned(pinned));
     }
-    Ok(HostAccess::Bounce { guarded: len > BOUNCE_LEN })
+    Ok(HostAccess::Bounce { guarded: len > policy.bounce })
 }
 
 /// Pins a slab of bounce buffers, whole; the first call on a device asks the driver.

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use super::{PinError, PinRef, Pinned, ask_driver, pin_region, rcache};
 use crate::backend::HostPin;
-use crate::{Device, DeviceAddr, DeviceId, Error};
+use crate::{Device, DeviceAddr, DeviceId, Error, Pinning};
 
 /// A range of host memory that will be used for copies, perhaps often.
 ///
@@ -20,12 +20,9 @@ pub struct HostRegion {
     len: usize,
     /// The pins of the whole region, at most one per device.
     pins: Mutex<Vec<RegionPin>>,
-    /// Bytes of copies between 8 KiB and 64 KiB that went through bounce slots.
+    /// Bytes that went through bounce slots, but for the smallest copies.
     bounced: AtomicUsize,
 }
-
-/// A region counts as used often once this share of its length went through bounce slots.
-const EARNING_SHARE: usize = 16;
 
 #[derive(Debug)]
 struct RegionPin {
@@ -52,9 +49,9 @@ impl HostRegion {
     /// Counts a copy that a bounce slot would do as well; whether the region is worth pinning now.
     /// Pinning costs by the length of the region, which may be a program's whole memory: it pays when
     /// a fair share of that was copied.
-    pub(super) fn earns_pin(&self, len: usize) -> bool {
+    pub(super) fn earns_pin(&self, len: usize, pinning: &Pinning) -> bool {
         let before = self.bounced.fetch_add(len, Ordering::Relaxed);
-        before.saturating_add(len) >= self.len / EARNING_SHARE
+        pinning.is_earned(before.saturating_add(len), self.len)
     }
 
     /// Whether all of `[addr, addr + len)` lies inside.
@@ -157,13 +154,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_region_is_pinned_for_medium_copies_after_a_sixteenth_of_it_was_copied() {
+    fn a_region_is_pinned_for_medium_copies_after_a_share_of_it_was_copied() {
+        let sixteenth = Pinning { small: 8 << 10, bounce: 64 << 10, earned: 0, share: 16 };
         let small = HostRegion::record(0x1000 as *mut u8, 256 << 10);
-        assert!(small.earns_pin(16 << 10), "a sixteenth at once");
+        assert!(small.earns_pin(16 << 10, &sixteenth), "a sixteenth at once");
         let large = HostRegion::record(0x1000 as *mut u8, 1 << 30);
-        let copies = (0..).take_while(|_| !large.earns_pin(64 << 10)).count();
+        let copies = (0..).take_while(|_| !large.earns_pin(64 << 10, &sixteenth)).count();
         assert_eq!(copies, 1023);
-        assert!(large.earns_pin(64 << 10), "for good");
+        assert!(large.earns_pin(64 << 10, &sixteenth), "for good");
     }
 
     #[test]

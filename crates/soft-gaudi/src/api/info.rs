@@ -11,8 +11,14 @@ use crate::asic::module_id;
 use crate::node::node;
 use crate::state::{self, Snapshot, Word};
 
-/// The version, which names the software card wherever a version is reported.
-const VERSION: &str = concat!("1.10.0-soft-gaudi-", env!("CARGO_PKG_VERSION"));
+/// The version, which names the software card wherever a version is reported, and the model of its times, if there is one.
+fn version() -> String {
+    let version = concat!("1.10.0-soft-gaudi-", env!("CARGO_PKG_VERSION"));
+    match node().ok().and_then(|node| node.config.model) {
+        Some(model) => format!("{version}+{},slow={}", model.name, model.slow),
+        None => version.to_owned(),
+    }
+}
 
 /// A text as C has it in an array.
 fn c_array<const N: usize>(text: &str) -> [u8; N] {
@@ -47,7 +53,7 @@ pub(super) fn hw_ip_info(fd: c_int) -> Result<HwIpInfo, Errno> {
         .with(Info::DEVICE_ID, profile.pci_id)
         .with(Info::TPC_ENABLED_MASK, (profile.tpc_mask as u8).into())
         .with(Info::DRAM_ENABLED, 1)
-        .with(Info::CPUCP_VERSION, c_array(VERSION))
+        .with(Info::CPUCP_VERSION, c_array(&version()))
         .with(Info::MODULE_ID, module_id(index))
         .with(Info::CARD_NAME, c_array(profile.card_name))
         .with(Info::TPC_ENABLED_MASK_EXT, profile.tpc_mask)
@@ -142,10 +148,11 @@ pub extern "C" fn hlthunk_is_device_idle(fd: c_int) -> bool {
 /// `hlthunk_get_version`: to be released with `hlthunk_free`.
 #[unsafe(no_mangle)]
 pub extern "C" fn hlthunk_get_version() -> *mut c_char {
-    let copy = hlthunk_malloc(VERSION.len() + 1).cast::<u8>();
+    let version = version();
+    let copy = hlthunk_malloc(version.len() + 1).cast::<u8>();
     if !copy.is_null() {
         // SAFETY: `copy` has room for the text; zeroed, so the NUL is there.
-        unsafe { core::ptr::copy_nonoverlapping(VERSION.as_ptr(), copy, VERSION.len()) };
+        unsafe { core::ptr::copy_nonoverlapping(version.as_ptr(), copy, version.len()) };
     }
     copy.cast()
 }

@@ -127,11 +127,7 @@ pub(crate) fn submit(fd: c_int, chunks: &mut [CsChunk]) -> Result<u64, c_int> {
 }
 
 /// Submits chunks with flags of the driver: sequence number or negative errno.
-pub(crate) fn submit_flagged(
-    fd: c_int,
-    chunks: &mut [CsChunk],
-    flags: u32,
-) -> Result<u64, c_int> {
+pub(crate) fn submit_flagged(fd: c_int, chunks: &mut [CsChunk], flags: u32) -> Result<u64, c_int> {
     let input = CsIn {
         chunks_restore: core::ptr::null_mut(),
         chunks_execute: chunks.as_mut_ptr().cast::<c_void>(),

@@ -1,15 +1,16 @@
-//! `rotate`: bandwidth of put and get between two processes, many outstanding, over a working set that no
-//! cache holds; beside memcpy over a working set of the same size, in the same process and run.
+//! `rotate`: bandwidth of put, get, tag and active message between two processes, many outstanding, over a working
+//! set that no cache holds; beside memcpy over a working set of the same size, in the same process and run.
 //!
-//! Process 0 transfers; process 1 only has the other end of the memory, and progresses.
+//! Process 0 transfers or sends; process 1 has the other end of the memory, and receives or only progresses.
 
 use super::environment::Environment;
 use super::group::{Group, Member, Message};
 use super::{Job, client};
 use crate::client::Client;
+use crate::control::Control;
 use crate::matrix::{Op, Pair, Plan};
 use crate::report::median;
-use crate::ucp::{Endpoint, Idle, Memory, PackedRegion, Region, RemoteKey, Request, Ucx};
+use crate::ucp::{AmMode, Endpoint, Idle, Memory, PackedRegion, Region, RemoteKey, Request, Ucx};
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
@@ -19,10 +20,13 @@ use std::time::Instant;
 
 /// Passes over the working set; the median counts.
 const PASSES: usize = 7;
+/// Where both processes meet: after each pass of messages, and when the connection is closed.
+const PASS: u64 = 1000;
+const CLOSED: u64 = 1001;
 
 #[derive(Serialize, Deserialize)]
 pub struct Rotation {
-    /// UCX, features and patience; operations (put, get), one pair, and sizes.
+    /// UCX, features and patience; operations (put, get, tag, am), one pair, and sizes.
     pub plan: Plan,
     /// Operations in flight at any time.
     pub outstanding: usize,
@@ -34,7 +38,8 @@ pub struct Rotation {
 pub fn run(rotation: Rotation, environment: &Environment) -> Result<()> {
     let Rotation { plan, set, .. } = &rotation;
     let timeout = plan.timeout;
-    ensure!(plan.ops.iter().all(|op| op.one_sided()), "only put and get can be measured so");
+    let measured = |op: &Op| op.one_sided() || matches!(op, Op::Tag | Op::Am);
+    ensure!(plan.ops.iter().all(measured), "only put, get, tag and am can be measured so");
     ensure!(plan.pairs.len() == 1, "one pair of memories, please");
     let fits = |size: &usize| (1..=*set).contains(size);
     ensure!(plan.sizes.iter().all(fits), "sizes from 1 to the working set's");
@@ -51,7 +56,7 @@ pub(super) fn side(rotation: &Rotation, mut member: Member) -> Result<()> {
         |name: String, value: f64| member.report(&Message::Line(format!("{name}\t{value}")));
     for &op in &plan.ops {
         let Pair { src, dst } = plan.pairs[0];
-        let local_is_source = op == Op::Put;
+        let local_is_source = op != Op::Get;
         let region = client.region(if local_is_source == (rank == 0) { src } else { dst }, *set)?;
         client.step("writing the working set");
         fill(&client, &region)?;
@@ -59,25 +64,84 @@ pub(super) fn side(rotation: &Rotation, mut member: Member) -> Result<()> {
         // SAFETY: the address of the worker of the other process, which runs the same UCX.
         let endpoint = unsafe { client.connect(&address, false) }?;
         let packed: PackedRegion = control.exchange(client.worker(), &region.pack()?)?;
-        if rank == 0 {
+        let passes = plan.sizes.iter().flat_map(|size| [*size; PASSES + 1]);
+        if rank == 1 && !op.one_sided() {
+            for size in passes {
+                receive_pass(
+                    &client,
+                    &region,
+                    op,
+                    (rotation.set / size, size),
+                    rotation.outstanding,
+                )?;
+                control.barrier(client.worker(), PASS)?;
+            }
+        } else if rank == 0 {
             let start = Instant::now();
             // SAFETY: the other process keeps its region until we meet below.
             let key = unsafe { endpoint.unpack(&packed) }?;
             report(format!("{op} first unpack"), start.elapsed().as_secs_f64() * 1e6)?;
-            let ends =
-                Ends { client: &client, endpoint: &endpoint, region: &region, key: &key, op };
+            let mut ends = Ends {
+                client: &client,
+                endpoint: &endpoint,
+                region: &region,
+                key: &key,
+                op,
+                control: (!op.one_sided()).then_some(&mut *control),
+            };
             for &size in &plan.sizes {
                 client.step(format_args!("{op} {size}"));
                 let (memcpy, moved) = ends.bandwidth(rotation, size)?;
                 report(format!("{op} memcpy {size}"), memcpy)?;
                 report(format!("{op} {size}"), moved)?;
             }
-            client.step(format_args!("{op}, one at a time"));
-            report(format!("{op} latency"), ends.latency()?)?;
+            if op.one_sided() {
+                client.step(format_args!("{op}, one at a time"));
+                report(format!("{op} latency"), ends.latency()?)?;
+            }
         }
-        control.barrier(client.worker(), u64::from(op == Op::Put))?;
+        control.barrier(client.worker(), op as u64)?;
         client.finish(endpoint.close(false)?)?;
-        control.barrier(client.worker(), 2)?;
+        control.barrier(client.worker(), CLOSED)?;
+    }
+    Ok(())
+}
+
+/// Receives the messages of a pass, each where its sender has it.
+fn receive_pass(
+    client: &Client,
+    region: &Arc<Region>,
+    op: Op,
+    (pieces, size): (usize, usize),
+    outstanding: usize,
+) -> Result<()> {
+    let worker = client.worker();
+    let mut in_flight: VecDeque<Request> = VecDeque::new();
+    let mut idle = Idle::default();
+    let (mut begun, mut done) = (0, 0);
+    while done < pieces {
+        if op == Op::Tag {
+            while begun < pieces && in_flight.len() < outstanding {
+                let into = region.span(begun * size, size);
+                in_flight.push_back(worker.tag_receive(&into, (begun * size) as u64)?);
+                begun += 1;
+            }
+        } else if let Some(message) = worker.take_message() {
+            let at = usize::from_le_bytes(message.header().try_into()?);
+            ensure!(at.checked_add(size).is_some_and(|end| end <= region.length()), "header");
+            match message.receive(&region.span(at, size))? {
+                Some(request) => in_flight.push_back(request),
+                None => done += 1,
+            }
+        }
+        match in_flight.front_mut().and_then(Request::poll) {
+            Some(ended) => {
+                ended?;
+                in_flight.pop_front();
+                done += 1;
+            }
+            None => worker.wait(&mut idle, None)?,
+        }
     }
     Ok(())
 }
@@ -106,6 +170,8 @@ struct Ends<'a> {
     region: &'a Arc<Region>,
     key: &'a RemoteKey,
     op: Op,
+    /// For messages: the receiver says here that it has all of a pass.
+    control: Option<&'a mut Control>,
 }
 
 impl Ends<'_> {
@@ -113,13 +179,15 @@ impl Ends<'_> {
         let here = self.region.span(at, size);
         Ok(match self.op {
             Op::Put => self.endpoint.put(&here, self.key, at)?,
+            Op::Tag => self.endpoint.tag_send(&here, at as u64)?,
+            Op::Am => self.endpoint.am_send(&at.to_le_bytes(), &here, AmMode::Auto)?,
             _ => self.endpoint.get(&here, self.key, at)?,
         })
     }
 
     /// GB/s of memcpy and of the transfers, the medians of passes that take turns: what else the machine
     /// does meets both alike.
-    fn bandwidth(&self, rotation: &Rotation, size: usize) -> Result<(f64, f64)> {
+    fn bandwidth(&mut self, rotation: &Rotation, size: usize) -> Result<(f64, f64)> {
         let pieces = rotation.set / size;
         let gbps = |start: Instant| (pieces * size) as f64 / start.elapsed().as_secs_f64() / 1e9;
         let (from, mut to) = (vec![1u8; rotation.set], vec![0u8; rotation.set]);
@@ -141,7 +209,7 @@ impl Ends<'_> {
         Ok((median(copied), median(moved)))
     }
 
-    fn pass(&self, pieces: usize, size: usize, outstanding: usize) -> Result<()> {
+    fn pass(&mut self, pieces: usize, size: usize, outstanding: usize) -> Result<()> {
         let mut in_flight: VecDeque<Request> = VecDeque::new();
         let mut idle = Idle::default();
         let mut next = 0;
@@ -157,8 +225,11 @@ impl Ends<'_> {
                 self.client.worker().wait(&mut idle, None)?;
             }
         }
-        // A put is over when it has arrived.
-        self.client.finish(self.endpoint.flush()?)?;
+        // It is over when it has arrived.
+        match &mut self.control {
+            Some(control) => control.barrier(self.client.worker(), PASS)?,
+            None => _ = self.client.finish(self.endpoint.flush()?)?,
+        }
         Ok(())
     }
 

@@ -1,11 +1,12 @@
 //! Configuration of `gaudi_ipc`: `UCX_GAUDI_IPC_*`. What decides how memory is shared belongs to the
 //! memory domain, what UCX shall think of the speed to the transport.
 
-use gaudi::Options;
 use gaudi::share::Limits;
+use gaudi::{CardKind, Costs, DeviceChoice, Generation, Options};
 use uct::Ucx;
 use uct::config::{Kind, Values, Variable};
 
+use crate::estimates::link_bandwidth;
 use crate::settings::warn_of_conflicts;
 
 /// Prefix of the variables, behind `UCX_`, of the memory domain and of the transport.
@@ -35,24 +36,27 @@ pub(super) const DOMAIN_VARIABLES: &[Variable] = &[
     },
 ];
 
-/// Of the transport. The defaults are what a Gaudi2 on PCIe 4.0 x16 can do.
+/// Of the transport.
 pub(super) const TRANSPORT_VARIABLES: &[Variable] = &[
     Variable {
         name: "BW",
-        default: "22000MBs",
-        help: "Bandwidth between the memory of two processes, as UCX shall estimate it.",
+        default: "auto",
+        help: "Bandwidth between the memory of two processes, as UCX shall estimate it.\n\
+               auto: what the link carries that the kind of card is built with.",
         kind: Kind::Bandwidth,
     },
     Variable {
         name: "LAT",
-        default: "3us",
-        help: "Latency of a copy, as UCX shall estimate it.",
+        default: "0us",
+        help: "Latency of a copy, as UCX shall estimate it.\n\
+               0: what is known or assumed of the kind of card.",
         kind: Kind::Time,
     },
     Variable {
         name: "OVERHEAD",
-        default: "2us",
-        help: "CPU time to start a copy, as UCX shall estimate it.",
+        default: "0us",
+        help: "CPU time to start a copy, as UCX shall estimate it.\n\
+               0: what is known or assumed of the kind of card.",
         kind: Kind::Time,
     },
 ];
@@ -88,11 +92,17 @@ pub(super) struct Estimates {
 }
 
 impl Estimates {
+    /// What the user set, else what is known of the kind of card that this process may use.
     pub(super) fn read(values: &Values<'_>) -> Estimates {
+        let cards = gaudi::runtime().candidates(&DeviceChoice::default()).unwrap_or_default();
+        let kind = cards
+            .first()
+            .map_or_else(|| Costs::of_kind(Generation::Gaudi2, CardKind::Hardware), Costs::of);
+        let given = |name, least| Some(values.real(name)).filter(|given| *given > least);
         Estimates {
-            bandwidth: values.real("BW"),
-            latency: values.real("LAT"),
-            overhead: values.real("OVERHEAD"),
+            bandwidth: given("BW", 1.0).unwrap_or_else(|| link_bandwidth(&kind, None)),
+            latency: given("LAT", 0.0).unwrap_or(kind.zcopy_latency),
+            overhead: given("OVERHEAD", 0.0).unwrap_or(kind.overhead),
         }
     }
 }

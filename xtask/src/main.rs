@@ -99,6 +99,9 @@ enum Command {
         /// Write UCX's tables of protocols into this folder, a file for each pair of memories (pairs)
         #[arg(long, value_name = "DIR")]
         logs: Option<PathBuf>,
+        /// On a software card with the times of a Gaudi2, stretched so that this machine can follow (copy, cliffs, ipc)
+        #[arg(long, value_name = "SPEC", num_args = 0..=1, default_missing_value = bench::model::DEFAULT)]
+        model: Option<String>,
     },
     /// Put results of benches into docs/performance.md
     BenchReport {
@@ -181,9 +184,10 @@ fn run(command: Command) -> Result<()> {
             Ok(())
         }
         Command::Test { set, long, list: false } => check::run(&repo, set.as_deref(), long),
-        Command::Bench { name, json, csv, quick, prebuilt, logs } => {
-            let (json, csv, logs) = (json.as_deref(), csv.as_deref(), logs.as_deref());
-            bench::run(&repo, name, bench::Options { json, csv, quick, prebuilt, logs })
+        Command::Bench { name, json, csv, quick, prebuilt, logs, model } => {
+            let (json, csv, logs, model) =
+                (json.as_deref(), csv.as_deref(), logs.as_deref(), model.as_deref());
+            bench::run(&repo, name, bench::Options { json, csv, quick, prebuilt, logs, model })
         }
         Command::BenchReport { files, machine } => {
             bench::report::run(&repo, &files, machine.as_deref())

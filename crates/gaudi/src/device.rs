@@ -11,11 +11,11 @@ use hl_thunk::packet::{self, LinDma};
 use smallvec::smallvec;
 
 use crate::backend::{Backend, Geometry, HostPin};
-use crate::copy::copy_and_wait;
 use crate::copy::engine::Engine;
 use crate::copy::located::End;
 use crate::copy::slab::{PermitSlots, SlotPool};
 use crate::copy::submission::Resources;
+use crate::copy::{copy_and_wait, unaligned};
 use crate::memory::{AddressTable, DeviceRange, Extent, Memory};
 use crate::pin::Pins;
 use crate::process::ProcessBound;
@@ -495,6 +495,16 @@ impl Device {
 
     /// Fills device memory that is ours.
     fn fill_range(&self, addr: DeviceAddr, len: u64, byte: u8) -> Result<(), Error> {
+        let unit = self.open.engine.limits().map_err(Clone::clone)?.rule.unit();
+        let first = addr.0.next_multiple_of(unit).min(addr.0 + len);
+        let last = ((addr.0 + len) / unit * unit).max(first);
+        if unit > 1
+            && let Some(device) = runtime().device(self.id())
+        {
+            unaligned::fill(&device, addr, first - addr.0, byte)?;
+            unaligned::fill(&device, DeviceAddr(last), addr.0 + len - last, byte)?;
+        }
+        let (addr, len) = (DeviceAddr(first), last - first);
         for (at, len) in packet::split(len) {
             let dma = LinDma::Fill { dst: DeviceAddr(addr.0 + at), len, byte };
             let direction = Direction::DeviceToDevice;

@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawF
 use std::sync::Arc;
 
 use crate::error::check;
+use crate::packet::DmaRule;
 use crate::symbols::Symbols;
 use crate::sys::{self, HwIpInfo};
 use crate::{Error, Generation, Library, ProcessInstance};
@@ -187,6 +188,11 @@ impl Device {
         let generation =
             Generation::from_pci_id(hw.device_id).ok_or(Error::new(name, libc::ENODEV))?;
         Ok(Self { inner: Arc::new(Inner { node, generation, hw, own_opening: true }) })
+    }
+
+    /// Which lengths and addresses its DMA engines take.
+    pub fn dma_rule(&self) -> DmaRule {
+        DmaRule::of(self.generation(), self.library().version())
     }
 
     /// Whether the driver takes work for the card: not while it is in reset, or after one until it was opened

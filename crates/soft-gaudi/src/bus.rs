@@ -166,6 +166,14 @@ impl Bus for QueueBus<'_> {
     fn dma(&self, dma: &LinDma, done: u64, len: u64) -> Result<(), Fault> {
         let mut flip = None;
         if done == 0 {
+            let (unit, align) = self.context.node.config.dma_rule;
+            let odd = |addr: u64| !addr.is_multiple_of(align);
+            if !u64::from(dma.size).is_multiple_of(unit)
+                || odd(dma.dst)
+                || (!dma.memset && odd(dma.src))
+            {
+                return Err(Fault::Rule { addr: dma.dst });
+            }
             match self.context.node.fault("transfer") {
                 Some(Action::Fail(_)) => return Err(Fault::Page { addr: dma.src }),
                 Some(Action::Slow(time)) => std::thread::sleep(time),

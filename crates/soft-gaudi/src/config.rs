@@ -47,6 +47,8 @@ pub struct Config {
     pub jitter: (Duration, u64),
     /// Times of a real card: `SOFT_GAUDI_MODEL`.
     pub model: Option<Model>,
+    /// Lengths and addresses that the DMA engines take are multiples of these: `SOFT_GAUDI_DMA_RULE`.
+    pub dma_rule: (u64, u64),
     /// Whether the machine's fault rules apply to this process: `SOFT_GAUDI_FAULTS`.
     pub faults: bool,
     /// Whether writes of other devices are acknowledged before the engines see them:
@@ -194,6 +196,14 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
         let (time, seed) = text.split_once(',').unwrap_or((text, "1"));
         Some((microseconds(time)?, seed.trim().parse().ok()?))
     })?;
+    let want = "two powers of two up to 4096, for lengths and addresses";
+    let dma_rule = read(&var, "SOFT_GAUDI_DMA_RULE", (1, 1), want, |text| {
+        let power = |text: &str| {
+            text.trim().parse().ok().filter(|n: &u64| n.is_power_of_two() && *n <= 4096)
+        };
+        let (len, addr) = text.split_once(',')?;
+        Some((power(len)?, power(addr)?))
+    })?;
     let yes_or_no = |text: &str| match text {
         "yes" => Some(true),
         "no" => Some(false),
@@ -225,6 +235,7 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
         latency,
         jitter,
         model,
+        dma_rule,
         faults,
         early_writes,
         close_time,
@@ -304,6 +315,7 @@ mod tests {
             ("SOFT_GAUDI_LATENCY", "1000001"),
             ("SOFT_GAUDI_JITTER", "5,x"),
             ("SOFT_GAUDI_MODEL", "gaudi9"),
+            ("SOFT_GAUDI_DMA_RULE", "3,128"),
             ("SOFT_GAUDI_FAULTS", "many"),
             ("SOFT_GAUDI_RESET_KILL", "yes"),
             ("SOFT_GAUDI_SHAPE", "4"),

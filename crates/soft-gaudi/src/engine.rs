@@ -412,6 +412,10 @@ impl Context {
                 self.state.record(Word::Razwi, now, addr, queue.into());
                 (format!("nobody answers at {addr:#x} (RAZWI)"), bit::RAZWI)
             }
+            Fault::Rule { addr } => {
+                self.state.record(Word::Razwi, now, addr, queue.into());
+                (format!("length or address breaks SOFT_GAUDI_DMA_RULE ({addr:#x})"), bit::RAZWI)
+            }
             Fault::Opcode | Fault::Fetch { .. } => {
                 self.state.record(Word::UndefinedOpcode, now, 0, queue.into());
                 ("undefined packet".to_owned(), bit::UNDEFINED_OPCODE)

@@ -25,6 +25,8 @@ pub enum Fault {
     Page { addr: u64 },
     /// An access that no one answers, or that is not allowed.
     Razwi { addr: u64 },
+    /// A length or an address that the DMA engines do not take.
+    Rule { addr: u64 },
     /// Bytes that are no packet, or one a user may not use.
     Opcode,
     /// A fetch that the engine cannot do: it hangs, and only the watchdog ends that.

@@ -7,6 +7,7 @@ mod figures;
 mod host_latency;
 mod ipc;
 mod memory;
+pub(crate) mod model;
 mod pairs;
 mod quiet;
 mod rcache;
@@ -76,16 +77,20 @@ pub(crate) struct Options<'a> {
     pub(crate) prebuilt: bool,
     /// Where `pairs` writes UCX's tables of protocols.
     pub(crate) logs: Option<&'a Path>,
+    /// On a software card with the times of a real one.
+    pub(crate) model: Option<&'a str>,
 }
 
 /// Measures, prints, writes.
 pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
-    let Options { json, csv, quick, prebuilt, logs } = options;
+    let Options { json, csv, quick, prebuilt, logs, model } = options;
     ensure!(
         !quick || name.has_quick(),
         "--quick is for `copy`, `cliffs`, `ipc`, `pairs` and `rdma`"
     );
     ensure!(logs.is_none() || name == Name::Pairs, "--logs is for `bench pairs`");
+    let has_model = matches!(name, Name::Cliffs | Name::Copy | Name::Ipc);
+    ensure!(model.is_none() || has_model, "--model is for `bench copy`, `cliffs` and `ipc`");
     if name == Name::SoftGaudi {
         ensure!(csv.is_none(), "`bench soft-gaudi` writes JSON only");
         // The crate's own bench, which prints and writes by itself.
@@ -96,16 +101,14 @@ pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
         setup::fetch(repo, name.ucx())?;
         dist::build(repo, Profile::Release)?;
     }
-    let records = match name {
-        Name::Cliffs => cliffs::run(repo, quick)?,
-        Name::Copy => copy::run(repo, quick)?,
-        Name::HostLatency => host_latency::run(repo)?,
-        Name::Ipc => ipc::run(repo, quick)?,
-        Name::Memory => memory::run(repo)?,
-        Name::Pairs => pairs::run(repo, logs, quick)?,
-        Name::Rcache => rcache::run(repo)?,
-        Name::Rdma => rdma::run(repo, quick)?,
-        Name::SoftGaudi => Vec::new(),
+    if let Some(spec) = model {
+        eprintln!("device: software Gaudi with modelled times ({spec}); no card involved");
+    }
+    let records = match (name, model) {
+        (Name::Copy, Some(spec)) => model::copy(repo, spec, quick)?,
+        (Name::Ipc, Some(spec)) => model::ipc(repo, spec, quick)?,
+        (_, Some(spec)) => model::cliffs(repo, spec, quick)?,
+        (name, None) => measure(repo, name, (quick, logs))?,
     };
     // A map of hundreds of figures was printed as such; what has a target is shown again.
     let shown: Vec<record::Record> = match name {
@@ -122,6 +125,25 @@ pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
         write(path, record::csv(&records))?;
     }
     Ok(())
+}
+
+/// On the device there is.
+fn measure(
+    repo: &Repo,
+    name: Name,
+    (quick, logs): (bool, Option<&Path>),
+) -> Result<Vec<record::Record>> {
+    Ok(match name {
+        Name::Cliffs => cliffs::run(repo, quick)?,
+        Name::Copy => copy::run(repo, quick)?,
+        Name::HostLatency => host_latency::run(repo)?,
+        Name::Ipc => ipc::run(repo, quick)?,
+        Name::Memory => memory::run(repo)?,
+        Name::Pairs => pairs::run(repo, logs, quick)?,
+        Name::Rcache => rcache::run(repo)?,
+        Name::Rdma => rdma::run(repo, quick)?,
+        Name::SoftGaudi => Vec::new(),
+    })
 }
 
 fn write(path: &Path, text: String) -> Result<()> {

@@ -28,7 +28,10 @@ pub(crate) fn run(repo: &Repo, files: &[PathBuf], machine: Option<&str>) -> Resu
         let records: Vec<Record> = serde_json::from_str(&text)
             .with_context(|| format!("{}: not the results of a bench", file.display()))?;
         ensure!(!records.is_empty(), "{}: no results", file.display());
-        let section = format!("{}, on {machine}.\n\n{}", date(file)?, table(&records));
+        // Files of modelled cards are named `NAME-model.json`.
+        let modelled =
+            if name.ends_with("-model") { ", its times modelled after a Gaudi2" } else { "" };
+        let section = format!("{}, on {machine}{modelled}.\n\n{}", date(file)?, table(&records));
         page = replaced(&page, &name, &section)?;
         eprintln!("{PAGE}: {name}, {} figures", records.len());
     }

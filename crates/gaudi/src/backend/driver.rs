@@ -211,7 +211,8 @@ impl Backend for Driver {
         }
         let in_flight = generation.max_pending_submissions().min(u64::from(SLOTS)) - MARGIN;
         let lanes = self.queues.iter().map(|queues| queues.ids.len()).sum();
-        Ok(CopyLimits { moves: SLOT_LEN / LIN_DMA_LEN, in_flight, lanes })
+        let rule = self.device.dma_rule();
+        Ok(CopyLimits { moves: SLOT_LEN / LIN_DMA_LEN, in_flight, lanes, rule })
     }
 
     unsafe fn submit(

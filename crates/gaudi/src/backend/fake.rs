@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
-use hl_thunk::packet::LinDma;
+use hl_thunk::packet::{DmaRule, LinDma};
 use hl_thunk::{DeviceAddr, Direction, ExportCall};
 
 use super::{
@@ -362,7 +362,8 @@ impl Backend for Fake {
     }
 
     fn copy_limits(&self) -> Result<CopyLimits, Error> {
-        Ok(CopyLimits { moves: MOVES, in_flight: BUDGET, lanes: LANES as usize })
+        let rule = DmaRule { len: 1, addr: 1 };
+        Ok(CopyLimits { moves: MOVES, in_flight: BUDGET, lanes: LANES as usize, rule })
     }
 
     unsafe fn submit(

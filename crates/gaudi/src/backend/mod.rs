@@ -16,7 +16,7 @@ use std::any::Any;
 use std::fmt;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
-use hl_thunk::packet::LinDma;
+use hl_thunk::packet::{DmaRule, LinDma};
 use hl_thunk::{DeviceAddr, Direction, ExportCall};
 
 use crate::Error;
@@ -58,6 +58,8 @@ pub(crate) struct CopyLimits {
     pub(crate) in_flight: u64,
     /// Lanes are numbered from 0 to this.
     pub(crate) lanes: usize,
+    /// Lengths and addresses of moves.
+    pub(crate) rule: DmaRule,
 }
 
 /// A submission, as the back end knows it.

@@ -13,6 +13,8 @@
 //!
 //! [`peer_writes`] has the driver flush what other devices wrote before a copy uses exported memory.
 //!
+//! What the DMA engines do not take as it is goes through [`unaligned`].
+//!
 //! [`slab`] is the pinned memory that small or unpinnable host buffers go through, [`host_copy`] the CPU's
 //! part of that.
 
@@ -37,6 +39,7 @@ pub(crate) mod submission;
 #[cfg(test)]
 mod tests;
 mod transfer;
+pub(crate) mod unaligned;
 mod waiter;
 #[cfg(test)]
 mod waiter_tests;

@@ -8,15 +8,17 @@
 //! | both on one device, or one of them imported by it | any | *direct* |
 //! | two devices | any | *staged*: pieces of 1 MiB, to a staging slot by one device and on by the other |
 //! | both host memory | | refused: the caller uses `memcpy` |
+//! | lengths or addresses that the engines do not take | the first and last bytes, or all | [`unaligned`](super::unaligned), waited for |
 
 use std::sync::Arc;
 
-use hl_thunk::packet::{self, LinDma};
+use hl_thunk::packet::{self, DmaRule, LinDma};
 use smallvec::SmallVec;
 
 use super::BOUNCE_LEN;
 use super::located::{COPYING, End, HostPtr, Located, check_host, invalid};
 use super::slab::Slot;
+use super::unaligned;
 use crate::pin::{self, HostAccess, PinRef, Pinned};
 use crate::stats::Path;
 use crate::{Device, DeviceAddr, Direction, Error, HostRegion};
@@ -124,6 +126,90 @@ pub(super) enum Caller {
 /// As for [`Device::copy`].
 #[inline]
 pub(super) unsafe fn route<'a>(
+    device: &Arc<Device>,
+    ends: &'a (End, End),
+    len: usize,
+    region: Option<&HostRegion>,
+    caller: Caller,
+    pieces: &mut Pieces,
+) -> Result<Option<Short<'a>>, Error> {
+    let rule = device.engine().limits().map_or(ANYTHING, |limits| limits.rule);
+    if rule == ANYTHING || device_ends(ends).all(|end| end.is_none()) {
+        // SAFETY: the caller's promise.
+        return unsafe { route_permitted(device, ends, len, region, caller, pieces) };
+    }
+    // SAFETY: the caller's promise.
+    unsafe { route_by_rule(device, ends, len, region, (rule, pieces)) }?;
+    Ok(None)
+}
+
+/// No rule.
+const ANYTHING: DmaRule = DmaRule { len: 1, addr: 1 };
+
+fn device_ends((dst, src): &(End, End)) -> impl Iterator<Item = Option<&Located>> {
+    [dst, src].into_iter().map(|end| match end {
+        End::Host(_) => None,
+        End::Device(located) => Some(located),
+    })
+}
+
+/// The part of a copy that keeps to the rule of the engines is routed, the rest is done here.
+///
+/// # Safety
+/// As for [`Device::copy`].
+#[cold]
+unsafe fn route_by_rule(
+    device: &Arc<Device>,
+    ends: &(End, End),
+    len: usize,
+    region: Option<&HostRegion>,
+    (rule, pieces): (DmaRule, &mut Pieces),
+) -> Result<(), Error> {
+    if let (End::Device(dst), End::Device(src)) = ends {
+        // Refuses what cannot be copied at all.
+        between(device, dst, src, 0, &mut Pieces::new())?;
+    }
+    for end in [&ends.0, &ends.1] {
+        if let End::Host(host) = end {
+            check_host(*host, len)?;
+        }
+    }
+    device_ends(ends).flatten().try_for_each(|located| located.device.can_copy())?;
+    let middle = unaligned::cut(rule, ends, len);
+    // SAFETY: the caller's promise.
+    unsafe {
+        unaligned::copy(rule, ends, 0..middle.start)?;
+        unaligned::copy(rule, ends, middle.end..len)?;
+    }
+    let moved = |end: &End| match end {
+        End::Host(host) => End::Host(host.add(middle.start)),
+        End::Device(located) => End::Device(Located {
+            addr: DeviceAddr(located.addr.0 + middle.start as u64),
+            ..located.clone()
+        }),
+    };
+    let ends = (moved(&ends.0), moved(&ends.1));
+    let before = pieces.len();
+    // A caller who waits waits for the pieces.
+    // SAFETY: a part of the caller's copy.
+    unsafe { route_permitted(device, &ends, middle.len(), region, Caller::Polls, pieces)? };
+    // Pinned host memory may lie otherwise in its units than the device's: the CPU copies it into slots, which do not.
+    let broken =
+        |piece: &Piece| matches!(piece.step, Step::Direct { dma, .. } if !rule.permits(dma));
+    if pieces[before..].iter().any(broken) {
+        pieces.truncate(before);
+        // SAFETY: as above.
+        unsafe { unaligned::copy(rule, &ends, 0..middle.len())? };
+    }
+    Ok(())
+}
+
+/// The same for what keeps to the rule of the engines.
+///
+/// # Safety
+/// As for [`Device::copy`].
+#[inline]
+unsafe fn route_permitted<'a>(
     device: &Arc<Device>,
     (dst, src): &'a (End, End),
     len: usize,

@@ -6,7 +6,7 @@
 pub mod gaudi;
 pub mod gaudi2;
 
-use crate::{DeviceAddr, Generation};
+use crate::{DeviceAddr, Generation, PAGE_SIZE};
 
 /// Bytes of a linear DMA packet, on every generation that has them.
 pub const LIN_DMA_LEN: usize = 24;
@@ -50,12 +50,9 @@ pub enum LinDma {
 impl LinDma {
     /// The packet, with the conservative barriers (engine and message) set.
     ///
-    /// `None` where the generation has no such packet, the address does not fit its field, or the
-    /// [rule](DmaRule) for lengths and alignments is not met.
+    /// `None` where the generation has no such packet, or the address does not fit its field. Whether the engine takes
+    /// the length and the addresses is for the caller to see to ([`DmaRule`]).
     pub fn encode(self, generation: Generation) -> Option<[u8; LIN_DMA_LEN]> {
-        if !DmaRule::of(generation).permits(self) {
-            return None;
-        }
         match generation {
             Generation::Gaudi => gaudi::lin_dma(self),
             Generation::Gaudi2 => Some(gaudi2::lin_dma(self)),
@@ -74,21 +71,35 @@ impl LinDma {
 }
 
 /// Which lengths and addresses the DMA engines take. This is the only place that says so: a rule that is
-/// learned on a card is written down in [`DmaRule::of`], and copies that break it are refused instead of done
-/// wrong.
+/// learned on a card is written down in [`DmaRule::of`], and whoever copies emulates what breaks it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DmaRule {
-    /// Lengths are multiples of this.
+    /// Lengths are multiples of this power of two.
     pub len: u32,
-    /// Device addresses, also those of mapped host memory, are multiples of this.
+    /// Device addresses, also those of mapped host memory, are multiples of this power of two.
     pub addr: u64,
 }
 
 impl DmaRule {
     /// Anything goes, as far as is known. The packet has a length in bytes and no field for an alignment;
     /// but the vendor's own tests begin at 1 KiB, so odd lengths and addresses are an assumption.
-    pub const fn of(_generation: Generation) -> Self {
-        DmaRule { len: 1, addr: 1 }
+    ///
+    /// A software card may have a rule, which it says in the version of its library (`…+dma=LEN,ADDR`).
+    pub fn of(_generation: Generation, library: Option<&str>) -> Self {
+        let announced = library.and_then(|version| {
+            let (_, rule) = version.split_once("+dma=")?;
+            let (len, addr) = rule.split('+').next()?.split_once(',')?;
+            Some(DmaRule { len: len.parse().ok()?, addr: addr.parse().ok()? })
+        });
+        let sound = |rule: &DmaRule| {
+            rule.len.is_power_of_two() && rule.addr.is_power_of_two() && rule.unit() <= PAGE_SIZE
+        };
+        announced.filter(sound).unwrap_or(DmaRule { len: 1, addr: 1 })
+    }
+
+    /// What is a multiple of this, address and length, keeps to it.
+    pub fn unit(self) -> u64 {
+        self.addr.max(self.len.into())
     }
 
     /// Whether a packet keeps to it.
@@ -137,9 +148,19 @@ mod tests {
         assert!(rule.permits(copy(0x1000, 0x1080, 12)));
         for dma in [copy(0x1001, 0x1080, 12), copy(0x1000, 0x1081, 12), copy(0x1000, 0x1080, 13)] {
             assert!(!rule.permits(dma), "{dma:?}");
-            assert!(dma.encode(Generation::Gaudi2).is_some(), "{dma:?}: no rule is known today");
         }
         assert!(!rule.permits(LinDma::Fill { dst: DeviceAddr(0x1000), len: 3, byte: 0 }));
+    }
+
+    #[test]
+    fn no_rule_is_known_but_a_software_cards_own() {
+        let of = |version| DmaRule::of(Generation::Gaudi2, version);
+        let none = DmaRule { len: 1, addr: 1 };
+        assert_eq!(of(None), none);
+        assert_eq!(of(Some("1.10.0-soft-gaudi-0.1.0+gaudi2,slow=40")), none);
+        let rule = of(Some("1.10.0-soft-gaudi-0.1.0+dma=4,128+gaudi2,slow=40"));
+        assert_eq!((rule, rule.unit()), (DmaRule { len: 4, addr: 128 }, 128));
+        assert_eq!(of(Some("x+dma=3,128")), none, "no power of two");
     }
 
     #[test]

@@ -11,13 +11,17 @@ use crate::asic::module_id;
 use crate::node::node;
 use crate::state::{self, Snapshot, Word};
 
-/// The version, which names the software card wherever a version is reported, and the model of its times, if there is one.
+/// The version, which names the software card wherever a version is reported, and what is special about it: the
+/// rule of its DMA engines, the model of its times.
 fn version() -> String {
     let version = concat!("1.10.0-soft-gaudi-", env!("CARGO_PKG_VERSION"));
-    match node().ok().and_then(|node| node.config.model) {
-        Some(model) => format!("{version}+{},slow={}", model.name, model.slow),
-        None => version.to_owned(),
-    }
+    let Ok(node) = node() else { return version.to_owned() };
+    let rule = match node.config.dma_rule {
+        (1, 1) => String::new(),
+        (len, addr) => format!("+dma={len},{addr}"),
+    };
+    let model = node.config.model.map(|model| format!("+{},slow={}", model.name, model.slow));
+    format!("{version}{rule}{}", model.unwrap_or_default())
 }
 
 /// A text as C has it in an array.

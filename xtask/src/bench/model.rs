@@ -1,0 +1,347 @@
+//! `bench copy|ipc|cliffs --model`: the same on a software card with the times of a Gaudi2 (`SOFT_GAUDI_MODEL`),
+//! beside the modelled link instead of memcpy.
+//!
+//! All times of the card are stretched so that this machine can follow; memcpy of the same run, beside the link,
+//! shows whether it could. What the processor does is not stretched. `cliffs` also asks whether UCP chooses well: every
+//! operation, pair of memories and size with the protocol that UCP chooses, and with others forced by hand.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use comfy_table::{Table, presets};
+use e2e::{Device, Row, SoftNode, Tool, Ucx, Workbench};
+
+use super::figures::{self, Figures, get};
+use super::record::Record;
+use crate::progress::Work;
+use crate::repo::Repo;
+use crate::tuning::STAGING;
+use crate::units;
+
+/// A Gaudi2, so slow that two processors move the bytes of three copies in its time.
+pub(crate) const DEFAULT: &str = "gaudi2,slow=40";
+
+/// The share of the link that copies and messages between host and Gaudi memory should reach, and `gaudi_ipc`.
+const OF_LINK: f64 = 0.93;
+/// The same where Gaudi memory goes to Gaudi memory through host memory.
+const STAGED: f64 = 0.85;
+/// The time with UCP's choice beside the best forced one.
+const CHOICE: f64 = 1.2;
+
+const MIB: usize = 1 << 20;
+const OPS: [&str; 4] = ["tag", "am", "put", "get"];
+const LIMIT: Duration = Duration::from_secs(300);
+
+type Environment = [(&'static str, &'static str)];
+
+/// Two cards in time.
+fn device(spec: &str, kind: &str) -> Device {
+    let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2");
+    let node = node.with("SOFT_GAUDI_MODEL", spec).with("SOFT_GAUDI_KIND", kind);
+    // Not stretched, and nobody waits for it here.
+    Device::Software(node.with("SOFT_GAUDI_CLOSE_TIME", "10"))
+}
+
+/// The link as the card announces it: GB/s, and by how much it is slowed.
+fn link(stderr: &str) -> Result<(f64, f64)> {
+    let line = stderr.lines().find(|line| line.contains("times are modelled"));
+    let line = line.context("the card does not say that its times are modelled")?;
+    let numbers: Vec<f64> =
+        line.split([' ', ',', ')', ':']).filter_map(|word| word.parse().ok()).collect();
+    let [slow, to_device, _] = numbers[..] else { anyhow::bail!("not understood: {line}") };
+    Ok((to_device / 1e3, slow))
+}
+
+/// What all figures of a run are called, so that no one takes them for a card's.
+fn named(name: impl std::fmt::Display) -> String {
+    format!("modelled Gaudi2: {name}")
+}
+
+/// `bench copy --model`: copies through UCT.
+pub(super) fn copy(repo: &Repo, spec: &str, quick: bool) -> Result<Vec<Record>> {
+    let bench = Workbench::ready(repo.layout().clone(), &[Ucx::V1_22])?;
+    let sizes: &[usize] = if quick { &[MIB] } else { &[MIB / 4, MIB, 4 * MIB, 16 * MIB] };
+    let list: Vec<String> = sizes.iter().map(usize::to_string).collect();
+    let mut words = format!("costs copies --sizes {}", list.join(","));
+    if quick {
+        words += " --quick";
+    }
+    let work = Work::start("copies through UCT");
+    let tool = bench.ucp_check(Ucx::V1_22).words(&words).plugin();
+    let end = tool.device(&device(spec, "ordered,unpinned")).limit(LIMIT).run();
+    ensure!(end.success(), "{}", end.report());
+    work.done("");
+    let (link, slow) = link(&end.stderr)?;
+    copy_records(&figures::parse(&end.stdout)?, sizes, link, slow)
+}
+
+fn copy_records(figures: &Figures, sizes: &[usize], link: f64, slow: f64) -> Result<Vec<Record>> {
+    let mut records = vec![follows(get(figures, &format!("memcpy {}", sizes[0]))?, link)];
+    for (name, people) in [("h2d", "host to device"), ("d2h", "device to host")] {
+        for size in sizes {
+            let value = get(figures, &format!("{name} {size}"))?;
+            let title = named(format!("{people}, {}, 16 outstanding", units::size(*size as u64)));
+            let target = (*size >= MIB).then_some(OF_LINK);
+            records.push(Record::at_least(title, value, "GB/s", link, target));
+        }
+    }
+    for name in ["put_short", "get_short"] {
+        // By the model: 5 µs to start and 20 µs to report.
+        let floor = 25.0 * slow;
+        let title = named(format!("{name}, 8 B, beside the model's own time"));
+        records.push(Record::at_most(title, get(figures, name)? / 1e3, "µs", floor, None));
+    }
+    Ok(records)
+}
+
+/// How much faster than the link this machine copies.
+fn follows(memcpy: f64, link: f64) -> Record {
+    Record::at_least(named("memcpy of this machine beside the link"), memcpy, "GB/s", link, None)
+}
+
+/// Messages of many sizes, 16 outstanding, over a working set.
+fn rotate(
+    bench: &Workbench,
+    (ucx, spec, kind): (Ucx, &str, &str),
+    (ops, mem): (&str, &str),
+    sizes: &[usize],
+    environment: &Environment,
+) -> Result<(Figures, f64)> {
+    let list: Vec<String> = sizes.iter().map(usize::to_string).collect();
+    let set = if sizes.len() == 1 { 32 } else { 128 };
+    let words =
+        format!("rotate --plain --ops {ops} --mem {mem} --set {set}M --sizes {}", list.join(","));
+    let work = Work::start(format!("UCX {}, {ops}, {mem}", ucx.name()));
+    let tool = bench.client(ucx, &device(spec, kind), &words).limit(LIMIT);
+    let end = tool.envs(environment).run();
+    ensure!(end.success(), "{}", end.report());
+    work.done("");
+    Ok((figures::parse(&end.stdout)?, link(&end.stderr)?.0))
+}
+
+fn sizes(quick: bool) -> &'static [usize] {
+    if quick { &[MIB] } else { &[MIB, 4 * MIB, 16 * MIB] }
+}
+
+/// `bench ipc --model`: between two processes whose driver imports dma-bufs.
+pub(super) fn ipc(repo: &Repo, spec: &str, quick: bool) -> Result<Vec<Record>> {
+    let bench = Workbench::ready(repo.layout().clone(), &[Ucx::V1_22])?;
+    let run = (Ucx::V1_22, spec, "import,ordered,unpinned");
+    let (figures, link) =
+        rotate(&bench, run, ("tag,am,put,get", "gaudi:gaudi"), sizes(quick), STAGING)?;
+    let mut records = vec![follows(get(&figures, &format!("put memcpy {MIB}"))?, link)];
+    for op in OPS {
+        for size in sizes(quick) {
+            let value = get(&figures, &format!("{op} {size}"))?;
+            let title = named(format!("{op}, {}, gaudi_ipc", units::size(*size as u64)));
+            records.push(Record::at_least(title, value, "GB/s", link, Some(OF_LINK)));
+        }
+    }
+    Ok(records)
+}
+
+/// UCX hangs in a get from a peer's host memory into Gaudi memory if it is to pipeline it and chooses to read; so it
+/// is told to have the peer write.
+const GET_FROM_HOST: &Environment =
+    &[("UCX_RMA_PPLN_ENABLE", "y"), ("UCX_RNDV_SCHEME", "put_ppln")];
+
+/// `bench cliffs --model`: between two processes, staged through host memory; then UCP's choices.
+pub(super) fn cliffs(repo: &Repo, spec: &str, quick: bool) -> Result<Vec<Record>> {
+    let bench = Workbench::ready(repo.layout().clone(), &Ucx::ALL)?;
+    let mut records = Vec::new();
+    for ucx in Ucx::ALL {
+        let run = (ucx, spec, "ordered,unpinned");
+        for mem in ["host:gaudi", "gaudi:host", "gaudi:gaudi"] {
+            let get_apart = mem == "host:gaudi";
+            let ops = if get_apart { "tag,am,put" } else { "tag,am,put,get" };
+            let (mut figures, link) = rotate(&bench, run, (ops, mem), sizes(quick), STAGING)?;
+            if get_apart {
+                figures.extend(rotate(&bench, run, ("get", mem), sizes(quick), GET_FROM_HOST)?.0);
+            }
+            if records.is_empty() {
+                records.push(follows(get(&figures, &format!("put memcpy {MIB}"))?, link));
+            }
+            records.extend(staged(&figures, ucx, mem, sizes(quick), link)?);
+        }
+    }
+    records.extend(choices(&bench, spec, quick)?);
+    Ok(records)
+}
+
+fn staged(
+    figures: &Figures,
+    ucx: Ucx,
+    mem: &str,
+    sizes: &[usize],
+    link: f64,
+) -> Result<Vec<Record>> {
+    let mut records = Vec::new();
+    for op in OPS {
+        for size in sizes {
+            let value = get(figures, &format!("{op} {size}"))?;
+            let target = match mem {
+                "gaudi:gaudi" => (*size >= 4 * MIB).then_some(STAGED),
+                _ => Some(OF_LINK),
+            };
+            let size = units::size(*size as u64);
+            let title = named(format!("{op} {mem}, {size}, staged, UCX {}", ucx.name()));
+            records.push(Record::at_least(title, value, "GB/s", link, target));
+        }
+    }
+    Ok(records)
+}
+
+/// Ways to have UCP choose another protocol. What does not run with one of them counts as slow.
+const FORCED: &[(&str, &Environment)] = &[
+    ("eager", &[("UCX_RNDV_THRESH", "inf")]),
+    ("rendezvous", &[("UCX_RNDV_THRESH", "0")]),
+    ("rendezvous, read", &[("UCX_RNDV_THRESH", "0"), ("UCX_RNDV_SCHEME", "get_ppln")]),
+    ("rendezvous, write", &[("UCX_RNDV_THRESH", "0"), ("UCX_RNDV_SCHEME", "put_ppln")]),
+    ("rendezvous, messages", &[("UCX_RNDV_THRESH", "0"), ("UCX_RNDV_SCHEME", "am")]),
+    ("zero-copy from 0", &[("UCX_ZCOPY_THRESH", "0")]),
+    ("no zero-copy", &[("UCX_ZCOPY_THRESH", "inf")]),
+    ("without cma", &[("UCX_TLS", "^cma")]),
+];
+
+/// One operation between two memories at one size: the least time of a message, in µs.
+type Times = BTreeMap<(String, String, u64), f64>;
+
+/// Which operations and pairs are measured together. The get that hangs (see [`GET_FROM_HOST`]) is left out.
+const GROUPS: [(&str, &str); 3] = [
+    ("tag,am", "host:gaudi,gaudi:host,gaudi:gaudi"),
+    ("put", "host:gaudi,gaudi:host,gaudi:gaudi"),
+    ("get", "gaudi:host,gaudi:gaudi"),
+];
+
+fn times(
+    bench: &Workbench,
+    (spec, kind): (&str, &str),
+    quick: bool,
+    environment: &Environment,
+) -> Times {
+    let list = if quick { "64,1M" } else { "8,1K,8K,64K,256K,1M,4M" };
+    let iterations = if quick { 1 } else { 5 };
+    let mut times = Times::new();
+    for (ops, mem) in GROUPS {
+        let words =
+            format!("pair --plain --ops {ops} --mem {mem} --sizes {list} --iters {iterations}");
+        let tool: Tool = bench.client(Ucx::V1_22, &device(spec, kind), &words);
+        let tool = tool.limit(Duration::from_secs(90)).envs(STAGING).envs(environment);
+        // What a forced protocol cannot do is not measured.
+        for Row { op, src, dst, size, latency_us, .. } in tool.rows().unwrap_or_default() {
+            let Some(time) = latency_us else { continue };
+            let least = times.entry((op, format!("{src}:{dst}"), size)).or_insert(f64::INFINITY);
+            *least = least.min(time);
+        }
+    }
+    times
+}
+
+/// UCP's choice beside the best of the forced ones, staged and with `gaudi_ipc`.
+fn choices(bench: &Workbench, spec: &str, quick: bool) -> Result<Vec<Record>> {
+    let mut records = Vec::new();
+    for (kind, people) in [("ordered,unpinned", "staged"), ("import,ordered,unpinned", "gaudi_ipc")]
+    {
+        let work = Work::start(format!("UCP's own choices, {people}"));
+        let chosen = times(bench, (spec, kind), quick, &[]);
+        ensure!(!chosen.is_empty(), "nothing was measured");
+        work.done("");
+        let mut forced = Vec::new();
+        for (name, environment) in if quick { &FORCED[..1] } else { FORCED } {
+            let work = Work::start(format!("{name}, {people}"));
+            forced.push((*name, times(bench, (spec, kind), quick, environment)));
+            work.done("");
+        }
+        println!(
+            "\nmodelled Gaudi2, {people}: µs of a message with UCP's choice, and the best forced one"
+        );
+        println!("{}", choice_table(&chosen, &forced));
+        records.extend(choice_records(&chosen, &forced, people));
+    }
+    Ok(records)
+}
+
+/// The fastest of the forced ones, with its name; the choice itself where none is faster.
+fn best<'a>(
+    cell: &(String, String, u64),
+    chosen: f64,
+    forced: &'a [(&'static str, Times)],
+) -> (&'a str, f64) {
+    let times = forced.iter().filter_map(|(name, times)| Some((*name, *times.get(cell)?)));
+    let fastest = times.min_by(|(_, one), (_, other)| one.total_cmp(other));
+    fastest.filter(|(_, time)| *time < chosen).unwrap_or(("UCP's", chosen))
+}
+
+fn choice_table(chosen: &Times, forced: &[(&'static str, Times)]) -> Table {
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING);
+    table.set_header(["operation", "memory", "size", "UCP's", "best", "ratio", "by"]);
+    for (cell, time) in chosen {
+        let (name, least) = best(cell, *time, forced);
+        let (op, mem, size) = cell;
+        table.add_row([
+            op.clone(),
+            mem.clone(),
+            units::size(*size),
+            format!("{time:.0}"),
+            format!("{least:.0}"),
+            format!("{:.2}", time / least),
+            name.to_owned(),
+        ]);
+    }
+    table
+}
+
+fn choice_records(chosen: &Times, forced: &[(&'static str, Times)], people: &str) -> Vec<Record> {
+    let record = |(cell, time): (&(String, String, u64), &f64)| {
+        let (name, least) = best(cell, *time, forced);
+        let (op, mem, size) = cell;
+        let size = units::size(*size);
+        let title = named(format!("{op} {mem}, {size}, {people}: UCP's choice beside {name}"));
+        Record::at_most(title, *time, "µs", least, Some(CHOICE))
+    };
+    chosen.iter().map(record).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_link_is_what_the_card_announces() {
+        let line = "x\nsoft-gaudi: times are modelled (gaudi2, 40 times slower): 650 and 650 MB/s to and from";
+        assert_eq!(link(line).expect("understood"), (0.65, 40.0));
+        assert!(link("nothing of the kind").is_err());
+    }
+
+    #[test]
+    fn targets_are_shares_of_the_link() {
+        let mut figures = Figures::new();
+        for op in OPS {
+            figures.insert(format!("{op} {MIB}"), 0.6);
+            figures.insert(format!("{op} {}", 4 * MIB), 0.6);
+        }
+        let met = |mem| -> Vec<Option<bool>> {
+            let records =
+                staged(&figures, Ucx::V1_22, mem, &[MIB, 4 * MIB], 0.65).expect("all there");
+            records.iter().take(2).map(|record| record.met).collect()
+        };
+        assert_eq!(met("host:gaudi"), [Some(false), Some(false)], "0.92 of the link");
+        assert_eq!(met("gaudi:gaudi"), [None, Some(true)]);
+    }
+
+    #[test]
+    fn a_choice_stands_beside_the_best_forced_one() {
+        let cell = |size| ("tag".to_owned(), "host:gaudi".to_owned(), size);
+        let chosen = Times::from([(cell(8), 10.0), (cell(16), 30.0)]);
+        let forced = [
+            ("eager", Times::from([(cell(8), 12.0), (cell(16), 20.0)])),
+            ("rendezvous", Times::from([(cell(8), 11.0)])),
+        ];
+        let records = choice_records(&chosen, &forced, "staged");
+        assert_eq!((records[0].ratio, records[0].met), (1.0, Some(true)));
+        assert_eq!((records[1].ratio, records[1].met), (1.5, Some(false)));
+        assert!(records[1].name.ends_with("UCP's choice beside eager"), "{}", records[1].name);
+    }
+}

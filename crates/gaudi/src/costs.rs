@@ -175,7 +175,7 @@ mod tests {
         assert_eq!(modelled.zcopy_latency, 1e-3);
         assert_eq!(modelled.overhead, hardware.overhead, "the processor is not stretched");
         assert_eq!(modelled.gigatransfers, 0.4);
-        assert_eq!(modelled.pinning.bounce >> 20, 40 * 5_000_000 >> 20);
+        assert_eq!(modelled.pinning.bounce >> 20, (40 * 5_000_000) >> 20);
     }
 
     #[test]

@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant};
 
-use hl_thunk::packet::LinDma;
+use hl_thunk::packet::{DmaRule, LinDma};
 use hl_thunk::{DeviceAddr, Direction, DmaBuf, ExportCall, PAGE_SIZE};
 use smallvec::SmallVec;
 use synapse::sys::DmaDir;
@@ -339,6 +339,8 @@ impl Backend for Guest {
             moves: MOVES,
             in_flight: u64::from(SLOTS) - MARGIN,
             lanes: self.inner.streams.len(),
+            // The runtime copies what it is given.
+            rule: DmaRule { len: 1, addr: 1 },
         })
     }
 

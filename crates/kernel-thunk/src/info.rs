@@ -287,6 +287,30 @@ pub extern "C" fn hlthunk_is_device_idle(fd: c_int) -> bool {
     ask_for::<40>(fd, op::HW_IDLE, 0).is_ok_and(|answer| answer[..4] != [0; 4])
 }
 
+/// What the driver remembers of an event: the last open (0), a timeout (1), an access that was refused (2), an
+/// unknown packet (3), errors of hardware (4) and firmware (5).
+///
+/// # Safety
+/// `record` is null or has room for the structure of that event.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hlthunk_get_event_record(
+    fd: c_int,
+    id: c_int,
+    record: *mut c_void,
+) -> c_int {
+    let (op, size) = match id {
+        0 => (23, 8),
+        1 => (24, 16),
+        2 => (25, 280),
+        3 => (31, 288),
+        4 => (36, 16),
+        5 => (37, 16),
+        _ => return -libc::EINVAL,
+    };
+    // SAFETY: the caller's promise.
+    unsafe { ask(fd, op, 0, record, size) }
+}
+
 /// Any question, as the kernel takes it.
 ///
 /// # Safety

@@ -5,7 +5,9 @@ use std::ffi::c_int;
 use crate::ioctl::{self, Wait};
 
 const INTERRUPT: u32 = 0x2;
+const MULTI: u32 = 0x4;
 const KERNEL_COUNTERS: u32 = 0x10;
+const REGISTER: u32 = 0x20;
 const TIMESTAMP: u32 = 2;
 
 /// Waits, and puts the status where the caller wants it, and the time if there is one.
@@ -117,4 +119,126 @@ pub unsafe extern "C" fn hlthunk_wait_for_interrupt_by_handle(
     };
     // SAFETY: the caller's promise.
     unsafe { wait(fd, args, status, std::ptr::null_mut()) }
+}
+
+/// As [`hlthunk_wait_for_interrupt`], with the time of the interrupt.
+///
+/// # Safety
+/// As there; `timestamp` is null or valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hlthunk_wait_for_interrupt_with_timestamp(
+    fd: c_int,
+    addr: *mut std::ffi::c_void,
+    target_value: u64,
+    interrupt_id: u32,
+    timeout_us: u64,
+    status: *mut u32,
+    timestamp: *mut u64,
+) -> c_int {
+    let args = Wait {
+        sequence: addr as u64,
+        timeout: target_value,
+        flags: interrupt(interrupt_id),
+        interrupt_timeout: timeout_us,
+        ..Wait::default()
+    };
+    // SAFETY: the caller's promise.
+    unsafe { wait(fd, args, status, timestamp) }
+}
+
+/// Has the driver write a time to a place of a timestamp buffer when a counter reaches a value.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_register_timestamp_interrupt(
+    fd: c_int,
+    interrupt_id: u32,
+    cq_counters_handle: u64,
+    cq_counters_offset: u64,
+    target_value: u64,
+    timestamp_handle: u64,
+    timestamp_offset: u64,
+) -> c_int {
+    let mut args = Wait {
+        sequence: cq_counters_handle,
+        timeout: target_value,
+        flags: interrupt(interrupt_id) | KERNEL_COUNTERS | REGISTER,
+        counters_offset: cq_counters_offset,
+        timestamps: timestamp_handle,
+        timestamps_offset: timestamp_offset,
+        ..Wait::default()
+    };
+    ioctl::call(fd, &mut args)
+}
+
+/// `struct hlthunk_wait_multi_cs_in`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs, reason = "the library's names")]
+pub struct MultiIn {
+    pub seq: *const u64,
+    pub timeout_us: u64,
+    pub seq_len: u32,
+}
+
+/// `struct hlthunk_wait_multi_cs_out`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+#[allow(missing_docs, reason = "the library's names")]
+pub struct MultiOut {
+    pub status: u32,
+    pub seq_set: u32,
+    pub completed: u8,
+}
+
+/// Waits for the first of several submissions.
+///
+/// # Safety
+/// `input` is null or names as many sequence numbers as it says; the others are null or valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hlthunk_wait_for_multi_cs_with_timestamp(
+    fd: c_int,
+    input: *mut MultiIn,
+    output: *mut MultiOut,
+    timestamp: *mut u64,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    let (Some(input), Some(output)) = (unsafe { (input.as_ref(), output.as_mut()) }) else {
+        return -libc::EINVAL;
+    };
+    let mut args = Wait {
+        sequence: input.seq as u64,
+        timeout: input.timeout_us,
+        flags: MULTI,
+        // A byte: how many.
+        interrupt_timeout: u64::from(input.seq_len as u8),
+        ..Wait::default()
+    };
+    let ret = ioctl::call(fd, &mut args);
+    if ret == 0 {
+        // The answer: status, flags, a time, and a bit for each that is done.
+        *output = MultiOut {
+            status: args.sequence as u32,
+            seq_set: args.context,
+            completed: args.context.count_ones() as u8,
+        };
+        // SAFETY: as above.
+        if let Some(place) = unsafe { timestamp.as_mut() } {
+            let flags = (args.sequence >> 32) as u32;
+            *place = if flags & TIMESTAMP != 0 { args.timeout } else { 0 };
+        }
+    }
+    ret
+}
+
+/// As [`hlthunk_wait_for_multi_cs_with_timestamp`], without the time.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hlthunk_wait_for_multi_cs(
+    fd: c_int,
+    input: *mut MultiIn,
+    output: *mut MultiOut,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { hlthunk_wait_for_multi_cs_with_timestamp(fd, input, output, std::ptr::null_mut()) }
 }

@@ -51,9 +51,20 @@ pub enum Place {
     Config(u32),
 }
 
+/// What cards differ in.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options {
+    /// Position in the machine.
+    pub module_id: u32,
+    /// Lets EDMA queues fetch packets from host memory, which silicon cannot and the vendor's older tests do.
+    pub edma_fetch: bool,
+}
+
 /// See the first lines of the file.
 #[derive(Debug)]
 pub struct Card {
+    /// See there.
+    pub options: Options,
     /// BAR 0: registers and SRAM.
     pub bar0: OwnMemory,
     /// BAR 4: HBM.
@@ -84,8 +95,9 @@ const MAX_CHAIN: usize = 4096;
 
 impl Card {
     /// After power-on.
-    pub fn new(module_id: u32) -> io::Result<Self> {
+    pub fn new(options: Options) -> io::Result<Self> {
         let card = Self {
+            options,
             bar0: OwnMemory::new("gaudi2-bar0", reg::BAR0)?,
             hbm: OwnMemory::new("gaudi2-hbm", reg::BAR4)?,
             guest: GuestMemory::default(),
@@ -95,7 +107,7 @@ impl Card {
             queues: Queues::new(),
             events: Mutex::default(),
             log: Log::new(),
-            firmware: Mutex::new(Firmware::new(module_id)),
+            firmware: Mutex::new(Firmware::new(options.module_id)),
             sync: (0..reg::DCORES).map(|_| Mutex::new(sync_manager())).collect(),
             blocks: reg::blocks().into_iter().collect(),
             doorbell: AtomicU64::new(0),

@@ -6,7 +6,7 @@ use std::thread;
 
 use anyhow::{Context, Result};
 use clap::Parser;
-use pci_gaudi::card::Card;
+use pci_gaudi::card::{Card, Options};
 use pci_gaudi::endpoint::Endpoint;
 use pci_gaudi::vfio_user;
 
@@ -20,6 +20,9 @@ struct Arguments {
     /// Position of the card in its machine, as the firmware reports it
     #[arg(long, default_value_t = 0)]
     module_id: u32,
+    /// Let EDMA queues fetch packets from host memory, which silicon cannot
+    #[arg(long)]
+    edma_fetch: bool,
     /// Trap every access to BAR 0, slower, so that unexpected ones are logged
     #[arg(long)]
     trap_all: bool,
@@ -30,7 +33,8 @@ const ENGINE_THREADS: usize = 2;
 
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
-    let card = Card::new(arguments.module_id).context("no memory for the card")?;
+    let Arguments { module_id, edma_fetch, .. } = arguments;
+    let card = Card::new(Options { module_id, edma_fetch }).context("no memory for the card")?;
     let listener = UnixListener::bind(&arguments.socket)
         .with_context(|| format!("cannot listen on {}", arguments.socket.display()))?;
     let (stream, _) = listener.accept()?;

@@ -408,7 +408,8 @@ impl Bus for StreamBus<'_> {
     fn read(&self, addr: u64, into: &mut [u8]) -> Result<(), Fault> {
         let view = self.fetch_view();
         let from = self.card.place(view, addr)?.0;
-        if self.qman.engine == Engine::Edma && matches!(from, Place::Host(_)) {
+        let cannot = self.qman.engine == Engine::Edma && !self.card.options.edma_fetch;
+        if cannot && matches!(from, Place::Host(_)) {
             return Err(Fault::Fetch { addr });
         }
         self.card.read(view, addr, into)

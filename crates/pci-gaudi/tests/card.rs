@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pci_gaudi::card::{Card, View};
+use pci_gaudi::card::{Card, Options, View};
 use pci_gaudi::registers::{self as reg, core, cpu, psoc, qman, stlb};
 use pci_gaudi::vfio_user::Irqs;
 use rustix::event::{EventfdFlags, eventfd};
@@ -32,7 +32,7 @@ fn guest_memory() -> OwnedFd {
 
 /// Runs `test` beside an engine thread.
 fn with_card(test: impl FnOnce(&Card)) {
-    let card = Card::new(3).unwrap();
+    let card = Card::new(Options::default()).unwrap();
     card.guest.map(0, GUEST, guest_memory(), 0).unwrap();
     thread::scope(|scope| {
         scope.spawn(|| card.queues.work(&card));

@@ -42,6 +42,11 @@ pub(super) fn build_programs(repo: &Repo) -> Result<Programs> {
     })
 }
 
+/// The vendor's test programs, where someone has built them (`build/bin` of hl-thunk-open).
+pub(super) fn vendor_programs() -> Option<PathBuf> {
+    std::env::var_os("SOFT_GAUDI_VENDOR_TESTS").map(PathBuf::from)
+}
+
 /// Writes the archive anew.
 pub(super) fn write(
     repo: &Repo,
@@ -79,6 +84,12 @@ pub(super) fn write(
     ];
     for (from, to) in &parts {
         image.tree(from, to, &mut linked)?;
+    }
+    if let Some(vendor) = vendor_programs() {
+        image.tree(&vendor, "opt/vendor/bin", &mut linked)?;
+        let injection = "libhl-thunk-err_injection.so";
+        let library = vendor.join("../lib").join(injection);
+        image.copy(&library, &format!("opt/vendor/lib/{injection}"))?;
     }
     for library in needed(&linked, &ucx.lib_dirs(layout))? {
         image.copy(&library, library.to_string_lossy().trim_start_matches('/'))?;
@@ -155,6 +166,9 @@ fn needed(files: &[PathBuf], search: &[PathBuf]) -> Result<BTreeSet<PathBuf>> {
             let path = line.split("=>").last()?.split_whitespace().next()?;
             path.starts_with('/').then(|| PathBuf::from(path))
         });
-    let stock = |path: &PathBuf| !path.to_string_lossy().contains("/target/");
-    Ok(paths.filter(stock).collect())
+    let ours = |path: &PathBuf| {
+        let text = path.to_string_lossy();
+        text.contains("/target/") || text.contains("libhl-thunk")
+    };
+    Ok(paths.filter(|path| !ours(path)).collect())
 }

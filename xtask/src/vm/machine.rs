@@ -43,7 +43,8 @@ pub(super) fn test(
 ) -> Result<usize> {
     let logs = folders.logs().join(set.name);
     let _ = fs::remove_dir_all(&logs);
-    let machine = Machine::new(folders, debian, card, &logs, set.cards, trap_all)?;
+    let options: Vec<&str> = set.kind.into_iter().chain(trap_all.then_some("--trap-all")).collect();
+    let machine = Machine::new(folders, debian, card, &logs, set.cards, &options)?;
     eprintln!("set {} on Linux {} (logs in {}) …", set.name, debian.kernel, repo.shown(&logs));
     let began = Instant::now();
     let mut qemu = machine.qemu(&format!("VM_SET={}", set.name));
@@ -104,7 +105,7 @@ pub(super) fn shell(
 ) -> Result<()> {
     let logs = folders.logs().join("shell");
     let _ = fs::remove_dir_all(&logs);
-    let machine = Machine::new(folders, debian, card, &logs, cards, false)?;
+    let machine = Machine::new(folders, debian, card, &logs, cards, &[])?;
     eprintln!("booting Linux {} (logs in {}) …", debian.kernel, repo.shown(&logs));
     let status = machine.qemu("").status().context("cannot run QEMU")?;
     if !status.success() {
@@ -143,7 +144,7 @@ impl<'a> Machine<'a> {
         card: &Path,
         logs: &Path,
         cards: u32,
-        trap_all: bool,
+        options: &[&str],
     ) -> Result<Self> {
         fs::create_dir_all(logs)?;
         // A short path, whatever the checkout is called.
@@ -155,10 +156,7 @@ impl<'a> Machine<'a> {
             let log = fs::File::create(logs.join(format!("card{n}.log")))?;
             let mut command = Command::new(card);
             command.arg("--socket").arg(&socket).args(["--module-id", &n.to_string()]);
-            if trap_all {
-                command.arg("--trap-all");
-            }
-            let child = command.stdin(Stdio::null()).stderr(log).spawn();
+            let child = command.args(options).stdin(Stdio::null()).stderr(log).spawn();
             running.push(Guard(child.with_context(|| format!("cannot run {}", card.display()))?));
             sockets.push(socket);
         }

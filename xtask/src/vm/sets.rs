@@ -9,20 +9,27 @@ pub(super) struct Set {
     pub(super) name: &'static str,
     /// Cards in the machine.
     pub(super) cards: u32,
+    /// What the cards allow although silicon does not: an option of `pci-gaudi`.
+    pub(super) kind: Option<&'static str>,
     /// The machine is stopped after that.
     pub(super) limit: Duration,
 }
 
+/// The set that needs programs from outside.
+pub(super) const VENDOR: &str = "vendor";
+
 pub(super) const SETS: &[Set] = &[
     // The driver finds the card, boots its firmware and leaves again.
-    Set { name: "probe", cards: 1, limit: Duration::from_secs(120) },
+    Set { name: "probe", cards: 1, kind: None, limit: Duration::from_secs(120) },
     // The driver library on the driver: open, memory, copies, export.
-    Set { name: "card", cards: 1, limit: Duration::from_secs(170) },
+    Set { name: "card", cards: 1, kind: None, limit: Duration::from_secs(170) },
     // Stock UCX with the plugin, on one card and between two.
-    Set { name: "ucx", cards: 1, limit: Duration::from_secs(170) },
-    Set { name: "two_cards", cards: 2, limit: Duration::from_secs(170) },
+    Set { name: "ucx", cards: 1, kind: None, limit: Duration::from_secs(170) },
+    Set { name: "two_cards", cards: 2, kind: None, limit: Duration::from_secs(170) },
     // A hard reset while the plugin copies.
-    Set { name: "reset", cards: 1, limit: Duration::from_secs(170) },
+    Set { name: "reset", cards: 1, kind: None, limit: Duration::from_secs(170) },
+    // The vendor's test programs; those of 2023 have EDMA fetch from host memory.
+    Set { name: VENDOR, cards: 1, kind: Some("--edma-fetch"), limit: Duration::from_secs(220) },
 ];
 
 /// One line of the guest: `VM-RESULT ok|failed|skipped NAME MILLISECONDS`.

@@ -1,6 +1,6 @@
 #!/bin/busybox sh
 # First program of the virtual machine: loads the driver, runs the set of checks that VM_SET names (or a shell), and
-# powers off. Results go to the first serial port, the kernel's messages to the second.
+# powers off. Results go to the first serial port, the kernel's messages to the second, recordings to the third.
 /bin/busybox mkdir -p /proc /sys /dev /tmp /run
 /bin/busybox --install -s /bin
 mount -t proc proc /proc
@@ -101,7 +101,8 @@ set_card() {
     check busy-while-open busy
     check again-while-closing again_while_closing
     check free-after-kill kill_owner
-    check check-card ucx-gaudi check-card
+    check check-card ucx-gaudi check-card --trace /tmp/trace
+    stty -F /dev/ttyS2 raw && cat /tmp/trace >/dev/ttyS2
     check doctor ucx-gaudi doctor
 }
 
@@ -153,6 +154,26 @@ reset_under_load() {
 set_reset() {
     check hard-reset-under-load reset_under_load
     check loopback-afterwards ucp-check loopback --ops tag --plain --sizes 1,4097
+}
+
+# A program does something wrong: the driver says so, resets the card, and ends the program.
+misused() {
+    before=$(cat $card/hard_reset_cnt)
+    timeout 50 misuse $1
+    status=$?
+    dmesg | tail -n 30
+    [ $status = 137 ] || { echo "misuse ended with $status"; return 1; }
+    dmesg | grep -q "$2" || { echo "nothing about: $2"; return 1; }
+    for _ in $(seq 100); do
+        [ "$(cat $card/hard_reset_cnt)" -gt "$before" ] && opens_within_10_s && return 0
+        sleep 0.1
+    done
+    return 1
+}
+set_faults() {
+    check page-fault misused page-fault 'page fault on va 0xfff0001234567000'
+    check hung-queue misused hang 'not finished in'
+    check check-card ucx-gaudi check-card
 }
 
 # A group of the vendor's tests. Its own status is 0 also where nothing ran, so the lines are counted.

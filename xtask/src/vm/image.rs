@@ -25,12 +25,15 @@ pub(super) struct Programs {
     pub(super) card: PathBuf,
     /// The driver library for the kernel's ioctls, which runs inside.
     thunk: PathBuf,
+    /// A program that provokes the driver.
+    misuse: PathBuf,
 }
 
 pub(super) fn build_programs(repo: &Repo) -> Result<Programs> {
     let mut cargo = repo.cargo();
     cargo.args(["build", "--release", "--message-format=json-render-diagnostics"]);
     cargo.args(["--package=pci-gaudi", "--package=kernel-thunk"]);
+    cargo.args(["--lib", "--bin=pci-gaudi", "--example=misuse"]);
     let output = cargo.stderr(Stdio::inherit()).output().context("cannot run cargo")?;
     if !output.status.success() {
         bail!("the build failed (cargo says why above)");
@@ -39,6 +42,7 @@ pub(super) fn build_programs(repo: &Repo) -> Result<Programs> {
     Ok(Programs {
         card: artifact(&messages, "pci-gaudi", "")?,
         thunk: artifact(&messages, "kernel_thunk", ".so")?,
+        misuse: artifact(&messages, "misuse", "")?,
     })
 }
 
@@ -75,6 +79,8 @@ pub(super) fn write(
     let ucx = Ucx::V1_22;
     let mut linked = vec![programs.thunk.clone()];
     image.copy(&programs.thunk, "opt/thunk/libhl-thunk.so")?;
+    linked.push(programs.misuse.clone());
+    image.copy(&programs.misuse, "bin/misuse")?;
     let parts = [
         (layout.bin(), "opt/gaudi/bin"),
         (layout.plugins(), "opt/gaudi/lib/ucx-gaudi/plugins"),

@@ -189,8 +189,11 @@ impl<'a> Machine<'a> {
             let port = format!("pcie-root-port,id=port{n},chassis={},slot={}", n + 1, n + 1);
             qemu.args(["-device", &port, "-device", &device.to_string()]);
         }
-        qemu.args(["-serial", "stdio", "-serial"]);
-        qemu.arg(format!("file:{}", self.logs.join("kernel.log").display()));
+        qemu.args(["-serial", "stdio"]);
+        // The kernel's messages, and recordings of the driver's calls.
+        for log in ["kernel.log", "trace.jsonl"] {
+            qemu.arg("-serial").arg(format!("file:{}", self.logs.join(log).display()));
+        }
         qemu.arg("-kernel").arg(self.debian.vmlinuz()).arg("-initrd").arg(&self.initramfs);
         qemu.arg("-append").arg(format!("console=ttyS1 panic=-1 loglevel=7 {settings}"));
         qemu

@@ -28,6 +28,8 @@ pub(super) const SETS: &[Set] = &[
     Set { name: "two_cards", cards: 2, kind: None, limit: Duration::from_secs(170) },
     // A hard reset while the plugin copies.
     Set { name: "reset", cards: 1, kind: None, limit: Duration::from_secs(170) },
+    // Page fault and watchdog: the driver resets the card and ends its users.
+    Set { name: "faults", cards: 1, kind: None, limit: Duration::from_secs(170) },
     // The vendor's test programs; those of 2023 have EDMA fetch from host memory.
     Set { name: VENDOR, cards: 1, kind: Some("--edma-fetch"), limit: Duration::from_secs(220) },
 ];

@@ -76,7 +76,7 @@ fn state() -> MutexGuard<'static, State> {
 impl Runtime {
     /// Looks at the framework and its card, and follows what has changed.
     pub(crate) fn look_at_framework(&self) -> Look {
-        let Some(framework) = Framework::find() else { return Look::Absent };
+        let Some(framework) = self.framework() else { return Look::Absent };
         if RELEASING.get() {
             return Look::NoCard;
         }
@@ -256,12 +256,9 @@ impl Runtime {
         }
     }
 
-    /// Where the framework will have its memory, if it is in this process: on cards of the generations that are here.
-    /// No host memory and no card of ours has these addresses.
+    /// Where a framework would have its memory, on cards of the generations that are here. No host memory and no card of
+    /// ours has these addresses.
     pub fn framework_addresses(&self) -> Vec<Range<u64>> {
-        if !self.has_framework() {
-            return Vec::new();
-        }
         let mut generations: Vec<Generation> =
             self.discover().unwrap_or_default().iter().map(|card| card.generation).collect();
         generations.dedup();
@@ -271,7 +268,11 @@ impl Runtime {
 
     /// Whether a framework (Synapse) is in this process: its card is used through it, by copies as well.
     pub fn has_framework(&self) -> bool {
-        Framework::find().is_some()
+        self.framework().is_some()
+    }
+
+    fn framework(&self) -> Option<Arc<Framework>> {
+        if self.options().use_framework == Some(false) { None } else { Framework::find() }
     }
 
     /// The framework's card, if `choice` leads to it among `candidates`; `None` if a card of our own is to be

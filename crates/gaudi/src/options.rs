@@ -22,6 +22,8 @@ pub struct Options {
     pub register_access: Option<bool>,
     /// Whether a card that is busy in this process may be used without being lent. Default: no.
     pub adopt_own_cards: Option<bool>,
+    /// Whether the card of a framework (Synapse) in this process is used, as its guest. Default: yes.
+    pub use_framework: Option<bool>,
     /// How many pins cards keep. Set by [`Runtime::cache_registrations`], which starts the cache.
     ///
     /// [`Runtime::cache_registrations`]: crate::Runtime::cache_registrations
@@ -73,6 +75,8 @@ pub enum OptionName {
     RegisterAccess,
     /// [`Options::adopt_own_cards`]
     AdoptOwnCards,
+    /// [`Options::use_framework`]
+    UseFramework,
     /// [`Options::registration_cache`]
     RegistrationCache,
     /// [`Options::clear_allocations`]
@@ -126,6 +130,7 @@ impl Configuration {
             device,
             register_access,
             adopt_own_cards,
+            use_framework,
             registration_cache,
             clear_allocations,
             handle_limits,
@@ -139,6 +144,7 @@ impl Configuration {
             merge(OptionName::Device, &mut now.device, device),
             merge(OptionName::RegisterAccess, &mut now.register_access, register_access),
             merge(OptionName::AdoptOwnCards, &mut now.adopt_own_cards, adopt_own_cards),
+            merge(OptionName::UseFramework, &mut now.use_framework, use_framework),
             merge(OptionName::RegistrationCache, &mut now.registration_cache, registration_cache),
             merge(OptionName::ClearAllocations, &mut now.clear_allocations, clear_allocations),
             merge(OptionName::HandleLimits, &mut now.handle_limits, handle_limits),

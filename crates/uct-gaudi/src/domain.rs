@@ -170,7 +170,7 @@ impl<F: Flavour> GaudiComponent<F> {
             }
         }
         let estimates = Estimates::new(&settings.estimates, &Costs::of(card), link, F::COST);
-        memtype_cache::begin(ucx);
+        memtype_cache::begin(ucx, settings.framework);
         if settings.explain_faults {
             fault::begin(ucx);
         }

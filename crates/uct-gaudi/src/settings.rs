@@ -120,6 +120,17 @@ pub(crate) const VARIABLES: &[Variable] = &[
         kind: Kind::Ternary,
     },
     Variable {
+        name: "COPY_FRAMEWORK",
+        default: "try",
+        help: "Use the Gaudi that Synapse (PyTorch, vLLM) has acquired in this process, through Synapse.\n\
+               yes: also if Synapse is loaded after UCX is initialised, in every program: UCX then asks\n\
+               about every address where Synapse may have memory, which costs small messages of host\n\
+               memory some nanoseconds;\n\
+               try: the same if Synapse is loaded before, or the program is Python;\n\
+               no: never.",
+        kind: Kind::Ternary,
+    },
+    Variable {
         name: "COPY_ADOPT",
         default: "n",
         help: "Use a Gaudi that this very process has opened by itself as if it had lent it with\n\
@@ -192,6 +203,7 @@ pub(crate) struct Settings {
     pub(crate) nic_scale_out: Ternary,
     pub(crate) hw_block_access: bool,
     pub(crate) mem_hooks: Ternary,
+    pub(crate) framework: Ternary,
     pub(crate) adopt: bool,
     pub(crate) abort_on_error: bool,
     pub(crate) explain_faults: bool,
@@ -233,6 +245,7 @@ impl Settings {
             nic_scale_out: values.ternary("COPY_ENABLE_NIC_SCALE_OUT"),
             hw_block_access: values.bool("COPY_ENABLE_HW_BLOCK_ACCESS"),
             mem_hooks: values.ternary("COPY_MEM_HOOKS"),
+            framework: values.ternary("COPY_FRAMEWORK"),
             adopt: values.bool("COPY_ADOPT"),
             abort_on_error: values.bool("COPY_ABORT_ON_ERROR"),
             explain_faults: values.bool("COPY_EXPLAIN_FAULTS"),
@@ -243,6 +256,7 @@ impl Settings {
             device: Some(settings.device.clone()),
             register_access: Some(settings.hw_block_access),
             adopt_own_cards: Some(settings.adopt),
+            use_framework: Some(settings.framework != Ternary::No),
             clear_allocations: Some(values.bool("COPY_CLEAR_MEMORY")),
             keep_open: Some(seconds(values.real("COPY_KEEP_OPEN"))),
             open_timeout: Some(seconds(values.real("COPY_OPEN_TIMEOUT"))),
@@ -276,6 +290,7 @@ fn variables_of(option: OptionName) -> &'static str {
         OptionName::Device => "UCX_GAUDI_COPY_DEVICE",
         OptionName::RegisterAccess => "UCX_GAUDI_COPY_ENABLE_HW_BLOCK_ACCESS",
         OptionName::AdoptOwnCards => "UCX_GAUDI_COPY_ADOPT",
+        OptionName::UseFramework => "UCX_GAUDI_COPY_FRAMEWORK",
         OptionName::RegistrationCache => {
             "UCX_GAUDI_COPY_ENABLE_RCACHE, RCACHE_MAX_REGIONS, RCACHE_MAX_SIZE"
         }

@@ -241,15 +241,7 @@ impl Backend for Driver {
     }
 
     fn flush_peer_writes(&self) -> Result<(), Error> {
-        self.device(FLUSHING)?.flush_peer_writes().map_err(|error| match error.errno {
-            // A driver that is older than the call takes it for an empty submission.
-            libc::EINVAL | libc::EOPNOTSUPP => Error::unsupported(
-                FLUSHING,
-                format!("{}: the driver cannot", error.call),
-                "a newer driver has it",
-            ),
-            _ => Error::driver(Phase::Copy, FLUSHING, error),
-        })
+        flush(self.device(FLUSHING)?)
     }
 
     fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error> {
@@ -260,6 +252,19 @@ impl Backend for Driver {
             Err(error) => Err(Error::driver(Phase::Copy, operation, error)),
         }
     }
+}
+
+/// Flushes what other devices wrote.
+pub(super) fn flush(device: &hl_thunk::Device) -> Result<(), Error> {
+    device.flush_peer_writes().map_err(|error| match error.errno {
+        // A driver that is older than the call takes it for an empty submission.
+        libc::EINVAL | libc::EOPNOTSUPP => Error::unsupported(
+            FLUSHING,
+            format!("{}: the driver cannot", error.call),
+            "a newer driver has it",
+        ),
+        _ => Error::driver(Phase::Copy, FLUSHING, error),
+    })
 }
 
 impl Registers for HwBlock {

@@ -26,8 +26,10 @@ use synapse::{
     Acquired, CallError, Copied, DeviceBlock, Event, Framework, HostMapping, Status, Stream,
 };
 
-use super::driver::{Shared, alone, shared};
-use super::{Backend, CopyLimits, Geometry, HostPin, Page, Placement, Registers, Taken, Ticket};
+use super::driver::{Shared, alone, flush, shared};
+use super::{
+    Backend, CopyLimits, FLUSHING, Geometry, HostPin, Page, Placement, Registers, Taken, Ticket,
+};
 use crate::copy::SLOTS;
 use crate::error::ErrorKind;
 use crate::stats::Counts;
@@ -37,6 +39,8 @@ use crate::{Error, Remedy};
 const PAGE: u64 = 2 << 20;
 /// Numbers that stay unused between the oldest submission and the newest, of [`SLOTS`] events.
 const MARGIN: u64 = 4;
+/// A stream per direction.
+const LANES: usize = 3;
 /// Most copies of one submission.
 const MOVES: usize = 64;
 /// All large copies are bounced: slots are long, so that the framework is called rarely.
@@ -76,7 +80,7 @@ struct Inner {
     /// Whether the card is still there: read by every call of the framework, while it lasts.
     present: RwLock<bool>,
     /// A stream per direction.
-    streams: [Mutex<Option<Stream>>; 3],
+    streams: [Mutex<Option<Stream>>; LANES],
     /// An event for each submission in flight, by its number.
     events: Vec<Mutex<Recorded>>,
     last: AtomicU64,
@@ -193,10 +197,10 @@ impl Inner {
     }
 
     /// Enters for a call on the framework's descriptor, whose number may be another file's by now.
-    fn enter_for_export(&self) -> Result<Present<'_>, Error> {
-        let present = self.enter(EXPORTING)?;
+    fn enter_for_driver(&self, operation: &'static str) -> Result<Present<'_>, Error> {
+        let present = self.enter(operation)?;
         if self.framework.acquired() != Ok(Some(self.card)) {
-            return Err(released(EXPORTING));
+            return Err(released(operation));
         }
         Ok(present)
     }
@@ -328,20 +332,7 @@ impl Backend for Guest {
     }
 
     fn copy_limits(&self) -> Result<CopyLimits, Error> {
-        if let Some(missing) = self.inner.framework.missing_for_copies() {
-            let path = self.inner.framework.path();
-            let detail = format!("{path} has no {missing}, which copies need");
-            let remedy =
-                "memory can be detected and exported; use Synapse 1.16 or later for copies";
-            return Err(Error::unsupported("copying", detail, remedy));
-        }
-        Ok(CopyLimits {
-            moves: MOVES,
-            in_flight: u64::from(SLOTS) - MARGIN,
-            lanes: self.inner.streams.len(),
-            // The runtime copies what it is given.
-            rule: DmaRule { len: 1, addr: 1 },
-        })
+        limits(&self.inner.framework)
     }
 
     unsafe fn submit(
@@ -373,6 +364,12 @@ impl Backend for Guest {
         }
         recorded.sequence = sequence;
         Ok(Ticket { sequence, lane: lane as u32 })
+    }
+
+    /// The driver does that by itself, on no queue.
+    fn flush_peer_writes(&self) -> Result<(), Error> {
+        let _present = self.inner.enter_for_driver(FLUSHING)?;
+        flush(&self.inner.device)
     }
 
     fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error> {
@@ -411,6 +408,22 @@ impl Backend for Guest {
             }
         }
     }
+}
+
+/// What a submission may be, with this library.
+fn limits(framework: &Framework) -> Result<CopyLimits, Error> {
+    if let Some(missing) = framework.missing_for_copies() {
+        let detail = format!("{} has no {missing}, which copies need", framework.path());
+        let remedy = "memory can be detected and exported; use Synapse 1.16 or later for copies";
+        return Err(Error::unsupported("copying", detail, remedy));
+    }
+    Ok(CopyLimits {
+        moves: MOVES,
+        in_flight: u64::from(SLOTS) - MARGIN,
+        lanes: LANES,
+        // The runtime copies what it is given.
+        rule: DmaRule { len: 1, addr: 1 },
+    })
 }
 
 /// Hands the moves to the stream.
@@ -489,13 +502,13 @@ impl PoolPage {
 impl Page for PoolPage {
     /// The pool as a whole, once for the process; there is only one call that can.
     fn export_whole(&self, _call: Option<ExportCall>, counts: Counts) -> Result<OwnedFd, Error> {
-        let _present = self.inner.enter_for_export()?;
+        let _present = self.inner.enter_for_driver(EXPORTING)?;
         let len = self.inner.len() / PAGE_SIZE * PAGE_SIZE;
         shared(&self.inner.whole, counts, || self.inner.export(0, len))
     }
 
     fn export_part(&self, offset: u64, len: u64, counts: Counts) -> Result<OwnedFd, Error> {
-        let _present = self.inner.enter_for_export()?;
+        let _present = self.inner.enter_for_driver(EXPORTING)?;
         alone(self.inner.export(offset, len), counts)
     }
 
@@ -506,5 +519,55 @@ impl Page for PoolPage {
 
     fn leave(self: Box<Self>) {
         self.free();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use synapse::sys::Functions;
+
+    #[test]
+    fn every_surprising_status_has_its_kind() {
+        use ErrorKind::{
+            DeviceBusy, DeviceNotFound, DmaFailed, InvalidParams, OutOfMemory, Timeout,
+        };
+        let rows = [
+            (Status::UNINITIALIZED, DeviceNotFound, true),
+            (Status::NO_DEVICE_FOUND, DeviceNotFound, true),
+            (Status::BUSY, DeviceBusy, false),
+            (Status::OUT_OF_HOST_MEMORY, OutOfMemory, false),
+            (Status::OUT_OF_DEVICE_MEMORY, OutOfMemory, false),
+            (Status::ALL_RESOURCES_TAKEN, OutOfMemory, false),
+            (Status::OUT_OF_RESOURCES, OutOfMemory, false),
+            (Status::DEVICE_RESET, DmaFailed, true),
+            (Status::SYNAPSE_TERMINATED, DmaFailed, true),
+            (Status::ASSERT_ASYNC, DmaFailed, true),
+            (Status::INVALID_EVENT_HANDLE, DmaFailed, true),
+            (Status::TIMEOUT, Timeout, true),
+            (Status::INVALID_ARGUMENT, InvalidParams, false),
+            (Status::MAPPING_NOT_FOUND, InvalidParams, false),
+            (Status::FAIL, DmaFailed, false),
+            (Status::COMMAND_SUBMISSION_FAILURE, DmaFailed, false),
+            (Status(99), DmaFailed, false),
+        ];
+        for (status, kind, lost) in rows {
+            let error = translate("testing", CallError::Refused { call: "syn", status });
+            assert_eq!((error.kind(), error.is_device_lost()), (kind, lost), "{status}");
+        }
+        let error = translate("testing", CallError::Refused { call: "syn", status: Status(99) });
+        assert!(error.to_string().contains("unknown status 99"), "{error}");
+        let missing = translate("filling", CallError::Missing("synMemsetD8Async"));
+        assert!(missing.is_unsupported() && missing.to_string().contains("synMemsetD8Async"));
+    }
+
+    #[test]
+    fn a_library_without_a_function_that_copies_need_says_which() {
+        // SAFETY: no function at all.
+        let framework = unsafe { Framework::with_functions(Functions::default()) };
+        let error = limits(&framework).unwrap_err();
+        assert!(error.is_unsupported(), "{error}");
+        assert!(error.to_string().contains("synStreamCreateGeneric"), "{error}");
+        assert!(framework.acquired().is_err() && framework.memory().is_err());
     }
 }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use gaudi::{Device, Error};
-use uct::config::{Values, Variable};
+use uct::config::{Ternary, Values, Variable};
 use uct::{Component, Status, SysDevice, Ucx, log};
 
 use super::domain::IpcDomain;
@@ -60,7 +60,7 @@ impl Component for IpcComponent {
             return Err(Status::NO_DEVICE);
         }
         settings::take_over(ucx, config);
-        memtype_cache::begin(ucx);
+        memtype_cache::begin(ucx, Ternary::Try);
         Ok(IpcDomain::new(ucx))
     }
 

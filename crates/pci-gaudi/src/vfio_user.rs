@@ -329,3 +329,140 @@ fn put32(bytes: &mut Vec<u8>, values: &[u32]) {
 fn put64(bytes: &mut Vec<u8>, values: &[u64]) {
     bytes.extend(values.iter().flat_map(|value| value.to_le_bytes()));
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::cell::RefCell;
+    use std::os::fd::AsFd;
+
+    /// Region 0 has a page of memory that may be mapped, and one that may not; region 7 has 16 bytes.
+    struct Fake {
+        memory: OwnedFd,
+        seen: RefCell<Vec<String>>,
+    }
+
+    impl Fake {
+        fn new() -> Self {
+            let flags = rustix::fs::MemfdFlags::CLOEXEC;
+            let memory = rustix::fs::memfd_create("fake", flags).unwrap();
+            Self { memory, seen: RefCell::default() }
+        }
+
+        fn see(&self, what: String) {
+            self.seen.borrow_mut().push(what);
+        }
+
+        /// The answer to a message, as it goes over the wire.
+        fn ask(&self, command: u16, body: &[u8]) -> Result<Vec<u8>, Errno> {
+            let message =
+                Message { id: 7, command, flags: 0, body: body.to_vec(), fds: Vec::new() };
+            answer(self, message).map(|reply| reply.body)
+        }
+    }
+
+    impl Device for Fake {
+        fn region(&self, index: u32) -> Region<'_> {
+            match index {
+                0 => Region { size: 8192, memory: Some((self.memory.as_fd(), vec![(4096, 4096)])) },
+                7 => Region { size: 16, memory: None },
+                _ => Region::default(),
+            }
+        }
+        fn irqs(&self, index: u32) -> u32 {
+            if index == MSIX { 8 } else { 0 }
+        }
+        fn read(&self, region: u32, offset: u64, into: &mut [u8]) {
+            self.see(format!("read {region} {offset} {}", into.len()));
+            into.fill(0x5a);
+        }
+        fn write(&self, region: u32, offset: u64, data: &[u8]) {
+            self.see(format!("write {region} {offset} {data:?}"));
+        }
+        fn map(&self, _: u64, _: u64, _: Option<(OwnedFd, u64)>) -> io::Result<()> {
+            Ok(())
+        }
+        fn unmap(&self, _: u64, _: u64) {}
+        fn set_msix(&self, irqs: Irqs) {
+            self.see(format!("{irqs:?}"));
+        }
+        fn reset(&self) {}
+    }
+
+    fn access(offset: u64, region: u32, count: u32, data: &[u8]) -> Vec<u8> {
+        let mut body = Vec::new();
+        put64(&mut body, &[offset]);
+        put32(&mut body, &[region, count]);
+        body.extend(data);
+        body
+    }
+
+    #[test]
+    fn accesses_outside_of_a_region_are_refused_before_the_device_sees_them() {
+        let fake = Fake::new();
+        assert_eq!(
+            fake.ask(command::REGION_READ, &access(12, 7, 4, &[])).unwrap()[16..],
+            [0x5a; 4]
+        );
+        fake.ask(command::REGION_WRITE, &access(0, 7, 2, &[1, 2])).unwrap();
+        assert_eq!(*fake.seen.borrow(), ["read 7 12 4", "write 7 0 [1, 2]"]);
+        let wrong = [
+            (command::REGION_READ, access(13, 7, 4, &[])),
+            (command::REGION_READ, access(u64::MAX, 7, 4, &[])),
+            (command::REGION_READ, access(0, 9, 4, &[])),
+            (command::REGION_READ, access(0, 0, u32::MAX, &[])),
+            (command::REGION_WRITE, access(0, 7, 4, &[1])),
+            (command::REGION_WRITE, vec![0; 15]),
+        ];
+        for (command, body) in wrong {
+            assert_eq!(fake.ask(command, &body).unwrap_err(), Errno::INVAL, "{body:?}");
+        }
+        assert_eq!(fake.seen.borrow().len(), 2);
+    }
+
+    #[test]
+    fn a_region_states_the_room_that_its_list_needs_and_then_gives_the_list() {
+        let fake = Fake::new();
+        let short = fake.ask(command::GET_REGION_INFO, &words(&[32, 0, 0, 0])).unwrap();
+        assert_eq!((short.len(), u32_at(&short, 0), u32_at(&short, 12)), (32, 64, 32));
+        let whole = fake.ask(command::GET_REGION_INFO, &words(&[64, 0, 0, 0])).unwrap();
+        assert_eq!((whole.len(), u32_at(&whole, 40)), (64, 1));
+        assert_eq!((u64_at(&whole, 48), u64_at(&whole, 56)), (4096, 4096));
+    }
+
+    #[test]
+    fn an_unknown_command_is_refused_and_the_next_message_is_understood() {
+        let fake = Fake::new();
+        let (mut client, server) = UnixStream::pair().unwrap();
+        for (command, body) in [(99u16, vec![1; 100]), (command::GET_INFO, vec![0; 16])] {
+            client.write_all(&5u16.to_le_bytes()).unwrap();
+            client.write_all(&command.to_le_bytes()).unwrap();
+            client.write_all(&words(&[(HEADER + body.len()) as u32, 0, 0])).unwrap();
+            client.write_all(&body).unwrap();
+        }
+        client.shutdown(std::net::Shutdown::Write).unwrap();
+        serve(&fake, server).unwrap();
+        let mut replies = Vec::new();
+        client.read_to_end(&mut replies).unwrap();
+        let error = Errno::OPNOTSUPP.raw_os_error() as u32;
+        assert_eq!((u32_at(&replies, 8), u32_at(&replies, 12)), (REPLY | ERROR, error));
+        assert_eq!((u32_at(&replies, 16 + 8), replies.len()), (REPLY, 16 + 32));
+    }
+
+    #[test]
+    fn interrupts_beyond_the_last_are_refused() {
+        let fake = Fake::new();
+        let set = |start, count| fake.ask(command::SET_IRQS, &words(&[20, 36, 2, start, count]));
+        assert!(set(0, 8).is_ok() && set(0, 0).is_ok());
+        assert!(set(1, 8).is_err() && set(u32::MAX, 2).is_err());
+        assert_eq!(*fake.seen.borrow(), ["Clear(0..8)", "Clear(0..8)"]);
+    }
+
+    proptest! {
+        #[test]
+        fn any_message_gets_an_answer(command: u16, body: Vec<u8>) {
+            let _ = Fake::new().ask(command % 16, &body);
+        }
+    }
+}

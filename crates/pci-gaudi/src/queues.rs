@@ -299,9 +299,10 @@ impl Dma {
         let LinDma { src, dst, memset, swap, .. } = self.transfer;
         let mut bytes = vec![0; len as usize];
         if memset {
-            let pattern = src.to_le_bytes();
+            // 32 bits, as `soft-gaudi` has it; public sources do not say.
+            let pattern = (src as u32).to_le_bytes();
             for (at, byte) in bytes.iter_mut().enumerate() {
-                *byte = pattern[(done as usize + at) % 8];
+                *byte = pattern[(done as usize + at) % pattern.len()];
             }
         } else {
             card.read(from, src.wrapping_add(done), &mut bytes)?;

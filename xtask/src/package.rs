@@ -389,6 +389,10 @@ mod tests {
     fn configuration_names_the_plugin_only_where_its_place_is_known() {
         assert!(ucx_conf("/usr/x").contains("\nUCX_PLUGIN_PATH=/usr/x\n"));
         assert!(!ucx_conf("").contains("\nUCX_PLUGIN_PATH="));
-        assert!(ucx_conf("").contains("\nUCX_RMA_PPLN_ENABLE=y\n"));
+        let settings: Vec<_> =
+            STAGING.iter().map(|(name, value)| format!("{name}={value}\n")).collect();
+        assert!(ucx_conf("").ends_with(&settings.concat()));
+        let page = include_str!("../../docs/getting-started.md");
+        assert!(page.contains(&format!("```\n{}```\n", settings.concat())), "the page has others");
     }
 }

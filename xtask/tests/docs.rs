@@ -192,3 +192,28 @@ fn commands_of_xtask_that_are_named_exist() {
         }
     }
 }
+
+/// The tool's commands in shell blocks and output of the pages, as the tool that is built has them.
+#[test]
+fn commands_of_the_tool_that_are_named_exist() {
+    let tool = e2e::Layout::from_env().bin().join("ucx-gaudi");
+    let Ok(output) = std::process::Command::new(&tool).arg("--help").output() else {
+        return println!("skipped: no {}", tool.display());
+    };
+    let commands = String::from_utf8(output.stdout).expect("text");
+    let part = |c: char| c.is_ascii_lowercase() || c == '-' || c == ' ';
+    for (page, text) in pages() {
+        // Within code only: "ucx-gaudi lets …" is prose.
+        let code = text.split("```").skip(1).step_by(2).flat_map(str::lines);
+        let spans = text.split('`').skip(1).step_by(2).filter(|span| !span.contains('\n'));
+        for line in code.chain(spans) {
+            for words in names(line, "ucx-gaudi ", part) {
+                let command = words.split(' ').nth(1).unwrap_or_default();
+                if !command.is_empty() && !command.starts_with('-') {
+                    let known = commands.contains(&format!("\n  {command} "));
+                    assert!(known, "{}: ucx-gaudi {command}", page.display());
+                }
+            }
+        }
+    }
+}

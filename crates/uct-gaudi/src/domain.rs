@@ -146,8 +146,9 @@ impl<F: Flavour> GaudiComponent<F> {
         let card = candidates.first().ok_or(Status::NO_DEVICE)?;
         summary::at_start(ucx, &settings.device, &candidates);
         asked::say_if_excluded(ucx, false);
-        // A framework's card copies through the framework, whatever the generation.
-        let copies = card.generation.accepts_submissions() || gaudi::runtime().has_framework();
+        // A framework's card copies through the framework, whatever the generation; it may come after this.
+        let copies = card.generation.accepts_submissions()
+            || memtype_cache::expects_framework(settings.framework);
         if !copies && F::LEADS {
             log!(
                 ucx,

@@ -78,7 +78,7 @@ pub(crate) fn begin(ucx: &'static Ucx, framework: Ternary) {
 
 /// Whether a framework is in the process or may come. It comes late to programs of interpreters only: others are linked
 /// with it.
-fn expects_framework(wanted: Ternary) -> bool {
+pub(crate) fn expects_framework(wanted: Ternary) -> bool {
     let is_python = || {
         let program = std::env::current_exe().unwrap_or_default();
         program.file_name().is_some_and(|name| name.to_string_lossy().starts_with("python"))

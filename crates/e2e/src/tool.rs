@@ -217,6 +217,13 @@ impl Tool {
         self
     }
 
+    /// Puts a folder on the loader path, for example [`Layout::soft_synapse`].
+    #[must_use]
+    pub fn libraries(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.extra_libs.push(folder.into());
+        self
+    }
+
     /// Adds an argument.
     #[must_use]
     pub fn arg(mut self, arg: impl AsRef<OsStr>) -> Self {
@@ -323,6 +330,7 @@ fn missing(layout: &Layout, ucx: &[Ucx]) -> Option<PathBuf> {
     let built = [
         layout.plugins().join("libuct_gaudi.so.0"),
         layout.soft_gaudi().join("libhl-thunk.so"),
+        layout.soft_synapse().join("libSynapse.so"),
         layout.bin().join("ucp-check"),
         layout.bin().join("ucx-gaudi"),
     ];

@@ -26,7 +26,7 @@ import time
 import types
 
 from gaudi_memory import GaudiMemory, libucp
-from synapse_memory import Synapse, SynapseMemory
+from synapse_memory import Synapse, SynapseMemory, load_synapse
 
 try:
     import numpy  # noqa: F401
@@ -71,7 +71,9 @@ class Node:
 
         self.name, self.options = name, options
         self.layer_bytes = options.blocks * options.block_bytes
-        self.synapse = Synapse() if options.framework == "before" else None
+        self.synapse = Synapse() if options.framework == "acquired" else None
+        if options.framework == "loaded":
+            load_synapse()
         self.agent = nixl_agent(name, nixl_agent_config(backends=["UCX"]))
         if options.framework:
             self.synapse = self.synapse or Synapse()
@@ -259,7 +261,7 @@ def main():
     arguments.add_argument("--block-bytes", type=int, default=46080)
     arguments.add_argument("--descriptors", type=int, help="blocks to move per layer, if not each once")
     arguments.add_argument("--operation", choices=["READ", "WRITE"], default="READ")
-    arguments.add_argument("--framework", choices=["before", "after"], help="Synapse acquires a card before or after NIXL starts")
+    arguments.add_argument("--framework", choices=["acquired", "loaded", "late"], help="what Synapse did before NIXL starts")
     arguments.add_argument("--timeout", type=float, default=120, help="seconds")
     arguments.add_argument("--kill", action="store_true", help="the passive process dies in between")
     arguments.add_argument("--via", help="RANK:COMMAND that starts this process, 1:nsenter -t PID -n")

@@ -14,11 +14,16 @@ FAIL, BUSY = 26, 22  # what Synapse says when memory is exhausted, and when an e
 u32, u64, handle = c.c_uint32, c.c_uint64, c.c_void_p
 
 
+def load_synapse():
+    """What `import habana_frameworks.torch` does; a card is acquired when one is first used."""
+    return c.CDLL("libSynapse.so", mode=c.RTLD_GLOBAL)
+
+
 class Synapse:
     """The card of this process: there is one at most."""
 
     def __init__(self):
-        self.library = c.CDLL("libSynapse.so", mode=c.RTLD_GLOBAL)
+        self.library = load_synapse()
         self.call("synInitialize")
         device = u32()
         statuses = {name: self.try_call("synDeviceAcquireByDeviceType", c.byref(device), kind) for name, kind in TYPES.items()}

@@ -4,6 +4,8 @@
 //! its module path or name: a new `mod rcache` or `fn dmabuf_…` needs no change here. A new set is a
 //! new row of [`SETS`].
 
+use std::collections::BTreeMap;
+
 /// A group of tests that one may ask for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Set {
@@ -13,7 +15,7 @@ pub(crate) struct Set {
     pub(crate) about: &'static str,
     /// All tests of these crates.
     packages: &'static [&'static str],
-    /// All tests of these files in `crates/e2e/tests`.
+    /// All tests of these files in `crates/e2e/tests`; `gaudi::guest` is `crates/gaudi/tests/guest.rs`.
     end_to_end: &'static [&'static str],
     /// All tests with one of these words in `module::name`.
     words: &'static [&'static str],
@@ -102,6 +104,13 @@ pub(crate) const SETS: &[Set] = &[
         words: &["ib::", "verbs", "rdma"],
     },
     Set {
+        name: "frameworks",
+        about: "guest on the card of a framework: Synapse in software, UCX and NIXL on its memory",
+        packages: &["synapse", "soft-scal", "soft-synapse"],
+        end_to_end: &["frameworks", "gaudi::guest"],
+        words: &["framework", "guest::"],
+    },
+    Set {
         name: "tool",
         about: "the program ucx-gaudi, the verifier ucp-check, counters",
         packages: &["cli", "ucp-check"],
@@ -120,11 +129,17 @@ pub(crate) const SETS: &[Set] = &[
 /// What `cargo test` runs: `--all-targets` would run benches as well.
 const TARGETS: [&str; 3] = ["--lib", "--bins", "--tests"];
 
+/// The crate and the name of a file of tests.
+fn file(name: &'static str) -> (&'static str, &'static str) {
+    name.split_once("::").unwrap_or(("e2e", name))
+}
+
 impl Set {
     /// As a filter of cargo-nextest.
     pub(crate) fn nextest_filter(&self) -> String {
         let packages = self.packages.iter().map(|name| format!("package(={name})"));
-        let files = self.end_to_end.iter().map(|name| format!("binary_id(=e2e::{name})"));
+        let files = self.end_to_end.iter().map(|name| file(name));
+        let files = files.map(|(package, name)| format!("binary_id(={package}::{name})"));
         let words = self.words.iter().map(|word| format!("test({word})"));
         packages.chain(files).chain(words).collect::<Vec<_>>().join(" | ")
     }
@@ -136,9 +151,12 @@ impl Set {
             let packages = self.packages.iter().map(|name| format!("--package={name}"));
             calls.push(packages.chain(TARGETS.map(str::to_owned)).collect());
         }
-        if !self.end_to_end.is_empty() {
-            let files = self.end_to_end.iter().map(|name| format!("--test={name}"));
-            calls.push(["--package=e2e".to_owned()].into_iter().chain(files).collect());
+        let mut files = BTreeMap::<_, Vec<_>>::new();
+        for (package, name) in self.end_to_end.iter().map(|name| file(name)) {
+            files.entry(package).or_default().push(format!("--test={name}"));
+        }
+        for (package, names) in files {
+            calls.push([vec![format!("--package={package}")], names].concat());
         }
         if !self.words.is_empty() {
             let words = self.words.iter().map(|&word| word.to_owned());
@@ -205,8 +223,8 @@ mod tests {
     fn files_and_crates_named_here_exist() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
         for set in SETS {
-            for file in set.end_to_end {
-                let path = root.join(format!("crates/e2e/tests/{file}.rs"));
+            for (package, name) in set.end_to_end.iter().map(|name| file(name)) {
+                let path = root.join(format!("crates/{package}/tests/{name}.rs"));
                 assert!(path.exists(), "{} names {}", set.name, path.display());
             }
             for package in set.packages {
@@ -229,15 +247,24 @@ mod tests {
 
     #[test]
     fn both_runners_get_the_same_selection() {
-        let set =
-            Set { name: "x", about: "", packages: &["a"], end_to_end: &["b"], words: &["c", "d"] };
+        let set = Set {
+            name: "x",
+            about: "",
+            packages: &["a"],
+            end_to_end: &["b", "f::g"],
+            words: &["c", "d"],
+        };
         let filter = set.nextest_filter();
-        assert_eq!(filter, "package(=a) | binary_id(=e2e::b) | test(c) | test(d)");
+        assert_eq!(
+            filter,
+            "package(=a) | binary_id(=e2e::b) | binary_id(=f::g) | test(c) | test(d)"
+        );
         assert_eq!(
             set.cargo_test_calls(),
             [
                 vec!["--package=a", "--lib", "--bins", "--tests"],
                 vec!["--package=e2e", "--test=b"],
+                vec!["--package=f", "--test=g"],
                 vec!["--workspace", "--lib", "--bins", "--tests", "--", "c", "d"],
             ]
         );

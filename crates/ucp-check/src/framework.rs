@@ -1,13 +1,15 @@
 //! Plays a framework on Gaudi: this process acquires a card through Synapse, and the Gaudi memory of all checks is then
 //! Synapse's, of which UCX is only told the addresses.
 //!
-//! `UCP_CHECK_FRAMEWORK=before` acquires the card before UCX is loaded, `after` when Gaudi memory is first asked for. Like
-//! the PyTorch bridge, the process ends Synapse in an exit handler.
+//! `UCP_CHECK_FRAMEWORK=acquired` acquires the card before UCX is loaded; `loaded` only loads Synapse, and acquires the card
+//! when Gaudi memory is first asked for; with `late` Synapse itself comes that late. Like the PyTorch bridge, the process
+//! ends Synapse in an exit handler.
 
 use anyhow::{Context, Result, bail, ensure};
 use libloading::Library;
 use std::mem::ManuallyDrop;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 const VARIABLE: &str = "UCP_CHECK_FRAMEWORK";
 /// Gaudi2 and Gaudi3 in `synDeviceType`.
@@ -19,11 +21,15 @@ type Malloc = unsafe extern "C" fn(u32, u64, u64, u32, *mut u64) -> i32;
 type Free = unsafe extern "C" fn(u32, u64, u32) -> i32;
 
 struct Synapse {
+    acquire: unsafe extern "C" fn(*mut u32, i32) -> i32,
+    release: unsafe extern "C" fn(u32) -> i32,
     malloc: Malloc,
     free: Free,
     destroy: unsafe extern "C" fn() -> i32,
 }
 
+/// A card was released once.
+static RELEASED: AtomicBool = AtomicBool::new(false);
 static SYNAPSE: OnceLock<Result<Synapse>> = OnceLock::new();
 
 /// Whether Gaudi memory is Synapse's.
@@ -34,9 +40,10 @@ pub fn is_wanted() -> bool {
 /// To be called before UCX is loaded.
 pub fn before_ucx() -> Result<()> {
     match std::env::var(VARIABLE).as_deref() {
-        Ok("before") => synapse().map(|_| ()),
-        Ok("after") | Err(_) => Ok(()),
-        Ok(other) => bail!("{VARIABLE}={other}: want before or after"),
+        Ok("acquired") => synapse().map(|_| ()),
+        Ok("loaded") => load().map(|_| ()),
+        Ok("late") | Err(_) => Ok(()),
+        Ok(other) => bail!("{VARIABLE}={other}: want acquired, loaded or late"),
     }
 }
 
@@ -52,33 +59,54 @@ extern "C" fn destroy() {
     }
 }
 
-fn acquire() -> Result<Synapse> {
+/// Libraries of frameworks are never unloaded.
+fn load() -> Result<ManuallyDrop<Library>> {
     // SAFETY: runs the initialisers of the library that the loader path names.
-    let library = unsafe { Library::new("libSynapse.so") }.context("no framework")?;
-    let library = ManuallyDrop::new(library);
+    unsafe { Library::new("libSynapse.so") }.map(ManuallyDrop::new).context("no framework")
+}
+
+fn acquire() -> Result<Synapse> {
+    let library = load()?;
     // SAFETY: the signatures of synapse_api.h, for all functions here.
-    let (initialize, by_type, synapse) = unsafe {
+    let (initialize, synapse) = unsafe {
         let initialize = *library.get::<unsafe extern "C" fn() -> i32>(b"synInitialize")?;
-        let by_type = *library
-            .get::<unsafe extern "C" fn(*mut u32, i32) -> i32>(b"synDeviceAcquireByDeviceType")?;
         let synapse = Synapse {
+            acquire: *library.get(b"synDeviceAcquireByDeviceType")?,
+            release: *library.get(b"synDeviceRelease")?,
             malloc: *library.get(b"synDeviceMalloc")?,
             free: *library.get(b"synDeviceFree")?,
             destroy: *library.get(b"synDestroy")?,
         };
-        (initialize, by_type, synapse)
+        (initialize, synapse)
     };
     // SAFETY: no arguments.
     let status = unsafe { initialize() };
     ensure!(status == 0, "synInitialize: {status}");
     // SAFETY: takes no arguments, and may run at any time.
     unsafe { libc::atexit(destroy) };
+    acquire_card(&synapse)?;
+    Ok(synapse)
+}
+
+fn acquire_card(synapse: &Synapse) -> Result<()> {
     let mut device = u32::MAX;
     // SAFETY: an out pointer and a number.
-    let statuses = TYPES.map(|wanted| unsafe { by_type(&raw mut device, wanted) });
+    let statuses = TYPES.map(|wanted| unsafe { (synapse.acquire)(&raw mut device, wanted) });
     // Each card is of one type; a second acquire is refused with another code than a wrong type.
     ensure!(device == 0, "synDeviceAcquireByDeviceType: {statuses:?} ({MISMATCH} is another type)");
-    Ok(synapse)
+    Ok(())
+}
+
+/// Releases the card, whoever uses memory of it; the status.
+pub fn release() -> Result<i32> {
+    RELEASED.store(true, Ordering::Relaxed);
+    // SAFETY: a number.
+    Ok(unsafe { (synapse()?.release)(0) })
+}
+
+/// Acquires a card after [`release`].
+pub fn acquire_again() -> Result<()> {
+    acquire_card(synapse()?)
 }
 
 /// The address of so many bytes.
@@ -95,5 +123,6 @@ pub fn free(address: u64) {
     let Ok(synapse) = synapse() else { return };
     // SAFETY: plain numbers.
     let status = unsafe { (synapse.free)(0, address, 0) };
-    assert_eq!(status, 0, "synDeviceFree of {address:#x}");
+    // A released card took its memory along.
+    assert!(status == 0 || RELEASED.load(Ordering::Relaxed), "synDeviceFree: {status}");
 }

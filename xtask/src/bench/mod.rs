@@ -1,7 +1,6 @@
 //! `cargo xtask bench NAME`: measures something beside a floor from the same run; prints a table and,
 //! on request, writes JSON or CSV.
 
-mod blocks;
 mod cliffs;
 mod copy;
 mod figures;
@@ -29,8 +28,6 @@ use crate::setup;
 /// What can be measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Name {
-    /// What a block of a KV cache costs with NIXL, by gaudi_ipc and by the software HCA
-    Blocks,
     /// Every operation between two processes with Gaudi memory staged: protocols and bandwidth
     Cliffs,
     /// Copies through UCT beside memcpy, short ones beside the driver, ucp_init with the plugin
@@ -57,16 +54,13 @@ impl Name {
         match self {
             Name::Cliffs | Name::Pairs => &Ucx::ALL,
             Name::Copy | Name::HostLatency | Name::Ipc => &[Ucx::V1_22],
-            Name::Blocks | Name::Rdma => &[Ucx::Nixl],
+            Name::Rdma => &[Ucx::Nixl],
             Name::Memory | Name::Rcache | Name::SoftGaudi => &[],
         }
     }
 
     fn has_quick(self) -> bool {
-        matches!(
-            self,
-            Name::Blocks | Name::Cliffs | Name::Copy | Name::Ipc | Name::Pairs | Name::Rdma
-        )
+        matches!(self, Name::Cliffs | Name::Copy | Name::Ipc | Name::Pairs | Name::Rdma)
     }
 }
 
@@ -92,7 +86,7 @@ pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
     let Options { json, csv, quick, prebuilt, logs, model } = options;
     ensure!(
         !quick || name.has_quick(),
-        "--quick is for `blocks`, `copy`, `cliffs`, `ipc`, `pairs` and `rdma`"
+        "--quick is for `copy`, `cliffs`, `ipc`, `pairs` and `rdma`"
     );
     ensure!(logs.is_none() || name == Name::Pairs, "--logs is for `bench pairs`");
     let has_model = matches!(name, Name::Cliffs | Name::Copy | Name::Ipc);
@@ -140,7 +134,6 @@ fn measure(
     (quick, logs): (bool, Option<&Path>),
 ) -> Result<Vec<record::Record>> {
     Ok(match name {
-        Name::Blocks => blocks::run(repo, quick)?,
         Name::Cliffs => cliffs::run(repo, quick)?,
         Name::Copy => copy::run(repo, quick)?,
         Name::HostLatency => host_latency::run(repo)?,

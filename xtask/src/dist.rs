@@ -26,6 +26,11 @@ const PLUGIN_NAMES: [&str; 2] = ["libuct_gaudi", "libucx_perftest_gaudi"];
 const PLUGIN_SUFFIXES: [&str; 3] = [".so", ".so.0", ".so.0.0.0"];
 
 /// For programs that open a card by themselves.
+/// The Python module.
+const PYTHON: [(&str, &str); 2] = [
+    ("__init__.py", include_str!("../../python/ucx_gaudi/__init__.py")),
+    ("py.typed", include_str!("../../python/ucx_gaudi/py.typed")),
+];
 const HEADER: &str = include_str!("../../crates/uct-gaudi/include/ucx_gaudi.h");
 
 /// What cargo built, wherever it put it.
@@ -162,6 +167,11 @@ fn lay_out(dist: &Path, artifacts: &Artifacts) -> Result<()> {
     copy(&artifacts.engine, &plugins.with_file_name("libucx_gaudi.so"))?;
     let header = place(layout.dist().join("include"))?.join("ucx_gaudi.h");
     fs::write(&header, HEADER).with_context(|| format!("cannot write {}", header.display()))?;
+    let module = place(layout.dist().join("lib/ucx-gaudi/python/ucx_gaudi"))?;
+    for (name, text) in PYTHON {
+        let path = module.join(name);
+        fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
+    }
     copy(&artifacts.soft_gaudi, &place(layout.soft_gaudi())?.join("libhl-thunk.so"))?;
     let rdma = layout.soft_gaudi().with_file_name("rdma");
     copy(&artifacts.soft_rdma, &place(rdma)?.join("libibverbs.so.1"))?;
@@ -276,6 +286,7 @@ mod tests {
         assert!(dist.join("bin/ucp-check").exists());
         assert!(dist.join("bin/ucx-gaudi").exists());
         assert!(dist.join("include/ucx_gaudi.h").exists());
+        assert!(dist.join("lib/ucx-gaudi/python/ucx_gaudi/py.typed").exists());
     }
 
     #[test]

@@ -44,6 +44,7 @@ pub(crate) const SETS: &[Set] = &[
             "one_sided",
             "fork",
             "cpu_access",
+            "public_api",
         ],
         words: &[],
     },
@@ -114,7 +115,7 @@ pub(crate) const SETS: &[Set] = &[
         name: "tool",
         about: "the program ucx-gaudi, the verifier ucp-check, counters",
         packages: &["cli", "ucp-check"],
-        end_to_end: &["tool", "statistics"],
+        end_to_end: &["tool", "statistics", "marks"],
         words: &[],
     },
     Set {

@@ -1,5 +1,6 @@
 /*
- * ucx-gaudi for programs that open a Gaudi by themselves (docs/hooks.md).
+ * ucx-gaudi for programs: Gaudi memory without UCP (docs/memory.md), and cards that a program opens
+ * by itself (docs/hooks.md).
  *
  * The functions are in libucx_gaudi.so, beside the folder that UCX_PLUGIN_PATH names. Load it with
  * dlopen(path, RTLD_NOW) and find them with dlsym, or link with it; UCX will find the same copy.
@@ -10,11 +11,51 @@
 #ifndef UCX_GAUDI_H
 #define UCX_GAUDI_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/*
+ * Gaudi memory without a UCP context. To every UCX in the process it is Gaudi memory, as if UCX had
+ * allocated it: addresses may be handed to UCP, MPI, NIXL. The CPU cannot access them.
+ */
+
+/* Version of this header; one more when a function is added. None is changed or removed. */
+#define UCX_GAUDI_API_VERSION 1
+
+/* The version that the library has: compare it with the above before using functions added later. */
+int ucx_gaudi_api_version(void);
+
+/*
+ * Allocates length bytes and stores their address. card: "0" (index), "module:2", a PCI address,
+ * "local-rank" or "numa"; NULL: as UCX_GAUDI_COPY_DEVICE says. The card stays open as long as there is
+ * memory of it.
+ */
+int ucx_gaudi_alloc(const char *card, size_t length, void **address);
+
+/* Frees what ucx_gaudi_alloc() gave. No operation may be using it. */
+int ucx_gaudi_free(void *address);
+
+/*
+ * Copies length bytes and returns when they have arrived. One of the two is Gaudi memory of this
+ * process, the other may be host memory; host memory must be allocated.
+ */
+int ucx_gaudi_copy(void *destination, const void *source, size_t length);
+
+/* Sets length bytes of Gaudi memory to a value from 0 to 255. */
+int ucx_gaudi_fill(void *address, int byte, size_t length);
+
+/* 1 if all of it is Gaudi memory of this process, else 0. */
+int ucx_gaudi_is_device_memory(const void *address, size_t length);
+
+/*
+ * A dma-buf of Gaudi memory for other drivers: the descriptor, which the caller closes, and where the
+ * memory begins in it. It keeps the memory in use until all its importers have let go.
+ */
+int ucx_gaudi_export_dmabuf(const void *address, size_t length, int *fd, uint64_t *offset);
 
 /*
  * Lends a card: fd is the compute node, as hlthunk_open() returned it. From now on UCX allocates

@@ -49,7 +49,7 @@ pub(crate) fn device_for_peers() -> Result<Arc<Device>, Error> {
 }
 
 /// Opens a card. From the first on there is a reason to notice what the application does with it.
-fn open(choice: &DeviceChoice) -> Result<Arc<Device>, Error> {
+pub(crate) fn open(choice: &DeviceChoice) -> Result<Arc<Device>, Error> {
     let device = gaudi::runtime().open(choice)?;
     hooks::install_if_needed();
     Ok(device)

@@ -18,28 +18,37 @@ thread_local! {
     static REASON: RefCell<CString> = RefCell::new(CString::default());
 }
 
-fn answer(outcome: Result<(), (c_int, String)>) -> c_int {
-    let (code, text) = match outcome {
-        Ok(()) => (0, String::new()),
-        Err(failure) => failure,
-    };
+/// A code of docs/errors.md, and words.
+pub(crate) struct Failure(pub(crate) c_int, pub(crate) String);
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Failure(error.kind().code(), status::explain(&error).to_string())
+    }
+}
+
+/// Runs the body of a C function: 0, or the code of what went wrong, whose words are kept for
+/// [`ucx_gaudi_error`].
+pub(crate) fn guarded(body: impl FnOnce() -> Result<(), Failure>) -> c_int {
+    let invalid = ErrorKind::InvalidParams.code();
+    let bug = |_| Err(Failure(invalid, String::from("internal error (please report)")));
+    let outcome = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(bug);
+    let Failure(code, text) = outcome.err().unwrap_or(Failure(0, String::new()));
     let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
     REASON.with(|reason| *reason.borrow_mut() = text);
     code
 }
 
 fn run(fd: c_int, body: impl FnOnce(BorrowedFd<'_>) -> Result<(), Error>) -> c_int {
-    let invalid = ErrorKind::InvalidParams.code();
-    if fd < 0 {
-        return answer(Err((invalid, format!("{fd} is no descriptor"))));
-    }
-    let outcome = catch_unwind(AssertUnwindSafe(|| {
+    guarded(|| {
+        if fd < 0 {
+            let invalid = ErrorKind::InvalidParams.code();
+            return Err(Failure(invalid, format!("{fd} is no descriptor")));
+        }
         // SAFETY: not negative; whether it is open, the first call on it finds out.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-        body(fd).map_err(|error| (error.kind().code(), status::explain(&error).to_string()))
-    }));
-    let bug = || (invalid, String::from("internal error (please report)"));
-    answer(outcome.unwrap_or_else(|_| Err(bug())))
+        Ok(body(fd)?)
+    })
 }
 
 /// Lends a card.

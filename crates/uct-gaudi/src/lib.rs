@@ -24,6 +24,7 @@ mod hooks;
 mod interface;
 mod ipc;
 mod lending;
+mod memory_api;
 mod memory_events;
 mod memtype_cache;
 mod perftest;

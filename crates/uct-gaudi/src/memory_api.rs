@@ -1,0 +1,159 @@
+//! The C functions for Gaudi memory without a UCP context: `include/ucx_gaudi.h`, and the Python module.
+//!
+//! Memory from here is Gaudi memory to every UCX of the process, as if UCX had allocated it.
+
+use core::ffi::{CStr, c_char, c_int, c_void};
+use std::collections::HashMap;
+use std::os::fd::IntoRawFd;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use gaudi::{Allocation, DeviceAddr, DeviceChoice, ErrorKind, Location, runtime};
+
+use crate::lending::{Failure, guarded};
+use crate::{domain, memtype_cache};
+
+/// Version of these functions: one more when one is added; none is changed or removed.
+const API_VERSION: c_int = 1;
+
+/// Allocations by address, until they are freed.
+static OWNED: Mutex<Option<HashMap<u64, Allocation>>> = Mutex::new(None);
+
+fn owned() -> MutexGuard<'static, Option<HashMap<u64, Allocation>>> {
+    OWNED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn invalid(text: impl Into<String>) -> Failure {
+    Failure(ErrorKind::InvalidParams.code(), text.into())
+}
+
+/// The card that a caller names; without a name, the one this process is configured for.
+fn choice(card: Option<&CStr>) -> Result<DeviceChoice, Failure> {
+    let text = match card {
+        Some(card) => card.to_string_lossy().into_owned(),
+        // Before UCX has read its configuration nobody has.
+        None => match runtime().options().device.clone() {
+            Some(configured) => return Ok(configured),
+            None => ["UCX_GAUDI_COPY_DEVICE", "UCT_GAUDI_COPY_DEVICE"]
+                .iter()
+                .find_map(|name| std::env::var(name).ok())
+                .unwrap_or_default(),
+        },
+    };
+    Ok(text.parse::<DeviceChoice>()?)
+}
+
+/// The allocation that contains all of these bytes.
+fn located(address: u64, length: usize) -> Result<Location, Failure> {
+    runtime().locate(address, length).ok_or_else(|| {
+        invalid(format!("{address:#x}, {length} bytes: not inside Gaudi memory of this process"))
+    })
+}
+
+/// The version of these functions.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn ucx_gaudi_api_version() -> c_int {
+    API_VERSION
+}
+
+/// Allocates.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn ucx_gaudi_alloc(
+    card: *const c_char,
+    length: usize,
+    address: *mut *mut c_void,
+) -> c_int {
+    guarded(|| {
+        if address.is_null() || length == 0 {
+            return Err(invalid("give a length above 0, and where to store the address"));
+        }
+        // SAFETY: by the header a C string or null.
+        let card = (!card.is_null()).then(|| unsafe { CStr::from_ptr(card) });
+        let device = domain::open(&choice(card)?)?;
+        let allocation = device.alloc(length as u64, 1)?;
+        let start = allocation.addr().0;
+        memtype_cache::allocated(&allocation);
+        owned().get_or_insert_default().insert(start, allocation);
+        // SAFETY: by the header a place for a pointer; checked for null above.
+        unsafe { *address = core::ptr::without_provenance_mut(start as usize) };
+        Ok(())
+    })
+}
+
+/// Frees what [`ucx_gaudi_alloc`] gave.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn ucx_gaudi_free(address: *mut c_void) -> c_int {
+    guarded(|| {
+        let start = address.addr() as u64;
+        let found = owned().as_mut().and_then(|owned| owned.remove(&start));
+        let allocation = found
+            .ok_or_else(|| invalid(format!("{start:#x} did not come from ucx_gaudi_alloc")))?;
+        memtype_cache::freeing(&allocation);
+        drop(allocation);
+        Ok(())
+    })
+}
+
+/// Copies, and returns when the bytes have arrived.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn ucx_gaudi_copy(
+    destination: *mut c_void,
+    source: *const c_void,
+    length: usize,
+) -> c_int {
+    guarded(|| {
+        if length == 0 {
+            return Ok(());
+        }
+        let (to, from) = (destination.expose_provenance(), source.expose_provenance());
+        // SAFETY: by the header, what is not Gaudi memory is the caller's host memory of that length, and
+        // stays until this returns.
+        let copied = unsafe { runtime().copy(to as u64, from as u64, length) };
+        let neither = || {
+            invalid(format!("neither {to:#x} nor {from:#x} with {length} bytes is Gaudi memory"))
+        };
+        Ok(copied.ok_or_else(neither)??)
+    })
+}
+
+/// Sets Gaudi memory to a byte.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn ucx_gaudi_fill(address: *mut c_void, byte: c_int, length: usize) -> c_int {
+    guarded(|| {
+        let start = address.addr() as u64;
+        let place = located(start, length)?;
+        let byte = u8::try_from(byte).map_err(|_| invalid(format!("{byte} is not a byte")))?;
+        let device = place.device().ok_or_else(|| invalid("the card was closed"))?;
+        Ok(device.fill(DeviceAddr(start), length as u64, byte)?)
+    })
+}
+
+/// Whether all of this is Gaudi memory of this process: 1 or 0.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn ucx_gaudi_is_device_memory(
+    address: *const c_void,
+    length: usize,
+) -> c_int {
+    c_int::from(runtime().locate(address.addr() as u64, length).is_some())
+}
+
+/// Exports Gaudi memory as a dma-buf.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn ucx_gaudi_export_dmabuf(
+    address: *const c_void,
+    length: usize,
+    fd: *mut c_int,
+    offset: *mut u64,
+) -> c_int {
+    guarded(|| {
+        if fd.is_null() || offset.is_null() {
+            return Err(invalid("give where to store descriptor and offset"));
+        }
+        let start = address.addr() as u64;
+        let place = located(start, length)?;
+        let device = place.device().ok_or_else(|| invalid("the card was closed"))?;
+        let (exported, at) = device.export(DeviceAddr(start), length as u64)?;
+        // SAFETY: by the header places for both; checked for null above.
+        unsafe { (*fd, *offset) = (exported.into_raw_fd(), at) };
+        Ok(())
+    })
+}

@@ -1,0 +1,60 @@
+/* Gaudi memory in C, without UCP:
+ *
+ *   cc -I PREFIX/include gaudi_memory.c -L PREFIX/lib/ucx-gaudi -lucx_gaudi
+ *   LD_LIBRARY_PATH=PREFIX/lib/ucx-gaudi ./a.out
+ */
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#include <ucx_gaudi.h>
+
+#define CHECK(call)                                              \
+    do {                                                         \
+        int code = (call);                                       \
+        if (code < 0) {                                          \
+            fprintf(stderr, #call ": %s\n", ucx_gaudi_error());  \
+            return 1;                                            \
+        }                                                        \
+    } while (0)
+
+int main(void)
+{
+    enum { LENGTH = 1 << 20 };
+    static char host[LENGTH], back[LENGTH];
+    void *one, *two;
+    uint64_t offset;
+    int fd;
+
+    if (ucx_gaudi_api_version() < UCX_GAUDI_API_VERSION) {
+        fprintf(stderr, "the library is older than the header\n");
+        return 1;
+    }
+    for (int i = 0; i < LENGTH; ++i) {
+        host[i] = (char)(i * 7);
+    }
+    CHECK(ucx_gaudi_alloc(NULL, LENGTH, &one));
+    CHECK(ucx_gaudi_alloc(NULL, LENGTH, &two));
+    CHECK(ucx_gaudi_fill(two, 0x5a, LENGTH));
+    CHECK(ucx_gaudi_copy(one, host, LENGTH));
+    CHECK(ucx_gaudi_copy((char *)two + 1, one, LENGTH - 2));
+    CHECK(ucx_gaudi_copy(back, two, LENGTH));
+    if (back[0] != 0x5a || back[LENGTH - 1] != 0x5a || memcmp(back + 1, host, LENGTH - 2)) {
+        fprintf(stderr, "bytes are wrong\n");
+        return 1;
+    }
+    if (!ucx_gaudi_is_device_memory(one, LENGTH) || ucx_gaudi_is_device_memory(host, 1)) {
+        fprintf(stderr, "memory is not recognised\n");
+        return 1;
+    }
+    CHECK(ucx_gaudi_export_dmabuf(one, LENGTH, &fd, &offset));
+    close(fd);
+    CHECK(ucx_gaudi_free(one));
+    CHECK(ucx_gaudi_free(two));
+    if (ucx_gaudi_free(two) != -3 || ucx_gaudi_copy(back, host, 8) != -3) {
+        fprintf(stderr, "a mistake was not refused\n");
+        return 1;
+    }
+    printf("%d bytes there and back; a mistake is refused: %s\n", LENGTH, ucx_gaudi_error());
+    return 0;
+}

@@ -1,0 +1,200 @@
+"""Gaudi memory from Python: allocate, fill, copy, free, export, lend.
+
+>>> import ucx_gaudi
+>>> with ucx_gaudi.alloc(1 << 20) as memory:
+...     memory.fill(0)
+...     memory.write(b"hello", offset=3)
+...     memory.read(5, offset=3)
+b'hello'
+
+The memory is Gaudi memory to every UCX in the process: hand `memory.address` and `len(memory)` to NIXL, UCXX,
+mpi4py (`MPI.memory.fromaddress`) or UCP. The CPU cannot access it by its address.
+
+There is no `__cuda_array_interface__` and no DLPack export: DLPack has no device type for a Gaudi, and whoever takes
+the address for CUDA's or the CPU's would touch it and crash. What other drivers can take is a dma-buf: `export()`.
+
+The functions are those of `ucx_gaudi.h`, in libucx_gaudi.so. It is looked for where UCX_PLUGIN_PATH says, then in this
+module's installation, then on the loader path.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from pathlib import Path
+from typing import NamedTuple, Optional, Union
+
+__all__ = ["DmaBuf", "GaudiError", "Memory", "alloc", "is_device_memory", "lend", "take_back"]
+
+_LIBRARY = "libucx_gaudi.so"
+_API_VERSION = 1
+_NAMES = {
+    -1: "DEVICE_NOT_FOUND",
+    -2: "OUT_OF_MEMORY",
+    -3: "INVALID_PARAMS",
+    -4: "DEVICE_BUSY",
+    -5: "DMA_FAILED",
+    -6: "TIMEOUT",
+    -7: "PERMISSION_DENIED",
+    -8: "CHANNEL_FAILED",
+}
+
+ReadableBuffer = Union[bytes, bytearray, memoryview]
+WritableBuffer = Union[bytearray, memoryview]
+
+
+class GaudiError(RuntimeError):
+    """A call failed. `code` and `name` are those of docs/errors.md; the text says what to do."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+        self.name = _NAMES.get(code, str(code))
+
+
+class DmaBuf(NamedTuple):
+    """A descriptor, which the caller closes, and where the memory begins in it."""
+
+    fd: int
+    offset: int
+
+
+def _load() -> ctypes.CDLL:
+    plugins = [Path(folder) for folder in os.environ.get("UCX_PLUGIN_PATH", "").split(":") if folder]
+    folders = [folder.parent for folder in plugins]
+    here = Path(__file__).resolve()
+    folders += [here.parents[2], here.parent]
+    paths = [folder / _LIBRARY for folder in folders]
+    library = ctypes.CDLL(str(next((path for path in paths if path.exists()), _LIBRARY)))
+    library.ucx_gaudi_error.restype = ctypes.c_char_p
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    for name, arguments in {
+        "alloc": [ctypes.c_char_p, size, ctypes.POINTER(pointer)],
+        "free": [pointer],
+        "copy": [pointer, pointer, size],
+        "fill": [pointer, number, size],
+        "is_device_memory": [pointer, size],
+        "export_dmabuf": [pointer, size, ctypes.POINTER(number), ctypes.POINTER(ctypes.c_uint64)],
+        "lend": [number],
+        "take_back": [number],
+        "api_version": [],
+    }.items():
+        function = getattr(library, "ucx_gaudi_" + name)
+        function.argtypes, function.restype = arguments, number
+    if library.ucx_gaudi_api_version() < _API_VERSION:
+        raise ImportError(f"{_LIBRARY} is older than this module")
+    return library
+
+
+_library: Optional[ctypes.CDLL] = None
+
+
+def _call(name: str, *arguments: object) -> int:
+    global _library
+    if _library is None:
+        _library = _load()
+    result: int = getattr(_library, "ucx_gaudi_" + name)(*arguments)
+    if result < 0:
+        raise GaudiError(result, _library.ucx_gaudi_error().decode(errors="replace"))
+    return result
+
+
+class Memory:
+    """Memory of a Gaudi, freed by `free()`, at the end of a `with` block, or with the object."""
+
+    def __init__(self, length: int, card: Optional[str] = None) -> None:
+        address = ctypes.c_void_p()
+        name = None if card is None else card.encode()
+        _call("alloc", name, length, ctypes.byref(address))
+        self._address: int = address.value or 0
+        self._length = length
+        self._free = weakref.finalize(self, _call, "free", self._address)
+
+    @property
+    def address(self) -> int:
+        """Its address, for UCX."""
+        return self._address
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __enter__(self) -> Memory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.free()
+
+    def __repr__(self) -> str:
+        return f"<Gaudi memory at {self._address:#x}, {self._length} bytes>"
+
+    def free(self) -> None:
+        """Frees it; a second call does nothing."""
+        self._free()
+
+    def _at(self, offset: int, length: int) -> int:
+        if not self._free.alive:
+            raise ValueError("this memory was freed")
+        if offset < 0 or length < 0 or offset + length > self._length:
+            raise ValueError(f"{length} bytes at {offset} are not inside {self._length} bytes")
+        return self._address + offset
+
+    def write(self, data: ReadableBuffer, offset: int = 0) -> None:
+        """Copies `data` into it."""
+        view = memoryview(data).cast("B")
+        there = self._at(offset, len(view))
+        if isinstance(data, bytes):
+            _call("copy", there, ctypes.cast(data, ctypes.c_void_p), len(view))
+            return
+        host = bytearray(view) if view.readonly else view
+        _call("copy", there, ctypes.addressof(ctypes.c_char.from_buffer(host)) if len(view) else None, len(view))
+
+    def read(self, length: Optional[int] = None, offset: int = 0) -> bytes:
+        """A copy of its bytes; all from `offset` on, if no length is given."""
+        data = bytearray(self._length - offset if length is None else length)
+        self.read_into(data, offset)
+        return bytes(data)
+
+    def read_into(self, data: WritableBuffer, offset: int = 0) -> None:
+        """Copies as many bytes as `data` has into it."""
+        view = memoryview(data).cast("B")
+        here = self._at(offset, len(view))
+        if len(view):
+            _call("copy", ctypes.addressof(ctypes.c_char.from_buffer(view)), here, len(view))
+
+    def copy_from(self, other: Memory, length: Optional[int] = None, offset: int = 0, other_offset: int = 0) -> None:
+        """Copies from other Gaudi memory, of the same card or of another."""
+        count = min(self._length - offset, len(other) - other_offset) if length is None else length
+        _call("copy", self._at(offset, count), other._at(other_offset, count), count)
+
+    def fill(self, byte: int, offset: int = 0, length: Optional[int] = None) -> None:
+        """Sets bytes to a value from 0 to 255; all from `offset` on, if no length is given."""
+        count = self._length - offset if length is None else length
+        _call("fill", self._at(offset, count), byte, count)
+
+    def export(self, offset: int = 0, length: Optional[int] = None) -> DmaBuf:
+        """A dma-buf for other drivers. It keeps the memory in use until it is closed."""
+        count = self._length - offset if length is None else length
+        fd, at = ctypes.c_int(), ctypes.c_uint64()
+        _call("export_dmabuf", self._at(offset, count), count, ctypes.byref(fd), ctypes.byref(at))
+        return DmaBuf(fd.value, at.value)
+
+
+def alloc(length: int, card: Optional[str] = None) -> Memory:
+    """Allocates on a card: by index ("0"), "module:2" or PCI address; by default as UCX_GAUDI_COPY_DEVICE says."""
+    return Memory(length, card)
+
+
+def is_device_memory(address: int, length: int = 1) -> bool:
+    """Whether all of this is Gaudi memory of this process."""
+    return _call("is_device_memory", address, length) == 1
+
+
+def lend(fd: int) -> None:
+    """Lends UCX a card that this program has opened (the descriptor of hlthunk_open)."""
+    _call("lend", fd)
+
+
+def take_back(fd: int) -> None:
+    """Ends the loan; to be called before the card is closed."""
+    _call("take_back", fd)

@@ -16,6 +16,7 @@ use crate::copy::located::End;
 use crate::copy::slab::{PermitSlots, SlotPool};
 use crate::copy::submission::Resources;
 use crate::copy::{copy_and_wait, unaligned};
+use crate::marks;
 use crate::memory::{AddressTable, DeviceRange, Extent, Memory};
 use crate::pin::Pins;
 use crate::process::ProcessBound;
@@ -334,11 +335,13 @@ impl Device {
         let exported = checked.and_then(|entry| {
             let peer_writes = self.open.engine.peer_writes();
             peer_writes.permit_export(&*self.open.backend)?;
-            let exported = if self.open.memory.exports(addr.0) {
-                self.open.memory.export(addr.0, len, extent)
-            } else {
-                self.export_foreign(&entry, addr, len)
-            };
+            let exported = marks::export(addr.0, len, || {
+                if self.open.memory.exports(addr.0) {
+                    self.open.memory.export(addr.0, len, extent)
+                } else {
+                    self.export_foreign(&entry, addr, len)
+                }
+            });
             exported.inspect(|_| peer_writes.exported(entry))
         });
         match exported {

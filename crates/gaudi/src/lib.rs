@@ -39,6 +39,7 @@ mod owners;
 mod kept;
 mod lent;
 mod mapping_table;
+mod marks;
 mod memory;
 mod opening;
 mod options;

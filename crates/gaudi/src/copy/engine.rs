@@ -17,10 +17,10 @@ use super::peer_writes::PeerWrites;
 use super::permits::{InFlight, Permit};
 use super::submission::{Moves, Resources, Submission};
 use super::waiter::Waiter;
-use crate::Error;
 use crate::backend::{Backend, CopyLimits, Ticket};
 use crate::process::Notifier;
 use crate::stats::{Counter, Counts, Tally};
+use crate::{Error, marks};
 
 /// How long one wait for a submission may sleep in the driver.
 const WAIT_US: u32 = 1_000_000;
@@ -195,6 +195,7 @@ impl Engine {
         // Otherwise another thread asked at the same time.
         if let Some(guards) = submission.complete(ended.clone()) {
             self.counts.ended(&ended, submission.tally());
+            marks::copy_end(self.id(), submission.ticket.sequence, ended.is_ok());
             let someone_sleeps = self.remove(submission.ticket);
             // Unpinning is a driver call; no lock is held.
             drop(guards);
@@ -230,6 +231,11 @@ impl Engine {
         }
     }
 
+    /// Stands for the open card in marks.
+    fn id(&self) -> usize {
+        core::ptr::from_ref(self).addr()
+    }
+
     /// # Safety
     /// As for [`Backend::submit`].
     unsafe fn submit(
@@ -243,6 +249,7 @@ impl Engine {
         match flushed.and_then(|()| unsafe { self.backend.submit(direction, slot, moves) }) {
             Ok(ticket) => {
                 self.counts.submitted();
+                marks::copy_start(self.id(), ticket.sequence, direction, moves);
                 Ok(ticket)
             }
             Err(error) => {
@@ -368,6 +375,7 @@ impl SubmitPermit<'_> {
             }
         };
         engine.counts.bounced(&ended, direction, bytes);
+        marks::copy_end(engine.id(), ticket.sequence, ended.is_ok());
         ended
     }
 

@@ -39,7 +39,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::backend::HostPin;
 use crate::error::Phase;
 use crate::stats::{Counter, Counts, Gauge};
-use crate::{Device, DeviceAddr, Error, Pinning};
+use crate::{Device, DeviceAddr, Error, Pinning, marks};
 use rcache::{Cache, CachedPin, Reason};
 pub use region::HostRegion;
 
@@ -240,7 +240,7 @@ unsafe fn ask_driver(device: &Device, start: u64, len: u64) -> Result<HostPin, P
     let generation = cache.refusal_generation();
     let ptr = core::ptr::with_exposed_provenance_mut(start as usize);
     // SAFETY: the caller's promise.
-    match unsafe { device.backend().pin(ptr, len as usize) } {
+    match marks::pin(start, len, || unsafe { device.backend().pin(ptr, len as usize) }) {
         Ok(pin) => Ok(pin.counted(counts.track(Gauge::Pin, len))),
         Err(error) => {
             counts.add(Counter::PinsRefused, 1);

@@ -22,8 +22,8 @@ use super::leases::{Action, Denied, ImporterLeases, Violation};
 use super::socket::{Credentials, Outbox, Unconnected};
 use super::wire::{LeaseId, MAX_LEN, Refusal, Reply, Request};
 use super::{Identity, opened, socket};
-use crate::ErrorKind;
 use crate::process::{CloseOnFork, PerProcess, thread};
+use crate::{ErrorKind, marks};
 
 /// How long an exporter may take to answer: longer than a broker's thread waits for its turn on a
 /// busy machine, and than it keeps connections that ask for nothing.
@@ -143,6 +143,10 @@ impl Drop for Lease {
 
 /// Asks the exporter for a lease, on the connection there is or on a new one.
 pub(super) fn lease(key: &Fields) -> Result<(Lease, OwnedFd), NoLease> {
+    marks::hand_over(|| ask_for_lease(key))
+}
+
+fn ask_for_lease(key: &Fields) -> Result<(Lease, OwnedFd), NoLease> {
     let importer = Importer::current()?;
     if let Some(connection) = importer.find(&key.peer) {
         match connection.request(key) {

@@ -1,0 +1,53 @@
+//! Marks for profilers: the installed plugin has the USDT probes that docs/statistics.md lists, with their arguments.
+
+use std::collections::BTreeMap;
+
+use e2e::Workbench;
+use object::{Object, ObjectSection};
+
+/// Names of ours in a section of notes, each with the number of its arguments. A note of SystemTap has three
+/// addresses, then provider, name and arguments, each ending in a zero byte.
+fn probes(mut notes: &[u8]) -> BTreeMap<String, usize> {
+    let mut found = BTreeMap::new();
+    while notes.len() >= 12 {
+        let word =
+            |at: usize| u32::from_le_bytes(notes[at..at + 4].try_into().expect("four bytes"));
+        let (name, length) = (word(0).next_multiple_of(4) as usize, word(4) as usize);
+        let description = &notes[12 + name..12 + name + length];
+        let mut texts = description[24..].split(|byte| *byte == 0).map(String::from_utf8_lossy);
+        let mut text = || texts.next().expect("three texts").into_owned();
+        let (provider, probe, arguments) = (text(), text(), text());
+        if provider == "ucx_gaudi" {
+            found.insert(probe, arguments.split_whitespace().count());
+        }
+        notes = &notes[12 + name + length.next_multiple_of(4)..];
+    }
+    found
+}
+
+#[test]
+fn the_plugin_has_the_marks_that_are_documented() {
+    let layout = Workbench::from_env().layout().clone();
+    let library = layout.dist().join("lib/ucx-gaudi/libucx_gaudi.so");
+    let file = std::fs::read(library).expect("the plugin");
+    let file = object::File::parse(&*file).expect("an ELF file");
+    let notes = file.section_by_name(".note.stapsdt").expect("a section with marks");
+    let found = probes(notes.data().expect("its bytes"));
+    let expected = [
+        ("copy_start", 4),
+        ("copy_end", 3),
+        ("pin_start", 2),
+        ("pin_end", 3),
+        ("export_start", 2),
+        ("export_end", 3),
+        ("hand_over_start", 1),
+        ("hand_over_end", 2),
+    ];
+    let expected: BTreeMap<String, usize> =
+        expected.into_iter().map(|(name, count)| (name.to_owned(), count)).collect();
+    assert_eq!(found, expected);
+    let text = include_str!("../../../docs/statistics.md");
+    for name in expected.keys() {
+        assert!(text.contains(&format!("`{name}`")), "docs/statistics.md does not list {name}");
+    }
+}

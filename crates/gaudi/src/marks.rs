@@ -1,0 +1,67 @@
+//! Marks for profilers: USDT probes of the provider `ucx_gaudi` (docs/statistics.md), which perf, bpftrace, gdb and
+//! SystemTap find in the library's notes. A mark is one `nop` until somebody attaches to it.
+//!
+//! Each pair has a number by which `_end` finds its `_start`; the last argument of an end is 1 if it went well.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use hl_thunk::Direction;
+use hl_thunk::packet::LinDma;
+use probe::{probe, probe_lazy};
+
+/// A submission was accepted. `card`: stands for the open card; `sequence`: the driver's number on it.
+#[inline]
+pub(crate) fn copy_start(card: usize, sequence: u64, direction: Direction, moves: &[LinDma]) {
+    // Only somebody who listens pays for the sum.
+    probe_lazy!(ucx_gaudi, copy_start, card, sequence, direction as u64, bytes_of(moves));
+}
+
+fn bytes_of(moves: &[LinDma]) -> u64 {
+    let len = |dma: &LinDma| match *dma {
+        LinDma::Copy { len, .. } | LinDma::Fill { len, .. } => u64::from(len),
+    };
+    moves.iter().map(len).sum()
+}
+
+/// A submission was seen to have ended.
+#[inline]
+pub(crate) fn copy_end(card: usize, sequence: u64, well: bool) {
+    probe!(ucx_gaudi, copy_end, card, sequence, u64::from(well));
+}
+
+/// The driver is asked to pin host memory; then that it did or refused.
+#[inline]
+pub(crate) fn pin<T, E>(
+    address: u64,
+    len: u64,
+    ask: impl FnOnce() -> Result<T, E>,
+) -> Result<T, E> {
+    probe!(ucx_gaudi, pin_start, address, len);
+    let answer = ask();
+    probe!(ucx_gaudi, pin_end, address, len, u64::from(answer.is_ok()));
+    answer
+}
+
+/// Device memory is exported as a dma-buf.
+#[inline]
+pub(crate) fn export<T, E>(
+    address: u64,
+    len: u64,
+    make: impl FnOnce() -> Result<T, E>,
+) -> Result<T, E> {
+    probe!(ucx_gaudi, export_start, address, len);
+    let made = make();
+    probe!(ucx_gaudi, export_end, address, len, u64::from(made.is_ok()));
+    made
+}
+
+/// A peer is asked to hand over its memory.
+#[inline]
+pub(crate) fn hand_over<T, E>(ask: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    probe!(ucx_gaudi, hand_over_start, number);
+    let answer = ask();
+    probe!(ucx_gaudi, hand_over_end, number, u64::from(answer.is_ok()));
+    answer
+}

@@ -1,7 +1,7 @@
 //! RDMA on Gaudi memory where something is missing or breaks: HCAs without dma-bufs, limits, ports that
 //! fail, a card that is reset, a peer that dies. Every byte is right, or the error shows.
 
-use e2e::rdma::{Counters, Fabric, RC};
+use e2e::rdma::{Counters, Fabric, RC, UD};
 use e2e::{Device, Finished, SoftNode, Tool, Ucx, Workbench};
 
 const WORDS: &str = "pair --plain --ops tag,am,put,get --sizes 1,113,64K+1,2M+7 \
@@ -12,8 +12,12 @@ fn machine() -> SoftNode {
 }
 
 fn client(device: &Device, words: &str) -> Tool {
+    client_over(RC, device, words)
+}
+
+fn client_over(transports: &str, device: &Device, words: &str) -> Tool {
     let tool = Workbench::from_env().client(Ucx::Nixl, device, words);
-    tool.env("UCX_TLS", format!("{RC},gaudi_cpy"))
+    tool.env("UCX_TLS", format!("{transports},gaudi_cpy"))
 }
 
 fn run(fabric: &Fabric, tool: Tool) -> (Finished, Counters) {
@@ -208,11 +212,60 @@ fn a_rail_that_stays_down_is_an_error_of_the_endpoint() {
     assert!(end.stdout.contains("Endpoint timeout"), "{}", end.report());
 }
 
+/// Datagrams that are lost are sent again by UCX.
 #[test]
-fn a_killed_peer_is_noticed_by_the_active_side_over_rc() {
+fn a_port_that_fails_under_datagrams_and_comes_back_loses_nothing() {
     let (fabric, device) = (Fabric::new(), Device::Software(machine()));
-    let words = "peer-errors --ops put,get --sizes 16M --mem gaudi:gaudi";
-    let tool = client(&device, words).env("UCX_RC_TIMEOUT", "50ms");
-    let tool = tool.env("UCX_RC_RETRY_COUNT", "3").env("UCX_KEEPALIVE_INTERVAL", "1s");
-    fabric.under(tool).run().ok();
+    let words = "pair --plain --ops tag,put --sizes 2M+5 --iters 40 --mem gaudi:gaudi";
+    let tool = fabric.under(client_over(UD, &device, words));
+    let running = tool.start();
+    let port = fabric.folder().join("node/ports-1/softrdma0");
+    let layout = Workbench::from_env().layout().clone();
+    let carried = || fabric.port(&layout, 0, "xmit_bytes").unwrap_or(0);
+    assert!(running.wait_until(|_| carried() > 4 << 20), "nothing was sent");
+    std::fs::write(&port, "down").expect("the port's file");
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    std::fs::write(&port, "up").expect("the port's file");
+    let end = running.finish(tool.time_limit()).ok();
+    assert!(end.stdout.contains("4 passed, 0 failed"), "{}", end.report());
+    let lost = fabric.counters().expect("counters").get("datagrams_lost");
+    assert!(lost > 0, "the port was not down in a transfer");
+}
+
+/// Over datagrams UCX registers nothing for the data, so that no refusal matters.
+#[test]
+fn datagrams_need_no_dma_buf() {
+    for refusal in ["off", "refused"] {
+        let fabric = Fabric::new().with("SOFT_RDMA_DMABUF", refusal);
+        let device = Device::Software(machine());
+        let tool = client_over(UD, &device, WORDS).env("UCX_GAUDI_COPY_DMABUF", "no");
+        let (_, counters) = run(&fabric, tool);
+        assert_eq!(counters.get("dmabuf_regions"), 0, "{refusal}");
+    }
+}
+
+/// Times after which UCX takes a silent peer for dead, shorter than by default.
+fn impatient(tool: Tool) -> Tool {
+    let tool = tool.env("UCX_RC_TIMEOUT", "50ms").env("UCX_RC_RETRY_COUNT", "3");
+    tool.env("UCX_UD_TIMEOUT", "2s").env("UCX_KEEPALIVE_INTERVAL", "1s")
+}
+
+#[test]
+fn a_killed_peer_is_noticed_by_the_active_side() {
+    for (transports, size) in [(RC, "16M"), (UD, "256K")] {
+        let (fabric, device) = (Fabric::new(), Device::Software(machine()));
+        let words = format!("peer-errors --ops put,get --sizes {size} --mem gaudi:gaudi");
+        fabric.under(impatient(client_over(transports, &device, &words))).run().ok();
+    }
+}
+
+/// Who only receives learns it from the keep-alive of UCX. Eager messages, and those that the receiver reads.
+#[test]
+fn a_killed_peer_is_noticed_by_who_only_receives() {
+    for (transports, sizes) in [(RC, "4K,4M"), (UD, "4K")] {
+        let (fabric, device) = (Fabric::new(), Device::Software(machine()));
+        let words = format!("peer-errors --ops tag,am --sizes {sizes} --mem gaudi:gaudi");
+        let end = fabric.under(impatient(client_over(transports, &device, &words))).run().ok();
+        println!("{transports}: {}", end.stdout);
+    }
 }

@@ -92,6 +92,26 @@ fn many_blocks_of_45_kib_in_one_transfer() {
     println!("rc: {:.1} us a block", block_us(&end));
 }
 
+/// NIXL posts an operation for each block. On a card that ends copies later than they are posted, many of
+/// them share a submission.
+#[test]
+fn many_blocks_take_few_submissions() {
+    let submissions = |blocks: u32| {
+        let (device, fabric) = (machine(), Fabric::new());
+        let words = format!("--layers 1 --blocks 100 --block-bytes 4096 --descriptors {blocks}");
+        std::fs::create_dir_all(fabric.folder()).expect("a folder");
+        let tool = kv_cache(&device, &words)?;
+        verified(tool.env("UCX_GAUDI_TRACE", fabric.folder().join("trace.%p")).run());
+        let files = std::fs::read_dir(fabric.folder()).expect("the folder").flatten();
+        let texts = files.map(|file| std::fs::read_to_string(file.path()).expect("a recording"));
+        let call = "\"call\":\"hlthunk_command_submission\"";
+        Some(texts.map(|text| text.matches(call).count()).sum::<usize>())
+    };
+    let Some(few) = submissions(100) else { return };
+    let Some(many) = submissions(2100) else { return };
+    assert!(many > few && many - few < 500, "{few}, and {many} for 2000 blocks more");
+}
+
 #[test]
 fn a_peer_that_is_killed_in_a_transfer_is_an_error() {
     let words = "--layers 1 --blocks 1000 --timeout 60 --kill";

@@ -69,8 +69,10 @@ pub(crate) fn try_again(
     Ok(())
 }
 
-/// Small copies that have to wait share a submission: the driver takes few at a time, and each costs as much as
-/// copying some 100 KiB. Not more than this, so that those of several queues work at the same time.
+/// Copies of up to this many bytes share a submission where many are posted: a transfer of blocks is else bound by
+/// submissions, each a call into the driver and an interrupt, of which it takes few at a time.
+const SMALL: usize = 64 << 10;
+/// Not more than this in one, so that several queues of the card work at the same time.
 const JOINED_BYTES: usize = 1 << 20;
 const JOINED_COPIES: usize = 64;
 
@@ -169,8 +171,14 @@ impl<T> Work for CopyWork<T> {
         Some(self.results(result))
     }
 
+    fn is_small(&self) -> bool {
+        self.bytes <= SMALL
+    }
+
     fn takes(&self, next: &Self) -> bool {
-        self.device.id() == next.device.id()
+        (self.is_small() || self.copies.len() > 1)
+            && next.is_small()
+            && self.device.id() == next.device.id()
             && self.bytes.saturating_add(next.bytes) <= JOINED_BYTES
             && self.copies.len() + next.copies.len() <= JOINED_COPIES
     }

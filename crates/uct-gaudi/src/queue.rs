@@ -2,8 +2,10 @@
 //! flushes that wait for all of it.
 //!
 //! What runs is kept apart from what waits, so that polling the queue costs as much as there is
-//! running, however much waits. Small works that wait behind each other are started as one. Knows
-//! neither copies nor UCX.
+//! running, however much waits. Knows neither copies nor UCX.
+//!
+//! Small works are started as one where many are posted: while something runs, they wait for the next poll, or
+//! until there are many of them. The first starts at once, so that one alone is not delayed.
 
 use std::collections::VecDeque;
 
@@ -17,6 +19,9 @@ pub(crate) trait Work {
     /// Whether it has ended, and how. Asked only while it runs, and no more after it has ended.
     fn poll(&mut self) -> Option<Self::Outcome>;
 
+    /// Whether it had better wait for others, while something runs.
+    fn is_small(&self) -> bool;
+
     /// Whether the next work had better be started together with this one. Neither runs yet.
     fn takes(&self, next: &Self) -> bool;
 
@@ -24,7 +29,7 @@ pub(crate) trait Work {
     fn join(&mut self, next: Self);
 }
 
-/// While work is posted and nobody polls, as many are taken in before the device is asked again whether it
+/// While work is posted and nobody polls, so many are taken in before the device is asked again whether it
 /// takes some.
 const ASK_EVERY: usize = 64;
 
@@ -101,7 +106,8 @@ impl<W: Work, F> Queue<W, F> {
         ended: impl FnMut(W, W::Outcome),
     ) -> Option<(W, W::Outcome)> {
         // FIFO: do not start before queued work.
-        let started = if self.waiting.is_empty() { work.start() } else { Start::Busy };
+        let may_start = self.waiting.is_empty() && (self.running.is_empty() || !work.is_small());
+        let started = if may_start { work.start() } else { Start::Busy };
         if let Start::Ended(outcome) = started {
             return Some((work, outcome));
         }
@@ -262,6 +268,10 @@ mod tests {
             let outcome = world.over.remove(&self.id);
             assert!(outcome.is_some() || world.running.contains(&self.id), "asked once too often");
             outcome
+        }
+
+        fn is_small(&self) -> bool {
+            self.small
         }
 
         fn takes(&self, next: &Self) -> bool {
@@ -439,5 +449,22 @@ mod tests {
             advance(&mut queue);
             assert_eq!(world.borrow().started, starts, "not over a fence");
         }
+    }
+
+    #[test]
+    fn small_works_wait_for_a_poll_or_for_many_while_something_runs() {
+        let world = Rc::new(RefCell::new(World { capacity: 1000, ..World::default() }));
+        let mut queue = Queue::<_, usize>::default();
+        let post = |queue: &mut Queue<_, usize>, id, small| {
+            assert!(queue.post(Job::new(&world, id, small, false), |_, _| ()).is_none());
+            world.borrow().started.len()
+        };
+        let started: Vec<usize> = (0..4).map(|id| post(&mut queue, id, id > 0)).collect();
+        assert_eq!(started, [1, 1, 1, 1], "one at once");
+        advance(&mut queue);
+        assert_eq!((world.borrow().started.len(), world.borrow().running.len()), (4, 2));
+        assert_eq!(post(&mut queue, 4, false), 5, "a large one does not wait");
+        let last = (5..5 + ASK_EVERY).map(|id| post(&mut queue, id, true)).last();
+        assert_eq!(last, Some(5 + ASK_EVERY), "many do not wait for a poll");
     }
 }

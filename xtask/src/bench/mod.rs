@@ -1,6 +1,7 @@
 //! `cargo xtask bench NAME`: measures something beside a floor from the same run; prints a table and,
 //! on request, writes JSON or CSV.
 
+mod blocks;
 mod cliffs;
 mod copy;
 mod figures;
@@ -28,6 +29,8 @@ use crate::setup;
 /// What can be measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Name {
+    /// What a block of a KV cache costs with NIXL, by gaudi_ipc and by the software HCA
+    Blocks,
     /// Every operation between two processes with Gaudi memory staged: protocols and bandwidth
     Cliffs,
     /// Copies through UCT beside memcpy, short ones beside the driver, ucp_init with the plugin
@@ -54,13 +57,16 @@ impl Name {
         match self {
             Name::Cliffs | Name::Pairs => &Ucx::ALL,
             Name::Copy | Name::HostLatency | Name::Ipc => &[Ucx::V1_22],
-            Name::Rdma => &[Ucx::Nixl],
+            Name::Blocks | Name::Rdma => &[Ucx::Nixl],
             Name::Memory | Name::Rcache | Name::SoftGaudi => &[],
         }
     }
 
     fn has_quick(self) -> bool {
-        matches!(self, Name::Cliffs | Name::Copy | Name::Ipc | Name::Pairs | Name::Rdma)
+        matches!(
+            self,
+            Name::Blocks | Name::Cliffs | Name::Copy | Name::Ipc | Name::Pairs | Name::Rdma
+        )
     }
 }
 
@@ -86,7 +92,7 @@ pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
     let Options { json, csv, quick, prebuilt, logs, model } = options;
     ensure!(
         !quick || name.has_quick(),
-        "--quick is for `copy`, `cliffs`, `ipc`, `pairs` and `rdma`"
+        "--quick is for `blocks`, `copy`, `cliffs`, `ipc`, `pairs` and `rdma`"
     );
     ensure!(logs.is_none() || name == Name::Pairs, "--logs is for `bench pairs`");
     let has_model = matches!(name, Name::Cliffs | Name::Copy | Name::Ipc);
@@ -134,6 +140,7 @@ fn measure(
     (quick, logs): (bool, Option<&Path>),
 ) -> Result<Vec<record::Record>> {
     Ok(match name {
+        Name::Blocks => blocks::run(repo, quick)?,
         Name::Cliffs => cliffs::run(repo, quick)?,
         Name::Copy => copy::run(repo, quick)?,
         Name::HostLatency => host_latency::run(repo)?,

@@ -1,6 +1,7 @@
 //! What wakes a thread that sleeps in `poll` or `epoll`: an eventfd.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::event::{EventfdFlags, eventfd};
 
@@ -11,25 +12,34 @@ use rustix::event::{EventfdFlags, eventfd};
 #[derive(Debug)]
 pub struct Notifier {
     fd: OwnedFd,
+    /// There may be something to read. Programs that arm and poll in a loop clear it all the time, and that
+    /// would be a system call each time.
+    written: AtomicBool,
 }
 
 impl Notifier {
     /// Not readable yet; an error where the process is out of descriptors.
     pub fn new() -> std::io::Result<Self> {
         let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Self { fd })
+        Ok(Self { fd, written: AtomicBool::new(false) })
     }
 
     /// Makes the descriptor readable.
     pub fn notify(&self) {
         // A full counter means that it is readable already.
         let _ = rustix::io::write(&self.fd, &1_u64.to_ne_bytes());
+        // After the write, and Release: pairs with the swap in `clear`. The other way round, a clear in
+        // between would read nothing and forget that something comes: the descriptor would stay readable. As
+        // it is, such a clear does nothing, and the next one reads.
+        self.written.store(true, Ordering::Release);
     }
 
     /// Makes the descriptor unreadable until it is notified again.
     pub fn clear(&self) {
-        // An empty counter is fine.
-        let _ = rustix::io::read(&self.fd, &mut [0; 8]);
+        if self.written.load(Ordering::Relaxed) && self.written.swap(false, Ordering::Acquire) {
+            // An empty counter is fine.
+            let _ = rustix::io::read(&self.fd, &mut [0; 8]);
+        }
     }
 }
 

@@ -1,0 +1,107 @@
+//! What a block costs when NIXL moves many in one transfer, as serving does with a KV cache
+//! (`examples/kv_cache.py`): by gaudi_ipc and by the software HCA, beside the same bytes in few large blocks.
+
+use anyhow::{Result, ensure};
+use e2e::nixl::{block_us, kv_cache};
+use e2e::rdma::Fabric;
+use e2e::{Device, SoftNode, Ucx, Workbench};
+
+use super::record::Record;
+use crate::progress::Work;
+use crate::repo::Repo;
+
+/// Blocks in one transfer.
+struct Blocks {
+    count: u64,
+    /// Blocks of the cache, of which some are moved several times.
+    cache: u64,
+    bytes: u64,
+}
+
+const SMALL: Blocks = Blocks { count: 10_000, cache: 10_000, bytes: 4096 };
+const MANY: Blocks = Blocks { count: 100_000, cache: 2000, bytes: 46_080 };
+/// On a card in time, which is slower.
+const SOME: Blocks = Blocks { count: 5000, cache: 1000, bytes: 46_080 };
+const QUICK: Blocks = Blocks { count: 200, cache: 200, bytes: 4096 };
+
+/// Times of a Gaudi2, stretched so that two processors can follow.
+const MODEL: &str = "gaudi2,slow=20";
+
+/// Runs of each; the best counts.
+const RUNS: usize = 3;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    Ipc,
+    ModelledIpc,
+    Rdma,
+}
+
+impl Way {
+    fn name(self) -> &'static str {
+        match self {
+            Way::Ipc => "gaudi_ipc",
+            Way::ModelledIpc => "gaudi_ipc, modelled card",
+            Way::Rdma => "rc",
+        }
+    }
+
+    /// Microseconds a block; `None` where NIXL does not load.
+    fn measure(self, blocks: &Blocks) -> Option<f64> {
+        let node = SoftNode::kind().with("SOFT_GAUDI_DEVICES", "2");
+        let node = match self {
+            Way::ModelledIpc => {
+                node.with("SOFT_GAUDI_MODEL", MODEL).with("SOFT_GAUDI_CLOSE_TIME", "10")
+            }
+            _ => node,
+        };
+        let words = format!(
+            "--layers 1 --blocks {} --block-bytes {} --descriptors {}",
+            blocks.cache, blocks.bytes, blocks.count
+        );
+        let (device, fabric) = (Device::Software(node), Fabric::new());
+        let tool = kv_cache(&device, &words)?;
+        let tool = match self {
+            Way::Rdma => fabric.under(tool).env("UCX_TLS", "rc,gaudi_cpy"),
+            _ => tool,
+        };
+        Some(block_us(&tool.run().ok()))
+    }
+}
+
+fn best(way: Way, blocks: &Blocks, runs: usize) -> Option<f64> {
+    let measured: Option<Vec<f64>> = (0..runs).map(|_| way.measure(blocks)).collect();
+    measured?.into_iter().reduce(f64::min)
+}
+
+pub(super) fn run(repo: &Repo, quick: bool) -> Result<Vec<Record>> {
+    Workbench::ready(repo.layout().clone(), &[Ucx::Nixl])?;
+    let cases: &[(Way, Blocks)] = if quick {
+        &[(Way::Ipc, QUICK), (Way::Rdma, QUICK)]
+    } else {
+        &[
+            (Way::Ipc, SMALL),
+            (Way::Ipc, MANY),
+            (Way::Rdma, SMALL),
+            (Way::Rdma, MANY),
+            (Way::ModelledIpc, SMALL),
+            (Way::ModelledIpc, SOME),
+        ]
+    };
+    let runs = if quick { 1 } else { RUNS };
+    let mut records = Vec::new();
+    for (way, blocks) in cases {
+        let kib = blocks.bytes / 1024;
+        let work = Work::start(format!("{} blocks of {kib} KiB, {}", blocks.count, way.name()));
+        // The same bytes: the whole cache as one block, as often as it takes.
+        let whole = blocks.cache * blocks.bytes;
+        let few = Blocks { count: (blocks.count / blocks.cache).max(1), cache: 1, bytes: whole };
+        let (each, whole) = (best(*way, blocks, runs), best(*way, &few, runs));
+        ensure!(each.is_some() && whole.is_some(), "this machine's Python cannot load NIXL");
+        let (each, whole) = (each.unwrap_or(0.0), whole.unwrap_or(0.0));
+        let name = format!("{}, {} blocks of {kib} KiB, time of a block", way.name(), blocks.count);
+        records.push(Record::at_most(name, each, "µs", whole / blocks.cache as f64, None));
+        work.done("");
+    }
+    Ok(records)
+}

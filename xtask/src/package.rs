@@ -338,8 +338,10 @@ fn wheel(repo: &Repo, staged: &Staged<'_>, scratch: &Path, out: &Path) -> Result
             fs::rename(package.join(&below), data.join(&below)).context("no documents")?;
         }
         copy_tree(&repo.path("packaging/wheel"), &package)?;
-        if repo.path("python/ucx_gaudi").is_dir() {
-            copy_tree(&repo.path("python/ucx_gaudi"), &package)?;
+        let python = package.join("lib/ucx-gaudi/python");
+        if python.is_dir() {
+            copy_tree(&python.join("ucx_gaudi"), &package)?;
+            fs::remove_dir_all(&python)?;
         }
         write(
             &root.join("entry_points.txt"),

@@ -84,11 +84,34 @@ fn open_mpi_sends_broadcasts_puts_and_gets_as_its_page_says() {
 
 #[test]
 fn mpi4py_sends_as_its_page_says() {
-    let has = Command::new("python3").args(["-c", "import mpi4py"]).output();
-    if !open_mpi() || !has.is_ok_and(|output| output.status.success()) {
-        return println!("skipped: no mpi4py");
+    if !open_mpi() || !imports("mpi4py") {
+        return;
     }
     let place = tempfile::tempdir().expect("a temporary folder");
     let end = shell(place.path(), &blocks("docs/mpi.md", &["mpicc"])).run().ok();
     assert!(end.says(&["2 ranks: every byte is right"]), "{}", end.report());
+}
+
+/// On stock UCX 1.22 instead of the one that UCXX's package asks for.
+#[test]
+fn ucxx_sends_on_a_newer_ucx_than_it_asks_for() {
+    if !imports("ucxx") {
+        return;
+    }
+    let place = tempfile::tempdir().expect("a temporary folder");
+    let tool = shell(place.path(), &blocks("docs/nixl.md", &["kv_cache", "no-rdma"]));
+    let path = Ucx::V1_22.root(Workbench::from_env().layout());
+    let theirs = std::env::var("PYTHONPATH").unwrap_or_default();
+    let end = tool.env("PYTHONPATH", format!("{}:{theirs}", path.display())).run().ok();
+    assert!(end.says(&["on UCX 1.22.0: every byte is right"]), "{}", end.report());
+}
+
+/// Whether Python has this module; else says so.
+fn imports(module: &str) -> bool {
+    let output = Command::new("python3").args(["-c", &format!("import {module}")]).output();
+    let there = output.is_ok_and(|output| output.status.success());
+    if !there {
+        println!("skipped: no Python module {module}");
+    }
+    there
 }

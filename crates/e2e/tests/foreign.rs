@@ -48,6 +48,52 @@ fn ucx_too_old_is_refused_in_one_line_that_names_versions() {
     assert!(text.contains("component self") && !text.contains("component gaudi"), "{text}");
 }
 
+/// A module that says that it was loaded, in the place of the one that a UCX built with Gaudi support has.
+fn compile_own_module(file: &Path) {
+    let source = file.with_extension("c");
+    let text = "#include <stdio.h>\n\
+                __attribute__((constructor)) static void loaded(void) { puts(\"UCX's own gaudi_gdr\"); }\n";
+    std::fs::write(&source, text).expect("a source file");
+    let mut compiler = Command::new("cc");
+    compiler.args(["-shared", "-fPIC", "-o"]).arg(file).arg(&source);
+    let compiled = compiler.output().expect("a C compiler");
+    assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
+    std::fs::remove_file(source).expect("removed");
+}
+
+/// Its `gaudi_gdr` would open a card at once and start SCAL on it. Modules of one name are loaded once, those of the
+/// plugin path first.
+#[test]
+fn a_ucx_with_a_gaudi_module_of_its_own_loads_ours_instead() {
+    let bench = Workbench::from_env();
+    let device = e2e::Device::software();
+    let lib = bench.layout().stock().join("ucx/libucx/lib");
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    std::fs::create_dir(folder.path().join("ucx")).expect("a folder");
+    for from in [lib.clone(), lib.join("ucx")] {
+        let to = if from == lib { folder.path().to_owned() } else { folder.path().join("ucx") };
+        for entry in std::fs::read_dir(&from).unwrap_or_else(|e| panic!("{}: {e}", from.display()))
+        {
+            let path = entry.expect("a directory entry").path();
+            if path.is_file() {
+                // Copied, not linked: UCX looks for its modules beside the file it was loaded from.
+                let name = path.file_name().expect("a file name");
+                std::fs::copy(&path, to.join(name)).expect("copied");
+            }
+        }
+    }
+    compile_own_module(&folder.path().join("ucx/libuct_gaudi.so.0"));
+    let list = |with_plugin: bool| {
+        let tool = bench.tool(Ucx::V1_22, "ucx_info").arg("-d").device(&device);
+        let tool = tool.libraries(folder.path());
+        let tool = if with_plugin { tool.plugin() } else { tool };
+        let end = tool.run().ok();
+        (end.stdout.contains("UCX's own gaudi_gdr"), end.stdout.contains("gaudi_cpy"))
+    };
+    assert_eq!(list(false), (true, false), "without the plugin, UCX loads its own");
+    assert_eq!(list(true), (false, true), "with it, UCX loads ours");
+}
+
 /// The second half of the test above, in a process of its own.
 #[test]
 #[ignore = "run by the other tests as a process of its own"]

@@ -147,8 +147,8 @@ impl<F: Flavour> GaudiComponent<F> {
         summary::at_start(ucx, &settings.device, &candidates);
         asked::say_if_excluded(ucx, false);
         // A framework's card copies through the framework, whatever the generation; it may come after this.
-        let copies = card.generation.accepts_submissions()
-            || memtype_cache::expects_framework(settings.framework);
+        let expects_framework = settings::expects_framework(settings.framework);
+        let copies = card.generation.accepts_submissions() || expects_framework;
         if !copies && F::LEADS {
             log!(
                 ucx,
@@ -171,7 +171,7 @@ impl<F: Flavour> GaudiComponent<F> {
             }
         }
         let estimates = Estimates::new(&settings.estimates, &Costs::of(card), link, F::COST);
-        memtype_cache::begin(ucx, settings.framework);
+        memtype_cache::begin(ucx, expects_framework);
         if settings.explain_faults {
             fault::begin(ucx);
         }

@@ -26,7 +26,6 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use gaudi::{Allocation, DeviceInfo, WindowEvent};
-use uct::config::Ternary;
 use uct::{DeviceRange, MemoryType, SysDevice, Ucx, log};
 
 /// A range that no memory of ours or of a host can have (a Gaudi2's on-chip memory lies there). It
@@ -57,7 +56,7 @@ fn clients() -> MutexGuard<'static, Vec<Arc<Client>>> {
 
 /// Reports windows to `ucx`: those there are, and those that come. Where a framework is expected, also where it may
 /// have memory.
-pub(crate) fn begin(ucx: &'static Ucx, framework: Ternary) {
+pub(crate) fn begin(ucx: &'static Ucx, expects_framework: bool) {
     let mut clients = clients();
     if clients.iter().any(|known| core::ptr::eq(known.ucx, ucx)) {
         return;
@@ -68,26 +67,12 @@ pub(crate) fn begin(ucx: &'static Ucx, framework: Ternary) {
     if !ucx.report_existing(Box::new(move || existing.existing())) {
         log!(ucx, Debug, "a memory-type cache that UCX makes anew will not know of open cards");
     }
-    if expects_framework(framework) {
+    if expects_framework {
         gaudi::runtime().framework_addresses().iter().for_each(|range| client.watch(range));
     }
     // The list stays locked until the observer is there: another thread that finds `ucx` in it may
     // allocate at once.
     gaudi::runtime().subscribe(Box::new(move |event| client.follow(event)));
-}
-
-/// Whether a framework is in the process or may come. It comes late to programs of interpreters only: others are linked
-/// with it.
-pub(crate) fn expects_framework(wanted: Ternary) -> bool {
-    let is_python = || {
-        let program = std::env::current_exe().unwrap_or_default();
-        program.file_name().is_some_and(|name| name.to_string_lossy().starts_with("python"))
-    };
-    match wanted {
-        Ternary::Yes => true,
-        Ternary::Try => gaudi::runtime().has_framework() || is_python(),
-        Ternary::No => false,
-    }
 }
 
 /// Has every UCX copy ask about addresses in this range: a framework is about to have memory there.

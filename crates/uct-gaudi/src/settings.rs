@@ -303,6 +303,20 @@ fn variables_of(option: OptionName) -> &'static str {
     }
 }
 
+/// Whether a framework (Synapse) is in the process or may come. It comes late to programs of interpreters only: others
+/// are linked with it.
+pub(crate) fn expects_framework(wanted: Ternary) -> bool {
+    let is_python = || {
+        let program = std::env::current_exe().unwrap_or_default();
+        program.file_name().is_some_and(|name| name.to_string_lossy().starts_with("python"))
+    };
+    match wanted {
+        Ternary::Yes => true,
+        Ternary::Try => gaudi::runtime().has_framework() || is_python(),
+        Ternary::No => false,
+    }
+}
+
 /// How UCX writes "auto" as a size.
 const AUTO: usize = usize::MAX - 1;
 

@@ -15,10 +15,10 @@ use crate::progress::Work;
 use crate::repo::Repo;
 use crate::units;
 
-const SIZES: [u64; 5] = [64 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20];
+pub(super) const SIZES: [u64; 5] = [64 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20];
 
 /// Name in the output, name for people.
-const DIRECTIONS: [(&str, &str); 3] =
+pub(super) const DIRECTIONS: [(&str, &str); 3] =
     [("h2d", "host to device"), ("d2h", "device to host"), ("d2d", "device to device")];
 
 /// A short copy may cost this many times what the driver alone does.
@@ -64,7 +64,7 @@ fn records(figures: &Figures) -> Result<Vec<Record>> {
 }
 
 /// Runs the client with its progress shown; its figures.
-fn figures(tool: &Tool) -> Result<Figures> {
+pub(super) fn figures(tool: &Tool) -> Result<Figures> {
     let mut child = tool
         .command()
         .stdin(Stdio::null())

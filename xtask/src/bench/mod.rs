@@ -5,6 +5,7 @@ mod blocks;
 mod cliffs;
 mod copy;
 mod figures;
+mod guest;
 mod host_latency;
 mod ipc;
 mod memory;
@@ -35,6 +36,8 @@ pub(crate) enum Name {
     Cliffs,
     /// Copies through UCT beside memcpy, short ones beside the driver, ucp_init with the plugin
     Copy,
+    /// Copies as a guest of Synapse beside those on a card of our own (software Synapse)
+    Guest,
     /// Host-only latency of stock UCX with the plugin absent, loaded, and in use
     HostLatency,
     /// Gaudi memory between two processes by gaudi_ipc, beside cma, posix and memcpy
@@ -56,17 +59,15 @@ impl Name {
     fn ucx(self) -> &'static [Ucx] {
         match self {
             Name::Cliffs | Name::Pairs => &Ucx::ALL,
-            Name::Copy | Name::HostLatency | Name::Ipc => &[Ucx::V1_22],
+            Name::Copy | Name::Guest | Name::HostLatency | Name::Ipc => &[Ucx::V1_22],
             Name::Blocks | Name::Rdma => &[Ucx::Nixl],
             Name::Memory | Name::Rcache | Name::SoftGaudi => &[],
         }
     }
 
     fn has_quick(self) -> bool {
-        matches!(
-            self,
-            Name::Blocks | Name::Cliffs | Name::Copy | Name::Ipc | Name::Pairs | Name::Rdma
-        )
+        use Name::{Blocks, Cliffs, Copy, Guest, Ipc, Pairs, Rdma};
+        matches!(self, Blocks | Cliffs | Copy | Guest | Ipc | Pairs | Rdma)
     }
 }
 
@@ -92,7 +93,7 @@ pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
     let Options { json, csv, quick, prebuilt, logs, model } = options;
     ensure!(
         !quick || name.has_quick(),
-        "--quick is for `blocks`, `copy`, `cliffs`, `ipc`, `pairs` and `rdma`"
+        "--quick is for `blocks`, `copy`, `cliffs`, `guest`, `ipc`, `pairs` and `rdma`"
     );
     ensure!(logs.is_none() || name == Name::Pairs, "--logs is for `bench pairs`");
     let has_model = matches!(name, Name::Cliffs | Name::Copy | Name::Ipc);
@@ -143,6 +144,7 @@ fn measure(
         Name::Blocks => blocks::run(repo, quick)?,
         Name::Cliffs => cliffs::run(repo, quick)?,
         Name::Copy => copy::run(repo, quick)?,
+        Name::Guest => guest::run(repo, quick)?,
         Name::HostLatency => host_latency::run(repo)?,
         Name::Ipc => ipc::run(repo, quick)?,
         Name::Memory => memory::run(repo)?,

@@ -60,7 +60,7 @@ impl Component for IpcComponent {
             return Err(Status::NO_DEVICE);
         }
         settings::take_over(ucx, config);
-        memtype_cache::begin(ucx, Ternary::Try);
+        memtype_cache::begin(ucx, crate::settings::expects_framework(Ternary::Try));
         Ok(IpcDomain::new(ucx))
     }
 

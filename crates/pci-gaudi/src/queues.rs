@@ -307,7 +307,7 @@ impl Dma {
         } else {
             card.read(from, src.wrapping_add(done), &mut bytes)?;
         }
-        if swap != 0 {
+        if swap != 0 && !memset {
             for unit in bytes.chunks_exact_mut(1 << swap) {
                 unit.reverse();
             }

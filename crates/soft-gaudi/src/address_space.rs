@@ -72,7 +72,6 @@ pub(crate) struct AddressSpace {
     dram_size: u64,
     pages: Pages,
     allocations: HashMap<u64, Allocation>,
-    next_handle: u64,
     /// Gaudi1: what the driver believes to be allocated.
     accounted: u64,
     dram_va: FreeRange,
@@ -98,7 +97,6 @@ impl AddressSpace {
             dram_size: dram,
             pages: Pages::new(profile.dram_page, dram),
             allocations: HashMap::new(),
-            next_handle: 1,
             accounted: 0,
             dram_va: FreeRange::new(profile.dram_va, profile.dram_va_hints),
             host_va,
@@ -130,8 +128,9 @@ impl AddressSpace {
         }
         let segments = self.pages.allocate(size, contiguous).ok_or(Errno::NOMEM)?;
         let size = segments.iter().map(|s| s.len).sum();
-        let handle = self.next_handle;
-        self.next_handle += 1;
+        // The lowest that is free, as the kernel's id allocator gives: a stale handle may name other memory.
+        let handle = (1..).find(|handle| !self.allocations.contains_key(handle));
+        let handle = handle.ok_or(Errno::NOMEM)?;
         self.allocations.insert(handle, Allocation { segments, size, mapped: 0 });
         Ok(handle)
     }

@@ -73,6 +73,16 @@ fn allocation_is_rounded_to_pages_and_rules_are_kept() {
 }
 
 #[test]
+fn a_freed_handle_is_the_next_one_given_out() {
+    machine("gaudi2");
+    let fd = card();
+    let alloc = || hlthunk_device_memory_alloc(fd, 1, 0, true, true);
+    assert_eq!((alloc(), alloc(), alloc()), (1, 2, 3));
+    assert_eq!(hlthunk_device_memory_free(fd, 2), 0);
+    assert_eq!((alloc(), alloc()), (2, 4));
+}
+
+#[test]
 fn host_mappings_keep_the_offset_in_the_page() {
     machine("gaudi2");
     let fd = card();

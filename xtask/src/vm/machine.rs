@@ -86,6 +86,9 @@ pub(super) fn test(
         }
     }
     drop(qemu);
+    for unexpected in machine.end()? {
+        eprintln!("  {unexpected}");
+    }
     fs::write(logs.join("output.log"), said)?;
     println!("{table}\n{} in {}", set.name, seconds(began.elapsed()));
     if !ended {
@@ -134,7 +137,7 @@ struct Machine<'a> {
     logs: PathBuf,
     sockets: Vec<PathBuf>,
     _folder: tempfile::TempDir,
-    _cards: Vec<Guard>,
+    cards: Vec<Guard>,
 }
 
 impl<'a> Machine<'a> {
@@ -169,7 +172,22 @@ impl<'a> Machine<'a> {
         }
         let initramfs = folders.initramfs();
         let logs = logs.to_owned();
-        Ok(Self { debian, initramfs, logs, sockets, _folder: folder, _cards: running })
+        Ok(Self { debian, initramfs, logs, sockets, _folder: folder, cards: running })
+    }
+
+    /// Waits for the cards, which end with their QEMU, and returns what they have not expected of it.
+    fn end(mut self) -> Result<Vec<String>> {
+        let mut lines = Vec::new();
+        for (n, card) in self.cards.iter_mut().enumerate() {
+            let began = Instant::now();
+            while card.0.try_wait()?.is_none() && began.elapsed() < Duration::from_secs(5) {
+                thread::sleep(Duration::from_millis(20));
+            }
+            let log = fs::read_to_string(self.logs.join(format!("card{n}.log")))?;
+            let summary = log.lines().skip_while(|line| !line.contains(" kinds of unexpected"));
+            lines.extend(summary.map(|line| format!("card {n}: {line}")));
+        }
+        Ok(lines)
     }
 
     fn qemu(&self, settings: &str) -> Command {

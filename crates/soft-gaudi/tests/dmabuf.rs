@@ -173,6 +173,45 @@ fn a_second_card_reaches_the_memory_of_the_first() {
     hlthunk_close(two);
 }
 
+/// Another device's dma-buf, a CUDA GPU's for one, cannot be mapped by the CPU, so the software card cannot
+/// reach what is behind it; other files are no dma-bufs at all.
+#[test]
+fn descriptors_that_are_not_of_a_gaudi_are_refused_and_the_card_works_on() {
+    use rustix::event::{EventfdFlags, eventfd};
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+    machine("gaudi2");
+    let _exclusive = exclusive();
+    let fd = card();
+    let (_reader, writer) = rustix::pipe::pipe().unwrap();
+    let notifier = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+    // Sealed, so that it could be trusted not to shrink, full of random-looking bytes, and long enough.
+    let memory = memfd_create("foreign", MemfdFlags::ALLOW_SEALING).unwrap();
+    ftruncate(&memory, 1 << 20).unwrap();
+    rustix::io::pwrite(&memory, &pattern(65536, 3), 0).unwrap();
+    fcntl_add_seals(&memory, SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE).unwrap();
+    // As an unfinished description would begin.
+    let beginning = memfd_create("beginning", MemfdFlags::empty()).unwrap();
+    rustix::io::pwrite(&beginning, b"softGdma", 0).unwrap();
+    let folder = rustix::fs::open("/proc/self", rustix::fs::OFlags::RDONLY, 0.into()).unwrap();
+    let foreign: [(&str, &OwnedFd); 5] = [
+        ("a pipe", &writer),
+        ("an eventfd", &notifier),
+        ("a sealed memfd", &memory),
+        ("the beginning of a description", &beginning),
+        ("a folder", &folder),
+    ];
+    for (what, descriptor) in foreign {
+        for length in [1, 4096, 1 << 20] {
+            assert_eq!(import(fd, descriptor.as_raw_fd(), length), Err(libc::EINVAL), "{what}");
+        }
+        assert!(Exported::from_fd(descriptor.as_fd()).is_err(), "{what}");
+    }
+    let (_, va) = alloc(fd, 1);
+    put(fd, va, &mut pattern(5000, 8));
+    assert_eq!(get(fd, va, 5000), pattern(5000, 8));
+    hlthunk_close(fd);
+}
+
 #[test]
 fn a_dmabuf_outlives_the_process_that_exported_it() {
     machine("gaudi2");

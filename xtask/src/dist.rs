@@ -25,6 +25,11 @@ pub(crate) enum Profile {
 const PLUGIN_NAMES: [&str; 2] = ["libuct_gaudi", "libucx_perftest_gaudi"];
 const PLUGIN_SUFFIXES: [&str; 3] = [".so", ".so.0", ".so.0.0.0"];
 
+/// The module of libucs, and the file with defaults that it reads.
+const DEFAULTS_NAME: &str = "libucs_gaudi";
+const DEFAULTS: (&str, &str) =
+    ("ucx-gaudi.conf", include_str!("../../crates/ucs-gaudi/ucx-gaudi.conf"));
+
 /// For programs that open a card by themselves.
 /// The Python module.
 const PYTHON: [(&str, &str); 2] = [
@@ -38,6 +43,7 @@ const HEADER: &str = include_str!("../../crates/uct-gaudi/include/ucx_gaudi.h");
 struct Artifacts {
     engine: PathBuf,
     loader: PathBuf,
+    defaults: PathBuf,
     soft_gaudi: PathBuf,
     soft_rdma: PathBuf,
     soft_scal: PathBuf,
@@ -74,7 +80,12 @@ pub(crate) fn build_if_missing(repo: &Repo) -> Result<()> {
 fn compile(repo: &Repo, profile: Profile) -> Result<Artifacts> {
     let mut cargo = repo.cargo();
     cargo.args(["build", "--message-format=json-render-diagnostics"]);
-    cargo.args(["--package=uct-gaudi", "--package=ucp-check", "--package=cli"]);
+    cargo.args([
+        "--package=uct-gaudi",
+        "--package=ucs-gaudi",
+        "--package=ucp-check",
+        "--package=cli",
+    ]);
     cargo.args(["--package=soft-gaudi", "--package=soft-rdma"]);
     cargo.args(["--package=soft-scal", "--package=soft-synapse"]);
     if profile == Profile::Release {
@@ -84,6 +95,7 @@ fn compile(repo: &Repo, profile: Profile) -> Result<Artifacts> {
     Ok(Artifacts {
         engine: artifact(&messages, "uct_gaudi", ".so")?,
         loader: compile_loader(repo)?,
+        defaults: artifact(&messages, "ucs_gaudi", ".so")?,
         soft_gaudi: artifact(&messages, "soft_gaudi", ".so")?,
         soft_rdma: link_soft_rdma(repo, &artifact(&messages, "soft_rdma", ".a")?)?,
         soft_scal: artifact(&messages, "soft_scal", ".so")?,
@@ -159,11 +171,17 @@ fn lay_out(dist: &Path, artifacts: &Artifacts) -> Result<()> {
     };
 
     let plugins = place(layout.plugins())?;
-    for name in PLUGIN_NAMES {
-        for suffix in PLUGIN_SUFFIXES {
-            copy(&artifacts.loader, &plugins.join(format!("{name}{suffix}")))?;
+    for (file, names) in
+        [(&artifacts.loader, &PLUGIN_NAMES[..]), (&artifacts.defaults, &[DEFAULTS_NAME])]
+    {
+        for name in names {
+            for suffix in PLUGIN_SUFFIXES {
+                copy(file, &plugins.join(format!("{name}{suffix}")))?;
+            }
         }
     }
+    let (name, text) = DEFAULTS;
+    fs::write(plugins.join(name), text).with_context(|| format!("cannot write {name}"))?;
     copy(&artifacts.engine, &plugins.with_file_name("libucx_gaudi.so"))?;
     let header = place(layout.dist().join("include"))?.join("ucx_gaudi.h");
     fs::write(&header, HEADER).with_context(|| format!("cannot write {}", header.display()))?;
@@ -252,6 +270,7 @@ mod tests {
         Artifacts {
             engine: file("engine"),
             loader: file("loader"),
+            defaults: file("defaults"),
             soft_gaudi: file("soft"),
             soft_rdma: file("rdma"),
             soft_scal: file("scal"),
@@ -276,7 +295,12 @@ mod tests {
                 assert_eq!(fs::read(&path).expect("exists"), b"loader");
             }
         }
-        assert_eq!(fs::read_dir(&plugins).expect("folder").count(), 6, "and nothing else");
+        for name in
+            ["libucs_gaudi.so", "libucs_gaudi.so.0", "libucs_gaudi.so.0.0.0", "ucx-gaudi.conf"]
+        {
+            assert!(plugins.join(name).exists(), "{name}");
+        }
+        assert_eq!(fs::read_dir(&plugins).expect("folder").count(), 10, "and nothing else");
         let engine = dist.join("lib/ucx-gaudi/libucx_gaudi.so");
         assert_eq!(fs::read(engine).expect("exists"), b"engine");
         assert!(dist.join("lib/ucx-gaudi/soft/gaudi/libhl-thunk.so").exists());

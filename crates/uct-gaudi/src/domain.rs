@@ -132,6 +132,9 @@ impl<F: Flavour> GaudiComponent<F> {
         if fragments::lack_size(ucx, F::LEADS) {
             return Err(Status::INVALID_PARAM);
         }
+        if F::LEADS {
+            fragments::warn_of_cuda(ucx);
+        }
         let candidates = gaudi::runtime().candidates(&settings.device).map_err(|error| {
             if F::LEADS {
                 match &settings.device {

@@ -1,10 +1,19 @@
-//! Rendezvous fragments in Gaudi memory (`UCX_RNDV_FRAG_MEM_TYPES=gaudi`).
+//! Where UCX puts rendezvous fragments (`UCX_RNDV_FRAG_MEM_TYPES`): not well in Gaudi memory, nor in CUDA
+//! memory beside Gaudi memory.
 //!
-//! UCX stages pipelined messages in fragments, by default in host memory. For fragments in Gaudi memory
-//! it has no default size and no default count: they are 0, UCX makes a memory pool of nothing, and the
-//! process ends with a fatal error or a null pointer in UCX. The defaults are constants of libucp, and
-//! the user's values are parsed before plugins are loaded, so a plugin cannot set them. It can keep UCX
+//! UCX stages pipelined messages in fragments, by default in host memory or in CUDA memory. For fragments in
+//! Gaudi memory it has no default size and no default count: they are 0, UCX makes a memory pool of nothing,
+//! and the process ends with a fatal error or a null pointer in UCX. The defaults are constants of libucp, and
+//! the user's values are parsed before plugins are loaded, so this plugin cannot set them. It can keep UCX
 //! away from that path: without a copy domain for Gaudi memory UCX stages nothing in it.
+//!
+//! Fragments in CUDA memory are chosen for messages from Gaudi memory although nothing copies between the
+//! two: slow between processes, and without end inside one (docs/cuda.md). UCX asks only the CUDA transport
+//! about such copies, so no estimate of ours prevents it. `ucs-gaudi` makes host memory the default instead;
+//! where that was not loaded, or the user asks for CUDA memory, there is a warning.
+
+use std::ffi::c_int;
+use std::sync::Once;
 
 use uct::{Ucx, log};
 
@@ -47,6 +56,63 @@ fn missing(variable: impl Fn(&str) -> String) -> Option<&'static str> {
     SIZES.into_iter().find(|name| !gives_gaudi(variable(name)))
 }
 
+/// Warns, once in a process, if there are NVIDIA GPUs beside the Gaudi and fragments may lie in their memory.
+pub(crate) fn warn_of_cuda(ucx: &Ucx) {
+    static ONCE: Once = Once::new();
+    let variable = |name: &str| std::env::var(name).ok();
+    let has_defaults = || {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+        maps.contains("/libucs_gaudi.")
+    };
+    if !may_be_cuda(variable, has_defaults) || !has_cuda_devices() {
+        return;
+    }
+    ONCE.call_once(|| {
+        log!(
+            ucx,
+            Warn,
+            "NVIDIA GPUs beside a Gaudi: UCX may stage messages from Gaudi memory in CUDA memory, which is slow, \
+             and hangs inside one process; set UCX_RNDV_FRAG_MEM_TYPES=host in all processes of the job"
+        );
+    });
+}
+
+/// Whether UCX may put fragments into CUDA memory: its own default is `host,cuda`. A `ucx.conf` is not seen here.
+fn may_be_cuda(
+    variable: impl Fn(&str) -> Option<String>,
+    has_defaults: impl FnOnce() -> bool,
+) -> bool {
+    match TYPES.iter().find_map(|name| variable(name)) {
+        Some(list) => list.split(',').any(|item| item.eq_ignore_ascii_case("cuda")),
+        None => !has_defaults(),
+    }
+}
+
+/// Whether CUDA is at work in this process and has devices. UCX's CUDA module initialises it when it is loaded,
+/// which is before any memory domain is opened.
+fn has_cuda_devices() -> bool {
+    type DeviceGetCount = unsafe extern "C" fn(*mut c_int) -> c_int;
+    // SAFETY: with RTLD_NOLOAD nothing is loaded, and no constructor runs. The handle stays open, so that the
+    // library does.
+    let library =
+        unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
+    if library.is_null() {
+        return false;
+    }
+    // SAFETY: the handle is open, and the name is a C string.
+    let symbol = unsafe { libc::dlsym(library, c"cuDeviceGetCount".as_ptr()) };
+    if symbol.is_null() {
+        return false;
+    }
+    // SAFETY: CUDA's driver API declares the function so; c_int is its enum of results.
+    let device_get_count =
+        unsafe { core::mem::transmute::<*mut libc::c_void, DeviceGetCount>(symbol) };
+    let mut count = 0;
+    // SAFETY: the pointer is valid. Before cuInit the call fails and does nothing.
+    let result = unsafe { device_get_count(&raw mut count) };
+    result == 0 && count > 0
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -56,6 +122,16 @@ mod tests {
             let found = variables.iter().find(|(other, _)| *other == name);
             found.map_or_else(String::new, |(_, value)| (*value).to_owned())
         })
+    }
+
+    #[test]
+    fn fragments_may_be_in_cuda_memory_by_wish_and_without_our_defaults() {
+        let set = |value: &'static str| {
+            may_be_cuda(|name| (name == TYPES[0]).then(|| value.to_owned()), || unreachable!())
+        };
+        assert!(set("host,cuda") && set("CUDA") && !set("host") && !set("host,gaudi"));
+        assert!(!may_be_cuda(|_| None, || true));
+        assert!(may_be_cuda(|_| None, || false));
     }
 
     #[test]

@@ -2,13 +2,13 @@
 # Host, Gaudi and CUDA memory on a machine with an NVIDIA GPU: verifies every byte, measures the map, and tries the
 # settings of UCX that might help mixed pairs. Runs from what `bundle.sh` packed; needs no toolchain.
 #
-#   measure.sh BUNDLE [STEP...]     steps: facts raw settings both verify pairs   (all, in this order)
+#   measure.sh BUNDLE [STEP...]     steps: facts raw plain settings both verify pairs   (all, in this order)
 #
 # Results go to $OUT (default: ./out): a text file for each step, pairs.json, and logs.tgz with UCX's own tables of
 # protocols. The Gaudi is the software one. CUDA_FOLDER: where libcuda.so.1 is, if it is somewhere unusual.
 set -uo pipefail
 bundle=$(realpath "$1") && shift
-steps=${*:-facts raw settings both verify pairs}
+steps=${*:-facts raw plain settings both verify pairs}
 OUT=$(realpath -m "${OUT:-out}") && mkdir -p "$OUT"
 root=$(mktemp -d) && trap 'rm -rf "$root"' EXIT
 tar -C "$root" -xzf "$bundle"
@@ -87,24 +87,27 @@ PY
 }
 
 tuned="UCX_RMA_PPLN_ENABLE=y UCX_SYSV_SEG_SIZE=32832 UCX_POSIX_SEG_SIZE=32832"
-host="UCX_RNDV_FRAG_MEM_TYPES=host"
-export tuned host
-# The settings by name.
+host="UCX_RNDV_FRAG_MEM_TYPES=host" stock="UCX_RNDV_FRAG_MEM_TYPES=host,cuda"
+export tuned host stock
+# The settings by name. stock: UCX's own defaults. default: with ours. both: what `ucx-gaudi run --tuned` sets.
+# plain: without the plugin.
 settings_of() {
     local link="10000MBs,h2d:45000MBs,d2h:45000MBs,d2d:320GBs"
     case $1 in
         default) ;;
-        host) echo "$host" ;;
-        tuned) echo "$tuned" ;;
+        stock) echo "$stock" ;;
+        tuned) echo "$stock $tuned" ;;
         both) echo "$host $tuned" ;;
-        link) echo "$tuned UCX_CUDA_COPY_BW=$link" ;;
+        plain) echo "UCX_MODULES=^gaudi" ;;
+        plain-both) echo "UCX_MODULES=^gaudi $host $tuned" ;;
+        link) echo "$stock $tuned UCX_CUDA_COPY_BW=$link" ;;
         both-link) echo "$host $tuned UCX_CUDA_COPY_BW=$link" ;;
         frag-*) echo "$host $tuned UCX_RNDV_FRAG_SIZE=host:${1#frag-},cuda:4M" ;;
         count-*) echo "$host $tuned UCX_RNDV_FRAG_ALLOC_COUNT=host:${1#count-},cuda:128" ;;
         get-ppln) echo "$host $tuned UCX_RNDV_SCHEME=get_ppln" ;;
         put-ppln) echo "$host $tuned UCX_RNDV_SCHEME=put_ppln" ;;
         no-attach) echo "$host $tuned UCX_PROTOS=^rndv/rkey_ptr/mtype" ;;
-        no-ipc) echo "$tuned UCX_TLS=^cuda_ipc" ;;
+        no-ipc) echo "$stock $tuned UCX_TLS=^cuda_ipc" ;;
         posix) echo "$host $tuned UCX_TLS=posix,cma,cuda_copy,gaudi_cpy" ;;
         no-cma) echo "$host $tuned UCX_TLS=^cma" ;;
     esac
@@ -126,13 +129,26 @@ has() { case " $steps " in *" $1 "*) return 0 ;; *) return 1 ;; esac; }
 
 has facts && step "the machine" facts.txt 30 bash -c "$(declare -f facts); facts"
 has raw && step "copies without UCX" facts.txt 60 bash -c "$(declare -f raw); raw"
+if has plain; then
+    # What UCX does without the plugin: with CUDA in one of the two processes, and in both.
+    for name in plain plain-both; do
+        for pair in host:cuda cuda:host cuda:cuda; do
+            step "$name $pair" plain.txt 20 try $name $pair tag,put,get 1M,16M
+        done
+        step "$name host:cuda, both processes with CUDA" plain.txt 20 try $name host:cuda tag,put,get 1M,16M " "
+    done
+    for name in stock default; do
+        step "warnings, $name" plain.txt 20 check ucx $(settings_of $name) -- pair --plain --one-way --mem gaudi:cuda \
+            --ops tag --sizes 1M
+    done
+fi
 if has settings; then
     for pair in host:gaudi gaudi:host host:cuda cuda:host; do
         step "floor $pair" settings.txt 20 try both $pair tag,put,get 1M,4M,16M,64M
         step "floor $pair, default" settings.txt 20 try default $pair tag 1M,16M
     done
     for pair in gaudi:cuda cuda:gaudi; do
-        for name in default host tuned both link; do
+        for name in stock default tuned both link; do
             step "$name $pair" settings.txt 25 try $name $pair tag,am,put,get 1M,16M
         done
         step "both $pair, both processes with CUDA" settings.txt 25 try both $pair tag 1M,16M " "
@@ -148,17 +164,17 @@ if has both; then
     for ucx in ucx nixl; do
         step "$ucx: transports and devices named" both.txt 40 check $ucx $tls UCX_ACC_DEVICES=cuda,gaudi_copy -- \
             pair --plain --cuda --sizes 1,4097,1M+1
-        step "$ucx: one process, fragments in host memory" both.txt 40 check $ucx $host -- \
+        step "$ucx: one process" both.txt 40 check $ucx -- \
             loopback --plain --cuda --sizes 1,4097,65537,1M+1
-        step "$ucx: one process, as it comes (UCX hangs here)" both.txt 30 check $ucx -- \
+        step "$ucx: one process, fragments in CUDA memory (UCX hangs here)" both.txt 30 check $ucx $stock -- \
             loopback --plain --mem gaudi:cuda --ops tag --sizes 65537 --timeout 5
-        step "$ucx: contexts come and go" both.txt 40 check $ucx $host -- \
+        step "$ucx: contexts come and go" both.txt 40 check $ucx -- \
             reconnect --fresh --count 10 --mem gaudi:cuda,cuda:gaudi,gaudi:gaudi,host:cuda
-        step "$ucx: a process is killed" both.txt 60 check $ucx $host -- \
+        step "$ucx: a process is killed" both.txt 60 check $ucx -- \
             peer-errors --plain --mem gaudi:cuda,cuda:gaudi --ops tag,put,get --sizes 16M --timeout 20
-        step "$ucx: three threads" both.txt 30 check $ucx $host -- threads --plain --cuda --sizes 4097,1M+1
+        step "$ucx: three threads" both.txt 30 check $ucx -- threads --plain --cuda --sizes 4097,1M+1
     done
-    step "nixl: soft-rdma beside CUDA" both.txt 60 check nixl $host LD_LIBRARY_PATH="$(loader nixl rdma)" \
+    step "nixl: soft-rdma beside CUDA" both.txt 60 check nixl LD_LIBRARY_PATH="$(loader nixl rdma)" \
         SOFT_GAUDI_KIND=import,ordered,unpinned UCX_TLS=rc,sysv,cuda_copy,gaudi_cpy -- \
         pair --plain --cuda --sizes 1,4097,1M+1
     step "a dma-buf of CUDA" both.txt 20 check ucx SOFT_GAUDI_KIND=import -- cuda-dmabuf
@@ -172,8 +188,9 @@ fi
 if has pairs; then
     export UCX_GAUDI_TARGET_DIR=$root
     [ -n "$cuda" ] && export LD_LIBRARY_PATH=$cuda
-    step "the map" pairs.txt 280 "$root/xtask" bench pairs --prebuilt --json "$OUT/pairs.json" --logs "$root/logs"
+    step "the map" pairs.txt 400 "$root/xtask" bench pairs --prebuilt --json "$OUT/pairs.json" --logs "$root/logs"
     tar -C "$root" -czf "$OUT/logs.tgz" logs
 fi
-cat "$OUT/settings.txt" 2>/dev/null | grep -v '^###'
-tail -n 3 "$OUT"/verify-*.txt "$OUT/pairs.txt" 2>/dev/null
+cat "$OUT"/{plain,settings}.txt 2>/dev/null | grep -v '^###'
+tail -n 3 "$OUT"/verify-*.txt 2>/dev/null
+cat "$OUT/pairs.txt" 2>/dev/null

@@ -57,8 +57,13 @@ struct Batch {
     moves: Moves,
     resources: Resources,
     forward: Option<Forward>,
+    /// Bytes that the CPU copies.
+    bounced: usize,
     tally: Tally,
 }
+
+/// The CPU copies this much for one submission at most, so that it works on the next while the device does this one.
+const MOST_BOUNCED: usize = 4 << 20;
 
 impl Batch {
     /// Pins a slot until the submission has ended; where the device sees it.
@@ -242,7 +247,7 @@ impl Transfer {
                 break;
             }
         }
-        let Batch { moves, resources, forward, tally } = batch;
+        let Batch { moves, resources, forward, tally, .. } = batch;
         if moves.is_empty() {
             return Ok(None);
         }
@@ -261,15 +266,22 @@ impl Transfer {
                 batch.resources.guards.extend(pin.map(Guard::Pin));
                 dma
             }
+            Step::BounceIn { len, .. } | Step::BounceOut { len, .. }
+                if batch.bounced > 0 && batch.bounced + len > MOST_BOUNCED =>
+            {
+                return Ok(Some(step));
+            }
             Step::BounceIn { from, dst, len, guarded } => {
                 let Some(slot) = take_slot(on.bounce()?, len)? else { return Ok(Some(step)) };
                 // SAFETY: the caller of the copy answers for the host side; the slot is ours alone.
                 unsafe { copy_in(from, slot.ptr(), len, guarded)? };
+                batch.bounced += len;
                 LinDma::Copy { src: batch.use_slot(on, &slot)?, dst, len: len as u32 }
             }
             Step::BounceOut { to, src, len, guarded } => {
                 let Some(slot) = take_slot(on.bounce()?, len)? else { return Ok(Some(step)) };
                 let dst = batch.use_slot(on, &slot)?;
+                batch.bounced += len;
                 batch.resources.copy_outs.push(CopyOut { slot, to, len, guarded });
                 LinDma::Copy { src, dst, len: len as u32 }
             }

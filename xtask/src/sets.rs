@@ -45,6 +45,7 @@ pub(crate) const SETS: &[Set] = &[
             "fork",
             "cpu_access",
             "public_api",
+            "cuda",
         ],
         words: &[],
     },
@@ -115,7 +116,7 @@ pub(crate) const SETS: &[Set] = &[
         name: "tool",
         about: "the program ucx-gaudi, the verifier ucp-check, counters",
         packages: &["cli", "ucp-check"],
-        end_to_end: &["tool", "statistics", "marks"],
+        end_to_end: &["tool", "statistics", "marks", "recipes"],
         words: &[],
     },
     Set {

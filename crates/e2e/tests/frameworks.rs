@@ -81,7 +81,7 @@ fn every_operation_between_two_frameworks_over_infiniband() {
 }
 
 #[test]
-fn threads_sleepers_and_many_processes_as_guests() {
+fn threads_sleepers_many_processes_and_killed_peers_as_guests() {
     for generation in GENERATIONS {
         let run = |words: &str, cards: &str| {
             let device = Device::Software(machine(generation, cards));
@@ -90,6 +90,9 @@ fn threads_sleepers_and_many_processes_as_guests() {
         run("threads --sizes 1,5001,64K+1", "1");
         run("wakeup --sizes 1,5001,1M+7", "2");
         run("mesh --processes 3 --sizes 4097,64K+1", "3");
+        run("asleep", "1");
+        run("soak --seconds 2", "1");
+        run("peer-errors --sizes 1M --mem gaudi:gaudi", "2");
     }
 }
 

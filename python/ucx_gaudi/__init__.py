@@ -64,7 +64,8 @@ def _load() -> ctypes.CDLL:
     plugins = [Path(folder) for folder in os.environ.get("UCX_PLUGIN_PATH", "").split(":") if folder]
     folders = [folder.parent for folder in plugins]
     here = Path(__file__).resolve()
-    folders += [here.parents[2], here.parent]
+    # An installation's folder, and a wheel's.
+    folders += [here.parents[2], here.parent / "lib" / "ucx-gaudi"]
     paths = [folder / _LIBRARY for folder in folders]
     library = ctypes.CDLL(str(next((path for path in paths if path.exists()), _LIBRARY)))
     library.ucx_gaudi_error.restype = ctypes.c_char_p

@@ -108,12 +108,20 @@ fn wheel_is_installed_run_upgraded_and_removed() {
         let install = ["install", "--no-index", "--upgrade", "--no-deps"].map(OsStr::new);
         text(pip(&[&install[..], &[main.as_ref(), soft.as_ref()]].concat()), true);
         works(&venv.join("bin/ucx-gaudi"), version);
-        run(&python, ["-c", "import ucx_gaudi"]);
+        let script = "import ucx_gaudi\nwith ucx_gaudi.alloc(9) as memory:\n  memory.write(b'wheel')\n  \
+                      assert memory.read(5) == b'wheel'";
+        let mut module = Command::new(venv.join("bin/ucx-gaudi"));
+        // Without the variable it finds the library beside itself.
+        module.args(["run", "--soft=1", "-q", "--", "env", "-u", "UCX_PLUGIN_PATH"]);
+        module.arg(&python).args(["-c", script]);
+        text(module.output().expect("the tool runs"), true);
         text(pip(&["check".as_ref()]), true);
     }
-    let uninstall = ["uninstall", "--yes", "ucx-gaudi", "ucx-gaudi-soft"];
+    let uninstall = ["uninstall", "--yes", "ucx-gaudi-soft", "ucx-gaudi"];
     text(pip(&uninstall.map(OsStr::new)), true);
     assert_eq!(files(&venv).len(), before.len(), "something stays: {:?}", files(&venv));
+    let import = Command::new(&python).args(["-c", "import ucx_gaudi"]).output();
+    text(import.expect("python runs"), false);
 }
 
 #[test]

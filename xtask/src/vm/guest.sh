@@ -110,7 +110,7 @@ pingpong() {
     ucx_perftest -t $1 -m $2 -n 20 -w 2 -s $3 >/tmp/server 2>&1 &
     server=$!
     sleep 1
-    ucx_perftest 127.0.0.1 -t $1 -m $2 -n 20 -w 2 -s $3
+    ucx_perftest localhost -t $1 -m $2 -n 20 -w 2 -s $3
     status=$?
     [ $status = 0 ] || kill $server
     wait

@@ -66,6 +66,7 @@ pub(super) fn write(
 
     image.file("init", include_bytes!("guest.sh"), true)?;
     image.copy(&debian.busybox(), "bin/busybox")?;
+    image.file("etc/hosts", b"127.0.0.1 localhost\n", false)?;
     let drm = kernel_module::read(&debian.module("drivers/gpu/drm/drm.ko.xz"))?;
     image.file("mod/drm.ko", &drm, false)?;
     let driver = debian.module("drivers/accel/habanalabs/habanalabs.ko.xz");

@@ -140,11 +140,14 @@ different_addresses() {
 reset_under_load() {
     ucx_perftest -t tag_bw -m gaudi -n 1000000 -s 65536 -l >/tmp/load 2>&1 &
     load=$!
-    sleep 4
-    kill -0 $load || { cat /tmp/load; return 1; }
+    until ls -l /proc/$load/fd | grep -q 'accel/accel0$'; do
+        [ -d /proc/$load/fd ] || { cat /tmp/load; return 1; }
+        sleep 0.2
+    done
+    sleep 1
     hard_reset || return 1
     sleep 2
-    if kill -0 $load 2>/dev/null; then
+    if grep -q '^State:.*[RSD] ' /proc/$load/status; then
         echo "the process still runs"
         kill -9 $load
         return 1

@@ -43,7 +43,6 @@ pub(crate) const SETS: &[Set] = &[
             "staging",
             "one_sided",
             "fork",
-            "recipes",
             "cpu_access",
             "public_api",
             "cuda",

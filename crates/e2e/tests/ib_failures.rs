@@ -34,23 +34,27 @@ fn two_rails() -> Fabric {
 /// UCX asks the HCA when it opens it, and does not offer it Gaudi memory.
 #[test]
 fn an_hca_that_cannot_register_dma_bufs_is_used_with_staging() {
-    let fabric = Fabric::new().with("SOFT_RDMA_DMABUF", "off");
-    let device = Device::Software(machine());
-    let (_, counters) = run(&fabric, client(&device, WORDS));
-    assert_eq!(counters.get("dmabuf_regions"), 0);
-    assert!(counters.get("direct_bytes") > 2 << 20, "through the HCA all the same");
+    for (transports, counter, least) in [(RC, "direct_bytes", 2 << 20), (UD, "datagrams", 1000)] {
+        let fabric = Fabric::new().with("SOFT_RDMA_DMABUF", "off");
+        let device = Device::Software(machine());
+        let (_, counters) = run(&fabric, client_over(transports, &device, WORDS));
+        assert_eq!(counters.get("dmabuf_regions"), 0);
+        assert!(counters.get(counter) > least, "through the HCA all the same");
+    }
 }
 
 /// A registration that is refused later makes UCX fail to map the memory: the text names the call, and
 /// `UCX_GAUDI_COPY_DMABUF=no` is the way round.
 #[track_caller]
 fn refused_unless_dma_bufs_are_off(fabric: &Fabric, device: &Device, reason: &str) {
-    let refused = fabric.under(client(device, WORDS).env("UCX_LOG_LEVEL", "info")).run();
-    assert!(!refused.success() && !refused.crashed(), "{}", refused.report());
-    let text = format!("{}{}", refused.stdout, refused.stderr);
-    assert!(text.contains(reason), "no `{reason}`: {}", refused.report());
-    fabric.under(client(device, WORDS).env("UCX_GAUDI_COPY_DMABUF", "no")).run().ok();
-    assert_eq!(fabric.counters().expect("counters").get("dmabuf_regions"), 0);
+    for transports in [RC, UD] {
+        let client = || client_over(transports, device, WORDS);
+        let refused = fabric.under(client().env("UCX_LOG_LEVEL", "info")).run();
+        assert!(!refused.success() && !refused.crashed(), "{}", refused.report());
+        assert!(refused.text().contains(reason), "no `{reason}`: {}", refused.report());
+        fabric.under(client().env("UCX_GAUDI_COPY_DMABUF", "no")).run().ok();
+        assert_eq!(fabric.counters().expect("counters").get("dmabuf_regions"), 0);
+    }
 }
 
 #[test]
@@ -230,18 +234,6 @@ fn a_port_that_fails_under_datagrams_and_comes_back_loses_nothing() {
     assert!(end.stdout.contains("4 passed, 0 failed"), "{}", end.report());
     let lost = fabric.counters().expect("counters").get("datagrams_lost");
     assert!(lost > 0, "the port was not down in a transfer");
-}
-
-/// Over datagrams UCX registers nothing for the data, so that no refusal matters.
-#[test]
-fn datagrams_need_no_dma_buf() {
-    for refusal in ["off", "refused"] {
-        let fabric = Fabric::new().with("SOFT_RDMA_DMABUF", refusal);
-        let device = Device::Software(machine());
-        let tool = client_over(UD, &device, WORDS).env("UCX_GAUDI_COPY_DMABUF", "no");
-        let (_, counters) = run(&fabric, tool);
-        assert_eq!(counters.get("dmabuf_regions"), 0, "{refusal}");
-    }
 }
 
 /// Times after which UCX takes a silent peer for dead, shorter than by default.

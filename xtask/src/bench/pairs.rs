@@ -183,10 +183,16 @@ fn memories(bench: &Workbench, ucx: Ucx) -> &'static [&'static str] {
     if end.success() {
         return &MEMORIES;
     }
-    let said = end.report();
-    let reason = said.lines().find(|line| line.contains("CUDA")).unwrap_or(&said);
-    println!("skipped: UCX {}, the pairs with CUDA memory: {}", ucx.name(), reason.trim());
+    let reason = no_cuda(&end.report());
+    println!("skipped: UCX {}, the pairs with CUDA memory: {reason}", ucx.name());
     &MEMORIES[..2]
+}
+
+/// Why a run of the client had no CUDA. A line tells of both processes; the other one only lost its peer.
+fn no_cuda(report: &str) -> String {
+    let mut reasons = report.lines().flat_map(|line| line.split("; "));
+    let reason = reasons.find_map(|reason| Some(&reason[reason.find("no CUDA")?..]));
+    reason.unwrap_or(report).trim().to_owned()
 }
 
 /// The map of both versions of UCX in both variants. UCX's own tables of protocols go to `logs`, a file for
@@ -252,6 +258,17 @@ mod tests {
         let slow = with_target.iter().find(|record| record.name.contains("gaudi:cuda"));
         let slow = slow.expect("it is there");
         assert_eq!((slow.floor, slow.ratio, slow.met), (8.0, 0.5, Some(true)));
+    }
+
+    #[test]
+    fn the_reason_without_cuda_is_that_of_the_process_that_has_none() {
+        let report = "`ucp-check` → exit status: 1\n--- stdout ---\nFAIL  process 0: the other process is gone: \
+            Broken pipe (while: exchanging); process 1: no CUDA: no libcuda.so.1 (while: cuInit)\n0 passed";
+        assert_eq!(no_cuda(report), "no CUDA: no libcuda.so.1 (while: cuInit)");
+        assert_eq!(
+            no_cuda("killed: it ran past its time limit\n"),
+            "killed: it ran past its time limit"
+        );
     }
 
     #[test]

@@ -19,13 +19,13 @@ cuda=$(ls -d /usr/local/nvidia/lib64 /usr/local/nvidia/lib /usr/lib/wsl/lib 2>/d
 done)
 cuda=${cuda:-${CUDA_FOLDER:-}}
 
-# The libraries of a UCX, and a software machine with two cards: loader UCX [soft-rdma]
+# The libraries of a UCX, and the software Gaudi: loader UCX
 loader() {
     case $1 in
         ucx) folders=$root/stock/ucx/libucx/lib:$root/stock/ucx/libucx_cu12.libs ;;
         nixl) folders=$root/stock/nixl/nixl_cu12.libs ;;
     esac
-    echo "$lib/soft/gaudi:${2:+$lib/soft/rdma:}$folders${cuda:+:$cuda}"
+    echo "$lib/soft/gaudi:$folders${cuda:+:$cuda}"
 }
 # check UCX [K=V...] -- WORDS: our client, with the plugin
 check() {
@@ -174,8 +174,10 @@ if has both; then
             peer-errors --plain --mem gaudi:cuda,cuda:gaudi --ops tag,put,get --sizes 16M --timeout 20
         step "$ucx: three threads" both.txt 30 check $ucx -- threads --plain --cuda --sizes 4097,1M+1
     done
-    step "nixl: soft-rdma beside CUDA" both.txt 60 check nixl LD_LIBRARY_PATH="$(loader nixl rdma)" \
-        SOFT_GAUDI_KIND=import,ordered,unpinned UCX_TLS=rc,sysv,cuda_copy,gaudi_cpy -- \
+    # By preload: the names of NIXL's libraries are mangled, so that no folder replaces its libibverbs.
+    step "nixl: soft-rdma beside CUDA" both.txt 60 check nixl LD_PRELOAD="$lib/soft/rdma/libibverbs.so.1" \
+        SOFT_RDMA_DIR="$root/rdma" SOFT_RDMA_STATS="$OUT/rdma.json" SOFT_RDMA_MEMLOCK=off \
+        SOFT_GAUDI_KIND=import,ordered,unpinned UCX_TLS=rc,cuda_copy,gaudi_cpy -- \
         pair --plain --cuda --sizes 1,4097,1M+1
     step "a dma-buf of CUDA" both.txt 20 check ucx SOFT_GAUDI_KIND=import -- cuda-dmabuf
 fi

@@ -193,5 +193,5 @@ fn tar_works_wherever_it_is_unpacked_and_its_modulefile_finds_it() {
     let said = text(output, true);
     let plugins = prefix.join("lib/ucx-gaudi/plugins").canonicalize().expect("a folder");
     assert!(said.contains(&format!("UCX_PLUGIN_PATH {{{}}}", plugins.display())), "{said}");
-    assert!(said.contains("setenv UCX_RMA_PPLN_ENABLE y"), "{said}");
+    assert!(said.contains("setenv UCX_SYSV_SEG_SIZE 32832"), "{said}");
 }

@@ -245,8 +245,10 @@ fn advice(protocols: &Protocols, title: &str, len: usize) -> Vec<&'static str> {
     let Some(choice) = protocols.choice("intra-node", title, len) else { return Vec::new() };
     let mut advice = Vec::new();
     if choice.protocol.contains("software emulation") {
-        advice
-            .push("`ucx-gaudi run --tuned` sets UCX_RMA_PPLN_ENABLE=y, which avoids the emulation");
+        advice.push(
+            "`ucx-gaudi run --tuned` has the emulation use larger segments; UCX_RMA_PPLN_ENABLE=y avoids it, but see \
+             \"Advice\" in docs/performance.md first",
+        );
     }
     // Streams never use it.
     let may_use_ipc = title.contains("gaudi") && !title.starts_with("stream");

@@ -3,12 +3,11 @@
 
 #![allow(dead_code, reason = "each program uses a part")]
 
-/// For Gaudi memory that is staged through host memory between processes: put and get are pipelined
-/// instead of emulated, streams use larger segments (`docs/performance.md`), and messages between Gaudi and
-/// CUDA memory pass through host memory, which both can copy (`docs/cuda.md`).
+/// For Gaudi memory that is staged through host memory between processes: streams, and puts and gets that UCX
+/// emulates, use larger segments (`docs/performance.md`), and messages between Gaudi and CUDA
+/// memory pass through host memory, which both can copy (`docs/cuda.md`).
 pub(crate) const STAGING: &[(&str, &str)] = &[
     ("UCX_RNDV_FRAG_MEM_TYPES", "host"),
-    ("UCX_RMA_PPLN_ENABLE", "y"),
     ("UCX_SYSV_SEG_SIZE", "32832"),
     ("UCX_POSIX_SEG_SIZE", "32832"),
 ];

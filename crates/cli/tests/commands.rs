@@ -13,7 +13,7 @@ fn run_sets_the_plugin_path_and_says_so() {
     assert_eq!(ran.code, Some(0), "{ran:?}");
     assert!(ran.out.lines().any(|line| line == wanted), "{ran:?}");
     assert!(ran.err.contains(&wanted), "{ran:?}");
-    assert!(!ran.out.contains("soft/gaudi") && !ran.out.contains("UCX_RMA"), "{ran:?}");
+    assert!(!ran.out.contains("soft/gaudi") && !ran.out.contains("UCX_SYSV"), "{ran:?}");
     assert_eq!(tool.run("run -q -- env").err, "");
 }
 
@@ -22,13 +22,13 @@ fn run_keeps_what_the_user_set_and_puts_its_own_first() {
     let tool = Installed::new();
     let mut command = tool.command("run --soft=2 --tuned env");
     command.env("UCX_PLUGIN_PATH", "/theirs").env("LD_LIBRARY_PATH", "/a::/b");
-    command.env("UCX_RMA_PPLN_ENABLE", "n").env("HL_THUNK_LIBRARY", "/other.so");
+    command.env("UCX_POSIX_SEG_SIZE", "9000").env("HL_THUNK_LIBRARY", "/other.so");
     let ran = Ran::of(&command.output().expect("runs"));
     let lib = tool.prefix().join("lib/ucx-gaudi");
     let has = |line: &str| ran.out.lines().any(|out| out == line);
     assert!(has(&format!("UCX_PLUGIN_PATH={}/plugins:/theirs", lib.display())), "{ran:?}");
     assert!(has(&format!("LD_LIBRARY_PATH={}/soft/gaudi:/a:/b", lib.display())), "{ran:?}");
-    assert!(has("UCX_RMA_PPLN_ENABLE=n") && has("UCX_SYSV_SEG_SIZE=32832"), "{ran:?}");
+    assert!(has("UCX_POSIX_SEG_SIZE=9000") && has("UCX_SYSV_SEG_SIZE=32832"), "{ran:?}");
     assert!(has("SOFT_GAUDI_DEVICES=2") && !ran.out.contains("HL_THUNK_LIBRARY"), "{ran:?}");
     assert!(ran.err.contains("HL_THUNK_LIBRARY unset"), "{ran:?}");
 }

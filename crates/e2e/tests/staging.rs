@@ -3,7 +3,7 @@
 
 use e2e::{Device, ProtocolLogs, Protocols, Ucx, client};
 
-/// What `cargo xtask env` sets (and `docs/performance.md` recommends) for put and get.
+/// What `docs/performance.md` recommends for puts, and for gets from Gaudi memory.
 const PIPELINED_RMA: (&str, &str) = ("UCX_RMA_PPLN_ENABLE", "y");
 
 /// All operations between all memories, every byte verified.

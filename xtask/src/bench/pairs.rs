@@ -38,7 +38,9 @@ const MIXED_TARGET: f64 = 0.5;
 /// One run of the client.
 const LIMIT: Duration = Duration::from_secs(120);
 
-const VARIANTS: [(&str, &[(&str, &str)]); 2] = [("as it comes", &[]), ("tuned", STAGING)];
+const PIPELINED: &[(&str, &str)] = &[("UCX_RMA_PPLN_ENABLE", "y")];
+const VARIANTS: [(&str, [&[(&str, &str)]; 2]); 2] =
+    [("as it comes", [&[], &[]]), ("tuned, puts and gets pipelined", [STAGING, PIPELINED])];
 
 type Pair = [&'static str; 2];
 
@@ -206,7 +208,7 @@ pub(super) fn run(repo: &Repo, logs: Option<&Path>, quick: bool) -> Result<Vec<R
             let work = Work::start(format!("UCX {}, {variant}", ucx.name()));
             let mut cells = Vec::new();
             for &pair in &pairs {
-                let (more, tables) = measure(&bench, ucx, variables, pair, quick)
+                let (more, tables) = measure(&bench, ucx, &variables.concat(), pair, quick)
                     .with_context(|| format!("UCX {}, {variant}, {pair:?}", ucx.name()))?;
                 cells.extend(more);
                 if let Some(folder) = logs {

@@ -30,12 +30,12 @@ const DEFAULTS_NAME: &str = "libucs_gaudi";
 const DEFAULTS: (&str, &str) =
     ("ucx-gaudi.conf", include_str!("../../crates/ucs-gaudi/ucx-gaudi.conf"));
 
-/// For programs that open a card by themselves.
 /// The Python module.
 const PYTHON: [(&str, &str); 2] = [
     ("__init__.py", include_str!("../../python/ucx_gaudi/__init__.py")),
     ("py.typed", include_str!("../../python/ucx_gaudi/py.typed")),
 ];
+/// For programs that open a card by themselves.
 const HEADER: &str = include_str!("../../crates/uct-gaudi/include/ucx_gaudi.h");
 
 /// What cargo built, wherever it put it.

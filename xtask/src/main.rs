@@ -125,7 +125,7 @@ enum Command {
         #[command(subcommand)]
         what: vm::What,
     },
-    /// Make packages of target/dist, after a build if there was none: tar, deb, rpm and wheel
+    /// Build for release and make packages of it: tar, deb, rpm and wheel
     Package {
         /// Which; without any: all
         #[arg(value_enum)]
@@ -136,6 +136,9 @@ enum Command {
         /// Where to, if not target/package
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
+        /// Build nothing: pack what is in target/dist
+        #[arg(long)]
+        prebuilt: bool,
     },
 }
 
@@ -197,8 +200,10 @@ fn run(command: Command) -> Result<()> {
             install::run(&repo, &prefix)
         }
         Command::Vm { what } => vm::run(&repo, what),
-        Command::Package { formats, version, out } => {
-            dist::build_if_missing(&repo)?;
+        Command::Package { formats, version, out, prebuilt } => {
+            if !prebuilt {
+                dist::build(&repo, dist::Profile::Release)?;
+            }
             let all = package::Format::value_variants();
             let formats = if formats.is_empty() { all } else { &formats };
             let out = out.unwrap_or_else(|| repo.layout().target().join("package"));

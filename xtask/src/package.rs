@@ -56,6 +56,9 @@ const PARTS: [Part; 2] = [
     },
 ];
 
+/// Without it a `target/dist` is none of ours, or of another version.
+const ENGINE: &str = "lib/ucx-gaudi/libucx_gaudi.so";
+
 /// A part with its files, stripped, in a folder of its own.
 struct Staged<'a> {
     part: &'a Part,
@@ -67,6 +70,8 @@ struct Staged<'a> {
 /// Makes these packages in `out`.
 pub(crate) fn run(repo: &Repo, formats: &[Format], version: &str, out: &Path) -> Result<()> {
     check_version(version)?;
+    let engine = repo.layout().dist().join(ENGINE);
+    ensure!(engine.exists(), "no {}; `cargo xtask build` makes it", repo.shown(&engine));
     fs::create_dir_all(out).with_context(|| format!("cannot create {}", out.display()))?;
     let scratch = tempfile::tempdir_in(out).context("no temporary folder")?;
     for part in &PARTS {
@@ -339,10 +344,8 @@ fn wheel(repo: &Repo, staged: &Staged<'_>, scratch: &Path, out: &Path) -> Result
         }
         copy_tree(&repo.path("packaging/wheel"), &package)?;
         let python = package.join("lib/ucx-gaudi/python");
-        if python.is_dir() {
-            copy_tree(&python.join("ucx_gaudi"), &package)?;
-            fs::remove_dir_all(&python)?;
-        }
+        copy_tree(&python.join("ucx_gaudi"), &package)?;
+        fs::remove_dir_all(&python)?;
         write(
             &root.join("entry_points.txt"),
             "[console_scripts]\nucx-gaudi = ucx_gaudi.__main__:main\n",

@@ -12,7 +12,7 @@ use tempfile::TempDir;
 /// Makes packages of one format with this version, and returns those of the plugin and the software devices.
 fn packages(format: &str, version: &str, out: &Path) -> [PathBuf; 2] {
     let made = Command::new(env!("CARGO_BIN_EXE_xtask"))
-        .args(["package", format, "--version", version, "--out"])
+        .args(["package", format, "--prebuilt", "--version", version, "--out"])
         .arg(out)
         .output()
         .expect("xtask runs");
@@ -116,12 +116,28 @@ fn wheel_is_installed_run_upgraded_and_removed() {
         module.arg(&python).args(["-c", script]);
         text(module.output().expect("the tool runs"), true);
         text(pip(&["check".as_ref()]), true);
+        for package in ["ucx-gaudi", "ucx-gaudi-soft"] {
+            let shown = text(pip(&["show".as_ref(), package.as_ref()]), true);
+            let line = format!("Version: {version}");
+            assert!(shown.lines().any(|other| other == line), "{version}: {shown}");
+        }
     }
     let uninstall = ["uninstall", "--yes", "ucx-gaudi-soft", "ucx-gaudi"];
     text(pip(&uninstall.map(OsStr::new)), true);
     assert_eq!(files(&venv).len(), before.len(), "something stays: {:?}", files(&venv));
     let import = Command::new(&python).args(["-c", "import ucx_gaudi"]).output();
     text(import.expect("python runs"), false);
+}
+
+#[test]
+fn folder_without_the_engine_is_not_packed() {
+    let target = tempfile::tempdir().expect("a temporary folder");
+    std::fs::create_dir_all(target.path().join("dist/lib/ucx-gaudi/plugins")).expect("folders");
+    let mut xtask = Command::new(env!("CARGO_BIN_EXE_xtask"));
+    xtask.args(["package", "tar", "--prebuilt"]).env("UCX_GAUDI_TARGET_DIR", target.path());
+    let said = text(xtask.output().expect("xtask runs"), false);
+    assert!(said.contains("libucx_gaudi.so") && said.contains("cargo xtask build"), "{said}");
+    assert!(!target.path().join("package").exists(), "nothing was made");
 }
 
 #[test]

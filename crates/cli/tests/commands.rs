@@ -197,3 +197,14 @@ fn explain_refuses_what_it_cannot_ask() {
     tool.run("explain swap gaudi host 8").fails(2, &["tag, am, stream, put, get"]);
     tool.run("explain tag gaudi host 8").fails(3, &["ucp-check is not there", "one prefix"]);
 }
+
+#[test]
+fn bench_that_fails_keeps_the_files_of_an_earlier_run() {
+    let tool = Installed::new();
+    let file = tool.prefix().join("results");
+    std::fs::write(&file, "earlier").expect("a file");
+    let options = ["save", "csv", "svg"].map(|name| format!("--{name} {}", file.display()));
+    tool.run(&format!("bench {}", options.join(" "))).fails(3, &["ucp-check is not there"]);
+    assert_eq!(std::fs::read_to_string(&file).expect("a file"), "earlier");
+    tool.run("bench --save /no/such/folder/results").fails(3, &["/no/such/folder", "may write"]);
+}

@@ -8,6 +8,7 @@
 
 mod chart;
 mod compare;
+mod file;
 mod interrupt;
 mod results;
 mod runner;
@@ -91,7 +92,7 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
 fn measure(context: &Context, options: &Measure) -> Result<Exit, Failure> {
     // Not after minutes of measuring.
     for file in [&options.save, &options.csv, &options.svg].into_iter().flatten() {
-        write(file, "")?;
+        file::check(file).map_err(|error| cannot_write(file, &error))?;
     }
     let mut pairs = options.pairs.clone();
     pairs.retain(|pair| pair != results::FLOOR);
@@ -143,17 +144,15 @@ fn publish(context: &Context, options: &Measure, results: &Results) -> Result<()
     ];
     for (file, text) in files {
         let Some(file) = file else { continue };
-        write(file, &text)?;
+        file::replace(file, &text).map_err(|error| cannot_write(file, &error))?;
         note(&format!("wrote {}", file.display()));
     }
     Ok(())
 }
 
-fn write(file: &Path, text: &str) -> Result<(), Failure> {
-    std::fs::write(file, text).map_err(|error| {
-        let what = format!("cannot write {}: {error}", file.display());
-        Failure::unable(what, "give a file in a folder that you may write to")
-    })
+fn cannot_write(file: &Path, error: &std::io::Error) -> Failure {
+    let what = format!("cannot write {}: {error}", file.display());
+    Failure::unable(what, "give a file in a folder that you may write to")
 }
 
 /// On a terminal only.

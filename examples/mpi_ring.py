@@ -12,7 +12,9 @@ world = MPI.COMM_WORLD
 rank, size = world.rank, world.size
 # The libucp that Open MPI has loaded already.
 gaudi = GaudiMemory(ctypes.CDLL("libucp.so.0"))
-mine, other = (MPI.buffer.fromaddress(gaudi.allocate(LENGTH), LENGTH) for _ in range(2))
+# mpi4py 4 calls it buffer, mpi4py 3 memory.
+buffer = MPI.buffer if hasattr(MPI, "buffer") else MPI.memory
+mine, other = (buffer.fromaddress(gaudi.allocate(LENGTH), LENGTH) for _ in range(2))
 
 
 def pattern(seed):

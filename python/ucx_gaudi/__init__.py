@@ -8,7 +8,7 @@
 b'hello'
 
 The memory is Gaudi memory to every UCX in the process: hand `memory.address` and `len(memory)` to NIXL, UCXX,
-mpi4py (`MPI.memory.fromaddress`) or UCP. The CPU cannot access it by its address.
+mpi4py (`MPI.buffer.fromaddress`; in mpi4py 3 `MPI.memory`) or UCP. The CPU cannot access it by its address.
 
 There is no `__cuda_array_interface__` and no DLPack export: DLPack has no device type for a Gaudi, and whoever takes
 the address for CUDA's or the CPU's would touch it and crash. What other drivers can take is a dma-buf: `export()`.

@@ -1,4 +1,4 @@
-//! Marks for profilers: the installed plugin has the USDT probes that docs/statistics.md lists, with their arguments.
+//! USDT probes: the installed plugin has those that docs/statistics.md lists, with their arguments.
 
 use std::collections::BTreeMap;
 

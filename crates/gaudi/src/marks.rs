@@ -1,4 +1,4 @@
-//! Marks for profilers: USDT probes of the provider `ucx_gaudi` (docs/statistics.md), which perf, bpftrace, gdb and
+//! USDT probes of the provider `ucx_gaudi` (docs/statistics.md), which perf, bpftrace, gdb and
 //! SystemTap find in the library's notes. A mark is one `nop` until somebody attaches to it.
 //!
 //! Each pair has a number by which `_end` finds its `_start`; the last argument of an end is 1 if it went well.

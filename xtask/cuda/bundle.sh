@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 target=${CARGO_TARGET_DIR:-target}
+cargo xtask setup
 cargo xtask build
 out=$target/device stage=$target/device/stage
 rm -rf "$out" && mkdir -p "$stage/stock"/{ucx/libucx/lib/ucx,ucx/libucx_cu12.libs,nixl/nixl_cu12.libs/ucx}

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
-use e2e::Ucx;
+use e2e::{Layout, Ucx};
 
 use super::cpio::Archive;
 use super::packages::Debian;
@@ -82,9 +82,8 @@ pub(super) fn write(
     image.copy(&programs.thunk, "opt/thunk/libhl-thunk.so")?;
     linked.push(programs.misuse.clone());
     image.copy(&programs.misuse, "bin/misuse")?;
+    image.plugin(layout, &mut linked)?;
     let parts = [
-        (layout.bin(), "opt/gaudi/bin"),
-        (layout.plugins(), "opt/gaudi/lib/ucx-gaudi/plugins"),
         (ucx.bin_dir(layout).context("no programs of UCX")?, "opt/ucx/bin"),
         (ucx.lib_dirs(layout)[0].clone(), "opt/ucx/lib"),
         (ucx.lib_dirs(layout)[1].clone(), "opt/ucx-libs"),
@@ -136,6 +135,16 @@ impl<W: Write> Image<W> {
         self.file(path, &data, executable)
     }
 
+    /// Our programs, and the plugin as UCX finds it: loaders, and above their folder the engine they open.
+    fn plugin(&mut self, layout: &Layout, linked: &mut Vec<PathBuf>) -> Result<()> {
+        self.tree(&layout.bin(), "opt/gaudi/bin", linked)?;
+        self.tree(&layout.plugins(), "opt/gaudi/lib/ucx-gaudi/plugins", linked)?;
+        let engine = layout.plugins().with_file_name("libucx_gaudi.so");
+        self.copy(&engine, "opt/gaudi/lib/ucx-gaudi/libucx_gaudi.so")?;
+        linked.push(engine);
+        Ok(())
+    }
+
     /// A folder of programs and libraries, except those for other accelerators. Files go to `linked` too.
     fn tree(&mut self, from: &Path, to: &str, linked: &mut Vec<PathBuf>) -> Result<()> {
         let entries = fs::read_dir(from).with_context(|| format!("cannot read {}", from.display()));
@@ -178,4 +187,33 @@ fn needed(files: &[PathBuf], search: &[PathBuf]) -> Result<BTreeSet<PathBuf>> {
         text.contains("/target/") || text.contains("libhl-thunk")
     };
     Ok(paths.filter(|path| !ours(path)).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_guest_has_the_engine_above_its_loaders() {
+        let target = tempfile::tempdir().expect("folder");
+        let layout = Layout::new(target.path());
+        for folder in [layout.bin(), layout.plugins()] {
+            fs::create_dir_all(folder).expect("folder");
+        }
+        fs::write(layout.plugins().join("libuct_gaudi.so.0"), "loader").expect("file");
+        let engine = layout.plugins().with_file_name("libucx_gaudi.so");
+        let mut linked = Vec::new();
+        let mut image = Image { archive: Archive::new(Vec::new()), folders: BTreeSet::new() };
+        assert!(image.plugin(&layout, &mut linked).is_err(), "a build without an engine");
+
+        fs::write(&engine, "the engine").expect("file");
+        let mut image = Image { archive: Archive::new(Vec::new()), folders: BTreeSet::new() };
+        image.plugin(&layout, &mut linked).expect("complete");
+        let archive = image.archive.finish().expect("memory");
+        let archive = String::from_utf8_lossy(&archive);
+        for path in ["plugins/libuct_gaudi.so.0", "libucx_gaudi.so"] {
+            assert!(archive.contains(&format!("opt/gaudi/lib/ucx-gaudi/{path}\0")), "{path}");
+        }
+        assert!(linked.contains(&engine), "its libraries are needed too");
+    }
 }

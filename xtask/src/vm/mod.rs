@@ -80,7 +80,7 @@ pub(crate) fn run(repo: &Repo, what: What) -> Result<()> {
     let folders = Folders::of(repo);
     let debian = packages::fetch(&folders)?;
     setup::fetch(repo, &[e2e::Ucx::V1_22])?;
-    dist::build_if_missing(repo)?;
+    dist::build(repo, dist::Profile::Release)?;
     let programs = image::build_programs(repo)?;
     image::write(repo, &folders, &debian, &programs)?;
     match what {

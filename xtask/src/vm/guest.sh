@@ -27,8 +27,6 @@ check() {
     [ $verdict = ok ] || tail -n 40 /tmp/output
 }
 
-skip() { echo "VM-RESULT skipped $1 0"; echo "  $2"; }
-
 card=/sys/class/accel/accel0/device
 
 # Waits for a text in a file of the card.

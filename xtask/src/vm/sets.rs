@@ -34,7 +34,7 @@ pub(super) const SETS: &[Set] = &[
     Set { name: VENDOR, cards: 1, kind: Some("--edma-fetch"), limit: Duration::from_secs(220) },
 ];
 
-/// One line of the guest: `VM-RESULT ok|failed|skipped NAME MILLISECONDS`.
+/// One line of the guest: `VM-RESULT ok|failed NAME MILLISECONDS`.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Outcome<'a> {
     pub(super) verdict: Verdict,
@@ -46,7 +46,6 @@ pub(super) struct Outcome<'a> {
 pub(super) enum Verdict {
     Ok,
     Failed,
-    Skipped,
 }
 
 /// The last line of a guest that has done all its checks.
@@ -58,7 +57,6 @@ impl<'a> Outcome<'a> {
         let verdict = match words.next()? {
             "ok" => Verdict::Ok,
             "failed" => Verdict::Failed,
-            "skipped" => Verdict::Skipped,
             _ => return None,
         };
         Some(Self { verdict, name: words.next()?, milliseconds: words.next()?.parse().ok()? })

@@ -244,7 +244,7 @@ impl Card {
     pub fn write_word(&self, view: View, addr: u64, value: u32) -> Result<(), Fault> {
         match self.place(view, addr)?.0 {
             Place::Config(register) => {
-                if view != View::Physical && !self.users_may_write(register) {
+                if !self.engines_may_write(view, register) {
                     return Err(Fault::Razwi { addr });
                 }
                 self.write_register(register, value);
@@ -277,6 +277,17 @@ impl Card {
                 (reg::qman::FENCE_RAISE..reg::qman::FENCE_COUNT).contains(&(register & 0xfff))
             }
             _ => register == reg::MSIX_DOORBELL,
+        }
+    }
+
+    /// What a write by an engine or a sync manager may go to. Not even a trusted one reaches registers whose
+    /// writes wait for streams: it may come from a stream.
+    fn engines_may_write(&self, view: View, register: u32) -> bool {
+        const PQ_CI: u32 = reg::qman::PQ_CI;
+        match self.blocks.get(&(register & !0xfff)) {
+            Some(Block::Psoc) => false,
+            Some(Block::Qman(_)) if (PQ_CI..PQ_CI + 16).contains(&(register & 0xfff)) => false,
+            _ => view == View::Physical || self.users_may_write(register),
         }
     }
 
@@ -387,7 +398,10 @@ impl Card {
             Effect::Interrupt { id, addr, .. } => (View::Virtual(1), addr, id),
         };
         match self.place(view, addr)?.0 {
-            Place::Config(register) => pending.push_back((register, value)),
+            Place::Config(register) if self.engines_may_write(view, register) => {
+                pending.push_back((register, value));
+            }
+            Place::Config(_) => return Err(Fault::Razwi { addr }),
             _ => self.write_word(view, addr, value)?,
         }
         Ok(())

@@ -34,6 +34,11 @@ impl Log {
         }
     }
 
+    /// How many kinds of unexpected accesses there were.
+    pub fn unexpected_kinds(&self) -> usize {
+        self.unexpected.lock().unwrap().len()
+    }
+
     /// All that was unexpected, at the end.
     pub fn summary(&self) {
         let seen = self.unexpected.lock().unwrap();

@@ -167,6 +167,12 @@ impl Queues {
         }
     }
 
+    /// Whether a fault has stopped a stream of the queue manager at a page. Waits while the stream runs.
+    pub fn has_stopped(&self, page: u32, stream: usize) -> bool {
+        let qman = self.qmans.iter().find(|qman| qman.page == page);
+        qman.is_some_and(|qman| qman.streams[stream].running.lock().unwrap().dead)
+    }
+
     /// A write to a register of a queue manager; the value is stored already.
     pub fn write(&self, card: &Card, number: usize, offset: u32, value: u32) {
         let qman = &self.qmans[number];

@@ -112,6 +112,11 @@ fn lin_dma(size: u32, src: u64, dst: u64) -> [u32; 6] {
     [size, 0xa900_0000, src as u32, (src >> 32) as u32, dst as u32, (dst >> 32) as u32]
 }
 
+/// A message.
+fn write_word(addr: u64, value: u32) -> [u32; 4] {
+    [value, 0x8300_0000, addr as u32, (addr >> 32) as u32]
+}
+
 fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|n| (n * 7 + n / 251) as u8).collect()
 }
@@ -174,8 +179,7 @@ fn a_users_queue_reaches_mapped_pages_only() {
         assert_eq!(u32::from_le_bytes(copied), 24);
     });
     // The same with a physical address of the guest, with the next page, and with a register of the driver's.
-    let driver = reg::CFG + u64::from(psoc::HALT);
-    let message = [553, 0x8300_0000, driver as u32, (driver >> 32) as u32];
+    let message = write_word(reg::CFG + u64::from(psoc::HALT), 553);
     let copies = [lin_dma(24, DATA, reg::SRAM), lin_dma(24, mapped + 0x1000, reg::SRAM)];
     for packets in [&copies[0][..], &copies[1], &message] {
         with_card(|card| {
@@ -184,10 +188,59 @@ fn a_users_queue_reaches_mapped_pages_only() {
             map_user_page(card, mapped, BUFFER);
             card.write_register(cpu::QUEUE_INIT, 7);
             submit(card, mapped, packets);
-            thread::sleep(Duration::from_millis(100));
+            wait_until("the fault", || card.queues.has_stopped(PDMA, 0));
             assert!(!raised(&interrupt), "{packets:x?} came to an end");
             assert_eq!(card.read_register(PDMA + qman::PQ_CI), 0);
             assert_eq!(card.get(cpu::QUEUE_INIT), 7, "a user has reset the card");
+        });
+    }
+}
+
+/// Packets that have monitor `n` of a sync manager write 553 to HALT as soon as its sync object 8 is 1.
+fn halt_by_monitor(dcore: usize, n: u32) -> Vec<u32> {
+    let halt = reg::CFG + u64::from(psoc::HALT);
+    let sync = reg::CFG + u64::from(reg::sync(dcore));
+    let words = [
+        (0x8000 + 4 * n, halt as u32),
+        (0xa000 + 4 * n, (halt >> 32) as u32),
+        (0xc000 + 4 * n, 553),
+        (0x1_0000 + 4 * n, 0),
+        (0xe000 + 4 * n, !1 << 8 & 0xff00 | 1 << 16 | 1),
+        (4 * 8, 1),
+    ];
+    words.iter().flat_map(|(at, value)| write_word(sync + u64::from(*at), *value)).collect()
+}
+
+#[test]
+fn monitors_do_not_reset_the_card() {
+    let mapped = 0xfff0_0001_0020_0000;
+    // A user's monitor, and one of the driver's, which has physical addresses.
+    for (dcore, n) in [(1, 100), (0, 6)] {
+        with_card(|card| {
+            let interrupt = vector(card, 21);
+            set_up(card, 0x1_400f);
+            map_user_page(card, mapped, BUFFER);
+            card.write_register(cpu::QUEUE_INIT, 7);
+            let before = card.log.unexpected_kinds();
+            submit(card, mapped, &halt_by_monitor(dcore, n));
+            wait_until("the end of the stream", || raised(&interrupt));
+            assert_eq!(card.read_register(reg::sync(dcore) + 4 * 8), 1);
+            assert_eq!(card.get(cpu::QUEUE_INIT), 7, "a monitor has reset the card");
+            assert_eq!(card.log.unexpected_kinds(), before + 1, "the refusal is logged");
+        });
+    }
+}
+
+#[test]
+fn a_trusted_stream_stops_when_it_writes_what_only_the_driver_may() {
+    // The controller resets the card, and a consumer index restarts the stream: both wait for streams.
+    for register in [psoc::HALT, PDMA + qman::PQ_CI] {
+        with_card(|card| {
+            set_up(card, 0x1_5eff);
+            card.write_register(cpu::QUEUE_INIT, 7);
+            submit(card, BUFFER, &write_word(reg::CFG + u64::from(register), 553));
+            wait_until("the fault", || card.queues.has_stopped(PDMA, 0));
+            assert_eq!(card.get(cpu::QUEUE_INIT), 7);
         });
     }
 }

@@ -71,15 +71,17 @@ impl Device for Endpoint<'_> {
     }
 
     fn map(&self, addr: u64, size: u64, memory: Option<(OwnedFd, u64)>) -> io::Result<()> {
-        match memory {
-            Some((fd, offset)) => self.card.guest.map(addr, size, fd, offset),
-            // ROM, and the BARs of this very device.
-            None => Ok(()),
-        }
+        // There is no descriptor for ROM and the BARs of this very device.
+        self.card.guest.map(addr, size, memory).inspect_err(|error| {
+            self.card.log.say(format_args!("map of {size:#x} bytes at {addr:#x} refused: {error}"));
+        })
     }
 
-    fn unmap(&self, addr: u64, size: u64) {
-        self.card.guest.unmap(addr, size);
+    fn unmap(&self, addr: u64, size: u64) -> io::Result<()> {
+        self.card.guest.unmap(addr, size).inspect_err(|error| {
+            let log = &self.card.log;
+            log.say(format_args!("unmap of {size:#x} bytes at {addr:#x} refused: {error}"));
+        })
     }
 
     fn set_msix(&self, irqs: Irqs) {

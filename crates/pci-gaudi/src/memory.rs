@@ -7,11 +7,13 @@
 use std::ffi::CString;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::RwLock;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
-use std::sync::{Arc, RwLock};
 
-use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
+use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, fstat, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+use crate::registers::PAGE;
 
 /// A shared mapping.
 #[derive(Debug)]
@@ -118,11 +120,27 @@ impl std::ops::Deref for OwnMemory {
     }
 }
 
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 struct Part {
     start: u64,
     size: u64,
-    memory: Arc<Mapping>,
+    /// Nothing for what the device cannot access.
+    memory: Option<Mapping>,
+}
+
+impl Part {
+    /// Does not overflow: `map` has checked it.
+    fn end(&self) -> u64 {
+        self.start + self.size
+    }
+}
+
+/// The end of a range of whole pages.
+fn end_of(start: u64, size: u64) -> io::Result<u64> {
+    if size == 0 || start % PAGE != 0 || size % PAGE != 0 {
+        return Err(io::Error::other("not whole pages"));
+    }
+    start.checked_add(size).ok_or_else(|| io::Error::other("beyond the last address"))
 }
 
 /// The guest's memory, by guest-physical address. QEMU changes the map while the guest's BIOS runs.
@@ -132,21 +150,44 @@ pub struct GuestMemory {
 }
 
 impl GuestMemory {
-    /// Adds what QEMU has mapped.
-    pub fn map(&self, start: u64, size: u64, fd: OwnedFd, offset: u64) -> io::Result<()> {
-        let len = usize::try_from(size).map_err(io::Error::other)?;
-        let memory = Arc::new(Mapping::new(fd.as_fd(), offset, len)?);
-        self.parts.write().unwrap().push(Part { start, size, memory });
+    /// Adds what QEMU has mapped: a part of a file, or what the device cannot access.
+    pub fn map(&self, start: u64, size: u64, memory: Option<(OwnedFd, u64)>) -> io::Result<()> {
+        let end = end_of(start, size)?;
+        let mut parts = self.parts.write().unwrap();
+        if parts.iter().any(|part| part.start < end && start < part.end()) {
+            return Err(io::Error::other("overlaps with what is mapped"));
+        }
+        let memory = match memory {
+            Some((fd, offset)) => {
+                let past = end_of(offset, size)?;
+                // An access behind the end of the file would be SIGBUS.
+                let file = u64::try_from(fstat(&fd)?.st_size).map_err(io::Error::other)?;
+                if past > file {
+                    return Err(io::Error::other(format!("file of {file:#x} bytes")));
+                }
+                let len = usize::try_from(size).map_err(io::Error::other)?;
+                Some(Mapping::new(fd.as_fd(), offset, len)?)
+            }
+            None => None,
+        };
+        parts.push(Part { start, size, memory });
         Ok(())
     }
 
-    /// Removes what lies inside a range.
-    pub fn unmap(&self, start: u64, size: u64) {
-        let end = start.saturating_add(size);
-        self.parts
-            .write()
-            .unwrap()
-            .retain(|part| part.start < start || part.start + part.size > end);
+    /// Removes what lies inside a range; nothing may lie there in part.
+    pub fn unmap(&self, start: u64, size: u64) -> io::Result<()> {
+        let end = end_of(start, size)?;
+        let mut parts = self.parts.write().unwrap();
+        let mut touched = parts.iter().filter(|part| part.start < end && start < part.end());
+        let inside = |part: &Part| start <= part.start && part.end() <= end;
+        if touched.clone().next().is_none() {
+            return Err(io::Error::other("nothing is mapped there"));
+        }
+        if !touched.all(inside) {
+            return Err(io::Error::other("only a part of what is mapped"));
+        }
+        parts.retain(|part| !inside(part));
+        Ok(())
     }
 
     /// Calls `each` with every piece of a range: offset from `addr`, mapping, offset in it, bytes.
@@ -163,7 +204,7 @@ impl GuestMemory {
             let part = parts.iter().find(|p| p.start <= at && at - p.start < p.size)?;
             let offset = at - part.start;
             let piece = (part.size - offset).min((len - done) as u64) as usize;
-            each(done, &part.memory, offset, piece)?;
+            each(done, part.memory.as_ref()?, offset, piece)?;
             done += piece;
         }
         Some(())
@@ -196,5 +237,63 @@ impl GuestMemory {
         let mut bytes = [0; 8];
         self.read(addr, &mut bytes)?;
         Some(u64::from_le_bytes(bytes))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FILE: u64 = 8 * PAGE;
+
+    fn file() -> OwnedFd {
+        let fd = memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&fd, FILE).unwrap();
+        fd
+    }
+
+    #[test]
+    fn a_map_of_parts_of_pages_beyond_the_file_or_the_last_address_or_over_another_is_refused() {
+        let guest = GuestMemory::default();
+        guest.map(FILE, FILE, Some((file(), 0))).unwrap();
+        guest.map(8 * FILE, FILE, None).unwrap();
+        let last = 0u64.wrapping_sub(PAGE);
+        for (start, size, offset) in [
+            (0, 0, 0),
+            (1, PAGE, 0),
+            (0, PAGE + 1, 0),
+            (0, PAGE, 8),
+            (0, PAGE, FILE),
+            (0, 2 * PAGE, 7 * PAGE),
+            (0, PAGE, last),
+            (last, PAGE, 0),
+            (last, 2 * PAGE, 0),
+            (2 * FILE - PAGE, PAGE, 0),
+            (FILE - PAGE, 2 * PAGE, 0),
+            (9 * FILE - PAGE, PAGE, 0),
+        ] {
+            let mapped = guest.map(start, size, Some((file(), offset)));
+            assert!(mapped.is_err(), "{start:#x} {size:#x} {offset:#x}");
+        }
+        guest.map(0, PAGE, Some((file(), 7 * PAGE))).unwrap();
+        guest.write(PAGE - 1, &[7]).unwrap();
+        assert_eq!(guest.write(PAGE, &[7]), None);
+        assert_eq!(guest.write(8 * FILE, &[7]), None, "there, but out of reach");
+    }
+
+    #[test]
+    fn an_unmap_takes_whole_mappings_and_at_least_one() {
+        let guest = GuestMemory::default();
+        guest.map(0, FILE, Some((file(), 0))).unwrap();
+        guest.map(2 * FILE, FILE, None).unwrap();
+        for (start, size) in
+            [(FILE, FILE), (0, PAGE), (PAGE, FILE), (0, 0), (PAGE, 0u64.wrapping_sub(PAGE))]
+        {
+            assert!(guest.unmap(start, size).is_err(), "{start:#x} {size:#x}");
+        }
+        guest.read(FILE - 1, &mut [0]).unwrap();
+        guest.unmap(2 * FILE, FILE).unwrap();
+        guest.unmap(0, 2 * FILE).unwrap();
+        assert_eq!(guest.read(0, &mut [0]), None);
     }
 }

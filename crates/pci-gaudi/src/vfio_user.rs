@@ -1,8 +1,8 @@
 //! The server's side of the vfio-user protocol: what QEMU's `vfio-user-pci` asks of a device in
 //! another process.
 //!
-//! A message is a 16-byte header and a body; descriptors travel with the header. Everything that
-//! arrives is checked before it is used. Nothing here knows what the device is: see [`Device`].
+//! A message is a 16-byte header and a body; descriptors travel with the header. Lengths, regions and
+//! interrupts are checked here, addresses of guest memory by the device. Nothing here knows what the device is: see [`Device`].
 
 use std::io::{self, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
@@ -48,7 +48,7 @@ pub trait Device {
     /// Guest memory appeared; without a descriptor the device cannot access it.
     fn map(&self, addr: u64, size: u64, memory: Option<(OwnedFd, u64)>) -> io::Result<()>;
     /// Guest memory goes.
-    fn unmap(&self, addr: u64, size: u64);
+    fn unmap(&self, addr: u64, size: u64) -> io::Result<()>;
     /// Interrupts of the MSI-X kind are connected.
     fn set_msix(&self, irqs: Irqs);
     /// The client resets the device.
@@ -193,8 +193,8 @@ fn answer<D: Device>(device: &D, message: Message) -> Result<Reply<'_>, Errno> {
             Ok(Vec::new().into())
         }
         command::DMA_UNMAP => {
-            device.unmap(long(8)?, long(16)?);
-            Ok(body.get(..24).ok_or(Errno::INVAL)?.to_vec().into())
+            device.unmap(long(8)?, long(16)?).map_err(|_| Errno::INVAL)?;
+            Ok(body[..24].to_vec().into())
         }
         command::GET_INFO => {
             const RESETTABLE: u32 = 1;
@@ -383,7 +383,9 @@ mod tests {
         fn map(&self, _: u64, _: u64, _: Option<(OwnedFd, u64)>) -> io::Result<()> {
             Ok(())
         }
-        fn unmap(&self, _: u64, _: u64) {}
+        fn unmap(&self, _: u64, _: u64) -> io::Result<()> {
+            Ok(())
+        }
         fn set_msix(&self, irqs: Irqs) {
             self.see(format!("{irqs:?}"));
         }

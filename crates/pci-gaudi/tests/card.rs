@@ -33,7 +33,7 @@ fn guest_memory() -> OwnedFd {
 /// Runs `test` beside an engine thread.
 fn with_card(test: impl FnOnce(&Card)) {
     let card = Card::new(Options::default()).unwrap();
-    card.guest.map(0, GUEST, guest_memory(), 0).unwrap();
+    card.guest.map(0, GUEST, Some((guest_memory(), 0))).unwrap();
     thread::scope(|scope| {
         scope.spawn(|| card.queues.work(&card));
         let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| test(&card)));

@@ -29,13 +29,14 @@ impl Events {
             card.log.unexpected(format!("event {id} before the driver wants events"));
             return;
         }
-        let at = card.get_long(cpu::EQ_BASE) + ENTRY * u64::from(self.produced % ENTRIES);
+        let offset = ENTRY * u64::from(self.produced % ENTRIES);
+        let at = card.get_long(cpu::EQ_BASE).saturating_add(offset);
         self.produced = self.produced.wrapping_add(1);
         let control = READY | u32::from(id) << 16 | self.produced & 0xffff;
         let written = card
             .guest
-            .write(at + 8, &data[..data.len().min(ENTRY as usize - 8)])
-            .and_then(|()| card.guest.write(at + 4, &control.to_le_bytes()));
+            .write(at.saturating_add(8), &data[..data.len().min(ENTRY as usize - 8)])
+            .and_then(|()| card.guest.write(at.saturating_add(4), &control.to_le_bytes()));
         if written.is_none() {
             card.log.unexpected(format!("event queue at {at:#x}: no memory"));
         }

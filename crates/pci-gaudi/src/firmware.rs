@@ -116,7 +116,7 @@ impl Firmware {
         if card.bar0.load(BAR0_SRAM + IMAGE) & !0xff == MESSAGE {
             return;
         }
-        self.loaded += 1;
+        self.loaded = self.loaded.saturating_add(1);
         let status = if self.loaded == 1 { boot::READY } else { boot::SRAM_AVAILABLE };
         card.log.say(format_args!("COMMS: image {} started", self.loaded));
         card.set(psoc::BOOT_STATUS, status);
@@ -172,7 +172,7 @@ impl Firmware {
         }
         let base = card.get_long(cpu::PQ_BASE);
         while self.consumed != card.get(cpu::PQ_PI) % (2 * MESSAGES) {
-            let at = base + 16 * u64::from(self.consumed % MESSAGES);
+            let at = base.saturating_add(16 * u64::from(self.consumed % MESSAGES));
             let mut descriptor = [0; 16];
             if card.guest.read(at, &mut descriptor).is_none() {
                 card.log.unexpected(format!("CPU-CP descriptor at {at:#x}: no memory"));
@@ -233,8 +233,8 @@ impl Firmware {
         let (value, code) = result.map_or_else(|code| (0, code), |value| (value, 0));
         card.guest.write(addr, &value.to_le_bytes())?;
         let control = control & !0xf000 | code << 12;
-        card.guest.write(addr + 8, &control.to_le_bytes())?;
-        card.guest.write(addr + 12, fence)?;
+        card.guest.write(addr.saturating_add(8), &control.to_le_bytes())?;
+        card.guest.write(addr.saturating_add(12), fence)?;
         Some(())
     }
 

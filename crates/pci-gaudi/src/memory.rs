@@ -137,7 +137,7 @@ impl Part {
 
 /// The end of a range of whole pages.
 fn end_of(start: u64, size: u64) -> io::Result<u64> {
-    if size == 0 || start % PAGE != 0 || size % PAGE != 0 {
+    if size == 0 || !start.is_multiple_of(PAGE) || !size.is_multiple_of(PAGE) {
         return Err(io::Error::other("not whole pages"));
     }
     start.checked_add(size).ok_or_else(|| io::Error::other("beyond the last address"))

@@ -195,8 +195,9 @@ impl Queues {
     fn raise(&self, card: &Card, number: usize, processor: usize, fence: usize, increment: u32) {
         let qman = &self.qmans[number];
         let mut fences = qman.fences.lock().unwrap();
+        let fence = fence % FENCES;
         let count = &mut fences[processor][fence];
-        *count += increment;
+        *count = count.saturating_add(increment);
         card.set(qman.page + fence_count(processor, fence), *count);
         drop(fences);
         if processor == LOWER {
@@ -236,7 +237,7 @@ impl Queues {
             match running.processor.run(&bus, &mut budget) {
                 Ok(Pause::Done) => {
                     let control = running.descriptor.take().unwrap_or(0);
-                    running.consumed = (running.consumed + 1) % (2 * bus.entries());
+                    running.consumed = running.consumed.wrapping_add(1) % (2 * bus.entries());
                     card.set(qman.page + qman::PQ_CI + 4 * stream as u32, running.consumed);
                     bus.complete(control);
                 }
@@ -380,7 +381,8 @@ impl StreamBus<'_> {
         let base =
             u64::from(self.get(qman::PQ_BASE_LO)) | u64::from(self.get(qman::PQ_BASE_HI)) << 32;
         let mut bytes = [0; 16];
-        let at = base + 16 * u64::from(index % self.entries());
+        // No memory is at the last address: a ring around it gives a fault.
+        let at = base.saturating_add(16 * u64::from(index % self.entries()));
         self.card.read(View::Physical, at, &mut bytes)?;
         let word = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
         let addr = u64::from(word(0)) | u64::from(word(4)) << 32;
@@ -394,7 +396,7 @@ impl StreamBus<'_> {
         }
         let low = u64::from(self.get(qman::COMPLETION_LO));
         let high = u64::from(self.get(qman::COMPLETION_HI));
-        let addr = (low | high << 32) + 4 * u64::from(control >> 16 & 0xfff);
+        let addr = (low | high << 32).saturating_add(4 * u64::from(control >> 16 & 0xfff));
         let data = self.get(qman::COMPLETION_DATA);
         if let Err(fault) = self.card.write_word(View::Physical, addr, data) {
             self.card.log.say(format_args!("completion to {addr:#x}: {fault:x?}"));

@@ -363,3 +363,43 @@ fn the_boot_protocol_leads_from_preboot_to_running_firmware() {
         assert_eq!(&packet[12..16], &1u32.to_le_bytes(), "the fence is the descriptor's word");
     });
 }
+
+#[test]
+fn rings_and_indices_at_the_last_address_are_faults() {
+    const ONES: u32 = u32::MAX;
+    // A ring that ends behind the last address.
+    with_card(|card| {
+        set_up(card, 0x1_5eff);
+        card.write_register(PDMA + qman::PQ_BASE_LO, ONES);
+        card.write_register(PDMA + qman::PQ_BASE_HI, ONES);
+        card.write_register(PDMA + qman::PQ_CI, 1);
+        card.write_register(PDMA + qman::PQ_PI, 2);
+        wait_until("the fault", || card.queues.has_stopped(PDMA, 0));
+    });
+    // The last index of all, and a completion behind the last address.
+    with_card(|card| {
+        set_up(card, 0x1_5eff);
+        card.write_register(PDMA + qman::COMPLETION_LO, ONES);
+        card.write_register(PDMA + qman::COMPLETION_HI, ONES);
+        card.guest.write(BUFFER, &0x0a00_0000_0000_0000_u64.to_le_bytes()).unwrap();
+        let mut descriptor = BUFFER.to_le_bytes().to_vec();
+        descriptor.extend(8u32.to_le_bytes());
+        descriptor.extend((5u32 << 16).to_le_bytes());
+        card.guest.write(RING + 16 * 0xfff, &descriptor).unwrap();
+        card.write_register(PDMA + qman::PQ_CI, ONES);
+        card.write_register(PDMA + qman::PQ_PI, 0);
+        wait_until("the next index", || card.read_register(PDMA + qman::PQ_CI) == 0);
+    });
+    // Events and messages.
+    with_card(|card| {
+        for base in [cpu::EQ_BASE, cpu::PQ_BASE] {
+            card.set(base, ONES);
+            card.set(base + 4, ONES);
+        }
+        card.write_register(psoc::EVENTS, 554);
+        pci_gaudi::events::page_fault(card, 0xfff0_0001_2345_6000);
+        pci_gaudi::events::page_fault(card, 0xfff0_0001_2345_6000);
+        card.set(cpu::PQ_PI, 2);
+        card.write_register(psoc::MESSAGE, 552);
+    });
+}

@@ -38,8 +38,9 @@ const MIXED_TARGET: f64 = 0.5;
 /// One run of the client.
 const LIMIT: Duration = Duration::from_secs(120);
 
-const PIPELINED: &[(&str, &str)] = &[("UCX_RMA_PPLN_ENABLE", "y")];
-const VARIANTS: [(&str, [&[(&str, &str)]; 2]); 2] =
+type Settings = &'static [(&'static str, &'static str)];
+const PIPELINED: Settings = &[("UCX_RMA_PPLN_ENABLE", "y")];
+const VARIANTS: [(&str, [Settings; 2]); 2] =
     [("as it comes", [&[], &[]]), ("tuned, puts and gets pipelined", [STAGING, PIPELINED])];
 
 type Pair = [&'static str; 2];

@@ -237,7 +237,7 @@ impl Backend for Driver {
         // SAFETY: the caller keeps the slot and the memory until the submission has ended.
         let sequence = unsafe { device.submit(&[Chunk { buffer, offset, len, queue }]) }
             .map_err(|error| Error::driver(Phase::Copy, operation, error))?;
-        Ok(Ticket { sequence, lane })
+        Ok(Ticket { sequence, lane, slot })
     }
 
     fn flush_peer_writes(&self) -> Result<(), Error> {

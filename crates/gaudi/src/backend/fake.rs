@@ -387,7 +387,7 @@ impl Backend for Fake {
         }
         state.queued.insert(sequence, (direction, moves.to_vec()));
         let lane = if state.one_lane { 0 } else { sequence % LANES };
-        Ok(Ticket { sequence, lane: lane as u32 })
+        Ok(Ticket { sequence, lane: lane as u32, slot })
     }
 
     fn flush_peer_writes(&self) -> Result<(), Error> {

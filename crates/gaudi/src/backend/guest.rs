@@ -11,21 +11,19 @@
 //! ones fail. After that the handles of streams and events are forgotten, because their numbers may be given to
 //! somebody else.
 
+mod streams;
+
 use std::collections::HashMap;
 use std::mem::forget;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant};
 
 use hl_thunk::packet::{DmaRule, LinDma};
 use hl_thunk::{DeviceAddr, Direction, DmaBuf, ExportCall, PAGE_SIZE};
-use smallvec::SmallVec;
-use synapse::sys::DmaDir;
-use synapse::{
-    Acquired, CallError, Copied, DeviceBlock, Event, Framework, HostMapping, Status, Stream,
-};
+use synapse::{Acquired, CallError, DeviceBlock, Framework, HostMapping, Status};
 
+use self::streams::{LANES, Streams};
 use super::driver::{Shared, alone, flush, shared};
 use super::{
     Backend, CopyLimits, FLUSHING, Geometry, HostPin, Page, Placement, Registers, Taken, Ticket,
@@ -37,10 +35,6 @@ use crate::{Error, Remedy};
 
 /// The unit in which memory is taken from the framework's pool.
 const PAGE: u64 = 2 << 20;
-/// Numbers that stay unused between the oldest submission and the newest, of [`SLOTS`] events.
-const MARGIN: u64 = 4;
-/// A stream per direction.
-const LANES: usize = 3;
 /// Most copies of one submission.
 const MOVES: usize = 64;
 /// All large copies are bounced: slots are long, so that the framework is called rarely.
@@ -79,22 +73,11 @@ struct Inner {
     pool: synapse::Pool,
     /// Whether the card is still there: read by every call of the framework, while it lasts.
     present: RwLock<bool>,
-    /// A stream per direction.
-    streams: [Mutex<Option<Stream>>; LANES],
-    /// An event for each submission in flight, by its number.
-    events: Vec<Mutex<Recorded>>,
-    last: AtomicU64,
+    streams: Streams,
     /// Our own host memory that is mapped, by its address.
     mappings: Mutex<HashMap<usize, HostMapping>>,
     /// The export of the whole pool.
     whole: Shared,
-}
-
-#[derive(Debug, Default)]
-struct Recorded {
-    /// Of the submission that it was last recorded for.
-    sequence: u64,
-    event: Option<Event>,
 }
 
 impl Guest {
@@ -111,9 +94,7 @@ impl Guest {
             card,
             pool,
             present: RwLock::new(true),
-            streams: Default::default(),
-            events: (0..SLOTS).map(|_| Mutex::default()).collect(),
-            last: AtomicU64::new(0),
+            streams: Streams::new(),
             mappings: Mutex::default(),
             whole: Mutex::default(),
         };
@@ -139,10 +120,7 @@ impl Guest {
     pub(crate) fn end(&self, how: Ending) {
         self.refuse();
         drop(lock(&self.inner.whole).take());
-        let streams = self.inner.streams.iter().filter_map(|stream| lock(stream).take());
-        let streams: Vec<Stream> = streams.collect();
-        let events = self.inner.events.iter().filter_map(|recorded| lock(recorded).event.take());
-        let events: Vec<Event> = events.collect();
+        let (streams, events) = self.inner.streams.take();
         let mappings = std::mem::take(&mut *lock(&self.inner.mappings));
         match how {
             // Destroying a stream waits for its work.
@@ -178,14 +156,6 @@ impl Inner {
             return released(operation);
         }
         translate(operation, error)
-    }
-
-    /// A stream for this direction.
-    fn stream<'a>(&self, place: &'a mut Option<Stream>) -> Result<&'a Stream, CallError> {
-        if place.is_none() {
-            *place = Some(Stream::new(&self.framework)?);
-        }
-        Ok(place.as_ref().expect("made just above"))
     }
 
     /// A dma-buf of part of the pool, in whole 4 KiB.
@@ -338,32 +308,14 @@ impl Backend for Guest {
     unsafe fn submit(
         &self,
         direction: Direction,
-        _slot: u32,
+        slot: u32,
         moves: &[LinDma],
     ) -> Result<Ticket, Error> {
         let inner = &*self.inner;
         let _present = inner.enter(SUBMITTING)?;
-        let lane = direction as usize;
-        // Held until the event is recorded: it must stand for these copies, and numbers grow within a lane.
-        let mut place = lock(&inner.streams[lane]);
-        let failed = |error| inner.failed(SUBMITTING, error);
-        let stream = inner.stream(&mut place).map_err(failed)?;
-        let sequence = inner.last.fetch_add(1, Ordering::Relaxed) + 1;
-        let mut recorded = lock(&inner.events[(sequence % u64::from(SLOTS)) as usize]);
-        let recorded = &mut *recorded;
-        let event = match &mut recorded.event {
-            Some(event) => event,
-            none => none.insert(Event::new(&inner.framework).map_err(failed)?),
-        };
         // SAFETY: the caller's promise.
-        let started = unsafe { start(stream, direction, moves) };
-        if let Err(error) = started.and_then(|()| event.record(stream)) {
-            // Some of it may run, and the caller takes it for not started.
-            let _ = stream.synchronize();
-            return Err(failed(error));
-        }
-        recorded.sequence = sequence;
-        Ok(Ticket { sequence, lane: lane as u32 })
+        let submitted = unsafe { inner.streams.submit(&inner.framework, direction, slot, moves) };
+        submitted.map_err(|error| inner.failed(SUBMITTING, error))
     }
 
     /// The driver does that by itself, on no queue.
@@ -374,19 +326,12 @@ impl Backend for Guest {
 
     fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error> {
         let inner = &*self.inner;
-        let place = &inner.events[(ticket.sequence % u64::from(SLOTS)) as usize];
         let mut end = None;
         let mut asked = 0_u32;
         loop {
             {
                 let _present = inner.enter(WAITING)?;
-                let recorded = lock(place);
-                // Its number is given again only after somebody has seen its end.
-                let ended = match &recorded.event {
-                    Some(event) if recorded.sequence == ticket.sequence => event.has_ended(),
-                    _ => Ok(true),
-                };
-                drop(recorded);
+                let ended = inner.streams.has_ended(ticket);
                 if ended.map_err(|error| inner.failed(WAITING, error))? {
                     return Ok(true);
                 }
@@ -419,35 +364,11 @@ fn limits(framework: &Framework) -> Result<CopyLimits, Error> {
     }
     Ok(CopyLimits {
         moves: MOVES,
-        in_flight: u64::from(SLOTS) - MARGIN,
+        in_flight: u64::from(SLOTS),
         lanes: LANES,
         // The runtime copies what it is given.
         rule: DmaRule { len: 1, addr: 1 },
     })
-}
-
-/// Hands the moves to the stream.
-///
-/// # Safety
-/// As for [`Backend::submit`].
-unsafe fn start(stream: &Stream, direction: Direction, moves: &[LinDma]) -> Result<(), CallError> {
-    let direction = match direction {
-        Direction::HostToDevice => DmaDir::HostToDram,
-        Direction::DeviceToHost => DmaDir::DramToHost,
-        Direction::DeviceToDevice => DmaDir::DramToDram,
-    };
-    let mut copies = SmallVec::<[Copied; 4]>::new();
-    for dma in moves {
-        match *dma {
-            LinDma::Copy { src, dst, len } => {
-                copies.push(Copied { src: src.0, dst: dst.0, len: len.into() });
-            }
-            // SAFETY: the caller's promise.
-            LinDma::Fill { dst, len, byte } => unsafe { stream.fill(dst.0, byte, len as usize)? },
-        }
-    }
-    // SAFETY: the caller's promise.
-    unsafe { stream.copy(&copies, direction) }
 }
 
 /// The framework has no memory for us: `(free, total)` bytes of its pool.

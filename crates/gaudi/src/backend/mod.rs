@@ -69,6 +69,8 @@ pub(crate) struct Ticket {
     pub(crate) sequence: u64,
     /// The queue it went to: submissions in one lane end in the order in which they were made.
     pub(crate) lane: u32,
+    /// The slot it was made with.
+    pub(crate) slot: u32,
 }
 
 /// Host memory pinned for a device (or another device's memory, imported), for as long as this
@@ -216,7 +218,7 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
     fn copy_limits(&self) -> Result<CopyLimits, Error>;
 
     /// Starts the moves, at most [`CopyLimits::moves`] of them. Does not wait. `slot`, below
-    /// [`SLOTS`](crate::copy::SLOTS), is where the packets may go.
+    /// [`SLOTS`](crate::copy::SLOTS), is where the packets may go; no other submission in flight has it.
     ///
     /// # Safety
     /// All memory named must stay valid for the device, and nobody else may use the slot, until the

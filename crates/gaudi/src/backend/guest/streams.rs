@@ -1,0 +1,202 @@
+//! Copies on streams of our own: a stream per direction, and an event for each submission in flight.
+//!
+//! An event belongs to the slot of the submission's permit, which no other submission in flight has. A sequence
+//! number is given only to a submission that was started, so that refused ones leave no gaps.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use hl_thunk::Direction;
+use hl_thunk::packet::LinDma;
+use smallvec::SmallVec;
+use synapse::sys::DmaDir;
+use synapse::{CallError, Copied, Event, Framework, Stream};
+
+use super::lock;
+use crate::backend::Ticket;
+use crate::copy::SLOTS;
+
+/// A stream per direction.
+pub(super) const LANES: usize = 3;
+
+#[derive(Debug)]
+pub(super) struct Streams {
+    lanes: [Mutex<Option<Stream>>; LANES],
+    /// By slot.
+    events: Vec<Mutex<Recorded>>,
+    last: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct Recorded {
+    /// Of the submission that it was last recorded for.
+    sequence: u64,
+    event: Option<Event>,
+}
+
+impl Streams {
+    pub(super) fn new() -> Self {
+        Self {
+            lanes: Default::default(),
+            events: (0..SLOTS).map(|_| Mutex::default()).collect(),
+            last: AtomicU64::new(0),
+        }
+    }
+
+    /// Starts the moves.
+    ///
+    /// # Safety
+    /// As for [`Backend::submit`](crate::backend::Backend::submit).
+    pub(super) unsafe fn submit(
+        &self,
+        framework: &Arc<Framework>,
+        direction: Direction,
+        slot: u32,
+        moves: &[LinDma],
+    ) -> Result<Ticket, CallError> {
+        let lane = direction as usize;
+        // Held until the event is recorded: it must stand for these copies, and numbers grow within a lane.
+        let mut stream = lock(&self.lanes[lane]);
+        let stream = match &mut *stream {
+            Some(stream) => stream,
+            none => none.insert(Stream::new(framework)?),
+        };
+        let mut recorded = lock(&self.events[slot as usize]);
+        let Recorded { sequence, event } = &mut *recorded;
+        let event = match event {
+            Some(event) => event,
+            none => none.insert(Event::new(framework)?),
+        };
+        // SAFETY: the caller's promise.
+        let started = unsafe { start(stream, direction, moves) };
+        if let Err(error) = started.and_then(|()| event.record(stream)) {
+            // Some of it may run, and the caller takes it for not started.
+            let _ = stream.synchronize();
+            return Err(error);
+        }
+        *sequence = self.last.fetch_add(1, Ordering::Relaxed) + 1;
+        Ok(Ticket { sequence: *sequence, lane: lane as u32, slot })
+    }
+
+    /// Whether a submission has ended.
+    pub(super) fn has_ended(&self, ticket: Ticket) -> Result<bool, CallError> {
+        let recorded = lock(&self.events[ticket.slot as usize]);
+        match &recorded.event {
+            Some(event) if recorded.sequence == ticket.sequence => event.has_ended(),
+            // Another submission has its slot: somebody has seen its end.
+            _ => Ok(true),
+        }
+    }
+
+    /// Gives up all streams and events.
+    pub(super) fn take(&self) -> (Vec<Stream>, Vec<Event>) {
+        let streams = self.lanes.iter().filter_map(|stream| lock(stream).take());
+        let events = self.events.iter().filter_map(|recorded| lock(recorded).event.take());
+        (streams.collect(), events.collect())
+    }
+}
+
+/// Hands the moves to the stream.
+///
+/// # Safety
+/// As for [`Backend::submit`].
+unsafe fn start(stream: &Stream, direction: Direction, moves: &[LinDma]) -> Result<(), CallError> {
+    let direction = match direction {
+        Direction::HostToDevice => DmaDir::HostToDram,
+        Direction::DeviceToHost => DmaDir::DramToHost,
+        Direction::DeviceToDevice => DmaDir::DramToDram,
+    };
+    let mut copies = SmallVec::<[Copied; 4]>::new();
+    for dma in moves {
+        match *dma {
+            LinDma::Copy { src, dst, len } => {
+                copies.push(Copied { src: src.0, dst: dst.0, len: len.into() });
+            }
+            // SAFETY: the caller's promise.
+            LinDma::Fill { dst, len, byte } => unsafe { stream.fill(dst.0, byte, len as usize)? },
+        }
+    }
+    // SAFETY: the caller's promise.
+    unsafe { stream.copy(&copies, direction) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hl_thunk::DeviceAddr;
+    use std::sync::atomic::{AtomicU32, AtomicUsize};
+    use synapse::Status;
+    use synapse::sys::{Functions, Handle};
+
+    /// How many copies are refused from now on.
+    static REFUSED: AtomicU32 = AtomicU32::new(0);
+    /// Which recording of an event, from 1, has ended, with all before it.
+    static ENDED: AtomicUsize = AtomicUsize::new(0);
+    static RECORDINGS: Mutex<Vec<usize>> = Mutex::new(Vec::new());
+
+    unsafe extern "C" fn create(handle: *mut Handle, _: u32, _: u32) -> u32 {
+        static LAST: AtomicUsize = AtomicUsize::new(0);
+        let new = LAST.fetch_add(1, Ordering::Relaxed) + 1;
+        // SAFETY: room for the handle.
+        unsafe { *handle = std::ptr::without_provenance_mut(new) };
+        0
+    }
+
+    unsafe extern "C" fn on_handle(_: Handle) -> u32 {
+        0
+    }
+
+    unsafe extern "C" fn copy(_: Handle, _: u64, _: u64, _: u64, _: DmaDir) -> u32 {
+        let refuse = |left: u32| left.checked_sub(1);
+        match REFUSED.fetch_update(Ordering::Relaxed, Ordering::Relaxed, refuse) {
+            Ok(_) => Status::ALL_RESOURCES_TAKEN.0,
+            Err(_) => 0,
+        }
+    }
+
+    unsafe extern "C" fn record(event: Handle, _: Handle) -> u32 {
+        lock(&RECORDINGS).push(event.addr());
+        0
+    }
+
+    unsafe extern "C" fn query(event: Handle) -> u32 {
+        let at = lock(&RECORDINGS).iter().rposition(|&recorded| recorded == event.addr());
+        let ended = at.expect("it was recorded") < ENDED.load(Ordering::Relaxed);
+        if ended { 0 } else { Status::BUSY.0 }
+    }
+
+    #[test]
+    fn a_copy_is_not_taken_for_ended_after_others_were_refused() {
+        let functions = Functions {
+            synStreamCreateGeneric: Some(create),
+            synStreamDestroy: Some(on_handle),
+            synStreamSynchronize: Some(on_handle),
+            synEventCreate: Some(create),
+            synEventDestroy: Some(on_handle),
+            synEventRecord: Some(record),
+            synEventQuery: Some(query),
+            synMemCopyAsync: Some(copy),
+            ..Functions::default()
+        };
+        // SAFETY: as far as they go, they do what the library's do.
+        let framework = Arc::new(unsafe { Framework::with_functions(functions) });
+        let streams = Streams::new();
+        let submit = |slot| {
+            let moves = [LinDma::Copy { src: DeviceAddr(1), dst: DeviceAddr(2), len: 3 }];
+            // SAFETY: nothing is copied.
+            unsafe { streams.submit(&framework, Direction::HostToDevice, slot, &moves) }
+        };
+        let oldest = submit(0).unwrap();
+        REFUSED.store(5, Ordering::Relaxed);
+        (0..5).for_each(|_| assert!(submit(1).is_err()));
+        let others: Vec<Ticket> = (1..SLOTS).map(|slot| submit(slot).unwrap()).collect();
+        assert!(!streams.has_ended(oldest).unwrap(), "it runs");
+        let sequences = others.iter().map(|ticket| ticket.sequence);
+        assert!(sequences.eq(2..=u64::from(SLOTS)), "refused ones leave no gaps");
+        ENDED.store(1, Ordering::Relaxed);
+        assert!(streams.has_ended(oldest).unwrap());
+        let next = submit(oldest.slot).unwrap();
+        assert!(streams.has_ended(oldest).unwrap(), "its slot has a later one");
+        assert!(!streams.has_ended(next).unwrap());
+    }
+}

@@ -177,6 +177,17 @@ fn a_card_that_is_released_early_is_free_and_its_memory_refused() {
 }
 
 #[test]
+fn a_framework_that_comes_late_is_left_in_time() {
+    for generation in GENERATIONS {
+        let end = scene("come late", generation, &stand_ins()).ok();
+        assert!(end.stdout.contains("the scene ended"), "{}", end.report());
+        let said = [&*end.stdout, &*end.stderr].concat();
+        assert!(said.contains("maps on a Gaudi by itself is noticed"), "{}", end.report());
+        assert!(!said.contains("forbidden") && !said.contains("soft-scal:"), "{}", end.report());
+    }
+}
+
+#[test]
 fn a_forked_child_leaves_the_framework_alone() {
     plays("fork");
 }
@@ -250,7 +261,12 @@ fn set_order(order: &str) {
 fn a_framework() {
     let watchdog = Watchdog::start("framework", 60.0);
     match std::env::var(SCENE).expect("set by the test").as_str() {
-        "release early" => release_early(&watchdog),
+        "release early" => release_early(&watchdog, "acquired"),
+        "come late" => {
+            // SAFETY: before anything else runs in this process.
+            unsafe { std::env::set_var("UCX_GAUDI_COPY_FRAMEWORK", "y") };
+            release_early(&watchdog, "late");
+        }
         "fork" => fork(&watchdog),
         "no framework" => {
             let client = start(&watchdog);
@@ -270,8 +286,8 @@ fn a_framework() {
     println!("the scene ended");
 }
 
-fn release_early(watchdog: &Watchdog) {
-    set_order("acquired");
+fn release_early(watchdog: &Watchdog, order: &str) {
+    set_order(order);
     let client = start(watchdog);
     let (buffer, image) = filled(&client, 1).expect("a tensor");
     // Registered, exported or not, and known to UCX: the framework ends all the same.

@@ -51,7 +51,7 @@ pub(crate) fn configure(ucx: &'static Ucx, wanted: Ternary) {
 }
 
 /// Installs the hooks if they are wanted and needed, and it was not done before. Call it whenever
-/// that may have changed: a card was opened or lent, or memory reported.
+/// that may have changed: a card was opened or lent, memory reported, or a framework's card found.
 pub(crate) fn install_if_needed() {
     static DONE: Mutex<bool> = Mutex::new(false);
     let mut done = DONE.lock().unwrap_or_else(PoisonError::into_inner);

@@ -28,6 +28,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use gaudi::{Allocation, DeviceInfo, WindowEvent};
 use uct::{DeviceRange, MemoryType, SysDevice, Ucx, log};
 
+use crate::hooks;
+
 /// A range that no memory of ours or of a host can have (a Gaudi2's on-chip memory lies there). It
 /// stays in the cache for good: UCP looks without a lock whether the cache is empty, and changing a
 /// region means that it is gone for a moment. A cache with one region would then look empty, and
@@ -160,7 +162,8 @@ impl Client {
             WindowEvent::Mapped(memory) => {
                 let (start, len, card) = (memory.start, memory.len, &memory.info);
                 let device = gaudi::runtime().device(memory.device);
-                if device.is_some_and(|device| device.is_guest()) {
+                let is_guest = device.is_some_and(|device| device.is_guest());
+                if is_guest {
                     log!(
                         ucx,
                         Info,
@@ -173,6 +176,10 @@ impl Client {
                 // The first makes the cache if there is none yet, and the event goes to everybody else.
                 self.insert(range);
                 ucx.memory_allocated(&range);
+                if is_guest {
+                    // The framework may have come after everything else that installs hooks.
+                    hooks::install_if_needed();
+                }
             }
             WindowEvent::Unmapping(memory) => {
                 let range = self.range(memory.start.0, memory.len, &memory.info);

@@ -18,7 +18,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use hl_thunk::Generation;
-use synapse::{Acquired, Framework};
+use synapse::{Acquired, Framework, Pool};
 
 use crate::backend::guest::{Ending, Guest};
 use crate::device::Withdrawn;
@@ -48,6 +48,8 @@ struct State {
     current: Option<Current>,
     /// The last card that could not be used, and why.
     unusable: Option<(Acquired, Error)>,
+    /// How often the framework was seen to release something: what it said of its card before may be outdated.
+    endings: u64,
 }
 
 /// The framework's card.
@@ -83,50 +85,74 @@ impl Runtime {
         if SEEN_BY.get().is_some_and(|seen_by| *seen_by != Instance::current()) {
             return Look::Unusable(Error::forked(ATTACHING));
         }
-        let acquired = match framework.acquired() {
-            Ok(acquired) => acquired,
-            Err(error) => return Look::Unusable(unusable(error.to_string())),
-        };
         loop {
-            let mut state = state();
+            let endings = state().endings;
+            let acquired = match framework.acquired() {
+                Ok(acquired) => acquired,
+                Err(error) => return Look::Unusable(unusable(error.to_string())),
+            };
+            let mut locked = state();
             let same =
                 |current: &Current| Some(current.card) == acquired && current.backend.is_present();
-            if let Some(current) = state.current.take_if(|current| !same(current)) {
-                drop(state);
+            if let Some(current) = locked.current.take_if(|current| !same(current)) {
+                drop(locked);
                 self.leave(current, Ending::Unannounced);
                 continue;
             }
             let Some(card) = acquired else { return Look::NoCard };
-            if let Some(current) = &state.current {
+            if let Some(current) = &locked.current {
                 return Look::Card(Arc::clone(&current.device));
             }
-            if let Some((_, error)) = state.unusable.as_ref().filter(|(known, _)| *known == card) {
+            if let Some((_, error)) = locked.unusable.as_ref().filter(|(known, _)| *known == card) {
                 return Look::Unusable(error.clone());
             }
             SEEN_BY.get_or_init(Instance::current);
-            match self.attach(&framework, card) {
+            drop(locked);
+            // Without the lock: a hook waits for it while the framework has locks that these calls need.
+            let described = self.describe(&framework, &card);
+            let mut locked = state();
+            if locked.current.is_some() || locked.endings != endings {
+                continue;
+            }
+            match described.and_then(|(info, pool)| self.attach(&framework, card, &info, pool)) {
                 Ok(current) => {
                     let device = Arc::clone(&current.device);
-                    state.current = Some(current);
-                    drop(state);
+                    locked.current = Some(current);
+                    drop(locked);
                     self.announce_pool(&device);
                     return Look::Card(device);
                 }
                 Err(error) => {
-                    state.unusable = Some((card, error.clone()));
+                    locked.unusable = Some((card, error.clone()));
                     return Look::Unusable(error);
                 }
             }
         }
     }
 
-    fn attach(&self, framework: &Arc<Framework>, card: Acquired) -> Result<Current, Error> {
-        let info = self.info_of(framework, &card)?;
-        let pool = framework.pool(&card).map_err(|error| {
+    /// Which card it is, and where its memory: what the framework is asked.
+    fn describe(
+        &self,
+        framework: &Framework,
+        card: &Acquired,
+    ) -> Result<(DeviceInfo, Pool), Error> {
+        let info = self.info_of(framework, card)?;
+        let pool = framework.pool(card).map_err(|error| {
             let detail = format!("where its memory is, is not known: {error}");
             Error::unsupported(ATTACHING, detail, "use Synapse 1.16 or later with its libscal")
                 .on(&info)
         })?;
+        Ok((info, pool))
+    }
+
+    /// Does not call the framework.
+    fn attach(
+        &self,
+        framework: &Arc<Framework>,
+        card: Acquired,
+        info: &DeviceInfo,
+        pool: Pool,
+    ) -> Result<Current, Error> {
         let overlap = self.devices().into_iter().find(|other| {
             let window = other.window().range();
             // What the framework had before it has released.
@@ -135,15 +161,15 @@ impl Runtime {
         if let Some(other) = overlap {
             let detail = format!("its memory at {:#x} has addresses of {other}", pool.range.start);
             let remedy = "close that card, or use another in this process";
-            return Err(Error::new(ErrorKind::DeviceBusy, ATTACHING, detail, remedy).on(&info));
+            return Err(Error::new(ErrorKind::DeviceBusy, ATTACHING, detail, remedy).on(info));
         }
         // SAFETY: it is used only while the framework says that it has this very card.
         let device = unsafe { hl_thunk::Device::borrow(self.library()?, card.fd) };
         let device =
-            device.map_err(|error| Error::driver(Phase::Use, ATTACHING, error).on(&info))?;
+            device.map_err(|error| Error::driver(Phase::Use, ATTACHING, error).on(info))?;
         let range = pool.range.clone();
         let backend = Arc::new(Guest::new(Arc::clone(framework), card, pool, device));
-        let device = self.adopt(&info, Arc::clone(&backend) as Arc<_>)?;
+        let device = self.adopt(info, Arc::clone(&backend) as Arc<_>)?;
         let (base, len) = (range.start, range.end - range.start);
         self.table().insert(DeviceRange { base, len, device: device.id() });
         Ok(Current { card, device, backend })
@@ -238,6 +264,7 @@ impl Runtime {
         let current = {
             let mut state = state();
             state.unusable = None;
+            state.endings += 1;
             if state.current.as_ref().is_some_and(is_meant) { state.current.take() } else { None }
         };
         let was_there = current.is_some();

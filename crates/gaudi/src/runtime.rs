@@ -403,7 +403,8 @@ impl Runtime {
         self.cards().values().filter_map(|card| card.device.upgrade()).collect()
     }
 
-    /// Whether all of `[addr, addr + len)` is memory of one live allocation, and which. Wait-free.
+    /// Whether all of `[addr, addr + len)` is memory of one live allocation, and which. Wait-free for memory that is
+    /// known and for host memory; for an unknown address that no host memory can have, the framework is asked.
     /// A length of zero asks about the address alone.
     pub fn locate(&self, addr: u64, len: usize) -> Option<Location> {
         self.locate_known(addr, len).or_else(|| self.locate_late(addr, len))

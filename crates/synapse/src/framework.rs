@@ -122,6 +122,21 @@ impl Framework {
 
     /// The card that the framework has, if it has acquired one. Changes nothing.
     pub fn acquired(&self) -> Result<Option<Acquired>, CallError> {
+        let card = self.described()?;
+        Ok(card.map(|card| {
+            let opening = self.scal_of(card.fd).map_or(0, |scal| scal as usize);
+            Acquired { opening, ..card }
+        }))
+    }
+
+    /// Whether it is this card that the framework has, as far as libSynapse knows: another opening of the card with
+    /// the same descriptor looks the same. libscal is not asked, whose lock a release holds while it unmaps memory.
+    pub fn has(&self, card: &Acquired) -> Result<bool, CallError> {
+        Ok(self.described()? == Some(Acquired { opening: 0, ..*card }))
+    }
+
+    /// The card as libSynapse describes it.
+    fn described(&self) -> Result<Option<Acquired>, CallError> {
         let (name, call) =
             match (self.functions.synDeviceGetInfoV2, self.functions.synDeviceGetInfo) {
                 (Some(call), _) => ("synDeviceGetInfoV2", call),
@@ -136,15 +151,14 @@ impl Framework {
             status => return Err(CallError::Refused { call: name, status }),
         }
         let has_v2 = self.functions.synDeviceGetInfoV2.is_some();
-        let fd = info.fd as c_int;
         Ok(Some(Acquired {
-            fd,
+            fd: info.fd as c_int,
             module_id: info.device_id,
             index: has_v2.then_some(info.device_index),
             device_type: info.device_type,
             hbm_base: Some(info.hbm_base).filter(|&base| has_v2 && base != 0),
             dram_size: info.dram_size,
-            opening: self.scal_of(fd).map_or(0, |scal| scal as usize),
+            opening: 0,
         }))
     }
 
@@ -259,4 +273,47 @@ impl Framework {
 /// An answer of libSynapse as a result.
 pub(crate) fn accepted(call: &'static str, status: Status) -> Result<(), CallError> {
     if status == Status::SUCCESS { Ok(()) } else { Err(CallError::Refused { call, status }) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    static STATUS: AtomicU32 = AtomicU32::new(0);
+    static ASKED_SCAL: AtomicU32 = AtomicU32::new(0);
+
+    unsafe extern "C" fn get_info(_: u32, info: *mut DeviceInfoV2) -> u32 {
+        // SAFETY: room for the structure.
+        unsafe { (*info).fd = 5 };
+        STATUS.load(Ordering::Relaxed)
+    }
+
+    unsafe extern "C" fn get_handle(_: c_int, scal: *mut Handle) -> c_int {
+        ASKED_SCAL.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: room for a pointer.
+        unsafe { *scal = std::ptr::without_provenance_mut(7) };
+        0
+    }
+
+    #[test]
+    fn a_known_card_is_recognised_without_libscal_and_a_reset_is_not_a_release() {
+        let functions = Functions {
+            synDeviceGetInfoV2: Some(get_info),
+            scal_get_handle_from_fd: Some(get_handle),
+            ..Functions::default()
+        };
+        // SAFETY: as far as they go, they do what the libraries' do.
+        let framework = unsafe { Framework::with_functions(functions) };
+        let card = framework.acquired().unwrap().expect("a card");
+        assert_eq!((card.fd, card.opening, ASKED_SCAL.load(Ordering::Relaxed)), (5, 7, 1));
+        assert_eq!(framework.has(&card), Ok(true));
+        assert_eq!(framework.has(&Acquired { fd: 6, ..card }), Ok(false));
+        STATUS.store(Status::FAIL.0, Ordering::Relaxed);
+        assert_eq!(framework.has(&card), Ok(false));
+        STATUS.store(Status::DEVICE_RESET.0, Ordering::Relaxed);
+        let reset = framework.has(&card).unwrap_err();
+        assert_eq!(reset.status(), Some(Status::DEVICE_RESET));
+        assert_eq!(ASKED_SCAL.load(Ordering::Relaxed), 1, "libscal has a lock of its own");
+    }
 }

@@ -7,9 +7,11 @@
 //! bounce buffers.
 //!
 //! The framework may release the card at any time. It must not find one of our threads in a call of its then,
-//! nor a dma-buf of ours: [`Guest::end`] waits for the calls under way, gives everything back and has all later
-//! ones fail. After that the handles of streams and events are forgotten, because their numbers may be given to
-//! somebody else.
+//! nor a dma-buf of ours: [`Guest::end`] waits for the calls under way, has all later ones fail, and gives back the
+//! dma-buf, streams, events and host mappings. Device memory that is still allocated goes with the card. Handles
+//! that are left are forgotten, because their numbers may be given to somebody else.
+//!
+//! libscal is not called here: it has a lock that a release holds while our hooks wait for the calls under way.
 
 mod streams;
 
@@ -52,7 +54,7 @@ const WAITING: &str = "waiting for a copy";
 /// How the framework's card goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ending {
-    /// It is about to be released: everything is given back.
+    /// It is about to be released: streams, events and host mappings are given back.
     Announced,
     /// It was released, or is being: the framework must not be called.
     Unannounced,
@@ -116,7 +118,8 @@ impl Guest {
         *self.inner.present.write().unwrap_or_else(PoisonError::into_inner) = false;
     }
 
-    /// Gives up everything on the card, and has all later calls fail.
+    /// Has all later calls fail, and gives up what is ours on the card, except memory in allocations that still exist:
+    /// a release takes that along.
     pub(crate) fn end(&self, how: Ending) {
         self.refuse();
         drop(lock(&self.inner.whole).take());
@@ -152,10 +155,15 @@ impl Inner {
             error.status(),
             Some(Status::FAIL | Status::INVALID_ARGUMENT | Status::INVALID_EVENT_HANDLE)
         );
-        if suspicious && self.framework.acquired() != Ok(Some(self.card)) {
-            return released(operation);
+        if !suspicious {
+            return translate(operation, error);
         }
-        translate(operation, error)
+        match self.framework.has(&self.card) {
+            Ok(true) => translate(operation, error),
+            Ok(false) => released(operation),
+            // Why nothing works any more, such as a reset.
+            Err(reason) => translate(operation, reason),
+        }
     }
 
     /// A dma-buf of part of the pool, in whole 4 KiB.
@@ -169,10 +177,11 @@ impl Inner {
     /// Enters for a call on the framework's descriptor, whose number may be another file's by now.
     fn enter_for_driver(&self, operation: &'static str) -> Result<Present<'_>, Error> {
         let present = self.enter(operation)?;
-        if self.framework.acquired() != Ok(Some(self.card)) {
-            return Err(released(operation));
+        match self.framework.has(&self.card) {
+            Ok(true) => Ok(present),
+            Ok(false) => Err(released(operation)),
+            Err(reason) => Err(translate(operation, reason)),
         }
-        Ok(present)
     }
 
     fn len(&self) -> u64 {

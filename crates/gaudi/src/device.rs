@@ -245,7 +245,8 @@ impl Device {
     }
 
     /// Frees the memory of an [`Allocation`]. Memory that another process has open returns to the pool
-    /// when it is released there; the card may be closed before that.
+    /// when it is released there; the card may be closed before that. Memory of a framework's pool returns at once:
+    /// who shares it must wait for its peers, as with the framework's own tensors.
     pub(crate) fn free(self: &Arc<Self>, addr: DeviceAddr, len: u64) {
         if !self.is_ours() {
             return;
@@ -256,7 +257,9 @@ impl Device {
         self.open.engine.quiesce(&(addr.0..addr.0 + len));
         self.counts.freed(len);
         if self.is_guest() {
-            // What peers have open is the pool, not this.
+            // What peers have open is the framework's pool: their leases do not say whether they use this.
+            let peer_writes = self.open.engine.peer_writes();
+            peer_writes.part_freed(addr.0, &*self.open.backend, self.counts);
             self.open.memory.give(addr.0);
             return;
         }

@@ -57,6 +57,13 @@ impl PeerWrites {
         }
     }
 
+    /// Part of an exported range is going to be freed; the rest stays exported.
+    pub(crate) fn part_freed(&self, addr: u64, backend: &dyn Backend, counts: Counts) {
+        if self.exported.find(addr, 1).is_some() {
+            let _ = self.flush(backend, counts);
+        }
+    }
+
     /// Flushes, if these moves touch exported memory.
     pub(super) fn flush_for(
         &self,

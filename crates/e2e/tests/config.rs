@@ -132,6 +132,7 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ("UCX_GAUDI_IPC_FAILURE", "ipc.rs"),
     ("UCX_GAUDI_COPY_ADOPT", "hooks.rs"),
     ("UCX_GAUDI_COPY_FLUSH_PEER_WRITES", "ib.rs"),
+    ("UCX_GAUDI_COPY_FRAMEWORK", "frameworks.rs"),
     ("UCX_GAUDI_COPY_EXPLAIN_FAULTS", "cpu_access.rs"),
     ("UCX_GAUDI_COPY_KEEP_OPEN", "ends.rs"),
     ("UCX_GAUDI_COPY_CLEAR_MEMORY", "ipc.rs"),

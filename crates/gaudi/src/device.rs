@@ -504,9 +504,10 @@ impl Device {
         let unit = self.open.engine.limits().map_err(Clone::clone)?.rule.unit();
         let first = addr.0.next_multiple_of(unit).min(addr.0 + len);
         let last = ((addr.0 + len) / unit * unit).max(first);
-        if unit > 1
-            && let Some(device) = runtime().device(self.id())
-        {
+        if unit > 1 {
+            let gone =
+                || Error::new(ErrorKind::DeviceNotFound, "filling", "the card was closed", "");
+            let device = runtime().device(self.id()).ok_or_else(gone)?;
             unaligned::fill(&device, addr, first - addr.0, byte)?;
             unaligned::fill(&device, DeviceAddr(last), addr.0 + len - last, byte)?;
         }

@@ -84,8 +84,10 @@ extern "C" fn find() -> *const c_void {
                 return entry;
             }
         }
-        // ucx_perftest loads both plugins; one line is enough.
-        if libc::strstr(own.dli_fname, c"perftest".as_ptr()).is_null() {
+        // ucx_perftest loads both plugins; one line is enough. A path without a slash is a name.
+        let slash = libc::strrchr(own.dli_fname, c_int::from(b'/'));
+        let file = if slash.is_null() { own.dli_fname } else { slash.cast_const() };
+        if libc::strstr(file, c"perftest".as_ptr()).is_null() {
             dprintf(
                 libc::STDERR_FILENO,
                 c"ucx-gaudi: not loaded: %s (the engine belongs beside the folder of %s: install all of \

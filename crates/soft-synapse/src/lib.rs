@@ -5,7 +5,7 @@
 //! device ids that are ignored, host mappings without reference counts, status codes. Calls that only a framework may
 //! make are counted by the software Gaudi, and end the process if the plugin makes one. See `docs/frameworks.md`.
 //!
-//! [`api`] has the C functions; `process` is what a process has one of; `device` is the acquired card; `stream` runs copies.
+//! `api` has the C functions; `process` is what a process has one of; `device` is the acquired card; `stream` runs copies.
 
 #[path = "../../soft-scal/src/thunk.rs"]
 #[macro_use]

@@ -9,7 +9,8 @@
 //! Short copies do not come through here. They are tried once more, too, and return their error; UCP's
 //! staging asserts that there is none.
 //!
-//! Between processes UCP does use the status: [`OnFailure::Report`] reports every failure at once.
+//! Between processes UCP does use the status: [`OnFailure::Report`] reports the failure of a copy that was submitted
+//! alone at once. Copies that were submitted together are first made again one by one, to tell them apart.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -313,7 +314,8 @@ impl<T> Copies<T> {
         }
     }
 
-    /// Starts what the device takes and hands over what has ended; how many. Never blocks.
+    /// Starts what the device takes and hands over what has ended; how many. Does not block, except to make copies
+    /// again that failed.
     ///
     /// One at a time: a callback that flushes has to wait for operations that have ended, too, but were not
     /// handed over yet. What it fails at once is for the next time, so that this comes to an end.

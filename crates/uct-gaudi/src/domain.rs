@@ -103,10 +103,10 @@ impl<F: Flavour> Component for GaudiComponent<F> {
         _domain: &str,
         config: &Values<'_>,
     ) -> Result<GaudiDomain<F>, Status> {
-        REFUSED.store(true, Ordering::Relaxed);
-        let domain = self.open_domain(ucx, config)?;
-        REFUSED.store(false, Ordering::Relaxed);
-        Ok(domain)
+        // Not before it is known: another thread may be opening `gaudi_ipc` meanwhile.
+        let opened = self.open_domain(ucx, config);
+        REFUSED.store(opened.is_err(), Ordering::Relaxed);
+        opened
     }
 
     fn unpack_key(&self, _: &'static Ucx, _: &[u8], _: SysDevice) -> Result<(), Status> {

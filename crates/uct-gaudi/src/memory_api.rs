@@ -26,17 +26,25 @@ fn invalid(text: impl Into<String>) -> Failure {
     Failure(ErrorKind::InvalidParams.code(), text.into())
 }
 
+/// A setting as the environment has it: before UCX has read its configuration nobody has.
+fn setting(name: &str) -> Option<String> {
+    let spellings = ["UCX_GAUDI_COPY_", "UCT_GAUDI_COPY_"];
+    spellings.iter().find_map(|prefix| std::env::var(format!("{prefix}{name}")).ok())
+}
+
+/// As UCX reads a boolean.
+fn is_yes(name: &str) -> bool {
+    let yes = ["y", "yes", "on", "1", "true"];
+    setting(name).is_some_and(|value| yes.contains(&value.to_ascii_lowercase().as_str()))
+}
+
 /// The card that a caller names; without a name, the one this process is configured for.
 fn choice(card: Option<&CStr>) -> Result<DeviceChoice, Failure> {
     let text = match card {
         Some(card) => card.to_string_lossy().into_owned(),
-        // Before UCX has read its configuration nobody has.
         None => match runtime().options().device.clone() {
             Some(configured) => return Ok(configured),
-            None => ["UCX_GAUDI_COPY_DEVICE", "UCT_GAUDI_COPY_DEVICE"]
-                .iter()
-                .find_map(|name| std::env::var(name).ok())
-                .unwrap_or_default(),
+            None => setting("DEVICE").unwrap_or_default(),
         },
     };
     Ok(text.parse::<DeviceChoice>()?)
@@ -71,6 +79,9 @@ pub(crate) unsafe extern "C" fn ucx_gaudi_alloc(
         let device = domain::open(&choice(card)?)?;
         let allocation = device.alloc(length as u64, 1)?;
         let start = allocation.addr().0;
+        if runtime().options().clear_allocations.is_none() && is_yes("CLEAR_MEMORY") {
+            device.fill(DeviceAddr(start), length as u64, 0)?;
+        }
         memtype_cache::allocated(&allocation);
         owned().get_or_insert_default().insert(start, allocation);
         // SAFETY: by the header a place for a pointer; checked for null above.
@@ -133,7 +144,12 @@ pub(crate) extern "C" fn ucx_gaudi_is_device_memory(
     address: *const c_void,
     length: usize,
 ) -> c_int {
-    c_int::from(runtime().locate(address.addr() as u64, length).is_some())
+    let mut found = false;
+    guarded(|| {
+        found = runtime().locate(address.addr() as u64, length).is_some();
+        Ok(())
+    });
+    c_int::from(found)
 }
 
 /// Exports Gaudi memory as a dma-buf.

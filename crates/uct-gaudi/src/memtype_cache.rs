@@ -60,8 +60,13 @@ fn clients() -> MutexGuard<'static, Vec<Arc<Client>>> {
 /// have memory.
 pub(crate) fn begin(ucx: &'static Ucx, expects_framework: bool) {
     let mut clients = clients();
-    if clients.iter().any(|known| core::ptr::eq(known.ucx, ucx)) {
-        return;
+    let watch = |client: &Client| {
+        if expects_framework {
+            gaudi::runtime().framework_addresses().iter().for_each(|range| client.watch(range));
+        }
+    };
+    if let Some(known) = clients.iter().find(|known| core::ptr::eq(known.ucx, ucx)) {
+        return watch(known);
     }
     let client = Arc::new(Client { ucx, ranges: Mutex::default(), watched: Mutex::default() });
     clients.push(Arc::clone(&client));
@@ -69,9 +74,7 @@ pub(crate) fn begin(ucx: &'static Ucx, expects_framework: bool) {
     if !ucx.report_existing(Box::new(move || existing.existing())) {
         log!(ucx, Debug, "a memory-type cache that UCX makes anew will not know of open cards");
     }
-    if expects_framework {
-        gaudi::runtime().framework_addresses().iter().for_each(|range| client.watch(range));
-    }
+    watch(&client);
     // The list stays locked until the observer is there: another thread that finds `ucx` in it may
     // allocate at once.
     gaudi::runtime().subscribe(Box::new(move |event| client.follow(event)));

@@ -19,8 +19,7 @@ use super::host_copy::{copy_in, copy_out};
 use super::located::{End, HostPtr, Located};
 use crate::{Device, DeviceAddr, Direction, Error};
 
-/// Held while units are read, changed and written back. One thread at a time also means that not all permits can be
-/// held by threads that wait for a second one.
+/// Held while units are read, changed and written back.
 static TURN: Mutex<()> = Mutex::new(());
 
 /// The part of `len` bytes that the engines can copy: whole units on every side that is device memory. All of it where
@@ -99,57 +98,67 @@ fn units(rule: DmaRule, addr: u64, len: usize) -> (u64, usize, usize) {
 impl Located {
     fn read(&self, rule: DmaRule, at: usize, into: &mut [u8]) -> Result<(), Error> {
         let (start, len, skip) = units(rule, self.addr.0 + at as u64, into.len());
-        self.through_slot(|slot, fetch, _| {
-            fetch(start, len)?;
-            // SAFETY: the units are in the slot, which is ours.
-            unsafe { slot.0.add(skip).copy_to_nonoverlapping(into.as_mut_ptr(), into.len()) };
-            Ok(())
-        })
+        let mut read = vec![0; len];
+        self.fetch(start, &mut read)?;
+        into.copy_from_slice(&read[skip..skip + into.len()]);
+        Ok(())
     }
 
     fn write(&self, rule: DmaRule, at: usize, from: &[u8]) -> Result<(), Error> {
         let (start, len, skip) = units(rule, self.addr.0 + at as u64, from.len());
-        let whole = len == from.len();
-        self.through_slot(|slot, fetch, store| {
-            if !whole {
-                fetch(start, len)?;
-            }
-            // SAFETY: the slot has room for the units, and is ours.
-            unsafe { slot.0.add(skip).copy_from_nonoverlapping(from.as_ptr(), from.len()) };
-            store(start, len)
+        if len == from.len() {
+            return self.store(start, from);
+        }
+        let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut changed = vec![0; len];
+        self.fetch(start, &mut changed)?;
+        changed[skip..skip + from.len()].copy_from_slice(from);
+        self.store(start, &changed)
+    }
+
+    /// Reads whole units.
+    fn fetch(&self, start: u64, units: &mut [u8]) -> Result<(), Error> {
+        self.through_slot(Direction::DeviceToHost, start, units.len(), |slot, run| {
+            run()?;
+            // SAFETY: the units are in the slot, which is ours.
+            unsafe { slot.0.copy_to_nonoverlapping(units.as_mut_ptr(), units.len()) };
+            Ok(())
         })
     }
 
-    /// Runs `work` with a slot, and functions that fill it from the device and empty it to the device.
+    /// Writes whole units.
+    fn store(&self, start: u64, units: &[u8]) -> Result<(), Error> {
+        self.through_slot(Direction::HostToDevice, start, units.len(), |slot, run| {
+            // SAFETY: the slot has room for the units, and is ours.
+            unsafe { slot.0.copy_from_nonoverlapping(units.as_ptr(), units.len()) };
+            run()
+        })
+    }
+
+    /// Runs `work` with the slot of a permit, and a function that moves units between it and the device. One permit for
+    /// one move: who held one while waiting for another could wait for ever.
     fn through_slot(
         &self,
-        work: impl FnOnce(
-            HostPtr,
-            &dyn Fn(u64, usize) -> Result<(), Error>,
-            &dyn Fn(u64, usize) -> Result<(), Error>,
-        ) -> Result<(), Error>,
+        direction: Direction,
+        start: u64,
+        len: usize,
+        work: impl FnOnce(HostPtr, &mut dyn FnMut() -> Result<(), Error>) -> Result<(), Error>,
     ) -> Result<(), Error> {
-        let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let on = &self.device;
         let slots = on.permit_slots()?;
-        // One permit for the slot, another for each move: a permit is for one submission.
-        let owner = on.engine().wait_for_permit();
-        let (slot, seen) = slots.slot(on, owner.slot())?;
-        let run = |direction, dma, len: usize| {
-            let mut permit = on.engine().wait_for_permit();
-            // SAFETY: the slot is ours until `owner` is dropped, and pinned as long as the device is open; the units
-            // are in driver pages that memory of the caller lies in.
+        let mut permit = on.engine().wait_for_permit();
+        let (slot, seen) = slots.slot(on, permit.slot())?;
+        let (dst, src) = match direction {
+            Direction::DeviceToHost => (seen, DeviceAddr(start)),
+            _ => (DeviceAddr(start), seen),
+        };
+        let mut run = || {
+            let dma = LinDma::Copy { src, dst, len: len as u32 };
+            // SAFETY: the slot is ours until the permit is dropped, and pinned as long as the device is open; the
+            // units are in driver pages that memory of the caller lies in.
             unsafe { permit.run(direction, dma, len as u64) }
         };
-        let fetch = |addr, len: usize| {
-            let dma = LinDma::Copy { src: DeviceAddr(addr), dst: seen, len: len as u32 };
-            run(Direction::DeviceToHost, dma, len)
-        };
-        let store = |addr, len: usize| {
-            let dma = LinDma::Copy { src: seen, dst: DeviceAddr(addr), len: len as u32 };
-            run(Direction::HostToDevice, dma, len)
-        };
-        work(HostPtr(slot), &fetch, &store).map_err(|error| error.on(on))
+        work(HostPtr(slot), &mut run).map_err(|error| error.on(on))
     }
 }
 

@@ -35,6 +35,8 @@ static WINDOWS: [(AtomicU64, AtomicU64); 64] =
 
 /// What was installed before us, in memory that is never freed.
 static BEFORE: AtomicPtr<libc::sigaction> = AtomicPtr::new(ptr::null_mut());
+/// `si_code` of a fault that the processor reports no address for. libc has no name for it here.
+const SI_KERNEL: c_int = 0x80;
 /// Whether a fault is to be explained, and none was yet.
 static ARMED: AtomicBool = AtomicBool::new(false);
 
@@ -58,7 +60,11 @@ pub(crate) fn begin(ucx: &'static Ucx) {
                 remember(window.start.0, window.len);
                 install(ucx);
             }
-            WindowEvent::Mapped(memory) => remember(memory.start.0, memory.len),
+            // Memory that a framework or the application mapped.
+            WindowEvent::Mapped(memory) => {
+                remember(memory.start.0, memory.len);
+                install(ucx);
+            }
             _ => {}
         }));
     });
@@ -137,15 +143,21 @@ unsafe extern "C" fn handler(signal: c_int, info: *mut libc::siginfo_t, context:
     let (code, address, registers) =
         unsafe { ((*info).si_code, (*info).si_addr() as u64, Registers::of(context)) };
     let sent = code <= 0;
-    let reported = is_ours(address).then_some(address);
+    let touched = match code {
+        // An address that is none to the processor, which does not report it.
+        SI_KERNEL => registers.first(is_ours),
+        _ => is_ours(address).then_some(address),
+    };
     if !sent
-        && let Some(address) = reported.or_else(|| registers.first(is_ours))
+        && let Some(address) = touched
         && ARMED.swap(false, Ordering::AcqRel)
     {
         explain(address, &registers);
     }
-    put_back(signal);
-    if sent {
+    // SAFETY: what the kernel passed.
+    if unsafe { pass_on(signal, info, context) } {
+        // Somebody else's handler called this one, and had the one before it run.
+    } else if sent {
         // SAFETY: sends the very signal again, to this thread; it is delivered when this handler returns.
         unsafe {
             let [pid, thread] = [libc::getpid(), libc::gettid()];
@@ -156,13 +168,32 @@ unsafe extern "C" fn handler(signal: c_int, info: *mut libc::siginfo_t, context:
     unsafe { *libc::__errno_location() = errno };
 }
 
-/// Has the next fault, which comes at once, go where it would have gone without us.
-fn put_back(signal: c_int) {
+/// Has the next fault, which comes at once, go where it would have gone without us. If a handler that was
+/// installed later called this one, it stays, and the one from before us is called: `true`.
+///
+/// # Safety
+/// With what the kernel passed to a handler of this signal that is still running.
+unsafe fn pass_on(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) -> bool {
     let (before, function) = (BEFORE.load(Ordering::Acquire), SIGACTION.load(Ordering::Relaxed));
-    // SAFETY: stored before the handler was installed, never freed; libc's function has this type.
+    // SAFETY: stored before the handler was installed, never freed; libc's function has this type. A handler
+    // that was installed takes what its flags say.
     unsafe {
         let sigaction = core::mem::transmute::<*mut c_void, SigactionFn>(function);
-        sigaction(signal, before, ptr::null_mut());
+        let mut now = MaybeUninit::<libc::sigaction>::uninit();
+        let is_last = sigaction(signal, ptr::null(), now.as_mut_ptr()) != 0
+            || now.assume_init_ref().sa_sigaction == handler as *const () as usize;
+        let called = (*before).sa_sigaction;
+        if is_last || called == libc::SIG_DFL {
+            sigaction(signal, before, ptr::null_mut());
+            return false;
+        }
+        if (*before).sa_flags & libc::SA_SIGINFO != 0 {
+            type Handler = unsafe extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void);
+            core::mem::transmute::<usize, Handler>(called)(signal, info, context);
+        } else {
+            core::mem::transmute::<usize, unsafe extern "C" fn(c_int)>(called)(signal);
+        }
+        true
     }
 }
 

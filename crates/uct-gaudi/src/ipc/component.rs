@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use gaudi::{Device, Error};
-use uct::config::{Ternary, Values, Variable};
+use uct::config::{Values, Variable};
 use uct::{Component, Status, SysDevice, Ucx, log};
 
 use super::domain::IpcDomain;
@@ -60,7 +60,8 @@ impl Component for IpcComponent {
             return Err(Status::NO_DEVICE);
         }
         settings::take_over(ucx, config);
-        memtype_cache::begin(ucx, crate::settings::expects_framework(Ternary::Try));
+        // Whether a framework is expected is a setting of the copy domains.
+        memtype_cache::begin(ucx, false);
         Ok(IpcDomain::new(ucx))
     }
 

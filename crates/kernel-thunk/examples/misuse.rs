@@ -37,7 +37,8 @@ fn main() {
     page.0[..2].copy_from_slice(&FENCE);
     let address = match what.as_str() {
         "page-fault" => UNMAPPED,
-        "hang" => hlthunk_host_memory_map(fd, (&raw mut *page).cast(), 0, 4096),
+        // SAFETY: the page lives until the process ends, and the card only reads it.
+        "hang" => unsafe { hlthunk_host_memory_map(fd, (&raw mut *page).cast(), 0, 4096) },
         _ => panic!("page-fault or hang?"),
     };
     assert!(address != 0, "map: {}", std::io::Error::last_os_error());

@@ -51,19 +51,26 @@ pub extern "C" fn hlthunk_device_memory_map(fd: c_int, handle: u64, hint_addr: u
 }
 
 /// Maps host memory, which the driver pins: its address, or 0.
+///
+/// # Safety
+/// The card may read and write the memory until the mapping ends.
 #[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_host_memory_map(
+pub unsafe extern "C" fn hlthunk_host_memory_map(
     fd: c_int,
     host_virt_addr: *mut c_void,
     hint_addr: u64,
     host_size: u64,
 ) -> u64 {
-    hlthunk_host_memory_map_flags(fd, host_virt_addr, hint_addr, host_size, 0)
+    // SAFETY: the caller's promise.
+    unsafe { hlthunk_host_memory_map_flags(fd, host_virt_addr, hint_addr, host_size, 0) }
 }
 
 /// As [`hlthunk_host_memory_map`], with flags of the driver.
+///
+/// # Safety
+/// As there.
 #[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_host_memory_map_flags(
+pub unsafe extern "C" fn hlthunk_host_memory_map_flags(
     fd: c_int,
     host_virt_addr: *mut c_void,
     hint_addr: u64,

@@ -212,8 +212,11 @@ pub unsafe extern "C" fn hlthunk_open_control_by_bus_id(busid: *const c_char) ->
 }
 
 /// Closes a descriptor that a function here opened.
+///
+/// # Safety
+/// `fd` comes from a function here, and nobody uses it afterwards.
 #[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_close(fd: c_int) -> c_int {
+pub unsafe extern "C" fn hlthunk_close(fd: c_int) -> c_int {
     // SAFETY: the caller gives the descriptor up.
     unsafe { libc::close(fd) }
 }
@@ -231,11 +234,14 @@ pub extern "C" fn hlthunk_get_device_name_from_fd(fd: c_int) -> DeviceName {
 }
 
 /// N of the card behind a descriptor of either node.
-fn index_from(fd: c_int) -> Option<u32> {
+///
+/// # Safety
+/// `fd` is negative or stays open during the call.
+unsafe fn index_from(fd: c_int) -> Option<u32> {
     if fd < 0 {
         return None;
     }
-    // SAFETY: the caller's descriptor, which it keeps open during the call.
+    // SAFETY: the caller's promise.
     let stat = fstat(unsafe { BorrowedFd::borrow_raw(fd) }).ok()?;
     let is_device = stat.st_mode & libc::S_IFMT == libc::S_IFCHR;
     let (major, minor) = (major(stat.st_rdev), minor(stat.st_rdev));
@@ -249,7 +255,7 @@ fn index_from(fd: c_int) -> Option<u32> {
 /// The PCI address of the card behind a descriptor of either node.
 ///
 /// # Safety
-/// `pci_bus_id` is null or has `len` bytes.
+/// `pci_bus_id` is null or has `len` bytes; `fd` is negative or stays open during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hlthunk_get_pci_bus_id_from_fd(
     fd: c_int,
@@ -259,7 +265,8 @@ pub unsafe extern "C" fn hlthunk_get_pci_bus_id_from_fd(
     if pci_bus_id.is_null() {
         return -libc::EINVAL;
     }
-    let Some(id) = index_from(fd).and_then(bus_id) else { return -1 };
+    // SAFETY: the caller's promise.
+    let Some(id) = (unsafe { index_from(fd) }).and_then(bus_id) else { return -1 };
     if (len as usize) < id.len() + 1 || len < 0 {
         return -1;
     }
@@ -303,8 +310,11 @@ mod tests {
     fn a_descriptor_of_something_else_is_no_card() {
         use std::os::fd::AsRawFd;
         let null = fs::File::open("/dev/null").unwrap();
-        assert_eq!(index_from(null.as_raw_fd()), None);
-        assert_eq!(index_from(-1), None);
+        // SAFETY: an open file, and no descriptor.
+        unsafe {
+            assert_eq!(index_from(null.as_raw_fd()), None);
+            assert_eq!(index_from(-1), None);
+        }
         let mut place = [1; 13];
         // SAFETY: the place has the length.
         let ret =

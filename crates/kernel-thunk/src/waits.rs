@@ -65,10 +65,10 @@ pub unsafe extern "C" fn hlthunk_wait_for_cs_with_timestamp(
     unsafe { wait(fd, args, status, timestamp) }
 }
 
-/// The interrupt in the flags; all ones stands for any completion queue.
-fn interrupt(id: u32) -> u32 {
+/// The interrupt in the flags, which have 12 bits for it; all ones stands for any completion queue.
+fn interrupt(id: u32) -> Option<u32> {
     let id = if id == u32::MAX { 0xfff } else { id };
-    INTERRUPT | id << 20
+    (id <= 0xfff).then_some(INTERRUPT | id << 20)
 }
 
 /// Waits until an interrupt comes and the word at `addr` has reached a value.
@@ -84,10 +84,11 @@ pub unsafe extern "C" fn hlthunk_wait_for_interrupt(
     timeout_us: u64,
     status: *mut u32,
 ) -> c_int {
+    let Some(interrupt) = interrupt(interrupt_id) else { return -libc::EINVAL };
     let args = Wait {
         sequence: addr as u64,
         timeout: target_value,
-        flags: interrupt(interrupt_id),
+        flags: interrupt,
         interrupt_timeout: timeout_us,
         ..Wait::default()
     };
@@ -109,10 +110,11 @@ pub unsafe extern "C" fn hlthunk_wait_for_interrupt_by_handle(
     timeout_us: u64,
     status: *mut u32,
 ) -> c_int {
+    let Some(interrupt) = interrupt(interrupt_id) else { return -libc::EINVAL };
     let args = Wait {
         sequence: cq_counters_handle,
         timeout: target_value,
-        flags: interrupt(interrupt_id) | KERNEL_COUNTERS,
+        flags: interrupt | KERNEL_COUNTERS,
         interrupt_timeout: timeout_us,
         counters_offset: cq_counters_offset,
         ..Wait::default()
@@ -135,10 +137,11 @@ pub unsafe extern "C" fn hlthunk_wait_for_interrupt_with_timestamp(
     status: *mut u32,
     timestamp: *mut u64,
 ) -> c_int {
+    let Some(interrupt) = interrupt(interrupt_id) else { return -libc::EINVAL };
     let args = Wait {
         sequence: addr as u64,
         timeout: target_value,
-        flags: interrupt(interrupt_id),
+        flags: interrupt,
         interrupt_timeout: timeout_us,
         ..Wait::default()
     };
@@ -157,10 +160,11 @@ pub extern "C" fn hlthunk_register_timestamp_interrupt(
     timestamp_handle: u64,
     timestamp_offset: u64,
 ) -> c_int {
+    let Some(interrupt) = interrupt(interrupt_id) else { return -libc::EINVAL };
     let mut args = Wait {
         sequence: cq_counters_handle,
         timeout: target_value,
-        flags: interrupt(interrupt_id) | KERNEL_COUNTERS | REGISTER,
+        flags: interrupt | KERNEL_COUNTERS | REGISTER,
         counters_offset: cq_counters_offset,
         timestamps: timestamp_handle,
         timestamps_offset: timestamp_offset,
@@ -204,12 +208,13 @@ pub unsafe extern "C" fn hlthunk_wait_for_multi_cs_with_timestamp(
     let (Some(input), Some(output)) = (unsafe { (input.as_ref(), output.as_mut()) }) else {
         return -libc::EINVAL;
     };
+    // The driver reads a byte.
+    let Ok(count) = u8::try_from(input.seq_len) else { return -libc::EINVAL };
     let mut args = Wait {
         sequence: input.seq as u64,
         timeout: input.timeout_us,
         flags: MULTI,
-        // A byte: how many.
-        interrupt_timeout: u64::from(input.seq_len as u8),
+        interrupt_timeout: count.into(),
         ..Wait::default()
     };
     let ret = ioctl::call(fd, &mut args);
@@ -241,4 +246,23 @@ pub unsafe extern "C" fn hlthunk_wait_for_multi_cs(
 ) -> c_int {
     // SAFETY: the caller's promise.
     unsafe { hlthunk_wait_for_multi_cs_with_timestamp(fd, input, output, std::ptr::null_mut()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_that_the_driver_has_no_bits_for_are_refused_before_it_is_asked() {
+        let refused = |id| hlthunk_register_timestamp_interrupt(-1, id, 0, 0, 0, 0, 0);
+        assert_eq!([0x1000, 1 << 31].map(refused), [-libc::EINVAL; 2]);
+        assert_eq!([0, 0xfff, u32::MAX].map(refused), [-libc::EBADF; 3]);
+        let multi = |seq_len| {
+            let seq = [0; 256];
+            let mut input = MultiIn { seq: seq.as_ptr(), timeout_us: 0, seq_len };
+            // SAFETY: there are at least as many numbers.
+            unsafe { hlthunk_wait_for_multi_cs(-1, &mut input, &mut MultiOut::default()) }
+        };
+        assert_eq!([256, 255].map(multi), [-libc::EINVAL, -libc::EBADF]);
+    }
 }

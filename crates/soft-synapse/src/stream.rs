@@ -181,16 +181,17 @@ impl Stream {
         if !state.carried_on && mark.has_ended(device)? {
             return Ok(());
         }
-        state.backlog.push_back(Work::Wait(mark));
         if !state.carried_on {
-            state.carried_on = true;
             let (this, device) = (self.clone(), device.clone());
             let run = move || this.carry_on(&device);
+            // It finds the work below: the state is locked until then.
             std::thread::Builder::new()
                 .name("soft-synapse".to_owned())
                 .spawn(run)
                 .map_err(|_| Status::OUT_OF_HOST_MEMORY)?;
+            state.carried_on = true;
         }
+        state.backlog.push_back(Work::Wait(mark));
         Ok(())
     }
 

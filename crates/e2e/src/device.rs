@@ -72,13 +72,18 @@ impl SoftNode {
     #[must_use]
     #[track_caller]
     pub fn with_faults(self, rules: &str) -> Self {
-        let folder = self.folder();
-        let written = private_folders(&folder)
-            .and_then(|()| std::fs::write(folder.join("faults"), format!("{rules}\n")));
+        let file = self.faults();
+        let written = private_folders(&self.folder())
+            .and_then(|()| std::fs::write(&file, format!("{rules}\n")));
         if let Err(error) = written {
-            panic!("{}: {error}", folder.display());
+            panic!("{}: {error}", file.display());
         }
         self.with("SOFT_GAUDI_FAULTS", "yes")
+    }
+
+    /// The file of the rules; one that was used up is no longer there.
+    pub fn faults(&self) -> PathBuf {
+        self.folder().join("faults")
     }
 
     /// The cards that were ever opened on this machine: their memory has a file.

@@ -10,6 +10,8 @@ use bindings::{Api, Handle, NULL};
 use e2e::{Device, Finished, SoftNode, Ucx, Workbench};
 
 const SCENE: &str = "SOFT_SYNAPSE_SCENE";
+/// The file with the rules of the scene's faults.
+const FAULTS: &str = "SOFT_SYNAPSE_SCENE_FAULTS";
 /// Variables of a scene: the generation, then others.
 type Variables = [(&'static str, &'static str)];
 
@@ -17,6 +19,8 @@ fn run(scene: &str, generation: &str, variables: &Variables) -> Finished {
     let mut node = SoftNode::unique().with("SOFT_GAUDI_GENERATION", generation);
     if scene == "release inside" {
         node = node.with_faults("transfer slow:1500");
+        let file = node.faults();
+        node = node.with(FAULTS, file.to_str().expect("a path in UTF-8"));
     }
     let device = Device::Software(node.with("SOFT_GAUDI_DEVICES", "3"));
     let bench = Workbench::from_env();
@@ -646,11 +650,16 @@ fn release(api: &Api) {
 fn release_inside(api: &Api) {
     let acquired = Acquired::new(api);
     let (addr, stream) = (acquired.malloc(8), acquired.stream as usize);
+    let faults = std::env::var_os(FAULTS).expect("the file of the rules");
     std::thread::scope(|scope| {
         // SAFETY: live handles, also below.
         let fill = move || unsafe { (api.synMemsetD32Async)(addr, 1, 2, stream as Handle) };
         let inside = scope.spawn(fill);
-        std::thread::sleep(std::time::Duration::from_millis(500));
+        // The rule goes as the delay begins.
+        while std::fs::read_to_string(&faults).unwrap().contains("transfer") {
+            assert!(!inside.is_finished(), "the call has not used the rule");
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
         // SAFETY: as above.
         assert_eq!(unsafe { (api.synDeviceRelease)(0) }, 26);
         assert_eq!(inside.join().unwrap(), 0);

@@ -219,7 +219,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
             event_flags: self.sleeper.event_flags(),
             put: limits,
             get: limits,
-            bandwidth: self.estimates.bandwidth(),
+            bandwidth: self.estimates.lane_bandwidth(),
             latency: self.estimates.latency(),
             overhead: self.estimates.overhead(),
             max_endpoints: None,

@@ -97,20 +97,21 @@ PY
 }
 
 tuned="UCX_RMA_PPLN_ENABLE=y UCX_SYSV_SEG_SIZE=32832 UCX_POSIX_SEG_SIZE=32832"
-host="UCX_RNDV_FRAG_MEM_TYPES=host" stock="UCX_RNDV_FRAG_MEM_TYPES=host,cuda"
+host="UCX_RNDV_FRAG_MEM_TYPES=host" stock="UCX_CUDA_COPY_BW=10000MBs,h2d:8300MBs,d2h:11660MBs,d2d:320GBs"
 export tuned host stock
-# The settings by name. stock: UCX's own defaults. default: with ours. both: what `ucx-gaudi run --tuned` sets.
+# The settings by name. stock: UCX's own defaults. default: with ours. tuned: what `ucx-gaudi run --tuned` sets, and
+# pipelined put and get. both: the same with host fragments.
 # plain: without the plugin.
 settings_of() {
     local link="10000MBs,h2d:45000MBs,d2h:45000MBs,d2d:320GBs"
     case $1 in
         default) ;;
         stock) echo "$stock" ;;
-        tuned) echo "$stock $tuned" ;;
+        tuned) echo "$tuned" ;;
         both) echo "$host $tuned" ;;
         plain) echo "UCX_MODULES=^gaudi" ;;
         plain-both) echo "UCX_MODULES=^gaudi $host $tuned" ;;
-        link) echo "$stock $tuned UCX_CUDA_COPY_BW=$link" ;;
+        link) echo "$tuned UCX_CUDA_COPY_BW=$link" ;;
         both-link) echo "$host $tuned UCX_CUDA_COPY_BW=$link" ;;
         frag-*) echo "$host $tuned UCX_RNDV_FRAG_SIZE=host:${1#frag-},cuda:4M" ;;
         count-*) echo "$host $tuned UCX_RNDV_FRAG_ALLOC_COUNT=host:${1#count-},cuda:128" ;;

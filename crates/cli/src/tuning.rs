@@ -4,13 +4,9 @@
 #![allow(dead_code, reason = "each program uses a part")]
 
 /// For Gaudi memory that is staged through host memory between processes: streams, and puts and gets that UCX
-/// emulates, use larger segments (`docs/performance.md`), and messages between Gaudi and CUDA
-/// memory pass through host memory, which both can copy (`docs/cuda.md`).
-pub(crate) const STAGING: &[(&str, &str)] = &[
-    ("UCX_RNDV_FRAG_MEM_TYPES", "host"),
-    ("UCX_SYSV_SEG_SIZE", "32832"),
-    ("UCX_POSIX_SEG_SIZE", "32832"),
-];
+/// emulates, use larger segments (`docs/performance.md`).
+pub(crate) const STAGING: &[(&str, &str)] =
+    &[("UCX_SYSV_SEG_SIZE", "32832"), ("UCX_POSIX_SEG_SIZE", "32832")];
 
 /// `SOFT_GAUDI_KIND` for whoever tries things out: quick, and with dma-buf import. What `cargo xtask env` sets, too.
 pub(crate) const SOFT_KIND: &str = "import,ordered,unpinned";

@@ -6,10 +6,9 @@
 //! of the environment win over any file.
 //!
 //! Only on a machine with Gaudis: elsewhere it refuses, and UCX unloads it. Jobs without Gaudis that have the
-//! plugin's folder in their environment keep UCX's own defaults, which are better for CUDA memory alone.
+//! plugin's folder in their environment keep UCX's own defaults.
 //!
-//! What it costs beside a Gaudi: from host to CUDA memory, with CUDA in both processes, UCX's own default reaches
-//! 39 to 52 GB/s on an H200, and ours 6 to 10 (docs/cuda.md). `UCX_RNDV_FRAG_MEM_TYPES=host,cuda` brings it back.
+//! A file, not the environment: UCX warns of variables there that no component reads, as without CUDA.
 //!
 //! It does nothing else, and has a library of its own: it is loaded in every process that loads libucs.
 
@@ -20,9 +19,6 @@ use std::path::Path;
 
 /// The file with the defaults.
 const FILE: &CStr = c"ucx-gaudi.conf";
-
-/// Older names of variables in the file. UCX reads the newer name last, so the file would win over these.
-const OLDER_NAMES: [&str; 1] = ["UCX_RNDV_FRAG_MEM_TYPE"];
 
 /// Exists where the kernel's driver is loaded.
 const DRIVER: &str = "/sys/bus/pci/drivers/habanalabs";
@@ -65,7 +61,7 @@ fn has_gaudi() -> bool {
 }
 
 fn give_defaults(caller: *const c_void) -> Option<()> {
-    if !has_gaudi() || OLDER_NAMES.iter().any(|name| std::env::var_os(name).is_some()) {
+    if !has_gaudi() {
         return None;
     }
     let own = path_of((entry as extern "C" fn(*const c_void) -> c_int as *const ()).cast())?;

@@ -9,8 +9,8 @@
 //!
 //! Fragments in CUDA memory are chosen for messages from Gaudi memory although nothing copies between the
 //! two: slow between processes, and without end inside one (docs/cuda.md). UCX asks only the CUDA transport
-//! about such copies, so no estimate of ours prevents it. `ucs-gaudi` makes host memory the default instead;
-//! where that was not loaded, or the user asks for CUDA memory, there is a warning.
+//! about such copies, so no estimate of ours prevents it. `ucs-gaudi` lowers that transport's answer; where it
+//! was not loaded and the user has set nothing against it, there is a warning.
 
 use std::ffi::c_int;
 use std::sync::Once;
@@ -21,6 +21,8 @@ use uct::{Ucx, log};
 const TYPES: [&str; 2] = ["UCX_RNDV_FRAG_MEM_TYPES", "UCX_RNDV_FRAG_MEM_TYPE"];
 /// Variables that have to say something about Gaudi memory then.
 const SIZES: [&str; 2] = ["UCX_RNDV_FRAG_SIZE", "UCX_RNDV_FRAG_ALLOC_COUNT"];
+/// What UCX reckons copies by CUDA with. Who sets it decides for himself.
+const CUDA_SPEED: &str = "UCX_CUDA_COPY_BW";
 
 /// Whether the user wants fragments in Gaudi memory without a size or a count; the reason is logged if
 /// `log_error`.
@@ -56,7 +58,8 @@ fn missing(variable: impl Fn(&str) -> String) -> Option<&'static str> {
     SIZES.into_iter().find(|name| !gives_gaudi(variable(name)))
 }
 
-/// Warns, once in a process, if there are NVIDIA GPUs beside the Gaudi and fragments may lie in their memory.
+/// Warns, once in a process, if there are NVIDIA GPUs beside the Gaudi and UCX may choose fragments in their memory
+/// for messages from Gaudi memory.
 pub(crate) fn warn_of_cuda(ucx: &Ucx) {
     static ONCE: Once = Once::new();
     let variable = |name: &str| std::env::var(name).ok();
@@ -72,20 +75,21 @@ pub(crate) fn warn_of_cuda(ucx: &Ucx) {
             ucx,
             Warn,
             "NVIDIA GPUs beside a Gaudi: UCX may stage messages from Gaudi memory in CUDA memory, which is slow, \
-             and hangs inside one process; set UCX_RNDV_FRAG_MEM_TYPES=host in all processes of the job"
+             and hangs inside one process; set UCX_CUDA_COPY_BW=4000MBs,h2d:8300MBs,d2h:11660MBs,d2d:320GBs in \
+             all processes of the job"
         );
     });
 }
 
-/// Whether UCX may put fragments into CUDA memory: its own default is `host,cuda`. A `ucx.conf` is not seen here.
+/// Whether UCX may put fragments of Gaudi memory into CUDA memory: by its own defaults it does. A `ucx.conf` is not
+/// seen here.
 fn may_be_cuda(
     variable: impl Fn(&str) -> Option<String>,
     has_defaults: impl FnOnce() -> bool,
 ) -> bool {
-    match TYPES.iter().find_map(|name| variable(name)) {
-        Some(list) => list.split(',').any(|item| item.eq_ignore_ascii_case("cuda")),
-        None => !has_defaults(),
-    }
+    let types = TYPES.iter().find_map(|name| variable(name));
+    let names_cuda = |list: String| list.split(',').any(|item| item.eq_ignore_ascii_case("cuda"));
+    types.is_none_or(names_cuda) && variable(CUDA_SPEED).is_none() && !has_defaults()
 }
 
 /// Whether CUDA is at work in this process and has devices. UCX's CUDA module initialises it when it is loaded,
@@ -125,11 +129,17 @@ mod tests {
     }
 
     #[test]
-    fn fragments_may_be_in_cuda_memory_by_wish_and_without_our_defaults() {
-        let set = |value: &'static str| {
-            may_be_cuda(|name| (name == TYPES[0]).then(|| value.to_owned()), || unreachable!())
+    fn fragments_may_be_in_cuda_memory_where_neither_our_defaults_nor_the_user_prevent_it() {
+        let set = |set: &'static str, value: &'static str, defaults: bool| {
+            may_be_cuda(|name| (name == set).then(|| value.to_owned()), || defaults)
         };
-        assert!(set("host,cuda") && set("CUDA") && !set("host") && !set("host,gaudi"));
+        for types in ["host,cuda", "CUDA"] {
+            assert!(set(TYPES[0], types, false) && !set(TYPES[0], types, true), "{types}");
+        }
+        for types in ["host", "host,gaudi"] {
+            assert!(!set(TYPES[0], types, false) && !set(TYPES[1], types, false), "{types}");
+        }
+        assert!(!set(CUDA_SPEED, "10000MBs", false), "who sets it decides for himself");
         assert!(!may_be_cuda(|_| None, || true));
         assert!(may_be_cuda(|_| None, || false));
     }

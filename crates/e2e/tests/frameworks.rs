@@ -2,7 +2,9 @@
 //! memory. The software Synapse ends a process in which the plugin calls what only a framework may call, so every test
 //! here also shows that it does not.
 
+use std::ffi::{CStr, CString};
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use e2e::nixl::kv_cache;
 use e2e::rdma::{Fabric, RC, TwoNodes};
@@ -188,6 +190,11 @@ fn a_framework_that_comes_late_is_left_in_time() {
 }
 
 #[test]
+fn a_release_is_not_refused_because_of_our_copies() {
+    plays("release while copying");
+}
+
+#[test]
 fn a_forked_child_leaves_the_framework_alone() {
     plays("fork");
 }
@@ -267,6 +274,7 @@ fn a_framework() {
             unsafe { std::env::set_var("UCX_GAUDI_COPY_FRAMEWORK", "y") };
             release_early(&watchdog, "late");
         }
+        "release while copying" => release_while_copying(&watchdog),
         "fork" => fork(&watchdog),
         "no framework" => {
             let client = start(&watchdog);
@@ -299,6 +307,84 @@ fn release_early(watchdog: &Watchdog, order: &str) {
     framework::acquire_again().expect("the card is free");
     let (buffer, image) = filled(&client, 2).expect("a tensor of the second time");
     buffer.verify(&client, &image).expect("readable").expect("as it was");
+}
+
+/// Synapse refuses to release a card while another thread is in a call of its.
+fn release_while_copying(watchdog: &Watchdog) {
+    type Copy = unsafe extern "C" fn(*mut u8, u64, usize) -> i32;
+    const LEN: usize = 3 << 20;
+    set_order("acquired");
+    let release = linked_release();
+    let client = start(watchdog);
+    filled(&client, 1).expect("a tensor");
+    let plugin = std::env::var_os("UCX_PLUGIN_PATH").expect("set by the test");
+    let plugin = Path::new(&plugin).with_file_name("libucx_gaudi.so");
+    // SAFETY: a function of ucx_gaudi.h.
+    let copy: Copy = unsafe { function(&plugin, c"ucx_gaudi_copy") };
+    let (tensor, copied) = (AtomicU64::new(0), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut bytes = vec![0_u8; LEN];
+            loop {
+                match tensor.load(Ordering::Relaxed) {
+                    0 => std::thread::yield_now(),
+                    u64::MAX => return,
+                    // SAFETY: memory of the thread; what is no tensor any more is refused.
+                    address => unsafe {
+                        if copy(bytes.as_mut_ptr(), address, LEN) == 0 {
+                            copied.fetch_add(1, Ordering::Relaxed);
+                        }
+                    },
+                }
+            }
+        });
+        for _ in 0..20 {
+            let before = copied.load(Ordering::Relaxed);
+            tensor.store(framework::allocate(LEN).expect("a tensor"), Ordering::Relaxed);
+            while copied.load(Ordering::Relaxed) == before {
+                std::thread::yield_now();
+            }
+            // SAFETY: the id of the only card.
+            let status = unsafe { release(0) };
+            tensor.store(if status == 0 { 0 } else { u64::MAX }, Ordering::Relaxed);
+            if status != 0 {
+                panic!("synDeviceRelease: {status}");
+            }
+            framework::acquire_again().expect("the card is free");
+        }
+        tensor.store(u64::MAX, Ordering::Relaxed);
+    });
+}
+
+/// `synDeviceRelease` as a library calls it that is linked with libSynapse.
+fn linked_release() -> unsafe extern "C" fn(u32) -> i32 {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (source, library) = (folder.path().join("bridge.c"), folder.path().join("libbridge.so"));
+    let text =
+        "int synDeviceRelease(unsigned); int bridge(unsigned id) { return synDeviceRelease(id); }";
+    std::fs::write(&source, text).expect("written");
+    let mut cc = std::process::Command::new("cc");
+    cc.args(["-shared", "-fPIC", "-O0", "-o"]).arg(&library).arg(&source);
+    let made = cc.arg(stand_ins().join("libSynapse.so")).status().expect("a C compiler");
+    assert!(made.success(), "cc: {made}");
+    // SAFETY: the function above.
+    unsafe { function(&library, c"bridge") }
+}
+
+/// A function of a library, which stays loaded.
+///
+/// # Safety
+/// `F` is its type.
+unsafe fn function<F: Copy>(library: &Path, name: &CStr) -> F {
+    let path = CString::new(library.to_str().expect("text")).expect("a path");
+    // SAFETY: libraries of these tests.
+    let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };
+    assert!(!handle.is_null(), "{path:?} does not load");
+    // SAFETY: loaded just above.
+    let found = unsafe { libc::dlsym(handle, name.as_ptr()) };
+    assert!(!found.is_null() && size_of::<F>() == size_of_val(&found), "{name:?}");
+    // SAFETY: a function pointer, as the caller promises.
+    unsafe { std::mem::transmute_copy(&found) }
 }
 
 fn fork(watchdog: &Watchdog) {

@@ -5,17 +5,21 @@
 //! into it is a tensor's, or was.
 //!
 //! The framework may come late: [`Runtime::locate`] looks again for an address that no host memory can have. It may go
-//! early: who knows in advance calls [`Runtime::framework_releasing`] (hooks do), else the next look notices. Looking
-//! is a call of the framework's that changes nothing.
+//! early: hooks on its calls that release the card announce that with [`Runtime::framework_releasing`]; where those do
+//! not see it, hooks on the driver's calls notice that the card is going ([`Runtime::framework_unmapping`]), else the
+//! next look does. Looking is a call of the framework's that changes nothing.
 //!
-//! No lock is held while observers are notified, nor while the framework is called.
+//! The state is not locked while observers are notified, nor while the framework is called. Looks hold [`looking`] for
+//! reading and never wait for it; an announced release waits for looks, and has it until the card is released.
 
 use std::cell::Cell;
 use std::convert::Infallible;
-use std::ffi::c_int;
+use std::ffi::{CStr, c_int, c_void};
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{
+    Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockWriteGuard, TryLockError,
+};
 
 use hl_thunk::Generation;
 use synapse::{Acquired, Framework, Pool};
@@ -75,6 +79,28 @@ fn state() -> MutexGuard<'static, State> {
     state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Keeps looks and an announced release apart.
+fn looking() -> &'static RwLock<()> {
+    static LOOKING: PerProcess<RwLock<()>> = PerProcess::new();
+    let Ok(looking) = LOOKING.get_or_make(|| Ok::<_, Infallible>(RwLock::default()));
+    looking
+}
+
+/// While this lives, the framework releases its card, and is not looked at.
+#[must_use = "keep it until the framework has released the card"]
+#[derive(Debug)]
+pub struct Releasing {
+    // None inside of another one.
+    _alone: Option<RwLockWriteGuard<'static, ()>>,
+    was_releasing: bool,
+}
+
+impl Drop for Releasing {
+    fn drop(&mut self) {
+        RELEASING.set(self.was_releasing);
+    }
+}
+
 impl Runtime {
     /// Looks at the framework and its card, and follows what has changed.
     pub(crate) fn look_at_framework(&self) -> Look {
@@ -85,6 +111,12 @@ impl Runtime {
         if SEEN_BY.get().is_some_and(|seen_by| *seen_by != Instance::current()) {
             return Look::Unusable(Error::forked(ATTACHING));
         }
+        let _looking = match looking().try_read() {
+            Ok(looking) => looking,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            // It is releasing its card.
+            Err(TryLockError::WouldBlock) => return Look::NoCard,
+        };
         loop {
             let endings = state().endings;
             let acquired = match framework.acquired() {
@@ -236,15 +268,22 @@ impl Runtime {
     }
 
     /// The framework is about to release its card. When this returns, nothing of ours is on it: copies have ended,
-    /// later ones fail, observers were notified, and peers have had a second to release its memory.
-    pub fn framework_releasing(&self) {
-        self.end_framework(Ending::Announced, |_| true);
+    /// later ones fail, observers were notified, and peers have had a second to release its memory. No thread attaches
+    /// to it again before the answer is dropped.
+    pub fn framework_releasing(&self) -> Releasing {
+        let was_releasing = RELEASING.replace(true);
+        let alone = || looking().write().unwrap_or_else(PoisonError::into_inner);
+        let releasing = Releasing { _alone: (!was_releasing).then(alone), was_releasing };
+        if !was_releasing {
+            self.end_framework(Ending::Announced, |_| true);
+        }
+        releasing
     }
 
     /// The framework is just releasing its card, and unmaps memory or closes a descriptor: as
     /// [`Runtime::framework_releasing`], but the framework is not called. Whether it was its card.
     pub fn framework_unmapping(&self, fd: c_int, start: Option<DeviceAddr>) -> bool {
-        RELEASING.set(true);
+        let was_releasing = RELEASING.replace(true);
         let was_there = self.end_framework(Ending::Unannounced, |current| {
             let unmaps_pool = start.is_none_or(|start| {
                 let window = current.device.window().range();
@@ -253,7 +292,7 @@ impl Runtime {
             });
             current.card.fd == fd && unmaps_pool
         });
-        RELEASING.set(false);
+        RELEASING.set(was_releasing);
         was_there
     }
 
@@ -296,6 +335,11 @@ impl Runtime {
     /// Whether a framework (Synapse) is in this process: its card is used through it, by copies as well.
     pub fn has_framework(&self) -> bool {
         self.framework().is_some()
+    }
+
+    /// The address of a function of the framework's library, for hooks.
+    pub fn framework_function(&self, name: &CStr) -> Option<*const c_void> {
+        self.framework()?.function(name)
     }
 
     fn framework(&self) -> Option<Arc<Framework>> {

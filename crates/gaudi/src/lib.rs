@@ -63,6 +63,7 @@ pub use costs::{CardKind, Costs, Pinning};
 pub use device::{Device, DeviceId, MemoryInfo};
 pub use discovery::{DeviceInfo, PortMasks};
 pub use error::{Error, ErrorKind};
+pub use guest::Releasing;
 pub use hl_thunk::{DeviceAddr, Direction, ExportCall, Generation, PAGE_SIZE, trace};
 pub use kept::KeptOpen;
 pub use lent::Unmapping;

@@ -235,9 +235,13 @@ fn a_release_that_is_announced_finds_nothing_of_ours_on_the_card() {
     let (dmabuf, _) = device.export(DeviceAddr(tensor), 4096).unwrap();
     drop(dmabuf);
     let log = machine::kernel_log().len();
-    runtime().framework_releasing();
+    let releasing = runtime().framework_releasing();
     assert_eq!(*heard.lock().unwrap(), ["mapped", "unmapping"]);
+    let found = || runtime().locate(tensor, 1).is_some();
+    let elsewhere = std::thread::spawn(move || runtime().locate(tensor, 1).is_some());
+    assert!(!found() && !elsewhere.join().unwrap(), "no thread attaches before it is released");
     assert_eq!(framework.release(), 0);
+    drop(releasing);
     assert_eq!(machine::kernel_log().len(), log, "no unmap was refused");
     assert!(runtime().locate(tensor, 1).is_none());
     assert!(device.is_lost());

@@ -8,6 +8,8 @@
 //!
 //! A framework (Synapse) maps its memory through these calls as well, made by its libscal. It is not asked for its card
 //! here, in the middle of a call of its own; but before it unmaps its memory, everything of ours on it is given up.
+//! Its own calls that release the card are redirected as well, because it refuses them while another thread, such as
+//! ours, is in a call of its. Calls through `dlsym` are not seen; then the unmapping is.
 //!
 //! There is no `libucm_gaudi`: every UCX program would load a module of that framework, before it is
 //! known whether there is a Gaudi.
@@ -40,6 +42,17 @@ struct Originals {
 }
 
 static ORIGINALS: OnceLock<Originals> = OnceLock::new();
+
+type Release = unsafe extern "C" fn(u32) -> c_int;
+type Destroy = unsafe extern "C" fn() -> c_int;
+
+/// The framework's own functions that release its card.
+struct Endings {
+    release: Release,
+    destroy: Destroy,
+}
+
+static ENDINGS: OnceLock<Endings> = OnceLock::new();
 
 /// Through which UCX hooks are set, and whether they are wanted.
 static WANTED: Mutex<Option<(&'static Ucx, Ternary)>> = Mutex::new(None);
@@ -79,6 +92,50 @@ pub(crate) fn install_if_needed() {
     }
 }
 
+/// As [`install_if_needed`], for the framework's own functions, once its card was found.
+pub(crate) fn install_for_framework() {
+    static DONE: Mutex<bool> = Mutex::new(false);
+    let mut done = DONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let wanted = *WANTED.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some((ucx, Ternary::Yes | Ternary::Try)) = wanted else { return };
+    if std::mem::replace(&mut *done, true) {
+        return;
+    }
+    if let Err(reason) = install_on_framework(ucx) {
+        log!(ucx, Info, "a release of Synapse's card is noticed when it unmaps memory: {reason}");
+    }
+}
+
+fn install_on_framework(ucx: &Ucx) -> Result<(), String> {
+    let find = |name: &CStr| {
+        let found = runtime().framework_function(name);
+        found.ok_or_else(|| format!("libSynapse has no {}", name.to_string_lossy()))
+    };
+    // SAFETY: the types are those of synapse_api.h.
+    let endings = unsafe {
+        Endings {
+            release: transmute::<*const c_void, Release>(find(c"synDeviceRelease")?),
+            destroy: transmute::<*const c_void, Destroy>(find(c"synDestroy")?),
+        }
+    };
+    let library = file_of(endings.release as *const c_void);
+    let library = library.ok_or("it is not known which file libSynapse is")?;
+    let _ = ENDINGS.set(endings);
+    redirect(ucx, c"synDeviceRelease", device_release as *const c_void, library)?;
+    redirect(ucx, c"synDestroy", destroy as *const c_void, library)
+}
+
+fn redirect(
+    ucx: &Ucx,
+    name: &'static CStr,
+    function: *const c_void,
+    except: &'static CStr,
+) -> Result<(), String> {
+    // SAFETY: same type, same effect, and this library is never unloaded.
+    unsafe { ucx.redirect(name, function, except) }
+        .map_err(|status| format!("UCX could not redirect {}: {status:?}", name.to_string_lossy()))
+}
+
 fn install(ucx: &Ucx) -> Result<(), String> {
     let find = |name: &str| {
         let found = runtime().driver_function(name);
@@ -108,10 +165,7 @@ fn install(ucx: &Ucx) -> Result<(), String> {
         (c"hlthunk_device_memory_map", map as *const c_void),
     ];
     for (name, function) in functions {
-        // SAFETY: same type, same effect, and this library is never unloaded.
-        unsafe { ucx.redirect(name, function, driver) }.map_err(|status| {
-            format!("UCX could not redirect {}: {status:?}", name.to_string_lossy())
-        })?;
+        redirect(ucx, name, function, driver)?;
     }
     Ok(())
 }
@@ -138,11 +192,16 @@ fn report<T>(fd: c_int, what: impl FnOnce(&'static Runtime, BorrowedFd<'_>) -> T
     if fd < 0 {
         return None;
     }
-    // SAFETY: errno is this thread's own.
-    let errno = unsafe { *libc::__errno_location() };
     // SAFETY: not negative; the caller of the driver has it open.
     let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-    let result = catch_unwind(AssertUnwindSafe(|| what(runtime(), fd))).ok();
+    unnoticed(|| what(runtime(), fd))
+}
+
+/// Runs something of ours within a call of the application's: a panic ends here, and `errno` stays.
+fn unnoticed<T>(what: impl FnOnce() -> T) -> Option<T> {
+    // SAFETY: errno is this thread's own.
+    let errno = unsafe { *libc::__errno_location() };
+    let result = catch_unwind(AssertUnwindSafe(what)).ok();
     // SAFETY: as above.
     unsafe { *libc::__errno_location() = errno };
     result
@@ -227,4 +286,20 @@ unsafe extern "C" fn close(fd: c_int) -> c_int {
     });
     // SAFETY: the caller's own arguments.
     unsafe { (originals().close)(fd) }
+}
+
+fn endings() -> &'static Endings {
+    ENDINGS.get().expect("set before the first redirection")
+}
+
+unsafe extern "C" fn device_release(device: u32) -> c_int {
+    let _releasing = unnoticed(|| runtime().framework_releasing());
+    // SAFETY: the caller's own argument.
+    unsafe { (endings().release)(device) }
+}
+
+unsafe extern "C" fn destroy() -> c_int {
+    let _releasing = unnoticed(|| runtime().framework_releasing());
+    // SAFETY: no arguments.
+    unsafe { (endings().destroy)() }
 }

@@ -182,6 +182,7 @@ impl Client {
                 if is_guest {
                     // The framework may have come after everything else that installs hooks.
                     hooks::install_if_needed();
+                    hooks::install_for_framework();
                 }
             }
             WindowEvent::Unmapping(memory) => {

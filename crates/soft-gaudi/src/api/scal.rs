@@ -147,10 +147,12 @@ fn text(name: *const c_char) -> String {
 pub extern "C" fn soft_gaudi_owner_call(name: *const c_char) {
     let name = text(name);
     *calls().lock().unwrap_or_else(|p| p.into_inner()).entry(name.clone()).or_default() += 1;
-    // A guest may stand in for the calls that release the card, and pass on those of others: in one frame.
+    // A guest may stand in for the calls that release the card, and pass on those of others: in one function, which it
+    // does not export.
     let releases = matches!(&*name, "synDeviceRelease" | "synDestroy" | "scal_destroy");
-    let passed_on = releases && guest_frames() == 1;
-    if soft_gaudi_is_guest() != 0 && !passed_on {
+    let guests = guest_frames();
+    let passed_on = releases && guests == [false];
+    if !guests.is_empty() && !passed_on {
         forbidden(&format!("a guest on the framework's card called {name}"));
     }
 }
@@ -188,29 +190,29 @@ pub(super) fn forbidden(what: &str) {
 /// Whether the plugin is on the stack: its part of the call, whoever it went through.
 #[unsafe(no_mangle)]
 pub extern "C" fn soft_gaudi_is_guest() -> c_int {
-    (guest_frames() != 0).into()
+    (!guest_frames().is_empty()).into()
 }
 
-/// How many functions of a guest are on the stack.
-fn guest_frames() -> usize {
+/// The functions of a guest on the stack: whether each is exported.
+fn guest_frames() -> Vec<bool> {
     unsafe extern "C" {
         fn backtrace(buffer: *mut *mut c_void, size: c_int) -> c_int;
     }
     let mut frames = [core::ptr::null_mut(); MAX_FRAMES];
     // SAFETY: the buffer has room for so many.
     let found = unsafe { backtrace(frames.as_mut_ptr(), MAX_FRAMES as c_int) };
-    let guest = |frame: &&*mut c_void| {
+    let guest = |frame: &*mut c_void| {
         // SAFETY: all zeros are a value of it, to be overwritten.
         let mut info: libc::Dl_info = unsafe { core::mem::zeroed() };
         // SAFETY: takes any address.
-        if unsafe { libc::dladdr(**frame, &raw mut info) } == 0 || info.dli_fname.is_null() {
-            return false;
+        if unsafe { libc::dladdr(*frame, &raw mut info) } == 0 || info.dli_fname.is_null() {
+            return None;
         }
         let path = text(info.dli_fname);
         let name = path.rsplit('/').next().unwrap_or_default();
-        name.starts_with(GUEST)
+        name.starts_with(GUEST).then_some(!info.dli_sname.is_null())
     };
-    frames.iter().take(found.max(0) as usize).filter(guest).count()
+    frames.iter().take(found.max(0) as usize).filter_map(guest).collect()
 }
 
 /// Refuses a submission of the driver's beside SCAL.

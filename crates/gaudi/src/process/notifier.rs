@@ -26,11 +26,11 @@ impl Notifier {
 
     /// Makes the descriptor readable.
     pub fn notify(&self) {
+        // On both sides of the write: who sees it and clears must read, and a clear that comes before it reads
+        // nothing and must not have the next one do nothing.
+        self.written.store(true, Ordering::Release);
         // A full counter means that it is readable already.
         let _ = rustix::io::write(&self.fd, &1_u64.to_ne_bytes());
-        // After the write, and Release: pairs with the swap in `clear`. The other way round, a clear in
-        // between would read nothing and forget that something comes: the descriptor would stay readable. As
-        // it is, such a clear does nothing, and the next one reads.
         self.written.store(true, Ordering::Release);
     }
 

@@ -49,7 +49,7 @@ pub struct Costs {
     pub pinning: Pinning,
 }
 
-/// When a copy pins host memory: [`pin`](crate::pin) has the rules. In bytes.
+/// When a copy pins host memory: `pin` has the rules. In bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pinning {
     /// Copies up to this never make a region pinned: the CPU's part is small beside the submission.

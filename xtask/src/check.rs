@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::dist::{self, Profile};
+use crate::remarks::Remarks;
 use crate::repo::Repo;
 use crate::sets::{MACHINES, Machine, SETS, Set};
 use crate::setup;
-use crate::skipped::Skipped;
 use crate::units::seconds;
 
 /// Exit code of cargo-nextest when a filter matches no test.
@@ -43,12 +43,12 @@ pub(crate) fn run(repo: &Repo, set: Option<&str>, long: bool) -> Result<()> {
         });
     }
     steps.required("build", || dist::build(repo, Profile::Release))?;
-    let mut skipped = Skipped::default();
+    let mut remarks = Remarks::default();
     let name = set.map_or("tests".to_owned(), |set| format!("tests: {}", set.name));
-    steps.step(&name, || tests(repo, set, &mut skipped));
+    steps.step(&name, || tests(repo, set, &mut remarks));
     for machine in MACHINES.iter().filter(|_| long) {
         let name = format!("{name}, {}", machine.about);
-        steps.step(&name, || tests_again(repo, set, machine, &mut skipped));
+        steps.step(&name, || tests_again(repo, set, machine, &mut remarks));
     }
     if set.is_none() {
         steps.step("documentation tests", || {
@@ -56,7 +56,7 @@ pub(crate) fn run(repo: &Repo, set: Option<&str>, long: bool) -> Result<()> {
         });
         steps.step("dependencies", || dependencies(repo));
     }
-    eprintln!("\n{}", skipped.text());
+    eprintln!("\n{}", remarks.text());
     eprintln!(
         "not part of this: `cargo xtask vm test`, the kernel's own driver in a virtual machine"
     );
@@ -64,16 +64,16 @@ pub(crate) fn run(repo: &Repo, set: Option<&str>, long: bool) -> Result<()> {
 }
 
 /// Runs the tests of a set, or all.
-fn tests(repo: &Repo, set: Option<&Set>, skipped: &mut Skipped) -> Result<Outcome> {
+fn tests(repo: &Repo, set: Option<&Set>, remarks: &mut Remarks) -> Result<Outcome> {
     if has_nextest(repo) {
         let filter = set.map(Set::nextest_filter);
-        return nextest(repo, filter.as_deref(), &[], skipped);
+        return nextest(repo, filter.as_deref(), &[], remarks);
     }
     let everything = ["--workspace", "--lib", "--bins", "--tests"].map(str::to_owned).to_vec();
     let calls = set.map_or_else(|| vec![everything], Set::cargo_test_calls);
     let mut ran = 0;
     for call in calls {
-        ran += libtest(repo, &call, skipped)?;
+        ran += libtest(repo, &call, remarks)?;
     }
     ensure!(ran > 0, "no such tests: nothing was shown to work");
     Ok(Outcome::Passed(
@@ -86,27 +86,29 @@ fn tests_again(
     repo: &Repo,
     set: Option<&Set>,
     machine: &Machine,
-    skipped: &mut Skipped,
+    remarks: &mut Remarks,
 ) -> Result<Outcome> {
     let filter = match set {
         Some(set) => format!("({}) & ({})", set.nextest_filter(), machine.tests),
         None => machine.tests.to_owned(),
     };
-    nextest(repo, Some(&filter), machine.variables, skipped)
+    nextest(repo, Some(&filter), machine.variables, remarks)
 }
 
-/// Runs nextest and collects what was skipped from its report.
+/// Runs nextest and collects what to know of its tests from its report.
 fn nextest(
     repo: &Repo,
     filter: Option<&str>,
     variables: &[(&str, &str)],
-    skipped: &mut Skipped,
+    remarks: &mut Remarks,
 ) -> Result<Outcome> {
     let report = repo.layout().target().join("nextest/default/junit.xml");
     // A run that ends early writes none; the last one's must not pass for this one's.
     let _ = std::fs::remove_file(&report);
     let mut command = repo.cargo_for_tests();
     command.args(["nextest", "run", "--workspace", "--locked", "--no-tests=fail"]);
+    // Two processes that poll share a busy machine: what fails is tried again, and named at the end.
+    command.args(["--retries", "1"]);
     if let Some(filter) = filter {
         command.args(["--filterset", filter]);
     }
@@ -114,7 +116,7 @@ fn nextest(
     command.envs(variables.iter().copied()).env(e2e::KEEP, names.join(","));
     let status = command.status().context("cannot run cargo")?;
     if let Ok(text) = std::fs::read_to_string(&report) {
-        skipped.extend(Skipped::from_junit(&text));
+        remarks.extend(Remarks::from_junit(&text));
     }
     match status.code() {
         Some(0) => Ok(passed(())),
@@ -123,8 +125,8 @@ fn nextest(
     }
 }
 
-/// Runs `cargo test`, shows what it says, and collects what was skipped; returns how many tests ran.
-fn libtest(repo: &Repo, arguments: &[String], skipped: &mut Skipped) -> Result<usize> {
+/// Runs `cargo test`, shows what it says, and collects what to know of them; returns how many tests ran.
+fn libtest(repo: &Repo, arguments: &[String], remarks: &mut Remarks) -> Result<usize> {
     let mut command = repo.cargo_for_tests();
     command.args(["test", "--locked"]).args(arguments);
     if !arguments.iter().any(|argument| argument == "--") {
@@ -140,7 +142,7 @@ fn libtest(repo: &Repo, arguments: &[String], skipped: &mut Skipped) -> Result<u
         output += &line;
         output.push('\n');
     }
-    skipped.extend(Skipped::from_libtest(&output));
+    remarks.extend(Remarks::from_libtest(&output));
     let status = child.wait().context("cannot wait for cargo")?;
     ensure!(status.success(), "cargo test: {status}");
     Ok(output.lines().filter(|line| line.starts_with("test ") && line.ends_with(" ... ok")).count())

@@ -10,11 +10,11 @@ mod dist;
 mod install;
 mod package;
 mod progress;
+mod remarks;
 mod repo;
 mod sets;
 mod setup;
 mod shell;
-mod skipped;
 // The tool's, so that both set the same.
 #[path = "../../crates/cli/src/tuning.rs"]
 mod tuning;

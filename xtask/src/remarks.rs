@@ -1,4 +1,5 @@
-//! Tests that could not do what they are for on this machine: each prints a line `skipped: REASON`.
+//! What to know of tests that passed: those that could not do what they are for on this machine (each prints
+//! a line `skipped: REASON`), and those that failed once and passed when they were tried again.
 //!
 //! Runners hide the output of tests that pass, so the lines are collected from nextest's JUnit report,
 //! or from what libtest prints with `--show-output`.
@@ -8,40 +9,50 @@ use std::collections::BTreeMap;
 /// What starts the reason, anywhere in a line.
 const MARK: &str = "skipped: ";
 
-/// Names of tests by the reason they gave.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(crate) struct Skipped(BTreeMap<String, Vec<String>>);
+pub(crate) struct Remarks {
+    /// Names of tests by the reason they gave.
+    skipped: BTreeMap<String, Vec<String>>,
+    /// Names of tests that failed at first, with what they said.
+    second_try: Vec<(String, String)>,
+}
 
-impl Skipped {
+impl Remarks {
     /// What a report in JUnit's format says.
     pub(crate) fn from_junit(report: &str) -> Self {
-        let mut skipped = Self::default();
+        let mut remarks = Self::default();
         for case in report.split("<testcase ").skip(1) {
             let test = attribute(case, "name").unwrap_or("a test without a name");
+            if let Some((_, failure)) = case.split_once("<flakyFailure") {
+                // The place of the panic, then its message.
+                let text = failure.split_once('>').map_or(failure, |(_, text)| text);
+                let said: Vec<&str> = text.lines().take(2).collect();
+                remarks.second_try.push((test.to_owned(), unescape(&said.join(" "))));
+            }
             for line in case.lines() {
                 let line = line.split("</system-").next().unwrap_or(line);
-                skipped.note(test, &unescape(line));
+                remarks.note(test, &unescape(line));
             }
         }
-        skipped
+        remarks
     }
 
     /// What libtest printed with `--show-output`.
     pub(crate) fn from_libtest(output: &str) -> Self {
-        let mut skipped = Self::default();
+        let mut remarks = Self::default();
         let mut test = "";
         for line in output.lines() {
             match line.strip_prefix("---- ").and_then(|rest| rest.strip_suffix(" stdout ----")) {
                 Some(name) => test = name,
-                None => skipped.note(test, line),
+                None => remarks.note(test, line),
             }
         }
-        skipped
+        remarks
     }
 
     fn note(&mut self, test: &str, line: &str) {
         let Some((_, reason)) = line.split_once(MARK) else { return };
-        let tests = self.0.entry(reason.trim().to_owned()).or_default();
+        let tests = self.skipped.entry(reason.trim().to_owned()).or_default();
         if tests.last().is_none_or(|last| last != test) {
             tests.push(test.to_owned());
         }
@@ -49,19 +60,30 @@ impl Skipped {
 
     /// Both together.
     pub(crate) fn extend(&mut self, more: Self) {
-        for (reason, tests) in more.0 {
-            self.0.entry(reason).or_default().extend(tests);
+        for (reason, tests) in more.skipped {
+            self.skipped.entry(reason).or_default().extend(tests);
         }
+        self.second_try.extend(more.second_try);
     }
 
     /// For people: a line for each reason, then the tests.
     pub(crate) fn text(&self) -> String {
-        if self.0.is_empty() {
-            return "no test was skipped".to_owned();
+        let mut lines = Vec::new();
+        if !self.second_try.is_empty() {
+            lines.push(
+                "failed once and passed when tried again (a defect of test or product):".into(),
+            );
+            for (test, message) in &self.second_try {
+                lines.push(format!("  {test}: {message}"));
+            }
         }
-        let count: usize = self.0.values().map(Vec::len).sum();
-        let mut lines = vec![format!("skipped, in whole or in part: {count}")];
-        for (reason, tests) in &self.0 {
+        if self.skipped.is_empty() {
+            lines.push("no test was skipped".to_owned());
+        } else {
+            let count: usize = self.skipped.values().map(Vec::len).sum();
+            lines.push(format!("skipped, in whole or in part: {count}"));
+        }
+        for (reason, tests) in &self.skipped {
             lines.push(format!("  {reason}"));
             lines.extend(tests.iter().map(|test| format!("      {test}")));
         }
@@ -94,7 +116,7 @@ skipped: no Landlock (&quot;ENOSYS&quot; &amp; more)
   <testcase name="second" classname="e2e::ipc"><system-err>skipped: no network</system-err></testcase>
   <testcase name="third" classname="e2e::ipc"><system-out>test third ... ok</system-out></testcase>
 "#;
-        let text = Skipped::from_junit(report).text();
+        let text = Remarks::from_junit(report).text();
         assert_eq!(
             text,
             "skipped, in whole or in part: 2\n  no Landlock (\"ENOSYS\" & more)\n      first\n  \
@@ -106,14 +128,29 @@ skipped: no Landlock (&quot;ENOSYS&quot; &amp; more)
     fn libtest_names_the_test_before_its_output() {
         let output = "running 2 tests\n\nsuccesses:\n\n---- a::b stdout ----\nskipped: no card\n\
                       ---- c stdout ----\nfine\n";
-        let mut skipped = Skipped::from_libtest(output);
-        assert_eq!(skipped.text(), "skipped, in whole or in part: 1\n  no card\n      a::b");
-        skipped.extend(Skipped::from_libtest("---- d stdout ----\nskipped: no card\n"));
-        assert!(skipped.text().ends_with("a::b\n      d"), "{}", skipped.text());
+        let mut remarks = Remarks::from_libtest(output);
+        assert_eq!(remarks.text(), "skipped, in whole or in part: 1\n  no card\n      a::b");
+        remarks.extend(Remarks::from_libtest("---- d stdout ----\nskipped: no card\n"));
+        assert!(remarks.text().ends_with("a::b\n      d"), "{}", remarks.text());
+    }
+
+    #[test]
+    fn a_test_that_passed_at_the_second_try_is_named() {
+        let report = r#"<testcase name="first" classname="e2e::ipc">
+    <flakyFailure timestamp="now" type="test failure">thread panicked at a.rs:1:
+253 &gt; 188
+stack backtrace</flakyFailure>
+  </testcase><testcase name="second" classname="e2e::ipc"></testcase>"#;
+        let text = Remarks::from_junit(report).text();
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(
+            lines[1..],
+            ["  first: thread panicked at a.rs:1: 253 > 188", "no test was skipped"]
+        );
     }
 
     #[test]
     fn a_run_without_skips_says_so() {
-        assert_eq!(Skipped::from_junit("<testsuites/>").text(), "no test was skipped");
+        assert_eq!(Remarks::from_junit("<testsuites/>").text(), "no test was skipped");
     }
 }

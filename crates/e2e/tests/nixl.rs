@@ -92,24 +92,24 @@ fn many_blocks_of_45_kib_in_one_transfer() {
     println!("rc: {:.1} us a block", block_us(&end));
 }
 
-/// NIXL posts an operation for each block. On a card that ends copies later than they are posted, many of
-/// them share a submission.
+/// NIXL posts an operation for each block. This card begins late, so that blocks are posted while a copy
+/// waits; those share a submission.
 #[test]
 fn many_blocks_take_few_submissions() {
-    let submissions = |blocks: u32| {
-        let (device, fabric) = (machine(), Fabric::new());
-        let words = format!("--layers 1 --blocks 100 --block-bytes 4096 --descriptors {blocks}");
-        std::fs::create_dir_all(fabric.folder()).expect("a folder");
-        let tool = kv_cache(&device, &words)?;
-        verified(tool.env("UCX_GAUDI_TRACE", fabric.folder().join("trace.%p")).run());
-        let files = std::fs::read_dir(fabric.folder()).expect("the folder").flatten();
-        let texts = files.map(|file| std::fs::read_to_string(file.path()).expect("a recording"));
-        let call = "\"call\":\"hlthunk_command_submission\"";
-        Some(texts.map(|text| text.matches(call).count()).sum::<usize>())
-    };
-    let Some(few) = submissions(100) else { return };
-    let Some(many) = submissions(2100) else { return };
-    assert!(many > few && many - few < 500, "{few}, and {many} for 2000 blocks more");
+    let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2").with("SOFT_GAUDI_KIND", "import");
+    let (device, fabric) =
+        (Device::Software(node.with("SOFT_GAUDI_LATENCY", "5000")), Fabric::new());
+    let words = "--layers 1 --blocks 100 --block-bytes 4096 --descriptors 2000";
+    let Some(tool) = kv_cache(&device, words) else { return };
+    std::fs::create_dir_all(fabric.folder()).expect("a folder");
+    verified(tool.env("UCX_GAUDI_TRACE", fabric.folder().join("trace.%p")).run());
+    let files = std::fs::read_dir(fabric.folder()).expect("the folder").flatten();
+    let texts = files.map(|file| std::fs::read_to_string(file.path()).expect("a recording"));
+    let call = "\"call\":\"hlthunk_command_submission\"";
+    let submissions: usize = texts.map(|text| text.matches(call).count()).sum();
+    println!("{submissions} submissions");
+    // Filling, reading back and set-up are submissions too, about 200 of them.
+    assert!((1..1000).contains(&submissions), "{submissions} for 2000 blocks");
 }
 
 #[test]

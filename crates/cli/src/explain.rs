@@ -3,8 +3,7 @@
 //! UCX decides when endpoints are there and memory is known, so it is asked in the act: two processes of
 //! `ucp-check` do the operation once, with `UCX_PROTO_INFO=y`, and their tables are read.
 
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 use serde_json::json;
@@ -13,6 +12,7 @@ use crate::Context;
 use crate::failure::{Exit, Failure};
 use crate::output::{DIM, print_json, size};
 use crate::protocols::{Choice, Protocols};
+use crate::ucp_check::UcpCheck;
 
 /// Options of `explain`.
 #[derive(Debug, Args)]
@@ -262,61 +262,25 @@ fn advice(protocols: &Protocols, title: &str, len: usize) -> Vec<&'static str> {
 
 /// Has two processes do it, and reads what they log.
 fn ask(context: &Context, options: &Options) -> Result<Protocols, Failure> {
-    let checker = context.prefix.program("ucp-check")?;
-    let folder = Folder::new("explain")?;
-    let mut command = Command::new(checker);
-    command.args(["pair", "--plain", "--one-way", "--ops", options.operation.word()]);
-    let memory = format!("{}:{}", options.source.word(), options.destination.word());
-    command.args(["--mem", &memory, "--sizes", &options.size.to_string()]);
-    if let Some(ucx) = &options.ucx {
-        command.arg("--ucx").arg(ucx);
-    }
-    command.env("UCX_PLUGIN_PATH", context.prefix.plugins()?);
-    command.env("UCX_PROTO_INFO", "y").env("UCX_LOG_FILE", folder.path().join("%p"));
-    let output = command.stdin(Stdio::null()).output().map_err(|error| {
-        Failure::unable(format!("cannot run ucp-check: {error}"), "install all of ucx-gaudi")
-    })?;
-    let logs = std::fs::read_dir(folder.path()).into_iter().flatten().flatten();
+    let checker = UcpCheck::new(context, "explain")?;
+    let memories = format!("{}:{}", options.source.word(), options.destination.word());
+    let mut command = checker.pair(options.operation.word(), &memories, options.ucx.as_deref());
+    command.args(["--sizes", &options.size.to_string()]);
+    command.env("UCX_PROTO_INFO", "y").env("UCX_LOG_FILE", checker.folder().join("%p"));
+    let Some(mut ended) = checker.run(command)? else {
+        return Err(Failure { exit: Exit::Interrupted, ..Failure::unable("ended by Ctrl-C", "") });
+    };
+    let logs = std::fs::read_dir(checker.folder()).into_iter().flatten().flatten();
     let texts = logs.filter_map(|log| std::fs::read(log.path()).ok());
-    let each = texts.map(|text| Protocols::parse(&String::from_utf8_lossy(&text)));
-    let protocols = Protocols::merged(each);
-    if output.status.success() && !protocols.is_empty() {
+    let texts: Vec<String> =
+        texts.map(|text| String::from_utf8_lossy(&text).into_owned()).collect();
+    let protocols = Protocols::merged(texts.iter().map(|text| Protocols::parse(text)));
+    if ended.status.success() && !protocols.is_empty() {
         return Ok(protocols);
     }
-    let text = String::from_utf8_lossy(&output.stdout);
-    // `FAIL  process 0: why; process 1: why`
-    let reason = text.lines().find_map(|line| line.strip_prefix("FAIL"));
-    let reason = reason.and_then(|line| line.split("; process 1:").next()).or(text.lines().last());
-    Err(Failure::unable(
-        format!("UCX did not do it: {}", reason.unwrap_or("without a word").trim()),
-        "name a UCX with --ucx DIR; `ucx-gaudi doctor` says what is missing",
-    ))
-}
-
-/// A folder that goes when this does.
-pub(crate) struct Folder(PathBuf);
-
-impl Folder {
-    pub(crate) fn path(&self) -> &Path {
-        &self.0
-    }
-
-    pub(crate) fn new(command: &str) -> Result<Self, Failure> {
-        let name = format!("ucx-gaudi-{command}-{}", std::process::id());
-        let folder = std::env::temp_dir().join(name);
-        std::fs::create_dir(&folder).map(|()| Self(folder.clone())).map_err(|error| {
-            Failure::unable(
-                format!("cannot create {}: {error}", folder.display()),
-                "set TMPDIR to a folder that you may write to",
-            )
-        })
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(Path::new(&self.0));
-    }
+    ended.said.extend(texts);
+    let what = format!("{} {memories}", options.operation.word());
+    Err(checker.broke_off(&what, &ended, options.ucx.as_deref()))
 }
 
 #[cfg(test)]

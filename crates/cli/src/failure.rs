@@ -21,7 +21,7 @@ pub(crate) enum Exit {
     NotRunnable = 126,
     /// `run`: no such program.
     NotFound = 127,
-    /// `bench`: ended by Ctrl-C, with what was measured until then.
+    /// Ended by Ctrl-C, with the results until then.
     Interrupted = 130,
 }
 
@@ -42,7 +42,9 @@ pub(crate) struct Failure {
 impl Failure {
     /// It could not be done.
     pub(crate) fn unable(what: impl Into<String>, remedy: impl Into<String>) -> Self {
-        Self { what: what.into(), remedy: remedy.into(), exit: Exit::Unable }
+        let what = what.into();
+        let remedy = out_of_descriptors(&what).unwrap_or_else(|| remedy.into());
+        Self { what, remedy, exit: Exit::Unable }
     }
 
     pub(crate) fn to_json(&self) -> serde_json::Value {
@@ -64,6 +66,18 @@ impl From<gaudi::Error> for Failure {
         let _ = error.explain(&mut what, "");
         Self::unable(what, words(error.remedy()))
     }
+}
+
+/// What to do about EMFILE, whoever met it and whatever for.
+pub(crate) fn out_of_descriptors(what: &str) -> Option<String> {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+    what.contains("Too many open files").then(|| {
+        let limit = limit.map_or(String::from("any number of"), |limit| limit.to_string());
+        format!(
+            "a process may open {limit} files here, which is too few: `ulimit -n 1024` raises it, beyond \
+             `ulimit -Hn` an administrator in /etc/security/limits.conf"
+        )
+    })
 }
 
 /// The remedy in terms of this tool.

@@ -11,6 +11,7 @@ mod driver;
 mod explain;
 mod failure;
 mod info;
+mod interrupt;
 mod output;
 mod prefix;
 mod private;
@@ -18,10 +19,12 @@ mod private;
 mod protocols;
 mod report;
 mod run;
+mod saved_file;
 mod stats;
 mod topo;
 mod trace;
 mod tuning;
+mod ucp_check;
 mod verbs;
 
 use std::process::ExitCode;
@@ -41,7 +44,7 @@ Exit codes:
   3    it could not be done: no card, card busy, file not readable
   126  run: the program cannot be run
   127  run: there is no such program
-  130  bench: ended by Ctrl-C, after the results until then
+  130  bench, check-card, explain: ended by Ctrl-C, after the results until then
 Otherwise `run` ends as its program does.";
 
 /// Gaudi memory in stock UCX: what is here, whether it works, programs run with it
@@ -143,6 +146,7 @@ pub(crate) struct Context {
 
 fn main() -> ExitCode {
     restore_sigpipe();
+    explain_unwritable_output();
     let cli = Cli::parse();
     let json = cli.json;
     match dispatch(cli) {
@@ -169,12 +173,9 @@ fn dispatch(cli: Cli) -> Result<Exit, Failure> {
         Command::Top(options) => stats::top(&context, &options),
         Command::Trace(options) => trace::run(&context, &options),
         Command::Completions { shell } => {
-            clap_complete::generate(
-                shell,
-                &mut Cli::command(),
-                "ucx-gaudi",
-                &mut std::io::stdout(),
-            );
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "ucx-gaudi", &mut script);
+            print!("{}", String::from_utf8_lossy(&script));
             Ok(Exit::Fine)
         }
         Command::Man { folder } => write_manual(&folder),
@@ -209,6 +210,23 @@ fn on_card(context: Context, kind: &str) -> Result<Context, Failure> {
 fn restore_sigpipe() {
     // SAFETY: no handler of ours; the default action is set before anything else runs.
     unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
+}
+
+/// `println!` panics where standard output cannot be written, such as a file on a full disk.
+fn explain_unwritable_output() {
+    let usual = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        let text = info.payload().downcast_ref::<String>().map_or("", String::as_str);
+        let Some((_, error)) = text.split_once("failed printing to stdout: ") else {
+            return usual(info);
+        };
+        let failure = Failure::unable(
+            format!("cannot write to standard output: {error}"),
+            "free space where it goes to, or send it elsewhere",
+        );
+        output::print_failure(&failure, false);
+        std::process::exit(failure.exit as i32);
+    }));
 }
 
 fn write_manual(folder: &std::path::Path) -> Result<Exit, Failure> {

@@ -1,14 +1,26 @@
 //! What a report for others must not tell: names of users, of the machine, and of foreign processes.
 
 use std::ffi::CStr;
+use std::path::Path;
 
 use serde_json::Value;
+
+use crate::failure::Failure;
+use crate::saved_file;
 
 /// What is replaced, and by what.
 type Names = Vec<(String, &'static str)>;
 
+/// Writes a report for others to a file.
+pub(crate) fn save(path: &Path, report: &Value) -> Result<(), Failure> {
+    let mut report = report.clone();
+    remove_from(&mut report);
+    let text = serde_json::to_string_pretty(&report).expect("representable in JSON");
+    saved_file::replace(path, &(text + "\n"))
+}
+
 /// Replaces private names in what the checks of a report found. Its keys and fixed words stay.
-pub(crate) fn remove_from(report: &mut Value) {
+fn remove_from(report: &mut Value) {
     let mut names = Names::new();
     commands(report, &mut names);
     names.extend(own_names());

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::failure::{Exit, Failure};
+use crate::failure::{Exit, Failure, out_of_descriptors};
 use crate::output::{DIM, GREEN, RED, YELLOW};
 
 /// How a check ended.
@@ -35,6 +35,7 @@ pub(crate) struct Finding {
 
 impl Finding {
     fn new(check: &str, verdict: Verdict, found: String, remedy: String) -> Self {
+        let remedy = out_of_descriptors(&found).unwrap_or(remedy);
         Self { check: check.to_owned(), verdict, found, remedy, data: serde_json::Value::Null }
     }
 
@@ -108,5 +109,21 @@ impl Summary {
 
     pub(crate) fn exit(self) -> Exit {
         if self.bad == 0 { Exit::Fine } else { Exit::Problem }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn too_few_descriptors_have_their_own_remedy_wherever_they_are_met() {
+        let what = "hlthunk_open: Too many open files (os error 24)";
+        for remedy in
+            [Finding::bad("open", what, "other").remedy, Failure::unable(what, "other").remedy]
+        {
+            assert!(remedy.contains("`ulimit -n 1024`"), "{remedy}");
+        }
+        assert_eq!(Finding::bad("open", "no", "other").remedy, "other");
     }
 }

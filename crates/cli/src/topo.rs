@@ -8,7 +8,7 @@ use serde::Serialize;
 use crate::Context;
 use crate::failure::{Exit, Failure};
 use crate::info::Nic;
-use crate::output::{print_json, print_table, table};
+use crate::output::{note, print_json, print_table, table};
 
 const LEGEND: &[(&str, &str)] = &[
     ("X", "the device itself"),
@@ -66,6 +66,8 @@ pub(crate) fn run(context: &Context) -> Result<Exit, Failure> {
     let places: Vec<Place> =
         all.cards().iter().map(card).chain(all.nics().iter().map(nic)).collect();
     let report = report(&all, &places);
+    // Such as a card that is left out, and why.
+    runtime().take_notes().iter().for_each(|text| note(text));
     if context.json {
         print_json(&report);
     } else {

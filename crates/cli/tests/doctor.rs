@@ -94,6 +94,19 @@ fn wrong_variables_are_named() {
         Ran::of(&command.env(name, value).output().expect("runs")).json()
     };
     expect(&with("UCX_TLS", "rc,sm"), "settings", "warning", "UCX_TLS", "gaudi_cpy");
+    expect(
+        &with("UCX_PLUGIN_PATH", "/no/such"),
+        "settings",
+        "warning",
+        "no libuct_gaudi",
+        "run -q",
+    );
+    let folder = tool.prefix().join("one-suffix");
+    std::fs::create_dir(&folder).expect("a folder");
+    std::fs::write(folder.join("libuct_gaudi.so"), "").expect("a file");
+    let folder = folder.to_str().expect("text");
+    let words = "there is no libuct_gaudi.so.0, no libuct_gaudi.so.0.0.0";
+    expect(&with("UCX_PLUGIN_PATH", folder), "settings", "warning", words, "run -q");
     expect(&with("GAUDI_MAPPING_TABLE", "{"), "cards", "bad", "GAUDI_MAPPING_TABLE", "");
     expect(
         &with("HABANA_VISIBLE_MODULES", "17"),

@@ -51,7 +51,7 @@ pub fn start(pattern: &str) -> io::Result<PathBuf> {
         return Err(io::Error::from(io::ErrorKind::PermissionDenied));
     }
     if sink().is_some() {
-        return Ok(PathBuf::from(expand(pattern)));
+        return Ok(file_name(pattern));
     }
     let path = begin_record(pattern, ptr::null_mut())?;
     // SAFETY: the handler takes no arguments and may run at any time.
@@ -73,10 +73,9 @@ extern "C" fn flush_at_exit() {
 }
 
 fn begin_record(pattern: &str, instead_of: *mut Sink) -> io::Result<PathBuf> {
-    let path = PathBuf::from(expand(pattern));
-    let file = OpenOptions::new().append(true).create(true).open(&path)?;
+    let path = file_name(pattern);
+    let mut file = OpenOptions::new().append(true).create(true).open(&path)?;
     let began = Instant::now();
-    let mut state = State { file, buffer: Vec::new(), since: began };
     let mut line = String::new();
     let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let (pid, program) = (std::process::id(), std::env::args_os().next().unwrap_or_default());
@@ -86,10 +85,9 @@ fn begin_record(pattern: &str, instead_of: *mut Sink) -> io::Result<PathBuf> {
     line.push_str(",\"kernel\":");
     write_text(&mut line, &kernel_says("osrelease"));
     line.push_str("}\n");
-    state.buffer.extend_from_slice(line.as_bytes());
-    state.write_out();
+    file.write_all(line.as_bytes())?;
     let process = ProcessInstance::current();
-    let state = Mutex::new(state);
+    let state = Mutex::new(State { file, buffer: Vec::new(), since: began });
     let sink = Sink { pattern: pattern.to_owned(), began, pid, process, state };
     let made = Box::into_raw(Box::new(sink));
     // Another thread may have begun one meanwhile; ours then stays behind, unused.
@@ -115,9 +113,13 @@ fn sink() -> Option<&'static Sink> {
 
 impl State {
     fn write_out(&mut self) {
-        if self.file.write_all(&self.buffer).is_err() {
-            // Such as a full disk. What cannot be recorded must not disturb what is recorded.
-            SINK.store(ptr::null_mut(), Ordering::Release);
+        if let Err(error) = self.file.write_all(&self.buffer) {
+            // Such as a full disk. What cannot be recorded must not disturb what is recorded, but whoever asked
+            // for the recording must not take a part for the whole.
+            if !SINK.swap(ptr::null_mut(), Ordering::AcqRel).is_null() {
+                let text = format!("ucx-gaudi: the recording of driver calls ended early: {error}");
+                let _ = writeln!(io::stderr(), "{text}");
+            }
         }
         self.buffer.clear();
     }
@@ -306,9 +308,10 @@ pub(crate) fn write_text(line: &mut String, text: &str) {
     line.push('"');
 }
 
-fn expand(pattern: &str) -> String {
+/// The file that [`start`] records in: `%p` and `%h` replaced.
+pub fn file_name(pattern: &str) -> PathBuf {
     let pid = std::process::id().to_string();
-    pattern.replace("%p", &pid).replace("%h", &kernel_says("hostname"))
+    PathBuf::from(pattern.replace("%p", &pid).replace("%h", &kernel_says("hostname")))
 }
 
 fn kernel_says(what: &str) -> String {
@@ -354,7 +357,7 @@ mod tests {
 
     #[test]
     fn the_process_id_and_the_host_are_part_of_the_name() {
-        let name = expand("/tmp/%h.%p.trace");
+        let name = file_name("/tmp/%h.%p.trace").display().to_string();
         assert!(name.ends_with(&format!(".{}.trace", std::process::id())), "{name}");
         assert!(!name.contains('%'), "{name}");
     }

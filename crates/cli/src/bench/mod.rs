@@ -8,13 +8,11 @@
 
 mod chart;
 mod compare;
-mod file;
-mod interrupt;
 mod results;
 mod runner;
 mod svg;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -22,7 +20,9 @@ use indicatif::{ProgressBar, ProgressStyle};
 use crate::Context;
 use crate::explain::bytes;
 use crate::failure::{Exit, Failure};
-use crate::output::{note, print_json};
+use crate::interrupt;
+use crate::output::{note, print_failure, print_json};
+use crate::saved_file;
 use results::Results;
 use runner::Runner;
 
@@ -92,16 +92,17 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
 fn measure(context: &Context, options: &Measure) -> Result<Exit, Failure> {
     // Not after minutes of measuring.
     for file in [&options.save, &options.csv, &options.svg].into_iter().flatten() {
-        file::check(file).map_err(|error| cannot_write(file, &error))?;
+        saved_file::check(file)?;
     }
     let mut pairs = options.pairs.clone();
     pairs.retain(|pair| pair != results::FLOOR);
     pairs.insert(0, String::from(results::FLOOR));
     let steps = u64::from(options.rounds) * (options.ops.len() * pairs.len()) as u64;
     let bar = progress(context, steps);
-    let interrupted = interrupt::watch();
+    interrupt::watch();
     let runner = Runner::new(context, options)?;
     let mut results = Results::new(context.soft.is_some(), options.rounds);
+    let mut failure = None;
     'all: for round in 1..=options.rounds {
         for &size in &options.sizes {
             results.add_memcpy(size, runner::memcpy(size));
@@ -109,20 +110,35 @@ fn measure(context: &Context, options: &Measure) -> Result<Exit, Failure> {
         for op in &options.ops {
             for pair in &pairs {
                 bar.set_message(format!("round {round} of {}: {op} {pair}", options.rounds));
-                match runner.run(op, pair, interrupted)? {
-                    Some(rows) => rows.into_iter().for_each(|row| results.add(row)),
-                    None => break 'all,
+                match runner.run(op, pair) {
+                    Ok(Some(rows)) => rows.into_iter().for_each(|row| results.add(row)),
+                    Ok(None) => break 'all,
+                    Err(reason) => {
+                        failure = Some(reason);
+                        break 'all;
+                    }
                 }
                 bar.inc(1);
             }
         }
     }
     bar.finish_and_clear();
-    results.interrupted = interrupted();
-    if results.interrupted {
-        note("ended by Ctrl-C: these are the results until then");
+    results.interrupted = interrupt::came() || failure.is_some();
+    let why = if failure.is_some() { "it did not run to the end" } else { "ended by Ctrl-C" };
+    if results.is_empty() {
+        // Files of an earlier run stay.
+        let stopped = Failure { exit: Exit::Interrupted, ..Failure::unable(why, "") };
+        return Err(failure.unwrap_or(stopped));
     }
-    publish(context, options, &results)?;
+    if results.interrupted {
+        note(&format!("{why}: these are the results until then"));
+    }
+    let written = publish(context, options, &results);
+    if let Some(failure) = failure.or(written.err()) {
+        // The results are on standard output.
+        print_failure(&failure, false);
+        return Ok(failure.exit);
+    }
     match (results.interrupted, results.all_verified()) {
         (true, _) => Ok(Exit::Interrupted),
         (false, true) => Ok(Exit::Fine),
@@ -144,15 +160,10 @@ fn publish(context: &Context, options: &Measure, results: &Results) -> Result<()
     ];
     for (file, text) in files {
         let Some(file) = file else { continue };
-        file::replace(file, &text).map_err(|error| cannot_write(file, &error))?;
+        saved_file::replace(file, &text)?;
         note(&format!("wrote {}", file.display()));
     }
     Ok(())
-}
-
-fn cannot_write(file: &Path, error: &std::io::Error) -> Failure {
-    let what = format!("cannot write {}: {error}", file.display());
-    Failure::unable(what, "give a file in a folder that you may write to")
 }
 
 /// On a terminal only.

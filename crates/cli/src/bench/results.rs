@@ -110,6 +110,11 @@ impl Results {
         }
     }
 
+    /// Whether nothing was measured.
+    pub(super) fn is_empty(&self) -> bool {
+        self.cells.is_empty()
+    }
+
     pub(super) fn all_verified(&self) -> bool {
         self.cells.iter().all(|cell| cell.verified)
     }

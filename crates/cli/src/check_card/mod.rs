@@ -28,9 +28,11 @@ use crate::Context;
 use crate::driver::{Driver, kernel};
 use crate::failure::{Exit, Failure};
 use crate::info::choice;
-use crate::output::{DIM, print_json};
+use crate::interrupt::{self, Working};
+use crate::output::{DIM, print_failure, print_json};
 use crate::private;
 use crate::report::{Finding, Summary, Verdict};
+use crate::saved_file::{self, Pending};
 
 /// Options of `check-card`.
 #[derive(Clone, Debug, Args)]
@@ -88,24 +90,23 @@ enum Line {
 pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure> {
     if options.child {
         if let Some(file) = &options.trace {
-            hl_thunk::trace::start(file).map_err(|error| cannot_write(Path::new(file), &error))?;
+            hl_thunk::trace::start(file)
+                .map_err(|error| saved_file::cannot_write(Path::new(file), &error))?;
         }
         child(options);
         return Ok(Exit::Fine);
     }
     choice(options.card.as_deref())?;
-    if let Some(file) = &options.trace {
-        // A recording is appended to its file; this one is of one run.
-        std::fs::File::create(file).map_err(|error| cannot_write(Path::new(file), &error))?;
-    }
-    // Opened before the work begins: afterwards is too late to find that it cannot be written.
-    let file = options
-        .save
-        .as_deref()
-        .map(|path| std::fs::File::create(path).map_err(|error| cannot_write(path, &error)));
-    let file = file.transpose()?;
+    // Before the work begins: afterwards is too late to find that a file cannot be written.
+    options.save.as_deref().map(saved_file::check).transpose()?;
+    let trace = options.trace.as_deref().map(hl_thunk::trace::file_name);
+    let trace = trace.as_deref().map(Pending::new).transpose()?;
+    // What was found and recorded until then is kept.
+    interrupt::watch();
     let began = Instant::now();
-    let findings = watch(context, options)?;
+    let findings = watch(context, options, trace.as_ref())?;
+    // Also if the child was killed: what came before is what one wants to see.
+    let recorded = trace.map(Pending::keep).transpose();
     let summary = Summary::of(&findings);
     let report = json!({
         "report": "check-card",
@@ -117,12 +118,6 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
         "summary": summary,
         "checks": findings,
     });
-    if let (Some(mut file), Some(path)) = (file, &options.save) {
-        let mut report = report.clone();
-        private::remove_from(&mut report);
-        let written = serde_json::to_writer_pretty(&mut file, &report);
-        written.map_err(|error| cannot_write(path, &error.into()))?;
-    }
     if context.json {
         print_json(&report);
     } else {
@@ -133,22 +128,25 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
             );
         }
     }
-    Ok(summary.exit())
-}
-
-fn cannot_write(path: &Path, error: &std::io::Error) -> Failure {
-    Failure::unable(
-        format!("cannot write {}: {error}", path.display()),
-        "name a file in a folder that you may write to",
-    )
+    let saved = options.save.as_deref().map(|path| private::save(path, &report)).transpose();
+    if let Err(failure) = recorded.and(saved) {
+        // The report is on standard output.
+        print_failure(&failure, false);
+        return Ok(failure.exit);
+    }
+    Ok(if interrupt::came() { Exit::Interrupted } else { summary.exit() })
 }
 
 /// Runs the checks in a child.
-fn watch(context: &Context, options: &Options) -> Result<Vec<Finding>, Failure> {
+fn watch(
+    context: &Context,
+    options: &Options,
+    trace: Option<&Pending>,
+) -> Result<Vec<Finding>, Failure> {
     let mut command = Command::new(std::env::current_exe().map_err(|error| cannot_start(&error))?);
     command.args(["check-card", "--child"]);
     command.args(options.card.iter().flat_map(|card| ["--card", card]));
-    command.args(options.trace.iter().flat_map(|file| ["--trace", file]));
+    command.args(trace.iter().flat_map(|file| ["--trace".as_ref(), file.path().as_os_str()]));
     command.args(options.thorough.then_some("--thorough"));
     command.args(options.may_reset.then_some("--may-reset"));
     findings_of(&mut command, context.json)
@@ -160,9 +158,9 @@ fn cannot_start(error: &std::io::Error) -> Failure {
 
 /// Runs the child, and prints its findings as they come, unless they are for JSON.
 fn findings_of(command: &mut Command, json: bool) -> Result<Vec<Finding>, Failure> {
-    let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn();
+    let child = Working::start(command.stdin(Stdio::null()).stdout(Stdio::piped()));
     let mut child = child.map_err(|error| cannot_start(&error))?;
-    let mut lines = BufReader::new(child.stdout.take().expect("piped"));
+    let mut lines = BufReader::new(child.child().stdout.take().expect("piped"));
     let (mut findings, mut running) = (Vec::new(), None);
     // Shown on terminals only: a thorough check takes minutes.
     let spinner = ProgressBar::new_spinner();
@@ -206,7 +204,13 @@ fn findings_of(command: &mut Command, json: bool) -> Result<Vec<Finding>, Failur
     };
     let check = running.as_deref().unwrap_or("process");
     let remedy = "look at the kernel log (dmesg), and send it with the report";
-    take(&mut findings, Finding::bad(check, how, remedy));
+    take(
+        &mut findings,
+        match status.signal() {
+            Some(libc::SIGINT) => Finding::skipped(check, "not tried to the end: Ctrl-C"),
+            _ => Finding::bad(check, how, remedy),
+        },
+    );
     for other in missing.into_iter().filter(|other| *other != check) {
         take(&mut findings, Finding::skipped(other, "not tried: the process ended before"));
     }

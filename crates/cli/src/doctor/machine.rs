@@ -62,9 +62,34 @@ pub(super) fn settings(soft: bool) -> Finding {
             format!("{shown}: UCX_MODULES leaves out the plugin"),
             "add gaudi to UCX_MODULES, or unset it",
         ),
-        _ => Finding::good("settings", shown),
+        _ => match value("UCX_PLUGIN_PATH").and_then(missing_plugin) {
+            Some(missing) => Finding::warning(
+                "settings",
+                format!("{shown}: {missing}"),
+                "`ucx-gaudi run -q -- printenv UCX_PLUGIN_PATH` prints the right one",
+            ),
+            None => Finding::good("settings", shown),
+        },
     };
     finding.with(set.iter().map(|(name, value)| (name.clone(), json!(value))).collect())
+}
+
+/// What UCX will not find in its list of folders for plugins. It looks for the suffix of its own libucs, and says
+/// nothing if there is no such file.
+fn missing_plugin(folders: &str) -> Option<String> {
+    const SUFFIXES: [&str; 3] = [".so", ".so.0", ".so.0.0.0"];
+    let names = SUFFIXES.map(|suffix| format!("libuct_gaudi{suffix}"));
+    let readable = |name: &&String| {
+        std::env::split_paths(folders).any(|folder| std::fs::File::open(folder.join(name)).is_ok())
+    };
+    let found = names.iter().filter(readable).count();
+    let missing: Vec<&str> =
+        names.iter().filter(|name| !readable(name)).map(String::as_str).collect();
+    match (found, &*missing) {
+        (0, _) => Some(String::from("there is no libuct_gaudi that this user may read")),
+        (_, []) => None,
+        (_, missing) => Some(format!("there is no {}", missing.join(", no "))),
+    }
 }
 
 /// Whether a list of UCX, `a,b` or `^a,b`, leaves no Gaudi.

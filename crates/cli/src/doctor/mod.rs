@@ -7,7 +7,7 @@
 mod card;
 mod machine;
 mod probe;
-mod ucx;
+pub(crate) mod ucx;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -21,8 +21,9 @@ use crate::Context;
 use crate::driver::Driver;
 use crate::failure::{Exit, Failure};
 use crate::info::{choice, load};
-use crate::output::{note, print_json};
+use crate::output::{note, print_failure, print_json};
 use crate::report::{Finding, Summary};
+use crate::saved_file;
 
 pub(crate) use probe::{Probe, answer};
 
@@ -72,6 +73,7 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
             });
         }
     }
+    options.bundle.as_deref().map(saved_file::check).transpose()?;
     let mut findings = Findings { all: Vec::new(), json: context.json };
     findings.add(machine::kernel());
     let library = check_library(&mut findings);
@@ -95,13 +97,16 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
         "summary": summary,
         "checks": findings.all,
     });
-    if let Some(path) = &options.bundle {
-        write_bundle(path, &report)?;
-    }
     if context.json {
         print_json(&report);
     } else {
         summary.print();
+    }
+    let written = options.bundle.as_deref().map(|path| write_bundle(path, &report)).transpose();
+    if let Err(failure) = written {
+        // The report is on standard output.
+        print_failure(&failure, false);
+        return Ok(failure.exit);
     }
     Ok(summary.exit())
 }
@@ -157,7 +162,9 @@ fn check_cards(findings: &mut Findings) -> Vec<DeviceInfo> {
     let finding = if free == 0 {
         Finding::warning("cards", found, "a card has one owner at a time: wait for one, or end it")
     } else if let [first, ..] = &*notes {
-        Finding::warning("cards", format!("{found}; {first}"), "correct GAUDI_MAPPING_TABLE")
+        let table = first.contains("GAUDI_MAPPING_TABLE");
+        let remedy = if table { "correct GAUDI_MAPPING_TABLE" } else { "" };
+        Finding::warning("cards", format!("{found}; {first}"), remedy)
     } else {
         Finding::good("cards", found)
     };
@@ -186,17 +193,9 @@ fn copy_on_a_card(options: &Options, cards: &[DeviceInfo]) -> Vec<Finding> {
     })
 }
 
-/// Writes the report with everything that names a user or a machine replaced.
+/// Writes the report without private names.
 fn write_bundle(path: &std::path::Path, report: &Value) -> Result<(), Failure> {
-    let mut report = report.clone();
-    crate::private::remove_from(&mut report);
-    let text = serde_json::to_string_pretty(&report).expect("representable in JSON");
-    std::fs::write(path, text + "\n").map_err(|error| {
-        Failure::unable(
-            format!("cannot write {}: {error}", path.display()),
-            "name a file in a folder that you may write to",
-        )
-    })?;
+    crate::private::save(path, report)?;
     note(&format!("wrote {}; look into it before you send it", path.display()));
     Ok(())
 }

@@ -20,6 +20,8 @@ pub(super) struct Loaded {
     /// Why it could not be loaded.
     error: Option<String>,
     version: (u32, u32, u32),
+    /// Its own file, links resolved.
+    libucp: Option<PathBuf>,
     /// Where its libucs was loaded from.
     libucs: Option<PathBuf>,
     /// Its components, and how many memory domains each has.
@@ -49,17 +51,22 @@ fn try_load(libucp: &Path) -> Result<Loaded, String> {
     let mut version = (0, 0, 0);
     // SAFETY: three places to write to.
     unsafe { get_version(&mut version.0, &mut version.1, &mut version.2) };
-    let mut loaded = Loaded { version, libucs: path_of_libucs(&library), ..Loaded::default() };
-    if (version.0, version.1) >= PLUGINS_SINCE {
+    let mut loaded = Loaded {
+        version,
+        libucp: path_of(&library, "ucp_get_version").and_then(|path| path.canonicalize().ok()),
+        libucs: path_of(&library, "ucs_status_string"),
+        ..Loaded::default()
+    };
+    if loaded.knows_plugins() {
         loaded.components = components(&library).map_err(reason)?;
     }
     Ok(loaded)
 }
 
-/// The file that a function of libucs is in, as the loader knows it: UCX looks for plugins with its suffix.
-fn path_of_libucs(library: &Library) -> Option<PathBuf> {
+/// The file that a function is in, as the loader knows it: UCX looks for plugins with the suffix of its libucs.
+fn path_of(library: &Library, function: &str) -> Option<PathBuf> {
     // SAFETY: only the address is taken.
-    let symbol = unsafe { library.get::<*const c_void>("ucs_status_string") }.ok()?;
+    let symbol = unsafe { library.get::<*const c_void>(function) }.ok()?;
     // SAFETY: plain pointers; all zeroes is a value of it.
     let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
     // SAFETY: an address inside a loaded library, and a place for the answer.
@@ -119,25 +126,92 @@ fn components(library: &Library) -> Result<Vec<(String, u32)>, libloading::Error
     Ok(found)
 }
 
-/// One finding for each UCX found, and one on the whole.
+/// One finding for each UCX found, and one on which of them programs get.
 pub(super) fn check(extra: &[PathBuf], plugins: &Path) -> Vec<Finding> {
     let copies = find(&folders(extra));
     if copies.is_empty() {
         return vec![Finding::bad(
             "ucx",
             "no libucp.so found on the loader path and in the usual places",
-            "install UCX 1.22 or later (pip install libucx-cu12), or name its folder with --ucx DIR",
+            format!("{INSTALL}, or name its folder with --ucx DIR"),
         )];
     }
     let mut findings: Vec<Finding> = copies.iter().map(|copy| check_one(copy, plugins)).collect();
-    let works = findings.iter().any(|finding| finding.verdict == Verdict::Good);
+    let good = findings.iter().position(|finding| finding.verdict == Verdict::Good);
     for finding in &mut findings {
         // An old UCX beside a good one does no harm.
-        if works && finding.verdict == Verdict::Bad {
+        if good.is_some() && finding.verdict == Verdict::Bad {
             finding.verdict = Verdict::Warning;
         }
     }
+    if let Some(good) = good.and_then(|at| copies[at].parent()) {
+        findings.push(judge_loader(on_loader_path().as_ref(), good));
+    }
     findings
+}
+
+/// How one gets a UCX.
+const INSTALL: &str = "install UCX 1.22 or later (pip install libucx-cu12)";
+
+/// The UCX of programs that bring none of their own.
+fn on_loader_path() -> Option<Loaded> {
+    let probe = Probe::Ucx { libucp: PathBuf::from("libucp.so.0") };
+    let variables = [("UCX_LOG_LEVEL", "fatal".as_ref())];
+    in_child::<Loaded>(&probe, &variables).ok().filter(|loaded| loaded.error.is_none())
+}
+
+/// Whether programs get a UCX that loads plugins, if there is one in `good`.
+fn judge_loader(loaded: Option<&Loaded>, good: &Path) -> Finding {
+    let found = match loaded {
+        None => String::from("programs that bring no UCX of their own find none"),
+        Some(loaded) => {
+            format!("programs that bring no UCX of their own get {}", loaded.words())
+        }
+    };
+    if loaded.is_some_and(Loaded::knows_plugins) {
+        return Finding::good("loader", found);
+    }
+    let remedy =
+        format!("export LD_LIBRARY_PATH={}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}", good.display());
+    Finding::warning("loader", found, remedy)
+}
+
+impl Loaded {
+    fn knows_plugins(&self) -> bool {
+        (self.version.0, self.version.1) >= PLUGINS_SINCE
+    }
+
+    fn words(&self) -> String {
+        let (major, minor, patch) = self.version;
+        let place = self.libucp.as_deref().unwrap_or(Path::new("a place unknown"));
+        format!("UCX {major}.{minor}.{patch} ({})", place.display())
+    }
+}
+
+/// What is wrong with the UCX of `--ucx`, or of the loader path, and what to do.
+pub(crate) fn advice(ucx: Option<&Path>, plugins: &Path) -> (String, String) {
+    let probed = |libucp: &PathBuf| in_child::<Loaded>(&Probe::Ucx { libucp: libucp.clone() }, &[]);
+    let loaded = match ucx {
+        None => on_loader_path(),
+        Some(ucx) => find(&below(ucx)).iter().find_map(|libucp| probed(libucp).ok()),
+    };
+    let place = ucx.map_or(String::from("the loader path"), |ucx| ucx.display().to_string());
+    let found = match &loaded {
+        None => format!("there is no UCX in {place}"),
+        Some(Loaded { error: Some(error), .. }) => {
+            format!("the UCX in {place} cannot be loaded: {error}")
+        }
+        Some(loaded) => {
+            format!("it needs UCX 1.22 or later, and in {place} is {}", loaded.words())
+        }
+    };
+    let usable = |libucp: &&PathBuf| check_one(libucp, plugins).verdict != Verdict::Bad;
+    let copies = find(&folders(&[]));
+    let remedy = match copies.iter().find(usable).and_then(|libucp| libucp.parent()) {
+        Some(folder) => format!("add --ucx {}", folder.display()),
+        None => format!("{INSTALL}, and name its folder with --ucx DIR"),
+    };
+    (found, remedy)
 }
 
 fn check_one(libucp: &Path, plugins: &Path) -> Finding {
@@ -181,7 +255,7 @@ fn judge(libucp: &Path, loaded: Result<Loaded, NoAnswer>) -> Finding {
         loaded.components.iter().filter(|(name, _)| name.starts_with("gaudi")).collect();
     let data = json!({
         "version": format!("{major}.{minor}.{patch}"), "suffix": suffix, "verbs": verbs,
-        "own_modules": folder, "knows_plugins": (major, minor) >= PLUGINS_SINCE,
+        "own_modules": folder, "knows_plugins": loaded.knows_plugins(),
         "gaudi_components": gaudi,
     });
     let what = format!(
@@ -189,7 +263,7 @@ fn judge(libucp: &Path, loaded: Result<Loaded, NoAnswer>) -> Finding {
         if verbs { "with InfiniBand" } else { "without InfiniBand" }
     );
     let domains: u32 = gaudi.iter().map(|(_, domains)| domains).sum();
-    let finding = if (major, minor) < PLUGINS_SINCE {
+    let finding = if !loaded.knows_plugins() {
         let why = if (major, minor) == (1, 21) {
             "does not look for plugins"
         } else {
@@ -198,7 +272,8 @@ fn judge(libucp: &Path, loaded: Result<Loaded, NoAnswer>) -> Finding {
         Finding::bad(
             "ucx",
             format!("{what}: {why}"),
-            "use UCX 1.22 or later, first on LD_LIBRARY_PATH (programs built for older ones run on it)",
+            "use UCX 1.22 or later, first on LD_LIBRARY_PATH (programs built for older ones run on it, except \
+             UCX's own ucx_info and ucx_perftest)",
         )
     } else if gaudi.is_empty() {
         Finding::bad(
@@ -227,12 +302,14 @@ fn suffix(libucs: &Path) -> Option<String> {
     name.find(".so").map(|at| name[at..].to_owned())
 }
 
+/// Where libraries may be below a folder that the user named.
+fn below(folder: &Path) -> [PathBuf; 4] {
+    ["", "lib", "lib64", "libucx/lib"].map(|below| folder.join(below))
+}
+
 /// Where a UCX may be.
 fn folders(extra: &[PathBuf]) -> Vec<PathBuf> {
-    let mut folders: Vec<PathBuf> = Vec::new();
-    for folder in extra {
-        folders.extend(["", "lib", "lib64", "libucx/lib"].map(|below| folder.join(below)));
-    }
+    let mut folders: Vec<PathBuf> = extra.iter().flat_map(|folder| below(folder)).collect();
     let paths = |name: &str| {
         let value = std::env::var_os(name).unwrap_or_default();
         std::env::split_paths(&value).filter(|path| path.is_absolute()).collect::<Vec<_>>()
@@ -287,11 +364,15 @@ fn names(folder: &Path) -> Vec<String> {
     children(folder).iter().filter_map(name).collect()
 }
 
-/// The libucp files in these folders, each file once.
+/// The libucp files in these folders, each once: wheels have no links, but the same file under three names.
 fn find(folders: &[PathBuf]) -> Vec<PathBuf> {
     let (mut found, mut seen) = (Vec::new(), BTreeSet::new());
     for folder in folders {
-        for path in children(folder) {
+        let mut contents = BTreeSet::new();
+        let mut paths = children(folder);
+        // The name that programs look for stands for all.
+        paths.sort_by_key(|path| !path.ends_with("libucp.so.0"));
+        for path in paths {
             let name = path.file_name().map(|name| name.to_string_lossy().into_owned());
             let is_it = name.as_deref().is_some_and(|name| {
                 (name.starts_with("libucp.so") || name.starts_with("libucp-"))
@@ -301,7 +382,11 @@ fn find(folders: &[PathBuf]) -> Vec<PathBuf> {
                 continue;
             }
             let Ok(real) = path.canonicalize() else { continue };
-            if seen.insert(real.clone()) {
+            if !seen.insert(real.clone()) {
+                continue;
+            }
+            // Unreadable ones are shown: why is said when they are loaded.
+            if std::fs::read(&real).map_or(true, |content| contents.insert(content)) {
                 found.push(real);
             }
         }
@@ -359,17 +444,36 @@ mod tests {
     }
 
     #[test]
+    fn old_ucx_on_the_loader_path_is_told_with_the_folder_of_a_good_one() {
+        let old = Loaded {
+            libucp: Some(PathBuf::from("/usr/lib/libucp.so.0.0.0")),
+            ..loaded((1, 13, 1), &[])
+        };
+        let finding = judge_loader(Some(&old), Path::new("/good/lib"));
+        assert_eq!(finding.verdict, Verdict::Warning);
+        assert!(finding.found.contains("get UCX 1.13.1 (/usr/lib/libucp.so.0.0.0)"), "{finding:?}");
+        assert!(finding.remedy.contains("LD_LIBRARY_PATH=/good/lib"), "{finding:?}");
+        let none = judge_loader(None, Path::new("/good/lib"));
+        assert_eq!((none.verdict, none.found.contains("find none")), (Verdict::Warning, true));
+        let new = judge_loader(Some(&loaded((1, 22, 0), &[])), Path::new("/good/lib"));
+        assert_eq!(new.verdict, Verdict::Good);
+    }
+
+    #[test]
     fn copies_are_found_once_whatever_they_are_called() {
         let root = std::env::temp_dir().join(format!("cli-ucx-{}", std::process::id()));
         std::fs::create_dir_all(&root).expect("a folder");
         for name in
             ["libucp.so.0.0.0", "libucp-14c218c5.so.0.0.0", "libucpx.so", "libucp.a", "libuct.so"]
         {
-            std::fs::write(root.join(name), "").expect("a file");
+            std::fs::write(root.join(name), name).expect("a file");
         }
-        std::os::unix::fs::symlink("libucp.so.0.0.0", root.join("libucp.so.0")).expect("a link");
+        std::os::unix::fs::symlink("libucp.so.0.0.0", root.join("libucp.so")).expect("a link");
+        // As a wheel has it.
+        std::fs::copy(root.join("libucp.so.0.0.0"), root.join("libucp.so.0")).expect("a copy");
         let found = find(&[root.clone(), root.join("."), root.join("none")]);
-        assert_eq!(found.len(), 2, "{found:?}");
+        let names = ["libucp.so.0", "libucp-14c218c5.so.0.0.0"];
+        assert!(found.iter().map(|path| path.file_name()).eq(names.map(|n| Some(n.as_ref()))));
         std::fs::remove_dir_all(root).expect("removed");
     }
 }

@@ -57,6 +57,7 @@ pub use identity::Identity;
 pub use key::KEY_LEN;
 pub(crate) use opened::Handles;
 pub use opened::{Opened, RemoteKey};
+pub use socket::remove_leftovers;
 
 use std::sync::Arc;
 

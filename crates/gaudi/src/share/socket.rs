@@ -90,7 +90,7 @@ fn listen_at_path(path: &Path) -> Result<OwnedFd, Errno> {
 }
 
 /// Removes sockets of this user's processes that ended without doing so themselves.
-pub(super) fn remove_leftovers() {
+pub fn remove_leftovers() {
     for folder in FOLDERS {
         let entries = fs::read_dir(folder).into_iter().flatten().flatten();
         let ours = entries.filter(|entry| {

@@ -1,0 +1,142 @@
+//! `ucp-check`, which is installed beside the tool, moves the data of `bench` and `explain`: how it is run, and
+//! why it broke off.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus, Stdio};
+
+use crate::Context;
+use crate::doctor::ucx;
+use crate::failure::Failure;
+use crate::interrupt::{self, Working};
+use crate::saved_file;
+
+/// How it is started, and a folder for what it writes.
+pub(crate) struct UcpCheck {
+    program: PathBuf,
+    plugins: PathBuf,
+    folder: Folder,
+}
+
+/// What it printed on both channels, and how it ended.
+pub(crate) struct Ended {
+    pub(crate) status: ExitStatus,
+    pub(crate) said: String,
+}
+
+impl UcpCheck {
+    pub(crate) fn new(context: &Context, command: &str) -> Result<Self, Failure> {
+        Ok(Self {
+            program: context.prefix.program("ucp-check")?,
+            plugins: context.prefix.plugins()?,
+            folder: Folder::new(command)?,
+        })
+    }
+
+    /// Empty, and for this process alone.
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder.0
+    }
+
+    /// One operation between two memories, with UCX of a folder or of the loader path.
+    pub(crate) fn pair(&self, op: &str, memories: &str, ucx: Option<&Path>) -> Command {
+        let mut command = Command::new(&self.program);
+        command.args(["pair", "--plain", "--one-way", "--ops", op, "--mem", memories]);
+        command.args(ucx.into_iter().flat_map(|ucx| ["--ucx".as_ref(), ucx.as_os_str()]));
+        command.env("UCX_PLUGIN_PATH", &self.plugins);
+        command
+    }
+
+    /// Runs it; `None` if Ctrl-C ended it.
+    pub(crate) fn run(&self, mut command: Command) -> Result<Option<Ended>, Failure> {
+        let unable = |error: std::io::Error| {
+            Failure::unable(format!("cannot run ucp-check: {error}"), "install all of ucx-gaudi")
+        };
+        let file = self.folder().join("said");
+        let output = File::create(&file).map_err(unable)?;
+        command.stdin(Stdio::null());
+        command.stderr(output.try_clone().map_err(unable)?).stdout(output);
+        interrupt::watch();
+        let status = Working::start(&mut command).map_err(unable)?.wait().map_err(unable)?;
+        if interrupt::came() {
+            // Its processes had no time to do that.
+            gaudi::share::remove_leftovers();
+            return Ok(None);
+        }
+        let said = fs::read(&file).unwrap_or_default();
+        let _ = fs::remove_file(&file);
+        Ok(Some(Ended { status, said: String::from_utf8_lossy(&said).into_owned() }))
+    }
+
+    /// Why `what` did not run, from what was printed and logged.
+    pub(crate) fn broke_off(&self, what: &str, ended: &Ended, ucx: Option<&Path>) -> Failure {
+        if NO_UCX.iter().any(|words| ended.said.contains(words)) {
+            let (found, remedy) = ucx::advice(ucx, &self.plugins);
+            return Failure::unable(format!("{what} did not run: {found}"), remedy);
+        }
+        let reason = reason(&ended.said).unwrap_or_else(|| format!("{}", ended.status));
+        let remedy = if reason.contains("DEVICE_BUSY") {
+            "gaudi:gaudi needs two free cards (--soft=2 has them); `ucx-gaudi info` says who has them"
+        } else {
+            "`ucx-gaudi doctor` says what is missing, and --ucx DIR names another UCX"
+        };
+        Failure::unable(format!("{what} did not run: {reason}"), remedy)
+    }
+}
+
+/// What `ucp-check` says of a UCX that is not there, or too old.
+const NO_UCX: [&str; 3] =
+    ["cannot load UCX from", "is no UCX that this client can use", "no libucp.so.0 and no libucp-"];
+
+/// The first error: of the plugin, of UCX, or `ucp-check`'s own, without what stands before it in a log.
+fn reason(said: &str) -> Option<String> {
+    let words = ["ucx-gaudi ERROR", "ucx-gaudi WARN", "UCX  ERROR", "FAIL", "ucp-check: "];
+    let mut lines = words
+        .iter()
+        .flat_map(|word| said.lines().filter_map(move |line| Some(line.split_once(word)?.1)));
+    let line = lines.next().or(said.lines().last())?;
+    // `FAIL  process 0: why; process 1: why`
+    let line = line.split("; process 1:").next().unwrap_or(line).trim();
+    Some(line.strip_prefix("process 0: ").unwrap_or(line).to_owned())
+}
+
+/// A folder that goes when this does.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(command: &str) -> Result<Self, Failure> {
+        let name = format!("ucx-gaudi-{command}-{}", std::process::id());
+        let folder = std::env::temp_dir().join(name);
+        let remedy = "set TMPDIR to a folder that you may write to, on a file system with space";
+        fs::create_dir(&folder).map_err(|error| {
+            Failure::unable(format!("cannot create {}: {error}", folder.display()), remedy)
+        })?;
+        let made = Self(folder);
+        // Full later on, it would look as if nothing had been measured.
+        saved_file::check(&made.0.join("said"))
+            .map_err(|failure| Failure { remedy: remedy.to_owned(), ..failure })?;
+        Ok(made)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reason_is_the_first_error_without_time_and_place() {
+        let log = "[1.5] [vm:83 :0] x.c:1 UCX  WARN  w\n[1.5] [vm:83 :0]  pipe.c:24   UCX  ERROR pipe() returned -1\n\
+                   FAIL  process 0: ucp_init: -3; process 1: ucp_init: -3\n";
+        assert_eq!(reason(log).as_deref(), Some("pipe() returned -1"));
+        let plugin = format!("{log}[1.6] [vm:83 :0] domain.rs:3 ucx-gaudi ERROR   no card\n");
+        assert_eq!(reason(&plugin).as_deref(), Some("no card"));
+        assert_eq!(reason("FAIL  process 0: why; process 1: other").as_deref(), Some("why"));
+        assert_eq!(reason("").as_deref(), None);
+    }
+}

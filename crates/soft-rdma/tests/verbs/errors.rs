@@ -168,8 +168,8 @@ fn a_peer_that_is_not_ready_or_expects_another_ends_in_retry_exceeded() {
 fn a_peer_that_becomes_ready_in_time_is_reached() {
     let device = Device::open();
     let (a, b) = (device.rc(), device.rc());
-    // About 8 s for each of seven tries.
-    a.connect(&b, |attr| (attr.timeout, attr.retry_cnt) = (14, 7));
+    // 4 s for each of seven tries.
+    a.connect(&b, |attr| (attr.timeout, attr.retry_cnt) = (20, 7));
     assert_eq!(Send::new(IBV_WR_SEND, 1, &[]).post(&a), 0);
     b.connect(&a, |_| ());
     assert_eq!(b.receive(2, &[]), 0);

@@ -19,6 +19,8 @@ pub(crate) fn setup() {
     ONCE.call_once(|| {
         if std::env::var_os("SOFT_RDMA_DIR").is_none() {
             let folder = format!("/tmp/soft-rdma-test-{}", std::process::id());
+            // A process with the same number may have been killed before it could.
+            let _ = std::fs::remove_dir_all(&folder);
             // SAFETY: before the library, the only reader in this process, looks at it.
             unsafe { std::env::set_var("SOFT_RDMA_DIR", &folder) };
             // Two nodes at addresses of the loopback network that no other test has.

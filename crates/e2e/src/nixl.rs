@@ -45,7 +45,7 @@ pub fn kv_cache(device: &Device, words: &str) -> Option<Tool> {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/kv_cache.py");
     let tool = bench.program(Ucx::Nixl, python).plugin().device(device);
     let tool = tool.libraries(bench.layout().soft_synapse());
-    let tool = tool.arg(script).words(words).limit(Duration::from_secs(100));
+    let tool = tool.arg(script).words(words).limit(Duration::from_secs(200));
     let tool = tool.env("PYTHONPATH", package).env("PYTHONDONTWRITEBYTECODE", "1");
     Some(tool.env("NIXL_LOG_LEVEL", "WARN"))
 }

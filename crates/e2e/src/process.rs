@@ -77,9 +77,9 @@ impl Running {
     }
 
     /// Waits until `condition` holds for the process ids of the child and its descendants; `false` if
-    /// the child ended, or half a minute passed, before it did.
+    /// the child ended, or 100 seconds passed, before it did.
     pub fn wait_until(&self, condition: impl Fn(&[u32]) -> bool) -> bool {
-        let deadline = Instant::now() + Duration::from_secs(30);
+        let deadline = Instant::now() + Duration::from_secs(100);
         while !self.has_ended() && Instant::now() < deadline {
             let mut pids = vec![self.id()];
             pids.extend(descendants(self.id()));

@@ -156,9 +156,8 @@ ip link set lo up
 unshare --net --ipc --mount sleep 1000 &
 other=$!
 trap 'kill $other' EXIT
-for try in 1 2 3 4 5 6 7 8 9 10; do
-    test "$(readlink /proc/$other/ns/net)" != "$(readlink /proc/self/ns/net)" && break
-    sleep 0.1
+while kill -0 $other && test "$(readlink /proc/$other/ns/net)" = "$(readlink /proc/self/ns/net)"; do
+    sleep 0.05
 done
 in_other="nsenter -t $other -n -m -i"
 $in_other mount -t tmpfs tmpfs /dev/shm

@@ -122,7 +122,9 @@ fn a_peer_that_is_killed_in_a_transfer_is_an_error() {
                 return;
             };
             let tool = if ib { over_ib(tool, &fabric) } else { tool };
-            let end = tool.env("UCX_RC_TIMEOUT", "100ms").env("UCX_RC_RETRY_COUNT", "3").run().ok();
+            let tool = tool.env("UCX_RC_TIMEOUT", "100ms").env("UCX_RC_RETRY_COUNT", "3");
+            // Who fetches from memory that outlives its process learns of the death from the keep-alive.
+            let end = tool.env("UCX_KEEPALIVE_INTERVAL", "1s").run().ok();
             assert!(end.stdout.contains("the peer died"), "{}", end.report());
         }
     }

@@ -21,7 +21,7 @@ fn a_sleeper_is_woken_by_a_thread_that_exists_only_while_needed() {
     machine::set_up("gaudi2");
     // A card that takes its time, so that there is something to sleep for.
     // SAFETY: the only test of this program; the card is not open yet.
-    unsafe { std::env::set_var("SOFT_GAUDI_LATENCY", "20000") };
+    unsafe { std::env::set_var("SOFT_GAUDI_LATENCY", "300000") };
     let device = machine::fresh();
     let len = 4 << 20;
     let target = device.alloc(len as u64, 1).unwrap();

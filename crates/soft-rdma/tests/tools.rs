@@ -6,7 +6,7 @@
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 struct Tools {
     library: PathBuf,
@@ -40,10 +40,9 @@ impl Tools {
             return None;
         }
         let unpacked = std::env::var_os("VERBS_TOOLS").map(PathBuf::from);
-        let places = match &unpacked {
-            Some(root) => vec![root.join("usr/bin")],
-            None => std::env::split_paths(&std::env::var_os("PATH")?).collect(),
-        };
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let mut places: Vec<_> = std::env::split_paths(&path).collect();
+        places.extend(unpacked.as_ref().map(|root| root.join("usr/bin")));
         if !places.iter().any(|place| place.join(program).exists()) {
             eprintln!(
                 "skipped: no {program} (install ibverbs-utils and perftest, or set VERBS_TOOLS)"
@@ -57,7 +56,9 @@ impl Tools {
 
     fn command(&self, program: &str, arguments: &[&str]) -> Command {
         let mut path = vec![self.library.clone(), self.library.with_file_name("gaudi")];
-        let mut command = match &self.unpacked {
+        let unpacked =
+            self.unpacked.as_ref().filter(|root| root.join("usr/bin").join(program).exists());
+        let mut command = match unpacked {
             Some(root) => {
                 path.extend(
                     ["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu"]
@@ -88,21 +89,17 @@ impl Tools {
     /// The same, with arguments that only the server or only the client has.
     #[track_caller]
     fn run(&self, program: &str, arguments: &[&str], sides: [&[&str]; 2]) {
-        let port = TcpListener::bind(("127.0.0.1", 0))
-            .and_then(|free| free.local_addr())
-            .expect("a port")
-            .port();
-        let port = port.to_string();
+        let port = free_port().to_string();
         let arguments = [&["-p", &port], arguments].concat();
         let mut server = self.command(program, &[&arguments[..], sides[0]].concat());
         let mut server = Server(server.stdout(Stdio::null()).spawn().expect("the server starts"));
-        let end = Instant::now() + Duration::from_secs(60);
         // The client gives up at once if the server does not listen yet.
         let client = loop {
             let all = [&arguments[..], sides[1], &["127.0.0.1"]].concat();
             let client = output(self.command(program, &all));
             let text = String::from_utf8_lossy(&client.stderr).into_owned();
-            if !text.contains("Couldn't connect") || Instant::now() > end {
+            let has_ended = server.0.try_wait().expect("our child").is_some();
+            if !text.contains("Couldn't connect") || has_ended {
                 break client;
             }
             std::thread::sleep(Duration::from_millis(50));
@@ -114,6 +111,13 @@ impl Tools {
             "{program}: the server failed"
         );
     }
+}
+
+/// A port that no other test gets, below those that the kernel gives to others.
+fn free_port() -> u16 {
+    let first = 20_000 + (std::process::id() % 10_000) as u16;
+    let is_free = |port: &u16| TcpListener::bind(("127.0.0.1", *port)).is_ok();
+    (first..30_000).chain(20_000..first).find(is_free).expect("a port")
 }
 
 fn output(mut command: impl std::borrow::BorrowMut<Command>) -> Output {

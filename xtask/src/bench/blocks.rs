@@ -16,19 +16,19 @@ struct Blocks {
     /// Blocks of the cache, of which some are moved several times.
     cache: u64,
     bytes: u64,
+    /// How often; the best counts.
+    runs: usize,
 }
 
-const SMALL: Blocks = Blocks { count: 10_000, cache: 10_000, bytes: 4096 };
-const MANY: Blocks = Blocks { count: 100_000, cache: 2000, bytes: 46_080 };
+const SMALL: Blocks = Blocks { count: 10_000, cache: 10_000, bytes: 4096, runs: 3 };
+/// A run takes some seconds, so that few are needed.
+const MANY: Blocks = Blocks { count: 100_000, cache: 2000, bytes: 46_080, runs: 2 };
 /// On a card in time, which is slower.
-const SOME: Blocks = Blocks { count: 5000, cache: 1000, bytes: 46_080 };
-const QUICK: Blocks = Blocks { count: 200, cache: 200, bytes: 4096 };
+const SOME: Blocks = Blocks { count: 5000, cache: 1000, bytes: 46_080, runs: 1 };
+const QUICK: Blocks = Blocks { count: 200, cache: 200, bytes: 4096, runs: 1 };
 
 /// Times of a Gaudi2, stretched so that two processors can follow.
 const MODEL: &str = "gaudi2,slow=20";
-
-/// Runs of each; the best counts.
-const RUNS: usize = 3;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
@@ -69,8 +69,8 @@ impl Way {
     }
 }
 
-fn best(way: Way, blocks: &Blocks, runs: usize) -> Option<f64> {
-    let measured: Option<Vec<f64>> = (0..runs).map(|_| way.measure(blocks)).collect();
+fn best(way: Way, blocks: &Blocks) -> Option<f64> {
+    let measured: Option<Vec<f64>> = (0..blocks.runs).map(|_| way.measure(blocks)).collect();
     measured?.into_iter().reduce(f64::min)
 }
 
@@ -88,20 +88,21 @@ pub(super) fn run(repo: &Repo, quick: bool) -> Result<Vec<Record>> {
             (Way::ModelledIpc, SOME),
         ]
     };
-    let runs = if quick { 1 } else { RUNS };
     let mut records = Vec::new();
     for (way, blocks) in cases {
         let kib = blocks.bytes / 1024;
         let work = Work::start(format!("{} blocks of {kib} KiB, {}", blocks.count, way.name()));
         // The same bytes: the whole cache as one block, as often as it takes.
         let whole = blocks.cache * blocks.bytes;
-        let few = Blocks { count: (blocks.count / blocks.cache).max(1), cache: 1, bytes: whole };
-        let (each, whole) = (best(*way, blocks, runs), best(*way, &few, runs));
+        let count = (blocks.count / blocks.cache).max(1);
+        let few = Blocks { count, cache: 1, bytes: whole, runs: blocks.runs };
+        let (each, whole) = (best(*way, blocks), best(*way, &few));
         ensure!(each.is_some() && whole.is_some(), "this machine's Python cannot load NIXL");
         let (each, whole) = (each.unwrap_or(0.0), whole.unwrap_or(0.0));
         let name = format!("{}, {} blocks of {kib} KiB, time of a block", way.name(), blocks.count);
-        records.push(Record::at_most(name, each, "µs", whole / blocks.cache as f64, None));
-        work.done("");
+        let share = whole / blocks.cache as f64;
+        work.done(&format!("{each:.1} µs a block, {share:.1} µs of one large block"));
+        records.push(Record::at_most(name, each, "µs", share, None));
     }
     Ok(records)
 }

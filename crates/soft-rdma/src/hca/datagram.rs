@@ -71,10 +71,13 @@ impl QueuePair {
                 address.grh.hop_limit,
             )),
         });
-        let link = hca
-            .fabric()
-            .filter(|_| !hca.is_down(self.parts.port))
-            .and_then(|fabric| fabric.link(Owner { node: port.node, slot: number.slot() }));
+        if hca.is_down(self.parts.port) {
+            self.parts.counters.xmit_discards.fetch_add(1, Ordering::Relaxed);
+            lost();
+            return Ok(());
+        }
+        let to = Owner { node: port.node, slot: number.slot() };
+        let link = hca.fabric().and_then(|fabric| fabric.link(to));
         let Some(link) = link.filter(|link| link.send_datagram(&frame, &bytes)) else {
             lost();
             return Ok(());

@@ -134,6 +134,20 @@ mod tests {
     use crate::wire::Challenge;
 
     #[test]
+    fn a_peer_that_reads_nothing_makes_nobody_keep_more_than_a_megabyte() {
+        let frame = Frame::Challenge(Challenge { nonce: [7; 32] });
+        let (mut requests, mut datagrams) = (Output::default(), Output::default());
+        while requests.has_capacity() {
+            requests.push(&frame, Payload::Bytes(vec![5; 1000]));
+        }
+        while datagrams.has_datagram_capacity(4096) {
+            datagrams.push(&frame, Payload::Bytes(vec![5; 4096]));
+        }
+        assert!(requests.bytes() < FULL + 2000, "{}", requests.bytes());
+        assert!(datagrams.bytes() < FULL_FOR_DATAGRAMS, "{}", datagrams.bytes());
+    }
+
+    #[test]
     fn frames_count_until_they_are_written_also_beyond_one_buffer() {
         let mut output = Output::default();
         let frame = Frame::Challenge(Challenge { nonce: [7; 32] });

@@ -21,6 +21,11 @@ fn folder() -> PathBuf {
 impl Card {
     /// Opens a card of a machine that this process has for itself.
     pub(crate) fn open(index: u32) -> Self {
+        Self::try_open(index).unwrap_or_else(|error| panic!("open: {error}"))
+    }
+
+    /// The same, or the driver's error.
+    pub(crate) fn try_open(index: u32) -> Result<Self, i32> {
         extern "C" fn remove() {
             let _ = std::fs::remove_dir_all(folder());
         }
@@ -34,11 +39,18 @@ impl Card {
         }
         let name = CString::new(soft_gaudi::asic::bus_id(index)).expect("no NUL");
         let fd = hlthunk_open(soft_gaudi::abi::DEVICE_DONT_CARE, name.as_ptr());
-        assert!(fd >= 0, "open: {fd}");
+        if fd < 0 {
+            return Err(fd);
+        }
         let handle = hlthunk_device_memory_alloc(fd, 4 << 20, 0, true, false);
         let address = hlthunk_device_memory_map(fd, handle, 0);
         assert_ne!(address, 0, "{}", std::io::Error::last_os_error());
-        Self { fd, address }
+        Ok(Self { fd, address })
+    }
+
+    /// Closes it; what was exported stays.
+    pub(crate) fn close(self) {
+        assert_eq!(hlthunk_close(self.fd), 0);
     }
 
     /// Exports the first bytes.

@@ -150,6 +150,33 @@ fn memory_of_a_card_that_was_reset_is_not_reached_any_more() {
     deregister(mr);
 }
 
+/// As the driver has it: a dma-buf keeps the memory, and the card busy.
+#[test]
+fn memory_of_a_card_that_was_closed_is_reached_and_the_card_busy_until_it_is_deregistered() {
+    let test = "refusals::memory_of_a_card_that_was_closed_is_reached_and_the_card_busy_until_it_is_deregistered";
+    if rerun(test, &[]) {
+        return;
+    }
+    let device = Device::open();
+    let card = Card::open(0);
+    let fd = card.export(1 << 20);
+    let mr = register(&device, &fd, 1 << 20).expect("registered");
+    drop(fd);
+    card.close();
+    let (a, _b) = device.pair();
+    let (local, back) = (device.buffer(100_000, |at| at as u8), device.buffer(100_000, |_| 0));
+    // SAFETY: the region is live.
+    let key = unsafe { (*mr).rkey };
+    for (opcode, buffer) in [(IBV_WR_RDMA_WRITE, &local), (IBV_WR_RDMA_READ, &back)] {
+        assert_eq!(Send::new(opcode, 1, &[buffer.all()]).remote(0, key).post(&a), 0);
+        assert_eq!(device.wait().status, IBV_WC_SUCCESS);
+    }
+    assert_eq!(back.read(), local.read());
+    assert_eq!(Card::try_open(0).err(), Some(-libc::EBUSY));
+    deregister(mr);
+    Card::open(0).close();
+}
+
 #[test]
 fn without_descriptors_nothing_is_made_and_what_is_there_works_on() {
     let test = "refusals::without_descriptors_nothing_is_made_and_what_is_there_works_on";

@@ -347,7 +347,9 @@ impl Context {
 
     /// Records the line that the kernel logs when it refuses a call.
     pub(crate) fn log_refusal<T>(&self, what: &str, result: Result<T, Errno>) -> Result<T, Errno> {
-        result.inspect_err(|errno| self.node.log_kernel_error(self.device, what, *errno))
+        result.inspect_err(|errno| {
+            self.node.log_kernel_error(self.device, what, errno.raw_os_error())
+        })
     }
 
     /// Takes as long as the driver takes to map or unmap so much host memory, if times are modelled.

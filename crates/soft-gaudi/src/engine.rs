@@ -202,6 +202,10 @@ impl Context {
                 self.state.set(Word::Busy, 0);
             }
         }
+        if submission.spares_card {
+            // However it ends, also in time: "Command submission N completed after … (s)".
+            self.node.log_kernel_error(self.device, "ended", 0);
+        }
         submission.publish(outcome, realtime_ns());
         self.window.submission_ended();
         self.count_down_delayed();
@@ -390,9 +394,11 @@ impl Context {
             self.events.raise(bit::CS_TIMEOUT | bit::DEVICE_RESET);
             self.reset(Some(&oldest));
         } else if oldest.set_overdue() {
-            self.state.record(Word::CsTimeout, realtime_ns(), oldest.seq, 0);
-            self.events.raise(bit::CS_TIMEOUT);
-            self.node.log_kernel_error(self.device, "timeout", Errno::TIMEDOUT);
+            // Only the first timeout of a context is recorded and announced; each is logged.
+            if self.state.record(Word::CsTimeout, realtime_ns(), oldest.seq, 0) {
+                self.events.raise(bit::CS_TIMEOUT);
+            }
+            self.node.log_kernel_error(self.device, "timeout", libc::ETIMEDOUT);
         }
     }
 

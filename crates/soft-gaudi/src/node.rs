@@ -266,12 +266,12 @@ impl Node {
     }
 
     /// Records a line that the kernel would log as an error, in `kernel.log` of the machine's folder.
-    pub(crate) fn log_kernel_error(&self, device: u32, what: &str, errno: Errno) {
+    /// `errno` is 0 where the line is no refusal.
+    pub(crate) fn log_kernel_error(&self, device: u32, what: &str, errno: i32) {
         const MOST: u64 = 1 << 20;
         let flags = OFlags::WRONLY | OFlags::APPEND;
         let Ok(file) = self.open_file("kernel.log", flags) else { return };
         if rustix::fs::fstat(&file).is_ok_and(|stat| (stat.st_size as u64) < MOST) {
-            let errno = errno.raw_os_error();
             // Lost when there is no space, as the kernel's own are.
             let _ = rustix::io::write(&file, format!("accel{device} {what} {errno}\n").as_bytes());
         }

@@ -246,14 +246,16 @@ impl StateFile {
         let _ = self.write_at(at, &state.0[at..at + 2]);
     }
 
-    /// Records an error; the first of its kind in a context stays, as in the driver.
-    pub(crate) fn record(&self, kind: Word, now_ns: u64, what: u64, queue: u64) {
+    /// Records an error; the first of its kind in a context stays, as in the driver. Whether it was the first.
+    pub(crate) fn record(&self, kind: Word, now_ns: u64, what: u64, queue: u64) -> bool {
         let at = kind as usize;
         let mut state = self.written();
-        if state.0[at] == 0 {
+        let is_first = state.0[at] == 0;
+        if is_first {
             state.0[at..at + 3].copy_from_slice(&[now_ns, what, queue]);
             let _ = self.write_at(at, &state.0[at..at + 3]);
         }
+        is_first
     }
 
     /// The card is being reset.

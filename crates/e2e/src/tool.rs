@@ -23,8 +23,8 @@ pub fn is_setting(name: &OsStr) -> bool {
     name.to_str().is_some_and(|name| all.into_iter().any(|prefix| name.starts_with(prefix)))
 }
 
-/// Names, separated by commas, of such variables that programs get from the caller nevertheless:
-/// `cargo xtask test --long` runs the tests on other software machines than the default.
+/// Names, separated by commas, of such variables that programs on a software machine get from the caller
+/// nevertheless: `cargo xtask test --long` runs the tests on other machines than the default.
 pub const KEEP: &str = "UCX_GAUDI_TEST_KEEP";
 
 /// Longest a single program may run unless a test says otherwise.
@@ -288,7 +288,8 @@ impl Tool {
     pub fn command(&self) -> Command {
         let scratch = self.layout.scratch();
         let mut command = Command::new(&self.program);
-        let keep = std::env::var(KEEP).unwrap_or_default();
+        // Without a software machine none: the mere name of such a variable says that there is one.
+        let keep = self.machine.as_ref().and_then(|_| std::env::var(KEEP).ok()).unwrap_or_default();
         let kept = |name: &OsStr| keep.split(',').any(|kept| name == kept);
         for (name, _) in std::env::vars_os().filter(|(name, _)| is_setting(name) && !kept(name)) {
             command.env_remove(name);

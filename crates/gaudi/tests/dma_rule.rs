@@ -2,14 +2,14 @@
 //! it. Every byte is checked, with poisoned surroundings.
 
 mod machine;
+mod poison;
 
 use std::sync::Arc;
 
-use gaudi::{Allocation, Device, DeviceAddr, HostRegion, Segment, Side};
+use gaudi::{Device, HostRegion, Segment, Side};
 use machine::{assert_same, fresh, pattern, read, write};
+use poison::{MARGIN, POISON, at, framed, poisoned};
 
-const POISON: u8 = 0xee;
-const MARGIN: usize = 300;
 /// Around the unit and the borders between ways to copy.
 const SIZES: [usize; 13] =
     [1, 3, 63, 64, 127, 128, 129, 256, 4097, 65535, 65537, 300_001, (1 << 20) + 128];
@@ -21,22 +21,6 @@ fn setup() -> Arc<Device> {
     unsafe { std::env::set_var("SOFT_GAUDI_DMA_RULE", "4,128") };
     machine::set_up("gaudi2");
     fresh()
-}
-
-fn at(allocation: &Allocation, offset: usize) -> DeviceAddr {
-    DeviceAddr(allocation.addr().0 + offset as u64)
-}
-
-fn poisoned(device: &Arc<Device>, len: usize) -> Allocation {
-    let allocation = device.alloc((len + 2 * MARGIN) as u64, 1).unwrap();
-    write(device, allocation.addr(), &vec![POISON; len + 2 * MARGIN]);
-    allocation
-}
-
-fn framed(inner: &[u8], offset: usize) -> Vec<u8> {
-    let mut whole = vec![POISON; inner.len() + 2 * MARGIN];
-    whole[offset..offset + inner.len()].copy_from_slice(inner);
-    whole
 }
 
 #[test]

@@ -1,11 +1,13 @@
 //! The software Synapse and SCAL against what is known of the real ones: life cycle, status codes, addresses, memory,
 //! host mappings, streams and events. Each scene runs in a process of its own, which has one Synapse.
 
+mod acquired;
 mod bindings;
 
 use std::ffi::{CStr, c_int};
 use std::os::fd::{FromRawFd, OwnedFd};
 
+use acquired::{Acquired, INSIDE, MODULE, TO_DEVICE, TO_HOST, word};
 use bindings::{Api, Handle, NULL};
 use e2e::{Device, Finished, SoftNode, Ucx, Workbench};
 
@@ -217,97 +219,6 @@ fn a_scene() {
     // SAFETY: NULL asks for forbidden things.
     println!("{} forbidden", unsafe { (api.soft_gaudi_calls)(std::ptr::null()) });
     println!("the scene ended");
-}
-
-/// A card, acquired by module id.
-struct Acquired<'a> {
-    api: &'a Api,
-    stream: Handle,
-}
-
-/// Slot of the third card.
-const MODULE: u32 = 1;
-
-impl<'a> Acquired<'a> {
-    fn new(api: &'a Api) -> Self {
-        let mut device = 7;
-        let mut stream = NULL;
-        // SAFETY: out pointers to our own.
-        unsafe {
-            assert_eq!((api.synInitialize)(), 0);
-            assert_eq!((api.synDeviceAcquireByModuleId)(&mut device, MODULE), 0);
-            assert_eq!((api.synStreamCreateGeneric)(&mut stream, 0, 0), 0);
-        }
-        assert_eq!(device, 0, "whatever the card");
-        Self { api, stream }
-    }
-
-    fn info(&self) -> [u8; 80] {
-        let mut info = [0xee; 80];
-        // SAFETY: room for more than 72 bytes; the id is ignored.
-        assert_eq!(unsafe { (self.api.synDeviceGetInfoV2)(u32::MAX, info.as_mut_ptr()) }, 0);
-        assert_eq!(info[72..], [0xee; 8], "nothing behind its 72 bytes");
-        info
-    }
-
-    fn fd(&self) -> c_int {
-        word(&self.info(), 48) as c_int
-    }
-
-    fn pool(&self) -> [u64; 9] {
-        let (mut scal, mut pool, mut info) = (NULL, NULL, [0; 9]);
-        // SAFETY: out pointers to our own.
-        unsafe {
-            assert_eq!((self.api.scal_get_handle_from_fd)(self.fd(), &mut scal), 0);
-            let name = c"global_hbm".as_ptr();
-            assert_eq!((self.api.scal_get_pool_handle_by_name)(scal, name, &mut pool), 0);
-            assert_eq!((self.api.scal_pool_get_infoV2)(pool, &mut info), 0);
-        }
-        info
-    }
-
-    #[track_caller]
-    fn malloc(&self, len: u64) -> u64 {
-        let mut addr = 0;
-        // SAFETY: an out pointer to our own.
-        assert_eq!(unsafe { (self.api.synDeviceMalloc)(0, len, 0, 0, &mut addr) }, 0);
-        addr
-    }
-
-    fn host(&self, len: usize) -> &'static mut [u8] {
-        let mut at = NULL;
-        // SAFETY: an out pointer to our own; the memory is never freed here.
-        unsafe {
-            assert_eq!((self.api.synHostMalloc)(0, len as u64, 0, &mut at), 0);
-            std::slice::from_raw_parts_mut(at.cast(), len)
-        }
-    }
-
-    fn event(&self, flags: u32) -> Handle {
-        let mut event = NULL;
-        // SAFETY: an out pointer to our own.
-        assert_eq!(unsafe { (self.api.synEventCreate)(&mut event, 0, flags) }, 0);
-        event
-    }
-
-    fn copy(&self, src: u64, len: u64, dst: u64, direction: c_int) -> c_int {
-        // SAFETY: plain numbers.
-        unsafe { (self.api.synMemCopyAsync)(self.stream, src, len, dst, direction) }
-    }
-
-    #[track_caller]
-    fn finish(&self) {
-        // SAFETY: a live stream.
-        assert_eq!(unsafe { (self.api.synStreamSynchronize)(self.stream) }, 0);
-    }
-}
-
-const TO_DEVICE: c_int = 0;
-const TO_HOST: c_int = 1;
-const INSIDE: c_int = 2;
-
-fn word(bytes: &[u8], at: usize) -> u32 {
-    u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap())
 }
 
 fn life_cycle(api: &Api, gaudi3: bool) {

@@ -3,7 +3,7 @@
 //! Two things follow from it: what UCX is told, by which it chooses protocols, and when a copy pins host memory
 //! instead of using bounce buffers. The software card's row is measured. The rows of silicon are assumed, from the
 //! driver's source (docs/hardware.md). A software card whose times are modelled has the row of silicon, stretched as
-//! its times are; on it the rows of silicon can be checked (`cargo xtask bench cliffs --model`).
+//! its times are; on it the rows of silicon can be checked (`cargo xtask bench choice --model`).
 
 use crate::{DeviceInfo, Generation};
 

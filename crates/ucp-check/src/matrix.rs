@@ -192,6 +192,9 @@ pub struct Plan {
     /// Timed repetitions per case beside the verified message; default: 0, with --json 10
     #[arg(long)]
     pub iters: Option<u32>,
+    /// Time one message at a time only, and report the least of the times: what others do on the machine counts less
+    #[arg(long, requires = "iters")]
+    pub least: bool,
     /// Write one row per case: op, src, dst, size, ucx, latency_us, gbps, verified
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,

@@ -2,6 +2,7 @@
 //! on request, writes JSON or CSV.
 
 mod blocks;
+mod choice;
 mod cliffs;
 mod copy;
 mod figures;
@@ -32,6 +33,8 @@ use crate::setup;
 pub(crate) enum Name {
     /// What a block of a KV cache costs with NIXL, by gaudi_ipc and by the software HCA
     Blocks,
+    /// The protocols that UCP chooses beside those forced by hand (with `--model`)
+    Choice,
     /// Every operation between two processes with Gaudi memory staged: protocols and bandwidth
     Cliffs,
     /// Copies through UCT beside memcpy, short ones beside the driver, ucp_init with the plugin
@@ -59,15 +62,17 @@ impl Name {
     fn ucx(self) -> &'static [Ucx] {
         match self {
             Name::Cliffs | Name::Pairs => &Ucx::ALL,
-            Name::Copy | Name::Guest | Name::HostLatency | Name::Ipc => &[Ucx::V1_22],
+            Name::Choice | Name::Copy | Name::Guest | Name::HostLatency | Name::Ipc => {
+                &[Ucx::V1_22]
+            }
             Name::Blocks | Name::Rdma => &[Ucx::Nixl],
             Name::Memory | Name::Rcache | Name::SoftGaudi => &[],
         }
     }
 
     fn has_quick(self) -> bool {
-        use Name::{Blocks, Cliffs, Copy, Guest, Ipc, Pairs, Rdma};
-        matches!(self, Blocks | Cliffs | Copy | Guest | Ipc | Pairs | Rdma)
+        use Name::{Blocks, Choice, Cliffs, Copy, Guest, Ipc, Pairs, Rdma};
+        matches!(self, Blocks | Choice | Cliffs | Copy | Guest | Ipc | Pairs | Rdma)
     }
 }
 
@@ -93,11 +98,12 @@ pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
     let Options { json, csv, quick, prebuilt, logs, model } = options;
     ensure!(
         !quick || name.has_quick(),
-        "--quick is for `blocks`, `copy`, `cliffs`, `guest`, `ipc`, `pairs` and `rdma`"
+        "--quick is for `blocks`, `choice`, `copy`, `cliffs`, `guest`, `ipc`, `pairs` and `rdma`"
     );
     ensure!(logs.is_none() || name == Name::Pairs, "--logs is for `bench pairs`");
-    let has_model = matches!(name, Name::Cliffs | Name::Copy | Name::Ipc);
-    ensure!(model.is_none() || has_model, "--model is for `bench copy`, `cliffs` and `ipc`");
+    let has_model = matches!(name, Name::Choice | Name::Cliffs | Name::Copy | Name::Ipc);
+    ensure!(model.is_none() || has_model, "--model is for `bench choice`, `copy`, `cliffs`, `ipc`");
+    ensure!(model.is_some() || name != Name::Choice, "`bench choice` needs --model");
     if name == Name::SoftGaudi {
         ensure!(csv.is_none(), "`bench soft-gaudi` writes JSON only");
         // The crate's own bench, which prints and writes by itself.
@@ -113,6 +119,7 @@ pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
     }
     let records = match (name, model) {
         (Name::Copy, Some(spec)) => model::copy(repo, spec, quick)?,
+        (Name::Choice, Some(spec)) => choice::run(repo, spec, quick)?,
         (Name::Ipc, Some(spec)) => model::ipc(repo, spec, quick)?,
         (_, Some(spec)) => model::cliffs(repo, spec, quick)?,
         (name, None) => measure(repo, name, (quick, logs))?,
@@ -142,6 +149,7 @@ fn measure(
 ) -> Result<Vec<record::Record>> {
     Ok(match name {
         Name::Blocks => blocks::run(repo, quick)?,
+        Name::Choice => Vec::new(),
         Name::Cliffs => cliffs::run(repo, quick)?,
         Name::Copy => copy::run(repo, quick)?,
         Name::Guest => guest::run(repo, quick)?,

@@ -2,15 +2,12 @@
 //! beside the modelled link instead of memcpy.
 //!
 //! All times of the card are stretched so that this machine can follow; memcpy of the same run, beside the link,
-//! shows whether it could. What the processor does is not stretched. `cliffs` also asks whether UCP chooses well: every
-//! operation, pair of memories and size with the protocol that UCP chooses, and with others forced by hand.
+//! shows whether it could. What the processor does is not stretched.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use comfy_table::{Table, presets};
-use e2e::{Device, Row, SoftNode, Tool, Ucx, Workbench};
+use e2e::{Device, SoftNode, Ucx, Workbench};
 
 use super::figures::{self, Figures, get};
 use super::record::Record;
@@ -26,17 +23,15 @@ pub(crate) const DEFAULT: &str = "gaudi2,slow=40";
 const OF_LINK: f64 = 0.93;
 /// The same where Gaudi memory goes to Gaudi memory through host memory.
 const STAGED: f64 = 0.85;
-/// The time with UCP's choice beside the best forced one.
-const CHOICE: f64 = 1.2;
 
 const MIB: usize = 1 << 20;
 const OPS: [&str; 4] = ["tag", "am", "put", "get"];
 const LIMIT: Duration = Duration::from_secs(300);
 
-type Environment = [(&'static str, &'static str)];
+pub(super) type Environment = [(&'static str, &'static str)];
 
 /// Two cards in time.
-fn device(spec: &str, kind: &str) -> Device {
+pub(super) fn device(spec: &str, kind: &str) -> Device {
     let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2");
     let node = node.with("SOFT_GAUDI_MODEL", spec).with("SOFT_GAUDI_KIND", kind);
     // Not stretched, and nobody waits for it here.
@@ -54,7 +49,7 @@ fn link(stderr: &str) -> Result<(f64, f64)> {
 }
 
 /// What all figures of a run are called, so that no one takes them for a card's.
-fn named(name: impl std::fmt::Display) -> String {
+pub(super) fn named(name: impl std::fmt::Display) -> String {
     format!("modelled Gaudi2: {name}")
 }
 
@@ -141,7 +136,7 @@ pub(super) fn ipc(repo: &Repo, spec: &str, quick: bool) -> Result<Vec<Record>> {
     Ok(records)
 }
 
-/// `bench cliffs --model`: between two processes, staged through host memory; then UCP's choices.
+/// `bench cliffs --model`: between two processes, staged through host memory.
 pub(super) fn cliffs(repo: &Repo, spec: &str, quick: bool) -> Result<Vec<Record>> {
     let bench = Workbench::ready(repo.layout().clone(), &[Ucx::V1_22])?;
     let mut records = Vec::new();
@@ -155,7 +150,6 @@ pub(super) fn cliffs(repo: &Repo, spec: &str, quick: bool) -> Result<Vec<Record>
         }
         records.extend(staged(&figures, mem, sizes(quick), link)?);
     }
-    records.extend(choices(&bench, spec, quick)?);
     Ok(records)
 }
 
@@ -174,118 +168,6 @@ fn staged(figures: &Figures, mem: &str, sizes: &[usize], link: f64) -> Result<Ve
         }
     }
     Ok(records)
-}
-
-/// Ways to have UCP choose another protocol. What does not run with one of them counts as slow.
-const FORCED: &[(&str, &Environment)] = &[
-    ("eager", &[("UCX_RNDV_THRESH", "inf")]),
-    ("rendezvous", &[("UCX_RNDV_THRESH", "0")]),
-    ("rendezvous, read", &[("UCX_RNDV_THRESH", "0"), ("UCX_RNDV_SCHEME", "get_ppln")]),
-    ("rendezvous, write", &[("UCX_RNDV_THRESH", "0"), ("UCX_RNDV_SCHEME", "put_ppln")]),
-    ("rendezvous, messages", &[("UCX_RNDV_THRESH", "0"), ("UCX_RNDV_SCHEME", "am")]),
-    ("zero-copy from 0", &[("UCX_ZCOPY_THRESH", "0")]),
-    ("no zero-copy", &[("UCX_ZCOPY_THRESH", "inf")]),
-    ("without cma", &[("UCX_TLS", "^cma")]),
-];
-
-/// One operation between two memories at one size: the least time of a message, in µs.
-type Times = BTreeMap<(String, String, u64), f64>;
-
-/// Which operations and pairs are measured together. The get that hangs is left out.
-const GROUPS: [(&str, &str); 3] = [
-    ("tag,am", "host:gaudi,gaudi:host,gaudi:gaudi"),
-    ("put", "host:gaudi,gaudi:host,gaudi:gaudi"),
-    ("get", "gaudi:host,gaudi:gaudi"),
-];
-
-fn times(
-    bench: &Workbench,
-    (spec, kind): (&str, &str),
-    quick: bool,
-    environment: &Environment,
-) -> Times {
-    let list = if quick { "64,1M" } else { "8,8K,64K,1M,4M" };
-    let iterations = if quick { 1 } else { 3 };
-    let mut times = Times::new();
-    for (ops, mem) in GROUPS {
-        let words =
-            format!("pair --plain --ops {ops} --mem {mem} --sizes {list} --iters {iterations}");
-        let tool: Tool = bench.client(Ucx::V1_22, &device(spec, kind), &words);
-        let tool = tool.limit(Duration::from_secs(30)).envs(STAGING).envs(environment);
-        // What a forced protocol cannot do is not measured.
-        for Row { op, src, dst, size, latency_us, .. } in tool.rows().unwrap_or_default() {
-            let Some(time) = latency_us else { continue };
-            let least = times.entry((op, format!("{src}:{dst}"), size)).or_insert(f64::INFINITY);
-            *least = least.min(time);
-        }
-    }
-    times
-}
-
-/// UCP's choice beside the best of the forced ones, staged and with `gaudi_ipc`.
-fn choices(bench: &Workbench, spec: &str, quick: bool) -> Result<Vec<Record>> {
-    let mut records = Vec::new();
-    for (kind, people) in [("ordered,unpinned", "staged"), ("import,ordered,unpinned", "gaudi_ipc")]
-    {
-        let work = Work::start(format!("UCP's own choices, {people}"));
-        let chosen = times(bench, (spec, kind), quick, &[]);
-        ensure!(!chosen.is_empty(), "nothing was measured");
-        work.done("");
-        let mut forced = Vec::new();
-        for (name, environment) in if quick { &FORCED[..1] } else { FORCED } {
-            let work = Work::start(format!("{name}, {people}"));
-            forced.push((*name, times(bench, (spec, kind), quick, environment)));
-            work.done("");
-        }
-        println!(
-            "\nmodelled Gaudi2, {people}: µs of a message with UCP's choice, and the best forced one"
-        );
-        println!("{}", choice_table(&chosen, &forced));
-        records.extend(choice_records(&chosen, &forced, people));
-    }
-    Ok(records)
-}
-
-/// The fastest of the forced ones, with its name; the choice itself where none is faster.
-fn best<'a>(
-    cell: &(String, String, u64),
-    chosen: f64,
-    forced: &'a [(&'static str, Times)],
-) -> (&'a str, f64) {
-    let times = forced.iter().filter_map(|(name, times)| Some((*name, *times.get(cell)?)));
-    let fastest = times.min_by(|(_, one), (_, other)| one.total_cmp(other));
-    fastest.filter(|(_, time)| *time < chosen).unwrap_or(("UCP's", chosen))
-}
-
-fn choice_table(chosen: &Times, forced: &[(&'static str, Times)]) -> Table {
-    let mut table = Table::new();
-    table.load_preset(presets::NOTHING);
-    table.set_header(["operation", "memory", "size", "UCP's", "best", "ratio", "by"]);
-    for (cell, time) in chosen {
-        let (name, least) = best(cell, *time, forced);
-        let (op, mem, size) = cell;
-        table.add_row([
-            op.clone(),
-            mem.clone(),
-            units::size(*size),
-            format!("{time:.0}"),
-            format!("{least:.0}"),
-            format!("{:.2}", time / least),
-            name.to_owned(),
-        ]);
-    }
-    table
-}
-
-fn choice_records(chosen: &Times, forced: &[(&'static str, Times)], people: &str) -> Vec<Record> {
-    let record = |(cell, time): (&(String, String, u64), &f64)| {
-        let (name, least) = best(cell, *time, forced);
-        let (op, mem, size) = cell;
-        let size = units::size(*size);
-        let title = named(format!("{op} {mem}, {size}, {people}: UCP's choice beside {name}"));
-        Record::at_most(title, *time, "µs", least, Some(CHOICE))
-    };
-    chosen.iter().map(record).collect()
 }
 
 #[cfg(test)]
@@ -312,19 +194,5 @@ mod tests {
         };
         assert_eq!(met("host:gaudi"), [Some(false), Some(false)], "0.92 of the link");
         assert_eq!(met("gaudi:gaudi"), [None, Some(true)]);
-    }
-
-    #[test]
-    fn a_choice_stands_beside_the_best_forced_one() {
-        let cell = |size| ("tag".to_owned(), "host:gaudi".to_owned(), size);
-        let chosen = Times::from([(cell(8), 10.0), (cell(16), 30.0)]);
-        let forced = [
-            ("eager", Times::from([(cell(8), 12.0), (cell(16), 20.0)])),
-            ("rendezvous", Times::from([(cell(8), 11.0)])),
-        ];
-        let records = choice_records(&chosen, &forced, "staged");
-        assert_eq!((records[0].ratio, records[0].met), (1.0, Some(true)));
-        assert_eq!((records[1].ratio, records[1].met), (1.5, Some(false)));
-        assert!(records[1].name.ends_with("UCP's choice beside eager"), "{}", records[1].name);
     }
 }

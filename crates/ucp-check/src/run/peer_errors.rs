@@ -99,6 +99,7 @@ pub fn run(plan: &Plan, environment: &Environment, options: &Options) -> Result<
                 sizes: vec![case.size],
                 seed: plan.seed ^ mix(case.id),
                 iters: None,
+                least: false,
                 features: Features::ALL,
                 peer_errors: true,
                 ..plan.clone()

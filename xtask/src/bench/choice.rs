@@ -1,0 +1,192 @@
+//! `bench choice --model`: whether UCP chooses well on a card with the times of a Gaudi2.
+//!
+//! The time of one message for every operation, pair of memories and size: with the protocol that UCP chooses, beside
+//! the best of those forced by hand. All of the card's times are stretched, so that this machine's own noise is small
+//! beside them, and the least of several times counts.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use comfy_table::{Table, presets};
+use e2e::{ProtocolLogs, Protocols, Row, Ucx, Workbench};
+
+use super::cliffs;
+use super::model::{Environment, device, named};
+use super::record::Record;
+use crate::progress::Work;
+use crate::repo::Repo;
+use crate::tuning::STAGING;
+use crate::units;
+
+/// The time with UCP's choice beside the best forced one.
+const TARGET: f64 = 1.2;
+const ITERATIONS: u32 = 8;
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// Ways to have UCP choose another protocol. What does not run with one of them is not measured.
+type Forced = (&'static str, &'static Environment);
+const MESSAGES: &[Forced] = &[
+    ("eager", &[("UCX_RNDV_THRESH", "inf")]),
+    ("rendezvous", &[("UCX_RNDV_THRESH", "0")]),
+    ("rendezvous, read", &[("UCX_RNDV_THRESH", "0"), ("UCX_RNDV_SCHEME", "get_ppln")]),
+    ("rendezvous, write", &[("UCX_RNDV_THRESH", "0"), ("UCX_RNDV_SCHEME", "put_ppln")]),
+    ("rendezvous, messages", &[("UCX_RNDV_THRESH", "0"), ("UCX_RNDV_SCHEME", "am")]),
+    ("zero-copy from 0", &[("UCX_ZCOPY_THRESH", "0")]),
+    ("no zero-copy", &[("UCX_ZCOPY_THRESH", "inf")]),
+    ("without cma", &[("UCX_TLS", "^cma")]),
+];
+const ONE_SIDED: &[Forced] = &[
+    ("zero-copy from 0", &[("UCX_ZCOPY_THRESH", "0")]),
+    ("no zero-copy", &[("UCX_ZCOPY_THRESH", "inf")]),
+    ("without cma", &[("UCX_TLS", "^cma")]),
+    ("without gaudi_ipc", &[("UCX_TLS", "^gaudi_ipc")]),
+];
+
+/// Which operations and pairs are measured together. The get that may hang is left out (docs/upstream).
+const GROUPS: [(&str, &str, &[Forced]); 3] = [
+    ("tag,am", "host:gaudi,gaudi:host,gaudi:gaudi", MESSAGES),
+    ("put", "host:gaudi,gaudi:host,gaudi:gaudi", ONE_SIDED),
+    ("get", "gaudi:host,gaudi:gaudi", ONE_SIDED),
+];
+
+/// Operation, memories, size.
+type Cell = (String, [String; 2], u64);
+/// The least time of a message, in µs.
+type Times = BTreeMap<Cell, f64>;
+
+/// What was measured of one kind of card.
+#[derive(Debug, Default)]
+struct Measured {
+    chosen: Times,
+    protocols: BTreeMap<Cell, String>,
+    forced: Vec<(&'static str, Times)>,
+}
+
+pub(super) fn run(repo: &Repo, spec: &str, quick: bool) -> Result<Vec<Record>> {
+    let bench = Workbench::ready(repo.layout().clone(), &[Ucx::V1_22])?;
+    let mut records = Vec::new();
+    let kinds = [("ordered,unpinned", "staged"), ("import,ordered,unpinned", "gaudi_ipc")];
+    for (kind, people) in kinds {
+        let measured = measure(&bench, (spec, kind, people), quick)?;
+        println!(
+            "\nmodelled Gaudi2 ({spec}), {people}: µs of a message with UCP's choice, and the best forced one"
+        );
+        println!("{}", measured.table());
+        records.extend(measured.records(people));
+    }
+    Ok(records)
+}
+
+fn measure(
+    bench: &Workbench,
+    (spec, kind, people): (&str, &str, &str),
+    quick: bool,
+) -> Result<Measured> {
+    let mut measured = Measured::default();
+    for (ops, mem, forced) in GROUPS {
+        let work = Work::start(format!("{ops}, {people}: UCP's own choice"));
+        let (times, protocols) = times(bench, (spec, kind), (ops, mem), quick, &[])?;
+        ensure!(!times.is_empty(), "{ops}, {people}: nothing was measured");
+        for cell in times.keys() {
+            let (op, [src, dst], size) = cell;
+            let name = cliffs::protocol(&protocols, op, [src, dst], *size as usize);
+            measured.protocols.insert(cell.clone(), name);
+        }
+        measured.chosen.extend(times);
+        work.done("");
+        for (name, environment) in if quick { &forced[..1] } else { forced } {
+            let work = Work::start(format!("{ops}, {people}: {name}"));
+            let (times, _) = self::times(bench, (spec, kind), (ops, mem), quick, environment)?;
+            measured.forced.push((*name, times));
+            work.done("");
+        }
+    }
+    Ok(measured)
+}
+
+fn times(
+    bench: &Workbench,
+    (spec, kind): (&str, &str),
+    (ops, mem): (&str, &str),
+    quick: bool,
+    environment: &Environment,
+) -> Result<(Times, Protocols)> {
+    let list = if quick { "64,1M" } else { "8,8K,64K,1M,4M" };
+    let iterations = if quick { 1 } else { ITERATIONS };
+    let words =
+        format!("pair --plain --least --ops {ops} --mem {mem} --sizes {list} --iters {iterations}");
+    let logs = ProtocolLogs::new()?;
+    let mut times = Times::new();
+    let tool = bench.client(Ucx::V1_22, &device(spec, kind), &words).limit(LIMIT);
+    let tool = logs.of(tool.envs(STAGING).envs(environment));
+    // What a forced protocol cannot do is not measured.
+    for Row { op, src, dst, size, latency_us, .. } in tool.rows().unwrap_or_default() {
+        let Some(time) = latency_us else { continue };
+        // From either process.
+        let least = times.entry((op, [src, dst], size)).or_insert(f64::INFINITY);
+        *least = least.min(time);
+    }
+    Ok((times, logs.read()?))
+}
+
+impl Measured {
+    /// The fastest of the forced ones, with its name; the choice itself where none is faster.
+    fn best(&self, cell: &Cell, chosen: f64) -> (&str, f64) {
+        let times = self.forced.iter().filter_map(|(name, times)| Some((*name, *times.get(cell)?)));
+        let fastest = times.min_by(|(_, one), (_, other)| one.total_cmp(other));
+        fastest.filter(|(_, time)| *time < chosen).unwrap_or(("UCP's", chosen))
+    }
+
+    fn table(&self) -> Table {
+        let mut table = Table::new();
+        table.load_preset(presets::NOTHING);
+        table.set_header(["operation", "memory", "size", "UCP's", "best", "ratio", "by", "chosen"]);
+        for (cell, time) in &self.chosen {
+            let (name, least) = self.best(cell, *time);
+            let (op, mem, size) = cell;
+            table.add_row([
+                op.clone(),
+                mem.join(":"),
+                units::size(*size),
+                format!("{time:.0}"),
+                format!("{least:.0}"),
+                format!("{:.2}", time / least),
+                name.to_owned(),
+                self.protocols.get(cell).cloned().unwrap_or_default(),
+            ]);
+        }
+        table
+    }
+
+    fn records(&self, people: &str) -> Vec<Record> {
+        let record = |(cell, time): (&Cell, &f64)| {
+            let (name, least) = self.best(cell, *time);
+            let (op, mem, size) = cell;
+            let (mem, size) = (mem.join(":"), units::size(*size));
+            let title = named(format!("{op} {mem}, {size}, {people}: UCP's choice beside {name}"));
+            Record::at_most(title, *time, "µs", least, Some(TARGET))
+        };
+        self.chosen.iter().map(record).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_choice_stands_beside_the_best_forced_one() {
+        let cell = |size| ("tag".to_owned(), ["host", "gaudi"].map(str::to_owned), size);
+        let chosen = Times::from([(cell(8), 10.0), (cell(16), 30.0)]);
+        let forced = vec![
+            ("eager", Times::from([(cell(8), 12.0), (cell(16), 20.0)])),
+            ("rendezvous", Times::from([(cell(8), 11.0)])),
+        ];
+        let measured = Measured { chosen, forced, ..Measured::default() };
+        let records = measured.records("staged");
+        assert_eq!((records[0].ratio, records[0].met), (1.0, Some(true)));
+        assert_eq!((records[1].ratio, records[1].met), (1.5, Some(false)));
+        assert!(records[1].name.ends_with("UCP's choice beside eager"), "{}", records[1].name);
+    }
+}

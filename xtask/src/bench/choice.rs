@@ -41,9 +41,10 @@ const ONE_SIDED: &[Forced] = &[
     ("no zero-copy", &[("UCX_ZCOPY_THRESH", "inf")]),
     ("without cma", &[("UCX_TLS", "^cma")]),
     ("without gaudi_ipc", &[("UCX_TLS", "^gaudi_ipc")]),
+    ("pipelined", &[("UCX_RMA_PPLN_ENABLE", "y")]),
 ];
 
-/// Which operations and pairs are measured together. The get that may hang is left out (docs/upstream).
+/// Which operations and pairs are measured together. The get that may hang when it is pipelined is left out (docs/upstream).
 const GROUPS: [(&str, &str, &[Forced]); 3] = [
     ("tag,am", "host:gaudi,gaudi:host,gaudi:gaudi", MESSAGES),
     ("put", "host:gaudi,gaudi:host,gaudi:gaudi", ONE_SIDED),

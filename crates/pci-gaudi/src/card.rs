@@ -162,8 +162,8 @@ impl Card {
         }
     }
 
-    /// What lies at an address, and for how many bytes.
-    pub fn place(&self, view: View, addr: u64) -> Result<(Place, u64), Fault> {
+    /// What lies at an address, and for how many bytes; `write` says what for.
+    pub fn place(&self, view: View, addr: u64, write: bool) -> Result<(Place, u64), Fault> {
         let inside = |base: u64, len: u64| addr.checked_sub(base).filter(|offset| *offset < len);
         if let Some(offset) = inside(reg::CFG, reg::CFG_LEN) {
             return Ok((Place::Config(offset as u32), reg::CFG_LEN - offset));
@@ -192,7 +192,7 @@ impl Card {
             }
             // The host's memory is below 2^56, where the bus sees its addresses unchanged.
             _ if addr < 1 << 56 => Ok((Place::Host(addr), len)),
-            _ => Err(Fault::Razwi { addr }),
+            _ => Err(Fault::Razwi { addr, write }),
         }
     }
 
@@ -201,7 +201,7 @@ impl Card {
         let mut done = 0;
         while done < into.len() {
             let at = addr.wrapping_add(done as u64);
-            let (place, len) = self.place(view, at)?;
+            let (place, len) = self.place(view, at, false)?;
             let len = len.min((into.len() - done) as u64) as usize;
             let piece = &mut into[done..done + len];
             match place {
@@ -210,7 +210,7 @@ impl Card {
                 Place::Sram(at) => self.bar0.read(at, piece),
                 Place::Config(at) => self.bar0.read(reg::BAR0_CFG + u64::from(at), piece),
             }
-            .ok_or(Fault::Razwi { addr: at })?;
+            .ok_or(Fault::Razwi { addr: at, write: false })?;
             done += len;
         }
         Ok(())
@@ -221,7 +221,7 @@ impl Card {
         let mut done = 0;
         while done < data.len() {
             let at = addr.wrapping_add(done as u64);
-            let (place, len) = self.place(view, at)?;
+            let (place, len) = self.place(view, at, true)?;
             let len = len.min((data.len() - done) as u64) as usize;
             let piece = &data[done..done + len];
             match place {
@@ -234,7 +234,7 @@ impl Card {
                 }
                 Place::Config(_) => None,
             }
-            .ok_or(Fault::Razwi { addr: at })?;
+            .ok_or(Fault::Razwi { addr: at, write: true })?;
             done += len;
         }
         Ok(())
@@ -242,10 +242,10 @@ impl Card {
 
     /// Writes a word as a message does: to memory, a register or the interrupt page.
     pub fn write_word(&self, view: View, addr: u64, value: u32) -> Result<(), Fault> {
-        match self.place(view, addr)?.0 {
+        match self.place(view, addr, true)?.0 {
             Place::Config(register) => {
                 if !self.engines_may_write(view, register) {
-                    return Err(Fault::Razwi { addr });
+                    return Err(Fault::Razwi { addr, write: true });
                 }
                 self.write_register(register, value);
                 Ok(())
@@ -397,11 +397,11 @@ impl Card {
             }
             Effect::Interrupt { id, addr, .. } => (View::Virtual(1), addr, id),
         };
-        match self.place(view, addr)?.0 {
+        match self.place(view, addr, true)?.0 {
             Place::Config(register) if self.engines_may_write(view, register) => {
                 pending.push_back((register, value));
             }
-            Place::Config(_) => return Err(Fault::Razwi { addr }),
+            Place::Config(_) => return Err(Fault::Razwi { addr, write: true }),
             _ => self.write_word(view, addr, value)?,
         }
         Ok(())

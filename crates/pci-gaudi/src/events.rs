@@ -1,8 +1,10 @@
 //! The event queue: what the firmware reports to the driver by itself.
 
+use soft_gaudi::processor::Fault;
+
 use crate::card::Card;
 use crate::mmu::{self, Kind, Mmu};
-use crate::registers::{self as reg, cpu};
+use crate::registers::{self as reg, Engine, QmanPlace, cpu, qman, router};
 
 /// Entries of the queue, and bytes of one.
 const ENTRIES: u32 = 64;
@@ -12,6 +14,10 @@ const VECTOR: u32 = 0;
 /// Errors of the host's MMU, and of the first of HBM's.
 const HOST_MMU: u16 = 520;
 const HBM_MMU: u16 = 503;
+/// An access of the first PDMA got an error as its answer; the second's is the next.
+const PDMA_ACCESS: u16 = 540;
+/// The event of the first PDMA's queue manager.
+const PDMA_QMAN: u16 = 1244;
 
 /// State of the queue.
 #[derive(Debug, Default)]
@@ -41,6 +47,47 @@ impl Events {
             card.log.unexpected(format!("event queue at {at:#x}: no memory"));
         }
         card.interrupts.raise(VECTOR);
+    }
+}
+
+/// Reports why a stream has stopped: registers say what it was, the event that it was. Of a fetch that an engine
+/// cannot do the driver learns nothing: it hangs.
+pub fn stream_fault(card: &Card, place: QmanPlace, stream: usize, fault: Fault) {
+    let (page, engine, event) = place;
+    let error = |bit| card.set(page + qman::ERROR + 4 * stream as u32, bit);
+    let event = match fault {
+        Fault::Page { addr } => return page_fault(card, addr),
+        // The engines here take every length, so there is no broken rule.
+        Fault::Fetch { .. } | Fault::Rule { .. } => return,
+        Fault::Opcode => {
+            error(qman::OPCODE_ERROR);
+            event
+        }
+        Fault::Razwi { addr, write } => {
+            let register = addr.checked_sub(reg::CFG).filter(|offset| *offset < reg::CFG_LEN);
+            error(if register.is_some() { qman::REGISTER_ERROR } else { qman::MEMORY_ERROR });
+            if engine == Engine::Pdma {
+                card.set(page + qman::SEI, 1);
+                unanswered(card, addr, register, write);
+                PDMA_ACCESS + event - PDMA_QMAN
+            } else {
+                event
+            }
+        }
+    };
+    card.events.lock().unwrap().raise(card, event, &[0; 56]);
+}
+
+/// Leaves the address of an access in the router of the PDMAs.
+fn unanswered(card: &Card, addr: u64, register: Option<u64>, write: bool) {
+    let way = usize::from(!write);
+    if let Some(offset) = register {
+        card.set(router::REGISTER + router::REGISTER_OFFSET[way], offset as u32);
+        card.set(router::REGISTER + router::REGISTER_VALID[way], 1);
+    } else {
+        card.set(router::MEMORY + router::MEMORY_HIGH[way], (addr >> 32) as u32);
+        card.set(router::MEMORY + router::MEMORY_LOW[way], addr as u32);
+        card.set(router::MEMORY + router::MEMORY_VALID[way], 1);
     }
 }
 

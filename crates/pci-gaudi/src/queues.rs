@@ -14,7 +14,7 @@ use soft_gaudi::packet::LinDma;
 use soft_gaudi::processor::{Bus, Fault, Pause, Processor, Program};
 
 use crate::card::{Card, Place, View};
-use crate::events::page_fault;
+use crate::events::stream_fault;
 use crate::registers::{self as reg, Engine, core, qman};
 
 const STREAMS: usize = 4;
@@ -79,6 +79,7 @@ impl Running {
 struct Qman {
     page: u32,
     engine: Engine,
+    event: u16,
     streams: [Stream; STREAMS],
     /// Fence counters of each command processor.
     fences: Mutex<[[u32; FENCES]; STREAMS + 1]>,
@@ -98,9 +99,10 @@ pub struct Queues {
 impl Queues {
     /// Nothing to do.
     pub fn new() -> Self {
-        let qmans = reg::qmans().into_iter().map(|(page, engine)| Qman {
+        let qmans = reg::qmans().into_iter().map(|(page, engine, event)| Qman {
             page,
             engine,
+            event,
             streams: std::array::from_fn(|_| Stream::new()),
             fences: Mutex::default(),
         });
@@ -407,16 +409,14 @@ impl StreamBus<'_> {
         running.dead = true;
         let (engine, page, stream) = (self.qman.engine, self.qman.page, self.stream);
         self.card.log.say(format_args!("{engine:?} {page:#x} stream {stream} stops: {fault:x?}"));
-        if let Fault::Page { addr } = fault {
-            page_fault(self.card, addr);
-        }
+        stream_fault(self.card, (page, engine, self.qman.event), stream, fault);
     }
 }
 
 impl Bus for StreamBus<'_> {
     fn read(&self, addr: u64, into: &mut [u8]) -> Result<(), Fault> {
         let view = self.fetch_view();
-        let from = self.card.place(view, addr)?.0;
+        let from = self.card.place(view, addr, false)?.0;
         let cannot = self.qman.engine == Engine::Edma && !self.card.options.edma_fetch;
         if cannot && matches!(from, Place::Host(_)) {
             return Err(Fault::Fetch { addr });
@@ -442,7 +442,7 @@ impl Bus for StreamBus<'_> {
 
     fn write_own(&self, offset: u16, _: u32) -> Result<(), Fault> {
         self.card.log.unexpected(format!("WREG_32 to {offset:#x} of {:#x}", self.qman.page));
-        Err(Fault::Razwi { addr: offset.into() })
+        Err(Fault::Razwi { addr: offset.into(), write: true })
     }
 
     fn message_base(&self, base: u8) -> u64 {

@@ -104,6 +104,16 @@ pub mod qman {
     pub const PQ_PI: u32 = 0x80;
     /// Consumer index.
     pub const PQ_CI: u32 = 0x90;
+    /// Why a command processor has stopped.
+    pub const ERROR: u32 = 0x24;
+    /// In it: the memory bus, bytes that are no packet, the register bus.
+    pub const MEMORY_ERROR: u32 = 1 << 2;
+    /// See there.
+    pub const OPCODE_ERROR: u32 = 1 << 3;
+    /// See there.
+    pub const REGISTER_ERROR: u32 = 1 << 5;
+    /// Bit 0: an access got an error as its answer.
+    pub const SEI: u32 = 0x8f0;
     /// Bases of short messages, low; base b at +0x28 b, high at +0x14.
     pub const MESSAGE_BASE: u32 = 0x1f0;
     /// Fence counters are raised here: fence f at +20 f.
@@ -185,6 +195,25 @@ pub mod mmu {
     pub const FAULT_VALID: u32 = 0x44;
 }
 
+/// Where the router of the PDMAs keeps an access that nobody answered (RAZWI): their memory bus, and their
+/// register bus, of which only the offset in configuration space is kept.
+pub mod router {
+    /// Page of the memory bus's.
+    pub const MEMORY: u32 = 0x414_2000;
+    /// Bits 63:32 of the address: of a write, of a read.
+    pub const MEMORY_HIGH: [u32; 2] = [0x158, 0x160];
+    /// Bits 31:0.
+    pub const MEMORY_LOW: [u32; 2] = [0x15c, 0x164];
+    /// Bit 0: there is one.
+    pub const MEMORY_VALID: [u32; 2] = [0x170, 0x174];
+    /// Page of the register bus's.
+    pub const REGISTER: u32 = 0x415_2000;
+    /// The register: of a write, of a read.
+    pub const REGISTER_OFFSET: [u32; 2] = [0x530, 0x534];
+    /// Bit 0: there is one.
+    pub const REGISTER_VALID: [u32; 2] = [0x540, 0x544];
+}
+
 /// The decoder's handshake: bit 4 answers bit 0.
 pub const DECODER_GRACEFUL: u32 = 0x110;
 
@@ -226,17 +255,28 @@ pub const fn sync(dcore: usize) -> u32 {
     0x410_0000 + dcore as u32 * DCORE
 }
 
-/// The queue managers, in the order of their numbers: page and engine.
-pub fn qmans() -> Vec<(u32, Engine)> {
-    let mut all = vec![(0x4c8_a000, Engine::Pdma), (0x4c9_a000, Engine::Pdma)];
-    for dcore in 0..DCORES as u32 {
-        let base = dcore * DCORE;
-        all.extend([0x41c_a000, 0x41d_a000].map(|page| (page + base, Engine::Edma)));
-        all.push((0x40c_a000 + base, Engine::Compute));
-        let tpcs = if dcore == 0 { 7 } else { 6 };
-        all.extend((0..tpcs).map(|n| (0x400_a000 + n * 0x1_0000 + base, Engine::Compute)));
+/// Where a queue manager is, what it drives, and the event that reports its errors.
+pub type QmanPlace = (u32, Engine, u16);
+
+/// The queue managers, in the order of their numbers.
+pub fn qmans() -> Vec<QmanPlace> {
+    /// Of the first EDMA of each dcore.
+    const EDMA_EVENTS: [u16; DCORES] = [1238, 1236, 1242, 1240];
+    let mut all = vec![(0x4c8_a000, Engine::Pdma, 1244), (0x4c9_a000, Engine::Pdma, 1245)];
+    for dcore in 0..DCORES as u16 {
+        let base = u32::from(dcore) * DCORE;
+        let edma = EDMA_EVENTS[usize::from(dcore)];
+        all.push((0x41c_a000 + base, Engine::Edma, edma));
+        all.push((0x41d_a000 + base, Engine::Edma, edma + 1));
+        all.push((0x40c_a000 + base, Engine::Compute, 1232 + dcore));
+        all.extend((0..6).map(|n| {
+            let page = 0x400_a000 + u32::from(n) * 0x1_0000 + base;
+            (page, Engine::Compute, 1206 + 6 * dcore + n)
+        }));
     }
-    all.extend([0x4e0_a000, 0x4e1_a000].map(|page| (page, Engine::Compute)));
+    // The last TPC is in the first dcore.
+    all.push((0x406_a000, Engine::Compute, 1230));
+    all.extend([(0x4e0_a000, Engine::Compute, 1249), (0x4e1_a000, Engine::Compute, 1250)]);
     all
 }
 
@@ -249,7 +289,7 @@ pub fn blocks() -> Vec<(u32, Block)> {
         (0x4f0_3000, Block::Decoder),
         (0x4f1_3000, Block::Decoder),
     ];
-    all.extend(qmans().iter().enumerate().map(|(n, (page, _))| (*page, Block::Qman(n))));
+    all.extend(qmans().iter().enumerate().map(|(n, (page, ..))| (*page, Block::Qman(n))));
     for dcore in 0..DCORES {
         let base = dcore as u32 * DCORE;
         all.extend((0..4).map(|k| (0x408_1000 + base + k * 0x1_0000, Block::HbmMmu)));
@@ -264,7 +304,7 @@ pub fn blocks() -> Vec<(u32, Block)> {
 /// Words that the driver reads and that are not zero after a reset.
 pub fn after_reset() -> Vec<(u32, u32)> {
     let mut all = Vec::new();
-    for (page, _) in qmans() {
+    for (page, ..) in qmans() {
         all.extend(qman::IDLE.map(|offset| (page + offset, u32::MAX)));
     }
     for dcore in 0..DCORES as u32 {

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use pci_gaudi::card::{Card, Options, View};
-use pci_gaudi::registers::{self as reg, core, cpu, psoc, qman, stlb};
+use pci_gaudi::registers::{self as reg, core, cpu, psoc, qman, router, stlb};
 use pci_gaudi::vfio_user::Irqs;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
@@ -22,6 +22,8 @@ const TABLES: u64 = 0x60_0000;
 
 const PDMA: u32 = 0x4c8_a000;
 const HOST_STLB: u32 = 0x4d0_1000;
+/// A user's address of [`BUFFER`].
+const MAPPED: u64 = 0xfff0_0001_0020_0000;
 const PHYSICAL: View = View::Physical;
 
 fn guest_memory() -> OwnedFd {
@@ -166,13 +168,12 @@ fn map_user_page(card: &Card, addr: u64, page: u64) {
 
 #[test]
 fn a_users_queue_reaches_mapped_pages_only() {
-    let mapped = 0xfff0_0001_0020_0000;
     with_card(|card| {
         let interrupt = vector(card, 21);
         set_up(card, 0x1_400f);
-        map_user_page(card, mapped, BUFFER);
+        map_user_page(card, MAPPED, BUFFER);
         // From the page of the packets itself to SRAM.
-        submit(card, mapped, &lin_dma(24, mapped, reg::SRAM));
+        submit(card, MAPPED, &lin_dma(24, MAPPED, reg::SRAM));
         wait_until("the interrupt", || raised(&interrupt));
         let mut copied = [0; 4];
         card.read(PHYSICAL, reg::SRAM, &mut copied).unwrap();
@@ -180,14 +181,14 @@ fn a_users_queue_reaches_mapped_pages_only() {
     });
     // The same with a physical address of the guest, with the next page, and with a register of the driver's.
     let message = write_word(reg::CFG + u64::from(psoc::HALT), 553);
-    let copies = [lin_dma(24, DATA, reg::SRAM), lin_dma(24, mapped + 0x1000, reg::SRAM)];
+    let copies = [lin_dma(24, DATA, reg::SRAM), lin_dma(24, MAPPED + 0x1000, reg::SRAM)];
     for packets in [&copies[0][..], &copies[1], &message] {
         with_card(|card| {
             let interrupt = vector(card, 21);
             set_up(card, 0x1_400f);
-            map_user_page(card, mapped, BUFFER);
+            map_user_page(card, MAPPED, BUFFER);
             card.write_register(cpu::QUEUE_INIT, 7);
-            submit(card, mapped, packets);
+            submit(card, MAPPED, packets);
             wait_until("the fault", || card.queues.has_stopped(PDMA, 0));
             assert!(!raised(&interrupt), "{packets:x?} came to an end");
             assert_eq!(card.read_register(PDMA + qman::PQ_CI), 0);
@@ -213,16 +214,15 @@ fn halt_by_monitor(dcore: usize, n: u32) -> Vec<u32> {
 
 #[test]
 fn monitors_do_not_reset_the_card() {
-    let mapped = 0xfff0_0001_0020_0000;
     // A user's monitor, and one of the driver's, which has physical addresses.
     for (dcore, n) in [(1, 100), (0, 6)] {
         with_card(|card| {
             let interrupt = vector(card, 21);
             set_up(card, 0x1_400f);
-            map_user_page(card, mapped, BUFFER);
+            map_user_page(card, MAPPED, BUFFER);
             card.write_register(cpu::QUEUE_INIT, 7);
             let before = card.log.unexpected_kinds();
-            submit(card, mapped, &halt_by_monitor(dcore, n));
+            submit(card, MAPPED, &halt_by_monitor(dcore, n));
             wait_until("the end of the stream", || raised(&interrupt));
             assert_eq!(card.read_register(reg::sync(dcore) + 4 * 8), 1);
             assert_eq!(card.get(cpu::QUEUE_INIT), 7, "a monitor has reset the card");
@@ -296,24 +296,53 @@ fn a_reset_by_the_driver_leaves_the_card_as_after_power_on() {
     });
 }
 
+const EVENTS: u64 = 0x70_0000;
+
+/// The next event of the driver's queue, after its interrupt.
+fn event_of(card: &Card, cause: impl FnOnce(&Card)) -> u32 {
+    let interrupt = vector(card, 0);
+    set_up(card, 0x1_400f);
+    map_user_page(card, MAPPED, BUFFER);
+    card.set(cpu::EQ_BASE, EVENTS as u32);
+    card.write_register(psoc::EVENTS, 554);
+    cause(card);
+    wait_until("the interrupt", || raised(&interrupt));
+    let mut entry = [0; 8];
+    card.guest.read(EVENTS, &mut entry).unwrap();
+    let control = u32::from_le_bytes(entry[4..].try_into().unwrap());
+    assert_eq!(control >> 31, 1, "ready");
+    control >> 16 & 0xfff
+}
+
 #[test]
 fn a_page_fault_is_reported_with_its_address() {
-    const EVENTS: u64 = 0x70_0000;
     with_card(|card| {
-        let interrupt = vector(card, 0);
-        set_up(card, 0x1_400f);
-        card.set(cpu::EQ_BASE, EVENTS as u32);
-        card.write_register(psoc::EVENTS, 554);
         let missing = 0xfff0_0001_2345_6000;
-        submit(card, missing, &[0, 0x0a00_0000]);
-        wait_until("the interrupt", || raised(&interrupt));
-        let mut entry = [0; 8];
-        card.guest.read(EVENTS, &mut entry).unwrap();
-        let control = u32::from_le_bytes(entry[4..].try_into().unwrap());
-        assert_eq!((control >> 31, control >> 16 & 0xfff), (1, 520));
+        assert_eq!(event_of(card, |card| submit(card, missing, &[0, 0x0a00_0000])), 520);
         let registers = [reg::mmu::FAULT_HIGH, reg::mmu::FAULT_LOW, reg::mmu::FAULT_VALID];
         let found = registers.map(|register| card.get(reg::mmu::HOST + register));
         assert_eq!(found, [0xfff0_0001, 0x2345_6000, 1]);
+    });
+}
+
+#[test]
+fn bytes_that_are_no_packet_are_reported_by_their_queue_manager() {
+    with_card(|card| {
+        assert_eq!(event_of(card, |card| submit(card, MAPPED, &[0, 0x1f00_0000])), 1244);
+        assert_eq!(card.get(PDMA + qman::ERROR), qman::OPCODE_ERROR);
+        assert_eq!(card.get(PDMA + qman::ERROR + 4), 0, "another stream");
+    });
+}
+
+#[test]
+fn a_register_that_users_may_not_write_is_reported_with_its_offset() {
+    with_card(|card| {
+        let message = write_word(reg::CFG + u64::from(psoc::HALT), 553);
+        assert_eq!(event_of(card, |card| submit(card, MAPPED, &message)), 540);
+        assert_eq!(card.get(PDMA + qman::ERROR), qman::REGISTER_ERROR);
+        let [write, read] = router::REGISTER_VALID.map(|valid| card.get(router::REGISTER + valid));
+        assert_eq!((write, read), (1, 0));
+        assert_eq!(card.get(router::REGISTER + router::REGISTER_OFFSET[0]), psoc::HALT);
     });
 }
 

@@ -246,7 +246,7 @@ impl Bus for QueueBus<'_> {
         while let Some(effect) = effects.pop_front() {
             rounds += 1;
             if rounds > MAX_EFFECTS {
-                return Err(Fault::Razwi { addr });
+                return Err(Fault::Razwi { addr, write: true });
             }
             match effect {
                 Effect::Write { addr, value, .. } if self.context.profile.cfg.contains(addr, 4) => {

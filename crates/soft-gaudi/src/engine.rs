@@ -414,7 +414,7 @@ impl Context {
                 let why = if mapped { ", which is mapped: no host memory behind it" } else { "" };
                 (format!("page fault at {addr:#x}{why}"), bit::PAGE_FAULT)
             }
-            Fault::Razwi { addr } => {
+            Fault::Razwi { addr, .. } => {
                 self.state.record(Word::Razwi, now, addr, queue.into());
                 (format!("nobody answers at {addr:#x} (RAZWI)"), bit::RAZWI)
             }

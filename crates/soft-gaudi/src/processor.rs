@@ -24,7 +24,7 @@ pub enum Fault {
     /// No translation for an address.
     Page { addr: u64 },
     /// An access that no one answers, or that is not allowed.
-    Razwi { addr: u64 },
+    Razwi { addr: u64, write: bool },
     /// A length or an address that the DMA engines do not take.
     Rule { addr: u64 },
     /// Bytes that are no packet, or one a user may not use.

@@ -1,5 +1,6 @@
 //! What a program can do wrong, on a real driver: `misuse page-fault` has a queue fetch packets where nothing is
-//! mapped, `misuse hang` has one wait for ever. The driver resets the card and ends this process.
+//! mapped, `misuse opcode` gives it bytes that are no packet, `misuse register` has it write a register that is not
+//! for users, `misuse hang` has it wait for ever. The driver resets the card and ends this process.
 
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
@@ -13,7 +14,10 @@ const ANY: i32 = 4;
 /// In the range of host memory, where nothing of a new process is mapped.
 const UNMAPPED: u64 = 0xfff0_0012_3456_7000;
 /// Fence 0, target 1: nobody raises it.
-const FENCE: [u32; 2] = [0x0001_0001, 0x8800_0000];
+const FENCE: [u32; 4] = [0x0001_0001, 0x8800_0000, 0, 0x0a00_0000];
+const NO_PACKET: [u32; 4] = [0, 0x1f00_0000, 0, 0x0a00_0000];
+/// A message to a register of the card's controller.
+const MESSAGE: [u32; 4] = [553, 0x8300_0000, 0xfcc4_b128, 0x1000_007f];
 
 /// `struct hl_cs_chunk`.
 #[repr(C)]
@@ -34,16 +38,24 @@ fn main() {
     let fd = unsafe { hlthunk_open(ANY, null()) };
     assert!(fd >= 0, "open: {fd}");
     let mut page = Box::new(Page([0; 1024]));
-    page.0[..2].copy_from_slice(&FENCE);
-    let address = match what.as_str() {
-        "page-fault" => UNMAPPED,
-        // SAFETY: the page lives until the process ends, and the card only reads it.
-        "hang" => unsafe { hlthunk_host_memory_map(fd, (&raw mut *page).cast(), 0, 4096) },
-        _ => panic!("page-fault or hang?"),
+    let packets = match what.as_str() {
+        "page-fault" => None,
+        "opcode" => Some(NO_PACKET),
+        "register" => Some(MESSAGE),
+        "hang" => Some(FENCE),
+        _ => panic!("page-fault, opcode, register or hang?"),
+    };
+    let address = match packets {
+        None => UNMAPPED,
+        Some(packets) => {
+            page.0[..4].copy_from_slice(&packets);
+            // SAFETY: the page lives until the process ends, and the card only reads it.
+            unsafe { hlthunk_host_memory_map(fd, (&raw mut *page).cast(), 0, 4096) }
+        }
     };
     assert!(address != 0, "map: {}", std::io::Error::last_os_error());
     const USER_BUFFER: u32 = 1;
-    let mut chunk = Chunk { address, queue: 0, size: 8, flags: USER_BUFFER, rest: [0; 11] };
+    let mut chunk = Chunk { address, queue: 0, size: 16, flags: USER_BUFFER, rest: [0; 11] };
     let mut input = CsIn {
         chunks_restore: null_mut(),
         chunks_execute: (&raw mut chunk).cast::<c_void>(),

@@ -15,6 +15,7 @@ const MAP: u32 = 1;
 /// Ask for its device address.
 const DEVICE_ADDRESS: u32 = 2;
 const CUSTOM_TIMEOUT: u32 = 0x200;
+const FLUSH: u32 = 0x8000;
 
 /// `struct hlthunk_cs_in`.
 #[repr(C)]
@@ -41,27 +42,8 @@ pub struct CsOut {
 const _: () = assert!(size_of::<CsIn>() == 32 && size_of::<CsOut>() == 16);
 
 fn request(fd: c_int, size: u32, flags: u32) -> Result<u64, c_int> {
-    let mut args = CommandBuffer { op: op::CREATE, size, flags, ..CommandBuffer::default() };
-    match ioctl::call(fd, &mut args) {
-        0 => Ok(args.handle),
-        error => Err(error),
-    }
-}
-
-/// Puts an answer where the caller wants it.
-///
-/// # Safety
-/// `place` is null or valid for writing.
-unsafe fn put<T>(place: *mut T, ask: impl FnOnce() -> Result<T, c_int>) -> c_int {
-    // SAFETY: the caller's promise.
-    let Some(place) = (unsafe { place.as_mut() }) else { return -libc::EINVAL };
-    match ask() {
-        Ok(value) => {
-            *place = value;
-            0
-        }
-        Err(error) => error,
-    }
+    let args = CommandBuffer { op: op::CREATE, size, flags, ..CommandBuffer::default() };
+    ioctl::ask(fd, args).map(|answer| answer.handle)
 }
 
 /// A command buffer of the driver's: its handle, which is also the offset for mmap.
@@ -75,7 +57,7 @@ pub unsafe extern "C" fn hlthunk_request_command_buffer(
     cb_handle: *mut u64,
 ) -> c_int {
     // SAFETY: the caller's promise.
-    unsafe { put(cb_handle, || request(fd, cb_size, 0)) }
+    unsafe { ioctl::answer(cb_handle, || request(fd, cb_size, 0)) }
 }
 
 /// As [`hlthunk_request_command_buffer`], mapped for the device.
@@ -89,7 +71,7 @@ pub unsafe extern "C" fn hlthunk_request_mapped_command_buffer(
     cb_handle: *mut u64,
 ) -> c_int {
     // SAFETY: the caller's promise.
-    unsafe { put(cb_handle, || request(fd, cb_size, MAP)) }
+    unsafe { ioctl::answer(cb_handle, || request(fd, cb_size, MAP)) }
 }
 
 /// Gives a command buffer up; its memory goes with the last user of it.
@@ -100,11 +82,8 @@ pub extern "C" fn hlthunk_destroy_command_buffer(fd: c_int, cb_handle: u64) -> c
 }
 
 fn ask(fd: c_int, handle: u64, flags: u32) -> Result<u64, c_int> {
-    let mut args = CommandBuffer { handle, op: op::INFO, flags, ..CommandBuffer::default() };
-    match ioctl::call(fd, &mut args) {
-        0 => Ok(args.handle),
-        error => Err(error),
-    }
+    let args = CommandBuffer { handle, op: op::INFO, flags, ..CommandBuffer::default() };
+    ioctl::ask(fd, args).map(|answer| answer.handle)
 }
 
 /// How many submissions use a buffer.
@@ -118,7 +97,7 @@ pub unsafe extern "C" fn hlthunk_get_cb_usage_count(
     usage_cnt: *mut u32,
 ) -> c_int {
     // SAFETY: the caller's promise.
-    unsafe { put(usage_cnt, || ask(fd, cb_handle, 0).map(|answer| answer as u32)) }
+    unsafe { ioctl::answer(usage_cnt, || ask(fd, cb_handle, 0).map(|answer| answer as u32)) }
 }
 
 /// The device address of a mapped buffer.
@@ -132,7 +111,7 @@ pub unsafe extern "C" fn hlthunk_get_mapped_cb_device_va_by_handle(
     device_va: *mut u64,
 ) -> c_int {
     // SAFETY: the caller's promise.
-    unsafe { put(device_va, || ask(fd, cb_handle, DEVICE_ADDRESS)) }
+    unsafe { ioctl::answer(device_va, || ask(fd, cb_handle, DEVICE_ADDRESS)) }
 }
 
 /// Submits command buffers.
@@ -146,7 +125,7 @@ pub unsafe extern "C" fn hlthunk_command_submission(
     output: *mut CsOut,
 ) -> c_int {
     // SAFETY: the caller's promise.
-    unsafe { submit(fd, input, output, 0, 0) }
+    unsafe { submit(fd, input, output, Submission::default()) }
 }
 
 /// As [`hlthunk_command_submission`], with a limit in seconds.
@@ -161,37 +140,73 @@ pub unsafe extern "C" fn hlthunk_command_submission_timeout(
     timeout: u32,
 ) -> c_int {
     // SAFETY: the caller's promise.
-    unsafe { submit(fd, input, output, timeout, CUSTOM_TIMEOUT) }
+    unsafe { submit(fd, input, output, limited(timeout)) }
 }
 
+/// What a limit in seconds adds to a submission.
+pub(crate) fn limited(timeout: u32) -> Submission {
+    Submission { timeout, flags: CUSTOM_TIMEOUT, ..Submission::default() }
+}
+
+/// Submits chunks, with what else the driver is to know of them.
+///
 /// # Safety
 /// As for [`hlthunk_command_submission`].
-unsafe fn submit(
+pub(crate) unsafe fn submit(
     fd: c_int,
     input: *mut CsIn,
     output: *mut CsOut,
-    timeout: u32,
-    flags: u32,
+    with: Submission,
 ) -> c_int {
     // SAFETY: the caller's promise.
-    let (Some(input), Some(output)) = (unsafe { (input.as_ref(), output.as_mut()) }) else {
-        return -libc::EINVAL;
-    };
-    let mut args = Submission {
+    let Some(input) = (unsafe { input.as_ref() }) else { return -libc::EINVAL };
+    let args = Submission {
         restore: input.chunks_restore as u64,
         execute: input.chunks_execute as u64,
         restores: input.num_chunks_restore,
         executes: input.num_chunks_execute,
-        timeout,
-        flags: input.flags | flags,
-        ..Submission::default()
+        flags: input.flags | with.flags,
+        ..with
     };
-    let ret = ioctl::call(fd, &mut args);
-    if ret == 0 {
-        // The answer: sequence number, status.
-        *output = CsOut { seq: args.restore, status: args.execute as u32, ..CsOut::default() };
+    // SAFETY: the caller's promise.
+    unsafe {
+        ioctl::answer(output, || {
+            let done = Submitted::from(ioctl::ask(fd, args)?);
+            Ok(CsOut {
+                seq: done.seq,
+                status: done.status,
+                sob_count_before_submission: done.signals_before,
+            })
+        })
     }
-    ret
+}
+
+/// The answer to a submission, `struct hl_cs_out`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Submitted {
+    /// Sequence number; for reserved signals, their handle and their number.
+    pub(crate) seq: u64,
+    pub(crate) status: u32,
+    /// The sync object of a signal, from the first one on.
+    pub(crate) sync_object: u32,
+    pub(crate) signals_before: u16,
+}
+
+impl From<Submission> for Submitted {
+    fn from(answer: Submission) -> Self {
+        Self {
+            seq: answer.restore,
+            status: answer.execute as u32,
+            sync_object: (answer.execute >> 32) as u32,
+            signals_before: answer.sequence as u16,
+        }
+    }
+}
+
+/// Has all writes of peers over PCI arrive in the card's memory.
+#[unsafe(no_mangle)]
+pub extern "C" fn hlthunk_cs_flush_pci_hbw_writes(fd: c_int) -> c_int {
+    ioctl::call(fd, &mut Submission { flags: FLUSH, ..Submission::default() })
 }
 
 #[cfg(test)]

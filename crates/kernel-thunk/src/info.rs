@@ -26,6 +26,9 @@ mod op {
     pub(super) const PAGE_SIZES: u32 = 26;
 }
 
+/// The state in which a card can be used.
+const OPERATIONAL: c_int = 0;
+
 /// Asks, with a place of `size` bytes for the answer.
 ///
 /// # Safety
@@ -279,6 +282,53 @@ pub extern "C" fn hlthunk_get_device_status_info(fd: c_int) -> c_int {
         Ok([a, b, c, d, ..]) => i32::from_le_bytes([a, b, c, d]),
         Err(error) => error,
     }
+}
+
+/// `struct hlthunk_hw_asic_status`, with the answers to other questions in it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct AsicStatus {
+    throttle: [u64; 5],
+    open_stats: [u64; 3],
+    power: u64,
+    status: i32,
+    seconds: u64,
+    valid: u8,
+}
+
+const _: () = assert!(size_of::<AsicStatus>() == 96);
+
+/// State, throttling, opens and power at once.
+///
+/// # Safety
+/// `status` is null or valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn hlthunk_get_hw_asic_status(fd: c_int, status: *mut AsicStatus) -> c_int {
+    // SAFETY: the caller's promise.
+    let Some(out) = (unsafe { status.as_mut() }) else { return -libc::EINVAL };
+    out.valid = 0;
+    out.status = hlthunk_get_device_status_info(fd);
+    if out.status < 0 {
+        return out.status;
+    }
+    out.valid = 1;
+    let mut questions = vec![
+        (op::CLK_THROTTLE, (&raw mut out.throttle).cast(), 40),
+        (op::OPEN_STATS, (&raw mut out.open_stats).cast(), 24),
+    ];
+    if out.status == OPERATIONAL {
+        questions.push((op::POWER, (&raw mut out.power).cast(), 8));
+    }
+    for (op, into, size) in questions {
+        // SAFETY: each place has that size.
+        match unsafe { ask(fd, op, 0, into, size) } {
+            0 => {}
+            error => return error,
+        }
+    }
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    out.seconds = now.map_or(0, |time| time.as_secs());
+    0
 }
 
 /// Whether no engine works.

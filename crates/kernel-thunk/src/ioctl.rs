@@ -78,6 +78,32 @@ pub fn call<T: Argument>(fd: c_int, argument: &mut T) -> c_int {
     }
 }
 
+/// As [`call`], with the answer.
+pub fn ask<T: Argument>(fd: c_int, mut argument: T) -> Result<T, c_int> {
+    match call(fd, &mut argument) {
+        0 => Ok(argument),
+        error => Err(error),
+    }
+}
+
+/// Puts an answer where the caller wants it; without such a place nothing is asked.
+///
+/// # Safety
+/// `place` is null or valid for writing.
+pub unsafe fn answer<T>(place: *mut T, ask: impl FnOnce() -> Result<T, c_int>) -> c_int {
+    if place.is_null() {
+        return -libc::EINVAL;
+    }
+    match ask() {
+        Ok(value) => {
+            // SAFETY: the caller's promise.
+            unsafe { place.write(value) };
+            0
+        }
+        Err(error) => error,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -3,16 +3,17 @@
 //! The vendor's published library speaks the ioctls of older kernels; on a newer one every call of it fails. This
 //! one speaks the DRM ioctls that replaced them, and looks for sysfs attributes where those kernels have them.
 //! Otherwise it behaves as the vendor's: results, `errno` and repetition are part of the contract. It has the
-//! functions that the plugin uses, and most of those of the vendor's tests.
+//! functions that the plugin uses and those of the vendor's tests.
 //!
-//! Functions are thin: [`ioctl`] has the calls, [`nodes`] finds and opens cards, [`info`] asks, [`memory`] and
-//! [`commands`] act. No function panics; a null pointer for an answer is `-EINVAL`.
+//! Functions are thin: [`ioctl`] has the calls, [`nodes`] finds and opens cards, [`info`] asks, [`memory`],
+//! [`commands`] and [`signals`] act, [`waits`] wait. No function panics; a null pointer for an answer is `-EINVAL`.
 
 pub mod commands;
 pub mod info;
 pub mod ioctl;
 pub mod memory;
 pub mod nodes;
+pub mod signals;
 pub mod waits;
 
 use std::ffi::{c_char, c_int, c_void};

@@ -21,8 +21,8 @@ const USER_POINTER: u32 = 4;
 const DMABUF_FLAGS: u32 = (libc::O_RDWR | libc::O_CLOEXEC) as u32;
 
 /// The first word of the answer; 0 on failure, with `errno` as the driver has set it.
-fn first(fd: c_int, mut args: Memory) -> u64 {
-    if ioctl::call(fd, &mut args) == 0 { args.first } else { 0 }
+fn first(fd: c_int, args: Memory) -> u64 {
+    ioctl::ask(fd, args).map_or(0, |answer| answer.first)
 }
 
 /// Allocates device memory: its handle, or 0.
@@ -95,7 +95,7 @@ pub extern "C" fn hlthunk_memory_unmap(fd: c_int, device_virt_addr: u64) -> c_in
 }
 
 fn export(fd: c_int, addr: u64, size: u64, offset: u64) -> c_int {
-    let mut args = Memory {
+    let args = Memory {
         first: addr,
         second: size,
         third: offset,
@@ -103,10 +103,7 @@ fn export(fd: c_int, addr: u64, size: u64, offset: u64) -> c_int {
         flags: DMABUF_FLAGS,
         ..Memory::default()
     };
-    match ioctl::call(fd, &mut args) {
-        0 => args.first as i32,
-        error => error,
-    }
+    ioctl::ask(fd, args).map_or_else(|error| error, |answer| answer.first as i32)
 }
 
 /// Exports memory from an address on as a dma-buf.
@@ -169,14 +166,9 @@ pub unsafe extern "C" fn hlthunk_allocate_timestamp_elements(
     elements: u32,
     handle: *mut u64,
 ) -> c_int {
+    let args = Memory { op: op::TIMESTAMPS, elements, ..Memory::default() };
     // SAFETY: the caller's promise.
-    let Some(handle) = (unsafe { handle.as_mut() }) else { return -libc::EINVAL };
-    let mut args = Memory { op: op::TIMESTAMPS, elements, ..Memory::default() };
-    let ret = ioctl::call(fd, &mut args);
-    if ret == 0 {
-        *handle = args.first;
-    }
-    ret
+    unsafe { ioctl::answer(handle, || ioctl::ask(fd, args).map(|answer| answer.first)) }
 }
 
 #[cfg(test)]

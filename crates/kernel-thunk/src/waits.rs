@@ -1,6 +1,7 @@
 //! Waiting for submissions and interrupts.
 
-use std::ffi::c_int;
+use std::ffi::{c_int, c_void};
+use std::ptr::null_mut;
 
 use crate::ioctl::{self, Wait};
 
@@ -45,7 +46,7 @@ pub unsafe extern "C" fn hlthunk_wait_for_cs(
 ) -> c_int {
     let args = Wait { sequence: seq, timeout: timeout_us, ..Wait::default() };
     // SAFETY: the caller's promise.
-    unsafe { wait(fd, args, status, std::ptr::null_mut()) }
+    unsafe { wait(fd, args, status, null_mut()) }
 }
 
 /// As [`hlthunk_wait_for_cs`], with the time of its end, if the submission asked for it.
@@ -71,6 +72,38 @@ fn interrupt(id: u32) -> Option<u32> {
     (id <= 0xfff).then_some(INTERRUPT | id << 20)
 }
 
+/// Where the word is that an interrupt is waited for with.
+struct Counter {
+    /// Its address, or the handle of a command buffer.
+    place: u64,
+    offset: u64,
+    flags: u32,
+}
+
+/// Waits until an interrupt comes and a word has reached a value.
+///
+/// # Safety
+/// The word stays readable; `status` and `timestamp` are null or valid for writing.
+unsafe fn wait_for_interrupt(
+    fd: c_int,
+    counter: Counter,
+    (target, interrupt_id, timeout_us): (u64, u32, u64),
+    status: *mut u32,
+    timestamp: *mut u64,
+) -> c_int {
+    let Some(interrupt) = interrupt(interrupt_id) else { return -libc::EINVAL };
+    let args = Wait {
+        sequence: counter.place,
+        timeout: target,
+        flags: interrupt | counter.flags,
+        interrupt_timeout: timeout_us,
+        counters_offset: counter.offset,
+        ..Wait::default()
+    };
+    // SAFETY: the caller's promise.
+    unsafe { wait(fd, args, status, timestamp) }
+}
+
 /// Waits until an interrupt comes and the word at `addr` has reached a value.
 ///
 /// # Safety
@@ -78,22 +111,16 @@ fn interrupt(id: u32) -> Option<u32> {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hlthunk_wait_for_interrupt(
     fd: c_int,
-    addr: *mut std::ffi::c_void,
+    addr: *mut c_void,
     target_value: u64,
     interrupt_id: u32,
     timeout_us: u64,
     status: *mut u32,
 ) -> c_int {
-    let Some(interrupt) = interrupt(interrupt_id) else { return -libc::EINVAL };
-    let args = Wait {
-        sequence: addr as u64,
-        timeout: target_value,
-        flags: interrupt,
-        interrupt_timeout: timeout_us,
-        ..Wait::default()
-    };
+    let counter = Counter { place: addr as u64, offset: 0, flags: 0 };
+    let until = (target_value, interrupt_id, timeout_us);
     // SAFETY: the caller's promise.
-    unsafe { wait(fd, args, status, std::ptr::null_mut()) }
+    unsafe { wait_for_interrupt(fd, counter, until, status, null_mut()) }
 }
 
 /// As [`hlthunk_wait_for_interrupt`], with the counter in a command buffer.
@@ -110,17 +137,11 @@ pub unsafe extern "C" fn hlthunk_wait_for_interrupt_by_handle(
     timeout_us: u64,
     status: *mut u32,
 ) -> c_int {
-    let Some(interrupt) = interrupt(interrupt_id) else { return -libc::EINVAL };
-    let args = Wait {
-        sequence: cq_counters_handle,
-        timeout: target_value,
-        flags: interrupt | KERNEL_COUNTERS,
-        interrupt_timeout: timeout_us,
-        counters_offset: cq_counters_offset,
-        ..Wait::default()
-    };
+    let (place, offset) = (cq_counters_handle, cq_counters_offset);
+    let counter = Counter { place, offset, flags: KERNEL_COUNTERS };
+    let until = (target_value, interrupt_id, timeout_us);
     // SAFETY: the caller's promise.
-    unsafe { wait(fd, args, status, std::ptr::null_mut()) }
+    unsafe { wait_for_interrupt(fd, counter, until, status, null_mut()) }
 }
 
 /// As [`hlthunk_wait_for_interrupt`], with the time of the interrupt.
@@ -130,23 +151,17 @@ pub unsafe extern "C" fn hlthunk_wait_for_interrupt_by_handle(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hlthunk_wait_for_interrupt_with_timestamp(
     fd: c_int,
-    addr: *mut std::ffi::c_void,
+    addr: *mut c_void,
     target_value: u64,
     interrupt_id: u32,
     timeout_us: u64,
     status: *mut u32,
     timestamp: *mut u64,
 ) -> c_int {
-    let Some(interrupt) = interrupt(interrupt_id) else { return -libc::EINVAL };
-    let args = Wait {
-        sequence: addr as u64,
-        timeout: target_value,
-        flags: interrupt,
-        interrupt_timeout: timeout_us,
-        ..Wait::default()
-    };
+    let counter = Counter { place: addr as u64, offset: 0, flags: 0 };
+    let until = (target_value, interrupt_id, timeout_us);
     // SAFETY: the caller's promise.
-    unsafe { wait(fd, args, status, timestamp) }
+    unsafe { wait_for_interrupt(fd, counter, until, status, timestamp) }
 }
 
 /// Has the driver write a time to a place of a timestamp buffer when a counter reaches a value.
@@ -245,7 +260,7 @@ pub unsafe extern "C" fn hlthunk_wait_for_multi_cs(
     output: *mut MultiOut,
 ) -> c_int {
     // SAFETY: the caller's promise.
-    unsafe { hlthunk_wait_for_multi_cs_with_timestamp(fd, input, output, std::ptr::null_mut()) }
+    unsafe { hlthunk_wait_for_multi_cs_with_timestamp(fd, input, output, null_mut()) }
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 #!/bin/busybox sh
-# First program of the virtual machine: loads the driver, runs the set of checks that VM_SET names (or a shell), and
-# powers off. Results go to the first serial port, the kernel's messages to the second, recordings to the third.
+# First program of the virtual machine: loads the driver, runs the sets of checks that VM_SETS names (or a shell), and
+# powers off. Results go to the first serial port, the kernel's messages to the second, recordings to the third, what
+# checks print to the fourth.
 /bin/busybox mkdir -p /proc /sys /dev /tmp /run
 /bin/busybox --install -s /bin
 mount -t proc proc /proc
@@ -25,6 +26,7 @@ check() {
     if "$@" >/tmp/output 2>&1; then verdict=ok; else verdict=failed; fi
     echo "VM-RESULT $verdict $name $(($(milliseconds) - began))"
     [ $verdict = ok ] || tail -n 40 /tmp/output
+    { echo "== $name: $verdict"; cat /tmp/output; } >/dev/ttyS3
 }
 
 card=/sys/class/accel/accel0/device
@@ -52,6 +54,32 @@ set_probe() {
     check probe-again insmod /mod/habanalabs.ko
     check status-again attribute status Operational
 }
+
+# The module as Debian ships it. Nobody can open a card with it, and the tools name the reason.
+names_the_bug() {
+    "$@" >/tmp/refused 2>&1
+    status=$?
+    cat /tmp/refused
+    [ $status != 0 ] && grep -q 'opens no card since 6.12' /tmp/refused
+}
+refused_open() {
+    opens 2>/tmp/open && return 1
+    cat /tmp/open
+    grep -q 'Invalid argument' /tmp/open
+}
+set_unpatched() {
+    check load-unpatched reload habanalabs-unpatched
+    check control-node control_node
+    check open-refused refused_open
+    check doctor-names-the-bug names_the_bug ucx-gaudi doctor
+    check check-card-names-the-bug names_the_bug ucx-gaudi check-card
+    check plugin-names-the-bug names_the_bug ucx_perftest -t tag_lat -m gaudi -n 1 -s 8 -l
+    # DRM's own warning, once for each module.
+    check kernel-warns sh -c 'dmesg | grep "WARNING:.*drm_open_helper"'
+    dmesg -C
+    check load-again reload habanalabs
+}
+reload() { rmmod habanalabs && insmod /mod/$1.ko && attribute status Operational; }
 
 hard_reset() {
     before=$(cat $card/hard_reset_cnt)
@@ -99,6 +127,9 @@ set_card() {
     check busy-while-open busy
     check again-while-closing again_while_closing
     check free-after-kill kill_owner
+    check load-importer load_modules drm_kms_helper drm_shmem_helper vgem
+    echo 8 >/proc/sys/vm/nr_hugepages
+    check memory-rules memory_rules
     check check-card ucx-gaudi check-card --trace /tmp/trace
     stty -F /dev/ttyS2 raw && cat /tmp/trace >/dev/ttyS2
     check doctor ucx-gaudi doctor
@@ -121,6 +152,27 @@ set_ucx() {
     check loopback ucp-check loopback --ops tag,put,get --plain --sizes 0,1,7,4097,64K,1M+13
     check to-host ucp-check pair --one-way --mem gaudi:host --ops tag,put --plain --sizes 1,4097,1M+13
     check perftest-loopback ucx_perftest -t tag_lat -m gaudi -n 20 -w 2 -s 65536 -l
+}
+
+# A software RDMA device, which knows no dma-bufs: host memory goes through it, Gaudi memory is staged.
+load_modules() { for module; do insmod /mod/$module.ko || return 1; done; }
+load_rxe() {
+    load_modules ib_core ib_uverbs udp_tunnel ip6_udp_tunnel crc32_generic rdma_rxe dummy || return 1
+    ip address add 10.1.1.1/24 dev dummy0 && ip link set dummy0 up && rxe_link dummy0 && [ -e /dev/infiniband/uverbs0 ]
+}
+over_rxe() {
+    UCX_TLS=rc_verbs,ud_verbs,gaudi_copy,gaudi_gdr UCX_NET_DEVICES=rxe0:1 UCX_UD_ETH_DGID_CHECK=n ucp-check pair "$@"
+}
+set_rdma() {
+    if [ ! -e /etc/libibverbs.d/rxe.driver ]; then
+        echo "skipped: set rdma: the machine that made this image has no rdma-core"
+        return
+    fi
+    check load-rxe load_rxe
+    check ucx_info sh -c 'ucx_info -d | grep -A12 rxe0'
+    check host over_rxe --mem host:host --ops tag,put,get --plain --sizes 1,4097,1M+13
+    check gaudi-to-host over_rxe --one-way --mem gaudi:host --ops tag,am --plain --sizes 1,4097,1M+13
+    check doctor ucx-gaudi doctor
 }
 
 set_two_cards() {
@@ -177,6 +229,8 @@ misused() {
 }
 set_faults() {
     check page-fault misused page-fault 'page fault on va 0xfff0001234567000'
+    check no-packet misused opcode 'stream0. err cause: CP error due to undefined OPCODE'
+    check foreign-register misused register 'PDMA_0-RAZWI SHARED RR LBW WR error.*0x1000007FFCC4B128'
     check hung-queue misused hang 'not finished in'
     check check-card ucx-gaudi check-card
 }
@@ -211,9 +265,14 @@ set_vendor() {
 
 check load load
 check usable usable
-if [ -n "$VM_SET" ]; then
-    set_$VM_SET
-    check no-kernel-warnings no_warnings
+if [ -n "$VM_SETS" ]; then
+    for set in $(echo "$VM_SETS" | tr , ' '); do
+        echo "VM-SET $set"
+        set_$set
+        check no-kernel-warnings no_warnings
+        # The next set looks at its own messages only.
+        dmesg -C
+    done
     echo VM-END
     sync
 else

@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail};
 use e2e::{Layout, Ucx};
 
 use super::cpio::Archive;
-use super::packages::Debian;
+use super::packages::{DRIVER, Debian, MODULES};
 use super::{Folders, kernel_module};
 use crate::dist::artifact;
 use crate::progress::Work;
@@ -25,15 +25,19 @@ pub(super) struct Programs {
     pub(super) card: PathBuf,
     /// The driver library for the kernel's ioctls, which runs inside.
     thunk: PathBuf,
-    /// A program that provokes the driver.
-    misuse: PathBuf,
+    /// Small programs for the checks: the library's examples.
+    helpers: Vec<PathBuf>,
 }
+
+/// Examples of `kernel-thunk` that checks use.
+const HELPERS: [&str; 3] = ["misuse", "memory_rules", "rxe_link"];
 
 pub(super) fn build_programs(repo: &Repo) -> Result<Programs> {
     let mut cargo = repo.cargo();
     cargo.args(["build", "--release", "--message-format=json-render-diagnostics"]);
     cargo.args(["--package=pci-gaudi", "--package=kernel-thunk"]);
-    cargo.args(["--lib", "--bin=pci-gaudi", "--example=misuse"]);
+    cargo.args(["--lib", "--bin=pci-gaudi"]);
+    cargo.args(HELPERS.map(|name| format!("--example={name}")));
     let output = cargo.stderr(Stdio::inherit()).output().context("cannot run cargo")?;
     if !output.status.success() {
         bail!("the build failed (cargo says why above)");
@@ -42,7 +46,7 @@ pub(super) fn build_programs(repo: &Repo) -> Result<Programs> {
     Ok(Programs {
         card: artifact(&messages, "pci-gaudi", "")?,
         thunk: artifact(&messages, "kernel_thunk", ".so")?,
-        misuse: artifact(&messages, "misuse", "")?,
+        helpers: HELPERS.iter().map(|name| artifact(&messages, name, "")).collect::<Result<_>>()?,
     })
 }
 
@@ -67,11 +71,16 @@ pub(super) fn write(
     image.file("init", include_bytes!("guest.sh"), true)?;
     image.copy(&debian.busybox(), "bin/busybox")?;
     image.file("etc/hosts", b"127.0.0.1 localhost\n", false)?;
-    let drm = kernel_module::read(&debian.module("drivers/gpu/drm/drm.ko.xz"))?;
-    image.file("mod/drm.ko", &drm, false)?;
-    let driver = debian.module("drivers/accel/habanalabs/habanalabs.ko.xz");
-    let driver = kernel_module::make_openable(kernel_module::read(&driver)?)?;
-    image.file("mod/habanalabs.ko", &driver, false)?;
+    for path in MODULES {
+        let module = kernel_module::read(&debian.module(path))?;
+        let name = path.rsplit('/').next().unwrap_or(path);
+        if *path == DRIVER {
+            image.file("mod/habanalabs-unpatched.ko", &module, false)?;
+            image.file("mod/habanalabs.ko", &kernel_module::make_openable(module)?, false)?;
+        } else {
+            image.file(&format!("mod/{name}.ko"), &module, false)?;
+        }
+    }
     // The emulated card takes any firmware.
     for name in ["gaudi2-boot-fit.itb", "gaudi2-fit.itb"] {
         image.file(&format!("lib/firmware/habanalabs/gaudi2/{name}"), &[0; 256], false)?;
@@ -80,8 +89,11 @@ pub(super) fn write(
     let ucx = Ucx::V1_22;
     let mut linked = vec![programs.thunk.clone()];
     image.copy(&programs.thunk, "opt/thunk/libhl-thunk.so")?;
-    linked.push(programs.misuse.clone());
-    image.copy(&programs.misuse, "bin/misuse")?;
+    for (name, program) in HELPERS.iter().zip(&programs.helpers) {
+        image.copy(program, &format!("bin/{name}"))?;
+        linked.push(program.clone());
+    }
+    image.rdma(&mut linked)?;
     image.plugin(layout, &mut linked)?;
     let parts = [
         (ucx.bin_dir(layout).context("no programs of UCX")?, "opt/ucx/bin"),
@@ -142,6 +154,25 @@ impl<W: Write> Image<W> {
         let engine = layout.plugins().with_file_name("libucx_gaudi.so");
         self.copy(&engine, "opt/gaudi/lib/ucx-gaudi/libucx_gaudi.so")?;
         linked.push(engine);
+        Ok(())
+    }
+
+    /// The part of this machine's rdma-core that drives the kernel's software RDMA device, where there is one.
+    fn rdma(&mut self, linked: &mut Vec<PathBuf>) -> Result<()> {
+        let settings = Path::new("/etc/libibverbs.d/rxe.driver");
+        let folders = ["/usr/lib/x86_64-linux-gnu/libibverbs", "/usr/lib64/libibverbs"];
+        let providers = folders.iter().filter_map(|folder| fs::read_dir(folder).ok()).flatten();
+        let provider = providers
+            .filter_map(Result::ok)
+            .find(|entry| entry.file_name().to_string_lossy().starts_with("librxe-rdmav"));
+        let Some(provider) = provider.filter(|_| settings.exists()).map(|entry| entry.path())
+        else {
+            return Ok(());
+        };
+        for file in [settings, &provider] {
+            self.copy(file, file.to_string_lossy().trim_start_matches('/'))?;
+        }
+        linked.push(provider);
         Ok(())
     }
 

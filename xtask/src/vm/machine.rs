@@ -3,7 +3,7 @@
 //! QEMU interprets the guest (TCG): a machine for tests of a driver need not be fast, and it works everywhere.
 
 use std::fs;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
@@ -15,7 +15,7 @@ use comfy_table::Table;
 
 use super::Folders;
 use super::packages::Debian;
-use super::sets::{END, Outcome, Set, Verdict};
+use super::sets::{END, Outcome, Set, Verdict, begun};
 use crate::repo::Repo;
 use crate::units::seconds;
 
@@ -32,71 +32,107 @@ impl Drop for Guard {
     }
 }
 
-/// Runs a set and prints its results; says how many checks failed.
+/// What checks have shown, for the table at the end.
+#[derive(Debug, Default)]
+pub(super) struct Results {
+    rows: Vec<[String; 4]>,
+    times: Vec<(String, Duration)>,
+    failed: usize,
+}
+
+impl Results {
+    pub(super) fn failed(&self) -> usize {
+        self.failed
+    }
+
+    fn add(&mut self, set: &str, check: &str, verdict: Verdict, guest: String) {
+        let word = match verdict {
+            Verdict::Ok => "ok",
+            Verdict::Failed => "FAILED",
+        };
+        self.failed += usize::from(verdict == Verdict::Failed);
+        eprintln!("  {word} {check} ({guest})");
+        self.rows.push([set.to_owned(), check.to_owned(), word.to_owned(), guest]);
+    }
+
+    pub(super) fn print(&self) {
+        let mut table = Table::new();
+        table.load_preset(comfy_table::presets::ASCII_MARKDOWN);
+        table.set_header(["set", "check", "result", "in the guest"]);
+        table.add_rows(&self.rows);
+        println!("{table}\n");
+        for (what, time) in &self.times {
+            println!("{what}: {}", seconds(*time));
+        }
+        let sum = self.times.iter().map(|(_, time)| *time).sum();
+        println!("{} checks, {} failed, {}", self.rows.len(), self.failed, seconds(sum));
+    }
+}
+
+/// Boots a machine for sets that share it, and runs them.
 pub(super) fn test(
     repo: &Repo,
     folders: &Folders,
     debian: &Debian,
     card: &Path,
-    set: &Set,
+    sets: &[&Set],
     trap_all: bool,
-) -> Result<usize> {
-    let logs = folders.logs().join(set.name);
+    results: &mut Results,
+) -> Result<()> {
+    let Some(kind) = sets.first().map(|set| set.machine) else { return Ok(()) };
+    let logs = folders.logs().join(kind.name);
     let _ = fs::remove_dir_all(&logs);
-    let options: Vec<&str> = set.kind.into_iter().chain(trap_all.then_some("--trap-all")).collect();
-    let machine = Machine::new(folders, debian, card, &logs, set.cards, &options)?;
-    eprintln!("set {} on Linux {} (logs in {}) …", set.name, debian.kernel, repo.shown(&logs));
+    let options: Vec<&str> =
+        kind.kind.into_iter().chain(trap_all.then_some("--trap-all")).collect();
+    let machine = Machine::new(folders, debian, card, &logs, kind.cards, &options)?;
+    let names: Vec<_> = sets.iter().map(|set| set.name).collect();
+    eprintln!("machine {} on Linux {} (logs in {})", kind.name, debian.kernel, repo.shown(&logs));
+    let limit: Duration = sets.iter().map(|set| set.limit).sum();
     let began = Instant::now();
-    let mut qemu = machine.qemu(&format!("VM_SET={}", set.name));
+    let mut qemu = machine.qemu(&format!("VM_SETS={}", names.join(",")));
     let mut qemu =
         Guard(qemu.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().context("cannot run QEMU")?);
     let lines = lines_of(qemu.0.stdout.take().context("QEMU has no output")?);
 
-    let mut table = Table::new();
-    table.set_header(["check", "result", "in the guest"]);
-    let (mut failed, mut ended) = (0, false);
-    let mut said = String::new();
+    let mut said = fs::File::create(logs.join("output.log"))?;
+    let (mut set, mut since, mut ended) = (format!("boot of {}", kind.name), began, false);
     loop {
-        let left = set.limit.saturating_sub(began.elapsed());
-        let line = match lines.recv_timeout(left) {
+        let line = match lines.recv_timeout(limit.saturating_sub(began.elapsed())) {
             Ok(line) => line,
             Err(mpsc::RecvTimeoutError::Disconnected) => break,
             Err(mpsc::RecvTimeoutError::Timeout) => {
-                eprintln!("stopped after {}", seconds(set.limit));
+                eprintln!("stopped after {}", seconds(limit));
                 break;
             }
         };
-        said += &line;
-        said.push('\n');
+        writeln!(said, "{line}")?;
         ended |= line == END;
-        match Outcome::parse(&line) {
-            Some(Outcome { verdict, name, milliseconds }) => {
-                let verdict = match verdict {
-                    Verdict::Ok => "ok",
-                    Verdict::Failed => {
-                        failed += 1;
-                        "FAILED"
-                    }
-                };
-                eprintln!("  {verdict} {name} ({milliseconds} ms)");
-                table.add_row([name, verdict, &format!("{milliseconds} ms")]);
-            }
-            None => eprintln!("    {line}"),
+        if let Some(next) = begun(&line) {
+            let now = Instant::now();
+            results.times.push((std::mem::replace(&mut set, next.to_owned()), now - since));
+            since = now;
+            eprintln!("set {set} …");
+        } else if let Some(Outcome { verdict, name, milliseconds }) = Outcome::parse(&line) {
+            results.add(&set, name, verdict, format!("{milliseconds} ms"));
+        } else if line != END {
+            eprintln!("    {line}");
         }
     }
     drop(qemu);
-    for unexpected in machine.end()? {
-        eprintln!("  {unexpected}");
-        // A card that traps everything lists every register the model does not know.
-        failed += usize::from(!trap_all);
-    }
-    fs::write(logs.join("output.log"), said)?;
-    println!("{table}\n{} in {}", set.name, seconds(began.elapsed()));
+    results.times.push((set.clone(), since.elapsed()));
     if !ended {
-        eprintln!("the guest did not come to its end; its kernel's last words are in kernel.log");
-        failed += 1;
+        let words = "the guest did not come to its end; its kernel's last words are in kernel.log";
+        results.add(&set, "end", Verdict::Failed, words.to_owned());
     }
-    Ok(failed)
+    for unexpected in machine.end()? {
+        // A card that traps everything lists every register the model does not know.
+        if trap_all {
+            eprintln!("  {unexpected}");
+        } else {
+            results.add(kind.name, "unexpected access", Verdict::Failed, unexpected);
+        }
+    }
+    Ok(())
 }
 
 /// A shell inside, on this terminal.
@@ -218,8 +254,8 @@ impl<'a> Machine<'a> {
             qemu.args(["-device", &port, "-device", &device.to_string()]);
         }
         qemu.args(["-serial", "stdio"]);
-        // The kernel's messages, and recordings of the driver's calls.
-        for log in ["kernel.log", "trace.jsonl"] {
+        // The kernel's messages, recordings of the driver's calls, and what checks printed.
+        for log in ["kernel.log", "trace.jsonl", "checks.log"] {
             qemu.arg("-serial").arg(format!("file:{}", self.logs.join(log).display()));
         }
         qemu.arg("-kernel").arg(self.debian.vmlinuz()).arg("-initrd").arg(&self.initramfs);

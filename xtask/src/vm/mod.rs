@@ -24,11 +24,11 @@ use crate::setup;
 /// What to do with the machine.
 #[derive(Debug, Subcommand)]
 pub(crate) enum What {
-    /// Run the checks of one set inside, or of all
+    /// Run sets of checks inside, or all
     Test {
-        /// Only this set
+        /// Only these sets
         #[arg(value_parser = PossibleValuesParser::new(sets::SETS.iter().map(|set| set.name)))]
-        set: Option<String>,
+        set: Vec<String>,
         /// Log every register the driver touches (slower)
         #[arg(long)]
         trap_all: bool,
@@ -86,19 +86,35 @@ pub(crate) fn run(repo: &Repo, what: What) -> Result<()> {
     match what {
         What::Shell { cards } => machine::shell(repo, &folders, &debian, &programs.card, cards),
         What::Test { set, trap_all } => {
-            let mut failed = 0;
-            let chosen = |s: &&sets::Set| set.as_deref().is_none_or(|name| name == s.name);
-            for set in sets::SETS.iter().filter(chosen) {
-                if set.name == sets::VENDOR && image::vendor_programs().is_none() {
-                    eprintln!("skipped: set {}: SOFT_GAUDI_VENDOR_TESTS names no folder", set.name);
-                    continue;
+            let chosen: Vec<_> = sets::SETS.iter().filter(|s| is_chosen(&set, s)).collect();
+            let mut results = machine::Results::default();
+            for sets in chosen.chunk_by(|a, b| a.machine == b.machine) {
+                machine::test(
+                    repo,
+                    &folders,
+                    &debian,
+                    &programs.card,
+                    sets,
+                    trap_all,
+                    &mut results,
+                )?;
+            }
+            results.print();
+            match results.failed() {
+                0 => Ok(()),
+                failed => {
+                    bail!("{failed} checks failed; logs are in {}", repo.shown(&folders.logs()))
                 }
-                failed += machine::test(repo, &folders, &debian, &programs.card, set, trap_all)?;
             }
-            if failed > 0 {
-                bail!("{failed} checks failed; logs are in {}", repo.shown(&folders.logs()));
-            }
-            Ok(())
         }
     }
+}
+
+fn is_chosen(names: &[String], set: &sets::Set) -> bool {
+    let chosen = names.is_empty() || names.iter().any(|name| name == set.name);
+    if chosen && set.name == sets::VENDOR && image::vendor_programs().is_none() {
+        eprintln!("skipped: set {}: SOFT_GAUDI_VENDOR_TESTS names no folder", set.name);
+        return false;
+    }
+    chosen
 }

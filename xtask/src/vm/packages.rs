@@ -17,6 +17,24 @@ const BACKPORTS: &str = "trixie-backports";
 const MIRROR: &str = "http://deb.debian.org/debian";
 const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 
+/// Modules of the kernel, below `kernel/`: the driver and what it needs, another DRM device, and a software RDMA
+/// device over a network device that leads nowhere.
+pub(super) const MODULES: &[&str] = &[
+    "drivers/gpu/drm/drm",
+    DRIVER,
+    "drivers/gpu/drm/drm_kms_helper",
+    "drivers/gpu/drm/drm_shmem_helper",
+    "drivers/gpu/drm/vgem/vgem",
+    "drivers/infiniband/core/ib_core",
+    "drivers/infiniband/core/ib_uverbs",
+    "net/ipv4/udp_tunnel",
+    "net/ipv6/ip6_udp_tunnel",
+    "crypto/crc32_generic",
+    "drivers/infiniband/sw/rxe/rdma_rxe",
+    "drivers/net/dummy",
+];
+pub(super) const DRIVER: &str = "drivers/accel/habanalabs/habanalabs";
+
 /// What the machine is made of.
 #[derive(Debug)]
 pub(super) struct Debian {
@@ -31,9 +49,9 @@ impl Debian {
         self.root.join("boot").join(format!("vmlinuz-{}", self.kernel))
     }
 
-    /// A module by its path below `kernel/`, still compressed.
-    pub(super) fn module(&self, path: &str) -> PathBuf {
-        self.root.join("usr/lib/modules").join(&self.kernel).join("kernel").join(path)
+    /// One of [`MODULES`], still compressed.
+    pub(super) fn module(&self, name: &str) -> PathBuf {
+        self.root.join(module_path(&self.kernel, name))
     }
 
     pub(super) fn busybox(&self) -> PathBuf {
@@ -59,7 +77,11 @@ pub(super) fn fetch(folders: &Folders) -> Result<Debian> {
     let root = folders.packages();
     let stamp = root.join("kernel-version");
     if let Ok(kernel) = fs::read_to_string(&stamp) {
-        return Ok(Debian { root, kernel });
+        let debian = Debian { root: root.clone(), kernel };
+        // An earlier version may have unpacked fewer.
+        if MODULES.iter().all(|name| debian.module(name).exists()) {
+            return Ok(debian);
+        }
     }
     let apt = Apt::new(&folders.apt())?;
     let work = Work::start(format!("lists of packages of Debian {RELEASE}"));
@@ -96,6 +118,10 @@ pub(super) fn fetch(folders: &Folders) -> Result<Debian> {
     Ok(Debian { root, kernel })
 }
 
+fn module_path(kernel: &str, name: &str) -> String {
+    format!("usr/lib/modules/{kernel}/kernel/{name}.ko.xz")
+}
+
 /// All of a package; of a kernel's only what is used.
 fn unpack(package: &Path, into: &Path, kernel: Option<&String>) -> Result<()> {
     let mut archive = Command::new("dpkg-deb")
@@ -107,9 +133,8 @@ fn unpack(package: &Path, into: &Path, kernel: Option<&String>) -> Result<()> {
     let mut tar = Command::new("tar");
     tar.args(["--extract", "--no-same-owner", "--directory"]).arg(into);
     if let Some(version) = kernel {
-        let modules = format!("./usr/lib/modules/{version}/kernel/drivers");
         tar.arg(format!("./boot/vmlinuz-{version}"));
-        tar.arg(format!("{modules}/accel/habanalabs")).arg(format!("{modules}/gpu/drm/drm.ko.xz"));
+        tar.args(MODULES.iter().map(|name| format!("./{}", module_path(version, name))));
     }
     tar.stdin(archive.stdout.take().context("dpkg-deb has no output")?);
     let unpacked = tar.status().context("cannot run tar")?.success();

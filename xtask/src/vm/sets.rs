@@ -3,36 +3,64 @@
 
 use std::time::Duration;
 
-/// A set of checks, run in one boot.
-#[derive(Debug)]
-pub(super) struct Set {
+/// A machine, booted once for all chosen sets that run on it.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Machine {
+    /// Also of the folder with its logs.
     pub(super) name: &'static str,
-    /// Cards in the machine.
+    /// Cards in it.
     pub(super) cards: u32,
     /// What the cards allow although silicon does not: an option of `pci-gaudi`.
     pub(super) kind: Option<&'static str>,
-    /// The machine is stopped after that.
+}
+
+const ONE_CARD: &Machine = &Machine { name: "one-card", cards: 1, kind: None };
+const TWO_CARDS: &Machine = &Machine { name: "two-cards", cards: 2, kind: None };
+/// The vendor's programs of 2023 have EDMA fetch from host memory.
+const LENIENT: &Machine = &Machine { name: "vendor", cards: 1, kind: Some("--edma-fetch") };
+
+/// A set of checks.
+#[derive(Debug)]
+pub(super) struct Set {
+    pub(super) name: &'static str,
+    pub(super) machine: &'static Machine,
+    /// The machine is stopped after the limits of its sets.
     pub(super) limit: Duration,
+}
+
+const fn set(name: &'static str, machine: &'static Machine, seconds: u64) -> Set {
+    Set { name, machine, limit: Duration::from_secs(seconds) }
 }
 
 /// The set that needs programs from outside.
 pub(super) const VENDOR: &str = "vendor";
 
+/// Sets of one machine are neighbours.
 pub(super) const SETS: &[Set] = &[
     // The driver finds the card, boots its firmware and leaves again.
-    Set { name: "probe", cards: 1, kind: None, limit: Duration::from_secs(120) },
+    set("probe", ONE_CARD, 120),
+    // Debian's module as it is: nobody can open the card, and the tools say why.
+    set("unpatched", ONE_CARD, 60),
     // The driver library on the driver: open, memory, copies, export.
-    Set { name: "card", cards: 1, kind: None, limit: Duration::from_secs(170) },
-    // Stock UCX with the plugin, on one card and between two.
-    Set { name: "ucx", cards: 1, kind: None, limit: Duration::from_secs(170) },
-    Set { name: "two_cards", cards: 2, kind: None, limit: Duration::from_secs(170) },
+    set("card", ONE_CARD, 170),
+    // Stock UCX with the plugin.
+    set("ucx", ONE_CARD, 170),
+    // Beside an RDMA device that imports no dma-bufs.
+    set("rdma", ONE_CARD, 120),
     // A hard reset while the plugin copies.
-    Set { name: "reset", cards: 1, kind: None, limit: Duration::from_secs(170) },
-    // Page fault and watchdog: the driver resets the card and ends its users.
-    Set { name: "faults", cards: 1, kind: None, limit: Duration::from_secs(170) },
-    // The vendor's test programs; those of 2023 have EDMA fetch from host memory.
-    Set { name: VENDOR, cards: 1, kind: Some("--edma-fetch"), limit: Duration::from_secs(220) },
+    set("reset", ONE_CARD, 120),
+    // What a queue can do wrong: the driver resets the card and ends its users.
+    set("faults", ONE_CARD, 170),
+    // Stock UCX with the plugin, between two cards.
+    set("two_cards", TWO_CARDS, 170),
+    // The vendor's test programs.
+    set(VENDOR, LENIENT, 600),
 ];
+
+/// The first line of a guest about a set: `VM-SET NAME`.
+pub(super) fn begun(line: &str) -> Option<&str> {
+    line.strip_prefix("VM-SET ")
+}
 
 /// One line of the guest: `VM-RESULT ok|failed NAME MILLISECONDS`.
 #[derive(Debug, PartialEq, Eq)]
@@ -73,6 +101,15 @@ mod tests {
         assert_eq!(Outcome::parse("VM-RESULT failed open 20"), Some(outcome));
         for line in ["VM-RESULT", "VM-RESULT maybe open 1", "VM-RESULT ok open", "open 20"] {
             assert_eq!(Outcome::parse(line), None, "{line}");
+        }
+    }
+
+    #[test]
+    fn a_machine_is_booted_once() {
+        let machines: Vec<_> = SETS.chunk_by(|a, b| a.machine == b.machine).collect();
+        for (n, sets) in machines.iter().enumerate() {
+            let name = sets[0].machine.name;
+            assert!(machines[..n].iter().all(|other| other[0].machine.name != name), "{name}");
         }
     }
 

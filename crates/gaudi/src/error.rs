@@ -299,6 +299,10 @@ impl Error {
     }
 }
 
+/// What to do when the kernel refuses to open a card that the driver has found.
+pub const OPEN_REFUSED: &str = "Linux's own driver opens no card since 6.12 (docs/upstream/habanalabs-open.md): use \
+                                one with the fix, the vendor's driver or an older kernel";
+
 /// The translation of the driver's errno: which kind it is, and what to do about it.
 fn kind_of(phase: Phase, errno: i32) -> (ErrorKind, Remedy) {
     use ErrorKind::*;
@@ -320,13 +324,7 @@ fn kind_of(phase: Phase, errno: i32) -> (ErrorKind, Remedy) {
         ),
         (Open, libc::EPERM) => (PermissionDenied, Remedy::CheckHealth),
         // A card that was found, and whose file the kernel refuses to open.
-        (Open, libc::EINVAL) => (
-            DeviceNotFound,
-            Advice(
-                "Linux's own driver opens no card since 6.12 (docs/upstream/habanalabs-open.md): use one with \
-                 the fix, the vendor's driver or an older kernel",
-            ),
-        ),
+        (Open, libc::EINVAL) => (DeviceNotFound, Advice(OPEN_REFUSED)),
         (Open, libc::ENOENT | libc::ENXIO | libc::ENODEV | libc::EBADF) => {
             (DeviceNotFound, Remedy::CheckCard)
         }

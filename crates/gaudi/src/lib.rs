@@ -62,7 +62,7 @@ pub use copy::{Segment, Side, SubmitError, Transfer, USER_SPACE_END};
 pub use costs::{CardKind, Costs, Pinning};
 pub use device::{Device, DeviceId, MemoryInfo};
 pub use discovery::{DeviceInfo, PortMasks};
-pub use error::{Error, ErrorKind};
+pub use error::{Error, ErrorKind, OPEN_REFUSED};
 pub use guest::Releasing;
 pub use hl_thunk::{DeviceAddr, Direction, ExportCall, Generation, PAGE_SIZE, trace};
 pub use kept::KeptOpen;

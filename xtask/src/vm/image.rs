@@ -93,7 +93,7 @@ pub(super) fn write(
         image.copy(program, &format!("bin/{name}"))?;
         linked.push(program.clone());
     }
-    image.rdma(&mut linked)?;
+    image.rdma(layout, &mut linked)?;
     image.plugin(layout, &mut linked)?;
     let parts = [
         (ucx.bin_dir(layout).context("no programs of UCX")?, "opt/ucx/bin"),
@@ -109,7 +109,8 @@ pub(super) fn write(
         let library = vendor.join("../lib").join(injection);
         image.copy(&library, &format!("opt/vendor/lib/{injection}"))?;
     }
-    for library in needed(&linked, &ucx.lib_dirs(layout))? {
+    let search = [ucx.lib_dirs(layout), Ucx::Nixl.lib_dirs(layout)].concat();
+    for library in needed(&linked, &search)? {
         image.copy(&library, library.to_string_lossy().trim_start_matches('/'))?;
     }
     image.archive.finish()?.flush()?;
@@ -157,23 +158,33 @@ impl<W: Write> Image<W> {
         Ok(())
     }
 
-    /// The part of this machine's rdma-core that drives the kernel's software RDMA device, where there is one.
-    fn rdma(&mut self, linked: &mut Vec<PathBuf>) -> Result<()> {
+    /// A UCX with InfiniBand, and the part of this machine's rdma-core that drives the kernel's software RDMA device.
+    /// Nothing, where there is no rdma-core.
+    fn rdma(&mut self, layout: &Layout, linked: &mut Vec<PathBuf>) -> Result<()> {
         let settings = Path::new("/etc/libibverbs.d/rxe.driver");
         let folders = ["/usr/lib/x86_64-linux-gnu/libibverbs", "/usr/lib64/libibverbs"];
-        let providers = folders.iter().filter_map(|folder| fs::read_dir(folder).ok()).flatten();
-        let provider = providers
-            .filter_map(Result::ok)
-            .find(|entry| entry.file_name().to_string_lossy().starts_with("librxe-rdmav"));
-        let Some(provider) = provider.filter(|_| settings.exists()).map(|entry| entry.path())
-        else {
-            return Ok(());
-        };
+        let provider = folders.iter().find_map(|folder| named(Path::new(folder), "librxe-rdmav"));
+        let Some(provider) = provider.filter(|_| settings.exists()) else { return Ok(()) };
+        let verbs = needed(std::slice::from_ref(&provider), &[])?;
+        let verbs = verbs.iter().find(|path| path.ends_with("libibverbs.so.1"));
+        let verbs = verbs.context("the provider needs no libibverbs.so.1")?;
         for file in [settings, &provider] {
             self.copy(file, file.to_string_lossy().trim_start_matches('/'))?;
         }
         linked.push(provider);
-        Ok(())
+
+        let nixl = &Ucx::Nixl.lib_dirs(layout)[0];
+        let ib = ["ucx/libuct_ib.so.0.0.0", "ucx/libuct_cma.so.0.0.0"].map(|name| nixl.join(name));
+        let parts = ["libucm-", "libucs-", "libuct-", "libucp-"].iter();
+        for file in parts.filter_map(|part| named(nixl, part)).chain(ib) {
+            let name = file.strip_prefix(nixl)?.to_string_lossy();
+            self.copy(&file, &format!("opt/nixl/{name}"))?;
+            linked.push(file);
+        }
+        // It brings a libibverbs without providers; this machine's takes its place.
+        let own = named(nixl, "libibverbs-").context("NIXL's UCX has no libibverbs")?;
+        let own = own.file_name().unwrap_or_default().to_string_lossy();
+        Ok(self.archive.link(&format!("opt/nixl/{own}"), &verbs.to_string_lossy())?)
     }
 
     /// A folder of programs and libraries, except those for other accelerators. Files go to `linked` too.
@@ -199,6 +210,13 @@ impl<W: Write> Image<W> {
         }
         Ok(())
     }
+}
+
+/// A file by the beginning of its name.
+fn named(folder: &Path, beginning: &str) -> Option<PathBuf> {
+    let mut entries = fs::read_dir(folder).ok()?.filter_map(Result::ok);
+    let found = entries.find(|entry| entry.file_name().to_string_lossy().starts_with(beginning));
+    found.map(|entry| entry.path())
 }
 
 /// The libraries of this machine, loader included, that files need.

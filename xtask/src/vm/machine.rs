@@ -1,11 +1,9 @@
 //! The virtual machine: QEMU, and a `pci-gaudi` for each card.
-//!
-//! QEMU interprets the guest (TCG): a machine for tests of a driver need not be fast, and it works everywhere.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, IsTerminal, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -21,6 +19,31 @@ use crate::units::seconds;
 
 /// Memory of the guest: the driver alone takes a third of a gigabyte per card.
 const MEMORY: &str = "2G";
+
+/// QEMU interprets the guest; a plain processor's features cost less.
+const TCG: &[&str] = &["-accel", "tcg,thread=multi", "-cpu", "qemu64"];
+const KVM: &[&str] = &["-accel", "kvm", "-cpu", "host"];
+
+/// Whether the kernel can run guests by the processor. Some offer it without the processor's help; QEMU then
+/// stops at instructions that are not emulated.
+fn kvm_works() -> bool {
+    let processor = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let flags = processor.lines().find_map(|line| line.strip_prefix("flags"));
+    let helps = |flags: &str| flags.split_whitespace().any(|flag| flag == "vmx" || flag == "svm");
+    flags.is_some_and(helps) && fs::File::options().read(true).write(true).open("/dev/kvm").is_ok()
+}
+
+/// What machines are made of.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Parts<'a> {
+    pub(super) repo: &'a Repo,
+    pub(super) folders: &'a Folders,
+    pub(super) debian: &'a Debian,
+    /// The program `pci-gaudi`.
+    pub(super) card: &'a Path,
+    /// Interpret the guest even where KVM works.
+    pub(super) tcg: bool,
+}
 
 /// A process that ends with this value.
 struct Guard(Child);
@@ -71,20 +94,18 @@ impl Results {
 
 /// Boots a machine for sets that share it, and runs them.
 pub(super) fn test(
-    repo: &Repo,
-    folders: &Folders,
-    debian: &Debian,
-    card: &Path,
+    parts: &Parts<'_>,
     sets: &[&Set],
     trap_all: bool,
     results: &mut Results,
 ) -> Result<()> {
+    let Parts { repo, folders, debian, .. } = parts;
     let Some(kind) = sets.first().map(|set| set.machine) else { return Ok(()) };
     let logs = folders.logs().join(kind.name);
     let _ = fs::remove_dir_all(&logs);
     let options: Vec<&str> =
         kind.kind.into_iter().chain(trap_all.then_some("--trap-all")).collect();
-    let machine = Machine::new(folders, debian, card, &logs, kind.cards, &options)?;
+    let machine = Machine::new(parts, &logs, kind.cards, &options)?;
     let names: Vec<_> = sets.iter().map(|set| set.name).collect();
     eprintln!("machine {} on Linux {} (logs in {})", kind.name, debian.kernel, repo.shown(&logs));
     let limit: Duration = sets.iter().map(|set| set.limit).sum();
@@ -135,21 +156,43 @@ pub(super) fn test(
     Ok(())
 }
 
-/// A shell inside, on this terminal.
-pub(super) fn shell(
-    repo: &Repo,
-    folders: &Folders,
-    debian: &Debian,
-    card: &Path,
-    cards: u32,
-) -> Result<()> {
+/// A shell inside, on this terminal; or what comes from elsewhere as its input, and then the machine ends.
+pub(super) fn shell(parts: &Parts<'_>, cards: u32) -> Result<()> {
+    let Parts { repo, folders, debian, .. } = parts;
     let logs = folders.logs().join("shell");
     let _ = fs::remove_dir_all(&logs);
-    let machine = Machine::new(folders, debian, card, &logs, cards, &[])?;
+    let machine = Machine::new(parts, &logs, cards, &[])?;
     eprintln!("booting Linux {} (logs in {}) …", debian.kernel, repo.shown(&logs));
-    let status = machine.qemu("").status().context("cannot run QEMU")?;
+    let mut qemu = machine.qemu("");
+    if !std::io::stdin().is_terminal() {
+        qemu.stdin(Stdio::piped()).stdout(Stdio::piped());
+    }
+    let mut qemu = Guard(qemu.spawn().context("cannot run QEMU")?);
+    if let (Some(input), Some(output)) = (qemu.0.stdin.take(), qemu.0.stdout.take()) {
+        relay(input, lines_of(output))?;
+    }
+    let status = qemu.0.wait()?;
     if !status.success() {
         bail!("QEMU ended with {status}");
+    }
+    Ok(())
+}
+
+/// The guest loses what comes before its shell runs.
+fn relay(mut input: ChildStdin, lines: mpsc::Receiver<String>) -> Result<()> {
+    let mut out = std::io::stdout();
+    for line in &lines {
+        writeln!(out, "{line}")?;
+        if line.starts_with("A shell inside") {
+            break;
+        }
+    }
+    thread::spawn(move || {
+        let copied = std::io::copy(&mut std::io::stdin(), &mut input);
+        let _ = copied.and_then(|_| input.write_all(b"\npoweroff -f\n"));
+    });
+    for line in lines {
+        writeln!(out, "{line}")?;
     }
     Ok(())
 }
@@ -179,6 +222,7 @@ fn unexpected(log: &str) -> Vec<&str> {
 /// Cards that wait for a QEMU.
 struct Machine<'a> {
     debian: &'a Debian,
+    accelerator: &'static [&'static str],
     initramfs: PathBuf,
     logs: PathBuf,
     sockets: Vec<PathBuf>,
@@ -187,14 +231,8 @@ struct Machine<'a> {
 }
 
 impl<'a> Machine<'a> {
-    fn new(
-        folders: &Folders,
-        debian: &'a Debian,
-        card: &Path,
-        logs: &Path,
-        cards: u32,
-        options: &[&str],
-    ) -> Result<Self> {
+    fn new(parts: &Parts<'a>, logs: &Path, cards: u32, options: &[&str]) -> Result<Self> {
+        let Parts { folders, debian, card, tcg, .. } = *parts;
         fs::create_dir_all(logs)?;
         // A short path, whatever the checkout is called.
         let folder = tempfile::tempdir()?;
@@ -218,7 +256,8 @@ impl<'a> Machine<'a> {
         }
         let initramfs = folders.initramfs();
         let logs = logs.to_owned();
-        Ok(Self { debian, initramfs, logs, sockets, _folder: folder, cards: running })
+        let accelerator = if tcg || !kvm_works() { TCG } else { KVM };
+        Ok(Self { debian, accelerator, initramfs, logs, sockets, _folder: folder, cards: running })
     }
 
     /// Waits for the cards, which end with their QEMU, and returns what they have not expected of it, a line
@@ -239,9 +278,8 @@ impl<'a> Machine<'a> {
     fn qemu(&self, settings: &str) -> Command {
         let mut qemu = self.debian.qemu();
         qemu.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
-        qemu.args(["-M", "q35,memory-backend=memory", "-accel", "tcg,thread=multi"]);
-        // A plain processor: its features cost less to interpret.
-        qemu.args(["-cpu", "qemu64", "-smp", "2", "-m", MEMORY, "-object"]);
+        qemu.args(["-M", "q35,memory-backend=memory"]).args(self.accelerator);
+        qemu.args(["-smp", "2", "-m", MEMORY, "-object"]);
         // The cards access the guest's memory, so it must be shared.
         qemu.arg(format!("memory-backend-memfd,id=memory,size={MEMORY},share=on"));
         for (n, socket) in self.sockets.iter().enumerate() {
@@ -253,7 +291,8 @@ impl<'a> Machine<'a> {
             let port = format!("pcie-root-port,id=port{n},chassis={},slot={}", n + 1, n + 1);
             qemu.args(["-device", &port, "-device", &device.to_string()]);
         }
-        qemu.args(["-serial", "stdio"]);
+        // Keys that stop programs are for those inside.
+        qemu.args(["-chardev", "stdio,id=console,signal=off", "-serial", "chardev:console"]);
         // The kernel's messages, recordings of the driver's calls, and what checks printed.
         for log in ["kernel.log", "trace.jsonl", "checks.log"] {
             qemu.arg("-serial").arg(format!("file:{}", self.logs.join(log).display()));

@@ -32,12 +32,18 @@ pub(crate) enum What {
         /// Log every register the driver touches (slower)
         #[arg(long)]
         trap_all: bool,
+        /// Interpret the guest (TCG) even where KVM works
+        #[arg(long)]
+        tcg: bool,
     },
-    /// A shell inside, on this terminal; `poweroff -f` ends it
+    /// A shell inside, on this terminal; `poweroff -f` ends it. Input from elsewhere is run to its end
     Shell {
         /// Cards in the machine
         #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4))]
         cards: u32,
+        /// Interpret the guest (TCG) even where KVM works
+        #[arg(long)]
+        tcg: bool,
     },
 }
 
@@ -79,25 +85,20 @@ pub(crate) fn run(repo: &Repo, what: What) -> Result<()> {
     }
     let folders = Folders::of(repo);
     let debian = packages::fetch(&folders)?;
-    setup::fetch(repo, &[e2e::Ucx::V1_22])?;
+    setup::fetch(repo, &e2e::Ucx::ALL)?;
     dist::build(repo, dist::Profile::Release)?;
     let programs = image::build_programs(repo)?;
     image::write(repo, &folders, &debian, &programs)?;
+    let (What::Test { tcg, .. } | What::Shell { tcg, .. }) = what;
+    let card = &programs.card;
+    let parts = machine::Parts { repo, folders: &folders, debian: &debian, card, tcg };
     match what {
-        What::Shell { cards } => machine::shell(repo, &folders, &debian, &programs.card, cards),
-        What::Test { set, trap_all } => {
+        What::Shell { cards, .. } => machine::shell(&parts, cards),
+        What::Test { set, trap_all, .. } => {
             let chosen: Vec<_> = sets::SETS.iter().filter(|s| is_chosen(&set, s)).collect();
             let mut results = machine::Results::default();
             for sets in chosen.chunk_by(|a, b| a.machine == b.machine) {
-                machine::test(
-                    repo,
-                    &folders,
-                    &debian,
-                    &programs.card,
-                    sets,
-                    trap_all,
-                    &mut results,
-                )?;
+                machine::test(&parts, sets, trap_all, &mut results)?;
             }
             results.print();
             match results.failed() {

@@ -228,6 +228,7 @@ fn open(
                     libc::EAGAIN => "it is in reset or being released: look at the kernel log",
                     libc::EACCES => "check group and mode of its node in /dev/accel",
                     libc::EPERM => "the card is not operational: look at hl-smi",
+                    libc::EINVAL => gaudi::OPEN_REFUSED,
                     _ => "look at hl-smi and the kernel log",
                 };
                 return Err((Failure::unable(error.to_string(), remedy), began.elapsed()));

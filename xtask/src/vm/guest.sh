@@ -166,13 +166,13 @@ over_rxe() {
     LD_LIBRARY_PATH=/opt/thunk:/opt/nixl UCX_TLS=rc_verbs,ud_verbs,gaudi UCX_NET_DEVICES=rxe0:1 \
         UCX_UD_ETH_DGID_CHECK=n ucp-check --ucx /opt/nixl pair "$@"
 }
-# Asked for by name, gaudi_gdr says why it does not register Gaudi memory with this device.
-gdr_refused() {
-    UCX_LOG_LEVEL=info over_rxe --one-way --mem gaudi:host --ops put --plain --sizes 1M+13 >/tmp/gdr 2>&1
-    status=$?
-    grep -i 'gaudi_gdr\|dma-buf\|dmabuf' /tmp/gdr
-    return $status
+# Where there is a Gaudi, UCX takes every RDMA device for one that registers its memory, if need be by address.
+refused_by_address() {
+    over_rxe --one-way --mem gaudi:host --ops tag --plain --sizes 4097 >/tmp/refused 2>&1 && return 1
+    cat /tmp/refused
+    grep -q 'ibv_reg_mr(.*Bad address' /tmp/refused
 }
+staged() { UCX_IB_GPU_DIRECT_RDMA=no over_rxe "$@"; }
 set_rdma() {
     if [ ! -e /opt/nixl ]; then
         echo "skipped: set rdma: the machine that made this image has no rdma-core"
@@ -180,10 +180,12 @@ set_rdma() {
     fi
     check load-rxe load_rxe
     check host over_rxe --mem host:host --ops tag,put,get --plain --sizes 1,4097,1M+13
-    check gaudi-to-host over_rxe --one-way --mem gaudi:host --ops tag,am --plain --sizes 1,4097,1M+13
-    check gdr-refused gdr_refused
+    check registration-refused refused_by_address
+    check staged staged --one-way --mem gaudi:host --ops tag,am,put --plain --sizes 1,4097,1M+13
     check doctor ucx-gaudi doctor
+    check check-card-names-the-setting check_card_says UCX_IB_GPU_DIRECT_RDMA=no
 }
+check_card_says() { ucx-gaudi check-card | tee /dev/stderr | grep -q "$1"; }
 
 set_two_cards() {
     check second-card [ -c /dev/accel/accel1 ]

@@ -17,6 +17,10 @@ use crate::report::Finding;
 use crate::verbs::{Registration, Verbs};
 
 const LOOK_AT_LOG: &str = "look at the kernel log (dmesg), and send it with this report";
+const NO_PEER_TO_PEER: &str = "peer-to-peer from card to HCA is refused: both should be below one PCI switch, with ACS \
+                               and IOMMU off; otherwise messages are staged through host memory";
+const NO_DMABUFS: &str = "this HCA registers no dma-bufs, and UCX would register Gaudi memory with it by address, which \
+                          fails: set UCX_IB_GPU_DIRECT_RDMA=no (docs/rdma.md)";
 /// Used where the driver does not tell its page.
 const FALLBACK_PAGE: u64 = 32 << 20;
 /// Where in the range for hints we ask: a framework's own pool is at its start or its middle.
@@ -285,6 +289,7 @@ pub(super) fn hca(device: &Device, area: &Area) -> Finding {
         return Finding::skipped("", "there is no HCA");
     }
     let (mut good, mut refused, mut rows) = (Vec::new(), Vec::new(), Vec::new());
+    let mut remedy = NO_PEER_TO_PEER;
     for Registration { hca, outcome } in &all {
         rows.push(json!({"hca": hca, "errno": outcome.err().map(|(_, errno)| errno)}));
         match outcome {
@@ -292,18 +297,16 @@ pub(super) fn hca(device: &Device, area: &Area) -> Finding {
             Err((call, errno)) => {
                 let error = std::io::Error::from_raw_os_error(*errno);
                 refused.push(format!("{hca}: {call}: {error}"));
+                if matches!(*errno, libc::EOPNOTSUPP | libc::ENOSYS) {
+                    remedy = NO_DMABUFS;
+                }
             }
         }
     }
     let finding = if refused.is_empty() {
         Finding::good("", format!("the card's memory can be registered with {}", good.join(", ")))
     } else {
-        Finding::warning(
-            "",
-            refused.join("; "),
-            "peer-to-peer from card to HCA is refused: both should be below one PCI switch, with ACS and IOMMU off; \
-             otherwise messages are staged through host memory",
-        )
+        Finding::warning("", refused.join("; "), remedy)
     };
     finding.with(json!({ "hcas": rows }))
 }

@@ -74,7 +74,7 @@ fn host_memory(thunk: &Thunk, card: c_int) {
         Some(huge) => {
             let at = (thunk.map_host)(card, huge, 2 * HUGE as u64);
             rule(
-                at >= HUGE_RANGE && at % HUGE as u64 == 0,
+                at >= HUGE_RANGE && at.is_multiple_of(HUGE as u64),
                 "huge pages are mapped in their own range",
             );
             rule((thunk.unmap)(card, at) == 0, "and unmapped");

@@ -9,7 +9,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use rustix::io::Errno;
 use rustix::process::Pid;
 
-use crate::wire::Segment;
+use crate::wire::{MAX_TOKENS, Reference, Segment};
 
 /// Most segments in one call.
 const MAX_IOV: usize = 1024;
@@ -101,6 +101,43 @@ pub(crate) unsafe fn transfer(
     if local.is_empty() && remote.is_empty() { Ok(()) } else { Err(Errno::INVAL) }
 }
 
+/// What a reference told when its bytes were copied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Pulled {
+    /// They are the right ones.
+    Valid,
+    /// The owner has flushed the work meanwhile.
+    WorkGone,
+    /// The owner has deregistered a region meanwhile.
+    RegionGone,
+}
+
+/// Copies what `pid` offers, as long as `local`, and then reads its tokens: the kernel goes through
+/// the list in order.
+///
+/// # Safety
+/// As [`transfer`]: `local` may be overwritten.
+pub(crate) unsafe fn pull(
+    pid: Pid,
+    local: &[Segment],
+    theirs: &Reference,
+) -> Result<Pulled, Errno> {
+    let mut values = [0u64; MAX_TOKENS];
+    let values = values.get_mut(..theirs.tokens.len()).ok_or(Errno::INVAL)?;
+    let mut local = local.to_vec();
+    local.push(Segment { addr: values.as_mut_ptr() as u64, len: size_of_val(values) as u64 });
+    let tokens = theirs.tokens.iter().map(|token| Segment { addr: token.addr, len: 8 });
+    let remote: Vec<_> = theirs.segments.iter().copied().chain(tokens).collect();
+    // SAFETY: the caller answers for the memory, and `values` is ours.
+    unsafe { transfer(Direction::Pull, pid, &local, &remote)? };
+    let changed = theirs.tokens.iter().zip(&*values).position(|(token, now)| token.value != *now);
+    Ok(match changed {
+        None => Pulled::Valid,
+        Some(0) => Pulled::WorkGone,
+        Some(_) => Pulled::RegionGone,
+    })
+}
+
 /// Copies registered memory of this process into `bytes`, which is as long.
 pub(crate) fn gather(from: &[Segment], bytes: &mut [u8]) -> Result<(), Errno> {
     let own = Segment { addr: bytes.as_mut_ptr() as u64, len: bytes.len() as u64 };
@@ -126,8 +163,12 @@ pub(crate) fn is_mapped(list: &[Segment]) -> bool {
 /// gone gives `EFAULT`.
 pub(crate) fn write_to(fd: BorrowedFd<'_>, from: &[Segment]) -> Result<u64, Errno> {
     let iov: Vec<_> = from.iter().take(MAX_IOV).map(iovec).collect();
+    // SAFETY: all zero is a value.
+    let mut message: libc::msghdr = unsafe { core::mem::zeroed() };
+    (message.msg_iov, message.msg_iovlen) = (iov.as_ptr().cast_mut(), iov.len());
+    let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
     // SAFETY: memory is only read, by the kernel, which checks every address.
-    let done = unsafe { libc::writev(fd.as_raw_fd(), iov.as_ptr(), iov.len() as libc::c_int) };
+    let done = unsafe { libc::sendmsg(fd.as_raw_fd(), &raw const message, flags) };
     u64::try_from(done).map_err(|_| last_error())
 }
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::events::lock;
+use super::permit::Access;
 use super::qp::QueuePair;
 use super::requester::{Data, Work};
 use super::transitions::Kind;
@@ -40,7 +41,8 @@ impl QueuePair {
             Data::Gather(sges) => {
                 let list =
                     hca.regions.local(self.parts.domain, sges, false).ok_or(IBV_WC_LOC_PROT_ERR)?;
-                let (segments, _guards) = memory::lock_all(&list).ok_or(IBV_WC_LOC_PROT_ERR)?;
+                let access = Access { permit: self.permit(), list };
+                let (segments, _uses) = access.lock().map_err(|_| IBV_WC_LOC_PROT_ERR)?;
                 copy::gather(&segments, &mut bytes).map_err(|_| IBV_WC_LOC_PROT_ERR)?;
             }
         }
@@ -162,9 +164,10 @@ fn place(
     let domain = qp.parts.shared.as_ref().map_or(qp.parts.domain, |shared| shared.domain);
     let mut list = hca.regions.local(domain, sges, true)?;
     memory::trim(&mut list, (GRH + payload.len()) as u64);
-    let (segments, _guards) = memory::lock_all(&list)?;
+    let access = Access { permit: qp.permit(), list };
+    let (segments, _uses) = access.lock().ok()?;
     let header = route_header(datagram, payload.len());
     copy::scatter(&[&header, payload].concat(), &segments).ok()?;
-    memory::written(&list);
+    memory::written(&access.list);
     Some(())
 }

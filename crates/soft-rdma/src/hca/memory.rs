@@ -1,10 +1,11 @@
 //! Memory regions: what a key stands for, who may do what with it, and where its bytes are.
 
 use std::collections::HashMap;
-use std::sync::{Arc, RwLock, RwLockReadGuard};
+use std::sync::{Arc, RwLock};
 
 use rustix::io::Errno;
 
+use super::permit::Permit;
 use crate::abi::{
     IBV_ACCESS_LOCAL_WRITE, IBV_ACCESS_MW_BIND, IBV_ACCESS_OPTIONAL_RANGE,
     IBV_ACCESS_REMOTE_ATOMIC, IBV_ACCESS_REMOTE_READ, IBV_ACCESS_REMOTE_WRITE, ibv_sge,
@@ -55,26 +56,18 @@ pub(crate) struct Region {
     length: u64,
     /// Where the bytes are in this process, in order.
     pieces: Vec<Segment>,
-    /// False once deregistered. Copies hold the lock for reading.
-    live: RwLock<bool>,
+    /// Revoked when it is deregistered.
+    pub(super) permit: Permit,
     backing: Option<Backing>,
 }
 
 /// Part of a region that an operation may use.
 #[derive(Clone)]
 pub(crate) struct Located {
-    region: Arc<Region>,
+    pub(super) region: Arc<Region>,
     /// The bytes in this process.
     pub(crate) segments: Vec<Segment>,
     intent: Intent,
-}
-
-impl Located {
-    /// Keeps the region from being deregistered; `None` if it already is.
-    pub(crate) fn guard(&self) -> Option<RwLockReadGuard<'_, bool>> {
-        let guard = self.region.live.read().unwrap_or_else(|poisoned| poisoned.into_inner());
-        guard.then_some(guard)
-    }
 }
 
 /// The bytes were written: to be called before anyone learns of it.
@@ -84,12 +77,6 @@ pub(crate) fn written(list: &[Located]) {
             located.segments.iter().for_each(|segment| memory.written(*segment));
         }
     }
-}
-
-/// All segments of a list, and guards for the time of a copy.
-pub(crate) fn lock_all(list: &[Located]) -> Option<(Vec<Segment>, Vec<RwLockReadGuard<'_, bool>>)> {
-    let guards = list.iter().map(Located::guard).collect::<Option<Vec<_>>>()?;
-    Some((list.iter().flat_map(|located| located.segments.iter().copied()).collect(), guards))
 }
 
 /// Shortens a list to `length` bytes.
@@ -224,7 +211,7 @@ impl Regions {
             iova: what.iova,
             length,
             pieces: what.pieces,
-            live: RwLock::new(true),
+            permit: Permit::default(),
             backing: what.backing,
         });
         table.insert(key, region.clone());
@@ -236,7 +223,7 @@ impl Regions {
         let region =
             self.table.write().unwrap_or_else(|poisoned| poisoned.into_inner()).remove(&key);
         if let Some(region) = region {
-            *region.live.write().unwrap_or_else(|poisoned| poisoned.into_inner()) = false;
+            region.permit.revoke();
         }
     }
 
@@ -324,11 +311,11 @@ mod tests {
     }
 
     #[test]
-    fn a_deregistered_region_gives_no_guard() {
+    fn a_deregistered_region_is_not_used() {
         let (regions, key) = regions(IBV_ACCESS_REMOTE_READ, 0x1000, &[(0x7000, 0x100)]);
         let found = regions.remote(1, (0x1000, key), 1, RemoteAccess::Read).expect("inside");
         regions.deregister(key);
-        assert!(found.guard().is_none());
+        assert!(found.region.permit.is_revoked());
         assert!(regions.remote(1, (0x1000, key), 1, RemoteAccess::Read).is_none());
     }
 

@@ -5,7 +5,7 @@
 //! and tests replace.
 //!
 //! Locks are taken in the order: send queue, receive side, completion or shared queue. No lock is
-//! held while bytes are copied, except the guard of the regions concerned.
+//! held while bytes of any length are copied, except uses of the permits concerned (see [`permit`]).
 
 pub(crate) mod completion;
 pub(crate) mod copy;
@@ -13,6 +13,7 @@ pub(crate) mod datagram;
 pub(crate) mod events;
 pub(crate) mod memory;
 pub(crate) mod model;
+pub(crate) mod permit;
 pub(crate) mod pinned;
 pub(crate) mod qp;
 pub(crate) mod receive;
@@ -36,7 +37,8 @@ use crate::ports::{PortCounters, Ports};
 use crate::stats::Stats;
 use crate::wire::Frame;
 use events::{AsyncEvent, EventQueue, lock};
-use memory::{Located, Regions};
+use memory::Regions;
+use permit::Access;
 use qp::QueuePair;
 
 /// Work requests of one queue.
@@ -58,7 +60,7 @@ pub(crate) enum Payload {
     /// A few, already copied.
     Bytes(Vec<u8>),
     /// Registered memory, written to the stream from where it is.
-    Memory(Vec<Located>),
+    Memory(Access),
 }
 
 /// The way to the process that owns a peer's queue pairs.
@@ -66,8 +68,10 @@ pub(crate) trait Link: Send + Sync {
     /// Whether a request can be sent now. If not, the fabric transmits again for the queue pair
     /// that was attached.
     fn ready(&self) -> bool;
-    /// Whether the peer can reach our memory.
+    /// Whether the peer can read our memory.
     fn direct(&self) -> bool;
+    /// Whether we can read the peer's.
+    fn can_pull(&self) -> bool;
     /// Whether it is gone for good.
     fn broken(&self) -> bool;
     /// Keeps a queue pair informed of changes.
@@ -212,13 +216,13 @@ impl Hca {
     }
 
     /// Reads, changes and writes 8 bytes of a region; atomic among the operations of this HCA.
-    fn atomic(&self, at: &Located, change: impl FnOnce(u64) -> u64) -> Option<u64> {
+    fn atomic(&self, at: &Access, change: impl FnOnce(u64) -> u64) -> Option<u64> {
         let _one_at_a_time = lock(&self.atomics);
-        let _guard = at.guard()?;
+        let (segments, _uses) = at.lock().ok()?;
         let mut bytes = [0; 8];
-        copy::gather(&at.segments, &mut bytes).ok()?;
+        copy::gather(&segments, &mut bytes).ok()?;
         let old = u64::from_ne_bytes(bytes);
-        copy::scatter(&change(old).to_ne_bytes(), &at.segments).ok()?;
+        copy::scatter(&change(old).to_ne_bytes(), &segments).ok()?;
         Some(old)
     }
 }

@@ -8,6 +8,7 @@ use rustix::io::Errno;
 use super::Hca;
 use super::completion::CompletionQueue;
 use super::events::{AsyncEvent, EventQueue, Unacknowledged, lock};
+use super::permit::Permit;
 use super::receive::{Buffer, ReceiveQueue, SharedQueue};
 use super::requester::SendQueue;
 use super::transitions::{self, Kind};
@@ -37,6 +38,18 @@ pub(super) struct ReceiveSide {
     pub(super) expected: u32,
     /// A request was refused for now; later ones are ignored until it comes again.
     pub(super) refused: bool,
+    /// The buffer that is being filled.
+    pub(super) current: Option<Filling>,
+}
+
+/// A receive buffer that is being filled.
+pub(super) struct Filling {
+    /// Sequence number of the request.
+    pub(super) psn: u32,
+    /// How it will complete.
+    pub(super) wc: ibv_wc,
+    pub(super) solicited: bool,
+    pub(super) buffer: Buffer,
 }
 
 /// A queue pair.
@@ -52,6 +65,8 @@ pub(crate) struct QueuePair {
     last_wqe: AtomicBool,
     pub(super) send: Mutex<SendQueue>,
     pub(super) receive: Mutex<ReceiveSide>,
+    /// For the memory of all its work: revoked before work is flushed, replaced in RESET.
+    permit: Mutex<Arc<Permit>>,
     /// The C object, for events.
     pub(crate) object: AtomicUsize,
     pub(crate) unacknowledged: Unacknowledged,
@@ -72,7 +87,9 @@ impl QueuePair {
                 queue: ReceiveQueue::new(cap.max_recv_wr, cap.max_recv_sge),
                 expected: 0,
                 refused: false,
+                current: None,
             }),
+            permit: Mutex::default(),
             object: AtomicUsize::new(0),
             unacknowledged: Unacknowledged::default(),
             parts,
@@ -92,6 +109,12 @@ impl QueuePair {
     /// Whether what was sent is still acknowledged.
     pub(super) fn sends(&self) -> bool {
         matches!(self.state(), IBV_QPS_RTS | IBV_QPS_SQD)
+    }
+
+    /// What lets the memory of its work be used. Who takes up work looks at the state and gets this
+    /// with the side concerned locked.
+    pub(super) fn permit(&self) -> Arc<Permit> {
+        lock(&self.permit).clone()
     }
 
     /// A copy of its attributes.
@@ -198,7 +221,10 @@ impl QueuePair {
 
     pub(super) fn flush_receive(&self) {
         let mut receive = lock(&self.receive);
-        while let Some(buffer) = receive.queue.take() {
+        self.permit().revoke();
+        // The one that is being filled came first.
+        let mut current = receive.current.take().map(|filling| filling.buffer);
+        while let Some(buffer) = current.take().or_else(|| receive.queue.take()) {
             let wc = ibv_wc {
                 wr_id: buffer.wr_id,
                 status: IBV_WC_WR_FLUSH_ERR,
@@ -231,10 +257,14 @@ impl QueuePair {
     /// Drops all that is queued, without completions.
     fn empty(&self) {
         self.last_wqe.store(false, Ordering::Release);
-        *lock(&self.send) = SendQueue::default();
+        let mut send = lock(&self.send);
         let mut receive = lock(&self.receive);
+        let permit = core::mem::take(&mut *lock(&self.permit));
+        permit.revoke();
+        *send = SendQueue::default();
+        receive.current = None;
         while receive.queue.take().is_some() {}
-        drop(receive);
+        drop((send, receive));
         self.parts.send_cq.forget(self.number.raw());
         self.parts.recv_cq.forget(self.number.raw());
     }

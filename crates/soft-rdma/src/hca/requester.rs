@@ -12,13 +12,15 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 
 use super::events::lock;
-use super::memory::Located;
+use super::permit::{Access, Revoked};
 use super::qp::QueuePair;
 use super::transitions::Kind;
 use super::{Hca, Link, Payload, copy, destination, memory};
 use crate::abi::*;
 use crate::fabric::{Owner, QpNumber};
-use crate::wire::{Frame, MAX_MESSAGE, MAX_SEGMENTS, Opcode, Outcome, Request, Response};
+use crate::wire::{
+    Frame, MAX_MESSAGE, MAX_SEGMENTS, Opcode, Outcome, Reference, Request, Response,
+};
 
 /// Bytes of a work request: copied when it was posted, or still in registered memory.
 pub(crate) enum Data {
@@ -143,11 +145,6 @@ pub(super) fn rnr_time(code: u8) -> Duration {
     Duration::from_micros(u64::from(MICROS[usize::from(code & 31)]))
 }
 
-/// What came back with a response and where it goes.
-pub(crate) struct Returned {
-    pub(crate) targets: Vec<Located>,
-}
-
 impl QueuePair {
     /// Posts work requests. The error has the index of the one that was refused; those before it
     /// are posted.
@@ -248,7 +245,7 @@ impl QueuePair {
                 break;
             }
             let psn = send.front_psn.wrapping_add(send.sent as u32) & 0xff_ffff;
-            match self.request(hca, work, &attributes, link.direct(), psn) {
+            match self.request(hca, work, &attributes, &*link, psn) {
                 Ok((request, payload)) => {
                     hca.stats.requests.fetch_add(1, Ordering::Relaxed);
                     send.reads += u32::from(work.returns_data());
@@ -313,7 +310,7 @@ impl QueuePair {
         hca: &Hca,
         work: &Work,
         attributes: &ibv_qp_attr,
-        direct: bool,
+        link: &dyn Link,
         psn: u32,
     ) -> Result<(Request, Payload), i32> {
         let length = work.data.length();
@@ -336,7 +333,7 @@ impl QueuePair {
             length: length as u32,
             remote: work.remote,
             operands: work.operands,
-            segments: None,
+            by_reference: None,
         };
         let sges = match &work.data {
             Data::Inline(bytes) => return Ok((request, Payload::Bytes(bytes.clone()))),
@@ -349,9 +346,13 @@ impl QueuePair {
         if atomic {
             return Ok((request, Payload::Empty));
         }
-        let (segments, _guards) = memory::lock_all(&list).ok_or(IBV_WC_LOC_PROT_ERR)?;
+        let access = Access { permit: self.permit(), list };
+        let (segments, uses) = access.lock().map_err(|revoked| match revoked {
+            Revoked::Work => IBV_WC_WR_FLUSH_ERR,
+            Revoked::Region => IBV_WC_LOC_PROT_ERR,
+        })?;
         if work.opcode == Opcode::Read {
-            request.segments = (direct && segments.len() <= MAX_SEGMENTS).then_some(segments);
+            request.by_reference = link.can_pull().then(Reference::default);
             return Ok((request, Payload::Empty));
         }
         if length <= u64::from(hca.inline_limit) {
@@ -359,26 +360,31 @@ impl QueuePair {
             copy::gather(&segments, &mut bytes).map_err(|_| IBV_WC_LOC_PROT_ERR)?;
             return Ok((request, Payload::Bytes(bytes)));
         }
-        if direct && segments.len() <= MAX_SEGMENTS {
-            request.segments = Some(segments);
+        if link.direct() && segments.len() <= MAX_SEGMENTS {
+            request.by_reference = Some(access.reference(segments));
             return Ok((request, Payload::Empty));
         }
-        drop(_guards);
-        Ok((request, Payload::Memory(list)))
+        drop(uses);
+        Ok((request, Payload::Memory(access)))
     }
 
     /// Ends the work at the front with an error, and with it the connection.
     fn fail_front(&self, send: &mut SendQueue, status: i32) {
+        self.fail(None);
+        self.permit().revoke();
         if let Some(work) = send.queue.pop_front() {
             self.complete_send(work.completion(status));
         }
-        self.fail(None);
         self.flush_send(send);
         self.flush_receive();
     }
 
     /// Completes what is queued with a flush error.
     pub(super) fn flush_send(&self, send: &mut SendQueue) {
+        if self.state() == IBV_QPS_ERR {
+            // Before the program learns that it may use the memory for something else.
+            self.permit().revoke();
+        }
         send.go_back();
         send.started = 0;
         while let Some(work) = send.queue.pop_front() {
@@ -396,7 +402,7 @@ impl QueuePair {
 
     /// Where the payload of a response goes. `None`: the response is not for the work at the front,
     /// or its length is wrong.
-    pub(crate) fn returned(&self, hca: &Hca, response: &Response, length: u32) -> Option<Returned> {
+    pub(crate) fn returned(&self, hca: &Hca, response: &Response, length: u32) -> Option<Access> {
         let send = lock(&self.send);
         let work = send.queue.front()?;
         let fits = send.sent > 0
@@ -404,8 +410,8 @@ impl QueuePair {
             && work.opcode == Opcode::Read
             && work.data.length() == u64::from(length);
         let Data::Gather(sges) = &work.data else { return None };
-        let targets = hca.regions.local(self.parts.domain, sges, true)?;
-        fits.then_some(Returned { targets })
+        let list = hca.regions.local(self.parts.domain, sges, true)?;
+        fits.then(|| Access { permit: self.permit(), list })
     }
 
     /// A response arrived, and its payload, if it has one, was placed (`placed`) or could not be.
@@ -482,11 +488,12 @@ impl QueuePair {
         }
         let list = hca.regions.local(self.parts.domain, sges, true);
         let Some(list) = list else { return false };
-        let Some((segments, _guards)) = memory::lock_all(&list) else { return false };
+        let access = Access { permit: self.permit(), list };
+        let Ok((segments, _uses)) = access.lock() else { return false };
         let placed =
             work.opcode == Opcode::Read || copy::scatter(&value.to_ne_bytes(), &segments).is_ok();
         if placed {
-            memory::written(&list);
+            memory::written(&access.list);
         }
         placed
     }

@@ -8,8 +8,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::events::lock;
-use super::memory::{self, Located, RemoteAccess};
-use super::qp::QueuePair;
+use super::memory::{self, RemoteAccess};
+use super::permit::Access;
+use super::qp::{Filling, QueuePair};
 use super::receive::Buffer;
 use super::transitions::Kind;
 use super::{Hca, destination};
@@ -43,9 +44,8 @@ pub(crate) enum Moved {
 pub(crate) struct Placement {
     qp: Arc<QueuePair>,
     /// Memory of this process, as long as the request says.
-    pub(crate) targets: Vec<Located>,
+    pub(crate) access: Access,
     response: Response,
-    receive: Option<(ibv_wc, bool, Buffer)>,
     /// Whether the peer reads.
     provides: bool,
 }
@@ -54,11 +54,15 @@ impl Placement {
     /// The data was moved, or that failed.
     pub(crate) fn finish(self, moved: Moved) -> Response {
         let mut receive = lock(&self.qp.receive);
+        // Flushed or reset meanwhile, and the receive buffer with it.
+        if self.access.permit.is_revoked() {
+            return Response { outcome: Outcome::Dropped, ..self.response };
+        }
+        let current = receive.current.take_if(|current| current.psn == self.response.psn);
         match moved {
             Moved::Direct | Moved::Streamed => {
                 let counters = self.qp.parts.counters;
-                let bytes = self.targets.iter().flat_map(|target| &target.segments);
-                let bytes = bytes.map(|segment| segment.len).sum();
+                let bytes = self.access.length();
                 if self.provides {
                     counters.sent(bytes)
                 } else {
@@ -67,16 +71,16 @@ impl Placement {
                 let direct = moved == Moved::Direct;
                 let way = if direct { &counters.direct_bytes } else { &counters.stream_bytes };
                 way.fetch_add(bytes, Ordering::Relaxed);
-                memory::written(&self.targets);
-                if let Some((wc, solicited, _)) = self.receive {
-                    self.qp.complete_receive(wc, solicited);
+                memory::written(&self.access.list);
+                if let Some(current) = current {
+                    self.qp.complete_receive(current.wc, current.solicited);
                 }
                 self.response
             }
             // As if the message had never come in whole: the buffer waits for the next one.
             Moved::PeerFault => {
                 receive.expected = self.response.psn;
-                if let Some((_, _, buffer)) = self.receive {
+                if let Some(Filling { buffer, .. }) = current {
                     match &self.qp.parts.shared {
                         Some(shared) => shared.put_back(buffer),
                         None => receive.queue.put_back(buffer),
@@ -89,7 +93,7 @@ impl Placement {
                 Response { outcome: Outcome::RequesterFault, ..self.response }
             }
             Moved::LocalFault => {
-                if let Some((wc, ..)) = self.receive {
+                if let Some(Filling { wc, .. }) = current {
                     let status = IBV_WC_LOC_PROT_ERR;
                     self.qp.complete_receive(ibv_wc { status, ..wc }, false);
                 }
@@ -134,7 +138,7 @@ pub(crate) fn begin(hca: &Hca, request: &Request) -> Step {
     if !ready || !from_peer {
         return dropped();
     }
-    if request.psn != receive.expected {
+    if request.psn != receive.expected || receive.current.is_some() {
         return if receive.refused { Step::Done(None) } else { dropped() };
     }
 
@@ -184,7 +188,6 @@ pub(crate) fn begin(hca: &Hca, request: &Request) -> Step {
     }
     receive.refused = false;
     receive.expected = receive.expected.wrapping_add(1) & 0xff_ffff;
-    let mut completion = None;
     if let Some(buffer) = buffer {
         let wc = ibv_wc {
             wr_id: buffer.wr_id,
@@ -222,8 +225,10 @@ pub(crate) fn begin(hca: &Hca, request: &Request) -> Step {
                 return step;
             }
         }
-        completion = Some((wc, request.solicited, buffer));
+        let (psn, solicited) = (request.psn, request.solicited);
+        receive.current = Some(Filling { psn, wc, solicited, buffer });
     }
+    let target = Access { permit: qp.permit(), list: targets };
     drop(receive);
 
     if access == Some(RemoteAccess::Atomic) {
@@ -233,7 +238,7 @@ pub(crate) fn begin(hca: &Hca, request: &Request) -> Step {
             _ if old == operand => swap,
             _ => old,
         };
-        let old = targets.first().and_then(|target| hca.atomic(target, change));
+        let old = hca.atomic(&target, change);
         return match old {
             Some(old) => {
                 hca.stats.atomics.fetch_add(1, Ordering::Relaxed);
@@ -248,6 +253,6 @@ pub(crate) fn begin(hca: &Hca, request: &Request) -> Step {
     }
     let provides = request.opcode == Opcode::Read;
     let response = answer(Outcome::Ack(0));
-    let placement = Placement { qp, targets, response, receive: completion, provides };
+    let placement = Placement { qp, access: target, response, provides };
     if provides { Step::Provide(placement) } else { Step::Place(placement) }
 }

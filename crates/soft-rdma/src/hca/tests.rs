@@ -9,19 +9,20 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 
 use super::completion::CompletionQueue;
-use super::copy::{self, Direction};
+use super::copy::{self, Pulled};
 use super::events::{EventQueue, lock};
 use super::memory::Registration;
+use super::permit::Access;
 use super::qp::{Parts, QueuePair};
 use super::receive::Buffer;
 use super::requester::{Data, Work};
 use super::responder::{self, Moved, Step};
 use super::transitions::Kind;
-use super::{Fabric, Hca, Link, Payload, memory};
+use super::{Fabric, Hca, Link, Payload};
 use crate::abi::*;
 use crate::fabric::{Owner, Port};
 use crate::stats::STATS;
-use crate::wire::{Frame, Opcode, Request, Response, Segment};
+use crate::wire::{Frame, Opcode, Outcome, Request, Response, Segment};
 
 /// A link whose frames stay in a queue until the test delivers them.
 #[derive(Default)]
@@ -40,6 +41,9 @@ impl Link for QueueLink {
     fn direct(&self) -> bool {
         self.direct.load(Ordering::Relaxed)
     }
+    fn can_pull(&self) -> bool {
+        self.direct()
+    }
     fn broken(&self) -> bool {
         self.broken.load(Ordering::Relaxed)
     }
@@ -48,8 +52,8 @@ impl Link for QueueLink {
         let bytes = match payload {
             Payload::Empty => Vec::new(),
             Payload::Bytes(bytes) => bytes,
-            Payload::Memory(list) => {
-                let (segments, _guards) = memory::lock_all(&list).expect("registered");
+            Payload::Memory(access) => {
+                let (segments, _uses) = access.lock().expect("registered");
                 let mut bytes = vec![0; segments.iter().map(|s| s.len as usize).sum()];
                 copy::gather(&segments, &mut bytes).expect("mapped");
                 bytes
@@ -182,7 +186,7 @@ impl Side {
             if !data.is_empty() {
                 let place =
                     other.qp.returned(&other.hca, &response, data.len() as u32).expect("wanted");
-                let (segments, _guards) = memory::lock_all(&place.targets).expect("registered");
+                let (segments, _uses) = place.lock().expect("registered");
                 copy::scatter(&data, &segments).expect("mapped");
             }
             other.qp.respond(&other.hca, &response, true);
@@ -195,29 +199,21 @@ impl Side {
         match responder::begin(&self.hca, request) {
             Step::Done(response) => response.map(|response| (response, Vec::new())),
             Step::Place(placement) => {
-                let (ours, guards) = memory::lock_all(&placement.targets).expect("registered");
-                match &request.segments {
+                let (ours, uses) = placement.access.lock().expect("registered");
+                let copied = match &request.by_reference {
                     // SAFETY: memory of this test.
-                    Some(theirs) => unsafe { copy::transfer(Direction::Pull, own, &ours, theirs) },
-                    None => copy::scatter(bytes, &ours),
-                }
-                .expect("mapped");
-                drop(guards);
+                    Some(theirs) => unsafe { copy::pull(own, &ours, theirs) },
+                    None => copy::scatter(bytes, &ours).map(|()| Pulled::Valid),
+                };
+                assert_eq!(copied, Ok(Pulled::Valid));
+                drop(uses);
                 Some((placement.finish(Moved::Streamed), Vec::new()))
             }
             Step::Provide(placement) => {
-                let (ours, guards) = memory::lock_all(&placement.targets).expect("registered");
-                let mut data = Vec::new();
-                match &request.segments {
-                    // SAFETY: memory of this test.
-                    Some(theirs) => unsafe { copy::transfer(Direction::Push, own, &ours, theirs) },
-                    None => {
-                        data.resize(request.length as usize, 0);
-                        copy::gather(&ours, &mut data)
-                    }
-                }
-                .expect("mapped");
-                drop(guards);
+                let (ours, uses) = placement.access.lock().expect("registered");
+                let mut data = vec![0; request.length as usize];
+                copy::gather(&ours, &mut data).expect("mapped");
+                drop(uses);
                 Some((placement.finish(Moved::Streamed), data))
             }
         }
@@ -391,7 +387,7 @@ fn a_message_whose_sender_is_gone_leaves_the_receive_buffer_posted() {
     let Frame::Request(request) = frame else { panic!("a request") };
     let Step::Place(placement) = responder::begin(&b.hca, &request) else { panic!("accepted") };
     let response = placement.finish(Moved::PeerFault);
-    assert_eq!(response.outcome, crate::wire::Outcome::RequesterFault);
+    assert_eq!(response.outcome, Outcome::RequesterFault);
     assert!(b.completions().is_empty());
     assert_eq!(b.qp.state(), IBV_QPS_RTS);
     // The same request again finds everything as it was.
@@ -406,7 +402,7 @@ fn a_stale_response_completes_nothing() {
     b.connect(&a);
     assert!(a.qp.post_send(&a.hca, vec![send(1)]).is_ok());
     for psn in [0, 0xff_ffef, 0xff_fff1] {
-        let outcome = crate::wire::Outcome::Ack(0);
+        let outcome = Outcome::Ack(0);
         let response = Response { dst_qpn: a.qp.number.raw(), src_qpn: 0, psn, outcome };
         a.qp.respond(&a.hca, &response, true);
     }
@@ -423,4 +419,48 @@ fn a_broken_link_ends_what_was_posted() {
     let seen: Vec<_> = a.completions().iter().map(|wc| (wc.wr_id, wc.status)).collect();
     assert_eq!(seen, [(1, IBV_WC_RETRY_EXC_ERR), (2, IBV_WC_WR_FLUSH_ERR)]);
     assert_eq!(a.qp.state(), IBV_QPS_ERR);
+}
+
+#[test]
+fn a_receive_that_is_being_filled_is_flushed_first_and_not_written_any_more() {
+    for state in [IBV_QPS_ERR, IBV_QPS_RESET] {
+        let (a, b) = (Side::new(1), Side::new(2));
+        a.connect(&b);
+        b.connect(&a);
+        for wr_id in [7, 8] {
+            b.qp.post_receive(Buffer { wr_id, sges: vec![b.sge(0, 100)] }).unwrap();
+        }
+        let work = Work { data: Data::Gather(vec![a.sge(0, 100)]), ..send(1) };
+        assert!(a.qp.post_send(&a.hca, vec![work]).is_ok());
+        let Frame::Request(request) = lock(&a.link.frames)[0].0.clone() else { panic!() };
+        let Step::Place(placement) = responder::begin(&b.hca, &request) else { panic!() };
+        drop(placement.access.lock().expect("it is being filled"));
+        let attr = ibv_qp_attr { qp_state: state, ..Default::default() };
+        b.qp.modify(&b.hca, &attr, IBV_QP_STATE).unwrap();
+        assert!(placement.access.lock().is_err());
+        assert_eq!(placement.finish(Moved::Streamed).outcome, Outcome::Dropped);
+        let seen: Vec<_> = b.completions().iter().map(|wc| (wc.wr_id, wc.status)).collect();
+        let flushed = [(7, IBV_WC_WR_FLUSH_ERR), (8, IBV_WC_WR_FLUSH_ERR)];
+        assert_eq!(seen, if state == IBV_QPS_ERR { &flushed[..] } else { &[] });
+    }
+}
+
+#[test]
+fn a_region_is_deregistered_while_a_copy_uses_it_twice() {
+    let side = Side::new(1);
+    let sges = [side.sge(0, 8), side.sge(8, 8)];
+    let list = side.hca.regions.local(1, &sges, true).expect("registered");
+    let access = Access { permit: side.qp.permit(), list };
+    let (regions, key) = (&side.hca.regions, side.key);
+    let uses = access.lock();
+    std::thread::scope(|scope| {
+        let owner = scope.spawn(|| regions.deregister(key));
+        // The owner waits for us, and we do not wait for it.
+        while access.lock().is_ok() {
+            std::thread::yield_now();
+        }
+        assert!(!owner.is_finished());
+        drop(uses);
+        owner.join().unwrap();
+    });
 }

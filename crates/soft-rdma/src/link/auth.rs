@@ -96,8 +96,8 @@ pub(crate) fn prove(
     connecting: &[u8; 32],
 ) -> [u8; 32] {
     let label: &[u8] = match side {
-        Side::Connecting => b"soft-rdma 1 connecting",
-        Side::Accepting => b"soft-rdma 1 accepting",
+        Side::Connecting => b"soft-rdma 2 connecting",
+        Side::Accepting => b"soft-rdma 2 accepting",
     };
     hmac(secret, &[label, accepting, connecting])
 }

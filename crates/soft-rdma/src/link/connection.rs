@@ -9,16 +9,19 @@ use rustix::io::Errno;
 use rustix::process::Pid;
 
 use super::auth::{self, Secret, Side};
-use super::input::{Incoming, Input, Received};
+use super::input::{Arrival, Incoming, Input, Received};
 use super::output::{HOPELESS, Output};
 use crate::fabric::Owner;
-use crate::hca::copy::{self, Direction};
+use crate::hca::copy::{self, Direction, Pulled};
 use crate::hca::events::lock;
 use crate::hca::qp::QueuePair;
 use crate::hca::responder::{self, Moved, Placement, Step};
-use crate::hca::{Hca, Link, Payload, datagram, memory};
+use crate::hca::{Hca, Link, Payload, datagram};
 use crate::node::random;
-use crate::wire::{Challenge, Frame, Hello, Request, Response, Segment, Welcome};
+use crate::wire::{
+    Challenge, Frame, Hello, MAX_SEGMENTS, Outcome, Reference, Request, Response, Segment, Verdict,
+    Welcome,
+};
 
 const HANDSHAKE: u8 = 0;
 const UP: u8 = 1;
@@ -33,6 +36,24 @@ pub(super) struct Identity {
 /// Eight random bytes of this process. A peer that can read them can copy from region to region.
 struct Probe(Box<u64>);
 
+impl Probe {
+    fn message(&self) -> (u64, u64) {
+        (&raw const *self.0 as u64, *self.0)
+    }
+}
+
+/// Whether we can read a process's memory, as its probe shows.
+fn can_read(peer: Option<Pid>, (addr, expected): (u64, u64)) -> bool {
+    peer.is_some_and(|peer| {
+        let mut seen = 0u64;
+        let own = Segment { addr: &raw mut seen as u64, len: 8 };
+        let theirs = Segment { addr, len: 8 };
+        // SAFETY: `seen` is ours and is 8 bytes long.
+        let read = unsafe { copy::transfer(Direction::Pull, peer, &[own], &[theirs]) };
+        read.is_ok() && seen == expected
+    })
+}
+
 /// A connection.
 pub(crate) struct Connection {
     pub(super) id: u64,
@@ -43,7 +64,10 @@ pub(crate) struct Connection {
     /// The peer's process, if it is on this machine.
     peer: Option<Pid>,
     state: AtomicU8,
+    /// Whether requests may name memory of the side that connected.
     direct: AtomicBool,
+    /// Whether answers may name memory of the side that accepted.
+    can_pull: AtomicBool,
     nonce: [u8; 32],
     probe: Probe,
     /// The accepting side's nonce, once it came.
@@ -72,6 +96,7 @@ impl Connection {
             peer,
             state: AtomicU8::new(HANDSHAKE),
             direct: AtomicBool::new(false),
+            can_pull: AtomicBool::new(false),
             nonce: random(),
             probe: Probe(Box::new(u64::from_ne_bytes(random()))),
             challenge: Mutex::default(),
@@ -152,7 +177,7 @@ impl Connection {
                         break Err(error);
                     }
                 }
-                Ok(Some(Received::Payload(what, placed))) => self.payload(hca, what, placed),
+                Ok(Some(Received::Payload(what, arrival))) => self.payload(hca, what, arrival),
                 Ok(None) => break Ok(()),
                 Err(error) => break Err(error),
             }
@@ -166,13 +191,24 @@ impl Connection {
         self.push(&Frame::Response(response), payload);
     }
 
-    fn payload(self: &Arc<Self>, hca: &Hca, what: Incoming, placed: bool) {
+    fn payload(self: &Arc<Self>, hca: &Hca, what: Incoming, arrival: Arrival) {
         match what {
             Incoming::Place(placement) => {
-                let moved = if placed { Moved::Streamed } else { Moved::LocalFault };
+                let moved = match arrival {
+                    Arrival::Placed => Moved::Streamed,
+                    Arrival::Unplaced => Moved::LocalFault,
+                    Arrival::Aborted(_) => Moved::PeerFault,
+                };
                 self.respond(placement.finish(moved), Payload::Empty);
             }
-            Incoming::Return(qp, response) => qp.respond(hca, &response, placed),
+            Incoming::Return(qp, mut response) => {
+                match arrival {
+                    Arrival::Aborted(Verdict::WorkGone) => response.outcome = Outcome::Dropped,
+                    Arrival::Aborted(_) => response.outcome = Outcome::OperationError,
+                    Arrival::Placed | Arrival::Unplaced => {}
+                }
+                qp.respond(hca, &response, arrival == Arrival::Placed);
+            }
             Incoming::Datagram(head, bytes) => datagram::deliver(hca, &head, &bytes),
             Incoming::Discard(Some(response)) => self.respond(response, Payload::Empty),
             Incoming::Discard(None) => {}
@@ -192,7 +228,7 @@ impl Connection {
             (Frame::Request(request), true, false) => self.request(hca, input, &request, length),
             (Frame::Datagram(head), true, false) => {
                 let what = Incoming::Datagram(head, Vec::with_capacity(length as usize));
-                input.expect(what, Vec::new(), length);
+                input.expect(what, None, length);
                 Ok(())
             }
             (Frame::Response(response), true, true) => {
@@ -204,10 +240,16 @@ impl Connection {
                     return Ok(());
                 }
                 match qp.and_then(|qp| Some((qp.returned(hca, &response, length)?, qp))) {
-                    Some((place, qp)) => {
-                        input.expect(Incoming::Return(qp, response), place.targets, length)
+                    Some((access, qp)) => {
+                        input.expect(Incoming::Return(qp, response), Some(access), length)
                     }
-                    None => input.expect(Incoming::Discard(None), Vec::new(), length),
+                    None => input.expect(Incoming::Discard(None), None, length),
+                }
+                Ok(())
+            }
+            (Frame::Offer(response, reference), true, true) => {
+                if let Some(qp) = hca.qp(response.dst_qpn) {
+                    self.pull(hca, &qp, response, &reference);
                 }
                 Ok(())
             }
@@ -224,7 +266,7 @@ impl Connection {
             nonce: self.nonce,
             proof: auth::prove(&identity.secret, Side::Connecting, &challenge.nonce, &self.nonce),
             owner: (identity.owner.node, identity.owner.slot),
-            probe: (&raw const *self.probe.0 as u64, *self.probe.0),
+            probe: self.probe.message(),
         };
         self.push(&Frame::Hello(hello), Payload::Empty);
         Ok(())
@@ -235,18 +277,12 @@ impl Connection {
         if !auth::equal(&expected, &hello.proof) {
             return Err(Errno::ACCESS);
         }
-        let direct = self.peer.is_some_and(|peer| {
-            let mut seen = 0u64;
-            let own = Segment { addr: &raw mut seen as u64, len: 8 };
-            let theirs = Segment { addr: hello.probe.0, len: 8 };
-            // SAFETY: `seen` is ours and is 8 bytes long.
-            let read = unsafe { copy::transfer(Direction::Pull, peer, &[own], &[theirs]) };
-            read.is_ok() && seen == hello.probe.1
-        });
+        let direct = can_read(self.peer, hello.probe);
         self.direct.store(direct, Ordering::Release);
         self.state.store(UP, Ordering::Release);
         let proof = auth::prove(&identity.secret, Side::Accepting, &self.nonce, &hello.nonce);
-        self.push(&Frame::Welcome(Welcome { proof, direct }), Payload::Empty);
+        let welcome = Welcome { proof, direct, probe: self.probe.message() };
+        self.push(&Frame::Welcome(welcome), Payload::Empty);
         Ok(())
     }
 
@@ -257,6 +293,7 @@ impl Connection {
             return Err(Errno::ACCESS);
         }
         self.direct.store(welcome.direct, Ordering::Release);
+        self.can_pull.store(can_read(self.peer, welcome.probe), Ordering::Release);
         {
             let mut early = lock(&self.early);
             self.state.store(UP, Ordering::Release);
@@ -277,16 +314,16 @@ impl Connection {
     ) -> Result<(), Errno> {
         match responder::begin(hca, request) {
             Step::Done(response) if length > 0 => {
-                input.expect(Incoming::Discard(response), Vec::new(), length)
+                input.expect(Incoming::Discard(response), None, length)
             }
             Step::Done(response) => {
                 if let Some(response) = response {
                     self.respond(response, Payload::Empty);
                 }
             }
-            Step::Place(placement) => match &request.segments {
-                Some(segments) => {
-                    let moved = self.copy(hca, Direction::Pull, &placement, segments);
+            Step::Place(placement) => match &request.by_reference {
+                Some(reference) => {
+                    let moved = self.copy(hca, &placement, reference);
                     self.respond(placement.finish(moved), Payload::Empty);
                 }
                 None if length != request.length => {
@@ -297,55 +334,86 @@ impl Connection {
                     self.respond(placement.finish(Moved::Direct), Payload::Empty)
                 }
                 None => {
-                    let targets = placement.targets.clone();
-                    // An RDMA write without a key to check has no targets, but no bytes either.
-                    input.expect(Incoming::Place(placement), targets, length);
+                    let target = placement.access.clone();
+                    input.expect(Incoming::Place(placement), Some(target), length);
                 }
             },
-            Step::Provide(placement) => match &request.segments {
-                Some(segments) => {
-                    let moved = self.copy(hca, Direction::Push, &placement, segments);
-                    self.respond(placement.finish(moved), Payload::Empty);
-                }
-                None => {
-                    let data = placement.targets.clone();
-                    let payload =
-                        if request.length > 0 { Payload::Memory(data) } else { Payload::Empty };
-                    self.respond(placement.finish(Moved::Streamed), payload);
-                }
-            },
+            Step::Provide(placement) => self.provide(placement, request.by_reference.is_some()),
         }
         Ok(())
     }
 
-    /// The one copy between the peer's memory and ours.
-    fn copy(
-        &self,
-        hca: &Hca,
-        direction: Direction,
-        placement: &Placement,
-        theirs: &[Segment],
-    ) -> Moved {
+    /// Answers a read: says where the bytes are, or sends them.
+    fn provide(&self, placement: Placement, can_pull: bool) {
+        let access = placement.access.clone();
+        if access.length() == 0 {
+            return self.respond(placement.finish(Moved::Direct), Payload::Empty);
+        }
+        let segments = match access.lock() {
+            Ok((segments, _uses)) => segments,
+            Err(_) => {
+                return self.respond(placement.finish(Moved::LocalFault), Payload::Empty);
+            }
+        };
+        let offer = can_pull && segments.len() <= MAX_SEGMENTS;
+        let response = placement.finish(if offer { Moved::Direct } else { Moved::Streamed });
+        match response.outcome {
+            Outcome::Ack(_) if offer => {
+                let reference = access.reference(segments);
+                self.push(&Frame::Offer(response, reference), Payload::Empty);
+            }
+            Outcome::Ack(_) => self.respond(response, Payload::Memory(access)),
+            _ => self.respond(response, Payload::Empty),
+        }
+    }
+
+    /// Copies what the peer offers to where a read wants it.
+    fn pull(&self, hca: &Hca, qp: &Arc<QueuePair>, mut response: Response, theirs: &Reference) {
+        let access = theirs.length().and_then(|length| qp.returned(hca, &response, length));
+        let (Some(access), Some(peer)) = (access, self.peer) else { return };
+        let mut placed = true;
+        // A queue pair that was flushed has no more use for the answer.
+        match access.lock() {
+            Err(_) => placed = false,
+            // SAFETY: the targets were looked up by key as memory that may be written.
+            Ok((ours, _uses)) => match unsafe { copy::pull(peer, &ours, theirs) } {
+                Ok(Pulled::Valid) => count_direct(hca, &ours),
+                Ok(Pulled::WorkGone) => response.outcome = Outcome::Dropped,
+                Ok(Pulled::RegionGone) => response.outcome = Outcome::OperationError,
+                // The kernel does not say whose memory is missing.
+                Err(Errno::FAULT) if !copy::is_mapped(&ours) => placed = false,
+                Err(Errno::FAULT) => response.outcome = Outcome::OperationError,
+                Err(_) => response.outcome = Outcome::Dropped,
+            },
+        }
+        qp.respond(hca, &response, placed);
+    }
+
+    /// The one copy from the peer's memory to ours.
+    fn copy(&self, hca: &Hca, placement: &Placement, theirs: &Reference) -> Moved {
         let Some(peer) = self.peer.filter(|_| self.direct.load(Ordering::Acquire)) else {
             return Moved::PeerFault;
         };
-        let Some((ours, _guards)) = memory::lock_all(&placement.targets) else {
-            return Moved::LocalFault;
-        };
+        let Ok((ours, _uses)) = placement.access.lock() else { return Moved::LocalFault };
         // SAFETY: the targets were looked up by key as memory that may be written.
-        match unsafe { copy::transfer(direction, peer, &ours, theirs) } {
-            Ok(()) => {
-                if !ours.is_empty() {
-                    let bytes = ours.iter().map(|segment| segment.len).sum();
-                    hca.stats.direct_copies.fetch_add(1, Ordering::Relaxed);
-                    hca.stats.direct_bytes.fetch_add(bytes, Ordering::Relaxed);
-                }
+        match unsafe { copy::pull(peer, &ours, theirs) } {
+            Ok(Pulled::Valid) => {
+                count_direct(hca, &ours);
                 Moved::Direct
             }
+            Ok(Pulled::WorkGone | Pulled::RegionGone) => Moved::PeerFault,
             // The kernel does not say whose memory is missing.
             Err(Errno::FAULT) if !copy::is_mapped(&ours) => Moved::LocalFault,
             Err(_) => Moved::PeerFault,
         }
+    }
+}
+
+fn count_direct(hca: &Hca, segments: &[Segment]) {
+    if !segments.is_empty() {
+        let bytes = segments.iter().map(|segment| segment.len).sum();
+        hca.stats.direct_copies.fetch_add(1, Ordering::Relaxed);
+        hca.stats.direct_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 }
 
@@ -356,6 +424,10 @@ impl Link for Connection {
 
     fn direct(&self) -> bool {
         self.direct.load(Ordering::Acquire)
+    }
+
+    fn can_pull(&self) -> bool {
+        self.can_pull.load(Ordering::Acquire)
     }
 
     fn broken(&self) -> bool {
@@ -399,10 +471,13 @@ impl Link for Connection {
 
     fn flush(&self) {
         let mut output = lock(&self.output);
-        // While the engine waits for the socket it is the one to write. Errors show when it reads.
+        // While the engine waits for the socket it is the one to write.
         if !output.waiting && !output.is_empty() {
-            let done = output.write(self.socket.as_fd()).unwrap_or(true);
-            self.watch(&mut output, !done);
+            match output.write(self.socket.as_fd()) {
+                Ok(done) => self.watch(&mut output, !done),
+                // The engine finds the end of the stream, and gives the connection up.
+                Err(_) => drop(rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both)),
+            }
         }
     }
 }

@@ -7,7 +7,7 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 use std::net::SocketAddr;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::time::{Duration, Instant};
@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
+use rustix::process::Pid;
 
 use super::connection::{Connection, Identity};
 use super::control::Control;
@@ -112,6 +113,27 @@ fn listen_tcp(node: &Node, config: &Config) -> Result<Option<OwnedFd>, Errno> {
     rustix::net::bind(&socket, &address)?;
     rustix::net::listen(&socket, 512)?;
     Ok(Some(socket))
+}
+
+/// Process and user at the other end of a Unix socket. A process of another pid namespace has no
+/// number here: the kernel says 0 (which `rustix`'s `UCred` cannot represent).
+fn credentials(socket: &OwnedFd) -> Result<(Option<Pid>, u32), Errno> {
+    let mut found = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
+    let mut length = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: a structure of ours and its length.
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut found).cast(),
+            &raw mut length,
+        )
+    };
+    if result != 0 {
+        return Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::INVAL));
+    }
+    Ok((Pid::from_raw(found.pid), found.uid))
 }
 
 fn tcp_socket(address: &SocketAddr) -> Result<OwnedFd, Errno> {
@@ -321,11 +343,10 @@ impl Engine {
             let mut peer = None;
             if local {
                 // The folder is ours alone already; the kernel's word on top of it.
-                let Ok(credentials) = sockopt::socket_peercred(&socket) else { continue };
-                if credentials.uid != rustix::process::geteuid() {
-                    continue;
+                match credentials(&socket) {
+                    Ok((pid, uid)) if uid == rustix::process::geteuid().as_raw() => peer = pid,
+                    _ => continue,
                 }
-                peer = Some(credentials.pid);
             } else {
                 let _ = sockopt::set_tcp_nodelay(&socket, true);
             }
@@ -339,7 +360,7 @@ impl Engine {
         &self,
         socket: OwnedFd,
         to: Option<Owner>,
-        peer: Option<rustix::process::Pid>,
+        peer: Option<Pid>,
     ) -> Result<Arc<Connection>, Errno> {
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         let connection = Arc::new(Connection::new(id, socket, self.epoll.clone(), to, peer));
@@ -353,21 +374,23 @@ impl Engine {
         Ok(connection)
     }
 
-    fn connect(&self, to: Owner) -> Result<OwnedFd, Errno> {
+    /// A socket to a process, and which process it is if it is on this node.
+    fn connect(&self, to: Owner) -> Result<(OwnedFd, Option<Pid>), Errno> {
         if to.node == self.identity.owner.node {
             let address = SocketAddrUnix::new(self.node.socket_path(to.node, to.slot))?;
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             let socket =
                 rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
             rustix::net::connect(&socket, &address)?;
-            return Ok(socket);
+            let (pid, _) = credentials(&socket)?;
+            return Ok((socket, pid));
         }
         let mut address = *self.nodes.get(&to.node).ok_or(Errno::HOSTUNREACH)?;
         address.set_port(address.port().checked_add(to.slot).ok_or(Errno::INVAL)?);
         let socket = tcp_socket(&address)?;
         sockopt::set_tcp_nodelay(&socket, true)?;
         match rustix::net::connect(&socket, &address) {
-            Ok(()) | Err(Errno::INPROGRESS) => Ok(socket),
+            Ok(()) | Err(Errno::INPROGRESS) => Ok((socket, None)),
             Err(error) => Err(error),
         }
     }
@@ -399,7 +422,7 @@ impl Fabric for Engine {
         if let Some(link) = links.get(&to).filter(|link| !link.broken()) {
             return Some(link.clone());
         }
-        match self.connect(to).and_then(|socket| self.add(socket, Some(to), None)) {
+        match self.connect(to).and_then(|(socket, peer)| self.add(socket, Some(to), peer)) {
             Ok(connection) => {
                 links.insert(to, connection.clone());
                 Some(connection)

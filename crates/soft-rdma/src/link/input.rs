@@ -9,10 +9,10 @@ use std::sync::Arc;
 use rustix::io::Errno;
 
 use crate::hca::copy;
-use crate::hca::memory::{self, Located};
+use crate::hca::permit::Access;
 use crate::hca::qp::QueuePair;
 use crate::hca::responder::Placement;
-use crate::wire::{Datagram, Frame, Malformed, Response};
+use crate::wire::{Datagram, Frame, Malformed, Response, Verdict};
 
 const CAPACITY: usize = 64 << 10;
 
@@ -30,7 +30,8 @@ pub(super) enum Incoming {
 
 struct Payload {
     what: Incoming,
-    targets: Vec<Located>,
+    /// Where it goes, if anywhere.
+    target: Option<Access>,
     length: u64,
     done: u64,
     /// Whether a byte could not be placed.
@@ -41,8 +42,19 @@ struct Payload {
 pub(super) enum Received {
     /// A frame, and the length of the payload that follows.
     Frame(Frame, u32),
-    /// A payload is complete; `true` if every byte was placed.
-    Payload(Incoming, bool),
+    /// A payload is complete.
+    Payload(Incoming, Arrival),
+}
+
+/// How a payload arrived.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Arrival {
+    /// Every byte was placed.
+    Placed,
+    /// Some byte could not be placed.
+    Unplaced,
+    /// The sender had to give it up.
+    Aborted(Verdict),
 }
 
 /// The receiving half of a connection.
@@ -61,9 +73,9 @@ impl Default for Input {
 
 impl Input {
     /// Says where the payload of the frame just received goes.
-    pub(super) fn expect(&mut self, what: Incoming, targets: Vec<Located>, length: u32) {
+    pub(super) fn expect(&mut self, what: Incoming, target: Option<Access>, length: u32) {
         self.payload =
-            Some(Payload { what, targets, length: length.into(), done: 0, failed: false });
+            Some(Payload { what, target, length: length.into(), done: 0, failed: false });
     }
 
     /// The payload that will never be complete, when the connection is given up.
@@ -81,11 +93,30 @@ impl Input {
                 payload.accept(&available[..take]);
                 self.start += take;
                 if payload.done == payload.length {
-                    let Some(payload) = self.payload.take() else { continue };
-                    return Ok(Some(Received::Payload(payload.what, !payload.failed)));
+                    let has_verdict = !matches!(payload.what, Incoming::Datagram(..));
+                    let verdict = match self.buffer[self.start..self.end].first() {
+                        _ if !has_verdict => Some(Verdict::Complete),
+                        Some(byte) => {
+                            self.start += 1;
+                            Some(Verdict::try_from(*byte).map_err(|Malformed| Errno::PROTO)?)
+                        }
+                        None => None,
+                    };
+                    if let Some((payload, verdict)) =
+                        verdict.and_then(|verdict| Some((self.payload.take()?, verdict)))
+                    {
+                        let arrival = match verdict {
+                            Verdict::Complete if payload.failed => Arrival::Unplaced,
+                            Verdict::Complete => Arrival::Placed,
+                            _ => Arrival::Aborted(verdict),
+                        };
+                        return Ok(Some(Received::Payload(payload.what, arrival)));
+                    }
                 }
                 // The buffer is empty here.
-                if payload.length - payload.done >= CAPACITY as u64 && payload.read(socket)? {
+                else if payload.length - payload.done >= CAPACITY as u64
+                    && payload.read(socket)?
+                {
                     continue;
                 }
             } else {
@@ -126,8 +157,11 @@ impl Payload {
     fn accept(&mut self, bytes: &[u8]) {
         if let Incoming::Datagram(_, data) = &mut self.what {
             data.extend_from_slice(bytes);
-        } else if !self.failed && !self.targets.is_empty() && !bytes.is_empty() {
-            let placed = memory::lock_all(&self.targets).is_some_and(|(segments, _guards)| {
+        } else if let Some(target) = &self.target
+            && !self.failed
+            && !bytes.is_empty()
+        {
+            let placed = target.lock().is_ok_and(|(segments, _uses)| {
                 let mut rest = copy::skip(&segments, self.done);
                 let mut left = bytes.len() as u64;
                 for segment in &mut rest {
@@ -143,10 +177,10 @@ impl Payload {
 
     /// Reads straight into the targets. `Ok(false)` if that is not possible: go through the buffer.
     fn read(&mut self, socket: BorrowedFd<'_>) -> Result<bool, Errno> {
-        if self.targets.is_empty() || self.failed {
+        let Some(target) = self.target.as_ref().filter(|_| !self.failed) else {
             return Ok(false);
-        }
-        let Some((segments, _guards)) = memory::lock_all(&self.targets) else {
+        };
+        let Ok((segments, _uses)) = target.lock() else {
             self.failed = true;
             return Ok(false);
         };
@@ -166,5 +200,43 @@ impl Payload {
             Err(Errno::WOULDBLOCK) => Ok(false),
             Err(error) => Err(error),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+    use crate::abi::{IBV_ACCESS_LOCAL_WRITE, ibv_sge};
+    use crate::hca::memory::{Regions, Registration};
+    use crate::wire::Segment;
+
+    #[test]
+    fn a_payload_is_not_placed_any_more_once_its_work_is_flushed() {
+        let mut memory = [0u8; 10];
+        let (regions, piece) =
+            (Regions::default(), Segment { addr: memory.as_mut_ptr() as u64, len: 10 });
+        let (domain, access, iova) = (1, IBV_ACCESS_LOCAL_WRITE, 0);
+        let what = Registration { domain, access, iova, pieces: vec![piece], backing: None };
+        let lkey = regions.register(what, || 0x1234_5678).expect("capacity").key();
+        let list = regions.local(1, &[ibv_sge { addr: 0, length: 10, lkey }], true);
+        let access = Access { permit: Arc::default(), list: list.expect("registered") };
+        let permit = access.permit.clone();
+        let (mut theirs, ours) = UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        let mut input = Input::default();
+        input.expect(Incoming::Discard(None), Some(access), 10);
+        theirs.write_all(&[1; 4]).unwrap();
+        assert!(input.next(ours.as_fd()).unwrap().is_none());
+        permit.revoke();
+        theirs.write_all(&[2; 6]).unwrap();
+        assert!(input.next(ours.as_fd()).unwrap().is_none(), "the verdict is missing");
+        theirs.write_all(&[Verdict::Complete as u8]).unwrap();
+        let received = input.next(ours.as_fd()).unwrap();
+        assert!(matches!(received, Some(Received::Payload(_, Arrival::Unplaced))));
+        assert_eq!(memory, [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]);
     }
 }

@@ -8,9 +8,9 @@ use rustix::io::Errno;
 
 use crate::hca::Payload;
 use crate::hca::copy;
-use crate::hca::memory::{self, Located};
+use crate::hca::permit::{Access, Revoked};
 use crate::stats::STATS;
-use crate::wire::{Frame, HEADER};
+use crate::wire::{Frame, HEADER, Verdict};
 
 /// Above this many bytes no more requests are taken.
 const FULL: usize = 256 << 10;
@@ -19,9 +19,24 @@ const FULL_FOR_DATAGRAMS: usize = 1 << 20;
 /// A peer that does not read that many bytes of responses has lost its connection.
 pub(super) const HOPELESS: usize = 16 << 20;
 
+/// Zeroes are written in pieces of this size.
+static ZEROES: [u8; 16 << 10] = [0; _];
+
 enum Item {
-    Bytes { data: Vec<u8>, at: usize },
-    Memory { list: Vec<Located>, total: u64, done: u64 },
+    Bytes {
+        data: Vec<u8>,
+        at: usize,
+    },
+    Memory {
+        access: Access,
+        total: u64,
+        done: u64,
+    },
+    /// Zeroes instead of memory that was lost, so that the stream stays in frame, and the verdict.
+    Filler {
+        left: u64,
+        why: Verdict,
+    },
 }
 
 /// Frames and payloads in order.
@@ -32,6 +47,28 @@ pub(super) struct Output {
     bytes: usize,
     /// Whether the engine waits for the socket to take more.
     pub(super) waiting: bool,
+}
+
+fn send(socket: BorrowedFd<'_>, bytes: &[u8]) -> Result<usize, Errno> {
+    let flags = rustix::net::SendFlags::NOSIGNAL | rustix::net::SendFlags::DONTWAIT;
+    rustix::net::send(socket, bytes, flags)
+}
+
+/// Writes registered memory from `done` on. `Err`: it may not be used any more.
+fn write_memory(
+    socket: BorrowedFd<'_>,
+    access: &Access,
+    done: u64,
+) -> Result<Result<u64, Errno>, Verdict> {
+    let (segments, _uses) = access.lock().map_err(|revoked| match revoked {
+        Revoked::Work => Verdict::WorkGone,
+        Revoked::Region => Verdict::RegionGone,
+    })?;
+    match copy::write_to(socket, &copy::skip(&segments, done)) {
+        // Unmapped by the program.
+        Err(Errno::FAULT) => Err(Verdict::RegionGone),
+        result => Ok(result),
+    }
 }
 
 impl Output {
@@ -51,9 +88,7 @@ impl Output {
         let length = match &payload {
             Payload::Empty => 0,
             Payload::Bytes(bytes) => bytes.len() as u64,
-            Payload::Memory(list) => {
-                list.iter().flat_map(|located| &located.segments).map(|segment| segment.len).sum()
-            }
+            Payload::Memory(access) => access.length(),
         };
         STATS.stream_bytes.fetch_add(length, Ordering::Relaxed);
         let tail = self.tail();
@@ -61,11 +96,14 @@ impl Output {
         frame.encode(length as u32, tail);
         if let Payload::Bytes(bytes) = &payload {
             tail.extend_from_slice(bytes);
+            if frame.has_verdict() && length > 0 {
+                tail.push(Verdict::Complete as u8);
+            }
         }
         let added = tail.len() - before;
         self.bytes += added;
-        if let Payload::Memory(list) = payload {
-            self.queue.push_back(Item::Memory { list, total: length, done: 0 });
+        if let Payload::Memory(access) = payload {
+            self.queue.push_back(Item::Memory { access, total: length, done: 0 });
         }
     }
 
@@ -93,26 +131,37 @@ impl Output {
     pub(super) fn write(&mut self, socket: BorrowedFd<'_>) -> Result<bool, Errno> {
         while let Some(item) = self.queue.front_mut() {
             let result = match item {
-                Item::Bytes { data, at } => rustix::net::send(
-                    socket,
-                    &data[*at..],
-                    rustix::net::SendFlags::NOSIGNAL | rustix::net::SendFlags::DONTWAIT,
-                )
-                .map(|count| {
+                Item::Bytes { data, at } => send(socket, &data[*at..]).map(|count| {
                     *at += count;
                     self.bytes -= count;
                     *at == data.len()
                 }),
-                Item::Memory { list, total, done } => match memory::lock_all(list) {
-                    // The peer was promised these bytes: without them the stream is of no use.
-                    None => Err(Errno::FAULT),
-                    Some((segments, _guards)) => {
-                        copy::write_to(socket, &copy::skip(&segments, *done)).map(|count| {
-                            *done += count;
-                            *done >= *total
+                Item::Memory { access, total, done } => {
+                    match write_memory(socket, access, *done) {
+                        Ok(Ok(count)) => *done += count,
+                        Ok(Err(Errno::WOULDBLOCK)) => return Ok(false),
+                        Ok(Err(Errno::INTR)) => {}
+                        Ok(Err(error)) => return Err(error),
+                        Err(why) => *item = Item::Filler { left: *total - *done, why },
+                    }
+                    if let Item::Memory { total, done, .. } = item
+                        && done >= total
+                    {
+                        *item = Item::Filler { left: 0, why: Verdict::Complete };
+                    }
+                    continue;
+                }
+                Item::Filler { left, why } => {
+                    if *left == 0 {
+                        send(socket, &[*why as u8]).map(|_| true)
+                    } else {
+                        let zeroes = &ZEROES[..(*left).min(ZEROES.len() as u64) as usize];
+                        send(socket, zeroes).map(|count| {
+                            *left -= count as u64;
+                            false
                         })
                     }
-                },
+                }
             };
             match result {
                 Ok(true) => drop(self.queue.pop_front()),
@@ -127,11 +176,15 @@ impl Output {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
     use std::os::fd::AsFd;
     use std::os::unix::net::UnixStream;
+    use std::sync::Arc;
 
     use super::*;
-    use crate::wire::Challenge;
+    use crate::abi::ibv_sge;
+    use crate::hca::memory::{Regions, Registration};
+    use crate::wire::{Challenge, Outcome, Response, Segment};
 
     #[test]
     fn a_peer_that_reads_nothing_makes_nobody_keep_more_than_a_megabyte() {
@@ -167,5 +220,54 @@ mod tests {
         drop(ours);
         assert_eq!(reader.join().unwrap().unwrap(), total as u64);
         assert_eq!(output.bytes(), 0);
+    }
+    /// Registered memory of a test.
+    fn access(regions: &Regions, bytes: &[u8]) -> (Access, u32) {
+        let piece = Segment { addr: bytes.as_ptr() as u64, len: bytes.len() as u64 };
+        let (domain, access, iova) = (1, 0, 0);
+        let what = Registration { domain, access, iova, pieces: vec![piece], backing: None };
+        let key = regions.register(what, || 0x1234_5678).expect("capacity").key();
+        let sge = ibv_sge { addr: 0, length: bytes.len() as u32, lkey: key };
+        let list = regions.local(1, &[sge], false).expect("registered");
+        (Access { permit: Arc::default(), list }, key)
+    }
+
+    #[test]
+    fn a_stream_stays_in_frame_when_its_memory_is_lost() {
+        for (lost, verdict) in
+            [(0, 0), (1, Verdict::RegionGone as u8), (2, Verdict::WorkGone as u8)]
+        {
+            let (regions, bytes) = (Regions::default(), vec![7; 4 << 20]);
+            let (access, key) = access(&regions, &bytes);
+            let permit = access.permit.clone();
+            let mut output = Output::default();
+            let outcome = Outcome::Ack(0);
+            let response = Frame::Response(Response { dst_qpn: 1, src_qpn: 2, psn: 3, outcome });
+            output.push(&response, Payload::Memory(access));
+            output.push(&response, Payload::Bytes(vec![9; 5]));
+            let (ours, mut theirs) = UnixStream::pair().unwrap();
+            // The socket is full before all is written.
+            assert_eq!(output.write(ours.as_fd()), Ok(false));
+            match lost {
+                1 => regions.deregister(key),
+                2 => permit.revoke(),
+                _ => {}
+            }
+            let mut head = Vec::new();
+            response.encode(0, &mut head);
+            let total = head.len() + bytes.len() + 1 + head.len() + 5 + 1;
+            let reader = std::thread::spawn(move || {
+                let mut all = vec![0; total];
+                theirs.read_exact(&mut all).map(|()| all)
+            });
+            while output.write(ours.as_fd()) != Ok(true) {
+                std::thread::yield_now();
+            }
+            let all = reader.join().unwrap().unwrap();
+            assert_eq!(all[head.len()], 7);
+            let rest = &all[head.len() + bytes.len()..];
+            assert_eq!((rest[0], rest[1..].len()), (verdict, head.len() + 6));
+            assert!(rest.ends_with(&[9, 9, 9, 9, 9, 0]));
+        }
     }
 }

@@ -1,8 +1,8 @@
 //! Bodies of frames, field by field: writing them, and reading them with every bound checked.
 
 use super::{
-    Datagram, Hello, MAX_MESSAGE, MAX_SEGMENTS, Malformed, Opcode, Outcome, Request, Response,
-    Segment,
+    Datagram, Hello, MAX_MESSAGE, MAX_SEGMENTS, MAX_TOKENS, Malformed, Opcode, Outcome, Reference,
+    Request, Response, Segment, Token, Welcome,
 };
 
 const IMM: u8 = 1;
@@ -19,7 +19,7 @@ pub(super) mod put {
     }
 
     pub(in super::super) fn request(request: &Request, out: &mut Vec<u8>) -> u8 {
-        let by_reference = u8::from(request.segments.is_some()) * BY_REFERENCE;
+        let by_reference = u8::from(request.by_reference.is_some()) * BY_REFERENCE;
         out.push(request.opcode as u8);
         out.push(flags(request.imm, request.solicited) | by_reference);
         out.extend_from_slice(&request.src_lid.to_le_bytes());
@@ -32,12 +32,39 @@ pub(super) mod put {
         for word in [request.remote.0, request.operands.0, request.operands.1] {
             out.extend_from_slice(&word.to_le_bytes());
         }
-        let segments = request.segments.as_deref().unwrap_or_default();
-        for segment in &segments[..segments.len().min(MAX_SEGMENTS)] {
-            out.extend_from_slice(&segment.addr.to_le_bytes());
-            out.extend_from_slice(&segment.len.to_le_bytes());
+        if let Some(reference) = &request.by_reference {
+            self::reference(reference, out);
         }
         1
+    }
+
+    fn reference(reference: &Reference, out: &mut Vec<u8>) {
+        let tokens = &reference.tokens[..reference.tokens.len().min(MAX_TOKENS)];
+        let segments = &reference.segments[..reference.segments.len().min(MAX_SEGMENTS)];
+        out.push(tokens.len() as u8);
+        let tokens = tokens.iter().map(|token| [token.addr, token.value]);
+        let segments = segments.iter().map(|segment| [segment.addr, segment.len]);
+        for word in tokens.chain(segments).flatten() {
+            out.extend_from_slice(&word.to_le_bytes());
+        }
+    }
+
+    pub(in super::super) fn offer(
+        response: &Response,
+        reference: &Reference,
+        out: &mut Vec<u8>,
+    ) -> u8 {
+        self::response(response, out);
+        self::reference(reference, out);
+        7
+    }
+
+    pub(in super::super) fn welcome(welcome: &Welcome, out: &mut Vec<u8>) -> u8 {
+        out.extend_from_slice(&welcome.proof);
+        out.push(u8::from(welcome.direct));
+        out.extend_from_slice(&welcome.probe.0.to_le_bytes());
+        out.extend_from_slice(&welcome.probe.1.to_le_bytes());
+        6
     }
 
     pub(in super::super) fn response(response: &Response, out: &mut Vec<u8>) -> u8 {
@@ -122,7 +149,7 @@ impl<'a> Reader<'a> {
         self.array().map(u64::from_le_bytes)
     }
 
-    pub(super) fn flag(&mut self) -> Result<bool, Malformed> {
+    fn flag(&mut self) -> Result<bool, Malformed> {
         match self.u8()? {
             0 => Ok(false),
             1 => Ok(true),
@@ -153,22 +180,17 @@ impl<'a> Reader<'a> {
         let (imm, length, rkey) = (self.u32()?, self.u32()?, self.u32()?);
         let remote = (self.u64()?, rkey);
         let operands = (self.u64()?, self.u64()?);
-        if length > MAX_MESSAGE || self.rest.len() > MAX_SEGMENTS * 16 {
+        if length > MAX_MESSAGE {
             return Err(Malformed);
         }
-        let mut segments = None;
+        let mut by_reference = None;
         if flags & BY_REFERENCE != 0 {
-            let mut list = Vec::with_capacity(self.rest.len() / 16);
-            let mut sum = 0u64;
-            while !self.rest.is_empty() {
-                let segment = Segment { addr: self.u64()?, len: self.u64()? };
-                sum = sum.checked_add(segment.len).ok_or(Malformed)?;
-                list.push(segment);
-            }
-            if sum != u64::from(length) {
+            let reference = self.reference()?;
+            let named = if opcode == Opcode::Read { 0 } else { length };
+            if reference.length() != Some(named) {
                 return Err(Malformed);
             }
-            segments = Some(list);
+            by_reference = Some(reference);
         }
         Ok(Request {
             dst_qpn,
@@ -182,7 +204,32 @@ impl<'a> Reader<'a> {
             length,
             remote,
             operands,
-            segments,
+            by_reference,
+        })
+    }
+
+    /// Everything to the end of the body.
+    pub(super) fn reference(&mut self) -> Result<Reference, Malformed> {
+        let count = usize::from(self.u8()?);
+        if count > MAX_TOKENS || self.rest.len() > (count + MAX_SEGMENTS) * 16 {
+            return Err(Malformed);
+        }
+        let mut tokens = Vec::with_capacity(count);
+        for _ in 0..count {
+            tokens.push(Token { addr: self.u64()?, value: self.u64()? });
+        }
+        let mut segments = Vec::with_capacity(self.rest.len() / 16);
+        while !self.rest.is_empty() {
+            segments.push(Segment { addr: self.u64()?, len: self.u64()? });
+        }
+        Ok(Reference { segments, tokens })
+    }
+
+    pub(super) fn welcome(&mut self) -> Result<Welcome, Malformed> {
+        Ok(Welcome {
+            proof: self.array()?,
+            direct: self.flag()?,
+            probe: (self.u64()?, self.u64()?),
         })
     }
 

@@ -1,7 +1,7 @@
 //! Messages between HCAs: a fixed header, a body, and for some a payload that follows.
 //!
 //! A stream carries frames: 8 bytes of header (length of the body, kind, length of the payload),
-//! then the body, then the payload. Everything is little endian. [`Frame::decode`] is total: bytes
+//! then the body, then the payload, and behind that of a request or response a [`Verdict`]. Everything is little endian. [`Frame::decode`] is total: bytes
 //! of another process give a frame or an error, never a panic, and no length in them is used before
 //! it was compared with a limit.
 
@@ -19,7 +19,9 @@ pub(crate) const MAX_INLINE: u32 = 64 << 10;
 pub(crate) const MAX_DATAGRAM: u32 = 4096;
 /// Most segments that a request may name; `process_vm_readv` takes no more.
 pub(crate) const MAX_SEGMENTS: usize = 1024;
-const MAX_BODY: usize = 128 + MAX_SEGMENTS * 16;
+/// Most tokens of a reference: of the work, and of the region of each scatter/gather element.
+pub(crate) const MAX_TOKENS: usize = 32;
+const MAX_BODY: usize = 128 + (MAX_SEGMENTS + MAX_TOKENS) * 16;
 
 /// A piece of memory in the address space of the process that sent the frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,6 +30,58 @@ pub(crate) struct Segment {
     pub(crate) addr: u64,
     /// Its length.
     pub(crate) len: u64,
+}
+
+/// A word of the process that sent the frame. While it has this value the bytes that were copied
+/// before it was read are the right ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Token {
+    /// Address of the word.
+    pub(crate) addr: u64,
+    /// Its value.
+    pub(crate) value: u64,
+}
+
+/// Memory of the process that sent the frame, to be copied by the other.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Reference {
+    /// Where the bytes are.
+    pub(crate) segments: Vec<Segment>,
+    /// To be compared afterwards. The first is of the work, the others are of the regions.
+    pub(crate) tokens: Vec<Token>,
+}
+
+impl Reference {
+    /// Bytes in all; `None` if that is beyond any message.
+    pub(crate) fn length(&self) -> Option<u32> {
+        let sum = self.segments.iter().try_fold(0u64, |sum, segment| sum.checked_add(segment.len));
+        sum.and_then(|sum| u32::try_from(sum).ok()).filter(|sum| *sum <= MAX_MESSAGE)
+    }
+}
+
+/// How a payload ended: the byte that follows the payload of a request or response.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Verdict {
+    /// All bytes are right.
+    Complete = 0,
+    /// The sender's memory was deregistered meanwhile: not all of them are.
+    RegionGone = 1,
+    /// The sender's queue pair was flushed meanwhile: not all of them are.
+    WorkGone = 2,
+}
+
+impl TryFrom<u8> for Verdict {
+    type Error = Malformed;
+
+    fn try_from(byte: u8) -> Result<Self, Malformed> {
+        match byte {
+            0 => Ok(Self::Complete),
+            1 => Ok(Self::RegionGone),
+            2 => Ok(Self::WorkGone),
+            _ => Err(Malformed),
+        }
+    }
 }
 
 /// Operations of a reliable connection.
@@ -71,9 +125,9 @@ pub(crate) struct Request {
     pub(crate) remote: (u64, u32),
     /// Operands of atomics: compare or add, swap.
     pub(crate) operands: (u64, u64),
-    /// Where the data is, or goes, in the sender's memory. `None`: it follows as payload (or, for a
-    /// read, comes back as payload).
-    pub(crate) segments: Option<Vec<Segment>>,
+    /// Where the data is in the sender's memory. `None`: it follows as payload. For a read it is
+    /// empty and means that the sender can copy what is offered; `None`: it comes back as payload.
+    pub(crate) by_reference: Option<Reference>,
 }
 
 /// How a request ended, for the requester.
@@ -95,7 +149,7 @@ pub(crate) enum Outcome {
     RequesterFault,
 }
 
-/// Answer to a request. For a read without segments the data follows as payload.
+/// Answer to a request. For a read that is not offered the data follows as payload.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Response {
     /// Queue pair that asked.
@@ -157,8 +211,10 @@ pub(crate) struct Hello {
 pub(crate) struct Welcome {
     /// HMAC over both nonces, by the side that accepted.
     pub(crate) proof: [u8; 32],
-    /// Whether the accepting side can reach the other's memory.
+    /// Whether the accepting side can read the other's memory.
     pub(crate) direct: bool,
+    /// As that of [`Hello`], for the other direction.
+    pub(crate) probe: (u64, u64),
 }
 
 /// Any message.
@@ -168,6 +224,8 @@ pub(crate) enum Frame {
     Request(Request),
     /// See [`Response`].
     Response(Response),
+    /// Answer to a read: where the requester finds the bytes.
+    Offer(Response, Reference),
     /// See [`Datagram`].
     Datagram(Datagram),
     /// See [`Challenge`].
@@ -193,9 +251,8 @@ impl Frame {
             Self::Datagram(datagram) => put::datagram(datagram, out),
             Self::Challenge(challenge) => put::bytes(4, &[&challenge.nonce], out),
             Self::Hello(hello) => put::hello(hello, out),
-            Self::Welcome(welcome) => {
-                put::bytes(6, &[&welcome.proof, &[u8::from(welcome.direct)]], out)
-            }
+            Self::Welcome(welcome) => put::welcome(welcome, out),
+            Self::Offer(response, reference) => put::offer(response, reference, out),
         };
         let body = (out.len() - start - HEADER) as u16;
         out[start..start + 2].copy_from_slice(&body.to_le_bytes());
@@ -220,7 +277,8 @@ impl Frame {
             3 => Self::Datagram(reader.datagram()?),
             4 => Self::Challenge(Challenge { nonce: reader.array()? }),
             5 => Self::Hello(reader.hello()?),
-            6 => Self::Welcome(Welcome { proof: reader.array()?, direct: reader.flag()? }),
+            6 => Self::Welcome(reader.welcome()?),
+            7 => Self::Offer(reader.response()?, reader.reference()?),
             _ => return Err(Malformed),
         };
         reader.end()?;
@@ -230,10 +288,15 @@ impl Frame {
         Ok(Some((frame, HEADER + body.len(), payload)))
     }
 
+    /// Whether a verdict follows the payload.
+    pub(crate) fn has_verdict(&self) -> bool {
+        matches!(self, Self::Request(_) | Self::Response(_))
+    }
+
     /// The longest payload that may follow.
     fn payload_limit(&self) -> u32 {
         match self {
-            Self::Request(request) => match (request.opcode, &request.segments) {
+            Self::Request(request) => match (request.opcode, &request.by_reference) {
                 (Opcode::Send | Opcode::Write, None) => request.length,
                 _ => 0,
             },

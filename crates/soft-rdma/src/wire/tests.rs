@@ -10,7 +10,6 @@ fn any_request() -> impl Strategy<Value = Request> {
         Just(Opcode::CompareSwap),
         Just(Opcode::FetchAdd),
     ];
-    let segments = prop::option::of(prop::collection::vec((any::<u64>(), 0u64..1000), 0..9));
     (
         any::<[u32; 3]>(),
         any::<[u16; 2]>(),
@@ -18,15 +17,15 @@ fn any_request() -> impl Strategy<Value = Request> {
         any::<Option<u32>>(),
         any::<bool>(),
         any::<[u64; 3]>(),
-        segments,
+        prop::option::of(any_reference()),
         0..MAX_MESSAGE,
     )
-        .prop_map(|(qpns, lids, opcode, imm, solicited, words, segments, length)| {
-            let segments = segments.map(|list| {
-                list.into_iter().map(|(addr, len)| Segment { addr, len }).collect::<Vec<_>>()
-            });
-            let length =
-                segments.as_ref().map_or(length, |list| list.iter().map(|s| s.len as u32).sum());
+        .prop_map(|(qpns, lids, opcode, imm, solicited, words, mut by_reference, length)| {
+            if opcode == Opcode::Read {
+                by_reference = by_reference.map(|_| Reference::default());
+            }
+            let named = by_reference.as_ref().filter(|_| opcode != Opcode::Read);
+            let length = named.map_or(length, |named| named.length().expect("a few"));
             Request {
                 dst_qpn: qpns[0],
                 src_qpn: qpns[1],
@@ -39,9 +38,16 @@ fn any_request() -> impl Strategy<Value = Request> {
                 length,
                 remote: (words[0], qpns[0] ^ 7),
                 operands: (words[1], words[2]),
-                segments,
+                by_reference,
             }
         })
+}
+
+fn any_reference() -> impl Strategy<Value = Reference> {
+    let segment = (any::<u64>(), 0u64..1000).prop_map(|(addr, len)| Segment { addr, len });
+    let token = any::<(u64, u64)>().prop_map(|(addr, value)| Token { addr, value });
+    (prop::collection::vec(segment, 0..9), prop::collection::vec(token, 0..5))
+        .prop_map(|(segments, tokens)| Reference { segments, tokens })
 }
 
 fn any_frame() -> impl Strategy<Value = Frame> {
@@ -56,9 +62,15 @@ fn any_frame() -> impl Strategy<Value = Frame> {
     ];
     prop_oneof![
         any_request().prop_map(Frame::Request),
-        (any::<[u32; 3]>(), outcome).prop_map(|([dst_qpn, src_qpn, psn], outcome)| {
-            Frame::Response(Response { dst_qpn, src_qpn, psn, outcome })
-        }),
+        (any::<[u32; 3]>(), outcome, prop::option::of(any_reference())).prop_map(
+            |([dst_qpn, src_qpn, psn], outcome, offer)| {
+                let response = Response { dst_qpn, src_qpn, psn, outcome };
+                match offer {
+                    Some(reference) => Frame::Offer(response, reference),
+                    None => Frame::Response(response),
+                }
+            }
+        ),
         (
             any::<[u32; 3]>(),
             any::<[u16; 2]>(),
@@ -86,8 +98,8 @@ fn any_frame() -> impl Strategy<Value = Frame> {
         (any::<[u8; 32]>(), any::<[u8; 32]>(), any::<(u16, u16)>(), any::<(u64, u64)>()).prop_map(
             |(nonce, proof, owner, probe)| Frame::Hello(Hello { nonce, proof, owner, probe })
         ),
-        (any::<[u8; 32]>(), any::<bool>())
-            .prop_map(|(proof, direct)| Frame::Welcome(Welcome { proof, direct })),
+        (any::<[u8; 32]>(), any::<bool>(), any::<(u64, u64)>())
+            .prop_map(|(proof, direct, probe)| Frame::Welcome(Welcome { proof, direct, probe })),
     ]
 }
 
@@ -126,7 +138,7 @@ proptest! {
     #[test]
     fn a_payload_longer_than_the_request_is_refused(mut request in any_request(), more in 1u32..) {
         request.length = request.length.min(MAX_MESSAGE - 1);
-        request.segments = None;
+        request.by_reference = None;
         request.opcode = Opcode::Write;
         let mut bytes = Vec::new();
         Frame::Request(request.clone()).encode(request.length.saturating_add(more), &mut bytes);

@@ -18,3 +18,4 @@ mod refusals;
 mod registration;
 mod send_receive;
 mod states;
+mod stopped;

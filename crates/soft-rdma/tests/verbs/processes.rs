@@ -9,15 +9,15 @@ use crate::harness::*;
 
 const ROLE: &str = "SOFT_RDMA_TEST_PEER";
 
-struct Peer {
-    child: Child,
+pub(crate) struct Peer {
+    pub(crate) child: Child,
     stdin: ChildStdin,
     lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
 }
 
 impl Peer {
     /// Starts this program again on a node, to run one test as the other side.
-    fn start(test: &str, node: u16) -> Self {
+    pub(crate) fn start(test: &str, node: u16) -> Self {
         setup();
         let program = std::env::current_exe().expect("our own program");
         // How to get to another host, if it is one.
@@ -42,12 +42,12 @@ impl Peer {
         Self { child, stdin, lines }
     }
 
-    fn send(&mut self, numbers: &[u64]) {
+    pub(crate) fn send(&mut self, numbers: &[u64]) {
         let line: Vec<_> = numbers.iter().map(u64::to_string).collect();
         writeln!(self.stdin, "{}", line.join(" ")).expect("the peer reads");
     }
 
-    fn receive(&mut self) -> Vec<u64> {
+    pub(crate) fn receive(&mut self) -> Vec<u64> {
         // The test harness prints lines of its own.
         let mut lines = self.lines.by_ref().map(|line| line.expect("text"));
         let line = lines.find_map(|line| line.split_once("peer:").map(|(_, rest)| rest.to_owned()));
@@ -71,7 +71,7 @@ fn numbers(line: &str) -> Vec<u64> {
     line.split_whitespace().map(|word| word.parse().expect("a number")).collect()
 }
 
-fn read_line() -> Vec<u64> {
+pub(crate) fn read_line() -> Vec<u64> {
     let mut line = String::new();
     std::io::stdin().read_line(&mut line).expect("the test sends a line");
     numbers(&line)

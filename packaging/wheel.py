@@ -12,7 +12,7 @@ import sys
 import zipfile
 
 
-def main(folder, name, version, tag, summary, out):
+def main(folder: str, name: str, version: str, tag: str, summary: str, out: str) -> None:
     distribution = name.replace("-", "_")
     info = f"{distribution}-{version}.dist-info"
     requires = [] if name == "ucx-gaudi" else [f"Requires-Dist: ucx-gaudi=={version}"]
@@ -43,7 +43,7 @@ def main(folder, name, version, tag, summary, out):
     record = ""
     path = os.path.join(out, f"{distribution}-{version}-py3-none-{tag}.whl")
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        def put(inside, data, mode):
+        def put(inside: str, data: bytes, mode: int) -> None:
             entry = zipfile.ZipInfo(inside, (2020, 1, 1, 0, 0, 0))
             entry.external_attr = mode << 16
             entry.compress_type = zipfile.ZIP_DEFLATED

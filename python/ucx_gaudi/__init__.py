@@ -145,7 +145,7 @@ class Memory:
         view = memoryview(data).cast("B")
         there = self._at(offset, len(view))
         if isinstance(data, bytes):
-            _call("copy", there, ctypes.cast(data, ctypes.c_void_p), len(view))
+            _call("copy", there, ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p), len(view))
             return
         host = bytearray(view) if view.readonly else view
         _call("copy", there, ctypes.addressof(ctypes.c_char.from_buffer(host)) if len(view) else None, len(view))

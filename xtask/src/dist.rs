@@ -68,13 +68,27 @@ pub(crate) fn build(repo: &Repo, profile: Profile) -> Result<()> {
         lay_out(staging, &artifacts)?;
         write_documents(staging, &artifacts.tool)
     })?;
+    remember(&dist, profile)?;
     work.done("");
     Ok(())
 }
 
-/// Builds if nothing was built yet.
-pub(crate) fn build_if_missing(repo: &Repo) -> Result<()> {
-    if repo.layout().plugins().exists() { Ok(()) } else { build(repo, Profile::Release) }
+/// Builds as the last time, or for release: cargo knows what has changed since.
+pub(crate) fn build_again(repo: &Repo) -> Result<()> {
+    build(repo, remembered(&repo.layout().dist()))
+}
+
+const PROFILE: &str = "profile";
+
+/// Beside the folder, which is installed as it is.
+fn remember(dist: &Path, profile: Profile) -> Result<()> {
+    let file = dist.with_extension(PROFILE);
+    fs::write(&file, format!("{profile:?}\n")).with_context(|| format!("no {}", file.display()))
+}
+
+fn remembered(dist: &Path) -> Profile {
+    let text = fs::read_to_string(dist.with_extension(PROFILE)).unwrap_or_default();
+    if text.trim() == "Debug" { Profile::Debug } else { Profile::Release }
 }
 
 fn compile(repo: &Repo, profile: Profile) -> Result<Artifacts> {
@@ -325,6 +339,17 @@ mod tests {
             1,
             "no staging folder stays"
         );
+    }
+
+    #[test]
+    fn a_build_as_the_last_time_has_its_profile() {
+        let root = folder();
+        let dist = root.path().join("dist");
+        assert_eq!(remembered(&dist), Profile::Release, "there was none");
+        for profile in [Profile::Debug, Profile::Release] {
+            remember(&dist, profile).expect("written");
+            assert_eq!(remembered(&dist), profile);
+        }
     }
 
     #[test]

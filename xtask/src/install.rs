@@ -1,4 +1,4 @@
-//! `cargo xtask install --prefix P`: copies `target/dist` to a prefix.
+//! `cargo xtask install --prefix P`: copies `target/dist`, which was just built, to a prefix.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -112,7 +112,7 @@ enum Command {
         #[arg(long)]
         machine: Option<String>,
     },
-    /// Copy target/dist to a prefix, after a build if there was none
+    /// Build for release and copy it to a prefix
     Install {
         /// Where to: plugins go to PREFIX/lib/ucx-gaudi/plugins, programs to PREFIX/bin
         #[arg(long)]
@@ -196,7 +196,7 @@ fn run(command: Command) -> Result<()> {
             bench::report::run(&repo, &files, machine.as_deref())
         }
         Command::Install { prefix } => {
-            dist::build_if_missing(&repo)?;
+            dist::build(&repo, dist::Profile::Release)?;
             install::run(&repo, &prefix)
         }
         Command::Vm { what } => vm::run(&repo, what),

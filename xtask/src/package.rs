@@ -306,15 +306,20 @@ fn rpm(staged: &Staged<'_>, scratch: &Path, out: &Path) -> Result<Option<PathBuf
     Ok(Some(path))
 }
 
-/// Every file below a folder as seen from there, a line each, with a leading slash.
+/// Every file below a folder as seen from there, a line each, with a leading slash; and the folders that are
+/// ours alone, which rpm would leave behind otherwise.
 fn file_list(root: &Path) -> Result<String> {
     fn walk(root: &Path, folder: &Path, lines: &mut Vec<String>) -> Result<()> {
         for entry in fs::read_dir(folder)? {
             let path = entry?.path();
+            let below = path.strip_prefix(root)?;
             if path.is_dir() {
+                if below.iter().any(|name| name.to_string_lossy().starts_with("ucx-gaudi")) {
+                    lines.push(format!("%dir /{}\n", below.display()));
+                }
                 walk(root, &path, lines)?;
             } else {
-                lines.push(format!("/{}\n", path.strip_prefix(root)?.display()));
+                lines.push(format!("/{}\n", below.display()));
             }
         }
         Ok(())

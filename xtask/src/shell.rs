@@ -12,10 +12,10 @@ use crate::setup;
 use crate::tuning::STAGING;
 
 /// Prints exports, and nothing else, on standard output; if there can be none, a command that fails.
-/// What is missing is fetched and built first.
+/// What is missing is fetched, and what has changed is built, first.
 pub(crate) fn print_exports(repo: &Repo, soft: bool, ucx: Ucx) -> Result<()> {
     let exports =
-        make_what_is_missing(repo, ucx).and_then(|()| checked_exports(repo.layout(), soft, ucx));
+        fetch_and_build(repo, ucx).and_then(|()| checked_exports(repo.layout(), soft, ucx));
     print!("{}", script(&exports));
     exports.map(drop)
 }
@@ -26,11 +26,11 @@ fn script(exports: &Result<String>) -> &str {
     exports.as_deref().unwrap_or("false\n")
 }
 
-fn make_what_is_missing(repo: &Repo, ucx: Ucx) -> Result<()> {
+fn fetch_and_build(repo: &Repo, ucx: Ucx) -> Result<()> {
     if !ucx.libucp(repo.layout()).exists() {
         setup::fetch(repo, &[ucx])?;
     }
-    dist::build_if_missing(repo)
+    dist::build_again(repo)
 }
 
 fn checked_exports(layout: &Layout, soft: bool, ucx: Ucx) -> Result<String> {

@@ -7,7 +7,10 @@ use std::process::{Child, Command, ExitStatus};
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
 use rustix::io::Errno;
-use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
+use rustix::process::{
+    Pid, Signal, WaitId, WaitIdOptions, WaitOptions, kill_process_group, set_child_subreaper,
+    waitid, waitpgid,
+};
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 /// The process group of the child that works; 0: none.
@@ -44,6 +47,8 @@ pub(crate) struct Working(Child);
 
 impl Working {
     pub(crate) fn start(command: &mut Command) -> io::Result<Self> {
+        // Its orphans become ours, so that their end can be waited for.
+        let _ = set_child_subreaper(Pid::from_raw(1));
         let child = command.process_group(0).spawn()?;
         GROUP.store(child.id().cast_signed(), Ordering::SeqCst);
         if came() {
@@ -68,6 +73,8 @@ impl Working {
             // Such as a process that ignores the other signal.
             let _ = kill_process_group(leader, Signal::KILL);
         }
-        self.0.wait()
+        let status = self.0.wait();
+        while came() && waitpgid(leader, WaitOptions::empty()).is_ok() {}
+        status
     }
 }

@@ -137,15 +137,20 @@ pub(super) fn check(extra: &[PathBuf], plugins: &Path) -> Vec<Finding> {
         )];
     }
     let mut findings: Vec<Finding> = copies.iter().map(|copy| check_one(copy, plugins)).collect();
-    let good = findings.iter().position(|finding| finding.verdict == Verdict::Good);
-    for finding in &mut findings {
-        // An old UCX beside a good one does no harm.
-        if good.is_some() && finding.verdict == Verdict::Bad {
-            finding.verdict = Verdict::Warning;
+    let good = |finding: &Finding| finding.verdict == Verdict::Good;
+    if findings.iter().any(good) {
+        // The loader finds a library by its name; packages of Python have copies of their own, by other names.
+        let folders = copies.iter().zip(&findings).filter(|(_, finding)| good(finding));
+        let mut folders = folders.filter_map(|(copy, _)| copy.parent());
+        let named = folders.find(|folder| folder.join("libucp.so.0").exists());
+        let loader = judge_loader(on_loader_path().as_ref(), named);
+        for finding in &mut findings {
+            // An old UCX beside a good one does no harm.
+            if finding.verdict == Verdict::Bad {
+                finding.verdict = Verdict::Warning;
+            }
         }
-    }
-    if let Some(good) = good.and_then(|at| copies[at].parent()) {
-        findings.push(judge_loader(on_loader_path().as_ref(), good));
+        findings.push(loader);
     }
     findings
 }
@@ -160,8 +165,8 @@ fn on_loader_path() -> Option<Loaded> {
     in_child::<Loaded>(&probe, &variables).ok().filter(|loaded| loaded.error.is_none())
 }
 
-/// Whether programs get a UCX that loads plugins, if there is one in `good`.
-fn judge_loader(loaded: Option<&Loaded>, good: &Path) -> Finding {
+/// Whether programs get a UCX that loads plugins; `good` is a folder with one.
+fn judge_loader(loaded: Option<&Loaded>, good: Option<&Path>) -> Finding {
     let found = match loaded {
         None => String::from("programs that bring no UCX of their own find none"),
         Some(loaded) => {
@@ -171,8 +176,10 @@ fn judge_loader(loaded: Option<&Loaded>, good: &Path) -> Finding {
     if loaded.is_some_and(Loaded::knows_plugins) {
         return Finding::good("loader", found);
     }
-    let remedy =
-        format!("export LD_LIBRARY_PATH={}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}", good.display());
+    let export = |good: &Path| {
+        format!("export LD_LIBRARY_PATH={}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}", good.display())
+    };
+    let remedy = good.map_or(format!("for such programs {INSTALL}"), export);
     Finding::warning("loader", found, remedy)
 }
 
@@ -195,14 +202,15 @@ pub(crate) fn advice(ucx: Option<&Path>, plugins: &Path) -> (String, String) {
         None => on_loader_path(),
         Some(ucx) => find(&below(ucx)).iter().find_map(|libucp| probed(libucp).ok()),
     };
-    let place = ucx.map_or(String::from("the loader path"), |ucx| ucx.display().to_string());
+    let place =
+        ucx.map_or(String::from("on the loader path"), |ucx| format!("in {}", ucx.display()));
     let found = match &loaded {
-        None => format!("there is no UCX in {place}"),
+        None => format!("there is no UCX {place}"),
         Some(Loaded { error: Some(error), .. }) => {
-            format!("the UCX in {place} cannot be loaded: {error}")
+            format!("the UCX {place} cannot be loaded: {error}")
         }
         Some(loaded) => {
-            format!("it needs UCX 1.22 or later, and in {place} is {}", loaded.words())
+            format!("it needs UCX 1.22 or later, and {place} is {}", loaded.words())
         }
     };
     let usable = |libucp: &&PathBuf| check_one(libucp, plugins).verdict != Verdict::Bad;
@@ -449,13 +457,14 @@ mod tests {
             libucp: Some(PathBuf::from("/usr/lib/libucp.so.0.0.0")),
             ..loaded((1, 13, 1), &[])
         };
-        let finding = judge_loader(Some(&old), Path::new("/good/lib"));
+        let finding = judge_loader(Some(&old), Some(Path::new("/good/lib")));
         assert_eq!(finding.verdict, Verdict::Warning);
         assert!(finding.found.contains("get UCX 1.13.1 (/usr/lib/libucp.so.0.0.0)"), "{finding:?}");
         assert!(finding.remedy.contains("LD_LIBRARY_PATH=/good/lib"), "{finding:?}");
-        let none = judge_loader(None, Path::new("/good/lib"));
+        let none = judge_loader(None, None);
         assert_eq!((none.verdict, none.found.contains("find none")), (Verdict::Warning, true));
-        let new = judge_loader(Some(&loaded((1, 22, 0), &[])), Path::new("/good/lib"));
+        assert!(none.remedy.contains("pip install libucx-cu12"), "{none:?}");
+        let new = judge_loader(Some(&loaded((1, 22, 0), &[])), None);
         assert_eq!(new.verdict, Verdict::Good);
     }
 

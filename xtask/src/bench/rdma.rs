@@ -30,12 +30,13 @@ const QUICK: [(u64, &str); 1] = [(64 << 10, "64K")];
 /// the path. So there are many, and the best of several runs counts.
 const SMALL: u64 = 64 << 10;
 const SMALL_ITERATIONS: u32 = 200;
-const SMALL_RUNS: usize = 3;
+const SMALL_RUNS: usize = 8;
 
 /// Sizes that are striped over the rails.
 const STRIPED: [(u64, &str); 1] = [(16 << 20, "16M")];
 
 const OF_HOST: f64 = 0.95;
+const OF_STAGED: f64 = 1.0;
 const OF_ONE_RAIL: f64 = 1.8;
 
 const OPERATIONS: [&str; 3] = ["put", "get", "tag"];
@@ -57,7 +58,7 @@ struct Run<'a> {
     variables: &'a [(&'a str, &'a str)],
 }
 
-/// Put and get in pipelines, as `cargo xtask env` has it: the best that staging can do.
+/// Put and get in pipelines, which UCX does not do by itself: the best that staging can do.
 const STAGED: [(&str, &str); 2] = [("UCX_GAUDI_COPY_DMABUF", "no"), ("UCX_RMA_PPLN_ENABLE", "y")];
 
 impl Run<'_> {
@@ -154,7 +155,7 @@ fn compared(direct: &Cells, staged: &Cells, sizes: &[(u64, &str)]) -> Result<Vec
             records.push(Record::at_least(name, gaudi, "GB/s", host, Some(OF_HOST)));
             let through_host = cell(staged, op, "gaudi", size)?;
             let name = format!("{op}, {text}iB, direct beside staged");
-            records.push(Record::at_least(name, gaudi, "GB/s", through_host, None));
+            records.push(Record::at_least(name, gaudi, "GB/s", through_host, Some(OF_STAGED)));
         }
     }
     Ok(records)
@@ -252,7 +253,7 @@ mod tests {
         let direct = cells(&[("host", 1.0), ("gaudi", 0.9)]);
         let records = compared(&direct, &cells(&[("gaudi", 0.3)]), &QUICK).expect("complete");
         assert_eq!(records.len(), 6);
-        assert_eq!((records[0].met, records[1].met), (Some(false), None));
+        assert_eq!((records[0].met, records[1].met), (Some(false), Some(true)));
         assert!((records[1].ratio - 3.0).abs() < 1e-9);
         assert!(compared(&direct, &Cells::new(), &QUICK).is_err());
     }

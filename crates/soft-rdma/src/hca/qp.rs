@@ -206,9 +206,8 @@ impl QueuePair {
 
     fn notify(&self, kind: i32) {
         let element = self.object.load(Ordering::Relaxed);
-        if element != 0 && !self.gone.load(Ordering::Acquire) {
-            self.parts.asynchronous.push(AsyncEvent { kind, element });
-        }
+        let exists = || element != 0 && !self.gone.load(Ordering::Acquire);
+        self.parts.asynchronous.push_if(AsyncEvent { kind, element }, exists);
     }
 
     /// Completes all that is queued with a flush error. The state is ERR already.

@@ -74,9 +74,9 @@ fn read_secret(path: &Path) -> Result<Secret, Errno> {
 fn shared_secret(folder: &Path) -> Result<Secret, Errno> {
     let path = folder.join("secret");
     if !path.exists() {
-        let draft = folder.join(format!("secret.{}", std::process::id()));
-        let flags =
-            OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        // Not by process id: processes of other pid namespaces may have the same.
+        let draft = folder.join(format!("secret.{:016x}", u64::from_ne_bytes(random())));
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
         let fd = rustix::fs::open(&draft, flags, Mode::RUSR | Mode::WUSR)?;
         rustix::io::write(&fd, &random::<32>())?;
         let linked = rustix::fs::link(&draft, &path);
@@ -90,8 +90,12 @@ fn shared_secret(folder: &Path) -> Result<Secret, Errno> {
 }
 
 impl Node {
-    /// Joins the node: finds its secret and claims a slot.
-    pub(crate) fn join(config: &Config) -> Result<Self, Errno> {
+    /// Joins the node: finds its secret and claims a slot. `open` opens what belongs to the slot; if
+    /// somebody else has its address (`EADDRINUSE`) the next slot is taken.
+    pub(crate) fn join<T>(
+        config: &Config,
+        open: impl Fn(&Self) -> Result<T, Errno>,
+    ) -> Result<(Self, T), Errno> {
         open_folder(&config.folder)?;
         let secret = match &config.secret {
             Some(path) => read_secret(path)?,
@@ -105,7 +109,11 @@ impl Node {
             let fd = rustix::fs::open(&path, flags, Mode::RUSR | Mode::WUSR)?;
             match rustix::fs::flock(fd.as_fd(), FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {
-                    return Ok(Self { folder: config.folder.clone(), slot, secret, _lock: fd });
+                    let node = Self { folder: config.folder.clone(), slot, secret, _lock: fd };
+                    match open(&node) {
+                        Err(Errno::ADDRINUSE) => {}
+                        result => return result.map(|opened| (node, opened)),
+                    }
                 }
                 Err(Errno::WOULDBLOCK | Errno::INTR) => {}
                 Err(error) => return Err(error),
@@ -118,5 +126,31 @@ impl Node {
     /// The socket of a process of a node.
     pub(crate) fn socket_path(&self, node: u16, slot: u16) -> PathBuf {
         self.folder.join(format!("{node}-{slot}.sock"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slot_whose_address_is_taken_is_given_back_for_the_next() {
+        let folder = format!("/tmp/soft-rdma-node-{}", std::process::id());
+        let variable = |name: &str| (name == "SOFT_RDMA_DIR").then(|| folder.clone());
+        let config = Config::parse(variable);
+        let tried = std::cell::RefCell::new(Vec::new());
+        let open = |node: &Node| {
+            tried.borrow_mut().push(node.slot);
+            if tried.borrow().len() == 1 { Err(Errno::ADDRINUSE) } else { Ok(()) }
+        };
+        let joined = Node::join(&config, open).map(|(node, ())| node.slot);
+        let refused = Node::join(&config, |_| Err::<(), _>(Errno::MFILE)).map(|_| ());
+        let lock = config.folder.join(format!("1-{}.lock", tried.borrow()[0]));
+        let lock = rustix::fs::open(lock, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty());
+        let free = rustix::fs::flock(lock.unwrap(), FlockOperation::NonBlockingLockExclusive);
+        let _ = std::fs::remove_dir_all(folder);
+        assert_eq!(joined, Ok(tried.borrow()[1]));
+        assert_ne!(tried.borrow()[0], tried.borrow()[1]);
+        assert_eq!((refused, free), (Err(Errno::MFILE), Ok(())));
     }
 }

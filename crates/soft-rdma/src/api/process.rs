@@ -8,7 +8,7 @@ use crate::config::{self, log};
 use crate::hca::Hca;
 use crate::hca::events::lock;
 use crate::hca::model::LinkModel;
-use crate::link::engine::Engine;
+use crate::link::engine::{Engine, Listeners};
 use crate::node::{Node, random};
 use crate::ports;
 use crate::stats::{self, STATS};
@@ -32,7 +32,8 @@ pub(super) fn get() -> Result<&'static Process, Errno> {
         return Ok(process);
     }
     let config = config::get();
-    let node = Node::join(config).inspect_err(|error| {
+    let join = Node::join(config, |node| Listeners::open(node, config));
+    let (node, listeners) = join.inspect_err(|error| {
         eprintln!("soft-rdma: cannot use {}: {error}", config.folder.display());
     })?;
     let first_qp = u32::from_ne_bytes(random());
@@ -42,7 +43,7 @@ pub(super) fn get() -> Result<&'static Process, Errno> {
     hca.failing = config.failing;
     hca.ports = ports::map(&config.folder, config.node)?;
     let hca = Arc::new(hca);
-    let engine = Engine::start(hca.clone(), node, config)?;
+    let engine = Engine::start(hca.clone(), node, listeners, config)?;
     // SAFETY: the library is never unloaded, so the function stays.
     unsafe { libc::atexit(at_exit) };
     log!(

@@ -79,7 +79,7 @@ impl QueuePair {
             return Ok(());
         }
         let to = Owner { node: port.node, slot: number.slot() };
-        let link = hca.fabric().and_then(|fabric| fabric.link(to));
+        let link = hca.fabric().and_then(|fabric| fabric.link(to).ok());
         let Some(link) = link.filter(|link| link.send_datagram(&frame, &bytes)) else {
             lost();
             return Ok(());

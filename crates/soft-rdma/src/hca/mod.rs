@@ -86,8 +86,8 @@ pub(crate) trait Link: Send + Sync {
 
 /// Where links come from, and who wakes a queue pair later.
 pub(crate) trait Fabric: Send + Sync {
-    /// The link to a process, made at first use. `None`: there is no such place.
-    fn link(&self, to: Owner) -> Option<Arc<dyn Link>>;
+    /// The link to a process, made at first use.
+    fn link(&self, to: Owner) -> Result<Arc<dyn Link>, Errno>;
     /// Transmits for a queue pair at a time.
     fn wake_at(&self, when: Instant, qp: &Arc<QueuePair>);
     /// Takes a port of this node down.

@@ -229,8 +229,15 @@ impl QueuePair {
             self.parts.counters.xmit_discards.fetch_add(1, Ordering::Relaxed);
             return self.lost(hca, send, &attributes);
         }
-        let Some(link) = self.link(hca, send, &attributes) else {
-            return self.fail_front(send, IBV_WC_RETRY_EXC_ERR);
+        let link = match self.link(hca, send, &attributes) {
+            Ok(link) => link,
+            // What this process or the peer is short of now it may have later.
+            Err(Errno::AGAIN | Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
+                // Nobody is asked, so nobody answers: there is always a time after which to try.
+                let timeout = if attributes.timeout == 0 { 14 } else { attributes.timeout };
+                return self.lost(hca, send, &ibv_qp_attr { timeout, ..attributes });
+            }
+            Err(_) => return self.fail_front(send, IBV_WC_RETRY_EXC_ERR),
         };
         if link.broken() {
             return self.fail_front(send, IBV_WC_RETRY_EXC_ERR);
@@ -292,16 +299,17 @@ impl QueuePair {
         hca: &Hca,
         send: &mut SendQueue,
         attributes: &ibv_qp_attr,
-    ) -> Option<Arc<dyn Link>> {
+    ) -> Result<Arc<dyn Link>, Errno> {
         if let Some(link) = &send.link {
-            return Some(link.clone());
+            return Ok(link.clone());
         }
-        let node = destination(&attributes.ah_attr)?.node;
-        let slot = QpNumber::from_raw(attributes.dest_qp_num)?.slot();
-        let link = hca.fabric()?.link(Owner { node, slot })?;
+        let node = destination(&attributes.ah_attr).ok_or(Errno::HOSTUNREACH)?.node;
+        let number = QpNumber::from_raw(attributes.dest_qp_num).ok_or(Errno::HOSTUNREACH)?;
+        let to = Owner { node, slot: number.slot() };
+        let link = hca.fabric().ok_or(Errno::HOSTUNREACH)?.link(to)?;
         link.attach(self);
         send.link = Some(link.clone());
-        Some(link)
+        Ok(link)
     }
 
     /// The request for a piece of work, or the status with which the work fails.
@@ -422,6 +430,9 @@ impl QueuePair {
             return;
         }
         let attributes = self.attributes();
+        if response.src_qpn != attributes.dest_qp_num {
+            return;
+        }
         match response.outcome {
             Outcome::Ack(value) => {
                 let placed = placed && self.return_value(hca, &send, value);

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
+use rustix::io::Errno;
 
 use super::completion::CompletionQueue;
 use super::copy::{self, Pulled};
@@ -67,11 +68,11 @@ impl Link for QueueLink {
     fn flush(&self) {}
 }
 
-struct QueueFabric(Arc<QueueLink>);
+struct QueueFabric(Arc<QueueLink>, Arc<Mutex<Option<Errno>>>);
 
 impl Fabric for QueueFabric {
-    fn link(&self, _to: Owner) -> Option<Arc<dyn Link>> {
-        Some(self.0.clone())
+    fn link(&self, _to: Owner) -> Result<Arc<dyn Link>, Errno> {
+        lock(&self.1).map_or_else(|| Ok(self.0.clone() as Arc<dyn Link>), Err)
     }
     // The test transmits again by itself.
     fn wake_at(&self, _when: Instant, _qp: &Arc<QueuePair>) {}
@@ -82,6 +83,8 @@ impl Fabric for QueueFabric {
 struct Side {
     hca: Hca,
     link: Arc<QueueLink>,
+    /// Why there is no link.
+    unreachable: Arc<Mutex<Option<Errno>>>,
     cq: Arc<CompletionQueue>,
     qp: Arc<QueuePair>,
     memory: Box<[u8]>,
@@ -95,7 +98,8 @@ impl Side {
         let hca = Hca::new(slot, 0, 64, &STATS);
         let link = Arc::new(QueueLink::default());
         link.capacity.store(usize::MAX, Ordering::Relaxed);
-        hca.attach(Arc::new(QueueFabric(link.clone())));
+        let unreachable = Arc::new(Mutex::default());
+        hca.attach(Arc::new(QueueFabric(link.clone(), unreachable.clone())));
         let events = Arc::new(EventQueue::new().expect("an eventfd"));
         let cq = Arc::new(CompletionQueue::new(1000, None, events.clone()));
         let parts = Parts {
@@ -126,7 +130,7 @@ impl Side {
         let what = Registration { domain: 1, access, iova: 0, pieces: vec![piece], backing: None };
         let key =
             hca.regions.register(what, || 0x10_0000 + u32::from(slot)).expect("capacity").key();
-        Self { hca, link, cq, qp, memory, key }
+        Self { hca, link, unreachable, cq, qp, memory, key }
     }
 
     fn connect(&self, to: &Side) {
@@ -401,9 +405,11 @@ fn a_stale_response_completes_nothing() {
     a.connect(&b);
     b.connect(&a);
     assert!(a.qp.post_send(&a.hca, vec![send(1)]).is_ok());
-    for psn in [0, 0xff_ffef, 0xff_fff1] {
+    let right = b.qp.number.raw();
+    // Of another sequence number, or of another queue pair than the one it is connected to.
+    for (psn, src_qpn) in [(0, right), (0xff_ffef, right), (0xff_fff1, right), (0xff_fff0, 9)] {
         let outcome = Outcome::Ack(0);
-        let response = Response { dst_qpn: a.qp.number.raw(), src_qpn: 0, psn, outcome };
+        let response = Response { dst_qpn: a.qp.number.raw(), src_qpn, psn, outcome };
         a.qp.respond(&a.hca, &response, true);
     }
     assert!(a.completions().is_empty());
@@ -463,4 +469,25 @@ fn a_region_is_deregistered_while_a_copy_uses_it_twice() {
         drop(uses);
         owner.join().unwrap();
     });
+}
+
+#[test]
+fn a_peer_that_cannot_be_reached_for_now_is_tried_again() {
+    for (error, again) in [(Errno::AGAIN, true), (Errno::MFILE, true), (Errno::NOENT, false)] {
+        let (a, b) = (Side::new(1), Side::new(2));
+        a.connect(&b);
+        b.connect(&a);
+        *lock(&a.unreachable) = Some(error);
+        assert!(a.qp.post_send(&a.hca, vec![send(1)]).is_ok());
+        *lock(&a.unreachable) = None;
+        if again {
+            assert!(a.completions().is_empty());
+            while lock(&a.link.frames).is_empty() {
+                a.qp.transmit_again(&a.hca);
+            }
+            assert_eq!(a.qp.state(), IBV_QPS_RTS);
+        } else {
+            assert_eq!(a.completions()[0].status, IBV_WC_RETRY_EXC_ERR);
+        }
+    }
 }

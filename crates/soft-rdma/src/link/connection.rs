@@ -11,7 +11,7 @@ use rustix::process::Pid;
 use super::auth::{self, Secret, Side};
 use super::input::{Arrival, Incoming, Input, Received};
 use super::output::{HOPELESS, Output};
-use crate::fabric::Owner;
+use crate::fabric::{Owner, Port, QpNumber};
 use crate::hca::copy::{self, Direction, Pulled};
 use crate::hca::events::lock;
 use crate::hca::qp::QueuePair;
@@ -26,6 +26,9 @@ use crate::wire::{
 const HANDSHAKE: u8 = 0;
 const UP: u8 = 1;
 const BROKEN: u8 = 2;
+
+/// Most reads from a socket before others have their turn.
+const MAX_READS: u32 = 16;
 
 /// What both ends need for the handshake.
 pub(super) struct Identity {
@@ -61,6 +64,8 @@ pub(crate) struct Connection {
     epoll: Arc<OwnedFd>,
     /// The process we connected to, if it was us who connected.
     pub(super) to: Option<Owner>,
+    /// Node and slot of the process that connected to us, once it has said so.
+    from: Mutex<(u16, u16)>,
     /// The peer's process, if it is on this machine.
     peer: Option<Pid>,
     state: AtomicU8,
@@ -93,6 +98,7 @@ impl Connection {
             socket,
             epoll,
             to,
+            from: Mutex::default(),
             peer,
             state: AtomicU8::new(HANDSHAKE),
             direct: AtomicBool::new(false),
@@ -142,11 +148,19 @@ impl Connection {
     }
 
     /// The socket takes more bytes. `Err`: the connection is of no use any more.
-    pub(super) fn writable(&self) -> Result<(), Errno> {
+    pub(super) fn writable(&self, hca: &Hca) -> Result<(), Errno> {
         let mut output = lock(&self.output);
         let done = output.write(self.socket.as_fd())?;
         self.watch(&mut output, !done);
-        if output.bytes() > HOPELESS { Err(Errno::NOBUFS) } else { Ok(()) }
+        if output.bytes() > HOPELESS {
+            return Err(Errno::NOBUFS);
+        }
+        let wake = output.has_capacity() && core::mem::take(&mut output.starved);
+        drop(output);
+        if wake {
+            self.users().iter().for_each(|qp| qp.transmit_again(hca));
+        }
+        Ok(())
     }
 
     /// Queue pairs that send through this connection.
@@ -170,8 +184,10 @@ impl Connection {
     /// Handles everything that has arrived. `Err`: the connection is of no use any more.
     pub(super) fn readable(self: &Arc<Self>, hca: &Hca, identity: &Identity) -> Result<(), Errno> {
         let mut input = lock(&self.input);
+        // A peer that sends without end does not keep us here; the socket stays readable.
+        let mut reads = MAX_READS;
         let result = loop {
-            match input.next(self.socket.as_fd()) {
+            match input.next(self.socket.as_fd(), &mut reads) {
                 Ok(Some(Received::Frame(frame, length))) => {
                     if let Err(error) = self.frame(hca, identity, &mut input, frame, length) {
                         break Err(error);
@@ -183,7 +199,7 @@ impl Connection {
             }
         };
         drop(input);
-        self.writable()?;
+        self.writable(hca)?;
         result
     }
 
@@ -225,8 +241,12 @@ impl Connection {
     ) -> Result<(), Errno> {
         let connecting = self.to.is_some();
         match (frame, self.is_up(), connecting) {
-            (Frame::Request(request), true, false) => self.request(hca, input, &request, length),
+            (Frame::Request(request), true, false) => {
+                self.check_sender(request.src_qpn, request.src_lid)?;
+                self.request(hca, input, &request, length)
+            }
             (Frame::Datagram(head), true, false) => {
+                self.check_sender(head.src_qpn, head.src_lid)?;
                 let what = Incoming::Datagram(head, Vec::with_capacity(length as usize));
                 input.expect(what, None, length);
                 Ok(())
@@ -260,6 +280,14 @@ impl Connection {
         }
     }
 
+    /// A process sends for its own queue pairs only.
+    fn check_sender(&self, qpn: u32, lid: u16) -> Result<(), Errno> {
+        let from = *lock(&self.from);
+        let node = Port::from_lid(lid).map(|port| port.node);
+        let slot = QpNumber::from_raw(qpn).map(QpNumber::slot);
+        if (node, slot) == (Some(from.0), Some(from.1)) { Ok(()) } else { Err(Errno::PROTO) }
+    }
+
     fn answer(&self, identity: &Identity, challenge: &Challenge) -> Result<(), Errno> {
         *lock(&self.challenge) = challenge.nonce;
         let hello = Hello {
@@ -277,6 +305,7 @@ impl Connection {
         if !auth::equal(&expected, &hello.proof) {
             return Err(Errno::ACCESS);
         }
+        *lock(&self.from) = hello.owner;
         let direct = can_read(self.peer, hello.probe);
         self.direct.store(direct, Ordering::Release);
         self.state.store(UP, Ordering::Release);
@@ -419,7 +448,13 @@ fn count_direct(hca: &Hca, segments: &[Segment]) {
 
 impl Link for Connection {
     fn ready(&self) -> bool {
-        self.is_up() && lock(&self.output).has_capacity()
+        if !self.is_up() {
+            return false;
+        }
+        let mut output = lock(&self.output);
+        let ready = output.has_capacity();
+        output.starved |= !ready;
+        ready
     }
 
     fn direct(&self) -> bool {
@@ -474,10 +509,44 @@ impl Link for Connection {
         // While the engine waits for the socket it is the one to write.
         if !output.waiting && !output.is_empty() {
             match output.write(self.socket.as_fd()) {
-                Ok(done) => self.watch(&mut output, !done),
+                // Others that found it full are woken by the engine, which is told at once.
+                Ok(done) => {
+                    let starved = output.starved;
+                    self.watch(&mut output, !done || starved);
+                }
                 // The engine finds the end of the stream, and gives the connection up.
                 Err(_) => drop(rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both)),
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::super::output::FULL_ITEMS;
+    use super::*;
+    use crate::hca::permit::Access;
+
+    #[test]
+    fn the_engine_is_told_when_a_program_drains_what_another_found_full() {
+        let epoll = Arc::new(epoll::create(epoll::CreateFlags::CLOEXEC).unwrap());
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        let connection = Connection::new(1, ours.into(), epoll, None, None);
+        connection.start().unwrap();
+        connection.state.store(UP, Ordering::Release);
+        assert!(connection.ready());
+        // Few bytes, so that the socket takes them at once.
+        for _ in 0..FULL_ITEMS {
+            let access = Access { permit: Arc::default(), list: Vec::new() };
+            let frame = Frame::Challenge(Challenge { nonce: [0; 32] });
+            connection.send(&frame, Payload::Memory(access));
+        }
+        assert!(!connection.ready());
+        connection.flush();
+        let output = lock(&connection.output);
+        assert!(output.is_empty() && output.starved);
+        assert!(output.waiting, "otherwise nobody wakes the one that found it full");
     }
 }

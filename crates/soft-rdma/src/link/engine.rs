@@ -9,7 +9,7 @@ use std::collections::{BinaryHeap, HashMap};
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
@@ -90,6 +90,22 @@ const POLLING: Duration = Duration::from_micros(10);
 /// How long it then stands back before it looks again: at first, and at most.
 const STAND_BACK: [Duration; 2] = [Duration::from_micros(10), Duration::from_micros(320)];
 
+/// Where a process listens.
+#[derive(Debug)]
+pub(crate) struct Listeners {
+    unix: OwnedFd,
+    /// If there are other nodes.
+    tcp: Option<OwnedFd>,
+}
+
+impl Listeners {
+    /// Those of a slot.
+    pub(crate) fn open(node: &Node, config: &Config) -> Result<Self, Errno> {
+        let tcp = listen_tcp(node, config)?;
+        Ok(Self { unix: listen_unix(node, config)?, tcp })
+    }
+}
+
 fn listen_unix(node: &Node, config: &Config) -> Result<OwnedFd, Errno> {
     let path = node.socket_path(config.node, node.slot);
     let address = SocketAddrUnix::new(&path).inspect_err(|_| {
@@ -147,12 +163,11 @@ impl Engine {
     pub(crate) fn start(
         hca: Arc<Hca>,
         node: Node,
+        Listeners { unix, tcp }: Listeners,
         config: &'static Config,
     ) -> Result<Arc<Self>, Errno> {
         let epoll = Arc::new(epoll::create(epoll::CreateFlags::CLOEXEC)?);
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        let unix = listen_unix(&node, config)?;
-        let tcp = listen_tcp(&node, config)?;
         let control = Control::open(config);
         control.changes(hca.ports);
         let listeners = [
@@ -238,6 +253,15 @@ impl Engine {
         }
     }
 
+    /// The turn, if nobody has it. A panic of who had it does not end the service.
+    fn try_turn(&self) -> Option<MutexGuard<'_, ()>> {
+        match self.turn.try_lock() {
+            Ok(turn) => Some(turn),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
     /// Whether a program polled a moment ago.
     fn is_polled(&self) -> bool {
         let polled = self.polled.load(Ordering::Relaxed);
@@ -256,7 +280,7 @@ impl Engine {
     /// Does what the thread would do, if there is something and nobody does it already.
     pub(crate) fn progress(&self) {
         self.polled.store(self.epoch.elapsed().as_micros() as u64 | 1, Ordering::Relaxed);
-        let Ok(_turn) = self.turn.try_lock() else {
+        let Some(_turn) = self.try_turn() else {
             // Only a thread that sleeps surely leaves its processor to the one that has the turn.
             if self.refused.fetch_add(1, Ordering::Relaxed) % 16 == 15 {
                 std::thread::sleep(Duration::from_micros(1));
@@ -280,7 +304,7 @@ impl Engine {
     pub(crate) fn finish(&self) {
         for _ in 0..1000 {
             // Whoever has the turn writes all answers before giving it up.
-            if self.turn.try_lock().is_ok() {
+            if self.try_turn().is_some() {
                 return;
             }
             std::thread::sleep(Duration::from_millis(1));
@@ -316,8 +340,7 @@ impl Engine {
         let Some(connection) = lock(&self.connections).get(&id).cloned() else { return };
         let mut result = Ok(());
         if flags.intersects(epoll::EventFlags::OUT) {
-            result = connection.writable();
-            connection.users().iter().for_each(|qp| qp.transmit_again(&self.hca));
+            result = connection.writable(&self.hca);
         }
         // Errors and hang-ups are read, too: what came before them counts.
         if result.is_ok()
@@ -417,21 +440,17 @@ impl Engine {
 }
 
 impl Fabric for Engine {
-    fn link(&self, to: Owner) -> Option<Arc<dyn Link>> {
+    fn link(&self, to: Owner) -> Result<Arc<dyn Link>, Errno> {
         let mut links = lock(&self.links);
         if let Some(link) = links.get(&to).filter(|link| !link.broken()) {
-            return Some(link.clone());
+            return Ok(link.clone());
         }
-        match self.connect(to).and_then(|(socket, peer)| self.add(socket, Some(to), peer)) {
-            Ok(connection) => {
-                links.insert(to, connection.clone());
-                Some(connection)
-            }
-            Err(error) => {
-                log!(Debug, "no connection to {to:?}: {error}");
-                None
-            }
-        }
+        let connection = self
+            .connect(to)
+            .and_then(|(socket, peer)| self.add(socket, Some(to), peer))
+            .inspect_err(|error| log!(Debug, "no connection to {to:?}: {error}"))?;
+        links.insert(to, connection.clone());
+        Ok(connection)
     }
 
     fn wake_at(&self, when: Instant, qp: &Arc<QueuePair>) {

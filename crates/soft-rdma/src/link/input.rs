@@ -85,7 +85,13 @@ impl Input {
 
     /// The next frame or finished payload; `Ok(None)` when the socket has no more for now.
     /// `Err(PIPE)` at its end, `Err(PROTO)` if the peer does not speak our language.
-    pub(super) fn next(&mut self, socket: BorrowedFd<'_>) -> Result<Option<Received>, Errno> {
+    ///
+    /// Reads from the socket as often as `reads` says and counts down; then there is no more for now.
+    pub(super) fn next(
+        &mut self,
+        socket: BorrowedFd<'_>,
+        reads: &mut u32,
+    ) -> Result<Option<Received>, Errno> {
         loop {
             if let Some(payload) = &mut self.payload {
                 let available = &self.buffer[self.start..self.end];
@@ -93,30 +99,15 @@ impl Input {
                 payload.accept(&available[..take]);
                 self.start += take;
                 if payload.done == payload.length {
-                    let has_verdict = !matches!(payload.what, Incoming::Datagram(..));
-                    let verdict = match self.buffer[self.start..self.end].first() {
-                        _ if !has_verdict => Some(Verdict::Complete),
-                        Some(byte) => {
-                            self.start += 1;
-                            Some(Verdict::try_from(*byte).map_err(|Malformed| Errno::PROTO)?)
-                        }
-                        None => None,
-                    };
-                    if let Some((payload, verdict)) =
-                        verdict.and_then(|verdict| Some((self.payload.take()?, verdict)))
-                    {
-                        let arrival = match verdict {
-                            Verdict::Complete if payload.failed => Arrival::Unplaced,
-                            Verdict::Complete => Arrival::Placed,
-                            _ => Arrival::Aborted(verdict),
-                        };
-                        return Ok(Some(Received::Payload(payload.what, arrival)));
+                    if let Some(received) = self.finished()? {
+                        return Ok(Some(received));
                     }
-                }
-                // The buffer is empty here.
-                else if payload.length - payload.done >= CAPACITY as u64
+                } else if *reads > 0
+                    // The buffer is empty here.
+                    && payload.length - payload.done >= CAPACITY as u64
                     && payload.read(socket)?
                 {
+                    *reads -= 1;
                     continue;
                 }
             } else {
@@ -129,10 +120,29 @@ impl Input {
                     Err(Malformed) => return Err(Errno::PROTO),
                 }
             }
-            if !self.fill(socket)? {
+            if *reads == 0 || !self.fill(socket)? {
                 return Ok(None);
             }
+            *reads -= 1;
         }
+    }
+
+    /// The payload whose last byte has come; `Ok(None)` if the verdict has not.
+    fn finished(&mut self) -> Result<Option<Received>, Errno> {
+        let mut verdict = Verdict::Complete;
+        if !self.payload.as_ref().is_some_and(|it| matches!(it.what, Incoming::Datagram(..))) {
+            let Some(byte) = self.buffer[self.start..self.end].first() else { return Ok(None) };
+            verdict = Verdict::try_from(*byte).map_err(|Malformed| Errno::PROTO)?;
+            self.start += 1;
+        }
+        Ok(self.payload.take().map(|payload| {
+            let arrival = match verdict {
+                Verdict::Complete if payload.failed => Arrival::Unplaced,
+                Verdict::Complete => Arrival::Placed,
+                _ => Arrival::Aborted(verdict),
+            };
+            Received::Payload(payload.what, arrival)
+        }))
     }
 
     /// Reads more into the buffer.
@@ -230,13 +240,27 @@ mod tests {
         let mut input = Input::default();
         input.expect(Incoming::Discard(None), Some(access), 10);
         theirs.write_all(&[1; 4]).unwrap();
-        assert!(input.next(ours.as_fd()).unwrap().is_none());
+        assert!(input.next(ours.as_fd(), &mut 9).unwrap().is_none());
         permit.revoke();
         theirs.write_all(&[2; 6]).unwrap();
-        assert!(input.next(ours.as_fd()).unwrap().is_none(), "the verdict is missing");
+        assert!(input.next(ours.as_fd(), &mut 9).unwrap().is_none(), "the verdict is missing");
         theirs.write_all(&[Verdict::Complete as u8]).unwrap();
-        let received = input.next(ours.as_fd()).unwrap();
+        let received = input.next(ours.as_fd(), &mut 9).unwrap();
         assert!(matches!(received, Some(Received::Payload(_, Arrival::Unplaced))));
         assert_eq!(memory, [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]);
+    }
+
+    #[test]
+    fn a_stream_without_end_is_left_after_so_many_reads() {
+        let (mut theirs, ours) = UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        let mut input = Input::default();
+        input.expect(Incoming::Discard(None), None, u32::MAX);
+        for mut reads in [1, 0] {
+            theirs.write_all(&[0; 9]).unwrap();
+            assert!(input.next(ours.as_fd(), &mut reads).unwrap().is_none());
+            assert_eq!(reads, 0);
+        }
+        assert_eq!(rustix::io::read(&ours, &mut [0; 99]), Ok(9), "the second time it was not read");
     }
 }

@@ -14,6 +14,8 @@ use crate::wire::{Frame, HEADER, Verdict};
 
 /// Above this many bytes no more requests are taken.
 const FULL: usize = 256 << 10;
+/// With this many items, frames or payloads, no more requests are taken.
+pub(super) const FULL_ITEMS: usize = 64;
 /// Above this many bytes datagrams are lost.
 const FULL_FOR_DATAGRAMS: usize = 1 << 20;
 /// A peer that does not read that many bytes of responses has lost its connection.
@@ -47,6 +49,8 @@ pub(super) struct Output {
     bytes: usize,
     /// Whether the engine waits for the socket to take more.
     pub(super) waiting: bool,
+    /// Whether a queue pair found it full and is to be told when it is not.
+    pub(super) starved: bool,
 }
 
 fn send(socket: BorrowedFd<'_>, bytes: &[u8]) -> Result<usize, Errno> {
@@ -109,7 +113,7 @@ impl Output {
 
     /// Whether more requests can be taken.
     pub(super) fn has_capacity(&self) -> bool {
-        self.bytes < FULL && self.queue.len() < 64
+        self.bytes < FULL && self.queue.len() < FULL_ITEMS
     }
 
     /// Whether a datagram can be taken.

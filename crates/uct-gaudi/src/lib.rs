@@ -29,6 +29,8 @@ mod memory_events;
 mod memtype_cache;
 mod perftest;
 mod queue;
+#[cfg(test)]
+mod reference;
 mod settings;
 mod sleeper;
 mod status;

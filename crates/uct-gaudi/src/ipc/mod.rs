@@ -25,6 +25,8 @@ mod settings;
 
 pub(crate) use component::IpcComponent;
 pub(crate) use interface::IpcInterface;
+#[cfg(test)]
+pub(crate) use settings::{DOMAIN_VARIABLES, TRANSPORT_VARIABLES};
 
 /// Name of component, memory domain, transport and device.
 const NAME: &str = "gaudi_ipc";

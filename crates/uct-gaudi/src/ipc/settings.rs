@@ -13,7 +13,7 @@ use crate::settings::warn_of_conflicts;
 pub(super) const PREFIX: &str = "GAUDI_IPC_";
 
 /// Of the memory domain.
-pub(super) const DOMAIN_VARIABLES: &[Variable] = &[
+pub(crate) const DOMAIN_VARIABLES: &[Variable] = &[
     Variable {
         name: "CACHE_MAX_REGIONS",
         default: "1024",
@@ -37,7 +37,7 @@ pub(super) const DOMAIN_VARIABLES: &[Variable] = &[
 ];
 
 /// Of the transport.
-pub(super) const TRANSPORT_VARIABLES: &[Variable] = &[
+pub(crate) const TRANSPORT_VARIABLES: &[Variable] = &[
     Variable {
         name: "BW",
         default: "auto",

@@ -48,6 +48,7 @@ struct Artifacts {
     soft_rdma: PathBuf,
     soft_scal: PathBuf,
     soft_synapse: PathBuf,
+    kernel_thunk: PathBuf,
     ucp_check: PathBuf,
     tool: PathBuf,
 }
@@ -101,7 +102,7 @@ fn compile(repo: &Repo, profile: Profile) -> Result<Artifacts> {
         "--package=cli",
     ]);
     cargo.args(["--package=soft-gaudi", "--package=soft-rdma"]);
-    cargo.args(["--package=soft-scal", "--package=soft-synapse"]);
+    cargo.args(["--package=soft-scal", "--package=soft-synapse", "--package=kernel-thunk"]);
     if profile == Profile::Release {
         cargo.arg("--release");
     }
@@ -114,6 +115,7 @@ fn compile(repo: &Repo, profile: Profile) -> Result<Artifacts> {
         soft_rdma: link_soft_rdma(repo, &artifact(&messages, "soft_rdma", ".a")?)?,
         soft_scal: artifact(&messages, "soft_scal", ".so")?,
         soft_synapse: artifact(&messages, "soft_synapse", ".so")?,
+        kernel_thunk: artifact(&messages, "kernel_thunk", ".so")?,
         ucp_check: artifact(&messages, "ucp-check", "")?,
         tool: artifact(&messages, "ucx-gaudi", "")?,
     })
@@ -210,6 +212,8 @@ fn lay_out(dist: &Path, artifacts: &Artifacts) -> Result<()> {
     let synapse = place(layout.soft_synapse())?;
     copy(&artifacts.soft_scal, &synapse.join("libscal.so"))?;
     copy(&artifacts.soft_synapse, &synapse.join("libSynapse.so"))?;
+    // Not on the loader path: who has the vendor's driver has its library.
+    copy(&artifacts.kernel_thunk, &place(layout.kernel_thunk())?.join("libhl-thunk.so"))?;
     copy(&artifacts.ucp_check, &place(layout.bin())?.join("ucp-check"))?;
     copy(&artifacts.tool, &place(layout.bin())?.join("ucx-gaudi"))
 }
@@ -289,6 +293,7 @@ mod tests {
             soft_rdma: file("rdma"),
             soft_scal: file("scal"),
             soft_synapse: file("synapse"),
+            kernel_thunk: file("kernel"),
             ucp_check: file("ucp-check"),
             tool: file("ucx-gaudi"),
         }
@@ -321,6 +326,7 @@ mod tests {
         assert!(dist.join("lib/ucx-gaudi/soft/rdma/libibverbs.so.1").exists());
         assert!(dist.join("lib/ucx-gaudi/soft/synapse/libscal.so").exists());
         assert!(dist.join("lib/ucx-gaudi/soft/synapse/libSynapse.so").exists());
+        assert!(dist.join("lib/ucx-gaudi/kernel/libhl-thunk.so").exists());
         assert!(dist.join("bin/ucp-check").exists());
         assert!(dist.join("bin/ucx-gaudi").exists());
         assert!(dist.join("include/ucx_gaudi.h").exists());

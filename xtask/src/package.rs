@@ -5,7 +5,7 @@
 //! less than cargo-deb and cargo-generate-rpm would want to be told, and needs no installation.
 //!
 //! The software devices are a package of their own: nobody should have a second `libhl-thunk.so` or
-//! `libibverbs.so.1` by accident.
+//! `libibverbs.so.1` by accident. The library for the kernel's own driver lies outside the loader path.
 
 use std::fs;
 use std::io::Write;

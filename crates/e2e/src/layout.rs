@@ -65,6 +65,11 @@ impl Layout {
         self.dist().join("lib/ucx-gaudi/soft/synapse")
     }
 
+    /// The folder with the `libhl-thunk.so` for the kernel's own driver.
+    pub fn kernel_thunk(&self) -> PathBuf {
+        self.dist().join("lib/ucx-gaudi/kernel")
+    }
+
     /// The folder of the stock packages.
     pub fn stock(&self) -> PathBuf {
         self.target.join("stock")

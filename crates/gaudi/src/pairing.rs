@@ -65,8 +65,8 @@ fn explain(
                  in pairs, and these two do not speak the same ioctls (from Linux 6.8 on those of DRM, \
                  which libhl-thunk 1.10 and older do not know)"
             ),
-            "install the driver (habanalabs-dkms) and the library (habanalabs-thunk) of one release, \
-             or name a library that fits with HL_THUNK_LIBRARY",
+            "install the driver (habanalabs-dkms) and the library (habanalabs-thunk) of one release; for \
+             Linux's own driver, set HL_THUNK_LIBRARY to lib/ucx-gaudi/kernel/libhl-thunk.so of ucx-gaudi",
         )),
     }
 }

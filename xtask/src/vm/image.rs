@@ -23,8 +23,6 @@ use crate::repo::Repo;
 pub(super) struct Programs {
     /// The card, which runs outside.
     pub(super) card: PathBuf,
-    /// The driver library for the kernel's ioctls, which runs inside.
-    thunk: PathBuf,
     /// Small programs for the checks: the library's examples.
     helpers: Vec<PathBuf>,
 }
@@ -36,7 +34,7 @@ pub(super) fn build_programs(repo: &Repo) -> Result<Programs> {
     let mut cargo = repo.cargo();
     cargo.args(["build", "--release", "--message-format=json-render-diagnostics"]);
     cargo.args(["--package=pci-gaudi", "--package=kernel-thunk"]);
-    cargo.args(["--lib", "--bin=pci-gaudi"]);
+    cargo.arg("--bin=pci-gaudi");
     cargo.args(HELPERS.map(|name| format!("--example={name}")));
     let output = cargo.stderr(Stdio::inherit()).output().context("cannot run cargo")?;
     if !output.status.success() {
@@ -45,7 +43,6 @@ pub(super) fn build_programs(repo: &Repo) -> Result<Programs> {
     let messages = String::from_utf8_lossy(&output.stdout);
     Ok(Programs {
         card: artifact(&messages, "pci-gaudi", "")?,
-        thunk: artifact(&messages, "kernel_thunk", ".so")?,
         helpers: HELPERS.iter().map(|name| artifact(&messages, name, "")).collect::<Result<_>>()?,
     })
 }
@@ -87,8 +84,8 @@ pub(super) fn write(
     }
 
     let ucx = Ucx::V1_22;
-    let mut linked = vec![programs.thunk.clone()];
-    image.copy(&programs.thunk, "opt/thunk/libhl-thunk.so")?;
+    let mut linked = Vec::new();
+    image.tree(&layout.kernel_thunk(), "opt/thunk", &mut linked)?;
     for (name, program) in HELPERS.iter().zip(&programs.helpers) {
         image.copy(program, &format!("bin/{name}"))?;
         linked.push(program.clone());

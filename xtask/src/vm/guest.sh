@@ -18,6 +18,15 @@ export UCX_PLUGIN_PATH=/opt/gaudi/lib/ucx-gaudi/plugins HOME=/tmp
 
 milliseconds() { awk '{ printf "%d", $1 * 1000 }' /proc/uptime; }
 
+# Whether a command prints a text.
+says() {
+    text=$1
+    shift
+    "$@" >/tmp/said 2>&1
+    cat /tmp/said
+    grep -q "$text" /tmp/said
+}
+
 # Runs a command as a check; its output is shown only when it fails.
 check() {
     name=$1
@@ -57,12 +66,7 @@ set_probe() {
 }
 
 # The module as Debian ships it. Nobody can open a card with it, and the tools name the reason.
-names_the_bug() {
-    "$@" >/tmp/refused 2>&1
-    status=$?
-    cat /tmp/refused
-    [ $status != 0 ] && grep -q 'opens no card since 6.12' /tmp/refused
-}
+names_the_bug() { says 'opens no card since 6.12' "$@"; }
 refused_open() {
     opens 2>/tmp/open && return 1
     cat /tmp/open
@@ -182,10 +186,9 @@ set_rdma() {
     check host over_rxe --mem host:host --ops tag,put,get --plain --sizes 1,4097,1M+13
     check registration-refused refused_by_address
     check staged staged --one-way --mem gaudi:host --ops tag,am,put --plain --sizes 1,4097,1M+13
-    check doctor ucx-gaudi doctor
-    check check-card-names-the-setting check_card_says UCX_IB_GPU_DIRECT_RDMA=no
+    check doctor-names-the-kernel says CONFIG_PCI_P2PDMA ucx-gaudi doctor
+    check check-card-names-the-setting says UCX_IB_GPU_DIRECT_RDMA=no ucx-gaudi check-card
 }
-check_card_says() { ucx-gaudi check-card | tee /dev/stderr | grep -q "$1"; }
 
 set_two_cards() {
     check second-card [ -c /dev/accel/accel1 ]
@@ -200,8 +203,8 @@ different_addresses() {
     done
 }
 
-# The driver ends the processes that hold a card which it resets.
-reset_under_load() {
+# A process that copies all the time.
+start_load() {
     ucx_perftest -t tag_bw -m gaudi -n 1000000 -s 65536 -l >/tmp/load 2>&1 &
     load=$!
     until ls -l /proc/$load/fd | grep -q 'accel/accel0$'; do
@@ -209,7 +212,15 @@ reset_under_load() {
         sleep 0.2
     done
     sleep 1
-    hard_reset || return 1
+}
+kill_under_load() {
+    start_load && kill -9 $load || return 1
+    wait $load
+    opens_within_10_s
+}
+# The driver ends the processes that hold a card which it resets.
+reset_under_load() {
+    start_load && hard_reset || return 1
     sleep 2
     if grep -q '^State:.*[RSD] ' /proc/$load/status; then
         echo "the process still runs"
@@ -221,6 +232,8 @@ reset_under_load() {
     opens_within_10_s
 }
 set_reset() {
+    check kill-under-load kill_under_load
+    check loopback-after-kill ucp-check loopback --ops tag --plain --sizes 1,4097
     check hard-reset-under-load reset_under_load
     check loopback-afterwards ucp-check loopback --ops tag --plain --sizes 1,4097
 }

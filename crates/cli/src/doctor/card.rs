@@ -58,6 +58,13 @@ pub(super) fn check(card: Option<&str>) -> Vec<Finding> {
         }
     };
     let export = match device.export(there.addr(), LEN as u64) {
+        Ok(_) if !device.info().is_software && lacks_peer_to_peer(&kernel_symbols()) => {
+            Finding::warning(
+                "dma-buf",
+                "memory can be exported, but no HCA can map it: this kernel is built without CONFIG_PCI_P2PDMA",
+                "with an HCA use another kernel, or UCX_IB_GPU_DIRECT_RDMA=no (docs/rdma.md)",
+            )
+        }
         Ok(_) => Finding::good("dma-buf", "memory can be exported: an HCA may read and write it"),
         Err(error) => {
             let failure = Failure::from(error);
@@ -81,4 +88,28 @@ pub(super) fn check(card: Option<&str>) -> Vec<Finding> {
         ),
     };
     vec![copy, export.with(json!({"card": name})), import]
+}
+
+fn kernel_symbols() -> String {
+    std::fs::read_to_string("/proc/kallsyms").unwrap_or_default()
+}
+
+/// Whether a kernel with these symbols refuses peers the memory of a card. Without symbols nothing is known.
+fn lacks_peer_to_peer(symbols: &str) -> bool {
+    let mut names = symbols.lines().filter_map(|line| line.split_whitespace().nth(2)).peekable();
+    names.peek().is_some() && !names.any(|name| name == "pci_p2pdma_distance_many")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::lacks_peer_to_peer;
+
+    #[test]
+    fn only_a_kernel_whose_symbols_are_known_can_lack_peer_to_peer() {
+        let other = "0000000000000000 T pci_enable_device\n";
+        let with = format!("{other}0000000000000000 T pci_p2pdma_distance_many\n");
+        assert!(lacks_peer_to_peer(other));
+        assert!(!lacks_peer_to_peer(&with));
+        assert!(!lacks_peer_to_peer(""), "no symbols");
+    }
 }

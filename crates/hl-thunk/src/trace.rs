@@ -356,6 +356,13 @@ mod tests {
     }
 
     #[test]
+    fn a_file_without_space_is_refused_at_the_start() {
+        let error = start("/dev/full").expect_err("full");
+        assert_eq!(error.kind(), io::ErrorKind::StorageFull);
+        assert!(begin().is_none(), "nothing is recorded");
+    }
+
+    #[test]
     fn the_process_id_and_the_host_are_part_of_the_name() {
         let name = file_name("/tmp/%h.%p.trace").display().to_string();
         assert!(name.ends_with(&format!(".{}.trace", std::process::id())), "{name}");

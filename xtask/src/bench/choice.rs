@@ -21,7 +21,7 @@ use crate::units;
 
 /// The time with UCP's choice beside the best forced one.
 const TARGET: f64 = 1.2;
-const ITERATIONS: u32 = 8;
+const ITERATIONS: u32 = 20;
 const LIMIT: Duration = Duration::from_secs(120);
 
 /// Ways to have UCP choose another protocol. What does not run with one of them is not measured.

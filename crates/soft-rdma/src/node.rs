@@ -4,7 +4,7 @@
 //! numbers and names its socket. The kernel gives the lock back when the process ends, however it
 //! ends.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, Mode, OFlags};
@@ -13,6 +13,7 @@ use rustix::io::Errno;
 use crate::config::Config;
 use crate::fabric::MAX_SLOT;
 use crate::link::auth::Secret;
+use crate::link::descriptor::Descriptor;
 
 /// This process's place in its node.
 #[derive(Debug)]
@@ -20,7 +21,7 @@ pub(crate) struct Node {
     folder: PathBuf,
     pub(crate) slot: u16,
     pub(crate) secret: Secret,
-    _lock: OwnedFd,
+    _lock: Descriptor,
 }
 
 /// Random bytes of the kernel.
@@ -109,7 +110,8 @@ impl Node {
             let fd = rustix::fs::open(&path, flags, Mode::RUSR | Mode::WUSR)?;
             match rustix::fs::flock(fd.as_fd(), FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {
-                    let node = Self { folder: config.folder.clone(), slot, secret, _lock: fd };
+                    let node =
+                        Self { folder: config.folder.clone(), slot, secret, _lock: fd.into() };
                     match open(&node) {
                         Err(Errno::ADDRINUSE) => {}
                         result => return result.map(|opened| (node, opened)),

@@ -205,7 +205,10 @@ unsafe fn write<T>(pointer: *mut T, value: T) -> Result<(), Errno> {
 /// `context` is the context of a live object.
 unsafe fn context_of<'a>(context: *mut ibv_context) -> Result<&'a Context, Errno> {
     // SAFETY: contexts outlive their objects: one that is closed with objects stays.
-    unsafe { from_c(context) }
+    let open: &Context = unsafe { from_c(context) }?;
+    // A forked child has no use of its parent's: sockets and thread, and who holds its locks, are
+    // not there.
+    if open.process.is_ours() { Ok(open) } else { Err(Errno::NODEV) }
 }
 
 /// An unused `pthread_mutex_t`: programs never lock those in verbs objects.

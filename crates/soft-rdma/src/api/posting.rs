@@ -37,6 +37,8 @@ unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, count: c_int, wc: *mut ibv_wc) -> 
     let polled = caught(|| {
         // SAFETY: the caller's promise.
         let ours: &Cq = unsafe { from_c(cq) }?;
+        // SAFETY: a live queue's context is open.
+        let open = unsafe { context_of(ours.c.context) }?;
         let most = usize::try_from(count).unwrap_or(0);
         let mut at = wc;
         let mut take = |completion: ibv_wc| {
@@ -51,8 +53,7 @@ unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, count: c_int, wc: *mut ibv_wc) -> 
             return Ok(polled);
         }
         // Nothing there: do what the engine's thread would have to be woken for.
-        // SAFETY: a live queue's context is open.
-        unsafe { context_of(ours.c.context) }?.process.engine.progress();
+        open.process.engine.progress();
         ours.queue.poll(most, &mut take).map_err(|()| Errno::IO)
     });
     match polled {
@@ -68,9 +69,10 @@ unsafe extern "C" fn req_notify_cq(cq: *mut ibv_cq, solicited_only: c_int) -> c_
     super::status(|| {
         // SAFETY: the caller's promise.
         let ours: &Cq = unsafe { from_c(cq) }?;
-        ours.queue.arm(solicited_only != 0);
         // SAFETY: a live queue's context is open.
-        unsafe { context_of(ours.c.context) }?.process.engine.take_over();
+        let open = unsafe { context_of(ours.c.context) }?;
+        ours.queue.arm(solicited_only != 0);
+        open.process.engine.take_over();
         Ok(())
     })
 }
@@ -124,8 +126,15 @@ unsafe extern "C" fn post_recv(
     wr: *mut ibv_recv_wr,
     bad: *mut *mut ibv_recv_wr,
 ) -> c_int {
+    let post = |buffer| {
+        // SAFETY: the caller's promise; a live queue pair's context is open.
+        let ours: &Qp = unsafe { from_c(qp) }?;
+        // SAFETY: as above.
+        unsafe { context_of(ours.c.context) }?;
+        ours.qp.post_receive(buffer)
+    };
     // SAFETY: the caller's promise.
-    unsafe { buffers(wr, bad, |buffer| from_c::<Qp, _>(qp)?.qp.post_receive(buffer)) }
+    unsafe { buffers(wr, bad, post) }
 }
 
 unsafe extern "C" fn post_srq_recv(
@@ -133,8 +142,15 @@ unsafe extern "C" fn post_srq_recv(
     wr: *mut ibv_recv_wr,
     bad: *mut *mut ibv_recv_wr,
 ) -> c_int {
+    let post = |buffer| {
+        // SAFETY: the caller's promise; a live queue's context is open.
+        let ours: &Srq = unsafe { from_c(srq) }?;
+        // SAFETY: as above.
+        unsafe { context_of(ours.c.context) }?;
+        ours.queue.post(buffer)
+    };
     // SAFETY: the caller's promise.
-    unsafe { buffers(wr, bad, |buffer| from_c::<Srq, _>(srq)?.queue.post(buffer)) }
+    unsafe { buffers(wr, bad, post) }
 }
 
 /// Reads one work request of the program.

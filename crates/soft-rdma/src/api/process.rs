@@ -8,6 +8,7 @@ use crate::config::{self, log};
 use crate::hca::Hca;
 use crate::hca::events::lock;
 use crate::hca::model::LinkModel;
+use crate::link::descriptor::Generation;
 use crate::link::engine::{Engine, Listeners};
 use crate::node::{Node, random};
 use crate::ports;
@@ -18,7 +19,14 @@ use crate::stats::{self, STATS};
 pub(super) struct Process {
     pub(super) hca: Arc<Hca>,
     pub(super) engine: Arc<Engine>,
-    pid: rustix::process::Pid,
+    made_by: Generation,
+}
+
+impl Process {
+    /// Whether it was made by this process, and not by the one that forked it.
+    pub(super) fn is_ours(&self) -> bool {
+        self.made_by == Generation::current()
+    }
 }
 
 static PROCESS: Mutex<Option<&'static Process>> = Mutex::new(None);
@@ -27,8 +35,7 @@ static PROCESS: Mutex<Option<&'static Process>> = Mutex::new(None);
 /// and sockets are not there.
 pub(super) fn get() -> Result<&'static Process, Errno> {
     let mut process = lock(&PROCESS);
-    let pid = rustix::process::getpid();
-    if let Some(process) = process.filter(|process| process.pid == pid) {
+    if let Some(process) = process.filter(|process| process.is_ours()) {
         return Ok(process);
     }
     let config = config::get();
@@ -54,7 +61,8 @@ pub(super) fn get() -> Result<&'static Process, Errno> {
         config.folder.display()
     );
     // Kept for good: sockets and thread serve until the process ends.
-    let made: &'static Process = Box::leak(Box::new(Process { hca, engine, pid }));
+    let made: &'static Process =
+        Box::leak(Box::new(Process { hca, engine, made_by: Generation::current() }));
     *process = Some(made);
     Ok(made)
 }
@@ -63,7 +71,7 @@ pub(super) fn get() -> Result<&'static Process, Errno> {
 extern "C" fn at_exit() {
     let ours = PROCESS.try_lock().ok().and_then(|process| *process);
     // In a forked child the engine's thread, and whatever it locked, stayed behind.
-    if let Some(process) = ours.filter(|process| process.pid == rustix::process::getpid()) {
+    if let Some(process) = ours.filter(|process| process.is_ours()) {
         process.engine.finish();
         stats::write();
     }

@@ -1,6 +1,6 @@
 //! One connection to another process: handshake, then requests one way and responses the other.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
@@ -9,6 +9,7 @@ use rustix::io::Errno;
 use rustix::process::Pid;
 
 use super::auth::{self, Secret, Side};
+use super::descriptor::Descriptor;
 use super::input::{Arrival, Incoming, Input, Received};
 use super::output::{HOPELESS, Output};
 use crate::fabric::{Owner, Port, QpNumber};
@@ -60,8 +61,8 @@ fn can_read(peer: Option<Pid>, (addr, expected): (u64, u64)) -> bool {
 /// A connection.
 pub(crate) struct Connection {
     pub(super) id: u64,
-    socket: OwnedFd,
-    epoll: Arc<OwnedFd>,
+    socket: Descriptor,
+    epoll: Arc<Descriptor>,
     /// The process we connected to, if it was us who connected.
     pub(super) to: Option<Owner>,
     /// Node and slot of the process that connected to us, once it has said so.
@@ -88,8 +89,8 @@ impl Connection {
     /// A connection that is to be greeted (`to` given) or that was accepted.
     pub(super) fn new(
         id: u64,
-        socket: OwnedFd,
-        epoll: Arc<OwnedFd>,
+        socket: Descriptor,
+        epoll: Arc<Descriptor>,
         to: Option<Owner>,
         peer: Option<Pid>,
     ) -> Self {
@@ -531,9 +532,10 @@ mod tests {
 
     #[test]
     fn the_engine_is_told_when_a_program_drains_what_another_found_full() {
-        let epoll = Arc::new(epoll::create(epoll::CreateFlags::CLOEXEC).unwrap());
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).unwrap();
         let (ours, _theirs) = UnixStream::pair().unwrap();
-        let connection = Connection::new(1, ours.into(), epoll, None, None);
+        let ours = std::os::fd::OwnedFd::from(ours);
+        let connection = Connection::new(1, ours.into(), Arc::new(epoll.into()), None, None);
         connection.start().unwrap();
         connection.state.store(UP, Ordering::Release);
         assert!(connection.ready());

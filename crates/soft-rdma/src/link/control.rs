@@ -6,10 +6,10 @@
 use std::path::PathBuf;
 use std::sync::Mutex;
 
-use rustix::fd::OwnedFd;
 use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
 use rustix::fs::{Mode, OFlags};
 
+use super::descriptor::Descriptor;
 use crate::config::{Config, log};
 use crate::fabric::MAX_DEVICES;
 use crate::hca::events::lock;
@@ -20,7 +20,7 @@ use crate::sysfs::device_name;
 pub(super) struct Control {
     folder: PathBuf,
     devices: u8,
-    watch: Option<OwnedFd>,
+    watch: Option<Descriptor>,
     down: Mutex<[bool; MAX_DEVICES as usize]>,
 }
 
@@ -33,11 +33,16 @@ impl Control {
         let watch = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)
             .and_then(|watch| inotify::add_watch(&watch, &folder, changes).map(|_| watch))
             .inspect_err(|error| log!(Info, "ports cannot be watched ({error})"));
-        Self { folder, devices: config.devices, watch: watch.ok(), down: Mutex::new([false; _]) }
+        Self {
+            folder,
+            devices: config.devices,
+            watch: watch.ok().map(Descriptor::from),
+            down: Mutex::new([false; _]),
+        }
     }
 
     /// Readable when something has changed.
-    pub(super) fn fd(&self) -> Option<&OwnedFd> {
+    pub(super) fn fd(&self) -> Option<&Descriptor> {
         self.watch.as_ref()
     }
 

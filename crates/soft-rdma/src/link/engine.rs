@@ -7,7 +7,7 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 use std::net::SocketAddr;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, TryLockError, Weak};
 use std::time::{Duration, Instant};
@@ -19,6 +19,7 @@ use rustix::process::Pid;
 
 use super::connection::{Connection, Identity};
 use super::control::Control;
+use super::descriptor::Descriptor;
 use crate::config::{Config, log};
 use crate::fabric::Owner;
 use crate::hca::events::lock;
@@ -63,10 +64,10 @@ pub(crate) struct Engine {
     node: Node,
     identity: Identity,
     nodes: &'static HashMap<u16, SocketAddr>,
-    epoll: Arc<OwnedFd>,
-    wake: OwnedFd,
-    unix: OwnedFd,
-    tcp: Option<OwnedFd>,
+    epoll: Arc<Descriptor>,
+    wake: Descriptor,
+    unix: Descriptor,
+    tcp: Option<Descriptor>,
     control: Control,
     connections: Mutex<HashMap<u64, Arc<Connection>>>,
     /// Those that we opened, by where they lead.
@@ -93,9 +94,9 @@ const STAND_BACK: [Duration; 2] = [Duration::from_micros(10), Duration::from_mic
 /// Where a process listens.
 #[derive(Debug)]
 pub(crate) struct Listeners {
-    unix: OwnedFd,
+    unix: Descriptor,
     /// If there are other nodes.
-    tcp: Option<OwnedFd>,
+    tcp: Option<Descriptor>,
 }
 
 impl Listeners {
@@ -106,7 +107,7 @@ impl Listeners {
     }
 }
 
-fn listen_unix(node: &Node, config: &Config) -> Result<OwnedFd, Errno> {
+fn listen_unix(node: &Node, config: &Config) -> Result<Descriptor, Errno> {
     let path = node.socket_path(config.node, node.slot);
     let address = SocketAddrUnix::new(&path).inspect_err(|_| {
         eprintln!("soft-rdma: {} is too long for a socket: set SOFT_RDMA_DIR", path.display());
@@ -115,12 +116,13 @@ fn listen_unix(node: &Node, config: &Config) -> Result<OwnedFd, Errno> {
     let _ = rustix::fs::unlink(&path);
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    let socket = Descriptor::from(socket);
     rustix::net::bind(&socket, &address)?;
     rustix::net::listen(&socket, 512)?;
     Ok(socket)
 }
 
-fn listen_tcp(node: &Node, config: &Config) -> Result<Option<OwnedFd>, Errno> {
+fn listen_tcp(node: &Node, config: &Config) -> Result<Option<Descriptor>, Errno> {
     let Some(base) = config.nodes.get(&config.node) else { return Ok(None) };
     let mut address = *base;
     address.set_port(base.port().checked_add(node.slot).ok_or(Errno::INVAL)?);
@@ -133,13 +135,13 @@ fn listen_tcp(node: &Node, config: &Config) -> Result<Option<OwnedFd>, Errno> {
 
 /// Process and user at the other end of a Unix socket. A process of another pid namespace has no
 /// number here: the kernel says 0 (which `rustix`'s `UCred` cannot represent).
-fn credentials(socket: &OwnedFd) -> Result<(Option<Pid>, u32), Errno> {
+fn credentials(socket: &Descriptor) -> Result<(Option<Pid>, u32), Errno> {
     let mut found = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     let mut length = size_of::<libc::ucred>() as libc::socklen_t;
     // SAFETY: a structure of ours and its length.
     let result = unsafe {
         libc::getsockopt(
-            socket.as_raw_fd(),
+            socket.as_fd().as_raw_fd(),
             libc::SOL_SOCKET,
             libc::SO_PEERCRED,
             (&raw mut found).cast(),
@@ -152,10 +154,17 @@ fn credentials(socket: &OwnedFd) -> Result<(Option<Pid>, u32), Errno> {
     Ok((Pid::from_raw(found.pid), found.uid))
 }
 
-fn tcp_socket(address: &SocketAddr) -> Result<OwnedFd, Errno> {
+fn tcp_socket(address: &SocketAddr) -> Result<Descriptor, Errno> {
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    rustix::net::socket_with(family, SocketType::STREAM, flags, None)
+    let socket = rustix::net::socket_with(family, SocketType::STREAM, flags, None)?;
+    // A host that is gone does not say so. Who only waits for an answer finds out in half a minute;
+    // a process that is stopped is not gone, its kernel answers.
+    sockopt::set_socket_keepalive(&socket, true)?;
+    sockopt::set_tcp_keepidle(&socket, Duration::from_secs(15))?;
+    sockopt::set_tcp_keepintvl(&socket, Duration::from_secs(5))?;
+    sockopt::set_tcp_keepcnt(&socket, 3)?;
+    Ok(socket.into())
 }
 
 impl Engine {
@@ -166,8 +175,8 @@ impl Engine {
         Listeners { unix, tcp }: Listeners,
         config: &'static Config,
     ) -> Result<Arc<Self>, Errno> {
-        let epoll = Arc::new(epoll::create(epoll::CreateFlags::CLOEXEC)?);
-        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let epoll = Arc::new(Descriptor::from(epoll::create(epoll::CreateFlags::CLOEXEC)?));
+        let wake: Descriptor = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?.into();
         let control = Control::open(config);
         control.changes(hca.ports);
         let listeners = [
@@ -360,9 +369,9 @@ impl Engine {
         }
     }
 
-    fn accept(&self, listener: &OwnedFd, local: bool) {
+    fn accept(&self, listener: &Descriptor, local: bool) {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        while let Ok(socket) = rustix::net::accept_with(listener, flags) {
+        while let Ok(socket) = rustix::net::accept_with(listener, flags).map(Descriptor::from) {
             let mut peer = None;
             if local {
                 // The folder is ours alone already; the kernel's word on top of it.
@@ -381,7 +390,7 @@ impl Engine {
 
     fn add(
         &self,
-        socket: OwnedFd,
+        socket: Descriptor,
         to: Option<Owner>,
         peer: Option<Pid>,
     ) -> Result<Arc<Connection>, Errno> {
@@ -398,12 +407,16 @@ impl Engine {
     }
 
     /// A socket to a process, and which process it is if it is on this node.
-    fn connect(&self, to: Owner) -> Result<(OwnedFd, Option<Pid>), Errno> {
+    fn connect(&self, to: Owner) -> Result<(Descriptor, Option<Pid>), Errno> {
         if to.node == self.identity.owner.node {
             let address = SocketAddrUnix::new(self.node.socket_path(to.node, to.slot))?;
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-            let socket =
-                rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+            let socket = Descriptor::from(rustix::net::socket_with(
+                AddressFamily::UNIX,
+                SocketType::STREAM,
+                flags,
+                None,
+            )?);
             rustix::net::connect(&socket, &address)?;
             let (pid, _) = credentials(&socket)?;
             return Ok((socket, pid));

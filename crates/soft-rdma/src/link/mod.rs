@@ -7,6 +7,7 @@
 pub(crate) mod auth;
 pub(crate) mod connection;
 mod control;
+pub(crate) mod descriptor;
 pub(crate) mod engine;
 mod input;
 mod output;

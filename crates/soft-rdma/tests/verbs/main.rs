@@ -9,6 +9,7 @@ mod connections;
 mod datagrams;
 mod early_writes;
 mod errors;
+mod forked;
 mod namespaces;
 mod notification;
 mod one_sided;

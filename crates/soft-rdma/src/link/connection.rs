@@ -139,6 +139,11 @@ impl Connection {
         self.state.load(Ordering::Acquire) == UP
     }
 
+    /// Whether the other side has not proved yet that it knows the secret.
+    pub(super) fn is_stranger(&self) -> bool {
+        self.state.load(Ordering::Acquire) == HANDSHAKE
+    }
+
     fn watch(&self, output: &mut Output, waiting: bool) {
         if output.waiting != waiting {
             output.waiting = waiting;

@@ -17,6 +17,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use rustix::process::Pid;
 
+use super::admission::Admission;
 use super::connection::{Connection, Identity};
 use super::control::Control;
 use super::descriptor::Descriptor;
@@ -73,6 +74,9 @@ pub(crate) struct Engine {
     /// Those that we opened, by where they lead.
     links: Mutex<HashMap<Owner, Arc<Connection>>>,
     timers: Mutex<BinaryHeap<Reverse<Timer>>>,
+    admission: Admission,
+    /// When connections are accepted again.
+    resume: Mutex<Option<Instant>>,
     next: AtomicU64,
     /// Held by whoever handles events.
     turn: Mutex<()>,
@@ -86,6 +90,9 @@ pub(crate) struct Engine {
     idle: Mutex<()>,
 }
 
+/// Pause before connections are accepted again, when there is no descriptor or there are too many
+/// strangers.
+const PAUSE: Duration = Duration::from_millis(20);
 /// While a program polls at least that often the thread leaves the work to it.
 const POLLING: Duration = Duration::from_micros(10);
 /// How long it then stands back before it looks again: at first, and at most.
@@ -206,6 +213,8 @@ impl Engine {
             connections: Mutex::default(),
             links: Mutex::default(),
             timers: Mutex::default(),
+            admission: Admission::default(),
+            resume: Mutex::default(),
             next: AtomicU64::new(FIRST_CONNECTION),
             turn: Mutex::default(),
             refused: AtomicU32::new(0),
@@ -359,19 +368,48 @@ impl Engine {
             result = connection.readable(&self.hca, &self.identity);
         }
         if let Err(error) = result {
-            log!(Debug, "connection {id} to {:?} ends: {error}", connection.to);
-            lock(&self.connections).remove(&id);
-            if let Some(to) = connection.to {
-                lock(&self.links)
-                    .retain(|owner, other| *owner != to || !Arc::ptr_eq(other, &connection));
-            }
-            connection.close();
+            self.end(&connection, error);
         }
+    }
+
+    fn end(&self, connection: &Arc<Connection>, why: Errno) {
+        log!(Debug, "connection {} to {:?} ends: {why}", connection.id, connection.to);
+        lock(&self.connections).remove(&connection.id);
+        if let Some(to) = connection.to {
+            lock(&self.links)
+                .retain(|owner, other| *owner != to || !Arc::ptr_eq(other, connection));
+        }
+        connection.close();
+    }
+
+    /// Whether the listeners wake the engine.
+    fn listen(&self, on: bool) {
+        let flags = if on { epoll::EventFlags::IN } else { epoll::EventFlags::empty() };
+        for (listener, id) in [(Some(&self.unix), LISTEN_UNIX), (self.tcp.as_ref(), LISTEN_TCP)] {
+            if let Some(listener) = listener {
+                let _ = epoll::modify(&*self.epoll, listener, epoll::EventData::new_u64(id), flags);
+            }
+        }
+        *lock(&self.resume) = (!on).then(|| Instant::now() + PAUSE);
+        self.wake();
     }
 
     fn accept(&self, listener: &Descriptor, local: bool) {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        while let Ok(socket) = rustix::net::accept_with(listener, flags).map(Descriptor::from) {
+        loop {
+            if !local && !self.admission.has_capacity() {
+                return self.listen(false);
+            }
+            let socket = match rustix::net::accept_with(listener, flags) {
+                Ok(socket) => Descriptor::from(socket),
+                Err(Errno::AGAIN) => return,
+                Err(Errno::INTR | Errno::CONNABORTED) => continue,
+                // No descriptor for it; it would wake us at once, again and again.
+                Err(error) => {
+                    log!(Debug, "no connection is accepted for now: {error}");
+                    return self.listen(false);
+                }
+            };
             let mut peer = None;
             if local {
                 // The folder is ours alone already; the kernel's word on top of it.
@@ -382,8 +420,13 @@ impl Engine {
             } else {
                 let _ = sockopt::set_tcp_nodelay(&socket, true);
             }
-            if let Err(error) = self.add(socket, None, peer) {
-                log!(Debug, "a connection was refused: {error}");
+            match self.add(socket, None, peer) {
+                Ok(connection) if !local => {
+                    self.admission.add(connection);
+                    self.wake();
+                }
+                Ok(_) => {}
+                Err(error) => log!(Debug, "a connection was refused: {error}"),
             }
         }
     }
@@ -431,11 +474,23 @@ impl Engine {
         }
     }
 
+    /// The thread is to look again how long it may sleep.
+    fn wake(&self) {
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+
     fn next_timer(&self) -> Option<Instant> {
-        lock(&self.timers).peek().map(|Reverse(timer)| timer.when)
+        let timer = lock(&self.timers).peek().map(|Reverse(timer)| timer.when);
+        [timer, *lock(&self.resume), self.admission.deadline()].into_iter().flatten().min()
     }
 
     fn fire_timers(&self) {
+        while let Some(stranger) = self.admission.overdue() {
+            self.end(&stranger, Errno::TIMEDOUT);
+        }
+        if lock(&self.resume).is_some_and(|when| when <= Instant::now()) {
+            self.listen(true);
+        }
         loop {
             let due = {
                 let mut timers = lock(&self.timers);
@@ -470,7 +525,7 @@ impl Fabric for Engine {
         let order = self.next.fetch_add(1, Ordering::Relaxed);
         let timer = Timer { when: when + Duration::from_micros(1), order, qp: Arc::downgrade(qp) };
         lock(&self.timers).push(Reverse(timer));
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        self.wake();
     }
 
     fn take_down(&self, device: u8) {

@@ -20,3 +20,4 @@ mod registration;
 mod send_receive;
 mod states;
 mod stopped;
+mod strangers;

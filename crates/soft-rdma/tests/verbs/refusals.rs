@@ -22,6 +22,15 @@ fn register(device: &Device, fd: &OwnedFd, length: usize) -> Result<*mut ibv_mr,
     if mr.is_null() { Err(last_error()) } else { Ok(mr) }
 }
 
+/// A card and some of its memory, registered, with its key.
+fn card_memory(device: &Device) -> (Card, *mut ibv_mr, u32) {
+    let card = Card::open(0);
+    let mr = register(device, &card.export(1 << 20), 1 << 20).expect("registered");
+    // SAFETY: the region is live.
+    let key = unsafe { (*mr).rkey };
+    (card, mr, key)
+}
+
 /// Registers memory of this process.
 fn pin(device: &Device, memory: &mut [u8]) -> Result<*mut ibv_mr, i32> {
     // SAFETY: the domain is live, the memory is ours.
@@ -134,13 +143,9 @@ fn memory_of_a_card_that_was_reset_is_not_reached_any_more() {
         return;
     }
     let device = Device::open();
-    let card = Card::open(0);
-    let fd = card.export(1 << 20);
-    let mr = register(&device, &fd, 1 << 20).expect("registered");
+    let (card, mr, key) = card_memory(&device);
     let (a, _b) = device.pair();
     let local = device.buffer(100_000, |_| 1);
-    // SAFETY: the region is live.
-    let key = unsafe { (*mr).rkey };
     assert_eq!(Send::new(IBV_WR_RDMA_WRITE, 1, &[local.all()]).remote(0, key).post(&a), 0);
     assert_eq!(device.wait().status, IBV_WC_SUCCESS);
     card.reset();
@@ -158,15 +163,10 @@ fn memory_of_a_card_that_was_closed_is_reached_and_the_card_busy_until_it_is_der
         return;
     }
     let device = Device::open();
-    let card = Card::open(0);
-    let fd = card.export(1 << 20);
-    let mr = register(&device, &fd, 1 << 20).expect("registered");
-    drop(fd);
+    let (card, mr, key) = card_memory(&device);
     card.close();
     let (a, _b) = device.pair();
     let (local, back) = (device.buffer(100_000, |at| at as u8), device.buffer(100_000, |_| 0));
-    // SAFETY: the region is live.
-    let key = unsafe { (*mr).rkey };
     for (opcode, buffer) in [(IBV_WR_RDMA_WRITE, &local), (IBV_WR_RDMA_READ, &back)] {
         assert_eq!(Send::new(opcode, 1, &[buffer.all()]).remote(0, key).post(&a), 0);
         assert_eq!(device.wait().status, IBV_WC_SUCCESS);

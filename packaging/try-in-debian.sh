@@ -10,6 +10,7 @@ set -euo pipefail
 packages=$(realpath "${1:?the folder with the packages}")
 examples=$(realpath "$(dirname "$0")/../examples")
 root=$(mktemp -d)
+chmod 755 "$root" # as a root folder is
 trap 'rm -rf "$root"' EXIT
 
 # as USER: runs the script on standard input there.
@@ -19,8 +20,8 @@ as() {
         mount --make-rprivate /
         mount --bind "$r" "$r"; mount -t proc proc "$r/proc"; mount --rbind /sys "$r/sys"
         mount -t tmpfs -o mode=755 dev "$r/dev"
-        for node in null zero full random urandom tty; do touch "$r/dev/$node"; mount --bind "/dev/$node" "$r/dev/$node"; done
-        ln -s /proc/self/fd "$r/dev/fd"; mkdir "$r/dev/shm"; mount -t tmpfs -o mode=1777 shm "$r/dev/shm"
+        for node in null zero full random urandom tty ptmx; do touch "$r/dev/$node"; mount --bind "/dev/$node" "$r/dev/$node"; done
+        ln -s /proc/self/fd "$r/dev/fd"; mkdir "$r/dev/shm" "$r/dev/pts"; mount -t devpts devpts "$r/dev/pts"; mount -t tmpfs -o mode=1777 shm "$r/dev/shm"
         exec chroot --userspec="$1" "$r" env -i HOME="$2" PATH=/usr/sbin:/usr/bin:/sbin:/bin LANG=C.UTF-8 \
             PIP_CERT=/etc/ssl/certs/ca-certificates.crt DEBIAN_FRONTEND=noninteractive bash -euo pipefail -s
     ' - "$root" "$1" "$([ "$1" = root ] && echo /root || echo "/home/$1")"
@@ -39,7 +40,7 @@ cp -r "$examples" "$root/home/anna/examples"
 
 step "deb: install; doctor without a UCX says what is missing"
 as root <<< "cd /packages; apt-get install -y -q ./ucx-gaudi_[0-9]*.deb ./ucx-gaudi-soft_[0-9]*.deb | tail -n 2"
-as anna <<< "cd; ucx-gaudi doctor --soft && exit 9 || ucx-gaudi doctor --soft | grep -A 1 'no libucp.so'"
+as anna <<< "cd; ucx-gaudi doctor --soft > said && exit 9; grep -A 1 'no libucp.so' said"
 
 step "deb: doctor, topo, bench, perftest"
 as anna <<'S'

@@ -138,7 +138,7 @@ fn explain_tells_the_protocol_in_words() {
     assert_eq!((steps.len(), &steps[0]["who"]), (2, &"sender".into()), "{told:#}");
     assert!(steps[1]["transports"].as_str().expect("text").contains("gaudi_ipc"), "{told:#}");
     // Without import put is emulated, unless it is told to be pipelined.
-    let staged = Device::Software(SoftNode::unique());
+    let staged = Device::Software(SoftNode::unique().with("SOFT_GAUDI_KIND", ""));
     let told = json(&explain("explain put gaudi gaudi 1M --json", &staged).ok());
     let advice = told["advice"].to_string();
     assert!(advice.contains("--tuned") && advice.contains("gaudi_ipc"), "{told:#}");

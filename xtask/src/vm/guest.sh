@@ -322,6 +322,6 @@ if [ -n "$VM_SETS" ]; then
     sync
 else
     echo "A shell inside the machine; poweroff -f ends it."
-    setsid cttyhack sh
+    setsid -c sh
 fi
 poweroff -f

@@ -92,17 +92,24 @@ fn remembered(dist: &Path) -> Profile {
     if text.trim() == "Debug" { Profile::Debug } else { Profile::Release }
 }
 
+/// What is laid out. Who builds more of the workspace names these too: cargo compiles shared libraries anew when the
+/// features of their dependencies differ, and these follow from the packages named.
+pub(crate) const PACKAGES: [&str; 9] = [
+    "--package=uct-gaudi",
+    "--package=ucs-gaudi",
+    "--package=ucp-check",
+    "--package=cli",
+    "--package=soft-gaudi",
+    "--package=soft-rdma",
+    "--package=soft-scal",
+    "--package=soft-synapse",
+    "--package=kernel-thunk",
+];
+
 fn compile(repo: &Repo, profile: Profile) -> Result<Artifacts> {
     let mut cargo = repo.cargo();
     cargo.args(["build", "--message-format=json-render-diagnostics"]);
-    cargo.args([
-        "--package=uct-gaudi",
-        "--package=ucs-gaudi",
-        "--package=ucp-check",
-        "--package=cli",
-    ]);
-    cargo.args(["--package=soft-gaudi", "--package=soft-rdma"]);
-    cargo.args(["--package=soft-scal", "--package=soft-synapse", "--package=kernel-thunk"]);
+    cargo.args(PACKAGES);
     if profile == Profile::Release {
         cargo.arg("--release");
     }

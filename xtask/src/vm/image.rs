@@ -14,7 +14,7 @@ use e2e::{Layout, Ucx};
 use super::cpio::Archive;
 use super::packages::{DRIVER, Debian, MODULES};
 use super::{Folders, kernel_module};
-use crate::dist::artifact;
+use crate::dist::{PACKAGES, artifact};
 use crate::progress::Work;
 use crate::repo::Repo;
 
@@ -33,8 +33,7 @@ const HELPERS: [&str; 3] = ["misuse", "memory_rules", "rxe_link"];
 pub(super) fn build_programs(repo: &Repo) -> Result<Programs> {
     let mut cargo = repo.cargo();
     cargo.args(["build", "--release", "--message-format=json-render-diagnostics"]);
-    cargo.args(["--package=pci-gaudi", "--package=kernel-thunk"]);
-    cargo.arg("--bin=pci-gaudi");
+    cargo.args(PACKAGES).args(["--package=pci-gaudi", "--bin=pci-gaudi"]);
     cargo.args(HELPERS.map(|name| format!("--example={name}")));
     let output = cargo.stderr(Stdio::inherit()).output().context("cannot run cargo")?;
     if !output.status.success() {

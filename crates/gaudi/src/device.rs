@@ -252,7 +252,7 @@ impl Device {
             return;
         }
         if !self.is_guest() {
-            runtime().table().remove(addr.0);
+            runtime().table().remove(addr.0, self.id);
         }
         self.open.engine.quiesce(&(addr.0..addr.0 + len));
         self.counts.freed(len);
@@ -290,7 +290,7 @@ impl Device {
     /// cannot open it, and submitted copies are waited for. A peer that has it open, or cached, keeps
     /// the driver from unmapping it: its lease is revoked, and [`Withdrawn::wait`] waits for that.
     pub(crate) fn withdraw_foreign(&self, addr: DeviceAddr, len: u64) -> Withdrawn {
-        runtime().table().remove(addr.0);
+        runtime().table().remove(addr.0, self.id);
         self.open.engine.quiesce(&(addr.0..addr.0 + len));
         self.peer_writes_end(addr);
         let released = Arc::new(AtomicBool::new(false));
@@ -387,7 +387,7 @@ impl Device {
         if !self.is_ours() {
             return;
         }
-        self.imports.remove(addr.0);
+        self.imports.remove(addr.0, self.id);
         self.open.engine.quiesce(&(addr.0..addr.0 + len));
     }
 

@@ -18,7 +18,7 @@ use std::ffi::{CStr, c_int, c_void};
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::{
-    Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockWriteGuard, TryLockError,
+    Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockWriteGuard, TryLockError, Weak,
 };
 
 use hl_thunk::Generation;
@@ -52,8 +52,10 @@ struct State {
     current: Option<Current>,
     /// The last card that could not be used, and why.
     unusable: Option<(Acquired, Error)>,
-    /// How often the framework was seen to release something: what it said of its card before may be outdated.
-    endings: u64,
+    /// How often a card came or went: what the framework said of its card before may be outdated.
+    changes: u64,
+    /// Guests that have left the card because of a release which the framework then refused.
+    left: Vec<Weak<Guest>>,
 }
 
 /// The framework's card.
@@ -93,6 +95,18 @@ pub struct Releasing {
     // None inside of another one.
     _alone: Option<RwLockWriteGuard<'static, ()>>,
     was_releasing: bool,
+    /// Who has left the card for this.
+    ended: Vec<Arc<Guest>>,
+}
+
+impl Releasing {
+    /// The framework answered that it did not release the card. If it still has it, memory that we have in its pool
+    /// is given back when it is freed; the next look attaches to the card as to a new one.
+    pub fn refused(&self) {
+        for guest in self.ended.iter().filter(|guest| guest.stays()) {
+            state().left.push(Arc::downgrade(guest));
+        }
+    }
 }
 
 impl Drop for Releasing {
@@ -118,17 +132,21 @@ impl Runtime {
             Err(TryLockError::WouldBlock) => return Look::NoCard,
         };
         loop {
-            let endings = state().endings;
+            let changes = state().changes;
             let acquired = match framework.acquired() {
                 Ok(acquired) => acquired,
                 Err(error) => return Look::Unusable(unusable(error.to_string())),
             };
             let mut locked = state();
+            if locked.changes != changes {
+                continue;
+            }
             let same =
                 |current: &Current| Some(current.card) == acquired && current.backend.is_present();
-            if let Some(current) = locked.current.take_if(|current| !same(current)) {
+            if locked.current.as_ref().is_some_and(|current| !same(current)) {
+                let (current, left) = self.take(&mut locked, |_| true);
                 drop(locked);
-                self.leave(current, Ending::Unannounced);
+                self.leave(current, &left, Ending::Unannounced);
                 continue;
             }
             let Some(card) = acquired else { return Look::NoCard };
@@ -143,13 +161,14 @@ impl Runtime {
             // Without the lock: a hook waits for it while the framework has locks that these calls need.
             let described = self.describe(&framework, &card);
             let mut locked = state();
-            if locked.current.is_some() || locked.endings != endings {
+            if locked.changes != changes {
                 continue;
             }
             match described.and_then(|(info, pool)| self.attach(&framework, card, &info, pool)) {
                 Ok(current) => {
                     let device = Arc::clone(&current.device);
                     locked.current = Some(current);
+                    locked.changes += 1;
                     drop(locked);
                     self.announce_pool(&device);
                     return Look::Card(device);
@@ -244,24 +263,48 @@ impl Runtime {
     }
 
     fn announce_pool(&self, device: &Arc<Device>) {
-        let window = device.window();
+        let (id, window) = (device.id(), device.window());
         self.windows().mapped(ForeignMemory {
             start: window.start,
             len: window.len,
-            device: device.id(),
+            device: id,
             info: device.info().clone(),
         });
+        let is_current = |current: &Current| current.device.id() == id;
+        if !state().current.as_ref().is_some_and(is_current) {
+            // Another thread has left it, perhaps before it was announced.
+            self.windows().unmapping(window.start, id);
+        }
+    }
+
+    /// Takes out of the state whoever is on the card that goes, and its memory out of the table: from then on a look
+    /// may attach to the next card, which may have the same addresses.
+    fn take(
+        &self,
+        state: &mut State,
+        is_meant: impl Fn(&Guest) -> bool,
+    ) -> (Option<Current>, Vec<Arc<Guest>>) {
+        state.changes += 1;
+        let current = state.current.take_if(|current| is_meant(&current.backend));
+        if let Some(Current { device, .. }) = &current {
+            self.table().remove(device.window().start.0, device.id());
+        }
+        let left: Vec<_> = state.left.iter().filter_map(Weak::upgrade).collect();
+        let (gone, left): (Vec<_>, Vec<_>) = left.into_iter().partition(|guest| is_meant(guest));
+        state.left = left.iter().map(Arc::downgrade).collect();
+        (current, gone)
     }
 
     /// The card goes: forgets its memory, has peers and network devices release it, and gives up what is ours.
-    fn leave(&self, current: Current, how: Ending) {
-        let Current { device, backend, .. } = current;
+    fn leave(&self, current: Option<Current>, left: &[Arc<Guest>], how: Ending) {
+        left.iter().for_each(|guest| guest.end(how));
+        let Some(Current { device, backend, .. }) = current else { return };
         if how == Ending::Unannounced {
             // First: waiting for copies would call the framework.
             backend.refuse();
         }
         let (start, len) = (device.window().start, device.window().len);
-        self.windows().unmapping(start);
+        self.windows().unmapping(start, device.id());
         Withdrawn::wait(&[device.withdraw_foreign(start, len)]);
         device.engine().lose();
         backend.end(how);
@@ -273,44 +316,37 @@ impl Runtime {
     pub fn framework_releasing(&self) -> Releasing {
         let was_releasing = RELEASING.replace(true);
         let alone = || looking().write().unwrap_or_else(PoisonError::into_inner);
-        let releasing = Releasing { _alone: (!was_releasing).then(alone), was_releasing };
+        let mut releasing =
+            Releasing { _alone: (!was_releasing).then(alone), was_releasing, ended: Vec::new() };
         if !was_releasing {
-            self.end_framework(Ending::Announced, |_| true);
+            releasing.ended = self.end_framework(Ending::Announced, |_| true);
         }
         releasing
     }
 
     /// The framework is just releasing its card, and unmaps memory or closes a descriptor: as
-    /// [`Runtime::framework_releasing`], but the framework is not called. Whether it was its card.
+    /// [`Runtime::framework_releasing`], but the framework is not called, and calls under way are not waited for.
+    /// Whether it was its card.
     pub fn framework_unmapping(&self, fd: c_int, start: Option<DeviceAddr>) -> bool {
         let was_releasing = RELEASING.replace(true);
-        let was_there = self.end_framework(Ending::Unannounced, |current| {
-            let unmaps_pool = start.is_none_or(|start| {
-                let window = current.device.window().range();
-                // The driver's mapping may begin before the pool; other pools have mappings of their own.
-                start.0 == current.backend.mapping().0 || window.contains(&start.0)
-            });
-            current.card.fd == fd && unmaps_pool
-        });
+        let ended = self.end_framework(Ending::Unannounced, |guest| guest.is_mapped(fd, start));
         RELEASING.set(was_releasing);
-        was_there
+        !ended.is_empty()
     }
 
-    fn end_framework(&self, how: Ending, is_meant: impl FnOnce(&Current) -> bool) -> bool {
+    /// Who was on the card.
+    fn end_framework(&self, how: Ending, is_meant: impl Fn(&Guest) -> bool) -> Vec<Arc<Guest>> {
         if SEEN_BY.get().is_none_or(|seen_by| *seen_by != Instance::current()) {
-            return false;
+            return Vec::new();
         }
-        let current = {
+        let (current, left) = {
             let mut state = state();
             state.unusable = None;
-            state.endings += 1;
-            if state.current.as_ref().is_some_and(is_meant) { state.current.take() } else { None }
+            self.take(&mut state, is_meant)
         };
-        let was_there = current.is_some();
-        if let Some(current) = current {
-            self.leave(current, how);
-        }
-        was_there
+        let backend = current.as_ref().map(|current| Arc::clone(&current.backend));
+        self.leave(current, &left, how);
+        backend.into_iter().chain(left).collect()
     }
 
     /// The framework's card, if it has one that can be used; looks again. A reason if it has one that cannot.

@@ -373,7 +373,7 @@ impl Runtime {
     }
 
     fn withdraw_memory(&self, device: &Device, start: u64, len: u64) -> Withdrawn {
-        self.windows().unmapping(DeviceAddr(start));
+        self.windows().unmapping(DeviceAddr(start), device.id());
         device.withdraw_foreign(DeviceAddr(start), len)
     }
 

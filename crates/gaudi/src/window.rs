@@ -170,16 +170,25 @@ impl Windows {
         notify(&observers, &WindowEvent::Mapped(memory));
     }
 
-    /// Notifies the observers that the application is about to unmap memory.
-    pub(crate) fn unmapping(&self, start: DeviceAddr) {
+    /// Notifies the observers that the application is about to unmap memory of this device.
+    pub(crate) fn unmapping(&self, start: DeviceAddr, device: DeviceId) {
         let (memory, observers) = {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-            let Some(at) = state.foreign.iter().position(|memory| memory.start == start) else {
+            let is_meant =
+                |memory: &ForeignMemory| memory.start == start && memory.device == device;
+            let Some(at) = state.foreign.iter().position(is_meant) else {
                 return;
             };
             (state.foreign.swap_remove(at), state.observers.clone())
         };
         notify(&observers, &WindowEvent::Unmapping(memory));
+        // Another device may have come to these addresses meanwhile, and its notification before this one.
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let next = state.foreign.iter().find(|memory| memory.start == start).cloned();
+        drop(state);
+        if let Some(next) = next {
+            notify(&observers, &WindowEvent::Mapped(next));
+        }
     }
 
     fn opened(&self, window: &Window) {

@@ -260,6 +260,46 @@ fn a_release_that_is_announced_finds_nothing_of_ours_on_the_card() {
 }
 
 #[test]
+fn memory_that_we_have_when_a_release_is_refused_goes_back_to_the_pool() {
+    let framework = Framework::with_card("gaudi2", 4);
+    let (before, _) = framework.memory();
+    let tensor = framework.malloc(4096);
+    let device = device_of(tensor);
+    let ours = device.alloc(8 << 20, 1).unwrap();
+    let releasing = runtime().framework_releasing();
+    // As if the framework had answered 26, because a thread of its own was in a call.
+    releasing.refused();
+    drop(releasing);
+    let again = device_of(tensor);
+    assert_ne!(again.id(), device.id());
+    let bytes = pattern(8 << 20, 5);
+    write(&again, ours.addr(), &bytes);
+    assert_same(&read(&again, ours.addr(), bytes.len()), &bytes, "memory that we had before");
+    let late = again.alloc(8 << 20, 1).unwrap();
+    let releasing = runtime().framework_releasing();
+    releasing.refused();
+    drop((releasing, device, again, ours, late));
+    framework.free(tensor);
+    assert_eq!(framework.memory().0, before, "all of it went back");
+
+    let tensor = framework.malloc(4096);
+    let device = device_of(tensor);
+    let ours = device.alloc(8 << 20, 1).unwrap();
+    let releasing = runtime().framework_releasing();
+    releasing.refused();
+    drop(releasing);
+    let releasing = runtime().framework_releasing();
+    assert_eq!(framework.release(), 0);
+    drop(releasing);
+    framework.acquire(4);
+    let all = framework.malloc(before);
+    drop((device, ours));
+    assert_eq!(framework.memory().0, 0, "a card that was released after all gets nothing back");
+    framework.free(all);
+    assert_eq!(Framework::calls(None), 0);
+}
+
+#[test]
 fn a_release_without_a_word_is_noticed_and_fails_copies_with_the_reason() {
     let framework = Framework::with_card("gaudi2", 4);
     let tensor = framework.malloc(1 << 20);
@@ -281,6 +321,32 @@ fn a_release_without_a_word_is_noticed_and_fails_copies_with_the_reason() {
     assert_eq!(open.info().module_id, 7);
     assert_eq!(device_of(tensor).id(), open.id());
     write(&open, DeviceAddr(tensor), &pattern(1000, 1));
+    assert_eq!(Framework::calls(None), 0);
+}
+
+#[test]
+fn a_card_that_another_thread_attaches_to_while_the_last_is_left_stays_known() {
+    let framework = Framework::with_card("gaudi2", 4);
+    let tensor = framework.malloc(1 << 20);
+    let first = device_of(tensor).id();
+    // In the middle of the leave: before the others are notified, and before the table is touched.
+    let attached = Arc::new(Mutex::new(None));
+    let result = Arc::clone(&attached);
+    runtime().subscribe(Box::new(move |event| {
+        if matches!(event, WindowEvent::Unmapping(_)) {
+            let attach = std::thread::spawn(|| runtime().framework_card().unwrap().unwrap().id());
+            *result.lock().unwrap() = Some(attach.join().unwrap());
+        }
+    }));
+    let heard = record();
+    assert_eq!(framework.release(), 0);
+    framework.acquire(4);
+    let tensor = framework.malloc(1 << 20);
+    let found = runtime().framework_card().unwrap().unwrap();
+    assert_eq!(Some(found.id()), *attached.lock().unwrap());
+    assert_ne!(found.id(), first);
+    assert_eq!(device_of(tensor).id(), found.id(), "its memory is in the table");
+    assert_eq!(heard.lock().unwrap().last(), Some(&"mapped"), "what observers heard last");
     assert_eq!(Framework::calls(None), 0);
 }
 

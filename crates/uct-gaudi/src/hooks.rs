@@ -20,7 +20,7 @@ use std::os::fd::BorrowedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use gaudi::{DeviceAddr, Runtime, runtime};
+use gaudi::{DeviceAddr, Releasing, Runtime, runtime};
 use uct::config::Ternary;
 use uct::{Ucx, log};
 
@@ -61,6 +61,10 @@ static WANTED: Mutex<Option<(&'static Ucx, Ternary)>> = Mutex::new(None);
 pub(crate) fn configure(ucx: &'static Ucx, wanted: Ternary) {
     *WANTED.lock().unwrap_or_else(PoisonError::into_inner) = Some((ucx, wanted));
     install_if_needed();
+    // A framework's card that was found before this was announced before hooks could be installed.
+    if runtime().devices().iter().any(|device| device.is_guest()) {
+        install_for_framework();
+    }
 }
 
 /// Installs the hooks if they are wanted and needed, and it was not done before. Call it whenever
@@ -292,14 +296,29 @@ fn endings() -> &'static Endings {
     ENDINGS.get().expect("set before the first redirection")
 }
 
+/// Before a call that releases the framework's card.
+fn releasing() -> Option<Releasing> {
+    unnoticed(|| runtime().framework_releasing())
+}
+
+/// After it.
+fn released(releasing: Option<Releasing>, answer: c_int) -> c_int {
+    if answer != 0
+        && let Some(releasing) = &releasing
+    {
+        unnoticed(|| releasing.refused());
+    }
+    answer
+}
+
 unsafe extern "C" fn device_release(device: u32) -> c_int {
-    let _releasing = unnoticed(|| runtime().framework_releasing());
+    let releasing = releasing();
     // SAFETY: the caller's own argument.
-    unsafe { (endings().release)(device) }
+    released(releasing, unsafe { (endings().release)(device) })
 }
 
 unsafe extern "C" fn destroy() -> c_int {
-    let _releasing = unnoticed(|| runtime().framework_releasing());
+    let releasing = releasing();
     // SAFETY: no arguments.
-    unsafe { (endings().destroy)() }
+    released(releasing, unsafe { (endings().destroy)() })
 }

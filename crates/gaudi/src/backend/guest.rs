@@ -7,24 +7,26 @@
 //! bounce buffers.
 //!
 //! The framework may release the card at any time. It must not find one of our threads in a call of its then,
-//! nor a dma-buf of ours: [`Guest::end`] waits for the calls under way, has all later ones fail, and gives back the
-//! dma-buf, streams, events and host mappings. Device memory that is still allocated goes with the card. Handles
+//! nor a dma-buf of ours: where the release is announced, [`Guest::end`] waits for the calls under way, has all later
+//! ones fail, and gives back the dma-buf, streams, events and host mappings. Where it is not, nothing is waited for
+//! ([`presence`]), and only the dma-buf is given back. Device memory that is still allocated goes with the card. Handles
 //! that are left are forgotten, because their numbers may be given to somebody else.
-//!
-//! libscal is not called here: it has a lock that a release holds while our hooks wait for the calls under way.
 
+mod presence;
 mod streams;
 
 use std::collections::HashMap;
+use std::ffi::c_int;
 use std::mem::forget;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hl_thunk::packet::{DmaRule, LinDma};
 use hl_thunk::{DeviceAddr, Direction, DmaBuf, ExportCall, PAGE_SIZE};
 use synapse::{Acquired, CallError, DeviceBlock, Framework, HostMapping, Status};
 
+use self::presence::{Calling, Presence};
 use self::streams::{LANES, Streams};
 use super::driver::{Shared, alone, flush, shared};
 use super::{
@@ -73,8 +75,7 @@ struct Inner {
     device: hl_thunk::Device,
     card: Acquired,
     pool: synapse::Pool,
-    /// Whether the card is still there: read by every call of the framework, while it lasts.
-    present: RwLock<bool>,
+    presence: Presence,
     streams: Streams,
     /// Our own host memory that is mapped, by its address.
     mappings: Mutex<HashMap<usize, HostMapping>>,
@@ -95,7 +96,7 @@ impl Guest {
             device,
             card,
             pool,
-            present: RwLock::new(true),
+            presence: Presence::new(),
             streams: Streams::new(),
             mappings: Mutex::default(),
             whole: Mutex::default(),
@@ -103,32 +104,56 @@ impl Guest {
         Self { inner: Arc::new(inner) }
     }
 
-    /// Where the driver's mapping begins that the pool lies in.
-    pub(crate) fn mapping(&self) -> DeviceAddr {
-        DeviceAddr(self.inner.pool.mapping)
+    /// Whether what the framework unmaps through this descriptor is the pool, or all if it does not say what.
+    pub(crate) fn is_mapped(&self, fd: c_int, start: Option<DeviceAddr>) -> bool {
+        let pool = &self.inner.pool;
+        // The driver's mapping may begin before the pool; other pools have mappings of their own.
+        let is_pool = |start: DeviceAddr| start.0 == pool.mapping || pool.range.contains(&start.0);
+        self.inner.card.fd == fd && start.is_none_or(is_pool)
     }
 
     /// Whether [`Guest::end`] was not called.
     pub(crate) fn is_present(&self) -> bool {
-        *self.inner.present.read().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Has all later calls fail; waits for those under way.
-    pub(crate) fn refuse(&self) {
-        *self.inner.present.write().unwrap_or_else(PoisonError::into_inner) = false;
+        self.inner.presence.is_in_use()
     }
 
     /// Has all later calls fail, and gives up what is ours on the card, except memory in allocations that still exist:
     /// a release takes that along.
     pub(crate) fn end(&self, how: Ending) {
-        self.refuse();
-        drop(lock(&self.inner.whole).take());
-        let (streams, events) = self.inner.streams.take();
-        let mappings = std::mem::take(&mut *lock(&self.inner.mappings));
-        match how {
+        let inner = &*self.inner;
+        inner.presence.end();
+        if how == Ending::Announced {
+            inner.presence.wait();
+        }
+        // Nobody calls the framework with this lock.
+        drop(lock(&inner.whole).take());
+        if how == Ending::Announced {
             // Destroying a stream waits for its work.
-            Ending::Announced => drop((streams, events, mappings)),
-            Ending::Unannounced => forget((streams, events, mappings)),
+            drop(inner.streams.take());
+            drop(std::mem::take(&mut *lock(&inner.mappings)));
+        }
+    }
+
+    /// After an announced release that was refused: has memory given back when it is freed, if the framework still has
+    /// the card. Whether it has.
+    pub(crate) fn stays(&self) -> bool {
+        let stays = matches!(self.inner.framework.has(&self.inner.card), Ok(true));
+        if stays {
+            self.inner.presence.stays();
+        }
+        stays
+    }
+
+    /// Has all later calls fail, and waits for nothing: the framework is just releasing the card.
+    pub(crate) fn refuse(&self) {
+        self.inner.presence.end();
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if !self.presence.is_in_use() {
+            forget((self.streams.take(), std::mem::take(&mut *lock(&self.mappings))));
         }
     }
 }
@@ -137,16 +162,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// While this lives, the card is not given up.
-type Present<'a> = RwLockReadGuard<'a, bool>;
-
 impl Inner {
-    fn enter(&self, operation: &'static str) -> Result<Present<'_>, Error> {
+    fn enter(&self, operation: &'static str) -> Result<Calling<'_>, Error> {
         if !self.device.is_ours() {
             return Err(Error::forked(operation));
         }
-        let present = self.present.read().unwrap_or_else(PoisonError::into_inner);
-        if *present { Ok(present) } else { Err(released(operation)) }
+        self.presence.enter().ok_or_else(|| released(operation))
     }
 
     /// The framework's refusal, for the engine. It may mean that the card is not the same any more.
@@ -157,6 +178,9 @@ impl Inner {
         );
         if !suspicious {
             return translate(operation, error);
+        }
+        if !self.presence.is_in_use() {
+            return released(operation);
         }
         match self.framework.has(&self.card) {
             Ok(true) => translate(operation, error),
@@ -175,7 +199,7 @@ impl Inner {
     }
 
     /// Enters for a call on the framework's descriptor, whose number may be another file's by now.
-    fn enter_for_driver(&self, operation: &'static str) -> Result<Present<'_>, Error> {
+    fn enter_for_driver(&self, operation: &'static str) -> Result<Calling<'_>, Error> {
         let present = self.enter(operation)?;
         match self.framework.has(&self.card) {
             Ok(true) => Ok(present),
@@ -323,7 +347,9 @@ impl Backend for Guest {
         let inner = &*self.inner;
         let _present = inner.enter(SUBMITTING)?;
         // SAFETY: the caller's promise.
-        let submitted = unsafe { inner.streams.submit(&inner.framework, direction, slot, moves) };
+        let submitted = unsafe {
+            inner.streams.submit(&inner.framework, &inner.presence, direction, slot, moves)
+        };
         submitted.map_err(|error| inner.failed(SUBMITTING, error))
     }
 
@@ -422,9 +448,10 @@ struct PoolPage {
 impl PoolPage {
     fn free(self) {
         let PoolPage { inner, block } = self;
-        match inner.enter("freeing device memory") {
-            Ok(_present) => drop(block),
-            Err(_) => forget(block),
+        // A forked child gives nothing back.
+        match inner.presence.enter_to_free().filter(|_| inner.device.is_ours()) {
+            Some(_calling) => drop(block),
+            None => forget(block),
         }
     }
 }

@@ -50,8 +50,8 @@ impl PeerWrites {
     /// The allocation that starts at `base` is going to be freed: what is still on its way must not end up in
     /// the next one at that address.
     pub(crate) fn freed(&self, base: u64, backend: &dyn Backend, counts: Counts) {
-        if self.exported.find(base, 1).is_some() {
-            self.exported.remove(base);
+        if let Some(range) = self.exported.find(base, 1) {
+            self.exported.remove(base, range.device);
             // A card that cannot any more is not going to be used again.
             let _ = self.flush(backend, counts);
         }

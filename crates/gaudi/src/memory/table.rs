@@ -211,11 +211,11 @@ impl AddressTable {
         self.current.store(Arc::new(next));
     }
 
-    /// Removes the allocation that starts at `base`, if there is one.
-    pub(crate) fn remove(&self, base: u64) {
+    /// Removes the allocation that starts at `base`, if it is this device's: the same addresses may be another's by now.
+    pub(crate) fn remove(&self, base: u64, device: DeviceId) {
         let _writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
         let current = self.current.load();
-        let owner = current.at(base).filter(|owner| owner.base == base);
+        let owner = current.at(base).filter(|owner| owner.base == base && owner.device == device);
         if let Some(&owner) = owner {
             self.current.store(Arc::new(current.with(owner, false)));
         }
@@ -268,7 +268,7 @@ mod tests {
                     table.insert(DeviceRange { base, len, device: DeviceId(slot as u32) });
                     model.insert(base, (len, DeviceId(slot as u32)));
                 } else if !insert {
-                    table.remove(base);
+                    table.remove(base, DeviceId(slot as u32));
                     model.remove(&base);
                 }
             }
@@ -297,14 +297,17 @@ mod tests {
                 probes.into_iter().map(|(at, len)| (start + at % (base - start), len)).collect();
             check(&table, &model, &probes);
             for pick in removed {
-                let Some(&base) = model.keys().nth(pick % model.len().max(1)) else { break };
-                table.remove(base + 1);
-                table.remove(base);
+                let nth = model.iter().nth(pick % model.len().max(1));
+                let Some((&base, &(_, device))) = nth else { break };
+                table.remove(base + 1, device);
+                table.remove(base, DeviceId(u32::MAX));
+                prop_assert!(table.find(base, 1).is_some(), "another device's");
+                table.remove(base, device);
                 model.remove(&base);
             }
             check(&table, &model, &probes);
-            for base in model.into_keys() {
-                table.remove(base);
+            for (base, (_, device)) in model {
+                table.remove(base, device);
             }
             prop_assert!(table.current.load().root.is_empty(), "nothing is left behind");
         }
@@ -325,7 +328,7 @@ mod tests {
         let table = AddressTable::default();
         table.insert(DeviceRange { base: UNIT, len: 0, device: DeviceId(0) });
         assert_eq!(table.find(UNIT, 0), None);
-        table.remove(UNIT);
+        table.remove(UNIT, DeviceId(0));
     }
 
     #[test]
@@ -353,7 +356,7 @@ mod tests {
                 for round in 0..2000_u64 {
                     let base = (2 + round % 300) * UNIT;
                     table.insert(DeviceRange { base, len: UNIT, device: DeviceId(1) });
-                    table.remove(base);
+                    table.remove(base, DeviceId(1));
                 }
             });
             for _ in 0..2000 {

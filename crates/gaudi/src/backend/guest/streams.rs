@@ -13,6 +13,7 @@ use synapse::sys::DmaDir;
 use synapse::{CallError, Copied, Event, Framework, Stream};
 
 use super::lock;
+use super::presence::Presence;
 use crate::backend::Ticket;
 use crate::copy::SLOTS;
 
@@ -50,6 +51,7 @@ impl Streams {
     pub(super) unsafe fn submit(
         &self,
         framework: &Arc<Framework>,
+        presence: &Presence,
         direction: Direction,
         slot: u32,
         moves: &[LinDma],
@@ -68,10 +70,11 @@ impl Streams {
             none => none.insert(Event::new(framework)?),
         };
         // SAFETY: the caller's promise.
-        let started = unsafe { start(stream, direction, moves) };
+        let started = unsafe { start(presence, stream, direction, moves) };
+        let started = started.and_then(|()| presence.check());
         if let Err(error) = started.and_then(|()| event.record(stream)) {
-            // Some of it may run, and the caller takes it for not started.
-            let _ = stream.synchronize();
+            // Some of it may run, and the caller takes it for not started. A release waits for it by itself.
+            let _ = presence.check().and_then(|()| stream.synchronize());
             return Err(error);
         }
         *sequence = self.last.fetch_add(1, Ordering::Relaxed) + 1;
@@ -100,7 +103,12 @@ impl Streams {
 ///
 /// # Safety
 /// As for [`Backend::submit`].
-unsafe fn start(stream: &Stream, direction: Direction, moves: &[LinDma]) -> Result<(), CallError> {
+unsafe fn start(
+    presence: &Presence,
+    stream: &Stream,
+    direction: Direction,
+    moves: &[LinDma],
+) -> Result<(), CallError> {
     let direction = match direction {
         Direction::HostToDevice => DmaDir::HostToDram,
         Direction::DeviceToHost => DmaDir::DramToHost,
@@ -108,6 +116,7 @@ unsafe fn start(stream: &Stream, direction: Direction, moves: &[LinDma]) -> Resu
     };
     let mut copies = SmallVec::<[Copied; 4]>::new();
     for dma in moves {
+        presence.check()?;
         match *dma {
             LinDma::Copy { src, dst, len } => {
                 copies.push(Copied { src: src.0, dst: dst.0, len: len.into() });
@@ -116,6 +125,7 @@ unsafe fn start(stream: &Stream, direction: Direction, moves: &[LinDma]) -> Resu
             LinDma::Fill { dst, len, byte } => unsafe { stream.fill(dst.0, byte, len as usize)? },
         }
     }
+    presence.check()?;
     // SAFETY: the caller's promise.
     unsafe { stream.copy(&copies, direction) }
 }
@@ -165,9 +175,8 @@ mod tests {
         if ended { 0 } else { Status::BUSY.0 }
     }
 
-    #[test]
-    fn a_copy_is_not_taken_for_ended_after_others_were_refused() {
-        let functions = Functions {
+    fn functions() -> Functions {
+        Functions {
             synStreamCreateGeneric: Some(create),
             synStreamDestroy: Some(on_handle),
             synStreamSynchronize: Some(on_handle),
@@ -177,15 +186,55 @@ mod tests {
             synEventQuery: Some(query),
             synMemCopyAsync: Some(copy),
             ..Functions::default()
-        };
+        }
+    }
+
+    fn framework(functions: Functions) -> Arc<Framework> {
         // SAFETY: as far as they go, they do what the library's do.
-        let framework = Arc::new(unsafe { Framework::with_functions(functions) });
+        Arc::new(unsafe { Framework::with_functions(functions) })
+    }
+
+    fn submit(
+        streams: &Streams,
+        framework: &Arc<Framework>,
+        presence: &Presence,
+        slot: u32,
+    ) -> Result<Ticket, CallError> {
+        let moves = [LinDma::Copy { src: DeviceAddr(1), dst: DeviceAddr(2), len: 3 }];
+        // SAFETY: nothing is copied.
+        unsafe { streams.submit(framework, presence, Direction::HostToDevice, slot, &moves) }
+    }
+
+    #[test]
+    fn a_release_in_the_middle_of_a_submission_stops_it_and_waits_for_nothing() {
+        static PRESENCE: Presence = Presence::new();
+        unsafe extern "C" fn copy(_: Handle, _: u64, _: u64, _: u64, _: DmaDir) -> u32 {
+            PRESENCE.end();
+            0
+        }
+        unsafe extern "C" fn never(_: Handle) -> u32 {
+            panic!("the framework is called while it releases its card");
+        }
+        unsafe extern "C" fn never_recorded(_: Handle, _: Handle) -> u32 {
+            panic!("the framework is called while it releases its card");
+        }
+        let framework = framework(Functions {
+            synMemCopyAsync: Some(copy),
+            synEventRecord: Some(never_recorded),
+            synStreamSynchronize: Some(never),
+            ..functions()
+        });
         let streams = Streams::new();
-        let submit = |slot| {
-            let moves = [LinDma::Copy { src: DeviceAddr(1), dst: DeviceAddr(2), len: 3 }];
-            // SAFETY: nothing is copied.
-            unsafe { streams.submit(&framework, Direction::HostToDevice, slot, &moves) }
-        };
+        let _calling = PRESENCE.enter().unwrap();
+        let error = submit(&streams, &framework, &PRESENCE, 0).unwrap_err();
+        assert_eq!(error.status(), Some(Status::NO_DEVICE_FOUND));
+    }
+
+    #[test]
+    fn a_copy_is_not_taken_for_ended_after_others_were_refused() {
+        let framework = framework(functions());
+        let (streams, presence) = (Streams::new(), Presence::new());
+        let submit = |slot| submit(&streams, &framework, &presence, slot);
         let oldest = submit(0).unwrap();
         REFUSED.store(5, Ordering::Relaxed);
         (0..5).for_each(|_| assert!(submit(1).is_err()));

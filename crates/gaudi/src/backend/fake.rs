@@ -52,6 +52,8 @@ struct State {
     slots: BTreeMap<u32, u64>,
     one_lane: bool,
     polls: u64,
+    /// The longest time that a wait may have slept.
+    longest_wait_us: u32,
     refuse_pins: Option<i32>,
     /// Pins that hold this address are refused.
     unpinnable: Option<u64>,
@@ -166,6 +168,11 @@ impl Fake {
     /// All submissions go to one queue from now on.
     pub(crate) fn use_one_lane(&self) {
         self.state().one_lane = true;
+    }
+
+    /// The longest time that a wait for a submission may have slept.
+    pub(crate) fn longest_wait_us(&self) -> u32 {
+        self.state().longest_wait_us
     }
 
     /// How often submissions were polled.
@@ -403,7 +410,11 @@ impl Backend for Fake {
 
     fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error> {
         let timeout = Duration::from_micros(timeout_us.into());
-        self.state().polls += 1;
+        {
+            let mut state = self.state();
+            state.polls += 1;
+            state.longest_wait_us = state.longest_wait_us.max(timeout_us);
+        }
         let pending = |state: &mut State| !state.finished.contains_key(&ticket.sequence);
         let waited = self.changed.wait_timeout_while(self.state(), timeout, pending);
         let (mut state, _) = waited.unwrap();

@@ -24,7 +24,9 @@ use crate::{Error, marks};
 
 /// How long one wait for a submission may sleep in the driver.
 const WAIT_US: u32 = 1_000_000;
-/// How long the waiter sleeps for one lane while submissions of others may end.
+/// The same for whom the end of any submission will do, on a card with several lanes: the driver waits for one
+/// submission at a time, and one on another lane, perhaps submitted meanwhile, may end first. So long is the delay of
+/// whoever sleeps for that; a thread that wakes so often while copies run costs next to nothing.
 const SHARED_WAIT_US: u32 = 1_000;
 
 /// What is known of a lane without a lock.
@@ -277,7 +279,7 @@ impl Engine {
         match oldest {
             // Its owner learns how it ended.
             Some(submission) => {
-                self.poll(&submission, WAIT_US);
+                self.poll(&submission, self.any_wait_us());
             }
             // Other threads are submitting, or run short copies, which are not recorded.
             None => std::thread::yield_now(),
@@ -323,13 +325,15 @@ impl Engine {
     pub(crate) fn wait_for_any(&self) -> bool {
         let heads = self.in_flight().heads();
         let Some(oldest) = heads.first() else { return false };
-        if heads.len() == 1 {
-            self.poll(oldest, WAIT_US);
-        } else if !heads.iter().any(|head| self.poll(head, 0).is_some()) {
-            // The driver waits for one submission at a time, and another lane may be faster.
-            self.poll(oldest, SHARED_WAIT_US);
+        if heads.len() == 1 || !heads.iter().any(|head| self.poll(head, 0).is_some()) {
+            self.poll(oldest, self.any_wait_us());
         }
         true
+    }
+
+    /// How long to sleep for one submission, if the end of any will do.
+    fn any_wait_us(&self) -> u32 {
+        if self.lanes.len() > 1 { SHARED_WAIT_US } else { WAIT_US }
     }
 
     /// Ends the waiter's thread, if there is one. Nothing must be in flight any more.

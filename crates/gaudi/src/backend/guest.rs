@@ -183,6 +183,11 @@ impl Inner {
             return released(operation);
         }
         match self.framework.has(&self.card) {
+            Ok(true) if error.status() == Some(Status::INVALID_EVENT_HANDLE) => {
+                // It was released and acquired again: the next look attaches to it.
+                self.presence.end();
+                released(operation)
+            }
             Ok(true) => translate(operation, error),
             Ok(false) => released(operation),
             // Why nothing works any more, such as a reset.
@@ -359,6 +364,10 @@ impl Backend for Guest {
         flush(&self.inner.device)
     }
 
+    fn is_operational(&self) -> bool {
+        self.inner.enter_for_driver("looking at the card").is_ok()
+    }
+
     fn wait(&self, ticket: Ticket, timeout_us: u32) -> Result<bool, Error> {
         let inner = &*self.inner;
         let mut end = None;
@@ -366,7 +375,7 @@ impl Backend for Guest {
         loop {
             {
                 let _present = inner.enter(WAITING)?;
-                let ended = inner.streams.has_ended(ticket);
+                let ended = inner.streams.has_ended(&inner.presence, ticket);
                 if ended.map_err(|error| inner.failed(WAITING, error))? {
                     return Ok(true);
                 }

@@ -1,9 +1,10 @@
 //! Copies on streams of our own: a stream per direction, and an event for each submission in flight.
 //!
-//! An event belongs to the slot of the submission's permit, which no other submission in flight has. A sequence
+//! An event belongs to the slot of the submission's permit, which no other submission in flight has, and moves to
+//! another only if its submission has ended and the framework has no more events. A sequence
 //! number is given only to a submission that was started, so that refused ones leave no gaps.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use hl_thunk::Direction;
@@ -25,6 +26,8 @@ pub(super) struct Streams {
     lanes: [Mutex<Option<Stream>>; LANES],
     /// By slot.
     events: Vec<Mutex<Recorded>>,
+    /// How many events there are.
+    made: AtomicUsize,
     last: AtomicU64,
 }
 
@@ -40,6 +43,7 @@ impl Streams {
         Self {
             lanes: Default::default(),
             events: (0..SLOTS).map(|_| Mutex::default()).collect(),
+            made: AtomicUsize::new(0),
             last: AtomicU64::new(0),
         }
     }
@@ -67,7 +71,7 @@ impl Streams {
         let Recorded { sequence, event } = &mut *recorded;
         let event = match event {
             Some(event) => event,
-            none => none.insert(Event::new(framework)?),
+            none => none.insert(self.event(framework, presence)?),
         };
         // SAFETY: the caller's promise.
         let started = unsafe { start(presence, stream, direction, moves) };
@@ -81,13 +85,50 @@ impl Streams {
         Ok(Ticket { sequence: *sequence, lane: lane as u32, slot })
     }
 
-    /// Whether a submission has ended.
-    pub(super) fn has_ended(&self, ticket: Ticket) -> Result<bool, CallError> {
+    /// Whether a submission has ended. After an error it has.
+    pub(super) fn has_ended(&self, presence: &Presence, ticket: Ticket) -> Result<bool, CallError> {
         let recorded = lock(&self.events[ticket.slot as usize]);
-        match &recorded.event {
+        let ended = match &recorded.event {
             Some(event) if recorded.sequence == ticket.sequence => event.has_ended(),
-            // Another submission has its slot: somebody has seen its end.
+            // Another submission has its slot or its event: somebody has seen its end.
             _ => Ok(true),
+        };
+        drop(recorded);
+        if ended.is_err()
+            && presence.check().is_ok()
+            && let Some(stream) = &*lock(&self.lanes[ticket.lane as usize])
+        {
+            // The caller uses its memory for something else.
+            let _ = stream.synchronize();
+        }
+        ended
+    }
+
+    /// An event for a submission: a new one, or if the framework has none left, one of ours whose submission has ended.
+    /// Waits for one of those that run; an error if there is none of ours.
+    fn event(&self, framework: &Arc<Framework>, presence: &Presence) -> Result<Event, CallError> {
+        loop {
+            presence.check()?;
+            let refused = match Event::new(framework) {
+                Ok(event) => {
+                    self.made.fetch_add(1, Ordering::Relaxed);
+                    return Ok(event);
+                }
+                Err(error) => error,
+            };
+            if self.made.load(Ordering::Relaxed) == 0 {
+                return Err(refused);
+            }
+            // One that is locked is the caller's own, or somebody submits with it or asks for it.
+            for mut recorded in self.events.iter().filter_map(|recorded| recorded.try_lock().ok()) {
+                if let Some(event) = &recorded.event
+                    && event.has_ended()?
+                    && let Some(event) = recorded.event.take()
+                {
+                    return Ok(event);
+                }
+            }
+            std::thread::yield_now();
         }
     }
 
@@ -134,7 +175,7 @@ unsafe fn start(
 mod tests {
     use super::*;
     use hl_thunk::DeviceAddr;
-    use std::sync::atomic::{AtomicU32, AtomicUsize};
+    use std::sync::atomic::AtomicU32;
     use synapse::Status;
     use synapse::sys::{Functions, Handle};
 
@@ -231,6 +272,63 @@ mod tests {
     }
 
     #[test]
+    fn a_submission_whose_event_cannot_be_asked_has_ended_before_that_is_reported() {
+        static SYNCHRONIZED: AtomicU32 = AtomicU32::new(0);
+        unsafe extern "C" fn query(_: Handle) -> u32 {
+            Status::FAIL.0
+        }
+        unsafe extern "C" fn synchronize(_: Handle) -> u32 {
+            SYNCHRONIZED.fetch_add(1, Ordering::Relaxed);
+            0
+        }
+        let framework = framework(Functions {
+            synEventQuery: Some(query),
+            synStreamSynchronize: Some(synchronize),
+            ..functions()
+        });
+        let (streams, presence) = (Streams::new(), Presence::new());
+        let ticket = submit(&streams, &framework, &presence, 0).unwrap();
+        assert!(streams.has_ended(&presence, ticket).is_err());
+        assert_eq!(SYNCHRONIZED.load(Ordering::Relaxed), 1, "its memory may be used again");
+        presence.end();
+        assert!(streams.has_ended(&presence, ticket).is_err());
+        assert_eq!(SYNCHRONIZED.load(Ordering::Relaxed), 1, "the card is gone");
+    }
+
+    #[test]
+    fn without_a_free_event_a_submission_waits_for_one_of_ours() {
+        static LEFT: AtomicU32 = AtomicU32::new(0);
+        static ASKED: AtomicU32 = AtomicU32::new(0);
+        unsafe extern "C" fn create_event(handle: *mut Handle, a: u32, b: u32) -> u32 {
+            let take = |left: u32| left.checked_sub(1);
+            match LEFT.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take) {
+                // SAFETY: as for this.
+                Ok(_) => unsafe { create(handle, a, b) },
+                Err(_) => Status::ALL_RESOURCES_TAKEN.0,
+            }
+        }
+        /// Ends what it is asked about with the third question.
+        unsafe extern "C" fn query(_: Handle) -> u32 {
+            if ASKED.fetch_add(1, Ordering::Relaxed) < 2 { Status::BUSY.0 } else { 0 }
+        }
+        let framework = framework(Functions {
+            synEventCreate: Some(create_event),
+            synEventQuery: Some(query),
+            ..functions()
+        });
+        let (streams, presence) = (Streams::new(), Presence::new());
+        let submit = |slot| submit(&streams, &framework, &presence, slot);
+        let error = submit(0).unwrap_err();
+        assert_eq!(error.status(), Some(Status::ALL_RESOURCES_TAKEN), "nothing of ours runs");
+        LEFT.store(1, Ordering::Relaxed);
+        let first = submit(1).unwrap();
+        let second = submit(2).unwrap();
+        assert_eq!(ASKED.load(Ordering::Relaxed), 3, "it waited");
+        assert!(streams.has_ended(&presence, first).unwrap(), "it has, or its event had not moved");
+        assert_eq!((first.sequence, second.sequence), (1, 2));
+    }
+
+    #[test]
     fn a_copy_is_not_taken_for_ended_after_others_were_refused() {
         let framework = framework(functions());
         let (streams, presence) = (Streams::new(), Presence::new());
@@ -239,13 +337,13 @@ mod tests {
         REFUSED.store(5, Ordering::Relaxed);
         (0..5).for_each(|_| assert!(submit(1).is_err()));
         let others: Vec<Ticket> = (1..SLOTS).map(|slot| submit(slot).unwrap()).collect();
-        assert!(!streams.has_ended(oldest).unwrap(), "it runs");
+        assert!(!streams.has_ended(&presence, oldest).unwrap(), "it runs");
         let sequences = others.iter().map(|ticket| ticket.sequence);
         assert!(sequences.eq(2..=u64::from(SLOTS)), "refused ones leave no gaps");
         ENDED.store(1, Ordering::Relaxed);
-        assert!(streams.has_ended(oldest).unwrap());
+        assert!(streams.has_ended(&presence, oldest).unwrap());
         let next = submit(oldest.slot).unwrap();
-        assert!(streams.has_ended(oldest).unwrap(), "its slot has a later one");
-        assert!(!streams.has_ended(next).unwrap());
+        assert!(streams.has_ended(&presence, oldest).unwrap(), "its slot has a later one");
+        assert!(!streams.has_ended(&presence, next).unwrap());
     }
 }

@@ -5,7 +5,7 @@
 //! running, however much waits. Knows neither copies nor UCX.
 //!
 //! Small works are started as one where many are posted: while something runs, they wait for the next poll, or
-//! until there are many of them. The first starts at once, so that one alone is not delayed.
+//! until there are many of them, or a large one comes. The first starts at once, so that one alone is not delayed.
 
 use std::collections::VecDeque;
 
@@ -111,13 +111,16 @@ impl<W: Work, F> Queue<W, F> {
         if let Start::Ended(outcome) = started {
             return Some((work, outcome));
         }
+        // Those in front of it were held back for more of their kind, which does not come now.
+        let ends_wait = !work.is_small()
+            && matches!(self.waiting.back(), Some(Waiting::Work(last)) if last.work.is_small());
         let work = Numbered { number: self.next, work: Box::new(work) };
         self.next += 1;
         match started {
             Start::Running => self.running.push_back(work),
             _ => {
                 self.waiting.push_back(Waiting::Work(work));
-                if self.waiting.len().is_multiple_of(ASK_EVERY) {
+                if ends_wait || self.waiting.len().is_multiple_of(ASK_EVERY) {
                     self.start_waiting(ended);
                 }
             }
@@ -466,5 +469,8 @@ mod tests {
         assert_eq!(post(&mut queue, 4, false), 5, "a large one does not wait");
         let last = (5..5 + ASK_EVERY).map(|id| post(&mut queue, id, true)).last();
         assert_eq!(last, Some(5 + ASK_EVERY), "many do not wait for a poll");
+        let (next, all) = (5 + ASK_EVERY, 7 + ASK_EVERY);
+        assert_eq!(post(&mut queue, next, true), next, "held back");
+        assert_eq!(post(&mut queue, next + 1, false), all, "a large one does not wait behind it");
     }
 }

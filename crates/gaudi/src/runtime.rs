@@ -261,7 +261,8 @@ impl Runtime {
         user: User,
     ) -> Option<Result<Arc<Device>, Error>> {
         let device = self.find_open(candidates)?;
-        if !device.is_lost() {
+        // An error of one submission is no reset.
+        if !device.is_surely_lost() {
             return Some(Ok(self.keep(device, user)));
         }
         let detail = "it was reset, and this process still holds memory of it";

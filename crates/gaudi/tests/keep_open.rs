@@ -96,6 +96,19 @@ fn a_card_that_was_reset_is_not_kept() {
 }
 
 #[test]
+fn a_card_that_failed_one_copy_and_works_is_opened_again() {
+    alone!(1, ("SOFT_GAUDI_FAULTS", "yes"));
+    let device = runtime().open(&CARD).unwrap();
+    let memory = device.alloc(4096, 1).unwrap();
+    machine::faults("hlthunk_wait_for_cs fail:EIO times=1");
+    let failed = device.fill(memory.addr(), 4096, 1).unwrap_err();
+    assert!(failed.is_device_lost(), "{failed}: what the driver says after a reset, too");
+    device.fill(memory.addr(), 4096, 2).unwrap();
+    let again = runtime().open(&CARD).expect("it was not reset");
+    again.alloc(4096, 1).unwrap();
+}
+
+#[test]
 fn a_card_whose_reset_an_allocation_finds_is_not_kept() {
     alone!(1, ("SOFT_GAUDI_FAULTS", "yes"));
     let _kept = runtime().keep_open();

@@ -1,5 +1,6 @@
 //! Memory domains `gaudi_copy` and `gaudi_gdr`: allocation, registration, detection, dma-buf.
 
+use std::cell::Cell;
 use std::marker::PhantomData;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -74,7 +75,7 @@ impl<F: Flavour> Component for GaudiComponent<F> {
             Ok(_) => {
                 // If UCX does not understand a variable of ours, it does not even try to open the domain.
                 if asked::settings().iter().any(|setting| setting.contains("_GAUDI_COPY_")) {
-                    REFUSED.store(true, Ordering::Relaxed);
+                    REFUSED.set(true);
                 }
                 vec![F::COMPONENT.to_owned()]
             }
@@ -103,9 +104,8 @@ impl<F: Flavour> Component for GaudiComponent<F> {
         _domain: &str,
         config: &Values<'_>,
     ) -> Result<GaudiDomain<F>, Status> {
-        // Not before it is known: another thread may be opening `gaudi_ipc` meanwhile.
         let opened = self.open_domain(ucx, config);
-        REFUSED.store(opened.is_err(), Ordering::Relaxed);
+        REFUSED.set(opened.is_err());
         opened
     }
 
@@ -114,12 +114,15 @@ impl<F: Flavour> Component for GaudiComponent<F> {
     }
 }
 
-/// Whether UCX wanted to open a copy domain and could not: other domains are of no use then.
-static REFUSED: AtomicBool = AtomicBool::new(false);
+thread_local! {
+    /// Whether UCX wanted to open a copy domain for the context that this thread is making, and could not: other
+    /// domains are of no use to that context then. Other threads make other contexts.
+    static REFUSED: Cell<bool> = const { Cell::new(false) };
+}
 
 /// See [`REFUSED`].
 pub(crate) fn is_refused() -> bool {
-    REFUSED.load(Ordering::Relaxed)
+    REFUSED.get()
 }
 
 impl<F: Flavour> GaudiComponent<F> {
@@ -255,7 +258,7 @@ impl Memory {
 impl<F: Flavour> GaudiDomain<F> {
     fn device(&self) -> Result<Arc<Device>, Error> {
         let mut device = self.device.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(known) = device.upgrade().filter(|known| !known.is_lost()) {
+        if let Some(known) = device.upgrade().filter(|known| !known.is_surely_lost()) {
             return Ok(known);
         }
         let opened = open(&self.settings.device)?;

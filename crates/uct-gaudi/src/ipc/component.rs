@@ -96,7 +96,7 @@ pub(super) fn unreachable(ucx: &Ucx, why: &Unusable) -> Status {
 /// the one this process is configured for, which is opened now.
 pub(super) fn card_near(ucx: &Ucx, wanted: SysDevice) -> Result<Arc<Device>, Unusable> {
     let mut open = gaudi::runtime().devices();
-    open.retain(|card| !card.is_lost());
+    open.retain(|card| !card.is_surely_lost());
     if wanted != SysDevice::UNKNOWN
         && let Some(card) =
             open.iter().find(|card| memtype_cache::sys_device(ucx, card.info()) == wanted)

@@ -11,7 +11,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use gaudi::{DeviceAddr, Error, ErrorKind, runtime};
 
-use crate::{hooks, status};
+use crate::{environment, hooks, status};
 
 thread_local! {
     /// What went wrong last on this thread.
@@ -32,6 +32,10 @@ impl From<Error> for Failure {
 pub(crate) fn guarded(body: impl FnOnce() -> Result<(), Failure>) -> c_int {
     let invalid = ErrorKind::InvalidParams.code();
     let bug = |_| Err(Failure(invalid, String::from("internal error (please report)")));
+    let body = || {
+        environment::take_over();
+        body()
+    };
     let outcome = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(bug);
     let Failure(code, text) = outcome.err().unwrap_or(Failure(0, String::new()));
     let text = CString::new(text.replace('\0', " ")).unwrap_or_default();

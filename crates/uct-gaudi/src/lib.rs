@@ -16,6 +16,7 @@ mod cards;
 mod copies;
 mod domain;
 mod duplicates;
+mod environment;
 mod estimates;
 mod fault;
 mod flavour;

@@ -10,7 +10,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use gaudi::{Allocation, DeviceAddr, DeviceChoice, ErrorKind, Location, runtime};
 
 use crate::lending::{Failure, guarded};
-use crate::{domain, memtype_cache};
+use crate::{domain, environment, memtype_cache};
 
 /// Version of these functions: one more when one is added; none is changed or removed.
 const API_VERSION: c_int = 1;
@@ -26,25 +26,13 @@ fn invalid(text: impl Into<String>) -> Failure {
     Failure(ErrorKind::InvalidParams.code(), text.into())
 }
 
-/// A setting as the environment has it: before UCX has read its configuration nobody has.
-fn setting(name: &str) -> Option<String> {
-    let spellings = ["UCX_GAUDI_COPY_", "UCT_GAUDI_COPY_"];
-    spellings.iter().find_map(|prefix| std::env::var(format!("{prefix}{name}")).ok())
-}
-
-/// As UCX reads a boolean.
-fn is_yes(name: &str) -> bool {
-    let yes = ["y", "yes", "on", "1", "true"];
-    setting(name).is_some_and(|value| yes.contains(&value.to_ascii_lowercase().as_str()))
-}
-
 /// The card that a caller names; without a name, the one this process is configured for.
 fn choice(card: Option<&CStr>) -> Result<DeviceChoice, Failure> {
     let text = match card {
         Some(card) => card.to_string_lossy().into_owned(),
         None => match runtime().options().device.clone() {
             Some(configured) => return Ok(configured),
-            None => setting("DEVICE").unwrap_or_default(),
+            None => environment::variable("COPY_DEVICE").unwrap_or_default(),
         },
     };
     Ok(text.parse::<DeviceChoice>()?)
@@ -79,9 +67,6 @@ pub(crate) unsafe extern "C" fn ucx_gaudi_alloc(
         let device = domain::open(&choice(card)?)?;
         let allocation = device.alloc(length as u64, 1)?;
         let start = allocation.addr().0;
-        if runtime().options().clear_allocations.is_none() && is_yes("CLEAR_MEMORY") {
-            device.fill(DeviceAddr(start), length as u64, 0)?;
-        }
         memtype_cache::allocated(&allocation);
         owned().get_or_insert_default().insert(start, allocation);
         // SAFETY: by the header a place for a pointer; checked for null above.

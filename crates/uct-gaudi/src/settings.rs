@@ -4,6 +4,7 @@
 //! that UCX does not understand thus takes both away, and never leaves one of them on a card that
 //! nobody meant.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -14,7 +15,7 @@ use uct::config::{Kind, Ternary, Values, Variable};
 use uct::{Level, Status, Ucx, log};
 
 use crate::estimates::{self, Overrides};
-use crate::status;
+use crate::{environment, status};
 
 /// Prefix of the variables, behind `UCX_`.
 pub(crate) const PREFIX: &str = "GAUDI_";
@@ -260,19 +261,24 @@ impl Settings {
             clear_allocations: Some(values.bool("COPY_CLEAR_MEMORY")),
             keep_open: Some(seconds(values.real("COPY_KEEP_OPEN"))),
             open_timeout: Some(seconds(values.real("COPY_OPEN_TIMEOUT"))),
-            flush_peer_writes: Some(match values.ternary("COPY_FLUSH_PEER_WRITES") {
-                Ternary::No => FlushPeerWrites::Never,
-                Ternary::Try => FlushPeerWrites::IfPossible,
-                Ternary::Yes => FlushPeerWrites::Always,
-            }),
+            flush_peer_writes: Some(flush(values.ternary("COPY_FLUSH_PEER_WRITES"))),
             ..Options::default()
         });
         Ok(settings)
     }
 }
 
+/// When writes of peers are flushed.
+pub(crate) fn flush(wanted: Ternary) -> FlushPeerWrites {
+    match wanted {
+        Ternary::No => FlushPeerWrites::Never,
+        Ternary::Try => FlushPeerWrites::IfPossible,
+        Ternary::Yes => FlushPeerWrites::Always,
+    }
+}
+
 /// What UCX parsed as a time: any number, also "infinite".
-fn seconds(value: f64) -> Duration {
+pub(crate) fn seconds(value: f64) -> Duration {
     Duration::try_from_secs_f64(value.clamp(0.0, 1e9)).unwrap_or_default()
 }
 
@@ -338,20 +344,25 @@ fn level(choice: usize) -> Option<Level> {
 
 /// Begins to record driver calls, unless that was begun before.
 fn start_trace(ucx: &Ucx, file: &str) {
+    match trace_to(file) {
+        Some(Ok(path)) => log!(ucx, Info, "driver calls are recorded in {}", path.display()),
+        Some(Err(error)) => {
+            log!(ucx, Warn, "UCX_GAUDI_TRACE={file}: nothing is recorded: {error}");
+        }
+        None => {}
+    }
+}
+
+/// The same, for who has no UCX to log with; `None` if there is nothing to begin.
+pub(crate) fn trace_to(file: &str) -> Option<std::io::Result<PathBuf>> {
     static STARTED: AtomicBool = AtomicBool::new(false);
-    if file.is_empty() || STARTED.swap(true, Ordering::Relaxed) {
-        return;
-    }
-    match gaudi::trace::start(file) {
-        Ok(path) => log!(ucx, Info, "driver calls are recorded in {}", path.display()),
-        Err(error) => log!(ucx, Warn, "UCX_GAUDI_TRACE={file}: nothing is recorded: {error}"),
-    }
+    let is_new = !file.is_empty() && !STARTED.swap(true, Ordering::Relaxed);
+    is_new.then(|| gaudi::trace::start(file))
 }
 
 /// Cards are looked for before UCX hands over the configuration, and that is to be recorded, too.
 pub(crate) fn early_trace(ucx: &Ucx) {
-    let names = ["UCX_GAUDI_TRACE", "UCT_GAUDI_TRACE"];
-    if let Some(file) = names.iter().find_map(|name| std::env::var(name).ok()) {
+    if let Some(file) = environment::variable("TRACE") {
         start_trace(ucx, &file);
     }
 }
@@ -359,8 +370,7 @@ pub(crate) fn early_trace(ucx: &Ucx) {
 /// Lines may have to be written before UCX hands over the configuration: looks at the environment
 /// for the level meanwhile.
 pub(crate) fn early_log_level(ucx: &Ucx) {
-    let names = ["UCX_GAUDI_COPY_LOG_LEVEL", "UCT_GAUDI_COPY_LOG_LEVEL"];
-    let word = names.iter().find_map(|name| std::env::var(name).ok());
+    let word = environment::variable("COPY_LOG_LEVEL");
     let known =
         |word: &String| LOG_LEVELS.iter().position(|known| word.eq_ignore_ascii_case(known));
     if let Some(choice) = word.as_ref().and_then(known) {

@@ -37,7 +37,7 @@ const STAGING_LEN: usize = 1 << 20;
 const STAGING_SLOTS: u32 = 8;
 
 /// Pauses while peers release memory, a second in all.
-const PEERS_PAUSES_MS: [u64; 11] = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512];
+pub(crate) const PEERS_PAUSES_MS: [u64; 11] = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512];
 
 /// Identifies one opening of a card in this process; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -4,6 +4,7 @@
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::Duration;
 
 use rustix::rand::{GetRandomFlags, getrandom};
 
@@ -12,6 +13,7 @@ use super::key::{self, Bus, Fields, Token};
 use super::leases::{ConnectionId, ExporterLeases};
 use super::wire::LeaseId;
 use super::{Identity, KEY_LEN};
+use crate::device::PEERS_PAUSES_MS;
 use crate::process::{CloseOnFork, PerProcess, thread};
 use crate::stats::{Counter, Counts, Gauge, GaugeGuard};
 use crate::{Device, DeviceAddr, Error, ErrorKind, Location, runtime};
@@ -49,6 +51,15 @@ impl Share {
     /// First address of the allocation.
     pub fn base(&self) -> DeviceAddr {
         DeviceAddr(self.inner.fields.base)
+    }
+
+    /// Drops it, and waits until no peer reaches the memory through it any more, for a second at most. `false` if one
+    /// still does: it is using the memory, or does not answer. Where another share of the same allocation remains, the
+    /// key stays good and nothing is waited for.
+    pub fn revoke(self) -> bool {
+        let (exporter, Fields { base, token, .. }) = (self.inner.exporter, self.inner.fields);
+        drop(self);
+        exporter.is_current() && exporter.wait_for_leases(base, token)
     }
 
     /// Length of the allocation in bytes.
@@ -258,6 +269,22 @@ impl Exporter {
         // another thread may free it than the one that ends the offer.
         let revoked = state.leases.withdraw(base, Some(token));
         self.revoke(&mut state, revoked);
+    }
+
+    /// Waits until there are no leases from this offer any more; whether there are none. An offer that has not ended
+    /// is another share's.
+    fn wait_for_leases(&self, base: u64, token: Token) -> bool {
+        let has_ended = || {
+            let state = self.state();
+            let is_offered =
+                state.leases.offered(base).is_some_and(|(_, offered)| offered == token);
+            is_offered || !state.leases.is_leased(base, token)
+        };
+        PEERS_PAUSES_MS.into_iter().any(|pause| {
+            std::thread::sleep(Duration::from_millis(pause));
+            self.serve_all();
+            has_ended()
+        })
     }
 
     /// Ends the offer at `base`, if there is one, and keeps the memory until its leases have ended. One

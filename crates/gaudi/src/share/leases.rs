@@ -145,6 +145,16 @@ impl<D, R> ExporterLeases<D, R> {
         Ok(Arc::clone(&offer.descriptor))
     }
 
+    /// Whether anybody has a lease from the offer at `base` with this token.
+    pub(super) fn is_leased(&self, base: u64, token: Token) -> bool {
+        let mut at = self.leases_at.get(&base).into_iter().flatten();
+        at.any(|(connection, leases)| {
+            let all = self.leases.get(connection);
+            let is_of_offer = |lease: &LeaseId| all?.get(lease).map(|of| of.token == token);
+            leases.iter().any(|lease| is_of_offer(lease).unwrap_or(false))
+        })
+    }
+
     /// Whether a connection has any lease.
     pub(super) fn has_leases(&self, connection: ConnectionId) -> bool {
         self.leases.get(&connection).is_some_and(|leases| !leases.is_empty())

@@ -147,6 +147,21 @@ impl MemoryDomain for IpcDomain {
         })
     }
 
+    /// UCX takes its return for the end of all access.
+    fn invalidate(&self, memory: Memory) {
+        if let Memory::Device(Shareable { share, base, length, .. }) = memory
+            && let Some(Ok(share)) = share.into_inner()
+            && !share.revoke()
+        {
+            log!(
+                self.ucx,
+                Warn,
+                "{NAME}: a peer still has {length} bytes at {base} open a second after they were invalidated: \
+                 it may write them until its operation ends"
+            );
+        }
+    }
+
     fn pack_key(
         &self,
         memory: &Memory,

@@ -15,6 +15,7 @@ trap 'rm -rf "$root"' EXIT
 
 # as USER: runs the script on standard input there.
 as() {
+    cat > "$root/tmp/script" # a program that reads standard input must not take it from the shell
     unshare --mount --pid --fork --ipc bash -c '
         set -e; r=$1; shift
         mount --make-rprivate /
@@ -23,7 +24,7 @@ as() {
         for node in null zero full random urandom tty ptmx; do touch "$r/dev/$node"; mount --bind "/dev/$node" "$r/dev/$node"; done
         ln -s /proc/self/fd "$r/dev/fd"; mkdir "$r/dev/shm" "$r/dev/pts"; mount -t devpts devpts "$r/dev/pts"; mount -t tmpfs -o mode=1777 shm "$r/dev/shm"
         exec chroot --userspec="$1" "$r" env -i HOME="$2" PATH=/usr/sbin:/usr/bin:/sbin:/bin LANG=C.UTF-8 \
-            PIP_CERT=/etc/ssl/certs/ca-certificates.crt DEBIAN_FRONTEND=noninteractive bash -euo pipefail -s
+            PIP_CERT=/etc/ssl/certs/ca-certificates.crt DEBIAN_FRONTEND=noninteractive bash -euo pipefail /tmp/script < /dev/null
     ' - "$root" "$1" "$([ "$1" = root ] && echo /root || echo "/home/$1")"
 }
 step() { printf '\n== %s\n' "$*"; }

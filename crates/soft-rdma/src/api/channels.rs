@@ -9,8 +9,8 @@ use rustix::io::Errno;
 
 use super::devices::MAX_CQE;
 use super::{
-    CompletionChannel, Context, Cq, NO_COND, NO_MUTEX, Users, context_of, from_c, minus_one,
-    object, status, write,
+    CompletionChannel, Cq, NO_COND, NO_MUTEX, Users, context_of, from_c, minus_one, object, status,
+    write,
 };
 use crate::abi::*;
 use crate::hca::completion::{Channel, CompletionQueue};
@@ -22,7 +22,7 @@ pub unsafe extern "C" fn ibv_create_comp_channel(
 ) -> *mut ibv_comp_channel {
     object(|| {
         // SAFETY: the caller's promise.
-        let open: &Context = unsafe { from_c(context) }?;
+        let open = unsafe { context_of(context) }?;
         let channel = Arc::new(Channel::new()?);
         open.objects.fetch_add(1, Ordering::AcqRel);
         let c = ibv_comp_channel { context, fd: channel.fd().as_raw_fd(), refcnt: 0 };
@@ -57,7 +57,7 @@ pub unsafe extern "C" fn ibv_create_cq(
 ) -> *mut ibv_cq {
     object(|| {
         // SAFETY: the caller's promise.
-        let open: &Context = unsafe { from_c(context) }?;
+        let open = unsafe { context_of(context) }?;
         let capacity = usize::try_from(cqe)
             .ok()
             .filter(|cqe| (1..=MAX_CQE).contains(cqe))
@@ -122,6 +122,8 @@ pub unsafe extern "C" fn ibv_get_cq_event(
     minus_one(|| {
         // SAFETY: the caller's promise.
         let ours: &CompletionChannel = unsafe { from_c(channel) }?;
+        // SAFETY: a live channel's context is open.
+        unsafe { context_of(ours.c.context) }?;
         let accept = |queue: Arc<CompletionQueue>| {
             queue.unacknowledged.add();
             queue.object.load(Ordering::Relaxed) as *mut Cq
@@ -142,7 +144,10 @@ pub unsafe extern "C" fn ibv_get_cq_event(
 pub unsafe extern "C" fn ibv_ack_cq_events(cq: *mut ibv_cq, count: c_uint) {
     status(|| {
         // SAFETY: the caller's promise.
-        unsafe { from_c::<Cq, _>(cq) }?.queue.unacknowledged.acknowledge(count);
+        let ours: &Cq = unsafe { from_c(cq) }?;
+        // SAFETY: a live queue's context is open.
+        unsafe { context_of(ours.c.context) }?;
+        ours.queue.unacknowledged.acknowledge(count);
         Ok(())
     });
 }

@@ -7,7 +7,8 @@ use std::sync::{Arc, OnceLock};
 use rustix::io::Errno;
 
 use super::{
-    Context, NO_MUTEX, NONE, from_c, minus_one, object, posting, process, set_errno, status, write,
+    Context, NO_MUTEX, NONE, context_of, from_c, minus_one, object, posting, process, set_errno,
+    status, write,
 };
 use crate::abi::*;
 use crate::config;
@@ -167,7 +168,7 @@ pub unsafe extern "C" fn ibv_open_device(device: *mut ibv_device) -> *mut ibv_co
 pub unsafe extern "C" fn ibv_close_device(context: *mut ibv_context) -> c_int {
     minus_one(|| {
         // SAFETY: the caller's promise.
-        let open: &Context = unsafe { from_c(context) }?;
+        let open = unsafe { context_of(context) }?;
         let objects = open.objects.load(Ordering::Acquire);
         if objects != 0 {
             // They refer to the context, so it stays, with them, until the process ends.
@@ -227,7 +228,7 @@ pub unsafe extern "C" fn ibv_query_device(
 ) -> c_int {
     status(|| {
         // SAFETY: the caller's promise.
-        unsafe { write(attr, device_attributes(from_c::<Context, _>(context)?.device.port)) }
+        unsafe { write(attr, device_attributes(context_of(context)?.device.port)) }
     })
 }
 
@@ -276,7 +277,7 @@ pub unsafe extern "C" fn ibv_query_port(
             return Err(Errno::INVAL);
         }
         // SAFETY: the caller's promise.
-        let open: &Context = unsafe { from_c(context) }?;
+        let open = unsafe { context_of(context) }?;
         let down = open.process.hca.counters(open.device.port).is_down();
         let found = port_attributes(open.device.port, down);
         let short = core::mem::offset_of!(ibv_port_attr, port_cap_flags2);
@@ -298,7 +299,7 @@ fn gid_at(context: *mut ibv_context, port: u32, index: i64) -> Result<ibv_gid, E
         return Err(Errno::INVAL);
     }
     // SAFETY: callers pass an open context.
-    Ok(unsafe { from_c::<Context, _>(context) }?.device.port.gid())
+    Ok(unsafe { context_of(context) }?.device.port.gid())
 }
 
 /// An entry of the GID table.

@@ -2,7 +2,7 @@
 
 use core::ffi::c_int;
 
-use super::{Context, Cq, Qp, Srq, from_c, minus_one, status, write};
+use super::{Cq, Qp, Srq, context_of, from_c, minus_one, status, write};
 use crate::abi::*;
 use crate::hca::events::{AsyncEvent, Unacknowledged};
 
@@ -41,7 +41,7 @@ pub unsafe extern "C" fn ibv_get_async_event(
 ) -> c_int {
     minus_one(|| {
         // SAFETY: the caller's promise.
-        let open: &Context = unsafe { from_c(context) }?;
+        let open = unsafe { context_of(context) }?;
         let found = open.asynchronous.pop(|found| {
             // SAFETY: an object withdraws its events before it goes, under the lock held here.
             if let Some(counter) = unsafe { counter(&found) } {

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use rustix::io::Errno;
 
-use super::{Context, Domain, MemoryRegion, Users, context_of, dmabuf, from_c, object, status};
+use super::{Domain, MemoryRegion, Users, context_of, dmabuf, from_c, object, status};
 use crate::abi::*;
 use crate::config::{self, DmabufSupport};
 use crate::hca::copy;
@@ -24,7 +24,7 @@ pub unsafe extern "C" fn ibv_alloc_pd(context: *mut ibv_context) -> *mut ibv_pd 
     static NEXT: AtomicU32 = AtomicU32::new(1);
     object(|| {
         // SAFETY: the caller's promise.
-        let open: &Context = unsafe { from_c(context) }?;
+        let open = unsafe { context_of(context) }?;
         open.objects.fetch_add(1, Ordering::AcqRel);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
         Ok(Box::new(Domain { c: ibv_pd { context, handle: id }, id, users: Users::default() }))

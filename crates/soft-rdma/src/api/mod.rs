@@ -199,10 +199,10 @@ unsafe fn write<T>(pointer: *mut T, value: T) -> Result<(), Errno> {
     Ok(())
 }
 
-/// The open device of an object that has just been checked.
+/// The open device behind a context.
 ///
 /// # Safety
-/// `context` is the context of a live object.
+/// `context` is open, or the context of a live object.
 unsafe fn context_of<'a>(context: *mut ibv_context) -> Result<&'a Context, Errno> {
     // SAFETY: contexts outlive their objects: one that is closed with objects stays.
     let open: &Context = unsafe { from_c(context) }?;

@@ -126,6 +126,8 @@ pub unsafe extern "C" fn ibv_query_qp(
     status(|| {
         // SAFETY: the caller's promise.
         let ours: &Qp = unsafe { from_c(qp) }?;
+        // SAFETY: a live queue pair's context is open.
+        unsafe { context_of(ours.c.context) }?;
         let mut found = ours.qp.attributes();
         found.sq_draining = ours.qp.is_draining().into();
         // SAFETY: the caller's promise.

@@ -62,6 +62,8 @@ pub unsafe extern "C" fn ibv_modify_srq(
     status(|| {
         // SAFETY: the caller's promise.
         let (ours, attr): (&Srq, _) = unsafe { (from_c(srq)?, read(attr)?) };
+        // SAFETY: a live queue's context is open.
+        unsafe { context_of(ours.c.context) }?;
         if mask & IBV_SRQ_MAX_WR != 0 {
             return Err(Errno::OPNOTSUPP);
         }
@@ -75,6 +77,8 @@ pub unsafe extern "C" fn ibv_query_srq(srq: *mut ibv_srq, attr: *mut ibv_srq_att
     status(|| {
         // SAFETY: the caller's promise.
         let ours: &Srq = unsafe { from_c(srq) }?;
+        // SAFETY: a live queue's context is open.
+        unsafe { context_of(ours.c.context) }?;
         let (max_wr, max_sge, srq_limit) = ours.queue.attributes();
         // SAFETY: the caller's promise.
         unsafe { write(attr, ibv_srq_attr { max_wr, max_sge, srq_limit }) }
@@ -87,6 +91,8 @@ pub unsafe extern "C" fn ibv_destroy_srq(srq: *mut ibv_srq) -> c_int {
     status(|| {
         // SAFETY: the caller's promise.
         let ours: &Srq = unsafe { from_c(srq) }?;
+        // SAFETY: a live queue's context is open.
+        unsafe { context_of(ours.c.context) }?;
         ours.users.check_none()?;
         // SAFETY: the domain outlives its queues.
         let domain: &Domain = unsafe { from_c(ours.c.pd) }?;

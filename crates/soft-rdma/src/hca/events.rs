@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 
 /// Locks, whatever a panicking holder left: no invariant spans an unlock in this crate.
@@ -17,14 +17,18 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// program sets on it.
 pub(crate) struct EventQueue<T> {
     fd: OwnedFd,
+    /// What [`Self::pop`] waits for, in `read`: unlike `poll` it goes on after a signal whose handler
+    /// has `SA_RESTART`, as in rdma-core. While there are events it is readable, or someone has read
+    /// it and is about to look.
+    wake: OwnedFd,
     queue: Mutex<VecDeque<T>>,
 }
 
 impl<T> EventQueue<T> {
     /// An empty queue.
     pub(crate) fn new() -> Result<Self, Errno> {
-        let fd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?;
-        Ok(Self { fd, queue: Mutex::default() })
+        let [fd, wake] = [(); 2].map(|()| rustix::event::eventfd(0, EventfdFlags::CLOEXEC));
+        Ok(Self { fd: fd?, wake: wake?, queue: Mutex::default() })
     }
 
     /// The descriptor to wait on.
@@ -47,23 +51,34 @@ impl<T> EventQueue<T> {
         queue.push_back(event);
         if queue.len() == 1 {
             let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
+            self.wake();
         }
     }
 
-    /// The last event has gone. The descriptor is readable, so this does not block.
+    fn wake(&self) {
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+
+    /// The last event has gone; the queue's lock is held. The descriptor is the program's, too: should
+    /// that have read it (or a child, which shares it), this does not wait.
     fn clear(&self) {
-        let mut count = [0u8; 8];
-        let _ = rustix::io::read(&self.fd, &mut count);
+        let mut fds = [PollFd::new(&self.fd, PollFlags::IN)];
+        if rustix::event::poll(&mut fds, Some(&Timespec::default())) == Ok(1) {
+            let _ = rustix::io::read(&self.fd, &mut [0u8; 8]);
+        }
     }
 
     /// The next event; waits or gives `EAGAIN` as the descriptor's flags say. `accept` runs under the
     /// queue's lock, so an event is either withdrawn or accepted, never both.
     pub(crate) fn pop<R>(&self, accept: impl Fn(T) -> R) -> Result<R, Errno> {
+        let mut woken = false;
         loop {
             let mut queue = lock(&self.queue);
             if let Some(event) = queue.pop_front() {
                 if queue.is_empty() {
                     self.clear();
+                } else if woken {
+                    self.wake();
                 }
                 return Ok(accept(event));
             }
@@ -71,7 +86,8 @@ impl<T> EventQueue<T> {
             if rustix::fs::fcntl_getfl(&self.fd)?.contains(rustix::fs::OFlags::NONBLOCK) {
                 return Err(Errno::AGAIN);
             }
-            rustix::event::poll(&mut [PollFd::new(&self.fd, PollFlags::IN)], None)?;
+            rustix::io::read(&self.wake, &mut [0u8; 8])?;
+            woken = true;
         }
     }
 
@@ -126,7 +142,20 @@ pub(crate) struct AsyncEvent {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::mpsc::Sender;
+
+    use rustix::process::Pid;
+
     use super::*;
+
+    /// Waits until a thread sleeps that has nothing to wait for but an event.
+    fn until_asleep(thread: Pid) {
+        let stat = format!("/proc/self/task/{}/stat", thread.as_raw_nonzero());
+        while !std::fs::read_to_string(&stat).unwrap().contains(") S ") {
+            std::thread::yield_now();
+        }
+    }
 
     #[test]
     fn withdrawn_events_are_not_delivered() {
@@ -143,9 +172,8 @@ mod tests {
     fn the_descriptor_is_readable_exactly_while_there_are_events() {
         let queue = EventQueue::new().unwrap();
         let readable = || {
-            let none = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
             let mut fds = [PollFd::new(queue.fd(), PollFlags::IN)];
-            rustix::event::poll(&mut fds, Some(&none)).unwrap() == 1
+            rustix::event::poll(&mut fds, Some(&Timespec::default())).unwrap() == 1
         };
         assert!(!readable());
         [1, 2].into_iter().for_each(|event| queue.push(event));
@@ -157,6 +185,76 @@ mod tests {
         queue.push(3);
         assert_eq!(queue.pop(|event| event), Ok(3));
         assert!(!readable());
+    }
+
+    #[test]
+    fn a_descriptor_that_a_child_has_read_blocks_nobody() {
+        let queue = EventQueue::new().unwrap();
+        queue.push(1);
+        rustix::io::read(queue.fd(), &mut [0u8; 8]).unwrap();
+        assert_eq!(queue.pop(|event| event), Ok(1));
+    }
+
+    #[test]
+    fn every_waiting_thread_gets_one_of_as_many_events() {
+        let queue = EventQueue::new().unwrap();
+        let mut got: Vec<u32> = std::thread::scope(|scope| {
+            let (say, threads) = std::sync::mpsc::channel();
+            let pop = |say: Sender<Pid>| {
+                say.send(rustix::thread::gettid()).unwrap();
+                queue.pop(|event| event).unwrap()
+            };
+            let start = |_| {
+                let say = say.clone();
+                scope.spawn(move || pop(say))
+            };
+            let waiting: Vec<_> = (0..4).map(start).collect();
+            threads.iter().take(4).for_each(until_asleep);
+            // All before the first thread that is woken gets the lock.
+            let mut events = lock(&queue.queue);
+            events.extend(0..4);
+            queue.wake();
+            drop(events);
+            waiting.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        got.sort_unstable();
+        assert_eq!(got, [0, 1, 2, 3]);
+    }
+
+    #[test]
+    fn waiting_goes_on_after_a_signal_whose_handler_restarts_calls() {
+        static HANDLED: AtomicBool = AtomicBool::new(false);
+        extern "C" fn handler(_: libc::c_int) {
+            HANDLED.store(true, Ordering::Release);
+        }
+        // SAFETY: zero is a value of each field; the handler does nothing but store.
+        unsafe {
+            let mut action: libc::sigaction = core::mem::zeroed();
+            action.sa_sigaction = handler as extern "C" fn(libc::c_int) as usize;
+            action.sa_flags = libc::SA_RESTART;
+            assert_eq!(libc::sigaction(libc::SIGUSR1, &raw const action, core::ptr::null_mut()), 0);
+        }
+        let queue = EventQueue::new().unwrap();
+        let (say, thread) = std::sync::mpsc::channel();
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| {
+                say.send(rustix::thread::gettid()).unwrap();
+                queue.pop(|event: u32| event)
+            });
+            let thread = thread.recv().unwrap();
+            until_asleep(thread);
+            let (own, thread) = (rustix::process::getpid(), thread.as_raw_nonzero().get());
+            // SAFETY: a signal with a handler, to a thread of ours that lives.
+            let sent = unsafe {
+                libc::syscall(libc::SYS_tgkill, own.as_raw_nonzero().get(), thread, libc::SIGUSR1)
+            };
+            assert_eq!(sent, 0);
+            while !HANDLED.load(Ordering::Acquire) {
+                std::thread::yield_now();
+            }
+            queue.push(1);
+            assert_eq!(waiting.join().unwrap(), Ok(1));
+        });
     }
 
     #[test]

@@ -3,6 +3,7 @@
 
 use rustix::process::{Pid, Signal, kill_process};
 use soft_rdma::abi::*;
+use soft_rdma::api::{ibv_close_device, ibv_get_async_event};
 
 use crate::harness::*;
 use crate::processes::*;
@@ -81,7 +82,15 @@ fn a_child_is_refused_the_objects_of_its_parent() {
     // SAFETY: the child makes calls that are refused before they take a lock, and ends.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        let refused = Send::new(IBV_WR_SEND, 1, &[]).post(&a) == libc::ENODEV
+        let mut event = ibv_async_event { element: 0, event_type: -1 };
+        // SAFETY: the parent's context, which stays.
+        let no_event = unsafe { ibv_get_async_event(device.context, &raw mut event) } == -1
+            && last_error() == libc::ENODEV;
+        // SAFETY: as above.
+        let not_closed = unsafe { ibv_close_device(device.context) } == -1;
+        let refused = no_event
+            && not_closed
+            && Send::new(IBV_WR_SEND, 1, &[]).post(&a) == libc::ENODEV
             && b.receive(1, &[]) == libc::ENODEV
             && b.modify(&ibv_qp_attr::default(), 0) == libc::ENODEV;
         // SAFETY: without the exit handlers of the test.

@@ -409,8 +409,13 @@ impl QueuePair {
     }
 
     /// Where the payload of a response goes. `None`: the response is not for the work at the front,
-    /// or its length is wrong.
-    pub(crate) fn returned(&self, hca: &Hca, response: &Response, length: u32) -> Option<Access> {
+    /// or its length is wrong. An error: it is, but the memory is no longer registered.
+    pub(crate) fn returned(
+        &self,
+        hca: &Hca,
+        response: &Response,
+        length: u32,
+    ) -> Option<Result<Access, Revoked>> {
         let send = lock(&self.send);
         let work = send.queue.front()?;
         let fits = send.sent > 0
@@ -418,8 +423,10 @@ impl QueuePair {
             && work.opcode == Opcode::Read
             && work.data.length() == u64::from(length);
         let Data::Gather(sges) = &work.data else { return None };
-        let list = hca.regions.local(self.parts.domain, sges, true)?;
-        fits.then(|| Access { permit: self.permit(), list })
+        fits.then(|| {
+            let list = hca.regions.local(self.parts.domain, sges, true).ok_or(Revoked::Region)?;
+            Ok(Access { permit: self.permit(), list })
+        })
     }
 
     /// A response arrived, and its payload, if it has one, was placed (`placed`) or could not be.

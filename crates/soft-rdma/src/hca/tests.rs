@@ -190,7 +190,8 @@ impl Side {
             if !data.is_empty() {
                 let place =
                     other.qp.returned(&other.hca, &response, data.len() as u32).expect("wanted");
-                let (segments, _uses) = place.lock().expect("registered");
+                let place = place.expect("registered");
+                let (segments, _uses) = place.lock().expect("not flushed");
                 copy::scatter(&data, &segments).expect("mapped");
             }
             other.qp.respond(&other.hca, &response, true);

@@ -15,6 +15,7 @@ use super::output::{HOPELESS, Output};
 use crate::fabric::{Owner, Port, QpNumber};
 use crate::hca::copy::{self, Direction, Pulled};
 use crate::hca::events::lock;
+use crate::hca::permit::Access;
 use crate::hca::qp::QueuePair;
 use crate::hca::responder::{self, Moved, Placement, Step};
 use crate::hca::{Hca, Link, Payload, datagram};
@@ -267,7 +268,7 @@ impl Connection {
                 }
                 match qp.and_then(|qp| Some((qp.returned(hca, &response, length)?, qp))) {
                     Some((access, qp)) => {
-                        input.expect(Incoming::Return(qp, response), Some(access), length)
+                        input.expect(Incoming::Return(qp, response), access.ok(), length)
                     }
                     None => input.expect(Incoming::Discard(None), None, length),
                 }
@@ -407,18 +408,18 @@ impl Connection {
         let access = theirs.length().and_then(|length| qp.returned(hca, &response, length));
         let (Some(access), Some(peer)) = (access, self.peer) else { return };
         let mut placed = true;
-        // A queue pair that was flushed has no more use for the answer.
-        match access.lock() {
+        match access.as_ref().map_err(|revoked| *revoked).and_then(Access::lock) {
+            // A queue pair that was flushed has no more use for the answer.
             Err(_) => placed = false,
             // SAFETY: the targets were looked up by key as memory that may be written.
             Ok((ours, _uses)) => match unsafe { copy::pull(peer, &ours, theirs) } {
                 Ok(Pulled::Valid) => count_direct(hca, &ours),
-                Ok(Pulled::WorkGone) => response.outcome = Outcome::Dropped,
-                Ok(Pulled::RegionGone) => response.outcome = Outcome::OperationError,
+                // The flushed queue pair, or the process, will not answer again either.
+                Ok(Pulled::WorkGone) | Err(Errno::SRCH) => response.outcome = Outcome::Dropped,
                 // The kernel does not say whose memory is missing.
                 Err(Errno::FAULT) if !copy::is_mapped(&ours) => placed = false,
-                Err(Errno::FAULT) => response.outcome = Outcome::OperationError,
-                Err(_) => response.outcome = Outcome::Dropped,
+                // The peer has executed the read and would take no second one for it.
+                Ok(Pulled::RegionGone) | Err(_) => response.outcome = Outcome::OperationError,
             },
         }
         qp.respond(hca, &response, placed);
@@ -533,7 +534,6 @@ mod tests {
 
     use super::super::output::FULL_ITEMS;
     use super::*;
-    use crate::hca::permit::Access;
 
     #[test]
     fn the_engine_is_told_when_a_program_drains_what_another_found_full() {

@@ -20,7 +20,7 @@ const CAPACITY: usize = 64 << 10;
 pub(super) enum Incoming {
     /// Of a send or write.
     Place(Placement),
-    /// Of a read that we asked for.
+    /// Of a read that we asked for; without a target if its memory is no longer registered.
     Return(Arc<QueuePair>, Response),
     /// Of a datagram.
     Datagram(Datagram, Vec<u8>),
@@ -74,8 +74,8 @@ impl Default for Input {
 impl Input {
     /// Says where the payload of the frame just received goes.
     pub(super) fn expect(&mut self, what: Incoming, target: Option<Access>, length: u32) {
-        self.payload =
-            Some(Payload { what, target, length: length.into(), done: 0, failed: false });
+        let failed = target.is_none() && matches!(what, Incoming::Return(..));
+        self.payload = Some(Payload { what, target, length: length.into(), done: 0, failed });
     }
 
     /// The payload that will never be complete, when the connection is given up.

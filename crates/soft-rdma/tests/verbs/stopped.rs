@@ -127,6 +127,22 @@ fn a_flushed_read_writes_nothing(test: &str, node: u16) {
     assert!(memory.iter().all(is_ours), "the peer wrote into our memory");
 }
 
+fn a_read_into_deregistered_memory_fails(test: &str, node: u16) {
+    if is_peer() {
+        return peer();
+    }
+    let pair = Pair::connect(test, node);
+    pair.stop();
+    let memory = pair.device.buffer(LENGTH, |_| 0);
+    let read = Send::new(IBV_WR_RDMA_READ, 1, &[memory.all()]);
+    assert_eq!(read.remote(pair.remote.0, pair.remote.1).post(&pair.qps[0]), 0);
+    drop(memory);
+    pair.resume();
+    let failed = pair.device.wait();
+    assert_eq!((failed.wr_id, failed.status), (1, IBV_WC_LOC_PROT_ERR));
+    pair.assert_works(1);
+}
+
 fn a_flushed_send_is_not_received(test: &str, node: u16) {
     if is_peer() {
         return peer();
@@ -150,6 +166,18 @@ fn a_flushed_read_writes_nothing_when_the_peer_goes_on() {
 fn a_flushed_read_writes_nothing_when_a_peer_of_another_host_goes_on() {
     let test = "stopped::a_flushed_read_writes_nothing_when_a_peer_of_another_host_goes_on";
     a_flushed_read_writes_nothing(test, 2);
+}
+
+#[test]
+fn a_read_into_memory_deregistered_before_the_answer_is_a_protection_error() {
+    let test = "stopped::a_read_into_memory_deregistered_before_the_answer_is_a_protection_error";
+    a_read_into_deregistered_memory_fails(test, 1);
+}
+
+#[test]
+fn a_read_into_memory_deregistered_before_another_host_answers_is_a_protection_error() {
+    let test = "stopped::a_read_into_memory_deregistered_before_another_host_answers_is_a_protection_error";
+    a_read_into_deregistered_memory_fails(test, 2);
 }
 
 #[test]

@@ -7,7 +7,7 @@
 //! A peer that copies out of our memory by itself may be stopped for as long as it likes, so nobody
 //! waits for it. It never writes into our memory. It knows address and value of each permit's
 //! [`Token`], and reads the tokens *after* the bytes, in the same `process_vm_readv`: if one has
-//! changed it does not use the bytes.
+//! changed it reports no success for these bytes.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
@@ -65,7 +65,7 @@ impl Permit {
     }
 
     /// Takes the permission back. When it returns nobody in this process uses it, and what a peer
-    /// has not copied by now it will not use. The caller must not hold a [`Use`] of it.
+    /// has not copied by now it will not report as copied. The caller must not hold a [`Use`] of it.
     pub(crate) fn revoke(&self) {
         let mut state = lock(&self.state);
         state.revoked = true;

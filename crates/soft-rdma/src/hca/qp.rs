@@ -140,7 +140,7 @@ impl QueuePair {
     /// An error in the send queue of a datagram queue pair: it goes on receiving.
     pub(super) fn stop_sending(&self, send: &mut SendQueue) {
         let mut attributes = lock(&self.attributes);
-        if attributes.qp_state == IBV_QPS_RTS {
+        if matches!(attributes.qp_state, IBV_QPS_RTS | IBV_QPS_SQD) {
             (attributes.qp_state, attributes.cur_qp_state) = (IBV_QPS_SQE, IBV_QPS_SQE);
             self.state.store(IBV_QPS_SQE, Ordering::Release);
         }
@@ -210,7 +210,8 @@ impl QueuePair {
         self.parts.asynchronous.push_if(AsyncEvent { kind, element }, exists);
     }
 
-    /// Completes all that is queued with a flush error. The state is ERR already.
+    /// Completes all that is queued with a flush error. The state was ERR already; if it is not any
+    /// more, the queue pair was reset meanwhile and this is over.
     pub(crate) fn flush(&self) {
         let mut send = lock(&self.send);
         self.flush_send(&mut send);
@@ -220,6 +221,10 @@ impl QueuePair {
 
     pub(super) fn flush_receive(&self) {
         let mut receive = lock(&self.receive);
+        // Looked at under the lock, which a reset takes before it replaces the permit.
+        if self.state() != IBV_QPS_ERR {
+            return;
+        }
         self.permit().revoke();
         // The one that is being filled came first.
         let mut current = receive.current.take().map(|filling| filling.buffer);
@@ -232,7 +237,6 @@ impl QueuePair {
             };
             self.complete_receive(wc, false);
         }
-        drop(receive);
         // Once for each time the error state is reached.
         if self.parts.shared.is_some() && !self.last_wqe.swap(true, Ordering::AcqRel) {
             self.notify(IBV_EVENT_QP_LAST_WQE_REACHED);
@@ -255,9 +259,9 @@ impl QueuePair {
 
     /// Drops all that is queued, without completions.
     fn empty(&self) {
-        self.last_wqe.store(false, Ordering::Release);
         let mut send = lock(&self.send);
         let mut receive = lock(&self.receive);
+        self.last_wqe.store(false, Ordering::Release);
         let permit = core::mem::take(&mut *lock(&self.permit));
         permit.revoke();
         *send = SendQueue::default();

@@ -387,11 +387,13 @@ impl QueuePair {
         self.flush_receive();
     }
 
-    /// Completes what is queued with a flush error.
+    /// Completes what is queued with a flush error, unless a reset is about to drop it.
     pub(super) fn flush_send(&self, send: &mut SendQueue) {
-        if self.state() == IBV_QPS_ERR {
+        match self.state() {
             // Before the program learns that it may use the memory for something else.
-            self.permit().revoke();
+            IBV_QPS_ERR => self.permit().revoke(),
+            IBV_QPS_SQE => {}
+            _ => return,
         }
         send.go_back();
         send.started = 0;

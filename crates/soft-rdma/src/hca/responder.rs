@@ -97,8 +97,8 @@ impl Placement {
                     let status = IBV_WC_LOC_PROT_ERR;
                     self.qp.complete_receive(ibv_wc { status, ..wc }, false);
                 }
-                drop(receive);
                 self.qp.fail(Some(IBV_EVENT_QP_FATAL));
+                drop(receive);
                 self.qp.flush();
                 Response { outcome: Outcome::OperationError, ..self.response }
             }
@@ -148,6 +148,7 @@ pub(crate) fn begin(hca: &Hca, request: &Request) -> Step {
         Opcode::Read => Some(RemoteAccess::Read),
         Opcode::CompareSwap | Opcode::FetchAdd => Some(RemoteAccess::Atomic),
     };
+    // With the lock held: a reset is then either seen or not over.
     let refuse = |outcome, event| {
         qp.fail(Some(event));
         Step::Done(Some(answer(outcome)))
@@ -160,17 +161,17 @@ pub(crate) fn begin(hca: &Hca, request: &Request) -> Step {
             || access != RemoteAccess::Write && attributes.max_dest_rd_atomic == 0;
         let allowed = attributes.qp_access_flags & access.flag() != 0;
         if malformed || !allowed {
-            drop(receive);
             let step = refuse(Outcome::InvalidRequest, IBV_EVENT_QP_REQ_ERR);
+            drop(receive);
             qp.flush();
             return step;
         }
         match hca.regions.remote(qp.parts.domain, request.remote, request.length, access) {
             Some(located) => targets.push(located),
             None => {
-                drop(receive);
                 hca.stats.access_errors.fetch_add(1, Ordering::Relaxed);
                 let step = refuse(Outcome::AccessError, IBV_EVENT_QP_ACCESS_ERR);
+                drop(receive);
                 qp.flush();
                 return step;
             }
@@ -219,8 +220,8 @@ pub(crate) fn begin(hca: &Hca, request: &Request) -> Step {
             };
             if status != IBV_WC_SUCCESS {
                 qp.complete_receive(ibv_wc { status, ..wc }, false);
-                drop(receive);
                 let step = refuse(outcome, IBV_EVENT_QP_FATAL);
+                drop(receive);
                 qp.flush();
                 return step;
             }
@@ -245,7 +246,12 @@ pub(crate) fn begin(hca: &Hca, request: &Request) -> Step {
                 Step::Done(Some(answer(Outcome::Ack(old))))
             }
             None => {
+                let receive = lock(&qp.receive);
+                if target.permit.is_revoked() {
+                    return dropped();
+                }
                 let step = refuse(Outcome::OperationError, IBV_EVENT_QP_FATAL);
+                drop(receive);
                 qp.flush();
                 step
             }

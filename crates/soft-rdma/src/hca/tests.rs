@@ -453,6 +453,23 @@ fn a_receive_that_is_being_filled_is_flushed_first_and_not_written_any_more() {
 }
 
 #[test]
+fn a_flush_that_comes_after_a_reset_does_nothing() {
+    let (a, b) = (Side::new(1), Side::new(2));
+    a.connect(&b);
+    b.connect(&a);
+    b.qp.post_receive(Buffer { wr_id: 7, sges: vec![b.sge(0, 100)] }).unwrap();
+    assert!(b.qp.post_send(&b.hca, vec![send(8)]).is_ok());
+    // Of whoever found an error in the queue pair's life before.
+    b.qp.flush();
+    assert!(b.completions().is_empty());
+    let work = Work { data: Data::Gather(vec![a.sge(0, 100)]), ..send(1) };
+    assert!(a.qp.post_send(&a.hca, vec![work]).is_ok());
+    assert!(b.serve(&a));
+    let seen: Vec<_> = b.completions().iter().map(|wc| (wc.wr_id, wc.status)).collect();
+    assert_eq!(seen, [(7, IBV_WC_SUCCESS)]);
+}
+
+#[test]
 fn a_region_is_deregistered_while_a_copy_uses_it_twice() {
     let side = Side::new(1);
     let sges = [side.sge(0, 8), side.sge(8, 8)];

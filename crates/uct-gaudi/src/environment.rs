@@ -21,8 +21,7 @@ pub(crate) fn take_over() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         if let Some(file) = variable("TRACE") {
-            // A failure is nobody's error here.
-            let _ = settings::trace_to(&file);
+            settings::trace_without_ucx(&file);
         }
         let set = runtime().options();
         let boolean = |name| ternary(&variable(name)?).map(|value| value == Ternary::Yes);

@@ -353,10 +353,18 @@ fn start_trace(ucx: &Ucx, file: &str) {
     }
 }
 
-/// The same, for who has no UCX to log with; `None` if there is nothing to begin.
-pub(crate) fn trace_to(file: &str) -> Option<std::io::Result<PathBuf>> {
-    static STARTED: AtomicBool = AtomicBool::new(false);
-    let is_new = !file.is_empty() && !STARTED.swap(true, Ordering::Relaxed);
+/// The same, for who has no UCX to log with. A failure is left to UCX, which tries again when it comes.
+pub(crate) fn trace_without_ucx(file: &str) {
+    if let Some(Err(_)) = trace_to(file) {
+        TRACE_STARTED.store(false, Ordering::Relaxed);
+    }
+}
+
+static TRACE_STARTED: AtomicBool = AtomicBool::new(false);
+
+/// `None` if there is nothing to begin.
+fn trace_to(file: &str) -> Option<std::io::Result<PathBuf>> {
+    let is_new = !file.is_empty() && !TRACE_STARTED.swap(true, Ordering::Relaxed);
     is_new.then(|| gaudi::trace::start(file))
 }
 
@@ -381,6 +389,14 @@ pub(crate) fn early_log_level(ucx: &Ucx) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_trace_that_fails_without_ucx_is_tried_again_and_reported_once_with_it() {
+        let file = "/dev/null/trace";
+        trace_without_ucx(file);
+        assert!(matches!(trace_to(file), Some(Err(_))), "UCX logs why");
+        assert!(trace_to(file).is_none(), "once");
+    }
 
     #[test]
     fn a_quarter_of_the_memory_unless_it_is_said() {

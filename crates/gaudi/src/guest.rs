@@ -103,8 +103,17 @@ impl Releasing {
     /// The framework answered that it did not release the card. If it still has it, memory that we have in its pool
     /// is given back when it is freed; the next look attaches to the card as to a new one.
     pub fn refused(&self) {
-        for guest in self.ended.iter().filter(|guest| guest.stays()) {
-            state().left.push(Arc::downgrade(guest));
+        for guest in &self.ended {
+            let changes = state().changes;
+            if !guest.is_acquired() {
+                continue;
+            }
+            let mut state = state();
+            // Else it may have been released since it was asked.
+            if state.changes == changes {
+                guest.stays();
+                state.left.push(Arc::downgrade(guest));
+            }
         }
     }
 }
@@ -143,8 +152,11 @@ impl Runtime {
             }
             let same =
                 |current: &Current| Some(current.card) == acquired && current.backend.is_present();
-            if locked.current.as_ref().is_some_and(|current| !same(current)) {
-                let (current, left) = self.take(&mut locked, |_| true);
+            let is_lost = locked.current.as_ref().is_some_and(|current| !same(current));
+            // Memory that others have by now must not be given back to another card.
+            let is_gone = |guest: &Guest| is_lost || Some(guest.card()) != acquired;
+            if is_lost || locked.left.iter().filter_map(Weak::upgrade).any(|left| is_gone(&left)) {
+                let (current, left) = self.take(&mut locked, is_gone);
                 drop(locked);
                 self.leave(current, &left, Ending::Unannounced);
                 continue;

@@ -296,6 +296,19 @@ fn memory_that_we_have_when_a_release_is_refused_goes_back_to_the_pool() {
     drop((device, ours));
     assert_eq!(framework.memory().0, 0, "a card that was released after all gets nothing back");
     framework.free(all);
+
+    let device = device_of(framework.malloc(4096));
+    let ours = device.alloc(8 << 20, 1).unwrap();
+    let releasing = runtime().framework_releasing();
+    releasing.refused();
+    drop(releasing);
+    assert_eq!(framework.release(), 0, "without a word");
+    framework.acquire(7);
+    let all = framework.malloc(framework.memory().0);
+    assert!(runtime().framework_card().unwrap().is_some());
+    drop((device, ours));
+    assert_eq!(framework.memory().0, 0, "nor does another card, once it was looked at");
+    framework.free(all);
     assert_eq!(Framework::calls(None), 0);
 }
 

@@ -302,7 +302,7 @@ fn geometry_of(generation: Generation, hw: &HwIpInfo) -> Geometry {
 
 const EXPORTING: &str = "exporting a dma-buf";
 
-fn export_failed(error: hl_thunk::Error) -> Error {
+pub(super) fn export_failed(error: hl_thunk::Error) -> Error {
     Error::driver(Phase::Share, EXPORTING, error)
 }
 
@@ -312,14 +312,14 @@ pub(super) type Shared = Mutex<Option<(CloseOnFork, GaugeGuard)>>;
 pub(super) fn shared(
     whole: &Shared,
     counts: Counts,
-    export: impl FnOnce() -> Result<DmaBuf, hl_thunk::Error>,
+    export: impl FnOnce() -> Result<DmaBuf, Error>,
 ) -> Result<OwnedFd, Error> {
     let mut whole = whole.lock().unwrap_or_else(PoisonError::into_inner);
     let no_descriptor = |call, errno| Error::os(Phase::Share, EXPORTING, call, errno);
     let kept = match whole.take() {
         Some(kept) => kept,
         None => {
-            let made = export().map_err(export_failed)?;
+            let made = export()?;
             let gauge = counts.track(Gauge::Export, made.len());
             let fd = CloseOnFork::new(made.into_fd());
             (fd.ok_or_else(|| no_descriptor("keeping a dma-buf", libc::EMFILE))?, gauge)
@@ -369,7 +369,9 @@ impl Page for MappedPage {
             ExportCall::Mapped => &self.by_mapped,
             ExportCall::Whole => &self.by_whole,
         };
-        shared(kept, counts, || DmaBuf::export(&self.mapping, 0, self.len, call))
+        shared(kept, counts, || {
+            DmaBuf::export(&self.mapping, 0, self.len, call).map_err(export_failed)
+        })
     }
 
     fn export_part(&self, offset: u64, len: u64, counts: Counts) -> Result<OwnedFd, Error> {
@@ -409,7 +411,9 @@ struct PhysicalPage {
 impl Page for PhysicalPage {
     /// There is only one call for physical memory.
     fn export_whole(&self, _call: Option<ExportCall>, counts: Counts) -> Result<OwnedFd, Error> {
-        shared(&self.whole, counts, || DmaBuf::export_physical(&self.device, self.addr, self.len))
+        shared(&self.whole, counts, || {
+            DmaBuf::export_physical(&self.device, self.addr, self.len).map_err(export_failed)
+        })
     }
 
     fn export_part(&self, offset: u64, len: u64, counts: Counts) -> Result<OwnedFd, Error> {

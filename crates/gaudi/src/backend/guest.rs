@@ -28,7 +28,7 @@ use synapse::{Acquired, CallError, DeviceBlock, Framework, HostMapping, Status};
 
 use self::presence::{Calling, Presence};
 use self::streams::{LANES, Streams};
-use super::driver::{Shared, alone, flush, shared};
+use super::driver::{Shared, alone, export_failed, flush, shared};
 use super::{
     Backend, CopyLimits, FLUSHING, Geometry, HostPin, Page, Placement, Registers, Taken, Ticket,
 };
@@ -43,9 +43,10 @@ const PAGE: u64 = 2 << 20;
 const MOVES: usize = 64;
 /// All large copies are bounced: slots are long, so that the framework is called rarely.
 const BOUNCE: (u32, usize) = (16, 1 << 20);
-/// A wait asks without pause this often, then lets others run, then sleeps.
+/// A wait asks without pause this often, then lets others run until it has asked this often, then sleeps. Each wait
+/// starts anew, and the longest may be a millisecond: most of it must be sleep.
 const SPINS: u32 = 64;
-const YIELDS: u32 = 1024;
+const YIELDS: u32 = 128;
 const SLEEP: Duration = Duration::from_micros(50);
 
 const ALLOCATING: &str = "allocating device memory";
@@ -134,14 +135,18 @@ impl Guest {
         }
     }
 
-    /// After an announced release that was refused: has memory given back when it is freed, if the framework still has
-    /// the card. Whether it has.
-    pub(crate) fn stays(&self) -> bool {
-        let stays = matches!(self.inner.framework.has(&self.inner.card), Ok(true));
-        if stays {
-            self.inner.presence.stays();
-        }
-        stays
+    pub(crate) fn card(&self) -> Acquired {
+        self.inner.card
+    }
+
+    /// Asks the framework whether it still has the card.
+    pub(crate) fn is_acquired(&self) -> bool {
+        matches!(self.inner.framework.has(&self.inner.card), Ok(true))
+    }
+
+    /// After an announced release that was refused: has memory given back when it is freed.
+    pub(crate) fn stays(&self) {
+        self.inner.presence.stays();
     }
 
     /// Has all later calls fail, and waits for nothing: the framework is just releasing the card.
@@ -470,7 +475,13 @@ impl Page for PoolPage {
     fn export_whole(&self, _call: Option<ExportCall>, counts: Counts) -> Result<OwnedFd, Error> {
         let _present = self.inner.enter_for_driver(EXPORTING)?;
         let len = self.inner.len() / PAGE_SIZE * PAGE_SIZE;
-        shared(&self.inner.whole, counts, || self.inner.export(0, len))
+        shared(&self.inner.whole, counts, || {
+            // Asked under the lock that `Guest::end` takes afterwards: what is kept from here on, it drops.
+            if !self.inner.presence.is_in_use() {
+                return Err(released(EXPORTING));
+            }
+            self.inner.export(0, len).map_err(export_failed)
+        })
     }
 
     fn export_part(&self, offset: u64, len: u64, counts: Counts) -> Result<OwnedFd, Error> {

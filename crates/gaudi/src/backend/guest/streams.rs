@@ -11,7 +11,7 @@ use hl_thunk::Direction;
 use hl_thunk::packet::LinDma;
 use smallvec::SmallVec;
 use synapse::sys::DmaDir;
-use synapse::{CallError, Copied, Event, Framework, Stream};
+use synapse::{CallError, Copied, Event, Framework, Status, Stream};
 
 use super::lock;
 use super::presence::Presence;
@@ -94,7 +94,8 @@ impl Streams {
             _ => Ok(true),
         };
         drop(recorded);
-        if ended.is_err()
+        // With another event than ours, the stream is not ours either: the card was released, and acquired again.
+        if ended.is_err_and(|error| error.status() != Some(Status::INVALID_EVENT_HANDLE))
             && presence.check().is_ok()
             && let Some(stream) = &*lock(&self.lanes[ticket.lane as usize])
         {
@@ -176,14 +177,7 @@ mod tests {
     use super::*;
     use hl_thunk::DeviceAddr;
     use std::sync::atomic::AtomicU32;
-    use synapse::Status;
     use synapse::sys::{Functions, Handle};
-
-    /// How many copies are refused from now on.
-    static REFUSED: AtomicU32 = AtomicU32::new(0);
-    /// Which recording of an event, from 1, has ended, with all before it.
-    static ENDED: AtomicUsize = AtomicUsize::new(0);
-    static RECORDINGS: Mutex<Vec<usize>> = Mutex::new(Vec::new());
 
     unsafe extern "C" fn create(handle: *mut Handle, _: u32, _: u32) -> u32 {
         static LAST: AtomicUsize = AtomicUsize::new(0);
@@ -198,22 +192,11 @@ mod tests {
     }
 
     unsafe extern "C" fn copy(_: Handle, _: u64, _: u64, _: u64, _: DmaDir) -> u32 {
-        let refuse = |left: u32| left.checked_sub(1);
-        match REFUSED.fetch_update(Ordering::Relaxed, Ordering::Relaxed, refuse) {
-            Ok(_) => Status::ALL_RESOURCES_TAKEN.0,
-            Err(_) => 0,
-        }
-    }
-
-    unsafe extern "C" fn record(event: Handle, _: Handle) -> u32 {
-        lock(&RECORDINGS).push(event.addr());
         0
     }
 
-    unsafe extern "C" fn query(event: Handle) -> u32 {
-        let at = lock(&RECORDINGS).iter().rposition(|&recorded| recorded == event.addr());
-        let ended = at.expect("it was recorded") < ENDED.load(Ordering::Relaxed);
-        if ended { 0 } else { Status::BUSY.0 }
+    unsafe extern "C" fn record(_: Handle, _: Handle) -> u32 {
+        0
     }
 
     fn functions() -> Functions {
@@ -224,7 +207,6 @@ mod tests {
             synEventCreate: Some(create),
             synEventDestroy: Some(on_handle),
             synEventRecord: Some(record),
-            synEventQuery: Some(query),
             synMemCopyAsync: Some(copy),
             ..Functions::default()
         }
@@ -274,8 +256,9 @@ mod tests {
     #[test]
     fn a_submission_whose_event_cannot_be_asked_has_ended_before_that_is_reported() {
         static SYNCHRONIZED: AtomicU32 = AtomicU32::new(0);
+        static ANSWER: AtomicU32 = AtomicU32::new(Status::FAIL.0);
         unsafe extern "C" fn query(_: Handle) -> u32 {
-            Status::FAIL.0
+            ANSWER.load(Ordering::Relaxed)
         }
         unsafe extern "C" fn synchronize(_: Handle) -> u32 {
             SYNCHRONIZED.fetch_add(1, Ordering::Relaxed);
@@ -290,6 +273,10 @@ mod tests {
         let ticket = submit(&streams, &framework, &presence, 0).unwrap();
         assert!(streams.has_ended(&presence, ticket).is_err());
         assert_eq!(SYNCHRONIZED.load(Ordering::Relaxed), 1, "its memory may be used again");
+        ANSWER.store(Status::INVALID_EVENT_HANDLE.0, Ordering::Relaxed);
+        assert!(streams.has_ended(&presence, ticket).is_err());
+        assert_eq!(SYNCHRONIZED.load(Ordering::Relaxed), 1, "the stream may be another's");
+        ANSWER.store(Status::FAIL.0, Ordering::Relaxed);
         presence.end();
         assert!(streams.has_ended(&presence, ticket).is_err());
         assert_eq!(SYNCHRONIZED.load(Ordering::Relaxed), 1, "the card is gone");
@@ -330,7 +317,33 @@ mod tests {
 
     #[test]
     fn a_copy_is_not_taken_for_ended_after_others_were_refused() {
-        let framework = framework(functions());
+        /// How many copies are refused from now on.
+        static REFUSED: AtomicU32 = AtomicU32::new(0);
+        /// Which recording of an event, from 1, has ended, with all before it.
+        static ENDED: AtomicUsize = AtomicUsize::new(0);
+        static RECORDINGS: Mutex<Vec<usize>> = Mutex::new(Vec::new());
+        unsafe extern "C" fn copy(_: Handle, _: u64, _: u64, _: u64, _: DmaDir) -> u32 {
+            let refuse = |left: u32| left.checked_sub(1);
+            match REFUSED.fetch_update(Ordering::Relaxed, Ordering::Relaxed, refuse) {
+                Ok(_) => Status::ALL_RESOURCES_TAKEN.0,
+                Err(_) => 0,
+            }
+        }
+        unsafe extern "C" fn record(event: Handle, _: Handle) -> u32 {
+            lock(&RECORDINGS).push(event.addr());
+            0
+        }
+        unsafe extern "C" fn query(event: Handle) -> u32 {
+            let at = lock(&RECORDINGS).iter().rposition(|&recorded| recorded == event.addr());
+            let ended = at.expect("it was recorded") < ENDED.load(Ordering::Relaxed);
+            if ended { 0 } else { Status::BUSY.0 }
+        }
+        let framework = framework(Functions {
+            synMemCopyAsync: Some(copy),
+            synEventRecord: Some(record),
+            synEventQuery: Some(query),
+            ..functions()
+        });
         let (streams, presence) = (Streams::new(), Presence::new());
         let submit = |slot| submit(&streams, &framework, &presence, slot);
         let oldest = submit(0).unwrap();

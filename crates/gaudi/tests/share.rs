@@ -298,19 +298,18 @@ mod ipc {
         let open = |peer: &mut Peer, key: &[u8]| {
             peer.request_ok(&format!("open 1 {}", peer::hex(key)));
         };
-        let (one, other) = (device.share(memory.addr(), 1), device.share(memory.addr(), 1));
-        let (one, other) = (one.unwrap(), other.unwrap());
-        open(&mut peer, &one.key());
-        assert!(one.revoke(), "another share of it remains: its peers go on");
-        assert!(!other.revoke(), "the peer is using it");
-        peer.request_ok("close 1");
-
         let share = device.share(memory.addr(), 1).unwrap();
         open(&mut peer, &share.key());
         peer.request_ok("close 1");
         assert_eq!(peer.stat("ipc_handles_live"), 1, "kept for the next who opens it");
         assert!(share.revoke(), "a peer that only keeps it gives it back");
         assert_eq!(peer.stat("ipc_handles_live"), 0, "before this was answered");
+
+        let (one, other) = (device.share(memory.addr(), 1), device.share(memory.addr(), 1));
+        let (one, other) = (one.unwrap(), other.unwrap());
+        open(&mut peer, &one.key());
+        assert!(one.revoke(), "another share of it remains: its peers go on");
+        assert!(!other.revoke(), "the peer is using it");
     }
 
     #[test]

@@ -1,10 +1,11 @@
 //! The exporter's side: which allocations are shared, under which token, through which dma-buf, and
 //! what becomes of them when they are freed.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::rand::{GetRandomFlags, getrandom};
 
@@ -54,12 +55,13 @@ impl Share {
     }
 
     /// Drops it, and waits until no peer reaches the memory through it any more, for a second at most. `false` if one
-    /// still does: it is using the memory, or does not answer. Where another share of the same allocation remains, the
-    /// key stays good and nothing is waited for.
+    /// still does: it is using the memory, or does not answer. A peer that was waited for in vain is not waited for
+    /// again for five seconds. Where another share of the same allocation remains, the key stays good and nothing is
+    /// waited for; nor is it in a forked child, whose parent shares the memory.
     pub fn revoke(self) -> bool {
         let (exporter, Fields { base, token, .. }) = (self.inner.exporter, self.inner.fields);
         drop(self);
-        exporter.is_current() && exporter.wait_for_leases(base, token)
+        !exporter.is_current() || exporter.wait_for_leases(base, token)
     }
 
     /// Length of the allocation in bytes.
@@ -114,6 +116,27 @@ impl fmt::Debug for Reuse {
 struct State {
     leases: ExporterLeases<SharedDmabuf, Reuse>,
     connections: Connections,
+    late: Late,
+}
+
+/// Peers that did not release a revoked lease in time, and until when they are not waited for: whoever invalidates
+/// much memory would wait for each of it.
+#[derive(Debug, Default)]
+struct Late(HashMap<ConnectionId, Instant>);
+
+impl Late {
+    const FOR: Duration = Duration::from_secs(5);
+
+    fn add(&mut self, ids: &[ConnectionId], now: Instant) {
+        self.0.retain(|_, until| now < *until);
+        for id in ids {
+            self.0.entry(*id).or_insert(now + Self::FOR);
+        }
+    }
+
+    fn contains(&self, id: ConnectionId, now: Instant) -> bool {
+        self.0.get(&id).is_some_and(|until| now < *until)
+    }
 }
 
 /// This process as an exporter. One lock for everything: a lease is granted and recorded, and memory
@@ -274,17 +297,24 @@ impl Exporter {
     /// Waits until there are no leases from this offer any more; whether there are none. An offer that has not ended
     /// is another share's.
     fn wait_for_leases(&self, base: u64, token: Token) -> bool {
-        let has_ended = || {
+        let mut holders = Vec::new();
+        for pause in PEERS_PAUSES_MS {
+            std::thread::sleep(Duration::from_millis(pause));
+            self.serve_all();
             let state = self.state();
             let is_offered =
                 state.leases.offered(base).is_some_and(|(_, offered)| offered == token);
-            is_offered || !state.leases.is_leased(base, token)
-        };
-        PEERS_PAUSES_MS.into_iter().any(|pause| {
-            std::thread::sleep(Duration::from_millis(pause));
-            self.serve_all();
-            has_ended()
-        })
+            holders = state.leases.holders(base, token);
+            if is_offered || holders.is_empty() {
+                return true;
+            }
+            let now = Instant::now();
+            if holders.iter().all(|holder| state.late.contains(*holder, now)) {
+                return false;
+            }
+        }
+        self.state().late.add(&holders, Instant::now());
+        false
     }
 
     /// Ends the offer at `base`, if there is one, and keeps the memory until its leases have ended. One
@@ -327,7 +357,7 @@ impl Exporter {
         let Some(broker) = self.broker.get() else { return };
         let mut reuse = Vec::new();
         let mut state = self.state();
-        let State { leases, connections } = &mut *state;
+        let State { leases, connections, .. } = &mut *state;
         for id in which(connections) {
             connections.serve(id, broker, leases, &mut reuse);
         }
@@ -339,7 +369,7 @@ impl Exporter {
     pub(super) fn expire(&self) {
         let Some(broker) = self.broker.get() else { return };
         let mut state = self.state();
-        let State { leases, connections } = &mut *state;
+        let State { leases, connections, .. } = &mut *state;
         for id in connections.overdue() {
             // They have no lease.
             connections.hang_up(id, broker, leases, &mut Vec::new());
@@ -437,5 +467,24 @@ impl Drop for Quarantined {
 pub(crate) fn reclaim() {
     if let Some(exporter) = Exporter::if_any() {
         exporter.serve_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_late_peer_is_waited_for_again_after_five_seconds() {
+        let (late, other) = (ConnectionId(1), ConnectionId(2));
+        let (mut known, start) = (Late::default(), Instant::now());
+        known.add(&[late], start);
+        let at = |seconds| start + Duration::from_secs(seconds);
+        assert!(known.contains(late, at(4)) && !known.contains(other, at(4)));
+        known.add(&[late, other], at(4));
+        assert!(!known.contains(late, at(5)), "counted from the first time");
+        assert!(known.contains(other, at(8)));
+        known.add(&[late], at(6));
+        assert!(known.contains(late, at(10)));
     }
 }

@@ -145,14 +145,15 @@ impl<D, R> ExporterLeases<D, R> {
         Ok(Arc::clone(&offer.descriptor))
     }
 
-    /// Whether anybody has a lease from the offer at `base` with this token.
-    pub(super) fn is_leased(&self, base: u64, token: Token) -> bool {
-        let mut at = self.leases_at.get(&base).into_iter().flatten();
-        at.any(|(connection, leases)| {
+    /// Who has a lease from the offer at `base` with this token.
+    pub(super) fn holders(&self, base: u64, token: Token) -> Vec<ConnectionId> {
+        let at = self.leases_at.get(&base).into_iter().flatten();
+        let holds = at.filter(|(connection, leases)| {
             let all = self.leases.get(connection);
             let is_of_offer = |lease: &LeaseId| all?.get(lease).map(|of| of.token == token);
             leases.iter().any(|lease| is_of_offer(lease).unwrap_or(false))
-        })
+        });
+        holds.map(|(connection, _)| *connection).collect()
     }
 
     /// Whether a connection has any lease.

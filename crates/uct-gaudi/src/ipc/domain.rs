@@ -156,8 +156,8 @@ impl MemoryDomain for IpcDomain {
             log!(
                 self.ucx,
                 Warn,
-                "{NAME}: a peer still has {length} bytes at {base} open a second after they were invalidated: \
-                 it may write them until its operation ends"
+                "{NAME}: a peer still has {length} bytes at {base} open, which were invalidated, and does not give \
+                 them back in time: it may write them until its operation ends"
             );
         }
     }

@@ -55,7 +55,7 @@ fn ternary(text: &str) -> Option<Ternary> {
     }
 }
 
-/// As UCX reads a time: a number, and m, s, ms, us or ns; without a unit seconds.
+/// A time: a number, and m, s, ms, us or ns; without a unit seconds. Other ways to write one are left to UCX.
 fn duration(text: &str) -> Option<Duration> {
     if matches!(text, "inf" | "infinity") {
         return Some(settings::seconds(f64::INFINITY));

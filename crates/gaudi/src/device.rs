@@ -449,11 +449,13 @@ impl Device {
         // SAFETY: the caller's promise.
         unsafe { Transfer::start(self, segments) }.map_err(|error| match error {
             SubmitError::Failed(error) => SubmitError::Failed(self.failed(error)),
-            SubmitError::Busy => {
-                self.counts.add(Counter::CopiesBusy, 1);
-                SubmitError::Busy
-            }
+            SubmitError::Busy => SubmitError::Busy,
         })
+    }
+
+    /// Counts a copy that the device was too busy for. Whoever tries it again knows that it is the same.
+    pub fn count_busy(&self) {
+        self.counts.add(Counter::CopiesBusy, 1);
     }
 
     /// Copies `len` bytes and returns when they have arrived. At least one side is on a device.

@@ -146,7 +146,6 @@ impl<T> Work for CopyWork<T> {
     type Outcome = Result<(), Vec<Result<(), Error>>>;
 
     fn start(&mut self) -> Start<Self::Outcome> {
-        // A copy that the device is too busy for is counted once.
         if self.tried && !self.device.can_submit() {
             return Start::Busy;
         }
@@ -160,7 +159,9 @@ impl<T> Work for CopyWork<T> {
                 }
             },
             Err(SubmitError::Busy) => {
-                self.tried = true;
+                if !std::mem::replace(&mut self.tried, true) {
+                    self.device.count_busy();
+                }
                 Start::Busy
             }
             Err(SubmitError::Failed(error)) => Start::Ended(self.results(Err(error))),

@@ -81,6 +81,32 @@ fn a_copy_refused_as_busy_leaves_no_pin() {
 }
 
 #[test]
+fn a_copy_tried_again_and_again_is_counted_once_for_its_region() {
+    let (fake, device) = Fake::device();
+    let target = device.alloc(1 << 20, 1).unwrap();
+    let host = vec![1; 1 << 20];
+    // The hardware uses a bounce slot, others have the rest; there are permits.
+    let _busy = start(&device, to_device(&target, &host[..8])).unwrap();
+    let pool = device.bounce().unwrap();
+    let slots: Vec<_> = std::iter::from_fn(|| pool.take()).collect();
+    assert!(device.can_submit());
+    // It has earned its pin when a sixteenth of it was copied.
+    let region = HostRegion::record(host.as_ptr().cast_mut(), host.len());
+    let host_region = Some(Arc::clone(&region));
+    let copy = Segment { host_region, ..to_device(&target, &host[..32 << 10]) };
+    for _ in 0..10 {
+        assert!(matches!(start(&device, copy.clone()), Err(SubmitError::Busy)));
+    }
+    drop(slots);
+    for is_pinned in [false, true] {
+        let mut transfer = start(&device, copy.clone()).unwrap();
+        assert_eq!(region.is_pinned_for(&device), is_pinned);
+        fake.finish_all();
+        assert_eq!(transfer.poll(), Some(Ok(())));
+    }
+}
+
+#[test]
 fn a_dropped_transfer_keeps_its_pin_until_the_hardware_is_done() {
     let (fake, device) = Fake::device();
     let target = device.alloc(LARGE as u64, 1).unwrap();

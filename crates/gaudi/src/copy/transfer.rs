@@ -108,6 +108,11 @@ impl Transfer {
         if transfer.active.is_empty() && !transfer.waiting.is_empty() {
             return Err(SubmitError::Busy);
         }
+        for segment in segments {
+            if let Some(region) = &segment.host_region {
+                region.count_copy(device, segment.len);
+            }
+        }
         Ok(transfer)
     }
 

@@ -127,7 +127,7 @@ pub(crate) unsafe fn pin(
         return Ok(HostAccess::Pinned(pinned));
     }
     let policy = &device.pins().policy;
-    let earned = len > policy.small && region.is_some_and(|region| region.earns_pin(len, policy));
+    let earned = region.is_some_and(|region| region.earns_pin(len, policy));
     if len <= policy.bounce && !earned {
         return Ok(HostAccess::Bounce { guarded: false });
     }

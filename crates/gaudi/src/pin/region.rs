@@ -20,8 +20,8 @@ pub struct HostRegion {
     len: usize,
     /// The pins of the whole region, at most one per device.
     pins: Mutex<Vec<RegionPin>>,
-    /// Bytes that went through bounce slots, but for the smallest copies.
-    bounced: AtomicUsize,
+    /// Bytes of the copies that were started, but for the smallest.
+    copied: AtomicUsize,
 }
 
 #[derive(Debug)]
@@ -42,16 +42,23 @@ impl HostRegion {
             start: ptr as usize,
             len,
             pins: Mutex::default(),
-            bounced: AtomicUsize::new(0),
+            copied: AtomicUsize::new(0),
         })
     }
 
-    /// Counts a copy that a bounce slot would do as well; whether the region is worth pinning now.
+    /// Whether the region is worth pinning for a copy of `len` bytes that bounce slots would do as well.
     /// Pinning costs by the length of the region, which may be a program's whole memory: it pays when
     /// a fair share of that was copied.
     pub(super) fn earns_pin(&self, len: usize, pinning: &Pinning) -> bool {
-        let before = self.bounced.fetch_add(len, Ordering::Relaxed);
-        pinning.is_earned(before.saturating_add(len), self.len)
+        let copied = self.copied.load(Ordering::Relaxed);
+        len > pinning.small && pinning.is_earned(copied.saturating_add(len), self.len)
+    }
+
+    /// Counts a copy that was started. One that the device is too busy for is tried again and again.
+    pub(crate) fn count_copy(&self, device: &Device, len: usize) {
+        if len > device.pins().policy.small {
+            self.copied.fetch_add(len, Ordering::Relaxed);
+        }
     }
 
     /// Whether all of `[addr, addr + len)` lies inside.
@@ -152,6 +159,7 @@ impl Drop for HostRegion {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::fake::Fake;
 
     #[test]
     fn a_region_is_pinned_for_medium_copies_after_a_share_of_it_was_copied() {
@@ -159,9 +167,16 @@ mod tests {
         let small = HostRegion::record(0x1000 as *mut u8, 256 << 10);
         assert!(small.earns_pin(16 << 10, &sixteenth), "a sixteenth at once");
         let large = HostRegion::record(0x1000 as *mut u8, 1 << 30);
-        let copies = (0..).take_while(|_| !large.earns_pin(64 << 10, &sixteenth)).count();
+        let (_, device) = Fake::device();
+        let mut copies = 0;
+        while !large.earns_pin(64 << 10, &sixteenth) {
+            large.count_copy(&device, 64 << 10);
+            large.count_copy(&device, 8 << 10);
+            copies += 1;
+        }
         assert_eq!(copies, 1023);
         assert!(large.earns_pin(64 << 10, &sixteenth), "for good");
+        assert!(!large.earns_pin(8 << 10, &sixteenth), "the CPU's part is small");
     }
 
     #[test]

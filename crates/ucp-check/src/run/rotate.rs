@@ -23,6 +23,8 @@ const PASSES: usize = 7;
 /// Where both processes meet: after each pass of messages, and when the connection is closed.
 const PASS: u64 = 1000;
 const CLOSED: u64 = 1001;
+/// Tag of the messages that write the working set, to the process itself.
+const FILL: u64 = u64::MAX;
 
 #[derive(Serialize, Deserialize)]
 pub struct Rotation {
@@ -146,19 +148,18 @@ fn receive_pass(
     Ok(())
 }
 
-/// Writes all of it: memory that nobody has written yet is read faster than memory.
+/// Writes all of it: memory that nobody has written yet is read faster than memory. By messages, because UCX
+/// emulates puts to Gaudi memory in small pieces.
 fn fill(client: &Client, region: &Arc<Region>) -> Result<()> {
     let piece = client.region(Memory::Host, region.length().min(16 << 20))?;
     piece.write(0, &vec![0x5a; piece.length()]);
-    let to_itself = Endpoint::to_itself(client.worker())?;
-    // SAFETY: our own region, which outlives the key.
-    let key = unsafe { to_itself.unpack(&region.pack()?) }?;
+    let (worker, to_itself) = (client.worker(), Endpoint::to_itself(client.worker())?);
     for at in (0..region.length()).step_by(piece.length()) {
         let length = piece.length().min(region.length() - at);
-        client.finish(to_itself.put(&piece.span(0, length), &key, at)?)?;
+        let received = worker.tag_receive(&region.span(at, length), FILL)?;
+        client.finish(to_itself.tag_send(&piece.span(0, length), FILL)?)?;
+        client.finish(received)?;
     }
-    client.finish(to_itself.flush()?)?;
-    drop(key);
     client.finish(to_itself.close(false)?)?;
     Ok(())
 }

@@ -96,6 +96,9 @@ enum Command {
         /// Working set of each process
         #[arg(long, default_value = "256M", value_parser = size)]
         set: usize,
+        /// Passes over the working set before anything is measured
+        #[arg(long, default_value_t = 0)]
+        warm_up: usize,
         #[command(flatten)]
         run: Processes,
     },
@@ -181,10 +184,10 @@ fn execute(cli: Cli) -> Result<bool> {
         Command::Costs(Costs::Copies { quick, sizes }) => costs::copies(folder, quick, &sizes),
         Command::Costs(Costs::Init) => costs::init(folder),
         Command::Costs(Costs::Registration) => costs::registration(folder),
-        Command::Rotate { outstanding, set, run } => {
+        Command::Rotate { outstanding, set, warm_up, run } => {
             let sizes = [1 << 20, 4 << 20, 16 << 20];
             let plan = plan(run.plan, &[Op::Get, Op::Put], &[Pair::GAUDI], &sizes);
-            rotate::run(rotate::Rotation { plan, outstanding, set }, &run.environment)
+            rotate::run(rotate::Rotation { plan, outstanding, set, warm_up }, &run.environment)
         }
         Command::CudaDmabuf => cuda_dmabuf::run(),
         Command::Side(side) => return side.run(),

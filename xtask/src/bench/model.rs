@@ -96,6 +96,10 @@ fn follows(memcpy: f64, link: f64) -> Record {
     Record::at_least(named("memcpy of this machine beside the link"), memcpy, "GB/s", link, None)
 }
 
+/// Passes before anything is measured, if it is measured at all. A fragment is pinned after some ten copies, and the first of
+/// a thousand fragments hold up the others, as they would on silicon.
+const WARM_UP: usize = 14;
+
 /// Messages are measured up to this many times, until others had no more of the processors than this.
 const REPEATS: usize = 3;
 const QUIET: f64 = 0.2;
@@ -109,9 +113,11 @@ fn rotate(
     environment: &Environment,
 ) -> Result<(Figures, f64)> {
     let list: Vec<String> = sizes.iter().map(usize::to_string).collect();
-    let set = if sizes.len() == 1 { 16 } else { 128 };
-    let words =
-        format!("rotate --plain --ops {ops} --mem {mem} --set {set}M --sizes {}", list.join(","));
+    let (set, warm_up) = if sizes.len() == 1 { (16, 0) } else { (128, WARM_UP) };
+    let words = format!(
+        "rotate --plain --ops {ops} --mem {mem} --set {set}M --warm-up {warm_up} --sizes {}",
+        list.join(",")
+    );
     let mut best = Figures::new();
     let mut repeats = 0;
     loop {

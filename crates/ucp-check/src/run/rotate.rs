@@ -34,6 +34,8 @@ pub struct Rotation {
     pub outstanding: usize,
     /// Bytes of the working set, on each side.
     pub set: usize,
+    /// Passes with the largest size before anything is measured: until buffers that are used over and over are pinned.
+    pub warm_up: usize,
 }
 
 /// Runs both processes and prints each figure: a name, a tab, and GB/s or µs.
@@ -66,9 +68,11 @@ pub(super) fn side(rotation: &Rotation, mut member: Member) -> Result<()> {
         // SAFETY: the address of the worker of the other process, which runs the same UCX.
         let endpoint = unsafe { client.connect(&address, false) }?;
         let packed: PackedRegion = control.exchange(client.worker(), &region.pack()?)?;
-        let passes = plan.sizes.iter().flat_map(|size| [*size; PASSES + 1]);
+        let warm_up =
+            plan.sizes.iter().max().map(|size| vec![*size; rotation.warm_up]).unwrap_or_default();
         if rank == 1 && !op.one_sided() {
-            for size in passes {
+            let measured = plan.sizes.iter().flat_map(|size| [*size; PASSES + 1]);
+            for size in warm_up.into_iter().chain(measured) {
                 receive_pass(
                     &client,
                     &region,
@@ -91,6 +95,9 @@ pub(super) fn side(rotation: &Rotation, mut member: Member) -> Result<()> {
                 op,
                 control: (!op.one_sided()).then_some(&mut *control),
             };
+            for size in warm_up {
+                ends.pass(set / size, size, rotation.outstanding)?;
+            }
             for &size in &plan.sizes {
                 client.step(format_args!("{op} {size}"));
                 let (memcpy, moved) = ends.bandwidth(rotation, size)?;

@@ -224,6 +224,40 @@ impl Device {
     /// The packets make the device read and write memory. All of it, and the command buffers, must
     /// stay mapped and unchanged until the submission has completed.
     pub unsafe fn submit(&self, chunks: &[Chunk<'_>]) -> Result<u64, Error> {
+        self.submit_by("hlthunk_command_submission", chunks, 0, |cs_in, out| {
+            // SAFETY: both structures and the chunk array live across the call; what the packets do
+            // is the caller's promise.
+            unsafe { self.symbols().hlthunk_command_submission(self.raw_fd(), cs_in, out) }
+        })
+    }
+
+    /// As [`submit`](Device::submit), with a time limit of its own, after which the driver does not reset the card. The
+    /// submission may then stay in flight for ever. `EOPNOTSUPP`: the library has no such call.
+    ///
+    /// # Safety
+    /// As for [`submit`](Device::submit).
+    pub unsafe fn submit_sparing_card(
+        &self,
+        chunks: &[Chunk<'_>],
+        seconds: u32,
+    ) -> Result<u64, Error> {
+        let (call, flags) = ("hlthunk_command_submission_timeout", sys::CS_SKIP_RESET_ON_TIMEOUT);
+        self.submit_by(call, chunks, flags, |cs_in, out| {
+            let (symbols, fd) = (self.symbols(), self.raw_fd());
+            // SAFETY: as in `submit`.
+            let ret =
+                unsafe { symbols.hlthunk_command_submission_timeout(fd, cs_in, out, seconds) };
+            ret.unwrap_or(-libc::EOPNOTSUPP)
+        })
+    }
+
+    fn submit_by(
+        &self,
+        name: &'static str,
+        chunks: &[Chunk<'_>],
+        flags: u32,
+        call: impl FnOnce(&mut CsIn, &mut CsOut) -> i32,
+    ) -> Result<u64, Error> {
         let mut one = [CsChunk::default()];
         let mut many = Vec::new();
         // The usual submission has one chunk; it costs no allocation.
@@ -241,7 +275,7 @@ impl Device {
             chunks_execute: raw.as_mut_ptr().cast(),
             num_chunks_restore: 0,
             num_chunks_execute: raw.len() as u32,
-            flags: 0,
+            flags,
         };
         let mut out = CsOut::default();
         if let Some(began) = trace::begin() {
@@ -249,11 +283,7 @@ impl Device {
         }
         // The packets must be in memory before they are submitted.
         std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
-        // SAFETY: both structures and the chunk array live across the call; what the packets do is
-        // the caller's promise.
-        check("hlthunk_command_submission", || unsafe {
-            self.symbols().hlthunk_command_submission(self.raw_fd(), &mut cs_in, &mut out)
-        })?;
+        check(name, || call(&mut cs_in, &mut out))?;
         Ok(out.seq)
     }
 

@@ -144,6 +144,23 @@ impl ControlDevice {
         self.node.hw_info()
     }
 
+    /// Bytes that [`ControlDevice::hw_info`] and [`Device::open`] have for the library's structure.
+    pub const HW_INFO_ROOM: usize = HW_IP_ROOM;
+
+    /// Has the library write its structure into `room`, for one who wants to see every byte of it.
+    ///
+    /// # Panics
+    /// If it is smaller than [`HW_INFO_ROOM`](Self::HW_INFO_ROOM).
+    pub fn hw_info_into(&self, room: &mut [u64]) -> Result<(), Error> {
+        assert!(size_of_val(room) >= HW_IP_ROOM, "too little room");
+        // SAFETY: the fd is open; the place is aligned, and larger than any structure of this kind.
+        check("hlthunk_get_hw_ip_info", || unsafe {
+            let symbols = &self.node.library.symbols;
+            symbols.hlthunk_get_hw_ip_info(self.node.fd().as_raw_fd(), room.as_mut_ptr().cast())
+        })
+        .map(drop)
+    }
+
     /// PCI address, `dddd:bb:dd.f`.
     pub fn bus_id(&self) -> Result<String, Error> {
         self.node.bus_id()

@@ -107,6 +107,9 @@ symbols! {
         fn hlthunk_get_device_status_info(fd: c_int) -> c_int;
         fn hlthunk_get_hw_block(fd: c_int, addr: u64, size: *mut u32, handle: *mut u64) -> c_int;
         fn hlthunk_cs_flush_pci_hbw_writes(fd: c_int) -> c_int;
+        fn hlthunk_command_submission_timeout(
+            fd: c_int, chunks: *mut CsIn, out: *mut CsOut, timeout: u32
+        ) -> c_int;
     }
     by_hand {
         required {
@@ -317,14 +320,11 @@ impl Argument for *mut HwIpInfo {
 
 impl Argument for *mut CsIn {
     unsafe fn describe(&self, line: &mut String) {
-        // SAFETY: the caller's structure, and the chunks it names.
-        let chunks = unsafe {
-            let cs = &**self;
-            slice::from_raw_parts(
-                cs.chunks_execute.cast::<CsChunk>(),
-                cs.num_chunks_execute as usize,
-            )
-        };
+        // SAFETY: the caller's structure.
+        let cs = unsafe { &**self };
+        let (start, count) = (cs.chunks_execute.cast::<CsChunk>(), cs.num_chunks_execute as usize);
+        // SAFETY: the chunks that it names. There are no restore chunks: nothing here submits any.
+        let chunks = unsafe { slice::from_raw_parts(start, count) };
         line.push('[');
         for (at, chunk) in chunks.iter().enumerate() {
             let comma = if at == 0 { "" } else { "," };
@@ -341,7 +341,9 @@ impl Argument for *mut CsIn {
             }
             line.push('}');
         }
-        line.push(']');
+        // An argument of its own in the record.
+        line.push_str("],\"flags\":");
+        trace::write_number(line, cs.flags.into());
     }
 }
 

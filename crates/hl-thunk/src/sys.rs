@@ -118,6 +118,8 @@ pub struct CsChunk {
 
 /// The chunk's `cb_handle` is a device address, not a driver handle.
 pub const CS_CHUNK_USER_ALLOC_CB: u32 = 1;
+/// The submission may take too long without the driver resetting the card for it.
+pub const CS_SKIP_RESET_ON_TIMEOUT: u32 = 0x400;
 /// Most chunks one submission may have.
 pub const MAX_JOBS_PER_CS: u32 = 512;
 /// Largest command buffer the driver allocates.

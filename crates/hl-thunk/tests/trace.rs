@@ -54,7 +54,22 @@ fn every_call_is_recorded_with_its_arguments_result_errno_and_packets() {
     let submission = of("hlthunk_command_submission");
     assert!(submission.contains("\"queue\":4,\"size\":24"), "{submission}");
     assert!(submission.contains(&format!("\"sequence\":{sequence}")), "{submission}");
+    assert!(submission.contains("\"flags\":0,\"out\""), "{submission}");
     assert!(of("hlthunk_wait_for_cs").contains("\"status\":0"), "{recorded:#?}");
+
+    // SAFETY: as above.
+    let sequence = unsafe {
+        let chunk = Chunk { buffer: &buffer, offset: 0, len: packet.len(), queue: 4 };
+        device.submit_sparing_card(&[chunk], 7).unwrap()
+    };
+    while device.wait(sequence, 1000).unwrap() == hl_thunk::WaitStatus::Busy {}
+    let sparing = |line: &String| {
+        line.contains("hlthunk_command_submission_timeout")
+            && line.contains("\"flags\":1024")
+            && line.contains("\"timeout\":7")
+    };
+    let recorded = lines(&path);
+    assert!(recorded.iter().any(sparing), "{recorded:#?}");
     for line in &recorded {
         let parsed = serde_json::from_str::<serde_json::Value>(line);
         assert!(parsed.is_ok_and(|value| value.is_object()), "{line}");

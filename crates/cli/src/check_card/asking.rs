@@ -1,6 +1,6 @@
 //! Steps that only ask, and the opening of the card.
 
-use std::os::fd::{AsFd, AsRawFd};
+use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -16,10 +16,8 @@ use crate::report::Finding;
 
 /// How long a card may refuse to be opened after it was closed: a Gaudi2's firmware resets its engines.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Space for the answer about the hardware; the largest known one has 336 bytes.
-const ANSWER: usize = 4096;
-/// What the plugin has room for.
-const ROOM: usize = 1024;
+/// What the plugin has room for. The largest known structure has 336 bytes.
+const ROOM: usize = ControlDevice::HW_INFO_ROOM;
 
 /// Loads the driver library.
 pub(super) fn library() -> (Finding, Option<Arc<Library>>) {
@@ -79,35 +77,19 @@ pub(super) fn hw_info(library: &Arc<Library>, card: &DeviceInfo) -> Finding {
             return Finding::bad("", error.to_string(), "look at hl-smi and the kernel log");
         }
     };
-    let Some(function) = library.function("hlthunk_get_hw_ip_info") else {
-        return Finding::bad("", "the library has no hlthunk_get_hw_ip_info", "");
+    let ask = |canary: u8| -> Result<Vec<u8>, hl_thunk::Error> {
+        let mut room = vec![u64::from_ne_bytes([canary; 8]); 2 * ROOM / 8];
+        control.hw_info_into(&mut room)?;
+        Ok(room.iter().flat_map(|word| word.to_ne_bytes()).collect())
     };
-    // SAFETY: the function of this name takes a descriptor and a place for its answer (hlthunk.h).
-    let call: unsafe extern "C" fn(i32, *mut u8) -> i32 = unsafe { std::mem::transmute(function) };
-    let ask = |canary: u8| -> Result<Vec<u8>, i32> {
-        // Eight bytes more than we look at, so that the structure can be aligned.
-        let mut buffer = vec![u64::from_ne_bytes([canary; 8]); ANSWER / 8];
-        // SAFETY: an open descriptor; the place is aligned and more than ten times as large as the
-        // structure of any known library.
-        let rc = unsafe { call(control.as_fd().as_raw_fd(), buffer.as_mut_ptr().cast()) };
-        let bytes = buffer.iter().flat_map(|word| word.to_ne_bytes()).collect();
-        if rc == 0 { Ok(bytes) } else { Err(rc) }
-    };
-    match (ask(0xc7), ask(0x38)) {
-        (Ok(one), Ok(other)) => {
+    let answers = ask(0xc7).and_then(|one| Ok((one, ask(0x38)?, control.hw_info()?)));
+    match answers {
+        Ok((one, other, hw)) => {
             let written = written([&one, &other]);
-            match control.hw_info() {
-                Ok(hw) => judge_hw_info(written, &hw),
-                Err(error) => {
-                    Finding::bad("", error.to_string(), "look at hl-smi and the kernel log")
-                }
-            }
+            let link = runtime().link(card).map(|link| link.to_string());
+            judge_hw_info(&one[..written], link, &hw)
         }
-        (Err(rc), _) | (_, Err(rc)) => {
-            let error = std::io::Error::from_raw_os_error(rc.saturating_neg());
-            let found = format!("hlthunk_get_hw_ip_info answers {rc} ({error})");
-            Finding::bad("", found, "look at hl-smi and the kernel log")
-        }
+        Err(error) => Finding::bad("", error.to_string(), "look at hl-smi and the kernel log"),
     }
 }
 
@@ -118,7 +100,13 @@ fn written(answers: [&[u8]; 2]) -> usize {
     one.iter().zip(other).rposition(touched).map_or(0, |last| last + 1)
 }
 
-fn judge_hw_info(written: usize, hw: &HwIpInfo) -> Finding {
+fn judge_hw_info(raw: &[u8], link: Option<String>, hw: &HwIpInfo) -> Finding {
+    let written = raw.len();
+    let raw = raw.iter().fold(String::new(), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    });
+    let firmware = hw.cpucp_version.split(|byte| *byte == 0).next().unwrap_or_default();
     let generation = Generation::from_pci_id(hw.device_id);
     let data = json!({
         "bytes_written": written, "device_id": format!("{:#06x}", hw.device_id),
@@ -130,6 +118,7 @@ fn judge_hw_info(written: usize, hw: &HwIpInfo) -> Finding {
         "nic_ports_mask": format!("{:#x}", hw.nic_ports_mask), "server_type": hw.server_type,
         "revision_id": hw.revision_id, "security_enabled": hw.security_enabled,
         "reserved_dram_size": hw.reserved_dram_size,
+        "firmware": String::from_utf8_lossy(firmware), "pci_link": link, "raw": raw,
     });
     let known = size_of::<HwIpInfo>();
     let answer = format!(
@@ -171,7 +160,7 @@ pub(super) fn open_and_close(
 ) -> (Finding, Option<Device>) {
     let (mut opens, mut closes, mut refusals) = (Vec::new(), Vec::new(), Vec::new());
     for round in 0..=rounds {
-        let (device, took, refused) = match open(library, card) {
+        let (device, took, refused) = match open(library, card.bus_id.as_str(), PATIENCE) {
             Ok(opened) => opened,
             Err((failure, waited)) => {
                 let found = format!("round {round}: {} (tried for {})", failure.what, ms(waited));
@@ -209,17 +198,18 @@ pub(super) fn open_and_close(
     unreachable!("the last round returns")
 }
 
-/// Opens the card; how long the call took that succeeded, and how long others were refused before.
-fn open(
+/// Opens a card; how long the call took that succeeded, and how long others were refused before.
+pub(super) fn open(
     library: &Arc<Library>,
-    card: &DeviceInfo,
+    bus_id: &str,
+    patience: Duration,
 ) -> Result<(Device, Duration, Duration), (Failure, Duration)> {
     let began = Instant::now();
     loop {
         let call = Instant::now();
-        match Device::open(library, card.bus_id.as_str()) {
+        match Device::open(library, bus_id) {
             Ok(device) => return Ok((device, call.elapsed(), call - began)),
-            Err(error) if error.errno == libc::EAGAIN && began.elapsed() < PATIENCE => {
+            Err(error) if error.errno == libc::EAGAIN && began.elapsed() < patience => {
                 std::thread::sleep(Duration::from_millis(20));
             }
             Err(error) => {
@@ -274,10 +264,11 @@ mod tests {
 
     #[test]
     fn a_longer_answer_is_noticed_and_one_beyond_our_room_is_bad() {
-        let verdict = |written, hw: &HwIpInfo| judge_hw_info(written, hw).verdict;
+        let verdict = |written, hw: &HwIpInfo| judge_hw_info(&vec![0; written], None, hw).verdict;
         assert_eq!(verdict(336, &hw()), Verdict::Good);
         assert_eq!(verdict(344, &hw()), Verdict::Warning);
-        assert_eq!(verdict(1025, &hw()), Verdict::Bad);
+        assert_eq!(verdict(ROOM, &hw()), Verdict::Warning);
+        assert_eq!(verdict(ROOM + 1, &hw()), Verdict::Bad);
         assert_eq!(verdict(336, &HwIpInfo { device_id: 1, ..hw() }), Verdict::Bad);
         assert_eq!(verdict(336, &HwIpInfo { dram_size: 0, ..hw() }), Verdict::Bad);
     }

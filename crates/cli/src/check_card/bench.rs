@@ -1,17 +1,21 @@
 //! An open card with memory to copy between: two images in host memory, two in device memory.
 
+use std::fmt;
 use std::mem::ManuallyDrop;
 use std::time::{Duration, Instant};
 
-use hl_thunk::packet::LinDma;
+use hl_thunk::packet::{LinDma, NOP};
 use hl_thunk::{
-    Chunk, CommandBuffer, Device, DeviceAddr, Error, HostMapping, HostPages, WaitStatus,
+    Chunk, CommandBuffer, Device, DeviceAddr, Direction, Error, HostMapping, HostPages, WaitStatus,
 };
 
 use super::pattern::{IMAGE, SLOTS};
 
 /// How long a submission may take. The driver's watchdog waits for 30 seconds.
 const LIMIT: Duration = Duration::from_secs(10);
+/// What the driver is asked to give a submission that must not cost a reset, and how long we wait beyond.
+const SPARING_SECONDS: u32 = 5;
+const SPARING_LIMIT: Duration = Duration::from_secs(SPARING_SECONDS as u64 + 1);
 const COMMANDS: usize = SLOTS * 24;
 
 /// Host memory that the card sees.
@@ -42,6 +46,36 @@ pub(super) enum Image {
     Device(usize),
 }
 
+/// How long a submission took.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Took {
+    /// The call that submits.
+    pub(super) submit: Duration,
+    /// From there until the wait for it returned.
+    pub(super) total: Duration,
+}
+
+/// Why a submission did not complete.
+#[derive(Clone, Debug)]
+pub(super) enum Trouble {
+    /// It was not submitted.
+    Refused(String),
+    /// It does not end.
+    Stuck(Duration),
+    /// The driver gave it up.
+    Failed(Error),
+}
+
+impl fmt::Display for Trouble {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Refused(why) => f.write_str(why),
+            Self::Stuck(limit) => write!(f, "not done after {} s", limit.as_secs()),
+            Self::Failed(error) => error.fmt(f),
+        }
+    }
+}
+
 /// The card and the images.
 pub(super) struct Bench {
     device: Device,
@@ -50,6 +84,8 @@ pub(super) struct Bench {
     commands: ManuallyDrop<CommandBuffer>,
     /// A submission did not end: the card may still use the memory.
     lost: bool,
+    /// DMA packets submitted.
+    transfers: usize,
 }
 
 impl Bench {
@@ -61,6 +97,7 @@ impl Bench {
             host: ManuallyDrop::new([HostImage::new(device)?, HostImage::new(device)?]),
             commands: ManuallyDrop::new(CommandBuffer::new(device, COMMANDS as u32)?),
             lost: false,
+            transfers: 0,
         })
     }
 
@@ -73,8 +110,13 @@ impl Bench {
         self.lost
     }
 
+    /// DMA packets submitted until now.
+    pub(super) fn transfers(&self) -> usize {
+        self.transfers
+    }
+
     /// The bytes of an image in host memory, unless the card may be writing them.
-    pub(super) fn bytes(&mut self, image: usize) -> Result<&mut [u8], String> {
+    pub(super) fn bytes(&mut self, image: usize) -> Result<&mut [u8], Trouble> {
         self.usable()?;
         let pages = &self.host[image].pages;
         // SAFETY: our own pages, which nobody else uses: the exclusive borrow keeps this process
@@ -82,8 +124,9 @@ impl Bench {
         Ok(unsafe { std::slice::from_raw_parts_mut(pages.as_ptr(), IMAGE) })
     }
 
-    fn usable(&self) -> Result<(), String> {
-        let lost = || String::from("not tried: an earlier submission did not end");
+    fn usable(&self) -> Result<(), Trouble> {
+        let lost =
+            || Trouble::Refused(String::from("not tried: an earlier submission did not end"));
         (!self.lost).then_some(()).ok_or_else(lost)
     }
 
@@ -96,49 +139,96 @@ impl Bench {
         })
     }
 
-    /// Copies a whole image.
-    pub(super) fn copy(&mut self, from: Image, to: Image, queue: u32) -> Result<Duration, String> {
+    /// The packet that copies the first `len` bytes of an image.
+    pub(super) fn copy(&self, from: Image, to: Image, len: usize) -> LinDma {
         let (src, dst) = (self.address(from, 0), self.address(to, 0));
-        self.dma(queue, &[LinDma::Copy { src, dst, len: IMAGE as u32 }])
+        LinDma::Copy { src, dst, len: len as u32 }
     }
 
     /// Has the card carry out these transfers, and waits.
-    pub(super) fn dma(&mut self, queue: u32, transfers: &[LinDma]) -> Result<Duration, String> {
-        let generation = self.device.generation();
-        let mut packets = Vec::with_capacity(transfers.len() * 24);
-        for transfer in transfers {
-            let packet = transfer.encode(generation);
-            packets.extend(packet.ok_or_else(|| format!("no packet for {transfer:?}"))?);
-        }
+    pub(super) fn dma(&mut self, queue: u32, transfers: &[LinDma]) -> Result<Took, Trouble> {
+        let packets = self.encode(transfers)?;
         self.submit(queue, &packets)
     }
 
+    /// As [`dma`](Bench::dma); the driver is asked not to reset the card if this does not end.
+    pub(super) fn dma_sparing_card(
+        &mut self,
+        queue: u32,
+        transfers: &[LinDma],
+    ) -> Result<Took, Trouble> {
+        let packets = self.encode(transfers)?;
+        self.submit_by(queue, &packets, SPARING_LIMIT, |device, chunk| {
+            // SAFETY: as in `submit`.
+            unsafe { device.submit_sparing_card(&[chunk], SPARING_SECONDS) }
+        })
+    }
+
+    fn encode(&mut self, transfers: &[LinDma]) -> Result<Vec<u8>, Trouble> {
+        let generation = self.device.generation();
+        let mut packets = Vec::with_capacity(transfers.len() * 24);
+        for transfer in transfers {
+            let none = || Trouble::Refused(format!("no packet for {transfer:?}"));
+            packets.extend(transfer.encode(generation).ok_or_else(none)?);
+        }
+        self.transfers += transfers.len();
+        Ok(packets)
+    }
+
     /// Submits packets that touch nothing but the four images, and waits.
-    pub(super) fn submit(&mut self, queue: u32, packets: &[u8]) -> Result<Duration, String> {
+    pub(super) fn submit(&mut self, queue: u32, packets: &[u8]) -> Result<Took, Trouble> {
+        self.submit_by(queue, packets, LIMIT, |device, chunk| {
+            // SAFETY: the images and the command buffer stay mapped as long as the bench, and nobody
+            // touches them before the wait has ended.
+            unsafe { device.submit(&[chunk]) }
+        })
+    }
+
+    fn submit_by(
+        &mut self,
+        queue: u32,
+        packets: &[u8],
+        limit: Duration,
+        submit: impl FnOnce(&Device, Chunk<'_>) -> Result<u64, Error>,
+    ) -> Result<Took, Trouble> {
         self.usable()?;
         // SAFETY: every submission was waited for, so none contains these bytes.
         unsafe { self.commands.write(0, packets) };
-        let began = Instant::now();
         let chunk = Chunk { buffer: &self.commands, offset: 0, len: packets.len(), queue };
-        // SAFETY: the images and the command buffer stay mapped as long as `self`, and nobody
-        // touches them before the wait below has ended.
-        let submitted = unsafe { self.device.submit(&[chunk]) };
-        let sequence = submitted.map_err(|error| format!("queue {queue}: {error}"))?;
-        loop {
-            match self.device.wait(sequence, 1_000_000) {
-                Ok(WaitStatus::Completed) => return Ok(began.elapsed()),
-                Ok(WaitStatus::Busy) if began.elapsed() < LIMIT => {}
-                Ok(WaitStatus::Busy) => {
-                    self.lost = true;
-                    return Err(format!("queue {queue}: not done after {} s", LIMIT.as_secs()));
-                }
-                Err(error) => {
-                    self.lost = true;
-                    return Err(format!("queue {queue}: {error}"));
-                }
-            }
+        let began = Instant::now();
+        let submitted = submit(&self.device, chunk);
+        let sequence = submitted.map_err(|error| Trouble::Refused(error.to_string()))?;
+        let submit = began.elapsed();
+        let ended = wait(&self.device, sequence, limit);
+        self.lost = ended.is_err();
+        ended.map(|()| Took { submit, total: began.elapsed() })
+    }
+}
+
+/// Waits for a submission.
+fn wait(device: &Device, sequence: u64, limit: Duration) -> Result<(), Trouble> {
+    let began = Instant::now();
+    loop {
+        match device.wait(sequence, 1_000_000) {
+            Ok(WaitStatus::Completed) => return Ok(()),
+            Ok(WaitStatus::Busy) if began.elapsed() < limit => {}
+            Ok(WaitStatus::Busy) => return Err(Trouble::Stuck(limit)),
+            Err(error) => return Err(Trouble::Failed(error)),
         }
     }
+}
+
+/// Whether a card carries out a packet that does nothing.
+pub(super) fn works(device: &Device) -> Result<(), Trouble> {
+    let refused = |error: Error| Trouble::Refused(error.to_string());
+    let queue = device.generation().queues(Direction::HostToDevice)[0];
+    let commands = CommandBuffer::new(device, NOP.len() as u32).map_err(refused)?;
+    // SAFETY: a buffer of our own that nothing was submitted from.
+    unsafe { commands.write(0, &NOP) };
+    let chunk = Chunk { buffer: &commands, offset: 0, len: NOP.len(), queue };
+    // SAFETY: a packet that touches no memory; the buffer stays until the wait has ended, or for ever.
+    let sequence = unsafe { device.submit(&[chunk]) }.map_err(refused)?;
+    wait(device, sequence, LIMIT).inspect_err(|_| std::mem::forget(commands))
 }
 
 impl Drop for Bench {

@@ -1,121 +1,94 @@
-//! The one step that may reset the card: does an EDMA engine fetch a command buffer from host memory?
+//! The one step that hangs an engine if the vendor's sources are right: does an EDMA engine fetch a command buffer
+//! from host memory?
 //!
-//! By the vendor's sources a Gaudi2's does not, and hangs. The submission asks the driver not to reset the
-//! card when it times out; whether that saves it is part of the question.
+//! By those sources a Gaudi2's does not. The submission asks the driver not to reset the card when it times out. It
+//! then stays in flight, and the driver resets the card when the process ends: so a process of its own opens the card
+//! afterwards.
 
-use std::os::fd::{AsFd, AsRawFd};
-use std::time::Instant;
+use std::time::Duration;
 
-use hl_thunk::packet::LinDma;
-use hl_thunk::sys::{CS_CHUNK_USER_ALLOC_CB, CsChunk, CsIn, CsOut};
-use hl_thunk::{
-    Chunk, CommandBuffer, Device, DeviceAddr, Direction, Generation, HostMapping, HostPages,
-    WaitStatus, packet,
-};
+use hl_thunk::Generation;
 use serde_json::json;
 
-use super::asking::ms;
-use super::memory::Area;
+use super::asking::{self, ms};
+use super::bench::{self, Bench, Image, Trouble};
+use super::copies::{fetch, place};
+use super::pattern::{SLOT, noise};
 use crate::report::Finding;
 
 /// Queue of the first EDMA engine.
 const QUEUE: u32 = 8;
-/// Seconds the driver gives it.
-const TIMEOUT: u32 = 5;
-const SKIP_RESET_ON_TIMEOUT: u32 = 0x400;
-const LEN: u32 = 4096;
-
-type SubmitWithTimeout = unsafe extern "C" fn(i32, *mut CsIn, *mut CsOut, u32) -> i32;
+/// How long a card may refuse to be opened after the driver reset it as a whole.
+const PATIENCE: Duration = Duration::from_secs(120);
+const SEND_BACK: &str = "send this report and the kernel log";
 
 /// Submits a copy within the card to an EDMA queue, its command buffer in host memory.
-pub(super) fn host_command_buffer(device: &Device, area: &Area) -> Finding {
-    if device.generation() != Generation::Gaudi2 {
+pub(super) fn host_command_buffer(bench: &mut Bench) -> Finding {
+    if bench.device().generation() != Generation::Gaudi2 {
         return Finding::skipped("", "only a Gaudi2 has EDMA queues for users");
     }
-    let began = Instant::now();
-    let outcome = submit(device, area.base());
-    let took = began.elapsed();
-    let alive = still_works(device);
-    let data = |fetches: Option<bool>| json!({"fetches_host": fetches, "survived": alive.is_ok()});
-    match (outcome, &alive) {
-        (Ok(()), Ok(())) => Finding::good("", "EDMA fetched its command buffer from host memory")
-            .with(data(Some(true))),
-        (Err(why), Ok(())) => Finding::good(
-            "",
-            format!(
-                "EDMA did not fetch from host memory ({why} after {}); the card survived",
-                ms(took)
-            ),
-        )
-        .with(data(Some(false))),
-        (outcome, Err(lost)) => Finding::bad(
-            "",
-            format!("the card is lost after an EDMA submission ({outcome:?}): {lost}"),
-            "close all users and let the driver reset it; send this report and the kernel log",
-        )
-        .with(data(None)),
+    let (from, to) = (Image::Device(0), Image::Device(1));
+    let (bytes, before) = (noise(1, 1), noise(2, 1));
+    let placed = place(bench, from, &bytes).and_then(|()| place(bench, to, &before));
+    if let Err(why) = placed {
+        return not_submitted(&why);
     }
-}
-
-fn submit(device: &Device, area: DeviceAddr) -> Result<(), String> {
-    let function = device.library().function("hlthunk_command_submission_timeout");
-    let function = function.ok_or("the library has no hlthunk_command_submission_timeout")?;
-    // SAFETY: the signature that hlthunk.h gives this function.
-    let call: SubmitWithTimeout = unsafe { std::mem::transmute(function) };
-    let copy = LinDma::Copy { src: area, dst: DeviceAddr(area.0 + u64::from(LEN)), len: LEN };
-    let packet = copy.encode(device.generation()).ok_or("no packet")?;
-    let pages = HostPages::new(packet.len()).map_err(|error| error.to_string())?;
-    // Never given back: a hung engine may still look at it. The process ends soon.
-    let pages = std::mem::ManuallyDrop::new(pages);
-    // SAFETY: fresh pages, as long as the packet.
-    unsafe { pages.as_ptr().copy_from_nonoverlapping(packet.as_ptr(), packet.len()) };
-    // SAFETY: the pages are never given back.
-    let mapping = unsafe { HostMapping::new(device, pages.as_ptr(), pages.len() as u64) };
-    let mapping = std::mem::ManuallyDrop::new(mapping.map_err(|error| error.to_string())?);
-    let mut chunk = CsChunk {
-        cb_handle: mapping.addr().0,
-        queue_index: QUEUE,
-        cb_size: packet.len() as u32,
-        cs_chunk_flags: CS_CHUNK_USER_ALLOC_CB,
-        ..CsChunk::default()
-    };
-    let mut input = CsIn {
-        chunks_restore: std::ptr::null_mut(),
-        chunks_execute: (&raw mut chunk).cast(),
-        num_chunks_restore: 0,
-        num_chunks_execute: 1,
-        flags: SKIP_RESET_ON_TIMEOUT,
-    };
-    let mut out = CsOut::default();
-    // SAFETY: the structures live across the call; the packet touches the area alone, which the caller
-    // keeps mapped, and nobody uses meanwhile.
-    let rc = unsafe { call(device.as_fd().as_raw_fd(), &mut input, &mut out, TIMEOUT) };
-    if rc != 0 {
-        return Err(format!("submission answers {rc}"));
+    let copy = bench.copy(from, to, SLOT);
+    let outcome = bench.dma_sparing_card(QUEUE, &[copy]);
+    if let Err(why @ Trouble::Refused(_)) = &outcome {
+        return not_submitted(why);
     }
-    wait(device, out.seq, TIMEOUT + 5)
-}
-
-fn wait(device: &Device, sequence: u64, seconds: u32) -> Result<(), String> {
-    for _ in 0..seconds {
-        match device.wait(sequence, 1_000_000) {
-            Ok(WaitStatus::Completed) => return Ok(()),
-            Ok(WaitStatus::Busy) => {}
-            Err(error) => return Err(error.to_string()),
+    let data = |fetches: Option<bool>, survived: bool| json!({"submitted": true, "fetches_host": fetches, "survived": survived});
+    if let Err(lost) = bench::works(bench.device()) {
+        let outcome = outcome.map_or_else(|why| why.to_string(), |_| String::from("done"));
+        let found = format!("the card is lost after an EDMA submission ({outcome}): {lost}");
+        return Finding::bad("", found, SEND_BACK).with(data(None, false));
+    }
+    match outcome {
+        Ok(_) => match fetch(bench, to, SLOT).map(|got| got == bytes) {
+            Ok(true) => Finding::good("", "EDMA fetched its command buffer from host memory")
+                .with(data(Some(true), true)),
+            Ok(false) => {
+                let found = "EDMA reports a copy as done that did not arrive";
+                Finding::warning("", found, SEND_BACK).with(data(None, true))
+            }
+            Err(why) => Finding::bad("", why.to_string(), SEND_BACK).with(data(None, true)),
+        },
+        Err(Trouble::Failed(error)) if error.errno != libc::ETIMEDOUT => {
+            Finding::bad("", error.to_string(), SEND_BACK).with(data(None, true))
+        }
+        Err(why) => {
+            let found = format!("EDMA did not fetch from host memory ({why}); other queues work");
+            Finding::good("", found).with(data(Some(false), true))
         }
     }
-    Err(format!("not done after {seconds} s"))
 }
 
-/// Whether the card still carries out a packet that does nothing.
-fn still_works(device: &Device) -> Result<(), String> {
-    let queue = device.generation().queues(Direction::HostToDevice)[0];
-    let commands = CommandBuffer::new(device, packet::NOP.len() as u32);
-    let commands = commands.map_err(|error| error.to_string())?;
-    // SAFETY: a buffer of our own that nothing was submitted from.
-    unsafe { commands.write(0, &packet::NOP) };
-    let chunk = Chunk { buffer: &commands, offset: 0, len: packet::NOP.len(), queue };
-    // SAFETY: a packet that touches no memory; the buffer lives until the wait has ended.
-    let sequence = unsafe { device.submit(&[chunk]) }.map_err(|error| error.to_string())?;
-    wait(device, sequence, 5)
+fn not_submitted(why: &Trouble) -> Finding {
+    let data = json!({"submitted": false, "fetches_host": null, "survived": null});
+    Finding::warning("", format!("not submitted: {why}"), SEND_BACK).with(data)
+}
+
+/// Opens the card after the process that submitted has ended, and tries whether it works.
+pub(super) fn reopen(bus_id: &str) -> Finding {
+    let (failed, library) = asking::library();
+    let Some(library) = library else { return failed };
+    match asking::open(&library, bus_id, PATIENCE) {
+        Ok((device, took, refused)) => {
+            let data = json!({"open_ms": took.as_secs_f64() * 1e3, "eagain_ms": refused.as_secs_f64() * 1e3});
+            let times = format!("{}, after {} of EAGAIN", ms(took), ms(refused));
+            match bench::works(&device) {
+                Ok(()) => Finding::good("", format!("the card opens again ({times}) and works")),
+                Err(why) => {
+                    let found = format!("the card opens again ({times}), but: {why}");
+                    Finding::bad("", found, SEND_BACK)
+                }
+            }
+            .with(data)
+        }
+        Err((failure, waited)) => {
+            let found = format!("{} (tried for {})", failure.what, ms(waited));
+            Finding::bad("", found, failure.remedy)
+        }
+    }
 }

@@ -2,7 +2,11 @@
 //!
 //! Every step rests on what the drivers' sources say and no card has confirmed yet. The steps run in a
 //! child process that reports each of them as a line of JSON: users of a card that is reset are killed, and
-//! the report must survive that. Nothing that may hang an engine is done without `--may-reset`.
+//! the report must survive that.
+//!
+//! What sources and vendor tests say works comes first. Odd copies and fills come last, because only assumptions
+//! support them: if one hangs an engine, the process ends with a submission in flight, and the driver resets the card.
+//! What hangs an engine by the vendor's sources is done only with `--may-reset`.
 
 mod asking;
 mod bench;
@@ -43,7 +47,8 @@ pub(crate) struct Options {
     /// All lengths from 1 to 4097 at all offsets, ten rounds of open and close, 1 GiB of host memory
     #[arg(long)]
     thorough: bool,
-    /// Go on to the steps that may hang an engine; the driver then resets the card and kills its users
+    /// Go on to the step that hangs an engine by the vendor's sources; the driver then resets the card and kills its
+    /// users
     #[arg(long)]
     may_reset: bool,
     /// Also write the JSON report to this file, to send it back: without names of users, of the host and
@@ -56,10 +61,13 @@ pub(crate) struct Options {
     /// The process that does the work
     #[arg(long, hide = true)]
     child: bool,
+    /// The process that opens the card again afterwards
+    #[arg(long, hide = true)]
+    reopen: bool,
 }
 
 /// The checks, in the order in which they are done.
-const CHECKS: [&str; 15] = [
+const CHECKS: [&str; 17] = [
     "library",
     "pair",
     "card",
@@ -69,15 +77,19 @@ const CHECKS: [&str; 15] = [
     "host-memory",
     "queues",
     "bulk-copies",
-    "odd-copies",
-    "device-copies",
-    "fill",
     "export",
     "import",
     "hca",
+    "device-copies",
+    "fill",
+    "odd-copies",
+    "odd-device-copies",
+    "odd-fill",
 ];
 /// Done last, and only with `--may-reset`.
 const EDMA: &str = "edma";
+/// Done in a process of its own, after the one that did [`EDMA`] has ended.
+const REOPEN: &str = "edma-reopen";
 
 /// A line from the child.
 #[derive(Debug, Serialize, Deserialize)]
@@ -93,7 +105,12 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
             hl_thunk::trace::start(file)
                 .map_err(|error| saved_file::cannot_write(Path::new(file), &error))?;
         }
-        child(options);
+        match (&options.card, options.reopen) {
+            (Some(bus_id), true) => {
+                Lines::default().check(REOPEN, || edma::reopen(bus_id));
+            }
+            _ => child(options),
+        }
         return Ok(Exit::Fine);
     }
     choice(options.card.as_deref())?;
@@ -143,13 +160,29 @@ fn watch(
     options: &Options,
     trace: Option<&Pending>,
 ) -> Result<Vec<Finding>, Failure> {
-    let mut command = Command::new(std::env::current_exe().map_err(|error| cannot_start(&error))?);
-    command.args(["check-card", "--child"]);
+    let mut command = own_child()?;
     command.args(options.card.iter().flat_map(|card| ["--card", card]));
     command.args(trace.iter().flat_map(|file| ["--trace".as_ref(), file.path().as_os_str()]));
     command.args(options.thorough.then_some("--thorough"));
     command.args(options.may_reset.then_some("--may-reset"));
-    findings_of(&mut command, context.json)
+    let mut findings = findings_of(&mut command, context.json, &CHECKS)?;
+    let of = |check: &str| findings.iter().find(|finding| finding.check == check);
+    let bus_id = of("card").and_then(|card| card.data["bus_id"].as_str().map(str::to_owned));
+    // Also if the process did not live to report what became of it.
+    let submitted = of(EDMA)
+        .is_some_and(|edma| edma.verdict != Verdict::Skipped && edma.data["submitted"] != false);
+    if let Some(bus_id) = bus_id.filter(|_| submitted && !interrupt::came()) {
+        let mut command = own_child()?;
+        command.args(["--reopen", "--card", &bus_id]);
+        findings.extend(findings_of(&mut command, context.json, &[REOPEN])?);
+    }
+    Ok(findings)
+}
+
+fn own_child() -> Result<Command, Failure> {
+    let mut command = Command::new(std::env::current_exe().map_err(|error| cannot_start(&error))?);
+    command.args(["check-card", "--child"]);
+    Ok(command)
 }
 
 fn cannot_start(error: &std::io::Error) -> Failure {
@@ -157,7 +190,11 @@ fn cannot_start(error: &std::io::Error) -> Failure {
 }
 
 /// Runs the child, and prints its findings as they come, unless they are for JSON.
-fn findings_of(command: &mut Command, json: bool) -> Result<Vec<Finding>, Failure> {
+fn findings_of(
+    command: &mut Command,
+    json: bool,
+    checks: &[&'static str],
+) -> Result<Vec<Finding>, Failure> {
     let child = Working::start(command.stdin(Stdio::null()).stdout(Stdio::piped()));
     let mut child = child.map_err(|error| cannot_start(&error))?;
     let mut lines = BufReader::new(child.child().stdout.take().expect("piped"));
@@ -189,7 +226,7 @@ fn findings_of(command: &mut Command, json: bool) -> Result<Vec<Finding>, Failur
     }
     let status = child.wait().map_err(|error| cannot_start(&error))?;
     spinner.finish_and_clear();
-    let mut missing = CHECKS.to_vec();
+    let mut missing = checks.to_vec();
     missing.retain(|check| findings.iter().all(|finding| finding.check != *check));
     if running.is_none() && status.success() && missing.is_empty() {
         return Ok(findings);
@@ -219,7 +256,7 @@ fn findings_of(command: &mut Command, json: bool) -> Result<Vec<Finding>, Failur
 
 /// The child: does the checks, until one fails that the others need.
 fn child(options: &Options) {
-    let mut lines = Lines { done: Vec::new(), failed: None };
+    let mut lines = Lines::default();
     let _ = checks(&mut lines, options);
     let missing = CHECKS.iter().filter(|check| !lines.done.contains(check));
     let why = lines.failed.unwrap_or("an earlier check");
@@ -238,52 +275,67 @@ fn checks(lines: &mut Lines, options: &Options) -> Option<()> {
     let device = lines.needed("open", || asking::open_and_close(&library, &card, rounds))?;
     let area = lines.needed("device-memory", || memory::device_memory(&device))?;
     lines.check("host-memory", || memory::host_memory(&device, options.thorough));
-    if !device.generation().accepts_submissions() {
-        let generation = device.generation();
-        for check in ["queues", "bulk-copies", "odd-copies", "device-copies", "fill"] {
-            let why = format!("a {generation} takes no copies through the kernel");
-            lines.check(check, || Finding::skipped(check, why));
-        }
-    } else if copy_checks(lines, &device, &area, options).is_none() {
-        // An engine may still use it: it stays mapped until the process ends.
-        std::mem::forget(area);
-        return None;
-    }
+    let bench = if device.generation().accepts_submissions() {
+        let queues = lines.needed("queues", || copies::queues(&device, &area));
+        let bench = queues.and_then(|mut bench| {
+            lines.needed("bulk-copies", || copies::bulk(&mut bench)).map(|()| bench)
+        });
+        let Some(bench) = bench else {
+            // An engine may still use it: it stays mapped until the process ends.
+            std::mem::forget(area);
+            return None;
+        };
+        Some(bench)
+    } else {
+        no_copies(lines, &device, &["queues", "bulk-copies"]);
+        None
+    };
     lines.check("export", || memory::export(&device, &area));
     lines.check("import", || memory::import(&device));
     lines.check("hca", || memory::hca(&device, &area));
+    let Some(mut bench) = bench else {
+        no_copies(lines, &device, &COPY_CHECKS.map(|(check, _)| check));
+        if options.may_reset {
+            no_copies(lines, &device, &[EDMA]);
+        }
+        return Some(());
+    };
+    for (check, copy) in COPY_CHECKS {
+        lines.check(check, || copy(&mut bench, options.thorough));
+        if bench.lost() {
+            std::mem::forget(area);
+            return None;
+        }
+    }
     if options.may_reset {
-        lines.check(EDMA, || edma::host_command_buffer(&device, &area));
+        lines.check(EDMA, || edma::host_command_buffer(&mut bench));
+        if bench.lost() {
+            std::mem::forget(area);
+        }
     }
     Some(())
 }
 
 type CopyCheck = fn(&mut Bench, bool) -> Finding;
 
-/// `None` if the card cannot copy, or a submission did not end.
-fn copy_checks(
-    lines: &mut Lines,
-    device: &Device,
-    area: &memory::Area,
-    options: &Options,
-) -> Option<()> {
-    let mut bench = lines.needed("queues", || copies::queues(device, area))?;
-    lines.needed("bulk-copies", || copies::bulk(&mut bench))?;
-    let others: [(_, CopyCheck); 3] = [
-        ("odd-copies", copies::odd),
-        ("device-copies", copies::within_the_card),
-        ("fill", copies::fill),
-    ];
-    for (check, copy) in others {
-        lines.check(check, || copy(&mut bench, options.thorough));
-        if bench.lost() {
-            return None;
-        }
+/// Copies in device memory, and then those that only assumptions support.
+const COPY_CHECKS: [(&str, CopyCheck); 5] = [
+    ("device-copies", copies::within_the_card),
+    ("fill", copies::fill),
+    ("odd-copies", copies::odd),
+    ("odd-device-copies", copies::odd_within_the_card),
+    ("odd-fill", copies::odd_fill),
+];
+
+fn no_copies(lines: &mut Lines, device: &Device, checks: &[&'static str]) {
+    for check in checks {
+        let why = format!("a {} takes no copies through the kernel", device.generation());
+        lines.check(check, || Finding::skipped(check, why));
     }
-    Some(())
 }
 
 /// Tells the parent what is done.
+#[derive(Default)]
 struct Lines {
     done: Vec<&'static str>,
     failed: Option<&'static str>,
@@ -330,7 +382,7 @@ mod tests {
         let text: String = lines.iter().map(|byte| format!("\\{byte:03o}")).collect();
         let mut command = Command::new("sh");
         command.args(["-c", &format!("printf '{text}'; {end}")]);
-        findings_of(&mut command, true).expect("runs")
+        findings_of(&mut command, true, &CHECKS).expect("runs")
     }
 
     fn all_good() -> Vec<u8> {

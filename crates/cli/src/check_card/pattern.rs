@@ -1,10 +1,19 @@
 //! Which copies are tried, and what memory must look like afterwards. Pure functions.
 //!
-//! A batch of copies works on an image of many slots, one copy in each. Source and destination lie anywhere
+//! A batch of copies works on an image of slots, one copy in each. Source and destination lie anywhere
 //! modulo 128 in the slot, and all bytes around the destination are guards. Each byte to arrive differs from
 //! what was there before, so that one that did not arrive is seen.
+//!
+//! The copies of a batch have the same alignments. The most aligned ones come first: if a card refuses some, the
+//! batches before tell which rule it has.
 
-/// Bytes of a slot, of an image, and slots in it.
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde_json::{Value, json};
+
+/// Bytes of a slot, of the largest image, and slots in it.
 pub(super) const SLOT: usize = 8192;
 pub(super) const SLOTS: usize = 256;
 pub(super) const IMAGE: usize = SLOT * SLOTS;
@@ -12,8 +21,10 @@ pub(super) const IMAGE: usize = SLOT * SLOTS;
 const BEGIN: usize = 256;
 /// The longest copy that is tried.
 const LONGEST: u32 = 4097;
-/// Wrong copies that are described; more are counted.
+/// Wrong copies that are described in words.
 const DESCRIBED: usize = 4;
+/// Wrong copies of a kind that are listed in the data.
+const LISTED: usize = 256;
 
 /// One copy: its length, and where it begins modulo 128.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,6 +32,13 @@ pub(super) struct Case {
     pub(super) len: u32,
     pub(super) from: u32,
     pub(super) to: u32,
+}
+
+/// The powers of two, up to 128, that both addresses of a copy and its length are multiples of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Alignment {
+    addresses: u32,
+    lengths: u32,
 }
 
 impl Case {
@@ -33,10 +51,60 @@ impl Case {
     pub(super) fn destination(self, slot: usize) -> usize {
         slot * SLOT + BEGIN + self.to as usize
     }
+
+    fn alignment(self) -> Alignment {
+        let unit = |number: u32| 1 << number.trailing_zeros().min(7);
+        Alignment { addresses: unit(self.from | self.to), lengths: unit(self.len) }
+    }
 }
 
-/// All lengths at all offsets, or the ones around powers of two at some offsets.
-pub(super) fn cases(thorough: bool) -> Vec<Case> {
+/// Copies that were submitted together.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Batch<'a> {
+    pub(super) what: &'static str,
+    pub(super) queue: u32,
+    pub(super) cases: &'a [Case],
+}
+
+impl Batch<'_> {
+    fn alignment(&self) -> Alignment {
+        self.cases.first().copied().map_or(Alignment { addresses: 1, lengths: 1 }, Case::alignment)
+    }
+
+    /// All its copies, for programs: length, and both offsets modulo 128.
+    pub(super) fn data(&self) -> Value {
+        let Alignment { addresses, lengths } = self.alignment();
+        let copies: Vec<_> = self.cases.iter().map(|case| [case.len, case.from, case.to]).collect();
+        json!({
+            "what": self.what, "queue": self.queue, "addresses_multiple_of": addresses,
+            "lengths_multiple_of": lengths, "len_from_to": copies,
+        })
+    }
+}
+
+impl fmt::Display for Batch<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Alignment { addresses, lengths } = self.alignment();
+        let lens = || self.cases.iter().map(|case| case.len);
+        let (shortest, longest) = (lens().min().unwrap_or(0), lens().max().unwrap_or(0));
+        let count = self.cases.len();
+        write!(
+            f,
+            "{} on queue {}, one of {count} of {shortest} to {longest} B, addresses that are multiples of {addresses}, \
+             lengths of {lengths}",
+            self.what, self.queue
+        )
+    }
+}
+
+/// All lengths at all offsets, or the ones around powers of two at some offsets; most aligned first.
+pub(super) fn batches(thorough: bool) -> Vec<Vec<Case>> {
+    let cases = cases(thorough);
+    let alike = cases.chunk_by(|a, b| a.alignment() == b.alignment());
+    alike.flat_map(|alike| alike.chunks(SLOTS)).map(<[Case]>::to_vec).collect()
+}
+
+fn cases(thorough: bool) -> Vec<Case> {
     let (lengths, offsets): (Vec<u32>, Vec<u32>) = if thorough {
         ((1..=LONGEST).collect(), (0..128).collect())
     } else {
@@ -44,8 +112,15 @@ pub(super) fn cases(thorough: bool) -> Vec<Case> {
         let lengths = (1..=9).chain(around.map(|len| len as u32));
         (lengths.collect(), vec![0, 1, 2, 3, 4, 7, 8, 16, 31, 32, 33, 63, 64, 65, 96, 127])
     };
-    let case = |len: u32, to: u32| Case { len, from: (to * 61 + len) % 128, to };
-    lengths.iter().flat_map(|&len| offsets.iter().map(move |&to| case(len, to))).collect()
+    let mut cases = Vec::new();
+    for &len in &lengths {
+        let alike = [0, 64, 32, 16, 8, 4, 2].map(|to| Case { len, from: to, to });
+        let others = offsets.iter().map(|&to| Case { len, from: (to * 61 + len) % 128, to });
+        cases.extend(alike.into_iter().chain(others));
+    }
+    cases.sort_by_key(|case| (Reverse(case.alignment()), case.len, case.to, case.from));
+    cases.dedup();
+    cases
 }
 
 /// Memory for a batch.
@@ -61,8 +136,9 @@ pub(super) struct Images {
 
 impl Images {
     pub(super) fn new(batch: &[Case], seed: u64) -> Self {
-        let mut source = noise(seed);
-        let before = noise(seed ^ 0x5eed);
+        let slots = slots(batch);
+        let mut source = noise(seed, slots);
+        let before = noise(seed ^ 0x5eed, slots);
         let mut after = before.clone();
         for (slot, case) in batch.iter().enumerate() {
             let (from, to, len) = (case.source(slot), case.destination(slot), case.len as usize);
@@ -78,7 +154,7 @@ impl Images {
 
     /// For fills with `byte`: what was there before differs from it everywhere.
     pub(super) fn for_fills(batch: &[Case], byte: u8, seed: u64) -> Self {
-        let mut before = noise(seed);
+        let mut before = noise(seed, slots(batch));
         before.iter_mut().filter(|there| **there == byte).for_each(|there| *there = !byte);
         let mut after = before.clone();
         for (slot, case) in batch.iter().enumerate() {
@@ -89,10 +165,15 @@ impl Images {
     }
 }
 
+/// One for each copy, and one behind them if there is room.
+fn slots(batch: &[Case]) -> usize {
+    (batch.len() + 1).min(SLOTS)
+}
+
 /// An image of bytes without a pattern.
-fn noise(seed: u64) -> Vec<u8> {
+pub(super) fn noise(seed: u64, slots: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut image = vec![0; IMAGE];
+    let mut image = vec![0; slots * SLOT];
     for word in image.chunks_exact_mut(8) {
         state ^= state << 13;
         state ^= state >> 7;
@@ -107,24 +188,55 @@ fn noise(seed: u64) -> Vec<u8> {
 pub(super) struct Wrong {
     pub(super) copies: usize,
     pub(super) examples: Vec<String>,
+    kinds: BTreeMap<(&'static str, u32, Alignment), Kind>,
+}
+
+/// Copies of one direction, queue and alignment.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Kind {
+    tried: usize,
+    wrong: usize,
+    listed: Vec<[u32; 3]>,
 }
 
 impl Wrong {
+    /// The kinds of copies of which some were wrong, for programs.
+    pub(super) fn kinds(&self) -> Value {
+        let wrong = self.kinds.iter().filter(|(_, kind)| kind.wrong > 0);
+        let row = |((what, queue, alignment), kind): (&(&str, u32, Alignment), &Kind)| {
+            json!({
+                "what": what, "queue": queue, "addresses_multiple_of": alignment.addresses,
+                "lengths_multiple_of": alignment.lengths, "tried": kind.tried, "wrong": kind.wrong,
+                "len_from_to": kind.listed,
+            })
+        };
+        wrong.map(row).collect()
+    }
+
     /// Compares every byte, guards included.
-    pub(super) fn add(&mut self, what: &str, batch: &[Case], after: &[u8], got: &[u8]) {
+    pub(super) fn add(&mut self, batch: Batch<'_>, after: &[u8], got: &[u8]) {
+        let Batch { what, queue, cases } = batch;
+        let kind = self.kinds.entry((what, queue, batch.alignment())).or_default();
+        kind.tried += cases.len();
         if after == got {
             return;
         }
-        for slot in 0..SLOTS {
+        for slot in 0..after.len() / SLOT {
             let range = slot * SLOT..(slot + 1) * SLOT;
             let differ = |at: &usize| after[*at] != got[*at];
             let Some(first) = range.clone().find(differ) else { continue };
             self.copies += 1;
+            kind.wrong += 1;
+            if let Some(case) = cases.get(slot)
+                && kind.listed.len() < LISTED
+            {
+                kind.listed.push([case.len, case.from, case.to]);
+            }
             if self.examples.len() == DESCRIBED {
                 continue;
             }
             let count = range.filter(differ).count();
-            self.examples.push(match batch.get(slot) {
+            self.examples.push(match cases.get(slot) {
                 Some(case) => {
                     let at = first as i64 - case.destination(slot) as i64;
                     let place = if at < 0 {
@@ -135,7 +247,7 @@ impl Wrong {
                         format!("byte {at}")
                     };
                     format!(
-                        "{what} of {} B, offsets {} → {}: {place} is {:#04x} instead of {:#04x}, {count} wrong",
+                        "{what} of {} B on queue {queue}, offsets {} → {}: {place} is {:#04x} instead of {:#04x}, {count} wrong",
                         case.len, case.from, case.to, got[first], after[first]
                     )
                 }
@@ -147,34 +259,62 @@ impl Wrong {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
 
     #[test]
     fn cases_cover_all_lengths_and_offsets_and_stay_in_their_slot() {
-        let all = cases(true);
-        assert_eq!(all.len(), 4097 * 128);
-        let thin = cases(false);
-        assert!(thin.len() < 1000 && thin.iter().all(|case| all.contains(case)), "{}", thin.len());
+        let (all, thin) = (cases(true), cases(false));
+        let places = |cases: &[Case]| -> BTreeSet<(u32, u32)> {
+            cases.iter().map(|case| (case.len, case.to)).collect()
+        };
+        assert_eq!(places(&all).len(), 4097 * 128);
+        assert!(thin.len() < 1000 && places(&thin).is_subset(&places(&all)), "{}", thin.len());
         for case in all.iter().chain(&thin) {
             assert!(case.from < 128 && case.to < 128);
             assert!(case.source(0).max(case.destination(0)) + (case.len as usize) < SLOT - 128);
         }
-        let froms: std::collections::BTreeSet<u32> = all.iter().map(|case| case.from).collect();
+        let froms: BTreeSet<u32> = all.iter().map(|case| case.from).collect();
         assert_eq!(froms.len(), 128);
     }
 
     #[test]
+    fn batches_hold_all_cases_of_every_alignment_most_aligned_first() {
+        let batches = batches(false);
+        assert_eq!(batches.concat(), cases(false));
+        let alignments: Vec<Alignment> = batches.iter().map(|batch| batch[0].alignment()).collect();
+        for (batch, alignment) in batches.iter().zip(&alignments) {
+            assert!(batch.len() <= SLOTS);
+            assert!(batch.iter().all(|case| case.alignment() == *alignment));
+        }
+        assert!(alignments.is_sorted_by_key(Reverse));
+        let mut seen = alignments;
+        seen.dedup();
+        assert_eq!(seen.len(), 8 * 8, "a rule for addresses can be told from one for lengths");
+    }
+
+    #[test]
     fn every_wrong_byte_is_seen_in_payload_and_guards() {
-        let batch = &cases(false)[100..103];
-        let images = Images::new(batch, 7);
+        let batches = batches(false);
+        let cases = &batches[batches.len() - 1][..3];
+        let batch = Batch { what: "copy", queue: 4, cases };
+        let images = Images::new(cases, 7);
         let judge = |got: &[u8]| {
             let mut wrong = Wrong::default();
-            wrong.add("copy", batch, &images.after, got);
+            wrong.add(batch, &images.after, got);
             wrong
         };
-        assert_eq!(judge(&images.after), Wrong::default());
-        assert_eq!(judge(&images.before).copies, 3, "nothing arrived");
-        let (slot, case) = (1, batch[1]);
+        assert_eq!(judge(&images.after).kinds(), json!([]));
+        let nothing_arrived = judge(&images.before);
+        assert_eq!(nothing_arrived.copies, 3);
+        let kind = &nothing_arrived.kinds()[0];
+        assert_eq!(
+            (&kind["queue"], &kind["tried"], &kind["wrong"]),
+            (&json!(4), &json!(3), &json!(3))
+        );
+        assert_eq!(kind["len_from_to"], batch.data()["len_from_to"]);
+        let (slot, case) = (1, cases[1]);
         let (start, len) = (case.destination(slot), case.len as usize);
         for (at, words) in [
             (start - 1, "guard byte 1 in front"),
@@ -190,7 +330,7 @@ mod tests {
             assert!(wrong.examples[0].contains(words), "{wrong:?}");
         }
         let mut got = images.after.clone();
-        got[5 * SLOT] ^= 1;
+        got[3 * SLOT] ^= 1;
         assert!(judge(&got).examples[0].contains("without a copy"));
     }
 

@@ -170,6 +170,28 @@ pub(crate) fn run_alone(here: &str, variables: &[(&str, &str)]) {
     text.lines().filter(|line| line.contains("skipped")).for_each(|line| println!("{line}"));
 }
 
+/// Installs a seccomp filter that answers some system calls of this thread with `EPERM`.
+pub(crate) fn refuse(calls: &[libc::c_long]) -> std::io::Result<()> {
+    let statement = |code: u32, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: 0, k };
+    let mut program = vec![statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0)];
+    for (at, call) in calls.iter().enumerate() {
+        // Over the rest, and over the statement that allows.
+        let jt = (calls.len() - at) as u8;
+        let code = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+        program.push(libc::sock_filter { code, jt, jf: 0, k: *call as u32 });
+    }
+    program.push(statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW));
+    let refused = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+    program.push(statement(libc::BPF_RET | libc::BPF_K, refused));
+    let filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
+    // SAFETY: the program lives across the call.
+    let done = unsafe {
+        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+        libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const filter)
+    };
+    if done == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+}
+
 /// The file in which the software machine of this process is told what shall go wrong.
 pub(crate) fn faults_file() -> PathBuf {
     // SAFETY: asks for a number.

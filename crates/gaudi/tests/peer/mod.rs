@@ -203,35 +203,13 @@ fn become_it(set: Set) -> std::io::Result<()> {
         }
     }
     if !set.refuse.is_empty() {
-        refuse(set.refuse)?;
+        machine::refuse(set.refuse)?;
     }
     Ok(())
 }
 
 fn write_file(path: &std::ffi::CStr, text: &str) -> std::io::Result<()> {
     std::fs::write(path.to_str().expect("ASCII"), text)
-}
-
-/// Installs a filter that answers some system calls with `EPERM`.
-fn refuse(calls: &[libc::c_long]) -> std::io::Result<()> {
-    let statement = |code: u32, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: 0, k };
-    let mut program = vec![statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0)];
-    for (at, call) in calls.iter().enumerate() {
-        // Over the rest, and over the statement that allows.
-        let jt = (calls.len() - at) as u8;
-        let code = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
-        program.push(libc::sock_filter { code, jt, jf: 0, k: *call as u32 });
-    }
-    program.push(statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW));
-    let refused = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
-    program.push(statement(libc::BPF_RET | libc::BPF_K, refused));
-    let filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
-    // SAFETY: the program lives across the call.
-    let done = unsafe {
-        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
-        libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const filter)
-    };
-    if done == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
 }
 
 /// The other side: executes the commands on standard input, until it ends.
@@ -330,7 +308,7 @@ impl State {
             // The same by a thread that cannot start others.
             "threadless-broker" => {
                 let start = || {
-                    refuse(&[libc::SYS_clone, libc::SYS_clone3]).expect("a filter");
+                    machine::refuse(&[libc::SYS_clone, libc::SYS_clone3]).expect("a filter");
                     gaudi::share::start_broker()
                 };
                 std::thread::spawn(start).join().expect("no panic")?;

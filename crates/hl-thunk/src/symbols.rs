@@ -167,6 +167,8 @@ impl Symbols {
         let found = unsafe { *status };
         if ret == 0 && timeout_us == 0 && found == WAIT_BUSY {
             IDLE_POLLS.with(|polls| polls.set(polls.get() + 1));
+            // If this submission hangs, nothing else may be recorded before the process is killed.
+            trace::flush_old(began);
             return ret;
         }
         let idle = IDLE_POLLS.with(Cell::take);

@@ -2,8 +2,8 @@
 //!
 //! [`start`] turns it on for the process; `Symbols` calls `record` after each call. Off, it costs
 //! one load per call. On, a line is formatted without a lock and appended to one buffer of the process.
-//! The buffer is written out at once for everything but copies that went well; for those, when it is
-//! full or a tenth of a second old. So what happened before a hang or a kill is in the file, up to that.
+//! The buffer is written out at once for everything but copies that went well; for those, by the next call or poll
+//! when it is full or a tenth of a second old. So what happened before a hang or a kill is in the file, up to that.
 
 use std::cell::Cell;
 use std::fmt::Write as _;
@@ -61,11 +61,26 @@ pub fn start(pattern: &str) -> io::Result<PathBuf> {
 
 /// Writes out what is buffered. A forked child that has not called the driver has nothing to write.
 pub fn flush() {
-    // SAFETY: null, or never freed.
-    let sink = unsafe { SINK.load(Ordering::Acquire).as_ref() };
-    if let Some(sink) = sink.filter(|sink| sink.process == ProcessInstance::current()) {
+    if let Some(sink) = own_sink() {
         sink.state.lock().unwrap_or_else(PoisonError::into_inner).write_out();
     }
+}
+
+/// Writes out what is buffered if that is old, on behalf of a call that is not recorded. There are many of those, so
+/// none waits for the lock: whoever has it is recording, and sees to this.
+pub(crate) fn flush_old(now: Instant) {
+    let Some(sink) = own_sink() else { return };
+    let Ok(mut state) = sink.state.try_lock() else { return };
+    if !state.buffer.is_empty() && state.is_old(now) {
+        state.write_out();
+    }
+}
+
+/// The record that this process has begun, if it has. A forked child must not touch its parent's lock.
+fn own_sink() -> Option<&'static Sink> {
+    // SAFETY: null, or never freed.
+    let sink = unsafe { SINK.load(Ordering::Acquire).as_ref() };
+    sink.filter(|sink| sink.process == ProcessInstance::current())
 }
 
 extern "C" fn flush_at_exit() {
@@ -112,6 +127,10 @@ fn sink() -> Option<&'static Sink> {
 }
 
 impl State {
+    fn is_old(&self, now: Instant) -> bool {
+        now.saturating_duration_since(self.since) >= OLDEST
+    }
+
     fn write_out(&mut self) {
         if let Err(error) = self.file.write_all(&self.buffer) {
             // Such as a full disk. What cannot be recorded must not disturb what is recorded, but whoever asked
@@ -187,7 +206,7 @@ pub(crate) fn record(
         state.since = now;
     }
     state.buffer.extend_from_slice(line.as_bytes());
-    let is_due = state.buffer.len() >= BUFFERED || now.duration_since(state.since) >= OLDEST;
+    let is_due = state.buffer.len() >= BUFFERED || state.is_old(now);
     if !quiet || failure.is_some() || is_due {
         state.write_out();
     }

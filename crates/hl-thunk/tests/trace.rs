@@ -10,8 +10,39 @@ fn lines(path: &std::path::Path) -> Vec<String> {
     std::fs::read_to_string(path).unwrap().lines().map(str::to_owned).collect()
 }
 
+/// The recording so far, as a process that is killed now leaves it.
+fn written(path: &std::path::Path) -> String {
+    std::fs::read_to_string(path).unwrap()
+}
+
+/// A submission that hangs, and after it nothing but polls.
+fn polls_alone_write_the_submission_that_they_wait_for(path: &std::path::Path) {
+    let device = machine::open(machine::library("gaudi2"));
+    let buffer = CommandBuffer::new(&device, 4096).unwrap();
+    let before = written(path).lines().count();
+    machine::faults("submission hang");
+    // SAFETY: the packet has no addresses.
+    let sequence = unsafe {
+        buffer.write(0, &hl_thunk::packet::NOP);
+        device.submit(&[Chunk { buffer: &buffer, offset: 0, len: 8, queue: 4 }]).unwrap()
+    };
+    let submitted = format!("\"sequence\":{sequence},");
+    let is_written = || {
+        let text = written(path);
+        text.lines().skip(before).any(|line| line.contains(&submitted))
+    };
+    // The limit is for a failure only: the lines are due after a tenth of a second.
+    let began = std::time::Instant::now();
+    while !is_written() {
+        assert_eq!(device.wait(sequence, 0).unwrap(), hl_thunk::WaitStatus::Busy);
+        assert!(began.elapsed().as_secs() < 20, "polled in vain, and nothing was written");
+    }
+}
+
 #[test]
 fn every_call_is_recorded_with_its_arguments_result_errno_and_packets() {
+    // SAFETY: this program has one test, and nothing reads the environment yet.
+    unsafe { std::env::set_var("SOFT_GAUDI_FAULTS", "yes") };
     let folder = std::env::temp_dir().join(format!("hl-thunk-{}", std::process::id()));
     std::fs::create_dir(&folder).unwrap();
     let pattern = folder.join("%p.trace");
@@ -79,6 +110,8 @@ fn every_call_is_recorded_with_its_arguments_result_errno_and_packets() {
     let before = recorded.len();
     assert!(device.wait(sequence + 1000, 0).is_err());
     assert_eq!(lines(&path).len(), before + 1);
+
+    polls_alone_write_the_submission_that_they_wait_for(&path);
 
     // A forked child begins a record of its own, and leaves its parent's alone.
     let before = lines(&path).len();

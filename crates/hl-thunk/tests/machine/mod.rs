@@ -39,6 +39,15 @@ pub(crate) fn library(generation: &str) -> &'static Arc<Library> {
     })
 }
 
+/// What shall go wrong with a Gaudi2. `SOFT_GAUDI_FAULTS` must have been set to `yes`.
+pub(crate) fn faults(rule: &str) {
+    let user = rustix::process::geteuid().as_raw();
+    let folders = [PathBuf::from("/dev/shm"), std::env::temp_dir()]
+        .map(|base| base.join(format!("soft-gaudi-{user}")).join(node_name()).join("gaudi2"));
+    let folder = folders.iter().find(|folder| folder.is_dir()).expect("the machine's folder");
+    std::fs::write(folder.join("faults"), format!("{rule}\n")).expect("a rule");
+}
+
 /// The PCI address of a card that no other test of this program uses.
 pub(crate) fn fresh(library: &Arc<Library>) -> String {
     static NEXT: AtomicU32 = AtomicU32::new(0);

@@ -195,7 +195,9 @@ fn bench_measures_with_verified_bytes_and_its_files_compare() {
     let compare = |other: &str| {
         tool(Ucx::V1_22, &two_cards(), &format!("bench compare --json {saved} {other}"))
     };
-    assert_eq!(json(&compare(&saved).ok())["worse"], 0);
+    let same = json(&compare(&saved).ok());
+    let card = "software Gaudi, no card involved";
+    assert_eq!((&same["worse"], &same["cards"]), (&0.into(), &serde_json::json!([card, card])));
     // Half as fast, and one of the cells is gone.
     let slower = path("b.json");
     let cells = results["cells"].as_array_mut().expect("a list");
@@ -211,6 +213,18 @@ fn bench_measures_with_verified_bytes_and_its_files_compare() {
     assert_eq!(json(&end)["worse"], 3, "{}", end.report());
     let end = compare(&svg);
     assert_eq!(end.status.and_then(|status| status.code()), Some(3), "{}", end.report());
+}
+
+#[test]
+fn bench_names_the_model_of_a_card_whose_times_are_modelled() {
+    let node = SoftNode::unique().with("SOFT_GAUDI_CLOSE_TIME", "10");
+    let device = Device::Software(node.with("SOFT_GAUDI_MODEL", "gaudi2,slow=3"));
+    let words = "bench --ops tag --mem host:gaudi --sizes 8 -n 1 --iterations 1";
+    let end = tool(Ucx::V1_22, &device, words).ok();
+    let label = "software Gaudi with modelled times (gaudi2,slow=3), no card involved";
+    assert!(end.stdout.contains(label), "{}", end.report());
+    let results = json(&tool(Ucx::V1_22, &device, &format!("{words} --json")).ok());
+    assert_eq!((&results["software"], &results["model"]), (&true.into(), &"gaudi2,slow=3".into()));
 }
 
 #[test]

@@ -117,13 +117,14 @@ pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
     if let Some(spec) = model {
         eprintln!("device: software Gaudi with modelled times ({spec}); no card involved");
     }
-    let records = match (name, model) {
+    let mut records = match (name, model) {
         (Name::Copy, Some(spec)) => model::copy(repo, spec, quick)?,
         (Name::Choice, Some(spec)) => choice::run(repo, spec, quick)?,
         (Name::Ipc, Some(spec)) => model::ipc(repo, spec, quick)?,
         (_, Some(spec)) => model::cliffs(repo, spec, quick)?,
         (name, None) => measure(repo, name, (quick, logs))?,
     };
+    records.iter_mut().for_each(|record| record.model = model.map(str::to_owned));
     // A map of hundreds of figures was printed as such; what has a target is shown again.
     let shown: Vec<record::Record> = match name {
         Name::Cliffs | Name::Pairs => {

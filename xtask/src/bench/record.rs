@@ -22,6 +22,9 @@ pub(crate) struct Record {
     pub(crate) target: Option<f64>,
     /// Whether the ratio is on the right side of the target; nothing without a target.
     pub(crate) met: Option<bool>,
+    /// The model of the card's times, such as `gaudi2,slow=20`; nothing if they are the card's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) model: Option<String>,
 }
 
 impl Record {
@@ -35,7 +38,7 @@ impl Record {
     ) -> Self {
         let (ratio, unit) = (value / floor, Cow::Borrowed(unit));
         let met = target.map(|target| ratio <= target);
-        Self { name: name.into(), value, unit, floor, ratio, target, met }
+        Self { name: name.into(), value, unit, floor, ratio, target, met, model: None }
     }
 
     /// A figure where more is better and `ratio` must not fall below `target`.
@@ -109,7 +112,7 @@ pub(crate) fn table(records: &[Record]) -> Table {
 pub(crate) fn csv(records: &[Record]) -> String {
     let mut lines = vec!["name,value,unit,floor,ratio,target,met".to_owned()];
     lines.extend(records.iter().map(|record| {
-        let Record { name, value, unit, floor, ratio, target, met } = record;
+        let Record { name, value, unit, floor, ratio, target, met, model: _ } = record;
         let name = name.replace('"', "\"\"");
         let target = target.map(|target| target.to_string()).unwrap_or_default();
         let met = met.map(|met| met.to_string()).unwrap_or_default();

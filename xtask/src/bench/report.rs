@@ -3,6 +3,7 @@
 //! Each file is what `cargo xtask bench NAME --json NAME.json` wrote; its table replaces what stands
 //! between `<!-- bench NAME -->` and `<!-- end -->` in the page.
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -28,14 +29,28 @@ pub(crate) fn run(repo: &Repo, files: &[PathBuf], machine: Option<&str>) -> Resu
         let records: Vec<Record> = serde_json::from_str(&text)
             .with_context(|| format!("{}: not the results of a bench", file.display()))?;
         ensure!(!records.is_empty(), "{}: no results", file.display());
-        // Files of modelled cards are named `NAME-model.json`.
-        let modelled =
-            if name.ends_with("-model") { ", its times modelled after a Gaudi2" } else { "" };
+        let modelled = modelled(&name, &records)?;
         let section = format!("{}, on {machine}{modelled}.\n\n{}", date(file)?, table(&records));
         page = replaced(&page, &name, &section)?;
         eprintln!("{PAGE}: {name}, {} figures", records.len());
     }
     std::fs::write(&path, page).with_context(|| format!("cannot write {PAGE}"))
+}
+
+/// Says of which model the figures are, and by how much its times were stretched.
+fn modelled(name: &str, records: &[Record]) -> Result<String> {
+    let specs: BTreeSet<Option<&str>> = records.iter().map(|it| it.model.as_deref()).collect();
+    ensure!(specs.len() == 1, "{name}: figures of several models");
+    // Files of modelled cards are named `NAME-model.json`.
+    match (name.ends_with("-model"), specs.first().copied().flatten()) {
+        (false, None) => Ok(String::new()),
+        (true, Some(spec)) => Ok(format!(", its times modelled (`{spec}`)")),
+        (true, None) => bail!(
+            "{name}: measured by a version that did not note the model; add it to each figure: \
+             jq 'map(.model = \"gaudi2,slow=N\")'"
+        ),
+        (false, Some(spec)) => bail!("{name}: these figures are of a model ({spec})"),
+    }
 }
 
 /// The page with another section for a bench.
@@ -54,7 +69,7 @@ fn table(records: &[Record]) -> String {
     let shown = |record: &&Record| with_target == 0 || record.target.is_some();
     let mut text = "| | value | floor | ratio | target |\n|---|--:|--:|--:|---|\n".to_owned();
     for record in records.iter().filter(shown) {
-        let Record { name, value, unit, floor, ratio, target, met } = record;
+        let Record { name, value, unit, floor, ratio, target, met, model: _ } = record;
         let target = match (target, met) {
             (Some(target), Some(false)) => format!("{}: **missed**", digits(*target)),
             (Some(target), _) => format!("{}: met", digits(*target)),
@@ -132,6 +147,17 @@ mod tests {
         assert!(text.contains("| get | 3.00 µs | 2.00 µs | 1.50 | 1.30: **missed** |"), "{text}");
         assert!(text.contains("1 further figures") && !text.contains("other |"), "{text}");
         assert!(table(&records[2..]).contains("| other |"), "nothing has a target");
+    }
+
+    #[test]
+    fn figures_of_a_model_name_it_and_stand_in_no_other_section() {
+        let mut records = [Record::at_least("put", 9.0, "GB/s", 10.0, None)];
+        assert_eq!(modelled("copy", &records).expect("of the card"), "");
+        assert!(modelled("copy-model", &records).is_err());
+        records[0].model = Some("gaudi2,slow=20".to_owned());
+        let text = modelled("copy-model", &records).expect("of a model");
+        assert!(text.contains("gaudi2,slow=20"), "{text}");
+        assert!(modelled("copy", &records).is_err());
     }
 
     #[test]

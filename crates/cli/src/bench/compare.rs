@@ -61,12 +61,20 @@ pub(super) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
                 })
             })
             .collect();
-        print_json(&json!({"rows": rows, "worse": worse, "tolerance": options.tolerance}));
+        let cards = [before.card(), after.card()];
+        print_json(
+            &json!({"rows": rows, "worse": worse, "tolerance": options.tolerance, "cards": cards}),
+        );
     } else {
+        println!("{}\n", after.card());
         print(&differences, options.tolerance);
     }
-    if before.software != after.software {
-        note("one file is of the software Gaudi, the other is not");
+    if before.card() != after.card() {
+        note(&format!(
+            "the files are of different cards: {} before, {} after",
+            before.card(),
+            after.card()
+        ));
     }
     let only = before.cells.len() + after.cells.len() - 2 * differences.len();
     if only > 0 {

@@ -15,6 +15,7 @@ mod svg;
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
+use hl_thunk::Library;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::Context;
@@ -101,7 +102,8 @@ fn measure(context: &Context, options: &Measure) -> Result<Exit, Failure> {
     let bar = progress(context, steps);
     interrupt::watch();
     let runner = Runner::new(context, options)?;
-    let mut results = Results::new(context.soft.is_some(), options.rounds);
+    // What the card is, the library says; without one the first pair says what is missing.
+    let mut results = Results::new(Library::load().ok().as_deref(), options.rounds);
     let mut failure = None;
     'all: for round in 1..=options.rounds {
         for &size in &options.sizes {

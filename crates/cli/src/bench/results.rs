@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use hl_thunk::Library;
 use serde::{Deserialize, Serialize};
 
 use crate::output::{print_table, size as in_words, table};
@@ -36,6 +37,9 @@ pub(super) struct Results {
     pub(super) ucx: String,
     /// Whether the card was the software Gaudi: its figures say nothing of hardware.
     pub(super) software: bool,
+    /// The model of its times, such as `gaudi2,slow=20`, if it has one.
+    #[serde(default)]
+    model: Option<String>,
     /// Rounds that were asked for.
     rounds: u32,
     /// Whether it was ended before.
@@ -68,15 +72,29 @@ impl Cell {
 }
 
 impl Results {
-    pub(super) fn new(software: bool, rounds: u32) -> Self {
+    /// For cards of this driver library; `None` if there is none to be loaded.
+    pub(super) fn new(library: Option<&Library>, rounds: u32) -> Self {
+        let version = library.and_then(Library::version).unwrap_or_default();
         Self {
             version: String::from(env!("CARGO_PKG_VERSION")),
             ucx: String::new(),
-            software,
+            software: library.is_some_and(Library::is_software),
+            model: model(version).map(str::to_owned),
             rounds,
             interrupted: false,
             memcpy: BTreeMap::new(),
             cells: Vec::new(),
+        }
+    }
+
+    /// What was measured, so that nobody takes one for the other.
+    pub(super) fn card(&self) -> String {
+        match (self.software, &self.model) {
+            (false, _) => String::from("Gaudi"),
+            (true, None) => String::from("software Gaudi, no card involved"),
+            (true, Some(model)) => {
+                format!("software Gaudi with modelled times ({model}), no card involved")
+            }
         }
     }
 
@@ -161,8 +179,7 @@ impl Results {
             }
         }
         print_table(&table);
-        let card = if self.software { "software Gaudi, no card involved" } else { "Gaudi" };
-        println!("\nUCX {}, {card}, best of {}", self.ucx, self.rounds);
+        println!("\nUCX {}, {}, best of {}", self.ucx, self.card(), self.rounds);
     }
 
     /// GB/s of the slowest and of the fastest round.
@@ -178,21 +195,27 @@ impl Results {
 
     pub(super) fn csv(&self) -> String {
         let mut text = String::from(
-            "op,source,destination,size,latency_us,gbps,host_gbps,memcpy_gbps,verified\n",
+            "op,source,destination,size,latency_us,gbps,host_gbps,memcpy_gbps,verified,card\n",
         );
         let number = |value: Option<f64>| value.map(|value| value.to_string()).unwrap_or_default();
+        let card = self.card();
         for cell in &self.cells {
             let (from, to) = cell.pair.split_once(':').unwrap_or((&cell.pair, ""));
             let floor = number(self.floor(cell).map(|floor| floor.gbps));
             let memcpy = number(self.memcpy.get(&cell.size).copied());
             let Cell { op, size, latency_us, gbps, verified, .. } = cell;
             let line = format!(
-                "{op},{from},{to},{size},{latency_us},{gbps},{floor},{memcpy},{verified}\n"
+                "{op},{from},{to},{size},{latency_us},{gbps},{floor},{memcpy},{verified},\"{card}\"\n"
             );
             text.push_str(&line);
         }
         text
     }
+}
+
+/// The model that a software card names at the end of its library's version.
+fn model(version: &str) -> Option<&str> {
+    version.rsplit('+').next().filter(|last| last.contains(",slow="))
 }
 
 #[cfg(test)]
@@ -201,7 +224,7 @@ pub(super) mod tests {
 
     /// `op pair size µs GB/s` a line.
     pub(in super::super) fn results(lines: &str) -> Results {
-        let mut results = Results::new(true, 2);
+        let mut results = Results { software: true, ..Results::new(None, 2) };
         for line in lines.lines() {
             let words: Vec<&str> = line.split_whitespace().collect();
             let [op, pair, size, latency, gbps] = words[..] else { panic!("{line}") };
@@ -233,9 +256,29 @@ pub(super) mod tests {
         results.add_memcpy(8, 10.0);
         results.add_memcpy(8, 9.0);
         let csv = results.csv();
-        assert!(csv.contains("\ntag,gaudi,gaudi,8,4,1,2,10,true\n"), "{csv}");
-        assert!(csv.contains("\ntag,gaudi,gaudi,64,9,3,,,true\n"), "{csv}");
+        assert!(csv.contains("\ntag,gaudi,gaudi,8,4,1,2,10,true,\"software Gaudi"), "{csv}");
+        assert!(csv.contains("\ntag,gaudi,gaudi,64,9,3,,,true,\"software Gaudi"), "{csv}");
         let read: Results = serde_json::from_str(&results.json()).unwrap();
         assert_eq!(read, results);
+    }
+
+    #[test]
+    fn a_modelled_card_is_named_with_its_model() {
+        assert_eq!(model("1.10.0-soft-gaudi-0.1.0+gaudi2,slow=20"), Some("gaudi2,slow=20"));
+        assert_eq!(model("1.10.0-soft-gaudi-0.1.0+dma=4,128"), None);
+        assert_eq!(model("1.10.0-8636f13"), None);
+        let mut results = results("tag host:host 8 1.0 2.0");
+        assert_eq!(results.card(), "software Gaudi, no card involved");
+        results.model = Some(String::from("gaudi2,slow=20"));
+        for text in
+            [results.card(), results.json(), results.csv(), super::super::svg::draw(&results)]
+        {
+            assert!(text.contains("gaudi2,slow=20"), "{text}");
+        }
+        // A file of an earlier version.
+        let mut older: serde_json::Value = serde_json::from_str(&results.json()).unwrap();
+        older.as_object_mut().unwrap().remove("model");
+        let older: Results = serde_json::from_value(older).unwrap();
+        assert_eq!(older.card(), "software Gaudi, no card involved");
     }
 }

@@ -105,8 +105,7 @@ fn legend(text: &mut String, results: &Results) {
         );
         x += 95.0;
     }
-    let card = if results.software { "software Gaudi (no card involved)" } else { "Gaudi" };
-    let ucx = &results.ucx;
+    let (card, ucx) = (results.card(), &results.ucx);
     let _ =
         writeln!(text, "<text x=\"{x}\" y=\"{y}\" fill=\"#666666\">GB/s, UCX {ucx}, {card}</text>");
 }

@@ -1,8 +1,8 @@
 //! Where two recordings differ. Pure functions.
 //!
 //! Calls are compared thread by thread, threads in the order of their first calls. Addresses, handles,
-//! descriptors and sequence numbers differ from run to run: two of them count as the same if they stand for each
-//! other throughout. Times are no differences; the caller shows them beside each other.
+//! descriptors and sequence numbers differ from run to run: two of them count as the same if what they stand for
+//! ([`super::things`]) does so in all threads. Times are no differences; the caller shows them beside each other.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -10,6 +10,7 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use super::recording::{Call, Recording};
+use super::things::{self, Followed, Kind, Place, Raw, Thing};
 
 /// How far ahead the same calls are searched for where two threads part.
 const AHEAD: usize = 100;
@@ -41,23 +42,30 @@ pub(crate) struct Comparison {
 /// Compares two recordings.
 pub(crate) fn compare(a: &Recording, b: &Recording) -> Comparison {
     let mut comparison = Comparison::default();
+    let mut same = Correspondence::default();
     let (threads_a, threads_b) = (a.threads(), b.threads());
+    let (followed_a, followed_b) = (things::follow(a), things::follow(b));
     let none = u64::MAX;
     for at in 0..threads_a.len().max(threads_b.len()) {
-        let of = |recording, threads: &[u64]| calls(recording, *threads.get(at).unwrap_or(&none));
-        let (a, b) = (of(a, &threads_a), of(b, &threads_b));
-        compare_threads(at + 1, &a, &b, &mut comparison);
+        let of = |followed, threads: &[u64]| calls(followed, *threads.get(at).unwrap_or(&none));
+        let (a, b) = (of(&followed_a, &threads_a), of(&followed_b, &threads_b));
+        compare_threads(at + 1, &a, &b, &mut same, &mut comparison);
     }
     comparison
 }
 
-fn calls(recording: &Recording, thread: u64) -> Vec<&Call> {
-    let of_thread = recording.calls.iter().filter(|call| call.thread == thread);
-    of_thread.filter(|call| call.name != "load" && !call.is_idle_wait()).collect()
+fn calls<'a>(followed: &'a [Followed<'a>], thread: u64) -> Vec<&'a Followed<'a>> {
+    let of_thread = followed.iter().filter(|it| it.call.thread == thread);
+    of_thread.filter(|it| it.call.name != "load" && !it.call.is_idle_wait()).collect()
 }
 
-fn compare_threads(thread: usize, a: &[&Call], b: &[&Call], comparison: &mut Comparison) {
-    let mut same = Correspondence::default();
+fn compare_threads(
+    thread: usize,
+    a: &[&Followed<'_>],
+    b: &[&Followed<'_>],
+    same: &mut Correspondence,
+    comparison: &mut Comparison,
+) {
     let (mut at_a, mut at_b) = (0, 0);
     let mut add = |call: &Call, line_a, line_b, what: String| {
         if comparison.differences.len() < KEPT {
@@ -69,17 +77,17 @@ fn compare_threads(thread: usize, a: &[&Call], b: &[&Call], comparison: &mut Com
     };
     while at_a < a.len() || at_b < b.len() {
         let (skip_a, skip_b) = next_common(&a[at_a..], &b[at_b..]);
-        for call in &a[at_a..at_a + skip_a] {
+        for Followed { call, .. } in &a[at_a..at_a + skip_a] {
             add(call, Some(call.line), None, format!("only in A{}", outcome(call)));
         }
-        for call in &b[at_b..at_b + skip_b] {
+        for Followed { call, .. } in &b[at_b..at_b + skip_b] {
             add(call, None, Some(call.line), format!("only in B{}", outcome(call)));
         }
         (at_a, at_b) = (at_a + skip_a, at_b + skip_b);
         if let (Some(one), Some(other)) = (a.get(at_a), b.get(at_b)) {
             comparison.compared += 1;
             for what in same.compare(one, other) {
-                add(one, Some(one.line), Some(other.line), what);
+                add(one.call, Some(one.call.line), Some(other.call.line), what);
             }
             (at_a, at_b) = (at_a + 1, at_b + 1);
         }
@@ -92,16 +100,19 @@ fn outcome(call: &Call) -> String {
 
 /// How many calls to skip on either side until both go on with the same function, so that as many calls as
 /// possible find their like (the longest common subsequence of what lies ahead).
-fn next_common(a: &[&Call], b: &[&Call]) -> (usize, usize) {
-    let (a, b) = (&a[..a.len().min(AHEAD)], &b[..b.len().min(AHEAD)]);
-    if a.first().zip(b.first()).is_some_and(|(a, b)| a.name == b.name) {
+fn next_common<'a>(a: &[&Followed<'a>], b: &[&Followed<'a>]) -> (usize, usize) {
+    let names = |calls: &[&Followed<'a>]| -> Vec<&'a str> {
+        calls.iter().take(AHEAD).map(|it| &*it.call.name).collect()
+    };
+    if a.first().zip(b.first()).is_some_and(|(a, b)| a.call.name == b.call.name) {
         return (0, 0);
     }
+    let (a, b) = (names(a), names(b));
     // common[i][j]: how many are common to a[i..] and b[j..].
     let mut common = vec![vec![0_u16; b.len() + 1]; a.len() + 1];
     for (i, one) in a.iter().enumerate().rev() {
         for (j, other) in b.iter().enumerate().rev() {
-            common[i][j] = if one.name == other.name {
+            common[i][j] = if one == other {
                 common[i + 1][j + 1] + 1
             } else {
                 common[i + 1][j].max(common[i][j + 1])
@@ -109,59 +120,29 @@ fn next_common(a: &[&Call], b: &[&Call]) -> (usize, usize) {
         }
     }
     let (mut i, mut j) = (0, 0);
-    while i < a.len() && j < b.len() && a[i].name != b[j].name {
+    while i < a.len() && j < b.len() && a[i] != b[j] {
         if common[i + 1][j] > common[i][j + 1] { i += 1 } else { j += 1 }
     }
     // At the end of one, the rest of the other has no like.
     if i < a.len() && j < b.len() { (i, j) } else { (a.len(), b.len()) }
 }
 
-/// Kinds of values that differ from run to run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Kind {
-    Address,
-    Handle,
-    Descriptor,
-    Sequence,
-    Card,
-}
+/// Matters of time, or of the program's own numbers: how long to wait, how often it was polled in vain, where the
+/// program has its buffers, which descriptor it imports. Hints are compared with what came of them.
+const OF_THE_PROGRAM: [&str; 5] = ["idle_polls", "timeout_us", "ptr", "dmabuf", "hint"];
 
-/// What an argument of this name is, if its value is no matter of comparison.
-fn kind(key: &str) -> Option<Kind> {
-    match key {
-        "addr" | "ptr" | "hint" | "cb" | "device_va" => Some(Kind::Address),
-        "handle" => Some(Kind::Handle),
-        "fd" | "dmabuf" => Some(Kind::Descriptor),
-        "sequence" => Some(Kind::Sequence),
-        "bus_id" | "index" | "module_id" => Some(Kind::Card),
-        _ => None,
-    }
-}
-
-/// What a function returns.
-fn kind_of_return(call: &str) -> Option<Kind> {
-    match call {
-        "hlthunk_open" | "hlthunk_open_control" => Some(Kind::Descriptor),
-        "hlthunk_device_memory_export_dmabuf_fd" => Some(Kind::Descriptor),
-        "hlthunk_device_mapped_memory_export_dmabuf_fd" => Some(Kind::Descriptor),
-        "hlthunk_device_memory_alloc" => Some(Kind::Handle),
-        "hlthunk_device_memory_map" | "hlthunk_host_memory_map" => Some(Kind::Address),
-        _ => None,
-    }
-}
-
-/// Which values of A stand for which of B.
+/// Which things of A stand for which of B.
 #[derive(Debug, Default)]
 struct Correspondence {
-    pairs: HashMap<(Kind, String), String>,
-    taken: HashMap<(Kind, String), String>,
+    pairs: HashMap<Thing, Thing>,
+    taken: HashMap<Thing, Thing>,
 }
 
 impl Correspondence {
     /// What differs between two calls of one function.
-    fn compare(&mut self, a: &Call, b: &Call) -> Vec<String> {
+    fn compare(&mut self, a: &Followed<'_>, b: &Followed<'_>) -> Vec<String> {
         let mut differences = Vec::new();
-        match (a.errno, b.errno) {
+        match (a.call.errno, b.call.errno) {
             (None, Some(errno)) => {
                 differences.push(format!("succeeds in A, fails with {} in B", errno_name(errno)));
             }
@@ -175,104 +156,133 @@ impl Correspondence {
             )),
             _ => {}
         }
-        let both_succeed = a.errno.is_none() && b.errno.is_none();
-        if a.name == "packets" {
-            compare_packets(a, b, &mut differences);
-        } else {
-            self.compare_objects("", &a.args, &b.args, &mut differences);
-            if both_succeed {
-                self.compare_values(
-                    "result",
-                    kind_of_return(&a.name),
-                    &a.ret,
-                    &b.ret,
-                    &mut differences,
-                );
-            }
+        if a.call.name == "packets" {
+            compare_packets(a.call, b.call, &mut differences);
+            return differences;
         }
-        if both_succeed && a.name == "hlthunk_close" {
-            // The number may be used again for something else.
-            self.forget(Kind::Descriptor, a.args.get("fd"), b.args.get("fd"));
+        let mut pair = Pair { a, b, same: self, differences };
+        pair.compare_objects("", &a.call.args, &b.call.args);
+        if a.call.errno.is_none() && b.call.errno.is_none() {
+            pair.compare_values(
+                "result",
+                things::kind_of_return(&a.call.name),
+                &a.call.ret,
+                &b.call.ret,
+            );
+            pair.compare_hints();
         }
-        differences
+        pair.differences
     }
 
-    fn compare_objects(
-        &mut self,
-        path: &str,
-        a: &Map<String, Value>,
-        b: &Map<String, Value>,
-        differences: &mut Vec<String>,
-    ) {
-        let keys: BTreeSet<&String> = a.keys().chain(b.keys()).collect();
-        // How long to wait, and how often it was polled in vain, are matters of time.
-        let of_time = |key: &&String| matches!(&***key, "idle_polls" | "timeout_us");
-        for key in keys.into_iter().filter(|key| !of_time(key)) {
-            let path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
-            match (a.get(key), b.get(key)) {
-                (Some(a), Some(b)) => self.compare_values(&path, kind(key), a, b, differences),
-                (one, _) => {
-                    let side = if one.is_some() { "A" } else { "B" };
-                    differences.push(format!("{path} is only in {side}"));
-                }
-            }
-        }
-    }
-
-    fn compare_values(
-        &mut self,
-        path: &str,
-        kind: Option<Kind>,
-        a: &Value,
-        b: &Value,
-        differences: &mut Vec<String>,
-    ) {
-        match (a, b, kind) {
-            (Value::Object(a), Value::Object(b), _) => {
-                self.compare_objects(path, a, b, differences)
-            }
-            (Value::Array(a), Value::Array(b), _) if a.len() == b.len() => {
-                for (at, (a, b)) in a.iter().zip(b).enumerate() {
-                    self.compare_values(&format!("{path}[{at}]"), kind, a, b, differences);
-                }
-            }
-            (a, b, Some(kind)) if is_value(a) && is_value(b) => {
-                let same = self.stand_for_each_other(kind, a, b);
-                if !same {
-                    differences.push(format!(
-                        "{path}: {a} in A and {b} in B do not stand for each other (as {} and {} do)",
-                        self.taken.get(&(kind, b.to_string())).map_or("something else", |a| a),
-                        self.pairs.get(&(kind, a.to_string())).map_or("something else", |b| b)
-                    ));
-                }
-            }
-            (a, b, _) if a != b => differences.push(format!("{path} is {a} in A, {b} in B")),
-            _ => {}
-        }
-    }
-
-    /// Whether both values are new, or known to stand for each other.
-    fn stand_for_each_other(&mut self, kind: Kind, a: &Value, b: &Value) -> bool {
-        let (a, b) = (a.to_string(), b.to_string());
-        // "No address" and its like are themselves.
-        if matches!(&*a, "0" | "null" | "-1") || matches!(&*b, "0" | "null" | "-1") {
-            return a == b;
-        }
-        match (self.pairs.get(&(kind, a.clone())), self.taken.get(&(kind, b.clone()))) {
+    /// Whether both are new, or known to stand for each other.
+    fn stand_for_each_other(&mut self, a: Thing, b: Thing) -> bool {
+        match (self.pairs.get(&a), self.taken.get(&b)) {
             (Some(known), _) => *known == b,
             (None, Some(_)) => false,
             (None, None) => {
-                self.pairs.insert((kind, a.clone()), b.clone());
-                self.taken.insert((kind, b), a);
+                self.pairs.insert(a, b);
+                self.taken.insert(b, a);
                 true
             }
         }
     }
+}
 
-    fn forget(&mut self, kind: Kind, a: Option<&Value>, b: Option<&Value>) {
-        let (Some(a), Some(b)) = (a, b) else { return };
-        self.pairs.remove(&(kind, a.to_string()));
-        self.taken.remove(&(kind, b.to_string()));
+/// Two calls of one function.
+struct Pair<'a> {
+    a: &'a Followed<'a>,
+    b: &'a Followed<'a>,
+    same: &'a mut Correspondence,
+    differences: Vec<String>,
+}
+
+impl Pair<'_> {
+    fn compare_objects(&mut self, path: &str, a: &Map<String, Value>, b: &Map<String, Value>) {
+        let keys: BTreeSet<&String> = a.keys().chain(b.keys()).collect();
+        for key in keys.into_iter().filter(|key| !OF_THE_PROGRAM.contains(&&***key)) {
+            let path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+            match (a.get(key), b.get(key)) {
+                (Some(one), Some(other)) => {
+                    let kind = things::kind(&self.a.call.name, key, a);
+                    self.compare_values(&path, kind, one, other);
+                }
+                (one, _) => {
+                    let side = if one.is_some() { "A" } else { "B" };
+                    self.differences.push(format!("{path} is only in {side}"));
+                }
+            }
+        }
+    }
+
+    fn compare_values(&mut self, path: &str, kind: Option<Kind>, a: &Value, b: &Value) {
+        match (a, b, kind) {
+            (Value::Object(a), Value::Object(b), _) => self.compare_objects(path, a, b),
+            (Value::Array(a), Value::Array(b), _) if a.len() == b.len() => {
+                for (at, (a, b)) in a.iter().zip(b).enumerate() {
+                    self.compare_values(&format!("{path}[{at}]"), kind, a, b);
+                }
+            }
+            (a, b, Some(kind)) if is_value(a) && is_value(b) => {
+                match (Raw::new(kind, a), Raw::new(kind, b)) {
+                    (Some(one), Some(other)) => {
+                        let places = (self.a.place(kind, &one), self.b.place(kind, &other));
+                        self.compare_places(path, (a, places.0), (b, places.1));
+                    }
+                    // "No address" and its like are themselves.
+                    _ if a != b => self.compare_values(path, None, a, b),
+                    _ => {}
+                }
+            }
+            (a, b, _) if a != b => self.differences.push(format!("{path} is {a} in A, {b} in B")),
+            _ => {}
+        }
+    }
+
+    /// Compares what two values stand for. Values that nobody knows anything of in either are the same.
+    fn compare_places(
+        &mut self,
+        path: &str,
+        (a, of_a): (&Value, Option<Place>),
+        (b, of_b): (&Value, Option<Place>),
+    ) {
+        let same = match (of_a, of_b) {
+            (Some(a), Some(b)) => self.same.stand_for_each_other(a.thing, b.thing),
+            (one, other) => one.is_none() && other.is_none(),
+        };
+        let from = |place: Option<Place>| match place {
+            Some(place) => format!("from line {}", place.thing.line),
+            None => String::from("from nowhere"),
+        };
+        // Which part of a mapping has a free command buffer is a matter of time.
+        let offsets = (of_a.map(|place| place.offset), of_b.map(|place| place.offset));
+        if !same {
+            self.differences.push(format!(
+                "{path}: {a} in A ({}) and {b} in B ({}) do not stand for each other",
+                from(of_a),
+                from(of_b)
+            ));
+        } else if offsets.0 != offsets.1 && !path.ends_with("cb") {
+            self.differences
+                .push(format!("{path}: {a} in A and {b} in B are different parts of a mapping"));
+        }
+    }
+
+    fn compare_hints(&mut self) {
+        let honoured = |call: &Call| {
+            let hint = call.args.get("hint")?;
+            Raw::new(Kind::Mapping, hint).map(|_| *hint == call.ret)
+        };
+        match (honoured(self.a.call), honoured(self.b.call)) {
+            (Some(true), Some(false)) => {
+                self.differences.push("the hint is honoured in A, not in B".into())
+            }
+            (Some(false), Some(true)) => {
+                self.differences.push("the hint is honoured in B, not in A".into())
+            }
+            (Some(_), None) => self.differences.push("only A has a hint".into()),
+            (None, Some(_)) => self.differences.push("only B has a hint".into()),
+            _ => {}
+        }
     }
 }
 
@@ -281,7 +291,8 @@ fn is_value(value: &Value) -> bool {
     !value.is_object() && !value.is_array()
 }
 
-/// Packets contain addresses: of each only its length and control word are compared.
+/// Packets contain addresses: of each its length and control word are compared, of a fill also the value, which it has
+/// in the place of the source.
 fn compare_packets(a: &Call, b: &Call, differences: &mut Vec<String>) {
     for key in ["queue", "size"] {
         let (a, b) = (a.args.get(key), b.args.get(key));
@@ -294,8 +305,13 @@ fn compare_packets(a: &Call, b: &Call, differences: &mut Vec<String>) {
     let heads = |call: &Call| -> Vec<String> {
         let text = call.args.get("bytes").and_then(Value::as_str).unwrap_or("");
         let digits: Vec<u8> = text.bytes().filter(u8::is_ascii_hexdigit).collect();
-        let head =
-            |packet: &[u8]| String::from_utf8_lossy(&packet[..packet.len().min(16)]).into_owned();
+        let head = |packet: &[u8]| {
+            // Bit 4 of the control word, whose lowest byte comes first.
+            let nibble = packet.get(8).and_then(|digit| char::from(*digit).to_digit(16));
+            let is_fill = nibble.is_some_and(|nibble| nibble & 1 == 1);
+            let len = if is_fill { 32 } else { 16 };
+            String::from_utf8_lossy(&packet[..packet.len().min(len)]).into_owned()
+        };
         digits.chunks(48).map(head).collect()
     };
     let (a, b) = (heads(a), heads(b));
@@ -339,13 +355,14 @@ mod tests {
 
     const FIRST: &str = r#"{"trace":1,"pid":7,"unix":1.5,"program":"p","kernel":"6.8"}"#;
 
-    /// A recording of these calls: name, arguments, result, errno.
+    /// A recording of these calls: name, arguments, result, errno. A name may end in `@` and the thread.
     fn recording(calls: &[(&str, &str, &str, Option<i32>)]) -> Recording {
         let mut text = format!("{FIRST}\n");
         for (name, args, ret, errno) in calls {
+            let (name, tid) = name.split_once('@').unwrap_or((name, "7"));
             let errno = errno.map_or(String::new(), |errno| format!(",\"errno\":{errno}"));
             text += &format!(
-                "{{\"t\":0,\"tid\":7,\"call\":\"{name}\",\"args\":{{{args}}},\"ret\":{ret}{errno},\"us\":1}}\n"
+                "{{\"t\":0,\"tid\":{tid},\"call\":\"{name}\",\"args\":{{{args}}},\"ret\":{ret}{errno},\"us\":1}}\n"
             );
         }
         parse(&text).remove(0)
@@ -383,6 +400,99 @@ mod tests {
         let wrong: &'static _ = Box::leak(Box::new(wrong));
         let found = differences(&borrowed(a), &borrowed(wrong));
         assert!(found.len() == 1 && found[0].contains("do not stand for each other"), "{found:?}");
+    }
+
+    /// Maps a host buffer and unmaps it again, at these addresses one after the other.
+    fn map_and_unmap(ptrs: [u32; 2], addrs: [&str; 2]) -> Vec<String> {
+        let mut calls = Vec::new();
+        for (ptr, addr) in ptrs.iter().zip(addrs) {
+            calls.push(format!("\"fd\":9,\"ptr\":{ptr},\"size\":4096|\"{addr}\""));
+            calls.push(format!("\"fd\":9,\"addr\":\"{addr}\"|0"));
+        }
+        calls
+    }
+
+    #[test]
+    fn an_address_that_is_used_again_is_no_difference() {
+        let (again, other) = ("0x100000000", "0x200000000");
+        let (a, b) =
+            (map_and_unmap([64, 64], [again, again]), map_and_unmap([64, 96], [again, other]));
+        let calls = |lines: &'static [String]| -> Vec<_> {
+            let names = ["hlthunk_host_memory_map", "hlthunk_memory_unmap"];
+            let split = lines.iter().map(|line| line.split_once('|').unwrap());
+            split
+                .zip(names.into_iter().cycle())
+                .map(|((args, ret), name)| (name, args, ret, None))
+                .collect()
+        };
+        let (a, b) = (calls(a.leak()), calls(b.leak()));
+        assert_eq!(differences(&a, &b), Vec::<String>::new());
+        assert_eq!(differences(&b, &a), Vec::<String>::new());
+        // The second unmap is of the first mapping.
+        let mut wrong = b.clone();
+        wrong[3].1 = b[1].1;
+        let found = differences(&a, &wrong);
+        assert!(found.len() == 1 && found[0].contains("do not stand for each other"), "{found:?}");
+    }
+
+    #[test]
+    fn a_thing_that_another_thread_made_is_followed() {
+        let map = |ret| ("hlthunk_host_memory_map@1", "\"fd\":9,\"size\":4096", ret, None);
+        let unmap = |args| ("hlthunk_memory_unmap@2", args, "0", None);
+        let maps = [map("\"0x100000000\""), map("\"0x200000000\"")];
+        let first = [maps[0], maps[1], unmap("\"fd\":9,\"addr\":\"0x100000000\"")];
+        let second = [maps[0], maps[1], unmap("\"fd\":9,\"addr\":\"0x200000000\"")];
+        assert_eq!(differences(&first, &first).len(), 0);
+        let found = differences(&first, &second);
+        assert!(found.len() == 1 && found[0].contains("do not stand for each other"), "{found:?}");
+        // Unmapped by the one thread and mapped again by the other, in one of the runs at the same address.
+        let again = |ret| [map("\"0x100000000\""), first[2], map(ret), unmap("\"fd\":9")];
+        assert_eq!(differences(&again("\"0x100000000\""), &again("\"0x300000000\"")).len(), 0);
+    }
+
+    #[test]
+    fn two_cards_may_have_the_same_handles() {
+        let run = |second: &'static str, map: &'static str| {
+            let alloc = |args, ret| ("hlthunk_device_memory_alloc", args, ret, None);
+            let map = ("hlthunk_device_memory_map", map, "\"0x900000000\"", None);
+            [alloc("\"fd\":9", "1"), alloc("\"fd\":10", second), map]
+        };
+        let same = run("1", "\"fd\":10,\"handle\":1");
+        assert_eq!(differences(&same, &run("2", "\"fd\":10,\"handle\":2")).len(), 0);
+        assert_eq!(
+            differences(&same, &run("2", "\"fd\":9,\"handle\":1")).len(),
+            2,
+            "card and memory"
+        );
+    }
+
+    #[test]
+    fn another_part_of_a_mapping_is_a_difference_but_for_command_buffers() {
+        let map = ("hlthunk_host_memory_map", "\"fd\":9,\"size\":8192", "\"0x100000000\"", None);
+        let export = |args| [map, ("hlthunk_device_memory_export_dmabuf_fd", args, "12", None)];
+        let start = export("\"fd\":9,\"addr\":\"0x100000000\"");
+        let inside = export("\"fd\":9,\"addr\":\"0x100001000\"");
+        assert!(differences(&start, &inside)[0].contains("different parts of a mapping"));
+        let submit = |args| [map, ("hlthunk_command_submission", args, "0", None)];
+        let one = submit("\"fd\":9,\"chunks\":[{\"flags\":1,\"cb\":\"0x100000000\"}]");
+        let other = submit("\"fd\":9,\"chunks\":[{\"flags\":1,\"cb\":\"0x100001000\"}]");
+        let outside = submit("\"fd\":9,\"chunks\":[{\"flags\":1,\"cb\":\"0x100002000\"}]");
+        assert_eq!(differences(&one, &other).len(), 0);
+        assert!(differences(&one, &outside)[0].contains("(from nowhere)"));
+    }
+
+    #[test]
+    fn the_value_of_a_fill_is_compared_and_addresses_are_not() {
+        let packet = |ctl: &str, source: &str| {
+            let bytes = format!("80000000{ctl}{source}0000003000500110");
+            let args = format!("\"queue\":0,\"size\":24,\"bytes\":\"{bytes}\"");
+            [("packets", &*args.leak(), "0", None)]
+        };
+        let (fill, copy) = ("100000a9", "000000a9");
+        let (one, other) = ("5a5a5a5a5a5a5a5a", "5b5b5b5b5b5b5b5b");
+        assert_eq!(differences(&packet(fill, one), &packet(fill, one)).len(), 0);
+        assert!(differences(&packet(fill, one), &packet(fill, other))[0].contains(other));
+        assert_eq!(differences(&packet(copy, one), &packet(copy, other)).len(), 0);
     }
 
     #[test]

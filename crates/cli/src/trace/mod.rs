@@ -2,6 +2,7 @@
 
 mod diff;
 mod recording;
+mod things;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

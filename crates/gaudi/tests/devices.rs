@@ -107,3 +107,47 @@ fn the_place_of_a_card_is_read_from_the_sysfs_that_the_variable_names() {
     let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && text.contains("1 passed"), "{text}");
 }
+
+/// Nodes of a driver that takes other ioctls than the library's open, and answer nothing.
+#[test]
+fn a_node_that_does_not_know_the_librarys_ioctl_is_a_pair_that_does_not_fit() {
+    if machine::is_child() {
+        machine::set_up("gaudi2");
+        let library = Library::load().unwrap();
+        assert!(!library.is_software(), "{:?}", library.version());
+        // The machine's folder is there from now on.
+        drop(hl_thunk::ControlDevice::open(&library, 0).unwrap());
+        for (errno, is_pair) in [("EIO", false), ("ENOTTY", true)] {
+            machine::faults(&format!("hlthunk_get_hw_ip_info fail:{errno} times=0"));
+            let error = runtime().discover().unwrap_err();
+            let text = error.to_string();
+            assert_eq!(error.kind(), ErrorKind::DeviceNotFound, "{text}");
+            assert_eq!(text.contains("has a Gaudi, accel0 at 0000:33:00.0"), is_pair, "{text}");
+            assert!(text.contains("hlthunk_get_hw_ip_info: "), "{text}");
+        }
+        return;
+    }
+    // The software Gaudi's library under another name than its own: with that one no kernel driver is asked.
+    let folder = tempfile::tempdir().unwrap();
+    let mut library = std::fs::read(machine::library()).unwrap();
+    let (name, other) = (b"1.10.0-soft-gaudi-", b"1.10.0-some-gaudi-");
+    let at = library.windows(name.len()).position(|bytes| bytes == name).expect("its version");
+    library[at..at + other.len()].copy_from_slice(other);
+    let renamed = folder.path().join("libhl-thunk.so");
+    std::fs::write(&renamed, library).unwrap();
+    let sysfs = folder.path().join("sys");
+    let card = sysfs.join("devices/pci0000:30/0000:33:00.0");
+    std::fs::create_dir_all(card.join("accel/accel0")).unwrap();
+    std::fs::write(card.join("vendor"), "0x1da3\n").unwrap();
+    std::fs::create_dir_all(sysfs.join("class/accel")).unwrap();
+    let class = sysfs.join("class/accel/accel0");
+    std::os::unix::fs::symlink(card.join("accel/accel0"), class).unwrap();
+    let paths = [&renamed, &sysfs].map(|path| path.to_str().unwrap());
+    let variables = [
+        ("HL_THUNK_LIBRARY", paths[0]),
+        ("GAUDI_SYSFS_ROOT", paths[1]),
+        ("SOFT_GAUDI_FAULTS", "yes"),
+    ];
+    fn here() {}
+    machine::run_alone(std::any::type_name_of_val(&here), &variables);
+}

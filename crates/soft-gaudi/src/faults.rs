@@ -48,7 +48,7 @@ struct Rule {
     times: u64,
 }
 
-const ERRNOS: [(&str, Errno); 14] = [
+const ERRNOS: [(&str, Errno); 15] = [
     ("EPERM", Errno::PERM),
     ("ENOENT", Errno::NOENT),
     ("EIO", Errno::IO),
@@ -62,6 +62,7 @@ const ERRNOS: [(&str, Errno); 14] = [
     ("EINVAL", Errno::INVAL),
     ("ENFILE", Errno::NFILE),
     ("EMFILE", Errno::MFILE),
+    ("ENOTTY", Errno::NOTTY),
     ("ETIMEDOUT", Errno::TIMEDOUT),
 ];
 

@@ -143,6 +143,7 @@ fn child() {
         "five hbm" => five_hbm(),
         "close" => close(),
         "stale" => stale_pins(),
+        "forked" => forked(),
         "vanished" => vanished(),
         "latency" => latency(),
         "jitter" => jitter(),
@@ -245,13 +246,61 @@ fn stale_pins() {
     assert_eq!(hlthunk_close(fd), 0);
 }
 
-#[test]
-fn a_card_keeps_the_pages_it_was_given_when_their_addresses_get_others() {
+/// A forked child that has stopped. It has our output open, so it must not outlive us.
+struct Stopped(i32);
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        // SAFETY: our own child, which nobody else waits for.
+        unsafe {
+            libc::kill(self.0, libc::SIGKILL);
+            libc::waitpid(self.0, core::ptr::null_mut(), 0);
+        }
+    }
+}
+
+/// After a fork both processes have the same pages until one of them writes. Pinned pages stay the parent's.
+fn forked() {
+    let fd = open(0);
+    let (_, device) = alloc(fd, 1);
+    let (memory, host) = filled(fd, 7);
+    let (seen, target) = filled(fd, 0);
+    let read_by_card = || {
+        assert_eq!(run(fd, 0, &gaudi2_copy(host, device, LEN as u32)), (0, 0));
+        assert_eq!(run(fd, 0, &gaudi2_copy(device, target, LEN as u32)), (0, 0));
+        only_value(seen)
+    };
+    // SAFETY: the child writes memory of the test and stops until it is killed.
+    let child = unsafe { libc::fork() };
+    assert!(child >= 0);
+    if child == 0 {
+        // SAFETY: as above.
+        unsafe {
+            memory.cast::<u8>().write_bytes(5, LEN);
+            libc::raise(libc::SIGSTOP);
+            libc::_exit(0);
+        }
+    }
+    let child = Stopped(child);
+    let mut status = 0;
+    // SAFETY: our own child.
+    assert_eq!(unsafe { libc::waitpid(child.0, &mut status, libc::WUNTRACED) }, child.0);
+    assert!(libc::WIFSTOPPED(status), "{status:#x}");
+    assert_eq!(read_by_card(), 7, "not what the child wrote");
+    // SAFETY: the memory of the test.
+    unsafe { memory.cast::<u8>().write_bytes(9, LEN) };
+    assert_eq!(read_by_card(), 9, "the parent has kept the pages of the pin");
+    drop(child);
+    assert_eq!(hlthunk_close(fd), 0);
+}
+
+/// Why the kernel pins nothing for the card here.
+fn why_no_pins() -> Option<String> {
     let mut parameters = [0u8; 120];
     // SAFETY: a structure of zeros of the size that the call expects.
     let ring = unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, parameters.as_mut_ptr()) };
     if ring < 0 {
-        return println!("skipped: no io_uring ({})", std::io::Error::last_os_error());
+        return Some(format!("no io_uring ({})", std::io::Error::last_os_error()));
     }
     let mut locked = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: the descriptor just made; a structure of our own.
@@ -259,10 +308,24 @@ fn a_card_keeps_the_pages_it_was_given_when_their_addresses_get_others() {
         libc::close(ring as i32);
         libc::getrlimit(libc::RLIMIT_MEMLOCK, &mut locked);
     }
-    if !rustix::process::geteuid().is_root() && locked.rlim_cur < 8 << 20 {
-        return println!("skipped: RLIMIT_MEMLOCK is {} bytes", locked.rlim_cur);
+    let too_little = !rustix::process::geteuid().is_root() && locked.rlim_cur < 8 << 20;
+    too_little.then(|| format!("RLIMIT_MEMLOCK is {} bytes", locked.rlim_cur))
+}
+
+#[test]
+fn a_card_keeps_the_pages_it_was_given_when_their_addresses_get_others() {
+    if let Some(why) = why_no_pins() {
+        return println!("skipped: {why}");
     }
     passes("stale", &[("SOFT_GAUDI_KIND", "")]);
+}
+
+#[test]
+fn after_a_fork_the_card_sees_what_the_parent_writes_and_not_what_the_child_writes() {
+    if let Some(why) = why_no_pins() {
+        return println!("skipped: {why}");
+    }
+    passes("forked", &[("SOFT_GAUDI_KIND", "")]);
 }
 
 /// Without pins memory that is gone is a device fault, not a crash.

@@ -100,6 +100,20 @@ fn control_nodes_that_cannot_be_opened_are_told_apart() {
     }
 }
 
+/// The pauses between ten attempts add up to more than the half second after which it is said.
+#[test]
+fn a_card_that_is_waited_for_has_one_line_at_info_level() {
+    for (level, lines) in [("info", 1), ("warn", 0)] {
+        let rule = "hlthunk_open fail:EAGAIN times=10";
+        let machine = Machine::with("one card", "gaudi2", 1, |node| node.with_faults(rule));
+        let end = machine.check(Ucx::V1_22, "where").env("UCX_LOG_LEVEL", level).run().ok();
+        let is_said = |line: &&str| line.contains("waiting for up to 30 s");
+        let said: Vec<String> = end.text().lines().filter(is_said).map(str::to_owned).collect();
+        assert_eq!(said.len(), lines, "{}", end.report());
+        assert!(said.iter().all(|line| line.contains("INFO")), "{said:?}");
+    }
+}
+
 #[test]
 fn a_card_that_is_left_out_has_a_line_and_is_named_where_it_is_missed() {
     let rule = "hlthunk_open_control fail:EACCES times=1";

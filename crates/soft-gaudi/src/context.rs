@@ -345,10 +345,12 @@ impl Context {
         workers::spawn("soft-gaudi-reset".to_owned(), kill);
     }
 
-    /// Records the line that the kernel logs when it refuses a call.
+    /// Records the line that the kernel logs when it refuses a call; it says nothing of a card in reset.
     pub(crate) fn log_refusal<T>(&self, what: &str, result: Result<T, Errno>) -> Result<T, Errno> {
         result.inspect_err(|errno| {
-            self.node.log_kernel_error(self.device, what, errno.raw_os_error())
+            if *errno != Errno::BUSY {
+                self.node.log_kernel_error(self.device, what, errno.raw_os_error());
+            }
         })
     }
 

@@ -389,16 +389,19 @@ impl Context {
         if !self.time_left(&oldest).is_zero() || self.down.load(Ordering::Acquire) {
             return;
         }
+        // Several threads may come here at once.
+        if !oldest.set_overdue() {
+            return;
+        }
+        self.node.log_kernel_error(self.device, "timeout", libc::ETIMEDOUT);
+        // Only the first timeout of a context is recorded and announced; each is logged.
+        let is_first = self.state.record(Word::CsTimeout, realtime_ns(), oldest.seq, 0);
+        let timeout = if is_first { bit::CS_TIMEOUT } else { 0 };
         if !oldest.spares_card {
-            self.state.record(Word::CsTimeout, realtime_ns(), oldest.seq, 0);
-            self.events.raise(bit::CS_TIMEOUT | bit::DEVICE_RESET);
+            self.events.raise(timeout | bit::DEVICE_RESET);
             self.reset(Some(&oldest));
-        } else if oldest.set_overdue() {
-            // Only the first timeout of a context is recorded and announced; each is logged.
-            if self.state.record(Word::CsTimeout, realtime_ns(), oldest.seq, 0) {
-                self.events.raise(bit::CS_TIMEOUT);
-            }
-            self.node.log_kernel_error(self.device, "timeout", libc::ETIMEDOUT);
+        } else if is_first {
+            self.events.raise(timeout);
         }
     }
 

@@ -51,7 +51,7 @@ pub(crate) struct Submission {
     remembered: bool,
     /// Its timeout is recorded, and does not reset the card.
     pub(crate) spares_card: bool,
-    /// That has happened.
+    /// Its timeout has passed.
     overdue: AtomicBool,
     jobs: AtomicU32,
     /// Futex: [`PENDING`] or an outcome's code.

@@ -11,23 +11,6 @@ use soft_gaudi::dmabuf::Exported;
 
 const PAGE: u64 = 768 << 20;
 
-fn export(fd: i32, va: u64, size: u64, offset: u64) -> i32 {
-    hlthunk_device_mapped_memory_export_dmabuf_fd(fd, va, size, offset, sys::DMABUF_FLAGS)
-}
-
-fn import(fd: i32, dmabuf: i32, length: u64) -> Result<u64, i32> {
-    let mut args = sys::MemArgs {
-        fd_or_device_va: dmabuf as u64,
-        length,
-        op: sys::MEM_OP_REG_DMABUF_FD,
-        ..Default::default()
-    };
-    match ioctl(fd, sys::IOCTL_MEMORY, (&raw mut args).cast()) {
-        0 => Ok(args.fd_or_device_va),
-        _ => Err(errno()),
-    }
-}
-
 /// Copies between the host and a device address.
 fn put(fd: i32, to: u64, bytes: &mut [u8]) {
     let src = map_host(fd, bytes);

@@ -74,14 +74,6 @@ fn child() {
     }
 }
 
-fn open_stats(index: u32) -> sys::OpenStatsInfo {
-    let control = hlthunk_open_control(index as i32, core::ptr::null());
-    let mut stats = sys::OpenStatsInfo::default();
-    assert_eq!(hlthunk_get_open_stats(control, (&raw mut stats).cast()), 0);
-    hlthunk_close(control);
-    stats
-}
-
 #[test]
 fn a_card_has_one_owner_and_any_number_of_control_nodes() {
     machine("gaudi2");

@@ -120,18 +120,25 @@ fn kernel_log() {
     assert_eq!(hlthunk_memory_unmap(fd, 0), -libc::EINVAL);
     assert_eq!(hlthunk_device_memory_free(fd, handle), -libc::EINVAL, "it is mapped");
     assert_eq!(hlthunk_device_memory_alloc(fd, u64::MAX, 0, true, false), 0);
-    let dmabuf = hlthunk_device_mapped_memory_export_dmabuf_fd(fd, device, 4096, 0, 0x80002);
+    let dmabuf = export(fd, device, 4096, 0);
     assert!(dmabuf >= 0, "{dmabuf}");
     assert_eq!(hlthunk_memory_unmap(fd, device), -libc::EINVAL, "it is exported");
+    let buffer = UserBuffer::new(fd, &gaudi2_copy(device, device + 32, 32));
+    assert_eq!(buffer.submit(2), Err(-libc::EINVAL), "a queue of the embedded cores");
+    // An EDMA queue cannot fetch it and hangs.
+    let stuck = buffer.submit(8).unwrap();
+    assert_eq!(wait(fd, stuck), (-libc::ETIMEDOUT, sys::WAIT_TIMEDOUT));
+    assert_eq!(buffer.submit(2), Err(-libc::EBUSY), "not logged");
     let log = std::fs::read_to_string(node_folder().join("gaudi2/kernel.log")).unwrap();
     let calls: Vec<&str> = log.lines().map(|line| line.split(' ').nth(1).unwrap()).collect();
-    assert_eq!(calls, ["pin", "unmap", "free", "alloc", "unmap"], "{log}");
+    assert_eq!(calls, ["pin", "unmap", "free", "alloc", "unmap", "submission", "timeout"], "{log}");
+    drop(buffer);
     hlthunk_close(fd);
 }
 
 #[test]
-fn refusals_that_the_kernel_logs_are_recorded() {
-    passes("kernel log", &[]);
+fn refusals_and_timeouts_that_the_kernel_logs_are_recorded() {
+    passes("kernel log", &[("SOFT_GAUDI_KIND", ""), ("SOFT_GAUDI_CS_TIMEOUT", "300")]);
 }
 
 #[test]

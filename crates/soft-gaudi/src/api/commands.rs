@@ -258,12 +258,26 @@ pub(super) fn submit(
     stage: Stage,
 ) -> Result<c_int, Errno> {
     let input = get(input)?;
-    let flags = input.get(CsIn::FLAGS);
-    if !matches!(stage, Stage::Whole) && flags & FLAG_STAGED == 0 {
+    if !matches!(stage, Stage::Whole) && input.get(CsIn::FLAGS) & FLAG_STAGED == 0 {
         return Err(Errno::INVAL);
     }
     let context = context::operational(borrow(fd)?)?;
     super::scal::refuse_beside_scal(&context)?;
+    let seq = execute(fd, &context, &input, timeout, stage);
+    let seq = context.log_refusal("submission", seq)?;
+    put(out, CsOut::zeroed().with(CsOut::SEQ, seq))?;
+    Ok(0)
+}
+
+/// What the driver does with a submission; its sequence number.
+fn execute(
+    fd: c_int,
+    context: &Arc<Context>,
+    input: &CsIn,
+    timeout: Option<u32>,
+    stage: Stage,
+) -> Result<u64, Errno> {
+    let flags = input.get(CsIn::FLAGS);
     if flags & FLAGS_STAGED != 0 && context.profile.generation != Generation::Gaudi1 {
         return Err(Errno::PERM);
     }
@@ -280,16 +294,14 @@ pub(super) fn submit(
     };
     if flags & FLAG_FORCE_RESTORE != 0 && restore > 0 {
         let chunks = read_chunks(input.get(CsIn::CHUNKS_RESTORE), restore)?;
-        let seq = submit_chunks(fd, &context, &chunks, timeout, 0, Stage::Whole)?;
+        let seq = submit_chunks(fd, context, &chunks, timeout, 0, Stage::Whole)?;
         match context.wait(seq, None)? {
             Waited::Ended { outcome: Outcome::Completed, .. } | Waited::Gone => {}
             _ => return Err(Errno::NOEXEC),
         }
     }
     let chunks = read_chunks(input.get(CsIn::CHUNKS_EXECUTE), execute)?;
-    let seq = submit_chunks(fd, &context, &chunks, timeout, flags, stage)?;
-    put(out, CsOut::zeroed().with(CsOut::SEQ, seq))?;
-    Ok(0)
+    submit_chunks(fd, context, &chunks, timeout, flags, stage)
 }
 
 /// `hlthunk_command_submission`.

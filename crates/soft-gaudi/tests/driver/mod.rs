@@ -75,6 +75,34 @@ pub(crate) fn open(index: u32) -> c_int {
     hlthunk_open(sys::DEVICE_DONT_CARE, busid.as_ptr())
 }
 
+/// What a card's control node says of its opens.
+pub(crate) fn open_stats(index: u32) -> sys::OpenStatsInfo {
+    let control = hlthunk_open_control(index as i32, core::ptr::null());
+    let mut stats = sys::OpenStatsInfo::default();
+    assert_eq!(hlthunk_get_open_stats(control, (&raw mut stats).cast()), 0);
+    hlthunk_close(control);
+    stats
+}
+
+/// A dma-buf of a part of a mapping.
+pub(crate) fn export(fd: i32, va: u64, size: u64, offset: u64) -> i32 {
+    hlthunk_device_mapped_memory_export_dmabuf_fd(fd, va, size, offset, sys::DMABUF_FLAGS)
+}
+
+/// Where a card maps a dma-buf of another.
+pub(crate) fn import(fd: i32, dmabuf: i32, length: u64) -> Result<u64, i32> {
+    let mut args = sys::MemArgs {
+        fd_or_device_va: dmabuf as u64,
+        length,
+        op: sys::MEM_OP_REG_DMABUF_FD,
+        ..Default::default()
+    };
+    match ioctl(fd, sys::IOCTL_MEMORY, (&raw mut args).cast()) {
+        0 => Ok(args.fd_or_device_va),
+        _ => Err(errno()),
+    }
+}
+
 /// Opens a card of its own for a test.
 pub(crate) fn card() -> c_int {
     let fd = open(fresh_index());

@@ -56,6 +56,8 @@ pub struct Config {
     pub early_writes: bool,
     /// How long a close takes, while opens give `EAGAIN`: `SOFT_GAUDI_CLOSE_TIME` (milliseconds).
     pub close_time: Duration,
+    /// The same of a card that was reset; differs from `close_time` only in a model.
+    pub reset_time: Duration,
     /// After which time a process that holds a card that was reset is killed, as by the driver:
     /// `SOFT_GAUDI_RESET_KILL` (milliseconds, or `no`). With faults on demand not by default.
     pub reset_kill: Option<Duration>,
@@ -211,13 +213,14 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
     };
     let faults = read(&var, "SOFT_GAUDI_FAULTS", false, "yes or no", yes_or_no)?;
     let early_writes = read(&var, "SOFT_GAUDI_EARLY_WRITES", false, "yes or no", yes_or_no)?;
-    let default = match model {
-        _ if kind.instant_close => Duration::ZERO,
-        Some(model) => model.close_time(),
-        None => CLOSE_TIME,
+    let [close, reset] = match model {
+        _ if kind.instant_close => [Duration::ZERO; 2],
+        Some(model) => model.close_times(),
+        None => [CLOSE_TIME; 2],
     };
     let want = "a number of milliseconds";
-    let close_time = read(&var, "SOFT_GAUDI_CLOSE_TIME", default, want, milliseconds)?;
+    let close_time = |default| read(&var, "SOFT_GAUDI_CLOSE_TIME", default, want, milliseconds);
+    let (close_time, reset_time) = (close_time(close)?, close_time(reset)?);
     let default = (!faults).then_some(Duration::from_secs(1));
     let want = "a number of milliseconds, or no";
     let reset_kill = read(&var, "SOFT_GAUDI_RESET_KILL", default, want, |text| match text {
@@ -239,6 +242,7 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
         faults,
         early_writes,
         close_time,
+        reset_time,
         reset_kill,
     })
 }
@@ -297,6 +301,19 @@ mod tests {
         let config = with(&[("SOFT_GAUDI_KIND", "import, instant-close,")]).unwrap();
         let kind = Kind { import: true, instant_close: true, ..Kind::default() };
         assert_eq!((config.kind, config.close_time), (kind, Duration::ZERO));
+    }
+
+    #[test]
+    fn a_reset_takes_longer_than_a_close_in_a_model_only_and_one_variable_sets_both() {
+        let times = |pairs: &[(&str, &str)]| {
+            let config = with(pairs).unwrap();
+            [config.close_time, config.reset_time].map(|time| time.as_millis())
+        };
+        let model = ("SOFT_GAUDI_MODEL", "gaudi2,slow=9");
+        assert_eq!(times(&[]), [10, 10]);
+        assert_eq!(times(&[model]), [5_000, 10_000]);
+        assert_eq!(times(&[model, ("SOFT_GAUDI_CLOSE_TIME", "7")]), [7, 7]);
+        assert_eq!(times(&[model, ("SOFT_GAUDI_KIND", "instant-close")]), [0, 0]);
     }
 
     #[test]

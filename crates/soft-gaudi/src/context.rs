@@ -354,13 +354,11 @@ impl Context {
         })
     }
 
-    /// Takes as long as the driver takes to map or unmap so much host memory, if times are modelled.
-    pub(crate) fn model_mapping(&self, len: u64) {
-        if let Some(model) = self.node.config.model
-            && len > 0
-        {
+    /// Takes as long as the driver takes to map or unmap memory, so much of it the host's, if times are modelled.
+    pub(crate) fn model_mapping(&self, host_len: u64) {
+        if let Some(model) = self.node.config.model {
             let _one_at_a_time = self.mmu.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-            std::thread::sleep(model.map_time(len));
+            std::thread::sleep(model.map_time(host_len));
         }
     }
 

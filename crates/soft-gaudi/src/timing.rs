@@ -27,12 +27,14 @@ pub struct Model {
     pub start: u64,
     /// From the last byte to the end that a program sees.
     pub completion: u64,
-    /// Mapping host memory, and unmapping it.
+    /// Mapping memory, and unmapping it.
     pub map: u64,
-    /// Each 4 KiB page of it.
+    /// Each 4 KiB page of it, if it is the host's.
     pub page: u64,
     /// The last close of a card, which resets it.
     pub close: u64,
+    /// The same after a fault or a timeout: a hard reset.
+    pub reset: u64,
     /// All other times are stretched by this.
     pub slow: u64,
 }
@@ -48,6 +50,7 @@ const GAUDI2: Model = Model {
     map: 250_000,
     page: 250,
     close: 5_000_000_000,
+    reset: 10_000_000_000,
     slow: 1,
 };
 
@@ -59,14 +62,15 @@ impl Model {
         (name == GAUDI2.name).then_some(Model { slow, ..GAUDI2 })
     }
 
-    /// How long the last close takes. Not stretched: programs give up on a card after a while.
-    pub(crate) fn close_time(&self) -> Duration {
-        Duration::from_nanos(self.close)
+    /// How long the last close takes, and that of a card that was reset. Not stretched: programs give up on a card after
+    /// a while.
+    pub(crate) fn close_times(&self) -> [Duration; 2] {
+        [self.close, self.reset].map(Duration::from_nanos)
     }
 
-    /// How long the driver takes to map this many bytes of host memory, or to unmap them.
-    pub(crate) fn map_time(&self, len: u64) -> Duration {
-        Duration::from_nanos((self.map + len / 4096 * self.page) * self.slow)
+    /// How long the driver takes to map memory, or to unmap it, of which so many bytes are the host's.
+    pub(crate) fn map_time(&self, host_len: u64) -> Duration {
+        Duration::from_nanos((self.map + host_len / 4096 * self.page) * self.slow)
     }
 }
 

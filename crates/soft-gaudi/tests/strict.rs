@@ -89,20 +89,38 @@ fn ends_are_reported_late_and_in_any_order() {
     passes("jitter", &[("SOFT_GAUDI_KIND", ""), ("SOFT_GAUDI_JITTER", "1000000,7")]);
 }
 
+/// Does something that takes at least this long.
+fn takes_us<T>(us: u64, what: impl FnOnce() -> T) -> T {
+    let begun = Instant::now();
+    let done = what();
+    assert!(begun.elapsed() >= Duration::from_micros(us));
+    done
+}
+
 fn model() {
     let fd = open(0);
+    // 250 µs for the MMU, ten times slower: device memory, an import, host memory with its 256 pages of 0.25 µs.
+    let (handle, device) = takes_us(2500, || alloc(fd, 1));
+    let dmabuf = export(fd, device, 4096, 0);
+    let peer = open(1);
+    let imported = takes_us(2500, || import(peer, dmabuf, 4096).unwrap());
+    takes_us(2500, || assert_eq!(hlthunk_memory_unmap(peer, imported), 0));
+    hlthunk_close(peer);
+    // SAFETY: a descriptor of this test.
+    unsafe { libc::close(dmabuf) };
+    takes_us(2500, || assert_eq!(hlthunk_memory_unmap(fd, device), 0));
+    assert_eq!(hlthunk_device_memory_free(fd, handle), 0);
     let (_, device) = alloc(fd, 1);
     let mut memory = pattern(1 << 20, 1);
-    let begun = Instant::now();
-    let host = map_host(fd, &mut memory);
-    // 250 µs and 256 pages of 0.25 µs, ten times slower.
-    assert!(begun.elapsed() >= Duration::from_micros(3140));
+    let host = takes_us(3140, || map_host(fd, &mut memory));
     let buffer = UserBuffer::new(fd, &gaudi2_copy(host, device, 1 << 20));
     let begun = Instant::now();
     let sequences: Vec<u64> = [0, 1, 4].map(|queue| buffer.submit(queue).unwrap()).to_vec();
     sequences.iter().for_each(|sequence| assert_eq!(wait(fd, *sequence), (0, 0)));
     // Three times 1 MiB at 26 GB/s on one link, 5 µs before and 20 µs after.
     assert!(begun.elapsed() >= Duration::from_micros(10 * (5 + 3 * 40 + 20)));
+    takes_us(3140, || assert_eq!(hlthunk_memory_unmap(fd, host), 0));
+    drop(buffer);
     hlthunk_close(fd);
 }
 

@@ -53,7 +53,9 @@ pub extern "C" fn hlthunk_device_memory_map(fd: c_int, alloc: u64, hint_addr: u6
         let context = context::operational(borrow(fd)?)?;
         let hint = Hint { addr: hint_addr, force: false };
         let mapped = context.space_mut().map_device(alloc, hint);
-        context.log_refusal("map", mapped)
+        let addr = context.log_refusal("map", mapped)?;
+        context.model_mapping(0);
+        Ok(addr)
     })
 }
 
@@ -100,8 +102,7 @@ pub extern "C" fn hlthunk_memory_unmap(fd: c_int, device_virt_addr: u64) -> c_in
     status("hlthunk_memory_unmap", || {
         let context = context::operational(borrow(fd)?)?;
         let unmapped = context.space_mut().unmap(device_virt_addr);
-        let size = context.log_refusal("unmap", unmapped)?;
-        context.model_mapping(size);
+        context.model_mapping(context.log_refusal("unmap", unmapped)?);
         Ok(0)
     })
 }
@@ -152,7 +153,9 @@ pub(super) fn import(fd: c_int, dmabuf_fd: u64, length: u64) -> Result<u64, Errn
     }
     let dmabuf_fd = c_int::try_from(dmabuf_fd).map_err(|_| Errno::BADF)?;
     let exported = dmabuf::Exported::from_fd(borrow(dmabuf_fd)?)?;
-    context.space_mut().map_import(exported, length)
+    let addr = context.space_mut().map_import(exported, length)?;
+    context.model_mapping(0);
+    Ok(addr)
 }
 
 /// `hlthunk_get_dev_memalloc_page_orders`: no choice of page size on these generations.

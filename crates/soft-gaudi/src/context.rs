@@ -1,8 +1,12 @@
 //! A card's compute context: what a successful open creates and its last close ends.
 //!
 //! The state lives in the process that opened the card; the lock on the compute node's open file
-//! description ties the card to it ([`crate::ownership`]). A context whose descriptor was closed
-//! by a plain `close` is noticed when the card is opened again.
+//! description ties the card to it ([`crate::ownership`]).
+//!
+//! The kernel releases a card inside the last close, also a plain `close(2)` and that of a process that ends: the card is
+//! reset, opens give `EAGAIN`, and only then the call returns, or the parent learns that the process has ended. Here only
+//! `hlthunk_close` can do that. The release of a context that ended otherwise is made up for by the next open: it takes as
+//! long as the close would have taken, while other opens give `EAGAIN`.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -99,7 +103,7 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
     let node = node()?;
     let fd = node.open(device, Role::Compute)?;
     let state = state::of(node, device)?;
-    {
+    let was_released = {
         let _deciding = deciding(node, device)?;
         let now = state.read()?;
         if now.get(Word::Removed) != 0 {
@@ -113,9 +117,25 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
             }
             Err(other) => return Err(other),
         }
+        if dmabuf::any_alive(node, device) {
+            return Err(Errno::BUSY);
+        }
+        let was_released = now.get(Word::InUse) == 0;
+        if !was_released {
+            state.set_unowned(Word::InRelease, 1);
+        }
+        was_released
+    };
+    let slot = slot(device)?;
+    // Left over from a descriptor that was closed by a plain `close`. Before the release: a context that was reset has
+    // its process killed after a while.
+    let stale = slot.write().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
+    if let Some(stale) = stale {
+        stale.stop();
     }
-    if dmabuf::any_alive(node, device) {
-        return Err(Errno::BUSY);
+    if !was_released {
+        release(node, state);
+        state.set_unowned(Word::InRelease, 0);
     }
     guarded::install();
     if !node.config.kind.unpinned {
@@ -123,11 +143,6 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
     }
     discard_at_exit();
     node.announce_model();
-    let mut slot = slot(device)?.write().unwrap_or_else(|poisoned| poisoned.into_inner());
-    // Left over from a descriptor that was closed by a plain `close`.
-    if let Some(stale) = slot.take() {
-        stale.stop();
-    }
     let memory = card_memory::of(node, device)?;
     memory.reset(node.config.dram_size)?;
     if node.config.early_writes {
@@ -140,7 +155,7 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
     let id = state.begin(node.config.dram_size).map_err(|errno| node.out_of_space(errno))?;
     let profile = node.profile;
     let space = AddressSpace::new(profile, memory, node.config.dram_size);
-    *slot = Some(Arc::new(Context {
+    let context = Context {
         device,
         id,
         forks: workers::fork_generation(),
@@ -180,7 +195,8 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
         epoch: Instant::now(),
         delayed: Mutex::default(),
         last_end: AtomicU64::new(0),
-    }));
+    };
+    *slot.write().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(Arc::new(context));
     Ok(fd)
 }
 
@@ -269,9 +285,7 @@ fn end_if_last(node: &Node, device: u32, fd: OwnedFd) -> Result<(), Errno> {
             context.stop();
         }
     }
-    // A real card resets itself inside the close; nobody can open it meanwhile.
-    std::thread::sleep(node.config.close_time);
-    state.end();
+    release(node, state);
     if let Ok(memory) = card_memory::of(node, device) {
         let _ = memory.reset(0);
     }
@@ -279,6 +293,14 @@ fn end_if_last(node: &Node, device: u32, fd: OwnedFd) -> Result<(), Errno> {
     state.set_unowned(Word::InRelease, 0);
     ownership::release(own.as_fd());
     Ok(())
+}
+
+/// Takes as long as the card takes to reset itself when it is closed, or after a fault. The caller has its lock.
+fn release(node: &Node, state: &StateFile) {
+    let was_reset = state.read().is_ok_and(|now| now.get(Word::Status) == state::IN_RESET);
+    let config = node.config;
+    std::thread::sleep(if was_reset { config.reset_time } else { config.close_time });
+    state.end();
 }
 
 /// The context behind a compute descriptor.

@@ -9,9 +9,9 @@
 //! | 8–15 | version of the layout, of this file and of the machine's other files |
 //! | 16–511 | one 64-bit word for each [`Word`] |
 //!
-//! The owner of the card writes, with two exceptions: a closer sets [`Word::InRelease`], a fault on demand
-//! [`Word::Removed`]. The values are for people and monitors; nothing rests on them but the number of the
-//! context, which only a process that holds the card's lock changes.
+//! The owner of the card writes, with one exception: a fault on demand sets [`Word::Removed`]. The values are for
+//! people and monitors; nothing rests on them but the number of the context, which only a process that holds the
+//! card's lock changes, and what an open makes of a card that was not closed ([`crate::context`]).
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, OwnedFd};
@@ -56,6 +56,8 @@ pub(crate) enum Word {
     HardResets,
     /// 1 while submissions are in flight that no call carries out.
     Busy,
+    /// 1 from an open until that context's release has ended.
+    InUse,
     /// First of twelve: rejected submissions, as `hl_info_cs_counters` lists them, by cause and in pairs (in
     /// all, in this context).
     Rejected = 16,
@@ -189,7 +191,7 @@ impl StateFile {
 
     /// Sets a word that others than the owner may set.
     pub(crate) fn set_unowned(&self, word: Word, value: u64) {
-        // If it fails, monitors see the old value; no call depends on it.
+        // If it fails, monitors see the old value, and an open may repeat a release.
         let _ = self.write_at(word as usize, &[value]);
     }
 
@@ -209,6 +211,7 @@ impl StateFile {
             (Word::OpenedMs, boot_ms()),
             (Word::Pid, std::process::id().into()),
             (Word::InRelease, 0),
+            (Word::InUse, 1),
             (Word::DramSize, dram_size),
             (Word::DramUsed, 0),
             (Word::Status, OPERATIONAL),
@@ -230,6 +233,7 @@ impl StateFile {
     pub(crate) fn end(&self) {
         let values = [
             (Word::ClosedMs, boot_ms()),
+            (Word::InUse, 0),
             (Word::DramUsed, 0),
             (Word::Status, OPERATIONAL),
             (Word::Busy, 0),
@@ -331,7 +335,7 @@ mod tests {
 
     #[test]
     fn words_do_not_overlap() {
-        assert!((Word::Busy as usize) < Word::Rejected as usize);
+        assert!((Word::InUse as usize) < Word::Rejected as usize);
         assert_eq!(Word::Rejected as usize + 2 * CAUSES, 28);
         let ends = ERRORS.map(|kind| kind as usize + 3);
         assert!(ERRORS.iter().skip(1).zip(ends).all(|(next, end)| end <= *next as usize));

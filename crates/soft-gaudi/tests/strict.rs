@@ -174,6 +174,9 @@ fn child() {
         "jitter" => jitter(),
         "model" => model(),
         "kernel log" => kernel_log(),
+        "abandoned" => abandoned(),
+        "hold" => hold(),
+        "release for ever" => release_for_ever(),
         other => panic!("no such role: {other}"),
     }
 }
@@ -434,4 +437,51 @@ fn close() {
 #[test]
 fn opens_give_eagain_while_a_card_is_being_closed() {
     passes("close", &[("SOFT_GAUDI_CLOSE_TIME", &CLOSE_MS.to_string())]);
+}
+
+fn hold() {
+    let parent = parent();
+    send(&parent, open(0).into());
+    wait_for_end(&parent);
+}
+
+fn release_for_ever() {
+    // SAFETY: the library reads it at its first call, which `open` is.
+    unsafe { std::env::set_var("SOFT_GAUDI_CLOSE_TIME", "3600000") };
+    open(0);
+}
+
+/// Nobody closes the card: it is released all the same before it is opened again.
+fn abandoned() {
+    let open_again = || takes_us(1000 * CLOSE_MS, || open(0));
+    let mut exits = Child::start("hold", 0);
+    assert!(exits.receive_number() >= 0);
+    exits.finish();
+    let fd = open_again();
+    // SAFETY: a descriptor of this test.
+    assert_eq!(unsafe { libc::close(fd) }, 0);
+    hlthunk_close(open_again());
+
+    let mut killed = Child::start("hold", 0);
+    assert!(killed.receive_number() >= 0);
+    killed.kill();
+    // Another process makes up for the release, and is killed meanwhile.
+    let opens = open_stats(0).open_counter;
+    let releasing = Child::start("release for ever", 0);
+    let stats = loop {
+        match open_stats(0) {
+            stats if stats.compute_ctx_in_release == 1 || stats.open_counter > opens => {
+                break stats;
+            }
+            _ => std::thread::sleep(Duration::from_millis(1)),
+        }
+    };
+    assert_eq!((stats.open_counter, open(0)), (opens, -libc::EAGAIN));
+    releasing.kill();
+    hlthunk_close(open_again());
+}
+
+#[test]
+fn a_card_that_was_not_closed_is_released_by_the_next_open_while_others_give_eagain() {
+    passes("abandoned", &[("SOFT_GAUDI_CLOSE_TIME", &CLOSE_MS.to_string())]);
 }

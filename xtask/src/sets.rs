@@ -188,6 +188,11 @@ pub(crate) const MACHINES: &[Machine] = &[
         tests: "package(=gaudi) | package(=uct-gaudi) | package(=e2e)",
     },
     Machine {
+        about: "queues that begin 50 µs after the submission has returned, also with small copies",
+        variables: &[("SOFT_GAUDI_LATENCY", "50")],
+        tests: "package(=gaudi) | package(=uct-gaudi)",
+    },
+    Machine {
         about: "dma-buf import, as with Habana's own driver",
         variables: &[("SOFT_GAUDI_KIND", "import")],
         tests: "package(=e2e) & not (binary_id(=e2e::ipc) | binary_id(=e2e::one_sided))",

@@ -101,6 +101,17 @@ fn the_link_of_the_card_is_what_its_copies_are_reckoned_with() {
     assert_eq!(put(&[gaudi, unknown, width]), usual);
 }
 
+#[test]
+fn copies_of_a_modelled_card_are_reckoned_with_as_those_of_silicon_of_its_speed() {
+    let put = |model| {
+        // A close would take seconds.
+        let variables = [("SOFT_GAUDI_MODEL", model), ("SOFT_GAUDI_CLOSE_TIME", "0")];
+        estimates(Ucx::V1_22, &variables)["put_zcopy host:gaudi"].clone()
+    };
+    assert_eq!(put("gaudi2"), "22.06 GB/s, overhead 2000 ns, latency 25000 ns");
+    assert_eq!(put("gaudi2,slow=2"), "11.03 GB/s, overhead 2000 ns, latency 50000 ns");
+}
+
 /// The protocols between two processes that send each other Gaudi memory by staging it.
 fn chosen(ucx: Ucx, variables: &[(&str, &str)]) -> Protocols {
     let device = Device::cards(2);

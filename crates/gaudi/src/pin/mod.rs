@@ -27,7 +27,8 @@
 //! The bounce buffers themselves are pinned by [`pin_slab`], whole and for as long as they exist.
 //!
 //! **Refusals are remembered** ([`rcache::Refusals`]): a driver prints an error line for every
-//! refusal, so a range that contains a refused one is not tried again until something has changed.
+//! refusal, so a range that contains a refused one, or touches a read-only mapping that was refused, is not
+//! tried again until something has changed.
 
 pub mod rcache;
 mod region;
@@ -233,8 +234,8 @@ unsafe fn pin_in_cache(
 /// The memory must stay allocated as long as copies use the pin.
 unsafe fn ask_driver(device: &Device, start: u64, len: u64) -> Result<HostPin, PinError> {
     let (cache, counts) = (&device.pins().cache, device.counts());
-    let unpins = counts.get(Counter::Unpins);
-    if let Some(reason) = cache.known_refusal(start, len, unpins) {
+    let pinned = counts.get(Counter::PinnedBytes);
+    if let Some(reason) = cache.known_refusal(start, len, pinned) {
         return Err(PinError::Refused(reason));
     }
     let generation = cache.refusal_generation();
@@ -247,7 +248,7 @@ unsafe fn ask_driver(device: &Device, start: u64, len: u64) -> Result<HostPin, P
             let Some(reason) = Reason::of(&error) else {
                 return Err(PinError::Failed(error.on(device)));
             };
-            cache.remember_refusal((start, len), reason, unpins, generation);
+            cache.remember_refusal((start, len), reason, pinned, generation);
             Err(PinError::Refused(reason))
         }
     }

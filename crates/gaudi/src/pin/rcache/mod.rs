@@ -7,7 +7,7 @@
 //!
 //! * `table`: the ranges. Lookups take no lock; invalidation may run inside `free`.
 //! * `guard`: a copy's reference to a cached pin.
-//! * `refusals`: what the driver would not pin.
+//! * `refusals`: what the driver would not pin; `mappings`: which memory it surely will not.
 //! * `roster`: the caches of the process, for [`invalidate`].
 //! * `switch`: whether pins are cached at all.
 //! * this file: what is cached for how long, and what happens in `fork`.
@@ -22,6 +22,7 @@
 //! (`uct/src/ucm.rs`).
 
 mod guard;
+mod mappings;
 mod refusals;
 mod roster;
 mod switch;
@@ -86,7 +87,7 @@ pub(super) fn registered(start: usize, len: usize) {
     }
     let Some(caches) = CACHES.get() else { return };
     let range = pages(start as u64, len as u64);
-    caches.for_each(|cache| cache.refusals.invalidate(&range));
+    caches.for_each(|cache| cache.refusals.registered(&range));
 }
 
 /// Unpins what was invalidated, on all open cards, where no other thread is doing so. Copies do that
@@ -271,11 +272,11 @@ impl Cache {
         bounds.is_some_and(|bounds| len as u64 <= bounds.bytes)
     }
 
-    /// Whether the driver is known to refuse `[start, start + len)`. `unpins`: how many pins of the
-    /// device were given back so far.
-    pub(super) fn known_refusal(&self, start: u64, len: u64, unpins: u64) -> Option<Reason> {
+    /// Whether the driver is known to refuse `[start, start + len)`. `pinned`: how many bytes are pinned
+    /// on the device.
+    pub(super) fn known_refusal(&self, start: u64, len: u64, pinned: u64) -> Option<Reason> {
         let events = self.slot.is_some() && self.switch().has_events();
-        self.shared.refusals.find(&pages(start, len), unpins, events)
+        self.shared.refusals.find(&pages(start, len), pinned, events)
     }
 
     /// See [`Refusals::generation`].
@@ -283,16 +284,16 @@ impl Cache {
         self.shared.refusals.generation()
     }
 
-    /// Remembers that the driver refused `[start, start + len)`. `unpins` and `generation`: those of
+    /// Remembers that the driver refused `[start, start + len)`. `pinned` and `generation`: those of
     /// before it was asked.
     pub(super) fn remember_refusal(
         &self,
         (start, len): (u64, u64),
         reason: Reason,
-        unpins: u64,
+        pinned: u64,
         generation: u64,
     ) {
-        self.shared.refusals.insert(&pages(start, len), reason, unpins, generation);
+        self.shared.refusals.insert(&pages(start, len), reason, pinned, generation);
         REFUSED.store(true, Ordering::Relaxed);
     }
 
@@ -310,8 +311,8 @@ impl Cache {
         let Some(bounds) = self.slot.and_then(|_| self.switch().bounds()) else {
             return Ok(None);
         };
-        let unpins = counts.get(Counter::Unpins);
-        let refused = self.known_refusal(whole.start, whole.end - whole.start, unpins);
+        let pinned = counts.get(Counter::PinnedBytes);
+        let refused = self.known_refusal(whole.start, whole.end - whole.start, pinned);
         if refused == Some(Reason::Unpinnable) {
             // Before others are evicted for it.
             counts.add(Counter::RegCacheMisses, 1);

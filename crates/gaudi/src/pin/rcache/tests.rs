@@ -531,6 +531,21 @@ fn a_refusal_for_lack_of_memory_lasts_until_something_is_unpinned() {
 }
 
 #[test]
+fn a_copy_that_pins_for_itself_does_not_end_a_lack_of_memory() {
+    const SHORTER: usize = LARGE - 8192;
+    let rig = Rig::new(PLENTY, 2 * LARGE);
+    rig.switch().off();
+    rig.copy(0, 8); // pins the bounce buffers
+    rig.fake.allow_pins_up_to(SHORTER);
+    assert_eq!(rig.bounce(0), 1);
+    for _ in 0..3 {
+        rig.copy(LARGE, SHORTER);
+        assert_eq!(rig.bounce(0), 0, "no less is pinned than before");
+    }
+    assert_eq!(rig.fake.pins().len(), 1 + 3);
+}
+
+#[test]
 fn a_forked_child_leaves_the_pins_of_its_parent_alone() {
     let rig = Rig::new(PLENTY, LARGE);
     let cache = Cache::new(Counts::of(rig.device.info()));

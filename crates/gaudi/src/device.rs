@@ -1,5 +1,6 @@
 //! A card that this process owns: memory, copies and exports.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -219,8 +220,10 @@ impl Device {
     /// a moment for them to release it.
     fn take(&self, len: u64, align: u64) -> Result<u64, Error> {
         let mut pauses = PEERS_PAUSES_MS.into_iter();
+        let mut refused = BTreeSet::new();
         loop {
-            let taken = self.open.memory.take(&*self.open.backend, len, align);
+            let backend = &*self.open.backend;
+            let taken = self.open.memory.take(backend, (len, align), &mut refused);
             let error = match taken.map_err(|error| self.open.engine.note_loss(error)) {
                 Err(error) if error.kind() == ErrorKind::OutOfMemory => error,
                 taken => return taken,
@@ -231,6 +234,10 @@ impl Device {
             let Some(pause) = pauses.next() else { return Err(error) };
             std::thread::sleep(Duration::from_millis(pause));
             share::reclaim();
+            if pauses.len() == 0 {
+                // The last attempt: a peer that was killed may have had them open until now.
+                refused.clear();
+            }
         }
     }
 

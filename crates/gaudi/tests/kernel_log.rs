@@ -4,8 +4,9 @@
 mod machine;
 
 use std::os::fd::AsFd;
+use std::sync::Arc;
 
-use gaudi::{DeviceChoice, ErrorKind, runtime, trace};
+use gaudi::{Device, DeviceChoice, ErrorKind, runtime, trace};
 use machine::alone;
 use serde_json::Value;
 
@@ -90,4 +91,50 @@ fn nothing_is_asked_of_the_driver_that_it_refuses_but_one_import() {
     let calls: Vec<&Value> = failed.iter().map(|call| &call["call"]).collect();
     assert_eq!(calls, ["ioctl_memory", "hlthunk_host_memory_map"], "{failed:#?}");
     assert_eq!(machine::kernel_log(), ["opcode", "pin"]);
+}
+
+#[track_caller]
+fn assert_exhausted(device: &Arc<Device>, len: u64) {
+    let error = device.alloc(len, 1).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{error}");
+}
+
+#[test]
+fn memory_that_the_application_has_is_not_asked_for_on_the_card_it_lends() {
+    alone!(1, NO_IMPORT);
+    let page = machine::driver_page();
+    let library = hl_thunk::Library::load().unwrap();
+    let card = runtime().discover().unwrap()[0].bus_id.clone();
+    let theirs = hl_thunk::Device::open(&library, card.as_str()).unwrap();
+    runtime().lend(theirs.as_fd()).unwrap();
+    let ours = runtime().open(&DeviceChoice::Bus(card)).unwrap();
+    // A page that stays as a spare one.
+    drop(ours.alloc(1, 1).unwrap());
+    let free = theirs.free_memory().unwrap() / page * page;
+    let rest = hl_thunk::DeviceMemory::alloc(&theirs, free).unwrap();
+    (0..3).for_each(|_| assert_exhausted(&ours, 2 * page));
+    assert_eq!(machine::kernel_log(), [""; 0]);
+    drop(rest);
+    drop(ours.alloc(2 * page, 1).unwrap());
+    drop(ours);
+    runtime().take_back(theirs.as_fd()).unwrap();
+}
+
+#[test]
+fn an_exported_page_is_asked_back_only_if_enough_memory_would_be_free_then() {
+    alone!(1, NO_IMPORT);
+    let device = runtime().open(&DeviceChoice::Index(0)).unwrap();
+    let page = machine::driver_page();
+    let exported = device.alloc(page, 1).unwrap();
+    let (open, _) = device.export(exported.addr(), 4096).unwrap();
+    let _rest = device.alloc(device.memory().total - 2 * page, 1).unwrap();
+    drop(exported);
+    // One page is free. With the exported one it would be two.
+    (0..3).for_each(|_| assert_exhausted(&device, 3 * page));
+    assert_eq!(machine::kernel_log(), [""; 0]);
+    assert_exhausted(&device, 2 * page);
+    assert_eq!(machine::kernel_log(), ["unmap"]);
+    drop(open);
+    drop(device.alloc(2 * page, 1).unwrap());
+    assert_eq!(machine::kernel_log(), ["unmap"]);
 }

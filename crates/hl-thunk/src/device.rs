@@ -221,6 +221,14 @@ impl Device {
         status.is_none_or(|status| status == OPERATIONAL)
     }
 
+    /// Bytes of its memory that nobody has allocated; `None` where the library cannot be asked.
+    pub fn free_memory(&self) -> Option<u64> {
+        let mut usage = sys::DramUsageInfo::default();
+        // SAFETY: the fd is open; the structure lives across the call.
+        let ret = unsafe { self.symbols().hlthunk_get_dram_usage(self.raw_fd(), &raw mut usage) };
+        (ret == Some(0)).then_some(usage.dram_free_mem)
+    }
+
     /// A card that somebody else in this process opened, through a descriptor of our own (`dup`):
     /// all descriptors of one opening share its context, and the card is free when the last is
     /// closed. `ENOTTY` if it is no compute node.

@@ -8,7 +8,8 @@ use std::slice;
 use libloading::os::unix::Library as Handle;
 
 use crate::sys::{
-    CsChunk, CsIn, CsOut, DeviceName, HwIpInfo, IOCTL_MEMORY, MemArgs, WAIT_BUSY, WAIT_COMPLETED,
+    CsChunk, CsIn, CsOut, DeviceName, DramUsageInfo, HwIpInfo, IOCTL_MEMORY, MemArgs, WAIT_BUSY,
+    WAIT_COMPLETED,
 };
 use crate::trace;
 
@@ -105,6 +106,7 @@ symbols! {
         ) -> c_int;
         fn hlthunk_get_device_count(device_name: DeviceName) -> c_int;
         fn hlthunk_get_device_status_info(fd: c_int) -> c_int;
+        fn hlthunk_get_dram_usage(fd: c_int, usage: *mut DramUsageInfo) -> c_int;
         fn hlthunk_get_hw_block(fd: c_int, addr: u64, size: *mut u32, handle: *mut u64) -> c_int;
         fn hlthunk_cs_flush_pci_hbw_writes(fd: c_int) -> c_int;
         fn hlthunk_command_submission_timeout(
@@ -316,6 +318,18 @@ impl Argument for *mut HwIpInfo {
             let _ = write!(line, "{}\"{name}\":", if at == 0 { "{" } else { "," });
             trace::write_number(line, number);
         }
+        line.push('}');
+    }
+}
+
+impl Argument for *mut DramUsageInfo {
+    unsafe fn describe(&self, line: &mut String) {
+        // SAFETY: the caller's place for the answer.
+        let usage = unsafe { &**self };
+        line.push_str("{\"free\":");
+        trace::write_number(line, usage.dram_free_mem);
+        line.push_str(",\"context\":");
+        trace::write_number(line, usage.ctx_dram_mem);
         line.push('}');
     }
 }

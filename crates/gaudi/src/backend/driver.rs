@@ -127,6 +127,11 @@ impl Backend for Driver {
         geometry_of(self.device.generation(), self.device.hw_info())
     }
 
+    fn free_memory(&self) -> Option<u64> {
+        // On a card of our own nobody else takes any.
+        if self.device.is_own_opening() { None } else { self.device.free_memory() }
+    }
+
     fn take_page(&self, at: DeviceAddr, len: u64) -> Result<Taken, Error> {
         let operation = "allocating device memory";
         let device = self.device(operation)?;
@@ -378,9 +383,13 @@ impl Page for MappedPage {
         alone(DmaBuf::export(&self.mapping, offset, len, self.best()), counts)
     }
 
+    fn was_exported(&self) -> bool {
+        self.mapping.was_exported()
+    }
+
     fn give_back(self: Box<Self>, needed: bool) -> Result<(), Box<dyn Page>> {
         // Nobody else could use the memory: the card is ours alone.
-        if !needed && self.mapping.was_exported() && self.mapping.device().is_own_opening() {
+        if !needed && self.was_exported() && self.mapping.device().is_own_opening() {
             return Err(self);
         }
         let MappedPage { by_mapped, by_whole, mapping, len } = *self;

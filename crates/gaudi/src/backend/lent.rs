@@ -47,6 +47,10 @@ impl Backend for LentDriver {
         self.driver.geometry()
     }
 
+    fn free_memory(&self) -> Option<u64> {
+        if self.lent { self.driver.free_memory() } else { None }
+    }
+
     fn take_page(&self, at: DeviceAddr, len: u64) -> Result<Taken, Error> {
         self.permitted("allocating device memory")?.take_page(at, len)
     }

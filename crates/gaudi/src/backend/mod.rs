@@ -120,6 +120,11 @@ pub(crate) trait Page: Send + Sync + fmt::Debug {
     /// A new export of `len` bytes from `offset`, both in whole 4 KiB.
     fn export_part(&self, offset: u64, len: u64, counts: Counts) -> Result<OwnedFd, Error>;
 
+    /// Whether a dma-buf of it may be open: then the driver may refuse to take it back.
+    fn was_exported(&self) -> bool {
+        false
+    }
+
     /// Gives the page back to the driver; the page itself if the driver will not take it (because
     /// a dma-buf of it is still open somewhere), to be used further. Unless the memory is `needed`, the
     /// driver is not asked where it might refuse: it writes that into the kernel log.
@@ -154,6 +159,11 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
     fn check_present(&self, operation: &'static str) -> Result<(), Error> {
         let _ = operation;
         Ok(())
+    }
+
+    /// Bytes that the driver has left, where others take some without our knowledge and it can be asked.
+    fn free_memory(&self) -> Option<u64> {
+        None
     }
 
     /// Takes `len` bytes (whole pages) from the driver, at exactly this address.

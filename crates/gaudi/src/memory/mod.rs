@@ -4,7 +4,7 @@
 mod pool;
 mod table;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -127,8 +127,14 @@ impl Memory {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes `len` bytes, from the pool or with new pages from the driver.
-    pub(crate) fn take(&self, backend: &dyn Backend, len: u64, align: u64) -> Result<u64, Error> {
+    /// Takes `len` bytes, from the pool or with new pages from the driver. `refused`: pages that the
+    /// driver would not take back for this allocation; it is not asked again for them.
+    pub(crate) fn take(
+        &self,
+        backend: &dyn Backend,
+        (len, align): (u64, u64),
+        refused: &mut BTreeSet<u64>,
+    ) -> Result<u64, Error> {
         let invalid = |detail: String, remedy| {
             Err(Error::new(ErrorKind::InvalidParams, ALLOCATING, detail, remedy))
         };
@@ -142,17 +148,18 @@ impl Memory {
         if let Some(addr) = state.pool.take(len, align) {
             return Ok(addr);
         }
-        self.grow(&mut state, backend, len, align)?;
+        self.grow(&mut state, backend, (len, align), refused)?;
         state.pool.take(len, align).ok_or_else(|| self.exhausted(&state, len))
     }
 
-    /// Adds pages enough for `len` bytes.
+    /// Adds pages enough for `len` bytes. The driver writes an error to the kernel log if it is asked for
+    /// more than it has, or to take back a page that is exported: it is asked only if that can help.
     fn grow(
         &self,
         state: &mut State,
         backend: &dyn Backend,
-        len: u64,
-        align: u64,
+        (len, align): (u64, u64),
+        refused: &mut BTreeSet<u64>,
     ) -> Result<(), Error> {
         let page = self.geometry.page;
         // Pages start aligned to a large power of two, but not to any.
@@ -160,24 +167,43 @@ impl Memory {
         let Some(bytes) = whole.filter(|&bytes| bytes <= self.geometry.total) else {
             return Err(self.exhausted(state, len));
         };
+        let reserved: u64 = state.pool.spans().map(|span| span.len).sum();
+        let room = self.geometry.total.saturating_sub(reserved);
+        let room = backend.free_memory().map_or(room, |free| free.min(room));
+        let missing = bytes.saturating_sub(room);
+        let spare: u64 = spares(state, refused).iter().map(|span| span.len).sum();
+        if spare < missing || self.give_back_spares(state, missing, refused) < missing {
+            return Err(self.exhausted(state, bytes));
+        }
         let first = match self.add_page(state, backend, bytes) {
             Err(error) if error.kind() == ErrorKind::OutOfMemory => error,
             other => return other,
         };
-        // Pages kept for later may be what is missing.
-        let spare = state.pool.empty_spans();
-        if spare.into_iter().filter(|&span| self.give_back(state, span, true)).count() == 0 {
-            return Err(first);
+        // Somebody else was faster, or addresses are what is missing.
+        match self.give_back_spares(state, u64::MAX, refused) {
+            0 => Err(first),
+            _ => self.add_page(state, backend, bytes),
         }
-        self.add_page(state, backend, bytes)
+    }
+
+    /// Returns pages that were kept for later to the driver until so many bytes were returned; how many
+    /// were. Those that it takes for certain come first.
+    fn give_back_spares(&self, state: &mut State, bytes: u64, refused: &mut BTreeSet<u64>) -> u64 {
+        let mut returned = 0;
+        for span in spares(state, refused) {
+            if returned >= bytes {
+                break;
+            }
+            if self.give_back(state, span, true) {
+                returned += span.len;
+            } else {
+                refused.insert(span.start);
+            }
+        }
+        returned
     }
 
     fn add_page(&self, state: &mut State, backend: &dyn Backend, bytes: u64) -> Result<(), Error> {
-        let reserved: u64 = state.pool.spans().map(|span| span.len).sum();
-        if reserved.saturating_add(bytes) > self.geometry.total {
-            // The driver would refuse, and write an error to the kernel log.
-            return Err(self.exhausted(state, bytes));
-        }
         if let Placement::Pool { .. } = self.geometry.placement {
             let (at, page) = backend.take_from_pool(bytes)?;
             self.add(state, at.0, bytes, page);
@@ -324,6 +350,15 @@ impl Memory {
     }
 }
 
+/// Pages that nobody uses, without those that the driver refused. Those of which a dma-buf may be open come last.
+fn spares(state: &State, refused: &BTreeSet<u64>) -> Vec<SpanInfo> {
+    let mut spare = state.pool.empty_spans();
+    spare.retain(|span| !refused.contains(&span.start));
+    let exported = |span: &SpanInfo| state.pages.get(&span.start).is_some_and(|p| p.was_exported());
+    spare.sort_by_key(exported);
+    spare
+}
+
 impl Drop for Memory {
     fn drop(&mut self) {
         let reserved = self.info().reserved;
@@ -333,5 +368,58 @@ impl Drop for Memory {
         if let Some(pool) = self.pool.take() {
             pool.leave();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+    use crate::backend::fake::Fake;
+
+    const PAGE: u64 = 16 << 20;
+
+    /// A page of which a dma-buf is open; counts how often the driver was asked to take it back.
+    #[derive(Debug)]
+    struct Exported(Arc<AtomicUsize>);
+
+    impl Page for Exported {
+        fn export_whole(&self, _: Option<ExportCall>, _: Counts) -> Result<OwnedFd, Error> {
+            unreachable!("not in this test")
+        }
+
+        fn export_part(&self, _: u64, _: u64, _: Counts) -> Result<OwnedFd, Error> {
+            unreachable!("not in this test")
+        }
+
+        fn was_exported(&self) -> bool {
+            true
+        }
+
+        fn give_back(self: Box<Self>, _needed: bool) -> Result<(), Box<dyn Page>> {
+            self.0.fetch_add(1, Ordering::Relaxed);
+            Err(self)
+        }
+    }
+
+    #[test]
+    fn the_driver_is_asked_once_for_each_allocation_to_take_back_an_exported_page() {
+        let (backend, device) = Fake::device();
+        let geometry = Geometry { total: 2 * PAGE, page: PAGE, placement: Placement::Window };
+        let memory = Memory::new(PAGE..16 * PAGE, geometry, None, Counts::of(device.info()));
+        let asked = Arc::new(AtomicUsize::new(0));
+        let exported = Box::new(Exported(Arc::clone(&asked)));
+        memory.add(&mut memory.state(), PAGE, PAGE, exported);
+        for allocation in 1..=2 {
+            let mut refused = BTreeSet::new();
+            for _ in 0..3 {
+                let error = memory.take(&*backend, (2 * PAGE, 1), &mut refused).unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{error}");
+            }
+            assert_eq!(asked.load(Ordering::Relaxed), allocation);
+        }
+        assert_eq!(backend.page_calls(), 0, "nor for new ones");
+        memory.take(&*backend, (PAGE, 1), &mut BTreeSet::new()).unwrap();
     }
 }

@@ -134,7 +134,7 @@ fn the_page_can_neither_be_resized_nor_written_by_others() {
     if seals.contains(rustix::fs::SealFlags::FUTURE_WRITE) {
         assert!(file.write_all(b"x").is_err());
     } else {
-        println!("not checked: this kernel cannot forbid writing (Linux 5.1 can)");
+        println!("skipped: this kernel cannot forbid writing (Linux 5.1 can)");
     }
     let descriptor_flags = rustix::io::fcntl_getfd(&file).unwrap();
     assert!(descriptor_flags.contains(rustix::io::FdFlags::CLOEXEC));

@@ -211,6 +211,32 @@ fn an_asynchronous_copy_of_many_segments_both_ways() {
     }
 }
 
+/// Fewer than may be in flight. Each needs a bounce slot of its own until it is done; `SOFT_GAUDI_LATENCY` shows it.
+#[test]
+fn small_copies_in_flight_together_keep_their_bytes() {
+    const LEN: usize = 4096;
+    let device = setup();
+    let sent: Vec<Vec<u8>> = (0..24).map(|seed| pattern(LEN, seed)).collect();
+    let mut received = vec![vec![0; LEN]; sent.len()];
+    let target = device.alloc((sent.len() * LEN) as u64, 1).unwrap();
+    let there = |number: usize| Side::Device(at(&target, number * LEN));
+    let all_at_once = |segments: Vec<Segment>| {
+        // SAFETY: the buffers of the test live until the transfers have finished, and nobody touches them.
+        let copy = |segment| unsafe { device.copy(&[segment]) }.unwrap();
+        let mut transfers: Vec<_> = segments.into_iter().map(copy).collect();
+        transfers.iter_mut().for_each(|transfer| transfer.wait().unwrap());
+    };
+    let down = |(number, bytes): (usize, &Vec<u8>)| {
+        segment(there(number), Side::Host(bytes.as_ptr().cast_mut()), LEN)
+    };
+    all_at_once(sent.iter().enumerate().map(down).collect());
+    let up = |(number, bytes): (usize, &mut Vec<u8>)| {
+        segment(Side::Host(bytes.as_mut_ptr()), there(number), LEN)
+    };
+    all_at_once(received.iter_mut().enumerate().map(up).collect());
+    assert!(received == sent);
+}
+
 #[test]
 fn a_registered_region_is_pinned_once_and_unpinned_when_dropped() {
     let device = setup();

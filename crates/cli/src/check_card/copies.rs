@@ -127,7 +127,7 @@ fn different(got: &[u8], expected: &[u8]) -> usize {
 }
 
 /// Copies a whole image within the card, on each queue.
-pub(super) fn within_the_card(bench: &mut Bench, _thorough: bool) -> Finding {
+pub(super) fn within_the_card(bench: &mut Bench) -> Finding {
     let (before, (from, to)) = (bench.transfers(), WITHIN);
     let queues = bench.device().generation().queues(Direction::DeviceToDevice);
     for (round, &queue) in queues.iter().enumerate() {
@@ -149,7 +149,7 @@ pub(super) fn within_the_card(bench: &mut Bench, _thorough: bool) -> Finding {
 }
 
 /// Fills a whole image.
-pub(super) fn fill(bench: &mut Bench, _thorough: bool) -> Finding {
+pub(super) fn fill(bench: &mut Bench) -> Finding {
     let (before, image) = (bench.transfers(), Image::Device(0));
     let queues = bench.device().generation().queues(Direction::DeviceToDevice);
     for (round, (_, byte)) in FILLS.into_iter().enumerate() {
@@ -239,7 +239,7 @@ fn judge(bench: &mut Bench, thorough: bool, ways: &[Way]) -> Finding {
         None => {
             let shown = if thorough { "all" } else { "some" };
             let found = format!(
-                "{tried} of 1 to 4097 B, {shown} lengths and offsets modulo 128: every byte right, no guard touched"
+                "{tried} transfers of 1 to 4097 B, {shown} lengths and offsets modulo 128: every byte right, no guard touched"
             );
             Finding::good("", found)
         }

@@ -106,9 +106,7 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
                 .map_err(|error| saved_file::cannot_write(Path::new(file), &error))?;
         }
         match (&options.card, options.reopen) {
-            (Some(bus_id), true) => {
-                Lines::default().check(REOPEN, || edma::reopen(bus_id));
-            }
+            (Some(bus_id), true) => Lines::default().check(REOPEN, || edma::reopen(bus_id)),
             _ => child(options),
         }
         return Ok(Exit::Fine);
@@ -320,8 +318,8 @@ type CopyCheck = fn(&mut Bench, bool) -> Finding;
 
 /// Copies in device memory, and then those that only assumptions support.
 const COPY_CHECKS: [(&str, CopyCheck); 5] = [
-    ("device-copies", copies::within_the_card),
-    ("fill", copies::fill),
+    ("device-copies", |bench, _| copies::within_the_card(bench)),
+    ("fill", |bench, _| copies::fill(bench)),
     ("odd-copies", copies::odd),
     ("odd-device-copies", copies::odd_within_the_card),
     ("odd-fill", copies::odd_fill),

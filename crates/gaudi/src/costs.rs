@@ -5,6 +5,7 @@
 //! driver's source (docs/hardware.md). A software card whose times are modelled has the row of silicon, stretched as
 //! its times are; on it the rows of silicon can be checked (`cargo xtask bench choice --model`).
 
+use crate::topology::PciLink;
 use crate::{DeviceInfo, Generation};
 
 /// Where the times of a card come from.
@@ -41,8 +42,8 @@ pub struct Costs {
     pub zcopy_latency: f64,
     /// Pinning and unpinning a buffer.
     pub registration: f64,
-    /// The link in the servers that the card is built into, with 16 lanes: GT/s of a lane.
-    pub gigatransfers: f64,
+    /// The link in the servers that the card is built into: bytes per second, before packet headers.
+    pub link: f64,
     /// Bytes per second inside the card. Any figure far above the link's leads UCP to the same choices.
     pub inside: f64,
     /// When copies pin.
@@ -89,21 +90,22 @@ impl Costs {
             short_latency: self.short_latency * slow,
             zcopy_latency: self.zcopy_latency * slow,
             registration: self.registration * slow,
-            gigatransfers: self.gigatransfers / slow,
+            link: self.link / slow,
             inside: self.inside / slow,
             pinning: self.pinning,
         }
     }
 }
 
-/// GT/s of a lane.
+/// With 16 lanes.
 fn link(generation: Generation) -> f64 {
-    match generation {
+    let gigatransfers = match generation {
         // PCIe 3.0 is what the vendor's qualification tool expects of the host.
         Generation::Gaudi => 8.0,
         Generation::Gaudi2 => 16.0,
         Generation::Gaudi3 => 32.0,
-    }
+    };
+    PciLink { gigatransfers, width: 16 }.bandwidth()
 }
 
 /// Measured on the software card (`cargo xtask bench copy`, `bench rcache`).
@@ -113,7 +115,7 @@ fn software(generation: Generation) -> Costs {
         short_latency: 0.5e-6,
         zcopy_latency: 2e-6,
         registration: 7e-6,
-        gigatransfers: link(generation),
+        link: link(generation),
         inside: 200e9,
         // The CPU copies 64 KiB in about the time of a registration.
         pinning: Pinning { small: 8 << 10, bounce: 64 << 10, earned: 0, share: 16 },
@@ -134,7 +136,7 @@ fn silicon(generation: Generation) -> Costs {
         short_latency: latency,
         zcopy_latency: latency,
         registration,
-        gigatransfers: link(generation),
+        link: link(generation),
         inside: 200e9,
         pinning: Pinning::of_silicon(registration),
     }
@@ -174,7 +176,7 @@ mod tests {
         let (hardware, modelled) = (of(CardKind::Hardware), of(CardKind::Modelled(40)));
         assert_eq!(modelled.zcopy_latency, 1e-3);
         assert_eq!(modelled.overhead, hardware.overhead, "the processor is not stretched");
-        assert_eq!(modelled.gigatransfers, 0.4);
+        assert_eq!(modelled.link, hardware.link / 40.0);
         assert_eq!(modelled.pinning, hardware.pinning, "what is measured pins as silicon does");
     }
 

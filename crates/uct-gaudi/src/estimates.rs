@@ -115,8 +115,7 @@ pub(crate) struct Estimates {
 
 /// Bytes per second between host and card: by its link, or the one that the kind of card is built with.
 pub(crate) fn link_bandwidth(costs: &Costs, link: Option<PciLink>) -> f64 {
-    let usual = PciLink { gigatransfers: costs.gigatransfers, width: 16 };
-    link.unwrap_or(usual).bandwidth() * LINK_EFFICIENCY
+    link.map_or(costs.link, PciLink::bandwidth) * LINK_EFFICIENCY
 }
 
 /// Seconds to find memory that is pinned already.

@@ -238,6 +238,9 @@ impl Context {
     pub(crate) fn run(self: &Arc<Self>, queue: u32, budget: &mut u64) {
         let target = &self.queues[queue as usize];
         let bus = QueueBus { context: self, queue };
+        if self.down.load(Ordering::Acquire) {
+            return;
+        }
         let Some(mut running) = target.begin() else { return };
         loop {
             let back = match running.processor.run(&bus, budget) {
@@ -273,8 +276,9 @@ impl Context {
                     target.pause(running, true)
                 }
                 Err(fault) => {
-                    target.pause(running, false);
+                    // First: another thread that took the queue over would go on behind the fault.
                     self.fault(queue, fault);
+                    target.pause(running, false);
                     None
                 }
             };

@@ -2,8 +2,11 @@
 
 mod driver;
 
+use std::os::fd::{AsRawFd, OwnedFd};
+
 use driver::*;
 use hl_thunk::sys;
+use rustix::pipe::PipeFlags;
 use soft_gaudi::api::*;
 
 fn inject(rules: &str) {
@@ -58,6 +61,65 @@ fn a_failing_transfer_aborts_its_submission() {
     inject("transfer fail:EIO\n");
     assert_eq!(wait(fd, buffer.submit(0).unwrap()), (-libc::EIO, sys::WAIT_ABORTED));
     assert_eq!(remaining_rules(), "");
+    hlthunk_close(fd);
+}
+
+fn replace_stderr(by: &OwnedFd) {
+    // SAFETY: both are open; whoever uses standard error does so by its number.
+    assert_ne!(unsafe { libc::dup2(by.as_raw_fd(), libc::STDERR_FILENO) }, -1);
+}
+
+/// Blocks what writes to standard error until the answer is dropped.
+struct BlockedStderr {
+    saved: OwnedFd,
+    reader: std::fs::File,
+}
+
+impl BlockedStderr {
+    fn new() -> Self {
+        let (reader, writer) = rustix::pipe::pipe_with(PipeFlags::NONBLOCK).unwrap();
+        while rustix::io::write(&writer, &[b' '; 4096]).is_ok() {}
+        for end in [&reader, &writer] {
+            rustix::fs::fcntl_setfl(end, rustix::fs::OFlags::empty()).unwrap();
+        }
+        let saved = rustix::io::dup(std::io::stderr()).unwrap();
+        replace_stderr(&writer);
+        Self { saved, reader: reader.into() }
+    }
+}
+
+impl Drop for BlockedStderr {
+    fn drop(&mut self) {
+        // Whoever is in a write ends it when there is room, and then nobody has the other end.
+        let mut reader = self.reader.try_clone().unwrap();
+        let drain = std::thread::spawn(move || std::io::copy(&mut reader, &mut std::io::sink()));
+        replace_stderr(&self.saved);
+        drain.join().unwrap().unwrap();
+    }
+}
+
+#[test]
+fn a_submission_whose_transfer_failed_is_not_completed_by_another_thread_before_the_reset() {
+    let (fd, _guard) = card_with_faults();
+    let mut memory = vec![0u8; 1 << 20];
+    let half = memory.len() / 2;
+    let host = map_host(fd, &mut memory);
+    let buffer = UserBuffer::new(fd, &gaudi2_copy(host, host + half as u64, half as u32));
+    inject("transfer fail:EIO\n");
+    // A worker of the card is kept between the fault and the reset: it says that the card is reset.
+    let blocked = BlockedStderr::new();
+    let sequence = buffer.submit(0).unwrap();
+    while !remaining_rules().is_empty() {
+        std::thread::yield_now();
+    }
+    let release = std::thread::spawn(move || {
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        drop(blocked);
+    });
+    let waited = wait(fd, sequence);
+    release.join().unwrap();
+    assert_ne!(waited, (0, 0));
+    assert!(memory[half..].iter().all(|byte| *byte == 0));
     hlthunk_close(fd);
 }
 

@@ -44,8 +44,10 @@ impl SoftNode {
     pub fn unique() -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let serial = NEXT.fetch_add(1, Ordering::Relaxed);
-        let name = format!("e2e-{}-{serial}", std::process::id());
-        Self { machine: Arc::new(Machine(name)), settings: Vec::new() }
+        let machine = Machine(format!("e2e-{}-{serial}", std::process::id()));
+        // Process ids come again, and a test that was killed left its machine.
+        machine.remove();
+        Self { machine: Arc::new(machine), settings: Vec::new() }
     }
 
     /// A node as quick as it can be, with dma-buf import: kinder than a card with an upstream driver.

@@ -27,6 +27,9 @@ impl Installed {
         let count = COUNT.fetch_add(1, Ordering::Relaxed);
         let node = format!("cli-{}-{count}", std::process::id());
         let prefix = std::env::temp_dir().join(&node);
+        let new = Self { prefix: prefix.clone(), node };
+        // Process ids come again, and a test that was killed left its folders.
+        new.remove();
         let plugins = prefix.join("lib/ucx-gaudi/plugins");
         let soft = prefix.join("lib/ucx-gaudi/soft/gaudi");
         for folder in [&plugins, &soft, &prefix.join("bin")] {
@@ -41,7 +44,14 @@ impl Installed {
         }
         let library = std::env::current_exe().expect("a path").with_file_name("libsoft_gaudi.so");
         std::os::unix::fs::symlink(library, soft.join("libhl-thunk.so")).expect("a link");
-        Self { prefix, node }
+        new
+    }
+
+    fn remove(&self) {
+        let _ = std::fs::remove_dir_all(&self.prefix);
+        if let Some(node) = self.machine().parent() {
+            let _ = std::fs::remove_dir_all(node);
+        }
     }
 
     pub(crate) fn prefix(&self) -> &Path {
@@ -124,9 +134,6 @@ pub(crate) fn keys(value: &serde_json::Value) -> Vec<&str> {
 
 impl Drop for Installed {
     fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.prefix);
-        if let Some(node) = self.machine().parent() {
-            let _ = std::fs::remove_dir_all(node);
-        }
+        self.remove();
     }
 }

@@ -99,7 +99,7 @@ enum Command {
         /// Write UCX's tables of protocols into this folder, a file for each pair of memories (pairs)
         #[arg(long, value_name = "DIR")]
         logs: Option<PathBuf>,
-        /// On a software card with the times of a Gaudi2, stretched so that this machine can follow (copy, cliffs, ipc)
+        /// On a software card with the times of a Gaudi2, stretched so that this machine can follow (copy, cliffs, ipc, choice)
         #[arg(long, value_name = "SPEC", num_args = 0..=1, default_missing_value = bench::model::DEFAULT)]
         model: Option<String>,
     },

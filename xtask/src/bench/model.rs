@@ -96,8 +96,8 @@ fn follows(memcpy: f64, link: f64) -> Record {
     Record::at_least(named("memcpy of this machine beside the link"), memcpy, "GB/s", link, None)
 }
 
-/// Passes before anything is measured, if it is measured at all. A fragment is pinned after some ten copies, and the first of
-/// a thousand fragments hold up the others, as they would on silicon.
+/// Passes before anything is measured: UCX's fragments are pinned after some ten copies each, and a process that
+/// pins copies nothing meanwhile, as on silicon.
 const WARM_UP: usize = 14;
 
 /// Messages are measured up to this many times, until others had no more of the processors than this.

@@ -104,3 +104,10 @@ fn performance_smoke_of_the_ipc_bench() {
     let Bench { results, stderr, .. } = quick_bench("ipc", false);
     assert_eq!(results.len(), 2 * (3 + 1) + 3 + 1 + 3, "{stderr}");
 }
+
+/// Two operations, two ways for Gaudi memory over the HCA and two inside the node.
+#[test]
+fn performance_smoke_of_the_processor_time_bench() {
+    let Bench { results, stderr, .. } = quick_bench("processor-time", false);
+    assert_eq!(results.len(), 2 * (2 + 2), "{stderr}");
+}

@@ -57,6 +57,8 @@ pub(crate) struct Config {
     /// Which port goes down by itself, and after how many bytes.
     pub(crate) failing: Option<(u8, u64)>,
     pub(crate) dmabuf: DmabufSupport,
+    /// Whether a program that polls an empty completion queue does the work of the HCA's thread meanwhile.
+    pub(crate) pollers_work: bool,
     pub(crate) stats: Option<PathBuf>,
     pub(crate) log: LogLevel,
 }
@@ -105,9 +107,18 @@ impl Config {
             memlock: word("SOFT_RDMA_MEMLOCK", &get, Limit::parse).unwrap_or(Limit::Kernel),
             dmabuf: word("SOFT_RDMA_DMABUF", &get, DmabufSupport::parse)
                 .unwrap_or(DmabufSupport::On),
+            pollers_work: word("SOFT_RDMA_POLLERS_WORK", &get, parse_switch).unwrap_or(true),
             stats: get("SOFT_RDMA_STATS").map(PathBuf::from),
             log,
         }
+    }
+}
+
+fn parse_switch(text: &str) -> Option<bool> {
+    match text {
+        "yes" => Some(true),
+        "no" => Some(false),
+        _ => None,
     }
 }
 

@@ -21,6 +21,7 @@ pub mod matrix;
 pub mod message;
 pub mod ops;
 pub mod pattern;
+mod processor_time;
 pub mod report;
 pub mod run;
 pub mod session;

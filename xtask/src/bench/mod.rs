@@ -12,6 +12,7 @@ mod ipc;
 mod memory;
 pub(crate) mod model;
 mod pairs;
+mod processor_time;
 mod quiet;
 mod rcache;
 mod rdma;
@@ -49,6 +50,8 @@ pub(crate) enum Name {
     Memory,
     /// Every operation between host, Gaudi and CUDA memory of two processes
     Pairs,
+    /// Processor seconds per GB: RDMA, gaudi_ipc, staged, and host memory on the same ways
+    ProcessorTime,
     /// The registration cache: hits with few and many regions, registering again, a steady loop
     Rcache,
     /// RDMA on Gaudi memory beside host memory, staging, and one rail (software HCA)
@@ -65,14 +68,13 @@ impl Name {
             Name::Choice | Name::Copy | Name::Guest | Name::HostLatency | Name::Ipc => {
                 &[Ucx::V1_22]
             }
-            Name::Blocks | Name::Rdma => &[Ucx::Nixl],
+            Name::Blocks | Name::ProcessorTime | Name::Rdma => &[Ucx::Nixl],
             Name::Memory | Name::Rcache | Name::SoftGaudi => &[],
         }
     }
 
     fn has_quick(self) -> bool {
-        use Name::{Blocks, Choice, Cliffs, Copy, Guest, Ipc, Pairs, Rdma};
-        matches!(self, Blocks | Choice | Cliffs | Copy | Guest | Ipc | Pairs | Rdma)
+        !matches!(self, Name::HostLatency | Name::Memory | Name::Rcache | Name::SoftGaudi)
     }
 }
 
@@ -98,7 +100,7 @@ pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
     let Options { json, csv, quick, prebuilt, logs, model } = options;
     ensure!(
         !quick || name.has_quick(),
-        "--quick is for `blocks`, `choice`, `copy`, `cliffs`, `guest`, `ipc`, `pairs` and `rdma`"
+        "--quick is not for `host-latency`, `memory`, `rcache` and `soft-gaudi`"
     );
     ensure!(logs.is_none() || name == Name::Pairs, "--logs is for `bench pairs`");
     let has_model = matches!(name, Name::Choice | Name::Cliffs | Name::Copy | Name::Ipc);
@@ -158,6 +160,7 @@ fn measure(
         Name::Ipc => ipc::run(repo, quick)?,
         Name::Memory => memory::run(repo)?,
         Name::Pairs => pairs::run(repo, logs, quick)?,
+        Name::ProcessorTime => processor_time::run(repo, quick)?,
         Name::Rcache => rcache::run(repo)?,
         Name::Rdma => rdma::run(repo, quick)?,
         Name::SoftGaudi => Vec::new(),

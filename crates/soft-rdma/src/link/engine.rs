@@ -65,6 +65,7 @@ pub(crate) struct Engine {
     node: Node,
     identity: Identity,
     nodes: &'static HashMap<u16, SocketAddr>,
+    pollers_work: bool,
     epoll: Arc<Descriptor>,
     wake: Descriptor,
     unix: Descriptor,
@@ -205,6 +206,7 @@ impl Engine {
             hca: hca.clone(),
             node,
             nodes: &config.nodes,
+            pollers_work: config.pollers_work,
             epoll,
             wake,
             unix,
@@ -297,6 +299,9 @@ impl Engine {
 
     /// Does what the thread would do, if there is something and nobody does it already.
     pub(crate) fn progress(&self) {
+        if !self.pollers_work {
+            return;
+        }
         self.polled.store(self.epoch.elapsed().as_micros() as u64 | 1, Ordering::Relaxed);
         let Some(_turn) = self.try_turn() else {
             // Only a thread that sleeps surely leaves its processor to the one that has the turn.

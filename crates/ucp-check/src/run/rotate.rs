@@ -2,6 +2,8 @@
 //! set that no cache holds; beside memcpy over a working set of the same size, in the same process and run.
 //!
 //! Process 0 transfers or sends; process 1 has the other end of the memory, and receives or only progresses.
+//!
+//! With `--wakeup` both sleep while they wait, and report the processor time that they need instead of the latency.
 
 use super::environment::Environment;
 use super::group::{Group, Member, Message};
@@ -9,6 +11,7 @@ use super::{Job, client};
 use crate::client::Client;
 use crate::control::Control;
 use crate::matrix::{Op, Pair, Plan};
+use crate::processor_time;
 use crate::report::median;
 use crate::ucp::{AmMode, Endpoint, Idle, Memory, PackedRegion, Region, RemoteKey, Request, Ucx};
 use anyhow::{Result, ensure};
@@ -36,6 +39,21 @@ pub struct Rotation {
     pub set: usize,
     /// Passes with the largest size before anything is measured: until buffers that are used over and over are pinned.
     pub warm_up: usize,
+}
+
+impl Rotation {
+    /// Passes of one operation, in order, by the size of their transfers; the last ones of each size are measured.
+    fn passes(&self) -> Vec<usize> {
+        let warm_up = self.plan.sizes.iter().max().map(|size| vec![*size; self.warm_up]);
+        let measured = self.plan.sizes.iter().flat_map(|size| [*size; PASSES + 1]);
+        warm_up.into_iter().flatten().chain(measured).collect()
+    }
+
+    /// Bytes that all passes of one operation move, in GB.
+    fn gigabytes(&self) -> f64 {
+        let pass = |size: usize| self.set / size * size;
+        self.passes().into_iter().map(pass).sum::<usize>() as f64 / 1e9
+    }
 }
 
 /// Runs both processes and prints each figure: a name, a tab, and GB/s or µs.
@@ -68,11 +86,10 @@ pub(super) fn side(rotation: &Rotation, mut member: Member) -> Result<()> {
         // SAFETY: the address of the worker of the other process, which runs the same UCX.
         let endpoint = unsafe { client.connect(&address, false) }?;
         let packed: PackedRegion = control.exchange(client.worker(), &region.pack()?)?;
-        let warm_up =
-            plan.sizes.iter().max().map(|size| vec![*size; rotation.warm_up]).unwrap_or_default();
-        if rank == 1 && !op.one_sided() {
-            let measured = plan.sizes.iter().flat_map(|size| [*size; PASSES + 1]);
-            for size in warm_up.into_iter().chain(measured) {
+        let asleep = plan.features.wakeup();
+        if rank == 1 {
+            let before = processor_time::seconds()?;
+            for size in rotation.passes().into_iter().filter(|_| !op.one_sided()) {
                 receive_pass(
                     &client,
                     &region,
@@ -82,7 +99,12 @@ pub(super) fn side(rotation: &Rotation, mut member: Member) -> Result<()> {
                 )?;
                 control.barrier(client.worker(), PASS)?;
             }
-        } else if rank == 0 {
+            control.barrier(client.worker(), op as u64)?;
+            if asleep {
+                let used = processor_time::seconds()? - before;
+                report(format!("{op} processor time 1"), used / rotation.gigabytes())?;
+            }
+        } else {
             let start = Instant::now();
             // SAFETY: the other process keeps its region until we meet below.
             let key = unsafe { endpoint.unpack(&packed) }?;
@@ -94,8 +116,9 @@ pub(super) fn side(rotation: &Rotation, mut member: Member) -> Result<()> {
                 key: &key,
                 op,
                 control: (!op.one_sided()).then_some(&mut *control),
+                used: 0.0,
             };
-            for size in warm_up {
+            for size in rotation.passes().into_iter().take(rotation.warm_up) {
                 ends.pass(set / size, size, rotation.outstanding)?;
             }
             for &size in &plan.sizes {
@@ -104,12 +127,14 @@ pub(super) fn side(rotation: &Rotation, mut member: Member) -> Result<()> {
                 report(format!("{op} memcpy {size}"), memcpy)?;
                 report(format!("{op} {size}"), moved)?;
             }
-            if op.one_sided() {
+            if asleep {
+                report(format!("{op} processor time 0"), ends.used / rotation.gigabytes())?;
+            } else if op.one_sided() {
                 client.step(format_args!("{op}, one at a time"));
                 report(format!("{op} latency"), ends.latency()?)?;
             }
+            control.barrier(client.worker(), op as u64)?;
         }
-        control.barrier(client.worker(), op as u64)?;
         client.finish(endpoint.close(false)?)?;
         control.barrier(client.worker(), CLOSED)?;
     }
@@ -180,6 +205,8 @@ struct Ends<'a> {
     op: Op,
     /// For messages: the receiver says here that it has all of a pass.
     control: Option<&'a mut Control>,
+    /// Processor time of all passes so far, in seconds.
+    used: f64,
 }
 
 impl Ends<'_> {
@@ -218,6 +245,7 @@ impl Ends<'_> {
     }
 
     fn pass(&mut self, pieces: usize, size: usize, outstanding: usize) -> Result<()> {
+        let before = processor_time::seconds()?;
         let mut in_flight: VecDeque<Request> = VecDeque::new();
         let mut idle = Idle::default();
         let mut next = 0;
@@ -238,6 +266,7 @@ impl Ends<'_> {
             Some(control) => control.barrier(self.client.worker(), PASS)?,
             None => _ = self.client.finish(self.endpoint.flush()?)?,
         }
+        self.used += processor_time::seconds()? - before;
         Ok(())
     }
 

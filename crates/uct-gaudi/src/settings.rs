@@ -150,9 +150,8 @@ pub(crate) const VARIABLES: &[Variable] = &[
     Variable {
         name: "COPY_EXPLAIN_FAULTS",
         default: "y",
-        help: "When code touches Gaudi memory with the CPU and is killed by SIGSEGV for it, write a line\n\
-               to standard error that says so and names the code. Then the fault takes its course, as\n\
-               without this.",
+        help: "When code accesses Gaudi memory with the CPU and is killed by SIGSEGV for it, write a line\n\
+               to standard error that says so. Then the fault takes its course, as without this.",
         kind: Kind::Bool,
     },
     Variable {

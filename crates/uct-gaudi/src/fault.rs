@@ -1,4 +1,4 @@
-//! A device address touched by the CPU: one line says what happened and whose code did it.
+//! A device address accessed by the CPU: one line says what happened and what to do.
 //!
 //! Libraries that take a Gaudi buffer for host memory (reductions of Open MPI, datatypes, UCP's atomic
 //! operations) touch it with the CPU and die of SIGSEGV, with a stack in which the plugin may appear and an
@@ -12,10 +12,6 @@
 //! is sent again. What runs in the handler is async-signal-safe: no lock, no allocation, no dynamic linker.
 //! `UCX_GAUDI_COPY_EXPLAIN_FAULTS=n` leaves SIGSEGV alone.
 
-mod code;
-mod line;
-
-use core::cell::UnsafeCell;
 use core::ffi::{c_int, c_void};
 use core::mem::MaybeUninit;
 use core::ptr;
@@ -25,8 +21,12 @@ use std::sync::Once;
 use gaudi::WindowEvent;
 use uct::{Ucx, log};
 
-use code::Room;
-use line::Line;
+/// What the user reads. Fixed, so that nothing has to be composed in a signal handler; UCX's backtrace, where it is on,
+/// names the code.
+const EXPLANATION: &[u8] =
+    b"ucx-gaudi: SIGSEGV: the CPU accessed Gaudi memory, which only the card can. \
+Some library took the buffer for host memory; with Open MPI try `--mca pml ucx`. \
+See \"CPU access\" in docs/errors.md.\n";
 
 /// Address windows that cards of this process had, first and last address; 0: none. One that was closed stays:
 /// a stale pointer is no better.
@@ -39,12 +39,6 @@ static BEFORE: AtomicPtr<libc::sigaction> = AtomicPtr::new(ptr::null_mut());
 const SI_KERNEL: c_int = 0x80;
 /// Whether a fault is to be explained, and none was yet.
 static ARMED: AtomicBool = AtomicBool::new(false);
-
-/// What the one thread works in that disarmed the handler.
-struct Desk(UnsafeCell<(Line, Room)>);
-// SAFETY: used by whoever turned ARMED off, which nobody turns on again.
-unsafe impl Sync for Desk {}
-static DESK: Desk = Desk(UnsafeCell::new((Line::new(), Room::new())));
 
 type SigactionFn =
     unsafe extern "C" fn(c_int, *const libc::sigaction, *mut libc::sigaction) -> c_int;
@@ -140,19 +134,16 @@ unsafe extern "C" fn handler(signal: c_int, info: *mut libc::siginfo_t, context:
     // SAFETY: glibc's errno of this thread; what was interrupted must find its own again.
     let errno = unsafe { *libc::__errno_location() };
     // SAFETY: the kernel passes both.
-    let (code, address, registers) =
-        unsafe { ((*info).si_code, (*info).si_addr() as u64, Registers::of(context)) };
+    let (code, address) = unsafe { ((*info).si_code, (*info).si_addr() as u64) };
     let sent = code <= 0;
-    let touched = match code {
-        // An address that is none to the processor, which does not report it.
-        SI_KERNEL => registers.first(is_ours),
-        _ => is_ours(address).then_some(address),
+    let accessed = match code {
+        // SAFETY: as above.
+        SI_KERNEL => unsafe { a_register_is_ours(context.cast()) },
+        _ => is_ours(address),
     };
-    if !sent
-        && let Some(address) = touched
-        && ARMED.swap(false, Ordering::AcqRel)
-    {
-        explain(address, &registers);
+    if !sent && accessed && ARMED.swap(false, Ordering::AcqRel) {
+        // SAFETY: a system call on constant bytes. If standard error is closed, there is nobody to tell.
+        unsafe { libc::write(libc::STDERR_FILENO, EXPLANATION.as_ptr().cast(), EXPLANATION.len()) };
     }
     // SAFETY: what the kernel passed.
     if unsafe { pass_on(signal, info, context) } {
@@ -197,73 +188,20 @@ unsafe fn pass_on(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_voi
     }
 }
 
-/// Writes the line to standard error. Called once in a process.
-fn explain(address: u64, registers: &Registers) {
-    // SAFETY: see `Desk`.
-    let (line, room) = unsafe { &mut *DESK.0.get() };
-    line.text(b"ucx-gaudi: SIGSEGV: the CPU accessed Gaudi memory (");
-    line.hex(address);
-    line.text(b"), which only the card can, in ");
-    let culprit = code::describe(room, line, registers.instruction());
-    if culprit.is_library_of_c {
-        line.text(b", called from ");
-        code::describe_caller(room, line, registers.stack());
-    }
-    line.text(
-        b". That code took the buffer for host memory: see docs/errors.md, \"CPU access\".\n",
-    );
-    line.write_to(libc::STDERR_FILENO);
-}
-
-/// The processor's registers at the fault.
-struct Registers(*const libc::ucontext_t);
-
+/// Whether a general register holds an address of ours: an x86 does not report a non-canonical address, but one of
+/// these made it.
+///
+/// # Safety
+/// With what the kernel passed to a signal handler that is still running.
 #[cfg(target_arch = "x86_64")]
-impl Registers {
-    /// # Safety
-    /// `context` is what the kernel passed to a signal handler that is still running.
-    unsafe fn of(context: *mut c_void) -> Self {
-        Registers(context.cast())
-    }
-
-    fn get(&self, register: c_int) -> u64 {
-        // SAFETY: alive as long as the handler, see `of`; the index is one of libc's.
-        unsafe { (*self.0).uc_mcontext.gregs[register as usize].cast_unsigned() }
-    }
-
-    fn instruction(&self) -> u64 {
-        self.get(libc::REG_RIP)
-    }
-
-    fn stack(&self) -> u64 {
-        self.get(libc::REG_RSP)
-    }
-
-    /// The first register that is as wanted: an x86 does not report the address if it is none to it, but one of
-    /// these made it.
-    fn first(&self, wanted: fn(u64) -> bool) -> Option<u64> {
-        let general = libc::REG_R8..=libc::REG_RCX;
-        general.map(|register| self.get(register)).find(|value| wanted(*value))
-    }
+unsafe fn a_register_is_ours(context: *const libc::ucontext_t) -> bool {
+    // SAFETY: the caller's promise; indices are libc's.
+    let register = |index: c_int| unsafe { (*context).uc_mcontext.gregs[index as usize] };
+    (libc::REG_R8..=libc::REG_RCX).any(|index| is_ours(register(index).cast_unsigned()))
 }
 
+/// Other processors report the address.
 #[cfg(not(target_arch = "x86_64"))]
-impl Registers {
-    /// # Safety
-    /// None: it looks at nothing.
-    unsafe fn of(context: *mut c_void) -> Self {
-        Registers(context.cast())
-    }
-
-    fn instruction(&self) -> u64 {
-        0
-    }
-
-    fn stack(&self) -> u64 {
-        0
-    }
-
-    fn first(&self, _: fn(u64) -> bool) -> Option<u64> {
-        None
-    }
+unsafe fn a_register_is_ours(_: *const libc::ucontext_t) -> bool {
+    false
 }

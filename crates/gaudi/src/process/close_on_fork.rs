@@ -84,7 +84,7 @@ pub(super) fn in_child() {
         while bits != 0 {
             let number = word * 64 + bits.trailing_zeros() as usize;
             // SAFETY: a system call on a number.
-            unsafe { libc::close(number as RawFd) };
+            unsafe { rustix::io::close(number as RawFd) };
             bits &= bits - 1;
         }
     }

@@ -1,7 +1,9 @@
 //! The one registration with `pthread_atfork`, and everything that is called from it.
 //!
 //! Handlers run between `fork`'s two halves, in a process of any state: they take no lock, allocate
-//! nothing, and only make system calls. Each does nothing where its part of the engine is unused.
+//! nothing, and only make system calls, by rustix, which needs no libc for them. UCX hooks libc's `mmap`
+//! and its like: its hooks take locks, and in a child nobody is left to release them. Each handler does
+//! nothing where its part of the engine is unused.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 

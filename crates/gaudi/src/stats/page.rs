@@ -79,18 +79,12 @@ pub(crate) fn in_child() {
     if at == 0 {
         return;
     }
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    let kind = MapFlags::PRIVATE | MapFlags::FIXED;
+    // Not libc's `mmap`: UCX hooks that, and takes locks that a thread of the parent may have held.
     // SAFETY: replaces our own mapping, which nobody holds plain references into; all zeroes are
-    // counters. A system call, allowed here.
-    unsafe {
-        libc::mmap(
-            at as *mut c_void,
-            SIZE,
-            libc::PROT_READ | libc::PROT_WRITE,
-            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED,
-            -1,
-            0,
-        );
-    }
+    // counters.
+    let _ = unsafe { mmap_anonymous(at as *mut c_void, SIZE, access, kind) };
 }
 
 impl Page {

@@ -2,7 +2,8 @@
 //!
 //! If a child kept its parent's sockets, peers would not see the parent end: their requests would
 //! wait for answers for as long as the child lives. The fork handler closes them; it may only make
-//! system calls, so their numbers are in a fixed bitmap.
+//! system calls (by rustix: functions of libc may be hooked, and a hook may take locks), so their numbers
+//! are in a fixed bitmap.
 
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -41,7 +42,7 @@ extern "C" fn in_child() {
         while bits != 0 {
             let number = word * 64 + bits.trailing_zeros() as usize;
             // SAFETY: a system call on a number; its owner leaves it alone from now on.
-            unsafe { libc::close(number as RawFd) };
+            unsafe { rustix::io::close(number as RawFd) };
             bits &= bits - 1;
         }
     }

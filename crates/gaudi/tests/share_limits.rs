@@ -107,6 +107,59 @@ mod ipc {
     }
 
     #[test]
+    fn sharing_leaves_the_last_descriptors_to_the_application() {
+        alone!(3);
+        // An eighth of the limit.
+        const FILES: u32 = 120;
+        const RESERVE: usize = 15;
+        let (mut exporter, key) = exporter();
+        exporter.request_ok(&format!("nofile {FILES}"));
+        let refused = (2..=FILES).find_map(|slot| {
+            let answer = exporter.request(&format!("share {slot} 4096 1"));
+            (!answer.starts_with("ok")).then_some(answer)
+        });
+        let refused = refused.expect("there are not so many descriptors");
+        println!("{refused}");
+        assert!(refused.starts_with("failed OUT_OF_MEMORY"), "{refused}");
+        assert!(
+            refused.contains("of 120 descriptors") && refused.contains("ulimit -n"),
+            "{refused}"
+        );
+        let left = |peer: &mut Peer| peer.request_ok("exhaust 0").parse::<usize>().unwrap();
+        let found = left(&mut exporter);
+        assert!(found >= RESERVE, "{found} descriptors are left in the exporter");
+        exporter.request_ok("restore");
+        // Peers do not get them either, and are told why.
+        let mut importer = importer_with(Set::default());
+        let refused = importer.request(&format!("open 1 {}", hex(&key)));
+        assert!(refused.contains("raise its limit of open files"), "{refused}");
+        exporter.request_ok("unshare 2");
+        until("it is served", || importer.request(&format!("open 1 {}", hex(&key))) == "ok");
+        assert!(left(&mut exporter) >= RESERVE);
+        exporter.request_ok("restore");
+        assert_quarantined(&mut exporter, &mut importer);
+    }
+
+    #[test]
+    fn an_importer_leaves_the_last_descriptors_to_the_application() {
+        alone!(2);
+        let (mut exporter, key) = exporter();
+        let mut importer = importer_with(Set::default());
+        importer.request_ok("nofile 120");
+        importer.request_ok("exhaust 14");
+        let refused = importer.request(&format!("open 1 {}", hex(&key)));
+        println!("{refused}");
+        assert!(refused.starts_with("failed OUT_OF_MEMORY"), "{refused}");
+        assert!(
+            refused.contains("of 120 descriptors") && refused.contains("ulimit -n"),
+            "{refused}"
+        );
+        importer.request_ok("restore");
+        importer.request_ok(&format!("open 1 {}", hex(&key)));
+        assert_quarantined(&mut exporter, &mut importer);
+    }
+
+    #[test]
     fn an_importer_short_of_descriptors_keeps_the_leases_that_it_has() {
         alone!(2);
         let (mut exporter, key) = exporter();

@@ -15,14 +15,13 @@ use std::time::{Duration, Instant};
 use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
 use rustix::net::{Shutdown, SocketFlags};
-use rustix::process::{Resource, getrlimit};
 
-use super::Identity;
 use super::exporter::{Exporter, Reuse, SharedDmabuf};
 use super::key::Fields;
 use super::leases::{ConnectionId, ExporterLeases};
 use super::socket::{self, Outbox};
 use super::wire::{LeaseId, MAX_LEN, Refusal, Reply, Request};
+use super::{Identity, descriptors};
 use crate::process::{CloseOnFork, Instance};
 use crate::stats::{Counter, Counts};
 
@@ -61,9 +60,9 @@ impl Broker {
         });
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC);
         let epoll = epoll.map_err(|errno| format!("epoll: {errno}"))?;
-        let epoll = CloseOnFork::new(epoll).ok_or("too many descriptors")?;
+        let epoll = descriptors::keep(epoll)?;
         let listeners = in_no_file.into_iter().chain(in_folder);
-        let listeners: Vec<_> = listeners.filter_map(CloseOnFork::new).collect();
+        let listeners = listeners.map(descriptors::keep).collect::<Result<Vec<_>, _>>()?;
         for (number, listener) in listeners.iter().enumerate() {
             let data = epoll::EventData::new_u64(u64::MAX - number as u64);
             epoll::add(&epoll, listener, data, epoll::EventFlags::IN)
@@ -209,7 +208,7 @@ pub(super) struct Connections {
 
 /// How many connections this process may have that were not granted a lease yet, and that were.
 fn limits() -> (usize, usize) {
-    let files = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX).min(1 << 20) as usize;
+    let files = descriptors::limit();
     ((files / 32).clamp(2, 64), (files / 4).clamp(4, 1024))
 }
 
@@ -246,7 +245,9 @@ impl Connections {
         };
         let of_peer = self.by_id.values().filter(|other| peer.pid != 0 && other.pid == peer.pid);
         let new = self.by_id.values().filter(|other| other.deadline.is_some());
-        let is_crowded = of_peer.count() >= MAX_PER_PROCESS || new.count() >= limits().0;
+        let is_crowded = of_peer.count() >= MAX_PER_PROCESS
+            || new.count() >= limits().0
+            || descriptors::check(socket.as_fd()).is_err();
         let id = ConnectionId(self.last + 1);
         let data = epoll::EventData::new_u64(id.0);
         let added =

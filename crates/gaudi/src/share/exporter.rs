@@ -13,7 +13,7 @@ use super::broker::{Broker, Connections};
 use super::key::{self, Bus, Fields, Token};
 use super::leases::{ConnectionId, ExporterLeases};
 use super::wire::LeaseId;
-use super::{Identity, KEY_LEN};
+use super::{Identity, KEY_LEN, descriptors};
 use crate::device::PEERS_PAUSES_MS;
 use crate::process::{CloseOnFork, PerProcess, thread};
 use crate::stats::{Counter, Counts, Gauge, GaugeGuard};
@@ -187,8 +187,7 @@ impl Exporter {
     fn start_broker(&'static self) -> Result<&'static Broker, Error> {
         let mut is_running = self.is_running.lock().unwrap_or_else(PoisonError::into_inner);
         let failed = |reason: String| {
-            let remedy =
-                "peers get this process's memory from its broker alone: let it open sockets";
+            let remedy = "peers get this process's memory from its broker alone: let it open sockets (ulimit -n)";
             Error::new(ErrorKind::ChannelFailed, "starting the broker", reason, remedy)
         };
         let broker = match self.broker.get() {
@@ -277,8 +276,9 @@ impl Exporter {
             .map_err(|error| failed(format!("getrandom: {error}")))?;
         let fields = Fields { peer: *self.identity, token, source, base, len };
         let gauge = device.counts().track(Gauge::Share, len);
-        let dmabuf = CloseOnFork::new(dmabuf)
-            .ok_or_else(|| failed("too many descriptors are open".to_owned()))?;
+        let dmabuf = descriptors::keep(dmabuf).map_err(|reason| {
+            Error::new(ErrorKind::OutOfMemory, SHARING, reason, descriptors::REMEDY)
+        })?;
         let share = Arc::new(ShareInner { exporter: self, fields });
         let dmabuf = SharedDmabuf { dmabuf, share: Arc::downgrade(&share), _gauge: gauge };
         Ok((share, dmabuf))

@@ -15,13 +15,12 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
 use rustix::io::Errno;
 use rustix::net::Shutdown;
-use rustix::process::{Resource, getrlimit};
 
 use super::key::Fields;
 use super::leases::{Action, Denied, ImporterLeases, Violation};
 use super::socket::{Credentials, Outbox, Unconnected};
 use super::wire::{LeaseId, MAX_LEN, Refusal, Reply, Request};
-use super::{Identity, opened, socket};
+use super::{Identity, descriptors, opened, socket};
 use crate::process::{CloseOnFork, PerProcess, thread};
 use crate::{ErrorKind, marks};
 
@@ -96,7 +95,7 @@ impl NoLease {
             }
             NoLease::Ourselves(_) => (
                 ErrorKind::OutOfMemory,
-                "raise this process's limits of open files and threads, or use fewer peers' memory",
+                "raise this process's limits of open files (ulimit -n) and threads, or use fewer peers' memory",
             ),
         }
     }
@@ -205,8 +204,7 @@ fn remember<T>(list: &mut VecDeque<T>, item: T) {
 
 /// Most exporters this process is connected to.
 fn max_connections() -> usize {
-    let files = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX).min(1 << 20) as usize;
-    (files / 8).clamp(4, 512)
+    (descriptors::limit() / 8).clamp(4, 512)
 }
 
 impl Importer {
@@ -214,8 +212,7 @@ impl Importer {
         IMPORTER.get_or_make(|| {
             let epoll = epoll::create(epoll::CreateFlags::CLOEXEC);
             let epoll = epoll.map_err(|errno| NoLease::Ourselves(format!("epoll: {errno}")))?;
-            let epoll = CloseOnFork::new(epoll);
-            let epoll = epoll.ok_or_else(|| NoLease::Ourselves("too many descriptors".into()))?;
+            let epoll = descriptors::keep(epoll).map_err(NoLease::Ourselves)?;
             Ok(Self { epoll, table: Mutex::default(), contacted: Condvar::new() })
         })
     }
@@ -279,8 +276,7 @@ impl Importer {
             Unconnected::Nobody(errno) => NoLease::NobodyListens(errno),
             Unconnected::Another => NoLease::NotTheExporter,
         })?;
-        let socket = CloseOnFork::new(socket);
-        let socket = socket.ok_or_else(|| NoLease::Ourselves("too many descriptors".into()))?;
+        let socket = descriptors::keep(socket).map_err(NoLease::Ourselves)?;
         let number = {
             let mut table = self.table();
             table.last += 1;

@@ -32,12 +32,14 @@
 //! | `leases` | both state machines, without sockets |
 //! | `exporter`, `broker` | what is shared; the thread that grants leases |
 //! | `importer`, `opened`, `cache` | connections to exporters; keys, imports, and which are kept |
+//! | `descriptors` | how many both sides keep, and leave to the application |
 //! | `socket` | where brokers listen, who is at the other end, sending and receiving |
 
 mod broker;
 mod cache;
 #[cfg(test)]
 mod cache_tests;
+mod descriptors;
 mod exporter;
 mod identity;
 mod importer;

@@ -336,14 +336,16 @@ impl State {
             // Connects to a socket (abstract if it starts with @), sends a message, and reports what
             // comes back: nothing, or bytes, or bytes and a descriptor.
             "knock" => return Ok(format!("ok {}", knock(words[1], &unhex(words[2])))),
-            // Uses up all descriptors but so many.
+            // Uses up all descriptors but so many; how many there were.
             "exhaust" => {
                 let mut taken: Vec<_> = Vec::new();
                 while let Ok(file) = std::fs::File::open("/dev/null") {
                     taken.push(file);
                 }
-                taken.truncate(taken.len().saturating_sub(number(1) as usize));
+                let found = taken.len();
+                taken.truncate(found.saturating_sub(number(1) as usize));
                 self.taken = taken;
+                return Ok(format!("ok {found}"));
             }
             // Limits the number of open files.
             "nofile" => {

@@ -1,0 +1,38 @@
+//! The descriptors that sharing keeps (dma-bufs, connections, sockets) and those that it leaves to the
+//! application: a process that shares much can still open files.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+use rustix::process::{Resource, getrlimit};
+
+use crate::process::CloseOnFork;
+
+/// What to do about a failure of [`keep`].
+pub(super) const REMEDY: &str = "raise the limit of open files (ulimit -n)";
+
+/// How many files this process may have open.
+pub(super) fn limit() -> usize {
+    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX).min(1 << 20) as usize
+}
+
+/// How many of them are the application's alone.
+fn reserve(limit: usize) -> usize {
+    (limit / 8).min(64)
+}
+
+/// Refuses a descriptor that was just made, if it is among the last that this process may have. The kernel
+/// chooses the lowest number that is free, so all lower ones are taken.
+pub(super) fn check(new: BorrowedFd<'_>) -> Result<(), String> {
+    let (limit, number) = (limit(), new.as_raw_fd() as usize);
+    let reserve = reserve(limit);
+    if number + reserve < limit {
+        return Ok(());
+    }
+    Err(format!("sharing leaves the last {reserve} of {limit} descriptors to the application"))
+}
+
+/// Keeps a descriptor that was just made. The error says why not.
+pub(super) fn keep(new: OwnedFd) -> Result<CloseOnFork, String> {
+    check(new.as_fd())?;
+    CloseOnFork::new(new).ok_or_else(|| "too many descriptors are open".to_owned())
+}

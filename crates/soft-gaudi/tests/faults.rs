@@ -222,6 +222,7 @@ fn after_reset_calls_give_ebusy_and_after_removal_enodev() {
     assert_eq!(hlthunk_get_pci_bus_id_from_fd(fd, bus.as_mut_ptr(), 13), 0);
     inject("hlthunk_memory_unmap reset\n");
     assert_eq!(hlthunk_memory_unmap(fd, 0x1234), -libc::EBUSY);
+    assert!(hlthunk_get_device_status_info(fd) > 0, "it can be asked what it is in");
     assert_eq!(hlthunk_close(fd), 0);
     let fd = hlthunk_open(sys::DEVICE_DONT_CARE, bus.as_ptr());
     assert!(fd >= 0);
@@ -229,6 +230,7 @@ fn after_reset_calls_give_ebusy_and_after_removal_enodev() {
     assert_eq!(hlthunk_memory_unmap(fd, 0x1234), -libc::ENODEV);
     assert_eq!(hlthunk_device_memory_alloc(fd, 1, 0, false, false), 0);
     assert_eq!(errno(), libc::ENODEV);
+    assert_eq!(hlthunk_get_device_status_info(fd), -libc::ENODEV);
     hlthunk_close(fd);
     assert_eq!(hlthunk_open(sys::DEVICE_DONT_CARE, bus.as_ptr()), -libc::ENODEV);
 }

@@ -32,10 +32,11 @@ fn c_array<const N: usize>(text: &str) -> [u8; N] {
     array
 }
 
-/// The card's index and published state.
+/// The card's index and published state. The driver answers nothing about a card that was removed.
 pub(super) fn card(fd: c_int) -> Result<(u32, Snapshot), Errno> {
     let index = index_from_fd(fd)?;
-    Ok((index, state::of(node()?, index)?.read()?))
+    let state = state::of(node()?, index)?.read()?;
+    if state.get(Word::Removed) == 0 { Ok((index, state)) } else { Err(Errno::NODEV) }
 }
 
 pub(super) fn hw_ip_info(fd: c_int) -> Result<HwIpInfo, Errno> {

@@ -137,7 +137,7 @@ impl Device {
         let counts = Counts::of(&window.info);
         counts.opened();
         let open = Open {
-            engine: Engine::new(Arc::clone(&backend), counts),
+            engine: Engine::new(window.device, Arc::clone(&backend), counts),
             pins: Pins::new(counts, Costs::of(&window.info).pinning),
             handles: Handles::default(),
             bounce: OnceLock::new(),

@@ -275,6 +275,43 @@ mod ipc {
     }
 
     #[test]
+    fn memory_of_a_card_that_was_reset_or_removed_is_not_shared_any_more() {
+        alone!(2, ("SOFT_GAUDI_FAULTS", "yes"));
+        let device = open(0);
+        for (fault, is_lost) in [("fail:EIO", false), ("reset", true), ("remove", true)] {
+            let mut exporter = Peer::start(Set::default());
+            until("its last owner's card is free", || exporter.request("card 1") == "ok");
+            let [kept, new] =
+                [1, 2].map(|slot| RemoteKey::parse(&exporter.share(slot, LEN, 1)).unwrap());
+            let opened = kept.open(&device).unwrap();
+            // More than is left of the driver's page: the card is asked.
+            machine::faults(&format!("hlthunk_device_memory_alloc {fault}"));
+            let refused = exporter.request(&format!("alloc 3 {}", machine::driver_page()));
+            assert!(refused.starts_with("failed "), "{fault}: {refused}");
+            if !is_lost {
+                // One call that failed is no reset.
+                new.open(&device).unwrap();
+                continue;
+            }
+            let withdrawn = |key: &RemoteKey| {
+                let error = key.open(&device).err()?.to_string();
+                Some(
+                    error.contains("does not share this memory")
+                        && error.contains("card was reset"),
+                )
+            };
+            assert_eq!(withdrawn(&new), Some(true), "{fault}");
+            until("what was open is revoked", || withdrawn(&kept) == Some(true));
+            assert!(!opened.has_peer_ended(), "{fault}");
+            drop(opened);
+            until("it is let go", || stat("ipc_handles_live") == 0);
+            // Nor is it shared again.
+            let refused = exporter.request("reshare 1");
+            assert!(refused.starts_with("failed "), "{fault}: {refused}");
+        }
+    }
+
+    #[test]
     fn the_socket_of_a_killed_exporter_is_removed_by_the_next() {
         alone!(2);
         let mut exporter = Peer::on_card(1);

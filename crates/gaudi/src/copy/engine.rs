@@ -20,7 +20,7 @@ use super::waiter::Waiter;
 use crate::backend::{Backend, CopyLimits, Ticket};
 use crate::process::Notifier;
 use crate::stats::{Counter, Counts, Tally};
-use crate::{Error, marks};
+use crate::{DeviceId, Error, marks, share};
 
 /// How long one wait for a submission may sleep in the driver.
 const WAIT_US: u32 = 1_000_000;
@@ -41,6 +41,7 @@ struct Lane {
 /// The submissions of one device.
 #[derive(Debug)]
 pub(crate) struct Engine {
+    device: DeviceId,
     backend: Arc<dyn Backend>,
     limits: Result<CopyLimits, Error>,
     in_flight: Mutex<InFlight<Arc<Submission>>>,
@@ -52,10 +53,11 @@ pub(crate) struct Engine {
 }
 
 impl Engine {
-    pub(crate) fn new(backend: Arc<dyn Backend>, counts: Counts) -> Arc<Self> {
+    pub(crate) fn new(device: DeviceId, backend: Arc<dyn Backend>, counts: Counts) -> Arc<Self> {
         let limits = backend.copy_limits();
         let lanes = limits.as_ref().map_or(0, |limits| limits.lanes);
         Arc::new(Self {
+            device,
             backend,
             limits,
             in_flight: Mutex::default(),
@@ -82,10 +84,13 @@ impl Engine {
         self.lost.store(true, Ordering::Relaxed);
     }
 
-    /// Remembers an error that means the hardware is gone.
+    /// Remembers an error that means the hardware is gone. If the driver says so too, peers lose its memory.
     pub(crate) fn note_loss(&self, error: Error) -> Error {
         if error.is_device_lost() {
             self.lose();
+            if !self.backend.is_operational() {
+                share::card_lost(self.device);
+            }
         }
         error
     }

@@ -17,15 +17,15 @@ use super::{Identity, KEY_LEN, descriptors};
 use crate::device::PEERS_PAUSES_MS;
 use crate::process::{CloseOnFork, PerProcess, thread};
 use crate::stats::{Counter, Counts, Gauge, GaugeGuard};
-use crate::{Device, DeviceAddr, Error, ErrorKind, Location, runtime};
+use crate::{Device, DeviceAddr, DeviceId, Error, ErrorKind, Location, runtime};
 
 const SHARING: &str = "sharing device memory";
 
 /// One allocation that other processes may open, with the key to hand them.
 ///
 /// It stands for the whole allocation; all shares of one allocation have the same key and the same
-/// dma-buf. When the last is dropped, or the allocation freed, the key is invalid: the broker refuses it,
-/// and those who have a lease are asked to release it. Freed memory is returned to the pool when all
+/// dma-buf. When the last is dropped, the allocation freed, or its card lost, the key is invalid: the
+/// broker refuses it, and those who have a lease are asked to release it. Freed memory is returned to the pool when all
 /// leases on it have ended.
 ///
 /// It keeps its device open.
@@ -94,6 +94,7 @@ pub(super) struct SharedDmabuf {
     /// A forked child does not keep it: it would keep the card busy.
     dmabuf: CloseOnFork,
     share: Weak<ShareInner>,
+    device: DeviceId,
     _gauge: GaugeGuard,
 }
 
@@ -247,6 +248,10 @@ impl Exporter {
         }
         state.leases.offer(base.0, share.fields.pack(), share.fields.token, dmabuf);
         drop(state);
+        // Perhaps after `card_lost` was called.
+        if device.is_surely_lost() {
+            self.card_lost(device.id());
+        }
         Ok(share)
     }
 
@@ -280,7 +285,8 @@ impl Exporter {
             Error::new(ErrorKind::OutOfMemory, SHARING, reason, descriptors::REMEDY)
         })?;
         let share = Arc::new(ShareInner { exporter: self, fields });
-        let dmabuf = SharedDmabuf { dmabuf, share: Arc::downgrade(&share), _gauge: gauge };
+        let (of, device) = (Arc::downgrade(&share), device.id());
+        let dmabuf = SharedDmabuf { dmabuf, share: of, device, _gauge: gauge };
         Ok((share, dmabuf))
     }
 
@@ -291,6 +297,13 @@ impl Exporter {
         // The dma-buf is closed here, under the lock: the driver refuses to unmap exported memory, and
         // another thread may free it than the one that ends the offer.
         let revoked = state.leases.withdraw(base, Some(token));
+        self.revoke(&mut state, revoked);
+    }
+
+    /// Withdraws all that is shared of a card.
+    fn card_lost(&self, device: DeviceId) {
+        let mut state = self.state();
+        let revoked = state.leases.withdraw_all(|offered| offered.device == device);
         self.revoke(&mut state, revoked);
     }
 
@@ -444,6 +457,13 @@ pub(crate) fn freed(
         reuse();
     }));
     exporter.free(base.0, reuse);
+}
+
+/// A card was reset or removed: what is shared of it is lost, and nobody can open it from now on.
+pub(crate) fn card_lost(device: DeviceId) {
+    if let Some(exporter) = Exporter::if_any() {
+        exporter.card_lost(device);
+    }
 }
 
 /// Counts memory that waits for leases to end; also where its wait is replaced by another, for memory

@@ -121,6 +121,16 @@ impl<D, R> ExporterLeases<D, R> {
         at.filter(is_of_offer).collect()
     }
 
+    /// Ends the offers of these descriptors. Returns the leases to be revoked.
+    pub(super) fn withdraw_all(
+        &mut self,
+        which: impl Fn(&D) -> bool,
+    ) -> Vec<(ConnectionId, LeaseId)> {
+        let offers = self.offers.iter().filter(|(_, offer)| which(&offer.descriptor));
+        let bases: Vec<u64> = offers.map(|(base, _)| *base).collect();
+        bases.into_iter().flat_map(|base| self.withdraw(base, None)).collect()
+    }
+
     /// A connection asks for a lease. Recorded before the descriptor is returned: what cannot be
     /// recorded is not handed over.
     pub(super) fn open(

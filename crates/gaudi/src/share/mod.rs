@@ -19,7 +19,7 @@
 //! | `Refused` | | *requested* → *answered*; *abandoned* → none |
 //! | the requester takes the answer | | *answered* → *held* and imported, or none if it was refused |
 //! | no answer in a second | | *requested* → *abandoned* |
-//! | memory is unshared or freed | stays *leased*; sends `Revoke` | |
+//! | memory is unshared or freed, or its card is lost | stays *leased*; sends `Revoke` | |
 //! | `Revoke` | | evicted from the cache; *held* until its last user is done. Ignored if it was released |
 //! | the import is unmapped | | *held* → none; sends `Release` |
 //! | `Release` | *leased* → none; ignored if there is no such lease (but not before the first `Grant`) | |
@@ -54,7 +54,7 @@ mod wire;
 
 pub use cache::Limits;
 pub use exporter::{Share, start_broker};
-pub(crate) use exporter::{freed, reclaim};
+pub(crate) use exporter::{card_lost, freed, reclaim};
 pub use identity::Identity;
 pub use key::KEY_LEN;
 pub(crate) use opened::Handles;

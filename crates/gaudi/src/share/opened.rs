@@ -117,7 +117,7 @@ impl Failure {
             Failure::Withdrawn => (
                 ErrorKind::ChannelFailed,
                 format!("{peer} does not share this memory (any more)"),
-                "use the keys of memory that is still registered there",
+                "it was freed or deregistered, or its card was reset or removed: use a key of memory that is registered there now",
             ),
             Failure::NoLease(why) => {
                 let (kind, remedy) = why.remedy();

@@ -268,6 +268,10 @@ impl State {
                 self.memory.insert(slot(), memory);
                 return Ok(format!("ok {key}"));
             }
+            "reshare" => {
+                let share = self.device().share(self.memory[&slot()].addr(), 1)?;
+                self.shares.insert(slot(), share);
+            }
             "unshare" => drop(self.shares.remove(&slot())),
             "free" => drop(self.memory.remove(&slot())),
             "addr" => return Ok(format!("ok {}", self.memory[&slot()].addr().0)),

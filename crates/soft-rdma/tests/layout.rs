@@ -1,9 +1,10 @@
 //! The C structures have the layout that a C compiler gives them.
 
 use std::fmt::Write;
+use std::mem::offset_of;
 use std::process::Command;
 
-use soft_rdma::abi::LAYOUTS;
+use soft_rdma::abi::{LAYOUTS, verbs_context_front};
 
 /// A folder with `infiniband/verbs.h`: `VERBS_INCLUDE`, or where distributions put it.
 fn include_folder() -> Option<String> {
@@ -33,6 +34,14 @@ fn layouts_agree_with_the_installed_verbs_header() {
             let _ = writeln!(expected, "{name}.{field} {at}");
         }
     }
+    // What lies in front of an extended context grows there, and ends with its size.
+    probe.push_str(
+        "printf(\"front %d %zu\\n\", (int)(offsetof(struct verbs_context, context) - \
+         offsetof(struct verbs_context, query_port)), offsetof(struct verbs_context, context) - \
+         offsetof(struct verbs_context, sz));\n",
+    );
+    let front = size_of::<verbs_context_front>();
+    let _ = writeln!(expected, "front {front} {}", front - offset_of!(verbs_context_front, sz));
     probe.push_str("return 0; }\n");
 
     let folder = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("layout");

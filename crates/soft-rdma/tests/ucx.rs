@@ -68,8 +68,15 @@ impl Run {
     }
 }
 
-/// Runs `ucp-check pair`.
+/// Runs `ucp-check pair`, without the machine's own RDMA libraries.
 fn pair(name: &str, arguments: &[&str]) -> Option<Run> {
+    let layout = e2e::Layout::new(target());
+    layout.hide_rdma_libraries().expect("the folder is made");
+    pair_with(name, Some(layout.no_rdma()), arguments)
+}
+
+/// Runs `ucp-check pair` with a folder in front of the machine's libraries.
+fn pair_with(name: &str, front: Option<PathBuf>, arguments: &[&str]) -> Option<Run> {
     if let Some(path) = missing() {
         eprintln!(
             "skipped: {} is not there (cargo xtask setup, cargo xtask build)",
@@ -83,10 +90,7 @@ fn pair(name: &str, arguments: &[&str]) -> Option<Run> {
     let dist = target().join("dist");
     let soft = dist.join("lib/ucx-gaudi/soft");
     let stock = target().join("stock/nixl");
-    // NIXL's UCX would load the machine's libefa, where there is one, and crash at exit.
-    let layout = e2e::Layout::new(target());
-    layout.hide_rdma_libraries().expect("the folder is made");
-    let libraries = [layout.no_rdma(), stock.join("nixl_cu12.libs"), soft.join("gaudi")];
+    let libraries = front.into_iter().chain([stock.join("nixl_cu12.libs"), soft.join("gaudi")]);
     let output = Command::new(dist.join("bin/ucp-check"))
         .args(["pair", "--plain", "--ucx"])
         .arg(&stock)
@@ -117,6 +121,20 @@ fn host_memory_over_rc_arrives_in_one_copy() {
     assert!(run.counter("direct_copies") > 0);
     assert!(run.counter("direct_bytes") > 10 * run.counter("stream_bytes"));
     assert_eq!(run.counter("access_errors"), 0);
+}
+
+/// NIXL's UCX has a module for EFA, which loads where the machine has libefa and asks it about every device.
+#[test]
+fn the_libefa_of_the_machine_takes_the_hca_for_none_of_its_own() {
+    // SAFETY: a library of rdma-core; its constructors do nothing but register a driver.
+    if unsafe { libc::dlopen(c"libefa.so.1".as_ptr(), libc::RTLD_LAZY) }.is_null() {
+        eprintln!("skipped: no libefa.so.1 (Debian: ibverbs-providers)");
+        return;
+    }
+    let arguments =
+        ["--mem", "host:host", "--sizes", "64K+1", "--env", "UCX_TLS=rc_verbs,ud_verbs:aux"];
+    let Some(run) = pair_with("libefa", None, &arguments) else { return };
+    assert!(run.counter("direct_copies") > 0);
 }
 
 #[test]

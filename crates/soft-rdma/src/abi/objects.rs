@@ -20,7 +20,7 @@ pub struct ibv_device {
     pub ibdev_path: [c_char; IBV_SYSFS_PATH_MAX],
 }
 
-type Unused = *const c_void;
+pub type Unused = *const c_void;
 
 /// Functions that the header's inline functions call. Unused ones are never called by them.
 #[repr(C)]
@@ -57,6 +57,19 @@ pub struct ibv_context {
     pub mutex: libc::pthread_mutex_t,
     pub abi_compat: *mut c_void,
 }
+
+/// What lies in front of a context that is extended (`struct verbs_context`): functions of later verbs, the last
+/// added first, then the size of all this with the context. rdma-core grows it at the front, so that these are
+/// its functions up to `query_port`, and what a later header asks for beyond them, `sz` denies.
+#[repr(C)]
+pub struct verbs_context_front {
+    pub later_verbs: [Unused; 38],
+    pub _placeholder: u64,
+    pub sz: usize,
+}
+
+/// `abi_compat` of an extended context.
+pub const VERBS_ABI_IS_EXTENDED: *mut c_void = core::ptr::without_provenance_mut(usize::MAX);
 
 #[repr(C)]
 pub struct ibv_pd {

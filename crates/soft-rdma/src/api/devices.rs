@@ -8,7 +8,7 @@ use rustix::io::Errno;
 
 use super::{
     Context, NO_MUTEX, NONE, context_of, from_c, minus_one, object, posting, process, set_errno,
-    status, write,
+    status, whole, write,
 };
 use crate::abi::*;
 use crate::config;
@@ -32,7 +32,8 @@ const PART: u32 = 0x5352;
 #[repr(C)]
 pub(super) struct Device {
     c: ibv_device,
-    /// Drivers of rdma-core compare a pointer behind the public structure with their own.
+    /// `struct verbs_device` behind the public structure: drivers of rdma-core compare its `ops`, the first, with
+    /// their own.
     _no_driver: [usize; 32],
     pub(super) port: Port,
     pub(super) place: Place,
@@ -136,7 +137,7 @@ pub unsafe extern "C" fn ibv_get_device_guid(device: *mut ibv_device) -> u64 {
 /// Opens a device.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_open_device(device: *mut ibv_device) -> *mut ibv_context {
-    object(|| {
+    let open: *mut Context = object(|| {
         // SAFETY: devices are never freed.
         let found: &'static Device = unsafe { from_c(device) }?;
         let process = process::get()?;
@@ -150,17 +151,27 @@ pub unsafe extern "C" fn ibv_open_device(device: *mut ibv_device) -> *mut ibv_co
             async_fd,
             num_comp_vectors: 1,
             mutex: NO_MUTEX,
-            // Not extended: the header's inline functions then use the exported ones.
-            abi_compat: core::ptr::null_mut(),
+            abi_compat: VERBS_ABI_IS_EXTENDED,
+        };
+        let front = verbs_context_front {
+            later_verbs: [NONE; 38],
+            _placeholder: 0,
+            sz: size_of::<verbs_context_front>() + size_of::<ibv_context>(),
         };
         Ok(Box::new(Context {
+            front,
             c,
             device: found,
             process,
             asynchronous,
             objects: AtomicUsize::new(0),
         }))
-    })
+    });
+    if open.is_null() {
+        return core::ptr::null_mut();
+    }
+    // SAFETY: it was just made.
+    unsafe { &raw mut (*open).c }
 }
 
 /// Closes a device. Like rdma-core's it never refuses: programs leave objects behind (perftest does).
@@ -176,7 +187,7 @@ pub unsafe extern "C" fn ibv_close_device(context: *mut ibv_context) -> c_int {
             return Ok(());
         }
         // SAFETY: it came from `ibv_open_device` and nothing refers to it.
-        drop(unsafe { Box::from_raw(context.cast::<Context>()) });
+        drop(unsafe { Box::from_raw(whole(context)) });
         Ok(())
     })
 }

@@ -54,9 +54,13 @@ pub use shared_queues::*;
 
 use process::Process;
 
-/// An open device.
+/// An open device. Programs get a pointer to `c`.
 #[repr(C)]
 struct Context {
+    /// Drivers of rdma-core follow a context into what lies in front of it, without asking whether it is there:
+    /// libefa does, to say that this is no device of its own. No function is in it, so that the header's inline
+    /// functions use the exported ones.
+    front: verbs_context_front,
     c: ibv_context,
     device: &'static devices::Device,
     process: &'static Process,
@@ -205,10 +209,18 @@ unsafe fn write<T>(pointer: *mut T, value: T) -> Result<(), Errno> {
 /// `context` is open, or the context of a live object.
 unsafe fn context_of<'a>(context: *mut ibv_context) -> Result<&'a Context, Errno> {
     // SAFETY: contexts outlive their objects: one that is closed with objects stays.
-    let open: &Context = unsafe { from_c(context) }?;
+    let open: &Context = unsafe { from_c(whole(context)) }?;
     // A forked child has no use of its parent's: sockets and thread, and who holds its locks, are
     // not there.
     if open.process.is_ours() { Ok(open) } else { Err(Errno::NODEV) }
+}
+
+/// The object around a context; NULL for NULL.
+fn whole(context: *mut ibv_context) -> *mut Context {
+    if context.is_null() {
+        return core::ptr::null_mut();
+    }
+    context.wrapping_byte_sub(core::mem::offset_of!(Context, c)).cast()
 }
 
 /// An unused `pthread_mutex_t`: programs never lock those in verbs objects.

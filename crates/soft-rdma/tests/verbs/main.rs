@@ -7,6 +7,7 @@ mod harness;
 mod atomics;
 mod connections;
 mod datagrams;
+mod drivers;
 mod early_writes;
 mod errors;
 mod forked;

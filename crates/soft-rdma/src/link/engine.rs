@@ -91,8 +91,7 @@ pub(crate) struct Engine {
     idle: Mutex<()>,
 }
 
-/// Pause before connections are accepted again, when there is no descriptor or there are too many
-/// strangers.
+/// Pause before connections are accepted again, when there is no descriptor for one.
 const PAUSE: Duration = Duration::from_millis(20);
 /// While a program polls at least that often the thread leaves the work to it.
 const POLLING: Duration = Duration::from_micros(10);
@@ -402,9 +401,6 @@ impl Engine {
     fn accept(&self, listener: &Descriptor, local: bool) {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         loop {
-            if !local && !self.admission.has_capacity() {
-                return self.listen(false);
-            }
             let socket = match rustix::net::accept_with(listener, flags) {
                 Ok(socket) => Descriptor::from(socket),
                 Err(Errno::AGAIN) => return,
@@ -427,8 +423,9 @@ impl Engine {
             }
             match self.add(socket, None, peer) {
                 Ok(connection) if !local => {
-                    self.admission.add(connection);
-                    self.wake();
+                    if let Some(oldest) = self.admission.add(connection) {
+                        self.end(&oldest, Errno::TIMEDOUT);
+                    }
                 }
                 Ok(_) => {}
                 Err(error) => log!(Debug, "a connection was refused: {error}"),
@@ -486,13 +483,10 @@ impl Engine {
 
     fn next_timer(&self) -> Option<Instant> {
         let timer = lock(&self.timers).peek().map(|Reverse(timer)| timer.when);
-        [timer, *lock(&self.resume), self.admission.deadline()].into_iter().flatten().min()
+        [timer, *lock(&self.resume)].into_iter().flatten().min()
     }
 
     fn fire_timers(&self) {
-        while let Some(stranger) = self.admission.overdue() {
-            self.end(&stranger, Errno::TIMEDOUT);
-        }
         if lock(&self.resume).is_some_and(|when| when <= Instant::now()) {
             self.listen(true);
         }

@@ -5,11 +5,11 @@
 //! the wrappers and compares. It runs before anything is registered, needs no initialised UCX,
 //! and is what decides whether a UCX is supported; version strings are only for messages.
 //!
-//! It has to survive a UCX whose tables grew. An interface begins with its public operations, and a
-//! pointer to the internal ones follows. In a table that grew, that pointer lies further behind, and where
-//! we have it is another function. So the public operations are probed first, with a function everywhere
-//! behind the known ones ([`beyond`]); and if these are where they should be, the internal ones, with a
-//! pointer to a table of such functions everywhere behind the known pointer.
+//! It has to survive a UCX whose tables grew or shrank. An interface begins with its public operations, and
+//! a pointer to the internal ones follows. Where the number of public ones differs, that pointer lies elsewhere.
+//! So the public operations are probed first, with a function everywhere behind the known ones ([`outside`]);
+//! and if these are where they should be, the internal ones, with a pointer to a table of such functions
+//! everywhere but at the known pointer, also in place of the public operations.
 
 use core::cell::Cell;
 use core::ffi::{CStr, c_void};
@@ -35,13 +35,13 @@ unsafe extern "C" fn slot<const INDEX: usize>() -> i8 {
     crate::abi::Status::UNSUPPORTED.0
 }
 
-/// Reports that it stands behind every slot that is known.
-unsafe extern "C" fn beyond() -> i8 {
-    FIRED.set(Some(BEYOND));
+/// Reports that it stands where no slot is known.
+unsafe extern "C" fn outside() -> i8 {
+    FIRED.set(Some(OUTSIDE));
     crate::abi::Status::UNSUPPORTED.0
 }
 
-const BEYOND: usize = usize::MAX;
+const OUTSIDE: usize = usize::MAX;
 
 macro_rules! slots {
     ($($index:literal)*) => { [$(slot::<$index> as *const c_void),*] };
@@ -147,31 +147,30 @@ impl Scratch {
 pub(crate) fn check(uct: &Loaded) -> Result<(), String> {
     let slots = slots();
     let word = |function: &*const c_void| function.expose_provenance() as u64;
-    let beyond = word(&(beyond as *const c_void));
+    let outside = word(&(outside as *const c_void));
     let functions = |count| slots.iter().take(count).map(word);
-    // A table behind a pointer: `beyond` from the end of the known slots on.
-    let table = |start: usize| Scratch::new(beyond, 0, slots[start..].iter().map(word));
+    // A table behind a pointer: `outside` from the end of the known slots on.
+    let table = |start: usize| Scratch::new(outside, 0, slots[start..].iter().map(word));
     let mut internal = table(INTERNAL);
     let mut md_operations = table(0);
-    let mut unknown = Scratch::new(beyond, 0, []);
+    let mut unknown = Scratch::new(outside, 0, []);
     let unknown = unknown.as_ptr().expose_provenance() as u64;
 
     check_config(uct, c"uct_md_config_table", MD_CONFIG_SIZE)?;
     check_config(uct, c"uct_iface_config_table", IFACE_CONFIG_SIZE)?;
     // Of a component that grew, what follows the functions could be one.
-    let mut component = Scratch::new(beyond, 2, functions(COMPONENT_SLOTS));
+    let mut component = Scratch::new(outside, 2, functions(COMPONENT_SLOTS));
     let md_words =
         [md_operations.as_ptr(), component.as_ptr()].map(|at| at.expose_provenance() as u64);
     let mut md = Scratch::new(unknown, 0, md_words);
-    for (expected, behind, first_behind) in
-        [(PUBLIC, beyond, beyond), (FURTHER, unknown, internal.as_ptr().expose_provenance() as u64)]
-    {
-        let words = functions(IFACE_OP_SLOTS).chain([first_behind]);
-        let mut iface = Scratch::new(behind, 0, words);
+    let mut public = Scratch::new(outside, 0, functions(IFACE_OP_SLOTS));
+    let internal = internal.as_ptr().expose_provenance() as u64;
+    let mut further = Scratch::new(unknown, IFACE_OP_SLOTS, [internal]);
+    for (expected, iface) in [(PUBLIC, &mut public), (FURTHER, &mut further)] {
         let mut ep = Scratch::new(0, 0, [iface.as_ptr().expose_provenance() as u64]);
         for expect in expected {
             let object = match expect.object {
-                Object::Iface => &mut iface,
+                Object::Iface => &mut *iface,
                 Object::Ep => &mut ep,
                 Object::Md => &mut md,
                 Object::Component => &mut component,
@@ -189,7 +188,7 @@ fn check_one(uct: &Loaded, expect: &Expect, object: *mut c_void) -> Result<(), S
     };
     match fire(wrapper, object) {
         Some(slot) if slot == expect.slot => Ok(()),
-        Some(BEYOND) => Err(format!("{name} calls a slot behind those that are known")),
+        Some(OUTSIDE) => Err(format!("{name} calls a slot outside those that are known")),
         Some(slot) => Err(format!("{name} calls slot {slot}, not {}", expect.slot)),
         None => Err(format!("{name} calls no slot")),
     }

@@ -9,11 +9,14 @@ use std::cell::Cell;
 use std::fmt::Write as _;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write as _};
-use std::path::PathBuf;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use rustix::fs::OFlags;
 
 use crate::ProcessInstance;
 
@@ -45,7 +48,8 @@ struct State {
 /// is the process id and `%h` the host name. Returns the file's name.
 ///
 /// A second call has no effect: the first file stays. A forked child begins a record of its own,
-/// with its first call. Refused in setuid programs, whose user must not choose a file to write.
+/// with its first call. Refused in setuid programs, whose user must not choose a file to write; and for a file that is
+/// a link, has several names or belongs to another user.
 pub fn start(pattern: &str) -> io::Result<PathBuf> {
     if crate::library::is_setuid() {
         return Err(io::Error::from(io::ErrorKind::PermissionDenied));
@@ -89,7 +93,7 @@ extern "C" fn flush_at_exit() {
 
 fn begin_record(pattern: &str, instead_of: *mut Sink) -> io::Result<PathBuf> {
     let path = file_name(pattern);
-    let mut file = OpenOptions::new().append(true).create(true).open(&path)?;
+    let mut file = open_to_append(&path)?;
     let began = Instant::now();
     let mut line = String::new();
     let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -108,6 +112,40 @@ fn begin_record(pattern: &str, instead_of: *mut Sink) -> io::Result<PathBuf> {
     // Another thread may have begun one meanwhile; ours then stays behind, unused.
     let _ = SINK.compare_exchange(instead_of, made, Ordering::AcqRel, Ordering::Acquire);
     Ok(path)
+}
+
+/// Opens or makes the file of a record. Whoever may write to its folder may have put something else under its name:
+/// a link to a file of ours, a second name of one, a pipe that nobody reads.
+fn open_to_append(path: &Path) -> io::Result<File> {
+    // Links there, such as /dev/stderr, are the system's.
+    if path.parent() == Some(Path::new("/dev")) {
+        return OpenOptions::new().append(true).open(path);
+    }
+    // A new one is ours, also where the file system says that it belongs to somebody else.
+    match OpenOptions::new().append(true).create_new(true).open(path) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+        made => return made,
+    }
+    let refused = |why| Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    let file = match OpenOptions::new().append(true).custom_flags(flags).open(path) {
+        Err(error) if error.raw_os_error() == Some(libc::ELOOP) => {
+            return refused("it is a link: name the file itself");
+        }
+        opened => opened?,
+    };
+    let data = file.metadata()?;
+    if data.uid() != rustix::process::geteuid().as_raw() {
+        return refused(
+            "it belongs to another user: name a file of your own, in a folder of your own",
+        );
+    }
+    if data.nlink() > 1 {
+        return refused("it has a second name (hard link): name a new file");
+    }
+    // Only opening must not wait.
+    rustix::fs::fcntl_setfl(&file, OFlags::APPEND)?;
+    Ok(file)
 }
 
 /// The record of this process. A forked child must not use its parent's, whose lock may be held by a
@@ -379,6 +417,55 @@ mod tests {
         let error = start("/dev/full").expect_err("full");
         assert_eq!(error.kind(), io::ErrorKind::StorageFull);
         assert!(begin().is_none(), "nothing is recorded");
+    }
+
+    /// Whoever may write to the folder could have put these there, to have a program of root write elsewhere.
+    #[test]
+    fn files_that_others_may_have_planted_are_refused_and_stay_as_they_are() {
+        use std::os::unix::fs::{chown, symlink};
+        let folder = std::env::temp_dir().join(format!("hl-thunk-planted-{}", std::process::id()));
+        std::fs::create_dir(&folder).unwrap();
+        let [victim, link, second_name, pipe, foreign] =
+            ["victim", "link", "second", "pipe", "foreign"].map(|name| folder.join(name));
+        std::fs::write(&victim, "secret").unwrap();
+        symlink(&victim, &link).unwrap();
+        symlink(folder.join("new"), folder.join("dangling")).unwrap();
+        std::fs::hard_link(&victim, &second_name).unwrap();
+        let mode = rustix::fs::Mode::RWXU;
+        rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        std::fs::write(&foreign, "").unwrap();
+        let refusal = |path: &PathBuf| start(path.to_str().unwrap()).map_err(|e| e.to_string());
+        let refused = [&link, &folder.join("dangling"), &second_name, &pipe].map(refusal);
+        let of_another = chown(&foreign, Some(1), None).map(|()| refusal(&foreign));
+        let left = std::fs::read_to_string(&victim).unwrap();
+        let made = folder.join("new").exists();
+        std::fs::remove_dir_all(&folder).unwrap();
+        assert_eq!((left.as_str(), made), ("secret", false));
+        let link = "it is a link: name the file itself";
+        let names = "it has a second name (hard link): name a new file";
+        let wanted = [link, link, names, "No such device or address (os error 6)"];
+        assert_eq!(refused.map(Result::unwrap_err), wanted);
+        match of_another {
+            Ok(refused) => assert_eq!(
+                refused.unwrap_err(),
+                "it belongs to another user: name a file of your own, in a folder of your own"
+            ),
+            Err(_) => println!("skipped: a file of another user, which only root can make"),
+        }
+    }
+
+    #[test]
+    fn an_own_file_and_a_device_are_appended_to() {
+        let file = std::env::temp_dir().join(format!("hl-thunk-own-{}", std::process::id()));
+        for _ in 0..2 {
+            open_to_append(&file).unwrap().write_all(b"line\n").unwrap();
+        }
+        let text = std::fs::read_to_string(&file).unwrap();
+        std::fs::remove_file(&file).unwrap();
+        assert_eq!(text, "line\nline\n");
+        open_to_append(Path::new("/dev/null")).unwrap();
+        // Links of the system.
+        open_to_append(Path::new("/dev/stderr")).unwrap();
     }
 
     #[test]

@@ -2,6 +2,8 @@
 //! process ends, as one line of JSON.
 
 use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
 use std::sync::atomic::AtomicU64;
 
 macro_rules! counters {
@@ -64,8 +66,32 @@ pub(crate) fn write() {
     let counters: Vec<_> =
         STATS.read().iter().map(|(name, value)| format!("\"{name}\":{value}")).collect();
     let line = format!("{{\"pid\":{},{}}}\n", std::process::id(), counters.join(","));
-    let file = std::fs::OpenOptions::new().append(true).create(true).open(path);
-    if let Err(error) = file.and_then(|mut file| file.write_all(line.as_bytes())) {
+    if let Err(error) = append(path, &line) {
         eprintln!("soft-rdma: {}: {error}", path.display());
+    }
+}
+
+fn append(path: &Path, line: &str) -> std::io::Result<()> {
+    let mut options = std::fs::OpenOptions::new();
+    // Others may have put a link where they can write.
+    options.append(true).create(true).custom_flags(libc::O_NOFOLLOW);
+    options.open(path)?.write_all(line.as_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_appended_to_and_a_link_is_not_followed() {
+        let folder = std::env::temp_dir().join(format!("soft-rdma-stats-{}", std::process::id()));
+        std::fs::create_dir(&folder).unwrap();
+        let (file, link) = (folder.join("file"), folder.join("link"));
+        std::os::unix::fs::symlink(&file, &link).unwrap();
+        let appended = ["one\n", "two\n"].map(|line| append(&file, line).is_ok());
+        let followed = append(&link, "three\n").is_ok();
+        let text = std::fs::read_to_string(&file).unwrap();
+        std::fs::remove_dir_all(&folder).unwrap();
+        assert_eq!((appended, followed, text.as_str()), ([true; 2], false, "one\ntwo\n"));
     }
 }

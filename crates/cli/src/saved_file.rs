@@ -1,9 +1,12 @@
 //! Files that a user asked for (`--save`, `--trace`, `--bundle` …): an earlier one stays as it is until the new
 //! one is complete, and what cannot be written is told before the work begins, as far as that can be known.
 
-use std::fs::{self, File};
+use std::fs::{self, File, Permissions};
 use std::io::{self, ErrorKind, Write};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+
+use tempfile::{NamedTempFile, TempPath};
 
 use crate::failure::Failure;
 
@@ -26,14 +29,16 @@ pub(crate) fn replace(file: &Path, text: &str) -> Result<(), Failure> {
 pub(crate) struct Pending {
     file: PathBuf,
     /// `None`: a device or pipe, which is written to as it is.
-    temporary: Option<PathBuf>,
+    temporary: Option<TempPath>,
 }
 
 impl Pending {
     pub(crate) fn new(file: &Path) -> Result<Self, Failure> {
         check(file)?;
-        let special = is_special(file);
-        let temporary = if special { None } else { temporary(file).ok() };
+        let temporary = match Place::of(file).and_then(|place| place.temporary()) {
+            Ok(temporary) => temporary.map(NamedTempFile::into_temp_path),
+            Err(error) => return Err(cannot_write(file, &error)),
+        };
         Ok(Self { file: file.to_owned(), temporary })
     }
 
@@ -43,20 +48,13 @@ impl Pending {
     }
 
     /// Puts what was written in its place, if anything was.
-    pub(crate) fn keep(mut self) -> Result<(), Failure> {
-        match self.temporary.take() {
-            Some(temporary) if temporary.exists() => fs::rename(&temporary, target(&self.file))
-                .map_err(|error| cannot_write(&self.file, &error)),
-            _ => Ok(()),
+    pub(crate) fn keep(self) -> Result<(), Failure> {
+        let Some(temporary) = self.temporary else { return Ok(()) };
+        if fs::metadata(&temporary).is_ok_and(|data| data.len() == 0) {
+            return Ok(());
         }
-    }
-}
-
-impl Drop for Pending {
-    fn drop(&mut self) {
-        if let Some(temporary) = &self.temporary {
-            let _ = fs::remove_file(temporary);
-        }
+        let kept = Place::of(&self.file).and_then(|place| Ok(temporary.persist(place.target)?));
+        kept.map_err(|error| cannot_write(&self.file, &error))
     }
 }
 
@@ -74,50 +72,73 @@ pub(crate) fn cannot_write(file: &Path, error: &io::Error) -> Failure {
 }
 
 fn try_check(file: &Path) -> io::Result<()> {
+    let place = Place::of(file)?;
     // A rename would not ask whether an old file may be written to.
     if file.exists() {
         File::options().append(true).open(file)?;
     }
-    if is_special(file) {
-        return Ok(());
+    match place.temporary()? {
+        Some(mut temporary) => temporary.write_all(&[0; PROBE]),
+        None => Ok(()),
     }
-    let temporary = temporary(file)?;
-    let written = fs::write(&temporary, [0; PROBE]);
-    let removed = fs::remove_file(temporary);
-    written.and(removed)
 }
 
 fn try_replace(file: &Path, text: &str) -> io::Result<()> {
-    if is_special(file) {
+    let place = Place::of(file)?;
+    let Some(mut temporary) = place.temporary()? else {
         return File::options().append(true).open(file)?.write_all(text.as_bytes());
-    }
-    let temporary = temporary(file)?;
-    let written = fs::write(&temporary, text).and_then(|()| fs::rename(&temporary, target(file)));
-    if written.is_err() {
-        let _ = fs::remove_file(temporary);
-    }
-    written
+    };
+    temporary.write_all(text.as_bytes())?;
+    temporary.persist(place.target)?;
+    Ok(())
 }
 
-/// A terminal, pipe or device, as `/dev/stdout`: nothing to keep, and not to be replaced by a file.
-fn is_special(file: &Path) -> bool {
-    fs::metadata(file).is_ok_and(|data| !data.is_file() && !data.is_dir())
+/// Where a file that the user named is.
+struct Place {
+    /// What a link points to, or the file itself.
+    target: PathBuf,
+    /// A terminal, pipe or device, as `/dev/stdout`: nothing to keep, and not to be replaced by a file.
+    is_special: bool,
 }
 
-/// What a link points to.
-fn target(file: &Path) -> PathBuf {
-    fs::canonicalize(file).unwrap_or_else(|_| file.to_owned())
-}
-
-/// A name in the same folder, because a rename cannot leave the file system.
-fn temporary(file: &Path) -> io::Result<PathBuf> {
-    let target = target(file);
-    if target.is_dir() {
-        return Err(io::ErrorKind::IsADirectory.into());
+impl Place {
+    fn of(file: &Path) -> io::Result<Self> {
+        // Whoever may write to the folder can put a link there. Links of the system, as `/dev/stdout`, are root's.
+        let own = [rustix::process::geteuid().as_raw(), 0];
+        if fs::symlink_metadata(file)
+            .is_ok_and(|data| data.is_symlink() && !own.contains(&data.uid()))
+        {
+            return Err(io::Error::new(
+                ErrorKind::PermissionDenied,
+                "it is a link of another user",
+            ));
+        }
+        let is_special = fs::metadata(file).is_ok_and(|data| !data.is_file() && !data.is_dir());
+        let target = fs::canonicalize(file).unwrap_or_else(|_| file.to_owned());
+        if target.is_dir() {
+            return Err(ErrorKind::IsADirectory.into());
+        }
+        Ok(Self { target, is_special })
     }
-    let mut name = target.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_owned();
-    name.push(format!(".new-{}", std::process::id()));
-    Ok(target.with_file_name(name))
+
+    /// A new file in the same folder, because a rename cannot leave the file system. Nobody can guess its name, and it
+    /// is made only if there is nothing of that name. `None`: the file is written to as it is.
+    fn temporary(&self) -> io::Result<Option<NamedTempFile>> {
+        if self.is_special {
+            return Ok(None);
+        }
+        let name = self.target.file_name().ok_or(ErrorKind::InvalidInput)?;
+        // `parent` of a plain name is empty.
+        let folder = self.target.parent().filter(|folder| !folder.as_os_str().is_empty());
+        let mut builder = tempfile::Builder::new();
+        builder.prefix(name).suffix(".new").permissions(Permissions::from_mode(0o666));
+        let made = builder.tempfile_in(folder.unwrap_or(Path::new(".")));
+        // Without the temporary name, which means nothing to the user.
+        let plain = |error: io::Error| {
+            error.raw_os_error().map_or(error.kind().into(), io::Error::from_raw_os_error)
+        };
+        made.map(Some).map_err(plain)
+    }
 }
 
 #[cfg(test)]
@@ -170,12 +191,48 @@ mod tests {
         assert_eq!(folder.names(), 2);
     }
 
+    /// Whoever may write to the folder knows the name of the file and can guess a process id.
+    #[test]
+    fn links_under_guessed_names_are_not_followed() {
+        let folder = Folder::new("guessed");
+        let (file, victim) = (folder.0.join("report"), folder.0.join("victim"));
+        fs::write(&victim, "secret").expect("a file");
+        let guessed = folder.0.join(format!("report.new-{}", std::process::id()));
+        symlink(&victim, guessed).expect("a link");
+        check(&file).expect("can be written");
+        replace(&file, "now").expect("written");
+        let pending = Pending::new(&file).expect("can be written");
+        fs::write(pending.path(), "later").expect("written");
+        pending.keep().expect("renamed");
+        assert_eq!(fs::read_to_string(&victim).expect("a file"), "secret");
+        assert_eq!(fs::read_to_string(&file).expect("a file"), "later");
+        assert_eq!(folder.names(), 3);
+    }
+
+    #[test]
+    fn a_link_of_another_user_is_refused() {
+        let folder = Folder::new("foreign");
+        let (link, victim) = (folder.0.join("link"), folder.0.join("victim"));
+        fs::write(&victim, "secret").expect("a file");
+        symlink(&victim, &link).expect("a link");
+        if std::os::unix::fs::lchown(&link, Some(1), None).is_err() {
+            println!("skipped: a link of another user, which only root can make");
+            return;
+        }
+        let refused = [check(&link), replace(&link, "now"), Pending::new(&link).map(drop)];
+        for failure in refused.map(|refused| refused.expect_err("refused")) {
+            assert!(failure.what.ends_with("it is a link of another user"), "{failure}");
+        }
+        assert_eq!(fs::read_to_string(&victim).expect("a file"), "secret");
+    }
+
     #[test]
     fn devices_are_written_to_and_folders_refused() {
         let folder = Folder::new("special");
         check(Path::new("/dev/null")).expect("a device");
         replace(Path::new("/dev/null"), "text").expect("a device");
-        assert!(is_special(Path::new("/dev/null")), "it is still a device");
+        let place = Place::of(Path::new("/dev/null")).expect("a device");
+        assert!(place.is_special, "it is still a device");
         check(&folder.0).expect_err("a folder");
         check(&folder.0.join("no/file")).expect_err("no folder");
     }

@@ -5,6 +5,8 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 
+use tempfile::TempDir;
+
 use crate::Context;
 use crate::doctor::ucx;
 use crate::failure::Failure;
@@ -15,7 +17,7 @@ use crate::saved_file;
 pub(crate) struct UcpCheck {
     program: PathBuf,
     plugins: PathBuf,
-    folder: Folder,
+    folder: TempDir,
 }
 
 /// What it printed on both channels, and how it ended.
@@ -29,13 +31,13 @@ impl UcpCheck {
         Ok(Self {
             program: context.prefix.program("ucp-check")?,
             plugins: context.prefix.plugins()?,
-            folder: Folder::new(command)?,
+            folder: folder(command)?,
         })
     }
 
     /// Empty, and for this process alone.
     pub(crate) fn folder(&self) -> &Path {
-        &self.folder.0
+        self.folder.path()
     }
 
     /// One operation between two memories, with UCX of a folder or of the loader path.
@@ -100,29 +102,17 @@ fn reason(said: &str) -> Option<String> {
     Some(line.strip_prefix("process 0: ").unwrap_or(line).to_owned())
 }
 
-/// A folder that goes when this does.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new(command: &str) -> Result<Self, Failure> {
-        let name = format!("ucx-gaudi-{command}-{}", std::process::id());
-        let folder = std::env::temp_dir().join(name);
-        let remedy = "set TMPDIR to a folder that you may write to, on a file system with space";
-        fs::create_dir(&folder).map_err(|error| {
-            Failure::unable(format!("cannot create {}: {error}", folder.display()), remedy)
-        })?;
-        let made = Self(folder);
-        // Full later on, it would look as if nothing had been measured.
-        saved_file::check(&made.0.join("said"))
-            .map_err(|failure| Failure { remedy: remedy.to_owned(), ..failure })?;
-        Ok(made)
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
+/// A folder of this user alone, which goes when this does.
+fn folder(command: &str) -> Result<TempDir, Failure> {
+    let remedy = "set TMPDIR to a folder that you may write to, on a file system with space";
+    let prefix = format!("ucx-gaudi-{command}-");
+    let made = tempfile::Builder::new().prefix(&prefix).tempdir().map_err(|error| {
+        Failure::unable(format!("cannot create a temporary folder: {error}"), remedy)
+    })?;
+    // Full later on, it would look as if nothing had been measured.
+    saved_file::check(&made.path().join("said"))
+        .map_err(|failure| Failure { remedy: remedy.to_owned(), ..failure })?;
+    Ok(made)
 }
 
 #[cfg(test)]

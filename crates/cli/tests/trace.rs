@@ -82,3 +82,63 @@ fn what_is_no_recording_is_refused_with_a_remedy() {
     assert_eq!(half.code, Some(0), "{half:?}");
     assert!(half.err.contains("1 lines are unreadable"), "{half:?}");
 }
+
+/// A recording comes from somebody else, and a terminal obeys control characters.
+#[test]
+fn control_characters_of_a_recording_are_shown_and_not_obeyed() {
+    let tool = Installed::new();
+    // A sequence that sets the title, with a bell; the one-character form of its start; right to left.
+    let evil = r"\u001b]0;x\u0007\u009b\u202e";
+    let recording = |ret: &str| {
+        format!(
+            r#"{{"trace":1,"pid":7,"unix":1.5,"program":"p{evil}","kernel":"k{evil}"}}
+{{"t":0.1,"tid":7,"call":"load","args":{{"library":"l{evil}","version":"v{evil}"}},"ret":0,"us":1}}
+{{"t":0.1,"tid":7,"call":"c{evil}","args":{{"a{evil}":"b{evil}","list":[{{"x{evil}":"{evil}"}}]}},"ret":"{ret}{evil}","us":1}}
+"#
+        )
+    };
+    let files = ["a", "b"].map(|name| {
+        let file = tool.prefix().join(name);
+        std::fs::write(&file, recording(name)).expect("a file");
+        file.display().to_string()
+    });
+    let [a, b] = files;
+    for words in [
+        format!("trace show {a}"),
+        format!("trace show {a} --json"),
+        format!("trace show {a} --summary"),
+        format!("trace show {a} --call nothing"),
+        format!("trace diff {a} {b}"),
+        format!("trace diff {a} {b} --json"),
+    ] {
+        // Otherwise the tool's own colours are taken out, and escape sequences of others with them.
+        let output = tool.command(&words).env("CLICOLOR_FORCE", "1").output().expect("runs");
+        let ran = Ran::of(&output);
+        assert!(!ran.out.is_empty() || !ran.err.is_empty(), "{words}");
+        for obeyed in ["\u{1b}]", "\u{7}", "\u{9b}", "\u{202e}"] {
+            let text = format!("{}{}", ran.out, ran.err);
+            assert!(!text.contains(obeyed), "{words}: {obeyed:?} in {text:?}");
+        }
+    }
+    let shown = tool.run(&format!("trace show {a}"));
+    assert!(shown.out.contains(r"p\u{1b}]0;x\u{7}\u{9b}\u{202e} (pid 7)"), "{shown:?}");
+}
+
+#[test]
+fn endless_and_huge_files_are_refused() {
+    let tool = Installed::new();
+    let [pipe, huge] = ["pipe", "huge"].map(|name| tool.prefix().join(name));
+    let fifo = rustix::fs::FileType::Fifo;
+    rustix::fs::mknodat(rustix::fs::CWD, &pipe, fifo, rustix::fs::Mode::RWXU, 0).expect("a pipe");
+    // It has no blocks on the disk.
+    std::fs::File::create(&huge).and_then(|file| file.set_len(1 << 40)).expect("a file");
+    for (path, why) in [
+        (pipe.to_str().expect("text"), "no regular file"),
+        ("/dev/zero", "no regular file"),
+        (tool.prefix().to_str().expect("text"), "no regular file"),
+        (huge.to_str().expect("text"), "1 TiB"),
+    ] {
+        tool.run(&format!("trace show {path}")).fails(3, &[path, why]);
+        tool.run(&format!("trace diff {path} {path}")).fails(3, &[path, why]);
+    }
+}

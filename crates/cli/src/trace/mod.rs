@@ -5,6 +5,9 @@ mod recording;
 mod things;
 
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
@@ -12,12 +15,14 @@ use serde_json::json;
 
 use crate::Context;
 use crate::failure::{Exit, Failure};
-use crate::output::{DIM, GREEN, RED, note, print_json, print_table, table};
+use crate::output::{DIM, GREEN, RED, note, print_json, print_table, size, table};
 use diff::{Difference, compare, errno_name};
 use recording::{Call, Recording, parse};
 
 /// Differences of one kind that are shown one by one.
 const SHOWN: usize = 3;
+/// Largest file that is read: a call takes thirteen times as much memory as in the file.
+const LARGEST: u64 = 512 << 20;
 /// Longest text of a call's arguments on a terminal.
 const ARGUMENTS: usize = 100;
 
@@ -88,13 +93,38 @@ fn no_such_call(recording: &Recording, name: &str) -> Failure {
     }
 }
 
+/// A file's content. What may never end, as a device or pipe, is refused.
+fn content(path: &Path) -> Result<Vec<u8>, Failure> {
+    let shown = path.display();
+    let unable = |error: io::Error| {
+        let remedy = "record one with UCX_GAUDI_TRACE=FILE in the program's environment";
+        Failure::unable(format!("cannot read {shown}: {error}"), remedy)
+    };
+    // Opening a pipe would wait for somebody who writes to it.
+    let flags = libc::O_NONBLOCK;
+    let file = File::options().read(true).custom_flags(flags).open(path).map_err(unable)?;
+    let data = file.metadata().map_err(unable)?;
+    if !data.is_file() {
+        let remedy = "give a file that UCX_GAUDI_TRACE=FILE wrote; save what comes from a pipe";
+        return Err(Failure::unable(format!("{shown} is no regular file"), remedy));
+    }
+    if data.len() > LARGEST {
+        let (is, most) = (size(data.len()), size(LARGEST));
+        let remedy = format!(
+            "cut it: `(head -n 1 {shown}; tail -n 1000000 {shown}) > part` keeps the last million calls"
+        );
+        return Err(Failure::unable(format!("{shown} has {is}, of at most {most}"), remedy));
+    }
+    let mut bytes = Vec::new();
+    // It may grow meanwhile.
+    file.take(LARGEST).read_to_end(&mut bytes).map_err(unable)?;
+    Ok(bytes)
+}
+
 /// The last recording in a file.
 fn read(path: &Path) -> Result<Recording, Failure> {
     let shown = path.display();
-    let bytes = std::fs::read(path).map_err(|error| {
-        let remedy = "record one with UCX_GAUDI_TRACE=FILE in the program's environment";
-        Failure::unable(format!("cannot read {shown}: {error}"), remedy)
-    })?;
+    let bytes = content(path)?;
     let mut recordings = parse(&String::from_utf8_lossy(&bytes));
     let count = recordings.len();
     let Some(recording) = recordings.pop() else {

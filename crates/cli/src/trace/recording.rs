@@ -2,6 +2,9 @@
 //!
 //! A file is one JSON object a line. Lines that are none are counted and left out: a process that was killed
 //! leaves half a line, and a file may hold several recordings.
+//!
+//! A recording may come from anybody, and its texts go to a terminal: control characters are replaced here by
+//! their numbers.
 
 use serde_json::{Map, Value};
 
@@ -56,7 +59,7 @@ pub(crate) fn parse(text: &str) -> Vec<Recording> {
     let mut recordings: Vec<Recording> = Vec::new();
     for (at, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
         let object = match serde_json::from_str(line) {
-            Ok(Value::Object(object)) => Some(object),
+            Ok(Value::Object(object)) => Some(printable_object(object)),
             _ => None,
         };
         match (object, recordings.last()) {
@@ -80,6 +83,38 @@ pub(crate) fn parse(text: &str) -> Vec<Recording> {
         }
     }
     recordings
+}
+
+/// Whether a terminal would show it as it is. The two ranges change the direction of what follows.
+fn is_printable(c: char) -> bool {
+    !c.is_control() && !matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
+fn printable_text(text: String) -> String {
+    if text.chars().all(is_printable) {
+        return text;
+    }
+    let mut printable = String::with_capacity(2 * text.len());
+    for c in text.chars() {
+        match is_printable(c) {
+            true => printable.push(c),
+            false => printable.extend(c.escape_unicode()),
+        }
+    }
+    printable
+}
+
+fn printable_object(object: Map<String, Value>) -> Map<String, Value> {
+    object.into_iter().map(|(key, value)| (printable_text(key), printable(value))).collect()
+}
+
+fn printable(value: Value) -> Value {
+    match value {
+        Value::String(text) => Value::String(printable_text(text)),
+        Value::Array(values) => values.into_iter().map(printable).collect(),
+        Value::Object(object) => Value::Object(printable_object(object)),
+        others => others,
+    }
 }
 
 impl Recording {

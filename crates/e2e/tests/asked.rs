@@ -164,9 +164,10 @@ fn a_keyed_variable_needs_no_value_without_a_key() {
 /// `gaudi_ipc` alone can do nothing.
 #[test]
 fn no_gaudi_is_listed_where_the_copy_domains_are_refused() {
-    for (variable, value) in [("UCX_GAUDI_COPY_DEVICE", "9"), ("UCX_GAUDI_COPY_DMABUF", "banana")] {
+    for value in ["9", "banana"] {
         let machine = Machine::one_card();
-        let end = stock("ucx_info", &machine.device, "-d").env(variable, value).run();
+        let tool = stock("ucx_info", &machine.device, "-d");
+        let end = tool.env("UCX_GAUDI_COPY_DEVICE", value).run();
         assert!(!end.stdout.contains("Transport: gaudi"), "{}", end.report());
         let listed = stock("ucx_info", &machine.device, "-d").run().ok();
         assert!(listed.stdout.contains("Transport: gaudi_ipc"), "{}", listed.report());

@@ -5,7 +5,7 @@ mod memory;
 
 use std::collections::BTreeSet;
 
-use e2e::{Finished, Perftest, Ucx, stock};
+use e2e::{Device, Finished, Perftest, Ucx, client, stock};
 use memory::Machine;
 
 /// Bus ids of the software Gaudi's cards.
@@ -217,12 +217,6 @@ fn what_the_program_sets_wins() {
 }
 
 #[test]
-fn nonsense_in_an_alias_is_a_warning_that_names_it() {
-    let end = whereabouts(Ucx::V1_22, &[("UCT_GAUDI_COPY_DMABUF", "perhaps")]).ok();
-    assert!(end.says(&["WARN", "UCT_GAUDI_COPY_DMABUF", "perhaps"]), "{}", end.report());
-}
-
-#[test]
 fn the_card_is_chosen_by_index_module_id_and_bus_id() {
     for ucx in Ucx::ALL {
         for (value, card) in [
@@ -364,17 +358,71 @@ fn log_level_of_our_own_hides_and_shows_our_lines_only() {
     }
 }
 
-/// A value that UCX does not understand must not leave the other name on a card nobody meant.
+/// Variables of ours in which any text makes sense, or that name a card.
+const TEXTS: [&str; 2] = ["UCX_GAUDI_COPY_DEVICE", "UCX_GAUDI_TRACE"];
+/// Variables of ours that UCX gives every transport, and reads by itself.
+const OF_UCX: [&str; 3] = ["_ALLOC", "_FAILURE", "_MAX_NUM_EPS"];
+
+/// A typing error is one warning with what is expected, and does not cost the card.
 #[test]
-fn a_value_without_sense_takes_both_names_away() {
-    for (variable, value) in
-        [("UCX_GAUDI_COPY_DMABUF", "banana"), ("UCX_GAUDI_COPY_REG_COST", "banana")]
-    {
-        let machine = Machine::eight_cards();
-        let words = "-l -t tag_lat -m gaudi -s 8 -n 10";
-        let tool = stock("ucx_perftest", &machine.device, words);
-        let end = tool.env("UCX_GAUDI_COPY_DEVICE", "3").env(variable, value).run().refused();
-        assert!(end.stdout.contains("Invalid value for"), "{}", end.report());
-        assert_eq!(machine.cards_opened(), 0, "{}", end.report());
+fn values_that_are_not_understood_are_warned_of_once_and_the_default_is_used() {
+    let parsed: Vec<String> = listed()
+        .into_iter()
+        .filter(|name| !TEXTS.contains(&name.as_str()))
+        .filter(|name| !OF_UCX.iter().any(|end| name.ends_with(end)))
+        .collect();
+    assert!(parsed.len() > 20, "{parsed:?}");
+    let aliases: Vec<String> = parsed.iter().filter_map(|name| aliased(name)).collect();
+    assert!(aliases.len() > 15, "{aliases:?}");
+    for ucx in Ucx::ALL {
+        for names in [&parsed, &aliases] {
+            let banana: Vec<(&str, &str)> = names.iter().map(|name| (&**name, "banana")).collect();
+            let words = "loopback --ops tag --sizes 8";
+            let tool = client(ucx, &Device::cards(1), words).envs(&banana);
+            // So that no line of the client comes in between.
+            let end = tool.env("UCX_LOG_FILE", "stderr").run().ok();
+            for name in names {
+                let warning = format!("{name}=banana is not understood");
+                let text = end.text();
+                let lines = text.lines().filter(|line| line.contains(&warning));
+                assert_eq!(lines.count(), 1, "{name}: {}", end.report());
+            }
+            assert!(!end.says(&[" ERROR "]), "{}", end.report());
+        }
+    }
+}
+
+#[test]
+fn what_is_expected_of_a_variable_is_in_the_warning() {
+    for (name, value, expected) in [
+        ("GAUDI_COPY_DMABUF", "perhaps", "the default, try, is used; expected: <yes|no|try>"),
+        ("GAUDI_COPY_ADOPT", "try", "the default, n, is used; expected: <y|n>"),
+        ("GAUDI_COPY_LOG_LEVEL", "loud", "is used; expected: [inherit|error|warn|diag|info|"),
+        ("GAUDI_COPY_REG_COST", "cheap", "is used; expected: time value: <number>[s|us|ms|ns]"),
+        ("GAUDI_COPY_BW", "h2h:1GBs", "where key is one of [h2d,d2h,d2d] and value is: bandwidth"),
+        ("GAUDI_COPY_RCACHE_MAX_SIZE", "big", "is used; expected: memory units: <number>[b|kb|"),
+        ("GAUDI_COPY_RCACHE_MAX_REGIONS", "many", "is used; expected: unsigned integer"),
+    ] {
+        for spelling in ["UCX_", "UCT_"] {
+            let name = format!("{spelling}{name}");
+            let end = whereabouts(Ucx::V1_22, &[(&name, value)]).ok();
+            let setting = format!("{name}={value} is not understood");
+            assert!(end.says(&["WARN", &setting, expected]), "{}", end.report());
+            assert!(!end.says(&[" ERROR "]), "{}", end.report());
+            assert!(end.stdout.contains(CARD_0), "{}", end.report());
+        }
+    }
+}
+
+/// Both names keep their card, the one that was chosen, and `ucx_info` shows what is used.
+#[test]
+fn a_typing_error_changes_neither_the_card_nor_the_listing() {
+    let machine = Machine::eight_cards();
+    let wrong = [("UCX_GAUDI_COPY_DMABUF", "banana"), ("UCX_GAUDI_COPY_DEVICE", "3")];
+    let end = machine.check(Ucx::V1_22, "where").envs(&wrong).run().ok();
+    assert!(end.stdout.contains(CARD_3), "{}", end.report());
+    let end = stock("ucx_info", &machine.device, "-d -c").envs(&wrong).run().ok();
+    for shown in ["gaudi_cpy", "gaudi_gdr", "gaudi_ipc", "UCX_GAUDI_COPY_DMABUF=try"] {
+        assert!(end.stdout.contains(shown), "{shown}: {}", end.report());
     }
 }

@@ -72,13 +72,7 @@ impl<F: Flavour> Component for GaudiComponent<F> {
             log!(ucx, Info, "{note}");
         }
         match found {
-            Ok(_) => {
-                // If UCX does not understand a variable of ours, it does not even try to open the domain.
-                if asked::settings().iter().any(|setting| setting.contains("_GAUDI_COPY_")) {
-                    REFUSED.set(true);
-                }
-                vec![F::COMPONENT.to_owned()]
-            }
+            Ok(_) => vec![F::COMPONENT.to_owned()],
             Err(reason) => {
                 if F::LEADS && !self.explained.swap(true, Ordering::Relaxed) {
                     // No Gaudi is nothing to bother anyone with, unless somebody asked for one; a

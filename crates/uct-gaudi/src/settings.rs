@@ -1,8 +1,6 @@
 //! The plugin's configuration: `UCX_GAUDI_COPY_*` and `UCX_GAUDI_TRACE`, with `UCT_` instead of `UCX_` accepted.
 //!
-//! There is one set of variables for both names: UCX reads the same table for `gaudi_gdr`. A value
-//! that UCX does not understand thus takes both away, and never leaves one of them on a card that
-//! nobody meant.
+//! There is one set of variables for both names: UCX reads the same table for `gaudi_gdr`.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -145,7 +145,7 @@ impl<C: Component> Registration<C> {
             component: self.component,
             md_ops: md::operations::<C>(symbols),
             config: Table::new(
-                symbols,
+                self.ucx,
                 &format!("{} memory domain", C::NAME),
                 (C::CONFIG_PREFIX, C::CONFIG_ALIAS),
                 C::VARIABLES,
@@ -211,8 +211,7 @@ unsafe extern "C" fn md_open<C: Component>(
     let object = unsafe { ComponentObject::<C>::from_raw(component) };
     guarded_status(object.ucx, "md_open", || {
         // SAFETY: UCX passes a C string, and values it parsed with our table.
-        let (name, values) =
-            unsafe { (CStr::from_ptr(name), object.config.values(object.ucx, config)) };
+        let (name, values) = unsafe { (CStr::from_ptr(name), object.config.values(config)) };
         let domain = object.component.open(object.ucx, &name.to_string_lossy(), &values)?;
         let md = MdObject::<C>::new(object, component, domain);
         // SAFETY: out-parameter of the caller.

@@ -6,15 +6,17 @@
 //!
 //! A component may accept its variables under a second prefix. UCX knows nothing of that: the
 //! values are taken from the environment here, but it is still UCX's parsers that read them.
+//!
+//! A value that is not understood, in either spelling, is a warning, and the default is used.
+
+mod parser;
 
 use core::ffi::{CStr, c_char, c_int, c_void};
 use std::ffi::CString;
 
-use crate::abi::{
-    ConfigEntry, ConfigKeyField, ConfigKeyValue, ConfigParser, ListLink, RawConfigField,
-};
-use crate::log;
-use crate::ucx::{Symbols, Ucx, c_string};
+use self::parser::Parser;
+use crate::abi::{ConfigEntry, ConfigParser, ListLink, RawConfigField};
+use crate::ucx::{Ucx, c_string};
 
 /// Declares one configuration variable.
 #[derive(Clone, Copy, Debug)]
@@ -75,17 +77,6 @@ pub struct Keyed {
     pub fallback: &'static str,
 }
 
-/// What UCX's functions for a keyed variable get as their argument, and behind it what is ours.
-#[repr(C)]
-struct KeyedArgument {
-    raw: ConfigKeyValue,
-    /// UCX's parser.
-    read: Read,
-    fallback: &'static str,
-}
-
-type Read = unsafe extern "C" fn(*const c_char, *mut c_void, *const c_void) -> c_int;
-
 /// A `yes`/`no`/`try` answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ternary {
@@ -101,6 +92,8 @@ pub enum Ternary {
 pub(crate) struct Table {
     fields: Box<[RawConfigField]>,
     variables: &'static [Variable],
+    /// Of each variable.
+    parsers: Vec<&'static Parser>,
     name: CString,
     prefix: CString,
     /// Second spelling of the variables, prefix included.
@@ -108,8 +101,6 @@ pub(crate) struct Table {
     size: usize,
     /// What the fields point to.
     _strings: Vec<CString>,
-    _choices: Vec<Box<[*const c_char]>>,
-    _keyed: Vec<(Box<[ConfigKeyField]>, Box<KeyedArgument>)>,
 }
 
 /// Each value gets this much room in the block.
@@ -119,16 +110,14 @@ impl Table {
     /// `base_table` is UCX's own table that each configuration of this sort begins with, of
     /// `base_size` bytes.
     pub(crate) fn new(
-        symbols: &Symbols,
+        ucx: &'static Ucx,
         name: &str,
         (prefix, alias): (&str, Option<&'static str>),
         variables: &'static [Variable],
         (base_table, base_size): (*const c_void, usize),
     ) -> Table {
-        let base = base_size.next_multiple_of(VALUE_SIZE);
+        let symbols = &ucx.symbols;
         let mut strings = Vec::new();
-        let mut choices = Vec::new();
-        let mut all_keyed = Vec::new();
         let mut keep = |text: &str| {
             let text = c_string(text);
             let pointer = text.as_ptr();
@@ -151,48 +140,18 @@ impl Table {
             },
         };
         let mut fields = vec![inherited];
-        let mut end = base;
-        for variable in variables {
-            let words = match variable.kind {
-                Kind::Choice(words) => words
-                    .iter()
-                    .map(|word| keep(word))
-                    .chain([core::ptr::null()])
-                    .collect::<Box<[_]>>(),
-                _ => Box::default(),
-            };
-            let parser = match variable.kind {
-                Kind::Keyed(keyed) => {
-                    let keys = key_fields(keyed, &mut keep);
-                    // SAFETY: this is the type of every parser of UCX.
-                    let read = unsafe {
-                        core::mem::transmute::<*const c_void, Read>(
-                            symbols.ucs_config_sscanf_key_value,
-                        )
-                    };
-                    let value = Box::new(KeyedArgument {
-                        raw: ConfigKeyValue {
-                            parser: parser(symbols, keyed.value, core::ptr::null()),
-                            keys: keys.as_ptr(),
-                        },
-                        read,
-                        fallback: keyed.fallback,
-                    });
-                    let parser = key_value_parser(symbols, &value);
-                    all_keyed.push((keys, value));
-                    parser
-                }
-                kind => parser(symbols, kind, words.as_ptr().cast()),
-            };
+        let mut end = base_size.next_multiple_of(VALUE_SIZE);
+        let parsers = variables.iter().map(|variable| Parser::new(ucx, prefix, *variable));
+        let parsers: Vec<&Parser> = parsers.collect();
+        for (variable, parser) in variables.iter().zip(&parsers) {
             fields.push(RawConfigField {
                 name: keep(variable.name),
                 dfl_value: keep(variable.default),
                 doc: keep(variable.help),
                 offset: end,
-                parser,
+                parser: parser.raw(),
             });
             end += variable.kind.slots() * VALUE_SIZE;
-            choices.push(words);
         }
         fields.push(RawConfigField {
             name: core::ptr::null(),
@@ -212,13 +171,12 @@ impl Table {
         Table {
             fields: fields.into(),
             variables,
+            parsers,
             name: c_string(name),
             prefix: c_string(prefix),
             alias,
             size: end,
             _strings: strings,
-            _choices: choices,
-            _keyed: all_keyed,
         }
     }
 
@@ -250,41 +208,37 @@ impl Table {
     ///
     /// # Safety
     /// `block` was filled by UCX from this table and lives as long as the result.
-    pub(crate) unsafe fn values<'a>(&'a self, ucx: &Ucx, block: *const c_void) -> Values<'a> {
+    pub(crate) unsafe fn values<'a>(&'a self, block: *const c_void) -> Values<'a> {
         let mut values = Values { table: self, block: block.cast(), aliased: Vec::new() };
-        let aliased = (0..self.variables.len()).map(|index| self.aliased(ucx, &values, index));
+        let aliased = (0..self.variables.len()).map(|index| self.aliased(&values, index));
         values.aliased = aliased.collect();
         values
     }
 
     /// The value of a variable that is set under its second name only: not in the environment, nor
     /// to anything but its default in a configuration file or by the program.
-    fn aliased(&self, ucx: &Ucx, values: &Values<'_>, index: usize) -> Option<Slots> {
+    fn aliased(&self, values: &Values<'_>, index: usize) -> Option<Slots> {
         let Variable { name, default, .. } = self.variables[index];
         let alias = format!("{}{name}", self.alias?);
         let value = std::env::var(&alias).ok()?;
-        let usual = format!("UCX_{}{name}", self.prefix.to_string_lossy());
-        if std::env::var_os(&usual).is_some()
+        let parser = self.parsers[index];
+        if std::env::var_os(parser.name()).is_some()
             || values.shown(index) != self.shown(index, default)?
         {
             return None;
         }
-        let slot = self.parse(index, &value);
-        if slot.is_none() {
-            log!(ucx, Warn, "{alias}={value} makes no sense and is ignored");
+        let slots = self.parse(index, &value);
+        if slots.is_none() {
+            parser.warn(&alias, &value);
         }
-        slot
+        slots
     }
 
     fn parse(&self, index: usize, text: &str) -> Option<Slots> {
-        let parser = &self.fields[index + 1].parser;
         let mut slots: Slots = vec![0; self.variables[index].kind.slots()].into();
-        let text = c_string(text);
-        // SAFETY: a parser of UCX with its own argument; each value takes at most eight bytes.
-        let understood = unsafe {
-            let read = core::mem::transmute::<*const c_void, Read>(parser.read);
-            read(text.as_ptr(), slots.as_mut_ptr().cast(), parser.arg) == 1
-        };
+        // SAFETY: each value takes at most eight bytes.
+        let understood =
+            unsafe { self.parsers[index].read(&c_string(text), slots.as_mut_ptr().cast()) };
         understood.then_some(slots)
     }
 
@@ -300,94 +254,6 @@ impl Table {
 /// Room for the values of one variable.
 type Slots = Box<[u64]>;
 
-/// The keys of a variable in UCX's format: each has its value behind that of the key before.
-fn key_fields(
-    keyed: &Keyed,
-    keep: &mut impl FnMut(&str) -> *const c_char,
-) -> Box<[ConfigKeyField]> {
-    let keys = keyed.keys.iter().enumerate().map(|(index, (name, help))| ConfigKeyField {
-        name: keep(name),
-        doc: keep(help),
-        offset: index * VALUE_SIZE,
-    });
-    let end = ConfigKeyField { name: core::ptr::null(), doc: core::ptr::null(), offset: 0 };
-    keys.chain([end]).collect()
-}
-
-/// UCX's parser of keyed values, which is given the fallback where the text has no value without a key.
-unsafe extern "C" fn read_keyed(
-    text: *const c_char,
-    slots: *mut c_void,
-    argument: *const c_void,
-) -> c_int {
-    // SAFETY: UCX passes the argument of `key_value_parser`, which lives for ever.
-    let ours = unsafe { &*argument.cast::<KeyedArgument>() };
-    // SAFETY: UCX passes a C string.
-    let given = unsafe { CStr::from_ptr(text) };
-    let keyed_only = |text: &str| text.split(',').all(|item| item.contains(':'));
-    let completed = given
-        .to_str()
-        .ok()
-        .filter(|text| !text.is_empty() && keyed_only(text))
-        .and_then(|text| CString::new(format!("{},{text}", ours.fallback)).ok());
-    let text = completed.as_deref().unwrap_or(given);
-    // SAFETY: UCX's own function, with its own kind of argument, which is the first part of ours.
-    unsafe { (ours.read)(text.as_ptr(), slots, argument) }
-}
-
-fn key_value_parser(symbols: &Symbols, value: &KeyedArgument) -> ConfigParser {
-    ConfigParser {
-        read: read_keyed as *const c_void,
-        write: symbols.ucs_config_sprintf_key_value,
-        clone: symbols.ucs_config_clone_key_value,
-        release: symbols.ucs_config_release_key_value,
-        help: symbols.ucs_config_help_key_value,
-        doc: symbols.ucs_config_doc_key_value,
-        arg: core::ptr::from_ref(value).cast(),
-    }
-}
-
-/// The parser of a single value.
-fn parser(symbols: &Symbols, kind: Kind, words: *const c_void) -> ConfigParser {
-    let s = symbols;
-    let (read, write) = match kind {
-        Kind::Bool => (s.ucs_config_sscanf_bool, s.ucs_config_sprintf_bool),
-        Kind::Ternary => (s.ucs_config_sscanf_ternary, s.ucs_config_sprintf_ternary_auto),
-        Kind::Uint => (s.ucs_config_sscanf_uint, s.ucs_config_sprintf_uint),
-        Kind::Time => (s.ucs_config_sscanf_time, s.ucs_config_sprintf_time),
-        Kind::Bandwidth => (s.ucs_config_sscanf_bw, s.ucs_config_sprintf_bw),
-        Kind::MemUnits => (s.ucs_config_sscanf_memunits, s.ucs_config_sprintf_memunits),
-        Kind::Text => (s.ucs_config_sscanf_string, s.ucs_config_sprintf_string),
-        Kind::Choice(_) => (s.ucs_config_sscanf_enum, s.ucs_config_sprintf_enum),
-        Kind::Keyed(_) => panic!("the values of a keyed variable are times or bandwidths"),
-    };
-    let clone = match kind {
-        Kind::Bool | Kind::Ternary => s.ucs_config_clone_int,
-        Kind::Time | Kind::Bandwidth => s.ucs_config_clone_double,
-        Kind::MemUnits => s.ucs_config_clone_ulong,
-        Kind::Text => s.ucs_config_clone_string,
-        Kind::Uint | Kind::Choice(_) | Kind::Keyed(_) => s.ucs_config_clone_uint,
-    };
-    let (release, help) = match kind {
-        Kind::Text => (s.ucs_config_release_string, s.ucs_config_help_generic),
-        Kind::Choice(_) => (s.ucs_config_release_nop, s.ucs_config_help_enum),
-        _ => (s.ucs_config_release_nop, s.ucs_config_help_generic),
-    };
-    // What the help function prints.
-    let syntax = match kind {
-        Kind::Bool => c"<y|n>",
-        Kind::Ternary => c"<yes|no|try>",
-        Kind::Uint => c"unsigned integer",
-        Kind::Time => c"time value: <number>[s|us|ms|ns]",
-        Kind::Bandwidth => c"bandwidth value: <number>[T|G|M|K]B|b[[p|/]s]",
-        Kind::MemUnits => c"memory units: <number>[b|kb|mb|gb], \"inf\", or \"auto\"",
-        Kind::Text => c"string",
-        Kind::Choice(_) | Kind::Keyed(_) => c"",
-    };
-    let arg = if matches!(kind, Kind::Choice(_)) { words } else { syntax.as_ptr().cast() };
-    ConfigParser { read, write, clone, release, help, doc: s.ucs_config_doc_nop, arg }
-}
-
 /// Parsed values, valid while UCX opens the object they belong to.
 pub struct Values<'a> {
     table: &'a Table,
@@ -398,14 +264,10 @@ pub struct Values<'a> {
 
 impl Drop for Values<'_> {
     fn drop(&mut self) {
-        type Release = unsafe extern "C" fn(*mut c_void, *const c_void);
-        for (index, slots) in self.aliased.iter_mut().enumerate() {
-            let Some(slots) = slots else { continue };
-            let parser = &self.table.fields[index + 1].parser;
-            // SAFETY: UCX's own release function for what its parser stored, called once.
-            unsafe {
-                let release = core::mem::transmute::<*const c_void, Release>(parser.release);
-                release(slots.as_mut_ptr().cast(), parser.arg);
+        for (slots, parser) in self.aliased.iter_mut().zip(&self.table.parsers) {
+            if let Some(slots) = slots {
+                // SAFETY: filled by this parser, released once.
+                unsafe { parser.release(slots.as_mut_ptr().cast()) };
             }
         }
     }
@@ -423,17 +285,8 @@ impl Values<'_> {
 
     /// How UCX writes a value.
     fn shown(&self, index: usize) -> String {
-        type Write =
-            unsafe extern "C" fn(*mut c_char, usize, *const c_void, *const c_void) -> c_int;
-        let parser = &self.table.fields[index + 1].parser;
-        let mut text = [0 as c_char; 256];
-        // SAFETY: UCX's own function for a value its parser stored; it is given the room there is,
-        // less a byte that stays zero.
-        unsafe {
-            let write = core::mem::transmute::<*const c_void, Write>(parser.write);
-            write(text.as_mut_ptr(), text.len() - 1, self.place(index).cast(), parser.arg);
-            CStr::from_ptr(text.as_ptr()).to_string_lossy().into_owned()
-        }
+        // SAFETY: UCX filled the place, or its parser did.
+        unsafe { self.table.parsers[index].write(self.place(index).cast()) }
     }
 
     /// Where the value of a variable is. Asking for what was not declared, or as another type, is

@@ -57,6 +57,7 @@ assert_layout!(ConfigKeyField, 24, name @ 0, doc @ 8, offset @ 16);
 
 /// `ucs_config_key_value_param_t`: what the parser of `key:value` lists works with.
 #[repr(C)]
+#[derive(Clone, Copy)]
 #[allow(missing_docs)]
 pub struct ConfigKeyValue {
     pub parser: ConfigParser,

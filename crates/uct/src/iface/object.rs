@@ -48,7 +48,7 @@ impl<I: Interface> TransportObject<I> {
             }),
             ucx,
             config: Table::new(
-                symbols,
+                ucx,
                 &format!("{} transport", I::TRANSPORT),
                 (I::CONFIG_PREFIX, None),
                 I::VARIABLES,
@@ -299,7 +299,7 @@ unsafe extern "C" fn iface_open<I: Interface>(
             if given { (*params).stats_root } else { core::ptr::null_mut() }
         };
         // SAFETY: UCX parsed these values with the transport's table.
-        let values = unsafe { transport.config.values(ucx, config) };
+        let values = unsafe { transport.config.values(config) };
         // SAFETY: every such block begins with UCX's own part.
         let failure_level = Level::of_number(unsafe { (*config.cast::<IfaceConfig>()).failure });
         let request = OpenRequest { ucx, config: values, failure_level };

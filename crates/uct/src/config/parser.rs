@@ -1,0 +1,274 @@
+//! The functions by which UCX reads, prints and documents a variable: its own, with one of ours in front of
+//! the one that reads.
+//!
+//! If a function that reads refuses a value, UCX logs an error that names half of the variable, and goes on
+//! without the whole component: a typing error would cost the user the device. Ours never refuses. It warns
+//! once, with the variable, the value and what is expected, and the default is used.
+
+use core::ffi::{CStr, c_char, c_int, c_void};
+use std::collections::BTreeSet;
+use std::ffi::CString;
+use std::sync::{Mutex, PoisonError};
+
+use super::{Keyed, Kind, VALUE_SIZE, Variable};
+use crate::abi::{ConfigKeyField, ConfigKeyValue, ConfigParser};
+use crate::border::guarded;
+use crate::log;
+use crate::ucx::{Symbols, Ucx, c_string};
+
+type Read = unsafe extern "C" fn(*const c_char, *mut c_void, *const c_void) -> c_int;
+type Write = unsafe extern "C" fn(*mut c_char, usize, *const c_void, *const c_void) -> c_int;
+type Help = unsafe extern "C" fn(*mut c_char, usize, *const c_void);
+type Release = unsafe extern "C" fn(*mut c_void, *const c_void);
+
+/// How UCX handles one variable: the argument of all its functions, and behind that what is ours. Never freed:
+/// UCX keeps the address.
+#[repr(C)]
+pub(super) struct Parser {
+    argument: UcxArgument,
+    /// UCX's own functions.
+    own: ConfigParser,
+    ucx: &'static Ucx,
+    variable: Variable,
+    /// The whole name.
+    name: String,
+    /// What the argument points to.
+    _strings: Vec<CString>,
+    _keys: Box<[ConfigKeyField]>,
+}
+
+/// The argument that UCX's functions expect, which depends on the kind.
+#[repr(C)]
+union UcxArgument {
+    /// What the help function prints.
+    syntax: [c_char; 64],
+    /// The words of a choice, and a null.
+    words: [*const c_char; 16],
+    keyed: ConfigKeyValue,
+}
+
+impl Parser {
+    pub(super) fn new(ucx: &'static Ucx, prefix: &str, variable: Variable) -> &'static Parser {
+        let symbols = &ucx.symbols;
+        let mut strings = Vec::new();
+        let mut keep = |text: &str| {
+            let text = c_string(text);
+            let pointer = text.as_ptr();
+            strings.push(text);
+            pointer
+        };
+        let mut keys = Box::default();
+        let argument = match variable.kind {
+            Kind::Choice(all) => {
+                let mut words = [core::ptr::null(); 16];
+                assert!(all.len() < words.len(), "the last one stays null");
+                words.iter_mut().zip(all).for_each(|(to, word)| *to = keep(word));
+                UcxArgument { words }
+            }
+            Kind::Keyed(keyed) => {
+                keys = key_fields(keyed, &mut keep);
+                let syntax = keep(syntax(keyed.value)).cast();
+                let parser = ConfigParser { arg: syntax, ..functions(symbols, keyed.value) };
+                UcxArgument { keyed: ConfigKeyValue { parser, keys: keys.as_ptr() } }
+            }
+            kind => {
+                let mut text = [0; 64];
+                let letters = syntax(kind).bytes().map(u8::cast_signed);
+                text[..63].iter_mut().zip(letters).for_each(|(to, letter)| *to = letter);
+                UcxArgument { syntax: text }
+            }
+        };
+        Box::leak(Box::new(Parser {
+            argument,
+            own: functions(symbols, variable.kind),
+            ucx,
+            variable,
+            name: format!("UCX_{prefix}{}", variable.name),
+            _strings: strings,
+            _keys: keys,
+        }))
+    }
+
+    /// What UCX's functions get.
+    fn argument(&self) -> *const c_void {
+        core::ptr::from_ref(self).cast()
+    }
+
+    /// What goes into UCX's table.
+    pub(super) fn raw(&self) -> ConfigParser {
+        ConfigParser { read: read as *const c_void, arg: self.argument(), ..self.own }
+    }
+
+    /// The whole name of the variable.
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Reads a value as UCX does.
+    ///
+    /// # Safety
+    /// `slots` has room for the values of this variable; nothing in it needs to be released.
+    pub(super) unsafe fn read(&self, text: &CStr, slots: *mut c_void) -> bool {
+        let mut completed = None;
+        if let (Kind::Keyed(keyed), Ok(text)) = (self.variable.kind, text.to_str()) {
+            // UCX would log an error of its own.
+            let known = |key: &str| keyed.keys.iter().any(|(known, _)| *known == key);
+            let mut named = text.split(',').map(|item| item.split_once(':').map(|(key, _)| key));
+            if named.clone().flatten().any(|key| !known(key)) {
+                return false;
+            }
+            if !text.is_empty() && named.all(|key| key.is_some()) {
+                completed = Some(c_string(&format!("{},{text}", keyed.fallback)));
+            }
+        }
+        let text = completed.as_deref().unwrap_or(text);
+        // SAFETY: UCX's own function for this kind, with its own argument and, as promised, enough room.
+        unsafe {
+            let read = core::mem::transmute::<*const c_void, Read>(self.own.read);
+            read(text.as_ptr(), slots, self.argument()) == 1
+        }
+    }
+
+    /// How UCX writes a value.
+    ///
+    /// # Safety
+    /// `slots` was filled by [`read`](Parser::read), or by UCX.
+    pub(super) unsafe fn write(&self, slots: *const c_void) -> String {
+        self.written(|text, room| {
+            // SAFETY: UCX's own function, for a value that it stored.
+            unsafe {
+                let write = core::mem::transmute::<*const c_void, Write>(self.own.write);
+                write(text, room, slots, self.argument());
+            }
+        })
+    }
+
+    /// Releases a value.
+    ///
+    /// # Safety
+    /// `slots` was filled by [`read`](Parser::read), and is released once.
+    pub(super) unsafe fn release(&self, slots: *mut c_void) {
+        // SAFETY: UCX's own function, for a value that it stored.
+        unsafe {
+            let release = core::mem::transmute::<*const c_void, Release>(self.own.release);
+            release(slots, self.argument());
+        }
+    }
+
+    /// Warns, once for each, of a value that is not understood. `name`: as the user spelled it.
+    pub(super) fn warn(&self, name: &str, value: &str) {
+        static WARNED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+        let setting = format!("{name}={value}");
+        let mut warned = WARNED.lock().unwrap_or_else(PoisonError::into_inner);
+        if !warned.insert(setting.clone()) {
+            return;
+        }
+        let expected = self.written(|text, room| {
+            // SAFETY: UCX's own function, with its own argument.
+            unsafe {
+                let help = core::mem::transmute::<*const c_void, Help>(self.own.help);
+                help(text, room, self.argument());
+            }
+        });
+        let default = self.variable.default;
+        log!(
+            self.ucx,
+            Warn,
+            "{setting} is not understood and the default, {default}, is used; expected: {expected}"
+        );
+    }
+
+    /// What a function of UCX writes into a buffer.
+    fn written(&self, write: impl FnOnce(*mut c_char, usize)) -> String {
+        let mut text = [0 as c_char; 256];
+        // The last byte stays zero.
+        write(text.as_mut_ptr(), text.len() - 1);
+        // SAFETY: it ends with a zero.
+        unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned()
+    }
+}
+
+/// What UCX calls to read a variable.
+unsafe extern "C" fn read(
+    text: *const c_char,
+    slots: *mut c_void,
+    argument: *const c_void,
+) -> c_int {
+    // SAFETY: UCX passes the argument of the table, a `Parser` that lives for ever.
+    let parser = unsafe { &*argument.cast::<Parser>() };
+    guarded(parser.ucx, "a configuration variable", 0, || {
+        // SAFETY: UCX passes a C string, and the place of this variable in its block.
+        let understood = unsafe { parser.read(CStr::from_ptr(text), slots) } || {
+            // SAFETY: a C string.
+            parser.warn(&parser.name, &unsafe { CStr::from_ptr(text) }.to_string_lossy());
+            // SAFETY: as above; what is not understood leaves nothing to release.
+            unsafe { parser.read(&c_string(parser.variable.default), slots) }
+        };
+        c_int::from(understood)
+    })
+}
+
+/// The keys of a variable in UCX's format: each has its value behind that of the key before.
+fn key_fields(
+    keyed: &Keyed,
+    keep: &mut impl FnMut(&str) -> *const c_char,
+) -> Box<[ConfigKeyField]> {
+    let keys = keyed.keys.iter().enumerate().map(|(index, (name, help))| ConfigKeyField {
+        name: keep(name),
+        doc: keep(help),
+        offset: index * VALUE_SIZE,
+    });
+    let end = ConfigKeyField { name: core::ptr::null(), doc: core::ptr::null(), offset: 0 };
+    keys.chain([end]).collect()
+}
+
+/// UCX's functions for a kind, without an argument.
+fn functions(symbols: &Symbols, kind: Kind) -> ConfigParser {
+    let s = symbols;
+    let (read, write) = match kind {
+        Kind::Bool => (s.ucs_config_sscanf_bool, s.ucs_config_sprintf_bool),
+        Kind::Ternary => (s.ucs_config_sscanf_ternary, s.ucs_config_sprintf_ternary_auto),
+        Kind::Uint => (s.ucs_config_sscanf_uint, s.ucs_config_sprintf_uint),
+        Kind::Time => (s.ucs_config_sscanf_time, s.ucs_config_sprintf_time),
+        Kind::Bandwidth => (s.ucs_config_sscanf_bw, s.ucs_config_sprintf_bw),
+        Kind::MemUnits => (s.ucs_config_sscanf_memunits, s.ucs_config_sprintf_memunits),
+        Kind::Text => (s.ucs_config_sscanf_string, s.ucs_config_sprintf_string),
+        Kind::Choice(_) => (s.ucs_config_sscanf_enum, s.ucs_config_sprintf_enum),
+        Kind::Keyed(_) => (s.ucs_config_sscanf_key_value, s.ucs_config_sprintf_key_value),
+    };
+    let clone = match kind {
+        Kind::Bool | Kind::Ternary => s.ucs_config_clone_int,
+        Kind::Time | Kind::Bandwidth => s.ucs_config_clone_double,
+        Kind::MemUnits => s.ucs_config_clone_ulong,
+        Kind::Text => s.ucs_config_clone_string,
+        Kind::Uint | Kind::Choice(_) => s.ucs_config_clone_uint,
+        Kind::Keyed(_) => s.ucs_config_clone_key_value,
+    };
+    let (release, help, doc) = match kind {
+        Kind::Text => {
+            (s.ucs_config_release_string, s.ucs_config_help_generic, s.ucs_config_doc_nop)
+        }
+        Kind::Choice(_) => (s.ucs_config_release_nop, s.ucs_config_help_enum, s.ucs_config_doc_nop),
+        Kind::Keyed(_) => (
+            s.ucs_config_release_key_value,
+            s.ucs_config_help_key_value,
+            s.ucs_config_doc_key_value,
+        ),
+        _ => (s.ucs_config_release_nop, s.ucs_config_help_generic, s.ucs_config_doc_nop),
+    };
+    ConfigParser { read, write, clone, release, help, doc, arg: core::ptr::null() }
+}
+
+/// What UCX prints as the syntax of a kind, where it does not know by itself.
+fn syntax(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Bool => "<y|n>",
+        Kind::Ternary => "<yes|no|try>",
+        Kind::Uint => "unsigned integer",
+        Kind::Time => "time value: <number>[s|us|ms|ns]",
+        Kind::Bandwidth => "bandwidth value: <number>[T|G|M|K]B|b[[p|/]s]",
+        Kind::MemUnits => "memory units: <number>[b|kb|mb|gb], \"inf\", or \"auto\"",
+        Kind::Text => "string",
+        Kind::Choice(_) | Kind::Keyed(_) => "",
+    }
+}

@@ -63,7 +63,7 @@ const EFFECTS: &[Effect] = &[
     // A machine without any NIC, whatever this one has.
     effect("UCX_GAUDI_COPY_ENABLE_NIC_SCALE_OUT", "yes", "where", "no active NIC is near")
         .with(&[("GAUDI_SYSFS_ROOT", "/nonexistent")]),
-    effect("UCX_GAUDI_COPY_ENABLE_HW_BLOCK_ACCESS", "y", "where", "may be mapped").with(&[("UCX_LOG_LEVEL", "info")]),
+    effect("UCX_GAUDI_COPY_ENABLE_HW_BLOCK_ACCESS", "try", "where", "may be mapped").with(&[("UCX_LOG_LEVEL", "info")]),
     effect("UCX_GAUDI_COPY_MEM_HOOKS", "yes", "where", "maps on a Gaudi by itself is noticed").with(&[("UCX_LOG_LEVEL", "info")]),
     effect("UCX_GAUDI_COPY_LOG_LEVEL", "info", "where", "gaudi_copy uses ").with(&[("UCX_LOG_LEVEL", "warn")]),
     // By default it is tried again until the rule is used up.
@@ -424,5 +424,28 @@ fn a_typing_error_changes_neither_the_card_nor_the_listing() {
     let end = stock("ucx_info", &machine.device, "-d -c").envs(&wrong).run().ok();
     for shown in ["gaudi_cpy", "gaudi_gdr", "gaudi_ipc", "UCX_GAUDI_COPY_DMABUF=try"] {
         assert!(end.stdout.contains(shown), "{shown}: {}", end.report());
+    }
+}
+
+/// `yes` where a card has no register blocks is an error, `try` a line at info level.
+#[test]
+fn register_blocks_can_be_asked_for_tried_and_left_alone() {
+    const NAME: &str = "UCX_GAUDI_COPY_ENABLE_HW_BLOCK_ACCESS";
+    for ucx in Ucx::ALL {
+        let run = |generation, value| {
+            let machine = Machine::new("one card", generation, 1);
+            machine.check(ucx, "where").env(NAME, value).env("UCX_LOG_LEVEL", "info").run()
+        };
+        for (value, shown) in [("yes", true), ("try", true), ("no", false)] {
+            let end = run("gaudi2", value).ok();
+            let said = end.says(&["INFO", "register blocks", "may be mapped"]);
+            assert_eq!(said, shown, "{}", end.report());
+        }
+        let end = run("gaudi1", "try").ok();
+        assert!(end.says(&["INFO", "no register blocks", "Gaudi"]), "{}", end.report());
+        let end = run("gaudi1", "no").ok();
+        assert!(!end.says(&["register blocks"]), "{}", end.report());
+        let end = run("gaudi1", "yes").refused();
+        assert!(end.says(&["ERROR", NAME, "no register blocks"]), "{}", end.report());
     }
 }

@@ -145,6 +145,7 @@ impl<F: Flavour> GaudiComponent<F> {
         })?;
         let card = candidates.first().ok_or(Status::NO_DEVICE)?;
         summary::at_start(ucx, &settings.device, &candidates);
+        register_access(ucx, settings.hw_block_access, card, F::LEADS)?;
         asked::say_if_excluded(ucx, false);
         // A framework's card copies through the framework, whatever the generation; it may come after this.
         let expects_framework = settings::expects_framework(settings.framework);
@@ -194,6 +195,27 @@ impl<F: Flavour> GaudiComponent<F> {
             flavour: PhantomData,
         })
     }
+}
+
+/// Does what ENABLE_HW_BLOCK_ACCESS says, as far as the kind of card decides it. `log`: say what comes of it.
+fn register_access(ucx: &Ucx, wanted: Ternary, card: &DeviceInfo, log: bool) -> Result<(), Status> {
+    const NAME: &str = "UCX_GAUDI_COPY_ENABLE_HW_BLOCK_ACCESS";
+    let generation = card.generation;
+    let possible = generation.maps_register_blocks();
+    if log && wanted != Ternary::No {
+        if possible {
+            log!(ucx, Info, "{NAME}: register blocks of a {generation} may be mapped");
+        } else if wanted == Ternary::Try {
+            log!(ucx, Info, "{NAME}=try: there are no register blocks to map on a {generation}");
+        } else {
+            log!(
+                ucx,
+                Error,
+                "{NAME}=yes, but there are no register blocks to map on a {generation}: use try or no"
+            );
+        }
+    }
+    if possible || wanted != Ternary::Yes { Ok(()) } else { Err(Status::UNSUPPORTED) }
 }
 
 /// An open memory domain. Opening it opens no card; the first allocation does.
@@ -268,13 +290,6 @@ impl<F: Flavour> GaudiDomain<F> {
         log!(self.ucx, Info, "{} uses {card}{how}", F::COMPONENT);
         if let Some(reason) = gaudi::stats::why_unreadable() {
             log!(self.ucx, Info, "statistics cannot be read from outside: {reason}");
-        }
-        if self.settings.hw_block_access {
-            if card.generation.maps_register_blocks() {
-                log!(self.ucx, Info, "register blocks of {card} may be mapped");
-            } else {
-                log!(self.ucx, Warn, "a {} lets nobody map register blocks", card.generation);
-            }
         }
         let nics = self.nearest_nics(card);
         summary::at_first_use(self.ucx, device, self.settings.dmabuf, &nics);

@@ -101,10 +101,13 @@ pub(crate) const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "COPY_ENABLE_HW_BLOCK_ACCESS",
-        default: "n",
+        default: "no",
         help: "Permit the mapping of a Gaudi's register blocks, for debugging and profiling tools in\n\
-               this process. The driver decides which blocks.",
-        kind: Kind::Bool,
+               this process. The driver decides which blocks.\n\
+               yes: fail where the Gaudi has none;\n\
+               try: where it has some;\n\
+               no: never.",
+        kind: Kind::Ternary,
     },
     Variable {
         name: "COPY_MEM_HOOKS",
@@ -199,7 +202,7 @@ pub(crate) struct Settings {
     pub(crate) rcache_limits: CacheLimits,
     pub(crate) estimates: Overrides,
     pub(crate) nic_scale_out: Ternary,
-    pub(crate) hw_block_access: bool,
+    pub(crate) hw_block_access: Ternary,
     pub(crate) mem_hooks: Ternary,
     pub(crate) framework: Ternary,
     pub(crate) adopt: bool,
@@ -241,7 +244,7 @@ impl Settings {
             },
             estimates: Overrides::read(values),
             nic_scale_out: values.ternary("COPY_ENABLE_NIC_SCALE_OUT"),
-            hw_block_access: values.bool("COPY_ENABLE_HW_BLOCK_ACCESS"),
+            hw_block_access: values.ternary("COPY_ENABLE_HW_BLOCK_ACCESS"),
             mem_hooks: values.ternary("COPY_MEM_HOOKS"),
             framework: values.ternary("COPY_FRAMEWORK"),
             adopt: values.bool("COPY_ADOPT"),
@@ -252,7 +255,7 @@ impl Settings {
         gaudi::runtime().on_wait(move |line| log!(ucx, Info, "{line}"));
         gaudi::runtime().configure(Options {
             device: Some(settings.device.clone()),
-            register_access: Some(settings.hw_block_access),
+            register_access: Some(settings.hw_block_access != Ternary::No),
             adopt_own_cards: Some(settings.adopt),
             use_framework: Some(settings.framework != Ternary::No),
             clear_allocations: Some(values.bool("COPY_CLEAR_MEMORY")),

@@ -45,7 +45,7 @@ fn words(remedy: Remedy) -> &'static str {
         Remedy::LendCard => {
             "call ucx_gaudi_lend(fd) with its descriptor, or set UCX_GAUDI_COPY_ADOPT=y"
         }
-        Remedy::PermitRegisterAccess => "set UCX_GAUDI_COPY_ENABLE_HW_BLOCK_ACCESS=y",
+        Remedy::PermitRegisterAccess => "set UCX_GAUDI_COPY_ENABLE_HW_BLOCK_ACCESS=yes",
         Remedy::ReportLength => "report its length with ucx_gaudi_memory_mapped()",
         others => others.words(),
     }

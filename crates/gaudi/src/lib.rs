@@ -19,7 +19,7 @@
 //! # Ok::<(), gaudi::Error>(())
 //! ```
 //!
-//! An [`Allocation`], a [`Share`](share::Share), an [`Opened`](share::Opened), a [`Transfer`] and a [`RegisterBlock`]
+//! An [`Allocation`], an [`Import`], a [`Share`](share::Share), an [`Opened`](share::Opened), a [`Transfer`] and a [`RegisterBlock`]
 //! keep their device open; a [`HostRegion`] and a [`Location`] do not. When the last of them is dropped,
 //! the card is closed, and another process can open it.
 //!
@@ -34,6 +34,7 @@ mod discovery;
 mod environment;
 mod error;
 mod guest;
+mod import;
 mod owners;
 
 mod kept;
@@ -65,6 +66,7 @@ pub use discovery::{DeviceInfo, PortMasks};
 pub use error::{Error, ErrorKind, OPEN_REFUSED};
 pub use guest::Releasing;
 pub use hl_thunk::{DeviceAddr, Direction, ExportCall, Generation, PAGE_SIZE, trace};
+pub use import::{Import, ImportedRegion};
 pub use kept::KeptOpen;
 pub use lent::Unmapping;
 pub use mapping_table::{MappedCard, MappingTable};
@@ -88,6 +90,7 @@ const _: () = {
     from_any_thread::<Allocation>();
     from_any_thread::<Notifier>();
     from_any_thread::<HostRegion>();
+    from_any_thread::<ImportedRegion>();
     from_any_thread::<share::Opened>();
     from_any_thread::<share::Share>();
     from_any_thread::<RegisterBlock>();

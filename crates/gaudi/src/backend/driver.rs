@@ -12,7 +12,8 @@ use hl_thunk::{
 };
 
 use super::{
-    Backend, CopyLimits, FLUSHING, Geometry, HostPin, Page, Placement, Registers, Taken, Ticket,
+    Backend, CopyLimits, FLUSHING, Geometry, HostPin, IMPORTING, Page, Placement, Registers, Taken,
+    Ticket,
 };
 use crate::copy::SLOTS;
 use crate::error::{Error, ErrorKind, Phase};
@@ -163,25 +164,22 @@ impl Backend for Driver {
     }
 
     fn can_import(&self) -> Result<(), Error> {
-        let operation = "importing a dma-buf";
         let supported = ImportedMapping::supported(&self.device)
-            .map_err(|error| Error::driver(Phase::Share, operation, error))?;
+            .map_err(|error| Error::driver(Phase::Share, IMPORTING, error))?;
         if supported {
             return Ok(());
         }
         Err(Error::unsupported(
-            operation,
+            IMPORTING,
             "the driver has no dma-buf import",
             "transfers between devices go through host memory",
         ))
     }
 
     fn import(&self, dmabuf: BorrowedFd<'_>, len: u64) -> Result<HostPin, Error> {
-        let operation = "importing a dma-buf";
-        let device = self.device(operation)?;
+        let device = self.device(IMPORTING)?;
         self.can_import()?;
-        let mapping = ImportedMapping::new(device, dmabuf, len)
-            .map_err(|error| Error::driver(Phase::Share, operation, error))?;
+        let mapping = ImportedMapping::new(device, dmabuf, len).map_err(import_failed)?;
         Ok(HostPin::new(mapping.addr(), mapping))
     }
 
@@ -303,6 +301,19 @@ fn geometry_of(generation: Generation, hw: &HwIpInfo) -> Geometry {
     let usable = |page: &u64| *page != 0 && page.is_multiple_of(PAGE_SIZE);
     let page = reported.into_iter().find(usable).unwrap_or(FALLBACK_PAGE);
     Geometry { total: hw.dram_size / page * page, page, placement: Placement::Window }
+}
+
+/// The advice that goes with an errno of the driver is for exports.
+fn import_failed(error: hl_thunk::Error) -> Error {
+    let errno = error.errno;
+    let failed = Error::driver(Phase::Share, IMPORTING, error);
+    match errno {
+        libc::EINVAL => failed.advise_instead("the driver does not map dma-bufs of this exporter"),
+        libc::EPERM => failed.advise_instead(
+            "the card cannot reach the exporter's device on the PCI bus (peer-to-peer)",
+        ),
+        _ => failed,
+    }
 }
 
 const EXPORTING: &str = "exporting a dma-buf";
@@ -442,6 +453,20 @@ mod tests {
     fn hw() -> HwIpInfo {
         // SAFETY: plain numbers; all zeroes is a value.
         unsafe { std::mem::zeroed() }
+    }
+
+    #[test]
+    fn a_refused_import_is_not_given_the_advice_for_exports() {
+        for (errno, kind, words) in [
+            (libc::EINVAL, ErrorKind::ChannelFailed, "exporter"),
+            (libc::EPERM, ErrorKind::PermissionDenied, "peer-to-peer"),
+            (libc::ENOMEM, ErrorKind::OutOfMemory, "memory"),
+        ] {
+            let error = import_failed(hl_thunk::Error { call: "ioctl", errno });
+            assert_eq!((error.kind(), error.errno()), (kind, Some(errno)));
+            let text = error.to_string();
+            assert!(text.contains(words) && !text.contains("BAR"), "{text}");
+        }
     }
 
     #[test]

@@ -12,7 +12,8 @@ use hl_thunk::packet::{DmaRule, LinDma};
 use hl_thunk::{DeviceAddr, Direction, ExportCall};
 
 use super::{
-    Backend, CopyLimits, FLUSHING, Geometry, HostPin, Page, Placement, Registers, Taken, Ticket,
+    Backend, CopyLimits, FLUSHING, Geometry, HostPin, IMPORTING, Page, Placement, Registers, Taken,
+    Ticket,
 };
 use crate::copy::SLOTS;
 use crate::error::Phase;
@@ -354,7 +355,7 @@ impl Backend for Fake {
     }
 
     fn can_import(&self) -> Result<(), Error> {
-        Err(Error::unsupported("importing a dma-buf", "the fake device cannot", ""))
+        Err(Error::unsupported(IMPORTING, "the fake device cannot", ""))
     }
 
     fn import(&self, _dmabuf: BorrowedFd<'_>, _len: u64) -> Result<HostPin, Error> {

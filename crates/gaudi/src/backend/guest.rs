@@ -30,7 +30,8 @@ use self::presence::{Calling, Presence};
 use self::streams::{LANES, Streams};
 use super::driver::{Shared, alone, export_failed, flush, shared};
 use super::{
-    Backend, CopyLimits, FLUSHING, Geometry, HostPin, Page, Placement, Registers, Taken, Ticket,
+    Backend, CopyLimits, FLUSHING, Geometry, HostPin, IMPORTING, Page, Placement, Registers, Taken,
+    Ticket,
 };
 use crate::copy::SLOTS;
 use crate::error::ErrorKind;
@@ -329,7 +330,7 @@ impl Backend for Guest {
 
     fn can_import(&self) -> Result<(), Error> {
         Err(not_ours(
-            "importing a dma-buf",
+            IMPORTING,
             "the card is the framework's, and whether its streams copy imported memory is not proven",
             "peers may import this process's memory; else transfers go through a network device or host memory",
         ))

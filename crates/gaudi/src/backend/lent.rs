@@ -8,7 +8,7 @@ use hl_thunk::{DeviceAddr, Direction};
 use synapse::Framework;
 
 use super::driver::Driver;
-use super::{Backend, CopyLimits, Geometry, HostPin, Registers, Taken, Ticket};
+use super::{Backend, CopyLimits, Geometry, HostPin, IMPORTING, Registers, Taken, Ticket};
 use crate::error::ErrorKind;
 use crate::guest::driven_by_framework;
 use crate::stats::Counts;
@@ -65,11 +65,11 @@ impl Backend for LentDriver {
     }
 
     fn can_import(&self) -> Result<(), Error> {
-        self.permitted("importing a dma-buf")?.can_import()
+        self.permitted(IMPORTING)?.can_import()
     }
 
     fn import(&self, dmabuf: BorrowedFd<'_>, len: u64) -> Result<HostPin, Error> {
-        self.permitted("importing a dma-buf")?.import(dmabuf, len)
+        self.permitted(IMPORTING)?.import(dmabuf, len)
     }
 
     fn export_foreign(

@@ -27,6 +27,7 @@ use crate::stats::{Counts, GaugeGuard};
 const BOUNCE_SLOTS: u32 = 64;
 
 pub(crate) const FLUSHING: &str = "flushing what other devices wrote";
+pub(crate) const IMPORTING: &str = "importing a dma-buf";
 
 /// How a device's memory comes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

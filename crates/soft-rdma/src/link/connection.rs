@@ -308,15 +308,15 @@ impl Connection {
     }
 
     fn welcome(&self, identity: &Identity, hello: &Hello) -> Result<(), Errno> {
-        let expected = auth::prove(&identity.secret, Side::Connecting, &self.nonce, &hello.nonce);
-        if !auth::equal(&expected, &hello.proof) {
+        let Identity { secret, .. } = identity;
+        if !auth::is_proof(&hello.proof, secret, Side::Connecting, &self.nonce, &hello.nonce) {
             return Err(Errno::ACCESS);
         }
         *lock(&self.from) = hello.owner;
         let direct = can_read(self.peer, hello.probe);
         self.direct.store(direct, Ordering::Release);
         self.state.store(UP, Ordering::Release);
-        let proof = auth::prove(&identity.secret, Side::Accepting, &self.nonce, &hello.nonce);
+        let proof = auth::prove(secret, Side::Accepting, &self.nonce, &hello.nonce);
         let welcome = Welcome { proof, direct, probe: self.probe.message() };
         self.push(&Frame::Welcome(welcome), Payload::Empty);
         Ok(())
@@ -324,8 +324,8 @@ impl Connection {
 
     fn welcomed(&self, hca: &Hca, identity: &Identity, welcome: &Welcome) -> Result<(), Errno> {
         let accepting = *lock(&self.challenge);
-        let expected = auth::prove(&identity.secret, Side::Accepting, &accepting, &self.nonce);
-        if !auth::equal(&expected, &welcome.proof) {
+        let Identity { secret, .. } = identity;
+        if !auth::is_proof(&welcome.proof, secret, Side::Accepting, &accepting, &self.nonce) {
             return Err(Errno::ACCESS);
         }
         self.direct.store(welcome.direct, Ordering::Release);

@@ -160,6 +160,27 @@ mod ipc {
     }
 
     #[test]
+    fn an_exporter_that_stays_crowded_is_not_asked_again_at_once() {
+        alone!(2);
+        let (mut exporter, key) = exporter();
+        let mut importer = importer_with(Set::default());
+        exporter.request_ok("nofile 120");
+        exporter.request_ok("exhaust 5");
+        let mut ask = || {
+            let refused = importer.request(&format!("open 1 {}", hex(&key)));
+            assert!(refused.contains("broker: it has too many peers"), "{refused}");
+        };
+        ask();
+        let asked = exporter.stat("ipc_broker_refused_crowded");
+        assert_ne!(asked, 0);
+        ask();
+        assert_eq!(exporter.stat("ipc_broker_refused_crowded"), asked);
+        exporter.request_ok("restore");
+        until("it is asked again", || importer.request(&format!("open 1 {}", hex(&key))) == "ok");
+        assert_quarantined(&mut exporter, &mut importer);
+    }
+
+    #[test]
     fn an_importer_short_of_descriptors_keeps_the_leases_that_it_has() {
         alone!(2);
         let (mut exporter, key) = exporter();

@@ -6,7 +6,6 @@
 //! one thread, started with the first lease. Nothing is kept of an exporter before it has granted one.
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -17,108 +16,21 @@ use rustix::io::Errno;
 use rustix::net::Shutdown;
 
 use super::key::Fields;
-use super::leases::{Action, Denied, ImporterLeases, Violation};
+use super::leases::{Action, ImporterLeases, Violation};
+use super::no_lease::NoLease;
+use super::patience::Patience;
 use super::socket::{Credentials, Outbox, Unconnected};
 use super::wire::{LeaseId, MAX_LEN, Refusal, Reply, Request};
 use super::{Identity, descriptors, opened, socket};
+use crate::marks;
 use crate::process::{CloseOnFork, PerProcess, thread};
-use crate::{ErrorKind, marks};
 
-/// How long an exporter may take to answer: longer than a broker's thread waits for its turn on a
-/// busy machine, and than it keeps connections that ask for nothing.
-const REPLY_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long an exporter that did not answer is not asked again.
-const RETRY_AFTER: Duration = Duration::from_secs(5);
 /// Between two attempts at a broker that is crowded.
 const PAUSE: Duration = Duration::from_millis(2);
 /// Most messages taken from one exporter before others have their turn.
 const MAX_AT_ONCE: u32 = 256;
-/// Most exporters of which it is remembered that they did not answer, and that they have ended.
-const MAX_REMEMBERED: usize = 64;
-
-/// Why there is no lease.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum NoLease {
-    /// No such socket, or not for us.
-    NobodyListens(Errno),
-    /// The process that listens is not the exporter, or not of our user.
-    NotTheExporter,
-    /// No answer in time.
-    Silent,
-    /// The exporter ended, or closed the connection: it does so to other users, without a reply.
-    HungUp,
-    /// Memory that is not shared under this key, or no more.
-    Unknown,
-    /// An answer that we do not understand, or it does not understand us.
-    NotUnderstood,
-    /// The exporter has too many peers.
-    Crowded,
-    /// This process lacks something.
-    Ourselves(String),
-}
-
-impl fmt::Display for NoLease {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            NoLease::NobodyListens(Errno::CONNREFUSED) => f.write_str("nobody listens"),
-            NoLease::NobodyListens(errno) => write!(f, "nobody listens ({errno})"),
-            NoLease::NotTheExporter => f.write_str("the listener is not the exporter"),
-            NoLease::Silent => write!(f, "no answer in {} s", REPLY_TIMEOUT.as_secs()),
-            NoLease::HungUp => f.write_str("it hung up"),
-            NoLease::Unknown => f.write_str("this memory is not shared (any more)"),
-            NoLease::NotUnderstood => f.write_str("it speaks another version"),
-            NoLease::Crowded => f.write_str("it has too many peers"),
-            NoLease::Ourselves(what) => f.write_str(what),
-        }
-    }
-}
-
-impl NoLease {
-    /// What kind of failure this is to who opens memory, and what to do about it.
-    pub(super) fn remedy(&self) -> (ErrorKind, &'static str) {
-        match self {
-            NoLease::NobodyListens(Errno::AGAIN) | NoLease::Crowded => (
-                ErrorKind::ChannelFailed,
-                "try again later, have fewer processes use its memory, or raise its limit of open files",
-            ),
-            // It hangs up on other users without a reply.
-            NoLease::NobodyListens(_) | NoLease::NotTheExporter | NoLease::HungUp => (
-                ErrorKind::PermissionDenied,
-                "run both as the same user, with a common network namespace or /dev/shm",
-            ),
-            NoLease::Silent => {
-                (ErrorKind::Timeout, "it is stopped or very busy: continue it, or try again later")
-            }
-            NoLease::Unknown => (ErrorKind::ChannelFailed, ""),
-            NoLease::NotUnderstood => {
-                (ErrorKind::ChannelFailed, "use one version of ucx-gaudi in both processes")
-            }
-            NoLease::Ourselves(_) => (
-                ErrorKind::OutOfMemory,
-                "raise this process's limits of open files (ulimit -n) and threads, or use fewer peers' memory",
-            ),
-        }
-    }
-}
-
-impl From<Denied> for NoLease {
-    fn from(denied: Denied) -> Self {
-        match denied {
-            Denied::Refused(why) => why.into(),
-            Denied::NoDescriptor => NoLease::Ourselves("no free descriptor".into()),
-        }
-    }
-}
-
-impl From<Refusal> for NoLease {
-    fn from(refusal: Refusal) -> Self {
-        match refusal {
-            Refusal::Unknown => NoLease::Unknown,
-            Refusal::Malformed => NoLease::NotUnderstood,
-            Refusal::Crowded => NoLease::Crowded,
-        }
-    }
-}
+/// Most exporters of which it is remembered that they have ended.
+const MAX_ENDED: usize = 64;
 
 /// A lease on memory of another process; released when dropped.
 #[derive(Debug)]
@@ -186,21 +98,13 @@ struct Table {
     /// All have granted a lease.
     connections: HashMap<Identity, Arc<Connection>>,
     last: u64,
-    /// Did not answer the first request, and until when they are not asked again.
-    silent: VecDeque<(Identity, Instant)>,
+    patience: Patience,
     /// Whose connections have ended.
     ended: VecDeque<Identity>,
     thread_runs: bool,
 }
 
 static IMPORTER: PerProcess<Importer> = PerProcess::new();
-
-fn remember<T>(list: &mut VecDeque<T>, item: T) {
-    if list.len() >= MAX_REMEMBERED {
-        list.pop_front();
-    }
-    list.push_back(item);
-}
 
 /// Most exporters this process is connected to.
 fn max_connections() -> usize {
@@ -231,30 +135,35 @@ impl Importer {
         if let Some(connection) = self.find(&key.peer) {
             return connection.request(key);
         }
-        let now = Instant::now();
-        self.table().silent.retain(|(_, end)| now < *end);
-        if self.table().silent.iter().any(|(exporter, _)| *exporter == key.peer) {
-            return Err(NoLease::Silent);
-        }
+        let deadline = self.deadline(&key.peer)?;
         self.make_capacity()?;
         self.start_thread()?;
-        let deadline = now + REPLY_TIMEOUT;
         loop {
-            match self.try_connect(key) {
+            match self.try_connect(key, deadline) {
                 // Its queue is full, or it has too many connections at the moment.
                 Err(NoLease::NobodyListens(Errno::AGAIN) | NoLease::Crowded)
-                    if Instant::now() < deadline =>
+                    if Instant::now() + PAUSE < deadline =>
                 {
                     std::thread::sleep(PAUSE);
                 }
-                Err(NoLease::Silent) => {
-                    let entry = (key.peer, Instant::now() + RETRY_AFTER);
-                    remember(&mut self.table().silent, entry);
-                    return Err(NoLease::Silent);
-                }
-                answer => return answer,
+                answer => return self.noted(&key.peer, answer),
             }
         }
+    }
+
+    /// Until when to wait for an answer of this exporter; or why not at all.
+    fn deadline(&self, exporter: &Identity) -> Result<Instant, NoLease> {
+        let now = Instant::now();
+        self.table().patience.with(exporter, now).map(|wait| now + wait)
+    }
+
+    /// Takes note of a wait until the [`Importer::deadline`] in vain.
+    fn noted<T>(&self, exporter: &Identity, answer: Result<T, NoLease>) -> Result<T, NoLease> {
+        use NoLease::{Crowded, NobodyListens, Silent};
+        if let Err(why @ (Silent | Crowded | NobodyListens(Errno::AGAIN))) = &answer {
+            self.table().patience.was_in_vain(*exporter, Instant::now(), why);
+        }
+        answer
     }
 
     /// Waits until no other thread makes contact with this exporter: there is one connection to each.
@@ -266,7 +175,11 @@ impl Importer {
         FirstContact { importer: self, exporter: *exporter }
     }
 
-    fn try_connect(&'static self, key: &Fields) -> Result<(Lease, OwnedFd), NoLease> {
+    fn try_connect(
+        &'static self,
+        key: &Fields,
+        deadline: Instant,
+    ) -> Result<(Lease, OwnedFd), NoLease> {
         let exporter = key.peer;
         let is_exporter = |listener: Credentials| {
             let is_it = !exporter.is_in_our_pid_namespace() || listener.pid == exporter.pid;
@@ -292,7 +205,8 @@ impl Importer {
             is_closed: AtomicBool::new(false),
             closed_for_capacity: AtomicBool::new(false),
         });
-        let granted = connection.request(key)?;
+        // Nobody else receives from it yet.
+        let granted = connection.request_until(key, deadline)?;
         let mut table = self.table();
         table.ended.retain(|ended| *ended != exporter);
         table.connections.insert(exporter, Arc::clone(&connection));
@@ -367,7 +281,10 @@ impl Importer {
         }
         table.connections.remove(&exporter);
         if !connection.closed_for_capacity.load(Ordering::Relaxed) {
-            remember(&mut table.ended, exporter);
+            if table.ended.len() >= MAX_ENDED {
+                table.ended.pop_front();
+            }
+            table.ended.push_back(exporter);
         }
         drop(table);
         opened::evict(|key| key.peer == exporter);
@@ -414,8 +331,6 @@ struct Connection {
 struct State {
     leases: ImporterLeases<Fields, OwnedFd>,
     outbox: Outbox<OwnedFd>,
-    /// It did not answer in time: not asked again before.
-    silent_until: Option<Instant>,
     /// Whether the thread's `epoll` has it.
     is_watched: bool,
     /// Somebody waits for an answer and receives by itself: the thread need not wake up.
@@ -500,30 +415,32 @@ impl Connection {
     /// Asks for a lease and waits for the answer.
     fn request(self: &Arc<Self>, key: &Fields) -> Result<(Lease, OwnedFd), NoLease> {
         let _receiving = self.receiving.lock().unwrap_or_else(PoisonError::into_inner);
-        let now = Instant::now();
+        let deadline = self.importer.deadline(&self.exporter)?;
+        match self.request_until(key, deadline) {
+            // It answers.
+            Err(NoLease::Crowded) => Err(NoLease::Crowded),
+            answer => self.importer.noted(&self.exporter, answer),
+        }
+    }
+
+    /// For whoever has the right to receive.
+    fn request_until(
+        self: &Arc<Self>,
+        key: &Fields,
+        deadline: Instant,
+    ) -> Result<(Lease, OwnedFd), NoLease> {
         let id = {
             let mut state = self.state();
             if self.is_closed() {
                 return Err(NoLease::HungUp);
             }
-            if state.silent_until.is_some_and(|end| now < end) {
-                return Err(NoLease::Silent);
-            }
             state.leases.request(*key)
         };
         self.set_muted(true);
-        let answer = self.ask(id, key, now + REPLY_TIMEOUT);
+        let answer = self.ask(id, key, deadline);
         self.set_muted(false);
-        if answer.is_err() {
-            let mut state = self.state();
-            if matches!(answer, Err(NoLease::Silent)) {
-                state.silent_until = Some(Instant::now() + RETRY_AFTER);
-            }
-            let was_granted = state.leases.abandon(id);
-            drop(state);
-            if was_granted {
-                self.send(Request::Release { lease: id });
-            }
+        if answer.is_err() && self.state().leases.abandon(id) {
+            self.send(Request::Release { lease: id });
         }
         let dmabuf = answer?;
         Ok((Lease { connection: Arc::clone(self), id }, dmabuf))

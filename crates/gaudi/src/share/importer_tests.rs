@@ -76,13 +76,29 @@ fn an_answer_behind_other_messages_is_not_awaited_past_the_deadline() {
     let grant = Reply::Grant { lease: id }.pack();
     socket::send(exporter.as_fd(), grant.as_ref(), Some(exporter.as_fd())).unwrap();
     assert_eq!(connection.ask(id, &key, Instant::now()).unwrap_err(), NoLease::Silent);
-    let deadline = Instant::now() + REPLY_TIMEOUT;
+    let deadline = connection.importer.deadline(&key.peer).unwrap();
     connection.ask(id, &key, deadline).expect("it is still there");
 }
 
 #[test]
+fn an_exporter_that_does_not_answer_is_asked_once_and_others_are_waited_for_half_as_long() {
+    let (connection, exporter, key) = connection();
+    let silent = Identity { instance: [9; 6], ..connection.exporter };
+    let connection = Connection { exporter: silent, ..Arc::into_inner(connection).unwrap() };
+    let connection = Arc::new(connection);
+    for _ in 0..2 {
+        assert_eq!(connection.request(&key).unwrap_err(), NoLease::Silent);
+    }
+    assert!(matches!(received(&exporter), Ok(Some(Request::Open { .. }))));
+    assert_eq!(received(&exporter), Err(Errno::AGAIN));
+    let other = Identity { instance: [8; 6], ..silent };
+    let deadline = connection.importer.deadline(&other).unwrap();
+    assert!(deadline <= Instant::now() + Duration::from_millis(500));
+}
+
+#[test]
 fn a_peer_that_refuses_is_crowded_or_does_not_answer_has_a_remedy_of_its_own() {
-    use ErrorKind::*;
+    use crate::ErrorKind::*;
     for (why, kind, words) in [
         (NoLease::NobodyListens(Errno::CONNREFUSED), PermissionDenied, "as the same user"),
         (NoLease::NotTheExporter, PermissionDenied, "as the same user"),

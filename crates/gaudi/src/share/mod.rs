@@ -18,7 +18,7 @@
 //! | `Grant` | | *requested* → *answered*; *abandoned* → none, sends `Release` |
 //! | `Refused` | | *requested* → *answered*; *abandoned* → none |
 //! | the requester takes the answer | | *answered* → *held* and imported, or none if it was refused |
-//! | no answer in a second | | *requested* → *abandoned* |
+//! | no answer in time, a second at most | | *requested* → *abandoned* |
 //! | memory is unshared or freed, or its card is lost | stays *leased*; sends `Revoke` | |
 //! | `Revoke` | | evicted from the cache; *held* until its last user is done. Ignored if it was released |
 //! | the import is unmapped | | *held* → none; sends `Release` |
@@ -32,6 +32,7 @@
 //! | `leases` | both state machines, without sockets |
 //! | `exporter`, `broker` | what is shared; the thread that grants leases |
 //! | `importer`, `opened`, `cache` | connections to exporters; keys, imports, and which are kept |
+//! | `patience`, `no_lease` | how long an exporter is waited for; why there is no lease |
 //! | `descriptors` | how many both sides keep, and leave to the application |
 //! | `socket` | where brokers listen, who is at the other end, sending and receiving |
 
@@ -47,7 +48,9 @@ mod key;
 mod leases;
 #[cfg(test)]
 mod leases_model;
+mod no_lease;
 mod opened;
+mod patience;
 mod socket;
 mod sync;
 mod wire;

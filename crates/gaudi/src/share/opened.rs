@@ -7,8 +7,9 @@ use std::sync::{Arc, Weak};
 
 use super::cache::{Cache, Limits};
 use super::exporter::file_len;
-use super::importer::{self, Lease, NoLease};
+use super::importer::{self, Lease};
 use super::key::{Bus, Fields};
+use super::no_lease::NoLease;
 use super::{Identity, KeyError};
 use crate::backend::HostPin;
 use crate::process::ProcessBound;

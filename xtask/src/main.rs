@@ -103,7 +103,7 @@ enum Command {
         #[arg(long, value_name = "SPEC", num_args = 0..=1, default_missing_value = bench::model::DEFAULT)]
         model: Option<String>,
     },
-    /// Put results of benches into docs/performance.md
+    /// Write results of benches to docs/results
     BenchReport {
         /// What `bench NAME --json NAME.json` wrote
         #[arg(required = true, value_name = "NAME.json")]
@@ -111,6 +111,9 @@ enum Command {
         /// Where they were measured, if not on this machine
         #[arg(long)]
         machine: Option<String>,
+        /// The commit that was measured, if not the one that is checked out
+        #[arg(long)]
+        commit: Option<String>,
     },
     /// Build for release and copy it to a prefix
     Install {
@@ -192,8 +195,10 @@ fn run(command: Command) -> Result<()> {
                 (json.as_deref(), csv.as_deref(), logs.as_deref(), model.as_deref());
             bench::run(&repo, name, bench::Options { json, csv, quick, prebuilt, logs, model })
         }
-        Command::BenchReport { files, machine } => {
-            bench::report::run(&repo, &files, machine.as_deref())
+        Command::BenchReport { files, machine, commit } => {
+            let origin =
+                bench::report::Origin { machine: machine.as_deref(), commit: commit.as_deref() };
+            bench::report::run(&repo, &files, origin)
         }
         Command::Install { prefix } => {
             dist::build(&repo, dist::Profile::Release)?;

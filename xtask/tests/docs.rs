@@ -112,6 +112,21 @@ fn files_that_are_named_exist() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
+/// A figure without these cannot be repeated or trusted.
+#[test]
+fn results_name_their_date_commit_machine_and_command() {
+    let results = files(&root().join("docs/results"), ".md");
+    assert!(!results.is_empty(), "the results were not found");
+    for path in results {
+        let text = read(&path);
+        let not_measured = text.contains("\nNot measured yet");
+        for row in ["date", "commit", "machine", "command"] {
+            let known = text.contains(&format!("\n| {row} | "));
+            assert!(known || not_measured, "{}: no {row}", path.display());
+        }
+    }
+}
+
 /// The variables that the plugin declares, by their full names. Those of UCX's own interface tables
 /// are not ours.
 fn declared() -> BTreeSet<String> {

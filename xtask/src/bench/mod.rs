@@ -1,4 +1,4 @@
-//! `cargo xtask bench NAME`: measures something beside a floor from the same run; prints a table and,
+//! `cargo xtask bench NAME`: measures something and a floor in the same run; prints a table and,
 //! on request, writes JSON or CSV.
 
 mod blocks;
@@ -34,29 +34,29 @@ use crate::setup;
 pub(crate) enum Name {
     /// What a block of a KV cache costs with NIXL, by gaudi_ipc and by the software HCA
     Blocks,
-    /// The protocols that UCP chooses beside those forced by hand (with `--model`)
+    /// The protocols that UCP chooses compared with those forced by hand (with `--model`)
     Choice,
     /// Every operation between two processes with Gaudi memory staged: protocols and bandwidth
     Cliffs,
-    /// Copies through UCT beside memcpy, short ones beside the driver, ucp_init with the plugin
+    /// Copies through UCT compared with memcpy, short ones with the driver alone, ucp_init with and without the plugin
     Copy,
-    /// Copies as a guest of Synapse beside those on a card of our own (software Synapse)
+    /// Copies as a guest of Synapse compared with those on a card of our own (software Synapse)
     Guest,
     /// Host-only latency of stock UCX with the plugin absent, loaded, and in use
     HostLatency,
-    /// Gaudi memory between two processes by gaudi_ipc, beside cma, posix and memcpy
+    /// Gaudi memory between two processes by gaudi_ipc, compared with cma, posix and memcpy
     Ipc,
     /// Allocation, detection and export with few and many live allocations
     Memory,
     /// Every operation between host, Gaudi and CUDA memory of two processes
     Pairs,
-    /// Processor seconds per GB: RDMA, gaudi_ipc, staged, and host memory on the same ways
+    /// Processor seconds per GB: RDMA, gaudi_ipc and staged, compared with host memory over the same transport
     ProcessorTime,
     /// The registration cache: hits with few and many regions, registering again, a steady loop
     Rcache,
-    /// RDMA on Gaudi memory beside host memory, staging, and one rail (software HCA)
+    /// RDMA on Gaudi memory compared with host memory, staging, and one rail (software HCA, modelled link)
     Rdma,
-    /// The software card itself: latency and bandwidth of submissions beside memcpy and a futex
+    /// The software card itself: latency and bandwidth of submissions compared with memcpy and a futex
     SoftGaudi,
 }
 

@@ -1,27 +1,36 @@
-//! `cargo xtask bench-report FILE…`: puts the results of benches into `docs/performance.md`.
+//! `cargo xtask bench-report FILE…`: writes the results of benches to `docs/results/NAME.md`.
 //!
-//! Each file is what `cargo xtask bench NAME --json NAME.json` wrote; its table replaces what stands
-//! between `<!-- bench NAME -->` and `<!-- end -->` in the page.
+//! Each file is what `cargo xtask bench NAME --json NAME.json` wrote (`NAME-model.json` with `--model`). The page is
+//! written as a whole, so nothing in it is edited by hand; advice is in `docs/performance.md`.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use clap::ValueEnum as _;
 use e2e::Device;
 
+use super::Name;
 use super::record::Record;
 use crate::repo::Repo;
 
-const PAGE: &str = "docs/performance.md";
-const END: &str = "<!-- end -->";
+const FOLDER: &str = "docs/results";
 
-/// Writes the tables of `files` into the page; `machine` says where they were measured, if not here.
-pub(crate) fn run(repo: &Repo, files: &[PathBuf], machine: Option<&str>) -> Result<()> {
-    let path = repo.path(PAGE);
-    let mut page = std::fs::read_to_string(&path).with_context(|| format!("cannot read {PAGE}"))?;
-    let machine = machine.map_or_else(this_machine, |given| Ok(given.to_owned()))?;
+/// Where and of what the figures are, if not of this machine and of the commit that is checked out.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Origin<'a> {
+    /// The machine in words.
+    pub(crate) machine: Option<&'a str>,
+    /// The commit.
+    pub(crate) commit: Option<&'a str>,
+}
+
+/// Writes a page for each of `files`.
+pub(crate) fn run(repo: &Repo, files: &[PathBuf], origin: Origin<'_>) -> Result<()> {
+    let machine = origin.machine.map_or_else(this_machine, |given| Ok(given.to_owned()))?;
+    let commit = origin.commit.map_or_else(|| head(repo), |given| Ok(given.to_owned()))?;
     for file in files {
         let name = file.file_stem().unwrap_or_default().display().to_string();
         let text = std::fs::read_to_string(file)
@@ -29,22 +38,72 @@ pub(crate) fn run(repo: &Repo, files: &[PathBuf], machine: Option<&str>) -> Resu
         let records: Vec<Record> = serde_json::from_str(&text)
             .with_context(|| format!("{}: not the results of a bench", file.display()))?;
         ensure!(!records.is_empty(), "{}: no results", file.display());
-        let modelled = modelled(&name, &records)?;
-        let section = format!("{}, on {machine}{modelled}.\n\n{}", date(file)?, table(&records));
-        page = replaced(&page, &name, &section)?;
-        eprintln!("{PAGE}: {name}, {} figures", records.len());
+        let page = page(&name, &records, [&date(file)?, &commit, &machine])?;
+        let path = repo.path(FOLDER).join(format!("{name}.md"));
+        std::fs::write(&path, page).with_context(|| format!("cannot write {}", path.display()))?;
+        eprintln!("{FOLDER}/{name}.md: {} figures", records.len());
     }
-    std::fs::write(&path, page).with_context(|| format!("cannot write {PAGE}"))
+    Ok(())
 }
 
-/// Says of which model the figures are, and by how much its times were stretched.
-fn modelled(name: &str, records: &[Record]) -> Result<String> {
+/// The whole page of a bench.
+fn page(name: &str, records: &[Record], [date, commit, machine]: [&str; 3]) -> Result<String> {
+    let spec = model(name, records)?;
+    let bench = name.strip_suffix("-model").unwrap_or(name);
+    let bench_name = Name::from_str(bench, false)
+        .map_err(|_| anyhow!("{name}: there is no such bench; name the file after its bench"))?;
+    let (what, option) = match spec {
+        Some(spec) => (of_a_model(bench_name), format!(" --model {spec}")),
+        None => (help(bench_name), String::new()),
+    };
+    let table = table(records);
+    Ok(format!(
+        "# Results: {name}\n\n\
+         {what}.\n\n\
+         | | |\n|---|---|\n\
+         | date | {date} |\n\
+         | commit | {commit} |\n\
+         | machine | {machine} |\n\
+         | command | `cargo xtask bench {bench}{option} --json {name}.json` |\n\n\
+         Each value is compared with a floor from the same run; the ratio is value to floor, and a target is a bound on it:\n\
+         [performance-method.md](../design/performance-method.md). Written by `cargo xtask bench-report {name}.json`.\n\n\
+         {table}"
+    ))
+}
+
+/// What a bench measures, as `cargo xtask bench --help` says it.
+fn help(bench: Name) -> String {
+    let help = bench.to_possible_value().and_then(|value| value.get_help().cloned());
+    help.map(|help| help.to_string()).unwrap_or_default()
+}
+
+/// The same of a bench with `--model`.
+fn of_a_model(bench: Name) -> String {
+    let what = match bench {
+        Name::Choice => {
+            "Time of a message by the protocol that UCP chooses, compared with the best that was forced by hand"
+        }
+        Name::Copy => "Copies through UCT compared with the modelled link",
+        Name::Ipc => "Messages between two processes by gaudi_ipc compared with the modelled link",
+        Name::Cliffs => {
+            "Messages between two processes, staged through host memory, compared with the modelled link"
+        }
+        // No other bench takes `--model`.
+        _ => "",
+    };
+    format!(
+        "{what}, on a software card with the times of a Gaudi2. These are figures of a model, not of a card"
+    )
+}
+
+/// The model that the figures are of, such as `gaudi2,slow=20`.
+fn model<'a>(name: &str, records: &'a [Record]) -> Result<Option<&'a str>> {
     let specs: BTreeSet<Option<&str>> = records.iter().map(|it| it.model.as_deref()).collect();
     ensure!(specs.len() == 1, "{name}: figures of several models");
     // Files of modelled cards are named `NAME-model.json`.
     match (name.ends_with("-model"), specs.first().copied().flatten()) {
-        (false, None) => Ok(String::new()),
-        (true, Some(spec)) => Ok(format!(", its times modelled (`{spec}`)")),
+        (true, Some(spec)) => Ok(Some(spec)),
+        (false, None) => Ok(None),
         (true, None) => bail!(
             "{name}: measured by a version that did not note the model; add it to each figure: \
              jq 'map(.model = \"gaudi2,slow=N\")'"
@@ -53,22 +112,10 @@ fn modelled(name: &str, records: &[Record]) -> Result<String> {
     }
 }
 
-/// The page with another section for a bench.
-fn replaced(page: &str, name: &str, section: &str) -> Result<String> {
-    let start = format!("<!-- bench {name} -->\n");
-    let Some((before, rest)) = page.split_once(&start) else {
-        bail!("{PAGE} has no line `{}`; name the file after its bench", start.trim_end());
-    };
-    let (_, after) = rest.split_once(END).with_context(|| format!("{PAGE}: no `{END}`"))?;
-    Ok(format!("{before}{start}{section}{END}{after}"))
-}
-
-/// What has a target; everything, where nothing has one.
+/// Every figure.
 fn table(records: &[Record]) -> String {
-    let with_target = records.iter().filter(|record| record.target.is_some()).count();
-    let shown = |record: &&Record| with_target == 0 || record.target.is_some();
     let mut text = "| | value | floor | ratio | target |\n|---|--:|--:|--:|---|\n".to_owned();
-    for record in records.iter().filter(shown) {
+    for record in records {
         let Record { name, value, unit, floor, ratio, target, met, model: _ } = record;
         let target = match (target, met) {
             (Some(target), Some(false)) => format!("{}: **missed**", digits(*target)),
@@ -79,10 +126,6 @@ fn table(records: &[Record]) -> String {
         let (value, floor, ratio) = (digits(*value), digits(*floor), digits(*ratio));
         let line = format!("| {name} | {value} {unit} | {floor} {unit} | {ratio} | {target} |");
         let _ = writeln!(text, "{line}");
-    }
-    let left_out = records.len() - records.iter().filter(shown).count();
-    if left_out > 0 {
-        let _ = writeln!(text, "\n{left_out} further figures, without a target, are not shown.");
     }
     text
 }
@@ -98,6 +141,16 @@ fn date(file: &Path) -> Result<String> {
     let output = Command::new("date").args(["-u", "+%F", "-r"]).arg(file).output();
     let output = output.context("cannot run date")?;
     ensure!(output.status.success(), "date: {}", String::from_utf8_lossy(&output.stderr));
+    Ok(String::from_utf8_lossy(&output.stdout).trim_end().to_owned())
+}
+
+/// The commit that is checked out.
+fn head(repo: &Repo) -> Result<String> {
+    let mut git = Command::new("git");
+    git.current_dir(repo.path("")).args(["rev-parse", "--short", "HEAD"]);
+    let output = git.output().context("cannot run git; name the commit with --commit")?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "git: {}; name the commit with --commit", said.trim_end());
     Ok(String::from_utf8_lossy(&output.stdout).trim_end().to_owned())
 }
 
@@ -123,20 +176,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_section_is_replaced_and_the_rest_of_the_page_stays() {
-        let page =
-            "a\n<!-- bench copy -->\nold\n<!-- end -->\nb\n<!-- bench ipc -->\n<!-- end -->\n";
-        let page = replaced(page, "copy", "new\n").expect("there is such a section");
-        assert_eq!(
-            page,
-            "a\n<!-- bench copy -->\nnew\n<!-- end -->\nb\n<!-- bench ipc -->\n<!-- end -->\n"
-        );
-        assert_eq!(replaced(&page, "copy", "new\n").expect("again"), page);
-        assert!(replaced(&page, "other", "").is_err());
+    fn a_page_says_what_was_measured_when_where_and_how() {
+        let records = [Record::at_least("put", 9.0, "GB/s", 10.0, Some(0.8))];
+        let text = page("copy", &records, ["2026-01-02", "abc1234", "a machine"]).expect("a page");
+        assert!(text.starts_with("# Results: copy\n\nCopies through UCT compared with"), "{text}");
+        for row in [
+            "| date | 2026-01-02 |",
+            "| commit | abc1234 |",
+            "| machine | a machine |",
+            "| command | `cargo xtask bench copy --json copy.json` |",
+        ] {
+            assert!(text.contains(row), "{row}: {text}");
+        }
+        assert!(page("other", &records, [""; 3]).is_err(), "there is no such bench");
     }
 
     #[test]
-    fn figures_with_a_target_are_shown_and_the_others_counted() {
+    fn every_figure_is_shown_with_a_target_and_without() {
         let records = [
             Record::at_least("put", 9.0, "GB/s", 10.0, Some(0.8)),
             Record::at_most("get", 3.0, "µs", 2.0, Some(1.3)),
@@ -145,19 +201,23 @@ mod tests {
         let text = table(&records);
         assert!(text.contains("| put | 9.00 GB/s | 10.0 GB/s | 0.900 | 0.800: met |"), "{text}");
         assert!(text.contains("| get | 3.00 µs | 2.00 µs | 1.50 | 1.30: **missed** |"), "{text}");
-        assert!(text.contains("1 further figures") && !text.contains("other |"), "{text}");
-        assert!(table(&records[2..]).contains("| other |"), "nothing has a target");
+        assert!(text.contains("| other | 3.00 µs | 2.00 µs | 1.50 |  |"), "{text}");
     }
 
     #[test]
-    fn figures_of_a_model_name_it_and_stand_in_no_other_section() {
+    fn figures_of_a_model_name_it_and_stand_in_no_other_page() {
         let mut records = [Record::at_least("put", 9.0, "GB/s", 10.0, None)];
-        assert_eq!(modelled("copy", &records).expect("of the card"), "");
-        assert!(modelled("copy-model", &records).is_err());
+        let page = |name, records: &[Record]| page(name, records, [""; 3]);
+        assert!(page("copy", &records).is_ok_and(|text| !text.contains("model,")));
+        assert!(page("copy-model", &records).is_err());
         records[0].model = Some("gaudi2,slow=20".to_owned());
-        let text = modelled("copy-model", &records).expect("of a model");
-        assert!(text.contains("gaudi2,slow=20"), "{text}");
-        assert!(modelled("copy", &records).is_err());
+        let text = page("copy-model", &records).expect("of a model");
+        assert!(
+            text.contains("bench copy --model gaudi2,slow=20 --json copy-model.json"),
+            "{text}"
+        );
+        assert!(text.contains("figures of a model, not of a card"), "{text}");
+        assert!(page("copy", &records).is_err());
     }
 
     #[test]

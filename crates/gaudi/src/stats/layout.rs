@@ -2,7 +2,7 @@
 //!
 //! It describes itself. A reader takes sizes and places from the header and finds counters by name,
 //! so that counters can be added without a new version. Everything is in the machine's own byte
-//! order, at multiples of its size. `docs/statistics.md` has the tables.
+//! order, at multiples of its size. `docs/design/statistics-page.md` has the tables.
 
 use crate::PAGE_SIZE;
 

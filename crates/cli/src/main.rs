@@ -47,7 +47,7 @@ Exit codes:
   130  bench, check-card, explain: ended by Ctrl-C, after the results until then
 Otherwise `run` ends as its program does.";
 
-/// Gaudi memory in stock UCX: what is here, whether it works, programs run with it
+/// Gaudi memory in stock UCX: list and check cards, find problems, run programs with the plugin
 #[derive(Debug, Parser)]
 #[command(name = "ucx-gaudi", version, after_help = EXIT_CODES, disable_help_subcommand = true)]
 struct Cli {

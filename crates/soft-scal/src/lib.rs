@@ -2,8 +2,8 @@
 //!
 //! It has the functions by which a communication library learns where the framework's memory is, and those with which
 //! the software Synapse starts a card. Like the real one, it takes all HBM, at addresses of its own. No firmware is
-//! loaded and there are no streams; `docs/design/software-synapse.md` says what else is missing. Facts: each `scal_…` function
-//! behaves as scal.h and its implementation do, including the absence of reference counts.
+//! loaded and there are no streams; `docs/design/software-synapse.md` says what else is missing. Facts: each
+//! `scal_…` function behaves as scal.h and its implementation do, including the absence of reference counts.
 
 #![allow(clippy::not_unsafe_ptr_arg_deref)] // C functions: their callers promise what C promises.
 

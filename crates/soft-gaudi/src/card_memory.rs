@@ -86,12 +86,6 @@ impl CardMemory {
         let _ = rustix::fs::fallocate(&self.file, flags, SRAM_BYTES + offset, len);
     }
 
-    /// Returns all pages to the host without moving the end of the file under running copies.
-    pub(crate) fn discard_all(&self) {
-        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        let _ = rustix::fs::fallocate(&self.file, flags, 0, self.len);
-    }
-
     /// Where a DRAM byte is in this process.
     pub(crate) fn dram(&self, offset: u64) -> *mut u8 {
         debug_assert!(offset < self.len - SRAM_BYTES);

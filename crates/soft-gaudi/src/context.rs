@@ -141,7 +141,6 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
     if !node.config.kind.unpinned {
         ring::prepare();
     }
-    discard_at_exit();
     node.announce_model();
     let memory = card_memory::of(node, device)?;
     memory.reset(node.config.dram_size)?;
@@ -219,33 +218,6 @@ pub(crate) fn remove_all() {
         context.removed.store(true, Ordering::Release);
         context.take_down(None);
     }
-}
-
-/// Arranges for the memory of cards that are still open to be given back when the process ends.
-fn discard_at_exit() {
-    static ARRANGED: std::sync::Once = std::sync::Once::new();
-    // SAFETY: the handler takes no arguments; the library is never unloaded.
-    ARRANGED.call_once(|| unsafe {
-        libc::atexit(discard_open_cards);
-    });
-}
-
-extern "C" fn discard_open_cards() {
-    let _ = std::panic::catch_unwind(|| {
-        for slot in &CONTEXTS {
-            // Other threads may be anywhere; never wait for them here.
-            let Ok(slot) = slot.try_read() else { continue };
-            let Some(context) = &*slot else { continue };
-            // A framework ends Synapse in an exit handler of its own, which may run after this one.
-            let ours = context.forks == workers::fork_generation()
-                && context.is_current()
-                && context.scal.load(Ordering::Acquire) < 0;
-            if ours && !dmabuf::any_alive(context.node, context.device) {
-                context.take_down(None);
-                context.memory.discard_all();
-            }
-        }
-    });
 }
 
 /// Closes a descriptor and, if it was the last of its card, ends the context.

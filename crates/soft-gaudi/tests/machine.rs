@@ -2,9 +2,28 @@
 
 mod driver;
 
+use std::sync::OnceLock;
+
 use driver::*;
 use hl_thunk::sys;
 use soft_gaudi::api::*;
+
+/// The card that [`copy_at_exit`] uses, and where it has bytes of a known pattern.
+static WRITTEN: OnceLock<(i32, u64)> = OnceLock::new();
+
+extern "C" fn copy_at_exit() {
+    let Some((fd, va)) = WRITTEN.get() else { return };
+    let read = std::panic::catch_unwind(|| {
+        let mut memory = vec![0; 1 << 20];
+        let host = map_host(*fd, &mut memory);
+        assert_eq!(run(*fd, 0, &gaudi2_copy(*va, host, 1 << 20)), (0, 0));
+        assert!(memory == pattern(1 << 20, 1), "other bytes");
+    });
+    if read.is_err() {
+        // SAFETY: ends the process.
+        unsafe { libc::_exit(1) };
+    }
+}
 
 /// What the second process does; in a normal run there is nothing to do.
 #[test]
@@ -20,6 +39,28 @@ fn child() {
         }
         "open and exit" => {
             send(&parent, open(argument).into());
+            std::process::exit(0);
+        }
+        "copy until the end" => {
+            // Before the card is opened: runs after whatever the library has arranged then.
+            // SAFETY: the handler takes no arguments and may run at any time.
+            unsafe { libc::atexit(copy_at_exit) };
+            let fd = open(argument);
+            let (_, va) = alloc(fd, 1);
+            let memory = Box::leak(pattern(1 << 20, 1).into_boxed_slice());
+            let host = map_host(fd, memory);
+            assert_eq!(run(fd, 0, &gaudi2_copy(host, va, 1 << 20)), (0, 0));
+            WRITTEN.set((fd, va)).unwrap();
+            // Other threads do not stop because one of them has called `exit`.
+            std::thread::spawn(move || {
+                let copied = std::panic::catch_unwind(|| {
+                    loop {
+                        assert_eq!(run(fd, 1, &gaudi2_copy(host, va, 1 << 20)), (0, 0));
+                    }
+                });
+                // SAFETY: ends the process.
+                copied.unwrap_or_else(|_| unsafe { libc::_exit(1) })
+            });
             std::process::exit(0);
         }
         "pass" => {
@@ -114,6 +155,17 @@ fn kill_and_exit_release_the_card() {
         assert!(fd >= 0, "after {role}: {fd}");
         hlthunk_close(fd);
     }
+}
+
+/// The kernel takes a card away when the process is gone, not when it begins to end.
+#[test]
+fn a_process_that_exits_copies_until_it_has_ended() {
+    machine("gaudi2");
+    let _exclusive = exclusive();
+    let index = fresh_index();
+    let other = Child::start("copy until the end", index);
+    assert!(other.wait().success());
+    hlthunk_close(open(index));
 }
 
 #[test]

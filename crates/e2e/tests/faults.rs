@@ -1,7 +1,9 @@
 //! Copies that fail in the middle of a message. UCP does not look at the outcome of the copies its
 //! protocols are made of, so it is up to us that wrong bytes never arrive.
 
-use e2e::{Device, Finished, SoftNode, Ucx, client};
+use std::process::Command;
+
+use e2e::{Device, Finished, SoftNode, Ucx, Workbench, client};
 
 /// A 4 MiB message is staged in eight pieces on each side.
 fn message_with(rules: &str, variables: &[(&str, &str)]) -> Finished {
@@ -90,4 +92,42 @@ fn memory_that_runs_out_is_reported_and_nothing_else_suffers() {
     let end = message_with("hlthunk_device_memory_alloc fail:ENOMEM times=0", &[]).refused();
     let text = end.text();
     assert!(text.contains("OUT_OF_MEMORY"), "{}", end.report());
+}
+
+/// The memory of a software Gaudi lies in `/dev/shm`, whose space others use as well.
+#[test]
+fn a_full_dev_shm_is_named_as_the_reason_with_what_to_do() {
+    const OWN_SPACE: &str = r#"mount -t tmpfs -o size=4m tmpfs /dev/shm && exec "$@""#;
+    let entering = |rights: &[&'static str]| {
+        let words = ["--mount", "sh", "-c", OWN_SPACE, "sh"];
+        [rights, &words].concat()
+    };
+    // Root needs no user namespace.
+    let works = |rights: &&[&'static str]| {
+        let tried = Command::new("unshare").args(entering(rights)).arg("true").output();
+        tried.is_ok_and(|output| output.status.success())
+    };
+    let Some(rights) = [&[][..], &["--map-root-user"]].into_iter().find(works) else {
+        return println!("skipped: a process may not mount a file system of its own here");
+    };
+    let bench = Workbench::from_env();
+    let client = bench.layout().bin().join("ucp-check");
+    // Pinned memory is copied in another way.
+    for kind in ["", "unpinned"] {
+        let node = SoftNode::unique().with("SOFT_GAUDI_KIND", kind);
+        let tool = bench.program(Ucx::V1_22, "unshare").plugin().device(&Device::Software(node));
+        let tool = entering(rights).iter().fold(tool, |tool, word| tool.arg(word)).arg(&client);
+        let tool = tool.words("loopback --ops tag --plain --mem host:gaudi --sizes 16M --ucx");
+        let tool = tool.arg(Ucx::V1_22.root(bench.layout())).env("UCX_TLS", "self,gaudi");
+        let end = tool.run();
+        assert!(!end.success(), "{}", end.report());
+        let text = end.text();
+        for part in [
+            "no space left in /dev/shm/soft-gaudi-",
+            "remove the folders of machines that nobody uses",
+            "look at its messages on stderr, the space in /dev/shm",
+        ] {
+            assert!(text.contains(part), "no `{part}` in\n{}", end.report());
+        }
+    }
 }

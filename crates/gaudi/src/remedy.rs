@@ -31,7 +31,7 @@ pub enum Remedy {
     WasReset,
     /// The card is being reset.
     InReset,
-    /// The software Gaudi does what it was told to do.
+    /// The software Gaudi does what it was told to do, or lacks space for its memory.
     CheckSoftwareCard,
 }
 
@@ -75,8 +75,8 @@ impl Remedy {
             Remedy::WasReset => "the card was reset: look at the kernel log, then restart",
             Remedy::InReset => "the card is being reset: look at the kernel log, then restart",
             Remedy::CheckSoftwareCard => {
-                "it is a software Gaudi: look at SOFT_GAUDI_NODE, SOFT_GAUDI_DEVICES and the faults \
-                 that were ordered"
+                "it is a software Gaudi: look at its messages on stderr, the space in /dev/shm, \
+                 SOFT_GAUDI_NODE, SOFT_GAUDI_DEVICES and the faults that were ordered"
             }
         }
     }

@@ -417,8 +417,16 @@ impl Context {
                 let known = self.fault_address(addr);
                 self.state.record(Word::PageFault, now, known, queue.into());
                 let mapped = self.space().translate(addr).is_some();
-                // The program took its memory away, or the file system of the card's memory is full.
-                let why = if mapped { ", which is mapped: no host memory behind it" } else { "" };
+                let why = if !mapped {
+                    ""
+                } else if self.node.is_full() {
+                    // The card's memory is a sparse file, whose pages take space when they are written.
+                    self.node.advise_on_space();
+                    ": no space left for the card's memory"
+                } else {
+                    // The program took its memory away.
+                    ", which is mapped: no host memory behind it"
+                };
                 (format!("page fault at {addr:#x}{why}"), bit::PAGE_FAULT)
             }
             Fault::Razwi { addr, .. } => {

@@ -253,16 +253,32 @@ impl Node {
         open()
     }
 
-    /// The driver's `ENOMEM` if the file system is full; prints one line about it per process.
+    /// The driver's `ENOMEM` if the file system is full.
     pub(crate) fn out_of_space(&self, errno: Errno) -> Errno {
         if !matches!(errno, Errno::NOSPC | Errno::DQUOT) {
             return errno;
         }
+        self.advise_on_space();
+        Errno::NOMEM
+    }
+
+    /// Whether the file system that holds the machine is full.
+    pub(crate) fn is_full(&self) -> bool {
+        rustix::fs::statvfs(&self.folder).is_ok_and(|space| space.f_bavail == 0)
+    }
+
+    /// Says what to do about a full file system, in one line per process.
+    pub(crate) fn advise_on_space(&self) {
         static SAID: std::sync::Once = std::sync::Once::new();
         SAID.call_once(|| {
-            eprintln!("soft-gaudi: no space left for the machine in {}", self.folder.display());
+            let machines = self.folder.ancestors().nth(2).unwrap_or(&self.folder);
+            eprintln!(
+                "soft-gaudi: no space left in {} for the machine: remove the folders of machines that nobody uses \
+                 from {}, or make the file system larger (mount -o remount,size=…)",
+                self.folder.display(),
+                machines.display()
+            );
         });
-        Errno::NOMEM
     }
 
     /// Records a line that the kernel would log as an error, in `kernel.log` of the machine's folder.

@@ -51,7 +51,8 @@ int main(void)
     close(fd);
     CHECK(ucx_gaudi_free(one));
     CHECK(ucx_gaudi_free(two));
-    if (ucx_gaudi_free(two) != -3 || ucx_gaudi_copy(back, host, 8) != -3) {
+    if (ucx_gaudi_free(two) != UCX_GAUDI_ERR_INVALID_PARAMS ||
+        ucx_gaudi_copy(back, host, 8) != UCX_GAUDI_ERR_INVALID_PARAMS) {
         fprintf(stderr, "a mistake was not refused\n");
         return 1;
     }

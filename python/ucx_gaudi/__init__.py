@@ -20,37 +20,51 @@ module's installation, then on the loader path.
 from __future__ import annotations
 
 import ctypes
+import enum
 import os
 import weakref
 from pathlib import Path
 from typing import NamedTuple, Optional, Union
 
-__all__ = ["DmaBuf", "GaudiError", "Memory", "alloc", "is_device_memory", "lend", "take_back"]
+__all__ = [
+    "DmaBuf",
+    "ErrorCode",
+    "GaudiError",
+    "Memory",
+    "alloc",
+    "error_string",
+    "is_device_memory",
+    "lend",
+    "take_back",
+]
 
 _LIBRARY = "libucx_gaudi.so"
-_API_VERSION = 1
-_NAMES = {
-    -1: "DEVICE_NOT_FOUND",
-    -2: "OUT_OF_MEMORY",
-    -3: "INVALID_PARAMS",
-    -4: "DEVICE_BUSY",
-    -5: "DMA_FAILED",
-    -6: "TIMEOUT",
-    -7: "PERMISSION_DENIED",
-    -8: "CHANNEL_FAILED",
-}
+_API_VERSION = 2
 
 ReadableBuffer = Union[bytes, bytearray, memoryview]
 WritableBuffer = Union[bytearray, memoryview]
 
 
+class ErrorCode(enum.IntEnum):
+    """The codes of docs/errors.md; `error_string()` says what they mean."""
+
+    DEVICE_NOT_FOUND = -1
+    OUT_OF_MEMORY = -2
+    INVALID_PARAMS = -3
+    DEVICE_BUSY = -4
+    DMA_FAILED = -5
+    TIMEOUT = -6
+    PERMISSION_DENIED = -7
+    CHANNEL_FAILED = -8
+
+
 class GaudiError(RuntimeError):
-    """A call failed. `code` and `name` are those of docs/errors.md; the text says what to do."""
+    """A call failed. `code` and `name` are those of `ErrorCode`; the text says what to do."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(text)
         self.code = code
-        self.name = _NAMES.get(code, str(code))
+        self.name = ErrorCode(code).name if code in set(ErrorCode) else str(code)
 
 
 class DmaBuf(NamedTuple):
@@ -69,6 +83,9 @@ def _load() -> ctypes.CDLL:
     paths = [folder / _LIBRARY for folder in folders]
     library = ctypes.CDLL(str(next((path for path in paths if path.exists()), _LIBRARY)))
     library.ucx_gaudi_error.restype = ctypes.c_char_p
+    if library.ucx_gaudi_api_version() < _API_VERSION:
+        raise ImportError(f"{_LIBRARY} is older than this module")
+    library.ucx_gaudi_error_string.restype = ctypes.c_char_p
     pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     for name, arguments in {
         "alloc": [ctypes.c_char_p, size, ctypes.POINTER(pointer)],
@@ -79,25 +96,27 @@ def _load() -> ctypes.CDLL:
         "export_dmabuf": [pointer, size, ctypes.POINTER(number), ctypes.POINTER(ctypes.c_uint64)],
         "lend": [number],
         "take_back": [number],
-        "api_version": [],
     }.items():
         function = getattr(library, "ucx_gaudi_" + name)
         function.argtypes, function.restype = arguments, number
-    if library.ucx_gaudi_api_version() < _API_VERSION:
-        raise ImportError(f"{_LIBRARY} is older than this module")
     return library
 
 
 _library: Optional[ctypes.CDLL] = None
 
 
-def _call(name: str, *arguments: object) -> int:
+def _loaded() -> ctypes.CDLL:
     global _library
     if _library is None:
         _library = _load()
-    result: int = getattr(_library, "ucx_gaudi_" + name)(*arguments)
+    return _library
+
+
+def _call(name: str, *arguments: object) -> int:
+    library = _loaded()
+    result: int = getattr(library, "ucx_gaudi_" + name)(*arguments)
     if result < 0:
-        raise GaudiError(result, _library.ucx_gaudi_error().decode(errors="replace"))
+        raise GaudiError(result, library.ucx_gaudi_error().decode(errors="replace"))
     return result
 
 
@@ -189,6 +208,12 @@ def alloc(length: int, card: Optional[str] = None) -> Memory:
 def is_device_memory(address: int, length: int = 1) -> bool:
     """Whether all of this is Gaudi memory of this process."""
     return _call("is_device_memory", address, length) == 1
+
+
+def error_string(code: int) -> str:
+    """What a code means and what to do, in general; the text of a `GaudiError` says more."""
+    text: bytes = _loaded().ucx_gaudi_error_string(code)
+    return text.decode()
 
 
 def lend(fd: int) -> None:

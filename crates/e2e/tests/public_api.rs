@@ -48,6 +48,21 @@ fn the_example_in_c_moves_bytes_without_ucx() {
 }
 
 #[test]
+fn every_code_has_a_text_and_the_reason_a_lifetime() {
+    if !have("cc") {
+        return;
+    }
+    let bench = Workbench::from_env();
+    let folder = tempfile::tempdir().expect("a folder");
+    let program = folder.path().join("errors");
+    let source = repository().join("crates/e2e/tests/public_api/errors.c");
+    assert!(compile(&bench, &source, &program, &["-pthread"]), "it compiles without a warning");
+    // The texts need no card.
+    let end = bench.program(Ucx::V1_22, &program).device(&Device::cards(0)).run().ok();
+    assert_eq!(end.stdout.lines().count(), 8, "{}", end.report());
+}
+
+#[test]
 fn the_header_is_c_plus_plus_too() {
     if !have("c++") {
         return;
@@ -57,7 +72,7 @@ fn the_header_is_c_plus_plus_too() {
     let source = folder.path().join("header.cc");
     std::fs::write(
         &source,
-        "#include <ucx_gaudi.h>\nint main() { return ucx_gaudi_api_version() != 1; }\n",
+        "#include <ucx_gaudi.h>\nint main() { return ucx_gaudi_api_version() != UCX_GAUDI_API_VERSION; }\n",
     )
     .expect("written");
     let mut compiler = Command::new("c++");
@@ -138,6 +153,26 @@ with open('/proc/self/maps') as maps:
     for words in ["OUT_OF_MEMORY", "INVALID_PARAMS", "\"nonsense\" names no device", "was freed"] {
         assert!(end.stdout.contains(words), "{words}: {}", end.report());
     }
+}
+
+#[test]
+fn the_python_module_has_the_codes_and_their_texts() {
+    if !have("python3") {
+        return;
+    }
+    let end = ran("import ucx_gaudi as g
+for code in g.ErrorCode:
+    assert g.error_string(code).startswith(code.name + ': '), code
+assert [code.value for code in g.ErrorCode] == list(range(-1, -9, -1))
+assert g.error_string(0) == 'OK: no error' and g.error_string(-9) == g.error_string(7)
+try:
+    g.alloc(8, 'nonsense')
+except g.GaudiError as error:
+    assert error.code == g.ErrorCode.INVALID_PARAMS and error.name == 'INVALID_PARAMS', error.code
+    print('told')
+assert g.GaudiError(-99, 'text').name == '-99'
+");
+    assert!(end.stdout.contains("told"), "{}", end.report());
 }
 
 /// The module's types are part of its surface.

@@ -5,7 +5,7 @@
  * The functions are in libucx_gaudi.so, beside the folder that UCX_PLUGIN_PATH names. Load it with
  * dlopen(path, RTLD_NOW) and find them with dlsym, or link with it; UCX will find the same copy.
  *
- * Each returns 0, or a negative code of docs/errors.md; ucx_gaudi_error() then says why.
+ * Each returns 0, or a negative code (see below, and docs/errors.md); ucx_gaudi_error() then says why.
  * All may be called from any thread.
  */
 #ifndef UCX_GAUDI_H
@@ -18,13 +18,26 @@
 extern "C" {
 #endif
 
+/* What functions return. */
+enum {
+    UCX_GAUDI_OK                    = 0,
+    UCX_GAUDI_ERR_DEVICE_NOT_FOUND  = -1, /* no driver library, no card, or the card went away */
+    UCX_GAUDI_ERR_OUT_OF_MEMORY     = -2, /* device memory, lockable host memory or descriptors */
+    UCX_GAUDI_ERR_INVALID_PARAMS    = -3, /* an invalid request, or one that this card cannot do */
+    UCX_GAUDI_ERR_DEVICE_BUSY       = -4, /* another process owns the card, or it is in reset */
+    UCX_GAUDI_ERR_DMA_FAILED        = -5, /* the card failed to execute a copy, or was reset */
+    UCX_GAUDI_ERR_TIMEOUT           = -6, /* the card or a peer did not answer in time */
+    UCX_GAUDI_ERR_PERMISSION_DENIED = -7, /* the driver or the system forbids it */
+    UCX_GAUDI_ERR_CHANNEL_FAILED    = -8  /* sharing with another device or process failed */
+};
+
 /*
  * Gaudi memory without a UCP context. To every UCX in the process it is Gaudi memory, as if UCX had
  * allocated it: addresses may be handed to UCP, MPI, NIXL. The CPU cannot access them.
  */
 
 /* Version of this header; one more when a function is added. None is changed or removed. */
-#define UCX_GAUDI_API_VERSION 1
+#define UCX_GAUDI_API_VERSION 2
 
 /* The version that the library has: compare it with the above before using functions added later. */
 int ucx_gaudi_api_version(void);
@@ -83,8 +96,19 @@ int ucx_gaudi_memory_mapped(int fd, uint64_t address, uint64_t length);
  */
 int ucx_gaudi_memory_unmapping(int fd, uint64_t address);
 
-/* Why the last call on this thread failed; an empty string if it did not. */
+/*
+ * Why the last call on this thread failed: card, operation, the driver's errno, what to do; an empty
+ * string if it did not. The text is good until the thread's next call of a function of this header
+ * (other than ucx_gaudi_error() and ucx_gaudi_error_string()), which writes to the same place; the
+ * place, until the thread ends. Copy it to keep it, and to print two of them at once.
+ */
 const char *ucx_gaudi_error(void);
+
+/*
+ * What a code means and what to do, in general: "DEVICE_BUSY: another process owns the card, ...".
+ * For 0 and unknown codes, too. The text is constant and good for ever. Since version 2.
+ */
+const char *ucx_gaudi_error_string(int code);
 
 #ifdef __cplusplus
 }

@@ -3,45 +3,13 @@
 //! They are found in this very library, which the program may load before UCX does
 //! (`dlopen("libucx_gaudi.so", RTLD_NOW)`): nothing happens by that.
 
-use core::ffi::{c_char, c_int};
-use std::cell::RefCell;
-use std::ffi::CString;
+use core::ffi::c_int;
 use std::os::fd::BorrowedFd;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use gaudi::{DeviceAddr, Error, ErrorKind, runtime};
 
-use crate::{environment, hooks, status};
-
-thread_local! {
-    /// What went wrong last on this thread.
-    static REASON: RefCell<CString> = RefCell::new(CString::default());
-}
-
-/// A code of docs/errors.md, and words.
-pub(crate) struct Failure(pub(crate) c_int, pub(crate) String);
-
-impl From<Error> for Failure {
-    fn from(error: Error) -> Self {
-        Failure(error.kind().code(), status::explain(&error).to_string())
-    }
-}
-
-/// Runs the body of a C function: 0, or the code of what went wrong, whose words are kept for
-/// [`ucx_gaudi_error`].
-pub(crate) fn guarded(body: impl FnOnce() -> Result<(), Failure>) -> c_int {
-    let invalid = ErrorKind::InvalidParams.code();
-    let bug = |_| Err(Failure(invalid, String::from("internal error (please report)")));
-    let body = || {
-        environment::take_over();
-        body()
-    };
-    let outcome = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(bug);
-    let Failure(code, text) = outcome.err().unwrap_or(Failure(0, String::new()));
-    let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
-    REASON.with(|reason| *reason.borrow_mut() = text);
-    code
-}
+use crate::c_errors::{Failure, guarded};
+use crate::hooks;
 
 fn run(fd: c_int, body: impl FnOnce(BorrowedFd<'_>) -> Result<(), Error>) -> c_int {
     guarded(|| {
@@ -89,10 +57,4 @@ pub(crate) extern "C" fn ucx_gaudi_memory_unmapping(fd: c_int, address: u64) -> 
         let known = runtime().remove_memory(fd, start);
         known.map(drop).ok_or_else(|| Error::unknown_memory(start))
     })
-}
-
-/// Why the last call on this thread failed; empty if it did not. Good until the next one.
-#[unsafe(no_mangle)]
-pub(crate) extern "C" fn ucx_gaudi_error() -> *const c_char {
-    REASON.with(|reason| reason.borrow().as_ptr())
 }

@@ -12,6 +12,7 @@
 
 mod addresses;
 mod asked;
+mod c_errors;
 mod cards;
 mod copies;
 mod domain;

@@ -9,11 +9,11 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use gaudi::{Allocation, DeviceAddr, DeviceChoice, ErrorKind, Location, runtime};
 
-use crate::lending::{Failure, guarded};
+use crate::c_errors::{Failure, guarded};
 use crate::{domain, environment, memtype_cache};
 
 /// Version of these functions: one more when one is added; none is changed or removed.
-const API_VERSION: c_int = 1;
+const API_VERSION: c_int = 2;
 
 /// Allocations by address, until they are freed.
 static OWNED: Mutex<Option<HashMap<u64, Allocation>>> = Mutex::new(None);

@@ -1,8 +1,8 @@
 //! Sets of tests (`cargo xtask test SET`), and the machines on which `--long` runs tests again.
 //!
-//! A test belongs to a set by its crate, by the file of the end-to-end tests it is in, or by a word in
-//! its module path or name: a new `mod rcache` or `fn dmabuf_…` needs no change here. A new set is a
-//! new row of [`SETS`].
+//! A test belongs to a set by its crate, by the file of the end-to-end tests it is in, by a word in its
+//! module path or name, or by name: a new `mod rcache` or `fn dmabuf_…` needs no change here. A new set is
+//! a new row of [`SETS`].
 
 use std::collections::BTreeMap;
 
@@ -19,10 +19,85 @@ pub(crate) struct Set {
     end_to_end: &'static [&'static str],
     /// All tests with one of these words in `module::name`.
     words: &'static [&'static str],
+    /// Single tests: the file, as above, and the whole name.
+    tests: &'static [(&'static str, &'static str)],
 }
+
+/// A set without tests, to begin from.
+const EMPTY: Set =
+    Set { name: "", about: "", packages: &[], end_to_end: &[], words: &[], tests: &[] };
 
 /// Every set, in the order in which `--list` shows them.
 pub(crate) const SETS: &[Set] = &[
+    Set {
+        name: "critical",
+        about: "what must pass before anything else is worth a look; takes about two minutes",
+        tests: &[
+            // Load and list.
+            ("abi", "the_probe_agrees_with_both_stock_libraries"),
+            ("loading", "some_libraries_of_ucx_in_the_global_scope"),
+            ("listing", "every_component_is_listed_once_with_its_documented_names"),
+            ("absent", "without_gaudi_ucx_is_as_if_we_were_not_there"),
+            // Allocate.
+            ("listing", "allocation_goes_through_our_domain"),
+            ("registration", "attributes_of_the_memory_domains"),
+            ("registration", "allocations_are_disjoint_and_freed_in_any_order"),
+            // Copy, every byte compared.
+            ("verify", "hints_of_memory_types_change_nothing"),
+            ("verify", "detection_of_memory_types_without_hints_in_loopback"),
+            ("verify", "host_only_program_with_the_plugin_loaded"),
+            // Detect.
+            ("detection", "ranges_to_the_byte_and_no_host_memory"),
+            ("detection", "without_a_plugin_the_check_fails"),
+            // dma-buf.
+            ("dmabuf", "descriptor_offset_and_content_of_any_range"),
+            ("dmabuf", "both_driver_calls_give_the_right_bytes"),
+            // Between processes.
+            ("ipc", "ipc_is_chosen_for_every_message_it_can_carry"),
+            ("ipc", "without_import_in_the_driver_a_peer_is_not_reachable_by_ipc"),
+            ("ipc", "killed_peer_is_an_error_and_its_card_is_free_again"),
+            // Errors.
+            ("absent", "gaudi_memory_without_gaudi_is_refused_by_ucx_in_words"),
+            ("guest", "second_process_on_the_only_card_is_refused_in_words"),
+            ("faults", "memory_that_runs_out_is_reported_and_nothing_else_suffers"),
+            ("faults", "copy_that_fails_for_good_ends_the_process_with_the_reason"),
+            ("public_api", "every_code_has_a_text_and_the_reason_a_lifetime"),
+        ],
+        ..EMPTY
+    },
+    Set {
+        name: "verification",
+        about: "every test that compares bytes that went through stock UCX",
+        end_to_end: &[
+            "verify",
+            "soak",
+            "asynchronous",
+            "one_sided",
+            "staging",
+            "rcache",
+            "faults",
+            "selection",
+            "dmabuf",
+            "ipc",
+            "ib",
+            "ib_failures",
+            "nixl",
+            "cuda",
+            "fork",
+            "hooks",
+            "frameworks",
+            "recipes",
+            "soft-rdma::ucx",
+        ],
+        tests: &[
+            ("estimates", "ucp_chooses_by_them"),
+            ("guest", "every_put_and_get_is_logged_at_level_data_and_no_other"),
+            ("guest", "host_only_program_survives_the_device_taken_away"),
+            ("guest", "old_protocols_send_host_memory_to_themselves_byte_by_byte_and_open_no_card"),
+            ("tool", "bench_measures_with_verified_bytes_and_its_files_compare"),
+        ],
+        ..EMPTY
+    },
     Set {
         name: "gaudi",
         about: "devices, memory, copies; UCX's own tools on them",
@@ -47,56 +122,56 @@ pub(crate) const SETS: &[Set] = &[
             "public_api",
             "cuda",
         ],
-        words: &[],
+        ..EMPTY
     },
     Set {
         name: "dmabuf",
         about: "export and import of dma-bufs",
-        packages: &[],
         end_to_end: &["dmabuf"],
         words: &["dmabuf", "dma_buf"],
+        ..EMPTY
     },
     Set {
         name: "detection",
         about: "which pointer is Gaudi memory, by address and length",
-        packages: &[],
         end_to_end: &["detection"],
         words: &["detect", "memtype", "mem_query"],
+        ..EMPTY
     },
     Set {
         name: "ucm",
         about: "memory hooks",
-        packages: &[],
         end_to_end: &["ucm", "hooks"],
         words: &["hooks"],
+        ..EMPTY
     },
     Set {
         name: "ipc",
         about: "device memory between processes",
-        packages: &[],
         end_to_end: &["ipc", "staging"],
         words: &["ipc", "share::"],
+        ..EMPTY
     },
     Set {
         name: "rcache",
         about: "the registration cache",
-        packages: &[],
         end_to_end: &["rcache"],
         words: &["rcache", "registration_cache"],
+        ..EMPTY
     },
     Set {
         name: "errors",
         about: "refusals, failures, their texts and codes",
-        packages: &[],
         end_to_end: &["absent", "foreign", "faults", "atomics"],
         words: &["error", "errno", "refus"],
+        ..EMPTY
     },
     Set {
         name: "config",
         about: "variables, transport selection",
-        packages: &[],
         end_to_end: &["selection", "config", "estimates", "asked"],
         words: &["config"],
+        ..EMPTY
     },
     Set {
         name: "ib",
@@ -104,6 +179,7 @@ pub(crate) const SETS: &[Set] = &[
         packages: &["soft-rdma"],
         end_to_end: &["ib", "ib_failures", "nixl"],
         words: &["ib::", "verbs", "rdma"],
+        ..EMPTY
     },
     Set {
         name: "frameworks",
@@ -111,20 +187,20 @@ pub(crate) const SETS: &[Set] = &[
         packages: &["synapse", "soft-scal", "soft-synapse"],
         end_to_end: &["frameworks", "gaudi::guest"],
         words: &["framework", "guest::"],
+        ..EMPTY
     },
     Set {
         name: "tool",
         about: "the program ucx-gaudi, the verifier ucp-check, counters",
         packages: &["cli", "ucp-check"],
         end_to_end: &["tool", "statistics", "marks", "recipes"],
-        words: &[],
+        ..EMPTY
     },
     Set {
         name: "performance-smoke",
         about: "benches run briefly, to see that they run",
-        packages: &[],
         end_to_end: &["performance_smoke"],
-        words: &[],
+        ..EMPTY
     },
 ];
 
@@ -143,7 +219,11 @@ impl Set {
         let files = self.end_to_end.iter().map(|name| file(name));
         let files = files.map(|(package, name)| format!("binary_id(={package}::{name})"));
         let words = self.words.iter().map(|word| format!("test({word})"));
-        packages.chain(files).chain(words).collect::<Vec<_>>().join(" | ")
+        let tests = self.tests.iter().map(|&(name, test)| (file(name), test));
+        let tests = tests.map(|((package, name), test)| {
+            format!("(binary_id(={package}::{name}) & test(={test}))")
+        });
+        packages.chain(files).chain(words).chain(tests).collect::<Vec<_>>().join(" | ")
     }
 
     /// As arguments of as many `cargo test` calls as it takes.
@@ -164,6 +244,15 @@ impl Set {
             let words = self.words.iter().map(|&word| word.to_owned());
             let all = ["--workspace"].into_iter().chain(TARGETS).chain(["--"]).map(str::to_owned);
             calls.push(all.chain(words).collect());
+        }
+        let mut tests = BTreeMap::<_, Vec<_>>::new();
+        for &(name, test) in self.tests {
+            tests.entry(file(name)).or_default().push(test.to_owned());
+        }
+        for ((package, name), names) in tests {
+            let binary = [format!("--package={package}"), format!("--test={name}")];
+            let exactly = ["--", "--exact"].map(str::to_owned);
+            calls.push([&binary[..], &exactly, &names].concat());
         }
         calls
     }
@@ -220,19 +309,28 @@ mod tests {
 
     #[test]
     fn sets_of_the_mission_are_there() {
-        let mission = "gaudi dmabuf detection ucm ipc rcache errors config ib performance-smoke";
+        let mission = "gaudi dmabuf detection ucm ipc rcache errors config ib performance-smoke \
+                       critical verification";
         for name in mission.split(' ') {
             assert_eq!(SETS.iter().filter(|set| set.name == name).count(), 1, "{name}");
         }
     }
 
     #[test]
-    fn files_and_crates_named_here_exist() {
+    fn files_tests_and_crates_named_here_exist() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
         for set in SETS {
             for (package, name) in set.end_to_end.iter().map(|name| file(name)) {
                 let path = root.join(format!("crates/{package}/tests/{name}.rs"));
                 assert!(path.exists(), "{} names {}", set.name, path.display());
+            }
+            // Some are made by a macro: the name is there, if not behind `fn`.
+            for &(name, test) in set.tests {
+                let (package, name) = file(name);
+                let path = root.join(format!("crates/{package}/tests/{name}.rs"));
+                let text = std::fs::read_to_string(&path).expect("a file of tests");
+                let mut words = text.split(|c: char| !c.is_alphanumeric() && c != '_');
+                assert!(words.any(|word| word == test), "{}: no {test} in {name}", set.name);
             }
             for package in set.packages {
                 assert!(root.join("crates").join(package).exists(), "{package}");
@@ -252,6 +350,22 @@ mod tests {
         }
     }
 
+    /// A file that runs a verifying client is named in the set, unless its processes are to die.
+    #[test]
+    fn every_file_with_verified_bytes_is_in_verification() {
+        let set = SETS.iter().find(|set| set.name == "verification").expect("a set");
+        let tests = Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates/e2e/tests");
+        for entry in std::fs::read_dir(tests).unwrap() {
+            let path = entry.unwrap().path();
+            let Ok(text) = std::fs::read_to_string(&path) else { continue };
+            let name = path.file_stem().unwrap().to_str().unwrap();
+            let named = set.end_to_end.contains(&name) || set.tests.iter().any(|it| it.0 == name);
+            let verifies = ["client(", "verified("].iter().any(|call| text.contains(call));
+            let exempt = ["atomics", "cpu_access"].contains(&name);
+            assert!(named || exempt || !verifies, "{name} compares bytes");
+        }
+    }
+
     #[test]
     fn both_runners_get_the_same_selection() {
         let set = Set {
@@ -260,11 +374,14 @@ mod tests {
             packages: &["a"],
             end_to_end: &["b", "f::g"],
             words: &["c", "d"],
+            tests: &[("h", "i"), ("f::j", "k"), ("h", "l")],
         };
         let filter = set.nextest_filter();
         assert_eq!(
             filter,
-            "package(=a) | binary_id(=e2e::b) | binary_id(=f::g) | test(c) | test(d)"
+            "package(=a) | binary_id(=e2e::b) | binary_id(=f::g) | test(c) | test(d) \
+             | (binary_id(=e2e::h) & test(=i)) | (binary_id(=f::j) & test(=k)) \
+             | (binary_id(=e2e::h) & test(=l))"
         );
         assert_eq!(
             set.cargo_test_calls(),
@@ -273,6 +390,8 @@ mod tests {
                 vec!["--package=e2e", "--test=b"],
                 vec!["--package=f", "--test=g"],
                 vec!["--workspace", "--lib", "--bins", "--tests", "--", "c", "d"],
+                vec!["--package=e2e", "--test=h", "--", "--exact", "i", "l"],
+                vec!["--package=f", "--test=j", "--", "--exact", "k"],
             ]
         );
     }

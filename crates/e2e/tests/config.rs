@@ -225,8 +225,8 @@ fn the_card_is_chosen_by_index_module_id_and_bus_id() {
             ("1", CARD_1),
             ("3", CARD_3),
             ("module:2", CARD_0),
-            ("module:3", CARD_1),
-            ("module:0", CARD_3),
+            ("module:0", CARD_1),
+            ("module:3", CARD_3),
             ("0000:34:00.0", CARD_3),
             ("34:00.0", CARD_3),
             ("0000:4D:00.0", CARD_1),
@@ -242,10 +242,10 @@ fn the_card_is_chosen_by_index_module_id_and_bus_id() {
 fn the_launchers_variables_are_respected() {
     for ucx in Ucx::ALL {
         for (variables, card) in [
-            (&[("HLS_MODULE_ID", "0")][..], CARD_3),
-            (&[("HLS_MODULE_ID", "0"), ("UCX_GAUDI_COPY_DEVICE", "1")], CARD_1),
+            (&[("HLS_MODULE_ID", "0")][..], CARD_1),
+            (&[("HLS_MODULE_ID", "0"), ("UCX_GAUDI_COPY_DEVICE", "3")], CARD_3),
             (&[("HABANA_VISIBLE_MODULES", "3,0")], CARD_1),
-            (&[("HABANA_VISIBLE_MODULES", "0")], CARD_3),
+            (&[("HABANA_VISIBLE_MODULES", "0")], CARD_1),
             (&[("HABANA_VISIBLE_MODULES", "all")], CARD_0),
         ] {
             let end = whereabouts(ucx, variables).ok();
@@ -257,13 +257,13 @@ fn the_launchers_variables_are_respected() {
 /// A table that renumbers: its indices count, and cards it leaves out do not exist.
 #[test]
 fn the_mapping_table_decides_what_an_index_means() {
-    let table = r#"[{"index":0,"module_id":0,"bus_id":"0000:34:00.0"},
-                    {"index":5,"module_id":3,"bus_id":"0000:4d:00.0"}]"#;
+    let table = r#"[{"index":0,"module_id":3,"bus_id":"0000:34:00.0"},
+                    {"index":5,"module_id":0,"bus_id":"0000:4d:00.0"}]"#;
     for ucx in Ucx::ALL {
         let run = |device| {
             whereabouts(ucx, &[("GAUDI_MAPPING_TABLE", table), ("UCX_GAUDI_COPY_DEVICE", device)])
         };
-        for (device, card) in [("", CARD_3), ("0", CARD_3), ("5", CARD_1), ("module:3", CARD_1)] {
+        for (device, card) in [("", CARD_3), ("0", CARD_3), ("5", CARD_1), ("module:0", CARD_1)] {
             let end = run(device).ok();
             assert!(end.stdout.contains(card), "{device:?}: {}", end.report());
         }
@@ -280,8 +280,8 @@ fn a_broken_mapping_table_is_quoted_and_means_no_gaudi() {
         (r#"[{"index":0,"module_id":0,"bus_id":"34:zz"}]"#, "34:zz"),
         (r#"[{"index":0,"module_id":0,"bus_id":"0000:77:00.0"}]"#, "0000:77:00.0"),
         (
-            r#"[{"index":4,"module_id":0,"bus_id":"0000:34:00.0"},
-                {"index":4,"module_id":3,"bus_id":"0000:4d:00.0"}]"#,
+            r#"[{"index":4,"module_id":3,"bus_id":"0000:34:00.0"},
+                {"index":4,"module_id":0,"bus_id":"0000:4d:00.0"}]"#,
             "0000:4d:00.0",
         ),
     ] {

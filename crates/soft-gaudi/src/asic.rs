@@ -278,8 +278,9 @@ const BUS_IDS: [&str; 8] = [
     "0000:b4:00.0",
 ];
 
-/// Module ids of the first cards; none equals its index, so that mixing them up shows.
-const MODULE_IDS: [u32; 8] = [2, 3, 1, 0, 6, 7, 5, 4];
+/// Module ids of the first cards. The first four are a server's in the field, whose mapping table the
+/// documentation shows. Most differ from their index, so that mixing them up shows.
+const MODULE_IDS: [u32; 8] = [2, 0, 1, 3, 6, 7, 5, 4];
 
 /// PCI bus id of the card with this index.
 pub fn bus_id(index: u32) -> String {
@@ -310,7 +311,20 @@ mod tests {
         let modules: HashSet<_> = (0..256).map(module_id).collect();
         assert_eq!((bus.len(), modules.len()), (256, 256));
         assert!(bus.iter().all(|id| id.len() == 12));
-        assert!((0..256).all(|index| module_id(index) != index));
+        assert!((0..256).all(|index| module_id(index) != index || index == 3));
+    }
+
+    /// A table that names them otherwise is refused (`docs/devices.md`).
+    #[test]
+    fn the_first_four_cards_are_those_of_the_documented_mapping_table() {
+        let cards: Vec<_> = (0..4).map(|index| (index, module_id(index), bus_id(index))).collect();
+        let table = [
+            (0, 2, "0000:33:00.0"),
+            (1, 0, "0000:4d:00.0"),
+            (2, 1, "0000:4e:00.0"),
+            (3, 3, "0000:34:00.0"),
+        ];
+        assert_eq!(cards, table.map(|(index, module, bus)| (index, module, bus.to_owned())));
     }
 
     #[test]

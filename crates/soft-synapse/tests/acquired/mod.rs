@@ -10,8 +10,8 @@ pub(crate) struct Acquired<'a> {
     pub(crate) stream: Handle,
 }
 
-/// Slot of the third card.
-pub(crate) const MODULE: u32 = 1;
+/// Slot of the second card.
+pub(crate) const MODULE: u32 = 0;
 
 impl<'a> Acquired<'a> {
     pub(crate) fn new(api: &'a Api) -> Self {

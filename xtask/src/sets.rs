@@ -110,6 +110,7 @@ pub(crate) const SETS: &[Set] = &[
             "ends",
             "loading",
             "names",
+            "mission",
             "guest",
             "generations",
             "abi",

@@ -112,8 +112,8 @@ fn not_a_dmabuf(detail: &str) -> Error {
 
 /// Whether it is a dma-buf of the kernel. The software Gaudi's are files of its own.
 fn is_dmabuf(fd: BorrowedFd<'_>) -> bool {
-    const DMA_BUF_MAGIC: i64 = 0x444d_4142;
-    rustix::fs::fstatfs(fd).is_ok_and(|system| system.f_type as i64 == DMA_BUF_MAGIC)
+    // DMA_BUF_MAGIC; its type is the system's.
+    rustix::fs::fstatfs(fd).is_ok_and(|system| system.f_type == 0x444d_4142)
 }
 
 /// Addresses that are no Gaudi memory, and the dma-buf behind them: mapped for each card when a copy of that card

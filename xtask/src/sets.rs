@@ -128,7 +128,7 @@ pub(crate) const SETS: &[Set] = &[
     Set {
         name: "dmabuf",
         about: "export and import of dma-bufs",
-        end_to_end: &["dmabuf"],
+        end_to_end: &["dmabuf", "import"],
         words: &["dmabuf", "dma_buf"],
         ..EMPTY
     },

@@ -48,6 +48,7 @@ const EFFECTS: &[Effect] = &[
     effect("UCX_GAUDI_COPY_DEVICE", "1", "where", CARD_1),
     effect("UCX_GAUDI_COPY_DMABUF", "no", "attributes", "gaudi_copy does not offer dma-bufs"),
     effect("UCX_GAUDI_COPY_ENABLE_MAPPED_DMABUF", "no", "churn --cycles 1", "1 exports:").faults(NO_MAPPED_EXPORT),
+    effect("UCX_GAUDI_COPY_REG_DMABUF", "y", "attributes", "gaudi_copy asks UCX for dma-bufs of others"),
     // Without the cache: with it, UCX is told what finding pinned memory costs.
     effect("UCX_GAUDI_COPY_REG_COST", "31us", "attributes", "gaudi_copy registers in 31000 ns")
         .with(&[("UCX_GAUDI_COPY_ENABLE_RCACHE", "no")]),

@@ -1,5 +1,6 @@
 //! What the addresses in UCX's operations are.
 
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use gaudi::{Device, DeviceAddr, HostRegion, Location, Side, USER_SPACE_END};
@@ -25,18 +26,28 @@ pub(crate) fn allocation_of(address: u64, length: usize) -> Option<Location> {
 }
 
 /// What a range to be registered is.
-pub(crate) enum Registered {
+pub(crate) enum Registered<'a> {
     /// Gaudi memory of this process, in this allocation.
     Device(Location),
+    /// Other memory, of which a dma-buf and the offset in it were given.
+    Dmabuf(BorrowedFd<'a>, u64),
     /// Host memory: recorded, and pinned when a copy first uses it.
     Host(Arc<HostRegion>),
 }
 
-/// Registers a range for the domain of this name.
-pub(crate) fn register(ucx: &Ucx, name: &str, region: &Region) -> Result<Registered, Status> {
+/// Registers a range for the domain of this name. Of memory of this process no dma-buf is needed, though UCP may give
+/// the one that the domain has exported.
+pub(crate) fn register<'a>(
+    ucx: &Ucx,
+    name: &str,
+    region: &Region<'a>,
+) -> Result<Registered<'a>, Status> {
     let Region { address, length, .. } = *region;
     if let Some(found) = allocation_of(address, length) {
         return Ok(Registered::Device(found));
+    }
+    if let Some((dmabuf, offset)) = region.dmabuf {
+        return Ok(Registered::Dmabuf(dmabuf, offset));
     }
     if region.memory_type == Some(MemoryType::GAUDI) {
         if !region.hide_errors {

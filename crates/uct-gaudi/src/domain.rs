@@ -1,4 +1,10 @@
 //! Memory domains `gaudi_copy` and `gaudi_gdr`: allocation, registration, detection, dma-buf.
+//!
+//! They register a dma-buf that they are given, but do not tell UCX so (`REG_DMABUF`), unless `COPY_REG_DMABUF=y`.
+//! UCP gains nothing by it: its copies between two kinds of device memory go through host memory, whatever a domain
+//! registers. But for a domain with that flag it asks for the dma-buf of every Gaudi buffer it registers, so that all
+//! memory would be exported, and flushed before each copy, also where no network device is; and it would hand over
+//! every CUDA buffer, and fail to register it where the driver refuses it (`ucp_memh_register_internal`).
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -8,7 +14,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use gaudi::{
     Allocation, Costs, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Error, ExportCall,
-    HostRegion,
+    HostRegion, ImportedRegion,
 };
 use uct::abi::md_flag;
 use uct::config::{Ternary, Values, Variable};
@@ -243,6 +249,8 @@ pub(crate) enum Memory {
     Foreign,
     /// Registered host memory: recorded, and pinned when a copy first uses it.
     Host(Arc<HostRegion>),
+    /// Other memory, registered by its dma-buf.
+    Imported(ImportedRegion),
 }
 
 impl<F> Drop for GaudiDomain<F> {
@@ -266,7 +274,15 @@ impl Memory {
     pub(crate) fn host_region(&self) -> Option<&Arc<HostRegion>> {
         match self {
             Memory::Host(region) => Some(region),
-            Memory::Device(_) | Memory::Foreign => None,
+            Memory::Device(_) | Memory::Foreign | Memory::Imported(_) => None,
+        }
+    }
+
+    /// What copies reach by a dma-buf.
+    pub(crate) fn imported(&self) -> Option<&ImportedRegion> {
+        match self {
+            Memory::Imported(region) => Some(region),
+            Memory::Device(_) | Memory::Foreign | Memory::Host(_) => None,
         }
     }
 }
@@ -361,7 +377,9 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
         let gaudi = MemoryTypes::only(MemoryType::GAUDI);
         let both = gaudi.with(MemoryType::HOST);
         DomainAttributes {
-            flags: md_flag::ALLOC | md_flag::REG,
+            flags: md_flag::ALLOC
+                | md_flag::REG
+                | if self.settings.reg_dmabuf { md_flag::REG_DMABUF } else { 0 },
             register: both,
             // All that is registered: UCP's old protocols register buffers through its cache alone, and
             // debug builds assert that every domain they register with may be cached. UCX is told when
@@ -399,9 +417,18 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
         })
     }
 
-    fn register(&self, region: &Region) -> Result<Memory, Status> {
+    fn register(&self, region: &Region<'_>) -> Result<Memory, Status> {
         Ok(match register(self.ucx, F::COMPONENT, region)? {
             Registered::Device(_) => Memory::Foreign,
+            Registered::Dmabuf(dmabuf, offset) => {
+                let range = (region.address, region.length as u64);
+                let imported = self
+                    .device()
+                    .and_then(|device| ImportedRegion::new(&device, range, dmabuf, offset));
+                Memory::Imported(imported.map_err(|error| {
+                    self.fail(region.hide_errors, "cannot register a dma-buf", &error)
+                })?)
+            }
             Registered::Host(region) => Memory::Host(region),
         })
     }

@@ -9,8 +9,9 @@
 use std::cell::Cell;
 use std::marker::PhantomData;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 
-use gaudi::{Error, Segment};
+use gaudi::{Device, Error, ImportedRegion, Segment, Side};
 use uct::abi::iface_flag;
 use uct::{
     Bandwidth, Buffer, Buffers, Completion, DeviceType, Interface, InterfaceAttributes, Link,
@@ -107,10 +108,19 @@ impl<F: Flavour> CopyInterface<F> {
         let mut segments = Segments::new();
         let mut at = remote;
         for (buffer, memory) in local.iter().filter(|(buffer, _)| buffer.length() != 0) {
-            let (local_side, local_device) = classify(buffer.address(), buffer.length());
             let (remote_side, remote_device) = classify(at, buffer.length());
+            let imported = memory.and_then(Memory::imported);
+            let (local_side, local_device) = match imported {
+                Some(region) => {
+                    self.imported(region, buffer, remote_device.as_ref().or(device.as_ref()))?
+                }
+                None => classify(buffer.address(), buffer.length()),
+            };
             if let Some(here) = local_device.or(remote_device) {
-                device.get_or_insert(here);
+                // A dma-buf is for the card that copies alone.
+                if imported.is_some() || device.is_none() {
+                    device = Some(here);
+                }
                 let (dst, src) = way.sides(local_side, remote_side);
                 let host_region = memory.and_then(Memory::host_region).cloned();
                 segments.push(Segment { dst, src, len: buffer.length(), host_region });
@@ -129,6 +139,21 @@ impl<F: Flavour> CopyInterface<F> {
             self.sleeper.wake();
         }
         posted.map_err(|NotStarted { error, .. }| self.copy_failed(&error))
+    }
+
+    /// A buffer that was registered by its dma-buf, as this card sees it.
+    fn imported(
+        &self,
+        region: &ImportedRegion,
+        buffer: Buffer,
+        device: Option<&Arc<Device>>,
+    ) -> Result<(Side, Option<Arc<Device>>), Status> {
+        let found = region.find(device, buffer.address(), buffer.length());
+        let (addr, device) = found.map_err(|error| {
+            log!(self.ucx, Error, "cannot copy by a dma-buf: {}", explain(&error));
+            status::of(&error)
+        })?;
+        Ok((Side::Device(addr), Some(device)))
     }
 
     /// A copy in the background has failed for good. UCP ignores the status of these copies

@@ -54,6 +54,14 @@ pub(crate) const VARIABLES: &[Variable] = &[
         kind: Kind::Ternary,
     },
     Variable {
+        name: "COPY_REG_DMABUF",
+        default: "n",
+        help: "Tell UCX that dma-bufs can be registered, for programs that ask before they give one. It\n\
+               works without, where the driver imports dma-bufs. With it, UCP exports all Gaudi memory\n\
+               that it registers, and CUDA memory that the Gaudi cannot reach is not registered.",
+        kind: Kind::Bool,
+    },
+    Variable {
         name: "COPY_FLUSH_PEER_WRITES",
         default: "try",
         help: "Have the driver flush what network devices and Gaudis of other processes wrote to\n\
@@ -198,6 +206,7 @@ pub(crate) struct Settings {
     pub(crate) device: DeviceChoice,
     pub(crate) dmabuf: Ternary,
     pub(crate) mapped_dmabuf: Ternary,
+    pub(crate) reg_dmabuf: bool,
     pub(crate) rcache: Ternary,
     pub(crate) rcache_limits: CacheLimits,
     pub(crate) estimates: Overrides,
@@ -237,6 +246,7 @@ impl Settings {
             device,
             dmabuf: values.ternary("COPY_DMABUF"),
             mapped_dmabuf: values.ternary("COPY_ENABLE_MAPPED_DMABUF"),
+            reg_dmabuf: values.bool("COPY_REG_DMABUF"),
             rcache: values.ternary("COPY_ENABLE_RCACHE"),
             rcache_limits: CacheLimits {
                 regions: values.uint("COPY_RCACHE_MAX_REGIONS") as usize,

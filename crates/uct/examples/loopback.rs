@@ -53,7 +53,7 @@ impl MemoryDomain for LoopDomain {
         DomainAttributes { flags: md_flag::REG, register: host, access: host, ..Default::default() }
     }
 
-    fn register(&self, _: &Region) -> Result<(), Status> {
+    fn register(&self, _: &Region<'_>) -> Result<(), Status> {
         Ok(())
     }
 }

@@ -1,7 +1,7 @@
 //! Memory domains: allocation, registration, detection, keys.
 
 use core::ffi::{CStr, c_char, c_void};
-use std::os::fd::{IntoRawFd, OwnedFd};
+use std::os::fd::{BorrowedFd, IntoRawFd, OwnedFd};
 
 use crate::abi::{
     LinearFunc, MD_OP_SLOTS, MdAttr, MdOps, MemAttachParams, MemAttr, MemDeregParams, MemRegParams,
@@ -34,7 +34,7 @@ pub trait MemoryDomain: Send + Sync + Sized + 'static {
     ///
     /// # Errors
     /// [`Status::UNSUPPORTED`] and the like.
-    fn register(&self, region: &Region) -> Result<Self::Memory, Status>;
+    fn register(&self, region: &Region<'_>) -> Result<Self::Memory, Status>;
 
     /// Says what an address range is. Answers for foreign ranges must be quick and negative.
     ///
@@ -135,13 +135,15 @@ pub struct Allocated<M> {
 
 /// A range to register.
 #[derive(Clone, Copy, Debug)]
-pub struct Region {
+pub struct Region<'a> {
     /// First byte; a host pointer or a device address.
     pub address: u64,
     /// Bytes, not 0.
     pub length: usize,
     /// What UCX believes it to be.
     pub memory_type: Option<MemoryType>,
+    /// The dma-buf behind it, and the offset at which it begins there. The descriptor is the caller's.
+    pub dmabuf: Option<(BorrowedFd<'a>, u64)>,
     /// Failure is expected by the caller and not to be logged.
     pub hide_errors: bool,
 }
@@ -313,20 +315,27 @@ unsafe extern "C" fn mem_reg<C: Component>(
     memh_p: *mut *mut c_void,
 ) -> Status {
     const FLAGS: u64 = 1 << 0;
+    const DMABUF_FD: u64 = 1 << 1;
+    const DMABUF_OFFSET: u64 = 1 << 2;
     const MEM_TYPE: u64 = 1 << 3;
     guarded_status(md.ucx(), "mem_reg", || {
         // SAFETY: the mask tells which fields the caller's structure carries.
-        let (flags, memory_type) = unsafe {
+        let (flags, fd, offset, memory_type) = unsafe {
             let mask = (*params).field_mask;
             (
                 if mask & FLAGS != 0 { (*params).flags } else { 0 },
+                if mask & DMABUF_FD != 0 { (*params).dmabuf_fd } else { -1 },
+                if mask & DMABUF_OFFSET != 0 { (*params).dmabuf_offset as u64 } else { 0 },
                 (mask & MEM_TYPE != 0).then(|| (*params).mem_type),
             )
         };
+        // SAFETY: the caller keeps it open during the call; one that is not open fails in its first use.
+        let dmabuf = (fd >= 0).then(|| (unsafe { BorrowedFd::borrow_raw(fd) }, offset));
         let memory = md.domain.register(&Region {
             address: address.addr() as u64,
             length,
             memory_type,
+            dmabuf,
             hide_errors: flags & REG_FLAG_HIDE_ERRORS != 0,
         })?;
         // SAFETY: out-parameter of the caller.

@@ -7,7 +7,7 @@ use crate::ucx::sys::{
 };
 use crate::ucx::{Result, Status, call};
 use ::uct::abi::{MEM_FLAG_REGISTRABLE, REG_FLAG_HIDE_ERRORS, mem_attr_field as field};
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr;
 
 /// Read and write, local and remote.
@@ -156,11 +156,44 @@ impl Domain {
             dmabuf_offset: 0,
             mem_type: kind.unwrap_or(MemoryType::HOST),
         };
+        self.register_by((address, length), &params)
+    }
+
+    /// Registers a range by the dma-buf behind it, in which it begins at `offset`.
+    pub fn register_dmabuf(
+        &self,
+        range: (u64, usize),
+        dmabuf: BorrowedFd<'_>,
+        offset: u64,
+    ) -> Result<Registration<'_>> {
+        self.register_raw_dmabuf(range, dmabuf.as_raw_fd(), offset)
+    }
+
+    /// The same with any number for a descriptor.
+    pub fn register_raw_dmabuf(
+        &self,
+        range: (u64, usize),
+        dmabuf: RawFd,
+        offset: u64,
+    ) -> Result<Registration<'_>> {
+        let params = MemRegParams {
+            field_mask: 0b111, // flags, descriptor and offset
+            flags: ACCESS_ALL | REG_FLAG_HIDE_ERRORS,
+            dmabuf_fd: dmabuf,
+            dmabuf_offset: offset as usize,
+            mem_type: MemoryType::HOST,
+        };
+        self.register_by(range, &params)
+    }
+
+    fn register_by(
+        &self,
+        (address, length): (u64, usize),
+        params: &MemRegParams,
+    ) -> Result<Registration<'_>> {
         let mut memh = ptr::null_mut();
         // SAFETY: the address is taken as a number until the memory is used in a copy.
-        unsafe {
-            call!(self.ucx, uct_md_mem_reg_v2(self.md, address, length, &params, &mut memh))
-        }?;
+        unsafe { call!(self.ucx, uct_md_mem_reg_v2(self.md, address, length, params, &mut memh)) }?;
         Ok(Registration { domain: self, memh })
     }
 

@@ -140,9 +140,11 @@ impl MemoryDomain for IpcDomain {
         }
     }
 
-    fn register(&self, region: &Region) -> Result<Memory, Status> {
+    fn register(&self, region: &Region<'_>) -> Result<Memory, Status> {
         Ok(match register(self.ucx, NAME, region)? {
             Registered::Device(found) => Memory::Device(Shareable::new(&found)),
+            // A domain for memory of peers: gaudi_copy registers dma-bufs.
+            Registered::Dmabuf(..) => return Err(Status::UNSUPPORTED),
             Registered::Host(region) => Memory::Host(region),
         })
     }

@@ -48,6 +48,7 @@ pub mod md_flag {
     pub const RKEY_PTR: u64 = 1 << 6;
     pub const INVALIDATE: u64 = 1 << 8;
     pub const EXPORTED_MKEY: u64 = 1 << 9;
+    pub const REG_DMABUF: u64 = 1 << 10;
     pub const INVALIDATE_RMA: u64 = 1 << 11;
     pub const INVALIDATE_AMO: u64 = 1 << 12;
 }

@@ -34,6 +34,8 @@ pub(super) fn run(check: &Checker<'_>) -> Result<()> {
         }
         let offers = if gaudi(is.dmabuf_mem_types) { "offers" } else { "does not offer" };
         println!("{name} {offers} dma-bufs of Gaudi memory");
+        let asks = if flag(md_flag::REG_DMABUF) { "asks" } else { "does not ask" };
+        println!("{name} {asks} UCX for dma-bufs of others");
         println!("{name} registers in {:.0} ns", is.reg_cost.constant * 1e9);
     }
     Ok(())

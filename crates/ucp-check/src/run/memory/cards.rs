@@ -45,7 +45,7 @@ pub(super) fn stay(watchdog: &Watchdog) -> ! {
 }
 
 /// A domain of the component under test, on the card with this number.
-fn on(check: &Checker<'_>, index: usize) -> Result<Domain> {
+pub(super) fn on(check: &Checker<'_>, index: usize) -> Result<Domain> {
     let component = &check.options.component;
     let name = format!("{}_DEVICE", component.to_uppercase());
     check.domain.ucx().open_domain(component, &[(name, index.to_string())])

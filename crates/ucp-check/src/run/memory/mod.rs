@@ -23,6 +23,7 @@ mod copies;
 mod detect;
 mod dmabuf;
 mod host_map;
+mod import;
 mod model;
 mod ranges;
 mod rcache;
@@ -45,7 +46,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 type Check = (&'static str, &'static str, bool, fn(&Checker<'_>) -> Result<()>);
 
 #[rustfmt::skip] // a table
-const CHECKS: [Check; 24] = [
+const CHECKS: [Check; 26] = [
     ("attributes", "Components, memory domains and what they say of themselves", true, attributes::run),
     ("transport", "What the copy transport says of itself", true, attributes::transport),
     ("alloc", "Allocate and free: sizes, disjoint ranges, any order, more than there is", true, alloc::run),
@@ -53,6 +54,8 @@ const CHECKS: [Check; 24] = [
     ("detect", "Which address ranges are Gaudi memory, and which are not", true, detect::run),
     ("dmabuf", "Descriptors and offsets of dma-bufs; with --importer also their content", true, dmabuf::run),
     ("register", "Register host and device memory, and copy with it", true, register::run),
+    ("import", "Register dma-bufs, and copy with what was registered", true, import::run),
+    ("import-cards", "The same with the memory of three cards (the first three)", false, import::cards),
     ("host-only", "Register gigabytes of host memory: no card is opened, no page is touched", false, register::host_only),
     ("copies", "Copies in flight: pieces, fences, flushes, more than fit, closed in flight", true, copies::run),
     ("failing-copies", "Copies of which some fail, as the machine's faults order: all end, and the failed ones say so", false, copies::failing),

@@ -11,6 +11,7 @@ use crate::asic::Profile;
 use crate::card_memory::CardMemory;
 use crate::dmabuf;
 use crate::dram::{Pages, Segment};
+use crate::foreign::Foreign;
 use crate::pinning::HostMemory;
 use crate::ring::{Pin, PinId};
 use crate::va::{Align, FreeRange, Hint};
@@ -47,6 +48,8 @@ enum Backing {
     CommandBuffer,
     /// Another card's memory; what keeps it exported.
     Import { peer: Arc<dmabuf::Exported> },
+    /// A dma-buf of another driver.
+    Foreign { _memory: Foreign },
 }
 
 #[derive(Debug)]
@@ -222,10 +225,28 @@ impl AddressSpace {
             }
             left -= part;
         }
+        self.map_in_host_range(len, pieces, Backing::Import { peer: Arc::new(exported) })
+    }
+
+    /// Maps a dma-buf of another driver, in the same way.
+    pub(crate) fn map_foreign(&mut self, memory: Foreign, length: u64) -> Result<u64, Errno> {
+        if length == 0 || length > memory.len() {
+            return Err(Errno::INVAL);
+        }
+        let len = length.next_multiple_of(HOST_PAGE);
+        let pieces = vec![(memory.base(), len)];
+        self.map_in_host_range(len, pieces, Backing::Foreign { _memory: memory })
+    }
+
+    fn map_in_host_range(
+        &mut self,
+        size: u64,
+        pieces: Vec<(usize, u64)>,
+        backing: Backing,
+    ) -> Result<u64, Errno> {
         let align = Align::Power(HOST_PAGE);
-        let va = self.host_va.allocate(len, align, Hint::default()).ok_or(Errno::NOMEM)?;
-        let backing = Backing::Import { peer: Arc::new(exported) };
-        self.mappings.insert(va, Mapping { va, size: len, pieces, backing });
+        let va = self.host_va.allocate(size, align, Hint::default()).ok_or(Errno::NOMEM)?;
+        self.mappings.insert(va, Mapping { va, size, pieces, backing });
         Ok(va)
     }
 
@@ -256,7 +277,9 @@ impl AddressSpace {
                 }
                 return Ok(mapping.size);
             }
-            Backing::Import { .. } => self.host_va.release(start, mapping.size),
+            Backing::Import { .. } | Backing::Foreign { .. } => {
+                self.host_va.release(start, mapping.size);
+            }
             Backing::CommandBuffer => self.cb_va.release(start, mapping.size),
         }
         Ok(0)

@@ -34,6 +34,7 @@ mod dma_core;
 mod engine;
 mod events;
 mod faults;
+mod foreign;
 mod guarded;
 mod interrupts;
 mod node;

@@ -11,6 +11,7 @@ use crate::asic::Generation;
 use crate::blocks;
 use crate::context::{self, Context};
 use crate::dmabuf;
+use crate::foreign::Foreign;
 use crate::pinning;
 use crate::va::Hint;
 
@@ -152,8 +153,14 @@ pub(super) fn import(fd: c_int, dmabuf_fd: u64, length: u64) -> Result<u64, Errn
         return context.log_refusal("opcode", Err(Errno::INVAL));
     }
     let dmabuf_fd = c_int::try_from(dmabuf_fd).map_err(|_| Errno::BADF)?;
-    let exported = dmabuf::Exported::from_fd(borrow(dmabuf_fd)?)?;
-    let addr = context.space_mut().map_import(exported, length)?;
+    let dmabuf_fd = borrow(dmabuf_fd)?;
+    let addr = match dmabuf::Exported::from_fd(dmabuf_fd) {
+        Err(Errno::INVAL) => {
+            let foreign = Foreign::map(dmabuf_fd)?;
+            context.space_mut().map_foreign(foreign, length)?
+        }
+        exported => context.space_mut().map_import(exported?, length)?,
+    };
     context.model_mapping(0);
     Ok(addr)
 }

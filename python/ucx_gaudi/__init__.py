@@ -1,4 +1,4 @@
-"""Gaudi memory from Python: allocate, fill, copy, free, export, lend.
+"""Gaudi memory from Python: allocate, fill, copy, free, export, import, lend.
 
 >>> import ucx_gaudi
 >>> with ucx_gaudi.alloc(1 << 20) as memory:
@@ -11,7 +11,8 @@ The memory is Gaudi memory to every UCX in the process: hand `memory.address` an
 mpi4py (`MPI.buffer.fromaddress`; in mpi4py 3 `MPI.memory`) or UCP. The CPU cannot access it by its address.
 
 There is no `__cuda_array_interface__` and no DLPack export: DLPack has no device type for a Gaudi, and whoever takes
-the address for CUDA's or the CPU's would touch it and crash. What other drivers can take is a dma-buf: `export()`.
+the address for CUDA's or the CPU's would touch it and crash. What other drivers can take is a dma-buf: `export()`; what
+they give is one, too: `import_dmabuf()`.
 
 The functions are those of `ucx_gaudi.h`, in libucx_gaudi.so. It is looked for where UCX_PLUGIN_PATH says, then in this
 module's installation, then on the loader path.
@@ -30,9 +31,11 @@ __all__ = [
     "DmaBuf",
     "ErrorCode",
     "GaudiError",
+    "Imported",
     "Memory",
     "alloc",
     "error_string",
+    "import_dmabuf",
     "is_device_memory",
     "lend",
     "take_back",
@@ -94,6 +97,8 @@ def _load() -> ctypes.CDLL:
         "fill": [pointer, number, size],
         "is_device_memory": [pointer, size],
         "export_dmabuf": [pointer, size, ctypes.POINTER(number), ctypes.POINTER(ctypes.c_uint64)],
+        "import_dmabuf": [ctypes.c_char_p, number, ctypes.c_uint64, size, ctypes.POINTER(pointer)],
+        "unmap_dmabuf": [pointer],
         "lend": [number],
         "take_back": [number],
     }.items():
@@ -198,6 +203,34 @@ class Memory:
         fd, at = ctypes.c_int(), ctypes.c_uint64()
         _call("export_dmabuf", self._at(offset, count), count, ctypes.byref(fd), ctypes.byref(at))
         return DmaBuf(fd.value, at.value)
+
+
+class Imported(Memory):
+    """A part of a dma-buf, mapped for a card; unmapped by `free()`, at the end of a `with` block, or with the object.
+
+    It is copied like memory of that card, from and to host memory or other memory of the card. It is not Gaudi memory to
+    UCX, and cannot be filled or exported.
+    """
+
+    def __init__(self, fd: int, offset: int = 0, length: Optional[int] = None, card: Optional[str] = None) -> None:
+        count = os.fstat(fd).st_size - offset if length is None else length
+        if offset < 0 or count < 0:
+            raise ValueError(f"{count} bytes at {offset} are not inside the dma-buf")
+        address = ctypes.c_void_p()
+        name = None if card is None else card.encode()
+        _call("import_dmabuf", name, fd, offset, count, ctypes.byref(address))
+        self._address = address.value or 0
+        self._length = count
+        self._free = weakref.finalize(self, _call, "unmap_dmabuf", self._address)
+
+    def __repr__(self) -> str:
+        return f"<dma-buf mapped at {self._address:#x}, {self._length} bytes>"
+
+
+def import_dmabuf(fd: int, offset: int = 0, length: Optional[int] = None, card: Optional[str] = None) -> Imported:
+    """Maps a dma-buf, whoever exported it, for a card, where the driver imports dma-bufs; all of it from `offset` on, if no
+    length is given. The descriptor stays the caller's, who may close it."""
+    return Imported(fd, offset, length, card)
 
 
 def alloc(length: int, card: Optional[str] = None) -> Memory:

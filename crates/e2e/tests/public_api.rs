@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use e2e::{Device, Finished, Tool, Ucx, Workbench};
+use e2e::{Device, Finished, SoftNode, Tool, Ucx, Workbench};
 
 fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
@@ -42,6 +42,10 @@ fn the_example_in_c_moves_bytes_without_ucx() {
     let run = |device: &Device| bench.program(Ucx::V1_22, &program).device(device).run();
     let end = run(&Device::software()).ok();
     assert!(end.stdout.contains("there and back"), "{}", end.report());
+    assert!(end.stdout.contains("not imported: "), "{}", end.report());
+    assert!(end.stdout.contains("the driver has no dma-buf import"), "{}", end.report());
+    let end = run(&importing(1)).ok();
+    assert!(end.stdout.contains("the dma-buf was imported"), "{}", end.report());
     // Without a card the reason is said.
     let end = run(&Device::cards(0)).refused();
     assert!(end.says(&["DEVICE_NOT_FOUND", "no card"]), "{}", end.report());
@@ -173,6 +177,99 @@ except g.GaudiError as error:
 assert g.GaudiError(-99, 'text').name == '-99'
 ");
     assert!(end.stdout.contains("told"), "{}", end.report());
+}
+
+/// A machine whose driver imports dma-bufs.
+fn importing(cards: u32) -> Device {
+    let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", &cards.to_string());
+    Device::Software(node.with("SOFT_GAUDI_KIND", "import"))
+}
+
+#[test]
+fn python_imports_dmabufs_and_copies_odd_parts_of_them() {
+    if !have("python3") {
+        return;
+    }
+    let script = "import os, ucx_gaudi as g
+N = 200003
+data = bytes(i * 11 & 255 for i in range(N))
+there, poison = g.alloc(N + 8192, '1'), bytes([0xee]) * (N + 8192)
+there.write(poison)
+there.write(data, offset=4099)
+fd, offset = there.export()
+at = offset + 4099
+parts = [g.import_dmabuf(fd, at, N, card) for card in ('0', '2', '0', '2', '1')]
+assert len({part.address for part in parts}) == 5, 'two cards gave the same address'
+size = os.fstat(fd).st_size
+whole = g.import_dmabuf(fd, card='0')
+assert len(whole) == size
+whole.free()
+os.close(fd)
+for card, part in zip('02021', parts):
+    assert part.read() == data and part.read(7, offset=N - 7) == data[-7:]
+    here = g.alloc(N + 100, card)
+    here.fill(0xdd)
+    here.copy_from(part, length=N - 3, offset=51, other_offset=1)
+    back = here.read()
+    assert back[51:51 + N - 3] == data[1:N - 2] and set(back[:51] + back[51 + N - 3:]) == {0xdd}, card
+    part.write(b'odd bytes', offset=70001)
+    part.copy_from(here, length=5, offset=3, other_offset=51)
+    expected = bytearray(poison)
+    expected[4099:4099 + N] = data
+    expected[4099 + 70001:4099 + 70010] = b'odd bytes'
+    expected[4102:4107] = data[1:6]
+    assert there.read() == expected, 'beside its place'
+    there.write(data, offset=4099)
+    assert not g.is_device_memory(part.address)
+other = g.alloc(8, '1')
+one, two = parts[0], parts[1]
+fd = os.memfd_create('memory'); os.ftruncate(fd, 1 << 20)
+real, offset = there.export()
+for mistake in (
+    lambda: g.import_dmabuf(fd), lambda: g.import_dmabuf(real, size), lambda: g.import_dmabuf(real, size - 5, 6),
+    lambda: g.import_dmabuf(99999, 0, 8), lambda: g.import_dmabuf(-1, 0, 8), lambda: g.import_dmabuf(real, 0, 8, 'nonsense'),
+    lambda: other.copy_from(one, 8), lambda: one.copy_from(two, 8), lambda: one.fill(0), lambda: one.export(),
+    lambda: g._call('copy', one.address, other.address, N + 1), lambda: g._call('unmap_dmabuf', one.address + 1),
+):
+    try:
+        mistake()
+    except g.GaudiError as error:
+        print(error.name, error)
+        assert error.code == -3
+    else:
+        raise AssertionError('accepted')
+os.close(fd); os.close(real)
+one.free(); one.free()
+try:
+    one.read(1)
+except ValueError as error:
+    print(error)
+assert parts[2].read() == data
+with two as again:
+    print(again)
+";
+    let end = python(script, &importing(3)).run().ok();
+    for words in [
+        "the descriptor is not of a dma-buf",
+        "are not inside the",
+        "imported for software Gaudi2",
+        "import it for the card",
+        "past the end of what was imported",
+        "<dma-buf mapped at 0xfff",
+    ] {
+        assert!(end.stdout.contains(words), "{words}: {}", end.report());
+    }
+    // Without import the reason is said.
+    let script = "import ucx_gaudi as g
+memory = g.alloc(4096)
+try:
+    g.import_dmabuf(*memory.export(), 4096)
+except g.GaudiError as error:
+    print(error.name, error)
+";
+    let end = python(script, &Device::cards(1)).run().ok();
+    assert!(end.stdout.contains("INVALID_PARAMS"), "{}", end.report());
+    assert!(end.stdout.contains("the driver has no dma-buf import; "), "{}", end.report());
 }
 
 /// The module's types are part of its surface.

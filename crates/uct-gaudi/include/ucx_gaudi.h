@@ -54,7 +54,7 @@ int ucx_gaudi_free(void *address);
 
 /*
  * Copies length bytes and returns when they have arrived. One of the two is Gaudi memory of this
- * process, the other may be host memory; host memory must be allocated.
+ * process or an imported dma-buf, the other may be host memory; host memory must be allocated.
  */
 int ucx_gaudi_copy(void *destination, const void *source, size_t length);
 
@@ -69,6 +69,18 @@ int ucx_gaudi_is_device_memory(const void *address, size_t length);
  * memory begins in it. It keeps the memory in use until all its importers have let go.
  */
 int ucx_gaudi_export_dmabuf(const void *address, size_t length, int *fd, uint64_t *offset);
+
+/*
+ * Maps length bytes from offset of a dma-buf, whoever exported it, for a card (as ucx_gaudi_alloc()
+ * names it), where the driver imports dma-bufs, and stores the address at which the card sees them.
+ * The descriptor stays the caller's, who may close it. The address is for ucx_gaudi_copy(), with host
+ * memory or memory of that card on the other side, and for work of your own on a card that you lent.
+ * It is not Gaudi memory to UCX, and the CPU cannot access it. Since version 2.
+ */
+int ucx_gaudi_import_dmabuf(const char *card, int fd, uint64_t offset, size_t length, void **address);
+
+/* Unmaps what ucx_gaudi_import_dmabuf() gave. No operation may be using it. Since version 2. */
+int ucx_gaudi_unmap_dmabuf(void *address);
 
 /*
  * Lends a card: fd is the compute node, as hlthunk_open() returned it. From now on UCX allocates

@@ -1,13 +1,14 @@
 //! The C functions for Gaudi memory without a UCP context: `include/ucx_gaudi.h`, and the Python module.
 //!
-//! Memory from here is Gaudi memory to every UCX of the process, as if UCX had allocated it.
+//! Memory from here is Gaudi memory to every UCX of the process, as if UCX had allocated it. What was imported is not:
+//! it is no memory of a card, and two cards may have it at the same address. It can be copied here.
 
 use core::ffi::{CStr, c_char, c_int, c_void};
-use std::collections::HashMap;
-use std::os::fd::IntoRawFd;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::collections::{BTreeMap, HashMap};
+use std::os::fd::{BorrowedFd, IntoRawFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use gaudi::{Allocation, DeviceAddr, DeviceChoice, ErrorKind, Location, runtime};
+use gaudi::{Allocation, DeviceAddr, DeviceChoice, ErrorKind, Import, Location, Side, runtime};
 
 use crate::c_errors::{Failure, guarded};
 use crate::{domain, environment, memtype_cache};
@@ -20,6 +21,53 @@ static OWNED: Mutex<Option<HashMap<u64, Allocation>>> = Mutex::new(None);
 
 fn owned() -> MutexGuard<'static, Option<HashMap<u64, Allocation>>> {
     OWNED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Imports by address, until they are unmapped. No two overlap.
+static IMPORTED: Mutex<BTreeMap<u64, Arc<Import>>> = Mutex::new(BTreeMap::new());
+
+fn imported() -> MutexGuard<'static, BTreeMap<u64, Arc<Import>>> {
+    IMPORTED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The import that an address lies in.
+fn import_at(imports: &BTreeMap<u64, Arc<Import>>, address: u64) -> Option<&Arc<Import>> {
+    let (start, import) = imports.range(..=address).next_back()?;
+    (address - start < import.len()).then_some(import)
+}
+
+/// Copies where one of the addresses is an import's; `None`, and nothing done, if none is.
+///
+/// # Safety
+/// As for [`ucx_gaudi_copy`].
+unsafe fn copy_imported(to: u64, from: u64, length: usize) -> Option<Result<(), Failure>> {
+    let (dst, src) = {
+        let imports = imported();
+        (import_at(&imports, to).cloned(), import_at(&imports, from).cloned())
+    };
+    let device = Arc::clone(dst.as_ref().or(src.as_ref())?.device());
+    if let (Some(dst), Some(src)) = (&dst, &src)
+        && dst.device().id() != src.device().id()
+    {
+        let cards = (dst.device(), src.device());
+        let text =
+            format!("imported for {} and for {}: import both for one card", cards.0, cards.1);
+        return Some(Err(invalid(text)));
+    }
+    let side = |address: u64, import: &Option<Arc<Import>>| match import {
+        Some(import) if length as u64 > import.addr().0 + import.len() - address => {
+            Err(invalid(format!("{address:#x}, {length} bytes: past the end of what was imported")))
+        }
+        None if runtime().locate(address, length).is_none() => {
+            Ok(Side::Host(core::ptr::with_exposed_provenance_mut(address as usize)))
+        }
+        _ => Ok(Side::Device(DeviceAddr(address))),
+    };
+    let sides = side(to, &dst).and_then(|to| Ok((to, side(from, &src)?)));
+    Some(sides.and_then(|(to, from)| {
+        // SAFETY: the caller's promise; imports last until this returns.
+        Ok(unsafe { device.copy_blocking(to, from, length) }?)
+    }))
 }
 
 fn invalid(text: impl Into<String>) -> Failure {
@@ -51,6 +99,15 @@ pub(crate) extern "C" fn ucx_gaudi_api_version() -> c_int {
     API_VERSION
 }
 
+/// The card that a C caller names.
+///
+/// # Safety
+/// A C string or null.
+unsafe fn card_choice(card: *const c_char) -> Result<DeviceChoice, Failure> {
+    // SAFETY: the caller's promise.
+    choice((!card.is_null()).then(|| unsafe { CStr::from_ptr(card) }))
+}
+
 /// Allocates.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ucx_gaudi_alloc(
@@ -63,8 +120,7 @@ pub(crate) unsafe extern "C" fn ucx_gaudi_alloc(
             return Err(invalid("give a length above 0, and where to store the address"));
         }
         // SAFETY: by the header a C string or null.
-        let card = (!card.is_null()).then(|| unsafe { CStr::from_ptr(card) });
-        let device = domain::open(&choice(card)?)?;
+        let device = domain::open(&unsafe { card_choice(card) }?)?;
         let allocation = device.alloc(length as u64, 1)?;
         let start = allocation.addr().0;
         memtype_cache::allocated(&allocation);
@@ -101,6 +157,10 @@ pub(crate) unsafe extern "C" fn ucx_gaudi_copy(
             return Ok(());
         }
         let (to, from) = (destination.expose_provenance(), source.expose_provenance());
+        // SAFETY: as below.
+        if let Some(copied) = unsafe { copy_imported(to as u64, from as u64, length) } {
+            return copied;
+        }
         // SAFETY: by the header, what is not Gaudi memory is the caller's host memory of that length, and
         // stays until this returns.
         let copied = unsafe { runtime().copy(to as u64, from as u64, length) };
@@ -156,5 +216,53 @@ pub(crate) unsafe extern "C" fn ucx_gaudi_export_dmabuf(
         // SAFETY: by the header places for both; checked for null above.
         unsafe { (*fd, *offset) = (exported.into_raw_fd(), at) };
         Ok(())
+    })
+}
+
+/// Maps a part of a dma-buf for a card.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn ucx_gaudi_import_dmabuf(
+    card: *const c_char,
+    fd: c_int,
+    offset: u64,
+    length: usize,
+    address: *mut *mut c_void,
+) -> c_int {
+    guarded(|| {
+        if address.is_null() || fd < 0 {
+            return Err(invalid("give a descriptor, and where to store the address"));
+        }
+        // SAFETY: not negative; whether it is open, the first call on it finds out.
+        let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+        // SAFETY: by the header a C string or null.
+        let device = domain::open(&unsafe { card_choice(card) }?)?;
+        // Each card has addresses of its own: what would be at another card's is kept until there is a free place.
+        let mut elsewhere = Vec::new();
+        let start = loop {
+            let import = device.import(fd, offset, length as u64)?;
+            let (start, last) = (import.addr().0, import.addr().0 + (import.len() - 1));
+            let mut imports = imported();
+            let before = imports.range(..=last).next_back();
+            if before.is_none_or(|(at, other)| at + (other.len() - 1) < start) {
+                imports.insert(start, Arc::new(import));
+                break start;
+            }
+            elsewhere.push(import);
+        };
+        // SAFETY: by the header a place for a pointer; checked for null above.
+        unsafe { *address = core::ptr::without_provenance_mut(start as usize) };
+        Ok(())
+    })
+}
+
+/// Unmaps what [`ucx_gaudi_import_dmabuf`] mapped.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn ucx_gaudi_unmap_dmabuf(address: *mut c_void) -> c_int {
+    guarded(|| {
+        let start = address.addr() as u64;
+        let found = imported().remove(&start);
+        let wrong = || invalid(format!("{start:#x} did not come from ucx_gaudi_import_dmabuf"));
+        // Unmapping is a driver call: not under the lock.
+        found.map(drop).ok_or_else(wrong)
     })
 }

@@ -159,8 +159,8 @@ impl Parser {
     pub(super) fn warn(&self, name: &str, value: &str) {
         static WARNED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
         let setting = format!("{name}={value}");
-        let mut warned = WARNED.lock().unwrap_or_else(PoisonError::into_inner);
-        if !warned.insert(setting.clone()) {
+        let is_new = WARNED.lock().unwrap_or_else(PoisonError::into_inner).insert(setting.clone());
+        if !is_new {
             return;
         }
         let expected = self.written(|text, room| {

@@ -153,7 +153,8 @@ pub(crate) const VARIABLES: &[Variable] = &[
         default: "y",
         help: "Abort the process when a copy in the background has failed twice. UCX ignores the\n\
                status of these copies in its protocols: without this, a message may arrive\n\
-               with wrong bytes. Short copies return their error to UCX in either case.",
+               with wrong bytes, or the program may hang. Short copies return their error to UCX\n\
+               in either case.",
         kind: Kind::Bool,
     },
     Variable {

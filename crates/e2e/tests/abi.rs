@@ -241,7 +241,7 @@ fn the_probe_agrees_with_both_stock_libraries() {
 fn probe_of(definitions: &str) -> Result<(), String> {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let library = folder.path().join("libuct-grown.so");
-    let standard = "-DPUBLIC=50 -DBEFORE_LAST=0 -DINTERNAL=0 -DMD=0 -DCOMPONENT=0";
+    let standard = "-DPUBLIC=50 -DBEFORE_LAST=0 -DINTERNAL=0 -DMD=0 -DCOMPONENT=0 -DOPEN=0";
     let compiled = Command::new("cc")
         .args(["-shared", "-fPIC", "-Wall", "-o"])
         .arg(&library)
@@ -278,6 +278,7 @@ fn the_probe_survives_tables_that_grew_or_shrank_and_says_where() {
         ("-DINTERNAL=40", format!("uct_iface_query_v2 {outside}")),
         ("-DMD=1", "uct_md_query_v2 calls slot 2, not 1".to_owned()),
         ("-DMD=80", format!("uct_md_query_v2 {outside}")),
+        ("-DOPEN=1", "uct_md_open calls slot 2, not 1".to_owned()),
         ("-DCOMPONENT=2", "uct_rkey_ptr calls slot 6, not 4".to_owned()),
         ("-DCOMPONENT=9", format!("uct_rkey_ptr {outside}")),
     ] {

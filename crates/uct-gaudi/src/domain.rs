@@ -28,7 +28,9 @@ use crate::estimates::Estimates;
 use crate::flavour::Flavour;
 use crate::settings::{self, Settings};
 use crate::status::explain;
-use crate::{asked, cards, fault, fragments, hooks, memory_events, memtype_cache, status, summary};
+use crate::{
+    asked, cards, fault, fragments, hcas, hooks, memory_events, memtype_cache, status, summary,
+};
 
 /// The component of one flavour.
 pub(crate) struct GaudiComponent<F> {
@@ -78,7 +80,10 @@ impl<F: Flavour> Component for GaudiComponent<F> {
             log!(ucx, Info, "{note}");
         }
         match found {
-            Ok(_) => vec![F::COMPONENT.to_owned()],
+            Ok(_) => {
+                hcas::watch(ucx);
+                vec![F::COMPONENT.to_owned()]
+            }
             Err(reason) => {
                 if F::LEADS && !self.explained.swap(true, Ordering::Relaxed) {
                     // No Gaudi is nothing to bother anyone with, unless somebody asked for one; a
@@ -467,7 +472,15 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
             base: found.base.0,
             length: found.length as usize,
             dmabuf: None,
+            registrable: true,
         };
+        if wants.registrable {
+            let base = found.base;
+            answer.registrable = hcas::are_able(self.ucx, &device, answer.device, base.0, || {
+                let wanted = self.settings.dmabuf != Ternary::No;
+                wanted.then(|| self.export(&device, base, found.length.min(gaudi::PAGE_SIZE)))
+            });
+        }
         if wants.dmabuf && self.settings.dmabuf != Ternary::No {
             if allocation_of(address, length).is_some() {
                 // UCP rounds a range up to 16 bytes before it asks. The dma-buf covers the

@@ -22,6 +22,7 @@ mod estimates;
 mod fault;
 mod flavour;
 mod fragments;
+mod hcas;
 mod hooks;
 mod interface;
 mod ipc;

@@ -12,6 +12,7 @@
 //! | memory is freed | a hole, closed at once: see below | FREE, before it is freed |
 //! | a card is closed | its window is taken out | |
 //! | a framework (Synapse) is in the process | where it may have memory, as unknown: UCP asks the domains | |
+//! | UCX has HCAs open that were not tried with memory of the card | the above, as unknown, until it has asked ([`hcas`]) | |
 //! | its card is found | its pool goes in | ALLOC |
 //! | it releases the card | its pool is unknown again | FREE |
 //! | the cache is made, or made again after `ucs_memtype_cache_cleanup`; a handler asks for existing memory | | ALLOC for each window |
@@ -28,7 +29,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use gaudi::{Allocation, DeviceInfo, WindowEvent};
 use uct::{DeviceRange, MemoryType, SysDevice, Ucx, log};
 
-use crate::hooks;
+use crate::{hcas, hooks};
 
 /// A range that no memory of ours or of a host can have (a Gaudi2's on-chip memory lies there). It
 /// stays in the cache for good: UCP looks without a lock whether the cache is empty, and changing a
@@ -39,6 +40,7 @@ const SENTINEL: DeviceRange = DeviceRange {
     len: 4096,
     memory_type: MemoryType::GAUDI,
     device: SysDevice::UNKNOWN,
+    registrable: true,
 };
 
 /// A UCX copy, and the ranges reported to it: windows of open cards, and memory that the application
@@ -87,10 +89,20 @@ pub(crate) fn watch(addresses: &Range<u64>) {
     }
 }
 
+/// Reports again what this UCX copy knows: HCAs were opened, or it was found out what they can register.
+pub(crate) fn hcas_changed(ucx: &Ucx) {
+    let known = clients().iter().find(|client| core::ptr::eq(client.ucx, ucx)).cloned();
+    let Some(client) = known else { return };
+    let ranges = client.ranges().clone();
+    for range in ranges {
+        client.insert(range);
+    }
+}
+
 /// Reports memory that was just allocated to every UCX copy.
 pub(crate) fn allocated(allocation: &Allocation) {
     for client in clients().clone() {
-        client.ucx.memory_allocated(&client.range_of(allocation));
+        client.allocated(client.range_of(allocation));
     }
 }
 
@@ -110,7 +122,9 @@ impl Client {
 
     /// What a cache that is made now has to know.
     fn existing(&self) -> Vec<DeviceRange> {
-        let known = [self.watched().clone(), self.ranges().clone()].concat();
+        let ranges = self.ranges().clone();
+        let ranges = ranges.into_iter().map(|range| hcas::as_known(self.ucx, range)).collect();
+        let known = [self.watched().clone(), ranges].concat();
         if known.is_empty() { known } else { [vec![SENTINEL], known].concat() }
     }
 
@@ -124,6 +138,7 @@ impl Client {
             len: bytes(addresses.end - addresses.start),
             memory_type: MemoryType::UNKNOWN,
             device: SysDevice::UNKNOWN,
+            registrable: true,
         };
         {
             let mut watched = self.watched();
@@ -178,7 +193,7 @@ impl Client {
                 let range = self.range(start.0, len, card);
                 // The first makes the cache if there is none yet, and the event goes to everybody else.
                 self.insert(range);
-                ucx.memory_allocated(&range);
+                self.allocated(range);
                 if is_guest {
                     // The framework may have come after everything else that installs hooks.
                     hooks::install_if_needed();
@@ -211,13 +226,18 @@ impl Client {
             }
         }
         self.ucx.memory_type_cache_insert(&SENTINEL);
-        self.ucx.memory_type_cache_insert(&range);
+        self.ucx.memory_type_cache_insert(&hcas::as_known(self.ucx, range));
+        hcas::warn(self.ucx);
+    }
+
+    fn allocated(&self, range: DeviceRange) {
+        self.ucx.memory_allocated(&hcas::as_known(self.ucx, range));
     }
 
     /// Closes the hole that freed memory has taken out of the window it lay in.
     fn insert_window(&self, start: u64) {
         if let Some(window) = self.window_at(start) {
-            self.ucx.memory_type_cache_insert(&window);
+            self.ucx.memory_type_cache_insert(&hcas::as_known(self.ucx, window));
         }
     }
 
@@ -241,7 +261,13 @@ impl Client {
 
     fn range(&self, start: u64, len: u64, card: &DeviceInfo) -> DeviceRange {
         let device = sys_device(self.ucx, card);
-        DeviceRange { start, len: bytes(len), memory_type: MemoryType::GAUDI, device }
+        DeviceRange {
+            start,
+            len: bytes(len),
+            memory_type: MemoryType::GAUDI,
+            device,
+            registrable: true,
+        }
     }
 }
 

@@ -25,6 +25,7 @@ pub mod config;
 mod iface;
 mod loaded;
 mod md;
+mod neighbour;
 mod plugin;
 mod probe;
 mod relocation;
@@ -45,6 +46,7 @@ pub use loaded::FindError;
 pub use md::{
     AllocRequest, Allocated, DomainAttributes, MemoryAnswer, MemoryDomain, Region, Wants,
 };
+pub use neighbour::Watch;
 pub use plugin::enter;
 pub use probe::probe_library;
 #[doc(hidden)]

@@ -153,6 +153,8 @@ pub struct Region<'a> {
 pub struct Wants {
     /// A dma-buf for the range.
     pub dmabuf: bool,
+    /// Whether network devices can register it.
+    pub registrable: bool,
 }
 
 /// What a range is.
@@ -168,6 +170,8 @@ pub struct MemoryAnswer {
     pub length: usize,
     /// dma-buf and offset of the *queried address* in it, if wanted and possible. UCX closes it.
     pub dmabuf: Option<(OwnedFd, u64)>,
+    /// Whether network devices can register it, if wanted.
+    pub registrable: bool,
 }
 
 impl MemoryAnswer {
@@ -392,7 +396,10 @@ unsafe extern "C" fn mem_query<C: Component>(
     guarded_status(md.ucx(), "mem_query", || {
         // SAFETY: the mask is the one field of the caller's structure that is initialised.
         let mask = unsafe { (*attr).field_mask };
-        let wants = Wants { dmabuf: mask & (field::DMABUF_FD | field::DMABUF_OFFSET) != 0 };
+        let wants = Wants {
+            dmabuf: mask & (field::DMABUF_FD | field::DMABUF_OFFSET) != 0,
+            registrable: mask & field::MEM_FLAGS != 0,
+        };
         let answer = md.domain.query(address.addr() as u64, length, wants)?;
         let (fd, offset) = match answer.dmabuf {
             Some((fd, offset)) if mask & field::DMABUF_FD != 0 => (fd.into_raw_fd(), offset),
@@ -422,7 +429,7 @@ unsafe extern "C" fn mem_query<C: Component>(
                 (*attr).dmabuf_offset = offset as usize;
             }
             if mask & field::MEM_FLAGS != 0 {
-                (*attr).mem_flags = crate::abi::MEM_FLAG_REGISTRABLE;
+                (*attr).mem_flags = crate::abi::mem_flags(answer.registrable);
             }
         }
         Ok(Status::OK)
@@ -436,7 +443,7 @@ unsafe extern "C" fn detect_memory_type<C: Component>(
     memory_type_p: *mut MemoryType,
 ) -> Status {
     guarded_status(md.ucx(), "detect_memory_type", || {
-        let wants = Wants { dmabuf: false };
+        let wants = Wants { dmabuf: false, registrable: false };
         let address = address.addr() as u64;
         let answer = md.domain.query(address, length, wants).map_err(|_| Status::INVALID_ADDR)?;
         if !answer.contains(address, length) {

@@ -113,6 +113,7 @@ const FURTHER: &[Expect] = &[
     must(c"uct_md_mem_attach", Object::Md, md_op::MEM_ATTACH),
     must(c"uct_md_detect_memory_type", Object::Md, md_op::DETECT_MEMORY_TYPE),
     may(c"uct_md_mem_elem_release", Object::Md, md_op::MEM_ELEM_RELEASE),
+    must(c"uct_md_open", Object::Component, 1),
     must(c"uct_rkey_ptr", Object::Component, 4),
 ];
 

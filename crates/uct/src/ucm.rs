@@ -12,8 +12,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 
 use crate::abi::{
-    ListLink, MEM_FLAG_REGISTRABLE, MemTypeEvent, MemoryType, Status, SysDevice,
-    UCM_EVENT_MEM_TYPE_ALLOC, UCM_EVENT_MEM_TYPE_FREE,
+    ListLink, MemTypeEvent, MemoryType, Status, SysDevice, UCM_EVENT_MEM_TYPE_ALLOC,
+    UCM_EVENT_MEM_TYPE_FREE, mem_flags,
 };
 use crate::ucx::Ucx;
 
@@ -64,6 +64,8 @@ pub struct DeviceRange {
     pub memory_type: MemoryType,
     /// Device in UCX's topology.
     pub device: SysDevice,
+    /// Whether network devices can register it.
+    pub registrable: bool,
 }
 
 impl DeviceRange {
@@ -73,7 +75,7 @@ impl DeviceRange {
             size: self.len,
             mem_type: self.memory_type,
             sys_dev: self.device,
-            mem_flags: MEM_FLAG_REGISTRABLE,
+            mem_flags: mem_flags(self.registrable),
             spare: [0; 3],
         }
     }
@@ -267,6 +269,7 @@ mod tests {
             len: 64,
             memory_type: MemoryType::GAUDI,
             device: SysDevice::UNKNOWN,
+            registrable: true,
         };
         let set = EXISTING[SLOT]
             .set(Box::new(move || vec![range, DeviceRange { start: 0xa000, ..range }]));

@@ -11,7 +11,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicI32, Ordering};
 
 use crate::abi::{
-    Class, MemTypeEvent, MemoryInfo, MemoryType, RawComponent, RawMd, RawTl, Status, SysDevice,
+    Class, MemDeregParams, MemRegParams, MemTypeEvent, MemoryInfo, MemoryType, RawComponent, RawMd,
+    RawTl, Status, SysDevice,
 };
 use crate::component::name_array;
 use crate::loaded::{self, FindError, Libraries};
@@ -138,6 +139,11 @@ symbols! {
     uct {
         uct_component_register: unsafe extern "C" fn(*mut RawComponent),
         uct_tl_register: unsafe extern "C" fn(*mut RawComponent, *mut RawTl),
+        uct_query_components: unsafe extern "C" fn(*mut *mut *mut RawComponent, *mut u32) -> Status,
+        uct_release_component_list: unsafe extern "C" fn(*mut *mut RawComponent),
+        uct_md_mem_reg_v2: unsafe extern "C" fn(
+            *mut RawMd, *mut c_void, usize, *const MemRegParams, *mut *mut c_void) -> Status,
+        uct_md_mem_dereg_v2: unsafe extern "C" fn(*mut RawMd, *const MemDeregParams) -> Status,
         uct_md_config_table: Opaque,
         uct_iface_config_table: Opaque,
         uct_base_iface_t_class: *mut Class,
@@ -398,7 +404,7 @@ impl Ucx {
                 range.len,
                 range.memory_type,
                 range.device,
-                crate::abi::MEM_FLAG_REGISTRABLE,
+                crate::abi::mem_flags(range.registrable),
             );
         }
     }

@@ -19,8 +19,8 @@ use crate::verbs::{Registration, Verbs};
 const LOOK_AT_LOG: &str = "look at the kernel log (dmesg), and send it with this report";
 const NO_PEER_TO_PEER: &str = "peer-to-peer from card to HCA is refused: both should be below one PCI switch, with ACS \
                                and IOMMU off; otherwise messages are staged through host memory";
-const NO_DMABUFS: &str = "this HCA registers no dma-bufs, and UCX would register Gaudi memory with it by address, which \
-                          fails: set UCX_IB_GPU_DIRECT_RDMA=no (docs/rdma.md)";
+const NO_DMABUFS: &str =
+    "this HCA registers no dma-bufs: Gaudi memory is staged through host memory (docs/rdma.md)";
 /// Used where the driver does not tell its page.
 const FALLBACK_PAGE: u64 = 32 << 20;
 /// Where in the range for hints we ask: a framework's own pool is at its start or its middle.

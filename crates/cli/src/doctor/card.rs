@@ -62,7 +62,7 @@ pub(super) fn check(card: Option<&str>) -> Vec<Finding> {
             Finding::warning(
                 "dma-buf",
                 "memory can be exported, but no HCA can map it: this kernel is built without CONFIG_PCI_P2PDMA",
-                "with an HCA use another kernel, or UCX_IB_GPU_DIRECT_RDMA=no (docs/rdma.md)",
+                "with an HCA use another kernel; with this one messages are staged through host memory (docs/rdma.md)",
             )
         }
         Ok(_) => Finding::good("dma-buf", "memory can be exported: an HCA may read and write it"),

@@ -5,6 +5,7 @@
  *   INTERNAL    operations inserted in front of the internal ones
  *   MD          operations inserted in front of a memory domain's
  *   COMPONENT   functions inserted in front of a component's rkey_ptr
+ *   OPEN        functions inserted in front of a component's md_open
  */
 #include <stddef.h>
 
@@ -46,6 +47,11 @@ OF_MD(uct_md_mem_query_v2, 7)
 OF_MD(uct_md_mkey_pack_v2, 8)
 OF_MD(uct_md_mem_attach, 9)
 OF_MD(uct_md_detect_memory_type, 10)
+
+status uct_md_open(void **component)
+{
+    return call(component + 2, OPEN + 1);
+}
 
 status uct_rkey_ptr(void **component)
 {

@@ -221,6 +221,11 @@ assert_layout!(MemoryInfo, 64, mem_type @ 0, sys_dev @ 4, base_address @ 8, allo
 /// `UCS_MEM_FLAG_REGISTRABLE`.
 pub const MEM_FLAG_REGISTRABLE: u8 = 1;
 
+/// Flags of memory that network devices can register, or cannot.
+pub(crate) fn mem_flags(registrable: bool) -> u8 {
+    if registrable { MEM_FLAG_REGISTRABLE } else { 0 }
+}
+
 /// `ucm_event_t` as memory-type events use it, at the full size of the union.
 #[repr(C)]
 #[derive(Debug)]

@@ -122,7 +122,8 @@ fn one_of_two_hcas_that_refuses_is_named_and_left_out_by_the_user() {
     let fabric = fabric.with("SOFT_RDMA_DEVICES", "2").with("SOFT_RDMA_PLACES", "0,1");
     let device = Device::Software(machine());
     staged(&fabric, &device, "not permitted", &["softrdma0 refuses", "softrdma1 refuses"], 2);
-    let near = "--env 0:UCX_NET_DEVICES=softrdma0:1 --env 1:UCX_NET_DEVICES=softrdma1:1";
+    let near = "--env 0:UCX_GAUDI_COPY_DEVICE=0 --env 0:UCX_NET_DEVICES=softrdma0:1 \
+                --env 1:UCX_GAUDI_COPY_DEVICE=1 --env 1:UCX_NET_DEVICES=softrdma1:1";
     let (end, counters) = run(&fabric, client(&device, WORDS).words(near));
     assert!(counters.get("dmabuf_regions") > 3 * 2, "only tried: {}", end.report());
     assert!(warnings(&end.text(), "").is_empty(), "{}", end.report());

@@ -24,7 +24,7 @@ use uct::{Ucx, log};
 /// What the user reads. Fixed, so that nothing has to be composed in a signal handler; UCX's backtrace, where it is on,
 /// names the code.
 const EXPLANATION: &[u8] =
-    b"ucx-gaudi: SIGSEGV: the CPU accessed Gaudi memory, which only the card can. \
+    b"ucx-gaudi: SIGSEGV: it seems that the CPU accessed Gaudi memory, which only the card can. \
 Some library took the buffer for host memory; with Open MPI try `--mca pml ucx`. \
 See \"CPU access\" in docs/errors.md.\n";
 

@@ -91,6 +91,11 @@ fn an_hca_without_dma_bufs_is_used_with_staging_where_the_driver_has_a_node() {
         assert_eq!(counters.get("dmabuf_regions"), 0);
         assert_eq!(warnings(&end.text(), "softrdma0").len(), 2, "{}", end.report());
     }
+    // UCX opens an HCA that the user did not select, too, and closes it again.
+    let tool = client_over("sysv,self", &device, WORDS);
+    let tool = tool.arg("--via").arg(format!("0:{enter}")).arg("--via").arg(format!("1:{enter}"));
+    let end = fabric.under(tool).run().ok();
+    assert!(warnings(&end.text(), "").is_empty(), "{}", end.report());
 }
 
 /// One warning in each of two processes, and so many dma-bufs registered, to try, by HCAs that do not refuse them.

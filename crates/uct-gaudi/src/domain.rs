@@ -81,7 +81,7 @@ impl<F: Flavour> Component for GaudiComponent<F> {
         }
         match found {
             Ok(_) => {
-                hcas::watch(ucx);
+                hcas::hook(ucx);
                 vec![F::COMPONENT.to_owned()]
             }
             Err(reason) => {

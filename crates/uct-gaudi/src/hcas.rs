@@ -1,30 +1,34 @@
-//! Whether HCAs register Gaudi memory, and what UCX is told where one does not: so that it is staged, and nothing fails.
+//! Whether HCAs register Gaudi memory, and what UCX is told where one does not, so that it stages and nothing fails.
 //!
-//! The driver's memory is registered by dma-buf or not at all. UCX does not find out in time that an HCA cannot:
+//! Gaudi memory is registered by dma-buf or not at all. UCX does not find out in time that an HCA cannot:
 //!
 //! 1. **The HCA registers no dma-bufs.** Where the driver's node exists, UCX takes every HCA for one that registers Gaudi
-//!    memory by address. That is taken out of what HCAs say of themselves. UCX then stages for this HCA, and for no other.
-//! 2. **It refuses ours** (`EPERM`: no peer-to-peer between the two). That takes a dma-buf to find out: when UCX first asks
-//!    about memory of a card, every open HCA gets a page of it to register. If one refuses, UCX is told that memory of
-//!    this card cannot be registered, and stages it for all HCAs. It has no way to say so of one HCA: who takes dma-bufs of
-//!    one memory type takes those of all, and a registration with one HCA that fails is a failure of `ucp_mem_map`.
+//!    memory by address. That is removed from the attributes of HCAs. UCX then stages for this HCA, and for no other.
+//! 2. **The HCA refuses dma-bufs of a card** (`EPERM`: no peer-to-peer between the two). That takes a dma-buf to find
+//!    out: when UCX first asks about memory of a card, every open HCA gets a page of it to register. If one refuses, UCX
+//!    is told that memory of this card cannot be registered, and stages it for all HCAs. UCX cannot be told so of one HCA:
+//!    it passes dma-bufs of every memory type to a domain with `REG_DMABUF`, and `ucp_mem_map` fails if one of them fails.
 //!
-//! Until a card was asked about, UCX's memory-type cache has its memory as unknown, so that UCX does ask.
+//! Until a card was tried with all open HCAs, its memory is of unknown type in UCX's memory-type cache, so that UCX asks.
+//! HCAs that UCX opens and closes again, because the user did not select them, do not count.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use gaudi::{Device, Error};
 use uct::abi::{MdAttr, md_flag};
-use uct::{DeviceRange, MemoryType, MemoryTypes, SysDevice, Ucx, Watch, log};
+use uct::{DeviceRange, MdHooks, MemoryType, MemoryTypes, SysDevice, Ucx, log};
 
 use crate::memtype_cache;
 use crate::status::explain;
 
-/// UCX's component with the HCAs.
-const COMPONENT: &str = "ib";
+/// UCX's components with HCAs; the second is of BlueField.
+const COMPONENTS: [&str; 2] = ["ib", "gga"];
 /// What is registered to see whether it can be.
 const PIECE: usize = 4096;
+/// So many trials of a card may end with a transient error; after that the registration itself reports it.
+const MAX_TRANSIENT: u32 = 3;
 
 const STAGED: &str = "staged through host memory";
 const NO_PEER_TO_PEER: &str =
@@ -37,80 +41,76 @@ fn card(ucx: &Ucx, device: SysDevice) -> Card {
     (core::ptr::from_ref(ucx).addr(), device)
 }
 
-/// What HCAs did with dma-bufs of a card.
-struct Tried {
-    card: Card,
-    /// Names of HCAs.
-    accepted: Vec<String>,
-    refused: Vec<String>,
-}
-
-#[cfg_attr(test, derive(Default))]
+#[derive(Default)]
 struct State {
-    tried: Vec<Tried>,
-    /// HCAs of the first kind; the warning about one waits until there is Gaudi memory.
-    incapable: Vec<(String, bool)>,
+    /// Whether an HCA registered memory of a card.
+    tried: BTreeMap<(Card, String), bool>,
+    transient: BTreeMap<Card, u32>,
+    /// HCAs without dma-bufs that were warned of.
+    warned: BTreeSet<String>,
 }
 
-static STATE: Mutex<State> = Mutex::new(State { tried: Vec::new(), incapable: Vec::new() });
+static STATE: Mutex<State> = Mutex::new(State {
+    tried: BTreeMap::new(),
+    transient: BTreeMap::new(),
+    warned: BTreeSet::new(),
+});
 
 fn state() -> MutexGuard<'static, State> {
     STATE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Watches the HCAs of `ucx`. To be called before it opens them.
-pub(crate) fn watch(ucx: &'static Ucx) {
-    ucx.watch_domains(COMPONENT, Watch { correct, opened });
+/// Hooks the HCAs of `ucx`. To be called before it opens them.
+pub(crate) fn hook(ucx: &'static Ucx) {
+    let changed = |ucx: &'static Ucx| memtype_cache::hcas_changed(ucx);
+    for component in COMPONENTS {
+        ucx.hook_domains(component, MdHooks { correct, changed });
+    }
 }
 
 fn correct(hca: &mut MdAttr) {
     hca.reg_mem_types &= !MemoryTypes::only(MemoryType::GAUDI).0;
 }
 
-fn opened(ucx: &'static Ucx, name: &str, hca: &MdAttr) {
-    let by_address = hca.reg_mem_types & MemoryTypes::only(MemoryType::GAUDI).0 != 0;
-    if by_address && hca.flags & md_flag::REG_DMABUF == 0 {
-        let mut state = state();
-        if !state.incapable.iter().any(|(known, _)| known == name) {
-            state.incapable.push((name.to_owned(), false));
-        }
-    }
-    memtype_cache::hcas_changed(ucx);
+/// Names of the open HCAs that register dma-bufs.
+fn with_dmabufs(ucx: &Ucx) -> Vec<String> {
+    let hcas = ucx.open_domains().into_iter().filter(|hca| hca.flags & md_flag::REG_DMABUF != 0);
+    hcas.map(|hca| hca.name).collect()
 }
 
-/// There is Gaudi memory: warns, once, of each HCA that is of no use to it.
+/// There is Gaudi memory, and UCX has closed what the user did not select: warns, once, of each open HCA that UCX takes for
+/// one that registers Gaudi memory by address.
 pub(crate) fn warn(ucx: &Ucx) {
-    let mut hcas = Vec::new();
-    for (hca, warned) in &mut state().incapable {
-        if !core::mem::replace(warned, true) {
-            hcas.push(hca.clone());
+    let gaudi = MemoryTypes::only(MemoryType::GAUDI).0;
+    let by_address = |hca: &uct::OpenDomain| {
+        hca.reg_mem_types & gaudi != 0 && hca.flags & md_flag::REG_DMABUF == 0
+    };
+    for hca in ucx.open_domains().into_iter().filter(by_address) {
+        if state().warned.insert(hca.name.clone()) {
+            log!(
+                ucx,
+                Warn,
+                "{} cannot access Gaudi memory: its driver registers no dma-bufs. What it carries is {STAGED}",
+                hca.name
+            );
         }
-    }
-    for hca in hcas {
-        log!(
-            ucx,
-            Warn,
-            "{hca} cannot access Gaudi memory: its driver registers no dma-bufs. What it carries is {STAGED}"
-        );
     }
 }
 
 impl State {
     /// Whether all of these HCAs register memory of a card; `None` if one was not tried.
     fn verdict(&self, card: Card, hcas: &[String]) -> Option<bool> {
-        let of_card = || self.tried.iter().filter(|tried| tried.card == card);
-        let refused = |hca| of_card().any(|tried| tried.refused.contains(hca));
-        let accepted = |hca| of_card().any(|tried| tried.accepted.contains(hca));
-        if hcas.iter().any(refused) {
+        let of = |hca: &String| self.tried.get(&(card, hca.clone())).copied();
+        if hcas.iter().any(|hca| of(hca) == Some(false)) {
             return Some(false);
         }
-        hcas.iter().all(accepted).then_some(true)
+        hcas.iter().all(|hca| of(hca).is_some()).then_some(true)
     }
 }
 
 /// What UCX's memory-type cache has to know of memory of a card now.
 pub(crate) fn as_known(ucx: &Ucx, memory: DeviceRange) -> DeviceRange {
-    let hcas = ucx.dmabuf_domains();
+    let hcas = with_dmabufs(ucx);
     let verdict = state().verdict(card(ucx, memory.device), &hcas);
     match verdict {
         Some(registrable) => DeviceRange { registrable, ..memory },
@@ -130,7 +130,7 @@ pub(crate) fn are_able(
     static TRYING: Mutex<()> = Mutex::new(());
     let card = card(ucx, sys_device);
     let verdict = || {
-        let hcas = ucx.dmabuf_domains();
+        let hcas = with_dmabufs(ucx);
         state().verdict(card, &hcas).ok_or(hcas)
     };
     if let Ok(known) = verdict() {
@@ -141,27 +141,33 @@ pub(crate) fn are_able(
         Ok(known) => return known,
         Err(hcas) => hcas,
     };
-    let (dmabuf, offset) = match export() {
-        // The user wants no dma-bufs: UCX asks no HCA.
-        None => return decide(ucx, card, hcas, Vec::new()),
-        Some(Ok(exported)) => exported,
-        Some(Err(error)) if error.errno().is_none_or(is_passing) => return true,
+    let all = |registered: Result<(), i32>| hcas.into_iter().map(move |hca| (hca, registered));
+    let tried: Vec<(String, Result<(), i32>)> = match export() {
+        // The user wants no dma-bufs: UCX asks no HCA for this card.
+        None => all(Ok(())).collect(),
+        Some(Ok((dmabuf, offset))) => {
+            ucx.try_dmabuf((dmabuf.as_fd(), offset), address, PIECE, MemoryType::GAUDI)
+        }
         Some(Err(error)) => {
-            let reason = explain(&error);
-            log!(ucx, Warn, "HCAs cannot register Gaudi memory: {reason}. It is {STAGED}");
-            return decide(ucx, card, Vec::new(), hcas);
+            let errno = error.errno().unwrap_or(libc::EAGAIN);
+            if !is_transient(errno) {
+                let reason = explain(&error);
+                log!(ucx, Warn, "HCAs cannot register Gaudi memory: {reason}. It is {STAGED}");
+                return decide(ucx, card, all(Err(errno)).collect());
+            }
+            all(Err(errno)).collect()
         }
     };
-    let refusals = ucx.try_dmabuf((dmabuf.as_fd(), offset), address, PIECE, MemoryType::GAUDI);
-    if refusals.iter().any(|(_, errno)| is_passing(*errno)) {
-        return true;
-    }
-    for (hca, errno) in &refusals {
+    for (hca, registered) in &tried {
+        let Err(errno) = *registered else { continue };
+        if is_transient(errno) {
+            continue;
+        }
         let reason = match errno {
             0 => String::from("UCX does not say why"),
-            errno => std::io::Error::from_raw_os_error(*errno).to_string(),
+            errno => std::io::Error::from_raw_os_error(errno).to_string(),
         };
-        let hint = if *errno == libc::EPERM { NO_PEER_TO_PEER } else { "" };
+        let hint = if errno == libc::EPERM { NO_PEER_TO_PEER } else { "" };
         log!(
             ucx,
             Warn,
@@ -170,45 +176,77 @@ pub(crate) fn are_able(
             device.info()
         );
     }
-    let refused: Vec<_> = refusals.into_iter().map(|(hca, _)| hca).collect();
-    decide(ucx, card, hcas, refused)
+    decide(ucx, card, tried)
 }
 
-/// Whether an error is for want of something that may be there the next time. The registration itself then says so.
-fn is_passing(errno: i32) -> bool {
+/// Whether an error may be gone the next time. The registration itself then reports it.
+fn is_transient(errno: i32) -> bool {
     [libc::EMFILE, libc::ENFILE, libc::ENOMEM, libc::EAGAIN, libc::EINTR].contains(&errno)
 }
 
-/// Keeps what `tried` HCAs did, and has UCX know.
-fn decide(ucx: &Ucx, card: Card, tried: Vec<String>, refused: Vec<String>) -> bool {
-    let accepted = tried.into_iter().filter(|hca| !refused.contains(hca)).collect();
-    let registrable = refused.is_empty();
-    state().tried.push(Tried { card, accepted, refused });
+/// Keeps what HCAs did with memory of a card, and tells UCX; whether the memory is registrable.
+fn decide(ucx: &Ucx, card: Card, tried: Vec<(String, Result<(), i32>)>) -> bool {
+    let registrable = state().keep(card, tried);
     memtype_cache::hcas_changed(ucx);
     registrable
+}
+
+impl State {
+    fn keep(&mut self, card: Card, tried: Vec<(String, Result<(), i32>)>) -> bool {
+        let failed = |registered: &Result<(), i32>, transient| {
+            registered.is_err_and(|errno| is_transient(errno) == transient)
+        };
+        let transient = self.transient.entry(card).or_default();
+        *transient += u32::from(tried.iter().any(|(_, registered)| failed(registered, true)));
+        let try_again = *transient < MAX_TRANSIENT;
+        let registrable = !tried.iter().any(|(_, registered)| failed(registered, false));
+        for (hca, registered) in tried {
+            if !(failed(&registered, true) && try_again) {
+                self.tried.insert((card, hca), !failed(&registered, false));
+            }
+        }
+        registrable
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const CARD: Card = (1, SysDevice(3));
+
+    fn names(names: &[&str]) -> Vec<String> {
+        names.iter().map(|name| (*name).to_owned()).collect()
+    }
+
+    fn tried(state: &mut State, results: &[(&str, Result<(), i32>)]) -> bool {
+        state.keep(CARD, results.iter().map(|(hca, it)| ((*hca).to_owned(), *it)).collect())
+    }
+
     #[test]
     fn memory_is_registrable_if_every_open_hca_took_some_of_its_card() {
-        let names = |names: &[&str]| -> Vec<String> {
-            names.iter().map(|name| (*name).to_owned()).collect()
-        };
-        let (card, other) = ((1, SysDevice(3)), (1, SysDevice(4)));
         let mut state = State::default();
-        assert_eq!(state.verdict(card, &[]), Some(true), "no HCA, no obstacle");
-        assert_eq!(state.verdict(card, &names(&["mlx5_0"])), None);
-        let (accepted, refused) = (names(&["mlx5_0"]), names(&["mlx5_1"]));
-        state.tried.push(Tried { card, accepted, refused });
-        assert_eq!(state.verdict(card, &names(&["mlx5_0"])), Some(true));
-        assert_eq!(state.verdict(card, &names(&["mlx5_0", "mlx5_2"])), None);
-        assert_eq!(state.verdict(card, &names(&["mlx5_2", "mlx5_1"])), Some(false));
-        assert_eq!(state.verdict(other, &names(&["mlx5_0"])), None);
-        let (accepted, refused) = (names(&["mlx5_2"]), Vec::new());
-        state.tried.push(Tried { card, accepted, refused });
-        assert_eq!(state.verdict(card, &names(&["mlx5_0", "mlx5_2"])), Some(true));
+        assert_eq!(state.verdict(CARD, &[]), Some(true), "no HCA, no obstacle");
+        assert_eq!(state.verdict(CARD, &names(&["mlx5_0"])), None);
+        assert!(!tried(&mut state, &[("mlx5_0", Ok(())), ("mlx5_1", Err(libc::EPERM))]));
+        assert_eq!(state.verdict(CARD, &names(&["mlx5_0"])), Some(true));
+        assert_eq!(state.verdict(CARD, &names(&["mlx5_0", "mlx5_2"])), None);
+        assert_eq!(state.verdict(CARD, &names(&["mlx5_2", "mlx5_1"])), Some(false));
+        assert_eq!(state.verdict((1, SysDevice(4)), &names(&["mlx5_0"])), None);
+        assert!(tried(&mut state, &[("mlx5_2", Ok(()))]));
+        assert_eq!(state.verdict(CARD, &names(&["mlx5_0", "mlx5_2"])), Some(true));
+    }
+
+    #[test]
+    fn a_transient_error_hides_no_refusal_and_is_tried_again_a_few_times() {
+        let mut state = State::default();
+        let results = [("mlx5_0", Err(libc::EPERM)), ("mlx5_1", Err(libc::ENOMEM))];
+        assert!(!tried(&mut state, &results), "one refused for good");
+        assert_eq!(state.verdict(CARD, &names(&["mlx5_0"])), Some(false));
+        assert_eq!(state.verdict(CARD, &names(&["mlx5_1"])), None);
+        assert!(tried(&mut state, &results[1..]));
+        assert_eq!(state.verdict(CARD, &names(&["mlx5_1"])), None);
+        assert!(tried(&mut state, &results[1..]));
+        assert_eq!(state.verdict(CARD, &names(&["mlx5_1"])), Some(true));
     }
 }

@@ -23,6 +23,7 @@ use crate::copies::{Copies, Failure, NotStarted, OnFailure, Segments, try_again}
 use crate::domain::{GaudiComponent, GaudiDomain, Memory};
 use crate::estimates::Estimates;
 use crate::flavour::Flavour;
+use crate::memtype_cache;
 use crate::sleeper::Sleeper;
 use crate::status::{self, explain};
 
@@ -202,6 +203,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
     fn open(md: &GaudiDomain<F>, request: &OpenRequest<'_>) -> Result<Self, Status> {
         let mut address = [0; 8];
         random(&mut address);
+        memtype_cache::warn_of_hcas(request.ucx);
         Ok(CopyInterface {
             ucx: request.ucx,
             address,

@@ -89,13 +89,26 @@ pub(crate) fn watch(addresses: &Range<u64>) {
     }
 }
 
-/// Reports again what this UCX copy knows: HCAs were opened, or it was found out what they can register.
+/// Reports again what this UCX copy knows: HCAs were opened or closed, or it was found out what they can register.
 pub(crate) fn hcas_changed(ucx: &Ucx) {
     let known = clients().iter().find(|client| core::ptr::eq(client.ucx, ucx)).cloned();
     let Some(client) = known else { return };
     let ranges = client.ranges().clone();
     for range in ranges {
-        client.insert(range);
+        client.report(range);
+        // Its card may have been closed meanwhile.
+        if !client.ranges().contains(&range) {
+            client.ucx.memory_type_cache_remove(&range);
+            client.watch_again(&range);
+        }
+    }
+}
+
+/// UCX has opened what it needs: if there is Gaudi memory, warns of HCAs that cannot access it.
+pub(crate) fn warn_of_hcas(ucx: &Ucx) {
+    let known = clients().iter().find(|client| core::ptr::eq(client.ucx, ucx)).cloned();
+    if known.is_some_and(|client| !client.ranges().is_empty()) {
+        hcas::warn(ucx);
     }
 }
 
@@ -226,18 +239,29 @@ impl Client {
             }
         }
         self.ucx.memory_type_cache_insert(&SENTINEL);
-        self.ucx.memory_type_cache_insert(&hcas::as_known(self.ucx, range));
-        hcas::warn(self.ucx);
+        self.report(range);
+    }
+
+    /// Puts a range into the cache as it is known now: again if another thread learned more of HCAs meanwhile.
+    fn report(&self, range: DeviceRange) {
+        loop {
+            let known = hcas::as_known(self.ucx, range);
+            self.ucx.memory_type_cache_insert(&known);
+            if hcas::as_known(self.ucx, range) == known {
+                return;
+            }
+        }
     }
 
     fn allocated(&self, range: DeviceRange) {
         self.ucx.memory_allocated(&hcas::as_known(self.ucx, range));
+        hcas::warn(self.ucx);
     }
 
     /// Closes the hole that freed memory has taken out of the window it lay in.
     fn insert_window(&self, start: u64) {
         if let Some(window) = self.window_at(start) {
-            self.ucx.memory_type_cache_insert(&hcas::as_known(self.ucx, window));
+            self.report(window);
         }
     }
 

@@ -25,7 +25,7 @@ pub mod config;
 mod iface;
 mod loaded;
 mod md;
-mod neighbour;
+mod md_hooks;
 mod plugin;
 mod probe;
 mod relocation;
@@ -46,7 +46,7 @@ pub use loaded::FindError;
 pub use md::{
     AllocRequest, Allocated, DomainAttributes, MemoryAnswer, MemoryDomain, Region, Wants,
 };
-pub use neighbour::Watch;
+pub use md_hooks::{MdHooks, OpenDomain};
 pub use plugin::enter;
 pub use probe::probe_library;
 #[doc(hidden)]

@@ -103,6 +103,7 @@ const FURTHER: &[Expect] = &[
     must(c"uct_ep_invalidate", Object::Ep, INTERNAL + 4),
     must(c"uct_iface_is_reachable_v2", Object::Iface, INTERNAL + 6),
     may(c"uct_ep_get_device_ep", Object::Ep, INTERNAL + 8),
+    must(c"uct_md_close", Object::Md, md_op::CLOSE),
     must(c"uct_md_query_v2", Object::Md, md_op::QUERY),
     must(c"uct_md_mem_free", Object::Md, md_op::MEM_FREE),
     must(c"uct_md_mem_advise", Object::Md, md_op::MEM_ADVISE),

@@ -125,7 +125,7 @@ impl MemoryTypes {
 
 /// `ucs_sys_device_t`: UCX's number for a device in its topology.
 #[repr(transparent)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SysDevice(pub u8);
 
 impl SysDevice {

@@ -1,10 +1,10 @@
-//! The memory domains of another component of the same UCX: which are open, a correction of what they say of
-//! themselves, and whether they register a dma-buf.
+//! Hooks for the memory domains of another component of the same UCX: which are open, a correction of their
+//! attributes, and whether they register a dma-buf.
 //!
-//! UCX reaches a domain through its component's `md_open` and the domain's operation table only. So `md_open`, and two
-//! slots of the tables that such domains turn out to have, get functions of ours, which call those that were there.
-//! The [layout probe](crate::probe) has found `md_open` and the slots where this expects them. UCX itself writes to the
-//! component when it registers it; a table that cannot be written is left alone, with a line about it.
+//! UCX reaches a domain through its component's `md_open` and the domain's operation table only. So `md_open`, and the
+//! slots `query` and `close` of the tables that such domains turn out to have, get functions of ours, which call those
+//! that were there. The [layout probe](crate::probe) has found all three where this expects them. UCX itself writes to the
+//! component when it registers it; a table that is read-only is left alone, with a line about it.
 
 use core::ffi::{CStr, c_char, c_void};
 use core::sync::atomic::{AtomicPtr, Ordering};
@@ -30,11 +30,22 @@ type Close = unsafe extern "C" fn(*mut RawMd);
 
 /// What a plugin wants of another component's domains. Neither function may call UCX's memory domains.
 #[derive(Clone, Copy, Debug)]
-pub struct Watch {
-    /// Corrects what a domain says of itself.
+pub struct MdHooks {
+    /// Corrects the attributes that a domain returns.
     pub correct: fn(&mut MdAttr),
-    /// A domain of this name was opened; it says this of itself before the correction.
-    pub opened: fn(&'static Ucx, &str, &MdAttr),
+    /// A domain was opened or closed. Called without a lock.
+    pub changed: fn(&'static Ucx),
+}
+
+/// A domain that is open, with its attributes before the correction.
+#[derive(Clone, Debug)]
+pub struct OpenDomain {
+    /// Its name, such as `mlx5_0`.
+    pub name: String,
+    /// [`md_flag`](crate::abi::md_flag)s.
+    pub flags: u64,
+    /// Memory types that it registers.
+    pub reg_mem_types: u64,
 }
 
 #[derive(Clone, Copy)]
@@ -43,7 +54,7 @@ struct Component {
     name: &'static str,
     ucx: &'static Ucx,
     md_open: MdOpen,
-    watch: Watch,
+    hooks: MdHooks,
 }
 
 /// An operation table of another component, and what its slots had.
@@ -59,8 +70,8 @@ struct Table {
 struct Open {
     md: *mut RawMd,
     ucx: &'static Ucx,
-    name: String,
-    takes_dmabufs: bool,
+    hooks: MdHooks,
+    domain: OpenDomain,
 }
 
 struct State {
@@ -76,8 +87,8 @@ unsafe impl Send for State {}
 static STATE: Mutex<State> =
     Mutex::new(State { components: Vec::new(), tables: Vec::new(), open: Vec::new() });
 
-/// Held while domains are used here, and while one leaves the list. (The state is locked for a moment only: UCX also asks for
-/// it with locks of its own.)
+/// Held while domains are used here, and while one leaves the list. The state has a lock of its own, which is held for a
+/// moment only: UCX may call `query` with locks of its own.
 static CLOSING: Mutex<()> = Mutex::new(());
 
 fn state() -> MutexGuard<'static, State> {
@@ -85,10 +96,10 @@ fn state() -> MutexGuard<'static, State> {
 }
 
 impl Ucx {
-    /// Watches the domains of a component of this copy, from now on and for ever; those that are open already are not
-    /// seen. Does nothing where there is no such component, or it is watched already. To be called when UCX has loaded
-    /// its modules, as it has when it asks a component for its domains.
-    pub fn watch_domains(&'static self, component: &'static str, watch: Watch) {
+    /// Hooks the domains of a component of this copy, for good; those that are open already are not seen. Does nothing
+    /// where there is no such component, or it is hooked already. To be called when UCX has loaded its modules, as it
+    /// has when it asks a component for its domains.
+    pub fn hook_domains(&'static self, component: &'static str, hooks: MdHooks) {
         let is_this = |known: &Component| core::ptr::eq(known.ucx, self) && known.name == component;
         if state().components.iter().any(is_this) {
             return;
@@ -103,10 +114,14 @@ impl Ucx {
             {
                 continue;
             }
-            // SAFETY: as above. UCX is between the registration of components and the opening of domains, and whoever
-            // opens one on another thread reads either value.
-            let md_open: MdOpen = unsafe { (&raw mut (*at).md_open).replace(opened) };
-            state.components.push(Component { at, name: component, ucx: self, md_open, watch });
+            // SAFETY: as above; the word is a function of this type. Another thread that opens a domain meanwhile reads
+            // either value.
+            let md_open = unsafe {
+                let slot = AtomicPtr::<c_void>::from_ptr((&raw mut (*at).md_open).cast());
+                let theirs = slot.swap(opened as *mut c_void, Ordering::AcqRel);
+                core::mem::transmute::<*mut c_void, MdOpen>(theirs)
+            };
+            state.components.push(Component { at, name: component, ucx: self, md_open, hooks });
         }
     }
 
@@ -124,22 +139,22 @@ impl Ucx {
         }
     }
 
-    /// Names of the watched domains of this copy that are open now and say that they register dma-bufs.
-    pub fn dmabuf_domains(&self) -> Vec<String> {
+    /// The hooked domains of this copy that are open now.
+    pub fn open_domains(&self) -> Vec<OpenDomain> {
         let state = state();
-        let open = state.open.iter().filter(|open| open.takes_dmabufs);
-        open.filter(|open| core::ptr::eq(open.ucx, self)).map(|open| open.name.clone()).collect()
+        let open = state.open.iter().filter(|open| core::ptr::eq(open.ucx, self));
+        open.map(|open| open.domain.clone()).collect()
     }
 
-    /// Has those domains register bytes of a dma-buf from `offset` on, which are at `address`, and give them up again.
-    /// Returns those that refuse, with the system's error number, or 0.
+    /// Has those that take dma-bufs register bytes of one from `offset` on, which are at `address`, and deregister them.
+    /// Returns the name of each that was tried, with the system's error number (or 0) if it refused.
     pub fn try_dmabuf(
         &self,
         (dmabuf, offset): (BorrowedFd<'_>, u64),
         address: u64,
         length: usize,
         mem_type: MemoryType,
-    ) -> Vec<(String, i32)> {
+    ) -> Vec<(String, Result<(), i32>)> {
         let params = MemRegParams {
             // All of the following.
             field_mask: 0b1111,
@@ -153,27 +168,28 @@ impl Ucx {
             (self.symbols.uct_md_mem_reg_v2, self.symbols.uct_md_mem_dereg_v2);
         // None of them is closed meanwhile.
         let _none_closes = CLOSING.lock().unwrap_or_else(PoisonError::into_inner);
-        let open: Vec<Open> = state().open.clone();
-        let mut refusals = Vec::new();
-        for open in open {
-            if !open.takes_dmabufs || !core::ptr::eq(open.ucx, self) {
-                continue;
-            }
+        let mut open: Vec<Open> = state().open.clone();
+        open.retain(|open| {
+            core::ptr::eq(open.ucx, self) && open.domain.flags & md_flag::REG_DMABUF != 0
+        });
+        let try_one = |open: Open| {
             let mut memh = core::ptr::null_mut();
             // SAFETY: an open domain; the address is only a number to it, and the structures outlive the calls. What
             // was registered is deregistered once.
-            unsafe {
+            let registered = unsafe {
                 *libc::__errno_location() = 0;
                 if register(open.md, address, length, &params, &mut memh) == Status::OK {
                     let null = core::ptr::null_mut();
                     let params = MemDeregParams { field_mask: 1, flags: 0, memh, comp: null };
                     deregister(open.md, &params);
+                    Ok(())
                 } else {
-                    refusals.push((open.name, *libc::__errno_location()));
+                    Err(*libc::__errno_location())
                 }
-            }
-        }
-        refusals
+            };
+            (open.domain.name, registered)
+        };
+        open.into_iter().map(try_one).collect()
     }
 }
 
@@ -185,7 +201,7 @@ unsafe extern "C" fn opened(
     md_p: *mut *mut RawMd,
 ) -> Status {
     let known = state().components.iter().find(|known| known.at == component).copied();
-    let Some(Component { ucx, md_open, watch, .. }) = known else { return Status::IO_ERROR };
+    let Some(Component { ucx, md_open, hooks, .. }) = known else { return Status::IO_ERROR };
     // SAFETY: the caller's arguments, to the function that they are for.
     let status = unsafe { md_open(component, name, config, md_p) };
     if status != Status::OK {
@@ -194,22 +210,29 @@ unsafe extern "C" fn opened(
     guarded(ucx, "md_open of another component", (), || {
         // SAFETY: UCX passes a C string, and the domain was opened.
         let (name, md) = unsafe { (CStr::from_ptr(name).to_string_lossy(), *md_p) };
-        if let Err(reason) = attach(ucx, &name, md, watch) {
-            log!(ucx, Info, "what {name} says of itself is left alone: {reason}");
+        match attach(ucx, &name, md, hooks) {
+            Ok(()) => (hooks.changed)(ucx),
+            Err(reason) => log!(ucx, Info, "cannot hook the memory domain {name}: {reason}"),
         }
     });
     status
 }
 
-/// Takes note of a domain that was opened, and has our functions called for it.
-fn attach(ucx: &'static Ucx, name: &str, md: *mut RawMd, watch: Watch) -> Result<(), &'static str> {
+/// Lists a domain that was opened, and puts our functions into its table.
+fn attach(
+    ucx: &'static Ucx,
+    name: &str,
+    md: *mut RawMd,
+    hooks: MdHooks,
+) -> Result<(), &'static str> {
     // SAFETY: an open domain has a table.
     let at = unsafe { (*md).ops };
+    let is_writable = is_writable(at.addr());
     let mut state = state();
     let known = state.tables.iter().find(|table| table.at == at).copied();
     let table = match known {
         Some(table) => table,
-        None if !is_writable(at.addr()) => return Err("its operations cannot be changed"),
+        None if !is_writable => return Err("its operation table is read-only"),
         None => {
             // SAFETY: the probe found these slots, with functions of these types. The table lives as long as the
             // component's library, which is for ever, and who calls through it reads a word.
@@ -221,7 +244,7 @@ fn attach(ucx: &'static Ucx, name: &str, md: *mut RawMd, watch: Watch) -> Result
                     at,
                     query: core::mem::transmute::<*mut c_void, Query>(theirs(md_op::QUERY)),
                     close: core::mem::transmute::<*mut c_void, Close>(theirs(md_op::CLOSE)),
-                    correct: watch.correct,
+                    correct: hooks.correct,
                 };
                 slot(md_op::QUERY).store(query as *mut c_void, Ordering::Release);
                 slot(md_op::CLOSE).store(close as *mut c_void, Ordering::Release);
@@ -240,13 +263,13 @@ fn attach(ucx: &'static Ucx, name: &str, md: *mut RawMd, watch: Watch) -> Result
     let attributes = unsafe {
         (*attributes).field_mask = u64::MAX;
         if (table.query)(md, attributes) != Status::OK {
-            return Err("it does not say");
+            return Err("md_query failed");
         }
         &*attributes
     };
-    let takes_dmabufs = attributes.flags & md_flag::REG_DMABUF != 0;
-    self::state().open.push(Open { md, ucx, name: name.to_owned(), takes_dmabufs });
-    (watch.opened)(ucx, name, attributes);
+    let MdAttr { flags, reg_mem_types, .. } = *attributes;
+    let domain = OpenDomain { name: name.to_owned(), flags, reg_mem_types };
+    self::state().open.push(Open { md, ucx, hooks, domain });
     Ok(())
 }
 
@@ -272,12 +295,17 @@ unsafe extern "C" fn query(md: *mut RawMd, attributes: *mut MdAttr) -> Status {
 /// Stands in for `close` of a domain.
 unsafe extern "C" fn close(md: *mut RawMd) {
     let Some(table) = table_of(md) else { return };
-    {
+    let closed = {
         let _not_in_use = CLOSING.lock().unwrap_or_else(PoisonError::into_inner);
-        state().open.retain(|open| open.md != md);
-    }
+        let mut state = state();
+        let at = state.open.iter().position(|open| open.md == md);
+        at.map(|at| state.open.swap_remove(at))
+    };
     // SAFETY: UCX closes each domain once.
     unsafe { (table.close)(md) };
+    if let Some(Open { ucx, hooks, .. }) = closed {
+        guarded(ucx, "md_close of another component", (), || (hooks.changed)(ucx));
+    }
 }
 
 /// Whether this process may write to its memory at an address.

@@ -1,53 +1,10 @@
-//! Which card the user wants: an index, a module id or a PCI bus id as a type.
+//! Which card the user wants: by an index, a module id or a PCI bus id.
 
 use std::fmt;
 use std::str::FromStr;
 
 use crate::environment::number;
-use crate::{DeviceInfo, Error, ErrorKind};
-
-/// A PCI bus id in its full form, `dddd:bb:dd.f`, lower case.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct BusId(String);
-
-impl BusId {
-    /// The id as text, such as `0000:33:00.0`.
-    pub fn as_str(&self) -> &str {
-        &self.0
-    }
-}
-
-impl fmt::Display for BusId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl FromStr for BusId {
-    type Err = Error;
-
-    /// Accepts `dddd:bb:dd.f` and the short `bb:dd.f`, which means domain 0000.
-    fn from_str(text: &str) -> Result<Self, Error> {
-        let full = if text.len() == 7 { format!("0000:{text}") } else { text.to_owned() };
-        let bytes = full.as_bytes();
-        let fits = bytes.len() == 12
-            && bytes.iter().enumerate().all(|(at, byte)| match at {
-                4 | 7 => *byte == b':',
-                10 => *byte == b'.',
-                11 => (b'0'..=b'7').contains(byte),
-                _ => byte.is_ascii_hexdigit(),
-            });
-        if !fits {
-            return Err(Error::new(
-                ErrorKind::InvalidParams,
-                "reading a PCI bus id",
-                format!("\"{}\" is not of the form dddd:bb:dd.f", text.escape_debug()),
-                "write it as lspci shows it, for example 0000:33:00.0",
-            ));
-        }
-        Ok(BusId(full.to_ascii_lowercase()))
-    }
-}
+use crate::{BusId, DeviceInfo, Error, ErrorKind};
 
 /// Which card to open.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -140,8 +97,8 @@ mod tests {
             ("module:2", DeviceChoice::Module(2)),
             ("local-rank", DeviceChoice::LocalRank),
             ("numa", DeviceChoice::Numa),
-            ("0000:4D:00.0", DeviceChoice::Bus(BusId("0000:4d:00.0".into()))),
-            ("33:00.0", DeviceChoice::Bus(BusId("0000:33:00.0".into()))),
+            ("0000:4D:00.0", DeviceChoice::Bus("0000:4d:00.0".parse().unwrap())),
+            ("33:00.0", DeviceChoice::Bus("0000:33:00.0".parse().unwrap())),
         ] {
             assert_eq!(text.parse::<DeviceChoice>().unwrap(), choice, "{text:?}");
         }

@@ -17,6 +17,7 @@ use crate::copy::located::End;
 use crate::copy::slab::{PermitSlots, SlotPool};
 use crate::copy::submission::Resources;
 use crate::copy::{copy_and_wait, unaligned};
+use crate::error::OnCard;
 use crate::marks;
 use crate::memory::{AddressTable, DeviceRange, Extent, Memory};
 use crate::pin::Pins;
@@ -27,8 +28,8 @@ use crate::share::{self, Handles};
 use crate::stats::{Counter, Counts, Gauge, Path, Tally};
 use crate::window::{Announcement, ReservedAddresses};
 use crate::{
-    Allocation, Costs, DeviceAddr, DeviceInfo, Direction, Error, ErrorKind, Notifier, PAGE_SIZE,
-    Segment, Side, SubmitError, Transfer, Window, kept, runtime,
+    Allocation, Costs, DeviceAddr, DeviceId, DeviceInfo, Direction, Error, ErrorKind, MemoryInfo,
+    Notifier, PAGE_SIZE, Segment, Side, SubmitError, Transfer, Window, kept, runtime,
 };
 
 const EXPORTING: &str = "exporting a dma-buf";
@@ -39,23 +40,6 @@ const STAGING_SLOTS: u32 = 8;
 
 /// Pauses while peers release memory, a second in all.
 pub(crate) const PEERS_PAUSES_MS: [u64; 11] = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512];
-
-/// Identifies one opening of a card in this process; never reused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct DeviceId(pub(crate) u32);
-
-/// How much memory a device has and how it is used.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct MemoryInfo {
-    /// Bytes of device memory that can be allocated at all.
-    pub total: u64,
-    /// Bytes taken from the driver.
-    pub reserved: u64,
-    /// Bytes in live allocations (rounded to the pool's granule).
-    pub used: u64,
-    /// Number of live allocations.
-    pub allocations: usize,
-}
 
 /// Memory of the application that peers may still have open.
 #[derive(Debug)]
@@ -122,6 +106,12 @@ impl fmt::Debug for Device {
 impl fmt::Display for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.info.fmt(f)
+    }
+}
+
+impl OnCard for Device {
+    fn is_software(&self) -> bool {
+        self.info.is_software
     }
 }
 

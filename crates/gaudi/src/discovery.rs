@@ -10,50 +10,10 @@ use hl_thunk::{ControlDevice, Generation, Library};
 
 use crate::environment::{self, MAPPING_TABLE, VISIBLE_MODULES, number};
 use crate::error::Phase;
-use crate::{BusId, Error, ErrorKind, MappingTable, Remedy, pairing};
+use crate::{DeviceInfo, Error, ErrorKind, MappingTable, PortMasks, Remedy, pairing};
 
 /// Control nodes are numbered below this.
 const MAX_INDEX: u32 = 256;
-
-/// A card as discovery sees it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DeviceInfo {
-    /// The number that chooses it: what `GAUDI_MAPPING_TABLE` says, or without a table the same as
-    /// `node`.
-    pub index: u32,
-    /// N of `/dev/accel/accelN`.
-    pub node: u32,
-    /// The card's place in the server.
-    pub module_id: u32,
-    /// Its PCI address.
-    pub bus_id: BusId,
-    /// Its generation.
-    pub generation: Generation,
-    /// The card's own network ports.
-    pub ports: PortMasks,
-    /// The card's name, such as `HL225`.
-    pub card_name: String,
-    /// Version of the driver library, as it describes itself.
-    pub driver_version: String,
-    /// Whether this is the software Gaudi and no hardware.
-    pub is_software: bool,
-}
-
-/// A card's own network ports, a bit each; zero where the driver does not tell.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PortMasks {
-    /// All ports in use.
-    pub all: u64,
-    /// Those that leave the server; the others lead to the cards beside it.
-    pub external: u64,
-}
-
-impl fmt::Display for DeviceInfo {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let soft = if self.is_software { "software " } else { "" };
-        write!(f, "{soft}{} {} ({})", self.generation, self.index, self.bus_id)
-    }
-}
 
 const LOOKING: &str = "looking for Gaudi devices";
 
@@ -270,24 +230,6 @@ fn read_modules(text: &str) -> Result<Option<BTreeSet<u32>>, Error> {
         )
         .caused_by_setting()
     })
-}
-
-#[cfg(test)]
-impl DeviceInfo {
-    /// A card that is nowhere, for tests.
-    pub(crate) fn example(node: u32) -> Self {
-        Self {
-            index: node,
-            node,
-            module_id: node,
-            bus_id: format!("{node:04x}:00:00.0").parse().expect("a bus id"),
-            generation: Generation::Gaudi2,
-            ports: PortMasks::default(),
-            card_name: String::from("HL225"),
-            driver_version: String::new(),
-            is_software: false,
-        }
-    }
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::{Device, DeviceInfo, Remedy};
+use crate::Remedy;
 
 /// The eight kinds of failure, with their public codes and names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -92,32 +92,21 @@ pub struct Error {
     setting_wrong: bool,
 }
 
-/// Whatever knows which card it is, or is on.
-pub(crate) trait OnCard {
-    fn card(&self) -> &DeviceInfo;
+/// A card, or whatever is on one: displayed as its name.
+pub(crate) trait OnCard: fmt::Display {
+    /// Whether it is a software Gaudi.
+    fn is_software(&self) -> bool;
 }
 
-impl OnCard for DeviceInfo {
-    fn card(&self) -> &DeviceInfo {
-        self
-    }
-}
-
-impl OnCard for Device {
-    fn card(&self) -> &DeviceInfo {
-        self.info()
-    }
-}
-
-impl OnCard for Arc<Device> {
-    fn card(&self) -> &DeviceInfo {
-        self.info()
+impl<T: OnCard> OnCard for Arc<T> {
+    fn is_software(&self) -> bool {
+        (**self).is_software()
     }
 }
 
 impl<T: OnCard> OnCard for &T {
-    fn card(&self) -> &DeviceInfo {
-        (*self).card()
+    fn is_software(&self) -> bool {
+        (**self).is_software()
     }
 }
 
@@ -193,11 +182,10 @@ impl Error {
 
     /// Names the card the error happened on, unless it was named where the error arose.
     pub(crate) fn on(mut self, card: impl OnCard) -> Self {
-        let card = card.card();
         if self.device.is_none() {
             self.device = Some(card.to_string());
         }
-        if card.is_software { self.on_software() } else { self }
+        if card.is_software() { self.on_software() } else { self }
     }
 
     /// The card, or the driver library, is the software Gaudi.
@@ -370,6 +358,7 @@ fn kind_of(phase: Phase, errno: i32) -> (ErrorKind, Remedy) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::DeviceInfo;
 
     #[test]
     fn a_software_card_has_its_own_remedies_and_shares_the_others() {

@@ -422,16 +422,6 @@ impl Runtime {
     }
 }
 
-/// Why raw submissions to a card are refused.
-pub(crate) fn driven_by_framework(operation: &'static str) -> Error {
-    Error::new(
-        ErrorKind::PermissionDenied,
-        operation,
-        "SCAL (Synapse) drives the card: its queues are reprogrammed, and submissions beside it are not safe",
-        "do not lend the framework's card: its memory is found and copied through Synapse",
-    )
-}
-
 fn unusable(detail: String) -> Error {
     Error::unsupported(ATTACHING, detail, "")
 }

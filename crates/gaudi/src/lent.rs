@@ -14,10 +14,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use synapse::Framework;
 
-use crate::backend::lent::LentDriver;
+use crate::backend::lent::{LentDriver, driven_by_framework};
 use crate::device::Withdrawn;
 use crate::error::Phase;
-use crate::guest::driven_by_framework;
 use crate::memory::DeviceRange;
 use crate::owners;
 use crate::window::ForeignMemory;

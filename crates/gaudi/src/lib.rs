@@ -26,6 +26,7 @@
 //! The engine belongs to the process: a forked child is refused its parent's cards (`process`).
 
 mod backend;
+mod card;
 mod choice;
 mod copy;
 mod costs;
@@ -58,11 +59,11 @@ mod sysfs;
 pub mod topology;
 mod window;
 
-pub use choice::{BusId, DeviceChoice};
+pub use card::{BusId, DeviceId, DeviceInfo, PortMasks};
+pub use choice::DeviceChoice;
 pub use copy::{Segment, Side, SubmitError, Transfer, USER_SPACE_END};
 pub use costs::{CardKind, Costs, Pinning};
-pub use device::{Device, DeviceId, MemoryInfo};
-pub use discovery::{DeviceInfo, PortMasks};
+pub use device::Device;
 pub use error::{Error, ErrorKind, OPEN_REFUSED};
 pub use guest::Releasing;
 pub use hl_thunk::{DeviceAddr, Direction, ExportCall, Generation, PAGE_SIZE, trace};
@@ -70,7 +71,7 @@ pub use import::{Import, ImportedRegion};
 pub use kept::KeptOpen;
 pub use lent::Unmapping;
 pub use mapping_table::{MappedCard, MappingTable};
-pub use memory::{Allocation, Location};
+pub use memory::{Allocation, Location, MemoryInfo};
 pub use options::{Conflict, FlushPeerWrites, OptionName, Options, RegistrationCache};
 pub use owners::{Owners, OwningProcess};
 pub use pin::{HostRegion, rcache};

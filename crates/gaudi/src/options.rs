@@ -10,8 +10,6 @@ use std::time::Duration;
 use arc_swap::ArcSwap;
 
 use crate::DeviceChoice;
-use crate::rcache::CacheLimits;
-use crate::share::Limits;
 
 /// Settings of the engine; `None` leaves what was set before, or the default.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -64,6 +62,24 @@ pub enum RegistrationCache {
     Off,
     /// This many.
     Keep(CacheLimits),
+}
+
+/// How many pins of host memory a card may cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CacheLimits {
+    /// Most ranges.
+    pub regions: usize,
+    /// Most bytes, of all ranges together.
+    pub bytes: u64,
+}
+
+/// How much of peers' memory a card keeps open. What is in use is never closed, and counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Most handles.
+    pub handles: usize,
+    /// Most bytes.
+    pub bytes: u64,
 }
 
 /// The fields of [`Options`].

@@ -13,9 +13,16 @@ mod cache;
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use cache::{Cache, Limits, Reference};
+use cache::{Cache, Reference};
 use loom::sync::Arc;
 use loom::thread;
+
+/// As the library's.
+#[derive(Clone, Copy, Debug)]
+struct Limits {
+    handles: usize,
+    bytes: u64,
+}
 
 /// What is open, and what ever was; loom need not watch it.
 #[derive(Default)]

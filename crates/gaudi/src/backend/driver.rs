@@ -12,10 +12,9 @@ use hl_thunk::{
 };
 
 use super::{
-    Backend, CopyLimits, FLUSHING, Geometry, HostPin, IMPORTING, Page, Placement, Registers, Taken,
-    Ticket,
+    Backend, CopyLimits, FLUSHING, Geometry, HostPin, IMPORTING, Page, Placement, Registers, SLOTS,
+    Taken, Ticket,
 };
-use crate::copy::SLOTS;
 use crate::error::{Error, ErrorKind, Phase};
 use crate::process::{CloseOnFork, ClosedInChildren};
 use crate::stats::{Counter, Counts, Gauge, GaugeGuard};

@@ -12,10 +12,9 @@ use hl_thunk::packet::{DmaRule, LinDma};
 use hl_thunk::{DeviceAddr, Direction, ExportCall};
 
 use super::{
-    Backend, CopyLimits, FLUSHING, Geometry, HostPin, IMPORTING, Page, Placement, Registers, Taken,
-    Ticket,
+    Backend, CopyLimits, FLUSHING, Geometry, HostPin, IMPORTING, Page, Placement, Registers, SLOTS,
+    Taken, Ticket,
 };
-use crate::copy::SLOTS;
 use crate::error::Phase;
 use crate::rcache::invalidate;
 use crate::stats::Counts;

@@ -30,10 +30,9 @@ use self::presence::{Calling, Presence};
 use self::streams::{LANES, Streams};
 use super::driver::{Shared, alone, export_failed, flush, shared};
 use super::{
-    Backend, CopyLimits, FLUSHING, Geometry, HostPin, IMPORTING, Page, Placement, Registers, Taken,
-    Ticket,
+    Backend, CopyLimits, FLUSHING, Geometry, HostPin, IMPORTING, Page, Placement, Registers, SLOTS,
+    Taken, Ticket,
 };
-use crate::copy::SLOTS;
 use crate::error::ErrorKind;
 use crate::stats::Counts;
 use crate::{Error, Remedy};

@@ -10,7 +10,6 @@ use synapse::Framework;
 use super::driver::Driver;
 use super::{Backend, CopyLimits, Geometry, HostPin, IMPORTING, Registers, Taken, Ticket};
 use crate::error::ErrorKind;
-use crate::guest::driven_by_framework;
 use crate::stats::Counts;
 use crate::{Error, Remedy};
 
@@ -40,6 +39,16 @@ impl LentDriver {
             Remedy::LendCard,
         ))
     }
+}
+
+/// Why raw submissions to a card are refused.
+pub(crate) fn driven_by_framework(operation: &'static str) -> Error {
+    Error::new(
+        ErrorKind::PermissionDenied,
+        operation,
+        "SCAL (Synapse) drives the card: its queues are reprogrammed, and submissions beside it are not safe",
+        "do not lend the framework's card: its memory is found and copied through Synapse",
+    )
 }
 
 impl Backend for LentDriver {

@@ -20,8 +20,14 @@ use hl_thunk::packet::{DmaRule, LinDma};
 use hl_thunk::{DeviceAddr, Direction, ExportCall};
 
 use crate::Error;
-use crate::copy::BOUNCE_LEN;
 use crate::stats::{Counts, GaugeGuard};
+
+/// How many slots for submissions a device has; no limit of a device may be larger.
+pub(crate) const SLOTS: u32 = u64::BITS;
+
+/// The size of a bounce slot. Most host buffers up to this size are copied through one, because pinning
+/// and unpinning costs more than the CPU needs to copy them; [`pin`](crate::pin) has the exceptions.
+pub(crate) const BOUNCE_LEN: usize = 64 * 1024;
 
 /// Bounce slots of a device, of [`BOUNCE_LEN`] bytes each. Short copies have others: one per permit.
 const BOUNCE_SLOTS: u32 = 64;
@@ -229,7 +235,7 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
     fn copy_limits(&self) -> Result<CopyLimits, Error>;
 
     /// Starts the moves, at most [`CopyLimits::moves`] of them. Does not wait. `slot`, below
-    /// [`SLOTS`](crate::copy::SLOTS), is where the packets may go; no other submission in flight has it.
+    /// [`SLOTS`], is where the packets may go; no other submission in flight has it.
     ///
     /// # Safety
     /// All memory named must stay valid for the device, and nobody else may use the slot, until the

@@ -48,14 +48,10 @@ use std::sync::Arc;
 
 pub(crate) use blocking::copy_and_wait;
 pub use located::USER_SPACE_END;
-pub(crate) use permits::SLOTS;
 pub use transfer::Transfer;
 
+pub(crate) use crate::backend::{BOUNCE_LEN, SLOTS};
 use crate::{DeviceAddr, Error, HostRegion};
-
-/// The size of a bounce slot. Most host buffers up to this size are copied through one, because pinning
-/// and unpinning costs more than the CPU needs to copy them; [`pin`](crate::pin) has the exceptions.
-pub(crate) const BOUNCE_LEN: usize = 64 * 1024;
 
 /// One end of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,8 +5,7 @@
 
 use std::collections::VecDeque;
 
-/// How many slots there are; no limit of a device may be larger.
-pub(crate) const SLOTS: u32 = u64::BITS;
+use crate::backend::SLOTS;
 
 /// The window of sequence numbers in use. The driver accepts a submission only when the one a fixed
 /// number before it has finished, and its library spins until then. So permits are limited by the

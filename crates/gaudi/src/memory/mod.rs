@@ -15,7 +15,7 @@ pub(crate) use table::{AddressTable, DeviceRange};
 use crate::backend::{Backend, Geometry, Page, Placement, Taken};
 use crate::stats::{Counter, Counts};
 use crate::window::find_gap;
-use crate::{Device, DeviceAddr, DeviceId, Error, ErrorKind, MemoryInfo};
+use crate::{Device, DeviceAddr, DeviceId, Error, ErrorKind};
 use pool::{GRANULE, Pool, SpanInfo};
 
 /// Device memory. Dropping it frees it.
@@ -74,6 +74,19 @@ impl Location {
     pub fn device(&self) -> Option<Arc<Device>> {
         crate::runtime().device(self.device_id)
     }
+}
+
+/// How much memory a device has and how it is used.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryInfo {
+    /// Bytes of device memory that can be allocated at all.
+    pub total: u64,
+    /// Bytes taken from the driver.
+    pub reserved: u64,
+    /// Bytes in live allocations (rounded to the pool's granule).
+    pub used: u64,
+    /// Number of live allocations.
+    pub allocations: usize,
 }
 
 /// How much of a page an export covers.

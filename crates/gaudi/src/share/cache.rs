@@ -7,16 +7,8 @@
 use std::collections::HashMap;
 use std::hash::Hash;
 
+use super::Limits;
 use super::sync::{Arc, Condvar, Mutex, MutexGuard};
-
-/// How much a cache keeps. What is in use is never closed, and counts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
-    /// Most handles.
-    pub handles: usize,
-    /// Most bytes.
-    pub bytes: u64,
-}
 
 /// What [`Cache::open`] gives: the value, to be given back with [`Cache::release`].
 #[derive(Debug)]

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 
-use super::cache::{Cache, Limits};
+use super::Limits;
+use super::cache::Cache;
 
 #[derive(Clone, Debug)]
 enum Step {

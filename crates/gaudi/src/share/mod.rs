@@ -55,7 +55,7 @@ mod socket;
 mod sync;
 mod wire;
 
-pub use cache::Limits;
+pub use crate::options::Limits;
 pub use exporter::{Share, start_broker};
 pub(crate) use exporter::{card_lost, freed, reclaim};
 pub use identity::Identity;

@@ -5,7 +5,8 @@ use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Weak};
 
-use super::cache::{Cache, Limits};
+use super::Limits;
+use super::cache::Cache;
 use super::exporter::file_len;
 use super::importer::{self, Lease};
 use super::key::{Bus, Fields};

@@ -15,8 +15,7 @@ use synapse::{CallError, Copied, Event, Framework, Status, Stream};
 
 use super::lock;
 use super::presence::Presence;
-use crate::backend::Ticket;
-use crate::copy::SLOTS;
+use crate::backend::{SLOTS, Ticket};
 
 /// A stream per direction.
 pub(super) const LANES: usize = 3;

@@ -39,6 +39,7 @@ use std::sync::{Arc, OnceLock};
 
 use super::{PinError, PinRef, Pinned};
 use crate::backend::HostPin;
+pub use crate::options::CacheLimits;
 use crate::process::{Instance, watch_forks};
 use crate::stats::{Counter, Counts};
 use crate::{DeviceAddr, runtime};
@@ -46,7 +47,7 @@ pub(crate) use guard::CachedPin;
 pub(crate) use refusals::{Reason, Refusals};
 use roster::Roster;
 pub(crate) use switch::Switch;
-pub use switch::{CacheLimits, Watch};
+pub use switch::Watch;
 use table::{Found, Inserted, PAGE, Swept, Table, TableGuard};
 
 /// More cards than a process has open at a time; further ones cache nothing.

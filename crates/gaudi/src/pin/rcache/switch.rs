@@ -7,15 +7,7 @@ use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use super::table::Bounds;
-
-/// How many pins of host memory a card may cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CacheLimits {
-    /// Most ranges.
-    pub regions: usize,
-    /// Most bytes, of all ranges together.
-    pub bytes: u64,
-}
+use crate::options::CacheLimits;
 
 /// Starts to call [`invalidate`](super::invalidate) for memory that is unmapped; whether it can.
 pub type Watch = Box<dyn FnMut() -> bool + Send>;

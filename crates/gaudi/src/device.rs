@@ -12,24 +12,24 @@ use hl_thunk::packet::{self, LinDma};
 use smallvec::smallvec;
 
 use crate::backend::{Backend, Geometry, HostPin};
-use crate::copy::engine::Engine;
 use crate::copy::located::End;
-use crate::copy::slab::{PermitSlots, SlotPool};
-use crate::copy::submission::Resources;
 use crate::copy::{copy_and_wait, unaligned};
 use crate::error::OnCard;
 use crate::marks;
 use crate::memory::{AddressTable, DeviceRange, Extent, Memory};
-use crate::pin::Pins;
+use crate::pin::{PinOwner, Pins};
 use crate::process::ProcessBound;
 use crate::rcache::CacheInfo;
 use crate::runtime::DirectoryGuard;
 use crate::share::{self, Handles};
 use crate::stats::{Counter, Counts, Gauge, Path, Tally};
+use crate::submit::engine::Engine;
+use crate::submit::slab::{PermitSlots, SlotPool};
+use crate::submit::submission::Resources;
 use crate::window::{Announcement, ReservedAddresses};
 use crate::{
-    Allocation, Costs, DeviceAddr, DeviceId, DeviceInfo, Direction, Error, ErrorKind, MemoryInfo,
-    Notifier, PAGE_SIZE, Segment, Side, SubmitError, Transfer, Window, kept, runtime,
+    Allocation, Costs, DeviceAddr, DeviceId, DeviceInfo, Direction, Error, ErrorKind, HostRegion,
+    MemoryInfo, Notifier, PAGE_SIZE, Segment, Side, SubmitError, Transfer, Window, kept, runtime,
 };
 
 const EXPORTING: &str = "exporting a dma-buf";
@@ -612,6 +612,44 @@ impl Device {
     /// The host memory that is pinned for this device.
     pub(crate) fn pins(&self) -> &Pins {
         &self.open.pins
+    }
+}
+
+impl PinOwner for Device {
+    fn id(&self) -> DeviceId {
+        self.id
+    }
+
+    fn backend(&self) -> &dyn Backend {
+        self.backend()
+    }
+
+    fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    fn pins(&self) -> &Pins {
+        self.pins()
+    }
+
+    fn is_ours(&self) -> bool {
+        self.is_ours()
+    }
+}
+
+impl HostRegion {
+    /// Whether the region has a pin of its own on this device at the moment.
+    pub fn is_pinned_for(&self, device: &Device) -> bool {
+        self.has_pin(device)
+    }
+
+    /// Pins the region now instead of at the first copy; whether that was possible.
+    ///
+    /// # Safety
+    /// The region's memory must stay allocated as long as the region lives, or copies use it.
+    pub unsafe fn prepare(&self, device: &Arc<Device>) -> Result<bool, Error> {
+        // SAFETY: the caller's promise.
+        unsafe { self.pin_now(device) }
     }
 }
 

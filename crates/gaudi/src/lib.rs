@@ -55,6 +55,7 @@ pub mod scale_out;
 mod selection;
 pub mod share;
 pub mod stats;
+mod submit;
 mod sysfs;
 pub mod topology;
 mod window;

@@ -25,8 +25,8 @@ const FLOORS: [(&str, &[&str]); 6] = [
         ],
     ),
     ("backend", &["backend"]),
-    ("engine", &["copy", "memory", "pin", "window"]),
-    ("device", &["device", "import", "registers"]),
+    ("engine", &["memory", "pin", "submit", "window"]),
+    ("device", &["copy", "device", "import", "registers"]),
     ("share", &["share"]),
     (
         "runtime",
@@ -48,15 +48,14 @@ const FLOORS: [(&str, &[&str]); 6] = [
 
 /// Uses of a floor above that are still there: who uses whom, and why.
 const EXCEPTIONS: &[(&str, &str, &str)] = &[
-    ("copy", "device", "transfers are of devices"),
-    ("copy", "runtime", "lookup of addresses and devices, options"),
-    ("copy", "share", "a lost card"),
+    ("copy", "runtime", "lookup of addresses and devices"),
+    ("submit", "runtime", "options"),
+    ("submit", "share", "a lost card"),
     ("device", "kept", "a lost card is not kept"),
     ("device", "runtime", "the process's table, windows and options"),
     ("device", "share", "peers' leases, handles of a device"),
     ("memory", "device", "Allocation, DeviceId, MemoryInfo"),
     ("memory", "runtime", "Location::device"),
-    ("pin", "device", "pins are made for devices"),
     ("pin", "runtime", "the switch of the cache"),
     ("process", "pin", "the handlers of fork"),
     ("registers", "runtime", "options"),
@@ -64,7 +63,7 @@ const EXCEPTIONS: &[(&str, &str, &str)] = &[
 ];
 
 /// Modules that use each other in a circle, at most.
-const LARGEST_CYCLE: usize = 12;
+const LARGEST_CYCLE: usize = 13;
 
 type Edges = BTreeMap<String, BTreeSet<String>>;
 

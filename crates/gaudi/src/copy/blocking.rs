@@ -6,9 +6,9 @@ use std::sync::Arc;
 use hl_thunk::packet::LinDma;
 
 use super::Transfer;
-use super::host_copy::{copy_in, copy_out};
 use super::located::End;
 use super::route::{Caller, Pieces, Short, route};
+use crate::submit::host_copy::{copy_in, copy_out};
 use crate::{Device, Direction, Error};
 
 /// Copies `len` bytes between two ends and returns when they have arrived. `device` was asked to copy.

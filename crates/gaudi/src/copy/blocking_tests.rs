@@ -70,7 +70,7 @@ fn short_copies_of_several_threads_do_not_share_a_slot() {
             assert_eq!(got.join().unwrap(), bytes(n));
         }
     });
-    assert_eq!(device.engine().free_slots(), super::SLOTS);
+    assert_eq!(device.engine().free_slots(), crate::backend::SLOTS);
 }
 
 /// A short copy is not recorded, so only the thread that waits for it can notify.

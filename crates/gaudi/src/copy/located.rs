@@ -3,22 +3,8 @@
 use std::sync::Arc;
 
 use super::Side;
+use crate::submit::host_copy::HostPtr;
 use crate::{Device, DeviceAddr, Error, ErrorKind, Location, runtime};
-
-/// An address in host memory, for which the caller of the copy answers.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct HostPtr(pub(crate) *mut u8);
-
-// SAFETY: an address; using it is unsafe and argued where it is used.
-unsafe impl Send for HostPtr {}
-// SAFETY: as above.
-unsafe impl Sync for HostPtr {}
-
-impl HostPtr {
-    pub(crate) fn add(self, bytes: usize) -> Self {
-        HostPtr(self.0.wrapping_add(bytes))
-    }
-}
 
 /// Device memory that was found to be in use, and the device whose engines reach it.
 #[derive(Clone, Debug)]

@@ -8,39 +8,25 @@
 //!    lines.
 //! 3. [`blocking`] does what its caller waits for, and submits a small copy itself; [`transfer`] submits all
 //!    others step by step, and blocks only where its caller asks it to wait.
-//! 4. [`engine`] gives out [`permits`] to submit, records what the hardware is doing ([`submission`]),
-//!    and has sleepers woken when it is done ([`waiter`]).
-//!
-//! [`peer_writes`] has the driver flush what other devices wrote before a copy uses exported memory.
+//! 4. [`submit`](crate::submit) has what each card does of it.
 //!
 //! What the DMA engines do not take as it is goes through [`unaligned`].
-//!
-//! [`slab`] is the pinned memory that small or unpinnable host buffers go through, [`host_copy`] the CPU's
-//! part of that.
 
 mod blocking;
 #[cfg(test)]
 mod blocking_tests;
-pub(crate) mod engine;
-mod free_slots;
-mod host_copy;
 pub(crate) mod located;
-mod peer_writes;
-mod permits;
 #[cfg(test)]
 mod reaping_tests;
 mod route;
 #[cfg(test)]
 mod schedule_tests;
-pub(crate) mod slab;
 #[cfg(test)]
 mod split_tests;
-pub(crate) mod submission;
 #[cfg(test)]
 mod tests;
 mod transfer;
 pub(crate) mod unaligned;
-mod waiter;
 #[cfg(test)]
 mod waiter_tests;
 
@@ -50,7 +36,7 @@ pub(crate) use blocking::copy_and_wait;
 pub use located::USER_SPACE_END;
 pub use transfer::Transfer;
 
-pub(crate) use crate::backend::{BOUNCE_LEN, SLOTS};
+pub(crate) use crate::backend::BOUNCE_LEN;
 use crate::{DeviceAddr, Error, HostRegion};
 
 /// One end of a copy.

@@ -16,11 +16,12 @@ use hl_thunk::packet::{self, DmaRule, LinDma};
 use smallvec::SmallVec;
 
 use super::BOUNCE_LEN;
-use super::located::{COPYING, End, HostPtr, Located, check_host, invalid};
-use super::slab::Slot;
+use super::located::{COPYING, End, Located, check_host, invalid};
 use super::unaligned;
 use crate::pin::{self, HostAccess, PinRef, Pinned};
 use crate::stats::Path;
+use crate::submit::host_copy::HostPtr;
+use crate::submit::slab::Slot;
 use crate::{Device, DeviceAddr, Direction, Error, HostRegion};
 
 /// A step of a copy, small enough for one packet, and the device that does it.

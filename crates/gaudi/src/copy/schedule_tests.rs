@@ -144,5 +144,5 @@ fn any_schedule_ends_with_the_right_bytes_and_nothing_left() {
         prop_assert_eq!(device.memory().allocations, 0);
     });
     assert_eq!(fake.noticed(), fake.submitted(), "each submission was seen to end");
-    assert_eq!(device.engine().free_slots(), crate::copy::SLOTS);
+    assert_eq!(device.engine().free_slots(), crate::backend::SLOTS);
 }

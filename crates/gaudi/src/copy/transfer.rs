@@ -6,15 +6,15 @@ use std::sync::Arc;
 use hl_thunk::packet::LinDma;
 use smallvec::SmallVec;
 
-use super::host_copy::copy_in;
 use super::located::End;
 use super::route::{Caller, Piece, Pieces, Step, route};
-use super::slab::{Slot, SlotPool};
-use super::submission::{CopyOut, Guard, Moves, Resources, Submission};
 use super::{Segment, SubmitError};
 use crate::pin::PinRef;
 use crate::process::Notifier;
 use crate::stats::Tally;
+use crate::submit::host_copy::copy_in;
+use crate::submit::slab::{Slot, SlotPool};
+use crate::submit::submission::{CopyOut, Guard, Moves, Resources, Submission};
 use crate::{Device, DeviceAddr, Error};
 
 /// A copy under way.
@@ -110,7 +110,7 @@ impl Transfer {
         }
         for segment in segments {
             if let Some(region) = &segment.host_region {
-                region.count_copy(device, segment.len);
+                region.count_copy(&**device, segment.len);
             }
         }
         Ok(transfer)

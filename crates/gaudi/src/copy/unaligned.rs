@@ -15,8 +15,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use hl_thunk::packet::{DmaRule, LinDma};
 
 use super::BOUNCE_LEN;
-use super::host_copy::{copy_in, copy_out};
-use super::located::{End, HostPtr, Located};
+use super::located::{End, Located};
+use crate::submit::host_copy::HostPtr;
+use crate::submit::host_copy::{copy_in, copy_out};
 use crate::{Device, DeviceAddr, Direction, Error};
 
 /// Held while units are read, changed and written back.

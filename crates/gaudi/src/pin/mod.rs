@@ -37,10 +37,10 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::backend::HostPin;
-use crate::error::Phase;
+use crate::backend::{Backend, HostPin};
+use crate::error::{OnCard, Phase};
 use crate::stats::{Counter, Counts, Gauge};
-use crate::{Device, DeviceAddr, Error, Pinning, marks};
+use crate::{DeviceAddr, DeviceId, Error, Pinning, marks};
 use rcache::{Cache, CachedPin, Reason};
 pub use region::HostRegion;
 
@@ -82,6 +82,16 @@ pub(crate) enum PinError {
     Failed(Error),
 }
 
+/// The device that pins are made for, and that owns them.
+pub(crate) trait PinOwner: OnCard + Send + Sync + 'static {
+    fn id(&self) -> DeviceId;
+    fn backend(&self) -> &dyn Backend;
+    fn counts(&self) -> Counts;
+    fn pins(&self) -> &Pins;
+    /// Whether this process opened it, and not one that it was forked from.
+    fn is_ours(&self) -> bool;
+}
+
 /// What a device has pinned.
 #[derive(Debug)]
 pub(crate) struct Pins {
@@ -112,7 +122,7 @@ impl Pins {
 /// The memory must stay allocated while the guard in the answer lives; all of the region's, while the
 /// region does.
 pub(crate) unsafe fn pin(
-    device: &Arc<Device>,
+    device: &Arc<impl PinOwner>,
     range: Range<usize>,
     region: Option<&HostRegion>,
 ) -> Result<HostAccess, Error> {
@@ -124,7 +134,7 @@ pub(crate) unsafe fn pin(
         return Ok(HostAccess::Pinned(pinned));
     }
     let region = region.filter(|region| region.contains(addr, len));
-    if let Some(pinned) = region.and_then(|region| region.pinned_at(device, addr)) {
+    if let Some(pinned) = region.and_then(|region| region.pinned_at(&**device, addr)) {
         return Ok(HostAccess::Pinned(pinned));
     }
     let policy = &device.pins().policy;
@@ -140,7 +150,7 @@ pub(crate) unsafe fn pin(
     }
     if len > policy.bounce
         // SAFETY: the caller's promise.
-        && let Some(pinned) = unsafe { pin_range(device, &range)? }
+        && let Some(pinned) = unsafe { pin_range(&**device, &range)? }
     {
         return Ok(HostAccess::Pinned(pinned));
     }
@@ -152,7 +162,7 @@ pub(crate) unsafe fn pin(
 /// # Safety
 /// The slab must stay allocated as long as `slab` lives, or a copy uses the pin.
 pub(crate) unsafe fn pin_slab(
-    device: &Arc<Device>,
+    device: &Arc<impl PinOwner>,
     slab: &HostRegion,
 ) -> Result<(DeviceAddr, Arc<HostPin>), Error> {
     // SAFETY: the caller's promise.
@@ -172,7 +182,7 @@ pub(crate) unsafe fn pin_slab(
 /// # Safety
 /// As for [`pin`].
 unsafe fn pin_region(
-    device: &Arc<Device>,
+    device: &Arc<impl PinOwner>,
     range: &Range<usize>,
     region: &HostRegion,
 ) -> Result<Option<Pinned>, Error> {
@@ -182,7 +192,7 @@ unsafe fn pin_region(
     }
     if cache.keeps(region.len()) {
         // SAFETY: the caller's promise.
-        return refused_as_none(unsafe { pin_in_cache(device, range, &region.range()) });
+        return refused_as_none(unsafe { pin_in_cache(&**device, range, &region.range()) });
     }
     if cache.is_on() {
         return Ok(None);
@@ -196,7 +206,7 @@ unsafe fn pin_region(
 ///
 /// # Safety
 /// As for [`pin`].
-unsafe fn pin_range(device: &Device, range: &Range<usize>) -> Result<Option<Pinned>, Error> {
+unsafe fn pin_range(device: &impl PinOwner, range: &Range<usize>) -> Result<Option<Pinned>, Error> {
     let cached = match device.pins().cache.keeps(range.len()) {
         // SAFETY: the caller's promise.
         true => unsafe { pin_in_cache(device, range, range) },
@@ -218,7 +228,7 @@ unsafe fn pin_range(device: &Device, range: &Range<usize>) -> Result<Option<Pinn
 /// # Safety
 /// As for [`pin`].
 unsafe fn pin_in_cache(
-    device: &Device,
+    device: &impl PinOwner,
     range: &Range<usize>,
     whole: &Range<usize>,
 ) -> Result<Option<Pinned>, PinError> {
@@ -232,7 +242,7 @@ unsafe fn pin_in_cache(
 ///
 /// # Safety
 /// The memory must stay allocated as long as copies use the pin.
-unsafe fn ask_driver(device: &Device, start: u64, len: u64) -> Result<HostPin, PinError> {
+unsafe fn ask_driver(device: &impl PinOwner, start: u64, len: u64) -> Result<HostPin, PinError> {
     let (cache, counts) = (&device.pins().cache, device.counts());
     let pinned = counts.get(Counter::PinnedBytes);
     if let Some(reason) = cache.known_refusal(start, len, pinned) {

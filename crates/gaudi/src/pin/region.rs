@@ -4,9 +4,9 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use super::{PinError, PinRef, Pinned, ask_driver, pin_region, rcache};
+use super::{PinError, PinOwner, PinRef, Pinned, ask_driver, pin_region, rcache};
 use crate::backend::HostPin;
-use crate::{Device, DeviceAddr, DeviceId, Error, Pinning};
+use crate::{DeviceAddr, DeviceId, Error, Pinning};
 
 /// A range of host memory that will be used for copies, perhaps often.
 ///
@@ -28,7 +28,7 @@ pub struct HostRegion {
 struct RegionPin {
     device_id: DeviceId,
     /// The device owns the pin: see [`Pins`](super::Pins).
-    device: Weak<Device>,
+    device: Weak<dyn PinOwner>,
     pin: Weak<HostPin>,
 }
 
@@ -55,7 +55,7 @@ impl HostRegion {
     }
 
     /// Counts a copy that was started. One that the device is too busy for is tried again and again.
-    pub(crate) fn count_copy(&self, device: &Device, len: usize) {
+    pub(crate) fn count_copy(&self, device: &impl PinOwner, len: usize) {
         if len > device.pins().policy.small {
             self.copied.fetch_add(len, Ordering::Relaxed);
         }
@@ -82,15 +82,15 @@ impl HostRegion {
     }
 
     /// Whether the region has a pin of its own on this device at the moment.
-    pub fn is_pinned_for(&self, device: &Device) -> bool {
+    pub(crate) fn has_pin(&self, device: &impl PinOwner) -> bool {
         find(&self.pins(), device).is_some()
     }
 
-    /// Pins the region now instead of at the first copy; whether that was possible.
+    /// See [`HostRegion::prepare`](crate::HostRegion::prepare).
     ///
     /// # Safety
     /// The region's memory must stay allocated as long as the region lives, or copies use it.
-    pub unsafe fn prepare(&self, device: &Arc<Device>) -> Result<bool, Error> {
+    pub(crate) unsafe fn pin_now(&self, device: &Arc<impl PinOwner>) -> Result<bool, Error> {
         if device.pins().cache.find(self.start, self.len).is_some() {
             return Ok(true);
         }
@@ -103,7 +103,7 @@ impl HostRegion {
     }
 
     /// `addr`, in this region, by the region's own pin on this device, if it has one.
-    pub(super) fn pinned_at(&self, device: &Device, addr: usize) -> Option<Pinned> {
+    pub(super) fn pinned_at(&self, device: &impl PinOwner, addr: usize) -> Option<Pinned> {
         let pin = find(&self.pins(), device)?;
         Some(self.at(pin, addr))
     }
@@ -118,17 +118,20 @@ impl HostRegion {
     ///
     /// # Safety
     /// The region's memory must stay allocated as long as the region lives, or copies use the pin.
-    pub(super) unsafe fn pin_whole(&self, device: &Arc<Device>) -> Result<Arc<HostPin>, PinError> {
+    pub(super) unsafe fn pin_whole(
+        &self,
+        device: &Arc<impl PinOwner>,
+    ) -> Result<Arc<HostPin>, PinError> {
         let mut pins = self.pins();
-        if let Some(pin) = find(&pins, device) {
+        if let Some(pin) = find(&pins, &**device) {
             return Ok(pin);
         }
         pins.retain(|pinned| pinned.device.strong_count() > 0);
         // SAFETY: the caller's promise.
-        let pin = Arc::new(unsafe { ask_driver(device, self.start as u64, self.len as u64)? });
+        let pin = Arc::new(unsafe { ask_driver(&**device, self.start as u64, self.len as u64)? });
         pins.push(RegionPin {
             device_id: device.id(),
-            device: Arc::downgrade(device),
+            device: Arc::downgrade(device) as Weak<_>,
             pin: Arc::downgrade(&pin),
         });
         device.pins().regions().insert(self.id, Arc::clone(&pin));
@@ -136,7 +139,7 @@ impl HostRegion {
     }
 }
 
-fn find(pins: &[RegionPin], device: &Device) -> Option<Arc<HostPin>> {
+fn find(pins: &[RegionPin], device: &impl PinOwner) -> Option<Arc<HostPin>> {
     pins.iter().find(|pinned| pinned.device_id == device.id())?.pin.upgrade()
 }
 
@@ -170,8 +173,8 @@ mod tests {
         let (_, device) = Fake::device();
         let mut copies = 0;
         while !large.earns_pin(64 << 10, &sixteenth) {
-            large.count_copy(&device, 64 << 10);
-            large.count_copy(&device, 8 << 10);
+            large.count_copy(&*device, 64 << 10);
+            large.count_copy(&*device, 8 << 10);
             copies += 1;
         }
         assert_eq!(copies, 1023);

@@ -356,7 +356,7 @@ pub(crate) struct SubmitPermit<'a> {
 }
 
 impl SubmitPermit<'_> {
-    /// A number below [`SLOTS`](super::SLOTS) that no other permit or submission has.
+    /// A number below [`SLOTS`](crate::backend::SLOTS) that no other permit or submission has.
     pub(crate) fn slot(&self) -> u32 {
         self.permit.slot
     }

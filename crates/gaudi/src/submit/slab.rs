@@ -11,11 +11,10 @@ use std::sync::{Arc, OnceLock};
 use hl_thunk::HostPages;
 
 use super::free_slots::FreeSlots;
-use super::{BOUNCE_LEN, SLOTS};
-use crate::backend::HostPin;
+use crate::backend::{BOUNCE_LEN, HostPin, SLOTS};
 use crate::error::Phase;
-use crate::pin::pin_slab;
-use crate::{Device, DeviceAddr, Error, HostRegion};
+use crate::pin::{PinOwner, pin_slab};
+use crate::{DeviceAddr, Error, HostRegion};
 
 /// Slots of one size in one block of pages. Pinned at first use, for each device that uses it.
 #[derive(Debug)]
@@ -48,7 +47,7 @@ impl Slab {
     }
 
     /// Where `device` sees the first slot, and the pin of all of them.
-    fn pin(&self, device: &Arc<Device>) -> Result<(DeviceAddr, Arc<HostPin>), Error> {
+    fn pin(&self, device: &Arc<impl PinOwner>) -> Result<(DeviceAddr, Arc<HostPin>), Error> {
         // SAFETY: the region goes before the pages, and a copy that uses the pin has a slot, and so
         // the slab.
         unsafe { pin_slab(device, &self.region) }
@@ -69,9 +68,9 @@ impl PermitSlots {
     }
 
     /// A slot, and where `device`, always the same one, sees it.
-    pub(super) fn slot(
+    pub(crate) fn slot(
         &self,
-        device: &Arc<Device>,
+        device: &Arc<impl PinOwner>,
         index: u32,
     ) -> Result<(*mut u8, DeviceAddr), Error> {
         let first = match self.first.get() {
@@ -102,18 +101,18 @@ impl SlotPool {
     }
 
     /// A free slot, if there is one.
-    pub(super) fn take(self: &Arc<Self>) -> Option<Arc<Slot>> {
+    pub(crate) fn take(self: &Arc<Self>) -> Option<Arc<Slot>> {
         let index = self.free.take()?;
         Some(Arc::new(Slot { pool: Arc::clone(self), index }))
     }
 
     /// Whether the hardware uses none of the slots. If none is free either, they all belong to
     /// transfers that wait to be polled.
-    pub(super) fn is_idle(&self) -> bool {
+    pub(crate) fn is_idle(&self) -> bool {
         self.in_flight.load(Ordering::Acquire) == 0
     }
 
-    pub(super) fn slot_len(&self) -> usize {
+    pub(crate) fn slot_len(&self) -> usize {
         self.slab.slot_len
     }
 }
@@ -127,18 +126,21 @@ pub(crate) struct Slot {
 
 impl Slot {
     /// First byte. Valid for the pool's slot length.
-    pub(super) fn ptr(&self) -> *mut u8 {
+    pub(crate) fn ptr(&self) -> *mut u8 {
         self.pool.slab.ptr(self.index)
     }
 
     /// Where `device` sees the first byte, and the pin.
-    pub(super) fn pin(&self, device: &Arc<Device>) -> Result<(DeviceAddr, Arc<HostPin>), Error> {
+    pub(crate) fn pin(
+        &self,
+        device: &Arc<impl PinOwner>,
+    ) -> Result<(DeviceAddr, Arc<HostPin>), Error> {
         let (first, pin) = self.pool.slab.pin(device)?;
         Ok((DeviceAddr(first.0 + self.pool.slab.offset(self.index) as u64), pin))
     }
 
     /// A reference for as long as the hardware uses the slot.
-    pub(super) fn in_flight(self: &Arc<Self>) -> SlotInFlight {
+    pub(crate) fn in_flight(self: &Arc<Self>) -> SlotInFlight {
         self.pool.in_flight.fetch_add(1, Ordering::AcqRel);
         SlotInFlight { slot: Arc::clone(self) }
     }

@@ -12,8 +12,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use hl_thunk::packet::LinDma;
 use smallvec::SmallVec;
 
+use super::host_copy::HostPtr;
 use super::host_copy::copy_out;
-use super::located::HostPtr;
 use super::slab::{Slot, SlotInFlight};
 use crate::backend::Ticket;
 use crate::pin::PinRef;

@@ -1,8 +1,22 @@
 //! The CPU's part of a bounced copy: between a slot and the caller's memory.
 
-use super::located::HostPtr;
 use crate::Error;
 use crate::error::Phase;
+
+/// An address in host memory, for which the caller of the copy answers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct HostPtr(pub(crate) *mut u8);
+
+// SAFETY: an address; using it is unsafe and argued where it is used.
+unsafe impl Send for HostPtr {}
+// SAFETY: as above.
+unsafe impl Sync for HostPtr {}
+
+impl HostPtr {
+    pub(crate) fn add(self, bytes: usize) -> Self {
+        HostPtr(self.0.wrapping_add(bytes))
+    }
+}
 
 /// Fills a slot from host memory.
 ///

@@ -1,5 +1,9 @@
 //! A card that this process owns: memory, copies and exports.
 
+mod allocation;
+mod registry;
+
+use std::any::Any;
 use std::collections::BTreeSet;
 use std::fmt;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -20,17 +24,18 @@ use crate::memory::{AddressTable, DeviceRange, Extent, Memory};
 use crate::pin::{PinOwner, Pins};
 use crate::process::ProcessBound;
 use crate::rcache::CacheInfo;
-use crate::runtime::DirectoryGuard;
-use crate::share::{self, Handles};
 use crate::stats::{Counter, Counts, Gauge, Path, Tally};
 use crate::submit::engine::Engine;
 use crate::submit::slab::{PermitSlots, SlotPool};
 use crate::submit::submission::Resources;
 use crate::window::{Announcement, ReservedAddresses};
 use crate::{
-    Allocation, Costs, DeviceAddr, DeviceId, DeviceInfo, Direction, Error, ErrorKind, HostRegion,
-    MemoryInfo, Notifier, PAGE_SIZE, Segment, Side, SubmitError, Transfer, Window, kept, runtime,
+    Costs, DeviceAddr, DeviceId, DeviceInfo, Direction, Error, ErrorKind, HostRegion, MemoryInfo,
+    Notifier, PAGE_SIZE, Segment, Side, SubmitError, Transfer, Window,
 };
+
+pub use allocation::Allocation;
+pub(crate) use registry::{Registry, Upcalls};
 
 const EXPORTING: &str = "exporting a dma-buf";
 
@@ -45,6 +50,8 @@ pub(crate) const PEERS_PAUSES_MS: [u64; 11] = [0, 1, 2, 4, 8, 16, 32, 64, 128, 2
 #[derive(Debug)]
 pub(crate) struct Withdrawn {
     released: Arc<AtomicBool>,
+    /// Takes in what peers have released.
+    reclaim: fn(),
 }
 
 impl Withdrawn {
@@ -56,7 +63,7 @@ impl Withdrawn {
                 return;
             }
             std::thread::sleep(Duration::from_millis(pause));
-            share::reclaim();
+            all.iter().take(1).for_each(|one| (one.reclaim)());
         }
     }
 }
@@ -76,6 +83,7 @@ pub struct Device {
     counts: Counts,
     /// Other devices' memory that this one can reach.
     imports: AddressTable,
+    registry: Arc<Registry>,
     open: ProcessBound<Open>,
 }
 
@@ -84,14 +92,15 @@ pub struct Device {
 struct Open {
     engine: Arc<Engine>,
     pins: Pins,
-    handles: Handles,
+    /// Peers' memory that this device keeps open.
+    peer_handles: Box<dyn Any + Send + Sync>,
     bounce: OnceLock<Result<Arc<SlotPool>, Error>>,
     permit_slots: OnceLock<Result<PermitSlots, Error>>,
     staging: OnceLock<Result<Arc<SlotPool>, Error>>,
     memory: Memory,
     backend: Arc<dyn Backend>,
     _blocked: Option<ReservedAddresses>,
-    _listed: DirectoryGuard,
+    _listed: Box<dyn Any + Send + Sync>,
 }
 
 impl fmt::Debug for Device {
@@ -116,20 +125,24 @@ impl OnCard for Device {
 }
 
 impl Device {
-    /// A device on this back end, in this window.
+    /// A device on this back end, in this window. `listed` is its entry in the process: the last part of it to go.
     pub(crate) fn new(
         backend: Arc<dyn Backend>,
         window: Window,
         geometry: Geometry,
         blocked: Option<ReservedAddresses>,
-        listed: DirectoryGuard,
+        registry: Arc<Registry>,
+        listed: Box<dyn Any + Send + Sync>,
     ) -> Arc<Self> {
         let counts = Counts::of(&window.info);
         counts.opened();
+        let (options, upcalls) = (Arc::clone(&registry.options), &registry.upcalls);
+        let peer_handles = (upcalls.peer_handles)(&options.get());
+        let on_lost = upcalls.card_lost;
         let open = Open {
-            engine: Engine::new(window.device, Arc::clone(&backend), counts),
+            engine: Engine::new(window.device, Arc::clone(&backend), counts, options, on_lost),
             pins: Pins::new(counts, Costs::of(&window.info).pinning),
-            handles: Handles::default(),
+            peer_handles,
             bounce: OnceLock::new(),
             permit_slots: OnceLock::new(),
             staging: OnceLock::new(),
@@ -144,6 +157,7 @@ impl Device {
             announcement: Announcement::default(),
             counts,
             imports: AddressTable::default(),
+            registry,
             window,
             open: ProcessBound::new(open),
         })
@@ -191,7 +205,7 @@ impl Device {
         let present = self.open.backend.check_present("allocating device memory");
         present.map_err(|error| self.failed(error))?;
         if !self.is_guest() {
-            self.announcement.ensure(runtime().windows(), &self.window);
+            self.announcement.ensure(&self.registry.windows, &self.window);
         }
         let taken = self.take(len, align).and_then(|base| self.clear_if_asked(base, len));
         let base = taken.map_err(|error| {
@@ -201,7 +215,7 @@ impl Device {
         self.counts.allocated(len);
         // A framework's pool is in the table as a whole.
         if !self.is_guest() {
-            runtime().table().insert(DeviceRange { base, len, device: self.id });
+            self.registry.table.insert(DeviceRange { base, len, device: self.id });
         }
         Ok(Allocation::new(Arc::clone(self), DeviceAddr(base), len))
     }
@@ -223,7 +237,7 @@ impl Device {
             }
             let Some(pause) = pauses.next() else { return Err(error) };
             std::thread::sleep(Duration::from_millis(pause));
-            share::reclaim();
+            (self.registry.upcalls.reclaim)();
             if pauses.len() == 0 {
                 // The last attempt: a peer that was killed may have had them open until now.
                 refused.clear();
@@ -233,7 +247,7 @@ impl Device {
 
     /// Clears memory that was just taken, with the rest of its last page, where the process wants that.
     fn clear_if_asked(&self, base: u64, len: u64) -> Result<u64, Error> {
-        if !runtime().options().clear_allocations.unwrap_or(false) {
+        if !self.registry.options.get().clear_allocations.unwrap_or(false) {
             return Ok(base);
         }
         let len = len.next_multiple_of(PAGE_SIZE);
@@ -249,7 +263,7 @@ impl Device {
             return;
         }
         if !self.is_guest() {
-            runtime().table().remove(addr.0, self.id);
+            self.registry.table.remove(addr.0, self.id);
         }
         self.open.engine.quiesce(&(addr.0..addr.0 + len));
         self.counts.freed(len);
@@ -261,12 +275,13 @@ impl Device {
             return;
         }
         let device = Arc::downgrade(self);
-        share::freed(addr, len, self.counts, move || {
+        let give = move || {
             if let Some(device) = device.upgrade() {
                 device.peer_writes_end(addr);
                 device.open.memory.give(addr.0);
             }
-        });
+        };
+        (self.registry.upcalls.freed)(addr, len, self.counts, Box::new(give));
         self.let_go_if_lost();
     }
 
@@ -279,7 +294,7 @@ impl Device {
     /// processes that take long.
     fn let_go_if_lost(&self) {
         if self.is_lost() {
-            kept::drop_lost();
+            (self.registry.upcalls.drop_lost)();
         }
     }
 
@@ -287,13 +302,15 @@ impl Device {
     /// cannot open it, and submitted copies are waited for. A peer that has it open, or cached, keeps
     /// the driver from unmapping it: its lease is revoked, and [`Withdrawn::wait`] waits for that.
     pub(crate) fn withdraw_foreign(&self, addr: DeviceAddr, len: u64) -> Withdrawn {
-        runtime().table().remove(addr.0, self.id);
+        self.registry.table.remove(addr.0, self.id);
         self.open.engine.quiesce(&(addr.0..addr.0 + len));
         self.peer_writes_end(addr);
         let released = Arc::new(AtomicBool::new(false));
         let set = Arc::clone(&released);
-        share::freed(addr, len, self.counts, move || set.store(true, Ordering::Release));
-        Withdrawn { released }
+        let release = move || set.store(true, Ordering::Release);
+        let Upcalls { freed, reclaim, .. } = self.registry.upcalls;
+        freed(addr, len, self.counts, Box::new(release));
+        Withdrawn { released, reclaim }
     }
 
     /// A dma-buf for `[addr, addr + len)`, which must lie in one live allocation: a close-on-exec
@@ -414,7 +431,7 @@ impl Device {
         len: u64,
         operation: &'static str,
     ) -> Result<DeviceRange, Error> {
-        let found = runtime().table().find(addr.0, len.max(1));
+        let found = self.registry.table.find(addr.0, len.max(1));
         if let Some(entry) = found
             && entry.device == self.id
         {
@@ -506,7 +523,7 @@ impl Device {
         if unit > 1 {
             let gone =
                 || Error::new(ErrorKind::DeviceNotFound, "filling", "the card was closed", "");
-            let device = runtime().device(self.id()).ok_or_else(gone)?;
+            let device = self.registry.device(self.id()).ok_or_else(gone)?;
             unaligned::fill(&device, addr, first - addr.0, byte)?;
             unaligned::fill(&device, DeviceAddr(last), addr.0 + len - last, byte)?;
         }
@@ -564,9 +581,14 @@ impl Device {
         self.counts
     }
 
-    /// Peers' memory that this device keeps open.
-    pub(crate) fn handles(&self) -> &Handles {
-        &self.open.handles
+    /// The peers' memory that this device keeps open, which the floor above knows ([`Upcalls::peer_handles`]).
+    pub(crate) fn peer_handles(&self) -> &dyn Any {
+        &*self.open.peer_handles
+    }
+
+    /// What it has in common with the other devices of this process.
+    pub(crate) fn registry(&self) -> &Arc<Registry> {
+        &self.registry
     }
 
     pub(crate) fn backend(&self) -> &dyn Backend {

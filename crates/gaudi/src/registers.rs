@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use crate::backend::Registers;
-use crate::{Device, DeviceAddr, Error, ErrorKind, Remedy, runtime};
+use crate::{Device, DeviceAddr, Error, ErrorKind, Remedy};
 
 const MAPPING: &str = "mapping a register block";
 const READING: &str = "reading a register";
@@ -27,7 +27,7 @@ impl Device {
     /// generations (`EINVAL`).
     pub fn map_block(self: &Arc<Self>, address: DeviceAddr) -> Result<RegisterBlock, Error> {
         self.check_process(MAPPING)?;
-        if !runtime().options().register_access.unwrap_or(false) {
+        if !self.registry().options.get().register_access.unwrap_or(false) {
             return Err(Error::new(
                 ErrorKind::PermissionDenied,
                 MAPPING,
@@ -96,6 +96,7 @@ mod tests {
     use super::*;
     use crate::Options;
     use crate::backend::fake::{BLOCK, Fake};
+    use crate::runtime;
 
     /// Whether registers may be mapped.
     fn permit_registers(permitted: bool) {

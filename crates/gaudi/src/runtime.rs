@@ -9,45 +9,39 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
-use arc_swap::ArcSwap;
 use hl_thunk::{Generation, Library};
 
 use crate::backend::driver::Driver;
 use crate::backend::{Backend, Placement};
 use crate::copy::copy_and_wait;
 use crate::copy::located::End;
+use crate::device::{Registry, Upcalls};
 use crate::discovery::{self, Discovered};
 use crate::error::Phase;
 use crate::kept::User;
 use crate::lent::LentCards;
 use crate::memory::AddressTable;
 use crate::opening::{OPEN_TIMEOUT, OPENING, first_to_open, is_in_reset, none_opened};
-use crate::options::Configuration;
 use crate::owners::{self, Owners};
-use crate::process::{Instance, PerProcess};
+use crate::process::PerProcess;
 use crate::rcache::{self, CacheLimits, Switch, Watch};
 use crate::selection::{self, Selection};
 use crate::topology::PciLink;
 use crate::window::{ReservedAddresses, Windows};
 use crate::{
     BusId, Conflict, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Error, ErrorKind,
-    Location, Options, RegistrationCache, ScaleOut, Sysfs, USER_SPACE_END, Window, WindowEvent,
-    kept,
+    Location, Options, RegistrationCache, ScaleOut, Sysfs, Window, WindowEvent, kept, share,
 };
 
 /// The engine of this process. See [`runtime()`].
-#[derive(Default)]
 pub struct Runtime {
     library: OnceLock<Result<Arc<Library>, Error>>,
     cards: Mutex<HashMap<BusId, OpenCard>>,
-    /// The same devices again, for wait-free lookups. Changed under the lock of `cards`.
-    directory: ArcSwap<Vec<Listed>>,
+    /// Has the same devices again. Its list is replaced under the lock of `cards`.
+    registry: Arc<Registry>,
     card_closed: Condvar,
     next_id: AtomicU32,
     notes: Mutex<Notes>,
-    options: Configuration,
-    table: AddressTable,
-    windows: Windows,
     pub(crate) lent: LentCards,
     rcache: Switch,
     /// Who logs what the engine waits for.
@@ -56,13 +50,15 @@ pub struct Runtime {
 
 type OnWait = Box<dyn Fn(&str) + Send + Sync>;
 
-/// A card that was opened in this process, or in the one that it was forked from.
-#[derive(Debug)]
-struct Listed {
-    id: DeviceId,
-    device: Weak<Device>,
-    opened_by: Instance,
-}
+/// What devices have this floor and that of peers do.
+const UPCALLS: Upcalls = Upcalls {
+    look_at_framework: || drop(runtime().look_at_framework()),
+    peer_handles: share::peer_handles,
+    freed: share::freed,
+    reclaim: share::reclaim,
+    card_lost: share::card_lost,
+    drop_lost: kept::drop_lost,
+};
 
 /// A card that is open, or just being closed (then `device` is gone and the entry soon will be).
 #[derive(Debug)]
@@ -95,10 +91,24 @@ impl fmt::Debug for Runtime {
 /// no thread started until a function is called that needs it.
 pub fn runtime() -> &'static Runtime {
     static RUNTIME: OnceLock<Runtime> = OnceLock::new();
-    RUNTIME.get_or_init(Runtime::default)
+    RUNTIME.get_or_init(Runtime::new)
 }
 
 impl Runtime {
+    fn new() -> Self {
+        Self {
+            library: OnceLock::new(),
+            cards: Mutex::default(),
+            registry: Registry::new(UPCALLS),
+            card_closed: Condvar::new(),
+            next_id: AtomicU32::new(0),
+            notes: Mutex::default(),
+            lent: LentCards::default(),
+            rcache: Switch::default(),
+            on_wait: OnceLock::new(),
+        }
+    }
+
     /// Loads the driver library and lists the cards this process may use, through control nodes
     /// only: those of `GAUDI_MAPPING_TABLE` where it is set, else all, less what
     /// `HABANA_VISIBLE_MODULES` hides. No cards is an error of kind `DeviceNotFound` whose text
@@ -229,9 +239,7 @@ impl Runtime {
     /// Refuses what a child must not do that was forked while its parent had cards open. Takes no lock:
     /// in such a child a thread that is not there may have it.
     pub(crate) fn check_process(&self, operation: &'static str) -> Result<(), Error> {
-        let current = Instance::current();
-        let inherited = self.directory.load().iter().any(|listed| listed.opened_by != current);
-        if inherited { Err(Error::forked(operation)) } else { Ok(()) }
+        if self.registry.is_inherited() { Err(Error::forked(operation)) } else { Ok(()) }
     }
 
     /// Which NICs are near which of the cards this process may use, and their state, as sysfs has
@@ -310,7 +318,7 @@ impl Runtime {
         backend: Arc<dyn Backend>,
     ) -> Result<Arc<Device>, Error> {
         let mut geometry = backend.geometry();
-        let mut range = self.windows.range_for(info, geometry).map_err(|error| error.on(info))?;
+        let mut range = self.windows().range_for(info, geometry).map_err(|error| error.on(info))?;
         let mut blocked = None;
         if let Placement::Physical(_) = geometry.placement {
             let (block, part) = self.block(info, &range)?;
@@ -326,8 +334,9 @@ impl Runtime {
             device: id,
             info: info.clone(),
         };
-        let listed = DirectoryGuard { bus_id: info.bus_id.clone(), id };
-        let device = Device::new(backend, window, geometry, blocked, listed);
+        let listed = Box::new(DirectoryGuard { bus_id: info.bus_id.clone(), id });
+        let registry = Arc::clone(&self.registry);
+        let device = Device::new(backend, window, geometry, blocked, registry, listed);
         let open = OpenCard { id, info: info.clone(), device: Arc::downgrade(&device) };
         let mut cards = self.cards();
         cards.insert(info.bus_id.clone(), open);
@@ -371,7 +380,7 @@ impl Runtime {
     /// option is used; that there was another one is reported once ([`Runtime::take_conflicts`]).
     pub fn configure(&self, options: Options) {
         let handle_limits = options.handle_limits;
-        self.options.set(options);
+        self.registry.options.set(options);
         // Cards that come take them over when they are opened.
         if let Some(limits) = handle_limits {
             self.devices().iter().for_each(|device| device.set_handle_limits(limits));
@@ -385,51 +394,29 @@ impl Runtime {
 
     /// What is set for this process. Wait-free.
     pub fn options(&self) -> Arc<Options> {
-        self.options.get()
+        self.registry.options.get()
     }
 
     /// Options that were set to different values, each once, since the last call: for a log.
     pub fn take_conflicts(&self) -> Vec<Conflict> {
-        self.options.take_conflicts()
+        self.registry.options.take_conflicts()
     }
 
     /// The open device with this id. Wait-free.
     pub fn device(&self, id: DeviceId) -> Option<Arc<Device>> {
-        let directory = self.directory.load();
-        directory.iter().find(|listed| listed.id == id)?.device.upgrade()
+        self.registry.device(id)
     }
 
     /// The cards this process has open.
     pub fn devices(&self) -> Vec<Arc<Device>> {
-        self.cards().values().filter_map(|card| card.device.upgrade()).collect()
+        self.registry.devices()
     }
 
     /// Whether all of `[addr, addr + len)` is memory of one live allocation, and which. Wait-free for memory that is
     /// known and for host memory; for an unknown address that no host memory can have, the framework is asked.
     /// A length of zero asks about the address alone.
     pub fn locate(&self, addr: u64, len: usize) -> Option<Location> {
-        self.locate_known(addr, len).or_else(|| self.locate_late(addr, len))
-    }
-
-    /// No host memory has this address: a framework may have come since the last look, or acquired its card.
-    #[cold]
-    fn locate_late(&self, addr: u64, len: usize) -> Option<Location> {
-        if addr < USER_SPACE_END || self.check_process("finding device memory").is_err() {
-            return None;
-        }
-        self.look_at_framework();
-        self.locate_known(addr, len)
-    }
-
-    /// As [`Runtime::locate`], without a look at the framework: for those who hold a lock.
-    pub(crate) fn locate_known(&self, addr: u64, len: usize) -> Option<Location> {
-        let entry = self.table.find(addr, len as u64)?;
-        Some(Location {
-            device_id: entry.device,
-            base: DeviceAddr(entry.base),
-            length: entry.len,
-            offset: addr - entry.base,
-        })
+        self.registry.locate(addr, len)
     }
 
     /// Copies `len` bytes between two addresses of this process, each of host memory or of a live
@@ -443,7 +430,8 @@ impl Runtime {
         if to.is_none() && from.is_none() {
             return None;
         }
-        let ends = End::of_address(dst, to).and_then(|dst| Ok((dst, End::of_address(src, from)?)));
+        let end = |addr, location| End::of_address(&self.registry, addr, location);
+        let ends = end(dst, to).and_then(|dst| Ok((dst, end(src, from)?)));
         let ends = match ends {
             Ok(ends) => ends,
             Err(error) => return Some(Err(error)),
@@ -457,7 +445,7 @@ impl Runtime {
     /// that opens one, before an address in it is handed out. It stays for ever. The engine holds
     /// no lock meanwhile: the observer may call back.
     pub fn subscribe(&self, observer: Box<dyn Fn(&WindowEvent) + Send + Sync>) {
-        self.windows.subscribe(Arc::from(observer));
+        self.windows().subscribe(Arc::from(observer));
     }
 
     /// Failures of the driver in destructors, which return nothing, since the last call: for a log.
@@ -469,12 +457,7 @@ impl Runtime {
     }
 
     fn list(&self, cards: &HashMap<BusId, OpenCard>) {
-        let list = |card: &OpenCard| Listed {
-            id: card.id,
-            device: card.device.clone(),
-            opened_by: Instance::current(),
-        };
-        self.directory.store(Arc::new(cards.values().map(list).collect()));
+        self.registry.list(cards.values().map(|card| (card.id, &card.device)));
     }
 
     /// Never drop a [`Device`] handle while holding this: closing takes it too.
@@ -483,7 +466,7 @@ impl Runtime {
     }
 
     pub(crate) fn table(&self) -> &AddressTable {
-        &self.table
+        &self.registry.table
     }
 
     /// Has every card keep the pins that copies from and to host memory need, for the next copy.
@@ -517,7 +500,19 @@ impl Runtime {
     }
 
     pub(crate) fn windows(&self) -> &Windows {
-        &self.windows
+        &self.registry.windows
+    }
+
+    #[cfg(test)]
+    pub(crate) fn registry(&self) -> &Arc<Registry> {
+        &self.registry
+    }
+}
+
+impl Location {
+    /// The device, unless it is being closed right now.
+    pub fn device(&self) -> Option<Arc<Device>> {
+        runtime().device(self.device_id)
     }
 }
 
@@ -531,7 +526,7 @@ pub(crate) struct DirectoryGuard {
 impl Drop for DirectoryGuard {
     fn drop(&mut self) {
         let runtime = runtime();
-        runtime.windows.retired(self.id);
+        runtime.windows().retired(self.id);
         let mut cards = runtime.cards();
         if cards.get(&self.bus_id).is_some_and(|card| card.id == self.id) {
             cards.remove(&self.bus_id);

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use super::Side;
+use crate::device::Registry;
 use crate::submit::host_copy::HostPtr;
-use crate::{Device, DeviceAddr, Error, ErrorKind, Location, runtime};
+use crate::{Device, DeviceAddr, Error, ErrorKind, Location};
 
 /// Device memory that was found to be in use, and the device whose engines reach it.
 #[derive(Clone, Debug)]
@@ -39,11 +40,11 @@ impl Located {
         if device.has_imported(addr, len) {
             return Ok(Located { addr, device: Arc::clone(device), imported: true });
         }
-        let owner = runtime().locate(addr.0, len).and_then(|location| {
+        let owner = device.registry().locate(addr.0, len).and_then(|location| {
             if location.device_id == device.id() {
                 return Some(Arc::clone(device));
             }
-            location.device()
+            device.registry().device(location.device_id)
         });
         let device = owner.ok_or_else(|| {
             invalid(
@@ -66,12 +67,16 @@ impl End {
 
     /// An address of this process, after [`Runtime::locate`](crate::Runtime::locate).
     #[inline]
-    pub(crate) fn of_address(addr: u64, location: Option<Location>) -> Result<End, Error> {
+    pub(crate) fn of_address(
+        registry: &Registry,
+        addr: u64,
+        location: Option<Location>,
+    ) -> Result<End, Error> {
         let Some(location) = location else {
             let ptr = core::ptr::with_exposed_provenance_mut(addr as usize);
             return Ok(End::Host(HostPtr(ptr)));
         };
-        let device = location.device().ok_or_else(|| {
+        let device = registry.device(location.device_id).ok_or_else(|| {
             invalid(String::from("the card is being closed"), "free memory after its last copy")
         })?;
         Ok(End::Device(Located { addr: DeviceAddr(addr), device, imported: false }))
@@ -91,12 +96,12 @@ impl End {
 pub const USER_SPACE_END: u64 = 1 << 56;
 
 /// Refuses what cannot be host memory.
-pub(super) fn check_host(ptr: HostPtr, len: usize) -> Result<(), Error> {
+pub(super) fn check_host(registry: &Registry, ptr: HostPtr, len: usize) -> Result<(), Error> {
     let addr = ptr.0 as usize;
     if ptr.0.is_null() || addr.checked_add(len).is_none() {
         return Err(invalid(format!("{len} bytes at {addr:#x} are not host memory"), ""));
     }
-    if runtime().locate(addr as u64, 0).is_some() {
+    if registry.locate(addr as u64, 0).is_some() {
         return Err(invalid(
             format!("{addr:#x} is device memory but was given as host memory"),
             "pass the memory type UCX detected, or leave detection to UCX",

@@ -172,7 +172,7 @@ unsafe fn route_by_rule(
     }
     for end in [&ends.0, &ends.1] {
         if let End::Host(host) = end {
-            check_host(*host, len)?;
+            check_host(device.registry(), *host, len)?;
         }
     }
     device_ends(ends).flatten().try_for_each(|located| located.device.can_copy())?;
@@ -240,7 +240,7 @@ unsafe fn route_permitted<'a>(
             ));
         }
     };
-    check_host(host, len)?;
+    check_host(device.registry(), host, len)?;
     on.can_copy()?;
     if caller == Caller::Waits && len <= BOUNCE_LEN {
         return Ok(Some(Short { on, host, addr, direction }));

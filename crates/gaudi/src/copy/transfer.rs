@@ -277,14 +277,14 @@ impl Transfer {
                 return Ok(Some(step));
             }
             Step::BounceIn { from, dst, len, guarded } => {
-                let Some(slot) = take_slot(on.bounce()?, len)? else { return Ok(Some(step)) };
+                let Some(slot) = take_slot(on, on.bounce()?, len)? else { return Ok(Some(step)) };
                 // SAFETY: the caller of the copy answers for the host side; the slot is ours alone.
                 unsafe { copy_in(from, slot.ptr(), len, guarded)? };
                 batch.bounced += len;
                 LinDma::Copy { src: batch.use_slot(on, &slot)?, dst, len: len as u32 }
             }
             Step::BounceOut { to, src, len, guarded } => {
-                let Some(slot) = take_slot(on.bounce()?, len)? else { return Ok(Some(step)) };
+                let Some(slot) = take_slot(on, on.bounce()?, len)? else { return Ok(Some(step)) };
                 let dst = batch.use_slot(on, &slot)?;
                 batch.bounced += len;
                 batch.resources.copy_outs.push(CopyOut { slot, to, len, guarded });
@@ -295,7 +295,7 @@ impl Transfer {
                 if !batch.moves.is_empty() {
                     return Ok(Some(step));
                 }
-                let Some(slot) = take_slot(self.device.staging()?, len)? else {
+                let Some(slot) = take_slot(on, self.device.staging()?, len)? else {
                     return Ok(Some(step));
                 };
                 let stage = batch.use_slot(on, &slot)?;
@@ -328,10 +328,10 @@ impl Drop for Transfer {
 
 /// A slot of the pool, or one made for this copy if all of them belong to transfers that wait to be
 /// polled, which may never happen. `None`: the hardware is using them.
-fn take_slot(pool: &Arc<SlotPool>, len: usize) -> Result<Option<Arc<Slot>>, Error> {
+fn take_slot(on: &Device, pool: &Arc<SlotPool>, len: usize) -> Result<Option<Arc<Slot>>, Error> {
     let taken = pool.take().or_else(|| {
         // Submissions that have ended unnoticed have slots as well, on any device.
-        for device in crate::runtime().devices() {
+        for device in on.registry().devices() {
             device.progress();
         }
         pool.take()

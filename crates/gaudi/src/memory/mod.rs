@@ -7,7 +7,7 @@ mod table;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use hl_thunk::ExportCall;
 pub(crate) use table::{AddressTable, DeviceRange};
@@ -15,46 +15,8 @@ pub(crate) use table::{AddressTable, DeviceRange};
 use crate::backend::{Backend, Geometry, Page, Placement, Taken};
 use crate::stats::{Counter, Counts};
 use crate::window::find_gap;
-use crate::{Device, DeviceAddr, DeviceId, Error, ErrorKind};
+use crate::{DeviceAddr, DeviceId, Error, ErrorKind};
 use pool::{GRANULE, Pool, SpanInfo};
-
-/// Device memory. Dropping it frees it.
-///
-/// It keeps its device open. Dropping waits for copies of this process that still use the memory.
-#[derive(Debug)]
-pub struct Allocation {
-    device: Arc<Device>,
-    addr: DeviceAddr,
-    len: u64,
-}
-
-impl Allocation {
-    pub(crate) fn new(device: Arc<Device>, addr: DeviceAddr, len: u64) -> Self {
-        Self { device, addr, len }
-    }
-
-    /// First address.
-    pub fn addr(&self) -> DeviceAddr {
-        self.addr
-    }
-
-    /// Length in bytes, as asked for.
-    #[allow(clippy::len_without_is_empty, reason = "there are no empty allocations")]
-    pub fn len(&self) -> u64 {
-        self.len
-    }
-
-    /// The device it lies on.
-    pub fn device(&self) -> &Arc<Device> {
-        &self.device
-    }
-}
-
-impl Drop for Allocation {
-    fn drop(&mut self) {
-        self.device.free(self.addr, self.len);
-    }
-}
 
 /// The allocation that an address lies in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,13 +29,6 @@ pub struct Location {
     pub length: u64,
     /// Where in the allocation the address lies.
     pub offset: u64,
-}
-
-impl Location {
-    /// The device, unless it is being closed right now.
-    pub fn device(&self) -> Option<Arc<Device>> {
-        crate::runtime().device(self.device_id)
-    }
 }
 
 /// How much memory a device has and how it is used.
@@ -386,6 +341,7 @@ impl Drop for Memory {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;

@@ -17,7 +17,7 @@ use super::{Identity, KEY_LEN, descriptors};
 use crate::device::PEERS_PAUSES_MS;
 use crate::process::{CloseOnFork, PerProcess, thread};
 use crate::stats::{Counter, Counts, Gauge, GaugeGuard};
-use crate::{Device, DeviceAddr, DeviceId, Error, ErrorKind, Location, runtime};
+use crate::{Device, DeviceAddr, DeviceId, Error, ErrorKind, Location};
 
 const SHARING: &str = "sharing device memory";
 
@@ -213,8 +213,8 @@ impl Exporter {
     ) -> Result<Arc<ShareInner>, Error> {
         loop {
             let mut state = self.state();
-            let location =
-                runtime().locate_known(addr.0, 1).ok_or_else(|| device.freed_meanwhile(addr))?;
+            let location = device.registry().locate_known(addr.0, 1);
+            let location = location.ok_or_else(|| device.freed_meanwhile(addr))?;
             let base = location.base.0;
             if let Some((offered, token)) = state.leases.offered(base) {
                 if let Some(share) = offered.share.upgrade() {
@@ -444,12 +444,7 @@ pub fn start_broker() -> Result<(), Error> {
 
 /// The allocation at `base` is being freed: nobody can open it from now on. `reuse` returns
 /// the memory to the pool: it is called at once, or when the last lease on the memory has ended.
-pub(crate) fn freed(
-    base: DeviceAddr,
-    len: u64,
-    counts: Counts,
-    reuse: impl FnOnce() + Send + 'static,
-) {
+pub(crate) fn freed(base: DeviceAddr, len: u64, counts: Counts, reuse: Box<dyn FnOnce() + Send>) {
     let Some(exporter) = Exporter::if_any() else { return reuse() };
     let quarantined = Quarantined::new(counts, len);
     let reuse = Reuse(Box::new(move || {

@@ -22,6 +22,7 @@ use super::patience::Patience;
 use super::socket::{Credentials, Outbox, Unconnected};
 use super::wire::{LeaseId, MAX_LEN, Refusal, Reply, Request};
 use super::{Identity, descriptors, opened, socket};
+use crate::device::Registry;
 use crate::marks;
 use crate::process::{CloseOnFork, PerProcess, thread};
 
@@ -53,12 +54,11 @@ impl Drop for Lease {
 }
 
 /// Asks the exporter for a lease, on the connection there is or on a new one.
-pub(super) fn lease(key: &Fields) -> Result<(Lease, OwnedFd), NoLease> {
-    marks::hand_over(|| ask_for_lease(key))
+pub(super) fn lease(key: &Fields, registry: &Arc<Registry>) -> Result<(Lease, OwnedFd), NoLease> {
+    marks::hand_over(|| ask_for_lease(key, Importer::current(registry)?))
 }
 
-fn ask_for_lease(key: &Fields) -> Result<(Lease, OwnedFd), NoLease> {
-    let importer = Importer::current()?;
+fn ask_for_lease(key: &Fields, importer: &'static Importer) -> Result<(Lease, OwnedFd), NoLease> {
     if let Some(connection) = importer.find(&key.peer) {
         match connection.request(key) {
             // It refused this lease, and stays connected.
@@ -86,6 +86,8 @@ pub(super) fn is_connected(exporter: &Identity) -> Option<bool> {
 #[derive(Debug)]
 struct Importer {
     epoll: CloseOnFork,
+    /// Has the devices that keep what is leased.
+    registry: Arc<Registry>,
     table: Mutex<Table>,
     /// A [`FirstContact`] has ended.
     contacted: Condvar,
@@ -112,12 +114,13 @@ fn max_connections() -> usize {
 }
 
 impl Importer {
-    fn current() -> Result<&'static Importer, NoLease> {
+    fn current(registry: &Arc<Registry>) -> Result<&'static Importer, NoLease> {
         IMPORTER.get_or_make(|| {
             let epoll = epoll::create(epoll::CreateFlags::CLOEXEC);
             let epoll = epoll.map_err(|errno| NoLease::Ourselves(format!("epoll: {errno}")))?;
             let epoll = descriptors::keep(epoll).map_err(NoLease::Ourselves)?;
-            Ok(Self { epoll, table: Mutex::default(), contacted: Condvar::new() })
+            let registry = Arc::clone(registry);
+            Ok(Self { epoll, registry, table: Mutex::default(), contacted: Condvar::new() })
         })
     }
 
@@ -226,7 +229,7 @@ impl Importer {
             drop(table);
             if attempt == 0 {
                 // Leases that are only kept for later are released.
-                opened::evict(|_| true);
+                opened::evict(&self.registry, |_| true);
             }
             let closed = |connection: &&Arc<Connection>| connection.close_if_idle();
             let idle = self.table().connections.values().find(closed).cloned();
@@ -287,7 +290,7 @@ impl Importer {
             table.ended.push_back(exporter);
         }
         drop(table);
-        opened::evict(|key| key.peer == exporter);
+        opened::evict(&self.registry, |key| key.peer == exporter);
     }
 }
 
@@ -507,7 +510,9 @@ impl Connection {
         match action {
             Ok(Action::Nothing) => {}
             Ok(Action::Release(lease)) => self.send(Request::Release { lease }),
-            Ok(Action::Evict(revoked)) => opened::evict(|key| *key == revoked),
+            Ok(Action::Evict(revoked)) => {
+                opened::evict(&self.importer.registry, |key| *key == revoked);
+            }
             Err(Violation) => return Err(NoLease::NotUnderstood),
         }
         Ok(true)

@@ -12,7 +12,7 @@ fn connection() -> (Arc<Connection>, OwnedFd, Fields) {
     let (here, there) = socketpair(AddressFamily::UNIX, kind, flags, None).unwrap();
     let exporter = *Identity::own().unwrap();
     let connection = Connection {
-        importer: Importer::current().unwrap(),
+        importer: Importer::current(crate::runtime().registry()).unwrap(),
         number: 1,
         exporter,
         socket: CloseOnFork::new(here).unwrap(),

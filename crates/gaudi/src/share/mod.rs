@@ -60,7 +60,7 @@ pub use exporter::{Share, start_broker};
 pub(crate) use exporter::{card_lost, freed, reclaim};
 pub use identity::Identity;
 pub use key::KEY_LEN;
-pub(crate) use opened::Handles;
+pub(crate) use opened::peer_handles;
 pub use opened::{Opened, RemoteKey};
 pub use socket::remove_leftovers;
 

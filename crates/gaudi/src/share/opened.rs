@@ -1,6 +1,7 @@
 //! What an importer makes of a key: addresses that this process's card can copy from and to, and the
 //! cache of what is mapped.
 
+use std::any::Any;
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Weak};
@@ -13,9 +14,10 @@ use super::key::{Bus, Fields};
 use super::no_lease::NoLease;
 use super::{Identity, KeyError};
 use crate::backend::HostPin;
+use crate::device::Registry;
 use crate::process::ProcessBound;
 use crate::stats::{Counter, Counts, Gauge, GaugeGuard};
-use crate::{Device, DeviceAddr, Error, ErrorKind, runtime};
+use crate::{Device, DeviceAddr, Error, ErrorKind, Options};
 
 const OPENING: &str = "opening a peer's memory";
 
@@ -149,8 +151,8 @@ fn failed(device: &Device, failure: &Failure, key: &Fields) -> Error {
 }
 
 /// Asks whoever shares the memory for a lease on it, and for the dma-buf.
-fn lease(key: &Fields) -> Result<(Lease, OwnedFd), Failure> {
-    importer::lease(key).map_err(|why| match why {
+fn lease(key: &Fields, device: &Device) -> Result<(Lease, OwnedFd), Failure> {
+    importer::lease(key, device.registry()).map_err(|why| match why {
         NoLease::Unknown => Failure::Withdrawn,
         _ if key.peer.has_surely_ended() => Failure::Ended,
         why => Failure::NoLease(why),
@@ -221,7 +223,8 @@ pub(crate) struct Handle {
 impl Handle {
     fn import(key: &Fields, device: &Arc<Device>) -> Result<(Self, u64), Error> {
         let counts = device.counts();
-        let (lease, dmabuf) = lease(key).map_err(|failure| failed(device, &failure, key))?;
+        let (lease, dmabuf) =
+            lease(key, device).map_err(|failure| failed(device, &failure, key))?;
         counts.add(Counter::IpcHandoversBroker, 1);
         let len = key.dmabuf_len();
         if file_len(dmabuf.as_fd()) != Ok(len) {
@@ -255,17 +258,16 @@ impl Drop for Handle {
 
 /// The handles one device keeps, by the whole key.
 #[derive(Debug)]
-pub(crate) struct Handles(Cache<Fields, Handle>);
+struct Handles(Cache<Fields, Handle>);
 
-impl Default for Handles {
-    fn default() -> Self {
-        Self(Cache::new(runtime().options().handle_limits.unwrap_or(DEFAULT_LIMITS)))
-    }
+/// An empty cache, for a device to keep.
+pub(crate) fn peer_handles(options: &Options) -> Box<dyn Any + Send + Sync> {
+    Box::new(Handles(Cache::new(options.handle_limits.unwrap_or(DEFAULT_LIMITS))))
 }
 
 /// Unmaps what is kept of some memory: at once, or when its last user is done.
-pub(super) fn evict(which: impl Fn(&Fields) -> bool) {
-    for device in runtime().devices() {
+pub(super) fn evict(registry: &Registry, which: impl Fn(&Fields) -> bool) {
+    for device in registry.devices() {
         drop(device.handles().0.evict(&which));
     }
 }
@@ -309,6 +311,10 @@ fn evicted(handles: Vec<Arc<Handle>>, counts: Counts) {
 }
 
 impl Device {
+    fn handles(&self) -> &Handles {
+        self.peer_handles().downcast_ref().expect("made by `peer_handles`")
+    }
+
     /// Bounds the peers' memory this device keeps open though nobody uses it at the moment. What is
     /// in use counts, but is never closed.
     pub fn set_handle_limits(&self, limits: Limits) {

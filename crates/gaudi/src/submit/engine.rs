@@ -18,9 +18,10 @@ use super::permits::{InFlight, Permit};
 use super::submission::{Moves, Resources, Submission};
 use super::waiter::Waiter;
 use crate::backend::{Backend, CopyLimits, Ticket};
+use crate::options::Configuration;
 use crate::process::Notifier;
 use crate::stats::{Counter, Counts, Tally};
-use crate::{DeviceId, Error, marks, share};
+use crate::{DeviceId, Error, marks};
 
 /// How long one wait for a submission may sleep in the driver.
 const WAIT_US: u32 = 1_000_000;
@@ -50,10 +51,18 @@ pub(crate) struct Engine {
     counts: Counts,
     waiter: Waiter,
     peer_writes: PeerWrites,
+    on_lost: fn(DeviceId),
 }
 
 impl Engine {
-    pub(crate) fn new(device: DeviceId, backend: Arc<dyn Backend>, counts: Counts) -> Arc<Self> {
+    /// `on_lost` is called when the driver says that the hardware is gone.
+    pub(crate) fn new(
+        device: DeviceId,
+        backend: Arc<dyn Backend>,
+        counts: Counts,
+        options: Arc<Configuration>,
+        on_lost: fn(DeviceId),
+    ) -> Arc<Self> {
         let limits = backend.copy_limits();
         let lanes = limits.as_ref().map_or(0, |limits| limits.lanes);
         Arc::new(Self {
@@ -65,7 +74,8 @@ impl Engine {
             lost: AtomicBool::new(false),
             counts,
             waiter: Waiter::default(),
-            peer_writes: PeerWrites::default(),
+            peer_writes: PeerWrites::new(options),
+            on_lost,
         })
     }
 
@@ -89,7 +99,7 @@ impl Engine {
         if error.is_device_lost() {
             self.lose();
             if !self.backend.is_operational() {
-                share::card_lost(self.device);
+                (self.on_lost)(self.device);
             }
         }
         error

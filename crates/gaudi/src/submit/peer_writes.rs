@@ -12,32 +12,39 @@
 //!
 //! Reads of peers need nothing: a read over PCI Express does not overtake the writes before it.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use hl_thunk::packet::LinDma;
 
+use crate::Error;
 use crate::backend::Backend;
 use crate::memory::{AddressTable, DeviceRange};
-use crate::options::FlushPeerWrites;
+use crate::options::{Configuration, FlushPeerWrites};
 use crate::stats::{Counter, Counts};
-use crate::{Error, runtime};
 
 /// The memory of one card that other devices may write to.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct PeerWrites {
+    options: Arc<Configuration>,
     exported: AddressTable,
     /// The driver has no call for it.
     unsupported: AtomicBool,
 }
 
-fn policy() -> FlushPeerWrites {
-    runtime().options().flush_peer_writes.unwrap_or_default()
-}
-
 impl PeerWrites {
+    pub(super) fn new(options: Arc<Configuration>) -> Self {
+        let (exported, unsupported) = (AddressTable::default(), AtomicBool::new(false));
+        Self { options, exported, unsupported }
+    }
+
+    fn policy(&self) -> FlushPeerWrites {
+        self.options.get().flush_peer_writes.unwrap_or_default()
+    }
+
     /// Whether memory may be exported: not where a flush is demanded and the driver has none.
     pub(crate) fn permit_export(&self, backend: &dyn Backend) -> Result<(), Error> {
-        if policy() == FlushPeerWrites::Always { backend.flush_peer_writes() } else { Ok(()) }
+        if self.policy() == FlushPeerWrites::Always { backend.flush_peer_writes() } else { Ok(()) }
     }
 
     /// A dma-buf of this allocation is about to be handed out.
@@ -81,7 +88,7 @@ impl PeerWrites {
 
     fn flush(&self, backend: &dyn Backend, counts: Counts) -> Result<(), Error> {
         // Relaxed: a thread that does not see it asks once more.
-        if self.unsupported.load(Ordering::Relaxed) || policy() == FlushPeerWrites::Never {
+        if self.unsupported.load(Ordering::Relaxed) || self.policy() == FlushPeerWrites::Never {
             return Ok(());
         }
         match backend.flush_peer_writes() {

@@ -1,0 +1,119 @@
+//! What the devices of this process have in common: the list of them, the table that finds memory by its address,
+//! the address windows and the options. And what they need of the engine above them ([`Upcalls`]).
+
+use std::any::Any;
+use std::fmt;
+use std::sync::{Arc, Weak};
+
+use arc_swap::ArcSwap;
+
+use crate::memory::AddressTable;
+use crate::options::{Configuration, Options};
+use crate::process::Instance;
+use crate::stats::Counts;
+use crate::window::Windows;
+use crate::{Device, DeviceAddr, DeviceId, Location, USER_SPACE_END};
+
+/// See the module.
+pub(crate) struct Registry {
+    pub(crate) options: Arc<Configuration>,
+    pub(crate) table: AddressTable,
+    pub(crate) windows: Windows,
+    pub(crate) upcalls: Upcalls,
+    /// Replaced as a whole, so that lookups are wait-free.
+    devices: ArcSwap<Vec<Listed>>,
+}
+
+/// What a device has the floors above do.
+pub(crate) struct Upcalls {
+    /// A framework may have come: looks for its card.
+    pub(crate) look_at_framework: fn(),
+    /// What [`Device::peer_handles`] is to be.
+    pub(crate) peer_handles: fn(&Options) -> Box<dyn Any + Send + Sync>,
+    /// Memory is freed: nobody can open it from now on. The function is called when no peer has it open any more.
+    pub(crate) freed: fn(DeviceAddr, u64, Counts, Box<dyn FnOnce() + Send>),
+    /// Takes in what peers have released.
+    pub(crate) reclaim: fn(),
+    /// The card was reset or removed: peers lose its memory.
+    pub(crate) card_lost: fn(DeviceId),
+    /// Cards that were reset are not kept open any longer.
+    pub(crate) drop_lost: fn(),
+}
+
+/// A card that was opened in this process, or in the one that it was forked from.
+#[derive(Debug)]
+struct Listed {
+    id: DeviceId,
+    device: Weak<Device>,
+    opened_by: Instance,
+}
+
+impl fmt::Debug for Registry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Registry").field("devices", &self.devices).finish_non_exhaustive()
+    }
+}
+
+impl Registry {
+    pub(crate) fn new(upcalls: Upcalls) -> Arc<Self> {
+        Arc::new(Self {
+            options: Arc::default(),
+            table: AddressTable::default(),
+            windows: Windows::default(),
+            upcalls,
+            devices: ArcSwap::default(),
+        })
+    }
+
+    /// Replaces the list of devices. Callers take turns.
+    pub(crate) fn list<'a>(&self, open: impl Iterator<Item = (DeviceId, &'a Weak<Device>)>) {
+        let list = |(id, device): (_, &Weak<_>)| Listed {
+            id,
+            device: device.clone(),
+            opened_by: Instance::current(),
+        };
+        self.devices.store(Arc::new(open.map(list).collect()));
+    }
+
+    /// Whether this process was forked from one that had cards open. Takes no lock.
+    pub(crate) fn is_inherited(&self) -> bool {
+        let current = Instance::current();
+        self.devices.load().iter().any(|listed| listed.opened_by != current)
+    }
+
+    /// The open device with this id. Wait-free.
+    pub(crate) fn device(&self, id: DeviceId) -> Option<Arc<Device>> {
+        self.devices.load().iter().find(|listed| listed.id == id)?.device.upgrade()
+    }
+
+    /// The cards this process has open.
+    pub(crate) fn devices(&self) -> Vec<Arc<Device>> {
+        self.devices.load().iter().filter_map(|listed| listed.device.upgrade()).collect()
+    }
+
+    /// See [`Runtime::locate`](crate::Runtime::locate).
+    pub(crate) fn locate(&self, addr: u64, len: usize) -> Option<Location> {
+        self.locate_known(addr, len).or_else(|| self.locate_late(addr, len))
+    }
+
+    /// No host memory has this address: a framework may have come since the last look, or acquired its card.
+    #[cold]
+    fn locate_late(&self, addr: u64, len: usize) -> Option<Location> {
+        if addr < USER_SPACE_END || self.is_inherited() {
+            return None;
+        }
+        (self.upcalls.look_at_framework)();
+        self.locate_known(addr, len)
+    }
+
+    /// As [`Registry::locate`], without a look at the framework: for those who hold a lock.
+    pub(crate) fn locate_known(&self, addr: u64, len: usize) -> Option<Location> {
+        let entry = self.table.find(addr, len as u64)?;
+        Some(Location {
+            device_id: entry.device,
+            base: DeviceAddr(entry.base),
+            length: entry.len,
+            offset: addr - entry.base,
+        })
+    }
+}

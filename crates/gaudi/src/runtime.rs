@@ -24,7 +24,7 @@ use crate::memory::AddressTable;
 use crate::opening::{OPEN_TIMEOUT, OPENING, first_to_open, is_in_reset, none_opened};
 use crate::owners::{self, Owners};
 use crate::process::PerProcess;
-use crate::rcache::{self, CacheLimits, Switch, Watch};
+use crate::rcache::{self, CacheLimits, Watch};
 use crate::selection::{self, Selection};
 use crate::topology::PciLink;
 use crate::window::{ReservedAddresses, Windows};
@@ -43,7 +43,6 @@ pub struct Runtime {
     next_id: AtomicU32,
     notes: Mutex<Notes>,
     pub(crate) lent: LentCards,
-    rcache: Switch,
     /// Who logs what the engine waits for.
     on_wait: OnceLock<OnWait>,
 }
@@ -104,7 +103,6 @@ impl Runtime {
             next_id: AtomicU32::new(0),
             notes: Mutex::default(),
             lent: LentCards::default(),
-            rcache: Switch::default(),
             on_wait: OnceLock::new(),
         }
     }
@@ -477,7 +475,7 @@ impl Runtime {
     pub fn cache_registrations(&self, limits: CacheLimits, watch: Watch) {
         let cache = Some(RegistrationCache::Keep(limits));
         self.configure(Options { registration_cache: cache, ..Options::default() });
-        self.rcache.want(limits, watch);
+        rcache::SWITCH.want(limits, watch);
     }
 
     /// Has no card keep pins any more. Those that are kept are given back: now, or when the copies
@@ -485,18 +483,14 @@ impl Runtime {
     pub fn stop_caching_registrations(&self) {
         let cache = Some(RegistrationCache::Off);
         self.configure(Options { registration_cache: cache, ..Options::default() });
-        self.rcache.off();
+        rcache::SWITCH.off();
         rcache::clear();
     }
 
     /// Whether cards keep pins, as far as is known: before the first would be kept, that it is wanted;
     /// from then on, whether the watch could begin.
     pub fn caches_registrations(&self) -> bool {
-        self.rcache.is_wanted()
-    }
-
-    pub(crate) fn rcache(&self) -> &Switch {
-        &self.rcache
+        rcache::SWITCH.is_wanted()
     }
 
     pub(crate) fn windows(&self) -> &Windows {

@@ -8,7 +8,7 @@
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use super::{Instance, ProcessBound, watch_forks};
+use super::{ForkHandlers, Instance, ProcessBound};
 
 /// Descriptors are numbered below this: the usual hard limit of a process.
 const NUMBERS: usize = 1 << 20;
@@ -17,6 +17,8 @@ const NUMBERS: usize = 1 << 20;
 static LISTED: [AtomicU64; NUMBERS / 64] = [const { AtomicU64::new(0) }; NUMBERS / 64];
 /// The words of the bitmap in use end before this one.
 static END: AtomicUsize = AtomicUsize::new(0);
+
+static FORKS: ForkHandlers = ForkHandlers::new(None, in_child);
 
 /// Has a descriptor that somebody else owns closed in every child that `fork` makes. To be dropped
 /// before the descriptor is closed; its owner must leave it alone in a child.
@@ -29,7 +31,7 @@ pub(crate) struct ClosedInChildren {
 impl ClosedInChildren {
     /// `None` if its number is beyond all limits.
     pub(crate) fn new(fd: BorrowedFd<'_>) -> Option<Self> {
-        watch_forks();
+        FORKS.register();
         let number = fd.as_raw_fd();
         let (word, bit) = place(number);
         let listed = LISTED.get(word)?;
@@ -78,7 +80,7 @@ impl AsFd for CloseOnFork {
 }
 
 /// In a forked child: closes them all. Their owners notice, and leave the numbers alone.
-pub(super) fn in_child() {
+extern "C" fn in_child() {
     for (word, listed) in LISTED.iter().enumerate().take(END.load(Ordering::Relaxed)) {
         let mut bits = listed.swap(0, Ordering::Relaxed);
         while bits != 0 {

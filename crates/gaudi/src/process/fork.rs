@@ -1,41 +1,42 @@
-//! The one registration with `pthread_atfork`, and everything that is called from it.
+//! What runs inside `fork`, registered by those parts of the engine that need it.
 //!
 //! Handlers run between `fork`'s two halves, in a process of any state: they take no lock, allocate
 //! nothing, and only make system calls, by rustix, which needs no libc for them. UCX hooks libc's `mmap`
 //! and its like: its hooks take locks, and in a child nobody is left to release them. Each handler does
-//! nothing where its part of the engine is unused.
+//! nothing where its part of the engine is unused, and none depends on another.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::close_on_fork;
-use crate::{rcache, stats};
-
-/// In the parent, before the fork, in this order.
-const BEFORE: [fn(); 1] = [rcache::before_fork];
-
-/// In the child, in this order.
-const IN_CHILD: [fn(); 3] = [close_on_fork::in_child, stats::in_child, rcache::in_child];
-
-/// Has the handlers run at every fork from now on. Whoever adds state that one of them must clean up
-/// calls this first; only the first call does something.
-///
-/// Children that the C library does not make (a bare `clone`) run no handlers: they keep their
-/// parent's descriptors, but still know that they are children ([`super::Instance`]).
-pub(crate) fn watch_forks() {
+/// The handlers of one part of the engine.
+#[derive(Debug)]
+pub(crate) struct ForkHandlers {
+    /// In the parent, before the fork.
+    before: Option<unsafe extern "C" fn()>,
+    in_child: unsafe extern "C" fn(),
     // Not a `Once`: a child forked while another thread is inside would wait for that thread for ever.
-    static REGISTERED: AtomicBool = AtomicBool::new(false);
-    if !REGISTERED.load(Ordering::Relaxed) && !REGISTERED.swap(true, Ordering::Relaxed) {
-        // SAFETY: the handlers may run at any time, and the plugin is never unloaded.
-        unsafe { libc::pthread_atfork(Some(before), None, Some(in_child)) };
+    registered: AtomicBool,
+}
+
+impl ForkHandlers {
+    pub(crate) const fn new(
+        before: Option<unsafe extern "C" fn()>,
+        in_child: unsafe extern "C" fn(),
+    ) -> Self {
+        Self { before, in_child, registered: AtomicBool::new(false) }
     }
-}
 
-extern "C" fn before() {
-    BEFORE.iter().for_each(|run| run());
-}
-
-extern "C" fn in_child() {
-    IN_CHILD.iter().for_each(|run| run());
+    /// Has the handlers run at every fork from now on. Whoever adds state that one of them must clean up
+    /// calls this first; only the first call does something.
+    ///
+    /// Children that the C library does not make (a bare `clone`) run no handlers: they keep their
+    /// parent's descriptors, but still know that they are children ([`super::Instance`]).
+    pub(crate) fn register(&self) {
+        let registered = &self.registered;
+        if !registered.load(Ordering::Relaxed) && !registered.swap(true, Ordering::Relaxed) {
+            // SAFETY: the handlers may run at any time, and the plugin is never unloaded.
+            unsafe { libc::pthread_atfork(self.before, None, Some(self.in_child)) };
+        }
+    }
 }
 
 #[cfg(test)]

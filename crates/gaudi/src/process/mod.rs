@@ -5,7 +5,7 @@
 //! of the engine needs to cope with that is here, together with the few things that every part would
 //! otherwise make by hand.
 //!
-//! * `fork`: the only `pthread_atfork` registration, and what runs in it, in order.
+//! * `fork`: handlers that run inside `fork`, and the rules for them.
 //! * [`Instance`]: a number that no two processes share, by which a child knows that it is one.
 //! * `bound`: values that belong to one process ([`PerProcess`], [`ProcessBound`]).
 //! * `close_on_fork`: descriptors that children do not keep.
@@ -22,9 +22,9 @@ pub(crate) mod thread;
 
 pub(crate) use bound::{PerProcess, ProcessBound};
 pub(crate) use close_on_fork::{CloseOnFork, ClosedInChildren};
+pub(crate) use fork::ForkHandlers;
 #[cfg(test)]
 pub(crate) use fork::tests::holds_in_child;
-pub(crate) use fork::watch_forks;
 pub(crate) use hl_thunk::ProcessInstance as Instance;
 pub(crate) use memory_file::MemoryFile;
 pub use notifier::Notifier;

@@ -16,7 +16,6 @@ mod snapshot;
 pub(crate) use count::{Counts, Gauge, GaugeGuard, Path, Tally};
 pub(crate) use layout::Counter;
 pub use layout::{Kind, NAMES, Unit};
-pub(crate) use page::in_child;
 pub use page::why_unreadable;
 pub(crate) use snapshot::start_time;
 pub use snapshot::{CardCounters, Counters, Description, Malformed, ReadError, Snapshot, read};

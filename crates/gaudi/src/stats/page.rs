@@ -23,7 +23,7 @@ use super::layout::{
     self, KINDS, NAMES, SIZE, SLOT_LEN, SLOTS, SLOTS_AT, description, header, slot,
 };
 use crate::DeviceInfo;
-use crate::process::{MemoryFile, PerProcess, watch_forks};
+use crate::process::{ForkHandlers, MemoryFile, PerProcess};
 
 /// Where the shared page lies, for the handler in a forked child.
 static SHARED_AT: AtomicUsize = AtomicUsize::new(0);
@@ -45,6 +45,8 @@ unsafe impl Sync for Page {}
 
 static PAGE: PerProcess<Page> = PerProcess::new();
 
+static FORKS: ForkHandlers = ForkHandlers::new(None, in_child);
+
 /// The page of this process, made when it is first needed. A forked child makes its own.
 fn page() -> &'static Page {
     if let Some(page) = PAGE.get() {
@@ -53,7 +55,7 @@ fn page() -> &'static Page {
     let Ok(page) = PAGE.get_or_make(|| Ok::<_, Infallible>(Page::new()));
     if page.file.is_some() {
         SHARED_AT.store(page.at.as_ptr() as usize, Ordering::Relaxed);
-        watch_forks();
+        FORKS.register();
     }
     page
 }
@@ -74,7 +76,7 @@ pub fn why_unreadable() -> Option<String> {
 }
 
 /// In a forked child: private memory of the same kind in place of the parent's page.
-pub(crate) fn in_child() {
+extern "C" fn in_child() {
     let at = SHARED_AT.load(Ordering::Relaxed);
     if at == 0 {
         return;

@@ -38,16 +38,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use super::{PinError, PinRef, Pinned};
+use crate::DeviceAddr;
 use crate::backend::HostPin;
 pub use crate::options::CacheLimits;
-use crate::process::{Instance, watch_forks};
+use crate::process::{ForkHandlers, Instance};
 use crate::stats::{Counter, Counts};
-use crate::{DeviceAddr, runtime};
 pub(crate) use guard::CachedPin;
 pub(crate) use refusals::{Reason, Refusals};
 use roster::Roster;
-pub(crate) use switch::Switch;
 pub use switch::Watch;
+pub(crate) use switch::{SWITCH, Switch};
 use table::{Found, Inserted, PAGE, Swept, Table, TableGuard};
 
 /// More cards than a process has open at a time; further ones cache nothing.
@@ -83,7 +83,7 @@ pub fn invalidate(start: usize, len: usize) {
 
 /// Memory was registered: where unmap events arrive, pinning it may be tried again.
 pub(super) fn registered(start: usize, len: usize) {
-    if !REFUSED.load(Ordering::Relaxed) || !runtime().rcache().has_events() {
+    if !REFUSED.load(Ordering::Relaxed) || !SWITCH.has_events() {
         return;
     }
     let Some(caches) = CACHES.get() else { return };
@@ -217,7 +217,7 @@ impl std::fmt::Debug for Cache {
 impl Cache {
     pub(crate) fn new(counts: Counts) -> Self {
         let caches = CACHES.get_or_init(|| {
-            watch_forks();
+            FORKS.register();
             Roster::new()
         });
         let shared = Arc::new(Shared {
@@ -241,7 +241,7 @@ impl Cache {
         if let Some(switch) = self.switch.get() {
             return switch;
         }
-        runtime().rcache()
+        &SWITCH
     }
 
     /// The cached pin that covers `[addr, addr + len)`. Wait-free.
@@ -418,14 +418,16 @@ fn pages(start: u64, len: u64) -> Range<u64> {
     start & !(PAGE - 1)..end.checked_next_multiple_of(PAGE).unwrap_or(u64::MAX)
 }
 
+static FORKS: ForkHandlers = ForkHandlers::new(Some(before_fork), in_child);
+
 /// Before a fork: parent and child share all pages until one of them writes, and which of them then
 /// keeps the pinned ones depends on the kernel. So no pin made before is used after; UCX does the same.
-pub(crate) fn before_fork() {
+extern "C" fn before_fork() {
     invalidate(0, usize::MAX);
 }
 
 /// In a forked child.
-pub(crate) fn in_child() {
+extern "C" fn in_child() {
     if let Some(caches) = CACHES.get() {
         caches.reset_readers();
     }

@@ -18,13 +18,21 @@ const WANTED: u8 = 1;
 const ON: u8 = 2;
 
 /// See the [module](self).
-#[derive(Default)]
+#[cfg_attr(test, derive(Default))]
 pub(crate) struct Switch {
     state: AtomicU8,
     regions: AtomicUsize,
     bytes: AtomicU64,
     watch: Mutex<Option<Watch>>,
 }
+
+/// That of this process.
+pub(crate) static SWITCH: Switch = Switch {
+    state: AtomicU8::new(OFF),
+    regions: AtomicUsize::new(0),
+    bytes: AtomicU64::new(0),
+    watch: Mutex::new(None),
+};
 
 impl Switch {
     /// Has pins cached from now on. `watch` is started before the first is.

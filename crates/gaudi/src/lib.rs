@@ -25,63 +25,47 @@
 //!
 //! The engine belongs to the process: a forked child is refused its parent's cards (`process`).
 
-mod backend;
-mod card;
-mod choice;
-mod copy;
-mod costs;
-mod device;
-mod discovery;
-mod environment;
-mod error;
-mod guest;
-mod import;
-mod owners;
+// The floors, from the bottom up: none uses one above it (`tests/floors.rs`).
+mod base;
 
-mod kept;
-mod lent;
-mod mapping_table;
-mod marks;
+mod backend;
+
 mod memory;
-mod opening;
-mod options;
-mod pairing;
 mod pin;
-mod process;
-mod registers;
-mod remedy;
-mod runtime;
-pub mod scale_out;
-mod selection;
-pub mod share;
-pub mod stats;
 mod submit;
-mod sysfs;
-pub mod topology;
 mod window;
 
-pub use card::{BusId, DeviceId, DeviceInfo, PortMasks};
-pub use choice::DeviceChoice;
-pub use copy::{Segment, Side, SubmitError, Transfer, USER_SPACE_END};
-pub use costs::{CardKind, Costs, Pinning};
+mod device;
+
+pub mod share;
+
+mod runtime;
+
+pub use base::card::{BusId, DeviceId, DeviceInfo, PortMasks};
+pub use base::choice::DeviceChoice;
+pub use base::costs::{CardKind, Costs, Pinning};
+pub use base::error::{Error, ErrorKind, OPEN_REFUSED};
+pub use base::options::{Conflict, FlushPeerWrites, OptionName, Options, RegistrationCache};
+pub use base::process::Notifier;
+pub use base::remedy::Remedy;
+pub use base::sysfs::Sysfs;
+pub(crate) use base::{environment, error, marks, options, process, sysfs};
+pub use base::{stats, topology};
+pub(crate) use device::copy;
+pub use device::copy::{Segment, Side, SubmitError, Transfer, USER_SPACE_END};
+pub use device::import::{Import, ImportedRegion};
+pub use device::registers::RegisterBlock;
 pub use device::{Allocation, Device};
-pub use error::{Error, ErrorKind, OPEN_REFUSED};
-pub use guest::Releasing;
 pub use hl_thunk::{DeviceAddr, Direction, ExportCall, Generation, PAGE_SIZE, trace};
-pub use import::{Import, ImportedRegion};
-pub use kept::KeptOpen;
-pub use lent::Unmapping;
-pub use mapping_table::{MappedCard, MappingTable};
 pub use memory::{Location, MemoryInfo};
-pub use options::{Conflict, FlushPeerWrites, OptionName, Options, RegistrationCache};
-pub use owners::{Owners, OwningProcess};
 pub use pin::{HostRegion, rcache};
-pub use process::Notifier;
-pub use registers::RegisterBlock;
-pub use remedy::Remedy;
+pub use runtime::framework_card::Releasing;
+pub use runtime::kept::KeptOpen;
+pub use runtime::lent_cards::Unmapping;
+pub use runtime::mapping_table::{MappedCard, MappingTable};
+pub use runtime::owners::{Owners, OwningProcess};
+pub use runtime::scale_out::{self, ScaleOut};
 pub use runtime::{Runtime, runtime};
-pub use scale_out::ScaleOut;
-pub use sysfs::Sysfs;
 pub use window::{ForeignMemory, Window, WindowEvent};
 
 /// What may be used from any thread, checked when compiling.

@@ -1,5 +1,6 @@
 //! The back end for a card that the application opened: as [`Driver`], through a descriptor of our
-//! own of the same opening, if the application has lent it; otherwise only what does not disturb it.
+//! own of the same opening, if the application has lent it; otherwise only what does not disturb it. Which cards
+//! are lent, and the memory on them, is in `runtime/lent_cards.rs`.
 
 use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
 

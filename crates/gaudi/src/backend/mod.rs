@@ -3,14 +3,14 @@
 //! The engine above divides memory, plans copies and keeps count; a back end below knows one way to
 //! reach the hardware. [`driver`] is the one for cards this process opened itself, through the
 //! driver's command submission; [`lent`] the one for cards that the application opened and may have
-//! lent to us; [`guest`] the one for the card of a framework (Synapse) in this process. A fake one
+//! lent to us; [`synapse`] the one for the card of a framework (Synapse) in this process. A fake one
 //! serves the engine's own tests.
 
 pub(crate) mod driver;
 #[cfg(test)]
 pub(crate) mod fake;
-pub(crate) mod guest;
 pub(crate) mod lent;
+pub(crate) mod synapse;
 
 use std::any::Any;
 use std::fmt;

@@ -18,7 +18,7 @@
 //! | whatever the driver refused above | any | bounce; guarded above *bounce* |
 //!
 //! *small*, *bounce* and what a region has to earn depend on what pinning costs on the kind of card:
-//! [`Pinning`], in the table of [`costs`](crate::costs). On the software card: 8 KiB, 64 KiB, a sixteenth of the region.
+//! [`Pinning`], in the table of [`costs`](crate::base::costs). On the software card: 8 KiB, 64 KiB, a sixteenth of the region.
 //!
 //! So a region that cannot be pinned whole, or is too large for the cache, is *pinned in parts*: each
 //! large copy pins its own range. A guarded bounce lets the kernel check the caller's memory, because

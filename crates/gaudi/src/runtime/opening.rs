@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use crate::owners::Owners;
+use super::owners::Owners;
 use crate::{DeviceInfo, Error, ErrorKind, Remedy};
 
 pub(crate) const OPENING: &str = "opening a device";

@@ -1,6 +1,17 @@
 //! What a process has one of: the driver library, the open cards, their windows, the table that
 //! tells Gaudi addresses from others.
 
+pub(crate) mod discovery;
+pub(crate) mod framework_card;
+pub(crate) mod kept;
+pub(crate) mod lent_cards;
+pub(crate) mod mapping_table;
+pub(crate) mod opening;
+pub(crate) mod owners;
+pub(crate) mod pairing;
+pub mod scale_out;
+pub(crate) mod selection;
+
 use std::collections::{BTreeSet, HashMap};
 use std::convert::Infallible;
 use std::fmt;
@@ -16,22 +27,22 @@ use crate::backend::{Backend, Placement};
 use crate::copy::copy_and_wait;
 use crate::copy::located::End;
 use crate::device::{Registry, Upcalls};
-use crate::discovery::{self, Discovered};
 use crate::error::Phase;
-use crate::kept::User;
-use crate::lent::LentCards;
 use crate::memory::AddressTable;
-use crate::opening::{OPEN_TIMEOUT, OPENING, first_to_open, is_in_reset, none_opened};
-use crate::owners::{self, Owners};
 use crate::process::PerProcess;
 use crate::rcache::{self, CacheLimits, Watch};
-use crate::selection::{self, Selection};
 use crate::topology::PciLink;
 use crate::window::{ReservedAddresses, Windows};
 use crate::{
     BusId, Conflict, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Error, ErrorKind,
-    Location, Options, RegistrationCache, ScaleOut, Sysfs, Window, WindowEvent, kept, share,
+    Location, Options, RegistrationCache, ScaleOut, Sysfs, Window, WindowEvent, share,
 };
+use discovery::Discovered;
+use kept::User;
+use lent_cards::LentCards;
+use opening::{OPEN_TIMEOUT, OPENING, first_to_open, is_in_reset, none_opened};
+use owners::Owners;
+use selection::Selection;
 
 /// The engine of this process. See [`runtime()`].
 pub struct Runtime {

@@ -8,9 +8,10 @@ use std::sync::Arc;
 use hl_thunk::sys::HwIpInfo;
 use hl_thunk::{ControlDevice, Generation, Library};
 
+use super::pairing;
 use crate::environment::{self, MAPPING_TABLE, VISIBLE_MODULES, number};
 use crate::error::Phase;
-use crate::{DeviceInfo, Error, ErrorKind, MappingTable, PortMasks, Remedy, pairing};
+use crate::{DeviceInfo, Error, ErrorKind, MappingTable, PortMasks, Remedy};
 
 /// Control nodes are numbered below this.
 const MAX_INDEX: u32 = 256;

@@ -1,5 +1,5 @@
 //! The back end for the card of a framework (Synapse) in this process: memory from its pool, copies on streams of
-//! our own beside its streams.
+//! our own beside its streams. When the card is found and left is in `runtime/framework_card.rs`.
 //!
 //! The card is the framework's. Nothing here opens, closes, acquires or releases it, and nothing is submitted to
 //! its queues but through the framework. Host memory of the application is never mapped: the framework does not

@@ -207,7 +207,7 @@ mod tests {
 
     #[test]
     fn the_documentation_lists_every_counter_and_no_other() {
-        let text = include_str!("../../../../docs/statistics.md");
+        let text = include_str!("../../../../../docs/statistics.md");
         let table = text.split("## Counters").nth(1).and_then(|rest| rest.split("\n## ").next());
         let rows = table.expect("a chapter on counters").lines();
         let listed: Vec<&str> =

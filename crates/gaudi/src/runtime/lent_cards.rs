@@ -1,4 +1,5 @@
-//! Cards that the application opened by itself, and the memory it mapped on them.
+//! Cards that the application opened by itself, and the memory it mapped on them. How such a card is driven is in
+//! [`backend::lent`](crate::backend::lent).
 //!
 //! A card has one context, so a program that opened it keeps us out, unless it lends us the card:
 //! then we work through a duplicate of its descriptor, which is the same context. Memory that it
@@ -14,11 +15,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use synapse::Framework;
 
+use super::owners;
 use crate::backend::lent::{LentDriver, driven_by_framework};
 use crate::device::Withdrawn;
 use crate::error::Phase;
 use crate::memory::DeviceRange;
-use crate::owners;
 use crate::window::ForeignMemory;
 use crate::{BusId, Device, DeviceAddr, DeviceId, DeviceInfo, Error, ErrorKind, Remedy, Runtime};
 

@@ -1,6 +1,9 @@
 //! A card that this process owns: memory, copies and exports.
 
 mod allocation;
+pub(crate) mod copy;
+pub(crate) mod import;
+pub(crate) mod registers;
 mod registry;
 
 use std::any::Any;

@@ -418,7 +418,7 @@ mod tests {
 
     #[test]
     fn the_documentation_lists_every_kind() {
-        let text = include_str!("../../../docs/errors.md");
+        let text = include_str!("../../../../docs/errors.md");
         for kind in ErrorKind::ALL {
             let row = format!("\n| {} | `{}` | ", kind.code(), kind.name());
             assert!(text.contains(&row), "{row}");

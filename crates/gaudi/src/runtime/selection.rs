@@ -1,8 +1,8 @@
 //! From a choice to cards: which of the discovered ones it means, in which order they are tried, and why.
 
-use crate::discovery::Discovered;
+use super::discovery::Discovered;
+use super::opening::OPENING;
 use crate::environment::{self, MODULE_ID, number};
-use crate::opening::OPENING;
 use crate::{DeviceChoice, DeviceInfo, Error, ErrorKind, Sysfs};
 
 /// Variables by which launchers tell a process its number on this host, in this order: a process that one

@@ -1,7 +1,7 @@
 //! The card of a framework (Synapse) in this process: found, used as its guest, and left in time.
 //!
 //! A framework has one card per process, and all of its memory. We do not open that card, but use it through the
-//! framework ([`backend::guest`](crate::backend::guest)). Its pool is one range of device memory: any pointer
+//! framework ([`backend::synapse`](crate::backend::synapse)). Its pool is one range of device memory: any pointer
 //! into it is a tensor's, or was.
 //!
 //! The framework may come late: [`Runtime::locate`] looks again for an address that no host memory can have. It may go
@@ -24,7 +24,7 @@ use std::sync::{
 use hl_thunk::Generation;
 use synapse::{Acquired, Framework, Pool};
 
-use crate::backend::guest::{Ending, Guest};
+use crate::backend::synapse::{Ending, Guest};
 use crate::device::Withdrawn;
 use crate::error::Phase;
 use crate::memory::DeviceRange;
@@ -412,7 +412,7 @@ impl Runtime {
             Look::NoCard | Look::Unusable(_) if named => Ok(None),
             Look::NoCard => Err(Error::new(
                 ErrorKind::DeviceBusy,
-                crate::opening::OPENING,
+                super::opening::OPENING,
                 "Synapse is in this process and has acquired no card; a card that is opened here could be the one \
                  it wants",
                 "have the framework acquire its card first, or choose a card for this library alone",

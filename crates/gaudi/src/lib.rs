@@ -30,10 +30,7 @@ mod base;
 
 mod backend;
 
-mod memory;
-mod pin;
-mod submit;
-mod window;
+mod engine;
 
 mod device;
 
@@ -56,9 +53,11 @@ pub use device::copy::{Segment, Side, SubmitError, Transfer, USER_SPACE_END};
 pub use device::import::{Import, ImportedRegion};
 pub use device::registers::RegisterBlock;
 pub use device::{Allocation, Device};
+pub use engine::memory::{Location, MemoryInfo};
+pub use engine::pin::{HostRegion, rcache};
+pub use engine::window::{ForeignMemory, Window, WindowEvent};
+pub(crate) use engine::{memory, pin, submit, window};
 pub use hl_thunk::{DeviceAddr, Direction, ExportCall, Generation, PAGE_SIZE, trace};
-pub use memory::{Location, MemoryInfo};
-pub use pin::{HostRegion, rcache};
 pub use runtime::framework_card::Releasing;
 pub use runtime::kept::KeptOpen;
 pub use runtime::lent_cards::Unmapping;
@@ -66,7 +65,6 @@ pub use runtime::mapping_table::{MappedCard, MappingTable};
 pub use runtime::owners::{Owners, OwningProcess};
 pub use runtime::scale_out::{self, ScaleOut};
 pub use runtime::{Runtime, runtime};
-pub use window::{ForeignMemory, Window, WindowEvent};
 
 /// What may be used from any thread, checked when compiling.
 const _: () = {

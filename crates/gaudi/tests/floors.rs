@@ -7,8 +7,7 @@ use std::fs;
 use std::path::Path;
 
 /// The floors from the bottom up.
-const FLOORS: &[&str] =
-    &["base", "backend", "window", "memory", "pin", "submit", "device", "share", "runtime"];
+const FLOORS: [&str; 6] = ["base", "backend", "engine", "device", "share", "runtime"];
 
 /// Modules that use each other in a circle, at most.
 const LARGEST_CYCLE: usize = 3;
@@ -42,6 +41,34 @@ fn few_modules_use_each_other_in_a_circle() {
     };
     let largest = reach.keys().map(circle).max_by_key(BTreeSet::len).unwrap_or_default();
     assert!(largest.len() <= LARGEST_CYCLE, "{largest:?}");
+}
+
+#[test]
+fn the_architecture_page_shows_the_floors() {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../ARCHITECTURE.md");
+    let text = fs::read_to_string(&page).unwrap();
+    let (start, end) = ("```mermaid\n", "```\n");
+    let (before, rest) = text.split_once(start).expect("a picture");
+    let (shown, after) = rest.split_once(end).expect("its end");
+    let picture = picture(&uses());
+    if std::env::var_os("UPDATE_FLOORS").is_some() {
+        fs::write(&page, [before, start, &picture, end, after].concat()).unwrap();
+    } else {
+        assert_eq!(shown, picture, "UPDATE_FLOORS=1 cargo test -p gaudi --test floors updates it");
+    }
+}
+
+/// The floors, each with its modules. Each may use all below it.
+fn picture(uses: &Uses) -> String {
+    let mut picture = String::from("flowchart TD\n");
+    for (at, name) in FLOORS.iter().enumerate().rev() {
+        let here = uses.keys().filter(|module| floor(module) == Some(at));
+        let names: Vec<&str> = here.filter_map(|module| Some(module.split_once('/')?.1)).collect();
+        let names = names.join(" · ");
+        picture += &format!("    {name}[\"<b>{name}</b><br/>{names}\"]\n");
+    }
+    let chain: Vec<&str> = FLOORS.into_iter().rev().collect();
+    picture + &format!("    {}\n", chain.join(" --> "))
 }
 
 fn floor(module: &str) -> Option<usize> {

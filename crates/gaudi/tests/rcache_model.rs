@@ -5,10 +5,10 @@
 //! The files are those of the library, compiled a second time with loom's atomics and with a tree of
 //! sixteen pages. `LOOM_MAX_PREEMPTIONS=4` explores further than the usual two; see CONTRIBUTING.md.
 
-#[path = "../src/pin/rcache/roster.rs"]
+#[path = "../src/engine/pin/rcache/roster.rs"]
 #[allow(dead_code, reason = "a part of the library; the models use a part of that")]
 mod roster;
-#[path = "../src/pin/rcache/table/mod.rs"]
+#[path = "../src/engine/pin/rcache/table/mod.rs"]
 #[allow(dead_code, reason = "a part of the library; the models use a part of that")]
 mod table;
 

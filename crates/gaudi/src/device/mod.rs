@@ -551,7 +551,7 @@ impl Device {
         if !self.is_ours() {
             return 0;
         }
-        self.open.pins.cache().reclaim_if_marked();
+        self.open.pins.cache().reclaim();
         self.open.engine.reap()
     }
 

@@ -26,7 +26,7 @@
 //!
 //! The bounce buffers themselves are pinned by [`pin_slab`], whole and for as long as they exist.
 //!
-//! **Refusals are remembered** ([`rcache::Refusals`]): a driver prints an error line for every
+//! **Refusals are remembered** (`rcache/refusals.rs`): a driver prints an error line for every
 //! refusal, so a range that contains a refused one, or touches a read-only mapping that was refused, is not
 //! tried again until something has changed.
 

@@ -5,10 +5,10 @@
 //! address. The difficulty is memory that is unmapped: the program may free a buffer and get other
 //! memory at the same address. [`invalidate`] is called for that, from inside `munmap` or `free`.
 //!
-//! * `table`: the ranges. Lookups take no lock; invalidation may run inside `free`.
-//! * `guard`: a copy's reference to a cached pin.
+//! * `ranges`: the pinned ranges, in the order of their addresses.
+//! * `unmapped`: unmap events that came while the cache was locked.
 //! * `refusals`: what the driver would not pin; `mappings`: which memory it surely will not.
-//! * `roster`: the caches of the process, for [`invalidate`].
+//! * `shared`: both of these under their lock, where unmap events reach them.
 //! * `switch`: whether pins are cached at all.
 //! * this file: what is cached for how long, and what happens in `fork`.
 //!
@@ -17,68 +17,55 @@
 //! something up, an interface makes progress, or a registration ends; a process that does none of
 //! these keeps freed memory pinned until the card is closed.
 //!
-//! Why not UCX's cache (`ucs_rcache_create`): it takes a lock in each lookup and another in its event
-//! handler, pins with the lock held, and is private to one copy of UCX. Only the events come from UCX
-//! (`uct/src/ucm.rs`).
+//! A range that overlaps others is pinned together with them, as one: buffers that overlap then
+//! share it instead of evicting each other. If that is too large or cannot be pinned, the new range is
+//! pinned alone and the others are dropped. At the limits the least recently used are evicted. What a copy is using
+//! stays; if nothing else is left, the new range is not kept.
+//!
+//! Why not UCX's cache (`ucs_rcache_create`): it pins with its lock held, and is private to one copy of
+//! UCX. Only the events come from UCX (`uct/src/ucm.rs`).
 
-mod guard;
 mod mappings;
+mod ranges;
 mod refusals;
-mod roster;
+mod shared;
 mod switch;
 mod sync;
-mod table;
-#[cfg(test)]
-mod table_tests;
 #[cfg(test)]
 mod tests;
+mod unmapped;
 
 use std::ops::Range;
+use std::sync::PoisonError;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
 
-use super::{PinError, PinRef, Pinned};
+use super::{PinError, Pinned};
 use crate::DeviceAddr;
 use crate::backend::HostPin;
 pub use crate::options::CacheLimits;
-use crate::process::{ForkHandlers, Instance};
+use crate::process::{ForkHandlers, ProcessBound};
 use crate::stats::{Counter, Counts};
-pub(crate) use guard::CachedPin;
-pub(crate) use refusals::{Reason, Refusals};
-use roster::Roster;
+use ranges::{Found, PAGE, Ranges};
+pub(crate) use refusals::Reason;
+pub(crate) use shared::CachedPin;
+use shared::{INVALIDATED, Shared, caches};
 pub use switch::Watch;
 pub(crate) use switch::{SWITCH, Switch};
-use table::{Found, Inserted, PAGE, Swept, Table, TableGuard};
 
-/// More cards than a process has open at a time; further ones cache nothing.
-const CARDS: usize = 64;
-
-/// The caches of this process. Made with the first cache, so that [`invalidate`] never allocates it.
-static CACHES: OnceLock<Roster<Shared, CARDS>> = OnceLock::new();
-
-/// Whether invalidated pins may wait to be unpinned: a hint for [`reclaim`].
-static INVALIDATED: AtomicBool = AtomicBool::new(false);
-
-/// Whether a pin was ever refused: spares [`registered`] the list of caches.
+/// Whether a pin was ever refused: spares [`registered`] the caches.
 static REFUSED: AtomicBool = AtomicBool::new(false);
 
 /// Notifies all caches that memory of `[start, start + len)` is about to be unmapped: no copy that starts
 /// after this returns uses a pin of it that was made before.
 ///
-/// May be called anywhere, also inside `munmap` or `free`, by any thread: it takes no lock, waits
-/// for nobody, allocates and frees nothing, and calls no driver. The pins are given back later, by a
+/// May be called anywhere, also inside `munmap` or `free`, by any thread: it waits for nobody,
+/// allocates and frees nothing, and calls no driver. The pins are given back later, by a
 /// thread that copies, or in [`reclaim`].
 pub fn invalidate(start: usize, len: usize) {
-    let Some(caches) = CACHES.get() else { return };
     let range = start as u64..(start as u64).saturating_add(len as u64);
-    caches.for_each(|cache| {
-        cache.refusals.invalidate(&range);
-        let ranges = cache.table.invalidate(range.start, range.end);
-        if ranges > 0 {
-            cache.counts.add(Counter::RegCacheInvalidations, ranges);
-            INVALIDATED.store(true, Ordering::Relaxed);
-        }
-    });
+    if !range.is_empty() {
+        caches().for_each(|cache| cache.invalidate(&range));
+    }
 }
 
 /// Memory was registered: where unmap events arrive, pinning it may be tried again.
@@ -86,28 +73,35 @@ pub(super) fn registered(start: usize, len: usize) {
     if !REFUSED.load(Ordering::Relaxed) || !SWITCH.has_events() {
         return;
     }
-    let Some(caches) = CACHES.get() else { return };
     let range = pages(start as u64, len as u64);
-    caches.for_each(|cache| cache.refusals.registered(&range));
+    caches().for_each(|cache| cache.state().refusals.registered(&range));
 }
 
-/// Unpins what was invalidated, on all open cards, where no other thread is doing so. Copies do that
+/// Unpins what was invalidated, on all open cards, where no other thread has the lock. Copies do that
 /// by themselves; this is for moments when there may be no further copy. One load where there is
 /// nothing to do. It may call the driver: not for places that must not wait.
 pub fn reclaim() {
-    if INVALIDATED.load(Ordering::Relaxed)
-        && INVALIDATED.swap(false, Ordering::Relaxed)
-        && let Some(caches) = CACHES.get()
-    {
-        caches.for_each(Shared::reclaim);
+    if INVALIDATED.load(Ordering::Relaxed) && INVALIDATED.swap(false, Ordering::Acquire) {
+        caches().for_each(Shared::reclaim);
     }
 }
 
 /// Empties the caches of all cards. Pins that copies are using are given back when these end.
 pub(crate) fn clear() {
-    if let Some(caches) = CACHES.get() {
-        caches.for_each(Shared::clear);
-    }
+    caches().for_each(Shared::clear);
+}
+
+static FORKS: ForkHandlers = ForkHandlers::new(Some(before_fork), in_child);
+
+/// Before a fork: parent and child share all pages until one of them writes, and which of them then
+/// keeps the pinned ones depends on the kernel. So no pin made before is used after; UCX does the same.
+extern "C" fn before_fork() {
+    shared::invalidate_everything();
+}
+
+/// In a forked child, which has none of its parent's pins.
+extern "C" fn in_child() {
+    shared::forget_all();
 }
 
 /// What a card's cache holds.
@@ -118,121 +112,56 @@ pub struct CacheInfo {
     pub regions: usize,
     /// Their length together.
     pub bytes: u64,
-    /// Bytes that the cache itself takes.
+    /// About how many bytes the cache itself takes.
     pub overhead: usize,
 }
 
-/// The part of a cache that the roster and [`CachedPin`]s point to.
-struct Shared {
-    table: Table<HostPin>,
-    refusals: Refusals,
+/// A pin that is or was in the cache, counted until it is dropped, which unpins.
+struct KeptPin {
+    /// In a forked child the driver would unpin its parent's memory, under the parent's copies.
+    _pin: ProcessBound<HostPin>,
+    len: u64,
     counts: Counts,
-    /// The process that pinned. A forked child has a copy of all this, but not the pins.
-    made_by: Instance,
 }
 
-impl Shared {
-    /// Unpins what was invalidated, unless another thread is doing so.
-    #[cold]
-    fn reclaim(&self) {
-        let mut swept = Swept::default();
-        let all = match self.table.try_lock() {
-            Some(mut table) => table.sweep(&mut swept),
-            None => false,
-        };
-        if !all {
-            INVALIDATED.store(true, Ordering::Relaxed);
-        }
-        self.unpin(swept);
-    }
-
-    /// The same, at the price of one load where there is nothing to do.
-    #[inline]
-    fn reclaim_if_marked(&self) {
-        if self.table.has_marked() {
-            self.reclaim();
-        }
-    }
-
-    /// Empties the cache. Pins that copies are using are given back when these end.
-    fn clear(&self) {
-        self.refusals.invalidate(&(0..u64::MAX));
-        let mut swept = Swept::default();
-        if !self.table.lock().clear(&mut swept) {
-            INVALIDATED.store(true, Ordering::Relaxed);
-        }
-        self.unpin(swept);
-    }
-
-    /// Unpins what came out of the table, with no lock held: that is a driver call.
-    fn unpin(&self, swept: Swept<HostPin>) {
-        let counts = self.counts;
-        counts.subtract(Counter::RegCacheRegions, swept.regions);
-        counts.subtract(Counter::RegCacheBytes, swept.bytes);
-        counts.add(Counter::RegCacheEvictions, swept.evicted);
-        self.drop_pins(swept.values);
-    }
-
-    /// Whether there were any.
-    fn drop_pins(&self, pins: Vec<HostPin>) -> bool {
-        let any = !pins.is_empty();
-        if any && self.made_by != Instance::current() {
-            // A forked child: the driver would unpin its parent's memory, under the parent's copies.
-            std::mem::forget(pins);
-        }
-        any
+impl KeptPin {
+    fn new(pin: HostPin, len: u64, counts: Counts) -> Self {
+        counts.add(Counter::RegCacheRegions, 1);
+        counts.add(Counter::RegCacheBytes, len);
+        Self { _pin: ProcessBound::new(pin), len, counts }
     }
 }
 
-impl Drop for Shared {
+impl Drop for KeptPin {
     fn drop(&mut self) {
-        // Empty, unless a fork took away the threads that had references.
-        let pins = self.table.take_values();
-        self.drop_pins(pins);
-    }
-}
-
-impl std::fmt::Debug for Shared {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Shared").finish_non_exhaustive()
+        self.counts.subtract(Counter::RegCacheRegions, 1);
+        self.counts.subtract(Counter::RegCacheBytes, self.len);
     }
 }
 
 /// The cached pins of one card.
 pub(crate) struct Cache {
-    shared: Arc<Shared>,
-    /// Its slot in [`CACHES`]. Without one it is not notified of unmapped memory, and caches nothing.
-    slot: Option<usize>,
+    shared: &'static Shared,
+    counts: Counts,
     /// In place of the process's, so that tests do not share it.
     #[cfg(test)]
-    switch: OnceLock<&'static Switch>,
+    switch: std::sync::OnceLock<&'static Switch>,
 }
 
 impl std::fmt::Debug for Cache {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Cache").field("slot", &self.slot).finish_non_exhaustive()
+        f.debug_struct("Cache").finish_non_exhaustive()
     }
 }
 
 impl Cache {
     pub(crate) fn new(counts: Counts) -> Self {
-        let caches = CACHES.get_or_init(|| {
-            FORKS.register();
-            Roster::new()
-        });
-        let shared = Arc::new(Shared {
-            table: Table::new(),
-            refusals: Refusals::default(),
-            counts,
-            made_by: Instance::current(),
-        });
-        // SAFETY: the cache has a count of it until it was removed from the roster.
-        let slot = unsafe { caches.insert(Arc::as_ptr(&shared)) };
+        FORKS.register();
         Self {
-            shared,
-            slot,
+            shared: Shared::claim(counts),
+            counts,
             #[cfg(test)]
-            switch: OnceLock::new(),
+            switch: std::sync::OnceLock::new(),
         }
     }
 
@@ -244,20 +173,22 @@ impl Cache {
         &SWITCH
     }
 
-    /// The cached pin that covers `[addr, addr + len)`. Wait-free.
-    #[inline]
+    /// The cached pin that covers `[addr, addr + len)`.
     pub(super) fn find(&self, addr: usize, len: usize) -> Option<Pinned> {
-        if !self.switch().is_wanted() {
+        if !self.switch().is_wanted() || !self.shared.is_ours() {
             return None;
         }
-        self.shared.reclaim_if_marked();
-        let found = self.shared.table.find(addr as u64, len as u64)?;
-        self.shared.counts.add(Counter::RegCacheHits, 1);
-        Some(self.pinned(found, addr))
+        let mut state = self.shared.state();
+        let gone = state.sweep();
+        let found = state.ranges.find(addr as u64, len as u64);
+        drop(state);
+        drop(gone);
+        let found = found?;
+        self.counts.add(Counter::RegCacheHits, 1);
+        Some(self.shared.pinned(found))
     }
 
     /// The address of host memory that is cached as a whole; counts as a copy's lookup does.
-    #[inline]
     pub(crate) fn address_of(&self, addr: usize, len: usize) -> Option<DeviceAddr> {
         self.find(addr, len).map(|pinned| pinned.addr)
     }
@@ -269,20 +200,18 @@ impl Cache {
 
     /// Whether a pin of this length can be cached.
     pub(super) fn keeps(&self, len: usize) -> bool {
-        let bounds = self.slot.and_then(|_| self.switch().bounds());
-        bounds.is_some_and(|bounds| len as u64 <= bounds.bytes)
+        self.switch().limits().is_some_and(|limits| len as u64 <= limits.bytes)
     }
 
     /// Whether the driver is known to refuse `[start, start + len)`. `pinned`: how many bytes are pinned
     /// on the device.
     pub(super) fn known_refusal(&self, start: u64, len: u64, pinned: u64) -> Option<Reason> {
-        let events = self.slot.is_some() && self.switch().has_events();
-        self.shared.refusals.find(&pages(start, len), pinned, events)
+        self.shared.find_refusal(&pages(start, len), pinned, self.switch().has_events())
     }
 
-    /// See [`Refusals::generation`].
+    /// To be read before the driver is asked, for [`Cache::remember_refusal`].
     pub(super) fn refusal_generation(&self) -> u64 {
-        self.shared.refusals.generation()
+        self.shared.state().refusals.generation()
     }
 
     /// Remembers that the driver refused `[start, start + len)`. `pinned` and `generation`: those of
@@ -294,7 +223,7 @@ impl Cache {
         pinned: u64,
         generation: u64,
     ) {
-        self.shared.refusals.insert(&pages(start, len), reason, pinned, generation);
+        self.shared.remember_refusal(&pages(start, len), reason, pinned, generation);
         REFUSED.store(true, Ordering::Relaxed);
     }
 
@@ -306,55 +235,89 @@ impl Cache {
         whole: &Range<usize>,
         pin: impl Fn(u64, u64) -> Result<HostPin, PinError>,
     ) -> Result<Option<Pinned>, PinError> {
-        let (addr64, len64) = (addr as u64, len as u64);
-        let whole = whole.start as u64..whole.end as u64;
-        let counts = self.shared.counts;
-        let Some(bounds) = self.slot.and_then(|_| self.switch().bounds()) else {
-            return Ok(None);
-        };
+        let (wanted, counts) = ((addr as u64, len as u64), self.counts);
+        let Some(limits) = self.switch().limits() else { return Ok(None) };
         let pinned = counts.get(Counter::PinnedBytes);
-        let refused = self.known_refusal(whole.start, whole.end - whole.start, pinned);
+        let refused = self.known_refusal(whole.start as u64, whole.len() as u64, pinned);
         if refused == Some(Reason::Unpinnable) {
             // Before others are evicted for it.
             counts.add(Counter::RegCacheMisses, 1);
             return Err(PinError::Refused(Reason::Unpinnable));
         }
-        let mut swept = Swept::default();
-        let inserted = self.shared.table.insert(
-            (addr64, len64),
-            &whole,
-            bounds,
-            &mut swept,
-            |range, table, swept| {
-                let len = range.end - range.start;
-                // Nothing but the pages of the copy itself.
-                let needed = addr64 - range.start < PAGE && range.end - (addr64 + len64) < PAGE;
-                let pinned =
-                    self.pin_or_evict(|| pin(range.start, len), (len, needed), table, swept)?;
-                // Under the table's lock: nobody can take it out before it is counted.
-                counts.add(Counter::RegCacheRegions, 1);
-                counts.add(Counter::RegCacheBytes, len);
-                Ok((pinned.addr.0, pinned))
-            },
-        );
-        self.shared.unpin(swept);
+        let whole = pages(whole.start as u64, whole.len() as u64);
+        let mut hit = false;
+        let found = self.find_or_pin(wanted, &whole, limits, &mut hit, pin);
         if !self.switch().is_wanted() {
             // Turned off meanwhile, and perhaps cleared before this was inserted.
             self.shared.clear();
         }
-        let hit = matches!(inserted, Ok(Inserted::Hit(_)));
-        if !matches!(inserted, Err(PinError::Failed(_))) {
+        if !matches!(found, Err(PinError::Failed(_))) {
             counts.add(if hit { Counter::RegCacheHits } else { Counter::RegCacheMisses }, 1);
         }
-        Ok(match inserted? {
-            Inserted::Hit(found) | Inserted::New(found) => Some(self.pinned(found, addr)),
-            Inserted::Full => None,
-        })
+        found
     }
 
-    /// Unpins what was invalidated, at the price of one load where there is nothing to do.
-    pub(crate) fn reclaim_if_marked(&self) {
-        self.shared.reclaim_if_marked();
+    /// See [`Cache::insert`]. `hit`: whether another thread was faster.
+    fn find_or_pin(
+        &self,
+        wanted: (u64, u64),
+        whole: &Range<u64>,
+        limits: CacheLimits,
+        hit: &mut bool,
+        pin: impl Fn(u64, u64) -> Result<HostPin, PinError>,
+    ) -> Result<Option<Pinned>, PinError> {
+        if wanted.0.checked_add(wanted.1).is_none_or(|end| end > whole.end) {
+            // The last page of all addresses: nobody has memory there.
+            return Ok(None);
+        }
+        let _pinning = self.shared.pinning.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut alone = false;
+        loop {
+            let mut state = self.shared.state();
+            let mut gone = state.sweep();
+            if let Some(found) = state.ranges.find(wanted.0, wanted.1) {
+                *hit = true;
+                drop(state);
+                return Ok(Some(self.shared.pinned(found)));
+            }
+            let (mut range, mut replaced) = state.ranges.union(whole);
+            if alone || length(&range) > limits.bytes {
+                (range, replaced) = (whole.clone(), state.ranges.overlapping(whole));
+            }
+            if !has_room(&state.ranges, &range, &replaced, limits) {
+                let evicted = state.ranges.evict(&replaced);
+                drop(state);
+                if evicted.is_none() && gone.is_empty() {
+                    return Ok(None);
+                }
+                self.counts.add(Counter::RegCacheEvictions, u64::from(evicted.is_some()));
+                continue;
+            }
+            gone.extend(replaced.iter().filter_map(|old| state.ranges.remove_at(old.start)));
+            state.being_pinned = Some(range.clone());
+            drop(state);
+            drop(gone);
+
+            let pinned = self.pin_or_evict(wanted, &range, &pin);
+            let mut state = self.shared.state();
+            // Of no use to others if it was unmapped meanwhile.
+            let is_mapped = state.being_pinned.take().is_some();
+            match pinned {
+                Ok(pin) => {
+                    let base = pin.addr.0;
+                    let addr = base + (wanted.0 - range.start);
+                    // A marked range may be where this one goes.
+                    let gone = state.sweep();
+                    let pin = KeptPin::new(pin, length(&range), self.counts);
+                    let at = state.ranges.insert(&range, base, pin, is_mapped);
+                    drop(state);
+                    drop(gone);
+                    return Ok(Some(self.shared.pinned(Found { addr, at })));
+                }
+                Err(error) if replaced.is_empty() => return Err(error),
+                Err(_) => alone = true,
+            }
+        }
     }
 
     /// Pins, and evicts others while the driver is out of memory: perhaps the cache has what is
@@ -363,25 +326,34 @@ impl Cache {
     /// cache and fail all the same.
     fn pin_or_evict(
         &self,
-        pin: impl Fn() -> Result<HostPin, PinError>,
-        (len, needed): (u64, bool),
-        table: &mut TableGuard<'_, HostPin>,
-        swept: &mut Swept<HostPin>,
+        (addr, len): (u64, u64),
+        range: &Range<u64>,
+        pin: impl Fn(u64, u64) -> Result<HostPin, PinError>,
     ) -> Result<HostPin, PinError> {
+        // Nothing but the pages of the copy itself.
+        let needed = addr - range.start < PAGE && range.end - (addr + len) < PAGE;
+        let pin = || pin(range.start, length(range));
         let mut pinned = pin();
         // In the first round only what is marked already.
         let mut batch = 0;
         while matches!(pinned, Err(PinError::Refused(Reason::OutOfMemory))) {
-            table.evict_idle(batch, swept);
-            let unpinned = self.shared.drop_pins(std::mem::take(&mut swept.values));
-            // The table counts the new range already.
-            let cached = table.size().1.saturating_sub(len);
+            let mut state = self.shared.state();
+            let mut gone = state.sweep();
+            let evicted = (0..batch).map_while(|_| state.ranges.evict(&[]));
+            let before = gone.len();
+            gone.extend(evicted);
+            let cached = state.ranges.size().1;
+            drop(state);
+            let evicted = (gone.len() - before) as u64;
+            self.counts.add(Counter::RegCacheEvictions, evicted);
+            let unpinned = !gone.is_empty();
+            drop(gone);
             if unpinned {
                 pinned = pin();
             } else if batch > 0 {
                 break;
             }
-            if batch == 0 && !needed && cached < len {
+            if batch == 0 && !needed && cached < length(range) {
                 break;
             }
             batch = (2 * batch).max(1);
@@ -389,46 +361,47 @@ impl Cache {
         pinned
     }
 
-    /// `addr`, which is in what was found.
-    #[inline]
-    fn pinned(&self, found: Found<'_, HostPin>, addr: usize) -> Pinned {
-        let seen = DeviceAddr(found.base + (addr as u64 - found.start));
-        let guard = PinRef::Cached(CachedPin::new(&self.shared, found.range));
-        Pinned { addr: seen, guard }
+    /// Unpins what was invalidated. One load where there is nothing to do.
+    pub(crate) fn reclaim(&self) {
+        self.shared.reclaim();
     }
 
     pub(crate) fn info(&self) -> CacheInfo {
-        let (regions, bytes) = self.shared.table.lock().size();
-        CacheInfo { regions, bytes, overhead: self.shared.table.memory() }
+        let state = self.shared.state();
+        let (regions, bytes) = state.ranges.size();
+        CacheInfo { regions, bytes, overhead: size_of::<Shared>() + state.ranges.memory() }
     }
 }
 
 impl Drop for Cache {
     fn drop(&mut self) {
-        if let (Some(slot), Some(caches)) = (self.slot, CACHES.get()) {
-            caches.remove(slot);
+        if self.shared.is_ours() {
+            self.shared.clear();
+            // The next card takes the lock, and so sees all of the above.
+            self.shared.taken.store(false, Ordering::Relaxed);
         }
-        self.shared.clear();
     }
+}
+
+/// Whether `range` fits when those that it replaces are out.
+fn has_room(
+    ranges: &Ranges<KeptPin>,
+    range: &Range<u64>,
+    replaced: &[Range<u64>],
+    limits: CacheLimits,
+) -> bool {
+    let (regions, bytes) = ranges.size();
+    let freed: u64 = replaced.iter().map(length).sum();
+    let bytes = bytes.saturating_sub(freed).saturating_add(length(range));
+    regions.saturating_sub(replaced.len()) < limits.regions && bytes <= limits.bytes
+}
+
+fn length(range: &Range<u64>) -> u64 {
+    range.end - range.start
 }
 
 /// The whole pages of a range.
 fn pages(start: u64, len: u64) -> Range<u64> {
     let end = start.saturating_add(len);
-    start & !(PAGE - 1)..end.checked_next_multiple_of(PAGE).unwrap_or(u64::MAX)
-}
-
-static FORKS: ForkHandlers = ForkHandlers::new(Some(before_fork), in_child);
-
-/// Before a fork: parent and child share all pages until one of them writes, and which of them then
-/// keeps the pinned ones depends on the kernel. So no pin made before is used after; UCX does the same.
-extern "C" fn before_fork() {
-    invalidate(0, usize::MAX);
-}
-
-/// In a forked child.
-extern "C" fn in_child() {
-    if let Some(caches) = CACHES.get() {
-        caches.reset_readers();
-    }
+    start & !(PAGE - 1)..end.checked_next_multiple_of(PAGE).unwrap_or(!(PAGE - 1))
 }

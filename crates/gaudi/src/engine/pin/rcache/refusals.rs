@@ -4,7 +4,7 @@
 //! the same is not tried again:
 //!
 //! * A read-only mapping: nothing that touches it. The driver pins for writing, so that all of
-//!   the mapping is refused, in whatever pieces it is copied. Which mapping it is says [`mappings`].
+//!   the mapping is refused, in whatever pieces it is copied. Which mapping it is says [`mappings`](super::mappings).
 //! * Other memory (not mapped, of a device, of a file that cannot be pinned), or too little memory for
 //!   the pin: no range that contains the refused one. Its parts may be fine.
 //!
@@ -31,15 +31,12 @@
 //! is entered all the same: a program that often unmaps other memory would otherwise have every
 //! request refused anew, with an error line each.
 //!
-//! Readers take no lock and `invalidate` may run inside `free`. The fields of a slot are not read as
-//! a unit, so a reader may combine an old start with a new end. What follows is a wrong answer for
-//! one copy: it bounces, or it tries a pin that is refused again. Both are correct copies.
+//! All of this is under the cache's lock, except reading the mappings, which takes long: the caller
+//! does that, where [`Refusals::find`] and [`Refusals::insert`] ask for it.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
-use std::sync::{Mutex, PoisonError};
 
-use super::mappings;
+use super::shared::overlap;
 use crate::Error;
 
 /// Refusals that are remembered for each device. A model's weights may come in a hundred read-only files.
@@ -67,185 +64,141 @@ impl Reason {
     }
 }
 
+/// What is known of a range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Known {
+    Nothing,
+    Refused(Reason),
+    /// It touches a mapping that was read-only. If none is any more, the caller calls
+    /// [`Refusals::forget_mappings`]; otherwise it is refused.
+    LookAgain,
+}
+
 /// The refused ranges of one device. See the module.
-#[derive(Debug)]
-pub(crate) struct Refusals {
-    slots: [Slot; SLOTS],
-    /// Whether there may be any.
-    any: AtomicBool,
-    /// The slot that the next refusal replaces. Held while a slot is written.
-    next: Mutex<usize>,
-    /// Counts the calls of [`Refusals::for_touched`].
-    generation: AtomicU64,
-}
-
 #[derive(Debug, Default)]
-struct Slot {
-    start: AtomicU64,
-    /// 0: the slot is free.
-    end: AtomicU64,
-    /// The reason is [`Reason::OutOfMemory`].
-    out_of_memory: AtomicBool,
-    /// The range is a read-only mapping: any part of it is refused.
-    mapping: AtomicBool,
-    /// How many bytes were pinned on the device when it refused.
-    pinned: AtomicU64,
-    /// Requests since the refusal.
-    asked: AtomicU32,
-    /// Something was invalidated while the driver refused: perhaps this range.
-    unconfirmed: AtomicBool,
+pub(super) struct Refusals {
+    /// The oldest first.
+    refused: Vec<Refusal>,
+    /// Counts the invalidations.
+    generation: u64,
 }
 
-impl Default for Refusals {
-    fn default() -> Self {
-        let slots = std::array::from_fn(|_| Slot::default());
-        let generation = AtomicU64::new(0);
-        Self { slots, any: AtomicBool::new(false), next: Mutex::default(), generation }
+#[derive(Debug)]
+struct Refusal {
+    range: Range<u64>,
+    reason: Reason,
+    /// The range is a read-only mapping: any part of it is refused.
+    mapping: bool,
+    /// How many bytes were pinned on the device when it refused.
+    pinned: u64,
+    /// Requests since the refusal.
+    asked: u32,
+    /// Something was invalidated while the driver refused: perhaps this range.
+    unconfirmed: bool,
+}
+
+impl Refusal {
+    fn concerns(&self, range: &Range<u64>) -> bool {
+        let contained = range.start <= self.range.start && self.range.end <= range.end;
+        contained || self.mapping && overlap(&self.range, range)
     }
 }
 
 impl Refusals {
     /// Whether `range` is known to be refused, and why. `pinned`: as in [`Refusals::insert`].
     /// `events`: whether unmap events arrive.
-    pub(super) fn find(&self, range: &Range<u64>, pinned: u64, events: bool) -> Option<Reason> {
-        self.slots_if_any().find_map(|slot| {
-            let refused = slot.range();
-            let mapping = slot.mapping.load(Ordering::Relaxed);
-            let contained = range.start <= refused.start && refused.end <= range.end;
-            if refused.is_empty() || !(contained || mapping && overlap(&refused, range)) {
-                return None;
-            }
-            let out_of_memory = slot.out_of_memory.load(Ordering::Relaxed);
-            let retry = slot.asked.fetch_add(1, Ordering::Relaxed) % RETRY == RETRY - 1;
-            let holds = if mapping {
-                !retry || mappings::read_only(range).is_some()
-            } else if out_of_memory {
-                !retry && pinned >= slot.pinned.load(Ordering::Relaxed)
-            } else {
-                !retry || events && !slot.unconfirmed.load(Ordering::Relaxed)
+    pub(super) fn find(&mut self, range: &Range<u64>, pinned: u64, events: bool) -> Known {
+        while let Some(at) = self.refused.iter().position(|refusal| refusal.concerns(range)) {
+            let refusal = &mut self.refused[at];
+            refusal.asked = refusal.asked.wrapping_add(1);
+            let retry = refusal.asked.is_multiple_of(RETRY);
+            let holds = match refusal.reason {
+                _ if refusal.mapping && retry => return Known::LookAgain,
+                _ if refusal.mapping => true,
+                Reason::OutOfMemory => !retry && pinned >= refusal.pinned,
+                Reason::Unpinnable => !retry || events && !refusal.unconfirmed,
             };
-            if !holds {
-                slot.end.store(0, Ordering::Relaxed);
-                return None;
+            if holds {
+                return Known::Refused(refusal.reason);
             }
-            Some(if out_of_memory { Reason::OutOfMemory } else { Reason::Unpinnable })
-        })
+            self.refused.remove(at);
+        }
+        Known::Nothing
     }
 
     /// To be read before the driver is asked, for [`Refusals::insert`].
     pub(super) fn generation(&self) -> u64 {
-        // Acquire: the driver is asked after this load. Otherwise it could look at the memory first,
-        // and the load could then count an invalidation of what it saw as an earlier one.
-        self.generation.load(Ordering::Acquire)
+        self.generation
     }
 
     /// Remembers that `range`, whole pages, was refused when so many bytes were `pinned` on the device.
-    /// `generation`: that of before the driver was asked.
-    pub(super) fn insert(&self, range: &Range<u64>, reason: Reason, pinned: u64, generation: u64) {
-        let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
-        let position = |wanted: &dyn Fn(Range<u64>) -> bool| {
-            self.slots.iter().position(|slot| wanted(slot.range()))
-        };
-        let known = position(&|refused| refused == *range);
-        let at = known.or_else(|| position(&|refused| refused.end == 0)).unwrap_or_else(|| {
-            let at = *next;
-            *next = (at + 1) % SLOTS;
-            at
-        });
-        let slot = &self.slots[at];
-        slot.end.store(0, Ordering::Relaxed);
-        slot.start.store(range.start, Ordering::Relaxed);
-        slot.out_of_memory.store(reason == Reason::OutOfMemory, Ordering::Relaxed);
-        slot.mapping.store(false, Ordering::Relaxed);
-        slot.pinned.store(pinned, Ordering::Relaxed);
-        slot.asked.store(0, Ordering::Relaxed);
-        slot.unconfirmed.store(true, Ordering::Relaxed);
-        // Release: pairs with the load in `Slot::range`, so that a reader who finds this range finds
-        // the fields above as well. Without it, it could take an old reason for the new one.
-        slot.end.store(range.end, Ordering::Release);
-        self.any.store(true, Ordering::Relaxed);
-        // Pairs with the fence in `for_touched`: either the load below sees the new generation, or
-        // `for_touched` sees the range that was just stored. Without the fences it could be neither, and
-        // a refusal of memory that is gone would stay.
-        fence(Ordering::SeqCst);
-        if self.generation.load(Ordering::Relaxed) == generation {
-            slot.unconfirmed.store(false, Ordering::Relaxed);
+    /// `generation`: that of before the driver was asked. If it is `Unpinnable` and a read-only mapping, the
+    /// caller calls [`Refusals::is_mapping`] next.
+    pub(super) fn insert(
+        &mut self,
+        range: &Range<u64>,
+        reason: Reason,
+        pinned: u64,
+        generation: u64,
+    ) {
+        self.refused.retain(|refusal| refusal.range != *range);
+        if self.refused.len() == SLOTS {
+            self.refused.remove(0);
         }
-        // Only now, because it takes long. An invalidation meanwhile is missed, which a later request notices.
-        if reason == Reason::Unpinnable
-            && let Some(mapping) = mappings::read_only(range)
-        {
-            slot.end.store(0, Ordering::Relaxed);
-            slot.start.store(mapping.start, Ordering::Relaxed);
-            slot.mapping.store(true, Ordering::Relaxed);
-            // Release: as above.
-            slot.end.store(mapping.end, Ordering::Release);
+        let unconfirmed = self.generation != generation;
+        let (range, mapping, asked) = (range.clone(), false, 0);
+        self.refused.push(Refusal { range, reason, mapping, pinned, asked, unconfirmed });
+    }
+
+    /// The read-only mapping that `range`, just refused, touches. An invalidation since it was looked up
+    /// is missed, which a later request notices.
+    pub(super) fn is_mapping(&mut self, range: &Range<u64>, mapping: Range<u64>) {
+        if let Some(refusal) = self.refused.iter_mut().find(|refusal| refusal.range == *range) {
+            (refusal.range, refusal.mapping) = (mapping, true);
         }
     }
 
-    /// Forgets what `range` touches: it is unmapped. Takes no lock and allocates nothing.
-    pub(super) fn invalidate(&self, range: &Range<u64>) {
-        self.for_touched(range, |slot| slot.end.store(0, Ordering::Relaxed));
+    /// Nothing in `range` is read-only any more.
+    pub(super) fn forget_mappings(&mut self, range: &Range<u64>) {
+        self.refused.retain(|refusal| !(refusal.mapping && overlap(&refusal.range, range)));
+    }
+
+    /// Forgets what `range` touches: it is unmapped. Allocates and frees nothing.
+    pub(super) fn invalidate(&mut self, range: &Range<u64>) {
+        self.generation += 1;
+        self.refused.retain(|refusal| !overlap(&refusal.range, range));
     }
 
     /// Forgets what `range` touches, or has the next request look at it again: it was registered.
-    pub(super) fn registered(&self, range: &Range<u64>) {
-        self.for_touched(range, |slot| {
-            if slot.mapping.load(Ordering::Relaxed) {
-                slot.asked.store(RETRY - 1, Ordering::Relaxed);
-            } else {
-                slot.end.store(0, Ordering::Relaxed);
-            }
-        });
-    }
-
-    fn for_touched(&self, range: &Range<u64>, act: impl Fn(&Slot)) {
-        self.generation.fetch_add(1, Ordering::Relaxed);
-        // Pairs with the fence in `insert`.
-        fence(Ordering::SeqCst);
-        for slot in self.slots_if_any() {
-            if overlap(&slot.range(), range) {
-                act(slot);
-            }
+    pub(super) fn registered(&mut self, range: &Range<u64>) {
+        self.generation += 1;
+        self.refused.retain(|refusal| refusal.mapping || !overlap(&refusal.range, range));
+        for refusal in self.refused.iter_mut().filter(|other| overlap(&other.range, range)) {
+            refusal.asked = RETRY - 1;
         }
     }
-
-    fn slots_if_any(&self) -> impl Iterator<Item = &Slot> {
-        let slots = if self.any.load(Ordering::Relaxed) { &self.slots[..] } else { &[] };
-        slots.iter()
-    }
-}
-
-impl Slot {
-    fn range(&self) -> Range<u64> {
-        let end = self.end.load(Ordering::Acquire);
-        self.start.load(Ordering::Relaxed)..end
-    }
-}
-
-fn overlap(one: &Range<u64>, other: &Range<u64>) -> bool {
-    one.start < other.end && other.start < one.end
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::shared::Shared;
     use super::*;
     use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
 
     const EVENTS: bool = true;
 
-    fn refused<const N: usize>(ranges: [(u64, u64); N]) -> Refusals {
-        let refusals = Refusals::default();
+    fn refused<const N: usize>(ranges: [(u64, u64); N]) -> Shared {
+        let cache = Shared::new(None);
         for (start, end) in ranges {
-            refusals.insert(&(start..end), Reason::Unpinnable, 0, 0);
+            cache.remember_refusal(&(start..end), Reason::Unpinnable, 0, 0);
         }
-        refusals
+        cache
     }
 
     #[test]
     fn a_range_is_refused_if_it_contains_a_refused_one_and_its_parts_are_not() {
-        let refusals = refused([(0x2000, 0x4000)]);
-        let find = |range| refusals.find(&range, 0, EVENTS);
+        let cache = refused([(0x2000, 0x4000)]);
+        let find = |range| cache.find_refusal(&range, 0, EVENTS);
         assert_eq!(find(0x2000..0x4000), Some(Reason::Unpinnable));
         assert_eq!(find(0x1000..0x5000), Some(Reason::Unpinnable));
         assert_eq!(find(0x2000..0x3000), None, "the other page may be the bad one");
@@ -255,32 +208,32 @@ mod tests {
 
     #[test]
     fn an_unmapped_byte_forgets_the_refusals_it_touches() {
-        let refusals = refused([(0x2000, 0x4000), (0x6000, 0x8000)]);
-        refusals.invalidate(&(0x3fff..0x6000));
-        assert_eq!(refusals.find(&(0x2000..0x4000), 0, EVENTS), None);
-        assert_eq!(refusals.find(&(0x6000..0x8000), 0, EVENTS), Some(Reason::Unpinnable));
+        let cache = refused([(0x2000, 0x4000), (0x6000, 0x8000)]);
+        cache.state().refusals.invalidate(&(0x3fff..0x6000));
+        assert_eq!(cache.find_refusal(&(0x2000..0x4000), 0, EVENTS), None);
+        assert_eq!(cache.find_refusal(&(0x6000..0x8000), 0, EVENTS), Some(Reason::Unpinnable));
     }
 
     #[test]
     fn a_lack_of_memory_is_forgotten_when_less_is_pinned_and_after_some_requests() {
         let range = 0x2000..0x4000;
-        let refusals = Refusals::default();
-        let find = |pinned| refusals.find(&range, pinned, EVENTS);
-        refusals.insert(&range, Reason::OutOfMemory, 7, 0);
+        let cache = Shared::new(None);
+        let find = |pinned| cache.find_refusal(&range, pinned, EVENTS);
+        cache.remember_refusal(&range, Reason::OutOfMemory, 7, 0);
         assert_eq!([find(7), find(8), find(7)], [Some(Reason::OutOfMemory); 3]);
         assert_eq!(find(6), None);
-        refusals.insert(&range, Reason::OutOfMemory, 7, 0);
+        cache.remember_refusal(&range, Reason::OutOfMemory, 7, 0);
         assert!((1..RETRY).all(|_| find(7).is_some()));
         assert_eq!(find(7), None, "others may have freed memory");
     }
 
     #[test]
     fn without_events_one_request_in_many_is_tried_again() {
-        let refusals = refused([(0x2000, 0x4000)]);
+        let cache = refused([(0x2000, 0x4000)]);
         let tried = (0..2 * RETRY).filter(|_| {
-            let tried = refusals.find(&(0x2000..0x4000), 0, false).is_none();
+            let tried = cache.find_refusal(&(0x2000..0x4000), 0, false).is_none();
             if tried {
-                refusals.insert(&(0x2000..0x4000), Reason::Unpinnable, 0, 0);
+                cache.remember_refusal(&(0x2000..0x4000), Reason::Unpinnable, 0, 0);
             }
             tried
         });
@@ -290,29 +243,31 @@ mod tests {
     #[test]
     fn a_refusal_that_an_invalidation_overlapped_is_forgotten_after_some_requests() {
         let range = 0x2000..0x4000;
-        let refusals = Refusals::default();
-        let before = refusals.generation();
-        refusals.invalidate(&range);
-        refusals.insert(&range, Reason::Unpinnable, 0, before);
-        let find = || refusals.find(&range, 0, EVENTS);
+        let cache = Shared::new(None);
+        let before = cache.state().refusals.generation();
+        cache.state().refusals.invalidate(&range);
+        cache.remember_refusal(&range, Reason::Unpinnable, 0, before);
+        let find = || cache.find_refusal(&range, 0, EVENTS);
         assert!((1..RETRY).all(|_| find() == Some(Reason::Unpinnable)));
         assert_eq!([find(), find()], [None; 2], "forgotten: a copy may look more than once");
-        refusals.insert(&range, Reason::Unpinnable, 0, refusals.generation());
+        let now = cache.state().refusals.generation();
+        cache.remember_refusal(&range, Reason::Unpinnable, 0, now);
         assert!((0..=2 * RETRY).all(|_| find() == Some(Reason::Unpinnable)), "confirmed now");
     }
 
     #[test]
     fn the_oldest_refusal_makes_room_and_one_range_takes_one_slot() {
         let range = |number: u64| number * 0x1000..(number + 1) * 0x1000;
-        let refusals = refused([(0x1000, 0x2000), (0x1000, 0x2000)]);
-        (2..=SLOTS as u64).for_each(|n| refusals.insert(&range(n), Reason::Unpinnable, 0, 0));
-        assert!(refusals.find(&range(1), 0, EVENTS).is_some(), "the table is just full");
-        refusals.insert(&range(1000), Reason::Unpinnable, 0, 0);
-        assert!(refusals.find(&range(1), 0, EVENTS).is_none());
-        assert!(refusals.find(&range(1000), 0, EVENTS).is_some());
-        refusals.invalidate(&range(9));
-        refusals.insert(&range(1001), Reason::Unpinnable, 0, 0);
-        assert!(refusals.find(&range(2), 0, EVENTS).is_some(), "a free slot is taken first");
+        let cache = refused([(0x1000, 0x2000), (0x1000, 0x2000)]);
+        (2..=SLOTS as u64)
+            .for_each(|n| cache.remember_refusal(&range(n), Reason::Unpinnable, 0, 0));
+        assert!(cache.find_refusal(&range(1), 0, EVENTS).is_some(), "the table is just full");
+        cache.remember_refusal(&range(1000), Reason::Unpinnable, 0, 0);
+        assert!(cache.find_refusal(&range(1), 0, EVENTS).is_none());
+        assert!(cache.find_refusal(&range(1000), 0, EVENTS).is_some());
+        cache.state().refusals.invalidate(&range(9));
+        cache.remember_refusal(&range(1001), Reason::Unpinnable, 0, 0);
+        assert!(cache.find_refusal(&range(2), 0, EVENTS).is_some(), "a free slot is taken first");
     }
 
     /// Three mappings in a row of four pages each, the middle one read-only.
@@ -353,37 +308,37 @@ mod tests {
     #[test]
     fn whatever_touches_a_refused_read_only_mapping_is_refused_and_its_neighbours_are_not() {
         let mapped = Mapped::new();
-        let refusals = Refusals::default();
-        refusals.insert(&mapped.pages(0..5), Reason::Unpinnable, 0, 0);
-        let is_refused = |pages| refusals.find(&mapped.pages(pages), 0, EVENTS).is_some();
+        let cache = Shared::new(None);
+        cache.remember_refusal(&mapped.pages(0..5), Reason::Unpinnable, 0, 0);
+        let is_refused = |pages| cache.find_refusal(&mapped.pages(pages), 0, EVENTS).is_some();
         assert!([4..5, 7..8, 4..8, 3..5, 7..9, 0..12].into_iter().all(is_refused));
         assert!(![0..4, 8..12].into_iter().any(is_refused));
         // Each tensor of a file may be registered.
-        refusals.registered(&mapped.pages(5..6));
+        cache.state().refusals.registered(&mapped.pages(5..6));
         assert!(is_refused(6..7) && is_refused(5..6));
-        refusals.invalidate(&mapped.pages(5..6));
+        cache.state().refusals.invalidate(&mapped.pages(5..6));
         assert!(!is_refused(6..7), "other memory may be there now");
     }
 
     #[test]
     fn a_mapping_that_becomes_writable_is_tried_again_when_registered_and_after_some_requests() {
         let mapped = Mapped::new();
-        let refusals = Refusals::default();
-        refusals.insert(&mapped.pages(4..8), Reason::Unpinnable, 0, 0);
+        let cache = Shared::new(None);
+        cache.remember_refusal(&mapped.pages(4..8), Reason::Unpinnable, 0, 0);
         for events in [true, false] {
-            let refused = |_| refusals.find(&mapped.pages(5..6), 0, events).is_some();
+            let refused = |_| cache.find_refusal(&mapped.pages(5..6), 0, events).is_some();
             assert!((0..2 * RETRY).all(refused), "it is read-only still");
         }
         mapped.protect(4..8, MprotectFlags::READ | MprotectFlags::WRITE);
-        let find = || refusals.find(&mapped.pages(5..6), 0, EVENTS);
+        let find = || cache.find_refusal(&mapped.pages(5..6), 0, EVENTS);
         assert!((1..RETRY).all(|_| find().is_some()));
         assert_eq!([find(), find()], [None; 2]);
 
         mapped.protect(4..8, MprotectFlags::READ);
-        refusals.insert(&mapped.pages(4..8), Reason::Unpinnable, 0, 0);
+        cache.remember_refusal(&mapped.pages(4..8), Reason::Unpinnable, 0, 0);
         assert!(find().is_some());
         mapped.protect(4..8, MprotectFlags::READ | MprotectFlags::WRITE);
-        refusals.registered(&mapped.pages(5..6));
+        cache.state().refusals.registered(&mapped.pages(5..6));
         assert_eq!(find(), None, "at once");
     }
 }

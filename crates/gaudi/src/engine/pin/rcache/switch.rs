@@ -6,7 +6,6 @@
 use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use super::table::Bounds;
 use crate::options::CacheLimits;
 
 /// Starts to call [`invalidate`](super::invalidate) for memory that is unmapped; whether it can.
@@ -62,7 +61,7 @@ impl Switch {
     }
 
     /// How much may be cached; `None`: nothing. The first call starts the watch.
-    pub(super) fn bounds(&self) -> Option<Bounds> {
+    pub(super) fn limits(&self) -> Option<CacheLimits> {
         if self.state.load(Ordering::Acquire) == WANTED {
             let mut waiting = self.watch.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(mut watch) = waiting.take() {
@@ -73,7 +72,7 @@ impl Switch {
             }
         }
         let on = self.state.load(Ordering::Acquire) == ON;
-        on.then(|| Bounds {
+        on.then(|| CacheLimits {
             regions: self.regions.load(Ordering::Relaxed),
             bytes: self.bytes.load(Ordering::Relaxed),
         })

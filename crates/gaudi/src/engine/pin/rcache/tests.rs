@@ -3,12 +3,13 @@
 
 use std::ptr::null_mut;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags};
 
 use super::refusals::RETRY;
+use super::sync::EVENTS;
 use super::{Cache, CacheLimits, PinError, Switch, invalidate};
 use crate::backend::fake::Fake;
 use crate::copy::BOUNCE_LEN;
@@ -183,13 +184,11 @@ fn new_memory_at_the_same_address_is_pinned_anew() {
 fn copies_see_new_pages_while_other_threads_invalidate_and_reclaim() {
     let rig = Rig::new(PLENTY, LARGE);
     let (start, stop) = (rig.host.addr as usize, AtomicBool::new(false));
-    let (lost, device) = (AtomicU64::new(0), &rig.device);
+    let device = &rig.device;
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !stop.load(Ordering::Relaxed) {
-                let table = &device.pins().cache().shared.table;
-                let (start, end) = (start as u64 + 8192, start as u64 + 12288);
-                lost.fetch_add(table.invalidate(start, end), Ordering::Relaxed);
+                invalidate(start + 8192, 4096);
                 std::thread::yield_now();
             }
         });
@@ -212,7 +211,7 @@ fn copies_see_new_pages_while_other_threads_invalidate_and_reclaim() {
                 check(byte);
             }
             // Until the threads have met.
-            while lost.load(Ordering::Relaxed) < 10 {
+            while rig.fake.pins().len() < 60 {
                 check(49);
             }
         }));
@@ -221,6 +220,61 @@ fn copies_see_new_pages_while_other_threads_invalidate_and_reclaim() {
     });
     rig.cache().shared.clear();
     assert_eq!((rig.fake.live_pins(), rig.cache().info().regions), (0, 0));
+}
+
+/// Whoever has the lock may allocate, and so come upon memory that is unmapped.
+#[test]
+fn an_event_on_the_thread_that_has_the_lock_waits_for_nobody_and_is_not_lost() {
+    let rig = Rig::new(PLENTY, 4 * LARGE);
+    let events_while_locked = |events: usize| {
+        rig.copy(0, LARGE);
+        rig.copy(2 * LARGE, LARGE);
+        let lock = rig.cache().shared.state();
+        for _ in 0..events {
+            invalidate(rig.host.addr as usize, 1);
+        }
+        drop(lock);
+        [rig.is_cached(0, LARGE), rig.is_cached(2 * LARGE, LARGE)]
+    };
+    assert_eq!(events_while_locked(1), [false, true]);
+    assert_eq!(events_while_locked(EVENTS), [false, true]);
+    assert_eq!(events_while_locked(EVENTS + 1), [false, false], "too many: all is dropped");
+    assert_eq!(events_while_locked(2), [false, true], "there is room again");
+    assert_eq!(rig.fake.live_pins(), 1);
+}
+
+/// The copy is right: its memory stays. But nobody says so of the next.
+#[test]
+fn memory_that_is_unmapped_while_it_is_pinned_is_not_kept() {
+    let rig = Rig::new(PLENTY, 2 * LARGE);
+    let range = rig.host.addr as usize..rig.host.addr as usize + LARGE;
+    let pin_while_unmapping = |offset: usize| {
+        let pinned = rig.cache().insert((range.start, LARGE), &range, |start, len| {
+            invalidate(range.start + offset, 4096);
+            let start = std::ptr::with_exposed_provenance_mut(start as usize);
+            // SAFETY: the memory stays, and nothing uses the pin.
+            unsafe { rig.device.backend().pin(start, len as usize) }.map_err(PinError::Failed)
+        });
+        assert!(pinned.unwrap().is_some());
+        rig.is_cached(0, LARGE)
+    };
+    assert!(!pin_while_unmapping(LARGE - 4096));
+    assert_eq!((rig.fake.live_pins(), rig.cache().info().regions), (0, 0));
+    assert!(pin_while_unmapping(LARGE), "other memory");
+}
+
+#[test]
+fn hits_do_not_wait_for_a_thread_that_pins() {
+    let rig = Rig::new(PLENTY, 4 * LARGE);
+    rig.copy(0, LARGE);
+    let other = rig.host.at(2 * LARGE) as usize..rig.host.at(3 * LARGE) as usize;
+    let pinned = rig.cache().insert((other.start, LARGE), &other, |start, len| {
+        assert!(rig.is_cached(0, LARGE));
+        let start = std::ptr::with_exposed_provenance_mut(start as usize);
+        // SAFETY: the memory stays, and nothing uses the pin.
+        unsafe { rig.device.backend().pin(start, len as usize) }.map_err(PinError::Failed)
+    });
+    assert!(pinned.unwrap().is_some());
 }
 
 #[test]

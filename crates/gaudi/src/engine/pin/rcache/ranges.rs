@@ -1,0 +1,493 @@
+//! The pinned ranges of a card in the order of their addresses, and which was used last.
+//!
+//! Ranges are whole pages. Two may share one page, as neighbours from `malloc` do, but no more, and
+//! none contains another: so their ends are in the same order as their starts, and the last one that
+//! starts at or below an address is the only one to look at.
+//!
+//! With many ranges the way down a B-tree waits for a line of memory at each level, 500 ns in all for
+//! 65 536 ranges. Programs look up the same addresses again and again: a hash table has where they were
+//! found last. What it says is checked, and it is cleared when it gets large.
+//!
+//! Copies are counted in the entries, not in an `Arc` beside each pin, which would be one more line to
+//! wait for. A range that is taken out while copies use it keeps its entry until the last has ended.
+//!
+//! It knows nothing of devices and locks. An unmap event comes from inside `free`:
+//! [`Ranges::invalidate`] only marks, without an allocation. [`Ranges::sweep`] takes out what was marked;
+//! it comes before everything else, which expects no marked range.
+
+use std::collections::{BTreeMap, HashMap};
+use std::hash::{BuildHasherDefault, Hasher};
+use std::ops::Range;
+
+pub(super) const PAGE: u64 = crate::PAGE_SIZE;
+
+pub(super) struct Ranges<P> {
+    /// By the numbers that the other fields have.
+    entries: Vec<Entry>,
+    /// The pins, apart: lookups do not read them.
+    pins: Vec<Option<P>>,
+    /// Entries without a pin.
+    free: Vec<u32>,
+    by_start: BTreeMap<u64, u32>,
+    /// By the page of an address: what it was found in.
+    recent: HashMap<u64, u32, BuildHasherDefault<PageHasher>>,
+    /// By [`Entry::queued`].
+    queue: BTreeMap<u64, u32>,
+    /// Those that are marked. It has the capacity for all.
+    marked: Vec<u32>,
+    /// Counts uses.
+    clock: u64,
+    /// Pins, and their length.
+    size: (usize, u64),
+}
+
+struct Entry {
+    range: Range<u64>,
+    /// Where the device sees its start.
+    base: u64,
+    /// When it was used last.
+    used: u64,
+    /// The same, as of when it was last put into the queue: a hit does not touch the queue. Whoever
+    /// looks for the least recently used puts those back in line that were used since.
+    queued: u64,
+    /// Copies that use it.
+    users: u32,
+    marked: bool,
+    /// Whether it is in the map: otherwise it is free, or copies still use it.
+    is_in: bool,
+}
+
+/// What was found: where the device sees the address, and the entry, with one more user.
+pub(super) struct Found {
+    pub(super) addr: u64,
+    pub(super) at: u32,
+}
+
+impl Entry {
+    fn contains(&self, wanted: &Range<u64>) -> bool {
+        self.is_in && self.range.start <= wanted.start && wanted.end <= self.range.end
+    }
+}
+
+impl<P> Ranges<P> {
+    pub(super) fn new() -> Self {
+        Self {
+            entries: Vec::new(),
+            pins: Vec::new(),
+            free: Vec::new(),
+            by_start: BTreeMap::new(),
+            recent: HashMap::default(),
+            queue: BTreeMap::new(),
+            marked: Vec::new(),
+            clock: 0,
+            size: (0, 0),
+        }
+    }
+
+    /// Marks what touches `range`; how many that were.
+    pub(super) fn invalidate(&mut self, range: &Range<u64>) -> u64 {
+        let mut count = 0;
+        for (_, &at) in self.by_start.range(..range.end).rev() {
+            let entry = &mut self.entries[at as usize];
+            if entry.range.end <= range.start {
+                break;
+            }
+            if !entry.marked {
+                entry.marked = true;
+                self.marked.push(at);
+                count += 1;
+            }
+        }
+        count
+    }
+
+    /// Takes out what was marked; the pins that no copy uses.
+    pub(super) fn sweep(&mut self) -> Vec<P> {
+        let mut marked = std::mem::take(&mut self.marked);
+        let pins = marked.drain(..).filter_map(|at| self.remove(at)).collect();
+        self.marked = marked;
+        pins
+    }
+
+    pub(super) fn has_marked(&self) -> bool {
+        !self.marked.is_empty()
+    }
+
+    /// The range that contains `[addr, addr + len)`. [`Ranges::release`] ends its use.
+    pub(super) fn find(&mut self, addr: u64, len: u64) -> Option<Found> {
+        debug_assert!(self.marked.is_empty());
+        let (page, wanted) = (addr / PAGE, addr..addr.checked_add(len.max(1))?);
+        let contains = |at: &u32| self.entries[*at as usize].contains(&wanted);
+        let at = match self.recent.get(&page).copied().filter(contains) {
+            Some(at) => at,
+            None => {
+                let at = self.by_start.range(..=addr).next_back().map(|(_, at)| *at);
+                let at = at.filter(contains)?;
+                if self.recent.len() >= 2 * self.entries.len() {
+                    self.recent.clear();
+                }
+                self.recent.insert(page, at);
+                at
+            }
+        };
+        let entry = &mut self.entries[at as usize];
+        self.clock += 1;
+        entry.used = self.clock;
+        entry.users += 1;
+        Some(Found { addr: entry.base + (addr - entry.range.start), at })
+    }
+
+    /// One more user of what is used already.
+    pub(super) fn acquire(&mut self, at: u32) {
+        self.entries[at as usize].users += 1;
+    }
+
+    /// A use has ended; the pin, if it was the last and the range is out.
+    pub(super) fn release(&mut self, at: u32) -> Option<P> {
+        let entry = &mut self.entries[at as usize];
+        entry.users -= 1;
+        if entry.is_in { None } else { self.take_unused(at) }
+    }
+
+    /// The ranges that a new one cannot lie beside.
+    pub(super) fn overlapping(&self, new: &Range<u64>) -> Vec<Range<u64>> {
+        let below = self.by_start.range(..new.end).rev();
+        let others = below.map(|(_, at)| &self.entries[*at as usize].range);
+        let touching = others.take_while(|other| new.start < other.end);
+        touching.filter(|other| !may_be_neighbours(other, new)).cloned().collect()
+    }
+
+    /// `new` and all that overlaps it, as one range; and those it is made of.
+    pub(super) fn union(&self, new: &Range<u64>) -> (Range<u64>, Vec<Range<u64>>) {
+        let mut union = new.clone();
+        loop {
+            let parts = self.overlapping(&union);
+            let start = parts.iter().map(|part| part.start).fold(union.start, u64::min);
+            let end = parts.iter().map(|part| part.end).fold(union.end, u64::max);
+            if union == (start..end) {
+                return (union, parts);
+            }
+            union = start..end;
+        }
+    }
+
+    /// Adds a range that overlaps none, with one user. Not `is_in`: for that user alone.
+    pub(super) fn insert(&mut self, range: &Range<u64>, base: u64, pin: P, is_in: bool) -> u32 {
+        debug_assert!(!is_in || self.overlapping(range).is_empty());
+        self.clock += 1;
+        let (used, queued) = (self.clock, self.clock);
+        self.size.0 += 1;
+        self.size.1 += range.end - range.start;
+        let range = range.clone();
+        let start = range.start;
+        let entry = Entry { range, base, used, queued, users: 1, marked: false, is_in };
+        let at = match self.free.pop() {
+            Some(at) => {
+                (self.entries[at as usize], self.pins[at as usize]) = (entry, Some(pin));
+                at
+            }
+            None => {
+                self.entries.push(entry);
+                self.pins.push(Some(pin));
+                self.entries.len() as u32 - 1
+            }
+        };
+        if is_in {
+            self.by_start.insert(start, at);
+            self.queue.insert(queued, at);
+            self.marked.reserve(self.by_start.len());
+        }
+        at
+    }
+
+    /// Takes out the range with this start; the pin, if no copy uses it.
+    pub(super) fn remove_at(&mut self, start: u64) -> Option<P> {
+        self.by_start.get(&start).copied().and_then(|at| self.remove(at))
+    }
+
+    fn remove(&mut self, at: u32) -> Option<P> {
+        let entry = &mut self.entries[at as usize];
+        self.by_start.remove(&entry.range.start);
+        self.queue.remove(&entry.queued);
+        entry.is_in = false;
+        self.take_unused(at)
+    }
+
+    /// The pin of an entry that is out, unless copies use it.
+    fn take_unused(&mut self, at: u32) -> Option<P> {
+        let entry = &self.entries[at as usize];
+        if entry.users > 0 {
+            return None;
+        }
+        self.size.0 -= 1;
+        self.size.1 -= entry.range.end - entry.range.start;
+        self.free.push(at);
+        self.pins[at as usize].take()
+    }
+
+    /// Takes out the range that was not used for the longest time, except those that a copy is using
+    /// and those to `keep`.
+    pub(super) fn evict(&mut self, keep: &[Range<u64>]) -> Option<P> {
+        let mut from = 0;
+        while let Some((&queued, &at)) = self.queue.range(from..).next() {
+            from = queued + 1;
+            let entry = &mut self.entries[at as usize];
+            if entry.used != queued {
+                entry.queued = entry.used;
+                self.queue.remove(&queued);
+                self.queue.insert(entry.queued, at);
+            } else if entry.users == 0 && !keep.contains(&entry.range) {
+                return self.remove(at);
+            }
+        }
+        None
+    }
+
+    /// Takes out all; the pins that no copy uses.
+    pub(super) fn clear(&mut self) -> Vec<P> {
+        self.invalidate(&(0..u64::MAX));
+        self.sweep()
+    }
+
+    /// How many pins there are, with those that are out and still used; and their length.
+    pub(super) fn size(&self) -> (usize, u64) {
+        self.size
+    }
+
+    /// About how many bytes this takes.
+    pub(super) fn memory(&self) -> usize {
+        // Nodes of a B-tree are two thirds full.
+        self.entries.capacity() * (size_of::<Entry>() + size_of::<Option<P>>())
+            + self.by_start.len() * 3 * size_of::<(u64, u32)>()
+            + self.recent.capacity() * size_of::<(u64, u32)>()
+            + (self.marked.capacity() + self.free.capacity()) * size_of::<u32>()
+    }
+}
+
+/// Pages are numbers that no stranger chooses: a multiplication spreads them well enough, and costs a
+/// tenth of the standard library's hash.
+#[derive(Default)]
+struct PageHasher(u64);
+
+impl Hasher for PageHasher {
+    fn write(&mut self, _: &[u8]) {
+        unreachable!("pages are u64")
+    }
+
+    fn write_u64(&mut self, page: u64) {
+        self.0 = page.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(32);
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
+/// Whether both can be in the map: they share a page at most, and none contains the other.
+fn may_be_neighbours(one: &Range<u64>, other: &Range<u64>) -> bool {
+    let (first, second) = if one.start < other.start { (one, other) } else { (other, one) };
+    let ordered = first.start < second.start && first.end < second.end;
+    ordered && first.end <= second.start.saturating_add(PAGE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// The same in a list, by the words of the module.
+    #[derive(Default)]
+    struct Model {
+        /// With the numbers of their pins; the least recently used first.
+        ranges: Vec<(Range<u64>, u64)>,
+    }
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        /// Find, or pin with all that overlaps; and perhaps keep a reference, as a copy does.
+        Use {
+            page: u64,
+            offset: u64,
+            len: u64,
+            hold: bool,
+        },
+        Invalidate {
+            page: u64,
+            pages: u64,
+        },
+        Release(usize),
+        Evict {
+            keep_page: u64,
+        },
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        let lengths = prop_oneof![1..PAGE, (1..6_u64).prop_map(|pages| pages * PAGE)];
+        prop_oneof![
+            6 => (0..24_u64, prop_oneof![Just(0), 0..PAGE], lengths, prop::bool::weighted(0.2))
+                .prop_map(|(page, offset, len, hold)| Step::Use { page, offset, len, hold }),
+            2 => (0..24_u64, 1..4_u64).prop_map(|(page, pages)| Step::Invalidate { page, pages }),
+            1 => any::<usize>().prop_map(Step::Release),
+            2 => (0..24_u64).prop_map(|keep_page| Step::Evict { keep_page }),
+        ]
+    }
+
+    impl Model {
+        fn position(&self, wanted: impl Fn(&Range<u64>) -> bool) -> Option<usize> {
+            self.ranges.iter().position(|(range, _)| wanted(range))
+        }
+
+        fn take_touching(&mut self, gone: &Range<u64>) -> Vec<u64> {
+            let touches = |range: &Range<u64>| range.start < gone.end && gone.start < range.end;
+            let taken = self.ranges.extract_if(.., |(range, _)| touches(range));
+            taken.map(|(_, pin)| pin).collect()
+        }
+    }
+
+    /// The map, what it should be, and the pins that copies use: entries and numbers.
+    struct Beside {
+        ranges: Ranges<u64>,
+        model: Model,
+        held: Vec<(u32, u64)>,
+        /// Pins that came out, which each does once.
+        out: Vec<u64>,
+    }
+
+    impl Beside {
+        fn is_held(&self, pin: u64) -> bool {
+            self.held.iter().any(|(_, held)| *held == pin)
+        }
+
+        fn take_out(&mut self, pins: impl IntoIterator<Item = u64>) {
+            for pin in pins {
+                assert!(!self.is_held(pin), "a copy uses it");
+                assert!(!self.out.contains(&pin), "twice");
+                self.out.push(pin);
+            }
+        }
+
+        fn use_range(&mut self, number: u64, addr: u64, len: u64) -> (u32, u64) {
+            let wanted = addr..addr + len;
+            let own = addr / PAGE * PAGE..wanted.end.next_multiple_of(PAGE);
+            let contains = |range: &Range<u64>| range.start <= addr && wanted.end <= range.end;
+            let found = self.ranges.find(addr, len);
+            assert_eq!(found.is_some(), self.model.position(contains).is_some(), "{wanted:?}");
+            if let Some(Found { addr: seen, at }) = found {
+                // The base says which pin it is, and where it starts.
+                let pin = seen >> 32;
+                let place = self
+                    .model
+                    .position(contains)
+                    .into_iter()
+                    .chain(self.model.ranges.iter().position(|(_, other)| *other == pin));
+                let place = place.last().expect("it is there");
+                let used = self.model.ranges.remove(place);
+                assert!(contains(&used.0) && used.1 == pin);
+                assert_eq!(seen & 0xffff_ffff, addr);
+                self.model.ranges.push(used);
+                return (at, pin);
+            }
+            let (union, parts) = self.ranges.union(&own);
+            for part in &parts {
+                let at = self.model.position(|range| range == part).expect("it is there");
+                let (_, pin) = self.model.ranges.remove(at);
+                let out = self.ranges.remove_at(part.start);
+                assert_eq!(out, (!self.is_held(pin)).then_some(pin));
+                self.take_out(out);
+            }
+            assert!(self.model.position(|range| !may_be_neighbours(range, &union)).is_none());
+            let base = number << 32 | union.start;
+            let at = self.ranges.insert(&union, base, number, true);
+            self.model.ranges.push((union, number));
+            (at, number)
+        }
+
+        fn release(&mut self, (at, pin): (u32, u64)) {
+            let out = self.ranges.release(at);
+            let is_in = self.model.ranges.iter().any(|(_, other)| *other == pin);
+            assert_eq!(out, (!is_in && !self.is_held(pin)).then_some(pin), "with the last user");
+            self.take_out(out);
+        }
+
+        fn step(&mut self, number: u64, step: Step) {
+            match step {
+                Step::Use { page, offset, len, hold } => {
+                    let used = self.use_range(number, page * PAGE + offset, len);
+                    if hold {
+                        self.held.push(used);
+                    } else {
+                        self.release(used);
+                    }
+                }
+                Step::Invalidate { page, pages } => {
+                    let gone = page * PAGE + 7..(page + pages) * PAGE - 7;
+                    let capacity = self.ranges.marked.capacity();
+                    let count = self.ranges.invalidate(&gone);
+                    assert_eq!(self.ranges.marked.capacity(), capacity, "allocated inside `free`");
+                    assert_eq!(self.ranges.invalidate(&gone), 0, "once");
+                    let lost = self.model.take_touching(&gone);
+                    assert_eq!(count, lost.len() as u64);
+                    let swept = self.ranges.sweep();
+                    let unused = lost.iter().filter(|pin| !self.is_held(**pin)).count();
+                    assert_eq!(swept.len(), unused);
+                    assert!(swept.iter().all(|pin| lost.contains(pin)));
+                    self.take_out(swept);
+                }
+                Step::Release(pick) if !self.held.is_empty() => {
+                    let used = self.held.swap_remove(pick % self.held.len());
+                    self.release(used);
+                }
+                Step::Release(_) => {}
+                Step::Evict { keep_page } => {
+                    let touched = |range: &Range<u64>| range.contains(&(keep_page * PAGE));
+                    let all = self.model.ranges.iter().map(|(range, _)| range.clone());
+                    let keep: Vec<Range<u64>> = all.filter(touched).collect();
+                    let oldest = self
+                        .model
+                        .ranges
+                        .iter()
+                        .position(|(range, pin)| !keep.contains(range) && !self.is_held(*pin));
+                    let oldest = oldest.map(|at| self.model.ranges.remove(at).1);
+                    let evicted = self.ranges.evict(&keep);
+                    assert_eq!(evicted, oldest, "the oldest idle one");
+                    self.take_out(evicted);
+                }
+            }
+            assert_eq!(self.ranges.by_start.len(), self.model.ranges.len());
+            assert_eq!(self.ranges.queue.len(), self.model.ranges.len());
+        }
+    }
+
+    fn run(steps: Vec<Step>) {
+        let (ranges, model) = (Ranges::new(), Model::default());
+        let mut beside = Beside { ranges, model, held: Vec::new(), out: Vec::new() };
+        for (number, step) in steps.into_iter().enumerate() {
+            beside.step(number as u64, step);
+        }
+        let cleared = beside.ranges.clear();
+        beside.model.ranges.clear();
+        beside.take_out(cleared);
+        while let Some(used) = beside.held.pop() {
+            beside.release(used);
+        }
+        assert_eq!(beside.ranges.size(), (0, 0), "all came out");
+        assert!(beside.ranges.find(0, 1).is_none());
+    }
+
+    proptest! {
+        #[test]
+        fn the_map_holds_what_a_plain_list_holds(steps in prop::collection::vec(step(), 1..80)) {
+            run(steps);
+        }
+    }
+
+    #[test]
+    fn the_ends_of_the_address_space_do_no_harm() {
+        let mut ranges = Ranges::new();
+        let last = u64::MAX - 2 * PAGE + 1..u64::MAX - PAGE + 1;
+        ranges.insert(&last, 0, (), true);
+        assert!(ranges.find(last.start, 0).is_some() && ranges.find(last.end, 0).is_none());
+        assert!(ranges.find(u64::MAX, 1).is_none() && ranges.find(u64::MAX, 2).is_none());
+        assert_eq!(ranges.invalidate(&(0..u64::MAX)), 1);
+    }
+}

@@ -360,10 +360,18 @@ impl<F: Flavour> GaudiDomain<F> {
         address: DeviceAddr,
         length: u64,
     ) -> Result<(OwnedFd, u64), Error> {
+        match self.export_call() {
+            None => device.export(address, length),
+            Some(call) => device.export_with(address, length, call),
+        }
+    }
+
+    /// The driver library's call that the user wants.
+    fn export_call(&self) -> Option<ExportCall> {
         match self.settings.mapped_dmabuf {
-            Ternary::Try => device.export(address, length),
-            Ternary::Yes => device.export_with(address, length, ExportCall::Mapped),
-            Ternary::No => device.export_with(address, length, ExportCall::Whole),
+            Ternary::Try => None,
+            Ternary::Yes => Some(ExportCall::Mapped),
+            Ternary::No => Some(ExportCall::Whole),
         }
     }
 
@@ -478,7 +486,8 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
             let base = found.base;
             answer.registrable = hcas::are_able(self.ucx, &device, answer.device, base.0, || {
                 let wanted = self.settings.dmabuf != Ternary::No;
-                wanted.then(|| self.export(&device, base, found.length.min(gaudi::PAGE_SIZE)))
+                let len = found.length.min(gaudi::PAGE_SIZE);
+                wanted.then(|| device.export_for_trial(base, len, self.export_call()))
             });
         }
         if wants.dmabuf && self.settings.dmabuf != Ternary::No {

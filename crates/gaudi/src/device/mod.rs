@@ -2,6 +2,7 @@
 
 mod allocation;
 pub(crate) mod copy;
+mod export;
 pub(crate) mod import;
 pub(crate) mod registers;
 mod registry;
@@ -9,12 +10,11 @@ mod registry;
 use std::any::Any;
 use std::collections::BTreeSet;
 use std::fmt;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use hl_thunk::ExportCall;
 use hl_thunk::packet::{self, LinDma};
 use smallvec::smallvec;
 
@@ -22,8 +22,7 @@ use crate::backend::{Backend, Geometry, HostPin};
 use crate::copy::located::End;
 use crate::copy::{copy_and_wait, unaligned};
 use crate::error::OnCard;
-use crate::marks;
-use crate::memory::{AddressTable, DeviceRange, Extent, Memory};
+use crate::memory::{AddressTable, DeviceRange, Memory};
 use crate::pin::{PinOwner, Pins};
 use crate::process::ProcessBound;
 use crate::rcache::CacheInfo;
@@ -39,8 +38,6 @@ use crate::{
 
 pub use allocation::Allocation;
 pub(crate) use registry::{Registry, Upcalls};
-
-const EXPORTING: &str = "exporting a dma-buf";
 
 /// Staging slots between two cards.
 const STAGING_LEN: usize = 1 << 20;
@@ -316,61 +313,6 @@ impl Device {
         Withdrawn { released, reclaim }
     }
 
-    /// A dma-buf for `[addr, addr + len)`, which must lie in one live allocation: a close-on-exec
-    /// descriptor that the caller owns, and where in it the range starts.
-    ///
-    /// All allocations in one driver page share the driver's export, so the descriptor may reach
-    /// beyond the range: hand it to a NIC of this process, not to another process.
-    pub fn export(&self, addr: DeviceAddr, len: u64) -> Result<(OwnedFd, u64), Error> {
-        self.export_extent(addr, len, Extent::Page(None))
-    }
-
-    /// As [`Device::export`], but with this one of the driver library's two calls; an error where
-    /// the library does not have it.
-    pub fn export_with(
-        &self,
-        addr: DeviceAddr,
-        len: u64,
-        call: ExportCall,
-    ) -> Result<(OwnedFd, u64), Error> {
-        self.export_extent(addr, len, Extent::Page(Some(call)))
-    }
-
-    /// A dma-buf of its own for `[addr, addr + len)` alone, rounded out to 4 KiB, which nobody
-    /// else's memory shares: for what leaves the process. Freeing the allocation does not take it
-    /// back: the descriptor reaches the range also when it belongs to another allocation. With
-    /// [`Device::share`] it does not.
-    pub fn export_alone(&self, addr: DeviceAddr, len: u64) -> Result<(OwnedFd, u64), Error> {
-        self.export_extent(addr, len, Extent::Alone)
-    }
-
-    fn export_extent(
-        &self,
-        addr: DeviceAddr,
-        len: u64,
-        extent: Extent,
-    ) -> Result<(OwnedFd, u64), Error> {
-        self.check_process(EXPORTING)?;
-        let checked = self.check_own(addr, len, EXPORTING);
-        let exported = checked.and_then(|entry| {
-            let peer_writes = self.open.engine.peer_writes();
-            peer_writes.permit_export(&*self.open.backend)?;
-            let exported = marks::export(addr.0, len, || {
-                if self.open.memory.exports(addr.0) {
-                    self.open.memory.export(addr.0, len, extent)
-                } else {
-                    self.export_foreign(&entry, addr, len)
-                }
-            });
-            exported.inspect(|_| peer_writes.exported(entry))
-        });
-        match exported {
-            Ok(_) => self.counts.add(Counter::DmabufDescriptors, 1),
-            Err(ref error) => self.counts.dmabuf_failed(error),
-        }
-        exported.map_err(|error| self.failed(error))
-    }
-
     /// Whether the device was reset or removed while open. Nothing works on it any more;
     /// when its last handle and allocation are gone, the card can be opened again.
     pub fn is_lost(&self) -> bool {
@@ -410,22 +352,6 @@ impl Device {
 
     pub(crate) fn has_imported(&self, addr: DeviceAddr, len: usize) -> bool {
         self.imports.find(addr.0, len as u64).is_some()
-    }
-
-    /// A dma-buf of its own: what the application mapped, it must be able to unmap again, which the
-    /// driver refuses while an export is open. So none is kept.
-    fn export_foreign(
-        &self,
-        mapping: &DeviceRange,
-        addr: DeviceAddr,
-        len: u64,
-    ) -> Result<(OwnedFd, u64), Error> {
-        let offset = addr.0 - mapping.base;
-        let start = offset / PAGE_SIZE * PAGE_SIZE;
-        let covered = (offset + len).next_multiple_of(PAGE_SIZE) - start;
-        let base = DeviceAddr(mapping.base);
-        let fd = self.open.backend.export_foreign(base, start, covered, self.counts)?;
-        Ok((fd, offset - start))
     }
 
     pub(crate) fn check_own(

@@ -115,11 +115,12 @@ mod tests {
         runtime().configure(Options { flush_peer_writes: Some(flush), ..Options::default() });
     }
 
-    /// A card with memory of which a dma-buf was handed out, and with other memory.
+    /// A card with memory of which a dma-buf was handed out, and with other memory, of which one was only tried.
     fn card() -> (Arc<Fake>, Arc<Device>, Allocation, Allocation) {
         let (fake, device) = Fake::device();
         let (exported, other) = (device.alloc(100, 1).unwrap(), device.alloc(100, 1).unwrap());
         device.export(exported.addr(), 10).expect("exported");
+        device.export_for_trial(other.addr(), 10, None).expect("exported");
         (fake, device, exported, other)
     }
 

@@ -1,0 +1,109 @@
+//! dma-bufs of a device's memory, for NICs of this process, for other processes, or to try.
+
+use std::os::fd::OwnedFd;
+
+use hl_thunk::ExportCall;
+
+use super::Device;
+use crate::memory::{DeviceRange, Extent};
+use crate::stats::Counter;
+use crate::{DeviceAddr, Error, PAGE_SIZE, marks};
+
+const EXPORTING: &str = "exporting a dma-buf";
+
+/// What others do with a dma-buf.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Use {
+    /// They may write to the memory.
+    Written,
+    /// They only show whether they could.
+    Trial,
+}
+
+impl Device {
+    /// A dma-buf for `[addr, addr + len)`, which must lie in one live allocation: a close-on-exec
+    /// descriptor that the caller owns, and where in it the range starts.
+    ///
+    /// All allocations in one driver page share the driver's export, so the descriptor may reach
+    /// beyond the range: hand it to a NIC of this process, not to another process.
+    pub fn export(&self, addr: DeviceAddr, len: u64) -> Result<(OwnedFd, u64), Error> {
+        self.export_extent(addr, len, Extent::Page(None), Use::Written)
+    }
+
+    /// As [`Device::export`], but with this one of the driver library's two calls; an error where
+    /// the library does not have it.
+    pub fn export_with(
+        &self,
+        addr: DeviceAddr,
+        len: u64,
+        call: ExportCall,
+    ) -> Result<(OwnedFd, u64), Error> {
+        self.export_extent(addr, len, Extent::Page(Some(call)), Use::Written)
+    }
+
+    /// As [`Device::export`] or [`Device::export_with`], to see whether another device takes the dma-buf. Nobody may write
+    /// through it: copies do not wait for such writes.
+    pub fn export_for_trial(
+        &self,
+        addr: DeviceAddr,
+        len: u64,
+        call: Option<ExportCall>,
+    ) -> Result<(OwnedFd, u64), Error> {
+        self.export_extent(addr, len, Extent::Page(call), Use::Trial)
+    }
+
+    /// A dma-buf of its own for `[addr, addr + len)` alone, rounded out to 4 KiB, which nobody
+    /// else's memory shares: for what leaves the process. Freeing the allocation does not take it
+    /// back: the descriptor reaches the range also when it belongs to another allocation. With
+    /// [`Device::share`] it does not.
+    pub fn export_alone(&self, addr: DeviceAddr, len: u64) -> Result<(OwnedFd, u64), Error> {
+        self.export_extent(addr, len, Extent::Alone, Use::Written)
+    }
+
+    fn export_extent(
+        &self,
+        addr: DeviceAddr,
+        len: u64,
+        extent: Extent,
+        by_others: Use,
+    ) -> Result<(OwnedFd, u64), Error> {
+        self.check_process(EXPORTING)?;
+        let checked = self.check_own(addr, len, EXPORTING);
+        let exported = checked.and_then(|entry| {
+            let peer_writes = self.open.engine.peer_writes();
+            peer_writes.permit_export(&*self.open.backend)?;
+            let exported = marks::export(addr.0, len, || {
+                if self.open.memory.exports(addr.0) {
+                    self.open.memory.export(addr.0, len, extent)
+                } else {
+                    self.export_foreign(&entry, addr, len)
+                }
+            });
+            if exported.is_ok() && by_others == Use::Written {
+                peer_writes.exported(entry);
+            }
+            exported
+        });
+        match exported {
+            Ok(_) => self.counts.add(Counter::DmabufDescriptors, 1),
+            Err(ref error) => self.counts.dmabuf_failed(error),
+        }
+        exported.map_err(|error| self.failed(error))
+    }
+
+    /// A dma-buf of its own: what the application mapped, it must be able to unmap again, which the
+    /// driver refuses while an export is open. So none is kept.
+    fn export_foreign(
+        &self,
+        mapping: &DeviceRange,
+        addr: DeviceAddr,
+        len: u64,
+    ) -> Result<(OwnedFd, u64), Error> {
+        let offset = addr.0 - mapping.base;
+        let start = offset / PAGE_SIZE * PAGE_SIZE;
+        let covered = (offset + len).next_multiple_of(PAGE_SIZE) - start;
+        let base = DeviceAddr(mapping.base);
+        let fd = self.open.backend.export_foreign(base, start, covered, self.counts)?;
+        Ok((fd, offset - start))
+    }
+}

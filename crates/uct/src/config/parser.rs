@@ -4,6 +4,9 @@
 //! If a function that reads refuses a value, UCX logs an error that names half of the variable, and goes on
 //! without the whole component: a typing error would cost the user the device. Ours never refuses. It warns
 //! once, with the variable, the value and what is expected, and the default is used.
+//!
+//! UCX calls the same function for `ucp_config_modify`, where a refusal would be an error of that call and keep the
+//! earlier value. The two cannot be told apart here, so that a program also gets the default.
 
 use core::ffi::{CStr, c_char, c_int, c_void};
 use std::collections::BTreeSet;

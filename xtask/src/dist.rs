@@ -2,7 +2,7 @@
 //!
 //! UCX matches plugin files by the suffix under which its own libucs was opened (`.so`, `.so.0` or
 //! `.so.0.0.0`), so each plugin has all three names. The file under these names is a small loader
-//! (`crates/plugin-loader`) of the one engine beside them: any number of copies is one engine.
+//! (`plugin/plugin-loader`) of the one engine beside them: any number of copies is one engine.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -28,7 +28,7 @@ const PLUGIN_SUFFIXES: [&str; 3] = [".so", ".so.0", ".so.0.0.0"];
 /// The module of libucs, and the file with defaults that it reads.
 const DEFAULTS_NAME: &str = "libucs_gaudi";
 const DEFAULTS: (&str, &str) =
-    ("ucx-gaudi.conf", include_str!("../../crates/ucs-gaudi/ucx-gaudi.conf"));
+    ("ucx-gaudi.conf", include_str!("../../plugin/ucs-gaudi/ucx-gaudi.conf"));
 
 /// The Python module.
 const PYTHON: [(&str, &str); 2] = [
@@ -36,7 +36,7 @@ const PYTHON: [(&str, &str); 2] = [
     ("py.typed", include_str!("../../python/ucx_gaudi/py.typed")),
 ];
 /// For programs that open a card by themselves.
-const HEADER: &str = include_str!("../../crates/uct-gaudi/include/ucx_gaudi.h");
+const HEADER: &str = include_str!("../../plugin/uct-gaudi/include/ucx_gaudi.h");
 
 /// What cargo built, wherever it put it.
 #[derive(Debug)]
@@ -150,7 +150,7 @@ fn messages(cargo: &mut Command) -> Result<String> {
 fn link_soft_rdma(repo: &Repo, archive: &Path) -> Result<PathBuf> {
     let library = archive.with_file_name("libibverbs.so.1");
     let mut cc = Command::new("cc");
-    cc.current_dir(repo.path("crates/soft-rdma"));
+    cc.current_dir(repo.path("soft/soft-rdma"));
     cc.arg("@link.args").arg(archive).args(["-Wl,--no-whole-archive", "-o"]).arg(&library);
     let status = cc.status().context("cannot run cc")?;
     if !status.success() {

@@ -16,7 +16,7 @@ mod sets;
 mod setup;
 mod shell;
 // The tool's, so that both set the same.
-#[path = "../../crates/cli/src/tuning.rs"]
+#[path = "../../tools/cli/src/tuning.rs"]
 mod tuning;
 mod units;
 mod vm;

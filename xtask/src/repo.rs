@@ -7,7 +7,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use e2e::Layout;
 
-/// Where the vendor's tests are, for `crates/soft-gaudi/tests/vendor.rs`.
+/// Where the vendor's tests are, for `soft/soft-gaudi/tests/vendor.rs`.
 const VENDOR_TESTS: [&str; 2] = ["SOFT_GAUDI_VENDOR_TESTS", "SOFT_GAUDI_LIBRARY"];
 
 /// The checkout and its target directory.

@@ -15,7 +15,7 @@ pub(crate) struct Set {
     pub(crate) about: &'static str,
     /// All tests of these crates.
     packages: &'static [&'static str],
-    /// All tests of these files in `crates/e2e/tests`; `gaudi::guest` is `crates/gaudi/tests/guest.rs`.
+    /// All tests of these files in `tests/e2e/tests`; `gaudi::guest` is `plugin/gaudi/tests/guest.rs`.
     end_to_end: &'static [&'static str],
     /// All tests with one of these words in `module::name`.
     words: &'static [&'static str],
@@ -310,7 +310,7 @@ pub(crate) fn list() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::path::Path;
+    use std::path::{Path, PathBuf};
 
     #[test]
     fn sets_of_the_mission_are_there() {
@@ -321,31 +321,39 @@ mod tests {
         }
     }
 
+    fn package_folder(package: &str) -> PathBuf {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let parts = ["plugin", "tools", "soft", "tests"].map(|part| root.join(part).join(package));
+        parts
+            .into_iter()
+            .find(|folder| folder.exists())
+            .unwrap_or_else(|| panic!("no crate {package}"))
+    }
+
     #[test]
     fn files_tests_and_crates_named_here_exist() {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
         for set in SETS {
             for (package, name) in set.end_to_end.iter().map(|name| file(name)) {
-                let path = root.join(format!("crates/{package}/tests/{name}.rs"));
+                let path = package_folder(package).join(format!("tests/{name}.rs"));
                 assert!(path.exists(), "{} names {}", set.name, path.display());
             }
             // Some are made by a macro: the name is there, if not behind `fn`.
             for &(name, test) in set.tests {
                 let (package, name) = file(name);
-                let path = root.join(format!("crates/{package}/tests/{name}.rs"));
+                let path = package_folder(package).join(format!("tests/{name}.rs"));
                 let text = std::fs::read_to_string(&path).expect("a file of tests");
                 let mut words = text.split(|c: char| !c.is_alphanumeric() && c != '_');
                 assert!(words.any(|word| word == test), "{}: no {test} in {name}", set.name);
             }
             for package in set.packages {
-                assert!(root.join("crates").join(package).exists(), "{package}");
+                assert!(package_folder(package).exists(), "{package}");
             }
         }
     }
 
     #[test]
     fn every_end_to_end_file_is_in_a_set() {
-        let tests = Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates/e2e/tests");
+        let tests = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/e2e/tests");
         for entry in std::fs::read_dir(tests).unwrap() {
             let path = entry.unwrap().path();
             if path.extension().is_some_and(|extension| extension == "rs") {
@@ -360,7 +368,7 @@ mod tests {
     #[test]
     fn every_file_with_verified_bytes_is_in_verification() {
         let set = SETS.iter().find(|set| set.name == "verification").expect("a set");
-        let tests = Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates/e2e/tests");
+        let tests = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/e2e/tests");
         for entry in std::fs::read_dir(tests).unwrap() {
             let path = entry.unwrap().path();
             let Ok(text) = std::fs::read_to_string(&path) else { continue };

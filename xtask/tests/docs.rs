@@ -100,7 +100,7 @@ fn files_that_are_named_exist() {
                 wrong.push(format!("{}: {word}", page.display()));
             }
         }
-        for start in ["crates/", "docs/", "xtask/"] {
+        for start in ["plugin/", "tools/", "soft/", "tests/e2e", "docs/", "xtask/"] {
             for name in names(&text, start, part) {
                 let path = name.trim_end_matches(['.', '/', '-']);
                 if !root().join(path).exists() {
@@ -130,7 +130,7 @@ fn results_name_their_date_commit_machine_and_command() {
 /// The variables that the plugin declares, by their full names. Those of UCX's own interface tables
 /// are not ours.
 fn declared() -> BTreeSet<String> {
-    let source = root().join("crates/uct-gaudi/src");
+    let source = root().join("plugin/uct-gaudi/src");
     let mut found = BTreeSet::new();
     for path in files(&source, ".rs") {
         let component = if path.starts_with(source.join("ipc")) { "IPC_" } else { "" };
@@ -156,7 +156,7 @@ fn every_variable_of_the_plugin_has_a_row_and_every_variable_named_is_declared()
         ["_ALLOC", "_FAILURE", "_MAX_NUM_EPS"].iter().any(|ending| name.ends_with(ending))
     };
     // Its constants have the same beginning.
-    let header = read(&root().join("crates/uct-gaudi/include/ucx_gaudi.h"));
+    let header = read(&root().join("plugin/uct-gaudi/include/ucx_gaudi.h"));
     for (page, text) in pages() {
         for name in names(&text, "UCX_GAUDI_", variable_part) {
             // A beginning such as `UCX_GAUDI_COPY_…`, or a variable of the tests.
@@ -169,9 +169,7 @@ fn every_variable_of_the_plugin_has_a_row_and_every_variable_named_is_declared()
 
 #[test]
 fn variables_of_the_software_devices_that_are_named_are_read() {
-    for (folder, start) in
-        [("crates/soft-gaudi", "SOFT_GAUDI_"), ("crates/soft-rdma", "SOFT_RDMA_")]
-    {
+    for (folder, start) in [("soft/soft-gaudi", "SOFT_GAUDI_"), ("soft/soft-rdma", "SOFT_RDMA_")] {
         let source = files(&root().join(folder), ".rs");
         let source: String = source.iter().map(|path| read(path)).collect();
         for (page, text) in pages() {

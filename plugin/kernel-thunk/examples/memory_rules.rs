@@ -1,6 +1,6 @@
 //! The rules of `memory_rules` on the kernel's own driver.
 
-#[path = "../../soft-gaudi/tests/memory_rules/mod.rs"]
+#[path = "../../../soft/soft-gaudi/tests/memory_rules/mod.rs"]
 mod memory_rules;
 
 use std::ptr::null;

@@ -59,7 +59,7 @@ fn every_code_has_a_text_and_the_reason_a_lifetime() {
     let bench = Workbench::from_env();
     let folder = tempfile::tempdir().expect("a folder");
     let program = folder.path().join("errors");
-    let source = repository().join("crates/e2e/tests/public_api/errors.c");
+    let source = repository().join("tests/e2e/tests/public_api/errors.c");
     assert!(compile(&bench, &source, &program, &["-pthread"]), "it compiles without a warning");
     // The texts need no card.
     let end = bench.program(Ucx::V1_22, &program).device(&Device::cards(0)).run().ok();

@@ -125,7 +125,7 @@ fn asks_an_old_ucx_for_its_components() {
     }
 }
 
-/// `crates/uct/examples/loopback.rs` is what someone else's plugin would look like.
+/// `plugin/uct/examples/loopback.rs` is what someone else's plugin would look like.
 #[test]
 fn example_transport_is_loaded_and_copies() {
     let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../Cargo.toml");

@@ -6,7 +6,7 @@ use tempfile::TempDir;
 use crate::Tool;
 
 // The tool's, which explains these tables to people.
-#[path = "../../cli/src/protocols.rs"]
+#[path = "../../../tools/cli/src/protocols.rs"]
 mod tables;
 
 pub use tables::{Choice, Protocols};

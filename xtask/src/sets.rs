@@ -198,7 +198,7 @@ pub(crate) const SETS: &[Set] = &[
         name: "tool",
         about: "the program ucx-gaudi, the verifier ucp-check, counters",
         packages: &["cli", "ucp-check"],
-        end_to_end: &["tool", "statistics", "marks", "recipes"],
+        end_to_end: &["tool", "statistics", "probes", "recipes"],
         ..EMPTY
     },
     Set {
@@ -375,7 +375,7 @@ mod tests {
             let name = path.file_stem().unwrap().to_str().unwrap();
             let named = set.end_to_end.contains(&name) || set.tests.iter().any(|it| it.0 == name);
             let verifies = ["client(", "verified("].iter().any(|call| text.contains(call));
-            let exempt = ["atomics", "cpu_access", "marks"].contains(&name);
+            let exempt = ["atomics", "cpu_access", "probes"].contains(&name);
             assert!(named || exempt || !verifies, "{name} compares bytes");
         }
     }

@@ -46,7 +46,7 @@ pub use base::options::{Conflict, FlushPeerWrites, OptionName, Options, Registra
 pub use base::process::Notifier;
 pub use base::remedy::Remedy;
 pub use base::sysfs::Sysfs;
-pub(crate) use base::{environment, error, marks, options, process, sysfs};
+pub(crate) use base::{environment, error, options, probes, process, sysfs};
 pub use base::{stats, topology};
 pub(crate) use device::copy;
 pub use device::copy::{Segment, Side, SubmitError, Transfer, USER_SPACE_END};

@@ -7,7 +7,7 @@ use hl_thunk::ExportCall;
 use super::Device;
 use crate::memory::{DeviceRange, Extent};
 use crate::stats::Counter;
-use crate::{DeviceAddr, Error, PAGE_SIZE, marks};
+use crate::{DeviceAddr, Error, PAGE_SIZE, probes};
 
 const EXPORTING: &str = "exporting a dma-buf";
 
@@ -72,7 +72,7 @@ impl Device {
         let exported = checked.and_then(|entry| {
             let peer_writes = self.open.engine.peer_writes();
             peer_writes.permit_export(&*self.open.backend)?;
-            let exported = marks::export(addr.0, len, || {
+            let exported = probes::export(addr.0, len, || {
                 if self.open.memory.exports(addr.0) {
                     self.open.memory.export(addr.0, len, extent)
                 } else {

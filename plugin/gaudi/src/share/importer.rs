@@ -23,7 +23,7 @@ use super::socket::{Credentials, Outbox, Unconnected};
 use super::wire::{LeaseId, MAX_LEN, Refusal, Reply, Request};
 use super::{Identity, descriptors, opened, socket};
 use crate::device::Registry;
-use crate::marks;
+use crate::probes;
 use crate::process::{CloseOnFork, PerProcess, thread};
 
 /// Between two attempts at a broker that is crowded.
@@ -55,7 +55,7 @@ impl Drop for Lease {
 
 /// Asks the exporter for a lease, on the connection there is or on a new one.
 pub(super) fn lease(key: &Fields, registry: &Arc<Registry>) -> Result<(Lease, OwnedFd), NoLease> {
-    marks::hand_over(|| ask_for_lease(key, Importer::current(registry)?))
+    probes::hand_over(|| ask_for_lease(key, Importer::current(registry)?))
 }
 
 fn ask_for_lease(key: &Fields, importer: &'static Importer) -> Result<(Lease, OwnedFd), NoLease> {

@@ -40,7 +40,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::backend::{Backend, HostPin};
 use crate::error::{OnCard, Phase};
 use crate::stats::{Counter, Counts, Gauge};
-use crate::{DeviceAddr, DeviceId, Error, Pinning, marks};
+use crate::{DeviceAddr, DeviceId, Error, Pinning, probes};
 use rcache::{Cache, CachedPin, Reason};
 pub use region::HostRegion;
 
@@ -251,7 +251,7 @@ unsafe fn ask_driver(device: &impl PinOwner, start: u64, len: u64) -> Result<Hos
     let generation = cache.refusal_generation();
     let ptr = core::ptr::with_exposed_provenance_mut(start as usize);
     // SAFETY: the caller's promise.
-    match marks::pin(start, len, || unsafe { device.backend().pin(ptr, len as usize) }) {
+    match probes::pin(start, len, || unsafe { device.backend().pin(ptr, len as usize) }) {
         Ok(pin) => Ok(pin.counted(counts.track(Gauge::Pin, len))),
         Err(error) => {
             counts.add(Counter::PinsRefused, 1);

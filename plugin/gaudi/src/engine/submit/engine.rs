@@ -21,7 +21,7 @@ use crate::backend::{Backend, CopyLimits, Ticket};
 use crate::options::Configuration;
 use crate::process::Notifier;
 use crate::stats::{Counter, Counts, Tally};
-use crate::{DeviceId, Error, marks};
+use crate::{DeviceId, Error, probes};
 
 /// How long one wait for a submission may sleep in the driver.
 const WAIT_US: u32 = 1_000_000;
@@ -212,7 +212,7 @@ impl Engine {
         // Otherwise another thread asked at the same time.
         if let Some(guards) = submission.complete(ended.clone()) {
             self.counts.ended(&ended, submission.tally());
-            marks::copy_end(self.id(), submission.ticket.sequence, ended.is_ok());
+            probes::copy_end(self.id(), submission.ticket.sequence, ended.is_ok());
             let someone_sleeps = self.remove(submission.ticket);
             // Unpinning is a driver call; no lock is held.
             drop(guards);
@@ -248,7 +248,7 @@ impl Engine {
         }
     }
 
-    /// Stands for the open card in marks.
+    /// Stands for the open card in probes.
     fn id(&self) -> usize {
         core::ptr::from_ref(self).addr()
     }
@@ -266,7 +266,7 @@ impl Engine {
         match flushed.and_then(|()| unsafe { self.backend.submit(direction, slot, moves) }) {
             Ok(ticket) => {
                 self.counts.submitted();
-                marks::copy_start(self.id(), ticket.sequence, direction, moves);
+                probes::copy_start(self.id(), ticket.sequence, direction, moves);
                 Ok(ticket)
             }
             Err(error) => {
@@ -394,7 +394,7 @@ impl SubmitPermit<'_> {
             }
         };
         engine.counts.bounced(&ended, direction, bytes);
-        marks::copy_end(engine.id(), ticket.sequence, ended.is_ok());
+        probes::copy_end(engine.id(), ticket.sequence, ended.is_ok());
         ended
     }
 

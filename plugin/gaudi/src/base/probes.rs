@@ -1,5 +1,5 @@
 //! USDT probes of the provider `ucx_gaudi` (docs/statistics.md), which perf, bpftrace, gdb and
-//! SystemTap find in the library's notes. A mark is one `nop` until somebody attaches to it.
+//! SystemTap find in the library's notes. A probe is one `nop` until a tracer attaches.
 //!
 //! Each pair has a number by which `_end` finds its `_start`; the last argument of an end is 1 if it went well.
 
@@ -12,7 +12,7 @@ use probe::{probe, probe_lazy};
 /// A submission was accepted. `card`: stands for the open card; `sequence`: the driver's number on it.
 #[inline]
 pub(crate) fn copy_start(card: usize, sequence: u64, direction: Direction, moves: &[LinDma]) {
-    // Only somebody who listens pays for the sum.
+    // Computed only while a tracer is attached.
     probe_lazy!(ucx_gaudi, copy_start, card, sequence, direction as u64, bytes_of(moves));
 }
 

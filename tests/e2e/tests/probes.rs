@@ -28,12 +28,12 @@ fn probes(mut notes: &[u8]) -> BTreeMap<String, usize> {
 }
 
 #[test]
-fn the_plugin_has_the_marks_that_are_documented() {
+fn the_plugin_has_the_probes_that_are_documented() {
     let layout = Workbench::from_env().layout().clone();
     let library = layout.dist().join("lib/ucx-gaudi/libucx_gaudi.so");
     let file = std::fs::read(library).expect("the plugin");
     let file = object::File::parse(&*file).expect("an ELF file");
-    let notes = file.section_by_name(".note.stapsdt").expect("a section with marks");
+    let notes = file.section_by_name(".note.stapsdt").expect("a section of probes");
     let found = probes(notes.data().expect("its bytes"));
     let expected = [
         ("copy_start", 4),

@@ -174,7 +174,7 @@ pub(crate) const SETS: &[Set] = &[
     Set {
         name: "config",
         about: "variables, transport selection",
-        end_to_end: &["selection", "config", "estimates", "asked"],
+        end_to_end: &["selection", "config", "estimates", "requested"],
         words: &["config"],
         ..EMPTY
     },

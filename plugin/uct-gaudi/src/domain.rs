@@ -29,7 +29,7 @@ use crate::flavour::Flavour;
 use crate::settings::{self, Settings};
 use crate::status::explain;
 use crate::{
-    asked, cards, fault, fragments, hcas, hooks, memory_events, memtype_cache, status, summary,
+    cards, fault, fragments, hcas, hooks, memory_events, memtype_cache, requested, status, summary,
 };
 
 /// The component of one flavour.
@@ -86,9 +86,9 @@ impl<F: Flavour> Component for GaudiComponent<F> {
             }
             Err(reason) => {
                 if F::LEADS && !self.explained.swap(true, Ordering::Relaxed) {
-                    // No Gaudi is nothing to bother anyone with, unless somebody asked for one; a
+                    // A machine without a Gaudi is not worth a warning, unless a setting asks for one; a
                     // mistake in a variable is.
-                    let asked = asked::settings();
+                    let asked = requested::settings();
                     if reason.is_setting_wrong() {
                         log!(ucx, Warn, "no Gaudi: {}", explain(&reason));
                     } else if asked.is_empty() {
@@ -157,7 +157,7 @@ impl<F: Flavour> GaudiComponent<F> {
         let card = candidates.first().ok_or(Status::NO_DEVICE)?;
         summary::at_start(ucx, &settings.device, &candidates);
         register_access(ucx, settings.hw_block_access, card, F::LEADS)?;
-        asked::say_if_excluded(ucx, false);
+        requested::warn_if_excluded(ucx, false);
         // A framework's card copies through the framework, whatever the generation; it may come after this.
         let expects_framework = settings::expects_framework(settings.framework);
         let copies = card.generation.accepts_submissions() || expects_framework;

@@ -11,7 +11,6 @@
 //! such calls itself (`hooks`).
 
 mod addresses;
-mod asked;
 mod c_errors;
 mod cards;
 mod copies;
@@ -34,6 +33,7 @@ mod perftest;
 mod queue;
 #[cfg(test)]
 mod reference;
+mod requested;
 mod settings;
 mod sleeper;
 mod status;

@@ -15,7 +15,7 @@ use uct::{MemoryType, Status, Ucx, log};
 
 use crate::domain::configured_device;
 use crate::settings::chosen_device;
-use crate::{asked, memtype_cache, status};
+use crate::{memtype_cache, requested, status};
 
 /// `ucx_perf_allocator_t`.
 #[repr(C)]
@@ -168,7 +168,7 @@ unsafe extern "C" fn init(_perf: *mut c_void) -> Status {
     // enough that there is one, and that it copies. Without copies the program would try for ever.
     let found = attempt("ucx_perftest -m gaudi", |bench| {
         let cards = gaudi::runtime().candidates(&chosen_device())?;
-        asked::say_if_excluded(bench.ucx, true);
+        requested::warn_if_excluded(bench.ucx, true);
         Ok((bench.ucx, cards.first().map(|card| card.generation)))
     });
     match found {

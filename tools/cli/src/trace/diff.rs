@@ -2,7 +2,7 @@
 //!
 //! Calls are compared thread by thread, threads in the order of their first calls. Addresses, handles,
 //! descriptors and sequence numbers differ from run to run: two of them count as the same if what they stand for
-//! ([`super::things`]) does so in all threads. Times are no differences; the caller shows them beside each other.
+//! ([`super::resources`]) does so in all threads. Times are not compared; the caller shows them side by side.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use super::recording::{Call, Recording};
-use super::things::{self, Followed, Kind, Place, Raw, Thing};
+use super::resources::{self, Kind, Raw, ResolvedCall, Resource, ResourceRef};
 
 /// How far ahead the same calls are searched for where two threads part.
 const AHEAD: usize = 100;
@@ -44,25 +44,25 @@ pub(crate) fn compare(a: &Recording, b: &Recording) -> Comparison {
     let mut comparison = Comparison::default();
     let mut same = Correspondence::default();
     let (threads_a, threads_b) = (a.threads(), b.threads());
-    let (followed_a, followed_b) = (things::follow(a), things::follow(b));
+    let (resolved_a, resolved_b) = (resources::resolve(a), resources::resolve(b));
     let none = u64::MAX;
     for at in 0..threads_a.len().max(threads_b.len()) {
-        let of = |followed, threads: &[u64]| calls(followed, *threads.get(at).unwrap_or(&none));
-        let (a, b) = (of(&followed_a, &threads_a), of(&followed_b, &threads_b));
+        let of = |resolved, threads: &[u64]| calls(resolved, *threads.get(at).unwrap_or(&none));
+        let (a, b) = (of(&resolved_a, &threads_a), of(&resolved_b, &threads_b));
         compare_threads(at + 1, &a, &b, &mut same, &mut comparison);
     }
     comparison
 }
 
-fn calls<'a>(followed: &'a [Followed<'a>], thread: u64) -> Vec<&'a Followed<'a>> {
-    let of_thread = followed.iter().filter(|it| it.call.thread == thread);
+fn calls<'a>(resolved: &'a [ResolvedCall<'a>], thread: u64) -> Vec<&'a ResolvedCall<'a>> {
+    let of_thread = resolved.iter().filter(|it| it.call.thread == thread);
     of_thread.filter(|it| it.call.name != "load" && !it.call.is_idle_wait()).collect()
 }
 
 fn compare_threads(
     thread: usize,
-    a: &[&Followed<'_>],
-    b: &[&Followed<'_>],
+    a: &[&ResolvedCall<'_>],
+    b: &[&ResolvedCall<'_>],
     same: &mut Correspondence,
     comparison: &mut Comparison,
 ) {
@@ -77,10 +77,10 @@ fn compare_threads(
     };
     while at_a < a.len() || at_b < b.len() {
         let (skip_a, skip_b) = next_common(&a[at_a..], &b[at_b..]);
-        for Followed { call, .. } in &a[at_a..at_a + skip_a] {
+        for ResolvedCall { call, .. } in &a[at_a..at_a + skip_a] {
             add(call, Some(call.line), None, format!("only in A{}", outcome(call)));
         }
-        for Followed { call, .. } in &b[at_b..at_b + skip_b] {
+        for ResolvedCall { call, .. } in &b[at_b..at_b + skip_b] {
             add(call, None, Some(call.line), format!("only in B{}", outcome(call)));
         }
         (at_a, at_b) = (at_a + skip_a, at_b + skip_b);
@@ -100,8 +100,8 @@ fn outcome(call: &Call) -> String {
 
 /// How many calls to skip on either side until both go on with the same function, so that as many calls as
 /// possible find their like (the longest common subsequence of what lies ahead).
-fn next_common<'a>(a: &[&Followed<'a>], b: &[&Followed<'a>]) -> (usize, usize) {
-    let names = |calls: &[&Followed<'a>]| -> Vec<&'a str> {
+fn next_common<'a>(a: &[&ResolvedCall<'a>], b: &[&ResolvedCall<'a>]) -> (usize, usize) {
+    let names = |calls: &[&ResolvedCall<'a>]| -> Vec<&'a str> {
         calls.iter().take(AHEAD).map(|it| &*it.call.name).collect()
     };
     if a.first().zip(b.first()).is_some_and(|(a, b)| a.call.name == b.call.name) {
@@ -131,16 +131,16 @@ fn next_common<'a>(a: &[&Followed<'a>], b: &[&Followed<'a>]) -> (usize, usize) {
 /// program has its buffers, which descriptor it imports. Hints are compared with what came of them.
 const OF_THE_PROGRAM: [&str; 5] = ["idle_polls", "timeout_us", "ptr", "dmabuf", "hint"];
 
-/// Which things of A stand for which of B.
+/// Which resources of A stand for which of B.
 #[derive(Debug, Default)]
 struct Correspondence {
-    pairs: HashMap<Thing, Thing>,
-    taken: HashMap<Thing, Thing>,
+    pairs: HashMap<Resource, Resource>,
+    taken: HashMap<Resource, Resource>,
 }
 
 impl Correspondence {
     /// What differs between two calls of one function.
-    fn compare(&mut self, a: &Followed<'_>, b: &Followed<'_>) -> Vec<String> {
+    fn compare(&mut self, a: &ResolvedCall<'_>, b: &ResolvedCall<'_>) -> Vec<String> {
         let mut differences = Vec::new();
         match (a.call.errno, b.call.errno) {
             (None, Some(errno)) => {
@@ -165,7 +165,7 @@ impl Correspondence {
         if a.call.errno.is_none() && b.call.errno.is_none() {
             pair.compare_values(
                 "result",
-                things::kind_of_return(&a.call.name),
+                resources::kind_of_return(&a.call.name),
                 &a.call.ret,
                 &b.call.ret,
             );
@@ -175,7 +175,7 @@ impl Correspondence {
     }
 
     /// Whether both are new, or known to stand for each other.
-    fn stand_for_each_other(&mut self, a: Thing, b: Thing) -> bool {
+    fn correspond(&mut self, a: Resource, b: Resource) -> bool {
         match (self.pairs.get(&a), self.taken.get(&b)) {
             (Some(known), _) => *known == b,
             (None, Some(_)) => false,
@@ -190,8 +190,8 @@ impl Correspondence {
 
 /// Two calls of one function.
 struct Pair<'a> {
-    a: &'a Followed<'a>,
-    b: &'a Followed<'a>,
+    a: &'a ResolvedCall<'a>,
+    b: &'a ResolvedCall<'a>,
     same: &'a mut Correspondence,
     differences: Vec<String>,
 }
@@ -203,7 +203,7 @@ impl Pair<'_> {
             let path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
             match (a.get(key), b.get(key)) {
                 (Some(one), Some(other)) => {
-                    let kind = things::kind(&self.a.call.name, key, a);
+                    let kind = resources::kind(&self.a.call.name, key, a);
                     self.compare_values(&path, kind, one, other);
                 }
                 (one, _) => {
@@ -225,8 +225,9 @@ impl Pair<'_> {
             (a, b, Some(kind)) if is_value(a) && is_value(b) => {
                 match (Raw::new(kind, a), Raw::new(kind, b)) {
                     (Some(one), Some(other)) => {
-                        let places = (self.a.place(kind, &one), self.b.place(kind, &other));
-                        self.compare_places(path, (a, places.0), (b, places.1));
+                        let references =
+                            (self.a.reference(kind, &one), self.b.reference(kind, &other));
+                        self.compare_references(path, (a, references.0), (b, references.1));
                     }
                     // "No address" and its like are themselves.
                     _ if a != b => self.compare_values(path, None, a, b),
@@ -238,23 +239,24 @@ impl Pair<'_> {
         }
     }
 
-    /// Compares what two values stand for. Values that nobody knows anything of in either are the same.
-    fn compare_places(
+    /// Compares what two values stand for. Values that are unknown in both are the same.
+    fn compare_references(
         &mut self,
         path: &str,
-        (a, of_a): (&Value, Option<Place>),
-        (b, of_b): (&Value, Option<Place>),
+        (a, of_a): (&Value, Option<ResourceRef>),
+        (b, of_b): (&Value, Option<ResourceRef>),
     ) {
         let same = match (of_a, of_b) {
-            (Some(a), Some(b)) => self.same.stand_for_each_other(a.thing, b.thing),
+            (Some(a), Some(b)) => self.same.correspond(a.resource, b.resource),
             (one, other) => one.is_none() && other.is_none(),
         };
-        let from = |place: Option<Place>| match place {
-            Some(place) => format!("from line {}", place.thing.line),
+        let from = |reference: Option<ResourceRef>| match reference {
+            Some(reference) => format!("from line {}", reference.resource.line),
             None => String::from("from nowhere"),
         };
         // Which part of a mapping has a free command buffer is a matter of time.
-        let offsets = (of_a.map(|place| place.offset), of_b.map(|place| place.offset));
+        let offsets =
+            (of_a.map(|reference| reference.offset), of_b.map(|reference| reference.offset));
         if !same {
             self.differences.push(format!(
                 "{path}: {a} in A ({}) and {b} in B ({}) do not stand for each other",
@@ -292,7 +294,7 @@ fn is_value(value: &Value) -> bool {
 }
 
 /// Packets contain addresses: of each its length and control word are compared, of a fill also the value, which it has
-/// in the place of the source.
+/// in place of the source address.
 fn compare_packets(a: &Call, b: &Call, differences: &mut Vec<String>) {
     for key in ["queue", "size"] {
         let (a, b) = (a.args.get(key), b.args.get(key));

@@ -2,7 +2,7 @@
 
 mod diff;
 mod recording;
-mod things;
+mod resources;
 
 use std::collections::BTreeMap;
 use std::fs::File;

@@ -1,5 +1,5 @@
-//! Who asks for a Gaudi is answered: every setting that asks for one turns its absence into a warning, and
-//! what was decided is one summary per process.
+//! Every setting that asks for a Gaudi turns its absence into a warning, and each process logs one summary
+//! of what was decided.
 
 mod memory;
 

@@ -1,8 +1,8 @@
 //! What the numbers in a recording stand for. Pure functions.
 //!
 //! Addresses, handles, descriptors and sequence numbers differ from run to run, and a number that was given back is
-//! given out again for something else. So each is followed from the call that returned it, through all threads, until a
-//! later call returns the same number. Numbers of two recordings can then be compared by the things they stand for.
+//! given out again for something else. So each is tracked from the call that returned it, through all threads, until a
+//! later call returns the same number. Numbers of two recordings can then be compared by the resources they stand for.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -25,7 +25,7 @@ pub(super) enum Kind {
 }
 
 impl Kind {
-    /// Whether a value that no recorded call returned is a thing from its first use on: a descriptor that the
+    /// Whether a value that no recorded call returned is a resource from its first use on: a descriptor that the
     /// application lent, a card. Others were returned before the recording began, or are physical addresses.
     fn is_known_by_use(self) -> bool {
         matches!(self, Kind::Descriptor | Kind::BusId | Kind::Index | Kind::Module)
@@ -45,7 +45,7 @@ impl Kind {
 /// What the value under this key of a call's arguments, or of an object in them, is.
 pub(super) fn kind(call: &str, key: &str, object: &Map<String, Value>) -> Option<Kind> {
     match (key, call) {
-        // The place of a block is the same on all cards of a generation.
+        // A block has the same address on all cards of a generation.
         ("addr", "hlthunk_get_hw_block") => None,
         ("addr" | "device_va", _) => Some(Kind::Mapping),
         ("cb", _) => {
@@ -80,7 +80,7 @@ pub(super) fn kind_of_return(call: &str) -> Option<Kind> {
     }
 }
 
-/// The new thing that a call made, and its value.
+/// The new resource that a call made, and its value.
 fn made(call: &Call) -> Option<(Kind, &Value)> {
     if call.errno.is_some() {
         return None;
@@ -121,9 +121,9 @@ impl Raw {
     }
 }
 
-/// One thing: a mapping, say. It is known by a number of its own.
+/// One resource: a mapping, say. It is known by a number of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Thing {
+pub(super) struct Resource {
     number: usize,
     /// The line in which it first appeared.
     pub(super) line: usize,
@@ -131,106 +131,106 @@ pub(super) struct Thing {
 
 /// What a value stands for; of an address also how far behind the start of its mapping it lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Place {
-    pub(super) thing: Thing,
+pub(super) struct ResourceRef {
+    pub(super) resource: Resource,
     pub(super) offset: u64,
 }
 
 /// A call, and what its values stand for.
 #[derive(Debug)]
-pub(super) struct Followed<'a> {
+pub(super) struct ResolvedCall<'a> {
     pub(super) call: &'a Call,
-    places: Vec<(Kind, Raw, Place)>,
+    references: Vec<(Kind, Raw, ResourceRef)>,
 }
 
-impl Followed<'_> {
-    pub(super) fn place(&self, kind: Kind, raw: &Raw) -> Option<Place> {
+impl ResolvedCall<'_> {
+    pub(super) fn reference(&self, kind: Kind, raw: &Raw) -> Option<ResourceRef> {
         // What the call made comes last, and may have the number of something older.
-        let found = self.places.iter().rfind(|(of, known, _)| (*of, known) == (kind, raw))?;
+        let found = self.references.iter().rfind(|(of, known, _)| (*of, known) == (kind, raw))?;
         Some(found.2)
     }
 }
 
 /// Follows all values of a recording.
-pub(super) fn follow(recording: &Recording) -> Vec<Followed<'_>> {
-    let mut known = Known::default();
-    recording.calls.iter().map(|call| known.follow(call)).collect()
+pub(super) fn resolve(recording: &Recording) -> Vec<ResolvedCall<'_>> {
+    let mut known = Tracker::default();
+    recording.calls.iter().map(|call| known.resolve(call)).collect()
 }
 
 /// Whose numbers: a card's, by the descriptor, or everybody's.
-type Scope = Option<Thing>;
+type Scope = Option<Resource>;
 
 #[derive(Default)]
-struct Known {
+struct Tracker {
     count: usize,
-    things: HashMap<(Scope, Kind, Raw), Thing>,
+    resources: HashMap<(Scope, Kind, Raw), Resource>,
     /// Mappings by their start, with their lengths.
-    mappings: HashMap<Scope, BTreeMap<u64, (Thing, u64)>>,
+    mappings: HashMap<Scope, BTreeMap<u64, (Resource, u64)>>,
     /// Bytes of device memory.
-    sizes: HashMap<Thing, u64>,
+    sizes: HashMap<Resource, u64>,
 }
 
-impl Known {
-    fn follow<'a>(&mut self, call: &'a Call) -> Followed<'a> {
-        let mut places = Vec::new();
+impl Tracker {
+    fn resolve<'a>(&mut self, call: &'a Call) -> ResolvedCall<'a> {
+        let mut references = Vec::new();
         let descriptor = call.args.get("fd").and_then(|fd| Raw::new(Kind::Descriptor, fd));
         let scope = descriptor.and_then(|fd| self.used(call, None, Kind::Descriptor, &fd));
-        let scope = scope.map(|place| place.thing);
-        self.follow_object(call, scope, &call.args, &mut places);
+        let scope = scope.map(|reference| reference.resource);
+        self.resolve_object(call, scope, &call.args, &mut references);
         let raw_of_made = made(call).and_then(|(kind, value)| Some((kind, Raw::new(kind, value)?)));
         if let Some((kind, raw)) = raw_of_made {
             let len = self.len(call, scope);
-            let thing = self.add(call, scope, kind, &raw, len);
-            places.push((kind, raw, Place { thing, offset: 0 }));
+            let resource = self.add(call, scope, kind, &raw, len);
+            references.push((kind, raw, ResourceRef { resource, offset: 0 }));
         }
-        Followed { call, places }
+        ResolvedCall { call, references }
     }
 
-    fn follow_object(
+    fn resolve_object(
         &mut self,
         call: &Call,
         scope: Scope,
         object: &Map<String, Value>,
-        places: &mut Vec<(Kind, Raw, Place)>,
+        references: &mut Vec<(Kind, Raw, ResourceRef)>,
     ) {
         for (key, value) in object {
             match value {
-                Value::Object(inner) => self.follow_object(call, scope, inner, places),
+                Value::Object(inner) => self.resolve_object(call, scope, inner, references),
                 Value::Array(list) => {
                     for inner in list.iter().filter_map(Value::as_object) {
-                        self.follow_object(call, scope, inner, places);
+                        self.resolve_object(call, scope, inner, references);
                     }
                 }
                 value => {
                     let Some(kind) = kind(&call.name, key, object) else { continue };
                     let Some(raw) = Raw::new(kind, value) else { continue };
-                    let place = self.used(call, scope, kind, &raw);
-                    places.extend(place.map(|place| (kind, raw, place)));
+                    let reference = self.used(call, scope, kind, &raw);
+                    references.extend(reference.map(|reference| (kind, raw, reference)));
                 }
             }
         }
     }
 
     /// What a value stands for where it is used.
-    fn used(&mut self, call: &Call, scope: Scope, kind: Kind, raw: &Raw) -> Option<Place> {
+    fn used(&mut self, call: &Call, scope: Scope, kind: Kind, raw: &Raw) -> Option<ResourceRef> {
         let scope = scope.filter(|_| kind.is_of_a_card());
         if let (Kind::Mapping, Raw::Number(at)) = (kind, raw) {
-            let (start, (thing, len)) = self.mappings.get(&scope)?.range(..=*at).next_back()?;
-            let place = Place { thing: *thing, offset: at - start };
-            return (place.offset < *len).then_some(place);
+            let (start, (resource, len)) = self.mappings.get(&scope)?.range(..=*at).next_back()?;
+            let reference = ResourceRef { resource: *resource, offset: at - start };
+            return (reference.offset < *len).then_some(reference);
         }
-        let thing = self.things.get(&(scope, kind, raw.clone())).copied();
-        let thing = match thing {
+        let resource = self.resources.get(&(scope, kind, raw.clone())).copied();
+        let resource = match resource {
             None if kind.is_known_by_use() => Some(self.add(call, scope, kind, raw, 0)),
-            thing => thing,
+            resource => resource,
         };
-        thing.map(|thing| Place { thing, offset: 0 })
+        resource.map(|resource| ResourceRef { resource, offset: 0 })
     }
 
-    /// A new thing, which has this number from now on.
-    fn add(&mut self, call: &Call, scope: Scope, kind: Kind, raw: &Raw, len: u64) -> Thing {
+    /// A new resource, which has this number from now on.
+    fn add(&mut self, call: &Call, scope: Scope, kind: Kind, raw: &Raw, len: u64) -> Resource {
         let scope = scope.filter(|_| kind.is_of_a_card());
-        let thing = Thing { number: self.count, line: call.line };
+        let resource = Resource { number: self.count, line: call.line };
         self.count += 1;
         match (kind, raw) {
             (Kind::Mapping, Raw::Number(start)) => {
@@ -242,14 +242,14 @@ impl Known {
                     before.take_while(|(old, (_, len))| old.saturating_add(*len) > *start);
                 let overlap: Vec<u64> = overlap.map(|(old, _)| *old).collect();
                 overlap.iter().for_each(|old| _ = mappings.remove(old));
-                mappings.insert(*start, (thing, len));
+                mappings.insert(*start, (resource, len));
             }
-            _ => _ = self.things.insert((scope, kind, raw.clone()), thing),
+            _ => _ = self.resources.insert((scope, kind, raw.clone()), resource),
         }
         if kind == Kind::Memory {
-            self.sizes.insert(thing, len);
+            self.sizes.insert(resource, len);
         }
-        thing
+        resource
     }
 
     /// The length of what a call made.
@@ -260,7 +260,7 @@ impl Known {
         };
         let of_memory = || {
             let handle = Raw::new(Kind::Memory, call.args.get("handle")?)?;
-            let memory = self.things.get(&(scope, Kind::Memory, handle))?;
+            let memory = self.resources.get(&(scope, Kind::Memory, handle))?;
             self.sizes.get(memory).copied()
         };
         number("size").or_else(|| number("length")).or_else(of_memory).unwrap_or_default()

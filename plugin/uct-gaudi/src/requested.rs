@@ -1,5 +1,5 @@
-//! Whether somebody asked for a Gaudi, and whether UCX is told to leave us out: what decides between a
-//! line that nobody needs to see and a warning.
+//! Whether the environment asks for a Gaudi, and whether it tells UCX to leave us out. Both decide between
+//! a line at info level and a warning.
 
 use std::ffi::OsString;
 use std::sync::Once;
@@ -8,7 +8,7 @@ use uct::{Ucx, log};
 
 use crate::flavour::{Flavour, GaudiCopy, GaudiGdr};
 
-/// How variables begin that only somebody sets who wants a Gaudi.
+/// Prefixes of variables that are set only to use a Gaudi.
 const PREFIXES: [&str; 6] = [
     "UCX_GAUDI_COPY_",
     "UCT_GAUDI_COPY_",
@@ -17,7 +17,7 @@ const PREFIXES: [&str; 6] = [
     "UCX_GAUDI_GDR_",
     "UCX_GAUDI_TRACE",
 ];
-/// Other variables of that sort.
+/// Other such variables.
 const NAMES: [&str; 2] = ["HLS_MODULE_ID", "GAUDI_MAPPING_TABLE"];
 /// Lists of transports and of devices.
 const TLS: &str = "UCX_TLS";
@@ -45,10 +45,10 @@ fn asking(variables: impl Iterator<Item = (OsString, OsString)>) -> Vec<String> 
     found
 }
 
-/// Says once per process, where UCX is told to use none of our copy transports, that it will refuse Gaudi
-/// memory: UCX then closes our domains, and its own error names no cause. `wanted`: Gaudi memory is about to
-/// be asked for.
-pub(crate) fn say_if_excluded(ucx: &Ucx, wanted: bool) {
+/// Logs once per process that UCX will refuse Gaudi memory, if it was told to use none of our copy
+/// transports: UCX then closes our domains, and its own error names no cause. `wanted`: Gaudi memory is
+/// about to be allocated.
+pub(crate) fn warn_if_excluded(ucx: &Ucx, wanted: bool) {
     static SAID: [Once; 2] = [Once::new(), Once::new()];
     let Some(list) = excluded(|name| std::env::var(name).ok()) else { return };
     let asks: Vec<String> =

@@ -236,7 +236,7 @@ impl Device {
     ///
     /// # Safety
     /// As for [`submit`](Device::submit).
-    pub unsafe fn submit_sparing_card(
+    pub unsafe fn submit_without_reset(
         &self,
         chunks: &[Chunk<'_>],
         seconds: u32,

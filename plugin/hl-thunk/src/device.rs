@@ -11,16 +11,16 @@ use crate::symbols::Symbols;
 use crate::sys::{self, HwIpInfo};
 use crate::{Error, Generation, Library, ProcessInstance};
 
-/// Room for what the library writes about the hardware. It does not ask how much there is, and the structure
+/// Buffer for what the library writes about the hardware. It does not know our size, and the structure
 /// of another version may be larger than the one we know.
 #[repr(C)]
-struct HwIpRoom {
+struct HwIpBuffer {
     info: HwIpInfo,
-    beyond: [u8; HW_IP_ROOM - size_of::<HwIpInfo>()],
+    beyond: [u8; HW_IP_BUFFER_SIZE - size_of::<HwIpInfo>()],
 }
 
-const HW_IP_ROOM: usize = 4096;
-/// Fills the room beyond the structure that we know.
+const HW_IP_BUFFER_SIZE: usize = 4096;
+/// Fills the buffer beyond the structure that we know.
 const CANARY: u8 = 0xc5;
 
 /// An open descriptor. Our own is closed through the library.
@@ -71,16 +71,17 @@ impl Node {
     fn hw_info(&self) -> Result<HwIpInfo, Error> {
         // SAFETY: the structure is plain numbers; all zeroes is a value of it.
         let info: HwIpInfo = unsafe { std::mem::zeroed() };
-        let mut room = HwIpRoom { info, beyond: [CANARY; HW_IP_ROOM - size_of::<HwIpInfo>()] };
-        let place: *mut HwIpRoom = &mut room;
+        let mut buffer =
+            HwIpBuffer { info, beyond: [CANARY; HW_IP_BUFFER_SIZE - size_of::<HwIpInfo>()] };
+        let place: *mut HwIpBuffer = &mut buffer;
         // SAFETY: the fd is open, and the place is larger than any structure of this kind.
         check("hlthunk_get_hw_ip_info", || unsafe {
             self.library.symbols.hlthunk_get_hw_ip_info(self.fd().as_raw_fd(), place.cast())
         })?;
-        if let Some(last) = room.beyond.iter().rposition(|&byte| byte != CANARY) {
+        if let Some(last) = buffer.beyond.iter().rposition(|&byte| byte != CANARY) {
             self.library.record_hw_info_len(size_of::<HwIpInfo>() + last + 1);
         }
-        Ok(room.info)
+        Ok(buffer.info)
     }
 
     fn bus_id(&self) -> Result<String, Error> {
@@ -145,18 +146,18 @@ impl ControlDevice {
     }
 
     /// Bytes that [`ControlDevice::hw_info`] and [`Device::open`] have for the library's structure.
-    pub const HW_INFO_ROOM: usize = HW_IP_ROOM;
+    pub const HW_INFO_BUFFER_SIZE: usize = HW_IP_BUFFER_SIZE;
 
-    /// Has the library write its structure into `room`, for one who wants to see every byte of it.
+    /// Lets the library write its structure into `buffer`, to look at every byte of it.
     ///
     /// # Panics
-    /// If it is smaller than [`HW_INFO_ROOM`](Self::HW_INFO_ROOM).
-    pub fn hw_info_into(&self, room: &mut [u64]) -> Result<(), Error> {
-        assert!(size_of_val(room) >= HW_IP_ROOM, "too little room");
+    /// If it is smaller than [`HW_INFO_BUFFER_SIZE`](Self::HW_INFO_BUFFER_SIZE).
+    pub fn hw_info_into(&self, buffer: &mut [u64]) -> Result<(), Error> {
+        assert!(size_of_val(buffer) >= HW_IP_BUFFER_SIZE, "the buffer is too small");
         // SAFETY: the fd is open; the place is aligned, and larger than any structure of this kind.
         check("hlthunk_get_hw_ip_info", || unsafe {
             let symbols = &self.node.library.symbols;
-            symbols.hlthunk_get_hw_ip_info(self.node.fd().as_raw_fd(), room.as_mut_ptr().cast())
+            symbols.hlthunk_get_hw_ip_info(self.node.fd().as_raw_fd(), buffer.as_mut_ptr().cast())
         })
         .map(drop)
     }

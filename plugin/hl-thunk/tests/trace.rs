@@ -91,7 +91,7 @@ fn every_call_is_recorded_with_its_arguments_result_errno_and_packets() {
     // SAFETY: as above.
     let sequence = unsafe {
         let chunk = Chunk { buffer: &buffer, offset: 0, len: packet.len(), queue: 4 };
-        device.submit_sparing_card(&[chunk], 7).unwrap()
+        device.submit_without_reset(&[chunk], 7).unwrap()
     };
     while device.wait(sequence, 1000).unwrap() == hl_thunk::WaitStatus::Busy {}
     let sparing = |line: &String| {

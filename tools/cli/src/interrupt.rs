@@ -29,7 +29,7 @@ fn end_group() {
     }
 }
 
-/// From now on SIGINT and SIGTERM do not end the tool, but the processes of [`Working`].
+/// From now on SIGINT and SIGTERM do not end the tool, but the processes of [`ChildGroup`].
 pub(crate) fn watch() {
     for signal in [libc::SIGINT, libc::SIGTERM] {
         // SAFETY: the handler loads and stores atomics and calls kill, which signal handlers may do.
@@ -43,9 +43,9 @@ pub(crate) fn came() -> bool {
 }
 
 /// A child with a process group of its own, which the signals of [`watch`] end. One at a time.
-pub(crate) struct Working(Child);
+pub(crate) struct ChildGroup(Child);
 
-impl Working {
+impl ChildGroup {
     pub(crate) fn start(command: &mut Command) -> io::Result<Self> {
         // Its orphans become ours, so that their end can be waited for.
         let _ = set_child_subreaper(Pid::from_raw(1));

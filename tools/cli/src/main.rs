@@ -14,9 +14,9 @@ mod info;
 mod interrupt;
 mod output;
 mod prefix;
-mod private;
 #[allow(dead_code, reason = "the end-to-end tests use all of it")]
 mod protocols;
+mod redact;
 mod report;
 mod run;
 mod saved_file;

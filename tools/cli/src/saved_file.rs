@@ -35,7 +35,7 @@ pub(crate) struct Pending {
 impl Pending {
     pub(crate) fn new(file: &Path) -> Result<Self, Failure> {
         check(file)?;
-        let temporary = match Place::of(file).and_then(|place| place.temporary()) {
+        let temporary = match ResolvedPath::of(file).and_then(|place| place.temporary()) {
             Ok(temporary) => temporary.map(NamedTempFile::into_temp_path),
             Err(error) => return Err(cannot_write(file, &error)),
         };
@@ -53,7 +53,8 @@ impl Pending {
         if fs::metadata(&temporary).is_ok_and(|data| data.len() == 0) {
             return Ok(());
         }
-        let kept = Place::of(&self.file).and_then(|place| Ok(temporary.persist(place.target)?));
+        let kept =
+            ResolvedPath::of(&self.file).and_then(|place| Ok(temporary.persist(place.target)?));
         kept.map_err(|error| cannot_write(&self.file, &error))
     }
 }
@@ -72,7 +73,7 @@ pub(crate) fn cannot_write(file: &Path, error: &io::Error) -> Failure {
 }
 
 fn try_check(file: &Path) -> io::Result<()> {
-    let place = Place::of(file)?;
+    let place = ResolvedPath::of(file)?;
     // A rename would not ask whether an old file may be written to.
     if file.exists() {
         File::options().append(true).open(file)?;
@@ -84,7 +85,7 @@ fn try_check(file: &Path) -> io::Result<()> {
 }
 
 fn try_replace(file: &Path, text: &str) -> io::Result<()> {
-    let place = Place::of(file)?;
+    let place = ResolvedPath::of(file)?;
     let Some(mut temporary) = place.temporary()? else {
         return File::options().append(true).open(file)?.write_all(text.as_bytes());
     };
@@ -94,14 +95,14 @@ fn try_replace(file: &Path, text: &str) -> io::Result<()> {
 }
 
 /// Where a file that the user named is.
-struct Place {
+struct ResolvedPath {
     /// What a link points to, or the file itself.
     target: PathBuf,
     /// A terminal, pipe or device, as `/dev/stdout`: nothing to keep, and not to be replaced by a file.
     is_special: bool,
 }
 
-impl Place {
+impl ResolvedPath {
     fn of(file: &Path) -> io::Result<Self> {
         // Whoever may write to the folder can put a link there. Links of the system, as `/dev/stdout`, are root's.
         let own = [rustix::process::geteuid().as_raw(), 0];
@@ -231,7 +232,7 @@ mod tests {
         let folder = Folder::new("special");
         check(Path::new("/dev/null")).expect("a device");
         replace(Path::new("/dev/null"), "text").expect("a device");
-        let place = Place::of(Path::new("/dev/null")).expect("a device");
+        let place = ResolvedPath::of(Path::new("/dev/null")).expect("a device");
         assert!(place.is_special, "it is still a device");
         check(&folder.0).expect_err("a folder");
         check(&folder.0.join("no/file")).expect_err("no folder");

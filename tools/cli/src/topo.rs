@@ -21,7 +21,7 @@ const LEGEND: &[(&str, &str)] = &[
 ];
 
 /// A row and a column of the matrix.
-struct Place {
+struct MatrixEntry {
     name: String,
     location: Option<PciLocation>,
 }
@@ -54,16 +54,16 @@ struct Nearest {
 pub(crate) fn run(context: &Context) -> Result<Exit, Failure> {
     let cards = runtime().discover()?;
     let all = ScaleOut::read(&Sysfs::default(), &cards);
-    let card = |view: &gaudi::scale_out::CardView| Place {
+    let card = |view: &gaudi::scale_out::CardView| MatrixEntry {
         name: format!("Gaudi{}", view.card.index),
         // A software card's address may be that of another device.
         location: view.location.clone().filter(|place| place.is_gaudi() && !view.card.is_software),
     };
-    let nic = |nic: &gaudi::scale_out::Nic| Place {
+    let nic = |nic: &gaudi::scale_out::Nic| MatrixEntry {
         name: nic.name.clone(),
         location: nic.location.clone(),
     };
-    let places: Vec<Place> =
+    let places: Vec<MatrixEntry> =
         all.cards().iter().map(card).chain(all.nics().iter().map(nic)).collect();
     let report = report(&all, &places);
     // Such as a card that is left out, and why.
@@ -76,8 +76,8 @@ pub(crate) fn run(context: &Context) -> Result<Exit, Failure> {
     Ok(Exit::Fine)
 }
 
-fn report(all: &ScaleOut, places: &[Place]) -> Report {
-    let device = |place: &Place| Device {
+fn report(all: &ScaleOut, places: &[MatrixEntry]) -> Report {
+    let device = |place: &MatrixEntry| Device {
         name: place.name.clone(),
         bus_id: place.location.as_ref().map(|location| location.bus_id().to_owned()),
         numa_node: place.location.as_ref().and_then(|location| location.numa_node),
@@ -99,7 +99,7 @@ fn report(all: &ScaleOut, places: &[Place]) -> Report {
     }
 }
 
-fn relation(places: &[Place], one: usize, other: usize) -> &'static str {
+fn relation(places: &[MatrixEntry], one: usize, other: usize) -> &'static str {
     if one == other {
         return "X";
     }

@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use crate::Context;
 use crate::doctor::ucx;
 use crate::failure::Failure;
-use crate::interrupt::{self, Working};
+use crate::interrupt::{self, ChildGroup};
 use crate::saved_file;
 
 /// How it is started, and a folder for what it writes.
@@ -59,7 +59,7 @@ impl UcpCheck {
         command.stdin(Stdio::null());
         command.stderr(output.try_clone().map_err(unable)?).stdout(output);
         interrupt::watch();
-        let status = Working::start(&mut command).map_err(unable)?.wait().map_err(unable)?;
+        let status = ChildGroup::start(&mut command).map_err(unable)?.wait().map_err(unable)?;
         if interrupt::came() {
             // Its processes had no time to do that.
             gaudi::share::remove_leftovers();

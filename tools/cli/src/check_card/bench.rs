@@ -14,8 +14,8 @@ use super::pattern::{IMAGE, SLOTS};
 /// How long a submission may take. The driver's watchdog waits for 30 seconds.
 const LIMIT: Duration = Duration::from_secs(10);
 /// What the driver is asked to give a submission that must not cost a reset, and how long we wait beyond.
-const SPARING_SECONDS: u32 = 5;
-const SPARING_LIMIT: Duration = Duration::from_secs(SPARING_SECONDS as u64 + 1);
+const NO_RESET_SECONDS: u32 = 5;
+const NO_RESET_LIMIT: Duration = Duration::from_secs(NO_RESET_SECONDS as u64 + 1);
 const COMMANDS: usize = SLOTS * 24;
 
 /// Host memory that the card sees.
@@ -48,7 +48,7 @@ pub(super) enum Image {
 
 /// How long a submission took.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Took {
+pub(super) struct Timing {
     /// The call that submits.
     pub(super) submit: Duration,
     /// From there until the wait for it returned.
@@ -57,7 +57,7 @@ pub(super) struct Took {
 
 /// Why a submission did not complete.
 #[derive(Clone, Debug)]
-pub(super) enum Trouble {
+pub(super) enum SubmitFailure {
     /// It was not submitted.
     Refused(String),
     /// It does not end.
@@ -66,7 +66,7 @@ pub(super) enum Trouble {
     Failed(Error),
 }
 
-impl fmt::Display for Trouble {
+impl fmt::Display for SubmitFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Refused(why) => f.write_str(why),
@@ -116,7 +116,7 @@ impl Bench {
     }
 
     /// The bytes of an image in host memory, unless the card may be writing them.
-    pub(super) fn bytes(&mut self, image: usize) -> Result<&mut [u8], Trouble> {
+    pub(super) fn bytes(&mut self, image: usize) -> Result<&mut [u8], SubmitFailure> {
         self.usable()?;
         let pages = &self.host[image].pages;
         // SAFETY: our own pages, which nobody else uses: the exclusive borrow keeps this process
@@ -124,9 +124,9 @@ impl Bench {
         Ok(unsafe { std::slice::from_raw_parts_mut(pages.as_ptr(), IMAGE) })
     }
 
-    fn usable(&self) -> Result<(), Trouble> {
+    fn usable(&self) -> Result<(), SubmitFailure> {
         let lost =
-            || Trouble::Refused(String::from("not tried: an earlier submission did not end"));
+            || SubmitFailure::Refused(String::from("not tried: an earlier submission did not end"));
         (!self.lost).then_some(()).ok_or_else(lost)
     }
 
@@ -146,29 +146,33 @@ impl Bench {
     }
 
     /// Has the card carry out these transfers, and waits.
-    pub(super) fn dma(&mut self, queue: u32, transfers: &[LinDma]) -> Result<Took, Trouble> {
+    pub(super) fn dma(
+        &mut self,
+        queue: u32,
+        transfers: &[LinDma],
+    ) -> Result<Timing, SubmitFailure> {
         let packets = self.encode(transfers)?;
         self.submit(queue, &packets)
     }
 
     /// As [`dma`](Bench::dma); the driver is asked not to reset the card if this does not end.
-    pub(super) fn dma_sparing_card(
+    pub(super) fn dma_without_reset(
         &mut self,
         queue: u32,
         transfers: &[LinDma],
-    ) -> Result<Took, Trouble> {
+    ) -> Result<Timing, SubmitFailure> {
         let packets = self.encode(transfers)?;
-        self.submit_by(queue, &packets, SPARING_LIMIT, |device, chunk| {
+        self.submit_by(queue, &packets, NO_RESET_LIMIT, |device, chunk| {
             // SAFETY: as in `submit`.
-            unsafe { device.submit_sparing_card(&[chunk], SPARING_SECONDS) }
+            unsafe { device.submit_without_reset(&[chunk], NO_RESET_SECONDS) }
         })
     }
 
-    fn encode(&mut self, transfers: &[LinDma]) -> Result<Vec<u8>, Trouble> {
+    fn encode(&mut self, transfers: &[LinDma]) -> Result<Vec<u8>, SubmitFailure> {
         let generation = self.device.generation();
         let mut packets = Vec::with_capacity(transfers.len() * 24);
         for transfer in transfers {
-            let none = || Trouble::Refused(format!("no packet for {transfer:?}"));
+            let none = || SubmitFailure::Refused(format!("no packet for {transfer:?}"));
             packets.extend(transfer.encode(generation).ok_or_else(none)?);
         }
         self.transfers += transfers.len();
@@ -176,7 +180,7 @@ impl Bench {
     }
 
     /// Submits packets that touch nothing but the four images, and waits.
-    pub(super) fn submit(&mut self, queue: u32, packets: &[u8]) -> Result<Took, Trouble> {
+    pub(super) fn submit(&mut self, queue: u32, packets: &[u8]) -> Result<Timing, SubmitFailure> {
         self.submit_by(queue, packets, LIMIT, |device, chunk| {
             // SAFETY: the images and the command buffer stay mapped as long as the bench, and nobody
             // touches them before the wait has ended.
@@ -190,37 +194,37 @@ impl Bench {
         packets: &[u8],
         limit: Duration,
         submit: impl FnOnce(&Device, Chunk<'_>) -> Result<u64, Error>,
-    ) -> Result<Took, Trouble> {
+    ) -> Result<Timing, SubmitFailure> {
         self.usable()?;
         // SAFETY: every submission was waited for, so none contains these bytes.
         unsafe { self.commands.write(0, packets) };
         let chunk = Chunk { buffer: &self.commands, offset: 0, len: packets.len(), queue };
         let began = Instant::now();
         let submitted = submit(&self.device, chunk);
-        let sequence = submitted.map_err(|error| Trouble::Refused(error.to_string()))?;
+        let sequence = submitted.map_err(|error| SubmitFailure::Refused(error.to_string()))?;
         let submit = began.elapsed();
         let ended = wait(&self.device, sequence, limit);
         self.lost = ended.is_err();
-        ended.map(|()| Took { submit, total: began.elapsed() })
+        ended.map(|()| Timing { submit, total: began.elapsed() })
     }
 }
 
 /// Waits for a submission.
-fn wait(device: &Device, sequence: u64, limit: Duration) -> Result<(), Trouble> {
+fn wait(device: &Device, sequence: u64, limit: Duration) -> Result<(), SubmitFailure> {
     let began = Instant::now();
     loop {
         match device.wait(sequence, 1_000_000) {
             Ok(WaitStatus::Completed) => return Ok(()),
             Ok(WaitStatus::Busy) if began.elapsed() < limit => {}
-            Ok(WaitStatus::Busy) => return Err(Trouble::Stuck(limit)),
-            Err(error) => return Err(Trouble::Failed(error)),
+            Ok(WaitStatus::Busy) => return Err(SubmitFailure::Stuck(limit)),
+            Err(error) => return Err(SubmitFailure::Failed(error)),
         }
     }
 }
 
 /// Whether a card carries out a packet that does nothing.
-pub(super) fn works(device: &Device) -> Result<(), Trouble> {
-    let refused = |error: Error| Trouble::Refused(error.to_string());
+pub(super) fn works(device: &Device) -> Result<(), SubmitFailure> {
+    let refused = |error: Error| SubmitFailure::Refused(error.to_string());
     let queue = device.generation().queues(Direction::HostToDevice)[0];
     let commands = CommandBuffer::new(device, NOP.len() as u32).map_err(refused)?;
     // SAFETY: a buffer of our own that nothing was submitted from.

@@ -6,10 +6,10 @@ use hl_thunk::packet::{LinDma, NOP};
 use hl_thunk::{Device, Direction};
 use serde_json::json;
 
-use super::asking::ms;
-use super::bench::{Bench, Image, Trouble};
+use super::bench::{Bench, Image, SubmitFailure};
 use super::memory::Area;
-use super::pattern::{Batch, Case, IMAGE, Images, SLOTS, Wrong, batches, noise};
+use super::pattern::{Batch, Case, IMAGE, Images, Mismatches, SLOTS, batches, noise};
+use super::queries::ms;
 use crate::report::Finding;
 
 const SEND_BACK: &str =
@@ -111,7 +111,7 @@ pub(super) fn bulk(bench: &mut Bench) -> (Finding, Option<()>) {
 }
 
 /// A bad finding, if a copy or a fill of a whole image failed or has wrong bytes.
-fn whole_image(wrong: Result<usize, Trouble>, how: &str) -> Option<Finding> {
+fn whole_image(wrong: Result<usize, SubmitFailure>, how: &str) -> Option<Finding> {
     match wrong {
         Ok(0) => None,
         Ok(count) => {
@@ -171,7 +171,8 @@ pub(super) fn fill(bench: &mut Bench) -> Finding {
 
 /// Copies of odd lengths at odd places, down and up.
 pub(super) fn odd(bench: &mut Bench, thorough: bool) -> Finding {
-    let way = |what, direction, from, to| Way { what, direction, from: Bytes::Image(from), to };
+    let way =
+        |what, direction, from, to| TransferKind { what, direction, from: Bytes::Image(from), to };
     let ways = [
         way("copy down", Direction::HostToDevice, Image::Host(0), Image::Device(0)),
         way("copy up", Direction::DeviceToHost, Image::Device(0), Image::Host(1)),
@@ -182,14 +183,16 @@ pub(super) fn odd(bench: &mut Bench, thorough: bool) -> Finding {
 /// The same within device memory.
 pub(super) fn odd_within_the_card(bench: &mut Bench, thorough: bool) -> Finding {
     let (what, (from, to)) = ("copy within the card", WITHIN);
-    let way = Way { what, direction: Direction::DeviceToDevice, from: Bytes::Image(from), to };
+    let way =
+        TransferKind { what, direction: Direction::DeviceToDevice, from: Bytes::Image(from), to };
     judge(bench, thorough, &[way])
 }
 
 /// Fills of odd lengths at odd places.
 pub(super) fn odd_fill(bench: &mut Bench, thorough: bool) -> Finding {
     let (direction, to) = (Direction::DeviceToDevice, Image::Device(0));
-    let ways = FILLS.map(|(what, byte)| Way { what, direction, from: Bytes::Byte(byte), to });
+    let ways =
+        FILLS.map(|(what, byte)| TransferKind { what, direction, from: Bytes::Byte(byte), to });
     judge(bench, thorough, &ways)
 }
 
@@ -200,16 +203,16 @@ enum Bytes {
 }
 
 /// A kind of transfer.
-struct Way {
+struct TransferKind {
     what: &'static str,
     direction: Direction,
     from: Bytes,
     to: Image,
 }
 
-fn judge(bench: &mut Bench, thorough: bool, ways: &[Way]) -> Finding {
+fn judge(bench: &mut Bench, thorough: bool, ways: &[TransferKind]) -> Finding {
     let (before, batches) = (bench.transfers(), batches(thorough));
-    let (mut wrong, mut tried) = (Wrong::default(), 0);
+    let (mut wrong, mut tried) = (Mismatches::default(), 0);
     let mut failed = None;
     'all: for way in ways {
         let queues = bench.device().generation().queues(way.direction);
@@ -249,11 +252,11 @@ fn judge(bench: &mut Bench, thorough: bool, ways: &[Way]) -> Finding {
 
 fn try_batch(
     bench: &mut Bench,
-    way: &Way,
+    way: &TransferKind,
     batch: Batch<'_>,
     seed: u64,
-    wrong: &mut Wrong,
-) -> Result<(), Trouble> {
+    wrong: &mut Mismatches,
+) -> Result<(), SubmitFailure> {
     let images = match way.from {
         Bytes::Image(from) => {
             let images = Images::new(batch.cases, seed);
@@ -280,7 +283,7 @@ fn try_batch(
 }
 
 /// Puts bytes into an image: by an aligned copy of whole slots, which was checked before, where it is the card's.
-pub(super) fn place(bench: &mut Bench, image: Image, bytes: &[u8]) -> Result<(), Trouble> {
+pub(super) fn place(bench: &mut Bench, image: Image, bytes: &[u8]) -> Result<(), SubmitFailure> {
     match image {
         Image::Host(which) => bench.bytes(which)?[..bytes.len()].copy_from_slice(bytes),
         Image::Device(_) => {
@@ -294,7 +297,7 @@ pub(super) fn place(bench: &mut Bench, image: Image, bytes: &[u8]) -> Result<(),
 }
 
 /// The first bytes of an image.
-pub(super) fn fetch(bench: &mut Bench, image: Image, len: usize) -> Result<&[u8], Trouble> {
+pub(super) fn fetch(bench: &mut Bench, image: Image, len: usize) -> Result<&[u8], SubmitFailure> {
     let which = match image {
         Image::Host(which) => which,
         Image::Device(_) => {

@@ -10,10 +10,10 @@ use std::time::Duration;
 use hl_thunk::Generation;
 use serde_json::json;
 
-use super::asking::{self, ms};
-use super::bench::{self, Bench, Image, Trouble};
+use super::bench::{self, Bench, Image, SubmitFailure};
 use super::copies::{fetch, place};
 use super::pattern::{SLOT, noise};
+use super::queries::{self, ms};
 use crate::report::Finding;
 
 /// Queue of the first EDMA engine.
@@ -34,8 +34,8 @@ pub(super) fn host_command_buffer(bench: &mut Bench) -> Finding {
         return not_submitted(&why);
     }
     let copy = bench.copy(from, to, SLOT);
-    let outcome = bench.dma_sparing_card(QUEUE, &[copy]);
-    if let Err(why @ Trouble::Refused(_)) = &outcome {
+    let outcome = bench.dma_without_reset(QUEUE, &[copy]);
+    if let Err(why @ SubmitFailure::Refused(_)) = &outcome {
         return not_submitted(why);
     }
     let data = |fetches: Option<bool>, survived: bool| json!({"submitted": true, "fetches_host": fetches, "survived": survived});
@@ -54,7 +54,7 @@ pub(super) fn host_command_buffer(bench: &mut Bench) -> Finding {
             }
             Err(why) => Finding::bad("", why.to_string(), SEND_BACK).with(data(None, true)),
         },
-        Err(Trouble::Failed(error)) if error.errno != libc::ETIMEDOUT => {
+        Err(SubmitFailure::Failed(error)) if error.errno != libc::ETIMEDOUT => {
             Finding::bad("", error.to_string(), SEND_BACK).with(data(None, true))
         }
         Err(why) => {
@@ -64,16 +64,16 @@ pub(super) fn host_command_buffer(bench: &mut Bench) -> Finding {
     }
 }
 
-fn not_submitted(why: &Trouble) -> Finding {
+fn not_submitted(why: &SubmitFailure) -> Finding {
     let data = json!({"submitted": false, "fetches_host": null, "survived": null});
     Finding::warning("", format!("not submitted: {why}"), SEND_BACK).with(data)
 }
 
 /// Opens the card after the process that submitted has ended, and tries whether it works.
 pub(super) fn reopen(bus_id: &str) -> Finding {
-    let (failed, library) = asking::library();
+    let (failed, library) = queries::library();
     let Some(library) = library else { return failed };
-    match asking::open(&library, bus_id, PATIENCE) {
+    match queries::open(&library, bus_id, PATIENCE) {
         Ok((device, took, refused)) => {
             let data = json!({"open_ms": took.as_secs_f64() * 1e3, "eagain_ms": refused.as_secs_f64() * 1e3});
             let times = format!("{}, after {} of EAGAIN", ms(took), ms(refused));

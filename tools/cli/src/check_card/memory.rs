@@ -11,7 +11,7 @@ use hl_thunk::{
 use rustix::fs::{SeekFrom, seek};
 use serde_json::json;
 
-use super::asking::ms;
+use super::queries::ms;
 use crate::output::size;
 use crate::report::Finding;
 use crate::verbs::{Registration, Verbs};

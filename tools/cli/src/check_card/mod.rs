@@ -8,12 +8,12 @@
 //! support them: if one hangs an engine, the process ends with a submission in flight, and the driver resets the card.
 //! What hangs an engine by the vendor's sources is done only with `--may-reset`.
 
-mod asking;
 mod bench;
 mod copies;
 mod edma;
 mod memory;
 mod pattern;
+mod queries;
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::ExitStatusExt;
@@ -32,9 +32,9 @@ use crate::Context;
 use crate::driver::{Driver, kernel};
 use crate::failure::{Exit, Failure};
 use crate::info::choice;
-use crate::interrupt::{self, Working};
+use crate::interrupt::{self, ChildGroup};
 use crate::output::{DIM, print_failure, print_json};
-use crate::private;
+use crate::redact;
 use crate::report::{Finding, Summary, Verdict};
 use crate::saved_file::{self, Pending};
 
@@ -143,7 +143,7 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
             );
         }
     }
-    let saved = options.save.as_deref().map(|path| private::save(path, &report)).transpose();
+    let saved = options.save.as_deref().map(|path| redact::save(path, &report)).transpose();
     if let Err(failure) = recorded.and(saved) {
         // The report is on standard output.
         print_failure(&failure, false);
@@ -193,7 +193,7 @@ fn findings_of(
     json: bool,
     checks: &[&'static str],
 ) -> Result<Vec<Finding>, Failure> {
-    let child = Working::start(command.stdin(Stdio::null()).stdout(Stdio::piped()));
+    let child = ChildGroup::start(command.stdin(Stdio::null()).stdout(Stdio::piped()));
     let mut child = child.map_err(|error| cannot_start(&error))?;
     let mut lines = BufReader::new(child.child().stdout.take().expect("piped"));
     let (mut findings, mut running) = (Vec::new(), None);
@@ -265,12 +265,12 @@ fn child(options: &Options) {
 
 /// `None` if it ended early.
 fn checks(lines: &mut Lines, options: &Options) -> Option<()> {
-    let library = lines.needed("library", asking::library)?;
+    let library = lines.needed("library", queries::library)?;
     lines.check("pair", || Driver::read(Path::new("/")).judge(&library));
-    let card = lines.needed("card", || asking::card(options.card.as_deref()))?;
-    lines.check("hw-info", || asking::hw_info(&library, &card));
+    let card = lines.needed("card", || queries::card(options.card.as_deref()))?;
+    lines.check("hw-info", || queries::hw_info(&library, &card));
     let rounds = if options.thorough { 10 } else { 3 };
-    let device = lines.needed("open", || asking::open_and_close(&library, &card, rounds))?;
+    let device = lines.needed("open", || queries::open_and_close(&library, &card, rounds))?;
     let area = lines.needed("device-memory", || memory::device_memory(&device))?;
     lines.check("host-memory", || memory::host_memory(&device, options.thorough));
     let bench = if device.generation().accepts_submissions() {

@@ -185,7 +185,7 @@ pub(super) fn noise(seed: u64, slots: usize) -> Vec<u8> {
 
 /// What is wrong with copies.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Wrong {
+pub(super) struct Mismatches {
     pub(super) copies: usize,
     pub(super) examples: Vec<String>,
     kinds: BTreeMap<(&'static str, u32, Alignment), Kind>,
@@ -199,7 +199,7 @@ struct Kind {
     listed: Vec<[u32; 3]>,
 }
 
-impl Wrong {
+impl Mismatches {
     /// The kinds of copies of which some were wrong, for programs.
     pub(super) fn kinds(&self) -> Value {
         let wrong = self.kinds.iter().filter(|(_, kind)| kind.wrong > 0);
@@ -301,7 +301,7 @@ mod tests {
         let batch = Batch { what: "copy", queue: 4, cases };
         let images = Images::new(cases, 7);
         let judge = |got: &[u8]| {
-            let mut wrong = Wrong::default();
+            let mut wrong = Mismatches::default();
             wrong.add(batch, &images.after, got);
             wrong
         };

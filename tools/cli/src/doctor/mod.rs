@@ -195,7 +195,7 @@ fn copy_on_a_card(options: &Options, cards: &[DeviceInfo]) -> Vec<Finding> {
 
 /// Writes the report without private names.
 fn write_bundle(path: &std::path::Path, report: &Value) -> Result<(), Failure> {
-    crate::private::save(path, report)?;
+    crate::redact::save(path, report)?;
     note(&format!("wrote {}; look into it before you send it", path.display()));
     Ok(())
 }

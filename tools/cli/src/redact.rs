@@ -1,4 +1,4 @@
-//! What a report for others must not tell: names of users, of the machine, and of foreign processes.
+//! Removes from reports the names of users, of the machine, and of other processes.
 
 use std::ffi::CStr;
 use std::path::Path;

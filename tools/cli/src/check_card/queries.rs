@@ -1,4 +1,4 @@
-//! Steps that only ask, and the opening of the card.
+//! Steps that only query the card, and its opening.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -16,8 +16,8 @@ use crate::report::Finding;
 
 /// How long a card may refuse to be opened after it was closed: a Gaudi2's firmware resets its engines.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// What the plugin has room for. The largest known structure has 336 bytes.
-const ROOM: usize = ControlDevice::HW_INFO_ROOM;
+/// Size of the plugin's buffer. The largest known structure has 336 bytes.
+const BUFFER_SIZE: usize = ControlDevice::HW_INFO_BUFFER_SIZE;
 
 /// Loads the driver library.
 pub(super) fn library() -> (Finding, Option<Arc<Library>>) {
@@ -78,9 +78,9 @@ pub(super) fn hw_info(library: &Arc<Library>, card: &DeviceInfo) -> Finding {
         }
     };
     let ask = |canary: u8| -> Result<Vec<u8>, hl_thunk::Error> {
-        let mut room = vec![u64::from_ne_bytes([canary; 8]); 2 * ROOM / 8];
-        control.hw_info_into(&mut room)?;
-        Ok(room.iter().flat_map(|word| word.to_ne_bytes()).collect())
+        let mut buffer = vec![u64::from_ne_bytes([canary; 8]); 2 * BUFFER_SIZE / 8];
+        control.hw_info_into(&mut buffer)?;
+        Ok(buffer.iter().flat_map(|word| word.to_ne_bytes()).collect())
     };
     let answers = ask(0xc7).and_then(|one| Ok((one, ask(0x38)?, control.hw_info()?)));
     match answers {
@@ -132,9 +132,9 @@ fn judge_hw_info(raw: &[u8], link: Option<String>, hw: &HwIpInfo) -> Finding {
                 format!("PCI device id {:#06x} is no Gaudi that the plugin knows", hw.device_id);
             Finding::bad("", found, "send this report: the id has to be added")
         }
-        (written, _) if written > ROOM => Finding::bad(
+        (written, _) if written > BUFFER_SIZE => Finding::bad(
             "",
-            format!("the library wrote {written} bytes; the plugin has room for {ROOM}"),
+            format!("the library wrote {written} bytes; the plugin has room for {BUFFER_SIZE}"),
             "do not use the plugin with this library; send this report",
         ),
         (written, _) if written > known => Finding::warning(
@@ -263,12 +263,12 @@ mod tests {
     }
 
     #[test]
-    fn a_longer_answer_is_noticed_and_one_beyond_our_room_is_bad() {
+    fn a_longer_answer_is_noticed_and_one_beyond_our_buffer_is_bad() {
         let verdict = |written, hw: &HwIpInfo| judge_hw_info(&vec![0; written], None, hw).verdict;
         assert_eq!(verdict(336, &hw()), Verdict::Good);
         assert_eq!(verdict(344, &hw()), Verdict::Warning);
-        assert_eq!(verdict(ROOM, &hw()), Verdict::Warning);
-        assert_eq!(verdict(ROOM + 1, &hw()), Verdict::Bad);
+        assert_eq!(verdict(BUFFER_SIZE, &hw()), Verdict::Warning);
+        assert_eq!(verdict(BUFFER_SIZE + 1, &hw()), Verdict::Bad);
         assert_eq!(verdict(336, &HwIpInfo { device_id: 1, ..hw() }), Verdict::Bad);
         assert_eq!(verdict(336, &HwIpInfo { dram_size: 0, ..hw() }), Verdict::Bad);
     }

@@ -82,7 +82,7 @@ struct CopyWork<T> {
     device: Arc<Device>,
     segments: Segments,
     bytes: usize,
-    copies: SmallVec<[OneCopy<T>; 1]>,
+    copies: SmallVec<[PostedCopy<T>; 1]>,
     on_failure: OnFailure,
     /// The device was too busy for it before.
     tried: bool,
@@ -90,7 +90,7 @@ struct CopyWork<T> {
 }
 
 /// A copy as it was posted.
-struct OneCopy<T> {
+struct PostedCopy<T> {
     /// How many of the segments are its own.
     segments: usize,
     companion: T,
@@ -134,7 +134,7 @@ impl<T> CopyWork<T> {
     /// The copies, each with its result.
     fn ended(self, results: Result<(), Vec<Result<(), Error>>>) -> impl Iterator<Item = Ended<T>> {
         let mut results = results.err().unwrap_or_default().into_iter();
-        self.copies.into_iter().map(move |OneCopy { companion, completion, .. }| {
+        self.copies.into_iter().map(move |PostedCopy { companion, completion, .. }| {
             let result = results.next().unwrap_or(Ok(())).map_err(Failure::Copy);
             Ended { completion, result, companion: Some(companion) }
         })
@@ -267,7 +267,7 @@ impl<T> Copies<T> {
         let copy = CopyWork {
             device,
             bytes: segments.iter().map(|segment| segment.len).sum(),
-            copies: smallvec![OneCopy { segments: segments.len(), companion, completion }],
+            copies: smallvec![PostedCopy { segments: segments.len(), companion, completion }],
             segments,
             on_failure,
             tried: false,
@@ -278,7 +278,7 @@ impl<T> Copies<T> {
         let over = queue.post(copy, |copy, results| ended.extend(copy.ended(results)));
         drop(state);
         let Some((mut copy, results)) = over else { return Ok(Posted::Later) };
-        let Some(OneCopy { companion, completion, .. }) = copy.copies.pop() else {
+        let Some(PostedCopy { companion, completion, .. }) = copy.copies.pop() else {
             return Ok(Posted::Later);
         };
         match results.err().and_then(|mut results| results.pop()) {

@@ -20,7 +20,7 @@ use uct::abi::md_flag;
 use uct::config::{Ternary, Values, Variable};
 use uct::{
     AllocRequest, Allocated, Component, DomainAttributes, MemoryAnswer, MemoryDomain, MemoryType,
-    MemoryTypes, Region, Status, SysDevice, Ucx, Wants, log,
+    MemoryTypes, QueryFields, Region, Status, SysDevice, Ucx, log,
 };
 
 use crate::addresses::{Registered, allocation_of, register};
@@ -85,7 +85,7 @@ impl<F: Flavour> Component for GaudiComponent<F> {
                 vec![F::COMPONENT.to_owned()]
             }
             Err(reason) => {
-                if F::LEADS && !self.explained.swap(true, Ordering::Relaxed) {
+                if F::PRIMARY && !self.explained.swap(true, Ordering::Relaxed) {
                     // A machine without a Gaudi is not worth a warning, unless a setting asks for one; a
                     // mistake in a variable is.
                     let asked = requested::settings();
@@ -136,15 +136,15 @@ impl<F: Flavour> GaudiComponent<F> {
         ucx: &'static Ucx,
         config: &Values<'_>,
     ) -> Result<GaudiDomain<F>, Status> {
-        let settings = Settings::read(ucx, config, F::LEADS)?;
-        if fragments::lack_size(ucx, F::LEADS) {
+        let settings = Settings::read(ucx, config, F::PRIMARY)?;
+        if fragments::lack_size(ucx, F::PRIMARY) {
             return Err(Status::INVALID_PARAM);
         }
-        if F::LEADS {
+        if F::PRIMARY {
             fragments::warn_of_cuda(ucx);
         }
         let candidates = gaudi::runtime().candidates(&settings.device).map_err(|error| {
-            if F::LEADS {
+            if F::PRIMARY {
                 match &settings.device {
                     DeviceChoice::Any => log!(ucx, Warn, "no Gaudi: {}", explain(&error)),
                     choice => {
@@ -156,12 +156,12 @@ impl<F: Flavour> GaudiComponent<F> {
         })?;
         let card = candidates.first().ok_or(Status::NO_DEVICE)?;
         summary::at_start(ucx, &settings.device, &candidates);
-        register_access(ucx, settings.hw_block_access, card, F::LEADS)?;
+        register_access(ucx, settings.hw_block_access, card, F::PRIMARY)?;
         requested::warn_if_excluded(ucx, false);
         // A framework's card copies through the framework, whatever the generation; it may come after this.
         let expects_framework = settings::expects_framework(settings.framework);
         let copies = card.generation.accepts_submissions() || expects_framework;
-        if !copies && F::LEADS {
+        if !copies && F::PRIMARY {
             log!(
                 ucx,
                 Info,
@@ -176,7 +176,7 @@ impl<F: Flavour> GaudiComponent<F> {
             _ => SysDevice::UNKNOWN,
         };
         let link = gaudi::runtime().link(card);
-        if F::LEADS {
+        if F::PRIMARY {
             match link {
                 Some(link) => log!(ucx, Info, "link of {card}: {link}"),
                 None => log!(ucx, Debug, "the link of {card} is not in sysfs"),
@@ -187,11 +187,11 @@ impl<F: Flavour> GaudiComponent<F> {
         if settings.explain_faults {
             fault::begin(ucx);
         }
-        memory_events::begin(ucx, &settings, F::LEADS)?;
+        memory_events::begin(ucx, &settings, F::PRIMARY)?;
         settings::warn_of_conflicts(ucx);
         hooks::configure(ucx, settings.mem_hooks);
         if let Err(error) = gaudi::runtime().framework_card()
-            && F::LEADS
+            && F::PRIMARY
         {
             log!(ucx, Warn, "the card of Synapse cannot be used: {}", explain(&error));
         }
@@ -446,7 +446,12 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
         })
     }
 
-    fn query(&self, address: u64, length: usize, wants: Wants) -> Result<MemoryAnswer, Status> {
+    fn query(
+        &self,
+        address: u64,
+        length: usize,
+        wants: QueryFields,
+    ) -> Result<MemoryAnswer, Status> {
         let no_dmabuf = |why: &dyn std::fmt::Display| {
             if wants.dmabuf {
                 log!(self.ucx, Info, "no dma-buf for {address:#x}, {length} bytes: {why}");

@@ -15,9 +15,8 @@ pub(crate) trait Flavour: Send + Sync + 'static {
     const TRANSPORT_PREFIX: &'static str;
     /// Factor on every estimated cost.
     const COST: f64;
-    /// Whether this is the one that speaks for the plugin where one line is enough, and the one
-    /// that decides which card is meant.
-    const LEADS: bool;
+    /// Whether this one logs what concerns the whole plugin, and chooses the card.
+    const PRIMARY: bool;
 }
 
 /// `gaudi_copy` / `gaudi_cpy`.
@@ -28,7 +27,7 @@ impl Flavour for GaudiCopy {
     const TRANSPORT: &'static str = "gaudi_cpy";
     const TRANSPORT_PREFIX: &'static str = "GAUDI_CPY_";
     const COST: f64 = 1.0;
-    const LEADS: bool = true;
+    const PRIMARY: bool = true;
 }
 
 /// `gaudi_gdr` / `gaudi_gdr`.
@@ -39,5 +38,5 @@ impl Flavour for GaudiGdr {
     const TRANSPORT: &'static str = "gaudi_gdr";
     const TRANSPORT_PREFIX: &'static str = "GAUDI_GDR_";
     const COST: f64 = 1.1;
-    const LEADS: bool = false;
+    const PRIMARY: bool = false;
 }

@@ -47,12 +47,12 @@ type Release = unsafe extern "C" fn(u32) -> c_int;
 type Destroy = unsafe extern "C" fn() -> c_int;
 
 /// The framework's own functions that release its card.
-struct Endings {
+struct ReleaseFunctions {
     release: Release,
     destroy: Destroy,
 }
 
-static ENDINGS: OnceLock<Endings> = OnceLock::new();
+static RELEASE_FUNCTIONS: OnceLock<ReleaseFunctions> = OnceLock::new();
 
 /// Through which UCX hooks are set, and whether they are wanted.
 static WANTED: Mutex<Option<(&'static Ucx, Ternary)>> = Mutex::new(None);
@@ -117,14 +117,14 @@ fn install_on_framework(ucx: &Ucx) -> Result<(), String> {
     };
     // SAFETY: the types are those of synapse_api.h.
     let endings = unsafe {
-        Endings {
+        ReleaseFunctions {
             release: transmute::<*const c_void, Release>(find(c"synDeviceRelease")?),
             destroy: transmute::<*const c_void, Destroy>(find(c"synDestroy")?),
         }
     };
     let library = file_of(endings.release as *const c_void);
     let library = library.ok_or("it is not known which file libSynapse is")?;
-    let _ = ENDINGS.set(endings);
+    let _ = RELEASE_FUNCTIONS.set(endings);
     redirect(ucx, c"synDeviceRelease", device_release as *const c_void, library)?;
     redirect(ucx, c"synDestroy", destroy as *const c_void, library)
 }
@@ -292,8 +292,8 @@ unsafe extern "C" fn close(fd: c_int) -> c_int {
     unsafe { (originals().close)(fd) }
 }
 
-fn endings() -> &'static Endings {
-    ENDINGS.get().expect("set before the first redirection")
+fn release_functions() -> &'static ReleaseFunctions {
+    RELEASE_FUNCTIONS.get().expect("set before the first redirection")
 }
 
 /// Before a call that releases the framework's card.
@@ -314,11 +314,11 @@ fn released(releasing: Option<Releasing>, answer: c_int) -> c_int {
 unsafe extern "C" fn device_release(device: u32) -> c_int {
     let releasing = releasing();
     // SAFETY: the caller's own argument.
-    released(releasing, unsafe { (endings().release)(device) })
+    released(releasing, unsafe { (release_functions().release)(device) })
 }
 
 unsafe extern "C" fn destroy() -> c_int {
     let releasing = releasing();
     // SAFETY: no arguments.
-    released(releasing, unsafe { (endings().destroy)() })
+    released(releasing, unsafe { (release_functions().destroy)() })
 }

@@ -190,7 +190,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
     fn devices(_: &'static Ucx, md: &GaudiDomain<F>) -> Vec<uct::Device> {
         // Without copies gaudi_gdr still offers its device, with no operation: UCP closes a memory
         // domain that no transport uses, and detection and dma-bufs with it.
-        if F::LEADS && !md.copies {
+        if F::PRIMARY && !md.copies {
             return Vec::new();
         }
         vec![uct::Device {

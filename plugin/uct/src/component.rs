@@ -8,10 +8,10 @@ use crate::abi::{
     INVALID_RKEY, ListLink, MD_CONFIG_SIZE, MdOps, MdResource, RawComponent, RawMd, RawTl,
     RkeyUnpackParams, Status, SysDevice,
 };
-use crate::border::{guarded, guarded_status};
 use crate::config::{Table, Values, Variable};
 use crate::iface::{self, Interface, TransportObject};
 use crate::md::{self, MdObject, MemoryDomain};
+use crate::panic_guard::{guarded, guarded_status};
 use crate::ucx::Ucx;
 
 /// A component: finds and opens memory domains and understands their remote keys.

@@ -290,7 +290,7 @@ impl Values<'_> {
     }
 
     /// Where the value of a variable is. Asking for what was not declared, or as another type, is
-    /// a mistake in the plugin and panics (the panic stops at the border to C).
+    /// a mistake in the plugin and panics (which is caught at the boundary to C).
     fn slot(&self, name: &str, mut wanted: impl FnMut(Kind) -> bool) -> *const u8 {
         let index = self
             .table

@@ -10,7 +10,7 @@
 //!   where names are mangled and several copies live in one process ([`Ucx`]).
 //! * A UCX with another internal layout is refused before anything is registered, by probing the
 //!   library rather than by its version string.
-//! * Panics stop at the border to C.
+//! * No panic crosses into C.
 //!
 //! The crate knows nothing of any device. `examples/loopback.rs` is a complete transport.
 
@@ -18,7 +18,6 @@
 compile_error!("UCX's plugin interface is known for 64-bit Linux only");
 
 pub mod abi;
-mod border;
 mod completion;
 mod component;
 pub mod config;
@@ -26,6 +25,7 @@ mod iface;
 mod loaded;
 mod md;
 mod md_hooks;
+mod panic_guard;
 mod plugin;
 mod probe;
 mod relocation;
@@ -44,7 +44,7 @@ pub use iface::{
 };
 pub use loaded::FindError;
 pub use md::{
-    AllocRequest, Allocated, DomainAttributes, MemoryAnswer, MemoryDomain, Region, Wants,
+    AllocRequest, Allocated, DomainAttributes, MemoryAnswer, MemoryDomain, QueryFields, Region,
 };
 pub use md_hooks::{MdHooks, OpenDomain};
 pub use plugin::enter;

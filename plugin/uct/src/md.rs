@@ -8,9 +8,9 @@ use crate::abi::{
     MemoryType, MemoryTypes, REG_FLAG_HIDE_ERRORS, RawComponent, RawMd, Status, SysDevice, md_flag,
     md_op, mem_attr_field as field,
 };
-use crate::border::{guarded, guarded_status};
 use crate::completion::Completion;
 use crate::component::{Component, ComponentObject};
+use crate::panic_guard::{guarded, guarded_status};
 use crate::ucx::{Symbols, Ucx};
 
 /// A memory domain. Calls come from any thread, several at once.
@@ -46,7 +46,12 @@ pub trait MemoryDomain: Send + Sync + Sized + 'static {
     ///
     /// # Errors
     /// [`Status::OUT_OF_RANGE`] when `address` is not memory of this domain.
-    fn query(&self, address: u64, length: usize, wants: Wants) -> Result<MemoryAnswer, Status> {
+    fn query(
+        &self,
+        address: u64,
+        length: usize,
+        wants: QueryFields,
+    ) -> Result<MemoryAnswer, Status> {
         let _ = (address, length, wants);
         Err(Status::OUT_OF_RANGE)
     }
@@ -150,7 +155,7 @@ pub struct Region<'a> {
 
 /// Which answers the caller of [`MemoryDomain::query`] wants beyond type, device and range.
 #[derive(Clone, Copy, Debug)]
-pub struct Wants {
+pub struct QueryFields {
     /// A dma-buf for the range.
     pub dmabuf: bool,
     /// Whether network devices can register it.
@@ -396,7 +401,7 @@ unsafe extern "C" fn mem_query<C: Component>(
     guarded_status(md.ucx(), "mem_query", || {
         // SAFETY: the mask is the one field of the caller's structure that is initialised.
         let mask = unsafe { (*attr).field_mask };
-        let wants = Wants {
+        let wants = QueryFields {
             dmabuf: mask & (field::DMABUF_FD | field::DMABUF_OFFSET) != 0,
             registrable: mask & field::MEM_FLAGS != 0,
         };
@@ -443,7 +448,7 @@ unsafe extern "C" fn detect_memory_type<C: Component>(
     memory_type_p: *mut MemoryType,
 ) -> Status {
     guarded_status(md.ucx(), "detect_memory_type", || {
-        let wants = Wants { dmabuf: false, registrable: false };
+        let wants = QueryFields { dmabuf: false, registrable: false };
         let address = address.addr() as u64;
         let answer = md.domain.query(address, length, wants).map_err(|_| Status::INVALID_ADDR)?;
         if !answer.contains(address, length) {

@@ -15,8 +15,8 @@ use crate::abi::{
     MdAttr, MdOps, MemDeregParams, MemRegParams, MemoryType, REG_FLAG_HIDE_ERRORS, RawComponent,
     RawMd, Status, md_flag, md_op,
 };
-use crate::border::guarded;
 use crate::log;
+use crate::panic_guard::guarded;
 use crate::ucx::Ucx;
 
 type MdOpen = unsafe extern "C" fn(

@@ -3,7 +3,7 @@
 use core::ffi::c_void;
 
 use crate::abi::Status;
-use crate::border::guarded_status;
+use crate::panic_guard::guarded_status;
 use crate::ucx::{Bound, Ucx};
 
 /// What [`plugin!`](crate::plugin) calls when UCX loads the library.

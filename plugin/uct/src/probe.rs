@@ -68,7 +68,7 @@ enum Object {
 }
 
 /// One wrapper, the object it takes, and the slot it must fire. `required` ones must exist.
-struct Expect {
+struct WrapperSlot {
     wrapper: &'static CStr,
     object: Object,
     slot: usize,
@@ -79,43 +79,43 @@ struct Expect {
 /// reported with this offset so that a public slot cannot be mistaken for an internal one.
 const INTERNAL: usize = IFACE_OP_SLOTS;
 
-const fn must(wrapper: &'static CStr, object: Object, slot: usize) -> Expect {
-    Expect { wrapper, object, slot, required: true }
+const fn required(wrapper: &'static CStr, object: Object, slot: usize) -> WrapperSlot {
+    WrapperSlot { wrapper, object, slot, required: true }
 }
 
-const fn may(wrapper: &'static CStr, object: Object, slot: usize) -> Expect {
-    Expect { wrapper, object, slot, required: false }
+const fn optional(wrapper: &'static CStr, object: Object, slot: usize) -> WrapperSlot {
+    WrapperSlot { wrapper, object, slot, required: false }
 }
 
 /// Public operations of interfaces and endpoints.
-const PUBLIC: &[Expect] = &[
-    must(c"uct_iface_query", Object::Iface, 46),
-    must(c"uct_iface_event_fd_get", Object::Iface, 43),
-    must(c"uct_iface_get_address", Object::Iface, 48),
-    must(c"uct_ep_check", Object::Ep, 28),
+const PUBLIC: &[WrapperSlot] = &[
+    required(c"uct_iface_query", Object::Iface, 46),
+    required(c"uct_iface_event_fd_get", Object::Iface, 43),
+    required(c"uct_iface_get_address", Object::Iface, 48),
+    required(c"uct_ep_check", Object::Ep, 28),
 ];
 
 /// All others.
-const FURTHER: &[Expect] = &[
-    must(c"uct_iface_query_v2", Object::Iface, INTERNAL),
-    must(c"uct_iface_estimate_perf", Object::Iface, INTERNAL + 1),
-    must(c"uct_ep_query", Object::Ep, INTERNAL + 3),
-    must(c"uct_ep_invalidate", Object::Ep, INTERNAL + 4),
-    must(c"uct_iface_is_reachable_v2", Object::Iface, INTERNAL + 6),
-    may(c"uct_ep_get_device_ep", Object::Ep, INTERNAL + 8),
-    must(c"uct_md_close", Object::Md, md_op::CLOSE),
-    must(c"uct_md_query_v2", Object::Md, md_op::QUERY),
-    must(c"uct_md_mem_free", Object::Md, md_op::MEM_FREE),
-    must(c"uct_md_mem_advise", Object::Md, md_op::MEM_ADVISE),
-    must(c"uct_md_mem_reg_v2", Object::Md, md_op::MEM_REG),
-    must(c"uct_md_mem_dereg_v2", Object::Md, md_op::MEM_DEREG),
-    must(c"uct_md_mem_query_v2", Object::Md, md_op::MEM_QUERY),
-    must(c"uct_md_mkey_pack_v2", Object::Md, md_op::MKEY_PACK),
-    must(c"uct_md_mem_attach", Object::Md, md_op::MEM_ATTACH),
-    must(c"uct_md_detect_memory_type", Object::Md, md_op::DETECT_MEMORY_TYPE),
-    may(c"uct_md_mem_elem_release", Object::Md, md_op::MEM_ELEM_RELEASE),
-    must(c"uct_md_open", Object::Component, 1),
-    must(c"uct_rkey_ptr", Object::Component, 4),
+const INTERNAL_AND_OTHERS: &[WrapperSlot] = &[
+    required(c"uct_iface_query_v2", Object::Iface, INTERNAL),
+    required(c"uct_iface_estimate_perf", Object::Iface, INTERNAL + 1),
+    required(c"uct_ep_query", Object::Ep, INTERNAL + 3),
+    required(c"uct_ep_invalidate", Object::Ep, INTERNAL + 4),
+    required(c"uct_iface_is_reachable_v2", Object::Iface, INTERNAL + 6),
+    optional(c"uct_ep_get_device_ep", Object::Ep, INTERNAL + 8),
+    required(c"uct_md_close", Object::Md, md_op::CLOSE),
+    required(c"uct_md_query_v2", Object::Md, md_op::QUERY),
+    required(c"uct_md_mem_free", Object::Md, md_op::MEM_FREE),
+    required(c"uct_md_mem_advise", Object::Md, md_op::MEM_ADVISE),
+    required(c"uct_md_mem_reg_v2", Object::Md, md_op::MEM_REG),
+    required(c"uct_md_mem_dereg_v2", Object::Md, md_op::MEM_DEREG),
+    required(c"uct_md_mem_query_v2", Object::Md, md_op::MEM_QUERY),
+    required(c"uct_md_mkey_pack_v2", Object::Md, md_op::MKEY_PACK),
+    required(c"uct_md_mem_attach", Object::Md, md_op::MEM_ATTACH),
+    required(c"uct_md_detect_memory_type", Object::Md, md_op::DETECT_MEMORY_TYPE),
+    optional(c"uct_md_mem_elem_release", Object::Md, md_op::MEM_ELEM_RELEASE),
+    required(c"uct_md_open", Object::Component, 1),
+    required(c"uct_rkey_ptr", Object::Component, 4),
 ];
 
 /// Probes a libuct in a file, without a UCX around it. For tests and diagnosis.
@@ -168,7 +168,7 @@ pub(crate) fn check(uct: &Loaded) -> Result<(), String> {
     let mut public = Scratch::new(outside, 0, functions(IFACE_OP_SLOTS));
     let internal = internal.as_ptr().expose_provenance() as u64;
     let mut further = Scratch::new(unknown, IFACE_OP_SLOTS, [internal]);
-    for (expected, iface) in [(PUBLIC, &mut public), (FURTHER, &mut further)] {
+    for (expected, iface) in [(PUBLIC, &mut public), (INTERNAL_AND_OTHERS, &mut further)] {
         let mut ep = Scratch::new(0, 0, [iface.as_ptr().expose_provenance() as u64]);
         for expect in expected {
             let object = match expect.object {
@@ -183,7 +183,7 @@ pub(crate) fn check(uct: &Loaded) -> Result<(), String> {
     Ok(())
 }
 
-fn check_one(uct: &Loaded, expect: &Expect, object: *mut c_void) -> Result<(), String> {
+fn check_one(uct: &Loaded, expect: &WrapperSlot, object: *mut c_void) -> Result<(), String> {
     let name = expect.wrapper.to_string_lossy();
     let Some(wrapper) = uct.symbol(expect.wrapper) else {
         return if expect.required { Err(format!("no {name}")) } else { Ok(()) };

@@ -15,8 +15,8 @@ use std::sync::{Mutex, PoisonError};
 
 use super::{Keyed, Kind, VALUE_SIZE, Variable};
 use crate::abi::{ConfigKeyField, ConfigKeyValue, ConfigParser};
-use crate::border::guarded;
 use crate::log;
+use crate::panic_guard::guarded;
 use crate::ucx::{Symbols, Ucx, c_string};
 
 type Read = unsafe extern "C" fn(*const c_char, *mut c_void, *const c_void) -> c_int;

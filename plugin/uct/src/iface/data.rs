@@ -8,9 +8,9 @@ use super::endpoint::EpRef;
 use super::object::IfaceRef;
 use super::{Buffer, Buffers, Interface, Way};
 use crate::abi::{IFACE_OP_SLOTS, Iov, RawCompletion, Status, iface_op};
-use crate::border::{guarded, guarded_status};
 use crate::completion::{Completion, Posted};
 use crate::component::borrow_key;
+use crate::panic_guard::{guarded, guarded_status};
 use crate::ucx::Level;
 
 /// Puts these calls into an operation table.

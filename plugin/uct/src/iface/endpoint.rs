@@ -14,7 +14,7 @@ use crate::abi::{
     BaseEp, EP_PARAM_IFACE_ADDR, EpParams, IFACE_OP_SLOTS, IsConnectedParams, RawCompletion,
     Status, iface_op, is_connected_field,
 };
-use crate::border::{guarded, guarded_status};
+use crate::panic_guard::{guarded, guarded_status};
 use crate::ucx::Ucx;
 
 /// Our part of an endpoint, in front of UCX's.

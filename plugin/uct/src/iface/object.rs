@@ -18,10 +18,10 @@ use crate::abi::{
     IfaceConfig, IfaceOps, IfaceParams, InternalOps, ListLink, MemoryType, PerfAttr, RawMd, RawTl,
     ReachableParams, Status, TlResource, iface_op, internal_op, perf_field, reachable_field,
 };
-use crate::border::{guarded, guarded_status};
 use crate::component::name_array;
 use crate::config::Table;
 use crate::md::MdObject;
+use crate::panic_guard::{guarded, guarded_status};
 use crate::ucx::{Level, Symbols, Ucx};
 
 /// A registered transport.

@@ -1,4 +1,4 @@
-//! The border to C: no panic passes it.
+//! Catches panics at the boundary to C.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -26,7 +26,7 @@ pub(crate) fn guarded<T>(
                 line!(),
                 format_args!("internal error in {what}: {reason} (please report)"),
             );
-            // The payload's own destructor must not panic across the border either.
+            // The payload's own destructor must not panic into C either.
             core::mem::forget(panic);
             on_panic
         }

@@ -59,7 +59,7 @@ pub use engine::window::{ForeignMemory, Window, WindowEvent};
 pub(crate) use engine::{memory, pin, submit, window};
 pub use hl_thunk::{DeviceAddr, Direction, ExportCall, Generation, PAGE_SIZE, trace};
 pub use runtime::framework_card::Releasing;
-pub use runtime::kept::KeptOpen;
+pub use runtime::keep_open::KeptOpen;
 pub use runtime::lent_cards::Unmapping;
 pub use runtime::mapping_table::{MappedCard, MappingTable};
 pub use runtime::owners::{Owners, OwningProcess};

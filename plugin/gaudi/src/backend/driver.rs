@@ -12,8 +12,8 @@ use hl_thunk::{
 };
 
 use super::{
-    Backend, CopyLimits, FLUSHING, Geometry, HostPin, IMPORTING, Page, Placement, Registers, SLOTS,
-    Taken, Ticket,
+    Backend, CopyLimits, FLUSHING, Geometry, HostPin, IMPORTING, MapOutcome, Page, Placement,
+    Registers, SLOTS, Ticket,
 };
 use crate::error::{Error, ErrorKind, Phase};
 use crate::process::{CloseOnFork, ClosedInChildren};
@@ -132,21 +132,21 @@ impl Backend for Driver {
         if self.device.is_own_opening() { None } else { self.device.free_memory() }
     }
 
-    fn take_page(&self, at: DeviceAddr, len: u64) -> Result<Taken, Error> {
+    fn take_page(&self, at: DeviceAddr, len: u64) -> Result<MapOutcome, Error> {
         let operation = "allocating device memory";
         let device = self.device(operation)?;
         if !device.generation().has_dram_mmu() {
             let device = device.clone();
             let page = PhysicalPage { device, addr: at, len, whole: Mutex::default() };
-            return Ok(Taken::Page(Box::new(page)));
+            return Ok(MapOutcome::Page(Box::new(page)));
         }
         let failed = |error| Error::driver(Phase::Use, operation, error);
         let memory = DeviceMemory::alloc(device, len).map_err(failed)?;
         let mapping = memory.map(Some(at)).map_err(failed)?;
         if mapping.addr() != at {
-            return Ok(Taken::Elsewhere(mapping.addr()));
+            return Ok(MapOutcome::Elsewhere(mapping.addr()));
         }
-        Ok(Taken::Page(Box::new(MappedPage::new(mapping, len))))
+        Ok(MapOutcome::Page(Box::new(MappedPage::new(mapping, len))))
     }
 
     unsafe fn pin(&self, ptr: *mut u8, len: usize) -> Result<HostPin, Error> {

@@ -12,8 +12,8 @@ use hl_thunk::packet::{DmaRule, LinDma};
 use hl_thunk::{DeviceAddr, Direction, ExportCall};
 
 use super::{
-    Backend, CopyLimits, FLUSHING, Geometry, HostPin, IMPORTING, Page, Placement, Registers, SLOTS,
-    Taken, Ticket,
+    Backend, CopyLimits, FLUSHING, Geometry, HostPin, IMPORTING, MapOutcome, Page, Placement,
+    Registers, SLOTS, Ticket,
 };
 use crate::error::Phase;
 use crate::rcache::invalidate;
@@ -318,15 +318,15 @@ impl Backend for Fake {
         Geometry { total: 4 * PAGE, page: PAGE, placement: Placement::Window }
     }
 
-    fn take_page(&self, at: DeviceAddr, len: u64) -> Result<Taken, Error> {
+    fn take_page(&self, at: DeviceAddr, len: u64) -> Result<MapOutcome, Error> {
         let mut state = self.state();
         state.page_calls += 1;
         let taken = |other: &Range<u64>| other.start < at.0 + len && at.0 < other.end;
         if state.taken_by_others.iter().any(taken) {
-            return Ok(Taken::Elsewhere(DeviceAddr(0x1001_1000_0000_0000)));
+            return Ok(MapOutcome::Elsewhere(DeviceAddr(0x1001_1000_0000_0000)));
         }
         state.pages.insert(at.0, vec![0; len as usize]);
-        Ok(Taken::Page(Box::new(FakePage)))
+        Ok(MapOutcome::Page(Box::new(FakePage)))
     }
 
     unsafe fn pin(&self, ptr: *mut u8, len: usize) -> Result<HostPin, Error> {

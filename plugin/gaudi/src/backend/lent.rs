@@ -9,7 +9,7 @@ use hl_thunk::{DeviceAddr, Direction};
 use synapse::Framework;
 
 use super::driver::Driver;
-use super::{Backend, CopyLimits, Geometry, HostPin, IMPORTING, Registers, Taken, Ticket};
+use super::{Backend, CopyLimits, Geometry, HostPin, IMPORTING, MapOutcome, Registers, Ticket};
 use crate::error::ErrorKind;
 use crate::stats::Counts;
 use crate::{Error, Remedy};
@@ -61,7 +61,7 @@ impl Backend for LentDriver {
         if self.lent { self.driver.free_memory() } else { None }
     }
 
-    fn take_page(&self, at: DeviceAddr, len: u64) -> Result<Taken, Error> {
+    fn take_page(&self, at: DeviceAddr, len: u64) -> Result<MapOutcome, Error> {
         self.permitted("allocating device memory")?.take_page(at, len)
     }
 

@@ -109,9 +109,9 @@ impl fmt::Debug for HostPin {
     }
 }
 
-/// What asking for a page brought.
+/// Where the driver mapped a page.
 #[derive(Debug)]
-pub(crate) enum Taken {
+pub(crate) enum MapOutcome {
     /// The page, at the address that was asked for.
     Page(Box<dyn Page>),
     /// The driver would have mapped it here instead: something else has that address. Nothing was kept.
@@ -174,7 +174,7 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
     }
 
     /// Takes `len` bytes (whole pages) from the driver, at exactly this address.
-    fn take_page(&self, at: DeviceAddr, len: u64) -> Result<Taken, Error>;
+    fn take_page(&self, at: DeviceAddr, len: u64) -> Result<MapOutcome, Error>;
 
     /// Where memory is a [`Placement::Pool`]: takes `len` bytes from it, wherever it has them, aligned to 4 KiB.
     fn take_from_pool(&self, len: u64) -> Result<(DeviceAddr, Box<dyn Page>), Error> {

@@ -30,8 +30,8 @@ use self::presence::{Calling, Presence};
 use self::streams::{LANES, Streams};
 use super::driver::{Shared, alone, export_failed, flush, shared};
 use super::{
-    Backend, CopyLimits, FLUSHING, Geometry, HostPin, IMPORTING, Page, Placement, Registers, SLOTS,
-    Taken, Ticket,
+    Backend, CopyLimits, FLUSHING, Geometry, HostPin, IMPORTING, MapOutcome, Page, Placement,
+    Registers, SLOTS, Ticket,
 };
 use crate::error::ErrorKind;
 use crate::stats::Counts;
@@ -56,7 +56,7 @@ const WAITING: &str = "waiting for a copy";
 
 /// How the framework's card goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Ending {
+pub(crate) enum ReleaseKind {
     /// It is about to be released: streams, events and host mappings are given back.
     Announced,
     /// It was released, or is being: the framework must not be called.
@@ -120,15 +120,15 @@ impl Guest {
 
     /// Has all later calls fail, and gives up what is ours on the card, except memory in allocations that still exist:
     /// a release takes that along.
-    pub(crate) fn end(&self, how: Ending) {
+    pub(crate) fn end(&self, how: ReleaseKind) {
         let inner = &*self.inner;
         inner.presence.end();
-        if how == Ending::Announced {
+        if how == ReleaseKind::Announced {
             inner.presence.wait();
         }
         // Nobody calls the framework with this lock.
         drop(lock(&inner.whole).take());
-        if how == Ending::Announced {
+        if how == ReleaseKind::Announced {
             // Destroying a stream waits for its work.
             drop(inner.streams.take());
             drop(std::mem::take(&mut *lock(&inner.mappings)));
@@ -278,7 +278,7 @@ impl Backend for Guest {
         self.inner.enter(operation).map(drop)
     }
 
-    fn take_page(&self, _at: DeviceAddr, _len: u64) -> Result<Taken, Error> {
+    fn take_page(&self, _at: DeviceAddr, _len: u64) -> Result<MapOutcome, Error> {
         let detail = "a framework's card has memory where the framework has it";
         Err(Error::unsupported(ALLOCATING, detail, "report this"))
     }

@@ -21,13 +21,13 @@ pub(crate) struct Registry {
     pub(crate) windows: Windows,
     pub(crate) upcalls: Upcalls,
     /// Replaced as a whole, so that lookups are wait-free.
-    devices: ArcSwap<Vec<Listed>>,
+    devices: ArcSwap<Vec<RegistryEntry>>,
 }
 
 /// What a device has the floors above do.
 pub(crate) struct Upcalls {
     /// A framework may have come: looks for its card.
-    pub(crate) look_at_framework: fn(),
+    pub(crate) poll_framework: fn(),
     /// What [`Device::peer_handles`] is to be.
     pub(crate) peer_handles: fn(&Options) -> Box<dyn Any + Send + Sync>,
     /// Memory is freed: nobody can open it from now on. The function is called when no peer has it open any more.
@@ -42,7 +42,7 @@ pub(crate) struct Upcalls {
 
 /// A card that was opened in this process, or in the one that it was forked from.
 #[derive(Debug)]
-struct Listed {
+struct RegistryEntry {
     id: DeviceId,
     device: Weak<Device>,
     opened_by: Instance,
@@ -67,7 +67,7 @@ impl Registry {
 
     /// Replaces the list of devices. Callers take turns.
     pub(crate) fn list<'a>(&self, open: impl Iterator<Item = (DeviceId, &'a Weak<Device>)>) {
-        let list = |(id, device): (_, &Weak<_>)| Listed {
+        let list = |(id, device): (_, &Weak<_>)| RegistryEntry {
             id,
             device: device.clone(),
             opened_by: Instance::current(),
@@ -102,7 +102,7 @@ impl Registry {
         if addr < USER_SPACE_END || self.is_inherited() {
             return None;
         }
-        (self.upcalls.look_at_framework)();
+        (self.upcalls.poll_framework)();
         self.locate_known(addr, len)
     }
 

@@ -4,13 +4,13 @@
 //! framework ([`backend::synapse`](crate::backend::synapse)). Its pool is one range of device memory: any pointer
 //! into it is a tensor's, or was.
 //!
-//! The framework may come late: [`Runtime::locate`] looks again for an address that no host memory can have. It may go
+//! The framework may come late: [`Runtime::locate`] polls again for an address that no host memory can have. It may go
 //! early: hooks on its calls that release the card announce that with [`Runtime::framework_releasing`]; where those do
 //! not see it, hooks on the driver's calls notice that the card is going ([`Runtime::framework_unmapping`]), else the
-//! next look does. Looking is a call of the framework's that changes nothing.
+//! next poll does. Polling calls a function of the framework that changes nothing.
 //!
-//! The state is not locked while observers are notified, nor while the framework is called. Looks hold [`looking`] for
-//! reading and never wait for it; an announced release waits for looks, and has it until the card is released.
+//! The state is not locked while observers are notified, nor while the framework is called. Polls hold [`attach_lock`] for
+//! reading and never wait for it; an announced release waits for polls, and has it until the card is released.
 
 use std::cell::Cell;
 use std::convert::Infallible;
@@ -24,7 +24,7 @@ use std::sync::{
 use hl_thunk::Generation;
 use synapse::{Acquired, Framework, Pool};
 
-use crate::backend::synapse::{Ending, Guest};
+use crate::backend::synapse::{Guest, ReleaseKind};
 use crate::device::Withdrawn;
 use crate::error::Phase;
 use crate::memory::DeviceRange;
@@ -34,9 +34,9 @@ use crate::{Device, DeviceAddr, DeviceChoice, DeviceInfo, Error, ErrorKind, Port
 
 const ATTACHING: &str = "attaching to the card of Synapse";
 
-/// What a look at the framework brought.
+/// Whether the framework has a card that can be used.
 #[derive(Debug)]
-pub(crate) enum Look {
+pub(crate) enum FrameworkStatus {
     /// It is not in this process.
     Absent,
     /// It is, and has no card (yet, or any more).
@@ -49,7 +49,7 @@ pub(crate) enum Look {
 
 #[derive(Debug, Default)]
 struct State {
-    current: Option<Current>,
+    current: Option<AttachedCard>,
     /// The last card that could not be used, and why.
     unusable: Option<(Acquired, Error)>,
     /// How often a card came or went: what the framework said of its card before may be outdated.
@@ -60,7 +60,7 @@ struct State {
 
 /// The framework's card.
 #[derive(Debug)]
-struct Current {
+struct AttachedCard {
     card: Acquired,
     device: Arc<Device>,
     backend: Arc<Guest>,
@@ -81,14 +81,14 @@ fn state() -> MutexGuard<'static, State> {
     state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Keeps looks and an announced release apart.
-fn looking() -> &'static RwLock<()> {
-    static LOOKING: PerProcess<RwLock<()>> = PerProcess::new();
-    let Ok(looking) = LOOKING.get_or_make(|| Ok::<_, Infallible>(RwLock::default()));
-    looking
+/// Held shared while the framework is polled, exclusively during an announced release.
+fn attach_lock() -> &'static RwLock<()> {
+    static LOCK: PerProcess<RwLock<()>> = PerProcess::new();
+    let Ok(lock) = LOCK.get_or_make(|| Ok::<_, Infallible>(RwLock::default()));
+    lock
 }
 
-/// While this lives, the framework releases its card, and is not looked at.
+/// While this lives, the framework releases its card and is not polled.
 #[must_use = "keep it until the framework has released the card"]
 #[derive(Debug)]
 pub struct Releasing {
@@ -101,7 +101,7 @@ pub struct Releasing {
 
 impl Releasing {
     /// The framework answered that it did not release the card. If it still has it, memory that we have in its pool
-    /// is given back when it is freed; the next look attaches to the card as to a new one.
+    /// is given back when it is freed; the next poll attaches to the card as to a new one.
     pub fn refused(&self) {
         for guest in &self.ended {
             let changes = state().changes;
@@ -126,47 +126,48 @@ impl Drop for Releasing {
 
 impl Runtime {
     /// Looks at the framework and its card, and follows what has changed.
-    pub(crate) fn look_at_framework(&self) -> Look {
-        let Some(framework) = self.framework() else { return Look::Absent };
+    pub(crate) fn poll_framework(&self) -> FrameworkStatus {
+        let Some(framework) = self.framework() else { return FrameworkStatus::Absent };
         if RELEASING.get() {
-            return Look::NoCard;
+            return FrameworkStatus::NoCard;
         }
         if SEEN_BY.get().is_some_and(|seen_by| *seen_by != Instance::current()) {
-            return Look::Unusable(Error::forked(ATTACHING));
+            return FrameworkStatus::Unusable(Error::forked(ATTACHING));
         }
-        let _looking = match looking().try_read() {
-            Ok(looking) => looking,
+        let _attaching = match attach_lock().try_read() {
+            Ok(guard) => guard,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             // It is releasing its card.
-            Err(TryLockError::WouldBlock) => return Look::NoCard,
+            Err(TryLockError::WouldBlock) => return FrameworkStatus::NoCard,
         };
         loop {
             let changes = state().changes;
             let acquired = match framework.acquired() {
                 Ok(acquired) => acquired,
-                Err(error) => return Look::Unusable(unusable(error.to_string())),
+                Err(error) => return FrameworkStatus::Unusable(unusable(error.to_string())),
             };
             let mut locked = state();
             if locked.changes != changes {
                 continue;
             }
-            let same =
-                |current: &Current| Some(current.card) == acquired && current.backend.is_present();
+            let same = |current: &AttachedCard| {
+                Some(current.card) == acquired && current.backend.is_present()
+            };
             let is_lost = locked.current.as_ref().is_some_and(|current| !same(current));
             // Memory that others have by now must not be given back to another card.
             let is_gone = |guest: &Guest| is_lost || Some(guest.card()) != acquired;
             if is_lost || locked.left.iter().filter_map(Weak::upgrade).any(|left| is_gone(&left)) {
                 let (current, left) = self.take(&mut locked, is_gone);
                 drop(locked);
-                self.leave(current, &left, Ending::Unannounced);
+                self.leave(current, &left, ReleaseKind::Unannounced);
                 continue;
             }
-            let Some(card) = acquired else { return Look::NoCard };
+            let Some(card) = acquired else { return FrameworkStatus::NoCard };
             if let Some(current) = &locked.current {
-                return Look::Card(Arc::clone(&current.device));
+                return FrameworkStatus::Card(Arc::clone(&current.device));
             }
             if let Some((_, error)) = locked.unusable.as_ref().filter(|(known, _)| *known == card) {
-                return Look::Unusable(error.clone());
+                return FrameworkStatus::Unusable(error.clone());
             }
             SEEN_BY.get_or_init(Instance::current);
             drop(locked);
@@ -183,11 +184,11 @@ impl Runtime {
                     locked.changes += 1;
                     drop(locked);
                     self.announce_pool(&device);
-                    return Look::Card(device);
+                    return FrameworkStatus::Card(device);
                 }
                 Err(error) => {
                     locked.unusable = Some((card, error.clone()));
-                    return Look::Unusable(error);
+                    return FrameworkStatus::Unusable(error);
                 }
             }
         }
@@ -215,7 +216,7 @@ impl Runtime {
         card: Acquired,
         info: &DeviceInfo,
         pool: Pool,
-    ) -> Result<Current, Error> {
+    ) -> Result<AttachedCard, Error> {
         let overlap = self.devices().into_iter().find(|other| {
             let window = other.window().range();
             // What the framework had before it has released.
@@ -235,7 +236,7 @@ impl Runtime {
         let device = self.adopt(info, Arc::clone(&backend) as Arc<_>)?;
         let (base, len) = (range.start, range.end - range.start);
         self.table().insert(DeviceRange { base, len, device: device.id() });
-        Ok(Current { card, device, backend })
+        Ok(AttachedCard { card, device, backend })
     }
 
     /// Which card it is, as discovery describes it; or as far as the framework does, where it is hidden from discovery.
@@ -282,23 +283,23 @@ impl Runtime {
             device: id,
             info: device.info().clone(),
         });
-        let is_current = |current: &Current| current.device.id() == id;
+        let is_current = |current: &AttachedCard| current.device.id() == id;
         if !state().current.as_ref().is_some_and(is_current) {
             // Another thread has left it, perhaps before it was announced.
             self.windows().unmapping(window.start, id);
         }
     }
 
-    /// Takes out of the state whoever is on the card that goes, and its memory out of the table: from then on a look
+    /// Takes out of the state whoever is on the card that goes, and its memory out of the table: from then on a poll
     /// may attach to the next card, which may have the same addresses.
     fn take(
         &self,
         state: &mut State,
         is_meant: impl Fn(&Guest) -> bool,
-    ) -> (Option<Current>, Vec<Arc<Guest>>) {
+    ) -> (Option<AttachedCard>, Vec<Arc<Guest>>) {
         state.changes += 1;
         let current = state.current.take_if(|current| is_meant(&current.backend));
-        if let Some(Current { device, .. }) = &current {
+        if let Some(AttachedCard { device, .. }) = &current {
             self.table().remove(device.window().start.0, device.id());
         }
         let left: Vec<_> = state.left.iter().filter_map(Weak::upgrade).collect();
@@ -308,10 +309,10 @@ impl Runtime {
     }
 
     /// The card goes: forgets its memory, has peers and network devices release it, and gives up what is ours.
-    fn leave(&self, current: Option<Current>, left: &[Arc<Guest>], how: Ending) {
+    fn leave(&self, current: Option<AttachedCard>, left: &[Arc<Guest>], how: ReleaseKind) {
         left.iter().for_each(|guest| guest.end(how));
-        let Some(Current { device, backend, .. }) = current else { return };
-        if how == Ending::Unannounced {
+        let Some(AttachedCard { device, backend, .. }) = current else { return };
+        if how == ReleaseKind::Unannounced {
             // First: waiting for copies would call the framework.
             backend.refuse();
         }
@@ -327,11 +328,11 @@ impl Runtime {
     /// to it again before the answer is dropped.
     pub fn framework_releasing(&self) -> Releasing {
         let was_releasing = RELEASING.replace(true);
-        let alone = || looking().write().unwrap_or_else(PoisonError::into_inner);
+        let alone = || attach_lock().write().unwrap_or_else(PoisonError::into_inner);
         let mut releasing =
             Releasing { _alone: (!was_releasing).then(alone), was_releasing, ended: Vec::new() };
         if !was_releasing {
-            releasing.ended = self.end_framework(Ending::Announced, |_| true);
+            releasing.ended = self.end_framework(ReleaseKind::Announced, |_| true);
         }
         releasing
     }
@@ -341,13 +342,18 @@ impl Runtime {
     /// Whether it was its card.
     pub fn framework_unmapping(&self, fd: c_int, start: Option<DeviceAddr>) -> bool {
         let was_releasing = RELEASING.replace(true);
-        let ended = self.end_framework(Ending::Unannounced, |guest| guest.is_mapped(fd, start));
+        let ended =
+            self.end_framework(ReleaseKind::Unannounced, |guest| guest.is_mapped(fd, start));
         RELEASING.set(was_releasing);
         !ended.is_empty()
     }
 
     /// Who was on the card.
-    fn end_framework(&self, how: Ending, is_meant: impl Fn(&Guest) -> bool) -> Vec<Arc<Guest>> {
+    fn end_framework(
+        &self,
+        how: ReleaseKind,
+        is_meant: impl Fn(&Guest) -> bool,
+    ) -> Vec<Arc<Guest>> {
         if SEEN_BY.get().is_none_or(|seen_by| *seen_by != Instance::current()) {
             return Vec::new();
         }
@@ -361,12 +367,12 @@ impl Runtime {
         backend.into_iter().chain(left).collect()
     }
 
-    /// The framework's card, if it has one that can be used; looks again. A reason if it has one that cannot.
+    /// The framework's card, if it has one that can be used; polls again. A reason if it has one that cannot.
     pub fn framework_card(&self) -> Result<Option<Arc<Device>>, Error> {
-        match self.look_at_framework() {
-            Look::Absent | Look::NoCard => Ok(None),
-            Look::Card(device) => Ok(Some(device)),
-            Look::Unusable(error) => Err(error),
+        match self.poll_framework() {
+            FrameworkStatus::Absent | FrameworkStatus::NoCard => Ok(None),
+            FrameworkStatus::Card(device) => Ok(Some(device)),
+            FrameworkStatus::Unusable(error) => Err(error),
         }
     }
 
@@ -402,22 +408,22 @@ impl Runtime {
         candidates: &[DeviceInfo],
     ) -> Result<Option<Arc<Device>>, Error> {
         let named = !matches!(choice, DeviceChoice::Any | DeviceChoice::Numa);
-        match self.look_at_framework() {
-            Look::Absent => Ok(None),
-            Look::Card(device) => {
+        match self.poll_framework() {
+            FrameworkStatus::Absent => Ok(None),
+            FrameworkStatus::Card(device) => {
                 let is_candidate =
                     candidates.iter().any(|card| card.bus_id == device.info().bus_id);
                 if named && !is_candidate { Ok(None) } else { Ok(Some(device)) }
             }
-            Look::NoCard | Look::Unusable(_) if named => Ok(None),
-            Look::NoCard => Err(Error::new(
+            FrameworkStatus::NoCard | FrameworkStatus::Unusable(_) if named => Ok(None),
+            FrameworkStatus::NoCard => Err(Error::new(
                 ErrorKind::DeviceBusy,
                 super::opening::OPENING,
                 "Synapse is in this process and has acquired no card; a card that is opened here could be the one \
                  it wants",
                 "have the framework acquire its card first, or choose a card for this library alone",
             )),
-            Look::Unusable(error) => Err(error),
+            FrameworkStatus::Unusable(error) => Err(error),
         }
     }
 }

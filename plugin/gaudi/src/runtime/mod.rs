@@ -3,7 +3,7 @@
 
 pub(crate) mod discovery;
 pub(crate) mod framework_card;
-pub(crate) mod kept;
+pub(crate) mod keep_open;
 pub(crate) mod lent_cards;
 pub(crate) mod mapping_table;
 pub(crate) mod opening;
@@ -38,7 +38,7 @@ use crate::{
     Location, Options, RegistrationCache, ScaleOut, Sysfs, Window, WindowEvent, share,
 };
 use discovery::Discovered;
-use kept::User;
+use keep_open::User;
 use lent_cards::LentCards;
 use opening::{OPEN_TIMEOUT, OPENING, first_to_open, is_in_reset, none_opened};
 use owners::Owners;
@@ -62,12 +62,12 @@ type OnWait = Box<dyn Fn(&str) + Send + Sync>;
 
 /// What devices have this floor and that of peers do.
 const UPCALLS: Upcalls = Upcalls {
-    look_at_framework: || drop(runtime().look_at_framework()),
+    poll_framework: || drop(runtime().poll_framework()),
     peer_handles: share::peer_handles,
     freed: share::freed,
     reclaim: share::reclaim,
     card_lost: share::card_lost,
-    drop_lost: kept::drop_lost,
+    drop_lost: keep_open::drop_lost,
 };
 
 /// A card that is open, or just being closed (then `device` is gone and the entry soon will be).
@@ -208,7 +208,7 @@ impl Runtime {
 
     fn open_for(&self, choice: &DeviceChoice, user: User) -> Result<Arc<Device>, Error> {
         self.check_process(OPENING)?;
-        kept::drop_lost();
+        keep_open::drop_lost();
         let Selection { cards: candidates, left_out, .. } = self.select(choice)?;
         if let Some(device) = self.open_framework_card(choice, &candidates)? {
             return Ok(device);
@@ -290,7 +290,7 @@ impl Runtime {
     /// Has a card stay open if that is wanted. The application's is the application's to close.
     fn keep(&self, device: Arc<Device>, user: User) -> Arc<Device> {
         if !self.is_lent(device.id()) && !device.is_guest() {
-            kept::opened(&device, user, self.options().keep_open.unwrap_or_default());
+            keep_open::opened(&device, user, self.options().keep_open.unwrap_or_default());
         }
         device
     }

@@ -28,8 +28,8 @@ pub(crate) struct Selection {
     pub(crate) left_out: Vec<String>,
 }
 
-/// What the process's surroundings say.
-pub(crate) struct Surroundings<'a> {
+/// What a choice depends on outside of the options.
+pub(crate) struct Environment<'a> {
     pub(crate) variable: &'a dyn Fn(&str) -> Result<Option<String>, Error>,
     pub(crate) sysfs: &'a Sysfs,
     /// Whether the process may run on this processor.
@@ -42,7 +42,7 @@ pub(crate) fn select(choice: &DeviceChoice, found: Discovered) -> Result<Selecti
     select_in(
         choice,
         found,
-        &Surroundings {
+        &Environment {
             variable: &environment::read,
             sysfs: &Sysfs::default(),
             may_run_on: &|cpu| match &cpus {
@@ -56,7 +56,7 @@ pub(crate) fn select(choice: &DeviceChoice, found: Discovered) -> Result<Selecti
 fn select_in(
     choice: &DeviceChoice,
     found: Discovered,
-    around: &Surroundings<'_>,
+    around: &Environment<'_>,
 ) -> Result<Selection, Error> {
     let Discovered { mut cards, left_out, .. } = found;
     let selected = match choice {
@@ -127,7 +127,7 @@ fn module_choice(id: &str) -> Result<DeviceChoice, Error> {
 }
 
 /// The number of this process on its host, and the variable that says so.
-fn local_rank(around: &Surroundings<'_>) -> Result<(&'static str, u32), Error> {
+fn local_rank(around: &Environment<'_>) -> Result<(&'static str, u32), Error> {
     let wrong = |detail: String| {
         let remedy =
             "start the program with a launcher that sets one of them (mpirun, srun, torchrun)";
@@ -150,7 +150,7 @@ fn too_many_ranks(variable: &str, rank: u32, cards: usize) -> Error {
 }
 
 /// Whether this process may run on processors near the card; `None` where sysfs does not say.
-fn is_near(card: &DeviceInfo, around: &Surroundings<'_>) -> Option<bool> {
+fn is_near(card: &DeviceInfo, around: &Environment<'_>) -> Option<bool> {
     let location = around.sysfs.location(&card.bus_id).filter(|place| place.is_gaudi())?;
     let cpus = location.local_cpus?;
     let mut ranges = cpus.split(',').filter_map(|range| {
@@ -185,7 +185,7 @@ mod tests {
             Ok(found.map(|(_, value)| (*value).to_owned()))
         };
         let around =
-            Surroundings { variable: &variable, sysfs, may_run_on: &|cpu| cpus.contains(&cpu) };
+            Environment { variable: &variable, sysfs, may_run_on: &|cpu| cpus.contains(&cpu) };
         let selection = select_in(choice, found(4), &around)?;
         Ok((selection.cards.iter().map(|card| card.node).collect(), selection.why))
     }

@@ -7,7 +7,7 @@ use hl_thunk::packet::LinDma;
 
 use super::Transfer;
 use super::located::End;
-use super::route::{Caller, Pieces, Short, route};
+use super::route::{Caller, Pieces, ShortCopy, route};
 use crate::submit::host_copy::{copy_in, copy_out};
 use crate::{Device, Direction, Error};
 
@@ -37,7 +37,7 @@ pub(crate) unsafe fn copy_and_wait(
     done.map_err(|error| device.failed(error))
 }
 
-impl Short<'_> {
+impl ShortCopy<'_> {
     /// Copies `len` bytes and waits.
     ///
     /// # Safety
@@ -49,9 +49,9 @@ impl Short<'_> {
     }
 
     /// # Safety
-    /// As for [`Short::copy`].
+    /// As for [`ShortCopy::copy`].
     unsafe fn try_copy(&self, len: usize) -> Result<(), Error> {
-        let Short { on, host, addr, direction } = self;
+        let ShortCopy { on, host, addr, direction } = self;
         let slots = on.permit_slots()?;
         let mut permit = on.engine().wait_for_permit();
         let (slot, seen) = slots.slot(on, permit.slot())?;

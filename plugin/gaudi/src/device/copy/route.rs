@@ -106,7 +106,7 @@ impl Step {
 }
 
 /// A copy between host and device memory that is small enough for the slot of a permit.
-pub(super) struct Short<'a> {
+pub(super) struct ShortCopy<'a> {
     pub(super) on: &'a Arc<Device>,
     pub(super) host: HostPtr,
     pub(super) addr: DeviceAddr,
@@ -133,7 +133,7 @@ pub(super) unsafe fn route<'a>(
     region: Option<&HostRegion>,
     caller: Caller,
     pieces: &mut Pieces,
-) -> Result<Option<Short<'a>>, Error> {
+) -> Result<Option<ShortCopy<'a>>, Error> {
     let rule = device.engine().limits().map_or(ANYTHING, |limits| limits.rule);
     if rule == ANYTHING || device_ends(ends).all(|end| end.is_none()) {
         // SAFETY: the caller's promise.
@@ -217,7 +217,7 @@ unsafe fn route_permitted<'a>(
     region: Option<&HostRegion>,
     caller: Caller,
     pieces: &mut Pieces,
-) -> Result<Option<Short<'a>>, Error> {
+) -> Result<Option<ShortCopy<'a>>, Error> {
     if len == 0 {
         return Ok(None);
     }
@@ -243,7 +243,7 @@ unsafe fn route_permitted<'a>(
     check_host(device.registry(), host, len)?;
     on.can_copy()?;
     if caller == Caller::Waits && len <= BOUNCE_LEN {
-        return Ok(Some(Short { on, host, addr, direction }));
+        return Ok(Some(ShortCopy { on, host, addr, direction }));
     }
     let start = host.0 as usize;
     // SAFETY: the caller keeps the memory while the copy uses it.

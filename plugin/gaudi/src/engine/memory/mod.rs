@@ -12,7 +12,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use hl_thunk::ExportCall;
 pub(crate) use table::{AddressTable, DeviceRange};
 
-use crate::backend::{Backend, Geometry, Page, Placement, Taken};
+use crate::backend::{Backend, Geometry, MapOutcome, Page, Placement};
 use crate::stats::{Counter, Counts};
 use crate::window::find_gap;
 use crate::{DeviceAddr, DeviceId, Error, ErrorKind};
@@ -184,12 +184,12 @@ impl Memory {
                 if usual { self.exhausted(state, bytes) } else { error }
             })?;
             match taken {
-                Taken::Page(page) => {
+                MapOutcome::Page(page) => {
                     self.add(state, at, bytes, page);
                     return Ok(());
                 }
                 // Somebody else's mapping, which has at most all of the card's memory: go past it.
-                Taken::Elsewhere(addr) => {
+                MapOutcome::Elsewhere(addr) => {
                     state.obstacles.push((at, self.geometry.total.max(bytes)));
                     instead = Some((at, addr));
                 }

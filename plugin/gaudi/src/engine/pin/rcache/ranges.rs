@@ -345,7 +345,7 @@ mod tests {
     }
 
     /// The map, what it should be, and the pins that copies use: entries and numbers.
-    struct Beside {
+    struct MapAndModel {
         ranges: Ranges<u64>,
         model: Model,
         held: Vec<(u32, u64)>,
@@ -353,7 +353,7 @@ mod tests {
         out: Vec<u64>,
     }
 
-    impl Beside {
+    impl MapAndModel {
         fn is_held(&self, pin: u64) -> bool {
             self.held.iter().any(|(_, held)| *held == pin)
         }
@@ -460,7 +460,7 @@ mod tests {
 
     fn run(steps: Vec<Step>) {
         let (ranges, model) = (Ranges::new(), Model::default());
-        let mut beside = Beside { ranges, model, held: Vec::new(), out: Vec::new() };
+        let mut beside = MapAndModel { ranges, model, held: Vec::new(), out: Vec::new() };
         for (number, step) in steps.into_iter().enumerate() {
             beside.step(number as u64, step);
         }

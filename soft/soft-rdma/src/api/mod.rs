@@ -22,8 +22,8 @@ mod names;
 mod posting;
 mod process;
 mod queue_pairs;
-mod refused;
 mod shared_queues;
+mod unsupported;
 
 use core::ffi::{c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -49,8 +49,8 @@ pub use files::*;
 pub use memory::*;
 pub use names::*;
 pub use queue_pairs::*;
-pub use refused::*;
 pub use shared_queues::*;
+pub use unsupported::*;
 
 use process::Process;
 

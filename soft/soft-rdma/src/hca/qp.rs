@@ -39,11 +39,11 @@ pub(super) struct ReceiveSide {
     /// A request was refused for now; later ones are ignored until it comes again.
     pub(super) refused: bool,
     /// The buffer that is being filled.
-    pub(super) current: Option<Filling>,
+    pub(super) current: Option<ReceiveInProgress>,
 }
 
 /// A receive buffer that is being filled.
-pub(super) struct Filling {
+pub(super) struct ReceiveInProgress {
     /// Sequence number of the request.
     pub(super) psn: u32,
     /// How it will complete.

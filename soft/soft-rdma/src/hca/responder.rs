@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use super::events::lock;
 use super::memory::{self, RemoteAccess};
 use super::permit::Access;
-use super::qp::{Filling, QueuePair};
+use super::qp::{QueuePair, ReceiveInProgress};
 use super::receive::Buffer;
 use super::transitions::Kind;
 use super::{Hca, destination};
@@ -29,7 +29,7 @@ pub(crate) enum Step {
 
 /// How moving the data of a request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Moved {
+pub(crate) enum TransferOutcome {
     /// All of it, in one copy from region to region.
     Direct,
     /// All of it, in the stream.
@@ -52,7 +52,7 @@ pub(crate) struct Placement {
 
 impl Placement {
     /// The data was moved, or that failed.
-    pub(crate) fn finish(self, moved: Moved) -> Response {
+    pub(crate) fn finish(self, moved: TransferOutcome) -> Response {
         let mut receive = lock(&self.qp.receive);
         // Flushed or reset meanwhile, and the receive buffer with it.
         if self.access.permit.is_revoked() {
@@ -60,7 +60,7 @@ impl Placement {
         }
         let current = receive.current.take_if(|current| current.psn == self.response.psn);
         match moved {
-            Moved::Direct | Moved::Streamed => {
+            TransferOutcome::Direct | TransferOutcome::Streamed => {
                 let counters = self.qp.parts.counters;
                 let bytes = self.access.length();
                 if self.provides {
@@ -68,7 +68,7 @@ impl Placement {
                 } else {
                     counters.received(bytes)
                 }
-                let direct = moved == Moved::Direct;
+                let direct = moved == TransferOutcome::Direct;
                 let way = if direct { &counters.direct_bytes } else { &counters.stream_bytes };
                 way.fetch_add(bytes, Ordering::Relaxed);
                 memory::written(&self.access.list);
@@ -78,9 +78,9 @@ impl Placement {
                 self.response
             }
             // As if the message had never come in whole: the buffer waits for the next one.
-            Moved::PeerFault => {
+            TransferOutcome::PeerFault => {
                 receive.expected = self.response.psn;
-                if let Some(Filling { buffer, .. }) = current {
+                if let Some(ReceiveInProgress { buffer, .. }) = current {
                     match &self.qp.parts.shared {
                         Some(shared) => shared.put_back(buffer),
                         None => receive.queue.put_back(buffer),
@@ -92,8 +92,8 @@ impl Placement {
                 }
                 Response { outcome: Outcome::RequesterFault, ..self.response }
             }
-            Moved::LocalFault => {
-                if let Some(Filling { wc, .. }) = current {
+            TransferOutcome::LocalFault => {
+                if let Some(ReceiveInProgress { wc, .. }) = current {
                     let status = IBV_WC_LOC_PROT_ERR;
                     self.qp.complete_receive(ibv_wc { status, ..wc }, false);
                 }
@@ -227,7 +227,7 @@ pub(crate) fn begin(hca: &Hca, request: &Request) -> Step {
             }
         }
         let (psn, solicited) = (request.psn, request.solicited);
-        receive.current = Some(Filling { psn, wc, solicited, buffer });
+        receive.current = Some(ReceiveInProgress { psn, wc, solicited, buffer });
     }
     let target = Access { permit: qp.permit(), list: targets };
     drop(receive);

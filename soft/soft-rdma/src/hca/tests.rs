@@ -17,7 +17,7 @@ use super::permit::Access;
 use super::qp::{Parts, QueuePair};
 use super::receive::Buffer;
 use super::requester::{Data, Work};
-use super::responder::{self, Moved, Step};
+use super::responder::{self, Step, TransferOutcome};
 use super::transitions::Kind;
 use super::{Fabric, Hca, Link, Payload};
 use crate::abi::*;
@@ -212,14 +212,14 @@ impl Side {
                 };
                 assert_eq!(copied, Ok(Pulled::Valid));
                 drop(uses);
-                Some((placement.finish(Moved::Streamed), Vec::new()))
+                Some((placement.finish(TransferOutcome::Streamed), Vec::new()))
             }
             Step::Provide(placement) => {
                 let (ours, uses) = placement.access.lock().expect("registered");
                 let mut data = vec![0; request.length as usize];
                 copy::gather(&ours, &mut data).expect("mapped");
                 drop(uses);
-                Some((placement.finish(Moved::Streamed), data))
+                Some((placement.finish(TransferOutcome::Streamed), data))
             }
         }
     }
@@ -391,7 +391,7 @@ fn a_message_whose_sender_is_gone_leaves_the_receive_buffer_posted() {
     let frame = lock(&a.link.frames)[0].0.clone();
     let Frame::Request(request) = frame else { panic!("a request") };
     let Step::Place(placement) = responder::begin(&b.hca, &request) else { panic!("accepted") };
-    let response = placement.finish(Moved::PeerFault);
+    let response = placement.finish(TransferOutcome::PeerFault);
     assert_eq!(response.outcome, Outcome::RequesterFault);
     assert!(b.completions().is_empty());
     assert_eq!(b.qp.state(), IBV_QPS_RTS);
@@ -445,7 +445,7 @@ fn a_receive_that_is_being_filled_is_flushed_first_and_not_written_any_more() {
         let attr = ibv_qp_attr { qp_state: state, ..Default::default() };
         b.qp.modify(&b.hca, &attr, IBV_QP_STATE).unwrap();
         assert!(placement.access.lock().is_err());
-        assert_eq!(placement.finish(Moved::Streamed).outcome, Outcome::Dropped);
+        assert_eq!(placement.finish(TransferOutcome::Streamed).outcome, Outcome::Dropped);
         let seen: Vec<_> = b.completions().iter().map(|wc| (wc.wr_id, wc.status)).collect();
         let flushed = [(7, IBV_WC_WR_FLUSH_ERR), (8, IBV_WC_WR_FLUSH_ERR)];
         assert_eq!(seen, if state == IBV_QPS_ERR { &flushed[..] } else { &[] });

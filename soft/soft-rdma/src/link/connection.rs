@@ -17,7 +17,7 @@ use crate::hca::copy::{self, Direction, Pulled};
 use crate::hca::events::lock;
 use crate::hca::permit::Access;
 use crate::hca::qp::QueuePair;
-use crate::hca::responder::{self, Moved, Placement, Step};
+use crate::hca::responder::{self, Placement, Step, TransferOutcome};
 use crate::hca::{Hca, Link, Payload, datagram};
 use crate::node::random;
 use crate::wire::{
@@ -183,7 +183,7 @@ impl Connection {
         let _ = epoll::delete(&*self.epoll, &self.socket);
         let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
         if let Some(Incoming::Place(placement)) = lock(&self.input).take_unfinished() {
-            placement.finish(Moved::PeerFault);
+            placement.finish(TransferOutcome::PeerFault);
         }
         self.users().iter().for_each(|qp| qp.link_lost());
     }
@@ -218,9 +218,9 @@ impl Connection {
         match what {
             Incoming::Place(placement) => {
                 let moved = match arrival {
-                    Arrival::Placed => Moved::Streamed,
-                    Arrival::Unplaced => Moved::LocalFault,
-                    Arrival::Aborted(_) => Moved::PeerFault,
+                    Arrival::Placed => TransferOutcome::Streamed,
+                    Arrival::Unplaced => TransferOutcome::LocalFault,
+                    Arrival::Aborted(_) => TransferOutcome::PeerFault,
                 };
                 self.respond(placement.finish(moved), Payload::Empty);
             }
@@ -363,11 +363,11 @@ impl Connection {
                     self.respond(placement.finish(moved), Payload::Empty);
                 }
                 None if length != request.length => {
-                    placement.finish(Moved::PeerFault);
+                    placement.finish(TransferOutcome::PeerFault);
                     return Err(Errno::PROTO);
                 }
                 None if length == 0 => {
-                    self.respond(placement.finish(Moved::Direct), Payload::Empty)
+                    self.respond(placement.finish(TransferOutcome::Direct), Payload::Empty)
                 }
                 None => {
                     let target = placement.access.clone();
@@ -383,16 +383,20 @@ impl Connection {
     fn provide(&self, placement: Placement, can_pull: bool) {
         let access = placement.access.clone();
         if access.length() == 0 {
-            return self.respond(placement.finish(Moved::Direct), Payload::Empty);
+            return self.respond(placement.finish(TransferOutcome::Direct), Payload::Empty);
         }
         let segments = match access.lock() {
             Ok((segments, _uses)) => segments,
             Err(_) => {
-                return self.respond(placement.finish(Moved::LocalFault), Payload::Empty);
+                return self.respond(placement.finish(TransferOutcome::LocalFault), Payload::Empty);
             }
         };
         let offer = can_pull && segments.len() <= MAX_SEGMENTS;
-        let response = placement.finish(if offer { Moved::Direct } else { Moved::Streamed });
+        let response = placement.finish(if offer {
+            TransferOutcome::Direct
+        } else {
+            TransferOutcome::Streamed
+        });
         match response.outcome {
             Outcome::Ack(_) if offer => {
                 let reference = access.reference(segments);
@@ -426,21 +430,21 @@ impl Connection {
     }
 
     /// The one copy from the peer's memory to ours.
-    fn copy(&self, hca: &Hca, placement: &Placement, theirs: &Reference) -> Moved {
+    fn copy(&self, hca: &Hca, placement: &Placement, theirs: &Reference) -> TransferOutcome {
         let Some(peer) = self.peer.filter(|_| self.direct.load(Ordering::Acquire)) else {
-            return Moved::PeerFault;
+            return TransferOutcome::PeerFault;
         };
-        let Ok((ours, _uses)) = placement.access.lock() else { return Moved::LocalFault };
+        let Ok((ours, _uses)) = placement.access.lock() else { return TransferOutcome::LocalFault };
         // SAFETY: the targets were looked up by key as memory that may be written.
         match unsafe { copy::pull(peer, &ours, theirs) } {
             Ok(Pulled::Valid) => {
                 count_direct(hca, &ours);
-                Moved::Direct
+                TransferOutcome::Direct
             }
-            Ok(Pulled::WorkGone | Pulled::RegionGone) => Moved::PeerFault,
+            Ok(Pulled::WorkGone | Pulled::RegionGone) => TransferOutcome::PeerFault,
             // The kernel does not say whose memory is missing.
-            Err(Errno::FAULT) if !copy::is_mapped(&ours) => Moved::LocalFault,
-            Err(_) => Moved::PeerFault,
+            Err(Errno::FAULT) if !copy::is_mapped(&ours) => TransferOutcome::LocalFault,
+            Err(_) => TransferOutcome::PeerFault,
         }
     }
 }

@@ -15,7 +15,7 @@ use gaudi::{Device, Error, ImportedRegion, Segment, Side};
 use uct::abi::iface_flag;
 use uct::{
     Bandwidth, Buffer, Buffers, Completion, DeviceType, Interface, InterfaceAttributes, Link,
-    OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, Status, Ucx, Way, log,
+    OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, RmaOp, Status, Ucx, log,
 };
 
 use crate::addresses::{classify, is_host_memory};
@@ -45,20 +45,20 @@ pub(crate) struct CopyInterface<F> {
 impl<F: Flavour> CopyInterface<F> {
     /// Copies and returns when the bytes have arrived. Tried once more after a failure, as copies in the
     /// background are, but not subject to `ABORT_ON_ERROR`: the caller gets the error.
-    fn copy_now(&self, way: Way, local: Buffer, remote: u64) -> Result<(), Status> {
+    fn copy_now(&self, op: RmaOp, local: Buffer, remote: u64) -> Result<(), Status> {
         let length = local.length();
         if length == 0 {
             return Ok(());
         }
         self.copies.wait_for_fences();
-        let (dst, src) = way.sides(local.address(), remote);
+        let (dst, src) = op.sides(local.address(), remote);
         // SAFETY: UCX keeps the buffers of an operation valid until it returns, and nobody else
         // touches what it writes.
         let copy = || unsafe { gaudi::runtime().copy(dst, src, length) };
         let first = match copy() {
             Some(Ok(())) => return Ok(()),
             Some(Err(first)) => first,
-            None => return self.copy_on_host(way, local, remote),
+            None => return self.copy_on_host(op, local, remote),
         };
         // UCP's staging asserts that a short copy succeeds: the reason must be in the log first.
         let is_lost = || {
@@ -76,7 +76,7 @@ impl<F: Flavour> CopyInterface<F> {
     /// No estimate of ours leads UCP here, but with the old protocols (`UCX_PROTO_ENABLE=n`) it takes
     /// any transport that reaches its own process and registers host memory as a lane for host
     /// messages. Other accelerators' copy transports serve that, so this one does.
-    fn copy_on_host(&self, way: Way, local: Buffer, remote: u64) -> Result<(), Status> {
+    fn copy_on_host(&self, op: RmaOp, local: Buffer, remote: u64) -> Result<(), Status> {
         let (address, length) = (local.address(), local.length());
         if !is_host_memory(address, length) || !is_host_memory(remote, length) {
             log!(
@@ -89,7 +89,7 @@ impl<F: Flavour> CopyInterface<F> {
             return Err(Status::UNSUPPORTED);
         }
         let pointer = |address: u64| core::ptr::with_exposed_provenance_mut::<u8>(address as usize);
-        let (dst, src) = way.sides(pointer(address), pointer(remote));
+        let (dst, src) = op.sides(pointer(address), pointer(remote));
         // SAFETY: an endpoint leads to its own process, where UCX keeps the buffers of an operation
         // valid until it returns, and lets nobody else touch what it writes. Both are host memory, as
         // found above.
@@ -100,7 +100,7 @@ impl<F: Flavour> CopyInterface<F> {
     /// Starts a copy between local pieces and consecutive remote addresses.
     fn start(
         &self,
-        way: Way,
+        op: RmaOp,
         local: &Buffers<'_, Memory>,
         remote: u64,
         completion: Completion,
@@ -122,12 +122,12 @@ impl<F: Flavour> CopyInterface<F> {
                 if imported.is_some() || device.is_none() {
                     device = Some(here);
                 }
-                let (dst, src) = way.sides(local_side, remote_side);
+                let (dst, src) = op.sides(local_side, remote_side);
                 let host_region = memory.and_then(Memory::host_region).cloned();
                 segments.push(Segment { dst, src, len: buffer.length(), host_region });
             } else {
                 self.copies.wait_for_fences();
-                self.copy_on_host(way, buffer, at)?;
+                self.copy_on_host(op, buffer, at)?;
             }
             at += buffer.length() as u64;
         }
@@ -278,25 +278,25 @@ impl<F: Flavour> Interface for CopyInterface<F> {
 
     fn short(
         &self,
-        way: Way,
+        op: RmaOp,
         (): &(),
         local: Buffer,
         remote: u64,
         _: Option<&()>,
     ) -> Result<(), Status> {
-        self.copy_now(way, local, remote)
+        self.copy_now(op, local, remote)
     }
 
     fn zcopy(
         &self,
-        way: Way,
+        op: RmaOp,
         (): &(),
         local: Buffers<'_, Memory>,
         remote: u64,
         _: Option<&()>,
         completion: Completion,
     ) -> Result<Posted, Status> {
-        self.start(way, &local, remote, completion)
+        self.start(op, &local, remote, completion)
     }
 
     fn flush(&self, _: Option<&()>, completion: Completion) -> Result<Posted, Status> {

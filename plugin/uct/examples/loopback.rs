@@ -12,7 +12,7 @@ use uct::config::Values;
 use uct::{
     Bandwidth, Buffer, Completion, Component, Device, DeviceType, DomainAttributes, Interface,
     InterfaceAttributes, LinearFunc, Link, MemoryDomain, MemoryType, MemoryTypes, OpenRequest,
-    Peer, Perf, PerfQuery, Posted, Region, Registration, RmaLimits, Status, SysDevice, Ucx, Way,
+    Peer, Perf, PerfQuery, Posted, Region, Registration, RmaLimits, RmaOp, Status, SysDevice, Ucx,
 };
 
 uct::plugin!("rust_loop", register);
@@ -110,13 +110,13 @@ impl Interface for LoopInterface {
 
     fn short(
         &self,
-        way: Way,
+        op: RmaOp,
         (): &(),
         local: Buffer,
         remote: u64,
         _: Option<&()>,
     ) -> Result<(), Status> {
-        let (to, from) = way.sides(local.address(), remote);
+        let (to, from) = op.sides(local.address(), remote);
         // SAFETY: both are host memory of this process (the only kind this domain accesses and the
         // only process it reaches), which the caller of the operation keeps valid.
         unsafe { core::ptr::copy(from as *const u8, to as *mut u8, local.length()) };
@@ -124,7 +124,7 @@ impl Interface for LoopInterface {
     }
 
     fn flush(&self, _: Option<&()>, completion: Completion) -> Result<Posted, Status> {
-        Ok(Posted::Done(completion)) // nothing is ever under way
+        Ok(Posted::Done(completion)) // nothing is ever in flight
     }
 
     fn fence(&self) -> Result<(), Status> {

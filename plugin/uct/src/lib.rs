@@ -40,7 +40,7 @@ pub use completion::{Completion, Posted};
 pub use component::{Component, Registration};
 pub use iface::{
     Buffer, Buffers, Device, Interface, InterfaceAttributes, KeyOf, Link, MdOf, MemoryOf,
-    OpenRequest, Peer, Perf, PerfQuery, Way,
+    OpenRequest, Peer, Perf, PerfQuery, RmaOp,
 };
 pub use loaded::FindError;
 pub use md::{

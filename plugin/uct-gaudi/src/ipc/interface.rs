@@ -9,8 +9,8 @@ use uct::abi::iface_flag;
 use uct::config::Variable;
 use uct::{
     Bandwidth, Buffer, Buffers, Completion, DeviceType, Interface, InterfaceAttributes, Level,
-    LinearFunc, Link, MemoryType, OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, Status,
-    SysDevice, Ucx, Way, log,
+    LinearFunc, Link, MemoryType, OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, RmaOp,
+    Status, SysDevice, Ucx, log,
 };
 
 use super::NAME;
@@ -77,14 +77,14 @@ impl IpcInterface {
     /// completion, where UCX looks.
     fn start(
         &self,
-        way: Way,
+        op: RmaOp,
         remote: &Arc<PeerProcess>,
         local: &Buffers<'_, Memory>,
         address: u64,
         key: Option<&RemoteMemory>,
         completion: Completion,
     ) -> Posted {
-        let posted = match self.prepare(way, local, address, key) {
+        let posted = match self.prepare(op, local, address, key) {
             Ok(None) => return Posted::Done(completion), // no bytes at all
             Ok(Some(Prepared { device, segments, reached })) => {
                 let in_flight = InFlight::new(remote, reached);
@@ -109,7 +109,7 @@ impl IpcInterface {
 
     fn prepare(
         &self,
-        way: Way,
+        op: RmaOp,
         local: &Buffers<'_, Memory>,
         address: u64,
         key: Option<&RemoteMemory>,
@@ -134,7 +134,7 @@ impl IpcInterface {
             };
             let device = device.unwrap_or_else(|| Arc::clone(key.card()));
             let (opened, there) = self.locate(key, &device, at, buffer.length())?;
-            let (dst, src) = way.sides(side, Side::Device(there));
+            let (dst, src) = op.sides(side, Side::Device(there));
             let host_region = memory.and_then(Memory::host_region).cloned();
             let segment = Segment { dst, src, len: buffer.length(), host_region };
             // One buffer is all that the attributes allow; strided ones lie on one card.
@@ -340,14 +340,14 @@ impl Interface for IpcInterface {
 
     fn zcopy(
         &self,
-        way: Way,
+        op: RmaOp,
         remote: &Arc<PeerProcess>,
         local: Buffers<'_, Memory>,
         address: u64,
         key: Option<&RemoteMemory>,
         completion: Completion,
     ) -> Result<Posted, Status> {
-        Ok(self.start(way, remote, &local, address, key, completion))
+        Ok(self.start(op, remote, &local, address, key, completion))
     }
 
     fn flush(

@@ -6,7 +6,7 @@ use core::ffi::{c_uint, c_void};
 
 use super::endpoint::EpRef;
 use super::object::IfaceRef;
-use super::{Buffer, Buffers, Interface, Way};
+use super::{Buffer, Buffers, Interface, RmaOp};
 use crate::abi::{IFACE_OP_SLOTS, Iov, RawCompletion, Status, iface_op};
 use crate::completion::{Completion, Posted};
 use crate::component::borrow_key;
@@ -41,14 +41,14 @@ fn status_of<I: Interface>(iface: IfaceRef<'_, I>, posted: Posted) -> Status {
 /// `traces_data`.
 fn trace<I: Interface>(
     iface: IfaceRef<'_, I>,
-    way: Way,
+    op: RmaOp,
     what: &str,
     bytes: impl FnOnce() -> usize,
     (local, remote): (u64, u64),
     status: Status,
 ) -> Status {
     if iface.traces_data {
-        let (to, from) = way.sides(local, remote);
+        let (to, from) = op.sides(local, remote);
         let (transport, bytes) = (I::TRANSPORT, bytes());
         let line =
             format_args!("{transport} {what} size {bytes} from {from:#x} to {to:#x}: {status:?}");
@@ -61,7 +61,7 @@ fn trace<I: Interface>(
 /// UCX passes these to the operation: a buffer that it keeps until this returns, and a key of this
 /// component, or an invalid one.
 unsafe fn short<I: Interface>(
-    way: Way,
+    op: RmaOp,
     ep: EpRef<'_, I>,
     buffer: *const c_void,
     length: c_uint,
@@ -69,16 +69,16 @@ unsafe fn short<I: Interface>(
     rkey: usize,
 ) -> Status {
     let iface = ep.iface();
-    let name = way.choose("PUT_SHORT", "GET_SHORT");
+    let name = op.choose("PUT_SHORT", "GET_SHORT");
     let status = guarded_status(iface.ucx, name, || {
         // SAFETY: as the caller promises.
         let (local, key) = unsafe {
             let local = Buffer::new(buffer.addr() as u64, length as usize);
             (local, borrow_key::<I::Component>(rkey))
         };
-        iface.interface.short(way, &ep.endpoint, local, remote, key).map(|()| Status::OK)
+        iface.interface.short(op, &ep.endpoint, local, remote, key).map(|()| Status::OK)
     });
-    trace(iface, way, name, || length as usize, (buffer.addr() as u64, remote), status)
+    trace(iface, op, name, || length as usize, (buffer.addr() as u64, remote), status)
 }
 
 unsafe extern "C" fn put_short<I: Interface>(
@@ -89,7 +89,7 @@ unsafe extern "C" fn put_short<I: Interface>(
     rkey: usize,
 ) -> Status {
     // SAFETY: what UCX passes.
-    unsafe { short(Way::Put, ep, buffer, length, remote, rkey) }
+    unsafe { short(RmaOp::Put, ep, buffer, length, remote, rkey) }
 }
 
 unsafe extern "C" fn get_short<I: Interface>(
@@ -100,7 +100,7 @@ unsafe extern "C" fn get_short<I: Interface>(
     rkey: usize,
 ) -> Status {
     // SAFETY: what UCX passes.
-    unsafe { short(Way::Get, ep, buffer, length, remote, rkey) }
+    unsafe { short(RmaOp::Get, ep, buffer, length, remote, rkey) }
 }
 
 /// # Safety
@@ -123,7 +123,7 @@ fn extent(iov: &[Iov]) -> (u64, impl FnOnce() -> usize + use<'_>) {
 /// UCX passes these to the operation: as many entries as it says, handles and keys of this domain and
 /// component, and a completion. The buffers and the completion are there until it is finished.
 unsafe fn zcopy<I: Interface>(
-    way: Way,
+    op: RmaOp,
     ep: EpRef<'_, I>,
     (iov, count): (*const Iov, usize),
     remote: u64,
@@ -131,7 +131,7 @@ unsafe fn zcopy<I: Interface>(
     completion: *mut RawCompletion,
 ) -> Status {
     let iface = ep.iface();
-    let name = way.choose("PUT_ZCOPY", "GET_ZCOPY");
+    let name = op.choose("PUT_ZCOPY", "GET_ZCOPY");
     // SAFETY: as the caller promises.
     let iov = unsafe { iov_slice(iov, count) };
     let status = guarded_status(iface.ucx, name, || {
@@ -140,11 +140,11 @@ unsafe fn zcopy<I: Interface>(
             let completion = Completion::from_raw(completion);
             (Buffers::new(iov), borrow_key::<I::Component>(rkey), completion)
         };
-        let posted = iface.interface.zcopy(way, &ep.endpoint, local, remote, key, completion)?;
+        let posted = iface.interface.zcopy(op, &ep.endpoint, local, remote, key, completion)?;
         Ok(status_of(iface, posted))
     });
     let (first, bytes) = extent(iov);
-    trace(iface, way, name, bytes, (first, remote), status)
+    trace(iface, op, name, bytes, (first, remote), status)
 }
 
 unsafe extern "C" fn put_zcopy<I: Interface>(
@@ -156,7 +156,7 @@ unsafe extern "C" fn put_zcopy<I: Interface>(
     completion: *mut RawCompletion,
 ) -> Status {
     // SAFETY: what UCX passes.
-    unsafe { zcopy(Way::Put, ep, (iov, count), remote, rkey, completion) }
+    unsafe { zcopy(RmaOp::Put, ep, (iov, count), remote, rkey, completion) }
 }
 
 unsafe extern "C" fn get_zcopy<I: Interface>(
@@ -168,7 +168,7 @@ unsafe extern "C" fn get_zcopy<I: Interface>(
     completion: *mut RawCompletion,
 ) -> Status {
     // SAFETY: what UCX passes.
-    unsafe { zcopy(Way::Get, ep, (iov, count), remote, rkey, completion) }
+    unsafe { zcopy(RmaOp::Get, ep, (iov, count), remote, rkey, completion) }
 }
 
 unsafe extern "C" fn ep_flush<I: Interface>(

@@ -100,13 +100,13 @@ pub trait Interface: Send + Sized + 'static {
     /// What went wrong; say why in the log first.
     fn short(
         &self,
-        way: Way,
+        op: RmaOp,
         endpoint: &Self::Endpoint,
         local: Buffer,
         remote: u64,
         key: Option<&KeyOf<Self>>,
     ) -> Result<(), Status> {
-        let _ = (way, endpoint, local, remote, key);
+        let _ = (op, endpoint, local, remote, key);
         Err(Status::UNSUPPORTED)
     }
 
@@ -116,14 +116,14 @@ pub trait Interface: Send + Sized + 'static {
     /// What went wrong. Never [`Status::NO_RESOURCE`]: there is no queue for operations that wait.
     fn zcopy(
         &self,
-        way: Way,
+        op: RmaOp,
         endpoint: &Self::Endpoint,
         local: Buffers<'_, MemoryOf<Self>>,
         remote: u64,
         key: Option<&KeyOf<Self>>,
         completion: Completion,
     ) -> Result<Posted, Status> {
-        let _ = (way, endpoint, local, remote, key, completion);
+        let _ = (op, endpoint, local, remote, key, completion);
         Err(Status::UNSUPPORTED)
     }
 
@@ -169,21 +169,21 @@ pub trait Interface: Send + Sized + 'static {
     }
 }
 
-/// Which way a copy goes, seen from the local buffer.
+/// Direction of a copy, seen from the local buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum RmaOp {
     /// From local to remote memory.
     Put,
     /// From remote to local memory.
     Get,
 }
 
-impl Way {
+impl RmaOp {
     /// Destination and source.
     pub fn sides<S>(self, local: S, remote: S) -> (S, S) {
         match self {
-            Way::Put => (remote, local),
-            Way::Get => (local, remote),
+            RmaOp::Put => (remote, local),
+            RmaOp::Get => (local, remote),
         }
     }
 

@@ -489,11 +489,12 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
         };
         if wants.registrable {
             let base = found.base;
-            answer.registrable = hcas::are_able(self.ucx, &device, answer.device, base.0, || {
-                let wanted = self.settings.dmabuf != Ternary::No;
-                let len = found.length.min(gaudi::PAGE_SIZE);
-                wanted.then(|| device.export_for_trial(base, len, self.export_call()))
-            });
+            answer.registrable =
+                hcas::can_register(self.ucx, &device, answer.device, base.0, || {
+                    let wanted = self.settings.dmabuf != Ternary::No;
+                    let len = found.length.min(gaudi::PAGE_SIZE);
+                    wanted.then(|| device.export_for_trial(base, len, self.export_call()))
+                });
         }
         if wants.dmabuf && self.settings.dmabuf != Ternary::No {
             if allocation_of(address, length).is_some() {

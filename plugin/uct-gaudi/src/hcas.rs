@@ -109,7 +109,7 @@ impl State {
 }
 
 /// What UCX's memory-type cache has to know of memory of a card now.
-pub(crate) fn as_known(ucx: &Ucx, memory: DeviceRange) -> DeviceRange {
+pub(crate) fn as_registrable(ucx: &Ucx, memory: DeviceRange) -> DeviceRange {
     let hcas = with_dmabufs(ucx);
     let verdict = state().verdict(card(ucx, memory.device), &hcas);
     match verdict {
@@ -120,7 +120,7 @@ pub(crate) fn as_known(ucx: &Ucx, memory: DeviceRange) -> DeviceRange {
 
 /// Whether HCAs register memory of a card, a page of which is at `address`. Where that is not known yet, `export` gives a
 /// dma-buf of that page, or `None` if UCX gets none.
-pub(crate) fn are_able(
+pub(crate) fn can_register(
     ucx: &'static Ucx,
     device: &Device,
     sys_device: SysDevice,

@@ -198,11 +198,11 @@ fn report<T>(fd: c_int, what: impl FnOnce(&'static Runtime, BorrowedFd<'_>) -> T
     }
     // SAFETY: not negative; the caller of the driver has it open.
     let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-    unnoticed(|| what(runtime(), fd))
+    guarded(|| what(runtime(), fd))
 }
 
 /// Runs something of ours within a call of the application's: a panic ends here, and `errno` stays.
-fn unnoticed<T>(what: impl FnOnce() -> T) -> Option<T> {
+fn guarded<T>(what: impl FnOnce() -> T) -> Option<T> {
     // SAFETY: errno is this thread's own.
     let errno = unsafe { *libc::__errno_location() };
     let result = catch_unwind(AssertUnwindSafe(what)).ok();
@@ -211,7 +211,7 @@ fn unnoticed<T>(what: impl FnOnce() -> T) -> Option<T> {
     result
 }
 
-fn complain(what: &str, error: &gaudi::Error) {
+fn log_failure(what: &str, error: &gaudi::Error) {
     let wanted = *WANTED.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some((ucx, _)) = wanted {
         log!(ucx, Warn, "{what}: {}", status::explain(error));
@@ -251,7 +251,7 @@ unsafe extern "C" fn map(fd: c_int, handle: u64, hint: u64) -> u64 {
                 let len = runtime.memory_behind(fd, handle).unwrap_or(1);
                 memtype_cache::watch(&(address..address.saturating_add(len)));
             } else if let Err(error) = runtime.memory_mapped(fd, handle, DeviceAddr(address)) {
-                complain("UCX will take this for host memory", &error);
+                log_failure("UCX will take this for host memory", &error);
             }
         });
     }
@@ -275,7 +275,7 @@ unsafe extern "C" fn unmap(fd: c_int, address: u64) -> c_int {
     {
         report(fd, |runtime, fd| {
             if let Err(error) = runtime.keep_memory(fd, memory) {
-                complain("memory that could not be unmapped", &error);
+                log_failure("memory that could not be unmapped", &error);
             }
         });
     }
@@ -298,7 +298,7 @@ fn release_functions() -> &'static ReleaseFunctions {
 
 /// Before a call that releases the framework's card.
 fn releasing() -> Option<Releasing> {
-    unnoticed(|| runtime().framework_releasing())
+    guarded(|| runtime().framework_releasing())
 }
 
 /// After it.
@@ -306,7 +306,7 @@ fn released(releasing: Option<Releasing>, answer: c_int) -> c_int {
     if answer != 0
         && let Some(releasing) = &releasing
     {
-        unnoticed(|| releasing.refused());
+        guarded(|| releasing.refused());
     }
     answer
 }

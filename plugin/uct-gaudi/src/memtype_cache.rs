@@ -136,7 +136,8 @@ impl Client {
     /// What a cache that is made now has to know.
     fn existing(&self) -> Vec<DeviceRange> {
         let ranges = self.ranges().clone();
-        let ranges = ranges.into_iter().map(|range| hcas::as_known(self.ucx, range)).collect();
+        let ranges =
+            ranges.into_iter().map(|range| hcas::as_registrable(self.ucx, range)).collect();
         let known = [self.watched().clone(), ranges].concat();
         if known.is_empty() { known } else { [vec![SENTINEL], known].concat() }
     }
@@ -245,16 +246,16 @@ impl Client {
     /// Puts a range into the cache as it is known now: again if another thread learned more of HCAs meanwhile.
     fn report(&self, range: DeviceRange) {
         loop {
-            let known = hcas::as_known(self.ucx, range);
+            let known = hcas::as_registrable(self.ucx, range);
             self.ucx.memory_type_cache_insert(&known);
-            if hcas::as_known(self.ucx, range) == known {
+            if hcas::as_registrable(self.ucx, range) == known {
                 return;
             }
         }
     }
 
     fn allocated(&self, range: DeviceRange) {
-        self.ucx.memory_allocated(&hcas::as_known(self.ucx, range));
+        self.ucx.memory_allocated(&hcas::as_registrable(self.ucx, range));
         hcas::warn(self.ucx);
     }
 

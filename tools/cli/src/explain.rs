@@ -280,7 +280,7 @@ fn ask(context: &Context, options: &Options) -> Result<Protocols, Failure> {
     }
     ended.said.extend(texts);
     let what = format!("{} {memories}", options.operation.word());
-    Err(checker.broke_off(&what, &ended, options.ucx.as_deref()))
+    Err(checker.explain_failure(&what, &ended, options.ucx.as_deref()))
 }
 
 #[cfg(test)]

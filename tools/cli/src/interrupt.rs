@@ -38,7 +38,7 @@ pub(crate) fn watch() {
 }
 
 /// Whether one of the signals came.
-pub(crate) fn came() -> bool {
+pub(crate) fn interrupted() -> bool {
     INTERRUPTED.load(Ordering::SeqCst)
 }
 
@@ -51,7 +51,7 @@ impl ChildGroup {
         let _ = set_child_subreaper(Pid::from_raw(1));
         let child = command.process_group(0).spawn()?;
         GROUP.store(child.id().cast_signed(), Ordering::SeqCst);
-        if came() {
+        if interrupted() {
             // The handler may have found no group yet.
             end_group();
         }
@@ -69,12 +69,12 @@ impl ChildGroup {
         let ended = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
         while let Err(Errno::INTR) = waitid(WaitId::Pid(leader), ended) {}
         GROUP.store(0, Ordering::SeqCst);
-        if came() {
+        if interrupted() {
             // Such as a process that ignores the other signal.
             let _ = kill_process_group(leader, Signal::KILL);
         }
         let status = self.0.wait();
-        while came() && waitpgid(leader, WaitOptions::empty()).is_ok() {}
+        while interrupted() && waitpgid(leader, WaitOptions::empty()).is_ok() {}
         status
     }
 }

@@ -60,7 +60,7 @@ impl UcpCheck {
         command.stderr(output.try_clone().map_err(unable)?).stdout(output);
         interrupt::watch();
         let status = ChildGroup::start(&mut command).map_err(unable)?.wait().map_err(unable)?;
-        if interrupt::came() {
+        if interrupt::interrupted() {
             // Its processes had no time to do that.
             gaudi::share::remove_leftovers();
             return Ok(None);
@@ -71,7 +71,7 @@ impl UcpCheck {
     }
 
     /// Why `what` did not run, from what was printed and logged.
-    pub(crate) fn broke_off(&self, what: &str, ended: &Ended, ucx: Option<&Path>) -> Failure {
+    pub(crate) fn explain_failure(&self, what: &str, ended: &Ended, ucx: Option<&Path>) -> Failure {
         if NO_UCX.iter().any(|words| ended.said.contains(words)) {
             let (found, remedy) = ucx::advice(ucx, &self.plugins);
             return Failure::unable(format!("{what} did not run: {found}"), remedy);

@@ -143,7 +143,7 @@ impl Fake {
     }
 
     /// Sets that somebody else has a mapping here.
-    pub(crate) fn others_have(&self, addresses: Range<u64>) {
+    pub(crate) fn occupy(&self, addresses: Range<u64>) {
         self.state().taken_by_others.push(addresses);
     }
 

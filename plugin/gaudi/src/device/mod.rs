@@ -209,7 +209,7 @@ impl Device {
         }
         let taken = self.take(len, align).and_then(|base| self.clear_if_asked(base, len));
         let base = taken.map_err(|error| {
-            self.let_go_if_lost();
+            self.release_if_lost();
             self.failed(error)
         })?;
         self.counts.allocated(len);
@@ -282,7 +282,7 @@ impl Device {
             }
         };
         (self.registry.upcalls.freed)(addr, len, self.counts, Box::new(give));
-        self.let_go_if_lost();
+        self.release_if_lost();
     }
 
     /// Freed memory is not written by other devices any more.
@@ -292,7 +292,7 @@ impl Device {
 
     /// Has a card that was reset closed with the last of its users: the driver waits for that, and kills
     /// processes that take long.
-    fn let_go_if_lost(&self) {
+    fn release_if_lost(&self) {
         if self.is_lost() {
             (self.registry.upcalls.drop_lost)();
         }

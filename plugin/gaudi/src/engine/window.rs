@@ -499,7 +499,7 @@ mod tests {
     fn memory_goes_past_a_mapping_of_somebody_else_in_the_window() {
         let (fake, device) = Fake::device();
         let start = device.window().start.0;
-        fake.others_have(start + (8 << 20)..start + (24 << 20));
+        fake.occupy(start + (8 << 20)..start + (24 << 20));
         let allocation = device.alloc(1, 1).unwrap();
         assert!(device.window().range().contains(&allocation.addr().0));
         assert!(allocation.addr().0 >= start + (24 << 20));
@@ -507,7 +507,7 @@ mod tests {
         let large = device.alloc(20 << 20, 1).unwrap();
         assert_eq!(fake.page_calls(), asked + 1, "the mapping is remembered");
         drop((allocation, large));
-        fake.others_have(0..u64::MAX);
+        fake.occupy(0..u64::MAX);
         let error = device.alloc(64 << 20, 1).unwrap_err();
         assert!(error.to_string().contains("the driver maps at"), "{error}");
     }

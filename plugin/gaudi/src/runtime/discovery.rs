@@ -60,9 +60,9 @@ pub(crate) fn discover(library: &Arc<Library>) -> Result<Discovered, Error> {
             return Err(hidden.caused_by_setting());
         }
         return Err(match problems.last() {
-            Some(problem) if unknown_ioctl => nothing_there(library, &problem.to_string()),
+            Some(problem) if unknown_ioctl => no_card_error(library, &problem.to_string()),
             Some(problem) => problem.error(library),
-            None => nothing_there(library, "there is no Gaudi in this machine"),
+            None => no_card_error(library, "there is no Gaudi in this machine"),
         });
     }
     let mut left_out: Vec<String> = problems.iter().map(Problem::to_string).collect();
@@ -124,7 +124,7 @@ impl Problem {
 fn enumerate(library: &Arc<Library>) -> Result<Enumerated, Error> {
     // Every open of a node is a search for the vendor's profiler: do not try 256 of them.
     let expected = match library.device_count() {
-        Some(Ok(0)) => return Err(nothing_there(library, "the driver reports no card")),
+        Some(Ok(0)) => return Err(no_card_error(library, "the driver reports no card")),
         Some(Ok(count)) => count,
         Some(Err(_)) | None => MAX_INDEX,
     };
@@ -163,7 +163,7 @@ fn none(library: &Library, detail: String) -> Error {
 }
 
 /// The library knows of no card, or none it can talk to; the kernel might.
-fn nothing_there(library: &Library, detail: &str) -> Error {
+fn no_card_error(library: &Library, detail: &str) -> Error {
     match pairing::reason(library).filter(|_| !library.is_software()) {
         Some((reason, advice)) => {
             let mut error = Error::new(ErrorKind::DeviceNotFound, LOOKING, reason, advice);

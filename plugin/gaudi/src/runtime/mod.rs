@@ -486,7 +486,7 @@ impl Runtime {
     pub fn cache_registrations(&self, limits: CacheLimits, watch: Watch) {
         let cache = Some(RegistrationCache::Keep(limits));
         self.configure(Options { registration_cache: cache, ..Options::default() });
-        rcache::SWITCH.want(limits, watch);
+        rcache::SWITCH.enable(limits, watch);
     }
 
     /// Has no card keep pins any more. Those that are kept are given back: now, or when the copies

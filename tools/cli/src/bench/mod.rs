@@ -125,7 +125,7 @@ fn measure(context: &Context, options: &Measure) -> Result<Exit, Failure> {
         }
     }
     bar.finish_and_clear();
-    results.interrupted = interrupt::came() || failure.is_some();
+    results.interrupted = interrupt::interrupted() || failure.is_some();
     let why = if failure.is_some() { "it did not run to the end" } else { "ended by Ctrl-C" };
     if results.is_empty() {
         // Files of an earlier run stay.

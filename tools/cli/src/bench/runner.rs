@@ -37,9 +37,9 @@ impl<'a> Runner<'a> {
         let rows = std::fs::read_to_string(&json).unwrap_or_default();
         let _ = std::fs::remove_file(&json);
         // Wrong bytes are a result; a run that broke off has written none.
-        serde_json::from_str(&rows)
-            .map(Some)
-            .map_err(|_| self.checker.broke_off(&format!("{op} {pair}"), &ended, ucx.as_deref()))
+        serde_json::from_str(&rows).map(Some).map_err(|_| {
+            self.checker.explain_failure(&format!("{op} {pair}"), &ended, ucx.as_deref())
+        })
     }
 }
 

@@ -149,7 +149,7 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
         print_failure(&failure, false);
         return Ok(failure.exit);
     }
-    Ok(if interrupt::came() { Exit::Interrupted } else { summary.exit() })
+    Ok(if interrupt::interrupted() { Exit::Interrupted } else { summary.exit() })
 }
 
 /// Runs the checks in a child.
@@ -169,7 +169,7 @@ fn watch(
     // Also if the process did not live to report what became of it.
     let submitted = of(EDMA)
         .is_some_and(|edma| edma.verdict != Verdict::Skipped && edma.data["submitted"] != false);
-    if let Some(bus_id) = bus_id.filter(|_| submitted && !interrupt::came()) {
+    if let Some(bus_id) = bus_id.filter(|_| submitted && !interrupt::interrupted()) {
         let mut command = own_child()?;
         command.args(["--reopen", "--card", &bus_id]);
         findings.extend(findings_of(&mut command, context.json, &[REOPEN])?);

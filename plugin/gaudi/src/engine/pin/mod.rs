@@ -192,13 +192,13 @@ unsafe fn pin_region(
     }
     if cache.keeps(region.len()) {
         // SAFETY: the caller's promise.
-        return refused_as_none(unsafe { pin_in_cache(&**device, range, &region.range()) });
+        return none_if_refused(unsafe { pin_in_cache(&**device, range, &region.range()) });
     }
     if cache.is_on() {
         return Ok(None);
     }
     // SAFETY: the caller's promise.
-    let pin = refused_as_none(unsafe { region.pin_whole(device) }.map(Some))?;
+    let pin = none_if_refused(unsafe { region.pin_whole(device) }.map(Some))?;
     Ok(pin.map(|pin| region.at(pin, range.start)))
 }
 
@@ -212,7 +212,7 @@ unsafe fn pin_range(device: &impl PinOwner, range: &Range<usize>) -> Result<Opti
         true => unsafe { pin_in_cache(device, range, range) },
         false => Ok(None),
     };
-    refused_as_none(cached.and_then(|cached| match cached {
+    none_if_refused(cached.and_then(|cached| match cached {
         Some(pinned) => Ok(Some(pinned)),
         None => {
             // SAFETY: the caller's promise.
@@ -264,7 +264,7 @@ unsafe fn ask_driver(device: &impl PinOwner, start: u64, len: u64) -> Result<Hos
     }
 }
 
-fn refused_as_none<T>(pinned: Result<Option<T>, PinError>) -> Result<Option<T>, Error> {
+fn none_if_refused<T>(pinned: Result<Option<T>, PinError>) -> Result<Option<T>, Error> {
     match pinned {
         Ok(pinned) => Ok(pinned),
         Err(PinError::Refused(_)) => Ok(None),

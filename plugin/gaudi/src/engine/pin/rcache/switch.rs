@@ -34,8 +34,8 @@ pub(crate) static SWITCH: Switch = Switch {
 };
 
 impl Switch {
-    /// Has pins cached from now on. `watch` is started before the first is.
-    pub(crate) fn want(&self, limits: CacheLimits, watch: Watch) {
+    /// Caches pins from now on. Starts `watch` before the first.
+    pub(crate) fn enable(&self, limits: CacheLimits, watch: Watch) {
         let mut waiting = self.watch.lock().unwrap_or_else(PoisonError::into_inner);
         self.regions.store(limits.regions, Ordering::Relaxed);
         self.bytes.store(limits.bytes, Ordering::Relaxed);

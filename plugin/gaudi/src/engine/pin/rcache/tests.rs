@@ -78,7 +78,7 @@ impl Rig {
     fn new(limits: CacheLimits, host_len: usize) -> Self {
         let (fake, device) = Fake::device();
         let switch = Box::leak(Box::<Switch>::default());
-        switch.want(limits, Box::new(|| true));
+        switch.enable(limits, Box::new(|| true));
         assert!(device.pins().cache().switch.set(switch).is_ok());
         let target = device.alloc(8 * LARGE as u64, 1).unwrap();
         Self { fake, device, target, host: Pages::new(host_len) }
@@ -625,7 +625,7 @@ fn nothing_is_cached_without_unmap_events_and_the_watch_is_started_once() {
     static ASKED: AtomicUsize = AtomicUsize::new(0);
     let rig = Rig::new(PLENTY, LARGE);
     let switch = rig.switch();
-    switch.want(
+    switch.enable(
         PLENTY,
         Box::new(|| {
             ASKED.fetch_add(1, Ordering::Relaxed);
@@ -641,7 +641,7 @@ fn nothing_is_cached_without_unmap_events_and_the_watch_is_started_once() {
     }
     assert_eq!(ASKED.load(Ordering::Relaxed), 1);
     assert!(!switch.is_wanted(), "the watch could not begin");
-    switch.want(PLENTY, Box::new(|| true));
+    switch.enable(PLENTY, Box::new(|| true));
     rig.copy(0, LARGE);
     assert_eq!(rig.cache().info().regions, 1);
     switch.off();

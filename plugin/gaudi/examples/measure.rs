@@ -38,7 +38,7 @@ fn bare(first: &gaudi::DeviceInfo) -> f64 {
     })
 }
 
-/// Throughput with 16 copies outstanding over a working set larger than the caches, beside memcpy
+/// Throughput with 16 copies outstanding over a working set larger than the caches, compared with memcpy
 /// over the same.
 fn many_in_flight(device: &Arc<Device>) {
     const SET: usize = 256 << 20;

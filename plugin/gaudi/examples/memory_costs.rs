@@ -1,5 +1,5 @@
 //! What device memory costs in the engine, as `cargo xtask bench memory` shows it: allocation,
-//! freeing, detection and export with few and many live allocations, beside what the machine itself
+//! freeing, detection and export with few and many live allocations, compared with what the machine itself
 //! takes for the like.
 //!
 //! Prints one figure a line: its name, a tab, nanoseconds. Needs a driver library, which

@@ -81,7 +81,7 @@ fn floors() {
     });
     println!("floor call\t{called}");
     // Memory as a lookup finds it: as much for each range as the cache has for a lookup to read, in an
-    // order that nobody can guess, each only when the last is known.
+    // order that cannot be predicted, each only when the last is known.
     for count in [1024, 65536] {
         let order = shuffled(count);
         let mut records = vec![[0_usize; 4]; count];
@@ -151,7 +151,7 @@ fn main() -> ExitCode {
         }
     };
     eprintln!("{device}, driver library {}", device.info().driver_version);
-    // Whoever unmaps memory here says so.
+    // Code here that unmaps memory reports it.
     let limits = CacheLimits { regions: 1 << 20, bytes: u64::MAX };
     runtime().cache_registrations(limits, Box::new(|| true));
     floors();

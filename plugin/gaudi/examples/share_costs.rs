@@ -1,4 +1,4 @@
-//! What opening another process's memory costs: cold and warm, and beside it what a cold open cannot do
+//! What opening another process's memory costs: cold and warm, compared with what a cold open cannot do
 //! without: a round trip that brings a descriptor (`SCM_RIGHTS`), and the driver's import. `cargo xtask
 //! bench ipc` runs it.
 //!
@@ -40,7 +40,7 @@ fn key_of(line: &str) -> Result<RemoteKey, Box<dyn std::error::Error>> {
     Ok(RemoteKey::parse(&bytes)?)
 }
 
-/// The socket of a process that hands a descriptor to whoever connects, once for each byte it is sent:
+/// The socket of a process that hands a descriptor to every client, once for each byte it is sent:
 /// the least that a broker must do.
 fn counter(process: u32) -> std::io::Result<SocketAddr> {
     SocketAddr::from_abstract_name(format!("share-costs-{process}"))
@@ -93,7 +93,7 @@ fn export() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// Has this process and those that it starts run on one core. Where the scheduler wakes a thread on another
+/// Binds this process and those that it starts to one core. Where the scheduler wakes a thread on another
 /// core, a round trip takes more than twice as long: it must not do so for one figure and not for another.
 fn use_one_core() {
     // SAFETY: plain data, of which zeroes are a value, and calls that fill or read it.
@@ -138,7 +138,7 @@ fn measure() -> Result<(), Box<dyn std::error::Error>> {
     let open = || drop(key.open(&device).expect("it opens"));
     device.set_handle_limits(Limits { handles: 0, bytes: 0 });
     open();
-    // Each can be opened for the first time only once: a median, beside one of the bare calls.
+    // Each can be opened for the first time only once: a median, next to one of the bare calls.
     let once = |f: &mut dyn FnMut()| {
         let start = Instant::now();
         f();

@@ -11,7 +11,7 @@
 //! let device = runtime().open(&DeviceChoice::Any)?;
 //! let there = device.alloc(5, 1)?;
 //! let mut here = *b"hello";
-//! // SAFETY: `here` lives across both calls, and nobody else has it.
+//! // SAFETY: `here` lives across both calls, and nothing else uses it.
 //! unsafe {
 //!     device.copy_blocking(Side::Device(there.addr()), Side::Host(here.as_mut_ptr()), 5)?;
 //!     device.copy_blocking(Side::Host(here.as_mut_ptr()), Side::Device(there.addr()), 5)?;

@@ -52,7 +52,7 @@ fn copies_by_address_detect_host_and_device_memory() {
         let sent = pattern(len, round as u64);
         let mut back = vec![POISON; len];
         let (there, on) = (at(&one, offset).0, at(&two, offset).0);
-        // SAFETY: the buffers live across the calls, and nobody else has them.
+        // SAFETY: the buffers live across the calls, and nothing else uses them.
         unsafe {
             runtime().copy(there, sent.as_ptr() as u64, len).unwrap().unwrap();
             runtime().copy(on, there, len).unwrap().unwrap();
@@ -61,7 +61,7 @@ fn copies_by_address_detect_host_and_device_memory() {
         assert_same(&back, &sent, "there, across and back");
         for allocation in [&one, &two] {
             let whole = read(&device, allocation.addr(), len + 2 * MARGIN);
-            assert_same(&whole, &framed(&sent, offset), "nothing beside it");
+            assert_same(&whole, &framed(&sent, offset), "nothing outside it");
         }
     }
 }
@@ -203,7 +203,7 @@ fn an_asynchronous_copy_of_many_segments_both_ways() {
         segment.src = segment.dst;
         segment.dst = Side::Host(bytes.as_mut_ptr());
     }
-    // SAFETY: `received` lives until the transfer has finished and nobody touches it.
+    // SAFETY: `received` lives until the transfer has finished and nothing touches it.
     let mut transfer = unsafe { device.copy(&segments) }.unwrap();
     transfer.wait().unwrap();
     for (received, sent) in received.iter().zip(&sent) {
@@ -221,7 +221,7 @@ fn small_copies_in_flight_together_keep_their_bytes() {
     let target = device.alloc((sent.len() * LEN) as u64, 1).unwrap();
     let there = |number: usize| Side::Device(at(&target, number * LEN));
     let all_at_once = |segments: Vec<Segment>| {
-        // SAFETY: the buffers of the test live until the transfers have finished, and nobody touches them.
+        // SAFETY: the buffers of the test live until the transfers have finished, and nothing touches them.
         let copy = |segment| unsafe { device.copy(&[segment]) }.unwrap();
         let mut transfers: Vec<_> = segments.into_iter().map(copy).collect();
         transfers.iter_mut().for_each(|transfer| transfer.wait().unwrap());
@@ -402,7 +402,7 @@ fn finished_copies_that_nobody_polls_return_their_bounce_slots() {
             // SAFETY: the buffers live until the transfers have finished.
             match unsafe { device.copy(std::slice::from_ref(&piece)) } {
                 Ok(transfer) => break transfers.push(transfer),
-                // Until the card has done something; nobody polls what was started.
+                // Until the card has done something; what was started is not polled.
                 Err(SubmitError::Busy) => std::thread::yield_now(),
                 Err(SubmitError::Failed(error)) => panic!("{error}"),
             }

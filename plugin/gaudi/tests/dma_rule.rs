@@ -39,7 +39,7 @@ fn every_byte_arrives_and_no_other_changes_in_every_direction() {
                 len,
                 host_region: Some(region),
             };
-            // SAFETY: the buffers live until the copies have ended, and nobody else has them.
+            // SAFETY: the buffers live until the copies have ended, and nothing else uses them.
             unsafe {
                 device.copy(&[into]).expect("started").wait().unwrap();
                 let (dst, src) = (Side::Device(at(&two, here)), Side::Device(at(&one, there)));

@@ -91,7 +91,7 @@ fn exports_have_the_right_bytes() {
     {
         let export = Exported::from_fd(fd.as_fd()).unwrap();
         let [range] = export.ranges() else { panic!("physical memory is one range") };
-        // SAFETY: inside the mapped range; nobody writes at the same time.
+        // SAFETY: inside the mapped range; not written to meanwhile.
         let found = unsafe { std::slice::from_raw_parts(range.ptr.add(offset as usize), 100) };
         assert_same(found, &bytes[5000..5100], "exported");
     }

@@ -93,7 +93,7 @@ fn a_copy_in_the_background_is_polled_and_lets_others_go_on() {
         len: bytes.len(),
         host_region: None,
     }];
-    // SAFETY: both buffers live until the copies have ended, and nobody else has them.
+    // SAFETY: both buffers live until the copies have ended, and nothing else uses them.
     unsafe {
         let mut transfer = device.copy(&to).unwrap();
         while transfer.poll().is_none() {

@@ -47,7 +47,7 @@ fn a_card_stays_open_between_two_uses_while_somebody_keeps_cards() {
     let calls = Calls::record();
     allocate_and_free();
     allocate_and_free();
-    assert_eq!(calls.opens(), 2, "nobody keeps it");
+    assert_eq!(calls.opens(), 2, "it is not kept open");
     let (one, other) = (runtime().keep_open(), runtime().keep_open());
     allocate_and_free();
     drop(one);

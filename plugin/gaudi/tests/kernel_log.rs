@@ -53,7 +53,7 @@ fn nothing_is_asked_of_the_driver_that_it_refuses_but_one_import() {
     let device = runtime().open(&choice).unwrap();
     let target = device.alloc(LEN as u64, 1).unwrap();
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-    // SAFETY: a fresh mapping of zeros that nobody can change, never unmapped.
+    // SAFETY: a fresh, read-only mapping of zeros, never unmapped.
     let source: &[u8] = unsafe {
         let len = PIECES * LEN;
         let at = libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, flags, -1, 0);

@@ -74,7 +74,7 @@ fn memory_of_the_application_on_a_lent_card_is_like_our_own() {
     let fd = application.card.as_fd();
     runtime().lend(fd).unwrap();
     runtime().lend(fd).expect("lending twice is lending");
-    assert!(runtime().locate(theirs.addr().0, 1).is_none(), "nobody said so yet");
+    assert!(runtime().locate(theirs.addr().0, 1).is_none(), "not reported yet");
     runtime().add_memory(fd, theirs.addr(), 1 << 20).unwrap();
 
     let device = application.device();
@@ -303,7 +303,7 @@ fn a_card_with_a_framework_s_pool_has_room_for_ours() {
     let ours = device.alloc(3 * page, 1).unwrap();
     let bytes = pattern(4099, 3);
     write(&device, ours.addr(), &bytes);
-    assert_same(&read(&device, ours.addr(), bytes.len()), &bytes, "beside the pool");
+    assert_same(&read(&device, ours.addr(), bytes.len()), &bytes, "next to the pool");
 
     // The framework's pool on another card is not taken for memory of this one.
     for other in runtime().discover().unwrap() {
@@ -327,5 +327,5 @@ fn memory_that_the_application_maps_in_our_window_is_gone_round() {
     assert!(window.contains(&ours.addr().0));
     let bytes = pattern(257, 4);
     write(&device, ours.addr(), &bytes);
-    assert_same(&read(&device, ours.addr(), bytes.len()), &bytes, "beside it");
+    assert_same(&read(&device, ours.addr(), bytes.len()), &bytes, "next to it");
 }

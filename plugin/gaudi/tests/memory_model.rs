@@ -77,7 +77,7 @@ fn check_export(tenant: &Tenant, alone: bool) {
         inside
     });
     let len = tenant.tag.len().min(allocation.len() as usize);
-    // SAFETY: inside the mapped range (pieces are whole pages, the tag starts one); nobody writes.
+    // SAFETY: inside the mapped range (pieces are whole pages, the tag starts one); not written to meanwhile.
     let found = unsafe { std::slice::from_raw_parts(range.unwrap().ptr.add(at as usize), len) };
     assert_eq!(found, &tenant.tag[..len]);
 }
@@ -128,7 +128,7 @@ fn run(cards: &[Arc<Device>; 2], steps: Vec<Step>) {
             assert!(memory.reserved >= memory.used && memory.reserved <= memory.total);
         }
     }
-    // Nobody wrote over anybody else.
+    // No allocation overwrote another.
     for tenant in &tenants {
         check_export(tenant, false);
     }

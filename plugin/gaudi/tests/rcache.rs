@@ -19,7 +19,7 @@ fn fresh() -> (MutexGuard<'static, ()>, Arc<Device>) {
     static ALONE: Mutex<()> = Mutex::new(());
     let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     machine::set_up("gaudi2");
-    // For all tests of this program: whoever unmaps memory calls `invalidate`.
+    // For all tests of this program: code that unmaps memory calls `invalidate`.
     let limits = CacheLimits { regions: 64, bytes: 1 << 30 };
     gaudi::runtime().cache_registrations(limits, Box::new(|| true));
     (alone, machine::fresh())
@@ -127,7 +127,7 @@ fn replace_pages(way: usize, at: *mut u8) {
     assert!(done, "way {way}");
 }
 
-/// Printed for each way in which the card got the new pages although nobody told the cache.
+/// Printed for each way in which the card got the new pages although the cache was not told.
 const UNNOTICED: &str = "the new pages were copied without an event";
 /// What the software card prints where the kernel pins nothing for it.
 const NO_PINS: &str = "soft-gaudi: the kernel does not pin";
@@ -147,7 +147,7 @@ fn replaced_pages(refuse: &'static [libc::c_long]) -> std::io::Result<String> {
     Ok(text.into_owned())
 }
 
-/// What the driver does with a pin that nobody took back is what the unmap events are for.
+/// Unmap events exist because of what the driver does with a stale pin.
 #[test]
 fn replaced_pages_are_copied_after_the_event_and_old_ones_without_it() {
     if !machine::is_child() {
@@ -277,7 +277,7 @@ fn read_only_memory_is_refused_once_and_tried_again_when_it_is_registered() {
     host.bytes().copy_from_slice(&pattern(SIZE, 5));
     put(&device, target.addr(), &host.bytes()[..8], None); // pins the bounce buffers
     let protect = |host: &Mapping, access| {
-        // SAFETY: our own mapping, which nobody writes to meanwhile.
+        // SAFETY: our own mapping, not written to meanwhile.
         assert_eq!(unsafe { libc::mprotect(host.0.cast(), SIZE, access) }, 0);
     };
     protect(&host, libc::PROT_READ);

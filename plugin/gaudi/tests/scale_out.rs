@@ -229,7 +229,7 @@ fn a_machine_that_says_nothing_gives_a_view_that_says_so() {
         assert!(text.contains("not in sysfs") && text.contains("no RDMA devices"), "{text}");
         assert!(view.nearest(&cards[0].bus_id).is_empty());
     }
-    // A card that is nowhere, beside NICs that are somewhere, is not near any of them.
+    // A card without a location is not near any NIC.
     let (tree, _) = server();
     let view = ScaleOut::read(&tree.sysfs(), &[card(0, 0, "0000:77:00.0")]);
     assert!(view.cards()[0].near.iter().all(|near| near.distance == Distance::Unknown));

@@ -52,7 +52,7 @@ fn a_sleeper_is_woken_by_a_thread_that_exists_only_while_needed() {
     };
     let here = Side::Host(sent.as_ptr().cast_mut());
     copy(there, here, false);
-    assert_eq!(waiters(), 0, "nobody has slept yet");
+    assert_eq!(waiters(), 0, "no thread has slept yet");
     let slept = copy(there, here, true);
     assert!(slept <= 2, "one copy, woken {slept} times");
     copy(Side::Host(back.as_mut_ptr()), there, true);

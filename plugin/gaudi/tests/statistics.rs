@@ -207,7 +207,7 @@ fn something_with_the_pages_name_is_refused_with_the_reason() {
     ftruncate(&file, 2 << 20).unwrap();
     assert_eq!(refused(), Malformed::NotSealed, "too large");
     drop(file);
-    // Beside a stranger's, the real one is found.
+    // The real one is found next to a foreign one.
     let _stranger = memfd_create("ucx-gaudi-stats", flags).unwrap();
     machine::set_up("gaudi2");
     let device = fresh();
@@ -293,7 +293,7 @@ fn the_queue_is_counted_now_and_at_its_deepest() {
     // SAFETY: the buffer lives until all transfers have finished.
     let start = || unsafe { device.copy(std::slice::from_ref(&segment)) };
     let mut transfers: Vec<_> = (0..8).map(|_| start().unwrap()).collect();
-    // Nobody has looked at them: as far as is known, all are under way.
+    // They were not polled: as far as is known, all are in flight.
     assert_eq!((of(&device, "in_flight"), of(&device, "in_flight_max")), (8, 8));
     transfers.iter_mut().for_each(|transfer| transfer.wait().unwrap());
     assert_eq!((of(&device, "in_flight"), of(&device, "in_flight_max")), (0, 8));

@@ -80,7 +80,7 @@ fn inode(descriptor: &OwnedFd) -> u64 {
 struct Bench {
     cards: [Arc<Device>; 2],
     expected: [Expected; 2],
-    /// Of each card: the ring of copies that nobody waits for, and of those that someone does.
+    /// Of each card: the ring of copies that are not waited for, and of those that are.
     bounce_pinned: [[bool; 2]; 2],
     staging_pinned: bool,
     tenants: Vec<(usize, Allocation)>,
@@ -236,7 +236,7 @@ impl Bench {
                 let there = Side::Device(addr);
                 let here = Side::Host(self.host[0].as_mut_ptr());
                 let (dst, src) = if down { (there, here) } else { (here, there) };
-                // SAFETY: the buffer lives across the call and nobody else has it.
+                // SAFETY: the buffer lives across the call and nothing else uses it.
                 unsafe { self.cards[card].copy_blocking(dst, src, len) }.unwrap();
                 self.touched(card, addr);
                 self.copied(card, len, down);

@@ -18,7 +18,7 @@ pub(crate) fn main() -> Result<(), Box<dyn std::error::Error>> {
     let host = HostPages::new(2 * LEN as usize)?;
     // SAFETY: fresh pages that live as long as the mapping, which is dropped before them.
     let pinned = unsafe { HostMapping::new(&card, host.as_ptr(), host.len() as u64)? };
-    // SAFETY: no transfer is under way, so nobody else writes there.
+    // SAFETY: no transfer is in flight, so nothing else writes there.
     unsafe { host.as_ptr().write_bytes(0x5a, LEN as usize) };
 
     let there = memory.addr();

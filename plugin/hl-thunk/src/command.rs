@@ -35,7 +35,7 @@ impl CommandBuffer {
             let pages = HostPages::new(size as usize).map_err(|error| {
                 Error::new("mmap", error.raw_os_error().unwrap_or(libc::ENOMEM))
             })?;
-            // SAFETY: the pages are kept beside the mapping and outlive it.
+            // SAFETY: the pages are stored with the mapping and outlive it.
             let mapping = unsafe { HostMapping::new(device, pages.as_ptr(), pages.len() as u64)? };
             Memory::Mapped { mapping, pages }
         } else {
@@ -131,7 +131,7 @@ impl Drop for KernelBuffer {
             return;
         }
         // The mapping would hold the device file open, and with it the card.
-        // SAFETY: our own mapping, which nobody references any more.
+        // SAFETY: our own mapping, which is no longer referenced.
         let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
         destroy(&self.device, self.handle);
     }
@@ -194,7 +194,7 @@ impl Chunk<'_> {
             }
             let line = arguments.key("bytes");
             line.push('"');
-            // SAFETY: inside the buffer, as `to_raw` has checked; nobody writes it now.
+            // SAFETY: inside the buffer, as `to_raw` has checked; not written to meanwhile.
             let bytes =
                 unsafe { std::slice::from_raw_parts(self.buffer.start().add(self.offset), len) };
             trace::write_hex(line, bytes);

@@ -35,7 +35,7 @@ struct Node {
 enum NodeFd {
     /// `None` in `drop` only.
     Ours(Option<OwnedFd>),
-    /// Somebody else's, who closes it.
+    /// Borrowed: the owner closes it.
     Borrowed(RawFd),
 }
 
@@ -63,7 +63,7 @@ impl Node {
     fn fd(&self) -> BorrowedFd<'_> {
         match &self.fd {
             NodeFd::Ours(fd) => fd.as_ref().expect("taken only in drop").as_fd(),
-            // SAFETY: whoever made this answers for it.
+            // SAFETY: promised when this was made.
             NodeFd::Borrowed(fd) => unsafe { BorrowedFd::borrow_raw(*fd) },
         }
     }
@@ -94,7 +94,7 @@ impl Drop for Node {
         let NodeFd::Ours(fd) = &mut self.fd else { return };
         let Some(fd) = fd.take() else { return };
         if !self.is_ours() {
-            // A fork handler may have closed it: then the number is somebody else's by now.
+            // A fork handler may have closed it: then the number may be in use again.
             let _ = fd.into_raw_fd();
             return;
         }
@@ -186,7 +186,7 @@ struct Inner {
     node: Node,
     generation: Generation,
     hw: HwIpInfo,
-    /// Nobody else has descriptors of this opening.
+    /// There are no other descriptors of this opening.
     own_opening: bool,
 }
 
@@ -222,7 +222,7 @@ impl Device {
         status.is_none_or(|status| status == OPERATIONAL)
     }
 
-    /// Bytes of its memory that nobody has allocated; `None` where the library cannot be asked.
+    /// Bytes of its memory that are free; `None` where the library cannot be asked.
     pub fn free_memory(&self) -> Option<u64> {
         let mut usage = sys::DramUsageInfo::default();
         // SAFETY: the fd is open; the structure lives across the call.
@@ -230,14 +230,14 @@ impl Device {
         (ret == Some(0)).then_some(usage.dram_free_mem)
     }
 
-    /// A card that somebody else in this process opened, through a descriptor of our own (`dup`):
+    /// A card that other code of this process opened, through a descriptor of our own (`dup`):
     /// all descriptors of one opening share its context, and the card is free when the last is
     /// closed. `ENOTTY` if it is no compute node.
     pub fn from_opened(library: &Arc<Library>, fd: OwnedFd) -> Result<Self, Error> {
         Self::of_node(Node::from_fd(library, fd))
     }
 
-    /// As [`Device::from_opened`], through that somebody's own descriptor, which is never closed here: for one who
+    /// As [`Device::from_opened`], through the owner's descriptor, which is never closed here: for a caller that
     /// must be able to give the card up by closing it.
     ///
     /// # Safety
@@ -285,7 +285,7 @@ impl Device {
         self.inner.node.bus_id()
     }
 
-    /// Whether the driver takes everything back when this is closed: nobody else opened the card.
+    /// Whether the driver takes everything back when this is closed: the card was opened here only.
     pub fn is_own_opening(&self) -> bool {
         self.inner.own_opening
     }

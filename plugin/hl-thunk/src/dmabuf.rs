@@ -61,7 +61,7 @@ impl DmaBuf {
         Ok(Self { fd, len, _source: Source::Mapping(Arc::clone(mapping)) })
     }
 
-    /// As [`DmaBuf::export`], of a mapping that somebody else made on this card and answers for:
+    /// As [`DmaBuf::export`], of a foreign mapping on this card, whose owner answers for it:
     /// `mapping` is where it starts.
     pub fn export_foreign(
         device: &Device,

@@ -123,7 +123,7 @@ impl Drop for Mapping {
         if self.made_by != ProcessInstance::current() {
             return;
         }
-        // SAFETY: our own mapping, which nobody references any more.
+        // SAFETY: our own mapping, which is no longer referenced.
         let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
     }
 }
@@ -146,7 +146,7 @@ mod tests {
             assert_eq!(mapping.register(offset).is_some(), exists, "{offset}");
         }
         let last = mapping.register(4092).unwrap();
-        // SAFETY: inside the mapping, which nobody else uses.
+        // SAFETY: inside the mapping, which nothing else uses.
         unsafe { last.write_volatile(0x1234_5678) };
         let mut bytes = [0; 4];
         rustix::io::pread(&file, &mut bytes, 8192 + 4092).unwrap();

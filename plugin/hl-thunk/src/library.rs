@@ -26,7 +26,7 @@ const NAMES: [&str; 3] =
     ["libhl-thunk.so", "libhl-thunk.so.1", "/usr/lib/habanalabs/libhl-thunk.so"];
 /// What the software Gaudi calls itself in its version.
 const SOFTWARE: &str = "soft-gaudi";
-/// Failures in `drop` that are kept for whoever asks; more are only counted.
+/// Failures in `drop` that are kept for a later query; more are only counted.
 const KEPT_DROP_ERRORS: usize = 16;
 
 /// The loaded driver library.
@@ -68,7 +68,7 @@ impl Library {
     /// of `libhl-thunk.so`, `libhl-thunk.so.1` and the vendor's install directory.
     pub fn load() -> Result<Arc<Self>, LoadError> {
         match std::env::var(LIBRARY_VARIABLE) {
-            // Whoever names a library means that one; another in its place would mislead.
+            // The user named this library; another in its place would mislead.
             Ok(name) if !name.is_empty() && !is_setuid() => Self::load_first(&[&name])
                 .map_err(|error| LoadError { named_by_variable: true, ..error }),
             _ => Self::load_first(&NAMES),
@@ -132,13 +132,13 @@ impl Library {
         self.version().is_some_and(|version| version.contains(SOFTWARE))
     }
 
-    /// Whether somebody else in this process had loaded it before: an application that uses cards
+    /// Whether other code of this process had loaded it before: an application that uses cards
     /// by itself.
     pub fn was_loaded(&self) -> bool {
         self.was_loaded
     }
 
-    /// The address of one of the library's functions, for whoever stands in for it.
+    /// The address of one of the library's functions, to interpose on it.
     pub fn function(&self, name: &str) -> Option<*const c_void> {
         // SAFETY: only the address is taken; nothing is called.
         let found = unsafe { self._handle.get::<*const c_void>(name) };

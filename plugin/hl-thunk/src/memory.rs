@@ -20,7 +20,7 @@ impl DeviceMemory {
     /// 768 MiB on a Gaudi2).
     ///
     /// Where the device has no MMU for its memory the driver allocates nothing and the call fails
-    /// with `EOPNOTSUPP`: addresses are physical and whoever opened the card divides them up.
+    /// with `EOPNOTSUPP`: addresses are physical and the owner of the card divides them up.
     ///
     /// [`HwIpInfo::dram_page_size`]: crate::sys::HwIpInfo::dram_page_size
     pub fn alloc(device: &Device, size: u64) -> Result<Arc<Self>, Error> {
@@ -28,7 +28,7 @@ impl DeviceMemory {
         if !device.generation().has_dram_mmu() {
             return Err(Error::new(call, libc::EOPNOTSUPP));
         }
-        // SAFETY: plain numbers on an open fd. Default page size, any pages, nobody to share with:
+        // SAFETY: plain numbers on an open fd. Default page size, any pages, not shared:
         // a device has one context.
         let handle = check_nonzero(call, || unsafe {
             device.symbols().hlthunk_device_memory_alloc(device.raw_fd(), size, 0, false, false)
@@ -108,7 +108,7 @@ impl DeviceMapping {
     }
 
     /// Unmaps it because the device is about to be closed. If it was ever exported, leaves it to the driver
-    /// instead: it goes when the dma-bufs and the device are closed. On a card that somebody else opened it
+    /// instead: it goes when the dma-bufs and the device are closed. On a card that was opened elsewhere it
     /// would stay, so there it is unmapped all the same, and a failure recorded like all others.
     pub fn leave(mut self) {
         if self.was_exported() && self.device().is_own_opening() {

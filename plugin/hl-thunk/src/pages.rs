@@ -72,7 +72,7 @@ impl Drop for HostPages {
             // A forked child does not have the pages, and may have something else there.
             return;
         }
-        // SAFETY: the mapping is ours and nobody holds a reference into it.
+        // SAFETY: the mapping is ours and has no references into it.
         let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
     }
 }
@@ -86,7 +86,7 @@ mod tests {
         let pages = HostPages::new(5000).unwrap();
         assert_eq!(pages.len(), 8192);
         assert_eq!(pages.as_ptr() as usize % PAGE_SIZE as usize, 0);
-        // SAFETY: inside the mapping, which nobody else uses.
+        // SAFETY: inside the mapping, which nothing else uses.
         unsafe {
             assert_eq!(pages.as_ptr().add(8191).read(), 0);
             pages.as_ptr().add(8191).write(7);

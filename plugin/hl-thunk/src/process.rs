@@ -1,6 +1,6 @@
 //! Which process this is: a random number that every process draws for itself.
 //!
-//! The driver cannot tell a forked child from its parent: both have the same descriptors. So whoever
+//! The driver cannot tell a forked child from its parent: both have the same descriptors. So code that
 //! opens a card remembers who it was. Not by the process id: that is used again after a process has
 //! ended, may be the same in another pid namespace, and asking for it is a system call. The number lies
 //! on a page that the kernel clears in every child, however that was made, so that a child draws its
@@ -18,7 +18,7 @@ use rustix::rand::{GetRandomFlags, getrandom};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProcessInstance(NonZeroU64);
 
-/// Where the number lies; null until somebody asks. Not a `OnceLock`: a child forked while another
+/// Where the number lies; null until first used. Not a `OnceLock`: a child forked while another
 /// thread is inside would wait for that thread for ever.
 static NUMBER: AtomicPtr<AtomicU64> = AtomicPtr::new(ptr::null_mut());
 

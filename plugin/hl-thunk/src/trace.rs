@@ -71,7 +71,7 @@ pub fn flush() {
 }
 
 /// Writes out what is buffered if that is old, on behalf of a call that is not recorded. There are many of those, so
-/// none waits for the lock: whoever has it is recording, and sees to this.
+/// none waits for the lock: the thread that has it is recording, and does this.
 pub(crate) fn flush_old(now: Instant) {
     let Some(sink) = own_sink() else { return };
     let Ok(mut state) = sink.state.try_lock() else { return };
@@ -114,14 +114,14 @@ fn begin_record(pattern: &str, instead_of: *mut Sink) -> io::Result<PathBuf> {
     Ok(path)
 }
 
-/// Opens or makes the file of a record. Whoever may write to its folder may have put something else under its name:
-/// a link to a file of ours, a second name of one, a pipe that nobody reads.
+/// Opens or makes the file of a record. Another user who may write to its folder may have put something else under its name:
+/// a link to a file of ours, a second name of one, a pipe without a reader.
 fn open_to_append(path: &Path) -> io::Result<File> {
     // Links there, such as /dev/stderr, are the system's.
     if path.parent() == Some(Path::new("/dev")) {
         return OpenOptions::new().append(true).open(path);
     }
-    // A new one is ours, also where the file system says that it belongs to somebody else.
+    // A new one is ours, also where the file system reports another owner.
     match OpenOptions::new().append(true).create_new(true).open(path) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
         made => return made,
@@ -171,7 +171,7 @@ impl State {
 
     fn write_out(&mut self) {
         if let Err(error) = self.file.write_all(&self.buffer) {
-            // Such as a full disk. What cannot be recorded must not disturb what is recorded, but whoever asked
+            // Such as a full disk. What cannot be recorded must not disturb what is recorded, but the user who asked
             // for the recording must not take a part for the whole.
             if !SINK.swap(ptr::null_mut(), Ordering::AcqRel).is_null() {
                 let text = format!("ucx-gaudi: the recording of driver calls ended early: {error}");
@@ -419,7 +419,7 @@ mod tests {
         assert!(begin().is_none(), "nothing is recorded");
     }
 
-    /// Whoever may write to the folder could have put these there, to have a program of root write elsewhere.
+    /// Another user of the folder could have put these there, to make a program of root write elsewhere.
     #[test]
     fn files_that_others_may_have_planted_are_refused_and_stay_as_they_are() {
         use std::os::unix::fs::{chown, symlink};

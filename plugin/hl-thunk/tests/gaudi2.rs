@@ -30,7 +30,7 @@ struct Mapped {
 impl Mapped {
     fn new(device: &Device, bytes: &[u8]) -> Self {
         let pages = HostPages::new(bytes.len()).unwrap();
-        // SAFETY: the pages are new, and are kept beside the mapping.
+        // SAFETY: the pages are new, and are stored with the mapping.
         let mapping = unsafe {
             pages.as_ptr().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
             HostMapping::new(device, pages.as_ptr(), bytes.len() as u64).unwrap()
@@ -248,7 +248,7 @@ fn a_register_block_on_the_drivers_list_is_mapped_until_dropped() {
     assert_eq!((block.len(), block.address()), (4096, BLOCK));
     let words: Vec<u8> =
         (0..16).step_by(4).flat_map(|at| block.read(at).unwrap().to_le_bytes()).collect();
-    assert_eq!(words, b"software Gaudi  ", "nobody takes it for hardware");
+    assert_eq!(words, b"software Gaudi  ", "it cannot be mistaken for hardware");
     // SAFETY: only memory stands behind these registers.
     unsafe {
         assert_eq!(block.write(4092, 7), Some(()));

@@ -20,7 +20,7 @@ fn main() {
         alloc: |fd, size| hlthunk_device_memory_alloc(fd, size, 0, false, false),
         free: |fd, handle| hlthunk_device_memory_free(fd, handle),
         map: |fd, handle| hlthunk_device_memory_map(fd, handle, 0),
-        // SAFETY: nobody takes the memory away, no queue touches it.
+        // SAFETY: the memory stays mapped, no queue touches it.
         map_host: |fd, at, len| unsafe { hlthunk_host_memory_map(fd, at, 0, len) },
         unmap: |fd, addr| hlthunk_memory_unmap(fd, addr),
         export: |fd, addr, size, offset, flags| {

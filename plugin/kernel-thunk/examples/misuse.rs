@@ -13,7 +13,7 @@ use kernel_thunk::waits::hlthunk_wait_for_cs;
 const ANY: i32 = 4;
 /// In the range of host memory, where nothing of a new process is mapped.
 const UNMAPPED: u64 = 0xfff0_0012_3456_7000;
-/// Fence 0, target 1: nobody raises it.
+/// Fence 0, target 1: never raised.
 const FENCE: [u32; 4] = [0x0001_0001, 0x8800_0000, 0, 0x0a00_0000];
 const NO_PACKET: [u32; 4] = [0, 0x1f00_0000, 0, 0x0a00_0000];
 /// A message to a register of the card's controller.

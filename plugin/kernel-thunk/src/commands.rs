@@ -203,7 +203,7 @@ impl From<Submission> for Submitted {
     }
 }
 
-/// Has all writes of peers over PCI arrive in the card's memory.
+/// Flushes all writes of peers over PCI to the card's memory.
 #[unsafe(no_mangle)]
 pub extern "C" fn hlthunk_cs_flush_pci_hbw_writes(fd: c_int) -> c_int {
     ioctl::call(fd, &mut Submission { flags: FLUSH, ..Submission::default() })

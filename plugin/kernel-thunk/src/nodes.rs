@@ -214,7 +214,7 @@ pub unsafe extern "C" fn hlthunk_open_control_by_bus_id(busid: *const c_char) ->
 /// Closes a descriptor that a function here opened.
 ///
 /// # Safety
-/// `fd` comes from a function here, and nobody uses it afterwards.
+/// `fd` comes from a function here, and is not used afterwards.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hlthunk_close(fd: c_int) -> c_int {
     // SAFETY: the caller gives the descriptor up.

@@ -263,9 +263,9 @@ macro_rules! waits {
 }
 
 waits! {
-    /// Has a queue wait for a signal.
+    /// Makes a queue wait for a signal.
     hlthunk_wait_for_signal: WAIT;
-    /// Has a queue wait for a signal together with the NICs.
+    /// Makes a queue wait for a signal together with the NICs.
     hlthunk_wait_for_collective_signal: COLLECTIVE_WAIT;
     /// As [`hlthunk_wait_for_signal`], for a reserved signal.
     hlthunk_wait_for_reserved_encaps_signals: WAIT | ENCAPSULATED;

@@ -164,7 +164,7 @@ pub unsafe extern "C" fn hlthunk_wait_for_interrupt_with_timestamp(
     unsafe { wait_for_interrupt(fd, counter, until, status, timestamp) }
 }
 
-/// Has the driver write a time to a place of a timestamp buffer when a counter reaches a value.
+/// Makes the driver write a time to a place of a timestamp buffer when a counter reaches a value.
 #[unsafe(no_mangle)]
 pub extern "C" fn hlthunk_register_timestamp_interrupt(
     fd: c_int,

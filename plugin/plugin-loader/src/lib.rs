@@ -90,7 +90,7 @@ extern "C" fn find() -> *const c_void {
         if libc::strstr(file, c"perftest".as_ptr()).is_null() {
             dprintf(
                 libc::STDERR_FILENO,
-                c"ucx-gaudi: not loaded: %s (the engine belongs beside the folder of %s: install all of \
+                c"ucx-gaudi: not loaded: %s (the engine belongs one folder above %s: install all of \
                   ucx-gaudi under one prefix)\n"
                     .as_ptr(),
                 libc::dlerror(),

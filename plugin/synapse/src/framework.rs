@@ -263,7 +263,7 @@ impl Framework {
         needed.into_iter().find(|(_, there)| !there).map(|(name, _)| name)
     }
 
-    /// The address of a function of libSynapse, for whoever stands in for it.
+    /// The address of a function of libSynapse, to interpose on it.
     pub fn function(&self, name: &std::ffi::CStr) -> Option<*const c_void> {
         let found = self._libraries.first()?.function(name);
         (!found.is_null()).then_some(found.cast_const())

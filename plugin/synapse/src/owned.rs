@@ -1,5 +1,5 @@
 //! What a guest makes on the framework's card. Each is given back when dropped; once the framework has released
-//! the card it must be forgotten instead (`mem::forget`), since its number may be somebody else's by then.
+//! the card it must be forgotten instead (`mem::forget`), since its number may be in use again by then.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -138,7 +138,7 @@ impl Event {
 
     /// Stands for all that was started on the stream so far.
     pub fn record(&mut self, stream: &Stream) -> Result<(), CallError> {
-        // Both are live, and nobody else has the event.
+        // Both are live, and the event is ours alone.
         call!(self.framework, synEventRecord(self.handle, stream.handle))?;
         self.recorded = true;
         Ok(())
@@ -182,7 +182,7 @@ impl HostMapping {
     /// Maps `len` bytes.
     ///
     /// # Safety
-    /// The memory is ours alone, nobody else maps any of it, and it stays allocated as long as this lives and copies
+    /// The memory is ours alone, none of it is mapped elsewhere, and it stays allocated as long as this lives and copies
     /// use it.
     pub unsafe fn new(
         framework: &Arc<Framework>,

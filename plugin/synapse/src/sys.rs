@@ -164,7 +164,7 @@ functions! {
         fn synStreamSynchronize(Handle) -> u32;
         /// Flags are 0.
         fn synEventCreate(*mut Handle, u32, u32) -> u32;
-        /// Of an event that nobody uses.
+        /// Of an unused event.
         fn synEventDestroy(Handle) -> u32;
         /// By one thread at a time.
         fn synEventRecord(Handle, Handle) -> u32;

@@ -2,7 +2,7 @@
 //!
 //! UCX reads variables before it loads the plugin proper (`uct-gaudi`), which therefore cannot change one.
 //! Modules of libucs are loaded earlier, from its constructor. This one lets libucs read `ucx-gaudi.conf`, a file
-//! beside it in the format of `ucx.conf`, and after that the user's own files again, so that those win. Variables
+//! in the same folder in the format of `ucx.conf`, and after that the user's own files again, so that those win. Variables
 //! of the environment win over any file.
 //!
 //! Only on a machine with Gaudis: elsewhere it refuses, and UCX unloads it. Jobs without Gaudis that have the

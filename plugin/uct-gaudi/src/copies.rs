@@ -33,7 +33,7 @@ pub(crate) enum OnFailure {
     Report,
 }
 
-/// The segments of a copy. Most have one, which needs no memory beside.
+/// The segments of a copy. Most have one, which needs no further memory.
 pub(crate) type Segments = SmallVec<[Segment; 1]>;
 
 /// Why an operation failed.
@@ -368,7 +368,7 @@ impl<T> Drop for Copies<T> {
     fn drop(&mut self) {
         for mut copy in self.state.get_mut().queue.take_running() {
             if let Some(transfer) = &mut copy.running {
-                // Nobody is left to report a failure to.
+                // There is no completion left to report a failure to.
                 let _ = transfer.wait();
             }
         }

@@ -250,7 +250,7 @@ pub(crate) struct GaudiDomain<F> {
 pub(crate) enum Memory {
     /// Allocated here; dropping it frees it.
     Device(Allocation),
-    /// Registered device memory: kept alive by whoever allocated it.
+    /// Registered device memory: kept alive by its owner.
     Foreign,
     /// Registered host memory: recorded, and pinned when a copy first uses it.
     Host(Arc<HostRegion>),

@@ -1,6 +1,6 @@
 //! Noticing a second engine in the process.
 //!
-//! All files that UCX loads open the one engine beside them. A process has two engines if it uses two
+//! All files that UCX loads open the same engine. A process has two engines if it uses two
 //! installations, for example one through UCX and another through `ucx_gaudi.h`: neither knows the other's
 //! memory.
 

@@ -8,7 +8,7 @@
 //! without a Gaudi keep what they have. It writes its line and puts the handler of before back *before* it
 //! returns, so the instruction faults again and the program's own handler, UCX's or the kernel's default gets
 //! the fault as if ours had never been: no frame of ours, the same registers. After any fault it is gone. A
-//! runtime that lives with faults (a JVM) pays one extra fault in its life. A signal that was sent by somebody
+//! runtime that lives with faults (a JVM) pays one extra fault in its life. A signal that another process sent
 //! is sent again. What runs in the handler is async-signal-safe: no lock, no allocation, no dynamic linker.
 //! `UCX_GAUDI_COPY_EXPLAIN_FAULTS=n` leaves SIGSEGV alone.
 
@@ -142,12 +142,12 @@ unsafe extern "C" fn handler(signal: c_int, info: *mut libc::siginfo_t, context:
         _ => is_ours(address),
     };
     if !sent && accessed && ARMED.swap(false, Ordering::AcqRel) {
-        // SAFETY: a system call on constant bytes. If standard error is closed, there is nobody to tell.
+        // SAFETY: a system call on constant bytes. If standard error is closed, the line is lost.
         unsafe { libc::write(libc::STDERR_FILENO, EXPLANATION.as_ptr().cast(), EXPLANATION.len()) };
     }
     // SAFETY: what the kernel passed.
     if unsafe { pass_on(signal, info, context) } {
-        // Somebody else's handler called this one, and had the one before it run.
+        // Another handler called this one, and ran the one before it.
     } else if sent {
         // SAFETY: sends the very signal again, to this thread; it is delivered when this handler returns.
         unsafe {
@@ -159,7 +159,7 @@ unsafe extern "C" fn handler(signal: c_int, info: *mut libc::siginfo_t, context:
     unsafe { *libc::__errno_location() = errno };
 }
 
-/// Has the next fault, which comes at once, go where it would have gone without us. If a handler that was
+/// Passes the next fault, which comes at once, to where it would have gone without us. If a handler that was
 /// installed later called this one, it stays, and the one from before us is called: `true`.
 ///
 /// # Safety

@@ -1,5 +1,5 @@
 //! Where UCX puts rendezvous fragments (`UCX_RNDV_FRAG_MEM_TYPES`): not well in Gaudi memory, nor in CUDA
-//! memory beside Gaudi memory.
+//! memory next to Gaudi memory.
 //!
 //! UCX stages pipelined messages in fragments, by default in host memory or in CUDA memory. For fragments in
 //! Gaudi memory it has no default size and no default count: they are 0, UCX makes a memory pool of nothing,
@@ -58,7 +58,7 @@ fn missing(variable: impl Fn(&str) -> String) -> Option<&'static str> {
     SIZES.into_iter().find(|name| !gives_gaudi(variable(name)))
 }
 
-/// Warns, once in a process, if there are NVIDIA GPUs beside the Gaudi and UCX may choose fragments in their memory
+/// Warns, once in a process, if there are NVIDIA GPUs and Gaudis and UCX may choose fragments in their memory
 /// for messages from Gaudi memory.
 pub(crate) fn warn_of_cuda(ucx: &Ucx) {
     static ONCE: Once = Once::new();
@@ -74,7 +74,7 @@ pub(crate) fn warn_of_cuda(ucx: &Ucx) {
         log!(
             ucx,
             Warn,
-            "NVIDIA GPUs beside a Gaudi: UCX may stage messages from Gaudi memory in CUDA memory, which is slow, \
+            "NVIDIA GPUs and Gaudis: UCX may stage messages from Gaudi memory in CUDA memory, which is slow, \
              and hangs inside one process; set UCX_CUDA_COPY_BW=4000MBs,h2d:8300MBs,d2h:11660MBs,d2d:320GBs in \
              all processes of the job"
         );

@@ -30,7 +30,7 @@ use crate::status::{self, explain};
 /// An open interface.
 pub(crate) struct CopyInterface<F> {
     ucx: &'static Ucx,
-    /// Random: an interface reaches itself and nobody else.
+    /// Random: an interface reaches only itself.
     address: [u8; 8],
     copies_possible: bool,
     estimates: Estimates,
@@ -52,7 +52,7 @@ impl<F: Flavour> CopyInterface<F> {
         }
         self.copies.wait_for_fences();
         let (dst, src) = op.sides(local.address(), remote);
-        // SAFETY: UCX keeps the buffers of an operation valid until it returns, and nobody else
+        // SAFETY: UCX keeps the buffers of an operation valid until it returns, and nothing else
         // touches what it writes.
         let copy = || unsafe { gaudi::runtime().copy(dst, src, length) };
         let first = match copy() {
@@ -91,7 +91,7 @@ impl<F: Flavour> CopyInterface<F> {
         let pointer = |address: u64| core::ptr::with_exposed_provenance_mut::<u8>(address as usize);
         let (dst, src) = op.sides(pointer(address), pointer(remote));
         // SAFETY: an endpoint leads to its own process, where UCX keeps the buffers of an operation
-        // valid until it returns, and lets nobody else touch what it writes. Both are host memory, as
+        // valid until it returns, and lets nothing else touch what it writes. Both are host memory, as
         // found above.
         unsafe { core::ptr::copy(src, dst, length) };
         Ok(())

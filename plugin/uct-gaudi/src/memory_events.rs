@@ -112,7 +112,7 @@ fn unmapped(start: usize, len: usize) {
 /// Unmaps a page of our own, to see whether that is reported.
 fn events_arrive() -> bool {
     const LEN: usize = gaudi::PAGE_SIZE as usize;
-    // SAFETY: a new mapping that nobody else knows.
+    // SAFETY: a new mapping that is not shared yet.
     let page = unsafe {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         libc::mmap(null_mut(), LEN, libc::PROT_NONE, flags, -1, 0)

@@ -82,7 +82,7 @@ pub(crate) fn begin(ucx: &'static Ucx, expects_framework: bool) {
     gaudi::runtime().subscribe(Box::new(move |event| client.follow(event)));
 }
 
-/// Has every UCX copy ask about addresses in this range: a framework is about to have memory there.
+/// Makes every loaded UCX query addresses in this range: a framework is about to have memory there.
 pub(crate) fn watch(addresses: &Range<u64>) {
     for client in clients().clone() {
         client.watch(addresses);
@@ -119,7 +119,7 @@ pub(crate) fn allocated(allocation: &Allocation) {
     }
 }
 
-/// Has every UCX copy drop what it remembers of memory that is about to be freed: a network
+/// Makes every loaded UCX drop what it remembers of memory that is about to be freed: a network
 /// device's registration would keep the driver's page in use, and reach the next allocation in it.
 pub(crate) fn freeing(allocation: &Allocation) {
     for client in clients().clone() {

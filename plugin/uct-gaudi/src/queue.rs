@@ -29,7 +29,7 @@ pub(crate) trait Work {
     fn join(&mut self, next: Self);
 }
 
-/// While work is posted and nobody polls, so many are taken in before the device is asked again whether it
+/// While work is posted without polling, so many are taken in before the device is asked again whether it
 /// takes some.
 const ASK_EVERY: usize = 64;
 
@@ -76,7 +76,7 @@ impl<W, F> Default for Queue<W, F> {
 }
 
 impl<W: Work, F> Queue<W, F> {
-    /// Whether no work is running or waiting, and nobody waits for any.
+    /// Whether no work is running or waiting, and no flush is pending.
     pub(crate) fn is_empty(&self) -> bool {
         self.running.is_empty() && self.waiting.is_empty() && self.flushes.is_empty()
     }
@@ -128,7 +128,7 @@ impl<W: Work, F> Queue<W, F> {
         None
     }
 
-    /// Has `who` given back by [`Queue::flushed`] when all that was posted so far has ended.
+    /// [`Queue::flushed`] returns `who` when all that was posted so far has ended.
     pub(crate) fn flush(&mut self, who: F) {
         self.flushes.push_back((self.next, who));
     }
@@ -230,7 +230,7 @@ mod tests {
     struct World {
         capacity: usize,
         running: BTreeSet<usize>,
-        /// Ended, but nobody has seen it.
+        /// Ended, but not yet seen.
         over: BTreeMap<usize, Result<(), ()>>,
         started: Vec<usize>,
         calls: usize,

@@ -167,7 +167,7 @@ pub(crate) const VARIABLES: &[Variable] = &[
     Variable {
         name: "COPY_CLEAR_MEMORY",
         default: "n",
-        help: "Clear Gaudi memory before it is handed out, so that nobody sees what an earlier\n\
+        help: "Clear Gaudi memory before it is handed out, so that a program cannot read what an earlier\n\
                allocation left there. Takes the card's time, for every allocation.",
         kind: Kind::Bool,
     },

@@ -158,7 +158,7 @@ impl<C: Component> Registration<C> {
         let _ = object.transports.set(registered);
         // Of the whole object, since callbacks find the rest of it from this pointer.
         let raw: *mut RawComponent = core::ptr::from_ref(object).cast_mut().cast();
-        // SAFETY: nobody else knows the object yet; it has its final address, so the list head
+        // SAFETY: the object is not shared yet; it has its final address, so the list head
         // may point at itself; it is never freed, as UCX requires.
         unsafe {
             (*raw).md_config = object.config.entry();

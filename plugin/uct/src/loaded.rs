@@ -105,7 +105,7 @@ pub(crate) struct Libraries {
 /// Why the caller's UCX could not be found.
 #[derive(Debug, thiserror::Error)]
 pub enum FindError {
-    /// The caller is not libucs: somebody else called our entry point.
+    /// The caller of our entry point is not libucs.
     #[error("not called from libucs but from {0}")]
     NotUcs(String),
     /// libucs is there, but no libuct that belongs to it.

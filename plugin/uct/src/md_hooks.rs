@@ -146,7 +146,7 @@ impl Ucx {
         open.map(|open| open.domain.clone()).collect()
     }
 
-    /// Has those that take dma-bufs register bytes of one from `offset` on, which are at `address`, and deregister them.
+    /// Lets those that take dma-bufs register bytes of one from `offset` on, which are at `address`, and deregister them.
     /// Returns the name of each that was tried, with the system's error number (or 0) if it refused.
     pub fn try_dmabuf(
         &self,
@@ -250,7 +250,7 @@ fn attach(
                 slot(md_op::CLOSE).store(close as *mut c_void, Ordering::Release);
                 table
             };
-            // Whoever calls the new functions waits for the lock that is held here.
+            // Callers of the new functions wait for the lock that is held here.
             state.tables.push(table);
             table
         }

@@ -1,7 +1,7 @@
 //! Standing in for a function of some library: libucm's relocation patches.
 //!
 //! libucm rewrites the entries by which loaded objects call the function, and those of objects that
-//! are loaded later. Code is not touched, and whoever found the function with `dlsym` calls it as
+//! are loaded later. Code is not touched, and callers that found the function with `dlsym` call it as
 //! before. It is what UCX itself does for memory functions (`UCX_MEM_MMAP_HOOK_MODE=reloc`).
 
 use core::ffi::{CStr, c_char, c_void};
@@ -23,7 +23,7 @@ pub struct RelocPatch {
 type Modify = unsafe extern "C" fn(*mut RelocPatch) -> Status;
 
 impl Ucx {
-    /// Has every object of the process call `instead` where it calls `symbol`, for ever. Objects
+    /// Makes every object of the process call `instead` where it calls `symbol`, for ever. Objects
     /// whose path contains `except` are left alone.
     ///
     /// # Safety

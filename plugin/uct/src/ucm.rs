@@ -38,7 +38,7 @@ type SetEventHandler = unsafe extern "C" fn(c_int, c_int, Callback, *mut c_void)
 pub type Unmapped = fn(usize, usize);
 
 impl Ucx {
-    /// Has `unmapped` called for memory that is about to be unmapped, from now on and for ever.
+    /// Calls `unmapped` for memory that is about to be unmapped, from now on.
     ///
     /// # Errors
     /// UCX's reason: [`Status::UNSUPPORTED`] where memory events are turned off
@@ -133,7 +133,7 @@ impl Ucx {
         }
     }
 
-    /// Has `existing` asked, from now on and for ever, when someone in UCX begins to listen to
+    /// Calls `existing`, from now on, when code of UCX begins to listen to
     /// memory-type events and wants to know of memory from before. UCX's memory-type cache does when it
     /// is made, which may happen again after `ucs_memtype_cache_cleanup`. Call it once for a copy of
     /// UCX. `false` where it cannot be done.
@@ -184,7 +184,7 @@ unsafe fn append(
     let list = ListLink { prev: head, next: head };
     let node = Box::into_raw(Box::new(Installer { install, get_existing_alloc, list }));
     for _ in 0..ATTEMPTS {
-        // SAFETY: the list and its nodes stay mapped; nobody else knows the node until it is linked.
+        // SAFETY: the list and its nodes stay mapped; the node is not shared until it is linked.
         unsafe {
             let link = &raw mut (*node).list;
             let end = AtomicPtr::from_ptr(&raw mut (*head).prev);

@@ -351,7 +351,7 @@ impl Ucx {
     fn log_level(&self) -> c_int {
         match self.level.load(Ordering::Relaxed) {
             // SAFETY: UCX's options begin with its own log component, and that with the level, an
-            // int that nobody changes while UCX is in use.
+            // int that does not change while UCX is in use.
             AS_UCX => unsafe { self.symbols.ucs_global_opts.read_volatile() },
             own => own,
         }

@@ -92,7 +92,7 @@ fn shared_secret(folder: &Path) -> Result<Secret, Errno> {
 
 impl Node {
     /// Joins the node: finds its secret and claims a slot. `open` opens what belongs to the slot; if
-    /// somebody else has its address (`EADDRINUSE`) the next slot is taken.
+    /// its address is in use (`EADDRINUSE`) the next slot is taken.
     pub(crate) fn join<T>(
         config: &Config,
         open: impl Fn(&Self) -> Result<T, Errno>,

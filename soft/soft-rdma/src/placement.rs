@@ -206,6 +206,6 @@ mod tests {
         {
             assert_eq!(hcas(1, wrong), Err(wrong.to_owned()), "{wrong}");
         }
-        assert!(hcas(9, "0,0,0,0,0,0,0,0,0").is_err(), "a card has eight functions beside it");
+        assert!(hcas(9, "0,0,0,0,0,0,0,0,0").is_err(), "a card has eight functions next to it");
     }
 }

@@ -41,13 +41,13 @@ counters! {
     atomics,
     /// Datagrams sent.
     datagrams,
-    /// Datagrams that nobody took.
+    /// Datagrams that were dropped.
     datagrams_lost,
     /// Requests refused because the receiver had no buffer.
     rnr_naks,
-    /// Requests sent again because nobody took them.
+    /// Requests sent again because they were not accepted.
     retries,
-    /// Requests of peers that nobody took.
+    /// Requests of peers that were not accepted.
     dropped,
     /// Requests of peers refused for key, range or access right.
     access_errors,

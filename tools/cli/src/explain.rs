@@ -260,7 +260,7 @@ fn advice(protocols: &Protocols, title: &str, len: usize) -> Vec<&'static str> {
     advice
 }
 
-/// Has two processes do it, and reads what they log.
+/// Runs two processes that do it, and reads what they log.
 fn ask(context: &Context, options: &Options) -> Result<Protocols, Failure> {
     let checker = UcpCheck::new(context, "explain")?;
     let memories = format!("{}:{}", options.source.word(), options.destination.word());

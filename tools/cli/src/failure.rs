@@ -68,7 +68,7 @@ impl From<gaudi::Error> for Failure {
     }
 }
 
-/// What to do about EMFILE, whoever met it and whatever for.
+/// What to do about EMFILE.
 pub(crate) fn out_of_descriptors(what: &str) -> Option<String> {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
     what.contains("Too many open files").then(|| {

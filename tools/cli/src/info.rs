@@ -1,5 +1,5 @@
 //! `ucx-gaudi info`: the cards of this machine, and with `--nics` and `--blocks` their network ports and
-//! register blocks. Everything but `--blocks` asks control nodes only, which disturbs nobody.
+//! register blocks. Everything but `--blocks` asks control nodes only, which disturbs no job.
 
 use std::sync::Arc;
 
@@ -300,7 +300,7 @@ fn held_by(card: &Card) -> String {
         card.held_by.iter().map(|holder| format!("{} ({})", holder.command, holder.pid)).collect();
     match (names.is_empty(), card.holders_complete) {
         (false, _) => names.join(", "),
-        (true, true) => String::from("nobody"),
-        (true, false) => String::from("nobody that this user may see"),
+        (true, true) => String::from("no process"),
+        (true, false) => String::from("no process that this user may see"),
     }
 }

@@ -24,7 +24,7 @@ extern "C" fn note(_: libc::c_int) {
 fn end_group() {
     let group = GROUP.load(Ordering::SeqCst);
     if group != 0 {
-        // SAFETY: numbers. The group is that of a child that was not waited for, so it is nobody else's.
+        // SAFETY: numbers. The group is that of a child that was not waited for, so its number is not reused.
         unsafe { libc::kill(-group, libc::SIGINT) };
     }
 }
@@ -64,7 +64,7 @@ impl ChildGroup {
 
     /// Until it ends. After a signal nothing of its group stays.
     pub(crate) fn wait(mut self) -> io::Result<ExitStatus> {
-        // Seen first and reaped later: until then the number of the group is nobody else's.
+        // Seen first and reaped later: until then the number of the group is not reused.
         let leader = Pid::from_child(&self.0);
         let ended = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
         while let Err(Errno::INTR) = waitid(WaitId::Pid(leader), ended) {}

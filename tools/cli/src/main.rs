@@ -1,6 +1,6 @@
-//! `ucx-gaudi`: what Gaudis are here, whether they work, and programs run with them.
+//! `ucx-gaudi`: lists and checks Gaudis, and runs programs with the plugin.
 //!
-//! It needs no checkout and no cargo: plugin and software devices are found beside the program
+//! It needs no checkout and no cargo: plugin and software devices are found relative to the program
 //! ([`prefix`]). Each command is a module of its own; this file knows their names and arguments.
 //! Results go to standard output, everything else to standard error.
 
@@ -41,10 +41,10 @@ Exit codes:
   0    done, nothing is wrong
   1    done, something is wrong: a check failed, recordings differ, a result is slower
   2    the command line is wrong
-  3    it could not be done: no card, card busy, file not readable
+  3    not possible: no card, card busy, file not readable
   126  run: the program cannot be run
   127  run: there is no such program
-  130  bench, check-card, explain: ended by Ctrl-C, after the results until then
+  130  bench, check-card, explain: ended by Ctrl-C, after the results so far
 Otherwise `run` ends as its program does.";
 
 /// Gaudi memory in stock UCX: list and check cards, find problems, run programs with the plugin
@@ -68,35 +68,35 @@ struct Cli {
 enum Command {
     /// Check everything between a program and a Gaudi, and say what to do
     ///
-    /// Opens a card for a moment, if one is free, to copy on it (--no-card: not).
+    /// Opens a free card for a moment to copy on it, unless --no-card is given.
     Doctor(doctor::Options),
     /// Run a program with the plugin
     ///
-    /// Sets UCX_PLUGIN_PATH, with --soft also what the software Gaudi needs, says on standard error what it
-    /// set, and becomes the program.
+    /// Sets UCX_PLUGIN_PATH, and with --soft what the software Gaudi needs. Prints on standard error what it
+    /// set, then executes the program.
     Run(run::Options),
-    /// Show the Gaudis of this machine: memory, generation, who has them
+    /// Show the Gaudis of this machine: generation, memory, and the processes that have them open
     Info(info::Options),
-    /// Show how near Gaudis, HCAs and NUMA nodes are to each other
+    /// Show the PCI distance between Gaudis, HCAs and NUMA nodes
     Topo,
-    /// Try a card step by step, safest first, and compare every byte
+    /// Test a card step by step, safest first, and compare every byte
     ///
-    /// For cards on which the plugin never ran. Takes the card for some seconds. Stops before anything that
-    /// may hang an engine, unless --may-reset. Send back the report of --save FILE.
+    /// For cards on which the plugin never ran. Takes the card for some seconds. Stops before any step that
+    /// may hang an engine, unless --may-reset is given. --save FILE writes a report to send back.
     CheckCard(check_card::Options),
-    /// Say which protocol UCX uses for an operation, in plain words
+    /// Explain which protocol UCX uses for an operation
     ///
-    /// Does the operation once between two processes, with the UCX on the loader path or of --ucx, and the
+    /// Runs the operation once between two processes, with the UCX on the loader path (or of --ucx) and the
     /// settings in the environment. Takes a card for each side with Gaudi memory.
     Explain(explain::Options),
-    /// Measure how fast messages move between two processes, with every byte compared
+    /// Measure the bandwidth and latency of messages between two processes, and compare every byte
     ///
-    /// Operation × memories × size, beside host memory and memcpy in the same run; the best of several rounds
-    /// counts. gaudi:gaudi takes two cards. Ctrl-C ends it with the results until then.
+    /// Measures operation × memories × size, and host memory and memcpy for comparison; the best of several
+    /// rounds counts. gaudi:gaudi takes two cards. Ctrl-C ends it with the results so far.
     Bench(bench::Options),
     /// Show the counters of running processes
     Stats(stats::Options),
-    /// Show what running processes do with their Gaudis, again and again
+    /// Show what running processes do with their Gaudis, updated every second
     Top(stats::TopOptions),
     /// Show or compare recordings of driver calls (UCX_GAUDI_TRACE)
     Trace(trace::Options),

@@ -1,4 +1,4 @@
-//! Where the tool is installed: plugin and software devices lie at fixed places beside it.
+//! Where the tool is installed: plugin and software devices have fixed places relative to it.
 //!
 //! `PREFIX/bin/ucx-gaudi`, `PREFIX/lib/ucx-gaudi/plugins`, `PREFIX/lib/ucx-gaudi/soft/gaudi`. Nothing is
 //! read from the environment, so that a moved installation keeps working.
@@ -41,7 +41,7 @@ impl Prefix {
         Ok(self.there("lib/ucx-gaudi/soft/rdma", name)?.join(name))
     }
 
-    /// A program that is installed beside this one.
+    /// A program that is installed with this one.
     pub(crate) fn program(&self, name: &str) -> Result<PathBuf, Failure> {
         Ok(self.there("bin", name)?.join(name))
     }
@@ -54,7 +54,7 @@ impl Prefix {
         }
         Err(Failure::unable(
             format!("{} is not there", path.join(file).display()),
-            "the tool looks for its files beside its own folder: install all of ucx-gaudi under one \
+            "the tool looks for its files relative to its own folder: install all of ucx-gaudi under one \
              prefix, and start it as PREFIX/bin/ucx-gaudi",
         ))
     }

@@ -104,7 +104,7 @@ struct ResolvedPath {
 
 impl ResolvedPath {
     fn of(file: &Path) -> io::Result<Self> {
-        // Whoever may write to the folder can put a link there. Links of the system, as `/dev/stdout`, are root's.
+        // Another user who may write to the folder can put a link there. Links of the system, as `/dev/stdout`, are root's.
         let own = [rustix::process::geteuid().as_raw(), 0];
         if fs::symlink_metadata(file)
             .is_ok_and(|data| data.is_symlink() && !own.contains(&data.uid()))
@@ -122,7 +122,7 @@ impl ResolvedPath {
         Ok(Self { target, is_special })
     }
 
-    /// A new file in the same folder, because a rename cannot leave the file system. Nobody can guess its name, and it
+    /// A new file in the same folder, because a rename cannot leave the file system. Its name cannot be guessed, and it
     /// is made only if there is nothing of that name. `None`: the file is written to as it is.
     fn temporary(&self) -> io::Result<Option<NamedTempFile>> {
         if self.is_special {
@@ -192,7 +192,7 @@ mod tests {
         assert_eq!(folder.names(), 2);
     }
 
-    /// Whoever may write to the folder knows the name of the file and can guess a process id.
+    /// Another user of the folder knows the name of the file and can guess a process id.
     #[test]
     fn links_under_guessed_names_are_not_followed() {
         let folder = Folder::new("guessed");

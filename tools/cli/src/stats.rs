@@ -1,6 +1,6 @@
 //! `ucx-gaudi stats` and `ucx-gaudi top`: the counters of running processes (`docs/statistics.md`).
 //!
-//! The counters lie in memory that the process shares with whoever may look; reading them does not disturb
+//! The counters lie in memory that the process shares with processes that may read it; reading them does not disturb
 //! it.
 
 use std::io::IsTerminal;

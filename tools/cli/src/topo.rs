@@ -17,7 +17,7 @@ const LEGEND: &[(&str, &str)] = &[
     ("PHB", "the host bridge"),
     ("NODE", "several host bridges of one NUMA node"),
     ("SYS", "the link between processors"),
-    ("?", "the machine does not say (software cards are none of its devices)"),
+    ("?", "unknown (software cards have no place in the machine)"),
 ];
 
 /// A row and a column of the matrix.

@@ -1,4 +1,4 @@
-//! `ucp-check`, which is installed beside the tool, moves the data of `bench` and `explain`: how it is run, and
+//! `ucp-check`, which is installed with the tool, moves the data of `bench` and `explain`: how it is run, and
 //! why it broke off.
 
 use std::fs::{self, File};

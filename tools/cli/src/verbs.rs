@@ -107,7 +107,7 @@ impl Verbs {
         // SAFETY: an open device.
         let registered = made("ibv_alloc_pd", unsafe { alloc(context) }).and_then(|domain| {
             let fd = dmabuf.as_raw_fd();
-            // SAFETY: a live domain and an open descriptor; nobody is given the keys.
+            // SAFETY: a live domain and an open descriptor; the keys are not handed out.
             let region =
                 unsafe { register(domain, 0, len as usize, 0, fd, LOCAL_REMOTE_READ_WRITE) };
             let region = made("ibv_reg_dmabuf_mr", region).map(|region| {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use gaudi::{Device, DeviceChoice, Side, runtime};
 use tool::{Installed, keys};
 
-/// Has this process open a card. One test of this file may be in a process at a time: there is one engine.
+/// Opens a card in this process. One test of this file may be in a process at a time: there is one engine.
 fn use_a_card(tool: &Installed) -> Arc<Device> {
     let library = tool.prefix().join("lib/ucx-gaudi/soft/gaudi/libhl-thunk.so");
     for (name, value) in [
@@ -24,7 +24,7 @@ fn use_a_card(tool: &Installed) -> Arc<Device> {
 fn copy_down(device: &Arc<Device>, len: usize) {
     let there = device.alloc(len as u64, 1).expect("memory");
     let mut here = vec![7_u8; len];
-    // SAFETY: the buffer lives across the call, and nobody else has it.
+    // SAFETY: the buffer lives across the call, and nothing else uses it.
     let copied = unsafe {
         device.copy_blocking(Side::Device(there.addr()), Side::Host(here.as_mut_ptr()), len)
     };

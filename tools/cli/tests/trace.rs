@@ -83,7 +83,7 @@ fn what_is_no_recording_is_refused_with_a_remedy() {
     assert!(half.err.contains("1 lines are unreadable"), "{half:?}");
 }
 
-/// A recording comes from somebody else, and a terminal obeys control characters.
+/// A recording may come from another user, and a terminal obeys control characters.
 #[test]
 fn control_characters_of_a_recording_are_shown_and_not_obeyed() {
     let tool = Installed::new();

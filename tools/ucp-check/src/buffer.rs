@@ -63,7 +63,7 @@ impl Buffer {
         Ok(PackedRegion { address: self.address(), length: self.length, ..self.region.pack()? })
     }
 
-    /// Has UCX forget the allocation that it is in.
+    /// Makes UCX forget the allocation that it is in.
     ///
     /// # Safety
     /// As [`Region::unmap`].

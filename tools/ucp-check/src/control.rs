@@ -1,8 +1,8 @@
 //! The control channel between two processes: small JSON messages over a Unix socket that both inherited,
 //! so that it also works from one network namespace to another.
 //!
-//! Beside the data path on purpose: addresses, keys and barriers do not depend on what is tested.
-//! Whoever waits here keeps its worker going, because the peer's operation may need it.
+//! Separate from the data path on purpose: addresses, keys and barriers do not depend on what is tested.
+//! A process that waits here progresses its worker, because the peer's operation may need it.
 
 use crate::ucp::{Idle, Worker};
 use anyhow::{Context, Result, bail};

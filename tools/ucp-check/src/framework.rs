@@ -97,7 +97,7 @@ fn acquire_card(synapse: &Synapse) -> Result<()> {
     Ok(())
 }
 
-/// Releases the card, whoever uses memory of it; the status.
+/// Releases the card, even if memory of it is in use; the status.
 pub fn release() -> Result<i32> {
     RELEASED.store(true, Ordering::Relaxed);
     // SAFETY: a number.

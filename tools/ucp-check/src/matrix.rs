@@ -189,7 +189,7 @@ pub struct Plan {
     /// Number of the first case: plans that share a worker must not share numbers.
     #[arg(skip)]
     pub first_case: u64,
-    /// Timed repetitions per case beside the verified message; default: 0, with --json 10
+    /// Timed repetitions per case besides the verified message; default: 0, with --json 10
     #[arg(long)]
     pub iters: Option<u32>,
     /// Time one message at a time only, and report the least of the times: what others do on the machine counts less

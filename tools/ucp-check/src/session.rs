@@ -48,7 +48,7 @@ pub(crate) struct Buffers {
 }
 
 impl Buffers {
-    /// Has UCX forget our memory.
+    /// Makes UCX forget our memory.
     ///
     /// # Safety
     /// No operation that UCX still holds moves bytes of it any more.

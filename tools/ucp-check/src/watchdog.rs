@@ -1,4 +1,4 @@
-//! Bounded waiting: whoever waits says what for, and a hang ends the process with that sentence.
+//! Bounded waiting: each wait says what for, and a hang ends the process with that sentence.
 //!
 //! UCX may spin inside one call, so the watch is kept by a thread of its own.
 

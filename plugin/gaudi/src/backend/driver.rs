@@ -128,7 +128,7 @@ impl Backend for Driver {
     }
 
     fn free_memory(&self) -> Option<u64> {
-        // On a card of our own nobody else takes any.
+        // On a card of our own there are no other users.
         if self.device.is_own_opening() { None } else { self.device.free_memory() }
     }
 
@@ -398,13 +398,14 @@ impl Page for MappedPage {
     }
 
     fn give_back(self: Box<Self>, needed: bool) -> Result<(), Box<dyn Page>> {
-        // Nobody else could use the memory: the card is ours alone.
+        // The memory has no other user: the card is ours alone.
         if !needed && self.was_exported() && self.mapping.device().is_own_opening() {
             return Err(self);
         }
         let MappedPage { by_mapped, by_whole, mapping, len } = *self;
         drop((by_mapped, by_whole));
-        let mapping = Arc::into_inner(mapping).expect("exports are gone, nobody else holds it");
+        let mapping =
+            Arc::into_inner(mapping).expect("exports are gone, so this is the last reference");
         mapping.unmap().map_err(|(mapping, _still_exported)| {
             Box::new(MappedPage::new(mapping, len)) as Box<dyn Page>
         })

@@ -73,7 +73,7 @@ struct State {
     refuse_flushes: Option<i32>,
     /// For each flush the last submission before it.
     flushes: Vec<u64>,
-    /// Device addresses that somebody else has mappings at.
+    /// Device addresses of foreign mappings.
     taken_by_others: Vec<Range<u64>>,
     /// How often a page was asked for.
     page_calls: usize,
@@ -142,7 +142,7 @@ impl Fake {
         self.state().refuse_pins = errno;
     }
 
-    /// Sets that somebody else has a mapping here.
+    /// Adds a foreign mapping.
     pub(crate) fn occupy(&self, addresses: Range<u64>) {
         self.state().taken_by_others.push(addresses);
     }
@@ -180,22 +180,22 @@ impl Fake {
         self.state().polls
     }
 
-    /// Has pins refused that hold this address.
+    /// Refuses pins that contain this address.
     pub(crate) fn refuse_pins_of(&self, addr: *const u8) {
         self.state().unpinnable = Some(addr as u64);
     }
 
-    /// Has this memory unmapped, as if by another thread, while a pin is refused.
+    /// Unmaps this memory, as if by another thread, while a pin is refused.
     pub(crate) fn unmap_while_refusing(&self, memory: Option<(*const u8, usize)>) {
         self.state().unmapped_meanwhile = memory.map(|(start, len)| (start as usize, len));
     }
 
-    /// Has pins refused, for lack of memory, while there are so many.
+    /// Refuses pins, for lack of memory, while there are so many.
     pub(crate) fn allow_pins(&self, count: usize) {
         self.state().most_pins = Some(count);
     }
 
-    /// Has pins refused, for lack of memory, that are longer than this.
+    /// Refuses pins, for lack of memory, that are longer than this.
     pub(crate) fn allow_pins_up_to(&self, len: usize) {
         self.state().longest_pin = Some(len);
     }

@@ -47,7 +47,7 @@ pub(crate) fn driven_by_framework(operation: &'static str) -> Error {
     Error::new(
         ErrorKind::PermissionDenied,
         operation,
-        "SCAL (Synapse) drives the card: its queues are reprogrammed, and submissions beside it are not safe",
+        "SCAL (Synapse) drives the card: its queues are reprogrammed, and other submissions are not safe",
         "do not lend the framework's card: its memory is found and copied through Synapse",
     )
 }

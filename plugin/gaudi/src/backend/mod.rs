@@ -52,7 +52,7 @@ pub(crate) enum Placement {
     Window,
     /// Physical ones: all memory is one page, at this address.
     Physical(u64),
-    /// Those of a pool that somebody else divides, who takes memory for us from it. All of it is device memory.
+    /// Those of a foreign pool, whose owner allocates from it for us. All of it is device memory.
     Pool { start: u64, len: u64 },
 }
 
@@ -238,7 +238,7 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
     /// [`SLOTS`], is where the packets may go; no other submission in flight has it.
     ///
     /// # Safety
-    /// All memory named must stay valid for the device, and nobody else may use the slot, until the
+    /// All memory named must stay valid for the device, and the slot may not be used otherwise, until the
     /// ticket has completed or failed.
     unsafe fn submit(
         &self,

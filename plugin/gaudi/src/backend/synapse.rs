@@ -1,5 +1,5 @@
 //! The back end for the card of a framework (Synapse) in this process: memory from its pool, copies on streams of
-//! our own beside its streams. When the card is found and left is in `runtime/framework_card.rs`.
+//! our own next to its streams. When the card is found and left is in `runtime/framework_card.rs`.
 //!
 //! The card is the framework's. Nothing here opens, closes, acquires or releases it, and nothing is submitted to
 //! its queues but through the framework. Host memory of the application is never mapped: the framework does not
@@ -10,7 +10,7 @@
 //! nor a dma-buf of ours: where the release is announced, [`Guest::end`] waits for the calls under way, has all later
 //! ones fail, and gives back the dma-buf, streams, events and host mappings. Where it is not, nothing is waited for
 //! ([`presence`]), and only the dma-buf is given back. Device memory that is still allocated goes with the card. Handles
-//! that are left are forgotten, because their numbers may be given to somebody else.
+//! that are left are forgotten, because their numbers may be in use again.
 
 mod presence;
 mod streams;
@@ -118,7 +118,7 @@ impl Guest {
         self.inner.presence.is_in_use()
     }
 
-    /// Has all later calls fail, and gives up what is ours on the card, except memory in allocations that still exist:
+    /// Makes all later calls fail, and gives up what is ours on the card, except memory in allocations that still exist:
     /// a release takes that along.
     pub(crate) fn end(&self, how: ReleaseKind) {
         let inner = &*self.inner;
@@ -126,7 +126,7 @@ impl Guest {
         if how == ReleaseKind::Announced {
             inner.presence.wait();
         }
-        // Nobody calls the framework with this lock.
+        // The framework is never called with this lock held.
         drop(lock(&inner.whole).take());
         if how == ReleaseKind::Announced {
             // Destroying a stream waits for its work.
@@ -149,7 +149,7 @@ impl Guest {
         self.inner.presence.stays();
     }
 
-    /// Has all later calls fail, and waits for nothing: the framework is just releasing the card.
+    /// Makes all later calls fail, and waits for nothing: the framework is just releasing the card.
     pub(crate) fn refuse(&self) {
         self.inner.presence.end();
     }

@@ -80,7 +80,7 @@ pub struct DeviceInfo {
 pub struct PortMasks {
     /// All ports in use.
     pub all: u64,
-    /// Those that leave the server; the others lead to the cards beside it.
+    /// Those that leave the server; the others lead to other cards of the server.
     pub external: u64,
 }
 

@@ -53,7 +53,7 @@ pub struct Costs {
 /// When a copy pins host memory: `pin` has the rules. In bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pinning {
-    /// Copies up to this never make a region pinned: the CPU's part is small beside the submission.
+    /// Copies up to this never make a region pinned: the CPU's part is small compared with the submission.
     pub small: usize,
     /// Copies of memory that is not pinned and has not earned it use bounce buffers up to this.
     pub bounce: usize,

@@ -1,7 +1,7 @@
 //! What went wrong, for people and for programs: one error type with the eight kinds of the
 //! product, the device, the operation, the driver's errno and what to do about it.
 //!
-//! Nothing here is flattened: the errno a driver call gave stays readable beside the kind, and the
+//! Nothing here is flattened: the errno of a driver call stays readable next to the kind, and the
 //! translation from errno to kind is one table (`kind_of`) with a test per row.
 
 use std::fmt;

@@ -29,7 +29,7 @@ pub struct Options {
     /// Whether memory is cleared before it is handed out. An allocation then costs a fill of its length,
     /// and fails on a card that this process cannot submit to. Default: no.
     pub clear_allocations: Option<bool>,
-    /// How much memory of peers cards keep open while nobody uses it.
+    /// How much memory of peers cards keep open while it is unused.
     pub handle_limits: Option<Limits>,
     /// Whether a card may be opened for the sake of a peer's memory. Default: yes.
     pub open_for_peers: Option<bool>,

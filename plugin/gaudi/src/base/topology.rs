@@ -50,7 +50,7 @@ impl PciLocation {
 }
 
 impl fmt::Display for PciLocation {
-    /// Where it is near; the address is left to whoever names the device.
+    /// Where it is near; the address is added where the device is named.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.numa_node {
             Some(node) => write!(f, "NUMA node {node}")?,

@@ -1,4 +1,4 @@
-//! Device memory that somebody has allocated.
+//! Allocated device memory.
 
 use std::sync::Arc;
 

@@ -41,7 +41,7 @@ impl Device {
         self.export_extent(addr, len, Extent::Page(Some(call)), Use::Written)
     }
 
-    /// As [`Device::export`] or [`Device::export_with`], to see whether another device takes the dma-buf. Nobody may write
+    /// As [`Device::export`] or [`Device::export_with`], to see whether another device takes the dma-buf. Peers must not write
     /// through it: copies do not wait for such writes.
     pub fn export_for_trial(
         &self,

@@ -1,7 +1,7 @@
 //! dma-bufs that this process was given, of whatever exporter, mapped for a card.
 //!
 //! A driver that imports (few do: [`Device::can_import`]) maps a dma-buf among the card's addresses of host memory. Its
-//! engines reach it there as they reach host memory, whoever exported it: another Gaudi, a GPU, `/dev/udmabuf`. Which
+//! engines reach it there as they reach host memory. The exporter may be another Gaudi, a GPU, `/dev/udmabuf`. Which
 //! exporters the card can reach, the driver decides; what it refuses is passed on with its reason.
 //!
 //! The memory of peers comes as a key and is opened in [`share`](crate::share), which imports, too.

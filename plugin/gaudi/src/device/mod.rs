@@ -290,7 +290,7 @@ impl Device {
         self.open.engine.peer_writes().freed(addr.0, &*self.open.backend, self.counts);
     }
 
-    /// Has a card that was reset closed with the last of its users: the driver waits for that, and kills
+    /// Closes a card that was reset when its last user has gone: the driver waits for that, and kills
     /// processes that take long.
     fn release_if_lost(&self) {
         if self.is_lost() {
@@ -385,7 +385,7 @@ impl Device {
     ///
     /// # Safety
     /// Until the transfer has finished or was dropped, host sides must be valid for the access
-    /// (reads for sources, writes for destinations), and nobody may write what is read or touch
+    /// (reads for sources, writes for destinations), and nothing may write what is read or touch
     /// what is written. Host memory of a dropped, unfinished transfer must not be used for
     /// anything else until the device is idle ([`Device::drain`]).
     pub unsafe fn copy(self: &Arc<Self>, segments: &[Segment]) -> Result<Transfer, SubmitError> {
@@ -396,7 +396,7 @@ impl Device {
         })
     }
 
-    /// Counts a copy that the device was too busy for. Whoever tries it again knows that it is the same.
+    /// Counts a copy that the device was too busy for. The caller that tries it again knows that it is the same.
     pub fn count_busy(&self) {
         self.counts.add(Counter::CopiesBusy, 1);
     }
@@ -434,7 +434,7 @@ impl Device {
     }
 
     /// Clears what an earlier allocation left between the end of this one and the end of its last 4 KiB
-    /// page, of which nobody else has a part. Memory of the application is its own business.
+    /// page, which is not shared with others. Memory of the application is cleared by the application.
     pub(crate) fn clear_tail(&self, base: DeviceAddr, len: u64) -> Result<(), Error> {
         let tail = len.next_multiple_of(PAGE_SIZE) - len;
         if tail == 0 || !self.open.memory.has(base.0) {
@@ -487,7 +487,7 @@ impl Device {
         self.open.engine.drain().map_err(|error| error.on(self))
     }
 
-    /// Notifies when the next of the copies in flight on this device ends, whosever it is.
+    /// Notifies when the next of the copies in flight on this device ends, also one of another interface.
     /// `false`, and no notification will come, if there are none.
     ///
     /// The first call starts a thread that sleeps in the driver; it ends with the device.

@@ -30,7 +30,7 @@ pub(crate) struct Upcalls {
     pub(crate) poll_framework: fn(),
     /// What [`Device::peer_handles`] is to be.
     pub(crate) peer_handles: fn(&Options) -> Box<dyn Any + Send + Sync>,
-    /// Memory is freed: nobody can open it from now on. The function is called when no peer has it open any more.
+    /// Memory is freed: peers cannot open it from now on. The function is called when no peer has it open any more.
     pub(crate) freed: fn(DeviceAddr, u64, Counts, Box<dyn FnOnce() + Send>),
     /// Takes in what peers have released.
     pub(crate) reclaim: fn(),

@@ -290,7 +290,7 @@ impl Runtime {
         }
     }
 
-    /// Takes out of the state whoever is on the card that goes, and its memory out of the table: from then on a poll
+    /// Removes the guests of the card that goes from the state, and its memory from the table: from then on a poll
     /// may attach to the next card, which may have the same addresses.
     fn take(
         &self,

@@ -1,7 +1,7 @@
-//! Cards that stay open while nobody uses them.
+//! Cards that stay open while they are unused.
 //!
 //! A Gaudi2 is reset when it is closed, inside `close`, which takes seconds; opening it again has to wait
-//! for that. So a card that was opened while somebody holds a [`KeptOpen`] (in the plugin, a memory domain)
+//! for that. So a card that was opened while there is a [`KeptOpen`] (in the plugin, a memory domain)
 //! stays open until the last of these is dropped, and for [`Options::keep_open`](crate::Options::keep_open)
 //! after its last use.
 //!
@@ -94,7 +94,7 @@ pub(crate) fn opened(device: &Arc<Device>, user: User, keep_open: Duration) {
     }
 }
 
-/// Lets go of cards that were reset: nothing works on them until they were closed.
+/// Drops cards that were reset: nothing works on them until they were closed.
 pub(crate) fn drop_lost() {
     let lost: Vec<Kept> = state().cards.extract_if(.., |kept| kept.device.is_lost()).collect();
     // Closed here, without the lock.

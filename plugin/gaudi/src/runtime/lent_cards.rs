@@ -282,7 +282,7 @@ impl Runtime {
         let library = self.library_if_loaded()?;
         candidates.iter().find_map(|card| {
             let fd = owners::own_descriptor(library, card.node)?;
-            // SAFETY: open just now; whoever closes it meanwhile makes the duplication fail.
+            // SAFETY: open just now; if it is closed meanwhile, the duplication fails.
             let fd = unsafe { BorrowedFd::borrow_raw(fd) };
             self.lent_device(card, fd, true).ok()
         })

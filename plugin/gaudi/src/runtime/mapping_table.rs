@@ -2,7 +2,7 @@
 //!
 //! A JSON array of `{"index":0,"module_id":2,"bus_id":"0000:33:00.0"}`. Reading it is total: every
 //! text is a table or an error that quotes what is wrong with it. A table that is wrong is never
-//! replaced by discovery, because then a process would run on a card nobody meant.
+//! replaced by discovery, because then a process would run on a card that was not asked for.
 
 use std::collections::{BTreeMap, HashMap};
 use std::str::FromStr;
@@ -14,7 +14,7 @@ use crate::{BusId, DeviceInfo, Error, ErrorKind};
 
 const READING: &str = "reading GAUDI_MAPPING_TABLE";
 const SHAPE: &str = "write it as [{\"index\":0,\"module_id\":2,\"bus_id\":\"0000:33:00.0\"}, ...]";
-/// Longest quotation of somebody's text in a message.
+/// Longest quotation of the user's text in a message.
 const QUOTED: usize = 160;
 
 /// One line of the table.

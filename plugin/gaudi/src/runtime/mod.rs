@@ -48,7 +48,7 @@ use selection::Selection;
 pub struct Runtime {
     library: OnceLock<Result<Arc<Library>, Error>>,
     cards: Mutex<HashMap<BusId, OpenCard>>,
-    /// Has the same devices again. Its list is replaced under the lock of `cards`.
+    /// The same devices. Its list is replaced under the lock of `cards`.
     registry: Arc<Registry>,
     card_closed: Condvar,
     next_id: AtomicU32,
@@ -258,7 +258,7 @@ impl Runtime {
     }
 
     /// How a card is connected to the host, as sysfs has it now. `None` where it does not say, or
-    /// has something else at the card's address: a card in software is none of the machine's
+    /// has something else at the card's address: a software card is not one of the machine's
     /// devices.
     pub fn link(&self, card: &DeviceInfo) -> Option<PciLink> {
         let sysfs = Sysfs::default();
@@ -287,7 +287,7 @@ impl Runtime {
         Some(Err(Error::new(ErrorKind::DeviceBusy, OPENING, detail, remedy).on(&device)))
     }
 
-    /// Has a card stay open if that is wanted. The application's is the application's to close.
+    /// Keeps a card open if that is wanted. The application closes its own.
     fn keep(&self, device: Arc<Device>, user: User) -> Arc<Device> {
         if !self.is_lent(device.id()) && !device.is_guest() {
             keep_open::opened(&device, user, self.options().keep_open.unwrap_or_default());
@@ -303,7 +303,7 @@ impl Runtime {
     }
 
     fn open_card(&self, card: &DeviceInfo) -> Result<Arc<Device>, Error> {
-        // Nobody waits for that here, with the lock.
+        // Do not wait for that here, with the lock held.
         if self.cards().get(&card.bus_id).is_some_and(OpenCard::is_closing) {
             return Err(Error::os(Phase::Open, OPENING, "hlthunk_open", libc::EAGAIN).on(card));
         }
@@ -396,7 +396,7 @@ impl Runtime {
         }
     }
 
-    /// Has `log` called with a line for people while an open waits for a card. The first one set is used.
+    /// Calls `log` with a line for people while an open waits for a card. The first one set is used.
     pub fn on_wait(&self, log: impl Fn(&str) + Send + Sync + 'static) {
         let _ = self.on_wait.set(Box::new(log));
     }
@@ -450,7 +450,7 @@ impl Runtime {
         Some(unsafe { copy_and_wait(device, &ends, len) })
     }
 
-    /// Has `observer` called for every window: at once for those there are, later on the thread
+    /// Calls `observer` for every window: at once for those there are, later on the thread
     /// that opens one, before an address in it is handed out. It stays for ever. The engine holds
     /// no lock meanwhile: the observer may call back.
     pub fn subscribe(&self, observer: Box<dyn Fn(&WindowEvent) + Send + Sync>) {
@@ -478,7 +478,7 @@ impl Runtime {
         &self.registry.table
     }
 
-    /// Has every card keep the pins that copies from and to host memory need, for the next copy.
+    /// Makes every card keep the pins that copies from and to host memory need, for the next copy.
     /// `watch` is called before the first pin is kept: it begins to call [`rcache::invalidate`] for
     /// memory that goes away, or says that it cannot; then nothing is kept.
     ///
@@ -489,7 +489,7 @@ impl Runtime {
         rcache::SWITCH.enable(limits, watch);
     }
 
-    /// Has no card keep pins any more. Those that are kept are given back: now, or when the copies
+    /// Stops caching pins. Those that are cached are released: now, or when the copies
     /// that use them have ended.
     pub fn stop_caching_registrations(&self) {
         let cache = Some(RegistrationCache::Off);

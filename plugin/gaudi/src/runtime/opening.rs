@@ -97,7 +97,7 @@ pub(crate) fn none_opened(
     let owned = nodes.len();
     let remedy = match (ours, owned) {
         (true, _) => Remedy::LendCard,
-        // Nobody is to be ended for a card in reset.
+        // No process is to be ended for a card in reset.
         (false, 0) => {
             "they are in reset or being released by their last owners: try again in a moment".into()
         }
@@ -165,7 +165,7 @@ mod tests {
             |pause| waited += pause,
             |line| lines.push(line.to_owned()),
         );
-        let error = none_opened(opened.unwrap_err(), |_| panic!("nobody owns it"));
+        let error = none_opened(opened.unwrap_err(), |_| panic!("it has no owner"));
         assert_eq!((error.kind(), error.errno()), (ErrorKind::DeviceBusy, Some(libc::EAGAIN)));
         assert!(error.to_string().contains("try again"), "{error}");
         assert_eq!(waited, Duration::from_secs(30));
@@ -198,7 +198,7 @@ mod tests {
         assert_eq!(all_in_reset.errno(), Some(libc::EAGAIN));
         for text in [one_in_reset, all_in_reset.to_string()] {
             assert!(text.contains("try again in a moment"), "{text}");
-            assert!(!text.contains("end it"), "nobody's fault: {text}");
+            assert!(!text.contains("end it"), "no process is at fault: {text}");
         }
 
         let mixed = error(|card| if card.node == 1 { libc::EACCES } else { libc::EBUSY });

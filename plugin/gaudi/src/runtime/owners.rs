@@ -101,7 +101,7 @@ pub(crate) fn of_cards(library: &Arc<Library>, nodes: &[u32]) -> Vec<Owners> {
     search(Path::new("/proc"), &wanted)
 }
 
-/// The compute node beside a control node: the driver has named them two ways.
+/// The compute node that belongs to a control node: the driver has named them two ways.
 fn compute_node(control: &Path) -> Option<PathBuf> {
     let name = control.file_name()?.to_str()?;
     let (kind, number) = name.split_once("_controlD")?;

@@ -127,7 +127,7 @@ pub(crate) fn write(device: &Arc<Device>, to: DeviceAddr, bytes: &[u8]) {
 pub(crate) fn read(device: &Arc<Device>, from: DeviceAddr, len: usize) -> Vec<u8> {
     let mut bytes = vec![0x5c; len];
     let host = Side::Host(bytes.as_mut_ptr());
-    // SAFETY: the vector lives across the call and nobody else has it.
+    // SAFETY: the vector lives across the call and nothing else uses it.
     unsafe { device.copy_blocking(host, Side::Device(from), len) }.expect("read");
     bytes
 }

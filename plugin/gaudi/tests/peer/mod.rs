@@ -115,7 +115,7 @@ impl Peer {
         rest.unwrap_or_else(|| panic!("{line}: {answer}")).trim().to_owned()
     }
 
-    /// Has it allocate, fill and share memory; the key.
+    /// Makes it allocate, fill and share memory; returns the key.
     pub(crate) fn share(&mut self, slot: u32, len: usize, seed: u64) -> Vec<u8> {
         unhex(&self.request_ok(&format!("share {slot} {len} {seed}")))
     }
@@ -180,7 +180,7 @@ fn become_it(set: Set) -> std::io::Result<()> {
             let inner = libc::fork();
             check(inner.into())?;
             if inner != 0 {
-                // Whoever started us waits until this is closed.
+                // The parent waits until this is closed.
                 libc::syscall(libc::SYS_close_range, 3, u32::MAX, 0);
                 let mut status = 0;
                 libc::waitpid(inner, &raw mut status, 0);
@@ -215,7 +215,7 @@ fn write_file(path: &std::ffi::CStr, text: &str) -> std::io::Result<()> {
 /// The other side: executes the commands on standard input, until it ends.
 pub(crate) fn serve() {
     if std::env::var_os("SOFT_GAUDI_NODE").is_none() {
-        // Run by hand with all other ignored tests: there is nobody to serve.
+        // Run by hand with all other ignored tests: there is no client to serve.
         return;
     }
     machine::set_up("gaudi2");
@@ -473,7 +473,7 @@ pub(crate) fn stranger(name: &str, sent: &[u8]) -> OwnedFd {
     let flags = if sent.is_empty() { SocketFlags::NONBLOCK } else { SocketFlags::empty() };
     let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None);
     let socket = socket.expect("a socket");
-    // Whoever finds the queue full is part of the crowd too.
+    // A client that finds the queue full counts too.
     let _ = connect(&socket, &address(name));
     if !sent.is_empty() {
         let _ = send(&socket, sent, SendFlags::NOSIGNAL);

@@ -1,4 +1,4 @@
-//! Device memory with poisoned surroundings, so that a byte written beside its place is seen.
+//! Device memory with poison around it, so that a misplaced write is seen.
 
 use std::sync::Arc;
 

@@ -71,7 +71,7 @@ impl LinDma {
 }
 
 /// Which lengths and addresses the DMA engines take. This is the only place that says so: a rule that is
-/// learned on a card is written down in [`DmaRule::of`], and whoever copies emulates what breaks it.
+/// learned on a card is written down in [`DmaRule::of`], and the copying code emulates what breaks it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DmaRule {
     /// Lengths are multiples of this power of two.

@@ -49,7 +49,7 @@ statuses! {
     NO_ELEM = -12, "no such element";
     /// No such device.
     NO_DEVICE = -14, "no such device";
-    /// In use by somebody else.
+    /// In use elsewhere.
     BUSY = -15, "busy";
     /// Cancelled.
     CANCELED = -16, "cancelled";

@@ -37,7 +37,7 @@ fn status_of<I: Interface>(iface: IfaceRef<'_, I>, posted: Posted) -> Status {
     }
 }
 
-/// Logs an operation and how it was taken. What it costs while nobody wants to see it is the look at
+/// Logs an operation and how it was taken. While it is off, it costs one check of
 /// `traces_data`.
 fn trace<I: Interface>(
     iface: IfaceRef<'_, I>,
@@ -195,7 +195,7 @@ unsafe extern "C" fn iface_flush<I: Interface>(
             // As every transport of UCX: an interface flush is polled.
             return Err(Status::UNSUPPORTED);
         }
-        // SAFETY: a null completion is one nobody waits for.
+        // SAFETY: a null completion is not waited for.
         let completion = unsafe { Completion::from_raw(completion) };
         let posted = iface.interface.flush(None, completion)?;
         Ok(status_of(iface, posted))

@@ -127,7 +127,7 @@ unsafe extern "C" fn ep_create<I: Interface>(
         let (base, allocation) = unsafe { construct::<EpHead<I>>(head.ucx, class, init)? };
         let link = Link { ucx: head.ucx, ep: Arc::new(AtomicPtr::new(base)) };
         let endpoint = head.interface.connect(&peer, link.clone()).inspect_err(|_| {
-            // SAFETY: nobody else knows it.
+            // SAFETY: it is not shared yet.
             unsafe { destroy::<EpHead<I>>(head.ucx, class, base, allocation, -1) };
         })?;
         // SAFETY: `construct` left space for the head in front; out-parameter of the caller.

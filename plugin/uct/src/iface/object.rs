@@ -140,7 +140,7 @@ pub(super) unsafe fn construct<T>(
     match init(base, &mut initialised) {
         Status::OK => Ok((base, layout)),
         status => {
-            // SAFETY: undoes what the constructor did, as UCX's own callers do. Nobody knows it.
+            // SAFETY: undoes what the constructor did, as UCX's own callers do. It is not shared yet.
             unsafe { destroy::<T>(ucx, class, base, layout, initialised) };
             Err(status)
         }
@@ -193,7 +193,7 @@ impl<I: Interface> core::ops::Deref for IfaceRef<'_, I> {
         // `TransportObject<I>`, and only `iface_open::<I>` gives them to UCX, for a base structure that
         // `construct` put behind space for an `IfaceHead<I>`, which is written before UCX learns the address.
         // UCX calls with that address, after open and before close returns; `iface_close::<I>` does not
-        // use this type once it has taken the head. Nobody has a `&mut` to the head in between, and UCX
+        // use this type once it has taken the head. There is no `&mut` to the head in between, and UCX
         // holds the worker's lock, so that its cells are used by one thread at a time.
         unsafe { head(self.base.as_ptr()) }
     }
@@ -343,7 +343,7 @@ unsafe extern "C" fn iface_close<I: Interface>(iface: IfaceRef<'_, I>) {
     let base = iface.as_ptr();
     let (ucx, allocation) = (iface.ucx, iface.allocation);
     let class = ucx.symbols.uct_base_iface_t_class;
-    // SAFETY: an open interface, closed once; its endpoints are gone. The head is taken out when nobody
+    // SAFETY: an open interface, closed once; its endpoints are gone. The head is taken out when nothing
     // calls progress any more, which works on it, and not used through `iface` afterwards.
     unsafe {
         (ucx.symbols.uct_base_iface_progress_disable)(base, SEND_AND_RECEIVE);

@@ -58,7 +58,7 @@ impl Memory for CardMemory {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: mapped by `map` with this length, and nobody uses it: the region is gone.
+        // SAFETY: mapped by `map` with this length, and unused: the region is gone.
         let _ = unsafe { rustix::mm::munmap(self.base as *mut _, self.length) };
     }
 }

@@ -6,7 +6,7 @@
 
 use core::ffi::{c_int, c_void};
 
-/// A driver offers itself when it is loaded. Nobody comes back to it.
+/// A driver registers itself when it is loaded. It is not used.
 #[unsafe(no_mangle)]
 pub extern "C" fn verbs_register_driver_34(_driver: *const c_void) {}
 

@@ -168,7 +168,7 @@ pub unsafe extern "C" fn ibv_reg_dmabuf_mr(
     })
 }
 
-/// Ends a registration. When it returns, nobody reads or writes the memory any more.
+/// Ends a registration. When it returns, the memory is no longer accessed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ibv_dereg_mr(mr: *mut ibv_mr) -> c_int {
     status(|| {

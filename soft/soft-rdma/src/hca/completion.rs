@@ -120,7 +120,7 @@ impl CompletionQueue {
         }
     }
 
-    /// Removes what a queue pair left, so that nobody sees its completions after it is gone.
+    /// Removes the completions of a queue pair that is destroyed.
     pub(crate) fn forget(&self, qp_num: u32) {
         lock(&self.inner).queue.retain(|(wc, _)| wc.qp_num != qp_num);
     }

@@ -91,7 +91,7 @@ impl<T> EventQueue<T> {
         }
     }
 
-    /// Takes back events that nobody has read.
+    /// Removes events that were not read.
     pub(crate) fn withdraw(&self, remove: impl Fn(&T) -> bool) {
         let mut queue = lock(&self.queue);
         let before = queue.len();

@@ -1,10 +1,10 @@
 //! Permission to touch memory, which its owner can revoke at any time.
 //!
-//! Every region has one, and every queue pair has one for its work. Whoever in this process moves
+//! Every region has one, and every queue pair has one for its work. Code of this process that moves
 //! bytes holds a [`Use`] of each permit concerned; [`Permit::revoke`] waits for these, which last for
 //! one system call that does not block.
 //!
-//! A peer that copies out of our memory by itself may be stopped for as long as it likes, so nobody
+//! A peer that copies out of our memory by itself may be stopped for as long as it likes, so no thread
 //! waits for it. It never writes into our memory. It knows address and value of each permit's
 //! [`Token`], and reads the tokens *after* the bytes, in the same `process_vm_readv`: if one has
 //! changed it reports no success for these bytes.
@@ -64,7 +64,7 @@ impl Permit {
         })
     }
 
-    /// Takes the permission back. When it returns nobody in this process uses it, and what a peer
+    /// Revokes the permission. When it returns this process does not use it, and what a peer
     /// has not copied by now it will not report as copied. The caller must not hold a [`Use`] of it.
     pub(crate) fn revoke(&self) {
         let mut state = lock(&self.state);

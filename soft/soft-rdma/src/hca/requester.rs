@@ -233,7 +233,7 @@ impl QueuePair {
             Ok(link) => link,
             // What this process or the peer is short of now it may have later.
             Err(Errno::AGAIN | Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
-                // Nobody is asked, so nobody answers: there is always a time after which to try.
+                // No answer will come, so there is always a time after which to try again.
                 let timeout = if attributes.timeout == 0 { 14 } else { attributes.timeout };
                 return self.lost(hca, send, &ibv_qp_attr { timeout, ..attributes });
             }
@@ -486,7 +486,7 @@ impl QueuePair {
         }
     }
 
-    /// Nobody took what was sent: it is sent again after the timeout, as often as the program allows.
+    /// What was sent was not accepted: it is sent again after the timeout, as often as the program allows.
     fn lost(self: &Arc<Self>, hca: &Hca, send: &mut SendQueue, attributes: &ibv_qp_attr) {
         hca.stats.retries.fetch_add(1, Ordering::Relaxed);
         if send.retries == 0 {

@@ -1,6 +1,6 @@
 //! The receiving side of a reliable connection: executes requests of the peer.
 //!
-//! [`begin`] checks a request and says where its data goes or comes from; whoever moves the bytes
+//! [`begin`] checks a request and says where its data goes or comes from; the caller that moves the bytes
 //! then calls [`Placement::finish`]. Nothing of a request is trusted: every address is looked up by
 //! its key, in the protection domain of the queue pair.
 

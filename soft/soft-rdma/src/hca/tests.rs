@@ -459,7 +459,7 @@ fn a_flush_that_comes_after_a_reset_does_nothing() {
     b.connect(&a);
     b.qp.post_receive(Buffer { wr_id: 7, sges: vec![b.sge(0, 100)] }).unwrap();
     assert!(b.qp.post_send(&b.hca, vec![send(8)]).is_ok());
-    // Of whoever found an error in the queue pair's life before.
+    // Of an error before the queue pair was reset.
     b.qp.flush();
     assert!(b.completions().is_empty());
     let work = Work { data: Data::Gather(vec![a.sge(0, 100)]), ..send(1) };

@@ -558,6 +558,6 @@ mod tests {
         connection.flush();
         let output = lock(&connection.output);
         assert!(output.is_empty() && output.starved);
-        assert!(output.waiting, "otherwise nobody wakes the one that found it full");
+        assert!(output.waiting, "otherwise the thread that found it full is not woken");
     }
 }

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering}
 
 /// Descriptors are numbered below this: the usual hard limit of a process.
 const NUMBERS: usize = 1 << 20;
-/// A bit for each descriptor that children do not keep. Pages of it that nobody uses cost nothing.
+/// A bit for each descriptor that children do not keep. Unused pages of it cost nothing.
 static LISTED: [AtomicU64; NUMBERS / 64] = [const { AtomicU64::new(0) }; NUMBERS / 64];
 /// The words of the bitmap in use end before this one.
 static END: AtomicUsize = AtomicUsize::new(0);
@@ -86,9 +86,9 @@ impl AsFd for Descriptor {
 
 impl Drop for Descriptor {
     fn drop(&mut self) {
-        // In a child it is closed, and the number may be somebody else's.
+        // In a child it is closed, and the number may be reused.
         if self.made_by == Generation::current() {
-            // Off the list before it is closed: the number may be somebody else's right after.
+            // Off the list before it is closed: the number may be reused right after.
             if let Some((listed, bit)) = place(self.fd.as_raw_fd()) {
                 listed.fetch_and(!bit, Ordering::Relaxed);
             }

@@ -79,7 +79,7 @@ pub(crate) struct Engine {
     /// When connections are accepted again.
     resume: Mutex<Option<Instant>>,
     next: AtomicU64,
-    /// Held by whoever handles events.
+    /// Held while handling events.
     turn: Mutex<()>,
     /// How often a program was refused the turn since it last had it.
     refused: AtomicU32,
@@ -272,7 +272,7 @@ impl Engine {
         }
     }
 
-    /// The turn, if nobody has it. A panic of who had it does not end the service.
+    /// The turn, if it is free. A panic of the thread that had it does not end the service.
     fn try_turn(&self) -> Option<MutexGuard<'_, ()>> {
         match self.turn.try_lock() {
             Ok(turn) => Some(turn),
@@ -296,7 +296,7 @@ impl Engine {
         }
     }
 
-    /// Does what the thread would do, if there is something and nobody does it already.
+    /// Does what the thread would do, if there is something and no other thread does it already.
     pub(crate) fn progress(&self) {
         if !self.pollers_work {
             return;
@@ -325,7 +325,7 @@ impl Engine {
     /// a peer whose message was received must not be told otherwise.
     pub(crate) fn finish(&self) {
         for _ in 0..1000 {
-            // Whoever has the turn writes all answers before giving it up.
+            // The thread that has the turn writes all answers before giving it up.
             if self.try_turn().is_some() {
                 return;
             }

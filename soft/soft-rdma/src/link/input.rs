@@ -24,7 +24,7 @@ pub(super) enum Incoming {
     Return(Arc<QueuePair>, Response),
     /// Of a datagram.
     Datagram(Datagram, Vec<u8>),
-    /// Nobody wants it; the answer is sent when it is over.
+    /// It is discarded; the answer is sent when it is over.
     Discard(Option<Response>),
 }
 

@@ -137,7 +137,7 @@ pub(crate) enum Outcome {
     Ack(u64),
     /// No receive buffer; try again after the time with this code.
     ReceiverNotReady(u8),
-    /// Nobody took it: the queue pair does not exist, is not ready or expects something else.
+    /// Not accepted: the queue pair does not exist, is not ready or expects something else.
     Dropped,
     /// The request is malformed for this queue pair.
     InvalidRequest,

@@ -36,7 +36,7 @@ fn what_an_hca_writes_is_visible_to_the_card_after_a_flush() {
     // What the card's engines see.
     let seen = || {
         let mut bytes = vec![0; LENGTH];
-        // SAFETY: as many are exported; nobody writes meanwhile.
+        // SAFETY: as many are exported; not written to meanwhile.
         unsafe { bytes.as_mut_ptr().copy_from(exported.ranges()[0].ptr, LENGTH) };
         bytes
     };

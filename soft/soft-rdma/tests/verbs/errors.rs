@@ -147,7 +147,7 @@ fn a_receiver_that_stays_unready_ends_in_rnr_retry_exceeded() {
 #[test]
 fn a_peer_that_is_not_ready_or_expects_another_ends_in_retry_exceeded() {
     let device = Device::open();
-    // In RESET; connected to somebody else; another sequence number.
+    // In RESET; connected to another peer; another sequence number.
     let (a, b, c) = (device.rc(), device.rc(), device.rc());
     a.connect(&b, |attr| (attr.timeout, attr.retry_cnt) = (1, 2));
     assert_eq!(Send::new(IBV_WR_SEND, 1, &[]).post(&a), 0);

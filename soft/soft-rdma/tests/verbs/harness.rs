@@ -246,7 +246,7 @@ impl Buffer {
             .collect()
     }
 
-    /// Nothing was written beside the buffer.
+    /// Nothing was written outside the buffer.
     #[track_caller]
     pub(crate) fn assert_guards(&self) {
         let guard = |at: usize| {

@@ -18,7 +18,7 @@ fn a_program_asleep_on_the_channel_is_woken_by_a_completion() {
         assert_eq!((*device.context).ops.req_notify_cq.expect("set")(cq, 0), 0);
         assert_eq!(Send::new(IBV_WR_SEND, 2, &[]).post(&a), 0);
         let (mut from, mut context) = (core::ptr::null_mut(), core::ptr::null_mut());
-        // Blocks: nobody polls, so the engine's thread has to do it all.
+        // Blocks: no thread polls, so the engine's thread has to do it all.
         assert_eq!(ibv_get_cq_event(channel, &raw mut from, &raw mut context), 0);
         assert_eq!((from, context), (cq, (&raw mut tag).cast()));
         assert_eq!(poll_once(cq).map(|wc| wc.wr_id), Some(1));

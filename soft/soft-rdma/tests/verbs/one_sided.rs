@@ -96,7 +96,7 @@ fn a_fenced_send_has_the_bytes_that_were_read_before_it() {
 fn a_full_send_queue_refuses_and_takes_more_later() {
     let device = Device::open();
     let (a, b) = device.pair();
-    // Nobody receives: the queue fills up.
+    // No process receives: the queue fills up.
     for _ in 0..64 {
         assert_eq!(Send::new(IBV_WR_SEND, 1, &[]).post(&a), 0);
     }

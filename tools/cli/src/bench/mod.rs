@@ -1,7 +1,7 @@
 //! `ucx-gaudi bench`: how fast messages move between two processes, for each operation, pair of memories and
 //! size, with every byte compared.
 //!
-//! The data is moved by `ucp-check`, which is installed beside the tool ([`runner`]). In every round each
+//! The data is moved by `ucp-check`, which is installed with the tool ([`runner`]). In every round each
 //! operation is measured between host memories as well, and memcpy in this process: a machine that is busy
 //! slows the floors down, too. The best of several rounds counts. Ctrl-C ends the run after the table of what
 //! was measured until then.

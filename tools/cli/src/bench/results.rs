@@ -87,7 +87,7 @@ impl Results {
         }
     }
 
-    /// What was measured, so that nobody takes one for the other.
+    /// What was measured, so that results are not mixed up.
     pub(super) fn card(&self) -> String {
         match (self.software, &self.model) {
             (false, _) => String::from("Gaudi"),

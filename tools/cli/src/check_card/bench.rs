@@ -31,7 +31,7 @@ impl HostImage {
             call: "mmap",
             errno: error.raw_os_error().unwrap_or(libc::ENOMEM),
         })?;
-        // SAFETY: the pages are kept beside the mapping, and go after it.
+        // SAFETY: the pages are stored with the mapping, and freed after it.
         let mapping = unsafe { HostMapping::new(device, pages.as_ptr(), IMAGE as u64)? };
         Ok(Self { mapping, pages })
     }
@@ -119,7 +119,7 @@ impl Bench {
     pub(super) fn bytes(&mut self, image: usize) -> Result<&mut [u8], SubmitFailure> {
         self.usable()?;
         let pages = &self.host[image].pages;
-        // SAFETY: our own pages, which nobody else uses: the exclusive borrow keeps this process
+        // SAFETY: our own pages, which nothing else uses: the exclusive borrow keeps this process
         // out, and every submission was waited for, or `lost` is set.
         Ok(unsafe { std::slice::from_raw_parts_mut(pages.as_ptr(), IMAGE) })
     }
@@ -145,7 +145,7 @@ impl Bench {
         LinDma::Copy { src, dst, len: len as u32 }
     }
 
-    /// Has the card carry out these transfers, and waits.
+    /// Lets the card carry out these transfers, and waits.
     pub(super) fn dma(
         &mut self,
         queue: u32,

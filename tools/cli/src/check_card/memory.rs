@@ -52,7 +52,7 @@ fn page_of(device: &Device) -> u64 {
     reported.into_iter().find(usable).unwrap_or(FALLBACK_PAGE)
 }
 
-/// Allocates a page and maps it where we ask, then another one beside it.
+/// Allocates a page and maps it where we ask, then another one next to it.
 pub(super) fn device_memory(device: &Device) -> (Finding, Option<Area>) {
     let page = page_of(device);
     let Some(range) = device.generation().hint_range() else {
@@ -94,7 +94,7 @@ pub(super) fn device_memory(device: &Device) -> (Finding, Option<Area>) {
     let finding = match neighbour {
         Ok(addr) if addr.0 == hint + page => {
             let found = format!(
-                "a page of {} at the address asked for, another beside it; allocating takes {}, mapping {}",
+                "a page of {} at the address asked for, another next to it; allocating takes {}, mapping {}",
                 size(page),
                 ms(alloc),
                 ms(map)
@@ -104,7 +104,7 @@ pub(super) fn device_memory(device: &Device) -> (Finding, Option<Area>) {
         Ok(addr) => Finding::warning(
             "",
             format!(
-                "the first page is where it was asked for, the second at {addr} instead of beside it"
+                "the first page is where it was asked for, the second at {addr} instead of next to it"
             ),
             "the plugin can use one page of this card; send this report",
         ),
@@ -236,7 +236,7 @@ pub(super) fn export(device: &Device, area: &Area) -> Finding {
     // Let go of the mapping, which the dma-buf holds, but keep the descriptor.
     let fd = dmabuf.into_fd();
     let Ok(mapping) = Arc::try_unwrap(mapping) else {
-        return Finding::bad("", "the mapping is held by somebody else", "");
+        return Finding::bad("", "the mapping has other users", "");
     };
     let mapping = match mapping.unmap() {
         Err((mapping, error)) if error.errno == libc::EINVAL => mapping,

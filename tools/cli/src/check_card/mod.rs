@@ -41,7 +41,7 @@ use crate::saved_file::{self, Pending};
 /// Options of `check-card`.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct Options {
-    /// The card: an index, module:N or a PCI address; else the first that nobody has
+    /// The card: an index, module:N or a PCI address; default: the first free one
     #[arg(long, value_name = "CARD")]
     card: Option<String>,
     /// All lengths from 1 to 4097 at all offsets, ten rounds of open and close, 1 GiB of host memory
@@ -367,7 +367,7 @@ fn say(line: &Line) {
     let mut text = serde_json::to_string(line).expect("representable");
     text.push('\n');
     let mut out = std::io::stdout().lock();
-    // If nobody listens any more, there is nothing left to be done about it.
+    // If the output was closed, the line is lost.
     let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
 }
 

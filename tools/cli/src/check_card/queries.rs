@@ -35,7 +35,7 @@ pub(super) fn library() -> (Finding, Option<Arc<Library>>) {
     }
 }
 
-/// Chooses the card: the one asked for, else the first that nobody has open.
+/// Chooses the card: the one asked for, else the first that is not open.
 pub(super) fn card(text: Option<&str>) -> (Finding, Option<DeviceInfo>) {
     let found = choice(text).and_then(|choice| match choice {
         DeviceChoice::Any => Ok(runtime().discover()?),
@@ -61,7 +61,7 @@ pub(super) fn card(text: Option<&str>) -> (Finding, Option<DeviceInfo>) {
         return (Finding::bad("", held.join("; "), remedy).with(json!({"cards": data})), None);
     };
     let name = &card.card_name;
-    let found = format!("{card}, {name}, module {}; nobody has it open", card.module_id);
+    let found = format!("{card}, {name}, module {}; no process has it open", card.module_id);
     let data = json!({
         "generation": card.generation.to_string(), "name": name, "module_id": card.module_id,
         "bus_id": card.bus_id.as_str(), "software": card.is_software,

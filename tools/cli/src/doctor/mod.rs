@@ -33,7 +33,7 @@ pub(crate) struct Options {
     /// Look for UCX in this folder, too (may be given several times)
     #[arg(long, value_name = "DIR")]
     ucx: Vec<PathBuf>,
-    /// The card to copy on: an index, module:N or a PCI address; else the first that nobody has
+    /// The card to copy on: an index, module:N or a PCI address; default: the first free one
     #[arg(long, value_name = "CARD")]
     card: Option<String>,
     /// Do not open a card

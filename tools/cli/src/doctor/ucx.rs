@@ -145,7 +145,7 @@ pub(super) fn check(extra: &[PathBuf], plugins: &Path) -> Vec<Finding> {
         let named = folders.find(|folder| folder.join("libucp.so.0").exists());
         let loader = judge_loader(on_loader_path().as_ref(), named);
         for finding in &mut findings {
-            // An old UCX beside a good one does no harm.
+            // An old UCX next to a good one does no harm.
             if finding.verdict == Verdict::Bad {
                 finding.verdict = Verdict::Warning;
             }
@@ -323,7 +323,7 @@ fn folders(extra: &[PathBuf]) -> Vec<PathBuf> {
         std::env::split_paths(&value).filter(|path| path.is_absolute()).collect::<Vec<_>>()
     };
     folders.extend(paths("LD_LIBRARY_PATH"));
-    // A ucx_info on PATH has its libraries beside it.
+    // A ucx_info on PATH has its libraries in the next folder.
     let with_info = paths("PATH").into_iter().filter(|path| path.join("ucx_info").exists());
     folders.extend(with_info.map(|path| path.join("../lib")));
     folders.extend(loader_folders());

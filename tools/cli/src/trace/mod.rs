@@ -100,7 +100,7 @@ fn content(path: &Path) -> Result<Vec<u8>, Failure> {
         let remedy = "record one with UCX_GAUDI_TRACE=FILE in the program's environment";
         Failure::unable(format!("cannot read {shown}: {error}"), remedy)
     };
-    // Opening a pipe would wait for somebody who writes to it.
+    // Opening a pipe would wait for a writer.
     let flags = libc::O_NONBLOCK;
     let file = File::options().read(true).custom_flags(flags).open(path).map_err(unable)?;
     let data = file.metadata().map_err(unable)?;

@@ -2,7 +2,7 @@
 //! directions; put, get, tags and streams from and to everybody at once.
 //!
 //! In a mesh every process has one allocation of a kind, of which each of the others has a part: all of them
-//! open the same memory, and whoever writes beyond its part damages its neighbour's.
+//! open the same memory, and a process that writes beyond its part damages its neighbour's.
 
 use super::environment::Environment;
 use super::group::{Group, MOST, Member, Message, succeeded};

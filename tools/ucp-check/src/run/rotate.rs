@@ -180,7 +180,7 @@ fn receive_pass(
     Ok(())
 }
 
-/// Writes all of it: memory that nobody has written yet is read faster than memory. By messages, because UCX
+/// Writes all of it: memory that was never written is read faster than memory. By messages, because UCX
 /// emulates puts to Gaudi memory in small pieces.
 fn fill(client: &Client, region: &Arc<Region>) -> Result<()> {
     let piece = client.region(Memory::Host, region.length().min(16 << 20))?;

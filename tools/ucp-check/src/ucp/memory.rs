@@ -92,7 +92,7 @@ impl Region {
         Region::host(context, length.max(1), at).map(Arc::new)
     }
 
-    /// Device memory that somebody else mapped at this address, and of which UCX was told nothing by us. It
+    /// Device memory that was mapped at this address elsewhere, and of which UCX was told nothing by us. It
     /// must stay mapped as long as operations use it.
     pub fn elsewhere(context: &Context, address: u64, length: usize) -> Arc<Region> {
         Arc::new(Region::of(context, Memory::Gaudi, address as usize, length))
@@ -229,7 +229,7 @@ impl Region {
     /// Brings bytes of CUDA memory into host memory.
     pub fn download(&self, offset: usize, to: &Region, length: usize) -> anyhow::Result<()> {
         let pointer = to.host_pointer(0, length);
-        // SAFETY: host pages owned by `to`, long enough, which nobody else touches meanwhile.
+        // SAFETY: host pages owned by `to`, long enough, which nothing else touches meanwhile.
         let bytes = unsafe { std::slice::from_raw_parts_mut(pointer, length) };
         self.cuda.as_ref().context("no CUDA memory")?.read(offset, bytes)
     }

@@ -21,7 +21,7 @@ pub(super) enum Kind {
     StreamReceive,
 }
 
-/// What an operation of UCX uses beside its endpoint or worker.
+/// What an operation of UCX uses besides its endpoint or worker.
 #[derive(Default)]
 pub(super) struct Uses<'a> {
     pub(super) span: Option<&'a Span>,

@@ -2,7 +2,7 @@
 //!
 //! A release that is announced waits for the calls under way: the framework refuses to release a card while a thread
 //! is in a call of its. One that is not announced must not wait: it comes in the middle of the framework's own
-//! release, which has a lock that the calls under way are waiting for. So it only sets the state, and whoever makes
+//! release, which has a lock that the calls under way are waiting for. So it only sets the state, and the thread that makes
 //! several calls asks before each ([`Presence::check`]).
 
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -35,7 +35,7 @@ impl Presence {
     fn enter_if(&self, permitted: impl FnOnce(u8) -> bool) -> Option<Calling<'_>> {
         let calling = self.calls.read().unwrap_or_else(PoisonError::into_inner);
         // Acquire, with the lock held: pairs with the store in `end`, which waits for the lock afterwards. So
-        // whoever gets here after that has waited sees that the card is gone.
+        // a thread that gets here after that has waited sees that the card is gone.
         permitted(self.state.load(Ordering::Acquire)).then_some(calling)
     }
 
@@ -59,7 +59,7 @@ impl Presence {
         if self.is_in_use() { Ok(()) } else { Err(gone) }
     }
 
-    /// Has all later calls fail. Does not wait.
+    /// Makes all later calls fail. Does not wait.
     pub(super) fn end(&self) {
         self.state.store(GONE, Ordering::Release);
     }

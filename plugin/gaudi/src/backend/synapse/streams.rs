@@ -89,7 +89,7 @@ impl Streams {
         let recorded = lock(&self.events[ticket.slot as usize]);
         let ended = match &recorded.event {
             Some(event) if recorded.sequence == ticket.sequence => event.has_ended(),
-            // Another submission has its slot or its event: somebody has seen its end.
+            // Another submission has its slot or its event: so its end was seen.
             _ => Ok(true),
         };
         drop(recorded);
@@ -119,7 +119,7 @@ impl Streams {
             if self.made.load(Ordering::Relaxed) == 0 {
                 return Err(refused);
             }
-            // One that is locked is the caller's own, or somebody submits with it or asks for it.
+            // One that is locked is the caller's own, or another thread submits with it or polls it.
             for mut recorded in self.events.iter().filter_map(|recorded| recorded.try_lock().ok()) {
                 if let Some(event) = &recorded.event
                     && event.has_ended()?

@@ -1,7 +1,7 @@
 //! Descriptors that forked children do not keep.
 //!
 //! If a child kept its parent's sockets, peers would not see them hang up when the parent ends, and
-//! new peers would connect to a listener that nobody serves. If it kept its parent's card, that would
+//! new peers would connect to a listener that is not served. If it kept its parent's card, that would
 //! stay busy after the parent has closed it. The fork handler closes them; it may only make system
 //! calls, so their numbers are in a fixed bitmap.
 
@@ -13,14 +13,14 @@ use super::{ForkHandlers, Instance, ProcessBound};
 /// Descriptors are numbered below this: the usual hard limit of a process.
 const NUMBERS: usize = 1 << 20;
 
-/// A bit for each descriptor that children do not keep. Pages of it that nobody uses cost nothing.
+/// A bit for each descriptor that children do not keep. Unused pages of it cost nothing.
 static LISTED: [AtomicU64; NUMBERS / 64] = [const { AtomicU64::new(0) }; NUMBERS / 64];
 /// The words of the bitmap in use end before this one.
 static END: AtomicUsize = AtomicUsize::new(0);
 
 static FORKS: ForkHandlers = ForkHandlers::new(None, in_child);
 
-/// Has a descriptor that somebody else owns closed in every child that `fork` makes. To be dropped
+/// Closes a descriptor that is owned elsewhere in every child that `fork` makes. To be dropped
 /// before the descriptor is closed; its owner must leave it alone in a child.
 #[derive(Debug)]
 pub(crate) struct ClosedInChildren {
@@ -59,7 +59,7 @@ fn place(number: RawFd) -> (usize, u64) {
 /// A descriptor that is closed in every child that `fork` makes.
 #[derive(Debug)]
 pub(crate) struct CloseOnFork {
-    // Off the list before it is closed, the number may be somebody else's right after: fields drop in
+    // Off the list before it is closed, the number may be reused right after: fields drop in
     // this order.
     _listed: ClosedInChildren,
     fd: ProcessBound<OwnedFd>,

@@ -2,7 +2,7 @@
 //!
 //! Handlers run between `fork`'s two halves, in a process of any state: they take no lock, allocate
 //! nothing, and only make system calls, by rustix, which needs no libc for them. UCX hooks libc's `mmap`
-//! and its like: its hooks take locks, and in a child nobody is left to release them. Each handler does
+//! and its like: its hooks take locks, and in a child no thread is left to release them. Each handler does
 //! nothing where its part of the engine is unused, and none depends on another.
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,7 +25,7 @@ impl ForkHandlers {
         Self { before, in_child, registered: AtomicBool::new(false) }
     }
 
-    /// Has the handlers run at every fork from now on. Whoever adds state that one of them must clean up
+    /// Runs the handlers at every fork from now on. Code that adds state which one of them must clean up
     /// calls this first; only the first call does something.
     ///
     /// Children that the C library does not make (a bare `clone`) run no handlers: they keep their

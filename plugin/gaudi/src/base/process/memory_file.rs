@@ -1,4 +1,4 @@
-//! Shared memory without a name: a file that the kernel keeps while somebody has it open, and that
+//! Shared memory without a name: a file that the kernel keeps while it is open, and that
 //! can neither shrink nor be written by those who are given its descriptor.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -40,7 +40,7 @@ impl MemoryFile {
             .map_err(failed("mmap"))?;
         let start = NonNull::new(start.cast()).expect("mmap gives no null");
         let made = Self { file, start, len };
-        // Others map it: it must not shrink under them. Nobody who opens it may write, where the
+        // Others map it: it must not shrink under them. Others may not write to it, where the
         // kernel can forbid that (5.1).
         let size = SealFlags::SHRINK | SealFlags::GROW;
         fcntl_add_seals(&made.file, size | SealFlags::FUTURE_WRITE)
@@ -64,7 +64,7 @@ impl AsFd for MemoryFile {
 
 impl Drop for MemoryFile {
     fn drop(&mut self) {
-        // SAFETY: our own mapping, which nobody refers into any more. Nothing can be done if it fails.
+        // SAFETY: our own mapping, without references into it. Nothing can be done if it fails.
         let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
     }
 }
@@ -79,7 +79,7 @@ mod tests {
     #[test]
     fn the_memory_is_zeroed_and_others_can_neither_shrink_nor_write_it() {
         let file = MemoryFile::new("gaudi-test", 5000).unwrap();
-        // SAFETY: inside the mapping, which nobody else uses.
+        // SAFETY: inside the mapping, which nothing else uses.
         unsafe {
             assert_eq!(file.as_ptr().add(4999).read(), 0);
             file.as_ptr().write(7);

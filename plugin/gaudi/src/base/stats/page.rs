@@ -1,7 +1,7 @@
 //! The page of this process: a sealed memory file that lives as long as the process and a few
 //! machine instructions per update.
 //!
-//! It is made when the first card is opened. Nobody has to name it, remove it or agree on a folder:
+//! It is made when the first card is opened. It needs no name, no folder and no clean-up:
 //! readers find it through `/proc/PID/fd`, and the kernel removes it with the process. A process
 //! that never opens a card makes none.
 //!
@@ -70,7 +70,7 @@ pub(super) fn of_process() -> Option<Counts> {
     PAGE.get().map(|page| page.slot(0))
 }
 
-/// Why nobody outside can read this process's counters, if a card was opened and they cannot.
+/// Why other processes cannot read this process's counters, if a card was opened and they cannot.
 pub fn why_unreadable() -> Option<String> {
     PAGE.get()?.unreadable.clone()
 }
@@ -84,7 +84,7 @@ extern "C" fn in_child() {
     let access = ProtFlags::READ | ProtFlags::WRITE;
     let kind = MapFlags::PRIVATE | MapFlags::FIXED;
     // Not libc's `mmap`: UCX hooks that, and takes locks that a thread of the parent may have held.
-    // SAFETY: replaces our own mapping, which nobody holds plain references into; all zeroes are
+    // SAFETY: replaces our own mapping, which has no plain references into it; all zeroes are
     // counters.
     let _ = unsafe { mmap_anonymous(at as *mut c_void, SIZE, access, kind) };
 }
@@ -145,7 +145,7 @@ impl Page {
             cards.push(bus_id.to_owned());
             cards.len() - 1
         });
-        // More cards than slots: together in the slot that is nobody's.
+        // More cards than slots: the rest share the slot of no card.
         let number = if at + 1 < SLOTS { at + 1 } else { 0 };
         let place = SLOTS_AT + number * SLOT_LEN;
         if known.is_none() && number > 0 {
@@ -192,7 +192,7 @@ impl Page {
     }
 }
 
-/// Memory to count in where there is no page; nobody reads it.
+/// Memory to count in where there is no page; never read.
 fn private() -> NonNull<u8> {
     let access = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: a new mapping wherever there is room.

@@ -138,7 +138,7 @@ pub enum ReadError {
     /// There is no such process, or it ended just now.
     #[error("process {0} does not exist (any more)")]
     NoProcess(u32),
-    /// The process is somebody else's.
+    /// The process belongs to another user.
     #[error("process {0} may not be looked into: be its user, or root")]
     NotAllowed(u32),
     /// The process has no page.

@@ -21,7 +21,7 @@ fn put(device: &Arc<Device>, to: DeviceAddr, bytes: &[u8]) {
 
 fn get(device: &Arc<Device>, from: DeviceAddr) -> [u8; LEN] {
     let mut bytes = [0xee; LEN];
-    // SAFETY: the bytes live across the call and nobody else has them.
+    // SAFETY: the bytes live across the call and nothing else uses them.
     unsafe { device.copy_blocking(Side::Host(bytes.as_mut_ptr()), Side::Device(from), LEN) }
         .unwrap();
     bytes

@@ -1,4 +1,4 @@
-//! Transfers that nobody polls: their permits, slots and pins must still be there for others.
+//! Transfers that are not polled: their permits, slots and pins must still be there for others.
 
 use std::sync::Arc;
 
@@ -127,7 +127,7 @@ fn a_read_dropped_while_another_thread_reaps_it_leaves_the_host_alone_afterwards
         std::thread::scope(|scope| {
             let reaping = scope.spawn(|| device.progress());
             drop(transfer);
-            // From here on nobody else may write the bytes.
+            // From here on nothing else may write the bytes.
             let seen = host.clone();
             reaping.join().unwrap();
             assert!(seen == host, "written after the transfer was dropped");
@@ -169,7 +169,7 @@ fn a_finished_copy_is_seen_though_nobody_polls_older_ones() {
         .map(|host| start(&device, &[to_host(host, &source)]).expect("a permit"))
         .collect();
     let mut last = transfers.pop().unwrap();
-    // The first is dropped; nobody polls the second and the third.
+    // The first is dropped; the second and the third are not polled.
     drop(transfers.remove(0));
     assert_eq!(last.poll(), None);
     fake.finish(fake.queued()[0]);

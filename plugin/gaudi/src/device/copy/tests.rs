@@ -129,7 +129,7 @@ fn a_dropped_read_writes_nothing_to_the_host_afterwards() {
     drop(start(&device, to_host(&mut host, &source)).unwrap());
     fake.finish_all();
     device.drain().unwrap();
-    assert_eq!(host, [1; 16], "small reads end in a bounce slot, and nobody empties it");
+    assert_eq!(host, [1; 16], "small reads end in a bounce slot, which is not emptied");
 }
 
 #[test]

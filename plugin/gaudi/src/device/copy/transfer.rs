@@ -23,7 +23,7 @@ use crate::{Device, DeviceAddr, Error};
 /// to host memory by the CPU any more; what was already submitted runs to its end,
 /// and everything it needs is kept until then.
 #[derive(Debug)]
-#[must_use = "a copy that nobody polls is never known to be complete"]
+#[must_use = "a copy that is not polled is never known to be complete"]
 pub struct Transfer {
     device: Arc<Device>,
     /// Not yet submitted, the next one last.

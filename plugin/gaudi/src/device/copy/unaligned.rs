@@ -5,7 +5,7 @@
 //! permit, whole units at a time: bytes are read with their units and picked by the CPU; to write some bytes of a unit,
 //! the unit is read, changed and written back.
 //!
-//! That is waited for, also in copies that otherwise do not block. Between reading and writing a unit nobody else may
+//! That is waited for, also in copies that otherwise do not block. Between reading and writing a unit nothing else may
 //! write to it. Copies of this process take turns ([`TURN`]); a NIC, or a peer that imported the memory, must not write
 //! to the same unit meanwhile.
 

@@ -34,7 +34,7 @@ fn a_notifier_is_notified_when_the_hardware_is_done_and_not_before() {
     assert_eq!(transfer.poll(), None);
     assert!(!is_readable(&notifier, NOT_AT_ALL));
     fake.finish_all();
-    assert!(is_readable(&notifier, LONG), "nobody polls: the waiter has to find it");
+    assert!(is_readable(&notifier, LONG), "no thread polls: the waiter has to find it");
     assert_eq!(transfer.poll(), Some(Ok(())));
     // Once: what ends now does not notify.
     notifier.clear();
@@ -155,7 +155,7 @@ fn a_sleeper_without_a_permit_is_woken_when_one_is_returned() {
     drop(others);
 }
 
-/// What another thread submits on another lane meanwhile may end first, and nobody would see it.
+/// What another thread submits on another lane meanwhile may end first, unseen.
 #[test]
 fn the_only_lane_at_work_is_not_slept_for_longer_than_one_of_several() {
     let (fake, device) = Fake::device();

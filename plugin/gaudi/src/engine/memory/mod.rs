@@ -59,7 +59,7 @@ pub(crate) struct Memory {
     window: Range<u64>,
     geometry: Geometry,
     counts: Counts,
-    /// The pool of somebody else that all of it is in: what is exported is exported from that.
+    /// The foreign pool that all of it is in: exports are made from that.
     pool: Option<Box<dyn Page>>,
     state: Mutex<State>,
 }
@@ -69,7 +69,7 @@ struct State {
     pool: Pool,
     /// The driver's page under each span of the pool.
     pages: BTreeMap<u64, Box<dyn Page>>,
-    /// Addresses of the window that somebody else has, and how many from there on to avoid.
+    /// Addresses of the window that are in use by others, and how many from there on to avoid.
     obstacles: Vec<(u64, u64)>,
 }
 
@@ -86,7 +86,7 @@ impl Memory {
         Self { window, geometry, counts, pool, state: Mutex::default() }
     }
 
-    /// Whether it is in a pool of somebody else.
+    /// Whether it is in a foreign pool.
     pub(crate) fn is_in_pool(&self) -> bool {
         self.pool.is_some()
     }
@@ -147,7 +147,7 @@ impl Memory {
             Err(error) if error.kind() == ErrorKind::OutOfMemory => error,
             other => return other,
         };
-        // Somebody else was faster, or addresses are what is missing.
+        // Another thread was faster, or addresses are what is missing.
         match self.give_back_spares(state, u64::MAX, refused) {
             0 => Err(first),
             _ => self.add_page(state, backend, bytes),
@@ -188,7 +188,7 @@ impl Memory {
                     self.add(state, at, bytes, page);
                     return Ok(());
                 }
-                // Somebody else's mapping, which has at most all of the card's memory: go past it.
+                // A foreign mapping, which has at most all of the card's memory: go past it.
                 MapOutcome::Elsewhere(addr) => {
                     state.obstacles.push((at, self.geometry.total.max(bytes)));
                     instead = Some((at, addr));
@@ -318,7 +318,7 @@ impl Memory {
     }
 }
 
-/// Pages that nobody uses, without those that the driver refused. Those of which a dma-buf may be open come last.
+/// Unused pages, without those that the driver refused. Those of which a dma-buf may be open come last.
 fn spares(state: &State, refused: &BTreeSet<u64>) -> Vec<SpanInfo> {
     let mut spare = state.pool.empty_spans();
     spare.retain(|span| !refused.contains(&span.start));

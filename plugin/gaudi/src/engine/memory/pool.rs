@@ -48,7 +48,7 @@ impl Pool {
         self.insert_free(start, len);
     }
 
-    /// Takes away a span that nobody uses; `false` (and nothing done) if it is in use or unknown.
+    /// Removes an unused span; `false` (and nothing done) if it is in use or unknown.
     pub(crate) fn remove_span(&mut self, start: u64) -> bool {
         match self.spans.get(&start) {
             Some(span) if span.used == 0 => {
@@ -130,7 +130,7 @@ impl Pool {
         self.span_of(addr).map(|(start, span)| SpanInfo { start, len: span.len })
     }
 
-    /// Spans that nobody uses.
+    /// Unused spans.
     pub(crate) fn empty_spans(&self) -> Vec<SpanInfo> {
         let empty = self.spans.iter().filter(|(_, span)| span.used == 0);
         empty.map(|(&start, span)| SpanInfo { start, len: span.len }).collect()

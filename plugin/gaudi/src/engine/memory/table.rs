@@ -57,7 +57,7 @@ impl Owner {
 /// Who owns an aligned part of the address space.
 #[derive(Clone, Debug)]
 enum Subtree {
-    /// Nobody.
+    /// Free.
     Free,
     /// One owner has all of it.
     Owner(Owner),

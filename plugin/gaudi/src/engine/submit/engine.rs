@@ -27,7 +27,7 @@ use crate::{DeviceId, Error, probes};
 const WAIT_US: u32 = 1_000_000;
 /// The same for whom the end of any submission will do, on a card with several lanes: the driver waits for one
 /// submission at a time, and one on another lane, perhaps submitted meanwhile, may end first. So long is the delay of
-/// whoever sleeps for that; a thread that wakes so often while copies run costs next to nothing.
+/// those who sleep for that; a thread that wakes so often while copies run costs next to nothing.
 const SHARED_WAIT_US: u32 = 1_000;
 
 /// What is known of a lane without a lock.

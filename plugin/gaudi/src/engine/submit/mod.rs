@@ -1,4 +1,4 @@
-//! Submissions to one card, on its back end: what a copy needs of it, whoever plans the copy.
+//! Submissions to one card, on its back end: what every copy needs of it.
 //!
 //! [`engine`] gives out [`permits`] to submit, records what the hardware is doing ([`submission`]), and has
 //! sleepers woken when it is done ([`waiter`]). [`peer_writes`] has the driver flush what other devices wrote

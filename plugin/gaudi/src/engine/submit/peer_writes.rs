@@ -6,7 +6,7 @@
 //! an older write in the same way. So the driver is asked to flush these writes before each submission that
 //! touches memory of which a dma-buf was handed out, and before such memory is used for something else.
 //!
-//! Nobody tells us when a NIC has written, nor when its registration ends. So memory counts as exported from
+//! We are not told when a NIC has written, nor when its registration ends. So memory counts as exported from
 //! the first dma-buf until it is freed, and each submission flushes for itself. A flush is a call into the
 //! driver, which reads a register of the card.
 //!
@@ -147,7 +147,7 @@ mod tests {
         let flushed = |dst, src| flushed(&fake, &device, dst, src);
         assert!(flushed(host, exported_side) && flushed(exported_side, host), "read and written");
         assert!(flushed(other_side, exported_side), "read within the card");
-        assert!(!flushed(host, other_side) && !flushed(other_side, host), "nobody else writes it");
+        assert!(!flushed(host, other_side) && !flushed(other_side, host), "no peer writes it");
         let before = fake.flushes().len();
         drop((exported, other));
         assert_eq!(fake.flushes().len(), before + 1, "before the memory is used again");

@@ -1,7 +1,7 @@
 //! Pinned memory of the engine, in slots: host buffers that are too small to be worth pinning, or
 //! cannot be pinned, are copied through it.
 //!
-//! Two kinds: a [`SlotPool`] gives free slots to whoever asks (bounce buffers, staging between devices);
+//! Two kinds: a [`SlotPool`] gives free slots to any caller (bounce buffers, staging between devices);
 //! [`PermitSlots`] has one slot for each permit to submit, so that a short copy needs no second
 //! allocation of a slot.
 
@@ -84,7 +84,7 @@ impl PermitSlots {
     }
 }
 
-/// Slots that are given to whoever asks.
+/// Slots that any caller may take.
 #[derive(Debug)]
 pub(crate) struct SlotPool {
     slab: Slab,

@@ -97,7 +97,7 @@ impl Submission {
     }
 
     /// The hardware is done: copies out of the bounce slots, on whichever thread noticed, so that a
-    /// transfer which nobody polls does not keep them from others. Returns the guards, to be dropped
+    /// transfer that is not polled does not keep them from others. Returns the guards, to be dropped
     /// without a lock. `None` if another thread has completed it already.
     pub(crate) fn complete(&self, ended: Result<(), Error>) -> Option<Guards> {
         let mut resources = self.resources();

@@ -1,4 +1,4 @@
-//! Waking sleepers when a submission ends, and the thread that does it if nobody else polls.
+//! Waking sleepers when a submission ends, and the thread that does it if no other thread polls.
 //!
 //! A notifier is notified once, by the thread that completes a submission. While there are notifiers, a
 //! thread sleeps in the driver, so that some thread does. It starts with the first notifier: programs
@@ -19,7 +19,7 @@ use crate::process::{Notifier, thread};
 /// See the module.
 #[derive(Debug, Default)]
 pub(crate) struct Waiter {
-    /// There may be notifiers: saves the lock where nobody sleeps.
+    /// There may be notifiers: saves the lock if no thread sleeps.
     any: AtomicBool,
     state: Mutex<State>,
     changed: Condvar,

@@ -65,7 +65,7 @@ impl HostMap {
         Ok(())
     }
 
-    /// Has the kernel take a page away, whose bytes become zero.
+    /// Makes the kernel drop a page, whose bytes become zero.
     pub(super) fn empty(&mut self, at: usize) -> Result<()> {
         // SAFETY: a page of our own memory.
         let done = unsafe { libc::madvise(self.start.byte_add(at), 4096, libc::MADV_DONTNEED) };

@@ -58,7 +58,7 @@ static REFUSED: AtomicBool = AtomicBool::new(false);
 /// Notifies all caches that memory of `[start, start + len)` is about to be unmapped: no copy that starts
 /// after this returns uses a pin of it that was made before.
 ///
-/// May be called anywhere, also inside `munmap` or `free`, by any thread: it waits for nobody,
+/// May be called anywhere, also inside `munmap` or `free`, by any thread: it waits for no lock,
 /// allocates and frees nothing, and calls no driver. The pins are given back later, by a
 /// thread that copies, or in [`reclaim`].
 pub fn invalidate(start: usize, len: usize) {
@@ -267,7 +267,7 @@ impl Cache {
         pin: impl Fn(u64, u64) -> Result<HostPin, PinError>,
     ) -> Result<Option<Pinned>, PinError> {
         if wanted.0.checked_add(wanted.1).is_none_or(|end| end > whole.end) {
-            // The last page of all addresses: nobody has memory there.
+            // The last page of all addresses: never mapped.
             return Ok(None);
         }
         let _pinning = self.shared.pinning.lock().unwrap_or_else(PoisonError::into_inner);

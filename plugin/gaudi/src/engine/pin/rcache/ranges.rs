@@ -8,7 +8,7 @@
 //! 65 536 ranges. Programs look up the same addresses again and again: a hash table has where they were
 //! found last. What it says is checked, and it is cleared when it gets large.
 //!
-//! Copies are counted in the entries, not in an `Arc` beside each pin, which would be one more line to
+//! Copies are counted in the entries, not in an `Arc` next to each pin, which would be one more line to
 //! wait for. A range that is taken out while copies use it keeps its entry until the last has ended.
 //!
 //! It knows nothing of devices and locks. An unmap event comes from inside `free`:
@@ -149,7 +149,7 @@ impl<P> Ranges<P> {
         if entry.is_in { None } else { self.take_unused(at) }
     }
 
-    /// The ranges that a new one cannot lie beside.
+    /// The ranges that overlap a new one.
     pub(super) fn overlapping(&self, new: &Range<u64>) -> Vec<Range<u64>> {
         let below = self.by_start.range(..new.end).rev();
         let others = below.map(|(_, at)| &self.entries[*at as usize].range);

@@ -19,7 +19,7 @@
 //! * if memory had run out: when less is pinned on this device than then. A copy that pins for itself alone
 //!   and unpins does not change that.
 //!
-//! Nobody says when `mprotect` makes memory writable, when other programs free memory, or, without events, when
+//! There is no event when `mprotect` makes memory writable, when other programs free memory, or, without events, when
 //! memory is unmapped. So every [`RETRY`]th request looks again: at the process's mappings if it was a read-only one,
 //! which the kernel logs nothing of; otherwise the driver is asked, unless events are on and memory had not run out.
 //! A read-only mapping is looked at again when it is registered, too, and not forgotten: a program may register each of
@@ -293,7 +293,7 @@ mod tests {
         fn protect(&self, pages: Range<u64>, access: MprotectFlags) {
             let range = self.pages(pages);
             let len = (range.end - range.start) as usize;
-            // SAFETY: nobody uses this memory.
+            // SAFETY: this memory is unused.
             unsafe { mprotect(range.start as *mut _, len, access) }.unwrap();
         }
     }

@@ -1,9 +1,9 @@
 //! The part of a cache that unmap events reach: what is pinned, what was refused, and the locks.
 //!
 //! `state` is held for a lookup or a change, never while the driver is called. An unmap event may
-//! come in the middle of that, even on the same thread: whoever has the lock may allocate. So
+//! come in the middle of that, even on the same thread: the thread with the lock may allocate. So
 //! [`Shared::invalidate`] only tries the lock, as UCX's own cache does. If it gets it, it marks what is
-//! invalid; otherwise the event goes into the queue, and whoever takes the lock next drains the queue
+//! invalid; otherwise the event goes into the queue, and the next thread to take the lock drains the queue
 //! before it looks at anything.
 //!
 //! `pinning` is held while the driver pins, so that two threads never pin the same range at once; hits
@@ -55,7 +55,7 @@ pub(super) fn forget_all() {
 /// See the [module](self).
 pub(super) struct Shared {
     state: Mutex<State>,
-    /// Held by whoever pins for the cache.
+    /// Held while pinning for the cache.
     pub(super) pinning: Mutex<()>,
     /// For events that find `state` locked.
     unmapped: UnmapQueue,
@@ -137,7 +137,7 @@ impl Shared {
         self.catch_up(state)
     }
 
-    /// The same, if nobody has it.
+    /// The same, if it is free.
     fn try_state(&self) -> Option<MutexGuard<'_, State>> {
         match self.state.try_lock() {
             Ok(state) => Some(state),
@@ -168,7 +168,7 @@ impl Shared {
     }
 
     fn note_invalidated(&self) {
-        // Release: pair with the exchanges in `reclaim`. Whoever takes the hint finds what it is about.
+        // Release: pair with the exchanges in `reclaim`. A thread that takes the hint sees the event.
         self.invalidated.store(true, Ordering::Release);
         INVALIDATED.store(true, Ordering::Release);
     }

@@ -43,7 +43,7 @@ impl Switch {
         self.state.store(WANTED, Ordering::Relaxed);
     }
 
-    /// Has no pin cached from now on, and cached ones not used.
+    /// Stops caching pins and using cached ones.
     pub(crate) fn off(&self) {
         let mut waiting = self.watch.lock().unwrap_or_else(PoisonError::into_inner);
         *waiting = None;

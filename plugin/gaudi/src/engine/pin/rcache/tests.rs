@@ -37,7 +37,7 @@ impl Pages {
     }
 
     /// Other pages at the same address, full of `byte`: as `munmap` and `mmap` give a program. The
-    /// old ones stay for whoever pinned them.
+    /// old ones stay with their pins.
     fn replace(&self, fake: &Fake, byte: u8) {
         let file = rustix::fs::memfd_create("pages", MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&file, self.len as u64).unwrap();
@@ -222,7 +222,7 @@ fn copies_see_new_pages_while_other_threads_invalidate_and_reclaim() {
     assert_eq!((rig.fake.live_pins(), rig.cache().info().regions), (0, 0));
 }
 
-/// Whoever has the lock may allocate, and so come upon memory that is unmapped.
+/// The thread that has the lock may allocate, and so cause an unmap event.
 #[test]
 fn an_event_on_the_thread_that_has_the_lock_waits_for_nobody_and_is_not_lost() {
     let rig = Rig::new(PLENTY, 4 * LARGE);
@@ -243,7 +243,7 @@ fn an_event_on_the_thread_that_has_the_lock_waits_for_nobody_and_is_not_lost() {
     assert_eq!(rig.fake.live_pins(), 1);
 }
 
-/// The copy is right: its memory stays. But nobody says so of the next.
+/// The copy is right: its memory stays. But the next may be wrong.
 #[test]
 fn memory_that_is_unmapped_while_it_is_pinned_is_not_kept() {
     let rig = Rig::new(PLENTY, 2 * LARGE);

@@ -1,8 +1,8 @@
 //! Unmap events that came while the cache was locked: a bounded queue that can be filled from inside
 //! `free`.
 //!
-//! Any thread pushes, at any moment: it waits for nobody and allocates nothing. One thread at a time
-//! drains, whoever has the cache's lock. Where the queue is full, the event is replaced by a flag: all
+//! Any thread pushes, at any moment: it takes no lock and allocates nothing. One thread at a time
+//! drains: the one that has the cache's lock. Where the queue is full, the event is replaced by a flag: all
 //! memory is taken to be unmapped.
 //!
 //! What the cache relies on: an event whose [`push`](UnmapQueue::push) has returned is seen by every

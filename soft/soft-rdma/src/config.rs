@@ -48,7 +48,6 @@ pub(crate) struct Config {
     pub(crate) folder: PathBuf,
     pub(crate) node: u16,
     pub(crate) nodes: HashMap<u16, SocketAddr>,
-    pub(crate) secret: Option<PathBuf>,
     pub(crate) inline_limit: u32,
     pub(crate) model: Option<Figures>,
     /// As `active_speed` has it, of four lanes: EDR, HDR or NDR.
@@ -96,7 +95,6 @@ impl Config {
             folder,
             node: number("SOFT_RDMA_NODE", 1, 1, u32::from(MAX_NODE)) as u16,
             nodes: get("SOFT_RDMA_NODES").map_or_else(HashMap::new, |text| parse_nodes(&text)),
-            secret: get("SOFT_RDMA_SECRET").map(PathBuf::from),
             inline_limit: number("SOFT_RDMA_INLINE", 1024, 0, crate::wire::MAX_INLINE),
             active_speed: word("SOFT_RDMA_RATE", &get, parse_rate).unwrap_or(32),
             model: word("SOFT_RDMA_MODEL", &get, Figures::parse),

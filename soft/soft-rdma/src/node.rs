@@ -1,4 +1,4 @@
-//! What the processes of a node share: a folder with a secret, and a slot for each process.
+//! What the processes of a node share: a folder, and a slot for each process.
 //!
 //! A slot is a number that a process holds by a lock on a file; it is part of its queue pair
 //! numbers and names its socket. The kernel gives the lock back when the process ends, however it
@@ -12,7 +12,6 @@ use rustix::io::Errno;
 
 use crate::config::Config;
 use crate::fabric::MAX_SLOT;
-use crate::link::auth::Secret;
 use crate::link::descriptor::Descriptor;
 
 /// This process's place in its node.
@@ -20,7 +19,6 @@ use crate::link::descriptor::Descriptor;
 pub(crate) struct Node {
     folder: PathBuf,
     pub(crate) slot: u16,
-    pub(crate) secret: Secret,
     _lock: Descriptor,
 }
 
@@ -55,53 +53,14 @@ fn open_folder(folder: &Path) -> Result<(), Errno> {
     Ok(())
 }
 
-fn read_secret(path: &Path) -> Result<Secret, Errno> {
-    let fd =
-        rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW, Mode::empty())?;
-    let stat = rustix::fs::fstat(&fd)?;
-    if stat.st_uid != rustix::process::geteuid().as_raw() || stat.st_mode & 0o077 != 0 {
-        eprintln!("soft-rdma: {} must belong to this user and have mode 0600", path.display());
-        return Err(Errno::ACCESS);
-    }
-    let mut secret = [0; 32];
-    if rustix::io::read(&fd, &mut secret)? != secret.len() {
-        eprintln!("soft-rdma: {} must have at least 32 bytes", path.display());
-        return Err(Errno::INVAL);
-    }
-    Ok(secret)
-}
-
-/// The secret of the node, made by its first process. It appears under its name complete.
-fn shared_secret(folder: &Path) -> Result<Secret, Errno> {
-    let path = folder.join("secret");
-    if !path.exists() {
-        // Not by process id: processes of other pid namespaces may have the same.
-        let draft = folder.join(format!("secret.{:016x}", u64::from_ne_bytes(random())));
-        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
-        let fd = rustix::fs::open(&draft, flags, Mode::RUSR | Mode::WUSR)?;
-        rustix::io::write(&fd, &random::<32>())?;
-        let linked = rustix::fs::link(&draft, &path);
-        let _ = rustix::fs::unlink(&draft);
-        match linked {
-            Ok(()) | Err(Errno::EXIST) => {}
-            Err(error) => return Err(error),
-        }
-    }
-    read_secret(&path)
-}
-
 impl Node {
-    /// Joins the node: finds its secret and claims a slot. `open` opens what belongs to the slot; if
-    /// its address is in use (`EADDRINUSE`) the next slot is taken.
+    /// Joins the node: claims a slot. `open` opens what belongs to the slot; if
+    /// somebody else has its address (`EADDRINUSE`) the next slot is taken.
     pub(crate) fn join<T>(
         config: &Config,
         open: impl Fn(&Self) -> Result<T, Errno>,
     ) -> Result<(Self, T), Errno> {
         open_folder(&config.folder)?;
-        let secret = match &config.secret {
-            Some(path) => read_secret(path)?,
-            None => shared_secret(&config.folder)?,
-        };
         // From a random slot on: numbers of processes that ended are not used again at once.
         let first = u16::from_le_bytes(random()) % MAX_SLOT;
         for slot in (0..MAX_SLOT).map(|step| (first + step) % MAX_SLOT + 1) {
@@ -110,8 +69,7 @@ impl Node {
             let fd = rustix::fs::open(&path, flags, Mode::RUSR | Mode::WUSR)?;
             match rustix::fs::flock(fd.as_fd(), FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {
-                    let node =
-                        Self { folder: config.folder.clone(), slot, secret, _lock: fd.into() };
+                    let node = Self { folder: config.folder.clone(), slot, _lock: fd.into() };
                     match open(&node) {
                         Err(Errno::ADDRINUSE) => {}
                         result => return result.map(|opened| (node, opened)),

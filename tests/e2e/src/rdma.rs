@@ -199,20 +199,16 @@ impl TwoNodes {
         command
     }
 
-    /// Variables for both nodes.
-    fn variables(self, fabric: &Fabric) -> Vec<(&'static str, OsString)> {
-        let addresses = match self {
+    /// Of both nodes.
+    fn addresses(self) -> String {
+        match self {
             Self::Namespaces { .. } => "1=10.99.0.1:7000,2=10.99.0.2:7000".to_owned(),
             Self::Loopback => {
                 // The address is this process's own; the ports of the two nodes do not meet.
                 let [_, a, b, c] = std::process::id().to_be_bytes();
                 format!("1=127.{a}.{b}.{c}:24000,2=127.{a}.{b}.{c}:26000")
             }
-        };
-        vec![
-            ("SOFT_RDMA_NODES", addresses.into()),
-            ("SOFT_RDMA_SECRET", fabric.folder.join("secret").into()),
-        ]
+        }
     }
 
     /// Runs a program of two processes that knows `--via` and `--env RANK:NAME=VALUE`: process 1 on the
@@ -222,12 +218,7 @@ impl TwoNodes {
     /// When it cannot be started.
     #[track_caller]
     pub fn run(self, fabric: &Fabric, tool: Tool) -> Finished {
-        let secret = fabric.folder.join("secret");
-        write_secret(&secret).unwrap_or_else(|error| panic!("{}: {error}", secret.display()));
-        let mut tool = self
-            .variables(fabric)
-            .into_iter()
-            .fold(fabric.under(tool), |tool, (name, value)| tool.env(name, value));
+        let mut tool = fabric.under(tool).env("SOFT_RDMA_NODES", self.addresses());
         let own = fabric.folder.join("node2");
         tool = tool.words("--env 1:SOFT_RDMA_NODE=2");
         tool = tool.arg("--env").arg(format!("1:SOFT_RDMA_DIR={}", own.display()));
@@ -253,19 +244,6 @@ impl TwoNodes {
     }
 }
 
-/// 32 bytes that both nodes know.
-fn write_secret(path: &std::path::Path) -> std::io::Result<()> {
-    use std::io::Write;
-    use std::os::unix::fs::OpenOptionsExt;
-    let mut bytes = [0; 32];
-    std::io::Read::read_exact(&mut std::fs::File::open("/dev/urandom")?, &mut bytes)?;
-    if let Some(folder) = path.parent() {
-        std::fs::create_dir_all(folder)?;
-    }
-    let mut options = std::fs::OpenOptions::new();
-    options.write(true).create(true).truncate(true).mode(0o600).open(path)?.write_all(&bytes)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -278,15 +256,5 @@ mod tests {
         let lines = "{\"pid\":1,\"requests\":3}\n{\"pid\":2,\"requests\":4}\n";
         std::fs::write(fabric.folder().join("stats"), lines).expect("written");
         assert_eq!(fabric.counters().expect("two").get("requests"), 7);
-    }
-
-    #[test]
-    fn the_secret_is_for_its_owner_only() {
-        use std::os::unix::fs::PermissionsExt;
-        let fabric = Fabric::new();
-        let path = fabric.folder().join("secret");
-        write_secret(&path).expect("written");
-        let found = std::fs::metadata(&path).expect("there");
-        assert_eq!((found.len(), found.permissions().mode() & 0o777), (32, 0o600));
     }
 }

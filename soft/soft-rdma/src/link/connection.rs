@@ -8,11 +8,10 @@ use rustix::event::epoll;
 use rustix::io::Errno;
 use rustix::process::Pid;
 
-use super::auth::{self, Secret, Side};
 use super::descriptor::Descriptor;
 use super::input::{Arrival, Incoming, Input, Received};
 use super::output::{HOPELESS, Output};
-use crate::fabric::{Owner, Port, QpNumber};
+use crate::fabric::Owner;
 use crate::hca::copy::{self, Direction, Pulled};
 use crate::hca::events::lock;
 use crate::hca::permit::Access;
@@ -21,8 +20,7 @@ use crate::hca::responder::{self, Placement, Step, TransferOutcome};
 use crate::hca::{Hca, Link, Payload, datagram};
 use crate::node::random;
 use crate::wire::{
-    Challenge, Frame, Hello, MAX_SEGMENTS, Outcome, Reference, Request, Response, Segment, Verdict,
-    Welcome,
+    Frame, Hello, MAX_SEGMENTS, Outcome, Reference, Request, Response, Segment, Verdict, Welcome,
 };
 
 const HANDSHAKE: u8 = 0;
@@ -31,12 +29,6 @@ const BROKEN: u8 = 2;
 
 /// Most reads from a socket before others have their turn.
 const MAX_READS: u32 = 16;
-
-/// What both ends need for the handshake.
-pub(super) struct Identity {
-    pub(super) secret: Secret,
-    pub(super) owner: Owner,
-}
 
 /// Eight random bytes of this process. A peer that can read them can copy from region to region.
 struct Probe(Box<u64>);
@@ -66,8 +58,6 @@ pub(crate) struct Connection {
     epoll: Arc<Descriptor>,
     /// The process we connected to, if it was us who connected.
     pub(super) to: Option<Owner>,
-    /// Node and slot of the process that connected to us, once it has said so.
-    from: Mutex<(u16, u16)>,
     /// The peer's process, if it is on this machine.
     peer: Option<Pid>,
     state: AtomicU8,
@@ -75,10 +65,7 @@ pub(crate) struct Connection {
     direct: AtomicBool,
     /// Whether answers may name memory of the side that accepted.
     can_pull: AtomicBool,
-    nonce: [u8; 32],
     probe: Probe,
-    /// The accepting side's nonce, once it came.
-    challenge: Mutex<[u8; 32]>,
     output: Mutex<Output>,
     input: Mutex<Input>,
     attached: Mutex<Vec<Weak<QueuePair>>>,
@@ -100,14 +87,11 @@ impl Connection {
             socket,
             epoll,
             to,
-            from: Mutex::default(),
             peer,
             state: AtomicU8::new(HANDSHAKE),
             direct: AtomicBool::new(false),
             can_pull: AtomicBool::new(false),
-            nonce: random(),
             probe: Probe(Box::new(u64::from_ne_bytes(random()))),
-            challenge: Mutex::default(),
             output: Mutex::default(),
             input: Mutex::default(),
             attached: Mutex::default(),
@@ -115,21 +99,18 @@ impl Connection {
         }
     }
 
-    /// Starts to watch the socket. The accepting side speaks first.
+    /// Starts to watch the socket. The connecting side speaks first.
     pub(super) fn start(&self) -> Result<(), Errno> {
-        // A connecting TCP socket becomes writable first; it is then written to or found broken.
-        let events = if self.to.is_some() {
-            epoll::EventFlags::IN | epoll::EventFlags::OUT
-        } else {
-            epoll::EventFlags::IN
-        };
-        lock(&self.output).waiting = self.to.is_some();
-        epoll::add(&*self.epoll, &self.socket, epoll::EventData::new_u64(self.id), events)?;
-        if self.to.is_none() {
-            self.push(&Frame::Challenge(Challenge { nonce: self.nonce }), Payload::Empty);
-            self.flush();
+        let mut events = epoll::EventFlags::IN;
+        if self.to.is_some() {
+            // A connecting TCP socket becomes writable first; it is then written to or found broken.
+            events |= epoll::EventFlags::OUT;
+            let mut output = lock(&self.output);
+            output.waiting = true;
+            let hello = Hello { probe: self.probe.message() };
+            output.push(&Frame::Hello(hello), Payload::Empty);
         }
-        Ok(())
+        epoll::add(&*self.epoll, &self.socket, epoll::EventData::new_u64(self.id), events)
     }
 
     fn push(&self, frame: &Frame, payload: Payload) {
@@ -138,11 +119,6 @@ impl Connection {
 
     fn is_up(&self) -> bool {
         self.state.load(Ordering::Acquire) == UP
-    }
-
-    /// Whether the other side has not proved yet that it knows the secret.
-    pub(super) fn is_stranger(&self) -> bool {
-        self.state.load(Ordering::Acquire) == HANDSHAKE
     }
 
     fn watch(&self, output: &mut Output, waiting: bool) {
@@ -189,14 +165,14 @@ impl Connection {
     }
 
     /// Handles everything that has arrived. `Err`: the connection is of no use any more.
-    pub(super) fn readable(self: &Arc<Self>, hca: &Hca, identity: &Identity) -> Result<(), Errno> {
+    pub(super) fn readable(self: &Arc<Self>, hca: &Hca) -> Result<(), Errno> {
         let mut input = lock(&self.input);
         // A peer that sends without end does not keep us here; the socket stays readable.
         let mut reads = MAX_READS;
         let result = loop {
             match input.next(self.socket.as_fd(), &mut reads) {
                 Ok(Some(Received::Frame(frame, length))) => {
-                    if let Err(error) = self.frame(hca, identity, &mut input, frame, length) {
+                    if let Err(error) = self.frame(hca, &mut input, frame, length) {
                         break Err(error);
                     }
                 }
@@ -241,19 +217,14 @@ impl Connection {
     fn frame(
         self: &Arc<Self>,
         hca: &Hca,
-        identity: &Identity,
         input: &mut Input,
         frame: Frame,
         length: u32,
     ) -> Result<(), Errno> {
         let connecting = self.to.is_some();
         match (frame, self.is_up(), connecting) {
-            (Frame::Request(request), true, false) => {
-                self.check_sender(request.src_qpn, request.src_lid)?;
-                self.request(hca, input, &request, length)
-            }
+            (Frame::Request(request), true, false) => self.request(hca, input, &request, length),
             (Frame::Datagram(head), true, false) => {
-                self.check_sender(head.src_qpn, head.src_lid)?;
                 let what = Incoming::Datagram(head, Vec::with_capacity(length as usize));
                 input.expect(what, None, length);
                 Ok(())
@@ -280,54 +251,22 @@ impl Connection {
                 }
                 Ok(())
             }
-            (Frame::Challenge(challenge), false, true) => self.answer(identity, &challenge),
-            (Frame::Hello(hello), false, false) => self.welcome(identity, &hello),
-            (Frame::Welcome(welcome), false, true) => self.welcomed(hca, identity, &welcome),
+            (Frame::Hello(hello), false, false) => self.welcome(&hello),
+            (Frame::Welcome(welcome), false, true) => self.welcomed(hca, &welcome),
             _ => Err(Errno::PROTO),
         }
     }
 
-    /// A process sends for its own queue pairs only.
-    fn check_sender(&self, qpn: u32, lid: u16) -> Result<(), Errno> {
-        let from = *lock(&self.from);
-        let node = Port::from_lid(lid).map(|port| port.node);
-        let slot = QpNumber::from_raw(qpn).map(QpNumber::slot);
-        if (node, slot) == (Some(from.0), Some(from.1)) { Ok(()) } else { Err(Errno::PROTO) }
-    }
-
-    fn answer(&self, identity: &Identity, challenge: &Challenge) -> Result<(), Errno> {
-        *lock(&self.challenge) = challenge.nonce;
-        let hello = Hello {
-            nonce: self.nonce,
-            proof: auth::prove(&identity.secret, Side::Connecting, &challenge.nonce, &self.nonce),
-            owner: (identity.owner.node, identity.owner.slot),
-            probe: self.probe.message(),
-        };
-        self.push(&Frame::Hello(hello), Payload::Empty);
-        Ok(())
-    }
-
-    fn welcome(&self, identity: &Identity, hello: &Hello) -> Result<(), Errno> {
-        let Identity { secret, .. } = identity;
-        if !auth::is_proof(&hello.proof, secret, Side::Connecting, &self.nonce, &hello.nonce) {
-            return Err(Errno::ACCESS);
-        }
-        *lock(&self.from) = hello.owner;
+    fn welcome(&self, hello: &Hello) -> Result<(), Errno> {
         let direct = can_read(self.peer, hello.probe);
         self.direct.store(direct, Ordering::Release);
         self.state.store(UP, Ordering::Release);
-        let proof = auth::prove(secret, Side::Accepting, &self.nonce, &hello.nonce);
-        let welcome = Welcome { proof, direct, probe: self.probe.message() };
+        let welcome = Welcome { direct, probe: self.probe.message() };
         self.push(&Frame::Welcome(welcome), Payload::Empty);
         Ok(())
     }
 
-    fn welcomed(&self, hca: &Hca, identity: &Identity, welcome: &Welcome) -> Result<(), Errno> {
-        let accepting = *lock(&self.challenge);
-        let Identity { secret, .. } = identity;
-        if !auth::is_proof(&welcome.proof, secret, Side::Accepting, &accepting, &self.nonce) {
-            return Err(Errno::ACCESS);
-        }
+    fn welcomed(&self, hca: &Hca, welcome: &Welcome) -> Result<(), Errno> {
         self.direct.store(welcome.direct, Ordering::Release);
         self.can_pull.store(can_read(self.peer, welcome.probe), Ordering::Release);
         {
@@ -551,7 +490,7 @@ mod tests {
         // Few bytes, so that the socket takes them at once.
         for _ in 0..FULL_ITEMS {
             let access = Access { permit: Arc::default(), list: Vec::new() };
-            let frame = Frame::Challenge(Challenge { nonce: [0; 32] });
+            let frame = Frame::Hello(Hello { probe: (0, 0) });
             connection.send(&frame, Payload::Memory(access));
         }
         assert!(!connection.ready());

@@ -17,8 +17,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use rustix::process::Pid;
 
-use super::admission::Admission;
-use super::connection::{Connection, Identity};
+use super::connection::Connection;
 use super::control::Control;
 use super::descriptor::Descriptor;
 use crate::config::{Config, log};
@@ -63,7 +62,8 @@ impl Ord for Timer {
 pub(crate) struct Engine {
     hca: Arc<Hca>,
     node: Node,
-    identity: Identity,
+    /// This node's number.
+    own: u16,
     nodes: &'static HashMap<u16, SocketAddr>,
     pollers_work: bool,
     epoll: Arc<Descriptor>,
@@ -75,7 +75,6 @@ pub(crate) struct Engine {
     /// Those that we opened, by where they lead.
     links: Mutex<HashMap<Owner, Arc<Connection>>>,
     timers: Mutex<BinaryHeap<Reverse<Timer>>>,
-    admission: Admission,
     /// When connections are accepted again.
     resume: Mutex<Option<Instant>>,
     next: AtomicU64,
@@ -198,10 +197,7 @@ impl Engine {
             }
         }
         let engine = Arc::new(Self {
-            identity: Identity {
-                secret: node.secret,
-                owner: Owner { node: config.node, slot: node.slot },
-            },
+            own: config.node,
             hca: hca.clone(),
             node,
             nodes: &config.nodes,
@@ -214,7 +210,6 @@ impl Engine {
             connections: Mutex::default(),
             links: Mutex::default(),
             timers: Mutex::default(),
-            admission: Admission::default(),
             resume: Mutex::default(),
             next: AtomicU64::new(FIRST_CONNECTION),
             turn: Mutex::default(),
@@ -369,7 +364,7 @@ impl Engine {
             && flags
                 .intersects(epoll::EventFlags::IN | epoll::EventFlags::ERR | epoll::EventFlags::HUP)
         {
-            result = connection.readable(&self.hca, &self.identity);
+            result = connection.readable(&self.hca);
         }
         if let Err(error) = result {
             self.end(&connection, error);
@@ -401,8 +396,8 @@ impl Engine {
     fn accept(&self, listener: &Descriptor, local: bool) {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         loop {
-            let socket = match rustix::net::accept_with(listener, flags) {
-                Ok(socket) => Descriptor::from(socket),
+            let (socket, address) = match rustix::net::acceptfrom_with(listener, flags) {
+                Ok((socket, address)) => (Descriptor::from(socket), address),
                 Err(Errno::AGAIN) => return,
                 Err(Errno::INTR | Errno::CONNABORTED) => continue,
                 // No descriptor for it; it would wake us at once, again and again.
@@ -419,16 +414,15 @@ impl Engine {
                     _ => continue,
                 }
             } else {
+                let host = address.and_then(|it| SocketAddr::try_from(it).ok()).map(|it| it.ip());
+                if !self.nodes.values().any(|node| Some(node.ip()) == host) {
+                    log!(Info, "{host:?} is no node of SOFT_RDMA_NODES: its connection is refused");
+                    continue;
+                }
                 let _ = sockopt::set_tcp_nodelay(&socket, true);
             }
-            match self.add(socket, None, peer) {
-                Ok(connection) if !local => {
-                    if let Some(oldest) = self.admission.add(connection) {
-                        self.end(&oldest, Errno::TIMEDOUT);
-                    }
-                }
-                Ok(_) => {}
-                Err(error) => log!(Debug, "a connection was refused: {error}"),
+            if let Err(error) = self.add(socket, None, peer) {
+                log!(Debug, "a connection was refused: {error}");
             }
         }
     }
@@ -453,7 +447,7 @@ impl Engine {
 
     /// A socket to a process, and which process it is if it is on this node.
     fn connect(&self, to: Owner) -> Result<(Descriptor, Option<Pid>), Errno> {
-        if to.node == self.identity.owner.node {
+        if to.node == self.own {
             let address = SocketAddrUnix::new(self.node.socket_path(to.node, to.slot))?;
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             let socket = Descriptor::from(rustix::net::socket_with(
@@ -470,6 +464,10 @@ impl Engine {
         address.set_port(address.port().checked_add(to.slot).ok_or(Errno::INVAL)?);
         let socket = tcp_socket(&address)?;
         sockopt::set_tcp_nodelay(&socket, true)?;
+        // The other node accepts connections from addresses of nodes only.
+        if let Some(own) = self.nodes.get(&self.own) {
+            rustix::net::bind(&socket, &SocketAddr::new(own.ip(), 0))?;
+        }
         match rustix::net::connect(&socket, &address) {
             Ok(()) | Err(Errno::INPROGRESS) => Ok((socket, None)),
             Err(error) => Err(error),

@@ -4,8 +4,6 @@
 //! requests for it connects; requests go one way on such a connection, responses the other. So two
 //! processes that send to each other have two connections, and never agree on who opens one.
 
-mod admission;
-pub(crate) mod auth;
 pub(crate) mod connection;
 mod control;
 pub(crate) mod descriptor;

@@ -188,11 +188,11 @@ mod tests {
     use super::*;
     use crate::abi::ibv_sge;
     use crate::hca::memory::{Regions, Registration};
-    use crate::wire::{Challenge, Outcome, Response, Segment};
+    use crate::wire::{Hello, Outcome, Response, Segment};
 
     #[test]
     fn a_peer_that_reads_nothing_makes_nobody_keep_more_than_a_megabyte() {
-        let frame = Frame::Challenge(Challenge { nonce: [7; 32] });
+        let frame = Frame::Hello(Hello { probe: (7, 7) });
         let (mut requests, mut datagrams) = (Output::default(), Output::default());
         while requests.has_capacity() {
             requests.push(&frame, Payload::Bytes(vec![5; 1000]));
@@ -207,7 +207,7 @@ mod tests {
     #[test]
     fn frames_count_until_they_are_written_also_beyond_one_buffer() {
         let mut output = Output::default();
-        let frame = Frame::Challenge(Challenge { nonce: [7; 32] });
+        let frame = Frame::Hello(Hello { probe: (7, 7) });
         let mut total = 0;
         for size in [40 << 10, 40 << 10, 100, 70 << 10, 1] {
             output.push(&frame, Payload::Bytes(vec![5; size]));

@@ -56,15 +56,14 @@ pub(super) mod put {
     ) -> u8 {
         self::response(response, out);
         self::reference(reference, out);
-        7
+        6
     }
 
     pub(in super::super) fn welcome(welcome: &Welcome, out: &mut Vec<u8>) -> u8 {
-        out.extend_from_slice(&welcome.proof);
         out.push(u8::from(welcome.direct));
         out.extend_from_slice(&welcome.probe.0.to_le_bytes());
         out.extend_from_slice(&welcome.probe.1.to_le_bytes());
-        6
+        5
     }
 
     pub(in super::super) fn response(response: &Response, out: &mut Vec<u8>) -> u8 {
@@ -102,18 +101,9 @@ pub(super) mod put {
     }
 
     pub(in super::super) fn hello(hello: &Hello, out: &mut Vec<u8>) -> u8 {
-        out.extend_from_slice(&hello.nonce);
-        out.extend_from_slice(&hello.proof);
-        out.extend_from_slice(&hello.owner.0.to_le_bytes());
-        out.extend_from_slice(&hello.owner.1.to_le_bytes());
         out.extend_from_slice(&hello.probe.0.to_le_bytes());
         out.extend_from_slice(&hello.probe.1.to_le_bytes());
-        5
-    }
-
-    pub(in super::super) fn bytes(kind: u8, parts: &[&[u8]], out: &mut Vec<u8>) -> u8 {
-        parts.iter().for_each(|part| out.extend_from_slice(part));
-        kind
+        4
     }
 }
 
@@ -127,7 +117,7 @@ impl<'a> Reader<'a> {
         Self { rest: body }
     }
 
-    pub(super) fn array<const N: usize>(&mut self) -> Result<[u8; N], Malformed> {
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], Malformed> {
         let (array, rest) = self.rest.split_first_chunk::<N>().ok_or(Malformed)?;
         self.rest = rest;
         Ok(*array)
@@ -226,11 +216,7 @@ impl<'a> Reader<'a> {
     }
 
     pub(super) fn welcome(&mut self) -> Result<Welcome, Malformed> {
-        Ok(Welcome {
-            proof: self.array()?,
-            direct: self.flag()?,
-            probe: (self.u64()?, self.u64()?),
-        })
+        Ok(Welcome { direct: self.flag()?, probe: (self.u64()?, self.u64()?) })
     }
 
     pub(super) fn response(&mut self) -> Result<Response, Malformed> {
@@ -272,11 +258,6 @@ impl<'a> Reader<'a> {
     }
 
     pub(super) fn hello(&mut self) -> Result<Hello, Malformed> {
-        Ok(Hello {
-            nonce: self.array()?,
-            proof: self.array()?,
-            owner: (self.u16()?, self.u16()?),
-            probe: (self.u64()?, self.u64()?),
-        })
+        Ok(Hello { probe: (self.u64()?, self.u64()?) })
     }
 }

@@ -185,32 +185,17 @@ pub(crate) struct Datagram {
     pub(crate) grh: Option<(u8, u32, u8)>,
 }
 
-/// First message of the side that accepted a connection.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Challenge {
-    /// Random bytes to be proven with.
-    pub(crate) nonce: [u8; 32],
-}
-
-/// Answer of the side that connected: proof that it knows the secret.
+/// First message of a connection, by the side that connected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Hello {
-    /// Random bytes to be proven with.
-    pub(crate) nonce: [u8; 32],
-    /// HMAC over both nonces.
-    pub(crate) proof: [u8; 32],
-    /// Node and slot of the process.
-    pub(crate) owner: (u16, u16),
     /// Address of eight random bytes in the sender's memory, and these bytes: who can read them
     /// there can copy from region to region.
     pub(crate) probe: (u64, u64),
 }
 
-/// Last message of the handshake.
+/// Answer of the side that accepted; requests may follow.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Welcome {
-    /// HMAC over both nonces, by the side that accepted.
-    pub(crate) proof: [u8; 32],
     /// Whether the accepting side can read the other's memory.
     pub(crate) direct: bool,
     /// As that of [`Hello`], for the other direction.
@@ -228,8 +213,6 @@ pub(crate) enum Frame {
     Offer(Response, Reference),
     /// See [`Datagram`].
     Datagram(Datagram),
-    /// See [`Challenge`].
-    Challenge(Challenge),
     /// See [`Hello`].
     Hello(Hello),
     /// See [`Welcome`].
@@ -249,7 +232,6 @@ impl Frame {
             Self::Request(request) => put::request(request, out),
             Self::Response(response) => put::response(response, out),
             Self::Datagram(datagram) => put::datagram(datagram, out),
-            Self::Challenge(challenge) => put::bytes(4, &[&challenge.nonce], out),
             Self::Hello(hello) => put::hello(hello, out),
             Self::Welcome(welcome) => put::welcome(welcome, out),
             Self::Offer(response, reference) => put::offer(response, reference, out),
@@ -275,10 +257,9 @@ impl Frame {
             1 => Self::Request(reader.request()?),
             2 => Self::Response(reader.response()?),
             3 => Self::Datagram(reader.datagram()?),
-            4 => Self::Challenge(Challenge { nonce: reader.array()? }),
-            5 => Self::Hello(reader.hello()?),
-            6 => Self::Welcome(reader.welcome()?),
-            7 => Self::Offer(reader.response()?, reader.reference()?),
+            4 => Self::Hello(reader.hello()?),
+            5 => Self::Welcome(reader.welcome()?),
+            6 => Self::Offer(reader.response()?, reader.reference()?),
             _ => return Err(Malformed),
         };
         reader.end()?;

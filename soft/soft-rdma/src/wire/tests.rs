@@ -94,12 +94,9 @@ fn any_frame() -> impl Strategy<Value = Frame> {
                     })
                 }
             ),
-        any::<[u8; 32]>().prop_map(|nonce| Frame::Challenge(Challenge { nonce })),
-        (any::<[u8; 32]>(), any::<[u8; 32]>(), any::<(u16, u16)>(), any::<(u64, u64)>()).prop_map(
-            |(nonce, proof, owner, probe)| Frame::Hello(Hello { nonce, proof, owner, probe })
-        ),
-        (any::<[u8; 32]>(), any::<bool>(), any::<(u64, u64)>())
-            .prop_map(|(proof, direct, probe)| Frame::Welcome(Welcome { proof, direct, probe })),
+        any::<(u64, u64)>().prop_map(|probe| Frame::Hello(Hello { probe })),
+        any::<(bool, (u64, u64))>()
+            .prop_map(|(direct, probe)| Frame::Welcome(Welcome { direct, probe })),
     ]
 }
 

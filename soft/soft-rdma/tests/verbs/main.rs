@@ -21,4 +21,3 @@ mod registration;
 mod send_receive;
 mod states;
 mod stopped;
-mod strangers;

@@ -1,5 +1,5 @@
 //! Two hosts as near to real ones as one machine can have them: two network namespaces with a virtual
-//! cable between them, a folder for each, and nothing in common but the secret.
+//! cable between them, and a folder for each.
 
 use std::process::Command;
 
@@ -31,21 +31,16 @@ fn in_two_namespaces(test: &str) -> bool {
     }
     let name = format!("soft-rdma-{}-{}", std::process::id(), test.len());
     let folder = std::env::temp_dir().join(name);
-    let secret = folder.join("secret");
     for host in ["1", "2"] {
         std::fs::create_dir_all(folder.join(host)).expect("a temporary folder");
         let private = std::os::unix::fs::PermissionsExt::from_mode(0o700);
         std::fs::set_permissions(folder.join(host), private).expect("ours");
     }
-    std::fs::write(&secret, [7; 32]).expect("ours");
-    let private = std::os::unix::fs::PermissionsExt::from_mode(0o600);
-    std::fs::set_permissions(&secret, private).expect("ours");
     let output = Command::new("unshare")
         .args(["-Urn", "sh", "-c", SCRIPT, "sh"])
         .arg(std::env::current_exe().expect("our own program"))
         .args(["--exact", test, "--nocapture", "--test-threads=1"])
         .env("SOFT_RDMA_NODES", "1=10.77.0.1:20000,2=10.77.0.2:20000")
-        .env("SOFT_RDMA_SECRET", &secret)
         .env("SOFT_RDMA_DIR", folder.join("1"))
         .env("SOFT_RDMA_TEST_PEER_DIR", folder.join("2"))
         .output();

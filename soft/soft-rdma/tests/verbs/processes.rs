@@ -1,8 +1,10 @@
 //! Two processes: the test starts its own program once more.
 
 use std::io::{BufRead, BufReader, Write};
+use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::process::{Child, ChildStdin, Command, Stdio};
 
+use rustix::net::SocketType;
 use soft_rdma::abi::*;
 
 use crate::harness::*;
@@ -188,24 +190,23 @@ fn a_host_that_nobody_knows_ends_in_retry_exceeded() {
 }
 
 #[test]
-fn a_process_without_the_secret_is_not_served() {
-    setup();
+fn a_host_that_is_no_node_is_refused() {
+    use std::io::Read;
     let device = Device::open();
-    let _qp = device.rc();
-    // A connection that answers the challenge with nonsense is closed.
-    let folder = std::env::var("SOFT_RDMA_DIR").expect("set");
-    let mut stream = std::fs::read_dir(folder)
-        .expect("the node's folder")
-        .flatten()
-        .filter(|entry| entry.path().extension().is_some_and(|extension| extension == "sock"))
-        .find_map(|entry| std::os::unix::net::UnixStream::connect(entry.path()).ok())
-        .expect("our socket");
-    let mut challenge = [0; 40];
-    std::io::Read::read_exact(&mut stream, &mut challenge).expect("a challenge");
-    let mut hello = vec![84, 0, 5, 0, 0, 0, 0, 0];
-    hello.resize(8 + 84, 7);
-    stream.write_all(&hello).expect("sent");
-    let mut rest = Vec::new();
-    std::io::Read::read_to_end(&mut stream, &mut rest).expect("closed by the other side");
-    assert_eq!(rest, []);
+    let nodes = std::env::var("SOFT_RDMA_NODES").expect("set");
+    let mut own: SocketAddr = nodes.split(['=', ',']).nth(1).expect("ours").parse().expect("one");
+    own.set_port(own.port() + (device.rc().number() >> 14) as u16);
+    let greeting = |from: IpAddr| {
+        let socket =
+            rustix::net::socket(rustix::net::AddressFamily::INET, SocketType::STREAM, None);
+        let socket = socket.expect("a socket");
+        rustix::net::bind(&socket, &SocketAddr::new(from, 0)).expect("a loopback address");
+        rustix::net::connect(&socket, &own).expect("it listens");
+        let (mut stream, mut answer) = (TcpStream::from(socket), [0; 8]);
+        let hello = [&[16, 0, 4, 0, 0, 0, 0, 0][..], &[0; 16]].concat();
+        let _ = stream.write_all(&hello);
+        stream.read_exact(&mut answer).map(|()| answer).ok()
+    };
+    assert_eq!(greeting(own.ip()), Some([17, 0, 5, 0, 0, 0, 0, 0]));
+    assert_eq!(greeting([127, 255, 255, 254].into()), None);
 }

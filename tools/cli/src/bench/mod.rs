@@ -6,11 +6,9 @@
 //! slows the floors down, too. The best of several rounds counts. Ctrl-C ends the run after the table of what
 //! was measured until then.
 
-mod chart;
 mod compare;
 mod results;
 mod runner;
-mod svg;
 
 use std::path::PathBuf;
 
@@ -77,9 +75,6 @@ struct Measure {
     /// Write the results as CSV
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
-    /// Write the results as a picture
-    #[arg(long, value_name = "FILE")]
-    svg: Option<PathBuf>,
 }
 
 /// Measures, or compares.
@@ -92,7 +87,7 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
 
 fn measure(context: &Context, options: &Measure) -> Result<Exit, Failure> {
     // Not after minutes of measuring.
-    for file in [&options.save, &options.csv, &options.svg].into_iter().flatten() {
+    for file in [&options.save, &options.csv].into_iter().flatten() {
         saved_file::check(file)?;
     }
     let mut pairs = options.pairs.clone();
@@ -153,14 +148,8 @@ fn publish(context: &Context, options: &Measure, results: &Results) -> Result<()
         print_json(results);
     } else {
         results.print_table();
-        chart::print(results);
     }
-    let files = [
-        (&options.save, results.json()),
-        (&options.csv, results.csv()),
-        (&options.svg, svg::draw(results)),
-    ];
-    for (file, text) in files {
+    for (file, text) in [(&options.save, results.json()), (&options.csv, results.csv())] {
         let Some(file) = file else { continue };
         saved_file::replace(file, &text)?;
         note(&format!("wrote {}", file.display()));

@@ -270,9 +270,7 @@ pub(super) mod tests {
         let mut results = results("tag host:host 8 1.0 2.0");
         assert_eq!(results.card(), "software Gaudi, no card involved");
         results.model = Some(String::from("gaudi2,slow=20"));
-        for text in
-            [results.card(), results.json(), results.csv(), super::super::svg::draw(&results)]
-        {
+        for text in [results.card(), results.json(), results.csv()] {
             assert!(text.contains("gaudi2,slow=20"), "{text}");
         }
         // A file of an earlier version.

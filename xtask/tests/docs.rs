@@ -100,7 +100,9 @@ fn files_that_are_named_exist() {
                 wrong.push(format!("{}: {word}", page.display()));
             }
         }
-        for start in ["plugin/", "tools/", "soft/", "tests/e2e", "docs/", "xtask/"] {
+        for start in
+            ["plugin/", "tools/", "soft/soft-", "soft/pci-", "tests/e2e", "docs/", "xtask/"]
+        {
             for name in names(&text, start, part) {
                 let path = name.trim_end_matches(['.', '/', '-']);
                 if !root().join(path).exists() {

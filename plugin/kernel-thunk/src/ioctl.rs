@@ -52,11 +52,6 @@ arguments! {
     Memory = 4, 40 bytes {
         first: u64, second: u64, third: u64, op: u32, flags: u32, context: u32, elements: u32,
     }
-    /// `struct hl_debug_args`.
-    Debug = 5, 40 bytes {
-        input: u64, output: u64, input_size: u32, output_size: u32, op: u32, register: u32,
-        enable: u32, context: u32,
-    }
 }
 
 /// Calls the driver, again while it is interrupted or has no room: 0, or a negative errno, which `errno` has too.
@@ -110,15 +105,9 @@ mod tests {
 
     #[test]
     fn numbers_are_the_kernels() {
-        let numbers = [
-            Info::NUMBER,
-            CommandBuffer::NUMBER,
-            Submission::NUMBER,
-            Wait::NUMBER,
-            Memory::NUMBER,
-            Debug::NUMBER,
-        ];
-        let kernel = [0xc018_6440, 0xc018_6441, 0xc030_6442, 0xc038_6443, 0xc028_6444, 0xc028_6445];
+        let numbers =
+            [Info::NUMBER, CommandBuffer::NUMBER, Submission::NUMBER, Wait::NUMBER, Memory::NUMBER];
+        let kernel = [0xc018_6440, 0xc018_6441, 0xc030_6442, 0xc038_6443, 0xc028_6444];
         assert_eq!(numbers, kernel);
     }
 

@@ -11,7 +11,6 @@ mod op {
     pub(super) const UNMAP: u32 = 3;
     pub(super) const MAP_BLOCK: u32 = 4;
     pub(super) const EXPORT: u32 = 5;
-    pub(super) const TIMESTAMPS: u32 = 6;
 }
 
 const CONTIGUOUS: u32 = 1;
@@ -61,28 +60,12 @@ pub unsafe extern "C" fn hlthunk_host_memory_map(
     hint_addr: u64,
     host_size: u64,
 ) -> u64 {
-    // SAFETY: the caller's promise.
-    unsafe { hlthunk_host_memory_map_flags(fd, host_virt_addr, hint_addr, host_size, 0) }
-}
-
-/// As [`hlthunk_host_memory_map`], with flags of the driver.
-///
-/// # Safety
-/// As there.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn hlthunk_host_memory_map_flags(
-    fd: c_int,
-    host_virt_addr: *mut c_void,
-    hint_addr: u64,
-    host_size: u64,
-    flags: u32,
-) -> u64 {
     let args = Memory {
         first: host_virt_addr as u64,
         second: hint_addr,
         third: host_size,
         op: op::MAP,
-        flags: flags | USER_POINTER,
+        flags: USER_POINTER,
         ..Memory::default()
     };
     first(fd, args)
@@ -154,21 +137,6 @@ pub unsafe extern "C" fn hlthunk_get_hw_block(
         *size = args.second as u32;
     }
     ret
-}
-
-/// A buffer for timestamps, as the offset for mmap.
-///
-/// # Safety
-/// `handle` is null or valid for writing.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn hlthunk_allocate_timestamp_elements(
-    fd: c_int,
-    elements: u32,
-    handle: *mut u64,
-) -> c_int {
-    let args = Memory { op: op::TIMESTAMPS, elements, ..Memory::default() };
-    // SAFETY: the caller's promise.
-    unsafe { ioctl::answer(handle, || ioctl::ask(fd, args).map(|answer| answer.first)) }
 }
 
 #[cfg(test)]

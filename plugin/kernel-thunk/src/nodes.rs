@@ -111,12 +111,6 @@ fn matches(fd: &OwnedFd, wanted: DeviceName) -> bool {
     name_on(fd.as_raw_fd()).is_some_and(|name| wanted == DONT_CARE || wanted == name)
 }
 
-fn with_module(wanted: u32) -> Option<(c_int, OwnedFd)> {
-    use std::os::fd::AsRawFd;
-    let here = |fd: &OwnedFd| HwIp::ask(fd.as_raw_fd()).is_ok_and(|ip| ip.module_id() == wanted);
-    cards().find(|(_, fd)| here(fd))
-}
-
 /// -1, with `errno` set.
 fn failed(errno: c_int) -> c_int {
     // SAFETY: the thread's own.
@@ -147,15 +141,6 @@ pub unsafe extern "C" fn hlthunk_open(device_name: DeviceName, busid: *const c_c
     failed(errno)
 }
 
-/// Opens the card at a position of the machine.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_open_by_module_id(module_id: u32) -> c_int {
-    match with_module(module_id) {
-        Some((index, _)) => descriptor(open_node(Node::Compute, index)),
-        None => failed(libc::ENOENT),
-    }
-}
-
 /// Opens a control node: by PCI address where one is given, else by index.
 ///
 /// # Safety
@@ -172,45 +157,6 @@ pub unsafe extern "C" fn hlthunk_open_control(dev_id: c_int, busid: *const c_cha
     }
 }
 
-/// As [`hlthunk_open`], the control node.
-///
-/// # Safety
-/// `busid` is null or a terminated string.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn hlthunk_open_control_by_name(
-    device_name: DeviceName,
-    busid: *const c_char,
-) -> c_int {
-    if !busid.is_null() {
-        // SAFETY: the caller's promise.
-        return unsafe { hlthunk_open_control(0, busid) };
-    }
-    match cards().find(|(_, fd)| matches(fd, device_name)) {
-        Some((_, fd)) => fd.into_raw_fd(),
-        None => failed(libc::ENOENT),
-    }
-}
-
-/// The control node of the card at a position of the machine.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_open_control_by_module_id(module_id: u32) -> c_int {
-    with_module(module_id).map_or(-libc::EBADF, |(_, fd)| fd.into_raw_fd())
-}
-
-/// The control node of the card at a PCI address.
-///
-/// # Safety
-/// `busid` is null or a terminated string.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn hlthunk_open_control_by_bus_id(busid: *const c_char) -> c_int {
-    // SAFETY: the caller's promise.
-    let Some(busid) = (unsafe { text(busid) }) else { return -libc::EINVAL };
-    match index_of(busid) {
-        Ok(Some(index)) => descriptor(open_node(Node::Control, index as c_int)),
-        _ => -libc::EBADF,
-    }
-}
-
 /// Closes a descriptor that a function here opened.
 ///
 /// # Safety
@@ -219,18 +165,6 @@ pub unsafe extern "C" fn hlthunk_open_control_by_bus_id(busid: *const c_char) ->
 pub unsafe extern "C" fn hlthunk_close(fd: c_int) -> c_int {
     // SAFETY: the caller gives the descriptor up.
     unsafe { libc::close(fd) }
-}
-
-/// The PCI device id; 0 if the card does not answer.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_get_device_id_from_fd(fd: c_int) -> u32 {
-    HwIp::ask(fd).map_or(0, |ip| ip.device_id())
-}
-
-/// What kind of card it is.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_get_device_name_from_fd(fd: c_int) -> DeviceName {
-    name_on(fd).unwrap_or(INVALID)
 }
 
 /// N of the card behind a descriptor of either node.
@@ -278,21 +212,6 @@ pub unsafe extern "C" fn hlthunk_get_pci_bus_id_from_fd(
     0
 }
 
-/// N of the card at a PCI address.
-///
-/// # Safety
-/// `busid` is null or a terminated string.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn hlthunk_get_device_index_from_pci_bus_id(busid: *const c_char) -> c_int {
-    // SAFETY: the caller's promise.
-    let Some(busid) = (unsafe { text(busid) }) else { return -libc::EINVAL };
-    match index_of(busid) {
-        Ok(Some(index)) => index as c_int,
-        Ok(None) => -1,
-        Err(error) => -error.raw_os_error().unwrap_or(libc::EIO),
-    }
-}
-
 /// How many cards of a kind there are.
 #[unsafe(no_mangle)]
 pub extern "C" fn hlthunk_get_device_count(device_name: DeviceName) -> c_int {
@@ -327,7 +246,7 @@ mod tests {
         // SAFETY: terminated strings.
         unsafe {
             assert_eq!(hlthunk_open(DONT_CARE, c"ffff:ff:1f.7".as_ptr()), -libc::EINVAL);
-            assert_eq!(hlthunk_open_control_by_bus_id(std::ptr::null()), -libc::EINVAL);
+            assert_eq!(hlthunk_open_control(0, c"ffff:ff:1f.7".as_ptr()), -libc::EINVAL);
             assert_eq!(hlthunk_get_device_count(INVALID), -libc::EINVAL);
         }
     }

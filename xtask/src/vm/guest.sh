@@ -266,54 +266,6 @@ set_faults() {
     check check-card-may-reset edma_hangs
 }
 
-# One of the vendor's programs, or one test of it. Its own status is 0 also where nothing ran, so the lines are counted.
-vendor() {
-    program=$1
-    shift
-    opens_within_10_s
-    LD_LIBRARY_PATH=$LD_LIBRARY_PATH:/opt/vendor/lib timeout 100 /opt/vendor/bin/$program "$@" >/tmp/vendor 2>&1
-    status=$?
-    ok=$(grep -c '^\[       OK \]' /tmp/vendor)
-    skipped=$(grep '^\[  SKIPPED \] test' /tmp/vendor | sort -u | wc -l)
-    failed=$(grep '^\[  FAILED  \] test' /tmp/vendor | sort -u)
-    echo "$program $*: $ok passed, $skipped skipped, status $status $failed" >/dev/ttyS0
-    tail -n 15 /tmp/vendor
-    [ $((ok + skipped)) -gt 0 ] && [ -z "$failed" ] && [ $status = 0 ]
-}
-# Not run: memory map_bigger_than_4GB (needs a larger machine); submission cs_two_streams_* (the kernel lets users have
-# two PDMA streams only), wait_for_interrupt_multi_thread (6200 threads, whose waits of 10 s end too early here), cs_drop,
-# and_measure_* and *_status_gone (too long); dma_dram with large sizes; gaudi2_dma (300 GiB of copies); cpucp, debugfs, root.
-set_vendor() {
-    echo 64 >/proc/sys/vm/nr_hugepages
-    check open_close vendor open_close
-    check command_buffer vendor command_buffer
-    check sync_manager vendor sync_manager
-    check dma vendor dma
-    for test in alloc_device_mem_until_full alloc_device_mem_until_full_contiguous alloc_device_mem_mixed_until_full \
-        dmmu_hint_address pmmu_hint_address_huge_page pmmu_hint_address_regular_page submit_after_unmap submit_and_close \
-        pdma_cache_lines_inconsistency hint_addresses; do
-        check memory-$test vendor memory -s test_$test
-    done
-    for test in cs_nop cs_nop_16PQE cs_nop_32PQE cs_nop_48PQE cs_nop_64PQE cs_msg_long cs_msg_long_2000 cs_cq_wrap_around \
-        cs_load_pred_consecutive_map cs_load_pred_non_consecutive_map cs_load_scalars_exe_4_rfs \
-        cs_load_scalars_exe_lower_2_rfs cs_load_scalars_exe_upper_2_rfs cs_cb_list cs_cb_list_with_parallel_pqe \
-        wait_for_cs_with_timestamp wait_for_interrupt timestamp_registration \
-        multiple_timestamp_registrations staged_submission_256_threads wait_for_multi_cs_complete wait_for_multi_cs_poll \
-        wait_for_multi_cs_multi_thread wait_for_multi_cs_multi_thread_single_mode; do
-        check submission-$test vendor command_submission -s test_$test
-    done
-    check dma_sram vendor dma_sram
-    check dma_dram vendor dma_dram -s 'test_dma_dram_size_*KB'
-    check dma_dram-chunk vendor dma_dram -s 'test_dma_dram_size_48MB'
-    check dma_dram-high vendor dma_dram -s 'test_dma_dram_high_size_64MB'
-    for test in print_hw_ip_info print_hw_idle_info print_reset_count print_time_sync_info print_hlthunk_version \
-        print_cs_drop_statistics print_clk_throttling_reason print_events_counters print_events_counters_aggregate \
-        print_pll_info print_hw_asic_status event_record get_dev_memalloc_page_orders print_clk_rate print_pci_counters \
-        print_total_energy_consumption print_pci_bdf; do
-        check control-$test vendor control_device -d -s test_$test
-    done
-}
-
 check load load
 check usable usable
 if [ -n "$VM_SETS" ]; then

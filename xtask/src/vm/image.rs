@@ -46,11 +46,6 @@ pub(super) fn build_programs(repo: &Repo) -> Result<Programs> {
     })
 }
 
-/// The vendor's test programs, where someone has built them (`build/bin` of hl-thunk-open).
-pub(super) fn vendor_programs() -> Option<PathBuf> {
-    std::env::var_os("SOFT_GAUDI_VENDOR_TESTS").map(PathBuf::from)
-}
-
 /// Writes the archive anew.
 pub(super) fn write(
     repo: &Repo,
@@ -98,12 +93,6 @@ pub(super) fn write(
     ];
     for (from, to) in &parts {
         image.tree(from, to, &mut linked)?;
-    }
-    if let Some(vendor) = vendor_programs() {
-        image.tree(&vendor, "opt/vendor/bin", &mut linked)?;
-        let injection = "libhl-thunk-err_injection.so";
-        let library = vendor.join("../lib").join(injection);
-        image.copy(&library, &format!("opt/vendor/lib/{injection}"))?;
     }
     let search = [ucx.lib_dirs(layout), Ucx::Nixl.lib_dirs(layout)].concat();
     for library in needed(&linked, &search)? {

@@ -103,9 +103,8 @@ pub(super) fn test(
     let Some(kind) = sets.first().map(|set| set.machine) else { return Ok(()) };
     let logs = folders.logs().join(kind.name);
     let _ = fs::remove_dir_all(&logs);
-    let options: Vec<&str> =
-        kind.kind.into_iter().chain(trap_all.then_some("--trap-all")).collect();
-    let machine = Machine::new(parts, &logs, kind.cards, &options)?;
+    let options: &[&str] = if trap_all { &["--trap-all"] } else { &[] };
+    let machine = Machine::new(parts, &logs, kind.cards, options)?;
     let names: Vec<_> = sets.iter().map(|set| set.name).collect();
     eprintln!("machine {} on Linux {} (logs in {})", kind.name, debian.kernel, repo.shown(&logs));
     let limit: Duration = sets.iter().map(|set| set.limit).sum();

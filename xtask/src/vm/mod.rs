@@ -95,7 +95,8 @@ pub(crate) fn run(repo: &Repo, what: What) -> Result<()> {
     match what {
         What::Shell { cards, .. } => machine::shell(&parts, cards),
         What::Test { set, trap_all, .. } => {
-            let chosen: Vec<_> = sets::SETS.iter().filter(|s| is_chosen(&set, s)).collect();
+            let is_chosen = |it: &&sets::Set| set.is_empty() || set.iter().any(|s| s == it.name);
+            let chosen: Vec<_> = sets::SETS.iter().filter(is_chosen).collect();
             let mut results = machine::Results::default();
             for sets in chosen.chunk_by(|a, b| a.machine == b.machine) {
                 machine::test(&parts, sets, trap_all, &mut results)?;
@@ -109,13 +110,4 @@ pub(crate) fn run(repo: &Repo, what: What) -> Result<()> {
             }
         }
     }
-}
-
-fn is_chosen(names: &[String], set: &sets::Set) -> bool {
-    let chosen = names.is_empty() || names.iter().any(|name| name == set.name);
-    if chosen && set.name == sets::VENDOR && image::vendor_programs().is_none() {
-        eprintln!("skipped: set {}: SOFT_GAUDI_VENDOR_TESTS names no folder", set.name);
-        return false;
-    }
-    chosen
 }

@@ -10,14 +10,10 @@ pub(super) struct Machine {
     pub(super) name: &'static str,
     /// Cards in it.
     pub(super) cards: u32,
-    /// What the cards allow although silicon does not: an option of `pci-gaudi`.
-    pub(super) kind: Option<&'static str>,
 }
 
-const ONE_CARD: &Machine = &Machine { name: "one-card", cards: 1, kind: None };
-const TWO_CARDS: &Machine = &Machine { name: "two-cards", cards: 2, kind: None };
-/// The vendor's programs of 2023 have EDMA fetch from host memory.
-const LENIENT: &Machine = &Machine { name: "vendor", cards: 1, kind: Some("--edma-fetch") };
+const ONE_CARD: &Machine = &Machine { name: "one-card", cards: 1 };
+const TWO_CARDS: &Machine = &Machine { name: "two-cards", cards: 2 };
 
 /// A set of checks.
 #[derive(Debug)]
@@ -31,9 +27,6 @@ pub(super) struct Set {
 const fn set(name: &'static str, machine: &'static Machine, seconds: u64) -> Set {
     Set { name, machine, limit: Duration::from_secs(seconds) }
 }
-
-/// The set that needs programs from outside.
-pub(super) const VENDOR: &str = "vendor";
 
 /// Sets of one machine are neighbours.
 pub(super) const SETS: &[Set] = &[
@@ -53,8 +46,6 @@ pub(super) const SETS: &[Set] = &[
     set("faults", ONE_CARD, 170),
     // Stock UCX with the plugin, between two cards.
     set("two_cards", TWO_CARDS, 170),
-    // The vendor's test programs.
-    set(VENDOR, LENIENT, 600),
 ];
 
 /// The first line of a guest about a set: `VM-SET NAME`.

@@ -8,8 +8,10 @@ mod check;
 mod demo;
 mod dist;
 mod install;
+mod msrv;
 mod package;
 mod progress;
+mod release;
 mod remarks;
 mod repo;
 mod sets;
@@ -128,6 +130,16 @@ enum Command {
         #[command(subcommand)]
         what: vm::What,
     },
+    /// Check that the oldest Rust of Cargo.toml can build it
+    Msrv,
+    /// Check the tree, build packages of it and tag it; pushes nothing
+    Release {
+        /// The version, as Cargo.toml and CHANGELOG.md have it
+        version: String,
+        /// Only check, and say what would be done
+        #[arg(long)]
+        dry_run: bool,
+    },
     /// Build for release and make packages of it: tar, deb, rpm and wheel
     Package {
         /// Which; without any: all
@@ -204,6 +216,8 @@ fn run(command: Command) -> Result<()> {
             dist::build(&repo, dist::Profile::Release)?;
             install::run(&repo, &prefix)
         }
+        Command::Msrv => msrv::run(&repo),
+        Command::Release { version, dry_run } => release::run(&repo, &version, dry_run),
         Command::Vm { what } => vm::run(&repo, what),
         Command::Package { formats, version, out, prebuilt } => {
             if !prebuilt {

@@ -89,7 +89,6 @@ pub(crate) const SETS: &[Set] = &[
             "hooks",
             "frameworks",
             "recipes",
-            "soft-rdma::ucx",
         ],
         tests: &[
             ("config", "values_that_are_not_understood_are_warned_of_once_and_the_default_is_used"),

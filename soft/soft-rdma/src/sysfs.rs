@@ -136,7 +136,12 @@ mod tests {
     use super::*;
 
     fn config() -> Config {
-        let variables = [("SOFT_RDMA_DEVICES", "2"), ("SOFT_RDMA_PLACES", "4,0000:81:00.0")];
+        let variables = [
+            ("SOFT_RDMA_DEVICES", "2"),
+            ("SOFT_RDMA_PLACES", "4,0000:81:00.0"),
+            // A node that no process has used: its counters are zero.
+            ("SOFT_RDMA_DIR", "/nonexistent"),
+        ];
         Config::parse(|name| {
             variables.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned())
         })

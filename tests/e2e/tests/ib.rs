@@ -216,3 +216,20 @@ fn interior_ranges_of_an_allocation_are_registered_where_they_are() {
         assert_nothing_was_refused(&counters);
     }
 }
+
+/// NIXL's UCX has a module for EFA, which loads where the machine has libefa and asks it about every device.
+#[test]
+fn the_libefa_of_the_machine_takes_the_hca_for_none_of_its_own() {
+    // SAFETY: a library of rdma-core; its constructors do nothing but register a driver.
+    if unsafe { libc::dlopen(c"libefa.so.1".as_ptr(), libc::RTLD_LAZY) }.is_null() {
+        println!("skipped: no libefa.so.1 (Debian: ibverbs-providers)");
+        return;
+    }
+    let (fabric, device, bench) = (Fabric::new(), machine(true), Workbench::from_env());
+    // The machine's RDMA libraries are not hidden.
+    let libraries = [vec![bench.layout().soft_gaudi()], Ucx::Nixl.lib_dirs(bench.layout())];
+    let libraries = std::env::join_paths(libraries.concat()).expect("no colons");
+    let tool = client(&device, "pair --plain --mem host:host --sizes 64K+1");
+    let (_, counters) = run(&fabric, over(tool.env("LD_LIBRARY_PATH", libraries), RC));
+    assert!(counters.get("direct_copies") > 0);
+}

@@ -210,7 +210,6 @@ pub const IBV_QPS_ERR: c_int = 6;
 
 pub const IBV_QP_STATE: c_int = 1 << 0;
 pub const IBV_QP_CUR_STATE: c_int = 1 << 1;
-pub const IBV_QP_EN_SQD_ASYNC_NOTIFY: c_int = 1 << 2;
 pub const IBV_QP_ACCESS_FLAGS: c_int = 1 << 3;
 pub const IBV_QP_PKEY_INDEX: c_int = 1 << 4;
 pub const IBV_QP_PORT: c_int = 1 << 5;

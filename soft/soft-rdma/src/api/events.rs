@@ -22,7 +22,6 @@ unsafe fn counter<'a>(event: &AsyncEvent) -> Option<&'a Unacknowledged> {
                 from_c::<Srq, _>(element).ok().map(|srq| &srq.queue.unacknowledged)
             }
             IBV_EVENT_QP_FATAL
-            | IBV_EVENT_SQ_DRAINED
             | IBV_EVENT_QP_REQ_ERR
             | IBV_EVENT_QP_ACCESS_ERR
             | IBV_EVENT_QP_LAST_WQE_REACHED => {

@@ -128,8 +128,7 @@ pub unsafe extern "C" fn ibv_query_qp(
         let ours: &Qp = unsafe { from_c(qp) }?;
         // SAFETY: a live queue pair's context is open.
         unsafe { context_of(ours.c.context) }?;
-        let mut found = ours.qp.attributes();
-        found.sq_draining = ours.qp.is_draining().into();
+        let found = ours.qp.attributes();
         // SAFETY: the caller's promise.
         unsafe {
             write(attr, found)?;

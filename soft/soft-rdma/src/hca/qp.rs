@@ -103,12 +103,12 @@ impl QueuePair {
 
     /// Whether it takes messages: sending may have stopped for itself.
     pub(super) fn receives(&self) -> bool {
-        matches!(self.state(), IBV_QPS_RTR | IBV_QPS_RTS | IBV_QPS_SQD | IBV_QPS_SQE)
+        matches!(self.state(), IBV_QPS_RTR | IBV_QPS_RTS | IBV_QPS_SQE)
     }
 
     /// Whether what was sent is still acknowledged.
     pub(super) fn sends(&self) -> bool {
-        matches!(self.state(), IBV_QPS_RTS | IBV_QPS_SQD)
+        self.state() == IBV_QPS_RTS
     }
 
     /// What lets the memory of its work be used. Who takes up work looks at the state and gets this
@@ -122,25 +122,10 @@ impl QueuePair {
         *lock(&self.attributes)
     }
 
-    /// Whether the send queue is to be drained and is not yet.
-    pub(crate) fn is_draining(&self) -> bool {
-        self.state() == IBV_QPS_SQD && !lock(&self.send).is_drained()
-    }
-
-    /// Says that the send queue is drained, if it is and the program asked for that; once.
-    pub(super) fn notify_drained(&self, send: &SendQueue) {
-        if self.state() == IBV_QPS_SQD && send.is_drained() {
-            let asked = core::mem::take(&mut lock(&self.attributes).en_sqd_async_notify);
-            if asked != 0 {
-                self.notify(IBV_EVENT_SQ_DRAINED);
-            }
-        }
-    }
-
     /// An error in the send queue of a datagram queue pair: it goes on receiving.
     pub(super) fn stop_sending(&self, send: &mut SendQueue) {
         let mut attributes = lock(&self.attributes);
-        if matches!(attributes.qp_state, IBV_QPS_RTS | IBV_QPS_SQD) {
+        if attributes.qp_state == IBV_QPS_RTS {
             (attributes.qp_state, attributes.cur_qp_state) = (IBV_QPS_SQE, IBV_QPS_SQE);
             self.state.store(IBV_QPS_SQE, Ordering::Release);
         }
@@ -175,13 +160,6 @@ impl QueuePair {
                     send.start(&attributes);
                 }
                 self.transmit(hca, &mut send);
-            }
-            IBV_QPS_SQD => {
-                let mut send = lock(&self.send);
-                if mask & IBV_QP_AV != 0 {
-                    send.forget_link();
-                }
-                self.notify_drained(&send);
             }
             _ => {}
         }

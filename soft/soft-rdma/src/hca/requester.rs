@@ -97,8 +97,6 @@ pub(crate) struct SendQueue {
     queue: VecDeque<Work>,
     /// How many at the front of the queue were sent.
     sent: usize,
-    /// How many at the front were sent at least once. These complete when the queue is drained.
-    started: usize,
     /// How many of those that were sent return data.
     reads: u32,
     /// Sequence number of the front.
@@ -117,16 +115,6 @@ impl SendQueue {
     pub(super) fn start(&mut self, attributes: &ibv_qp_attr) {
         self.front_psn = attributes.sq_psn & 0xff_ffff;
         (self.retries, self.rnr_retries) = (attributes.retry_cnt, attributes.rnr_retry);
-    }
-
-    /// Nothing is on its way.
-    pub(super) fn is_drained(&self) -> bool {
-        self.started == 0
-    }
-
-    /// The way to the peer has changed.
-    pub(super) fn forget_link(&mut self) {
-        self.link = None;
     }
 
     /// Everything that was sent is to be sent again.
@@ -172,7 +160,7 @@ impl QueuePair {
 
     fn check(&self, send: &SendQueue, work: &Work) -> Result<(), Errno> {
         let cap = &self.parts.cap;
-        if !matches!(self.state(), IBV_QPS_RTS | IBV_QPS_SQD | IBV_QPS_SQE | IBV_QPS_ERR) {
+        if !matches!(self.state(), IBV_QPS_RTS | IBV_QPS_SQE | IBV_QPS_ERR) {
             return Err(Errno::INVAL);
         }
         if send.queue.len() >= cap.max_send_wr as usize {
@@ -202,13 +190,7 @@ impl QueuePair {
     }
 
     pub(super) fn transmit(self: &Arc<Self>, hca: &Hca, send: &mut SendQueue) {
-        // A queue that is being drained sends nothing new.
-        let most = match self.state() {
-            IBV_QPS_RTS => send.queue.len(),
-            IBV_QPS_SQD => send.started,
-            _ => return,
-        };
-        if send.sent >= most {
+        if !self.sends() || send.sent >= send.queue.len() {
             return;
         }
         if self.parts.kind == Kind::Ud {
@@ -243,7 +225,7 @@ impl QueuePair {
             return self.fail_front(send, IBV_WC_RETRY_EXC_ERR);
         }
         let mut any = false;
-        while send.sent < most && link.ready() && !self.is_delayed(hca, send) {
+        while send.sent < send.queue.len() && link.ready() && !self.is_delayed(hca, send) {
             let Some(work) = send.queue.get(send.sent) else { break };
             let limit = u32::from(attributes.max_rd_atomic);
             if work.fence && send.reads > 0
@@ -257,7 +239,6 @@ impl QueuePair {
                     hca.stats.requests.fetch_add(1, Ordering::Relaxed);
                     send.reads += u32::from(work.returns_data());
                     send.sent += 1;
-                    send.started = send.started.max(send.sent);
                     link.send(&Frame::Request(request), payload);
                     any = true;
                 }
@@ -396,7 +377,6 @@ impl QueuePair {
             _ => return,
         }
         send.go_back();
-        send.started = 0;
         while let Some(work) = send.queue.pop_front() {
             self.complete_send(work.completion(IBV_WC_WR_FLUSH_ERR));
         }
@@ -451,7 +431,7 @@ impl QueuePair {
                 (send.retries, send.rnr_retries) = (attributes.retry_cnt, attributes.rnr_retry);
                 if let Some(work) = send.queue.pop_front() {
                     send.front_psn = send.front_psn.wrapping_add(1) & 0xff_ffff;
-                    (send.sent, send.started) = (send.sent - 1, send.started - 1);
+                    send.sent -= 1;
                     send.reads -= u32::from(work.returns_data());
                     let (counters, bytes) = (self.parts.counters, work.data.length());
                     if work.opcode == Opcode::Read {
@@ -462,8 +442,6 @@ impl QueuePair {
                     if work.signaled || self.parts.signal_all {
                         self.complete_send(work.completion(IBV_WC_SUCCESS));
                     }
-                    // After the completion: who got the event polls once and has them all.
-                    self.notify_drained(&send);
                 }
                 self.transmit(hca, &mut send);
             }

@@ -44,21 +44,7 @@ fn masks(kind: Kind, from: i32, to: i32) -> Option<(i32, i32)> {
         (Kind::Rc, IBV_QPS_RTR, IBV_QPS_RTS) => (RTS, AGAIN),
         (Kind::Ud, IBV_QPS_RTR, IBV_QPS_RTS) => (IBV_QP_SQ_PSN, IBV_QP_CUR_STATE | IBV_QP_QKEY),
         (Kind::Rc, IBV_QPS_RTS, IBV_QPS_RTS) => (0, AGAIN),
-        (Kind::Rc, IBV_QPS_SQD, IBV_QPS_RTS) => (0, AGAIN),
-        (Kind::Ud, IBV_QPS_RTS | IBV_QPS_SQD | IBV_QPS_SQE, IBV_QPS_RTS) => {
-            (0, IBV_QP_CUR_STATE | IBV_QP_QKEY)
-        }
-        (_, IBV_QPS_RTS, IBV_QPS_SQD) => (0, IBV_QP_CUR_STATE | IBV_QP_EN_SQD_ASYNC_NOTIFY),
-        (Kind::Rc, IBV_QPS_SQD, IBV_QPS_SQD) => (
-            0,
-            SETUP
-                | IBV_QP_ACCESS_FLAGS
-                | IBV_QP_AV
-                | IBV_QP_MAX_DEST_RD_ATOMIC
-                | IBV_QP_MIN_RNR_TIMER
-                | RTS & !IBV_QP_SQ_PSN,
-        ),
-        (Kind::Ud, IBV_QPS_SQD, IBV_QPS_SQD) => (0, IBV_QP_PKEY_INDEX | IBV_QP_QKEY),
+        (Kind::Ud, IBV_QPS_RTS | IBV_QPS_SQE, IBV_QPS_RTS) => (0, IBV_QP_CUR_STATE | IBV_QP_QKEY),
         _ => return None,
     })
 }
@@ -71,7 +57,8 @@ pub(crate) fn modify(
     new: &ibv_qp_attr,
     mask: i32,
 ) -> Result<(), Errno> {
-    if mask & (IBV_QP_ALT_PATH | IBV_QP_PATH_MIG_STATE | IBV_QP_CAP) != 0 {
+    let drains = mask & IBV_QP_STATE != 0 && new.qp_state == IBV_QPS_SQD;
+    if drains || mask & (IBV_QP_ALT_PATH | IBV_QP_PATH_MIG_STATE | IBV_QP_CAP) != 0 {
         return Err(Errno::OPNOTSUPP);
     }
     let from = now.qp_state;
@@ -109,7 +96,6 @@ pub(crate) fn modify(
         IBV_QP_SQ_PSN: sq_psn;
         IBV_QP_MAX_DEST_RD_ATOMIC: max_dest_rd_atomic;
         IBV_QP_DEST_QPN: dest_qp_num;
-        IBV_QP_EN_SQD_ASYNC_NOTIFY: en_sqd_async_notify;
     }
     now.qp_state = to;
     now.cur_qp_state = to;

@@ -106,3 +106,28 @@ fn a_datagram_longer_than_the_mtu_is_an_error() {
     assert_eq!(device.wait().status, IBV_WC_LOC_LEN_ERR);
     assert_eq!(Send::new(IBV_WR_RDMA_WRITE, 1, &[]).post(&a), libc::EINVAL);
 }
+
+#[test]
+fn a_datagram_in_error_stops_sending_until_the_program_resumes() {
+    let device = Device::open();
+    let (a, b) = pair(&device);
+    let ah = address(&device, false);
+    let to = device.buffer(100, |_| 0);
+    assert_eq!(datagram(ah, &b, 7, &[ibv_sge { length: 8, ..Default::default() }]).post(&a), 0);
+    assert_eq!(device.wait().status, IBV_WC_LOC_PROT_ERR);
+    assert_eq!(a.state(), IBV_QPS_SQE);
+    assert_eq!(datagram(ah, &b, 7, &[]).post(&a), 0);
+    assert_eq!(device.wait().status, IBV_WC_WR_FLUSH_ERR);
+    // It still receives.
+    assert_eq!(a.receive(2, &[to.all()]), 0);
+    assert_eq!(datagram(ah, &a, 7, &[]).flags(0).post(&b), 0);
+    assert_eq!((device.wait().wr_id, a.state()), (2, IBV_QPS_SQE));
+    assert_eq!(
+        a.modify(&ibv_qp_attr { qp_state: IBV_QPS_RTS, ..Default::default() }, IBV_QP_STATE),
+        0
+    );
+    assert_eq!(b.receive(3, &[to.all()]), 0);
+    assert_eq!(datagram(ah, &b, 7, &[]).flags(0).post(&a), 0);
+    let wc = device.wait();
+    assert_eq!((wc.wr_id, wc.status), (3, IBV_WC_SUCCESS));
+}

@@ -22,16 +22,7 @@ impl Peer {
     pub(crate) fn start(test: &str, node: u16) -> Self {
         setup();
         let program = std::env::current_exe().expect("our own program");
-        // How to get to another host, if it is one.
-        let enter = std::env::var("SOFT_RDMA_TEST_ENTER").unwrap_or_default();
-        let mut words =
-            enter.split_whitespace().map(std::ffi::OsStr::new).chain([program.as_os_str()]);
-        let mut command = Command::new(words.next().expect("the program at least"));
-        if let Some(folder) = std::env::var_os("SOFT_RDMA_TEST_PEER_DIR") {
-            command.env("SOFT_RDMA_DIR", folder);
-        }
-        let mut child = command
-            .args(words)
+        let mut child = Command::new(program)
             .args(["--exact", test, "--nocapture", "--test-threads=1"])
             .env(ROLE, "1")
             .env("SOFT_RDMA_NODE", node.to_string())

@@ -1,13 +1,11 @@
 //! Command buffers, their submission, and waiting for the device to have carried them out.
 
-use std::ptr::NonNull;
 use std::time::Instant;
 
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use smallvec::SmallVec;
 
 use crate::error::check;
 use crate::packet::LIN_DMA_LEN;
-use crate::pages::keep_from_children;
 use crate::sys::{self, CsChunk, CsIn, CsOut};
 use crate::{Device, Error, HostMapping, HostPages, trace};
 
@@ -47,10 +45,7 @@ impl CommandBuffer {
     /// Bytes it holds.
     #[allow(clippy::len_without_is_empty, reason = "never empty")]
     pub fn len(&self) -> usize {
-        match &self.memory {
-            Memory::Kernel(buffer) => buffer.len,
-            Memory::Mapped { pages, .. } => pages.len(),
-        }
+        self.pages().len()
     }
 
     /// Writes packets at `offset`.
@@ -66,14 +61,14 @@ impl CommandBuffer {
         assert!(end.is_some_and(|end| end <= self.len()), "packets beyond the command buffer");
         // SAFETY: inside the buffer by the check above; exclusive by the caller's promise.
         unsafe {
-            self.start().add(offset).copy_from_nonoverlapping(packets.as_ptr(), packets.len());
+            let place = self.pages().as_ptr().add(offset);
+            place.copy_from_nonoverlapping(packets.as_ptr(), packets.len());
         }
     }
 
-    fn start(&self) -> *mut u8 {
+    fn pages(&self) -> &HostPages {
         match &self.memory {
-            Memory::Kernel(buffer) => buffer.start.as_ptr(),
-            Memory::Mapped { pages, .. } => pages.as_ptr(),
+            Memory::Kernel(KernelBuffer { pages, .. }) | Memory::Mapped { pages, .. } => pages,
         }
     }
 }
@@ -81,16 +76,16 @@ impl CommandBuffer {
 /// A command buffer of the kernel's, visible to us through a mapping of the device's descriptor.
 #[derive(Debug)]
 struct KernelBuffer {
-    device: Device,
-    handle: u64,
-    start: NonNull<u8>,
-    len: usize,
+    // Unmapped first: it holds the device file open, and with it the card. Fields drop in order.
+    pages: HostPages,
+    handle: KernelHandle,
 }
 
-// SAFETY: an address that only `CommandBuffer::write` uses, whose callers answer for exclusivity.
-unsafe impl Send for KernelBuffer {}
-// SAFETY: as above.
-unsafe impl Sync for KernelBuffer {}
+#[derive(Debug)]
+struct KernelHandle {
+    device: Device,
+    handle: u64,
+}
 
 impl KernelBuffer {
     fn new(device: &Device, size: u32) -> Result<Self, Error> {
@@ -99,51 +94,21 @@ impl KernelBuffer {
         check("hlthunk_request_command_buffer", || unsafe {
             device.symbols().hlthunk_request_command_buffer(device.raw_fd(), size, &mut handle)
         })?;
+        let handle = KernelHandle { device: device.clone(), handle };
         let len = (size as usize).max(1).next_multiple_of(crate::PAGE_SIZE as usize);
-        // SAFETY: a new mapping at an address of the kernel's choice; the handle is the offset.
-        let start = unsafe {
-            mmap(
-                std::ptr::null_mut(),
-                len,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED,
-                device,
-                handle,
-            )
-        };
-        match start {
-            Ok(start) => {
-                keep_from_children(start, len);
-                let start = NonNull::new(start.cast()).expect("mmap does not return null");
-                Ok(Self { device: device.clone(), handle, start, len })
-            }
-            Err(errno) => {
-                destroy(device, handle);
-                Err(Error::new("mmap of a command buffer", errno.raw_os_error()))
-            }
-        }
+        // The handle is the offset.
+        let pages = HostPages::of_file(device, len, handle.handle)
+            .map_err(|errno| Error::new("mmap of a command buffer", errno.raw_os_error()))?;
+        Ok(Self { pages, handle })
     }
 }
 
-impl Drop for KernelBuffer {
+impl Drop for KernelHandle {
     fn drop(&mut self) {
-        if !self.device.is_ours() {
-            return;
-        }
-        // The mapping would hold the device file open, and with it the card.
-        // SAFETY: our own mapping, which is no longer referenced.
-        let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
-        destroy(&self.device, self.handle);
-    }
-}
-
-fn destroy(device: &Device, handle: u64) {
-    // SAFETY: plain numbers on an open fd; the handle is ours.
-    let destroyed = check("hlthunk_destroy_command_buffer", || unsafe {
-        device.symbols().hlthunk_destroy_command_buffer(device.raw_fd(), handle)
-    });
-    if let Err(error) = destroyed {
-        device.library().record_drop_error(error);
+        // SAFETY: plain numbers on an open fd; the handle is ours.
+        self.device.give_back("hlthunk_destroy_command_buffer", |symbols, fd| unsafe {
+            symbols.hlthunk_destroy_command_buffer(fd, self.handle)
+        });
     }
 }
 
@@ -165,7 +130,7 @@ impl Chunk<'_> {
         let invalid = Error::new("hlthunk_command_submission", libc::EINVAL);
         let inside = self.offset.checked_add(self.len).is_some_and(|end| end <= self.buffer.len());
         let (cb_handle, cs_chunk_flags) = match &self.buffer.memory {
-            Memory::Kernel(buffer) if self.offset == 0 => (buffer.handle, 0),
+            Memory::Kernel(buffer) if self.offset == 0 => (buffer.handle.handle, 0),
             Memory::Kernel(_) => return Err(invalid),
             Memory::Mapped { mapping, .. } => {
                 (mapping.addr().0 + self.offset as u64, sys::CS_CHUNK_USER_ALLOC_CB)
@@ -188,17 +153,13 @@ impl Chunk<'_> {
     /// Records what is about to be submitted, which the arguments of the call only point to.
     fn record_packets(&self, began: Instant) {
         let len = self.len.min(RECORDED_PACKETS * LIN_DMA_LEN);
+        // SAFETY: inside the buffer, as `to_raw` has checked; nobody writes it now.
+        let bytes = unsafe {
+            std::slice::from_raw_parts(self.buffer.pages().as_ptr().add(self.offset), len)
+        };
         trace::record(began, "packets", true, 0, |arguments| {
-            for (name, number) in [("queue", u64::from(self.queue)), ("size", self.len as u64)] {
-                trace::write_number(arguments.key(name), number);
-            }
-            let line = arguments.key("bytes");
-            line.push('"');
-            // SAFETY: inside the buffer, as `to_raw` has checked; not written to meanwhile.
-            let bytes =
-                unsafe { std::slice::from_raw_parts(self.buffer.start().add(self.offset), len) };
-            trace::write_hex(line, bytes);
-            line.push('"');
+            arguments.numbers([("queue", self.queue.into()), ("size", self.len as u64)]);
+            trace::write_hex(arguments.key("bytes"), bytes);
         });
     }
 }
@@ -258,18 +219,9 @@ impl Device {
         flags: u32,
         call: impl FnOnce(&mut CsIn, &mut CsOut) -> i32,
     ) -> Result<u64, Error> {
-        let mut one = [CsChunk::default()];
-        let mut many = Vec::new();
         // The usual submission has one chunk; it costs no allocation.
-        let raw: &mut [CsChunk] = if let [chunk] = chunks {
-            one[0] = chunk.to_raw()?;
-            &mut one
-        } else {
-            for chunk in chunks {
-                many.push(chunk.to_raw()?);
-            }
-            &mut many
-        };
+        let mut raw: SmallVec<[CsChunk; 1]> =
+            chunks.iter().map(|chunk| chunk.to_raw()).collect::<Result<_, _>>()?;
         let mut cs_in = CsIn {
             chunks_restore: std::ptr::null_mut(),
             chunks_execute: raw.as_mut_ptr().cast(),

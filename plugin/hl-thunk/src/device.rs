@@ -295,6 +295,15 @@ impl Device {
         self.inner.node.is_ours()
     }
 
+    /// Gives something back, in a `drop`. Does nothing in a forked child: the driver would take it for its parent's.
+    pub(crate) fn give_back(&self, call: &'static str, give: impl FnOnce(&Symbols, i32) -> i32) {
+        if self.is_ours()
+            && let Err(error) = check(call, || give(self.symbols(), self.raw_fd()))
+        {
+            self.library().record_drop_error(error);
+        }
+    }
+
     /// What calls are made on: no descriptor at all in a forked child, so that none of them reaches
     /// the parent's card.
     pub(crate) fn raw_fd(&self) -> i32 {

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 
 use crate::error::check;
-use crate::memory::unmap;
+use crate::memory::Mapped;
 use crate::sys::{self, MemArgs};
 use crate::{Device, DeviceAddr, DeviceMapping, Error, Library};
 
@@ -54,10 +54,8 @@ impl DmaBuf {
         len: u64,
         call: ExportCall,
     ) -> Result<Self, Error> {
-        let raw = export_mapped(mapping.device(), mapping.addr(), offset, len, call)?;
+        let fd = export_mapped(mapping.device(), mapping.addr(), offset, len, call)?;
         mapping.mark_exported();
-        // SAFETY: the library just opened it for us.
-        let fd = unsafe { OwnedFd::from_raw_fd(raw) };
         Ok(Self { fd, len, _source: Source::Mapping(Arc::clone(mapping)) })
     }
 
@@ -70,20 +68,16 @@ impl DmaBuf {
         len: u64,
         call: ExportCall,
     ) -> Result<Self, Error> {
-        let raw = export_mapped(device, mapping, offset, len, call)?;
-        // SAFETY: the library just opened it for us.
-        let fd = unsafe { OwnedFd::from_raw_fd(raw) };
+        let fd = export_mapped(device, mapping, offset, len, call)?;
         Ok(Self { fd, len, _source: Source::Device(device.clone()) })
     }
 
     /// Exports physical device memory, on devices without an MMU for it.
     pub fn export_physical(device: &Device, addr: DeviceAddr, len: u64) -> Result<Self, Error> {
         if device.generation().has_dram_mmu() {
-            return Err(Error::new("hlthunk_device_memory_export_dmabuf_fd", libc::EOPNOTSUPP));
+            return Err(Error::new(EXPORT_WHOLE, libc::EOPNOTSUPP));
         }
-        let raw = export_from(device, addr, len)?;
-        // SAFETY: the library just opened it for us.
-        let fd = unsafe { OwnedFd::from_raw_fd(raw) };
+        let fd = export_whole(device, addr, len)?;
         Ok(Self { fd, len, _source: Source::Device(device.clone()) })
     }
 
@@ -112,37 +106,38 @@ fn export_mapped(
     offset: u64,
     len: u64,
     call: ExportCall,
-) -> Result<i32, Error> {
-    match call {
-        // SAFETY: plain numbers on an open fd.
-        ExportCall::Mapped => check("hlthunk_device_mapped_memory_export_dmabuf_fd", || unsafe {
-            let (fd, flags) = (device.raw_fd(), sys::DMABUF_FLAGS);
-            let symbols = device.symbols();
-            symbols
-                .hlthunk_device_mapped_memory_export_dmabuf_fd(fd, mapping.0, len, offset, flags)
-                .unwrap_or(-libc::ENOSYS)
-        }),
-        ExportCall::Whole if offset != 0 => {
-            Err(Error::new("hlthunk_device_memory_export_dmabuf_fd", libc::EINVAL))
-        }
-        ExportCall::Whole => export_from(device, mapping, len),
+) -> Result<OwnedFd, Error> {
+    if call == ExportCall::Whole {
+        let is_start =
+            if offset == 0 { Ok(()) } else { Err(Error::new(EXPORT_WHOLE, libc::EINVAL)) };
+        return is_start.and_then(|()| export_whole(device, mapping, len));
     }
+    // SAFETY: plain numbers on an open fd.
+    let fd = check("hlthunk_device_mapped_memory_export_dmabuf_fd", || unsafe {
+        let (symbols, fd, flags) = (device.symbols(), device.raw_fd(), sys::DMABUF_FLAGS);
+        symbols
+            .hlthunk_device_mapped_memory_export_dmabuf_fd(fd, mapping.0, len, offset, flags)
+            .unwrap_or(-libc::ENOSYS)
+    })?;
+    // SAFETY: the library just opened it for us.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-fn export_from(device: &Device, addr: DeviceAddr, len: u64) -> Result<i32, Error> {
+const EXPORT_WHOLE: &str = "hlthunk_device_memory_export_dmabuf_fd";
+
+fn export_whole(device: &Device, addr: DeviceAddr, len: u64) -> Result<OwnedFd, Error> {
     // SAFETY: plain numbers on an open fd. The library ignores the flags.
-    check("hlthunk_device_memory_export_dmabuf_fd", || unsafe {
+    let fd = check(EXPORT_WHOLE, || unsafe {
         let (fd, flags) = (device.raw_fd(), sys::DMABUF_FLAGS);
         device.symbols().hlthunk_device_memory_export_dmabuf_fd(fd, addr.0, len, flags)
-    })
+    })?;
+    // SAFETY: the library just opened it for us.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 /// Another device's or process's dma-buf, mapped for this device.
 #[derive(Debug)]
-pub struct ImportedMapping {
-    device: Device,
-    addr: DeviceAddr,
-}
+pub struct ImportedMapping(Mapped);
 
 impl ImportedMapping {
     const CALL: &'static str = "ioctl(HL_MEM_OP_REG_DMABUF_FD)";
@@ -153,7 +148,7 @@ impl ImportedMapping {
         if addr == 0 {
             return Err(Error::new(Self::CALL, libc::EIO));
         }
-        Ok(Self { device: device.clone(), addr: DeviceAddr(addr) })
+        Ok(Self(Mapped { device: device.clone(), addr: DeviceAddr(addr) }))
     }
 
     /// Whether the driver can import at all: most cannot. Asks with a descriptor that is none;
@@ -177,18 +172,7 @@ impl ImportedMapping {
 
     /// Where the device sees the first byte.
     pub fn addr(&self) -> DeviceAddr {
-        self.addr
-    }
-}
-
-impl Drop for ImportedMapping {
-    fn drop(&mut self) {
-        if !self.device.is_ours() {
-            return;
-        }
-        if let Err(error) = unmap(&self.device, self.addr) {
-            self.device.library().record_drop_error(error);
-        }
+        self.0.addr
     }
 }
 

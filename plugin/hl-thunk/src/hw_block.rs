@@ -4,14 +4,10 @@
 //! A register is device state, not memory: every access is one volatile 32-bit load or store, and
 //! no reference into a block is ever made.
 
-use std::os::fd::AsFd;
 use std::ptr::NonNull;
 
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
-
 use crate::error::check;
-use crate::pages::keep_from_children;
-use crate::{Device, DeviceAddr, Error, ProcessInstance};
+use crate::{Device, DeviceAddr, Error, HostPages};
 
 /// Bytes of a register.
 const REGISTER: usize = size_of::<u32>();
@@ -20,7 +16,7 @@ const REGISTER: usize = size_of::<u32>();
 #[derive(Debug)]
 pub struct HwBlock {
     // The mapping goes first: it holds the device file open, and with it the card.
-    mapping: Mapping,
+    pages: HostPages,
     address: DeviceAddr,
     device: Device,
 }
@@ -41,8 +37,10 @@ impl HwBlock {
                 symbols.hlthunk_get_hw_block(device.raw_fd(), address.0, &mut size, &mut handle);
             asked.unwrap_or(-libc::EOPNOTSUPP)
         })?;
-        let mapping = Mapping::new(device, size as usize, handle)?;
-        Ok(Self { mapping, address, device: device.clone() })
+        // The handle is the offset. A block without a size is refused by the kernel.
+        let pages = HostPages::of_file(device, size as usize, handle)
+            .map_err(|errno| Error::new("mmap of a register block", errno.raw_os_error()))?;
+        Ok(Self { pages, address, device: device.clone() })
     }
 
     /// Where the block starts on the device.
@@ -53,7 +51,7 @@ impl HwBlock {
     /// Bytes it has.
     #[allow(clippy::len_without_is_empty, reason = "never empty")]
     pub fn len(&self) -> usize {
-        self.mapping.len
+        self.pages.len()
     }
 
     /// Reads the register at this byte offset; `None` if there is none.
@@ -78,54 +76,14 @@ impl HwBlock {
 
     /// A forked child has no registers: the mapping was not inherited.
     fn register(&self, offset: usize) -> Option<NonNull<u32>> {
-        if self.device.is_ours() { self.mapping.register(offset) } else { None }
+        if self.device.is_ours() { register(&self.pages, offset) } else { None }
     }
 }
 
-/// Registers in this process's address space.
-#[derive(Debug)]
-struct Mapping {
-    start: NonNull<u32>,
-    len: usize,
-    made_by: ProcessInstance,
-}
-
-// SAFETY: an address; every access is a single volatile load or store, which the hardware orders.
-unsafe impl Send for Mapping {}
-// SAFETY: as above.
-unsafe impl Sync for Mapping {}
-
-impl Mapping {
-    fn new(node: impl AsFd, len: usize, handle: u64) -> Result<Self, Error> {
-        let failed = |errno| Error::new("mmap of a register block", errno);
-        if len == 0 {
-            return Err(failed(libc::EINVAL));
-        }
-        let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping at an address of the kernel's choice; the handle is the offset.
-        let start =
-            unsafe { mmap(std::ptr::null_mut(), len, protection, MapFlags::SHARED, node, handle) };
-        let start = start.map_err(|errno| failed(errno.raw_os_error()))?;
-        keep_from_children(start, len);
-        let start = NonNull::new(start.cast()).expect("mmap does not return null");
-        Ok(Self { start, len, made_by: ProcessInstance::current() })
-    }
-
-    fn register(&self, offset: usize) -> Option<NonNull<u32>> {
-        let inside = offset.is_multiple_of(REGISTER) && offset.checked_add(REGISTER)? <= self.len;
-        // SAFETY: inside the mapping by the check.
-        inside.then(|| unsafe { self.start.add(offset / REGISTER) })
-    }
-}
-
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        if self.made_by != ProcessInstance::current() {
-            return;
-        }
-        // SAFETY: our own mapping, which is no longer referenced.
-        let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
-    }
+fn register(pages: &HostPages, offset: usize) -> Option<NonNull<u32>> {
+    let inside = offset.is_multiple_of(REGISTER) && offset.checked_add(REGISTER)? <= pages.len();
+    // SAFETY: inside the mapping by the check.
+    inside.then(|| unsafe { pages.as_ptr().add(offset) }).and_then(|at| NonNull::new(at.cast()))
 }
 
 #[cfg(test)]
@@ -139,14 +97,14 @@ mod tests {
     fn registers_are_read_and_written_inside_the_block_only() {
         let file = memfd_create("registers", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&file, 3 * 4096).unwrap();
-        let mapping = Mapping::new(&file, 4096, 8192).unwrap();
+        let pages = HostPages::of_file(&file, 4096, 8192).unwrap();
         for (offset, exists) in
             [(0, true), (4092, true), (4096, false), (4094, false), (2, false), (usize::MAX, false)]
         {
-            assert_eq!(mapping.register(offset).is_some(), exists, "{offset}");
+            assert_eq!(register(&pages, offset).is_some(), exists, "{offset}");
         }
-        let last = mapping.register(4092).unwrap();
-        // SAFETY: inside the mapping, which nothing else uses.
+        let last = register(&pages, 4092).unwrap();
+        // SAFETY: inside the mapping, which nobody else uses.
         unsafe { last.write_volatile(0x1234_5678) };
         let mut bytes = [0; 4];
         rustix::io::pread(&file, &mut bytes, 8192 + 4092).unwrap();
@@ -156,7 +114,7 @@ mod tests {
     #[test]
     fn a_block_without_a_size_is_refused() {
         let file = memfd_create("registers", MemfdFlags::CLOEXEC).unwrap();
-        assert_eq!(Mapping::new(&file, 0, 0).unwrap_err().errno, libc::EINVAL);
+        assert_eq!(HostPages::of_file(&file, 0, 0).unwrap_err().raw_os_error(), libc::EINVAL);
     }
 
     /// The rest is tested on the software Gaudi in tests/gaudi2.rs; its library has the call.

@@ -3,15 +3,12 @@
 //! Nothing is loaded before [`Library::load`] is called. A library once loaded is never unloaded:
 //! it may have started threads or registered handlers of its own.
 
-use std::ffi::{c_int, c_void};
+use std::ffi::c_void;
 use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use libloading::os::unix::{Library as Handle, RTLD_LOCAL, RTLD_NOW};
-
-/// Finds only what is loaded already.
-const RTLD_NOLOAD: c_int = libc::RTLD_NOLOAD;
 
 use crate::error::check;
 use crate::symbols::{Symbols, reason};
@@ -26,7 +23,7 @@ const NAMES: [&str; 3] =
     ["libhl-thunk.so", "libhl-thunk.so.1", "/usr/lib/habanalabs/libhl-thunk.so"];
 /// What the software Gaudi calls itself in its version.
 const SOFTWARE: &str = "soft-gaudi";
-/// Failures in `drop` that are kept for a later query; more are only counted.
+/// Failures in `drop` that are kept for whoever asks.
 const KEPT_DROP_ERRORS: usize = 16;
 
 /// The loaded driver library.
@@ -35,7 +32,7 @@ pub struct Library {
     name: String,
     version: Option<String>,
     was_loaded: bool,
-    drop_errors: Mutex<DropErrors>,
+    drop_errors: Mutex<Vec<Error>>,
     /// Bytes that the library wrote about the hardware, if more than we know; else 0.
     hw_info_len: AtomicUsize,
     /// Whether the driver imports dma-bufs, once it has answered.
@@ -48,12 +45,6 @@ pub struct Library {
 pub(crate) fn is_setuid() -> bool {
     // SAFETY: no requirements; an unknown entry is answered with 0.
     unsafe { libc::getauxval(libc::AT_SECURE) != 0 }
-}
-
-#[derive(Debug, Default)]
-struct DropErrors {
-    kept: Vec<Error>,
-    lost: usize,
 }
 
 impl std::fmt::Debug for Library {
@@ -90,14 +81,13 @@ impl Library {
     fn load_one(name: &str) -> Result<Self, String> {
         let began = trace::begin();
         // SAFETY: nothing is loaded, so no initialiser runs; the reference is given back at once.
-        let was_loaded = unsafe { Handle::open(Some(name), RTLD_NOLOAD | RTLD_NOW) }.is_ok();
+        let was_loaded = unsafe { Handle::open(Some(name), libc::RTLD_NOLOAD | RTLD_NOW) }.is_ok();
         // SAFETY: loading runs the initialisers of the driver library the user installed or named.
         let handle = unsafe { Handle::open(Some(name), RTLD_NOW | RTLD_LOCAL) };
         // Whatever was loaded stays loaded, also when it turns out to be the wrong library.
         let handle = ManuallyDrop::new(handle.map_err(|error| reason(&error))?);
         let symbols = Symbols::find(&handle)?;
         let version = symbols.version();
-        let drop_errors = Mutex::default();
         let name = name.to_owned();
         if let Some(began) = began {
             trace::record(began, "load", false, 0, |arguments| {
@@ -110,7 +100,7 @@ impl Library {
             name,
             version,
             was_loaded,
-            drop_errors,
+            drop_errors: Mutex::default(),
             hw_info_len: AtomicUsize::new(0),
             imports: OnceLock::new(),
             _handle: handle,
@@ -167,20 +157,15 @@ impl Library {
         self.hw_info_len.fetch_max(len, Ordering::Relaxed);
     }
 
-    /// The failures that happened while things were dropped since the last call, and how many more
-    /// there were than could be kept.
-    pub fn take_drop_errors(&self) -> (Vec<Error>, usize) {
-        let errors = &mut *self.drop_errors.lock().unwrap_or_else(PoisonError::into_inner);
-        let DropErrors { kept, lost } = std::mem::take(errors);
-        (kept, lost)
+    /// The first failures that happened while things were dropped since the last call.
+    pub fn take_drop_errors(&self) -> Vec<Error> {
+        std::mem::take(&mut self.drop_errors.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub(crate) fn record_drop_error(&self, error: Error) {
-        let errors = &mut *self.drop_errors.lock().unwrap_or_else(PoisonError::into_inner);
-        if errors.kept.len() < KEPT_DROP_ERRORS {
-            errors.kept.push(error);
-        } else {
-            errors.lost += 1;
+        let mut errors = self.drop_errors.lock().unwrap_or_else(PoisonError::into_inner);
+        if errors.len() < KEPT_DROP_ERRORS {
+            errors.push(error);
         }
     }
 }

@@ -51,15 +51,11 @@ impl DeviceMemory {
 
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
-        if self.left.load(Ordering::Relaxed) || !self.device.is_ours() {
-            return;
-        }
-        // SAFETY: the handle is ours; mappings hold this object, so none is left.
-        let freed = check("hlthunk_device_memory_free", || unsafe {
-            self.device.symbols().hlthunk_device_memory_free(self.device.raw_fd(), self.handle)
-        });
-        if let Err(error) = freed {
-            self.device.library().record_drop_error(error);
+        if !self.left.load(Ordering::Relaxed) {
+            // SAFETY: the handle is ours; mappings hold this object, so none is left.
+            self.device.give_back("hlthunk_device_memory_free", |symbols, fd| unsafe {
+                symbols.hlthunk_device_memory_free(fd, self.handle)
+            });
         }
     }
 }
@@ -98,13 +94,13 @@ impl DeviceMapping {
     /// Unmaps it. Fails with `EINVAL`, and gives the mapping back, while a dma-buf exported from it
     /// is open anywhere.
     pub fn unmap(mut self) -> Result<(), (Self, Error)> {
-        match unmap(&self.memory.device, self.addr) {
-            Ok(()) => {
-                self.unmapped = true;
-                Ok(())
-            }
-            Err(error) => Err((self, error)),
-        }
+        // SAFETY: plain numbers on an open fd; the mapping is ours.
+        let unmapped = check(UNMAP, || unsafe {
+            let device = self.device();
+            device.symbols().hlthunk_memory_unmap(device.raw_fd(), self.addr.0)
+        });
+        self.unmapped = unmapped.is_ok();
+        unmapped.map(drop).map_err(|error| (self, error))
     }
 
     /// Unmaps it because the device is about to be closed. If it was ever exported, leaves it to the driver
@@ -120,29 +116,36 @@ impl DeviceMapping {
 
 impl Drop for DeviceMapping {
     fn drop(&mut self) {
-        if self.unmapped || !self.device().is_ours() {
-            return;
-        }
-        if let Err(error) = unmap(&self.memory.device, self.addr) {
-            self.memory.device.library().record_drop_error(error);
+        if !self.unmapped {
+            unmap(self.device(), self.addr);
         }
     }
 }
 
-pub(crate) fn unmap(device: &Device, addr: DeviceAddr) -> Result<(), Error> {
+const UNMAP: &str = "hlthunk_memory_unmap";
+
+/// In a `drop`.
+fn unmap(device: &Device, addr: DeviceAddr) {
     // SAFETY: plain numbers on an open fd; the caller owns the mapping at this address.
-    check("hlthunk_memory_unmap", || unsafe {
-        device.symbols().hlthunk_memory_unmap(device.raw_fd(), addr.0)
-    })
-    .map(drop)
+    device.give_back(UNMAP, |symbols, fd| unsafe { symbols.hlthunk_memory_unmap(fd, addr.0) });
+}
+
+/// Memory that is not the device's, mapped for it.
+#[derive(Debug)]
+pub(crate) struct Mapped {
+    pub(crate) device: Device,
+    pub(crate) addr: DeviceAddr,
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        unmap(&self.device, self.addr);
+    }
 }
 
 /// Host memory pinned and mapped for a device.
 #[derive(Debug)]
-pub struct HostMapping {
-    device: Device,
-    addr: DeviceAddr,
-}
+pub struct HostMapping(Mapped);
 
 impl HostMapping {
     /// Pins `len` bytes from `ptr` and maps them. Neither needs to be aligned; the address keeps
@@ -158,22 +161,11 @@ impl HostMapping {
         let addr = check_nonzero("hlthunk_host_memory_map", || unsafe {
             device.symbols().hlthunk_host_memory_map(device.raw_fd(), ptr.cast(), 0, len)
         })?;
-        Ok(Self { device: device.clone(), addr: DeviceAddr(addr) })
+        Ok(Self(Mapped { device: device.clone(), addr: DeviceAddr(addr) }))
     }
 
     /// Where the device sees the first byte.
     pub fn addr(&self) -> DeviceAddr {
-        self.addr
-    }
-}
-
-impl Drop for HostMapping {
-    fn drop(&mut self) {
-        if !self.device.is_ours() {
-            return;
-        }
-        if let Err(error) = unmap(&self.device, self.addr) {
-            self.device.library().record_drop_error(error);
-        }
+        self.0.addr
     }
 }

@@ -1,26 +1,24 @@
-//! Page-aligned host memory of our own, for command buffers and bounce buffers.
+//! Memory that is mapped into this process: pages of our own for command buffers and bounce buffers, and what the
+//! driver maps of its files.
 
-use std::ffi::c_void;
+use std::os::fd::AsFd;
 use std::ptr::NonNull;
 
+use rustix::io::Result;
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+
 use crate::ProcessInstance;
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
 /// A page of the host, which the driver pins as a whole; also the unit in which it exports device
 /// memory. Cards are in x86-64 hosts, where it is the same everywhere.
 pub const PAGE_SIZE: u64 = 4096;
 
-/// Keeps a mapping of a device's file out of forked children: there it would keep the device open.
-/// Where that is refused, they have it.
-pub(crate) fn keep_from_children(start: *mut c_void, len: usize) {
-    // SAFETY: the caller's own mapping; the advice changes nothing in this process.
-    let _ = unsafe { madvise(start, len, Advice::LinuxDontFork) };
-}
+const ACCESS: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
 
-/// Zeroed, page-aligned anonymous memory, given back when dropped.
+/// Page-aligned memory, unmapped when dropped.
 ///
-/// It is not copied to children: a fork would otherwise leave the parent with fresh pages while
-/// the device keeps writing to the old ones.
+/// Children do not get it: a fork would otherwise leave the parent with fresh pages while the device keeps writing to
+/// the old ones, and a mapping of a device's file would keep the device open.
 #[derive(Debug)]
 pub struct HostPages {
     start: NonNull<u8>,
@@ -35,23 +33,36 @@ unsafe impl Send for HostPages {}
 unsafe impl Sync for HostPages {}
 
 impl HostPages {
-    /// At least `len` bytes, rounded up to whole pages.
+    /// At least `len` bytes of our own, zeroed, rounded up to whole pages.
     pub fn new(len: usize) -> std::io::Result<Self> {
         let len = len.max(1).next_multiple_of(PAGE_SIZE as usize);
         // SAFETY: a new private mapping at an address of the kernel's choice.
-        let start = unsafe {
-            mmap_anonymous(
-                std::ptr::null_mut(),
-                len,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::PRIVATE,
-            )?
-        };
-        let start = NonNull::new(start.cast()).expect("mmap does not return null");
-        let pages = Self { start, len, made_by: ProcessInstance::current() };
-        // SAFETY: exactly the mapping just made.
-        unsafe { madvise(start.as_ptr().cast(), len, Advice::LinuxDontFork)? };
+        let start =
+            unsafe { mmap_anonymous(std::ptr::null_mut(), len, ACCESS, MapFlags::PRIVATE)? };
+        let pages = Self::mapped(start.cast(), len);
+        pages.keep_from_children()?;
         Ok(pages)
+    }
+
+    /// Bytes of a device's file from `offset` on.
+    pub(crate) fn of_file(file: impl AsFd, len: usize, offset: u64) -> Result<Self> {
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let start =
+            unsafe { mmap(std::ptr::null_mut(), len, ACCESS, MapFlags::SHARED, file, offset)? };
+        let pages = Self::mapped(start.cast(), len);
+        // Where that is refused, children have it.
+        let _ = pages.keep_from_children();
+        Ok(pages)
+    }
+
+    fn mapped(start: *mut u8, len: usize) -> Self {
+        let start = NonNull::new(start).expect("mmap does not return null");
+        Self { start, len, made_by: ProcessInstance::current() }
+    }
+
+    fn keep_from_children(&self) -> Result<()> {
+        // SAFETY: our own mapping; the advice changes nothing in this process.
+        unsafe { madvise(self.start.as_ptr().cast(), self.len, Advice::LinuxDontFork) }
     }
 
     /// First byte.

@@ -47,33 +47,25 @@ macro_rules! symbols {
             }
 
             $(pub(crate) unsafe fn $name(&self, $($arg: $type),*) -> $out {
-                let began = trace::begin();
-                // SAFETY: the caller's promise, as for all functions here.
-                let ret = unsafe { (self.$name)($($arg),*) };
-                if let Some(began) = began {
-                    let quiet = is_frequent(stringify!($name));
-                    // SAFETY: pointers are still those of the call.
-                    trace::record(began, stringify!($name), quiet, ret, |arguments| unsafe {
+                // Every copy makes some of these: not written to the file at once.
+                let quiet = stringify!($name) == "hlthunk_command_submission";
+                // SAFETY: the caller's promise, as for all functions here; pointers are still those of the call.
+                unsafe {
+                    trace::recorded(stringify!($name), quiet, || (self.$name)($($arg),*), |arguments| {
                         $($arg.describe(arguments.key(stringify!($arg)));)*
-                    });
+                    })
                 }
-                ret
             })*
 
             /// `None`: the library has no such function.
             $(pub(crate) unsafe fn $optional(&self, $($optional_arg: $optional_type),*) -> Option<$optional_out> {
                 let call = self.$optional?;
-                let began = trace::begin();
-                // SAFETY: the caller's promise.
-                let ret = unsafe { call($($optional_arg),*) };
-                if let Some(began) = began {
-                    // SAFETY: pointers are still those of the call.
-                    trace::record(began, stringify!($optional), false, ret, |arguments| unsafe {
-                        let _ = &arguments;
+                // SAFETY: as above.
+                Some(unsafe {
+                    trace::recorded(stringify!($optional), false, || call($($optional_arg),*), |arguments| {
                         $($optional_arg.describe(arguments.key(stringify!($optional_arg)));)*
-                    });
-                }
-                Some(ret)
+                    })
+                })
             })*
         }
     };
@@ -141,11 +133,6 @@ unsafe fn optional<T: Copy>(handle: &Handle, name: &str) -> Option<T> {
     unsafe { handle.get::<T>(name) }.ok().map(|symbol| *symbol)
 }
 
-/// Calls of which every copy makes some: recorded, but not written to the file at once.
-fn is_frequent(call: &str) -> bool {
-    call == "hlthunk_command_submission"
-}
-
 thread_local! {
     /// How often this thread polled for submissions in vain since its last recorded wait.
     static IDLE_POLLS: Cell<u64> = const { Cell::new(0) };
@@ -175,42 +162,34 @@ impl Symbols {
         }
         let idle = IDLE_POLLS.with(Cell::take);
         trace::record(began, "hlthunk_wait_for_cs", found == WAIT_COMPLETED, ret, |arguments| {
-            let numbers = [("fd", fd as u64), ("sequence", sequence), ("timeout_us", timeout_us)];
-            let results = [("status", u64::from(found)), ("idle_polls", idle)];
-            for (name, number) in numbers.into_iter().chain(results) {
-                trace::write_number(arguments.key(name), number);
-            }
+            arguments.numbers([
+                ("fd", fd as u64),
+                ("sequence", sequence),
+                ("timeout_us", timeout_us),
+            ]);
+            arguments.numbers([("status", u64::from(found)), ("idle_polls", idle)]);
         });
         ret
     }
 
     /// The driver's memory ioctl, for operations that the library has no function for.
     pub(crate) unsafe fn memory_ioctl(&self, fd: c_int, args: *mut MemArgs) -> c_int {
-        let began = trace::begin();
         // SAFETY: the caller's structure; the answer takes the place of what was given.
         let given = unsafe { (*args).fd_or_device_va } & u64::from(u32::MAX);
-        let ret = match self.ioctl {
+        let call = || match self.ioctl {
             // SAFETY: the caller's promise.
             Some(ioctl) => unsafe { ioctl(fd, IOCTL_MEMORY, args) },
             // SAFETY: as above.
             None => unsafe { libc::ioctl(fd, IOCTL_MEMORY as _, args) },
         };
-        if let Some(began) = began {
-            trace::record(began, "ioctl_memory", false, ret, |arguments| {
-                // SAFETY: the caller's structure.
-                let MemArgs { op, length, fd_or_device_va, .. } = unsafe { *args };
-                let numbers = [("op", op.into()), ("dmabuf", given), ("length", length)];
-                let result = ("device_va", fd_or_device_va);
-                for (name, number) in numbers.into_iter().chain([result]) {
-                    trace::write_number(arguments.key(name), number);
-                }
-            });
-        }
-        ret
+        trace::recorded("ioctl_memory", false, call, |arguments| {
+            // SAFETY: the caller's structure.
+            let MemArgs { op, length, fd_or_device_va, .. } = unsafe { *args };
+            arguments.numbers([("op", op.into()), ("dmabuf", given), ("length", length)]);
+            arguments.numbers([("device_va", fd_or_device_va)]);
+        })
     }
-}
 
-impl Symbols {
     /// What the library calls itself.
     pub(crate) fn version(&self) -> Option<String> {
         let get = self.hlthunk_get_version?;
@@ -314,11 +293,7 @@ impl Argument for *mut HwIpInfo {
             ("nic_ports_mask", info.nic_ports_mask),
             ("security_enabled", info.security_enabled.into()),
         ];
-        for (at, (name, number)) in numbers.into_iter().enumerate() {
-            let _ = write!(line, "{}\"{name}\":", if at == 0 { "{" } else { "," });
-            trace::write_number(line, number);
-        }
-        line.push('}');
+        trace::write_object(line, &numbers);
     }
 }
 
@@ -326,11 +301,8 @@ impl Argument for *mut DramUsageInfo {
     unsafe fn describe(&self, line: &mut String) {
         // SAFETY: the caller's place for the answer.
         let usage = unsafe { &**self };
-        line.push_str("{\"free\":");
-        trace::write_number(line, usage.dram_free_mem);
-        line.push_str(",\"context\":");
-        trace::write_number(line, usage.ctx_dram_mem);
-        line.push('}');
+        let numbers = [("free", usage.dram_free_mem), ("context", usage.ctx_dram_mem)];
+        trace::write_object(line, &numbers);
     }
 }
 
@@ -343,19 +315,16 @@ impl Argument for *mut CsIn {
         let chunks = unsafe { slice::from_raw_parts(start, count) };
         line.push('[');
         for (at, chunk) in chunks.iter().enumerate() {
-            let comma = if at == 0 { "" } else { "," };
-            line.push_str(comma);
-            let numbers = [
-                ("{\"queue\":", chunk.queue_index.into()),
-                (",\"size\":", chunk.cb_size.into()),
-                (",\"flags\":", chunk.cs_chunk_flags.into()),
-                (",\"cb\":", chunk.cb_handle),
-            ];
-            for (key, number) in numbers {
-                line.push_str(key);
-                trace::write_number(line, number);
+            if at > 0 {
+                line.push(',');
             }
-            line.push('}');
+            let numbers = [
+                ("queue", chunk.queue_index.into()),
+                ("size", chunk.cb_size.into()),
+                ("flags", chunk.cs_chunk_flags.into()),
+                ("cb", chunk.cb_handle),
+            ];
+            trace::write_object(line, &numbers);
         }
         // An argument of its own in the record.
         line.push_str("],\"flags\":");
@@ -367,10 +336,6 @@ impl Argument for *mut CsOut {
     unsafe fn describe(&self, line: &mut String) {
         // SAFETY: the caller's place for the answer.
         let out = unsafe { &**self };
-        line.push_str("{\"sequence\":");
-        trace::write_number(line, out.seq);
-        line.push_str(",\"status\":");
-        trace::write_number(line, out.status.into());
-        line.push('}');
+        trace::write_object(line, &[("sequence", out.seq), ("status", out.status.into())]);
     }
 }

@@ -188,6 +188,22 @@ pub(crate) fn begin() -> Option<Instant> {
     if SINK.load(Ordering::Relaxed).is_null() { None } else { Some(Instant::now()) }
 }
 
+/// Makes a call, and records it if that is wanted. `quiet`: there may be very many of them.
+#[inline]
+pub(crate) fn recorded<T: Outcome + Copy>(
+    name: &str,
+    quiet: bool,
+    call: impl FnOnce() -> T,
+    arguments: impl FnOnce(&mut Arguments),
+) -> T {
+    let began = begin();
+    let ret = call();
+    if let Some(began) = began {
+        record(began, name, quiet, ret, arguments);
+    }
+    ret
+}
+
 /// Records a call that has just returned. `quiet`: there may be very many of them.
 ///
 /// Leaves errno alone, which the caller has yet to read.
@@ -210,19 +226,12 @@ pub(crate) fn record(
     };
     let at = began.saturating_duration_since(sink.began);
     let mut line = String::with_capacity(256);
-    line.push_str("{\"t\":");
-    write_decimal(&mut line, at.as_secs());
-    line.push('.');
-    // Six digits behind the point.
-    write_decimal(&mut line, 1_000_000 + u64::from(at.subsec_micros()));
-    line.remove(line.len() - 7);
-    line.push_str(",\"pid\":");
-    write_decimal(&mut line, u64::from(sink.pid));
-    line.push_str(",\"tid\":");
-    write_decimal(&mut line, u64::from(thread()));
-    line.push_str(",\"call\":\"");
-    line.push_str(call);
-    line.push_str("\",\"args\":{");
+    let (seconds, micros) = (at.as_secs(), at.subsec_micros());
+    let (pid, tid) = (sink.pid, thread());
+    let _ = write!(
+        line,
+        "{{\"t\":{seconds}.{micros:06},\"pid\":{pid},\"tid\":{tid},\"call\":\"{call}\",\"args\":{{"
+    );
     let mut arguments_of_call = Arguments { line, is_first: true };
     arguments(&mut arguments_of_call);
     let mut line = arguments_of_call.line;
@@ -232,12 +241,8 @@ pub(crate) fn record(
     if let Some(errno) = failure {
         let _ = write!(line, ",\"errno\":{errno}");
     }
-    line.push_str(",\"us\":");
-    let tenths = took.as_nanos() as u64 / 100;
-    write_decimal(&mut line, tenths / 10);
-    line.push('.');
-    write_decimal(&mut line, tenths % 10);
-    line.push_str("}\n");
+    let tenths = took.as_nanos() / 100;
+    let _ = writeln!(line, ",\"us\":{}.{}}}", tenths / 10, tenths % 10);
     let mut state = sink.state.lock().unwrap_or_else(PoisonError::into_inner);
     let now = began + took;
     if state.buffer.is_empty() {
@@ -295,11 +300,31 @@ impl Arguments {
         if !std::mem::replace(&mut self.is_first, false) {
             self.line.push(',');
         }
-        self.line.push('"');
-        self.line.push_str(name);
-        self.line.push_str("\":");
+        write_key(&mut self.line, name);
         &mut self.line
     }
+
+    pub(crate) fn numbers<const N: usize>(&mut self, numbers: [(&str, u64); N]) {
+        for (name, number) in numbers {
+            write_number(self.key(name), number);
+        }
+    }
+}
+
+fn write_key(line: &mut String, name: &str) {
+    line.push('"');
+    line.push_str(name);
+    line.push_str("\":");
+}
+
+/// Numbers by name.
+pub(crate) fn write_object(line: &mut String, numbers: &[(&str, u64)]) {
+    for (at, (name, number)) in numbers.iter().enumerate() {
+        line.push(if at == 0 { '{' } else { ',' });
+        write_key(line, name);
+        write_number(line, *number);
+    }
+    line.push('}');
 }
 
 /// Addresses and handles are large and people read them in hexadecimal; JSON has only decimals.
@@ -314,7 +339,7 @@ pub(crate) fn write_number(line: &mut String, number: u64) {
 }
 
 /// As `write!` does it, in a fraction of the time.
-pub(crate) fn write_decimal(line: &mut String, number: u64) {
+fn write_decimal(line: &mut String, number: u64) {
     let mut power = number.checked_ilog10().map_or(1, |power| 10_u64.pow(power));
     while power > 0 {
         line.push(char::from(b'0' + (number / power % 10) as u8));
@@ -323,10 +348,12 @@ pub(crate) fn write_decimal(line: &mut String, number: u64) {
 }
 
 pub(crate) fn write_hex(line: &mut String, bytes: &[u8]) {
+    line.push('"');
     for &byte in bytes {
         line.push(hex_digit(u64::from(byte) >> 4));
         line.push(hex_digit(byte.into()));
     }
+    line.push('"');
 }
 
 fn hex_digit(number: u64) -> char {
@@ -401,7 +428,7 @@ mod tests {
         }
         line.clear();
         write_hex(&mut line, &[0, 0x5a, 0xff]);
-        assert_eq!(line, "005aff");
+        assert_eq!(line, "\"005aff\"");
     }
 
     #[test]

@@ -9,6 +9,14 @@ use hl_thunk::sys;
 use rustix::pipe::PipeFlags;
 use soft_gaudi::api::*;
 
+/// `struct hlthunk_event_record_cs_timeout`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct CsTimeoutRecord {
+    timestamp: i64,
+    seq: u64,
+}
+
 fn inject(rules: &str) {
     let folder = node_folder().join("gaudi2");
     std::fs::write(folder.join("faults"), rules).unwrap();
@@ -156,7 +164,7 @@ fn a_hanging_submission_times_out_and_signals_the_notifier() {
     assert_eq!((events, count), (1 << 3 | 1 << 2, 1));
     assert_eq!(wait(fd, stuck), (-libc::ETIMEDOUT, sys::WAIT_TIMEDOUT));
     assert_eq!(wait(fd, behind), (-libc::EIO, sys::WAIT_ABORTED));
-    let mut record = sys::CsTimeoutRecord::default();
+    let mut record = CsTimeoutRecord::default();
     assert_eq!(hlthunk_get_event_record(fd, 1, (&raw mut record).cast()), 0);
     assert_eq!(record.seq, stuck);
     assert_eq!(hlthunk_notifier_release(fd, notifier), 0);
@@ -180,7 +188,7 @@ fn a_hanging_submission_that_spares_the_card_stays_in_flight() {
     let (mut events, mut count) = (0, 0);
     assert_eq!(hlthunk_notifier_recv(fd, notifier, &mut events, &mut count, 0, 20_000), 0);
     assert_eq!((events, count), (1 << 3, 1), "a timeout and no reset");
-    let mut record = sys::CsTimeoutRecord::default();
+    let mut record = CsTimeoutRecord::default();
     assert_eq!(hlthunk_get_event_record(fd, 1, (&raw mut record).cast()), 0);
     assert_eq!(record.seq, stuck);
     let mut status = 99;

@@ -6,6 +6,24 @@ use driver::*;
 use hl_thunk::sys::{self, CsChunk};
 use soft_gaudi::api::*;
 
+/// `struct hlthunk_wait_multi_cs_in`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct WaitMultiCsIn {
+    seq: *const u64,
+    timeout_us: u64,
+    seq_len: u32,
+}
+
+/// `struct hlthunk_wait_multi_cs_out`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct WaitMultiCsOut {
+    status: u32,
+    seq_set: u32,
+    completed: u8,
+}
+
 const DRAM: u64 = 0x2000_0000;
 
 /// A kernel command buffer with these packets, mapped, filled and unmapped again.
@@ -183,8 +201,8 @@ fn a_multi_wait_returns_which_submissions_have_ended() {
     let open_end = staged(fd, 0, 0, handle, 0x40 | 0x80).unwrap();
     let done = submit_packets(fd, 4, &nop()).unwrap();
     let seqs = [open_end, done];
-    let mut input = sys::WaitMultiCsIn { seq: seqs.as_ptr(), timeout_us: 1_000_000, seq_len: 2 };
-    let mut out = sys::WaitMultiCsOut::default();
+    let mut input = WaitMultiCsIn { seq: seqs.as_ptr(), timeout_us: 1_000_000, seq_len: 2 };
+    let mut out = WaitMultiCsOut::default();
     assert_eq!(hlthunk_wait_for_multi_cs(fd, (&raw const input).cast(), (&raw mut out).cast()), 0);
     assert_eq!((out.status, out.seq_set, out.completed), (sys::WAIT_COMPLETED, 0b10, 1));
     input.seq_len = 1;

@@ -1,7 +1,8 @@
 //! Two definitions of the driver's C structures, the software card's and the binding's, against the contract.
 //!
 //! Each line has the size and the offsets of the contract (`hlthunk.h` and the kernel's uapi header, measured with a
-//! C compiler), then checks both definitions: a mistake in one of them, or the same one in both, shows.
+//! C compiler), then checks both definitions: a mistake in one of them, or the same one in both, shows. Structures that
+//! the plugin does not use only the card has.
 
 use core::mem::offset_of;
 
@@ -17,6 +18,13 @@ macro_rules! layout {
             assert_eq!(offset_of!(sys::$name, $field), $offset, "{field} of the binding");
             assert_eq!(abi::$name::$constant.offset(), $offset, "{field} of the card");
         )*
+    };
+}
+
+macro_rules! card {
+    ($name:ident, $size:literal: $($field:ident / $constant:ident = $offset:literal),* $(,)?) => {
+        assert_eq!(size_of::<abi::$name>(), $size, "{}", stringify!($name));
+        $(assert_eq!(abi::$name::$constant.offset(), $offset, "{}.{}", stringify!($name), stringify!($field));)*
     };
 }
 
@@ -47,32 +55,30 @@ fn structures_have_the_offsets_of_the_contract() {
     layout!(DramUsageInfo, 16: dram_free_mem / DRAM_FREE_MEM = 0, ctx_dram_mem / CTX_DRAM_MEM = 8);
     layout!(OpenStatsInfo, 24: open_counter / OPEN_COUNTER = 0, last_open_period_ms / LAST_OPEN_PERIOD_MS = 8,
         is_compute_ctx_active / IS_COMPUTE_CTX_ACTIVE = 16, compute_ctx_in_release / COMPUTE_CTX_IN_RELEASE = 17);
-    layout!(ClkThrottleInfo, 40: reason / REASON = 0, timestamp_us / TIMESTAMP_US = 8,
+    card!(ClkThrottleInfo, 40: reason / REASON = 0, timestamp_us / TIMESTAMP_US = 8,
         duration_ns / DURATION_NS = 24);
-    layout!(HwAsicStatus, 96: throttle / THROTTLE = 0, open_stats / OPEN_STATS = 40, power / POWER = 64,
+    card!(HwAsicStatus, 96: throttle / THROTTLE = 0, open_stats / OPEN_STATS = 40, power / POWER = 64,
         status / STATUS = 72, timestamp_sec / TIMESTAMP_SEC = 80, valid / VALID = 88);
-    layout!(EnginesIdleInfo, 40: is_idle / IS_IDLE = 0, mask / MASK = 8);
-    layout!(SyncManagerInfo, 16: first_available_sync_object / FIRST_AVAILABLE_SYNC_OBJECT = 0,
+    card!(EnginesIdleInfo, 40: is_idle / IS_IDLE = 0, mask / MASK = 8);
+    card!(SyncManagerInfo, 16: first_available_sync_object / FIRST_AVAILABLE_SYNC_OBJECT = 0,
         first_available_monitor / FIRST_AVAILABLE_MONITOR = 4, first_available_cq / FIRST_AVAILABLE_CQ = 8,
         reserved / RESERVED = 12);
-    layout!(CsCounters, 96: total_out_of_mem / PAIRS = 0);
-    assert_eq!(offset_of!(sys::CsCounters, total_queue_full), 2 * 16);
-    assert_eq!(offset_of!(sys::CsCounters, ctx_validation), 5 * 16 + 8);
-    layout!(PciCountersInfo, 24: rx_throughput / RX_THROUGHPUT = 0, tx_throughput / TX_THROUGHPUT = 8,
+    card!(CsCounters, 96: total_out_of_mem / PAIRS = 0);
+    card!(PciCountersInfo, 24: rx_throughput / RX_THROUGHPUT = 0, tx_throughput / TX_THROUGHPUT = 8,
         replay_cnt / REPLAY_CNT = 16);
-    layout!(PageFaultInfo, 32: timestamp / TIMESTAMP = 0, addr / ADDR = 8, engine_id / ENGINE_ID = 16,
+    card!(PageFaultInfo, 32: timestamp / TIMESTAMP = 0, addr / ADDR = 8, engine_id / ENGINE_ID = 16,
         num_of_mappings / NUM_OF_MAPPINGS = 20, mappings_buf / MAPPINGS_BUF = 24);
-    layout!(CsTimeoutRecord, 16: timestamp / TIMESTAMP = 0, seq / SEQ = 8);
-    layout!(RazwiRecord, 280: timestamp / TIMESTAMP = 0, addr / ADDR = 8, engine_id / ENGINE_ID = 16,
+    card!(CsTimeoutRecord, 16: timestamp / TIMESTAMP = 0, seq / SEQ = 8);
+    card!(RazwiRecord, 280: timestamp / TIMESTAMP = 0, addr / ADDR = 8, engine_id / ENGINE_ID = 16,
         num_of_possible_engines / NUM_OF_POSSIBLE_ENGINES = 272, flags / FLAGS = 274);
-    layout!(UndefinedOpcodeRecord, 288: timestamp / TIMESTAMP = 0, cb_addr_streams / CB_ADDR_STREAMS = 8,
+    card!(UndefinedOpcodeRecord, 288: timestamp / TIMESTAMP = 0, cb_addr_streams / CB_ADDR_STREAMS = 8,
         cq_addr / CQ_ADDR = 264, cq_size / CQ_SIZE = 272, cb_addr_streams_len / CB_ADDR_STREAMS_LEN = 276,
         engine_id / ENGINE_ID = 280, stream_id / STREAM_ID = 284);
-    layout!(InfoArgs, 24: return_pointer / RETURN_POINTER = 0, return_size / RETURN_SIZE = 8, op / OP = 12,
+    card!(InfoArgs, 24: return_pointer / RETURN_POINTER = 0, return_size / RETURN_SIZE = 8, op / OP = 12,
         argument / ARGUMENT = 16, pad / PAD = 20);
     layout!(MemArgs, 40: fd_or_device_va / FD_OR_DEVICE_VA = 0, length / LENGTH = 8, op / OP = 24,
         flags / FLAGS = 28, ctx_id / CTX_ID = 32);
-    layout!(DebugArgs, 40: input_ptr / INPUT_PTR = 0, output_ptr / OUTPUT_PTR = 8, input_size / INPUT_SIZE = 16,
+    card!(DebugArgs, 40: input_ptr / INPUT_PTR = 0, output_ptr / OUTPUT_PTR = 8, input_size / INPUT_SIZE = 16,
         output_size / OUTPUT_SIZE = 20, op / OP = 24, reg_idx / REG_IDX = 28, enable / ENABLE = 32,
         ctx_id / CTX_ID = 36);
     layout!(CsChunk, 64: cb_handle / CB_HANDLE = 0, queue_index / QUEUE_INDEX = 8, cb_size / CB_SIZE = 12,
@@ -82,21 +88,21 @@ fn structures_have_the_offsets_of_the_contract() {
         flags / FLAGS = 24);
     layout!(CsOut, 16: seq / SEQ = 0, status / STATUS = 8,
         sob_count_before_submission / SOB_COUNT_BEFORE_SUBMISSION = 12);
-    layout!(WaitMultiCsIn, 24: seq / SEQ = 0, timeout_us / TIMEOUT_US = 8, seq_len / SEQ_LEN = 16);
-    layout!(WaitMultiCsOut, 12: status / STATUS = 0, seq_set / SEQ_SET = 4, completed / COMPLETED = 8);
-    layout!(SignalIn, 24: chunks_restore / CHUNKS_RESTORE = 0, num_chunks_restore / NUM_CHUNKS_RESTORE = 8,
+    card!(WaitMultiCsIn, 24: seq / SEQ = 0, timeout_us / TIMEOUT_US = 8, seq_len / SEQ_LEN = 16);
+    card!(WaitMultiCsOut, 12: status / STATUS = 0, seq_set / SEQ_SET = 4, completed / COMPLETED = 8);
+    card!(SignalIn, 24: chunks_restore / CHUNKS_RESTORE = 0, num_chunks_restore / NUM_CHUNKS_RESTORE = 8,
         queue_index / QUEUE_INDEX = 12, flags / FLAGS = 16);
-    layout!(SignalOut, 24: seq / SEQ = 0, status / STATUS = 8, sob_base_addr_offset / SOB_BASE_ADDR_OFFSET = 12,
+    card!(SignalOut, 24: seq / SEQ = 0, status / STATUS = 8, sob_base_addr_offset / SOB_BASE_ADDR_OFFSET = 12,
         sob_count_before_submission / SOB_COUNT_BEFORE_SUBMISSION = 16);
-    layout!(SigResIn, 8: queue_index / QUEUE_INDEX = 0, count / COUNT = 4);
-    layout!(ReserveSigHandle, 12: id / ID = 0, sob_base_addr_offset / SOB_BASE_ADDR_OFFSET = 4, count / COUNT = 8);
-    layout!(SigResOut, 16: handle / HANDLE = 0, status / STATUS = 12);
-    layout!(WaitForSignalData, 32: signal_seq / SIGNAL_SEQ = 0, signal_seq_nr / SIGNAL_SEQ_NR = 8,
+    card!(SigResIn, 8: queue_index / QUEUE_INDEX = 0, count / COUNT = 4);
+    card!(ReserveSigHandle, 12: id / ID = 0, sob_base_addr_offset / SOB_BASE_ADDR_OFFSET = 4, count / COUNT = 8);
+    card!(SigResOut, 16: handle / HANDLE = 0, status / STATUS = 12);
+    card!(WaitForSignalData, 32: signal_seq / SIGNAL_SEQ = 0, signal_seq_nr / SIGNAL_SEQ_NR = 8,
         queue_index / QUEUE_INDEX = 12, flags / FLAGS = 16, collective_engine_id / COLLECTIVE_ENGINE_ID = 20,
         encaps_signal_offset / ENCAPS_SIGNAL_OFFSET = 24);
-    layout!(WaitIn, 32: chunks_restore / CHUNKS_RESTORE = 0, num_chunks_restore / NUM_CHUNKS_RESTORE = 8,
+    card!(WaitIn, 32: chunks_restore / CHUNKS_RESTORE = 0, num_chunks_restore / NUM_CHUNKS_RESTORE = 8,
         wait_for_signal / WAIT_FOR_SIGNAL = 16, num_wait_for_signal / NUM_WAIT_FOR_SIGNAL = 24, flags / FLAGS = 28);
-    layout!(WaitOut, 16: seq / SEQ = 0, status / STATUS = 8);
+    card!(WaitOut, 16: seq / SEQ = 0, status / STATUS = 8);
 }
 
 macro_rules! constants {

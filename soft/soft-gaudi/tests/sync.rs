@@ -2,9 +2,87 @@
 
 mod driver;
 
+use std::ffi::c_void;
+
 use driver::*;
 use hl_thunk::sys;
 use soft_gaudi::api::*;
+
+/// `struct hlthunk_signal_in`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct SignalIn {
+    chunks_restore: *mut c_void,
+    num_chunks_restore: u32,
+    queue_index: u32,
+    flags: u32,
+}
+
+/// `struct hlthunk_signal_out`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct SignalOut {
+    seq: u64,
+    status: u32,
+    sob_base_addr_offset: u32,
+    sob_count_before_submission: u16,
+}
+
+/// `struct hlthunk_wait_for_signal_data`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct WaitForSignalData {
+    /// Array of sequence numbers, or the id of an encapsulated-signals handle.
+    signal_seq: u64,
+    signal_seq_nr: u32,
+    queue_index: u32,
+    flags: u32,
+    collective_engine_id: u32,
+    encaps_signal_offset: u32,
+}
+
+/// `struct hlthunk_wait_in`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct WaitIn {
+    chunks_restore: *mut c_void,
+    num_chunks_restore: u32,
+    wait_for_signal: *const WaitForSignalData,
+    num_wait_for_signal: u32,
+    flags: u32,
+}
+
+/// `struct hlthunk_wait_out`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct WaitOut {
+    seq: u64,
+    status: u32,
+}
+
+/// `struct hl_info_args`, the raw INFO ioctl.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct InfoArgs {
+    return_pointer: u64,
+    return_size: u32,
+    op: u32,
+    /// Meaning by operation: dcore, period, PLL, eventfd, array size …
+    argument: u32,
+    pad: u32,
+}
+
+/// `struct hlthunk_page_fault_info`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct PageFaultInfo {
+    timestamp: i64,
+    addr: u64,
+    engine_id: u16,
+    num_of_mappings: u32,
+    /// Elements of 16 bytes: device address, size.
+    mappings_buf: u64,
+}
 
 /// First sync object, monitor and completion queue that are the user's.
 const SOB: u32 = 416;
@@ -171,13 +249,8 @@ fn page_faults_are_recorded_and_raise_events() {
     assert_eq!(events, 1 << 8 | 1 << 5 | 1 << 2);
     assert_eq!(hlthunk_notifier_recv(fd, notifier, &mut events, &mut count, 0, 1), 0);
     assert_eq!(count, 0);
-    let mut fault = sys::PageFaultInfo {
-        timestamp: 0,
-        addr: 0,
-        engine_id: 9,
-        num_of_mappings: 0,
-        mappings_buf: 0,
-    };
+    let mut fault =
+        PageFaultInfo { timestamp: 0, addr: 0, engine_id: 9, num_of_mappings: 0, mappings_buf: 0 };
     assert_eq!(hlthunk_get_page_fault_info(fd, (&raw mut fault).cast(), 0), 0);
     // The MMU of DRAM reports all but the low 26 bits.
     assert_eq!(fault.addr, bad & !0x3ff_ffff);
@@ -198,18 +271,18 @@ fn a_signal_unblocks_another_queue() {
     held.extend(fence());
     let held = UserBuffer::new(fd, &held);
     held.submit(0).unwrap();
-    let signal = sys::SignalIn {
+    let signal = SignalIn {
         chunks_restore: core::ptr::null_mut(),
         num_chunks_restore: 0,
         queue_index: 0,
         flags: 0,
     };
-    let mut signalled = sys::SignalOut::default();
+    let mut signalled = SignalOut::default();
     assert_eq!(
         hlthunk_signal_submission(fd, (&raw const signal).cast(), (&raw mut signalled).cast()),
         0
     );
-    let data = sys::WaitForSignalData {
+    let data = WaitForSignalData {
         signal_seq: (&raw const signalled.seq) as u64,
         signal_seq_nr: 1,
         queue_index: 4,
@@ -217,14 +290,14 @@ fn a_signal_unblocks_another_queue() {
         collective_engine_id: 0,
         encaps_signal_offset: 0,
     };
-    let wait_in = sys::WaitIn {
+    let wait_in = WaitIn {
         chunks_restore: core::ptr::null_mut(),
         num_chunks_restore: 0,
         wait_for_signal: &data,
         num_wait_for_signal: 1,
         flags: 0,
     };
-    let mut waiting = sys::WaitOut::default();
+    let mut waiting = WaitOut::default();
     assert_eq!(
         hlthunk_wait_for_signal(fd, (&raw const wait_in).cast(), (&raw mut waiting).cast()),
         0
@@ -276,7 +349,7 @@ fn raw_info_is_bounded_and_checked() {
     machine("gaudi2");
     let fd = card();
     let mut bytes = [0xaau8; 320];
-    let mut args = sys::InfoArgs {
+    let mut args = InfoArgs {
         return_pointer: bytes.as_mut_ptr() as u64,
         return_size: 40,
         ..Default::default()

@@ -460,7 +460,7 @@ impl Runtime {
     /// Failures of the driver in destructors, which return nothing, since the last call: for a log.
     pub fn take_drop_errors(&self) -> Vec<Error> {
         let Some(Ok(library)) = self.library.get() else { return Vec::new() };
-        let (errors, _lost) = library.take_drop_errors();
+        let errors = library.take_drop_errors();
         let name = |error| Error::driver(Phase::Use, "giving something back to the driver", error);
         errors.into_iter().map(name).collect()
     }

@@ -182,7 +182,7 @@ fn map_host(device: &Device, len: usize) -> Result<[Duration; 2], Error> {
             });
         }
         drop(mapping);
-        if let (errors, _) = device.library().take_drop_errors()
+        if let errors = device.library().take_drop_errors()
             && let Some(error) = errors.first()
         {
             return Err(*error);

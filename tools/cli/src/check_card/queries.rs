@@ -188,7 +188,7 @@ pub(super) fn open_and_close(
         let began = Instant::now();
         drop(device);
         closes.push(began.elapsed());
-        if let (errors, _) = library.take_drop_errors()
+        if let errors = library.take_drop_errors()
             && let Some(error) = errors.first()
         {
             let found = format!("round {round}: closing failed: {error}");

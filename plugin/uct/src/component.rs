@@ -124,6 +124,13 @@ impl<C: Component> Registration<C> {
     pub fn register(self) {
         let symbols = &self.ucx.symbols;
         let null_link = || ListLink { prev: core::ptr::null_mut(), next: core::ptr::null_mut() };
+        let config = Table::new(
+            self.ucx,
+            &format!("{} memory domain", C::NAME),
+            (C::CONFIG_PREFIX, C::CONFIG_ALIAS),
+            C::VARIABLES,
+            (symbols.uct_md_config_table, MD_CONFIG_SIZE),
+        );
         let object: &'static ComponentObject<C> = Box::leak(Box::new(ComponentObject {
             raw: core::cell::UnsafeCell::new(RawComponent {
                 name: name_array(C::NAME),
@@ -134,7 +141,7 @@ impl<C: Component> Registration<C> {
                 rkey_ptr: symbols.ucs_empty_function_return_unsupported,
                 rkey_release: rkey_release::<C>,
                 rkey_compare: rkey_compare::<C>,
-                md_config: Table::empty_entry(),
+                md_config: config.entry(),
                 cm_config: Table::empty_entry(),
                 tl_list: null_link(),
                 list: null_link(),
@@ -144,13 +151,7 @@ impl<C: Component> Registration<C> {
             ucx: self.ucx,
             component: self.component,
             md_ops: md::operations::<C>(symbols),
-            config: Table::new(
-                self.ucx,
-                &format!("{} memory domain", C::NAME),
-                (C::CONFIG_PREFIX, C::CONFIG_ALIAS),
-                C::VARIABLES,
-                (symbols.uct_md_config_table, MD_CONFIG_SIZE),
-            ),
+            config,
             transports: OnceLock::new(),
         }));
         let registered = self.transports.iter().map(|(id, object, _)| (*id, *object)).collect();
@@ -161,7 +162,6 @@ impl<C: Component> Registration<C> {
         // SAFETY: the object is not shared yet; it has its final address, so the list head
         // may point at itself; it is never freed, as UCX requires.
         unsafe {
-            (*raw).md_config = object.config.entry();
             let head = &raw mut (*raw).tl_list;
             (*raw).tl_list = ListLink { prev: head, next: head };
             (symbols.uct_component_register)(raw);

@@ -2,88 +2,58 @@
 
 use core::ffi::{c_char, c_int, c_void};
 
-use super::{
-    ConfigEntry, DeviceType, IfaceParams, ListLink, RawMd, Status, SysDevice, assert_layout,
-};
+use super::{ConfigEntry, DeviceType, IfaceParams, ListLink, RawMd, Status, SysDevice, layout};
 
-/// `uct_component_t`.
-#[repr(C)]
-#[allow(missing_docs)]
-pub struct RawComponent {
-    pub name: [c_char; 16],
-    pub query_md_resources:
-        unsafe extern "C" fn(*mut RawComponent, *mut *mut MdResource, *mut u32) -> Status,
-    pub md_open: unsafe extern "C" fn(
-        *mut RawComponent,
-        *const c_char,
-        *const c_void,
-        *mut *mut RawMd,
-    ) -> Status,
-    pub cm_open: *const c_void,
-    pub rkey_unpack: unsafe extern "C" fn(
-        *mut RawComponent,
-        *const c_void,
-        *const RkeyUnpackParams,
-        *mut usize,
-        *mut *mut c_void,
-    ) -> Status,
-    pub rkey_ptr: *const c_void,
-    pub rkey_release: unsafe extern "C" fn(*mut RawComponent, usize, *mut c_void) -> Status,
-    pub rkey_compare:
-        unsafe extern "C" fn(*mut RawComponent, usize, usize, *const c_void, *mut c_int) -> Status,
-    pub md_config: ConfigEntry,
-    pub cm_config: ConfigEntry,
-    /// Must point at itself before registration.
-    pub tl_list: ListLink,
-    pub list: ListLink,
-    pub flags: u64,
-    pub md_vfs_init: *const c_void,
-}
-assert_layout!(RawComponent, 232, name @ 0, query_md_resources @ 16, md_open @ 24, cm_open @ 32,
-    rkey_unpack @ 40, rkey_ptr @ 48, rkey_release @ 56, rkey_compare @ 64, md_config @ 72,
-    cm_config @ 128, tl_list @ 184, list @ 200, flags @ 216, md_vfs_init @ 224);
+layout! {
+    /// `uct_component_t`.
+    pub struct RawComponent: 232 {
+        0 name: [c_char; 16],
+        16 query_md_resources: unsafe extern "C" fn(
+            *mut RawComponent, *mut *mut MdResource, *mut u32) -> Status,
+        24 md_open: unsafe extern "C" fn(
+            *mut RawComponent, *const c_char, *const c_void, *mut *mut RawMd) -> Status,
+        32 cm_open: *const c_void,
+        40 rkey_unpack: unsafe extern "C" fn(
+            *mut RawComponent, *const c_void, *const RkeyUnpackParams, *mut usize, *mut *mut c_void) -> Status,
+        48 rkey_ptr: *const c_void,
+        56 rkey_release: unsafe extern "C" fn(*mut RawComponent, usize, *mut c_void) -> Status,
+        64 rkey_compare: unsafe extern "C" fn(
+            *mut RawComponent, usize, usize, *const c_void, *mut c_int) -> Status,
+        72 md_config: ConfigEntry,
+        128 cm_config: ConfigEntry,
+        /// Must point at itself before registration.
+        184 tl_list: ListLink,
+        200 list: ListLink,
+        216 flags: u64,
+        224 md_vfs_init: *const c_void,
+    }
 
-/// `uct_tl_t`.
-#[repr(C)]
-#[allow(missing_docs)]
-pub struct RawTl {
-    pub name: [c_char; 10],
-    pub query_devices: unsafe extern "C" fn(*mut RawMd, *mut *mut TlResource, *mut u32) -> Status,
-    pub iface_open: unsafe extern "C" fn(
-        *mut RawMd,
-        *mut c_void,
-        *const IfaceParams,
-        *const c_void,
-        *mut *mut c_void,
-    ) -> Status,
-    pub config: ConfigEntry,
-    pub list: ListLink,
-}
-assert_layout!(RawTl, 104, name @ 0, query_devices @ 16, iface_open @ 24, config @ 32, list @ 88);
+    /// `uct_tl_t`.
+    pub struct RawTl: 104 {
+        0 name: [c_char; 10],
+        16 query_devices: unsafe extern "C" fn(
+            *mut RawMd, *mut *mut TlResource, *mut u32) -> Status,
+        24 iface_open: unsafe extern "C" fn(
+            *mut RawMd, *mut c_void, *const IfaceParams, *const c_void, *mut *mut c_void) -> Status,
+        32 config: ConfigEntry,
+        88 list: ListLink,
+    }
 
-/// `uct_md_resource_desc_t`.
-#[repr(C)]
-#[allow(missing_docs)]
-pub struct MdResource {
-    pub md_name: [c_char; 16],
-}
-assert_layout!(MdResource, 16);
+    /// `uct_md_resource_desc_t`.
+    pub struct MdResource: 16 {
+        0 md_name: [c_char; 16],
+    }
 
-/// `uct_tl_device_resource_t`.
-#[repr(C)]
-#[allow(missing_docs)]
-pub struct TlResource {
-    pub name: [c_char; 32],
-    pub device_type: DeviceType,
-    pub sys_device: SysDevice,
-}
-assert_layout!(TlResource, 40, name @ 0, device_type @ 32, sys_device @ 36);
+    /// `uct_tl_device_resource_t`.
+    pub struct TlResource: 40 {
+        0 name: [c_char; 32],
+        32 device_type: DeviceType,
+        36 sys_device: SysDevice,
+    }
 
-/// `uct_rkey_unpack_params_t`.
-#[repr(C)]
-#[allow(missing_docs)]
-pub struct RkeyUnpackParams {
-    pub field_mask: u64,
-    pub sys_device: SysDevice,
+    /// `uct_rkey_unpack_params_t`.
+    pub struct RkeyUnpackParams: 16 {
+        0 field_mask: u64,
+        8 sys_device: SysDevice,
+    }
 }
-assert_layout!(RkeyUnpackParams, 16, field_mask @ 0, sys_device @ 8);

@@ -2,7 +2,7 @@
 
 use core::ffi::{c_char, c_void};
 
-use super::{Bandwidth, LinearFunc, MemoryType, Operation, SysDevice, assert_layout};
+use super::{Bandwidth, LinearFunc, MemoryType, Operation, SysDevice, layout};
 
 /// Slots of `uct_iface_ops_t`, equal in 1.22 and 1.23.
 pub const IFACE_OP_SLOTS: usize = 50;
@@ -75,72 +75,60 @@ pub mod event_flag {
     pub const FD: u64 = 1 << 3;
 }
 
-/// `put` and `get` limits inside [`IfaceAttr`].
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-#[allow(missing_docs)]
-pub struct RmaLimits {
-    pub max_short: usize,
-    pub max_bcopy: usize,
-    pub min_zcopy: usize,
-    pub max_zcopy: usize,
-    pub opt_zcopy_align: usize,
-    pub align_mtu: usize,
-    pub max_iov: usize,
-}
+layout! {
+    /// `put` and `get` limits inside [`IfaceAttr`].
+    #[derive(Clone, Copy, Debug, Default)]
+    pub struct RmaLimits: 56 {
+        0 max_short: usize,
+        8 max_bcopy: usize,
+        16 min_zcopy: usize,
+        24 max_zcopy: usize,
+        32 opt_zcopy_align: usize,
+        40 align_mtu: usize,
+        48 max_iov: usize,
+    }
 
-/// `uct_iface_attr_t`.
-#[repr(C)]
-#[allow(missing_docs)]
-pub struct IfaceAttr {
-    pub put: RmaLimits,
-    pub get: RmaLimits,
-    pub am: [usize; 8],
-    pub tag: [u64; 11],
-    pub atomic: [u64; 4],
-    pub flags: u64,
-    pub event_flags: u64,
-    pub device_addr_len: usize,
-    pub iface_addr_len: usize,
-    pub ep_addr_len: usize,
-    pub max_conn_priv: usize,
-    pub listen_sockaddr: [u64; 16],
-    pub overhead: f64,
-    pub bandwidth: Bandwidth,
-    pub latency: LinearFunc,
-    pub priority: u8,
-    pub max_num_eps: usize,
-    pub dev_num_paths: u32,
-    pub ctl_device: u8,
-}
-assert_layout!(IfaceAttr, 536, put @ 0, get @ 56, am @ 112, tag @ 176, atomic @ 264, flags @ 296,
-    event_flags @ 304, device_addr_len @ 312, iface_addr_len @ 320, ep_addr_len @ 328,
-    max_conn_priv @ 336, listen_sockaddr @ 344, overhead @ 472, bandwidth @ 480, latency @ 496,
-    priority @ 512, max_num_eps @ 520, dev_num_paths @ 528, ctl_device @ 532);
+    /// `uct_iface_attr_t`.
+    pub struct IfaceAttr: 536 {
+        0 put: RmaLimits,
+        56 get: RmaLimits,
+        112 am: [usize; 8],
+        176 tag: [u64; 11],
+        264 atomic: [u64; 4],
+        296 flags: u64,
+        304 event_flags: u64,
+        312 device_addr_len: usize,
+        320 iface_addr_len: usize,
+        328 ep_addr_len: usize,
+        336 max_conn_priv: usize,
+        344 listen_sockaddr: [u64; 16],
+        472 overhead: f64,
+        480 bandwidth: Bandwidth,
+        496 latency: LinearFunc,
+        512 priority: u8,
+        520 max_num_eps: usize,
+        528 dev_num_paths: u32,
+        532 ctl_device: u8,
+    }
 
-/// `uct_perf_attr_t`.
-#[repr(C)]
-#[allow(missing_docs)]
-pub struct PerfAttr {
-    pub field_mask: u64,
-    pub operation: Operation,
-    pub local_memory_type: MemoryType,
-    pub remote_memory_type: MemoryType,
-    pub local_sys_device: SysDevice,
-    pub remote_sys_device: SysDevice,
-    pub send_pre_overhead: f64,
-    pub send_post_overhead: f64,
-    pub recv_overhead: f64,
-    pub bandwidth: Bandwidth,
-    pub path_bandwidth: Bandwidth,
-    pub latency: LinearFunc,
-    pub max_inflight_eps: usize,
-    pub flags: u64,
+    /// `uct_perf_attr_t`.
+    pub struct PerfAttr: 112 {
+        0 field_mask: u64,
+        8 operation: Operation,
+        12 local_memory_type: MemoryType,
+        16 remote_memory_type: MemoryType,
+        20 local_sys_device: SysDevice,
+        21 remote_sys_device: SysDevice,
+        24 send_pre_overhead: f64,
+        32 send_post_overhead: f64,
+        40 recv_overhead: f64,
+        48 bandwidth: Bandwidth,
+        64 path_bandwidth: Bandwidth,
+        80 latency: LinearFunc,
+        96 max_inflight_eps: usize,
+        104 flags: u64,
+    }
 }
-assert_layout!(PerfAttr, 112, operation @ 8, local_memory_type @ 12, remote_memory_type @ 16,
-    local_sys_device @ 20, remote_sys_device @ 21, send_pre_overhead @ 24,
-    send_post_overhead @ 32, recv_overhead @ 40, bandwidth @ 48, path_bandwidth @ 64,
-    latency @ 80, max_inflight_eps @ 96, flags @ 104);
 
 /// Bits of [`PerfAttr::field_mask`].
 #[allow(missing_docs)]
@@ -148,8 +136,6 @@ pub mod perf_field {
     pub const OPERATION: u64 = 1 << 0;
     pub const LOCAL_MEMORY_TYPE: u64 = 1 << 1;
     pub const REMOTE_MEMORY_TYPE: u64 = 1 << 2;
-    pub const LOCAL_SYS_DEVICE: u64 = 1 << 3;
-    pub const REMOTE_SYS_DEVICE: u64 = 1 << 4;
     pub const SEND_PRE_OVERHEAD: u64 = 1 << 5;
     pub const SEND_POST_OVERHEAD: u64 = 1 << 6;
     pub const RECV_OVERHEAD: u64 = 1 << 7;
@@ -160,20 +146,18 @@ pub mod perf_field {
     pub const FLAGS: u64 = 1 << 12;
 }
 
-/// The head of `uct_iface_params_t`, as far as a device-mode transport reads it.
-#[repr(C)]
-#[allow(missing_docs)]
-pub struct IfaceParams {
-    pub field_mask: u64,
-    pub cpu_mask: [u64; 16],
-    pub open_mode: u64,
-    pub tl_name: *const c_char,
-    pub dev_name: *const c_char,
-    pub other_modes: [u64; 3],
-    pub stats_root: *mut c_void,
+layout! {
+    /// The head of `uct_iface_params_t`, as far as a device-mode transport reads it.
+    pub struct IfaceParams: 192 {
+        0 field_mask: u64,
+        8 cpu_mask: [u64; 16],
+        136 open_mode: u64,
+        144 tl_name: *const c_char,
+        152 dev_name: *const c_char,
+        160 other_modes: [u64; 3],
+        184 stats_root: *mut c_void,
+    }
 }
-assert_layout!(IfaceParams, 192, cpu_mask @ 8, open_mode @ 136, tl_name @ 144, dev_name @ 152,
-    stats_root @ 184);
 
 /// `UCT_IFACE_PARAM_FIELD_DEVICE`.
 pub const IFACE_PARAM_DEVICE: u64 = 1 << 2;
@@ -181,43 +165,39 @@ pub const IFACE_PARAM_DEVICE: u64 = 1 << 2;
 /// `UCT_IFACE_PARAM_FIELD_STATS_ROOT`.
 pub const IFACE_PARAM_STATS_ROOT: u64 = 1 << 4;
 
-/// The head of `uct_ep_params_t`.
-#[repr(C)]
-#[allow(missing_docs)]
-pub struct EpParams {
-    pub field_mask: u64,
-    pub iface: *mut c_void,
-    pub user_data: *mut c_void,
-    pub dev_addr: *const c_void,
-    pub iface_addr: *const c_void,
-    pub sockaddr: *const c_void,
-    pub unused: [u64; 12],
-    pub dev_addr_length: usize,
-    pub iface_addr_length: usize,
+layout! {
+    /// The head of `uct_ep_params_t`.
+    pub struct EpParams: 160 {
+        0 field_mask: u64,
+        8 iface: *mut c_void,
+        16 user_data: *mut c_void,
+        24 dev_addr: *const c_void,
+        32 iface_addr: *const c_void,
+        40 sockaddr: *const c_void,
+        48 unused: [u64; 12],
+        144 dev_addr_length: usize,
+        152 iface_addr_length: usize,
+    }
 }
-assert_layout!(EpParams, 160, iface @ 8, dev_addr @ 24, iface_addr @ 32, sockaddr @ 40,
-    dev_addr_length @ 144, iface_addr_length @ 152);
 
 /// `UCT_EP_PARAM_FIELD_DEV_ADDR`.
 pub const EP_PARAM_DEV_ADDR: u64 = 1 << 2;
 /// `UCT_EP_PARAM_FIELD_IFACE_ADDR`.
 pub const EP_PARAM_IFACE_ADDR: u64 = 1 << 3;
 
-/// `uct_iface_is_reachable_params_t`.
-#[repr(C)]
-#[allow(missing_docs)]
-pub struct ReachableParams {
-    pub field_mask: u64,
-    pub device_addr: *const c_void,
-    pub iface_addr: *const c_void,
-    pub info_string: *mut c_char,
-    pub info_string_length: usize,
-    pub scope: u32,
-    pub device_addr_length: usize,
-    pub iface_addr_length: usize,
+layout! {
+    /// `uct_iface_is_reachable_params_t`.
+    pub struct ReachableParams: 64 {
+        0 field_mask: u64,
+        8 device_addr: *const c_void,
+        16 iface_addr: *const c_void,
+        24 info_string: *mut c_char,
+        32 info_string_length: usize,
+        40 scope: u32,
+        48 device_addr_length: usize,
+        56 iface_addr_length: usize,
+    }
 }
-assert_layout!(ReachableParams, 64, device_addr @ 8, iface_addr @ 16, info_string @ 24,
-    info_string_length @ 32, scope @ 40, device_addr_length @ 48, iface_addr_length @ 56);
 
 /// Bits of [`ReachableParams::field_mask`].
 #[allow(missing_docs)]
@@ -226,21 +206,18 @@ pub mod reachable_field {
     pub const IFACE_ADDR: u64 = 1 << 1;
     pub const INFO_STRING: u64 = 1 << 2;
     pub const INFO_STRING_LENGTH: u64 = 1 << 3;
-    pub const SCOPE: u64 = 1 << 4;
-    pub const DEVICE_ADDR_LENGTH: u64 = 1 << 5;
     pub const IFACE_ADDR_LENGTH: u64 = 1 << 6;
 }
 
-/// `uct_ep_is_connected_params_t`.
-#[repr(C)]
-#[allow(missing_docs)]
-pub struct IsConnectedParams {
-    pub field_mask: u64,
-    pub device_addr: *const c_void,
-    pub iface_addr: *const c_void,
-    pub ep_addr: *const c_void,
+layout! {
+    /// `uct_ep_is_connected_params_t`.
+    pub struct IsConnectedParams: 32 {
+        0 field_mask: u64,
+        8 device_addr: *const c_void,
+        16 iface_addr: *const c_void,
+        24 ep_addr: *const c_void,
+    }
 }
-assert_layout!(IsConnectedParams, 32, device_addr @ 8, iface_addr @ 16, ep_addr @ 24);
 
 /// Bits of [`IsConnectedParams::field_mask`].
 #[allow(missing_docs)]
@@ -249,9 +226,9 @@ pub mod is_connected_field {
     pub const IFACE_ADDR: u64 = 1 << 1;
 }
 
-/// The start of a `uct_base_iface_t` and of a `uct_base_ep_t`, as far as this crate looks inside.
-#[repr(C)]
-#[allow(missing_docs)]
-pub struct BaseEp {
-    pub iface: *mut c_void,
+layout! {
+    /// The start of a `uct_base_iface_t` and of a `uct_base_ep_t`, as far as this crate looks inside.
+    pub struct BaseEp: 8 {
+        0 iface: *mut c_void,
+    }
 }

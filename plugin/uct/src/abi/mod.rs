@@ -19,11 +19,19 @@ pub use iface::*;
 pub use md::*;
 pub use scalar::*;
 
-/// Asserts size and field offsets of a foreign structure at compile time.
-macro_rules! assert_layout {
-    ($type:ty, $size:expr $(, $field:ident @ $offset:expr)* $(,)?) => {
-        const _: () = assert!(core::mem::size_of::<$type>() == $size);
-        $(const _: () = assert!(core::mem::offset_of!($type, $field) == $offset);)*
+/// C structures with their size and the offset of each field, checked by the compiler.
+macro_rules! layout {
+    ($($(#[$about:meta])* pub struct $name:ident: $size:tt {
+        $($(#[$field_about:meta])* $offset:literal $field:ident: $type:ty,)*
+    })*) => {
+        $(
+            $(#[$about])*
+            #[repr(C)]
+            #[allow(missing_docs)]
+            pub struct $name { $($(#[$field_about])* pub $field: $type),* }
+            const _: () = assert!(core::mem::size_of::<$name>() == $size);
+            $(const _: () = assert!(core::mem::offset_of!($name, $field) == $offset);)*
+        )*
     };
 }
-pub(crate) use assert_layout;
+pub(crate) use layout;

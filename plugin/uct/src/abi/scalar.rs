@@ -3,7 +3,7 @@
 use core::ffi::{c_int, c_void};
 use core::fmt;
 
-use super::assert_layout;
+use super::layout;
 
 /// `ucs_status_t`: a *packed* enum, one byte wide. Declaring it wider reads garbage.
 #[repr(transparent)]
@@ -139,10 +139,6 @@ impl SysDevice {
 pub struct DeviceType(pub u32);
 
 impl DeviceType {
-    /// A network port.
-    pub const NET: DeviceType = DeviceType(0);
-    /// Shared memory.
-    pub const SHM: DeviceType = DeviceType(1);
     /// An accelerator.
     pub const ACC: DeviceType = DeviceType(2);
     /// This process only.
@@ -157,7 +153,6 @@ pub struct Operation(pub u32);
 #[allow(missing_docs)]
 impl Operation {
     pub const PUT_SHORT: Operation = Operation(3);
-    pub const PUT_BCOPY: Operation = Operation(4);
     pub const PUT_ZCOPY: Operation = Operation(5);
     pub const GET_SHORT: Operation = Operation(6);
     pub const GET_BCOPY: Operation = Operation(7);
@@ -174,49 +169,42 @@ impl Operation {
     }
 }
 
-/// `ucs_linear_func_t`: `constant + slope * x`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-#[allow(missing_docs)]
-pub struct LinearFunc {
-    pub constant: f64,
-    pub slope: f64,
-}
+layout! {
+    /// `ucs_linear_func_t`: `constant + slope * x`.
+    #[derive(Clone, Copy, Debug, Default, PartialEq)]
+    pub struct LinearFunc: 16 {
+        0 constant: f64,
+        8 slope: f64,
+    }
 
-/// `uct_ppn_bandwidth_t`, bytes per second.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Bandwidth {
-    /// For each process alone.
-    pub dedicated: f64,
-    /// Divided among the processes of a node.
-    pub shared: f64,
-}
+    /// `uct_ppn_bandwidth_t`, bytes per second.
+    #[derive(Clone, Copy, Debug, Default, PartialEq)]
+    pub struct Bandwidth: 16 {
+        /// For each process alone.
+        0 dedicated: f64,
+        /// Divided among the processes of a node.
+        8 shared: f64,
+    }
 
-/// `ucs_list_link_t`: `prev` comes first.
-#[repr(C)]
-#[derive(Debug)]
-#[allow(missing_docs)]
-pub struct ListLink {
-    pub prev: *mut ListLink,
-    pub next: *mut ListLink,
-}
+    /// `ucs_list_link_t`: `prev` comes first.
+    #[derive(Debug)]
+    pub struct ListLink: 16 {
+        0 prev: *mut ListLink,
+        8 next: *mut ListLink,
+    }
 
-/// `ucs_memory_info_t`, an answer of the memory-type cache.
-#[repr(C)]
-#[derive(Debug)]
-#[allow(missing_docs)]
-pub struct MemoryInfo {
-    pub mem_type: u32,
-    pub sys_dev: u8,
-    pub base_address: *mut c_void,
-    pub alloc_length: usize,
-    pub mem_flags: u8,
-    /// Room for what later versions append.
-    pub spare: [u64; 4],
+    /// `ucs_memory_info_t`, an answer of the memory-type cache.
+    #[derive(Debug)]
+    pub struct MemoryInfo: 64 {
+        0 mem_type: u32,
+        4 sys_dev: u8,
+        8 base_address: *mut c_void,
+        16 alloc_length: usize,
+        24 mem_flags: u8,
+        /// Room for what later versions append.
+        32 spare: [u64; 4],
+    }
 }
-assert_layout!(MemoryInfo, 64, mem_type @ 0, sys_dev @ 4, base_address @ 8, alloc_length @ 16,
-    mem_flags @ 24);
 
 /// `UCS_MEM_FLAG_REGISTRABLE`.
 pub const MEM_FLAG_REGISTRABLE: u8 = 1;
@@ -226,61 +214,53 @@ pub(crate) fn mem_flags(registrable: bool) -> u8 {
     if registrable { MEM_FLAG_REGISTRABLE } else { 0 }
 }
 
-/// `ucm_event_t` as memory-type events use it, at the full size of the union.
-#[repr(C)]
-#[derive(Debug)]
-#[allow(missing_docs)]
-pub struct MemTypeEvent {
-    pub address: *mut c_void,
-    pub size: usize,
-    pub mem_type: MemoryType,
-    pub sys_dev: SysDevice,
-    pub mem_flags: u8,
-    pub spare: [u64; 3],
+layout! {
+    /// `ucm_event_t` as memory-type events use it, at the full size of the union.
+    #[derive(Debug)]
+    pub struct MemTypeEvent: 48 {
+        0 address: *mut c_void,
+        8 size: usize,
+        16 mem_type: MemoryType,
+        20 sys_dev: SysDevice,
+        21 mem_flags: u8,
+        24 spare: [u64; 3],
+    }
 }
-assert_layout!(MemTypeEvent, 48, address @ 0, size @ 8, mem_type @ 16, sys_dev @ 20, mem_flags @ 21);
 
 /// `UCM_EVENT_MEM_TYPE_ALLOC`: device memory was allocated.
 pub const UCM_EVENT_MEM_TYPE_ALLOC: u32 = 1 << 20;
 /// `UCM_EVENT_MEM_TYPE_FREE`: device memory is about to be freed.
 pub const UCM_EVENT_MEM_TYPE_FREE: u32 = 1 << 21;
 
-/// `uct_iov_t`.
-#[repr(C)]
-#[derive(Debug)]
-#[allow(missing_docs)]
-pub struct Iov {
-    pub buffer: *mut c_void,
-    pub length: usize,
-    pub memh: *mut c_void,
-    pub stride: usize,
-    pub count: u32,
-}
-assert_layout!(Iov, 40, buffer @ 0, length @ 8, memh @ 16, stride @ 24, count @ 32);
+layout! {
+    /// `uct_iov_t`.
+    #[derive(Debug)]
+    pub struct Iov: 40 {
+        0 buffer: *mut c_void,
+        8 length: usize,
+        16 memh: *mut c_void,
+        24 stride: usize,
+        32 count: u32,
+    }
 
-/// `uct_completion_t`.
-#[repr(C)]
-#[derive(Debug)]
-#[allow(missing_docs)]
-pub struct RawCompletion {
-    pub func: Option<unsafe extern "C" fn(*mut RawCompletion)>,
-    pub count: c_int,
-    pub status: Status,
-}
-assert_layout!(RawCompletion, 16, func @ 0, count @ 8, status @ 12);
+    /// `uct_completion_t`.
+    #[derive(Debug)]
+    pub struct RawCompletion: 16 {
+        0 func: Option<unsafe extern "C" fn(*mut RawCompletion)>,
+        8 count: c_int,
+        12 status: Status,
+    }
 
-/// `ucs_class_t`.
-#[repr(C)]
-#[derive(Debug)]
-#[allow(missing_docs)]
-pub struct Class {
-    pub name: *const core::ffi::c_char,
-    pub size: usize,
-    pub superclass: *mut Class,
-    pub init: *const c_void,
-    pub cleanup: *const c_void,
+    /// `ucs_class_t`.
+    #[derive(Debug)]
+    pub struct Class: 40 {
+        0 name: *const core::ffi::c_char,
+        8 size: usize,
+        16 superclass: *mut Class,
+        24 init: *const c_void,
+        32 cleanup: *const c_void,
+    }
 }
-assert_layout!(Class, 40, name @ 0, size @ 8, superclass @ 16);
 
 /// A remote key that stands for "none" (`UCT_INVALID_RKEY`).
 pub const INVALID_RKEY: usize = usize::MAX;

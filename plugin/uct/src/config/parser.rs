@@ -13,16 +13,15 @@ use std::collections::BTreeSet;
 use std::ffi::CString;
 use std::sync::{Mutex, PoisonError};
 
-use super::{Keyed, Kind, VALUE_SIZE, Variable};
+use super::{Keyed, Kind, VALUE_SIZE, Variable, kept};
 use crate::abi::{ConfigKeyField, ConfigKeyValue, ConfigParser};
+use crate::component::name_array;
 use crate::log;
 use crate::panic_guard::guarded;
 use crate::ucx::{Symbols, Ucx, c_string};
 
 type Read = unsafe extern "C" fn(*const c_char, *mut c_void, *const c_void) -> c_int;
-type Write = unsafe extern "C" fn(*mut c_char, usize, *const c_void, *const c_void) -> c_int;
 type Help = unsafe extern "C" fn(*mut c_char, usize, *const c_void);
-type Release = unsafe extern "C" fn(*mut c_void, *const c_void);
 
 /// How UCX handles one variable: the argument of all its functions, and behind that what is ours. Never freed:
 /// UCX keeps the address.
@@ -35,9 +34,8 @@ pub(super) struct Parser {
     variable: Variable,
     /// The whole name.
     name: String,
-    /// What the argument points to.
-    _strings: Vec<CString>,
-    _keys: Box<[ConfigKeyField]>,
+    /// A second name.
+    alias: Option<String>,
 }
 
 /// The argument that UCX's functions expect, which depends on the kind.
@@ -51,35 +49,25 @@ union UcxArgument {
 }
 
 impl Parser {
-    pub(super) fn new(ucx: &'static Ucx, prefix: &str, variable: Variable) -> &'static Parser {
+    pub(super) fn new(
+        ucx: &'static Ucx,
+        (prefix, alias): (&str, Option<&str>),
+        variable: Variable,
+    ) -> &'static Parser {
         let symbols = &ucx.symbols;
-        let mut strings = Vec::new();
-        let mut keep = |text: &str| {
-            let text = c_string(text);
-            let pointer = text.as_ptr();
-            strings.push(text);
-            pointer
-        };
-        let mut keys = Box::default();
         let argument = match variable.kind {
             Kind::Choice(all) => {
                 let mut words = [core::ptr::null(); 16];
                 assert!(all.len() < words.len(), "the last one stays null");
-                words.iter_mut().zip(all).for_each(|(to, word)| *to = keep(word));
+                words.iter_mut().zip(all).for_each(|(to, word)| *to = kept(word));
                 UcxArgument { words }
             }
             Kind::Keyed(keyed) => {
-                keys = key_fields(keyed, &mut keep);
-                let syntax = keep(syntax(keyed.value)).cast();
+                let syntax = kept(syntax(keyed.value)).cast();
                 let parser = ConfigParser { arg: syntax, ..functions(symbols, keyed.value) };
-                UcxArgument { keyed: ConfigKeyValue { parser, keys: keys.as_ptr() } }
+                UcxArgument { keyed: ConfigKeyValue { parser, keys: key_fields(keyed) } }
             }
-            kind => {
-                let mut text = [0; 64];
-                let letters = syntax(kind).bytes().map(u8::cast_signed);
-                text[..63].iter_mut().zip(letters).for_each(|(to, letter)| *to = letter);
-                UcxArgument { syntax: text }
-            }
+            kind => UcxArgument { syntax: name_array(syntax(kind)) },
         };
         Box::leak(Box::new(Parser {
             argument,
@@ -87,8 +75,7 @@ impl Parser {
             ucx,
             variable,
             name: format!("UCX_{prefix}{}", variable.name),
-            _strings: strings,
-            _keys: keys,
+            alias: alias.map(|alias| format!("{alias}{}", variable.name)),
         }))
     }
 
@@ -102,16 +89,20 @@ impl Parser {
         ConfigParser { read: read as *const c_void, arg: self.argument(), ..self.own }
     }
 
-    /// The whole name of the variable.
-    pub(super) fn name(&self) -> &str {
-        &self.name
+    /// What is set under the second name: where `text` is the default, and the environment has nothing else.
+    fn aliased(&self, text: &CStr) -> Option<(&str, CString)> {
+        let alias = self.alias.as_deref()?;
+        let set = text.to_bytes() != self.variable.default.as_bytes()
+            || std::env::var_os(&self.name).is_some();
+        let value = if set { None } else { std::env::var(alias).ok() };
+        value.map(|value| (alias, c_string(&value)))
     }
 
     /// Reads a value as UCX does.
     ///
     /// # Safety
     /// `slots` has room for the values of this variable; nothing in it needs to be released.
-    pub(super) unsafe fn read(&self, text: &CStr, slots: *mut c_void) -> bool {
+    unsafe fn read(&self, text: &CStr, slots: *mut c_void) -> bool {
         let mut completed = None;
         if let (Kind::Keyed(keyed), Ok(text)) = (self.variable.kind, text.to_str()) {
             // UCX would log an error of its own.
@@ -132,62 +123,27 @@ impl Parser {
         }
     }
 
-    /// How UCX writes a value.
-    ///
-    /// # Safety
-    /// `slots` was filled by [`read`](Parser::read), or by UCX.
-    pub(super) unsafe fn write(&self, slots: *const c_void) -> String {
-        self.written(|text, room| {
-            // SAFETY: UCX's own function, for a value that it stored.
-            unsafe {
-                let write = core::mem::transmute::<*const c_void, Write>(self.own.write);
-                write(text, room, slots, self.argument());
-            }
-        })
-    }
-
-    /// Releases a value.
-    ///
-    /// # Safety
-    /// `slots` was filled by [`read`](Parser::read), and is released once.
-    pub(super) unsafe fn release(&self, slots: *mut c_void) {
-        // SAFETY: UCX's own function, for a value that it stored.
-        unsafe {
-            let release = core::mem::transmute::<*const c_void, Release>(self.own.release);
-            release(slots, self.argument());
-        }
-    }
-
     /// Warns, once for each, of a value that is not understood. `name`: as the user spelled it.
-    pub(super) fn warn(&self, name: &str, value: &str) {
+    fn warn(&self, name: &str, value: &str) {
         static WARNED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
         let setting = format!("{name}={value}");
         let is_new = WARNED.lock().unwrap_or_else(PoisonError::into_inner).insert(setting.clone());
         if !is_new {
             return;
         }
-        let expected = self.written(|text, room| {
-            // SAFETY: UCX's own function, with its own argument.
-            unsafe {
-                let help = core::mem::transmute::<*const c_void, Help>(self.own.help);
-                help(text, room, self.argument());
-            }
-        });
+        let mut expected = [0 as c_char; 256];
+        // SAFETY: UCX's own function, with its own argument; the last byte stays zero.
+        let expected = unsafe {
+            let help = core::mem::transmute::<*const c_void, Help>(self.own.help);
+            help(expected.as_mut_ptr(), expected.len() - 1, self.argument());
+            CStr::from_ptr(expected.as_ptr()).to_string_lossy()
+        };
         let default = self.variable.default;
         log!(
             self.ucx,
             Warn,
             "{setting} is not understood and the default, {default}, is used; expected: {expected}"
         );
-    }
-
-    /// What a function of UCX writes into a buffer.
-    fn written(&self, write: impl FnOnce(*mut c_char, usize)) -> String {
-        let mut text = [0 as c_char; 256];
-        // The last byte stays zero.
-        write(text.as_mut_ptr(), text.len() - 1);
-        // SAFETY: it ends with a zero.
-        unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned()
     }
 }
 
@@ -200,10 +156,16 @@ unsafe extern "C" fn read(
     // SAFETY: UCX passes the argument of the table, a `Parser` that lives for ever.
     let parser = unsafe { &*argument.cast::<Parser>() };
     guarded(parser.ucx, "a configuration variable", 0, || {
-        // SAFETY: UCX passes a C string, and the place of this variable in its block.
-        let understood = unsafe { parser.read(CStr::from_ptr(text), slots) } || {
-            // SAFETY: a C string.
-            parser.warn(&parser.name, &unsafe { CStr::from_ptr(text) }.to_string_lossy());
+        // SAFETY: UCX passes a C string.
+        let text = unsafe { CStr::from_ptr(text) };
+        let aliased = parser.aliased(text);
+        let (name, text) = match &aliased {
+            Some((alias, value)) => (*alias, value.as_c_str()),
+            None => (parser.name.as_str(), text),
+        };
+        // SAFETY: UCX passes the place of this variable in its block.
+        let understood = unsafe { parser.read(text, slots) } || {
+            parser.warn(name, &text.to_string_lossy());
             // SAFETY: as above; what is not understood leaves nothing to release.
             unsafe { parser.read(&c_string(parser.variable.default), slots) }
         };
@@ -212,17 +174,14 @@ unsafe extern "C" fn read(
 }
 
 /// The keys of a variable in UCX's format: each has its value behind that of the key before.
-fn key_fields(
-    keyed: &Keyed,
-    keep: &mut impl FnMut(&str) -> *const c_char,
-) -> Box<[ConfigKeyField]> {
+fn key_fields(keyed: &Keyed) -> *const ConfigKeyField {
     let keys = keyed.keys.iter().enumerate().map(|(index, (name, help))| ConfigKeyField {
-        name: keep(name),
-        doc: keep(help),
+        name: kept(name),
+        doc: kept(help),
         offset: index * VALUE_SIZE,
     });
     let end = ConfigKeyField { name: core::ptr::null(), doc: core::ptr::null(), offset: 0 };
-    keys.chain([end]).collect()
+    keys.chain([end]).collect::<Vec<_>>().leak().as_ptr()
 }
 
 /// UCX's functions for a kind, without an argument.
@@ -247,18 +206,17 @@ fn functions(symbols: &Symbols, kind: Kind) -> ConfigParser {
         Kind::Uint | Kind::Choice(_) => s.ucs_config_clone_uint,
         Kind::Keyed(_) => s.ucs_config_clone_key_value,
     };
-    let (release, help, doc) = match kind {
-        Kind::Text => {
-            (s.ucs_config_release_string, s.ucs_config_help_generic, s.ucs_config_doc_nop)
+    let (mut release, mut help, mut doc) =
+        (s.ucs_config_release_nop, s.ucs_config_help_generic, s.ucs_config_doc_nop);
+    match kind {
+        Kind::Text => release = s.ucs_config_release_string,
+        Kind::Choice(_) => help = s.ucs_config_help_enum,
+        Kind::Keyed(_) => {
+            release = s.ucs_config_release_key_value;
+            (help, doc) = (s.ucs_config_help_key_value, s.ucs_config_doc_key_value);
         }
-        Kind::Choice(_) => (s.ucs_config_release_nop, s.ucs_config_help_enum, s.ucs_config_doc_nop),
-        Kind::Keyed(_) => (
-            s.ucs_config_release_key_value,
-            s.ucs_config_help_key_value,
-            s.ucs_config_doc_key_value,
-        ),
-        _ => (s.ucs_config_release_nop, s.ucs_config_help_generic, s.ucs_config_doc_nop),
-    };
+        _ => {}
+    }
     ConfigParser { read, write, clone, release, help, doc, arg: core::ptr::null() }
 }
 

@@ -18,9 +18,8 @@ const POOL: &std::ffi::CStr = c"global_hbm";
 #[derive(Debug)]
 pub struct Framework {
     pub(crate) functions: Functions,
-    // The functions are theirs: they stay in the process.
-    path: String,
-    _libraries: Vec<Loaded>,
+    /// The functions are theirs: they stay in the process.
+    libraries: Vec<Loaded>,
 }
 
 /// The card that the framework has acquired, as it describes it.
@@ -81,8 +80,7 @@ impl Framework {
         // SAFETY: as in `look`.
         let functions =
             unsafe { Functions::find(|_| std::ptr::null_mut(), |name| scal.function(name)) };
-        let path = scal.path().to_owned();
-        Some(KNOWN.get_or_init(|| Framework { functions, path, _libraries: vec![scal] }))
+        Some(KNOWN.get_or_init(|| Framework { functions, libraries: vec![scal] }))
     }
 
     fn look() -> Option<Framework> {
@@ -95,12 +93,8 @@ impl Framework {
         };
         // SAFETY: libraries of these names have the vendor's functions, and stay in the process.
         let functions = unsafe { Functions::find(|name| synapse.function(name), in_scal) };
-        let path = synapse.path().to_owned();
-        Some(Framework {
-            functions,
-            path,
-            _libraries: [Some(synapse), scal].into_iter().flatten().collect(),
-        })
+        let libraries = [Some(synapse), scal].into_iter().flatten().collect();
+        Some(Framework { functions, libraries })
     }
 
     /// A framework with these functions.
@@ -108,16 +102,12 @@ impl Framework {
     /// # Safety
     /// They do what the libraries' do.
     pub unsafe fn with_functions(functions: Functions) -> Framework {
-        Framework {
-            functions,
-            path: String::from("(a table of functions)"),
-            _libraries: Vec::new(),
-        }
+        Framework { functions, libraries: Vec::new() }
     }
 
     /// Where libSynapse was loaded from.
     pub fn path(&self) -> &str {
-        &self.path
+        self.libraries.first().map_or("(a table of functions)", Loaded::path)
     }
 
     /// The card that the framework has, if it has acquired one. Changes nothing.
@@ -249,23 +239,19 @@ impl Framework {
 
     /// The first function that copies need and the library does not have.
     pub fn missing_for_copies(&self) -> Option<&'static str> {
-        let functions = &self.functions;
-        let needed: [(&'static str, bool); 8] = [
-            ("synStreamCreateGeneric", functions.synStreamCreateGeneric.is_some()),
-            ("synStreamSynchronize", functions.synStreamSynchronize.is_some()),
-            ("synEventCreate", functions.synEventCreate.is_some()),
-            ("synEventRecord", functions.synEventRecord.is_some()),
-            ("synEventQuery", functions.synEventQuery.is_some()),
-            ("synMemCopyAsync", functions.synMemCopyAsync.is_some()),
-            ("synHostMap", functions.synHostMap.is_some()),
-            ("synHostUnmap", functions.synHostUnmap.is_some()),
-        ];
-        needed.into_iter().find(|(_, there)| !there).map(|(name, _)| name)
+        macro_rules! missing {
+            ($($name:ident)*) => {
+                [$((stringify!($name), self.functions.$name.is_none())),*]
+            };
+        }
+        let needed = missing!(synStreamCreateGeneric synStreamSynchronize synEventCreate synEventRecord
+            synEventQuery synMemCopyAsync synHostMap synHostUnmap);
+        needed.into_iter().find(|(_, missing)| *missing).map(|(name, _)| name)
     }
 
     /// The address of a function of libSynapse, to interpose on it.
     pub fn function(&self, name: &std::ffi::CStr) -> Option<*const c_void> {
-        let found = self._libraries.first()?.function(name);
+        let found = self.libraries.first()?.function(name);
         (!found.is_null()).then_some(found.cast_const())
     }
 }

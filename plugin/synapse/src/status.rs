@@ -41,64 +41,24 @@ impl Status {
     pub const INVALID_EVENT_HANDLE: Status = Status(33);
     /// The host memory of a copy is not mapped for the card.
     pub const MAPPING_NOT_FOUND: Status = Status(34);
-    /// The work was not accepted.
-    pub const FAILED_TO_SUBMIT_WORKLOAD: Status = Status(37);
     /// The card did not answer in time.
     pub const TIMEOUT: Status = Status(42);
 
     /// The name in the library's header, without its prefix.
     pub fn name(self) -> Option<&'static str> {
-        const NAMES: [&str; 48] = [
-            "Success",
-            "InvalidArgument",
-            "CbFull",
-            "OutOfHostMemory",
-            "OutOfDeviceMemory",
-            "ObjectAlreadyInitialized",
-            "ObjectNotInitialized",
-            "CommandSubmissionFailure",
-            "NoDeviceFound",
-            "DeviceTypeMismatch",
-            "FailedToInitializeCb",
-            "FailedToFreeCb",
-            "FailedToMapCb",
-            "FailedToUnmapCb",
-            "FailedToAllocateDeviceMemory",
-            "FailedToFreeDeviceMemory",
-            "FailedNotEnoughDevicesFound",
-            "DeviceReset",
-            "Unsupported",
-            "WrongParamsFile",
-            "DeviceAlreadyAcquired",
-            "NameIsAlreadyUsed",
-            "Busy",
-            "AllResourcesTaken",
-            "Unavailable",
-            "InvalidTensorDimensions",
-            "Fail",
-            "OutOfResources",
-            "Uninitialized",
-            "AlreadyInitialized",
-            "FailedSectionValidation",
-            "SynapseTerminated",
-            "AssertAsync",
-            "InvalidEventHandle",
-            "MappingNotFound",
-            "FailedDynamicPatching",
-            "FailedStaticPatching",
-            "FailedToSubmitWorkload",
-            "InvalidSectionsDefinition",
-            "InvalidTensorProperties",
-            "FailHccl",
-            "FailedToCollectTime",
-            "Timeout",
-            "ResourceBadUsage",
-            "NullPtr",
-            "FailFuser",
-            "FailComplexGuid",
-            "FailTpcKernels",
-        ];
-        NAMES.get(self.0 as usize).copied()
+        const NAMES: &str = "Success InvalidArgument CbFull OutOfHostMemory OutOfDeviceMemory \
+             ObjectAlreadyInitialized ObjectNotInitialized CommandSubmissionFailure \
+             NoDeviceFound DeviceTypeMismatch FailedToInitializeCb FailedToFreeCb \
+             FailedToMapCb FailedToUnmapCb FailedToAllocateDeviceMemory \
+             FailedToFreeDeviceMemory FailedNotEnoughDevicesFound DeviceReset Unsupported \
+             WrongParamsFile DeviceAlreadyAcquired NameIsAlreadyUsed Busy AllResourcesTaken \
+             Unavailable InvalidTensorDimensions Fail OutOfResources Uninitialized \
+             AlreadyInitialized FailedSectionValidation SynapseTerminated AssertAsync \
+             InvalidEventHandle MappingNotFound FailedDynamicPatching FailedStaticPatching \
+             FailedToSubmitWorkload InvalidSectionsDefinition InvalidTensorProperties \
+             FailHccl FailedToCollectTime Timeout ResourceBadUsage NullPtr FailFuser \
+             FailComplexGuid FailTpcKernels";
+        NAMES.split(' ').nth(self.0 as usize)
     }
 }
 

@@ -7,7 +7,7 @@
 
 use gaudi::Costs;
 use gaudi::topology::PciLink;
-use uct::config::{Keyed, Kind, Values, Variable};
+use uct::config::{Keyed, Kind, Values};
 use uct::{Bandwidth, LinearFunc, MemoryType, Perf, PerfQuery};
 
 /// What is left of a link's bandwidth for data of large copies: packet headers, requests and
@@ -16,57 +16,25 @@ const LINK_EFFICIENCY: f64 = 0.7;
 /// The fastest that a lane of ours is shown: see [`Estimates::lane_bandwidth`]. UCX's `cma` has 12.8 GB/s.
 const LANE_LIMIT: f64 = 12.7e9;
 
-/// The variables of this model.
-pub(crate) const BANDWIDTH: Variable = Variable {
-    name: "COPY_BW",
-    default: "auto",
-    help: "Bandwidth of copies that UCX reckons with when it chooses protocols.\n\
-           auto: what the card's PCI Express link carries, or the link its generation is built\n\
-           with where the system does not say.",
-    kind: Kind::Keyed(&Keyed {
-        keys: &[
-            ("h2d", "host to device"),
-            ("d2h", "device to host"),
-            ("d2d", "inside a device, and between devices"),
-        ],
-        value: Kind::Bandwidth,
-        fallback: "auto",
-    }),
+/// What `COPY_BW` has values for.
+pub(crate) const BANDWIDTHS: Keyed = Keyed {
+    keys: &[
+        ("h2d", "host to device"),
+        ("d2h", "device to host"),
+        ("d2d", "inside a device, and between devices"),
+    ],
+    value: Kind::Bandwidth,
+    fallback: "auto",
 };
 
-/// See [`BANDWIDTH`].
-pub(crate) const LATENCY: Variable = Variable {
-    name: "COPY_LATENCY",
-    default: "short:0us,zcopy:0us",
-    help: "Time from the submission of a copy to its end, beyond its bytes, that UCX reckons with.\n\
-           0: what is known or assumed of the kind of card.",
-    kind: Kind::Keyed(&Keyed {
-        keys: &[
-            ("short", "a copy that is waited for on the spot: eager messages, streams"),
-            ("zcopy", "a copy that completes later: rendezvous and its pipelines"),
-        ],
-        value: Kind::Time,
-        fallback: "0us",
-    }),
-};
-
-/// See [`BANDWIDTH`].
-pub(crate) const OVERHEAD: Variable = Variable {
-    name: "COPY_OVERHEAD",
-    default: "0us",
-    help: "Processor time to submit a copy that UCX reckons with.\n\
-           0: what is known or assumed of the kind of card.",
-    kind: Kind::Time,
-};
-
-/// See [`BANDWIDTH`].
-pub(crate) const REG_COST: Variable = Variable {
-    name: "COPY_REG_COST",
-    default: "0us",
-    help: "What UCX assumes the registration of a buffer to cost with ENABLE_RCACHE=no. UCX adds it\n\
-           to its estimate of every copy, so with the cache it is told the cost of a look-up.\n\
-           0: what is known or assumed of the kind of card.",
-    kind: Kind::Time,
+/// What `COPY_LATENCY` has values for.
+pub(crate) const LATENCIES: Keyed = Keyed {
+    keys: &[
+        ("short", "a copy that is waited for on the spot: eager messages, streams"),
+        ("zcopy", "a copy that completes later: rendezvous and its pipelines"),
+    ],
+    value: Kind::Time,
+    fallback: "0us",
 };
 
 /// What the user set; `None`: nothing, or `auto`.
@@ -87,16 +55,16 @@ impl Overrides {
     /// Takes over what UCX parsed.
     pub(crate) fn read(values: &Values<'_>) -> Overrides {
         // UCX accepts a bandwidth of nothing, with which nothing can be reckoned.
-        let bandwidth = |key| Some(values.keyed(BANDWIDTH.name, key)).filter(|&given| given >= 1.0);
+        let bandwidth = |key| Some(values.keyed("COPY_BW", key)).filter(|&given| given >= 1.0);
         let time = |given: f64| Some(given).filter(|&given| given > 0.0);
         Overrides {
             h2d: bandwidth("h2d"),
             d2h: bandwidth("d2h"),
             d2d: bandwidth("d2d"),
-            short_latency: time(values.keyed(LATENCY.name, "short")),
-            zcopy_latency: time(values.keyed(LATENCY.name, "zcopy")),
-            overhead: time(values.real(OVERHEAD.name)),
-            registration: time(values.real(REG_COST.name)),
+            short_latency: time(values.keyed("COPY_LATENCY", "short")),
+            zcopy_latency: time(values.keyed("COPY_LATENCY", "zcopy")),
+            overhead: time(values.real("COPY_OVERHEAD")),
+            registration: time(values.real("COPY_REG_COST")),
         }
     }
 }

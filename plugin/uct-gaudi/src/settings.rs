@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use gaudi::rcache::CacheLimits;
 use gaudi::{DeviceChoice, Error, FlushPeerWrites, KeptOpen, OptionName, Options};
-use uct::config::{Kind, Ternary, Values, Variable};
+use uct::config::{Ternary, Values, Variable};
 use uct::{Level, Status, Ucx, log};
 
 use crate::estimates::{self, Overrides};
@@ -25,181 +25,111 @@ pub(crate) const ALIAS: &str = "UCT_GAUDI_";
 const LOG_LEVELS: &[&str] = &["inherit", "error", "warn", "diag", "info", "debug", "trace", "data"];
 
 /// What `ucx_info -c -f` lists.
-pub(crate) const VARIABLES: &[Variable] = &[
-    Variable {
-        name: "COPY_DEVICE",
-        default: "",
-        help: "Which Gaudi to use: an index (0), a module id (module:2) or a PCI bus id\n\
-               (0000:33:00.0); local-rank: the one in the place of the rank that mpirun, srun or\n\
-               torchrun gave this process on its host; numa: the first that opens, those near the\n\
-               processors of this process first. Empty: HLS_MODULE_ID if set, else the first.",
-        kind: Kind::Text,
-    },
-    Variable {
-        name: "COPY_DMABUF",
-        default: "try",
-        help: "Offer Gaudi memory as dma-buf, so that network devices access it directly.\n\
-               yes: export at allocation, which fails where it is impossible;\n\
-               try: export when first needed;\n\
-               no: never.",
-        kind: Kind::Ternary,
-    },
-    Variable {
-        name: "COPY_ENABLE_MAPPED_DMABUF",
-        default: "try",
-        help: "Export with the driver call that takes an offset into mapped memory.\n\
-               yes: always, which fails where the driver library lacks it;\n\
-               try: where the library has it;\n\
-               no: with the older call, on the whole mapping.",
-        kind: Kind::Ternary,
-    },
-    Variable {
-        name: "COPY_REG_DMABUF",
-        default: "n",
-        help: "Tell UCX that dma-bufs can be registered, for programs that ask before they give one. It\n\
-               works without, where the driver imports dma-bufs. With it, UCP exports all Gaudi memory\n\
-               that it registers, and CUDA memory that the Gaudi cannot reach is not registered.",
-        kind: Kind::Bool,
-    },
-    Variable {
-        name: "COPY_FLUSH_PEER_WRITES",
-        default: "try",
-        help: "Have the driver flush what network devices and Gaudis of other processes wrote to\n\
-               Gaudi memory, before a copy of the plugin uses that memory.\n\
-               yes: always; memory is not offered as dma-buf where the driver cannot flush;\n\
-               try: where the driver can;\n\
-               no: never.",
-        kind: Kind::Ternary,
-    },
-    estimates::REG_COST,
-    estimates::BANDWIDTH,
-    estimates::LATENCY,
-    estimates::OVERHEAD,
-    Variable {
-        name: "COPY_ENABLE_RCACHE",
-        default: "try",
-        help: "Keep host memory that was pinned for a copy, so that the next copy finds it pinned.\n\
-               Needs UCX's memory events, to learn of memory that is unmapped.\n\
-               yes: fail where there are none;\n\
-               try: do without the cache where there are none;\n\
-               no: pin for each copy, or for as long as the memory is registered.",
-        kind: Kind::Ternary,
-    },
-    Variable {
-        name: "COPY_RCACHE_MAX_REGIONS",
-        default: "65536",
-        help: "Most ranges of host memory that are kept pinned for one Gaudi.",
-        kind: Kind::Uint,
-    },
-    Variable {
-        name: "COPY_RCACHE_MAX_SIZE",
-        default: "auto",
-        help: "Most host memory that is kept pinned for one Gaudi.\n\
-               auto: a quarter of the machine's memory.",
-        kind: Kind::MemUnits,
-    },
-    Variable {
-        name: "COPY_ENABLE_NIC_SCALE_OUT",
-        default: "try",
-        help: "Look which network devices are near the Gaudi that is used, and say so at info level.\n\
-               yes: warn if there is none that is active;\n\
-               try: only say so;\n\
-               no: do not look.",
-        kind: Kind::Ternary,
-    },
-    Variable {
-        name: "COPY_ENABLE_HW_BLOCK_ACCESS",
-        default: "no",
-        help: "Permit the mapping of a Gaudi's register blocks, for debugging and profiling tools in\n\
-               this process. The driver decides which blocks.\n\
-               yes: fail where the Gaudi has none;\n\
-               try: where it has some;\n\
-               no: never.",
-        kind: Kind::Ternary,
-    },
-    Variable {
-        name: "COPY_MEM_HOOKS",
-        default: "try",
-        help: "Notice memory that the application maps on a Gaudi by itself, by standing in for\n\
-               hlthunk_device_memory_map and its like in the objects of this process (and, so that\n\
-               libucm finds objects that are loaded later, for dlopen and dlclose).\n\
-               yes: always, with a warning where it is impossible;\n\
-               try: once the application lends a card or reports memory; also, if it had\n\
-               loaded the driver library before UCX, once it or UCX has a card open;\n\
-               no: never.",
-        kind: Kind::Ternary,
-    },
-    Variable {
-        name: "COPY_FRAMEWORK",
-        default: "try",
-        help: "Use the Gaudi that Synapse (PyTorch, vLLM) has acquired in this process, through Synapse.\n\
-               yes: also if Synapse is loaded after UCX is initialised, in every program: UCX then asks\n\
-               about every address where Synapse may have memory, which costs small messages of host\n\
-               memory some nanoseconds;\n\
-               try: the same if Synapse is loaded before, or the program is Python;\n\
-               no: never.",
-        kind: Kind::Ternary,
-    },
-    Variable {
-        name: "COPY_ADOPT",
-        default: "n",
-        help: "Use a Gaudi that this very process has opened by itself as if it had lent it with\n\
-               ucx_gaudi_lend(). Not where Synapse is loaded: it has the queues of the card to\n\
-               itself.",
-        kind: Kind::Bool,
-    },
-    Variable {
-        name: "COPY_ABORT_ON_ERROR",
-        default: "y",
-        help: "Abort the process when a copy in the background has failed twice. UCX ignores the\n\
-               status of these copies in its protocols: without this, a message may arrive\n\
-               with wrong bytes, or the program may hang. Short copies return their error to UCX\n\
-               in either case.",
-        kind: Kind::Bool,
-    },
-    Variable {
-        name: "COPY_EXPLAIN_FAULTS",
-        default: "y",
-        help: "When code accesses Gaudi memory with the CPU and is killed by SIGSEGV for it, write a line\n\
-               to standard error that says so. Then the fault takes its course, as without this.",
-        kind: Kind::Bool,
-    },
-    Variable {
-        name: "COPY_CLEAR_MEMORY",
-        default: "n",
-        help: "Clear Gaudi memory before it is handed out, so that a program cannot read what an earlier\n\
-               allocation left there. Takes the card's time, for every allocation.",
-        kind: Kind::Bool,
-    },
-    Variable {
-        name: "COPY_OPEN_TIMEOUT",
-        default: "30s",
-        help: "How long to wait for a Gaudi that is in reset, or that its last user is just closing.\n\
-               A Gaudi2 is reset when it is closed, which takes seconds.",
-        kind: Kind::Time,
-    },
-    Variable {
-        name: "COPY_KEEP_OPEN",
-        default: "0s",
-        help: "How long a Gaudi stays open after its last use, when no memory domain is left. While it\n\
-               is open, no other process can open it, and a child that is forked cannot use Gaudis.",
-        kind: Kind::Time,
-    },
-    Variable {
-        name: "COPY_LOG_LEVEL",
-        default: "inherit",
-        help: "Which lines of the plugin are logged, whatever UCX_LOG_LEVEL says;\n\
-               inherit: as UCX_LOG_LEVEL says.",
-        kind: Kind::Choice(LOG_LEVELS),
-    },
-    Variable {
-        name: "TRACE",
-        default: "",
-        help: "File to which every call into the driver library is appended, with its arguments, result,\n\
-               errno and time, as lines of JSON. %p is the process id, %h the host name. Empty: none.",
-        kind: Kind::Text,
-    },
-];
+pub(crate) const VARIABLES: &[Variable] = uct::variables! {
+    COPY_DEVICE: Text = "",
+        "Which Gaudi to use: an index (0), a module id (module:2) or a PCI bus id\n\
+         (0000:33:00.0); local-rank: the one in the place of the rank that mpirun, srun or\n\
+         torchrun gave this process on its host; numa: the first that opens, those near the\n\
+         processors of this process first. Empty: HLS_MODULE_ID if set, else the first.";
+    COPY_DMABUF: Ternary = "try",
+        "Offer Gaudi memory as dma-buf, so that network devices access it directly.\n\
+         yes: export at allocation, which fails where it is impossible;\n\
+         try: export when first needed;\n\
+         no: never.";
+    COPY_ENABLE_MAPPED_DMABUF: Ternary = "try",
+        "Export with the driver call that takes an offset into mapped memory.\n\
+         yes: always, which fails where the driver library lacks it;\n\
+         try: where the library has it;\n\
+         no: with the older call, on the whole mapping.";
+    COPY_REG_DMABUF: Bool = "n",
+        "Tell UCX that dma-bufs can be registered, for programs that ask before they give one. It\n\
+         works without, where the driver imports dma-bufs. With it, UCP exports all Gaudi memory\n\
+         that it registers, and CUDA memory that the Gaudi cannot reach is not registered.";
+    COPY_FLUSH_PEER_WRITES: Ternary = "try",
+        "Have the driver flush what network devices and Gaudis of other processes wrote to\n\
+         Gaudi memory, before a copy of the plugin uses that memory.\n\
+         yes: always; memory is not offered as dma-buf where the driver cannot flush;\n\
+         try: where the driver can;\n\
+         no: never.";
+    COPY_REG_COST: Time = "0us",
+        "What UCX assumes the registration of a buffer to cost with ENABLE_RCACHE=no. UCX adds it\n\
+         to its estimate of every copy, so with the cache it is told the cost of a look-up.\n\
+         0: what is known or assumed of the kind of card.";
+    COPY_BW: Keyed(&estimates::BANDWIDTHS) = "auto",
+        "Bandwidth of copies that UCX reckons with when it chooses protocols.\n\
+         auto: what the card's PCI Express link carries, or the link its generation is built\n\
+         with where the system does not say.";
+    COPY_LATENCY: Keyed(&estimates::LATENCIES) = "short:0us,zcopy:0us",
+        "Time from the submission of a copy to its end, beyond its bytes, that UCX reckons with.\n\
+         0: what is known or assumed of the kind of card.";
+    COPY_OVERHEAD: Time = "0us",
+        "Processor time to submit a copy that UCX reckons with.\n\
+         0: what is known or assumed of the kind of card.";
+    COPY_ENABLE_RCACHE: Ternary = "try",
+        "Keep host memory that was pinned for a copy, so that the next copy finds it pinned.\n\
+         Needs UCX's memory events, to learn of memory that is unmapped.\n\
+         yes: fail where there are none;\n\
+         try: do without the cache where there are none;\n\
+         no: pin for each copy, or for as long as the memory is registered.";
+    COPY_RCACHE_MAX_REGIONS: Uint = "65536",
+        "Most ranges of host memory that are kept pinned for one Gaudi.";
+    COPY_RCACHE_MAX_SIZE: MemUnits = "auto",
+        "Most host memory that is kept pinned for one Gaudi.\n\
+         auto: a quarter of the machine's memory.";
+    COPY_ENABLE_NIC_SCALE_OUT: Ternary = "try",
+        "Look which network devices are near the Gaudi that is used, and say so at info level.\n\
+         yes: warn if there is none that is active;\n\
+         try: only say so;\n\
+         no: do not look.";
+    COPY_ENABLE_HW_BLOCK_ACCESS: Ternary = "no",
+        "Permit the mapping of a Gaudi's register blocks, for debugging and profiling tools in\n\
+         this process. The driver decides which blocks.\n\
+         yes: fail where the Gaudi has none;\n\
+         try: where it has some;\n\
+         no: never.";
+    COPY_MEM_HOOKS: Ternary = "try",
+        "Notice memory that the application maps on a Gaudi by itself, by standing in for\n\
+         hlthunk_device_memory_map and its like in the objects of this process (and, so that\n\
+         libucm finds objects that are loaded later, for dlopen and dlclose).\n\
+         yes: always, with a warning where it is impossible;\n\
+         try: once the application lends a card or reports memory; also, if it had\n\
+         loaded the driver library before UCX, once it or UCX has a card open;\n\
+         no: never.";
+    COPY_FRAMEWORK: Ternary = "try",
+        "Use the Gaudi that Synapse (PyTorch, vLLM) has acquired in this process, through Synapse.\n\
+         yes: also if Synapse is loaded after UCX is initialised, in every program: UCX then asks\n\
+         about every address where Synapse may have memory, which costs small messages of host\n\
+         memory some nanoseconds;\n\
+         try: the same if Synapse is loaded before, or the program is Python;\n\
+         no: never.";
+    COPY_ADOPT: Bool = "n",
+        "Use a Gaudi that this very process has opened by itself as if it had lent it with\n\
+         ucx_gaudi_lend(). Not where Synapse is loaded: it has the queues of the card to\n\
+         itself.";
+    COPY_ABORT_ON_ERROR: Bool = "y",
+        "Abort the process when a copy in the background has failed twice. UCX ignores the\n\
+         status of these copies in its protocols: without this, a message may arrive\n\
+         with wrong bytes, or the program may hang. Short copies return their error to UCX\n\
+         in either case.";
+    COPY_EXPLAIN_FAULTS: Bool = "y",
+        "When code accesses Gaudi memory with the CPU and is killed by SIGSEGV for it, write a line\n\
+         to standard error that says so. Then the fault takes its course, as without this.";
+    COPY_CLEAR_MEMORY: Bool = "n",
+        "Clear Gaudi memory before it is handed out, so that a program cannot read what an earlier\n\
+         allocation left there. Takes the card's time, for every allocation.";
+    COPY_OPEN_TIMEOUT: Time = "30s",
+        "How long to wait for a Gaudi that is in reset, or that its last user is just closing.\n\
+         A Gaudi2 is reset when it is closed, which takes seconds.";
+    COPY_KEEP_OPEN: Time = "0s",
+        "How long a Gaudi stays open after its last use, when no memory domain is left. While it\n\
+         is open, no other process can open it, and a child that is forked cannot use Gaudis.";
+    COPY_LOG_LEVEL: Choice(LOG_LEVELS) = "inherit",
+        "Which lines of the plugin are logged, whatever UCX_LOG_LEVEL says;\n\
+         inherit: as UCX_LOG_LEVEL says.";
+    TRACE: Text = "",
+        "File to which every call into the driver library is appended, with its arguments, result,\n\
+         errno and time, as lines of JSON. %p is the process id, %h the host name. Empty: none.";
+};
 
 /// The values of [`VARIABLES`].
 #[derive(Clone, Debug)]

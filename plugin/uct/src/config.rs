@@ -30,6 +30,19 @@ pub struct Variable {
     pub kind: Kind,
 }
 
+/// A list of [`Variable`]s: name, type, default and help of each.
+#[macro_export]
+macro_rules! variables {
+    ($($name:ident: $kind:ident $(($of:expr))? = $default:literal, $help:literal;)*) => {
+        &[$($crate::config::Variable {
+            name: stringify!($name),
+            default: $default,
+            help: $help,
+            kind: $crate::config::Kind::$kind $(($of))?,
+        }),*]
+    };
+}
+
 /// The types of variables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {

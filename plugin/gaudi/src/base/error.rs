@@ -9,59 +9,47 @@ use std::sync::Arc;
 
 use crate::Remedy;
 
-/// The eight kinds of failure, with their public codes and names.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(i32)]
-pub enum ErrorKind {
-    /// No driver library, no card, or the card went away.
-    DeviceNotFound = -1,
-    /// Device memory, device address space, pinned memory or descriptors ran out.
-    OutOfMemory = -2,
-    /// The request makes no sense, or this device cannot do it.
-    InvalidParams = -3,
-    /// Another process owns the card, or it is in reset.
-    DeviceBusy = -4,
-    /// The device accepted a copy and did not carry it out.
-    DmaFailed = -5,
-    /// The device did not finish, or a peer not answer, in time.
-    Timeout = -6,
-    /// The driver or the system forbids it.
-    PermissionDenied = -7,
-    /// Sharing memory with another device or process failed.
-    ChannelFailed = -8,
+macro_rules! kinds {
+    ($($(#[$about:meta])* $kind:ident = $code:literal $name:literal,)*) => {
+        /// The eight kinds of failure, with their public codes and names.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[repr(i32)]
+        pub enum ErrorKind { $($(#[$about])* $kind = $code),* }
+
+        impl ErrorKind {
+            /// All kinds, in the order of their codes.
+            pub const ALL: [ErrorKind; 8] = [$(ErrorKind::$kind),*];
+
+            /// The public code, -1 to -8.
+            pub const fn code(self) -> i32 {
+                self as i32
+            }
+
+            /// The public name, such as `DEVICE_NOT_FOUND`.
+            pub const fn name(self) -> &'static str {
+                match self { $(ErrorKind::$kind => $name),* }
+            }
+        }
+    };
 }
 
-impl ErrorKind {
-    /// All kinds, in the order of their codes.
-    pub const ALL: [ErrorKind; 8] = [
-        ErrorKind::DeviceNotFound,
-        ErrorKind::OutOfMemory,
-        ErrorKind::InvalidParams,
-        ErrorKind::DeviceBusy,
-        ErrorKind::DmaFailed,
-        ErrorKind::Timeout,
-        ErrorKind::PermissionDenied,
-        ErrorKind::ChannelFailed,
-    ];
-
-    /// The public code, -1 to -8.
-    pub const fn code(self) -> i32 {
-        self as i32
-    }
-
-    /// The public name, such as `DEVICE_NOT_FOUND`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            ErrorKind::DeviceNotFound => "DEVICE_NOT_FOUND",
-            ErrorKind::OutOfMemory => "OUT_OF_MEMORY",
-            ErrorKind::InvalidParams => "INVALID_PARAMS",
-            ErrorKind::DeviceBusy => "DEVICE_BUSY",
-            ErrorKind::DmaFailed => "DMA_FAILED",
-            ErrorKind::Timeout => "TIMEOUT",
-            ErrorKind::PermissionDenied => "PERMISSION_DENIED",
-            ErrorKind::ChannelFailed => "CHANNEL_FAILED",
-        }
-    }
+kinds! {
+    /// No driver library, no card, or the card went away.
+    DeviceNotFound = -1 "DEVICE_NOT_FOUND",
+    /// Device memory, device address space, pinned memory or descriptors ran out.
+    OutOfMemory = -2 "OUT_OF_MEMORY",
+    /// The request makes no sense, or this device cannot do it.
+    InvalidParams = -3 "INVALID_PARAMS",
+    /// Another process owns the card, or it is in reset.
+    DeviceBusy = -4 "DEVICE_BUSY",
+    /// The device accepted a copy and did not carry it out.
+    DmaFailed = -5 "DMA_FAILED",
+    /// The device did not finish, or a peer not answer, in time.
+    Timeout = -6 "TIMEOUT",
+    /// The driver or the system forbids it.
+    PermissionDenied = -7 "PERMISSION_DENIED",
+    /// Sharing memory with another device or process failed.
+    ChannelFailed = -8 "CHANNEL_FAILED",
 }
 
 /// What the driver was asked to do when it failed; the same errno means different things.

@@ -11,35 +11,52 @@ use arc_swap::ArcSwap;
 
 use crate::DeviceChoice;
 
-/// Settings of the engine; `None` leaves what was set before, or the default.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Options {
+macro_rules! options {
+    ($($(#[$about:meta])* $field:ident: $type:ty, $name:ident;)*) => {
+        /// Settings of the engine; `None` leaves what was set before, or the default.
+        #[derive(Clone, Debug, Default, PartialEq, Eq)]
+        pub struct Options { $($(#[$about])* pub $field: Option<$type>,)* }
+
+        /// The fields of [`Options`].
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum OptionName { $(#[doc = concat!("[`Options::", stringify!($field), "`]")] $name,)* }
+
+        impl Options {
+            /// Takes over what is wanted; each option for which something else was wanted before.
+            fn merge(&mut self, wanted: Options) -> impl Iterator<Item = Conflict> + use<> {
+                [$(merge(OptionName::$name, &mut self.$field, wanted.$field)),*].into_iter().flatten()
+            }
+        }
+    };
+}
+
+options! {
     /// The card for those who name none. Default: any.
-    pub device: Option<DeviceChoice>,
+    device: DeviceChoice, Device;
     /// Whether [`Device::map_block`](crate::Device::map_block) may map registers. Default: no.
-    pub register_access: Option<bool>,
+    register_access: bool, RegisterAccess;
     /// Whether a card that is busy in this process may be used without being lent. Default: no.
-    pub adopt_own_cards: Option<bool>,
+    adopt_own_cards: bool, AdoptOwnCards;
     /// Whether the card of a framework (Synapse) in this process is used, as its guest. Default: yes.
-    pub use_framework: Option<bool>,
+    use_framework: bool, UseFramework;
     /// How many pins cards keep. Set by [`Runtime::cache_registrations`], which starts the cache.
     ///
     /// [`Runtime::cache_registrations`]: crate::Runtime::cache_registrations
-    pub registration_cache: Option<RegistrationCache>,
+    registration_cache: RegistrationCache, RegistrationCache;
     /// Whether memory is cleared before it is handed out. An allocation then costs a fill of its length,
     /// and fails on a card that this process cannot submit to. Default: no.
-    pub clear_allocations: Option<bool>,
-    /// How much memory of peers cards keep open while it is unused.
-    pub handle_limits: Option<Limits>,
+    clear_allocations: bool, ClearAllocations;
+    /// How much memory of peers cards keep open while nobody uses it.
+    handle_limits: Limits, HandleLimits;
     /// Whether a card may be opened for the sake of a peer's memory. Default: yes.
-    pub open_for_peers: Option<bool>,
+    open_for_peers: bool, OpenForPeers;
     /// How long a card stays open after its last use, beyond what [`KeptOpen`](crate::KeptOpen) keeps.
     /// Default: not at all.
-    pub keep_open: Option<Duration>,
+    keep_open: Duration, KeepOpen;
     /// How long to wait for a card that is in reset or being closed. Default: 30 s.
-    pub open_timeout: Option<Duration>,
+    open_timeout: Duration, OpenTimeout;
     /// Whether copies wait for what other devices wrote. Default: where the driver has a call for it.
-    pub flush_peer_writes: Option<FlushPeerWrites>,
+    flush_peer_writes: FlushPeerWrites, FlushPeerWrites;
 }
 
 /// What other devices (NICs, peers' cards) write to exported memory may be acknowledged before the engines of
@@ -82,33 +99,6 @@ pub struct Limits {
     pub bytes: u64,
 }
 
-/// The fields of [`Options`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OptionName {
-    /// [`Options::device`]
-    Device,
-    /// [`Options::register_access`]
-    RegisterAccess,
-    /// [`Options::adopt_own_cards`]
-    AdoptOwnCards,
-    /// [`Options::use_framework`]
-    UseFramework,
-    /// [`Options::registration_cache`]
-    RegistrationCache,
-    /// [`Options::clear_allocations`]
-    ClearAllocations,
-    /// [`Options::handle_limits`]
-    HandleLimits,
-    /// [`Options::open_for_peers`]
-    OpenForPeers,
-    /// [`Options::keep_open`]
-    KeepOpen,
-    /// [`Options::open_timeout`]
-    OpenTimeout,
-    /// [`Options::flush_peer_writes`]
-    FlushPeerWrites,
-}
-
 /// Two users of the engine set an option to different values.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Conflict {
@@ -142,35 +132,10 @@ impl Configuration {
     /// Sets what `wanted` says.
     pub(crate) fn set(&self, wanted: Options) {
         let mut reports = self.reports();
-        let Options {
-            device,
-            register_access,
-            adopt_own_cards,
-            use_framework,
-            registration_cache,
-            clear_allocations,
-            handle_limits,
-            open_for_peers,
-            keep_open,
-            open_timeout,
-            flush_peer_writes,
-        } = wanted;
         let mut now = Options::clone(&self.options.load());
-        let conflicts = [
-            merge(OptionName::Device, &mut now.device, device),
-            merge(OptionName::RegisterAccess, &mut now.register_access, register_access),
-            merge(OptionName::AdoptOwnCards, &mut now.adopt_own_cards, adopt_own_cards),
-            merge(OptionName::UseFramework, &mut now.use_framework, use_framework),
-            merge(OptionName::RegistrationCache, &mut now.registration_cache, registration_cache),
-            merge(OptionName::ClearAllocations, &mut now.clear_allocations, clear_allocations),
-            merge(OptionName::HandleLimits, &mut now.handle_limits, handle_limits),
-            merge(OptionName::OpenForPeers, &mut now.open_for_peers, open_for_peers),
-            merge(OptionName::KeepOpen, &mut now.keep_open, keep_open),
-            merge(OptionName::OpenTimeout, &mut now.open_timeout, open_timeout),
-            merge(OptionName::FlushPeerWrites, &mut now.flush_peer_writes, flush_peer_writes),
-        ];
+        let conflicts = now.merge(wanted);
         self.options.store(Arc::new(now));
-        for conflict in conflicts.into_iter().flatten() {
+        for conflict in conflicts {
             if !reports.reported.contains(&conflict.option) {
                 reports.reported.push(conflict.option);
                 reports.conflicts.push(conflict);

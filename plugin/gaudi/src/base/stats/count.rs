@@ -31,10 +31,6 @@ const WAYS: [(Counter, Counter); 5] = [
     (Counter::FillOperations, Counter::FillBytes),
 ];
 
-/// Operations of each path in a [`Tally`].
-const PATHS: [Counter; 3] =
-    [Counter::PinnedOperations, Counter::BouncedOperations, Counter::StagedOperations];
-
 /// The counters of one card.
 #[derive(Clone, Copy)]
 pub(crate) struct Counts(&'static [AtomicU64; NAMES.len()]);
@@ -122,10 +118,15 @@ impl Counts {
         if outcome.is_err() {
             return self.add(Counter::DmaErrors, 1);
         }
-        let (number, length) = WAYS[way(direction)];
-        self.add(number, 1);
-        self.add(length, bytes);
+        self.moved(way(direction), 1, bytes);
         self.add(Counter::BouncedOperations, 1);
+    }
+
+    /// Moves of a way in a [`Tally`].
+    fn moved(self, way: usize, operations: u32, bytes: u64) {
+        let (number, length) = WAYS[way];
+        self.add(number, operations.into());
+        self.add(length, bytes);
     }
 
     /// A failure was returned to a caller.
@@ -250,7 +251,9 @@ fn way(direction: Direction) -> usize {
 pub(crate) struct Tally {
     /// Operations and bytes.
     ways: [(u32, u64); WAYS.len()],
-    paths: [u32; PATHS.len()],
+    pinned: u32,
+    bounced: u32,
+    staged: u32,
 }
 
 impl Tally {
@@ -272,24 +275,26 @@ impl Tally {
         self.ways[way].0 += 1;
         self.ways[way].1 += len;
         match path {
-            Path::Pinned => self.paths[0] += 1,
-            Path::Bounced => self.paths[1] += 1,
-            Path::Staged => self.paths[2] += 1,
+            Path::Pinned => self.pinned += 1,
+            Path::Bounced => self.bounced += 1,
+            Path::Staged => self.staged += 1,
             Path::Staging | Path::Within | Path::Imported | Path::Fill => {}
         }
     }
 
     fn count(&self, counts: Counts) {
-        for ((number, length), &(operations, bytes)) in WAYS.into_iter().zip(&self.ways) {
+        for (way, &(operations, bytes)) in self.ways.iter().enumerate() {
             if operations > 0 {
-                counts.add(number, operations.into());
-                counts.add(length, bytes);
+                counts.moved(way, operations, bytes);
             }
         }
-        for (number, &operations) in PATHS.into_iter().zip(&self.paths) {
-            if operations > 0 {
-                counts.add(number, operations.into());
-            }
+        let paths = [
+            (Counter::PinnedOperations, self.pinned),
+            (Counter::BouncedOperations, self.bounced),
+            (Counter::StagedOperations, self.staged),
+        ];
+        for (counter, operations) in paths.into_iter().filter(|(_, operations)| *operations > 0) {
+            counts.add(counter, operations.into());
         }
     }
 }
@@ -309,8 +314,7 @@ mod tests {
     #[test]
     fn a_tally_counts_each_move_where_its_name_says() {
         use Counter::*;
-        let words: [AtomicU64; NAMES.len()] = std::array::from_fn(|_| AtomicU64::new(0));
-        let counts = Counts::new(Box::leak(Box::new(words)));
+        let counts = Counts::new(Box::leak(Box::new(std::array::from_fn(|_| AtomicU64::new(0)))));
         let (down, up) = (Direction::HostToDevice, Direction::DeviceToHost);
         let moves = [
             (

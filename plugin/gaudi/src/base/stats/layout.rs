@@ -4,6 +4,9 @@
 //! so that counters can be added without a new version. Everything is in the machine's own byte
 //! order, at multiples of its size. `docs/design/statistics-page.md` has the tables.
 
+use std::mem::offset_of;
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64};
+
 use crate::PAGE_SIZE;
 
 /// First bytes of a page; written last, so that a page without them is not finished.
@@ -13,46 +16,63 @@ pub(super) const VERSION: u32 = 1;
 /// Name of the memory file, as `/proc/PID/fd` shows it after `/memfd:`.
 pub(super) const FILE_NAME: &str = "ucx-gaudi-stats";
 
-/// Places in the header.
-pub(super) mod header {
-    pub(crate) const MAGIC: usize = 0;
-    pub(crate) const VERSION: usize = 8;
-    pub(crate) const HEADER_LEN: usize = 12;
-    pub(crate) const SIZE: usize = 16;
-    pub(crate) const PID: usize = 24;
-    pub(crate) const COUNTERS: usize = 28;
-    pub(crate) const START_TIME: usize = 32;
-    pub(crate) const CREATED: usize = 40;
-    pub(crate) const DESCRIPTIONS_AT: usize = 48;
-    pub(crate) const DESCRIPTION_LEN: usize = 52;
-    pub(crate) const SLOTS_AT: usize = 56;
-    pub(crate) const SLOT_LEN: usize = 60;
-    pub(crate) const SLOTS: usize = 64;
-    pub(crate) const SLOT_HEADER_LEN: usize = 68;
-    pub(crate) const LEN: usize = 128;
+/// The page.
+#[repr(C, align(64))]
+pub(super) struct Page {
+    pub(super) header: Header,
+    pub(super) descriptions: [Description; NAMES.len()],
+    /// The first for what belongs to no card, or to cards beyond the last slot; the others for one card each.
+    pub(super) slots: [Slot; SLOTS],
 }
 
-/// Places in the description of a counter.
-pub(super) mod description {
-    pub(crate) const NAME: usize = 0;
-    pub(crate) const NAME_LEN: usize = 40;
-    pub(crate) const KIND: usize = 40;
-    pub(crate) const UNIT: usize = 44;
-    pub(crate) const LEN: usize = 48;
+#[repr(C)]
+pub(super) struct Header {
+    pub(super) magic: AtomicU64,
+    pub(super) version: u32,
+    pub(super) header_len: u32,
+    pub(super) size: u64,
+    pub(super) pid: u32,
+    pub(super) counters: u32,
+    pub(super) start_time: u64,
+    pub(super) created: u64,
+    pub(super) descriptions_at: u32,
+    pub(super) description_len: u32,
+    pub(super) slots_at: u32,
+    pub(super) slot_len: u32,
+    pub(super) slots: u32,
+    pub(super) slot_header_len: u32,
+    pub(super) reserved: [u64; 7],
 }
 
-/// Places in a slot.
-pub(super) mod slot {
-    /// 0: free. 1: what belongs to no card, or to cards beyond the last slot. 2: a card.
-    pub(crate) const STATE: usize = 0;
-    pub(crate) const INDEX: usize = 4;
-    pub(crate) const BUS_ID: usize = 8;
-    pub(crate) const BUS_ID_LEN: usize = 32;
-    pub(crate) const HEADER_LEN: usize = 64;
-
-    pub(crate) const PROCESS: u32 = 1;
-    pub(crate) const CARD: u32 = 2;
+/// The description of a counter.
+#[repr(C)]
+pub(super) struct Description {
+    pub(super) name: [u8; 40],
+    pub(super) kind: u32,
+    pub(super) unit: u32,
 }
+
+/// Whole cache lines, so that two cards never share one.
+#[repr(C, align(64))]
+pub(super) struct Slot {
+    /// 0: free.
+    pub(super) state: AtomicU32,
+    pub(super) index: AtomicU32,
+    pub(super) bus_id: [AtomicU8; 32],
+    reserved: [u64; 3],
+    pub(super) counters: [AtomicU64; NAMES.len()],
+}
+
+impl Slot {
+    /// States: what belongs to no card, and a card.
+    pub(super) const PROCESS: u32 = 1;
+    pub(super) const CARD: u32 = 2;
+    /// Bytes in front of the counters.
+    pub(super) const HEADER_LEN: usize = offset_of!(Slot, counters);
+}
+
+pub(super) const SLOTS: usize = 65;
+pub(super) const SIZE: usize = size_of::<Page>().next_multiple_of(PAGE_SIZE as usize);
 
 /// How a counter behaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -180,15 +200,6 @@ counters! {
     FailuresChannelFailed "failures_channel_failed" Sum Number,
 }
 
-/// Slots: the first for what belongs to no card, the others for one card each.
-pub(super) const SLOTS: usize = 65;
-pub(super) const DESCRIPTIONS_AT: usize = header::LEN;
-pub(super) const SLOTS_AT: usize =
-    (DESCRIPTIONS_AT + NAMES.len() * description::LEN).next_multiple_of(64);
-/// Whole cache lines, so that two cards never share one.
-pub(super) const SLOT_LEN: usize = (slot::HEADER_LEN + NAMES.len() * 8).next_multiple_of(64);
-pub(super) const SIZE: usize = (SLOTS_AT + SLOTS * SLOT_LEN).next_multiple_of(PAGE_SIZE as usize);
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -200,9 +211,19 @@ mod tests {
         names.dedup();
         assert_eq!(names.len(), NAMES.len());
         for name in NAMES {
-            assert!(name.len() < description::NAME_LEN, "{name}");
+            assert!(name.len() < 40, "{name}");
             assert!(name.bytes().all(|byte| byte.is_ascii_lowercase() || b"_2".contains(&byte)));
         }
+    }
+
+    /// As docs/design/statistics-page.md has it.
+    #[test]
+    fn the_layout_is_the_documented_one() {
+        assert_eq!((size_of::<Header>(), offset_of!(Page, descriptions)), (128, 128));
+        assert_eq!((offset_of!(Header, created), offset_of!(Header, slot_header_len)), (40, 68));
+        assert_eq!((size_of::<Description>(), offset_of!(Description, unit)), (48, 44));
+        assert_eq!((Slot::HEADER_LEN, offset_of!(Slot, bus_id)), (64, 8));
+        assert_eq!((offset_of!(Page, slots) % 64, size_of::<Slot>() % 64), (0, 0));
     }
 
     #[test]

@@ -6,6 +6,7 @@
 use std::fmt;
 use std::fs::{self, File};
 use std::io;
+use std::mem::offset_of;
 use std::os::unix::fs::OpenOptionsExt;
 use std::ptr;
 use std::sync::Arc;
@@ -15,7 +16,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use rustix::fs::{FileType, SealFlags, fcntl_get_seals, fstat};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-use super::layout::{self, Kind, Unit, description, header, slot};
+use super::layout::{self, Description as RawDescription, Header, Kind, Slot, Unit};
 
 /// Nothing larger than this is a page.
 const LARGEST: usize = 1 << 20;
@@ -100,11 +101,6 @@ impl Snapshot {
     /// The counters of a card.
     pub fn card(&self, bus_id: &str) -> Option<&Counters> {
         self.cards.iter().find(|card| card.bus_id == bus_id).map(|card| &card.counters)
-    }
-
-    /// Takes a copied page apart.
-    pub fn parse(bytes: &[u8]) -> Result<Self, Malformed> {
-        parse(bytes)
     }
 }
 
@@ -223,7 +219,7 @@ pub fn read(pid: u32) -> Result<Snapshot, ReadError> {
                 continue;
             }
         };
-        match copy(&file).map_err(system)?.and_then(|bytes| parse(&bytes)) {
+        match copy(&file).map_err(system)?.and_then(|bytes| Snapshot::parse(&bytes)) {
             Ok(snapshot) if is_of(&snapshot, &process) => return Ok(snapshot),
             Ok(snapshot) => problem = ReadError::Inherited { pid, owner: snapshot.pid },
             Err(source) => problem = ReadError::Malformed { pid, source },
@@ -319,52 +315,63 @@ impl<'a> Bytes<'a> {
     }
 }
 
-fn parse(bytes: &[u8]) -> Result<Snapshot, Malformed> {
-    let page = Bytes(bytes);
-    if page.part(header::MAGIC, 8).is_none_or(|magic| magic.0 != layout::MAGIC) {
-        return Err(Malformed::NotAPage);
+impl Snapshot {
+    /// Takes a copied page apart.
+    pub fn parse(bytes: &[u8]) -> Result<Self, Malformed> {
+        let page = Bytes(bytes);
+        if page.part(offset_of!(Header, magic), 8).is_none_or(|magic| magic.0 != layout::MAGIC) {
+            return Err(Malformed::NotAPage);
+        }
+        let short = Malformed::Size { found: bytes.len(), said: size_of::<Header>() as u64 };
+        let version = page.u32(offset_of!(Header, version)).ok_or(short.clone())?;
+        if version != layout::VERSION {
+            return Err(Malformed::Version(version));
+        }
+        let said = page
+            .part(0, size_of::<Header>())
+            .and_then(|head| head.u64(offset_of!(Header, size)))
+            .ok_or(short)?;
+        if said != bytes.len() as u64 {
+            return Err(Malformed::Size { found: bytes.len(), said });
+        }
+        let header_makes_sense =
+            page.size(offset_of!(Header, header_len)).is_some_and(|len| len >= size_of::<Header>());
+        header_makes_sense.then_some(()).ok_or(Malformed::Part("header"))?;
+        let descriptions = descriptions(page).ok_or(Malformed::Part("list of counters"))?;
+        let (other, cards) = slots(page, &descriptions).ok_or(Malformed::Part("list of cards"))?;
+        let field = || Malformed::Part("header");
+        let created =
+            Duration::from_nanos(page.u64(offset_of!(Header, created)).ok_or_else(field)?);
+        Ok(Snapshot {
+            pid: page.u32(offset_of!(Header, pid)).ok_or_else(field)?,
+            start_time: page.u64(offset_of!(Header, start_time)).ok_or_else(field)?,
+            created: UNIX_EPOCH.checked_add(created).ok_or_else(field)?,
+            other,
+            cards,
+        })
     }
-    let short = Malformed::Size { found: bytes.len(), said: header::LEN as u64 };
-    let version = page.u32(header::VERSION).ok_or(short.clone())?;
-    if version != layout::VERSION {
-        return Err(Malformed::Version(version));
-    }
-    let said = page.part(0, header::LEN).and_then(|head| head.u64(header::SIZE)).ok_or(short)?;
-    if said != bytes.len() as u64 {
-        return Err(Malformed::Size { found: bytes.len(), said });
-    }
-    let header_makes_sense = page.size(header::HEADER_LEN).is_some_and(|len| len >= header::LEN);
-    header_makes_sense.then_some(()).ok_or(Malformed::Part("header"))?;
-    let descriptions = descriptions(page).ok_or(Malformed::Part("list of counters"))?;
-    let (other, cards) = slots(page, &descriptions).ok_or(Malformed::Part("list of cards"))?;
-    let field = || Malformed::Part("header");
-    let created = Duration::from_nanos(page.u64(header::CREATED).ok_or_else(field)?);
-    Ok(Snapshot {
-        pid: page.u32(header::PID).ok_or_else(field)?,
-        start_time: page.u64(header::START_TIME).ok_or_else(field)?,
-        created: UNIX_EPOCH.checked_add(created).ok_or_else(field)?,
-        other,
-        cards,
-    })
 }
 
 fn descriptions(page: Bytes<'_>) -> Option<Arc<[Description]>> {
-    let count = page.size(header::COUNTERS)?;
-    let (at, len) = (page.size(header::DESCRIPTIONS_AT)?, page.size(header::DESCRIPTION_LEN)?);
-    let parts = page.parts(at, len, count, description::LEN)?;
+    let count = page.size(offset_of!(Header, counters))?;
+    let (at, len) = (
+        page.size(offset_of!(Header, descriptions_at))?,
+        page.size(offset_of!(Header, description_len))?,
+    );
+    let parts = page.parts(at, len, count, size_of::<RawDescription>())?;
     let one = |part: Bytes<'_>| {
-        let kind = match part.u32(description::KIND)? {
+        let kind = match part.u32(offset_of!(RawDescription, kind))? {
             1 => Kind::Sum,
             2 => Kind::Now,
             3 => Kind::Most,
             _ => return None,
         };
-        let unit = match part.u32(description::UNIT)? {
+        let unit = match part.u32(offset_of!(RawDescription, unit))? {
             1 => Unit::Number,
             2 => Unit::Bytes,
             _ => return None,
         };
-        let name = part.text(description::NAME, description::NAME_LEN)?;
+        let name = part.text(offset_of!(RawDescription, name), 40)?;
         (!name.is_empty()).then_some(Description { name, kind, unit })
     };
     parts.map(one).collect()
@@ -374,22 +381,23 @@ fn slots(
     page: Bytes<'_>,
     descriptions: &Arc<[Description]>,
 ) -> Option<(Counters, Vec<CardCounters>)> {
-    let count = page.size(header::SLOTS)?;
-    let (at, len) = (page.size(header::SLOTS_AT)?, page.size(header::SLOT_LEN)?);
-    let numbers_at = page.size(header::SLOT_HEADER_LEN)?;
+    let count = page.size(offset_of!(Header, slots))?;
+    let (at, len) =
+        (page.size(offset_of!(Header, slots_at))?, page.size(offset_of!(Header, slot_len))?);
+    let numbers_at = page.size(offset_of!(Header, slot_header_len))?;
     let numbers_len = descriptions.len().checked_mul(8)?;
-    let least = numbers_at.max(slot::HEADER_LEN).checked_add(numbers_len)?;
+    let least = numbers_at.max(Slot::HEADER_LEN).checked_add(numbers_len)?;
     let mut other = None;
     let mut cards = Vec::new();
     for part in page.parts(at, len, count, least)? {
         let numbers = part.part(numbers_at, numbers_len)?.0.chunks_exact(8);
         let values = numbers.map(|number| Bytes(number).u64(0)).collect::<Option<Vec<u64>>>()?;
         let counters = Counters { descriptions: Arc::clone(descriptions), values };
-        match part.u32(slot::STATE)? {
-            slot::PROCESS if other.is_none() => other = Some(counters),
-            slot::CARD => cards.push(CardCounters {
-                bus_id: part.text(slot::BUS_ID, slot::BUS_ID_LEN)?,
-                index: part.u32(slot::INDEX)?,
+        match part.u32(offset_of!(Slot, state))? {
+            Slot::PROCESS if other.is_none() => other = Some(counters),
+            Slot::CARD => cards.push(CardCounters {
+                bus_id: part.text(offset_of!(Slot, bus_id), 32)?,
+                index: part.u32(offset_of!(Slot, index))?,
                 counters,
             }),
             0 => {}
@@ -480,68 +488,71 @@ mod tests {
         };
         let int = u32::to_ne_bytes;
         assert_eq!(Snapshot::parse(&[]), Err(Malformed::NotAPage));
-        assert_eq!(with(header::MAGIC, &[0; 8]), Malformed::NotAPage);
-        assert_eq!(with(header::VERSION, &int(2)), Malformed::Version(2));
+        assert_eq!(with(offset_of!(Header, magic), &[0; 8]), Malformed::NotAPage);
+        assert_eq!(with(offset_of!(Header, version), &int(2)), Malformed::Version(2));
         let found = good.len();
-        assert_eq!(with(header::SIZE, &8_u64.to_ne_bytes()), Malformed::Size { found, said: 8 });
+        assert_eq!(
+            with(offset_of!(Header, size), &8_u64.to_ne_bytes()),
+            Malformed::Size { found, said: 8 }
+        );
         let list = Malformed::Part("list of counters");
         for (at, value) in [
-            (header::COUNTERS, u32::MAX),
-            (header::DESCRIPTIONS_AT, u32::MAX),
-            (header::DESCRIPTION_LEN, 0),
-            (layout::DESCRIPTIONS_AT + description::KIND, 9),
-            (layout::DESCRIPTIONS_AT + description::UNIT, 0),
-            (layout::DESCRIPTIONS_AT + description::NAME, 0),
+            (offset_of!(Header, counters), u32::MAX),
+            (offset_of!(Header, descriptions_at), u32::MAX),
+            (offset_of!(Header, description_len), 0),
+            (offset_of!(layout::Page, descriptions) + offset_of!(RawDescription, kind), 9),
+            (offset_of!(layout::Page, descriptions) + offset_of!(RawDescription, unit), 0),
+            (offset_of!(layout::Page, descriptions) + offset_of!(RawDescription, name), 0),
         ] {
             assert_eq!(with(at, &int(value)), list, "{at} {value}");
         }
         let cards = Malformed::Part("list of cards");
         for (at, value) in [
-            (header::SLOTS, u32::MAX),
-            (header::SLOTS, 0),
-            (header::SLOT_LEN, 8),
-            (header::SLOTS_AT, found as u32),
-            (header::SLOT_HEADER_LEN, u32::MAX),
-            (layout::SLOTS_AT + slot::STATE, 77),
+            (offset_of!(Header, slots), u32::MAX),
+            (offset_of!(Header, slots), 0),
+            (offset_of!(Header, slot_len), 8),
+            (offset_of!(Header, slots_at), found as u32),
+            (offset_of!(Header, slot_header_len), u32::MAX),
+            (offset_of!(layout::Page, slots) + offset_of!(Slot, state), 77),
         ] {
             assert_eq!(with(at, &int(value)), cards, "{at} {value}");
         }
-        for len in 0..header::LEN {
+        for len in 0..size_of::<Header>() {
             assert!(Snapshot::parse(&good[..len]).is_err());
         }
-        assert_eq!(with(header::HEADER_LEN, &int(8)), Malformed::Part("header"));
+        assert_eq!(with(offset_of!(Header, header_len), &int(8)), Malformed::Part("header"));
     }
 
     #[test]
     fn a_page_with_more_counters_and_longer_parts_is_still_read() {
         let mut page = vec![0_u8; 4096];
         let mut put = |at: usize, bytes: &[u8]| page[at..at + bytes.len()].copy_from_slice(bytes);
-        put(header::MAGIC, &layout::MAGIC);
+        put(offset_of!(Header, magic), &layout::MAGIC);
         for (at, value) in [
-            (header::VERSION, 1),
-            (header::HEADER_LEN, 256),
-            (header::SIZE, 4096),
-            (header::PID, 42),
-            (header::COUNTERS, 2),
-            (header::DESCRIPTIONS_AT, 256),
-            (header::DESCRIPTION_LEN, 64),
-            (header::SLOTS_AT, 1024),
-            (header::SLOT_LEN, 256),
-            (header::SLOTS, 2),
-            (header::SLOT_HEADER_LEN, 128),
-            (256 + description::KIND, 1),
-            (256 + description::UNIT, 1),
-            (320 + description::KIND, 2),
-            (320 + description::UNIT, 2),
-            (1024 + slot::STATE, slot::PROCESS),
-            (1280 + slot::STATE, slot::CARD),
+            (offset_of!(Header, version), 1),
+            (offset_of!(Header, header_len), 256),
+            (offset_of!(Header, size), 4096),
+            (offset_of!(Header, pid), 42),
+            (offset_of!(Header, counters), 2),
+            (offset_of!(Header, descriptions_at), 256),
+            (offset_of!(Header, description_len), 64),
+            (offset_of!(Header, slots_at), 1024),
+            (offset_of!(Header, slot_len), 256),
+            (offset_of!(Header, slots), 2),
+            (offset_of!(Header, slot_header_len), 128),
+            (256 + offset_of!(RawDescription, kind), 1),
+            (256 + offset_of!(RawDescription, unit), 1),
+            (320 + offset_of!(RawDescription, kind), 2),
+            (320 + offset_of!(RawDescription, unit), 2),
+            (1024 + offset_of!(Slot, state), Slot::PROCESS),
+            (1280 + offset_of!(Slot, state), Slot::CARD),
             (1280 + 128 + 8, 99),
         ] {
             put(at, &u32::to_ne_bytes(value));
         }
         put(256, b"reg_cache_hits");
         put(320, b"something_new");
-        put(1280 + slot::BUS_ID, b"0000:33:00.0");
+        put(1280 + offset_of!(Slot, bus_id), b"0000:33:00.0");
         let snapshot = Snapshot::parse(&page).unwrap();
         assert_eq!(snapshot.card("0000:33:00.0").unwrap().get("something_new"), Some(99));
         assert_eq!(snapshot.get("reg_cache_hits"), Some(0));
@@ -562,11 +573,11 @@ mod tests {
         fn any_bytes_are_parsed_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..2000)) {
             let _ = Snapshot::parse(&bytes);
             let mut dressed = bytes;
-            if dressed.len() >= header::LEN {
+            if dressed.len() >= size_of::<Header>() {
                 dressed[..8].copy_from_slice(&layout::MAGIC);
                 dressed[8..12].copy_from_slice(&layout::VERSION.to_ne_bytes());
                 let len = dressed.len() as u64;
-                dressed[header::SIZE..header::SIZE + 8].copy_from_slice(&len.to_ne_bytes());
+                dressed[offset_of!(Header, size)..offset_of!(Header, size) + 8].copy_from_slice(&len.to_ne_bytes());
             }
             let _ = Snapshot::parse(&dressed);
         }
@@ -584,9 +595,9 @@ mod tests {
             if let Some(len) = len {
                 page.truncate(len);
                 // Still of the length it says.
-                if page.len() >= header::LEN {
+                if page.len() >= size_of::<Header>() {
                     let len = page.len() as u64;
-                    page[header::SIZE..header::SIZE + 8].copy_from_slice(&len.to_ne_bytes());
+                    page[offset_of!(Header, size)..offset_of!(Header, size) + 8].copy_from_slice(&len.to_ne_bytes());
                 }
             }
             if let Ok(snapshot) = Snapshot::parse(&page) {

@@ -7,10 +7,10 @@
 use core::ffi::{c_int, c_void};
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use gaudi::{Allocation, Device, DeviceAddr, Error, Side};
-use uct::abi::RawMd;
+use uct::abi::{MemRegParams, RawComponent, RawMd};
 use uct::{MemoryType, Status, Ucx, log};
 
 use crate::domain::configured_device;
@@ -36,7 +36,7 @@ struct AllocatedMemory {
     length: usize,
     method: u32,
     memory_type: MemoryType,
-    md: *mut c_void,
+    md: *mut RawMd,
     memh: *mut c_void,
     sys_device: u8,
 }
@@ -50,50 +50,34 @@ static ALLOCATOR: Allocator =
 /// used, see [`domain_in`].
 const PERF_UCT_COMPONENT: usize = 17456;
 
-type RegisterFn =
-    unsafe extern "C" fn(*mut c_void, *mut c_void, usize, u32, *mut *mut c_void) -> Status;
-type QueryComponentsFn = unsafe extern "C" fn(*mut *mut *mut c_void, *mut u32) -> Status;
-type ReleaseComponentsFn = unsafe extern "C" fn(*mut *mut c_void);
-type DeregisterFn = unsafe extern "C" fn(*mut c_void, *mut c_void) -> Status;
-
 /// What the allocator needs of the UCX in the perftest process.
 struct Bench {
     ucx: &'static Ucx,
-    register: RegisterFn,
-    deregister: DeregisterFn,
-    query_components: QueryComponentsFn,
-    release_components: ReleaseComponentsFn,
     /// UCT buffers by address, until the test frees them.
     buffers: Mutex<HashMap<usize, Allocation>>,
+}
+
+impl Bench {
+    fn buffers(&self) -> MutexGuard<'_, HashMap<usize, Allocation>> {
+        self.buffers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// The memory domain of a UCT test; `None` if the context is not laid out as we know it.
 ///
 /// # Safety
-/// `perf` must be the context of a UCT test of `ucx_perftest`, and the functions libuct's.
-unsafe fn domain_in(
-    perf: *const c_void,
-    query_components: QueryComponentsFn,
-    release_components: ReleaseComponentsFn,
-) -> Option<*mut c_void> {
+/// `perf` must be the context of a UCT test of `ucx_perftest`, and `components` those of its libuct.
+unsafe fn domain_in(perf: *const c_void, components: &[*mut RawComponent]) -> Option<*mut RawMd> {
     // SAFETY: inside the structure: the part for UCT tests begins with 17 KB of parameters and
     // the asynchronous context in every UCX that has this allocator interface.
     let [component, md] = unsafe { *perf.byte_add(PERF_UCT_COMPONENT).cast::<[*mut c_void; 2]>() };
-    let (mut list, mut count) = (core::ptr::null_mut(), 0);
-    // SAFETY: libuct's own function; the list is given back below.
-    if unsafe { query_components(&mut list, &mut count) } != Status::OK {
-        return None;
-    }
-    // SAFETY: libuct made a list of that length.
-    let known = unsafe { core::slice::from_raw_parts(list, count as usize) }.contains(&component);
-    // SAFETY: given back once.
-    unsafe { release_components(list) };
-    if !known || md.is_null() || !md.cast::<RawMd>().is_aligned() {
+    let md = md.cast::<RawMd>();
+    if !components.contains(&component.cast()) || md.is_null() || !md.is_aligned() {
         return None;
     }
     // SAFETY: what stands in front of it is a live component, so this is a memory domain, which
     // names its component.
-    let its_component = unsafe { (*md.cast::<RawMd>()).component };
+    let its_component = unsafe { (*md).component };
     (its_component.cast() == component).then_some(md)
 }
 
@@ -108,30 +92,7 @@ pub(crate) fn offer(ucx: &'static Ucx) -> Result<(), Status> {
     if array.is_null() {
         return Ok(());
     }
-    let names = [
-        c"uct_md_mem_reg",
-        c"uct_md_mem_dereg",
-        c"uct_query_components",
-        c"uct_release_component_list",
-    ];
-    let [Some(register), Some(deregister), Some(query), Some(release)] =
-        names.map(|name| ucx.symbol(name))
-    else {
-        log!(ucx, Info, "ucx_perftest -m gaudi is not available: libuct lacks one of {names:?}");
-        return Ok(());
-    };
-    // SAFETY: public functions of libuct, of these types since long before 1.22.
-    let bench = unsafe {
-        Bench {
-            ucx,
-            register: core::mem::transmute::<*mut c_void, RegisterFn>(register),
-            deregister: core::mem::transmute::<*mut c_void, DeregisterFn>(deregister),
-            query_components: core::mem::transmute::<*mut c_void, QueryComponentsFn>(query),
-            release_components: core::mem::transmute::<*mut c_void, ReleaseComponentsFn>(release),
-            buffers: Mutex::default(),
-        }
-    };
-    BENCH.get_or_init(|| bench);
+    BENCH.get_or_init(|| Bench { ucx, buffers: Mutex::default() });
     // SAFETY: the array has a slot for every memory type that its UCX knows, and this UCX knows
     // Gaudi's (checked when the plugin registered).
     unsafe {
@@ -195,7 +156,7 @@ unsafe extern "C" fn uct_alloc(
         let allocation = configured_device()?.alloc(length.max(1) as u64, 1)?;
         let address = allocation.addr().0 as usize;
         memtype_cache::allocated(&allocation);
-        bench.buffers.lock().unwrap_or_else(PoisonError::into_inner).insert(address, allocation);
+        bench.buffers().insert(address, allocation);
         Ok((bench, address))
     });
     let (bench, address) = match allocated {
@@ -204,9 +165,8 @@ unsafe extern "C" fn uct_alloc(
     };
     let pointer = core::ptr::without_provenance_mut::<c_void>(address);
     // SAFETY: the context is the test program's, and this is called for UCT tests only.
-    let Some(md) = (unsafe { domain_in(perf, bench.query_components, bench.release_components) })
-    else {
-        bench.buffers.lock().unwrap_or_else(PoisonError::into_inner).remove(&address);
+    let Some(md) = (unsafe { domain_in(perf, &bench.ucx.components()) }) else {
+        bench.buffers().remove(&address);
         log!(
             bench.ucx,
             Error,
@@ -216,14 +176,18 @@ unsafe extern "C" fn uct_alloc(
         );
         return Status::UNSUPPORTED;
     };
-    // SAFETY: the out-parameter is the caller's; the address is registered, never accessed.
-    unsafe {
-        let mut memh = core::ptr::null_mut();
-        let registered = (bench.register)(md, pointer, length, flags, &mut memh);
-        if registered != Status::OK {
-            bench.buffers.lock().unwrap_or_else(PoisonError::into_inner).remove(&address);
-            return registered;
+    let (flags, mem_type) = (flags.into(), MemoryType::GAUDI);
+    let params = MemRegParams { field_mask: 1, flags, dmabuf_fd: -1, dmabuf_offset: 0, mem_type };
+    // SAFETY: an open domain; the address is registered, never accessed.
+    let memh = match unsafe { bench.ucx.register(md, pointer, length, &params) } {
+        Ok(memh) => memh,
+        Err(status) => {
+            bench.buffers().remove(&address);
+            return status;
         }
+    };
+    // SAFETY: the out-parameter is the caller's.
+    unsafe {
         (*out).address = pointer;
         (*out).memory_type = MemoryType::GAUDI;
         (*out).md = md;
@@ -236,10 +200,10 @@ unsafe extern "C" fn uct_free(_perf: *const c_void, memory: *mut AllocatedMemory
     let Some(bench) = BENCH.get() else { return };
     // SAFETY: what `uct_alloc` filled in, freed once.
     let address = unsafe {
-        (bench.deregister)((*memory).md, (*memory).memh);
+        bench.ucx.deregister((*memory).md, (*memory).memh);
         (*memory).address.addr()
     };
-    let freed = bench.buffers.lock().unwrap_or_else(PoisonError::into_inner).remove(&address);
+    let freed = bench.buffers().remove(&address);
     if let Some(allocation) = freed {
         memtype_cache::freeing(&allocation);
     }
@@ -296,27 +260,15 @@ mod tests {
     use super::*;
     use core::ptr::without_provenance_mut;
 
-    static COMPONENTS: [usize; 2] = [0x1000, 0x2000];
-
-    unsafe extern "C" fn query(list: *mut *mut *mut c_void, count: *mut u32) -> Status {
-        // SAFETY: both are the caller's.
-        unsafe {
-            *list = COMPONENTS.as_ptr().cast_mut().cast();
-            *count = 2;
-        }
-        Status::OK
-    }
-
-    unsafe extern "C" fn release(_list: *mut *mut c_void) {}
-
     #[test]
     fn a_domain_is_taken_only_where_it_and_its_component_are() {
         let domain_of = |component: usize, md: *const RawMd| {
             let mut context = vec![0usize; PERF_UCT_COMPONENT / 8 + 2];
             context[PERF_UCT_COMPONENT / 8] = component;
             context[PERF_UCT_COMPONENT / 8 + 1] = md.expose_provenance();
+            let components = [0x1000, 0x2000].map(without_provenance_mut);
             // SAFETY: a context of our own making, whose domain is one or is not looked into.
-            let found = unsafe { domain_in(context.as_ptr().cast(), query, release) };
+            let found = unsafe { domain_in(context.as_ptr().cast(), &components) };
             found.map(|md| md.addr())
         };
         let md = RawMd { ops: core::ptr::null(), component: without_provenance_mut(0x2000) };

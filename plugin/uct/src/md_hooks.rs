@@ -125,7 +125,8 @@ impl Ucx {
         }
     }
 
-    fn components(&self) -> Vec<*mut RawComponent> {
+    /// The components of this copy, which are never freed.
+    pub fn components(&self) -> Vec<*mut RawComponent> {
         let (mut list, mut count) = (core::ptr::null_mut(), 0);
         // SAFETY: out-parameters of ours; a list that was returned has so many components and is released once.
         unsafe {
@@ -137,6 +138,38 @@ impl Ucx {
             (self.symbols.uct_release_component_list)(list);
             found
         }
+    }
+
+    /// Registers memory with a domain, as `uct_md_mem_reg_v2` does.
+    ///
+    /// # Safety
+    /// An open domain of this copy. What is returned is [deregistered](Self::deregister) once, before it is closed.
+    ///
+    /// # Errors
+    /// The domain's.
+    pub unsafe fn register(
+        &self,
+        md: *mut RawMd,
+        address: *mut c_void,
+        length: usize,
+        params: &MemRegParams,
+    ) -> Result<*mut c_void, Status> {
+        let mut memh = core::ptr::null_mut();
+        // SAFETY: the caller's promise; the structures outlive the call.
+        match unsafe { (self.symbols.uct_md_mem_reg_v2)(md, address, length, params, &mut memh) } {
+            Status::OK => Ok(memh),
+            status => Err(status),
+        }
+    }
+
+    /// Undoes [`register`](Self::register).
+    ///
+    /// # Safety
+    /// What it returned for this domain, once.
+    pub unsafe fn deregister(&self, md: *mut RawMd, memh: *mut c_void) {
+        let params = MemDeregParams { field_mask: 1, flags: 0, memh, comp: core::ptr::null_mut() };
+        // SAFETY: the caller's promise.
+        unsafe { (self.symbols.uct_md_mem_dereg_v2)(md, &params) };
     }
 
     /// The hooked domains of this copy that are open now.
@@ -164,8 +197,6 @@ impl Ucx {
             mem_type,
         };
         let address = core::ptr::without_provenance_mut(address as usize);
-        let (register, deregister) =
-            (self.symbols.uct_md_mem_reg_v2, self.symbols.uct_md_mem_dereg_v2);
         // None of them is closed meanwhile.
         let _none_closes = CLOSING.lock().unwrap_or_else(PoisonError::into_inner);
         let mut open: Vec<Open> = state().open.clone();
@@ -173,19 +204,12 @@ impl Ucx {
             core::ptr::eq(open.ucx, self) && open.domain.flags & md_flag::REG_DMABUF != 0
         });
         let try_one = |open: Open| {
-            let mut memh = core::ptr::null_mut();
-            // SAFETY: an open domain; the address is only a number to it, and the structures outlive the calls. What
-            // was registered is deregistered once.
+            // SAFETY: an open domain; the address is only a number to it. What was registered is deregistered once.
             let registered = unsafe {
                 *libc::__errno_location() = 0;
-                if register(open.md, address, length, &params, &mut memh) == Status::OK {
-                    let null = core::ptr::null_mut();
-                    let params = MemDeregParams { field_mask: 1, flags: 0, memh, comp: null };
-                    deregister(open.md, &params);
-                    Ok(())
-                } else {
-                    Err(*libc::__errno_location())
-                }
+                self.register(open.md, address, length, &params)
+                    .map(|memh| self.deregister(open.md, memh))
+                    .map_err(|_| *libc::__errno_location())
             };
             (open.domain.name, registered)
         };

@@ -37,7 +37,7 @@ check() {
     local node=cuda-$BASHPID
     # env sees the later of two values: settings may replace any of these.
     env LD_LIBRARY_PATH="$(loader "$ucx")" UCX_PLUGIN_PATH="$lib/plugins" SOFT_GAUDI_DEVICES=2 \
-        SOFT_GAUDI_KIND=ordered,unpinned SOFT_GAUDI_NODE="$node" "${settings[@]}" \
+        SOFT_GAUDI_LENIENT=ordered,unpinned SOFT_GAUDI_NODE="$node" "${settings[@]}" \
         "$root/dist/bin/ucp-check" "$@" --ucx "$root/stock/$ucx"
     local code=$?
     rm -rf "/dev/shm/soft-gaudi-$(id -u)/$node"
@@ -190,9 +190,9 @@ if has both; then
     # software HCA cannot map a dma-buf of CUDA memory.
     expected=1 step "nixl: soft-rdma beside CUDA (it cannot reach CUDA memory)" both.txt 60 check nixl LD_PRELOAD="$lib/soft/rdma/libibverbs.so.1" \
         SOFT_RDMA_DIR="$root/rdma" SOFT_RDMA_STATS="$OUT/rdma.json" SOFT_RDMA_MEMLOCK=off \
-        SOFT_GAUDI_KIND=import,ordered,unpinned UCX_TLS=rc,cuda_copy,gaudi_cpy -- \
+        SOFT_GAUDI_LENIENT=import,ordered,unpinned UCX_TLS=rc,cuda_copy,gaudi_cpy -- \
         pair --plain --cuda --sizes 1,4097,1M+1
-    step "a dma-buf of CUDA" both.txt 20 check ucx SOFT_GAUDI_KIND=import -- cuda-dmabuf
+    step "a dma-buf of CUDA" both.txt 20 check ucx SOFT_GAUDI_LENIENT=import -- cuda-dmabuf
 fi
 if has verify; then
     for ucx in ucx nixl; do

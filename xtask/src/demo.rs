@@ -3,7 +3,7 @@
 
 use anyhow::{Context, Result, bail, ensure};
 use comfy_table::{CellAlignment, Table, presets};
-use e2e::{Device, KIND, Listing, Perftest, Row, Ucx, Workbench};
+use e2e::{Device, LENIENT, Listing, Perftest, Row, Ucx, Workbench};
 
 use crate::dist::{self, Profile};
 use crate::progress::Work;
@@ -24,7 +24,7 @@ pub(crate) fn run(repo: &Repo) -> Result<()> {
     println!("device: {}", device.title());
     if matches!(device, Device::Software(_)) {
         println!(
-            "        SOFT_GAUDI_KIND={KIND}: it imports dma-bufs, as an upstream driver does not"
+            "        SOFT_GAUDI_LENIENT={LENIENT}: it imports dma-bufs, as an upstream driver does not"
         );
     }
     println!();

@@ -277,7 +277,7 @@ pub(crate) struct Machine {
 pub(crate) const MACHINES: &[Machine] = &[
     Machine {
         about: "five stacks of HBM (pages of 640 MiB, seven EDMA engines)",
-        variables: &[("SOFT_GAUDI_SHAPE", "5")],
+        variables: &[("SOFT_GAUDI_HBM_STACKS", "5")],
         tests: "package(=gaudi) | package(=uct-gaudi) | package(=e2e)",
     },
     Machine {
@@ -287,7 +287,7 @@ pub(crate) const MACHINES: &[Machine] = &[
     },
     Machine {
         about: "dma-buf import, as with Habana's own driver",
-        variables: &[("SOFT_GAUDI_KIND", "import")],
+        variables: &[("SOFT_GAUDI_LENIENT", "import")],
         tests: "package(=e2e) & not (binary_id(=e2e::ipc) | binary_id(=e2e::one_sided))",
     },
 ];

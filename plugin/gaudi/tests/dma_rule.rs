@@ -1,4 +1,4 @@
-//! Copies on a software Gaudi2 whose DMA engines take whole units only (`SOFT_GAUDI_DMA_RULE`): any other packet resets
+//! Copies on a software Gaudi2 whose DMA engines take whole units only (`SOFT_GAUDI_DMA_ALIGNMENT`): any other packet resets
 //! it. Every byte is checked, with poisoned surroundings.
 
 mod machine;
@@ -18,7 +18,7 @@ const OFFSETS: [(usize, usize); 5] = [(0, 0), (1, 1), (128, 4), (77, 0), (3, 131
 
 fn setup() -> Arc<Device> {
     // SAFETY: before the library is loaded; every test of this program sets the same.
-    unsafe { std::env::set_var("SOFT_GAUDI_DMA_RULE", "4,128") };
+    unsafe { std::env::set_var("SOFT_GAUDI_DMA_ALIGNMENT", "4,128") };
     machine::set_up("gaudi2");
     fresh()
 }

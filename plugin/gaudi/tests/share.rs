@@ -211,7 +211,7 @@ mod ipc {
         let mut peer = Peer::on_card(1);
         let key = RemoteKey::parse(&peer.share(1, 5000, 1)).unwrap();
         // SAFETY: no other thread of this process reads the environment.
-        unsafe { std::env::set_var("SOFT_GAUDI_KIND", "") };
+        unsafe { std::env::set_var("SOFT_GAUDI_LENIENT", "") };
         let mut old = Peer::on_card(0);
         let refused = old.request(&format!("open 1 {}", hex(&peer.share(2, 5000, 1))));
         assert!(refused.starts_with("failed INVALID_PARAMS"), "{refused}");

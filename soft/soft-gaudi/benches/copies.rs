@@ -217,10 +217,10 @@ fn json(figures: &[Figure]) -> String {
 }
 
 fn main() {
-    // The card's own speed; with SOFT_GAUDI_KIND= the kernel's, which copies to and from pinned pages.
-    if std::env::var_os("SOFT_GAUDI_KIND").is_none() {
+    // The card's own speed; with SOFT_GAUDI_LENIENT= the kernel's, which copies to and from pinned pages.
+    if std::env::var_os("SOFT_GAUDI_LENIENT").is_none() {
         // SAFETY: there is one thread.
-        unsafe { std::env::set_var("SOFT_GAUDI_KIND", "ordered,unpinned") };
+        unsafe { std::env::set_var("SOFT_GAUDI_LENIENT", "ordered,unpinned") };
     }
     machine("gaudi2");
     let fd = open(0);

@@ -138,7 +138,7 @@ fn main() {
     // SAFETY: before any other thread and before the library's first call.
     unsafe {
         std::env::set_var("SOFT_GAUDI_CS_TIMEOUT", "50");
-        std::env::set_var("SOFT_GAUDI_KIND", "edma-fetch");
+        std::env::set_var("SOFT_GAUDI_LENIENT", "edma-fetch");
         std::env::set_var("SOFT_GAUDI_HBM", "1536m");
     }
     machine("gaudi2");

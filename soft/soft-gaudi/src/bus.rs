@@ -154,7 +154,7 @@ impl QueueBus<'_> {
 impl Bus for QueueBus<'_> {
     fn read(&self, addr: u64, into: &mut [u8]) -> Result<(), Fault> {
         let context = self.context;
-        if !context.node.config.kind.edma_fetch
+        if !context.node.config.lenient.edma_fetch
             && context.profile.edma_engine(self.queue).is_some()
             && context.profile.is_host(addr)
         {

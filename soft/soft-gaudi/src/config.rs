@@ -29,7 +29,7 @@ pub struct Config {
     pub node: String,
     /// Generation of all its cards: `SOFT_GAUDI_GENERATION`.
     pub generation: Generation,
-    /// The numbers of these cards: `SOFT_GAUDI_SHAPE`, for a Gaudi2 its stacks of HBM.
+    /// The numbers of these cards: `SOFT_GAUDI_HBM_STACKS`, for a Gaudi2 its stacks of HBM.
     pub profile: &'static Profile,
     /// Number of cards: `SOFT_GAUDI_DEVICES`.
     pub devices: u32,
@@ -37,8 +37,8 @@ pub struct Config {
     pub dram_size: u64,
     /// Until a stuck submission resets the device: `SOFT_GAUDI_CS_TIMEOUT` (milliseconds).
     pub cs_timeout: Duration,
-    /// Where it is kinder than a card: `SOFT_GAUDI_KIND`.
-    pub kind: Kind,
+    /// Where it is more lenient than a card: `SOFT_GAUDI_LENIENT`.
+    pub lenient: Lenient,
     /// How long a queue that was idle takes before it begins: `SOFT_GAUDI_LATENCY` (microseconds).
     /// Zero is as quick as can be, in the submitting thread if the work is small.
     pub latency: Duration,
@@ -47,7 +47,7 @@ pub struct Config {
     pub jitter: (Duration, u64),
     /// Times of a real card: `SOFT_GAUDI_MODEL`.
     pub model: Option<Model>,
-    /// Lengths and addresses that the DMA engines take are multiples of these: `SOFT_GAUDI_DMA_RULE`.
+    /// Lengths and addresses that the DMA engines take are multiples of these: `SOFT_GAUDI_DMA_ALIGNMENT`.
     pub dma_rule: (u64, u64),
     /// Whether the machine's fault rules apply to this process: `SOFT_GAUDI_FAULTS`.
     pub faults: bool,
@@ -65,7 +65,7 @@ pub struct Config {
 
 /// What a card or its driver would not do; off unless named.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Kind {
+pub struct Lenient {
     /// `edma-fetch`: the EDMA engines of a Gaudi2 can fetch command buffers from host memory.
     pub edma_fetch: bool,
     /// `import`: dma-bufs can be imported, as with Habana's own driver but no upstream kernel.
@@ -80,27 +80,27 @@ pub struct Kind {
     pub ordered: bool,
 }
 
-impl Kind {
+impl Lenient {
     fn parse(list: &str) -> Result<Self, String> {
-        let mut kind = Self::default();
+        let mut lenient = Self::default();
         for name in list.split(',').map(str::trim).filter(|name| !name.is_empty()) {
             let field = match name {
-                "edma-fetch" => &mut kind.edma_fetch,
-                "import" => &mut kind.import,
-                "pdma-streams" => &mut kind.pdma_streams,
-                "unpinned" => &mut kind.unpinned,
-                "instant-close" => &mut kind.instant_close,
-                "ordered" => &mut kind.ordered,
+                "edma-fetch" => &mut lenient.edma_fetch,
+                "import" => &mut lenient.import,
+                "pdma-streams" => &mut lenient.pdma_streams,
+                "unpinned" => &mut lenient.unpinned,
+                "instant-close" => &mut lenient.instant_close,
+                "ordered" => &mut lenient.ordered,
                 other => {
                     return Err(format!(
-                        "SOFT_GAUDI_KIND={list}: '{other}' is none of edma-fetch, import, instant-close, \
+                        "SOFT_GAUDI_LENIENT={list}: '{other}' is none of edma-fetch, import, instant-close, \
                          ordered, pdma-streams, unpinned"
                     ));
                 }
             };
             *field = true;
         }
-        Ok(kind)
+        Ok(lenient)
     }
 }
 
@@ -111,15 +111,43 @@ const REPLACED: [(&str, &str); 3] = [
     ("SOFT_GAUDI_PDMA", "pdma-streams"),
 ];
 
+/// Earlier names of variables, which are read where the present one is not set.
+const RENAMED: [(&str, &str); 3] = [
+    ("SOFT_GAUDI_KIND", "SOFT_GAUDI_LENIENT"),
+    ("SOFT_GAUDI_SHAPE", "SOFT_GAUDI_HBM_STACKS"),
+    ("SOFT_GAUDI_DMA_RULE", "SOFT_GAUDI_DMA_ALIGNMENT"),
+];
+
+/// Looks variables up with `set`, under their present or their earlier names; `notice` is told of the latter.
+fn renamed(
+    set: impl Fn(&str) -> Option<String>,
+    notice: impl Fn(&str),
+) -> impl Fn(&str) -> Option<String> {
+    move |name| {
+        let earlier = || {
+            let (earlier, _) = RENAMED.iter().find(|(_, present)| *present == name)?;
+            let value = set(earlier)?;
+            notice(&format!("{earlier} is now called {name}; please rename it"));
+            Some(value)
+        };
+        set(name).or_else(earlier)
+    }
+}
+
 /// The configuration of this process; `None` after complaining when a variable is malformed.
 pub fn config() -> Option<&'static Config> {
     static CONFIG: OnceLock<Option<Config>> = OnceLock::new();
     CONFIG
-        .get_or_init(|| match parse(|name| std::env::var(name).ok()) {
-            Ok(config) => Some(config),
-            Err(reason) => {
-                eprintln!("soft-gaudi: {reason}; this process sees no devices");
-                None
+        .get_or_init(|| {
+            match parse(renamed(
+                |name| std::env::var(name).ok(),
+                |text| eprintln!("soft-gaudi: {text}"),
+            )) {
+                Ok(config) => Some(config),
+                Err(reason) => {
+                    eprintln!("soft-gaudi: {reason}; this process sees no devices");
+                    None
+                }
             }
         })
         .as_ref()
@@ -128,7 +156,9 @@ pub fn config() -> Option<&'static Config> {
 /// Reads the variables through `var`.
 fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
     if let Some((name, word)) = REPLACED.iter().find(|(name, _)| var(name).is_some()) {
-        return Err(format!("{name} is no longer a variable; SOFT_GAUDI_KIND={word} turns it on"));
+        return Err(format!(
+            "{name} is no longer a variable; SOFT_GAUDI_LENIENT={word} turns it on"
+        ));
     }
     /// The value of a variable as `parse` understands it, `default` if it is not set.
     fn read<T>(
@@ -167,7 +197,7 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
     })?;
     // Other generations than Gaudi2 have one shape.
     let profile =
-        read(&var, "SOFT_GAUDI_SHAPE", generation.profile(), "6 or 5", |text| match text {
+        read(&var, "SOFT_GAUDI_HBM_STACKS", generation.profile(), "6 or 5", |text| match text {
             "5" if generation == Generation::Gaudi2 => Some(Generation::five_hbm()),
             "5" | "6" => Some(generation.profile()),
             _ => None,
@@ -189,17 +219,17 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
     let cs_timeout = read(&var, "SOFT_GAUDI_CS_TIMEOUT", default, want, |text| {
         milliseconds(text).filter(|time| !time.is_zero())
     })?;
-    let kind = Kind::parse(&var("SOFT_GAUDI_KIND").unwrap_or_default())?;
+    let lenient = Lenient::parse(&var("SOFT_GAUDI_LENIENT").unwrap_or_default())?;
     let want = format!("microseconds up to {MAX_LATENCY_US}");
     let latency = read(&var, "SOFT_GAUDI_LATENCY", Duration::ZERO, &want, microseconds)?;
-    let default = (if kind.ordered { Duration::ZERO } else { JITTER }, 1);
+    let default = (if lenient.ordered { Duration::ZERO } else { JITTER }, 1);
     let want = format!("{want}, and a seed after a comma");
     let jitter = read(&var, "SOFT_GAUDI_JITTER", default, &want, |text| {
         let (time, seed) = text.split_once(',').unwrap_or((text, "1"));
         Some((microseconds(time)?, seed.trim().parse().ok()?))
     })?;
     let want = "two powers of two up to 4096, for lengths and addresses";
-    let dma_rule = read(&var, "SOFT_GAUDI_DMA_RULE", (1, 1), want, |text| {
+    let dma_rule = read(&var, "SOFT_GAUDI_DMA_ALIGNMENT", (1, 1), want, |text| {
         let power = |text: &str| {
             text.trim().parse().ok().filter(|n: &u64| n.is_power_of_two() && *n <= 4096)
         };
@@ -214,7 +244,7 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
     let faults = read(&var, "SOFT_GAUDI_FAULTS", false, "yes or no", yes_or_no)?;
     let early_writes = read(&var, "SOFT_GAUDI_EARLY_WRITES", false, "yes or no", yes_or_no)?;
     let [close, reset] = match model {
-        _ if kind.instant_close => [Duration::ZERO; 2],
+        _ if lenient.instant_close => [Duration::ZERO; 2],
         Some(model) => model.close_times(),
         None => [CLOSE_TIME; 2],
     };
@@ -234,7 +264,7 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> Result<Config, String> {
         devices,
         dram_size,
         cs_timeout,
-        kind,
+        lenient,
         latency,
         jitter,
         model,
@@ -290,17 +320,42 @@ mod tests {
         assert_eq!(with(&[("SOFT_GAUDI_HBM", "2g")]).unwrap().dram_size, 2 * (768 << 20));
         assert_eq!(with(&[("SOFT_GAUDI_HBM", "3GiB")]).unwrap().dram_size, 4 * (768 << 20));
         assert!(with(&[("SOFT_GAUDI_HBM", "767m")]).is_err());
-        let five = with(&[("SOFT_GAUDI_HBM", "767m"), ("SOFT_GAUDI_SHAPE", "5")]).unwrap();
+        let five = with(&[("SOFT_GAUDI_HBM", "767m"), ("SOFT_GAUDI_HBM_STACKS", "5")]).unwrap();
         assert_eq!(five.dram_size, 640 << 20);
         assert!(with(&[("SOFT_GAUDI_HBM", "1000t")]).is_err());
     }
 
     #[test]
-    fn kindness_is_a_list_and_empty_unless_named() {
-        assert_eq!(with(&[]).unwrap().kind, Kind::default());
-        let config = with(&[("SOFT_GAUDI_KIND", "import, instant-close,")]).unwrap();
-        let kind = Kind { import: true, instant_close: true, ..Kind::default() };
-        assert_eq!((config.kind, config.close_time), (kind, Duration::ZERO));
+    fn leniency_is_a_list_and_empty_unless_named() {
+        assert_eq!(with(&[]).unwrap().lenient, Lenient::default());
+        let config = with(&[("SOFT_GAUDI_LENIENT", "import, instant-close,")]).unwrap();
+        let lenient = Lenient { import: true, instant_close: true, ..Lenient::default() };
+        assert_eq!((config.lenient, config.close_time), (lenient, Duration::ZERO));
+    }
+
+    #[test]
+    fn an_earlier_name_counts_where_the_present_one_is_not_set_and_is_reported_once() {
+        let notices = std::cell::RefCell::new(Vec::new());
+        let read = |pairs: &[(&str, &str)]| {
+            let set = |name: &str| {
+                pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned())
+            };
+            parse(renamed(set, |text| notices.borrow_mut().push(text.to_owned()))).unwrap()
+        };
+        let config = read(&[
+            ("SOFT_GAUDI_KIND", "import"),
+            ("SOFT_GAUDI_SHAPE", "5"),
+            ("SOFT_GAUDI_DMA_RULE", "4,128"),
+        ]);
+        assert!(config.lenient.import && config.dma_rule == (4, 128));
+        assert_eq!(config.profile.dram_page, 640 << 20);
+        let said = notices.take();
+        assert_eq!(said.len(), 3, "{said:?}");
+        for (earlier, present) in RENAMED {
+            assert!(said.iter().any(|text| text.contains(earlier) && text.contains(present)));
+        }
+        let config = read(&[("SOFT_GAUDI_KIND", "import"), ("SOFT_GAUDI_LENIENT", "")]);
+        assert!(!config.lenient.import && notices.take().is_empty());
     }
 
     #[test]
@@ -313,7 +368,7 @@ mod tests {
         assert_eq!(times(&[]), [10, 10]);
         assert_eq!(times(&[model]), [5_000, 10_000]);
         assert_eq!(times(&[model, ("SOFT_GAUDI_CLOSE_TIME", "7")]), [7, 7]);
-        assert_eq!(times(&[model, ("SOFT_GAUDI_KIND", "instant-close")]), [0, 0]);
+        assert_eq!(times(&[model, ("SOFT_GAUDI_LENIENT", "instant-close")]), [0, 0]);
     }
 
     #[test]
@@ -326,16 +381,16 @@ mod tests {
             ("SOFT_GAUDI_DEVICES", "-1"),
             ("SOFT_GAUDI_HBM", "lots"),
             ("SOFT_GAUDI_CS_TIMEOUT", "0"),
-            ("SOFT_GAUDI_KIND", "import,all"),
+            ("SOFT_GAUDI_LENIENT", "import,all"),
             ("SOFT_GAUDI_IMPORT", "no"),
             ("SOFT_GAUDI_LATENCY", "-1"),
             ("SOFT_GAUDI_LATENCY", "1000001"),
             ("SOFT_GAUDI_JITTER", "5,x"),
             ("SOFT_GAUDI_MODEL", "gaudi9"),
-            ("SOFT_GAUDI_DMA_RULE", "3,128"),
+            ("SOFT_GAUDI_DMA_ALIGNMENT", "3,128"),
             ("SOFT_GAUDI_FAULTS", "many"),
             ("SOFT_GAUDI_RESET_KILL", "yes"),
-            ("SOFT_GAUDI_SHAPE", "4"),
+            ("SOFT_GAUDI_HBM_STACKS", "4"),
             ("SOFT_GAUDI_CLOSE_TIME", "long"),
         ] {
             let reason = with(&[(name, value)]).unwrap_err();

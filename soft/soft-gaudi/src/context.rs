@@ -138,7 +138,7 @@ pub(crate) fn open(device: u32) -> Result<OwnedFd, Errno> {
         state.set_unowned(Word::InRelease, 0);
     }
     guarded::install();
-    if !node.config.kind.unpinned {
+    if !node.config.lenient.unpinned {
         ring::prepare();
     }
     node.announce_model();

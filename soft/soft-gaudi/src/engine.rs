@@ -435,7 +435,10 @@ impl Context {
             }
             Fault::Rule { addr } => {
                 self.state.record(Word::Razwi, now, addr, queue.into());
-                (format!("length or address breaks SOFT_GAUDI_DMA_RULE ({addr:#x})"), bit::RAZWI)
+                (
+                    format!("length or address breaks SOFT_GAUDI_DMA_ALIGNMENT ({addr:#x})"),
+                    bit::RAZWI,
+                )
             }
             Fault::Opcode | Fault::Fetch { .. } => {
                 self.state.record(Word::UndefinedOpcode, now, 0, queue.into());

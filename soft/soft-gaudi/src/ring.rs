@@ -117,7 +117,7 @@ pub(crate) fn pin(start: u64, len: u64) -> Result<Option<Pin>, Errno> {
             SAID.call_once(|| {
                 eprintln!(
                     "soft-gaudi: the kernel does not pin {len} bytes for this process ({errno}): copies resolve \
-                     addresses when they run, so that stale pins go unnoticed (see SOFT_GAUDI_KIND=unpinned)"
+                     addresses when they run, so that stale pins go unnoticed (see SOFT_GAUDI_LENIENT=unpinned)"
                 );
             });
             Ok(None)

@@ -323,7 +323,7 @@ fn status_of(role: &str) -> ExitStatus {
     let output = std::process::Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "child", "--nocapture", "--test-threads=1"])
         // Pinned pages do not fault.
-        .env("SOFT_GAUDI_KIND", "unpinned")
+        .env("SOFT_GAUDI_LENIENT", "unpinned")
         .env("SOFT_GAUDI_NODE", format!("test-handlers-{}", std::process::id()))
         .env("SOFT_GAUDI_TEST_CHILD", format!("{role} 0"))
         .output()

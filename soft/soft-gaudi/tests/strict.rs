@@ -86,7 +86,7 @@ fn jitter() {
 #[test]
 fn ends_are_reported_late_and_in_any_order() {
     // The longest possible: on a busy machine the test must poll several times before all are over.
-    passes("jitter", &[("SOFT_GAUDI_KIND", ""), ("SOFT_GAUDI_JITTER", "1000000,7")]);
+    passes("jitter", &[("SOFT_GAUDI_LENIENT", ""), ("SOFT_GAUDI_JITTER", "1000000,7")]);
 }
 
 /// Does something that takes at least this long.
@@ -156,7 +156,7 @@ fn kernel_log() {
 
 #[test]
 fn refusals_and_timeouts_that_the_kernel_logs_are_recorded() {
-    passes("kernel log", &[("SOFT_GAUDI_KIND", ""), ("SOFT_GAUDI_CS_TIMEOUT", "300")]);
+    passes("kernel log", &[("SOFT_GAUDI_LENIENT", ""), ("SOFT_GAUDI_CS_TIMEOUT", "300")]);
 }
 
 #[test]
@@ -203,7 +203,7 @@ fn edma() {
 
 #[test]
 fn edma_hangs_when_it_fetches_its_packets_from_host_memory() {
-    passes("edma", &[("SOFT_GAUDI_KIND", ""), ("SOFT_GAUDI_CS_TIMEOUT", "300")]);
+    passes("edma", &[("SOFT_GAUDI_LENIENT", ""), ("SOFT_GAUDI_CS_TIMEOUT", "300")]);
 }
 
 const LEN: usize = 300 << 10;
@@ -345,7 +345,7 @@ fn a_card_keeps_the_pages_it_was_given_when_their_addresses_get_others() {
     if let Some(why) = why_no_pins() {
         return println!("skipped: {why}");
     }
-    passes("stale", &[("SOFT_GAUDI_KIND", "")]);
+    passes("stale", &[("SOFT_GAUDI_LENIENT", "")]);
 }
 
 #[test]
@@ -353,7 +353,7 @@ fn after_a_fork_the_card_sees_what_the_parent_writes_and_not_what_the_child_writ
     if let Some(why) = why_no_pins() {
         return println!("skipped: {why}");
     }
-    passes("forked", &[("SOFT_GAUDI_KIND", "")]);
+    passes("forked", &[("SOFT_GAUDI_LENIENT", "")]);
 }
 
 /// Without pins memory that is gone is a device fault, not a crash.
@@ -369,7 +369,7 @@ fn vanished() {
 
 #[test]
 fn without_pins_memory_that_vanished_is_a_device_fault() {
-    passes("vanished", &[("SOFT_GAUDI_KIND", "unpinned")]);
+    passes("vanished", &[("SOFT_GAUDI_LENIENT", "unpinned")]);
 }
 
 fn five_hbm() {
@@ -400,7 +400,7 @@ fn five_hbm() {
 
 #[test]
 fn a_card_with_five_stacks_of_hbm_has_smaller_pages_and_one_engine_less() {
-    passes("five hbm", &[("SOFT_GAUDI_SHAPE", "5"), ("SOFT_GAUDI_KIND", "edma-fetch")]);
+    passes("five hbm", &[("SOFT_GAUDI_HBM_STACKS", "5"), ("SOFT_GAUDI_LENIENT", "edma-fetch")]);
 }
 
 const CLOSE_MS: u64 = 30;

@@ -28,8 +28,8 @@ pub enum Device {
     },
 }
 
-/// `SOFT_GAUDI_KIND` of the demo, the benches and `cargo xtask env`.
-pub const KIND: &str = "import,ordered,unpinned";
+/// `SOFT_GAUDI_LENIENT` of the demo, the benches and `cargo xtask env`.
+pub const LENIENT: &str = "import,ordered,unpinned";
 
 /// A machine in software: its name keeps it apart from all others, its settings are variables. It is
 /// removed when neither this nor a tool or process that was given it is left.
@@ -50,9 +50,9 @@ impl SoftNode {
         Self { machine: Arc::new(machine), settings: Vec::new() }
     }
 
-    /// A node as quick as it can be, with dma-buf import: kinder than a card with an upstream driver.
-    pub fn kind() -> Self {
-        Self::unique().with("SOFT_GAUDI_KIND", KIND)
+    /// A node as quick as it can be, with dma-buf import: more lenient than a card with an upstream driver.
+    pub fn lenient() -> Self {
+        Self::unique().with("SOFT_GAUDI_LENIENT", LENIENT)
     }
 
     /// Adds a setting of the software Gaudi, for example `SOFT_GAUDI_DEVICES`.
@@ -151,24 +151,24 @@ impl Device {
 
     /// The same with a driver that imports dma-bufs.
     pub fn importing(count: u32) -> Self {
-        Self::cards(count).kind("import")
+        Self::cards(count).lenient("import")
     }
 
     /// The same with one that does not, also where `--long` chose another.
     pub fn not_importing(count: u32) -> Self {
-        Self::cards(count).kind("")
+        Self::cards(count).lenient("")
     }
 
-    fn kind(self, kind: &str) -> Self {
+    fn lenient(self, list: &str) -> Self {
         match self {
-            Self::Software(node) => Self::Software(node.with("SOFT_GAUDI_KIND", kind)),
+            Self::Software(node) => Self::Software(node.with("SOFT_GAUDI_LENIENT", list)),
             other => other,
         }
     }
 
     /// The machine's own card if it has one and its driver library, else a software one for the demo and benches.
     pub fn hardware_or_software() -> Self {
-        Self::hardware(Path::new("/")).unwrap_or_else(|| Self::Software(SoftNode::kind()))
+        Self::hardware(Path::new("/")).unwrap_or_else(|| Self::Software(SoftNode::lenient()))
     }
 
     /// The card of the machine whose file system is at `root`, if it has one and its driver library.

@@ -26,7 +26,7 @@ pub mod rdma;
 mod tool;
 
 pub use client::Row;
-pub use device::{Device, KIND, SoftNode};
+pub use device::{Device, LENIENT, SoftNode};
 pub use layout::{Layout, Ucx};
 pub use listing::Listing;
 pub use perftest::{Figures, Pair, Perftest};

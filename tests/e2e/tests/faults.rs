@@ -13,7 +13,7 @@ fn message_with(rules: &str, variables: &[(&str, &str)]) -> Finished {
 fn message_of(size: &str, rules: &str, variables: &[(&str, &str)]) -> Finished {
     let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2").with_faults(rules);
     // Without import also in a long run that has it: the rules count the copies of staged messages.
-    let node = node.with("SOFT_GAUDI_KIND", "");
+    let node = node.with("SOFT_GAUDI_LENIENT", "");
     let words = format!("pair --ops tag --plain --mem gaudi:gaudi --sizes {size}");
     client(Ucx::V1_22, &Device::Software(node), &words).envs(variables).run()
 }
@@ -113,8 +113,8 @@ fn a_full_dev_shm_is_named_as_the_reason_with_what_to_do() {
     let bench = Workbench::from_env();
     let client = bench.layout().bin().join("ucp-check");
     // Pinned memory is copied in another way.
-    for kind in ["", "unpinned"] {
-        let node = SoftNode::unique().with("SOFT_GAUDI_KIND", kind);
+    for lenient in ["", "unpinned"] {
+        let node = SoftNode::unique().with("SOFT_GAUDI_LENIENT", lenient);
         let tool = bench.program(Ucx::V1_22, "unshare").plugin().device(&Device::Software(node));
         let tool = entering(rights).iter().fold(tool, |tool, word| tool.arg(word)).arg(&client);
         let tool = tool.words("loopback --ops tag --plain --mem host:gaudi --sizes 16M --ucx");

@@ -12,9 +12,11 @@ const SMALL: &str = "1,7,8,16,31,32,63,64,65,100,127,128,129,200,255,256";
 
 /// Two cards that acknowledge writes of HCAs before their engines see them, as newer drivers let them.
 fn machine(import: bool) -> Device {
-    let kind = if import { "import" } else { "" };
+    let lenient = if import { "import" } else { "" };
     let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2");
-    Device::Software(node.with("SOFT_GAUDI_KIND", kind).with("SOFT_GAUDI_EARLY_WRITES", "yes"))
+    Device::Software(
+        node.with("SOFT_GAUDI_LENIENT", lenient).with("SOFT_GAUDI_EARLY_WRITES", "yes"),
+    )
 }
 
 fn client(device: &Device, words: &str) -> Tool {

@@ -206,7 +206,7 @@ fn a_card_that_is_reset_under_a_registration_is_an_error_and_never_wrong_bytes()
         ("get", 1, "local protection error"),
     ] {
         // The copy that fills the buffer is small: it is complete when the reset comes, and does not fail.
-        let node = machine().with("SOFT_GAUDI_KIND", "ordered");
+        let node = machine().with("SOFT_GAUDI_LENIENT", "ordered");
         let device = Device::Software(node.with_faults("hlthunk_wait_for_cs reset"));
         let words = format!(
             "pair --plain --one-way --ops {op} --sizes 40K+7 --mem gaudi:gaudi --peer-errors \

@@ -7,7 +7,9 @@ use e2e::{Device, Finished, SoftNode, Tool};
 
 fn machine() -> Device {
     let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2");
-    Device::Software(node.with("SOFT_GAUDI_KIND", "import").with("SOFT_GAUDI_EARLY_WRITES", "yes"))
+    Device::Software(
+        node.with("SOFT_GAUDI_LENIENT", "import").with("SOFT_GAUDI_EARLY_WRITES", "yes"),
+    )
 }
 
 /// InfiniBand alone, and the card's own copies.
@@ -96,7 +98,8 @@ fn many_blocks_of_45_kib_in_one_transfer() {
 /// waits; those share a submission.
 #[test]
 fn many_blocks_take_few_submissions() {
-    let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2").with("SOFT_GAUDI_KIND", "import");
+    let node =
+        SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2").with("SOFT_GAUDI_LENIENT", "import");
     let (device, fabric) =
         (Device::Software(node.with("SOFT_GAUDI_LATENCY", "5000")), Fabric::new());
     let words = "--layers 1 --blocks 100 --block-bytes 4096 --descriptors 2000";

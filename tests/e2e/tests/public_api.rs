@@ -182,7 +182,7 @@ assert g.GaudiError(-99, 'text').name == '-99'
 /// A machine whose driver imports dma-bufs.
 fn importing(cards: u32) -> Device {
     let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", &cards.to_string());
-    Device::Software(node.with("SOFT_GAUDI_KIND", "import"))
+    Device::Software(node.with("SOFT_GAUDI_LENIENT", "import"))
 }
 
 #[test]

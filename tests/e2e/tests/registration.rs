@@ -24,7 +24,7 @@ fn all_memory_of_a_card_again_and_again() {
         for generation in ["gaudi2", "gaudi1"] {
             // Four pages of a Gaudi2 with six stacks of HBM.
             let machine = Machine::with("3 GiB", generation, 1, |node| {
-                node.with("SOFT_GAUDI_HBM", "3g").with("SOFT_GAUDI_SHAPE", "6")
+                node.with("SOFT_GAUDI_HBM", "3g").with("SOFT_GAUDI_HBM_STACKS", "6")
             });
             let end = machine.check(ucx, "exhaust --max 256M").run().ok();
             assert!(end.stdout.contains("12 pieces"), "{generation}: {}", end.report());

@@ -72,8 +72,8 @@ fn run_makes_stock_ucx_info_list_software_gaudis() {
     let listed = tool.words("run --soft=2 --tuned --").arg(info).arg("-d").run().ok();
     assert!(listed.stdout.contains("Component: gaudi_copy"), "{}", listed.report());
     assert!(listed.stderr.contains("UCX_SYSV_SEG_SIZE=32832"), "{}", listed.report());
-    let kind = format!("SOFT_GAUDI_KIND={}", e2e::KIND);
-    assert!(listed.stderr.contains(&kind), "as `cargo xtask env` sets it: {}", listed.report());
+    let lenient = format!("SOFT_GAUDI_LENIENT={}", e2e::LENIENT);
+    assert!(listed.stderr.contains(&lenient), "as `cargo xtask env` sets it: {}", listed.report());
 }
 
 #[test]
@@ -131,14 +131,14 @@ fn check_card_registers_memory_with_a_software_hca() {
 fn explain_tells_the_protocol_in_words() {
     let bench = Workbench::from_env();
     let explain = |words: &str, device: &Device| tool(Ucx::V1_22, device, words);
-    let device = Device::Software(SoftNode::kind());
+    let device = Device::Software(SoftNode::lenient());
     let told = json(&explain("explain tag gaudi gaudi 4M --json", &device).ok());
     assert_eq!(told["size"], 4 << 20);
     let steps = told["steps"].as_array().expect("a list");
     assert_eq!((steps.len(), &steps[0]["who"]), (2, &"sender".into()), "{told:#}");
     assert!(steps[1]["transports"].as_str().expect("text").contains("gaudi_ipc"), "{told:#}");
     // Without import put is emulated, unless it is told to be pipelined.
-    let staged = Device::Software(SoftNode::unique().with("SOFT_GAUDI_KIND", ""));
+    let staged = Device::Software(SoftNode::unique().with("SOFT_GAUDI_LENIENT", ""));
     let told = json(&explain("explain put gaudi gaudi 1M --json", &staged).ok());
     let advice = told["advice"].to_string();
     assert!(advice.contains("--tuned") && advice.contains("gaudi_ipc"), "{told:#}");
@@ -170,7 +170,7 @@ fn installation_that_was_moved_still_works() {
 }
 
 fn two_cards() -> Device {
-    Device::Software(SoftNode::kind().with("SOFT_GAUDI_DEVICES", "2"))
+    Device::Software(SoftNode::lenient().with("SOFT_GAUDI_DEVICES", "2"))
 }
 
 #[test]

@@ -34,7 +34,7 @@ use clap_complete::Shell;
 
 use failure::{Exit, Failure};
 use prefix::Prefix;
-use tuning::SOFT_KIND;
+use tuning::SOFT_LENIENT;
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -162,13 +162,13 @@ fn dispatch(cli: Cli) -> Result<Exit, Failure> {
     let context = Context { json: cli.json, soft: cli.soft, prefix: Prefix::find()? };
     match cli.command {
         Command::Run(options) => run::run(&context, &options),
-        Command::Info(options) => info::run(&on_card(context, SOFT_KIND)?, &options),
-        Command::Doctor(options) => doctor::run(&on_card(context, SOFT_KIND)?, &options),
+        Command::Info(options) => info::run(&on_card(context, SOFT_LENIENT)?, &options),
+        Command::Doctor(options) => doctor::run(&on_card(context, SOFT_LENIENT)?, &options),
         Command::Probe { what } => Ok(doctor::answer(&what)),
-        Command::Topo => topo::run(&on_card(context, SOFT_KIND)?),
+        Command::Topo => topo::run(&on_card(context, SOFT_LENIENT)?),
         Command::CheckCard(options) => check_card::run(&on_card(context, STRICT)?, &options),
-        Command::Explain(options) => explain::run(&on_card(context, SOFT_KIND)?, &options),
-        Command::Bench(options) => bench::run(&on_card(context, SOFT_KIND)?, &options),
+        Command::Explain(options) => explain::run(&on_card(context, SOFT_LENIENT)?, &options),
+        Command::Bench(options) => bench::run(&on_card(context, SOFT_LENIENT)?, &options),
         Command::Stats(options) => stats::run(&context, &options),
         Command::Top(options) => stats::top(&context, &options),
         Command::Trace(options) => trace::run(&context, &options),
@@ -182,11 +182,11 @@ fn dispatch(cli: Cli) -> Result<Exit, Failure> {
     }
 }
 
-/// `SOFT_GAUDI_KIND` for checks: a software card as strict as it can be.
+/// `SOFT_GAUDI_LENIENT` for checks: a software card as strict as it can be.
 const STRICT: &str = "";
 
-/// Chooses the software Gaudi for this process, if asked to, and how kind it is unless the user said so.
-fn on_card(context: Context, kind: &str) -> Result<Context, Failure> {
+/// Chooses the software Gaudi for this process, if asked to, and how lenient it is unless the user said so.
+fn on_card(context: Context, lenient: &str) -> Result<Context, Failure> {
     let Some(soft) = context.soft else { return Ok(context) };
     let library = context.prefix.soft_gaudi()?.join("libhl-thunk.so");
     let set = |name: &str, value: &std::ffi::OsStr| {
@@ -197,8 +197,8 @@ fn on_card(context: Context, kind: &str) -> Result<Context, Failure> {
     if std::env::var_os("SOFT_GAUDI_NODE").is_none() {
         set("SOFT_GAUDI_NODE", context.prefix.soft_node().as_ref());
     }
-    if std::env::var_os("SOFT_GAUDI_KIND").is_none() {
-        set("SOFT_GAUDI_KIND", kind.as_ref());
+    if !run::chose_leniency() {
+        set("SOFT_GAUDI_LENIENT", lenient.as_ref());
     }
     if let Some(cards) = soft.cards {
         set("SOFT_GAUDI_DEVICES", cards.to_string().as_ref());

@@ -13,7 +13,7 @@ use serde_json::json;
 
 use crate::failure::{Exit, Failure};
 use crate::output::note;
-use crate::tuning::{SOFT_KIND, STAGING};
+use crate::tuning::{SOFT_LENIENT, STAGING};
 use crate::{Context, Soft};
 
 /// Options of `run`.
@@ -153,13 +153,18 @@ fn software_card(
         changes.push(Change::Set("SOFT_GAUDI_NODE", context.prefix.soft_node().into()));
     }
     // Set to nothing, it makes the card as strict as hardware.
-    if std::env::var_os("SOFT_GAUDI_KIND").is_none() {
-        changes.push(Change::Set("SOFT_GAUDI_KIND", SOFT_KIND.into()));
+    if !chose_leniency() {
+        changes.push(Change::Set("SOFT_GAUDI_LENIENT", SOFT_LENIENT.into()));
     }
     if let Some(cards) = soft.cards {
         changes.push(Change::Set("SOFT_GAUDI_DEVICES", cards.to_string().into()));
     }
     Ok(changes)
+}
+
+/// Whether the user said how lenient a software card is, under the present name of the variable or its earlier one.
+pub(crate) fn chose_leniency() -> bool {
+    ["SOFT_GAUDI_LENIENT", "SOFT_GAUDI_KIND"].iter().any(|name| std::env::var_os(name).is_some())
 }
 
 /// UCX finds the HCA only if the library is preloaded (docs/software-rdma.md).

@@ -8,5 +8,5 @@
 pub(crate) const STAGING: &[(&str, &str)] =
     &[("UCX_SYSV_SEG_SIZE", "32832"), ("UCX_POSIX_SEG_SIZE", "32832")];
 
-/// `SOFT_GAUDI_KIND` for whoever tries things out: quick, and with dma-buf import. What `cargo xtask env` sets, too.
-pub(crate) const SOFT_KIND: &str = "import,ordered,unpinned";
+/// `SOFT_GAUDI_LENIENT` for whoever tries things out: quick, and with dma-buf import. What `cargo xtask env` sets, too.
+pub(crate) const SOFT_LENIENT: &str = "import,ordered,unpinned";

@@ -184,7 +184,7 @@ fn the_rule_of_a_card_for_lengths_or_addresses_can_be_read_from_the_report() {
     let tool = Installed::new();
     for (rule, addresses, lengths) in [("1,16", 8, 128), ("4,1", 128, 2)] {
         let mut command = tool.command("check-card --soft=1 --json");
-        command.env("SOFT_GAUDI_DMA_RULE", rule).env("SOFT_GAUDI_RESET_KILL", "no");
+        command.env("SOFT_GAUDI_DMA_ALIGNMENT", rule).env("SOFT_GAUDI_RESET_KILL", "no");
         let report = Ran::of(&command.output().expect("runs")).json();
         for check in ["bulk-copies", "export", "device-copies", "fill"] {
             assert_eq!(finding(&report, check)["verdict"], "good", "{rule}: {report:#}");
@@ -240,7 +240,7 @@ fn a_card_that_hangs_and_kills_its_users_still_gets_a_report() {
 fn edma(tool: &Installed, rule: &str) -> [Value; 2] {
     tool.order_faults(rule);
     let mut command = tool.command("check-card --soft=1 --json --may-reset");
-    command.env("SOFT_GAUDI_FAULTS", "yes").env("SOFT_GAUDI_KIND", "edma-fetch");
+    command.env("SOFT_GAUDI_FAULTS", "yes").env("SOFT_GAUDI_LENIENT", "edma-fetch");
     let report = Ran::of(&command.output().expect("runs")).json();
     ["edma", "edma-reopen"].map(|check| {
         let checks = report["checks"].as_array().expect("a list");
@@ -302,7 +302,7 @@ fn a_recording_has_the_calls_that_only_check_card_makes() {
     let file = tool.prefix().join("card.trace");
     let words = format!("check-card --soft=1 --json --may-reset --trace {}", file.display());
     let mut command = tool.command(&words);
-    command.env("SOFT_GAUDI_KIND", "edma-fetch");
+    command.env("SOFT_GAUDI_LENIENT", "edma-fetch");
     let ran = Ran::of(&command.output().expect("runs"));
     assert_eq!(ran.code, Some(0), "{ran:?}");
     let text = std::fs::read_to_string(file).expect("recorded");

@@ -234,7 +234,7 @@ fn run_client(
     let device = Device::Software(
         SoftNode::unique()
             .with("SOFT_GAUDI_DEVICES", "2")
-            .with("SOFT_GAUDI_KIND", "ordered,unpinned"),
+            .with("SOFT_GAUDI_LENIENT", "ordered,unpinned"),
     );
     let logs = ProtocolLogs::new()?;
     let list: Vec<String> = sizes.iter().map(usize::to_string).collect();

@@ -85,7 +85,7 @@ fn measure(
         let device = Device::Software(
             SoftNode::unique()
                 .with("SOFT_GAUDI_DEVICES", "2")
-                .with("SOFT_GAUDI_KIND", "ordered,unpinned"),
+                .with("SOFT_GAUDI_LENIENT", "ordered,unpinned"),
         );
         let list: Vec<String> = sizes.iter().map(usize::to_string).collect();
         let words = format!(

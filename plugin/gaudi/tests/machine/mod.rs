@@ -58,7 +58,7 @@ pub(crate) fn set_up(generation: &str) {
             ("SOFT_GAUDI_GENERATION", generation.into()),
             ("SOFT_GAUDI_DEVICES", OsString::from("64")),
             // Sharing is tested with a driver that can; one that cannot, by tests of its own.
-            ("SOFT_GAUDI_KIND", OsString::from("import")),
+            ("SOFT_GAUDI_LENIENT", OsString::from("import")),
         ];
         for (name, value) in variables {
             if std::env::var_os(CHILD).is_none() || std::env::var_os(name).is_none() {
@@ -76,7 +76,7 @@ pub(crate) fn set_up(generation: &str) {
 
 /// A page of the driver's on a Gaudi2: `cargo xtask test --long` runs these tests on another shape.
 pub(crate) fn driver_page() -> u64 {
-    let five_stacks = std::env::var_os("SOFT_GAUDI_SHAPE").is_some_and(|shape| shape == "5");
+    let five_stacks = std::env::var_os("SOFT_GAUDI_HBM_STACKS").is_some_and(|shape| shape == "5");
     if five_stacks { 640 << 20 } else { 768 << 20 }
 }
 

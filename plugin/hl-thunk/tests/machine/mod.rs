@@ -29,7 +29,7 @@ pub(crate) fn library(generation: &str) -> &'static Arc<Library> {
             std::env::set_var("SOFT_GAUDI_NODE", node_name());
             std::env::set_var("SOFT_GAUDI_GENERATION", generation);
             std::env::set_var("SOFT_GAUDI_DEVICES", "64");
-            std::env::set_var("SOFT_GAUDI_KIND", "import");
+            std::env::set_var("SOFT_GAUDI_LENIENT", "import");
         }
         // SAFETY: the handler takes no arguments and may run at any time.
         unsafe { libc::atexit(remove_node) };

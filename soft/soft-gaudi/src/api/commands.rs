@@ -110,7 +110,7 @@ fn read_chunks(array: u64, count: u32) -> Result<Vec<CsChunk>, Errno> {
 /// Checks a chunk; returns its queue, program and the kind of queue.
 fn program(context: &Context, chunk: &CsChunk) -> Result<(u32, Program, QueueKind), Errno> {
     let profile = context.profile;
-    let all_pdma = context.node.config.kind.pdma_streams;
+    let all_pdma = context.node.config.lenient.pdma_streams;
     let queue = chunk.get(CsChunk::QUEUE_INDEX);
     let (handle, size) = (chunk.get(CsChunk::CB_HANDLE), chunk.get(CsChunk::CB_SIZE));
     let kind = parser::queue_kind(profile, queue, all_pdma).ok_or(Errno::INVAL)?;

@@ -90,7 +90,7 @@ pub extern "C" fn hlthunk_host_memory_map_flags(
 
 fn map_host(fd: c_int, ptr: u64, hint: Hint, size: u64) -> Result<u64, Errno> {
     let context = context::operational(borrow(fd)?)?;
-    let memory = pinning::pin(ptr, size, !context.node.config.kind.unpinned);
+    let memory = pinning::pin(ptr, size, !context.node.config.lenient.unpinned);
     let memory = context.log_refusal("pin", memory)?;
     context.model_mapping(size);
     let mapped = context.space_mut().map_host(ptr, memory, hint);
@@ -149,7 +149,7 @@ pub extern "C" fn hlthunk_device_mapped_memory_export_dmabuf_fd(
 /// Import of a dma-buf, which the library does not wrap (see [`super::ioctl`]).
 pub(super) fn import(fd: c_int, dmabuf_fd: u64, length: u64) -> Result<u64, Errno> {
     let context = context::operational(borrow(fd)?)?;
-    if !context.node.config.kind.import {
+    if !context.node.config.lenient.import {
         return context.log_refusal("opcode", Err(Errno::INVAL));
     }
     let dmabuf_fd = c_int::try_from(dmabuf_fd).map_err(|_| Errno::BADF)?;

@@ -41,8 +41,8 @@ pub(crate) fn machine(generation: &str) {
             }
             // Most tests use EDMA queues as queues among others; `strict.rs` has what cards do.
             // Imports are tested as Habana's driver does them.
-            if std::env::var_os("SOFT_GAUDI_KIND").is_none() {
-                std::env::set_var("SOFT_GAUDI_KIND", "edma-fetch,import,instant-close");
+            if std::env::var_os("SOFT_GAUDI_LENIENT").is_none() {
+                std::env::set_var("SOFT_GAUDI_LENIENT", "edma-fetch,import,instant-close");
             }
         }
         extern "C" fn remove() {

@@ -59,7 +59,7 @@ pub enum Refusal {
 /// What the processes of a run find around them.
 #[derive(Clone, Default, Debug, clap::Args)]
 pub struct Environment {
-    /// Variable for the processes, e.g. UCX_TLS=tcp,gaudi_cpy, or for one of them: 1:SOFT_GAUDI_KIND=import
+    /// Variable for the processes, e.g. UCX_TLS=tcp,gaudi_cpy, or for one of them: 1:SOFT_GAUDI_LENIENT=import
     #[arg(long = "env", value_name = "[RANK:]K=V")]
     variables: Vec<Variable>,
     /// What the kernel is to refuse the processes

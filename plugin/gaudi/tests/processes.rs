@@ -7,6 +7,7 @@ use std::process::{Child, Command, Stdio};
 
 use gaudi::{DeviceChoice, ErrorKind, HostRegion, runtime};
 use machine::alone;
+use soft_gaudi::testing::Machine;
 
 const CHOICE: &str = "GAUDI_TEST_CHOICE";
 
@@ -42,9 +43,9 @@ fn holder(choice: &str) -> Command {
     command
 }
 
-/// A process with its own machine name, so that tests do not meet.
-fn on_node(mut command: Command, node: &str) -> Command {
-    command.env("SOFT_GAUDI_NODE", format!("gaudi-{}-{node}", std::process::id()));
+/// A process on a machine that tests do not share.
+fn on(machine: &Machine, mut command: Command) -> Command {
+    command.env("SOFT_GAUDI_NODE", machine.name());
     command
 }
 
@@ -71,23 +72,10 @@ impl Drop for Holder {
     }
 }
 
-struct Cleanup(&'static str);
-
-impl Drop for Cleanup {
-    fn drop(&mut self) {
-        // SAFETY: asks for a number.
-        let user = unsafe { libc::geteuid() };
-        let node = format!("gaudi-{}-{}", std::process::id(), self.0);
-        for base in [std::path::PathBuf::from("/dev/shm"), std::env::temp_dir()] {
-            let _ = std::fs::remove_dir_all(base.join(format!("soft-gaudi-{user}")).join(&node));
-        }
-    }
-}
-
 #[test]
 fn each_process_gets_the_next_card_until_all_are_taken() {
-    let _cleanup = Cleanup("next");
-    let open = || start(on_node(holder(""), "next"));
+    let machine = Machine::temporary("next");
+    let open = || start(on(&machine, holder("")));
     let (first, one) = open();
     let (second, two) = open();
     let (third, three) = open();
@@ -100,7 +88,7 @@ fn each_process_gets_the_next_card_until_all_are_taken() {
     for owner in [&one, &two, &three] {
         assert!(refused.contains(&format!("(pid {})", owner.0.id())), "{refused}");
     }
-    let (by_choice, _) = start(on_node(holder("1"), "next"));
+    let (by_choice, _) = start(on(&machine, holder("1")));
     assert!(by_choice.starts_with("FAILED DEVICE_BUSY"), "{by_choice}");
     assert!(by_choice.contains("it is held by "), "{by_choice}");
     assert!(by_choice.contains(&format!("(pid {})", two.0.id())), "{by_choice}");
@@ -113,20 +101,20 @@ fn each_process_gets_the_next_card_until_all_are_taken() {
 
 #[test]
 fn a_card_is_free_at_once_when_its_owner_is_killed() {
-    let _cleanup = Cleanup("killed");
-    let (first, mut one) = start(on_node(holder("2"), "killed"));
+    let machine = Machine::temporary("killed");
+    let (first, mut one) = start(on(&machine, holder("2")));
     assert!(first.starts_with("OPENED 2"), "{first}");
     one.0.kill().unwrap();
     one.0.wait().unwrap();
-    let (second, _two) = start(on_node(holder("2"), "killed"));
+    let (second, _two) = start(on(&machine, holder("2")));
     assert!(second.starts_with("OPENED 2"), "{second}");
 }
 
 #[test]
 fn cards_are_chosen_by_index_module_and_bus_id() {
-    let _cleanup = Cleanup("chosen");
+    let machine = Machine::temporary("chosen");
     let run = |choice: &str, variables: &[(&str, &str)]| {
-        let mut command = on_node(holder(choice), "chosen");
+        let mut command = on(&machine, holder(choice));
         // Eight cards have the module ids 0 to 7, in another order than their indices.
         command.env("SOFT_GAUDI_DEVICES", "8").envs(variables.iter().copied());
         start(command).0
@@ -162,9 +150,9 @@ fn cards_are_chosen_by_index_module_and_bus_id() {
 #[test]
 fn a_mapping_table_names_the_cards_and_nothing_stands_in_for_it() {
     machine::set_up("gaudi2");
-    let _cleanup = Cleanup("table");
+    let machine = Machine::temporary("table");
     let run = |choice: &str, table: &str, visible: &str| {
-        let mut command = on_node(holder(choice), "table");
+        let mut command = on(&machine, holder(choice));
         command.env("SOFT_GAUDI_DEVICES", "8").env("GAUDI_MAPPING_TABLE", table);
         command.env("HABANA_VISIBLE_MODULES", visible);
         start(command).0

@@ -347,7 +347,7 @@ mod ipc {
             let (device, addr) = (device.clone(), memory.addr());
             faults("submission late:1");
             let share = std::thread::spawn(move || device.share(addr, 1));
-            let file = machine::faults_file();
+            let file = soft_gaudi::testing::Machine::of_this_process().faults_file("gaudi2");
             peer::until("it waits", || std::fs::read_to_string(&file).unwrap().is_empty());
             share
         };

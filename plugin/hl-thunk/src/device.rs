@@ -343,8 +343,7 @@ mod tests {
 
     #[test]
     fn a_library_with_a_larger_structure_overwrites_nothing_and_is_noticed() {
-        let program = std::env::current_exe().unwrap();
-        let path = program.with_file_name("libsoft_gaudi.so");
+        let path = soft_gaudi::testing::library();
         let mut library = Library::load_first(&[path.to_str().unwrap()]).unwrap();
         let symbols = &mut Arc::get_mut(&mut library).unwrap().symbols;
         symbols.hlthunk_get_hw_ip_info = newer_hw_ip_info;

@@ -91,6 +91,7 @@ mod tests {
     use super::*;
     use crate::Library;
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+    use soft_gaudi::testing;
     use std::sync::Arc;
 
     #[test]
@@ -120,15 +121,8 @@ mod tests {
     /// The rest is tested on the software Gaudi in tests/gaudi2.rs; its library has the call.
     #[test]
     fn a_library_without_the_call_is_no_driver_with_a_block() {
-        let program = std::env::current_exe().unwrap();
-        let path = program.with_file_name("libsoft_gaudi.so");
-        let node = format!("hl-thunk-block-{}", std::process::id());
-        // SAFETY: no other test of this program reads the environment.
-        unsafe {
-            std::env::set_var("SOFT_GAUDI_NODE", &node);
-            std::env::set_var("SOFT_GAUDI_GENERATION", "gaudi2");
-            std::env::set_var("SOFT_GAUDI_DEVICES", "1");
-        }
+        testing::set_up("gaudi2", &[]);
+        let path = testing::library();
         let mut library = Library::load_first(&[path.to_str().unwrap()]).unwrap();
         let symbols = &mut Arc::get_mut(&mut library).unwrap().symbols;
         assert!(symbols.hlthunk_get_hw_block.take().is_some());
@@ -136,11 +130,5 @@ mod tests {
         let device = Device::open(&library, &bus_id).unwrap();
         let block = DeviceAddr(0x1000_007f_fc31_e000);
         assert_eq!(HwBlock::map(&device, block).unwrap_err().errno, libc::EOPNOTSUPP);
-        drop(device);
-        let user = rustix::process::geteuid().as_raw();
-        for base in ["/dev/shm".into(), std::env::temp_dir()] {
-            let base: std::path::PathBuf = base;
-            let _ = std::fs::remove_dir_all(base.join(format!("soft-gaudi-{user}")).join(&node));
-        }
     }
 }

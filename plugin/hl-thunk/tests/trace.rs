@@ -20,7 +20,7 @@ fn polls_alone_write_the_submission_that_they_wait_for(path: &std::path::Path) {
     let device = machine::open(machine::library("gaudi2"));
     let buffer = CommandBuffer::new(&device, 4096).unwrap();
     let before = written(path).lines().count();
-    machine::faults("submission hang");
+    soft_gaudi::testing::Machine::of_this_process().set_faults("gaudi2", "submission hang");
     // SAFETY: the packet has no addresses.
     let sequence = unsafe {
         buffer.write(0, &hl_thunk::packet::NOP);

@@ -135,13 +135,12 @@ fn round(fd: i32, seed: u64) {
 }
 
 fn main() {
-    // SAFETY: before any other thread and before the library's first call.
-    unsafe {
-        std::env::set_var("SOFT_GAUDI_CS_TIMEOUT", "50");
-        std::env::set_var("SOFT_GAUDI_LENIENT", "edma-fetch");
-        std::env::set_var("SOFT_GAUDI_HBM", "1536m");
-    }
-    machine("gaudi2");
+    let variables = [
+        ("SOFT_GAUDI_CS_TIMEOUT", "50"),
+        ("SOFT_GAUDI_LENIENT", "edma-fetch"),
+        ("SOFT_GAUDI_HBM", "1536m"),
+    ];
+    machine_with("gaudi2", &variables);
     let argument = |n: usize| std::env::args().nth(n).and_then(|text| text.parse::<u64>().ok());
     let limit = Duration::from_secs(argument(1).unwrap_or(10));
     let start = Instant::now();

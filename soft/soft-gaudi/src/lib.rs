@@ -12,7 +12,7 @@
 //! As a Rust library the crate offers [`dmabuf::Exported`], with which other software devices reach
 //! memory that was exported as a dma-buf, and to `pci-gaudi`, the same card behind a PCI bus, the
 //! decoder of packets ([`packet`]), the command processor ([`processor`]) and the sync manager
-//! ([`sync_manager`]).
+//! ([`sync_manager`]). [`testing`] is for tests of programs on it.
 
 pub mod abi;
 pub mod api;
@@ -23,6 +23,7 @@ pub mod dram;
 pub mod packet;
 pub mod processor;
 pub mod sync_manager;
+pub mod testing;
 
 mod address_space;
 mod blocks;

@@ -12,9 +12,7 @@ use soft_gaudi::dmabuf::Exported;
 const LEN: usize = 5000;
 
 fn early_machine() {
-    // SAFETY: before the library's first call; no test reads the environment meanwhile.
-    unsafe { std::env::set_var("SOFT_GAUDI_EARLY_WRITES", "yes") };
-    machine("gaudi2");
+    machine_with("gaudi2", &[("SOFT_GAUDI_EARLY_WRITES", "yes")]);
 }
 
 /// A card with memory full of zeros, and a dma-buf of it.

@@ -18,23 +18,17 @@ struct CsTimeoutRecord {
 }
 
 fn inject(rules: &str) {
-    let folder = node_folder().join("gaudi2");
-    std::fs::write(folder.join("faults"), rules).unwrap();
+    std::fs::write(machine_file("faults"), rules).unwrap();
 }
 
 fn remaining_rules() -> String {
-    std::fs::read_to_string(node_folder().join("gaudi2/faults")).unwrap()
+    std::fs::read_to_string(machine_file("faults")).unwrap()
 }
 
 /// A card with faults switched on; rules are for the whole machine, so one test at a time.
 fn card_with_faults() -> (i32, std::sync::MutexGuard<'static, ()>) {
     let guard = exclusive();
-    // SAFETY: before the library's first call; the tests take turns.
-    unsafe {
-        std::env::set_var("SOFT_GAUDI_FAULTS", "yes");
-        std::env::set_var("SOFT_GAUDI_CS_TIMEOUT", "300");
-    }
-    machine("gaudi2");
+    machine_with("gaudi2", &[("SOFT_GAUDI_FAULTS", "yes"), ("SOFT_GAUDI_CS_TIMEOUT", "300")]);
     let fd = card();
     inject("");
     (fd, guard)
@@ -176,7 +170,7 @@ fn a_hanging_submission_times_out_and_signals_the_notifier() {
 #[test]
 fn a_hanging_submission_that_spares_the_card_stays_in_flight() {
     let (fd, _guard) = card_with_faults();
-    let log = node_folder().join("gaudi2/kernel.log");
+    let log = machine_file("kernel.log");
     let count = |what| std::fs::read_to_string(&log).unwrap_or_default().matches(what).count();
     let lines = || [count(" timeout 110\n"), count(" ended 0\n")];
     let [timeouts, ends] = lines();

@@ -86,7 +86,7 @@ fn copies_go_through_parsed_buffers() {
     machine("gaudi1");
     let fd = card();
     for size in [1usize, 8, 4097, 300_001] {
-        let mut source = pattern(size, size as u32);
+        let mut source = pattern(size, size as u64);
         let mut target = vec![0x5au8; size + 64];
         let (src, dst) = (map_host(fd, &mut source), map_host(fd, &mut target));
         let place = DRAM + 0x1003;

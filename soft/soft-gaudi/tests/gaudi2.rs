@@ -119,7 +119,7 @@ fn odd_sizes_and_offsets_arrive_and_nothing_around_them_changes() {
     let sizes = [1usize, 2, 3, 4, 7, 8, 9, 63, 64, 65, 4095, 4096, 4097, 65_537, 1_000_003];
     for (round, size) in sizes.into_iter().enumerate() {
         let offset = round * 13 % 64;
-        let mut source = pattern(size + 128, round as u32);
+        let mut source = pattern(size + 128, round as u64);
         let mut target = vec![0xa5u8; size + 128];
         let (src, dst) = (map_host(fd, &mut source), map_host(fd, &mut target));
         let place = device + 5000 + offset as u64;
@@ -316,7 +316,7 @@ fn threads_share_a_card_with_more_submissions_than_the_window_has() {
         for thread in 0..8u64 {
             scope.spawn(move || {
                 let size = 200_000;
-                let mut source = pattern(size, thread as u32);
+                let mut source = pattern(size, thread as u64);
                 let mut target = vec![0u8; size];
                 let (src, dst) = (map_host(fd, &mut source), map_host(fd, &mut target));
                 let place = device + thread * (1 << 20);

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 use driver::*;
 use hl_thunk::sys;
 use soft_gaudi::api::*;
+use soft_gaudi::testing::Machine;
 
 // What `sigsetjmp` and `siglongjmp` do, as a pair of functions that Rust can call: the first reads a byte and
 // returns 0, or 1 if a handler called the second, which does not return. The mask is the caller's to restore.
@@ -320,19 +321,13 @@ fn child() {
 }
 
 fn status_of(role: &str) -> ExitStatus {
-    let output = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "child", "--nocapture", "--test-threads=1"])
-        // Pinned pages do not fault.
-        .env("SOFT_GAUDI_LENIENT", "unpinned")
-        .env("SOFT_GAUDI_NODE", format!("test-handlers-{}", std::process::id()))
-        .env("SOFT_GAUDI_TEST_CHILD", format!("{role} 0"))
-        .output()
-        .unwrap();
+    let machine = Machine::temporary("handlers");
+    let mut child = driver::child(role, 0);
+    // Pinned pages do not fault.
+    child.env("SOFT_GAUDI_NODE", machine.name()).env("SOFT_GAUDI_LENIENT", "unpinned");
+    let output = child.output().unwrap();
     let text = String::from_utf8_lossy(&output.stderr);
     println!("{role}: {}\n{text}", output.status);
-    let user = rustix::process::geteuid().as_raw();
-    let folder = format!("/dev/shm/soft-gaudi-{user}/test-handlers-{}", std::process::id());
-    let _ = std::fs::remove_dir_all(folder);
     output.status
 }
 

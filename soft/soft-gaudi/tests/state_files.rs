@@ -13,7 +13,7 @@ use hl_thunk::sys;
 use soft_gaudi::api::*;
 
 fn state_file(index: u32) -> PathBuf {
-    node_folder().join("gaudi2").join(format!("state{index}"))
+    machine_file(&format!("state{index}"))
 }
 
 fn open_stats(control: i32) -> i32 {
@@ -75,7 +75,7 @@ fn memory_and_node_files_truncated_under_a_running_card_are_device_faults() {
     let host = map_host(fd, &mut memory);
     let packets = gaudi2_copy(va, host, 1 << 20);
     assert_eq!(run(fd, 0, &packets), (0, sys::WAIT_COMPLETED));
-    truncate(node_folder().join("gaudi2").join(format!("hbm{index}")), 0);
+    truncate(machine_file(&format!("hbm{index}")), 0);
     assert_eq!(run(fd, 0, &packets), (-libc::EIO, sys::WAIT_ABORTED));
     assert_eq!(hlthunk_close(fd), 0);
 
@@ -84,7 +84,7 @@ fn memory_and_node_files_truncated_under_a_running_card_are_device_faults() {
     let (mut counter, mut note) = (0, 0);
     assert_eq!(hlthunk_request_command_buffer(fd, 4096, &mut counter), 0);
     assert_eq!(hlthunk_allocate_timestamp_elements(fd, 1, &mut note), 0);
-    truncate(node_folder().join("gaudi2").join(format!("accel{index}")), 0);
+    truncate(machine_file(&format!("accel{index}")), 0);
     let mut status = 0;
     let waited = hlthunk_wait_for_interrupt_by_handle(fd, counter, 0, 0, 48, 1, &mut status);
     assert_eq!(waited, -libc::EFAULT);
@@ -142,10 +142,7 @@ fn a_full_file_system_is_an_error_of_the_call() {
     // SAFETY: no preconditions.
     let (user, group) = unsafe { (libc::geteuid(), libc::getegid()) };
     let maps = [format!("{user} {user} 1"), format!("{group} {group} 1")];
-    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
-    command
-        .args(["--exact", "child", "--nocapture", "--test-threads=1"])
-        .env("SOFT_GAUDI_TEST_CHILD", "full 0");
+    let mut command = driver::child("full", 0);
     let unsupported = 77;
     // SAFETY: only system calls between fork and exec; the texts were made before.
     unsafe {

@@ -3,25 +3,19 @@
 mod driver;
 
 use core::ffi::c_void;
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use driver::*;
 use hl_thunk::sys;
 use soft_gaudi::api::*;
+use soft_gaudi::testing::Machine;
 
 /// Runs a role of `child` in another process with these settings.
 fn passes(role: &str, settings: &[(&str, &str)]) -> String {
-    let node = format!("test-strict-{}-{}", std::process::id(), role.replace(' ', "-"));
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "child", "--nocapture", "--test-threads=1"])
-        .env("SOFT_GAUDI_NODE", &node)
-        .env("SOFT_GAUDI_TEST_CHILD", format!("{role} 0"))
-        .envs(settings.iter().copied())
-        .output()
-        .unwrap();
-    let user = rustix::process::geteuid().as_raw();
-    let _ = std::fs::remove_dir_all(format!("/dev/shm/soft-gaudi-{user}/{node}"));
+    let machine = Machine::temporary("strict");
+    let mut child = driver::child(role, 0);
+    child.env("SOFT_GAUDI_NODE", machine.name()).envs(settings.iter().copied());
+    let output = child.output().unwrap();
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{role}: {}\n{text}", output.status);
     text.into_owned()
@@ -147,7 +141,7 @@ fn kernel_log() {
     let stuck = buffer.submit(8).unwrap();
     assert_eq!(wait(fd, stuck), (-libc::ETIMEDOUT, sys::WAIT_TIMEDOUT));
     assert_eq!(buffer.submit(2), Err(-libc::EBUSY), "not logged");
-    let log = std::fs::read_to_string(node_folder().join("gaudi2/kernel.log")).unwrap();
+    let log = std::fs::read_to_string(machine_file("kernel.log")).unwrap();
     let calls: Vec<&str> = log.lines().map(|line| line.split(' ').nth(1).unwrap()).collect();
     assert_eq!(calls, ["pin", "unmap", "free", "alloc", "unmap", "submission", "timeout"], "{log}");
     drop(buffer);

@@ -7,6 +7,8 @@
 use std::path::PathBuf;
 use std::process::Command;
 
+use soft_gaudi::testing::Machine;
+
 /// Group, further arguments, tests that must pass on Gaudi1 and on Gaudi2.
 ///
 /// Not in the list: what fails by itself on a stand-in (see the documentation) and what takes
@@ -37,14 +39,14 @@ fn vendor_programs_pass() {
     let mut failures = Vec::new();
     for (which, generation) in ["gaudi1", "gaudi2"].into_iter().enumerate() {
         for (group, arguments, expected) in GROUPS {
-            let node = format!("vendor-{}", std::process::id());
+            let machine = Machine::temporary("vendor");
             let mut path = library.clone().into_os_string();
             path.push(":");
             path.push(programs.join("../lib"));
             let output = Command::new(programs.join(group))
                 .args(arguments)
                 .env("LD_LIBRARY_PATH", path)
-                .env("SOFT_GAUDI_NODE", &node)
+                .env("SOFT_GAUDI_NODE", machine.name())
                 .env("SOFT_GAUDI_GENERATION", generation)
                 .env("SOFT_GAUDI_HBM", ["30g", "3g"][which])
                 .env("SOFT_GAUDI_LENIENT", "edma-fetch,pdma-streams,unpinned")
@@ -52,8 +54,6 @@ fn vendor_programs_pass() {
                 .env("SOFT_GAUDI_RESET_KILL", "1000")
                 .output()
                 .expect("the program does not start");
-            let user = rustix::process::geteuid().as_raw();
-            let _ = std::fs::remove_dir_all(format!("/dev/shm/soft-gaudi-{user}/{node}"));
             let text = String::from_utf8_lossy(&output.stdout);
             let passed = text.lines().filter(|line| line.starts_with("[       OK ]")).count();
             println!("{generation} {group}: {passed} passed, {}", output.status);

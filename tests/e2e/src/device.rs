@@ -4,7 +4,8 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+
+use soft_gaudi::testing::Machine;
 
 use crate::Layout;
 
@@ -42,12 +43,7 @@ pub struct SoftNode {
 impl SoftNode {
     /// A node no other test or run shares.
     pub fn unique() -> Self {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let serial = NEXT.fetch_add(1, Ordering::Relaxed);
-        let machine = Machine(format!("e2e-{}-{serial}", std::process::id()));
-        // Process ids come again, and a test that was killed left its machine.
-        machine.remove();
-        Self { machine: Arc::new(machine), settings: Vec::new() }
+        Self { machine: Arc::new(Machine::temporary("e2e")), settings: Vec::new() }
     }
 
     /// A node as quick as it can be, with dma-buf import: more lenient than a card with an upstream driver.
@@ -64,7 +60,7 @@ impl SoftNode {
 
     /// The value of `SOFT_GAUDI_NODE`.
     pub fn name(&self) -> &str {
-        &self.machine.0
+        self.machine.name()
     }
 
     /// Injects faults into the driver calls of the machine: rules as in `docs/software-gaudi.md`.
@@ -74,23 +70,19 @@ impl SoftNode {
     #[must_use]
     #[track_caller]
     pub fn with_faults(self, rules: &str) -> Self {
-        let file = self.faults();
-        let written = private_folders(&self.folder())
-            .and_then(|()| std::fs::write(&file, format!("{rules}\n")));
-        if let Err(error) = written {
-            panic!("{}: {error}", file.display());
-        }
+        self.machine.set_faults(&self.generation(), rules);
         self.with("SOFT_GAUDI_FAULTS", "yes")
     }
 
     /// The file of the rules; one that was used up is no longer there.
     pub fn faults(&self) -> PathBuf {
-        self.folder().join("faults")
+        self.machine.faults_file(&self.generation())
     }
 
     /// The cards that were ever opened on this machine: their memory has a file.
     pub fn cards_opened(&self) -> usize {
-        let entries = self.folder().read_dir().into_iter().flatten().flatten();
+        let folder = self.machine.folder(&self.generation());
+        let entries = folder.read_dir().into_iter().flatten().flatten();
         entries.filter(|entry| entry.file_name().to_string_lossy().starts_with("hbm")).count()
     }
 
@@ -99,42 +91,9 @@ impl SoftNode {
         self.machine.remove();
     }
 
-    /// Where the software Gaudi makes this machine.
-    fn folder(&self) -> PathBuf {
-        let [in_memory, on_disk] = self.machine.folders();
-        let name = OsString::from("SOFT_GAUDI_GENERATION");
-        let generation = self.settings.iter().rfind(|(other, _)| *other == name);
-        let generation = generation.map_or("gaudi2".as_ref(), |(_, value)| value.as_os_str());
-        if Path::new("/dev/shm").is_dir() { in_memory } else { on_disk }.join(generation)
-    }
-}
-
-/// The name of a machine in software, whose folder outlives its processes and goes with this.
-#[derive(Debug)]
-pub(crate) struct Machine(String);
-
-impl Machine {
-    fn remove(&self) {
-        for folder in self.folders() {
-            let _ = std::fs::remove_dir_all(folder);
-        }
-    }
-
-    /// Folders where it may be.
-    fn folders(&self) -> [PathBuf; 2] {
-        let user = format!("soft-gaudi-{}", rustix::process::geteuid().as_raw());
-        [PathBuf::from("/dev/shm"), std::env::temp_dir()].map(|base| base.join(&user).join(&self.0))
-    }
-}
-
-fn private_folders(path: &Path) -> std::io::Result<()> {
-    use std::os::unix::fs::DirBuilderExt;
-    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path)
-}
-
-impl Drop for Machine {
-    fn drop(&mut self) {
-        self.remove();
+    fn generation(&self) -> String {
+        let set = self.settings.iter().rfind(|(name, _)| name == "SOFT_GAUDI_GENERATION");
+        set.map_or("gaudi2".into(), |(_, value)| value.to_string_lossy().into_owned())
     }
 }
 
@@ -253,11 +212,6 @@ mod tests {
             std::fs::write(path, text).expect("file");
         }
         Device::hardware(root.path())
-    }
-
-    #[test]
-    fn nodes_are_unique() {
-        assert_ne!(SoftNode::unique().name(), SoftNode::unique().name());
     }
 
     #[test]

@@ -12,8 +12,7 @@ use procfs::process::Process;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::OwnedFd;
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
-
-use crate::device::Machine;
+use soft_gaudi::testing::Machine;
 
 /// A child that is running. Dropping it kills it and its descendants.
 #[derive(Debug)]

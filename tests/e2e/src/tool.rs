@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 
-use crate::device::Machine;
 use crate::{Device, Finished, Layout, Running, Ucx};
+use soft_gaudi::testing::Machine;
 
 /// Whether a variable configures UCX, the driver or a software device: the caller's must not decide a
 /// test.

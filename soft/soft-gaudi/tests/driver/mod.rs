@@ -1,59 +1,36 @@
 //! A machine of its own for each test program, and the few C calls every test makes.
 
-#![allow(dead_code)] // Each test program uses its own part of this.
+#![allow(dead_code, unused_imports)] // Each test program uses its own part of this.
 
 use std::ffi::{CString, c_int, c_void};
 use std::path::PathBuf;
-use std::sync::Once;
-use std::sync::atomic::{AtomicU32, Ordering};
 
 use hl_thunk::sys::{self, CsChunk, CsIn, CsOut};
 use soft_gaudi::api::*;
 use soft_gaudi::asic::bus_id;
+use soft_gaudi::testing::{self, CHILD, Machine};
+pub(crate) use soft_gaudi::testing::{fresh_index, pattern};
 
-/// Name of this program's machine.
-pub(crate) fn node_name() -> String {
-    std::env::var("SOFT_GAUDI_NODE").unwrap_or_else(|_| format!("test-{}", std::process::id()))
+/// A file of this program's machine of Gaudi2.
+pub(crate) fn machine_file(name: &str) -> PathBuf {
+    Machine::of_this_process().folder("gaudi2").join(name)
 }
 
-/// Folder of this program's machine.
-pub(crate) fn node_folder() -> PathBuf {
-    let user = rustix::process::geteuid().as_raw();
-    PathBuf::from(format!("/dev/shm/soft-gaudi-{user}")).join(node_name())
-}
-
-/// Sets the machine up, once; it is removed when the program ends.
+/// Sets the machine up, once.
 pub(crate) fn machine(generation: &str) {
-    static SET: Once = Once::new();
-    SET.call_once(|| {
-        let name = node_name();
-        // SAFETY: the variables are read by the library at its first call, which comes later; no
-        // test reads the environment meanwhile.
-        unsafe {
-            std::env::set_var("SOFT_GAUDI_NODE", name);
-            if std::env::var_os("SOFT_GAUDI_GENERATION").is_none() {
-                std::env::set_var("SOFT_GAUDI_GENERATION", generation);
-            }
-            std::env::set_var("SOFT_GAUDI_DEVICES", "64");
-            // Tests make calls after a reset, and the machine may be slow.
-            if std::env::var_os("SOFT_GAUDI_RESET_KILL").is_none() {
-                std::env::set_var("SOFT_GAUDI_RESET_KILL", "no");
-            }
-            // Most tests use EDMA queues as queues among others; `strict.rs` has what cards do.
-            // Imports are tested as Habana's driver does them.
-            if std::env::var_os("SOFT_GAUDI_LENIENT").is_none() {
-                std::env::set_var("SOFT_GAUDI_LENIENT", "edma-fetch,import,instant-close");
-            }
-        }
-        extern "C" fn remove() {
-            let _ = std::fs::remove_dir_all(node_folder());
-        }
-        // A program started by another test shares that one's machine and leaves it alone.
-        if std::env::var_os("SOFT_GAUDI_TEST_CHILD").is_none() {
-            // SAFETY: the handler takes no arguments and may run at any time.
-            unsafe { libc::atexit(remove) };
-        }
-    });
+    machine_with(generation, &[]);
+}
+
+/// The same with further variables.
+pub(crate) fn machine_with(generation: &str, further: &[(&str, &str)]) {
+    let variables = [
+        // Tests make calls after a reset, and the machine may be slow.
+        ("SOFT_GAUDI_RESET_KILL", "no"),
+        // Most tests use EDMA queues as queues among others; `strict.rs` has what cards do.
+        // Imports are tested as Habana's driver does them.
+        ("SOFT_GAUDI_LENIENT", "edma-fetch,import,instant-close"),
+    ];
+    testing::set_up(generation, &[&variables, further].concat());
 }
 
 /// Keeps other tests of this program away: a process being started has copies of all descriptors
@@ -61,12 +38,6 @@ pub(crate) fn machine(generation: &str) {
 pub(crate) fn exclusive() -> std::sync::MutexGuard<'static, ()> {
     static LOCK: std::sync::Mutex<()> = std::sync::Mutex::new(());
     LOCK.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-}
-
-/// A card that no other test of this program uses.
-pub(crate) fn fresh_index() -> u32 {
-    static NEXT: AtomicU32 = AtomicU32::new(0);
-    NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
 /// Opens a card by index.
@@ -222,15 +193,11 @@ pub(crate) fn run(fd: c_int, queue: u32, packets: &[u8]) -> (c_int, u32) {
     wait(fd, buffer.submit(queue).unwrap())
 }
 
-/// Bytes that differ from place to place.
-pub(crate) fn pattern(len: usize, seed: u32) -> Vec<u8> {
-    let mut state = seed | 1;
-    (0..len)
-        .map(|_| {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            (state >> 24) as u8
-        })
-        .collect()
+/// The `child` test of this program in another process, to play `role` on a machine of its own.
+pub(crate) fn child(role: &str, argument: u32) -> std::process::Command {
+    let mut command = testing::child("child");
+    command.env(CHILD, format!("{role} {argument}"));
+    command
 }
 
 /// Another process with the same machine, running the `child` test of this program.
@@ -244,9 +211,8 @@ impl Child {
     /// Starts this test program again to play `role`.
     pub(crate) fn start(role: &str, argument: u32) -> Self {
         let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
-        let process = std::process::Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "child", "--nocapture", "--test-threads=1"])
-            .env("SOFT_GAUDI_TEST_CHILD", format!("{role} {argument}"))
+        let process = child(role, argument)
+            .env("SOFT_GAUDI_NODE", Machine::of_this_process().name())
             .stdin(std::os::fd::OwnedFd::from(theirs))
             .stdout(std::process::Stdio::null())
             .spawn()
@@ -286,7 +252,7 @@ impl Child {
 
 /// In a child: its role and argument; `None` in a normal test run.
 pub(crate) fn child_role() -> Option<(String, u32)> {
-    let text = std::env::var("SOFT_GAUDI_TEST_CHILD").ok()?;
+    let text = std::env::var(CHILD).ok()?;
     let (role, argument) = text.rsplit_once(' ')?;
     Some((role.to_owned(), argument.parse().ok()?))
 }

@@ -2,20 +2,14 @@
 
 use std::ffi::CString;
 use std::os::fd::{FromRawFd, OwnedFd};
-use std::path::PathBuf;
 
 use soft_gaudi::api::*;
+use soft_gaudi::testing::{self, Machine};
 
 /// An open card and some of its memory.
 pub(crate) struct Card {
     fd: i32,
     address: u64,
-}
-
-/// Folder of this process's machine.
-fn folder() -> PathBuf {
-    let user = rustix::process::geteuid().as_raw();
-    PathBuf::from(format!("/dev/shm/soft-gaudi-{user}/rdma-test-{}", std::process::id()))
 }
 
 impl Card {
@@ -26,17 +20,8 @@ impl Card {
 
     /// The same, or the driver's error.
     pub(crate) fn try_open(index: u32) -> Result<Self, i32> {
-        extern "C" fn remove() {
-            let _ = std::fs::remove_dir_all(folder());
-        }
-        // SAFETY: before the library, the only reader in this process, looks at them; the handler is
-        // a function of this program.
-        unsafe {
-            std::env::set_var("SOFT_GAUDI_NODE", format!("rdma-test-{}", std::process::id()));
-            std::env::set_var("SOFT_GAUDI_FAULTS", "yes");
-            std::env::set_var("SOFT_GAUDI_RESET_KILL", "no");
-            libc::atexit(remove);
-        }
+        let further = [("SOFT_GAUDI_FAULTS", "yes"), ("SOFT_GAUDI_RESET_KILL", "no")];
+        testing::set_up("gaudi2", &further);
         let name = CString::new(soft_gaudi::asic::bus_id(index)).expect("no NUL");
         let fd = hlthunk_open(soft_gaudi::abi::DEVICE_DONT_CARE, name.as_ptr());
         if fd < 0 {
@@ -68,8 +53,8 @@ impl Card {
 
     /// The driver resets the card.
     pub(crate) fn reset(&self) {
-        std::fs::write(folder().join("gaudi2/faults"), "hlthunk_device_memory_alloc reset\n")
-            .expect("the machine's folder");
+        let machine = Machine::of_this_process();
+        machine.set_faults("gaudi2", "hlthunk_device_memory_alloc reset");
         assert_eq!(hlthunk_device_memory_alloc(self.fd, 1, 0, true, false), 0);
     }
 }

@@ -2,15 +2,15 @@
 
 #![allow(dead_code, reason = "each test program uses a part")]
 
-use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
-use std::sync::atomic::{AtomicU32, Ordering};
+
+use soft_gaudi::testing::{Machine, link_library};
 
 /// A prefix of its own with a software machine of its own; both are removed with it.
 pub(crate) struct Installed {
     prefix: PathBuf,
-    node: String,
+    machine: Machine,
 }
 
 /// What a run of the tool brought.
@@ -23,16 +23,12 @@ pub(crate) struct Ran {
 
 impl Installed {
     pub(crate) fn new() -> Self {
-        static COUNT: AtomicU32 = AtomicU32::new(0);
-        let count = COUNT.fetch_add(1, Ordering::Relaxed);
-        let node = format!("cli-{}-{count}", std::process::id());
-        let prefix = std::env::temp_dir().join(&node);
-        let new = Self { prefix: prefix.clone(), node };
+        let machine = Machine::temporary("cli");
+        let prefix = std::env::temp_dir().join(machine.name());
         // Process ids come again, and a test that was killed left its folders.
-        new.remove();
+        let _ = std::fs::remove_dir_all(&prefix);
         let plugins = prefix.join("lib/ucx-gaudi/plugins");
-        let soft = prefix.join("lib/ucx-gaudi/soft/gaudi");
-        for folder in [&plugins, &soft, &prefix.join("bin")] {
+        for folder in [&plugins, &prefix.join("bin")] {
             std::fs::create_dir_all(folder).expect("a folder");
         }
         std::fs::write(plugins.join("libuct_gaudi.so.0"), "").expect("a stand-in");
@@ -42,16 +38,8 @@ impl Installed {
         if std::fs::hard_link(program, &copy).is_err() {
             std::fs::copy(program, &copy).expect("a copy of the tool");
         }
-        let library = std::env::current_exe().expect("a path").with_file_name("libsoft_gaudi.so");
-        std::os::unix::fs::symlink(library, soft.join("libhl-thunk.so")).expect("a link");
-        new
-    }
-
-    fn remove(&self) {
-        let _ = std::fs::remove_dir_all(&self.prefix);
-        if let Some(node) = self.machine().parent() {
-            let _ = std::fs::remove_dir_all(node);
-        }
+        link_library(&prefix.join("lib/ucx-gaudi/soft/gaudi")).expect("a link");
+        Self { prefix, machine }
     }
 
     pub(crate) fn prefix(&self) -> &Path {
@@ -60,22 +48,17 @@ impl Installed {
 
     /// The name of the software machine.
     pub(crate) fn node(&self) -> &str {
-        &self.node
+        self.machine.name()
     }
 
     /// The folder of the software machine, once a process has used it.
     pub(crate) fn machine(&self) -> PathBuf {
-        let user = rustix::process::geteuid().as_raw();
-        PathBuf::from(format!("/dev/shm/soft-gaudi-{user}")).join(&self.node).join("gaudi2")
+        self.machine.folder("gaudi2")
     }
 
     /// Rules for the software card; see docs/software-gaudi.md.
     pub(crate) fn order_faults(&self, rules: &str) {
-        // As the software card makes it: it refuses a folder that others may write to.
-        let mut folders = std::fs::DirBuilder::new();
-        folders.mode(0o700).recursive(true);
-        folders.create(self.machine()).expect("the machine's folder");
-        std::fs::write(self.machine().join("faults"), rules).expect("rules");
+        self.machine.set_faults("gaudi2", rules);
     }
 
     /// The tool with these words, in an environment in which nothing of the caller decides.
@@ -91,7 +74,7 @@ impl Installed {
             }
         }
         command.args(words.split_whitespace());
-        command.env("SOFT_GAUDI_NODE", &self.node).env("SOFT_GAUDI_HBM", "3g");
+        command.env("SOFT_GAUDI_NODE", self.node()).env("SOFT_GAUDI_HBM", "3g");
         command
     }
 
@@ -134,6 +117,6 @@ pub(crate) fn keys(value: &serde_json::Value) -> Vec<&str> {
 
 impl Drop for Installed {
     fn drop(&mut self) {
-        self.remove();
+        let _ = std::fs::remove_dir_all(&self.prefix);
     }
 }

@@ -179,12 +179,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn without_variables_there_is_one_device_on_node_one() {
-        let config = Config::parse(|_| None);
-        assert_eq!((config.devices, config.node, config.log), (1, 1, LogLevel::Info));
-    }
-
-    #[test]
     fn nodes_that_cannot_be_read_are_left_out() {
         let nodes = parse_nodes("1=10.0.0.1:7000, 2=[::1]:7100,3,=,4=x,900=10.0.0.1:1");
         assert_eq!(nodes.len(), 2);
@@ -193,17 +187,14 @@ mod tests {
     }
 
     #[test]
-    fn a_number_out_of_range_gives_the_default() {
-        let config = Config::parse(|name| (name == "SOFT_RDMA_DEVICES").then(|| "65".to_owned()));
-        assert_eq!(config.devices, 1);
-        let config = Config::parse(|name| (name == "SOFT_RDMA_DEVICES").then(|| "4".to_owned()));
-        assert_eq!(config.devices, 4);
-    }
-
-    #[test]
-    fn a_rate_is_one_that_ports_have() {
-        let speed = |rate: &str| Config::parse(|_| Some(rate.to_owned())).active_speed;
-        assert_eq!(["100", "200", "400", "300"].map(speed), [32, 64, 128, 32]);
-        assert_eq!(Config::parse(|_| None).active_speed, 32);
+    fn what_is_missing_or_cannot_be_read_is_the_default() {
+        let with = |name: &'static str, value: &'static str| {
+            Config::parse(move |asked| (asked == name).then(|| value.to_owned()))
+        };
+        let config = with("", "");
+        assert_eq!((config.devices, config.node, config.log), (1, 1, LogLevel::Info));
+        assert_eq!(["4", "65"].map(|count| with("SOFT_RDMA_DEVICES", count).devices), [4, 1]);
+        let speed = |rate| with("SOFT_RDMA_RATE", rate).active_speed;
+        assert_eq!(["", "100", "200", "400", "300"].map(speed), [32, 32, 64, 128, 32]);
     }
 }

@@ -135,44 +135,24 @@ fn ibv_devinfo_describes_the_device() {
     }
 }
 
-#[test]
-fn ibv_rc_pingpong_checks_its_buffers() {
-    Tools::pair("ibv_rc_pingpong", &["-c"]);
+macro_rules! pairs {
+    ($($name:ident: $program:literal $arguments:literal;)*) => {$(
+        #[test]
+        fn $name() {
+            Tools::pair($program, &$arguments.split(' ').collect::<Vec<_>>());
+        }
+    )*};
 }
 
-#[test]
-fn ibv_rc_pingpong_sleeps_on_events() {
-    Tools::pair("ibv_rc_pingpong", &["-c", "-e", "-n", "200"]);
-}
-
-#[test]
-fn ibv_srq_pingpong_runs() {
-    Tools::pair("ibv_srq_pingpong", &["-n", "200"]);
-}
-
-#[test]
-fn ibv_ud_pingpong_runs() {
-    Tools::pair("ibv_ud_pingpong", &["-n", "200"]);
-}
-
-#[test]
-fn ib_write_bw_runs() {
-    Tools::pair("ib_write_bw", &["-n", "500"]);
-}
-
-#[test]
-fn ib_read_bw_runs() {
-    Tools::pair("ib_read_bw", &["-n", "500"]);
-}
-
-#[test]
-fn ib_send_bw_runs() {
-    Tools::pair("ib_send_bw", &["-n", "500"]);
-}
-
-#[test]
-fn ib_atomic_bw_runs() {
-    Tools::pair("ib_atomic_bw", &["-n", "500"]);
+pairs! {
+    ibv_rc_pingpong_checks_its_buffers: "ibv_rc_pingpong" "-c";
+    ibv_rc_pingpong_sleeps_on_events: "ibv_rc_pingpong" "-c -e -n 200";
+    ibv_srq_pingpong_runs: "ibv_srq_pingpong" "-n 200";
+    ibv_ud_pingpong_runs: "ibv_ud_pingpong" "-n 200";
+    ib_write_bw_runs: "ib_write_bw" "-n 500";
+    ib_read_bw_runs: "ib_read_bw" "-n 500";
+    ib_send_bw_runs: "ib_send_bw" "-n 500";
+    ib_atomic_bw_runs: "ib_atomic_bw" "-n 500";
 }
 
 /// perftest built with `--enable-hl` registers Gaudi memory by dma-buf; Debian's is built without.

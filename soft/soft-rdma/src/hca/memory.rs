@@ -291,15 +291,21 @@ mod tests {
 
     #[test]
     fn wrong_key_domain_range_or_right_is_refused() {
+        use RemoteAccess::{Atomic, Read, Write};
         let (regions, key) = regions(IBV_ACCESS_REMOTE_READ, 0x1000, &[(0x7000, 0x100)]);
-        assert!(regions.remote(1, (0x1000, key), 0x100, RemoteAccess::Read).is_some());
-        assert!(regions.remote(1, (0x1000, key + 1), 1, RemoteAccess::Read).is_none());
-        assert!(regions.remote(2, (0x1000, key), 1, RemoteAccess::Read).is_none());
-        assert!(regions.remote(1, (0x0fff, key), 1, RemoteAccess::Read).is_none());
-        assert!(regions.remote(1, (0x1001, key), 0x100, RemoteAccess::Read).is_none());
-        assert!(regions.remote(1, (u64::MAX, key), 2, RemoteAccess::Read).is_none());
-        assert!(regions.remote(1, (0x1000, key), 1, RemoteAccess::Write).is_none());
-        assert!(regions.remote(1, (0x1000, key), 8, RemoteAccess::Atomic).is_none());
+        for (domain, addr, key, len, access, found) in [
+            (1, 0x1000, key, 0x100, Read, true),
+            (1, 0x1000, key + 1, 1, Read, false),
+            (2, 0x1000, key, 1, Read, false),
+            (1, 0x0fff, key, 1, Read, false),
+            (1, 0x1001, key, 0x100, Read, false),
+            (1, u64::MAX, key, 2, Read, false),
+            (1, 0x1000, key, 1, Write, false),
+            (1, 0x1000, key, 8, Atomic, false),
+        ] {
+            let is_found = regions.remote(domain, (addr, key), len, access).is_some();
+            assert_eq!(is_found, found, "{domain} {addr:#x} {key:#x} {len} {access:?}");
+        }
     }
 
     #[test]

@@ -152,12 +152,21 @@ mod tests {
     }
 
     #[test]
-    fn a_reliable_connection_reaches_rts_with_all_attributes() {
-        let mut attr = ibv_qp_attr::default();
-        modify(Kind::Rc, &mut attr, &wanted(IBV_QPS_INIT), INIT | IBV_QP_ACCESS_FLAGS).unwrap();
-        modify(Kind::Rc, &mut attr, &wanted(IBV_QPS_RTR), RTR).unwrap();
-        modify(Kind::Rc, &mut attr, &wanted(IBV_QPS_RTS), RTS).unwrap();
-        assert_eq!(attr.qp_state, IBV_QPS_RTS);
+    fn rts_is_reached_with_all_attributes() {
+        const STATE: i32 = IBV_QP_STATE;
+        for (kind, masks) in [
+            (Kind::Rc, [INIT | IBV_QP_ACCESS_FLAGS, RTR, RTS]),
+            (Kind::Ud, [INIT | IBV_QP_QKEY, STATE, STATE | IBV_QP_SQ_PSN]),
+        ] {
+            let mut attr = ibv_qp_attr::default();
+            assert!(modify(kind, &mut attr, &wanted(IBV_QPS_INIT), INIT).is_err(), "{kind:?}");
+            for (state, mask) in [IBV_QPS_INIT, IBV_QPS_RTR, IBV_QPS_RTS].into_iter().zip(masks) {
+                modify(kind, &mut attr, &wanted(state), mask).unwrap();
+            }
+            assert_eq!(attr.qp_state, IBV_QPS_RTS);
+            let drained = modify(kind, &mut attr, &wanted(IBV_QPS_SQD), STATE);
+            assert_eq!(drained, Err(Errno::OPNOTSUPP));
+        }
     }
 
     #[test]
@@ -207,14 +216,5 @@ mod tests {
             spoil(&mut new);
             assert_eq!(modify(Kind::Rc, &mut attr, &new, RTR), Err(Errno::INVAL));
         }
-    }
-
-    #[test]
-    fn a_datagram_queue_pair_needs_a_qkey() {
-        let mut attr = ibv_qp_attr::default();
-        assert!(modify(Kind::Ud, &mut attr, &wanted(IBV_QPS_INIT), INIT).is_err());
-        modify(Kind::Ud, &mut attr, &wanted(IBV_QPS_INIT), INIT | IBV_QP_QKEY).unwrap();
-        modify(Kind::Ud, &mut attr, &wanted(IBV_QPS_RTR), IBV_QP_STATE).unwrap();
-        modify(Kind::Ud, &mut attr, &wanted(IBV_QPS_RTS), IBV_QP_STATE | IBV_QP_SQ_PSN).unwrap();
     }
 }

@@ -40,7 +40,7 @@ fn a_datagram_arrives_behind_forty_bytes() {
         let from = device.buffer(length, |at| at as u8);
         let to = device.buffer(length + 40, |_| 0xee);
         assert_eq!(b.receive(2, &[to.all()]), 0);
-        assert_eq!(datagram(ah, &b, 7, &[from.all()]).flags(0).post(&a), 0);
+        datagram(ah, &b, 7, &[from.all()]).flags(0).posted(&a);
         let wc = device.wait();
         assert_eq!((wc.wr_id, wc.status, wc.opcode), (2, IBV_WC_SUCCESS, IBV_WC_RECV));
         assert_eq!((wc.byte_len as usize, wc.src_qp, wc.slid), (length + 40, a.number(), a.lid));
@@ -59,7 +59,7 @@ fn a_datagram_arrives_behind_forty_bytes() {
             assert!(!back.is_null());
             let answer = device.buffer(40, |_| 0);
             assert_eq!(a.receive(3, &[answer.all()]), 0);
-            assert_eq!(datagram(back, &a, 7, &[]).flags(0).post(&b), 0);
+            datagram(back, &a, 7, &[]).flags(0).posted(&b);
             assert_eq!(device.wait().wr_id, 3);
             // SAFETY: the handle is live.
             assert_eq!(unsafe { ibv_destroy_ah(back) }, 0);
@@ -77,11 +77,11 @@ fn datagrams_that_nobody_takes_are_lost_without_an_error() {
     let to = device.buffer(100, |_| 0);
     // Between two processes datagrams arrive in order: when one to `c` is there, the lost one was handled.
     let assert_lost = |lost: Send| {
-        assert_eq!(lost.post(&a), 0);
+        lost.posted(&a);
         let sent = device.wait();
         assert_eq!((sent.opcode, sent.status), (IBV_WC_SEND, IBV_WC_SUCCESS));
         assert_eq!(c.receive(5, &[to.all()]), 0);
-        assert_eq!(datagram(ah, &c, 7, &[]).flags(0).post(&a), 0);
+        datagram(ah, &c, 7, &[]).flags(0).posted(&a);
         assert_eq!(device.wait().wr_id, 5);
     };
     // No buffer; a wrong key; no such queue pair.
@@ -92,7 +92,7 @@ fn datagrams_that_nobody_takes_are_lost_without_an_error() {
     lost.wr.wr.ud = ud_wr { ah, remote_qpn: 0xff_fff0, remote_qkey: 7 };
     assert_lost(lost);
     // The buffer is still there.
-    assert_eq!(datagram(ah, &b, 7, &[]).flags(0).post(&a), 0);
+    datagram(ah, &b, 7, &[]).flags(0).posted(&a);
     assert_eq!(device.wait().wr_id, 2);
 }
 
@@ -102,7 +102,7 @@ fn a_datagram_longer_than_the_mtu_is_an_error() {
     let (a, b) = pair(&device);
     let ah = address(&device, false);
     let from = device.buffer(4097, |_| 0);
-    assert_eq!(datagram(ah, &b, 7, &[from.all()]).post(&a), 0);
+    datagram(ah, &b, 7, &[from.all()]).posted(&a);
     assert_eq!(device.wait().status, IBV_WC_LOC_LEN_ERR);
     assert_eq!(Send::new(IBV_WR_RDMA_WRITE, 1, &[]).post(&a), libc::EINVAL);
 }
@@ -113,21 +113,21 @@ fn a_datagram_in_error_stops_sending_until_the_program_resumes() {
     let (a, b) = pair(&device);
     let ah = address(&device, false);
     let to = device.buffer(100, |_| 0);
-    assert_eq!(datagram(ah, &b, 7, &[ibv_sge { length: 8, ..Default::default() }]).post(&a), 0);
+    datagram(ah, &b, 7, &[ibv_sge { length: 8, ..Default::default() }]).posted(&a);
     assert_eq!(device.wait().status, IBV_WC_LOC_PROT_ERR);
     assert_eq!(a.state(), IBV_QPS_SQE);
-    assert_eq!(datagram(ah, &b, 7, &[]).post(&a), 0);
+    datagram(ah, &b, 7, &[]).posted(&a);
     assert_eq!(device.wait().status, IBV_WC_WR_FLUSH_ERR);
     // It still receives.
     assert_eq!(a.receive(2, &[to.all()]), 0);
-    assert_eq!(datagram(ah, &a, 7, &[]).flags(0).post(&b), 0);
+    datagram(ah, &a, 7, &[]).flags(0).posted(&b);
     assert_eq!((device.wait().wr_id, a.state()), (2, IBV_QPS_SQE));
     assert_eq!(
         a.modify(&ibv_qp_attr { qp_state: IBV_QPS_RTS, ..Default::default() }, IBV_QP_STATE),
         0
     );
     assert_eq!(b.receive(3, &[to.all()]), 0);
-    assert_eq!(datagram(ah, &b, 7, &[]).flags(0).post(&a), 0);
+    datagram(ah, &b, 7, &[]).flags(0).posted(&a);
     let wc = device.wait();
     assert_eq!((wc.wr_id, wc.status), (3, IBV_WC_SUCCESS));
 }

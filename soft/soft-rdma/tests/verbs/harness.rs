@@ -148,6 +148,22 @@ impl Device {
         poll(self.cq).expect("a completion within a minute")
     }
 
+    /// The next so many completions, by number, with their statuses.
+    #[track_caller]
+    pub(crate) fn ends(&self, count: usize) -> Vec<(u64, c_int)> {
+        let mut ends: Vec<_> =
+            (0..count).map(|_| self.wait()).map(|wc| (wc.wr_id, wc.status)).collect();
+        ends.sort_unstable();
+        ends
+    }
+
+    /// The next so many completions are successes.
+    #[track_caller]
+    pub(crate) fn succeed(&self, count: usize) {
+        let ends = self.ends(count);
+        assert!(ends.iter().all(|end| end.1 == IBV_WC_SUCCESS), "{ends:?}");
+    }
+
     /// Nothing is in the completion queue, now and a moment later.
     #[track_caller]
     pub(crate) fn assert_quiet(&self) {
@@ -307,6 +323,12 @@ impl Send {
     pub(crate) fn imm(mut self, imm: u32) -> Self {
         self.wr.imm_data = imm;
         self
+    }
+
+    /// Posts it, which must not be refused.
+    #[track_caller]
+    pub(crate) fn posted(self, qp: &Qp) {
+        assert_eq!(self.post(qp), 0);
     }
 
     /// Posts it; the error number if it is refused.

@@ -58,7 +58,7 @@ fn a_region_with_its_own_addresses_is_reached_by_them() {
     assert!(!mr.is_null());
     // SAFETY: the region is live.
     let key = unsafe { (*mr).rkey };
-    assert_eq!(Send::new(IBV_WR_RDMA_WRITE, 1, &[local.all()]).remote(0x10_0000, key).post(&a), 0);
+    Send::new(IBV_WR_RDMA_WRITE, 1, &[local.all()]).remote(0x10_0000, key).posted(&a);
     assert_eq!(device.wait().status, IBV_WC_SUCCESS);
     // SAFETY: the region is live.
     assert_eq!(unsafe { ibv_dereg_mr(mr) }, 0);
@@ -80,7 +80,7 @@ fn a_dmabuf_is_registered_with_offset_and_address() {
     // SAFETY: the region is live.
     let key = unsafe { (*mr).rkey };
     let local = device.buffer(8000, |at| (at * 5) as u8);
-    assert_eq!(Send::new(IBV_WR_RDMA_WRITE, 1, &[local.all()]).remote(iova, key).post(&a), 0);
+    Send::new(IBV_WR_RDMA_WRITE, 1, &[local.all()]).remote(iova, key).posted(&a);
     assert_eq!(device.wait().status, IBV_WC_SUCCESS);
     let mut file = vec![0; 16384];
     assert_eq!(rustix::io::pread(&fd, &mut file[..], 0), Ok(16384));
@@ -90,11 +90,11 @@ fn a_dmabuf_is_registered_with_offset_and_address() {
     // The memory of the dma-buf is a source as good as any.
     let back = device.buffer(8000, |_| 0);
     let sge = ibv_sge { addr: iova, length: 8000, lkey: key };
-    assert_eq!(Send::new(IBV_WR_RDMA_WRITE, 2, &[sge]).remote(back.addr(), back.key()).post(&a), 0);
+    Send::new(IBV_WR_RDMA_WRITE, 2, &[sge]).remote(back.addr(), back.key()).posted(&a);
     assert_eq!(device.wait().status, IBV_WC_SUCCESS);
     assert_eq!(back.read(), local.read());
     // Beyond its end there is nothing.
-    assert_eq!(Send::new(IBV_WR_RDMA_WRITE, 3, &[local.all()]).remote(iova + 1, key).post(&a), 0);
+    Send::new(IBV_WR_RDMA_WRITE, 3, &[local.all()]).remote(iova + 1, key).posted(&a);
     assert_eq!(device.wait().status, IBV_WC_REM_ACCESS_ERR);
     // SAFETY: the region is live.
     assert_eq!(unsafe { ibv_dereg_mr(mr) }, 0);
@@ -166,7 +166,7 @@ fn bytes_go_from_card_to_card() {
         Send::new(IBV_WR_RDMA_READ, 3, &[target.all()]).remote(to, to_key),
     ];
     for work in works {
-        assert_eq!(work.post(&a), 0);
+        work.posted(&a);
         assert_eq!(device.wait().status, IBV_WC_SUCCESS);
     }
     assert_eq!(target.read(), source.read());

@@ -282,6 +282,7 @@ mod tests {
             ran = true;
             Ok(Outcome::Skipped("not installed".into()))
         });
+        steps.step("third", || Ok(Outcome::Passed(String::new())));
         assert!(ran);
         assert_eq!(steps.summary().expect_err("one failed").to_string(), "failed: first");
         let table = steps.table();
@@ -294,12 +295,5 @@ mod tests {
         let mut steps = Steps::default();
         assert!(steps.required("build", || bail!("broken")).is_err());
         assert!(steps.required("next", || Ok(())).is_ok());
-    }
-
-    #[test]
-    fn all_passed_is_a_success() {
-        let mut steps = Steps::default();
-        steps.step("only", || Ok(Outcome::Passed(String::new())));
-        steps.summary().expect("passed");
     }
 }

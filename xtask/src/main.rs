@@ -7,7 +7,6 @@ mod bench;
 mod check;
 mod demo;
 mod dist;
-mod install;
 mod msrv;
 mod package;
 mod progress;
@@ -117,12 +116,6 @@ enum Command {
         #[arg(long)]
         commit: Option<String>,
     },
-    /// Build for release and copy it to a prefix
-    Install {
-        /// Where to: plugins go to PREFIX/lib/ucx-gaudi/plugins, programs to PREFIX/bin
-        #[arg(long)]
-        prefix: PathBuf,
-    },
     /// The kernel's own driver on an emulated Gaudi2, in a virtual machine
     ///
     /// QEMU and a kernel are downloaded from Debian and unpacked into target/vm; nothing is installed.
@@ -211,10 +204,6 @@ fn run(command: Command) -> Result<()> {
             let origin =
                 bench::report::Origin { machine: machine.as_deref(), commit: commit.as_deref() };
             bench::report::run(&repo, &files, origin)
-        }
-        Command::Install { prefix } => {
-            dist::build(&repo, dist::Profile::Release)?;
-            install::run(&repo, &prefix)
         }
         Command::Msrv => msrv::run(&repo),
         Command::Release { version, dry_run } => release::run(&repo, &version, dry_run),

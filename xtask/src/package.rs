@@ -15,7 +15,6 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 
-use crate::install::copy_tree;
 use crate::progress::Work;
 use crate::repo::Repo;
 use crate::tuning::STAGING;
@@ -156,6 +155,21 @@ fn modulefile() -> String {
          prepend-path UCX_PLUGIN_PATH $prefix/lib/ucx-gaudi/plugins\n{}",
         tuning.collect::<String>()
     )
+}
+
+fn copy_tree(from: &Path, to: &Path) -> Result<()> {
+    fs::create_dir_all(to).with_context(|| format!("cannot create {}", to.display()))?;
+    for entry in fs::read_dir(from).with_context(|| format!("cannot read {}", from.display()))? {
+        let entry = entry?;
+        let (source, target) = (entry.path(), to.join(entry.file_name()));
+        if entry.file_type()?.is_dir() {
+            copy_tree(&source, &target)?;
+        } else {
+            fs::copy(&source, &target)
+                .with_context(|| format!("cannot write {}", target.display()))?;
+        }
+    }
+    Ok(())
 }
 
 fn write(path: &Path, text: &str) -> Result<()> {

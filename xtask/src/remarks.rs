@@ -148,9 +148,4 @@ stack backtrace</flakyFailure>
             ["  first: thread panicked at a.rs:1: 253 > 188", "no test was skipped"]
         );
     }
-
-    #[test]
-    fn a_run_without_skips_says_so() {
-        assert_eq!(Remarks::from_junit("<testsuites/>").text(), "no test was skipped");
-    }
 }

@@ -44,12 +44,6 @@ impl Repo {
         Ok(Self { root, layout: Layout::new(target) })
     }
 
-    /// A checkout at a place of the test's choice.
-    #[cfg(test)]
-    pub(crate) fn at(root: &Path) -> Self {
-        Self { root: root.to_owned(), layout: Layout::new(root.join("target")) }
-    }
-
     /// Folders under the target directory.
     pub(crate) fn layout(&self) -> &Layout {
         &self.layout

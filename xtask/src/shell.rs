@@ -104,7 +104,7 @@ fn text(path: &std::path::Path) -> Result<String> {
 }
 
 /// One word for any POSIX shell.
-pub(crate) fn quote(value: &str) -> String {
+fn quote(value: &str) -> String {
     format!("'{}'", value.replace('\'', r"'\''"))
 }
 

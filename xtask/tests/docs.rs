@@ -136,8 +136,12 @@ fn declared() -> BTreeSet<String> {
     let mut found = BTreeSet::new();
     for path in files(&source, ".rs") {
         let component = if path.starts_with(source.join("ipc")) { "IPC_" } else { "" };
-        for rest in read(&path).split("name: \"").skip(1) {
-            let name = rest.split('"').next().unwrap_or_default();
+        let text = read(&path);
+        let fields = text.split("name: \"").skip(1).filter_map(|rest| rest.split('"').next());
+        // Rows of a table: `COPY_DEVICE: Text = "",`.
+        let rows = text.lines().filter(|line| line.contains(" = \""));
+        let rows = rows.filter_map(|line| Some(line.trim().split_once(": ")?.0));
+        for name in fields.chain(rows) {
             if !name.is_empty() && name.chars().all(variable_part) {
                 found.insert(format!("UCX_GAUDI_{component}{name}"));
             }

@@ -35,7 +35,7 @@ impl Layout {
         &self.target
     }
 
-    /// What `cargo xtask install` copies.
+    /// What packages are made of.
     pub fn dist(&self) -> PathBuf {
         self.target.join("dist")
     }

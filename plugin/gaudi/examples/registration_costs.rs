@@ -95,7 +95,7 @@ fn floors() {
 }
 
 fn counter(name: &str) -> u64 {
-    let page = gaudi::stats::read(std::process::id()).expect("our own page");
+    let page = stats_reader::read(std::process::id()).expect("our own page");
     page.get(name).expect("a counter")
 }
 

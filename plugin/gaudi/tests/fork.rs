@@ -251,7 +251,7 @@ fn use_own_card(choice: &DeviceChoice) {
     }
     let (dmabuf, _) = device.export_alone(memory.addr(), 4096).unwrap();
     drop(dmabuf);
-    assert!(gaudi::stats::read(std::process::id()).is_ok(), "counters of its own");
+    assert!(stats_reader::read(std::process::id()).is_ok(), "counters of its own");
 }
 
 #[test]

@@ -14,7 +14,7 @@ use machine::{Footprint, alone, assert_same, faults, open, pattern, read, write}
 use poison::{MARGIN, POISON, at, framed, poisoned};
 
 fn stat(name: &str) -> u64 {
-    gaudi::stats::read(std::process::id()).unwrap().get(name).unwrap_or_else(|| panic!("{name}"))
+    stats_reader::read(std::process::id()).unwrap().get(name).unwrap_or_else(|| panic!("{name}"))
 }
 
 fn copy(device: &Arc<Device>, dst: Side, src: Side, len: usize) -> Result<(), Error> {

@@ -27,7 +27,7 @@ fn fresh() -> (MutexGuard<'static, ()>, Arc<Device>) {
 
 /// Counters of the card.
 fn counter(device: &Device, name: &str) -> u64 {
-    let page = gaudi::stats::read(std::process::id()).expect("our own page");
+    let page = stats_reader::read(std::process::id()).expect("our own page");
     let card = page.card(device.info().bus_id.as_str());
     card.and_then(|card| card.get(name)).unwrap_or_else(|| panic!("no counter {name}"))
 }

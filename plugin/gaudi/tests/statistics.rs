@@ -7,16 +7,16 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, Stdio};
 use std::sync::Arc;
 
-use gaudi::stats::{self, Malformed, ReadError, Snapshot};
 use gaudi::{Device, DeviceAddr, ErrorKind, HostRegion, Segment, Side, runtime};
 use machine::{Footprint, alone, faults, fresh, read, write};
+use stats_reader::{Malformed, ReadError, Snapshot};
 
 fn myself() -> u32 {
     std::process::id()
 }
 
 fn of(device: &Device, name: &str) -> u64 {
-    let snapshot = stats::read(myself()).unwrap();
+    let snapshot = stats_reader::read(myself()).unwrap();
     let card = snapshot.card(device.info().bus_id.as_str()).expect("a card that was opened");
     card.get(name).unwrap_or_else(|| panic!("no counter {name}"))
 }
@@ -60,7 +60,7 @@ impl Copier {
     }
 
     fn read(&self) -> Snapshot {
-        stats::read(self.child.id()).unwrap()
+        stats_reader::read(self.child.id()).unwrap()
     }
 }
 
@@ -89,7 +89,7 @@ fn another_process_reads_while_the_first_copies() {
     assert!(table.contains(&copier.bus_id) && table.contains("h2d_bytes"), "{table}");
     let pid = copier.child.id();
     drop(copier);
-    let error = stats::read(pid).unwrap_err();
+    let error = stats_reader::read(pid).unwrap_err();
     assert!(matches!(error, ReadError::NoProcess(gone) if gone == pid), "{error}");
     assert!(error.to_string().contains("does not exist"), "{error}");
 }
@@ -100,19 +100,22 @@ fn a_process_without_a_card_has_no_page() {
     let mut host = vec![0_u8; 1 << 20];
     drop(HostRegion::record(host.as_mut_ptr(), host.len()));
     runtime().discover().unwrap();
-    let error = stats::read(myself()).unwrap_err();
+    let error = stats_reader::read(myself()).unwrap_err();
     assert!(matches!(error, ReadError::NoPage(_)), "{error}");
     let device = fresh();
-    assert_eq!(stats::why_unreadable(), None);
+    assert_eq!(gaudi::stats::why_unreadable(), None);
+    let page = stats_reader::read(myself()).unwrap();
+    let names: Vec<&str> = page.other.iter().map(|(about, _)| about.name.as_str()).collect();
+    assert_eq!(names, gaudi::stats::NAMES);
     let bus_id = device.info().bus_id.clone();
     assert_eq!((of(&device, "opens"), of(&device, "open")), (1, 1));
     drop(device);
-    let closed = stats::read(myself()).unwrap();
+    let closed = stats_reader::read(myself()).unwrap();
     let card = closed.card(bus_id.as_str()).expect("still listed");
     assert_eq!((card.get("opens"), card.get("open")), (Some(1), Some(0)));
     let again = machine::open(0);
     assert_eq!((of(&again, "opens"), of(&again, "open")), (2, 1));
-    assert_eq!(stats::read(myself()).unwrap().cards.len(), 1, "one slot a card");
+    assert_eq!(stats_reader::read(myself()).unwrap().cards.len(), 1, "one slot a card");
 }
 
 #[test]
@@ -172,7 +175,7 @@ fn a_forked_child_does_not_count_into_its_parents_page() {
     let got = unsafe { libc::read(done[0], byte.as_mut_ptr().cast(), 1) };
     assert_eq!((got, byte), (1, [1]), "the child counted");
     assert_eq!(of(&device, "failures_permission_denied"), before, "not here");
-    let error = stats::read(child as u32).unwrap_err();
+    let error = stats_reader::read(child as u32).unwrap_err();
     let inherited = matches!(error, ReadError::Inherited { owner, .. } if owner == myself());
     assert!(inherited, "{error}");
     // SAFETY: as above; and the child is ours to wait for.
@@ -190,7 +193,7 @@ fn something_with_the_pages_name_is_refused_with_the_reason() {
     use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
     alone!(64);
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    let refused = || match stats::read(myself()).unwrap_err() {
+    let refused = || match stats_reader::read(myself()).unwrap_err() {
         ReadError::Malformed { source, .. } => source,
         other => panic!("{other}"),
     };

@@ -9,9 +9,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
-use gaudi::{
-    Allocation, Device, DeviceAddr, ExportCall, HostRegion, Segment, Side, runtime, stats,
-};
+use gaudi::{Allocation, Device, DeviceAddr, ExportCall, HostRegion, Segment, Side, runtime};
 use proptest::prelude::*;
 
 const BOUNCE: usize = 64 << 10;
@@ -68,7 +66,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 type Expected = BTreeMap<String, i64>;
 
 fn counters(bus_id: &str) -> Expected {
-    let snapshot = stats::read(std::process::id()).expect("our own page");
+    let snapshot = stats_reader::read(std::process::id()).expect("our own page");
     let card = snapshot.card(bus_id).expect("a card that was opened");
     card.iter().map(|(about, value)| (about.name.clone(), value as i64)).collect()
 }

@@ -3,8 +3,8 @@
 mod memory;
 
 use e2e::{Device, Ucx, stock};
-use gaudi::stats;
 use memory::Machine;
+use stats_reader as stats;
 
 /// Machines whose driver imports, as Habana's own may.
 fn importing() -> [Machine; 2] {

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use e2e::{Device, Perftest, ProtocolLogs, Protocols, Ucx, client};
-use gaudi::stats;
+use stats_reader as stats;
 
 /// What UCX logs, one file per process.
 fn logs() -> ProtocolLogs {

@@ -6,8 +6,9 @@ mod memory;
 use std::process::Command;
 
 use e2e::{Device, Listing, Ucx, Workbench, stock};
-use gaudi::{ErrorKind, stats};
+use gaudi::ErrorKind;
 use memory::Machine;
+use stats_reader as stats;
 
 /// § 1.1
 #[test]

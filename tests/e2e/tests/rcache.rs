@@ -9,8 +9,8 @@
 mod memory;
 
 use e2e::Ucx;
-use gaudi::stats::Snapshot;
 use memory::{Machine, counters_after};
+use stats_reader::Snapshot;
 
 /// The client makes a hundredth of `--cycles`.
 const CYCLES: u64 = 60;

@@ -66,9 +66,9 @@ fn ten_thousand_cycles_leave_the_counters_of_device_memory_flat() {
             assert_eq!(few.get(now), many.get(now), "{now}");
         }
         // The cache keeps the one buffer there is, or most of it; the rest is bounce buffers.
-        let cached = |page: &gaudi::stats::Snapshot| page.get("reg_cache_bytes").unwrap_or(0);
+        let cached = |page: &stats_reader::Snapshot| page.get("reg_cache_bytes").unwrap_or(0);
         let other =
-            |page: &gaudi::stats::Snapshot| page.get("pinned_bytes").map(|all| all - cached(page));
+            |page: &stats_reader::Snapshot| page.get("pinned_bytes").map(|all| all - cached(page));
         assert_eq!(other(&few), other(&many), "pinned outside the cache");
         assert!(cached(&many) <= (1 << 20) + 4096, "{many}");
         assert_eq!(many.get("allocations_live"), Some(0));

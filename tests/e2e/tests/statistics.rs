@@ -3,7 +3,7 @@
 use std::cell::Cell;
 
 use e2e::{Device, stock};
-use gaudi::stats;
+use stats_reader as stats;
 
 #[test]
 fn counters_of_a_running_job_can_be_read_and_grow() {

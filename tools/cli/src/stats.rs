@@ -7,8 +7,8 @@ use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use gaudi::stats::{Counters, Kind, ReadError, Snapshot, read};
 use serde_json::{Map, Value, json};
+use stats_reader::{Counters, Kind, ReadError, Snapshot, read};
 
 use crate::Context;
 use crate::failure::{Exit, Failure};

@@ -423,7 +423,7 @@ pub(crate) fn stat(counter: &str) -> u64 {
     // By the number that this /proc has for us: it may be another pid namespace's.
     let own = std::fs::read_link("/proc/self").expect("a Linux");
     let own = own.to_str().and_then(|pid| pid.parse().ok()).expect("a number");
-    let counters = gaudi::stats::read(own).expect("a page");
+    let counters = stats_reader::read(own).expect("a page");
     counters.get(counter).expect("a counter")
 }
 

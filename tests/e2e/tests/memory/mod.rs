@@ -4,7 +4,7 @@
 #![allow(dead_code)]
 
 use e2e::{Device, SoftNode, Tool, Ucx};
-use gaudi::stats::Snapshot;
+use stats_reader::Snapshot;
 
 /// A machine in software, and what to call it. It is removed when dropped.
 pub(crate) struct Machine {
@@ -79,5 +79,5 @@ pub(crate) fn counters_after(ucx: Ucx, words: &str, variables: &[(&str, &str)]) 
     let in_time = client.wait_until(|_| verdict().ends_with('\n'));
     let verdict = verdict();
     assert!(in_time && verdict.contains(" 0 failed"), "{words}, {variables:?}: {verdict}");
-    gaudi::stats::read(client.id()).expect("the client has a card open")
+    stats_reader::read(client.id()).expect("the client has a card open")
 }

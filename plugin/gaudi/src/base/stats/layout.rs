@@ -75,9 +75,9 @@ pub(super) const SLOTS: usize = 65;
 pub(super) const SIZE: usize = size_of::<Page>().next_multiple_of(PAGE_SIZE as usize);
 
 /// How a counter behaves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy)]
 #[repr(u32)]
-pub enum Kind {
+pub(super) enum Kind {
     /// Only grows.
     Sum = 1,
     /// How much there is at the moment.
@@ -87,9 +87,9 @@ pub enum Kind {
 }
 
 /// What a counter counts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy)]
 #[repr(u32)]
-pub enum Unit {
+pub(super) enum Unit {
     /// Things.
     Number = 1,
     /// Bytes.

@@ -2,8 +2,8 @@
 //!
 //! `layout` is the format: a list of named counters and where they lie. `page` is the shared
 //! memory of this process, found by others through `/proc/PID/fd` and gone with the process.
-//! `count` is what the engine calls: an update is one relaxed atomic addition. `snapshot` reads
-//! a page, of this process or another, and trusts nothing in it.
+//! `count` is what the engine calls: an update is one relaxed atomic addition. Tools read the page with the crate
+//! `stats-reader`.
 //!
 //! A counter is here because something feeds it; what a later part of the engine counts is added to
 //! the list in `layout`, and readers find it by name.
@@ -11,11 +11,9 @@
 mod count;
 mod layout;
 mod page;
-mod snapshot;
 
 pub(crate) use count::{Counts, Gauge, GaugeGuard, Path, Tally};
 pub(crate) use layout::Counter;
-pub use layout::{Kind, NAMES, Unit};
+pub use layout::NAMES;
+pub(crate) use page::start_time;
 pub use page::why_unreadable;
-pub(crate) use snapshot::start_time;
-pub use snapshot::{CardCounters, Counters, Description, Malformed, ReadError, Snapshot, read};

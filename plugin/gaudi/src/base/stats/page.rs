@@ -146,7 +146,7 @@ fn header() -> Header {
         size: SIZE as u64,
         pid: std::process::id(),
         counters: NAMES.len() as u32,
-        start_time: super::snapshot::start_time("self").unwrap_or(0),
+        start_time: start_time("self").unwrap_or(0),
         created: since_epoch.as_nanos() as u64,
         descriptions_at: offset_of!(Page, descriptions) as u32,
         description_len: size_of::<Description>() as u32,
@@ -156,4 +156,11 @@ fn header() -> Header {
         slot_header_len: Slot::HEADER_LEN as u32,
         reserved: [0; 7],
     }
+}
+
+/// When a process started, in clock ticks since the machine did, from its line in `/proc`.
+pub(crate) fn start_time(process: &str) -> Option<u64> {
+    let line = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
+    // The second field is the program's name in brackets, and may hold anything, brackets too.
+    line.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()
 }

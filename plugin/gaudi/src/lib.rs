@@ -46,7 +46,7 @@ pub use base::options::{Conflict, FlushPeerWrites, OptionName, Options, Registra
 pub use base::process::Notifier;
 pub use base::remedy::Remedy;
 pub use base::sysfs::Sysfs;
-pub(crate) use base::{environment, error, options, probes, process, sysfs};
+pub(crate) use base::{environment, error, options, probes, process};
 pub use base::{stats, topology};
 pub(crate) use device::copy;
 pub use device::copy::{Segment, Side, SubmitError, Transfer, USER_SPACE_END};
@@ -63,7 +63,6 @@ pub use runtime::keep_open::KeptOpen;
 pub use runtime::lent_cards::Unmapping;
 pub use runtime::mapping_table::{MappedCard, MappingTable};
 pub use runtime::owners::{Owners, OwningProcess};
-pub use runtime::scale_out::{self, ScaleOut};
 pub use runtime::{Runtime, runtime};
 
 /// What may be used from any thread, checked when compiling.

@@ -321,13 +321,11 @@ impl<F: Flavour> GaudiDomain<F> {
         if self.settings.nic_scale_out == Ternary::No {
             return String::from("not looked for");
         }
-        let view = gaudi::runtime().scale_out();
-        let near = view.as_ref().map(|view| view.nearest(&card.bus_id)).unwrap_or_default();
+        let near = gaudi::runtime().nearest_nics(card);
         if near.is_empty() && self.settings.nic_scale_out == Ternary::Yes {
             log!(self.ucx, Warn, "ENABLE_NIC_SCALE_OUT=yes, but no active NIC is near {card}");
         }
-        let names: Vec<&str> = near.iter().map(|nic| nic.name.as_str()).collect();
-        if names.is_empty() { String::from("no active one") } else { names.join(", ") }
+        if near.is_empty() { String::from("no active one") } else { near.join(", ") }
     }
 
     /// The card that UCX names, or the one that was chosen where UCX names none.

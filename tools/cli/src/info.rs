@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use clap::Args;
-use gaudi::{DeviceAddr, DeviceChoice, DeviceInfo, Generation, ScaleOut, Sysfs, runtime};
+use gaudi::{DeviceAddr, DeviceChoice, DeviceInfo, Generation, Sysfs, runtime};
 use hl_thunk::sys::HwIpInfo;
 use hl_thunk::{ControlDevice, Library};
 use serde::Serialize;
@@ -12,6 +12,7 @@ use serde::Serialize;
 use crate::Context;
 use crate::failure::{Exit, Failure};
 use crate::output::{print_json, print_table, size, table};
+use crate::scale_out::{self, ScaleOut};
 
 /// Options of `info`.
 #[derive(Debug, Args)]
@@ -92,8 +93,8 @@ pub(crate) struct Nic {
     active: bool,
 }
 
-impl From<&gaudi::scale_out::Nic> for Nic {
-    fn from(nic: &gaudi::scale_out::Nic) -> Self {
+impl From<&scale_out::Nic> for Nic {
+    fn from(nic: &scale_out::Nic) -> Self {
         Self {
             name: nic.name.clone(),
             bus_id: nic.location.as_ref().map(|place| place.bus_id().to_owned()),

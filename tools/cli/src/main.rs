@@ -20,6 +20,7 @@ mod redact;
 mod report;
 mod run;
 mod saved_file;
+mod scale_out;
 mod stats;
 mod topo;
 mod trace;

@@ -2,13 +2,14 @@
 //! `nvidia-smi topo -m` made known.
 
 use gaudi::topology::{Distance, PciLocation};
-use gaudi::{ScaleOut, Sysfs, runtime};
+use gaudi::{Sysfs, runtime};
 use serde::Serialize;
 
 use crate::Context;
 use crate::failure::{Exit, Failure};
 use crate::info::Nic;
 use crate::output::{note, print_json, print_table, table};
+use crate::scale_out::{self, CardView, ScaleOut};
 
 const LEGEND: &[(&str, &str)] = &[
     ("X", "the device itself"),
@@ -54,15 +55,13 @@ struct Nearest {
 pub(crate) fn run(context: &Context) -> Result<Exit, Failure> {
     let cards = runtime().discover()?;
     let all = ScaleOut::read(&Sysfs::default(), &cards);
-    let card = |view: &gaudi::scale_out::CardView| MatrixEntry {
+    let card = |view: &CardView| MatrixEntry {
         name: format!("Gaudi{}", view.card.index),
         // A software card's address may be that of another device.
         location: view.location.clone().filter(|place| place.is_gaudi() && !view.card.is_software),
     };
-    let nic = |nic: &gaudi::scale_out::Nic| MatrixEntry {
-        name: nic.name.clone(),
-        location: nic.location.clone(),
-    };
+    let nic =
+        |nic: &scale_out::Nic| MatrixEntry { name: nic.name.clone(), location: nic.location.clone() };
     let places: Vec<MatrixEntry> =
         all.cards().iter().map(card).chain(all.nics().iter().map(nic)).collect();
     let report = report(&all, &places);
@@ -84,7 +83,7 @@ fn report(all: &ScaleOut, places: &[MatrixEntry]) -> Report {
         cpus: place.location.as_ref().and_then(|location| location.local_cpus.clone()),
     };
     let row = |at: usize| (0..places.len()).map(|other| relation(places, at, other)).collect();
-    let nearest = |view: &gaudi::scale_out::CardView| Nearest {
+    let nearest = |view: &CardView| Nearest {
         card: format!("Gaudi{}", view.card.index),
         nics: match view.location.is_some() && !view.card.is_software {
             true => all.nearest(&view.card.bus_id).iter().map(|nic| nic.name.clone()).collect(),

@@ -47,63 +47,64 @@ impl Sysfs {
     /// How a PCI device is connected; `None` where sysfs does not say.
     pub fn link(&self, bus_id: &BusId) -> Option<PciLink> {
         let folder = self.root.join("bus/pci/devices").join(bus_id.as_str());
-        let attribute = |name: &str| line(&folder.join(name));
+        let attribute = |name: &str| Self::line(&folder.join(name));
         PciLink::from_words(&attribute("current_link_speed")?, &attribute("current_link_width")?)
     }
 
     /// What the driver says of a card's state, such as "operational" or "in reset".
     pub(crate) fn card_status(&self, bus_id: &BusId) -> Option<String> {
-        line(&self.root.join("bus/pci/devices").join(bus_id.as_str()).join("status"))
+        Self::line(&self.root.join("bus/pci/devices").join(bus_id.as_str()).join("status"))
     }
 
     /// Where the PCI device that a folder (or a link) lies in sits.
-    pub(crate) fn location_of(&self, folder: &Path) -> Option<PciLocation> {
+    pub fn location_of(&self, folder: &Path) -> Option<PciLocation> {
         let folder = folder.canonicalize().ok()?;
         let mut location = PciLocation::from_path(&folder)?;
         // A port or a queue is a folder inside its device's, which has what we want to know.
         let name = OsStr::new(location.bus_id());
         let device = folder.ancestors().find(|folder| folder.file_name() == Some(name))?;
         let hex = |text: String| u32::from_str_radix(text.strip_prefix("0x")?, 16).ok();
-        location.vendor = line(&device.join("vendor")).and_then(hex);
+        location.vendor = Self::line(&device.join("vendor")).and_then(hex);
         // -1: the firmware does not say.
-        location.numa_node = line(&device.join("numa_node")).and_then(|text| text.parse().ok());
+        location.numa_node =
+            Self::line(&device.join("numa_node")).and_then(|text| text.parse().ok());
         let list = |text: &String| {
             text.bytes().all(|byte| byte.is_ascii_digit() || matches!(byte, b',' | b'-'))
         };
-        location.local_cpus = line(&device.join("local_cpulist")).filter(list);
+        location.local_cpus = Self::line(&device.join("local_cpulist")).filter(list);
         Some(location)
     }
 
     /// The devices of a class (such as `net`), by name and folder, in the order people count them.
-    pub(crate) fn class(&self, class: &str) -> Vec<(String, PathBuf)> {
-        entries(&self.root.join("class").join(class))
+    pub fn class(&self, class: &str) -> Vec<(String, PathBuf)> {
+        Self::entries(&self.root.join("class").join(class))
     }
-}
 
-/// What is in a folder, by name, in the order people count it.
-pub(crate) fn entries(folder: &Path) -> Vec<(String, PathBuf)> {
-    let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
-    let named = |entry: std::fs::DirEntry| {
-        let name = entry.file_name().into_string().ok()?;
-        name.bytes().all(|byte| byte.is_ascii_graphic()).then(|| (name, entry.path()))
-    };
-    let mut found: Vec<_> = entries.take(MAX_ENTRIES).flatten().filter_map(named).collect();
-    found.sort_by_cached_key(|(name, _)| counted(name));
-    found
+    /// What is in a folder, by name, in the order people count it.
+    pub fn entries(folder: &Path) -> Vec<(String, PathBuf)> {
+        let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
+        let named = |entry: std::fs::DirEntry| {
+            let name = entry.file_name().into_string().ok()?;
+            name.bytes().all(|byte| byte.is_ascii_graphic()).then(|| (name, entry.path()))
+        };
+        let mut found: Vec<_> = entries.take(MAX_ENTRIES).flatten().filter_map(named).collect();
+        found.sort_by_cached_key(|(name, _)| counted(name));
+        found
+    }
+
+    /// An attribute's text: one line without strange characters.
+    pub fn line(file: &Path) -> Option<String> {
+        let mut text = String::new();
+        File::open(file).ok()?.take(MAX_TEXT).read_to_string(&mut text).ok()?;
+        let text = text.trim();
+        (!text.is_empty() && !text.contains(char::is_control)).then(|| text.to_owned())
+    }
 }
 
 /// A name whose number at the end counts as a number: `mlx5_10` after `mlx5_9`.
 fn counted(name: &str) -> (String, Option<u64>, usize) {
     let stem = name.trim_end_matches(|byte: char| byte.is_ascii_digit());
     (stem.to_owned(), name[stem.len()..].parse().ok(), name.len())
-}
-
-/// An attribute's text: one line without strange characters.
-pub(crate) fn line(file: &Path) -> Option<String> {
-    let mut text = String::new();
-    File::open(file).ok()?.take(MAX_TEXT).read_to_string(&mut text).ok()?;
-    let text = text.trim();
-    (!text.is_empty() && !text.contains(char::is_control)).then(|| text.to_owned())
 }
 
 #[cfg(test)]
@@ -123,7 +124,7 @@ mod tests {
         assert_eq!(nowhere.location(&"0000:33:00.0".parse().unwrap()), None);
         assert_eq!(nowhere.link(&"0000:33:00.0".parse().unwrap()), None);
         assert!(nowhere.class("net").is_empty());
-        assert_eq!(line(Path::new("/dev/null")), None);
-        assert_eq!(line(Path::new("/")), None, "a folder is no attribute");
+        assert_eq!(Sysfs::line(Path::new("/dev/null")), None);
+        assert_eq!(Sysfs::line(Path::new("/")), None, "a folder is no attribute");
     }
 }

@@ -6,10 +6,10 @@ pub(crate) mod framework_card;
 pub(crate) mod keep_open;
 pub(crate) mod lent_cards;
 pub(crate) mod mapping_table;
+pub(crate) mod nics;
 pub(crate) mod opening;
 pub(crate) mod owners;
 pub(crate) mod pairing;
-pub mod scale_out;
 pub(crate) mod selection;
 
 use std::collections::{BTreeSet, HashMap};
@@ -35,7 +35,7 @@ use crate::topology::PciLink;
 use crate::window::{ReservedAddresses, Windows};
 use crate::{
     BusId, Conflict, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Error, ErrorKind,
-    Location, Options, RegistrationCache, ScaleOut, Sysfs, Window, WindowEvent, share,
+    Location, Options, RegistrationCache, Sysfs, Window, WindowEvent, share,
 };
 use discovery::Discovered;
 use keep_open::User;
@@ -251,10 +251,10 @@ impl Runtime {
         if self.registry.is_inherited() { Err(Error::forked(operation)) } else { Ok(()) }
     }
 
-    /// Which NICs are near which of the cards this process may use, and their state, as sysfs has
-    /// it now. Opens no card.
-    pub fn scale_out(&self) -> Result<ScaleOut, Error> {
-        Ok(ScaleOut::read(&Sysfs::default(), &self.discover()?))
+    /// Names of the host's NICs that can carry data and are nearest to a card, as sysfs has it now; several if they are
+    /// equally near.
+    pub fn nearest_nics(&self, card: &DeviceInfo) -> Vec<String> {
+        nics::nearest(&Sysfs::default(), card)
     }
 
     /// How a card is connected to the host, as sysfs has it now. `None` where it does not say, or

@@ -7,7 +7,7 @@
 use std::fs::OpenOptions;
 use std::path::Path;
 
-use crate::sysfs::{Sysfs, line};
+use crate::Sysfs;
 
 /// The folder with the nodes of drivers since Linux 6.4; the classes in sysfs of those and of older ones.
 const NODES: &str = "/dev/accel";
@@ -15,7 +15,7 @@ const CLASSES: [&str; 2] = ["accel", "habanalabs"];
 
 /// Why no card is found, and what to do; `None` if the kernel has none either.
 pub(crate) fn reason(library: &hl_thunk::Library) -> Option<(String, &'static str)> {
-    let release = line(Path::new("/proc/sys/kernel/osrelease"));
+    let release = Sysfs::line(Path::new("/proc/sys/kernel/osrelease"));
     let release = release.as_deref().unwrap_or("of unknown release");
     let name = format!("{} {}", library.name(), library.version().unwrap_or("of unknown version"));
     explain(&Sysfs::default(), Path::new(NODES), release, &name)

@@ -3,7 +3,6 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use gaudi::scale_out::{Network, Nic};
 use gaudi::{DeviceInfo, Sysfs};
 use rustix::fs::{Access, access};
 use rustix::process::{Resource, getrlimit};
@@ -12,6 +11,7 @@ use serde_json::json;
 use crate::driver;
 use crate::output::size;
 use crate::report::Finding;
+use crate::scale_out::{Network, Nic};
 use crate::verbs::Verbs;
 
 /// Enough descriptors for a job: UCX opens tens, each peer of `gaudi_ipc` some.

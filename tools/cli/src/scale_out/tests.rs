@@ -6,10 +6,11 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use gaudi::scale_out::PortState;
 use gaudi::topology::Distance;
-use gaudi::{DeviceInfo, Generation, PortMasks, ScaleOut, Sysfs};
+use gaudi::{DeviceInfo, Generation, PortMasks, Sysfs};
 use proptest::prelude::*;
+
+use super::{Nic, PortState, ScaleOut};
 
 /// A folder that goes with the test.
 struct Tree(PathBuf);
@@ -127,7 +128,7 @@ fn server() -> (Tree, Vec<DeviceInfo>) {
     (tree, cards)
 }
 
-fn names(nics: &[&gaudi::scale_out::Nic]) -> Vec<String> {
+fn names(nics: &[&Nic]) -> Vec<String> {
     nics.iter().map(|nic| nic.name.clone()).collect()
 }
 

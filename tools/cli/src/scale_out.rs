@@ -4,13 +4,12 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use crate::sysfs::{entries, line};
-use crate::topology::{Distance, PciLocation};
-use crate::{BusId, DeviceInfo, Sysfs};
+use gaudi::topology::{Distance, PciLocation};
+use gaudi::{BusId, DeviceInfo, Sysfs};
 
 /// State of an RDMA port, as its driver reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PortState {
+pub(crate) enum PortState {
     /// No link.
     Down,
     /// A link, not yet configured by a subnet manager.
@@ -50,17 +49,17 @@ impl fmt::Display for PortState {
 
 /// One port of a NIC.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NicPort {
+pub(crate) struct NicPort {
     /// Its number, from 1.
-    pub number: u32,
+    pub(crate) number: u32,
     /// Whether it can carry data.
-    pub state: PortState,
+    pub(crate) state: PortState,
     /// `InfiniBand` or `Ethernet`.
-    pub link_layer: Option<String>,
+    pub(crate) link_layer: Option<String>,
     /// Such as `400 Gb/sec (4X NDR)`.
-    pub rate: Option<String>,
+    pub(crate) rate: Option<String>,
     /// Names of its network interfaces.
-    pub netdevs: Vec<String>,
+    pub(crate) netdevs: Vec<String>,
 }
 
 impl fmt::Display for NicPort {
@@ -75,33 +74,33 @@ impl fmt::Display for NicPort {
 
 /// An RDMA device (a host channel adapter).
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Nic {
+pub(crate) struct Nic {
     /// Such as `mlx5_0`.
-    pub name: String,
+    pub(crate) name: String,
     /// Where it sits; `None` for one that is no PCI device.
-    pub location: Option<PciLocation>,
+    pub(crate) location: Option<PciLocation>,
     /// Its ports.
-    pub ports: Vec<NicPort>,
+    pub(crate) ports: Vec<NicPort>,
 }
 
 impl Nic {
     /// Whether a port of it can carry data.
-    pub fn is_active(&self) -> bool {
+    pub(crate) fn is_active(&self) -> bool {
         self.ports.iter().any(|port| port.state == PortState::Active)
     }
 }
 
 /// A network interface.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NetDevice {
+pub(crate) struct NetDevice {
     /// Such as `eth0`.
-    pub name: String,
+    pub(crate) name: String,
     /// Such as `up` or `down`.
-    pub state: Option<String>,
+    pub(crate) state: Option<String>,
     /// Which port of its device it is, from 0.
-    pub port: Option<u32>,
+    pub(crate) port: Option<u32>,
     /// Where its device sits; `None` for virtual ones.
-    pub location: Option<PciLocation>,
+    pub(crate) location: Option<PciLocation>,
 }
 
 impl fmt::Display for NetDevice {
@@ -112,23 +111,23 @@ impl fmt::Display for NetDevice {
 
 /// What the machine has, as read at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Network {
+pub(crate) struct Network {
     /// RDMA devices, the cards' own included.
-    pub nics: Vec<Nic>,
+    pub(crate) nics: Vec<Nic>,
     /// Network interfaces.
-    pub netdevs: Vec<NetDevice>,
+    pub(crate) netdevs: Vec<NetDevice>,
 }
 
 impl Network {
     /// Reads all there is; what cannot be read is left out.
-    pub fn read(sysfs: &Sysfs) -> Self {
+    pub(crate) fn read(sysfs: &Sysfs) -> Self {
         let netdevs: Vec<NetDevice> = sysfs
             .class("net")
             .into_iter()
             .map(|(name, folder)| NetDevice {
                 name,
-                state: line(&folder.join("operstate")),
-                port: line(&folder.join("dev_port")).and_then(|text| text.parse().ok()),
+                state: Sysfs::line(&folder.join("operstate")),
+                port: Sysfs::line(&folder.join("dev_port")).and_then(|text| text.parse().ok()),
                 location: sysfs.location_of(&folder.join("device")),
             })
             .collect();
@@ -148,7 +147,8 @@ fn read_ports(
     netdevs: &[NetDevice],
 ) -> Vec<NicPort> {
     let numbered = |(name, folder): (String, _)| Some((name.parse::<u32>().ok()?, folder));
-    let ports: Vec<(u32, PathBuf)> = entries(folder).into_iter().filter_map(numbered).collect();
+    let ports: Vec<(u32, PathBuf)> =
+        Sysfs::entries(folder).into_iter().filter_map(numbered).collect();
     let only = ports.len() == 1;
     let of_device = |netdev: &&NetDevice| {
         location.is_some_and(|location| is_at(netdev.location.as_ref(), location.bus_id()))
@@ -168,10 +168,10 @@ fn read_ports(
     };
     let port = |(number, folder): (u32, PathBuf)| NicPort {
         number,
-        state: line(&folder.join("state"))
+        state: Sysfs::line(&folder.join("state"))
             .map_or(PortState::Unknown, |text| PortState::read(&text)),
-        link_layer: line(&folder.join("link_layer")),
-        rate: line(&folder.join("rate")),
+        link_layer: Sysfs::line(&folder.join("link_layer")),
+        rate: Sysfs::line(&folder.join("rate")),
         netdevs: interfaces(number),
     };
     ports.into_iter().map(port).collect()
@@ -183,45 +183,48 @@ fn is_at(location: Option<&PciLocation>, bus_id: &str) -> bool {
 
 /// A NIC as one card sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Near {
+pub(crate) struct Near {
     /// Its index in [`ScaleOut::nics`].
-    pub nic: usize,
+    pub(crate) nic: usize,
     /// How far it is.
-    pub distance: Distance,
+    pub(crate) distance: Distance,
 }
 
 /// A card and its ways out.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CardView {
+pub(crate) struct CardView {
     /// The card.
-    pub card: DeviceInfo,
+    pub(crate) card: DeviceInfo,
     /// Where it sits; `None` if sysfs does not have it.
-    pub location: Option<PciLocation>,
+    pub(crate) location: Option<PciLocation>,
     /// The host's NICs, nearest first.
-    pub near: Vec<Near>,
+    pub(crate) near: Vec<Near>,
     /// The card's own ports as RDMA devices, where the driver shows them.
-    pub own_nics: Vec<Nic>,
+    pub(crate) own_nics: Vec<Nic>,
     /// The card's own ports as network interfaces, where the driver shows them.
-    pub own_netdevs: Vec<NetDevice>,
+    pub(crate) own_netdevs: Vec<NetDevice>,
 }
 
 /// All cards of this process and the ways out of the server. Its `Display` is for people.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ScaleOut {
+pub(crate) struct ScaleOut {
     cards: Vec<CardView>,
     nics: Vec<Nic>,
 }
 
 impl ScaleOut {
     /// Reads what sysfs has about these cards and their NICs.
-    pub fn read(sysfs: &Sysfs, cards: &[DeviceInfo]) -> Self {
+    pub(crate) fn read(sysfs: &Sysfs, cards: &[DeviceInfo]) -> Self {
         let placed = cards.iter().map(|card| (card.clone(), sysfs.location(&card.bus_id)));
         Self::assemble(placed.collect(), Network::read(sysfs))
     }
 
     /// Relates cards to NICs.
-    pub fn assemble(cards: Vec<(DeviceInfo, Option<PciLocation>)>, network: Network) -> Self {
-        // Also those of cards that this process may not use: no other card uses them.
+    pub(crate) fn assemble(
+        cards: Vec<(DeviceInfo, Option<PciLocation>)>,
+        network: Network,
+    ) -> Self {
+        // Also those of cards that this process may not use: they are nobody else's way out.
         let is_of_a_card = |nic: &Nic| {
             let location = nic.location.as_ref();
             location.is_some_and(PciLocation::is_gaudi)
@@ -253,17 +256,17 @@ impl ScaleOut {
     }
 
     /// The cards, in the order they were given.
-    pub fn cards(&self) -> &[CardView] {
+    pub(crate) fn cards(&self) -> &[CardView] {
         &self.cards
     }
 
     /// The host's NICs.
-    pub fn nics(&self) -> &[Nic] {
+    pub(crate) fn nics(&self) -> &[Nic] {
         &self.nics
     }
 
     /// The NICs that can carry data and are nearest to a card; several if they are equally near.
-    pub fn nearest(&self, card: &BusId) -> Vec<&Nic> {
+    pub(crate) fn nearest(&self, card: &BusId) -> Vec<&Nic> {
         let Some(view) = self.cards.iter().find(|view| view.card.bus_id == *card) else {
             return Vec::new();
         };
@@ -325,3 +328,6 @@ impl fmt::Display for ScaleOut {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -81,18 +81,22 @@ fn a_card_stays_open_for_the_time_that_is_set() {
 
 #[test]
 fn a_card_that_was_reset_is_not_kept() {
-    alone!(1);
-    // SAFETY: no other thread of this process reads the environment.
-    unsafe { std::env::set_var("SOFT_GAUDI_FAULTS", "yes") };
+    alone!(1, ("SOFT_GAUDI_FAULTS", "yes"));
     let _kept = runtime().keep_open();
-    let device = runtime().open(&CARD).unwrap();
-    let memory = device.alloc(4096, 1).unwrap();
-    machine::faults("transfer fail:EIO");
-    let lost = device.fill(memory.addr(), 4096, 1).unwrap_err();
-    assert!(device.is_lost(), "{lost}");
-    drop((memory, device));
-    assert!(runtime().devices().is_empty(), "closed with the last memory");
-    assert!(!runtime().open(&CARD).unwrap().is_lost());
+    // A copy finds out, or an allocation.
+    for fault in ["transfer fail:EIO", "hlthunk_device_memory_alloc fail:ENODEV"] {
+        let device = runtime().open(&CARD).unwrap();
+        let memory = device.alloc(4096, 1).unwrap();
+        machine::faults(fault);
+        let page = machine::driver_page();
+        let error =
+            device.fill(memory.addr(), 4096, 1).and_then(|()| device.alloc(page, 1).map(drop));
+        let error = error.unwrap_err();
+        assert!(error.is_device_lost() && device.is_lost(), "{error}");
+        drop((memory, device));
+        assert!(runtime().devices().is_empty(), "closed with the last memory");
+        assert!(!runtime().open(&CARD).unwrap().is_lost());
+    }
 }
 
 #[test]
@@ -106,19 +110,6 @@ fn a_card_that_failed_one_copy_and_works_is_opened_again() {
     device.fill(memory.addr(), 4096, 2).unwrap();
     let again = runtime().open(&CARD).expect("it was not reset");
     again.alloc(4096, 1).unwrap();
-}
-
-#[test]
-fn a_card_whose_reset_an_allocation_finds_is_not_kept() {
-    alone!(1, ("SOFT_GAUDI_FAULTS", "yes"));
-    let _kept = runtime().keep_open();
-    let device = runtime().open(&CARD).unwrap();
-    machine::faults("hlthunk_device_memory_alloc fail:ENODEV");
-    let error = device.alloc(4096, 1).unwrap_err();
-    assert!(error.is_device_lost() && device.is_lost(), "{error}");
-    drop(device);
-    assert!(runtime().devices().is_empty());
-    allocate_and_free();
 }
 
 #[test]

@@ -3,9 +3,6 @@
 //! The layouts are the vendor's; the tests hold them against bytes written down independently and
 //! against a second, bit-by-bit reading of the specification.
 
-pub mod gaudi;
-pub mod gaudi2;
-
 use crate::{DeviceAddr, Generation, PAGE_SIZE};
 
 /// Bytes of a linear DMA packet, on every generation that has them.
@@ -23,6 +20,13 @@ const OPCODE_LIN_DMA: u32 = 0x9;
 const ENGINE_BARRIER: u32 = 1 << 29;
 /// Messages that follow wait for this packet's writes.
 const MESSAGE_BARRIER: u32 = 1 << 31;
+/// Must be set on the first generation, and means something else on the second.
+const REGISTER_BARRIER: u32 = 1 << 30;
+const MEMSET: u32 = 1 << 4;
+/// The transfer is linear, not strided: first generation.
+const LINEAR: u32 = 1 << 3;
+/// The destination field of the first generation holds this many bits of address; a context id follows.
+const DST_BITS: u32 = 56;
 
 /// One linear DMA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,9 +57,13 @@ impl LinDma {
     /// `None` where the generation has no such packet, or the address does not fit its field. Whether the engine takes
     /// the length and the addresses is for the caller to see to ([`DmaRule`]).
     pub fn encode(self, generation: Generation) -> Option<[u8; LIN_DMA_LEN]> {
+        let (len, src, dst) = self.fields();
+        let memset = if matches!(self, LinDma::Fill { .. }) { MEMSET } else { 0 };
+        let ctl = (OPCODE_LIN_DMA << OPCODE_SHIFT) | ENGINE_BARRIER | MESSAGE_BARRIER | memset;
         match generation {
-            Generation::Gaudi => gaudi::lin_dma(self),
-            Generation::Gaudi2 => Some(gaudi2::lin_dma(self)),
+            Generation::Gaudi if dst >> DST_BITS != 0 => None,
+            Generation::Gaudi => Some(pack(len, ctl | REGISTER_BARRIER | LINEAR, src, dst)),
+            Generation::Gaudi2 => Some(pack(len, ctl, src, dst)),
             Generation::Gaudi3 => None,
         }
     }
@@ -135,21 +143,69 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    fn copy(src: u64, dst: u64, len: u32) -> LinDma {
+        LinDma::Copy { src: DeviceAddr(src), dst: DeviceAddr(dst), len }
+    }
+
+    fn fill(dst: u64, len: u32, byte: u8) -> LinDma {
+        LinDma::Fill { dst: DeviceAddr(dst), len, byte }
+    }
+
+    /// The first word of control is the one SynapseAI Core uses.
     #[test]
-    fn gaudi3_has_no_packets() {
-        let copy = LinDma::Copy { src: DeviceAddr(0), dst: DeviceAddr(0), len: 1 };
-        assert_eq!(copy.encode(Generation::Gaudi3), None);
+    fn golden_bytes() {
+        for (generation, dma, golden) in [
+            (
+                Generation::Gaudi,
+                copy(0x1_0000_0020_0123, 0x2000_0000, 0x0102_0304),
+                "04030201080000e923012000000001000000002000000000",
+            ),
+            (
+                Generation::Gaudi,
+                fill(0x2000_0010, 7, 0xa5),
+                "07000000180000e9a5a5a5a5a5a5a5a51000002000000000",
+            ),
+            (
+                Generation::Gaudi2,
+                copy(0xfff0_0001_0020_0abc, 0x1001_5000_3000_0000, 0xffff_ff80),
+                "80ffffff000000a9bc0a20000100f0ff0000003000500110",
+            ),
+            (
+                Generation::Gaudi2,
+                fill(0x1001_5000_3000_0001, 3, 0x5a),
+                "03000000100000a95a5a5a5a5a5a5a5a0100003000500110",
+            ),
+        ] {
+            let packet = dma.encode(generation).expect("a packet");
+            let hex: String = packet.iter().map(|byte| format!("{byte:02x}")).collect();
+            assert_eq!(hex, golden, "{generation} {dma:?}");
+        }
+    }
+
+    #[test]
+    fn gaudi3_has_no_packets_and_gaudi_no_destination_beyond_56_bits() {
+        assert_eq!(copy(0, 0, 1).encode(Generation::Gaudi3), None);
+        assert_eq!(copy(0, 1 << 56, 1).encode(Generation::Gaudi), None);
+    }
+
+    /// The little-endian word at `offset`, read byte by byte.
+    fn word(packet: &[u8], offset: usize) -> u32 {
+        (0..4).map(|byte| u32::from(packet[offset + byte]) << (8 * byte)).sum()
+    }
+
+    /// Bits `high` to `low` of a word, as specifications write them.
+    fn bits(word: u32, high: u32, low: u32) -> u32 {
+        (low..=high).map(|bit| ((word >> bit) & 1) << (bit - low)).sum()
     }
 
     #[test]
     fn a_stricter_rule_refuses_odd_lengths_and_addresses() {
         let rule = DmaRule { len: 4, addr: 128 };
-        let copy = |src, dst, len| LinDma::Copy { src: DeviceAddr(src), dst: DeviceAddr(dst), len };
         assert!(rule.permits(copy(0x1000, 0x1080, 12)));
         for dma in [copy(0x1001, 0x1080, 12), copy(0x1000, 0x1081, 12), copy(0x1000, 0x1080, 13)] {
             assert!(!rule.permits(dma), "{dma:?}");
         }
-        assert!(!rule.permits(LinDma::Fill { dst: DeviceAddr(0x1000), len: 3, byte: 0 }));
+        assert!(!rule.permits(fill(0x1000, 3, 0)));
     }
 
     #[test]
@@ -169,6 +225,26 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn every_field_is_where_the_specification_has_it(
+            src in any::<u64>(), dst in 0..1_u64 << 56, len in any::<u32>()
+        ) {
+            for (generation, first) in [(Generation::Gaudi, 1), (Generation::Gaudi2, 0)] {
+                let packet = copy(src, dst, len).encode(generation).unwrap();
+                let (long, ctl) = (|at| u64::from(word(&packet, at)), word(&packet, 4));
+                prop_assert_eq!(word(&packet, 0), len);
+                prop_assert_eq!(bits(ctl, 28, 24), 9, "opcode");
+                prop_assert_eq!(bits(ctl, 29, 29), 1, "engine barrier");
+                prop_assert_eq!(bits(ctl, 30, 30), first, "register barrier, or swtc");
+                prop_assert_eq!(bits(ctl, 31, 31), 1, "message barrier");
+                prop_assert_eq!(bits(ctl, 3, 3), first, "linear");
+                prop_assert_eq!(bits(ctl, 2, 0), 0, "write completion, transpose, data type");
+                prop_assert_eq!(bits(ctl, 23, 4), 0, "memset, compression, context id");
+                prop_assert_eq!(long(8) | long(12) << 32, src);
+                prop_assert_eq!(long(16) | long(20) << 32, dst);
+            }
+        }
+
         #[test]
         fn pieces_cover_the_transfer_in_order_without_gap(
             len in prop_oneof![0..4096_u64, MAX_PIECE - 200..MAX_PIECE + 200, 0..1_u64 << 40]

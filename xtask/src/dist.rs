@@ -94,14 +94,13 @@ fn remembered(dist: &Path) -> Profile {
 
 /// What is laid out. Who builds more of the workspace names these too: cargo compiles shared libraries anew when the
 /// features of their dependencies differ, and these follow from the packages named.
-pub(crate) const PACKAGES: [&str; 9] = [
+pub(crate) const PACKAGES: [&str; 8] = [
     "--package=uct-gaudi",
     "--package=ucs-gaudi",
     "--package=ucp-check",
     "--package=cli",
     "--package=soft-gaudi",
     "--package=soft-rdma",
-    "--package=soft-scal",
     "--package=soft-synapse",
     "--package=kernel-thunk",
 ];
@@ -120,7 +119,7 @@ fn compile(repo: &Repo, profile: Profile) -> Result<Artifacts> {
         defaults: artifact(&messages, "ucs_gaudi", ".so")?,
         soft_gaudi: artifact(&messages, "soft_gaudi", ".so")?,
         soft_rdma: link_soft_rdma(repo, &artifact(&messages, "soft_rdma", ".a")?)?,
-        soft_scal: artifact(&messages, "soft_scal", ".so")?,
+        soft_scal: script_output(&messages, "soft-synapse")?.join("libscal.so"),
         soft_synapse: artifact(&messages, "soft_synapse", ".so")?,
         kernel_thunk: artifact(&messages, "kernel_thunk", ".so")?,
         ucp_check: artifact(&messages, "ucp-check", "")?,
@@ -181,6 +180,20 @@ pub(crate) fn artifact(messages: &str, target: &str, extension: &str) -> Result<
         })
         .next_back()
         .with_context(|| format!("cargo built no {target}{extension}"))
+}
+
+/// The folder that a package's build script filled.
+fn script_output(messages: &str, package: &str) -> Result<PathBuf> {
+    messages
+        .lines()
+        .filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok())
+        .filter(|message| message["reason"] == "build-script-executed")
+        .filter(|message| {
+            let id = message["package_id"].as_str().unwrap_or_default();
+            id.split('#').next().is_some_and(|path| path.ends_with(package))
+        })
+        .find_map(|message| message["out_dir"].as_str().map(PathBuf::from))
+        .with_context(|| format!("cargo ran no build script of {package}"))
 }
 
 fn lay_out(dist: &Path, artifacts: &Artifacts) -> Result<()> {

@@ -188,7 +188,7 @@ pub(crate) const SETS: &[Set] = &[
     Set {
         name: "frameworks",
         about: "guest on the card of a framework: Synapse in software, UCX and NIXL on its memory",
-        packages: &["synapse", "soft-scal", "soft-synapse"],
+        packages: &["synapse", "soft-synapse"],
         end_to_end: &["frameworks", "gaudi::guest"],
         words: &["framework", "guest::"],
         ..EMPTY

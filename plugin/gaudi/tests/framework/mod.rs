@@ -21,10 +21,8 @@ pub(crate) struct Framework {
 fn folder() -> PathBuf {
     let folder = std::env::temp_dir().join(format!("guest-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
-    let program = std::env::current_exe().unwrap();
-    for (file, name) in [("libsoft_synapse.so", "libSynapse.so"), ("libsoft_scal.so", "libscal.so")]
-    {
-        let file = program.with_file_name(file);
+    let synapse = machine::library().with_file_name("libsoft_synapse.so");
+    for (file, name) in [(synapse, "libSynapse.so"), (soft_synapse::LIBSCAL.into(), "libscal.so")] {
         assert!(file.exists(), "{} is missing: build with cargo", file.display());
         let _ = std::fs::remove_file(folder.join(name));
         std::os::unix::fs::symlink(&file, folder.join(name)).unwrap();

@@ -1,4 +1,4 @@
-//! What the software SCAL and Synapse (crates `soft-scal`, `soft-synapse`) need beyond the driver's functions.
+//! What the software SCAL and Synapse (crate `soft-synapse`) need beyond the driver's functions.
 //!
 //! SCAL drives the engines through firmware and mapped registers, not through the driver. So these queues are not among
 //! those of the driver, exist on a Gaudi3 too, and from [`soft_gaudi_scal_begin`] on the driver's own submissions are a

@@ -1,7 +1,6 @@
 //! The functions of the software `libhl-thunk.so` that the software SCAL and Synapse use.
 //!
-//! They are linked, as the vendor's are: programs that redirect calls of a library (libucm does) see these as well. Both
-//! crates include this file; as a crate that both link, it would have to be a shared object of its own.
+//! They are linked, as the vendor's are: programs that redirect calls of a library (libucm does) see these as well.
 
 use core::ffi::{CStr, c_char, c_int, c_void};
 
@@ -20,7 +19,7 @@ pub(crate) struct Transfer {
 macro_rules! linked {
     ($(fn $name:ident($($argument:ident: $type:ty),*) $(-> $out:ty)?;)*) => {
         #[cfg(not(test))]
-        #[allow(dead_code)] // Each of the two crates uses a part.
+        #[allow(dead_code)] // Each of the two libraries uses a part.
         unsafe extern "C" {
             $(pub(crate) fn $name($($argument: $type),*) $(-> $out)?;)*
         }
@@ -86,7 +85,7 @@ pub(crate) fn forbid(what: &CStr) {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HwIp([u64; 128]);
 
-#[allow(dead_code)] // Each of the two crates uses a part.
+#[allow(dead_code)] // Each of the two libraries uses a part.
 impl HwIp {
     fn byte(&self, at: usize) -> u8 {
         self.0[at / 8].to_le_bytes()[at % 8]

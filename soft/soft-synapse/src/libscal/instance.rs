@@ -2,9 +2,9 @@
 
 use core::ffi::c_int;
 
-use crate::pool::{Pool, new_handle};
+use super::pool::{Pool, new_handle};
+use super::{FAILURE, OUT_OF_MEMORY};
 use crate::thunk::{self, Generation};
-use crate::{FAILURE, OUT_OF_MEMORY};
 
 /// Where SCAL maps its memory on a Gaudi2; moved up where that is no multiple of the page.
 const GAUDI2_BASE: u64 = 0x1001_5000_0000_0000;

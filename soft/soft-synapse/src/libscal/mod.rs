@@ -9,7 +9,6 @@
 
 mod instance;
 mod pool;
-mod thunk;
 
 use core::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -17,6 +16,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use instance::Instance;
 use pool::Pool;
+
+use crate::thunk;
 
 const SUCCESS: c_int = 0;
 const FAILURE: c_int = -1;

@@ -16,9 +16,6 @@ mod repo;
 mod sets;
 mod setup;
 mod shell;
-// The tool's, so that both set the same.
-#[path = "../../tools/cli/src/tuning.rs"]
-mod tuning;
 mod units;
 mod vm;
 
@@ -28,6 +25,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::builder::PossibleValuesParser;
 use clap::{Parser, Subcommand, ValueEnum};
+use ucp_protocols::tuning;
 
 use crate::repo::Repo;
 

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use soft_gaudi::testing::Machine;
+pub use ucp_protocols::tuning::SOFT_LENIENT as LENIENT;
 
 use crate::Layout;
 
@@ -28,9 +29,6 @@ pub enum Device {
         lib_dirs: Vec<PathBuf>,
     },
 }
-
-/// `SOFT_GAUDI_LENIENT` of the demo, the benches and `cargo xtask env`.
-pub const LENIENT: &str = "import,ordered,unpinned";
 
 /// A machine in software: its name keeps it apart from all others, its settings are variables. It is
 /// removed when neither this nor a tool or process that was given it is left.

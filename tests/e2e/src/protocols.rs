@@ -3,13 +3,9 @@
 use anyhow::{Context, Result};
 use tempfile::TempDir;
 
+pub use ucp_protocols::{Choice, Protocols};
+
 use crate::Tool;
-
-// The tool's, which explains these tables to people.
-#[path = "../../../tools/cli/src/protocols.rs"]
-mod tables;
-
-pub use tables::{Choice, Protocols};
 
 /// A folder into which each process of a tool writes what UCX logs, protocols included.
 #[derive(Debug)]

@@ -7,11 +7,11 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 use serde_json::json;
+use ucp_protocols::{Choice, Protocols};
 
 use crate::Context;
 use crate::failure::{Exit, Failure};
 use crate::output::{DIM, print_json, size};
-use crate::protocols::{Choice, Protocols};
 use crate::ucp_check::UcpCheck;
 
 /// Options of `explain`.

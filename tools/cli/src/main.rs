@@ -15,7 +15,6 @@ mod interrupt;
 mod output;
 mod prefix;
 #[allow(dead_code, reason = "the end-to-end tests use all of it")]
-mod protocols;
 mod redact;
 mod report;
 mod run;
@@ -24,7 +23,6 @@ mod scale_out;
 mod stats;
 mod topo;
 mod trace;
-mod tuning;
 mod ucp_check;
 mod verbs;
 
@@ -35,7 +33,7 @@ use clap_complete::Shell;
 
 use failure::{Exit, Failure};
 use prefix::Prefix;
-use tuning::SOFT_LENIENT;
+use ucp_protocols::tuning::{self, SOFT_LENIENT};
 
 const EXIT_CODES: &str = "\
 Exit codes:

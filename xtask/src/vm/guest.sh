@@ -134,7 +134,7 @@ set_card() {
     check free-after-kill kill_owner
     check load-importer load_modules drm_kms_helper drm_shmem_helper vgem
     echo 8 >/proc/sys/vm/nr_hugepages
-    check memory-rules memory_rules
+    check memory-rules memory_rules /dev/dri/card0
     check check-card ucx-gaudi check-card --trace /tmp/trace
     stty -F /dev/ttyS2 raw && cat /tmp/trace >/dev/ttyS2
     check doctor ucx-gaudi doctor

@@ -23,17 +23,17 @@ use crate::repo::Repo;
 pub(super) struct Programs {
     /// The card, which runs outside.
     pub(super) card: PathBuf,
-    /// Small programs for the checks: the library's examples.
+    /// Small programs for the checks: examples of the libraries.
     helpers: Vec<PathBuf>,
 }
 
-/// Examples of `kernel-thunk` that checks use.
+/// Examples of `kernel-thunk` and `hl-thunk` that checks use.
 const HELPERS: [&str; 3] = ["misuse", "memory_rules", "rxe_link"];
 
 pub(super) fn build_programs(repo: &Repo) -> Result<Programs> {
     let mut cargo = repo.cargo();
     cargo.args(["build", "--release", "--message-format=json-render-diagnostics"]);
-    cargo.args(PACKAGES).args(["--package=pci-gaudi", "--bin=pci-gaudi"]);
+    cargo.args(PACKAGES).args(["--package=pci-gaudi", "--bin=pci-gaudi", "--package=hl-thunk"]);
     cargo.args(HELPERS.map(|name| format!("--example={name}")));
     let output = cargo.stderr(Stdio::inherit()).output().context("cannot run cargo")?;
     if !output.status.success() {

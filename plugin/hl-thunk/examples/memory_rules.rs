@@ -1,29 +1,55 @@
 //! What the driver allows with memory: where it maps host memory of small and huge pages, what a dma-buf is, who may
 //! import it, and in which order all of it ends.
 //!
-//! The same rules are checked on the software card (`tests/kernel_rules.rs`) and on the kernel's own driver
-//! (`kernel-thunk`'s example `memory_rules`, in `cargo xtask vm test`). Each is a line of output; the first that
-//! does not hold panics.
+//! The same rules are checked on the software card (`tests/memory_rules.rs`) and on the kernel's own driver, by
+//! `cargo xtask vm test` (its argument is another device of the kernel's, which knows no peer-to-peer). Each is a line
+//! of output; the first that does not hold panics.
 
-use std::ffi::{c_int, c_ulong, c_void};
+use std::ffi::{c_char, c_int, c_ulong, c_void};
 use std::fs;
+use std::mem::transmute;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::ptr::null_mut;
+use std::ptr::{null, null_mut};
 
-/// The library's functions, and a card of its own to open.
-pub(crate) struct Thunk {
-    pub(crate) open: fn() -> c_int,
-    pub(crate) close: fn(c_int) -> c_int,
-    pub(crate) alloc: fn(c_int, u64) -> u64,
-    pub(crate) free: fn(c_int, u64) -> c_int,
-    pub(crate) map: fn(c_int, u64) -> u64,
+use hl_thunk::Library;
+
+/// The library's functions, in their bare form: the rules are about calls that the bindings do not make.
+struct Thunk {
+    open: extern "C" fn(c_int, *const c_char) -> c_int,
+    close: extern "C" fn(c_int) -> c_int,
+    alloc: extern "C" fn(c_int, u64, u64, bool, bool) -> u64,
+    free: extern "C" fn(c_int, u64) -> c_int,
+    map: extern "C" fn(c_int, u64, u64) -> u64,
     /// Host memory, which nobody takes away and no queue touches while it is mapped.
-    pub(crate) map_host: fn(c_int, *mut c_void, u64) -> u64,
-    pub(crate) unmap: fn(c_int, u64) -> c_int,
+    map_host: extern "C" fn(c_int, *mut c_void, u64, u64) -> u64,
+    unmap: extern "C" fn(c_int, u64) -> c_int,
     /// Address, size, offset, flags.
-    pub(crate) export: fn(c_int, u64, u64, u64, u32) -> c_int,
-    /// Another device of the kernel's, which knows no peer-to-peer.
-    pub(crate) importer: Option<&'static str>,
+    export: extern "C" fn(c_int, u64, u64, u64, u32) -> c_int,
+}
+
+impl Thunk {
+    fn new(library: &Library) -> Self {
+        let find = |name| library.function(name).unwrap_or_else(|| panic!("no {name}"));
+        // SAFETY: the signatures of hlthunk.h.
+        unsafe {
+            Self {
+                open: transmute(find("hlthunk_open")),
+                close: transmute(find("hlthunk_close")),
+                alloc: transmute(find("hlthunk_device_memory_alloc")),
+                free: transmute(find("hlthunk_device_memory_free")),
+                map: transmute(find("hlthunk_device_memory_map")),
+                map_host: transmute(find("hlthunk_host_memory_map")),
+                unmap: transmute(find("hlthunk_memory_unmap")),
+                export: transmute(find("hlthunk_device_mapped_memory_export_dmabuf_fd")),
+            }
+        }
+    }
+
+    /// Opens a card that is free.
+    fn open(&self) -> c_int {
+        const ANY: c_int = 4;
+        (self.open)(ANY, null())
+    }
 }
 
 const PAGE: u64 = 768 << 20;
@@ -42,11 +68,18 @@ fn rule(holds: bool, what: &str) {
 }
 
 /// Checks all rules.
-pub(crate) fn check(thunk: &Thunk) {
-    let card = (thunk.open)();
+pub(crate) fn check(library: &Library, importer: Option<&str>) {
+    let thunk = Thunk::new(library);
+    let card = thunk.open();
     rule(card >= 0, "the card opens");
-    host_memory(thunk, card);
-    dma_bufs(thunk, card);
+    host_memory(&thunk, card);
+    dma_bufs(&thunk, card, importer);
+}
+
+#[allow(dead_code, reason = "the test calls `check`")]
+fn main() {
+    let library = Library::load().unwrap_or_else(|error| panic!("{error}"));
+    check(&library, std::env::args().nth(1).as_deref());
 }
 
 /// Anonymous memory, of huge pages if they are asked for.
@@ -60,19 +93,19 @@ fn pages(len: usize, flags: c_int) -> Option<*mut c_void> {
 
 fn host_memory(thunk: &Thunk, card: c_int) {
     let small = pages(HUGE, 0).expect("memory");
-    let at = (thunk.map_host)(card, small, 4096);
+    let at = (thunk.map_host)(card, small, 0, 4096);
     rule(at != 0 && at < HUGE_RANGE, "a page of 4 KiB is mapped in the range of small pages");
-    let again = (thunk.map_host)(card, small, 4096);
+    let again = (thunk.map_host)(card, small, 0, 4096);
     rule(again != 0 && again != at, "the same memory can be mapped twice");
     rule((thunk.unmap)(card, at) == 0, "and is unmapped once each");
     rule((thunk.unmap)(card, at) == -libc::EINVAL, "a second unmap is EINVAL");
     rule((thunk.unmap)(card, again) == 0, "the other mapping is still there");
-    let none = (thunk.map_host)(card, null_mut(), 4096);
+    let none = (thunk.map_host)(card, null_mut(), 0, 4096);
     rule(none == 0 && errno() == libc::EFAULT, "an address without memory is EFAULT");
     match pages(2 * HUGE, libc::MAP_HUGETLB) {
         None => println!("skipped: no huge pages (errno {})", errno()),
         Some(huge) => {
-            let at = (thunk.map_host)(card, huge, 2 * HUGE as u64);
+            let at = (thunk.map_host)(card, huge, 0, 2 * HUGE as u64);
             rule(
                 at >= HUGE_RANGE && at.is_multiple_of(HUGE as u64),
                 "huge pages are mapped in their own range",
@@ -82,10 +115,10 @@ fn host_memory(thunk: &Thunk, card: c_int) {
     }
 }
 
-fn dma_bufs(thunk: &Thunk, card: c_int) {
-    let handle = (thunk.alloc)(card, PAGE);
+fn dma_bufs(thunk: &Thunk, card: c_int, importer: Option<&str>) {
+    let handle = (thunk.alloc)(card, PAGE, 0, false, false);
     rule(handle != 0, "device memory is allocated");
-    let at = (thunk.map)(card, handle);
+    let at = (thunk.map)(card, handle, 0);
     rule(at != 0, "and mapped");
     rule((thunk.free)(card, handle) == -libc::EINVAL, "mapped memory is not freed: EINVAL");
     let (len, offset) = (32 * 4096, 16 * 4096);
@@ -109,13 +142,13 @@ fn dma_bufs(thunk: &Thunk, card: c_int) {
     let seek = |offset, whence| unsafe { libc::lseek(fd, offset, whence) };
     rule(seek(0, libc::SEEK_END) == len as i64, "its end is its size");
     rule(seek(0, libc::SEEK_SET) == 0, "lseek goes back to its start");
-    if let Some(importer) = thunk.importer {
+    if let Some(importer) = importer {
         kernel_object(&dmabuf);
         import(&dmabuf, importer);
     }
     rule((thunk.unmap)(card, at) == -libc::EINVAL, "memory is not unmapped while exported: EINVAL");
     rule((thunk.close)(card) == 0, "the card's descriptor is closed before the dma-buf");
-    let busy = (thunk.open)();
+    let busy = thunk.open();
     rule(
         busy < 0 && errno() == libc::EBUSY,
         "the card stays open until the dma-buf is closed: EBUSY",
@@ -124,7 +157,7 @@ fn dma_bufs(thunk: &Thunk, card: c_int) {
     // Its close resets the card.
     let mut again = -1;
     for _ in 0..100 {
-        again = (thunk.open)();
+        again = thunk.open();
         if again >= 0 {
             break;
         }

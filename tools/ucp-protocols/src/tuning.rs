@@ -1,12 +1,9 @@
-//! Settings of UCX that suit Gaudi memory: what `ucx-gaudi run --tuned` sets. `cargo xtask` includes
-//! this file, so that its `env` and benches set the same.
-
-#![allow(dead_code, reason = "each program uses a part")]
+//! Settings of UCX that suit Gaudi memory: what `ucx-gaudi run --tuned`, `cargo xtask env` and benches set.
 
 /// For Gaudi memory that is staged through host memory between processes: streams, and puts and gets that UCX
 /// emulates, use larger segments (`docs/performance.md`).
-pub(crate) const STAGING: &[(&str, &str)] =
+pub const STAGING: &[(&str, &str)] =
     &[("UCX_SYSV_SEG_SIZE", "32832"), ("UCX_POSIX_SEG_SIZE", "32832")];
 
 /// `SOFT_GAUDI_LENIENT` for whoever tries things out: quick, and with dma-buf import. What `cargo xtask env` sets, too.
-pub(crate) const SOFT_LENIENT: &str = "import,ordered,unpinned";
+pub const SOFT_LENIENT: &str = "import,ordered,unpinned";

@@ -4,8 +4,7 @@
 #
 #   measure.sh BUNDLE [STEP...]     steps: facts raw plain settings both verify pairs   (all, in this order)
 #
-# Results go to $OUT (default: ./out): a text file for each step, pairs.json, and logs.tgz with UCX's own tables of
-# protocols. The Gaudi is the software one. CUDA_FOLDER: where libcuda.so.1 is, if it is somewhere unusual. The exit
+# Results go to $OUT (default: ./out): a text file for each step, and pairs.json. The Gaudi is the software one. CUDA_FOLDER: where libcuda.so.1 is, if it is somewhere unusual. The exit
 # status is 1 if a step failed, except those in which UCX is expected to hang.
 set -uo pipefail
 bundle=$(realpath "$1") && shift
@@ -203,8 +202,7 @@ fi
 if has pairs; then
     export UCX_GAUDI_TARGET_DIR=$root
     [ -n "$cuda" ] && export LD_LIBRARY_PATH=$cuda
-    step "the map" pairs.txt 400 "$root/xtask" bench pairs --prebuilt --json "$OUT/pairs.json" --logs "$root/logs"
-    tar -C "$root" -czf "$OUT/logs.tgz" logs
+    step "the map" pairs.txt 400 "$root/xtask" bench pairs --prebuilt --json "$OUT/pairs.json"
 fi
 cat "$OUT"/{plain,settings}.txt 2>/dev/null | grep -v '^###'
 tail -n 3 "$OUT"/verify-*.txt 2>/dev/null

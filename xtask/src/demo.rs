@@ -4,12 +4,12 @@
 use anyhow::{Context, Result, bail, ensure};
 use comfy_table::{CellAlignment, Table, presets};
 use e2e::{Device, LENIENT, Listing, Perftest, Row, Ucx, Workbench};
+use ucp_check::measure::size_name;
 
 use crate::dist::{self, Profile};
 use crate::progress::Work;
 use crate::repo::Repo;
 use crate::setup;
-use crate::units::size;
 
 /// Set-up, build, listing, verified transfers, UCX's own benchmark.
 pub(crate) fn run(repo: &Repo) -> Result<()> {
@@ -91,7 +91,9 @@ fn table(rows: &[Row]) -> Table {
     table.load_preset(presets::NOTHING);
     let titles = ["operation", "from", "to"].map(str::to_owned).into_iter();
     table.set_header(
-        titles.chain(sizes.iter().map(|bytes| size(*bytes))).chain(["verified".to_owned()]),
+        titles
+            .chain(sizes.iter().map(|bytes| size_name(*bytes as usize)))
+            .chain(["verified".to_owned()]),
     );
     for line in lines {
         let of_line: Vec<&Row> = rows
@@ -156,7 +158,7 @@ fn perftest(bench: &Workbench, device: &Device) -> Result<Table> {
         table.add_row([
             test.to_owned(),
             memory.to_owned(),
-            size(bytes as u64),
+            size_name(bytes),
             if test.ends_with("_lat") {
                 format!("{:.2} µs", figures.latency_us)
             } else {

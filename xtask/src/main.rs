@@ -86,18 +86,12 @@ enum Command {
         /// Also write the results there, as a JSON list
         #[arg(long, value_name = "FILE")]
         json: Option<PathBuf>,
-        /// Also write the results there, as CSV for a spreadsheet or a plot program
-        #[arg(long, value_name = "FILE")]
-        csv: Option<PathBuf>,
-        /// Only show that it runs, on what is built already; its figures are not valid (copy, cliffs, ipc, pairs, rdma)
+        /// Only show that it runs, on what is built already; its figures are not valid
         #[arg(long)]
         quick: bool,
         /// Fetch and build nothing: measure what is in the target directory
         #[arg(long)]
         prebuilt: bool,
-        /// Write UCX's tables of protocols into this folder, a file for each pair of memories (pairs)
-        #[arg(long, value_name = "DIR")]
-        logs: Option<PathBuf>,
         /// On a software card with the times of a Gaudi2, stretched so that this machine can follow (copy, cliffs, ipc, choice)
         #[arg(long, value_name = "SPEC", num_args = 0..=1, default_missing_value = bench::model::DEFAULT)]
         model: Option<String>,
@@ -193,10 +187,9 @@ fn run(command: Command) -> Result<()> {
             Ok(())
         }
         Command::Test { set, long, list: false } => check::run(&repo, set.as_deref(), long),
-        Command::Bench { name, json, csv, quick, prebuilt, logs, model } => {
-            let (json, csv, logs, model) =
-                (json.as_deref(), csv.as_deref(), logs.as_deref(), model.as_deref());
-            bench::run(&repo, name, bench::Options { json, csv, quick, prebuilt, logs, model })
+        Command::Bench { name, json, quick, prebuilt, model } => {
+            let (json, model) = (json.as_deref(), model.as_deref());
+            bench::run(&repo, name, bench::Options { json, quick, prebuilt, model })
         }
         Command::BenchReport { files, machine, commit } => {
             let origin =

@@ -27,20 +27,19 @@ fn performance_smoke_of_gaudi_bandwidth() {
     }
 }
 
-/// What a bench left behind: its results, its CSV table where it was asked for one, and what it printed.
+/// What a bench left behind: its results, and what it printed.
 struct Bench {
     results: Vec<serde_json::Value>,
-    table: Option<String>,
     stdout: String,
     stderr: String,
 }
 
 /// `cargo xtask bench NAME --quick --json FILE`: it ends well, and every figure is a positive number.
-fn quick_bench(name: &str, csv: bool) -> Bench {
+fn quick_bench(name: &str) -> Bench {
     // Panics with the remedy if something is not built.
     let bench = Workbench::from_env();
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let [json, table] = ["json", "csv"].map(|file| folder.path().join(file));
+    let json = folder.path().join("json");
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
     // They describe this package; handed on, they make cargo rebuild crates that watch them.
@@ -50,29 +49,25 @@ fn quick_bench(name: &str, csv: bool) -> Bench {
         }
     }
     command.args(["xtask", "bench", name, "--quick", "--json"]).arg(&json);
-    if csv {
-        command.arg("--csv").arg(&table);
-    }
     command.current_dir(env!("CARGO_MANIFEST_DIR"));
     command.env("CARGO_TARGET_DIR", bench.layout().target());
     let output = command.output().expect("cargo runs");
-    let [results, table] = [json, table].map(|file| std::fs::read_to_string(file).ok());
     let [stdout, stderr] =
         [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
     assert!(output.status.success(), "{stderr}");
     let results: Vec<serde_json::Value> =
-        serde_json::from_str(&results.expect("JSON was written")).expect("a list");
+        serde_json::from_str(&std::fs::read_to_string(json).expect("JSON")).expect("a list");
     for row in &results {
         let positive = |field: &str| row[field].as_f64().is_some_and(|value| value > 0.0);
         assert!(["value", "floor", "ratio"].into_iter().all(positive), "{row}");
     }
-    Bench { results, table, stdout, stderr }
+    Bench { results, stdout, stderr }
 }
 
-/// The whole bench, briefly: a figure for everything it promises, as JSON and as CSV.
+/// The whole bench, briefly: a figure for everything it promises.
 #[test]
 fn performance_smoke_of_the_copy_bench() {
-    let Bench { results, table, stdout, stderr } = quick_bench("copy", true);
+    let Bench { results, stdout, stderr } = quick_bench("copy");
     for name in ["host to device, 64 KiB", "device to host, 1 MiB", "device to device, 64 MiB"] {
         let found = |row: &&serde_json::Value| {
             row["name"].as_str().is_some_and(|title| title.starts_with(name))
@@ -81,33 +76,30 @@ fn performance_smoke_of_the_copy_bench() {
         assert_eq!(results.iter().filter(found).count(), 2, "{name}\n{stderr}");
     }
     assert!(stdout.contains("put_short"), "{stdout}");
-    let table = table.expect("CSV was written");
-    assert_eq!(table.lines().count(), 1 + results.len(), "{table}");
 }
 
 /// A figure and a protocol for every operation, pair of memories, size, UCX and variant.
 #[test]
 fn performance_smoke_of_the_cliffs_bench() {
-    let Bench { results, stdout, stderr, .. } = quick_bench("cliffs", false);
+    let Bench { results, stderr, .. } = quick_bench("cliffs");
     // And tag messages of the larger size with small fragments.
     assert_eq!(results.len(), 5 * 4 * 2 * 2 * 2 + 4 * 2, "{stderr}");
-    for row in results {
-        let name = row["name"].as_str().expect("a name");
-        assert!(!name.ends_with("not reported"), "no protocol: {name}");
-    }
-    assert!(stdout.contains("worst:") && stdout.contains("software emulation"), "{stdout}");
+    let names: Vec<&str> = results.iter().filter_map(|row| row["name"].as_str()).collect();
+    let silent: Vec<&&str> = names.iter().filter(|name| name.ends_with("not reported")).collect();
+    assert!(silent.is_empty(), "no protocol: {silent:?}");
+    assert!(names.iter().any(|name| name.contains("software emulation")), "{names:?}");
 }
 
-/// Put and get beside three floors, their latency, opens, the worst operation and the streams.
+/// Put and get with three floors, their latency, opens, the worst operation and the streams.
 #[test]
 fn performance_smoke_of_the_ipc_bench() {
-    let Bench { results, stderr, .. } = quick_bench("ipc", false);
+    let Bench { results, stderr, .. } = quick_bench("ipc");
     assert_eq!(results.len(), 2 * (3 + 1) + 3 + 1 + 3, "{stderr}");
 }
 
 /// Two operations, two ways for Gaudi memory over the HCA and two inside the node.
 #[test]
 fn performance_smoke_of_the_processor_time_bench() {
-    let Bench { results, stderr, .. } = quick_bench("processor-time", false);
+    let Bench { results, stderr, .. } = quick_bench("processor-time");
     assert_eq!(results.len(), 2 * (2 + 2), "{stderr}");
 }

@@ -22,6 +22,12 @@ impl Control {
         Ok(Control { socket, received: Vec::new() })
     }
 
+    /// The bare socket, which blocks.
+    pub(crate) fn into_socket(self) -> Result<UnixStream> {
+        self.socket.set_nonblocking(false).context("control socket")?;
+        Ok(self.socket)
+    }
+
     /// Sends one message. Messages are small and answered, so the socket never stays full.
     pub fn send(&mut self, message: &impl Serialize) -> Result<()> {
         let mut line = serde_json::to_vec(message)?;

@@ -6,12 +6,12 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use ucp_check::cuda::Cuda;
 use ucp_check::matrix::{Op, Pair, Plan, SIZES, size};
-use ucp_check::run::environment::Environment;
-use ucp_check::run::{
-    Side, asleep, atomics, costs, cuda_dmabuf, loopback, memory, pair, peer_errors, reconnect,
-    rotate, soak,
-};
+use ucp_check::measure::{self, Cost};
+use ucp_check::processes::{Environment, Side};
 use ucp_check::ucp::Features;
+use ucp_check::verify::{
+    asleep, atomics, cuda_dmabuf, loopback, memory, pair, peer_errors, reconnect, soak,
+};
 
 /// Moves messages through a stock UCX and checks every byte, and the bytes around, on both sides.
 ///
@@ -85,23 +85,9 @@ enum Command {
     Atomics(atomics::Options),
     /// Random messages from many threads for a given time, buffers coming and going meanwhile
     Soak(soak::Options),
-    /// Figures for `cargo xtask bench`: a name, a tab and a number a line
+    /// What things cost, for `cargo xtask bench`: a line of JSON for each figure, with a floor from the same run
     #[command(subcommand)]
-    Costs(Costs),
-    /// Bandwidth of put, get, tag and active message over a working set that no cache holds, beside memcpy
-    Rotate {
-        /// Operations in flight at any time
-        #[arg(long, default_value_t = 16)]
-        outstanding: usize,
-        /// Working set of each process
-        #[arg(long, default_value = "256M", value_parser = size)]
-        set: usize,
-        /// Passes over the working set before anything is measured
-        #[arg(long, default_value_t = 0)]
-        warm_up: usize,
-        #[command(flatten)]
-        run: Processes,
-    },
+    Measure(Measure),
     /// A dma-buf of CUDA memory: can the processor map it, does a Gaudi's driver import it?
     CudaDmabuf,
     #[command(hide = true)]
@@ -117,20 +103,23 @@ struct Processes {
 }
 
 #[derive(Subcommand)]
-enum Costs {
-    /// Copies through libuct beside memcpy, short ones beside the driver's submission
-    Copies {
-        /// Only show that it works: the figures mean nothing
-        #[arg(long)]
-        quick: bool,
-        /// Only these sizes (and always the short ones)
-        #[arg(long, value_delimiter = ',', value_parser = size)]
-        sizes: Vec<usize>,
+enum Measure {
+    #[command(flatten)]
+    Cost(Cost),
+    /// Bandwidth of put, get, tag and active message over a working set that no cache holds; floor: memcpy
+    Messages {
+        /// Operations in flight at any time
+        #[arg(long, default_value_t = 16)]
+        outstanding: usize,
+        /// Working set of each process
+        #[arg(long, default_value = "256M", value_parser = size)]
+        set: usize,
+        /// Passes over the working set before anything is measured
+        #[arg(long, default_value_t = 0)]
+        warm_up: usize,
+        #[command(flatten)]
+        run: Box<Processes>,
     },
-    /// The first ucp_init of a process
-    Init,
-    /// Registering host and Gaudi memory, the first time and when it is cached
-    Registration,
 }
 
 /// `Ok(false)`: it failed and has been reported already.
@@ -181,13 +170,12 @@ fn execute(cli: Cli) -> Result<bool> {
         Command::Atomics(options) => atomics::run(folder, options),
         Command::Memory(options) => memory::run(folder, &options),
         Command::Soak(options) => soak::run(folder, &options),
-        Command::Costs(Costs::Copies { quick, sizes }) => costs::copies(folder, quick, &sizes),
-        Command::Costs(Costs::Init) => costs::init(folder),
-        Command::Costs(Costs::Registration) => costs::registration(folder),
-        Command::Rotate { outstanding, set, warm_up, run } => {
+        Command::Measure(Measure::Cost(cost)) => cost.measure(folder),
+        Command::Measure(Measure::Messages { outstanding, set, warm_up, run }) => {
             let sizes = [1 << 20, 4 << 20, 16 << 20];
             let plan = plan(run.plan, &[Op::Get, Op::Put], &[Pair::GAUDI], &sizes);
-            rotate::run(rotate::Rotation { plan, outstanding, set, warm_up }, &run.environment)
+            let rotation = measure::Rotation { plan, outstanding, set, warm_up };
+            measure::messages(rotation, &run.environment)
         }
         Command::CudaDmabuf => cuda_dmabuf::run(),
         Command::Side(side) => return side.run(),

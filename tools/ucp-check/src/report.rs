@@ -38,11 +38,6 @@ impl Verdict {
     }
 }
 
-pub fn median(mut samples: Vec<f64>) -> f64 {
-    samples.sort_by(f64::total_cmp);
-    samples.get(samples.len() / 2).copied().unwrap_or(f64::NAN)
-}
-
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct Row {
     op: Op,

@@ -1,25 +1,22 @@
 //! `bench choice --model`: whether UCP chooses well on a card with the times of a Gaudi2.
 //!
-//! The time of one message for every operation, pair of memories and size: with the protocol that UCP chooses, beside
-//! the best of those forced by hand. All of the card's times are stretched, so that this machine's own noise is small
-//! beside them, and the least of several times counts.
+//! The time of one message for every operation, pair of memories and size: with the protocol that UCP chooses, compared
+//! with the best of those forced by hand. All of the card's times are stretched, so that this machine's own noise is small
+//! in comparison, and the least of several times counts.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use comfy_table::{Table, presets};
-use e2e::{ProtocolLogs, Protocols, Row, Ucx, Workbench};
+use e2e::{Row, Ucx, Workbench};
+use ucp_check::measure::{Record, size_name};
 
-use super::cliffs;
 use super::model::{Environment, device, named};
-use super::record::Record;
 use crate::progress::Work;
 use crate::repo::Repo;
 use crate::tuning::STAGING;
-use crate::units;
 
-/// The time with UCP's choice beside the best forced one.
+/// The time with UCP's choice compared with the best forced one.
 const TARGET: f64 = 1.2;
 const ITERATIONS: u32 = 20;
 const LIMIT: Duration = Duration::from_secs(120);
@@ -65,7 +62,6 @@ type Times = BTreeMap<Cell, f64>;
 #[derive(Debug, Default)]
 struct Measured {
     chosen: Times,
-    protocols: BTreeMap<Cell, String>,
     forced: Vec<(&'static str, Times)>,
 }
 
@@ -74,68 +70,49 @@ pub(super) fn run(repo: &Repo, spec: &str, quick: bool) -> Result<Vec<Record>> {
     let mut records = Vec::new();
     let kinds = [("ordered,unpinned", "staged"), ("import,ordered,unpinned", "gaudi_ipc")];
     for (kind, people) in kinds {
-        let measured = measure(&bench, (spec, kind, people), quick)?;
-        println!(
-            "\nmodelled Gaudi2 ({spec}), {people}: µs of a message with UCP's choice, and the best forced one"
-        );
-        println!("{}", measured.table());
+        let mut measured = Measured::default();
+        for (ops, mem, forced, more) in GROUPS {
+            let measure = |name: &str, environment: &Environment| -> Result<Times> {
+                let work = Work::start(format!("{ops}, {people}: {name}"));
+                let times = times(&bench, (spec, kind), (ops, mem), quick, environment);
+                work.done(if times.is_empty() { "nothing could be measured" } else { "" });
+                Ok(times)
+            };
+            let chosen = measure("UCP's own choice", &[])?;
+            ensure!(!chosen.is_empty(), "{ops}, {people}: nothing was measured");
+            measured.chosen.extend(chosen);
+            let forced = forced.iter().chain(more).take(if quick { 1 } else { usize::MAX });
+            for (name, environment) in forced {
+                measured.forced.push((*name, measure(name, environment)?));
+            }
+        }
         records.extend(measured.records(people));
     }
     Ok(records)
 }
 
-fn measure(
-    bench: &Workbench,
-    (spec, kind, people): (&str, &str, &str),
-    quick: bool,
-) -> Result<Measured> {
-    let mut measured = Measured::default();
-    for (ops, mem, forced, more) in GROUPS {
-        let work = Work::start(format!("{ops}, {people}: UCP's own choice"));
-        let (times, protocols) = times(bench, (spec, kind), (ops, mem), quick, &[])?;
-        ensure!(!times.is_empty(), "{ops}, {people}: nothing was measured");
-        for cell in times.keys() {
-            let (op, [src, dst], size) = cell;
-            let name = cliffs::protocol(&protocols, op, [src, dst], *size as usize);
-            measured.protocols.insert(cell.clone(), name);
-        }
-        measured.chosen.extend(times);
-        work.done("");
-        for (name, environment) in
-            forced.iter().chain(more).take(if quick { 1 } else { usize::MAX })
-        {
-            let work = Work::start(format!("{ops}, {people}: {name}"));
-            let (times, _) = self::times(bench, (spec, kind), (ops, mem), quick, environment)?;
-            work.done(if times.is_empty() { "nothing could be measured" } else { "" });
-            measured.forced.push((*name, times));
-        }
-    }
-    Ok(measured)
-}
-
+/// What a forced protocol cannot do is not measured.
 fn times(
     bench: &Workbench,
     (spec, kind): (&str, &str),
     (ops, mem): (&str, &str),
     quick: bool,
     environment: &Environment,
-) -> Result<(Times, Protocols)> {
+) -> Times {
     let list = if quick { "64,1M" } else { "8,8K,64K,1M,4M" };
     let iterations = if quick { 1 } else { ITERATIONS };
     let words =
         format!("pair --plain --least --ops {ops} --mem {mem} --sizes {list} --iters {iterations}");
-    let logs = ProtocolLogs::new()?;
-    let mut times = Times::new();
     let tool = bench.client(Ucx::V1_22, &device(spec, kind), &words).limit(LIMIT);
-    let tool = logs.of(tool.envs(STAGING).envs(environment));
-    // What a forced protocol cannot do is not measured.
-    for Row { op, src, dst, size, latency_us, .. } in tool.rows().unwrap_or_default() {
+    let rows = tool.envs(STAGING).envs(environment).rows().unwrap_or_default();
+    let mut times = Times::new();
+    for Row { op, src, dst, size, latency_us, .. } in rows {
         let Some(time) = latency_us else { continue };
         // From either process.
         let least = times.entry((op, [src, dst], size)).or_insert(f64::INFINITY);
         *least = least.min(time);
     }
-    Ok((times, logs.read()?))
+    times
 }
 
 impl Measured {
@@ -143,37 +120,16 @@ impl Measured {
     fn best(&self, cell: &Cell, chosen: f64) -> (&str, f64) {
         let times = self.forced.iter().filter_map(|(name, times)| Some((*name, *times.get(cell)?)));
         let fastest = times.min_by(|(_, one), (_, other)| one.total_cmp(other));
-        fastest.filter(|(_, time)| *time < chosen).unwrap_or(("UCP's", chosen))
-    }
-
-    fn table(&self) -> Table {
-        let mut table = Table::new();
-        table.load_preset(presets::NOTHING);
-        table.set_header(["operation", "memory", "size", "UCP's", "best", "ratio", "by", "chosen"]);
-        for (cell, time) in &self.chosen {
-            let (name, least) = self.best(cell, *time);
-            let (op, mem, size) = cell;
-            table.add_row([
-                op.clone(),
-                mem.join(":"),
-                units::size(*size),
-                format!("{time:.0}"),
-                format!("{least:.0}"),
-                format!("{:.2}", time / least),
-                name.to_owned(),
-                self.protocols.get(cell).cloned().unwrap_or_default(),
-            ]);
-        }
-        table
+        fastest.filter(|(_, time)| *time < chosen).unwrap_or(("itself", chosen))
     }
 
     fn records(&self, people: &str) -> Vec<Record> {
         let record = |(cell, time): (&Cell, &f64)| {
             let (name, least) = self.best(cell, *time);
             let (op, mem, size) = cell;
-            let (mem, size) = (mem.join(":"), units::size(*size));
-            let title = named(format!("{op} {mem}, {size}, {people}: UCP's choice beside {name}"));
-            Record::at_most(title, *time, "µs", least, Some(TARGET))
+            let (mem, size) = (mem.join(":"), size_name(*size as usize));
+            let title = format!("{op} {mem}, {size}, {people}: UCP's choice compared with {name}");
+            Record::new(named(title), *time, "µs", least, TARGET)
         };
         self.chosen.iter().map(record).collect()
     }
@@ -184,17 +140,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_choice_stands_beside_the_best_forced_one() {
+    fn a_choice_is_compared_with_the_best_forced_one() {
         let cell = |size| ("tag".to_owned(), ["host", "gaudi"].map(str::to_owned), size);
         let chosen = Times::from([(cell(8), 10.0), (cell(16), 30.0)]);
         let forced = vec![
             ("eager", Times::from([(cell(8), 12.0), (cell(16), 20.0)])),
             ("rendezvous", Times::from([(cell(8), 11.0)])),
         ];
-        let measured = Measured { chosen, forced, ..Measured::default() };
+        let measured = Measured { chosen, forced };
         let records = measured.records("staged");
         assert_eq!((records[0].ratio, records[0].met), (1.0, Some(true)));
         assert_eq!((records[1].ratio, records[1].met), (1.5, Some(false)));
-        assert!(records[1].name.ends_with("UCP's choice beside eager"), "{}", records[1].name);
+        assert!(
+            records[1].name.ends_with("UCP's choice compared with eager"),
+            "{}",
+            records[1].name
+        );
     }
 }

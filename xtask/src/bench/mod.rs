@@ -1,29 +1,25 @@
-//! `cargo xtask bench NAME`: measures something and a floor in the same run; prints a table and,
-//! on request, writes JSON or CSV.
+//! `cargo xtask bench NAME`: has `ucp-check` measure something and a floor in the same run; prints a table and, on request,
+//! writes JSON.
 
 mod blocks;
 mod choice;
-mod cliffs;
 mod copy;
-mod figures;
-mod guest;
 mod host_latency;
 mod ipc;
-mod memory;
+mod matrix;
 pub(crate) mod model;
-mod pairs;
 mod processor_time;
 mod quiet;
-mod rcache;
 mod rdma;
-mod record;
 pub(crate) mod report;
+mod runs;
 
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
-use e2e::Ucx;
+use e2e::{Device, SoftNode, Ucx, Workbench};
+use ucp_check::measure::Record;
 
 use crate::dist::{self, Profile};
 use crate::repo::Repo;
@@ -74,7 +70,7 @@ impl Name {
     }
 
     fn has_quick(self) -> bool {
-        !matches!(self, Name::HostLatency | Name::Memory | Name::Rcache | Name::SoftGaudi)
+        !matches!(self, Name::Memory | Name::Rcache | Name::SoftGaudi)
     }
 }
 
@@ -83,105 +79,75 @@ impl Name {
 pub(crate) struct Options<'a> {
     /// Where results go as JSON.
     pub(crate) json: Option<&'a Path>,
-    /// Where results go as CSV.
-    pub(crate) csv: Option<&'a Path>,
     /// Only show that it runs.
     pub(crate) quick: bool,
     /// Measure what is there already: nothing is fetched or built.
     pub(crate) prebuilt: bool,
-    /// Where `pairs` writes UCX's tables of protocols.
-    pub(crate) logs: Option<&'a Path>,
     /// On a software card with the times of a real one.
     pub(crate) model: Option<&'a str>,
 }
 
 /// Measures, prints, writes.
 pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
-    let Options { json, csv, quick, prebuilt, logs, model } = options;
-    ensure!(
-        !quick || name.has_quick(),
-        "--quick is not for `host-latency`, `memory`, `rcache` and `soft-gaudi`"
-    );
-    ensure!(logs.is_none() || name == Name::Pairs, "--logs is for `bench pairs`");
+    let Options { json, quick, prebuilt, model } = options;
+    ensure!(!quick || name.has_quick(), "--quick is not for `memory`, `rcache` and `soft-gaudi`");
     let has_model = matches!(name, Name::Choice | Name::Cliffs | Name::Copy | Name::Ipc);
     ensure!(model.is_none() || has_model, "--model is for `bench choice`, `copy`, `cliffs`, `ipc`");
-    ensure!(model.is_some() || name != Name::Choice, "`bench choice` needs --model");
-    if name == Name::SoftGaudi {
-        ensure!(csv.is_none(), "`bench soft-gaudi` writes JSON only");
-        // The crate's own bench, which prints and writes by itself.
-        return soft_gaudi(repo, json);
-    }
     // A smoke test runs on what was fetched and built for the tests.
     if !quick && !prebuilt {
         setup::fetch(repo, name.ucx())?;
         dist::build(repo, Profile::Release)?;
     }
-    if let Some(spec) = model {
-        eprintln!("device: software Gaudi with modelled times ({spec}); no card involved");
+    let device = Device::hardware_or_software();
+    match model {
+        Some(spec) => {
+            eprintln!("device: software Gaudi with modelled times ({spec}); no card involved")
+        }
+        None => eprintln!("device: {}", device.title()),
+    }
+    if quick {
+        eprintln!("quick: it shows that everything runs, the figures mean nothing");
     }
     let mut records = match (name, model) {
+        (Name::Choice, spec) => {
+            choice::run(repo, spec.context("`bench choice` needs --model")?, quick)?
+        }
         (Name::Copy, Some(spec)) => model::copy(repo, spec, quick)?,
-        (Name::Choice, Some(spec)) => choice::run(repo, spec, quick)?,
         (Name::Ipc, Some(spec)) => model::ipc(repo, spec, quick)?,
         (_, Some(spec)) => model::cliffs(repo, spec, quick)?,
-        (name, None) => measure(repo, name, (quick, logs))?,
+        (Name::Blocks, None) => blocks::run(repo, quick)?,
+        (Name::Cliffs, None) => matrix::CLIFFS.run(repo, quick)?,
+        (Name::Copy, None) => copy::run(repo, quick)?,
+        (Name::Guest, None) => copy::guest(repo, quick)?,
+        (Name::HostLatency, None) => host_latency::run(repo, quick)?,
+        (Name::Ipc, None) => ipc::run(repo, quick)?,
+        (Name::Memory, None) => medians(repo, "memory", &device, 3)?,
+        (Name::Pairs, None) => matrix::PAIRS.run(repo, quick)?,
+        (Name::ProcessorTime, None) => processor_time::run(repo, quick)?,
+        (Name::Rcache, None) => medians(repo, "rcache", &device, 5)?,
+        (Name::Rdma, None) => rdma::run(repo, quick)?,
+        (Name::SoftGaudi, None) => {
+            let node = SoftNode::unique().with("SOFT_GAUDI_LENIENT", "ordered,unpinned");
+            medians(repo, "card", &Device::Software(node), 1)?
+        }
     };
     records.iter_mut().for_each(|record| record.model = model.map(str::to_owned));
     // A map of hundreds of figures was printed as such; what has a target is shown again.
-    let shown: Vec<record::Record> = match name {
-        Name::Cliffs | Name::Pairs => {
-            records.iter().filter(|record| record.target.is_some()).cloned().collect()
-        }
-        _ => records.clone(),
-    };
-    println!("{}", record::table(&shown));
+    let map = model.is_none() && matches!(name, Name::Cliffs | Name::Pairs);
+    let shown = records.iter().filter(|record| !map || record.target.is_some()).cloned();
+    println!("{}", report::terminal(&shown.collect::<Vec<_>>()));
     if let Some(path) = json {
-        write(path, serde_json::to_string_pretty(&records).context("cannot write JSON")? + "\n")?;
-    }
-    if let Some(path) = csv {
-        write(path, record::csv(&records))?;
+        let text = serde_json::to_string_pretty(&records).context("cannot write JSON")? + "\n";
+        std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
+        eprintln!("written: {}", path.display());
     }
     Ok(())
 }
 
-/// On the device there is.
-fn measure(
-    repo: &Repo,
-    name: Name,
-    (quick, logs): (bool, Option<&Path>),
-) -> Result<Vec<record::Record>> {
-    Ok(match name {
-        Name::Blocks => blocks::run(repo, quick)?,
-        Name::Choice => Vec::new(),
-        Name::Cliffs => cliffs::run(repo, quick)?,
-        Name::Copy => copy::run(repo, quick)?,
-        Name::Guest => guest::run(repo, quick)?,
-        Name::HostLatency => host_latency::run(repo)?,
-        Name::Ipc => ipc::run(repo, quick)?,
-        Name::Memory => memory::run(repo)?,
-        Name::Pairs => pairs::run(repo, logs, quick)?,
-        Name::ProcessorTime => processor_time::run(repo, quick)?,
-        Name::Rcache => rcache::run(repo)?,
-        Name::Rdma => rdma::run(repo, quick)?,
-        Name::SoftGaudi => Vec::new(),
-    })
-}
-
-fn write(path: &Path, text: String) -> Result<()> {
-    std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
-    eprintln!("written: {}", path.display());
-    Ok(())
-}
-
-fn soft_gaudi(repo: &Repo, json: Option<&Path>) -> Result<()> {
-    let mut command = repo.cargo();
-    command.args(["bench", "--quiet", "--locked", "--package", "soft-gaudi", "--bench", "copies"]);
-    if let Some(path) = json {
-        // The bench runs in the folder of its crate.
-        let path = std::path::absolute(path).context("cannot make the path absolute")?;
-        command.args(["--", "--json"]).arg(path);
-    }
-    let status = command.status().context("cannot run cargo")?;
-    ensure!(status.success(), "the bench of soft-gaudi: {status}");
-    Ok(())
+/// The medians of several runs of `ucp-check measure WHAT`, which needs no UCX.
+fn medians(repo: &Repo, what: &str, device: &Device, rounds: usize) -> Result<Vec<Record>> {
+    let bench = Workbench::ready(repo.layout().clone(), &[])?;
+    let tool = bench.ucp_check(Ucx::V1_22).words(&format!("measure {what}")).device(device);
+    let round = |round| runs::measure(&format!("{what}, round {round} of {rounds}"), tool.clone());
+    runs::medians(&(1..=rounds).map(round).collect::<Result<Vec<_>>>()?)
 }

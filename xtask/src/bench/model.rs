@@ -1,21 +1,18 @@
-//! `bench copy|ipc|cliffs --model`: the same on a software card with the times of a Gaudi2 (`SOFT_GAUDI_MODEL`),
-//! beside the modelled link instead of memcpy.
+//! `bench copy|ipc|cliffs --model`: the same on a software card with the times of a Gaudi2 (`SOFT_GAUDI_MODEL`); the floor
+//! is the modelled link instead of memcpy.
 //!
-//! All times of the card are stretched so that this machine can follow; memcpy of the same run, beside the link,
+//! All times of the card are stretched so that this machine can follow; memcpy of the same run, compared with the link,
 //! shows whether it could. What the processor does is not stretched.
-
-use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use e2e::{Device, SoftNode, Ucx, Workbench};
+use ucp_check::measure::{Record, size_name};
 
-use super::figures::{self, Figures, get};
 use super::quiet::Watch;
-use super::record::Record;
+use super::runs::{self, LIMIT};
 use crate::progress::Work;
 use crate::repo::Repo;
 use crate::tuning::STAGING;
-use crate::units;
 
 /// A Gaudi2, so slow that two processors move the bytes of three copies in its time, also if others use them as well.
 pub(crate) const DEFAULT: &str = "gaudi2,slow=100";
@@ -26,8 +23,8 @@ const OF_LINK: f64 = 0.93;
 const STAGED: f64 = 0.85;
 
 const MIB: usize = 1 << 20;
-const OPS: [&str; 4] = ["tag", "am", "put", "get"];
-const LIMIT: Duration = Duration::from_secs(300);
+const QUICK: &[usize] = &[MIB];
+const SIZES: &[usize] = &[MIB, 4 * MIB, 16 * MIB];
 
 pub(super) type Environment = [(&'static str, &'static str)];
 
@@ -54,46 +51,42 @@ pub(super) fn named(name: impl std::fmt::Display) -> String {
     format!("modelled Gaudi2: {name}")
 }
 
+/// How much faster than the link this machine copies.
+fn follows(memcpy: f64, link: f64) -> Record {
+    Record::new(named("memcpy of this machine, floor: the link"), memcpy, "GB/s", link, None)
+}
+
+fn list(sizes: &[usize]) -> String {
+    sizes.iter().map(usize::to_string).collect::<Vec<_>>().join(",")
+}
+
 /// `bench copy --model`: copies through UCT.
 pub(super) fn copy(repo: &Repo, spec: &str, quick: bool) -> Result<Vec<Record>> {
     let bench = Workbench::ready(repo.layout().clone(), &[Ucx::V1_22])?;
-    let sizes: &[usize] = if quick { &[MIB] } else { &[MIB / 4, MIB, 4 * MIB, 16 * MIB] };
-    let list: Vec<String> = sizes.iter().map(usize::to_string).collect();
-    let mut words = format!("costs copies --sizes {}", list.join(","));
-    if quick {
-        words += " --quick";
-    }
+    let sizes = if quick { QUICK } else { &[MIB / 4, MIB, 4 * MIB, 16 * MIB] };
+    let words =
+        format!("measure copies --sizes {}{}", list(sizes), if quick { " --quick" } else { "" });
     let work = Work::start("copies through UCT");
     let tool = bench.ucp_check(Ucx::V1_22).words(&words).plugin();
     let end = tool.device(&device(spec, "ordered,unpinned")).limit(LIMIT).run();
     ensure!(end.success(), "{}", end.report());
     work.done("");
     let (link, slow) = link(&end.stderr)?;
-    copy_records(&figures::parse(&end.stdout)?, sizes, link, slow)
-}
-
-fn copy_records(figures: &Figures, sizes: &[usize], link: f64, slow: f64) -> Result<Vec<Record>> {
-    let mut records = vec![follows(get(figures, &format!("memcpy {}", sizes[0]))?, link)];
-    for (name, people) in [("h2d", "host to device"), ("d2h", "device to host")] {
-        for size in sizes {
-            let value = get(figures, &format!("{name} {size}"))?;
-            let title = named(format!("{people}, {}, 16 outstanding", units::size(*size as u64)));
-            let target = (*size >= MIB).then_some(OF_LINK);
-            records.push(Record::at_least(title, value, "GB/s", link, target));
+    let measured = runs::parse(&end.stdout)?;
+    let mut records = vec![follows(measured.first().context("nothing was measured")?.floor, link)];
+    for record in &measured {
+        // The model has one queue for copies on the card, and no link.
+        if record.unit == "GB/s" && !record.name.starts_with("device to device") {
+            let target = record.target.map(|_| OF_LINK);
+            records.push(record.against(named(&record.name), link, target));
+        } else if record.unit == "ns" {
+            // By the model: 5 µs to start and 20 µs to report.
+            let what = record.name.split(", floor").next().unwrap_or_default();
+            let name = named(format!("{what}, floor: the model's own time"));
+            records.push(Record::new(name, record.value / 1e3, "µs", 25.0 * slow, None));
         }
     }
-    for name in ["put_short", "get_short"] {
-        // By the model: 5 µs to start and 20 µs to report.
-        let floor = 25.0 * slow;
-        let title = named(format!("{name}, 8 B, beside the model's own time"));
-        records.push(Record::at_most(title, get(figures, name)? / 1e3, "µs", floor, None));
-    }
     Ok(records)
-}
-
-/// How much faster than the link this machine copies.
-fn follows(memcpy: f64, link: f64) -> Record {
-    Record::at_least(named("memcpy of this machine beside the link"), memcpy, "GB/s", link, None)
 }
 
 /// Passes before anything is measured: UCX's fragments are pinned after some ten copies each, and a process that
@@ -104,57 +97,54 @@ const WARM_UP: usize = 14;
 const REPEATS: usize = 3;
 const QUIET: f64 = 0.2;
 
-/// Messages of many sizes, 16 outstanding, over a working set: the best of several runs.
-fn rotate(
+/// Messages of many sizes, 16 outstanding, over a working set: the best of several runs, and the link.
+fn messages(
     bench: &Workbench,
-    (ucx, spec, lenient): (Ucx, &str, &str),
+    (spec, kind): (&str, &str),
     (ops, mem): (&str, &str),
     sizes: &[usize],
     environment: &Environment,
-) -> Result<(Figures, f64)> {
-    let list: Vec<String> = sizes.iter().map(usize::to_string).collect();
+) -> Result<(Vec<Record>, f64)> {
     let (set, warm_up) = if sizes.len() == 1 { (16, 0) } else { (128, WARM_UP) };
     let words = format!(
-        "rotate --plain --ops {ops} --mem {mem} --set {set}M --warm-up {warm_up} --sizes {}",
-        list.join(",")
+        "measure messages --plain --ops {ops} --mem {mem} --set {set}M --warm-up {warm_up} --sizes {}",
+        list(sizes)
     );
-    let mut best = Figures::new();
-    let mut repeats = 0;
-    loop {
-        repeats += 1;
-        let work = Work::start(format!("UCX {}, {ops}, {mem}", ucx.name()));
+    let mut best: Vec<Record> = Vec::new();
+    for repeat in 1.. {
+        let work = Work::start(format!("{ops}, {mem}"));
         let watch = Watch::start()?;
-        let tool = bench.client(ucx, &device(spec, lenient), &words).limit(LIMIT);
+        let tool = bench.client(Ucx::V1_22, &device(spec, kind), &words).limit(LIMIT);
         let end = tool.envs(environment).run();
         ensure!(end.success(), "{}", end.report());
         work.done("");
-        for (name, value) in figures::parse(&end.stdout)? {
-            best.entry(name).and_modify(|best| *best = best.max(value)).or_insert(value);
+        let records = runs::parse(&end.stdout)?.into_iter().filter(|it| it.unit == "GB/s");
+        let records: Vec<Record> = records.collect();
+        match best.is_empty() {
+            true => best = records,
+            false => best.iter_mut().zip(records).for_each(|(best, record)| {
+                best.value = best.value.max(record.value);
+                best.floor = best.floor.max(record.floor);
+            }),
         }
-        if repeats == REPEATS || sizes.len() == 1 || watch.others()? <= QUIET {
+        if repeat == REPEATS || sizes.len() == 1 || watch.others()? <= QUIET {
             return Ok((best, link(&end.stderr)?.0));
         }
     }
-}
-
-fn sizes(quick: bool) -> &'static [usize] {
-    if quick { &[MIB] } else { &[MIB, 4 * MIB, 16 * MIB] }
+    unreachable!("the last repeat returns")
 }
 
 /// `bench ipc --model`: between two processes whose driver imports dma-bufs.
 pub(super) fn ipc(repo: &Repo, spec: &str, quick: bool) -> Result<Vec<Record>> {
     let bench = Workbench::ready(repo.layout().clone(), &[Ucx::V1_22])?;
-    let run = (Ucx::V1_22, spec, "import,ordered,unpinned");
-    let (figures, link) =
-        rotate(&bench, run, ("tag,am,put,get", "gaudi:gaudi"), sizes(quick), STAGING)?;
-    let mut records = vec![follows(get(&figures, &format!("put memcpy {MIB}"))?, link)];
-    for op in OPS {
-        for size in sizes(quick) {
-            let value = get(&figures, &format!("{op} {size}"))?;
-            let title = named(format!("{op}, {}, gaudi_ipc", units::size(*size as u64)));
-            records.push(Record::at_least(title, value, "GB/s", link, Some(OF_LINK)));
-        }
-    }
+    let sizes = if quick { QUICK } else { SIZES };
+    let card = (spec, "import,ordered,unpinned");
+    let (measured, link) =
+        messages(&bench, card, ("tag,am,put,get", "gaudi:gaudi"), sizes, STAGING)?;
+    let mut records = vec![follows(measured[0].floor, link)];
+    records.extend(measured.iter().map(|record| {
+        record.against(named(format!("{}, gaudi_ipc", record.name)), link, Some(OF_LINK))
+    }));
     Ok(records)
 }
 
@@ -165,47 +155,36 @@ pub(super) fn ipc(repo: &Repo, spec: &str, quick: bool) -> Result<Vec<Record>> {
 pub(super) fn cliffs(repo: &Repo, spec: &str, quick: bool) -> Result<Vec<Record>> {
     let bench = Workbench::ready(repo.layout().clone(), &[Ucx::V1_22])?;
     let mut records = Vec::new();
-    let run = (Ucx::V1_22, spec, "ordered,unpinned");
     let pipelined = [STAGING, &[("UCX_RMA_PPLN_ENABLE", "y")]].concat();
+    let sizes = if quick { QUICK } else { SIZES };
     for mem in ["host:gaudi", "gaudi:host", "gaudi:gaudi"] {
-        let gets: &[&str] = if mem == "host:gaudi" { &["put"] } else { &["put", "get"] };
-        let ways: [(_, &[&str], _, &Environment); 3] = [
-            ("staged", &["tag", "am"], sizes(quick), STAGING),
-            ("pipelined", gets, sizes(quick), &pipelined),
+        let without_get = if mem == "host:gaudi" { "put" } else { "put,get" };
+        let ways: [(_, _, _, &Environment); 3] = [
+            ("staged", "tag,am", sizes, STAGING),
+            ("pipelined", without_get, sizes, &pipelined),
             // Slow, and the share is the same at all sizes.
-            ("emulated", &["put", "get"], &[MIB], STAGING),
+            ("emulated", "put,get", QUICK, STAGING),
         ];
         for (way, ops, sizes, environment) in ways {
-            let (figures, link) = rotate(&bench, run, (&ops.join(","), mem), sizes, environment)?;
+            let card = (spec, "ordered,unpinned");
+            let (measured, link) = messages(&bench, card, (ops, mem), sizes, environment)?;
             if records.is_empty() {
-                records.push(follows(get(&figures, &format!("tag memcpy {MIB}"))?, link));
+                records.push(follows(measured[0].floor, link));
             }
-            records.extend(shares(&figures, (ops, mem, way), sizes, link)?);
+            records.extend(measured.iter().map(|record| share(record, mem, way, link)));
         }
     }
     Ok(records)
 }
 
-fn shares(
-    figures: &Figures,
-    (ops, mem, way): (&[&str], &str, &str),
-    sizes: &[usize],
-    link: f64,
-) -> Result<Vec<Record>> {
-    let mut records = Vec::new();
-    for op in ops {
-        for size in sizes {
-            let value = get(figures, &format!("{op} {size}"))?;
-            let target = match mem {
-                "gaudi:gaudi" => (*size >= 4 * MIB).then_some(STAGED),
-                _ => Some(OF_LINK),
-            };
-            let size = units::size(*size as u64);
-            let title = named(format!("{op} {mem}, {size}, {way}"));
-            records.push(Record::at_least(title, value, "GB/s", link, target));
-        }
-    }
-    Ok(records)
+/// What a message reaches of the link.
+fn share(record: &Record, mem: &str, way: &str, link: f64) -> Record {
+    let (op, size) = record.name.split_once(", ").unwrap_or_default();
+    let target = match mem {
+        "gaudi:gaudi" => (size != size_name(MIB)).then_some(STAGED),
+        _ => Some(OF_LINK),
+    };
+    record.against(named(format!("{op} {mem}, {size}, {way}")), link, target)
 }
 
 #[cfg(test)]
@@ -221,15 +200,11 @@ mod tests {
 
     #[test]
     fn targets_are_shares_of_the_link() {
-        let mut figures = Figures::new();
-        for op in OPS {
-            figures.insert(format!("{op} {MIB}"), 0.6);
-            figures.insert(format!("{op} {}", 4 * MIB), 0.6);
-        }
-        let met = |mem| -> Vec<Option<bool>> {
-            let records = shares(&figures, (&OPS, mem, "staged"), &[MIB, 4 * MIB], 0.65);
-            let records = records.expect("all there");
-            records.iter().take(2).map(|record| record.met).collect()
+        let met = |mem| {
+            ["1 MiB", "4 MiB"].map(|size| {
+                let record = Record::new(format!("put, {size}"), 0.6, "GB/s", 9.0, None);
+                share(&record, mem, "staged", 0.65).met
+            })
         };
         assert_eq!(met("host:gaudi"), [Some(false), Some(false)], "0.92 of the link");
         assert_eq!(met("gaudi:gaudi"), [None, Some(true)]);

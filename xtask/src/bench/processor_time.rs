@@ -1,99 +1,84 @@
-//! Processor seconds per GB between two processes: RDMA on Gaudi memory, `gaudi_ipc`, staged, beside host memory on
-//! the same way.
+//! `bench processor-time`: processor seconds per GB between two processes: RDMA on Gaudi memory, `gaudi_ipc`, staged. The
+//! floor is host memory over the same transport.
 //!
 //! Both processes sleep while they wait: a program that polls keeps its processor busy whatever the transport does.
 //! The threads of software devices do not count, because silicon would do their work. What the driver library does
 //! in the caller's thread counts as ours.
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use e2e::rdma::{Fabric, RC};
 use e2e::{Device, Ucx, Workbench};
+use ucp_check::measure::Record;
 
-use super::figures::{self, Figures, get};
-use super::record::Record;
-use crate::progress::Work;
+use super::runs;
 use crate::repo::Repo;
 
 const OPERATIONS: [&str; 2] = ["tag", "put"];
 /// The best of so many runs: other work on the machine only adds, by colder caches.
 const RUNS: usize = 3;
-const MESSAGE: usize = 4;
+const LOCAL: &str = "self,sysv,cma";
 
 /// How bytes travel.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Way {
     name: &'static str,
     over_hca: bool,
     memories: &'static str,
+    /// Besides those of the HCA or of the machine.
     transports: &'static str,
     dmabuf: &'static str,
 }
 
-const fn way(name: &'static str, over_hca: bool, memories: &'static str) -> Way {
-    let transports = if over_hca { RC } else { "self,sysv,cma" };
-    Way { name, over_hca, memories, transports, dmabuf: "try" }
-}
-
-const HOST_RDMA: Way = way("host memory over the HCA", true, "host:host");
-const DIRECT: Way = way("RDMA on Gaudi memory", true, "gaudi:gaudi");
-const STAGED_RDMA: Way = Way { dmabuf: "no", ..way("staged over the HCA", true, "gaudi:gaudi") };
-const HOST_LOCAL: Way = way("host memory by cma", false, "host:host");
-const IPC: Way = way("gaudi_ipc", false, "gaudi:gaudi");
-const STAGED_LOCAL: Way = way("staged by cma", false, "gaudi:gaudi");
+#[rustfmt::skip] // a table
+const WAYS: [[Way; 3]; 2] = [
+    [
+        Way { name: "host memory over the HCA", over_hca: true, memories: "host:host", transports: "", dmabuf: "try" },
+        Way { name: "RDMA on Gaudi memory", over_hca: true, memories: "gaudi:gaudi", transports: ",gaudi_cpy", dmabuf: "try" },
+        Way { name: "staged over the HCA", over_hca: true, memories: "gaudi:gaudi", transports: ",gaudi_cpy", dmabuf: "no" },
+    ],
+    [
+        Way { name: "host memory by cma", over_hca: false, memories: "host:host", transports: "", dmabuf: "try" },
+        Way { name: "gaudi_ipc", over_hca: false, memories: "gaudi:gaudi", transports: ",gaudi_cpy,gaudi_ipc", dmabuf: "try" },
+        Way { name: "staged by cma", over_hca: false, memories: "gaudi:gaudi", transports: ",gaudi_cpy", dmabuf: "try" },
+    ],
+];
 
 impl Way {
-    fn transports(self) -> String {
-        let gaudi = match self {
-            HOST_RDMA | HOST_LOCAL => "",
-            IPC => ",gaudi_cpy,gaudi_ipc",
-            _ => ",gaudi_cpy",
-        };
-        format!("{}{gaudi}", self.transports)
-    }
-
     /// Seconds of both processes per GB, by operation.
-    fn measure(self, bench: &Workbench, quick: bool) -> Result<[f64; OPERATIONS.len()]> {
-        let work = Work::start(self.name.to_owned());
+    fn measure(&self, bench: &Workbench, quick: bool) -> Result<[f64; OPERATIONS.len()]> {
         let (set, warm_up) = if quick { (4, 0) } else { (64, 2) };
         let words = format!(
-            "rotate --plain --wakeup --ops {} --mem {} --sizes {MESSAGE}M --set {set}M --warm-up {warm_up}",
+            "measure messages --plain --wakeup --ops {} --mem {} --sizes 4M --set {set}M --warm-up {warm_up}",
             OPERATIONS.join(","),
             self.memories
         );
         let mut best = [f64::INFINITY; OPERATIONS.len()];
         for _ in 0..if quick { 1 } else { RUNS } {
+            let transports = if self.over_hca { RC } else { LOCAL };
             let tool = bench.client(Ucx::Nixl, &Device::importing(2), &words);
-            let tool = tool.env("UCX_TLS", self.transports());
+            let tool = tool.env("UCX_TLS", format!("{transports}{}", self.transports));
             let tool = tool.env("UCX_GAUDI_COPY_DMABUF", self.dmabuf);
             let fabric = Fabric::new().with("SOFT_RDMA_POLLERS_WORK", "no");
-            let end = if self.over_hca { fabric.under(tool) } else { tool }.run();
-            ensure!(end.success(), "{}", end.report());
-            let lines: Vec<&str> = end.stdout.lines().filter(|line| line.contains('\t')).collect();
-            let figures = figures::parse(&lines.join("\n"))?;
+            let tool = if self.over_hca { fabric.under(tool) } else { tool };
+            let records = runs::measure(self.name, tool)?;
             for (best, op) in best.iter_mut().zip(OPERATIONS) {
-                *best = best.min(of_both(&figures, op)?);
+                *best = best.min(runs::value(&records, &format!("{op}, processor time"))?);
             }
         }
-        work.done("");
         Ok(best)
     }
-}
-
-fn of_both(figures: &Figures, op: &str) -> Result<f64> {
-    let of = |rank| get(figures, &format!("{op} processor time {rank}"));
-    Ok(of(0)? + of(1)?)
 }
 
 pub(super) fn run(repo: &Repo, quick: bool) -> Result<Vec<Record>> {
     let bench = Workbench::ready(repo.layout().clone(), &[Ucx::Nixl])?;
     let mut records = Vec::new();
-    for (host, others) in [(HOST_RDMA, [DIRECT, STAGED_RDMA]), (HOST_LOCAL, [IPC, STAGED_LOCAL])] {
-        let floor = host.measure(&bench, quick)?;
+    for [host, others @ ..] in &WAYS {
+        let floors = host.measure(&bench, quick)?;
         for way in others {
-            let measured = way.measure(&bench, quick)?;
-            for ((op, value), floor) in OPERATIONS.into_iter().zip(measured).zip(floor) {
-                let name = format!("{op}, {MESSAGE} MiB, {}, beside {}", way.name, host.name);
-                records.push(Record::at_most(name, value, "s/GB", floor, None));
+            for ((op, value), floor) in
+                OPERATIONS.iter().zip(way.measure(&bench, quick)?).zip(floors)
+            {
+                let name = format!("{op}, 4 MiB, {}, floor: {}", way.name, host.name);
+                records.push(Record::new(name, value, "s/GB", floor, None));
             }
         }
     }

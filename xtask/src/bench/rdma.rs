@@ -1,5 +1,5 @@
-//! RDMA on Gaudi memory through UCX's InfiniBand transport and the software HCA: beside host memory on
-//! the same HCA in the same run, beside the staged path (dma-bufs off), and two rails beside one.
+//! `bench rdma`: RDMA on Gaudi memory through UCX's InfiniBand transport and the software HCA, compared with host memory
+//! on the same HCA, with the staged path (dma-bufs off), and two rails with one.
 //!
 //! The link is modelled, so that the figures are those of the path and not of this machine's memory.
 //! Copies of the card are submissions in a recording of its driver calls, of both processes: what a
@@ -11,30 +11,26 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use e2e::rdma::{Fabric, RC};
 use e2e::{Device, SoftNode, Tool, Ucx, Workbench};
+use ucp_check::measure::{Record, size_name};
 
-use super::figures;
-use super::record::Record;
+use super::runs;
 use crate::progress::Work;
 use crate::repo::Repo;
 
-/// MB/s of a port, slow enough that two processors are not what bounds it.
-const LINK: u64 = 1000;
+/// A port slow enough that two processors are not what bounds it: MB/s, µs.
 const MODEL: &str = "bandwidth=1000,latency=5";
 
-/// Bytes, with how they are written.
-const SIZES: [(u64, &str); 5] =
-    [(4 << 10, "4K"), (64 << 10, "64K"), (1 << 20, "1M"), (16 << 20, "16M"), (64 << 20, "64M")];
-const QUICK: [(u64, &str); 1] = [(64 << 10, "64K")];
-
-/// Up to here a message takes some 10 µs: few of them tell more about the machine's other work than about
+const QUICK: [usize; 1] = [64 << 10];
+/// Up to 64 KiB a message takes some 10 µs: few of them tell more about the machine's other work than about
 /// the path. So there are many, and the best of several runs counts.
-const SMALL: u64 = 64 << 10;
+const SMALL: [usize; 2] = [4 << 10, 64 << 10];
 const SMALL_ITERATIONS: u32 = 200;
 const SMALL_RUNS: usize = 8;
+const LARGE: [usize; 3] = [1 << 20, 16 << 20, 64 << 20];
+const LARGE_ITERATIONS: u32 = 5;
 const LARGE_RUNS: usize = 2;
-
-/// Sizes that are striped over the rails.
-const STRIPED: [(u64, &str); 1] = [(16 << 20, "16M")];
+/// A size that is striped over the rails.
+const STRIPED: usize = 16 << 20;
 
 const OF_HOST: f64 = 0.95;
 const OF_STAGED: f64 = 1.0;
@@ -50,12 +46,12 @@ const MESSAGES_A_REPETITION: usize = 2 * (1 + 8);
 const RAIL_RUNS: usize = 3;
 
 /// GB/s by operation, memory and size, the better of the two directions.
-type Cells = BTreeMap<(String, String, u64), f64>;
+type Cells = BTreeMap<(String, String, usize), f64>;
 
 /// One run of the client.
 struct Run<'a> {
     bench: &'a Workbench,
-    hcas: u32,
+    hcas: usize,
     variables: &'a [(&'a str, &'a str)],
 }
 
@@ -63,31 +59,16 @@ struct Run<'a> {
 const STAGED: [(&str, &str); 2] = [("UCX_GAUDI_COPY_DMABUF", "no"), ("UCX_RMA_PPLN_ENABLE", "y")];
 
 impl Run<'_> {
-    fn tool(&self, fabric: &Fabric, device: &Device, words: &str) -> Tool {
-        let tool = self.bench.client(Ucx::Nixl, device, words);
-        let tool = fabric.under(tool).env("UCX_TLS", format!("{RC},gaudi_cpy"));
-        self.variables.iter().fold(tool, |tool, (name, value)| tool.env(name, value))
+    fn tool(&self, fabric: &Fabric, words: &str) -> Tool {
+        let device = Device::Software(SoftNode::lenient().with("SOFT_GAUDI_DEVICES", "2"));
+        let tool = fabric.under(self.bench.client(Ucx::Nixl, &device, words));
+        tool.env("UCX_TLS", format!("{RC},gaudi_cpy")).envs(self.variables)
     }
 
     fn fabric(&self) -> Fabric {
-        let places = vec!["0"; self.hcas as usize].join(",");
+        let places = vec!["0"; self.hcas].join(",");
         let fabric = Fabric::new().with("SOFT_RDMA_DEVICES", self.hcas.to_string());
         fabric.with("SOFT_RDMA_PLACES", places).with("SOFT_RDMA_MODEL", MODEL)
-    }
-
-    /// Measures so often; the best counts.
-    fn measure(
-        &self,
-        memories: &str,
-        sizes: &[(u64, &str)],
-        runs: usize,
-        iterations: u32,
-    ) -> Result<Cells> {
-        let mut best = Cells::new();
-        for _ in 0..if sizes.is_empty() { 0 } else { runs } {
-            self.improve(&mut best, memories, sizes, iterations)?;
-        }
-        Ok(best)
     }
 
     /// Measures once more, and keeps what is better.
@@ -95,25 +76,23 @@ impl Run<'_> {
         &self,
         best: &mut Cells,
         memories: &str,
-        sizes: &[(u64, &str)],
+        sizes: &[usize],
         iterations: u32,
     ) -> Result<()> {
-        let (device, fabric) = (machine(), self.fabric());
-        let words = pair(&OPERATIONS, memories, sizes, iterations);
-        for row in self.tool(&fabric, &device, &words).rows()? {
+        let fabric = self.fabric();
+        for row in self.tool(&fabric, &pair(&OPERATIONS, memories, sizes, iterations)).rows()? {
             let Some(gbps) = row.gbps else { continue };
-            let known = best.entry((row.op, row.src, row.size)).or_default();
+            let known = best.entry((row.op, row.src, row.size as usize)).or_default();
             *known = known.max(gbps);
         }
         Ok(())
     }
 
     /// Copies of the card that a message takes, over both processes.
-    fn copies(&self, op: &str, size: (u64, &str)) -> Result<f64> {
+    fn copies(&self, op: &str, size: usize) -> Result<f64> {
         let submissions = |iterations| -> Result<usize> {
-            let (device, fabric) = (machine(), self.fabric());
-            let tool =
-                self.tool(&fabric, &device, &pair(&[op], "gaudi:gaudi", &[size], iterations));
+            let fabric = self.fabric();
+            let tool = self.tool(&fabric, &pair(&[op], "gaudi:gaudi", &[size], iterations));
             let end = tool.env("UCX_GAUDI_TRACE", fabric.folder().join("trace.%p")).run();
             ensure!(end.success(), "{}", end.report());
             count_submissions(fabric.folder())
@@ -123,12 +102,8 @@ impl Run<'_> {
     }
 }
 
-fn machine() -> Device {
-    Device::Software(SoftNode::lenient().with("SOFT_GAUDI_DEVICES", "2"))
-}
-
-fn pair(ops: &[&str], memories: &str, sizes: &[(u64, &str)], iterations: u32) -> String {
-    let sizes: Vec<&str> = sizes.iter().map(|(_, text)| *text).collect();
+fn pair(ops: &[&str], memories: &str, sizes: &[usize], iterations: u32) -> String {
+    let sizes: Vec<String> = sizes.iter().map(usize::to_string).collect();
     let (sizes, ops) = (sizes.join(","), ops.join(","));
     format!("pair --plain --ops {ops} --mem {memories} --sizes {sizes} --iters {iterations}")
 }
@@ -147,98 +122,85 @@ fn count_submissions(folder: &Path) -> Result<usize> {
     Ok(count)
 }
 
-fn cell(cells: &Cells, op: &str, memory: &str, size: u64) -> Result<f64> {
+fn cell(cells: &Cells, op: &str, memory: &str, size: usize) -> Result<f64> {
     let found = cells.get(&(op.to_owned(), memory.to_owned(), size)).copied();
     found.with_context(|| format!("nothing was measured of {op} {memory}, {size} bytes"))
 }
 
-/// Direct beside host memory and beside staging.
-fn compared(direct: &Cells, staged: &Cells, sizes: &[(u64, &str)]) -> Result<Vec<Record>> {
+/// Direct compared with host memory, and with staging.
+fn compared(direct: &Cells, staged: &Cells, sizes: &[usize]) -> Result<Vec<Record>> {
     let mut records = Vec::new();
     for op in OPERATIONS {
-        for &(size, text) in sizes {
+        for &size in sizes {
             let gaudi = cell(direct, op, "gaudi", size)?;
-            let host = cell(direct, op, "host", size)?;
-            let name = format!("{op}, {text}iB, Gaudi memory beside host memory");
-            records.push(Record::at_least(name, gaudi, "GB/s", host, Some(OF_HOST)));
-            let through_host = cell(staged, op, "gaudi", size)?;
-            let name = format!("{op}, {text}iB, direct beside staged");
-            records.push(Record::at_least(name, gaudi, "GB/s", through_host, Some(OF_STAGED)));
+            let mut add = |what: &str, floor, target: f64| {
+                let name = format!("{op}, {}, {what}", size_name(size));
+                records.push(Record::new(name, gaudi, "GB/s", floor, target));
+            };
+            add("Gaudi memory, floor: host memory", cell(direct, op, "host", size)?, OF_HOST);
+            add("direct compared with staged", cell(staged, op, "gaudi", size)?, OF_STAGED);
         }
     }
     Ok(records)
 }
 
-/// First and cached registrations, Gaudi memory beside host memory.
-fn registrations(bench: &Workbench) -> Result<Vec<Record>> {
-    let (device, run) = (machine(), Run { bench, hcas: 1, variables: &[] });
-    let fabric = run.fabric();
-    let end = run.tool(&fabric, &device, "costs registration").run();
-    ensure!(end.success(), "{}", end.report());
-    // UCX logs to standard output, too.
-    let lines: Vec<&str> = end.stdout.lines().filter(|line| line.contains('\t')).collect();
-    let figures = figures::parse(&lines.join("\n"))?;
-    let mut records = Vec::new();
-    for mib in [1, 64] {
-        for when in ["first", "cached"] {
-            let of = |memory| figures::get(&figures, &format!("{memory} {mib} MiB {when}"));
-            let name = format!("registering {mib} MiB, {when}, Gaudi beside host memory");
-            records.push(Record::at_most(name, of("gaudi")?, "µs", of("host")?, None));
-        }
-    }
-    Ok(records)
-}
-
-/// Two HCAs beside one, for messages that are striped.
+/// Two HCAs compared with one, for messages that are striped.
 fn rails(bench: &Workbench) -> Result<Vec<Record>> {
     let variables = [("UCX_MAX_RMA_RAILS", "2")];
     let (mut one, mut two) = (Cells::new(), Cells::new());
     for _ in 0..RAIL_RUNS {
         for (hcas, best) in [(1, &mut one), (2, &mut two)] {
             let run = Run { bench, hcas, variables: &variables };
-            run.improve(best, "gaudi:gaudi", &STRIPED, 5)?;
+            run.improve(best, "gaudi:gaudi", &[STRIPED], LARGE_ITERATIONS)?;
         }
     }
-    let mut records = Vec::new();
-    for op in OPERATIONS {
-        for (size, text) in STRIPED {
-            let name = format!("{op}, {text}iB, two rails beside one");
-            let (value, floor) = (cell(&two, op, "gaudi", size)?, cell(&one, op, "gaudi", size)?);
-            records.push(Record::at_least(name, value, "GB/s", floor, Some(OF_ONE_RAIL)));
-        }
-    }
-    Ok(records)
+    let record = |op| {
+        let [value, floor] = [&two, &one].map(|cells| cell(cells, op, "gaudi", STRIPED));
+        let name = format!("{op}, {}, two rails compared with one", size_name(STRIPED));
+        Ok(Record::new(name, value?, "GB/s", floor?, OF_ONE_RAIL))
+    };
+    OPERATIONS.map(record).into_iter().collect()
 }
 
 pub(super) fn run(repo: &Repo, quick: bool) -> Result<Vec<Record>> {
     let bench = Workbench::ready(repo.layout().clone(), &[Ucx::Nixl])?;
-    let sizes: &[(u64, &str)] = if quick { &QUICK } else { &SIZES };
-    let iterations = if quick { 2 } else { 5 };
-    eprintln!("link: {LINK} MB/s, modelled; software HCA and software Gaudi");
+    eprintln!("link: {MODEL}; software HCA and software Gaudi");
     let direct = Run { bench: &bench, hcas: 1, variables: &[] };
     let staged = Run { variables: &STAGED, ..direct };
+    let plan: &[(&[usize], usize, u32)] = if quick {
+        &[(&QUICK, 1, 2)]
+    } else {
+        &[(&SMALL, SMALL_RUNS, SMALL_ITERATIONS), (&LARGE, LARGE_RUNS, LARGE_ITERATIONS)]
+    };
     let work = Work::start("Gaudi and host memory, direct and staged".to_owned());
-    let memories = "host:host,gaudi:gaudi";
-    let (small, large) = sizes.split_at(sizes.partition_point(|(size, _)| *size <= SMALL));
-    let (runs, many) = if quick { (1, iterations) } else { (SMALL_RUNS, SMALL_ITERATIONS) };
-    let mut beside = direct.measure(memories, small, runs, many)?;
-    let runs = if quick { 1 } else { LARGE_RUNS };
-    beside.extend(direct.measure(memories, large, runs, iterations)?);
-    // Ten times slower, and only there to be compared.
-    let through_host = staged.measure("gaudi:gaudi", sizes, runs, iterations.div_ceil(5))?;
+    let (mut by_rdma, mut through_host) = (Cells::new(), Cells::new());
+    for (sizes, runs, iterations) in plan {
+        for _ in 0..*runs {
+            direct.improve(&mut by_rdma, "host:host,gaudi:gaudi", sizes, *iterations)?;
+        }
+        // Ten times slower, and only there to be compared.
+        for _ in 0..LARGE_RUNS.min(*runs) {
+            staged.improve(&mut through_host, "gaudi:gaudi", sizes, 1)?;
+        }
+    }
     work.done("");
-    let mut records = compared(&beside, &through_host, sizes)?;
+    let sizes: Vec<usize> = plan.iter().flat_map(|(sizes, ..)| *sizes).copied().collect();
+    let mut records = compared(&by_rdma, &through_host, &sizes)?;
     let work = Work::start("copies of the card".to_owned());
     for op in OPERATIONS {
-        let [size] = QUICK;
-        let (copies, staging) = (direct.copies(op, size)?, staged.copies(op, size)?);
-        let name = format!("{op}, {}iB, copies of the card, direct beside staged", size.1);
+        let (copies, staging) = (direct.copies(op, QUICK[0])?, staged.copies(op, QUICK[0])?);
+        let name = format!(
+            "{op}, {}, copies of the card, direct compared with staged",
+            size_name(QUICK[0])
+        );
         records.push(Record::within(name, copies, "copies", staging, 0.0));
     }
     work.done("");
     if !quick {
-        let work = Work::start("registrations, two rails".to_owned());
-        records.extend(registrations(&bench)?);
+        let fabric = direct.fabric();
+        records
+            .extend(runs::measure("registrations", direct.tool(&fabric, "measure registration"))?);
+        let work = Work::start("two rails".to_owned());
         records.extend(rails(&bench)?);
         work.done("");
     }
@@ -250,7 +212,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn gaudi_stands_beside_host_and_staged() {
+    fn gaudi_is_compared_with_host_and_staged() {
         let cells = |rows: &[(&str, f64)]| -> Cells {
             let each = rows.iter().flat_map(|(memory, gbps)| {
                 OPERATIONS.map(|op| ((op.to_owned(), (*memory).to_owned(), 65536), *gbps))

@@ -10,10 +10,11 @@ use std::process::Command;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::ValueEnum as _;
+use comfy_table::{CellAlignment, Table, presets};
 use e2e::Device;
+use ucp_check::measure::Record;
 
 use super::Name;
-use super::record::Record;
 use crate::repo::Repo;
 
 const FOLDER: &str = "docs/results";
@@ -112,22 +113,42 @@ fn model<'a>(name: &str, records: &'a [Record]) -> Result<Option<&'a str>> {
     }
 }
 
-/// Every figure.
-fn table(records: &[Record]) -> String {
-    let mut text = "| | value | floor | ratio | target |\n|---|--:|--:|--:|---|\n".to_owned();
-    for record in records {
+const HEAD: [&str; 5] = ["", "value", "floor", "ratio", "target"];
+
+/// A row for each figure, in words.
+fn rows(records: &[Record]) -> impl Iterator<Item = [String; 5]> {
+    records.iter().map(|record| {
         let Record { name, value, unit, floor, ratio, target, met, model: _ } = record;
         let target = match (target, met) {
             (Some(target), Some(false)) => format!("{}: **missed**", digits(*target)),
             (Some(target), _) => format!("{}: met", digits(*target)),
             (None, _) => String::new(),
         };
-        let name = name.replace('|', "\\|");
-        let (value, floor, ratio) = (digits(*value), digits(*floor), digits(*ratio));
-        let line = format!("| {name} | {value} {unit} | {floor} {unit} | {ratio} | {target} |");
-        let _ = writeln!(text, "{line}");
+        let quantity = |value| format!("{} {unit}", digits(value));
+        [name.clone(), quantity(*value), quantity(*floor), digits(*ratio), target]
+    })
+}
+
+/// For a page.
+fn table(records: &[Record]) -> String {
+    let mut text = format!("| {} |\n|---|--:|--:|--:|---|\n", HEAD.join(" | "));
+    for row in rows(records) {
+        let row = row.map(|cell| cell.replace('|', "\\|"));
+        let _ = writeln!(text, "| {} |", row.join(" | "));
     }
     text
+}
+
+/// The same for the terminal.
+pub(super) fn terminal(records: &[Record]) -> Table {
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING).set_header(HEAD).add_rows(rows(records));
+    for column in 1..4 {
+        if let Some(column) = table.column_mut(column) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    table
 }
 
 /// Three significant digits.
@@ -177,7 +198,7 @@ mod tests {
 
     #[test]
     fn a_page_says_what_was_measured_when_where_and_how() {
-        let records = [Record::at_least("put", 9.0, "GB/s", 10.0, Some(0.8))];
+        let records = [Record::new("put", 9.0, "GB/s", 10.0, Some(0.8))];
         let text = page("copy", &records, ["2026-01-02", "abc1234", "a machine"]).expect("a page");
         assert!(text.starts_with("# Results: copy\n\nCopies through UCT compared with"), "{text}");
         for row in [
@@ -194,9 +215,9 @@ mod tests {
     #[test]
     fn every_figure_is_shown_with_a_target_and_without() {
         let records = [
-            Record::at_least("put", 9.0, "GB/s", 10.0, Some(0.8)),
-            Record::at_most("get", 3.0, "µs", 2.0, Some(1.3)),
-            Record::at_most("other", 3.0, "µs", 2.0, None),
+            Record::new("put", 9.0, "GB/s", 10.0, Some(0.8)),
+            Record::new("get", 3.0, "µs", 2.0, Some(1.3)),
+            Record::new("other", 3.0, "µs", 2.0, None),
         ];
         let text = table(&records);
         assert!(text.contains("| put | 9.00 GB/s | 10.0 GB/s | 0.900 | 0.800: met |"), "{text}");
@@ -206,7 +227,7 @@ mod tests {
 
     #[test]
     fn figures_of_a_model_name_it_and_stand_in_no_other_page() {
-        let mut records = [Record::at_least("put", 9.0, "GB/s", 10.0, None)];
+        let mut records = [Record::new("put", 9.0, "GB/s", 10.0, None)];
         let page = |name, records: &[Record]| page(name, records, [""; 3]);
         assert!(page("copy", &records).is_ok_and(|text| !text.contains("model,")));
         assert!(page("copy-model", &records).is_err());

@@ -1,0 +1,317 @@
+//! Two or more processes of this program: started together, talking to each other over a socket per pair and
+//! to us over a pipe each, and never outliving us.
+//!
+//! A child's standard input is a socket over which we hand it its control channels to the other children; its
+//! standard output is the pipe to us, one JSON message per line. What libraries print there is sent to
+//! standard error instead.
+
+use super::environment::{Environment, Refusal};
+use super::{Job, descriptors};
+use crate::control::Control;
+use crate::report::Verdict;
+use crate::verify::peer_errors::Moment;
+use crate::watchdog::{HUNG, Watchdog};
+use anyhow::{Context, Result, bail, ensure};
+use rustix::process::Signal;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, ExitStatus, Stdio};
+use std::sync::mpsc;
+use std::time::Duration;
+
+/// Name of the hidden subcommand that is one process of a group.
+const ROLE: &str = "side";
+
+/// What a process reports.
+#[derive(Serialize, Deserialize)]
+pub(crate) enum Message {
+    /// The version of its UCX.
+    Ucx(String),
+    Verdict(Verdict),
+    /// A line to be printed.
+    Line(String),
+    /// A check of the given name, and what was wrong.
+    Checked(String, Option<String>),
+    /// It is about to be killed.
+    Dying(Moment),
+    /// How the error showed, and when.
+    Survived(String, Moment),
+    /// The end, with the number of times the worker slept.
+    Done(u64),
+    /// It failed.
+    Error(String),
+}
+
+/// Most processes of a group: each gets its channels to the others in one message.
+pub(crate) const MOST: u8 = descriptors::MOST as u8;
+
+/// How long the other processes may take to report, once one has failed.
+const AFTERMATH: Duration = Duration::from_secs(1);
+
+/// The children; killed when dropped.
+pub(crate) struct Group {
+    children: Vec<Child>,
+    messages: mpsc::Receiver<(u8, Option<Message>)>,
+    limit: Duration,
+}
+
+impl Group {
+    /// Starts `count` processes with the same job, each step of which may take `timeout` seconds.
+    pub(crate) fn start(
+        job: &Job,
+        count: u8,
+        timeout: f64,
+        environment: &Environment,
+    ) -> Result<Group> {
+        let text = serde_json::to_string(job)?;
+        let exe = std::env::current_exe().context("finding our own program")?;
+        let (sender, messages) = mpsc::channel();
+        // A step has its own limit in the children; we only guard against all being stopped.
+        let limit = Duration::from_secs_f64(timeout * 4.0 + 60.0);
+        // If one cannot start, dropping this ends those that did.
+        let mut group = Group { children: Vec::new(), messages, limit };
+        for (rank, channels) in (0..count).zip(channels_of_all(count)?) {
+            let (ours, theirs) = UnixStream::pair().context("making a socket pair")?;
+            hand_over(&ours, &channels).context("handing over the channels to the others")?;
+            let mut child = environment
+                .command(rank, &exe)
+                .args([ROLE, "--rank", &rank.to_string(), "--job", &text])
+                .args(["--parent", &std::process::id().to_string()])
+                .args(["--timeout", &timeout.to_string()])
+                .args(environment.arguments())
+                .envs(environment.variables(rank))
+                .stdin(Stdio::from(OwnedFd::from(theirs)))
+                .stdout(Stdio::piped())
+                .spawn()
+                .with_context(|| format!("starting {}", exe.display()))?;
+            let pipe = BufReader::new(child.stdout.take().context("no pipe")?);
+            group.children.push(child);
+            let sender = sender.clone();
+            std::thread::spawn(move || {
+                for line in pipe.lines().map_while(Result::ok) {
+                    match serde_json::from_str(&line) {
+                        Ok(message) => _ = sender.send((rank, Some(message))),
+                        Err(_) => eprintln!("process {rank}: {line}"),
+                    }
+                }
+                _ = sender.send((rank, None));
+            });
+        }
+        Ok(group)
+    }
+
+    /// Hands every message to `on` until all processes have ended, each of which `ended` judges. An error of
+    /// either, or of a process, ends them all.
+    pub(crate) fn collect(
+        mut self,
+        mut on: impl FnMut(&mut Group, u8, Message) -> Result<()>,
+        mut ended: impl FnMut(u8, ExitStatus) -> Result<()>,
+    ) -> Result<()> {
+        let mut left = self.children.len();
+        let mut errors: BTreeMap<u8, String> = BTreeMap::new();
+        while left > 0 {
+            // One that failed leaves others without a peer: which of them reports first is chance.
+            let limit = if errors.is_empty() { self.limit } else { AFTERMATH };
+            match self.messages.recv_timeout(limit) {
+                Err(_) if !errors.is_empty() => break,
+                Err(_) => bail!("no process said anything for {} s", limit.as_secs()),
+                Ok((rank, Some(Message::Error(error)))) => {
+                    errors.insert(rank, format!("process {rank}: {error}"));
+                }
+                Ok((rank, Some(message))) => on(&mut self, rank, message)?,
+                Ok((rank, None)) => {
+                    let child = &mut self.children[usize::from(rank)];
+                    if let Err(error) = ended(rank, child.wait().context("waiting for a process")?)
+                    {
+                        errors.entry(rank).or_insert(format!("{error:#}"));
+                    }
+                    left -= 1;
+                }
+            }
+        }
+        let errors: Vec<String> = errors.into_values().collect();
+        ensure!(errors.is_empty(), "{}", errors.join("; "));
+        Ok(())
+    }
+
+    /// Prints the lines of processes that all have to end well.
+    pub(crate) fn print_lines(self) -> Result<()> {
+        let print = |_: &mut Group, _, message| {
+            if let Message::Line(line) = message {
+                println!("{line}");
+            }
+            Ok(())
+        };
+        self.collect(print, succeeded)
+    }
+
+    pub(crate) fn kill(&mut self, rank: u8) -> Result<()> {
+        self.children[usize::from(rank)].kill().context("killing a process")
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        for child in &mut self.children {
+            _ = child.kill();
+            _ = child.wait();
+        }
+    }
+}
+
+/// An error unless a process ended well.
+pub(crate) fn succeeded(rank: u8, status: ExitStatus) -> Result<()> {
+    ensure!(status.success(), "{}", describe(rank, status));
+    Ok(())
+}
+
+/// What an exit status means, in words.
+pub(crate) fn describe(rank: u8, status: ExitStatus) -> String {
+    match (status.code(), status.signal()) {
+        (Some(HUNG), _) => format!("process {rank} hung (its step is named above)"),
+        (Some(code), _) => format!("process {rank} ended with status {code}"),
+        (None, Some(signal)) => format!("process {rank} was killed by signal {signal}"),
+        (None, None) => format!("process {rank} ended for an unknown reason"),
+    }
+}
+
+/// A socket between every two: for each process its ends, the other processes in order.
+fn channels_of_all(count: u8) -> Result<Vec<Vec<UnixStream>>> {
+    let mut ends: Vec<Vec<UnixStream>> = (0..count).map(|_| Vec::new()).collect();
+    for one in 0..usize::from(count) {
+        for other in one + 1..usize::from(count) {
+            let (left, right) = UnixStream::pair().context("making a socket pair")?;
+            ends[one].push(left);
+            ends[other].push(right);
+        }
+    }
+    Ok(ends)
+}
+
+fn hand_over(to: &UnixStream, channels: &[UnixStream]) -> Result<()> {
+    descriptors::send(to, &[0], &channels.iter().map(UnixStream::as_fd).collect::<Vec<_>>())
+}
+
+fn take_over(from: impl AsFd) -> Result<Vec<Control>> {
+    descriptors::receive(from)?.into_iter().map(|fd| Control::new(UnixStream::from(fd))).collect()
+}
+
+/// The command line of one process of a group.
+#[derive(clap::Args)]
+pub struct Side {
+    #[arg(long)]
+    rank: u8,
+    #[arg(long)]
+    parent: u32,
+    #[arg(long)]
+    timeout: f64,
+    #[arg(long)]
+    job: String,
+    #[arg(long, value_enum)]
+    refuse: Option<Refusal>,
+}
+
+impl Side {
+    /// Does the work of one process; a failure is reported to the parent with the step it happened in.
+    /// `Ok(false)`: that was the case.
+    pub fn run(&self) -> Result<bool> {
+        self.refuse.map_or(Ok(()), Refusal::impose)?;
+        let job: Job = serde_json::from_str(&self.job)?;
+        let member = Member::begin(self)?;
+        let (mut parent, watchdog) = (member.parent.try_clone()?, member.watchdog.clone());
+        let outcome = job.run(member);
+        if let Err(error) = &outcome {
+            let text = format!("{error:#} (while: {})", watchdog.current());
+            report(&mut parent, &Message::Error(text))?;
+        }
+        watchdog.step("leaving");
+        Ok(outcome.is_ok())
+    }
+}
+
+/// The child's side of a [`Group`].
+pub(crate) struct Member {
+    pub(crate) rank: u8,
+    /// To the other children, in their order.
+    pub(crate) channels: Vec<Control>,
+    /// Already watching.
+    pub(crate) watchdog: Watchdog,
+    parent: File,
+}
+
+impl Member {
+    /// Takes over what the parent prepared. To be called first thing in the child.
+    fn begin(side: &Side) -> Result<Member> {
+        rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
+            .context("asking to die with the parent")?;
+        // The parent may have died before we asked.
+        let parent = rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get());
+        ensure!(parent == Some(side.parent as i32), "the process that started us is gone");
+        let pipe = rustix::io::dup(rustix::stdio::stdout()).context("our pipe to the parent")?;
+        rustix::stdio::dup2_stdout(rustix::stdio::stderr()).context("redirecting output")?;
+        rustix::io::fcntl_setfd(&pipe, rustix::io::FdFlags::CLOEXEC)?;
+        Ok(Member {
+            rank: side.rank,
+            channels: take_over(rustix::stdio::stdin()).context("our channels to the others")?,
+            watchdog: Watchdog::start(&format!("process {}", side.rank), side.timeout),
+            parent: File::from(pipe),
+        })
+    }
+
+    /// The channel to the other child, where there is one only.
+    pub(crate) fn only_channel(&mut self) -> Result<Control> {
+        let channel = self.channels.pop().context("no channel to the other process")?;
+        ensure!(self.channels.is_empty(), "one of more than two processes");
+        Ok(channel)
+    }
+
+    pub(crate) fn report(&mut self, message: &Message) -> Result<()> {
+        report(&mut self.parent, message)
+    }
+}
+
+fn report(parent: &mut File, message: &Message) -> Result<()> {
+    let mut line = serde_json::to_vec(message)?;
+    line.push(b'\n');
+    parent.write_all(&line).context("the parent is gone")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Read;
+
+    #[test]
+    fn every_process_has_a_channel_to_every_other_in_order() {
+        let mut ends = channels_of_all(4).unwrap();
+        for (rank, channels) in ends.iter_mut().enumerate() {
+            assert_eq!(channels.len(), 3);
+            channels.iter_mut().for_each(|channel| channel.write_all(&[rank as u8]).unwrap());
+        }
+        for (rank, channels) in ends.iter_mut().enumerate() {
+            let others = (0..4).filter(|other| *other != rank);
+            for (channel, other) in channels.iter_mut().zip(others) {
+                let mut name = [9];
+                channel.read_exact(&mut name).unwrap();
+                assert_eq!(name, [other as u8]);
+            }
+        }
+    }
+
+    #[test]
+    fn channels_are_handed_over_and_a_lost_parent_is_noticed() {
+        for count in [1, usize::from(MOST) - 1] {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            let near: Vec<UnixStream> = (0..count).map(|_| UnixStream::pair().unwrap().0).collect();
+            hand_over(&ours, &near).unwrap();
+            assert_eq!(take_over(&theirs).unwrap().len(), count);
+            drop(ours);
+            assert!(take_over(&theirs).is_err());
+        }
+    }
+}

@@ -1,0 +1,59 @@
+//! Other processes of this program: started together, each with a job, connected to each other.
+
+pub(crate) mod descriptors;
+mod environment;
+mod group;
+
+pub use environment::Environment;
+pub(crate) use environment::setting;
+pub use group::Side;
+pub(crate) use group::{Group, MOST, Member, Message, describe, succeeded};
+
+use crate::client::Client;
+use crate::cuda::Cuda;
+use crate::matrix::Plan;
+use crate::measure::{messages, sharing};
+use crate::ucp::{Memory, Ucx, WorkerOptions};
+use crate::verify::{atomics, pair, peer_errors, reconnect};
+use crate::watchdog::Watchdog;
+use anyhow::Result;
+use serde::{Deserialize, Serialize};
+
+/// What one process of a group does, as it is handed over on its command line.
+#[derive(Serialize, Deserialize)]
+pub(crate) enum Job {
+    Cases(pair::Mesh),
+    PeerErrors(peer_errors::Scenario),
+    Reconnect(reconnect::Rounds),
+    Messages(messages::Rotation),
+    Sharing,
+    Atomics(atomics::Job),
+}
+
+impl Job {
+    fn run(&self, member: Member) -> Result<()> {
+        match self {
+            Job::Cases(mesh) => pair::side(mesh, member),
+            Job::PeerErrors(scenario) => peer_errors::side(scenario, member),
+            Job::Reconnect(rounds) => reconnect::side(rounds, member),
+            Job::Messages(rotation) => messages::side(rotation, member),
+            Job::Sharing => sharing::side(member),
+            Job::Atomics(atomics) => atomics::side(atomics, member),
+        }
+    }
+}
+
+/// The client that a plan asks for. CUDA is initialized before UCX, as applications do.
+pub(crate) fn client(
+    plan: &Plan,
+    rank: u8,
+    ucx: &'static Ucx,
+    multi: bool,
+    watchdog: &Watchdog,
+) -> Result<Client> {
+    if plan.has(Memory::Cuda, rank) {
+        watchdog.step("cuInit");
+        Cuda::get()?;
+    }
+    Client::new(ucx, plan.features, WorkerOptions { multi, hint: plan.hint }, watchdog)
+}

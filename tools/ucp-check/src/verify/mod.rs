@@ -1,0 +1,12 @@
+//! The subcommands that verify: who runs which cases, in how many processes, threads and copies of UCX.
+
+pub mod asleep;
+pub mod atomics;
+pub mod cuda_dmabuf;
+pub mod loopback;
+pub mod memory;
+pub mod pair;
+pub mod peer_errors;
+pub mod reconnect;
+pub mod soak;
+mod usage;

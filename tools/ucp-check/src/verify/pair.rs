@@ -1,0 +1,176 @@
+//! `pair` and `mesh`: two or more processes, each connected to each other, run every case of a plan in both
+//! directions; put, get, tags and streams from and to everybody at once.
+//!
+//! In a mesh every process has one allocation of a kind, of which each of the others has a part: all of them
+//! open the same memory, and a process that writes beyond its part damages its neighbour's.
+
+use crate::client::Client;
+use crate::matrix::{Case, Op, Plan};
+use crate::processes::{Environment, Group, Job, MOST, Member, Message, client, succeeded};
+use crate::report::{Report, Verdict};
+use crate::session::{Arena, Buffers, Part, Session, cases};
+use crate::ucp::Ucx;
+use anyhow::{Context, Result, bail, ensure};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// How many processes do what, each two of them.
+#[derive(Serialize, Deserialize)]
+pub(crate) struct Mesh {
+    processes: u8,
+    plan: Plan,
+}
+
+impl Mesh {
+    /// The processes, two by two, with what those two do. Cases have numbers of their own, because sessions
+    /// share a worker.
+    fn pairs(&self) -> Vec<((u8, u8), Plan)> {
+        let all = 0..self.processes;
+        let pairs = all.clone().flat_map(|one| (one + 1..all.end).map(move |other| (one, other)));
+        let cases = self.plan.cases().count();
+        let plan = |number: usize| Plan {
+            first_case: (number * cases) as u64,
+            seed: self.plan.seed.wrapping_add(number as u64),
+            ..self.plan.clone()
+        };
+        pairs.enumerate().map(|(number, pair)| (pair, plan(number))).collect()
+    }
+}
+
+/// Starts all processes and prints what they find; an error if anything is wrong.
+pub fn run(processes: u8, plan: Plan, environment: &Environment) -> Result<()> {
+    // Each pair has a socket, all of them opened here.
+    ensure!((2..=MOST).contains(&processes), "2 to {MOST} processes, please");
+    if processes > 2 {
+        ensure!(!plan.one_way, "everybody sends and receives");
+        ensure!(plan.iters.is_none(), "nothing is timed when all do it at once");
+        let am = plan.ops.iter().any(|op| op.group() == Op::Am);
+        ensure!(!am, "active messages arrive in any order: not with several senders");
+    }
+    let mesh = Mesh { processes, plan };
+    let plans = mesh.pairs().into_iter().map(|(_, plan)| plan);
+    let cases: BTreeMap<u64, Case> =
+        plans.flat_map(|plan| plan.cases().collect::<Vec<_>>()).map(|it| (it.id, it)).collect();
+    let mut report = Report::new("?");
+    let mut half: BTreeMap<u64, Verdict> = BTreeMap::new();
+    let mut slept = BTreeMap::new();
+    let Plan { json, timeout, features, .. } = mesh.plan.clone();
+    let group = Group::start(&Job::Cases(mesh), processes, timeout, environment)?;
+    let on = |_: &mut Group, rank, message| {
+        match message {
+            Message::Ucx(version) if report.counts() == (0, 0) => report = Report::new(version),
+            Message::Verdict(verdict) => match half.remove(&verdict.case) {
+                None => _ = half.insert(verdict.case, verdict),
+                Some(other) => {
+                    let case = cases.get(&verdict.case).context("verdict on an unknown case")?;
+                    report.add(*case, verdict.join(other));
+                }
+            },
+            Message::Done(sleeps) => _ = slept.insert(rank, sleeps),
+            _ => {}
+        }
+        Ok(())
+    };
+    let outcome = group.collect(on, succeeded);
+    let (passed, failed) = report.counts();
+    if let Err(error) = outcome {
+        println!("FAIL  {error:#}");
+        println!("{passed} passed, {failed} failed, {} not run", cases.len() - passed - failed);
+        bail!("the run broke off");
+    }
+    ensure!(slept.len() == usize::from(processes), "a process ended too early");
+    ensure!(passed + failed == cases.len(), "{} cases are missing", cases.len() - passed - failed);
+    if features.wakeup() {
+        let slept: Vec<u64> = slept.into_values().collect();
+        println!("times slept until an event, by process: {slept:?}");
+        let all = slept.iter().all(|slept| *slept > 0);
+        ensure!(all, "a worker never slept: the event descriptor was not tested");
+    }
+    report.conclude(json.as_deref())
+}
+
+/// One of the processes.
+pub(crate) fn side(mesh: &Mesh, mut member: Member) -> Result<()> {
+    let ucx = Ucx::load(mesh.plan.ucx.as_deref())?;
+    member.report(&Message::Ucx(ucx.version().to_owned()))?;
+    let client = client(&mesh.plan, member.rank, ucx, false, &member.watchdog)?;
+    // In the order of the pairs, which is the same in all processes: see `cases`.
+    let rank = member.rank;
+    let mut ours = mesh.pairs();
+    ours.retain(|((one, other), _)| [*one, *other].contains(&rank));
+    let mut sessions = Vec::new();
+    for (((one, _), plan), channel) in ours.iter().zip(std::mem::take(&mut member.channels)) {
+        sessions.push(Session::pair(&client, plan, u8::from(rank != *one), channel)?);
+    }
+    if let [session] = &mut sessions[..] {
+        session.run(|_, verdict| member.report(&Message::Verdict(verdict)))?;
+    } else {
+        all_at_once(&client, mesh, &ours, &mut sessions, &mut member)?;
+    }
+    meet(&mut sessions, "closing", u64::MAX)?;
+    sessions.into_iter().try_for_each(|session| session.close().map(drop))?;
+    let slept = client.worker().waiting().slept;
+    client.step("ucp_worker_destroy and ucp_cleanup");
+    drop(client);
+    member.report(&Message::Done(slept))
+}
+
+/// The cases of all sessions, number by number.
+fn all_at_once(
+    client: &Client,
+    mesh: &Mesh,
+    ours: &[((u8, u8), Plan)],
+    sessions: &mut [Session<'_>],
+    member: &mut Member,
+) -> Result<()> {
+    let groups: Vec<Vec<(usize, Vec<Case>)>> = ours.iter().map(|(_, plan)| plan.groups()).collect();
+    for (group, &size) in mesh.plan.sizes.iter().enumerate() {
+        let arena = Arena::new(client, &mesh.plan, size, sessions.len(), |_| true)?;
+        let parts = sessions.iter_mut().enumerate();
+        let buffers: Vec<Buffers> =
+            parts.map(|(part, session)| session.part_of(&arena, part)).collect::<Result<_>>()?;
+        for at in 0..groups[0][group].1.len() {
+            let each = sessions.iter_mut().zip(&buffers).zip(&groups);
+            let mut parts: Vec<Part<'_, '_>> = each
+                .map(|((session, buffers), all)| Part { session, buffers, case: all[group].1[at] })
+                .collect();
+            for (mut verdict, ((one, other), _)) in cases(client, &mut parts)?.into_iter().zip(ours)
+            {
+                if let Some(error) = &mut verdict.error {
+                    *error = format!("0 is process {one} and 1 process {other}: {error}");
+                }
+                member.report(&Message::Verdict(verdict))?;
+            }
+        }
+        // Keys go first, everybody's, then the memory they are for.
+        let memory: Vec<_> = buffers.into_iter().map(Buffers::without_keys).collect();
+        meet(sessions, "freeing buffers", u64::MAX - 1)?;
+        drop((memory, arena));
+    }
+    Ok(())
+}
+
+fn meet(sessions: &mut [Session<'_>], what: &str, step: u64) -> Result<()> {
+    sessions.iter_mut().try_for_each(|session| session.meet(what, step))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn each_two_processes_have_cases_of_their_own() {
+        let plan = crate::matrix::tests::plan("--plain --ops tag,put --mem host:host --sizes 1,8");
+        let pairs = Mesh { processes: 8, plan }.pairs();
+        assert_eq!(pairs.len(), 28);
+        assert!(pairs.is_sorted_by_key(|(pair, _)| *pair), "one order for everybody");
+        let plans = pairs.iter().map(|(_, plan)| plan);
+        let ids: BTreeSet<u64> = plans
+            .clone()
+            .flat_map(|plan| plan.cases().map(|it| it.id).collect::<Vec<_>>())
+            .collect();
+        assert_eq!(ids.len(), 28 * 2 * 2 * 2);
+        assert_eq!(plans.map(|plan| plan.seed).collect::<BTreeSet<u64>>().len(), 28);
+    }
+}

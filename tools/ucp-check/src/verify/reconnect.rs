@@ -1,0 +1,72 @@
+//! `reconnect`: two processes connect, move verified messages, disconnect, many times over; what they use
+//! afterwards is what they used after the first rounds.
+//!
+//! Within one worker only descriptors are counted, and TCP is left out: stock UCX keeps the mappings of the
+//! peer's shared memory (and with TCP, connections) for as long as the worker lives, also with host memory
+//! and without any plugin. With a worker per round everything is counted.
+
+use super::usage::Usage;
+use crate::matrix::Plan;
+use crate::processes::{Environment, Group, Job, Member, Message, client};
+use crate::session::Session;
+use crate::ucp::Ucx;
+use anyhow::{Context, Result, ensure};
+use serde::{Deserialize, Serialize};
+
+/// Rounds until everything that is kept on purpose has been made.
+const WARM_UP: u32 = 20;
+
+/// What to do, how often.
+#[derive(Serialize, Deserialize)]
+pub struct Rounds {
+    pub plan: Plan,
+    /// Rounds that count, after the first few.
+    pub count: u32,
+    /// Each round has a context and a worker of its own.
+    pub fresh: bool,
+}
+
+pub fn run(rounds: Rounds, environment: &Environment) -> Result<()> {
+    let timeout = rounds.plan.timeout;
+    Group::start(&Job::Reconnect(rounds), 2, timeout, environment)?.print_lines()
+}
+
+/// One of the two processes.
+pub(crate) fn side(rounds: &Rounds, mut member: Member) -> Result<()> {
+    let Rounds { plan, count, fresh } = rounds;
+    let mut control = Some(member.only_channel()?);
+    let ucx = Ucx::load(plan.ucx.as_deref())?;
+    let make = || client(plan, member.rank, ucx, false, &member.watchdog);
+    let kept = if *fresh { None } else { Some(make()?) };
+    let mut round = || -> Result<()> {
+        let client = kept.clone().map_or_else(make, Ok)?;
+        let channel = control.take().context("no channel to the other process")?;
+        let mut session = Session::pair(&client, plan, member.rank, channel)?;
+        session.run_strictly("")?;
+        control = session.close()?;
+        Ok(())
+    };
+    (0..WARM_UP).try_for_each(|_| round())?;
+    let before = Usage::now()?;
+    (0..*count).try_for_each(|_| round())?;
+    let after = Usage::now()?;
+    compare(&before, &after, rounds)?;
+    drop(kept);
+    let (rank, version) = (member.rank, ucx.version());
+    member.report(&Message::Line(format!(
+        "ok    process {rank}, UCX {version}, {count} rounds: {before:?} before, {after:?} after"
+    )))
+}
+
+fn compare(then: &Usage, now: &Usage, rounds: &Rounds) -> Result<()> {
+    // A cache may have something at one moment and not at the next; a leak grows with the rounds.
+    let few = (rounds.count as usize / 10).max(8);
+    let grown = |now: usize, then: usize| now.saturating_sub(then);
+    ensure!(grown(now.descriptors, then.descriptors) < few, "descriptors: {then:?}, {now:?}");
+    if rounds.fresh {
+        ensure!(grown(now.mappings, then.mappings) < few.max(32), "mappings: {then:?}, {now:?}");
+        let bytes = now.resident.saturating_sub(then.resident);
+        ensure!(bytes < (4 << 20) + u64::from(rounds.count) * 4096, "memory: {then:?}, {now:?}");
+    }
+    Ok(())
+}

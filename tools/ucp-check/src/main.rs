@@ -108,9 +108,6 @@ enum Measure {
     Cost(Cost),
     /// Bandwidth of put, get, tag and active message over a working set that no cache holds; floor: memcpy
     Messages {
-        /// Operations in flight at any time
-        #[arg(long, default_value_t = 16)]
-        outstanding: usize,
         /// Working set of each process
         #[arg(long, default_value = "256M", value_parser = size)]
         set: usize,
@@ -171,10 +168,10 @@ fn execute(cli: Cli) -> Result<bool> {
         Command::Memory(options) => memory::run(folder, &options),
         Command::Soak(options) => soak::run(folder, &options),
         Command::Measure(Measure::Cost(cost)) => cost.measure(folder),
-        Command::Measure(Measure::Messages { outstanding, set, warm_up, run }) => {
+        Command::Measure(Measure::Messages { set, warm_up, run }) => {
             let sizes = [1 << 20, 4 << 20, 16 << 20];
             let plan = plan(run.plan, &[Op::Get, Op::Put], &[Pair::GAUDI], &sizes);
-            let rotation = measure::Rotation { plan, outstanding, set, warm_up };
+            let rotation = measure::Rotation { plan, set, warm_up };
             measure::messages(rotation, &run.environment)
         }
         Command::CudaDmabuf => cuda_dmabuf::run(),

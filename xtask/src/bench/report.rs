@@ -12,6 +12,8 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::ValueEnum as _;
 use comfy_table::{CellAlignment, Table, presets};
 use e2e::Device;
+use procfs::sys::kernel::Version as KernelVersion;
+use procfs::{CpuInfo, Current, Meminfo};
 use ucp_check::measure::Record;
 
 use super::Name;
@@ -176,20 +178,17 @@ fn head(repo: &Repo) -> Result<String> {
 }
 
 fn this_machine() -> Result<String> {
-    let read = |path| std::fs::read_to_string(path).with_context(|| format!("cannot read {path}"));
-    let (cpus, memory) = (read("/proc/cpuinfo")?, read("/proc/meminfo")?);
-    let field = |text: &str, name: &str| {
-        let line = text.lines().find(|line| line.starts_with(name))?;
-        Some(line.split_once(':')?.1.trim().to_owned())
-    };
-    let model = field(&cpus, "model name").unwrap_or_else(|| "unknown processor".to_owned());
-    let count = cpus.lines().filter(|line| line.starts_with("processor")).count();
-    let kib = field(&memory, "MemTotal").and_then(|text| text.split(' ').next()?.parse().ok());
-    let gib = kib.map_or(0.0, |kib: f64| kib / f64::from(1 << 20));
-    let kernel = read("/proc/sys/kernel/osrelease")?;
-    let version: Vec<&str> = kernel.trim_end().split(['.', '-']).take(2).collect();
-    let device = Device::hardware_or_software();
-    Ok(format!("{count} × {model}, {gib:.0} GiB, Linux {}, {}", version.join("."), device.title()))
+    let (cpus, memory) = (CpuInfo::current()?, Meminfo::current()?.mem_total);
+    let model = cpus.model_name(0).unwrap_or("unknown processor");
+    let kernel = KernelVersion::current()?;
+    Ok(format!(
+        "{} × {model}, {:.0} GiB, Linux {}.{}, {}",
+        cpus.num_cores(),
+        memory as f64 / f64::from(1 << 30),
+        kernel.major,
+        kernel.minor,
+        Device::hardware_or_software().title()
+    ))
 }
 
 #[cfg(test)]

@@ -20,6 +20,8 @@ use std::hint::black_box;
 use std::sync::Arc;
 use std::time::Instant;
 
+/// Operations in flight at any time.
+const OUTSTANDING: usize = 16;
 /// Passes over the working set; the median counts.
 const PASSES: usize = 7;
 /// Where both processes meet: after each pass of messages, and when the connection is closed.
@@ -32,8 +34,6 @@ const FILL: u64 = u64::MAX;
 pub struct Rotation {
     /// UCX, features and patience; operations (put, get, tag, am), one pair, and sizes.
     pub plan: Plan,
-    /// Operations in flight at any time.
-    pub outstanding: usize,
     /// Bytes of the working set, on each side.
     pub set: usize,
     /// Passes with the largest size before anything is measured: until buffers that are used over and over are pinned.
@@ -69,7 +69,7 @@ pub(super) fn run(rotation: Rotation, environment: &Environment) -> Result<()> {
 
 /// One of the two processes.
 pub(crate) fn side(rotation: &Rotation, mut member: Member) -> Result<()> {
-    let Rotation { plan, set, outstanding, .. } = rotation;
+    let Rotation { plan, set, .. } = rotation;
     let (rank, control) = (member.rank, &mut member.only_channel()?);
     let client =
         client(plan, member.rank, Ucx::load(plan.ucx.as_deref())?, false, &member.watchdog)?;
@@ -90,7 +90,7 @@ pub(crate) fn side(rotation: &Rotation, mut member: Member) -> Result<()> {
         if rank == 1 {
             let before = processor_time::seconds()?;
             for size in rotation.passes().into_iter().filter(|_| !op.one_sided()) {
-                receive_pass(&client, &region, op, (set / size, size), *outstanding)?;
+                receive_pass(&client, &region, op, (set / size, size))?;
                 control.barrier(client.worker(), PASS)?;
             }
             control.barrier(client.worker(), op as u64)?;
@@ -108,7 +108,7 @@ pub(crate) fn side(rotation: &Rotation, mut member: Member) -> Result<()> {
                 used: 0.0,
             };
             for size in rotation.passes().into_iter().take(rotation.warm_up) {
-                ends.pass(set / size, size, *outstanding)?;
+                ends.pass(set / size, size)?;
             }
             for &size in &plan.sizes {
                 client.step(format_args!("{op} {size}"));
@@ -140,7 +140,6 @@ fn receive_pass(
     region: &Arc<Region>,
     op: Op,
     (pieces, size): (usize, usize),
-    outstanding: usize,
 ) -> Result<()> {
     let worker = client.worker();
     let mut in_flight: VecDeque<Request> = VecDeque::new();
@@ -148,7 +147,7 @@ fn receive_pass(
     let (mut begun, mut done) = (0, 0);
     while done < pieces {
         if op == Op::Tag {
-            while begun < pieces && in_flight.len() < outstanding {
+            while begun < pieces && in_flight.len() < OUTSTANDING {
                 let into = region.span(begun * size, size);
                 in_flight.push_back(worker.tag_receive(&into, (begun * size) as u64)?);
                 begun += 1;
@@ -227,7 +226,7 @@ impl Ends<'_> {
             }
             let memcpy = gbps(start);
             let start = Instant::now();
-            self.pass(pieces, size, rotation.outstanding)?;
+            self.pass(pieces, size)?;
             // After the first, pages and caches are as they stay.
             if pass > 0 {
                 copied.push(memcpy);
@@ -237,13 +236,13 @@ impl Ends<'_> {
         Ok((median(copied), median(moved)))
     }
 
-    fn pass(&mut self, pieces: usize, size: usize, outstanding: usize) -> Result<()> {
+    fn pass(&mut self, pieces: usize, size: usize) -> Result<()> {
         let before = processor_time::seconds()?;
         let mut in_flight: VecDeque<Request> = VecDeque::new();
         let mut idle = Idle::default();
         let mut next = 0;
         while next < pieces || !in_flight.is_empty() {
-            while next < pieces && in_flight.len() < outstanding {
+            while next < pieces && in_flight.len() < OUTSTANDING {
                 in_flight.push_back(self.post(next * size, size)?);
                 next += 1;
             }

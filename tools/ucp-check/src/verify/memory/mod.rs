@@ -96,9 +96,6 @@ pub struct Options {
     /// Cycles of churn; rcache makes a hundredth of it
     #[arg(long, default_value_t = 10_000)]
     cycles: u32,
-    /// Steps of model, and of each of the threads
-    #[arg(long, default_value_t = 2000)]
-    steps: u32,
     /// Unix socket of a program that maps dma-bufs
     #[arg(long, value_name = "SOCKET")]
     importer: Option<PathBuf>,

@@ -12,6 +12,8 @@ use std::sync::{Mutex, PoisonError};
 
 /// Threads of `threads`.
 const THREADS: u64 = 4;
+/// Steps of each sequence.
+const STEPS: u64 = 2000;
 /// Allocations that one sequence keeps alive.
 const LIVE: usize = 40;
 
@@ -76,7 +78,7 @@ fn sequence(check: &Checker<'_>, seed: u64, shared: &Mutex<LiveRanges>) -> Resul
     let (domain, copier, offers) = (check.domain, check.copier()?, check.domain.exports()?);
     let mut live: Vec<Piece<'_>> = Vec::new();
     let mut exports = Vec::new();
-    for step in 0..u64::from(check.options.steps) {
+    for step in 0..STEPS {
         check.watchdog.step(format_args!("model, seed {seed}, step {step}"));
         let draw = mix(seed ^ mix(step));
         let pick = (draw >> 32) as usize;

@@ -49,7 +49,7 @@ pub use base::sysfs::Sysfs;
 pub(crate) use base::{environment, error, options, probes, process};
 pub use base::{stats, topology};
 pub(crate) use device::copy;
-pub use device::copy::{Segment, Side, SubmitError, Transfer, USER_SPACE_END};
+pub use device::copy::{Place, Segment, Side, SubmitError, Transfer, USER_SPACE_END};
 pub use device::import::{Import, ImportedRegion};
 pub use device::registers::RegisterBlock;
 pub use device::{Allocation, Device};

@@ -3,18 +3,13 @@
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use gaudi::{Device, DeviceAddr, HostRegion, Location, Side, USER_SPACE_END};
+use gaudi::{Device, HostRegion, Location, Side, USER_SPACE_END};
 use uct::{MemoryType, Region, Status, Ucx, log};
 
 /// What an address of this process is, and the device it lies on if it is a device address.
 pub(crate) fn classify(address: u64, length: usize) -> (Side, Option<Arc<Device>>) {
-    match gaudi::runtime().locate(address, length).and_then(|place| place.device()) {
-        Some(device) => (Side::Device(DeviceAddr(address)), Some(device)),
-        None => {
-            let host = core::ptr::with_exposed_provenance_mut::<u8>(address as usize);
-            (Side::Host(host), None)
-        }
-    }
+    let side = gaudi::runtime().find(address, length);
+    (side, side.device_id().and_then(|id| gaudi::runtime().device(id)))
 }
 
 /// The allocation that a range to be registered lies in. UCX's registration cache rounds a range up a

@@ -105,8 +105,9 @@ impl<T> CopyWork<T> {
     /// Copies these segments and waits.
     fn copy_blocking(&self, segments: &[Segment]) -> Result<(), Error> {
         segments.iter().try_for_each(|segment| {
+            let (dst, src) = (segment.dst.outdated(), segment.src.outdated());
             // SAFETY: promised when the copy was posted, until its completion.
-            unsafe { self.device.copy_blocking(segment.dst, segment.src, segment.len) }
+            unsafe { self.device.copy_blocking(dst, src, segment.len) }
         })
     }
 
@@ -146,9 +147,6 @@ impl<T> Work for CopyWork<T> {
     type Outcome = Result<(), Vec<Result<(), Error>>>;
 
     fn start(&mut self) -> Start<Self::Outcome> {
-        if self.tried && !self.device.can_submit() {
-            return Start::Busy;
-        }
         // SAFETY: promised when the copy was posted, until its completion.
         match unsafe { self.device.copy(&self.segments) } {
             Ok(mut transfer) => match transfer.poll() {
@@ -165,6 +163,13 @@ impl<T> Work for CopyWork<T> {
                 Start::Busy
             }
             Err(SubmitError::Failed(error)) => Start::Ended(self.results(Err(error))),
+        }
+    }
+
+    /// Its memory may be freed meanwhile.
+    fn waits(&mut self) {
+        for segment in &mut self.segments {
+            (segment.dst, segment.src) = (segment.dst.outdated(), segment.src.outdated());
         }
     }
 

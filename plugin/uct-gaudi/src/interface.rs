@@ -11,14 +11,14 @@ use std::marker::PhantomData;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use gaudi::{Device, Error, ImportedRegion, Segment, Side};
+use gaudi::{Device, Error, Segment, Side, runtime};
 use uct::abi::iface_flag;
 use uct::{
     Bandwidth, Buffer, Buffers, Completion, DeviceType, Interface, InterfaceAttributes, Link,
     OpenRequest, Peer, Perf, PerfQuery, Posted, RmaLimits, RmaOp, Status, Ucx, log,
 };
 
-use crate::addresses::{classify, is_host_memory};
+use crate::addresses::is_host_memory;
 use crate::copies::{Copies, Failure, NotStarted, OnFailure, Segments, try_again};
 use crate::domain::{GaudiComponent, GaudiDomain, Memory};
 use crate::estimates::Estimates;
@@ -43,34 +43,6 @@ pub(crate) struct CopyInterface<F> {
 }
 
 impl<F: Flavour> CopyInterface<F> {
-    /// Copies and returns when the bytes have arrived. Tried once more after a failure, as copies in the
-    /// background are, but not subject to `ABORT_ON_ERROR`: the caller gets the error.
-    fn copy_now(&self, op: RmaOp, local: Buffer, remote: u64) -> Result<(), Status> {
-        let length = local.length();
-        if length == 0 {
-            return Ok(());
-        }
-        self.copies.wait_for_fences();
-        let (dst, src) = op.sides(local.address(), remote);
-        // SAFETY: UCX keeps the buffers of an operation valid until it returns, and nothing else
-        // touches what it writes.
-        let copy = || unsafe { gaudi::runtime().copy(dst, src, length) };
-        let first = match copy() {
-            Some(Ok(())) => return Ok(()),
-            Some(Err(first)) => first,
-            None => return self.copy_on_host(op, local, remote),
-        };
-        // UCP's staging asserts that a short copy succeeds: the reason must be in the log first.
-        let is_lost = || {
-            let device = |addr| gaudi::runtime().locate(addr, length)?.device();
-            [dst, src].into_iter().filter_map(device).any(|device| device.is_surely_lost())
-        };
-        try_again(self.ucx, first, is_lost, copy).map_err(|error| {
-            log!(self.ucx, Error, "copy of {length} bytes failed: {}", explain(&error));
-            status::of(&error)
-        })
-    }
-
     /// Copies between two ranges of host memory, neither of which is device memory, with the CPU.
     ///
     /// No estimate of ours leads UCP here, but with the old protocols (`UCX_PROTO_ENABLE=n`) it takes
@@ -95,66 +67,6 @@ impl<F: Flavour> CopyInterface<F> {
         // found above.
         unsafe { core::ptr::copy(src, dst, length) };
         Ok(())
-    }
-
-    /// Starts a copy between local pieces and consecutive remote addresses.
-    fn start(
-        &self,
-        op: RmaOp,
-        local: &Buffers<'_, Memory>,
-        remote: u64,
-        completion: Completion,
-    ) -> Result<Posted, Status> {
-        let mut device = None;
-        let mut segments = Segments::new();
-        let mut at = remote;
-        for (buffer, memory) in local.iter().filter(|(buffer, _)| buffer.length() != 0) {
-            let (remote_side, remote_device) = classify(at, buffer.length());
-            let imported = memory.and_then(Memory::imported);
-            let (local_side, local_device) = match imported {
-                Some(region) => {
-                    self.imported(region, buffer, remote_device.as_ref().or(device.as_ref()))?
-                }
-                None => classify(buffer.address(), buffer.length()),
-            };
-            if let Some(here) = local_device.or(remote_device) {
-                // A dma-buf is for the card that copies alone.
-                if imported.is_some() || device.is_none() {
-                    device = Some(here);
-                }
-                let (dst, src) = op.sides(local_side, remote_side);
-                let host_region = memory.and_then(Memory::host_region).cloned();
-                segments.push(Segment { dst, src, len: buffer.length(), host_region });
-            } else {
-                self.copies.wait_for_fences();
-                self.copy_on_host(op, buffer, at)?;
-            }
-            at += buffer.length() as u64;
-        }
-        let Some(device) = device else {
-            return Ok(Posted::Done(completion)); // nothing for a device to do
-        };
-        // SAFETY: UCX keeps the buffers of an operation valid and to itself until the completion.
-        let posted = unsafe { self.copies.post(device, segments, (), completion) };
-        if matches!(posted, Ok(Posted::Later)) {
-            self.sleeper.wake();
-        }
-        posted.map_err(|NotStarted { error, .. }| self.copy_failed(&error))
-    }
-
-    /// A buffer that was registered by its dma-buf, as this card sees it.
-    fn imported(
-        &self,
-        region: &ImportedRegion,
-        buffer: Buffer,
-        device: Option<&Arc<Device>>,
-    ) -> Result<(Side, Option<Arc<Device>>), Status> {
-        let found = region.find(device, buffer.address(), buffer.length());
-        let (addr, device) = found.map_err(|error| {
-            log!(self.ucx, Error, "cannot copy by a dma-buf: {}", explain(&error));
-            status::of(&error)
-        })?;
-        Ok((Side::Device(addr), Some(device)))
     }
 
     /// A copy in the background has failed for good. UCP ignores the status of these copies
@@ -276,6 +188,8 @@ impl<F: Flavour> Interface for CopyInterface<F> {
         Ok(())
     }
 
+    /// Copies and returns when the bytes have arrived. Tried once more after a failure, as copies in the
+    /// background are, but not subject to `ABORT_ON_ERROR`: the caller gets the error.
     fn short(
         &self,
         op: RmaOp,
@@ -284,9 +198,32 @@ impl<F: Flavour> Interface for CopyInterface<F> {
         remote: u64,
         _: Option<&()>,
     ) -> Result<(), Status> {
-        self.copy_now(op, local, remote)
+        let length = local.length();
+        if length == 0 {
+            return Ok(());
+        }
+        self.copies.wait_for_fences();
+        let (dst, src) = op.sides(local.address(), remote);
+        // SAFETY: UCX keeps the buffers of an operation valid until it returns, and nobody else
+        // touches what it writes.
+        let copy = || unsafe { runtime().copy(dst, src, length) };
+        let first = match copy() {
+            Some(Ok(())) => return Ok(()),
+            Some(Err(first)) => first,
+            None => return self.copy_on_host(op, local, remote),
+        };
+        // UCP's staging asserts that a short copy succeeds: the reason must be in the log first.
+        let is_lost = || {
+            let device = |addr| runtime().locate(addr, length)?.device();
+            [dst, src].into_iter().filter_map(device).any(|device| device.is_surely_lost())
+        };
+        try_again(self.ucx, first, is_lost, copy).map_err(|error| {
+            log!(self.ucx, Error, "copy of {length} bytes failed: {}", explain(&error));
+            status::of(&error)
+        })
     }
 
+    /// Starts a copy between local pieces and consecutive remote addresses.
     fn zcopy(
         &self,
         op: RmaOp,
@@ -296,7 +233,46 @@ impl<F: Flavour> Interface for CopyInterface<F> {
         _: Option<&()>,
         completion: Completion,
     ) -> Result<Posted, Status> {
-        self.start(op, &local, remote, completion)
+        let mut device: Option<Arc<Device>> = None;
+        let mut segments = Segments::new();
+        let mut at = remote;
+        for (buffer, memory) in local.iter().filter(|(buffer, _)| buffer.length() != 0) {
+            let length = buffer.length();
+            let there = runtime().find(at, length);
+            let (here, copies) = if let Some(region) = memory.and_then(Memory::imported) {
+                // A dma-buf is for the card that copies alone.
+                let card = there.device_id().and_then(|id| runtime().device(id)).or(device.take());
+                let found = region.find(card.as_ref(), buffer.address(), length);
+                let (addr, card) = found.map_err(|error| {
+                    log!(self.ucx, Error, "cannot copy by a dma-buf: {}", explain(&error));
+                    status::of(&error)
+                })?;
+                (Side::Device(addr), Some(card))
+            } else {
+                let here = runtime().find(buffer.address(), length);
+                let card = here.device_id().or(there.device_id());
+                (here, card.and_then(|id| device.take().or_else(|| runtime().device(id))))
+            };
+            if let Some(card) = copies {
+                device = Some(card);
+                let (dst, src) = op.sides(here, there);
+                let host_region = memory.and_then(Memory::host_region).cloned();
+                segments.push(Segment { dst, src, len: length, host_region });
+            } else {
+                self.copies.wait_for_fences();
+                self.copy_on_host(op, buffer, at)?;
+            }
+            at += length as u64;
+        }
+        let Some(device) = device else {
+            return Ok(Posted::Done(completion)); // nothing for a device to do
+        };
+        // SAFETY: UCX keeps the buffers of an operation valid and to itself until the completion.
+        let posted = unsafe { self.copies.post(device, segments, (), completion) };
+        if matches!(posted, Ok(Posted::Later)) {
+            self.sleeper.wake();
+        }
+        posted.map_err(|NotStarted { error, .. }| self.copy_failed(&error))
     }
 
     fn flush(&self, _: Option<&()>, completion: Completion) -> Result<Posted, Status> {

@@ -16,6 +16,9 @@ pub(crate) trait Work {
     /// Tries to start.
     fn start(&mut self) -> Start<Self::Outcome>;
 
+    /// It was not started when it was posted, and may wait for long.
+    fn waits(&mut self) {}
+
     /// Whether it has ended, and how. Asked only while it runs, and no more after it has ended.
     fn poll(&mut self) -> Option<Self::Outcome>;
 
@@ -114,11 +117,12 @@ impl<W: Work, F> Queue<W, F> {
         // Those in front of it were held back for more of their kind, which does not come now.
         let ends_wait = !work.is_small()
             && matches!(self.waiting.back(), Some(Waiting::Work(last)) if last.work.is_small());
-        let work = Numbered { number: self.next, work: Box::new(work) };
+        let mut work = Numbered { number: self.next, work: Box::new(work) };
         self.next += 1;
         match started {
             Start::Running => self.running.push_back(work),
             _ => {
+                work.work.waits();
                 self.waiting.push_back(Waiting::Work(work));
                 if ends_wait || self.waiting.len().is_multiple_of(ASK_EVERY) {
                     self.start_waiting(ended);

@@ -18,9 +18,8 @@ use std::time::Duration;
 use hl_thunk::packet::{self, LinDma};
 use smallvec::smallvec;
 
-use crate::backend::{Backend, Geometry, HostPin};
-use crate::copy::located::End;
-use crate::copy::{copy_and_wait, unaligned};
+use crate::backend::{Backend, CopyLimits, Geometry, HostPin};
+use crate::copy::unaligned;
 use crate::error::OnCard;
 use crate::memory::{AddressTable, DeviceRange, Memory};
 use crate::pin::{PinOwner, Pins};
@@ -33,7 +32,7 @@ use crate::submit::submission::Resources;
 use crate::window::{Announcement, ReservedAddresses};
 use crate::{
     Costs, DeviceAddr, DeviceId, DeviceInfo, Direction, Error, ErrorKind, HostRegion, MemoryInfo,
-    Notifier, PAGE_SIZE, Segment, Side, SubmitError, Transfer, Window,
+    Notifier, PAGE_SIZE, Window,
 };
 
 pub use allocation::Allocation;
@@ -373,50 +372,18 @@ impl Device {
 
     /// Whether this device can copy; the error says why not.
     pub fn can_copy(&self) -> Result<(), Error> {
-        self.check_process("copying")?;
-        self.open.engine.limits().map(drop).map_err(|error| error.clone().on(self))
+        self.copy_limits().map(drop)
     }
 
-    /// Starts a copy of all `segments` and returns at once. The segments are not ordered among
-    /// themselves, nor with other transfers.
-    ///
-    /// Device sides may also be memory of other open devices, which then do their part; between
-    /// two of them the bytes travel through pinned host memory.
-    ///
-    /// # Safety
-    /// Until the transfer has finished or was dropped, host sides must be valid for the access
-    /// (reads for sources, writes for destinations), and nothing may write what is read or touch
-    /// what is written. Host memory of a dropped, unfinished transfer must not be used for
-    /// anything else until the device is idle ([`Device::drain`]).
-    pub unsafe fn copy(self: &Arc<Self>, segments: &[Segment]) -> Result<Transfer, SubmitError> {
-        // SAFETY: the caller's promise.
-        unsafe { Transfer::start(self, segments) }.map_err(|error| match error {
-            SubmitError::Failed(error) => SubmitError::Failed(self.failed(error)),
-            SubmitError::Busy => SubmitError::Busy,
-        })
+    /// What a submission may be; the error says why there can be none.
+    pub(crate) fn copy_limits(&self) -> Result<&CopyLimits, Error> {
+        self.check_process("copying")?;
+        self.open.engine.limits().map_err(|error| error.clone().on(self))
     }
 
     /// Counts a copy that the device was too busy for. The caller that tries it again knows that it is the same.
     pub fn count_busy(&self) {
         self.counts.add(Counter::CopiesBusy, 1);
-    }
-
-    /// Copies `len` bytes and returns when they have arrived. At least one side is on a device.
-    ///
-    /// # Safety
-    /// As for [`Device::copy`].
-    pub unsafe fn copy_blocking(
-        self: &Arc<Self>,
-        dst: Side,
-        src: Side,
-        len: usize,
-    ) -> Result<(), Error> {
-        if len == 0 {
-            return Ok(());
-        }
-        let end = |side| End::of_side(self, side, len).map_err(|error| self.failed(error));
-        // SAFETY: the caller's promise.
-        unsafe { copy_and_wait(self, &(end(dst)?, end(src)?), len) }
     }
 
     /// Sets `len` bytes of device memory to `byte` and returns when it is done.

@@ -24,8 +24,6 @@ use hl_thunk::{Generation, Library};
 
 use crate::backend::driver::Driver;
 use crate::backend::{Backend, Placement};
-use crate::copy::copy_and_wait;
-use crate::copy::located::End;
 use crate::device::{Registry, Upcalls};
 use crate::error::Phase;
 use crate::memory::AddressTable;
@@ -35,7 +33,7 @@ use crate::topology::PciLink;
 use crate::window::{ReservedAddresses, Windows};
 use crate::{
     BusId, Conflict, Device, DeviceAddr, DeviceChoice, DeviceId, DeviceInfo, Error, ErrorKind,
-    Location, Options, RegistrationCache, Sysfs, Window, WindowEvent, share,
+    Location, Options, RegistrationCache, Side, Sysfs, Window, WindowEvent, share,
 };
 use discovery::Discovered;
 use keep_open::User;
@@ -428,6 +426,12 @@ impl Runtime {
         self.registry.locate(addr, len)
     }
 
+    /// What `[addr, addr + len)` is, as a side of a copy, which then does not look again. Looks at the framework as
+    /// [`Runtime::locate`] does.
+    pub fn find(&self, addr: u64, len: usize) -> Side {
+        self.registry.find(addr, len)
+    }
+
     /// Copies `len` bytes between two addresses of this process, each of host memory or of a live
     /// allocation, and returns when they have arrived. `None`, and nothing done, if neither is an
     /// allocation's.
@@ -435,19 +439,10 @@ impl Runtime {
     /// # Safety
     /// As for [`Device::copy`].
     pub unsafe fn copy(&self, dst: u64, src: u64, len: usize) -> Option<Result<(), Error>> {
-        let (to, from) = (self.locate(dst, len), self.locate(src, len));
-        if to.is_none() && from.is_none() {
-            return None;
-        }
-        let end = |addr, location| End::of_address(&self.registry, addr, location);
-        let ends = end(dst, to).and_then(|dst| Ok((dst, end(src, from)?)));
-        let ends = match ends {
-            Ok(ends) => ends,
-            Err(error) => return Some(Err(error)),
-        };
-        let device = ends.0.device().or(ends.1.device())?;
+        let (dst, src) = (self.find(dst, len), self.find(src, len));
+        let device = self.registry.open_device(dst.device_id().or(src.device_id())?);
         // SAFETY: the caller's promise.
-        Some(unsafe { copy_and_wait(device, &ends, len) })
+        Some(device.and_then(|device| unsafe { device.copy_blocking(dst, src, len) }))
     }
 
     /// Calls `observer` for every window: at once for those there are, later on the thread

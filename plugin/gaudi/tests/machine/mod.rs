@@ -58,7 +58,7 @@ pub(crate) fn read(device: &Arc<Device>, from: DeviceAddr, len: usize) -> Vec<u8
 pub(crate) fn read_side(device: &Arc<Device>, side: Side, len: usize) -> Vec<u8> {
     match side {
         Side::Device(addr) => read(device, addr, len),
-        Side::Host(_) => unreachable!("on the device"),
+        Side::Host(_) | Side::Found(_) => unreachable!("on the device"),
     }
 }
 

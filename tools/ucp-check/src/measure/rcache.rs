@@ -132,7 +132,7 @@ fn steady(device: &Arc<Device>) -> Result<[Record; 2]> {
     const BUFFERS: usize = 100;
     const LEN: usize = 256 << 10;
     let counters = || -> Result<[f64; 2]> {
-        let page = gaudi::stats::read(std::process::id()).context("our own counters")?;
+        let page = stats_reader::read(std::process::id()).context("our own counters")?;
         let get = |name| page.get(name).map(|count| count as f64).context("a counter");
         Ok([get("reg_cache_hits")?, get("reg_cache_misses")?])
     };

@@ -5,7 +5,22 @@ use std::sync::Arc;
 use super::Side;
 use crate::device::Registry;
 use crate::submit::host_copy::HostPtr;
-use crate::{Device, DeviceAddr, Error, ErrorKind, Location};
+use crate::{Device, DeviceAddr, DeviceId, Error, ErrorKind};
+
+/// What lies at an address, as [`Runtime::find`](crate::Runtime::find) found it. A copy that is given one
+/// does not look again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place(pub(super) Memory);
+
+/// Whose memory it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Memory {
+    Host(HostPtr),
+    /// In a live allocation of this device.
+    Device(DeviceAddr, DeviceId),
+    /// Imported by the device that was asked to copy.
+    Imported(DeviceAddr),
+}
 
 /// Device memory that was found to be in use, and the device whose engines reach it.
 #[derive(Clone, Debug)]
@@ -17,7 +32,7 @@ pub(crate) struct Located {
     pub(crate) imported: bool,
 }
 
-/// An end of a copy: a [`Side`] after the lookup.
+/// An end of a copy: a [`Place`] with the device that reaches it.
 #[derive(Clone, Debug)]
 pub(crate) enum End {
     Host(HostPtr),
@@ -30,75 +45,99 @@ pub(super) fn invalid(detail: String, remedy: &'static str) -> Error {
     Error::new(ErrorKind::InvalidParams, COPYING, detail, remedy)
 }
 
-impl Located {
-    /// `[addr, addr + len)` in an allocation of any open device, or an import of `device`.
-    pub(super) fn find(
-        device: &Arc<Device>,
-        addr: DeviceAddr,
-        len: usize,
-    ) -> Result<Located, Error> {
-        if device.has_imported(addr, len) {
-            return Ok(Located { addr, device: Arc::clone(device), imported: true });
-        }
-        let owner = device.registry().locate(addr.0, len).and_then(|location| {
-            if location.device_id == device.id() {
-                return Some(Arc::clone(device));
+/// First address that no host memory has: user space ends below it on every x86-64 and arm64 kernel
+/// (56 bits with five-level page tables). Gaudi2's device addresses lie above.
+pub const USER_SPACE_END: u64 = 1 << 56;
+
+impl Registry {
+    /// See [`Runtime::find`](crate::Runtime::find).
+    #[inline]
+    pub(crate) fn find(&self, addr: u64, len: usize) -> Side {
+        let host = || HostPtr(core::ptr::with_exposed_provenance_mut(addr as usize));
+        match self.locate(addr, 0) {
+            Some(location) if len as u64 <= location.length - location.offset => {
+                Side::Found(Place(Memory::Device(DeviceAddr(addr), location.device_id)))
             }
-            device.registry().device(location.device_id)
-        });
-        let device = owner.ok_or_else(|| {
+            None if addr != 0 && addr.saturating_add(len as u64) <= USER_SPACE_END => {
+                Side::Found(Place(Memory::Host(host())))
+            }
+            // Beyond the end of an allocation, or where one was: the copy refuses it, and says why.
+            _ => Side::Host(host().0),
+        }
+    }
+
+    /// The device of an end of a copy.
+    pub(crate) fn open_device(&self, id: DeviceId) -> Result<Arc<Device>, Error> {
+        self.device(id).ok_or_else(|| {
+            invalid(String::from("the card is being closed"), "free memory after its last copy")
+        })
+    }
+}
+
+impl Side {
+    /// The device whose memory it is, where that was found.
+    pub fn device_id(&self) -> Option<DeviceId> {
+        match self {
+            Side::Found(Place(Memory::Device(_, id))) => Some(*id),
+            _ => None,
+        }
+    }
+
+    /// The same, to be looked up again: for a copy that could not start at once.
+    pub fn outdated(self) -> Side {
+        match self {
+            Side::Found(Place(Memory::Host(HostPtr(ptr)))) => Side::Host(ptr),
+            Side::Found(Place(Memory::Device(addr, _) | Memory::Imported(addr))) => {
+                Side::Device(addr)
+            }
+            side => side,
+        }
+    }
+}
+
+impl Place {
+    /// Looks a side up, for a copy that was asked of `device`.
+    #[inline]
+    pub(super) fn of_side(device: &Device, side: Side, len: usize) -> Result<Place, Error> {
+        match side {
+            Side::Found(place) => Ok(place),
+            Side::Host(ptr) => check_host(device.registry(), ptr, len),
+            Side::Device(addr) => Self::on_device(device, addr, len),
+        }
+    }
+
+    /// `[addr, addr + len)` in an allocation of any open device, or an import of `device`.
+    pub(super) fn on_device(device: &Device, addr: DeviceAddr, len: usize) -> Result<Place, Error> {
+        if device.has_imported(addr, len) {
+            return Ok(Place(Memory::Imported(addr)));
+        }
+        let location = device.registry().locate(addr.0, len).ok_or_else(|| {
             invalid(
                 format!("{len} bytes at {addr} are not in one live allocation"),
                 "copy within memory that is still allocated",
             )
         })?;
-        Ok(Located { addr, device, imported: false })
+        Ok(Place(Memory::Device(addr, location.device_id)))
     }
-}
 
-impl End {
-    /// Looks a side up, for a copy that was asked of `device`.
-    pub(crate) fn of_side(device: &Arc<Device>, side: Side, len: usize) -> Result<End, Error> {
-        Ok(match side {
-            Side::Host(ptr) => End::Host(HostPtr(ptr)),
-            Side::Device(addr) => End::Device(Located::find(device, addr, len)?),
+    /// With the device that reaches it, for a copy that was asked of `device`.
+    pub(super) fn end(self, device: &Arc<Device>) -> Result<End, Error> {
+        let located = |addr, device, imported| End::Device(Located { addr, device, imported });
+        Ok(match self.0 {
+            Memory::Host(ptr) => End::Host(ptr),
+            Memory::Imported(addr) => located(addr, Arc::clone(device), true),
+            Memory::Device(addr, id) if id == device.id() => {
+                located(addr, Arc::clone(device), false)
+            }
+            Memory::Device(addr, id) => located(addr, device.registry().open_device(id)?, false),
         })
     }
-
-    /// An address of this process, after [`Runtime::locate`](crate::Runtime::locate).
-    #[inline]
-    pub(crate) fn of_address(
-        registry: &Registry,
-        addr: u64,
-        location: Option<Location>,
-    ) -> Result<End, Error> {
-        let Some(location) = location else {
-            let ptr = core::ptr::with_exposed_provenance_mut(addr as usize);
-            return Ok(End::Host(HostPtr(ptr)));
-        };
-        let device = registry.device(location.device_id).ok_or_else(|| {
-            invalid(String::from("the card is being closed"), "free memory after its last copy")
-        })?;
-        Ok(End::Device(Located { addr: DeviceAddr(addr), device, imported: false }))
-    }
-
-    /// The device that reaches it, unless it is host memory.
-    pub(crate) fn device(&self) -> Option<&Arc<Device>> {
-        match self {
-            End::Host(_) => None,
-            End::Device(located) => Some(&located.device),
-        }
-    }
 }
 
-/// First address that no host memory has: user space ends below it on every x86-64 and arm64 kernel
-/// (56 bits with five-level page tables). Gaudi2's device addresses lie above.
-pub const USER_SPACE_END: u64 = 1 << 56;
-
 /// Refuses what cannot be host memory.
-pub(super) fn check_host(registry: &Registry, ptr: HostPtr, len: usize) -> Result<(), Error> {
-    let addr = ptr.0 as usize;
-    if ptr.0.is_null() || addr.checked_add(len).is_none() {
+fn check_host(registry: &Registry, ptr: *mut u8, len: usize) -> Result<Place, Error> {
+    let addr = ptr as usize;
+    if ptr.is_null() || addr.checked_add(len).is_none() {
         return Err(invalid(format!("{len} bytes at {addr:#x} are not host memory"), ""));
     }
     if registry.locate(addr as u64, 0).is_some() {
@@ -113,5 +152,5 @@ pub(super) fn check_host(registry: &Registry, ptr: HostPtr, len: usize) -> Resul
             "this may be device memory that was freed",
         ));
     }
-    Ok(())
+    Ok(Place(Memory::Host(HostPtr(ptr))))
 }

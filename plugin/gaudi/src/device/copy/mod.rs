@@ -2,8 +2,8 @@
 //!
 //! The life of a copy:
 //!
-//! 1. [`located`]: each end is found to be host or device memory; the device memory that was found is
-//!    passed on, and looked up again only by steps that had to wait.
+//! 1. [`located`]: each end is found to be host or device memory, once; what was found is passed on, and device
+//!    memory is looked up again only by steps that had to wait.
 //! 2. [`route`]: decides how the bytes travel: short, direct, bounced or staged. One table, in its first
 //!    lines.
 //! 3. [`blocking`] does what its caller waits for, and submits a small copy itself; [`transfer`] submits all
@@ -32,8 +32,7 @@ mod waiter_tests;
 
 use std::sync::Arc;
 
-pub(crate) use blocking::copy_and_wait;
-pub use located::USER_SPACE_END;
+pub use located::{Place, USER_SPACE_END};
 pub use transfer::Transfer;
 
 pub(crate) use crate::backend::BOUNCE_LEN;
@@ -46,6 +45,8 @@ pub enum Side {
     Host(*mut u8),
     /// Device memory: of the device that copies, or of another open device of this process.
     Device(DeviceAddr),
+    /// Memory that was looked up already.
+    Found(Place),
 }
 
 /// One contiguous piece of a copy. The two sides must not overlap.

@@ -15,8 +15,7 @@ use std::sync::Arc;
 use hl_thunk::packet::{self, DmaRule, LinDma};
 use smallvec::SmallVec;
 
-use super::BOUNCE_LEN;
-use super::located::{COPYING, End, Located, check_host, invalid};
+use super::located::{COPYING, End, Located, Place, invalid};
 use super::unaligned;
 use crate::pin::{self, HostAccess, PinRef, Pinned};
 use crate::stats::Path;
@@ -87,7 +86,7 @@ impl Step {
             Step::Stage { src, dst, .. } => (Some(dst), Some(src)),
         };
         let len = self.len() as usize;
-        let find = |addr| Located::find(device, addr, len).map(drop);
+        let find = |addr| Place::on_device(device, addr, len).map(drop);
         dst.into_iter().chain(src).try_for_each(find)
     }
 
@@ -105,53 +104,63 @@ impl Step {
     }
 }
 
-/// A copy between host and device memory that is small enough for the slot of a permit.
-pub(super) struct ShortCopy<'a> {
-    pub(super) on: &'a Arc<Device>,
-    pub(super) host: HostPtr,
-    pub(super) addr: DeviceAddr,
-    pub(super) direction: Direction,
-}
+/// No rule.
+pub(super) const ANYTHING: DmaRule = DmaRule { len: 1, addr: 1 };
 
-/// Whether the caller of a copy waits for it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Caller {
-    Waits,
-    Polls,
-}
-
-/// Decides how `len` bytes travel from `src` to `dst`: adds the pieces to `pieces`, or returns a short
-/// copy, if the caller waits. `device` was asked to copy.
+/// Decides how `len` bytes travel from `src` to `dst`, and adds the pieces to `pieces`. `device` was asked to
+/// copy, and its engines have this rule.
 ///
 /// # Safety
 /// As for [`Device::copy`].
-#[inline]
-pub(super) unsafe fn route<'a>(
+pub(super) unsafe fn route(
     device: &Arc<Device>,
-    ends: &'a (End, End),
+    ends: &(End, End),
     len: usize,
     region: Option<&HostRegion>,
-    caller: Caller,
+    rule: DmaRule,
     pieces: &mut Pieces,
-) -> Result<Option<ShortCopy<'a>>, Error> {
-    let rule = device.engine().limits().map_or(ANYTHING, |limits| limits.rule);
-    if rule == ANYTHING || device_ends(ends).all(|end| end.is_none()) {
-        // SAFETY: the caller's promise.
-        return unsafe { route_permitted(device, ends, len, region, caller, pieces) };
+) -> Result<(), Error> {
+    let (on, host, addr, direction) = match ends {
+        (End::Host(_), End::Host(_)) => {
+            return Err(Error::unsupported(
+                COPYING,
+                "both sides are host memory",
+                "a Gaudi copies to or from device memory; use memcpy",
+            ));
+        }
+        _ if rule != ANYTHING => {
+            // SAFETY: the caller's promise.
+            return unsafe { route_by_rule(device, ends, len, region, (rule, pieces)) };
+        }
+        (End::Device(dst), End::Device(src)) => return between(device, dst, src, len, pieces),
+        (End::Device(dst), End::Host(host)) => {
+            (&dst.device, *host, dst.addr, Direction::HostToDevice)
+        }
+        (End::Host(host), End::Device(src)) => {
+            (&src.device, *host, src.addr, Direction::DeviceToHost)
+        }
+    };
+    on.can_copy()?;
+    let start = host.0 as usize;
+    // SAFETY: the caller keeps the memory while the copy uses it.
+    match unsafe { pin::pin(on, start..start + len, region)? } {
+        HostAccess::Pinned(Pinned { addr: seen, guard }) => {
+            let (dst, src) =
+                if direction == Direction::DeviceToHost { (seen, addr) } else { (addr, seen) };
+            direct(on, (dst, src), len, direction, Some(guard), pieces);
+        }
+        HostAccess::Bounce { guarded } => {
+            pieces.extend(parts(on, len, on.bounce()?.slot_len(), |at, len| {
+                let (host, addr) = (host.add(at), DeviceAddr(addr.0 + at as u64));
+                if direction == Direction::DeviceToHost {
+                    Step::BounceOut { to: host, src: addr, len, guarded }
+                } else {
+                    Step::BounceIn { from: host, dst: addr, len, guarded }
+                }
+            }))
+        }
     }
-    // SAFETY: the caller's promise.
-    unsafe { route_by_rule(device, ends, len, region, (rule, pieces)) }?;
-    Ok(None)
-}
-
-/// No rule.
-const ANYTHING: DmaRule = DmaRule { len: 1, addr: 1 };
-
-fn device_ends((dst, src): &(End, End)) -> impl Iterator<Item = Option<&Located>> {
-    [dst, src].into_iter().map(|end| match end {
-        End::Host(_) => None,
-        End::Device(located) => Some(located),
-    })
+    Ok(())
 }
 
 /// The part of a copy that keeps to the rule of the engines is routed, the rest is done here.
@@ -171,11 +180,10 @@ unsafe fn route_by_rule(
         between(device, dst, src, 0, &mut Pieces::new())?;
     }
     for end in [&ends.0, &ends.1] {
-        if let End::Host(host) = end {
-            check_host(device.registry(), *host, len)?;
+        if let End::Device(located) = end {
+            located.device.can_copy()?;
         }
     }
-    device_ends(ends).flatten().try_for_each(|located| located.device.can_copy())?;
     let middle = unaligned::cut(rule, ends, len);
     // SAFETY: the caller's promise.
     unsafe {
@@ -191,9 +199,10 @@ unsafe fn route_by_rule(
     };
     let ends = (moved(&ends.0), moved(&ends.1));
     let before = pieces.len();
-    // A caller who waits waits for the pieces.
-    // SAFETY: a part of the caller's copy.
-    unsafe { route_permitted(device, &ends, middle.len(), region, Caller::Polls, pieces)? };
+    if !middle.is_empty() {
+        // SAFETY: a part of the caller's copy.
+        unsafe { route(device, &ends, middle.len(), region, ANYTHING, pieces)? };
+    }
     // Pinned host memory may lie otherwise in its units than the device's: the CPU copies it into slots, which do not.
     let broken =
         |piece: &Piece| matches!(piece.step, Step::Direct { dma, .. } if !rule.permits(dma));
@@ -203,68 +212,6 @@ unsafe fn route_by_rule(
         unsafe { unaligned::copy(rule, &ends, 0..middle.len())? };
     }
     Ok(())
-}
-
-/// The same for what keeps to the rule of the engines.
-///
-/// # Safety
-/// As for [`Device::copy`].
-#[inline]
-unsafe fn route_permitted<'a>(
-    device: &Arc<Device>,
-    (dst, src): &'a (End, End),
-    len: usize,
-    region: Option<&HostRegion>,
-    caller: Caller,
-    pieces: &mut Pieces,
-) -> Result<Option<ShortCopy<'a>>, Error> {
-    if len == 0 {
-        return Ok(None);
-    }
-    let (on, host, addr, direction) = match (dst, src) {
-        (End::Device(dst), End::Host(host)) => {
-            (&dst.device, *host, dst.addr, Direction::HostToDevice)
-        }
-        (End::Host(host), End::Device(src)) => {
-            (&src.device, *host, src.addr, Direction::DeviceToHost)
-        }
-        (End::Device(dst), End::Device(src)) => {
-            between(device, dst, src, len, pieces)?;
-            return Ok(None);
-        }
-        (End::Host(_), End::Host(_)) => {
-            return Err(Error::unsupported(
-                COPYING,
-                "both sides are host memory",
-                "a Gaudi copies to or from device memory; use memcpy",
-            ));
-        }
-    };
-    check_host(device.registry(), host, len)?;
-    on.can_copy()?;
-    if caller == Caller::Waits && len <= BOUNCE_LEN {
-        return Ok(Some(ShortCopy { on, host, addr, direction }));
-    }
-    let start = host.0 as usize;
-    // SAFETY: the caller keeps the memory while the copy uses it.
-    match unsafe { pin::pin(on, start..start + len, region)? } {
-        HostAccess::Pinned(Pinned { addr: seen, guard }) => {
-            let (dst, src) =
-                if direction == Direction::DeviceToHost { (seen, addr) } else { (addr, seen) };
-            pieces.extend(direct(on, dst, src, len, direction, Some(guard)));
-        }
-        HostAccess::Bounce { guarded } => {
-            pieces.extend(parts(on, len, on.bounce()?.slot_len(), |at, len| {
-                let (host, addr) = (host.add(at), DeviceAddr(addr.0 + at as u64));
-                if direction == Direction::DeviceToHost {
-                    Step::BounceOut { to: host, src: addr, len, guarded }
-                } else {
-                    Step::BounceIn { from: host, dst: addr, len, guarded }
-                }
-            }))
-        }
-    }
-    Ok(None)
 }
 
 /// Both ends are device memory.
@@ -301,24 +248,27 @@ fn between(
         (_, true) => Direction::HostToDevice,
     };
     src.device.can_copy()?;
-    pieces.extend(direct(&src.device, dst.addr, src.addr, len, direction, None));
+    direct(&src.device, (dst.addr, src.addr), len, direction, None, pieces);
     Ok(())
 }
 
 /// One packet, or several where one cannot hold the length.
 pub(super) fn direct(
     on: &Arc<Device>,
-    dst: DeviceAddr,
-    src: DeviceAddr,
+    (dst, src): (DeviceAddr, DeviceAddr),
     len: usize,
     direction: Direction,
-    pin: Option<PinRef>,
-) -> impl Iterator<Item = Piece> {
-    packet::split(len as u64).map(move |(offset, len)| {
+    mut pin: Option<PinRef>,
+    pieces: &mut Pieces,
+) {
+    let mut packets = packet::split(len as u64).peekable();
+    while let Some((offset, len)) = packets.next() {
         let (src, dst) = (DeviceAddr(src.0 + offset), DeviceAddr(dst.0 + offset));
-        let dma = LinDma::Copy { src, dst, len };
-        Piece { on: Arc::clone(on), step: Step::Direct { dma, direction, pin: pin.clone() } }
-    })
+        // Not cloned for the last: a reference to a cached pin takes a lock.
+        let pin = if packets.peek().is_some() { pin.clone() } else { pin.take() };
+        let step = Step::Direct { dma: LinDma::Copy { src, dst, len }, direction, pin };
+        pieces.push(Piece { on: Arc::clone(on), step });
+    }
 }
 
 /// Pieces of at most `size` bytes.

@@ -6,12 +6,13 @@ use std::sync::Arc;
 use hl_thunk::packet::LinDma;
 use smallvec::SmallVec;
 
-use super::located::End;
-use super::route::{Caller, Piece, Pieces, Step, route};
+use super::located::Place;
+use super::route::{ANYTHING, Piece, Pieces, Step, route};
 use super::{Segment, SubmitError};
 use crate::pin::PinRef;
 use crate::process::Notifier;
 use crate::stats::Tally;
+use crate::submit::engine::SubmitPermit;
 use crate::submit::host_copy::copy_in;
 use crate::submit::slab::{Slot, SlotPool};
 use crate::submit::submission::{CopyOut, Guard, Moves, Resources, Submission};
@@ -82,42 +83,64 @@ enum Routed {
     Earlier,
 }
 
-impl Transfer {
-    /// Routes a copy and starts it.
+impl Device {
+    /// Starts a copy of all `segments` and returns at once. The segments are not ordered among
+    /// themselves, nor with other transfers.
+    ///
+    /// Device sides may also be memory of other open devices, which then do their part; between
+    /// two of them the bytes travel through pinned host memory.
     ///
     /// # Safety
+    /// Until the transfer has finished or was dropped, host sides must be valid for the access
+    /// (reads for sources, writes for destinations), and nobody may write what is read or touch
+    /// what is written. Host memory of a dropped, unfinished transfer must not be used for
+    /// anything else until the device is idle ([`Device::drain`]).
+    pub unsafe fn copy(self: &Arc<Self>, segments: &[Segment]) -> Result<Transfer, SubmitError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.start(segments) }.map_err(|error| match error {
+            SubmitError::Failed(error) => SubmitError::Failed(self.failed(error)),
+            SubmitError::Busy => SubmitError::Busy,
+        })
+    }
+
+    /// # Safety
     /// As for [`Device::copy`].
-    pub(crate) unsafe fn start(
-        device: &Arc<Device>,
-        segments: &[Segment],
-    ) -> Result<Self, SubmitError> {
-        device.can_copy()?;
-        // Pinning for a copy that cannot start would be wasted work: look for a permit first.
-        if !device.can_submit() {
-            return Err(SubmitError::Busy);
-        }
+    unsafe fn start(self: &Arc<Self>, segments: &[Segment]) -> Result<Transfer, SubmitError> {
+        let rule = self.copy_limits()?.rule;
+        // First: pinning for a copy that cannot start would be wasted work.
+        let permit = self.engine().try_permit().ok_or(SubmitError::Busy)?;
+        // What breaks the rule is copied on the way, with permits of its own: who held one while waiting for
+        // another could wait for ever.
+        let permit = (rule == ANYTHING).then_some(permit);
         let mut pieces = Pieces::new();
         for segment in segments.iter().filter(|segment| segment.len > 0) {
-            let end = |side| End::of_side(device, side, segment.len);
+            let end = |side| Place::of_side(self, side, segment.len)?.end(self);
             let ends = (end(segment.dst)?, end(segment.src)?);
             let region = segment.host_region.as_deref();
             // SAFETY: the caller's promise.
-            unsafe { route(device, &ends, segment.len, region, Caller::Polls, &mut pieces)? };
+            unsafe { route(self, &ends, segment.len, region, rule, &mut pieces)? };
         }
-        let transfer = Self::submit(device, pieces)?;
+        let transfer = Transfer::submit(self, pieces, permit)?;
         if transfer.active.is_empty() && !transfer.waiting.is_empty() {
             return Err(SubmitError::Busy);
         }
         for segment in segments {
             if let Some(region) = &segment.host_region {
-                region.count_copy(&**device, segment.len);
+                region.count_copy(&**self, segment.len);
             }
         }
         Ok(transfer)
     }
+}
 
-    /// Starts as many of the pieces as there are permits for.
-    pub(super) fn submit(device: &Arc<Device>, mut pieces: Pieces) -> Result<Self, Error> {
+impl Transfer {
+    /// Starts as many of the pieces, which were routed just now, as there are permits for: with this one
+    /// first, if it is of the right device.
+    pub(super) fn submit(
+        device: &Arc<Device>,
+        mut pieces: Pieces,
+        permit: Option<SubmitPermit<'_>>,
+    ) -> Result<Self, Error> {
         pieces.reverse();
         let mut transfer = Self {
             device: Arc::clone(device),
@@ -126,7 +149,7 @@ impl Transfer {
             failure: None,
             outcome: None,
         };
-        transfer.launch(Routed::Now);
+        transfer.launch(Routed::Now, permit);
         match transfer.failure.take() {
             Some(error) if transfer.active.is_empty() => return Err(error),
             failure => transfer.failure = failure,
@@ -140,7 +163,7 @@ impl Transfer {
     pub fn poll(&mut self) -> Option<Result<(), Error>> {
         if self.outcome.is_none() {
             self.collect();
-            self.launch(Routed::Earlier);
+            self.launch(Routed::Earlier, None);
             self.conclude();
         }
         self.outcome.clone()
@@ -218,9 +241,9 @@ impl Transfer {
     }
 
     /// Submits as much as there are permits and slots for; nothing more once something has failed.
-    fn launch(&mut self, routed: Routed) {
+    fn launch(&mut self, routed: Routed, mut permit: Option<SubmitPermit<'_>>) {
         while self.failure.is_none() && !self.waiting.is_empty() {
-            match self.launch_batch(routed) {
+            match self.launch_batch(routed, permit.take()) {
                 Ok(Some(active)) => self.active.push(active),
                 Ok(None) => return,
                 Err(error) => self.failure = Some(error),
@@ -233,10 +256,15 @@ impl Transfer {
 
     /// One submission of pieces with the same direction on the same device. `None`: no permit or no
     /// slot is free.
-    fn launch_batch(&mut self, routed: Routed) -> Result<Option<Active>, Error> {
+    fn launch_batch(
+        &mut self,
+        routed: Routed,
+        permit: Option<SubmitPermit<'_>>,
+    ) -> Result<Option<Active>, Error> {
         let Some(front) = self.waiting.last() else { return Ok(None) };
         let (on, direction) = (Arc::clone(&front.on), front.step.direction());
-        let Some(permit) = on.engine().try_permit() else { return Ok(None) };
+        let permit = permit.filter(|permit| permit.is_of(on.engine()));
+        let Some(permit) = permit.or_else(|| on.engine().try_permit()) else { return Ok(None) };
         let limit = on.engine().limits().map_err(Clone::clone)?.moves;
         let mut batch = Batch::default();
         let fits = |piece: &Piece| piece.on.id() == on.id() && piece.step.direction() == direction;

@@ -371,6 +371,11 @@ impl SubmitPermit<'_> {
         self.permit.slot
     }
 
+    /// Whether it is for submissions to this engine.
+    pub(crate) fn is_of(&self, engine: &Engine) -> bool {
+        std::ptr::eq(self.engine, engine)
+    }
+
     /// One move to or from a bounce buffer, waited for. It is not recorded: the caller keeps what it
     /// needs, and the permit stands for it until it is dropped.
     ///

@@ -4,7 +4,7 @@ use crate::Error;
 use crate::error::Phase;
 
 /// An address in host memory, for which the caller of the copy answers.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HostPtr(pub(crate) *mut u8);
 
 // SAFETY: an address; using it is unsafe and argued where it is used.

@@ -60,8 +60,10 @@ pub(crate) fn run(context: &Context) -> Result<Exit, Failure> {
         // A software card's address may be that of another device.
         location: view.location.clone().filter(|place| place.is_gaudi() && !view.card.is_software),
     };
-    let nic =
-        |nic: &scale_out::Nic| MatrixEntry { name: nic.name.clone(), location: nic.location.clone() };
+    let nic = |nic: &scale_out::Nic| MatrixEntry {
+        name: nic.name.clone(),
+        location: nic.location.clone(),
+    };
     let places: Vec<MatrixEntry> =
         all.cards().iter().map(card).chain(all.nics().iter().map(nic)).collect();
     let report = report(&all, &places);

@@ -1,5 +1,6 @@
-//! What the mission names, typed as it is written there: names, variables, the mapping table, commands. Other
-//! files test each of them in depth; here it is only seen to be accepted, and to have its effect.
+//! What the mission names, typed as it is written there: variables, the mapping table, commands. Other files test each
+//! of them in depth; here it is only seen to be accepted, and to have its effect. The names of § 1.1 are in listing.rs,
+//! the choice of a card (§ 1.8) is in config.rs.
 
 mod memory;
 
@@ -9,21 +10,6 @@ use e2e::{Device, Listing, Ucx, Workbench, stock};
 use gaudi::ErrorKind;
 use memory::Machine;
 use stats_reader as stats;
-
-/// § 1.1
-#[test]
-fn section_1_names_of_the_listing() {
-    let end = stock("ucx_info", &Device::software(), "-d").run().ok();
-    let domain = Listing::of(&end.stdout).domain("gaudi_copy");
-    for line in [
-        "Memory domain: gaudi_copy",
-        "Component: gaudi_copy",
-        "Transport: gaudi_cpy",
-        "Device: gaudi_copy",
-    ] {
-        assert_eq!(Listing::of(&domain).count(line), 1, "`{line}`: {}", end.report());
-    }
-}
 
 /// § 1.7. UCX wants a transport that reaches a peer beside an accelerator's, whichever that is.
 #[test]
@@ -57,21 +43,6 @@ fn card(variables: &[(&str, &str)]) -> String {
     let end = Machine::eight_cards().check(Ucx::V1_22, "where").envs(variables).run().ok();
     let line = end.stdout.lines().find_map(|line| line.strip_prefix("memory lies on card "));
     line.unwrap_or_else(|| panic!("{}", end.report())).to_owned()
-}
-
-/// § 1.8
-#[test]
-fn section_1_choice_of_the_card() {
-    for (choice, bus_id) in [
-        ("1", "0000:4d:00.0"),
-        ("module:3", "0000:34:00.0"),
-        ("0000:4e:00.0", "0000:4e:00.0"),
-        ("", "0000:33:00.0"),
-    ] {
-        assert_eq!(card(&[("UCX_GAUDI_COPY_DEVICE", choice)]), bus_id, "{choice}");
-    }
-    assert_eq!(card(&[("HABANA_VISIBLE_MODULES", "1")]), "0000:4e:00.0");
-    assert_eq!(card(&[("HLS_MODULE_ID", "0")]), "0000:4d:00.0");
 }
 
 /// § 5

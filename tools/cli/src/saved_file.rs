@@ -147,73 +147,54 @@ mod tests {
     use super::*;
     use std::os::unix::fs::symlink;
 
-    /// A folder that is removed with it.
-    struct Folder(PathBuf);
-
-    impl Folder {
-        fn new(name: &str) -> Self {
-            let path =
-                std::env::temp_dir().join(format!("saved-file-{name}-{}", std::process::id()));
-            fs::create_dir_all(&path).expect("a folder");
-            Self(path)
-        }
-
-        fn names(&self) -> usize {
-            fs::read_dir(&self.0).expect("a folder").count()
-        }
+    fn folder() -> tempfile::TempDir {
+        tempfile::tempdir().expect("a folder")
     }
 
-    impl Drop for Folder {
-        fn drop(&mut self) {
-            let _ = fs::remove_dir_all(&self.0);
-        }
+    fn count(folder: &tempfile::TempDir) -> usize {
+        fs::read_dir(folder.path()).expect("a folder").count()
+    }
+
+    fn text(file: &Path) -> String {
+        fs::read_to_string(file).expect("a file")
     }
 
     #[test]
-    fn check_changes_neither_an_old_file_nor_the_folder() {
-        let folder = Folder::new("check");
-        let (old, new) = (folder.0.join("old"), folder.0.join("new"));
-        fs::write(&old, "earlier").expect("a file");
-        check(&old).expect("can be written");
-        check(&new).expect("can be written");
-        assert_eq!(fs::read_to_string(&old).expect("a file"), "earlier");
-        assert_eq!(folder.names(), 1);
-    }
-
-    #[test]
-    fn replaced_file_has_the_new_text_and_a_link_to_it_stays() {
-        let folder = Folder::new("replace");
-        let (old, link) = (folder.0.join("old"), folder.0.join("link"));
+    fn a_file_is_checked_without_a_trace_and_replaced_behind_its_link() {
+        let folder = folder();
+        let [old, new, link] = ["old", "new", "link"].map(|name| folder.path().join(name));
         fs::write(&old, "earlier, and longer").expect("a file");
         symlink("old", &link).expect("a link");
+        for file in [&old, &new, &link] {
+            check(file).expect("can be written");
+        }
+        assert_eq!((text(&old).as_str(), count(&folder)), ("earlier, and longer", 2));
         replace(&link, "now").expect("written");
         assert!(link.is_symlink());
-        assert_eq!(fs::read_to_string(&old).expect("a file"), "now");
-        assert_eq!(folder.names(), 2);
+        assert_eq!((text(&old).as_str(), count(&folder)), ("now", 2));
     }
 
-    /// Another user of the folder knows the name of the file and can guess a process id.
+    /// Whoever may write to the folder knows the name of the file and can guess a process id.
     #[test]
     fn links_under_guessed_names_are_not_followed() {
-        let folder = Folder::new("guessed");
-        let (file, victim) = (folder.0.join("report"), folder.0.join("victim"));
+        let folder = folder();
+        let [file, victim] = ["report", "victim"].map(|name| folder.path().join(name));
         fs::write(&victim, "secret").expect("a file");
-        let guessed = folder.0.join(format!("report.new-{}", std::process::id()));
+        let guessed = folder.path().join(format!("report.new-{}", std::process::id()));
         symlink(&victim, guessed).expect("a link");
         check(&file).expect("can be written");
         replace(&file, "now").expect("written");
         let pending = Pending::new(&file).expect("can be written");
         fs::write(pending.path(), "later").expect("written");
         pending.keep().expect("renamed");
-        assert_eq!(fs::read_to_string(&victim).expect("a file"), "secret");
-        assert_eq!(fs::read_to_string(&file).expect("a file"), "later");
-        assert_eq!(folder.names(), 3);
+        assert_eq!([text(&victim), text(&file)], ["secret", "later"]);
+        assert_eq!(count(&folder), 3);
     }
 
     #[test]
     fn a_link_of_another_user_is_refused() {
-        let folder = Folder::new("foreign");
-        let (link, victim) = (folder.0.join("link"), folder.0.join("victim"));
+        let folder = folder();
+        let [link, victim] = ["link", "victim"].map(|name| folder.path().join(name));
         fs::write(&victim, "secret").expect("a file");
         symlink(&victim, &link).expect("a link");
         if std::os::unix::fs::lchown(&link, Some(1), None).is_err() {
@@ -224,46 +205,41 @@ mod tests {
         for failure in refused.map(|refused| refused.expect_err("refused")) {
             assert!(failure.what.ends_with("it is a link of another user"), "{failure}");
         }
-        assert_eq!(fs::read_to_string(&victim).expect("a file"), "secret");
+        assert_eq!(text(&victim), "secret");
     }
 
     #[test]
     fn devices_are_written_to_and_folders_refused() {
-        let folder = Folder::new("special");
-        check(Path::new("/dev/null")).expect("a device");
-        replace(Path::new("/dev/null"), "text").expect("a device");
-        let place = ResolvedPath::of(Path::new("/dev/null")).expect("a device");
-        assert!(place.is_special, "it is still a device");
-        check(&folder.0).expect_err("a folder");
-        check(&folder.0.join("no/file")).expect_err("no folder");
+        let folder = folder();
+        let null = Path::new("/dev/null");
+        check(null).expect("a device");
+        replace(null, "text").expect("a device");
+        let pending = Pending::new(null).expect("a device");
+        assert_eq!(pending.path(), null);
+        pending.keep().expect("nothing to rename");
+        assert!(ResolvedPath::of(null).expect("a device").is_special, "it is still a device");
+        check(folder.path()).expect_err("a folder");
+        check(&folder.path().join("no/file")).expect_err("no folder");
+        let failure = replace(Path::new("/dev/full"), "text").expect_err("full");
+        assert!(failure.what.contains("No space left"), "{failure}");
+        assert!(failure.remedy.contains("free space"), "{failure}");
     }
 
     #[test]
     fn a_pending_file_replaces_the_earlier_one_only_when_it_is_kept() {
-        let folder = Folder::new("pending");
-        let file = folder.0.join("old");
+        let folder = folder();
+        let file = folder.path().join("old");
         fs::write(&file, "earlier").expect("a file");
-        for keep in [false, true] {
+        for (keep, afterwards) in [(false, "earlier"), (true, "now")] {
             let pending = Pending::new(&file).expect("can be written");
             fs::write(pending.path(), "now").expect("written");
-            assert_eq!(fs::read_to_string(&file).expect("a file"), "earlier");
+            assert_eq!(text(&file), "earlier");
             if keep {
                 pending.keep().expect("renamed");
             } else {
                 drop(pending);
             }
-            assert_eq!(folder.names(), 1);
+            assert_eq!((text(&file).as_str(), count(&folder)), (afterwards, 1));
         }
-        assert_eq!(fs::read_to_string(&file).expect("a file"), "now");
-        let device = Pending::new(Path::new("/dev/null")).expect("a device");
-        assert_eq!(device.path(), Path::new("/dev/null"));
-        device.keep().expect("nothing to rename");
-    }
-
-    #[test]
-    fn a_full_device_is_told_with_what_to_do() {
-        let failure = replace(Path::new("/dev/full"), "text").expect_err("full");
-        assert!(failure.what.contains("No space left"), "{failure}");
-        assert!(failure.remedy.contains("free space"), "{failure}");
     }
 }

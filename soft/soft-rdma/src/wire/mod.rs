@@ -7,7 +7,7 @@
 
 mod cursor;
 
-use cursor::{Reader, put};
+use cursor::Field;
 
 /// Bytes in front of every body.
 pub(crate) const HEADER: usize = 8;
@@ -130,6 +130,15 @@ pub(crate) struct Request {
     pub(crate) by_reference: Option<Reference>,
 }
 
+impl Request {
+    /// Whether its length is one of a message, and that of the memory it names.
+    fn is_sound(&self) -> bool {
+        let named = if self.opcode == Opcode::Read { 0 } else { self.length };
+        let reference = self.by_reference.as_ref();
+        self.length <= MAX_MESSAGE && reference.is_none_or(|it| it.length() == Some(named))
+    }
+}
+
 /// How a request ended, for the requester.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
@@ -223,18 +232,27 @@ pub(crate) enum Frame {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Malformed;
 
+/// Appends a body; returns the kind of its frame.
+fn put(kind: u8, body: &impl Field, out: &mut Vec<u8>) -> u8 {
+    body.put(out);
+    kind
+}
+
 impl Frame {
     /// Appends header and body; `payload` bytes are to follow.
     pub(crate) fn encode(&self, payload: u32, out: &mut Vec<u8>) {
         let start = out.len();
         out.extend_from_slice(&[0; HEADER]);
         let kind = match self {
-            Self::Request(request) => put::request(request, out),
-            Self::Response(response) => put::response(response, out),
-            Self::Datagram(datagram) => put::datagram(datagram, out),
-            Self::Hello(hello) => put::hello(hello, out),
-            Self::Welcome(welcome) => put::welcome(welcome, out),
-            Self::Offer(response, reference) => put::offer(response, reference, out),
+            Self::Request(request) => put(1, request, out),
+            Self::Response(response) => put(2, response, out),
+            Self::Datagram(datagram) => put(3, datagram, out),
+            Self::Hello(hello) => put(4, hello, out),
+            Self::Welcome(welcome) => put(5, welcome, out),
+            Self::Offer(response, reference) => {
+                response.put(out);
+                put(6, reference, out)
+            }
         };
         let body = (out.len() - start - HEADER) as u16;
         out[start..start + 2].copy_from_slice(&body.to_le_bytes());
@@ -252,17 +270,19 @@ impl Frame {
             return Err(Malformed);
         }
         let Some(body) = rest.get(..body) else { return Ok(None) };
-        let mut reader = Reader::new(body);
+        let mut rest = body;
         let frame = match header[2] {
-            1 => Self::Request(reader.request()?),
-            2 => Self::Response(reader.response()?),
-            3 => Self::Datagram(reader.datagram()?),
-            4 => Self::Hello(reader.hello()?),
-            5 => Self::Welcome(reader.welcome()?),
-            6 => Self::Offer(reader.response()?, reader.reference()?),
+            1 => Self::Request(Field::take(&mut rest)?),
+            2 => Self::Response(Field::take(&mut rest)?),
+            3 => Self::Datagram(Field::take(&mut rest)?),
+            4 => Self::Hello(Field::take(&mut rest)?),
+            5 => Self::Welcome(Field::take(&mut rest)?),
+            6 => Self::Offer(Field::take(&mut rest)?, Field::take(&mut rest)?),
             _ => return Err(Malformed),
         };
-        reader.end()?;
+        if !rest.is_empty() || matches!(&frame, Self::Request(request) if !request.is_sound()) {
+            return Err(Malformed);
+        }
         if payload > frame.payload_limit() {
             return Err(Malformed);
         }

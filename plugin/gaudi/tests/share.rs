@@ -322,8 +322,8 @@ mod ipc {
         peer.request_ok("free 1");
         assert_eq!(peer.stat("ipc_quarantined_bytes"), 9000);
         let other = RemoteKey::parse(&peer.share(2, 9000, 2)).unwrap();
-        assert_ne!(other.base(), key.base(), "nobody else's memory while we have it open");
-        // A late copy harms nobody.
+        assert_ne!(other.base(), key.base(), "not given to others while we have it open");
+        // A late copy does no harm.
         let there = Side::Device(opened.translate(key.base(), 9000).unwrap());
         let here = device.alloc(9000, 1).unwrap();
         copy(&device, there, Side::Device(here.addr()), 9000).unwrap();

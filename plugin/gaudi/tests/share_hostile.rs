@@ -123,7 +123,7 @@ mod ipc {
         let mut mixed = key.clone();
         mixed[TOKEN].copy_from_slice(&other[TOKEN]);
         RemoteKey::parse(&mixed).unwrap().open(&device).unwrap_err();
-        // A process id that nobody has, or that a process with another start has.
+        // An unused process id, or that a process with another start has.
         let mut forged = key.clone();
         forged[PID.start] ^= 1;
         let error = RemoteKey::parse(&forged).unwrap().open(&device).unwrap_err();

@@ -20,7 +20,7 @@ struct Thunk {
     alloc: extern "C" fn(c_int, u64, u64, bool, bool) -> u64,
     free: extern "C" fn(c_int, u64) -> c_int,
     map: extern "C" fn(c_int, u64, u64) -> u64,
-    /// Host memory, which nobody takes away and no queue touches while it is mapped.
+    /// Host memory, which stays mapped and no queue touches while it is mapped.
     map_host: extern "C" fn(c_int, *mut c_void, u64, u64) -> u64,
     unmap: extern "C" fn(c_int, u64) -> c_int,
     /// Address, size, offset, flags.

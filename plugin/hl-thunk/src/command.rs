@@ -153,7 +153,7 @@ impl Chunk<'_> {
     /// Records what is about to be submitted, which the arguments of the call only point to.
     fn record_packets(&self, began: Instant) {
         let len = self.len.min(RECORDED_PACKETS * LIN_DMA_LEN);
-        // SAFETY: inside the buffer, as `to_raw` has checked; nobody writes it now.
+        // SAFETY: inside the buffer, as `to_raw` has checked; not written to meanwhile.
         let bytes = unsafe {
             std::slice::from_raw_parts(self.buffer.pages().as_ptr().add(self.offset), len)
         };

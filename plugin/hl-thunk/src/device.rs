@@ -1,4 +1,4 @@
-//! Open nodes: the control node, which anyone may ask, and the compute node, which one process
+//! Open nodes: the control node, which any process may query, and the compute node, which one process
 //! owns.
 
 use std::ffi::{CStr, CString, c_char};
@@ -124,7 +124,7 @@ impl Library {
     }
 }
 
-/// A card's control node: open to everyone, good for questions only.
+/// A card's control node: any process may open it, for queries only.
 #[derive(Debug)]
 pub struct ControlDevice {
     node: Node,
@@ -232,7 +232,7 @@ impl Device {
 
     /// A card that other code of this process opened, through a descriptor of our own (`dup`):
     /// all descriptors of one opening share its context, and the card is free when the last is
-    /// closed. `ENOTTY` if it is no compute node.
+    /// closed. `ENOTTY` if it is not a compute node.
     pub fn from_opened(library: &Arc<Library>, fd: OwnedFd) -> Result<Self, Error> {
         Self::of_node(Node::from_fd(library, fd))
     }

@@ -105,7 +105,7 @@ mod tests {
             assert_eq!(register(&pages, offset).is_some(), exists, "{offset}");
         }
         let last = register(&pages, 4092).unwrap();
-        // SAFETY: inside the mapping, which nobody else uses.
+        // SAFETY: inside the mapping, which nothing else uses.
         unsafe { last.write_volatile(0x1234_5678) };
         let mut bytes = [0; 4];
         rustix::io::pread(&file, &mut bytes, 8192 + 4092).unwrap();

@@ -23,7 +23,7 @@ const NAMES: [&str; 3] =
     ["libhl-thunk.so", "libhl-thunk.so.1", "/usr/lib/habanalabs/libhl-thunk.so"];
 /// What the software Gaudi calls itself in its version.
 const SOFTWARE: &str = "soft-gaudi";
-/// Failures in `drop` that are kept for whoever asks.
+/// Failures in `drop` that are kept for a later query.
 const KEPT_DROP_ERRORS: usize = 16;
 
 /// The loaded driver library.

@@ -26,7 +26,7 @@ const FORMAT: u32 = 1;
 const BUFFERED: usize = 64 << 10;
 const OLDEST: Duration = Duration::from_millis(100);
 
-/// Where lines go; null: nowhere. Never freed: another thread may be using it.
+/// Where lines go; null: tracing is off. Never freed: another thread may be using it.
 static SINK: AtomicPtr<Sink> = AtomicPtr::new(ptr::null_mut());
 
 struct Sink {

@@ -1,6 +1,6 @@
 //! What a program can do wrong, on a real driver: `misuse page-fault` has a queue fetch packets where nothing is
-//! mapped, `misuse opcode` gives it bytes that are no packet, `misuse register` has it write a register that is not
-//! for users, `misuse hang` has it wait for ever. The driver resets the card and ends this process.
+//! mapped, `misuse opcode` gives it bytes that are no packet, `misuse register` makes it write a register that is not
+//! for users, `misuse hang` makes it wait for ever. The driver resets the card and ends this process.
 
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};

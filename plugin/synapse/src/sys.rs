@@ -154,7 +154,7 @@ functions! {
         fn synDeviceFree(u32, u64, u32) -> u32;
         /// Not reference-counted: for memory of our own only.
         fn synHostMap(u32, u64, *const c_void) -> u32;
-        /// Takes the mapping away for everybody.
+        /// Removes the mapping for all its users.
         fn synHostUnmap(u32, *const c_void) -> u32;
         /// Flags are 0.
         fn synStreamCreateGeneric(*mut Handle, u32, u32) -> u32;

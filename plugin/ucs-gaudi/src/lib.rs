@@ -46,7 +46,7 @@ pub unsafe extern "C" fn ucs_module_global_init() -> c_int {
     core::arch::naked_asm!("mov x0, x30", "b {entry}", entry = sym entry);
 }
 
-/// UCX unloads us if this is no success: the plugin proper takes our presence for that of the defaults.
+/// On an error UCX unloads us: the plugin itself takes our presence for that of the defaults.
 extern "C" fn entry(caller: *const c_void) -> c_int {
     match std::panic::catch_unwind(|| give_defaults(caller)) {
         Ok(Some(())) => UCS_OK,

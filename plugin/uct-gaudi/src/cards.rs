@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use gaudi::{DeviceInfo, Error};
 
-/// How long an answer serves: longer than a program's start, shorter than anyone plugs in a card.
+/// How long an answer serves: longer than a program's start, shorter than it takes to plug in a card.
 const FRESH: Duration = Duration::from_secs(1);
 
 type Answer = Result<Vec<DeviceInfo>, Error>;

@@ -1,6 +1,6 @@
 //! Noticing memory that the application maps on a card by itself.
 //!
-//! libucm has the objects of the process call the functions below instead of the driver library's
+//! libucm makes the objects of the process call the functions below instead of the driver library's
 //! (see `uct::Ucx::redirect`), and only if the application has that library on its own account and
 //! a Gaudi is in use, or the user wants it. Each does what the original does, notifies the
 //! engine, and leaves `errno` alone. Our own calls do not come through here: we have found the

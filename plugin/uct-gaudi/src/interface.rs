@@ -204,7 +204,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
         }
         self.copies.wait_for_fences();
         let (dst, src) = op.sides(local.address(), remote);
-        // SAFETY: UCX keeps the buffers of an operation valid until it returns, and nobody else
+        // SAFETY: UCX keeps the buffers of an operation valid until it returns, and nothing else
         // touches what it writes.
         let copy = || unsafe { runtime().copy(dst, src, length) };
         let first = match copy() {

@@ -205,7 +205,7 @@ impl Client {
                     log!(ucx, Debug, "the application mapped {len} bytes at {start} on {card}");
                 }
                 let range = self.range(start.0, len, card);
-                // The first makes the cache if there is none yet, and the event goes to everybody else.
+                // The first makes the cache if there is none yet, and the event goes to all others.
                 self.insert(range);
                 self.allocated(range);
                 if is_guest {

@@ -34,7 +34,7 @@ type SetEventHandler = unsafe extern "C" fn(c_int, c_int, Callback, *mut c_void)
 ///
 /// It runs inside `munmap`, `free` and the like, on any thread, perhaps with the lock of the memory
 /// allocator held, and at any time until the process ends. So it must not allocate or free memory,
-/// must not wait for a lock that anyone holds while allocating, and must not panic.
+/// must not wait for a lock that a thread holds while allocating, and must not panic.
 pub type Unmapped = fn(usize, usize);
 
 impl Ucx {
@@ -82,7 +82,7 @@ impl DeviceRange {
 }
 
 /// What lists the device memory there is, see [`Ucx::report_existing`]. It is called on any thread, and
-/// must not wait for a lock that anyone holds while calling UCX.
+/// must not wait for a lock that a thread holds while calling UCX.
 pub type Existing = Box<dyn Fn() -> Vec<DeviceRange> + Send + Sync>;
 
 /// `ucm_event_handler_t`.
@@ -110,7 +110,7 @@ const REPORTERS: usize = 4;
 static EXISTING: [OnceLock<Existing>; REPORTERS] = [const { OnceLock::new() }; REPORTERS];
 
 impl Ucx {
-    /// Reports device memory that was just allocated to everyone in UCX who listens. Also puts it into
+    /// Reports device memory that was just allocated to all event handlers of UCX. Also puts it into
     /// the memory-type cache, if UCX has made that one already.
     pub fn memory_allocated(&self, range: &DeviceRange) {
         self.memory_event(UCM_EVENT_MEM_TYPE_ALLOC, range);
@@ -161,7 +161,7 @@ impl Ucx {
 /// libucm has no lock for this list. It walks it without one, so the node is complete before it can be
 /// reached, by the one store that links it. UCX's own modules (CUDA, ROCm, Level Zero) append to it
 /// with plain stores when they are loaded, once for a copy of UCX: by the first thread that sets an
-/// event handler which needs hooks. Having UCX load them here first is no way out, since that installs
+/// event handler which needs hooks. Loading them here first does not help, since that installs
 /// the hooks, also for a user who turned off what needs them.
 ///
 /// So the node is linked by a compare-exchange, which fails when another append has come in between

@@ -55,7 +55,7 @@ fn open_folder(folder: &Path) -> Result<(), Errno> {
 
 impl Node {
     /// Joins the node: claims a slot. `open` opens what belongs to the slot; if
-    /// somebody else has its address (`EADDRINUSE`) the next slot is taken.
+    /// its address is in use (`EADDRINUSE`) the next slot is taken.
     pub(crate) fn join<T>(
         config: &Config,
         open: impl Fn(&Self) -> Result<T, Errno>,

@@ -1,6 +1,6 @@
-//! `ucx-gaudi explain`: which protocol UCP uses for an operation, and why, in plain words.
+//! `ucx-gaudi explain`: which protocol UCP uses for an operation, and why.
 //!
-//! UCX decides when endpoints are there and memory is known, so it is asked in the act: two processes of
+//! UCX decides when endpoints are there and memory is known, so it is observed: two processes of
 //! `ucp-check` do the operation once, with `UCX_PROTO_INFO=y`, and their tables are read.
 
 use std::path::PathBuf;

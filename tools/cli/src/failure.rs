@@ -1,4 +1,4 @@
-//! How a command ends that could not do what it was asked: one message, one remedy, one exit code.
+//! How a command fails: one message, one remedy, one exit code.
 
 use std::fmt;
 

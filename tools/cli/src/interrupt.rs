@@ -1,5 +1,5 @@
-//! Ctrl-C while other processes work for a command: they end, and the command goes on, to tidy up and to say what
-//! it has.
+//! Ctrl-C while other processes work for a command: they end, and the command goes on to clean up and to print
+//! its results.
 
 use std::io;
 use std::os::unix::process::CommandExt;

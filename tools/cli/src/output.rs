@@ -1,6 +1,6 @@
 //! What commands print: tables and marks for people, one JSON document for programs.
 //!
-//! Colours are `anstream`'s affair: it leaves them out when the output is no terminal or `NO_COLOR` is
+//! `anstream` leaves colours out when the output is not a terminal or `NO_COLOR` is
 //! set.
 
 use anstyle::{AnsiColor, Style};

@@ -187,7 +187,7 @@ fn software_hca(
 /// A list of folders that begins with this one; it is in there once.
 fn prepend(folder: PathBuf, list: Option<OsString>) -> Result<OsString, Failure> {
     let others = list.iter().flat_map(std::env::split_paths).filter(|other| *other != folder);
-    // An empty entry means the working directory to the loader: not what anybody wants.
+    // An empty entry means the working directory to the loader: never wanted.
     let others = others.filter(|other| !other.as_os_str().is_empty());
     std::env::join_paths(std::iter::once(folder.clone()).chain(others)).map_err(|_| {
         Failure::unable(

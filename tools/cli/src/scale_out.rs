@@ -224,7 +224,7 @@ impl ScaleOut {
         cards: Vec<(DeviceInfo, Option<PciLocation>)>,
         network: Network,
     ) -> Self {
-        // Also those of cards that this process may not use: they are nobody else's way out.
+        // Also those of cards that this process may not use: no other card uses them.
         let is_of_a_card = |nic: &Nic| {
             let location = nic.location.as_ref();
             location.is_some_and(PciLocation::is_gaudi)

@@ -1,5 +1,5 @@
 //! `ucp-check`, which is installed with the tool, moves the data of `bench` and `explain`: how it is run, and
-//! why it broke off.
+//! why it failed.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};

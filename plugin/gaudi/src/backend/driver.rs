@@ -321,7 +321,7 @@ pub(super) fn export_failed(error: hl_thunk::Error) -> Error {
     Error::driver(Phase::Share, EXPORTING, error)
 }
 
-/// The one export that everyone in this process shares, made when first asked for.
+/// The one export that this process shares, made at first use.
 pub(super) type Shared = Mutex<Option<(CloseOnFork, GaugeGuard)>>;
 
 pub(super) fn shared(

@@ -103,7 +103,7 @@ pub struct DeviceId(pub(crate) u32);
 
 #[cfg(test)]
 impl DeviceInfo {
-    /// A card that is nowhere, for tests.
+    /// A card without a location, for tests.
     pub(crate) fn example(node: u32) -> Self {
         Self {
             index: node,

@@ -46,7 +46,7 @@ options! {
     /// Whether memory is cleared before it is handed out. An allocation then costs a fill of its length,
     /// and fails on a card that this process cannot submit to. Default: no.
     clear_allocations: bool, ClearAllocations;
-    /// How much memory of peers cards keep open while nobody uses it.
+    /// How much memory of peers cards keep open while it is unused.
     handle_limits: Limits, HandleLimits;
     /// Whether a card may be opened for the sake of a peer's memory. Default: yes.
     open_for_peers: bool, OpenForPeers;

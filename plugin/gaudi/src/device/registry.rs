@@ -24,7 +24,7 @@ pub(crate) struct Registry {
     devices: ArcSwap<Vec<RegistryEntry>>,
 }
 
-/// What a device has the floors above do.
+/// Calls from a device to the floors above.
 pub(crate) struct Upcalls {
     /// A framework may have come: looks for its card.
     pub(crate) poll_framework: fn(),

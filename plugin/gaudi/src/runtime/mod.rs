@@ -276,7 +276,7 @@ impl Runtime {
         user: User,
     ) -> Option<Result<Arc<Device>, Error>> {
         let device = self.find_open(candidates)?;
-        // An error of one submission is no reset.
+        // An error of one submission does not mean a reset.
         if !device.is_surely_lost() {
             return Some(Ok(self.keep(device, user)));
         }

@@ -11,7 +11,7 @@ pub(crate) fn nearest(sysfs: &Sysfs, card: &DeviceInfo) -> Vec<String> {
     let mut nics = Vec::new();
     for (name, folder) in sysfs.class("infiniband") {
         let location = sysfs.location_of(&folder.join("device"));
-        // The cards' own ports are nobody else's way out.
+        // The cards' own ports serve no other card.
         let is_of_a_card = location
             .as_ref()
             .is_some_and(|place| place.is_gaudi() || place.bus_id() == card.bus_id.as_str());

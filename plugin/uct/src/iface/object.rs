@@ -212,7 +212,7 @@ impl<I: Interface> IfaceRef<'_, I> {
         self.base.as_ptr()
     }
 
-    /// Something is in progress now: has the worker call the interface, if it does not do so yet.
+    /// Something is in progress now: makes the worker call the interface, if it does not do so yet.
     pub(super) fn needs_progress(self) {
         let progress = &self.progress;
         if progress.wanted.get() != 0 && !progress.enabled.replace(true) {

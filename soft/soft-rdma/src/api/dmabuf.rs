@@ -70,7 +70,7 @@ pub(super) fn import(
     length: u64,
     place: &Place,
 ) -> Result<(Vec<Segment>, Backing), Errno> {
-    // Tells a closed descriptor from one that is no dma-buf.
+    // Tells a closed descriptor from one that is not a dma-buf.
     rustix::io::fcntl_getfd(fd)?;
     let (pieces, backing): (Vec<Segment>, Backing) = match Exported::from_fd(fd) {
         Ok(exported) => {

@@ -58,7 +58,7 @@ use process::Process;
 #[repr(C)]
 struct Context {
     /// Drivers of rdma-core follow a context into what lies in front of it, without asking whether it is there:
-    /// libefa does, to say that this is no device of its own. No function is in it, so that the header's inline
+    /// libefa does, to say that this is not a device of its own. No function is in it, so that the header's inline
     /// functions use the exported ones.
     front: verbs_context_front,
     c: ibv_context,

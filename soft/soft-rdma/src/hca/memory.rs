@@ -70,7 +70,7 @@ pub(crate) struct Located {
     intent: Intent,
 }
 
-/// The bytes were written: to be called before anyone learns of it.
+/// The bytes were written: to be called before that is reported.
 pub(crate) fn written(list: &[Located]) {
     for located in list.iter().filter(|located| located.intent == Intent::Write) {
         if let Some(memory) = &located.region.backing {

@@ -18,7 +18,7 @@ pub(crate) enum Limit {
     Kernel,
     /// None.
     Off,
-    /// So many bytes, for everyone.
+    /// So many bytes, for every process.
     Bytes(u64),
 }
 

@@ -4,7 +4,7 @@
 //! The data is moved by `ucp-check`, which is installed with the tool ([`runner`]). In every round each
 //! operation is measured between host memories as well, and memcpy in this process: a machine that is busy
 //! slows the floors down, too. The best of several rounds counts. Ctrl-C ends the run after the table of what
-//! was measured until then.
+//! was measured so far.
 
 mod compare;
 mod results;

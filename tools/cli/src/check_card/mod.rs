@@ -1,4 +1,4 @@
-//! `ucx-gaudi check-card`: the first hour on a card, safest step first.
+//! `ucx-gaudi check-card`: tests a card step by step, safest first.
 //!
 //! Every step rests on what the drivers' sources say and no card has confirmed yet. The steps run in a
 //! child process that reports each of them as a line of JSON: users of a card that is reset are killed, and

@@ -41,7 +41,7 @@ pub(crate) fn answer(probe: &Probe) -> Exit {
         Probe::Card { card } => serde_json::to_string(&super::card::check(card.as_deref())),
     };
     println!("{ANSWER}{}", text.expect("representable in JSON"));
-    // Destructors of a foreign UCX have crashed before: not our affair any more.
+    // Destructors of a foreign UCX have crashed before: do not run them.
     // SAFETY: ends the process; what was printed ends in a line, which is flushed.
     unsafe { libc::_exit(0) }
 }

@@ -1,9 +1,9 @@
 //! Recordings of driver calls, as `UCX_GAUDI_TRACE` writes them (`docs/trace.md`): a total parser.
 //!
-//! A file is one JSON object a line. Lines that are none are counted and left out: a process that was killed
+//! A file is one JSON object a line. Other lines are counted and left out: a process that was killed
 //! leaves half a line, and a file may hold several recordings.
 //!
-//! A recording may come from anybody, and its texts go to a terminal: control characters are replaced here by
+//! A recording is not trusted, and its texts go to a terminal: control characters are replaced here by
 //! their numbers.
 
 use serde_json::{Map, Value};

@@ -98,7 +98,7 @@ fn made(call: &Call) -> Option<(Kind, &Value)> {
     }
 }
 
-/// A number, or the text of a value that is none.
+/// A number, or the text of any other value.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Raw {
     Number(u64),
@@ -157,7 +157,7 @@ pub(super) fn resolve(recording: &Recording) -> Vec<ResolvedCall<'_>> {
     recording.calls.iter().map(|call| known.resolve(call)).collect()
 }
 
-/// Whose numbers: a card's, by the descriptor, or everybody's.
+/// Whose numbers: a card's, by the descriptor, or those of the process.
 type Scope = Option<Resource>;
 
 #[derive(Default)]

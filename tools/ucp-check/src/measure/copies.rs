@@ -89,7 +89,7 @@ impl<'d> Buffers<'d> {
             self.copier.wait(completion)?;
             let at = (slot * size) as u64;
             let local = [Piece::plain(local + at, size)];
-            // SAFETY: inside the sets; slots in flight at the same time differ, and nobody else touches them.
+            // SAFETY: inside the sets; slots in flight at the same time differ, and nothing else touches them.
             unsafe { self.copier.start(way, &local, handle, remote + at, completion)? };
         }
         Ok(self.completions.iter().try_for_each(|completion| self.copier.wait(completion))?)

@@ -51,7 +51,7 @@ impl Driver {
         let pages = HostPages::new(set)?;
         // SAFETY: fresh memory of this length, ours alone.
         unsafe { pages.as_ptr().write_bytes(1, set) };
-        // SAFETY: the pages are kept beside the mapping, and outlive it.
+        // SAFETY: the pages are stored with the mapping, and outlive it.
         let host = unsafe { HostMapping::new(&device, pages.as_ptr(), pages.len() as u64)? };
         let bytes = (copies.len() * SLOT).next_multiple_of(4096);
         let buffer = CommandBuffer::new(&device, bytes as u32)?;

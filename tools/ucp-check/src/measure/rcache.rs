@@ -29,7 +29,7 @@ const MANY: usize = 65536;
 pub(super) fn run() -> Result<()> {
     let device = runtime().open(&DeviceChoice::Any)?;
     eprintln!("{device}, driver library {}", device.info().driver_version);
-    // Whoever unmaps memory here says so.
+    // Code here that unmaps memory reports it.
     let limits = CacheLimits { regions: 1 << 20, bytes: u64::MAX };
     runtime().cache_registrations(limits, Box::new(|| true));
     let (call, records) = (time_of_a_call(), [1024, MANY].map(time_of_a_record));

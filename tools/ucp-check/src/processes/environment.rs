@@ -111,7 +111,7 @@ impl Refusal {
     }
 }
 
-/// Makes a Landlock domain that forbids something nobody does, and enters it: no process outside it may
+/// Makes a Landlock domain that forbids something that is never done, and enters it: no process outside it may
 /// be looked into from then on.
 fn enter_domain() -> io::Result<()> {
     /// LANDLOCK_ACCESS_FS_MAKE_BLOCK: to make block devices.

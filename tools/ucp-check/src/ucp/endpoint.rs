@@ -176,7 +176,7 @@ impl Endpoint {
             param.datatype = (operand.len() as u64) << 3; // ucp_dt_make_contig
             if let Some(reply) = reply {
                 assert_eq!(reply.len(), operand.len(), "the reply is as wide as the operand");
-                assert!(reply.shares_region(operand), "the reply lies beside the operand");
+                assert!(reply.shares_region(operand), "the reply lies next to the operand");
                 param.op_attr_mask |= ucp::OP_REPLY_BUFFER;
                 param.reply_buffer = reply.pointer();
             }
@@ -200,7 +200,7 @@ impl Endpoint {
         let uses = Uses { flags, ..Uses::default() };
         self.start("ucp_ep_close_nbx", Kind::Plain, uses, |f, ep, param, _| {
             self.0.closed.store(true, Ordering::Relaxed);
-            // SAFETY: see `Request::start`; `closed` keeps everybody away from the handle from now on.
+            // SAFETY: see `Request::start`; `closed` prevents further use of the handle.
             unsafe { (f.ucp_ep_close_nbx)(ep, param) }
         })
     }

@@ -1,4 +1,4 @@
-//! `cuda-dmabuf`: what can be done with a dma-buf that the CUDA driver exports, beside a Gaudi.
+//! `cuda-dmabuf`: what can be done with a dma-buf that the CUDA driver exports, on a machine with a Gaudi.
 //!
 //! The memory of a GPU cannot be mapped by the processor through its dma-buf, so the software Gaudi, which
 //! moves bytes by the processor, has to refuse it, and has to work as before. A driver of a card that imports
@@ -30,7 +30,7 @@ pub fn run() -> Result<()> {
     };
     println!("size: {:?} bytes", rustix::fs::seek(&dmabuf, SeekFrom::End(0)));
     let access = ProtFlags::READ | ProtFlags::WRITE;
-    // SAFETY: a fresh mapping at an address of the kernel's choice; nobody reads or writes it.
+    // SAFETY: a fresh mapping at an address of the kernel's choice; never read or written.
     let mapped = unsafe {
         rustix::mm::mmap(std::ptr::null_mut(), LENGTH, access, MapFlags::SHARED, &dmabuf, 0)
     };

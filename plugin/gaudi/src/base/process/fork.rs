@@ -41,7 +41,7 @@ impl ForkHandlers {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    /// Forks, and has the child run `child`; whether it returned `true` there.
+    /// Forks, and runs `child` in the child; whether it returned `true`.
     pub(crate) fn holds_in_child(child: impl FnOnce() -> bool) -> bool {
         // SAFETY: the child runs the closure, which takes no lock that another thread may hold.
         let pid = unsafe { libc::fork() };

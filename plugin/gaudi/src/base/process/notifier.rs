@@ -27,7 +27,7 @@ impl Notifier {
     /// Makes the descriptor readable.
     pub fn notify(&self) {
         // On both sides of the write: who sees it and clears must read, and a clear that comes before it reads
-        // nothing and must not have the next one do nothing.
+        // nothing and must not make the next one do nothing.
         self.written.store(true, Ordering::Release);
         // A full counter means that it is readable already.
         let _ = rustix::io::write(&self.fd, &1_u64.to_ne_bytes());

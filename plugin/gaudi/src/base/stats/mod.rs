@@ -1,4 +1,4 @@
-//! What this process does with its Gaudis, counted where anybody allowed to may look while it runs.
+//! What this process does with its Gaudis, counted where permitted processes can read it while it runs.
 //!
 //! `layout` is the format: a list of named counters and where they lie. `page` is the shared
 //! memory of this process, found by others through `/proc/PID/fd` and gone with the process.

@@ -83,14 +83,14 @@ impl OwnPage {
         let made = MemoryFile::new(layout::FILE_NAME, SIZE);
         let at: *mut Page = match &made {
             Ok(file) => file.as_ptr().as_ptr().cast(),
-            // To count in; nobody reads it.
+            // To count in; never read.
             // SAFETY: not of zero size.
             Err(_) => unsafe { alloc_zeroed(Layout::new::<Page>()) }.cast(),
         };
         if at.is_null() {
             handle_alloc_error(Layout::new::<Page>());
         }
-        // SAFETY: zeroed memory of this size and alignment, which is never given back and nobody else knows; after
+        // SAFETY: zeroed memory of this size and alignment, which is never given back and is not shared yet; after
         // this it is changed through atomics only.
         let page = unsafe {
             (&raw mut (*at).header).write(header());

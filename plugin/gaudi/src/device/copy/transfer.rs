@@ -92,7 +92,7 @@ impl Device {
     ///
     /// # Safety
     /// Until the transfer has finished or was dropped, host sides must be valid for the access
-    /// (reads for sources, writes for destinations), and nobody may write what is read or touch
+    /// (reads for sources, writes for destinations), and nothing may write what is read or touch
     /// what is written. Host memory of a dropped, unfinished transfer must not be used for
     /// anything else until the device is idle ([`Device::drain`]).
     pub unsafe fn copy(self: &Arc<Self>, segments: &[Segment]) -> Result<Transfer, SubmitError> {

@@ -1,7 +1,7 @@
 //! Submissions to one card, on its back end: what every copy needs of it.
 //!
 //! [`engine`] gives out [`permits`] to submit, records what the hardware is doing ([`submission`]), and has
-//! sleepers woken when it is done ([`waiter`]). [`peer_writes`] has the driver flush what other devices wrote
+//! sleepers woken when it is done ([`waiter`]). [`peer_writes`] lets the driver flush what other devices wrote
 //! before a submission uses exported memory.
 //!
 //! [`slab`] is the pinned memory that small or unpinnable host buffers go through, [`host_copy`] the CPU's

@@ -101,7 +101,7 @@ pub(super) fn exhaust(check: &Checker<'_>) -> Result<()> {
         if kept.is_some() {
             // The driver keeps what is exported; the rest can be allocated again.
             let some = domain.allocate(piece);
-            expect!(check, some.is_ok(), "beside an open dma-buf: {:?}", some.err());
+            expect!(check, some.is_ok(), "with an open dma-buf: {:?}", some.err());
         }
     }
     let same = counts.windows(2).all(|pair| pair[0] == pair[1]) && counts[0] > 0;

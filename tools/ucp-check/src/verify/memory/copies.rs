@@ -181,7 +181,7 @@ fn beside_one_that_does_not_progress(check: &Checker<'_>) -> Result<()> {
     }
     let last = other.copier.read(other.device.address() + 99 * 9000, 500)?;
     let right = last == other.host[99 * 9000..][..500];
-    check.expect(right, "others did not go on beside an interface that does not progress");
+    check.expect(right, "others did not go on next to an interface that does not progress");
     stuck.wait_all(&done)
 }
 

@@ -31,7 +31,7 @@ pub(super) fn run(check: &Checker<'_>) -> Result<()> {
     let same = devices.windows(2).all(|pair| pair[0] == pair[1]) && devices[0].is_some();
     expect!(check, same, "system devices of one card: {devices:?}");
     host(check, &ranges)?;
-    // Freed memory is nobody's.
+    // Freed memory has no owner.
     let freed: Vec<_> = live.iter().map(Memory::range).collect();
     drop(live);
     for (address, length) in freed {

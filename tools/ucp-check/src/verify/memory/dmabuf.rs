@@ -193,7 +193,7 @@ fn content(check: &Checker<'_>, live: &[Memory<'_>], importer: &mut Importer) ->
     Ok(())
 }
 
-/// Somebody else who maps dma-bufs: a program at the other end of a socket that is handed a descriptor and
+/// A peer that maps dma-bufs: a program at the other end of a socket that is handed a descriptor and
 /// reads or writes the memory behind it, as a network device would.
 ///
 /// A request is the letter `r` or `w`, offset and length (8 bytes each, little endian), sent together with

@@ -87,7 +87,7 @@ impl HostMap {
     /// Its bytes.
     ///
     /// # Safety
-    /// The mapping must be readable, and nobody may write to it meanwhile.
+    /// The mapping must be readable, and nothing may write to it meanwhile.
     pub(super) unsafe fn bytes(&self) -> &[u8] {
         // SAFETY: mapped as long as this value lives; the rest is the caller's promise.
         unsafe { std::slice::from_raw_parts(self.start.cast(), self.length) }

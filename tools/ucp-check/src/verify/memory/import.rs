@@ -14,7 +14,7 @@ use std::os::fd::{AsFd, OwnedFd};
 const SIZE: usize = (3 << 20) + 77;
 const POISON: u8 = 0xee;
 
-/// Memory of a card by its dma-buf, at addresses that are nobody's.
+/// Memory of a card by its dma-buf, at unused addresses.
 struct Foreign<'d> {
     memory: Memory<'d>,
     fd: OwnedFd,
@@ -47,7 +47,7 @@ impl<'d> Foreign<'d> {
         let local = Piece::plain(self.stands_for.address() + at as u64, length);
         let completion = Completion::default();
         // SAFETY: the local addresses are those of the handle; the remote ones are live memory of the caller, and
-        // nobody else uses either until the copy has ended.
+        // nothing else uses either until the copy has ended.
         unsafe { copier.start(way, &[local], by.handle(), remote, &completion)? };
         copier.wait(&completion)
     }
@@ -101,7 +101,7 @@ pub(super) fn cards(check: &Checker<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Both ways between the dma-buf and Gaudi memory of `domain`, and host memory; what lies beside stays as it is.
+/// Both ways between the dma-buf and Gaudi memory of `domain`, and host memory; what lies around it stays as it is.
 fn exchange(
     check: &Checker<'_>,
     domain: &Domain,

@@ -86,7 +86,7 @@ fn emptied(bench: &Bench<'_>, cycles: usize) -> Result<()> {
         bench.refill_map(&mut map, round, "before madvise")?;
         let at = (round * PAGE) % SIZE;
         map.empty(at)?;
-        // SAFETY: readable, and nobody writes to it.
+        // SAFETY: readable, and not written to.
         let host = unsafe { map.bytes() };
         bench.check.expect(host[at] == 0, "the page is not empty");
         bench.compare(host, round, "after madvise")?;
@@ -102,7 +102,7 @@ fn moved(bench: &Bench<'_>) -> Result<()> {
     let map = map.move_to(HostMap::anonymous(WRITE, SIZE)?)?;
     let mut new = HostMap::at(address, SIZE)?;
     bench.refill_map(&mut new, 6, "in place of what moved")?;
-    // SAFETY: readable, and nobody writes to it.
+    // SAFETY: readable, and not written to.
     bench.compare(unsafe { map.bytes() }, 0, "what moved")
 }
 

@@ -94,7 +94,7 @@ fn read_only_sources(check: &Checker<'_>) -> Result<()> {
         ),
         ("untouched read-only memory", HostMap::anonymous(READ, size)?),
     ];
-    // SAFETY: readable mappings of files that nobody writes to while this runs.
+    // SAFETY: readable mappings of files that are not written to while this runs.
     let mapped = maps.iter().map(|(what, map)| (*what, unsafe { map.bytes() }));
     for (what, source) in [("read-only data", &READ_ONLY[..])].into_iter().chain(mapped) {
         for (at, length) in [(0, source.len()), (1, 4097), (5, 3)] {

@@ -460,18 +460,18 @@ mod tests {
 
     fn run(steps: Vec<Step>) {
         let (ranges, model) = (Ranges::new(), Model::default());
-        let mut beside = MapAndModel { ranges, model, held: Vec::new(), out: Vec::new() };
+        let mut both = MapAndModel { ranges, model, held: Vec::new(), out: Vec::new() };
         for (number, step) in steps.into_iter().enumerate() {
-            beside.step(number as u64, step);
+            both.step(number as u64, step);
         }
-        let cleared = beside.ranges.clear();
-        beside.model.ranges.clear();
-        beside.take_out(cleared);
-        while let Some(used) = beside.held.pop() {
-            beside.release(used);
+        let cleared = both.ranges.clear();
+        both.model.ranges.clear();
+        both.take_out(cleared);
+        while let Some(used) = both.held.pop() {
+            both.release(used);
         }
-        assert_eq!(beside.ranges.size(), (0, 0), "all came out");
-        assert!(beside.ranges.find(0, 1).is_none());
+        assert_eq!(both.ranges.size(), (0, 0), "all came out");
+        assert!(both.ranges.find(0, 1).is_none());
     }
 
     proptest! {

@@ -546,7 +546,7 @@ fn memory_that_is_unmapped_while_the_driver_refuses_it_is_tried_again() {
     (0..RETRY).for_each(|_| rig.copy(0, LARGE));
     assert_eq!(rig.fake.pins()[1..], [(rig.host.addr as u64, LARGE)]);
 
-    // Other memory that is unmapped all the time does not have every copy ask the driver.
+    // Other memory that is unmapped all the time does not make every copy ask the driver.
     rig.fake.refuse_pins(Some(libc::EFAULT));
     let tries = (0..=RETRY).map(|_| rig.bounce(LARGE));
     assert_eq!(tries.sum::<usize>(), 2);

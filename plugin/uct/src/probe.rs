@@ -215,7 +215,7 @@ fn check_config(uct: &Loaded, table: &CStr, size: usize) -> Result<(), String> {
 
 /// Calls a wrapper with the fake object and scratch memory for everything else it may look at.
 fn fire(wrapper: *mut c_void, object: *mut c_void) -> Option<usize> {
-    type Six = unsafe extern "C" fn(
+    type SixArguments = unsafe extern "C" fn(
         *mut c_void,
         *mut c_void,
         *mut c_void,
@@ -229,7 +229,7 @@ fn fire(wrapper: *mut c_void, object: *mut c_void) -> Option<usize> {
     // SAFETY: every wrapper takes at most six pointer-sized arguments and, apart from the object,
     // reads or writes only structures that fit into the scratch memory before (and not after) it
     // jumps through the slot; extra arguments are ignored by the C calling convention.
-    let call = unsafe { core::mem::transmute::<*mut c_void, Six>(wrapper) };
+    let call = unsafe { core::mem::transmute::<*mut c_void, SixArguments>(wrapper) };
     FIRED.set(None);
     // SAFETY: as above.
     unsafe { call(object, memory, memory, memory, memory, memory) };

@@ -26,7 +26,7 @@ use hl_thunk::packet::{DmaRule, LinDma};
 use hl_thunk::{DeviceAddr, Direction, DmaBuf, ExportCall, PAGE_SIZE};
 use synapse::{Acquired, CallError, DeviceBlock, Framework, HostMapping, Status};
 
-use self::presence::{Calling, Presence};
+use self::presence::{CallGuard, Presence};
 use self::streams::{LANES, Streams};
 use super::driver::{Shared, alone, export_failed, flush, shared};
 use super::{
@@ -168,7 +168,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Inner {
-    fn enter(&self, operation: &'static str) -> Result<Calling<'_>, Error> {
+    fn enter(&self, operation: &'static str) -> Result<CallGuard<'_>, Error> {
         if !self.device.is_ours() {
             return Err(Error::forked(operation));
         }
@@ -209,7 +209,7 @@ impl Inner {
     }
 
     /// Enters for a call on the framework's descriptor, whose number may be another file's by now.
-    fn enter_for_driver(&self, operation: &'static str) -> Result<Calling<'_>, Error> {
+    fn enter_for_driver(&self, operation: &'static str) -> Result<CallGuard<'_>, Error> {
         let present = self.enter(operation)?;
         match self.framework.has(&self.card) {
             Ok(true) => Ok(present),

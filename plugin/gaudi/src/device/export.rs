@@ -13,7 +13,7 @@ const EXPORTING: &str = "exporting a dma-buf";
 
 /// What others do with a dma-buf.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Use {
+enum DmabufUse {
     /// They may write to the memory.
     Written,
     /// They only show whether they could.
@@ -27,7 +27,7 @@ impl Device {
     /// All allocations in one driver page share the driver's export, so the descriptor may reach
     /// beyond the range: hand it to a NIC of this process, not to another process.
     pub fn export(&self, addr: DeviceAddr, len: u64) -> Result<(OwnedFd, u64), Error> {
-        self.export_extent(addr, len, Extent::Page(None), Use::Written)
+        self.export_extent(addr, len, Extent::Page(None), DmabufUse::Written)
     }
 
     /// As [`Device::export`], but with this one of the driver library's two calls; an error where
@@ -38,7 +38,7 @@ impl Device {
         len: u64,
         call: ExportCall,
     ) -> Result<(OwnedFd, u64), Error> {
-        self.export_extent(addr, len, Extent::Page(Some(call)), Use::Written)
+        self.export_extent(addr, len, Extent::Page(Some(call)), DmabufUse::Written)
     }
 
     /// As [`Device::export`] or [`Device::export_with`], to see whether another device takes the dma-buf. Peers must not write
@@ -49,7 +49,7 @@ impl Device {
         len: u64,
         call: Option<ExportCall>,
     ) -> Result<(OwnedFd, u64), Error> {
-        self.export_extent(addr, len, Extent::Page(call), Use::Trial)
+        self.export_extent(addr, len, Extent::Page(call), DmabufUse::Trial)
     }
 
     /// A dma-buf of its own for `[addr, addr + len)` alone, rounded out to 4 KiB, which nobody
@@ -57,7 +57,7 @@ impl Device {
     /// back: the descriptor reaches the range also when it belongs to another allocation. With
     /// [`Device::share`] it does not.
     pub fn export_alone(&self, addr: DeviceAddr, len: u64) -> Result<(OwnedFd, u64), Error> {
-        self.export_extent(addr, len, Extent::Alone, Use::Written)
+        self.export_extent(addr, len, Extent::Alone, DmabufUse::Written)
     }
 
     fn export_extent(
@@ -65,7 +65,7 @@ impl Device {
         addr: DeviceAddr,
         len: u64,
         extent: Extent,
-        by_others: Use,
+        by_others: DmabufUse,
     ) -> Result<(OwnedFd, u64), Error> {
         self.check_process(EXPORTING)?;
         let checked = self.check_own(addr, len, EXPORTING);
@@ -79,7 +79,7 @@ impl Device {
                     self.export_foreign(&entry, addr, len)
                 }
             });
-            if exported.is_ok() && by_others == Use::Written {
+            if exported.is_ok() && by_others == DmabufUse::Written {
                 peer_writes.exported(entry);
             }
             exported

@@ -263,14 +263,14 @@ impl Announcement {
         *state = Progress::By(me);
         drop(state);
         // Also when an observer panics: others must not wait for ever.
-        let _done = Done(self);
+        let _done = AnnouncedGuard(self);
         windows.opened(window);
     }
 }
 
-struct Done<'a>(&'a Announcement);
+struct AnnouncedGuard<'a>(&'a Announcement);
 
-impl Drop for Done<'_> {
+impl Drop for AnnouncedGuard<'_> {
     fn drop(&mut self) {
         *self.0.state.lock().unwrap_or_else(PoisonError::into_inner) = Progress::Done;
         self.0.done.notify_all();

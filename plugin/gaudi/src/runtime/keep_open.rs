@@ -47,7 +47,7 @@ static CARDS: PerProcess<Mutex<State>> = PerProcess::new();
 struct State {
     /// How many [`KeptOpen`] there are.
     holders: usize,
-    cards: Vec<Kept>,
+    cards: Vec<KeptCard>,
     /// Whether a thread looks after unused cards.
     watched: bool,
 }
@@ -63,7 +63,7 @@ impl State {
 }
 
 #[derive(Debug)]
-struct Kept {
+struct KeptCard {
     device: Arc<Device>,
     user: User,
     unused_since: Option<Instant>,
@@ -88,7 +88,7 @@ pub(crate) fn opened(device: &Arc<Device>, user: User, keep_open: Duration) {
     if limit == Some(Duration::ZERO) {
         return;
     }
-    state.cards.push(Kept { device: Arc::clone(device), user, unused_since: None });
+    state.cards.push(KeptCard { device: Arc::clone(device), user, unused_since: None });
     if limit.is_some() {
         watch(&mut state);
     }
@@ -96,7 +96,7 @@ pub(crate) fn opened(device: &Arc<Device>, user: User, keep_open: Duration) {
 
 /// Drops cards that were reset: nothing works on them until they were closed.
 pub(crate) fn drop_lost() {
-    let lost: Vec<Kept> = state().cards.extract_if(.., |kept| kept.device.is_lost()).collect();
+    let lost: Vec<KeptCard> = state().cards.extract_if(.., |kept| kept.device.is_lost()).collect();
     // Closed here, without the lock.
     drop(lost);
 }
@@ -116,7 +116,7 @@ fn close_unused() {
         let mut guard = state();
         let state = &mut *guard;
         let limits = [User::Process, User::Peers].map(|user| state.limit(user, keep_open));
-        let limit_of = |kept: &Kept| limits[usize::from(kept.user == User::Peers)];
+        let limit_of = |kept: &KeptCard| limits[usize::from(kept.user == User::Peers)];
         let Some(shortest) = state.cards.iter().filter_map(limit_of).min() else {
             state.watched = false;
             return;
@@ -130,7 +130,7 @@ fn close_unused() {
             }
             now.duration_since(*kept.unused_since.get_or_insert(now)) >= limit
         });
-        let over: Vec<Kept> = over.collect();
+        let over: Vec<KeptCard> = over.collect();
         drop(guard);
         drop(over);
         // The limit may be set to zero meanwhile.

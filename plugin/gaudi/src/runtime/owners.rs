@@ -89,15 +89,16 @@ pub(crate) fn own_descriptor(library: &Arc<Library>, node: u32) -> Option<RawFd>
     })
 }
 
-fn wanted(library: &Arc<Library>, node: u32) -> Option<Wanted> {
+fn wanted(library: &Arc<Library>, node: u32) -> Option<SearchedNode> {
     let control = ControlDevice::open(library, node).ok()?;
     let link = format!("/proc/self/fd/{}", control.as_fd().as_raw_fd());
-    Wanted::at(&compute_node(&std::fs::read_link(link).ok()?)?)
+    SearchedNode::at(&compute_node(&std::fs::read_link(link).ok()?)?)
 }
 
 /// Which processes have the compute nodes of these cards open, by their node numbers.
 pub(crate) fn of_cards(library: &Arc<Library>, nodes: &[u32]) -> Vec<Owners> {
-    let wanted: Vec<Option<Wanted>> = nodes.iter().map(|&node| wanted(library, node)).collect();
+    let wanted: Vec<Option<SearchedNode>> =
+        nodes.iter().map(|&node| wanted(library, node)).collect();
     search(Path::new("/proc"), &wanted)
 }
 
@@ -110,7 +111,7 @@ fn compute_node(control: &Path) -> Option<PathBuf> {
 
 /// A node that is searched for.
 #[derive(Debug)]
-struct Wanted {
+struct SearchedNode {
     name: std::ffi::OsString,
     identity: FileIdentity,
 }
@@ -132,7 +133,7 @@ impl FileIdentity {
     }
 }
 
-impl Wanted {
+impl SearchedNode {
     fn at(path: &Path) -> Option<Self> {
         let identity = FileIdentity::of(&std::fs::metadata(path).ok()?);
         Some(Self { name: path.file_name()?.to_owned(), identity })
@@ -140,7 +141,7 @@ impl Wanted {
 }
 
 /// Looks through the processes under `proc`, once for all nodes.
-fn search(proc: &Path, wanted: &[Option<Wanted>]) -> Vec<Owners> {
+fn search(proc: &Path, wanted: &[Option<SearchedNode>]) -> Vec<Owners> {
     let mut answers = vec![Owners::default(); wanted.len()];
     let mut looks = 0;
     let mut incomplete = false;
@@ -158,7 +159,7 @@ fn search(proc: &Path, wanted: &[Option<Wanted>]) -> Vec<Owners> {
             let link = descriptor.path();
             let Ok(target) = std::fs::read_link(&link) else { continue };
             for ((wanted, answer), counted) in wanted.iter().zip(&mut answers).zip(&mut counted) {
-                let is_it = |wanted: &Wanted| {
+                let is_it = |wanted: &SearchedNode| {
                     target.file_name() == Some(&wanted.name)
                         && std::fs::metadata(&link)
                             .is_ok_and(|meta| FileIdentity::of(&meta) == wanted.identity)
@@ -213,7 +214,7 @@ mod tests {
             std::fs::write(path, "").unwrap();
         }
         let open = [std::fs::File::open(&paths[0]), std::fs::File::open(&paths[2])];
-        let wanted: Vec<_> = paths[..2].iter().map(|path| Wanted::at(path)).collect();
+        let wanted: Vec<_> = paths[..2].iter().map(|path| SearchedNode::at(path)).collect();
         let owners = search(Path::new("/proc"), &wanted);
         let mine =
             |owners: &Owners| owners.found.iter().any(|owner| owner.pid == std::process::id());

@@ -25,14 +25,14 @@ pub(super) struct Presence {
 }
 
 /// While this lives, an announced release waits.
-pub(super) type Calling<'a> = RwLockReadGuard<'a, ()>;
+pub(super) type CallGuard<'a> = RwLockReadGuard<'a, ()>;
 
 impl Presence {
     pub(super) const fn new() -> Self {
         Self { state: AtomicU8::new(IN_USE), calls: RwLock::new(()) }
     }
 
-    fn enter_if(&self, permitted: impl FnOnce(u8) -> bool) -> Option<Calling<'_>> {
+    fn enter_if(&self, permitted: impl FnOnce(u8) -> bool) -> Option<CallGuard<'_>> {
         let calling = self.calls.read().unwrap_or_else(PoisonError::into_inner);
         // Acquire, with the lock held: pairs with the store in `end`, which waits for the lock afterwards. So
         // a thread that gets here after that has waited sees that the card is gone.
@@ -40,12 +40,12 @@ impl Presence {
     }
 
     /// Enters for calls that use the card.
-    pub(super) fn enter(&self) -> Option<Calling<'_>> {
+    pub(super) fn enter(&self) -> Option<CallGuard<'_>> {
         self.enter_if(|state| state == IN_USE)
     }
 
     /// Enters for a call that gives device memory back.
-    pub(super) fn enter_to_free(&self) -> Option<Calling<'_>> {
+    pub(super) fn enter_to_free(&self) -> Option<CallGuard<'_>> {
         self.enter_if(|state| state != GONE)
     }
 

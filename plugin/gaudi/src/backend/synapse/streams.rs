@@ -24,14 +24,14 @@ pub(super) const LANES: usize = 3;
 pub(super) struct Streams {
     lanes: [Mutex<Option<Stream>>; LANES],
     /// By slot.
-    events: Vec<Mutex<Recorded>>,
+    events: Vec<Mutex<RecordedEvent>>,
     /// How many events there are.
     made: AtomicUsize,
     last: AtomicU64,
 }
 
 #[derive(Debug, Default)]
-struct Recorded {
+struct RecordedEvent {
     /// Of the submission that it was last recorded for.
     sequence: u64,
     event: Option<Event>,
@@ -67,7 +67,7 @@ impl Streams {
             none => none.insert(Stream::new(framework)?),
         };
         let mut recorded = lock(&self.events[slot as usize]);
-        let Recorded { sequence, event } = &mut *recorded;
+        let RecordedEvent { sequence, event } = &mut *recorded;
         let event = match event {
             Some(event) => event,
             none => none.insert(self.event(framework, presence)?),

@@ -28,6 +28,7 @@ struct Thunk {
 }
 
 impl Thunk {
+    #[expect(clippy::missing_transmute_annotations, reason = "the fields have the types")]
     fn new(library: &Library) -> Self {
         let find = |name| library.function(name).unwrap_or_else(|| panic!("no {name}"));
         // SAFETY: the signatures of hlthunk.h.

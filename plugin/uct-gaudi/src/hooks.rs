@@ -26,33 +26,69 @@ use uct::{Ucx, log};
 
 use crate::{memtype_cache, status};
 
-type Alloc = unsafe extern "C" fn(c_int, u64, u64, bool, bool) -> u64;
-type Map = unsafe extern "C" fn(c_int, u64, u64) -> u64;
-/// Free and unmap.
-type Give = unsafe extern "C" fn(c_int, u64) -> c_int;
-type Close = unsafe extern "C" fn(c_int) -> c_int;
+/// A library's own functions, and those of the same names here, which stand in for them.
+macro_rules! redirections {
+    ($table:ident { $($function:ident = $name:literal: fn($($type:ty),*) -> $out:ty;)* }) => {
+        struct $table { $($function: unsafe extern "C" fn($($type),*) -> $out,)* }
 
-/// The driver library's own functions.
-struct Originals {
-    alloc: Alloc,
-    free: Give,
-    map: Map,
-    unmap: Give,
-    close: Close,
+        impl $table {
+            /// The library's own.
+            fn own() -> &'static OnceLock<Self> {
+                static OWN: OnceLock<$table> = OnceLock::new();
+                &OWN
+            }
+
+            fn get() -> &'static Self {
+                Self::own().get().expect("set before the first redirection")
+            }
+
+            /// Has the objects of the process call ours. Not the library itself: it makes such calls whose
+            /// counterparts were not seen here.
+            fn redirect(
+                ucx: &Ucx,
+                library: &str,
+                find: impl Fn(&CStr) -> Option<*const c_void>,
+            ) -> Result<(), String> {
+                let find = |name: &CStr| {
+                    find(name).ok_or_else(|| format!("{library} has no {}", name.to_string_lossy()))
+                };
+                // SAFETY: the types are those of the library's header.
+                let own = Self { $($function: unsafe {
+                    transmute::<*const c_void, unsafe extern "C" fn($($type),*) -> $out>(find($name)?)
+                },)* };
+                let functions: &[(&'static CStr, *const c_void, *const c_void)] = &[
+                    $(($name, own.$function as *const c_void, $function as *const c_void)),*
+                ];
+                let file = file_of(functions[0].1);
+                let file = file.ok_or_else(|| format!("it is not known which file {library} is"))?;
+                let _ = Self::own().set(own);
+                for &(name, _, instead) in functions {
+                    // SAFETY: same type, same effect, and this library is never unloaded.
+                    unsafe { ucx.redirect(name, instead, file) }.map_err(|status| {
+                        let name = name.to_string_lossy();
+                        format!("UCX could not redirect {name}: {status:?}")
+                    })?;
+                }
+                Ok(())
+            }
+        }
+    };
 }
 
-static ORIGINALS: OnceLock<Originals> = OnceLock::new();
+redirections! { Driver {
+    alloc = c"hlthunk_device_memory_alloc": fn(c_int, u64, u64, bool, bool) -> u64;
+    free = c"hlthunk_device_memory_free": fn(c_int, u64) -> c_int;
+    unmap = c"hlthunk_memory_unmap": fn(c_int, u64) -> c_int;
+    close = c"hlthunk_close": fn(c_int) -> c_int;
+    // Last: where a mapping is seen, its unmapping is seen, too.
+    map = c"hlthunk_device_memory_map": fn(c_int, u64, u64) -> u64;
+} }
 
-type Release = unsafe extern "C" fn(u32) -> c_int;
-type Destroy = unsafe extern "C" fn() -> c_int;
-
-/// The framework's own functions that release its card.
-struct ReleaseFunctions {
-    release: Release,
-    destroy: Destroy,
-}
-
-static RELEASE_FUNCTIONS: OnceLock<ReleaseFunctions> = OnceLock::new();
+// What releases the framework's card.
+redirections! { ReleaseFunctions {
+    device_release = c"synDeviceRelease": fn(u32) -> c_int;
+    destroy = c"synDestroy": fn() -> c_int;
+} }
 
 /// Through which UCX hooks are set, and whether they are wanted.
 static WANTED: Mutex<Option<(&'static Ucx, Ternary)>> = Mutex::new(None);
@@ -87,7 +123,8 @@ pub(crate) fn install_if_needed() {
     }
     // Once, whatever comes of it: half of the functions may be redirected already.
     *done = true;
-    match install(ucx) {
+    let find = |name: &CStr| runtime().driver_function(name.to_str().ok()?);
+    match Driver::redirect(ucx, "the driver library", find) {
         Ok(()) => log!(ucx, Info, "memory that this program maps on a Gaudi by itself is noticed"),
         Err(reason) if wanted == Ternary::Yes => {
             log!(ucx, Warn, "MEM_HOOKS=yes, but {reason}");
@@ -105,73 +142,10 @@ pub(crate) fn install_for_framework() {
     if std::mem::replace(&mut *done, true) {
         return;
     }
-    if let Err(reason) = install_on_framework(ucx) {
+    let find = |name: &CStr| runtime().framework_function(name);
+    if let Err(reason) = ReleaseFunctions::redirect(ucx, "libSynapse", find) {
         log!(ucx, Info, "a release of Synapse's card is noticed when it unmaps memory: {reason}");
     }
-}
-
-fn install_on_framework(ucx: &Ucx) -> Result<(), String> {
-    let find = |name: &CStr| {
-        let found = runtime().framework_function(name);
-        found.ok_or_else(|| format!("libSynapse has no {}", name.to_string_lossy()))
-    };
-    // SAFETY: the types are those of synapse_api.h.
-    let endings = unsafe {
-        ReleaseFunctions {
-            release: transmute::<*const c_void, Release>(find(c"synDeviceRelease")?),
-            destroy: transmute::<*const c_void, Destroy>(find(c"synDestroy")?),
-        }
-    };
-    let library = file_of(endings.release as *const c_void);
-    let library = library.ok_or("it is not known which file libSynapse is")?;
-    let _ = RELEASE_FUNCTIONS.set(endings);
-    redirect(ucx, c"synDeviceRelease", device_release as *const c_void, library)?;
-    redirect(ucx, c"synDestroy", destroy as *const c_void, library)
-}
-
-fn redirect(
-    ucx: &Ucx,
-    name: &'static CStr,
-    function: *const c_void,
-    except: &'static CStr,
-) -> Result<(), String> {
-    // SAFETY: same type, same effect, and this library is never unloaded.
-    unsafe { ucx.redirect(name, function, except) }
-        .map_err(|status| format!("UCX could not redirect {}: {status:?}", name.to_string_lossy()))
-}
-
-fn install(ucx: &Ucx) -> Result<(), String> {
-    let find = |name: &str| {
-        let found = runtime().driver_function(name);
-        found.ok_or_else(|| format!("the driver library has no {name}"))
-    };
-    // SAFETY: the types are those of hlthunk.h.
-    let originals = unsafe {
-        Originals {
-            alloc: transmute::<*const c_void, Alloc>(find("hlthunk_device_memory_alloc")?),
-            free: transmute::<*const c_void, Give>(find("hlthunk_device_memory_free")?),
-            map: transmute::<*const c_void, Map>(find("hlthunk_device_memory_map")?),
-            unmap: transmute::<*const c_void, Give>(find("hlthunk_memory_unmap")?),
-            close: transmute::<*const c_void, Close>(find("hlthunk_close")?),
-        }
-    };
-    // The driver library's own calls are not redirected: it closes control nodes whose opening was not
-    // seen here.
-    let driver = file_of(originals.close as *const c_void);
-    let driver = driver.ok_or("it is not known which file the driver library is")?;
-    let _ = ORIGINALS.set(originals);
-    let functions: [(&CStr, *const c_void); 5] = [
-        (c"hlthunk_device_memory_alloc", alloc as *const c_void),
-        (c"hlthunk_device_memory_free", free as *const c_void),
-        (c"hlthunk_memory_unmap", unmap as *const c_void),
-        (c"hlthunk_close", close as *const c_void),
-        // Last: where a mapping is seen, its unmapping is seen, too.
-        (c"hlthunk_device_memory_map", map as *const c_void),
-    ];
-    for (name, function) in functions {
-        redirect(ucx, name, function, driver)?;
-    }
-    Ok(())
 }
 
 /// The file that a function is in, as the loader calls it.
@@ -185,10 +159,6 @@ fn file_of(function: *const c_void) -> Option<&'static CStr> {
     }
     // SAFETY: the loader's string of a library that the engine never unloads.
     Some(unsafe { CStr::from_ptr(info.dli_fname) })
-}
-
-fn originals() -> &'static Originals {
-    ORIGINALS.get().expect("set before the first redirection")
 }
 
 /// Reports a call to the engine. A failure of that is logged, and not the caller's.
@@ -220,7 +190,7 @@ fn log_failure(what: &str, error: &gaudi::Error) {
 
 unsafe extern "C" fn alloc(fd: c_int, size: u64, page: u64, near: bool, shared: bool) -> u64 {
     // SAFETY: the caller's own arguments.
-    let handle = unsafe { (originals().alloc)(fd, size, page, near, shared) };
+    let handle = unsafe { (Driver::get().alloc)(fd, size, page, near, shared) };
     if handle != 0 {
         report(fd, |runtime, fd| runtime.memory_allocated(fd, handle, size));
     }
@@ -231,7 +201,7 @@ unsafe extern "C" fn free(fd: c_int, handle: u64) -> c_int {
     // Before the driver can give the handle to another thread.
     let size = report(fd, |runtime, fd| runtime.memory_freeing(fd, handle)).flatten();
     // SAFETY: the caller's own arguments.
-    let answer = unsafe { (originals().free)(fd, handle) };
+    let answer = unsafe { (Driver::get().free)(fd, handle) };
     if answer != 0
         && let Some(size) = size
     {
@@ -242,7 +212,7 @@ unsafe extern "C" fn free(fd: c_int, handle: u64) -> c_int {
 
 unsafe extern "C" fn map(fd: c_int, handle: u64, hint: u64) -> u64 {
     // SAFETY: the caller's own arguments.
-    let address = unsafe { (originals().map)(fd, handle, hint) };
+    let address = unsafe { (Driver::get().map)(fd, handle, hint) };
     if address != 0 {
         report(fd, |runtime, fd| {
             if runtime.has_framework() && !runtime.knows_card_of(fd) {
@@ -269,7 +239,7 @@ unsafe extern "C" fn unmap(fd: c_int, address: u64) -> c_int {
     });
     let known = known.flatten();
     // SAFETY: the caller's own arguments.
-    let answer = unsafe { (originals().unmap)(fd, address) };
+    let answer = unsafe { (Driver::get().unmap)(fd, address) };
     if answer != 0
         && let Some(memory) = known
     {
@@ -289,11 +259,7 @@ unsafe extern "C" fn close(fd: c_int) -> c_int {
         }
     });
     // SAFETY: the caller's own arguments.
-    unsafe { (originals().close)(fd) }
-}
-
-fn release_functions() -> &'static ReleaseFunctions {
-    RELEASE_FUNCTIONS.get().expect("set before the first redirection")
+    unsafe { (Driver::get().close)(fd) }
 }
 
 /// Before a call that releases the framework's card.
@@ -314,11 +280,11 @@ fn released(releasing: Option<Releasing>, answer: c_int) -> c_int {
 unsafe extern "C" fn device_release(device: u32) -> c_int {
     let releasing = releasing();
     // SAFETY: the caller's own argument.
-    released(releasing, unsafe { (release_functions().release)(device) })
+    released(releasing, unsafe { (ReleaseFunctions::get().device_release)(device) })
 }
 
 unsafe extern "C" fn destroy() -> c_int {
     let releasing = releasing();
     // SAFETY: no arguments.
-    released(releasing, unsafe { (release_functions().destroy)() })
+    released(releasing, unsafe { (ReleaseFunctions::get().destroy)() })
 }

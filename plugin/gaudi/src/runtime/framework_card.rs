@@ -9,17 +9,14 @@
 //! not see it, hooks on the driver's calls notice that the card is going ([`Runtime::framework_unmapping`]), else the
 //! next poll does. Polling calls a function of the framework that changes nothing.
 //!
-//! The state is not locked while observers are notified, nor while the framework is called. Polls hold [`attach_lock`] for
-//! reading and never wait for it; an announced release waits for polls, and has it until the card is released.
+//! The state is not locked while observers are notified, nor while the framework is called. Looks hold a lock of their own for
+//! reading and never wait for it; an announced release waits for looks, and has it until the card is released.
 
 use std::cell::Cell;
-use std::convert::Infallible;
 use std::ffi::{CStr, c_int, c_void};
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
-use std::sync::{
-    Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockWriteGuard, TryLockError, Weak,
-};
+use std::sync::{Arc, MutexGuard, OnceLock, PoisonError, RwLockWriteGuard, TryLockError, Weak};
 
 use hl_thunk::Generation;
 use synapse::{Acquired, Framework, Pool};
@@ -28,7 +25,7 @@ use crate::backend::synapse::{Guest, ReleaseKind};
 use crate::device::Withdrawn;
 use crate::error::Phase;
 use crate::memory::DeviceRange;
-use crate::process::{Instance, PerProcess};
+use crate::process::Instance;
 use crate::window::{ForeignMemory, KEPT_CLEAR};
 use crate::{Device, DeviceAddr, DeviceChoice, DeviceInfo, Error, ErrorKind, PortMasks, Runtime};
 
@@ -48,7 +45,7 @@ pub(crate) enum FrameworkStatus {
 }
 
 #[derive(Debug, Default)]
-struct State {
+pub(super) struct State {
     current: Option<AttachedCard>,
     /// The last card that could not be used, and why.
     unusable: Option<(Acquired, Error)>,
@@ -75,17 +72,7 @@ thread_local! {
 }
 
 fn state() -> MutexGuard<'static, State> {
-    // Not the parent's in a forked child: a thread that is not there may have that one.
-    static STATE: PerProcess<Mutex<State>> = PerProcess::new();
-    let Ok(state) = STATE.get_or_make(|| Ok::<_, Infallible>(Mutex::default()));
-    state.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Held shared while the framework is polled, exclusively during an announced release.
-fn attach_lock() -> &'static RwLock<()> {
-    static LOCK: PerProcess<RwLock<()>> = PerProcess::new();
-    let Ok(lock) = LOCK.get_or_make(|| Ok::<_, Infallible>(RwLock::default()));
-    lock
+    super::own().framework.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// While this lives, the framework releases its card and is not polled.
@@ -134,7 +121,7 @@ impl Runtime {
         if SEEN_BY.get().is_some_and(|seen_by| *seen_by != Instance::current()) {
             return FrameworkStatus::Unusable(Error::forked(ATTACHING));
         }
-        let _attaching = match attach_lock().try_read() {
+        let _attaching = match super::own().attach_lock.try_read() {
             Ok(guard) => guard,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             // It is releasing its card.
@@ -328,7 +315,7 @@ impl Runtime {
     /// to it again before the answer is dropped.
     pub fn framework_releasing(&self) -> Releasing {
         let was_releasing = RELEASING.replace(true);
-        let alone = || attach_lock().write().unwrap_or_else(PoisonError::into_inner);
+        let alone = || super::own().attach_lock.write().unwrap_or_else(PoisonError::into_inner);
         let mut releasing =
             Releasing { _alone: (!was_releasing).then(alone), was_releasing, ended: Vec::new() };
         if !was_releasing {

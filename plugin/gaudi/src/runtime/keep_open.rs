@@ -11,11 +11,10 @@
 //! Not longer by default: a card has one owner. Another process could not open it, nor could a child that is
 //! forked meanwhile.
 
-use std::convert::Infallible;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::process::{Instance, PerProcess, thread};
+use crate::process::{Instance, thread};
 use crate::{Device, Runtime, runtime};
 
 /// How often an unused card is looked at, at most.
@@ -40,11 +39,8 @@ pub struct KeptOpen {
     made_by: Instance,
 }
 
-/// Not the parent's in a forked child: that has none of its cards.
-static CARDS: PerProcess<Mutex<State>> = PerProcess::new();
-
 #[derive(Debug, Default)]
-struct State {
+pub(super) struct State {
     /// How many [`KeptOpen`] there are.
     holders: usize,
     cards: Vec<KeptCard>,
@@ -70,9 +66,7 @@ struct KeptCard {
 }
 
 fn state() -> MutexGuard<'static, State> {
-    let made = CARDS.get_or_make(|| Ok::<_, Infallible>(Mutex::default()));
-    let Ok(state) = made;
-    state.lock().unwrap_or_else(PoisonError::into_inner)
+    super::own().kept.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A card was opened, or is shared by one more user. The thread below may just have let go of it.

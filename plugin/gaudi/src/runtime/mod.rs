@@ -13,11 +13,10 @@ pub(crate) mod pairing;
 pub(crate) mod selection;
 
 use std::collections::{BTreeSet, HashMap};
-use std::convert::Infallible;
 use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
 use std::time::Duration;
 
 use hl_thunk::{Generation, Library};
@@ -102,6 +101,21 @@ pub fn runtime() -> &'static Runtime {
     RUNTIME.get_or_init(Runtime::new)
 }
 
+/// What a forked child has anew: a thread that is not there may have its parent's locks, and it has none of its cards.
+#[derive(Debug, Default)]
+struct Own {
+    opening: Mutex<()>,
+    kept: Mutex<kept::State>,
+    framework: Mutex<framework_card::State>,
+    /// Keeps looks at the framework and an announced release of its card apart.
+    attach_lock: RwLock<()>,
+}
+
+fn own() -> &'static Own {
+    static OWN: PerProcess<Own> = PerProcess::new();
+    OWN.get_or_default()
+}
+
 impl Runtime {
     fn new() -> Self {
         Self {
@@ -164,10 +178,7 @@ impl Runtime {
     /// Held while a card is opened, but not while one is waited for: one is opened at a time, so that two
     /// threads share it instead of racing for it.
     pub(crate) fn opening(&self) -> MutexGuard<'static, ()> {
-        // Not the parent's in a forked child: a thread that is not there may have that one.
-        static LOCK: PerProcess<Mutex<()>> = PerProcess::new();
-        let Ok(lock) = LOCK.get_or_make(|| Ok::<_, Infallible>(Mutex::default()));
-        lock.lock().unwrap_or_else(PoisonError::into_inner)
+        own().opening.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn library(&self) -> Result<&Arc<Library>, Error> {

@@ -1,5 +1,6 @@
 //! Values that belong to one process: a forked child neither sees nor ends its parent's.
 
+use std::convert::Infallible;
 use std::mem::ManuallyDrop;
 use std::ops::Deref;
 use std::ptr;
@@ -22,6 +23,15 @@ impl<T: Send + Sync> PerProcess<T> {
         // SAFETY: only leaked boxes are ever stored.
         let stored = unsafe { self.0.load(Ordering::Acquire).as_ref() };
         stored.filter(|(made_by, _)| *made_by == Instance::current()).map(|(_, value)| value)
+    }
+
+    /// This process's, made now if it has none.
+    pub(crate) fn get_or_default(&self) -> &'static T
+    where
+        T: Default,
+    {
+        let Ok(value) = self.get_or_make(|| Ok::<_, Infallible>(T::default()));
+        value
     }
 
     /// This process's, made now if it has none. Two threads may both make one; only one is kept.

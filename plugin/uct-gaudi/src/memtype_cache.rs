@@ -15,7 +15,8 @@
 //! | UCX has HCAs open that were not tried with memory of the card | the above, as unknown, until it has asked ([`hcas`]) | |
 //! | its card is found | its pool goes in | ALLOC |
 //! | it releases the card | its pool is unknown again | FREE |
-//! | the cache is made, or made again after `ucs_memtype_cache_cleanup`; a handler asks for existing memory | | ALLOC for each window |
+//!
+//! UCX makes the cache when it is first asked or told something, and keeps it until libucs is unloaded.
 //!
 //! **Freed memory stays Gaudi memory in the cache** as long as its card is open. An address in a window is
 //! never host memory: taken for host memory, a stale pointer would be touched with the CPU and end the
@@ -72,10 +73,6 @@ pub(crate) fn begin(ucx: &'static Ucx, expects_framework: bool) {
     }
     let client = Arc::new(Client { ucx, ranges: Mutex::default(), watched: Mutex::default() });
     clients.push(Arc::clone(&client));
-    let existing = Arc::clone(&client);
-    if !ucx.report_existing(Box::new(move || existing.existing())) {
-        log!(ucx, Debug, "a memory-type cache that UCX makes anew will not know of open cards");
-    }
     watch(&client);
     // The list stays locked until the observer is there: another thread that finds `ucx` in it may
     // allocate at once.
@@ -131,15 +128,6 @@ pub(crate) fn freeing(allocation: &Allocation) {
 impl Client {
     fn ranges(&self) -> MutexGuard<'_, Vec<DeviceRange>> {
         self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// What a cache that is made now has to know.
-    fn existing(&self) -> Vec<DeviceRange> {
-        let ranges = self.ranges().clone();
-        let ranges =
-            ranges.into_iter().map(|range| hcas::as_registrable(self.ucx, range)).collect();
-        let known = [self.watched().clone(), ranges].concat();
-        if known.is_empty() { known } else { [vec![SENTINEL], known].concat() }
     }
 
     fn watched(&self) -> MutexGuard<'_, Vec<DeviceRange>> {

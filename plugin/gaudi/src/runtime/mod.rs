@@ -105,7 +105,7 @@ pub fn runtime() -> &'static Runtime {
 #[derive(Debug, Default)]
 struct Own {
     opening: Mutex<()>,
-    kept: Mutex<kept::State>,
+    kept: Mutex<keep_open::State>,
     framework: Mutex<framework_card::State>,
     /// Keeps looks at the framework and an announced release of its card apart.
     attach_lock: RwLock<()>,

@@ -23,25 +23,19 @@ pub(crate) fn take_over() {
         if let Some(file) = variable("TRACE") {
             settings::trace_without_ucx(&file);
         }
-        let set = runtime().options();
-        let boolean = |name| ternary(&variable(name)?).map(|value| value == Ternary::Yes);
+        let chosen = |name| ternary(&variable(name)?);
+        let boolean = |name| chosen(name).map(|value| value == Ternary::Yes);
         let time = |name| duration(&variable(name)?);
-        let flush = || ternary(&variable("COPY_FLUSH_PEER_WRITES")?).map(settings::flush);
-        let framework = || ternary(&variable("COPY_FRAMEWORK")?).map(|value| value != Ternary::No);
-        fn unset<T>(set: bool, value: impl FnOnce() -> Option<T>) -> Option<T> {
-            if set { None } else { value() }
-        }
-        runtime().configure(Options {
-            adopt_own_cards: unset(set.adopt_own_cards.is_some(), || boolean("COPY_ADOPT")),
-            use_framework: unset(set.use_framework.is_some(), framework),
-            clear_allocations: unset(set.clear_allocations.is_some(), || {
-                boolean("COPY_CLEAR_MEMORY")
-            }),
-            keep_open: unset(set.keep_open.is_some(), || time("COPY_KEEP_OPEN")),
-            open_timeout: unset(set.open_timeout.is_some(), || time("COPY_OPEN_TIMEOUT")),
-            flush_peer_writes: unset(set.flush_peer_writes.is_some(), flush),
+        let set = Options {
+            adopt_own_cards: boolean("COPY_ADOPT"),
+            use_framework: chosen("COPY_FRAMEWORK").map(|value| value != Ternary::No),
+            clear_allocations: boolean("COPY_CLEAR_MEMORY"),
+            keep_open: time("COPY_KEEP_OPEN"),
+            open_timeout: time("COPY_OPEN_TIMEOUT"),
+            flush_peer_writes: chosen("COPY_FLUSH_PEER_WRITES").map(settings::flush),
             ..Options::default()
-        });
+        };
+        runtime().configure(Options::clone(&runtime().options()).or(set));
     });
 }
 

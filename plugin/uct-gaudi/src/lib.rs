@@ -48,7 +48,7 @@ fn register(ucx: &'static Ucx) -> Result<(), Status> {
     settings::early_log_level(ucx);
     settings::early_trace(ucx);
     duplicates::warn(ucx);
-    if ucx.memory_type_name(MemoryType::GAUDI).as_deref() != Some("gaudi") {
+    if !ucx.knows_memory_type(MemoryType::GAUDI, c"gaudi") {
         log!(
             ucx,
             Warn,

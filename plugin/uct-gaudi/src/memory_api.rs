@@ -4,7 +4,7 @@
 //! it is no memory of a card, and two cards may have it at the same address. It can be copied here.
 
 use core::ffi::{CStr, c_char, c_int, c_void};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::os::fd::{BorrowedFd, IntoRawFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -17,9 +17,9 @@ use crate::{domain, environment, memtype_cache};
 const API_VERSION: c_int = 2;
 
 /// Allocations by address, until they are freed.
-static OWNED: Mutex<Option<HashMap<u64, Allocation>>> = Mutex::new(None);
+static OWNED: Mutex<BTreeMap<u64, Allocation>> = Mutex::new(BTreeMap::new());
 
-fn owned() -> MutexGuard<'static, Option<HashMap<u64, Allocation>>> {
+fn owned() -> MutexGuard<'static, BTreeMap<u64, Allocation>> {
     OWNED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -124,7 +124,7 @@ pub(crate) unsafe extern "C" fn ucx_gaudi_alloc(
         let allocation = device.alloc(length as u64, 1)?;
         let start = allocation.addr().0;
         memtype_cache::allocated(&allocation);
-        owned().get_or_insert_default().insert(start, allocation);
+        owned().insert(start, allocation);
         // SAFETY: by the header a place for a pointer; checked for null above.
         unsafe { *address = core::ptr::without_provenance_mut(start as usize) };
         Ok(())
@@ -136,7 +136,7 @@ pub(crate) unsafe extern "C" fn ucx_gaudi_alloc(
 pub(crate) extern "C" fn ucx_gaudi_free(address: *mut c_void) -> c_int {
     guarded(|| {
         let start = address.addr() as u64;
-        let found = owned().as_mut().and_then(|owned| owned.remove(&start));
+        let found = owned().remove(&start);
         let allocation = found
             .ok_or_else(|| invalid(format!("{start:#x} did not come from ucx_gaudi_alloc")))?;
         memtype_cache::freeing(&allocation);

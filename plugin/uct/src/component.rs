@@ -2,7 +2,6 @@
 
 use core::any::TypeId;
 use core::ffi::{CStr, c_char, c_int, c_void};
-use std::sync::OnceLock;
 
 use crate::abi::{
     INVALID_RKEY, ListLink, MD_CONFIG_SIZE, MdOps, MdResource, RawComponent, RawMd, RawTl,
@@ -68,7 +67,7 @@ pub(crate) struct ComponentObject<C: Component> {
     pub(crate) md_ops: MdOps,
     config: Table,
     /// Interface type → its registered transport (UCX does not pass the transport to callbacks).
-    transports: OnceLock<Vec<(TypeId, *const c_void)>>,
+    transports: Vec<(TypeId, *const c_void)>,
 }
 
 impl<C: Component> ComponentObject<C> {
@@ -81,7 +80,7 @@ impl<C: Component> ComponentObject<C> {
 
     pub(crate) fn transport<I: Interface>(&self) -> Option<&'static TransportObject<I>> {
         let wanted = TypeId::of::<I>();
-        let (_, object) = self.transports.get()?.iter().find(|(id, _)| *id == wanted)?;
+        let (_, object) = self.transports.iter().find(|(id, _)| *id == wanted)?;
         // SAFETY: stored by `Registration::transport::<I>` under the same type id; never freed.
         Some(unsafe { &*object.cast::<TransportObject<I>>() })
     }
@@ -152,11 +151,8 @@ impl<C: Component> Registration<C> {
             component: self.component,
             md_ops: md::operations::<C>(symbols),
             config,
-            transports: OnceLock::new(),
+            transports: self.transports.iter().map(|(id, object, _)| (*id, *object)).collect(),
         }));
-        let registered = self.transports.iter().map(|(id, object, _)| (*id, *object)).collect();
-        // Cannot be set already: the object was made three lines above.
-        let _ = object.transports.set(registered);
         // Of the whole object, since callbacks find the rest of it from this pointer.
         let raw: *mut RawComponent = core::ptr::from_ref(object).cast_mut().cast();
         // SAFETY: the object is not shared yet; it has its final address, so the list head

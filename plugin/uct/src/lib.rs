@@ -51,5 +51,5 @@ pub use plugin::enter;
 pub use probe::probe_library;
 #[doc(hidden)]
 pub use relocation::RelocPatch;
-pub use ucm::{DeviceRange, Existing, Unmapped};
-pub use ucx::{Bound, Level, Refusal, SUPPORTED, Ucx};
+pub use ucm::{DeviceRange, Unmapped};
+pub use ucx::{Level, Refusal, SUPPORTED, Ucx};

@@ -4,7 +4,7 @@ use core::ffi::c_void;
 
 use crate::abi::Status;
 use crate::panic_guard::guarded_status;
-use crate::ucx::{Bound, Ucx};
+use crate::ucx::Ucx;
 
 /// What [`plugin!`](crate::plugin) calls when UCX loads the library.
 ///
@@ -18,13 +18,12 @@ pub fn enter(
     again: fn(&'static Ucx) -> Result<(), Status>,
 ) -> Status {
     match Ucx::bind(caller, name) {
-        Ok(Bound::New(ucx)) => guarded_status(ucx, "plugin initialisation", || {
-            register(ucx).inspect_err(|_| Ucx::forget(ucx))?;
+        Ok((ucx, is_new)) => guarded_status(ucx, "plugin initialisation", || {
+            if is_new {
+                register(ucx).inspect_err(|_| Ucx::forget(ucx))?;
+            }
             again(ucx).map(|()| Status::OK)
         }),
-        Ok(Bound::Known(ucx)) => {
-            guarded_status(ucx, "plugin initialisation", || again(ucx).map(|()| Status::OK))
-        }
         Err(refusal) => {
             Ucx::report_refusal(caller, name, &refusal);
             Status::UNSUPPORTED

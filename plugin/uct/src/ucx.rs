@@ -165,32 +165,32 @@ symbols! {
     }
 }
 
-/// UCX's log levels.
-#[repr(u32)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-#[allow(missing_docs)]
-pub enum Level {
-    Error = 1,
-    Warn = 2,
-    Diag = 3,
-    Info = 4,
-    Debug = 5,
-    Trace = 6,
-    TraceData = 8,
+macro_rules! levels {
+    ($($level:ident = $number:literal $name:literal,)*) => {
+        /// UCX's log levels.
+        #[repr(u32)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+        #[allow(missing_docs)]
+        pub enum Level { $($level = $number),* }
+
+        impl Level {
+            /// All levels with the names UCX gives them, the quietest first.
+            pub const ALL: &'static [(Level, &'static str)] = &[$((Level::$level, $name)),*];
+        }
+    };
+}
+
+levels! {
+    Error = 1 "error",
+    Warn = 2 "warn",
+    Diag = 3 "diag",
+    Info = 4 "info",
+    Debug = 5 "debug",
+    Trace = 6 "trace",
+    TraceData = 8 "data",
 }
 
 impl Level {
-    /// All levels with the names UCX gives them, the quietest first.
-    pub const ALL: [(Level, &'static str); 7] = [
-        (Level::Error, "error"),
-        (Level::Warn, "warn"),
-        (Level::Diag, "diag"),
-        (Level::Info, "info"),
-        (Level::Debug, "debug"),
-        (Level::Trace, "trace"),
-        (Level::TraceData, "data"),
-    ];
-
     /// UCX's number of a level; what is below an error counts as one, what is above this crate's
     /// levels as the last of them.
     pub(crate) fn of_number(number: c_int) -> Level {
@@ -236,28 +236,20 @@ impl fmt::Debug for Ucx {
 /// Copies bound so far; what was registered with one stays for ever.
 static COPIES: Mutex<Vec<&'static Ucx>> = Mutex::new(Vec::new());
 
-/// What [`Ucx::bind`] found.
-#[derive(Debug)]
-pub enum Bound {
-    /// A copy seen for the first time: register with it.
-    New(&'static Ucx),
-    /// A copy that was bound before.
-    Known(&'static Ucx),
-}
-
 impl Ucx {
-    /// Binds the UCX copy that `caller`, a return address, lies in, for the plugin of this name.
+    /// Binds the UCX copy that `caller`, a return address, lies in, for the plugin of this name. Also, whether it was
+    /// seen for the first time: register with it then.
     ///
     /// # Errors
     /// A [`Refusal`] that says what is missing or different. A line about it has *not* been
     /// logged; see [`Ucx::report_refusal`].
-    pub fn bind(caller: *const c_void, plugin: &str) -> Result<Bound, Refusal> {
+    pub fn bind(caller: *const c_void, plugin: &str) -> Result<(&'static Ucx, bool), Refusal> {
         let libraries = loaded::find(caller)?;
         let mut copies = COPIES.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         if let Some(known) =
             copies.iter().find(|copy| copy.libraries.ucs_base == libraries.ucs_base)
         {
-            return Ok(Bound::Known(known));
+            return Ok((known, false));
         }
         let version = version(&libraries);
         let symbols = match Symbols::find(&libraries) {
@@ -275,7 +267,7 @@ impl Ucx {
             level: AtomicI32::new(AS_UCX),
         }));
         copies.push(ucx);
-        Ok(Bound::New(ucx))
+        Ok((ucx, true))
     }
 
     /// Takes back that a copy is known, because nothing was registered with it.
@@ -330,16 +322,14 @@ impl Ucx {
         &self.version
     }
 
-    /// UCX's own name of a memory type, if this UCX knows the type.
-    pub fn memory_type_name(&self, memory_type: MemoryType) -> Option<String> {
+    /// Whether this UCX knows a memory type under this name.
+    pub fn knows_memory_type(&self, memory_type: MemoryType, name: &CStr) -> bool {
         // The table has `UNKNOWN` (10) as its last entry in every supported version.
-        if memory_type.0 > MemoryType::UNKNOWN.0 {
-            return None;
-        }
+        assert!(memory_type.0 <= MemoryType::UNKNOWN.0);
         // SAFETY: the index is inside the table; entries are C strings or null.
         unsafe {
-            let name = *self.symbols.ucs_memory_type_names.add(memory_type.0 as usize);
-            (!name.is_null()).then(|| CStr::from_ptr(name).to_string_lossy().into_owned())
+            let known = *self.symbols.ucs_memory_type_names.add(memory_type.0 as usize);
+            !known.is_null() && CStr::from_ptr(known) == name
         }
     }
 

@@ -22,6 +22,11 @@ macro_rules! options {
         pub enum OptionName { $(#[doc = concat!("[`Options::", stringify!($field), "`]")] $name,)* }
 
         impl Options {
+            /// These, and others where these say nothing.
+            pub fn or(self, others: Options) -> Options {
+                Options { $($field: self.$field.or(others.$field)),* }
+            }
+
             /// Takes over what is wanted; each option for which something else was wanted before.
             fn merge(&mut self, wanted: Options) -> impl Iterator<Item = Conflict> + use<> {
                 [$(merge(OptionName::$name, &mut self.$field, wanted.$field)),*].into_iter().flatten()

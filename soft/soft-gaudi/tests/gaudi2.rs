@@ -316,7 +316,7 @@ fn threads_share_a_card_with_more_submissions_than_the_window_has() {
         for thread in 0..8u64 {
             scope.spawn(move || {
                 let size = 200_000;
-                let mut source = pattern(size, thread as u64);
+                let mut source = pattern(size, thread);
                 let mut target = vec![0u8; size];
                 let (src, dst) = (map_host(fd, &mut source), map_host(fd, &mut target));
                 let place = device + thread * (1 << 20);

@@ -7,7 +7,7 @@ use core::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::Arc;
 
 use crate::device::{Device, cards, count, device_type, put_text};
-use crate::process::{self, device, device_or, guard, initialised};
+use crate::process::{self, device_or, guard, initialised, on_device};
 use crate::status::{Status, describe};
 use crate::stream::{Event, Stream};
 use crate::thunk::{self, Generation, Transfer};
@@ -59,157 +59,11 @@ fn get<T: Copy>(array: *const T, at: usize) -> Result<T, Status> {
     Ok(unsafe { *array.add(at) })
 }
 
-/// `synInitialize`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synInitialize() -> c_int {
-    guard(process::initialise)
-}
-
-/// `synDestroy`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synDestroy() -> c_int {
-    guard(process::destroy)
-}
-
 /// `synDriverGetVersion`: says that this is software.
 #[unsafe(no_mangle)]
 pub extern "C" fn synDriverGetVersion(out: *mut c_char, len: c_int) -> c_int {
     const VERSION: &[u8] = concat!("soft-synapse ", env!("CARGO_PKG_VERSION"), "\0").as_bytes();
     guard(|| put_text(out, len, CStr::from_bytes_with_nul(VERSION).unwrap_or_default()))
-}
-
-/// `synDeviceGetCount`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synDeviceGetCount(out: *mut u32) -> c_int {
-    guard(|| initialised(|_| put(out, count())))
-}
-
-/// `synDeviceGetCountByDeviceType`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synDeviceGetCountByDeviceType(out: *mut u32, wanted: c_int) -> c_int {
-    guard(|| {
-        initialised(|_| {
-            let cards = cards();
-            let types = cards.iter().filter_map(|info| info.generation()).map(device_type);
-            put(out, types.filter(|found| *found == wanted).count() as u32)
-        })
-    })
-}
-
-/// `synDeviceGetModuleIDs`: `size` is how many fit, then how many there are.
-#[unsafe(no_mangle)]
-pub extern "C" fn synDeviceGetModuleIDs(ids: *mut u32, size: *mut u32) -> c_int {
-    guard(|| {
-        initialised(|_| {
-            let room = get(size, 0)? as usize;
-            let mut found: Vec<_> = cards().iter().map(|i| i.module_id()).collect();
-            found.sort_unstable();
-            found.truncate(room);
-            for (at, id) in found.iter().enumerate() {
-                put(ids.wrapping_add(at), *id)?;
-            }
-            put(size, found.len() as u32)
-        })
-    })
-}
-
-/// `synDeviceAcquireByModuleId`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synDeviceAcquireByModuleId(out: *mut u32, module: u32) -> c_int {
-    guard(|| {
-        process::acquire(c"synDeviceAcquireByModuleId", || {
-            Device::acquire(module, Status::NO_DEVICE_FOUND)
-        })?;
-        put(out, 0)
-    })
-}
-
-/// `synDeviceAcquireByDeviceType`: the free card with the lowest module id.
-#[unsafe(no_mangle)]
-pub extern "C" fn synDeviceAcquireByDeviceType(out: *mut u32, wanted: c_int) -> c_int {
-    guard(|| {
-        process::acquire(c"synDeviceAcquireByDeviceType", || {
-            let cards = cards();
-            let right =
-                |info: &&_| crate::thunk::HwIp::generation(info).map(device_type) == Some(wanted);
-            let mut modules: Vec<_> =
-                cards.iter().filter(right).map(|info| info.module_id()).collect();
-            if modules.is_empty() && !cards.is_empty() {
-                return Err(Status::DEVICE_TYPE_MISMATCH);
-            }
-            modules.sort_unstable();
-            let acquire = |module: u32| Device::acquire(module, Status::NO_DEVICE_FOUND).ok();
-            modules.into_iter().find_map(acquire).ok_or(Status::NO_DEVICE_FOUND)
-        })?;
-        put(out, 0)
-    })
-}
-
-/// `synDeviceAcquire`: by PCI bus id.
-#[unsafe(no_mangle)]
-pub extern "C" fn synDeviceAcquire(out: *mut u32, bus: *const c_char) -> c_int {
-    guard(|| {
-        process::acquire(c"synDeviceAcquire", || {
-            if bus.is_null() {
-                return Err(Status::INVALID_ARGUMENT);
-            }
-            // SAFETY: C's callers promise a NUL-terminated string.
-            let fd = unsafe { thunk::hlthunk_open_control(0, bus) };
-            if fd < 0 {
-                return Err(Status::FAIL);
-            }
-            let info = thunk::hw_ip(fd);
-            // SAFETY: opened above.
-            unsafe { thunk::hlthunk_close(fd) };
-            Device::acquire(info.ok_or(Status::FAIL)?.module_id(), Status::FAIL)
-        })?;
-        put(out, 0)
-    })
-}
-
-/// `synDeviceRelease`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synDeviceRelease(_device: u32) -> c_int {
-    guard(process::release)
-}
-
-/// `synDeviceSynchronize`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synDeviceSynchronize(_device: u32) -> c_int {
-    guard(|| device(|device| device.streams.synchronize(device)))
-}
-
-/// `synDeviceGetName`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synDeviceGetName(out: *mut c_char, len: c_int, _device: u32) -> c_int {
-    guard(|| {
-        device(|device| {
-            let name = device.info.card_name();
-            put_text(out, len, CStr::from_bytes_until_nul(&name).unwrap_or_default())
-        })
-    })
-}
-
-/// `synDeviceGetPCIBusId`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synDeviceGetPCIBusId(out: *mut c_char, len: c_int, _device: u32) -> c_int {
-    guard(|| {
-        device(|device| {
-            put_text(out, len, CStr::from_bytes_until_nul(&device.bus).unwrap_or_default())
-        })
-    })
-}
-
-/// `synDeviceGetMemoryInfo`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synDeviceGetMemoryInfo(_device: u32, free: *mut u64, total: *mut u64) -> c_int {
-    guard(|| {
-        device(|device| {
-            let (_, size, left) = device.memory();
-            put(free, left)?;
-            put(total, size)
-        })
-    })
 }
 
 fn info(device: &Device) -> DeviceInfoV2 {
@@ -230,131 +84,6 @@ fn info(device: &Device) -> DeviceInfoV2 {
         // Where it lies on a Gaudi2 is not known: 0 is "unknown" there.
         global_hbm_base_address: if device.generation == Generation::Gaudi3 { base } else { 0 },
     }
-}
-
-/// `synDeviceGetInfo`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synDeviceGetInfo(_device: u32, out: *mut DeviceInfo) -> c_int {
-    guard(|| device(|device| put(out, info(device).v1)))
-}
-
-/// `synDeviceGetInfoV2`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synDeviceGetInfoV2(_device: u32, out: *mut DeviceInfoV2) -> c_int {
-    guard(|| device(|device| put(out, info(device))))
-}
-
-/// `synDeviceGetAttribute`: those of memory, and the type.
-#[unsafe(no_mangle)]
-pub extern "C" fn synDeviceGetAttribute(
-    out: *mut u64,
-    attributes: *const c_int,
-    count: c_uint,
-    _device: u32,
-) -> c_int {
-    guard(|| {
-        device(|device| {
-            let info = info(device).v1;
-            for at in 0..count as usize {
-                let value = match get(attributes, at)? {
-                    0 => info.sram_base_address,
-                    1 => info.dram_base_address,
-                    2 => info.sram_size.into(),
-                    3 => info.dram_size,
-                    4 => device.memory().2,
-                    5 => info.tpc_enabled_mask,
-                    6 => info.dram_enabled.into(),
-                    7 => info.device_type as u64,
-                    11 => 128,
-                    _ => return Err(Status::UNSUPPORTED),
-                };
-                put(out.wrapping_add(at), value)?;
-            }
-            Ok(())
-        })
-    })
-}
-
-/// `synDeviceMalloc`: no memory is `Fail`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synDeviceMalloc(
-    _device: u32,
-    size: u64,
-    _wanted: u64,
-    flags: u32,
-    out: *mut u64,
-) -> c_int {
-    guard(|| {
-        device(|device| match (flags, size) {
-            (1.., _) => Err(Status::FAIL),
-            (0, 0) => put(out, 0),
-            (0, _) => put(out, device.allocate(size)?),
-        })
-    })
-}
-
-/// `synDeviceFree`: by exact address; 0 is nothing.
-#[unsafe(no_mangle)]
-pub extern "C" fn synDeviceFree(_device: u32, buffer: u64, flags: u32) -> c_int {
-    guard(|| {
-        device(|device| match (flags, buffer) {
-            (1.., _) => Err(Status::FAIL),
-            (0, 0) => Ok(()),
-            (0, _) => device.free(buffer),
-        })
-    })
-}
-
-/// `synHostMalloc`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synHostMalloc(
-    _device: u32,
-    size: u64,
-    _flags: u32,
-    out: *mut *mut c_void,
-) -> c_int {
-    guard(|| device(|device| put(out, device.host_alloc(size)?)))
-}
-
-/// `synHostFree`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synHostFree(_device: u32, buffer: *const c_void, _flags: u32) -> c_int {
-    guard(|| device(|device| device.host_free(buffer as u64)))
-}
-
-/// `synHostMap`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synHostMap(_device: u32, size: u64, buffer: *const c_void) -> c_int {
-    guard(|| {
-        device_or(Status::INVALID_ARGUMENT, |device| {
-            if buffer.is_null() || size == 0 {
-                return Err(Status::INVALID_ARGUMENT);
-            }
-            device.host_map(buffer as u64, size)
-        })
-    })
-}
-
-/// `synHostUnmap`: the first one removes the mapping for all; one that is unknown succeeds.
-#[unsafe(no_mangle)]
-pub extern "C" fn synHostUnmap(_device: u32, buffer: *const c_void) -> c_int {
-    guard(|| {
-        device(|device| {
-            device.host_unmap(buffer as u64);
-            Ok(())
-        })
-    })
-}
-
-/// `synStreamCreateGeneric`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synStreamCreateGeneric(out: *mut Handle, _device: u32, flags: u32) -> c_int {
-    guard(|| {
-        device(|device| match flags {
-            0 if !out.is_null() => put(out, device.streams.create() as Handle),
-            _ => Err(Status::INVALID_ARGUMENT),
-        })
-    })
 }
 
 /// A call on a stream; `InvalidArgument` for a stale handle, also of a device that was released.
@@ -384,97 +113,6 @@ pub extern "C" fn synStreamDestroy(handle: Handle) -> c_int {
         return 0;
     }
     stream(handle, |device, _| device.streams.destroy(handle as usize, device))
-}
-
-/// `synStreamWaitEvent`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synStreamWaitEvent(handle: Handle, wanted: Handle, flags: u32) -> c_int {
-    stream(handle, |device, stream| {
-        if flags != 0 {
-            return Err(Status::INVALID_ARGUMENT);
-        }
-        match device.streams.find_event(wanted as usize)?.mark() {
-            Some(mark) => stream.wait(device, mark),
-            None => Ok(()),
-        }
-    })
-}
-
-/// `synStreamSynchronize`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synStreamSynchronize(handle: Handle) -> c_int {
-    stream(handle, |device, stream| stream.synchronize(device))
-}
-
-/// `synStreamQuery`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synStreamQuery(handle: Handle) -> c_int {
-    stream(
-        handle,
-        |device, stream| {
-            if stream.is_idle(device)? { Ok(()) } else { Err(Status::BUSY) }
-        },
-    )
-}
-
-/// `synStreamSetAffinity`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synStreamSetAffinity(_device: u32, handle: Handle, mask: u64) -> c_int {
-    stream(handle, |_, stream| {
-        *stream.affinity.lock().unwrap_or_else(|p| p.into_inner()) = mask;
-        Ok(())
-    })
-}
-
-/// `synStreamGetAffinity`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synStreamGetAffinity(_device: u32, handle: Handle, out: *mut u64) -> c_int {
-    stream(handle, |_, stream| put(out, *stream.affinity.lock().unwrap_or_else(|p| p.into_inner())))
-}
-
-/// `synEventCreate`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synEventCreate(out: *mut Handle, _device: u32, flags: u32) -> c_int {
-    guard(|| device(|device| put(out, device.streams.create_event(flags)? as Handle)))
-}
-
-/// `synEventDestroy`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synEventDestroy(handle: Handle) -> c_int {
-    event(handle, |device, _| device.streams.destroy_event(handle as usize))
-}
-
-/// `synEventRecord`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synEventRecord(handle: Handle, on: Handle) -> c_int {
-    event(handle, |device, event| {
-        event.record(&*device.streams.find(on as usize)?);
-        Ok(())
-    })
-}
-
-/// `synEventQuery`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synEventQuery(handle: Handle) -> c_int {
-    event(handle, |device, event| match event.mark() {
-        Some(mark) if !mark.has_ended(device)? => Err(Status::BUSY),
-        _ => Ok(()),
-    })
-}
-
-/// `synEventSynchronize`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synEventSynchronize(handle: Handle) -> c_int {
-    event(handle, |device, event| event.mark().map_or(Ok(()), |mark| mark.wait(device)))
-}
-
-/// `synEventElapsedTime`: both events must collect times.
-#[unsafe(no_mangle)]
-pub extern "C" fn synEventElapsedTime(out: *mut u64, start: Handle, end: Handle) -> c_int {
-    event(start, |device, start| {
-        let end = device.streams.find_event(end as usize)?.time(device)?;
-        put(out, end.saturating_sub(start.time(device)?))
-    })
 }
 
 /// The transfers of a copy: host addresses are translated, device addresses taken as they are.
@@ -519,18 +157,6 @@ fn copy(
     })
 }
 
-/// `synMemCopyAsync`: to the device 0, to the host 1, inside the device 2.
-#[unsafe(no_mangle)]
-pub extern "C" fn synMemCopyAsync(
-    on: Handle,
-    src: u64,
-    size: u64,
-    dst: u64,
-    direction: c_int,
-) -> c_int {
-    copy(on, core::iter::once(Ok((src, size, dst))), direction)
-}
-
 /// `synMemCopyAsyncMultiple`: all in one direction.
 #[unsafe(no_mangle)]
 pub extern "C" fn synMemCopyAsyncMultiple(
@@ -556,36 +182,219 @@ fn fill(on: Handle, dst: u64, value: u32, len: Option<u64>) -> c_int {
     })
 }
 
-/// `synMemsetD8Async`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synMemsetD8Async(dst: u64, value: u8, count: usize, on: Handle) -> c_int {
-    fill(on, dst, u32::from(value) * 0x0101_0101, Some(count as u64))
-}
+c_functions! {
+    fn synInitialize() = guard(process::initialise);
+    fn synDestroy() = guard(process::destroy);
+    fn synDeviceGetCount(out: *mut u32) = guard(|| initialised(|_| put(out, count())));
 
-/// `synMemsetD16Async`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synMemsetD16Async(dst: u64, value: u16, count: usize, on: Handle) -> c_int {
-    fill(on, dst, u32::from(value) * 0x0001_0001, (count as u64).checked_mul(2))
-}
+    fn synDeviceGetCountByDeviceType(out: *mut u32, wanted: c_int) = guard(|| initialised(|_| {
+        let cards = cards();
+        let types = cards.iter().filter_map(|info| info.generation()).map(device_type);
+        put(out, types.filter(|found| *found == wanted).count() as u32)
+    }));
 
-/// `synMemsetD32Async`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synMemsetD32Async(dst: u64, value: u32, count: usize, on: Handle) -> c_int {
-    fill(on, dst, value, (count as u64).checked_mul(4))
-}
+    /// `size` is how many fit, then how many there are.
+    fn synDeviceGetModuleIDs(ids: *mut u32, size: *mut u32) = guard(|| initialised(|_| {
+        let room = get(size, 0)? as usize;
+        let mut found: Vec<_> = cards().iter().map(|i| i.module_id()).collect();
+        found.sort_unstable();
+        found.truncate(room);
+        for (at, id) in found.iter().enumerate() {
+            put(ids.wrapping_add(at), *id)?;
+        }
+        put(size, found.len() as u32)
+    }));
 
-/// `synStatusGetBriefDescription`.
-#[unsafe(no_mangle)]
-pub extern "C" fn synStatusGetBriefDescription(
-    status: c_int,
-    out: *mut c_char,
-    len: usize,
-) -> c_int {
-    guard(|| put_text(out, c_int::try_from(len).unwrap_or(c_int::MAX), describe(status)))
-}
+    fn synDeviceAcquireByModuleId(out: *mut u32, module: u32) = guard(|| {
+        process::acquire(c"synDeviceAcquireByModuleId", || {
+            Device::acquire(module, Status::NO_DEVICE_FOUND)
+        })?;
+        put(out, 0)
+    });
 
-/// `synGetErrorString` (release 1.21).
-#[unsafe(no_mangle)]
-pub extern "C" fn synGetErrorString(status: c_int) -> *const c_char {
-    describe(status).as_ptr()
+    /// The free card with the lowest module id.
+    fn synDeviceAcquireByDeviceType(out: *mut u32, wanted: c_int) = guard(|| {
+        process::acquire(c"synDeviceAcquireByDeviceType", || {
+            let cards = cards();
+            let right =
+                |info: &&_| crate::thunk::HwIp::generation(info).map(device_type) == Some(wanted);
+            let mut modules: Vec<_> =
+                cards.iter().filter(right).map(|info| info.module_id()).collect();
+            if modules.is_empty() && !cards.is_empty() {
+                return Err(Status::DEVICE_TYPE_MISMATCH);
+            }
+            modules.sort_unstable();
+            let acquire = |module: u32| Device::acquire(module, Status::NO_DEVICE_FOUND).ok();
+            modules.into_iter().find_map(acquire).ok_or(Status::NO_DEVICE_FOUND)
+        })?;
+        put(out, 0)
+    });
+
+    /// By PCI bus id.
+    fn synDeviceAcquire(out: *mut u32, bus: *const c_char) = guard(|| {
+        process::acquire(c"synDeviceAcquire", || {
+            if bus.is_null() {
+                return Err(Status::INVALID_ARGUMENT);
+            }
+            // SAFETY: C's callers promise a NUL-terminated string.
+            let fd = unsafe { thunk::hlthunk_open_control(0, bus) };
+            if fd < 0 {
+                return Err(Status::FAIL);
+            }
+            let info = thunk::hw_ip(fd);
+            // SAFETY: opened above.
+            unsafe { thunk::hlthunk_close(fd) };
+            Device::acquire(info.ok_or(Status::FAIL)?.module_id(), Status::FAIL)
+        })?;
+        put(out, 0)
+    });
+
+    fn synDeviceRelease(_device: u32) = guard(process::release);
+    fn synDeviceSynchronize(_device: u32) = on_device(|device| device.streams.synchronize(device));
+
+    fn synDeviceGetName(out: *mut c_char, len: c_int, _device: u32) = on_device(|device| {
+        let name = device.info.card_name();
+        put_text(out, len, CStr::from_bytes_until_nul(&name).unwrap_or_default())
+    });
+
+    fn synDeviceGetPCIBusId(out: *mut c_char, len: c_int, _device: u32) =
+        on_device(|device| put_text(out, len, CStr::from_bytes_until_nul(&device.bus).unwrap_or_default()));
+
+    fn synDeviceGetMemoryInfo(_device: u32, free: *mut u64, total: *mut u64) = on_device(|device| {
+        let (_, size, left) = device.memory();
+        put(free, left)?;
+        put(total, size)
+    });
+
+    fn synDeviceGetInfo(_device: u32, out: *mut DeviceInfo) = on_device(|device| put(out, info(device).v1));
+    fn synDeviceGetInfoV2(_device: u32, out: *mut DeviceInfoV2) = on_device(|device| put(out, info(device)));
+
+    /// Those of memory, and the type.
+    fn synDeviceGetAttribute(out: *mut u64, attributes: *const c_int, count: c_uint, _device: u32) =
+        on_device(|device| {
+            let info = info(device).v1;
+            for at in 0..count as usize {
+                let value = match get(attributes, at)? {
+                    0 => info.sram_base_address,
+                    1 => info.dram_base_address,
+                    2 => info.sram_size.into(),
+                    3 => info.dram_size,
+                    4 => device.memory().2,
+                    5 => info.tpc_enabled_mask,
+                    6 => info.dram_enabled.into(),
+                    7 => info.device_type as u64,
+                    11 => 128,
+                    _ => return Err(Status::UNSUPPORTED),
+                };
+                put(out.wrapping_add(at), value)?;
+            }
+            Ok(())
+        });
+
+    /// No memory is `Fail`.
+    fn synDeviceMalloc(_device: u32, size: u64, _wanted: u64, flags: u32, out: *mut u64) =
+        on_device(|device| match (flags, size) {
+            (1.., _) => Err(Status::FAIL),
+            (0, 0) => put(out, 0),
+            (0, _) => put(out, device.allocate(size)?),
+        });
+
+    /// By exact address; 0 is nothing.
+    fn synDeviceFree(_device: u32, buffer: u64, flags: u32) = on_device(|device| match (flags, buffer) {
+        (1.., _) => Err(Status::FAIL),
+        (0, 0) => Ok(()),
+        (0, _) => device.free(buffer),
+    });
+
+    fn synHostMalloc(_device: u32, size: u64, _flags: u32, out: *mut *mut c_void) =
+        on_device(|device| put(out, device.host_alloc(size)?));
+
+    fn synHostFree(_device: u32, buffer: *const c_void, _flags: u32) =
+        on_device(|device| device.host_free(buffer as u64));
+
+    fn synHostMap(_device: u32, size: u64, buffer: *const c_void) =
+        guard(|| device_or(Status::INVALID_ARGUMENT, |device| {
+            if buffer.is_null() || size == 0 {
+                return Err(Status::INVALID_ARGUMENT);
+            }
+            device.host_map(buffer as u64, size)
+        }));
+
+    /// The first one removes the mapping for all; one that is unknown succeeds.
+    fn synHostUnmap(_device: u32, buffer: *const c_void) = on_device(|device| {
+        device.host_unmap(buffer as u64);
+        Ok(())
+    });
+
+    fn synStreamCreateGeneric(out: *mut Handle, _device: u32, flags: u32) = on_device(|device| match flags {
+        0 if !out.is_null() => put(out, device.streams.create() as Handle),
+        _ => Err(Status::INVALID_ARGUMENT),
+    });
+
+    fn synStreamWaitEvent(handle: Handle, wanted: Handle, flags: u32) = stream(handle, |device, stream| {
+        if flags != 0 {
+            return Err(Status::INVALID_ARGUMENT);
+        }
+        match device.streams.find_event(wanted as usize)?.mark() {
+            Some(mark) => stream.wait(device, mark),
+            None => Ok(()),
+        }
+    });
+
+    fn synStreamSynchronize(handle: Handle) = stream(handle, |device, stream| stream.synchronize(device));
+
+    fn synStreamQuery(handle: Handle) = stream(handle, |device, stream| {
+        if stream.is_idle(device)? { Ok(()) } else { Err(Status::BUSY) }
+    });
+
+    fn synStreamSetAffinity(_device: u32, handle: Handle, mask: u64) = stream(handle, |_, stream| {
+        *stream.affinity.lock().unwrap_or_else(|p| p.into_inner()) = mask;
+        Ok(())
+    });
+
+    fn synStreamGetAffinity(_device: u32, handle: Handle, out: *mut u64) =
+        stream(handle, |_, stream| put(out, *stream.affinity.lock().unwrap_or_else(|p| p.into_inner())));
+
+    fn synEventCreate(out: *mut Handle, _device: u32, flags: u32) =
+        on_device(|device| put(out, device.streams.create_event(flags)? as Handle));
+
+    fn synEventDestroy(handle: Handle) = event(handle, |device, _| device.streams.destroy_event(handle as usize));
+
+    fn synEventRecord(handle: Handle, on: Handle) = event(handle, |device, event| {
+        event.record(&*device.streams.find(on as usize)?);
+        Ok(())
+    });
+
+    fn synEventQuery(handle: Handle) = event(handle, |device, event| match event.mark() {
+        Some(mark) if !mark.has_ended(device)? => Err(Status::BUSY),
+        _ => Ok(()),
+    });
+
+    fn synEventSynchronize(handle: Handle) =
+        event(handle, |device, event| event.mark().map_or(Ok(()), |mark| mark.wait(device)));
+
+    /// Both events must collect times.
+    fn synEventElapsedTime(out: *mut u64, start: Handle, end: Handle) = event(start, |device, start| {
+        let end = device.streams.find_event(end as usize)?.time(device)?;
+        put(out, end.saturating_sub(start.time(device)?))
+    });
+
+    /// To the device 0, to the host 1, inside the device 2.
+    fn synMemCopyAsync(on: Handle, src: u64, size: u64, dst: u64, direction: c_int) =
+        copy(on, core::iter::once(Ok((src, size, dst))), direction);
+
+    fn synMemsetD8Async(dst: u64, value: u8, count: usize, on: Handle) =
+        fill(on, dst, u32::from(value) * 0x0101_0101, Some(count as u64));
+
+    fn synMemsetD16Async(dst: u64, value: u16, count: usize, on: Handle) =
+        fill(on, dst, u32::from(value) * 0x0001_0001, (count as u64).checked_mul(2));
+
+    fn synMemsetD32Async(dst: u64, value: u32, count: usize, on: Handle) =
+        fill(on, dst, value, (count as u64).checked_mul(4));
+
+    fn synStatusGetBriefDescription(status: c_int, out: *mut c_char, len: usize) =
+        guard(|| put_text(out, c_int::try_from(len).unwrap_or(c_int::MAX), describe(status)));
+
+    /// Since release 1.21.
+    fn synGetErrorString(status: c_int) -> *const c_char = describe(status).as_ptr();
 }

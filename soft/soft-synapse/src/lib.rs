@@ -10,6 +10,23 @@
 //! copies. `libscal` is the other library: the build script builds it of this crate with `--cfg libscal`, and Synapse
 //! calls it (`scal`) as any program does.
 
+/// Exports C functions; each is an expression of its result, a `c_int` where none is named.
+macro_rules! c_functions {
+    (@returns) => { core::ffi::c_int };
+    (@returns $type:ty) => { $type };
+    ($(
+        $(#[doc = $doc:literal])*
+        fn $name:ident($($argument:ident: $type:ty),* $(,)?) $(-> $out:ty)? = $body:expr;
+    )*) => {$(
+        #[doc = concat!("`", stringify!($name), "`.")]
+        $(#[doc = $doc])*
+        #[unsafe(no_mangle)]
+        pub extern "C" fn $name($($argument: $type),*) -> c_functions!(@returns $($out)?) {
+            $body
+        }
+    )*};
+}
+
 #[macro_use]
 mod thunk;
 

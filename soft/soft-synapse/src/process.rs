@@ -52,9 +52,9 @@ pub(crate) fn device_or<T>(
     })
 }
 
-/// A call on the device; `Fail` without one.
-pub(crate) fn device<T>(body: impl FnOnce(&Arc<Device>) -> Result<T, Status>) -> Result<T, Status> {
-    device_or(Status::FAIL, body)
+/// The body of a C function on the device; `Fail` without one.
+pub(crate) fn on_device(body: impl FnOnce(&Arc<Device>) -> Result<(), Status>) -> i32 {
+    guard(|| device_or(Status::FAIL, body))
 }
 
 /// `synInitialize`: without a reference count.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 
-use super::{borrow, get, put, status};
+use super::{borrow, get, put};
 use crate::abi::{self, CsChunk, CsIn, CsOut};
 use crate::asic::Generation;
 use crate::context::{self, Context};
@@ -39,59 +39,6 @@ fn create_buffer(fd: c_int, size: u32, out: *mut u64, mapped: bool) -> Result<c_
     }
     put(out, handle)?;
     Ok(0)
-}
-
-/// `hlthunk_request_command_buffer`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_request_command_buffer(fd: c_int, size: u32, out: *mut u64) -> c_int {
-    status("hlthunk_request_command_buffer", || create_buffer(fd, size, out, false))
-}
-
-/// `hlthunk_request_mapped_command_buffer`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_request_mapped_command_buffer(
-    fd: c_int,
-    size: u32,
-    out: *mut u64,
-) -> c_int {
-    status("hlthunk_request_mapped_command_buffer", || create_buffer(fd, size, out, true))
-}
-
-/// `hlthunk_destroy_command_buffer`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_destroy_command_buffer(fd: c_int, cb_handle: u64) -> c_int {
-    status("hlthunk_destroy_command_buffer", || {
-        let context = context::operational(borrow(fd)?)?;
-        let buffer = context.buffers().destroy(cb_handle)?;
-        if let Some(va) = buffer.va {
-            context.space_mut().unmap_command_buffer(va);
-        }
-        Ok(0)
-    })
-}
-
-/// `hlthunk_get_cb_usage_count`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_get_cb_usage_count(fd: c_int, cb_handle: u64, out: *mut u32) -> c_int {
-    status("hlthunk_get_cb_usage_count", || {
-        context::operational(borrow(fd)?)?.buffers().get(cb_handle)?;
-        put(out, 0)?;
-        Ok(0)
-    })
-}
-
-/// `hlthunk_get_mapped_cb_device_va_by_handle`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_get_mapped_cb_device_va_by_handle(
-    fd: c_int,
-    cb_handle: u64,
-    out: *mut u64,
-) -> c_int {
-    status("hlthunk_get_mapped_cb_device_va_by_handle", || {
-        let buffer = context::operational(borrow(fd)?)?.buffers().get(cb_handle)?;
-        put(out, buffer.va.ok_or(Errno::INVAL)?)?;
-        Ok(0)
-    })
 }
 
 /// Copies the chunk array out of the program's memory; `EFAULT` if it is not there.
@@ -304,29 +251,6 @@ fn execute(
     submit_chunks(fd, context, &chunks, timeout, flags, stage)
 }
 
-/// `hlthunk_command_submission`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_command_submission(
-    fd: c_int,
-    input: *const CsIn,
-    out: *mut CsOut,
-) -> c_int {
-    status("hlthunk_command_submission", || submit(fd, input, out, None, Stage::Whole))
-}
-
-/// `hlthunk_command_submission_timeout`: with a timeout in seconds of its own.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_command_submission_timeout(
-    fd: c_int,
-    input: *const CsIn,
-    out: *mut CsOut,
-    timeout: u32,
-) -> c_int {
-    status("hlthunk_command_submission_timeout", || {
-        submit(fd, input, out, Some(timeout), Stage::Whole)
-    })
-}
-
 /// A timeout of the library: the largest signed number is "for ever", else the low 32 bits in microseconds.
 pub(super) fn wait_limit(timeout_us: u64) -> Option<Duration> {
     const FOR_EVER: u64 = i64::MAX as u64;
@@ -361,29 +285,51 @@ fn wait(fd: c_int, seq: u64, timeout_us: u64, status: *mut u32) -> Result<u64, E
     result
 }
 
-/// `hlthunk_wait_for_cs`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_wait_for_cs(
-    fd: c_int,
-    seq: u64,
-    timeout_us: u64,
-    out: *mut u32,
-) -> c_int {
-    status("hlthunk_wait_for_cs", || wait(fd, seq, timeout_us, out).map(|_| 0))
-}
+c_functions! {
+    fn hlthunk_request_command_buffer(fd: c_int, size: u32, out: *mut u64) -> status {
+        create_buffer(fd, size, out, false)
+    }
 
-/// `hlthunk_wait_for_cs_with_timestamp`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_wait_for_cs_with_timestamp(
-    fd: c_int,
-    seq: u64,
-    timeout_us: u64,
-    out: *mut u32,
-    timestamp: *mut u64,
-) -> c_int {
-    status("hlthunk_wait_for_cs_with_timestamp", || {
+    fn hlthunk_request_mapped_command_buffer(fd: c_int, size: u32, out: *mut u64) -> status {
+        create_buffer(fd, size, out, true)
+    }
+
+    fn hlthunk_destroy_command_buffer(fd: c_int, cb_handle: u64) -> done {
+        let context = context::operational(borrow(fd)?)?;
+        let buffer = context.buffers().destroy(cb_handle)?;
+        if let Some(va) = buffer.va {
+            context.space_mut().unmap_command_buffer(va);
+        }
+        Ok(())
+    }
+
+    fn hlthunk_get_cb_usage_count(fd: c_int, cb_handle: u64, out: *mut u32) -> done {
+        context::operational(borrow(fd)?)?.buffers().get(cb_handle)?;
+        put(out, 0)
+    }
+
+    fn hlthunk_get_mapped_cb_device_va_by_handle(fd: c_int, cb_handle: u64, out: *mut u64) -> done {
+        let buffer = context::operational(borrow(fd)?)?.buffers().get(cb_handle)?;
+        put(out, buffer.va.ok_or(Errno::INVAL)?)
+    }
+
+    fn hlthunk_command_submission(fd: c_int, input: *const CsIn, out: *mut CsOut) -> status {
+        submit(fd, input, out, None, Stage::Whole)
+    }
+
+    /// With a timeout in seconds of its own.
+    fn hlthunk_command_submission_timeout(fd: c_int, input: *const CsIn, out: *mut CsOut, timeout: u32) -> status {
+        submit(fd, input, out, Some(timeout), Stage::Whole)
+    }
+
+    fn hlthunk_wait_for_cs(fd: c_int, seq: u64, timeout_us: u64, out: *mut u32) -> status {
+        wait(fd, seq, timeout_us, out).map(|_| 0)
+    }
+
+    fn hlthunk_wait_for_cs_with_timestamp(
+        fd: c_int, seq: u64, timeout_us: u64, out: *mut u32, timestamp: *mut u64,
+    ) -> done {
         let at = wait(fd, seq, timeout_us, out)?;
-        put(timestamp, at)?;
-        Ok(0)
-    })
+        put(timestamp, at)
+    }
 }

@@ -7,7 +7,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 
 use super::info::card;
-use super::{borrow, get, put, status};
+use super::{borrow, get, put};
 use crate::abi::{CsTimeoutRecord, PageFaultInfo, RazwiRecord, UndefinedOpcodeRecord};
 use crate::context::{self, Context};
 use crate::node::{Role, node};
@@ -23,40 +23,34 @@ fn owner(fd: c_int) -> Result<Arc<Context>, Errno> {
     }
 }
 
-/// `hlthunk_notifier_create`: an eventfd that is signalled when something happens.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_notifier_create(fd: c_int) -> c_int {
-    status("hlthunk_notifier_create", || {
+const OPEN_DEV: c_int = 0;
+const CS_TIMEOUT: c_int = 1;
+const RAZWI: c_int = 2;
+const UNDEFINED_OPCODE: c_int = 3;
+const HW_ERR: c_int = 4;
+const FW_ERR: c_int = 5;
+
+c_functions! {
+    /// An eventfd that is signalled when something happens.
+    fn hlthunk_notifier_create(fd: c_int) -> status {
         let context = owner(fd)?;
         let eventfd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?;
         context.events.register(rustix::io::fcntl_dupfd_cloexec(&eventfd, 0)?)?;
         Ok(eventfd.into_raw_fd())
-    })
-}
+    }
 
-/// `hlthunk_notifier_release`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_notifier_release(fd: c_int, handle: c_int) -> c_int {
-    status("hlthunk_notifier_release", || {
+    fn hlthunk_notifier_release(fd: c_int, handle: c_int) -> done {
         owner(fd)?.events.unregister()?;
         rustix::io::fcntl_getfd(borrow(handle)?)?;
         // SAFETY: open, and the caller gives it up.
         drop(unsafe { OwnedFd::from_raw_fd(handle) });
-        Ok(0)
-    })
-}
+        Ok(())
+    }
 
-/// `hlthunk_notifier_recv`: what happened, within a timeout; nothing is not an error.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_notifier_recv(
-    fd: c_int,
-    handle: c_int,
-    events: *mut u64,
-    count: *mut u64,
-    _flags: u32,
-    timeout_ms: u32,
-) -> c_int {
-    status("hlthunk_notifier_recv", || {
+    /// What happened, within a timeout; nothing is not an error.
+    fn hlthunk_notifier_recv(
+        fd: c_int, handle: c_int, events: *mut u64, count: *mut u64, _flags: u32, timeout_ms: u32,
+    ) -> done {
         let context = owner(fd)?;
         let eventfd = borrow(handle)?;
         if events.is_null() || count.is_null() {
@@ -70,27 +64,15 @@ pub extern "C" fn hlthunk_notifier_recv(
         let mut ready = [PollFd::new(&eventfd, PollFlags::IN)];
         put(count, 0)?;
         if rustix::io::retry_on_intr(|| rustix::event::poll(&mut ready, Some(&limit)))? == 0 {
-            return Ok(0);
+            return Ok(());
         }
         let mut bytes = [0; 8];
         rustix::io::read(eventfd, &mut bytes)?;
         put(count, u64::from_ne_bytes(bytes))?;
-        put(events, context.events.take())?;
-        Ok(0)
-    })
-}
+        put(events, context.events.take())
+    }
 
-const OPEN_DEV: c_int = 0;
-const CS_TIMEOUT: c_int = 1;
-const RAZWI: c_int = 2;
-const UNDEFINED_OPCODE: c_int = 3;
-const HW_ERR: c_int = 4;
-const FW_ERR: c_int = 5;
-
-/// `hlthunk_get_event_record`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_get_event_record(fd: c_int, id: c_int, buf: *mut c_void) -> c_int {
-    status("hlthunk_get_event_record", || {
+    fn hlthunk_get_event_record(fd: c_int, id: c_int, buf: *mut c_void) -> done {
         if buf.is_null() {
             return Err(Errno::INVAL);
         }
@@ -127,18 +109,11 @@ pub extern "C" fn hlthunk_get_event_record(fd: c_int, id: c_int, buf: *mut c_voi
             HW_ERR | FW_ERR => put(buf.cast(), [0u64; 2])?,
             _ => return Err(Errno::INVAL),
         }
-        Ok(0)
-    })
-}
+        Ok(())
+    }
 
-/// `hlthunk_get_page_fault_info`: without the list of mappings.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_get_page_fault_info(
-    fd: c_int,
-    out: *mut PageFaultInfo,
-    _mappings: u32,
-) -> c_int {
-    status("hlthunk_get_page_fault_info", || {
+    /// Without the list of mappings.
+    fn hlthunk_get_page_fault_info(fd: c_int, out: *mut PageFaultInfo, _mappings: u32) -> done {
         let before = get(out)?;
         let [when, addr, queue] = card(fd)?.1.error(Word::PageFault);
         let info = before
@@ -146,7 +121,6 @@ pub extern "C" fn hlthunk_get_page_fault_info(
             .with(PageFaultInfo::ADDR, addr)
             .with(PageFaultInfo::ENGINE_ID, queue as u16)
             .with(PageFaultInfo::NUM_OF_MAPPINGS, 0);
-        put(out, info)?;
-        Ok(0)
-    })
+        put(out, info)
+    }
 }

@@ -5,7 +5,7 @@ use core::ffi::{c_char, c_int, c_void};
 use rustix::io::Errno;
 
 use super::nodes::index_from_fd;
-use super::{guard, put, set_errno, status};
+use super::{guard, put, set_errno};
 use crate::abi::{DramUsageInfo, HwIpInfo, OpenStatsInfo};
 use crate::asic::module_id;
 use crate::node::node;
@@ -72,37 +72,6 @@ pub(super) fn hw_ip_info(fd: c_int) -> Result<HwIpInfo, Errno> {
         .with(Info::RESERVED_DRAM_SIZE, profile.dram_reserved))
 }
 
-/// `hlthunk_get_hw_ip_info`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_get_hw_ip_info(fd: c_int, out: *mut HwIpInfo) -> c_int {
-    status("hlthunk_get_hw_ip_info", || {
-        if out.is_null() {
-            return Err(Errno::INVAL);
-        }
-        put(out, hw_ip_info(fd)?)?;
-        Ok(0)
-    })
-}
-
-/// `hlthunk_get_dram_usage`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_get_dram_usage(fd: c_int, out: *mut DramUsageInfo) -> c_int {
-    status("hlthunk_get_dram_usage", || {
-        if out.is_null() {
-            return Err(Errno::INVAL);
-        }
-        let size = hw_ip_info(fd)?.get(HwIpInfo::DRAM_SIZE);
-        let (index, state) = card(fd)?;
-        let held = node()?.is_owned(index)?;
-        let used = if held { state.get(Word::DramUsed) } else { 0 };
-        let usage = DramUsageInfo::zeroed()
-            .with(DramUsageInfo::DRAM_FREE_MEM, size.saturating_sub(used))
-            .with(DramUsageInfo::CTX_DRAM_MEM, used);
-        put(out, usage)?;
-        Ok(0)
-    })
-}
-
 pub(super) fn open_stats(fd: c_int) -> Result<OpenStatsInfo, Errno> {
     let (index, state) = card(fd)?;
     let (opened, closed) = (state.get(Word::OpenedMs), state.get(Word::ClosedMs));
@@ -113,28 +82,6 @@ pub(super) fn open_stats(fd: c_int) -> Result<OpenStatsInfo, Errno> {
         .with(OpenStatsInfo::LAST_OPEN_PERIOD_MS, until.saturating_sub(opened))
         .with(OpenStatsInfo::IS_COMPUTE_CTX_ACTIVE, held.into())
         .with(OpenStatsInfo::COMPUTE_CTX_IN_RELEASE, (state.get(Word::InRelease) != 0).into()))
-}
-
-/// `hlthunk_get_open_stats`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_get_open_stats(fd: c_int, out: *mut OpenStatsInfo) -> c_int {
-    status("hlthunk_get_open_stats", || {
-        if out.is_null() {
-            return Err(Errno::INVAL);
-        }
-        put(out, open_stats(fd)?)?;
-        Ok(0)
-    })
-}
-
-/// `hlthunk_get_device_status_info`: the status, or a negative errno.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_get_device_status_info(fd: c_int) -> c_int {
-    status("hlthunk_get_device_status_info", || {
-        let (index, state) = card(fd)?;
-        let held = node()?.is_owned(index)?;
-        Ok(if held { state.get(Word::Status) as c_int } else { 0 })
-    })
 }
 
 /// `hlthunk_is_device_idle`.
@@ -177,4 +124,41 @@ pub extern "C" fn hlthunk_malloc(size: usize) -> *mut c_void {
 pub unsafe extern "C" fn hlthunk_free(memory: *mut c_void) {
     // SAFETY: the caller's promise.
     unsafe { libc::free(memory) };
+}
+
+c_functions! {
+    fn hlthunk_get_hw_ip_info(fd: c_int, out: *mut HwIpInfo) -> done {
+        if out.is_null() {
+            return Err(Errno::INVAL);
+        }
+        put(out, hw_ip_info(fd)?)
+    }
+
+    fn hlthunk_get_dram_usage(fd: c_int, out: *mut DramUsageInfo) -> done {
+        if out.is_null() {
+            return Err(Errno::INVAL);
+        }
+        let size = hw_ip_info(fd)?.get(HwIpInfo::DRAM_SIZE);
+        let (index, state) = card(fd)?;
+        let held = node()?.is_owned(index)?;
+        let used = if held { state.get(Word::DramUsed) } else { 0 };
+        let usage = DramUsageInfo::zeroed()
+            .with(DramUsageInfo::DRAM_FREE_MEM, size.saturating_sub(used))
+            .with(DramUsageInfo::CTX_DRAM_MEM, used);
+        put(out, usage)
+    }
+
+    fn hlthunk_get_open_stats(fd: c_int, out: *mut OpenStatsInfo) -> done {
+        if out.is_null() {
+            return Err(Errno::INVAL);
+        }
+        put(out, open_stats(fd)?)
+    }
+
+    /// The status, or a negative errno.
+    fn hlthunk_get_device_status_info(fd: c_int) -> status {
+        let (index, state) = card(fd)?;
+        let held = node()?.is_owned(index)?;
+        Ok(if held { state.get(Word::Status) as c_int } else { 0 })
+    }
 }

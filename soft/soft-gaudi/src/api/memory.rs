@@ -5,7 +5,7 @@ use std::os::fd::IntoRawFd;
 
 use rustix::io::Errno;
 
-use super::{borrow, handle, put, status};
+use super::{borrow, put};
 use crate::abi;
 use crate::asic::Generation;
 use crate::blocks;
@@ -14,79 +14,6 @@ use crate::dmabuf;
 use crate::foreign::Foreign;
 use crate::pinning;
 use crate::va::Hint;
-
-/// `hlthunk_device_memory_alloc`; 0 on failure, and always on Gaudi1.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_device_memory_alloc(
-    fd: c_int,
-    size: u64,
-    _page_size: u64,
-    contiguous: bool,
-    _shared: bool,
-) -> u64 {
-    handle("hlthunk_device_memory_alloc", || {
-        let context = context::operational(borrow(fd)?)?;
-        let mut space = context.space_mut();
-        let handle = context.log_refusal("alloc", space.alloc(size, contiguous))?;
-        context.account(&space);
-        Ok(handle)
-    })
-}
-
-/// `hlthunk_device_memory_free`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_device_memory_free(fd: c_int, handle: u64) -> c_int {
-    status("hlthunk_device_memory_free", || {
-        let context = context::operational(borrow(fd)?)?;
-        let mut space = context.space_mut();
-        // A real card has long taken in what was on its way.
-        context.flush_peer_writes()?;
-        context.log_refusal("free", space.free(handle))?;
-        context.account(&space);
-        Ok(0)
-    })
-}
-
-/// `hlthunk_device_memory_map`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_device_memory_map(fd: c_int, alloc: u64, hint_addr: u64) -> u64 {
-    handle("hlthunk_device_memory_map", || {
-        let context = context::operational(borrow(fd)?)?;
-        let hint = Hint { addr: hint_addr, force: false };
-        let mapped = context.space_mut().map_device(alloc, hint);
-        let addr = context.log_refusal("map", mapped)?;
-        context.model_mapping(0);
-        Ok(addr)
-    })
-}
-
-/// `hlthunk_host_memory_map`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_host_memory_map(
-    fd: c_int,
-    host_virt_addr: *mut c_void,
-    hint_addr: u64,
-    host_size: u64,
-) -> u64 {
-    handle("hlthunk_host_memory_map", || {
-        map_host(fd, host_virt_addr as u64, Hint { addr: hint_addr, force: false }, host_size)
-    })
-}
-
-/// `hlthunk_host_memory_map_flags`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_host_memory_map_flags(
-    fd: c_int,
-    host_virt_addr: *mut c_void,
-    hint_addr: u64,
-    host_size: u64,
-    flags: u32,
-) -> u64 {
-    handle("hlthunk_host_memory_map_flags", || {
-        let hint = Hint { addr: hint_addr, force: flags & abi::MEM_FORCE_HINT != 0 };
-        map_host(fd, host_virt_addr as u64, hint, host_size)
-    })
-}
 
 fn map_host(fd: c_int, ptr: u64, hint: Hint, size: u64) -> Result<u64, Errno> {
     let context = context::operational(borrow(fd)?)?;
@@ -97,53 +24,12 @@ fn map_host(fd: c_int, ptr: u64, hint: Hint, size: u64) -> Result<u64, Errno> {
     context.log_refusal("map", mapped)
 }
 
-/// `hlthunk_memory_unmap`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_memory_unmap(fd: c_int, device_virt_addr: u64) -> c_int {
-    status("hlthunk_memory_unmap", || {
-        let context = context::operational(borrow(fd)?)?;
-        let unmapped = context.space_mut().unmap(device_virt_addr);
-        context.model_mapping(context.log_refusal("unmap", unmapped)?);
-        Ok(0)
-    })
-}
-
 fn export(context: &Context, addr: u64, size: u64, offset: u64) -> Result<c_int, Errno> {
     let mut space = context.space_mut();
     let range = space.export(addr, size, offset)?;
     let (fd, path) = dmabuf::export(context.node, context.device, context.memory, &range.segments)?;
     space.exported(addr, path);
     Ok(fd.into_raw_fd())
-}
-
-/// `hlthunk_device_memory_export_dmabuf_fd`: by address; the flags are ignored.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_device_memory_export_dmabuf_fd(
-    fd: c_int,
-    addr: u64,
-    size: u64,
-    _flags: u32,
-) -> c_int {
-    status("hlthunk_device_memory_export_dmabuf_fd", || {
-        export(&*context::operational(borrow(fd)?)?, addr, size, 0)
-    })
-}
-
-/// `hlthunk_device_mapped_memory_export_dmabuf_fd`: a part of a mapping.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_device_mapped_memory_export_dmabuf_fd(
-    fd: c_int,
-    addr: u64,
-    size: u64,
-    offset: u64,
-    flags: u32,
-) -> c_int {
-    status("hlthunk_device_mapped_memory_export_dmabuf_fd", || {
-        if flags != abi::DMABUF_FLAGS {
-            return Err(Errno::INVAL);
-        }
-        export(&*context::operational(borrow(fd)?)?, addr, size, offset)
-    })
 }
 
 /// Import of a dma-buf, which the library does not wrap (see [`super::ioctl`]).
@@ -165,25 +51,76 @@ pub(super) fn import(fd: c_int, dmabuf_fd: u64, length: u64) -> Result<u64, Errn
     Ok(addr)
 }
 
-/// `hlthunk_get_dev_memalloc_page_orders`: no choice of page size on these generations.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_get_dev_memalloc_page_orders(fd: c_int, mask: *mut u64) -> c_int {
-    status("hlthunk_get_dev_memalloc_page_orders", || {
-        super::nodes::index_from_fd(fd)?;
-        put(mask, 0)?;
-        Ok(0)
-    })
-}
+c_functions! {
+    /// 0 on failure, and always on Gaudi1.
+    fn hlthunk_device_memory_alloc(fd: c_int, size: u64, _page_size: u64, contiguous: bool, _shared: bool) -> handle {
+        let context = context::operational(borrow(fd)?)?;
+        let mut space = context.space_mut();
+        let handle = context.log_refusal("alloc", space.alloc(size, contiguous))?;
+        context.account(&space);
+        Ok(handle)
+    }
 
-/// `hlthunk_get_hw_block`: how large a register block is, and where in the descriptor to map it.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_get_hw_block(
-    fd: c_int,
-    block_address: u64,
-    block_size: *mut u32,
-    handle: *mut u64,
-) -> c_int {
-    status("hlthunk_get_hw_block", || {
+    fn hlthunk_device_memory_free(fd: c_int, handle: u64) -> done {
+        let context = context::operational(borrow(fd)?)?;
+        let mut space = context.space_mut();
+        // A real card has long taken in what was on its way.
+        context.flush_peer_writes()?;
+        context.log_refusal("free", space.free(handle))?;
+        context.account(&space);
+        Ok(())
+    }
+
+    fn hlthunk_device_memory_map(fd: c_int, alloc: u64, hint_addr: u64) -> handle {
+        let context = context::operational(borrow(fd)?)?;
+        let hint = Hint { addr: hint_addr, force: false };
+        let mapped = context.space_mut().map_device(alloc, hint);
+        let addr = context.log_refusal("map", mapped)?;
+        context.model_mapping(0);
+        Ok(addr)
+    }
+
+    fn hlthunk_host_memory_map(fd: c_int, host_virt_addr: *mut c_void, hint_addr: u64, host_size: u64) -> handle {
+        map_host(fd, host_virt_addr as u64, Hint { addr: hint_addr, force: false }, host_size)
+    }
+
+    fn hlthunk_host_memory_map_flags(
+        fd: c_int, host_virt_addr: *mut c_void, hint_addr: u64, host_size: u64, flags: u32,
+    ) -> handle {
+        let hint = Hint { addr: hint_addr, force: flags & abi::MEM_FORCE_HINT != 0 };
+        map_host(fd, host_virt_addr as u64, hint, host_size)
+    }
+
+    fn hlthunk_memory_unmap(fd: c_int, device_virt_addr: u64) -> done {
+        let context = context::operational(borrow(fd)?)?;
+        let unmapped = context.space_mut().unmap(device_virt_addr);
+        context.model_mapping(context.log_refusal("unmap", unmapped)?);
+        Ok(())
+    }
+
+    /// By address; the flags are ignored.
+    fn hlthunk_device_memory_export_dmabuf_fd(fd: c_int, addr: u64, size: u64, _flags: u32) -> status {
+        export(&*context::operational(borrow(fd)?)?, addr, size, 0)
+    }
+
+    /// A part of a mapping.
+    fn hlthunk_device_mapped_memory_export_dmabuf_fd(
+        fd: c_int, addr: u64, size: u64, offset: u64, flags: u32,
+    ) -> status {
+        if flags != abi::DMABUF_FLAGS {
+            return Err(Errno::INVAL);
+        }
+        export(&*context::operational(borrow(fd)?)?, addr, size, offset)
+    }
+
+    /// No choice of page size on these generations.
+    fn hlthunk_get_dev_memalloc_page_orders(fd: c_int, mask: *mut u64) -> done {
+        super::nodes::index_from_fd(fd)?;
+        put(mask, 0)
+    }
+
+    /// How large a register block is, and where in the descriptor to map it.
+    fn hlthunk_get_hw_block(fd: c_int, block_address: u64, block_size: *mut u32, handle: *mut u64) -> done {
         if block_size.is_null() || handle.is_null() {
             return Err(Errno::INVAL);
         }
@@ -193,7 +130,6 @@ pub extern "C" fn hlthunk_get_hw_block(
         }
         let (size, offset) = blocks::find(context.profile, block_address)?;
         put(block_size, size)?;
-        put(handle, offset)?;
-        Ok(0)
-    })
+        put(handle, offset)
+    }
 }

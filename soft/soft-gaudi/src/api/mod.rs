@@ -5,6 +5,24 @@
 
 #![allow(clippy::not_unsafe_ptr_arg_deref)] // C functions: their callers promise what C promises.
 
+/// Exports C functions. What stands behind the arrow runs the body, under the name by which fault rules know the
+/// function, and makes C's result of it: [`status`], [`done`], [`or_minus_one`] or [`handle`].
+macro_rules! c_functions {
+    (@returns handle) => { u64 };
+    (@returns $run:ident) => { core::ffi::c_int };
+    ($(
+        $(#[doc = $doc:literal])*
+        fn $name:ident($($argument:ident: $type:ty),* $(,)?) -> $run:ident $body:block
+    )*) => {$(
+        #[doc = concat!("`", stringify!($name), "`.")]
+        $(#[doc = $doc])*
+        #[unsafe(no_mangle)]
+        pub extern "C" fn $name($($argument: $type),*) -> c_functions!(@returns $run) {
+            super::$run(stringify!($name), || $body)
+        }
+    )*};
+}
+
 mod commands;
 mod events;
 mod info;
@@ -94,6 +112,19 @@ fn status(name: &str, body: impl FnOnce() -> Result<c_int, Errno>) -> c_int {
     })
 }
 
+/// For functions that return 0, or a negative errno.
+fn done(name: &str, body: impl FnOnce() -> Result<(), Errno>) -> c_int {
+    status(name, || body().map(|()| 0))
+}
+
+/// For functions that return a value, or -1 with the cause in `errno`.
+fn or_minus_one(name: &str, body: impl FnOnce() -> Result<c_int, Errno>) -> c_int {
+    guard(name, body).unwrap_or_else(|errno| {
+        set_errno(errno);
+        -1
+    })
+}
+
 /// For functions that return a handle or an address, or 0 with the cause in `errno`.
 fn handle(name: &str, body: impl FnOnce() -> Result<u64, Errno>) -> u64 {
     guard(name, body).unwrap_or_else(|errno| {
@@ -125,7 +156,6 @@ fn put<T>(out: *mut T, value: T) -> Result<(), Errno> {
 }
 
 /// Reads a structure of C; `EINVAL` for NULL, `EFAULT` where nothing can be read.
-///
 fn get<T: Value>(input: *const T) -> Result<T, Errno> {
     if input.is_null() {
         return Err(Errno::INVAL);

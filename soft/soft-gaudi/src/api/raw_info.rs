@@ -7,7 +7,7 @@ use rustix::io::Errno;
 use super::{
     get, hlthunk_get_clk_throttle_info, hlthunk_get_cs_counters_info, hlthunk_get_dram_usage,
     hlthunk_get_open_stats, hlthunk_get_pci_counters_info, hlthunk_get_reset_count_info,
-    hlthunk_get_sync_manager_info, hlthunk_get_time_sync_info, info, status,
+    hlthunk_get_sync_manager_info, hlthunk_get_time_sync_info, info,
 };
 use crate::abi::{HwIpInfo, InfoArgs, KernelHwIpInfo};
 use crate::guarded;
@@ -76,11 +76,9 @@ pub(super) fn info_ioctl(fd: c_int, args: &InfoArgs) -> Result<(), Errno> {
     unsafe { guarded::copy(to as *mut u8, bytes.as_ptr(), len) }.map_err(|_| Errno::FAULT)
 }
 
-/// `hlthunk_get_info`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_get_info(fd: c_int, args: *mut InfoArgs) -> c_int {
-    status("hlthunk_get_info", || {
+c_functions! {
+    fn hlthunk_get_info(fd: c_int, args: *mut InfoArgs) -> done {
         info_ioctl(fd, &get(args)?)?;
-        Ok(0)
-    })
+        Ok(())
+    }
 }

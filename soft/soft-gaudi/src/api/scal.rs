@@ -11,7 +11,7 @@ use std::sync::{Mutex, OnceLock};
 
 use rustix::io::Errno;
 
-use super::{borrow, put, status};
+use super::{borrow, put};
 use crate::asic::SCAL_QUEUES;
 use crate::context;
 use crate::guarded;
@@ -40,75 +40,6 @@ pub struct ScalTransfer {
     pub len: u64,
     /// 1 for a fill.
     pub fill: u64,
-}
-
-/// SCAL takes the engines of the card: `EBUSY` if it has.
-#[unsafe(no_mangle)]
-pub extern "C" fn soft_gaudi_scal_begin(fd: c_int) -> c_int {
-    status("soft_gaudi_scal_begin", || {
-        let context = context::operational(borrow(fd)?)?;
-        let taken = context.scal.compare_exchange(-1, fd, Ordering::AcqRel, Ordering::Relaxed);
-        taken.map(|_| 0).map_err(|_| Errno::BUSY)
-    })
-}
-
-/// SCAL leaves the engines.
-#[unsafe(no_mangle)]
-pub extern "C" fn soft_gaudi_scal_end(fd: c_int) -> c_int {
-    status("soft_gaudi_scal_end", || {
-        context::of(borrow(fd)?)?.scal.store(-1, Ordering::Release);
-        Ok(0)
-    })
-}
-
-/// Has one of SCAL's queues do transfers, in order, and after all that it was given before. The number is for
-/// `hlthunk_wait_for_cs`.
-#[unsafe(no_mangle)]
-pub extern "C" fn soft_gaudi_scal_submit(
-    fd: c_int,
-    queue: u32,
-    transfers: *const ScalTransfer,
-    count: usize,
-    out: *mut u64,
-) -> c_int {
-    status("soft_gaudi_scal_submit", || {
-        let context = context::operational(borrow(fd)?)?;
-        if queue >= SCAL_QUEUES || count == 0 || context.scal.load(Ordering::Acquire) < 0 {
-            return Err(Errno::INVAL);
-        }
-        let mut packets = Vec::with_capacity(count * 24);
-        for index in 0..count {
-            let mut transfer = ScalTransfer { src: 0, dst: 0, len: 0, fill: 0 };
-            let size = size_of::<ScalTransfer>();
-            // SAFETY: the destination is ours; a bad source comes back as an error.
-            unsafe {
-                guarded::copy(
-                    (&raw mut transfer).cast(),
-                    transfers.wrapping_add(index).cast(),
-                    size,
-                )
-            }
-            .map_err(|_| Errno::FAULT)?;
-            encode(&transfer, &mut packets);
-        }
-        let queue = context.profile.queues + queue;
-        let timeout = context.node.config.cs_timeout;
-        let submission =
-            context.enter_window(|seq| Submission::new(seq, vec![queue], 1, timeout))?;
-        if let Err(errno) = context.wait_for_ring_space(&submission) {
-            context.reject(&submission);
-            return Err(errno);
-        }
-        let seq = submission.seq;
-        context.submit(
-            borrow(fd)?,
-            submission,
-            vec![(queue, Program::Copied(packets.into()))],
-            None,
-        );
-        put(out, seq)?;
-        Ok(0)
-    })
 }
 
 fn encode(transfer: &ScalTransfer, packets: &mut Vec<u8>) {
@@ -222,6 +153,63 @@ pub(super) fn refuse_beside_scal(context: &context::Context) -> Result<(), Errno
         return Err(Errno::PERM);
     }
     Ok(())
+}
+
+c_functions! {
+    /// SCAL takes the engines of the card: `EBUSY` if it has.
+    fn soft_gaudi_scal_begin(fd: c_int) -> status {
+        let context = context::operational(borrow(fd)?)?;
+        let taken = context.scal.compare_exchange(-1, fd, Ordering::AcqRel, Ordering::Relaxed);
+        taken.map(|_| 0).map_err(|_| Errno::BUSY)
+    }
+
+    /// SCAL leaves the engines.
+    fn soft_gaudi_scal_end(fd: c_int) -> done {
+        context::of(borrow(fd)?)?.scal.store(-1, Ordering::Release);
+        Ok(())
+    }
+
+    /// Has one of SCAL's queues do transfers, in order, and after all that it was given before. The number is for
+    /// `hlthunk_wait_for_cs`.
+    fn soft_gaudi_scal_submit(
+        fd: c_int, queue: u32, transfers: *const ScalTransfer, count: usize, out: *mut u64,
+    ) -> done {
+        let context = context::operational(borrow(fd)?)?;
+        if queue >= SCAL_QUEUES || count == 0 || context.scal.load(Ordering::Acquire) < 0 {
+            return Err(Errno::INVAL);
+        }
+        let mut packets = Vec::with_capacity(count * 24);
+        for index in 0..count {
+            let mut transfer = ScalTransfer { src: 0, dst: 0, len: 0, fill: 0 };
+            let size = size_of::<ScalTransfer>();
+            // SAFETY: the destination is ours; a bad source comes back as an error.
+            unsafe {
+                guarded::copy(
+                    (&raw mut transfer).cast(),
+                    transfers.wrapping_add(index).cast(),
+                    size,
+                )
+            }
+            .map_err(|_| Errno::FAULT)?;
+            encode(&transfer, &mut packets);
+        }
+        let queue = context.profile.queues + queue;
+        let timeout = context.node.config.cs_timeout;
+        let submission =
+            context.enter_window(|seq| Submission::new(seq, vec![queue], 1, timeout))?;
+        if let Err(errno) = context.wait_for_ring_space(&submission) {
+            context.reject(&submission);
+            return Err(errno);
+        }
+        let seq = submission.seq;
+        context.submit(
+            borrow(fd)?,
+            submission,
+            vec![(queue, Program::Copied(packets.into()))],
+            None,
+        );
+        put(out, seq)
+    }
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use std::time::Duration;
 use rustix::io::Errno;
 
 use super::commands::{self, Stage};
-use super::{borrow, get, put, status};
+use super::{borrow, get, put};
 use crate::abi::{
     CsIn, CsOut, ReserveSigHandle, SigResIn, SigResOut, SignalIn, SignalOut, WaitForSignalData,
     WaitIn, WaitOut,
@@ -86,27 +86,6 @@ fn signal(
     Ok(0)
 }
 
-/// `hlthunk_signal_submission`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_signal_submission(
-    fd: c_int,
-    input: *const SignalIn,
-    out: *mut SignalOut,
-) -> c_int {
-    status("hlthunk_signal_submission", || signal(fd, input, out, None))
-}
-
-/// `hlthunk_signal_submission_timeout`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_signal_submission_timeout(
-    fd: c_int,
-    input: *const SignalIn,
-    out: *mut SignalOut,
-    timeout: u32,
-) -> c_int {
-    status("hlthunk_signal_submission_timeout", || signal(fd, input, out, Some(timeout)))
-}
-
 /// The value that a signal submission reaches; `None` if it has.
 fn signal_target(context: &Context, seq: u64) -> Result<Option<SobValue>, Errno> {
     match context.window.find(seq)? {
@@ -166,27 +145,6 @@ fn wait_signal(
     Ok(0)
 }
 
-/// `hlthunk_wait_for_signal`: a queue waits for another queue's signal.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_wait_for_signal(
-    fd: c_int,
-    input: *const WaitIn,
-    out: *mut WaitOut,
-) -> c_int {
-    status("hlthunk_wait_for_signal", || wait_signal(fd, input, out, None, false))
-}
-
-/// `hlthunk_wait_for_signal_timeout`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_wait_for_signal_timeout(
-    fd: c_int,
-    input: *const WaitIn,
-    out: *mut WaitOut,
-    timeout: u32,
-) -> c_int {
-    status("hlthunk_wait_for_signal_timeout", || wait_signal(fd, input, out, Some(timeout), false))
-}
-
 fn wait_collective(
     fd: c_int,
     input: *const WaitIn,
@@ -200,59 +158,47 @@ fn wait_collective(
     wait_signal(fd, input, out, timeout, reserved)
 }
 
-/// `hlthunk_wait_for_collective_signal`: as a wait; there are no engines to reduce anything.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_wait_for_collective_signal(
-    fd: c_int,
-    input: *const WaitIn,
-    out: *mut WaitOut,
-) -> c_int {
-    status("hlthunk_wait_for_collective_signal", || wait_collective(fd, input, out, None, false))
-}
+c_functions! {
+    fn hlthunk_signal_submission(fd: c_int, input: *const SignalIn, out: *mut SignalOut) -> status {
+        signal(fd, input, out, None)
+    }
 
-/// `hlthunk_wait_for_collective_signal_timeout`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_wait_for_collective_signal_timeout(
-    fd: c_int,
-    input: *const WaitIn,
-    out: *mut WaitOut,
-    timeout: u32,
-) -> c_int {
-    status("hlthunk_wait_for_collective_signal_timeout", || {
+    fn hlthunk_signal_submission_timeout(
+        fd: c_int, input: *const SignalIn, out: *mut SignalOut, timeout: u32,
+    ) -> status { signal(fd, input, out, Some(timeout)) }
+
+    /// A queue waits for another queue's signal.
+    fn hlthunk_wait_for_signal(fd: c_int, input: *const WaitIn, out: *mut WaitOut) -> status {
+        wait_signal(fd, input, out, None, false)
+    }
+
+    fn hlthunk_wait_for_signal_timeout(fd: c_int, input: *const WaitIn, out: *mut WaitOut, timeout: u32) -> status {
+        wait_signal(fd, input, out, Some(timeout), false)
+    }
+
+    /// As a wait; there are no engines to reduce anything.
+    fn hlthunk_wait_for_collective_signal(fd: c_int, input: *const WaitIn, out: *mut WaitOut) -> status {
+        wait_collective(fd, input, out, None, false)
+    }
+
+    fn hlthunk_wait_for_collective_signal_timeout(
+        fd: c_int, input: *const WaitIn, out: *mut WaitOut, timeout: u32,
+    ) -> status {
         wait_collective(fd, input, out, Some(timeout), false)
-    })
-}
+    }
 
-/// `hlthunk_wait_for_reserved_encaps_signals`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_wait_for_reserved_encaps_signals(
-    fd: c_int,
-    input: *const WaitIn,
-    out: *mut WaitOut,
-) -> c_int {
-    status("hlthunk_wait_for_reserved_encaps_signals", || wait_signal(fd, input, out, None, true))
-}
+    fn hlthunk_wait_for_reserved_encaps_signals(fd: c_int, input: *const WaitIn, out: *mut WaitOut) -> status {
+        wait_signal(fd, input, out, None, true)
+    }
 
-/// `hlthunk_wait_for_reserved_encaps_collective_signals`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_wait_for_reserved_encaps_collective_signals(
-    fd: c_int,
-    input: *const WaitIn,
-    out: *mut WaitOut,
-) -> c_int {
-    status("hlthunk_wait_for_reserved_encaps_collective_signals", || {
+    fn hlthunk_wait_for_reserved_encaps_collective_signals(
+        fd: c_int, input: *const WaitIn, out: *mut WaitOut,
+    ) -> status {
         wait_collective(fd, input, out, None, true)
-    })
-}
+    }
 
-/// `hlthunk_reserve_encaps_signals`: signals that the program will make itself.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_reserve_encaps_signals(
-    fd: c_int,
-    input: *const SigResIn,
-    out: *mut SigResOut,
-) -> c_int {
-    status("hlthunk_reserve_encaps_signals", || {
+    /// Signals that the program will make itself.
+    fn hlthunk_reserve_encaps_signals(fd: c_int, input: *const SigResIn, out: *mut SigResOut) -> done {
         let input = get(input)?;
         if out.is_null() {
             return Err(Errno::INVAL);
@@ -267,62 +213,30 @@ pub extern "C" fn hlthunk_reserve_encaps_signals(
             .with(ReserveSigHandle::ID, id)
             .with(ReserveSigHandle::SOB_BASE_ADDR_OFFSET, offset)
             .with(ReserveSigHandle::COUNT, count);
-        put(out, SigResOut::zeroed().with(SigResOut::HANDLE, handle))?;
-        Ok(0)
-    })
-}
+        put(out, SigResOut::zeroed().with(SigResOut::HANDLE, handle))
+    }
 
-/// `hlthunk_unreserve_encaps_signals`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_unreserve_encaps_signals(
-    fd: c_int,
-    handle: *const ReserveSigHandle,
-    out: *mut u32,
-) -> c_int {
-    status("hlthunk_unreserve_encaps_signals", || {
+    fn hlthunk_unreserve_encaps_signals(fd: c_int, handle: *const ReserveSigHandle, out: *mut u32) -> done {
         let handle = get(handle)?;
         context::operational(borrow(fd)?)?.signals().unreserve(handle.get(ReserveSigHandle::ID))?;
-        put(out, 0)?;
-        Ok(0)
-    })
-}
+        put(out, 0)
+    }
 
-/// `hlthunk_staged_command_submission`: a submission in several parts.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_staged_command_submission(
-    fd: c_int,
-    sequence: u64,
-    input: *const CsIn,
-    out: *mut CsOut,
-) -> c_int {
-    status("hlthunk_staged_command_submission", || {
+    /// A submission in several parts.
+    fn hlthunk_staged_command_submission(fd: c_int, sequence: u64, input: *const CsIn, out: *mut CsOut) -> status {
         commands::submit(fd, input, out, None, Stage::Sequence(sequence))
-    })
-}
+    }
 
-/// `hlthunk_staged_command_submission_timeout`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_staged_command_submission_timeout(
-    fd: c_int,
-    sequence: u64,
-    input: *const CsIn,
-    out: *mut CsOut,
-    timeout: u32,
-) -> c_int {
-    status("hlthunk_staged_command_submission_timeout", || {
+    fn hlthunk_staged_command_submission_timeout(
+        fd: c_int, sequence: u64, input: *const CsIn, out: *mut CsOut, timeout: u32,
+    ) -> status {
         commands::submit(fd, input, out, Some(timeout), Stage::Sequence(sequence))
-    })
-}
+    }
 
-/// `hlthunk_staged_command_submission_encaps_signals`: its packets make reserved signals.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_staged_command_submission_encaps_signals(
-    fd: c_int,
-    handle_id: u64,
-    input: *const CsIn,
-    out: *mut CsOut,
-) -> c_int {
-    status("hlthunk_staged_command_submission_encaps_signals", || {
+    /// Its packets make reserved signals.
+    fn hlthunk_staged_command_submission_encaps_signals(
+        fd: c_int, handle_id: u64, input: *const CsIn, out: *mut CsOut,
+    ) -> status {
         commands::submit(fd, input, out, None, Stage::Reserved(handle_id as u32))
-    })
+    }
 }

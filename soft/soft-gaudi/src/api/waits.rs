@@ -8,7 +8,7 @@ use std::time::Instant;
 use rustix::io::Errno;
 
 use super::commands::wait_limit;
-use super::{borrow, get, put, status};
+use super::{borrow, get, put};
 use crate::abi::{self, WaitMultiCsIn, WaitMultiCsOut};
 use crate::asic::Generation;
 use crate::context::{self, Context};
@@ -54,29 +54,6 @@ fn wait_multi(
         put(timestamp, first_ns)?;
     }
     Ok(0)
-}
-
-/// `hlthunk_wait_for_multi_cs`: until at least one of them has ended (Gaudi1).
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_wait_for_multi_cs(
-    fd: c_int,
-    input: *const WaitMultiCsIn,
-    out: *mut WaitMultiCsOut,
-) -> c_int {
-    status("hlthunk_wait_for_multi_cs", || wait_multi(fd, input, out, None))
-}
-
-/// `hlthunk_wait_for_multi_cs_with_timestamp`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_wait_for_multi_cs_with_timestamp(
-    fd: c_int,
-    input: *const WaitMultiCsIn,
-    out: *mut WaitMultiCsOut,
-    timestamp: *mut u64,
-) -> c_int {
-    status("hlthunk_wait_for_multi_cs_with_timestamp", || {
-        wait_multi(fd, input, out, Some(timestamp))
-    })
 }
 
 /// Whether an interrupt id exists: one of the user's, or "any queue" and "any decoder".
@@ -157,105 +134,67 @@ fn wait_by_handle(
     wait_interrupt(&context, how, Goal { counter, target })
 }
 
-/// `hlthunk_wait_for_interrupt`: until the 64-bit word at `addr` reaches `target`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_wait_for_interrupt(
-    fd: c_int,
-    addr: *mut c_void,
-    target: u64,
-    id: u32,
-    timeout_us: u64,
-    out: *mut u32,
-) -> c_int {
-    let how = InterruptWait { id, timeout_us, status: out, timestamp: None };
-    status("hlthunk_wait_for_interrupt", || wait_at_address(fd, addr, target, &how))
-}
+c_functions! {
+    /// Until at least one of them has ended (Gaudi1).
+    fn hlthunk_wait_for_multi_cs(fd: c_int, input: *const WaitMultiCsIn, out: *mut WaitMultiCsOut) -> status {
+        wait_multi(fd, input, out, None)
+    }
 
-/// `hlthunk_wait_for_interrupt_with_timestamp`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_wait_for_interrupt_with_timestamp(
-    fd: c_int,
-    addr: *mut c_void,
-    target: u64,
-    id: u32,
-    timeout_us: u64,
-    out: *mut u32,
-    timestamp: *mut u64,
-) -> c_int {
-    let how = InterruptWait { id, timeout_us, status: out, timestamp: Some(timestamp) };
-    status("hlthunk_wait_for_interrupt_with_timestamp", || wait_at_address(fd, addr, target, &how))
-}
+    fn hlthunk_wait_for_multi_cs_with_timestamp(
+        fd: c_int, input: *const WaitMultiCsIn, out: *mut WaitMultiCsOut, timestamp: *mut u64,
+    ) -> status {
+        wait_multi(fd, input, out, Some(timestamp))
+    }
 
-/// `hlthunk_wait_for_interrupt_by_handle`: the counter is in a command buffer.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_wait_for_interrupt_by_handle(
-    fd: c_int,
-    handle: u64,
-    index: u64,
-    target: u64,
-    id: u32,
-    timeout_us: u64,
-    out: *mut u32,
-) -> c_int {
-    let how = InterruptWait { id, timeout_us, status: out, timestamp: None };
-    status("hlthunk_wait_for_interrupt_by_handle", || {
+    /// Until the 64-bit word at `addr` reaches `target`.
+    fn hlthunk_wait_for_interrupt(
+        fd: c_int, addr: *mut c_void, target: u64, id: u32, timeout_us: u64, out: *mut u32,
+    ) -> status {
+        let how = InterruptWait { id, timeout_us, status: out, timestamp: None };
+        wait_at_address(fd, addr, target, &how)
+    }
+
+    fn hlthunk_wait_for_interrupt_with_timestamp(
+        fd: c_int, addr: *mut c_void, target: u64, id: u32, timeout_us: u64, out: *mut u32, timestamp: *mut u64,
+    ) -> status {
+        let how = InterruptWait { id, timeout_us, status: out, timestamp: Some(timestamp) };
+        wait_at_address(fd, addr, target, &how)
+    }
+
+    /// The counter is in a command buffer.
+    fn hlthunk_wait_for_interrupt_by_handle(
+        fd: c_int, handle: u64, index: u64, target: u64, id: u32, timeout_us: u64, out: *mut u32,
+    ) -> status {
+        let how = InterruptWait { id, timeout_us, status: out, timestamp: None };
         wait_by_handle(fd, handle, index, target, &how)
-    })
-}
+    }
 
-/// `hlthunk_wait_for_interrupt_by_handle_with_timestamp`.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_wait_for_interrupt_by_handle_with_timestamp(
-    fd: c_int,
-    handle: u64,
-    index: u64,
-    target: u64,
-    id: u32,
-    timeout_us: u64,
-    out: *mut u32,
-    timestamp: *mut u64,
-) -> c_int {
-    let how = InterruptWait { id, timeout_us, status: out, timestamp: Some(timestamp) };
-    status("hlthunk_wait_for_interrupt_by_handle_with_timestamp", || {
+    fn hlthunk_wait_for_interrupt_by_handle_with_timestamp(
+        fd: c_int, handle: u64, index: u64, target: u64, id: u32, timeout_us: u64, out: *mut u32, timestamp: *mut u64,
+    ) -> status {
+        let how = InterruptWait { id, timeout_us, status: out, timestamp: Some(timestamp) };
         wait_by_handle(fd, handle, index, target, &how)
-    })
-}
+    }
 
-/// `hlthunk_allocate_timestamp_elements`: memory for times, mapped by its handle.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_allocate_timestamp_elements(
-    fd: c_int,
-    count: u32,
-    handle: *mut u64,
-) -> c_int {
-    status("hlthunk_allocate_timestamp_elements", || {
+    /// Memory for times, mapped by its handle.
+    fn hlthunk_allocate_timestamp_elements(fd: c_int, count: u32, handle: *mut u64) -> done {
         if handle.is_null() || count > 1 << 20 {
             return Err(Errno::INVAL);
         }
         let context = context::operational(borrow(fd)?)?;
         let (made, _) = context.buffers().create_any(u64::from(count) * 8)?;
-        put(handle, made)?;
-        Ok(0)
-    })
-}
+        put(handle, made)
+    }
 
-/// `hlthunk_register_timestamp_interrupt`: notes the time when a counter reaches its target.
-#[unsafe(no_mangle)]
-pub extern "C" fn hlthunk_register_timestamp_interrupt(
-    fd: c_int,
-    id: u32,
-    counter_handle: u64,
-    counter_index: u64,
-    target: u64,
-    note_handle: u64,
-    note_index: u64,
-) -> c_int {
-    status("hlthunk_register_timestamp_interrupt", || {
+    /// Notes the time when a counter reaches its target.
+    fn hlthunk_register_timestamp_interrupt(
+        fd: c_int, id: u32, counter_handle: u64, counter_index: u64, target: u64, note_handle: u64, note_index: u64,
+    ) -> done {
         let context = context::operational(borrow(fd)?)?;
         check_interrupt(&context, id)?;
         let counter = counter_address(&context, counter_handle, counter_index)?;
         let timestamp_at = counter_address(&context, note_handle, note_index)?;
         context.register(id, Registration { goal: Goal { counter, target }, timestamp_at });
-        Ok(0)
-    })
+        Ok(())
+    }
 }

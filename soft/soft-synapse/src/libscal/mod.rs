@@ -6,6 +6,7 @@
 //! `scal_…` function behaves as scal.h and its implementation do, including the absence of reference counts.
 
 #![allow(clippy::not_unsafe_ptr_arg_deref)] // C functions: their callers promise what C promises.
+#![allow(non_snake_case)] // Their names.
 
 mod instance;
 mod pool;
@@ -115,30 +116,6 @@ fn with_pool<T>(
     Err(INVALID_PARAM)
 }
 
-/// `scal_init`. An instance that exists for the descriptor is returned as it is, without a reference count.
-#[unsafe(no_mangle)]
-pub extern "C" fn scal_init(
-    fd: c_int,
-    config: *const c_char,
-    scal: *mut Handle,
-    _firmware: *mut c_void,
-) -> c_int {
-    guard(|| {
-        thunk::owner_call(c"scal_init");
-        if fd <= 0 || config.is_null() || scal.is_null() {
-            return Err(INVALID_PARAM);
-        }
-        let mut instances = instances();
-        if let Some(instance) = instances.iter().find(|instance| instance.fd == fd) {
-            return put(scal, instance.handle() as Handle);
-        }
-        let instance = Instance::start(fd)?;
-        put(scal, instance.handle() as Handle)?;
-        instances.push(instance);
-        Ok(())
-    })
-}
-
 /// `scal_destroy`: at once, whoever else uses it.
 #[unsafe(no_mangle)]
 pub extern "C" fn scal_destroy(scal: Handle) {
@@ -149,60 +126,6 @@ pub extern "C" fn scal_destroy(scal: Handle) {
         instances.swap_remove(at.ok_or(INVALID_PARAM)?).stop();
         Ok(())
     });
-}
-
-/// `scal_get_fd`.
-#[unsafe(no_mangle)]
-pub extern "C" fn scal_get_fd(scal: Handle) -> c_int {
-    with_instance(scal, |instance| Ok(instance.fd)).unwrap_or(FAILURE)
-}
-
-/// `scal_get_handle_from_fd`: by the number of the descriptor; a duplicate is not recognised.
-#[unsafe(no_mangle)]
-pub extern "C" fn scal_get_handle_from_fd(fd: c_int, scal: *mut Handle) -> c_int {
-    guard(|| {
-        let instances = instances();
-        let found = instances.iter().find(|instance| instance.fd == fd).ok_or(FAILURE)?;
-        put(scal, found.handle() as Handle)
-    })
-}
-
-/// `scal_get_sram_size`.
-#[unsafe(no_mangle)]
-pub extern "C" fn scal_get_sram_size(scal: Handle) -> u32 {
-    with_instance(scal, |instance| Ok(instance.sram_size)).unwrap_or(0)
-}
-
-/// `scal_get_pool_handle_by_name`.
-#[unsafe(no_mangle)]
-pub extern "C" fn scal_get_pool_handle_by_name(
-    scal: Handle,
-    name: *const c_char,
-    pool: *mut Handle,
-) -> c_int {
-    guard(|| {
-        if name.is_null() {
-            return Err(INVALID_PARAM);
-        }
-        // SAFETY: C's callers promise a NUL-terminated string.
-        let name = unsafe { CStr::from_ptr(name) };
-        let handle = with_instance(scal, |instance| {
-            let found = instance.pools.iter().find(|pool| pool.name == name);
-            found.map(|pool| pool.handle).ok_or(NOT_FOUND)
-        })?;
-        put(pool, handle as Handle)
-    })
-}
-
-/// `scal_get_pool_handle_by_id`.
-#[unsafe(no_mangle)]
-pub extern "C" fn scal_get_pool_handle_by_id(scal: Handle, id: c_uint, pool: *mut Handle) -> c_int {
-    guard(|| {
-        let handle = with_instance(scal, |instance| {
-            instance.pools.get(id as usize).map(|pool| pool.handle).ok_or(NOT_FOUND)
-        })?;
-        put(pool, handle as Handle)
-    })
 }
 
 fn info(pool: Handle) -> Result<PoolInfoV2, c_int> {
@@ -222,43 +145,6 @@ fn info(pool: Handle) -> Result<PoolInfoV2, c_int> {
     })
 }
 
-/// `scal_pool_get_info`.
-#[unsafe(no_mangle)]
-pub extern "C" fn scal_pool_get_info(pool: Handle, out: *mut PoolInfo) -> c_int {
-    guard(|| put(out, info(pool)?.v1))
-}
-
-/// `scal_pool_get_infoV2`.
-#[unsafe(no_mangle)]
-#[allow(non_snake_case)] // Its name.
-pub extern "C" fn scal_pool_get_infoV2(pool: Handle, out: *mut PoolInfoV2) -> c_int {
-    guard(|| put(out, info(pool)?))
-}
-
-/// `scal_allocate_buffer`: aligned to 128 bytes.
-#[unsafe(no_mangle)]
-pub extern "C" fn scal_allocate_buffer(pool: Handle, size: u64, buffer: *mut Handle) -> c_int {
-    scal_allocate_aligned_buffer(pool, size, pool::ALIGNMENT, buffer)
-}
-
-/// `scal_allocate_aligned_buffer`: first fit.
-#[unsafe(no_mangle)]
-pub extern "C" fn scal_allocate_aligned_buffer(
-    pool: Handle,
-    size: u64,
-    alignment: u64,
-    buffer: *mut Handle,
-) -> c_int {
-    guard(|| {
-        if buffer.is_null() || !alignment.is_power_of_two() {
-            return Err(INVALID_PARAM);
-        }
-        let handle =
-            with_pool(pool, |_, pool| pool.allocate(size, alignment).ok_or(OUT_OF_MEMORY))?;
-        put(buffer, handle as Handle)
-    })
-}
-
 fn with_buffer<T>(buffer: Handle, body: impl FnOnce(&mut Pool, usize) -> T) -> Result<T, c_int> {
     let mut instances = instances();
     let mut pools = instances.iter_mut().flat_map(|instance| &mut instance.pools);
@@ -266,16 +152,74 @@ fn with_buffer<T>(buffer: Handle, body: impl FnOnce(&mut Pool, usize) -> T) -> R
     Ok(body(pool, buffer as usize))
 }
 
-/// `scal_free_buffer`.
-#[unsafe(no_mangle)]
-pub extern "C" fn scal_free_buffer(buffer: Handle) -> c_int {
-    guard(|| with_buffer(buffer, Pool::free))
-}
+c_functions! {
+    /// An instance that exists for the descriptor is returned as it is, without a reference count.
+    fn scal_init(fd: c_int, config: *const c_char, scal: *mut Handle, _firmware: *mut c_void) = guard(|| {
+        thunk::owner_call(c"scal_init");
+        if fd <= 0 || config.is_null() || scal.is_null() {
+            return Err(INVALID_PARAM);
+        }
+        let mut instances = instances();
+        if let Some(instance) = instances.iter().find(|instance| instance.fd == fd) {
+            return put(scal, instance.handle() as Handle);
+        }
+        let instance = Instance::start(fd)?;
+        put(scal, instance.handle() as Handle)?;
+        instances.push(instance);
+        Ok(())
+    });
 
-/// `scal_buffer_get_info`.
-#[unsafe(no_mangle)]
-pub extern "C" fn scal_buffer_get_info(buffer: Handle, out: *mut BufferInfo) -> c_int {
-    guard(|| {
+    fn scal_get_fd(scal: Handle) = with_instance(scal, |instance| Ok(instance.fd)).unwrap_or(FAILURE);
+
+    /// By the number of the descriptor; a duplicate is not recognised.
+    fn scal_get_handle_from_fd(fd: c_int, scal: *mut Handle) = guard(|| {
+        let instances = instances();
+        let found = instances.iter().find(|instance| instance.fd == fd).ok_or(FAILURE)?;
+        put(scal, found.handle() as Handle)
+    });
+
+    fn scal_get_sram_size(scal: Handle) -> u32 = with_instance(scal, |instance| Ok(instance.sram_size)).unwrap_or(0);
+
+    fn scal_get_pool_handle_by_name(scal: Handle, name: *const c_char, pool: *mut Handle) = guard(|| {
+        if name.is_null() {
+            return Err(INVALID_PARAM);
+        }
+        // SAFETY: C's callers promise a NUL-terminated string.
+        let name = unsafe { CStr::from_ptr(name) };
+        let handle = with_instance(scal, |instance| {
+            let found = instance.pools.iter().find(|pool| pool.name == name);
+            found.map(|pool| pool.handle).ok_or(NOT_FOUND)
+        })?;
+        put(pool, handle as Handle)
+    });
+
+    fn scal_get_pool_handle_by_id(scal: Handle, id: c_uint, pool: *mut Handle) = guard(|| {
+        let handle = with_instance(scal, |instance| {
+            instance.pools.get(id as usize).map(|pool| pool.handle).ok_or(NOT_FOUND)
+        })?;
+        put(pool, handle as Handle)
+    });
+
+    fn scal_pool_get_info(pool: Handle, out: *mut PoolInfo) = guard(|| put(out, info(pool)?.v1));
+    fn scal_pool_get_infoV2(pool: Handle, out: *mut PoolInfoV2) = guard(|| put(out, info(pool)?));
+
+    /// Aligned to 128 bytes.
+    fn scal_allocate_buffer(pool: Handle, size: u64, buffer: *mut Handle) =
+        scal_allocate_aligned_buffer(pool, size, pool::ALIGNMENT, buffer);
+
+    /// First fit.
+    fn scal_allocate_aligned_buffer(pool: Handle, size: u64, alignment: u64, buffer: *mut Handle) = guard(|| {
+        if buffer.is_null() || !alignment.is_power_of_two() {
+            return Err(INVALID_PARAM);
+        }
+        let handle =
+            with_pool(pool, |_, pool| pool.allocate(size, alignment).ok_or(OUT_OF_MEMORY))?;
+        put(buffer, handle as Handle)
+    });
+
+    fn scal_free_buffer(buffer: Handle) = guard(|| with_buffer(buffer, Pool::free));
+
+    fn scal_buffer_get_info(buffer: Handle, out: *mut BufferInfo) = guard(|| {
         let info = with_buffer(buffer, |pool, buffer| BufferInfo {
             pool: pool.handle as Handle,
             core_address: 0,
@@ -283,11 +227,9 @@ pub extern "C" fn scal_buffer_get_info(buffer: Handle, out: *mut BufferInfo) -> 
             device_address: pool.address(buffer),
         })?;
         put(out, info)
-    })
-}
+    });
 
-/// `scal_get_version_sha1`: says that this is software.
-#[unsafe(no_mangle)]
-pub extern "C" fn scal_get_version_sha1() -> *const c_char {
-    concat!("soft-scal ", env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
+    /// Says that this is software.
+    fn scal_get_version_sha1() -> *const c_char =
+        concat!("soft-scal ", env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast();
 }

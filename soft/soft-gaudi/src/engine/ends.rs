@@ -1,0 +1,220 @@
+//! How submissions end, and how threads wait for it.
+//!
+//! With a model of times, or with jitter, an end is reported later than the work was done: `Context::ends` has those
+//! that are due, and whoever waits, submits or watches reports them.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, MutexGuard};
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+
+use super::realtime_ns;
+use crate::context::Context;
+use crate::state::Word;
+use crate::submission::{Lookup, Outcome, Submission};
+
+/// Below this a waiting thread yields instead of sleeping.
+const SHORT: Duration = Duration::from_micros(60);
+/// How long a thread sleeps that does not know when the next end is reported.
+const NAP: Duration = Duration::from_millis(1);
+/// What a waiter may do per microsecond of its timeout; about the speed of a copy.
+const BYTES_PER_US: u64 = 4096;
+
+/// How a wait ended.
+#[derive(Clone, Debug)]
+pub(crate) enum Waited {
+    /// It ended, and when (ns of the realtime clock).
+    Ended { outcome: Outcome, at_ns: u64 },
+    /// So old that only its end is known.
+    Gone,
+    /// Not within the timeout.
+    Busy,
+}
+
+impl Context {
+    /// Waits for a submission; `None` waits for ever.
+    pub(crate) fn wait(
+        self: &Arc<Self>,
+        seq: u64,
+        timeout: Option<Duration>,
+    ) -> Result<Waited, Errno> {
+        let submission = match self.window.find(seq)? {
+            Lookup::Known(submission) => submission,
+            Lookup::Gone => return Ok(Waited::Gone),
+        };
+        let deadline = timeout.map(|timeout| (timeout, Instant::now()));
+        loop {
+            let next = self.report_ends();
+            if let Some(outcome) = submission.outcome() {
+                return Ok(Waited::Ended { outcome, at_ns: submission.finished_ns() });
+            }
+            let left = match deadline {
+                None => Duration::MAX,
+                Some((timeout, since)) => match timeout.checked_sub(since.elapsed()) {
+                    Some(left) if !left.is_zero() => left,
+                    _ => {
+                        // A polling thread must not keep the processor from the workers.
+                        std::thread::yield_now();
+                        self.check_timeout();
+                        return Ok(Waited::Busy);
+                    }
+                },
+            };
+            let budget = u64::try_from(left.as_micros()).unwrap_or(u64::MAX);
+            self.run_queues_of(&submission, budget.saturating_mul(BYTES_PER_US));
+            match next {
+                // A timer would be late by more than that.
+                Some(next) if next < SHORT => std::thread::yield_now(),
+                _ if submission.outcome().is_some() => {}
+                _ => {
+                    submission.sleep(left.min(self.nap(next)));
+                    self.check_timeout();
+                }
+            }
+        }
+    }
+
+    /// Waits until one of several submissions has ended: which, and when the first did.
+    pub(crate) fn wait_any(
+        self: &Arc<Self>,
+        seqs: &[u64],
+        timeout: Option<Duration>,
+    ) -> Result<(u32, u64), Errno> {
+        let found: Vec<Lookup> =
+            seqs.iter().map(|seq| self.window.find(*seq)).collect::<Result<_, _>>()?;
+        let until = timeout.map(|timeout| Instant::now() + timeout);
+        self.any_waiters.fetch_add(1, Ordering::SeqCst);
+        let ended = |lookup: &Lookup| match lookup {
+            Lookup::Gone => Some(0),
+            Lookup::Known(submission) => submission.outcome().map(|_| submission.finished_ns()),
+        };
+        // Which have ended, and when the first did whose time is known.
+        let so_far = || {
+            let times = found.iter().enumerate().filter_map(|(n, at)| Some((n, ended(at)?)));
+            times.fold((0, 0), |(set, first), (n, at)| {
+                let first = if first == 0 || (at != 0 && at < first) { at } else { first };
+                (set | 1 << n, first)
+            })
+        };
+        let result = loop {
+            let next = self.report_ends();
+            let now = Instant::now();
+            let ended = so_far();
+            if ended.0 != 0 || until.is_some_and(|until| now >= until) {
+                break ended;
+            }
+            for lookup in &found {
+                if let Lookup::Known(submission) = lookup {
+                    self.run_queues_of(submission, u64::MAX);
+                }
+            }
+            // Under the lock that an end takes before it wakes: it is seen here, or this thread sleeps by then.
+            let guard = self.any_ended.0.lock().unwrap_or_else(|p| p.into_inner());
+            if so_far().0 == 0 {
+                let left =
+                    until.map_or(Duration::MAX, |until| until.saturating_duration_since(now));
+                drop(self.any_ended.1.wait_timeout(guard, left.min(self.nap(next))));
+                self.check_timeout();
+            }
+        };
+        self.any_waiters.fetch_sub(1, Ordering::SeqCst);
+        Ok(result)
+    }
+
+    /// Reports the ends whose time has come; how long until the next.
+    pub(crate) fn report_ends(&self) -> Option<Duration> {
+        if self.timing.is_instant() {
+            return None;
+        }
+        loop {
+            let due = {
+                let mut ends = self.lock_ends();
+                let first = ends.first_entry()?;
+                let (at, now) = (first.key().0, self.timing.now());
+                if at > now {
+                    return Some(Duration::from_nanos(at - now));
+                }
+                first.remove()
+            };
+            self.end(&due, Outcome::Completed);
+        }
+    }
+
+    /// How long a thread that waits may sleep, if the next end is reported after that time.
+    pub(super) fn nap(&self, next: Option<Duration>) -> Duration {
+        let limit = self.until_timeout();
+        match next {
+            _ if self.timing.is_instant() => limit,
+            Some(next) => next.min(limit),
+            None => NAP.min(limit),
+        }
+    }
+
+    fn lock_ends(&self) -> MutexGuard<'_, BTreeMap<(u64, u64), Arc<Submission>>> {
+        self.ends.lock().unwrap_or_else(|p| p.into_inner())
+    }
+
+    /// One job of a submission is done, or a stage that was to come is not coming any more.
+    pub(crate) fn job_done(&self, submission: &Arc<Submission>) {
+        self.job_done_at(submission, 0);
+    }
+
+    pub(super) fn job_done_at(&self, submission: &Arc<Submission>, at: u64) {
+        let Some(done) = submission.job_done(at) else { return };
+        if self.timing.is_instant() {
+            return self.end(submission, Outcome::Completed);
+        }
+        let at = self.timing.report_at(done);
+        self.lock_ends().insert((at, submission.seq), submission.clone());
+        // Whoever waits for it learns when it ends. One who is about to sleep may miss this: see `nap`.
+        submission.wake();
+    }
+
+    pub(super) fn end(&self, submission: &Submission, outcome: Outcome) {
+        if !submission.claim() {
+            return;
+        }
+        // Counters first: a thread that sees the end may ask whether the card is idle.
+        self.last_end.store(self.epoch.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        if self.in_flight.fetch_sub(1, Ordering::SeqCst) == 1
+            && self.has_busy_fd.swap(false, Ordering::SeqCst)
+        {
+            let mut busy_fd = self.busy_fd.lock().unwrap_or_else(|p| p.into_inner());
+            if self.in_flight.load(Ordering::Acquire) == 0 && busy_fd.take().is_some() {
+                self.state.set(Word::Busy, 0);
+            }
+        }
+        if submission.spares_card {
+            // However it ends, also in time: "Command submission N completed after … (s)".
+            self.node.log_kernel_error(self.device, "ended", 0);
+        }
+        submission.publish(outcome, realtime_ns());
+        self.window.submission_ended();
+        self.count_down_delayed();
+        if self.any_waiters.load(Ordering::SeqCst) > 0 {
+            drop(self.any_ended.0.lock().unwrap_or_else(|p| p.into_inner()));
+            self.any_ended.1.notify_all();
+        }
+    }
+
+    /// One submission has ended: counts down those whose end is delayed by a fault rule.
+    fn count_down_delayed(&self) {
+        if !self.node.config.faults {
+            return;
+        }
+        let mut due = Vec::new();
+        {
+            let mut delayed = self.delayed.lock().unwrap_or_else(|p| p.into_inner());
+            delayed.iter_mut().for_each(|(_, others)| *others = others.saturating_sub(1));
+            delayed.retain(|(submission, others)| {
+                if *others == 0 {
+                    due.push(submission.clone());
+                }
+                *others != 0
+            });
+        }
+        due.iter().for_each(|submission| self.job_done(submission));
+    }
+}

@@ -206,13 +206,23 @@ macro_rules! alone {
 /// When the test fails.
 #[track_caller]
 pub fn run_alone(here: &str, variables: &[(&str, &str)]) {
+    let text = output_alone(here, variables);
+    // What was skipped says so here too.
+    text.lines().filter(|line| line.contains("skipped")).for_each(|line| println!("{line}"));
+}
+
+/// The same; returns what the test wrote.
+///
+/// # Panics
+/// When the test fails.
+#[track_caller]
+pub fn output_alone(here: &str, variables: &[(&str, &str)]) -> String {
     let test = here.split_once("::").and_then(|(_, path)| path.rsplit_once("::"));
     let (test, _) = test.expect("program::test::here");
     let output = child(test).envs(variables.iter().copied()).output().expect("it starts");
     let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && text.contains("1 passed"), "{text}");
-    // What was skipped says so here too.
-    text.lines().filter(|line| line.contains("skipped")).for_each(|line| println!("{line}"));
+    text.into_owned()
 }
 
 /// Bytes that differ from place to place, and for each seed.

@@ -11,21 +11,6 @@ use soft_gaudi::dmabuf::Exported;
 
 const PAGE: u64 = 768 << 20;
 
-/// Copies between the host and a device address.
-fn put(fd: i32, to: u64, bytes: &mut [u8]) {
-    let src = map_host(fd, bytes);
-    assert_eq!(run(fd, 0, &gaudi2_copy(src, to, bytes.len() as u32)), (0, 0));
-    hlthunk_memory_unmap(fd, src);
-}
-
-fn get(fd: i32, from: u64, len: usize) -> Vec<u8> {
-    let mut bytes = vec![0; len];
-    let dst = map_host(fd, &mut bytes);
-    assert_eq!(run(fd, 4, &gaudi2_copy(from, dst, len as u32)), (0, 0));
-    hlthunk_memory_unmap(fd, dst);
-    bytes
-}
-
 /// What the second process does; in a normal run there is nothing to do.
 #[test]
 fn child() {
@@ -38,7 +23,7 @@ fn child() {
             let fd = open(argument);
             let (_, va) = alloc(fd, 2 * PAGE);
             // Across the edge of two pages.
-            put(fd, va + PAGE - 8192, &mut pattern(16384, 42));
+            put(fd, va + PAGE - 8192, &pattern(16384, 42));
             let dmabuf = export(fd, va, 16384, PAGE - 8192);
             assert!(dmabuf >= 0);
             send_fd(&parent, dmabuf);
@@ -49,7 +34,7 @@ fn child() {
             let dmabuf = receive_fd(&parent);
             let va = import(fd, dmabuf.as_raw_fd(), 8192).unwrap();
             drop(dmabuf);
-            put(fd, va + 100, &mut pattern(5000, 7));
+            put(fd, va + 100, &pattern(5000, 7));
             send(&parent, 0);
             wait_for_end(&parent);
         }
@@ -93,7 +78,6 @@ fn exports_are_checked_as_the_driver_does() {
         }
         libc::close(old);
     }
-    hlthunk_close(fd);
 }
 
 #[test]
@@ -121,11 +105,9 @@ fn exported_memory_stays_until_the_last_descriptor_is_closed() {
     let fd = open(index);
     assert!(fd >= 0);
     let (handle, va) = alloc(fd, 1);
-    // SAFETY: a fresh descriptor.
-    drop(unsafe { OwnedFd::from_raw_fd(export(fd, va, 4096, 0)) });
+    drop(export_fd(fd, va, 4096, 0));
     assert_eq!(hlthunk_memory_unmap(fd, va), 0);
     assert_eq!(hlthunk_device_memory_free(fd, handle), 0);
-    hlthunk_close(fd);
 }
 
 #[test]
@@ -135,9 +117,8 @@ fn a_second_card_reaches_the_memory_of_the_first() {
     let (one, two) = (card(), card());
     let (_, va) = alloc(one, 1);
     let size = 300_000;
-    put(one, va + 4096, &mut pattern(size, 5));
-    // SAFETY: a fresh descriptor.
-    let dmabuf = unsafe { OwnedFd::from_raw_fd(export(one, va, 1 << 20, 4096)) };
+    put(one, va + 4096, &pattern(size, 5));
+    let dmabuf = export_fd(one, va, 1 << 20, 4096);
     assert_eq!(import(two, dmabuf.as_raw_fd(), (1 << 20) + 1), Err(libc::EINVAL));
     assert_eq!(import(two, one, 4096), Err(libc::EINVAL));
     assert_eq!(import(two, -1, 4096), Err(libc::EBADF));
@@ -145,7 +126,7 @@ fn a_second_card_reaches_the_memory_of_the_first() {
     // As the out-of-tree driver: in the host's range.
     assert_eq!(remote >> 48, 0xfff0);
     assert_eq!(get(two, remote, size), pattern(size, 5));
-    put(two, remote + 77, &mut pattern(1000, 6));
+    put(two, remote + 77, &pattern(1000, 6));
     assert_eq!(get(one, va + 4096 + 77, 1000), pattern(1000, 6));
     // The import is a reference like a descriptor.
     drop(dmabuf);
@@ -190,9 +171,8 @@ fn descriptors_that_are_not_of_a_gaudi_are_refused_and_the_card_works_on() {
         assert!(Exported::from_fd(descriptor.as_fd()).is_err(), "{what}");
     }
     let (_, va) = alloc(fd, 1);
-    put(fd, va, &mut pattern(5000, 8));
+    put(fd, va, &pattern(5000, 8));
     assert_eq!(get(fd, va, 5000), pattern(5000, 8));
-    hlthunk_close(fd);
 }
 
 #[test]
@@ -219,7 +199,6 @@ fn a_dmabuf_outlives_the_process_that_exported_it() {
     let again = open(index);
     assert!(again >= 0);
     hlthunk_close(again);
-    hlthunk_close(fd);
 }
 
 #[test]
@@ -229,8 +208,7 @@ fn an_importer_in_another_process_writes_and_dies() {
     let (mine, theirs) = (fresh_index(), fresh_index());
     let fd = open(mine);
     let (_, va) = alloc(fd, 1);
-    // SAFETY: a fresh descriptor.
-    let dmabuf = unsafe { OwnedFd::from_raw_fd(export(fd, va, 8192, 0)) };
+    let dmabuf = export_fd(fd, va, 8192, 0);
     let mut other = Child::start("import", theirs);
     send_fd(&other.socket, dmabuf.as_raw_fd());
     drop(dmabuf);
@@ -239,7 +217,6 @@ fn an_importer_in_another_process_writes_and_dies() {
     assert_eq!(hlthunk_memory_unmap(fd, va), -libc::EINVAL);
     other.kill();
     assert_eq!(hlthunk_memory_unmap(fd, va), 0);
-    hlthunk_close(fd);
 }
 
 #[test]

@@ -63,7 +63,6 @@ fn a_failing_transfer_aborts_its_submission() {
     inject("transfer fail:EIO\n");
     assert_eq!(wait(fd, buffer.submit(0).unwrap()), (-libc::EIO, sys::WAIT_ABORTED));
     assert_eq!(remaining_rules(), "");
-    hlthunk_close(fd);
 }
 
 fn replace_stderr(by: &OwnedFd) {
@@ -122,7 +121,6 @@ fn a_submission_whose_transfer_failed_is_not_completed_by_another_thread_before_
     release.join().unwrap();
     assert_ne!(waited, (0, 0));
     assert!(memory[half..].iter().all(|byte| *byte == 0));
-    hlthunk_close(fd);
 }
 
 /// The second of two equal copies is carried out as well: its source may have changed in between.
@@ -136,7 +134,6 @@ fn an_identical_consecutive_copy_is_executed_again() {
     inject("transfer fail:EIO after=1\n");
     assert_eq!(wait(fd, buffer.submit(0).unwrap()), (-libc::EIO, sys::WAIT_ABORTED));
     assert_eq!(remaining_rules(), "");
-    hlthunk_close(fd);
 }
 
 #[test]
@@ -149,9 +146,7 @@ fn a_hanging_submission_times_out_and_signals_the_notifier() {
     inject("submission hang\n");
     let stuck = buffer.submit(0).unwrap();
     let behind = buffer.submit(0).unwrap();
-    let mut status = 99;
-    assert_eq!(hlthunk_wait_for_cs(fd, stuck, 0, &mut status), 0);
-    assert_eq!(status, sys::WAIT_BUSY);
+    assert_eq!(poll(fd, stuck, 0), sys::WAIT_BUSY);
     // No thread waits for the submission: a worker checks the timeout.
     let (mut events, mut count) = (0, 0);
     assert_eq!(hlthunk_notifier_recv(fd, notifier, &mut events, &mut count, 0, 20_000), 0);
@@ -162,7 +157,6 @@ fn a_hanging_submission_times_out_and_signals_the_notifier() {
     assert_eq!(hlthunk_get_event_record(fd, 1, (&raw mut record).cast()), 0);
     assert_eq!(record.seq, stuck);
     assert_eq!(hlthunk_notifier_release(fd, notifier), 0);
-    hlthunk_close(fd);
 }
 
 /// As the driver with SKIP_RESET_ON_TIMEOUT (0x400): recorded, logged and announced once; in flight until the close.
@@ -185,11 +179,9 @@ fn a_hanging_submission_that_spares_the_card_stays_in_flight() {
     let mut record = CsTimeoutRecord::default();
     assert_eq!(hlthunk_get_event_record(fd, 1, (&raw mut record).cast()), 0);
     assert_eq!(record.seq, stuck);
-    let mut status = 99;
     for _ in 0..3 {
         assert_eq!(wait(fd, buffer.submit(4).unwrap()), (0, sys::WAIT_COMPLETED), "another queue");
-        assert_eq!(hlthunk_wait_for_cs(fd, stuck, 200_000, &mut status), 0);
-        assert_eq!(status, sys::WAIT_BUSY);
+        assert_eq!(poll(fd, stuck, 200_000), sys::WAIT_BUSY);
     }
     assert_eq!(lines(), [timeouts + 1, ends]);
     let mut chunk = [user_chunk(4, buffer.va, 8)];
@@ -207,14 +199,11 @@ fn a_late_submission_ends_after_others() {
     let buffer = nop(fd);
     inject("submission late:2\n");
     let late = buffer.submit(0).unwrap();
-    let mut status = 99;
     for _ in 0..2 {
-        assert_eq!(hlthunk_wait_for_cs(fd, late, 0, &mut status), 0);
-        assert_eq!(status, sys::WAIT_BUSY);
+        assert_eq!(poll(fd, late, 0), sys::WAIT_BUSY);
         assert_eq!(wait(fd, buffer.submit(4).unwrap()), (0, sys::WAIT_COMPLETED));
     }
     assert_eq!(wait(fd, late), (0, sys::WAIT_COMPLETED));
-    hlthunk_close(fd);
 }
 
 #[test]

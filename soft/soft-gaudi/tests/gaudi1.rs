@@ -31,12 +31,9 @@ fn buffer(fd: i32, packets: &[u8]) -> u64 {
     let mut handle = 0;
     assert_eq!(hlthunk_request_command_buffer(fd, packets.len() as u32, &mut handle), 0);
     let len = packets.len();
-    // SAFETY: maps the buffer by its handle and writes within it.
+    let mapped = map_handle(fd, handle, len);
+    // SAFETY: writes within the mapping, which nothing else uses.
     unsafe {
-        let protection = libc::PROT_READ | libc::PROT_WRITE;
-        let null = core::ptr::null_mut();
-        let mapped = libc::mmap(null, len, protection, libc::MAP_SHARED, fd, handle as i64);
-        assert_ne!(mapped, libc::MAP_FAILED);
         core::ptr::copy_nonoverlapping(packets.as_ptr(), mapped.cast(), len);
         libc::munmap(mapped, len);
     }
@@ -58,11 +55,8 @@ fn submit_packets(fd: i32, queue: u32, packets: &[u8]) -> Result<u64, i32> {
 
 #[test]
 fn identity_and_memory_are_those_of_a_gaudi1() {
-    machine("gaudi1");
-    let fd = card();
-    // SAFETY: plain data.
-    let mut info: sys::HwIpInfo = unsafe { core::mem::zeroed() };
-    assert_eq!(hlthunk_get_hw_ip_info(fd, (&raw mut info).cast()), 0);
+    let fd = card_of("gaudi1");
+    let info = hw_info(fd);
     assert_eq!(info.device_id, sys::PCI_ID_GAUDI);
     assert_eq!((info.dram_base_address, info.dram_size), (DRAM, 0x7_e000_0000));
     // Only accounting.
@@ -78,13 +72,11 @@ fn identity_and_memory_are_those_of_a_gaudi1() {
     let skip = memory.as_ptr().align_offset(4096);
     let va = map_host(fd, &mut memory[skip + 9..skip + 20]);
     assert_eq!(va, 0x1_0000_0020_0009);
-    hlthunk_close(fd);
 }
 
 #[test]
 fn copies_go_through_parsed_buffers() {
-    machine("gaudi1");
-    let fd = card();
+    let fd = card_of("gaudi1");
     for size in [1usize, 8, 4097, 300_001] {
         let mut source = pattern(size, size as u64);
         let mut target = vec![0x5au8; size + 64];
@@ -99,13 +91,11 @@ fn copies_go_through_parsed_buffers() {
         hlthunk_memory_unmap(fd, src);
         hlthunk_memory_unmap(fd, dst);
     }
-    hlthunk_close(fd);
 }
 
 #[test]
 fn forbidden_and_broken_packets_are_refused_at_submission() {
-    machine("gaudi1");
-    let fd = card();
+    let fd = card_of("gaudi1");
     let words = |words: &[u32]| -> Vec<u8> { words.iter().flat_map(|w| w.to_le_bytes()).collect() };
     let cases = [
         (words(&[0, 0x0b00_0000]), -libc::EPERM),
@@ -130,13 +120,11 @@ fn forbidden_and_broken_packets_are_refused_at_submission() {
     assert_eq!(submit(fd, &mut [chunk(0, handle + 4096, 8)]), Err(-libc::EINVAL));
     let seq = submit(fd, &mut [chunk(9, va, 8), chunk(0, handle, 8)]).unwrap();
     assert_eq!(wait(fd, seq), (0, sys::WAIT_COMPLETED));
-    hlthunk_close(fd);
 }
 
 #[test]
 fn physical_ranges_are_exported_without_a_mapping() {
-    machine("gaudi1");
-    let fd = card();
+    let fd = card_of("gaudi1");
     for (addr, size) in [(0, 4096), (DRAM - 4096, 8192), (DRAM, 100), (DRAM + 0x7_e000_0000, 4096)]
     {
         assert_eq!(hlthunk_device_memory_export_dmabuf_fd(fd, addr, size, 0), -libc::EINVAL);
@@ -145,7 +133,6 @@ fn physical_ranges_are_exported_without_a_mapping() {
     assert!(dmabuf >= 0);
     // SAFETY: a descriptor of this test.
     unsafe { libc::close(dmabuf) };
-    hlthunk_close(fd);
 }
 
 fn nop() -> Vec<u8> {
@@ -154,75 +141,51 @@ fn nop() -> Vec<u8> {
 
 fn staged(fd: i32, sequence: u64, queue: u32, handle: u64, flags: u32) -> Result<u64, i32> {
     let mut chunks = [chunk(queue, handle, 8)];
-    let input = sys::CsIn {
-        chunks_restore: core::ptr::null_mut(),
-        chunks_execute: chunks.as_mut_ptr().cast(),
-        num_chunks_restore: 0,
-        num_chunks_execute: 1,
-        flags,
-    };
-    let mut out = sys::CsOut::default();
-    match hlthunk_staged_command_submission(
-        fd,
-        sequence,
-        (&raw const input).cast(),
-        (&raw mut out).cast(),
-    ) {
-        0 => Ok(out.seq),
-        error => Err(error),
-    }
+    submit_by(&mut chunks, flags, |input, out| {
+        hlthunk_staged_command_submission(fd, sequence, input.cast(), out.cast())
+    })
 }
 
 #[test]
 fn a_staged_submission_ends_with_its_last_part() {
-    machine("gaudi1");
-    let fd = card();
+    let fd = card_of("gaudi1");
     let handle = buffer(fd, &nop());
     let first = staged(fd, 0, 0, handle, 0x40 | 0x80).unwrap();
-    let mut status = 99;
-    assert_eq!(hlthunk_wait_for_cs(fd, first, 1000, &mut status), 0);
-    assert_eq!(status, sys::WAIT_BUSY);
+    assert_eq!(poll(fd, first, 1000), sys::WAIT_BUSY);
     assert_eq!(staged(fd, first, 1, handle, 0x40), Ok(first));
     assert_eq!(staged(fd, first + 1000, 1, handle, 0x40), Err(-libc::EINVAL));
-    assert_eq!(hlthunk_wait_for_cs(fd, first, 0, &mut status), 0);
-    assert_eq!(status, sys::WAIT_BUSY);
+    assert_eq!(poll(fd, first, 0), sys::WAIT_BUSY);
     assert_eq!(staged(fd, first, 4, handle, 0x40 | 0x100), Ok(first));
     assert_eq!(wait(fd, first), (0, sys::WAIT_COMPLETED));
     // Closed: no further parts.
     assert_eq!(staged(fd, first, 4, handle, 0x40), Err(-libc::EINVAL));
-    hlthunk_close(fd);
 }
 
 #[test]
 fn a_multi_wait_returns_which_submissions_have_ended() {
-    machine("gaudi1");
-    let fd = card();
+    let fd = card_of("gaudi1");
     let handle = buffer(fd, &nop());
     let open_end = staged(fd, 0, 0, handle, 0x40 | 0x80).unwrap();
     let done = submit_packets(fd, 4, &nop()).unwrap();
     let seqs = [open_end, done];
-    let mut input = WaitMultiCsIn { seq: seqs.as_ptr(), timeout_us: 1_000_000, seq_len: 2 };
-    let mut out = WaitMultiCsOut::default();
-    assert_eq!(hlthunk_wait_for_multi_cs(fd, (&raw const input).cast(), (&raw mut out).cast()), 0);
-    assert_eq!((out.status, out.seq_set, out.completed), (sys::WAIT_COMPLETED, 0b10, 1));
-    input.seq_len = 1;
-    input.timeout_us = 1000;
-    assert_eq!(hlthunk_wait_for_multi_cs(fd, (&raw const input).cast(), (&raw mut out).cast()), 0);
-    assert_eq!((out.status, out.seq_set, out.completed), (sys::WAIT_BUSY, 0, 0));
-    input.seq_len = 33;
-    assert_eq!(
-        hlthunk_wait_for_multi_cs(fd, (&raw const input).cast(), (&raw mut out).cast()),
-        -libc::EINVAL
-    );
+    let wait_multi = |seq_len, timeout_us| {
+        let input = WaitMultiCsIn { seq: seqs.as_ptr(), timeout_us, seq_len };
+        let mut out = WaitMultiCsOut::default();
+        match hlthunk_wait_for_multi_cs(fd, (&raw const input).cast(), (&raw mut out).cast()) {
+            0 => Ok((out.status, out.seq_set, out.completed)),
+            error => Err(error),
+        }
+    };
+    assert_eq!(wait_multi(2, 1_000_000), Ok((sys::WAIT_COMPLETED, 0b10, 1)));
+    assert_eq!(wait_multi(1, 1000), Ok((sys::WAIT_BUSY, 0, 0)));
+    assert_eq!(wait_multi(33, 1000), Err(-libc::EINVAL));
     staged(fd, open_end, 0, handle, 0x40 | 0x100).unwrap();
     assert_eq!(wait(fd, open_end), (0, sys::WAIT_COMPLETED));
-    hlthunk_close(fd);
 }
 
 #[test]
 fn a_copy_may_be_larger_than_a_queue_runs_at_once_and_the_buffer_is_the_drivers() {
-    machine("gaudi1");
-    let fd = card();
+    let fd = card_of("gaudi1");
     let size = 20 << 20;
     let mut source = pattern(size, 77);
     let mut target = vec![0u8; size];
@@ -232,5 +195,4 @@ fn a_copy_may_be_larger_than_a_queue_runs_at_once_and_the_buffer_is_the_drivers(
     let seq = submit_packets(fd, 0, &packets).unwrap();
     assert_eq!(wait(fd, seq), (0, sys::WAIT_COMPLETED));
     assert_eq!(source, target);
-    hlthunk_close(fd);
 }

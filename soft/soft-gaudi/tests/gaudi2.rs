@@ -18,9 +18,7 @@ fn identity_and_info_are_those_of_a_gaudi2_in_software() {
     let mut bus = [0i8; 13];
     assert_eq!(hlthunk_get_pci_bus_id_from_fd(fd, bus.as_mut_ptr(), 13), 0);
     assert_eq!(hlthunk_get_device_index_from_pci_bus_id(bus.as_ptr()), index as i32);
-    // SAFETY: plain data.
-    let mut info: sys::HwIpInfo = unsafe { core::mem::zeroed() };
-    assert_eq!(hlthunk_get_hw_ip_info(fd, (&raw mut info).cast()), 0);
+    let mut info = hw_info(fd);
     assert_eq!(info.dram_base_address, 0x1001_0018_0000_0000);
     assert_eq!((info.dram_size, info.dram_page_size), (127 * PAGE, PAGE));
     assert_eq!(info.module_id, soft_gaudi::asic::module_id(index));
@@ -39,8 +37,7 @@ fn identity_and_info_are_those_of_a_gaudi2_in_software() {
 
 #[test]
 fn allocation_is_rounded_to_pages_and_rules_are_kept() {
-    machine("gaudi2");
-    let fd = card();
+    let fd = card_of("gaudi2");
     let mut usage = sys::DramUsageInfo::default();
     let (handle, va) = alloc(fd, 1);
     assert_eq!(va, 0x1001_0018_0000_0000);
@@ -69,13 +66,11 @@ fn allocation_is_rounded_to_pages_and_rules_are_kept() {
     assert_eq!(hlthunk_device_memory_map(fd, all[0], hint), hint);
     assert_eq!(hlthunk_device_memory_map(fd, 4711, 0), 0);
     assert_eq!(errno(), libc::EINVAL);
-    hlthunk_close(fd);
 }
 
 #[test]
 fn a_freed_handle_is_the_next_one_given_out() {
-    machine("gaudi2");
-    let fd = card();
+    let fd = card_of("gaudi2");
     let alloc = || hlthunk_device_memory_alloc(fd, 1, 0, true, true);
     assert_eq!((alloc(), alloc(), alloc()), (1, 2, 3));
     assert_eq!(hlthunk_device_memory_free(fd, 2), 0);
@@ -84,8 +79,7 @@ fn a_freed_handle_is_the_next_one_given_out() {
 
 #[test]
 fn host_mappings_keep_the_offset_in_the_page() {
-    machine("gaudi2");
-    let fd = card();
+    let fd = card_of("gaudi2");
     let mut memory = vec![0u8; 8192 + 4096];
     let skip = memory.as_ptr().align_offset(4096);
     let page = &mut memory[skip..skip + 8192];
@@ -108,13 +102,11 @@ fn host_mappings_keep_the_offset_in_the_page() {
     static CONSTANT: [u8; 100] = [1; 100];
     assert_eq!(hlthunk_host_memory_map(fd, CONSTANT.as_ptr() as *mut _, 0, 100), 0);
     assert_eq!(errno(), libc::EFAULT);
-    hlthunk_close(fd);
 }
 
 #[test]
 fn odd_sizes_and_offsets_arrive_and_nothing_around_them_changes() {
-    machine("gaudi2");
-    let fd = card();
+    let fd = card_of("gaudi2");
     let (_, device) = alloc(fd, 1);
     let sizes = [1usize, 2, 3, 4, 7, 8, 9, 63, 64, 65, 4095, 4096, 4097, 65_537, 1_000_003];
     for (round, size) in sizes.into_iter().enumerate() {
@@ -132,13 +124,11 @@ fn odd_sizes_and_offsets_arrive_and_nothing_around_them_changes() {
         assert_eq!(hlthunk_memory_unmap(fd, src), 0);
         assert_eq!(hlthunk_memory_unmap(fd, dst), 0);
     }
-    hlthunk_close(fd);
 }
 
 #[test]
 fn copies_cross_768_mib_pages_and_go_device_to_device() {
-    machine("gaudi2");
-    let fd = card();
+    let fd = card_of("gaudi2");
     let (_, first) = alloc(fd, 1);
     let (_, device) = alloc(fd, 2 * PAGE);
     let size = 3 << 20;
@@ -151,13 +141,11 @@ fn copies_cross_768_mib_pages_and_go_device_to_device() {
     packets.extend(gaudi2_copy(first + 3, dst, size as u32));
     assert_eq!(run(fd, 1, &packets), (0, sys::WAIT_COMPLETED));
     assert_eq!(source, target);
-    hlthunk_close(fd);
 }
 
 #[test]
 fn fill_repeats_the_value() {
-    machine("gaudi2");
-    let fd = card();
+    let fd = card_of("gaudi2");
     let mut target = vec![0xeeu8; 64];
     let dst = map_host(fd, &mut target);
     let mut packet = gaudi2_copy(0x0403_0201, dst + 1, 37);
@@ -165,13 +153,11 @@ fn fill_repeats_the_value() {
     assert_eq!(run(fd, 0, &packet), (0, sys::WAIT_COMPLETED));
     assert!(target[1..38].iter().enumerate().all(|(i, b)| *b == (i % 4) as u8 + 1));
     assert!(target[38..].iter().all(|b| *b == 0xee));
-    hlthunk_close(fd);
 }
 
 #[test]
 fn submissions_are_checked_as_the_driver_does() {
-    machine("gaudi2");
-    let fd = card();
+    let fd = card_of("gaudi2");
     let nop = [0, 0, 0, 0, 0, 0, 0, 0x0a];
     let buffer = UserBuffer::new(fd, &nop);
     for queue in [2, 3, 5, 6, 7, 156, 260, 261, u32::MAX] {
@@ -199,7 +185,6 @@ fn submissions_are_checked_as_the_driver_does() {
     // Forgotten, hence finished.
     assert_eq!((hlthunk_wait_for_cs(fd, seq, 0, &mut status), status), (0, 0));
     drop(buffer);
-    hlthunk_close(fd);
 }
 
 #[test]
@@ -225,34 +210,20 @@ fn unmapped_addresses_fault_and_take_the_device_down_until_reopened() {
 
 #[test]
 fn undefined_packets_are_accepted_and_then_abort() {
-    machine("gaudi2");
-    let fd = card();
+    let fd = card_of("gaudi2");
     let buffer = UserBuffer::new(fd, &[0xff; 64]);
     let seq = buffer.submit(0).unwrap();
     assert_eq!(wait(fd, seq), (-libc::EIO, sys::WAIT_ABORTED));
-    hlthunk_close(fd);
 }
 
 #[test]
 fn mapped_command_buffers_are_seen_by_program_and_card() {
-    machine("gaudi2");
-    let fd = card();
+    let fd = card_of("gaudi2");
     let (mut handle, mut va) = (0, 0);
     assert_eq!(hlthunk_request_mapped_command_buffer(fd, 77, &mut handle), 0);
     assert_eq!(hlthunk_get_mapped_cb_device_va_by_handle(fd, handle, &mut va), 0);
     assert_eq!(va, 0xfff0_0000_0000_0000);
-    // SAFETY: maps the buffer as the driver's users do: the handle is the offset.
-    let packets = unsafe {
-        libc::mmap(
-            core::ptr::null_mut(),
-            77,
-            libc::PROT_READ | libc::PROT_WRITE,
-            libc::MAP_SHARED,
-            fd,
-            handle as i64,
-        )
-    };
-    assert_ne!(packets, libc::MAP_FAILED);
+    let packets = map_handle(fd, handle, 77);
     let mut target = vec![0u8; 16];
     let dst = map_host(fd, &mut target);
     let (_, device) = alloc(fd, 1);
@@ -281,8 +252,7 @@ fn mapped_command_buffers_are_seen_by_program_and_card() {
 /// worker leaves the queue must not be missed.
 #[test]
 fn work_is_done_when_the_program_only_polls() {
-    machine("gaudi2");
-    let fd = card();
+    let fd = card_of("gaudi2");
     let (_, device) = alloc(fd, 1);
     // Just too large to be done by the submitting call.
     let size = (64 << 10) + 8;
@@ -304,13 +274,11 @@ fn work_is_done_when_the_program_only_polls() {
             assert_eq!(status, sys::WAIT_COMPLETED);
         }
     }
-    hlthunk_close(fd);
 }
 
 #[test]
 fn threads_share_a_card_with_more_submissions_than_the_window_has() {
-    machine("gaudi2");
-    let fd = card();
+    let fd = card_of("gaudi2");
     let (_, device) = alloc(fd, 1);
     std::thread::scope(|scope| {
         for thread in 0..8u64 {
@@ -331,5 +299,4 @@ fn threads_share_a_card_with_more_submissions_than_the_window_has() {
         }
     });
     assert!(hlthunk_is_device_idle(fd));
-    hlthunk_close(fd);
 }

@@ -8,12 +8,9 @@ use soft_gaudi::api::*;
 
 #[test]
 fn memory_can_be_allocated_and_submissions_are_refused() {
-    machine("gaudi3");
-    let fd = card();
+    let fd = card_of("gaudi3");
     assert_eq!(hlthunk_get_device_name_from_fd(fd), sys::DEVICE_GAUDI3);
-    // SAFETY: plain data.
-    let mut info: sys::HwIpInfo = unsafe { core::mem::zeroed() };
-    assert_eq!(hlthunk_get_hw_ip_info(fd, (&raw mut info).cast()), 0);
+    let info = hw_info(fd);
     assert_eq!(info.device_id, sys::PCI_ID_GAUDI3);
     let (handle, va) = alloc(fd, info.dram_page_size + 1);
     assert_eq!(va >> 48, 0x0201);
@@ -35,5 +32,4 @@ fn memory_can_be_allocated_and_submissions_are_refused() {
     for queue in [0, 1, 4, 8] {
         assert_eq!(submit(fd, &mut [user_chunk(queue, cb, 24)]), Err(-libc::EINVAL));
     }
-    hlthunk_close(fd);
 }

@@ -216,19 +216,13 @@ fn a_mapped_command_buffer_keeps_the_card_busy() {
     let fd = open(index);
     let mut handle = 0;
     assert_eq!(hlthunk_request_command_buffer(fd, 4096, &mut handle), 0);
-    // SAFETY: maps the buffer by its handle.
-    let mapped = unsafe {
-        let protection = libc::PROT_READ | libc::PROT_WRITE;
-        libc::mmap(core::ptr::null_mut(), 4096, protection, libc::MAP_SHARED, fd, handle as i64)
-    };
-    assert_ne!(mapped, libc::MAP_FAILED);
+    let mapped = map_handle(fd, handle, 4096);
     hlthunk_close(fd);
     assert_eq!(open(index), -libc::EBUSY);
     // SAFETY: the mapping of above.
     unsafe { libc::munmap(mapped, 4096) };
     let fd = open(index);
     assert!(fd >= 0);
-    hlthunk_close(fd);
 }
 
 #[test]
@@ -248,7 +242,6 @@ fn a_passed_descriptor_keeps_the_card_busy_and_calls_on_it_are_refused() {
     drop(fd);
     let fd = open(index);
     assert!(fd >= 0);
-    hlthunk_close(fd);
 }
 
 #[test]
@@ -283,7 +276,6 @@ fn a_card_whose_owner_was_killed_in_the_middle_of_copies_is_clean() {
     let host = map_host(fd, &mut memory);
     assert_eq!(run(fd, 4, &gaudi2_copy(va, host, 1 << 20)), (0, 0));
     assert!(memory.iter().all(|b| *b == 0));
-    hlthunk_close(fd);
 }
 
 #[test]
@@ -321,5 +313,4 @@ fn a_forked_child_is_refused_and_does_not_disturb_its_parent() {
     hlthunk_close(fd);
     let fd = open(index);
     assert!(fd >= 0);
-    hlthunk_close(fd);
 }

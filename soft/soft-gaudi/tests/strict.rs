@@ -8,34 +8,31 @@ use std::time::{Duration, Instant};
 use driver::*;
 use hl_thunk::sys;
 use soft_gaudi::api::*;
-use soft_gaudi::testing::Machine;
+use soft_gaudi::testing;
 
-/// Runs a role of `child` in another process with these settings.
-fn passes(role: &str, settings: &[(&str, &str)]) -> String {
-    let machine = Machine::temporary("strict");
-    let mut child = driver::child(role, 0);
-    child.env("SOFT_GAUDI_NODE", machine.name()).envs(settings.iter().copied());
-    let output = child.output().unwrap();
-    let text = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{role}: {}\n{text}", output.status);
-    text.into_owned()
+/// Runs the rest of a test in a process of its own, on a machine of its own, with these settings.
+macro_rules! in_own_process {
+    ($($setting:expr),*) => {
+        if testing::is_child() {
+            machine("gaudi2");
+        } else {
+            fn here() {}
+            return testing::run_alone(std::any::type_name_of_val(&here), &[$($setting),*]);
+        }
+    };
 }
 
-/// Status of a submission, asked without waiting.
-fn poll(fd: i32, sequence: u64) -> u32 {
-    let mut status = 99;
-    assert_eq!(hlthunk_wait_for_cs(fd, sequence, 0, &mut status), 0);
-    status
-}
-
-fn latency() {
+#[test]
+fn with_a_latency_even_small_work_is_done_after_the_submission_has_returned() {
+    // The longest possible: the test must poll before it is over, also on a busy machine.
+    in_own_process!(("SOFT_GAUDI_LATENCY", "1000000"));
     let fd = open(0);
     let mut memory = vec![0u8; 64];
     memory[..32].fill(7);
     let host = map_host(fd, &mut memory);
     let buffer = UserBuffer::new(fd, &gaudi2_copy(host, host + 32, 32));
     let first = buffer.submit(0).unwrap();
-    assert_eq!(poll(fd, first), sys::WAIT_BUSY);
+    assert_eq!(poll(fd, first, 0), sys::WAIT_BUSY);
     assert_eq!(memory[32..], [0; 32], "nothing was moved yet");
     // Behind it in the same queue, and in another one.
     let others = [buffer.submit(0).unwrap(), buffer.submit(1).unwrap()];
@@ -47,12 +44,9 @@ fn latency() {
 }
 
 #[test]
-fn with_a_latency_even_small_work_is_done_after_the_submission_has_returned() {
-    // The longest possible: the test must poll before it is over, also on a busy machine.
-    passes("latency", &[("SOFT_GAUDI_LATENCY", "1000000")]);
-}
-
-fn jitter() {
+fn ends_are_reported_late_and_in_any_order() {
+    // The longest possible: on a busy machine the test must poll several times before all are over.
+    in_own_process!(("SOFT_GAUDI_LENIENT", ""), ("SOFT_GAUDI_JITTER", "1000000,7"));
     let fd = open(0);
     let mut memory = pattern(64, 1);
     let host = map_host(fd, &mut memory);
@@ -61,7 +55,7 @@ fn jitter() {
     let mut ended = Vec::new();
     while !open.is_empty() {
         open.retain(|sequence| {
-            let busy = poll(fd, *sequence) == sys::WAIT_BUSY;
+            let busy = poll(fd, *sequence, 0) == sys::WAIT_BUSY;
             if !busy {
                 ended.push(*sequence);
             }
@@ -74,13 +68,6 @@ fn jitter() {
         let of_queue: Vec<u64> = ended.iter().copied().filter(|n| (n - 1) % 3 == queue).collect();
         assert!(!of_queue.is_sorted(), "one queue: {of_queue:?}");
     }
-    hlthunk_close(fd);
-}
-
-#[test]
-fn ends_are_reported_late_and_in_any_order() {
-    // The longest possible: on a busy machine the test must poll several times before all are over.
-    passes("jitter", &[("SOFT_GAUDI_LENIENT", ""), ("SOFT_GAUDI_JITTER", "1000000,7")]);
 }
 
 /// Does something that takes at least this long.
@@ -91,7 +78,16 @@ fn takes_us<T>(us: u64, what: impl FnOnce() -> T) -> T {
     done
 }
 
-fn model() {
+#[test]
+fn a_modelled_card_takes_at_least_the_modelled_time_and_says_that_it_is_modelled() {
+    if !testing::is_child() {
+        fn here() {}
+        let settings = [("SOFT_GAUDI_MODEL", "gaudi2,slow=10"), ("SOFT_GAUDI_CLOSE_TIME", "0")];
+        let text = testing::output_alone(std::any::type_name_of_val(&here), &settings);
+        assert!(text.contains("times are modelled (gaudi2, 10 times slower)"), "{text}");
+        return;
+    }
+    machine("gaudi2");
     let fd = open(0);
     // 250 µs for the MMU, ten times slower: device memory, an import, host memory with its 256 pages of 0.25 µs.
     let (handle, device) = takes_us(2500, || alloc(fd, 1));
@@ -115,17 +111,11 @@ fn model() {
     assert!(begun.elapsed() >= Duration::from_micros(10 * (5 + 3 * 40 + 20)));
     takes_us(3140, || assert_eq!(hlthunk_memory_unmap(fd, host), 0));
     drop(buffer);
-    hlthunk_close(fd);
 }
 
 #[test]
-fn a_modelled_card_takes_at_least_the_modelled_time_and_says_that_it_is_modelled() {
-    let settings = [("SOFT_GAUDI_MODEL", "gaudi2,slow=10"), ("SOFT_GAUDI_CLOSE_TIME", "0")];
-    let text = passes("model", &settings);
-    assert!(text.contains("times are modelled (gaudi2, 10 times slower)"), "{text}");
-}
-
-fn kernel_log() {
+fn refusals_and_timeouts_that_the_kernel_logs_are_recorded() {
+    in_own_process!(("SOFT_GAUDI_LENIENT", ""), ("SOFT_GAUDI_CS_TIMEOUT", "300"));
     let fd = open(0);
     let (handle, device) = alloc(fd, 1);
     assert_eq!(hlthunk_host_memory_map(fd, 16 as *mut c_void, 0, 4096), 0);
@@ -145,37 +135,11 @@ fn kernel_log() {
     let calls: Vec<&str> = log.lines().map(|line| line.split(' ').nth(1).unwrap()).collect();
     assert_eq!(calls, ["pin", "unmap", "free", "alloc", "unmap", "submission", "timeout"], "{log}");
     drop(buffer);
-    hlthunk_close(fd);
 }
 
 #[test]
-fn refusals_and_timeouts_that_the_kernel_logs_are_recorded() {
-    passes("kernel log", &[("SOFT_GAUDI_LENIENT", ""), ("SOFT_GAUDI_CS_TIMEOUT", "300")]);
-}
-
-#[test]
-fn child() {
-    let Some((role, _)) = child_role() else { return };
-    machine("gaudi2");
-    match role.as_str() {
-        "edma" => edma(),
-        "five hbm" => five_hbm(),
-        "close" => close(),
-        "stale" => stale_pins(),
-        "forked" => forked(),
-        "vanished" => vanished(),
-        "latency" => latency(),
-        "jitter" => jitter(),
-        "model" => model(),
-        "kernel log" => kernel_log(),
-        "abandoned" => abandoned(),
-        "hold" => hold(),
-        "release for ever" => release_for_ever(),
-        other => panic!("no such role: {other}"),
-    }
-}
-
-fn edma() {
+fn edma_hangs_when_it_fetches_its_packets_from_host_memory() {
+    in_own_process!(("SOFT_GAUDI_LENIENT", ""), ("SOFT_GAUDI_CS_TIMEOUT", "300"));
     let fd = open(0);
     let (_, device) = alloc(fd, 1);
     let mut source = pattern(4096, 1);
@@ -192,12 +156,6 @@ fn edma() {
     let seq = submit(fd, &mut [user_chunk(8, program, 24)]).unwrap();
     assert_eq!(wait(fd, seq), (-libc::ETIMEDOUT, sys::WAIT_TIMEDOUT));
     assert_eq!(hlthunk_get_device_status_info(fd), 1);
-    hlthunk_close(fd);
-}
-
-#[test]
-fn edma_hangs_when_it_fetches_its_packets_from_host_memory() {
-    passes("edma", &[("SOFT_GAUDI_LENIENT", ""), ("SOFT_GAUDI_CS_TIMEOUT", "300")]);
 }
 
 const LEN: usize = 300 << 10;
@@ -226,8 +184,44 @@ fn only_value(memory: *mut c_void) -> u8 {
     bytes[0]
 }
 
+/// A forked child that has stopped. It has our output open, so it must not outlive us.
+struct Stopped(i32);
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        // SAFETY: our own child, which nobody else waits for.
+        unsafe {
+            libc::kill(self.0, libc::SIGKILL);
+            libc::waitpid(self.0, core::ptr::null_mut(), 0);
+        }
+    }
+}
+
+/// Why the kernel pins nothing for the card here.
+fn why_no_pins() -> Option<String> {
+    let mut parameters = [0u8; 120];
+    // SAFETY: a structure of zeros of the size that the call expects.
+    let ring = unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, parameters.as_mut_ptr()) };
+    if ring < 0 {
+        return Some(format!("no io_uring ({})", std::io::Error::last_os_error()));
+    }
+    let mut locked = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the descriptor just made; a structure of our own.
+    unsafe {
+        libc::close(ring as i32);
+        libc::getrlimit(libc::RLIMIT_MEMLOCK, &mut locked);
+    }
+    let too_little = !rustix::process::geteuid().is_root() && locked.rlim_cur < 8 << 20;
+    too_little.then(|| format!("RLIMIT_MEMLOCK is {} bytes", locked.rlim_cur))
+}
+
 /// The addresses get other pages, in three ways: the card goes on with those that it was given.
-fn stale_pins() {
+#[test]
+fn a_card_keeps_the_pages_it_was_given_when_their_addresses_get_others() {
+    if let Some(why) = why_no_pins() {
+        return println!("skipped: {why}");
+    }
+    in_own_process!(("SOFT_GAUDI_LENIENT", ""));
     let fd = open(0);
     let (_, device) = alloc(fd, 1);
     let replace: [fn(*mut c_void); 3] = [
@@ -268,21 +262,13 @@ fn stale_pins() {
     assert_eq!(hlthunk_close(fd), 0);
 }
 
-/// A forked child that has stopped. It has our output open, so it must not outlive us.
-struct Stopped(i32);
-
-impl Drop for Stopped {
-    fn drop(&mut self) {
-        // SAFETY: our own child, which nobody else waits for.
-        unsafe {
-            libc::kill(self.0, libc::SIGKILL);
-            libc::waitpid(self.0, core::ptr::null_mut(), 0);
-        }
-    }
-}
-
 /// After a fork both processes have the same pages until one of them writes. Pinned pages stay the parent's.
-fn forked() {
+#[test]
+fn after_a_fork_the_card_sees_what_the_parent_writes_and_not_what_the_child_writes() {
+    if let Some(why) = why_no_pins() {
+        return println!("skipped: {why}");
+    }
+    in_own_process!(("SOFT_GAUDI_LENIENT", ""));
     let fd = open(0);
     let (_, device) = alloc(fd, 1);
     let (memory, host) = filled(fd, 7);
@@ -316,62 +302,24 @@ fn forked() {
     assert_eq!(hlthunk_close(fd), 0);
 }
 
-/// Why the kernel pins nothing for the card here.
-fn why_no_pins() -> Option<String> {
-    let mut parameters = [0u8; 120];
-    // SAFETY: a structure of zeros of the size that the call expects.
-    let ring = unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, parameters.as_mut_ptr()) };
-    if ring < 0 {
-        return Some(format!("no io_uring ({})", std::io::Error::last_os_error()));
-    }
-    let mut locked = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: the descriptor just made; a structure of our own.
-    unsafe {
-        libc::close(ring as i32);
-        libc::getrlimit(libc::RLIMIT_MEMLOCK, &mut locked);
-    }
-    let too_little = !rustix::process::geteuid().is_root() && locked.rlim_cur < 8 << 20;
-    too_little.then(|| format!("RLIMIT_MEMLOCK is {} bytes", locked.rlim_cur))
-}
-
-#[test]
-fn a_card_keeps_the_pages_it_was_given_when_their_addresses_get_others() {
-    if let Some(why) = why_no_pins() {
-        return println!("skipped: {why}");
-    }
-    passes("stale", &[("SOFT_GAUDI_LENIENT", "")]);
-}
-
-#[test]
-fn after_a_fork_the_card_sees_what_the_parent_writes_and_not_what_the_child_writes() {
-    if let Some(why) = why_no_pins() {
-        return println!("skipped: {why}");
-    }
-    passes("forked", &[("SOFT_GAUDI_LENIENT", "")]);
-}
-
 /// Without pins memory that is gone is a device fault, not a crash.
-fn vanished() {
+#[test]
+fn without_pins_memory_that_vanished_is_a_device_fault() {
+    in_own_process!(("SOFT_GAUDI_LENIENT", "unpinned"));
     let fd = open(0);
     let (_, device) = alloc(fd, 1);
     let (memory, host) = filled(fd, 7);
     mmap(memory, libc::PROT_NONE, libc::MAP_FIXED);
     let copied = run(fd, 0, &gaudi2_copy(host, device, LEN as u32));
     assert_eq!(copied, (-libc::EIO, sys::WAIT_ABORTED));
-    hlthunk_close(fd);
 }
 
 #[test]
-fn without_pins_memory_that_vanished_is_a_device_fault() {
-    passes("vanished", &[("SOFT_GAUDI_LENIENT", "unpinned")]);
-}
-
-fn five_hbm() {
+fn a_card_with_five_stacks_of_hbm_has_smaller_pages_and_one_engine_less() {
+    in_own_process!(("SOFT_GAUDI_HBM_STACKS", "5"), ("SOFT_GAUDI_LENIENT", "edma-fetch"));
     const PAGE: u64 = 640 << 20;
     let fd = open(0);
-    // SAFETY: plain data.
-    let mut info: sys::HwIpInfo = unsafe { core::mem::zeroed() };
-    assert_eq!(hlthunk_get_hw_ip_info(fd, (&raw mut info).cast()), 0);
+    let info = hw_info(fd);
     assert_eq!((info.dram_page_size, info.dram_size), (PAGE, 127 * PAGE));
     assert_eq!((info.dram_base_address, info.edma_enabled_mask), (0x1001_0014_0000_0000, 0x7f));
     let (_, first) = alloc(fd, 1);
@@ -389,17 +337,13 @@ fn five_hbm() {
     assert_eq!(buffer.submit(124), Err(-libc::EINVAL), "the binned engine");
     assert_eq!(wait(fd, buffer.submit(120).unwrap()), (0, sys::WAIT_COMPLETED));
     drop(buffer);
-    hlthunk_close(fd);
-}
-
-#[test]
-fn a_card_with_five_stacks_of_hbm_has_smaller_pages_and_one_engine_less() {
-    passes("five hbm", &[("SOFT_GAUDI_HBM_STACKS", "5"), ("SOFT_GAUDI_LENIENT", "edma-fetch")]);
 }
 
 const CLOSE_MS: u64 = 30;
 
-fn close() {
+#[test]
+fn opens_give_eagain_while_a_card_is_being_closed() {
+    in_own_process!(("SOFT_GAUDI_CLOSE_TIME", &CLOSE_MS.to_string()));
     let mut again = 0;
     // Each round is one chance to meet the moment between the end of the ownership and the release.
     for _ in 0..20 {
@@ -428,9 +372,14 @@ fn close() {
     assert_ne!(again, 0, "no round met the close");
 }
 
+/// What other processes of the next test do; in a normal run there is nothing to do.
 #[test]
-fn opens_give_eagain_while_a_card_is_being_closed() {
-    passes("close", &[("SOFT_GAUDI_CLOSE_TIME", &CLOSE_MS.to_string())]);
+fn child() {
+    match child_role().as_ref().map(|(role, _)| role.as_str()) {
+        Some("hold") => hold(),
+        Some("release for ever") => release_for_ever(),
+        _ => {}
+    }
 }
 
 fn hold() {
@@ -446,7 +395,9 @@ fn release_for_ever() {
 }
 
 /// Nobody closes the card: it is released all the same before it is opened again.
-fn abandoned() {
+#[test]
+fn a_card_that_was_not_closed_is_released_by_the_next_open_while_others_give_eagain() {
+    in_own_process!(("SOFT_GAUDI_CLOSE_TIME", &CLOSE_MS.to_string()));
     let open_again = || takes_us(1000 * CLOSE_MS, || open(0));
     let mut exits = Child::start("hold", 0);
     assert!(exits.receive_number() >= 0);
@@ -473,9 +424,4 @@ fn abandoned() {
     assert_eq!((stats.open_counter, open(0)), (opens, -libc::EAGAIN));
     releasing.kill();
     hlthunk_close(open_again());
-}
-
-#[test]
-fn a_card_that_was_not_closed_is_released_by_the_next_open_while_others_give_eagain() {
-    passes("abandoned", &[("SOFT_GAUDI_CLOSE_TIME", &CLOSE_MS.to_string())]);
 }

@@ -130,8 +130,7 @@ fn fence() -> Vec<u8> {
 
 #[test]
 fn a_queue_blocks_at_a_fence_until_another_queue_signals_it() {
-    machine("gaudi2");
-    let fd = card();
+    let fd = card_of("gaudi2");
     let mut memory = pattern(64, 1);
     let host = map_host(fd, &mut memory);
     let mut program = monitor(MONITOR, SOB, 2, FENCE_OF_QUEUE_0, 1, 0);
@@ -139,25 +138,20 @@ fn a_queue_blocks_at_a_fence_until_another_queue_signals_it() {
     program.extend(gaudi2_copy(host, host + 32, 32));
     let waiting = UserBuffer::new(fd, &program);
     let waiting_seq = waiting.submit(0).unwrap();
-    let mut status = 99;
-    assert_eq!(hlthunk_wait_for_cs(fd, waiting_seq, 1000, &mut status), 0);
-    assert_eq!(status, sys::WAIT_BUSY);
+    assert_eq!(poll(fd, waiting_seq, 1000), sys::WAIT_BUSY);
     assert!(!hlthunk_is_device_idle(fd));
     // Other queues go on; the first signal is not enough.
     assert_eq!(run(fd, 4, &add_to_sob(SOB, 1)), (0, 0));
-    assert_eq!(hlthunk_wait_for_cs(fd, waiting_seq, 0, &mut status), 0);
-    assert_eq!(status, sys::WAIT_BUSY);
+    assert_eq!(poll(fd, waiting_seq, 0), sys::WAIT_BUSY);
     assert_ne!(memory[..32], memory[32..]);
     assert_eq!(run(fd, 4, &add_to_sob(SOB, 1)), (0, 0));
     assert_eq!(wait(fd, waiting_seq), (0, sys::WAIT_COMPLETED));
     assert_eq!(memory[..32], memory[32..]);
-    hlthunk_close(fd);
 }
 
 #[test]
 fn chunks_of_one_submission_synchronise_with_each_other() {
-    machine("gaudi2");
-    let fd = card();
+    let fd = card_of("gaudi2");
     let mut memory = vec![7u8; 64];
     let host = map_host(fd, &mut memory);
     let (_, device) = alloc(fd, 1);
@@ -173,13 +167,11 @@ fn chunks_of_one_submission_synchronise_with_each_other() {
     let seq = submit(fd, &mut chunks).unwrap();
     assert_eq!(wait(fd, seq), (0, sys::WAIT_COMPLETED));
     assert!(memory.iter().all(|b| *b == 7));
-    hlthunk_close(fd);
 }
 
 #[test]
 fn completion_queues_count_and_interrupts_wake() {
-    machine("gaudi2");
-    let fd = card();
+    let fd = card_of("gaudi2");
     let (mut handle, mut va) = (0, 0);
     assert_eq!(hlthunk_request_mapped_command_buffer(fd, 64, &mut handle), 0);
     assert_eq!(hlthunk_get_mapped_cb_device_va_by_handle(fd, handle, &mut va), 0);
@@ -210,12 +202,7 @@ fn completion_queues_count_and_interrupts_wake() {
     fire();
     assert_eq!(reached(1, 1_000_000, &mut status), 0);
     assert_eq!(status, sys::WAIT_COMPLETED);
-    // SAFETY: maps the times by their handle; read below, unmapped by the end of the process.
-    let times = unsafe {
-        let null = core::ptr::null_mut();
-        libc::mmap(null, 32, libc::PROT_READ, libc::MAP_SHARED, fd, notes as i64)
-    };
-    assert_ne!(times, libc::MAP_FAILED);
+    let times = map_handle(fd, notes, 32);
     // SAFETY: within the mapping.
     let time = || unsafe { times.cast::<u64>().add(1).read_volatile() };
     assert_eq!(time(), 0);
@@ -232,13 +219,11 @@ fn completion_queues_count_and_interrupts_wake() {
     assert_eq!(hlthunk_wait_for_interrupt_by_handle(fd, handle, 0, 1, 3, 0, &mut status), -22);
     // SAFETY: the mapping of above.
     unsafe { libc::munmap(times, 32) };
-    hlthunk_close(fd);
 }
 
 #[test]
 fn page_faults_are_recorded_and_raise_events() {
-    machine("gaudi2");
-    let fd = card();
+    let fd = card_of("gaudi2");
     let notifier = hlthunk_notifier_create(fd);
     let mut memory = vec![0u8; 64];
     let host = map_host(fd, &mut memory);
@@ -259,13 +244,11 @@ fn page_faults_are_recorded_and_raise_events() {
     assert_eq!(hlthunk_get_reset_count_info(fd, &mut resets), 0);
     assert_eq!(resets[0], 1);
     hlthunk_notifier_release(fd, notifier);
-    hlthunk_close(fd);
 }
 
 #[test]
 fn a_signal_unblocks_another_queue() {
-    machine("gaudi2");
-    let fd = card();
+    let fd = card_of("gaudi2");
     // The signalling queue is blocked at a fence.
     let mut held = monitor(MONITOR, SOB, 1, FENCE_OF_QUEUE_0, 1, 0);
     held.extend(fence());
@@ -302,9 +285,7 @@ fn a_signal_unblocks_another_queue() {
         hlthunk_wait_for_signal(fd, (&raw const wait_in).cast(), (&raw mut waiting).cast()),
         0
     );
-    let mut status = 99;
-    assert_eq!(hlthunk_wait_for_cs(fd, waiting.seq, 1000, &mut status), 0);
-    assert_eq!(status, sys::WAIT_BUSY);
+    assert_eq!(poll(fd, waiting.seq, 1000), sys::WAIT_BUSY);
     assert_eq!(run(fd, 1, &add_to_sob(SOB, 1)), (0, 0));
     assert_eq!(wait(fd, waiting.seq), (0, sys::WAIT_COMPLETED));
     assert_eq!(wait(fd, signalled.seq), (0, sys::WAIT_COMPLETED));
@@ -314,13 +295,11 @@ fn a_signal_unblocks_another_queue() {
         0
     );
     assert_eq!(waiting.seq, u64::MAX);
-    hlthunk_close(fd);
 }
 
 #[test]
 fn endless_programs_end_with_the_timeout_and_leave_the_process_alone() {
-    machine("gaudi2");
-    let fd = card();
+    let fd = card_of("gaudi2");
     // A buffer that runs itself on the upper command processor.
     let mut memory = vec![0u8; 4096 + 16];
     let host = map_host(fd, &mut memory);
@@ -328,26 +307,15 @@ fn endless_programs_end_with_the_timeout_and_leave_the_process_alone() {
     jump.extend_from_slice(&host.to_le_bytes());
     memory[..16].copy_from_slice(&jump);
     let mut chunks = [user_chunk(0, host, 16)];
-    let input = sys::CsIn {
-        chunks_restore: core::ptr::null_mut(),
-        chunks_execute: chunks.as_mut_ptr().cast(),
-        num_chunks_restore: 0,
-        num_chunks_execute: 1,
-        flags: 0,
-    };
-    let mut out = sys::CsOut::default();
-    assert_eq!(
-        hlthunk_command_submission_timeout(fd, (&raw const input).cast(), (&raw mut out).cast(), 1),
-        0
-    );
-    assert_eq!(wait(fd, out.seq), (-libc::ETIMEDOUT, sys::WAIT_TIMEDOUT));
-    hlthunk_close(fd);
+    let seq = submit_by(&mut chunks, 0, |input, out| {
+        hlthunk_command_submission_timeout(fd, input.cast(), out.cast(), 1)
+    });
+    assert_eq!(wait(fd, seq.unwrap()), (-libc::ETIMEDOUT, sys::WAIT_TIMEDOUT));
 }
 
 #[test]
 fn raw_info_is_bounded_and_checked() {
-    machine("gaudi2");
-    let fd = card();
+    let fd = card_of("gaudi2");
     let mut bytes = [0xaau8; 320];
     let mut args = InfoArgs {
         return_pointer: bytes.as_mut_ptr() as u64,
@@ -368,5 +336,4 @@ fn raw_info_is_bounded_and_checked() {
     args.op = 2;
     args.return_pointer = 16;
     assert_eq!(hlthunk_get_info(fd, (&raw mut args).cast()), -libc::EFAULT);
-    hlthunk_close(fd);
 }

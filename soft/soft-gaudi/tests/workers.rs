@@ -28,8 +28,7 @@ fn arrives(target: &[u8], value: u8) {
 /// time several queues at once. If a worker missed work once, the test would hang.
 #[test]
 fn work_is_done_when_the_program_neither_waits_nor_polls() {
-    machine("gaudi2");
-    let fd = card();
+    let fd = card_of("gaudi2");
     let mut source = vec![0u8; SIZE];
     let src = map_host(fd, &mut source);
     let mut targets = vec![vec![0u8; SIZE]; QUEUES.len()];
@@ -100,8 +99,7 @@ impl Endless {
 /// As many queues as there can be workers, and each would keep one busy without end.
 #[test]
 fn endless_programs_do_not_starve_other_queues() {
-    machine("gaudi2");
-    let fd = card();
+    let fd = card_of("gaudi2");
     let endless = Endless::start(fd, &QUEUES[..8]);
     let (mut source, mut target) = (vec![7u8; SIZE], vec![0u8; SIZE]);
     let (src, dst) = (map_host(fd, &mut source), map_host(fd, &mut target));

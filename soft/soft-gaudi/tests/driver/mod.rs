@@ -3,6 +3,7 @@
 #![allow(dead_code, unused_imports)] // Each test program uses its own part of this.
 
 use std::ffi::{CString, c_int, c_void};
+use std::os::fd::{FromRawFd, OwnedFd};
 use std::path::PathBuf;
 
 use hl_thunk::sys::{self, CsChunk, CsIn, CsOut};
@@ -60,6 +61,32 @@ pub(crate) fn export(fd: i32, va: u64, size: u64, offset: u64) -> i32 {
     hlthunk_device_mapped_memory_export_dmabuf_fd(fd, va, size, offset, sys::DMABUF_FLAGS)
 }
 
+/// The same, which must succeed.
+pub(crate) fn export_fd(fd: i32, va: u64, size: u64, offset: u64) -> OwnedFd {
+    let dmabuf = export(fd, va, size, offset);
+    assert!(dmabuf >= 0, "export: {dmabuf}");
+    // SAFETY: a fresh descriptor.
+    unsafe { OwnedFd::from_raw_fd(dmabuf) }
+}
+
+/// What a card is.
+pub(crate) fn hw_info(fd: i32) -> sys::HwIpInfo {
+    // SAFETY: plain data.
+    let mut info: sys::HwIpInfo = unsafe { core::mem::zeroed() };
+    assert_eq!(hlthunk_get_hw_ip_info(fd, (&raw mut info).cast()), 0);
+    info
+}
+
+/// Maps a buffer as the driver's users do: the handle is the offset.
+pub(crate) fn map_handle(fd: i32, handle: u64, len: usize) -> *mut c_void {
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    let (null, offset) = (core::ptr::null_mut(), handle as i64);
+    // SAFETY: new memory.
+    let mapped = unsafe { libc::mmap(null, len, protection, libc::MAP_SHARED, fd, offset) };
+    assert_ne!(mapped, libc::MAP_FAILED);
+    mapped
+}
+
 /// Where a card maps a dma-buf of another.
 pub(crate) fn import(fd: i32, dmabuf: i32, length: u64) -> Result<u64, i32> {
     let mut args = sys::MemArgs {
@@ -79,6 +106,12 @@ pub(crate) fn card() -> c_int {
     let fd = open(fresh_index());
     assert!(fd >= 0, "open: {fd}");
     fd
+}
+
+/// The same on the machine of this program. Cards that a test leaves open are closed with the program.
+pub(crate) fn card_of(generation: &str) -> c_int {
+    machine(generation);
+    card()
 }
 
 /// `errno` of this thread.
@@ -104,20 +137,17 @@ pub(crate) fn alloc(fd: c_int, size: u64) -> (u64, u64) {
 
 /// Golden bytes of a Gaudi2 copy: size, control word 0x89000000, source, destination.
 pub(crate) fn gaudi2_copy(src: u64, dst: u64, size: u32) -> Vec<u8> {
-    let mut packet = size.to_le_bytes().to_vec();
-    packet.extend_from_slice(&[0x00, 0x00, 0x00, 0x89]);
-    packet.extend_from_slice(&src.to_le_bytes());
-    packet.extend_from_slice(&dst.to_le_bytes());
-    packet
+    copy_packet(src, dst, size, 0x8900_0000)
 }
 
 /// Golden bytes of a Gaudi1 copy: size, control word 0xC9000008, source, destination.
 pub(crate) fn gaudi1_copy(src: u64, dst: u64, size: u32) -> Vec<u8> {
-    let mut packet = size.to_le_bytes().to_vec();
-    packet.extend_from_slice(&[0x08, 0x00, 0x00, 0xc9]);
-    packet.extend_from_slice(&src.to_le_bytes());
-    packet.extend_from_slice(&dst.to_le_bytes());
-    packet
+    copy_packet(src, dst, size, 0xc900_0008)
+}
+
+fn copy_packet(src: u64, dst: u64, size: u32, control: u32) -> Vec<u8> {
+    let [src, dst] = [src, dst].map(u64::to_le_bytes);
+    [&size.to_le_bytes()[..], &control.to_le_bytes(), &src, &dst].concat()
 }
 
 /// Submits chunks: sequence number or negative errno.
@@ -127,6 +157,15 @@ pub(crate) fn submit(fd: c_int, chunks: &mut [CsChunk]) -> Result<u64, c_int> {
 
 /// Submits chunks with flags of the driver: sequence number or negative errno.
 pub(crate) fn submit_flagged(fd: c_int, chunks: &mut [CsChunk], flags: u32) -> Result<u64, c_int> {
+    submit_by(chunks, flags, |input, out| hlthunk_command_submission(fd, input.cast(), out.cast()))
+}
+
+/// Submits chunks by one of the driver's functions.
+pub(crate) fn submit_by(
+    chunks: &mut [CsChunk],
+    flags: u32,
+    call: impl FnOnce(*const CsIn, *mut CsOut) -> c_int,
+) -> Result<u64, c_int> {
     let input = CsIn {
         chunks_restore: core::ptr::null_mut(),
         chunks_execute: chunks.as_mut_ptr().cast::<c_void>(),
@@ -135,7 +174,7 @@ pub(crate) fn submit_flagged(fd: c_int, chunks: &mut [CsChunk], flags: u32) -> R
         flags,
     };
     let mut out = CsOut::default();
-    match hlthunk_command_submission(fd, (&raw const input).cast(), (&raw mut out).cast()) {
+    match call(&input, &mut out) {
         0 => Ok(out.seq),
         error => Err(error),
     }
@@ -157,6 +196,13 @@ pub(crate) fn wait(fd: c_int, seq: u64) -> (c_int, u32) {
     let mut status = 99;
     let rc = hlthunk_wait_for_cs(fd, seq, i64::MAX as u64, &mut status);
     (rc, status)
+}
+
+/// The status after waiting so long at most.
+pub(crate) fn poll(fd: c_int, seq: u64, timeout_us: u64) -> u32 {
+    let mut status = 99;
+    assert_eq!(hlthunk_wait_for_cs(fd, seq, timeout_us, &mut status), 0);
+    status
 }
 
 /// A command buffer in host memory, for Gaudi2.
@@ -187,6 +233,23 @@ impl Drop for UserBuffer {
     }
 }
 
+/// Copies from the host to an address of a Gaudi2.
+pub(crate) fn put(fd: c_int, to: u64, bytes: &[u8]) {
+    let mut bytes = bytes.to_vec();
+    let src = map_host(fd, &mut bytes);
+    assert_eq!(run(fd, 0, &gaudi2_copy(src, to, bytes.len() as u32)), (0, 0));
+    hlthunk_memory_unmap(fd, src);
+}
+
+/// Copies from an address of a Gaudi2 to the host.
+pub(crate) fn get(fd: c_int, from: u64, len: usize) -> Vec<u8> {
+    let mut bytes = vec![0xee; len];
+    let dst = map_host(fd, &mut bytes);
+    assert_eq!(run(fd, 4, &gaudi2_copy(from, dst, len as u32)), (0, 0));
+    hlthunk_memory_unmap(fd, dst);
+    bytes
+}
+
 /// Runs packets on a Gaudi2 queue and waits for them.
 pub(crate) fn run(fd: c_int, queue: u32, packets: &[u8]) -> (c_int, u32) {
     let buffer = UserBuffer::new(fd, packets);
@@ -213,7 +276,7 @@ impl Child {
         let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
         let process = child(role, argument)
             .env("SOFT_GAUDI_NODE", Machine::of_this_process().name())
-            .stdin(std::os::fd::OwnedFd::from(theirs))
+            .stdin(OwnedFd::from(theirs))
             .stdout(std::process::Stdio::null())
             .spawn()
             .unwrap();
@@ -228,7 +291,7 @@ impl Child {
     }
 
     /// A descriptor the child sent with [`send_fd`].
-    pub(crate) fn receive_fd(&mut self) -> std::os::fd::OwnedFd {
+    pub(crate) fn receive_fd(&mut self) -> OwnedFd {
         receive_fd(&self.socket)
     }
 
@@ -284,7 +347,7 @@ pub(crate) fn send_fd(to: &std::os::unix::net::UnixStream, fd: c_int) {
 }
 
 /// Receives a descriptor.
-pub(crate) fn receive_fd(from: &std::os::unix::net::UnixStream) -> std::os::fd::OwnedFd {
+pub(crate) fn receive_fd(from: &std::os::unix::net::UnixStream) -> OwnedFd {
     use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
     let mut space = [core::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);

@@ -7,7 +7,6 @@
 
 use std::ffi::{c_char, c_int, c_ulong, c_void};
 use std::fs;
-use std::mem::transmute;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr::{null, null_mut};
 
@@ -30,19 +29,22 @@ struct Thunk {
 impl Thunk {
     #[expect(clippy::missing_transmute_annotations, reason = "the fields have the types")]
     fn new(library: &Library) -> Self {
-        let find = |name| library.function(name).unwrap_or_else(|| panic!("no {name}"));
-        // SAFETY: the signatures of hlthunk.h.
-        unsafe {
-            Self {
-                open: transmute(find("hlthunk_open")),
-                close: transmute(find("hlthunk_close")),
-                alloc: transmute(find("hlthunk_device_memory_alloc")),
-                free: transmute(find("hlthunk_device_memory_free")),
-                map: transmute(find("hlthunk_device_memory_map")),
-                map_host: transmute(find("hlthunk_host_memory_map")),
-                unmap: transmute(find("hlthunk_memory_unmap")),
-                export: transmute(find("hlthunk_device_mapped_memory_export_dmabuf_fd")),
-            }
+        /// A function by name; `F` must be its type in hlthunk.h.
+        fn find<F: Copy>(library: &Library, name: &str) -> F {
+            let found = library.function(name).unwrap_or_else(|| panic!("no {name}"));
+            assert_eq!(size_of::<F>(), size_of_val(&found));
+            // SAFETY: a pointer to the function, of which the fields below name the type.
+            unsafe { std::mem::transmute_copy(&found) }
+        }
+        Self {
+            open: find(library, "hlthunk_open"),
+            close: find(library, "hlthunk_close"),
+            alloc: find(library, "hlthunk_device_memory_alloc"),
+            free: find(library, "hlthunk_device_memory_free"),
+            map: find(library, "hlthunk_device_memory_map"),
+            map_host: find(library, "hlthunk_host_memory_map"),
+            unmap: find(library, "hlthunk_memory_unmap"),
+            export: find(library, "hlthunk_device_mapped_memory_export_dmabuf_fd"),
         }
     }
 

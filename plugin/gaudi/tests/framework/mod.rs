@@ -61,31 +61,29 @@ impl Framework {
         framework
     }
 
-    fn function(&self, name: &CStr) -> *mut c_void {
+    /// A function of libSynapse. `F` must be its type in synapse_api.h.
+    fn function<F: Copy>(&self, name: &CStr) -> F {
         // SAFETY: the handle is live.
         let found = unsafe { libc::dlsym(self.handle, name.as_ptr()) };
         assert!(!found.is_null(), "no {name:?}");
-        found
+        assert_eq!(size_of::<F>(), size_of_val(&found));
+        // SAFETY: callers name the function's type.
+        unsafe { std::mem::transmute_copy(&found) }
     }
 
     pub(crate) fn acquire(&self, module: u32) {
-        let initialize = self.function(c"synInitialize");
-        let acquire = self.function(c"synDeviceAcquireByModuleId");
+        let initialize: extern "C" fn() -> c_int = self.function(c"synInitialize");
+        let acquire: extern "C" fn(&mut u32, u32) -> c_int =
+            self.function(c"synDeviceAcquireByModuleId");
+        assert_eq!(initialize(), 0);
         let mut device = u32::MAX;
-        // SAFETY: the types of synapse_api.h.
-        unsafe {
-            assert_eq!(transmute::<*mut c_void, extern "C" fn() -> c_int>(initialize)(), 0);
-            let acquire =
-                transmute::<*mut c_void, unsafe extern "C" fn(*mut u32, u32) -> c_int>(acquire);
-            assert_eq!(acquire(&raw mut device, module), 0);
-        }
+        assert_eq!(acquire(&mut device, module), 0);
     }
 
     /// The answer of `synDeviceRelease`.
     pub(crate) fn release(&self) -> c_int {
-        let release = self.function(c"synDeviceRelease");
-        // SAFETY: the type of synapse_api.h.
-        unsafe { transmute::<*mut c_void, extern "C" fn(u32) -> c_int>(release)(0) }
+        let release: extern "C" fn(u32) -> c_int = self.function(c"synDeviceRelease");
+        release(0)
     }
 
     pub(crate) fn malloc(&self, len: u64) -> u64 {
@@ -93,63 +91,47 @@ impl Framework {
     }
 
     pub(crate) fn try_malloc(&self, len: u64) -> Result<u64, c_int> {
-        type Malloc = unsafe extern "C" fn(u32, u64, u64, u32, *mut u64) -> c_int;
-        let malloc = self.function(c"synDeviceMalloc");
+        let malloc: extern "C" fn(u32, u64, u64, u32, &mut u64) -> c_int =
+            self.function(c"synDeviceMalloc");
         let mut addr = 0;
-        // SAFETY: the type of synapse_api.h.
-        let status =
-            unsafe { transmute::<*mut c_void, Malloc>(malloc)(0, len, 0, 0, &raw mut addr) };
-        if status == 0 { Ok(addr) } else { Err(status) }
+        match malloc(0, len, 0, 0, &mut addr) {
+            0 => Ok(addr),
+            status => Err(status),
+        }
     }
 
     pub(crate) fn free(&self, addr: u64) {
-        let free = self.function(c"synDeviceFree");
-        // SAFETY: the type of synapse_api.h.
-        let status = unsafe {
-            transmute::<*mut c_void, extern "C" fn(u32, u64, u32) -> c_int>(free)(0, addr, 0)
-        };
-        assert_eq!(status, 0);
+        let free: extern "C" fn(u32, u64, u32) -> c_int = self.function(c"synDeviceFree");
+        assert_eq!(free(0, addr, 0), 0);
     }
 
     /// Free and total bytes of the pool.
     pub(crate) fn memory(&self) -> (u64, u64) {
-        type Info = unsafe extern "C" fn(u32, *mut u64, *mut u64) -> c_int;
-        let info = self.function(c"synDeviceGetMemoryInfo");
+        let info: extern "C" fn(u32, &mut u64, &mut u64) -> c_int =
+            self.function(c"synDeviceGetMemoryInfo");
         let (mut free, mut total) = (0, 0);
-        // SAFETY: the type of synapse_api.h.
-        let status =
-            unsafe { transmute::<*mut c_void, Info>(info)(0, &raw mut free, &raw mut total) };
-        assert_eq!(status, 0);
+        assert_eq!(info(0, &mut free, &mut total), 0);
         (free, total)
     }
 
     pub(crate) fn host_map(&self, memory: &[u8]) -> c_int {
-        let map = self.function(c"synHostMap");
-        type Map = unsafe extern "C" fn(u32, u64, *const c_void) -> c_int;
-        // SAFETY: the type of synapse_api.h.
-        unsafe {
-            transmute::<*mut c_void, Map>(map)(0, memory.len() as u64, memory.as_ptr().cast())
-        }
+        let map: extern "C" fn(u32, u64, *const u8) -> c_int = self.function(c"synHostMap");
+        map(0, memory.len() as u64, memory.as_ptr())
     }
 
     /// The framework's own copy of mapped host memory to the card, waited for.
     pub(crate) fn copy_in(&self, memory: &[u8], to: u64) -> c_int {
-        type Create = unsafe extern "C" fn(*mut *mut c_void, u32, u32) -> c_int;
-        type Copy = unsafe extern "C" fn(*mut c_void, u64, u64, u64, c_int) -> c_int;
-        type OnStream = unsafe extern "C" fn(*mut c_void) -> c_int;
+        let create: extern "C" fn(&mut *mut c_void, u32, u32) -> c_int =
+            self.function(c"synStreamCreateGeneric");
+        let copy: extern "C" fn(*mut c_void, *const u8, u64, u64, c_int) -> c_int =
+            self.function(c"synMemCopyAsync");
+        let on_stream = |name| self.function::<extern "C" fn(*mut c_void) -> c_int>(name);
         let mut stream = std::ptr::null_mut();
-        // SAFETY: the types of synapse_api.h; the memory lives until the copy has ended.
-        unsafe {
-            let create = transmute::<*mut c_void, Create>(self.function(c"synStreamCreateGeneric"));
-            assert_eq!(create(&raw mut stream, 0, 0), 0);
-            let copy = transmute::<*mut c_void, Copy>(self.function(c"synMemCopyAsync"));
-            let status = copy(stream, memory.as_ptr() as u64, memory.len() as u64, to, 0);
-            let wait = transmute::<*mut c_void, OnStream>(self.function(c"synStreamSynchronize"));
-            assert_eq!(wait(stream), 0);
-            let destroy = transmute::<*mut c_void, OnStream>(self.function(c"synStreamDestroy"));
-            assert_eq!(destroy(stream), 0);
-            status
-        }
+        assert_eq!(create(&mut stream, 0, 0), 0);
+        let status = copy(stream, memory.as_ptr(), memory.len() as u64, to, 0);
+        assert_eq!(on_stream(c"synStreamSynchronize")(stream), 0);
+        assert_eq!(on_stream(c"synStreamDestroy")(stream), 0);
+        status
     }
 
     /// How often a function was called that only a framework may call; of `None`, how much was done that breaks a card.

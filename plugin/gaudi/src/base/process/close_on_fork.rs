@@ -3,7 +3,8 @@
 //! If a child kept its parent's sockets, peers would not see them hang up when the parent ends, and
 //! new peers would connect to a listener that is not served. If it kept its parent's card, that would
 //! stay busy after the parent has closed it. The fork handler closes them; it may only make system
-//! calls, so their numbers are in a fixed bitmap.
+//! calls, so their numbers are in a fixed bitmap. (The software HCA has the same for its own: a crate that both
+//! may use would be longer than either.)
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};

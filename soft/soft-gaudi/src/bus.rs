@@ -13,7 +13,7 @@ use crate::guarded::{self, BadAddress};
 use crate::packet::LinDma;
 use crate::processor::{Bus, Fault};
 use crate::registers::{Registers, WriteEffects};
-use crate::ring::Other;
+use crate::ring::CopyEnd;
 use crate::sync_manager::Effect;
 use crate::timing::Link;
 use crate::workers;
@@ -49,8 +49,8 @@ impl QueueBus<'_> {
     /// Copies between two ranges of memory, each mapped for the device or a buffer of the caller.
     fn copy(&self, to: &HostRange, from: &HostRange, len: usize) -> Result<(), BadAddress> {
         let other = |range: &HostRange| match self.context.memory.file_range(range.ptr) {
-            Some((file, offset)) => Other::File(file, offset),
-            None => Other::Memory(range.ptr),
+            Some((file, offset)) => CopyEnd::File(file, offset),
+            None => CopyEnd::Memory(range.ptr),
         };
         match (to.pin, from.pin) {
             // SAFETY: a vanished mapping comes back as an error.
@@ -59,7 +59,7 @@ impl QueueBus<'_> {
             (None, Some(pin)) => pin.copy(from.ptr as u64, other(to), len, false),
             (Some(to_pin), Some(from_pin)) => {
                 let mut buffer = vec![0u8; len.min(BOUNCE)];
-                let memory = Other::Memory(buffer.as_mut_ptr());
+                let memory = CopyEnd::Memory(buffer.as_mut_ptr());
                 for at in (0..len).step_by(BOUNCE) {
                     let part = (len - at).min(BOUNCE);
                     from_pin.copy(from.ptr as u64 + at as u64, memory, part, false)?;
@@ -78,7 +78,7 @@ impl QueueBus<'_> {
         };
         let mut buffer = vec![pattern; len.min(BOUNCE).div_ceil(8)];
         for at in (0..len).step_by(BOUNCE) {
-            let memory = Other::Memory(buffer.as_mut_ptr().cast());
+            let memory = CopyEnd::Memory(buffer.as_mut_ptr().cast());
             pin.copy(to.ptr as u64 + at as u64, memory, (len - at).min(BOUNCE), true)?;
         }
         Ok(())

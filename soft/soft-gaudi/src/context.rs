@@ -24,7 +24,7 @@ use crate::dma_core::DmaCore;
 use crate::events::Events;
 use crate::interrupts::Interrupts;
 use crate::node::{Identity, Node, Role, node};
-use crate::ownership::Decision;
+use crate::ownership::OwnershipLock;
 use crate::queue::Queue;
 use crate::registers::Registers;
 use crate::signals::Signals;
@@ -232,8 +232,8 @@ pub(crate) fn close(fd: OwnedFd) {
 }
 
 /// Until it is dropped no other thread or process decides whether an open gets the card.
-fn deciding(node: &Node, device: u32) -> Result<Decision, Errno> {
-    Decision::wait(node.open(device, Role::Compute)?)
+fn deciding(node: &Node, device: u32) -> Result<OwnershipLock, Errno> {
+    OwnershipLock::wait(node.open(device, Role::Compute)?)
 }
 
 /// Drops `fd`. If that was the last reference to the owner's open file, the release begins before

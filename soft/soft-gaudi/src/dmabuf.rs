@@ -200,12 +200,12 @@ pub struct Exported {
     ranges: Vec<Range>,
     /// The card's state file, and how often the card had been reset.
     resets: (OwnedFd, u64),
-    early: Option<Early>,
+    early: Option<PostedMemory>,
 }
 
 /// The memory that writes go to until the card's engines may see them.
 #[derive(Debug)]
-struct Early {
+struct PostedMemory {
     posted: Arc<Posted>,
     /// Where the card's memory and the other file are mapped.
     memory: usize,
@@ -254,7 +254,7 @@ impl Exported {
             true => {
                 let posted = posted::of(path, description.memory)?;
                 let bytes = map_once(posted.bytes(), posted.identity()?, len)?;
-                Some(Early { posted, memory, bytes })
+                Some(PostedMemory { posted, memory, bytes })
             }
             false => None,
         };
@@ -266,7 +266,8 @@ impl Exported {
     /// Where a write of another device to this part of [`Exported::ranges`] goes: elsewhere, if the card
     /// acknowledges writes before its engines see them.
     pub fn write_to(&self, ptr: *mut u8) -> *mut u8 {
-        let moved = |early: &Early| ptr.wrapping_byte_add(early.bytes.wrapping_sub(early.memory));
+        let moved =
+            |early: &PostedMemory| ptr.wrapping_byte_add(early.bytes.wrapping_sub(early.memory));
         self.early.as_ref().map_or(ptr, moved)
     }
 

@@ -12,12 +12,12 @@ use crate::guarded;
 
 /// A 64-bit counter somewhere in this process, and the value waited for.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Goal {
+pub(crate) struct CounterTarget {
     pub(crate) counter: usize,
     pub(crate) target: u64,
 }
 
-impl Goal {
+impl CounterTarget {
     /// Whether the counter is there; `EFAULT` if its memory is gone.
     pub(crate) fn reached(&self) -> Result<bool, Errno> {
         let mut value = 0u64;
@@ -31,14 +31,14 @@ impl Goal {
 /// A timestamp to be stored when a counter reaches its target.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Registration {
-    pub(crate) goal: Goal,
+    pub(crate) goal: CounterTarget,
     /// Where the timestamp is stored.
     pub(crate) timestamp_at: usize,
 }
 
 #[derive(Debug)]
 struct Waiter {
-    goal: Goal,
+    goal: CounterTarget,
     woken: Condvar,
 }
 
@@ -107,7 +107,7 @@ impl Interrupts {
     pub(crate) fn wait(
         &self,
         interrupt: u32,
-        goal: Goal,
+        goal: CounterTarget,
         until: Option<Instant>,
     ) -> Result<bool, Errno> {
         let waiter = Arc::new(Waiter { goal, woken: Condvar::new() });

@@ -10,7 +10,7 @@ use rustix::io::Errno;
 
 /// The byte that the owner locks.
 const OWNER: libc::off_t = 0;
-/// The byte that a [`Decision`] locks.
+/// The byte that a [`OwnershipLock`] locks.
 const DECISION: libc::off_t = 1;
 
 fn byte(at: libc::off_t) -> libc::flock {
@@ -23,9 +23,9 @@ fn byte(at: libc::off_t) -> libc::flock {
 }
 
 /// The lock under which an open and a close decide who has the card, until it is dropped.
-pub(crate) struct Decision(OwnedFd);
+pub(crate) struct OwnershipLock(OwnedFd);
 
-impl Decision {
+impl OwnershipLock {
     /// Waits for it; `fd` is a description of its own.
     pub(crate) fn wait(fd: OwnedFd) -> Result<Self, Errno> {
         let range = byte(DECISION);
@@ -40,7 +40,7 @@ impl Decision {
     }
 }
 
-impl Drop for Decision {
+impl Drop for OwnershipLock {
     fn drop(&mut self) {
         unlock(self.0.as_fd(), DECISION);
     }
@@ -117,9 +117,9 @@ mod tests {
         lock(one.as_fd()).unwrap();
         release(one.as_fd());
         lock(two.as_fd()).unwrap();
-        drop(Decision::wait(one).unwrap());
+        drop(OwnershipLock::wait(one).unwrap());
         // Would wait for ever.
-        drop(Decision::wait(two).unwrap());
+        drop(OwnershipLock::wait(two).unwrap());
         drop(copy);
         std::fs::remove_file(path).unwrap();
     }

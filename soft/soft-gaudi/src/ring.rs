@@ -141,9 +141,9 @@ impl Drop for Pin {
     }
 }
 
-/// What the other side of a copy is.
+/// The end of a copy that is not pinned host memory.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Other<'a> {
+pub(crate) enum CopyEnd<'a> {
     /// A part of a file of shared memory.
     File(BorrowedFd<'a>, u64),
     /// Memory that [`guarded::copy`] may be used on.
@@ -155,7 +155,7 @@ impl PinId {
     pub(crate) fn copy(
         self,
         host: u64,
-        other: Other<'_>,
+        other: CopyEnd<'_>,
         len: usize,
         into_host: bool,
     ) -> Result<(), BadAddress> {
@@ -164,11 +164,11 @@ impl PinId {
         while done < len {
             let at = host + done as u64;
             let moved = match other {
-                Other::File(file, offset) => {
+                CopyEnd::File(file, offset) => {
                     let from = offset + done as u64;
                     self.transfer(&mut queue, at, len - done, (file.as_raw_fd(), from), into_host)?
                 }
-                Other::Memory(ptr) => {
+                CopyEnd::Memory(ptr) => {
                     let part = (len - done).min(STAGING);
                     let (ptr, staging) = (ptr.wrapping_add(done), queue.staging_ptr);
                     let file = (queue.staging.as_raw_fd(), 0);
@@ -353,7 +353,7 @@ mod tests {
             ptr.write_bytes(9, LEN);
         }
         let mut seen = vec![0u8; 5000];
-        let memory = Other::Memory(seen.as_mut_ptr());
+        let memory = CopyEnd::Memory(seen.as_mut_ptr());
         pin.id().copy(ptr as u64 + 100, memory, 5000, false).unwrap();
         assert!(seen.iter().all(|byte| *byte == 7));
         pin.id().copy(ptr as u64, memory, 5000, true).unwrap();
@@ -384,7 +384,7 @@ mod tests {
             file.set_len(LEN as u64).unwrap();
             let file = OwnedFd::from(file);
             serve_at_once(&file);
-            pin.id().copy(ptr as u64 + 3, Other::File(file.as_fd(), 13), 77, false).unwrap();
+            pin.id().copy(ptr as u64 + 3, CopyEnd::File(file.as_fd(), 13), 77, false).unwrap();
             let seen = std::fs::read(&path).unwrap();
             std::fs::remove_file(&path).unwrap();
             assert!(

@@ -70,13 +70,13 @@ fn info(device: &Device) -> DeviceInfoV2 {
     let (base, size, _) = device.memory();
     DeviceInfoV2 {
         v1: DeviceInfo {
-            sram_base_address: device.info.sram_base(),
-            dram_base_address: device.info.dram_base(),
-            sram_size: device.info.sram_size(),
+            sram_base_address: device.info.sram_base,
+            dram_base_address: device.info.dram_base,
+            sram_size: device.info.sram_size,
             dram_size: size,
-            tpc_enabled_mask: device.info.tpc_mask(),
-            dram_enabled: device.info.dram_enabled(),
-            device_id: device.info.module_id(),
+            tpc_enabled_mask: device.info.tpc_mask,
+            dram_enabled: device.info.dram_enabled,
+            device_id: device.info.module_id,
             fd: device.fd as u32,
             device_type: device_type(device.generation),
         },
@@ -196,7 +196,7 @@ c_functions! {
     /// `size` is how many fit, then how many there are.
     fn synDeviceGetModuleIDs(ids: *mut u32, size: *mut u32) = guard(|| initialised(|_| {
         let room = get(size, 0)? as usize;
-        let mut found: Vec<_> = cards().iter().map(|i| i.module_id()).collect();
+        let mut found: Vec<_> = cards().iter().map(|i| i.module_id).collect();
         found.sort_unstable();
         found.truncate(room);
         for (at, id) in found.iter().enumerate() {
@@ -219,7 +219,7 @@ c_functions! {
             let right =
                 |info: &&_| crate::thunk::HwIp::generation(info).map(device_type) == Some(wanted);
             let mut modules: Vec<_> =
-                cards.iter().filter(right).map(|info| info.module_id()).collect();
+                cards.iter().filter(right).map(|info| info.module_id).collect();
             if modules.is_empty() && !cards.is_empty() {
                 return Err(Status::DEVICE_TYPE_MISMATCH);
             }
@@ -244,7 +244,7 @@ c_functions! {
             let info = thunk::hw_ip(fd);
             // SAFETY: opened above.
             unsafe { thunk::hlthunk_close(fd) };
-            Device::acquire(info.ok_or(Status::FAIL)?.module_id(), Status::FAIL)
+            Device::acquire(info.ok_or(Status::FAIL)?.module_id, Status::FAIL)
         })?;
         put(out, 0)
     });
@@ -253,7 +253,7 @@ c_functions! {
     fn synDeviceSynchronize(_device: u32) = on_device(|device| device.streams.synchronize(device));
 
     fn synDeviceGetName(out: *mut c_char, len: c_int, _device: u32) = on_device(|device| {
-        let name = device.info.card_name();
+        let name = device.info.card_name;
         put_text(out, len, CStr::from_bytes_until_nul(&name).unwrap_or_default())
     });
 

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::hostmap::{HostMap, HostMaps, Wish};
+use crate::hostmap::{HostMap, HostMaps, Overlap};
 use crate::scal;
 use crate::status::Status;
 use crate::stream::Streams;
@@ -147,7 +147,7 @@ impl Device {
             return;
         }
         self.streams.end(self);
-        if thunk::hw_ip(self.fd).is_none_or(|info| info.module_id() != self.info.module_id()) {
+        if thunk::hw_ip(self.fd).is_none_or(|info| info.module_id != self.info.module_id) {
             thunk::forbid(c"Synapse's descriptor of the card was closed");
             return;
         }
@@ -255,11 +255,11 @@ impl Device {
     /// `synHostMap`.
     pub(crate) fn host_map(&self, ptr: u64, len: u64) -> Result<(), Status> {
         let mut maps = self.maps();
-        match maps.wish(ptr, len) {
-            Wish::Inside => Ok(()),
-            Wish::Longer => Err(Status::INVALID_ARGUMENT),
+        match maps.overlap(ptr, len) {
+            Overlap::Inside => Ok(()),
+            Overlap::Beginning => Err(Status::INVALID_ARGUMENT),
             // The real library also reports a failure to map as one of the device.
-            Wish::New => self.map(&mut maps, ptr, len, None),
+            Overlap::None => self.map(&mut maps, ptr, len, None),
         }
     }
 

@@ -14,15 +14,15 @@ pub(crate) struct HostMap {
     pub(crate) guest: bool,
 }
 
-/// What a wish to map memory comes to.
+/// How memory to be mapped lies to what is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Wish {
+pub(crate) enum Overlap {
     /// Mapped already: nothing is added.
     Inside,
     /// Begins in a mapping and is longer.
-    Longer,
-    /// To be mapped.
-    New,
+    Beginning,
+    /// Its first byte is in no mapping.
+    None,
 }
 
 /// All mappings, by host address.
@@ -30,13 +30,13 @@ pub(crate) enum Wish {
 pub(crate) struct HostMaps(pub(crate) BTreeMap<u64, HostMap>);
 
 impl HostMaps {
-    pub(crate) fn wish(&self, ptr: u64, len: u64) -> Wish {
+    pub(crate) fn overlap(&self, ptr: u64, len: u64) -> Overlap {
         if self.translate(ptr, len).is_some() {
-            Wish::Inside
+            Overlap::Inside
         } else if self.translate(ptr, 1).is_some() {
-            Wish::Longer
+            Overlap::Beginning
         } else {
-            Wish::New
+            Overlap::None
         }
     }
 
@@ -63,9 +63,9 @@ mod tests {
         assert_eq!(maps.translate(140, 20), None);
         assert_eq!(maps.translate(99, 2), None);
         assert_eq!(maps.translate(u64::MAX, 2), None);
-        assert_eq!(maps.wish(100, 50), Wish::Inside);
-        assert_eq!(maps.wish(120, 90), Wish::Longer);
-        assert_eq!(maps.wish(90, 20), Wish::New);
+        assert_eq!(maps.overlap(100, 50), Overlap::Inside);
+        assert_eq!(maps.overlap(120, 90), Overlap::Beginning);
+        assert_eq!(maps.overlap(90, 20), Overlap::None);
     }
 
     #[test]

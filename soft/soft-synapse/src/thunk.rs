@@ -3,6 +3,7 @@
 //! They are linked, as the vendor's are: programs that redirect calls of a library (libucm does) see these as well.
 
 use core::ffi::{CStr, c_char, c_int, c_void};
+use core::mem::offset_of;
 
 /// A transfer of `soft_gaudi_scal_submit`; with `fill` 1, `src` is the value.
 #[repr(C)]
@@ -62,7 +63,8 @@ linked! {
 
 /// What the card behind a descriptor is.
 pub(crate) fn hw_ip(fd: c_int) -> Option<HwIp> {
-    let mut info = HwIp([0; 128]);
+    // SAFETY: plain numbers.
+    let mut info: HwIp = unsafe { core::mem::zeroed() };
     // SAFETY: three times as large as the structure that the library fills in.
     (unsafe { hlthunk_get_hw_ip_info(fd, &raw mut info) } == 0).then_some(info)
 }
@@ -83,60 +85,30 @@ pub(crate) fn forbid(what: &CStr) {
 /// `struct hlthunk_hw_ip_info`, with room for later ones.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct HwIp([u64; 128]);
+pub(crate) struct HwIp {
+    pub(crate) sram_base: u64,
+    pub(crate) dram_base: u64,
+    pub(crate) dram_size: u64,
+    pub(crate) sram_size: u32,
+    _28: [u8; 4],
+    device_id: u32,
+    _36: [u8; 22],
+    pub(crate) dram_enabled: u8,
+    _59: [u8; 129],
+    pub(crate) module_id: u32,
+    pub(crate) card_name: [u8; 16],
+    _208: [u8; 8],
+    pub(crate) tpc_mask: u64,
+    pub(crate) dram_page: u64,
+    _232: [u8; 792],
+}
 
-#[allow(dead_code)] // Each of the two libraries uses a part.
+const _: () = assert!(offset_of!(HwIp, device_id) == 32 && offset_of!(HwIp, dram_enabled) == 58);
+const _: () = assert!(offset_of!(HwIp, module_id) == 188 && offset_of!(HwIp, dram_page) == 224);
+
 impl HwIp {
-    fn byte(&self, at: usize) -> u8 {
-        self.0[at / 8].to_le_bytes()[at % 8]
-    }
-
-    fn u64(&self, at: usize) -> u64 {
-        self.0[at / 8]
-    }
-
-    fn u32(&self, at: usize) -> u32 {
-        (self.u64(at) >> (at % 8 * 8)) as u32
-    }
-
-    pub(crate) fn sram_base(&self) -> u64 {
-        self.u64(0)
-    }
-
-    pub(crate) fn dram_base(&self) -> u64 {
-        self.u64(8)
-    }
-
-    pub(crate) fn dram_size(&self) -> u64 {
-        self.u64(16)
-    }
-
-    pub(crate) fn sram_size(&self) -> u32 {
-        self.u32(24)
-    }
-
-    pub(crate) fn dram_enabled(&self) -> u8 {
-        self.byte(58)
-    }
-
-    pub(crate) fn module_id(&self) -> u32 {
-        self.u32(188)
-    }
-
-    pub(crate) fn card_name(&self) -> [u8; 16] {
-        core::array::from_fn(|at| self.byte(192 + at))
-    }
-
-    pub(crate) fn tpc_mask(&self) -> u64 {
-        self.u64(216)
-    }
-
-    pub(crate) fn dram_page(&self) -> u64 {
-        self.u64(224)
-    }
-
     pub(crate) fn generation(&self) -> Option<Generation> {
-        match self.u32(32) {
+        match self.device_id {
             0x1020 => Some(Generation::Gaudi2),
             0x1060 => Some(Generation::Gaudi3),
             _ => None,

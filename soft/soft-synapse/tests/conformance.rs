@@ -19,7 +19,7 @@ type Variables = [(&'static str, &'static str)];
 
 fn run(scene: &str, generation: &str, variables: &Variables) -> Finished {
     let mut node = SoftNode::unique().with("SOFT_GAUDI_GENERATION", generation);
-    if scene == "release inside" {
+    if scene == "a_release_while_a_thread_is_inside_a_call_is_refused" {
         node = node.with_faults("transfer slow:1500");
         let file = node.faults();
         node = node.with(FAULTS, file.to_str().expect("a path in UTF-8"));
@@ -40,49 +40,28 @@ fn passes(scene: &str) {
     }
 }
 
-#[test]
-fn calls_before_initialisation_and_without_a_device_have_their_codes() {
-    passes("life cycle");
+/// Tests whose scene has their name, and passes on both generations.
+macro_rules! scenes {
+    ($($test:ident: $scene:expr;)*) => {
+        $(#[test]
+        fn $test() {
+            passes(stringify!($test));
+        })*
+
+        const SCENES: &[(&str, fn(&Api, bool))] = &[$((stringify!($test), $scene)),*];
+    };
 }
 
-#[test]
-fn acquired_memory_is_where_scal_has_it_and_exported_from_the_mapping_s_start() {
-    passes("addresses");
-}
-
-#[test]
-fn device_memory_is_allocated_and_freed_with_synapse_s_codes() {
-    passes("device memory");
-}
-
-#[test]
-fn host_mappings_are_not_counted() {
-    passes("host mappings");
-}
-
-#[test]
-fn copies_and_fills_move_every_byte_and_nothing_else() {
-    passes("copies");
-}
-
-#[test]
-fn a_stream_waits_for_an_event_of_another() {
-    passes("events");
-}
-
-#[test]
-fn a_copy_outside_all_mappings_ends_the_device() {
-    passes("device failure");
-}
-
-#[test]
-fn a_card_is_free_after_release_unless_a_dma_buf_lives() {
-    passes("release");
-}
-
-#[test]
-fn a_release_while_a_thread_is_inside_a_call_is_refused() {
-    passes("release inside");
+scenes! {
+    calls_before_initialisation_and_without_a_device_have_their_codes: |api, gaudi3| life_cycle(api, gaudi3);
+    acquired_memory_is_where_scal_has_it_and_exported_from_the_mapping_s_start: |api, gaudi3| addresses(api, gaudi3);
+    device_memory_is_allocated_and_freed_with_synapse_s_codes: |api, _| device_memory(&Acquired::new(api));
+    host_mappings_are_not_counted: |api, _| host_mappings(&Acquired::new(api));
+    copies_and_fills_move_every_byte_and_nothing_else: |api, _| copies(&Acquired::new(api));
+    a_stream_waits_for_an_event_of_another: |api, _| events(&Acquired::new(api));
+    a_copy_outside_all_mappings_ends_the_device: |api, _| device_failure(&Acquired::new(api));
+    a_card_is_free_after_release_unless_a_dma_buf_lives: |api, _| release(api);
+    a_release_while_a_thread_is_inside_a_call_is_refused: |api, _| release_inside(api);
 }
 
 /// What the plugin must not do, done by somebody else, is noticed too where it breaks the card.
@@ -181,15 +160,6 @@ fn a_scene() {
     let gaudi3 = std::env::var("SOFT_GAUDI_GENERATION").is_ok_and(|name| name == "gaudi3");
     let api = Api::load();
     match scene.as_str() {
-        "life cycle" => life_cycle(&api, gaudi3),
-        "addresses" => addresses(&api, gaudi3),
-        "device memory" => device_memory(&Acquired::new(&api)),
-        "host mappings" => host_mappings(&Acquired::new(&api)),
-        "copies" => copies(&Acquired::new(&api)),
-        "events" => events(&Acquired::new(&api)),
-        "device failure" => device_failure(&Acquired::new(&api)),
-        "release" => release(&api),
-        "release inside" => release_inside(&api),
         "raw submission" => {
             let acquired = Acquired::new(&api);
             // SAFETY: one chunk that is never looked at.
@@ -211,10 +181,13 @@ fn a_scene() {
             // SAFETY: a live event.
             unsafe { (api.synEventQuery)(acquired.event(0)) };
         }
-        other => match other.strip_prefix("guest ") {
-            Some(call) => guest(&api, call),
-            None => panic!("no scene `{other}`"),
-        },
+        other => {
+            match (other.strip_prefix("guest "), SCENES.iter().find(|(name, _)| *name == other)) {
+                (Some(call), _) => guest(&api, call),
+                (None, Some((_, play))) => play(&api, gaudi3),
+                (None, None) => panic!("no scene `{other}`"),
+            }
+        }
     }
     // SAFETY: NULL asks for forbidden things.
     println!("{} forbidden", unsafe { (api.soft_gaudi_calls)(std::ptr::null()) });

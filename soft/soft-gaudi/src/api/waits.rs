@@ -14,7 +14,7 @@ use crate::asic::Generation;
 use crate::context::{self, Context};
 use crate::engine::realtime_ns;
 use crate::guarded;
-use crate::interrupts::{ANY, Goal, Registration};
+use crate::interrupts::{ANY, CounterTarget, Registration};
 
 /// Most sequence numbers one call may wait for.
 const MAX_MULTI: usize = 32;
@@ -88,7 +88,11 @@ struct InterruptWait {
     timestamp: Option<*mut u64>,
 }
 
-fn wait_interrupt(context: &Arc<Context>, how: &InterruptWait, goal: Goal) -> Result<c_int, Errno> {
+fn wait_interrupt(
+    context: &Arc<Context>,
+    how: &InterruptWait,
+    goal: CounterTarget,
+) -> Result<c_int, Errno> {
     check_interrupt(context, how.id)?;
     let until = wait_limit(how.timeout_us).map(|limit| Instant::now() + limit);
     // The library writes "any queue" as the largest number, the driver as one of twelve bits.
@@ -115,7 +119,7 @@ fn wait_at_address(
         return Err(Errno::INVAL);
     }
     let context = context::operational(borrow(fd)?)?;
-    wait_interrupt(&context, how, Goal { counter: addr as usize, target })
+    wait_interrupt(&context, how, CounterTarget { counter: addr as usize, target })
 }
 
 fn wait_by_handle(
@@ -131,7 +135,7 @@ fn wait_by_handle(
     let context = context::operational(borrow(fd)?)?;
     check_interrupt(&context, how.id)?;
     let counter = counter_address(&context, handle, index)?;
-    wait_interrupt(&context, how, Goal { counter, target })
+    wait_interrupt(&context, how, CounterTarget { counter, target })
 }
 
 c_functions! {
@@ -194,7 +198,7 @@ c_functions! {
         check_interrupt(&context, id)?;
         let counter = counter_address(&context, counter_handle, counter_index)?;
         let timestamp_at = counter_address(&context, note_handle, note_index)?;
-        context.register(id, Registration { goal: Goal { counter, target }, timestamp_at });
+        context.register(id, Registration { goal: CounterTarget { counter, target }, timestamp_at });
         Ok(())
     }
 }

@@ -64,11 +64,11 @@ impl Instance {
         let mut this = Self {
             handle: new_handle(),
             fd,
-            sram_size: info.sram_size(),
+            sram_size: info.sram_size,
             pools: Vec::new(),
             mappings: Vec::new(),
         };
-        let page = info.dram_page();
+        let page = info.dram_page;
         let taken = match generation {
             Generation::Gaudi2 => this.take_gaudi2(usage[0] / page * page, page),
             Generation::Gaudi3 => this.take_gaudi3(usage[0] / page * page, page),

@@ -132,6 +132,9 @@ fn listen_tcp(node: &Node, config: &Config) -> Result<Option<Descriptor>, Errno>
     let Some(base) = config.nodes.get(&config.node) else { return Ok(None) };
     let mut address = *base;
     address.set_port(base.port().checked_add(node.slot).ok_or(Errno::INVAL)?);
+    if !address.ip().is_loopback() {
+        log!(Info, "{address} is open to every process of the hosts in SOFT_RDMA_NODES");
+    }
     let socket = tcp_socket(&address)?;
     sockopt::set_socket_reuseaddr(&socket, true)?;
     rustix::net::bind(&socket, &address)?;

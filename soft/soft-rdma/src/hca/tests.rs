@@ -225,18 +225,9 @@ impl Side {
     }
 }
 
-#[derive(Clone, Debug)]
-struct Task {
-    opcode: u8,
-    local: usize,
-    remote: usize,
-    length: usize,
-    inline: bool,
-    fence: bool,
-    operand: u64,
-    /// How many requests the receiver serves after this one is posted.
-    served: usize,
-}
+/// What one piece of work is made of: number of the opcode, local and remote place, length, whether inline and fenced,
+/// operand; and how many requests the receiver serves after it is posted.
+type Task = (u8, usize, usize, usize, (bool, bool), u64, usize);
 
 fn any_step() -> impl Strategy<Value = Task> {
     (
@@ -244,21 +235,10 @@ fn any_step() -> impl Strategy<Value = Task> {
         0usize..1500,
         0usize..1500,
         0usize..500,
-        any::<bool>(),
-        any::<bool>(),
+        any::<(bool, bool)>(),
         any::<u64>(),
         0usize..4,
     )
-        .prop_map(|(opcode, local, remote, length, inline, fence, operand, served)| Task {
-            opcode,
-            local,
-            remote,
-            length,
-            inline,
-            fence,
-            operand,
-            served,
-        })
 }
 
 proptest! {
@@ -276,15 +256,16 @@ proptest! {
         let (mut ours, mut theirs) = (a.bytes(), b.bytes());
         let mut sends = 0;
         for (id, step) in steps.iter().enumerate() {
+            let (opcode, local, there, length, (inline, fence), operand, served) = *step;
             // Memory of reads and atomics, and of what is sent, does not overlap: work without a
             // fence is not ordered with the reads before it.
-            let read_at = 2048 + step.local;
-            let (opcode, sge, remote) = match step.opcode {
-                0 => (Opcode::Send, a.sge(step.local, step.length), 0),
-                1 => (Opcode::Write, a.sge(step.local, step.length), step.remote),
-                2 => (Opcode::Read, a.sge(read_at, step.length), step.remote),
-                3 => (Opcode::CompareSwap, a.sge(read_at, 8), step.remote & !7),
-                _ => (Opcode::FetchAdd, a.sge(read_at, 8), step.remote & !7),
+            let read_at = 2048 + local;
+            let (opcode, sge, remote) = match opcode {
+                0 => (Opcode::Send, a.sge(local, length), 0),
+                1 => (Opcode::Write, a.sge(local, length), there),
+                2 => (Opcode::Read, a.sge(read_at, length), there),
+                3 => (Opcode::CompareSwap, a.sge(read_at, 8), there & !7),
+                _ => (Opcode::FetchAdd, a.sge(read_at, 8), there & !7),
             };
             let length = sge.length as usize;
             let at = sge.addr as usize;
@@ -302,34 +283,29 @@ proptest! {
                 Opcode::CompareSwap | Opcode::FetchAdd => {
                     ours[at..at + 8].copy_from_slice(&old.to_ne_bytes());
                     let new = match opcode {
-                        Opcode::FetchAdd => old.wrapping_add(step.operand),
-                        _ if old == step.operand => 77,
+                        Opcode::FetchAdd => old.wrapping_add(operand),
+                        _ if old == operand => 77,
                         _ => old,
                     };
                     theirs[remote..remote + 8].copy_from_slice(&new.to_ne_bytes());
                 }
             }
-            let inline = step.inline && length <= 64 && matches!(opcode, Opcode::Send | Opcode::Write);
+            let inline = inline && length <= 64 && matches!(opcode, Opcode::Send | Opcode::Write);
             let data = if inline {
                 Data::Inline(a.bytes()[at..at + length].to_vec())
             } else {
                 Data::Gather(vec![sge])
             };
             let work = Work {
-                wr_id: id as u64,
                 opcode,
-                imm: None,
-                signaled: true,
-                solicited: false,
-                fence: step.fence,
+                fence,
                 data,
                 remote: (remote as u64, b.key),
-                operands: (step.operand, 77),
-                target: None,
-                arrival: None,
+                operands: (operand, 77),
+                ..send(id as u64)
             };
             prop_assert!(a.qp.post_send(&a.hca, vec![work]).is_ok());
-            for _ in 0..step.served {
+            for _ in 0..served {
                 b.serve(&a);
             }
         }

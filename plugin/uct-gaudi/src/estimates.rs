@@ -11,7 +11,7 @@ use uct::config::{Keyed, Kind, Values};
 use uct::{Bandwidth, LinearFunc, MemoryType, Perf, PerfQuery};
 
 /// What is left of a link's bandwidth for data of large copies: packet headers, requests and
-/// acknowledgements take the rest. UCX's CUDA transport reckons with 0.53 to 0.74.
+/// acknowledgements take the rest. UCX's CUDA transport assumes 0.53 to 0.74.
 const LINK_EFFICIENCY: f64 = 0.7;
 /// The fastest that a lane of ours is shown: see [`Estimates::lane_bandwidth`]. UCX's `cma` has 12.8 GB/s.
 const LANE_LIMIT: f64 = 12.7e9;
@@ -54,7 +54,7 @@ pub(crate) struct Overrides {
 impl Overrides {
     /// Takes over what UCX parsed.
     pub(crate) fn read(values: &Values<'_>) -> Overrides {
-        // UCX accepts a bandwidth of nothing, with which nothing can be reckoned.
+        // UCX accepts a bandwidth of zero, which makes estimates infinite.
         let bandwidth = |key| Some(values.keyed("COPY_BW", key)).filter(|&given| given >= 1.0);
         let time = |given: f64| Some(given).filter(|&given| given > 0.0);
         Overrides {
@@ -109,7 +109,7 @@ impl Estimates {
         }
     }
 
-    /// What UCX shall reckon a registration with. UCP adds it to the estimate of *every* copy, as if each
+    /// The registration cost that UCX is told. UCP adds it to the estimate of *every* copy, as if each
     /// had to register its buffers. That is so only where nothing is kept pinned: with the registration
     /// cache a copy pays for a look-up. `kept`: pins are kept, as far as is known.
     pub(crate) fn register_cost(&self, kept: bool) -> LinearFunc {

@@ -21,7 +21,7 @@ use uct::{Ucx, log};
 const TYPES: [&str; 2] = ["UCX_RNDV_FRAG_MEM_TYPES", "UCX_RNDV_FRAG_MEM_TYPE"];
 /// Variables that have to say something about Gaudi memory then.
 const SIZES: [&str; 2] = ["UCX_RNDV_FRAG_SIZE", "UCX_RNDV_FRAG_ALLOC_COUNT"];
-/// What UCX reckons copies by CUDA with. Who sets it decides for himself.
+/// By which UCX estimates copies by CUDA. A user's value stays.
 const CUDA_SPEED: &str = "UCX_CUDA_COPY_BW";
 
 /// Whether the user wants fragments in Gaudi memory without a size or a count; the reason is logged if

@@ -28,7 +28,7 @@ const LOG_LEVELS: &[&str] = &["inherit", "error", "warn", "diag", "info", "debug
 pub(crate) const VARIABLES: &[Variable] = uct::variables! {
     COPY_DEVICE: Text = "",
         "Which Gaudi to use: an index (0), a module id (module:2) or a PCI bus id\n\
-         (0000:33:00.0); local-rank: the one in the place of the rank that mpirun, srun or\n\
+         (0000:33:00.0); local-rank: the one with the number of the rank that mpirun, srun or\n\
          torchrun gave this process on its host; numa: the first that opens, those near the\n\
          processors of this process first. Empty: HLS_MODULE_ID if set, else the first.";
     COPY_DMABUF: Ternary = "try",
@@ -46,25 +46,25 @@ pub(crate) const VARIABLES: &[Variable] = uct::variables! {
          works without, where the driver imports dma-bufs. With it, UCP exports all Gaudi memory\n\
          that it registers, and CUDA memory that the Gaudi cannot reach is not registered.";
     COPY_FLUSH_PEER_WRITES: Ternary = "try",
-        "Have the driver flush what network devices and Gaudis of other processes wrote to\n\
+        "Let the driver flush what network devices and Gaudis of other processes wrote to\n\
          Gaudi memory, before a copy of the plugin uses that memory.\n\
          yes: always; memory is not offered as dma-buf where the driver cannot flush;\n\
          try: where the driver can;\n\
          no: never.";
     COPY_REG_COST: Time = "0us",
-        "What UCX assumes the registration of a buffer to cost with ENABLE_RCACHE=no. UCX adds it\n\
-         to its estimate of every copy, so with the cache it is told the cost of a look-up.\n\
-         0: what is known or assumed of the kind of card.";
+        "The registration cost that UCX is told with ENABLE_RCACHE=no. UCX adds it\n\
+         to its estimate of every copy; with the cache it is told the cost of a lookup.\n\
+         0: the value for this kind of card.";
     COPY_BW: Keyed(&estimates::BANDWIDTHS) = "auto",
-        "Bandwidth of copies that UCX reckons with when it chooses protocols.\n\
-         auto: what the card's PCI Express link carries, or the link its generation is built\n\
-         with where the system does not say.";
+        "Bandwidth of copies that UCX is told, by which it chooses protocols.\n\
+         auto: from the card's PCI Express link, or from the link of its generation\n\
+         if the system does not say.";
     COPY_LATENCY: Keyed(&estimates::LATENCIES) = "short:0us,zcopy:0us",
-        "Time from the submission of a copy to its end, beyond its bytes, that UCX reckons with.\n\
-         0: what is known or assumed of the kind of card.";
+        "Latency of copies that UCX is told: from submission to completion, without the bytes.\n\
+         0: the value for this kind of card.";
     COPY_OVERHEAD: Time = "0us",
-        "Processor time to submit a copy that UCX reckons with.\n\
-         0: what is known or assumed of the kind of card.";
+        "Processor time of a submission that UCX is told.\n\
+         0: the value for this kind of card.";
     COPY_ENABLE_RCACHE: Ternary = "try",
         "Keep host memory that was pinned for a copy, so that the next copy finds it pinned.\n\
          Needs UCX's memory events, to learn of memory that is unmapped.\n\
@@ -77,9 +77,9 @@ pub(crate) const VARIABLES: &[Variable] = uct::variables! {
         "Most host memory that is kept pinned for one Gaudi.\n\
          auto: a quarter of the machine's memory.";
     COPY_ENABLE_NIC_SCALE_OUT: Ternary = "try",
-        "Look which network devices are near the Gaudi that is used, and say so at info level.\n\
+        "Log at info level which network devices are near the Gaudi that is used.\n\
          yes: warn if there is none that is active;\n\
-         try: only say so;\n\
+         try: only log them;\n\
          no: do not look.";
     COPY_ENABLE_HW_BLOCK_ACCESS: Ternary = "no",
         "Permit the mapping of a Gaudi's register blocks, for debugging and profiling tools in\n\
@@ -88,9 +88,9 @@ pub(crate) const VARIABLES: &[Variable] = uct::variables! {
          try: where it has some;\n\
          no: never.";
     COPY_MEM_HOOKS: Ternary = "try",
-        "Notice memory that the application maps on a Gaudi by itself, by standing in for\n\
-         hlthunk_device_memory_map and its like in the objects of this process (and, so that\n\
-         libucm finds objects that are loaded later, for dlopen and dlclose).\n\
+        "Detect memory that the application maps on a Gaudi by itself, by redirecting\n\
+         hlthunk_device_memory_map and similar calls in all objects of this process (and, so that\n\
+         libucm finds objects that are loaded later, dlopen and dlclose).\n\
          yes: always, with a warning where it is impossible;\n\
          try: once the application lends a card or reports memory; also, if it had\n\
          loaded the driver library before UCX, once it or UCX has a card open;\n\
@@ -103,8 +103,8 @@ pub(crate) const VARIABLES: &[Variable] = uct::variables! {
          try: the same if Synapse is loaded before, or the program is Python;\n\
          no: never.";
     COPY_ADOPT: Bool = "n",
-        "Use a Gaudi that this very process has opened by itself as if it had lent it with\n\
-         ucx_gaudi_lend(). Not where Synapse is loaded: it has the queues of the card to\n\
+        "Use a Gaudi that this process has opened by itself as if it had lent it with\n\
+         ucx_gaudi_lend(). Not where Synapse is loaded, which has the queues of the card to\n\
          itself.";
     COPY_ABORT_ON_ERROR: Bool = "y",
         "Abort the process when a copy in the background has failed twice. UCX ignores the\n\
@@ -113,7 +113,7 @@ pub(crate) const VARIABLES: &[Variable] = uct::variables! {
          in either case.";
     COPY_EXPLAIN_FAULTS: Bool = "y",
         "When code accesses Gaudi memory with the CPU and is killed by SIGSEGV for it, write a line\n\
-         to standard error that says so. Then the fault takes its course, as without this.";
+         to standard error that says so. Then the fault is handled as without this.";
     COPY_CLEAR_MEMORY: Bool = "n",
         "Clear Gaudi memory before it is handed out, so that a program cannot read what an earlier\n\
          allocation left there. Takes the card's time, for every allocation.";
@@ -124,7 +124,7 @@ pub(crate) const VARIABLES: &[Variable] = uct::variables! {
         "How long a Gaudi stays open after its last use, when no memory domain is left. While it\n\
          is open, no other process can open it, and a child that is forked cannot use Gaudis.";
     COPY_LOG_LEVEL: Choice(LOG_LEVELS) = "inherit",
-        "Which lines of the plugin are logged, whatever UCX_LOG_LEVEL says;\n\
+        "Log level of the plugin, independent of UCX_LOG_LEVEL;\n\
          inherit: as UCX_LOG_LEVEL says.";
     TRACE: Text = "",
         "File to which every call into the driver library is appended, with its arguments, result,\n\
@@ -152,7 +152,7 @@ pub(crate) struct Settings {
     _kept_open: Arc<KeptOpen>,
 }
 
-/// The card that was last chosen in this process, for those who have no memory domain at hand.
+/// The card that was last chosen in this process, for callers without a memory domain.
 pub(crate) fn chosen_device() -> DeviceChoice {
     gaudi::runtime().options().device.clone().unwrap_or_default()
 }

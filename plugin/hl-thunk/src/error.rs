@@ -49,38 +49,41 @@ impl fmt::Display for LoadError {
     }
 }
 
-/// Reads the answer of a call that returns a value >= 0, or -errno, or -1 with errno set.
-///
-/// The library mixes the last two conventions even within one function; with errno cleared before
-/// the call they can be told apart: -1 with errno 0 can only be -EPERM.
-pub(crate) fn check(call: &'static str, f: impl FnOnce() -> i32) -> Result<i32, Error> {
-    clear_errno();
-    let rc = f();
-    match rc {
-        0.. => Ok(rc),
-        -1 => Err(Error::new(call, last_errno().unwrap_or(libc::EPERM))),
-        _ => Err(Error::new(call, rc.checked_neg().unwrap_or(libc::EIO))),
+/// What a call returns.
+pub(crate) trait Outcome: Copy {
+    /// The errno, if it failed; `errno` is the thread's, 0 where the call did not set it.
+    fn failure(self, errno: i32) -> Option<i32>;
+}
+
+/// A value >= 0, or -errno, or -1 with errno set. The library mixes the last two even within one function; -1 without
+/// errno can only be -EPERM.
+impl Outcome for i32 {
+    fn failure(self, errno: i32) -> Option<i32> {
+        match self {
+            0.. => None,
+            -1 => Some(if errno == 0 { libc::EPERM } else { errno }),
+            code => Some(code.checked_neg().unwrap_or(libc::EIO)),
+        }
     }
 }
 
-/// Reads the answer of a call that returns 0 for any failure and leaves the cause in errno.
-pub(crate) fn check_nonzero(call: &'static str, f: impl FnOnce() -> u64) -> Result<u64, Error> {
-    clear_errno();
-    match f() {
-        0 => Err(Error::new(call, last_errno().unwrap_or(libc::EIO))),
-        value => Ok(value),
+/// 0 for any failure, with the cause in errno.
+impl Outcome for u64 {
+    fn failure(self, errno: i32) -> Option<i32> {
+        (self == 0).then_some(if errno == 0 { libc::EIO } else { errno })
     }
 }
 
-fn clear_errno() {
+/// Makes a call, with errno cleared before it.
+pub(crate) fn check<T: Outcome>(call: &'static str, f: impl FnOnce() -> T) -> Result<T, Error> {
     // SAFETY: errno is this thread's own and always writable.
     unsafe { *libc::__errno_location() = 0 };
-}
-
-fn last_errno() -> Option<i32> {
-    // SAFETY: errno is this thread's own and always readable.
-    let errno = unsafe { *libc::__errno_location() };
-    (errno != 0).then_some(errno)
+    let ret = f();
+    // SAFETY: as above.
+    match ret.failure(unsafe { *libc::__errno_location() }) {
+        None => Ok(ret),
+        Some(errno) => Err(Error::new(call, errno)),
+    }
 }
 
 #[cfg(test)]
@@ -108,10 +111,10 @@ mod tests {
     #[test]
     fn errno_left_over_from_earlier_is_not_mistaken_for_this_call() {
         set_errno(libc::ENOENT);
-        assert_eq!(check_nonzero("g", || 0), Err(Error::new("g", libc::EIO)));
-        let failed = check_nonzero("g", || {
+        assert_eq!(check("g", || 0_u64), Err(Error::new("g", libc::EIO)));
+        let failed = check("g", || {
             set_errno(libc::ENOMEM);
-            0
+            0_u64
         });
         assert_eq!(failed, Err(Error::new("g", libc::ENOMEM)));
     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::error::{check, check_nonzero};
+use crate::error::check;
 use crate::{Device, DeviceAddr, Error};
 
 /// Device memory from the driver's allocator. It has no address until it is mapped.
@@ -30,7 +30,7 @@ impl DeviceMemory {
         }
         // SAFETY: plain numbers on an open fd. Default page size, any pages, not shared:
         // a device has one context.
-        let handle = check_nonzero(call, || unsafe {
+        let handle = check(call, || unsafe {
             device.symbols().hlthunk_device_memory_alloc(device.raw_fd(), size, 0, false, false)
         })?;
         Ok(Arc::new(Self { device: device.clone(), handle, left: AtomicBool::new(false) }))
@@ -41,7 +41,7 @@ impl DeviceMemory {
     pub fn map(self: &Arc<Self>, hint: Option<DeviceAddr>) -> Result<DeviceMapping, Error> {
         let hint = hint.map_or(0, |addr| addr.0);
         // SAFETY: plain numbers on an open fd; the handle is live.
-        let addr = check_nonzero("hlthunk_device_memory_map", || unsafe {
+        let addr = check("hlthunk_device_memory_map", || unsafe {
             self.device.symbols().hlthunk_device_memory_map(self.device.raw_fd(), self.handle, hint)
         })?;
         let (memory, addr) = (Arc::clone(self), DeviceAddr(addr));
@@ -158,7 +158,7 @@ impl HostMapping {
     /// copies read and write it behind the compiler's back.
     pub unsafe fn new(device: &Device, ptr: *mut u8, len: u64) -> Result<Self, Error> {
         // SAFETY: the driver checks the range before it pins it.
-        let addr = check_nonzero("hlthunk_host_memory_map", || unsafe {
+        let addr = check("hlthunk_host_memory_map", || unsafe {
             device.symbols().hlthunk_host_memory_map(device.raw_fd(), ptr.cast(), 0, len)
         })?;
         Ok(Self(Mapped { device: device.clone(), addr: DeviceAddr(addr) }))

@@ -19,6 +19,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use rustix::fs::OFlags;
 
 use crate::ProcessInstance;
+use crate::error::Outcome;
 
 /// Version of the format, in the first line of a record.
 const FORMAT: u32 = 1;
@@ -190,7 +191,7 @@ pub(crate) fn begin() -> Option<Instant> {
 
 /// Makes a call, and records it if that is wanted. `quiet`: there may be very many of them.
 #[inline]
-pub(crate) fn recorded<T: Outcome + Copy>(
+pub(crate) fn recorded<T: Written>(
     name: &str,
     quiet: bool,
     call: impl FnOnce() -> T,
@@ -212,7 +213,7 @@ pub(crate) fn record(
     began: Instant,
     call: &str,
     quiet: bool,
-    ret: impl Outcome,
+    ret: impl Written,
     arguments: impl FnOnce(&mut Arguments),
 ) {
     let took = began.elapsed();
@@ -258,34 +259,20 @@ pub(crate) fn record(
     unsafe { *libc::__errno_location() = errno };
 }
 
-/// What a call returns.
-pub(crate) trait Outcome {
-    /// The errno, if it failed; `errno` is the thread's.
-    fn failure(&self, errno: i32) -> Option<i32>;
-    fn write(&self, line: &mut String);
+/// What a call returns, in a record.
+pub(crate) trait Written: Outcome {
+    fn write(self, line: &mut String);
 }
 
-impl Outcome for i32 {
-    fn failure(&self, errno: i32) -> Option<i32> {
-        match *self {
-            0.. => None,
-            -1 => Some(if errno == 0 { libc::EPERM } else { errno }),
-            code => Some(code.saturating_neg()),
-        }
-    }
-
-    fn write(&self, line: &mut String) {
+impl Written for i32 {
+    fn write(self, line: &mut String) {
         let _ = write!(line, "{self}");
     }
 }
 
-impl Outcome for u64 {
-    fn failure(&self, errno: i32) -> Option<i32> {
-        (*self == 0).then_some(if errno == 0 { libc::EIO } else { errno })
-    }
-
-    fn write(&self, line: &mut String) {
-        write_number(line, *self);
+impl Written for u64 {
+    fn write(self, line: &mut String) {
+        write_number(line, self);
     }
 }
 
@@ -429,14 +416,6 @@ mod tests {
         line.clear();
         write_hex(&mut line, &[0, 0x5a, 0xff]);
         assert_eq!(line, "\"005aff\"");
-    }
-
-    #[test]
-    fn a_failure_keeps_its_errno_in_both_conventions() {
-        assert_eq!((-libc::EBUSY).failure(0), Some(libc::EBUSY));
-        assert_eq!((-1).failure(libc::EAGAIN), Some(libc::EAGAIN));
-        assert_eq!(0u64.failure(libc::ENOMEM), Some(libc::ENOMEM));
-        assert_eq!((7.failure(libc::ENOENT), 1u64.failure(libc::ENOENT)), (None, None));
     }
 
     #[test]

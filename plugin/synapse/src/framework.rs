@@ -14,6 +14,21 @@ pub(crate) const DEVICE: u32 = 0;
 /// The pool that tensors come from.
 const POOL: &std::ffi::CStr = c"global_hbm";
 
+/// Calls a function of libSynapse.
+macro_rules! call {
+    ($framework:expr, $name:ident($($argument:expr),*)) => {
+        match $framework.functions.$name {
+            // SAFETY: argued where the macro is used.
+            Some(call) => match Status(unsafe { call($($argument),*) }) {
+                Status::SUCCESS => Ok(()),
+                status => Err(CallError::Refused { call: stringify!($name), status }),
+            },
+            None => Err(CallError::Missing(stringify!($name))),
+        }
+    };
+}
+pub(crate) use call;
+
 /// libSynapse, and libscal if it is there.
 #[derive(Debug)]
 pub struct Framework {
@@ -216,24 +231,19 @@ impl Framework {
 
     /// The card's PCI address, as the framework writes it.
     pub fn bus_id(&self) -> Result<String, CallError> {
-        let name = "synDeviceGetPCIBusId";
-        let call = self.functions.synDeviceGetPCIBusId.ok_or(CallError::Missing(name))?;
         let mut text = [0_u8; 32];
-        // SAFETY: the room's length is passed with it, less the last byte, which stays zero.
-        let status =
-            Status(unsafe { call(text.as_mut_ptr().cast(), text.len() as c_int - 1, DEVICE) });
-        accepted(name, status)?;
+        let len = text.len() as c_int - 1;
+        // The room's length is passed with it, less the last byte, which stays zero.
+        call!(self, synDeviceGetPCIBusId(text.as_mut_ptr().cast(), len, DEVICE))?;
         let text = std::ffi::CStr::from_bytes_until_nul(&text).unwrap_or_default();
         Ok(text.to_string_lossy().trim().to_owned())
     }
 
     /// Free and total bytes of the pool.
     pub fn memory(&self) -> Result<(u64, u64), CallError> {
-        let name = "synDeviceGetMemoryInfo";
-        let call = self.functions.synDeviceGetMemoryInfo.ok_or(CallError::Missing(name))?;
         let (mut free, mut total) = (0, 0);
-        // SAFETY: room for two numbers.
-        accepted(name, Status(unsafe { call(DEVICE, &raw mut free, &raw mut total) }))?;
+        // Room for two numbers.
+        call!(self, synDeviceGetMemoryInfo(DEVICE, &raw mut free, &raw mut total))?;
         Ok((free, total))
     }
 
@@ -254,11 +264,6 @@ impl Framework {
         let found = self.libraries.first()?.function(name);
         (!found.is_null()).then_some(found.cast_const())
     }
-}
-
-/// An answer of libSynapse as a result.
-pub(crate) fn accepted(call: &'static str, status: Status) -> Result<(), CallError> {
-    if status == Status::SUCCESS { Ok(()) } else { Err(CallError::Refused { call, status }) }
 }
 
 #[cfg(test)]

@@ -5,19 +5,9 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use crate::Framework;
-use crate::framework::{DEVICE, accepted};
+use crate::framework::{DEVICE, call};
 use crate::status::{CallError, Status};
 use crate::sys::{DmaDir, Handle};
-
-macro_rules! call {
-    ($framework:expr, $name:ident($($argument:expr),*)) => {
-        match $framework.functions.$name {
-            // SAFETY: argued where the macro is used.
-            Some(call) => accepted(stringify!($name), Status(unsafe { call($($argument),*) })),
-            None => Err(CallError::Missing(stringify!($name))),
-        }
-    };
-}
 
 /// A stream of our own.
 #[derive(Debug)]

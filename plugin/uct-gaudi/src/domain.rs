@@ -407,7 +407,7 @@ impl<F: Flavour> MemoryDomain for GaudiDomain<F> {
         }
     }
 
-    fn allocate(&self, request: &AllocRequest<'_>) -> Result<Allocated<Memory>, Status> {
+    fn allocate(&self, request: &AllocRequest) -> Result<Allocated<Memory>, Status> {
         if request.memory_type != MemoryType::GAUDI {
             return Err(Status::UNSUPPORTED);
         }

@@ -1,6 +1,6 @@
 //! Memory domains: allocation, registration, detection, keys.
 
-use core::ffi::{CStr, c_char, c_void};
+use core::ffi::{c_char, c_void};
 use std::os::fd::{BorrowedFd, IntoRawFd, OwnedFd};
 
 use crate::abi::{
@@ -25,7 +25,7 @@ pub trait MemoryDomain: Send + Sync + Sized + 'static {
     ///
     /// # Errors
     /// [`Status::NO_MEMORY`], [`Status::UNSUPPORTED`] and the like.
-    fn allocate(&self, request: &AllocRequest<'_>) -> Result<Allocated<Self::Memory>, Status> {
+    fn allocate(&self, request: &AllocRequest) -> Result<Allocated<Self::Memory>, Status> {
         let _ = request;
         Err(Status::UNSUPPORTED)
     }
@@ -114,15 +114,13 @@ pub struct DomainAttributes {
 
 /// A request for device memory.
 #[derive(Clone, Copy, Debug)]
-pub struct AllocRequest<'a> {
+pub struct AllocRequest {
     /// Bytes wanted.
     pub length: usize,
     /// Type wanted.
     pub memory_type: MemoryType,
     /// Device wanted, or unknown.
     pub device: SysDevice,
-    /// What it is for.
-    pub name: &'a str,
     /// Failure is expected by the caller and not to be logged.
     pub hide_errors: bool,
 }
@@ -283,20 +281,14 @@ unsafe extern "C" fn mem_alloc<C: Component>(
     memory_type: MemoryType,
     device: SysDevice,
     flags: u32,
-    name: *const c_char,
+    _name: *const c_char,
     memh_p: *mut *mut c_void,
 ) -> Status {
     guarded_status(md.ucx(), "mem_alloc", || {
-        let name = if name.is_null() {
-            String::new()
-        } else {
-            // SAFETY: a C string of the caller.
-            unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
-        };
         // SAFETY: in- and out-parameter of the caller.
         let length = unsafe { *length_p };
         let hide_errors = u64::from(flags) & REG_FLAG_HIDE_ERRORS != 0;
-        let request = AllocRequest { length, memory_type, device, name: &name, hide_errors };
+        let request = AllocRequest { length, memory_type, device, hide_errors };
         let allocated = md.domain.allocate(&request)?;
         // SAFETY: out-parameters of the caller.
         unsafe {

@@ -201,37 +201,19 @@ mod tests {
     #[test]
     fn nearer_is_less() {
         let card = location(&format!("{SWITCH}/0000:32:00.0/0000:33:00.0"), Some(0));
+        let near = |links| Distance::SameSwitch { links };
+        let switch = SWITCH.strip_prefix("/sys/devices/").unwrap();
         let distances = [
-            (format!("{SWITCH}/0000:32:00.0/0000:33:00.0"), Some(0), Distance::SameDevice),
-            (
-                format!("{SWITCH}/0000:32:00.0/0000:33:00.1"),
-                Some(0),
-                Distance::SameSwitch { links: 2 },
-            ),
-            (
-                format!("{SWITCH}/0000:32:02.0/0000:35:00.0"),
-                Some(0),
-                Distance::SameSwitch { links: 4 },
-            ),
-            (
-                "/sys/devices/pci0000:30/0000:30:02.0/0000:37:00.0".into(),
-                Some(0),
-                Distance::SameRootComplex,
-            ),
-            (
-                "/sys/devices/pci0000:4a/0000:4a:01.0/0000:4b:00.0".into(),
-                Some(0),
-                Distance::SameNumaNode,
-            ),
-            (
-                "/sys/devices/pci0000:97/0000:97:01.0/0000:98:00.0".into(),
-                Some(1),
-                Distance::OtherNumaNode,
-            ),
-            ("/sys/devices/pci0000:97/0000:97:01.0/0000:98:00.0".into(), None, Distance::Unknown),
+            (format!("{switch}/0000:32:00.0/0000:33:00.0"), Some(0), Distance::SameDevice),
+            (format!("{switch}/0000:32:00.0/0000:33:00.1"), Some(0), near(2)),
+            (format!("{switch}/0000:32:02.0/0000:35:00.0"), Some(0), near(4)),
+            ("pci0000:30/0000:30:02.0/0000:37:00.0".into(), Some(0), Distance::SameRootComplex),
+            ("pci0000:4a/0000:4a:01.0/0000:4b:00.0".into(), Some(0), Distance::SameNumaNode),
+            ("pci0000:97/0000:97:01.0/0000:98:00.0".into(), Some(1), Distance::OtherNumaNode),
+            ("pci0000:97/0000:97:01.0/0000:98:00.0".into(), None, Distance::Unknown),
         ];
         for (path, node, distance) in &distances {
-            let nic = location(path, *node);
+            let nic = location(&format!("/sys/devices/{path}"), *node);
             assert_eq!(Distance::between(&card, &nic), *distance, "{path}");
             assert_eq!(Distance::between(&nic, &card), *distance, "{path}");
         }

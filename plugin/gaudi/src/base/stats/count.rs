@@ -313,59 +313,28 @@ mod tests {
 
     #[test]
     fn a_tally_counts_each_move_where_its_name_says() {
-        use Counter::*;
         let counts = Counts::new(Box::leak(Box::new(std::array::from_fn(|_| AtomicU64::new(0)))));
+        let get = |name: &str| {
+            let at = NAMES.iter().position(|known| *known == name).expect("a counter");
+            counts.0[at].load(Ordering::Relaxed)
+        };
         let (down, up) = (Direction::HostToDevice, Direction::DeviceToHost);
-        let moves = [
-            (
-                down,
-                Path::Pinned,
-                1,
-                [HostToDeviceOperations, HostToDeviceBytes],
-                Some(PinnedOperations),
-            ),
-            (
-                down,
-                Path::Bounced,
-                2,
-                [HostToDeviceOperations, HostToDeviceBytes],
-                Some(BouncedOperations),
-            ),
-            (
-                up,
-                Path::Pinned,
-                4,
-                [DeviceToHostOperations, DeviceToHostBytes],
-                Some(PinnedOperations),
-            ),
-            (
-                up,
-                Path::Bounced,
-                8,
-                [DeviceToHostOperations, DeviceToHostBytes],
-                Some(BouncedOperations),
-            ),
-            (
-                Direction::DeviceToDevice,
-                Path::Within,
-                16,
-                [DeviceToDeviceOperations, DeviceToDeviceBytes],
-                None,
-            ),
-            (down, Path::Staged, 32, [CrossCardOperations, CrossCardBytes], Some(StagedOperations)),
-            (up, Path::Imported, 64, [CrossCardOperations, CrossCardBytes], None),
-            (Direction::DeviceToDevice, Path::Fill, 128, [FillOperations, FillBytes], None),
-        ];
-        for (direction, path, len, [operations, bytes], by) in moves {
-            let watched = [Some(operations), by].into_iter().flatten();
-            let before: Vec<(Counter, u64)> =
-                watched.map(|counter| (counter, counts.get(counter))).collect();
-            let bytes_before = counts.get(bytes);
+        let within = Direction::DeviceToDevice;
+        for (direction, path, len, way, by) in [
+            (down, Path::Pinned, 1, "h2d", "pinned_operations"),
+            (down, Path::Bounced, 2, "h2d", "bounced_operations"),
+            (up, Path::Pinned, 4, "d2h", "pinned_operations"),
+            (up, Path::Bounced, 8, "d2h", "bounced_operations"),
+            (within, Path::Within, 16, "d2d", "d2d_operations"),
+            (down, Path::Staged, 32, "cross_card", "staged_operations"),
+            (up, Path::Imported, 64, "cross_card", "cross_card_operations"),
+            (within, Path::Fill, 128, "fill", "fill_operations"),
+        ] {
+            let names = [&format!("{way}_operations"), &format!("{way}_bytes"), by];
+            let before = names.map(get);
             Tally::one(direction, path, len).count(counts);
-            for (counter, before) in before {
-                assert_eq!(counts.get(counter), before + 1, "{path:?} {counter:?}");
-            }
-            assert_eq!(counts.get(bytes), bytes_before + len, "{path:?}");
+            let expected = [before[0] + 1, before[1] + len, before[2] + 1];
+            assert_eq!(names.map(get), expected, "{path:?} {names:?}");
         }
         // The first half of a move between cards counts for nothing.
         Tally::one(up, Path::Staging, 1 << 40).count(counts);

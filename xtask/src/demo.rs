@@ -77,7 +77,7 @@ fn transfers(bench: &Workbench, device: &Device) -> Result<Vec<Row>> {
 /// One line per operation and memory pair, one column per size: time of a small message, bandwidth of
 /// a large one; of the two directions the slower.
 fn table(rows: &[Row]) -> Table {
-    let mut sizes: Vec<u64> = rows.iter().map(|row| row.size).collect();
+    let mut sizes: Vec<usize> = rows.iter().map(|row| row.size).collect();
     sizes.sort_unstable();
     sizes.dedup();
     let mut lines: Vec<(&str, &str, &str)> = Vec::new();
@@ -91,9 +91,7 @@ fn table(rows: &[Row]) -> Table {
     table.load_preset(presets::NOTHING);
     let titles = ["operation", "from", "to"].map(str::to_owned).into_iter();
     table.set_header(
-        titles
-            .chain(sizes.iter().map(|bytes| size_name(*bytes as usize)))
-            .chain(["verified".to_owned()]),
+        titles.chain(sizes.iter().map(|bytes| size_name(*bytes))).chain(["verified".to_owned()]),
     );
     for line in lines {
         let of_line: Vec<&Row> = rows
@@ -114,9 +112,9 @@ fn table(rows: &[Row]) -> Table {
 }
 
 /// Above this, bandwidth says more than time.
-const LARGE: u64 = 64 << 10;
+const LARGE: usize = 64 << 10;
 
-fn figure(rows: &[&Row], bytes: u64) -> String {
+fn figure(rows: &[&Row], bytes: usize) -> String {
     let of_size = rows.iter().filter(|row| row.size == bytes);
     if bytes < LARGE {
         let slowest = of_size.filter_map(|row| row.latency_us).max_by(f64::total_cmp);
@@ -174,12 +172,13 @@ fn perftest(bench: &Workbench, device: &Device) -> Result<Table> {
 mod tests {
     use super::*;
 
-    fn row(size: u64, figure: f64, verified: bool) -> Row {
+    fn row(size: usize, figure: f64, verified: bool) -> Row {
         Row {
             op: "tag".into(),
             src: "host".into(),
             dst: "gaudi".into(),
             size,
+            from: 0,
             ucx: "1.22.0".into(),
             latency_us: Some(figure),
             gbps: Some(figure),

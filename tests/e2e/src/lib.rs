@@ -25,7 +25,6 @@ mod protocols;
 pub mod rdma;
 mod tool;
 
-pub use client::Row;
 pub use device::{Device, LENIENT, SoftNode};
 pub use layout::{Layout, Ucx};
 pub use listing::Listing;
@@ -33,3 +32,4 @@ pub use perftest::{Figures, Pair, Perftest};
 pub use process::{Finished, Running};
 pub use protocols::{Choice, ProtocolLogs, Protocols};
 pub use tool::{KEEP, Tool, Workbench, client, is_setting, libucp_to_test, stock};
+pub use ucp_check::report::Row;

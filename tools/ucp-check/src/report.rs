@@ -1,7 +1,6 @@
 //! What a run found: rows for people, rows for programs, and the verdict.
 
-use crate::matrix::{Case, Op, Pair};
-use crate::ucp::Memory;
+use crate::matrix::Case;
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -38,20 +37,32 @@ impl Verdict {
     }
 }
 
-#[derive(Clone, PartialEq, Debug, Serialize)]
+/// One case, as `--json FILE` has it in a list.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Row {
-    op: Op,
-    src: Memory,
-    dst: Memory,
-    size: usize,
+    /// `tag`, `stream`, `am`, `put`, `get`, or a variant of one such as `am-rndv`.
+    pub op: String,
+    /// Memory of the sending side, such as `gaudi`.
+    pub src: String,
+    pub dst: String,
+    pub size: usize,
     /// Rank of the sender: both directions are run.
-    from: u8,
-    ucx: String,
-    latency_us: Option<f64>,
-    gbps: Option<f64>,
-    verified: bool,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    error: Option<String>,
+    pub from: u8,
+    /// Version of the UCX that ran it.
+    pub ucx: String,
+    /// Time of one message, where it was measured.
+    pub latency_us: Option<f64>,
+    pub gbps: Option<f64>,
+    /// Whether every byte, and the bytes around, were right.
+    pub verified: bool,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+impl Row {
+    fn pair(&self) -> String {
+        format!("{}:{}", self.src, self.dst)
+    }
 }
 
 pub struct Report {
@@ -71,9 +82,9 @@ impl Report {
             println!("FAIL  {case}, UCX {}: {error}", self.ucx);
         }
         self.rows.push(Row {
-            op: case.op,
-            src: case.pair.src,
-            dst: case.pair.dst,
+            op: case.op.to_string(),
+            src: case.pair.src.to_string(),
+            dst: case.pair.dst.to_string(),
             size: case.size,
             from: case.from,
             ucx: self.ucx.clone(),
@@ -107,9 +118,9 @@ impl Report {
 
     /// One line per operation and memory pair.
     fn print_summary(&self) {
-        let mut lines: BTreeMap<(Op, Pair), (usize, usize)> = BTreeMap::new();
+        let mut lines: BTreeMap<(&str, String), (usize, usize)> = BTreeMap::new();
         for row in &self.rows {
-            let counts = lines.entry((row.op, Pair { src: row.src, dst: row.dst })).or_default();
+            let counts = lines.entry((&row.op, row.pair())).or_default();
             if row.verified { counts.0 += 1 } else { counts.1 += 1 }
         }
         for ((op, pair), (passed, failed)) in lines {
@@ -120,11 +131,11 @@ impl Report {
 
     /// The measured rows as a table; the slower of the two directions counts.
     fn print_timings(&self) {
-        let mut lines: BTreeMap<(Op, Pair, usize), (f64, f64, bool)> = BTreeMap::new();
+        let mut lines: BTreeMap<(&str, String, usize), (f64, f64, bool)> = BTreeMap::new();
         for row in &self.rows {
             let (Some(latency), Some(gbps)) = (row.latency_us, row.gbps) else { continue };
-            let pair = Pair { src: row.src, dst: row.dst };
-            let line = lines.entry((row.op, pair, row.size)).or_insert((0.0, f64::MAX, true));
+            let key = (&*row.op, row.pair(), row.size);
+            let line = lines.entry(key).or_insert((0.0, f64::MAX, true));
             *line = (line.0.max(latency), line.1.min(gbps), line.2 && row.verified);
         }
         if lines.is_empty() {
@@ -146,6 +157,7 @@ impl Report {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::matrix::{Op, Pair};
 
     #[test]
     fn a_row_has_the_fields_the_demo_reads() {
@@ -163,5 +175,6 @@ mod tests {
         assert_eq!(rows[0], good);
         assert_eq!(rows[1]["verified"], false);
         assert_eq!(rows[1]["error"], "wrong");
+        assert_eq!(serde_json::from_value::<Vec<Row>>(rows).unwrap(), report.rows);
     }
 }

@@ -54,7 +54,7 @@ const GROUPS: [Group; 4] = [
 ];
 
 /// Operation, memories, size.
-type Cell = (String, [String; 2], u64);
+type Cell = (String, [String; 2], usize);
 /// The least time of a message, in µs.
 type Times = BTreeMap<Cell, f64>;
 
@@ -127,7 +127,7 @@ impl Measured {
         let record = |(cell, time): (&Cell, &f64)| {
             let (name, least) = self.best(cell, *time);
             let (op, mem, size) = cell;
-            let (mem, size) = (mem.join(":"), size_name(*size as usize));
+            let (mem, size) = (mem.join(":"), size_name(*size));
             let title = format!("{op} {mem}, {size}, {people}: UCP's choice compared with {name}");
             Record::new(named(title), *time, "µs", least, TARGET)
         };

@@ -39,10 +39,11 @@ const VARIANTS: [Variant; 5] = [
 
 impl Variant {
     /// Median latency of one run in microseconds.
-    fn measure(&self, bench: &Workbench, device: &Device, size: usize) -> Result<f64> {
+    fn measure(&self, bench: &Workbench, device: &Device, size: usize, quick: bool) -> Result<f64> {
         let device = if self.device { device } else { &Device::None };
         if self.perftest {
-            let test = Perftest::new(bench, "tag_lat", size).iterations(100_000, 10_000);
+            let (count, warm_up) = if quick { (100, 10) } else { (100_000, 10_000) };
+            let test = Perftest::new(bench, "tag_lat", size).iterations(count, warm_up);
             let test = if self.plugin { test.plugin() } else { test };
             return Ok(test.device(device).run()?.figures()?.latency_us);
         }
@@ -65,7 +66,7 @@ pub(super) fn run(repo: &Repo, quick: bool) -> Result<Vec<Record>> {
     for size in SIZES {
         let work = Work::start(format!("host tag latency, {size} B, {rounds} rounds"));
         let times = in_turns(&VARIANTS, rounds, |variant| {
-            variant.measure(&bench, &device, size).with_context(|| variant.name)
+            variant.measure(&bench, &device, size, quick).with_context(|| variant.name)
         })?;
         work.done("");
         for (variant, time) in VARIANTS.iter().zip(&times) {

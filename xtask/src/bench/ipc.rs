@@ -23,7 +23,7 @@ const NO_CLIFF: f64 = 0.5;
 const OPENING_ROUNDS: usize = 3;
 
 /// GB/s by operation, memories and size.
-type Cells = BTreeMap<(String, String, u64), f64>;
+type Cells = BTreeMap<(String, String, usize), f64>;
 
 fn client(bench: &Workbench, words: &str) -> Tool {
     let device = Device::Software(SoftNode::lenient().with("SOFT_GAUDI_DEVICES", "2"));
@@ -46,12 +46,12 @@ fn cells(bench: &Workbench, quick: bool) -> Result<Cells> {
 
 /// The worst of put, get, tag and active message, and every stream.
 fn cliffs(cells: &Cells) -> Result<Vec<Record>> {
-    let mut sizes: Vec<u64> = cells.keys().map(|(_, _, size)| *size).collect();
+    let mut sizes: Vec<usize> = cells.keys().map(|(_, _, size)| *size).collect();
     sizes.sort_unstable();
     sizes.dedup();
     let mut records = Vec::new();
     for size in sizes {
-        let name = size_name(size as usize);
+        let name = size_name(size);
         let of_size = || cells.iter().filter(|((_, _, other), _)| *other == size);
         let plain = || of_size().filter(|((op, _, _), _)| op != "stream");
         let by_speed = |a: &(_, &f64), b: &(_, &f64)| a.1.total_cmp(b.1);

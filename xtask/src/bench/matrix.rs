@@ -184,7 +184,7 @@ fn measure(
             let protocols = logs.read()?;
             for &op in ops {
                 for &size in &sizes {
-                    let row = rows.iter().find(|row| row.op == op && row.size == size as u64);
+                    let row = rows.iter().find(|row| row.op == op && row.size == size);
                     let times = row.and_then(|row| Some((row.latency_us?, row.gbps?)));
                     let (latency_us, gbps) =
                         times.with_context(|| format!("no time for {op} {pair:?} {size}"))?;

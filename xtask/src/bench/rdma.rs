@@ -82,7 +82,7 @@ impl Run<'_> {
         let fabric = self.fabric();
         for row in self.tool(&fabric, &pair(&OPERATIONS, memories, sizes, iterations)).rows()? {
             let Some(gbps) = row.gbps else { continue };
-            let known = best.entry((row.op, row.src, row.size as usize)).or_default();
+            let known = best.entry((row.op, row.src, row.size)).or_default();
             *known = known.max(gbps);
         }
         Ok(())

@@ -143,8 +143,9 @@ fn table(records: &[Record]) -> String {
 
 /// The same for the terminal.
 pub(super) fn terminal(records: &[Record]) -> Table {
+    let plain = |row: [String; 5]| row.map(|cell| cell.replace("**", ""));
     let mut table = Table::new();
-    table.load_preset(presets::NOTHING).set_header(HEAD).add_rows(rows(records));
+    table.load_preset(presets::NOTHING).set_header(HEAD).add_rows(rows(records).map(plain));
     for column in 1..4 {
         if let Some(column) = table.column_mut(column) {
             column.set_cell_alignment(CellAlignment::Right);

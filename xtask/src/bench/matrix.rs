@@ -16,7 +16,7 @@ use comfy_table::{Table, presets};
 use e2e::{Device, ProtocolLogs, Protocols, SoftNode, Ucx, Workbench};
 use ucp_check::measure::{Record, size_name};
 
-use super::quiet::Watch;
+use super::quiet;
 use super::runs::{self, LIMIT};
 use crate::progress::Work;
 use crate::repo::Repo;
@@ -29,9 +29,8 @@ const HOST: &str = "host";
 /// From this size on there are targets.
 const LARGE: usize = 1 << 20;
 
-/// Sizes are measured up to this many times, until others had no more of the processors than this.
+/// Sizes are measured up to this many times where others use the processors.
 const REPEATS: usize = 2;
-const QUIET: f64 = 0.2;
 
 /// Sizes that are measured together, and how often.
 type Sizes = (&'static [usize], u32);
@@ -167,8 +166,11 @@ fn measure(
         let covered = |size: &&usize| !variant.large_tags || **size >= LARGE;
         let sizes: Vec<usize> = sizes.iter().filter(covered).copied().collect();
         let list = sizes.iter().map(usize::to_string).collect::<Vec<_>>().join(",");
-        for _ in 0..if sizes.is_empty() { 0 } else { REPEATS } {
-            let watch = Watch::start()?;
+        let repeats = if quick { 1 } else { REPEATS };
+        if sizes.is_empty() {
+            continue;
+        }
+        quiet::repeat(repeats, || {
             let memcpy = bench.ucp_check(ucx).words(&format!("measure memcpy --sizes {list}"));
             let floors = runs::records(memcpy)?;
             let node = SoftNode::unique().with("SOFT_GAUDI_DEVICES", "2");
@@ -193,10 +195,8 @@ fn measure(
                     add(&mut cells, Cell { op, pair, size, latency_us, gbps, memcpy, protocol });
                 }
             }
-            if quick || watch.others()? <= QUIET {
-                break;
-            }
-        }
+            Ok(())
+        })?;
     }
     Ok(cells)
 }

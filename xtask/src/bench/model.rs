@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use e2e::{Device, SoftNode, Ucx, Workbench};
 use ucp_check::measure::{Record, size_name};
 
-use super::quiet::Watch;
+use super::quiet;
 use super::runs::{self, LIMIT};
 use crate::progress::Work;
 use crate::repo::Repo;
@@ -93,9 +93,8 @@ pub(super) fn copy(repo: &Repo, spec: &str, quick: bool) -> Result<Vec<Record>> 
 /// pins copies nothing meanwhile, as on silicon.
 const WARM_UP: usize = 14;
 
-/// Messages are measured up to this many times, until others had no more of the processors than this.
+/// Messages are measured up to this many times where others use the processors.
 const REPEATS: usize = 3;
-const QUIET: f64 = 0.2;
 
 /// Messages of many sizes, 16 outstanding, over a working set: the best of several runs, and the link.
 fn messages(
@@ -110,28 +109,26 @@ fn messages(
         "measure messages --plain --ops {ops} --mem {mem} --set {set}M --warm-up {warm_up} --sizes {}",
         list(sizes)
     );
-    let mut best: Vec<Record> = Vec::new();
-    for repeat in 1.. {
+    let (mut best, mut by_link): (Vec<Record>, f64) = (Vec::new(), 0.0);
+    quiet::repeat(if sizes.len() == 1 { 1 } else { REPEATS }, || {
         let work = Work::start(format!("{ops}, {mem}"));
-        let watch = Watch::start()?;
         let tool = bench.client(Ucx::V1_22, &device(spec, kind), &words).limit(LIMIT);
         let end = tool.envs(environment).run();
         ensure!(end.success(), "{}", end.report());
         work.done("");
-        let records = runs::parse(&end.stdout)?.into_iter().filter(|it| it.unit == "GB/s");
-        let records: Vec<Record> = records.collect();
-        match best.is_empty() {
-            true => best = records,
-            false => best.iter_mut().zip(records).for_each(|(best, record)| {
-                best.value = best.value.max(record.value);
-                best.floor = best.floor.max(record.floor);
-            }),
+        by_link = link(&end.stderr)?.0;
+        for record in runs::parse(&end.stdout)?.into_iter().filter(|it| it.unit == "GB/s") {
+            match best.iter_mut().find(|best| best.name == record.name) {
+                Some(best) => {
+                    best.value = best.value.max(record.value);
+                    best.floor = best.floor.max(record.floor);
+                }
+                None => best.push(record),
+            }
         }
-        if repeat == REPEATS || sizes.len() == 1 || watch.others()? <= QUIET {
-            return Ok((best, link(&end.stderr)?.0));
-        }
-    }
-    unreachable!("the last repeat returns")
+        Ok(())
+    })?;
+    Ok((best, by_link))
 }
 
 /// `bench ipc --model`: between two processes whose driver imports dma-bufs.

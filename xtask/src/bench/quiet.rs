@@ -5,22 +5,19 @@ use std::time::Instant;
 use anyhow::Result;
 use procfs::{CurrentSI, KernelStats};
 
-/// Measures the load by others from its start on.
-pub(super) struct Watch {
-    start: Instant,
-    others: f64,
-}
+/// Processors that others may have used for figures to count.
+const QUIET: f64 = 0.2;
 
-impl Watch {
-    pub(super) fn start() -> Result<Self> {
-        Ok(Self { start: Instant::now(), others: others()? })
+/// Measures until others used hardly any processor meanwhile, and at most so often.
+pub(super) fn repeat(most: usize, mut measure: impl FnMut() -> Result<()>) -> Result<()> {
+    for _ in 0..most {
+        let (start, before) = (Instant::now(), others()?);
+        measure()?;
+        if others()? - before <= QUIET * start.elapsed().as_secs_f64() {
+            break;
+        }
     }
-
-    /// Mean number of processors that others kept busy since the start. This process and its children
-    /// that have ended do not count.
-    pub(super) fn others(&self) -> Result<f64> {
-        Ok(((others()? - self.others) / self.start.elapsed().as_secs_f64()).max(0.0))
-    }
+    Ok(())
 }
 
 /// Seconds that all processors worked for others than this process and its children.

@@ -112,8 +112,8 @@ impl Drop for Releasing {
 }
 
 impl Runtime {
-    /// Looks at the framework and its card, and follows what has changed.
-    pub(crate) fn poll_framework(&self) -> FrameworkStatus {
+    /// Looks at the framework and its card, and follows what has changed. `known`: cards that were discovered just now.
+    pub(crate) fn poll_framework(&self, known: &[DeviceInfo]) -> FrameworkStatus {
         let Some(framework) = self.framework() else { return FrameworkStatus::Absent };
         if RELEASING.get() {
             return FrameworkStatus::NoCard;
@@ -159,7 +159,7 @@ impl Runtime {
             SEEN_BY.get_or_init(Instance::current);
             drop(locked);
             // Without the lock: a hook waits for it while the framework has locks that these calls need.
-            let described = self.describe(&framework, &card);
+            let described = self.describe(&framework, &card, known);
             let mut locked = state();
             if locked.changes != changes {
                 continue;
@@ -186,8 +186,9 @@ impl Runtime {
         &self,
         framework: &Framework,
         card: &Acquired,
+        known: &[DeviceInfo],
     ) -> Result<(DeviceInfo, Pool), Error> {
-        let info = self.info_of(framework, card)?;
+        let info = self.info_of(framework, card, known)?;
         let pool = framework.pool(card).map_err(|error| {
             let detail = format!("where its memory is, is not known: {error}");
             Error::unsupported(ATTACHING, detail, "use Synapse 1.16 or later with its libscal")
@@ -227,7 +228,12 @@ impl Runtime {
     }
 
     /// Which card it is, as discovery describes it; or as far as the framework does, where it is hidden from discovery.
-    fn info_of(&self, framework: &Framework, card: &Acquired) -> Result<DeviceInfo, Error> {
+    fn info_of(
+        &self,
+        framework: &Framework,
+        card: &Acquired,
+        known: &[DeviceInfo],
+    ) -> Result<DeviceInfo, Error> {
         // SAFETY: the framework has it open.
         let fd = unsafe { BorrowedFd::borrow_raw(card.fd) };
         let library = self.library()?;
@@ -238,10 +244,12 @@ impl Runtime {
                 .map_err(|_| Error::driver(Phase::Use, "finding the card of Synapse", error))?,
         };
         let bus_id = bus_id.parse()?;
-        if let Ok(cards) = self.discover()
-            && let Some(known) = cards.into_iter().find(|known| known.bus_id == bus_id)
-        {
-            return Ok(known);
+        let is_meant = |card: &&DeviceInfo| card.bus_id == bus_id;
+        if let Some(info) = known.iter().find(is_meant) {
+            return Ok(info.clone());
+        }
+        if let Some(info) = self.discover().unwrap_or_default().iter().find(is_meant) {
+            return Ok(info.clone());
         }
         let generation = match card.device_type {
             synapse::sys::TYPE_GAUDI2 => Generation::Gaudi2,
@@ -356,7 +364,7 @@ impl Runtime {
 
     /// The framework's card, if it has one that can be used; polls again. A reason if it has one that cannot.
     pub fn framework_card(&self) -> Result<Option<Arc<Device>>, Error> {
-        match self.poll_framework() {
+        match self.poll_framework(&[]) {
             FrameworkStatus::Absent | FrameworkStatus::NoCard => Ok(None),
             FrameworkStatus::Card(device) => Ok(Some(device)),
             FrameworkStatus::Unusable(error) => Err(error),
@@ -395,7 +403,7 @@ impl Runtime {
         candidates: &[DeviceInfo],
     ) -> Result<Option<Arc<Device>>, Error> {
         let named = !matches!(choice, DeviceChoice::Any | DeviceChoice::Numa);
-        match self.poll_framework() {
+        match self.poll_framework(candidates) {
             FrameworkStatus::Absent => Ok(None),
             FrameworkStatus::Card(device) => {
                 let is_candidate =

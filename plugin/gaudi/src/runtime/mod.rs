@@ -59,7 +59,7 @@ type OnWait = Box<dyn Fn(&str) + Send + Sync>;
 
 /// What devices have this floor and that of peers do.
 const UPCALLS: Upcalls = Upcalls {
-    poll_framework: || drop(runtime().poll_framework()),
+    poll_framework: || drop(runtime().poll_framework(&[])),
     peer_handles: share::peer_handles,
     freed: share::freed,
     reclaim: share::reclaim,

@@ -15,6 +15,8 @@
 mod blocking;
 #[cfg(test)]
 mod blocking_tests;
+#[cfg(test)]
+mod effort_tests;
 pub(crate) mod located;
 #[cfg(test)]
 mod reaping_tests;

@@ -119,6 +119,8 @@ struct Snapshot {
 impl Snapshot {
     /// The owner of the unit that `addr` lies in.
     fn at(&self, addr: u64) -> Option<&Owner> {
+        #[cfg(test)]
+        crate::engine::effort::look_up();
         let at = self.root.binary_search_by_key(&(addr >> ROOT_BITS), |(piece, _)| *piece).ok()?;
         let mut subtree = &self.root[at].1;
         let mut bits = ROOT_BITS;

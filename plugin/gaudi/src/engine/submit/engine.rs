@@ -111,6 +111,8 @@ impl Engine {
     }
 
     fn in_flight(&self) -> MutexGuard<'_, InFlight<Arc<Submission>>> {
+        #[cfg(test)]
+        crate::engine::effort::lock();
         self.in_flight.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -261,7 +263,7 @@ impl Engine {
         slot: u32,
         moves: &[LinDma],
     ) -> Result<Ticket, Error> {
-        let flushed = self.peer_writes.flush_for(moves, &*self.backend, self.counts);
+        let flushed = self.peer_writes.flush_for(direction, moves, &*self.backend, self.counts);
         // SAFETY: the caller's promise.
         match flushed.and_then(|()| unsafe { self.backend.submit(direction, slot, moves) }) {
             Ok(ticket) => {

@@ -17,11 +17,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use hl_thunk::packet::LinDma;
 
-use crate::Error;
 use crate::backend::Backend;
 use crate::memory::{AddressTable, DeviceRange};
 use crate::options::{Configuration, FlushPeerWrites};
 use crate::stats::{Counter, Counts};
+use crate::{DeviceAddr, Direction, Error};
 
 /// The memory of one card that other devices may write to.
 #[derive(Debug)]
@@ -74,14 +74,18 @@ impl PeerWrites {
     /// Flushes, if these moves touch exported memory.
     pub(super) fn flush_for(
         &self,
+        direction: Direction,
         moves: &[LinDma],
         backend: &dyn Backend,
         counts: Counts,
     ) -> Result<(), Error> {
-        let exported = |addr: hl_thunk::DeviceAddr| self.exported.find(addr.0, 1).is_some();
-        let touched = moves.iter().any(|dma| match *dma {
-            LinDma::Copy { src, dst, .. } => exported(src) || exported(dst),
-            LinDma::Fill { dst, .. } => exported(dst),
+        let exported = |addr: DeviceAddr| self.exported.find(addr.0, 1).is_some();
+        // The other side is host memory, or another card's.
+        let touched = moves.iter().any(|dma| match (*dma, direction) {
+            (LinDma::Copy { src, .. }, Direction::DeviceToHost) => exported(src),
+            (LinDma::Copy { dst, .. }, Direction::HostToDevice) => exported(dst),
+            (LinDma::Copy { src, dst, .. }, _) => exported(src) || exported(dst),
+            (LinDma::Fill { dst, .. }, _) => exported(dst),
         });
         if touched { self.flush(backend, counts) } else { Ok(()) }
     }

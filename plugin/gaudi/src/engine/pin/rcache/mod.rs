@@ -145,7 +145,7 @@ pub(crate) struct Cache {
     counts: Counts,
     /// In place of the process's, so that tests do not share it.
     #[cfg(test)]
-    switch: std::sync::OnceLock<&'static Switch>,
+    pub(crate) switch: std::sync::OnceLock<&'static Switch>,
 }
 
 impl std::fmt::Debug for Cache {

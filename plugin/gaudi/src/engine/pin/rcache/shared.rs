@@ -133,6 +133,8 @@ impl Shared {
 
     /// The lock, with all events taken in whose [`Shared::invalidate`] has returned.
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
+        #[cfg(test)]
+        crate::engine::effort::lock();
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         self.catch_up(state)
     }

@@ -110,16 +110,6 @@ impl Driver {
         }
         Ok(self.commands.get().expect("set just above"))
     }
-
-    /// The next queue in turn for this direction, and its lane.
-    fn queue(&self, direction: Direction) -> (u32, u32) {
-        let queues = &self.queues[direction as usize];
-        // Two threads may get the same turn: no harm, and cheaper than to agree.
-        let next = queues.next.load(Ordering::Relaxed);
-        queues.next.store(next.wrapping_add(1), Ordering::Relaxed);
-        let turn = next % queues.ids.len() as u32;
-        (queues.ids[turn as usize], queues.lane + turn)
-    }
 }
 
 impl Backend for Driver {
@@ -235,7 +225,12 @@ impl Backend for Driver {
             // SAFETY: the slot is this submission's alone, as the caller promises.
             unsafe { buffer.write(offset + at * LIN_DMA_LEN, &packet) };
         }
-        let (queue, lane) = self.queue(direction);
+        let queues = &self.queues[direction as usize];
+        // Two threads may get the same turn: no harm, and cheaper than to agree.
+        let next = queues.next.load(Ordering::Relaxed);
+        queues.next.store(next.wrapping_add(1), Ordering::Relaxed);
+        let turn = next % queues.ids.len() as u32;
+        let (queue, lane) = (queues.ids[turn as usize], queues.lane + turn);
         // SAFETY: the caller keeps the slot and the memory until the submission has ended.
         let sequence = unsafe { device.submit(&[Chunk { buffer, offset, len, queue }]) }
             .map_err(|error| Error::driver(Phase::Copy, operation, error))?;

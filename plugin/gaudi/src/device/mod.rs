@@ -26,7 +26,7 @@ use crate::pin::{PinOwner, Pins};
 use crate::process::ProcessBound;
 use crate::rcache::CacheInfo;
 use crate::stats::{Counter, Counts, Gauge, Path, Tally};
-use crate::submit::engine::Engine;
+use crate::submit::engine::{Engine, SubmitPermit};
 use crate::submit::slab::{PermitSlots, SlotPool};
 use crate::submit::submission::Resources;
 use crate::window::{Announcement, ReservedAddresses};
@@ -94,7 +94,7 @@ struct Open {
     /// Peers' memory that this device keeps open.
     peer_handles: Box<dyn Any + Send + Sync>,
     bounce: OnceLock<Result<Arc<SlotPool>, Error>>,
-    permit_slots: OnceLock<Result<PermitSlots, Error>>,
+    permit_slots: OnceLock<PermitSlots>,
     staging: OnceLock<Result<Arc<SlotPool>, Error>>,
     memory: Memory,
     backend: Arc<dyn Backend>,
@@ -504,10 +504,19 @@ impl Device {
         made.as_ref().map_err(Clone::clone)
     }
 
-    /// Slots for short copies, made at the first of them.
-    pub(crate) fn permit_slots(&self) -> Result<&PermitSlots, Error> {
-        let made = self.open.permit_slots.get_or_init(PermitSlots::new);
-        made.as_ref().map_err(Clone::clone)
+    /// The slot of a permit, and where this device sees it. The slots are made at the first short copy.
+    pub(crate) fn slot_of(
+        self: &Arc<Self>,
+        permit: &SubmitPermit<'_>,
+    ) -> Result<(*mut u8, DeviceAddr), Error> {
+        let slots = match self.open.permit_slots.get() {
+            Some(slots) => slots,
+            None => {
+                let made = PermitSlots::new(self)?;
+                self.open.permit_slots.get_or_init(|| made)
+            }
+        };
+        Ok(slots.slot(permit.slot()))
     }
 
     /// Slots between two cards, made at the first copy that needs one.

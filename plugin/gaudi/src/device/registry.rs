@@ -92,14 +92,17 @@ impl Registry {
     }
 
     /// See [`Runtime::locate`](crate::Runtime::locate).
+    #[inline]
     pub(crate) fn locate(&self, addr: u64, len: usize) -> Option<Location> {
-        self.locate_known(addr, len).or_else(|| self.locate_late(addr, len))
+        // Most are known, or host memory.
+        self.locate_known(addr, len)
+            .or_else(|| if addr < USER_SPACE_END { None } else { self.locate_late(addr, len) })
     }
 
     /// No host memory has this address: a framework may have come since the last look, or acquired its card.
     #[cold]
     fn locate_late(&self, addr: u64, len: usize) -> Option<Location> {
-        if addr < USER_SPACE_END || self.is_inherited() {
+        if self.is_inherited() {
             return None;
         }
         (self.upcalls.poll_framework)();
@@ -107,13 +110,8 @@ impl Registry {
     }
 
     /// As [`Registry::locate`], without a look at the framework: for those who hold a lock.
+    #[inline]
     pub(crate) fn locate_known(&self, addr: u64, len: usize) -> Option<Location> {
-        let entry = self.table.find(addr, len as u64)?;
-        Some(Location {
-            device_id: entry.device,
-            base: DeviceAddr(entry.base),
-            length: entry.len,
-            offset: addr - entry.base,
-        })
+        self.table.find(addr, len as u64).map(|found| found.at(addr))
     }
 }

@@ -3,12 +3,12 @@
 
 use std::sync::Arc;
 
-use hl_thunk::packet::LinDma;
+use hl_thunk::packet::{DmaRule, LinDma};
 
 use super::located::{Memory, Place};
-use super::route::{Pieces, route};
+use super::route::{ANYTHING, Pieces, route};
 use super::{BOUNCE_LEN, Side, Transfer};
-use crate::submit::host_copy::{HostPtr, copy_in, copy_out};
+use crate::submit::host_copy::HostPtr;
 use crate::{Device, DeviceAddr, Direction, Error};
 
 impl Device {
@@ -25,45 +25,42 @@ impl Device {
         if len == 0 {
             return Ok(());
         }
-        // SAFETY: the caller's promise.
-        let started = unsafe { self.start_blocking(dst, src, len) };
-        match started.map_err(|error| self.failed(error))? {
-            None => Ok(()),
-            // A failure was counted when the transfer concluded.
-            Some(mut transfer) => transfer.wait().map_err(|error| error.on(self)),
-        }
-    }
-
-    /// Makes a short copy; starts any other.
-    ///
-    /// # Safety
-    /// As for [`Device::copy`].
-    unsafe fn start_blocking(
-        self: &Arc<Self>,
-        dst: Side,
-        src: Side,
-        len: usize,
-    ) -> Result<Option<Transfer>, Error> {
-        let rule = self.copy_limits()?.rule;
-        let (dst, src) = (Place::of_side(self, dst, len)?, Place::of_side(self, src, len)?);
-        let is_short = len <= BOUNCE_LEN && rule.unit() == 1;
-        let (host, addr, direction) = match (dst.0, src.0) {
-            (Memory::Device(addr, id), Memory::Host(host)) if is_short && id == self.id() => {
-                (host, addr, Direction::HostToDevice)
-            }
-            (Memory::Host(host), Memory::Device(addr, id)) if is_short && id == self.id() => {
-                (host, addr, Direction::DeviceToHost)
-            }
-            _ => {
-                let mut pieces = Pieces::new();
-                let ends = (dst.end(self)?, src.end(self)?);
-                // SAFETY: the caller's promise.
-                unsafe { route(self, &ends, len, None, rule, &mut pieces)? };
-                return Transfer::submit(self, pieces, None).map(Some);
+        let place = |side| Place::of_side(self, side, len);
+        let found =
+            self.copy_limits().and_then(|limits| Ok((limits.rule, place(dst)?, place(src)?)));
+        let (rule, dst, src) = found.map_err(|error| self.failed(error))?;
+        let is_short = |on| on == self.id() && len <= BOUNCE_LEN && rule == ANYTHING;
+        // SAFETY: the caller's promise; the device side was looked up.
+        let done = unsafe {
+            match (dst.0, src.0) {
+                (Memory::Device(dst, on), Memory::Host(src)) if is_short(on) => {
+                    self.copy_short(src, dst, Direction::HostToDevice, len)
+                }
+                (Memory::Host(dst), Memory::Device(src, on)) if is_short(on) => {
+                    self.copy_short(dst, src, Direction::DeviceToHost, len)
+                }
+                _ => match self.start_one((dst, src), len, rule) {
+                    // A failure was counted when the transfer concluded.
+                    Ok(mut transfer) => return transfer.wait().map_err(|error| error.on(self)),
+                    Err(error) => Err(error),
+                },
             }
         };
-        // SAFETY: the caller's promise; the device side was looked up, and the length fits.
-        unsafe { self.copy_short(host, addr, direction, len) }.map(|()| None)
+        done.map_err(|error| self.failed(error))
+    }
+
+    /// # Safety
+    /// As for [`Device::copy`].
+    unsafe fn start_one(
+        self: &Arc<Self>,
+        (dst, src): (Place, Place),
+        len: usize,
+        rule: DmaRule,
+    ) -> Result<Transfer, Error> {
+        let mut pieces = Pieces::new();
+        // SAFETY: the caller's promise.
+        unsafe { route(self, &(dst.end(self)?, src.end(self)?), len, None, rule, &mut pieces)? };
+        Transfer::submit(self, pieces, None)
     }
 
     /// Copies through the slot of a permit, by one packet.
@@ -77,23 +74,22 @@ impl Device {
         direction: Direction,
         len: usize,
     ) -> Result<(), Error> {
-        let slots = self.permit_slots()?;
         let mut permit = self.engine().wait_for_permit();
-        let (slot, seen) = slots.slot(self, permit.slot())?;
-        let dma = match direction {
-            Direction::DeviceToHost => LinDma::Copy { src: addr, dst: seen, len: len as u32 },
-            _ => {
-                // SAFETY: the caller answers for the host side; the slot is the permit's.
-                unsafe { copy_in(host, slot, len, false)? };
-                LinDma::Copy { src: seen, dst: addr, len: len as u32 }
-            }
+        let (slot, seen) = self.slot_of(&permit)?;
+        let (dst, src) = if direction == Direction::DeviceToHost {
+            (seen, addr)
+        } else {
+            // SAFETY: the caller answers for the host side; the slot is the permit's.
+            unsafe { host.0.copy_to_nonoverlapping(slot, len) };
+            (addr, seen)
         };
+        let dma = LinDma::Copy { src, dst, len: len as u32 };
         // SAFETY: the slot is ours until the permit is dropped, and pinned as long as the device is
         // open; the owner of the device side must not free it under a running copy.
         unsafe { permit.run(direction, dma, len as u64)? };
         if direction == Direction::DeviceToHost {
             // SAFETY: as above, and the device is done.
-            unsafe { copy_out(slot, host, len, false)? };
+            unsafe { slot.copy_to_nonoverlapping(host.0, len) };
         }
         Ok(())
     }

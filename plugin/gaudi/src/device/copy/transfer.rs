@@ -96,31 +96,22 @@ impl Device {
     /// what is written. Host memory of a dropped, unfinished transfer must not be used for
     /// anything else until the device is idle ([`Device::drain`]).
     pub unsafe fn copy(self: &Arc<Self>, segments: &[Segment]) -> Result<Transfer, SubmitError> {
-        // SAFETY: the caller's promise.
-        unsafe { self.start(segments) }.map_err(|error| match error {
-            SubmitError::Failed(error) => SubmitError::Failed(self.failed(error)),
-            SubmitError::Busy => SubmitError::Busy,
-        })
-    }
-
-    /// # Safety
-    /// As for [`Device::copy`].
-    unsafe fn start(self: &Arc<Self>, segments: &[Segment]) -> Result<Transfer, SubmitError> {
-        let rule = self.copy_limits()?.rule;
+        let failed = |error| SubmitError::Failed(self.failed(error));
+        let rule = self.copy_limits().map_err(failed)?.rule;
         // First: pinning for a copy that cannot start would be wasted work.
         let permit = self.engine().try_permit().ok_or(SubmitError::Busy)?;
         // What breaks the rule is copied on the way, with permits of its own: who held one while waiting for
         // another could wait for ever.
         let permit = (rule == ANYTHING).then_some(permit);
         let mut pieces = Pieces::new();
-        for segment in segments.iter().filter(|segment| segment.len > 0) {
-            let end = |side| Place::of_side(self, side, segment.len)?.end(self);
-            let ends = (end(segment.dst)?, end(segment.src)?);
-            let region = segment.host_region.as_deref();
+        for Segment { dst, src, len, host_region } in segments.iter().filter(|it| it.len > 0) {
+            let end = |side| Place::of_side(self, side, *len)?.end(self);
+            let ends = end(*dst).and_then(|dst| Ok((dst, end(*src)?))).map_err(failed)?;
             // SAFETY: the caller's promise.
-            unsafe { route(self, &ends, segment.len, region, rule, &mut pieces)? };
+            unsafe { route(self, &ends, *len, host_region.as_deref(), rule, &mut pieces) }
+                .map_err(failed)?;
         }
-        let transfer = Transfer::submit(self, pieces, permit)?;
+        let transfer = Transfer::submit(self, pieces, permit).map_err(failed)?;
         if transfer.active.is_empty() && !transfer.waiting.is_empty() {
             return Err(SubmitError::Busy);
         }

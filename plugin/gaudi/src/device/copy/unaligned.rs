@@ -146,9 +146,8 @@ impl Located {
         work: impl FnOnce(HostPtr, &mut dyn FnMut() -> Result<(), Error>) -> Result<(), Error>,
     ) -> Result<(), Error> {
         let on = &self.device;
-        let slots = on.permit_slots()?;
         let mut permit = on.engine().wait_for_permit();
-        let (slot, seen) = slots.slot(on, permit.slot())?;
+        let (slot, seen) = on.slot_of(&permit)?;
         let (dst, src) = match direction {
             Direction::DeviceToHost => (seen, DeviceAddr(start)),
             _ => (DeviceAddr(start), seen),

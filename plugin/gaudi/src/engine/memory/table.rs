@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use arc_swap::ArcSwap;
 
-use crate::DeviceId;
+use crate::{DeviceAddr, DeviceId, Location};
 
 /// No two allocations share an aligned unit of this size: it is the granule of the pool and of the
 /// driver's exports. All sizes here are in bits of the address.
@@ -36,6 +36,18 @@ pub(crate) struct DeviceRange {
     pub(crate) base: u64,
     pub(crate) len: u64,
     pub(crate) device: DeviceId,
+}
+
+impl DeviceRange {
+    /// An address in it, as others know that.
+    pub(crate) fn at(&self, addr: u64) -> Location {
+        Location {
+            device_id: self.device,
+            base: DeviceAddr(self.base),
+            length: self.len,
+            offset: addr - self.base,
+        }
+    }
 }
 
 /// The same with a non-zero length, so that `Option<Owner>` needs no extra word in a leaf.

@@ -5,8 +5,8 @@
 //! [`PermitSlots`] has one slot for each permit to submit, so that a short copy needs no second
 //! allocation of a slot.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, OnceLock};
 
 use hl_thunk::HostPages;
 
@@ -58,29 +58,21 @@ impl Slab {
 #[derive(Debug)]
 pub(crate) struct PermitSlots {
     slab: Slab,
-    /// Where the device sees the first slot, once it was pinned. The device keeps the pin.
-    first: OnceLock<DeviceAddr>,
+    /// Where the device sees the first slot. The device keeps the pin.
+    first: DeviceAddr,
 }
 
 impl PermitSlots {
-    pub(crate) fn new() -> Result<Self, Error> {
-        Ok(Self { slab: Slab::new(BOUNCE_LEN, SLOTS)?, first: OnceLock::new() })
+    /// Slots of this device, pinned.
+    pub(crate) fn new(device: &Arc<impl PinOwner>) -> Result<Self, Error> {
+        let slab = Slab::new(BOUNCE_LEN, SLOTS)?;
+        let (first, _kept_by_the_device) = slab.pin(device)?;
+        Ok(Self { slab, first })
     }
 
-    /// A slot, and where `device`, always the same one, sees it.
-    pub(crate) fn slot(
-        &self,
-        device: &Arc<impl PinOwner>,
-        index: u32,
-    ) -> Result<(*mut u8, DeviceAddr), Error> {
-        let first = match self.first.get() {
-            Some(first) => first.0,
-            None => {
-                let (first, _kept_by_the_device) = self.slab.pin(device)?;
-                self.first.get_or_init(|| first).0
-            }
-        };
-        Ok((self.slab.ptr(index), DeviceAddr(first + self.slab.offset(index) as u64)))
+    /// A slot, and where the device sees it.
+    pub(crate) fn slot(&self, index: u32) -> (*mut u8, DeviceAddr) {
+        (self.slab.ptr(index), DeviceAddr(self.first.0 + self.slab.offset(index) as u64))
     }
 }
 

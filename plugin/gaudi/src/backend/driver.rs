@@ -97,11 +97,9 @@ impl Driver {
         if self.device.is_ours() { Ok(&self.device) } else { Err(Error::forked(operation)) }
     }
 
-    /// The command buffers, made when the first copy needs them.
-    fn commands(&self) -> Result<&Commands, Error> {
-        if let Some(commands) = self.commands.get() {
-            return Ok(commands);
-        }
+    /// The command buffers, for the first copy that needs them.
+    #[cold]
+    fn make_commands(&self) -> Result<&Commands, Error> {
         let _making = self.making_commands.lock().unwrap_or_else(PoisonError::into_inner);
         if self.commands.get().is_none() {
             let made = Commands::new(&self.device)
@@ -215,7 +213,8 @@ impl Backend for Driver {
     ) -> Result<Ticket, Error> {
         let operation = "submitting a copy";
         let device = self.device(operation)?;
-        let (buffer, offset) = self.commands()?.place(slot);
+        let made = self.commands.get();
+        let (buffer, offset) = made.map_or_else(|| self.make_commands(), Ok)?.place(slot);
         let len = moves.len() * LIN_DMA_LEN;
         for (at, dma) in moves.iter().enumerate() {
             let packet = dma.encode(device.generation()).ok_or_else(|| {

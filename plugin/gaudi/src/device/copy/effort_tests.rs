@@ -12,7 +12,7 @@ const LARGE: usize = 1 << 20;
 fn copies_of_known_memory_take_few_locks_and_look_ups() {
     let (fake, device) = Fake::device();
     let switch = Box::leak(Box::<Switch>::default());
-    switch.want(CacheLimits { regions: 9, bytes: 1 << 40 }, Box::new(|| true));
+    switch.enable(CacheLimits { regions: 9, bytes: 1 << 40 }, Box::new(|| true));
     assert!(device.pins().cache().switch.set(switch).is_ok());
     let memory = device.alloc(LARGE as u64, 1).unwrap();
     device.export(memory.addr(), 10).expect("exported, so that a NIC may write it");

@@ -35,6 +35,7 @@ fn init(bench: &Workbench, device: &Device, rounds: usize) -> Result<[Record; 2]
     let times =
         in_turns(&variants, rounds, |tool| runs::value(&runs::records(tool.clone())?, "ucp_init"))?;
     work.done("");
+    let times: Vec<f64> = times.into_iter().map(median).collect();
     let floor = times[0];
     Ok([(1, "no driver library"), (2, "Gaudi there and unused")].map(|(at, what)| {
         let name = format!("ucp_init, plugin loaded, {what} (at most {INIT_TARGET_MS} ms longer)");
@@ -42,12 +43,12 @@ fn init(bench: &Workbench, device: &Device, rounds: usize) -> Result<[Record; 2]
     }))
 }
 
-/// The median of each variant. They take turns, in another order each round, so that none always runs first.
+/// The samples of each variant. They take turns, in another order each round, so that none always runs first.
 pub(super) fn in_turns<T>(
     variants: &[T],
     rounds: usize,
     measure: impl Fn(&T) -> Result<f64>,
-) -> Result<Vec<f64>> {
+) -> Result<Vec<Vec<f64>>> {
     let mut samples = vec![Vec::new(); variants.len()];
     for round in 0..rounds {
         for turn in 0..variants.len() {
@@ -55,7 +56,7 @@ pub(super) fn in_turns<T>(
             samples[index].push(measure(&variants[index])?);
         }
     }
-    Ok(samples.into_iter().map(median).collect())
+    Ok(samples)
 }
 
 /// What it costs to be a guest, all of whose copies go through the framework's streams and bounce buffers.

@@ -28,7 +28,7 @@ const DIRECTIONS: [&str; 3] = ["host to device", "device to device", "device to 
 /// The share of memcpy's bandwidth for 1 MiB and more. The software card promises nothing for less.
 const TARGET: f64 = 0.80;
 /// A short copy may cost this many times what the driver alone does.
-const SHORT_TARGET: f64 = 1.3;
+const SHORT_TARGET: f64 = 1.15;
 
 /// Both sides on the host and both on the device.
 struct Buffers<'d> {

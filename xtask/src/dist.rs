@@ -17,6 +17,9 @@ use crate::repo::Repo;
 /// How to compile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Profile {
+    /// What users get, optimised across crates.
+    Shipped,
+    /// The same for tests, which takes less time to build.
     Release,
     Debug,
 }
@@ -74,7 +77,7 @@ pub(crate) fn build(repo: &Repo, profile: Profile) -> Result<()> {
     Ok(())
 }
 
-/// Builds as the last time, or for release: cargo knows what has changed since.
+/// Builds as the last time, or what users get: cargo knows what has changed since.
 pub(crate) fn build_again(repo: &Repo) -> Result<()> {
     build(repo, remembered(&repo.layout().dist()))
 }
@@ -89,7 +92,11 @@ fn remember(dist: &Path, profile: Profile) -> Result<()> {
 
 fn remembered(dist: &Path) -> Profile {
     let text = fs::read_to_string(dist.with_extension(PROFILE)).unwrap_or_default();
-    if text.trim() == "Debug" { Profile::Debug } else { Profile::Release }
+    match text.trim() {
+        "Debug" => Profile::Debug,
+        "Release" => Profile::Release,
+        _ => Profile::Shipped,
+    }
 }
 
 /// What is laid out. Who builds more of the workspace names these too: cargo compiles shared libraries anew when the
@@ -109,8 +116,10 @@ fn compile(repo: &Repo, profile: Profile) -> Result<Artifacts> {
     let mut cargo = repo.cargo();
     cargo.args(["build", "--message-format=json-render-diagnostics"]);
     cargo.args(PACKAGES);
-    if profile == Profile::Release {
-        cargo.arg("--release");
+    match profile {
+        Profile::Shipped => _ = cargo.arg("--profile=shipped"),
+        Profile::Release => _ = cargo.arg("--release"),
+        Profile::Debug => {}
     }
     let messages = messages(&mut cargo)?;
     Ok(Artifacts {
@@ -371,8 +380,8 @@ mod tests {
     fn a_build_as_the_last_time_has_its_profile() {
         let root = folder();
         let dist = root.path().join("dist");
-        assert_eq!(remembered(&dist), Profile::Release, "there was none");
-        for profile in [Profile::Debug, Profile::Release] {
+        assert_eq!(remembered(&dist), Profile::Shipped, "there was none");
+        for profile in [Profile::Debug, Profile::Release, Profile::Shipped] {
             remember(&dist, profile).expect("written");
             assert_eq!(remembered(&dist), profile);
         }

@@ -178,7 +178,7 @@ fn run(command: Command) -> Result<()> {
     match command {
         Command::Setup => setup::run(&repo),
         Command::Build { debug } => {
-            dist::build(&repo, if debug { dist::Profile::Debug } else { dist::Profile::Release })
+            dist::build(&repo, if debug { dist::Profile::Debug } else { dist::Profile::Shipped })
         }
         Command::Env { soft, ucx } => shell::print_exports(&repo, soft, ucx.into()),
         Command::Demo => demo::run(&repo),
@@ -201,7 +201,7 @@ fn run(command: Command) -> Result<()> {
         Command::Vm { what } => vm::run(&repo, what),
         Command::Package { formats, version, out, prebuilt } => {
             if !prebuilt {
-                dist::build(&repo, dist::Profile::Release)?;
+                dist::build(&repo, dist::Profile::Shipped)?;
             }
             let all = package::Format::value_variants();
             let formats = if formats.is_empty() { all } else { &formats };

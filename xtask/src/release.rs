@@ -45,7 +45,7 @@ pub(crate) fn run(repo: &Repo, version: &str, dry_run: bool) -> Result<()> {
     if dry_run {
         return Ok(());
     }
-    dist::build(repo, dist::Profile::Release)?;
+    dist::build(repo, dist::Profile::Shipped)?;
     package::run(repo, Format::value_variants(), version, &out)?;
     let notes = section(&state.changelog, version).unwrap_or_default();
     // Verbatim: git would take headings for comments.

@@ -96,7 +96,7 @@ pub(crate) fn run(repo: &Repo, name: Name, options: Options<'_>) -> Result<()> {
     // A smoke test runs on what was fetched and built for the tests.
     if !quick && !prebuilt {
         setup::fetch(repo, name.ucx())?;
-        dist::build(repo, Profile::Release)?;
+        dist::build(repo, Profile::Shipped)?;
     }
     let device = Device::hardware_or_software();
     match model {

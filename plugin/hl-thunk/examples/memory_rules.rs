@@ -27,7 +27,6 @@ struct Thunk {
 }
 
 impl Thunk {
-    #[expect(clippy::missing_transmute_annotations, reason = "the fields have the types")]
     fn new(library: &Library) -> Self {
         /// A function by name; `F` must be its type in hlthunk.h.
         fn find<F: Copy>(library: &Library, name: &str) -> F {

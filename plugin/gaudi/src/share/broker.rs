@@ -9,19 +9,19 @@ use std::collections::HashMap;
 use std::ffi::CString;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
 use rustix::net::{Shutdown, SocketFlags};
 
-use super::exporter::{Exporter, Reuse, SharedDmabuf};
+use super::exporter::{Exporter, Offered, Reuse};
 use super::key::Fields;
 use super::leases::{ConnectionId, ExporterLeases};
 use super::socket::{self, Outbox};
 use super::wire::{LeaseId, MAX_LEN, Refusal, Reply, Request};
-use super::{Identity, descriptors};
+use super::{Identity, KEY_LEN, descriptors};
 use crate::process::{CloseOnFork, Instance};
 use crate::stats::{Counter, Counts};
 
@@ -72,7 +72,7 @@ impl Broker {
     }
 
     /// Sleeps and serves, for ever.
-    pub(super) fn run(&self, exporter: &Exporter) -> ! {
+    pub(super) fn run(&self, exporter: &'static Exporter) -> ! {
         let mut events = Vec::with_capacity(64);
         loop {
             let time_left = exporter.connections().time_left();
@@ -149,7 +149,7 @@ struct Connection {
     pid: u32,
     /// Must have been granted a lease by then; `None` if it was.
     deadline: Option<Instant>,
-    outbox: Outbox<SharedDmabuf>,
+    outbox: Outbox<CloseOnFork>,
     /// Whether the broker's `epoll` waits for space in the peer's queue.
     waits_for_space: bool,
     /// We have hung up on a peer that has leases: only releases are read, until the peer closes.
@@ -163,7 +163,7 @@ impl Connection {
     fn send(
         &mut self,
         reply: Reply,
-        enclosed: Option<std::sync::Arc<SharedDmabuf>>,
+        enclosed: Option<Arc<CloseOnFork>>,
     ) -> Result<(), Errno> {
         self.outbox.send(self.socket.as_fd(), reply.pack(), enclosed)
     }
@@ -173,7 +173,7 @@ impl Connection {
     fn flush(
         &mut self,
         id: ConnectionId,
-        leases: &mut ExporterLeases<SharedDmabuf, Reuse>,
+        leases: &mut ExporterLeases<Offered, Reuse>,
         reuse: &mut Vec<Reuse>,
     ) -> Result<(), Errno> {
         loop {
@@ -219,7 +219,12 @@ enum Then {
     HangUp,
     /// The peer has closed its end: it has unmapped everything, or has ended.
     Ended,
+    /// It is a relay, with this ring.
+    Relay(OwnedFd),
 }
+
+/// Connections that became relays, each with the descriptor of its ring.
+pub(super) type Relays = Vec<(CloseOnFork, OwnedFd)>;
 
 impl Connections {
     /// Time until the next grant deadline.
@@ -291,11 +296,19 @@ impl Connections {
         &mut self,
         id: ConnectionId,
         broker: &Broker,
-        leases: &mut ExporterLeases<SharedDmabuf, Reuse>,
-        reuse: &mut Vec<Reuse>,
+        exporter: &Exporter,
+        leases: &mut ExporterLeases<Offered, Reuse>,
+        (reuse, relays): (&mut Vec<Reuse>, &mut Relays),
     ) {
-        match self.exchange(id, leases, reuse) {
+        match self.exchange(id, exporter, leases, reuse) {
             Then::GoOn => {}
+            Then::Relay(ring) => {
+                if let Some(Connection { socket, .. }) = self.by_id.remove(&id) {
+                    let _ = epoll::delete(&broker.epoll, &socket);
+                    relays.push((socket, ring));
+                }
+                return;
+            }
             Then::HangUp if leases.has_leases(id) => self.drain(id),
             Then::HangUp | Then::Ended => return self.hang_up(id, broker, leases, reuse),
         }
@@ -314,7 +327,8 @@ impl Connections {
     fn exchange(
         &mut self,
         id: ConnectionId,
-        leases: &mut ExporterLeases<SharedDmabuf, Reuse>,
+        exporter: &Exporter,
+        leases: &mut ExporterLeases<Offered, Reuse>,
         reuse: &mut Vec<Reuse>,
     ) -> Then {
         let Some(connection) = self.by_id.get_mut(&id) else { return Then::GoOn };
@@ -329,19 +343,28 @@ impl Connections {
             }
             // One byte more than a message, so that a longer one is seen to be.
             let mut message = [0; MAX_LEN + 1];
-            match socket::receive_plain(connection.socket.as_fd(), &mut message) {
+            match socket::receive(connection.socket.as_fd(), &mut message) {
                 Err(Errno::AGAIN | Errno::INTR) => return Then::GoOn,
-                Ok(0) | Err(_) => return Then::Ended,
-                Ok(len) => {
-                    let request = Request::parse(&message[..len.min(message.len())]);
-                    if connection.is_draining {
+                // Longer than any message.
+                Err(Errno::MSGSIZE) => return self.answer(id, None, leases, reuse),
+                Ok((0, _)) | Err(_) => return Then::Ended,
+                Ok((len, descriptor)) => match (Request::parse(&message[..len]), descriptor) {
+                    (request, _) if connection.is_draining => {
                         if let Some(Request::Release { lease }) = request {
                             reuse.extend(leases.release(id, lease));
                         }
-                    } else if let Then::HangUp = self.answer(id, request, leases, reuse) {
-                        return Then::HangUp;
                     }
-                }
+                    (Some(Request::Relay { key }), Some(ring))
+                        if connection.deadline.is_some() && is_shared(&key, exporter, leases) =>
+                    {
+                        return Then::Relay(ring);
+                    }
+                    (request, _) => {
+                        if let Then::HangUp = self.answer(id, request, leases, reuse) {
+                            return Then::HangUp;
+                        }
+                    }
+                },
             }
         }
         Then::GoOn
@@ -351,7 +374,7 @@ impl Connections {
         &mut self,
         id: ConnectionId,
         request: Option<Request>,
-        leases: &mut ExporterLeases<SharedDmabuf, Reuse>,
+        leases: &mut ExporterLeases<Offered, Reuse>,
         reuse: &mut Vec<Reuse>,
     ) -> Then {
         let has_capacity = self.has_capacity(id, leases);
@@ -374,8 +397,19 @@ impl Connections {
                 };
                 (lease, answer)
             }
-            Some(Request::Release { .. }) | None => (LeaseId::NONE, Err(Refusal::Malformed)),
+            // One of which no memory is shared under this key.
+            Some(Request::Relay { .. }) if is_new => (LeaseId::NONE, Err(Refusal::Unknown)),
+            Some(Request::Release { .. } | Request::Relay { .. }) | None => {
+                (LeaseId::NONE, Err(Refusal::Malformed))
+            }
         };
+        let answer = answer.and_then(|offered| {
+            let none = || {
+                reuse.extend(leases.release(id, lease));
+                Refusal::NoDmabuf
+            };
+            offered.dmabuf.clone().ok_or_else(none)
+        });
         let stays = match answer {
             Ok(descriptor) => {
                 count(Counter::BrokerGranted);
@@ -387,7 +421,7 @@ impl Connections {
             Err(why) => {
                 count(match why {
                     Refusal::Unknown => Counter::BrokerRefusedToken,
-                    Refusal::Malformed => Counter::BrokerRefusedMessage,
+                    Refusal::Malformed | Refusal::NoDmabuf => Counter::BrokerRefusedMessage,
                     Refusal::Crowded => Counter::BrokerRefusedCrowded,
                 });
                 let _ = connection.send(Reply::Refused { lease, why }, None);
@@ -403,7 +437,7 @@ impl Connections {
     fn has_capacity(
         &mut self,
         id: ConnectionId,
-        leases: &mut ExporterLeases<SharedDmabuf, Reuse>,
+        leases: &mut ExporterLeases<Offered, Reuse>,
     ) -> bool {
         if self.by_id.get(&id).is_none_or(|connection| connection.deadline.is_none()) {
             return true;
@@ -439,7 +473,7 @@ impl Connections {
         &mut self,
         id: ConnectionId,
         broker: &Broker,
-        leases: &mut ExporterLeases<SharedDmabuf, Reuse>,
+        leases: &mut ExporterLeases<Offered, Reuse>,
         reuse: &mut Vec<Reuse>,
     ) {
         if let Some(connection) = self.by_id.remove(&id) {
@@ -461,6 +495,17 @@ impl Connections {
             connection.waits_for_space = waits;
         }
     }
+}
+
+/// Whether memory is shared under this key now, of a card or of the host.
+fn is_shared(
+    key: &[u8; KEY_LEN],
+    exporter: &Exporter,
+    leases: &ExporterLeases<Offered, Reuse>,
+) -> bool {
+    Fields::parse(key).is_ok_and(|fields| {
+        leases.is_offered(fields.base, key) || exporter.host_shares().has(&fields)
+    })
 }
 
 fn count(counter: Counter) {

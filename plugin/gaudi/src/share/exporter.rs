@@ -12,6 +12,7 @@ use rustix::rand::{GetRandomFlags, getrandom};
 use super::broker::{Broker, Connections};
 use super::key::{self, Bus, Fields, Token};
 use super::leases::{ConnectionId, ExporterLeases};
+use super::relay::{HostShares, Service};
 use super::wire::LeaseId;
 use super::{Identity, KEY_LEN, descriptors};
 use crate::device::PEERS_PAUSES_MS;
@@ -88,19 +89,34 @@ impl Drop for ShareInner {
     }
 }
 
-/// What a lease is granted on, for as long as the memory is offered.
+/// Memory that is offered, for as long as it is.
 #[derive(Debug)]
-pub(super) struct SharedDmabuf {
-    /// A forked child does not keep it: it would keep the card busy.
-    dmabuf: CloseOnFork,
+pub(super) struct Offered {
+    /// What a lease hands over; `None` where the driver has no import. A forked child does not keep it: it would keep
+    /// the card busy.
+    pub(super) dmabuf: Option<Arc<CloseOnFork>>,
     share: Weak<ShareInner>,
-    device: DeviceId,
+    device: Weak<Device>,
+    device_id: DeviceId,
+    len: u64,
     _gauge: GaugeGuard,
 }
 
-impl AsFd for SharedDmabuf {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.dmabuf.as_fd()
+/// Memory that a copy of our own service uses. It does not go back to the pool before this is dropped.
+#[derive(Debug)]
+pub(super) struct InUse {
+    exporter: &'static Exporter,
+    base: u64,
+    /// The card that it is on.
+    pub(super) device: Arc<Device>,
+}
+
+impl Drop for InUse {
+    fn drop(&mut self) {
+        let reuse = self.exporter.state().leases.end_use(self.base);
+        if let Some(Reuse(reuse)) = reuse {
+            reuse();
+        }
     }
 }
 
@@ -115,7 +131,7 @@ impl fmt::Debug for Reuse {
 
 #[derive(Debug, Default)]
 struct State {
-    leases: ExporterLeases<SharedDmabuf, Reuse>,
+    leases: ExporterLeases<Offered, Reuse>,
     connections: Connections,
     late: Late,
 }
@@ -151,6 +167,8 @@ pub(super) struct Exporter {
     broker: OnceLock<Broker>,
     /// Whether the broker's thread runs. Taken to start it.
     is_running: Mutex<bool>,
+    host_shares: HostShares,
+    service: OnceLock<Service>,
 }
 
 static EXPORTER: PerProcess<Exporter> = PerProcess::new();
@@ -165,7 +183,15 @@ impl Exporter {
             })?;
             let (state, is_running) = (Mutex::default(), Mutex::default());
             let prepared = Condvar::new();
-            Ok(Self { identity, state, prepared, broker: OnceLock::new(), is_running })
+            Ok(Self {
+                identity,
+                state,
+                prepared,
+                broker: OnceLock::new(),
+                is_running,
+                host_shares: HostShares::default(),
+                service: OnceLock::new(),
+            })
         })
     }
 
@@ -204,6 +230,30 @@ impl Exporter {
             *is_running = true;
         }
         Ok(broker)
+    }
+
+    /// The host memory that is shared.
+    pub(super) fn host_shares(&self) -> &HostShares {
+        &self.host_shares
+    }
+
+    /// The service of relays, which is made for the first.
+    pub(super) fn service(&self) -> &OnceLock<Service> {
+        &self.service
+    }
+
+    /// Keeps memory of a card for a copy, if `[addr, addr + len)` is shared under this token.
+    pub(super) fn begin_use(&'static self, token: Token, addr: u64, len: u64) -> Option<InUse> {
+        let mut state = self.state();
+        let (base, offered) = state.leases.begin_use(addr, token)?;
+        let is_inside = (addr - base).checked_add(len).is_some_and(|end| end <= offered.len);
+        let device = offered.device.upgrade().filter(|_| is_inside);
+        if device.is_none() {
+            // It is offered, so nothing waits for it.
+            let _none = state.leases.end_use(base);
+        }
+        drop(state);
+        device.map(|device| InUse { exporter: self, base, device })
     }
 
     fn share(
@@ -259,13 +309,45 @@ impl Exporter {
         &'static self,
         device: &Arc<Device>,
         location: Location,
-    ) -> Result<(Arc<ShareInner>, SharedDmabuf), Error> {
+    ) -> Result<(Arc<ShareInner>, Offered), Error> {
         let (base, len) = (location.base.0, location.length);
-        let failed = |detail: String| Error::new(ErrorKind::ChannelFailed, SHARING, detail, "");
-        let source = Bus::new(&device.info().bus_id).filter(|_| key::fits(base, len));
+        let fits = base.is_multiple_of(key::PAGE) && key::fits(base, len);
+        let source = Bus::new(&device.info().bus_id).filter(|_| fits);
         let source = source.ok_or_else(|| {
             failed(format!("{len} bytes at {} do not fit into a key", location.base))
         })?;
+        let dmabuf = match device.can_import() {
+            // Where this driver cannot import, neither can those of peers.
+            Err(error) if error.errno() == Some(libc::EOPNOTSUPP) && !device.is_guest() => None,
+            _ => Some(Self::export_dmabuf(device, &location)?),
+        };
+        let fields = self.new_fields(source, base, len)?;
+        let gauge = device.counts().track(Gauge::Share, len);
+        let share = Arc::new(ShareInner { exporter: self, fields });
+        let offered = Offered {
+            dmabuf,
+            share: Arc::downgrade(&share),
+            device: Arc::downgrade(device),
+            device_id: device.id(),
+            len,
+            _gauge: gauge,
+        };
+        Ok((share, offered))
+    }
+
+    /// What a new key says. The token is drawn anew.
+    pub(super) fn new_fields(&self, source: Bus, base: u64, len: u64) -> Result<Fields, Error> {
+        let mut token = Token([0; 8]);
+        getrandom(&mut token.0[..], GetRandomFlags::empty())
+            .map_err(|error| failed(format!("getrandom: {error}")))?;
+        Ok(Fields { peer: *self.identity, token, source, base, len })
+    }
+
+    fn export_dmabuf(
+        device: &Arc<Device>,
+        location: &Location,
+    ) -> Result<Arc<CloseOnFork>, Error> {
+        let len = location.length;
         // A dma-buf covers whole 4 KiB pages. What an earlier allocation left behind the end of this
         // one is not for peers.
         device.clear_tail(location.base, len)?;
@@ -276,18 +358,10 @@ impl Exporter {
                 "the dma-buf of {len} bytes is {found} long and starts {offset} before them"
             )));
         }
-        let mut token = Token([0; 8]);
-        getrandom(&mut token.0[..], GetRandomFlags::empty())
-            .map_err(|error| failed(format!("getrandom: {error}")))?;
-        let fields = Fields { peer: *self.identity, token, source, base, len };
-        let gauge = device.counts().track(Gauge::Share, len);
-        let dmabuf = descriptors::keep(dmabuf).map_err(|reason| {
+        let kept = descriptors::keep(dmabuf).map_err(|reason| {
             Error::new(ErrorKind::OutOfMemory, SHARING, reason, descriptors::REMEDY)
         })?;
-        let share = Arc::new(ShareInner { exporter: self, fields });
-        let (of, device) = (Arc::downgrade(&share), device.id());
-        let dmabuf = SharedDmabuf { dmabuf, share: of, device, _gauge: gauge };
-        Ok((share, dmabuf))
+        Ok(Arc::new(kept))
     }
 
     /// Ends the offer at `base` with this token, if there is one: nobody can open it from now on, and all
@@ -303,13 +377,13 @@ impl Exporter {
     /// Withdraws all that is shared of a card.
     fn card_lost(&self, device: DeviceId) {
         let mut state = self.state();
-        let revoked = state.leases.withdraw_all(|offered| offered.device == device);
+        let revoked = state.leases.withdraw_all(|offered| offered.device_id == device);
         self.revoke(&mut state, revoked);
     }
 
     /// Waits until there are no leases from this offer any more; whether there are none. An offer that has not ended
     /// is another share's.
-    fn wait_for_leases(&self, base: u64, token: Token) -> bool {
+    fn wait_for_leases(&'static self, base: u64, token: Token) -> bool {
         let mut holders = Vec::new();
         for pause in PEERS_PAUSES_MS {
             std::thread::sleep(Duration::from_millis(pause));
@@ -318,11 +392,12 @@ impl Exporter {
             let is_offered =
                 state.leases.offered(base).is_some_and(|(_, offered)| offered == token);
             holders = state.leases.holders(base, token);
-            if is_offered || holders.is_empty() {
+            let is_in_use = state.leases.is_in_use(base);
+            if is_offered || holders.is_empty() && !is_in_use {
                 return true;
             }
             let now = Instant::now();
-            if holders.iter().all(|holder| state.late.contains(*holder, now)) {
+            if !is_in_use && holders.iter().all(|holder| state.late.contains(*holder, now)) {
                 return false;
             }
         }
@@ -357,24 +432,28 @@ impl Exporter {
     }
 
     /// Serves one connection.
-    pub(super) fn serve(&self, id: ConnectionId) {
+    pub(super) fn serve(&'static self, id: ConnectionId) {
         self.serve_some(|_| vec![id]);
     }
 
     /// Takes in what all peers have sent so far, without waiting for the broker's thread.
-    fn serve_all(&self) {
+    fn serve_all(&'static self) {
         self.serve_some(Connections::all);
     }
 
-    fn serve_some(&self, which: impl FnOnce(&Connections) -> Vec<ConnectionId>) {
+    fn serve_some(&'static self, which: impl FnOnce(&Connections) -> Vec<ConnectionId>) {
         let Some(broker) = self.broker.get() else { return };
         let mut reuse = Vec::new();
         let mut state = self.state();
         let State { leases, connections, .. } = &mut *state;
+        let mut relays = Vec::new();
         for id in which(connections) {
-            connections.serve(id, broker, leases, &mut reuse);
+            connections.serve(id, broker, self, leases, (&mut reuse, &mut relays));
         }
         drop(state);
+        for (socket, ring) in relays {
+            Service::adopt(self, socket, ring);
+        }
         reuse.into_iter().for_each(|Reuse(reuse)| reuse());
     }
 
@@ -428,18 +507,27 @@ pub(super) fn file_len(file: BorrowedFd<'_>) -> Result<u64, rustix::io::Errno> {
     rustix::fs::fstat(file).map(|stat| stat.st_size as u64)
 }
 
-/// Shares the allocation of `device` in which `addr` lies.
-pub(super) fn share(device: &Arc<Device>, addr: DeviceAddr) -> Result<Share, Error> {
+fn failed(detail: String) -> Error {
+    Error::new(ErrorKind::ChannelFailed, SHARING, detail, "")
+}
+
+/// This process's exporter, with a broker that runs.
+pub(super) fn started() -> Result<&'static Exporter, Error> {
     let exporter = Exporter::current()?;
     exporter.start_broker()?;
-    let inner = exporter.share(device, addr)?;
+    Ok(exporter)
+}
+
+/// Shares the allocation of `device` in which `addr` lies.
+pub(super) fn share(device: &Arc<Device>, addr: DeviceAddr) -> Result<Share, Error> {
+    let inner = started()?.share(device, addr)?;
     Ok(Share { inner, _device: Arc::clone(device) })
 }
 
 /// Starts this process's broker ahead of the first [`Device::share`]. The error says why there can be
 /// none; every share fails with it.
 pub fn start_broker() -> Result<(), Error> {
-    Exporter::current()?.start_broker().map(drop)
+    started().map(drop)
 }
 
 /// The allocation at `base` is being freed: nobody can open it from now on. `reuse` returns

@@ -20,7 +20,7 @@ use crate::process::PerProcess;
 use crate::{Error, ErrorKind};
 
 /// Version of the packed form, and of the protocol that its process speaks.
-const VERSION: u8 = 2;
+const VERSION: u8 = 3;
 
 /// A process, as other processes of the machine can name it.
 ///
@@ -275,7 +275,7 @@ mod tests {
         assert_eq!(mapped.check_reachable(), Ok(()), "numbers of another namespace say nothing");
         let mut packed = own.pack();
         packed[0] = 9;
-        assert_eq!(Identity::parse(&packed), Err(KeyError::Version { found: 9, expected: 2 }));
+        assert_eq!(Identity::parse(&packed), Err(KeyError::Version { found: 9, expected: 3 }));
         let short = KeyError::Length { found: 3, expected: Identity::LEN };
         assert_eq!(Identity::parse(&packed[..3]), Err(short));
     }

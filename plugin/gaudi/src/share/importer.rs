@@ -75,6 +75,12 @@ fn ask_for_lease(key: &Fields, importer: &'static Importer) -> Result<(Lease, Ow
     importer.connect(key)
 }
 
+/// Whether who listens is this process, and of our user.
+pub(super) fn is_exporter(exporter: &Identity) -> impl Fn(Credentials) -> bool {
+    let (anywhere, pid) = (!exporter.is_in_our_pid_namespace(), exporter.pid);
+    move |listener| (anywhere || listener.pid == pid) && socket::is_same_user(listener)
+}
+
 /// Whether the exporter lives, by the state of its connection: `None` if there never was one.
 pub(super) fn is_connected(exporter: &Identity) -> Option<bool> {
     let table = IMPORTER.get()?.table();
@@ -184,11 +190,7 @@ impl Importer {
         deadline: Instant,
     ) -> Result<(Lease, OwnedFd), NoLease> {
         let exporter = key.peer;
-        let is_exporter = |listener: Credentials| {
-            let is_it = !exporter.is_in_our_pid_namespace() || listener.pid == exporter.pid;
-            is_it && socket::is_same_user(listener)
-        };
-        let socket = socket::connect(&exporter, is_exporter).map_err(|why| match why {
+        let socket = socket::connect(&exporter, is_exporter(&exporter)).map_err(|why| match why {
             Unconnected::Nobody(errno) => NoLease::NobodyListens(errno),
             Unconnected::Another => NoLease::NotTheExporter,
         })?;

@@ -5,9 +5,9 @@
 //! | 0 | 1 | version |
 //! | 1 | 32 | the exporter: boot, instance, pid, start time, pid namespace, user namespace, user |
 //! | 33 | 8 | token: random, drawn anew each time memory is shared, so it is the generation as well |
-//! | 41 | 4 | source device: PCI domain, bus, device and function |
-//! | 45 | 7 | first address of the allocation, in units of 4 KiB |
-//! | 52 | 5 | its length in bytes |
+//! | 41 | 4 | source device: PCI domain, bus, device and function; all ones: host memory |
+//! | 45 | 8 | first address of the memory |
+//! | 53 | 5 | its length in bytes |
 //!
 //! The exporter grants a lease only for a key that is its own to the last bit.
 
@@ -18,12 +18,11 @@ use super::{Identity, KeyError};
 use crate::BusId;
 
 /// Bytes of a key.
-pub const KEY_LEN: usize = 57;
+pub const KEY_LEN: usize = 58;
 
 /// Version of the format; a key of another is refused.
-const VERSION: u8 = 2;
-/// The unit of addresses: allocations start at multiples of it, and dma-bufs are this long or a
-/// multiple.
+const VERSION: u8 = 3;
+/// Allocations of a card start at multiples of it, and dma-bufs are this long or a multiple.
 pub(super) const PAGE: u64 = crate::PAGE_SIZE;
 /// More than any card has, and what five bytes can say.
 const LONGEST: u64 = 1 << 40;
@@ -64,7 +63,7 @@ impl Fields {
         self.peer.write(&mut to);
         to.bytes(&self.token.0);
         to.number(self.source.0.into(), 4);
-        to.number(self.base / PAGE, 7);
+        to.number(self.base, 8);
         to.number(self.len, 5);
         debug_assert!(to.is_full());
         bytes
@@ -85,14 +84,20 @@ impl Fields {
         let peer = Identity::read(&mut from);
         let token = Token(from.bytes());
         let source = Bus(from.number(4) as u32);
-        let (pages, len) = (from.number(7), from.number(5));
+        let (base, len) = (from.number(8), from.number(5));
         if len == 0 {
             return Err(KeyError::Malformed("it is of no length"));
         }
-        let base = pages.checked_mul(PAGE);
-        let base = base.filter(|base| base.checked_add(LONGEST).is_some());
-        let base = base.ok_or(KeyError::Malformed("its address is beyond all memory"))?;
+        if base.checked_add(LONGEST).is_none() {
+            return Err(KeyError::Malformed("its address is beyond all memory"));
+        }
         Ok(Self { peer, token, source, base, len })
+    }
+
+    /// Whether `[addr, addr + len)` lies inside.
+    pub(super) fn contains(&self, addr: u64, len: u64) -> bool {
+        let offset = addr.checked_sub(self.base);
+        offset.and_then(|offset| offset.checked_add(len)).is_some_and(|end| end <= self.len)
     }
 
     /// Length of the dma-buf: the range, rounded up.
@@ -103,7 +108,7 @@ impl Fields {
 
 /// Whether a key can say this.
 pub(super) fn fits(base: u64, len: u64) -> bool {
-    base.is_multiple_of(PAGE) && len < LONGEST && base.checked_add(LONGEST).is_some()
+    (1..LONGEST).contains(&len) && base.checked_add(LONGEST).is_some()
 }
 
 /// A PCI address in four bytes.
@@ -111,6 +116,9 @@ pub(super) fn fits(base: u64, len: u64) -> bool {
 pub(super) struct Bus(u32);
 
 impl Bus {
+    /// In place of a device: host memory.
+    pub(super) const HOST: Bus = Bus(u32::MAX);
+
     /// `None` if it does not fit: no such device exists.
     pub(super) fn new(id: &BusId) -> Option<Self> {
         let text = id.as_str();
@@ -134,13 +142,13 @@ mod tests {
     }
 
     fn any_fields() -> impl Strategy<Value = Fields> {
-        let base = 0..(u64::MAX - LONGEST) / PAGE;
+        let base = 0..u64::MAX - LONGEST;
         (any_identity(), any::<[u8; 8]>(), any::<u32>(), base, 1..LONGEST).prop_map(
-            |(peer, token, source, pages, len)| Fields {
+            |(peer, token, source, base, len)| Fields {
                 peer,
                 token: Token(token),
                 source: Bus(source),
-                base: pages * PAGE,
+                base,
                 len,
             },
         )
@@ -161,6 +169,7 @@ mod tests {
             if let Ok(fields) = Fields::parse(&dressed) {
                 prop_assert_eq!(&fields.pack()[..], &dressed[..], "nothing is ignored");
                 prop_assert!(fields.base.checked_add(fields.dmabuf_len()).is_some());
+                prop_assert!(fields.contains(fields.base, fields.len));
             }
         }
     }
@@ -183,8 +192,8 @@ mod tests {
             key[at] = byte;
             Fields::parse(&key).unwrap_err()
         };
-        assert_eq!(with(0, 1), KeyError::Version { found: 1, expected: 2 });
-        assert_eq!(with(51, 0xff), KeyError::Malformed("its address is beyond all memory"));
+        assert_eq!(with(0, 1), KeyError::Version { found: 1, expected: 3 });
+        assert_eq!(with(52, 0xff), KeyError::Malformed("its address is beyond all memory"));
         let empty = Fields { len: 0, ..fields };
         let refused = KeyError::Malformed("it is of no length");
         assert_eq!(Fields::parse(&empty.pack()), Err(refused));

@@ -44,7 +44,9 @@ pub(super) struct ExporterLeases<D, R> {
     leases_at: HashMap<u64, HashMap<ConnectionId, HashSet<LeaseId>>>,
     /// Memory that is about to be shared, by first address: it is not given to anybody else meanwhile.
     preparing: HashSet<u64>,
-    /// Freed, and leased to somebody or about to be shared.
+    /// Memory that copies of our own service are using, by first address, and how many.
+    in_use: HashMap<u64, usize>,
+    /// Freed, and leased to somebody, in use, or about to be shared.
     quarantine: HashMap<u64, R>,
 }
 
@@ -55,6 +57,7 @@ impl<D, R> Default for ExporterLeases<D, R> {
             leases: HashMap::new(),
             leases_at: HashMap::new(),
             preparing: HashSet::new(),
+            in_use: HashMap::new(),
             quarantine: HashMap::new(),
         }
     }
@@ -81,7 +84,9 @@ impl<D, R> ExporterLeases<D, R> {
 
     /// Memory that was freed, if nothing keeps it any more.
     fn reuse(&mut self, base: u64) -> Option<R> {
-        let is_kept = self.leases_at.contains_key(&base) || self.preparing.contains(&base);
+        let is_kept = self.leases_at.contains_key(&base)
+            || self.preparing.contains(&base)
+            || self.in_use.contains_key(&base);
         if is_kept { None } else { self.quarantine.remove(&base) }
     }
 
@@ -95,6 +100,37 @@ impl<D, R> ExporterLeases<D, R> {
     /// What is shared at `base`, and under which token.
     pub(super) fn offered(&self, base: u64) -> Option<(&D, Token)> {
         self.offers.get(&base).map(|offer| (&*offer.descriptor, offer.token))
+    }
+
+    /// Whether memory is offered under exactly this key.
+    pub(super) fn is_offered(&self, base: u64, key: &[u8; KEY_LEN]) -> bool {
+        self.offers.get(&base).is_some_and(|offer| is_same(&offer.key, key))
+    }
+
+    /// Keeps the memory of the offer with this token in which `addr` lies until [`ExporterLeases::end_use`]: its first
+    /// address, and what is offered.
+    pub(super) fn begin_use(&mut self, addr: u64, token: Token) -> Option<(u64, &D)> {
+        let (base, offer) = self.offers.range(..=addr).next_back()?;
+        if offer.token != token {
+            return None;
+        }
+        *self.in_use.entry(*base).or_default() += 1;
+        Some((*base, &offer.descriptor))
+    }
+
+    /// A copy has ended. Memory that waited for it and for nothing else is returned, to go back to the pool.
+    pub(super) fn end_use(&mut self, base: u64) -> Option<R> {
+        let uses = self.in_use.get_mut(&base)?;
+        *uses -= 1;
+        if *uses == 0 {
+            self.in_use.remove(&base);
+        }
+        self.reuse(base)
+    }
+
+    /// Whether copies use the memory at `base`.
+    pub(super) fn is_in_use(&self, base: u64) -> bool {
+        self.in_use.contains_key(&base)
     }
 
     /// Ends the offer at `base`, if there is one (with this token): nobody gets a lease on it any more.

@@ -51,6 +51,7 @@ mod leases_model;
 mod no_lease;
 mod opened;
 mod patience;
+mod relay;
 mod socket;
 mod sync;
 mod wire;
@@ -62,6 +63,7 @@ pub use identity::Identity;
 pub use key::KEY_LEN;
 pub(crate) use opened::peer_handles;
 pub use opened::{Opened, RemoteKey};
+pub use relay::{Access, HostShare, Relay, RelayPiece, Relayed};
 pub use socket::remove_leftovers;
 
 use std::sync::Arc;

@@ -25,6 +25,8 @@ pub(super) enum NoLease {
     NotUnderstood,
     /// The exporter has too many peers.
     Crowded,
+    /// The memory is reached through a relay only.
+    NoDmabuf,
     /// This process lacks something.
     Ourselves(String),
 }
@@ -40,6 +42,7 @@ impl fmt::Display for NoLease {
             NoLease::Unknown => f.write_str("this memory is not shared (any more)"),
             NoLease::NotUnderstood => f.write_str("it speaks another version"),
             NoLease::Crowded => f.write_str("it has too many peers"),
+            NoLease::NoDmabuf => f.write_str("its driver has no dma-buf import, so it exports none"),
             NoLease::Ourselves(what) => f.write_str(what),
         }
     }
@@ -62,6 +65,7 @@ impl NoLease {
                 (ErrorKind::Timeout, "it is stopped or very busy: continue it, or try again later")
             }
             NoLease::Unknown => (ErrorKind::ChannelFailed, ""),
+            NoLease::NoDmabuf => (ErrorKind::InvalidParams, "reach this memory through a relay"),
             NoLease::NotUnderstood => {
                 (ErrorKind::ChannelFailed, "use one version of ucx-gaudi in both processes")
             }
@@ -88,6 +92,7 @@ impl From<Refusal> for NoLease {
             Refusal::Unknown => NoLease::Unknown,
             Refusal::Malformed => NoLease::NotUnderstood,
             Refusal::Crowded => NoLease::Crowded,
+            Refusal::NoDmabuf => NoLease::NoDmabuf,
         }
     }
 }

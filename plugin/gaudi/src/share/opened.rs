@@ -10,7 +10,7 @@ use super::Limits;
 use super::cache::Cache;
 use super::exporter::file_len;
 use super::importer::{self, Lease};
-use super::key::{Bus, Fields};
+use super::key::{Bus, Fields, KEY_LEN, PAGE, Token};
 use super::no_lease::NoLease;
 use super::{Identity, KeyError};
 use crate::backend::HostPin;
@@ -48,6 +48,24 @@ impl RemoteKey {
     /// Who shares the memory.
     pub fn peer(&self) -> &Identity {
         &self.0.peer
+    }
+
+    pub(super) fn token(&self) -> Token {
+        self.0.token
+    }
+
+    pub(super) fn pack(&self) -> [u8; KEY_LEN] {
+        self.0.pack()
+    }
+
+    /// Whether it is host memory, which only a relay reaches.
+    pub fn is_host(&self) -> bool {
+        self.0.source == Bus::HOST
+    }
+
+    /// Whether `[addr, addr + len)`, as the exporter sees it, lies inside.
+    pub fn contains(&self, addr: u64, len: u64) -> bool {
+        self.0.contains(addr, len)
     }
 
     /// First address of the allocation, as its exporter sees it.
@@ -95,10 +113,27 @@ impl RemoteKey {
             let detail = format!("{} has the card this process uses itself", key.peer);
             return Err(Error::unsupported(OPENING, detail, "use another card"));
         }
+        if self.is_host() || !key.base.is_multiple_of(PAGE) {
+            let detail = "it is host memory, which no card can import";
+            return Err(Error::unsupported(OPENING, detail, "reach it through a relay"));
+        }
         device.can_import()?;
         let import = || Handle::import(key, device);
         device.handles().open(*key, device.counts(), import)
     }
+}
+
+/// What to do where memory is not shared any more.
+pub(super) const WITHDRAWN: &str = "it was freed or deregistered, or its card was reset or removed: use a key of memory that is registered there now";
+
+/// Why memory of this process cannot be reached.
+pub(super) fn no_way_to(peer: &Identity, why: NoLease) -> Error {
+    match why {
+        NoLease::Unknown => Failure::Withdrawn,
+        _ if peer.has_surely_ended() => Failure::Ended,
+        why => Failure::NoLease(why),
+    }
+    .error(peer)
 }
 
 /// Why memory cannot be opened.
@@ -121,7 +156,7 @@ impl Failure {
             Failure::Withdrawn => (
                 ErrorKind::ChannelFailed,
                 format!("{peer} does not share this memory (any more)"),
-                "it was freed or deregistered, or its card was reset or removed: use a key of memory that is registered there now",
+                WITHDRAWN,
             ),
             Failure::NoLease(why) => {
                 let (kind, remedy) = why.remedy();

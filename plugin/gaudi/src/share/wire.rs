@@ -7,7 +7,7 @@
 use super::key::KEY_LEN;
 
 const MAGIC: [u8; 4] = *b"ugsh";
-const VERSION: u8 = 2;
+const VERSION: u8 = 3;
 const HEADER_LEN: usize = 16;
 
 /// Bytes of the longest message.
@@ -29,6 +29,9 @@ pub(super) enum Request {
     Open { lease: LeaseId, key: [u8; KEY_LEN] },
     /// The import is unmapped: the lease has ended. Not answered.
     Release { lease: LeaseId },
+    /// Makes this connection a relay to memory of the exporter, of which this is a key; the ring comes with this
+    /// message. Not answered, unless it is refused.
+    Relay { key: [u8; KEY_LEN] },
 }
 
 /// From exporter to importer.
@@ -52,16 +55,20 @@ pub(super) enum Refusal {
     /// Too many connections, leases or descriptors; try again later. The exporter hangs up if it has
     /// granted this connection nothing.
     Crowded,
+    /// The memory is shared, but not as a dma-buf: the exporter's driver could import none itself.
+    NoDmabuf,
 }
 
 impl Refusal {
-    const ALL: [Refusal; 3] = [Refusal::Unknown, Refusal::Malformed, Refusal::Crowded];
+    const ALL: [Refusal; 4] =
+        [Refusal::Unknown, Refusal::Malformed, Refusal::Crowded, Refusal::NoDmabuf];
 
     fn code(self) -> u8 {
         match self {
             Refusal::Unknown => 1,
             Refusal::Malformed => 2,
             Refusal::Crowded => 3,
+            Refusal::NoDmabuf => 4,
         }
     }
 }
@@ -84,6 +91,7 @@ impl Request {
         match self {
             Request::Open { lease, key } => pack(1, 0, lease, &key),
             Request::Release { lease } => pack(2, 0, lease, &[]),
+            Request::Relay { key } => pack(3, 0, LeaseId::NONE, &key),
         }
     }
 
@@ -92,6 +100,7 @@ impl Request {
         match parse(bytes)? {
             (1, 0, lease, key) => Some(Request::Open { lease, key: key.try_into().ok()? }),
             (2, 0, lease, []) => Some(Request::Release { lease }),
+            (3, 0, LeaseId::NONE, key) => Some(Request::Relay { key: key.try_into().ok()? }),
             _ => None,
         }
     }
@@ -205,7 +214,9 @@ mod tests {
             key in prop::collection::vec(any::<u8>(), KEY_LEN),
         ) {
             let key = key.try_into().expect("as long as a key");
-            for request in [Request::Open { lease, key }, Request::Release { lease }] {
+            let requests =
+                [Request::Open { lease, key }, Request::Release { lease }, Request::Relay { key }];
+            for request in requests {
                 prop_assert_eq!(Request::parse(request.pack().as_ref()), Some(request));
                 prop_assert_eq!(Reply::parse(request.pack().as_ref()), None);
             }
@@ -225,7 +236,7 @@ mod tests {
             if with_header && bytes.len() >= HEADER_LEN {
                 bytes[..4].copy_from_slice(&MAGIC);
                 bytes[4] = VERSION;
-                bytes[6] %= 4;
+                bytes[6] %= 6;
                 bytes[7] = 0;
             }
             if let Some(request) = Request::parse(&bytes) {

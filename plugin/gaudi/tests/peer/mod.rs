@@ -9,7 +9,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 
-use gaudi::share::{Identity, Opened, RemoteKey, Share};
+use gaudi::share::{HostShare, Identity, Opened, RemoteKey, Share};
 use gaudi::{Allocation, Device, Error, Side};
 
 use crate::machine::{self, pattern};
@@ -118,6 +118,16 @@ impl Peer {
     /// Makes it allocate, fill and share memory; returns the key.
     pub(crate) fn share(&mut self, slot: u32, len: usize, seed: u64) -> Vec<u8> {
         unhex(&self.request_ok(&format!("share {slot} {len} {seed}")))
+    }
+
+    /// Has it fill and share host memory; the key.
+    pub(crate) fn share_host(&mut self, slot: u32, len: usize, seed: u64) -> Vec<u8> {
+        unhex(&self.request_ok(&format!("hostshare {slot} {len} {seed}")))
+    }
+
+    /// The hash of what it has in its host memory.
+    pub(crate) fn sum_host(&mut self, slot: u32) -> u64 {
+        self.request_ok(&format!("hostsum {slot}")).parse().expect("a number")
     }
 
     /// The hash of what it has in its memory.
@@ -238,6 +248,7 @@ struct State {
     keys: BTreeMap<u32, RemoteKey>,
     shares: BTreeMap<u32, Share>,
     memory: BTreeMap<u32, Allocation>,
+    host: BTreeMap<u32, (Option<HostShare>, Vec<u8>)>,
     device: Option<Arc<Device>>,
     taken: Vec<std::fs::File>,
     crowd: Vec<OwnedFd>,
@@ -273,6 +284,20 @@ impl State {
                 self.shares.insert(slot(), share);
             }
             "unshare" => drop(self.shares.remove(&slot())),
+            "hostshare" => {
+                let (len, seed) = (number(2) as usize, number(3));
+                let mut bytes = pattern(len, seed);
+                // SAFETY: the memory is kept in the table below, behind what is shared of it.
+                let share = unsafe { HostShare::new(bytes.as_mut_ptr(), len) }?;
+                let key = hex(&share.key());
+                self.host.insert(slot(), (Some(share), bytes));
+                return Ok(format!("ok {key}"));
+            }
+            "hostunshare" => drop(self.host.get_mut(&slot()).and_then(|(share, _)| share.take())),
+            "hostsum" => {
+                let bytes = std::hint::black_box(&self.host[&slot()].1);
+                return Ok(format!("ok {}", hash(bytes)));
+            }
             "free" => drop(self.memory.remove(&slot())),
             "addr" => return Ok(format!("ok {}", self.memory[&slot()].addr().0)),
             "sum" => {

@@ -157,6 +157,9 @@ counters! {
     IpcRefusedWithdrawn "ipc_refused_withdrawn" Sum Number,
     IpcRefusedUnreachable "ipc_refused_unreachable" Sum Number,
     IpcRefusedMismatch "ipc_refused_mismatch" Sum Number,
+    IpcRelayRequests "ipc_relay_requests" Sum Number,
+    IpcRelayBytes "ipc_relay_bytes" Sum Bytes,
+    IpcRelayRefused "ipc_relay_refused" Sum Number,
 
     Pins "pins" Sum Number,
     Unpins "unpins" Sum Number,

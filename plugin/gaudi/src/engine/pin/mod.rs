@@ -6,6 +6,7 @@
 //!
 //! | host memory | length | answer |
 //! |---|---|---|
+//! | the engine's own (the ring of a relay) | any | the region's pin |
 //! | of a caller, on a framework's card | any | bounce |
 //! | in the registration cache | any | the cached pin |
 //! | in a region that has a pin of its own | any | the region's pin |
@@ -127,6 +128,12 @@ pub(crate) unsafe fn pin(
     region: Option<&HostRegion>,
 ) -> Result<HostAccess, Error> {
     let (addr, len) = (range.start, range.len());
+    if let Some(region) = region.filter(|region| region.is_engines() && region.contains(addr, len))
+        // SAFETY: the caller's promise.
+        && let Some(pin) = refused_as_none(unsafe { region.pin_whole(device) }.map(Some))?
+    {
+        return Ok(HostAccess::Pinned(region.at(pin, addr)));
+    }
     if !device.backend().pins_callers_memory() {
         return Ok(HostAccess::Bounce { guarded: false });
     }

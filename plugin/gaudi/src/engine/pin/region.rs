@@ -22,6 +22,8 @@ pub struct HostRegion {
     pins: Mutex<Vec<RegionPin>>,
     /// Bytes of the copies that were started, but for the smallest.
     copied: AtomicUsize,
+    /// It is the engine's own memory, made to be pinned.
+    is_engines: bool,
 }
 
 #[derive(Debug)]
@@ -35,14 +37,24 @@ struct RegionPin {
 impl HostRegion {
     /// Records `len` bytes from `ptr`. Drop the region before the memory is freed.
     pub fn record(ptr: *mut u8, len: usize) -> Arc<Self> {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
         rcache::registered(ptr as usize, len);
+        Self::new(ptr, len, false)
+    }
+
+    /// Memory of the engine's own, which the first copy pins whole, also on a framework's card.
+    pub(crate) fn of_engine(ptr: *mut u8, len: usize) -> Arc<Self> {
+        Self::new(ptr, len, true)
+    }
+
+    fn new(ptr: *mut u8, len: usize, is_engines: bool) -> Arc<Self> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
         Arc::new(Self {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             start: ptr as usize,
             len,
             pins: Mutex::default(),
             copied: AtomicUsize::new(0),
+            is_engines,
         })
     }
 
@@ -59,6 +71,10 @@ impl HostRegion {
         if len > device.pins().policy.small {
             self.copied.fetch_add(len, Ordering::Relaxed);
         }
+    }
+
+    pub(super) fn is_engines(&self) -> bool {
+        self.is_engines
     }
 
     /// Whether all of `[addr, addr + len)` lies inside.

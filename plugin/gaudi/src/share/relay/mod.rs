@@ -1,0 +1,31 @@
+//! The relay: memory of another process reached without importing it, through a [ring](ring) of shared host memory.
+//!
+//! No upstream driver imports dma-bufs, and no driver imports a peer's host memory. There the *initiator* of a put or get
+//! asks the *owner* of the memory to do half of the work: the owner's [service](service), a thread, copies between its
+//! memory and the ring, the initiator between the ring and its own memory, and while one chunk is in one half the next
+//! is in the other. A put goes through the ring from the initiator, a get from the owner.
+//!
+//! | step | put | get |
+//! |---|---|---|
+//! | 1 | the initiator fills a range of the ring | the initiator asks for pieces of memory |
+//! | 2 | and asks for it to be written | the owner fills the range, and answers |
+//! | 3 | the owner writes its memory, and answers | the initiator empties the range |
+//!
+//! A relay is a connection of its own to the owner's broker, handed to the service after one message that names memory
+//! which is shared now ([`wire::Request::Relay`](super::wire::Request)): whoever initiates receives its answers itself,
+//! while it is polled, and needs neither a thread nor a lock shared with leases. The end of the connection is the end of
+//! everything. Requests name memory by the token of its key; the owner believes nothing else.
+//!
+//! Many small pieces travel in one request; a large one is cut into chunks ([`transfer`]).
+
+mod host;
+mod ring;
+mod service;
+mod transfer;
+mod wire;
+
+pub use host::HostShare;
+pub(super) use host::HostShares;
+pub(super) use service::Service;
+pub use transfer::{Relay, RelayPiece, Relayed};
+pub use wire::Access;

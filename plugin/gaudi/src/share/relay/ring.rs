@@ -1,0 +1,125 @@
+//! The ring: memory that initiator and owner of a relay both have mapped, through which the bytes go, and nothing else.
+//!
+//! The initiator makes it and says which range a request uses; so neither side has to believe anything that is written
+//! in it. It is a memfd that cannot change its length any more: else the owner's copies could be made to fault.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, ftruncate, memfd_create};
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+use super::super::exporter::file_len;
+use crate::HostRegion;
+
+/// Most bytes of a ring.
+pub(super) const MAX_RING: usize = 16 << 20;
+
+/// Mapped as long as this lives. Cards pin all of it when they first use it.
+#[derive(Debug)]
+pub(super) struct Ring {
+    // Unpinned before it is unmapped: fields drop in order.
+    region: Arc<HostRegion>,
+    mapping: Mapping,
+}
+
+#[derive(Debug)]
+struct Mapping {
+    start: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: an address and a length; all access goes through pointers, whose users answer for it.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping, of which no card has a pin any more. Nothing can be done if it fails.
+        let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
+    }
+}
+
+impl Ring {
+    /// A new one, and the descriptor for the other side.
+    pub(super) fn new(len: usize) -> Result<(Arc<Self>, OwnedFd), (&'static str, Errno)> {
+        let failed = |call: &'static str| move |errno: Errno| (call, errno);
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        // Some systems insist that memory files say they hold no code; older kernels do not know how.
+        let file = match memfd_create("gaudi-relay", flags | MemfdFlags::NOEXEC_SEAL) {
+            Err(Errno::INVAL) => memfd_create("gaudi-relay", flags),
+            made => made,
+        }
+        .map_err(failed("memfd_create"))?;
+        ftruncate(&file, len as u64).map_err(failed("ftruncate"))?;
+        let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+        fcntl_add_seals(&file, seals).map_err(failed("fcntl(F_ADD_SEALS)"))?;
+        let ring = Self::map(file.as_fd(), len).map_err(failed("mmap"))?;
+        Ok((ring, file))
+    }
+
+    /// The one that an initiator made. `None` if it is not as it should be, or cannot be mapped.
+    pub(super) fn of_peer(file: BorrowedFd<'_>) -> Option<Arc<Self>> {
+        let len = file_len(file).ok().filter(|len| (1..=MAX_RING as u64).contains(len))?;
+        let is_fixed = fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
+        if is_fixed { Self::map(file, len as usize).ok() } else { None }
+    }
+
+    fn map(file: BorrowedFd<'_>, len: usize) -> Result<Arc<Self>, Errno> {
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let start = unsafe { mmap(ptr::null_mut(), len, access, MapFlags::SHARED, file, 0) }?;
+        let start = NonNull::new(start.cast()).ok_or(Errno::NOMEM)?;
+        let mapping = Mapping { start, len };
+        Ok(Arc::new(Self { region: HostRegion::of_engine(start.as_ptr(), len), mapping }))
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.mapping.len
+    }
+
+    /// What copies are given to pin it by.
+    pub(super) fn region(&self) -> &Arc<HostRegion> {
+        &self.region
+    }
+
+    /// Where a range begins; `None` if it is not inside.
+    pub(super) fn at(&self, at: u32, len: u32) -> Option<*mut u8> {
+        let (at, len) = (at as usize, len as usize);
+        let is_inside = at.checked_add(len).is_some_and(|end| end <= self.mapping.len);
+        // SAFETY: inside the mapping.
+        is_inside.then(|| unsafe { self.mapping.start.as_ptr().add(at) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_sides_see_the_same_bytes_and_a_ring_that_can_shrink_is_refused() {
+        let (ring, file) = Ring::new(64 << 10).unwrap();
+        let other = Ring::of_peer(file.as_fd()).unwrap();
+        assert_eq!((ring.len(), other.len()), (64 << 10, 64 << 10));
+        // SAFETY: inside both mappings, which nobody else uses.
+        unsafe {
+            ring.at(5, 1).unwrap().write(7);
+            assert_eq!(other.at(5, 1).unwrap().read(), 7);
+        }
+        assert!(ring.at(0, 64 << 10).is_some() && ring.at(1, 64 << 10).is_none());
+        assert!(ring.at(u32::MAX, u32::MAX).is_none());
+        assert!(ftruncate(&file, 1).is_err());
+
+        let unsealed = memfd_create("gaudi-test", MemfdFlags::ALLOW_SEALING).unwrap();
+        ftruncate(&unsealed, 4096).unwrap();
+        assert!(Ring::of_peer(unsealed.as_fd()).is_none(), "not sealed");
+        let (large, empty) = (Ring::new(MAX_RING + 1).unwrap().1, memfd_create("x", MemfdFlags::ALLOW_SEALING).unwrap());
+        fcntl_add_seals(&empty, SealFlags::SHRINK).unwrap();
+        assert!(Ring::of_peer(large.as_fd()).is_none() && Ring::of_peer(empty.as_fd()).is_none());
+        let no_memory = std::fs::File::open("/dev/null").unwrap();
+        assert!(Ring::of_peer(no_memory.as_fd()).is_none());
+    }
+}

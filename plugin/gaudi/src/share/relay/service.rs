@@ -1,0 +1,308 @@
+//! The owner's side: a thread that copies between this process's memory and the rings of peers, as they ask.
+//!
+//! It is started for the first relay, sleeps while nobody asks, and never blocks on a peer. Everything is checked here,
+//! against what is shared at that moment ([`Exporter::begin_use`], [`HostMemory`](super::host::HostMemory)): a request
+//! names memory by the token of its key. Memory of a card that is in use by a copy goes back to the pool when that has
+//! ended, as with a lease. Requests of one peer may overtake each other.
+//!
+//! Copies of a card run by themselves: the thread starts all that it is asked for, and the engine notifies it of their
+//! ends. Host memory it copies itself.
+
+use std::collections::{HashMap, VecDeque};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use rustix::event::{Timespec, epoll};
+use rustix::io::Errno;
+
+use super::super::exporter::{Exporter, InUse};
+use super::super::{descriptors, socket};
+use super::ring::Ring;
+use super::wire::{Access, Answer, MAX_LEN, MAX_REQUESTS, Outcome, Pieces, Request};
+use crate::process::{CloseOnFork, Notifier, thread};
+use crate::stats::{Counter, Counts};
+use crate::{Device, DeviceAddr, Segment, Side, SubmitError, Transfer};
+
+/// Pause where the kernel or a card lacks something.
+const PAUSE: Duration = Duration::from_millis(2);
+/// What the notifier's events are numbered.
+const NOTIFIED: u64 = 0;
+
+/// The way to the thread.
+#[derive(Debug)]
+pub(in super::super) struct Service {
+    epoll: CloseOnFork,
+    /// Notified when there is a new relay, and when a copy ends.
+    notifier: Arc<Notifier>,
+    new: Mutex<Vec<Peer>>,
+}
+
+/// An initiator.
+#[derive(Debug)]
+struct Peer {
+    socket: CloseOnFork,
+    ring: Arc<Ring>,
+}
+
+/// Most peers at the same time: as many as may have leases.
+fn max_peers() -> usize {
+    (descriptors::limit() / 4).clamp(4, 1024)
+}
+
+impl Service {
+    /// Takes over a connection, and the ring that came with it. One that makes no sense, or is too much, is closed.
+    pub(in super::super) fn adopt(
+        exporter: &'static Exporter,
+        socket: CloseOnFork,
+        ring: OwnedFd,
+    ) {
+        let Some(ring) = Ring::of_peer(ring.as_fd()) else { return };
+        let Some(service) = Self::started(exporter) else { return };
+        let mut new = service.new.lock().unwrap_or_else(PoisonError::into_inner);
+        new.push(Peer { socket, ring });
+        drop(new);
+        service.notifier.notify();
+    }
+
+    /// `None` where this process lacks a thread or descriptors.
+    fn started(exporter: &'static Exporter) -> Option<&'static Service> {
+        static STARTING: Mutex<()> = Mutex::new(());
+        let _starting = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(service) = exporter.service().get() {
+            return Some(service);
+        }
+        let epoll = descriptors::keep(epoll::create(epoll::CreateFlags::CLOEXEC).ok()?).ok()?;
+        let notifier = Arc::new(Notifier::new().ok()?);
+        let data = epoll::EventData::new_u64(NOTIFIED);
+        epoll::add(&epoll, &*notifier, data, epoll::EventFlags::IN).ok()?;
+        let service = Service { epoll, notifier, new: Mutex::default() };
+        let service = exporter.service().get_or_init(|| service);
+        let run = move || Loop::new(exporter, service).run();
+        thread::spawn("gaudi-relay", run).ok()?;
+        Some(service)
+    }
+}
+
+/// A request under way.
+struct Work {
+    peer: u64,
+    id: u32,
+    segments: Vec<Segment>,
+    /// The card that is asked to copy, once there is something for one.
+    device: Arc<Device>,
+    running: Option<Transfer>,
+    // Dropped last: what the copy uses.
+    _in_use: Vec<InUse>,
+    _ring: Arc<Ring>,
+}
+
+/// What the thread has.
+struct Loop {
+    exporter: &'static Exporter,
+    service: &'static Service,
+    peers: HashMap<u64, Peer>,
+    last: u64,
+    work: VecDeque<Work>,
+}
+
+impl Loop {
+    fn new(exporter: &'static Exporter, service: &'static Service) -> Self {
+        Self { exporter, service, peers: HashMap::new(), last: NOTIFIED, work: VecDeque::new() }
+    }
+
+    /// Sleeps and serves, for ever.
+    fn run(mut self) {
+        let mut events = Vec::with_capacity(64);
+        loop {
+            let timeout = if self.may_sleep() { None } else { Some(Timespec::default()) };
+            events.clear();
+            let space = rustix::buffer::spare_capacity(&mut events);
+            if epoll::wait(&self.service.epoll, space, timeout.as_ref()).is_err() {
+                // A signal, or no memory: neither lasts.
+                std::thread::sleep(PAUSE);
+                continue;
+            }
+            for event in &events {
+                match event.data.u64() {
+                    NOTIFIED => self.service.notifier.clear(),
+                    peer => self.receive(peer),
+                }
+            }
+            self.take_new();
+            self.advance();
+        }
+    }
+
+    /// Whether something will wake the thread when there is something to do. Arms, then looks.
+    fn may_sleep(&self) -> bool {
+        let notifier = &self.service.notifier;
+        self.work.iter().all(|work| match &work.running {
+            Some(transfer) => transfer.notify_when_done(notifier) && !transfer.has_news(),
+            // It starts when something on its card ends.
+            None => work.device.notify_on_completion(notifier) && !work.device.can_submit(),
+        })
+    }
+
+    fn take_new(&mut self) {
+        let new = self.service.new.lock().unwrap_or_else(PoisonError::into_inner).split_off(0);
+        for peer in new {
+            self.last += 1;
+            let data = epoll::EventData::new_u64(self.last);
+            let flags = epoll::EventFlags::IN;
+            if self.peers.len() < max_peers()
+                && epoll::add(&self.service.epoll, &peer.socket, data, flags).is_ok()
+            {
+                self.peers.insert(self.last, peer);
+            }
+        }
+    }
+
+    /// Takes in what a peer asks for, and starts it.
+    fn receive(&mut self, number: u64) {
+        for _ in 0..MAX_REQUESTS {
+            let Some(peer) = self.peers.get_mut(&number) else { return };
+            let mut message = [0; MAX_LEN];
+            let (len, descriptor) = match socket::receive(peer.socket.as_fd(), &mut message) {
+                Err(Errno::AGAIN | Errno::INTR) => return,
+                Ok((0, _)) | Err(_) => return self.hang_up(number),
+                Ok(received) => received,
+            };
+            let under_way = self.work.iter().filter(|work| work.peer == number).count();
+            match (Request::parse(&message[..len]), descriptor) {
+                (Some(Request::Ring), Some(file)) if under_way == 0 => {
+                    let Some(ring) = Ring::of_peer(file.as_fd()) else {
+                        return self.hang_up(number);
+                    };
+                    peer.ring = ring;
+                }
+                (Some(Request::Copy { id, access, pieces }), None) if under_way < MAX_REQUESTS => {
+                    let ring = Arc::clone(&peer.ring);
+                    self.begin(number, id, access, &pieces, ring);
+                }
+                _ => {
+                    count(Counter::BrokerRefusedMessage, 1);
+                    return self.hang_up(number);
+                }
+            }
+        }
+    }
+
+    fn begin(&mut self, peer: u64, id: u32, access: Access, pieces: &Pieces, ring: Arc<Ring>) {
+        match self.prepare(access, pieces, &ring) {
+            Ok((segments, in_use)) => {
+                count(Counter::IpcRelayRequests, 1);
+                count(Counter::IpcRelayBytes, pieces.iter().map(|piece| u64::from(piece.len)).sum());
+                let Some(first) = in_use.first() else {
+                    return self.answer(peer, id, Outcome::Done); // all of it was host memory
+                };
+                let device = Arc::clone(&first.device);
+                let mut work =
+                    Work { peer, id, segments, device, running: None, _in_use: in_use, _ring: ring };
+                match work.start() {
+                    Some(outcome) => self.answer(peer, id, outcome),
+                    None => self.work.push_back(work),
+                }
+            }
+            Err(outcome) => {
+                count(Counter::IpcRelayRefused, 1);
+                self.answer(peer, id, outcome);
+            }
+        }
+    }
+
+    /// Checks all pieces; copies host memory at once, and says what a card is to copy.
+    fn prepare(
+        &self,
+        access: Access,
+        pieces: &Pieces,
+        ring: &Arc<Ring>,
+    ) -> Result<(Vec<Segment>, Vec<InUse>), Outcome> {
+        let (mut segments, mut in_use) = (Vec::new(), Vec::new());
+        for piece in pieces {
+            let here = ring.at(piece.at, piece.len).ok_or(Outcome::Unknown)?;
+            let len = piece.len as usize;
+            if let Some(memory) = self.exporter.host_shares().find(piece.token) {
+                // SAFETY: a range of the ring, of which its initiator alone decides what else happens in it.
+                let copied = unsafe { memory.copy(access, piece.addr, here, len) };
+                copied.ok_or(Outcome::Unknown)?.map_err(|_| Outcome::Failed)?;
+                continue;
+            }
+            let used = self.exporter.begin_use(piece.token, piece.addr, piece.len.into());
+            in_use.push(used.ok_or(Outcome::Unknown)?);
+            let (host, card) = (Side::Host(here), Side::Device(DeviceAddr(piece.addr)));
+            let (dst, src) = if access == Access::Write { (card, host) } else { (host, card) };
+            segments.push(Segment { dst, src, len, host_region: Some(Arc::clone(ring.region())) });
+        }
+        Ok((segments, in_use))
+    }
+
+    /// Answers what has ended, and starts what a card was too busy for.
+    fn advance(&mut self) {
+        for _ in 0..self.work.len() {
+            let Some(mut work) = self.work.pop_front() else { return };
+            let outcome = match &mut work.running {
+                Some(transfer) => transfer.poll().map(|result| outcome_of(&result)),
+                // Nothing more is started for a peer that has hung up.
+                None if !self.peers.contains_key(&work.peer) => continue,
+                None => work.start(),
+            };
+            match outcome {
+                Some(outcome) => {
+                    let Work { peer, id, .. } = work;
+                    // The memory is given back before the peer is told.
+                    drop(work);
+                    self.answer(peer, id, outcome);
+                }
+                None => self.work.push_back(work),
+            }
+        }
+    }
+
+    fn answer(&mut self, number: u64, id: u32, outcome: Outcome) {
+        let Some(peer) = self.peers.get(&number) else { return };
+        let answer = Answer { id, outcome }.pack();
+        // A peer with no more than its requests under way has space for the answers.
+        if socket::send(peer.socket.as_fd(), &answer, None).is_err() {
+            self.hang_up(number);
+        }
+    }
+
+    fn hang_up(&mut self, number: u64) {
+        if let Some(peer) = self.peers.remove(&number) {
+            // Remove from epoll explicitly: a child may still have the socket open.
+            let _ = epoll::delete(&self.service.epoll, &peer.socket);
+        }
+    }
+}
+
+impl Work {
+    /// Starts the copy, if the card takes it; how it ended, if it has.
+    fn start(&mut self) -> Option<Outcome> {
+        // SAFETY: the ring is kept until the copy has ended; what its initiator does in it meanwhile changes bytes, and
+        // nothing else.
+        match unsafe { self.device.copy(&self.segments) } {
+            Ok(mut transfer) => {
+                let result = transfer.poll();
+                self.running = Some(transfer);
+                result.map(|result| outcome_of(&result))
+            }
+            Err(SubmitError::Busy) => None,
+            Err(SubmitError::Failed(error)) => Some(outcome_of(&Err(error))),
+        }
+    }
+}
+
+/// A card that was lost, or memory that was freed meanwhile, is shared no more.
+fn outcome_of(result: &Result<(), crate::Error>) -> Outcome {
+    match result {
+        Ok(()) => Outcome::Done,
+        Err(_) => Outcome::Failed,
+    }
+}
+
+fn count(counter: Counter, number: u64) {
+    if let Some(counts) = Counts::process() {
+        counts.add(counter, number);
+    }
+}

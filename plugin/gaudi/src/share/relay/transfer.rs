@@ -1,0 +1,679 @@
+//! The initiator's side: puts and gets through a ring, polled by whoever started them.
+//!
+//! A job is what was started as one: a list of pieces. Pieces wait in order. While ranges of the ring are free, a *chunk* is
+//! made of the first of them: part of a large piece, or many small ones, each with a range of the ring of its own. A chunk
+//! is then filled, asked for and answered, or asked for, answered and emptied; chunks overtake each other. A job has ended
+//! when all its bytes have, or, after a failure, when none of its chunks is under way any more.
+
+use std::collections::{HashMap, VecDeque};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use rustix::io::Errno;
+use smallvec::SmallVec;
+
+use super::super::importer::is_exporter;
+use super::super::key::Token;
+use super::super::no_lease::NoLease;
+use super::super::socket::Unconnected;
+use super::super::wire::{LeaseId, Reply, Request as Hello};
+use super::super::{Identity, RemoteKey, descriptors, opened, socket};
+use super::ring::Ring;
+use super::wire::{Access, Answer, MAX_PIECES, MAX_REQUESTS, Outcome, Piece, Request};
+use crate::process::{CloseOnFork, Instance, Notifier};
+use crate::submit::host_copy::HostPtr;
+use crate::{Device, DeviceAddr, Error, ErrorKind, Segment, Side, SubmitError, Transfer};
+
+const RELAYING: &str = "copying through a relay";
+
+/// The ring is given out in units of this.
+const UNIT: usize = 64 << 10;
+/// Bytes of a ring that only small pieces have used, and of one after that.
+const SMALL_RING: usize = 8 * UNIT;
+const LARGE_RING: usize = 128 * UNIT;
+/// Most bytes of a chunk: many of them have to be under way to keep two cards busy, each with its latency.
+const MAX_CHUNK: usize = 512 << 10;
+/// The pieces of a chunk lie this far apart at least.
+const ALIGN: usize = 64;
+/// How often an owner is tried whose queue of connections is full, and how long between.
+const TRIES: u32 = 50;
+const PAUSE: Duration = Duration::from_millis(2);
+
+/// What is to be copied.
+#[derive(Clone, Debug)]
+pub struct RelayPiece {
+    /// Put or get.
+    pub access: Access,
+    /// Of the peer's memory.
+    pub key: RemoteKey,
+    /// Where in the peer's memory, as the peer sees it.
+    pub remote: u64,
+    /// Memory of this process.
+    pub local: Side,
+    /// The card that `local` is on, unless it is host memory.
+    pub device: Option<Arc<Device>>,
+    /// Bytes.
+    pub len: usize,
+}
+
+/// A piece, or what is left of one, that belongs to no chunk yet.
+#[derive(Clone, Debug)]
+struct Part {
+    job: u64,
+    access: Access,
+    token: Token,
+    remote: u64,
+    local: Local,
+    len: usize,
+}
+
+#[derive(Clone, Debug)]
+enum Local {
+    Host(HostPtr),
+    Card(DeviceAddr, Arc<Device>),
+}
+
+impl Local {
+    fn add(&self, bytes: usize) -> Local {
+        match self {
+            Local::Host(ptr) => Local::Host(ptr.add(bytes)),
+            Local::Card(addr, device) => {
+                Local::Card(DeviceAddr(addr.0 + bytes as u64), Arc::clone(device))
+            }
+        }
+    }
+}
+
+/// Parts that share a range of the ring and a request.
+#[derive(Debug)]
+struct Chunk {
+    /// Units of the ring.
+    units: u128,
+    access: Access,
+    /// With their places in the ring.
+    parts: SmallVec<[(Part, u32); 1]>,
+    stage: Stage,
+}
+
+#[derive(Debug)]
+enum Stage {
+    /// Between the ring and memory of this process. `None`: the card was too busy so far.
+    Local(Option<Transfer>),
+    /// The owner was asked.
+    Remote,
+}
+
+#[derive(Debug, Default)]
+struct Job {
+    left: usize,
+    failure: Option<Error>,
+}
+
+#[derive(Debug)]
+struct State {
+    ring: Option<Arc<Ring>>,
+    /// Units of the ring that are in use.
+    used: u128,
+    waiting: VecDeque<Part>,
+    waiting_bytes: usize,
+    /// By the number of the request less one.
+    chunks: [Option<Chunk>; MAX_REQUESTS],
+    jobs: HashMap<u64, Job>,
+    last: u64,
+    /// Messages for which there was no space.
+    outbox: VecDeque<(Vec<u8>, Option<OwnedFd>)>,
+    closed: Option<Error>,
+}
+
+/// A connection to the owner of memory, and the ring. One for each owner, in whatever polls it.
+#[derive(Debug)]
+pub struct Relay {
+    owner: Identity,
+    /// Of the first memory, to introduce ourselves.
+    key: RemoteKey,
+    socket: CloseOnFork,
+    made_by: Instance,
+    state: Mutex<State>,
+}
+
+/// A job under way. Dropping it before it has ended abandons it: when the drop returns, nothing of this process's memory
+/// is read or written any more. The peer's may be, where it was asked to.
+#[derive(Debug)]
+#[must_use = "a job that nobody polls is never known to be complete"]
+pub struct Relayed {
+    relay: Arc<Relay>,
+    job: Option<u64>,
+}
+
+impl RemoteKey {
+    /// Whether the process that shares this memory can be asked for a relay: somebody listens, and it is that process.
+    pub fn check_relay(&self) -> Result<(), Error> {
+        connect(self.peer()).map(drop)
+    }
+}
+
+fn connect(owner: &Identity) -> Result<OwnedFd, Error> {
+    let mut tries = 0;
+    loop {
+        let why = match socket::connect(owner, is_exporter(owner)) {
+            Ok(socket) => return Ok(socket),
+            Err(Unconnected::Nobody(Errno::AGAIN)) if tries < TRIES => {
+                tries += 1;
+                std::thread::sleep(PAUSE);
+                continue;
+            }
+            Err(Unconnected::Nobody(errno)) => NoLease::NobodyListens(errno),
+            Err(Unconnected::Another) => NoLease::NotTheExporter,
+        };
+        return Err(opened::no_way_to(owner, why));
+    }
+}
+
+impl Relay {
+    /// Connects to the process that shares the memory of this key. Does not wait for it.
+    pub fn new(key: &RemoteKey) -> Result<Arc<Self>, Error> {
+        let owner = *key.peer();
+        let ourselves = |why| opened::no_way_to(&owner, NoLease::Ourselves(why));
+        let socket = descriptors::keep(connect(&owner)?).map_err(ourselves)?;
+        let state = State {
+            ring: None,
+            used: 0,
+            waiting: VecDeque::new(),
+            waiting_bytes: 0,
+            chunks: [const { None }; MAX_REQUESTS],
+            jobs: HashMap::new(),
+            last: 0,
+            outbox: VecDeque::new(),
+            closed: None,
+        };
+        let (made_by, state) = (Instance::current(), Mutex::new(state));
+        Ok(Arc::new(Self { owner, key: *key, socket, made_by, state }))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Readable when [`Relay::advance`] has something to do that no card notifies of.
+    pub fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    /// Whether the connection has ended: nothing can be started any more.
+    pub fn is_closed(&self) -> bool {
+        self.state().closed.is_some()
+    }
+
+    /// Whether what is started now does not only wait.
+    pub fn can_start(&self) -> bool {
+        self.state().waiting_bytes < LARGE_RING
+    }
+
+    /// Starts a job. It gets on when the relay is polled.
+    ///
+    /// # Safety
+    /// Until the job has ended or was dropped, host memory must be valid for the access, and nobody may write what is
+    /// read or touch what is written.
+    pub unsafe fn start(self: &Arc<Self>, pieces: &[RelayPiece]) -> Result<Relayed, SubmitError> {
+        if self.made_by != Instance::current() {
+            return Err(Error::forked(RELAYING).into());
+        }
+        for piece in pieces {
+            self.check(piece)?;
+        }
+        let mut state = self.state();
+        if let Some(error) = &state.closed {
+            return Err(error.clone().into());
+        }
+        if state.waiting_bytes >= LARGE_RING {
+            return Err(SubmitError::Busy);
+        }
+        state.last += 1;
+        let job = state.last;
+        let left = pieces.iter().map(|piece| piece.len).sum();
+        state.jobs.insert(job, Job { left, failure: None });
+        state.waiting_bytes += left;
+        let parts = pieces.iter().filter(|piece| piece.len > 0).map(|piece| Part {
+            job,
+            access: piece.access,
+            token: piece.key.token(),
+            remote: piece.remote,
+            local: match (piece.local, &piece.device) {
+                (Side::Device(addr), Some(device)) => Local::Card(addr, Arc::clone(device)),
+                (Side::Device(DeviceAddr(addr)), None) => {
+                    Local::Host(HostPtr(core::ptr::with_exposed_provenance_mut(addr as usize)))
+                }
+                (Side::Host(ptr), _) => Local::Host(HostPtr(ptr)),
+            },
+            len: piece.len,
+        });
+        state.waiting.extend(parts);
+        self.launch(&mut state);
+        drop(state);
+        Ok(Relayed { relay: Arc::clone(self), job: Some(job) })
+    }
+
+    /// Refuses what the owner would refuse, or is not for it.
+    fn check(&self, piece: &RelayPiece) -> Result<(), Error> {
+        let RelayPiece { key, remote, len, .. } = piece;
+        if *key.peer() != self.owner {
+            let detail = format!("the key is of {}, the relay to {}", key.peer(), self.owner);
+            return Err(Error::new(ErrorKind::InvalidParams, RELAYING, detail, ""));
+        }
+        if !key.contains(*remote, *len as u64) {
+            let detail = format!("{len} bytes at {remote:#x} are not in the memory of the key");
+            return Err(Error::new(ErrorKind::InvalidParams, RELAYING, detail, ""));
+        }
+        Ok(())
+    }
+
+    /// Takes in answers, and gets on with what they permit. Never blocks.
+    pub fn advance(&self) {
+        if self.made_by != Instance::current() {
+            return;
+        }
+        let mut state = self.state();
+        if state.closed.is_none()
+            && let Err(error) = self.receive(&mut state)
+        {
+            state.close(error);
+        }
+        for number in 0..MAX_REQUESTS {
+            self.step(&mut state, number);
+        }
+        self.launch(&mut state);
+    }
+
+    /// Takes in answers.
+    fn receive(&self, state: &mut State) -> Result<(), Error> {
+        loop {
+            if !state.chunks.iter().flatten().any(|chunk| matches!(chunk.stage, Stage::Remote)) {
+                return Ok(());
+            }
+            let mut message = [0; 64];
+            let received = match socket::receive_plain(self.socket.as_fd(), &mut message) {
+                // It hung up without reading what we sent; what it sent comes after this error.
+                Err(Errno::CONNRESET) => socket::receive_plain(self.socket.as_fd(), &mut message),
+                received => received,
+            };
+            let len = match received {
+                Err(Errno::AGAIN | Errno::INTR) => return Ok(()),
+                Ok(0) | Err(_) => return Err(self.ended()),
+                Ok(len) => len.min(message.len()),
+            };
+            if let Some(Reply::Refused { lease: LeaseId::NONE, why }) =
+                Reply::parse(&message[..len])
+            {
+                return Err(opened::no_way_to(&self.owner, why.into()));
+            }
+            let answer = Answer::parse(&message[..len]);
+            let chunk = answer.and_then(|answer| {
+                let number = (answer.id as usize).checked_sub(1)?;
+                let chunk = state.chunks.get_mut(number)?.as_mut()?;
+                matches!(chunk.stage, Stage::Remote).then_some((number, chunk, answer.outcome))
+            });
+            let Some((number, chunk, outcome)) = chunk else {
+                return Err(opened::no_way_to(&self.owner, NoLease::NotUnderstood));
+            };
+            match (outcome, chunk.access) {
+                (Outcome::Done, Access::Read) => {
+                    chunk.stage = Stage::Local(None);
+                    self.step(state, number);
+                }
+                (Outcome::Done, Access::Write) => state.end_chunk(number, Ok(())),
+                (outcome, _) => {
+                    let error = self.refused(outcome);
+                    state.end_chunk(number, Err(error));
+                }
+            }
+        }
+    }
+
+    fn ended(&self) -> Error {
+        let detail = format!("{} has ended, or closed the connection", self.owner);
+        let mut error = Error::new(ErrorKind::ChannelFailed, RELAYING, detail, "");
+        error.set_errno(libc::ESRCH);
+        error
+    }
+
+    fn refused(&self, outcome: Outcome) -> Error {
+        let (detail, remedy) = match outcome {
+            Outcome::Failed => ("could not copy its memory", "its log says why"),
+            _ => ("does not share this memory (any more)", opened::WITHDRAWN),
+        };
+        let detail = format!("{} {detail}", self.owner);
+        Error::new(ErrorKind::ChannelFailed, RELAYING, detail, remedy)
+    }
+
+    /// Gets on with the local half of a chunk.
+    fn step(&self, state: &mut State, number: usize) {
+        let State { chunks, jobs, ring, closed, .. } = state;
+        let (Some(chunk), Some(ring)) = (&mut chunks[number], ring) else { return };
+        let Stage::Local(running) = &mut chunk.stage else { return };
+        if running.is_none() {
+            if let Some(error) = closed {
+                let error = error.clone();
+                return state.end_chunk(number, Err(error));
+            }
+            // Memory of a job that was dropped is not ours to touch any more.
+            let is_live = |part: &Part| jobs.get(&part.job).is_some_and(|job| job.failure.is_none());
+            let live = chunk.parts.iter().filter(|(part, _)| is_live(part));
+            // SAFETY: promised when the job was started, until it has ended.
+            match unsafe { start_local(chunk.access, live, ring) } {
+                Ok(Some(transfer)) => *running = Some(transfer),
+                Ok(None) => return self.local_done(state, number),
+                Err(SubmitError::Busy) => return,
+                Err(SubmitError::Failed(error)) => return state.end_chunk(number, Err(error)),
+            }
+        }
+        match running.as_mut().and_then(Transfer::poll) {
+            None => {}
+            Some(Ok(())) => self.local_done(state, number),
+            Some(Err(error)) => state.end_chunk(number, Err(error)),
+        }
+    }
+
+    /// The ring's range is filled, or emptied.
+    fn local_done(&self, state: &mut State, number: usize) {
+        let Some(chunk) = &mut state.chunks[number] else { return };
+        match (chunk.access, state.closed.clone()) {
+            (_, Some(error)) => state.end_chunk(number, Err(error)),
+            (Access::Write, None) => self.ask(state, number),
+            (Access::Read, None) => state.end_chunk(number, Ok(())),
+        }
+    }
+
+    /// Asks the owner for its half.
+    fn ask(&self, state: &mut State, number: usize) {
+        let Some(chunk) = &mut state.chunks[number] else { return };
+        chunk.stage = Stage::Remote;
+        let pieces = chunk.parts.iter().map(|(part, at)| Piece {
+            token: part.token,
+            addr: part.remote,
+            len: part.len as u32,
+            at: *at,
+        });
+        let id = number as u32 + 1;
+        let request = Request::Copy { id, access: chunk.access, pieces: pieces.collect() };
+        state.outbox.push_back((request.pack(), None));
+        self.flush(state);
+    }
+
+    /// Sends what there is space for.
+    fn flush(&self, state: &mut State) {
+        while let Some((message, enclosed)) = state.outbox.front() {
+            let enclosed = enclosed.as_ref().map(|fd| fd.as_fd());
+            match socket::send(self.socket.as_fd(), message, enclosed) {
+                Ok(()) => drop(state.outbox.pop_front()),
+                Err(Errno::AGAIN | Errno::INTR | Errno::NOBUFS | Errno::NOMEM) => return,
+                // It may have sent the reason before it closed the connection.
+                Err(_) => {
+                    let error = self.receive(state).err().unwrap_or_else(|| self.ended());
+                    return state.close(error);
+                }
+            }
+        }
+    }
+
+    /// Makes chunks of what waits, while there is space in the ring.
+    fn launch(&self, state: &mut State) {
+        self.flush(state);
+        while state.closed.is_none() && !state.waiting.is_empty() {
+            if let Err(error) = self.make_ring(state) {
+                return state.close(error);
+            }
+            let Some(ring) = &state.ring else { return };
+            let ring_len = ring.len();
+            let Some(number) = state.next_chunk(ring_len) else { return };
+            match state.chunks[number].as_ref().map(|chunk| chunk.access) {
+                Some(Access::Read) => self.ask(state, number),
+                _ => self.step(state, number),
+            }
+        }
+    }
+
+    /// Makes the ring, or a larger one when the first large piece waits and nothing uses the small one.
+    fn make_ring(&self, state: &mut State) -> Result<(), Error> {
+        let wants_large = state.wants_large_ring();
+        let len = if wants_large { LARGE_RING } else { SMALL_RING };
+        let is_first = match &state.ring {
+            None => true,
+            Some(ring) if ring.len() < len && state.used == 0 && state.outbox.is_empty() => false,
+            Some(_) => return Ok(()),
+        };
+        let (ring, file) = Ring::new(len).map_err(|(call, errno)| {
+            let what = format!("no memory for a ring: {call}: {errno}");
+            opened::no_way_to(&self.owner, NoLease::Ourselves(what))
+        })?;
+        state.ring = Some(ring);
+        let message = match is_first {
+            true => Hello::Relay { key: self.key.pack() }.pack().as_ref().to_vec(),
+            false => Request::Ring.pack(),
+        };
+        state.outbox.push_back((message, Some(file)));
+        self.flush(state);
+        Ok(())
+    }
+
+    /// Has the notifier notified when a card ends something of this relay; whether there is nothing for
+    /// [`Relay::advance`] to do, except what [`Relay::as_fd`] shows.
+    pub fn notify_when_ready(&self, notifier: &Arc<Notifier>) -> bool {
+        let state = self.state();
+        state.outbox.is_empty()
+            && state.closed.is_none()
+            && state.chunks.iter().flatten().all(|chunk| match &chunk.stage {
+                Stage::Remote => true,
+                Stage::Local(Some(transfer)) => {
+                    transfer.notify_when_done(notifier) && !transfer.has_news()
+                }
+                Stage::Local(None) => false,
+            })
+    }
+}
+
+/// Starts copies between the ring and memory of this process. Host memory is copied at once; `None`: that was all.
+///
+/// # Safety
+/// The memory must be valid for the access until the transfer has ended.
+unsafe fn start_local<'a>(
+    access: Access,
+    parts: impl Iterator<Item = &'a (Part, u32)>,
+    ring: &Arc<Ring>,
+) -> Result<Option<Transfer>, SubmitError> {
+    let mut segments: SmallVec<[Segment; 1]> = SmallVec::new();
+    let mut card = None;
+    let mut by_cpu: SmallVec<[(HostPtr, *mut u8, usize); 1]> = SmallVec::new();
+    for (part, at) in parts {
+        let Some(here) = ring.at(*at, part.len as u32) else { continue };
+        match &part.local {
+            Local::Host(ptr) => by_cpu.push((*ptr, here, part.len)),
+            Local::Card(addr, device) => {
+                let (ring_side, card_side) = (Side::Host(here), Side::Device(*addr));
+                let (dst, src) = match access {
+                    Access::Write => (ring_side, card_side),
+                    Access::Read => (card_side, ring_side),
+                };
+                let host_region = Some(Arc::clone(ring.region()));
+                segments.push(Segment { dst, src, len: part.len, host_region });
+                card.get_or_insert(device);
+            }
+        }
+    }
+    // The card first: it may be too busy, and then this is tried again as a whole.
+    // SAFETY: the caller's promise; the ring is kept by the state.
+    let transfer = card.map(|card| unsafe { card.copy(&segments) }).transpose()?;
+    for (memory, here, len) in by_cpu {
+        // SAFETY: the caller's promise; a range of the ring that this chunk has.
+        unsafe {
+            match access {
+                Access::Write => memory.0.copy_to_nonoverlapping(here, len),
+                Access::Read => here.copy_to_nonoverlapping(memory.0, len),
+            }
+        }
+    }
+    Ok(transfer)
+}
+
+impl State {
+    fn wants_large_ring(&self) -> bool {
+        self.waiting_bytes > SMALL_RING / 2
+    }
+
+    /// Takes parts for the next chunk, and a range of the ring for them; its number. `None`: no space.
+    fn next_chunk(&mut self, ring_len: usize) -> Option<usize> {
+        // Drained first, so that the larger ring can take its place.
+        if ring_len < LARGE_RING && self.wants_large_ring() {
+            return None;
+        }
+        let number = self.chunks.iter().position(Option::is_none)?;
+        let first = self.waiting.front()?;
+        let access = first.access;
+        // A large piece is cut so that both halves of the way are soon busy; small ones are put together.
+        let most = if first.len > UNIT {
+            (first.len / 8).next_multiple_of(UNIT).clamp(UNIT, MAX_CHUNK)
+        } else {
+            MAX_CHUNK.min(ring_len / 4)
+        };
+        let mut parts: SmallVec<[(Part, u32); 1]> = SmallVec::new();
+        let mut at = 0;
+        let mut taken = 0;
+        for part in self.waiting.iter().take(MAX_PIECES) {
+            let fits = part.len <= most - at && part.access == access;
+            if taken > 0 && !fits {
+                break;
+            }
+            let len = part.len.min(most);
+            parts.push((Part { len, ..part.clone() }, at as u32));
+            at = (at + len).next_multiple_of(ALIGN).min(most);
+            taken += 1;
+            if len < part.len {
+                break;
+            }
+        }
+        let end = parts.last().map_or(0, |(part, at)| *at as usize + part.len);
+        let units = self.take_units(end.div_ceil(UNIT), ring_len / UNIT)?;
+        let start = units.trailing_zeros() as usize * UNIT;
+        for (part, at) in &mut parts {
+            *at += start as u32;
+            self.waiting_bytes -= part.len;
+            match self.waiting.front_mut() {
+                Some(front) if front.len > part.len => {
+                    front.remote += part.len as u64;
+                    front.local = front.local.add(part.len);
+                    front.len -= part.len;
+                }
+                _ => drop(self.waiting.pop_front()),
+            }
+        }
+        self.chunks[number] = Some(Chunk { units, access, parts, stage: Stage::Local(None) });
+        Some(number)
+    }
+
+    /// So many units of the ring one behind the other.
+    fn take_units(&mut self, count: usize, of: usize) -> Option<u128> {
+        let run = u128::MAX >> (128 - count.clamp(1, 128));
+        let units = (0..=of.checked_sub(count)?).map(|at| run << at);
+        let units = units.into_iter().find(|units| self.used & units == 0)?;
+        self.used |= units;
+        Some(units)
+    }
+
+    /// A chunk has ended.
+    fn end_chunk(&mut self, number: usize, result: Result<(), Error>) {
+        let Some(chunk) = self.chunks[number].take() else { return };
+        self.used &= !chunk.units;
+        for (part, _) in chunk.parts {
+            if let Some(job) = self.jobs.get_mut(&part.job) {
+                job.left -= part.len;
+                if let Err(error) = &result {
+                    job.failure.get_or_insert_with(|| error.clone());
+                }
+            }
+        }
+        if result.is_err() {
+            self.forget_failed();
+        }
+    }
+
+    /// What waits of jobs that have failed, or were dropped, is not started any more.
+    fn forget_failed(&mut self) {
+        let Self { waiting, jobs, waiting_bytes, .. } = self;
+        waiting.retain(|part| {
+            let stays = jobs.get(&part.job).is_some_and(|job| job.failure.is_none());
+            if !stays {
+                *waiting_bytes -= part.len;
+                if let Some(job) = jobs.get_mut(&part.job) {
+                    job.left -= part.len;
+                }
+            }
+            stays
+        });
+    }
+
+    /// The connection has ended. What a card is copying runs to its end.
+    fn close(&mut self, error: Error) {
+        for job in self.jobs.values_mut().filter(|job| job.left > 0) {
+            job.failure.get_or_insert_with(|| error.clone());
+        }
+        self.outbox.clear();
+        self.forget_failed();
+        for number in 0..MAX_REQUESTS {
+            let is_over = |chunk: &Chunk| !matches!(chunk.stage, Stage::Local(Some(_)));
+            if self.chunks[number].as_ref().is_some_and(is_over) {
+                self.end_chunk(number, Err(error.clone()));
+            }
+        }
+        self.closed = Some(error);
+    }
+}
+
+impl Relayed {
+    /// Whether the job has ended, and how; asked no more after that. Looks only: [`Relay::advance`] gets it on.
+    pub fn poll(&mut self) -> Option<Result<(), Error>> {
+        let job = self.job?;
+        let mut state = self.relay.state();
+        if state.jobs.get(&job)?.left > 0 {
+            return None;
+        }
+        self.job = None;
+        let job = state.jobs.remove(&job)?;
+        Some(job.failure.map_or(Ok(()), Err))
+    }
+
+    /// Advances and looks until the job has ended.
+    pub fn wait(&mut self) -> Result<(), Error> {
+        loop {
+            self.relay.advance();
+            if let Some(result) = self.poll() {
+                return result;
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    /// The relay it goes through.
+    pub fn relay(&self) -> &Arc<Relay> {
+        &self.relay
+    }
+}
+
+impl Drop for Relayed {
+    fn drop(&mut self) {
+        let Some(job) = self.job.filter(|_| self.relay.made_by == Instance::current()) else {
+            return;
+        };
+        let mut state = self.relay.state();
+        state.jobs.remove(&job);
+        state.forget_failed();
+        for chunk in state.chunks.iter_mut().flatten() {
+            let has_part = chunk.parts.iter().any(|(part, _)| part.job == job);
+            if let Stage::Local(Some(transfer)) = &mut chunk.stage
+                && has_part
+            {
+                // Nobody is left to report a failure to.
+                let _ = transfer.wait();
+            }
+        }
+    }
+}

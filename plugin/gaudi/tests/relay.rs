@@ -1,0 +1,313 @@
+//! Memory between processes whose driver imports nothing: puts and gets through a relay.
+
+mod machine;
+mod peer;
+
+use std::sync::Arc;
+
+use gaudi::share::{Access, Relay, RelayPiece, Relayed, RemoteKey};
+use gaudi::{Device, Error, Side, SubmitError};
+use machine::{alone, assert_same, open, pattern, read, write};
+use peer::{Peer, hash, stat};
+
+const NO_IMPORT: (&str, &str) = ("SOFT_GAUDI_KIND", "");
+
+#[test]
+#[ignore = "run by the other tests as a process of its own"]
+fn serve() {
+    peer::serve();
+}
+
+fn key(bytes: &[u8]) -> RemoteKey {
+    RemoteKey::parse(bytes).expect("a key")
+}
+
+/// A piece of the memory of this key, from so many bytes behind its beginning.
+fn piece(
+    access: Access,
+    key: &RemoteKey,
+    offset: usize,
+    local: (Side, Option<&Arc<Device>>),
+    len: usize,
+) -> RelayPiece {
+    let (local, device) = (local.0, local.1.cloned());
+    RelayPiece { access, key: *key, remote: key.base() + offset as u64, local, device, len }
+}
+
+fn start(relay: &Arc<Relay>, pieces: &[RelayPiece]) -> Relayed {
+    loop {
+        // SAFETY: the tests keep their memory until the job has ended.
+        match unsafe { relay.start(pieces) } {
+            Ok(job) => return job,
+            Err(SubmitError::Busy) => relay.advance(),
+            Err(SubmitError::Failed(error)) => panic!("{error}"),
+        }
+    }
+}
+
+fn run(relay: &Arc<Relay>, pieces: &[RelayPiece]) -> Result<(), Error> {
+    start(relay, pieces).wait()
+}
+
+/// A word by which `cargo xtask test ipc` finds them.
+mod ipc {
+    use super::*;
+
+    /// All pairs of memory, both ways, at odd places; what lies around stays as it was.
+    #[test]
+    fn relay_copies_between_all_kinds_of_memory_to_the_byte() {
+        alone!(2, NO_IMPORT);
+        let mut peer = Peer::on_card(1);
+        let device = open(0);
+        let len = 9_000_011_usize;
+        let keys = [key(&peer.share(1, len, 1)), key(&peer.share_host(2, len, 1))];
+        let mut there = [pattern(len, 1), pattern(len, 1)];
+        let ours = device.alloc(len as u64, 1).unwrap();
+        for (kind, key) in keys.iter().enumerate() {
+            assert_eq!((key.is_host(), key.len()), (kind == 1, len as u64));
+            let relay = Relay::new(key).unwrap();
+            for (round, size) in
+                [1, 8, 4097, 65_537, 300_000, 1 << 20, 5_000_003].into_iter().enumerate()
+            {
+                for is_card in [true, false] {
+                    let (seed, at, from) = (round as u64 + 10, 7 + round * 1001, 3 + round * 5);
+                    let bytes = pattern(size, seed);
+                    let mut host = pattern(size + 64, 5);
+                    let around = host.clone();
+                    let local = if is_card {
+                        write(&device, ours.addr(), &vec![0xa5; len]);
+                        write(&device, gaudi::DeviceAddr(ours.addr().0 + from as u64), &bytes);
+                        let addr = gaudi::DeviceAddr(ours.addr().0 + from as u64);
+                        (Side::Device(addr), Some(&device))
+                    } else {
+                        host[from..from + size].copy_from_slice(&bytes);
+                        (Side::Host(host[from..].as_mut_ptr()), None)
+                    };
+                    run(&relay, &[piece(Access::Write, key, at, local, size)]).unwrap();
+                    there[kind][at..at + size].copy_from_slice(&bytes);
+                    let sum = if kind == 0 { peer.sum(1) } else { peer.sum_host(2) };
+                    assert_eq!(sum, hash(&there[kind]), "put of {size}, {kind}, {is_card}");
+
+                    let expected = &there[kind][at + 13..];
+                    let size = size.min(expected.len());
+                    run(&relay, &[piece(Access::Read, key, at + 13, local, size)]).unwrap();
+                    if is_card {
+                        let all = read(&device, ours.addr(), len);
+                        assert_same(&all[from..from + size], &expected[..size], "got");
+                        let rest = all[..from].iter().chain(&all[from + size..]);
+                        assert!(rest.copied().all(|byte| byte == 0xa5), "around {size}");
+                    } else {
+                        assert_same(&host[from..from + size], &expected[..size], "got");
+                        assert_same(&host[..from], &around[..from], "before");
+                        assert_same(&host[from + size..], &around[from + size..], "behind");
+                    }
+                }
+            }
+        }
+        assert!(peer.stat("ipc_relay_requests") > 100);
+        assert_eq!((peer.stat("ipc_relay_refused"), peer.stat("dmabuf_exports")), (0, 0));
+        assert_eq!(stat("ipc_handles_opened"), 0);
+    }
+
+    #[test]
+    fn many_small_pieces_go_in_few_requests() {
+        alone!(2, NO_IMPORT);
+        let mut peer = Peer::on_card(1);
+        let device = open(0);
+        const BLOCK: usize = 45 << 10;
+        const COUNT: usize = 500;
+        let key = key(&peer.share(1, BLOCK * COUNT, 1));
+        let bytes = pattern(BLOCK * COUNT, 2);
+        let ours = device.alloc(bytes.len() as u64, 1).unwrap();
+        write(&device, ours.addr(), &bytes);
+        let relay = Relay::new(&key).unwrap();
+        let at = |block: usize| {
+            let addr = gaudi::DeviceAddr(ours.addr().0 + (block * BLOCK) as u64);
+            (Side::Device(addr), Some(&device))
+        };
+        // Block n goes to the place of block 7 n, in jobs of ten.
+        let place = |block: usize| block * 7 % COUNT * BLOCK;
+        let mut jobs: Vec<Relayed> = Vec::new();
+        for first in (0..COUNT).step_by(10) {
+            let pieces: Vec<RelayPiece> = (first..first + 10)
+                .map(|block| piece(Access::Write, &key, place(block), at(block), BLOCK))
+                .collect();
+            jobs.push(start(&relay, &pieces));
+        }
+        for job in &mut jobs {
+            job.wait().unwrap();
+        }
+        let mut expected = vec![0; bytes.len()];
+        for block in 0..COUNT {
+            let from = &bytes[block * BLOCK..][..BLOCK];
+            expected[place(block)..][..BLOCK].copy_from_slice(from);
+        }
+        assert_eq!(peer.sum(1), hash(&expected));
+        let requests = peer.stat("ipc_relay_requests");
+        assert!((COUNT / 11..COUNT / 8).contains(&(requests as usize)), "{requests}");
+        assert_eq!(peer.stat("ipc_relay_bytes"), bytes.len() as u64);
+    }
+
+    #[test]
+    fn what_is_not_shared_under_the_key_is_refused_and_the_rest_goes_on() {
+        alone!(2, NO_IMPORT);
+        let mut peer = Peer::on_card(1);
+        let (good, other) = (peer.share(1, 9000, 1), peer.share_host(2, 9000, 1));
+        let mut host = vec![0; 9000];
+        let mut here = || (Side::Host(host.as_mut_ptr()), None);
+        for good in [good, other] {
+            let relay = Relay::new(&key(&good)).unwrap();
+            for at in 33..41 {
+                let mut forged = good.clone();
+                forged[at] ^= 1;
+                let put = piece(Access::Write, &key(&forged), 0, here(), 100);
+                let error = run(&relay, &[put]).unwrap_err();
+                assert!(error.to_string().contains("does not share this memory"), "{error}");
+            }
+            // Beyond the end, with a key that says it is longer: the length is not in the request.
+            let mut longer = good.clone();
+            longer[53..58].copy_from_slice(&[0, 0, 1, 0, 0]);
+            let refused = run(&relay, &[piece(Access::Read, &key(&longer), 8999, here(), 2)]);
+            assert!(refused.is_err());
+            let put = piece(Access::Read, &key(&good), 8999, here(), 2);
+            // SAFETY: refused before memory is touched.
+            let error = unsafe { relay.start(&[put]) }.unwrap_err();
+            assert!(error.to_string().contains("not in the memory of the key"), "{error}");
+            run(&relay, &[piece(Access::Read, &key(&good), 8990, here(), 10)]).unwrap();
+            assert!(!relay.is_closed());
+
+            // Whoever has no key gets no relay.
+            let mut forged = good;
+            forged[33] ^= 1;
+            let stranger = Relay::new(&key(&forged)).unwrap();
+            let error = run(&stranger, &[piece(Access::Read, &key(&forged), 0, here(), 1)]);
+            assert!(error.unwrap_err().to_string().contains("does not share this memory"));
+            assert!(stranger.is_closed());
+        }
+        assert_eq!(peer.sum(1), hash(&pattern(9000, 1)));
+        assert_eq!(peer.sum_host(2), hash(&pattern(9000, 1)));
+        assert_eq!(peer.stat("ipc_relay_refused"), 18);
+    }
+
+    #[test]
+    fn memory_that_is_withdrawn_or_freed_is_not_written_any_more() {
+        alone!(2, NO_IMPORT);
+        let mut peer = Peer::on_card(1);
+        let len = 4 << 20;
+        let (card, host) = (key(&peer.share(1, len, 1)), key(&peer.share_host(2, len, 1)));
+        let relay = Relay::new(&card).unwrap();
+        let mut bytes = pattern(len, 3);
+        let local = (Side::Host(bytes.as_mut_ptr()), None);
+        peer.request_ok("hostunshare 2");
+        run(&relay, &[piece(Access::Write, &host, 0, local, len)]).unwrap_err();
+        assert_eq!(peer.sum_host(2), hash(&pattern(len, 1)));
+        // Freed while puts are under way, again and again.
+        for round in 0..20 {
+            let card = key(&peer.share(1, len, 1));
+            let mut job = start(&relay, &[piece(Access::Write, &card, 0, local, len)]);
+            peer.send("free 1");
+            for _ in 0..round * 3 {
+                relay.advance();
+            }
+            let ended = job.wait();
+            assert_eq!(peer.receive(), "ok");
+            peer.request_ok("unshare 1");
+            if let Err(error) = ended {
+                let text = error.to_string();
+                assert!(text.contains("does not share") || text.contains("could not copy"), "{text}");
+            }
+            peer.until("stat ipc_quarantined_bytes", "0");
+            // The next tenant has its own bytes.
+            peer.share(3, len, 9);
+            assert_eq!(peer.sum(3), hash(&pattern(len, 9)));
+            peer.request_ok("unshare 3");
+            peer.request_ok("free 3");
+        }
+    }
+
+    #[test]
+    fn a_peer_that_is_killed_or_was_stopped_ends_every_job() {
+        alone!(2, NO_IMPORT);
+        let device = open(0);
+        let len = 32 << 20;
+        let ours = device.alloc(len as u64, 1).unwrap();
+        for round in 0..12 {
+            let mut peer = Peer::on_card(1);
+            let is_card = round % 2 == 0;
+            let key = key(&if is_card { peer.share(1, len, 1) } else { peer.share_host(1, len, 1) });
+            let relay = Relay::new(&key).unwrap();
+            let access = if round % 4 < 2 { Access::Write } else { Access::Read };
+            let local = (Side::Device(ours.addr()), Some(&device));
+            let mut job = start(&relay, &[piece(access, &key, 0, local, len)]);
+            for _ in 0..round * 2 {
+                relay.advance();
+            }
+            if round % 3 == 0 {
+                // SAFETY: our own child.
+                unsafe { libc::kill(peer.id() as i32, libc::SIGSTOP) };
+            }
+            peer.kill();
+            let error = job.wait().unwrap_err();
+            assert_eq!(error.errno(), Some(libc::ESRCH), "{error}");
+            assert!(relay.is_closed());
+        }
+    }
+
+    /// The owner's program does nothing meanwhile: its service works by itself.
+    #[test]
+    fn a_job_that_is_dropped_leaves_memory_alone_and_the_relay_working() {
+        alone!(2, NO_IMPORT);
+        let mut peer = Peer::on_card(1);
+        let len = 8 << 20;
+        let key = key(&peer.share(1, len, 1));
+        let relay = Relay::new(&key).unwrap();
+        for turns in 0..30 {
+            let mut host = vec![0x77_u8; len];
+            let local = (Side::Host(host.as_mut_ptr()), None);
+            let job = start(&relay, &[piece(Access::Read, &key, 0, local, len)]);
+            for _ in 0..turns {
+                relay.advance();
+            }
+            drop(job);
+            host.fill(0x11);
+            for _ in 0..1000 {
+                relay.advance();
+            }
+            assert!(host.iter().all(|byte| *byte == 0x11), "written after it was dropped");
+        }
+        let mut host = vec![0_u8; len];
+        let local = (Side::Host(host.as_mut_ptr()), None);
+        run(&relay, &[piece(Access::Read, &key, 0, local, len)]).unwrap();
+        assert_same(&host, &pattern(len, 1), "got");
+    }
+
+    #[test]
+    fn a_card_that_was_reset_is_refused_and_so_is_a_forked_child() {
+        alone!(2, NO_IMPORT, ("SOFT_GAUDI_FAULTS", "yes"));
+        let mut peer = Peer::on_card(1);
+        let key = key(&peer.share(1, 1 << 20, 1));
+        let relay = Relay::new(&key).unwrap();
+        let mut host = vec![0_u8; 1 << 20];
+        let local = (Side::Host(host.as_mut_ptr()), None);
+        let put = [piece(Access::Write, &key, 0, local, 1 << 20)];
+        run(&relay, &put).unwrap();
+        // SAFETY: the child only tries, and ends.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: as above.
+            let refused = unsafe { relay.start(&put) }.is_err();
+            // SAFETY: ends the process.
+            unsafe { libc::_exit(i32::from(!refused)) };
+        }
+        let mut status = -1;
+        // SAFETY: our own child.
+        unsafe { libc::waitpid(child, &raw mut status, 0) };
+        assert_eq!(status, 0, "the child is refused");
+        run(&relay, &put).unwrap();
+        machine::faults("transfer fail:EIO");
+        run(&relay, &put).unwrap_err();
+        let error = run(&relay, &put).unwrap_err();
+        assert!(error.to_string().contains("does not share"), "{error}");
+        assert!(!relay.is_closed());
+    }
+}

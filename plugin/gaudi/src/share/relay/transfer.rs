@@ -130,8 +130,6 @@ struct State {
 #[derive(Debug)]
 pub struct Relay {
     owner: Identity,
-    /// Of the first memory, to introduce ourselves.
-    key: RemoteKey,
     socket: CloseOnFork,
     made_by: Instance,
     state: Mutex<State>,
@@ -188,7 +186,11 @@ impl Relay {
             closed: None,
         };
         let (made_by, state) = (Instance::current(), Mutex::new(state));
-        Ok(Arc::new(Self { owner, key: *key, socket, made_by, state }))
+        let relay = Arc::new(Self { owner, socket, made_by, state });
+        // At once: the owner's broker does not wait for long.
+        let hello = Hello::Relay { key: key.pack() }.pack();
+        relay.make_ring(&mut relay.state(), SMALL_RING, hello.as_ref().to_vec())?;
+        Ok(relay)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -420,11 +422,15 @@ impl Relay {
     fn launch(&self, state: &mut State) {
         self.flush(state);
         while state.closed.is_none() && !state.waiting.is_empty() {
-            if let Err(error) = self.make_ring(state) {
-                return state.close(error);
-            }
             let Some(ring) = &state.ring else { return };
-            let ring_len = ring.len();
+            let mut ring_len = ring.len();
+            // When the first large piece waits, and nothing uses the small one any more.
+            if ring_len < LARGE_RING && state.wants_large_ring() && state.used == 0 {
+                if let Err(error) = self.make_ring(state, LARGE_RING, Request::Ring.pack()) {
+                    return state.close(error);
+                }
+                ring_len = LARGE_RING;
+            }
             let Some(number) = state.next_chunk(ring_len) else { return };
             match state.chunks[number].as_ref().map(|chunk| chunk.access) {
                 Some(Access::Read) => self.ask(state, number),
@@ -433,24 +439,13 @@ impl Relay {
         }
     }
 
-    /// Makes the ring, or a larger one when the first large piece waits and nothing uses the small one.
-    fn make_ring(&self, state: &mut State) -> Result<(), Error> {
-        let wants_large = state.wants_large_ring();
-        let len = if wants_large { LARGE_RING } else { SMALL_RING };
-        let is_first = match &state.ring {
-            None => true,
-            Some(ring) if ring.len() < len && state.used == 0 && state.outbox.is_empty() => false,
-            Some(_) => return Ok(()),
-        };
+    /// Makes a ring, and sends it to the owner with this message.
+    fn make_ring(&self, state: &mut State, len: usize, message: Vec<u8>) -> Result<(), Error> {
         let (ring, file) = Ring::new(len).map_err(|(call, errno)| {
             let what = format!("no memory for a ring: {call}: {errno}");
             opened::no_way_to(&self.owner, NoLease::Ourselves(what))
         })?;
         state.ring = Some(ring);
-        let message = match is_first {
-            true => Hello::Relay { key: self.key.pack() }.pack().as_ref().to_vec(),
-            false => Request::Ring.pack(),
-        };
         state.outbox.push_back((message, Some(file)));
         self.flush(state);
         Ok(())

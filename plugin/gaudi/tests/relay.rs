@@ -214,7 +214,10 @@ mod ipc {
             peer.request_ok("unshare 1");
             if let Err(error) = ended {
                 let text = error.to_string();
-                assert!(text.contains("does not share") || text.contains("could not copy"), "{text}");
+                assert!(
+                    text.contains("does not share") || text.contains("could not copy"),
+                    "{text}"
+                );
             }
             peer.until("stat ipc_quarantined_bytes", "0");
             // The next tenant has its own bytes.
@@ -234,7 +237,8 @@ mod ipc {
         for round in 0..12 {
             let mut peer = Peer::on_card(1);
             let is_card = round % 2 == 0;
-            let key = key(&if is_card { peer.share(1, len, 1) } else { peer.share_host(1, len, 1) });
+            let key =
+                key(&if is_card { peer.share(1, len, 1) } else { peer.share_host(1, len, 1) });
             let relay = Relay::new(&key).unwrap();
             let access = if round % 4 < 2 { Access::Write } else { Access::Read };
             let local = (Side::Device(ours.addr()), Some(&device));

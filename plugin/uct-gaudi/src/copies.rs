@@ -17,10 +17,11 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use gaudi::{Device, Error, Notifier, Segment, SubmitError, Transfer};
+use gaudi::{Error, Notifier, SubmitError};
 use smallvec::{SmallVec, smallvec};
 use uct::{Completion, Posted, Status, Ucx, log};
 
+use crate::carrier::{Carried, Running};
 use crate::queue::{Queue, Start, Work};
 use crate::status::explain;
 
@@ -32,9 +33,6 @@ pub(crate) enum OnFailure {
     /// The failure is reported to the poster.
     Report,
 }
-
-/// The segments of a copy. Most have one, which needs no further memory.
-pub(crate) type Segments = SmallVec<[Segment; 1]>;
 
 /// Why an operation failed.
 #[derive(Debug)]
@@ -79,53 +77,45 @@ const JOINED_COPIES: usize = 64;
 
 /// What to copy, and what has to live until it is done: one copy, or several that were joined.
 struct CopyWork<T> {
-    device: Arc<Device>,
-    segments: Segments,
+    carried: Carried,
     bytes: usize,
     copies: SmallVec<[PostedCopy<T>; 1]>,
     on_failure: OnFailure,
     /// The device was too busy for it before.
     tried: bool,
-    running: Option<Transfer>,
+    running: Option<Running>,
 }
 
 /// A copy as it was posted.
 struct PostedCopy<T> {
-    /// How many of the segments are its own.
-    segments: usize,
+    /// How many of the pieces are its own.
+    pieces: usize,
     companion: T,
     completion: Completion,
 }
 
-// SAFETY: the host pointers in the segments belong to an operation of UCX, which keeps them valid
+// SAFETY: the host pointers in the pieces belong to an operation of UCX, which keeps them valid
 // until its completion, whichever thread progresses the worker.
 unsafe impl<T: Send> Send for CopyWork<T> {}
 
 impl<T> CopyWork<T> {
-    /// Copies these segments and waits.
-    fn copy_blocking(&self, segments: &[Segment]) -> Result<(), Error> {
-        segments.iter().try_for_each(|segment| {
-            let (dst, src) = (segment.dst.outdated(), segment.src.outdated());
-            // SAFETY: promised when the copy was posted, until its completion.
-            unsafe { self.device.copy_blocking(dst, src, segment.len) }
-        })
-    }
-
     /// What each of the copies ended with. Copies that failed together are made once more, each by itself,
     /// so that one has no part in the failure of another; a single one is, if it is to be tried again.
     fn results(&self, result: Result<(), Error>) -> Result<(), Vec<Result<(), Error>>> {
         let Err(first) = result else { return Ok(()) };
-        let lost = self.device.is_surely_lost();
-        let mut rest = &self.segments[..];
+        let lost = self.carried.is_lost();
+        let mut next = 0;
         let results = self.copies.iter().map(|copy| {
-            let (own, others) = rest.split_at(copy.segments.min(rest.len()));
-            rest = others;
+            let own = next..next + copy.pieces;
+            next = own.end;
+            // SAFETY: promised when the copy was posted, until its completion.
+            let again = || unsafe { self.carried.again(own) };
             match self.on_failure {
                 _ if lost => Err(first.clone()),
-                OnFailure::TryAgain(ucx) => {
-                    try_again(ucx, first.clone(), || false, || Some(self.copy_blocking(own)))
+                OnFailure::TryAgain(ucx) => try_again(ucx, first.clone(), || false, again),
+                OnFailure::Report if self.copies.len() > 1 => {
+                    again().unwrap_or_else(|| Err(first.clone()))
                 }
-                OnFailure::Report if self.copies.len() > 1 => self.copy_blocking(own),
                 OnFailure::Report => Err(first.clone()),
             }
         });
@@ -148,17 +138,17 @@ impl<T> Work for CopyWork<T> {
 
     fn start(&mut self) -> Start<Self::Outcome> {
         // SAFETY: promised when the copy was posted, until its completion.
-        match unsafe { self.device.copy(&self.segments) } {
-            Ok(mut transfer) => match transfer.poll() {
+        match unsafe { self.carried.start() } {
+            Ok(mut running) => match running.poll() {
                 Some(result) => Start::Ended(self.results(result)),
                 None => {
-                    self.running = Some(transfer);
+                    self.running = Some(running);
                     Start::Running
                 }
             },
             Err(SubmitError::Busy) => {
                 if !std::mem::replace(&mut self.tried, true) {
-                    self.device.count_busy();
+                    self.carried.count_busy();
                 }
                 Start::Busy
             }
@@ -168,9 +158,7 @@ impl<T> Work for CopyWork<T> {
 
     /// Its memory may be freed meanwhile.
     fn waits(&mut self) {
-        for segment in &mut self.segments {
-            (segment.dst, segment.src) = (segment.dst.outdated(), segment.src.outdated());
-        }
+        self.carried.outdate();
     }
 
     fn poll(&mut self) -> Option<Self::Outcome> {
@@ -185,14 +173,14 @@ impl<T> Work for CopyWork<T> {
     fn takes(&self, next: &Self) -> bool {
         (self.is_small() || self.copies.len() > 1)
             && next.is_small()
-            && self.device.id() == next.device.id()
+            && self.carried.goes_with(&next.carried)
             && self.bytes.saturating_add(next.bytes) <= JOINED_BYTES
             && self.copies.len() + next.copies.len() <= JOINED_COPIES
     }
 
     fn join(&mut self, next: Self) {
         self.bytes += next.bytes;
-        self.segments.extend(next.segments);
+        self.carried.join(next.carried);
         self.copies.extend(next.copies);
     }
 }
@@ -257,23 +245,21 @@ impl<T> Copies<T> {
         self.state.borrow_mut().queue.fence();
     }
 
-    /// Starts a copy, now or when the device takes it. One that cannot be started is given back.
+    /// Starts a copy, now or when its carrier takes it. One that cannot be started is given back.
     ///
     /// # Safety
-    /// As for [`Device::copy`], until the completion is finished.
+    /// As for [`Device::copy`](gaudi::Device::copy), until the completion is finished.
     pub(crate) unsafe fn post(
         &self,
-        device: Arc<Device>,
-        segments: Segments,
+        carried: Carried,
         companion: T,
         completion: Completion,
     ) -> Result<Posted, NotStarted<T>> {
         let on_failure = self.on_failure;
         let copy = CopyWork {
-            device,
-            bytes: segments.iter().map(|segment| segment.len).sum(),
-            copies: smallvec![PostedCopy { segments: segments.len(), companion, completion }],
-            segments,
+            bytes: carried.bytes(),
+            copies: smallvec![PostedCopy { pieces: carried.pieces(), companion, completion }],
+            carried,
             on_failure,
             tried: false,
             running: None,
@@ -354,16 +340,15 @@ impl<T> Copies<T> {
         let mut state = self.state.borrow_mut();
         state.advance();
         let running = || state.queue.running().filter_map(|copy| copy.running.as_ref());
-        // The next can start when something on its device ends.
-        let next = state.queue.next().map(|copy| &copy.device);
+        // The next can start when something of its carrier ends.
+        let next = state.queue.next().map(|copy| &copy.carried);
         if !state.ended.is_empty() || (running().next().is_none() && next.is_none()) {
             return false;
         }
         // Polled again after the notifier is in place: what happens from then on notifies.
-        running().all(|transfer| transfer.notify_when_done(notifier))
-            && next.is_none_or(|device| device.notify_on_completion(notifier))
-            && !running().any(Transfer::has_news)
-            && !next.is_some_and(|device| device.can_submit())
+        running().all(|running| running.notify_when_done(notifier))
+            && next.is_none_or(|carried| carried.notify_when_free(notifier))
+            && !running().any(Running::has_news)
     }
 }
 
@@ -372,9 +357,8 @@ impl<T> Drop for Copies<T> {
     /// was given to do must be over first.
     fn drop(&mut self) {
         for mut copy in self.state.get_mut().queue.take_running() {
-            if let Some(transfer) = &mut copy.running {
-                // There is no completion left to report a failure to.
-                let _ = transfer.wait();
+            if let Some(running) = copy.running.take() {
+                running.end();
             }
         }
     }

@@ -50,13 +50,6 @@ pub(crate) fn configured_device() -> Result<Arc<Device>, Error> {
     open(&settings::chosen_device())
 }
 
-/// The same for copies of peers' memory: at once or not at all, and not for long.
-pub(crate) fn device_for_peers() -> Result<Arc<Device>, Error> {
-    let device = gaudi::runtime().open_for_peers(&settings::chosen_device())?;
-    hooks::install_if_needed();
-    Ok(device)
-}
-
 /// Opens a card. From the first on there is a reason to notice what the application does with it.
 pub(crate) fn open(choice: &DeviceChoice) -> Result<Arc<Device>, Error> {
     let device = gaudi::runtime().open(choice)?;

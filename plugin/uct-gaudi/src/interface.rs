@@ -19,7 +19,8 @@ use uct::{
 };
 
 use crate::addresses::is_host_memory;
-use crate::copies::{Copies, Failure, NotStarted, OnFailure, Segments, try_again};
+use crate::carrier::{Carried, Segments};
+use crate::copies::{Copies, Failure, NotStarted, OnFailure, try_again};
 use crate::domain::{GaudiComponent, GaudiDomain, Memory};
 use crate::estimates::Estimates;
 use crate::flavour::Flavour;
@@ -268,7 +269,7 @@ impl<F: Flavour> Interface for CopyInterface<F> {
             return Ok(Posted::Done(completion)); // nothing for a device to do
         };
         // SAFETY: UCX keeps the buffers of an operation valid and to itself until the completion.
-        let posted = unsafe { self.copies.post(device, segments, (), completion) };
+        let posted = unsafe { self.copies.post(Carried::Card(device, segments), (), completion) };
         if matches!(posted, Ok(Posted::Later)) {
             self.sleeper.wake();
         }

@@ -13,6 +13,7 @@
 mod addresses;
 mod c_errors;
 mod cards;
+mod carrier;
 mod copies;
 mod domain;
 mod duplicates;

@@ -40,6 +40,10 @@ impl Sleeper {
         }
     }
 
+    pub(crate) fn notifier(&self) -> Option<&Arc<Notifier>> {
+        self.notifier.as_ref()
+    }
+
     pub(crate) fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.notifier.as_ref().map(|notifier| notifier.as_fd())
     }

@@ -160,11 +160,7 @@ struct Connection {
 
 impl Connection {
     /// An error: hang up.
-    fn send(
-        &mut self,
-        reply: Reply,
-        enclosed: Option<Arc<CloseOnFork>>,
-    ) -> Result<(), Errno> {
+    fn send(&mut self, reply: Reply, enclosed: Option<Arc<CloseOnFork>>) -> Result<(), Errno> {
         self.outbox.send(self.socket.as_fd(), reply.pack(), enclosed)
     }
 

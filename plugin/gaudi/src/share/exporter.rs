@@ -343,10 +343,7 @@ impl Exporter {
         Ok(Fields { peer: *self.identity, token, source, base, len })
     }
 
-    fn export_dmabuf(
-        device: &Arc<Device>,
-        location: &Location,
-    ) -> Result<Arc<CloseOnFork>, Error> {
+    fn export_dmabuf(device: &Arc<Device>, location: &Location) -> Result<Arc<CloseOnFork>, Error> {
         let len = location.length;
         // A dma-buf covers whole 4 KiB pages. What an earlier allocation left behind the end of this
         // one is not for peers.

@@ -190,10 +190,11 @@ impl Importer {
         deadline: Instant,
     ) -> Result<(Lease, OwnedFd), NoLease> {
         let exporter = key.peer;
-        let socket = socket::connect(&exporter, is_exporter(&exporter)).map_err(|why| match why {
-            Unconnected::Nobody(errno) => NoLease::NobodyListens(errno),
-            Unconnected::Another => NoLease::NotTheExporter,
-        })?;
+        let socket =
+            socket::connect(&exporter, is_exporter(&exporter)).map_err(|why| match why {
+                Unconnected::Nobody(errno) => NoLease::NobodyListens(errno),
+                Unconnected::Another => NoLease::NotTheExporter,
+            })?;
         let socket = descriptors::keep(socket).map_err(NoLease::Ourselves)?;
         let number = {
             let mut table = self.table();

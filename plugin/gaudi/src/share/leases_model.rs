@@ -308,6 +308,7 @@ impl World {
                 };
                 process.incoming.push_back(answer);
             }
+            Some(Request::Relay { .. }) => unreachable!("no importer of this model sends one"),
             Some(Request::Release { lease }) => {
                 if let Some(base) = self.leases.release(from, lease) {
                     self.reuse(base);

@@ -42,7 +42,9 @@ impl fmt::Display for NoLease {
             NoLease::Unknown => f.write_str("this memory is not shared (any more)"),
             NoLease::NotUnderstood => f.write_str("it speaks another version"),
             NoLease::Crowded => f.write_str("it has too many peers"),
-            NoLease::NoDmabuf => f.write_str("its driver has no dma-buf import, so it exports none"),
+            NoLease::NoDmabuf => {
+                f.write_str("its driver has no dma-buf import, so it exports none")
+            }
             NoLease::Ourselves(what) => f.write_str(what),
         }
     }

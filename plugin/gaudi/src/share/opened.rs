@@ -167,8 +167,10 @@ impl Failure {
             }
         };
         let mut error = Error::new(kind, OPENING, detail, remedy);
-        if *self == Failure::Ended {
-            error.set_errno(libc::ESRCH);
+        match self {
+            Failure::Ended => error.set_errno(libc::ESRCH),
+            Failure::NoLease(NoLease::NoDmabuf) => error.set_errno(libc::EOPNOTSUPP),
+            _ => {}
         }
         error
     }

@@ -1,20 +1,16 @@
 //! The component: whether there is a domain at all, and what a peer's key opens.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
 
-use gaudi::{Device, Error};
+use gaudi::Device;
 use uct::config::{Values, Variable};
 use uct::{Component, Status, SysDevice, Ucx, log};
 
 use super::domain::IpcDomain;
-use super::remote_memory::{KEY_LEN, NoKey, RemoteMemory, Unusable};
+use super::remote_memory::{KEY_LEN, RemoteMemory, Unusable};
 use super::{NAME, settings};
 use crate::{cards, domain, memtype_cache};
-
-/// For how long no card is tried after one was refused.
-const REFUSED_FOR: Duration = Duration::from_secs(3);
 
 /// The component.
 pub(crate) struct IpcComponent {
@@ -79,51 +75,26 @@ impl Component for IpcComponent {
 pub(super) fn unreachable(ucx: &Ucx, why: &Unusable) -> Status {
     match why {
         // Nothing is wrong: UCX asks for every buffer.
-        Unusable::None(NoKey::HostMemory) | Unusable::OwnMemory => {
+        Unusable::OwnMemory => {
             log!(ucx, Debug, "{NAME}: a peer's memory is not reachable: {why}");
         }
-        Unusable::None(NoKey::NoImport | NoKey::Refused)
-        | Unusable::Key(_)
-        | Unusable::NoCard
-        | Unusable::Engine(_) => {
+        Unusable::NoKey | Unusable::NoImport | Unusable::Key(_) | Unusable::Engine(_) => {
             log!(ucx, Info, "{NAME}: a peer's memory is not reachable: {why}");
         }
     }
     Status::UNREACHABLE
 }
 
-/// The card that shall copy: the one UCX names (of the local buffer), else one that is open, else
-/// the one this process is configured for, which is opened now.
-pub(super) fn card_near(ucx: &Ucx, wanted: SysDevice) -> Result<Arc<Device>, Unusable> {
+/// The card that shall import: the one UCX names (of the local buffer), else one that is open.
+pub(super) fn card_near(ucx: &Ucx, wanted: SysDevice) -> Option<Arc<Device>> {
     let mut open = gaudi::runtime().devices();
     open.retain(|card| !card.is_surely_lost());
-    if wanted != SysDevice::UNKNOWN
-        && let Some(card) =
-            open.iter().find(|card| memtype_cache::sys_device(ucx, card.info()) == wanted)
-    {
-        return Ok(Arc::clone(card));
+    let is_wanted = |card: &&Arc<Device>| {
+        wanted != SysDevice::UNKNOWN && memtype_cache::sys_device(ucx, card.info()) == wanted
+    };
+    if let Some(card) = open.iter().find(is_wanted) {
+        return Some(Arc::clone(card));
     }
     // Of several, the first opened of those that can do it: always the same.
-    let order = |card: &Arc<Device>| (card.can_import().is_err(), card.id());
-    if let Some(card) = open.into_iter().min_by_key(order) {
-        return Ok(card);
-    }
-    if settings::may_open_device() {
-        return open_card().map_err(Unusable::Engine);
-    }
-    Err(Unusable::NoCard)
-}
-
-/// Opens the card this process is configured for. UCX unpacks keys while it makes progress, so nothing is
-/// waited for, and a card that was refused is not tried for every key.
-fn open_card() -> Result<Arc<Device>, Error> {
-    static REFUSED: Mutex<Option<(Instant, Error)>> = Mutex::new(None);
-    let refused = || REFUSED.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some((at, error)) = &*refused()
-        && at.elapsed() < REFUSED_FOR
-    {
-        return Err(error.clone());
-    }
-    domain::device_for_peers()
-        .inspect_err(|error| *refused() = Some((Instant::now(), error.clone())))
+    open.into_iter().min_by_key(|card| (card.can_import().is_err(), card.id()))
 }

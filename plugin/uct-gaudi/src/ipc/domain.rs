@@ -2,8 +2,8 @@
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use gaudi::share::Share;
-use gaudi::{DeviceAddr, DeviceId, HostRegion, KeptOpen, Location};
+use gaudi::share::{HostShare, Share};
+use gaudi::{DeviceAddr, DeviceId, Error, HostRegion, KeptOpen, Location};
 use uct::abi::md_flag;
 use uct::{
     DomainAttributes, Level, LinearFunc, MemoryDomain, MemoryType, MemoryTypes, Region, Status,
@@ -27,8 +27,8 @@ pub(crate) struct IpcDomain {
 pub(crate) enum Memory {
     /// Gaudi memory of this process.
     Device(Shareable),
-    /// Host memory: of use on the local side only.
-    Host(Arc<HostRegion>),
+    /// Host memory of this process.
+    Host(ShareableHost),
     /// A peer's memory.
     Attached(RemoteMemory),
 }
@@ -40,6 +40,21 @@ pub(crate) struct Shareable {
     length: u64,
     /// Taken back when it is deregistered.
     share: OnceLock<Result<Share, NoKey>>,
+}
+
+/// Host memory that was registered, and shared when the first key was packed: UCX registers much, and packs few.
+pub(crate) struct ShareableHost {
+    region: Arc<HostRegion>,
+    /// Taken back when it is deregistered, after copies that are under way.
+    share: OnceLock<Result<HostShare, NoKey>>,
+}
+
+impl ShareableHost {
+    fn share(&self, ucx: &Ucx) -> Result<HostShare, NoKey> {
+        // SAFETY: who packs a key of memory has peers read and write it, until it is deregistered.
+        let share = unsafe { HostShare::new(self.region.start(), self.region.len()) };
+        share.map_err(|error| not_shared(ucx, "host", &error))
+    }
 }
 
 impl Shareable {
@@ -54,24 +69,17 @@ impl Shareable {
 
     /// The allocation is shared as a whole, so that all keys of it open the same mapping.
     fn share(&self, ucx: &Ucx) -> Result<Share, NoKey> {
-        let device = gaudi::runtime().device(self.device).ok_or(NoKey::Refused)?;
-        // Only a driver without import keeps the peer from it as well. That this process may not import
-        // on a card (it was lent) does not.
-        if let Err(error) = device.can_import()
-            && error.errno() == Some(libc::EOPNOTSUPP)
-        {
-            log!(ucx, Info, "{NAME}: Gaudi memory is not shared: {}", explain(&error));
-            return Err(NoKey::NoImport);
-        }
-        device.share(self.base, self.length).map_err(|error| {
-            // UCX asks for every buffer: the reason is a warning once, for each reason.
-            let level = if is_new(error.detail()) { Level::Warn } else { Level::Debug };
-            let why = explain(&error);
-            let text = format_args!("{NAME}: Gaudi memory is not shared: {why}");
-            ucx.log(level, file!(), line!(), text);
-            NoKey::Refused
-        })
+        let device = gaudi::runtime().device(self.device).ok_or(NoKey)?;
+        device.share(self.base, self.length).map_err(|error| not_shared(ucx, "Gaudi", &error))
     }
+}
+
+/// UCX asks for every buffer: the reason is a warning once, for each reason.
+fn not_shared(ucx: &Ucx, what: &str, error: &Error) -> NoKey {
+    let level = if is_new(error.detail()) { Level::Warn } else { Level::Debug };
+    let text = format_args!("{NAME}: {what} memory is not shared: {}", explain(error));
+    ucx.log(level, file!(), line!(), text);
+    NoKey
 }
 
 /// Whether sharing has not failed for this reason before.
@@ -96,7 +104,7 @@ impl Memory {
     /// The registration of a host buffer.
     pub(super) fn host_region(&self) -> Option<&Arc<HostRegion>> {
         match self {
-            Memory::Host(region) => Some(region),
+            Memory::Host(memory) => Some(&memory.region),
             Memory::Device(_) | Memory::Attached(_) => None,
         }
     }
@@ -115,6 +123,7 @@ impl MemoryDomain for IpcDomain {
 
     fn attributes(&self) -> DomainAttributes {
         let gaudi = MemoryTypes::only(MemoryType::GAUDI);
+        let all = gaudi.with(MemoryType::HOST);
         DomainAttributes {
             // UCP takes no lane for large messages that cannot invalidate when it has to handle
             // errors. An invalidated key opens nothing any more, unless another registration of the
@@ -128,12 +137,13 @@ impl MemoryDomain for IpcDomain {
                 | md_flag::INVALIDATE
                 | md_flag::INVALIDATE_RMA
                 | md_flag::INVALIDATE_AMO,
-            register: gaudi,
-            // UCX is told when memory is freed, and deregisters it then.
+            register: all,
+            // UCX is told when Gaudi memory is freed, and deregisters it then. Host memory costs nothing to register, and
+            // its key shall not outlive the operation that it was packed for.
             cache: gaudi,
             detect: MemoryTypes::NONE,
             allocate: MemoryTypes::NONE,
-            access: gaudi.with(MemoryType::HOST),
+            access: all,
             dmabuf: MemoryTypes::NONE,
             max_alloc: 0,
             register_cost: LinearFunc::default(),
@@ -145,7 +155,9 @@ impl MemoryDomain for IpcDomain {
             Registered::Device(found) => Memory::Device(Shareable::new(&found)),
             // A domain for memory of peers: gaudi_copy registers dma-bufs.
             Registered::Dmabuf(..) => return Err(Status::UNSUPPORTED),
-            Registered::Host(region) => Memory::Host(region),
+            Registered::Host(region) => {
+                Memory::Host(ShareableHost { region, share: OnceLock::new() })
+            }
         })
     }
 
@@ -176,7 +188,10 @@ impl MemoryDomain for IpcDomain {
                 Ok(share) => share.key(),
                 Err(reason) => reason.pack(),
             },
-            Memory::Host(_) => NoKey::HostMemory.pack(),
+            Memory::Host(memory) => match memory.share.get_or_init(|| memory.share(self.ucx)) {
+                Ok(share) => share.key(),
+                Err(reason) => reason.pack(),
+            },
             // Whoever owns it hands out its keys.
             Memory::Attached(_) => return Err(Status::UNSUPPORTED),
         };
@@ -185,7 +200,7 @@ impl MemoryDomain for IpcDomain {
     }
 
     fn attach(&self, key: &[u8], hide_errors: bool) -> Result<Memory, Status> {
-        match RemoteMemory::new(key, || card_near(self.ucx, SysDevice::UNKNOWN)) {
+        match RemoteMemory::attach(key, || card_near(self.ucx, SysDevice::UNKNOWN)) {
             Ok(key) => Ok(Memory::Attached(key)),
             Err(why) if hide_errors => Err(unreachable(self.ucx, &why)),
             Err(why) => {

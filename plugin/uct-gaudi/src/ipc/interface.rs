@@ -1,10 +1,11 @@
 //! The transport: copies between local memory and Gaudi memory of other processes.
 
-use std::os::fd::BorrowedFd;
-use std::sync::{Arc, OnceLock};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 
-use gaudi::share::{Identity, Opened};
-use gaudi::{Device, Error, ErrorKind, Segment, Side};
+use gaudi::share::{Access, Identity, Opened, RelayPiece};
+use gaudi::{Device, Error, Segment, Side};
+use smallvec::SmallVec;
 use uct::abi::iface_flag;
 use uct::config::Variable;
 use uct::{
@@ -16,16 +17,29 @@ use uct::{
 use super::NAME;
 use super::component::IpcComponent;
 use super::domain::{IpcDomain, Memory};
-use super::peer::{InFlight, PeerProcess, Reached};
-use super::remote_memory::RemoteMemory;
+use super::peer::{InFlight, PeerProcess, Reached, Relays};
+use super::remote_memory::{RemoteMemory, is_no_import};
 use super::settings::{self, Estimates};
 use crate::addresses::classify;
-use crate::copies::{Copies, Ended, Failure, NotStarted, OnFailure, Segments};
+use crate::carrier::{Carried, Segments};
+use crate::copies::{Copies, Ended, Failure, NotStarted, OnFailure};
 use crate::sleeper::Sleeper;
 use crate::status::{self, explain};
 
 /// What goes into addresses, where all processes must agree.
-const WIRE: Estimates = Estimates { bandwidth: 22e9, latency: 3e-6, overhead: 2e-6 };
+///
+/// The domain registers host memory, so this is compared with the lanes of host-to-host traffic, though it carries none.
+/// UCX drops lanes that are four times slower than the fastest: this one must neither drop `cma` (11 GB/s) nor be dropped
+/// beside a NIC.
+const WIRE: Estimates = Estimates { bandwidth: 25e9, latency: 3e-6, overhead: 2e-6 };
+
+/// What a relay costs beyond two copies: two messages, and the service of the owner has to wake up.
+const RELAY_LATENCY: f64 = 20e-6;
+const RELAY_OVERHEAD: f64 = 3e-6;
+/// What is left of a link's bandwidth for a relay.
+const RELAY_EFFICIENCY: f64 = 0.9;
+/// Bytes per second that one side copies with its CPU, where that is host memory.
+const HOST_COPY: f64 = 8e9;
 
 /// An open interface.
 pub(crate) struct IpcInterface {
@@ -36,40 +50,16 @@ pub(crate) struct IpcInterface {
     copies: Copies<InFlight>,
     sleeper: Sleeper,
     failure_level: Level,
-    /// Why no peer is reachable, as first found out.
-    ///
-    /// An answer that changed when the first card is opened would change the lanes of an endpoint that
-    /// is being connected, and UCX 1.23 crashes on the keys that it unpacked before (the new remote-key
-    /// configuration has no distances of lanes: `ucp_rkey_update_config`).
-    no_import: OnceLock<Option<String>>,
+    // After the copies, which use them.
+    relays: Relays,
 }
 
-/// What to copy, with which card.
-struct Prepared {
-    device: Arc<Device>,
-    segments: Segments,
-    reached: Reached,
-}
+/// What to copy, and what that reaches.
+type Prepared = (Carried, Reached);
 
-/// Why memory of peers cannot be imported, if that is known already: a card has to be open. One that
-/// cannot (the application's own, not lent) does not speak for the others. One that does not answer,
-/// because it is in reset, may be able to: if not, unpacking a key says so.
-fn why_no_import() -> Option<String> {
-    let cards = gaudi::runtime().devices();
-    let lasting =
-        |error: &Error| error.is_unsupported() || error.kind() == ErrorKind::PermissionDenied;
-    let reason = unless_one_may(cards.iter().map(|card| card.can_import()), lasting);
-    reason.map(|error| error.detail().to_owned())
-}
-
-/// The first reason, if everyone has a lasting one.
-fn unless_one_may<E>(
-    answers: impl IntoIterator<Item = Result<(), E>>,
-    lasting: impl Fn(&E) -> bool,
-) -> Option<E> {
-    let reasons: Option<Vec<E>> =
-        answers.into_iter().map(|answer| answer.err().filter(&lasting)).collect();
-    reasons?.into_iter().next()
+/// Whether a card of this process imports peers' memory. Else, or while none is open, relays reach it.
+fn can_import() -> bool {
+    gaudi::runtime().devices().iter().any(|card| card.can_import().is_ok())
 }
 
 impl IpcInterface {
@@ -84,13 +74,13 @@ impl IpcInterface {
         key: Option<&RemoteMemory>,
         completion: Completion,
     ) -> Posted {
-        let posted = match self.prepare(op, local, address, key) {
+        let posted = match self.prepare(op, remote, local, address, key) {
             Ok(None) => return Posted::Done(completion), // no bytes at all
-            Ok(Some(Prepared { device, segments, reached })) => {
+            Ok(Some((carried, reached))) => {
                 let in_flight = InFlight::new(remote, reached);
                 // SAFETY: UCX keeps the buffers of an operation valid and to itself until the
                 // completion; all memory of peers stays mapped as long as `in_flight` lives.
-                unsafe { self.copies.post(device, segments, in_flight, completion) }.unwrap_or_else(
+                unsafe { self.copies.post(carried, in_flight, completion) }.unwrap_or_else(
                     |NotStarted { error, companion, completion }| {
                         self.copies.fail(Failure::Copy(error), companion, completion)
                     },
@@ -110,18 +100,76 @@ impl IpcInterface {
     fn prepare(
         &self,
         op: RmaOp,
+        remote: &Arc<PeerProcess>,
         local: &Buffers<'_, Memory>,
         address: u64,
         key: Option<&RemoteMemory>,
     ) -> Result<Option<Prepared>, Status> {
         let key = key.ok_or(Status::INVALID_PARAM)?;
+        if local.iter().all(|(buffer, _)| buffer.length() == 0) {
+            return Ok(None);
+        }
+        match key.card().map(|card| self.prepare_import(op, local, address, key, card)) {
+            // The card of the local buffer does not import.
+            None | Some(Err(Status::UNSUPPORTED)) => {
+                self.prepare_relay(op, remote, local, address, key)
+            }
+            Some(prepared) => prepared,
+        }
+    }
+
+    /// Through the owner's service.
+    fn prepare_relay(
+        &self,
+        op: RmaOp,
+        remote: &Arc<PeerProcess>,
+        local: &Buffers<'_, Memory>,
+        address: u64,
+        key: &RemoteMemory,
+    ) -> Result<Option<Prepared>, Status> {
+        let relay = self.relays.open(&remote.relay, key.key()).map_err(|e| self.unreached(&e))?;
+        let access = match op {
+            RmaOp::Put => Access::Write,
+            RmaOp::Get => Access::Read,
+        };
+        let (mut at, mut pieces) = (address, SmallVec::new());
+        for (buffer, memory) in local.iter().filter(|(buffer, _)| buffer.length() != 0) {
+            if memory.and_then(Memory::attached).is_some() {
+                log!(
+                    self.ucx,
+                    Error,
+                    "{NAME}: attached memory is copied only by a card that imports"
+                );
+                return Err(Status::UNSUPPORTED);
+            }
+            let (local, device) = classify(buffer.address(), buffer.length());
+            let (key, len) = (*key.key(), buffer.length());
+            if !key.contains(at, len as u64) {
+                return Err(self.not_inside(at, len));
+            }
+            pieces.push(RelayPiece { access, key, remote: at, local, device, len });
+            at += len as u64;
+        }
+        Ok(Some((Carried::Relay(relay, pieces), Reached::default())))
+    }
+
+    /// By one copy of a card that imports the memory.
+    fn prepare_import(
+        &self,
+        op: RmaOp,
+        local: &Buffers<'_, Memory>,
+        address: u64,
+        key: &RemoteMemory,
+        card: &Arc<Device>,
+    ) -> Result<Option<Prepared>, Status> {
         let mut at = address;
-        let mut prepared: Option<Prepared> = None;
+        let mut on: Option<Arc<Device>> = None;
+        let (mut segments, mut reached) = (Segments::new(), Reached::default());
         for (buffer, memory) in local.iter().filter(|(buffer, _)| buffer.length() != 0) {
             // Kept from here on: opening the next may unmap what has no user.
             let (side, device, opened_here) = match memory.and_then(Memory::attached) {
                 Some(attached) => {
-                    let card = Arc::clone(attached.card());
+                    let card = Arc::clone(attached.card().unwrap_or(card));
                     let found = self.locate(attached, &card, buffer.address(), buffer.length());
                     let (opened, here) =
                         found.map_err(|status| self.lost_attached(status, buffer))?;
@@ -132,23 +180,18 @@ impl IpcInterface {
                     (side, device, None)
                 }
             };
-            let device = device.unwrap_or_else(|| Arc::clone(key.card()));
+            let device = device.unwrap_or_else(|| Arc::clone(card));
             let (opened, there) = self.locate(key, &device, at, buffer.length())?;
             let (dst, src) = op.sides(side, Side::Device(there));
             let host_region = memory.and_then(Memory::host_region).cloned();
-            let segment = Segment { dst, src, len: buffer.length(), host_region };
+            segments.push(Segment { dst, src, len: buffer.length(), host_region });
             // One buffer is all that the attributes allow; strided ones lie on one card.
-            let prepared = prepared.get_or_insert_with(|| Prepared {
-                device,
-                segments: Segments::new(),
-                reached: Reached::default(),
-            });
-            prepared.segments.push(segment);
-            prepared.reached.there.push(opened);
-            prepared.reached.attached.extend(opened_here);
+            on.get_or_insert(device);
+            reached.there.push(opened);
+            reached.attached.extend(opened_here);
             at += buffer.length() as u64;
         }
-        Ok(prepared)
+        Ok(on.map(|device| (Carried::Card(device, segments), reached)))
     }
 
     /// Opens a peer's memory on a card, and finds a range in it.
@@ -159,27 +202,33 @@ impl IpcInterface {
         address: u64,
         length: usize,
     ) -> Result<(Arc<Opened>, gaudi::DeviceAddr), Status> {
-        let opened = key.open_on(device).map_err(|error| {
-            if error.errno() == Some(libc::ESRCH) {
-                // Reported when the operation ends, as every loss of a peer.
-                log!(self.ucx, Debug, "{NAME}: {}", explain(&error));
-                return Status::CONNECTION_RESET;
-            }
-            log!(self.ucx, Error, "{NAME}: {}", explain(&error));
-            status::of(&error)
+        let opened = key.open_on(device).map_err(|error| match is_no_import(&error) {
+            true => Status::UNSUPPORTED,
+            false => self.unreached(&error),
         })?;
         match opened.translate(address, length) {
             Some(there) => Ok((opened, there)),
-            None => {
-                log!(
-                    self.ucx,
-                    Error,
-                    "{NAME}: {length} bytes at {address:#x} are not in the memory that the remote \
-                     key is for"
-                );
-                Err(Status::INVALID_ADDR)
-            }
+            None => Err(self.not_inside(address, length)),
         }
+    }
+
+    fn unreached(&self, error: &Error) -> Status {
+        if error.errno() == Some(libc::ESRCH) {
+            // Reported when the operation ends, as every loss of a peer.
+            log!(self.ucx, Debug, "{NAME}: {}", explain(error));
+            return Status::CONNECTION_RESET;
+        }
+        log!(self.ucx, Error, "{NAME}: {}", explain(error));
+        status::of(error)
+    }
+
+    fn not_inside(&self, address: u64, length: usize) -> Status {
+        log!(
+            self.ucx,
+            Error,
+            "{NAME}: {length} bytes at {address:#x} are not in the memory that the remote key is for"
+        );
+        Status::INVALID_ADDR
     }
 
     /// The owner of attached memory may have ended: this does not mean that the endpoint's peer ended.
@@ -200,7 +249,10 @@ impl IpcInterface {
         let remote = Arc::clone(&in_flight.remote);
         // The memory of a process that died stays as long as we have it mapped, and copies on it
         // succeed: but nobody is there any more.
-        let has_ended = in_flight.has_peer_ended() || result.is_err() && remote.has_ended();
+        let is_lost = |error: &Error| error.errno() == Some(libc::ESRCH);
+        let has_ended = in_flight.has_peer_ended()
+            || matches!(&result, Err(Failure::Copy(error)) if is_lost(error))
+            || result.is_err() && remote.has_ended();
         // Unmapped before UCX is notified, so that the peer's card is not kept busy.
         drop(in_flight);
         let failed = match result {
@@ -246,14 +298,16 @@ impl Interface for IpcInterface {
                 [0; Identity::LEN]
             }
         };
+        let sleeper = Sleeper::new(request.ucx, NAME);
+        let relays = Relays::new(sleeper.notifier());
         Ok(IpcInterface {
             ucx: request.ucx,
             address,
             estimates: Estimates::read(&request.config),
             copies: Copies::new(OnFailure::Report),
-            sleeper: Sleeper::new(request.ucx, NAME),
+            sleeper,
             failure_level: request.failure_level,
-            no_import: OnceLock::new(),
+            relays,
         })
     }
 
@@ -274,7 +328,7 @@ impl Interface for IpcInterface {
                 | iface_flag::PENDING
                 | iface_flag::ERRHANDLE_PEER_FAILURE
                 | iface_flag::EP_CHECK,
-            event_flags: self.sleeper.event_flags(),
+            event_flags: self.relays.wakeups().map_or(0, |_| self.sleeper.event_flags()),
             put: limits,
             get: limits,
             bandwidth: Bandwidth { dedicated: 0.0, shared: WIRE.bandwidth },
@@ -286,19 +340,27 @@ impl Interface for IpcInterface {
 
     fn estimate(&self, query: &PerfQuery) -> Result<Perf, Status> {
         use MemoryType as M;
-        let local = matches!(query.local, M::HOST | M::GAUDI | M::UNKNOWN);
-        let remote = matches!(query.remote, M::GAUDI | M::UNKNOWN);
-        // Lanes may have been made before the first card was open. Where it cannot import, a sender
-        // must not count on a receiver that could.
-        if !local || !remote || why_no_import().is_some() {
+        let known = |memory| matches!(memory, M::HOST | M::GAUDI | M::UNKNOWN);
+        // Between two ranges of host memory UCX has better ways.
+        let is_host = (query.local, query.remote) == (M::HOST, M::HOST);
+        if !known(query.local) || !known(query.remote) || is_host {
             return Err(Status::UNSUPPORTED);
         }
+        let Estimates { mut bandwidth, mut latency, mut overhead } = self.estimates;
+        if query.remote == M::HOST || !can_import() {
+            bandwidth *= RELAY_EFFICIENCY;
+            if query.local == M::HOST || query.remote == M::HOST {
+                bandwidth = bandwidth.min(HOST_COPY);
+            }
+            latency = 2.0 * latency + RELAY_LATENCY;
+            overhead += RELAY_OVERHEAD;
+        }
         Ok(Perf {
-            send_pre_overhead: self.estimates.overhead,
+            send_pre_overhead: overhead,
             send_post_overhead: 0.0,
             recv_overhead: 0.0,
-            bandwidth: Bandwidth { dedicated: 0.0, shared: self.estimates.bandwidth },
-            latency: LinearFunc { constant: self.estimates.latency, slope: 0.0 },
+            bandwidth: Bandwidth { dedicated: 0.0, shared: bandwidth },
+            latency: LinearFunc { constant: latency, slope: 0.0 },
         })
     }
 
@@ -312,11 +374,7 @@ impl Interface for IpcInterface {
             if identity.is_own() {
                 return Err(String::from("same process"));
             }
-            identity.check_reachable().map_err(|error| error.to_string())?;
-            match self.no_import.get_or_init(why_no_import) {
-                Some(reason) => Err(reason.clone()),
-                None => Ok(()),
-            }
+            identity.check_reachable().map_err(|error| error.to_string())
         };
         why_not().map_err(|reason| {
             let reason = format!("not reachable: {reason}");
@@ -327,7 +385,7 @@ impl Interface for IpcInterface {
 
     fn connect(&self, peer: &Peer<'_>, link: Link) -> Result<Arc<PeerProcess>, Status> {
         let identity = Identity::parse(peer.interface).map_err(|_| Status::UNREACHABLE)?;
-        Ok(Arc::new(PeerProcess::new(identity, link)))
+        Ok(Arc::new(PeerProcess::new(identity, link, self.relays.of(&identity))))
     }
 
     fn leads_to(&self, remote: &Arc<PeerProcess>, peer: &Peer<'_>) -> bool {
@@ -369,6 +427,7 @@ impl Interface for IpcInterface {
         if self.copies.is_idle() {
             return 0;
         }
+        self.relays.advance();
         self.copies.reap(|operation| self.conclude(operation))
     }
 
@@ -377,28 +436,11 @@ impl Interface for IpcInterface {
     }
 
     fn event_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.sleeper.fd()
+        self.relays.wakeups().map(|wakeups| wakeups.as_fd())
     }
 
     fn arm(&self) -> Result<(), Status> {
+        self.relays.advance();
         self.sleeper.arm(&self.copies)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::unless_one_may;
-
-    #[test]
-    fn one_card_that_can_import_or_does_not_answer_is_enough() {
-        let why = |answers: &[Result<(), &'static str>]| {
-            unless_one_may(answers.iter().copied(), |reason| *reason != "in reset")
-        };
-        assert_eq!(why(&[]), None, "no card is open: nobody knows");
-        assert_eq!(why(&[Err("not lent"), Ok(())]), None);
-        assert_eq!(why(&[Ok(()), Err("not lent")]), None);
-        assert_eq!(why(&[Err("in reset")]), None);
-        assert_eq!(why(&[Err("not lent"), Err("in reset")]), None);
-        assert_eq!(why(&[Err("no import"), Err("not lent")]), Some("no import"));
     }
 }

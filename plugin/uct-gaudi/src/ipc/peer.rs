@@ -1,9 +1,11 @@
-//! The process behind an endpoint, and what copies under way to it hold.
+//! The process behind an endpoint, the relay to it, and what copies under way to it hold.
 
+use std::cell::RefCell;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use gaudi::share::{Identity, Opened};
+use gaudi::share::{Identity, Opened, Relay, RemoteKey, Wakeups};
+use gaudi::{Error, Notifier};
 use uct::Link;
 
 /// A peer, shared by its endpoint and the copies under way to it.
@@ -11,11 +13,12 @@ pub(crate) struct PeerProcess {
     identity: Identity,
     /// The endpoint as UCX knows it.
     pub(super) link: Link,
+    pub(super) relay: Arc<PeerRelay>,
 }
 
 impl PeerProcess {
-    pub(super) fn new(identity: Identity, link: Link) -> Self {
-        PeerProcess { identity, link }
+    pub(super) fn new(identity: Identity, link: Link, relay: Arc<PeerRelay>) -> Self {
+        PeerProcess { identity, link, relay }
     }
 
     pub(super) fn is(&self, identity: &Identity) -> bool {
@@ -31,6 +34,68 @@ impl PeerProcess {
 impl fmt::Display for PeerProcess {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.identity.fmt(f)
+    }
+}
+
+/// The relay to a process, made by the first copy that needs one. All endpoints of an interface that lead there have it in
+/// common, and it is closed with the last of them.
+pub(crate) struct PeerRelay {
+    identity: Identity,
+    relay: Mutex<Option<Arc<Relay>>>,
+}
+
+impl PeerRelay {
+    fn current(&self) -> Option<Arc<Relay>> {
+        self.relay.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// The relays of an interface.
+pub(super) struct Relays {
+    peers: RefCell<Vec<Weak<PeerRelay>>>,
+    /// What wakes a sleeper; absent where the process is out of descriptors.
+    wakeups: Option<Wakeups>,
+}
+
+impl Relays {
+    pub(super) fn new(notifier: Option<&Arc<Notifier>>) -> Self {
+        let wakeups = notifier.and_then(|notifier| Wakeups::new(notifier).ok());
+        Relays { peers: RefCell::default(), wakeups }
+    }
+
+    pub(super) fn wakeups(&self) -> Option<&Wakeups> {
+        self.wakeups.as_ref()
+    }
+
+    /// What endpoints that lead to this process have in common.
+    pub(super) fn of(&self, identity: &Identity) -> Arc<PeerRelay> {
+        let mut peers = self.peers.borrow_mut();
+        peers.retain(|peer| peer.strong_count() > 0);
+        let found = peers.iter().filter_map(Weak::upgrade).find(|peer| peer.identity == *identity);
+        found.unwrap_or_else(|| {
+            let new = Arc::new(PeerRelay { identity: *identity, relay: Mutex::default() });
+            peers.push(Arc::downgrade(&new));
+            new
+        })
+    }
+
+    /// The relay to a process; connects to it by memory of this key if there is none, or the last was closed.
+    pub(super) fn open(&self, peer: &PeerRelay, key: &RemoteKey) -> Result<Arc<Relay>, Error> {
+        let mut relay = peer.relay.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(relay) = relay.as_ref().filter(|relay| !relay.is_closed()) {
+            return Ok(Arc::clone(relay));
+        }
+        let new = Relay::new(key)?;
+        if let Some(wakeups) = &self.wakeups {
+            wakeups.add(&new)?;
+        }
+        Ok(Arc::clone(relay.insert(new)))
+    }
+
+    /// Gets on with what was started.
+    pub(super) fn advance(&self) {
+        let peers: Vec<_> = self.peers.borrow().iter().filter_map(Weak::upgrade).collect();
+        peers.iter().filter_map(|peer| peer.current()).for_each(|relay| relay.advance());
     }
 }
 

@@ -27,13 +27,6 @@ pub(crate) const DOMAIN_VARIABLES: &[Variable] = &[
         help: "The same in bytes.",
         kind: Kind::MemUnits,
     },
-    Variable {
-        name: "OPEN_DEVICE",
-        default: "y",
-        help: "Open a Gaudi when a peer's Gaudi memory is to be copied to or from host memory and\n\
-               this process has none open. n: such transfers are left to the peer, or staged.",
-        kind: Kind::Bool,
-    },
 ];
 
 /// Of the transport.
@@ -69,15 +62,9 @@ pub(super) fn take_over(ucx: &Ucx, values: &Values<'_>) {
             handles: values.uint("CACHE_MAX_REGIONS") as usize,
             bytes: values.bytes("CACHE_MAX_SIZE") as u64,
         }),
-        open_for_peers: Some(values.bool("OPEN_DEVICE")),
         ..Options::default()
     });
     warn_of_conflicts(ucx);
-}
-
-/// Whether a card may be opened for the sake of a peer's memory.
-pub(super) fn may_open_device() -> bool {
-    gaudi::runtime().options().open_for_peers.unwrap_or(true)
 }
 
 /// What UCX shall think an operation costs.

@@ -130,7 +130,7 @@ pub(crate) unsafe fn pin(
     let (addr, len) = (range.start, range.len());
     if let Some(region) = region.filter(|region| region.is_engines() && region.contains(addr, len))
         // SAFETY: the caller's promise.
-        && let Some(pin) = refused_as_none(unsafe { region.pin_whole(device) }.map(Some))?
+        && let Some(pin) = none_if_refused(unsafe { region.pin_whole(device) }.map(Some))?
     {
         return Ok(HostAccess::Pinned(region.at(pin, addr)));
     }

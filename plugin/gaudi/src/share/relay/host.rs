@@ -4,9 +4,9 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
+use super::super::KEY_LEN;
 use super::super::exporter::{self, Exporter};
 use super::super::key::{self, Bus, Fields, Token};
-use super::super::KEY_LEN;
 use super::wire::Access;
 use crate::process::Instance;
 use crate::submit::host_copy::{HostPtr, copy_in, copy_out};

@@ -22,10 +22,12 @@ mod host;
 mod ring;
 mod service;
 mod transfer;
+mod wakeups;
 mod wire;
 
 pub use host::HostShare;
 pub(super) use host::HostShares;
 pub(super) use service::Service;
 pub use transfer::{Relay, RelayPiece, Relayed};
+pub use wakeups::Wakeups;
 pub use wire::Access;

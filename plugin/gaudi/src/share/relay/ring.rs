@@ -7,7 +7,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, ftruncate, memfd_create};
+use rustix::fs::{
+    MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, ftruncate, memfd_create,
+};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
@@ -116,7 +118,10 @@ mod tests {
         let unsealed = memfd_create("gaudi-test", MemfdFlags::ALLOW_SEALING).unwrap();
         ftruncate(&unsealed, 4096).unwrap();
         assert!(Ring::of_peer(unsealed.as_fd()).is_none(), "not sealed");
-        let (large, empty) = (Ring::new(MAX_RING + 1).unwrap().1, memfd_create("x", MemfdFlags::ALLOW_SEALING).unwrap());
+        let (large, empty) = (
+            Ring::new(MAX_RING + 1).unwrap().1,
+            memfd_create("x", MemfdFlags::ALLOW_SEALING).unwrap(),
+        );
         fcntl_add_seals(&empty, SealFlags::SHRINK).unwrap();
         assert!(Ring::of_peer(large.as_fd()).is_none() && Ring::of_peer(empty.as_fd()).is_none());
         let no_memory = std::fs::File::open("/dev/null").unwrap();

@@ -52,11 +52,7 @@ fn max_peers() -> usize {
 
 impl Service {
     /// Takes over a connection, and the ring that came with it. One that makes no sense, or is too much, is closed.
-    pub(in super::super) fn adopt(
-        exporter: &'static Exporter,
-        socket: CloseOnFork,
-        ring: OwnedFd,
-    ) {
+    pub(in super::super) fn adopt(exporter: &'static Exporter, socket: CloseOnFork, ring: OwnedFd) {
         let Some(ring) = Ring::of_peer(ring.as_fd()) else { return };
         let Some(service) = Self::started(exporter) else { return };
         let mut new = service.new.lock().unwrap_or_else(PoisonError::into_inner);
@@ -192,13 +188,23 @@ impl Loop {
         match self.prepare(access, pieces, &ring) {
             Ok((segments, in_use)) => {
                 count(Counter::IpcRelayRequests, 1);
-                count(Counter::IpcRelayBytes, pieces.iter().map(|piece| u64::from(piece.len)).sum());
+                count(
+                    Counter::IpcRelayBytes,
+                    pieces.iter().map(|piece| u64::from(piece.len)).sum(),
+                );
                 let Some(first) = in_use.first() else {
                     return self.answer(peer, id, Outcome::Done); // all of it was host memory
                 };
                 let device = Arc::clone(&first.device);
-                let mut work =
-                    Work { peer, id, segments, device, running: None, _in_use: in_use, _ring: ring };
+                let mut work = Work {
+                    peer,
+                    id,
+                    segments,
+                    device,
+                    running: None,
+                    _in_use: in_use,
+                    _ring: ring,
+                };
                 match work.start() {
                     Some(outcome) => self.answer(peer, id, outcome),
                     None => self.work.push_back(work),

@@ -75,6 +75,17 @@ enum Local {
 }
 
 impl Local {
+    fn new(side: Side, device: Option<&Arc<Device>>) -> Local {
+        match (side, device) {
+            (Side::Device(addr), Some(device)) => Local::Card(addr, Arc::clone(device)),
+            (Side::Device(DeviceAddr(addr)), None) => {
+                Local::Host(HostPtr(core::ptr::with_exposed_provenance_mut(addr as usize)))
+            }
+            (Side::Host(ptr), _) => Local::Host(HostPtr(ptr)),
+            (found @ Side::Found(_), device) => Local::new(found.outdated(), device),
+        }
+    }
+
     fn add(&self, bytes: usize) -> Local {
         match self {
             Local::Host(ptr) => Local::Host(ptr.add(bytes)),
@@ -197,11 +208,6 @@ impl Relay {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Readable when [`Relay::advance`] has something to do that no card notifies of.
-    pub fn as_fd(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
-    }
-
     /// Whether the connection has ended: nothing can be started any more.
     pub fn is_closed(&self) -> bool {
         self.state().closed.is_some()
@@ -241,13 +247,7 @@ impl Relay {
             access: piece.access,
             token: piece.key.token(),
             remote: piece.remote,
-            local: match (piece.local, &piece.device) {
-                (Side::Device(addr), Some(device)) => Local::Card(addr, Arc::clone(device)),
-                (Side::Device(DeviceAddr(addr)), None) => {
-                    Local::Host(HostPtr(core::ptr::with_exposed_provenance_mut(addr as usize)))
-                }
-                (Side::Host(ptr), _) => Local::Host(HostPtr(ptr)),
-            },
+            local: Local::new(piece.local, piece.device.as_ref()),
             len: piece.len,
         });
         state.waiting.extend(parts);
@@ -359,7 +359,8 @@ impl Relay {
                 return state.end_chunk(number, Err(error));
             }
             // Memory of a job that was dropped is not ours to touch any more.
-            let is_live = |part: &Part| jobs.get(&part.job).is_some_and(|job| job.failure.is_none());
+            let is_live =
+                |part: &Part| jobs.get(&part.job).is_some_and(|job| job.failure.is_none());
             let live = chunk.parts.iter().filter(|(part, _)| is_live(part));
             // SAFETY: promised when the job was started, until it has ended.
             match unsafe { start_local(chunk.access, live, ring) } {
@@ -452,7 +453,7 @@ impl Relay {
     }
 
     /// Has the notifier notified when a card ends something of this relay; whether there is nothing for
-    /// [`Relay::advance`] to do, except what [`Relay::as_fd`] shows.
+    /// [`Relay::advance`] to do, except what its descriptor shows.
     pub fn notify_when_ready(&self, notifier: &Arc<Notifier>) -> bool {
         let state = self.state();
         state.outbox.is_empty()
@@ -464,6 +465,13 @@ impl Relay {
                 }
                 Stage::Local(None) => false,
             })
+    }
+}
+
+impl AsFd for Relay {
+    /// Readable when [`Relay::advance`] has something to do that no card notifies of.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
     }
 }
 
@@ -634,6 +642,12 @@ impl Relayed {
         self.job = None;
         let job = state.jobs.remove(&job)?;
         Some(job.failure.map_or(Ok(()), Err))
+    }
+
+    /// Whether [`Relayed::poll`] would say how it ended.
+    pub fn has_ended(&self) -> bool {
+        let state = self.relay.state();
+        self.job.and_then(|job| state.jobs.get(&job)).is_some_and(|job| job.left == 0)
     }
 
     /// Advances and looks until the job has ended.

@@ -181,11 +181,11 @@ mod ipc {
             key[at] ^= 1;
             RemoteKey::parse(&key).unwrap_err()
         };
-        assert!(matches!(refused(0), KeyError::Version { found: 3, .. }), "version");
+        assert!(matches!(refused(0), KeyError::Version { found: 2, .. }), "version");
         assert_eq!(refused(1), KeyError::OtherHost, "host or boot");
         assert!(matches!(refused(29), KeyError::OtherUser { .. }), "user");
         assert!(matches!(RemoteKey::parse(&good[1..]), Err(KeyError::Version { .. })));
-        assert_eq!(RemoteKey::parse(&[]).unwrap_err().to_string(), "it has 0 bytes, not 57");
+        assert_eq!(RemoteKey::parse(&[]).unwrap_err().to_string(), "it has 0 bytes, not 58");
         assert_eq!(stat("ipc_keys_refused"), 5);
     }
 

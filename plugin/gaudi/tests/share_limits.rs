@@ -14,7 +14,7 @@ const PID: std::ops::Range<usize> = 13..17;
 const TOKEN: std::ops::Range<usize> = 33..41;
 const SOURCE: usize = 42;
 const PAGE_NUMBER: usize = 45;
-const LENGTH: std::ops::Range<usize> = 52..57;
+const LENGTH: std::ops::Range<usize> = 53..58;
 const LEN: usize = 10_000;
 
 #[test]

@@ -36,3 +36,8 @@ pub(super) fn keep(new: OwnedFd) -> Result<CloseOnFork, String> {
     check(new.as_fd())?;
     CloseOnFork::new(new).ok_or_else(|| "too many descriptors are open".to_owned())
 }
+
+/// Length of the file behind a descriptor.
+pub(super) fn file_len(file: BorrowedFd<'_>) -> Result<u64, rustix::io::Errno> {
+    rustix::fs::fstat(file).map(|stat| stat.st_size as u64)
+}

@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::AsFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -349,7 +349,8 @@ impl Exporter {
         // one is not for peers.
         device.clear_tail(location.base, len)?;
         let (dmabuf, offset) = device.export_alone(location.base, len)?;
-        let found = file_len(dmabuf.as_fd()).map_err(|error| failed(format!("fstat: {error}")))?;
+        let found = descriptors::file_len(dmabuf.as_fd())
+            .map_err(|error| failed(format!("fstat: {error}")))?;
         if offset != 0 || found != len.next_multiple_of(key::PAGE) {
             return Err(failed(format!(
                 "the dma-buf of {len} bytes is {found} long and starts {offset} before them"
@@ -497,11 +498,6 @@ impl Drop for Preparation {
             reuse();
         }
     }
-}
-
-/// Length of the file behind a descriptor.
-pub(super) fn file_len(file: BorrowedFd<'_>) -> Result<u64, rustix::io::Errno> {
-    rustix::fs::fstat(file).map(|stat| stat.st_size as u64)
 }
 
 fn failed(detail: String) -> Error {

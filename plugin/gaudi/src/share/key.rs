@@ -193,7 +193,11 @@ mod tests {
             Fields::parse(&key).unwrap_err()
         };
         assert_eq!(with(0, 1), KeyError::Version { found: 1, expected: 3 });
-        assert_eq!(with(52, 0xff), KeyError::Malformed("its address is beyond all memory"));
+        let beyond = Fields { base: u64::MAX - LONGEST + 1, ..fields };
+        assert_eq!(
+            Fields::parse(&beyond.pack()).unwrap_err(),
+            KeyError::Malformed("its address is beyond all memory")
+        );
         let empty = Fields { len: 0, ..fields };
         let refused = KeyError::Malformed("it is of no length");
         assert_eq!(Fields::parse(&empty.pack()), Err(refused));

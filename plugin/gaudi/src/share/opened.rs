@@ -8,7 +8,7 @@ use std::sync::{Arc, Weak};
 
 use super::Limits;
 use super::cache::Cache;
-use super::exporter::file_len;
+use super::descriptors::file_len;
 use super::importer::{self, Lease};
 use super::key::{Bus, Fields, KEY_LEN, PAGE, Token};
 use super::no_lease::NoLease;

@@ -543,7 +543,7 @@ pub(crate) fn sockets(key: &[u8]) -> [String; 2] {
 
 /// A message to a broker, as `docs/design/ipc-protocol.md` describes it.
 pub(crate) fn message(kind: u8, lease: u64, body: &[u8]) -> Vec<u8> {
-    let head = [b'u', b'g', b's', b'h', 2, kind, 0, 0];
+    let head = [b'u', b'g', b's', b'h', 3, kind, 0, 0];
     [&head[..], &lease.to_le_bytes(), body].concat()
 }
 

@@ -13,7 +13,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-use super::super::exporter::file_len;
+use super::super::descriptors::file_len;
 use crate::HostRegion;
 
 /// Most bytes of a ring.

@@ -126,7 +126,6 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ("UCX_GAUDI_COPY_ABORT_ON_ERROR", "faults.rs"),
     ("UCX_GAUDI_IPC_CACHE_MAX_REGIONS", "ipc.rs"),
     ("UCX_GAUDI_IPC_CACHE_MAX_SIZE", "ipc.rs"),
-    ("UCX_GAUDI_IPC_OPEN_DEVICE", "ipc.rs"),
     ("UCX_GAUDI_IPC_BW", "ipc.rs"),
     ("UCX_GAUDI_IPC_LAT", "ipc.rs"),
     ("UCX_GAUDI_IPC_OVERHEAD", "ipc.rs"),

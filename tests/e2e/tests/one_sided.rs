@@ -1,58 +1,65 @@
-//! Put and get between two processes whose driver imports dma-bufs: which of them `gaudi_ipc` carries.
-//!
-//! The transport reaches the peer's Gaudi memory, not its host memory. So a put from Gaudi to the peer's
-//! host memory, and a get the other way round, are emulated by UCX as it comes. With one of its variables
-//! the peer is asked to do the transfer, and then it is `gaudi_ipc` again.
+//! Put and get between two processes: `gaudi_ipc` carries all that has Gaudi memory on a side, also where the driver imports
+//! nothing. There, and to host memory of the peer, it relays.
 
 use e2e::{Choice, Device, ProtocolLogs, Ucx, client};
 
 const SIZE: usize = 1 << 20;
 
+/// Words for the client, what UCX calls the operation, and whether the peer's memory is a card's.
+const OPERATIONS: [(&str, &str); 6] = [
+    ("--ops put --mem gaudi:gaudi", "remote memory write by ucp_put* from gaudi to gaudi"),
+    ("--ops put --mem host:gaudi", "remote memory write by ucp_put* from host memory to gaudi"),
+    ("--ops put --mem gaudi:host", "remote memory write by ucp_put* from gaudi to host"),
+    ("--ops get --mem gaudi:gaudi", "remote memory read by ucp_get* into gaudi from gaudi"),
+    ("--ops get --mem gaudi:host", "remote memory read by ucp_get* into host memory from gaudi"),
+    ("--ops get --mem host:gaudi", "remote memory read by ucp_get* into gaudi from host"),
+];
+
 /// What UCP does for a large put or get between these memories, every byte verified.
-fn chosen(ucx: Ucx, words: &str, operation: &str, pipelined: &str) -> Choice {
+fn chosen(ucx: Ucx, device: &Device, words: &str, operation: &str) -> Choice {
     let logs = ProtocolLogs::new().expect("a folder");
-    let tool = client(ucx, &Device::importing(2), &format!("pair --plain --sizes 1M {words}"));
-    logs.of(tool).env("UCX_RMA_PPLN_ENABLE", pipelined).run().ok();
+    let tool = client(ucx, device, &format!("pair --plain --sizes 1M {words}"));
+    logs.of(tool).run().ok();
     let protocols = logs.read().expect("protocols");
     let choice = protocols.choice("intra-node", operation, SIZE);
     choice.unwrap_or_else(|| panic!("nothing of {operation}")).clone()
 }
 
 #[test]
-fn the_peers_gaudi_memory_is_reached_directly_whatever_ucx_is_told() {
-    let operations = [
-        ("--ops put --mem gaudi:gaudi", "remote memory write by ucp_put* from gaudi to gaudi"),
-        ("--ops put --mem host:gaudi", "remote memory write by ucp_put* from host memory to gaudi"),
-        ("--ops get --mem gaudi:gaudi", "remote memory read by ucp_get* into gaudi from gaudi"),
-        (
-            "--ops get --mem gaudi:host",
-            "remote memory read by ucp_get* into host memory from gaudi",
-        ),
-    ];
+fn gaudi_memory_on_either_side_is_carried_by_ipc_whether_the_driver_imports_or_not() {
     for ucx in Ucx::ALL {
-        for (words, operation) in operations {
-            for pipelined in ["n", "y"] {
-                let choice = chosen(ucx, words, operation, pipelined);
+        for device in [Device::importing(2), Device::not_importing(2)] {
+            for (words, operation) in OPERATIONS {
+                let choice = chosen(ucx, &device, words, operation);
                 assert_eq!(choice.protocol, "zero-copy", "UCX {}, {operation}", ucx.name());
-                assert!(choice.transports.starts_with("gaudi_ipc"), "{choice:?}");
+                assert!(choice.transports.starts_with("gaudi_ipc"), "{operation}: {choice:?}");
             }
         }
     }
 }
 
 #[test]
-fn the_peers_host_memory_is_reached_by_asking_the_peer() {
-    let operations = [
-        ("--ops put --mem gaudi:host", "remote memory write by ucp_put* from gaudi to host"),
-        ("--ops get --mem host:gaudi", "remote memory read by ucp_get* into gaudi from host"),
-    ];
+fn host_memory_on_both_sides_is_left_to_ucx() {
+    let operation = "remote memory write by ucp_put* from host memory to host";
+    for device in [Device::importing(2), Device::not_importing(2)] {
+        let choice = chosen(Ucx::V1_22, &device, "--ops put --mem host:host", operation);
+        assert!(!choice.transports.contains("gaudi_ipc"), "{choice:?}");
+    }
+}
+
+/// As NIXL has tried: nothing is emulated, and every size has to find a lane. With error handling too.
+#[test]
+fn every_size_goes_without_emulation() {
     for ucx in Ucx::ALL {
-        for (words, operation) in operations {
-            let plain = chosen(ucx, words, operation, "n");
-            assert_eq!(plain.protocol, "software emulation", "UCX {}, {operation}", ucx.name());
-            let asked = chosen(ucx, words, operation, "y");
-            assert!(asked.protocol.starts_with("rndv using zero-copy"), "{operation}: {asked:?}");
-            assert!(asked.transports.starts_with("gaudi_ipc"), "{operation}: {asked:?}");
+        for device in [Device::importing(2), Device::not_importing(2)] {
+            for options in ["", "--peer-errors"] {
+                let words = format!(
+                    "pair --plain --ops put,get --mem gaudi:gaudi,gaudi:host,host:gaudi \
+                     --sizes 1,8,4K,64K+1,1M+3,8M {options}"
+                );
+                let tool = client(ucx, &device, &words);
+                tool.env("UCX_PROTO_EMULATION_ENABLE", "n").run().ok();
+            }
         }
     }
 }

@@ -17,7 +17,7 @@ fn every_setting_that_asks_for_a_gaudi_turns_its_absence_into_a_warning_with_the
     for (variable, value) in [
         ("UCX_GAUDI_COPY_DEVICE", "0"),
         ("UCT_GAUDI_COPY_KEEP_OPEN", "1s"),
-        ("UCX_GAUDI_IPC_OPEN_DEVICE", "n"),
+        ("UCX_GAUDI_IPC_BW", "auto"),
         ("UCX_GAUDI_TRACE", "/dev/null"),
         ("HLS_MODULE_ID", "3"),
         ("UCX_TLS", "gaudi,sm"),

@@ -63,7 +63,7 @@ pub use identity::Identity;
 pub use key::KEY_LEN;
 pub(crate) use opened::peer_handles;
 pub use opened::{Opened, RemoteKey};
-pub use relay::{Access, HostShare, Relay, RelayPiece, Relayed, Wakeups};
+pub use relay::{Access, HostShare, Relay, RelayPiece, Relayed, Wakeups, assist};
 pub use socket::remove_leftovers;
 
 use std::sync::Arc;

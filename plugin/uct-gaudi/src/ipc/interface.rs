@@ -424,6 +424,7 @@ impl Interface for IpcInterface {
 
     fn progress(&self) -> u32 {
         gaudi::rcache::reclaim();
+        gaudi::share::assist();
         if self.copies.is_idle() {
             return 0;
         }

@@ -28,6 +28,7 @@ mod wire;
 pub use host::HostShare;
 pub(super) use host::HostShares;
 pub(super) use service::Service;
+pub use service::assist;
 pub use transfer::{Relay, RelayPiece, Relayed};
 pub use wakeups::Wakeups;
 pub use wire::Access;

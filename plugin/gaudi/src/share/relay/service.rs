@@ -7,11 +7,15 @@
 //!
 //! Copies of a card run by themselves: the thread starts all that it is asked for, and the engine notifies it of their
 //! ends. Host memory it copies itself.
+//!
+//! A thread of the program that polls its transports lends a hand while there is traffic ([`assist`]): on a machine whose
+//! processors all spin, the service's own thread gets its turn after milliseconds.
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
@@ -29,13 +33,22 @@ const PAUSE: Duration = Duration::from_millis(2);
 /// What the notifier's events are numbered.
 const NOTIFIED: u64 = 0;
 
+/// How long after a request others lend a hand.
+const TRAFFIC: Duration = Duration::from_millis(2);
+
 /// The way to the thread.
 #[derive(Debug)]
 pub(in super::super) struct Service {
+    exporter: &'static Exporter,
     epoll: CloseOnFork,
     /// Notified when there is a new relay, and when a copy ends.
     notifier: Arc<Notifier>,
     new: Mutex<Vec<Peer>>,
+    /// Whoever has it serves.
+    state: Mutex<State>,
+    started: Instant,
+    /// Until when there is traffic, in microseconds since `started`.
+    traffic_until: AtomicU64,
 }
 
 /// An initiator.
@@ -72,15 +85,78 @@ impl Service {
         let notifier = Arc::new(Notifier::new().ok()?);
         let data = epoll::EventData::new_u64(NOTIFIED);
         epoll::add(&epoll, &*notifier, data, epoll::EventFlags::IN).ok()?;
-        let service = Service { epoll, notifier, new: Mutex::default() };
+        let service = Service {
+            exporter,
+            epoll,
+            notifier,
+            new: Mutex::default(),
+            state: Mutex::default(),
+            started: Instant::now(),
+            traffic_until: AtomicU64::new(0),
+        };
         let service = exporter.service().get_or_init(|| service);
-        let run = move || Loop::new(exporter, service).run();
-        thread::spawn("gaudi-relay", run).ok()?;
+        thread::spawn("gaudi-relay", move || service.run()).ok()?;
         Some(service)
+    }
+
+    /// Sleeps and serves, for ever.
+    fn run(&'static self) {
+        let mut may_sleep = true;
+        loop {
+            let timeout = if may_sleep { None } else { Some(Timespec::default()) };
+            let mut events = Vec::with_capacity(64);
+            let space = rustix::buffer::spare_capacity(&mut events);
+            if epoll::wait(&self.epoll, space, timeout.as_ref()).is_err() {
+                // A signal, or no memory: neither lasts.
+                std::thread::sleep(PAUSE);
+                continue;
+            }
+            let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            may_sleep = self.serve(state, &events);
+        }
+    }
+
+    /// Deals with events; whether something will wake the thread when there is something to do.
+    fn serve(&'static self, mut state: MutexGuard<'_, State>, events: &[epoll::Event]) -> bool {
+        for event in events {
+            match event.data.u64() {
+                NOTIFIED => self.notifier.clear(),
+                peer => {
+                    let until = (self.started.elapsed() + TRAFFIC).as_micros() as u64;
+                    self.traffic_until.store(until, Ordering::Relaxed);
+                    state.receive(self, peer);
+                }
+            }
+        }
+        state.take_new(self);
+        state.advance(self);
+        state.may_sleep(self)
+    }
+}
+
+/// Serves relays, if this process has some and there is traffic, and no other thread does. Never blocks for long.
+pub fn assist() {
+    let Some(service) = Exporter::if_any().and_then(|exporter| exporter.service().get()) else {
+        return;
+    };
+    let until = service.traffic_until.load(Ordering::Relaxed);
+    if until == 0 || service.started.elapsed().as_micros() as u64 > until {
+        return;
+    }
+    let Ok(state) = service.state.try_lock() else { return };
+    let mut events = Vec::with_capacity(16);
+    let space = rustix::buffer::spare_capacity(&mut events);
+    if epoll::wait(&service.epoll, space, Some(&Timespec::default())).is_ok() {
+        let may_sleep = service.serve(state, &events);
+        if !may_sleep {
+            // Nobody may come and assist again.
+            service.notifier.notify();
+        }
     }
 }
 
 /// A request under way.
+#[derive(Debug)]
 struct Work {
     peer: u64,
     id: u32,
@@ -93,46 +169,21 @@ struct Work {
     _ring: Arc<Ring>,
 }
 
-/// What the thread has.
-struct Loop {
-    exporter: &'static Exporter,
-    service: &'static Service,
+// SAFETY: the host pointers in the segments are of the ring, which goes with them.
+unsafe impl Send for Work {}
+
+/// The peers, and what they have asked for.
+#[derive(Debug, Default)]
+struct State {
     peers: HashMap<u64, Peer>,
     last: u64,
     work: VecDeque<Work>,
 }
 
-impl Loop {
-    fn new(exporter: &'static Exporter, service: &'static Service) -> Self {
-        Self { exporter, service, peers: HashMap::new(), last: NOTIFIED, work: VecDeque::new() }
-    }
-
-    /// Sleeps and serves, for ever.
-    fn run(mut self) {
-        let mut events = Vec::with_capacity(64);
-        loop {
-            let timeout = if self.may_sleep() { None } else { Some(Timespec::default()) };
-            events.clear();
-            let space = rustix::buffer::spare_capacity(&mut events);
-            if epoll::wait(&self.service.epoll, space, timeout.as_ref()).is_err() {
-                // A signal, or no memory: neither lasts.
-                std::thread::sleep(PAUSE);
-                continue;
-            }
-            for event in &events {
-                match event.data.u64() {
-                    NOTIFIED => self.service.notifier.clear(),
-                    peer => self.receive(peer),
-                }
-            }
-            self.take_new();
-            self.advance();
-        }
-    }
-
+impl State {
     /// Whether something will wake the thread when there is something to do. Arms, then looks.
-    fn may_sleep(&self) -> bool {
-        let notifier = &self.service.notifier;
+    fn may_sleep(&self, service: &Service) -> bool {
+        let notifier = &service.notifier;
         self.work.iter().all(|work| match &work.running {
             Some(transfer) => transfer.notify_when_done(notifier) && !transfer.has_news(),
             // It starts when something on its card ends.
@@ -140,14 +191,14 @@ impl Loop {
         })
     }
 
-    fn take_new(&mut self) {
-        let new = self.service.new.lock().unwrap_or_else(PoisonError::into_inner).split_off(0);
+    fn take_new(&mut self, service: &Service) {
+        let new = service.new.lock().unwrap_or_else(PoisonError::into_inner).split_off(0);
         for peer in new {
             self.last += 1;
             let data = epoll::EventData::new_u64(self.last);
             let flags = epoll::EventFlags::IN;
             if self.peers.len() < max_peers()
-                && epoll::add(&self.service.epoll, &peer.socket, data, flags).is_ok()
+                && epoll::add(&service.epoll, &peer.socket, data, flags).is_ok()
             {
                 self.peers.insert(self.last, peer);
             }
@@ -155,37 +206,44 @@ impl Loop {
     }
 
     /// Takes in what a peer asks for, and starts it.
-    fn receive(&mut self, number: u64) {
+    fn receive(&mut self, service: &'static Service, number: u64) {
         for _ in 0..MAX_REQUESTS {
             let Some(peer) = self.peers.get_mut(&number) else { return };
             let mut message = [0; MAX_LEN];
             let (len, descriptor) = match socket::receive(peer.socket.as_fd(), &mut message) {
                 Err(Errno::AGAIN | Errno::INTR) => return,
-                Ok((0, _)) | Err(_) => return self.hang_up(number),
+                Ok((0, _)) | Err(_) => return self.hang_up(service, number),
                 Ok(received) => received,
             };
             let under_way = self.work.iter().filter(|work| work.peer == number).count();
             match (Request::parse(&message[..len]), descriptor) {
                 (Some(Request::Ring), Some(file)) if under_way == 0 => {
                     let Some(ring) = Ring::of_peer(file.as_fd()) else {
-                        return self.hang_up(number);
+                        return self.hang_up(service, number);
                     };
                     peer.ring = ring;
                 }
                 (Some(Request::Copy { id, access, pieces }), None) if under_way < MAX_REQUESTS => {
                     let ring = Arc::clone(&peer.ring);
-                    self.begin(number, id, access, &pieces, ring);
+                    self.begin(service, (number, id), access, &pieces, ring);
                 }
                 _ => {
                     count(Counter::BrokerRefusedMessage, 1);
-                    return self.hang_up(number);
+                    return self.hang_up(service, number);
                 }
             }
         }
     }
 
-    fn begin(&mut self, peer: u64, id: u32, access: Access, pieces: &Pieces, ring: Arc<Ring>) {
-        match self.prepare(access, pieces, &ring) {
+    fn begin(
+        &mut self,
+        service: &'static Service,
+        (peer, id): (u64, u32),
+        access: Access,
+        pieces: &Pieces,
+        ring: Arc<Ring>,
+    ) {
+        match prepare(service.exporter, access, pieces, &ring) {
             Ok((segments, in_use)) => {
                 count(Counter::IpcRelayRequests, 1);
                 count(
@@ -193,7 +251,7 @@ impl Loop {
                     pieces.iter().map(|piece| u64::from(piece.len)).sum(),
                 );
                 let Some(first) = in_use.first() else {
-                    return self.answer(peer, id, Outcome::Done); // all of it was host memory
+                    return self.answer(service, peer, id, Outcome::Done); // all of it was host memory
                 };
                 let device = Arc::clone(&first.device);
                 let mut work = Work {
@@ -206,45 +264,19 @@ impl Loop {
                     _ring: ring,
                 };
                 match work.start() {
-                    Some(outcome) => self.answer(peer, id, outcome),
+                    Some(outcome) => self.answer(service, peer, id, outcome),
                     None => self.work.push_back(work),
                 }
             }
             Err(outcome) => {
                 count(Counter::IpcRelayRefused, 1);
-                self.answer(peer, id, outcome);
+                self.answer(service, peer, id, outcome);
             }
         }
-    }
-
-    /// Checks all pieces; copies host memory at once, and says what a card is to copy.
-    fn prepare(
-        &self,
-        access: Access,
-        pieces: &Pieces,
-        ring: &Arc<Ring>,
-    ) -> Result<(Vec<Segment>, Vec<InUse>), Outcome> {
-        let (mut segments, mut in_use) = (Vec::new(), Vec::new());
-        for piece in pieces {
-            let here = ring.at(piece.at, piece.len).ok_or(Outcome::Unknown)?;
-            let len = piece.len as usize;
-            if let Some(memory) = self.exporter.host_shares().find(piece.token) {
-                // SAFETY: a range of the ring, of which its initiator alone decides what else happens in it.
-                let copied = unsafe { memory.copy(access, piece.addr, here, len) };
-                copied.ok_or(Outcome::Unknown)?.map_err(|_| Outcome::Failed)?;
-                continue;
-            }
-            let used = self.exporter.begin_use(piece.token, piece.addr, piece.len.into());
-            in_use.push(used.ok_or(Outcome::Unknown)?);
-            let (host, card) = (Side::Host(here), Side::Device(DeviceAddr(piece.addr)));
-            let (dst, src) = if access == Access::Write { (card, host) } else { (host, card) };
-            segments.push(Segment { dst, src, len, host_region: Some(Arc::clone(ring.region())) });
-        }
-        Ok((segments, in_use))
     }
 
     /// Answers what has ended, and starts what a card was too busy for.
-    fn advance(&mut self) {
+    fn advance(&mut self, service: &Service) {
         for _ in 0..self.work.len() {
             let Some(mut work) = self.work.pop_front() else { return };
             let outcome = match &mut work.running {
@@ -258,28 +290,54 @@ impl Loop {
                     let Work { peer, id, .. } = work;
                     // The memory is given back before the peer is told.
                     drop(work);
-                    self.answer(peer, id, outcome);
+                    self.answer(service, peer, id, outcome);
                 }
                 None => self.work.push_back(work),
             }
         }
     }
 
-    fn answer(&mut self, number: u64, id: u32, outcome: Outcome) {
+    fn answer(&mut self, service: &Service, number: u64, id: u32, outcome: Outcome) {
         let Some(peer) = self.peers.get(&number) else { return };
         let answer = Answer { id, outcome }.pack();
         // A peer with no more than its requests under way has space for the answers.
         if socket::send(peer.socket.as_fd(), &answer, None).is_err() {
-            self.hang_up(number);
+            self.hang_up(service, number);
         }
     }
 
-    fn hang_up(&mut self, number: u64) {
+    fn hang_up(&mut self, service: &Service, number: u64) {
         if let Some(peer) = self.peers.remove(&number) {
             // Remove from epoll explicitly: a child may still have the socket open.
-            let _ = epoll::delete(&self.service.epoll, &peer.socket);
+            let _ = epoll::delete(&service.epoll, &peer.socket);
         }
     }
+}
+
+/// Checks all pieces; copies host memory at once, and says what a card is to copy.
+fn prepare(
+    exporter: &'static Exporter,
+    access: Access,
+    pieces: &Pieces,
+    ring: &Arc<Ring>,
+) -> Result<(Vec<Segment>, Vec<InUse>), Outcome> {
+    let (mut segments, mut in_use) = (Vec::new(), Vec::new());
+    for piece in pieces {
+        let here = ring.at(piece.at, piece.len).ok_or(Outcome::Unknown)?;
+        let len = piece.len as usize;
+        if let Some(memory) = exporter.host_shares().find(piece.token) {
+            // SAFETY: a range of the ring, of which its initiator alone decides what else happens in it.
+            let copied = unsafe { memory.copy(access, piece.addr, here, len) };
+            copied.ok_or(Outcome::Unknown)?.map_err(|_| Outcome::Failed)?;
+            continue;
+        }
+        let used = exporter.begin_use(piece.token, piece.addr, piece.len.into());
+        in_use.push(used.ok_or(Outcome::Unknown)?);
+        let (host, card) = (Side::Host(here), Side::Device(DeviceAddr(piece.addr)));
+        let (dst, src) = if access == Access::Write { (card, host) } else { (host, card) };
+        segments.push(Segment { dst, src, len, host_region: Some(Arc::clone(ring.region())) });
+    }
+    Ok((segments, in_use))
 }
 
 impl Work {

@@ -112,34 +112,6 @@ fn a_card_that_failed_one_copy_and_works_is_opened_again() {
     again.alloc(4096, 1).unwrap();
 }
 
-#[test]
-fn a_card_opened_for_peers_alone_is_closed_after_a_while() {
-    alone!(2);
-    let _kept = runtime().keep_open();
-    let [own, other] = [0, 1].map(DeviceChoice::Index);
-    drop(runtime().open_for_peers(&own).unwrap());
-    drop(runtime().open_for_peers(&other).unwrap());
-    assert_eq!(runtime().devices().len(), 2, "kept for the next key");
-    drop(runtime().open(&own).unwrap());
-    while runtime().devices().len() == 2 {
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    let left = runtime().devices();
-    assert_eq!(left.len(), 1);
-    assert_eq!(left[0].info().index, 0, "used for more than peers' memory");
-}
-
-/// A second attempt would succeed.
-#[test]
-fn a_card_in_reset_is_not_waited_for_on_behalf_of_peers() {
-    alone!(1, ("SOFT_GAUDI_FAULTS", "yes"));
-    runtime().discover().unwrap();
-    machine::faults("hlthunk_open fail:EAGAIN");
-    let refused = runtime().open_for_peers(&CARD).unwrap_err();
-    assert_eq!(refused.errno(), Some(libc::EAGAIN), "{refused}");
-    drop(runtime().open_for_peers(&CARD).unwrap());
-}
-
 /// The other process takes four seconds to close the card: longer than opens were once retried.
 #[test]
 fn a_card_that_another_process_is_closing_is_waited_for_and_that_is_said() {

@@ -243,7 +243,6 @@ fn variables_of(option: OptionName) -> &'static str {
         }
         OptionName::ClearAllocations => "UCX_GAUDI_COPY_CLEAR_MEMORY",
         OptionName::HandleLimits => "UCX_GAUDI_IPC_CACHE_MAX_REGIONS, CACHE_MAX_SIZE",
-        OptionName::OpenForPeers => "UCX_GAUDI_IPC_OPEN_DEVICE",
         OptionName::KeepOpen => "UCX_GAUDI_COPY_KEEP_OPEN",
         OptionName::OpenTimeout => "UCX_GAUDI_COPY_OPEN_TIMEOUT",
         OptionName::FlushPeerWrites => "UCX_GAUDI_COPY_FLUSH_PEER_WRITES",

@@ -162,7 +162,8 @@ fn without_import_in_the_driver_ipc_relays() {
         let words = "pair --sizes 0,1,4K,64K,1M+3,8M";
         logs.of(client(ucx, &Device::not_importing(2), words)).run().ok();
         let protocols = protocols(&logs);
-        for kind in KINDS.iter().filter(|kind| kind.contains("ucp_put") || kind.contains("ucp_get")) {
+        for kind in KINDS.iter().filter(|kind| kind.contains("ucp_put") || kind.contains("ucp_get"))
+        {
             let with = transports(&protocols, kind, 1 << 20);
             assert!(with.contains("gaudi_ipc"), "{kind}: `{with}`");
         }

@@ -53,8 +53,6 @@ options! {
     clear_allocations: bool, ClearAllocations;
     /// How much memory of peers cards keep open while it is unused.
     handle_limits: Limits, HandleLimits;
-    /// Whether a card may be opened for the sake of a peer's memory. Default: yes.
-    open_for_peers: bool, OpenForPeers;
     /// How long a card stays open after its last use, beyond what [`KeptOpen`](crate::KeptOpen) keeps.
     /// Default: not at all.
     keep_open: Duration, KeepOpen;

@@ -5,9 +5,6 @@
 //! stays open until the last of these is dropped, and for [`Options::keep_open`](crate::Options::keep_open)
 //! after its last use.
 //!
-//! A card that was opened for peers' memory alone stays open for [`PEERS_IDLE`] after its last use: such a
-//! process may never need one again, and another process does.
-//!
 //! Not longer by default: a card has one owner. Another process could not open it, nor could a child that is
 //! forked meanwhile.
 
@@ -19,18 +16,6 @@ use crate::{Device, Runtime, runtime};
 
 /// How often an unused card is looked at, at most.
 const LOOK: Duration = Duration::from_millis(100);
-
-/// How long a card stays open that was opened for peers' memory alone.
-const PEERS_IDLE: Duration = Duration::from_secs(10);
-
-/// For what a card is opened.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum User {
-    /// This process's own memory and copies.
-    Process,
-    /// Copies of peers' memory.
-    Peers,
-}
 
 /// Keeps cards open, those that are opened while it exists.
 #[derive(Debug)]
@@ -50,18 +35,14 @@ pub(super) struct State {
 
 impl State {
     /// For how long a card may be unused. `None`: as long as there are holders.
-    fn limit(&self, user: User, keep_open: Duration) -> Option<Duration> {
-        match user {
-            User::Peers => Some(keep_open.max(PEERS_IDLE)),
-            User::Process => (self.holders == 0).then_some(keep_open),
-        }
+    fn limit(&self, keep_open: Duration) -> Option<Duration> {
+        (self.holders == 0).then_some(keep_open)
     }
 }
 
 #[derive(Debug)]
 struct KeptCard {
     device: Arc<Device>,
-    user: User,
     unused_since: Option<Instant>,
 }
 
@@ -70,19 +51,14 @@ fn state() -> MutexGuard<'static, State> {
 }
 
 /// A card was opened, or is shared by one more user. The thread below may just have let go of it.
-pub(crate) fn opened(device: &Arc<Device>, user: User, keep_open: Duration) {
+pub(crate) fn opened(device: &Arc<Device>, keep_open: Duration) {
     let mut state = state();
-    if let Some(kept) = state.cards.iter_mut().find(|kept| Arc::ptr_eq(&kept.device, device)) {
-        if user == User::Process {
-            kept.user = user;
-        }
+    let limit = state.limit(keep_open);
+    let is_kept = state.cards.iter().any(|kept| Arc::ptr_eq(&kept.device, device));
+    if is_kept || limit == Some(Duration::ZERO) {
         return;
     }
-    let limit = state.limit(user, keep_open);
-    if limit == Some(Duration::ZERO) {
-        return;
-    }
-    state.cards.push(KeptCard { device: Arc::clone(device), user, unused_since: None });
+    state.cards.push(KeptCard { device: Arc::clone(device), unused_since: None });
     if limit.is_some() {
         watch(&mut state);
     }
@@ -109,14 +85,11 @@ fn close_unused() {
         let now = Instant::now();
         let mut guard = state();
         let state = &mut *guard;
-        let limits = [User::Process, User::Peers].map(|user| state.limit(user, keep_open));
-        let limit_of = |kept: &KeptCard| limits[usize::from(kept.user == User::Peers)];
-        let Some(shortest) = state.cards.iter().filter_map(limit_of).min() else {
+        let Some(limit) = state.limit(keep_open).filter(|_| !state.cards.is_empty()) else {
             state.watched = false;
             return;
         };
         let over = state.cards.extract_if(.., |kept| {
-            let Some(limit) = limit_of(kept) else { return false };
             // One reference is ours.
             if Arc::strong_count(&kept.device) > 1 {
                 kept.unused_since = None;
@@ -128,7 +101,7 @@ fn close_unused() {
         drop(guard);
         drop(over);
         // The limit may be set to zero meanwhile.
-        std::thread::sleep(LOOK.min(shortest.max(Duration::from_millis(1))));
+        std::thread::sleep(LOOK.min(limit.max(Duration::from_millis(1))));
     }
 }
 

@@ -17,7 +17,6 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
-use std::time::Duration;
 
 use hl_thunk::{Generation, Library};
 
@@ -35,7 +34,6 @@ use crate::{
     Location, Options, RegistrationCache, Side, Sysfs, Window, WindowEvent, share,
 };
 use discovery::Discovered;
-use keep_open::User;
 use lent_cards::LentCards;
 use opening::{OPEN_TIMEOUT, OPENING, first_to_open, is_in_reset, none_opened};
 use owners::Owners;
@@ -205,43 +203,27 @@ impl Runtime {
     /// parent's, and so are the threads and the locks. A child that was forked before opens cards as any
     /// process does.
     pub fn open(&self, choice: &DeviceChoice) -> Result<Arc<Device>, Error> {
-        self.open_for(choice, User::Process)
-    }
-
-    /// As [`Runtime::open`], for copies of peers' memory: waits for no card that is in reset or being closed,
-    /// and a card that is opened here alone stays open for ten seconds after its last use, not as long as
-    /// [`Runtime::keep_open`] keeps others.
-    pub fn open_for_peers(&self, choice: &DeviceChoice) -> Result<Arc<Device>, Error> {
-        self.open_for(choice, User::Peers)
-    }
-
-    fn open_for(&self, choice: &DeviceChoice, user: User) -> Result<Arc<Device>, Error> {
         self.check_process(OPENING)?;
         keep_open::drop_lost();
         let Selection { cards: candidates, left_out, .. } = self.select(choice)?;
         if let Some(device) = self.open_framework_card(choice, &candidates)? {
             return Ok(device);
         }
-        if let Some(shared) = self.share_open(&candidates, user) {
+        if let Some(shared) = self.share_open(&candidates) {
             return shared;
         }
-        let limit = match user {
-            User::Process => self.options().open_timeout.unwrap_or(OPEN_TIMEOUT),
-            User::Peers => Duration::ZERO,
-        };
+        let limit = self.options().open_timeout.unwrap_or(OPEN_TIMEOUT);
         let waiting = |line: &str| {
             if let Some(log) = self.on_wait.get() {
                 log(line);
             }
         };
         let open = |card: &DeviceInfo| {
-            if user == User::Process {
-                self.wait_until_closed(&card.bus_id);
-            }
+            self.wait_until_closed(&card.bus_id);
             let _opening = self.opening();
             // Another thread may have opened one meanwhile.
-            let shared = self.share_open(&candidates, user);
-            shared.unwrap_or_else(|| Ok(self.keep(self.open_card(card)?, user)))
+            let shared = self.share_open(&candidates);
+            shared.unwrap_or_else(|| Ok(self.keep(self.open_card(card)?)))
         };
         let opened = first_to_open(candidates.clone(), limit, open, std::thread::sleep, waiting);
         opened.or_else(|failures| {
@@ -281,15 +263,11 @@ impl Runtime {
     }
 
     /// A card of `candidates` that this process has open, for one more user.
-    fn share_open(
-        &self,
-        candidates: &[DeviceInfo],
-        user: User,
-    ) -> Option<Result<Arc<Device>, Error>> {
+    fn share_open(&self, candidates: &[DeviceInfo]) -> Option<Result<Arc<Device>, Error>> {
         let device = self.find_open(candidates)?;
         // An error of one submission does not mean a reset.
         if !device.is_surely_lost() {
-            return Some(Ok(self.keep(device, user)));
+            return Some(Ok(self.keep(device)));
         }
         let detail = "it was reset, and this process still holds memory of it";
         let remedy = "free all memory of this card, then open it again";
@@ -297,9 +275,9 @@ impl Runtime {
     }
 
     /// Keeps a card open if that is wanted. The application closes its own.
-    fn keep(&self, device: Arc<Device>, user: User) -> Arc<Device> {
+    fn keep(&self, device: Arc<Device>) -> Arc<Device> {
         if !self.is_lent(device.id()) && !device.is_guest() {
-            keep_open::opened(&device, user, self.options().keep_open.unwrap_or_default());
+            keep_open::opened(&device, self.options().keep_open.unwrap_or_default());
         }
         device
     }

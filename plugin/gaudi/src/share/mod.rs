@@ -3,7 +3,8 @@
 //! An exporter shares an allocation ([`Device::share`]) and sends the [`Share::key`] to a peer by
 //! whatever means. The peer parses it ([`RemoteKey::parse`]), opens it for one of its own devices
 //! ([`RemoteKey::open`]) and copies between that device and what [`Opened::translate`] answers: one
-//! DMA from card to card. No UCX here; `docs/ipc.md` has the security model.
+//! DMA from card to card. Where no driver imports, and for host memory ([`HostShare`]), it copies through a [`Relay`].
+//! No UCX here; `docs/ipc.md` has the security model.
 //!
 //! There is one connection from an importing process to each exporting one. The exporter hands a
 //! dma-buf out only over it, and records a *lease* on the connection in the same step. What is freed
@@ -34,6 +35,7 @@
 //! | `importer`, `opened`, `cache` | connections to exporters; keys, imports, and which are kept |
 //! | `patience`, `no_lease` | how long an exporter is waited for; why there is no lease |
 //! | `descriptors` | how many both sides keep, and leave to the application |
+//! | `relay` | memory that cannot be imported, through shared host memory |
 //! | `socket` | where brokers listen, who is at the other end, sending and receiving |
 
 mod broker;

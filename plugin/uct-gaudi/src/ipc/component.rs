@@ -75,10 +75,10 @@ impl Component for IpcComponent {
 pub(super) fn unreachable(ucx: &Ucx, why: &Unusable) -> Status {
     match why {
         // Nothing is wrong: UCX asks for every buffer.
-        Unusable::OwnMemory => {
+        Unusable::OwnMemory | Unusable::NoKey => {
             log!(ucx, Debug, "{NAME}: a peer's memory is not reachable: {why}");
         }
-        Unusable::NoKey | Unusable::NoImport | Unusable::Key(_) | Unusable::Engine(_) => {
+        Unusable::NoImport | Unusable::Key(_) | Unusable::Engine(_) => {
             log!(ucx, Info, "{NAME}: a peer's memory is not reachable: {why}");
         }
     }

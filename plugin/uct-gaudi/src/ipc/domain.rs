@@ -45,12 +45,18 @@ pub(crate) struct Shareable {
 /// Host memory that was registered, and shared when the first key was packed: UCX registers much, and packs few.
 pub(crate) struct ShareableHost {
     region: Arc<HostRegion>,
+    /// UCX registers it for one rendezvous, as it does with every lane that might be used.
+    is_passing: bool,
     /// Taken back when it is deregistered, after copies that are under way.
     share: OnceLock<Result<HostShare, NoKey>>,
 }
 
 impl ShareableHost {
     fn share(&self, ucx: &Ucx) -> Result<HostShare, NoKey> {
+        // Programs that have nothing to do with Gaudis get no broker for their messages.
+        if self.is_passing && gaudi::runtime().devices().is_empty() {
+            return Err(NoKey);
+        }
         // SAFETY: who packs a key of memory has peers read and write it, until it is deregistered.
         let share = unsafe { HostShare::new(self.region.start(), self.region.len()) };
         share.map_err(|error| not_shared(ucx, "host", &error))
@@ -150,13 +156,15 @@ impl MemoryDomain for IpcDomain {
         }
     }
 
-    fn register(&self, region: &Region<'_>) -> Result<Memory, Status> {
-        Ok(match register(self.ucx, NAME, region)? {
+    fn register(&self, asked: &Region<'_>) -> Result<Memory, Status> {
+        Ok(match register(self.ucx, NAME, asked)? {
             Registered::Device(found) => Memory::Device(Shareable::new(&found)),
             // A domain for memory of peers: gaudi_copy registers dma-bufs.
             Registered::Dmabuf(..) => return Err(Status::UNSUPPORTED),
             Registered::Host(region) => {
-                Memory::Host(ShareableHost { region, share: OnceLock::new() })
+                // UCP does so for rendezvous, and not where the application maps memory.
+                let is_passing = asked.hide_errors;
+                Memory::Host(ShareableHost { region, is_passing, share: OnceLock::new() })
             }
         })
     }

@@ -18,6 +18,7 @@ pub(crate) enum Carried {
 }
 
 /// A copy under way.
+#[allow(clippy::large_enum_variant, reason = "most are of a card")]
 pub(crate) enum Running {
     Card(Transfer),
     Relay(Relayed),

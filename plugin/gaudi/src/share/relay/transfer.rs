@@ -108,6 +108,7 @@ struct Chunk {
 }
 
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant, reason = "there are a few dozen, made once")]
 enum Stage {
     /// Between the ring and memory of this process. `None`: the card was too busy so far.
     Local(Option<Transfer>),
@@ -540,16 +541,14 @@ impl State {
         };
         let mut parts: SmallVec<[(Part, u32); 1]> = SmallVec::new();
         let mut at = 0;
-        let mut taken = 0;
         for part in self.waiting.iter().take(MAX_PIECES) {
             let fits = part.len <= most - at && part.access == access;
-            if taken > 0 && !fits {
+            if !parts.is_empty() && !fits {
                 break;
             }
             let len = part.len.min(most);
             parts.push((Part { len, ..part.clone() }, at as u32));
             at = (at + len).next_multiple_of(ALIGN).min(most);
-            taken += 1;
             if len < part.len {
                 break;
             }

@@ -66,9 +66,7 @@ mod ipc {
         for (kind, key) in keys.iter().enumerate() {
             assert_eq!((key.is_host(), key.len()), (kind == 1, len as u64));
             let relay = Relay::new(key).unwrap();
-            for (round, size) in
-                [1, 8, 4097, 65_537, 300_000, 2_500_003].into_iter().enumerate()
-            {
+            for (round, size) in [1, 8, 4097, 65_537, 300_000, 2_500_003].into_iter().enumerate() {
                 for is_card in [true, false] {
                     let (seed, at, from) = (round as u64 + 10, 7 + round * 1001, 3 + round * 5);
                     let bytes = pattern(size, seed);

@@ -14,6 +14,7 @@ use super::NAME;
 use super::component::{card_near, unreachable};
 use super::remote_memory::{NoKey, RemoteMemory};
 use crate::addresses::{Registered, register};
+use crate::domain;
 use crate::status::explain;
 
 /// An open memory domain. It opens no card.
@@ -208,7 +209,12 @@ impl MemoryDomain for IpcDomain {
     }
 
     fn attach(&self, key: &[u8], hide_errors: bool) -> Result<Memory, Status> {
-        match RemoteMemory::attach(key, || card_near(self.ucx, SysDevice::UNKNOWN)) {
+        // To map it takes a card: the one of this process, which is opened now if none is.
+        let card = || {
+            let open = card_near(self.ucx, SysDevice::UNKNOWN);
+            open.or_else(|| domain::configured_device().ok())
+        };
+        match RemoteMemory::attach(key, card) {
             Ok(key) => Ok(Memory::Attached(key)),
             Err(why) if hide_errors => Err(unreachable(self.ucx, &why)),
             Err(why) => {

@@ -1,7 +1,7 @@
-//! The relay: memory of another process reached without importing it, through a [ring](ring) of shared host memory.
+//! The relay: memory of another process reached without importing it, through a [`ring`] of shared host memory.
 //!
 //! No upstream driver imports dma-bufs, and no driver imports a peer's host memory. There the *initiator* of a put or get
-//! asks the *owner* of the memory to do half of the work: the owner's [service](service), a thread, copies between its
+//! asks the *owner* of the memory to do half of the work: the owner's [`service`], a thread, copies between its
 //! memory and the ring, the initiator between the ring and its own memory, and while one chunk is in one half the next
 //! is in the other. A put goes through the ring from the initiator, a get from the owner.
 //!

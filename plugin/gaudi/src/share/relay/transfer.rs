@@ -111,7 +111,7 @@ struct Chunk {
 #[allow(clippy::large_enum_variant, reason = "there are a few dozen, made once")]
 enum Stage {
     /// Between the ring and memory of this process. `None`: the card was too busy so far.
-    Local(Option<Transfer>),
+    Local(Option<Box<Transfer>>),
     /// The owner was asked.
     Remote,
 }
@@ -365,13 +365,13 @@ impl Relay {
             let live = chunk.parts.iter().filter(|(part, _)| is_live(part));
             // SAFETY: promised when the job was started, until it has ended.
             match unsafe { start_local(chunk.access, live, ring) } {
-                Ok(Some(transfer)) => *running = Some(transfer),
+                Ok(Some(transfer)) => *running = Some(Box::new(transfer)),
                 Ok(None) => return self.local_done(state, number),
                 Err(SubmitError::Busy) => return,
                 Err(SubmitError::Failed(error)) => return state.end_chunk(number, Err(error)),
             }
         }
-        match running.as_mut().and_then(Transfer::poll) {
+        match running.as_mut().and_then(|transfer| transfer.poll()) {
             None => {}
             Some(Ok(())) => self.local_done(state, number),
             Some(Err(error)) => state.end_chunk(number, Err(error)),
@@ -533,15 +533,18 @@ impl State {
         let number = self.chunks.iter().position(Option::is_none)?;
         let first = self.waiting.front()?;
         let access = first.access;
-        // A large piece is cut so that both halves of the way are soon busy; small ones are put together.
+        // Large pieces are cut, and small ones put together, so that there are about eight chunks of what waits: both
+        // halves of the way are soon busy, and few requests are made for much.
         let most = if first.len > UNIT {
             (first.len / 8).next_multiple_of(UNIT).clamp(UNIT, MAX_CHUNK)
         } else {
-            MAX_CHUNK.min(ring_len / 4)
+            let eighth = (self.waiting_bytes / 8).next_multiple_of(UNIT);
+            eighth.clamp(2 * UNIT, MAX_CHUNK.min(ring_len / 4))
         };
+        let most_pieces = (self.waiting.len() / 8).clamp(8, MAX_PIECES);
         let mut parts: SmallVec<[(Part, u32); 1]> = SmallVec::new();
         let mut at = 0;
-        for part in self.waiting.iter().take(MAX_PIECES) {
+        for part in self.waiting.iter().take(most_pieces) {
             let fits = part.len <= most - at && part.access == access;
             if !parts.is_empty() && !fits {
                 break;

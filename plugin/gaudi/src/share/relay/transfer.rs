@@ -108,7 +108,6 @@ struct Chunk {
 }
 
 #[derive(Debug)]
-#[allow(clippy::large_enum_variant, reason = "there are a few dozen, made once")]
 enum Stage {
     /// Between the ring and memory of this process. `None`: the card was too busy so far.
     Local(Option<Box<Transfer>>),

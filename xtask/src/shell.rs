@@ -68,7 +68,7 @@ fn exports(layout: &Layout, soft: bool, ucx: Ucx) -> Result<String> {
     lines.extend(staging);
     if soft {
         lines.push(format!("export SOFT_GAUDI_NODE={}", quote(&node(layout))));
-        // So that gaudi_ipc can be tried; an upstream driver cannot import.
+        // So that gaudi_ipc imports, as with an upstream driver it does not.
         let list = format!("${{SOFT_GAUDI_LENIENT-${{SOFT_GAUDI_KIND-{LENIENT}}}}}");
         lines.push(format!("export SOFT_GAUDI_LENIENT=\"{list}\""));
     }

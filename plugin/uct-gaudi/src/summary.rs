@@ -43,7 +43,7 @@ pub(crate) fn at_first_use(ucx: &Ucx, device: &Device, dmabuf: Ternary, nics: &s
     SAID.call_once(|| {
         let ipc = match device.can_import() {
             Ok(()) => String::from("gaudi_ipc, one copy from card to card"),
-            Err(error) => format!("staged through host memory: {}", explain(&error)),
+            Err(error) => format!("gaudi_ipc, relayed through host memory: {}", explain(&error)),
         };
         let dmabuf = match dmabuf {
             Ternary::No => "off (UCX_GAUDI_COPY_DMABUF=no)",

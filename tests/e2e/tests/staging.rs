@@ -1,9 +1,9 @@
-//! Two processes, each with a card of its own, whose driver cannot import dma-bufs: everything works
-//! through host memory, and UCP does it in pipelines.
+//! Two processes, each with a card of its own, without `gaudi_ipc`: everything works through host memory,
+//! and UCP does it in pipelines.
 
 use e2e::{Device, ProtocolLogs, Protocols, Ucx, client};
 
-/// What `docs/performance.md` recommends for puts, and for gets from Gaudi memory.
+/// What `docs/performance.md` recommends for puts, and for gets from Gaudi memory, where there is no `gaudi_ipc`.
 const PIPELINED_RMA: (&str, &str) = ("UCX_RMA_PPLN_ENABLE", "y");
 
 /// All operations between all memories, every byte verified.
@@ -11,7 +11,8 @@ fn moved(ucx: Ucx, variables: &[(&str, &str)]) -> Protocols {
     let device = Device::not_importing(2);
     let logs = ProtocolLogs::new().expect("a folder");
     let words = "pair --plain --sizes 1,4097,65536,2M+13";
-    let end = logs.of(client(ucx, &device, words).envs(variables)).run().ok();
+    let tool = client(ucx, &device, words).env("UCX_TLS", "^gaudi_ipc").envs(variables);
+    let end = logs.of(tool).run().ok();
     // Five operations, four pairs of memories, four sizes, two directions.
     assert!(end.stdout.contains("160 passed, 0 failed"), "{}", end.report());
     logs.read().expect("protocols")

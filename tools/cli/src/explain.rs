@@ -222,7 +222,10 @@ const GLOSSARY: &[(&str, &str)] = &[
         "software emulation",
         "the peer's CPU takes part: slow, and only while the peer makes progress",
     ),
-    ("gaudi_ipc", "gaudi_ipc: the card copies to or from the other process's card memory itself"),
+    (
+        "gaudi_ipc",
+        "gaudi_ipc: the card copies from card to card, or both processes copy through shared host memory",
+    ),
     ("gaudi_cpy", "gaudi_cpy: the card's DMA engine copies between host memory and card"),
     ("gaudi_gdr", "gaudi_gdr: the card's DMA engine copies between host memory and card"),
     ("sysv", "sysv: shared host memory"),
@@ -254,7 +257,7 @@ fn advice(protocols: &Protocols, title: &str, len: usize) -> Vec<&'static str> {
     let may_use_ipc = title.contains("gaudi") && !title.starts_with("stream");
     if may_use_ipc && !protocols.name_transport("gaudi_ipc") {
         advice.push(
-            "gaudi_ipc is not used at all: the driver imports no dma-bufs, or UCX_TLS leaves it out (`ucx-gaudi doctor`)",
+            "gaudi_ipc is not used at all: UCX_TLS leaves it out, or it does not reach the peer (docs/ipc.md)",
         );
     }
     advice

@@ -68,7 +68,7 @@ struct Measured {
 pub(super) fn run(repo: &Repo, spec: &str, quick: bool) -> Result<Vec<Record>> {
     let bench = Workbench::ready(repo.layout().clone(), &[Ucx::V1_22])?;
     let mut records = Vec::new();
-    let kinds = [("ordered,unpinned", "staged"), ("import,ordered,unpinned", "gaudi_ipc")];
+    let kinds = [("ordered,unpinned", "no import"), ("import,ordered,unpinned", "import")];
     for (kind, people) in kinds {
         let mut measured = Measured::default();
         for (ops, mem, forced, more) in GROUPS {

@@ -8,8 +8,8 @@
 //!
 //! Each pair has two processes of its own, of which the one has the one memory and the other the other; every byte is
 //! verified. If others used the processors meanwhile, sizes are measured again; the best counts, for floors and operations
-//! alike. The device cannot import dma-bufs here, like most drivers in the field, so Gaudi memory is staged through host
-//! memory.
+//! alike. The device cannot import dma-bufs here, like most drivers in the field: messages are staged through host
+//! memory, or `gaudi_ipc` relays them, as UCX estimates.
 
 use anyhow::{Context, Result};
 use comfy_table::{Table, presets};

@@ -1,4 +1,4 @@
-//! Device memory between processes: keys, and the leases that make them good.
+//! Memory between processes: keys, the leases that make them good, and relays where nothing can be imported.
 //!
 //! An exporter shares an allocation ([`Device::share`]) and sends the [`Share::key`] to a peer by
 //! whatever means. The peer parses it ([`RemoteKey::parse`]), opens it for one of its own devices

@@ -20,7 +20,7 @@ use crate::status::explain;
 /// An open memory domain. It opens no card.
 pub(crate) struct IpcDomain {
     pub(super) ucx: &'static Ucx,
-    /// Cards stay open between two uses; those opened for peers' memory alone for some seconds.
+    /// Cards stay open between two uses.
     _kept_open: KeptOpen,
 }
 

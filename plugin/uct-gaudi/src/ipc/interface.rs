@@ -1,4 +1,4 @@
-//! The transport: copies between local memory and Gaudi memory of other processes.
+//! The transport: copies between local memory and memory of other processes; at least one is a Gaudi's.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;

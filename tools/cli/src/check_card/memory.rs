@@ -324,7 +324,7 @@ pub(super) fn import(device: &Device) -> Finding {
     let found = if supported {
         "the driver imports dma-bufs: gaudi_ipc copies from card to card"
     } else {
-        "the driver imports no dma-bufs, as no upstream kernel does: memory of other processes is staged through host memory"
+        "the driver imports no dma-bufs, as no upstream kernel does: gaudi_ipc relays through host memory"
     };
     Finding::good("", found).with(json!({ "import": supported }))
 }

@@ -77,14 +77,17 @@ pub(super) fn check(card: Option<&str>) -> Vec<Finding> {
         }
     };
     let import = match device.can_import() {
-        Ok(()) => Finding::good("import", "the driver imports dma-bufs: gaudi_ipc is available"),
+        Ok(()) => Finding::good(
+            "import",
+            "the driver imports dma-bufs: gaudi_ipc copies from card to card",
+        ),
         Err(error) if !error.is_unsupported() => {
             let failure = Failure::from(error);
             Finding::warning("import", failure.what, failure.remedy)
         }
         Err(_) => Finding::good(
             "import",
-            "the driver imports no dma-bufs, as no upstream kernel does: processes exchange memory through the host",
+            "the driver imports no dma-bufs, as no upstream kernel does: gaudi_ipc relays through host memory",
         ),
     };
     vec![copy, export.with(json!({"card": name})), import]

@@ -32,7 +32,7 @@ fn every_component_is_listed_once_with_its_documented_names() {
     let domain = gaudi_copy(&listing);
     assert!(domain.contains(&"Type: accelerator".to_owned()), "{domain:?}");
     let domain = Listing::of(&listing.stdout).domain("gaudi_ipc");
-    for wanted in ["remote key: 57 bytes", "error handling: peer failure, ep_check"] {
+    for wanted in ["remote key: 58 bytes", "error handling: peer failure, ep_check"] {
         assert_eq!(Listing::of(&domain).count(wanted), 1, "`{wanted}`: {domain}");
     }
     assert_eq!(listing.stderr, "");

@@ -187,6 +187,53 @@ mod ipc {
         assert_eq!(peer.stat("ipc_relay_refused"), 18);
     }
 
+    /// They travel in one request, and are told apart.
+    #[test]
+    fn of_jobs_that_share_a_request_only_the_refused_one_fails() {
+        alone!(2, NO_IMPORT);
+        let mut peer = Peer::on_card(1);
+        let good = peer.share(1, 9000, 1);
+        let mut forged = good.clone();
+        forged[35] ^= 1;
+        let (good, forged) = (key(&good), key(&forged));
+        let relay = Relay::new(&good).unwrap();
+        let mut bytes = pattern(9000, 2);
+        let mut expected = pattern(9000, 1);
+        let mut jobs = Vec::new();
+        // The first is alone, as nothing waits; all others wait together.
+        for number in 0..30_usize {
+            let (at, len) = (number * 300, 299);
+            let key = if number == 20 { &forged } else { &good };
+            let here = (Side::Host(bytes[at..].as_mut_ptr()), None);
+            jobs.push(start(&relay, &[piece(Access::Write, key, at, here, len)]));
+            if number != 20 {
+                expected[at..at + len].copy_from_slice(&bytes[at..at + len]);
+            }
+        }
+        for (number, job) in jobs.iter_mut().enumerate() {
+            assert_eq!(job.wait().is_err(), number == 20, "{number}");
+        }
+        assert_eq!(peer.sum(1), hash(&expected));
+    }
+
+    /// The CPU would copy it.
+    #[test]
+    fn device_addresses_are_not_taken_for_host_memory() {
+        alone!(2, NO_IMPORT);
+        let mut peer = Peer::on_card(1);
+        let key = key(&peer.share(1, 9000, 1));
+        let relay = Relay::new(&key).unwrap();
+        let address = open(0).alloc(4096, 1).unwrap().addr();
+        let as_host = Side::Host(core::ptr::without_provenance_mut(address.0 as usize));
+        for local in [as_host, Side::Device(address)] {
+            // SAFETY: refused before memory is touched.
+            let refused =
+                unsafe { relay.start(&[piece(Access::Write, &key, 0, (local, None), 8)]) };
+            let error = refused.unwrap_err().to_string();
+            assert!(error.contains("not memory of this process"), "{error}");
+        }
+    }
+
     #[test]
     fn memory_that_is_withdrawn_or_freed_is_not_written_any_more() {
         alone!(2, NO_IMPORT);

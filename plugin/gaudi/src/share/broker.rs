@@ -28,8 +28,8 @@ use crate::stats::{Counter, Counts};
 /// How long a connection may take to be granted its first lease. An importer asks at once, and waits
 /// a second for its turn (`importer`).
 const GRANT_DEADLINE: Duration = Duration::from_millis(300);
-/// Most connections of one peer process: an importer has one.
-const MAX_PER_PROCESS: usize = 8;
+/// Most connections of one peer process: an importer has one, and each of its workers one until its relay is served.
+const MAX_PER_PROCESS: usize = 64;
 /// Most messages taken from one connection before others have their turn.
 const MAX_AT_ONCE: u32 = 256;
 /// Most connections accepted from one socket before others have their turn.

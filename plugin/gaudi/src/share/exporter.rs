@@ -169,6 +169,8 @@ pub(super) struct Exporter {
     is_running: Mutex<bool>,
     host_shares: HostShares,
     service: OnceLock<Service>,
+    /// Whether the service's thread runs. Taken to start it.
+    is_relaying: Mutex<bool>,
 }
 
 static EXPORTER: PerProcess<Exporter> = PerProcess::new();
@@ -191,6 +193,7 @@ impl Exporter {
                 is_running,
                 host_shares: HostShares::default(),
                 service: OnceLock::new(),
+                is_relaying: Mutex::default(),
             })
         })
     }
@@ -240,6 +243,11 @@ impl Exporter {
     /// The service of relays, which is made for the first.
     pub(super) fn service(&self) -> &OnceLock<Service> {
         &self.service
+    }
+
+    /// Whether the service's thread runs.
+    pub(super) fn is_relaying(&self) -> MutexGuard<'_, bool> {
+        self.is_relaying.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Keeps memory of a card for a copy, if `[addr, addr + len)` is shared under this token.

@@ -20,7 +20,7 @@ use super::domain::{IpcDomain, Memory};
 use super::peer::{InFlight, PeerProcess, Reached, Relays};
 use super::remote_memory::{RemoteMemory, is_no_import};
 use super::settings::{self, Estimates};
-use crate::addresses::classify;
+use crate::addresses::{classify, is_host_memory};
 use crate::carrier::{Carried, Segments};
 use crate::copies::{Copies, Ended, Failure, NotStarted, OnFailure};
 use crate::sleeper::Sleeper;
@@ -29,9 +29,9 @@ use crate::status::{self, explain};
 /// What goes into addresses, where all processes must agree.
 ///
 /// The domain registers host memory, so this is compared with the lanes of host-to-host traffic, though it carries none.
-/// UCX drops lanes that are four times slower than the fastest: this one must neither drop `cma` (11 GB/s) nor be dropped
-/// beside a NIC.
-const WIRE: Estimates = Estimates { bandwidth: 25e9, latency: 3e-6, overhead: 2e-6 };
+/// UCX drops lanes that are four times slower than the fastest: this one must neither drop `cma` (11 GB/s) or a NIC of
+/// 40 Gb/s, nor be dropped where there is one of 400 Gb/s.
+const WIRE: Estimates = Estimates { bandwidth: 13e9, latency: 3e-6, overhead: 2e-6 };
 
 /// What a relay costs beyond two copies: two messages, and the service of the owner has to wake up.
 const RELAY_LATENCY: f64 = 20e-6;
@@ -145,6 +145,15 @@ impl IpcInterface {
                 return Err(Status::UNSUPPORTED);
             }
             let (local, device) = classify(buffer.address(), buffer.length());
+            if device.is_none() && !is_host_memory(buffer.address(), buffer.length()) {
+                let (at, len) = (buffer.address(), buffer.length());
+                log!(
+                    self.ucx,
+                    Error,
+                    "{NAME}: {len} bytes at {at:#x} are no memory of this process (any more)"
+                );
+                return Err(Status::INVALID_ADDR);
+            }
             let (key, len) = (*key.key(), buffer.length());
             if !key.contains(at, len as u64) {
                 return Err(self.not_inside(at, len));

@@ -45,6 +45,11 @@ pub(crate) struct PeerRelay {
 }
 
 impl PeerRelay {
+    fn forget(&self, closed: &Arc<Relay>) {
+        let mut relay = self.relay.lock().unwrap_or_else(PoisonError::into_inner);
+        relay.take_if(|relay| Arc::ptr_eq(relay, closed));
+    }
+
     fn current(&self) -> Option<Arc<Relay>> {
         self.relay.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -95,7 +100,15 @@ impl Relays {
     /// Gets on with what was started.
     pub(super) fn advance(&self) {
         let peers: Vec<_> = self.peers.borrow().iter().filter_map(Weak::upgrade).collect();
-        peers.iter().filter_map(|peer| peer.current()).for_each(|relay| relay.advance());
+        for peer in peers {
+            let Some(relay) = peer.current() else { continue };
+            relay.advance();
+            if relay.is_closed() {
+                // Its socket would stay readable. Jobs that are left on it get on when they are polled.
+                self.wakeups.iter().for_each(|wakeups| wakeups.remove(&relay));
+                peer.forget(&relay);
+            }
+        }
     }
 }
 

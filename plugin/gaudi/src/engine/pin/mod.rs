@@ -129,10 +129,14 @@ pub(crate) unsafe fn pin(
 ) -> Result<HostAccess, Error> {
     let (addr, len) = (range.start, range.len());
     if let Some(region) = region.filter(|region| region.is_engines() && region.contains(addr, len))
-        // SAFETY: the caller's promise.
-        && let Some(pin) = none_if_refused(unsafe { region.pin_whole(device) }.map(Some))?
     {
-        return Ok(HostAccess::Pinned(region.at(pin, addr)));
+        // SAFETY: the caller's promise.
+        let pin = none_if_refused(unsafe { region.pin_whole(device) }.map(Some))?;
+        // Never in the cache, which would not learn that it is unmapped.
+        return Ok(match pin {
+            Some(pin) => HostAccess::Pinned(region.at(pin, addr)),
+            None => HostAccess::Bounce { guarded: true },
+        });
     }
     if !device.backend().pins_callers_memory() {
         return Ok(HostAccess::Bounce { guarded: false });

@@ -30,6 +30,8 @@ use crate::{Device, DeviceAddr, Segment, Side, SubmitError, Transfer};
 
 /// Pause where the kernel or a card lacks something.
 const PAUSE: Duration = Duration::from_millis(2);
+/// Most bytes of one peer's requests that are taken in before others have their turn.
+const MAX_AT_ONCE: usize = 4 << 20;
 /// What the notifier's events are numbered.
 const NOTIFIED: u64 = 0;
 
@@ -76,16 +78,27 @@ impl Service {
 
     /// `None` where this process lacks a thread or descriptors.
     fn started(exporter: &'static Exporter) -> Option<&'static Service> {
-        static STARTING: Mutex<()> = Mutex::new(());
-        let _starting = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(service) = exporter.service().get() {
-            return Some(service);
+        let mut is_running = exporter.is_relaying();
+        let service = match exporter.service().get() {
+            Some(service) => service,
+            None => exporter.service().get_or_init({
+                let service = Self::new(exporter)?;
+                || service
+            }),
+        };
+        if !*is_running {
+            thread::spawn("gaudi-relay", move || service.run()).ok()?;
+            *is_running = true;
         }
+        Some(service)
+    }
+
+    fn new(exporter: &'static Exporter) -> Option<Service> {
         let epoll = descriptors::keep(epoll::create(epoll::CreateFlags::CLOEXEC).ok()?).ok()?;
         let notifier = Arc::new(Notifier::new().ok()?);
         let data = epoll::EventData::new_u64(NOTIFIED);
         epoll::add(&epoll, &*notifier, data, epoll::EventFlags::IN).ok()?;
-        let service = Service {
+        Some(Service {
             exporter,
             epoll,
             notifier,
@@ -93,10 +106,7 @@ impl Service {
             state: Mutex::default(),
             started: Instant::now(),
             traffic_until: AtomicU64::new(0),
-        };
-        let service = exporter.service().get_or_init(|| service);
-        thread::spawn("gaudi-relay", move || service.run()).ok()?;
-        Some(service)
+        })
     }
 
     /// Sleeps and serves, for ever.
@@ -207,7 +217,12 @@ impl State {
 
     /// Takes in what a peer asks for, and starts it.
     fn receive(&mut self, service: &'static Service, number: u64) {
+        let mut bytes = 0;
         for _ in 0..MAX_REQUESTS {
+            // The others have their turn; what is left shows again.
+            if bytes > MAX_AT_ONCE {
+                return;
+            }
             let Some(peer) = self.peers.get_mut(&number) else { return };
             let mut message = [0; MAX_LEN];
             let (len, descriptor) = match socket::receive(peer.socket.as_fd(), &mut message) {
@@ -225,6 +240,7 @@ impl State {
                 }
                 (Some(Request::Copy { id, access, pieces }), None) if under_way < MAX_REQUESTS => {
                     let ring = Arc::clone(&peer.ring);
+                    bytes += pieces.iter().map(|piece| piece.len as usize).sum::<usize>();
                     self.begin(service, (number, id), access, &pieces, ring);
                 }
                 _ => {
@@ -322,6 +338,10 @@ fn prepare(
     ring: &Arc<Ring>,
 ) -> Result<(Vec<Segment>, Vec<InUse>), Outcome> {
     let (mut segments, mut in_use) = (Vec::new(), Vec::new());
+    // Each piece has its own place in the ring.
+    if pieces.iter().map(|piece| u64::from(piece.len)).sum::<u64>() > ring.len() as u64 {
+        return Err(Outcome::Unknown);
+    }
     for piece in pieces {
         let here = ring.at(piece.at, piece.len).ok_or(Outcome::Unknown)?;
         let len = piece.len as usize;

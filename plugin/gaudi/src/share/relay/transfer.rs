@@ -23,7 +23,9 @@ use super::ring::Ring;
 use super::wire::{Access, Answer, MAX_PIECES, MAX_REQUESTS, Outcome, Piece, Request};
 use crate::process::{CloseOnFork, Instance, Notifier};
 use crate::submit::host_copy::HostPtr;
-use crate::{Device, DeviceAddr, Error, ErrorKind, Segment, Side, SubmitError, Transfer};
+use crate::{
+    Device, DeviceAddr, Error, ErrorKind, Segment, Side, SubmitError, Transfer, USER_SPACE_END,
+};
 
 const RELAYING: &str = "copying through a relay";
 
@@ -66,6 +68,8 @@ struct Part {
     remote: u64,
     local: Local,
     len: usize,
+    /// It was refused together with others: asked for by itself, only it fails.
+    alone: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -75,14 +79,25 @@ enum Local {
 }
 
 impl Local {
-    fn new(side: Side, device: Option<&Arc<Device>>) -> Local {
-        match (side, device) {
-            (Side::Device(addr), Some(device)) => Local::Card(addr, Arc::clone(device)),
-            (Side::Device(DeviceAddr(addr)), None) => {
-                Local::Host(HostPtr(core::ptr::with_exposed_provenance_mut(addr as usize)))
+    /// The CPU copies host memory: what is certainly none, such as device memory that was freed, is refused.
+    fn new(piece: &RelayPiece) -> Result<Local, Error> {
+        let invalid = |addr: u64| {
+            let detail = format!("{} bytes at {addr:#x} are not memory of this process", piece.len);
+            let remedy = "this may be device memory that was freed";
+            Error::new(ErrorKind::InvalidParams, RELAYING, detail, remedy)
+        };
+        match (piece.local.outdated(), &piece.device) {
+            (Side::Device(addr), Some(device)) => Ok(Local::Card(addr, Arc::clone(device))),
+            (Side::Host(ptr), _) => {
+                let end = (ptr as u64).saturating_add(piece.len as u64);
+                if end > USER_SPACE_END {
+                    Err(invalid(ptr as u64))
+                } else {
+                    Ok(Local::Host(HostPtr(ptr)))
+                }
             }
-            (Side::Host(ptr), _) => Local::Host(HostPtr(ptr)),
-            (found @ Side::Found(_), device) => Local::new(found.outdated(), device),
+            (Side::Device(addr), None) => Err(invalid(addr.0)),
+            (Side::Found(_), _) => Err(invalid(0)), // never what `outdated` returns
         }
     }
 
@@ -230,6 +245,7 @@ impl Relay {
         for piece in pieces {
             self.check(piece)?;
         }
+        let locals = pieces.iter().map(Local::new).collect::<Result<SmallVec<[_; 1]>, _>>()?;
         let mut state = self.state();
         if let Some(error) = &state.closed {
             return Err(error.clone().into());
@@ -242,13 +258,15 @@ impl Relay {
         let left = pieces.iter().map(|piece| piece.len).sum();
         state.jobs.insert(job, Job { left, failure: None });
         state.waiting_bytes += left;
-        let parts = pieces.iter().filter(|piece| piece.len > 0).map(|piece| Part {
+        let pieces = pieces.iter().zip(locals).filter(|(piece, _)| piece.len > 0);
+        let parts = pieces.map(|(piece, local)| Part {
             job,
             access: piece.access,
             token: piece.key.token(),
             remote: piece.remote,
-            local: Local::new(piece.local, piece.device.as_ref()),
+            local,
             len: piece.len,
+            alone: false,
         });
         state.waiting.extend(parts);
         self.launch(&mut state);
@@ -290,9 +308,6 @@ impl Relay {
     /// Takes in answers.
     fn receive(&self, state: &mut State) -> Result<(), Error> {
         loop {
-            if !state.chunks.iter().flatten().any(|chunk| matches!(chunk.stage, Stage::Remote)) {
-                return Ok(());
-            }
             let mut message = [0; 64];
             let received = match socket::receive_plain(self.socket.as_fd(), &mut message) {
                 // It hung up without reading what we sent; what it sent comes after this error.
@@ -324,6 +339,8 @@ impl Relay {
                     self.step(state, number);
                 }
                 (Outcome::Done, Access::Write) => state.end_chunk(number, Ok(())),
+                // Which of them was refused is found out one by one.
+                (_, _) if chunk.parts.len() > 1 => state.split_chunk(number),
                 (outcome, _) => {
                     let error = self.refused(outcome);
                     state.end_chunk(number, Err(error));
@@ -379,11 +396,12 @@ impl Relay {
 
     /// The ring's range is filled, or emptied.
     fn local_done(&self, state: &mut State, number: usize) {
+        state.keep_live(number);
         let Some(chunk) = &mut state.chunks[number] else { return };
         match (chunk.access, state.closed.clone()) {
             (_, Some(error)) => state.end_chunk(number, Err(error)),
-            (Access::Write, None) => self.ask(state, number),
-            (Access::Read, None) => state.end_chunk(number, Ok(())),
+            (Access::Write, None) if !chunk.parts.is_empty() => self.ask(state, number),
+            _ => state.end_chunk(number, Ok(())),
         }
     }
 
@@ -544,14 +562,14 @@ impl State {
         let mut parts: SmallVec<[(Part, u32); 1]> = SmallVec::new();
         let mut at = 0;
         for part in self.waiting.iter().take(most_pieces) {
-            let fits = part.len <= most - at && part.access == access;
+            let fits = part.len <= most - at && part.access == access && !part.alone;
             if !parts.is_empty() && !fits {
                 break;
             }
             let len = part.len.min(most);
             parts.push((Part { len, ..part.clone() }, at as u32));
             at = (at + len).next_multiple_of(ALIGN).min(most);
-            if len < part.len {
+            if len < part.len || part.alone {
                 break;
             }
         }
@@ -600,6 +618,31 @@ impl State {
         }
     }
 
+    /// The parts of a chunk wait again, each for a chunk of its own.
+    fn split_chunk(&mut self, number: usize) {
+        let Some(chunk) = self.chunks[number].take() else { return };
+        self.used &= !chunk.units;
+        for (part, _) in chunk.parts.into_iter().rev() {
+            self.waiting_bytes += part.len;
+            self.waiting.push_front(Part { alone: true, ..part });
+        }
+        self.forget_failed();
+    }
+
+    /// Takes those parts out of a chunk whose jobs have failed or were dropped: the ring was not filled for them.
+    fn keep_live(&mut self, number: usize) {
+        let Self { chunks, jobs, .. } = self;
+        let Some(chunk) = &mut chunks[number] else { return };
+        chunk.parts.retain(|(part, _)| match jobs.get_mut(&part.job) {
+            Some(job) if job.failure.is_none() => true,
+            Some(job) => {
+                job.left -= part.len;
+                false
+            }
+            None => false,
+        });
+    }
+
     /// What waits of jobs that have failed, or were dropped, is not started any more.
     fn forget_failed(&mut self) {
         let Self { waiting, jobs, waiting_bytes, .. } = self;
@@ -636,6 +679,10 @@ impl Relayed {
     /// Whether the job has ended, and how; asked no more after that. Looks only: [`Relay::advance`] gets it on.
     pub fn poll(&mut self) -> Option<Result<(), Error>> {
         let job = self.job?;
+        if self.relay.is_closed() {
+            // Another may have taken its place, and then nothing else gets it on.
+            self.relay.advance();
+        }
         let mut state = self.relay.state();
         if state.jobs.get(&job)?.left > 0 {
             return None;

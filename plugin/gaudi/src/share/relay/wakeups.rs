@@ -20,6 +20,12 @@ impl Wakeups {
         Ok(Self(epoll))
     }
 
+    /// Takes a relay out that is closed.
+    pub fn remove(&self, relay: &Relay) {
+        // Where it is not in there, there is nothing to do.
+        let _ = epoll::delete(&self.0, relay);
+    }
+
     /// Adds a relay, until its connection is closed.
     pub fn add(&self, relay: &Relay) -> Result<(), Error> {
         epoll::add(&self.0, relay, epoll::EventData::new_u64(0), epoll::EventFlags::IN).map_err(

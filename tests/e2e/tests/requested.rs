@@ -64,7 +64,8 @@ fn transports_that_ucx_tls_leaves_out_are_named_when_gaudi_memory_is_wanted() {
 
 #[test]
 fn a_summary_at_info_level_says_once_what_was_found_and_decided() {
-    for (lenient, ipc) in [("import", "gaudi_ipc, one copy"), ("", "staged through host memory: ")]
+    for (lenient, ipc) in
+        [("import", "gaudi_ipc, one copy"), ("", "gaudi_ipc, relayed through host memory: ")]
     {
         let machine = Machine::with("two cards", "gaudi2", 2, |node| {
             node.with("SOFT_GAUDI_LENIENT", lenient)

@@ -137,9 +137,13 @@ fn explain_tells_the_protocol_in_words() {
     let steps = told["steps"].as_array().expect("a list");
     assert_eq!((steps.len(), &steps[0]["who"]), (2, &"sender".into()), "{told:#}");
     assert!(steps[1]["transports"].as_str().expect("text").contains("gaudi_ipc"), "{told:#}");
-    // Without import put is emulated, unless it is told to be pipelined.
-    let staged = Device::Software(SoftNode::unique().with("SOFT_GAUDI_LENIENT", ""));
-    let told = json(&explain("explain put gaudi gaudi 1M --json", &staged).ok());
+    let strict = || SoftNode::unique().with("SOFT_GAUDI_LENIENT", "");
+    let put = "explain put gaudi gaudi 1M --json";
+    let told = json(&explain(put, &Device::Software(strict())).ok());
+    assert!(told.to_string().contains("through shared host memory"), "a relay: {told:#}");
+    // Without gaudi_ipc put is emulated, unless it is told to be pipelined.
+    let emulated = Device::Software(strict().with("UCX_TLS", "^gaudi_ipc"));
+    let told = json(&explain(put, &emulated).ok());
     let advice = told["advice"].to_string();
     assert!(advice.contains("--tuned") && advice.contains("gaudi_ipc"), "{told:#}");
     let old = format!("explain put host gaudi 8 --ucx {}", bench.layout().old_ucx().display());

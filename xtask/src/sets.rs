@@ -54,7 +54,7 @@ pub(crate) const SETS: &[Set] = &[
             ("dmabuf", "both_driver_calls_give_the_right_bytes"),
             // Between processes.
             ("ipc", "ipc_is_chosen_for_every_message_it_can_carry"),
-            ("ipc", "without_import_in_the_driver_a_peer_is_not_reachable_by_ipc"),
+            ("ipc", "without_import_in_the_driver_ipc_relays"),
             ("ipc", "killed_peer_is_an_error_and_its_card_is_free_again"),
             // Errors.
             ("absent", "gaudi_memory_without_gaudi_is_refused_by_ucx_in_words"),

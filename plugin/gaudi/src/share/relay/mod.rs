@@ -18,6 +18,7 @@
 //!
 //! Many small pieces travel in one request; a large one is cut into chunks ([`transfer`]).
 
+mod chunks;
 mod host;
 mod ring;
 mod service;

@@ -3,7 +3,7 @@
 
 use anyhow::{Context, Result, bail, ensure};
 use comfy_table::{CellAlignment, Table, presets};
-use e2e::{Device, LENIENT, Listing, Perftest, Row, Ucx, Workbench};
+use e2e::{Device, Listing, Perftest, Row, SoftNode, Ucx, Workbench};
 use ucp_check::measure::size_name;
 
 use crate::dist::{self, Profile};
@@ -16,17 +16,12 @@ pub(crate) fn run(repo: &Repo) -> Result<()> {
     setup::fetch(repo, &[Ucx::V1_22])?;
     dist::build(repo, Profile::Release)?;
     let bench = Workbench::ready(repo.layout().clone(), &[Ucx::V1_22])?;
-    let device = Device::hardware_or_software();
+    let device = Device::hardware_or(SoftNode::unique());
 
     heading("What stock UCX sees (ucx_info -d)");
     println!("UCX:    stock 1.22.0, from {}", repo.shown(&Ucx::V1_22.root(bench.layout())));
     println!("plugin: {}", repo.shown(&bench.layout().plugins()));
     println!("device: {}", device.title());
-    if matches!(device, Device::Software(_)) {
-        println!(
-            "        SOFT_GAUDI_LENIENT={LENIENT}: it imports dma-bufs, as an upstream driver does not"
-        );
-    }
     println!();
     println!("{}", listing(&bench, &device)?);
 

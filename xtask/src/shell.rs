@@ -4,7 +4,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::PathBuf;
 
 use anyhow::{Result, bail};
-use e2e::{LENIENT, Layout, Ucx};
+use e2e::{Layout, Ucx};
 
 use crate::dist;
 use crate::repo::Repo;
@@ -68,9 +68,6 @@ fn exports(layout: &Layout, soft: bool, ucx: Ucx) -> Result<String> {
     lines.extend(staging);
     if soft {
         lines.push(format!("export SOFT_GAUDI_NODE={}", quote(&node(layout))));
-        // So that gaudi_ipc imports, as with an upstream driver it does not.
-        let list = format!("${{SOFT_GAUDI_LENIENT-${{SOFT_GAUDI_KIND-{LENIENT}}}}}");
-        lines.push(format!("export SOFT_GAUDI_LENIENT=\"{list}\""));
     }
     lines.push(String::new());
     Ok(lines.join("\n"))

@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use soft_gaudi::testing::Machine;
-pub use ucp_protocols::tuning::SOFT_LENIENT as LENIENT;
 
 use crate::Layout;
 
@@ -46,7 +45,7 @@ impl SoftNode {
 
     /// A node as quick as it can be, with dma-buf import: more lenient than a card with an upstream driver.
     pub fn lenient() -> Self {
-        Self::unique().with("SOFT_GAUDI_LENIENT", LENIENT)
+        Self::unique().with("SOFT_GAUDI_LENIENT", "import,ordered,unpinned")
     }
 
     /// Adds a setting of the software Gaudi, for example `SOFT_GAUDI_DEVICES`.
@@ -123,9 +122,9 @@ impl Device {
         }
     }
 
-    /// The machine's own card if it has one and its driver library, else a software one for the demo and benches.
-    pub fn hardware_or_software() -> Self {
-        Self::hardware(Path::new("/")).unwrap_or_else(|| Self::Software(SoftNode::lenient()))
+    /// The machine's own card if it has one and its driver library, else a software one.
+    pub fn hardware_or(software: SoftNode) -> Self {
+        Self::hardware(Path::new("/")).unwrap_or(Self::Software(software))
     }
 
     /// The card of the machine whose file system is at `root`, if it has one and its driver library.

@@ -25,7 +25,7 @@ mod protocols;
 pub mod rdma;
 mod tool;
 
-pub use device::{Device, LENIENT, SoftNode};
+pub use device::{Device, SoftNode};
 pub use layout::{Layout, Ucx};
 pub use listing::Listing;
 pub use perftest::{Figures, Pair, Perftest};

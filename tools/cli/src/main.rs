@@ -33,7 +33,7 @@ use clap_complete::Shell;
 
 use failure::{Exit, Failure};
 use prefix::Prefix;
-use ucp_protocols::tuning::{self, SOFT_LENIENT};
+use ucp_protocols::tuning;
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -54,9 +54,12 @@ struct Cli {
     #[arg(long, global = true)]
     json: bool,
     /// Use the software Gaudi instead of the machine's, with N cards
+    ///
+    /// It is as strict as hardware with an upstream driver. `import` (or `N,import`): its driver imports dma-bufs, so that
+    /// gaudi_ipc copies from card to card; without, it relays.
     #[arg(
-        long, global = true, value_name = "N", num_args = 0..=1, require_equals = true,
-        default_missing_value = "as-set", value_parser = soft_cards
+        long, global = true, value_name = "N|import", num_args = 0..=1, require_equals = true,
+        default_missing_value = "as-set", value_parser = soft_machine
     )]
     soft: Option<Soft>,
     #[command(subcommand)]
@@ -118,21 +121,44 @@ enum Command {
     },
 }
 
-/// `--soft[=N]`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// `--soft[=N][,import]`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Soft {
     /// `None`: as `SOFT_GAUDI_DEVICES` says.
-    pub(crate) cards: Option<u32>,
+    cards: Option<u32>,
+    /// Whether its driver imports dma-bufs, whatever `SOFT_GAUDI_LENIENT` says.
+    import: bool,
 }
 
-fn soft_cards(text: &str) -> Result<Soft, String> {
-    if text == "as-set" {
-        return Ok(Soft { cards: None });
+impl Soft {
+    /// What the software Gaudi is told.
+    pub(crate) fn variables(self) -> Vec<(&'static str, String)> {
+        let mut variables = Vec::new();
+        if self.import {
+            let set = std::env::var("SOFT_GAUDI_LENIENT").unwrap_or_default();
+            let list = if set.is_empty() { String::from("import") } else { set + ",import" };
+            variables.push(("SOFT_GAUDI_LENIENT", list));
+        }
+        if let Some(cards) = self.cards {
+            variables.push(("SOFT_GAUDI_DEVICES", cards.to_string()));
+        }
+        variables
     }
-    match text.parse() {
-        Ok(cards @ 1..=256) => Ok(Soft { cards: Some(cards) }),
-        _ => Err(String::from("give a number of cards from 1 to 256, or --soft alone")),
+}
+
+fn soft_machine(text: &str) -> Result<Soft, String> {
+    let mut soft = Soft::default();
+    for word in text.split(',').filter(|_| text != "as-set") {
+        match (word, word.parse()) {
+            ("import", _) => soft.import = true,
+            (_, Ok(cards @ 1..=256)) => soft.cards = Some(cards),
+            _ => {
+                let ways = "give a number of cards from 1 to 256, `import`, or --soft alone";
+                return Err(String::from(ways));
+            }
+        }
     }
+    Ok(soft)
 }
 
 /// What every command may need.
@@ -161,13 +187,13 @@ fn dispatch(cli: Cli) -> Result<Exit, Failure> {
     let context = Context { json: cli.json, soft: cli.soft, prefix: Prefix::find()? };
     match cli.command {
         Command::Run(options) => run::run(&context, &options),
-        Command::Info(options) => info::run(&on_card(context, SOFT_LENIENT)?, &options),
-        Command::Doctor(options) => doctor::run(&on_card(context, SOFT_LENIENT)?, &options),
+        Command::Info(options) => info::run(&on_card(context)?, &options),
+        Command::Doctor(options) => doctor::run(&on_card(context)?, &options),
         Command::Probe { what } => Ok(doctor::answer(&what)),
-        Command::Topo => topo::run(&on_card(context, SOFT_LENIENT)?),
-        Command::CheckCard(options) => check_card::run(&on_card(context, STRICT)?, &options),
-        Command::Explain(options) => explain::run(&on_card(context, SOFT_LENIENT)?, &options),
-        Command::Bench(options) => bench::run(&on_card(context, SOFT_LENIENT)?, &options),
+        Command::Topo => topo::run(&on_card(context)?),
+        Command::CheckCard(options) => check_card::run(&on_card(context)?, &options),
+        Command::Explain(options) => explain::run(&on_card(context)?, &options),
+        Command::Bench(options) => bench::run(&on_card(context)?, &options),
         Command::Stats(options) => stats::run(&context, &options),
         Command::Top(options) => stats::top(&context, &options),
         Command::Trace(options) => trace::run(&context, &options),
@@ -181,11 +207,8 @@ fn dispatch(cli: Cli) -> Result<Exit, Failure> {
     }
 }
 
-/// `SOFT_GAUDI_LENIENT` for checks: a software card as strict as it can be.
-const STRICT: &str = "";
-
-/// Chooses the software Gaudi for this process, if asked to, and how lenient it is unless the user said so.
-fn on_card(context: Context, lenient: &str) -> Result<Context, Failure> {
+/// Chooses the software Gaudi for this process, if asked to.
+fn on_card(context: Context) -> Result<Context, Failure> {
     let Some(soft) = context.soft else { return Ok(context) };
     let library = context.prefix.soft_gaudi()?.join("libhl-thunk.so");
     let set = |name: &str, value: &std::ffi::OsStr| {
@@ -196,11 +219,8 @@ fn on_card(context: Context, lenient: &str) -> Result<Context, Failure> {
     if std::env::var_os("SOFT_GAUDI_NODE").is_none() {
         set("SOFT_GAUDI_NODE", context.prefix.soft_node().as_ref());
     }
-    if !run::chose_leniency() {
-        set("SOFT_GAUDI_LENIENT", lenient.as_ref());
-    }
-    if let Some(cards) = soft.cards {
-        set("SOFT_GAUDI_DEVICES", cards.to_string().as_ref());
+    for (name, value) in soft.variables() {
+        set(name, value.as_ref());
     }
     Ok(context)
 }
@@ -250,9 +270,12 @@ mod tests {
     #[test]
     fn software_cards_are_counted_from_1_to_256() {
         let soft = |arg: &str| Cli::try_parse_from(["ucx-gaudi", arg, "info"]).map(|cli| cli.soft);
-        assert_eq!(soft("--soft").expect("alone"), Some(Soft { cards: None }));
-        assert_eq!(soft("--soft=3").expect("a number"), Some(Soft { cards: Some(3) }));
-        for wrong in ["--soft=0", "--soft=257", "--soft=x", "--soft=-1"] {
+        assert_eq!(soft("--soft").expect("alone"), Some(Soft::default()));
+        let three = Soft { cards: Some(3), import: false };
+        assert_eq!(soft("--soft=3").expect("a number"), Some(three));
+        let import = Soft { import: true, ..three };
+        assert_eq!(soft("--soft=3,import").expect("with import"), Some(import));
+        for wrong in ["--soft=0", "--soft=257", "--soft=x", "--soft=-1", "--soft=,", "--soft=2,x"] {
             assert!(soft(wrong).is_err(), "{wrong}");
         }
     }
@@ -265,7 +288,7 @@ mod tests {
         ] {
             let cli = Cli::try_parse_from(line).expect("parsed");
             assert!(!cli.json, "{line:?}");
-            assert_eq!(cli.soft, Some(Soft { cards: Some(2) }));
+            assert_eq!(cli.soft, Some(Soft { cards: Some(2), import: false }));
         }
     }
 }

@@ -13,7 +13,7 @@ use serde_json::json;
 
 use crate::failure::{Exit, Failure};
 use crate::output::note;
-use crate::tuning::{SOFT_LENIENT, STAGING};
+use crate::tuning::STAGING;
 use crate::{Context, Soft};
 
 /// Options of `run`.
@@ -152,19 +152,9 @@ fn software_card(
     if var("SOFT_GAUDI_NODE").is_none() {
         changes.push(Change::Set("SOFT_GAUDI_NODE", context.prefix.soft_node().into()));
     }
-    // Set to nothing, it makes the card as strict as hardware.
-    if !chose_leniency() {
-        changes.push(Change::Set("SOFT_GAUDI_LENIENT", SOFT_LENIENT.into()));
-    }
-    if let Some(cards) = soft.cards {
-        changes.push(Change::Set("SOFT_GAUDI_DEVICES", cards.to_string().into()));
-    }
+    changes
+        .extend(soft.variables().into_iter().map(|(name, value)| Change::Set(name, value.into())));
     Ok(changes)
-}
-
-/// Whether the user said how lenient a software card is, under the present name of the variable or its earlier one.
-pub(crate) fn chose_leniency() -> bool {
-    ["SOFT_GAUDI_LENIENT", "SOFT_GAUDI_KIND"].iter().any(|name| std::env::var_os(name).is_some())
 }
 
 /// UCX finds the HCA only if the library is preloaded (docs/software-rdma.md).

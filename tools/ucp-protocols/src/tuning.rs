@@ -4,6 +4,3 @@
 /// emulates, use larger segments (`docs/performance.md`).
 pub const STAGING: &[(&str, &str)] =
     &[("UCX_SYSV_SEG_SIZE", "32832"), ("UCX_POSIX_SEG_SIZE", "32832")];
-
-/// `SOFT_GAUDI_LENIENT` to try things out: quick, and with dma-buf import. What `cargo xtask env` sets, too.
-pub const SOFT_LENIENT: &str = "import,ordered,unpinned";

@@ -104,7 +104,7 @@ pub(super) fn run(repo: &Repo, quick: bool) -> Result<Vec<Record>> {
     let posix = measure("posix between host memories", host("self,posix"))?;
     let mut records = compared(&ipc, &cma, &posix)?;
     let opening = || {
-        let device = Device::hardware_or_software();
+        let device = Device::hardware_or(SoftNode::lenient());
         let tool = bench.ucp_check(Ucx::V1_22).words("measure sharing");
         measure("opening memory of a peer", tool.device(&device))
     };

@@ -11,7 +11,7 @@ use std::process::Command;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::ValueEnum as _;
 use comfy_table::{CellAlignment, Table, presets};
-use e2e::Device;
+use e2e::{Device, SoftNode};
 use procfs::sys::kernel::Version as KernelVersion;
 use procfs::{CpuInfo, Current, Meminfo};
 use ucp_check::measure::Record;
@@ -188,7 +188,7 @@ fn this_machine() -> Result<String> {
         memory as f64 / f64::from(1 << 30),
         kernel.major,
         kernel.minor,
-        Device::hardware_or_software().title()
+        Device::hardware_or(SoftNode::lenient()).title()
     ))
 }
 

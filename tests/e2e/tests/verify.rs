@@ -71,11 +71,11 @@ passes! {
     host_only_program_with_the_plugin_loaded: Ucx::ALL, "host-only --max 1M";
 }
 
-/// Every operation and pair of memories; a process dies for each, so each UCX has one size.
+/// Every operation and pair of memories with a Gaudi's; a process dies for each, so each UCX has one size.
 #[test]
 fn killed_peer_shows_as_an_error() {
     for (ucx, size) in [(Ucx::V1_22, "16M"), (Ucx::Nixl, "4096")] {
-        let words = format!("peer-errors --sizes {size}");
+        let words = format!("peer-errors --mem gaudi:gaudi,gaudi:host,host:gaudi --sizes {size}");
         client(ucx, &Device::software(), &words).run().ok();
     }
 }

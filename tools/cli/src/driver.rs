@@ -10,6 +10,12 @@ use crate::report::Finding;
 /// PCI vendor id of Habana Labs, as sysfs writes it.
 const HABANA: &str = "0x1da3";
 
+/// Whether this RDMA device is a Gaudi's own port (`hbl_N`), which registers no memory of cards for others.
+pub(crate) fn is_port_of_gaudi(root: &Path, hca: &str) -> bool {
+    let vendor = root.join("sys/class/infiniband").join(hca).join("device/vendor");
+    std::fs::read_to_string(vendor).is_ok_and(|vendor| vendor.trim() == HABANA)
+}
+
 /// What there is to be seen of cards and driver.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Driver {
@@ -204,6 +210,18 @@ mod tests {
         let driver = Driver::read(&root);
         assert_eq!((driver.nodes, driver.accel), (1, false), "an older driver's");
         std::fs::remove_dir_all(root).expect("removed");
+    }
+
+    #[test]
+    fn a_gaudis_own_ports_are_no_hcas() {
+        let root = tempfile::tempdir().unwrap();
+        for (name, vendor) in [("hbl_0", "0x1da3\n"), ("mlx5_0", "0x15b3\n")] {
+            let folder = root.path().join("sys/class/infiniband").join(name).join("device");
+            std::fs::create_dir_all(&folder).unwrap();
+            std::fs::write(folder.join("vendor"), vendor).unwrap();
+        }
+        let ours = ["hbl_0", "mlx5_0", "rxe0"].map(|hca| is_port_of_gaudi(root.path(), hca));
+        assert_eq!(ours, [true, false, false]);
     }
 
     #[test]

@@ -48,11 +48,12 @@ impl Verbs {
         found.map(|symbol| *symbol).map_err(|_| (name, libc::ENOSYS))
     }
 
-    /// Registers the dma-buf with every HCA, and undoes it.
+    /// Registers the dma-buf with every HCA that is wanted, and undoes it.
     pub(crate) fn register_everywhere(
         &self,
         dmabuf: BorrowedFd<'_>,
         len: u64,
+        is_wanted: impl Fn(&str) -> bool,
     ) -> Vec<Registration> {
         type List = unsafe extern "C" fn(*mut c_int) -> *mut Pointer;
         type Name = unsafe extern "C" fn(Pointer) -> *const c_char;
@@ -76,9 +77,10 @@ impl Verbs {
             let device = unsafe { *devices.add(at) };
             // SAFETY: a device of the list; the name is terminated and lives as long as it.
             let hca = unsafe { CStr::from_ptr(name(device)) }.to_string_lossy().into_owned();
-            Registration { hca, outcome: self.register(device, dmabuf, len) }
+            is_wanted(&hca)
+                .then(|| Registration { outcome: self.register(device, dmabuf, len), hca })
         };
-        (0..count.max(0) as usize).map(one).collect()
+        (0..count.max(0) as usize).filter_map(one).collect()
     }
 
     fn register(

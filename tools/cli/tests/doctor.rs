@@ -40,7 +40,7 @@ fn a_software_card_is_found_and_copied_on() {
 fn what_is_wrong_with_a_card_is_told_with_a_remedy() {
     let tool = Installed::new();
     let faults = [
-        ("transfer flip:7", "copy", "bad", "1 of 1048653 bytes", "check-card"),
+        ("transfer flip:7", "copy", "bad", "1 of 1048576 bytes", "check-card"),
         ("transfer fail:EIO", "copy", "bad", "DMA_FAILED", "software Gaudi"),
         ("hlthunk_open fail:EBUSY times=0", "copy", "warning", "DEVICE_BUSY", "--card"),
         (

@@ -60,7 +60,7 @@ fn calls_and_their_times_are_shown() {
     let function = &summary["functions"][0];
     assert_eq!(keys(function), ["call", "count", "failed", "median_us", "total_us"]);
     let opens = tool.run(&format!("trace show {file} --call hlthunk_open"));
-    assert_eq!(opens.out.lines().count(), 5, "a title and four opens: {opens:?}");
+    assert_eq!(opens.out.lines().count(), 3, "a title and two opens: {opens:?}");
 }
 
 #[test]

@@ -76,8 +76,8 @@ set_unpatched() {
     check load-unpatched reload habanalabs-unpatched
     check control-node control_node
     check open-refused refused_open
-    check doctor-names-the-bug names_the_bug ucx-gaudi doctor
-    check check-card-names-the-bug names_the_bug ucx-gaudi check-card
+    check doctor-names-the-bug names_the_bug ucx-gaudi doctor --card 0
+    check check-card-names-the-bug names_the_bug ucx-gaudi check-card --card 0
     check plugin-names-the-bug names_the_bug ucx_perftest -t tag_lat -m gaudi -n 1 -s 8 -l
     # DRM's own warning, once for each module.
     check kernel-warns sh -c 'dmesg | grep "WARNING:.*drm_open_helper"'
@@ -135,9 +135,10 @@ set_card() {
     check load-importer load_modules drm_kms_helper drm_shmem_helper vgem
     echo 8 >/proc/sys/vm/nr_hugepages
     check memory-rules memory_rules /dev/dri/card0
-    check check-card ucx-gaudi check-card --trace /tmp/trace
+    check card-must-be-named says "no card was named" ucx-gaudi check-card
+    check check-card ucx-gaudi check-card --card 0 --trace /tmp/trace
     stty -F /dev/ttyS2 raw && cat /tmp/trace >/dev/ttyS2
-    check doctor ucx-gaudi doctor
+    check doctor ucx-gaudi doctor --card 0
 }
 
 pingpong() {
@@ -186,8 +187,8 @@ set_rdma() {
     check load-rxe load_rxe
     check host over_rxe --mem host:host --ops tag,put,get --plain --sizes 1,4097,1M+13
     check staged staged --one-way --mem gaudi:host --ops tag,am,put --plain --sizes 1,4097,1M+13
-    check doctor-names-the-kernel says CONFIG_PCI_P2PDMA ucx-gaudi doctor
-    check check-card-names-the-hca says 'registers no dma-bufs' ucx-gaudi check-card
+    check doctor-names-the-kernel says CONFIG_PCI_P2PDMA ucx-gaudi doctor --card 0
+    check check-card-names-the-hca says 'registers no dma-bufs' ucx-gaudi check-card --card 0
 }
 
 set_two_cards() {
@@ -261,7 +262,7 @@ misused() {
 left_behind() { dmesg | grep -c 'device still in use .1 active CS'; }
 edma_hangs() {
     before=$(left_behind)
-    ucx-gaudi check-card --may-reset --json && [ "$(left_behind)" -gt "$before" ]
+    ucx-gaudi check-card --card 0 --may-reset --json && [ "$(left_behind)" -gt "$before" ]
 }
 set_faults() {
     check page-fault misused page-fault 'page fault on va 0xfff0001234567000'

@@ -19,21 +19,35 @@ const NO_RESET_LIMIT: Duration = Duration::from_secs(NO_RESET_SECONDS as u64 + 1
 const COMMANDS: usize = SLOTS * 24;
 
 /// Host memory that the card sees.
-struct HostImage {
+pub(super) struct HostImage {
     // Unmapped before the pages go: fields drop in this order.
     mapping: HostMapping,
     pages: HostPages,
 }
 
 impl HostImage {
-    fn new(device: &Device) -> Result<Self, Error> {
-        let pages = HostPages::new(IMAGE).map_err(|error| Error {
+    pub(super) fn new(device: &Device, len: usize) -> Result<Self, Error> {
+        let pages = HostPages::new(len).map_err(|error| Error {
             call: "mmap",
             errno: error.raw_os_error().unwrap_or(libc::ENOMEM),
         })?;
         // SAFETY: the pages are stored with the mapping, and freed after it.
-        let mapping = unsafe { HostMapping::new(device, pages.as_ptr(), IMAGE as u64)? };
+        let mapping = unsafe { HostMapping::new(device, pages.as_ptr(), len as u64)? };
         Ok(Self { mapping, pages })
+    }
+
+    /// Where the card sees it.
+    pub(super) fn addr(&self) -> DeviceAddr {
+        self.mapping.addr()
+    }
+
+    /// Its bytes, of which there are `len` at least.
+    ///
+    /// # Safety
+    /// The card must not be using it.
+    pub(super) unsafe fn bytes(&mut self, len: usize) -> &mut [u8] {
+        // SAFETY: our own pages; the exclusive borrow keeps this process out, the caller's promise the card.
+        unsafe { std::slice::from_raw_parts_mut(self.pages.as_ptr(), len) }
     }
 }
 
@@ -94,7 +108,10 @@ impl Bench {
         Ok(Self {
             device: device.clone(),
             area,
-            host: ManuallyDrop::new([HostImage::new(device)?, HostImage::new(device)?]),
+            host: ManuallyDrop::new([
+                HostImage::new(device, IMAGE)?,
+                HostImage::new(device, IMAGE)?,
+            ]),
             commands: ManuallyDrop::new(CommandBuffer::new(device, COMMANDS as u32)?),
             lost: false,
             transfers: 0,
@@ -118,10 +135,8 @@ impl Bench {
     /// The bytes of an image in host memory, unless the card may be writing them.
     pub(super) fn bytes(&mut self, image: usize) -> Result<&mut [u8], SubmitFailure> {
         self.usable()?;
-        let pages = &self.host[image].pages;
-        // SAFETY: our own pages, which nothing else uses: the exclusive borrow keeps this process
-        // out, and every submission was waited for, or `lost` is set.
-        Ok(unsafe { std::slice::from_raw_parts_mut(pages.as_ptr(), IMAGE) })
+        // SAFETY: every submission was waited for, or `lost` is set.
+        Ok(unsafe { self.host[image].bytes(IMAGE) })
     }
 
     fn usable(&self) -> Result<(), SubmitFailure> {
@@ -166,6 +181,44 @@ impl Bench {
             // SAFETY: as in `submit`.
             unsafe { device.submit_without_reset(&[chunk], NO_RESET_SECONDS) }
         })
+    }
+
+    /// Submits one packet after the other without waiting, each on its queue, then waits for all.
+    pub(super) fn dma_at_once(&mut self, transfers: &[(u32, LinDma)]) -> Result<(), SubmitFailure> {
+        self.usable()?;
+        let (mut sequences, mut buffers, mut refused) = (Vec::new(), Vec::new(), None);
+        for (at, (queue, transfer)) in transfers.iter().enumerate() {
+            let packet = self.encode(&[*transfer])?;
+            let submitted =
+                CommandBuffer::new(&self.device, packet.len() as u32).and_then(|buffer| {
+                    // SAFETY: nothing was submitted from it yet.
+                    unsafe { buffer.write(0, &packet) };
+                    let chunk =
+                        Chunk { buffer: &buffer, offset: 0, len: packet.len(), queue: *queue };
+                    // SAFETY: as in `submit`; the buffer is kept until all have ended.
+                    let sequence = unsafe { self.device.submit(&[chunk]) };
+                    buffers.push(ManuallyDrop::new(buffer));
+                    sequence
+                });
+            match submitted {
+                Ok(sequence) => sequences.push(sequence),
+                Err(error) => {
+                    refused =
+                        Some(SubmitFailure::Refused(format!("submission {}: {error}", at + 1)));
+                    break;
+                }
+            }
+        }
+        for sequence in sequences {
+            let ended = wait(&self.device, sequence, LIMIT);
+            self.lost |= ended.is_err();
+            ended?;
+        }
+        for mut buffer in buffers {
+            // SAFETY: dropped here only; nothing that was submitted from it runs any more.
+            unsafe { ManuallyDrop::drop(&mut buffer) };
+        }
+        refused.map_or(Ok(()), Err)
     }
 
     fn encode(&mut self, transfers: &[LinDma]) -> Result<Vec<u8>, SubmitFailure> {

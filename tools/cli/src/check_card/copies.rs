@@ -6,7 +6,7 @@ use hl_thunk::packet::{LinDma, NOP};
 use hl_thunk::{Device, Direction};
 use serde_json::json;
 
-use super::bench::{Bench, Image, SubmitFailure};
+use super::bench::{Bench, HostImage, Image, SubmitFailure};
 use super::memory::Area;
 use super::pattern::{Batch, Case, IMAGE, Images, Mismatches, SLOTS, batches, noise};
 use super::queries::ms;
@@ -16,6 +16,8 @@ const SEND_BACK: &str =
     "send this report: the plugin must not copy like this on such a card until it is understood";
 const LOOK_AT_LOG: &str = "look at the kernel log (dmesg), and send it with this report";
 
+/// Submissions in flight that the plugin has at most: the driver's window is 64.
+const IN_FLIGHT: usize = 60;
 /// Packets in one submission, where its rate is measured: the time of the submission itself then hardly counts.
 const IN_ONE_SUBMISSION: usize = 16;
 /// The images of copies within the card.
@@ -110,12 +112,94 @@ pub(super) fn bulk(bench: &mut Bench) -> (Finding, Option<()>) {
     (Finding::good("", found).with(data), Some(()))
 }
 
+/// Has as many submissions in flight as the plugin has at most, on all queues in turn: down, then up.
+pub(super) fn in_flight(bench: &mut Bench) -> (Finding, Option<()>) {
+    let before = bench.transfers();
+    let len = IMAGE / IN_FLIGHT / 128 * 128;
+    let bytes = noise(60, SLOTS);
+    let ways = [
+        (Direction::HostToDevice, Image::Host(0), Image::Device(0)),
+        (Direction::DeviceToHost, Image::Device(0), Image::Host(1)),
+    ];
+    let copied = (|| {
+        bench.bytes(0)?.copy_from_slice(&bytes);
+        bench.bytes(1)?.fill(0);
+        for (direction, from, to) in ways {
+            let queues = bench.device().generation().queues(direction);
+            let transfer = |at: usize| {
+                let (src, dst) = (bench.address(from, at * len), bench.address(to, at * len));
+                (queues[at % queues.len()], LinDma::Copy { src, dst, len: len as u32 })
+            };
+            let transfers: Vec<_> = (0..IN_FLIGHT).map(transfer).collect();
+            bench.dma_at_once(&transfers)?;
+        }
+        let copied = len * IN_FLIGHT;
+        Ok(different(&bench.bytes(1)?[..copied], &bytes[..copied]))
+    })();
+    let how = format!("{} submissions in flight", IN_FLIGHT);
+    match whole_image(copied, &how) {
+        Some(finding) => (finding, None),
+        None => {
+            let data = json!({"transfers": bench.transfers() - before});
+            (
+                Finding::good("", format!("{how}, down and up: every byte right")).with(data),
+                Some(()),
+            )
+        }
+    }
+}
+
+/// Bytes of a large copy: one packet.
+const LARGE: usize = 64 << 20;
+
+/// One packet down and one up, of more than the images have.
+pub(super) fn large(bench: &mut Bench) -> (Finding, Option<()>) {
+    let images = HostImage::new(bench.device(), LARGE)
+        .and_then(|down| Ok((down, HostImage::new(bench.device(), LARGE)?)));
+    let (mut down, mut up) = match images {
+        Ok(images) => images,
+        Err(error) => return (Finding::skipped("", format!("host memory: {error}")), Some(())),
+    };
+    let card = bench.address(Image::Device(0), 0);
+    let queue = |direction| bench.device().generation().queues(direction)[0];
+    let ways = [
+        (queue(Direction::HostToDevice), down.addr(), card),
+        (queue(Direction::DeviceToHost), card, up.addr()),
+    ];
+    // SAFETY: the card knows neither yet.
+    let (sent, back) = unsafe { (down.bytes(LARGE), up.bytes(LARGE)) };
+    let bytes = noise(64, SLOTS);
+    for (chunk, mark) in sent.chunks_mut(bytes.len()).zip(0_u8..) {
+        chunk.copy_from_slice(&bytes[..chunk.len()]);
+        chunk[0] = mark;
+    }
+    back.fill(0);
+    let copied = (|| {
+        for (queue, src, dst) in ways {
+            bench.dma(queue, &[LinDma::Copy { src, dst, len: LARGE as u32 }])?;
+        }
+        // SAFETY: both were waited for.
+        Ok(different(unsafe { up.bytes(LARGE) }, unsafe { down.bytes(LARGE) }))
+    })();
+    if bench.lost() {
+        // The card may still use them.
+        std::mem::forget((down, up));
+    }
+    match whole_image(copied, &format!("{} MiB in one packet", LARGE >> 20)) {
+        Some(finding) => (finding, None),
+        None => {
+            let found = format!("{} MiB in one packet down and up: every byte right", LARGE >> 20);
+            (Finding::good("", found).with(json!({"transfers": 2})), Some(()))
+        }
+    }
+}
+
 /// A bad finding, if a copy or a fill of a whole image failed or has wrong bytes.
 fn whole_image(wrong: Result<usize, SubmitFailure>, how: &str) -> Option<Finding> {
     match wrong {
         Ok(0) => None,
         Ok(count) => {
-            let found = format!("{how}: {count} bytes wrong of {} KiB", IMAGE >> 10);
+            let found = format!("{how}: {count} bytes wrong");
             Some(Finding::bad("", found, SEND_BACK))
         }
         Err(why) => Some(Finding::bad("", format!("{how}: {why}"), LOOK_AT_LOG)),

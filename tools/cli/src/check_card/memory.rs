@@ -1,6 +1,7 @@
 //! Device memory, host memory mapped for the card, and dma-bufs.
 
 use std::os::fd::AsFd;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -12,6 +13,7 @@ use rustix::fs::{SeekFrom, seek};
 use serde_json::json;
 
 use super::queries::ms;
+use crate::driver::is_port_of_gaudi;
 use crate::output::size;
 use crate::report::Finding;
 use crate::verbs::{Registration, Verbs};
@@ -272,8 +274,9 @@ pub(super) fn hca(device: &Device, area: &Area) -> Finding {
     let Some(verbs) = Verbs::load() else {
         return Finding::skipped("", "there is no libibverbs.so.1");
     };
-    let len = 16 * PAGE_SIZE;
     let call = ExportCall::best(device.library());
+    // A whole page of the card, as the plugin exports it.
+    let len = if matches!(area, Area::Mapped(_)) { page_of(device) } else { 16 * PAGE_SIZE };
     let exported = match area {
         Area::Physical(addr) => DmaBuf::export_physical(device, *addr, len),
         Area::Mapped(_) => {
@@ -284,7 +287,8 @@ pub(super) fn hca(device: &Device, area: &Area) -> Finding {
         Ok(dmabuf) => dmabuf,
         Err(error) => return Finding::skipped("", format!("nothing to register: {error}")),
     };
-    let all = verbs.register_everywhere(dmabuf.as_fd(), len);
+    let all = verbs
+        .register_everywhere(dmabuf.as_fd(), len, |hca| !is_port_of_gaudi(Path::new("/"), hca));
     if all.is_empty() {
         return Finding::skipped("", "there is no HCA");
     }

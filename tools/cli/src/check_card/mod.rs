@@ -11,9 +11,11 @@
 mod bench;
 mod copies;
 mod edma;
+mod machine;
 mod memory;
 mod pattern;
 mod queries;
+mod reading;
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::ExitStatusExt;
@@ -41,10 +43,10 @@ use crate::saved_file::{self, Pending};
 /// Options of `check-card`.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct Options {
-    /// The card: an index, module:N or a PCI address; default: the first free one
+    /// The card: an index, module:N or a PCI address. Only software cards have a default, the first free one
     #[arg(long, value_name = "CARD")]
     card: Option<String>,
-    /// All lengths from 1 to 4097 at all offsets, ten rounds of open and close, 1 GiB of host memory
+    /// All lengths from 1 to 4097 at all offsets, ten rounds of open and close instead of one, 1 GiB of host memory
     #[arg(long)]
     thorough: bool,
     /// Go on to the step that hangs an engine by the vendor's sources; the driver then resets the card and kills its
@@ -58,6 +60,9 @@ pub(crate) struct Options {
     /// Also record every driver call in this file, for `ucx-gaudi trace`
     #[arg(long, value_name = "FILE")]
     trace: Option<String>,
+    /// Show a report that `--save` wrote, beside what the software card does; opens no card of the machine
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["card", "may_reset", "save", "trace"])]
+    read: Option<PathBuf>,
     /// The process that does the work
     #[arg(long, hide = true)]
     child: bool,
@@ -67,16 +72,19 @@ pub(crate) struct Options {
 }
 
 /// The checks, in the order in which they are done.
-const CHECKS: [&str; 17] = [
+const CHECKS: [&str; 20] = [
     "library",
     "pair",
     "card",
+    "machine",
     "hw-info",
     "open",
     "device-memory",
     "host-memory",
     "queues",
     "bulk-copies",
+    "in-flight",
+    "large-copies",
     "export",
     "import",
     "hca",
@@ -111,6 +119,9 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
         }
         return Ok(Exit::Fine);
     }
+    if let Some(file) = &options.read {
+        return reading::show(context, file);
+    }
     choice(options.card.as_deref())?;
     // Before the work begins: afterwards is too late to find that a file cannot be written.
     options.save.as_deref().map(saved_file::check).transpose()?;
@@ -118,6 +129,9 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
     let trace = trace.as_deref().map(Pending::new).transpose()?;
     // What was found and recorded until then is kept.
     interrupt::watch();
+    if !context.json {
+        anstream::println!("{DIM}{}{DIM:#}\n", announcement(options));
+    }
     let began = Instant::now();
     let findings = watch(context, options, trace.as_ref())?;
     // Also if the child was killed: what came before is what one wants to see.
@@ -152,6 +166,21 @@ pub(crate) fn run(context: &Context, options: &Options) -> Result<Exit, Failure>
     Ok(if interrupt::interrupted() { Exit::Interrupted } else { summary.exit() })
 }
 
+/// What is going to happen, and what it may cost.
+fn announcement(options: &Options) -> String {
+    let rounds = rounds(options) + 1;
+    let opens = format!("Opens and closes the card, {rounds} times. ");
+    let resets = "Closing a Gaudi2 resets its engines, which takes seconds; no other process can have it meanwhile. ";
+    let copies = "Copies in memory of its own. If an engine hangs in one of the last steps, the driver resets the card \
+                  when this ends.";
+    let edma = if options.may_reset { " The step edma hangs an engine on purpose." } else { "" };
+    opens + resets + copies + edma
+}
+
+fn rounds(options: &Options) -> u32 {
+    if options.thorough { 10 } else { 1 }
+}
+
 /// Runs the checks in a child.
 fn watch(
     context: &Context,
@@ -173,6 +202,15 @@ fn watch(
         let mut command = own_child()?;
         command.args(["--reopen", "--card", &bus_id]);
         findings.extend(findings_of(&mut command, context.json, &[REOPEN])?);
+    }
+    let of = |check: &str| findings.iter().find(|finding| finding.check == check);
+    let node = of("card").and_then(|card| card.data["node"].as_u64());
+    if let (Some(node), Some(before), false) = (node, of("machine"), interrupt::interrupted()) {
+        let after = machine::compare(Path::new("/"), node as u32, &before.data);
+        if !context.json {
+            after.print();
+        }
+        findings.push(after);
     }
     Ok(findings)
 }
@@ -268,15 +306,19 @@ fn checks(lines: &mut Lines, options: &Options) -> Option<()> {
     let library = lines.needed("library", queries::library)?;
     lines.check("pair", || Driver::read(Path::new("/")).judge(&library));
     let card = lines.needed("card", || queries::card(options.card.as_deref()))?;
+    let bus_id = card.bus_id.as_str();
+    lines.check("machine", || machine::record(Path::new("/"), card.node, bus_id));
     lines.check("hw-info", || queries::hw_info(&library, &card));
-    let rounds = if options.thorough { 10 } else { 3 };
+    let rounds = rounds(options);
     let device = lines.needed("open", || queries::open_and_close(&library, &card, rounds))?;
     let area = lines.needed("device-memory", || memory::device_memory(&device))?;
     lines.check("host-memory", || memory::host_memory(&device, options.thorough));
     let bench = if device.generation().accepts_submissions() {
         let queues = lines.needed("queues", || copies::queues(&device, &area));
         let bench = queues.and_then(|mut bench| {
-            lines.needed("bulk-copies", || copies::bulk(&mut bench)).map(|()| bench)
+            lines.needed("bulk-copies", || copies::bulk(&mut bench))?;
+            lines.needed("in-flight", || copies::in_flight(&mut bench))?;
+            lines.needed("large-copies", || copies::large(&mut bench)).map(|()| bench)
         });
         let Some(bench) = bench else {
             // An engine may still use it: it stays mapped until the process ends.
@@ -285,7 +327,7 @@ fn checks(lines: &mut Lines, options: &Options) -> Option<()> {
         };
         Some(bench)
     } else {
-        no_copies(lines, &device, &["queues", "bulk-copies"]);
+        no_copies(lines, &device, &["queues", "bulk-copies", "in-flight", "large-copies"]);
         None
     };
     lines.check("export", || memory::export(&device, &area));

@@ -35,7 +35,8 @@ pub(super) fn library() -> (Finding, Option<Arc<Library>>) {
     }
 }
 
-/// Chooses the card: the one asked for, else the first that is not open.
+/// Chooses the card: the one asked for. Of software cards any may be taken, of others perhaps not: a scheduler may have
+/// promised it to someone.
 pub(super) fn card(text: Option<&str>) -> (Finding, Option<DeviceInfo>) {
     let found = choice(text).and_then(|choice| match choice {
         DeviceChoice::Any => Ok(runtime().discover()?),
@@ -47,6 +48,9 @@ pub(super) fn card(text: Option<&str>) -> (Finding, Option<DeviceInfo>) {
     };
     let nodes: Vec<u32> = cards.iter().map(|card| card.node).collect();
     let owners = runtime().owners(&nodes);
+    if let (None, Some(refused)) = (text, must_be_named(&cards)) {
+        return (refused, None);
+    }
     let is_free = |owners: &Owners| owners.found.is_empty();
     let free = cards.iter().zip(&owners).find(|(_, owners)| is_free(owners));
     let Some((card, _)) = free else {
@@ -64,9 +68,19 @@ pub(super) fn card(text: Option<&str>) -> (Finding, Option<DeviceInfo>) {
     let found = format!("{card}, {name}, module {}; no process has it open", card.module_id);
     let data = json!({
         "generation": card.generation.to_string(), "name": name, "module_id": card.module_id,
-        "bus_id": card.bus_id.as_str(), "software": card.is_software,
+        "bus_id": card.bus_id.as_str(), "node": card.node, "software": card.is_software,
     });
     (Finding::good("", found).with(data), Some(card.clone()))
+}
+
+/// A bad finding, where someone has to say which card may be taken.
+fn must_be_named(cards: &[DeviceInfo]) -> Option<Finding> {
+    let shown = |card: &DeviceInfo| card.to_string();
+    let names: Vec<String> = cards.iter().filter(|card| !card.is_software).map(shown).collect();
+    let remedy = "name one that is yours to use: --card with its index, module:N or PCI address";
+    let found =
+        format!("no card was named, and a card that is closed is reset: {}", names.join(", "));
+    (!names.is_empty()).then(|| Finding::bad("", found, remedy))
 }
 
 /// Asks for the hardware's numbers into a buffer that shows every byte that was written.

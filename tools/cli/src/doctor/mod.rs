@@ -33,7 +33,7 @@ pub(crate) struct Options {
     /// Look for UCX in this folder, too (may be given several times)
     #[arg(long, value_name = "DIR")]
     ucx: Vec<PathBuf>,
-    /// The card to copy on: an index, module:N or a PCI address; default: the first free one
+    /// The card to copy on: an index, module:N or a PCI address. Only software cards have a default, the first free one
     #[arg(long, value_name = "CARD")]
     card: Option<String>,
     /// Do not open a card
@@ -186,6 +186,10 @@ fn copy_on_a_card(options: &Options, cards: &[DeviceInfo]) -> Vec<Finding> {
     }
     if cards.is_empty() {
         return vec![Finding::skipped("copy", "not tried: there is no card")];
+    }
+    if options.card.is_none() && cards.iter().any(|card| !card.is_software) {
+        let why = "not tried: name a card that is yours to use (--card INDEX); closing a Gaudi2 resets its engines";
+        return vec![Finding::skipped("copy", why)];
     }
     probe::in_child(&Probe::Card { card: options.card.clone() }, &[]).unwrap_or_else(|failed| {
         let remedy = "look at the kernel log (dmesg), then try `ucx-gaudi check-card`";

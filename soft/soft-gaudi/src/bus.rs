@@ -303,6 +303,10 @@ impl Bus for QueueBus<'_> {
         self.registers().pass_fence(self.queue, lower, id, target, decrement)
     }
 
+    fn drained(&self) {
+        self.context.timing.drained(self.queue);
+    }
+
     fn raise_fence(&self, lower: bool, id: u8, increment: u8) {
         self.registers().raise_fence(self.queue, lower, id, increment);
         self.kick(self.queue);

@@ -1,6 +1,10 @@
 //! The command processor of one queue: fetches packets, executes them, and can stop between any
 //! two of them (or in the middle of a long copy) to go on later, in another thread.
 //!
+//! The DMA engine behind it has several packets at a time, and may do them in any order: here it does the last first, so
+//! that a program which relies on the order of two finds wrong bytes. A packet with an engine barrier waits for
+//! those before it; all other packets than DMAs do so here, too.
+//!
 //! Packets access everything outside through [`Bus`], so this file knows neither memory nor locks.
 
 use std::sync::Arc;
@@ -14,6 +18,8 @@ pub const SLICE: u64 = 256 << 10;
 const PACKET_COST: u64 = 64;
 /// Packets are fetched in blocks of this size.
 const FETCH: usize = 4096;
+/// DMAs that the engine has at a time.
+const ENGINE_DEPTH: usize = 64;
 /// Nesting of command buffers that run command buffers.
 const MAX_DEPTH: usize = 8;
 
@@ -47,6 +53,8 @@ pub trait Bus {
     fn message_base(&self, base: u8) -> u64;
     /// Passes a fence if its counter has reached the target.
     fn pass_fence(&self, lower: bool, id: u8, target: u8, decrement: u8) -> bool;
+    /// The engine has drained for a barrier, in front of a DMA.
+    fn drained(&self) {}
     /// Adds to a fence counter of this queue.
     fn raise_fence(&self, lower: bool, id: u8, increment: u8);
     /// The device's clock.
@@ -94,7 +102,6 @@ enum Progress {
     Next,
     Blocked,
     Spent,
-    Stopped,
     Enter(Frame),
 }
 
@@ -148,7 +155,9 @@ pub struct Processor {
     frames: Vec<Frame>,
     /// A fetch buffer for the next frame.
     spare: Vec<u8>,
-    /// Bytes done of the DMA at the program counter.
+    /// DMAs that the engine has; the last is the next to be done.
+    in_engine: Vec<LinDma>,
+    /// Bytes done of that one.
     moved: u64,
     predicates: u32,
     scalars: [u8; 16],
@@ -163,6 +172,7 @@ impl Processor {
             generation,
             frames: Vec::new(),
             spare: Vec::new(),
+            in_engine: Vec::new(),
             moved: 0,
             predicates: u32::MAX,
             scalars: [0; 16],
@@ -173,6 +183,7 @@ impl Processor {
     /// Begins a program; the one before must be done.
     pub fn start(&mut self, program: Program) {
         self.frames.clear();
+        self.in_engine.clear();
         self.moved = 0;
         self.granted = false;
         let buffer = core::mem::take(&mut self.spare);
@@ -183,7 +194,9 @@ impl Processor {
     pub fn run(&mut self, bus: &impl Bus, budget: &mut u64) -> Result<Pause, Fault> {
         loop {
             let depth = self.frames.len();
-            let Some(frame) = self.frames.last_mut() else { return Ok(Pause::Done) };
+            let Some(frame) = self.frames.last_mut() else {
+                return Ok(self.drain(bus, budget)?.unwrap_or(Pause::Done));
+            };
             if frame.pc >= frame.program.len() {
                 self.spare = self.frames.pop().map(|frame| frame.fetched).unwrap_or_default();
                 continue;
@@ -196,6 +209,14 @@ impl Processor {
             if self.predicates >> packet.predicate & 1 == 0 {
                 frame.pc += u64::from(packet.len);
                 continue;
+            }
+            let is_dma = matches!(packet.command, Command::LinDma(_));
+            let waits = packet.engine_barrier || !is_dma || self.in_engine.len() == ENGINE_DEPTH;
+            if waits && let Some(pause) = self.drain(bus, budget)? {
+                return Ok(pause);
+            }
+            if is_dma && packet.engine_barrier {
+                bus.drained();
             }
             match self.execute(&packet.command, lower, bus, budget)? {
                 Progress::Next => self.frames[depth - 1].pc += u64::from(packet.len),
@@ -216,7 +237,6 @@ impl Processor {
                 }
                 Progress::Blocked => return Ok(Pause::Blocked),
                 Progress::Spent => return Ok(Pause::Spent),
-                Progress::Stopped => return Ok(Pause::Stopped),
             }
         }
     }
@@ -229,7 +249,8 @@ impl Processor {
         budget: &mut u64,
     ) -> Result<Progress, Fault> {
         if let Command::LinDma(dma) = command {
-            return self.dma(dma, bus, budget);
+            self.in_engine.push(*dma);
+            return Ok(Progress::Next);
         }
         if *budget == 0 {
             return Ok(Progress::Spent);
@@ -284,25 +305,29 @@ impl Processor {
         Ok(Progress::Next)
     }
 
-    fn dma(&mut self, dma: &LinDma, bus: &impl Bus, budget: &mut u64) -> Result<Progress, Fault> {
-        let size = u64::from(dma.size);
-        while self.moved < size {
-            if bus.stopped() {
-                return Ok(Progress::Stopped);
+    /// Waits until the engine has done what it has; what stops that, if something does.
+    fn drain(&mut self, bus: &impl Bus, budget: &mut u64) -> Result<Option<Pause>, Fault> {
+        while let Some(dma) = self.in_engine.last() {
+            let left = u64::from(dma.size) - self.moved;
+            if left == 0 {
+                *budget = budget.saturating_sub(PACKET_COST);
+                self.moved = 0;
+                self.in_engine.pop();
+                continue;
             }
-            let left = size - self.moved;
+            if bus.stopped() {
+                return Ok(Some(Pause::Stopped));
+            }
             // Begun only if it can be finished, or at least a whole slice of it.
             if left > *budget && *budget < SLICE {
-                return Ok(Progress::Spent);
+                return Ok(Some(Pause::Spent));
             }
             let len = left.min(SLICE);
             bus.dma(dma, self.moved, len)?;
             self.moved += len;
             *budget = budget.saturating_sub(len);
         }
-        *budget = budget.saturating_sub(PACKET_COST);
-        self.moved = 0;
-        Ok(Progress::Next)
+        Ok(None)
     }
 
     fn load(

@@ -25,6 +25,8 @@ pub struct Model {
     pub inside: u64,
     /// From a submission to the first byte, on an idle queue.
     pub start: u64,
+    /// From the last byte of a busy queue to the first of a packet with an engine barrier.
+    pub barrier: u64,
     /// From the last byte to the end that a program sees.
     pub completion: u64,
     /// Mapping memory, and unmapping it.
@@ -46,6 +48,7 @@ const GAUDI2: Model = Model {
     to_host: 26_000,
     inside: 200_000,
     start: 5_000,
+    barrier: 1_000,
     completion: 20_000,
     map: 250_000,
     page: 250,
@@ -131,6 +134,15 @@ impl Timing {
         self.queues[queue as usize].fetch_max(done, Ordering::Relaxed);
     }
 
+    /// A queue's next packet waits until its engine has drained. Nothing if that is idle.
+    pub(crate) fn drained(&self, queue: u32) {
+        let Some(model) = self.model else { return };
+        let now = self.now();
+        let wait = |done: u64| (done > now).then_some(done + model.barrier * model.slow);
+        let _ =
+            self.queues[queue as usize].fetch_update(Ordering::Relaxed, Ordering::Relaxed, wait);
+    }
+
     /// When a queue has done what it was given, 0 for long ago.
     pub(crate) fn queue_done(&self, queue: u32) -> u64 {
         self.queues[queue as usize].load(Ordering::Relaxed)
@@ -186,6 +198,12 @@ mod tests {
         assert_eq!(timing.queue_done(1), first + one);
         timing.moved(0, Link::ToHost, 1 << 20);
         assert_eq!(timing.queue_done(0), first + one, "behind its first copy, beside the other");
+        timing.drained(0);
+        timing.moved(0, Link::ToDevice, 1 << 20);
+        let third = first + 2 * one + model.barrier * 10_000;
+        assert_eq!(timing.queue_done(0), third, "behind its first copies and a barrier");
+        timing.drained(1);
+        assert_eq!(timing.queue_done(1), first + one + model.barrier * 10_000);
         assert_eq!(timing.report_at(first + one), first + one + model.completion * 10_000);
     }
 

@@ -191,7 +191,7 @@ fn a_copy_may_be_larger_than_a_queue_runs_at_once_and_the_buffer_is_the_drivers(
     let mut target = vec![0u8; size];
     let (src, dst) = (map_host(fd, &mut source), map_host(fd, &mut target));
     let mut packets = gaudi1_copy(src, DRAM, size as u32);
-    packets.extend(gaudi1_copy(DRAM, dst, size as u32));
+    packets.extend(after_barrier(gaudi1_copy(DRAM, dst, size as u32)));
     let seq = submit_packets(fd, 0, &packets).unwrap();
     assert_eq!(wait(fd, seq), (0, sys::WAIT_COMPLETED));
     assert_eq!(source, target);

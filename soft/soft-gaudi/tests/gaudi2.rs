@@ -36,6 +36,22 @@ fn identity_and_info_are_those_of_a_gaudi2_in_software() {
 }
 
 #[test]
+fn packets_without_a_barrier_between_them_are_done_in_another_order() {
+    let fd = card_of("gaudi2");
+    for (barrier, expected) in [(false, [1, 1, 2]), (true, [1, 1, 1])] {
+        let mut memory = [1, 2, 3];
+        let host = map_host(fd, &mut memory);
+        let next = gaudi2_copy(host + 1, host + 2, 1);
+        let next = if barrier { after_barrier(next) } else { next };
+        let packets = [gaudi2_copy(host, host + 1, 1), next].concat();
+        assert_eq!(run(fd, 0, &packets), (0, sys::WAIT_COMPLETED));
+        assert_eq!(memory, expected);
+        assert_eq!(hlthunk_memory_unmap(fd, host), 0);
+    }
+    assert_eq!(hlthunk_close(fd), 0);
+}
+
+#[test]
 fn allocation_is_rounded_to_pages_and_rules_are_kept() {
     let fd = card_of("gaudi2");
     let mut usage = sys::DramUsageInfo::default();
@@ -137,8 +153,8 @@ fn copies_cross_768_mib_pages_and_go_device_to_device() {
     let (src, dst) = (map_host(fd, &mut source), map_host(fd, &mut target));
     let edge = device + PAGE - (1 << 20) - 7;
     let mut packets = gaudi2_copy(src, edge, size as u32);
-    packets.extend(gaudi2_copy(edge, first + 3, size as u32));
-    packets.extend(gaudi2_copy(first + 3, dst, size as u32));
+    packets.extend(after_barrier(gaudi2_copy(edge, first + 3, size as u32)));
+    packets.extend(after_barrier(gaudi2_copy(first + 3, dst, size as u32)));
     assert_eq!(run(fd, 1, &packets), (0, sys::WAIT_COMPLETED));
     assert_eq!(source, target);
 }
@@ -230,7 +246,7 @@ fn mapped_command_buffers_are_seen_by_program_and_card() {
     let mut source = pattern(16, 3);
     let src = map_host(fd, &mut source);
     let mut bytes = gaudi2_copy(src, device, 16);
-    bytes.extend(gaudi2_copy(device, dst, 16));
+    bytes.extend(after_barrier(gaudi2_copy(device, dst, 16)));
     // SAFETY: the mapping is a page long.
     unsafe { core::ptr::copy_nonoverlapping(bytes.as_ptr(), packets.cast(), bytes.len()) };
     let seq = submit(fd, &mut [user_chunk(0, va, bytes.len())]).unwrap();
@@ -289,7 +305,7 @@ fn threads_share_a_card_with_more_submissions_than_the_window_has() {
                 let (src, dst) = (map_host(fd, &mut source), map_host(fd, &mut target));
                 let place = device + thread * (1 << 20);
                 let mut packets = gaudi2_copy(src, place, size as u32);
-                packets.extend(gaudi2_copy(place, dst, size as u32));
+                packets.extend(after_barrier(gaudi2_copy(place, dst, size as u32)));
                 let buffer = UserBuffer::new(fd, &packets);
                 let queue = [0, 1, 4][thread as usize % 3];
                 let seqs: Vec<u64> = (0..40).map(|_| buffer.submit(queue).unwrap()).collect();

@@ -330,7 +330,7 @@ fn a_card_with_five_stacks_of_hbm_has_smaller_pages_and_one_engine_less() {
     let (src, dst) = (map_host(fd, &mut source), map_host(fd, &mut target));
     let edge = second + PAGE - 5000;
     let mut packets = gaudi2_copy(src, edge, 10_000);
-    packets.extend(gaudi2_copy(edge, dst, 10_000));
+    packets.extend(after_barrier(gaudi2_copy(edge, dst, 10_000)));
     assert_eq!(run(fd, 1, &packets), (0, sys::WAIT_COMPLETED));
     assert_eq!(source, target);
     let buffer = UserBuffer::new(fd, &packets);

@@ -145,6 +145,12 @@ pub(crate) fn gaudi1_copy(src: u64, dst: u64, size: u32) -> Vec<u8> {
     copy_packet(src, dst, size, 0xc900_0008)
 }
 
+/// With an engine barrier: it is done after those before it.
+pub(crate) fn after_barrier(mut packet: Vec<u8>) -> Vec<u8> {
+    packet[7] |= 1 << 5;
+    packet
+}
+
 fn copy_packet(src: u64, dst: u64, size: u32, control: u32) -> Vec<u8> {
     let [src, dst] = [src, dst].map(u64::to_le_bytes);
     [&size.to_le_bytes()[..], &control.to_le_bytes(), &src, &dst].concat()
